@@ -217,6 +217,9 @@ typedef struct cddp_store cddp_store; /* a key-value store: torch.distributed.St
    memory for collectives, and as much again in all until cddp_free. What used them at that moment
    in other groups, and every cddp_ddp made before, returns CDDP_ABORTED. (Threads of
    cddp_run_threads stop together.)
+   STOPPED JOBS. Where a process is stopped for more than 0.5 s (SIGSTOP, Slurm's suspend, a paused
+   virtual machine), that time counts against none of its own deadlines. A job can be stopped as a
+   whole, for any time, and continued. Ranks that run still time out over a rank that is stopped.
    FORK, EXEC: a group or store does not survive fork(): the child may use none of its calls, and
    its copies of cddp's sockets are closed. A forked data loader that calls cddp, or reads memory
    from cddp_alloc of a group of several ranks, gets SIGSEGV: give it a copy in malloc'ed memory. A
@@ -1602,7 +1605,7 @@ typedef struct cddp__slot {
   cddp__atomic_u32 inside; /* 1: may be in its peers' memory, see cddp__enter; writer: the rank */
   unsigned char pad1[CDDP__CACHE_LINE - 8];
   cddp__atomic_u64 awaits; /* 1 + a rank of another host that this one waits for, behind the ms of
-                              cddp__now() when it last looked; 0: none; writer: the rank */
+                              cddp__monotonic() when it last looked; 0: none; writer: the rank */
   cddp__atomic_u32 events;  /* bumped by a rank that changed a send of interest to this one, if
                                that sleeps; in a group of several hosts in any case */
   cddp__atomic_u32 waiting; /* threads of this rank asleep until it changes */
@@ -2507,34 +2510,7 @@ static void cddp__copy_by(void *to, const void *from, size_t n, bool past) {
   else cddp__copy(to, from, n);
 }
 
-/* --- the clock --- */
-
-static double cddp__now(void) { /* seconds, monotonic */
-  struct timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
-
-static struct timespec cddp__timespec(double seconds) {
-  struct timespec t;
-  t.tv_sec = (time_t)seconds;
-  t.tv_nsec = (long)((seconds - (double)t.tv_sec) * 1e9);
-  return t;
-}
-
-static void cddp__sleep(double seconds) {
-  struct timespec t = cddp__timespec(seconds);
-  if (seconds > 0) nanosleep(&t, NULL);
-}
-
-/* Milliseconds until the deadline for poll(2): 0 when past, at most max_ms, rounded up. */
-static int cddp__poll_ms(double deadline, int max_ms) {
-  double left = (deadline - cddp__now()) * 1e3;
-  if (left <= 0) return 0;
-  return left >= (double)max_ms ? max_ms : (int)left + 1;
-}
-
-/* --- atomics and threads --- */
+/* --- atomics --- */
 
 /* Shared scalars live in cddp__atomic_* structs and are touched only by the functions below.
    Release on store. Loads, exchanges and adds are in order with each other, as who sleeps after an
@@ -2574,6 +2550,73 @@ static bool cddp__swap64(cddp__atomic_u64 *a, uint64_t expected, uint64_t desire
   return __atomic_compare_exchange_n(&a->v, &expected, desired, false, __ATOMIC_SEQ_CST,
                                      __ATOMIC_ACQUIRE);
 }
+
+/* --- the clock --- */
+
+/* A sleep that takes this much longer than asked for shows that the process was stopped. Busy cores
+   delay a thread by less. */
+#define CDDP__STOP_S 0.5
+
+/* ns in which this process did not run, as it was stopped (SIGSTOP), or its job or machine was
+   suspended. */
+static cddp__atomic_u64 cddp__stopped;
+
+static double cddp__monotonic(void) { /* seconds, the same for all processes of the machine */
+  struct timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+/* The clock of all deadlines, in seconds: it stands still while this process is stopped. */
+static double cddp__now(void) {
+  double stopped = 1e-9 * (double)cddp__load64(&cddp__stopped); /* read first: a stop may follow */
+  return cddp__monotonic() - stopped;
+}
+
+/* Called after each sleep: whether the process was stopped in it. The sleep began at `start` of
+   cddp__now and was to last `asked` seconds at most. Of several threads that slept the first that
+   wakes sets the clock back. By that clock the sleeps of the others were short. */
+static void cddp__note_sleep(double start, double asked) {
+  uint64_t stopped;
+  double more;
+  do {
+    stopped = cddp__load64(&cddp__stopped);
+    more = cddp__monotonic() - 1e-9 * (double)stopped - start - asked;
+    if (CDDP__LIKELY(more < CDDP__STOP_S)) return;
+  } while (!cddp__swap64(&cddp__stopped, stopped, stopped + (uint64_t)(1e9 * more)));
+}
+
+static struct timespec cddp__timespec(double seconds) {
+  struct timespec t;
+  t.tv_sec = (time_t)seconds;
+  t.tv_nsec = (long)((seconds - (double)t.tv_sec) * 1e9);
+  return t;
+}
+
+static void cddp__sleep(double seconds) {
+  struct timespec t = cddp__timespec(seconds);
+  double start = cddp__now();
+  if (seconds > 0) nanosleep(&t, NULL);
+  cddp__note_sleep(start, seconds);
+}
+
+/* Milliseconds until the deadline for poll(2): 0 when past, at most max_ms, rounded up. */
+static int cddp__poll_ms(double deadline, int max_ms) {
+  double left = (deadline - cddp__now()) * 1e3;
+  if (left <= 0) return 0;
+  return left >= (double)max_ms ? max_ms : (int)left + 1;
+}
+
+/* poll(2) in a wait with a deadline. ms: at most half of CDDP__STOP_S, as the sleep itself counts;
+   -1: no deadline. */
+static int cddp__poll(struct pollfd *fds, size_t count, int ms) {
+  double start = cddp__now();
+  int n = poll(fds, (nfds_t)count, ms);
+  cddp__note_sleep(start, ms < 0 ? INFINITY : 1e-3 * ms);
+  return n;
+}
+
+/* --- threads --- */
 
 static void cddp__pause(void) {
 #if defined(__x86_64__) || defined(__i386__)
@@ -2655,14 +2698,16 @@ static cddp__text cddp__describe_fp_mode(uint32_t mode) {
    Works between processes and between threads. */
 static void cddp__futex_wait(cddp__atomic_u32 *a, uint32_t value, double seconds) {
   struct timespec t = cddp__timespec(seconds);
+  double start = cddp__now();
   if (seconds > 0) syscall(SYS_futex, &a->v, 0 /* FUTEX_WAIT */, value, &t, NULL, 0);
+  cddp__note_sleep(start, seconds);
 }
 
 static void cddp__futex_wake(cddp__atomic_u32 *a) {
   syscall(SYS_futex, &a->v, 1 /* FUTEX_WAKE */, INT_MAX, NULL, NULL, 0);
 }
 
-static void cddp__cond_init(pthread_cond_t *c) { /* for waits by the clock of cddp__now */
+static void cddp__cond_init(pthread_cond_t *c) { /* for waits by CLOCK_MONOTONIC */
   pthread_condattr_t a;
   pthread_condattr_init(&a);
   pthread_condattr_setclock(&a, CLOCK_MONOTONIC);
@@ -2672,10 +2717,17 @@ static void cddp__cond_init(pthread_cond_t *c) { /* for waits by the clock of cd
 
 /* Waits for c until woken or until that time of cddp__now; false: it has passed. */
 static bool cddp__cond_wait_until(pthread_cond_t *c, pthread_mutex_t *lock, double deadline) {
+  double start, left;
   struct timespec t;
+  int e = ETIMEDOUT;
   if (deadline > 1e15) return pthread_cond_wait(c, lock) == 0;
-  t = cddp__timespec(deadline);
-  return pthread_cond_timedwait(c, lock, &t) != ETIMEDOUT;
+  while (e == ETIMEDOUT && (left = deadline - (start = cddp__now())) > 0) {
+    if (left > CDDP__STOP_S / 2) left = CDDP__STOP_S / 2; /* see cddp__poll */
+    t = cddp__timespec(cddp__monotonic() + left);
+    e = pthread_cond_timedwait(c, lock, &t);
+    cddp__note_sleep(start, left);
+  }
+  return e != ETIMEDOUT;
 }
 
 /* Starts a thread with a stack for the user's callbacks, even under ulimit -s 64 and with musl:
@@ -3173,7 +3225,7 @@ static int cddp__above_stdio(int fd) {
 static cddp_result cddp__wait_fd(int fd, short events, double deadline) {
   for (;;) {
     struct pollfd p = {fd, events, 0};
-    int n = poll(&p, 1, cddp__poll_ms(deadline, CDDP__POLL_MS));
+    int n = cddp__poll(&p, 1, cddp__poll_ms(deadline, CDDP__POLL_MS));
     if (n > 0) return CDDP_OK;
     if (n < 0 && errno != EINTR) return cddp__fail_errno("poll");
     if (cddp__now() >= deadline) return cddp__fail(CDDP_TIMEOUT, "timed out");
@@ -4311,7 +4363,9 @@ static void *cddp__server_main(void *arg) {
   cddp__server *v = (cddp__server *)arg;
   struct epoll_event events[64];
   for (;;) {
-    int i, n = epoll_wait(v->epoll, events, 64, v->conns != NULL ? CDDP__TICK_MS : 1000);
+    double start = cddp__now();
+    int i, ms = v->conns != NULL ? CDDP__TICK_MS : 1000, n = epoll_wait(v->epoll, events, 64, ms);
+    cddp__note_sleep(start, 1e-3 * ms);
     if ((n < 0 && errno != EINTR) || cddp__load32(&v->ended) != 0) return NULL;
     for (i = 0; i < n; i++) {
       uint64_t what = events[i].data.u64;
@@ -7529,7 +7583,7 @@ static cddp__text cddp__list_ranks(const bool *set, int size, size_t n) {
    waiting for one of another host, right now: then that one counts. Of another host's ranks those
    count that had not come when that host was asked. */
 static int cddp__find_late(const cddp_group *g, bool *set) {
-  uint32_t now = (uint32_t)(uint64_t)(cddp__now() * 1000);
+  uint32_t now = (uint32_t)(uint64_t)(cddp__monotonic() * 1000);
   bool all = g->hosts != NULL && !g->hosts->local_only;
   int p, n = 0;
   memset(set, 0, (size_t)g->size * sizeof *set);
@@ -7655,6 +7709,7 @@ static void cddp__stop_serving(cddp_group *g) {
 /* A wait for other ranks. Owner: the thread that waits. */
 typedef struct cddp__wait {
   double deadline, look; /* of cddp__now(): when it fails, when peers are looked after again */
+  double seen;           /* of cddp__now(), when it was read last */
   double nap;            /* s; the next sleep's length at most */
   int yields;            /* left before it sleeps */
   bool due, late;        /* as of the last tick: whether look, deadline have come */
@@ -7662,6 +7717,7 @@ typedef struct cddp__wait {
 
 static void cddp__wait_begin(cddp__wait *w, double seconds, int yields) {
   double now = cddp__now();
+  w->seen = now;
   w->deadline = now + seconds;
   w->look = now + CDDP__NAP_S;
   w->nap = CDDP__NAP_FIRST_S;
@@ -7676,9 +7732,11 @@ static bool cddp__wait_yields(cddp__wait *w) {
   return true;
 }
 
-/* Reads the clock. */
+/* Reads the clock. The process can be stopped while a wait only yields the core, too. */
 static void cddp__wait_look(cddp__wait *w) {
-  double now = cddp__now();
+  double now;
+  cddp__note_sleep(w->seen, CDDP__NAP_S);
+  w->seen = now = cddp__now();
   w->late = now >= w->deadline;
   w->due = now >= w->look;
   if (w->due) w->look = now + CDDP__NAP_S;
@@ -9210,7 +9268,7 @@ static cddp_result cddp__poll_channels(cddp__rendezvous *v, double until) {
     fds[i].events = POLLIN;
     fds[i].revents = 0;
   }
-  if (poll(fds, (nfds_t)n + 4, cddp__poll_ms(until, 50)) < 0 && errno != EINTR)
+  if (cddp__poll(fds, n + 4, cddp__poll_ms(until, 50)) < 0 && errno != EINTR)
     return cddp__fail_errno("poll");
   now = cddp__now();
   for (i = n; i-- > 0 && r == CDDP_OK;) { /* backwards: a dropped one's place is the last one's */
@@ -9985,7 +10043,7 @@ static cddp_result cddp__join_find(cddp__host *h, double deadline, int fds[2],
       polled[i].fd = calls[i].fd;
       polled[i].events = POLLIN;
     }
-    (void)poll(polled, (nfds_t)count, cddp__poll_ms(deadline, 100));
+    (void)cddp__poll(polled, (size_t)count, cddp__poll_ms(deadline, 100));
     r = CDDP_NETWORK;
     for (i = count; i-- > 0 && r == CDDP_NETWORK;) {
       if (polled[i].revents == 0) continue;
@@ -10415,6 +10473,7 @@ static void cddp__hosts_pause(cddp_group *g, cddp__wait *w, int peer, uint32_t e
   cddp__hosts *x = g->hosts;
   cddp__slot *slot = cddp__slot_of(g, g->rank);
   struct epoll_event news[16];
+  double start;
   int p, ms = peer != CDDP_ANY && g->members[peer] < 0 ? 5 : 1;
   bool polls;
   cddp__link *l;
@@ -10429,7 +10488,9 @@ static void cddp__hosts_pause(cddp_group *g, cddp__wait *w, int peer, uint32_t e
     cddp__wait_sleep(g, w, &slot->waiting, &slot->events, events);
     return;
   }
+  start = cddp__now();
   if (epoll_wait(x->epoll, news, 16, ms) < 0) {} /* then it has not slept */
+  cddp__note_sleep(start, 1e-3 * ms);
   pthread_mutex_lock(&g->p2p_lock);
   x->polling = false;
   cddp__notify(g, g->rank);
@@ -10621,7 +10682,7 @@ static cddp_result cddp__await_frames(cddp_group *g, cddp__wait *w, int late, ui
   uint32_t starved;
   bool awaited; /* a connection from that rank */
   if (r != CDDP_OK) return r;
-  cddp__store64(&slot->awaits, (uint64_t)(cddp__now() * 1000) << 32 | ((uint32_t)late + 1));
+  cddp__store64(&slot->awaits, (uint64_t)(cddp__monotonic() * 1000) << 32 | ((uint32_t)late + 1));
   cddp__hosts_pause(g, w, late, events);
   if (w->due && (r = cddp__look_after_peers(g)) != CDDP_OK) return r;
   if (cddp__remote_gone(g, late)) return cddp__report_lost(g, late, NULL);
@@ -19179,7 +19240,7 @@ static void cddp__crew_nap(int listener, cddp__link *const *links, int n) {
     fds[count].fd = links[i]->fd;
     fds[count++].events = links[i]->state == CDDP__LINK_GREETING ? POLLOUT : POLLIN;
   }
-  (void)!poll(fds, (nfds_t)count, 5);
+  (void)cddp__poll(fds, (size_t)count, 5);
   cddp__serve_idle(NULL);
 }
 
@@ -23168,8 +23229,8 @@ static cddp_result cddp__watch_children(cddp__spawn_job *job) {
       job->deadline = cddp__now() + (job->next_signal == SIGTERM ? CDDP__GRACE_S : 1);
       job->next_signal = SIGKILL;
     }
-    ms = job->blind ? 10 : job->next_signal == 0 ? -1 : cddp__poll_ms(job->deadline, 1000);
-    if (poll(job->fds, (nfds_t)job->n, ms) < 0 && errno != EINTR)
+    ms = job->blind ? 10 : job->next_signal == 0 ? -1 : cddp__poll_ms(job->deadline, 250);
+    if (cddp__poll(job->fds, (size_t)job->n, ms) < 0 && errno != EINTR)
       cddp__sleep(0.01); /* poll takes no more descriptors than ulimit -n */
     cddp__reap_children(job);
     for (i = 0; i < job->n; i++) {
@@ -24228,6 +24289,7 @@ CDDP__COLD_END
               failed flock or stat leaves no path.tmp; signals during flock and fsync. A file of a
               run without shards does not bind a run with shards.
               Ranks of several hosts that share cores (containers) yield them to each other.
+              A job that was stopped for longer than timeout_s, and continued, goes on.
               Messages progress while their receiver waits in another group, cddp_ddp or store: a
               large one, or over 128 small ones, blocked both ranks until the time-out.
               Optimizers: where settings differ between ranks the text names the setting, the values

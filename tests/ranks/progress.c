@@ -1,5 +1,6 @@
 /* Messages arrive while their receiver waits in any other call, of whichever group, model or
-   store. Ranks of several hosts that share cores yield them to each other. */
+   store. Ranks of several hosts that share cores yield them to each other. Time in which all ranks
+   are stopped counts against no deadline. */
 #define CDDP_IMPLEMENTATION
 #include "../../cddp.h"
 #include "../ranks.h"
@@ -517,6 +518,194 @@ static void test_shared_cores(void) {
   CHECK(sched_setaffinity(0, sizeof given, &given) == 0);
 }
 
+/* STOPPED JOBS. Rank 1 waits for rank 0. Both are stopped for longer than the time-out, and go on.
+   Rank 0 comes to the call soon after that, and no call may fail. Where rank 0 alone is stopped,
+   the wait of rank 1 times out as usual. The jobs run side by side. */
+
+#define TIMEOUT_S (RANKS_SLOW ? 6.0 : 2.5)
+
+typedef struct stopped_job {
+  int call; /* STOP_* */
+  uint32_t ready, goes_on;
+  pid_t pids[2];
+  char address[64];
+} stopped_job;
+
+enum {
+  STOP_BARRIER,
+  STOP_RECV,
+  STOP_SEND,
+  STOP_LARGE,
+  STOP_HANDLE,
+  STOP_WAIT_FOR,
+  STOP_DDP,
+  STOP_ELASTIC,
+  STOP_STORE,
+  STOP_STORE_SERVER,
+  STOP_INIT,
+  STOP_ALONE,
+  STOP_CALLS
+};
+
+/* Notes that this rank is about to wait; rank 0 comes late, when the job has been continued. */
+static void meet_stop(stopped_job *job, int rank) {
+  job->pids[rank] = getpid();
+  __atomic_add_fetch(&job->ready, 1, __ATOMIC_SEQ_CST);
+  if (rank != 0) return;
+  while (__atomic_load_n(&job->goes_on, __ATOMIC_SEQ_CST) == 0) ranks_sleep(0.01);
+  ranks_sleep(0.2);
+}
+
+static void stopped_model(stopped_job *job, cddp_group *g, int rank, bool elastic) {
+  cddp_ddp_desc desc;
+  cddp_ddp *ddp = NULL;
+  cddp_param param;
+  int shard;
+  memset(&desc, 0, sizeof desc);
+  memset(&param, 0, sizeof param);
+  param.name = "weights";
+  param.count = 16;
+  param.data = cddp_alloc(g, 16 * sizeof(float));
+  memset(param.data, 0, 16 * sizeof(float));
+  desc.elastic = elastic;
+  desc.shards = elastic ? 2 : 0;
+  CHECK_OK(cddp_ddp_create(&ddp, g, &param, 1, &desc));
+  meet_stop(job, rank);
+  while (elastic && cddp_ddp_next_shard(ddp, &shard)) CHECK_OK(cddp_ddp_ready(ddp, 0));
+  if (!elastic) CHECK_OK(cddp_ddp_ready(ddp, 0));
+  CHECK_OK(cddp_ddp_wait(ddp));
+  cddp_ddp_destroy(ddp);
+  cddp_free(g, param.data);
+}
+
+static void stopped_store(stopped_job *job, int rank) {
+  cddp_store_desc desc;
+  cddp_store *s = NULL;
+  char value[8];
+  size_t size;
+  bool late = job->call == STOP_STORE_SERVER;
+  memset(&desc, 0, sizeof desc);
+  desc.init_method = job->address;
+  desc.is_server = rank == 0;
+  if (late) meet_stop(job, rank);
+  CHECK_OK(cddp_store_create(&s, &desc));
+  if (!late) meet_stop(job, rank);
+  if (rank == 0)
+    CHECK_OK(cddp_store_set(s, "key", "x", 1));
+  else
+    CHECK_OK(cddp_store_get(s, "key", value, sizeof value, &size));
+  if (rank == 0) ranks_sleep(0.5); /* it serves */
+  cddp_store_destroy(s);
+}
+
+static void stopped_alone(stopped_job *job, cddp_group *g, int rank) {
+  double start;
+  CHECK_OK(cddp_barrier(g));
+  meet_stop(job, rank);
+  start = test_now();
+  CHECK_IS(cddp_barrier(g), CDDP_TIMEOUT);
+  CHECK(rank == 0 || test_now() - start > 0.9 * TIMEOUT_S);
+  CHECK(rank == 0 || test_now() - start < TIMEOUT_S + RANKS_WITHIN(1));
+}
+
+static void stopped_call(stopped_job *job, cddp_group *g, int rank) {
+  const size_t bytes = 1 << 20;
+  char *data = (char *)cddp_alloc(g, bytes);
+  cddp_work *w = NULL;
+  memset(data, 0, bytes);
+  CHECK_OK(cddp_barrier(g));
+  meet_stop(job, rank);
+  if (job->call == STOP_LARGE) {
+    CHECK_OK(cddp_all_reduce(g, data, bytes / 4, CDDP_I32, CDDP_SUM, NULL));
+  } else if (job->call == STOP_RECV || job->call == STOP_WAIT_FOR) {
+    if (rank == 0)
+      CHECK_OK(cddp_send(g, data, bytes, CDDP_U8, 1, 0, NULL));
+    else
+      CHECK_OK(cddp_recv(g, data, bytes, CDDP_U8, 0, 0, &w));
+    if (rank == 1) CHECK_OK(job->call == STOP_RECV ? cddp_wait(w) : cddp_wait_for(w, TIMEOUT_S));
+  } else if (job->call == STOP_SEND) {
+    if (rank == 1)
+      CHECK_OK(cddp_send(g, data, bytes, CDDP_U8, 0, 0, NULL));
+    else
+      CHECK_OK(cddp_recv(g, data, bytes, CDDP_U8, 1, 0, NULL));
+  } else if (job->call == STOP_HANDLE) {
+    CHECK_OK(cddp_all_reduce(g, data, 1, CDDP_I32, CDDP_SUM, &w));
+    CHECK_OK(cddp_wait_for(w, TIMEOUT_S));
+  } else {
+    CHECK_OK(cddp_barrier(g));
+  }
+  CHECK_OK(cddp_barrier(g));
+  cddp_free(g, data);
+}
+
+static int run_stopped(int rank, void *arg) {
+  stopped_job *job = (stopped_job *)arg;
+  cddp_group *g = NULL;
+  test_failures = 0;
+  ranks_place(rank);
+  if (job->call == STOP_STORE || job->call == STOP_STORE_SERVER) {
+    stopped_store(job, rank);
+    return test_failures != 0;
+  }
+  if (job->call == STOP_INIT) meet_stop(job, rank);
+  CHECK_OK(cddp_init(&g, NULL));
+  if (g == NULL) return 1;
+  if (job->call == STOP_DDP || job->call == STOP_ELASTIC)
+    stopped_model(job, g, rank, job->call == STOP_ELASTIC);
+  else if (job->call == STOP_ALONE)
+    stopped_alone(job, g, rank);
+  else if (job->call != STOP_INIT)
+    stopped_call(job, g, rank);
+  cddp_destroy(g);
+  return test_failures != 0;
+}
+
+static void signal_job(const stopped_job *job, int signal) {
+  int i;
+  for (i = 0; i < (job->call == STOP_ALONE ? 1 : 2); i++) CHECK(kill(job->pids[i], signal) == 0);
+}
+
+/* In a process of its own: a job, and another process that stops it. */
+static int stop_job(stopped_job *job, const char *hosts) {
+  pid_t stopper;
+  int status = 0;
+  test_failures = 0;
+  if (hosts != NULL) setenv("TEST_HOSTS", hosts, 1);
+  snprintf(job->address, sizeof job->address, "tcp://127.0.0.1:%d", ranks_free_port());
+  if ((stopper = fork()) == 0) {
+    while (__atomic_load_n(&job->ready, __ATOMIC_SEQ_CST) < 2) ranks_sleep(0.01);
+    ranks_sleep(0.3);
+    signal_job(job, SIGSTOP);
+    ranks_sleep(TIMEOUT_S + (job->call == STOP_ALONE ? RANKS_WITHIN(2) : 1));
+    signal_job(job, SIGCONT);
+    __atomic_store_n(&job->goes_on, 1, __ATOMIC_SEQ_CST);
+    _exit(test_failures != 0);
+  }
+  CHECK_OK(cddp_spawn(run_stopped, job, 2));
+  CHECK(waitpid(stopper, &status, 0) == stopper && status == 0);
+  if (test_failures != 0)
+    fprintf(stderr, "failed: call %d on %s\n", job->call, hosts != NULL ? "two hosts" : "a host");
+  return test_failures != 0;
+}
+
+static void test_stopped(void) {
+  const char *timeout = getenv("CDDP_TIMEOUT_S");
+  char kept[32], given[32];
+  pid_t pids[2 * STOP_CALLS];
+  int i, status;
+  snprintf(kept, sizeof kept, "%s", timeout);
+  snprintf(given, sizeof given, "%g", TIMEOUT_S);
+  setenv("CDDP_TIMEOUT_S", given, 1);
+  for (i = 0; i < 2 * STOP_CALLS; i++) {
+    stopped_job *job = (stopped_job *)ranks_shared(sizeof *job);
+    job->call = i / 2;
+    if ((pids[i] = fork()) == 0) _exit(stop_job(job, i % 2 ? "ab" : NULL));
+  }
+  for (i = 0; i < 2 * STOP_CALLS; i++)
+    CHECK(waitpid(pids[i], &status, 0) == pids[i] && status == 0);
+  setenv("CDDP_TIMEOUT_S", kept, 1);
+}
+
 int main(void) {
   const char *directory = getenv("TMPDIR");
   setenv("CDDP_TIMEOUT_S", RANKS_SLOW ? "60" : "10", 0);
@@ -528,6 +717,7 @@ int main(void) {
   RUN(test_churn);
   RUN(test_two_jobs);
   RUN(test_shared_cores);
+  RUN(test_stopped);
   unlink(checkpoint);
   return TEST_END();
 }
