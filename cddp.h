@@ -6,8 +6,8 @@
        #define CDDP_IMPLEMENTATION
        #include "cddp.h"
 
-   A file of its own, cddp.c, is best: it takes some seconds to compile, and then only once. A
-   project in older C++ compiles that file as C. Every other file includes "cddp.h". Your training
+   A separate file, cddp.c, is best: it takes some seconds to compile, and then only once. A project
+   in older C++ compiles that file as C. Every other file includes "cddp.h". Your training
    loop becomes data parallel by six calls:
 
        #define TRY(call) \
@@ -499,9 +499,9 @@ CDDPDEF void cddp_register_kernels(const cddp_kernels *kernels); /* must stay wh
    and recv of a call must not overlap, but for what its comment calls in place. work NULL: returns
    when the result is there and the buffers are the caller's again. Otherwise returns at once with
    *work set; the buffers belong to the operation until cddp_wait(*work). Operations of one group
-   start in the order they were called. On a GPU each call is a launch of its own: many small arrays
-   are reduced faster by a cddp_ddp, which puts them into buckets. The result of a reduction has the
-   same bits on every rank and in every run: see >>design. Errors: CDDP_PEER_LOST, CDDP_TIMEOUT,
+   start in the order they were called. On a GPU each call is a launch: a cddp_ddp reduces many
+   small arrays faster, because it puts them into buckets. The result of a reduction has the same
+   bits on every rank and in every run: see >>design. Errors: CDDP_PEER_LOST, CDDP_TIMEOUT,
    CDDP_OUT_OF_MEMORY,
      CDDP_INVALID_ARGUMENT  nothing was sent
      CDDP_MISMATCH          the ranks called different operations, passed different count, dtype, op
@@ -16921,7 +16921,7 @@ static cddp_result cddp__compress_hook(cddp_bucket *b, cddp_dtype small) {
 
 /* Hands the bucket to the hook: in place when its parameters lie side by side, else in scratch. */
 static cddp_result cddp__hook_bucket(cddp_ddp *d, cddp__bucket_state *b) {
-  char first = cddp__error_text[0]; /* of an older text, out of the way of the hook's */
+  char first = cddp__error_text[0]; /* of an older text, which is not the hook's */
   size_t bytes = cddp__bucket_bytes(d, b);
   cddp_bucket bucket;
   cddp__range range;
@@ -18033,9 +18033,9 @@ static cddp_result cddp__break_settings(cddp_ddp *d, const cddp_optim *s, int fi
 }
 
 /* All ranks meet, unless their memory has other means. *missing: parameters not ready anywhere,
-   summed over ranks. The same call is part of the round, but for ranks that have joined. s: the
-   cddp_optim of the call or NULL, whose settings are the same on all ranks that have one, and whose
-   rate on all that have not joined. */
+   summed over ranks. The round compares the calls, except of ranks that have joined. s: the
+   cddp_optim of the call, or NULL. Its settings must be the same on all ranks that have one, its
+   learning rate on all that have not joined. */
 static cddp_result cddp__ddp_meet(cddp_ddp *d, int kind, uint64_t check, const cddp_optim *s,
                               uint64_t *missing) {
   cddp_group *g = d->control;
@@ -22352,7 +22352,7 @@ static cddp_result cddp__open_target(cddp__checkpoint *c) {
     named = fd >= 0 && cddp__file_is_named(fd, name);
     if (fd >= 0 && !named && errno != ENOENT) {
       r = cddp__fail(CDDP_IO, "lstat %s: %s", name, strerror(errno));
-      named = made; /* as far as is known */
+      named = made; /* nothing shows that another process replaced it */
     }
     if (r == CDDP_OK && made && locked && named) {
       c->fd = fd;
@@ -22663,7 +22663,7 @@ static unsigned cddp__own_numbers(const cddp_checkpoint_desc *d, uint64_t *v) {
   }
   if (d->ddp != NULL) {
     v[CDDP__STEPS] = d->ddp->steps;
-    v[CDDP__SHARDS] = (uint64_t)d->ddp->desc.shards; /* 0: one a rank, whatever their number */
+    v[CDDP__SHARDS] = (uint64_t)d->ddp->desc.shards; /* 0: one for each rank */
   }
   return (s != NULL ? CDDP__OF_SAMPLER : 0) | (d->ddp != NULL ? CDDP__OF_DDP : 0);
 }
