@@ -2752,7 +2752,7 @@ static cddp_result cddp__thread_start(pthread_t *thread, void *(*fn)(void *), vo
   if (e == 0) return CDDP_OK;
   return cddp__fail(CDDP_SYSTEM, "pthread_create: %s%s", strerror(e),
                     e == EAGAIN ? "; this user may have no more threads (ulimit -u), or the "
-                                  "process no more memory (ulimit -v)"
+                                  "process no more memory (ulimit -v, sysctl vm.max_map_count)"
                                 : "");
 }
 
@@ -5456,26 +5456,14 @@ static char *cddp__map_segment(const cddp__host *h, uint64_t base, uint64_t size
   return h->fd < 0 || cddp__memory_open(h) ? cddp__map_memory(h->fd, base, size) : NULL;
 }
 
-/* The error after cddp__map_segment: ENOMEM has several causes. */
+/* The error after cddp__map_segment. */
 static cddp_result cddp__fail_mapping(const char *what, uint64_t bytes) {
-  int error = errno, c;
-  long most = 0, count = 0;
-  char cure[160] = "";
-  FILE *file = fopen("/proc/sys/vm/max_map_count", "re");
-  if (error == EBADF)
-    snprintf(cure, sizeof cure, ": the program has closed descriptors of cddp (closefrom)");
-  if (file != NULL && fscanf(file, "%ld", &most) != 1) most = 0;
-  if (file != NULL) fclose(file);
-  file = error == ENOMEM && most > 0 ? fopen("/proc/self/maps", "re") : NULL;
-  while (file != NULL && (c = getc(file)) != EOF) count += c == '\n';
-  if (file != NULL) fclose(file);
-  if (count + 8 >= most && count > 0)
-    snprintf(cure, sizeof cure,
-             "; this process has %ld memory mappings, and the system allows %ld: raise "
-             "vm.max_map_count (sysctl -w vm.max_map_count=%ld)",
-             count, most, 4 * most);
+  const char *cure = "";
+  if (errno == EBADF) cure = ": the program has closed descriptors of cddp (closefrom)";
+  if (errno == ENOMEM)
+    cure = "; raise the limit on memory mappings (sysctl vm.max_map_count) or memory (ulimit -v)";
   return cddp__fail(CDDP_OUT_OF_MEMORY, "%s: mmap of %" PRIu64 " bytes: %s%s", what, bytes,
-                    strerror(error), cure);
+                    strerror(errno), cure);
 }
 
 /* The memory of a stretch of the memfd goes, and is zero from now on; false if the system will not.
