@@ -2683,7 +2683,7 @@ static int one_frees_at_once(cddp_group *g, void *arg) {
   return 0;
 }
 
-/* A thread fails while its model lives: its group is destroyed, the model never. */
+/* A thread fails while its model lives: its group is destroyed, the model later. */
 static cddp_ddp *left_models[2];
 
 static int one_leaves_a_model(cddp_group *g, void *arg) {
@@ -2775,6 +2775,7 @@ static int destroys_group_first(int rank, void *arg) {
 /* In a process of its own: CUDA does not survive a fork. arg: where the weights go. */
 static int threads_of_a_process(int rank, void *arg) {
   plan p;
+  int i;
   (void)rank;
   memset(&p, 0, sizeof p);
   p.steps = 4;
@@ -2793,6 +2794,7 @@ static int threads_of_a_process(int rank, void *arg) {
   CHECK_IS(run_threads(one_leaves_a_model, NULL, 2, NULL), CDDP_PEER_LOST);
   CHECK_IS(run_threads(one_leaves_a_model, (void *)(uintptr_t)cddp_bf16_compress_hook, 2, NULL),
            CDDP_PEER_LOST);
+  for (i = 0; i < 2; i++) cddp_ddp_destroy(left_models[i]);
   CHECK_EQ(hostnccl_communicators(), 0);
   return test_failures != 0;
 }
