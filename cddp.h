@@ -8060,10 +8060,13 @@ CDDP__COLD
    connections and keeps them until their group claims them. A caller that says nonsense is dropped
    at once. One that says nothing may be a rank that computes, with a message for this one to send:
    it is dropped when there are too many, or after CDDP__STRANGER_S when few descriptors are left.
+   A link that ends before it is up has carried no frame: its caller calls again.
    When a connection has ended, its error says how; the rank is lost then, see >>hosts. */
 
 #define CDDP__FRAME_MAGIC 0x52464443u /* "CDFR", begins a frame */
-#define CDDP__PENDING_LINKS 256       /* at a time; beyond these the oldest is dropped */
+#define CDDP__PENDING_LINKS 256 /* callers that have said nothing; the oldest beyond is dropped */
+#define CDDP__PROVING_LINKS 4   /* more callers for each rank, with a good hello, likewise */
+#define CDDP__CALL_AGAIN_S 0.05 /* between calls of a rank that ends them before they are up */
 #ifndef CDDP__STRANGER_S
 #define CDDP__STRANGER_S 5.0 /* for the hello and the proof, when few descriptors are left */
 #endif
@@ -8112,6 +8115,8 @@ struct cddp__link {
   int peer; /* rank of the job; -1 not known yet */
   int rank; /* the peer's in the group */
   bool mine;       /* this side has connected */
+  bool early;      /* it has ended before it was up, */
+  double again;    /* and (mine) is called again then */
   bool told;       /* the other side has said that it ends the link as the group is broken */
   int error;       /* errno that ended it; 0: the other side closed it; CDDP__LEFT */
   double deadline; /* for the connection, or for its hello and proof */
@@ -8153,6 +8158,7 @@ static cddp__link *cddp__link_new(const cddp__net *n, int fd, double seconds) {
 /* The link is of no more use. Its descriptor stays until cddp__link_free: others may look at it. */
 static void cddp__link_end(cddp__link *l, int error) {
   if (l->state == CDDP__LINK_DEAD) return;
+  l->early = l->state != CDDP__LINK_UP;
   l->state = CDDP__LINK_DEAD;
   l->error = error;
   shutdown(l->fd, SHUT_WR);
@@ -8312,6 +8318,27 @@ static cddp_result cddp__link_call(const cddp__net *n, int peer, int purpose, ui
   if (connect(fd, &a.any, a.size) != 0 && errno != EINPROGRESS && errno != EINTR)
     cddp__link_end(l, errno);
   return CDDP_OK;
+}
+
+/* Whether a link that has ended is called again, now or soon: it was not up yet, and its other side
+   closed it without a word, as it does with callers when it has too many. */
+static bool cddp__link_call_again(const cddp__net *n, cddp__link *l) {
+  double now = cddp__now();
+  cddp__link *fresh;
+  if (l->state != CDDP__LINK_DEAD || !l->mine || !l->early || now > l->deadline) return false;
+  if (l->error != 0 && l->error != ECONNRESET && l->error != EPIPE) return false;
+  if (now < l->again) return true;
+  l->again = now + CDDP__CALL_AGAIN_S;
+  if (cddp__link_call(n, l->peer, (int)l->hello.purpose, l->hello.group, &fresh) != CDDP_OK)
+    return true;
+  if (syscall(SYS_dup3, fresh->fd, l->fd, O_CLOEXEC) >= 0) {
+    l->state = fresh->state;
+    l->error = fresh->error;
+    l->challenge = fresh->challenge;
+    l->sent = l->got = l->ahead_at = l->ahead_end = 0;
+  }
+  cddp__link_free(n, fresh);
+  return true;
 }
 
 /* --- frames --- */
@@ -8534,7 +8561,7 @@ static bool cddp__link_is_for(const cddp__link *l, uint64_t group) {
 /* Accepts, hears hellos and bad news. Never blocks; another thread that is at it is let alone. */
 static void cddp__net_look(cddp__host *h, cddp__net *n) {
   cddp__link **at, *l;
-  int place = 0, i, fd;
+  int silent = 0, proving = 0, most = CDDP__PENDING_LINKS + CDDP__PROVING_LINKS * n->size, i, fd;
   bool none, few = false;
   if (pthread_mutex_trylock(&n->lock) != 0) return;
   for (i = 0; i < 64; i++) {
@@ -8552,7 +8579,9 @@ static void cddp__net_look(cddp__host *h, cddp__net *n) {
       cddp__notice_receive(h, n, l);
       up = false;
     }
-    if (!up && ((few && cddp__now() > l->deadline) || ++place > CDDP__PENDING_LINKS))
+    if (!up && ((few && cddp__now() > l->deadline) ||
+                (l->state == CDDP__LINK_GREETING ? ++silent > CDDP__PENDING_LINKS
+                                                 : ++proving > most)))
       cddp__link_end(l, ETIMEDOUT);
     for (i = 0; i < CDDP__LEFT_GROUPS && up && !left; i++) left = n->left[i] == l->hello.group + 1;
     if (l->state != CDDP__LINK_DEAD && !left) {
@@ -10238,12 +10267,23 @@ static cddp_result cddp__meet(cddp_group **out, cddp__place *at, const cddp_grou
 
 /* --- connections --- */
 
+static void cddp__watch_link(const cddp__hosts *x, const cddp__link *l) {
+  struct epoll_event event;
+  memset(&event, 0, sizeof event);
+  event.events = EPOLLIN | EPOLLOUT | EPOLLET;
+  (void)epoll_ctl(x->epoll, EPOLL_CTL_ADD, l->fd, &event);
+}
+
 /* Notes that a peer is gone, once, and how its connection ended, if it has. Of two connections the
    other one may still bring what the peer sent before it left. */
-static void cddp__note_end(cddp_group *g, const cddp__link *l) {
+static void cddp__note_end(cddp_group *g, cddp__link *l) {
   cddp__peer *p = &g->hosts->peers[l->rank];
   const cddp__link *other = p->link[p->link[0] == l];
   if (l->state != CDDP__LINK_DEAD || cddp__load32(&p->lost) != 0) return;
+  if (cddp__load32(&g->block->broken) == 0 && cddp__link_call_again(g->hosts->net, l)) {
+    cddp__watch_link(g->hosts, l);
+    return;
+  }
   if (l->error <= 0 && other != NULL && other->state == CDDP__LINK_UP) return; /* bytes may come */
   p->lost_at = cddp__now();
   p->error = other != NULL && other->error == CDDP__LEFT ? CDDP__LEFT : l->error;
@@ -10253,7 +10293,6 @@ static void cddp__note_end(cddp_group *g, const cddp__link *l) {
 /* Gives a connection to its peer; frees one that cannot be meant. p2p_lock held. */
 static void cddp__add_link(cddp_group *g, cddp__link *l) {
   cddp__hosts *x = g->hosts;
-  struct epoll_event event;
   cddp__link **at;
   for (l->rank = 0; l->rank < g->size && g->world[l->rank] != l->peer; l->rank++) {}
   at = l->rank < g->size ? x->peers[l->rank].link : NULL;
@@ -10263,9 +10302,7 @@ static void cddp__add_link(cddp_group *g, cddp__link *l) {
   }
   l->next = x->links;
   x->links = l;
-  memset(&event, 0, sizeof event);
-  event.events = EPOLLIN | EPOLLOUT | EPOLLET;
-  (void)epoll_ctl(x->epoll, EPOLL_CTL_ADD, l->fd, &event);
+  cddp__watch_link(x, l);
   __atomic_store_n(&at[at[0] != NULL], l, __ATOMIC_RELEASE);
 }
 
@@ -19198,7 +19235,7 @@ static void cddp__crew_note_ends(cddp_ddp *d) {
 /* Whether a member's connection has ended: it is gone, or (c->silent) its host does not answer. */
 static bool cddp__crew_ended(cddp__crew *c, int place, cddp__link *l) {
   cddp__link_answered(l);
-  if (l->state != CDDP__LINK_DEAD) return false;
+  if (l->state != CDDP__LINK_DEAD || cddp__link_call_again(c->net, l)) return false;
   if (l->error == 0) c->ended[place] = 1;
   if (l->error != 0 && l->error != CDDP__LEFT && l->error != ECONNRESET && l->error != EPIPE &&
       l->error != ECONNREFUSED && l->error != EPROTO)
@@ -24288,6 +24325,8 @@ CDDP__COLD_END
               Elastic: a process that joins with other optimizer settings fails alone.
               Elastic over hosts: if a firewall resets all connections between two halves of a job,
               they do not both go on.
+              Between hosts, with CDDP_SECRET: first messages of over 256 senders, or beside silent
+              strangers, are not lost. A connection that ends before it is up is made again.
 
    0.3 (2026-11)
      New      cddp_wait_for and cddp_cancel; CDDP_CHECKED: compilers warn about ignored failures.

@@ -1163,6 +1163,192 @@ static void test_strangers(void) {
   for (i = 0; i < 60; i++) close(fds[i]);
 }
 
+/* --- first messages with a secret, which the receiver hears late ------------------------------ */
+
+enum { SENDERS = 299, SILENT = 320 };
+
+/* All ranks of another host send rank 0 their first message, and compute; so does rank 0. Later
+   they look for its answer now and then: 300 processes that wait in cddp leave rank 0 no time. */
+static int run_many_senders(cddp_group *g, void *arg) {
+  int rank = cddp_rank(g), size = cddp_world_size(g), p;
+  float x = (float)rank;
+  cddp_work *answer = NULL;
+  (void)arg;
+  if (rank > 0) CHECK_OK(cddp_send(g, &x, 1, CDDP_F32, 0, 7, NULL));
+  ranks_sleep(rank > 0 ? 4 : 2);
+  if (rank > 0) CHECK_OK(cddp_recv(g, &x, 1, CDDP_F32, 0, 8, &answer));
+  while (rank > 0 && cddp_wait_for(answer, 0) == CDDP_TIMEOUT) ranks_sleep(0.3);
+  for (p = 1; rank == 0 && p < size && test_failures == 0; p++) {
+    CHECK_OK(cddp_recv(g, &x, 1, CDDP_F32, p, 7, NULL));
+    CHECK(x == (float)p);
+  }
+  for (p = 1; rank == 0 && p < size; p++) CHECK_OK(cddp_send(g, &x, 1, CDDP_F32, p, 8, NULL));
+  return test_failures != 0;
+}
+
+static void test_many_senders(void) {
+  char hosts[SENDERS + 2] = "a";
+  memset(hosts + 1, 'b', SENDERS);
+  setenv("CDDP_SECRET", "of many", 1);
+  setenv("CDDP_TIMEOUT_S", "120", 1); /* 300 processes on few cores */
+  CHECK_OK(run_on(hosts, run_many_senders, NULL, SENDERS + 1));
+  unsetenv("CDDP_SECRET");
+}
+
+/* Strangers make connections to each port of this process, and say nothing. */
+static void call_silently(void) {
+  int fd, i;
+  for (fd = 3; fd < 64; fd++) {
+    struct sockaddr_in a;
+    int listens = 0;
+    socklen_t n = sizeof listens, size = sizeof a;
+    if (getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &listens, &n) != 0 || !listens) continue;
+    if (getsockname(fd, (struct sockaddr *)&a, &size) != 0 || a.sin_family != AF_INET) continue;
+    for (i = 0; i < SILENT; i++) CHECK(call_port(ntohs(a.sin_port)) >= 0);
+  }
+}
+
+static void more_descriptors(void) {
+  struct rlimit most;
+  CHECK(getrlimit(RLIMIT_NOFILE, &most) == 0);
+  most.rlim_cur = most.rlim_max < 8192 ? most.rlim_max : 8192;
+  CHECK(setrlimit(RLIMIT_NOFILE, &most) == 0);
+}
+
+/* Rank 3 sends rank 1 a first message, as neither leads its host, and computes; then the strangers
+   come. In another group they come first. */
+static int run_silent_strangers(cddp_group *g, void *arg) {
+  cddp_group *groups[2] = {g, NULL};
+  int rank = cddp_rank(g), turn;
+  float x = rank == 3 ? 42 : 0;
+  (void)arg;
+  more_descriptors();
+  CHECK_OK(cddp_group_split(g, 0, rank, &groups[1]));
+  for (turn = 0; turn < 2 && test_failures == 0; turn++) {
+    if (rank == 1) x = 0;
+    if (rank == 1 && turn == 1) call_silently();
+    if (rank == 3) CHECK_OK(cddp_send(groups[turn], &x, 1, CDDP_F32, 1, 7, NULL));
+    ranks_sleep(rank == 3 ? 2 : 1);
+    if (rank == 1 && turn == 0) call_silently();
+    if (rank == 1) CHECK_OK(cddp_recv(groups[turn], &x, 1, CDDP_F32, 3, 7, NULL));
+    CHECK(x == (rank % 2 == 1 ? 42 : 0));
+    CHECK_OK(cddp_barrier(g));
+  }
+  cddp_destroy(groups[1]);
+  return test_failures != 0;
+}
+
+static void test_silent_strangers(void) {
+  setenv("CDDP_SECRET", "of few", 1);
+  CHECK_OK(run_on("aabb", run_silent_strangers, NULL, 4));
+  unsetenv("CDDP_SECRET");
+}
+
+/* Which descriptors of this process are connections. */
+static void list_connections(bool *is) {
+  struct sockaddr_storage a;
+  int fd;
+  for (fd = 0; fd < 64; fd++) {
+    socklen_t size = sizeof a;
+    is[fd] = getpeername(fd, (struct sockaddr *)&a, &size) == 0;
+  }
+}
+
+/* Rank 3's first connection to rank 1 ends while rank 3 computes, and has not proven the secret. */
+static int run_cut_call(cddp_group *g, void *arg) {
+  int rank = cddp_rank(g), fd, cut = 0;
+  bool before[64], now[64];
+  float x = rank == 3 ? 42 : 0;
+  cddp_work *w = NULL;
+  (void)arg;
+  CHECK_OK(cddp_barrier(g));
+  list_connections(before);
+  if (rank == 3) CHECK_OK(cddp_send(g, &x, 1, CDDP_F32, 1, 7, NULL));
+  ranks_sleep(rank == 3 ? 2 : 0.5);
+  if (rank == 1) {
+    CHECK_OK(cddp_recv(g, &x, 1, CDDP_F32, 3, 7, &w));
+    CHECK_IS(cddp_wait_for(w, 0.3), CDDP_TIMEOUT);
+    list_connections(now);
+    for (fd = 0; fd < 64; fd++)
+      if (now[fd] && !before[fd] && ++cut > 0) shutdown(fd, SHUT_RDWR);
+    CHECK(cut > 0);
+    CHECK_OK(cddp_wait(w));
+    CHECK(x == 42);
+  }
+  CHECK_OK(cddp_barrier(g));
+  return test_failures != 0;
+}
+
+static void test_cut_call(void) {
+  setenv("CDDP_SECRET", "of four", 1);
+  CHECK_OK(run_on("aabb", run_cut_call, NULL, 4));
+  unsetenv("CDDP_SECRET");
+}
+
+/* Elastic ranks meet after a loss: rank 1 has called rank 0, which leads, and is
+   stopped for a while; then the strangers come. */
+static int meet_among_strangers(int rank, void *arg) {
+  int shard, t, called = 0;
+  cddp_ddp_desc desc;
+  cddp_sgd_desc o;
+  cddp_param p;
+  cddp_group *g;
+  cddp_ddp *d;
+  cddp_optim *sgd;
+  cddp_result r = CDDP_OK;
+  float w = 0;
+  (void)arg;
+  more_descriptors();
+  shared->pids[rank] = getpid();
+  memset(&desc, 0, sizeof desc);
+  memset(&o, 0, sizeof o);
+  memset(&p, 0, sizeof p);
+  p.data = &w;
+  p.count = 1;
+  desc.shards = 4;
+  desc.elastic = true;
+  o.lr = 1;
+  CHECK_OK(cddp_init(&g, NULL));
+  CHECK_OK(cddp_ddp_create(&d, g, &p, 1, &desc));
+  o.ddp = d;
+  CHECK_OK(cddp_sgd_create(&sgd, &p, 1, &o));
+  for (t = 0; t < 3 && r == CDDP_OK; t++) {
+    if (t == 1 && rank == 2) raise(SIGKILL);
+    while (cddp_ddp_next_shard(d, &shard)) {
+      ((float *)p.grad)[0] += 1;
+      if (t == 1 && rank == 0 && called++ == 0) {
+        ranks_sleep(1);
+        kill(shared->pids[1], SIGSTOP);
+        if (fork() == 0) {
+          ranks_sleep(2);
+          _exit(kill(shared->pids[1], SIGCONT));
+        }
+        call_silently();
+      }
+      if ((r = cddp_ddp_ready(d, 0)) != CDDP_OK) break;
+    }
+    r = cddp_ddp_step(d, sgd);
+  }
+  CHECK_OK(r);
+  CHECK(w == -3);
+  CHECK_EQ(cddp_world_size(cddp_ddp_group(d)), 2);
+  cddp_optim_destroy(sgd);
+  cddp_ddp_destroy(d);
+  cddp_destroy(g);
+  return 0;
+}
+
+static void test_meeting_among_strangers(void) {
+  int status[3];
+  setenv("TEST_HOSTS", "abc", 1);
+  setenv("CDDP_SECRET", "of three", 1);
+  ranks_script(meet_among_strangers, NULL, 3, 60, status);
+  CHECK(status[0] == 0 && status[1] == 0);
+  unsetenv("CDDP_SECRET");
+  unsetenv("TEST_HOSTS");
+  unsetenv("CDDP_HOST_ID");
+}
+
 /* No descriptor is left and a stranger calls: who waits must not spin. */
 static int wait_without_descriptors(int rank, void *arg) {
   cddp_group *g;
@@ -1401,9 +1587,13 @@ int main(void) {
   RUN(test_mismatch_riding);
   RUN(test_child_is_deaf);
   RUN(test_strangers);
+  RUN(test_silent_strangers);
+  RUN(test_cut_call);
+  RUN(test_meeting_among_strangers);
   RUN(test_no_descriptors);
   RUN(test_few_descriptors);
   RUN(test_meeting);
   RUN(test_wrong_meetings);
+  if (!RANKS_SLOW) RUN(test_many_senders); /* 300 processes, at last: other time-outs */
   return TEST_END();
 }
