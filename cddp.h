@@ -294,7 +294,9 @@ typedef struct cddp_group_desc {
    FIREWALLS. The hosts must accept connections from each other at MASTER_PORT (on rank 0's host)
    and at the ports that ranks listen on. CDDP_PORTS=41000-41099, set for all ranks, limits the
    latter to a range that a firewall can open. A host needs a port for each of its ranks, a second
-   one for each elastic rank, and rank 0's host one more. MASTER_PORT need not be in the range.
+   one for each elastic rank, and rank 0's host one more. MASTER_PORT need not be in the range. If
+   a port cannot be reached, all ranks fail with CDDP_NETWORK within some 15 s; the text names both
+   ends. If it is MASTER_PORT itself, only the ranks that cannot reach it know, after timeout_s.
    Ranks in different process namespaces (containers of one pod) count as on several hosts;
    CDDP_HOST_ID keeps ranks of one host apart.
    Version, WORLD_SIZE, backend and floating-point mode (FTZ, DAZ, rounding) must be alike:
@@ -4874,8 +4876,8 @@ static cddp_result cddp__connect(cddp_store *s, const cddp__store_options *o) {
                       s->name);
   if (r != CDDP_NETWORK) return r == CDDP_OK || r == CDDP_MISMATCH ? r : cddp__store_failed(s, r);
   return cddp__fail_in(CDDP_TIMEOUT,
-                       "no connection to the store at %s within %g s; rank 0 (the server) may not "
-                       "be running, or the address may be wrong. Last error: ",
+                       "no connection to the store at %s within %g s: rank 0 (the server) has not "
+                       "started, the address is wrong, or a firewall blocks the port. Last error: ",
                        s->name, s->timeout_s);
 }
 
@@ -7278,14 +7280,23 @@ static bool cddp__rank_left(const cddp_group *g, int rank) {
 static cddp__text cddp__describe_end(const cddp_group *g, int rank) {
   uint32_t state = cddp__load32(&cddp__slot_of(g, rank)->state);
   int status, at = g->members[rank], error = at < 0 ? g->hosts->peers[rank].error : 0;
+  const cddp__home *home = at < 0 ? &g->hosts->net->homes[g->world[rank]] : NULL;
+  cddp__address a;
   double deadline = cddp__now() + 2.5 * CDDP__NAP_S; /* the rank before it looks, if it waits */
   uint32_t ended = 0;
   if (cddp__rank_left(g, rank)) return cddp__words("left the group (cddp_destroy)");
-  if (error == ECONNREFUSED) return cddp__words("does not listen any more: it has ended");
+  if (error > 0) {
+    a = cddp__internet_address(&g->hosts->net->hosts[home->host].address);
+    cddp__address_set_port(&a, home->port);
+  }
+  if (error == ECONNREFUSED)
+    return cddp__words("does not listen at %s: it has ended, or a firewall blocks this port",
+                       cddp__describe_address(&a).s);
   if (error == EPROTO)
     return cddp__words("sent what is no message of cddp, or not the one that was due");
   if (error != 0 && error != ECONNRESET && error != EPIPE)
-    return cddp__words("lost its connection: %s", strerror(error));
+    return cddp__words("lost its connection (it listens at %s): %s", cddp__describe_address(&a).s,
+                       strerror(error));
   if (at < 0) return cddp__words("closed its connection: it died, or its group failed");
   if (g->presences != NULL &&
       (cddp__load64(g->presences[rank].state) & 255) == CDDP__MEMBER_LEFT)
@@ -8736,12 +8747,14 @@ static cddp__host *cddp__host_create(const cddp_allocator *a, const cddp_logger 
    who leads the ranks of several hosts or GPUs, and shares no memory. Its group is one that is
    broken from the start. The rest is >>elastic's, or >>crew's: cddp_ddp_create.
    When it fails: FAIL, a result and a text, goes up and down from the rank that failed. A lost
-   connection is a lost rank. If a rank does not fit, the root tells all ranks when the last one has
+   connection is a lost rank. A coordinator that cannot reach the root writes that to the store,
+   under RUN/blocked. If a rank does not fit, the root tells all ranks when the last one has
    connected, or CDDP__PROBLEM_S after it knows; so does a coordinator that knows of no root. Ranks
    that have said IN find the failure in the group. */
 
 #define CDDP__MEET_MAGIC 0x544d4443u /* "CDMT" */
 #define CDDP__PROBLEM_S 1.0 /* for ranks that have not connected, when the others know an error */
+#define CDDP__BLOCKED_S 6.0 /* for a connection between hosts; at most a third of the time-out */
 #define CDDP__GREETING 64   /* connections that have not said RANK; beyond these the oldest goes */
 
 enum { CDDP__MEET_RANK = 1, CDDP__MEET_WAIT, CDDP__MEET_TABLE, CDDP__MEET_FAIL, CDDP__MEET_IN };
@@ -8819,12 +8832,14 @@ typedef struct cddp__rendezvous {
   bool serves;        /* the store, from this process */
   double deadline;
   uint32_t mark; /* a hash of door.node, not 0 */
-  char key[160]; /* RUN/meeting */
+  char key[160], blocked_key[160]; /* RUN/meeting, RUN/blocked */
   cddp_store *store; /* NULL: not open */
   bool stale;        /* what the store says has led to nobody: it may be an earlier job's */
   double look, pause; /* when to ask the store again; then for how long to try to open it, s */
   double hung_up;     /* when the store did, of cddp__now(); 0: it has not, or there is a new one */
   double closed_since; /* of the store, see there */
+  cddp__text blocked;  /* why the store, or the root, could not be reached; "": it could */
+  double blocked_at;   /* since when, if it is to the root; 0: it is not */
   unsigned char token[16];
   cddp__address address; /* of this host, for ranks of other nodes */
   int node_socket, root_socket; /* listening: for clients, for coordinators; -1: not this rank */
@@ -9346,12 +9361,60 @@ static void cddp__close_store(cddp__rendezvous *v) {
   v->pause = 0.25;
 }
 
+/* A port of another host that cannot be reached: both ends and the cure. */
+static cddp_result cddp__fail_blocked(const cddp__rendezvous *v, const cddp__address *a,
+                                      const char *listener, int error) {
+  return cddp__fail(CDDP_NETWORK,
+                    "rank %d (pid %d on %s) cannot connect to %s, where %s listens: %s. A firewall "
+                    "or a missing route blocks it%s: let %s connect to this port. "
+                    "CDDP_PORTS=first-last limits the ports to open",
+                    v->at->rank, (int)getpid(), v->host->name, cddp__describe_address(a).s,
+                    listener, strerror(error),
+                    error == ECONNREFUSED ? ", unless that process just ended" : "", v->host->name);
+}
+
+/* Seconds that a connection to another host may take before its port counts as blocked. */
+static double cddp__blocked_s(const cddp__rendezvous *v) {
+  return v->at->timeout_s < 3 * CDDP__BLOCKED_S ? v->at->timeout_s / 3 : CDDP__BLOCKED_S;
+}
+
+/* The root could not be reached at the address that it has put into the store. If that lasts, the
+   root learns of it by the store, and this rank fails: CDDP_MISMATCH. Not where a launcher serves
+   the store, as the address can be an earlier job's. */
+static cddp_result cddp__note_blocked(cddp__rendezvous *v, const cddp__address *a, int error) {
+  if (v->blocked_at == 0) v->blocked_at = cddp__now();
+  cddp__fail_blocked(v, a, "the process that gathers all ranks", error);
+  v->blocked = cddp__words("%s", cddp_error());
+  if (v->at->client_only || cddp__now() <= v->blocked_at + cddp__blocked_s(v)) return CDDP_OK;
+  (void)cddp_store_set(v->store, v->blocked_key, v->blocked.s, strlen(v->blocked.s));
+  return cddp__fail(CDDP_MISMATCH, "%s", v->blocked.s);
+}
+
+/* The root: whether another host cannot reach it. */
+static cddp_result cddp__hear_blocked(cddp__rendezvous *v) {
+  const char *key = v->blocked_key;
+  char text[CDDP__ERROR_MAX];
+  size_t n = 0;
+  bool there = false;
+  if (v->store == NULL || cddp__now() < v->look) return CDDP_OK;
+  v->look = cddp__now() + 0.5;
+  v->store->timeout_s = 0.2;
+  if (cddp_store_check(v->store, &key, 1, &there) != CDDP_OK || !there ||
+      cddp_store_get(v->store, key, text, sizeof text - 1, &n) != CDDP_OK)
+    return CDDP_OK;
+  text[n] = 0;
+  cddp__make_printable(text);
+  v->common = true;
+  return cddp__fail(CDDP_NETWORK, "%s", text);
+}
+
 /* Connects to the root, which is where the store's key says. */
 static cddp_result cddp__call_root(cddp__rendezvous *v) {
   cddp__root_key value;
   cddp__address a, store, here;
+  double most = v->at->timeout_s < 8 ? v->at->timeout_s / 4 : 2;
   size_t n = 0;
-  int fd;
+  int fd, error;
   cddp_result r = cddp_store_get(v->store, v->key, &value, sizeof value, &n);
   if (r == CDDP_NETWORK) return r;
   v->stale = true; /* until the root has answered */
@@ -9366,13 +9429,18 @@ static cddp_result cddp__call_root(cddp__rendezvous *v) {
     cddp__address_set_port(&store, cddp__address_port(&a)); /* the root is on the store's host */
     a = store;
   }
-  if (cddp__connect_address(&a, cddp__soon(2, v->deadline), &fd) != 0) {
-    store.size = sizeof store.sa; /* by the way on which the store answers */
-    if (getpeername(v->store->fd, &store.any, &store.size) != 0 || store.sa.ss_family == AF_UNIX)
-      return CDDP_OK;
+  error = cddp__connect_address(&a, cddp__soon(most, v->deadline), &fd);
+  store.size = sizeof store.sa; /* else by the address at which the store answers */
+  if (error != 0 && getpeername(v->store->fd, &store.any, &store.size) == 0 &&
+      store.sa.ss_family != AF_UNIX && !cddp__address_same_host(&a, &store)) {
     cddp__address_set_port(&store, cddp__address_port(&a));
-    if (cddp__connect_address(&store, cddp__soon(2, v->deadline), &fd) != 0) return CDDP_OK;
+    if (cddp__connect_address(&store, cddp__soon(most, v->deadline), &fd) == 0) error = 0;
   }
+  if (error == EMFILE || error == ENFILE)
+    return cddp__fail_descriptors(v, error, "connection to another host");
+  if (error != 0) return cddp__note_blocked(v, &a, error);
+  v->blocked.s[0] = 0;
+  v->blocked_at = 0;
   cddp__channel_init(&v->up, fd, false);
   memcpy(v->token, value.token, sizeof v->token);
   cddp__close_store(v);
@@ -9418,7 +9486,8 @@ static cddp_result cddp__seek_others(cddp__rendezvous *v) {
   cddp__address own;
   bool there = false, wrong = cddp__has_cause(&v->problem); /* then the time is short */
   cddp_result r;
-  if (v->root_socket >= 0 || cddp__now() < v->look) return CDDP_OK;
+  if (v->root_socket >= 0) return cddp__hear_blocked(v);
+  if (cddp__now() < v->look) return CDDP_OK;
   if (v->store == NULL) {
     r = cddp__open_store(v, cddp__soon(wrong ? 0.25 : v->pause, v->deadline));
     if (r == CDDP_OK)
@@ -9438,16 +9507,19 @@ static cddp_result cddp__seek_others(cddp__rendezvous *v) {
                         "the store at %s hung up while the ranks were meeting: the process that "
                         "serves it (rank 0, unless a launcher does) died or gave up",
                         v->host->place);
-    return cddp__now() < v->deadline || cddp__has_cause(&v->problem) ? CDDP_OK : r;
+    v->blocked = cddp__words("rank %d on %s: %s", v->at->rank, v->host->name, cddp_error());
+    return CDDP_OK;
   }
   v->store->timeout_s = v->deadline - cddp__now();
   if (v->store->timeout_s < 0.2) v->store->timeout_s = 0.2; /* the deadline's own text says more */
   r = cddp_store_check(v->store, &key, 1, &there); /* a server connects to itself */
   if (r == CDDP_OK) v->hung_up = 0;
+  if (r == CDDP_OK && v->blocked_at == 0) v->blocked.s[0] = 0;
   if (r == CDDP_OK && v->with_rank_0) r = cddp__open_root(v);
   else if (r == CDDP_OK && there) r = cddp__call_root(v);
   v->look = cddp__now() + v->pause;
   v->pause = 2 * v->pause < most ? 2 * v->pause : most;
+  if (r == CDDP_MISMATCH) return CDDP_NETWORK;
   if (r == CDDP_NETWORK && v->serves && cddp__interface_addresses(NULL, &own, 1) == 0) {
     v->look = v->deadline; /* without any network all ranks are on this host */
     return CDDP_OK;
@@ -9546,6 +9618,9 @@ static cddp_result cddp__fail_late(cddp__rendezvous *v) {
                                                                           : NULL;
   bool missing[CDDP__MAX_RANKS];
   int rank, n = 0, size = at->world_size;
+  if (v->blocked.s[0] != 0)
+    return cddp__fail(v->blocked_at > 0 ? CDDP_NETWORK : CDDP_TIMEOUT,
+                      "timed out after %g s: %s", at->timeout_s, v->blocked.s);
   if (!v->with_rank_0 || v->node_socket < 0) /* not the root */
     return cddp__fail(CDDP_TIMEOUT,
                       "timed out after %g s: not all %d ranks connected to %s; %d of them are on "
@@ -9564,11 +9639,14 @@ static cddp_result cddp__fail_late(cddp__rendezvous *v) {
                       n > 1 ? "their" : "its", n > 1 ? "they are" : "it is");
   return cddp__fail(CDDP_TIMEOUT,
                     "timed out after %g s: rank%s %s of %d (%s) did not connect to %s: start "
-                    "%s%.0d, or raise CDDP_TIMEOUT_S",
+                    "%s%.0d, or raise CDDP_TIMEOUT_S%s",
                     at->timeout_s, n > 1 ? "s" : "", cddp__list_ranks(missing, size, 128).s, size,
                     at->launched ? "WORLD_SIZE" : "world_size",
                     at->port != 0 ? at->init_method + strlen("tcp://") : at->init_method,
-                    n > 1 ? "each with its RANK" : "it with RANK=", n > 1 ? 0 : rank);
+                    n > 1 ? "each with its RANK" : "it with RANK=", n > 1 ? 0 : rank,
+                    cddp__one_host(at) ? ""
+                                       : "; the output of a rank that runs says what it cannot "
+                                         "connect to");
 }
 
 /* Until this rank has the table, or knows what is wrong. The root's deadline is the first, as it
@@ -9719,6 +9797,46 @@ static cddp_result cddp__world_group(cddp_group **out, cddp__host *h, int rank, 
   return r;
 }
 
+/* Coordinators: whether ranks of other hosts can be reached where they listen, up to 32 of them.
+   All ranks wait for the coordinators, so all learn of a port that is blocked; a link is made much
+   later and by one rank. A rank without descriptors learns that when it makes its links. */
+static cddp_result cddp__check_ports(cddp__rendezvous *v) {
+  enum { MOST = 32 };
+  const cddp__net *net = v->net;
+  double deadline = cddp__now() + cddp__blocked_s(v);
+  cddp__link *links[MOST];
+  cddp__address a;
+  cddp__text listener;
+  socklen_t size = sizeof(int);
+  int n = 0, i, p, error;
+  cddp_result r = CDDP_OK;
+  for (i = 1; i < net->size && n < MOST; i++) {
+    p = (net->rank + i) % net->size;
+    if (net->homes[p].host == net->host) continue;
+    if (cddp__link_call(net, p, CDDP__LINK_NOTICE, 0, &links[n]) != CDDP_OK) break;
+    n++;
+  }
+  for (i = 0; i < n; i++) {
+    const cddp__link *l = links[i];
+    const cddp__home *home = &net->homes[l->peer];
+    error = l->state == CDDP__LINK_DEAD ? l->error : 0;
+    if (r == CDDP_OK && error == 0 && cddp__wait_fd(l->fd, POLLOUT, deadline) != CDDP_OK)
+      error = ETIMEDOUT;
+    if (r == CDDP_OK && error == 0) (void)getsockopt(l->fd, SOL_SOCKET, SO_ERROR, &error, &size);
+    if (r == CDDP_OK && error == ECONNREFUSED) r = cddp__poll_channels(v, cddp__now() + 0.05);
+    if (r == CDDP_OK && error != 0) {
+      a = cddp__internet_address(&net->hosts[home->host].address);
+      cddp__address_set_port(&a, home->port);
+      listener = cddp__words("rank %d (pid %u on %s)", l->peer, home->pid,
+                             net->hosts[home->host].name);
+      v->common = true;
+      r = cddp__fail_blocked(v, &a, listener.s, error);
+    }
+    cddp__link_free(net, links[i]);
+  }
+  return r;
+}
+
 /* Builds the group that the table describes, passes the table on to the ranks below, and waits
    until they have built theirs. */
 static cddp_result cddp__pass_on(cddp__rendezvous *v, cddp_group **out) {
@@ -9726,6 +9844,11 @@ static cddp_result cddp__pass_on(cddp__rendezvous *v, cddp_group **out) {
   cddp_result r = cddp__use_table(v);
   double deadline = v->deadline + 1;
   size_t i;
+  if (r == CDDP_OK && v->node_socket >= 0 && h->net != NULL) {
+    r = cddp__check_ports(v);
+    if (deadline < cddp__now() + CDDP__BLOCKED_S + 1) /* for the other coordinators to check */
+      deadline = cddp__now() + CDDP__BLOCKED_S + 1;
+  }
   if (r == CDDP_OK && v->node_socket < 0) /* a client */
     r = cddp__take_memory(v, h->size);
   else if (r == CDDP_OK && h->size > 1)
@@ -9839,6 +9962,7 @@ static cddp_result cddp__rendezvous_init(cddp__rendezvous *v, const cddp__place 
   if (v->job_secret) secret = job + n + 1;
   if (secret == NULL) secret = "";
   snprintf(v->key, sizeof v->key, "%s/meeting", at->run);
+  snprintf(v->blocked_key, sizeof v->blocked_key, "%s/blocked", at->run);
   if (at->port != 0)
     snprintf(h->place, sizeof h->place, "port %d", at->port);
   else
@@ -9970,20 +10094,22 @@ typedef struct cddp__join_call { /* of a rank of the job */
 } cddp__join_call;
 
 /* Calls all ranks of this host, and who listens at MASTER_ADDR, that have not been called; those
-   that listen are added. */
-static cddp_result cddp__join_call_ranks(const cddp__door *door, cddp__join_call *calls,
-                                         int *count) {
+   that listen are added. blocked: the last error of a connection to MASTER_ADDR. */
+static cddp_result cddp__join_call_ranks(const cddp__door *door, cddp__join_call *calls, int *count,
+                                         cddp__text *blocked) {
   cddp__address a[CDDP__ADDRESSES_MAX];
-  int n = 0, rank, i;
+  int n = 0, rank, i, error;
   cddp_result r = CDDP_OK;
   if (door->port != 0) (void)cddp__resolve(door->master, door->port, a, &n);
   for (rank = -n; rank < CDDP__MAX_RANKS && *count < CDDP__CALLS && r == CDDP_OK; rank++) {
     cddp__join_call *c = &calls[*count];
     cddp__address at = rank < 0 ? a[-1 - rank] : cddp__rank_socket(door, "join-", rank);
     for (i = 0; i < *count && calls[i].rank != rank; i++) {}
-    if (i < *count || (rank < 0 && (door->foreign >> (-1 - rank) & 1) != 0) ||
-        cddp__connect_address(&at, cddp__now() + (rank < 0 ? 0.5 : 0), &c->fd) != 0)
-      continue;
+    if (i < *count || (rank < 0 && (door->foreign >> (-1 - rank) & 1) != 0)) continue;
+    error = cddp__connect_address(&at, cddp__now() + (rank < 0 ? 0.5 : 0), &c->fd);
+    if (rank < 0 && error > 0)
+      *blocked = cddp__words("%s: %s", cddp__describe_address(&at).s, strerror(error));
+    if (error != 0) continue;
     c->rank = rank;
     ++*count;
     r = cddp__challenge_begin(&c->challenge, door->secret, "join", true, NULL, 0);
@@ -10017,7 +10143,7 @@ static cddp_result cddp__join_hear(cddp__door *door, cddp__join_call *call, int 
 /* Why this process gives up; CDDP_OK: not yet. seen: when a rank was there last: one that was
    called, or a process that holds the name of one of the ranks that met. */
 static cddp_result cddp__join_patience(const cddp__host *h, int called, double deadline,
-                                       double *seen) {
+                                       double *seen, const char *blocked) {
   const cddp__rank_info *own = &h->door->table.info;
   bool there = called > 0, far = h->door->port != 0;
   double now = cddp__now();
@@ -10031,10 +10157,12 @@ static cddp_result cddp__join_patience(const cddp__host *h, int called, double d
   if (there) *seen = now;
   if (!there && (now >= deadline || now - *seen > CDDP__JOB_GONE_S))
     return cddp__fail(CDDP_PEER_LOST,
-                      "CDDP_JOIN: no rank of a job is at %s on this host%s%s: it has ended, or has "
-                      "not begun, or has another CDDP_SECRET%s",
-                      h->place, far ? ", nor at " : "", far ? h->door->master : "",
-                      far ? "; if it runs on, set MASTER_ADDR to a host where a rank lives" : "");
+                      "CDDP_JOIN: no rank of a job is at %s on this host (%s)%s%s%s%s%s: it has "
+                      "ended, or has not begun, or has another CDDP_SECRET%s",
+                      h->place, h->name, far ? ", nor at " : "", far ? h->door->master : "",
+                      blocked[0] != 0 ? " (" : "", blocked, blocked[0] != 0 ? ")" : "",
+                      far ? ", or a firewall blocks this port; if it runs on, set MASTER_ADDR to a "
+                            "host where a rank lives" : "");
   if (now < deadline) return CDDP_OK;
   return cddp__fail(CDDP_TIMEOUT,
                     called > 0 ? "CDDP_JOIN: timed out after %g s: there are ranks at %s, but none "
@@ -10050,11 +10178,12 @@ static cddp_result cddp__join_find(cddp__host *h, double deadline, int fds[2],
   cddp__join_call calls[CDDP__CALLS];
   struct pollfd polled[CDDP__CALLS];
   double seen = cddp__now();
+  cddp__text blocked = {""};
   int count = 0, i;
   cddp_result r = CDDP_NETWORK;
   while (r == CDDP_NETWORK) {
-    r = cddp__join_call_ranks(h->door, calls, &count);
-    if (r == CDDP_OK) r = cddp__join_patience(h, count, deadline, &seen);
+    r = cddp__join_call_ranks(h->door, calls, &count, &blocked);
+    if (r == CDDP_OK) r = cddp__join_patience(h, count, deadline, &seen, blocked.s);
     if (r != CDDP_OK) break;
     for (i = 0; i < count; i++) {
       polled[i].fd = calls[i].fd;
@@ -24289,6 +24418,8 @@ CDDP__COLD_END
               one. A misused model breaks its group.
               60 CUDA kernels instead of 112: nvcc and the driver compile them in a third of the
               time. Sums of shards on GPUs use no stack memory.
+              Ranks of several hosts name a port that a firewall blocks, and both ends, within
+              seconds. Before, living ranks were called late or dead at the time-out.
               Ranks name another program at MASTER_PORT within seconds. Ranks that know a final
               error (WORLD_SIZE differs, one RANK twice) end within seconds, though others are
               missing.

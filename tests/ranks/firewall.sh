@@ -1,7 +1,7 @@
 #!/bin/bash
-# Two hosts with a firewall between them (network namespaces; policy rules that drop packets or send
-# them where no process listens): a port that cannot be reached is named, with both ends and the cure.
-# Needs root and ip; skipped without.
+# Two hosts with a firewall between them (network namespaces; rules that drop packets, or reject them
+# by ICMP): a port that cannot be reached is named, with both ends and the cure. init test_blocked has
+# connections that are refused. Needs root and ip; skipped without.
 set -u
 cd "$(dirname "$0")/../.." || exit 1
 
@@ -29,7 +29,8 @@ for h in 0 1; do # the local table goes behind the rules of a firewall; clients 
   ip -n "$net-$h" addr add "10.99.0.$((h + 1))/24" dev wire && ip -n "$net-$h" link set wire up &&
     ip -n "$net-$h" link set lo up && ip -n "$net-$h" rule add pref 10 lookup local &&
     ip -n "$net-$h" rule del pref 0 || exit 1
-  ip netns exec "$net-$h" sh -c 'echo 50000 60999 >/proc/sys/net/ipv4/ip_local_port_range' || exit 1
+  ip netns exec "$net-$h" sh -c 'echo 50000 60999 >/proc/sys/net/ipv4/ip_local_port_range
+    echo 1 >/proc/sys/net/ipv4/ip_forward' || exit 1 # else it sends no ICMP
 done
 ip -n "$net-0" rule add pref 5 ipproto tcp dport 40000-60999 blackhole 2>"$work/log" ||
   skip "no rules by port: $(head -n 1 "$work/log")"
@@ -42,21 +43,9 @@ on_host() { # HOST COMMAND...
   exec ip netns exec "$net-$h" unshare --uts sh -c 'hostname "node$0" && exec "$@"' "$h" "$@"
 }
 
-# HOST PORTS drop|refuse: to connect from the other host to one of these ports of this one
-firewall() {
-  local h=$1 ports=$2
-  if [ "$3" = drop ]; then
-    ip -n "$net-$h" rule add pref 5 iif wire ipproto tcp dport "$ports" blackhole || exit 1
-  else # the other host takes the packets for its own, and no process listens there
-    ip -n "$net-$((1 - h))" rule add pref 5 ipproto tcp dport "$ports" to "10.99.0.$((h + 1))" lookup 100 &&
-      ip -n "$net-$((1 - h))" route replace local "10.99.0.$((h + 1))" dev lo table 100 || exit 1
-  fi
-}
-
-no_firewall() {
-  ip -n "$net-0" rule del pref 5 2>/dev/null
-  ip -n "$net-1" rule del pref 5 2>/dev/null
-}
+# HOST PORTS blackhole|unreachable: what happens to packets to these ports of this host
+firewall() { ip -n "$net-$1" rule add pref 5 iif wire ipproto tcp dport "$2" "$3" || exit 1; }
+no_firewall() { ip -n "$net-0" rule del pref 5 2>/dev/null; ip -n "$net-1" rule del pref 5 2>/dev/null; }
 
 start() { # HOST RANK SIZE: in the background, its output in outRANK
   (RANK=$2 WORLD_SIZE=$3 MASTER_ADDR=10.99.0.1 MASTER_PORT=29500 on_host "$1" timeout -k 5 100 "$work/one" \
@@ -101,4 +90,62 @@ finish 10
 says out0 'CDDP_INVALID_ARGUMENT' 'rank 0 is taken twice' 'node0' 'node1'
 says out0b 'CDDP_INVALID_ARGUMENT' 'rank 0 is taken twice' 'node0' 'node1'
 echo "$name: ok"
+
+# NAME SECONDS ADDRESS FROM: both ranks name the port and its other end, and neither says that the
+# other is late or has ended
+blocked() {
+  local f
+  name=$1
+  start 0 0 2
+  start 1 1 2
+  finish "$2"
+  for f in out0 out1; do
+    says $f CDDP_NETWORK "$3" "$4" 'CDDP_PORTS' 'firewall'
+    ! grep -E 'did not|died|it has ended|late|gave up' "$work/$f" || fail "$name: $f"
+  done
+  no_firewall
+  echo "$name: ok: $(cat "$work/out1")"
+}
+
+for kind in blackhole unreachable; do
+  firewall 0 40000-60999 $kind
+  blocked "the root's port, $kind" 25 'connect to 10.99.0.1:5[0-9]+' 'on node1'
+  firewall 0 40000-60999 $kind
+  CDDP_TIMEOUT_S=5 blocked "the root's port, $kind, 5 s" 10 'connect to 10.99.0.1:5[0-9]+' 'on node1'
+  export CDDP_PORTS=41000-41009
+  firewall 1 41000-41009 $kind
+  blocked "a worker's port, $kind" 15 'connect to 10.99.0.2:4100[0-9], where rank 1' 'rank 0 .*on node0'
+  firewall 1 41000-41009 $kind
+  CDDP_TIMEOUT_S=5 blocked "a worker's port, $kind, 5 s" 10 'connect to 10.99.0.2:4100[0-9]' 'on node0'
+  unset CDDP_PORTS
+
+  name="MASTER_PORT, $kind"
+  firewall 0 29500 $kind
+  export CDDP_TIMEOUT_S=5
+  start 0 0 2
+  start 1 1 2
+  finish 10
+  unset CDDP_TIMEOUT_S
+  says out0 CDDP_TIMEOUT 'rank 1' '10.99.0.1:29500'
+  says out1 CDDP_TIMEOUT '10.99.0.1:29500' 'on node1' 'firewall'
+  no_firewall
+  echo "$name: ok: $(cat "$work/out1")"
+done
+
+name="a process that joins"
+firewall 0 29500 blackhole
+export CDDP_JOIN=1
+start 1 2 2
+finish 10
+unset CDDP_JOIN
+says out2 '10.99.0.1:29500: Connection timed out' 'firewall' 'node1'
+no_firewall
+echo "$name: ok"
+
+name="no firewall"
+start 0 0 2
+start 1 1 2
+finish 10
+says out0 CDDP_OK
+says out1 CDDP_OK
 echo "ok firewall"

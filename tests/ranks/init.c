@@ -48,6 +48,8 @@ typedef struct member {
   int job;                   /* which of two at once; 0: there is one */
   double stays;              /* s that it goes on making steps */
   int pinned;                /* to one core: the first that it may use is 1; 0: to none */
+  int blocked, free_calls;   /* a firewall: 1 refuses its connections to ports other than
+                                MASTER_PORT, 2 drops them; after so many */
   const char *limit;         /* of its container's processor time, as cgroups write it; or NULL */
   seen *seen;
 } member;
@@ -144,6 +146,21 @@ static void note_ready(int level, const char *line, void *user_data) {
     snprintf(s->ready, sizeof s->ready, "%s", line);
 }
 
+/* A firewall before this process. What is dropped goes to a socket whose queue is full. */
+static int blocked, free_calls, open_port, full_port;
+
+int connect(int fd, const struct sockaddr *a, socklen_t n) {
+  const struct sockaddr_in *in = (const struct sockaddr_in *)(const void *)a;
+  if (blocked != 0 && a->sa_family == AF_INET && ntohs(in->sin_port) != open_port &&
+      free_calls-- <= 0) {
+    struct sockaddr_in full = *in;
+    full.sin_port = htons((uint16_t)full_port);
+    errno = ECONNREFUSED;
+    return blocked == 1 ? -1 : (int)syscall(SYS_connect, fd, &full, sizeof full);
+  }
+  return (int)syscall(SYS_connect, fd, a, n);
+}
+
 static int join_group(int slot, void *arg) {
   member *m = (member *)arg;
   seen *s = m->seen;
@@ -163,6 +180,9 @@ static int join_group(int slot, void *arg) {
   limit(RLIMIT_NOFILE, m->files);
   limit(RLIMIT_FSIZE, m->file_size);
   if (m->user != 0) CHECK(setgid(m->user) == 0 && setuid(m->user) == 0);
+  blocked = m->blocked;
+  free_calls = m->free_calls;
+  open_port = m->port;
   deny(m->denied);
   m->desc.logger.log = note_ready;
   m->desc.logger.user_data = s;
@@ -201,6 +221,17 @@ static pid_t start_member(member *m) {
   pid = ranks_fork(join_group, 0, m);
   clear_variables();
   return pid;
+}
+
+/* Starts members, each as if on the host that its letter names. */
+static void start_on(const char *hosts, member *m, int n, pid_t *pid) {
+  int i;
+  for (i = 0; i < n; i++) {
+    char id[2] = {hosts[i], 0};
+    setenv("CDDP_HOST_ID", id, 1);
+    pid[i] = start_member(&m[i]);
+  }
+  unsetenv("CDDP_HOST_ID");
 }
 
 /* Starts all, waits for all; nothing may hang, crash or leave anything behind. */
@@ -751,17 +782,83 @@ static void test_wrong_ports(void) {
       m[i].value = text;
     }
     for (i = 0; i < 2; i++) m[i].desc.timeout_s = 5;
-    for (i = 0; i < 2; i++) {
-      setenv("CDDP_HOST_ID", i == 0 ? "a" : "b", 1);
-      pid[i] = start_member(&m[i]);
-    }
-    unsetenv("CDDP_HOST_ID");
+    start_on("ab", m, 2, pid);
     ranks_join(pid, 2, 30, status);
     CHECK(ranks_exited_well(status, 2));
     for (i = 0; i <= k; i++) CHECK_SEEN(&m[i], CDDP_NETWORK, "CDDP_PORTS=", text);
   }
   close(fd[0]);
   close(fd[1]);
+}
+
+/* A firewall between hosts, all but MASTER_PORT: all ranks name a port that could not be reached,
+   who could not reach it, and the cure. No text takes a rank that lives for late or dead. */
+static void test_blocked(void) {
+  static const struct {
+    const char *hosts;
+    int who, free_calls; /* the rank behind the firewall */
+    const char *from, *to;
+  } cases[] = {{"ab", 1, 0, "rank 1 (", "gathers"},   {"ab", 0, 0, "rank 0 (", "rank 1 ("},
+               {"abc", 2, 1, "rank 2 (", "127.0.0.1"}, {"aabb", 0, 0, "127.0.0.1", "(pid"},
+               {"aabb", 3, 0, "127.0.0.1", "(pid"}};
+  static const char *const wrong[] = {"did not", "died", "late", "it has ended", "gave up"};
+  enum { CASES = sizeof cases / sizeof *cases };
+  int full = -1, waiting[64], status[64], of[64], n = 0, i, k, c;
+  struct sockaddr_in a;
+  socklen_t size = sizeof a;
+  member m[64];
+  pid_t pid[64];
+  full = listen_at(ranks_free_port());
+  CHECK(full >= 0 && listen(full, 0) == 0 && getsockname(full, (struct sockaddr *)&a, &size) == 0);
+  for (i = 0; i < 64; i++) { /* more than the queue holds */
+    waiting[i] = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+    (void)!syscall(SYS_connect, waiting[i], &a, sizeof a);
+  }
+  full_port = ntohs(a.sin_port);
+  for (c = 0; c < 2 * CASES; c++) {
+    const char *hosts = cases[c / 2].hosts;
+    int ranks = (int)strlen(hosts), who = cases[c / 2].who;
+    prepare(&m[n], ranks);
+    m[n + who].blocked = 1 + c % 2;
+    m[n + who].free_calls = cases[c / 2].free_calls;
+    if (ranks == 4) m[n + (who ^ 1)].blocked = 1 + c % 2; /* the other one of its host */
+    for (i = n; i < n + ranks; i++) {
+      of[i] = c / 2;
+      m[i].desc.timeout_s = 60;
+      m[i].seen = &shared_seen[i];
+    }
+    start_on(hosts, &m[n], ranks, &pid[n]);
+    n += ranks;
+  }
+  ranks_join(pid, n, 90, status);
+  CHECK(ranks_exited_well(status, n));
+  for (i = 0; i < n; i++) {
+    CHECK_SEEN(&m[i], CDDP_NETWORK, cases[of[i]].from, cases[of[i]].to);
+    CHECK_SEEN(&m[i], CDDP_NETWORK, "cannot connect to 127.0.0.1:", "CDDP_PORTS=");
+    CHECK(says(&m[i], "firewall"));
+    for (k = 0; k < 5; k++) CHECK(!says(&m[i], wrong[k]));
+    CHECK(m[i].seen->seconds < 14 + RANKS_WITHIN(2.0));
+  }
+  for (i = 0; i < 64; i++) close(waiting[i]);
+  close(full);
+}
+
+/* A rank with too few descriptors says so, whichever connection between hosts lacks one. */
+static void test_descriptors_between_hosts(void) {
+  member m[2];
+  pid_t pid[2];
+  int files, status[2];
+  for (files = 6; files < 22; files++) {
+    prepare(m, 2);
+    m[1].files = (rlim_t)files;
+    m[0].desc.timeout_s = m[1].desc.timeout_s = 2;
+    start_on("ab", m, 2, pid);
+    ranks_join(pid, 2, 60, status);
+    if (m[1].seen->result == CDDP_OK && m[0].seen->result == CDDP_OK) continue;
+    CHECK(says(&m[1], "open files"));
+    CHECK(!says(&m[1], "firewall") && !says(&m[0], "firewall"));
+    if (!says(&m[1], "open files")) fprintf(stderr, "  %d: '%s'\n", files, m[1].seen->text);
+  }
 }
 
 static void test_unknown_host(void) {
@@ -1185,9 +1282,10 @@ static void test_fp_modes_change(void) {
 
 /* Two jobs of two ranks, by hand, on one port. Nothing tells the first two ranks that connect that
    they are of two jobs. Each rank ends well, in a group of two, or has an error that has the port's
-   name. If ranks of both jobs form a group, another rank is told, while they are there. */
+   name. If ranks of both jobs form a group, another rank is told, unless it starts after they
+   ended: then the others form a group too. */
 static void check_two_jobs(const member m[4]) {
-  int i, k, told_ranks = 0;
+  int i, k, told_ranks = 0, well = 0;
   char port[16];
   snprintf(port, sizeof port, "%d", m[0].port);
   for (i = 0; i < 4; i++) {
@@ -1196,6 +1294,7 @@ static void check_two_jobs(const member m[4]) {
     const char *text = s->result != CDDP_OK ? s->text : s->end_text;
     bool told = r == CDDP_INVALID_ARGUMENT && strstr(text, "two jobs use port") != NULL;
     told_ranks += told;
+    well += r == CDDP_OK && s->sum == 2;
     if (r == CDDP_OK && s->sum == 2) continue;
     if (told || r == CDDP_TIMEOUT || r == CDDP_PEER_LOST) told = strstr(text, port) != NULL;
     if (!told)
@@ -1204,7 +1303,7 @@ static void check_two_jobs(const member m[4]) {
               m[i].rank, r < CDDP__RESULT_COUNT ? cddp_result_name(r) : "nothing", s->jobs, text);
     CHECK(told);
   }
-  for (k = 0; k < 4; k++) CHECK(m[k].seen->jobs != 3 || told_ranks > 0);
+  for (k = 0; k < 4; k++) CHECK(m[k].seen->jobs != 3 || told_ranks > 0 || well == 4);
 }
 
 /* Cases side by side, four ranks each, in the order of `order`, `apart` s between their starts. */
@@ -1860,6 +1959,8 @@ int main(void) {
   RUN(test_closed_for_a_moment);
   RUN(test_ports);
   RUN(test_wrong_ports);
+  RUN(test_blocked);
+  RUN(test_descriptors_between_hosts);
   RUN(test_unknown_host);
   RUN(test_late_name);
   RUN(test_localhost);
