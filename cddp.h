@@ -206,9 +206,9 @@ typedef struct cddp_store cddp_store; /* a key-value store: torch.distributed.St
    Calls that are collective over a group, with a handle or without, are for one thread at a time,
    in the same order on every rank. (Steps of a cddp_ddp may run beside.) The rest of a cddp_ddp, a
    cddp_optim and a sampler are for one thread at a time. Destroy nothing that another thread is
-   using. cddp_error is each thread's own. pthread_cancel a thread in cddp_recv of host memory
-   without a handle, but in no other call. Signals disturb no call; their handlers may call nothing
-   of cddp, nor leave a call of it by longjmp. On GPUs see ORDER.
+   using. cddp_error is each thread's own. Do not call pthread_cancel on a thread that is inside a
+   call of cddp: cddp_cancel and timeout_s end receives. Signals disturb no call; their handlers may
+   call nothing of cddp, nor leave a call of it by longjmp. On GPUs see ORDER.
    FAILURES. After a failure that involves a peer the group is broken: each further call returns
    that failure at once, cddp_destroy never hangs, and a new group may be made. Buffers are the
    caller's again when the call returns its failure. A peer on this host that is stopped (SIGSTOP, a
@@ -11700,8 +11700,7 @@ static cddp_result cddp__post_send(cddp_group *g, const cddp__call *c, int *send
   cddp__slot *slot = cddp__slot_of(g, g->rank);
   size_t bytes = c->count * c->esize;
   cddp_result r = CDDP_OUT_OF_MEMORY;
-  int i, cancel;
-  pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &cancel); /* see cddp__post_recv */
+  int i;
   pthread_mutex_lock(&g->p2p_lock);
   i = cddp__next_send(g, bytes);
   if (i < 0) i = cddp__more_sends(g);
@@ -11734,7 +11733,6 @@ static cddp_result cddp__post_send(cddp_group *g, const cddp__call *c, int *send
             cddp__send_open(p);
   }
   pthread_mutex_unlock(&g->p2p_lock);
-  pthread_setcancelstate(cancel, &cancel);
   return r;
 }
 
@@ -11868,18 +11866,16 @@ static bool cddp__is_alone(cddp_group *g) { /* no receive is in the list */
 static bool cddp__recv_alone(cddp_work *q) {
   cddp_group *g = q->group;
   cddp__send_request *p;
-  int i, spin = cddp__spin_of(g->host), cancel;
+  int i, spin = cddp__spin_of(g->host);
   if (g->hosts != NULL || q->call.root == CDDP_ANY) return false;
   q->from = q->call.root;
   for (i = 0; i < spin && cddp__load32(&g->block->broken) == 0; i++) {
     if (cddp__look_for_send(g, q) != NULL) {
-      pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &cancel); /* see cddp__post_recv */
       pthread_mutex_lock(&g->p2p_lock);
       if (g->recvs == NULL && cddp__look_for_send(g, q) != NULL &&
           (p = cddp__look_for_send(g, q)) != NULL)
         cddp__take_send(g, q, p); /* the oldest, see there; another thread may have had the first */
       pthread_mutex_unlock(&g->p2p_lock);
-      pthread_setcancelstate(cancel, &cancel);
       return q->done;
     }
     if (i == 0 && !cddp__is_alone(g)) return false;
@@ -11925,16 +11921,13 @@ static bool cddp__serve_idle(cddp_group *g) {
 
 static void cddp__post_recv(cddp_group *g, cddp_work *q) {
   cddp_work **at = &g->recvs;
-  int cancel; /* no thread is cancelled while it holds a lock */
   q->next = NULL;
-  pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &cancel);
   pthread_mutex_lock(&g->p2p_lock);
   while (*at != NULL) at = &(*at)->next;
   *at = q;
   cddp__serve_in_waits(g);
   cddp__serve_recvs(g);
   pthread_mutex_unlock(&g->p2p_lock);
-  pthread_setcancelstate(cancel, &cancel);
 }
 
 /* Whether a thread need not wait any longer: for a message, for the end of a send, or (without an
@@ -12028,34 +12021,17 @@ static bool cddp__show_message(const cddp_work *w) {
                          cddp__words("cddp_%s %.20s, tag %d", what, who.s, w->call.tag).s);
 }
 
-static void cddp__unshow(void *g) {
-  if (g != NULL) cddp__hide_wait((cddp_group *)g, true);
-}
-
-/* Where a thread may be cancelled. A function of its own, as cddp__recv_now. */
-static void cddp__test_cancel(cddp_group *shown, int cancel) {
-  pthread_cleanup_push(cddp__unshow, shown);
-  pthread_setcancelstate(cancel, NULL);
-  pthread_testcancel();
-  pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, NULL);
-  pthread_cleanup_pop(0);
-}
-
 /* Waits with an eye on the peer, until the group's deadline, or for `limit` seconds if that is not
-   negative. A thread may be cancelled here while it sleeps for a receive. */
+   negative. */
 static cddp_result cddp__message_wait(cddp_work *m, double limit) {
   cddp_group *g = m->group;
   cddp__slot *slot = cddp__slot_of(g, g->rank);
   bool shown = false;
   cddp_result r = CDDP_OK;
   cddp__wait w;
-  int cancel, i, spin = cddp__spin_of(g->host) / CDDP__SPIN_MESSAGE;
-  pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &cancel);
+  int i, spin = cddp__spin_of(g->host) / CDDP__SPIN_MESSAGE;
   for (i = 0; i < spin && limit != 0 && cddp__load32(&g->block->broken) == 0; i++) {
-    if (cddp__message_ready(m)) {
-      pthread_setcancelstate(cancel, &cancel);
-      return CDDP_OK;
-    }
+    if (cddp__message_ready(m)) return CDDP_OK;
     if (g->hosts != NULL && i % CDDP__POLLS_A_YIELD == 0) sched_yield();
     else cddp__pause();
   }
@@ -12073,7 +12049,6 @@ static cddp_result cddp__message_wait(cddp_work *m, double limit) {
     if (r == CDDP_OK && w.late) r = cddp__message_late(m, limit);
     if (r != CDDP_OK) break;
     if (w.due && !shown) shown = cddp__show_message(m);
-    if (m->call.kind == CDDP__KIND_RECV) cddp__test_cancel(shown ? g : NULL, cancel); /* no lock */
     if (g->hosts != NULL)
       cddp__hosts_pause(g, &w, m->call.root, events);
     else {
@@ -12083,7 +12058,6 @@ static cddp_result cddp__message_wait(cddp_work *m, double limit) {
     }
   }
   if (shown) cddp__hide_wait(g, r != CDDP_OK && limit < 0);
-  pthread_setcancelstate(cancel, &cancel);
   return r;
 }
 
@@ -12728,20 +12702,6 @@ static cddp_result cddp__work_wait(cddp_work *w, double limit) {
   return r;
 }
 
-static void cddp__abandon_recv(void *work) { /* a thread that waits for it is cancelled */
-  (void)cddp__close_recv((cddp_work *)work);
-  (void)cddp__work_wait((cddp_work *)work, -1);
-}
-
-/* A function of its own, since the cleanup's setjmp may clobber its caller's variables. */
-static cddp_result cddp__recv_now(cddp_work *w) {
-  cddp_result r;
-  pthread_cleanup_push(cddp__abandon_recv, w);
-  r = cddp__work_wait(w, -1);
-  pthread_cleanup_pop(0);
-  return r;
-}
-
 /* Sends or receives a message; work not NULL: begins to, and gives the handle. */
 static cddp_result cddp__start_message(cddp_group *g, const cddp__call *c, cddp_work **work) {
   bool receives = c->kind == CDDP__KIND_RECV, taken = false;
@@ -12768,7 +12728,7 @@ static cddp_result cddp__start_message(cddp_group *g, const cddp__call *c, cddp_
     w->call = *c;
     w->record = record;
     if (receives) cddp__post_recv(g, w);
-    if (receives && work == NULL) return cddp__recv_now(w);
+    if (receives && work == NULL) return cddp__work_wait(w, -1);
     if (receives || (r = cddp__start_send(w, true)) == CDDP_OK) {
       *work = w;
       return CDDP_OK;

@@ -1051,48 +1051,6 @@ static void test_any(void) {
   on_any(run_any_leave, NULL, 4);
 }
 
-/* PTHREAD_CANCEL of a thread in cddp_recv: nothing is written to its buffer any more. ---------- */
-
-typedef struct doomed {
-  cddp_group *g;
-  int32_t x;
-} doomed;
-
-static void *doomed_recv(void *arg) {
-  doomed *d = (doomed *)arg;
-  cddp_recv(d->g, &d->x, 1, CDDP_I32, 1, 9, NULL);
-  return NULL;
-}
-
-static int run_cancelled(cddp_group *g, void *arg) {
-  int before = test_failures;
-  pthread_t thread;
-  void *end = NULL;
-  doomed d;
-  int32_t y = 6;
-  (void)arg;
-  d.g = g;
-  d.x = -1;
-  if (cddp_rank(g) == 0) {
-    CHECK(pthread_create(&thread, NULL, doomed_recv, &d) == 0);
-    ranks_sleep(0.1);
-    CHECK(pthread_cancel(thread) == 0);
-    CHECK(pthread_join(thread, &end) == 0);
-    CHECK(end == PTHREAD_CANCELED);
-  }
-  go_on(g);
-  if (cddp_rank(g) == 1) CHECK_OK(cddp_send(g, &y, 1, CDDP_I32, 0, 9, NULL));
-  if (cddp_rank(g) == 0) CHECK_OK(cddp_recv(g, &y, 1, CDDP_I32, 1, 9, NULL));
-  CHECK(y == 6 && d.x == -1);
-  CHECK_OK(cddp_barrier(g));
-  return test_failures != before;
-}
-
-static void test_cancelled(void) {
-  CHECK_OK(ranks_run(run_cancelled, NULL, 2, false));
-  on_two_hosts(run_cancelled);
-}
-
 int main(void) {
   setenv("CDDP_TIMEOUT_S", RANKS_SLOW ? "120" : "30", 0);
   RUN(test_misuse);
@@ -1113,7 +1071,6 @@ int main(void) {
   RUN(test_unanswered);
   RUN(test_own_limit);
   RUN(test_any);
-  RUN(test_cancelled);
   RUN(test_late_peer);
   RUN(test_messages_for_the_gone);
   RUN(test_dead_peer);
