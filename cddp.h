@@ -20681,6 +20681,7 @@ static uint32_t cddp__new_block(cddp_ddp *d, int ranks, uint32_t last) {
   if (cddp__room_take(d, room, bytes, &block) != CDDP_OK) return 0;
   if (h->threads || !cddp__ref_punch(h, &room->at)) memset(block, 0, bytes);
   cddp__store32(&((cddp__control_block *)block)->size, (uint32_t)ranks);
+  cddp__store32(&((cddp__control_block *)block)->generation, 1); /* for cddp__arena_free_with */
   return first + k;
 }
 
