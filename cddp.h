@@ -1121,10 +1121,9 @@ typedef struct cddp_checkpoint_desc {
    when syncing the folder fails afterwards, the text says that the new one is there. What is there
    and no regular file (a symbolic link, a device) is CDDP_IO, and so is path while another process
    saves to it (without flock(), as on Lustre without -o flock, nothing shows that: let one process
-   at a time save to a path). The new file gets the old one's mode, owner and group (no ACLs, no
-   extended attributes). Without the right to set the owner it belongs to this user; without the
-   right to set the group, the new group and all others get only what both had. All ranks get the
-   same result: CDDP_IO of the file system, CDDP_MISMATCH for parameters or options that differ.
+   at a time save to a path). The new file has the old file's mode, and the user and group of this
+   process. All ranks get the same result: CDDP_IO of the file system, CDDP_MISMATCH for parameters
+   or options that differ.
    timeout_s must suffice for rank 0's writing. Like safetensors' save_file. */
 CDDP_CHECKED CDDPDEF cddp_result cddp_save(cddp_group *g, const char *path,
                                            const cddp_param *params, int count,
@@ -22533,24 +22532,18 @@ static cddp_result cddp__sync_folder(cddp__checkpoint *c) {
                     folder, strerror(error));
 }
 
-/* After a failure removes the temporary file. Else gives it the mode, owner, group and name of the
-   file that it replaces; where the group cannot be kept, the new one and all others get what both
-   had. */
+/* After a failure removes the temporary file. Else gives it the mode and the name of the file that
+   it replaces. */
 static cddp_result cddp__close_target(cddp__checkpoint *c, cddp_result r) {
   bool named = c->fd >= 0 && cddp__file_is_named(c->fd, c->temporary);
   bool lost = c->fd < 0 || (!named && errno == ENOENT);
-  mode_t mode = c->was.st_mode & 0777, both = mode >> 3 & mode & 7;
   int error = 0;
   if (r == CDDP_OK && lost)
     r = cddp__fail(CDDP_IO, "another process removed %s while it was written", c->temporary);
   if (r == CDDP_OK && !named)
     r = cddp__fail(CDDP_IO, "lstat %s: %s", c->temporary, strerror(errno));
-  if (r == CDDP_OK && c->was.st_mode != 0) {
-    if (fchown(c->fd, c->was.st_uid, c->was.st_gid) != 0 &&
-        fchown(c->fd, (uid_t)-1, c->was.st_gid) != 0)
-      mode = (mode & 0700) | both << 3 | both;
-    fchmod(c->fd, mode); /* if it fails, the file system has no modes, or the file stays 0600 */
-  }
+  if (r == CDDP_OK && c->was.st_mode != 0)
+    fchmod(c->fd, c->was.st_mode & 0777); /* if it fails, the file system has no modes */
   if (r == CDDP_OK && (error = cddp__sync_file(c->fd)) != 0 && error != ENOSYS)
     r = cddp__fail(CDDP_IO, "fsync: %s", strerror(error));
   if (r == CDDP_OK) r = cddp__rename_target(c, error == 0, &lost);
