@@ -267,8 +267,9 @@ typedef struct cddp_group_desc {
                      jsrun and PALS's mpiexec work too. On one host their ranks meet without a port;
                      a MASTER_PORT keeps two programs of one step apart. On several, srun's meet at
                      the step's first node, on a port derived from job and step unless MASTER_PORT
-                     is set (srun -m arbitrary needs --export=ALL,MASTER_ADDR=HOST, with rank 0's
-                     host); the others need MASTER_ADDR. aprun and launchers with PMIx alone tell a
+                     is set (srun -m arbitrary and heterogeneous jobs need
+                     --export=ALL,MASTER_ADDR=HOST, HOST being rank 0's); the others need
+                     MASTER_ADDR. aprun and launchers with PMIx alone tell a
                      rank, but no size: export RANK, WORLD_SIZE and the rest
      tcp://h:p       the same with this address; rank and world_size from desc (or the variables)
      unix://name     an abstract Unix socket of that name: one host, no port, no file
@@ -5194,32 +5195,24 @@ static cddp_result cddp__env_listen_fd(cddp__place *at, int port) {
   return CDDP_OK;
 }
 
-/* The node of rank 0 in a Slurm step on several: the first one of the step's list. A step of all
-   parts of a heterogeneous job has a list in which the nodes are sorted, and rank 0 in the first
-   part; a step of one part has that part's list. *out stays empty when no list is set. */
+/* The node of rank 0 in a Slurm step on several nodes: the first one of the step's list. *out stays
+   empty when no list is set. The lists of heterogeneous jobs (pack jobs before Slurm 20.02) are
+   sorted, so that their first node need not be rank 0's. */
 static cddp_result cddp__slurm_host(cddp__place *at, char *out, size_t capacity) {
   static const char *const lists[] = {"SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST",
                                       "SLURM_NODELIST"};
-  static const char *const first[] = {"SLURM_JOB_NODELIST_HET_GROUP_0",
-                                      "SLURM_JOB_NODELIST_PACK_GROUP_0"};
   const char *layout = cddp__env("SLURM_DISTRIBUTION"), *here = cddp__env("SLURMD_NODENAME"),
-             *list = NULL;
-  char part[64];
-  int i, k;
+             *list = NULL, *how = NULL;
+  int i;
   if (layout != NULL && strcmp(layout, "arbitrary") == 0)
+    how = "srun -m arbitrary (SLURM_DISTRIBUTION)";
+  if (cddp__env("SLURM_HET_SIZE") != NULL) how = "heterogeneous job (SLURM_HET_SIZE)";
+  if (cddp__env("SLURM_PACK_SIZE") != NULL) how = "heterogeneous job (SLURM_PACK_SIZE)";
+  if (how != NULL)
     return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "Slurm's srun -m arbitrary (SLURM_DISTRIBUTION) does not tell the ranks "
-                      "on which node rank 0 is; add --export=ALL,MASTER_ADDR=HOST to its command, "
-                      "HOST being rank 0's");
-  for (i = 0; i < 2 && cddp__env(lists[0]) != NULL; i++) {
-    bool alone = cddp__env(first[i]) == NULL;
-    for (k = 0; k < 1000 && !alone; k++) {
-      snprintf(part, sizeof part, "%.*s%d", (int)strlen(first[i]) - 1, first[i], k);
-      if (cddp__env(part) == NULL) break;
-      alone = strcmp(cddp__env(part), cddp__env(lists[0])) == 0;
-    }
-    if (!alone) list = first[i];
-  }
+                      "Slurm's %s does not tell the ranks on which node rank 0 is; add "
+                      "--export=ALL,MASTER_ADDR=HOST to srun's command, HOST being rank 0's",
+                      how);
   for (i = 0; i < 3 && list == NULL; i++)
     if (cddp__env(lists[i]) != NULL) list = lists[i];
   if (list == NULL) return CDDP_OK;

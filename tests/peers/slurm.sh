@@ -197,10 +197,6 @@ shells() {
 
 batch() {
   local i
-  echo "a heterogeneous job: rank 0 is in its first part"
-  run srun -n 1 -w n2 "$work/apart" "$work/jobs" 11 : -n 2 -w n1 "$work/apart" "$work/jobs" 11
-  expect 3 '^rank [0-2] of 3, job 11, '
-
   echo "an array of jobs"
   # shellcheck disable=SC2016
   printf '#!/bin/bash\n%s -n 2 || exit 1\nsrun -N 2 -n 3 %s %s $SLURM_ARRAY_TASK_ID\n' \

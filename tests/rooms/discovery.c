@@ -540,25 +540,26 @@ static void test_job_names(void) {
 }
 
 /* Rank 0 is not on the first node of the list. */
-#define HETEROGENEOUS(rank, step_list)                                                   \
-  "SLURM_PROCID=" rank " SLURM_STEP_NUM_TASKS=3 SLURM_JOB_ID=5 SLURM_STEP_ID=0 "         \
-  "SLURM_STEP_NUM_NODES=2 SLURM_HET_SIZE=2 SLURM_DISTRIBUTION=block SLURM_NODELIST=a,b " \
-  "SLURM_STEP_NODELIST=" step_list " SLURM_JOB_NODELIST=" step_list " "
+#define HETEROGENEOUS                                                           \
+  "SLURM_PROCID=%d SLURM_STEP_NUM_TASKS=3 SLURM_JOB_ID=5 SLURM_STEP_ID=0 "      \
+  "SLURM_STEP_NUM_NODES=2 SLURM_DISTRIBUTION=block SLURM_NODELIST=a,b "         \
+  "SLURM_STEP_NODELIST=n[1,3,5,7] SLURM_JOB_NODELIST=n[1,3,5,7] %s "
 
 static void test_rank_0_elsewhere(void) {
   static const char *const parts[] = {
-      "SLURM_JOB_NODELIST_PACK_GROUP_0=n[3,7] SLURM_JOB_NODELIST_PACK_GROUP_1=n[1,5] ",
-      "SLURM_JOB_NODELIST_HET_GROUP_0=n[3,7] SLURM_JOB_NODELIST_HET_GROUP_1=n[1,5] "};
+      "SLURM_PACK_SIZE=2 SLURM_JOB_NODELIST_PACK_GROUP_0=n[3,7] "
+      "SLURM_JOB_NODELIST_PACK_GROUP_1=n[1,5]",
+      "SLURM_HET_SIZE=2 SLURM_JOB_NODELIST_HET_GROUP_0=n[3,7] "
+      "SLURM_JOB_NODELIST_HET_GROUP_1=n[1,5]"};
   char text[1024];
   cddp__place at;
   int i;
-  for (i = 0; i < 2; i++) {
-    snprintf(text, sizeof text, "%s%s", HETEROGENEOUS("2", "n[1,3,5,7]"), parts[i]);
-    port_of(text, "n3"); /* a step of both parts */
-    snprintf(text, sizeof text, "%s%s", HETEROGENEOUS("2", "n[1,5]"), parts[i]);
-    port_of(text, "n1"); /* of one */
-    snprintf(text, sizeof text, "%s%s SLURMD_NODENAME=n3", HETEROGENEOUS("0", "n[1,3,5,7]"),
-             parts[i]);
+  for (i = 0; i < 6; i++) { /* every rank fails, before it waits for the others */
+    snprintf(text, sizeof text, HETEROGENEOUS, i % 3, parts[i / 3]);
+    CHECK_IS(discover(text, &at), CDDP_INVALID_ARGUMENT);
+    SAYS("heterogeneous job");
+    SAYS("--export=ALL,MASTER_ADDR=HOST");
+    snprintf(text, sizeof text, HETEROGENEOUS "MASTER_ADDR=n3", i % 3, parts[i / 3]);
     port_of(text, "n3");
   }
   for (i = 0; i < 2; i++) { /* each rank says so: none waits for the others */
