@@ -24357,10 +24357,11 @@ CDDP__COLD_END
 #endif
 
 /* >>history ---------------------------------------------------------------------------------------
-   0.4 (not released)
+   1.0 (not released)
      New      CDDP_PORTS limits the ports that cddp listens on, so that a firewall can open them.
-     Gone     A second start on a job's port ended the job in its first 10 s. Now it leaves a job
-              that runs alone, and fails itself.
+     Removed  pthread_cancel of a thread in cddp_recv. cddp_cancel and timeout_s end receives.
+              cddp_save keeps the old file's mode, but not its owner and group.
+              Heterogeneous Slurm jobs need --export=ALL,MASTER_ADDR=HOST, HOST being rank 0's.
      Changed  With NCCL a model uses its group's communicator and takes no device memory for another
               one. A misused model breaks its group.
               60 CUDA kernels instead of 112: nvcc and the driver compile them in a third of the
@@ -24388,7 +24389,8 @@ CDDP__COLD_END
               one failed.
               A cddp_init that succeeds leaves cddp_error() as it was; error texts show control
               characters escaped.
-     Mended   Checkpoints: file systems that cannot sync, or cannot rename an open file (FUSE); a
+     Mended   A second start on a job's port ended the job in its first 10 s. Now it fails itself.
+              Checkpoints: file systems that cannot sync, or cannot rename an open file (FUSE); a
               failed flock or stat leaves no path.tmp; signals during flock and fsync. A file of a
               run without shards does not bind a run with shards.
               Ranks of several hosts that share cores (containers) yield them to each other.
@@ -24436,7 +24438,7 @@ CDDP__COLD_END
      Gone     cddp_launch: fork and exec examples/cddprun.c, whose options are its desc.
               PyTorch 1.x's dialect of the store, CDDP_STORE_PROTO, the store's commands for
               queues, barriers and lists of keys. cddp_sgd_desc.separate_mul_add.
-              Messages: between hosts 1 MiB and more took four times as long as now, on a host short
+     Mended   Messages: between hosts 1 MiB and more took four times as long as now, on a host short
               ones did; a rank's first one, sent before it computed for long, could get lost there.
               A call with a handle has the floating-point mode of its caller on each rank. Messages
               that nobody will take make no send to another rank wait.
@@ -24480,18 +24482,7 @@ CDDP__COLD_END
               CDDP_TIMEOUT_S=2.5 in any locale; ranks without stdin, stdout and stderr, which may
               print; cddprun with closed files, prompts, binary output.
               The store: programs that fork; strangers; foreign services on its port are named;
-              sandboxes; any key. System headers may come before the implementation.
-   0.2 (2026-11)  GPUs: NCCL backend, cddp_kernels.cuh, ranks that share a GPU (not yet run
-                  on a real one)
-                  how a rank died and where each rank made its call; flight recorder; cddp_launch;
-                  the variables of mpirun and srun; unix://name; cddp_launcher_rank; ranks that die,
-                  fail or are there twice while they meet are named to the others at once;
-                  ranks on several hosts, by TCP; backend "mpi" (CDDP_MPI, CDDP_BACKEND);
-                  device "cuda" on several hosts, checkpoints of a GPU's memory, cddp_set_device;
-                  checkpoints: cddp_save, cddp_load, cddp_safetensors_*;
-                  cddp_ddp_join; sparse gradients; f16 and bf16 copies of f32 weights; AVX-512;
-                  cddp_ddp_step in one loop
-   0.1 (2026-11)  CPU backend on one host, DDP, SGD, sampler, spawn, store */
+              sandboxes; any key. System headers may come before the implementation. */
 
 /* >>license ---------------------------------------------------------------------------------------
 
