@@ -298,7 +298,7 @@ typedef struct cddp_group_desc {
    one for each elastic rank, and rank 0's host one more. MASTER_PORT need not be in the range. If
    a port cannot be reached, all ranks fail with CDDP_NETWORK within some 15 s; the text names both
    ends. If it is MASTER_PORT itself, only the ranks that cannot reach it know, after timeout_s.
-   Ranks in different process namespaces (containers of one pod) count as on several hosts;
+   Ranks in different process or time namespaces (containers of one pod) count as on several hosts;
    CDDP_HOST_ID keeps ranks of one host apart.
    Version, WORLD_SIZE, backend and floating-point mode (FTZ, DAZ, rounding) must be alike:
    CDDP_MISMATCH. An operation has the mode of the thread that calls it, whichever runs it. Ranks
@@ -8710,8 +8710,9 @@ static cddp__host *cddp__host_create(const cddp_allocator *a, const cddp_logger 
 
 /* >>rendezvous ---------------------------------------------------------------------------------
    How ranks find each other: who runs where, and the memory that the ranks of a host share.
-   Words: ranks that can share memory (one host, user, network and process namespace, CDDP_HOST_ID)
-   are a node. The first of them to come is the node's coordinator, the others are its clients.
+   Words: ranks that can share memory (one host, user, CDDP_HOST_ID; network, process and time
+   namespace) are a node. The first of them to come is the node's coordinator, the others are its
+   clients.
    Owns: the sockets of the rendezvous and one key of the store; a name for each rank on its host,
    which it holds as long as its group lives.
    May touch: the cddp__host that it fills in, and the store where the job meets.
@@ -8875,7 +8876,7 @@ static void cddp__node_name(const cddp__place *at, const char *secret, char name
   char place[1200], text[1600];
   cddp__text spelled;
   unsigned char mac[32];
-  struct stat st;
+  struct stat pids, times; /* their numbers and start times differ between namespaces */
   bool here = false;
   int n = 0, i;
   snprintf(place, sizeof place, "%s", at->init_method);
@@ -8887,9 +8888,11 @@ static void cddp__node_name(const cddp__place *at, const char *secret, char name
     if (i == 0 || strcmp(spelled.s, place) < 0) snprintf(place, sizeof place, "%s", spelled.s);
   }
   if (here) snprintf(place, sizeof place, "here:%d", at->port);
-  if (stat("/proc/self/ns/pid", &st) != 0) st.st_ino = 0;
-  snprintf(text, sizeof text, "%s|%s|%.60s|%u|%llu", place, at->run, given != NULL ? given : "",
-           (unsigned)geteuid(), (unsigned long long)st.st_ino);
+  if (stat("/proc/self/ns/pid", &pids) != 0) pids.st_ino = 0;
+  if (stat("/proc/self/ns/time", &times) != 0) times.st_ino = 0;
+  snprintf(text, sizeof text, "%s|%s|%.60s|%u|%llu|%llu", place, at->run,
+           given != NULL ? given : "", (unsigned)geteuid(), (unsigned long long)pids.st_ino,
+           (unsigned long long)times.st_ino);
   cddp__mac(secret, "cddp node 1", text, strlen(text), mac);
   memcpy(name, "cddp-", 5);
   for (i = 0; i < 32; i++) name[5 + i] = hex[(mac[i / 2] >> (i % 2 ? 0 : 4)) & 15];

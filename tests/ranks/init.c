@@ -1648,6 +1648,75 @@ static cddp_result some_steps(cddp_group *g, int count) {
   return r;
 }
 
+/* An elastic model of ranks whose system clocks began at other times: neither takes the other for
+   dead. */
+static void train_apart(int rank, bool *left_out) {
+  int fd = -1, shard, step, space = unshare(0x80); /* CLONE_NEWTIME; for children */
+  const char *offset = rank == 0 ? "boottime 5000 0" : "boottime 900000 0";
+  *left_out = space != 0 || (fd = open("/proc/self/timens_offsets", O_WRONLY)) < 0 ||
+              write(fd, offset, strlen(offset)) < 0;
+  if (fd >= 0) close(fd);
+  if (*left_out || fork() != 0) return;
+  {
+    float w = 0;
+    cddp_group *g;
+    cddp_ddp *d;
+    cddp_optim *o;
+    cddp_param p;
+    cddp_ddp_desc desc;
+    cddp_sgd_desc rule;
+    memset(&p, 0, sizeof p);
+    memset(&desc, 0, sizeof desc);
+    memset(&rule, 0, sizeof rule);
+    p.data = &w;
+    p.count = 1;
+    desc.shards = 2;
+    desc.elastic = true;
+    rule.lr = 1;
+    CHECK_OK(cddp_init(&g, NULL));
+    CHECK_OK(cddp_ddp_create(&d, g, &p, 1, &desc));
+    CHECK_OK(cddp_sgd_create(&o, &p, 1, &rule));
+    for (step = 0; step < 8 && test_failures == 0; step++) {
+      while (cddp_ddp_next_shard(d, &shard)) {
+        ((float *)p.grad)[0] += 1;
+        ranks_sleep(shard == step % 2 ? 0.1 : 0); /* the other one looks after it */
+        if (cddp_ddp_ready(d, 0) != CDDP_OK) break;
+      }
+      CHECK_OK(cddp_ddp_step(d, o));
+      CHECK_EQ(cddp_world_size(cddp_ddp_group(d)), 2);
+    }
+    cddp_optim_destroy(o);
+    cddp_ddp_destroy(d);
+    cddp_destroy(g);
+  }
+  _exit(test_failures != 0);
+}
+
+static void test_time_namespaces(void) {
+  int status, rank, port = ranks_free_port();
+  pid_t pid[2];
+  for (rank = 0; rank < 2; rank++) {
+    ranks_environment(rank, 2, port);
+    fflush(NULL);
+    pid[rank] = fork();
+    if (pid[rank] == 0) {
+      bool left_out;
+      test_failures = 0;
+      train_apart(rank, &left_out);
+      if (left_out || wait(&status) < 0 || !WIFEXITED(status)) _exit(left_out ? 77 : 9);
+      _exit(WEXITSTATUS(status));
+    }
+  }
+  clear_variables();
+  for (rank = 0; rank < 2; rank++) {
+    CHECK(waitpid(pid[rank], &status, 0) == pid[rank] && WIFEXITED(status));
+    if (WEXITSTATUS(status) == 77)
+      fprintf(stderr, "  (no right to make a time namespace: left out)\n");
+    else
+      CHECK_EQ(WEXITSTATUS(status), 0);
+  }
+}
+
 static void test_pid_namespaces(void) {
   int status, rank, pass;
   for (pass = 0; pass < 2; pass++) { /* one of them dies: the other hears of it, and of no other */
@@ -1988,6 +2057,7 @@ int main(void) {
   RUN(test_closed_files);
   RUN(test_denied_calls);
   RUN(test_pid_namespaces);
+  RUN(test_time_namespaces);
   RUN(test_file);
   RUN(test_bad_file);
   RUN(test_secret);
