@@ -1398,10 +1398,10 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    WAITING. A wait polls for tens of microseconds, yields, then sleeps on a futex for at most 20 ms
    at a time (>>round). Each time it wakes it looks after the ranks it waits for: their state on the
    control block and a lock that each rank holds on the shared memory while it lives. So a death is
-   noticed within about 20 ms, by waiting ranks only, at no cost to others. Ranks beyond the number
-   of cores never poll. A long wait is shown to the ranks of the host (cddp__show_wait), in whatever
-   group it is: time-outs say where late ranks wait, and two ranks that wait for each other in
-   different groups are a mismatch within a fraction of a second.
+   noticed within about 20 ms, by waiting ranks only, at no cost to others; later where many ranks
+   share a core. Ranks beyond the number of cores never poll. A long wait is shown to the ranks of
+   the host (cddp__show_wait), in whatever group it is: time-outs say where late ranks wait, and two
+   ranks that wait for each other in different groups are a mismatch within a fraction of a second.
 
    FAILURE. A rank that sees a lost peer, a disagreement or a deadline writes why into its slot; the
    first to name its slot on the control block has broken the group, and wakes everyone (>>failure).
