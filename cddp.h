@@ -5856,17 +5856,21 @@ static void cddp__host_place(cddp__host *h, int size, int index, int window) {
 }
 
 /* >>reduce ---------------------------------------------------------------------------------------
-   Sums in canonical order, conversions, and the loops of the optimizers, over arrays. Pure: owns
-   nothing and touches only the arrays that it is given. Entry points: cddp__reduce, _reduce_nodes,
-   _reduce_all; cddp__scale, cddp__sum_squares, cddp__convert; cddp__pick_kernels for >>optim.
-   Works as follows: each loop is written once, in plain C, as a macro that makes it for an element
-   type and an instruction set. A set's loops stand in a table with a row for each type, and
-   cddp__pick_kernels takes the table of the best set that this machine has. What is rare (more
-   sources, other operations on half precision) is made of those loops, in blocks that stay in the
-   first cache. All sets give the same bits: the operations on an element and their order are the
-   same, and no compiler option may contract a * b + c or reorder sums here. */
+   Job: sums in canonical order, type conversions, and the loops of the optimizers, over arrays.
+   Owns: nothing. The functions read and write only the arrays in their arguments.
+   Entry points: cddp__reduce, _reduce_nodes, _reduce_all; cddp__scale, cddp__sum_squares,
+   cddp__convert; cddp__pick_kernels for >>optim.
+   How it works:
+     1. Each loop is written once, in plain C. A macro instantiates it for each element type and
+        each instruction set.
+     2. An instruction set has a table of loops with one row for each element type.
+        cddp__pick_kernels returns the table of the best instruction set of this machine.
+     3. Rare cases (more sources, other operations on half precision) combine these loops. They work
+        on blocks that fit into the first-level cache.
+   All instruction sets give the same bits: each element sees the same operations in the same order,
+   and compiler options cannot contract a * b + c or reorder sums here. */
 
-/* Callers keep their elements as any type, say _Float16; these access all of them. */
+/* The caller's elements can have any type, such as _Float16. These types can alias all of them. */
 typedef float __attribute__((may_alias)) cddp__f32;
 typedef double __attribute__((may_alias)) cddp__f64;
 typedef int8_t __attribute__((may_alias)) cddp__i8;
@@ -5875,32 +5879,33 @@ typedef uint16_t __attribute__((may_alias)) cddp__u16;
 typedef int32_t __attribute__((may_alias)) cddp__i32;
 typedef int64_t __attribute__((may_alias)) cddp__i64;
 
-/* FAST: loops become vectors. SCALAR: not, as they call fma; without AVX2 there is none on x86. */
+/* FAST: the compiler vectorizes the loops. SCALAR: it must not, since these loops call fma, and
+   baseline x86 has no vector fma. */
 #if defined(__clang__)
 #define CDDP__FAST
 #define CDDP__SCALAR
 #define CDDP__WIDE ""
 #define CDDP__STRICT_FP _Pragma("clang fp contract(off) reassociate(off)")
-#define CDDP__IVDEP _Pragma("clang loop vectorize(assume_safety)") /* destinations may be sources */
+#define CDDP__IVDEP _Pragma("clang loop vectorize(assume_safety)") /* in place is safe too */
 #define CDDP__UNROLL_16 _Pragma("clang loop unroll_count(16)")
 #pragma clang diagnostic push
-#pragma clang diagnostic ignored "-Wpass-failed" /* a loop that stays scalar is no fault */
+#pragma clang diagnostic ignored "-Wpass-failed" /* a loop that stays scalar is no error */
 #else
-#define CDDP__FAST /* O3 takes longer to compile, and gains nothing */                             \
+#define CDDP__FAST /* O3 compiles slower, and the loops run no faster */                           \
   __attribute__((optimize("O2", "tree-vectorize", "vect-cost-model=dynamic", "fp-contract=off",    \
                           "no-fast-math")))
 #define CDDP__SCALAR __attribute__((optimize("O1", "fp-contract=off", "no-fast-math")))
 #define CDDP__WIDE ",prefer-vector-width=512"
 #define CDDP__STRICT_FP
-#define CDDP__IVDEP _Pragma("GCC ivdep") /* destinations may be sources */
+#define CDDP__IVDEP _Pragma("GCC ivdep") /* in place is safe too */
 #ifdef __CUDACC__
-#define CDDP__UNROLL_16 /* nvcc warns of it */
+#define CDDP__UNROLL_16 /* nvcc warns about the pragma */
 #else
 #define CDDP__UNROLL_16 _Pragma("GCC unroll 16")
 #endif
 #endif
 
-/* The attributes of an instruction set's functions. `base` is what the compiler is set to. */
+/* The attributes of each instruction set's functions. `base` is the compiler's own target. */
 #if defined(__x86_64__) && !defined(CDDP__NO_DISPATCH)
 #include <cpuid.h>
 #define CDDP__DISPATCH 1
@@ -5913,7 +5918,7 @@ typedef int64_t __attribute__((may_alias)) cddp__i64;
 #define CDDP__BASE_FUSED CDDP__FAST
 #endif
 
-/* Without errno, loops with square roots become vectors. (nvcc has declarations of its own.) */
+/* const: a square root that sets no errno can be vectorized. nvcc declares these differently. */
 #if defined(__CUDACC__)
 #elif defined(__cplusplus)
 extern "C" float sqrtf(float) noexcept __attribute__((const));
@@ -5932,10 +5937,11 @@ static size_t cddp__dtype_size(cddp_dtype d) {
 
 static bool cddp__dtype_half(cddp_dtype d) { return d == CDDP_F16 || d == CDDP_BF16; }
 
-/* In which elements of a dtype are computed. */
+/* The element type in which a dtype's arithmetic is done. */
 static cddp_dtype cddp__compute_type(cddp_dtype d) { return cddp__dtype_half(d) ? CDDP_F32 : d; }
 
-/* Half precision, as the F16C instructions do it: NaNs turn quiet, keep sign and upper payload. */
+/* Half precision, as the F16C instructions do it: a NaN becomes quiet, and keeps its sign and the
+   upper bits of its payload. */
 
 CDDP__INLINED uint32_t cddp__f32_bits(float x) {
   uint32_t u;
@@ -5951,7 +5957,7 @@ CDDP__INLINED float cddp__f32_of_bits(uint32_t u) {
 
 CDDP__INLINED float cddp__f16_to_f32(uint16_t h) {
   uint32_t sign = (uint32_t)(h & 0x8000) << 16, a = h & 0x7fffu;
-  float scaled = (float)(int32_t)a * 5.9604644775390625e-8f; /* 2^-24: exact */
+  float scaled = (float)(int32_t)a * 5.9604644775390625e-8f; /* times 2^-24: exact */
   uint32_t small = cddp__f32_bits(scaled);                   /* subnormal or zero */
   uint32_t normal = (a << 13) + (a >= 0x7c00 ? 224u << 23 : 112u << 23);
   uint32_t quiet = a > 0x7c00 ? 0x400000 : 0;
@@ -5961,11 +5967,11 @@ CDDP__INLINED float cddp__f16_to_f32(uint16_t h) {
 CDDP__INLINED uint16_t cddp__f32_to_f16(float x) {
   uint32_t u = cddp__f32_bits(x), a = u & 0x7fffffff;
   uint32_t normal = (a - (112u << 23) + 0xfff + ((a >> 13) & 1)) >> 13;
-  /* below 2^-14: adding 0.5, whose last place is 2^-24, does the rounding */
+  /* Below 2^-14 the addition of 0.5 does the rounding: the last place of 0.5 is 2^-24. */
   uint32_t little = a < 0x38800000 ? a : 0;
   uint32_t small = cddp__f32_bits(cddp__f32_of_bits(little) + 0.5f) - 0x3f000000;
   uint32_t bits = a < 0x38800000 ? small : normal;
-  bits = a >= 0x477ff000 ? 0x7c00 : bits; /* 65520 and more round to infinity */
+  bits = a >= 0x477ff000 ? 0x7c00 : bits; /* 65520 and larger values round to infinity */
   bits = a > 0x7f800000 ? 0x7e00 | ((a >> 13) & 0x1ff) : bits;
   return (uint16_t)((u >> 16 & 0x8000) | bits);
 }
@@ -5977,50 +5983,51 @@ CDDP__INLINED uint16_t cddp__f32_to_bf16(float x) {
   return (uint16_t)((x != x ? u | 0x400000 : rounded) >> 16);
 }
 
-#define CDDP__STATES 3 /* arrays that an optimizer keeps of a parameter, at most */
+#define CDDP__STATES 3 /* largest number of state arrays of an optimizer, per parameter */
 
-/* What an optimizer's step takes from its settings and from the number of the step. */
+/* The factors of one optimizer step, computed from the settings and the step's number. */
 typedef struct cddp__scalars {
-  double sign; /* of the gradient: -1 to maximize */
+  double sign; /* factor of the gradient: -1 to maximize */
   cddp_adamw_step adamw;
-  double step;   /* from here on SGD's: -lr */
-  double decay;  /* weight_decay, 0: none */
+  double step;   /* SGD, like the rest: -lr */
+  double decay;  /* weight_decay; 0: none */
   double keep;   /* factor of the momentum */
-  double take;   /* of the gradient that enters the momentum */
+  double take;   /* factor of the gradient that is added to the momentum */
   bool nesterov;
-  bool first;    /* the gradient becomes the momentum */
+  bool first;    /* the momentum is set to the gradient */
 } cddp__scalars;
 
-/* A stretch of a data-parallel step: gradients and weights of 1, 2 or 4 ranks, states of one. */
+/* A range of a data-parallel step: gradients and weights of 1, 2 or 4 ranks, one set of states. */
 typedef struct cddp__fused_args {
   cddp__f32 *gradients[4], *weights[4]; /* weights: this rank's first */
   cddp__f32 *states[CDDP__STATES];
-  cddp__f32 *results[CDDP__STATES]; /* no ranks: where the new states go, and the weights to [1] */
+  cddp__f32 *results[CDDP__STATES]; /* ranks == 0: receive the new states; weights[1] receives the
+                                       new weights */
   const cddp__scalars *scalars;
   float mean; /* factor of the sum of gradients: sign / ranks */
-  float clip; /* and of that mean; 1: it is not clipped */
+  float clip; /* factor of that mean, from gradient clipping; 1: none */
 } cddp__fused_args;
 
-/* The loops for one element type; NULL: none. */
+/* The loops for one element type; NULL: this type has no such loop. */
 typedef struct cddp__kernels {
-  /* d = the canonical sum of k sources: 2, 4 or 8, times f; 3, divided by f. F32, F64, BF16 */
+  /* d = canonical sum of k sources. k = 2, 4, 8: times f; k = 3: divided by f. F32, F64, BF16 */
   void (*sum)(void *d, const void *const *s, int k, size_t n, double f);
-  /* every buffer = the canonical sum of all k, 2, 4 or 8, times f. F32, F64, BF16 */
+  /* each of the k buffers = canonical sum of all, times f. k = 2, 4, 8. F32, F64, BF16 */
   void (*all)(void *const *bufs, int k, size_t n, double f);
-  /* d = a op b: PROD, MIN, or with the bits of flip set MAX; for integers SUM too. Not F16, BF16 */
+  /* d = a op b: PROD, MIN (MAX with the bits of flip set); integers also SUM. Not F16, BF16 */
   void (*pair)(void *d, const void *a, const void *b, size_t n, cddp_op op, int flip);
   /* d = a op b: BAND, BOR, BXOR of n bytes. Integers */
   void (*bits)(void *d, const void *a, const void *b, size_t n, cddp_op op);
   /* d = d * f or d / f. F32, F64 */
   void (*scale)(void *d, size_t n, double f, bool divide);
-  /* d = e * a + f * b, the first product rounded. F32, F64 */
+  /* d = e * a + f * b; e * a is rounded before the addition. F32, F64 */
   void (*mix)(void *d, const void *a, const void *b, size_t n, double e, double f);
-  /* the sum of squares, in an order that depends on n alone. F32, F64 */
+  /* the sum of squares, in an order that depends only on n. F32, F64 */
   double (*squares)(const void *p, size_t n);
-  /* one step of AdamW; states: exp_avg, exp_avg_sq, max_exp_avg_sq (NULL: none). F32, F64 */
+  /* one AdamW step; states: exp_avg, exp_avg_sq, max_exp_avg_sq (NULL without amsgrad). F32, F64 */
   void (*adamw)(void *w, const void *g, void *const *states, size_t n, const cddp__scalars *s);
-  /* data-parallel steps: by SGD with momentum that has a value, without nesterov; by AdamW without
-     amsgrad. F32 */
+  /* data-parallel steps, F32: SGD with an initialized momentum and without nesterov; AdamW without
+     amsgrad */
   void (*sgd_loop)(const cddp__fused_args *s, int ranks, size_t n);
   void (*adamw_loop)(const cddp__fused_args *s, int ranks, size_t n);
   void (*widen)(cddp__f32 *d, const void *s, size_t n);  /* F16, BF16 */
@@ -6036,9 +6043,10 @@ typedef struct cddp__kernels {
     }                         \
   } while (0)
 
-/* Below ISA is an instruction set, TARGET its attributes, T an element type and S its name. */
+/* In the macros below ISA is an instruction set, TARGET its attributes, T an element type and S the
+   type's name. */
 
-/* F: type of the arithmetic; IN and OUT convert between T and F */
+/* F: the type of the arithmetic. IN and OUT convert between T and F. */
 #define CDDP__SUM_KERNELS(ISA, TARGET, T, S, F, IN, OUT)                                        \
   TARGET static void cddp__sum_##S##_##ISA(void *dst, const void *const *s, int k, size_t n,    \
                                            double factor) {                                     \
@@ -6079,7 +6087,7 @@ typedef struct cddp__kernels {
     }                                                                                           \
   }
 
-/* FMA: a * b + c, rounded once */
+/* FMA: a * b + c with one rounding. */
 #define CDDP__SCALE_KERNELS(ISA, TARGET, T, S, FMA)                                             \
   TARGET static void cddp__scale_##S##_##ISA(void *p, size_t n, double factor, bool divide) {   \
     CDDP__STRICT_FP                                                                             \
@@ -6095,7 +6103,7 @@ typedef struct cddp__kernels {
     CDDP__EACH(T x = e * a[i]; d[i] = FMA(f, b[i], x));                                         \
   }
 
-/* Element i is added to lane i mod 16, then the lanes in pairs. */
+/* Adds square i to lane i mod 16, then adds the lanes in pairs: the order depends only on n. */
 #define CDDP__SQUARES_KERNEL(ISA, TARGET, T, S)                                                 \
   TARGET static double cddp__squares_##S##_##ISA(const void *src, size_t n) {                   \
     CDDP__STRICT_FP                                                                             \
@@ -6120,7 +6128,7 @@ typedef struct cddp__kernels {
     return lane[0];                                                                             \
   }
 
-/* MIN and MAX: the lesser (or greater) of a[i] and b[i]; where either is NaN, that NaN. */
+/* MIN and MAX: the lesser (or greater) of a[i], b[i]. If either is NaN, the result is that NaN. */
 #define CDDP__PAIR_KERNEL(ISA, TARGET, T, S)                                                    \
   TARGET static void cddp__pair_##S##_##ISA(void *dst, const void *p, const void *q, size_t n,  \
                                             cddp_op op, int flip) {                             \
@@ -6132,8 +6140,9 @@ typedef struct cddp__kernels {
       CDDP__EACH(T x = a[i]; T y = b[i]; d[i] = ((sign * x < sign * y) | (x != x)) ? x : y);    \
   }
 
-/* U: T unsigned, since sums and products of integers wrap around; so signed and unsigned bytes have
-   the same ones. MIN is in the order that the elements have once the bits of flip are turned. */
+/* U: the unsigned type of T. Integer sums and products wrap around, so signed and unsigned bytes
+   have the same results. MIN compares after the bits of flip are inverted: this gives MAX, and the
+   order of unsigned bytes. */
 #define CDDP__INT_KERNEL(ISA, TARGET, T, S, U)                                                  \
   TARGET static void cddp__pair_##S##_##ISA(void *dst, const void *p, const void *q, size_t n,  \
                                             cddp_op op, int flip) {                             \
@@ -6144,7 +6153,7 @@ typedef struct cddp__kernels {
     else CDDP__EACH(T x = a[i]; T y = b[i]; d[i] = (T)(x ^ f) < (T)(y ^ f) ? x : y);            \
   }
 
-/* Of n bytes, whatever their type. BOR is BAND of the complements. */
+/* Works on n bytes of any integer type. BOR is the complement of BAND of the complements. */
 #define CDDP__BITS_KERNEL(ISA, TARGET)                                                          \
   TARGET static void cddp__bits_##ISA(void *dst, const void *p, const void *q, size_t n,        \
                                       cddp_op op) {                                             \
@@ -6165,9 +6174,9 @@ typedef struct cddp__kernels {
     CDDP__EACH(d[i] = cddp__f32_to_##S(s[i]));                                                  \
   }
 
-/* One element of AdamW, as the vectors of PyTorch's fused kernel do it: FusedAdamKernel.cpp, whose
-   bits (of 2.6.0) tell which sums are fused multiply-adds. v: the gradient, x: the weight; MAXIMUM:
-   amsgrad's, or none. */
+/* One element of AdamW, with the arithmetic of PyTorch's vectorized kernel (FusedAdamKernel.cpp).
+   The bits of PyTorch 2.6.0 show which of its sums are fused multiply-adds. v: the gradient; x: the
+   weight; MAXIMUM: the code of amsgrad, or empty. */
 #define CDDP__ADAMW_STEP(F, FMA, SQRT, MAXIMUM)                                                 \
   F a = m[i];                                                                                   \
   F b = q[i];                                                                                   \
@@ -6212,9 +6221,9 @@ typedef struct cddp__kernels {
   float decay = (float)(s)->decay, step = (float)(s)->step;                                     \
   bool decays = (s)->decay != 0
 
-/* Mean, step, publish, zero. Reads and writes everything once, in one loop: the memory is busy all
-   the time. STEP makes x, the weight, from x and v, the mean, and the states mo, qo from m, q. No
-   ranks: as one, with results that go to places of their own. */
+/* Mean, step, copy to the ranks, zero the gradients. One loop reads and writes each array once, so
+   that the memory is always busy. STEP computes x, the new weight, from x and v, the mean gradient,
+   and the new states mo, qo from m, q. ranks == 0: one rank, whose results go to other arrays. */
 #define CDDP__FUSED(SUM, STEP, OTHERS)                                                          \
   CDDP__EACH(float v = (SUM) * mean * clip; float x = w0[i]; STEP; wo[i] = x; g0[i] = 0; OTHERS)
 #define CDDP__FUSED_KERNEL(ISA, TARGET, NAME, SCALARS, STEP)                                    \
@@ -6231,9 +6240,9 @@ typedef struct cddp__kernels {
   }
 #define CDDP__ADAMW_LOOP_SCALARS(s) CDDP__ADAMW_SCALARS(float, s)
 
-/* What gains from AVX-512, where memory and the caches set the pace of the others: on Zen 4 AdamW
-   gains 4 to 7 %, with two ranks 20 %, SGD's loop 11 to 20 %; on Zen 5 an all_reduce 5 to 18 %.
-   FUSED: attributes of what has fused multiply-adds. */
+/* The loops that are faster with AVX-512; memory and caches limit the others. Zen 4: AdamW 4 to
+   7 %, with two ranks 20 %; SGD's loop 11 to 20 %. Zen 5: all_reduce 5 to 18 %. FUSED: attributes
+   of the loops with fused multiply-adds. */
 #define CDDP__WIDE_KERNELS(ISA, TARGET, FUSED)                                                  \
   CDDP__SUM_KERNELS(ISA, TARGET, cddp__f32, f32, float, , ) \
   CDDP__SUM_KERNELS(ISA, TARGET, cddp__u16, bf16, float, cddp__bf16_to_f32, cddp__f32_to_bf16) \
@@ -6257,7 +6266,7 @@ typedef struct cddp__kernels {
   CDDP__BITS_KERNEL(ISA, TARGET)                                                                \
   CDDP__HALF_KERNELS(ISA, TARGET, bf16)
 
-/* The table of a set, by cddp_dtype; WIDE: of f32's and bf16's sums and the optimizers. */
+/* An instruction set's table, by cddp_dtype. WIDE: the set for the loops of CDDP__WIDE_KERNELS. */
 #define CDDP__FLOAT_ROW(ISA, S, WIDE, SGD, ADAMW)                                               \
   {cddp__sum_##S##_##WIDE, cddp__all_##S##_##WIDE, cddp__pair_##S##_##ISA, NULL,                \
    cddp__scale_##S##_##ISA, cddp__mix_##S##_##ISA, cddp__squares_##S##_##ISA,                   \
@@ -6320,10 +6329,11 @@ static const cddp__kernels cddp__kernels_avx512[] = CDDP__TABLE(avx2, avx512);
 #endif
 
 enum { CDDP__ISA_BASE = 1, CDDP__ISA_AVX2, CDDP__ISA_AVX512 };
-static int cddp__isa_found; /* 0 until asked; only cddp__isa (and tests) touch it */
+static int cddp__isa_found; /* 0: not detected yet. Only cddp__isa and tests access it. */
 
-/* CDDP__ISA_*: the best this machine and system have. AVX-512 only where there is VBMI too (Ice
-   Lake, Zen 4): those before slow their clock down for it, which these loops cannot earn. */
+/* The best instruction set of this machine and its system. AVX-512 is used only on processors that
+   also have VBMI (Ice Lake, Zen 4): older ones lower their clock for it, which costs these loops
+   more than they gain. */
 static int cddp__isa(void) {
   int isa = __atomic_load_n(&cddp__isa_found, __ATOMIC_RELAXED);
   if (isa != 0) return isa;
@@ -6344,7 +6354,7 @@ static int cddp__isa(void) {
   return isa;
 }
 
-/* The loops of the best set, by dtype. */
+/* The table of the best instruction set, indexed by dtype. */
 static const cddp__kernels *cddp__pick_kernels(void) {
   int isa = cddp__isa();
 #if CDDP__DISPATCH
@@ -6354,24 +6364,25 @@ static const cddp__kernels *cddp__pick_kernels(void) {
   return (void)isa, cddp__kernels_base;
 }
 
-#define CDDP__BLOCK_BYTES 4096 /* handled at a time, so that they stay in the first cache */
-#define CDDP__FOLD_BYTES 20480 /* of all of them: the stack of a thread may be 64 KiB */
+#define CDDP__BLOCK_BYTES 4096 /* of a block: small enough for the first-level cache */
+#define CDDP__FOLD_BYTES 20480 /* of all partial results: a thread's stack may have only 64 KiB */
 
-/* One reduction: what is the same for all its blocks. */
+/* One reduction: the values that are the same for all its blocks. */
 typedef struct cddp__fold {
   const cddp__kernels *kernels; /* of dtype */
   const cddp__kernels *math;    /* of the compute type: F32 for F16 and BF16, else dtype */
   const void *const *srcs;      /* [nsrcs] */
-  const int *widths;            /* [nsrcs] ranks that each is the sum of, in the compute type
-                                   unless 1; -1: one, in the compute type; NULL: 1 each */
-  int nsrcs, ranks;             /* ranks: that AVG divides by */
+  const int *widths;            /* [nsrcs] leaves that each source is the sum of. One leaf has
+                                   dtype (1) or the compute type (-1); sums have the compute type.
+                                   NULL: all are 1 */
+  int nsrcs, ranks;             /* ranks: the divisor of AVG */
   cddp_dtype dtype;
   cddp_op op;          /* SUM for AVG */
   int flip;            /* for `pair` */
-  size_t esize, csize; /* bytes of an element of dtype, of the compute type */
-  bool sums;           /* with `sum` of math; else with its `pair` */
-  bool narrows;        /* the result is of dtype, not of a wider compute type */
-  bool divide;         /* the result by ranks; false: times factor */
+  size_t esize, csize; /* bytes of an element: of dtype, of the compute type */
+  bool sums;           /* true: uses math->sum; false: math->pair or math->bits */
+  bool narrows;        /* the result is converted from a wider compute type to dtype */
+  bool divide;         /* true: the result is divided by ranks; false: multiplied by factor */
   double factor;
 } cddp__fold;
 
@@ -6392,18 +6403,18 @@ CDDP__INLINED void cddp__fold_init(cddp__fold *f, const void *const *srcs, int n
   f->csize = cddp__dtype_size(cddp__compute_type(dtype));
   f->sums = f->op == CDDP_SUM && f->math->sum != NULL;
   f->narrows = f->kernels != f->math && ranks > 0;
-  /* dividing by a power of two is multiplying by its inverse, to the bit, and faster */
+  /* Division by a power of two and multiplication by its inverse give the same bits. */
   f->divide = average && (!f->sums || (ranks & (ranks - 1)) != 0);
   f->factor = !average ? 1.0 : f->divide ? (double)ranks : 1.0 / (double)ranks;
 }
 
-/* Whether one call of `sum` does it all. */
+/* Returns whether one call of `sum` computes the whole reduction. */
 CDDP__INLINED bool cddp__fold_direct(const cddp__fold *f) {
   return (f->nsrcs <= 4 || f->nsrcs == 8) && f->widths == NULL && f->op == CDDP_SUM &&
          f->kernels->sum != NULL && (f->narrows || f->kernels == f->math);
 }
 
-/* p[i] /= k, a number of ranks. Not F16, BF16. Processors divide no vectors of integers. */
+/* p[i] /= k. Not F16, BF16. Integers have no vector division, so they need no loop per ISA. */
 static void cddp__divide(void *p, size_t n, int k, cddp_dtype dtype) {
   size_t i;
   if (dtype < CDDP_I8) (cddp__pick_kernels()[dtype].scale)(p, n, (double)k, true);
@@ -6417,7 +6428,7 @@ static void cddp__divide(void *p, size_t n, int k, cddp_dtype dtype) {
   }
 }
 
-/* d = a op b, in the compute type. The last one of a tree scales the result. */
+/* d = a op b, in the compute type. `last`: the root of the tree, which also scales the result. */
 static void cddp__fold_pair(const cddp__fold *f, void *d, const void *a, const void *b, size_t n,
                             bool last) {
   const void *s[2];
@@ -6429,8 +6440,8 @@ static void cddp__fold_pair(const cddp__fold *f, void *d, const void *a, const v
   if (last && f->divide) cddp__divide(d, n, f->ranks, cddp__compute_type(f->dtype));
 }
 
-/* The reduction of sources first .. first + k - 1 (k = 1, 2, 4 or 8) from element `at`: in the
-   source itself or in buf. */
+/* Reduces sources first .. first + k - 1 (k = 1, 2, 4 or 8) from element `at` on. Returns buf, or
+   the source itself if k = 1 and it needs no conversion. */
 static const void *cddp__fold_leaf(const cddp__fold *f, void *buf, int first, int k, size_t at,
                                    size_t n) {
   const void *s[8];
@@ -6447,8 +6458,8 @@ static const void *cddp__fold_leaf(const cddp__fold *f, void *buf, int first, in
   return buf;
 }
 
-/* Bytes of a block: a whole one for up to 15 sources; with more of them the partial results share
-   what there is. */
+/* Bytes of a block. Up to 15 sources: CDDP__BLOCK_BYTES; with more, the partial results share
+   CDDP__FOLD_BYTES. */
 static size_t cddp__fold_bytes(const cddp__fold *f) {
   size_t levels = 2;
   int n;
@@ -6457,10 +6468,12 @@ static size_t cddp__fold_bytes(const cddp__fold *f) {
   return cddp__min(CDDP__BLOCK_BYTES, CDDP__FOLD_BYTES / levels / 64 * 64);
 }
 
-/* Works as follows, for n elements from `at`, at most a block. Partial results wait on a stack,
-   each of 2^j sources, the sizes falling from bottom to top. A leaf is pushed; while the two on top
-   have the same size, or there are no more sources, they are merged. That is the canonical tree: it
-   splits a range at the largest power of two below its length. The last merge writes dst. */
+/* Reduces n elements from `at` on, at most one block:
+     1. A stack holds partial results of 2^j sources each; sizes fall from bottom to top.
+     2. The next leaf is pushed.
+     3. While the two results on top have the same size, or no sources are left, they are merged.
+   This is the canonical tree, which splits a range at the largest power of two below its length.
+   The last merge writes dst. */
 static void cddp__fold_block(const cddp__fold *f, char *dst, size_t at, size_t n) {
   double space[CDDP__FOLD_BYTES / sizeof(double)];
   char *bufs[CDDP__FOLD_DEPTH];
@@ -6487,7 +6500,7 @@ static void cddp__fold_block(const cddp__fold *f, char *dst, size_t at, size_t n
   if (f->narrows) f->kernels->narrow(dst + at * f->esize, (const cddp__f32 *)parts[0], n);
 }
 
-/* dst[at .. at + n) of a fold. */
+/* Reduces elements [at, at + n) into dst. */
 static void cddp__fold_range(const cddp__fold *f, void *dst, size_t at, size_t n) {
   size_t block = cddp__fold_bytes(f) / f->csize, end = at + n;
   const void *s[8];
@@ -6500,10 +6513,11 @@ static void cddp__fold_range(const cddp__fold *f, void *dst, size_t at, size_t n
   for (; at < end; at += block) cddp__fold_block(f, (char *)dst, at, cddp__min(block, end - at));
 }
 
-/* dst[i] = the canonical tree over srcs[..][i], of at least two sources. widths: NULL, or of nodes
-   of the tree, how many of its `ranks` leaves each is the sum of: see cddp__fold. AVG divides by
-   ranks; ranks 0: the result is not divided, and of the compute type. dst may be exactly one of the
-   sources, if their elements are as wide. */
+/* dst[i] = the canonical tree over srcs[..][i]; nsrcs >= 2.
+     widths   NULL, or the number of leaves below each source: see cddp__fold
+     ranks    leaves of the tree, and the divisor of AVG. 0: the result stays undivided, in the
+              compute type
+   dst can be one of the sources if dst and the source have elements of the same size. */
 static void cddp__reduce_nodes(void *dst, const void *const *srcs, const int *widths, int nsrcs,
                                int ranks, size_t n, cddp_dtype dtype, cddp_op op) {
   cddp__fold f;
@@ -6513,19 +6527,19 @@ static void cddp__reduce_nodes(void *dst, const void *const *srcs, const int *wi
   else cddp__fold_range(&f, dst, 0, n);
 }
 
-/* The same, of ranks that are the sources: 1 .. CDDP__MAX_RANKS. */
+/* dst[i] = the canonical tree over srcs[..][i], one source per rank: 1 .. CDDP__MAX_RANKS. */
 static void cddp__reduce(void *dst, const void *const *srcs, int nsrcs, size_t n, cddp_dtype dtype,
                          cddp_op op) {
   const cddp__kernels *kernels = &cddp__pick_kernels()[dtype];
   if (nsrcs == 1 && dst != srcs[0] && n > 0) memcpy(dst, srcs[0], n * cddp__dtype_size(dtype));
   if (nsrcs == 1) return;
-  if (op == CDDP_SUM && nsrcs <= 4 && kernels->sum != NULL) /* what a small call takes counts */
+  if (op == CDDP_SUM && nsrcs <= 4 && kernels->sum != NULL) /* a shortcut for small calls */
     (kernels->sum)(dst, srcs, nsrcs, n, 1.0);
   else
     cddp__reduce_nodes(dst, srcs, NULL, nsrcs, nsrcs, n, dtype, op);
 }
 
-/* As cddp__reduce, with the result in every buffer. Reads and writes each once from memory. */
+/* Like cddp__reduce, with the result in every buffer. Memory is read and written once. */
 static void cddp__reduce_all(void *const *bufs, int nbufs, size_t n, cddp_dtype dtype, cddp_op op) {
   cddp__fold f;
   size_t at, m;
@@ -6544,9 +6558,10 @@ static void cddp__reduce_all(void *const *bufs, int nbufs, size_t n, cddp_dtype 
   }
 }
 
-/* A data-parallel step of n elements by `loop`, of 0, 1, 2 or 4 ranks. Four have more arrays than
-   the first cache can hold lines of at a time, if these begin alike in their pages, so that they
-   are gone through one after the other, in pieces short enough for libc not to pass the cache. */
+/* Runs `loop`, a data-parallel step of n elements, for 0, 1, 2 or 4 ranks. Four ranks have more
+   arrays than the first-level cache has ways, if the arrays start at the same offset in a page. So
+   the arrays are processed one after the other, in chunks short enough for libc's memcpy to use the
+   cache. */
 static void cddp__fuse(void (*loop)(const cddp__fused_args *s, int ranks, size_t n),
                        const cddp__fused_args *s, int ranks, size_t n) {
   cddp__f32 sum[256];
@@ -6569,7 +6584,7 @@ static void cddp__fuse(void (*loop)(const cddp__fused_args *s, int ranks, size_t
   }
 }
 
-/* p[i] *= factor, with one rounding; factor is rounded to the type of the arithmetic first. F32,
+/* p[i] *= factor, with one rounding. factor is first rounded to the type of the arithmetic. F32,
    F64, F16, BF16. */
 static void cddp__scale(void *p, size_t n, cddp_dtype dtype, double factor) {
   const cddp__kernels *k = cddp__pick_kernels();
@@ -6587,7 +6602,8 @@ static void cddp__scale(void *p, size_t n, cddp_dtype dtype, double factor) {
     k[dtype].narrow(q, buf, m);
   }
 }
-/* The sum of squares in double, in an order that depends on n alone. F32, F64, F16, BF16. */
+
+/* The sum of squares in double, in an order that depends only on n. F32, F64, F16, BF16. */
 static double cddp__sum_squares(const void *p, size_t n, cddp_dtype dtype) {
   const cddp__kernels *k = cddp__pick_kernels();
   float buf[CDDP__BLOCK_BYTES / sizeof(float)];
@@ -6602,8 +6618,8 @@ static double cddp__sum_squares(const void *p, size_t n, cddp_dtype dtype) {
   return sum;
 }
 
-/* The float that, rounded once more to half precision, gives what x rounded at once would: cut off
-   towards zero, the last bit set if anything was lost. */
+/* x rounded to odd: truncated towards zero, with the last bit set if the value is inexact. Rounded
+   once more, to half precision, it gives the same value as a direct conversion of x. */
 static float cddp__round_odd(double x) {
   float y = (float)x;
   uint32_t u = cddp__f32_bits(y);
@@ -6612,14 +6628,14 @@ static float cddp__round_odd(double x) {
   return cddp__f32_of_bits(u | 1);
 }
 
-/* dst[i] = src[i], rounded to the nearest, ties to even. No overlap, unless to == from: then any
-   dtype; else F32, F64, F16, BF16. */
+/* dst[i] = src[i], rounded to the nearest, ties to even. F32, F64, F16, BF16; any dtype if
+   to == from. src and dst can overlap only if to == from. */
 static void cddp__convert(void *dst, cddp_dtype to, const void *src, cddp_dtype from, size_t n) {
   const cddp__kernels *k = cddp__pick_kernels();
   float buf[CDDP__BLOCK_BYTES / sizeof(float)];
   size_t at, m, i, to_size = cddp__dtype_size(to), from_size = cddp__dtype_size(from);
   if (to == from && n > 0) memmove(dst, src, n * to_size);
-  for (at = 0; to != from && at < n; at += m) { /* by way of f32, in buf if it is neither */
+  for (at = 0; to != from && at < n; at += m) { /* via f32, in buf if neither type is f32 */
     void *d = (char *)dst + at * to_size;
     const cddp__f64 *s64 = (const cddp__f64 *)src + at;
     cddp__f32 *mid = to == CDDP_F32 ? (cddp__f32 *)d : (cddp__f32 *)buf;
