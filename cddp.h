@@ -6657,20 +6657,26 @@ static void cddp__convert(void *dst, cddp_dtype to, const void *src, cddp_dtype 
 #endif
 
 /* >>plan ---------------------------------------------------------------------------------------
-   Who gets what: slices of an array, shards of a batch, and buckets of parameters as PyTorch's
-   compute_bucket_assignment_by_size assigns them. Pure. Owns nothing. Entry points: cddp__slice;
-   cddp__deal_shards, cddp__join_nodes and cddp__plan_nodes;
+   Job: divide work among ranks: slices of an array, shards of a batch, and buckets of parameters,
+   as PyTorch's compute_bucket_assignment_by_size assigns them.
+   Owns: nothing. The functions are pure.
+   Entry points: cddp__slice; cddp__rank_shards, cddp__merge_shard, cddp__plan_nodes;
    cddp__plan_buckets.
-   Works as follows: a node of the canonical tree over S shards is an aligned stretch: 2^j shards
-   from a multiple of 2^j on, or what the end S leaves of them. A rank adds up its shards, in order,
-   to as few nodes as there can be, as a binary counter does: a new shard is a node; while the two
-   last nodes are the halves of a greater one, they are merged.
-   Buckets: parameters are taken in order. Each dtype has one open bucket, which closes
-   when its bytes reach the limit in force; the first limit is for a dtype's first bucket, the last
-   one for all that follow. A bucket's place is the order of closing, or of its smallest index. */
+   How sums of shards work:
+     1. The canonical tree over S shards consists of nodes. A node has 2^j shards, from a multiple
+        of 2^j on; the last node of a level can be cut short by S.
+     2. A rank adds up its shards in order, as a binary counter does: a new shard becomes a node,
+        and while the two last nodes are the halves of a larger node, they are merged. So a rank has
+        the fewest possible nodes.
+   How buckets work:
+     1. Parameters are taken in order. Each dtype has one open bucket.
+     2. A bucket is closed when its bytes reach the dtype's current limit. The first limit is for a
+        dtype's first bucket, the last limit for all further ones.
+     3. Buckets are ordered by closing, or by their smallest parameter index. */
 
-/* Part `part` of n elements: contiguous parts that cover all, cut at multiples of granule, their
-   sizes differing by at most a granule (the last ones are larger, as the end may be cut short). */
+/* Slice `part` of n elements. Slices are contiguous and cover all elements. They are cut at
+   multiples of granule, and their sizes differ by at most a granule. The last slices are the larger
+   ones, since the end of the array can cut the last one short. */
 static void cddp__slice(size_t n, size_t granule, int parts, int part, size_t *begin,
                               size_t *end) {
   size_t grains = n / granule + (n % granule != 0), i = (size_t)part;
@@ -6680,44 +6686,45 @@ static void cddp__slice(size_t n, size_t granule, int parts, int part, size_t *b
   *end = first + count >= grains ? n : (first + count) * granule;
 }
 
-/* Which of all shards a rank has: contiguous ones, the first ranks one more than the others. */
-static void cddp__deal_shards(int shards, int ranks, int rank, int *first, int *count) {
+/* The shards of a rank: a contiguous range. The first shards % ranks ranks have one more. */
+static void cddp__rank_shards(int shards, int ranks, int rank, int *first, int *count) {
   int each = shards / ranks, more = shards % ranks;
   *first = each * rank + (rank < more ? rank : more);
   *count = each + (rank < more);
 }
 
-/* The rank that does each of all shards. */
-static void cddp__deal(int *owner, int shards, int ranks) {
+/* owner[i] = the rank that computes shard i. */
+static void cddp__assign_shards(int *owner, int shards, int ranks) {
   int rank, i, first, count;
   for (rank = 0; rank < ranks; rank++) {
-    cddp__deal_shards(shards, ranks, rank, &first, &count);
+    cddp__rank_shards(shards, ranks, rank, &first, &count);
     for (i = first; i < first + count; i++) owner[i] = rank;
   }
 }
 
-/* As cddp__reduce_nodes takes it: -1: one shard, in the compute type, as all are in slots. */
+/* The node's width for cddp__reduce_nodes. A single shard in a slot has the compute type: -1. */
 static int cddp__node_width(const cddp__shard_node *node) {
   return node->width == 1 && node->slot >= 0 ? -1 : node->width;
 }
 
-/* Which of `count` nodes, ascending, become one with a new one, `node` of one shard: those of its
-   rank from *low to before *high, whose place it takes. *node becomes what they become. slots,
-   widths: theirs, with the new one in their midst, in order. The whole tree is never made: its
-   halves are to be added where the mean is taken. Returns how many slots and widths there are. */
-static int cddp__join_nodes(const cddp__shard_node *nodes, int count, cddp__shard_node *node,
+/* Merges *node, a new node of one shard, with nodes[*low .. *high) of the same rank, and replaces
+   *node by the merged node. nodes: [count] in ascending order.
+     slots, widths   receive those of the merged nodes and of the new one, in order
+   The root of the tree is never formed: its halves are added when the mean is computed. Returns the
+   number of slots and widths. */
+static int cddp__merge_shard(const cddp__shard_node *nodes, int count, cddp__shard_node *node,
                             int shards, int *slots, int *widths, int *low, int *high) {
   const cddp__shard_node self = *node, *part;
   int begin = self.first, end = begin + 1, at = 0, n = 0, size, i;
   while (at < count && nodes[at].first < begin) at++;
   *low = *high = at;
-  for (size = 1; size < shards; size *= 2) { /* [begin, end) is the node of `size` shards there */
+  for (size = 1; size < shards; size *= 2) { /* [begin, end) is the node of `size` shards */
     bool right = begin / size % 2 == 1;
     int from = right ? begin - size : end;
     int to = right ? begin : begin + 2 * size < shards ? begin + 2 * size : shards;
     int k = right ? *low - 1 : *high;
     bool whole = right ? from == 0 && end == shards : begin == 0 && to == shards;
-    if (from >= shards) continue; /* it is the right end of the tree: has no sibling here */
+    if (from >= shards) continue; /* at the right end of the tree: no sibling on this level */
     if (whole || k < 0 || k == count || nodes[k].first != from || from + nodes[k].width != to ||
         nodes[k].rank != self.rank)
       break;
@@ -6734,7 +6741,7 @@ static int cddp__join_nodes(const cddp__shard_node *nodes, int count, cddp__shar
   return n;
 }
 
-/* The first slot that none of the nodes is in. */
+/* The lowest slot that no node uses. */
 static int cddp__free_slot(const cddp__shard_node *nodes, int count) {
   int slot = 0, i;
   for (i = 0; i < count; i++)
@@ -6742,24 +6749,24 @@ static int cddp__free_slot(const cddp__shard_node *nodes, int count) {
   return slot;
 }
 
-/* Whether the shard is in one of the nodes. */
-static bool cddp__nodes_have(const cddp__shard_node *nodes, int count, int shard) {
+/* Returns whether one of the nodes includes the shard. */
+static bool cddp__nodes_contain(const cddp__shard_node *nodes, int count, int shard) {
   int i;
   for (i = 0; i < count; i++)
     if (shard >= nodes[i].first && shard < nodes[i].first + nodes[i].width) return true;
   return false;
 }
 
-/* The nodes of all ranks, ascending, once each has done the shards that it owns. Returns how many;
-   *slots: how many slots a rank needs for its nodes meanwhile. A rank's last shard that merges with
-   none needs no slot, unless they are `apart` from gradients. */
+/* Computes the nodes of all ranks, ascending, after each rank has computed its shards. Returns
+   their number. *slots: the largest number of slots that a rank needs. A rank's last shard needs no
+   slot if it merges with no other, unless nodes must be `apart` from gradients. */
 static int cddp__plan_nodes(const int *owner, int shards, bool apart, cddp__shard_node *nodes,
                             int *widths, int *slots) {
   int joined[CDDP__FOLD_DEPTH + 1], wide[CDDP__FOLD_DEPTH + 1], count = 0, i, k, low, high;
   *slots = 0;
   for (i = 0; i < shards; i++) {
     cddp__shard_node node = {i, 1, -1, owner[i]};
-    (void)cddp__join_nodes(nodes, count, &node, shards, joined, wide, &low, &high);
+    (void)cddp__merge_shard(nodes, count, &node, shards, joined, wide, &low, &high);
     for (k = low - 1; k >= 0 && nodes[k].rank != node.rank;) k--;
     if (node.width > 1 || apart || (i + 1 < shards && owner[i + 1] == node.rank))
       node.slot = k >= 0 ? nodes[k].slot + 1 : 0;
@@ -6771,20 +6778,22 @@ static int cddp__plan_nodes(const int *owner, int shards, bool apart, cddp__shar
   return count;
 }
 
-/* Assigns params[0 .. count) to buckets of limits[0], limits[1], ... bytes; the last limit repeats
-   (limit_count >= 1). order NULL: declaration order; the buckets, sorted by smallest index, are
-   listed last first, as gradients arrive. Otherwise parameters are taken in that order and the
-   buckets stay in order of closing, those open at the end by the first appearance of their dtype.
-   Returns how many there are; b has parameters sorted[offsets[b]] .. sorted[offsets[b + 1] - 1].
-   offsets: [count + 2]; sorted: [3 * count], the end of which is scratch. */
+/* Assigns params[0 .. count) to buckets of limits[0], limits[1], ... bytes. The last limit repeats;
+   limit_count >= 1.
+     order     NULL: declaration order. Buckets are sorted by smallest index and listed last first,
+               as gradients arrive. Else the order of the parameters; buckets are listed in the
+               order of closing, then the open ones by the first appearance of their dtype
+     sorted    [3 * count] receives the parameters; its last two thirds are scratch memory
+     offsets   [count + 2] bucket b has parameters sorted[offsets[b]] .. sorted[offsets[b + 1] - 1]
+   Returns the number of buckets. */
 static int cddp__plan_buckets(int *offsets, int *sorted, const cddp_param *params, int count,
                               const int *order, const size_t *limits, int limit_count) {
   int *bucket_of = sorted + count; /* of each position, numbered in order of creation */
   int *place = bucket_of + count;  /* of each bucket, in order of closing */
   struct {
-    int bucket, limit; /* that is open, -1: none; index of the limit in force */
-    size_t bytes;      /* in it so far */
-  } open[CDDP_I64 + 1], *o; /* of each dtype */
+    int bucket, limit; /* the open bucket, -1: none; index of the current limit */
+    size_t bytes;      /* in the open bucket */
+  } open[CDDP_I64 + 1], *o; /* by dtype */
   int i, b, created = 0, closed = 0;
   memset(open, 0, sizeof open);
   for (b = 0; b <= CDDP_I64; b++) open[b].bucket = -1;
@@ -16269,13 +16278,13 @@ static cddp_result cddp__attach_optim(cddp_optim *s) {
    More shards than ranks (d->spread): behind its arena a rank has slots, each as large as the
    model, with f32 for f16 and bf16. A shard that has ended goes from the gradients into a slot and
    is added to those before it with which it makes a node of the canonical tree over all shards
-   (cddp__join_nodes, in >>plan); the last one may stay where it is. Where each rank has which nodes
-   then is known since creation (d->nodes). Buckets wait for the step, which takes the mean over all
-   ranks' nodes in place of their gradients: cddp__reduce_shards. Where ranks do not see each
-   other's memory all nodes lie in slots, and each rank gets all nodes of a part of the model, takes
-   the mean of these, and all gather the parts (cddp__gather_nodes); with NCCL, whose own order is
-   not the canonical one, also if shards are as many as ranks. Rows are packed shard by shard, and
-   merged as if each shard were a rank's.
+   (cddp__merge_shard, in >>plan); the last one may stay where it is. Where each rank has which
+   nodes then is known since creation (d->nodes). Buckets wait for the step, which takes the mean
+   over all ranks' nodes in place of their gradients: cddp__reduce_shards. Where ranks do not see
+   each other's memory all nodes lie in slots, and each rank gets all nodes of a part of the model,
+   takes the mean of these, and all gather the parts (cddp__gather_nodes); with NCCL, whose own
+   order is not the canonical one, also if shards are as many as ranks. Rows are packed shard by
+   shard, and merged as if each shard were a rank's.
    From ready() to the new weight on a host: cddp_ddp_ready; cddp_ddp_step, cddp__ddp_step,
    cddp__ddp_meet (one round), cddp__finish, cddp__host_step, cddp__walk, cddp__fuse_loop, the
    kernel.
@@ -16797,7 +16806,7 @@ static cddp_result cddp__keep_node(cddp_ddp *d, int shard, bool more) {
   int slots[CDDP__FOLD_DEPTH + 1], widths[CDDP__FOLD_DEPTH + 1], low, high, at = 0;
   int room = cddp__free_slot(d->kept, d->kept_count);
   cddp__shard_node node = {shard, 1, -1, 0};
-  int n = cddp__join_nodes(d->kept, d->kept_count, &node, d->shards, slots, widths, &low, &high);
+  int n = cddp__merge_shard(d->kept, d->kept_count, &node, d->shards, slots, widths, &low, &high);
   cddp_result r = CDDP_OK;
   if (more || n > 1 || cddp__gathers(d))
     node.slot = cddp__take_slot(d, low < high && d->elastic == NULL ? d->kept[low].slot : room);
@@ -18025,7 +18034,7 @@ static cddp_result cddp__next_of_rank(cddp_ddp *d) {
   cddp_result r = d->held >= 0 ? cddp__end_shard(d, true) : CDDP_OK;
   int first, count;
   if (d->held >= 0) cddp__arm(d);
-  cddp__deal_shards(d->shards, d->group->size, d->group->rank, &first, &count);
+  cddp__rank_shards(d->shards, d->group->size, d->group->rank, &first, &count);
   d->held = first + d->taken++;
   return r;
 }
@@ -18757,8 +18766,8 @@ static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
   d->shards = desc->shards > g->size || g->host->joined ? desc->shards : g->size;
   d->spread = !desc->elastic && /* NCCL's own order is not the canonical one */
               (d->shards > g->size || (desc->shards > 0 && !d->meets));
-  cddp__deal_shards(d->shards, g->size, g->rank, &i, &d->shard_count);
-  cddp__deal(d->owner, d->shards, g->size);
+  cddp__rank_shards(d->shards, g->size, g->rank, &i, &d->shard_count);
+  cddp__assign_shards(d->owner, d->shards, g->size);
   if (desc->elastic) d->shard_count = 1;
   else
     d->node_count = cddp__plan_nodes(d->owner, d->shards, cddp__gathers(d), d->nodes, d->widths,
@@ -19178,7 +19187,7 @@ static void cddp__crew_forget(cddp_ddp *d) { /* what this rank has done of a ste
 /* All shards are still to be done, by all members. */
 static void cddp__crew_deal(cddp_ddp *d) {
   cddp__crew_forget(d);
-  cddp__deal(d->owner, d->shards, d->active_count);
+  cddp__assign_shards(d->owner, d->shards, d->active_count);
 }
 
 /* --- the reduction --- */
@@ -19290,7 +19299,7 @@ static cddp_result cddp__crew_report_new(cddp_ddp *d, cddp__message **out) {
   report->empty = c->empty;
   report->optim = cddp__bequeath(d->optim, (float *)(report + 1));
   report->self = c->members[c->me];
-  for (i = 0; i < d->shards; i++) sums[i] = cddp__nodes_have(d->kept, d->kept_count, i);
+  for (i = 0; i < d->shards; i++) sums[i] = cddp__nodes_contain(d->kept, d->kept_count, i);
   memcpy(sums + d->shards, c->ended, (size_t)d->shards);
   for (i = 0; i <= d->shards; i++)
     here += c->members[i].life != 0 && c->members[i].host == c->members[c->me].host;
@@ -20004,7 +20013,7 @@ static cddp_result cddp__crew_next(cddp_ddp *d) {
   while (r == CDDP_OK && c->done == c->step) {
     for (i = 0; i < d->shards; i++) {
       if (d->owner[i] >= d->active_count || c->order[d->owner[i]] != c->me) continue;
-      if (cddp__nodes_have(d->kept, d->kept_count, i)) continue;
+      if (cddp__nodes_contain(d->kept, d->kept_count, i)) continue;
       d->held = i;
       return CDDP_OK;
     }
@@ -20750,7 +20759,7 @@ static cddp_result cddp__elastic_look(cddp_ddp *d) {
     if (cddp__load64(&e->shards[shard]) != word) r = CDDP_OK; /* the memory may have gone too */
     else if (r == CDDP_OK) {
       state = count > 0 &&
-                      cddp__nodes_have(cddp__table(d, e->views[m].kit, table), count, shard)
+                      cddp__nodes_contain(cddp__table(d, e->views[m].kit, table), count, shard)
                   ? CDDP__UNIT_DONE : CDDP__UNIT_FREE;
       CDDP__POINT("elastic free");
       if (cddp__swap64(&e->shards[shard], word, cddp__unit(e->step, state, m, 0)))
@@ -20911,7 +20920,7 @@ static void cddp__take_deal(cddp_ddp *d, const uint64_t *living) {
     d->active[k++] = m;
   }
   d->active_count = k;
-  cddp__deal(d->owner, d->shards, k);
+  cddp__assign_shards(d->owner, d->shards, k);
   for (i = 0; i < d->shards; i++) d->owner[i] = d->active[d->owner[i]];
   cddp__record_event(d->group, "dealt", (uint64_t)d->active_count, CDDP_OK);
 }
@@ -21196,7 +21205,7 @@ static int cddp__claim_part(const cddp__pass *x, int *log, bool *over) {
   uint64_t number = cddp__pass_number(e->step, x->which);
   int parts = cddp__parts_of(d), first = 0, count = parts, k, part, owner;
   for (k = 0; k < d->active_count && d->active[k] != d->me; k++) {}
-  if (k < d->active_count) cddp__deal_shards(parts, d->active_count, k, &first, &count);
+  if (k < d->active_count) cddp__rank_shards(parts, d->active_count, k, &first, &count);
   *over = true;
   for (k = 0; k < parts; k++) {
     uint64_t word = cddp__load64(&e->parts[part = (first + k) % parts].word);
