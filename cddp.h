@@ -6827,21 +6827,23 @@ static int cddp__plan_buckets(int *offsets, int *sorted, const cddp_param *param
 }
 
 /* >>shape --------------------------------------------------------------------------------------
-   What each collective moves: one table that all backends and the argument checks read.
-   Job: say which rank sends and receives how many shares, and where they lie. Owns and touches
-   nothing. Entry points: the functions below.
-   Works as follows: the caller's buffers consist of shares of `count` elements. A rank's send
-   buffer has one share for all, or one for each rank; its receive buffer has one, or one of each
-   rank. Where both have one they are the same buffer. Of the ranks all send, or the root alone; all
-   receive, or the root alone. In a call with counts each share has a length of its own: it begins
-   with an exchange of these, by the call's own row, and goes on as if all were as long as the
-   longest, of which each rank moves what there is. */
+   Job: describe which data each collective moves, in one table for all backends and the argument
+   checks. Owns: nothing. Entry points: all functions of the room.
+   How it works:
+     1. The caller's buffers consist of shares of `count` elements.
+     2. A rank's send buffer has one share for all ranks, or one share for each rank. Its receive
+        buffer has one share, or one share of each rank. If both have one share, they are the same
+        buffer.
+     3. All ranks send, or only the root. All ranks receive, or only the root.
+     4. In a call with counts (all_gather_v, all_to_all_v) shares have different lengths. The ranks
+        first exchange these. The collective then runs with the longest length for all, and each
+        rank moves only the existing bytes. */
 
 typedef struct cddp__shape {
   const char *name;
-  bool reduces;            /* the shares for a rank are added up to one */
-  bool scatters, gathers;  /* a share for each rank in send, of each rank in recv */
-  bool from_root, to_root; /* only the root sends, receives */
+  bool reduces;            /* the shares for a rank are reduced to one */
+  bool scatters, gathers;  /* send has a share for each rank; recv has a share of each rank */
+  bool from_root, to_root; /* only the root sends; only the root receives */
 } cddp__shape;
 static const cddp__shape cddp__shapes[] = {{"barrier", 0, 0, 0, 0, 0},
                                            {"all_reduce", 1, 0, 0, 0, 0},
@@ -6854,7 +6856,7 @@ static const cddp__shape cddp__shapes[] = {{"barrier", 0, 0, 0, 0, 0},
                                            {"all_to_all", 0, 1, 1, 0, 0},
                                            {"all_gather_v", 0, 0, 1, 0, 0},
                                            {"all_to_all_v", 0, 1, 1, 0, 0},
-                                           {"group_new/split", 0, 0, 0, 0, 0}, /* names from here */
+                                           {"group_new/split", 0, 0, 0, 0, 0}, /* names only: */
                                            {"ddp_create", 0, 0, 0, 0, 0},
                                            {"ddp_wait", 0, 0, 0, 0, 0},
                                            {"ddp_step", 0, 0, 0, 0, 0},
@@ -6869,7 +6871,7 @@ static const cddp__shape cddp__shapes[] = {{"barrier", 0, 0, 0, 0, 0},
 
 static cddp__call cddp__make_call(int kind, const void *send, void *recv, size_t count,
                                   cddp_dtype dtype, cddp_op op, int root) {
-  /* By fields: copied as a whole, the bytes just written would take 10 ns to be read. */
+  /* Field by field: a copy of the whole struct would stall 10 ns on the bytes just written. */
   cddp__call c = {(uint8_t)kind, (uint8_t)((unsigned)dtype > 255 ? 255 : dtype),
                   (uint8_t)((unsigned)op > 255 ? 255 : op), root, send, recv, count,
                   cddp__dtype_ok(dtype) ? cddp__dtype_size(dtype) : 1, 0, NULL};
@@ -6886,24 +6888,25 @@ static bool cddp__receives(const cddp__call *c, int rank) {
   return !cddp__shapes[c->kind].to_root || rank == c->root;
 }
 
-/* Whether a call changes the rank's buffer: a broadcast's root keeps what it has. */
+/* Returns whether a call changes the rank's buffer. A broadcast's root keeps its contents. */
 static bool cddp__is_written(const cddp__call *c, int rank) {
   return cddp__receives(c, rank) &&
          !(cddp__in_one_buffer(c) && cddp__shapes[c->kind].from_root && rank == c->root);
 }
 
-/* Whether other ranks read the rank's buffer, or add to it: a gather's root keeps its own share. */
+/* Returns whether other ranks read the rank's buffer, or add to it. Only the root itself reads the
+   root's share of a gather. */
 static bool cddp__is_read(const cddp__call *c, int rank) {
   const cddp__shape *s = &cddp__shapes[c->kind];
   return cddp__sends(c, rank) && (s->reduces || !s->to_root || rank != c->root);
 }
 
-/* all_to_all in place: what comes in takes the place of what goes out. */
+/* all_to_all in place: received shares replace the sent ones. */
 static bool cddp__overwrites(const cddp__call *c) {
   return c->kind == CDDP__KIND_ALL_TO_ALL && c->send == c->recv;
 }
 
-/* Shares in the send buffer, and in the receive buffer, of a rank that uses them. */
+/* Shares in the send buffer, and in the receive buffer, of a rank that uses it. */
 static size_t cddp__send_shares(const cddp_group *g, const cddp__call *c) {
   return cddp__shapes[c->kind].scatters ? (size_t)g->size : 1;
 }
@@ -6911,7 +6914,7 @@ static size_t cddp__recv_shares(const cddp_group *g, const cddp__call *c) {
   return cddp__shapes[c->kind].gathers ? (size_t)g->size : 1;
 }
 
-/* Where the share for a rank begins, and where that of a rank goes. */
+/* The address of the share for rank `to`, and the address for the share of rank `from`. */
 static const char *cddp__share_for(const cddp__call *c, int to) {
   size_t at = 0;
   if (cddp__shapes[c->kind].scatters)
@@ -6925,8 +6928,8 @@ static char *cddp__share_from(const cddp__call *c, int from) {
   return (char *)c->recv + at * c->esize;
 }
 
-/* Bytes of a share's elements [begin, begin + n), as far as it has them: of that for a rank, and of
-   that of a rank. */
+/* Bytes of a share's elements [begin, begin + n), cut off at the share's end: of the share for a
+   rank, and of the share of a rank. */
 static size_t cddp__part_bytes(const cddp__call *c, size_t count, size_t begin, size_t n) {
   return begin < count ? cddp__min(n, count - begin) * c->esize : 0;
 }
@@ -6937,14 +6940,14 @@ static size_t cddp__bytes_from(const cddp__call *c, int from, size_t begin, size
   return c->parts == NULL ? n * c->esize : cddp__part_bytes(c, c->parts[from].in, begin, n);
 }
 
-/* Bytes of a call's parts, behind which is room for the exchange of counts. */
-#define CDDP__TOLD 4 /* numbers that a rank tells each other one, see cddp__exchange_counts */
+/* Bytes of a call's parts and, behind them, of the memory for the exchange of counts. */
+#define CDDP__COUNT_FIELDS 4 /* numbers that a rank sends to each rank: cddp__exchange_counts */
 static size_t cddp__parts_bytes(const cddp_group *g) {
-  return (size_t)g->size * (sizeof(cddp__part) + 2 * CDDP__TOLD * sizeof(uint64_t));
+  return (size_t)g->size * (sizeof(cddp__part) + 2 * CDDP__COUNT_FIELDS * sizeof(uint64_t));
 }
 
-/* The bytes of the send and recv buffers that a collective uses on this rank; of one buffer for
-   both the same twice. */
+/* The bytes of the send and recv buffers that a collective uses on this rank. If they are one
+   buffer, both are its size. */
 static void cddp__buffer_bytes(const cddp_group *g, const cddp__call *c, size_t *sent,
                                size_t *received) {
   bool one = cddp__in_one_buffer(c);
@@ -13199,25 +13202,25 @@ static cddp_result cddp__run_sized(cddp_group *g, const cddp__call *c) {
    c->count becomes the length of the longest of all. *host: whether this rank's lie in host memory,
    then whether any rank's do. */
 static cddp_result cddp__exchange_counts(cddp_group *g, cddp__call *c, bool *host) {
-  uint64_t *told = (uint64_t *)(void *)(c->parts + g->size), *heard = told + CDDP__TOLD * g->size;
-  size_t most = 0;
+  uint64_t *told = (uint64_t *)(void *)(c->parts + g->size), *heard = told + CDDP__COUNT_FIELDS *
+  g->size; size_t most = 0;
   cddp__call x = *c;
   cddp_result r;
   int p;
   for (p = 0; p < g->size; p++)
     most = cddp__max(most, cddp__max(c->parts[p].out, c->parts[p].in));
   for (p = 0; p < g->size; p++) {
-    told[CDDP__TOLD * p] = c->parts[p].out;
-    told[CDDP__TOLD * p + 1] = g->hosts == NULL ? c->parts[p].out_at : c->parts[p].in_at;
-    told[CDDP__TOLD * p + 2] = most;
-    told[CDDP__TOLD * p + 3] = *host;
+    told[CDDP__COUNT_FIELDS * p] = c->parts[p].out;
+    told[CDDP__COUNT_FIELDS * p + 1] = g->hosts == NULL ? c->parts[p].out_at : c->parts[p].in_at;
+    told[CDDP__COUNT_FIELDS * p + 2] = most;
+    told[CDDP__COUNT_FIELDS * p + 3] = *host;
   }
   x.parts = NULL;
-  x.count = CDDP__TOLD * sizeof *told / c->esize;
+  x.count = CDDP__COUNT_FIELDS * sizeof *told / c->esize;
   x.send = told;
   x.recv = heard;
   r = cddp__run_sized(g, &x);
-  for (p = 0; r == CDDP_OK && p < g->size; p++, heard += CDDP__TOLD) {
+  for (p = 0; r == CDDP_OK && p < g->size; p++, heard += CDDP__COUNT_FIELDS) {
     c->parts[p].there = (size_t)heard[1];
     most = cddp__max(most, (size_t)heard[2]);
     *host = *host || heard[3] != 0;
