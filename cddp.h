@@ -81,11 +81,10 @@
      >>groups       creation, split, destruction    >>sparse       gradients that are rows (pure)
      >>optim        SGD and AdamW                   >>device       groups whose ranks have GPUs
      >>kernels      optimizers on devices           >>ddp          distributed data parallel
-     >>crew         elastic over hosts, on GPUs     >>elastic      ranks are lost, and come
-     >>sampler      DistributedSampler              >>safetensors  a file's header (pure)
-     >>checkpoint   save and load                   >>spawn        processes and threads as ranks
-     >>public       arguments; public functions     >>history      changes
-     >>license      the terms
+     >>elastic      membership; ranks fail and join >>sampler      DistributedSampler
+     >>safetensors  a file's header (pure)          >>checkpoint   save and load
+     >>spawn        processes and threads as ranks  >>public       arguments; public functions
+     >>history      changes                         >>license      the terms
 */
 
 #if defined(CDDP_IMPLEMENTATION) && !defined(CDDP_IMPLEMENTATION_DONE) /* what it needs of libc */
@@ -743,27 +742,26 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
                             or calls in the update. The other ranks go on
      CDDP_INVALID_ARGUMENT  its RANK lives; a rank has its GPU
      CDDP_TIMEOUT           no rank has an elastic model, or none comes to a step
-   WHY NO MOMENT IS A BAD ONE. A shard is done when one store has put its sum into its rank's table;
-   a rank that dies before has done nothing, after that all of it, and its memory stays with the
-   others. In the update new weights and states are in their rank's log, block by block, before any
-   rank gets them: who goes on computes the block anew, or copies the log out once more, to the same
-   bytes. The step is over when every part is; a rank that joins is counted from one step's end on,
-   and gets weights and states from whoever begins the next step. >>elastic has it all.
-   OVER HOSTS, AND ON GPUS ranks hold all weights and states, and each takes the whole update. If a
-   rank is lost before cddp_ddp_next_shard returns false, it returns what that one had not done to
-   the others; after that they have the mean. What ranks have called in an update is compared when
-   they next meet: CDDP_MISMATCH, on all ranks or, if a rank that joined later differs, on that rank
-   alone. A rank whose calls fail for a reason of its own is lost to the others. Whole hosts may go,
-   and the last rank goes on. A host is lost if it does not answer for 20 s, or if all connections
-   to it were reset, as by a firewall, and no process there was seen to end: then the other ranks go
-   on if they are more than half. Fewer end with CDDP_ABORTED, so that a job never goes on in two
-   halves. Ranks that the others wait for must come to next_shard within timeout_s. More memory a
-   rank: the gradients once more, the sums of its shards, and with sparse_rows the rows of all
-   shards. Who joins asks the ranks of its host, then MASTER_ADDR, where one of that host's ranks
-   listens at MASTER_PORT, as one does on every host: if those at MASTER_ADDR have all gone, set it
-   to a host where a rank lives. (Not where a launcher, such as torchrun, serves the store there: a
-   rank must live on the host.) Its neighbours reach it by TCP, on GPUs for messages alone. A job
-   that began on one host is joined from there only.
+   MEMORY AND TIME. Each rank holds all weights and optimizer states, and steps all of them. On one
+   host a step takes 1.1 to 1.2 times as long as one of a model that is not elastic. A rank needs
+   memory for one more copy of the gradients, for the sums of its shards if it has several, and with
+   sparse_rows for the rows of its shards, over several hosts of all shards.
+   LOSSES. If a rank is lost before cddp_ddp_next_shard returns false, that call returns its shards
+   to the other ranks. Later the others have the mean, and need nothing of it. The kernel frees no
+   memory of a host while a rank lives there, so a rank can be killed at any instruction.
+   A rank whose calls fail for a reason of its own (memory, descriptors) ends alone, and its text
+   begins with "rank N:". To the others it is lost. Ranks that the others wait for must come to
+   next_shard within timeout_s. What ranks called in an update is compared in the next reduction:
+   CDDP_MISMATCH, on all ranks or, if a rank that joined later differs, on that rank alone.
+   OVER HOSTS. Whole hosts can fail, and the last rank goes on. A host is lost if it does not answer
+   for 20 s, or if all connections to it were reset, as by a firewall, and no process there was seen
+   to end: then the other ranks go on if they are more than half. Fewer end with CDDP_ABORTED, so
+   that a job never goes on in two halves. A joining process asks the ranks of its host, then
+   MASTER_ADDR, where one of that host's ranks listens at MASTER_PORT, as one does on every host: if
+   those at MASTER_ADDR have all gone, set it to a host where a rank lives. (Not where a launcher,
+   such as torchrun, serves the store there: a rank must live on the host.) A process that joins a
+   host that had one rank or none shares no memory there and uses TCP. A job that began on one host
+   is joined from there only.
    LIMITS. The group of cddp_init. Ranks that are threads cannot be joined, nor be elastic on GPUs,
    nor can a job of one host with a file size limit (ulimit -f). One elastic model at a time in a
    process. Not with comm_hook, find_unused_parameters or uneven_inputs, nor with MPI, which ends
@@ -913,7 +911,7 @@ CDDPDEF int cddp_ddp_bucket_params(const cddp_ddp *d, int bucket, int *params, i
 /* Frees d; gradients that cddp_ddp_create placed are gone and their pointers set to NULL. Local.
    NULL is fine. A cddp_optim that was made without desc.ddp may go on, with another cddp_ddp on the
    same params say: it has all states. They begin anew, and masters as the weights are, if d had
-   failed or was elastic on one host. */
+   failed. */
 CDDPDEF void cddp_ddp_destroy(cddp_ddp *d);
 
 struct cddp_sgd_desc {
@@ -1483,8 +1481,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
        cddp__hosts           its ranks on other machines
      cddp_ddp     a model on a cddp_group, with groups of its own
        cddp__tensor          a parameter; cddp__bucket_state: some that are reduced together
-       cddp__elastic         if ranks may be lost: they meet on a cddp__board in shared memory,
-       cddp__crew            or by messages */
+       cddp__elastic            if ranks may be lost: its members */
 
 typedef struct cddp__atomic_u32 {
   uint32_t v;
@@ -1687,7 +1684,7 @@ typedef struct cddp__host {
   int size, index;       /* ranks, this rank */
   int fd;                /* the memfd; -1 for threads and a single rank without shared memory */
   struct stat memory;    /* of the memfd: another file has its number if the program closed it */
-  struct cddp__board *board; /* of this rank's elastic model, or of the one it has come to join */
+  bool elastic;          /* this rank has an elastic model */
   bool joined;           /* it came with CDDP_JOIN, and has met nobody */
   struct cddp__door *door; /* what it tells who joins; NULL: nobody can. See >>rendezvous */
   int door_fd;           /* where they call; -1: it has no elastic model */
@@ -1760,6 +1757,7 @@ enum {
   CDDP__KIND_DDP_JOIN,
   CDDP__KIND_DDP_SCATTER,
   CDDP__KIND_DDP_GATHER,
+  CDDP__KIND_DDP_NEXT,
   CDDP__KIND_COUNT,
   CDDP__KIND_SEND, /* on devices only, never compared */
   CDDP__KIND_RECV
@@ -1848,12 +1846,6 @@ enum {
   CDDP__OWN_LENT  /* in the queue, or done */
 };
 
-/* A rank of an elastic model is there as long as *state, its member's, is this value. */
-typedef struct cddp__presence {
-  const cddp__atomic_u64 *state;
-  uint64_t value;
-} cddp__presence;
-
 /* How a kind of collective fills staging buffers, with pieces of similar sizes: >>collectives. */
 typedef struct cddp__pace {
   double took[2];  /* s a byte of a piece that ranks copied [0] through, [1] past their caches */
@@ -1879,6 +1871,7 @@ struct cddp_group { /* followed by its arrays, see cddp__group_build */
   cddp__pace paces[CDDP__KIND_COUNT][2]; /* of small and large pieces; owner: as of `round` */
   size_t round_most; /* bytes of shares that go by a round; the carrier takes more */
   cddp__ref block_ref;
+  uint32_t block_generation; /* as its block had it at first */
   double timeout_s;
   uint32_t round;         /* of this rank; owner: the thread that runs a collective */
   uint32_t arrive_target; /* arrivals when this step is complete */
@@ -1901,7 +1894,6 @@ struct cddp_group { /* followed by its arrays, see cddp__group_build */
   uint64_t sends_open, sends_staged;
   cddp__send_request *sends[CDDP__SEND_BLOCKS]; /* own, */
   int send_blocks;                              /* of which there are so many */
-  const cddp__presence *presences; /* [size] of an elastic model's members; else NULL */
   bool internal;     /* belongs to a cddp_ddp, whose peers know its memory once and for all */
   uint32_t unshared; /* host.unshared when they were told of this rank's memory */
   const cddp__backend *backend; /* of memory on a device; NULL: none */
@@ -1913,8 +1905,7 @@ struct cddp_group { /* followed by its arrays, see cddp__group_build */
 
 /* --- data parallel --- */
 
-/* A node of the canonical tree over the shards of a step: the sum of some that one rank has.
-   Shared, of elastic ranks. */
+/* A node of the canonical tree over the shards of a step: the sum of some that one rank has. */
 typedef struct cddp__shard_node {
   int32_t first, width; /* shards */
   int32_t slot;         /* of the rank's, where it is; -1: one shard, as the rank's gradients */
@@ -1961,61 +1952,32 @@ typedef struct cddp__model_info {
 enum { CDDP__SETTING_LR, CDDP__SETTING_SHARED, CDDP__SETTING_ADAMW, CDDP__SETTINGS = 12 };
 
 /* What a rank that joins gets of the others' cddp_optim, beside its states. */
-typedef struct cddp__inherited {
+typedef struct cddp__snapshot {
   double settings[CDDP__SETTINGS], weight_decay; /* weight_decay: of the first parameter */
   uint64_t lr_scales, weight_decays;             /* hashes */
   int32_t states; /* of each parameter */
-  bool known;     /* false: the others have no cddp_optim yet; only `stepped` and `shared` count */
+  bool known;     /* false: the others have no cddp_optim yet; only `stepped` counts */
   bool stepped;   /* false: it has made no step, so it has no states */
-  bool shared;    /* states lie where all ranks have them */
-} cddp__inherited;
+} cddp__snapshot;
 
-/* What a place for a rank of an elastic model is. */
-enum {
-  CDDP__MEMBER_NONE,
-  CDDP__MEMBER_JOINING, /* its entry is being filled */
-  CDDP__MEMBER_LIVE,
-  CDDP__MEMBER_LOST, /* its process has ended */
-  CDDP__MEMBER_LEFT  /* it has called cddp_ddp_destroy */
-};
-
-/* shared: where the ranks of an elastic model meet. Behind it lie members [shards], the words of
-   shards [shards], parts [parts], and what cddp__elastic has of it. */
-typedef struct cddp__board {
-  cddp__control_block block; /* size and left alone: 1 and, from the last rank's leaving on, 1: the
-                                arena frees the board, and what goes with it, as one */
-  cddp__model_info model;
-  int32_t shards;
-  cddp__ref self;            /* where the board is, for ranks that join */
-  cddp__atomic_u64 step;     /* how many are completed */
-  cddp__atomic_u64 deal;     /* 1 + step << 12, and the member whose deal is in force for it */
-  cddp__atomic_u64 gate;     /* cddp__gate_open; 0: the memory may be other memory */
-  cddp__atomic_u64 published; /* for who joins: weights, states and the next two are those before
-                                 this step; see cddp__publish_model */
-  cddp__inherited inherited;
-  uint64_t steps;            /* cddp_ddp_steps */
-  cddp__atomic_u32 changes;  /* bumped by whoever changed what others may wait for; futex */
-  cddp__atomic_u32 sleepers; /* threads asleep until it changes */
-  cddp__cause failure;       /* of the model, on all ranks */
-} cddp__board;
-/* A rank of an elastic model of several hosts or GPUs, as it is sent: >>crew. */
-typedef struct cddp__crew_member {
+/* A rank of an elastic model, as it is sent: >>elastic. */
+typedef struct cddp__elastic_member {
   struct sockaddr_in6 address; /* or a sockaddr_in. Where it listens, */
   int32_t port, rank;          /* and its rank in the job */
   uint32_t pid;
   int32_t place; /* among the members */
-  int32_t host, index; /* the number of its host in crew.net; its own among the host's processes */
+  int32_t host, index; /* numbers: of its host in `net`, its own among the host's processes */
   uint64_t life;       /* random; 0: the place is free */
   uint64_t since;      /* the group with which it came: those that came first lead */
   uint64_t gpu;        /* a hash of what names its GPU; 0: none, or ranks may share it */
   char name[72];       /* of its host */
-} cddp__crew_member;
+} cddp__elastic_member;
 
-typedef struct cddp__crew_hello {
-  cddp__crew_member self;
+typedef struct cddp__elastic_lead_info {
+  cddp__elastic_member self;
   unsigned char token[16]; /* the first rank's is the model's */
   cddp__model_info model;
-} cddp__crew_hello;
+} cddp__elastic_lead_info;
 
 /* Device memory for passing use; the last is the largest. Owner: a device context, a cddp_ddp. */
 enum { CDDP__SCRATCHES = 64 };
@@ -2025,8 +1987,7 @@ typedef struct cddp__scratch {
   size_t bytes; /* of the last one */
 } cddp__scratch;
 
-typedef struct cddp__elastic cddp__elastic;           /* these: >>elastic, >>crew, */
-typedef struct cddp__crew cddp__crew;
+typedef struct cddp__elastic cddp__elastic; /* these: >>elastic, */
 typedef struct cddp__bucket_state cddp__bucket_state; /* >>ddp */
 typedef struct cddp__ddp_memory cddp__ddp_memory;
 struct cddp_ddp { /* followed by its arrays, see cddp__ddp_arrays */
@@ -2039,10 +2000,9 @@ struct cddp_ddp { /* followed by its arrays, see cddp__ddp_arrays */
   int count;
   cddp_ddp_desc desc;
   const cddp__ddp_memory *memory; /* where gradients are */
-  cddp__elastic *elastic;         /* NULL: ranks are those of the group, */
-  cddp__crew *crew;               /* or (not NULL) meet by messages */
+  cddp__elastic *elastic;               /* NULL: it is not elastic */
   cddp_optim *optim; /* elastic: that steps the model; NULL: none yet; if this rank has joined, */
-  cddp__inherited inherited; /* this is what it is to get */
+  cddp__snapshot snapshot; /* this is what it is to get */
   cddp__call *calls;       /* there: [count + buffers] scratch; lock, or the thread that steps */
   cddp_segment *segments;  /* there: [count] scratch, likewise */
   double *clip;            /* there, in device memory: squares of the norm, factor, scratch */
@@ -2248,10 +2208,9 @@ static cddp_result cddp__run_large(cddp_group *g, const cddp__call *c);
 static void cddp__tell_all(const cddp__net *n, uint64_t group, const int *world, int size,
                            uint32_t code, const char *text);
 
-/* >>elastic: the ranks of a model whose ranks are lost, and come, learn of a failure. >>crew: they
+/* >>elastic: the ranks of an elastic model
    see that this one is gone. */
-static void cddp__elastic_fail(cddp_ddp *d, cddp_result r);
-static void cddp__crew_hide(cddp_ddp *d);
+static void cddp__elastic_close(cddp_ddp *d);
 
 /* >>base -----------------------------------------------------------------------------------------
    What every room uses: error texts, memory, the clock, atomics, threads.
@@ -5389,8 +5348,8 @@ enum cddp__extent_use {
   CDDP__FOR_USER,    /* cddp_alloc, gradients: made private when a stopped peer may write to it */
   CDDP__FOR_MESSAGE, /* cddp's own */
   CDDP__FOR_BLOCK,   /* a group's control block: freed once its ranks have left */
-  CDDP__FOR_BOARD,   /* likewise; begins with one, and takes memory as it is touched */
-  CDDP__FOR_KIT,     /* cddp's own, which takes memory as it is touched */
+  CDDP__FOR_LATER,   /* likewise; takes memory as it is touched */
+  CDDP__FOR_MEAN,    /* cddp's own, which takes memory as it is touched */
   CDDP__FOR_STATES   /* of an optimizer, likewise, and private as those of users */
 };
 
@@ -5594,7 +5553,7 @@ static cddp__extent *cddp__next_extent(const cddp__host *h, cddp__extent *e, siz
 
 /* Whether e is a control block, or freed with one: the ring host.pending has these. */
 static bool cddp__extent_pends(const cddp__extent *e) {
-  return e->use == CDDP__FOR_BLOCK || e->use == CDDP__FOR_BOARD || e->after != NULL;
+  return e->use == CDDP__FOR_BLOCK || e->use == CDDP__FOR_LATER || e->after != NULL;
 }
 
 static void cddp__extent_pend(cddp__host *h, cddp__extent *e) {
@@ -5685,7 +5644,7 @@ static void *cddp__arena_alloc(cddp__host *h, size_t bytes, enum cddp__extent_us
     e = h->lists[list].free;
     h->lists[list].free = e->next;
     address = cddp__extent_address(e);
-    if (use < CDDP__FOR_BOARD) cddp__populate(address, whole, h->fd >= 0);
+    if (use < CDDP__FOR_LATER) cddp__populate(address, whole, h->fd >= 0);
     e->use = use;
     if (cddp__extent_pends(e)) {
       cddp__store32(&((cddp__control_block *)(void *)address)->generation, ++h->generation);
@@ -5737,6 +5696,35 @@ static bool cddp__arena_free(cddp__host *h, void *p) { /* false: it is not this 
   if (own) cddp__extent_release(h, e);
   pthread_mutex_unlock(&h->lock);
   return own;
+}
+
+/* Frees this rank's control block that is there, unless that has been freed: then its place is
+   zero, or holds another one. */
+static void cddp__arena_free_block(cddp__host *h, const cddp__ref *ref, uint32_t generation) {
+  cddp__extent *e = NULL;
+  size_t i;
+  pthread_mutex_lock(&h->lock);
+  for (i = 0; i < h->own.count; i++)
+    if (h->own.list[i]->base == ref->base)
+      e = cddp__extent_of(h, h->own.list[i]->address + ref->offset);
+  if (e != NULL && cddp__extent_pends(e) && e->after == NULL &&
+      cddp__load32(&((cddp__control_block *)(void *)cddp__extent_address(e))->generation) ==
+          generation)
+    cddp__extent_release(h, e);
+  pthread_mutex_unlock(&h->lock);
+}
+
+/* Whether `ref` is where this process has a peer's p. */
+static bool cddp__ref_is_of(cddp__host *h, const cddp__ref *ref, const void *p) {
+  const cddp__segment *s;
+  size_t at;
+  bool same;
+  pthread_mutex_lock(&h->lock);
+  s = cddp__segment_find(&h->peers, ref->base, &at);
+  same = ref->kind == CDDP__REF_EXTENT && s != NULL && s->base == ref->base &&
+         s->address + ref->offset == (const char *)p;
+  pthread_mutex_unlock(&h->lock);
+  return same;
 }
 
 /* Frees p once all ranks of this host have left the group with that control block: until then they
@@ -6865,6 +6853,7 @@ static const cddp__shape cddp__shapes[] = {{"barrier", 0, 0, 0, 0, 0},
                                            {"ddp_join", 0, 0, 0, 0, 0},
                                            {"ddp_reduce_scatter", 0, 0, 0, 0, 0},
                                            {"ddp_all_gather", 0, 0, 0, 0, 0},
+                                           {"ddp_next_shard", 0, 0, 0, 0, 0},
                                            {"", 0, 0, 0, 0, 0},
                                            {"send", 0, 0, 0, 0, 0},
                                            {"recv", 0, 0, 0, 0, 0}};
@@ -7243,8 +7232,6 @@ static bool cddp__rank_gone(const cddp_group *g, int rank) {
   if (g->members[rank] < 0) return cddp__remote_gone(g, rank);
   if (state == CDDP__SLOT_LEFT || state == CDDP__SLOT_DEAD) return true;
   if (rank == g->rank) return false;
-  if (g->presences != NULL && cddp__load64(g->presences[rank].state) != g->presences[rank].value)
-    return true;
   if (g->host->threads) /* one that has died has said so in the first group */
     return g->host->slots != NULL &&
            cddp__load32(&g->host->slots[g->members[rank]].state) == CDDP__SLOT_DEAD;
@@ -7318,9 +7305,6 @@ static cddp__text cddp__describe_end(const cddp_group *g, int rank) {
     return cddp__words("lost its connection (it listens at %s): %s", cddp__describe_address(&a).s,
                        strerror(error));
   if (at < 0) return cddp__words("closed its connection: it died, or its group failed");
-  if (g->presences != NULL &&
-      (cddp__load64(g->presences[rank].state) & 255) == CDDP__MEMBER_LEFT)
-    return cddp__words("left the model (cddp_ddp_destroy)");
   if (state == CDDP__SLOT_DEAD || g->host->threads)
     return cddp__words("ended: its thread function returned");
   if (cddp__exit_status(g->host->pidfds[at], g->host->pids[at], &status))
@@ -7378,6 +7362,9 @@ static bool cddp__rank_needed(const cddp_group *g, int p) {
 /* Breaks the group if a rank that this round waits for is gone. */
 static cddp_result cddp__look_after_peers(cddp_group *g) {
   int p;
+  if (g->block_ref.kind == CDDP__REF_EXTENT &&
+      cddp__load32(&g->block->generation) != g->block_generation)
+    return cddp__fail(CDDP_PEER_LOST, "the other ranks have left the group");
   for (p = 0; p < g->size; p++) {
     if (p == g->rank || g->members[p] < 0) continue;
     if (!cddp__rank_needed(g, p) || !cddp__rank_gone(g, p)) continue;
@@ -7473,7 +7460,7 @@ static cddp__text cddp__describe_wait(const cddp_group *g, int rank) {
     t = cddp__words("; rank %d %s in %s%s", cddp__job_rank(g, rank),
                     waits ? "waits" : "has given up", where,
                     cddp__load32(&s->several) ? " (one of its threads)" : "");
-  else if (g->host->net == NULL && g->presences == NULL && cddp__load32(&s->several) == 0)
+  else if (g->host->net == NULL && cddp__load32(&s->several) == 0)
     /* else it may wait for another host, for shards, or in a thread that does not show it */
     t = cddp__words("; rank %d waits in no collective, send or recv", cddp__job_rank(g, rank));
   return t;
@@ -8025,6 +8012,7 @@ static cddp_result cddp__group_build(cddp_group **out, cddp__host *h, int rank, 
   g->rank = rank;
   g->size = size;
   g->block = (cddp__control_block *)(void *)block;
+  g->block_generation = cddp__load32(&g->block->generation);
   g->timeout_s = timeout_s;
   for (i = 0; i < size; i++) g->local_size += g->members[i] >= 0;
   for (i = 0, place = 0; i < size; i++)
@@ -8763,10 +8751,10 @@ static cddp__host *cddp__host_create(const cddp_allocator *a, const cddp_logger 
      6  IN goes up when a rank has built the group of all ranks, and its clients have said so.
    When a process joins (CDDP_JOIN) no rank waits for it. It calls every rank of its host on a
    socket that ranks with an elastic model have (cddp__door), and who listens at MASTER_ADDR, which
-   one rank of each host does if there are several. It proves the secret, and gets the memory and
-   the place of the model's board; it takes a window of the memory that nobody had. Or it is told
-   who leads the ranks of several hosts or GPUs, and shares no memory. Its group is one that is
-   broken from the start. The rest is >>elastic's, or >>crew's: cddp_ddp_create.
+   one rank of each host does if there are several. It proves the secret, and is told who leads the
+   model's ranks. From a rank of its host it gets the memory too, and takes a window of that which
+   nobody had; else it shares no memory with others. Its group is one that is broken from the start.
+   The rest is >>elastic's: cddp_ddp_create.
    When it fails: FAIL, a result and a text, goes up and down from the rank that failed. A lost
    connection is a lost rank. A coordinator that cannot reach the root writes that to the store,
    under RUN/blocked. If a rank does not fit, the root tells all ranks when the last one has
@@ -8801,13 +8789,15 @@ typedef struct cddp__rank_info {
   cddp__host_entry host;
 } cddp__rank_info;
 
-/* What a rank answers: with the memfd, if its model is one of this host. */
+/* What a rank answers; with the memfd, if it has one and the process that joins is on its host. */
 typedef struct cddp__join_table {
   cddp__rank_info info;
   uint64_t job; /* cddp_record_header.job; 0: it is not recorded */
-  cddp__ref board;
-  cddp__crew_hello lead; /* else the rank that leads those of several hosts or GPUs; life 0: none */
-  int size, life;        /* ranks that met; a number for the record of who joins: >>crew */
+  cddp__elastic_lead_info lead;  /* the rank that leads; life 0: not known */
+  struct sockaddr_in6 at; /* of this rank's host: its address, */
+  int host, here;         /* its number in cddp__elastic.net, and how many ranks met there */
+  int shards;             /* of the model */
+  int size, life;         /* ranks that met; a number for the record of who joins: >>elastic */
 } cddp__join_table;
 
 /* What a rank knows of its job, in the rendezvous and for those who join. The secret's text follows
@@ -10098,11 +10088,11 @@ static void cddp__door_serve(cddp__host *h) {
       cddp__join_table *table = &h->door->table;
       table->info.fp_mode = cddp__fp_mode();
       table->job = h->record != NULL ? h->record->job : 0;
-      if (h->board != NULL) table->board = h->board->self;
+      table->here = h->size;
       if (cddp__challenge_begin(&c, h->door->secret, "join", false, NULL, 0) == CDDP_OK &&
           cddp__prove(&c, fd, now + 0.1) == CDDP_OK)
         (void)cddp__channel_post(fd, CDDP__MEET_TABLE, CDDP_OK, table, sizeof *table,
-                                 h->board != NULL ? fds : NULL, now + 0.1);
+                                 k == 0 && h->fd >= 0 ? fds : NULL, now + 0.1);
       CDDP__POINT("elastic told");
       cddp__close_fd(&fd);
       now = cddp__now();
@@ -10169,9 +10159,10 @@ static cddp_result cddp__join_patience(const cddp__host *h, int called, double d
                                        double *seen, const char *blocked) {
   const cddp__rank_info *own = &h->door->table.info;
   bool there = called > 0, far = h->door->port != 0;
+  bool heard = h->door->table.lead.model.params != 0; /* of a model: its ranks listen */
   double now = cddp__now();
   int rank, fd;
-  for (rank = 0; rank < (int)own->world_size && !there; rank++) {
+  for (rank = 0; rank < (int)own->world_size && !there && !heard; rank++) {
     cddp__address a = cddp__rank_socket(h->door, "", rank);
     if (rank == (int)own->rank) continue;
     there = cddp__listen_address(&a, &fd) == EADDRINUSE;
@@ -10230,19 +10221,16 @@ static cddp_result cddp__join_memory(cddp__rendezvous *v, const cddp__join_table
   cddp__host *h = v->host;
   size_t page = cddp__page_size();
   uint32_t joins;
-  void *board;
   cddp__control_block *first; /* of the job's first group; a page of it */
   cddp_result r;
-  if (table->lead.self.life != 0) return CDDP_OK; /* it is as on a host of its own */
-  if ((r = cddp__take_memory(v, table->size)) != CDDP_OK) return r;
-  if ((r = cddp__locate(h, &table->board, &board)) != CDDP_OK) return r;
-  h->board = (cddp__board *)board;
+  if (v->fds[0] < 0) return CDDP_OK; /* it is as on a host of its own */
+  if ((r = cddp__take_memory(v, table->here)) != CDDP_OK) return r;
   first = (cddp__control_block *)(void *)cddp__map_memory(h->fd, 0, page);
   if (first == NULL) return cddp__fail_errno("mmap of the job's shared memory");
   joins = cddp__add32(&first->joins, 1);
   h->cores = cddp__add_cores(first->processors, h->container_cores);
   munmap(first, page);
-  cddp__host_place(h, h->size, h->index, table->size + (int)joins - 1);
+  cddp__host_place(h, h->size, h->index, table->here + (int)joins - 1);
   if (joins <= CDDP__JOINS &&
       (uint64_t)(h->window + 2) << h->window_bits <= (uint64_t)lseek(h->fd, 0, SEEK_END))
     return CDDP_OK;
@@ -10257,7 +10245,6 @@ static cddp_result cddp__join(cddp_group **out, const cddp__place *at, const cdd
                               cddp__host *h) {
   cddp__rendezvous v;
   cddp__join_table table;
-  cddp__address a;
   cddp_result r = cddp__rendezvous_init(&v, at, d, h);
   h->joined = true;
   if (r == CDDP_OK) r = cddp__join_find(h, v.deadline, v.fds, &table);
@@ -10265,11 +10252,10 @@ static cddp_result cddp__join(cddp_group **out, const cddp__place *at, const cdd
   if (r == CDDP_OK) r = cddp__join_memory(&v, &table);
   if (r == CDDP_OK) {
     h->door->table.size = table.size;
-    h->door->table.board = table.board;
     h->door->table.lead = table.lead;
-    a = cddp__rank_socket(v.door, "", at->rank);
-    if (h->board != NULL) /* else it is not in yet, nor is it to seem so to others */
-      (void)cddp__listen_address(&a, &h->claim);
+    h->door->table.at = table.at;
+    h->door->table.host = table.host;
+    h->door->table.shards = table.shards;
     r = cddp__world_group(out, h, at->rank, h->size, at->timeout_s);
   }
   if (r == CDDP_OK) { /* it has met nobody, so all but memory and models fails */
@@ -10282,7 +10268,9 @@ static cddp_result cddp__join(cddp_group **out, const cddp__place *at, const cdd
   }
   if (r == CDDP_OK && table.job != 0)
     r = cddp__record_open(&h->record, table.job, at->rank, h->size,
-                          table.life > 0 ? table.life : h->window - table.size + 1);
+                          table.life);
+  if (r == CDDP_OK && h->fd >= 0) /* a process of the host, behind those that met */
+    cddp__host_place(h, table.here, h->window, h->window);
   cddp__rendezvous_free(&v);
   return r;
 }
@@ -10586,7 +10574,7 @@ static void cddp__hosts_look(cddp_group *g) {
 
 /* --- failure --- */
 
-/* A process that lives says so, where it can, before it ends its links: cddp__crew_note_ends. */
+/* A process that lives says so, where it can, before it ends its links: cddp__elastic_note_ends. */
 static void cddp__hosts_hang_up(cddp_group *g) {
   cddp__frame_head bye = cddp__link_head(CDDP__FRAME_BYE, 1, CDDP_U8, 0, 0);
   int p;
@@ -16373,17 +16361,18 @@ static void cddp__drain_buckets(const cddp_ddp *d) {
 static cddp_result cddp__give_up(cddp_ddp *d, cddp_result r) {
   cddp_group *groups[3];
   int i;
-  if (d->crew != NULL) cddp__crew_hide(d);
-  if (d->elastic != NULL) cddp__elastic_fail(d, r);
+  if (d->elastic != NULL) cddp__elastic_close(d);
+  if (d->elastic != NULL && r != CDDP_INVALID_ARGUMENT && r != CDDP_MISMATCH && r != CDDP_TIMEOUT)
+    r = cddp__fail_in(r, "rank %d: ", d->group->rank); /* others' texts name it */
   r = cddp__ddp_fail(d, r);
-  if (d->crew != NULL) /* to the others it is lost */
-    r = cddp__fail(CDDP_PEER_LOST, "rank %d: %s", d->group->rank, d->failure.text);
+  if (d->elastic != NULL) /* to the others it is lost */
+    r = cddp__fail(CDDP_PEER_LOST, "rank %d has failed: %s", d->group->rank, d->failure.text);
   groups[0] = d->control;
   groups[1] = d->comm;
   groups[2] = d->hooks;
-  for (i = 0; i < 3 && d->elastic == NULL; i++)
+  for (i = 0; i < 3; i++)
     if (groups[i] != NULL && cddp__load32(&groups[i]->left) == 0) cddp__break(groups[i], r);
-  if (d->elastic == NULL) cddp__drain_buckets(d);
+  cddp__drain_buckets(d);
   return cddp__check_cause(&d->failure);
 }
 
@@ -16644,7 +16633,7 @@ static cddp__ref cddp__param_ref(const cddp_ddp *d, int i, bool gradient) {
   if (gradient && (d->desc.elastic || d->desc.comm_hook != NULL || (exchanged && d->spread) ||
                    (exchanged && bytes < CDDP__OWN_BYTES)))
     return ref;
-  if (g->size > 1 || d->desc.elastic) return cddp__ref_of(g->host, p, bytes);
+  if (g->size > 1) return cddp__ref_of(g->host, p, bytes);
   ref.kind = CDDP__REF_POINTER;
   ref.base = (uint64_t)(uintptr_t)p;
   return ref;
@@ -16794,17 +16783,9 @@ static cddp_result cddp__clear_own(cddp_ddp *d) {
   return r;
 }
 
-/* That slot of this rank; of an elastic rank it gets huge pages the first time. */
-static int cddp__take_slot(cddp_ddp *d, int slot) {
-  if (slot < d->slots) return slot;
-  cddp__populate(cddp__in_slot(d, d->me, slot, 0), d->slot_room, d->group->host->fd >= 0);
-  d->slots = slot + 1;
-  return slot;
-}
-
 /* The shard in this rank's gradients goes into a slot, added to those nodes with which it makes a
-   greater one, where the first of these is; but what elastic ranks see of each other stays as it
-   is. more: gradients become zero for the next shard; the last one may stay where peers see it. */
+   greater one, where the first of these is. more: gradients become zero for the next shard; the
+   last one may stay where peers see it. */
 static cddp_result cddp__keep_node(cddp_ddp *d, int shard, bool more) {
   int slots[CDDP__FOLD_DEPTH + 1], widths[CDDP__FOLD_DEPTH + 1], low, high, at = 0;
   int room = cddp__free_slot(d->kept, d->kept_count);
@@ -16812,7 +16793,7 @@ static cddp_result cddp__keep_node(cddp_ddp *d, int shard, bool more) {
   int n = cddp__merge_shard(d->kept, d->kept_count, &node, d->shards, slots, widths, &low, &high);
   cddp_result r = CDDP_OK;
   if (more || n > 1 || cddp__gathers(d))
-    node.slot = cddp__take_slot(d, low < high && d->elastic == NULL ? d->kept[low].slot : room);
+    node.slot = low < high ? d->kept[low].slot : room;
   while (slots[at] >= 0) at++;
   if (at < n - 1 && node.slot != room) { /* the shard must be the last where a sum is one of them */
     r = cddp__merge_nodes(d, room, &slots[at], &widths[at], 1, more);
@@ -17187,7 +17168,8 @@ static cddp_result cddp__host_zero(void *p, size_t bytes, void *stream) {
 }
 
 static cddp_result cddp__host_alloc(cddp_ddp *d) {
-  d->arena = (char *)cddp__arena_alloc(d->group->host, d->whole, CDDP__FOR_USER);
+  d->arena = (char *)cddp__arena_alloc(d->group->host, d->whole,
+                                       d->desc.elastic ? CDDP__FOR_MESSAGE : CDDP__FOR_USER);
   return d->arena != NULL ? CDDP_OK
                           : cddp__fail_in(CDDP_OUT_OF_MEMORY, "%zu bytes of gradients: ", d->whole);
 }
@@ -17233,12 +17215,12 @@ static void cddp__add_squares(cddp_ddp *d, int i, const char *grad, size_t begin
   }
 }
 
-/* By what a clip multiplies, having set d->norm: from the sums that the owner of each part has, or
-   (alone) this rank has of all parts. */
-static double cddp__clip_factor(cddp_ddp *d, double max_norm, bool alone) {
+/* The factor of a clip; sets d->norm. sums: the squares of each part of the model, which is divided
+   into `parts`. */
+static double cddp__clip_factor(cddp_ddp *d, double max_norm, double *const *sums, int parts) {
   size_t begin, end, k, n;
   double sum = 0, factor;
-  int i, p, parts = alone ? 1 : d->group->local_size;
+  int i, p;
   for (i = d->count - 1; i >= 0; i--) {
     const cddp__tensor *t = &d->tensors[i];
     const cddp__sparse *s = cddp__sparse_of(d, i);
@@ -17246,11 +17228,12 @@ static double cddp__clip_factor(cddp_ddp *d, double max_norm, bool alone) {
     if (s != NULL)
       sum += cddp__sum_squares(s->mean.values, s->mean.n * s->width, d->params[i].dtype);
     for (p = 0; p < parts && s == NULL; p++) {
-      begin = t->offset;
-      end = t->offset + t->bytes;
-      if (!alone && !cddp__tensor_slice(d, i, p, &begin, &end)) continue;
+      cddp__slice(d->dense, CDDP__BLOCK_BYTES, parts, p, &begin, &end);
+      begin = cddp__max(begin, t->offset);
+      end = cddp__min(end, t->offset + t->bytes);
+      if (begin >= end) continue;
       k = t->piece + begin / CDDP__BLOCK_BYTES - t->offset / CDDP__BLOCK_BYTES;
-      for (n = cddp__pieces(begin, end); n > 0; n--) sum += d->squares[alone ? d->me : p][k++];
+      for (n = cddp__pieces(begin, end); n > 0; n--) sum += sums[p][k++];
     }
   }
   d->norm = (sqrt)(sum);
@@ -17276,7 +17259,7 @@ static cddp_result cddp__host_clip(cddp_ddp *d, double max_norm, double *norm) {
     if (d->used[i] && cddp__dense_count(d, i) > 0)
       cddp__add_squares(d, i, (char *)d->params[i].grad, t->offset, t->offset + t->bytes);
   }
-  factor = cddp__clip_factor(d, max_norm, true);
+  factor = cddp__clip_factor(d, max_norm, &d->squares[d->me], 1);
   for (i = 0; factor != 1 && i < d->count; i++)
     if (d->used[i])
       cddp__scale(d->params[i].grad, cddp__dense_count(d, i), d->params[i].dtype, factor);
@@ -17340,13 +17323,13 @@ static cddp_result cddp__copy_states(const cddp_ddp *d, const cddp_optim *o, cha
 static void cddp__share_states(cddp_ddp *d, cddp_optim *o, char *states) {
   int j;
   o->common = states;
-  o->common_own = d->desc.elastic || d->group->local_rank > 0 ? NULL : states;
+  o->common_own = d->group->local_rank > 0 ? NULL : states;
   o->next = d->shares;
   d->shares = o;
   o->share = d;
   o->drop = cddp__share_free;
   for (j = 0; j < o->count * o->states; j++) {
-    if (d->elastic == NULL && cddp__sparse_of(d, j % o->count) != NULL) continue;
+    if (cddp__sparse_of(d, j % o->count) != NULL) continue;
     cddp__free(&o->allocator, o->state[j]);
     o->state[j] = NULL;
   }
@@ -17429,16 +17412,10 @@ typedef struct cddp__pass {
   double clip;     /* 1: none; else means are multiplied by it first */
   bool one_loop;   /* all ranks have gradients, and are as many as cddp__update.loop takes */
   bool loops;      /* it does the parameter that is walked through */
-  char *log;       /* elastic: where new states and weights go; NULL: to their places */
-  int part, from;  /* elastic: of the update, and the member in whose log its first block is, */
-  bool logged;     /* if there is one */
+  bool alone;      /* the optimizer's states are those of this rank alone */
 } cddp__pass;
 
-#define CDDP__LOG_BLOCK 8192 /* bytes of a block, at most: of a few arrays, for the second cache */
-/* Bytes from one array of a log to the next: so many that they do not share places there. */
-#define CDDP__LOG_ROOM (CDDP__LOG_BLOCK + 5 * CDDP__CACHE_LINE)
-/* The arrays of a log: states, the last of which may be a master, new weights, and gradients. */
-enum { CDDP__LOG_WEIGHTS = CDDP__STATES + 1, CDDP__LOG_GRADIENT, CDDP__LOG_ARRAYS };
+#define CDDP__STEP_BLOCK 8192 /* bytes of a block, at most: of a few arrays, for the second cache */
 
 static char *cddp__weights_of(const cddp_ddp *d, int rank, int i) {
   return d->weights[(size_t)rank * (size_t)d->count + (size_t)i];
@@ -17476,7 +17453,7 @@ static void cddp__fuse_loop(const cddp__pass *x, int i, const cddp__update *u) {
 /* The mean of n elements of parameter i from offset `at` on, to out. */
 static void cddp__mean_block(cddp_ddp *d, int i, void *out, size_t at, size_t n) {
   int k;
-  if (d->spread || d->elastic != NULL) {
+  if (d->spread || d->desc.elastic) {
     cddp__reduce_shards(d, out, d->sources, i, at, n);
     return;
   }
@@ -17555,8 +17532,8 @@ static void cddp__copy_near(char *to, const char *from, size_t bytes) {
 }
 
 /* New weights of parameter i, `bytes` from offset `at` on, to all ranks of the host; its gradients
-   there become zero. Weights that are not shared go to `apart`, for the others to fetch them: this
-   rank's gradients, or an area of the board. */
+   there become zero. Weights that are not shared go to `apart`, this rank's gradients, for the
+   others to fetch them. */
 static void cddp__publish_block(const cddp_ddp *d, int i, const char *weights, size_t at,
                                 size_t bytes, char *apart) {
   const cddp__tensor *t = &d->tensors[i];
@@ -17573,7 +17550,7 @@ static void cddp__publish_block(const cddp_ddp *d, int i, const char *weights, s
 
 /* A block of CDDP__PASS_WEIGHTS: reduced, stepped and published. */
 static void cddp__fuse_block(cddp__pass *x, int i, const cddp__update *u, size_t at, size_t n) {
-  double sum[CDDP__LOG_BLOCK / sizeof(double)];
+  double sum[CDDP__STEP_BLOCK / sizeof(double)];
   const cddp_ddp *d = x->d;
   const cddp__tensor *t = &d->tensors[i];
   size_t esize = cddp__dtype_size(u->stored);
@@ -17601,12 +17578,11 @@ static void cddp__walk(cddp__pass *x, size_t begin, size_t end) {
     if (!steps && !d->used[i]) continue;
     if (x->s != NULL && (steps || x->one_loop)) {
       for (k = 0; k < x->s->states; k++)
-        states[k] = x->log != NULL ? x->log + (size_t)k * CDDP__LOG_ROOM
-                                   : cddp__state_at(d, x->s, x->s->common, k, i,
-                                                    (t->begin - t->offset) / esize);
+        states[k] = x->alone ? x->s->state[k * x->s->count + i]
+                             : cddp__state_at(d, x->s, x->s->common, k, i,
+                                              (t->begin - t->offset) / esize);
       u = cddp__update_of(x->s, i, states, 1);
-      block = steps ? CDDP__LOG_BLOCK : block;
-      if (x->log != NULL && u.dtype != u.stored) block /= 2; /* its states are f32 */
+      block = steps ? CDDP__STEP_BLOCK : block;
       x->loops = x->one_loop && u.loop != NULL && u.stored == CDDP_F32 && t->used && t->shared;
     }
     if (steps && x->loops) cddp__fuse_loop(x, i, &u);
@@ -17644,7 +17620,8 @@ static cddp_result cddp__mean_part(cddp__pass *x, int kind) {
   x->averaged = true;
   if (!x->squares) return CDDP_OK;
   r = cddp__control_barrier(d, kind, CDDP__PHASE_NORM);
-  if (r == CDDP_OK) x->clip = cddp__clip_factor(d, d->desc.max_grad_norm, false);
+  if (r == CDDP_OK)
+    x->clip = cddp__clip_factor(d, d->desc.max_grad_norm, d->squares, d->group->local_size);
   if (r == CDDP_OK) cddp__clip_rows(d, x->clip);
   return r;
 }
@@ -18662,10 +18639,8 @@ static void cddp__ddp_free(cddp_ddp *d) { /* keeps this thread's error text */
   memcpy(text, cddp__error_text, sizeof text);
   if (d->optim != NULL) d->optim->known = NULL;
   while ((o = d->shares) != NULL) { /* the optimizer may go on: its states become whole again */
-    /* if the model has failed some may be half stepped, of elastic ranks others may be stepping
-       them: it begins anew */
-    bool lost = d->desc.elastic || cddp__has_cause(&d->failure) ||
-                cddp__unshare_states(o) != CDDP_OK;
+    /* if the model has failed some may be half stepped: it begins anew */
+    bool lost = cddp__has_cause(&d->failure) || cddp__unshare_states(o) != CDDP_OK;
     if (lost) memset(o->steps, 0, (size_t)o->count * sizeof *o->steps);
     if (lost) memset(o->fresh, true, (size_t)o->count * sizeof *o->fresh);
     if (o->common_own != NULL) /* others may still copy */
@@ -18808,7 +18783,7 @@ static cddp_result cddp__check_shards(const cddp_ddp *d) {
                                                        : NULL;
   const char *lacks = !d->desc.elastic                          ? NULL
                       : g->id != 0                              ? "a group of cddp_group_split"
-                      : g->host->board != NULL && d->control != NULL ? "another elastic model"
+                      : g->host->elastic             ? "another elastic model"
                       : d->shards > CDDP__JOINS                 ? "more than 1,024 shards"
                       : other != NULL                           ? other
                       : messages && g->host->threads ? "ranks that are threads and have GPUs"
@@ -18904,7 +18879,7 @@ static cddp_result cddp__ddp_setup(cddp_ddp *d, bool joins) {
   return CDDP_OK;
 }
 
-/* --- elastic models, of either kind --- */
+/* --- elastic models --- */
 
 /* What a rank calls in the update of a step; also in shared memory, and as it is sent. */
 typedef struct cddp__elastic_call {
@@ -18954,7 +18929,7 @@ static cddp_result cddp__compare_update(const cddp_ddp *d, const cddp__elastic_c
                     d->group->rank);
 }
 
-static void cddp__tell_lost(const cddp_ddp *d, cddp__text who, int rank, const char *how) {
+static void cddp__log_lost(const cddp_ddp *d, cddp__text who, int rank, const char *how) {
   cddp__log(&d->group->host->logger, 1, "%s is lost%s; the others do its shards of step %" PRIu64,
             who.s, how, d->steps);
   cddp__record_event(d->group, "lost", (uint64_t)rank, CDDP_PEER_LOST);
@@ -18973,8 +18948,8 @@ static cddp_result cddp__join_full(const cddp_ddp *d, int living) {
 
 /* What a rank that joins is to get of an optimizer (NULL: of none); and to `counts` (or NULL), how
    often that has stepped each parameter. */
-static cddp__inherited cddp__bequeath(const cddp_optim *o, float *counts) {
-  cddp__inherited out;
+static cddp__snapshot cddp__optim_snapshot(const cddp_optim *o, float *counts) {
+  cddp__snapshot out;
   memset(&out, 0, sizeof out);
   if (o == NULL) return out;
   out.known = true;
@@ -18985,68 +18960,92 @@ static cddp__inherited cddp__bequeath(const cddp_optim *o, float *counts) {
   if (cddp__most_steps(o) == 0) return out;
   out.states = o->states;
   out.stepped = true;
-  out.shared = o->share != NULL;
   if (counts != NULL) memcpy(counts, o->steps, (size_t)o->count * sizeof *counts);
   return out;
 }
 
-static void cddp__inherit(cddp_ddp *d, const cddp__inherited *from, const float *counts) {
+static void cddp__take_snapshot(cddp_ddp *d, const cddp__snapshot *from, const float *counts) {
   int i;
-  d->inherited = *from;
+  d->snapshot = *from;
   for (i = 0; i < d->count; i++) d->tensors[i].inherited = counts[i];
 }
 
-/* >>crew ---------------------------------------------------------------------------------------
-   Elastic models whose ranks do not all see each other's memory: several hosts, or GPUs.
-   Job: shards, losses and steps by messages. Owns: cddp__crew, with a listening socket of its own;
-   of a cddp_ddp control and comm, which are made anew after a loss. Touches: of a cddp_ddp what
-   >>ddp does. Entry points: cddp__crew_create, or for a rank that joins _join; _next, _update and
-   _free, for the thread that trains.
-   Works as follows: each rank has all weights and all states, and takes the whole update itself.
-   What a step comes to depends on its number, the weights and the S shards alone, so a rank may do
-   any of it again. A rank adds up the gradients of its shards to nodes of the canonical tree, in
-   slots. When all its shards are done ranks reduce: a round of all (who comes to it has the mean of
-   the step before), then each rank gets all nodes of a part of the arena, takes the mean, and all
-   gather the means, in a buffer apart from the arena. Rows of a shard are packed when it ends; all
-   ranks gather the packets of all shards, and merge them. cddp_ddp_next_shard does so before it
-   says that there are no more; cddp_ddp_step works on these means and asks nobody. `done` counts
-   the reductions that a rank has completed: two ranks' differ by one at most.
-   A loss is an operation of the group that fails with CDDP_PEER_LOST. Then ranks meet again. One
-   leads: of those that came first the lowest that lives. Each calls the one that leads as far as it
-   knows, by a connection as in >>links, and reports: the reductions it has done, the shards whose
-   sums it has, memory for control blocks. The leader waits until each of the others has come or is
-   gone, which it sees by calling them too: the connection is refused, or ends. A rank that computes
-   comes later; its connection stays. The answer is the table of all reports. It says everything:
-   who the members are, in order; the group's number; who has a reduction that others lack, and
-   sends these its mean; which shards nobody has, which are dealt anew. If the leader dies the next
-   one leads. A rank that has made the table's groups says so; when all have, the leader says go: so
-   a rank that is in a group's call is heard of by all when it leaves that group to meet again. A
-   rank whose host does not answer counts as lost for more than half of the last group; fewer than
-   that end with an error, so that two halves never train apart. The same holds for a host whose
-   ranks are all lost by resets, which a firewall sends too. Each rank therefore reports which
-   processes it has seen to end (crew.ended): their system closed a connection in good order.
-   Who joins is a rank that has no place yet. It asks (cddp__door) who leads, calls that one, and
-   reports, empty. A leader whose shards are done meets the others for its sake, as if one had been
-   lost, and gives it a place: it is in the table. When the table's groups are there, the member
-   that is furthest sends the empty ones its weights and states, by broadcasts that pass through
-   all: then it is in a step with that member, and has its share of the next deal. A leader may die
-   when some have the table and others lack it: those that came first lead, so all agree on who is
-   next; who joins calls that one, like all, and is let in anew if it is not known there.
-   A place in the crew is a rank in `net`, by which the groups after the first have their
-   connections. Who joins is a host of its own there.
-   Why no moment is bad: before a rank's reduction is done, all others have its nodes or do its
-   shards again, to the same sums. The mean of a reduction stays with each rank that has it until
-   all ranks of its group have come to the next one. Rows are gathered before: a rank that has the
-   mean has got some of it from each of the others, which had the rows when they sent that. An
-   update is the rank's own: if it dies there, so do its weights, and the others have theirs.
-   A rank that has destroyed the model, or failed, listens no more, and is gone likewise. */
+/* >>elastic ---------------------------------------------------------------------------------------
+   Elastic models: training continues when ranks fail and when processes join.
+   Job: membership, shards, reductions and updates. Owns: a cddp__elastic, with a listening socket
+   of its own; of a cddp_ddp control and comm, which are made anew after a loss. Touches: of a
+   cddp_ddp what >>ddp does. Entry points: cddp__elastic_create, or for a rank that joins _join;
+   _next, _step, _restore and _free; cddp_ddp_group. The thread that trains calls all.
+   How a step works:
+     1. Each rank has all weights and all optimizer states. It adds the gradients of its shards to
+        nodes of the canonical tree. The last one can stay in the gradients, the others are in
+        slots. Rows of a shard are packed when it ends.
+     2. When a rank has no shard left it comes to the reduction: a round of all. A rank that comes
+        to it has finished the update before.
+     3. On one host each rank reads the nodes of all ranks where they are, and computes the mean of
+        one part of the model, and the squares of that part, in memory of its own. A second round
+        completes the reduction. Then each rank reads all parts: nothing is copied.
+        Between hosts and on GPUs each rank gets all nodes of a part by messages, computes its mean,
+        and all ranks gather the parts.
+     4. The update is a rank's own work: it steps all its weights and states by the mean, and clears
+        its gradients. `done` counts completed reductions. Two ranks' differ by at most one.
+   How ranks meet after a loss: an operation of a group fails with CDDP_PEER_LOST.
+     1. One rank leads: of the members that came first the lowest that lives. Each other member
+        connects to it, as in >>links, and reports: its reductions, the shards whose sums it has,
+        memory for control blocks.
+     2. The leader waits until each member has reported or is lost. It sees a loss by connecting:
+        the connection is refused, or ends. A member that computes reports later.
+     3. The leader sends the table of all reports. It says who the members are, in order; their
+        epoch (`generation`); which ranks lack a reduction that others have; which shards nobody
+        has. These are divided anew. If the leader dies the next one leads.
+     4. Each member makes the table's groups and says so. When all have, the leader says go.
+     5. Ranks that lack the last mean get it. On one host they have it: it was complete.
+   A member whose host does not answer counts as lost if more than half of the last group is there.
+   Fewer members end with an error, so that two halves never train apart. The same holds for a host
+   whose ranks are all lost by resets, which a firewall sends too. Each rank therefore reports which
+   processes it has seen to end (`ended`): their system closed a connection in good order.
+   A rank that destroys the model, or fails for a reason of its own, stops listening: to the others
+   it is lost. A rank that was counted as lost and lives is told so when it connects: CDDP_ABORTED.
+   How a process joins: it finds the leader through a rank of its host or of MASTER_ADDR, and
+   reports without weights. From a rank of its host it also gets the host's memory (>>rendezvous);
+   else it is a host of its own. The leader, when its shards are done, starts a meeting as after a
+   loss, and gives the process a place. The member that is furthest sends it weights and states by
+   broadcasts. A place is a rank in `net`, by which the groups after the first have their
+   connections.
+   CRASH SAFETY. No rank writes to memory that another one owns. Before a reduction is complete all
+   ranks keep their nodes; those of a lost rank are computed again, to the same sums. A completed
+   reduction means that all ranks have read all nodes and rows, and that all parts of the mean
+   exist. A part stays where it is until all members have come to the next reduction, also when its
+   rank dies: the memory belongs to the host (>>arena). A rank that dies in its update changes
+   nothing that others read. Memory of a dead process is freed when all members have come to a later
+   step. */
 
-#define CDDP__CREW_KNOCKS 64 /* ranks that would join at a time; others ask again */
+#define CDDP__JOIN_REQUESTS 64 /* ranks that would join at a time; others ask again */
+
+/* shared: what a rank of an elastic model shows to the ranks of its host. Behind it are the places
+   of its weights [params], and the slots of its nodes [shards], in order. Writer: its rank, before
+   it comes to a reduction. Scratch, weights and itself are there to be freed if the rank dies. */
+typedef struct cddp__shown {
+  cddp__ref arena;   /* gradients, and behind them the squares of its part of the mean */
+  cddp__ref sums;    /* slots */
+  cddp__ref mean;    /* its part */
+  cddp__ref rows;    /* packets */
+  cddp__ref scratch;
+  cddp__ref self;
+} cddp__shown;
+
+/* Memory of a lost rank, or the control block of a group that lost a rank. It is freed when all
+   ranks have come to a later step. */
+typedef struct cddp__leftover {
+  cddp__ref ref;
+  uint32_t generation; /* of a control block; else 0 */
+  uint64_t step;
+} cddp__leftover;
 
 /* Owner: the thread that trains. */
-struct cddp__crew {
+struct cddp__elastic {
   cddp__net *net;               /* connections among the members: a rank there is a place here */
-  cddp__crew_member *members;   /* [shards + 1] by place; the last one: who has no place yet */
+  cddp__elastic_member *members; /* [shards + 1] by place; the last one: who has no place yet */
   int me;                       /* this rank's place */
   int leader;                   /* place of who gave the last table */
   int *order;                   /* [active_count] places of the group's members, by rank */
@@ -19054,10 +19053,19 @@ struct cddp__crew {
   uint64_t step;                /* waits and steps since creation */
   uint64_t done;                /* reductions */
   int *indices;                 /* [shards] scratch */
-  char *area, *mean;            /* slots; the last reduction's mean; where the gradients are */
+  char *area, *mean;            /* slots; the last reduction's mean, or this rank's part of it */
+  bool shares;                  /* all members are of this host, and read each other's memory */
+  bool spent;                   /* the gradients hold a shard that has ended */
+  int parts;                    /* into which the last mean is divided */
+  bool in_parts;                /* each rank of the group that made it owns one; else it is whole */
+  char **means;                 /* [parts] where each is, by offset in the model */
+  double **squares;             /* [parts] of each */
+  cddp__shown *own, **shown;    /* [shards] by place; NULL: of another host, or on a GPU */
+  cddp__leftover *leftovers;
+  size_t leftover_count, leftover_capacity;
   cddp__link **links;           /* [shards + knocks] while ranks meet: to who reported, or to the */
   cddp__message **reports;      /* leader; likewise what the members said, and behind these who */
-  int knock_count;              /* would join, and waits for the next meeting */
+  int request_count;            /* would join, and waits for the next meeting */
   void *blocks[2];              /* while ranks meet: for control blocks of the next groups; NULL */
   int attempts;                 /* groups since the last reduction */
   int silent;                   /* place of a member whose host did not answer; -1: none */
@@ -19069,18 +19077,19 @@ struct cddp__crew {
 };
 
 /* What a rank says of itself when ranks meet. A float for each parameter follows: how often its
-   cddp_optim has stepped that. Then a byte for each shard: 1, it has its sum; and crew.ended. */
-typedef struct cddp__crew_report {
+   cddp_optim has stepped that. Then a byte for each shard: 1, it has its sum; and
+   cddp__elastic.ended. */
+typedef struct cddp__elastic_report {
   uint64_t generation; /* of its last group */
   uint64_t done;       /* reductions */
   uint64_t steps;      /* cddp_ddp_steps */
-  cddp__inherited optim; /* of its cddp_optim */
-  int32_t empty, reserved; /* empty: 1: it joins, and has no weights yet */
-  cddp__crew_member self;
+  cddp__snapshot optim; /* of its cddp_optim */
+  int32_t empty, in_parts; /* empty 1: it joins, and has no weights yet; in_parts: its own */
+  cddp__elastic_member self;
   cddp__ref blocks[2]; /* memory for control blocks, which its host's lowest rank provides */
-} cddp__crew_report;
+} cddp__elastic_report;
 
-static void cddp__crew_drop(cddp__crew *c, int p) {
+static void cddp__elastic_drop(cddp__elastic *c, int p) {
   cddp__link_free(c->net, c->links[p]);
   cddp__free(&c->net->allocator, c->reports[p]);
   c->links[p] = NULL;
@@ -19088,17 +19097,17 @@ static void cddp__crew_drop(cddp__crew *c, int p) {
 }
 
 /* Ends all connections; who would join asks again. */
-static void cddp__crew_hang_up(cddp_ddp *d) {
+static void cddp__elastic_disconnect(cddp_ddp *d) {
   int k;
-  for (k = 0; k < d->shards + d->crew->knock_count; k++) cddp__crew_drop(d->crew, k);
-  d->crew->knock_count = 0;
+  for (k = 0; k < d->shards + d->elastic->request_count; k++) cddp__elastic_drop(d->elastic, k);
+  d->elastic->request_count = 0;
 }
 
 /* The others see that this rank is gone, and nobody joins through it. */
-static void cddp__crew_hide(cddp_ddp *d) {
-  cddp__net *n = d->crew->net;
+static void cddp__elastic_close(cddp_ddp *d) {
+  cddp__net *n = d->elastic->net;
   cddp__host *h = d->group->host;
-  cddp__crew_hang_up(d);
+  cddp__elastic_disconnect(d);
   cddp__close_fd(&h->door_fd);
   cddp__close_fd(&h->door_port);
   pthread_mutex_lock(&n->lock);
@@ -19109,26 +19118,26 @@ static void cddp__crew_hide(cddp_ddp *d) {
 }
 
 static size_t cddp__report_bytes(const cddp_ddp *d) {
-  return cddp__round_up(sizeof(cddp__crew_report) + (size_t)d->count * sizeof(float) +
+  return cddp__round_up(sizeof(cddp__elastic_report) + (size_t)d->count * sizeof(float) +
                         2 * (size_t)d->shards, sizeof(uint64_t));
 }
 
-static cddp__text cddp__crew_name(const cddp__crew *c, int place) {
+static cddp__text cddp__elastic_name(const cddp__elastic *c, int place) {
   return cddp__words("rank %d (pid %u)", c->members[place].rank, c->members[place].pid);
 }
 
 /* The k-th report of a message. */
-static cddp__crew_report *cddp__report_in(const cddp_ddp *d, cddp__message *m, int k) {
-  return (cddp__crew_report *)(void *)((char *)(m + 1) + (size_t)k * cddp__report_bytes(d));
+static cddp__elastic_report *cddp__report_in(const cddp_ddp *d, cddp__message *m, int k) {
+  return (cddp__elastic_report *)(void *)((char *)(m + 1) + (size_t)k * cddp__report_bytes(d));
 }
 
 /* For each shard, whether the rank that reports has its sum. */
-static unsigned char *cddp__sums_in(const cddp_ddp *d, cddp__crew_report *report) {
+static unsigned char *cddp__sums_in(const cddp_ddp *d, cddp__elastic_report *report) {
   return (unsigned char *)((float *)(report + 1) + d->count);
 }
 
 /* Where cddp__link_call finds that member. */
-static void cddp__crew_enter(cddp__crew *c, int place, const cddp__crew_member *m) {
+static void cddp__elastic_enter(cddp__elastic *c, int place, const cddp__elastic_member *m) {
   cddp__host_entry *host = &c->net->hosts[m->host];
   c->members[place] = *m;
   host->address = m->address;
@@ -19140,8 +19149,8 @@ static void cddp__crew_enter(cddp__crew *c, int place, const cddp__crew_member *
 
 /* The member that leads when ranks meet: of those that came first the one with the lowest place.
    So ranks agree on it, even if one of them does not know yet who has come since. -1: none. */
-static int cddp__crew_lowest(const cddp_ddp *d) {
-  const cddp__crew_member *m = d->crew->members;
+static int cddp__elastic_leader(const cddp_ddp *d) {
+  const cddp__elastic_member *m = d->elastic->members;
   int p, lowest = -1;
   for (p = 0; p < d->shards; p++)
     if (m[p].life != 0 && (lowest < 0 || m[p].since < m[lowest].since)) lowest = p;
@@ -19151,52 +19160,225 @@ static int cddp__crew_lowest(const cddp_ddp *d) {
 /* --- nodes --- */
 
 /* Memory where the gradients are; zeroed. */
-static char *cddp__crew_alloc(cddp_ddp *d, size_t bytes) {
+static char *cddp__elastic_alloc(cddp_ddp *d, size_t bytes, enum cddp__extent_use use) {
   char *p;
-  if (d->group->backend == NULL)
-    return (char *)cddp__arena_alloc(d->group->host, bytes, CDDP__FOR_KIT);
+  if (d->group->backend == NULL) return (char *)cddp__arena_alloc(d->group->host, bytes, use);
   p = (char *)(d->group->backend->alloc)(d->group, bytes);
   if (p != NULL && (d->memory->zero)(p, bytes, d->group->stream) == CDDP_OK) return p;
   if (p != NULL) (d->group->backend->free)(d->group, p);
   return NULL;
 }
 
-static void cddp__crew_release(cddp_ddp *d, char *p) {
+static void cddp__elastic_release(cddp_ddp *d, char *p) {
   if (d->group->backend == NULL) cddp__arena_free(d->group->host, p);
   else (d->group->backend->free)(d->group, p);
 }
 
 /* Room for so many slots. */
-static cddp_result cddp__crew_grow(cddp_ddp *d, int slots) {
-  cddp__crew *c = d->crew;
+static cddp_result cddp__elastic_grow(cddp_ddp *d, int slots) {
+  cddp__elastic *c = d->elastic;
   size_t bytes = (size_t)d->slots * d->slot_room;
   char *p;
   cddp_result r = CDDP_OK;
   if (slots <= d->slots) return CDDP_OK;
-  p = cddp__crew_alloc(d, (size_t)slots * d->slot_room + 2 * cddp__gather_slack(d));
+  p = cddp__elastic_alloc(d, (size_t)slots * d->slot_room + 2 * cddp__gather_slack(d),
+                       CDDP__FOR_MESSAGE);
   if (p == NULL) return CDDP_OUT_OF_MEMORY;
   if (c->area != NULL) r = (d->memory->copy)(p, c->area, bytes, d->group->stream);
-  cddp__crew_release(d, c->area);
-  c->area = d->slot_areas[d->group->local_rank] = p;
+  cddp__elastic_release(d, c->area);
+  c->area = d->slot_areas[d->me] = p;
   d->slots = slots;
   return r;
 }
 
-static void cddp__crew_forget(cddp_ddp *d) { /* what this rank has done of a step */
+static void cddp__elastic_drop_sums(cddp_ddp *d) { /* what this rank has done of a step */
   d->kept_count = 0;
   d->rows_bytes = 0;
 }
 
 /* All shards are still to be done, by all members. */
-static void cddp__crew_deal(cddp_ddp *d) {
-  cddp__crew_forget(d);
+static void cddp__elastic_deal(cddp_ddp *d) {
+  cddp__elastic_drop_sums(d);
   cddp__assign_shards(d->owner, d->shards, d->active_count);
+}
+
+/* The gradients become zero for another shard; the one that has ended there moves into a slot. */
+static cddp_result cddp__elastic_clear(cddp_ddp *d) {
+  int slot = cddp__free_slot(d->kept, d->kept_count), i = 0, arena = -1, one = 1;
+  cddp_result r = CDDP_OK;
+  while (i < d->kept_count && d->kept[i].slot >= 0) i++;
+  if (i < d->kept_count) {
+    r = cddp__elastic_grow(d, slot + 1);
+    if (r == CDDP_OK) r = cddp__merge_nodes(d, slot, &arena, &one, 1, false);
+    if (r == CDDP_OK) d->kept[i].slot = slot;
+  }
+  if (r == CDDP_OK) r = (d->memory->zero)(d->arena, d->bytes, d->group->stream);
+  if (r == CDDP_OK) r = cddp__clear_own(d);
+  d->elastic->spent = false;
+  return r;
+}
+
+/* --- memory of the ranks of a host --- */
+
+/* Notes memory that has lost its owner or its use. */
+static void cddp__leave_over(cddp_ddp *d, const cddp__ref *ref, uint32_t generation) {
+  cddp__elastic *c = d->elastic;
+  cddp__leftover *list;
+  if (ref->kind != CDDP__REF_EXTENT) return;
+  list = (cddp__leftover *)cddp__grown(&c->net->allocator, c->leftovers, &c->leftover_capacity,
+                                       c->leftover_count + 1, sizeof *list);
+  if (list == NULL) return; /* then it stays */
+  c->leftovers = list;
+  list[c->leftover_count].ref = *ref;
+  list[c->leftover_count].generation = generation;
+  list[c->leftover_count++].step = c->step;
+}
+
+static void cddp__leave_over_member(cddp_ddp *d, int place) {
+  cddp__shown *shown = d->elastic->shown[place], copy;
+  const cddp__ref *weights = (const cddp__ref *)(shown + 1);
+  int i;
+  d->elastic->shown[place] = NULL;
+  if (shown == NULL || !cddp__ref_is_of(d->group->host, &shown->self, shown)) return;
+  copy = *shown;
+  for (i = 0; i < d->count; i++) cddp__leave_over(d, &weights[i], 0);
+  cddp__leave_over(d, &copy.arena, 0);
+  cddp__leave_over(d, &copy.sums, 0);
+  cddp__leave_over(d, &copy.mean, 0);
+  cddp__leave_over(d, &copy.rows, 0);
+  cddp__leave_over(d, &copy.scratch, 0);
+  cddp__leave_over(d, &copy.self, 0);
+}
+
+/* Frees what is left over of earlier steps: all members are in this one. What a member has
+   allocated it frees itself. That of a rank that is none any more is freed when its process has
+   ended, as nobody uses its window again. */
+static void cddp__free_leftovers(cddp_ddp *d) {
+  cddp__elastic *c = d->elastic;
+  cddp__host *h = d->group->host;
+  size_t i, kept = 0;
+  for (i = 0; i < c->leftover_count; i++) {
+    const cddp__leftover l = c->leftovers[i];
+    int owner = (int)(l.ref.base >> h->window_bits) - 1, p = 0;
+    while (p < d->shards && (c->members[p].life == 0 || c->members[p].index != owner ||
+                             c->members[p].host != c->members[c->me].host))
+      p++;
+    if (l.step >= c->step || (p == d->shards && !cddp__process_gone(h, owner)))
+      c->leftovers[kept++] = l;
+    else if (owner == h->window)
+      cddp__arena_free_block(h, &l.ref, l.generation);
+    else if (p == d->shards && h->fd >= 0)
+      (void)cddp__ref_punch(h, &l.ref);
+  }
+  c->leftover_count = kept;
+}
+
+static int32_t *cddp__shown_slots(const cddp_ddp *d, cddp__shown *shown) {
+  return (int32_t *)(void *)((cddp__ref *)(void *)(shown + 1) + d->count);
+}
+
+/* Memory that the ranks of this host read. */
+static cddp_result cddp__show_new(cddp_ddp *d) {
+  cddp__host *h = d->group->host;
+  size_t bytes = sizeof(cddp__shown) + (size_t)d->count * sizeof(cddp__ref) +
+                 (size_t)d->shards * sizeof(int32_t);
+  cddp__shown *own = (cddp__shown *)cddp__arena_alloc(h, bytes, CDDP__FOR_MESSAGE);
+  cddp__ref *weights = (cddp__ref *)(own + 1);
+  int i;
+  d->elastic->own = own;
+  if (own == NULL) return CDDP_OUT_OF_MEMORY;
+  for (i = 0; i < d->count; i++)
+    weights[i] = cddp__ref_of(h, d->params[i].data,
+                              d->params[i].count * cddp__dtype_size(d->params[i].dtype));
+  own->self = cddp__ref_of(h, own, bytes);
+  own->arena = cddp__ref_of(h, d->arena, d->whole);
+  own->mean = cddp__ref_of(h, d->elastic->mean, d->dense);
+  return CDDP_OK;
+}
+
+/* For a rank that reads it when this one has died: there is a whole place, or none. */
+static void cddp__show_place(cddp__ref *out, cddp__ref ref) {
+  uint32_t kind = ref.kind;
+  out->kind = ref.kind = CDDP__REF_NONE;
+  __atomic_signal_fence(__ATOMIC_SEQ_CST);
+  *out = ref;
+  __atomic_signal_fence(__ATOMIC_SEQ_CST);
+  out->kind = kind;
+}
+
+/* Where the others find this rank's sums: before they come to a reduction. */
+static void cddp__show_sums(cddp_ddp *d) {
+  cddp__elastic *c = d->elastic;
+  cddp__host *h = d->group->host;
+  int32_t *slots = cddp__shown_slots(d, c->own);
+  int i;
+  for (i = 0; i < d->kept_count; i++) slots[i] = d->kept[i].slot;
+  cddp__show_place(&c->own->sums, cddp__ref_of(h, c->area, (size_t)d->slots * d->slot_room));
+  cddp__show_place(&c->own->rows, cddp__ref_of(h, d->rows, d->rows_room));
+  cddp__show_place(&c->own->scratch, cddp__ref_of(h, d->scratch, d->scratch_bytes));
+}
+
+/* Maps what rank k of the group shows. */
+static cddp_result cddp__see_sums(cddp_ddp *d, int k, char **packets) {
+  cddp__elastic *c = d->elastic;
+  cddp__host *h = d->group->host;
+  cddp__shown *shown = c->shown[c->order[k]];
+  void *arena = d->arena, *sums = c->area, *mean = c->mean, *rows = d->rows;
+  cddp_result r = CDDP_OK;
+  if (k != d->me) r = cddp__locate(h, &shown->arena, &arena);
+  if (k != d->me && r == CDDP_OK) r = cddp__locate(h, &shown->mean, &mean);
+  if (k != d->me && r == CDDP_OK && shown->sums.kind != CDDP__REF_NONE)
+    r = cddp__locate(h, &shown->sums, &sums);
+  if (k != d->me && r == CDDP_OK && shown->rows.kind != CDDP__REF_NONE)
+    r = cddp__locate(h, &shown->rows, &rows);
+  if (r != CDDP_OK) return r;
+  cddp__see_arena(d, k, (char *)arena);
+  d->slot_areas[k] = (char *)sums;
+  c->means[k] = (char *)mean;
+  c->squares[k] = (double *)(void *)((char *)arena + d->bytes);
+  packets[k] = (char *)rows;
+  return CDDP_OK;
+}
+
+/* The members' groups are there: all tell those of their host where they show what they have. Both
+   groups connect: of two connections one at least has nothing unread at its other end at any time,
+   so if that process dies its system closes the connection, and does not reset it. */
+static cddp_result cddp__elastic_connect(cddp_ddp *d) {
+  cddp__elastic *c = d->elastic;
+  cddp_group *g = d->control;
+  size_t begin, end;
+  cddp__ref ref;
+  cddp_result r;
+  int k;
+  memset(&ref, 0, sizeof ref);
+  if (c->own != NULL) ref = cddp__ref_of(d->group->host, c->own, sizeof *c->own);
+  r = cddp__round(g, CDDP__SCOPE_ALL, CDDP__KIND_GROUP_NEW, CDDP__PHASE_CONNECTED, 0, &ref,
+                  sizeof ref);
+  if (r == CDDP_OK)
+    r = cddp__round(d->comm, CDDP__SCOPE_ALL, CDDP__KIND_GROUP_NEW, CDDP__PHASE_CONNECTED, 0, NULL,
+                    0);
+  for (k = 0; k < g->size && r == CDDP_OK && c->own != NULL; k++) {
+    void *at = c->own;
+    if (g->members[k] < 0) continue;
+    ref = cddp__op_header_of(g, k, g->round)->u.ref;
+    if (k != g->rank) r = cddp__locate(d->group->host, &ref, &at);
+    c->shown[c->order[k]] = (cddp__shown *)at;
+  }
+  c->shares = c->own != NULL && g->hosts == NULL;
+  d->me = g->rank;
+  cddp__see_whole(d, d->me, d->arena);
+  d->squares[d->me] = (double *)(void *)(d->arena + d->bytes);
+  d->slot_areas[d->me] = c->area;
+  if (r != CDDP_OK || !c->shares) return r;
+  cddp__slice(d->dense, CDDP__HUGE_PAGE, g->size, g->rank, &begin, &end);
+  cddp__populate(c->mean + begin, end - begin, d->group->host->fd >= 0);
+  return CDDP_OK;
 }
 
 /* --- the reduction --- */
 
 /* What was begun on the device has ended, and well. */
-static cddp_result cddp__crew_await(cddp_ddp *d) {
+static cddp_result cddp__elastic_await_device(cddp_ddp *d) {
 #ifdef CDDP_CUDA
   if (d->group->backend != NULL)
     return cddp__await_stream(cddp__device_of(d->comm), cddp__main_stream(d->group), NULL);
@@ -19206,17 +19388,17 @@ static cddp_result cddp__crew_await(cddp_ddp *d) {
 }
 
 /* What a rank says when ranks come to a reduction. */
-typedef struct cddp__crew_word {
+typedef struct cddp__reduction_header {
   uint64_t rows; /* ddp.rows_bytes */
   cddp__elastic_call called;
-} cddp__crew_word;
+} cddp__reduction_header;
 
 /* The same update must have been called by all. A rank that joined later than the rank whose call
    counts, and differs from it, fails alone: the others take it for lost. */
-static cddp_result cddp__crew_compare(cddp_ddp *d) {
-  cddp__crew *c = d->crew;
-  const cddp__crew_member *m = c->members, *first = NULL, *other = NULL;
-  cddp__crew_word word;
+static cddp_result cddp__elastic_compare(cddp_ddp *d) {
+  cddp__elastic *c = d->elastic;
+  const cddp__elastic_member *m = c->members, *first = NULL, *other = NULL;
+  cddp__reduction_header word;
   cddp__elastic_call job;
   cddp_result r = CDDP_OK;
   int k;
@@ -19228,12 +19410,12 @@ static cddp_result cddp__crew_compare(cddp_ddp *d) {
   }
   if (first == NULL) return CDDP_OK;
   if (c->called.kind == 0) c->called = job;
-  r = cddp__compare_update(d, &c->called, &job, cddp__crew_name(c, first->place));
+  r = cddp__compare_update(d, &c->called, &job, cddp__elastic_name(c, first->place));
   if (r != CDDP_OK && m[c->me].since > first->since) return r;
   for (k = 0; r == CDDP_OK && k < d->active_count; k++) {
     memcpy(&word, cddp__op_header_of(d->control, k, d->control->round)->u.bytes, sizeof word);
     if (word.called.kind == 0) continue;
-    r = cddp__compare_update(d, &c->called, &word.called, cddp__crew_name(c, c->order[k]));
+    r = cddp__compare_update(d, &c->called, &word.called, cddp__elastic_name(c, c->order[k]));
     if (r == CDDP_OK || m[c->order[k]].since <= first->since) continue;
     other = &m[c->order[k]];
     r = CDDP_OK;
@@ -19241,40 +19423,91 @@ static cddp_result cddp__crew_compare(cddp_ddp *d) {
   if (r != CDDP_OK) return cddp__break(d->control, r); /* on all ranks */
   if (other == NULL) return CDDP_OK;
   return cddp__fail(CDDP_PEER_LOST, "%s fails, as its last update differs",
-                    cddp__crew_name(c, other->place).s);
+                    cddp__elastic_name(c, other->place).s);
 }
 
-/* All members come to the reduction, having called the same before; their nodes make the mean, in
-   crew.mean. */
-static cddp_result cddp__crew_reduce(cddp_ddp *d) {
-  cddp__crew *c = d->crew;
-  cddp__crew_word mine = {d->rows_bytes, c->called}, theirs;
+/* The mean on one host: each rank reads the nodes of all, where they are, and makes a part of it,
+   which the others read from there. Nobody writes to memory of another. The mean is there when all
+   have come to the last round; until the next reduction all members keep their parts. */
+static cddp_result cddp__reduce_here(cddp_ddp *d) {
+  cddp__elastic *c = d->elastic;
+  char **packets = (char **)d->buffers;
+  cddp__pass x = cddp__pass_of(d, NULL, false);
+  size_t begin, end;
+  cddp_result r = CDDP_OK;
+  int i, slots;
+  d->node_count = cddp__plan_nodes(d->owner, d->shards, true, d->nodes, d->widths, &slots);
+  for (i = 0; r == CDDP_OK && i < d->active_count; i++) r = cddp__see_sums(d, i, packets);
+  if (cddp__load32(&d->control->block->broken) != 0) /* by a rank that shows nothing any more */
+    r = cddp__check_failure(d->control);
+  if (r != CDDP_OK) return r;
+  for (i = 0; i < d->node_count; i++) {
+    cddp__shard_node *node = &d->nodes[i];
+    node->slot = cddp__shown_slots(d, c->shown[c->order[node->rank]])[node->slot];
+    d->widths[i] = cddp__node_width(node);
+  }
+  c->parts = d->active_count;
+  c->in_parts = true;
+  if (d->sparse != NULL) r = cddp__merge_packets(d, packets);
+  if (r != CDDP_OK) return r;
+  CDDP__POINT("elastic rows gathered");
+  x.which = CDDP__PASS_MEANS;
+  x.block = cddp__keep_mean;
+  x.means = c->mean;
+  x.squares = d->desc.max_grad_norm > 0;
+  cddp__slice(d->dense, CDDP__BLOCK_BYTES, c->parts, d->me, &begin, &end);
+  cddp__walk(&x, begin, end);
+  CDDP__POINT("elastic exchanged");
+  return cddp__round(d->control, CDDP__SCOPE_ALL, CDDP__KIND_DDP_NEXT, CDDP__PHASE_DONE, 0, NULL,
+                     0);
+}
+
+/* The mean by messages: each rank has all of it. longest: bytes of the rows of a rank, at most. */
+static cddp_result cddp__reduce_apart(cddp_ddp *d, size_t longest) {
+  cddp__elastic *c = d->elastic;
+  cddp_result r = CDDP_OK;
+  int slots; /* each rank has as many slots as it needs: cddp__elastic_grow */
+  c->parts = 1;
+  c->in_parts = false;
+  c->means[0] = c->mean;
+  if (d->sparse != NULL) {
+    r = cddp__gather_rows(d, longest);
+    CDDP__POINT("elastic rows gathered");
+  }
+  if (r == CDDP_OK && d->dense == 0) /* nothing follows that needs all */
+    r = cddp__round(d->control, CDDP__SCOPE_ALL, CDDP__KIND_DDP_NEXT, CDDP__PHASE_ROWS_DONE, 0,
+                    NULL, 0);
+  d->node_count = cddp__plan_nodes(d->owner, d->shards, true, d->nodes, d->widths, &slots);
+  if (r == CDDP_OK) r = cddp__gather_nodes(d, c->mean);
+  return r == CDDP_OK ? cddp__elastic_await_device(d) : r;
+}
+
+/* All members come to the reduction, having called the same before; their nodes make the mean. */
+static cddp_result cddp__elastic_reduce(cddp_ddp *d) {
+  cddp__elastic *c = d->elastic;
+  cddp__reduction_header mine = {d->rows_bytes, c->called}, theirs;
   size_t rows = 0; /* of whoever has most */
-  int slots, k;    /* each rank has as many slots as it needs: cddp__crew_grow */
-  cddp_result r;
+  cddp_result r = CDDP_OK;
+  int k;
+  if (!c->shares && c->spent) r = cddp__elastic_clear(d);
+  if (!c->shares && r == CDDP_OK) r = cddp__elastic_grow(d, 1); /* which others read, too */
+  if (r != CDDP_OK) return r;
+  if (c->own != NULL) cddp__show_sums(d);
   CDDP__POINT("elastic meet");
-  r = cddp__round(d->control, CDDP__SCOPE_ALL, CDDP__KIND_DDP_WAIT, CDDP__PHASE_CALL, c->done,
+  r = cddp__round(d->control, CDDP__SCOPE_ALL, CDDP__KIND_DDP_NEXT, CDDP__PHASE_CALL, c->done,
                   &mine, sizeof mine);
   for (k = 0; r == CDDP_OK && k < d->active_count; k++) {
     memcpy(&theirs, cddp__op_header_of(d->control, k, d->control->round)->u.bytes, sizeof theirs);
     rows = cddp__max(rows, (size_t)theirs.rows);
   }
-  if (r == CDDP_OK) r = cddp__crew_compare(d);
+  if (r == CDDP_OK) r = cddp__elastic_compare(d);
   CDDP__POINT("elastic met");
-  if (r == CDDP_OK && d->sparse != NULL) {
-    r = cddp__gather_rows(d, rows);
-    CDDP__POINT("elastic rows gathered");
-  }
-  if (r == CDDP_OK && d->dense == 0) /* nothing follows that needs all */
-    r = cddp__round(d->control, CDDP__SCOPE_ALL, CDDP__KIND_DDP_WAIT, CDDP__PHASE_ROWS_DONE, 0,
-                    NULL, 0);
-  d->node_count = cddp__plan_nodes(d->owner, d->shards, true, d->nodes, d->widths, &slots);
-  if (r == CDDP_OK) r = cddp__gather_nodes(d, c->mean);
-  if (r == CDDP_OK) r = cddp__crew_await(d);
+  if (r == CDDP_OK) cddp__free_leftovers(d);
+  if (r == CDDP_OK) r = c->shares ? cddp__reduce_here(d) : cddp__reduce_apart(d, rows);
   if (r != CDDP_OK) return r;
   c->done++;
   c->attempts = 0;
-  cddp__crew_deal(d);
+  cddp__elastic_deal(d);
   CDDP__POINT("elastic reduced");
   return CDDP_OK;
 }
@@ -19283,14 +19516,14 @@ static cddp_result cddp__crew_reduce(cddp_ddp *d) {
 
 /* This rank's report, in a frame's place, and memory for the next groups' control blocks, of as
    many ranks as there may be. */
-static cddp_result cddp__crew_report_new(cddp_ddp *d, cddp__message **out) {
-  cddp__crew *c = d->crew;
+static cddp_result cddp__elastic_report_new(cddp_ddp *d, cddp__message **out) {
+  cddp__elastic *c = d->elastic;
   cddp__host *h = d->group->host;
   size_t bytes = cddp__report_bytes(d), block = 0;
   cddp__message *m = (cddp__message *)cddp__calloc(&h->allocator, 1, sizeof *m + bytes);
-  cddp__crew_report *report;
+  cddp__elastic_report *report;
   unsigned char *sums;
-  int i, k, here = 0;
+  int i;
   *out = m;
   if (m == NULL) return CDDP_OUT_OF_MEMORY;
   m->head.size = bytes;
@@ -19300,16 +19533,14 @@ static cddp_result cddp__crew_report_new(cddp_ddp *d, cddp__message **out) {
   report->done = c->done;
   report->steps = d->steps;
   report->empty = c->empty;
-  report->optim = cddp__bequeath(d->optim, (float *)(report + 1));
+  report->in_parts = c->in_parts;
+  report->optim = cddp__optim_snapshot(d->optim, (float *)(report + 1));
   report->self = c->members[c->me];
   for (i = 0; i < d->shards; i++) sums[i] = cddp__nodes_contain(d->kept, d->kept_count, i);
   memcpy(sums + d->shards, c->ended, (size_t)d->shards);
-  for (i = 0; i <= d->shards; i++)
-    here += c->members[i].life != 0 && c->members[i].host == c->members[c->me].host;
-  for (i = 1; i <= d->shards; i++)
-    for (k = 1; k <= i && k <= here; k++) block = cddp__max(block, cddp__block_bytes(i, k));
+  for (i = 1; i <= d->shards; i++) block = cddp__max(block, cddp__block_bytes(i, i));
   for (i = 0; i < 2; i++) {
-    c->blocks[i] = cddp__arena_alloc(h, block, CDDP__FOR_BOARD);
+    c->blocks[i] = cddp__arena_alloc(h, block, CDDP__FOR_LATER);
     if (c->blocks[i] == NULL) return CDDP_OUT_OF_MEMORY;
     report->blocks[i] = cddp__ref_of(h, c->blocks[i], block);
   }
@@ -19319,7 +19550,7 @@ static cddp_result cddp__crew_report_new(cddp_ddp *d, cddp__message **out) {
 /* Notes which members' processes have ended, before their links go: a link that was closed, and not
    reset, by a process that did not say that it lives. A firewall can only reset links. Where one of
    a member's links was reset the end of another one may be on its way. */
-static void cddp__crew_note_ends(cddp_ddp *d) {
+static void cddp__elastic_note_ends(cddp_ddp *d) {
   cddp_group *groups[2] = {d->control, d->comm};
   double deadline = cddp__now() + 0.02;
   bool again = true;
@@ -19330,7 +19561,7 @@ static void cddp__crew_note_ends(cddp_ddp *d) {
       if (groups[i] == NULL || groups[i]->hosts == NULL) continue;
       pthread_mutex_lock(&groups[i]->p2p_lock);
       for (l = groups[i]->hosts->links; l != NULL; l = l->next) {
-        unsigned char *ended = &d->crew->ended[d->crew->order[l->rank]], next;
+        unsigned char *ended = &d->elastic->ended[d->elastic->order[l->rank]], next;
         ssize_t n = l->state != CDDP__LINK_UP ? 1 : recv(l->fd, &next, 1, MSG_PEEK | MSG_DONTWAIT);
         if (n <= 0 && (n == 0 || errno != EAGAIN)) cddp__link_end(l, n == 0 ? 0 : errno);
         if (l->state != CDDP__LINK_DEAD) continue;
@@ -19345,7 +19576,12 @@ static void cddp__crew_note_ends(cddp_ddp *d) {
 }
 
 /* Whether a member's connection has ended: it is gone, or (c->silent) its host does not answer. */
-static bool cddp__crew_ended(cddp__crew *c, int place, cddp__link *l) {
+static bool cddp__elastic_ended(cddp_ddp *d, int place, cddp__link *l) {
+  cddp__elastic *c = d->elastic;
+  const cddp__host *h = d->group->host;
+  uint32_t state = h->threads && h->slots != NULL
+                       ? cddp__load32(&h->slots[c->members[place].index].state) : 0;
+  if (state == CDDP__SLOT_DEAD || state == CDDP__SLOT_LEFT) return true; /* a thread's function */
   cddp__link_answered(l);
   if (l->state != CDDP__LINK_DEAD || cddp__link_call_again(c->net, l)) return false;
   if (l->error == 0) c->ended[place] = 1;
@@ -19355,19 +19591,20 @@ static bool cddp__crew_ended(cddp__crew *c, int place, cddp__link *l) {
   return true;
 }
 
-static void cddp__crew_lose(cddp_ddp *d, int place, const char *how) {
-  cddp__crew *c = d->crew;
+static void cddp__elastic_lose(cddp_ddp *d, int place, const char *how) {
+  cddp__elastic *c = d->elastic;
   c->members[place].life = 0;
+  cddp__leave_over_member(d, place);
   if (c->me == d->shards) { /* it does not know the others, who may not know of the loss yet */
     cddp__sleep(0.01);
     return;
   }
   CDDP__POINT("elastic lost");
-  cddp__tell_lost(d, cddp__crew_name(c, place), c->members[place].rank, how);
+  cddp__log_lost(d, cddp__elastic_name(c, place), c->members[place].rank, how);
 }
 
 /* Waits for a moment, or for what comes on these connections, or (listener >= 0) for a new one. */
-static void cddp__crew_nap(int listener, cddp__link *const *links, int n) {
+static void cddp__elastic_poll(int listener, cddp__link *const *links, int n) {
   struct pollfd fds[64];
   int i, count = 1;
   fds[0].fd = listener;
@@ -19381,30 +19618,50 @@ static void cddp__crew_nap(int listener, cddp__link *const *links, int n) {
   cddp__serve_idle(NULL);
 }
 
+/* Tells a process why it is no member, in the words of this thread's error, and ends the
+   connection. */
+static void cddp__elastic_refuse(cddp_ddp *d, cddp__link *l, cddp_result r) {
+  (void)cddp__link_post(l, CDDP__FRAME_MESSAGE, (uint32_t)r, cddp__error_text,
+                        strlen(cddp__error_text) + 1);
+  cddp__link_flush(d->elastic->net, l);
+  cddp__link_leave(d->elastic->net, l);
+}
+
+/* The same to a rank that was taken for lost, and lives. Keeps the error's text. */
+static void cddp__elastic_dismiss(cddp_ddp *d, cddp__link *l, int rank) {
+  char text[CDDP__ERROR_MAX];
+  memcpy(text, cddp__error_text, sizeof text);
+  cddp__fail(CDDP_ABORTED, "the other ranks took rank %d's process for one that has ended", rank);
+  cddp__elastic_refuse(d, l, CDDP_ABORTED);
+  memcpy(cddp__error_text, text, sizeof text);
+}
+
 /* Keeps or drops a whole report and its connection; a member's (if they meet) or one of who would
    join. Who joins may be a member without knowing it, if a leader has died. */
-static void cddp__crew_hear(cddp_ddp *d, cddp__link *l, cddp__message *m, bool meeting) {
-  cddp__crew *c = d->crew;
-  cddp__crew_report *report = cddp__report_in(d, m, 0);
-  cddp__crew_member *self = &report->self;
+static void cddp__elastic_take_report(cddp_ddp *d, cddp__link *l, cddp__message *m, bool meeting) {
+  cddp__elastic *c = d->elastic;
+  cddp__elastic_report *report = cddp__report_in(d, m, 0);
+  cddp__elastic_member *self = &report->self;
   bool sound = m->head.size == cddp__report_bytes(d) && self->life != 0;
   int p = 0, k;
   while (sound && p < d->shards && c->members[p].life != self->life) p++;
   l->next = NULL;
   if (sound && p < d->shards && meeting) {
     *self = c->members[p];
-    cddp__crew_drop(c, p);
+    cddp__elastic_drop(c, p);
     for (k = 0; k < d->shards; k++) /* of members that it knew */
       if (cddp__sums_in(d, report)[d->shards + k] == 1 && c->members[k].since <= report->generation)
         c->ended[k] = 1;
-  } else if (sound && report->empty != 0 && c->knock_count < CDDP__CREW_KNOCKS) {
-    p = d->shards + c->knock_count++;
+  } else if (sound && report->empty != 0 && c->request_count < CDDP__JOIN_REQUESTS) {
+    p = d->shards + c->request_count++;
     for (k = d->shards; k < p; k++) /* it may have called before */
       if (cddp__report_in(d, c->reports[k], 0)->self.life == self->life)
         cddp__link_end(c->links[k], 0);
   } else {
+    if (sound && p == d->shards && cddp__report_in(d, m, 0)->empty == 0)
+      cddp__elastic_dismiss(d, l, self->rank);
+    else cddp__link_free(c->net, l);
     cddp__free(&c->net->allocator, m);
-    cddp__link_free(c->net, l);
     return;
   }
   c->links[p] = l;
@@ -19412,8 +19669,8 @@ static void cddp__crew_hear(cddp_ddp *d, cddp__link *l, cddp__message *m, bool m
 }
 
 /* Takes in who calls this rank, and what they report; but in a meeting only who would join. */
-static void cddp__crew_listen(cddp_ddp *d, bool meeting) {
-  cddp__crew *c = d->crew;
+static void cddp__elastic_accept(cddp_ddp *d, bool meeting) {
+  cddp__elastic *c = d->elastic;
   cddp__net *n = c->net;
   cddp__link **at, *l;
   cddp__message *m;
@@ -19421,46 +19678,49 @@ static void cddp__crew_listen(cddp_ddp *d, bool meeting) {
   pthread_mutex_lock(&n->lock);
   for (at = &n->callers; (l = *at) != NULL;) {
     bool called = cddp__link_is_for(l, c->members[c->me].life);
-    m = called && (meeting || l->peer == d->shards)
+    m = called && (meeting || l->peer == d->shards || c->members[l->peer].life == 0)
             ? cddp__link_receive(n, l, cddp__report_bytes(d)) : NULL;
     if (m == NULL && l->state != CDDP__LINK_DEAD) {
       at = &l->next;
       continue;
     }
     *at = l->next;
-    if (m != NULL) cddp__crew_hear(d, l, m, meeting);
+    if (m != NULL) cddp__elastic_take_report(d, l, m, meeting);
     else cddp__link_free(n, l);
   }
   pthread_mutex_unlock(&n->lock);
 }
 
 /* What who would join is told: who leads, and where that is as this host sees it. */
-static void cddp__crew_tell_lead(cddp_ddp *d) {
-  const cddp__net *n = d->crew->net;
-  cddp__crew_member *lead = &d->group->host->door->table.lead.self;
+static void cddp__elastic_show_leader(cddp_ddp *d) {
+  const cddp__net *n = d->elastic->net;
+  cddp__join_table *table = &d->group->host->door->table;
   cddp__address here = cddp__internet_address(&n->hosts[n->host].address);
-  *lead = d->crew->members[cddp__crew_lowest(d)];
-  cddp__rescope(&lead->address, &here);
+  table->lead.self = d->elastic->members[cddp__elastic_leader(d)];
+  cddp__rescope(&table->lead.self.address, &here);
+  table->at = here.v6;
+  table->host = n->host;
+  table->shards = d->shards;
 }
 
 /* Tells who would join who leads, as far as this rank knows, while it waits for others: a rank that
    they wait for may ask that, if the leader that let it in has died. */
-static void cddp__crew_serve(cddp_ddp *d) {
+static void cddp__elastic_answer_joins(cddp_ddp *d) {
   cddp__host *h = d->group->host;
-  if (h->door == NULL || d->crew->me == d->shards) return;
-  cddp__crew_tell_lead(d);
+  if (h->door == NULL || d->elastic->me == d->shards) return;
+  cddp__elastic_show_leader(d);
   cddp__door_serve(h);
 }
 
 /* The lowest rank: waits until each member has reported or is gone. */
-static cddp_result cddp__crew_await_all(cddp_ddp *d, double deadline, int *came) {
-  cddp__crew *c = d->crew;
+static cddp_result cddp__elastic_await_reports(cddp_ddp *d, double deadline, int *came) {
+  cddp__elastic *c = d->elastic;
   cddp__link **links = c->links;
   cddp__message **reports = c->reports;
   int waiting = 1, late = -1, p;
   while (waiting > 0) {
-    cddp__crew_serve(d);
-    cddp__crew_listen(d, true);
+    cddp__elastic_answer_joins(d);
+    cddp__elastic_accept(d, true);
     for (p = waiting = 0, *came = 1; p < d->shards; p++) {
       if (p == c->me || c->members[p].life == 0) continue;
       if (links[p] == NULL) {
@@ -19471,10 +19731,10 @@ static cddp_result cddp__crew_await_all(cddp_ddp *d, double deadline, int *came)
       cddp__link_flush(c->net, links[p]);
       if (links[p]->state == CDDP__LINK_UP) /* it says nothing more; its end shows */
         cddp__free(&c->net->allocator, cddp__link_receive(c->net, links[p], 0));
-      if (cddp__crew_ended(c, p, links[p])) {
+      if (cddp__elastic_ended(d, p, links[p])) {
         cddp__free(&c->net->allocator, reports[p]);
         reports[p] = NULL;
-        cddp__crew_lose(d, p, c->silent == p ? ": its host does not answer" : "");
+        cddp__elastic_lose(d, p, c->silent == p ? ": its host does not answer" : "");
         continue;
       }
       *came += reports[p] != NULL;
@@ -19484,70 +19744,69 @@ static cddp_result cddp__crew_await_all(cddp_ddp *d, double deadline, int *came)
       return cddp__fail(CDDP_TIMEOUT,
                         "timed out after %g s: after a loss in step %" PRIu64 " %s did not come to "
                         "cddp_ddp_next_shard",
-                        d->group->timeout_s, d->steps, cddp__crew_name(c, late).s);
-    if (waiting > 0) cddp__crew_nap(c->net->listener, links, d->shards);
+                        d->group->timeout_s, d->steps, cddp__elastic_name(c, late).s);
+    if (waiting > 0) cddp__elastic_poll(c->net->listener, links, d->shards);
   }
   return CDDP_OK;
 }
 
 /* A place for who would join: one that a rank of this number had, else the first that is free. */
-static cddp_result cddp__crew_place(const cddp_ddp *d, const cddp__crew_member *self, int *place) {
-  const cddp__crew *c = d->crew;
+static cddp_result cddp__elastic_find_place(const cddp_ddp *d, const cddp__elastic_member *self,
+                                            int *place) {
+  const cddp__elastic *c = d->elastic;
   int p, living = 0;
   *place = -1;
   for (p = d->shards - 1; p >= 0; p--) {
-    const cddp__crew_member *m = &c->members[p];
+    const cddp__elastic_member *m = &c->members[p];
     living += m->life != 0;
     if (m->life == 0 && (*place < 0 || c->members[*place].rank != self->rank ||
                          m->rank == self->rank))
       *place = p;
     if (m->life == 0 || (m->rank != self->rank && (m->gpu != self->gpu || m->gpu == 0))) continue;
     return m->rank == self->rank
-               ? cddp__join_taken(cddp__crew_name(c, p))
+               ? cddp__join_taken(cddp__elastic_name(c, p))
                : cddp__fail(CDDP_INVALID_ARGUMENT,
                             "CDDP_JOIN: %s has the GPU that rank %d is to have, but NCCL needs one "
-                            "for each rank", cddp__crew_name(c, p).s, self->rank);
+                            "for each rank", cddp__elastic_name(c, p).s, self->rank);
   }
   if (*place >= 0) return CDDP_OK;
   return cddp__join_full(d, living);
 }
 
 /* Who would join becomes a member, with a report among the others', or is told why not. */
-static void cddp__crew_admit(cddp_ddp *d) {
-  cddp__crew *c = d->crew;
+static void cddp__elastic_admit(cddp_ddp *d) {
+  cddp__elastic *c = d->elastic;
   int k, place;
-  for (k = d->shards; k < d->shards + c->knock_count; k++) {
+  for (k = d->shards; k < d->shards + c->request_count; k++) {
     cddp__link *l = c->links[k];
-    cddp__crew_report *report = cddp__report_in(d, c->reports[k], 0);
-    cddp_result r = cddp__crew_place(d, &report->self, &place);
+    cddp__elastic_report *report = cddp__report_in(d, c->reports[k], 0);
+    cddp_result r = cddp__elastic_find_place(d, &report->self, &place);
     CDDP__POINT("elastic place");
     cddp__free(&c->net->allocator, cddp__link_receive(c->net, l, 0)); /* its end shows */
     if (r == CDDP_OK && l->state != CDDP__LINK_DEAD) {
       report->self.place = place;
-      report->self.host = d->shards + place; /* it shares no memory with the others */
+      if (report->self.host >= 2 * d->shards) /* it shares no memory with the others */
+        report->self.host = d->shards + place;
       report->self.since = c->generation + 1;
-      cddp__crew_enter(c, place, &report->self);
-      cddp__crew_drop(c, place); /* of who is lost since this meeting began */
+      cddp__elastic_enter(c, place, &report->self);
+      cddp__elastic_drop(c, place); /* of who is lost since this meeting began */
       c->reports[place] = c->reports[k];
       c->links[place] = l;
     } else {
-      (void)cddp__link_post(l, CDDP__FRAME_MESSAGE, (uint32_t)r, cddp__error_text,
-                            strlen(cddp__error_text) + 1);
-      cddp__link_flush(c->net, l);
-      cddp__link_leave(c->net, l);
+      cddp__elastic_refuse(d, l, r);
       cddp__free(&c->net->allocator, c->reports[k]);
     }
     c->reports[k] = NULL;
     c->links[k] = NULL;
   }
-  c->knock_count = 0;
+  c->request_count = 0;
 }
 
 /* All reports, as one message, to all that have come. */
-static cddp_result cddp__crew_answer(cddp_ddp *d, cddp__message **table) {
-  cddp__net *n = d->crew->net;
-  cddp__link **links = d->crew->links;
-  cddp__message **reports = d->crew->reports;
+static cddp_result cddp__elastic_send_table(cddp_ddp *d, cddp__message **table) {
+  cddp__net *n = d->elastic->net;
+  cddp__link **links = d->elastic->links;
+  cddp__message **reports = d->elastic->reports;
   size_t bytes = cddp__report_bytes(d);
   double deadline = cddp__now() + CDDP__UNANSWERED_S;
   cddp_result r = CDDP_OK;
@@ -19581,11 +19840,11 @@ static cddp_result cddp__crew_answer(cddp_ddp *d, cddp__message **table) {
 
 /* A member that is lost with all others at its address, of which no process was seen to end: a
    firewall may have reset their links. -1: there is none. */
-static int cddp__crew_cut_off(const cddp_ddp *d) {
-  const cddp__crew *c = d->crew;
+static int cddp__elastic_cut_off(const cddp_ddp *d) {
+  const cddp__elastic *c = d->elastic;
   int i, k;
   for (i = 0; i < d->active_count; i++) {
-    const cddp__crew_member *lost = &c->members[c->order[i]], *m;
+    const cddp__elastic_member *lost = &c->members[c->order[i]], *m;
     cddp__address a = cddp__internet_address(&lost->address);
     for (k = 0; k < d->active_count; k++) {
       m = &c->members[c->order[k]];
@@ -19599,25 +19858,25 @@ static int cddp__crew_cut_off(const cddp_ddp *d) {
 }
 
 /* This rank is the lowest: it answers all others. */
-static cddp_result cddp__crew_host(cddp_ddp *d, cddp__message *mine, double deadline,
+static cddp_result cddp__elastic_lead(cddp_ddp *d, cddp__message *mine, double deadline,
                                    cddp__message **table) {
-  cddp__crew *c = d->crew;
+  cddp__elastic *c = d->elastic;
   cddp_result r;
   int came, p;
   c->reports[c->me] = mine;
-  r = cddp__crew_await_all(d, deadline, &came);
-  p = c->silent >= 0 ? c->silent : cddp__crew_cut_off(d);
+  r = cddp__elastic_await_reports(d, deadline, &came);
+  p = c->silent >= 0 ? c->silent : cddp__elastic_cut_off(d);
   if (r == CDDP_OK && p >= 0 && 2 * came <= d->active_count) /* others may be the half */
     r = cddp__fail(CDDP_PEER_LOST,
                    "the host of %s does not answer, and %d of %d ranks cannot go on without the "
                    "others, which may have gone on: more than half must be there%s",
-                   cddp__crew_name(c, p).s, came, d->active_count,
+                   cddp__elastic_name(c, p).s, came, d->active_count,
                    c->silent >= 0 ? "" : ". All connections were reset, as by a firewall");
-  if (r == CDDP_OK) cddp__crew_admit(d);
-  if (r == CDDP_OK) r = cddp__crew_answer(d, table);
+  if (r == CDDP_OK) cddp__elastic_admit(d);
+  if (r == CDDP_OK) r = cddp__elastic_send_table(d, table);
   c->reports[c->me] = NULL;
-  for (p = 0; p < d->shards; p++) { /* the others' connections stay, for cddp__crew_go */
-    if (c->reports[p] == NULL) cddp__crew_drop(c, p);
+  for (p = 0; p < d->shards; p++) { /* the others' connections stay, for cddp__elastic_go */
+    if (c->reports[p] == NULL) cddp__elastic_drop(c, p);
     cddp__free(&c->net->allocator, c->reports[p]);
     c->reports[p] = NULL;
   }
@@ -19625,13 +19884,13 @@ static cddp_result cddp__crew_host(cddp_ddp *d, cddp__message *mine, double dead
 }
 
 /* Reports to the lowest rank, and waits for its answer; *table NULL: it is gone. */
-static cddp_result cddp__crew_call(cddp_ddp *d, int lowest, const cddp__message *mine,
+static cddp_result cddp__elastic_report_to(cddp_ddp *d, int lowest, const cddp__message *mine,
                                    double deadline, cddp__message **table) {
-  cddp__crew *c = d->crew;
+  cddp__elastic *c = d->elastic;
   cddp__net *n = c->net;
   cddp__link *l;
   cddp_result r;
-  cddp__crew_drop(c, lowest);
+  cddp__elastic_drop(c, lowest);
   r = cddp__link_call(n, lowest, CDDP__LINK_FRAMES, c->members[lowest].life, &c->links[lowest]);
   *table = NULL;
   if (r != CDDP_OK) return r;
@@ -19639,7 +19898,7 @@ static cddp_result cddp__crew_call(cddp_ddp *d, int lowest, const cddp__message 
   l = c->links[lowest];
   r = cddp__link_post(l, CDDP__FRAME_MESSAGE, 0, mine + 1, mine->head.size);
   while (r == CDDP_OK) {
-    cddp__crew_serve(d);
+    cddp__elastic_answer_joins(d);
     cddp__link_flush(n, l);
     CDDP__POINT("elastic report");
     if (l->state == CDDP__LINK_UP)
@@ -19648,28 +19907,29 @@ static cddp_result cddp__crew_call(cddp_ddp *d, int lowest, const cddp__message 
     if (*table != NULL) /* why it does not let this rank in */
       r = cddp__fail((cddp_result)(*table)->head.number, "%.*s", (int)(*table)->head.size,
                      (const char *)(*table + 1));
-    else if (cddp__crew_ended(c, lowest, l))
+    else if (cddp__elastic_ended(d, lowest, l))
       break;
     else if (cddp__now() > deadline)
       r = cddp__fail(CDDP_TIMEOUT,
                      "timed out after %g s: after a loss in step %" PRIu64 " %s has not gathered "
-                     "all ranks", d->group->timeout_s, d->steps, cddp__crew_name(c, lowest).s);
+                     "all ranks", d->group->timeout_s, d->steps, cddp__elastic_name(c, lowest).s);
     else
-      cddp__crew_nap(-1, &l, 1);
+      cddp__elastic_poll(-1, &l, 1);
   }
-  cddp__crew_drop(c, lowest);
+  cddp__elastic_drop(c, lowest);
   return r;
 }
 
 /* Whether that member says go; it may be gone, or late. */
-static bool cddp__crew_hears_go(cddp__crew *c, int place, double deadline) {
+static bool cddp__elastic_await_go(cddp_ddp *d, int place, double deadline) {
+  cddp__elastic *c = d->elastic;
   cddp__link *l = c->links[place];
   cddp__message *m = NULL;
   bool go;
   while (l != NULL && (m = cddp__link_receive(c->net, l, 1)) == NULL) {
     if (cddp__now() > deadline) cddp__link_end(l, ETIMEDOUT);
-    if (cddp__crew_ended(c, place, l)) break;
-    cddp__crew_nap(-1, &l, 1);
+    if (cddp__elastic_ended(d, place, l)) break;
+    cddp__elastic_poll(-1, &l, 1);
   }
   if (m == NULL && c->silent < 0) c->ended[place] = 1; /* it was there a moment ago */
   go = m != NULL && m->head.size == 1 && *(const char *)(m + 1) == 'g';
@@ -19679,37 +19939,39 @@ static bool cddp__crew_hears_go(cddp__crew *c, int place, double deadline) {
 
 /* What a table is good for begins when all have it, and the groups: each tells the lowest so, which
    then says go, or again, if one was lost meanwhile (CDDP_PEER_LOST). */
-static cddp_result cddp__crew_go(cddp_ddp *d) {
-  cddp__crew *c = d->crew;
+static cddp_result cddp__elastic_go(cddp_ddp *d) {
+  cddp__elastic *c = d->elastic;
   bool leads = c->leader == c->me, all = true;
   double deadline = cddp__now() + d->group->timeout_s;
   cddp_result r = CDDP_OK;
   int p;
   for (p = 0; leads && p < d->active_count; p++)
-    if (c->order[p] != c->me && !cddp__crew_hears_go(c, c->order[p], deadline)) all = false;
+    if (c->order[p] != c->me && !cddp__elastic_await_go(d, c->order[p], deadline)) all = false;
   for (p = 0; r == CDDP_OK && p < d->shards; p++) { /* members have one connection, to the leader */
     if (c->links[p] == NULL) continue;
     r = cddp__link_post(c->links[p], CDDP__FRAME_MESSAGE, 0, all ? "g" : "a", 1);
     CDDP__POINT("elastic go");
     cddp__link_flush(c->net, c->links[p]);
   }
-  if (r == CDDP_OK && !leads) all = cddp__crew_hears_go(c, c->leader, deadline);
-  cddp__crew_hang_up(d);
+  if (r == CDDP_OK && !leads) all = cddp__elastic_await_go(d, c->leader, deadline);
+  cddp__elastic_disconnect(d);
   if (r != CDDP_OK || all) return r;
   return cddp__fail(CDDP_PEER_LOST, "a rank was lost while ranks met again");
 }
 
 /* Asks the ranks of this host, and those at MASTER_ADDR, who leads the model that this rank would
    join; it is the only member known here, then. */
-static cddp_result cddp__crew_ask(cddp_ddp *d, double deadline) {
-  cddp__crew *c = d->crew;
+static cddp_result cddp__elastic_find_leader(cddp_ddp *d, double deadline) {
+  cddp__elastic *c = d->elastic;
   cddp__host *h = d->group->host;
-  const cddp__crew_hello *lead = &h->door->table.lead;
+  const cddp__elastic_lead_info *lead = &h->door->table.lead;
   cddp__join_table table; /* of another rank, whose own entries are not this rank's */
   cddp_result r = CDDP_OK;
   int fds[2] = {-1, -1}, p;
   if (lead->self.life == 0) {
     r = cddp__join_find(h, deadline, fds, &table);
+    if (r == CDDP_OK && memcmp(table.lead.token, lead->token, sizeof lead->token) != 0)
+      r = cddp__fail(CDDP_PEER_LOST, "CDDP_JOIN: the model has ended before this rank was in it");
     if (r == CDDP_OK) h->door->table.lead = table.lead;
   }
   cddp__close_fd(&fds[0]);
@@ -19719,30 +19981,30 @@ static cddp_result cddp__crew_ask(cddp_ddp *d, double deadline) {
     return cddp__fail(CDDP_MISMATCH, "CDDP_JOIN: what a rank of the job says is damaged");
   for (p = 0; p < d->shards; p++) c->members[p].life = 0;
   memcpy(c->net->token, lead->token, sizeof lead->token);
-  cddp__crew_enter(c, lead->self.place, &lead->self);
+  cddp__elastic_enter(c, lead->self.place, &lead->self);
   h->door->table.lead.self.life = 0; /* next time it may be another one */
   return CDDP_OK;
 }
 
 /* All members that are there say where they are: *table has their reports. */
-static cddp_result cddp__crew_gather(cddp_ddp *d, cddp__message **table) {
-  cddp__crew *c = d->crew;
+static cddp_result cddp__elastic_gather_reports(cddp_ddp *d, cddp__message **table) {
+  cddp__elastic *c = d->elastic;
   double deadline = cddp__now() + d->group->timeout_s;
   cddp__message *mine = NULL;
-  cddp_result r = cddp__crew_report_new(d, &mine);
+  cddp_result r = cddp__elastic_report_new(d, &mine);
   int lowest;
   *table = NULL;
   c->silent = -1;
   while (r == CDDP_OK && *table == NULL) {
-    lowest = cddp__crew_lowest(d);
+    lowest = cddp__elastic_leader(d);
     if (lowest < 0) {
-      r = cddp__crew_ask(d, deadline);
+      r = cddp__elastic_find_leader(d, deadline);
     } else if (lowest == c->me) {
       c->leader = c->me;
-      r = cddp__crew_host(d, mine, deadline, table);
+      r = cddp__elastic_lead(d, mine, deadline, table);
     } else {
-      r = cddp__crew_call(d, lowest, mine, deadline + 1, table);
-      if (r == CDDP_OK && *table == NULL) cddp__crew_lose(d, lowest, "");
+      r = cddp__elastic_report_to(d, lowest, mine, deadline + 1, table);
+      if (r == CDDP_OK && *table == NULL) cddp__elastic_lose(d, lowest, "");
     }
   }
   cddp__free(&c->net->allocator, mine);
@@ -19751,13 +20013,22 @@ static cddp_result cddp__crew_gather(cddp_ddp *d, cddp__message **table) {
 
 /* --- the group of those that are there --- */
 
+/* A process of this host that has joined, or met the others before this one has. */
+static void cddp__meet_process(cddp__host *h, int at, uint32_t pid) {
+  if (h->threads || at == h->index || h->pids[at] == pid) return;
+  cddp__close_fd(&h->pidfds[at]);
+  h->pids[at] = pid;
+  h->met = cddp__boot_ticks(); /* where there are no pidfds: it is as new as this */
+  h->pidfds[at] = cddp__above_stdio((int)syscall(SYS_pidfd_open, (pid_t)pid, 0u));
+}
+
 /* One of the two groups of the table's members. which: 0, control, 1, comm. */
-static cddp_result cddp__crew_group(cddp_ddp *d, cddp__message *table, int which,
+static cddp_result cddp__elastic_group(cddp_ddp *d, cddp__message *table, int which,
                                     cddp_group **out) {
-  cddp__crew *c = d->crew;
+  cddp__elastic *c = d->elastic;
   cddp__host *h = d->group->host;
   int *indices = c->indices, k, rank = 0, here = 0, lowest = -1;
-  cddp__crew_report *report;
+  cddp__elastic_report *report;
   cddp__ref ref;
   uint64_t id[3];
   void *block = NULL;
@@ -19765,6 +20036,7 @@ static cddp_result cddp__crew_group(cddp_ddp *d, cddp__message *table, int which
   for (k = 0; k < d->active_count; k++) {
     report = cddp__report_in(d, table, k);
     indices[k] = report->self.host == c->members[c->me].host ? report->self.index : -1;
+    if (indices[k] >= 0) cddp__meet_process(h, indices[k], report->self.pid);
     if (indices[k] >= 0 && here++ == 0) lowest = k;
     if (c->order[k] == c->me) rank = k;
   }
@@ -19787,30 +20059,36 @@ static cddp_result cddp__crew_group(cddp_ddp *d, cddp__message *table, int which
   return r;
 }
 
-static void cddp__crew_drop_past(cddp__crew *c) {
-  if (c->past != NULL) cddp__group_leave(c->past);
-  c->past = NULL;
+/* Leaves a group that is broken. A lost rank cannot: the control block stays for a while. */
+static void cddp__elastic_leave_group(cddp_ddp *d, cddp_group *g) {
+  cddp__leave_over(d, &g->block_ref, g->block_generation);
+  cddp__group_leave(g);
+}
+
+static void cddp__elastic_drop_past(cddp_ddp *d) {
+  if (d->elastic->past != NULL) cddp__elastic_leave_group(d, d->elastic->past);
+  d->elastic->past = NULL;
 }
 
 /* Leaves both groups, but keeps the first comm of a step, in which no thread is any more. Keeps the
    error's text. */
-static void cddp__crew_leave(cddp_ddp *d) {
+static void cddp__elastic_leave(cddp_ddp *d) {
   cddp_group *groups[2], *g;
   char text[CDDP__ERROR_MAX];
   int i;
   groups[0] = d->control;
   groups[1] = d->comm;
   memcpy(text, cddp__error_text, sizeof text);
-  cddp__crew_note_ends(d);
+  cddp__elastic_note_ends(d);
   for (i = 0; i < 2; i++) {
     if (groups[i] == NULL) continue;
     cddp__fail(CDDP_PEER_LOST, "%s", text);
     if (groups[i]->size > 1) (void)cddp__break(groups[i], CDDP_PEER_LOST);
-    if (i == 0 || d->crew->past != NULL) {
-      cddp__group_leave(groups[i]);
+    if (i == 0 || d->elastic->past != NULL) {
+      cddp__elastic_leave_group(d, groups[i]);
       continue;
     }
-    g = d->crew->past = groups[i];
+    g = d->elastic->past = groups[i];
     cddp__engine_drain(g);
     if (g->backend == NULL) continue;
     g->backend->leave(g);
@@ -19822,9 +20100,9 @@ static void cddp__crew_leave(cddp_ddp *d) {
 
 /* Takes over the table: who is there, and how far they are; shards that nobody has are dealt. From:
    the first that has the furthest reduction, NULL: there are only ranks that join. */
-static cddp__crew_report *cddp__crew_take(cddp_ddp *d, cddp__message *table) {
-  cddp__crew *c = d->crew;
-  cddp__crew_report *from = NULL, *report;
+static cddp__elastic_report *cddp__elastic_use_table(cddp_ddp *d, cddp__message *table) {
+  cddp__elastic *c = d->elastic;
+  cddp__elastic_report *from = NULL, *report;
   uint64_t life = c->members[c->me].life, furthest;
   bool listed;
   int k, i, p, left = 0, dealt = 0;
@@ -19833,7 +20111,7 @@ static cddp__crew_report *cddp__crew_take(cddp_ddp *d, cddp__message *table) {
     report = cddp__report_in(d, table, k);
     p = c->order[k] = report->self.place;
     d->active[k] = k;
-    cddp__crew_enter(c, p, &report->self);
+    cddp__elastic_enter(c, p, &report->self);
     if (report->self.life == life) c->me = c->net->rank = p;
     c->generation = cddp__max(c->generation, report->generation + 1);
     if (report->empty != 0 || (from != NULL && report->done <= from->done)) continue;
@@ -19843,10 +20121,10 @@ static cddp__crew_report *cddp__crew_take(cddp_ddp *d, cddp__message *table) {
   memset(c->ended, 0, (size_t)d->shards);
   for (p = 0; p < d->shards; p++) {
     for (k = 0, listed = false; k < d->active_count; k++) listed = listed || c->order[k] == p;
-    if (!listed && c->members[p].life != 0) cddp__crew_lose(d, p, "");
+    if (!listed && c->members[p].life != 0) cddp__elastic_lose(d, p, "");
   }
   furthest = from != NULL ? from->done : 0;
-  if (c->done < furthest) cddp__crew_forget(d); /* a step whose mean others have */
+  if (c->done < furthest) cddp__elastic_drop_sums(d); /* a step whose mean others have */
   for (i = 0; i < d->shards; i++) {
     d->owner[i] = -1;
     for (k = 0; k < d->active_count; k++) {
@@ -19862,8 +20140,8 @@ static cddp__crew_report *cddp__crew_take(cddp_ddp *d, cddp__message *table) {
 }
 
 /* Bytes of the rank with number `source` go to those that join; through the others they pass. */
-static cddp_result cddp__crew_pass(cddp_ddp *d, int source, void *data, size_t bytes) {
-  cddp__crew *c = d->crew;
+static cddp_result cddp__elastic_broadcast(cddp_ddp *d, int source, void *data, size_t bytes) {
+  cddp__elastic *c = d->elastic;
   size_t most = CDDP__NODES_PIECE * sizeof(double), at, n;
   void *passing = NULL;
   cddp_result r = d->memory->scratch(d, most, &passing);
@@ -19879,26 +20157,28 @@ static cddp_result cddp__crew_pass(cddp_ddp *d, int source, void *data, size_t b
 }
 
 /* Weights and states of the rank with number `source`, as of its report, go to those that join. */
-static cddp_result cddp__crew_welcome(cddp_ddp *d, cddp__crew_report *from, int source) {
-  cddp__crew *c = d->crew;
+static cddp_result cddp__elastic_send_snapshot(cddp_ddp *d, cddp__elastic_report *from,
+                                               int source) {
+  cddp__elastic *c = d->elastic;
   size_t bytes = (size_t)from->optim.states * d->state_room;
   bool gives = c->order[source] == c->me;
   char *states = NULL;
   cddp_result r = CDDP_OK;
   int i;
-  if ((gives || c->empty) && bytes > 0 && (states = cddp__crew_alloc(d, bytes)) == NULL)
+  if ((gives || c->empty) && bytes > 0 &&
+      (states = cddp__elastic_alloc(d, bytes, CDDP__FOR_MESSAGE)) == NULL)
     return CDDP_OUT_OF_MEMORY;
   if (gives && bytes > 0) r = cddp__copy_states(d, d->optim, states, 0, d->model_bytes, true);
   for (i = 0; r == CDDP_OK && i < d->count; i++)
-    r = cddp__crew_pass(d, source, d->params[i].data, d->tensors[i].bytes);
-  if (r == CDDP_OK) r = cddp__crew_pass(d, source, states, bytes);
-  if (r == CDDP_OK) r = cddp__crew_await(d);
+    r = cddp__elastic_broadcast(d, source, d->params[i].data, d->tensors[i].bytes);
+  if (r == CDDP_OK) r = cddp__elastic_broadcast(d, source, states, bytes);
+  if (r == CDDP_OK) r = cddp__elastic_await_device(d);
   if (r != CDDP_OK || !c->empty) {
-    cddp__crew_release(d, states);
+    cddp__elastic_release(d, states);
     return r;
   }
   c->states = states;
-  cddp__inherit(d, &from->optim, (float *)(from + 1));
+  cddp__take_snapshot(d, &from->optim, (float *)(from + 1));
   c->step = from->done;
   d->steps = from->steps;
   c->empty = false;
@@ -19908,46 +20188,47 @@ static cddp_result cddp__crew_welcome(cddp_ddp *d, cddp__crew_report *from, int 
 /* What all members have done, those get that lack it: the last mean; who joins, the model. The
    others have gone on from that step then, and what they did in its group cannot be done any more:
    for this rank too it stays broken until the next step. */
-static cddp_result cddp__crew_level(cddp_ddp *d, cddp__message *table, cddp__crew_report *from) {
-  cddp__crew *c = d->crew;
+static cddp_result cddp__elastic_level(cddp_ddp *d, cddp__message *table,
+                                       cddp__elastic_report *from) {
+  cddp__elastic *c = d->elastic;
   bool behind = false, joins = false;
   int source = 0, k;
   cddp_result r = CDDP_OK;
   for (k = 0; k < d->active_count; k++) {
-    cddp__crew_report *report = cddp__report_in(d, table, k);
+    cddp__elastic_report *report = cddp__report_in(d, table, k);
     if (report == from) source = k;
     behind = behind || (report->empty == 0 && report->done < from->done);
     joins = joins || report->empty != 0;
   }
-  if (behind && d->dense > 0) {
+  if (behind && d->dense > 0 && from->in_parts == 0) { /* else all have it, as it was complete */
     cddp__call send = cddp__make_call(CDDP__KIND_BROADCAST, c->mean, c->mean, d->dense, CDDP_U8,
                                       CDDP_SUM, source);
     r = cddp__call_all(d, &send);
+    if (c->done < from->done) {
+      c->parts = 1;
+      c->in_parts = false;
+      c->means[0] = c->mean;
+    }
   }
-  if (r == CDDP_OK && joins) r = cddp__crew_welcome(d, from, source);
-  if (r == CDDP_OK && behind) r = cddp__crew_await(d);
+  if (r == CDDP_OK && joins) r = cddp__elastic_send_snapshot(d, from, source);
+  if (c->shares) { /* steps need none */
+    cddp__arena_free(d->group->host, d->scratch);
+    d->scratch = NULL;
+    d->scratch_bytes = 0;
+  }
+  if (r == CDDP_OK && behind) r = cddp__elastic_await_device(d);
   if (r != CDDP_OK) return r;
   c->done = from->done;
-  if (c->done == c->step) cddp__crew_drop_past(c);
+  if (c->done == c->step) cddp__elastic_drop_past(d);
   return CDDP_OK;
 }
 
-/* Both groups connect: of two connections one at least has nothing unread at its other end at any
-   time, so if that process dies its system closes the connection, and does not reset it. */
-static cddp_result cddp__crew_connect(cddp_ddp *d) {
-  cddp_result r = cddp__round(d->control, CDDP__SCOPE_ALL, CDDP__KIND_GROUP_NEW,
-                              CDDP__PHASE_CONNECTED, 0, NULL, 0);
-  if (r != CDDP_OK) return r;
-  return cddp__round(d->comm, CDDP__SCOPE_ALL, CDDP__KIND_GROUP_NEW, CDDP__PHASE_CONNECTED, 0, NULL,
-                     0);
-}
-
 /* From here on processes may join: what they are told is that this rank's leader lets them in. */
-static void cddp__crew_open(cddp_ddp *d) {
-  cddp__crew *c = d->crew;
+static void cddp__elastic_open(cddp_ddp *d) {
+  cddp__elastic *c = d->elastic;
   cddp__host *h = d->group->host;
   if (h->door == NULL) return;
-  cddp__crew_tell_lead(d);
+  cddp__elastic_show_leader(d);
   h->door->table.life = (int)c->generation + 1;
   memcpy(h->door->table.lead.token, c->net->token, sizeof h->door->table.lead.token);
   h->door->table.lead.model = cddp__model_of(d);
@@ -19956,29 +20237,30 @@ static void cddp__crew_open(cddp_ddp *d) {
 
 /* The group is broken, or there is none yet: those that are there make another one, and go on from
    the furthest of them. CDDP_PEER_LOST: one of them was lost meanwhile. */
-static cddp_result cddp__crew_regroup(cddp_ddp *d) {
-  cddp__crew *c = d->crew;
-  cddp__crew_report *from = NULL;
+static cddp_result cddp__elastic_regroup(cddp_ddp *d) {
+  cddp__elastic *c = d->elastic;
+  cddp__elastic_report *from = NULL;
   cddp__message *table = NULL;
   cddp_result r;
   int i;
   if (++c->attempts > 4 * d->shards + 16) /* that is no loss any more */
     return cddp__fail(CDDP_ABORTED, "ranks met %d times after losses in step %" PRIu64
                       " and could not complete it", c->attempts - 1, d->steps);
-  cddp__crew_leave(d);
-  if ((r = cddp__crew_gather(d, &table)) == CDDP_OK) from = cddp__crew_take(d, table);
+  cddp__elastic_leave(d);
+  r = cddp__elastic_gather_reports(d, &table);
+  if (r == CDDP_OK) from = cddp__elastic_use_table(d, table);
   if (r == CDDP_PEER_LOST) r = CDDP_ABORTED;
   CDDP__POINT("elastic table");
   if (r == CDDP_OK && from == NULL) { /* nobody has the model: there may be others than those */
     for (i = 0; i < d->shards; i++) c->members[i].life = 0;
     c->me = c->net->rank = d->shards;
-    cddp__crew_hang_up(d);
+    cddp__elastic_disconnect(d);
     r = CDDP_PEER_LOST;
   }
-  if (r == CDDP_OK) r = cddp__crew_group(d, table, 0, &d->control);
-  if (r == CDDP_OK) r = cddp__crew_group(d, table, 1, &d->comm);
-  if (r == CDDP_OK) r = cddp__crew_go(d);
-  if (r == CDDP_OK) r = cddp__crew_connect(d); /* all have both groups */
+  if (r == CDDP_OK) r = cddp__elastic_group(d, table, 0, &d->control);
+  if (r == CDDP_OK) r = cddp__elastic_group(d, table, 1, &d->comm);
+  if (r == CDDP_OK) r = cddp__elastic_go(d);
+  if (r == CDDP_OK) r = cddp__elastic_connect(d); /* all have both groups: these connect */
   if (r == CDDP_OK && d->group->backend != NULL)
     r = (d->group->backend->open)(d->group, d->comm);
   for (i = 0; i < 2; i++) {
@@ -19986,10 +20268,10 @@ static cddp_result cddp__crew_regroup(cddp_ddp *d) {
     c->blocks[i] = NULL;
   }
   CDDP__POINT("elastic grouped");
-  if (r == CDDP_OK) r = cddp__crew_level(d, table, from);
+  if (r == CDDP_OK) r = cddp__elastic_level(d, table, from);
   cddp__free(&c->net->allocator, table);
   if (r != CDDP_OK) return r;
-  cddp__crew_open(d);
+  cddp__elastic_open(d);
   cddp__log(&d->group->host->logger, 1, "%d ranks go on with step %" PRIu64, d->active_count,
             c->done);
   return CDDP_OK;
@@ -19997,87 +20279,210 @@ static cddp_result cddp__crew_regroup(cddp_ddp *d) {
 
 /* --- shards and steps --- */
 
-/* d->held: the next shard; -1: all are done, and the mean of them is there. */
-static cddp_result cddp__crew_next(cddp_ddp *d) {
-  cddp__crew *c = d->crew;
+/* A shard that this rank is to do; -1: there is none. */
+static int cddp__elastic_pick(const cddp_ddp *d) {
+  const cddp__elastic *c = d->elastic;
+  int i;
+  for (i = 0; i < d->shards; i++)
+    if (i != d->held && d->owner[i] < d->active_count && c->order[d->owner[i]] == c->me &&
+        !cddp__nodes_contain(d->kept, d->kept_count, i))
+      return i;
+  return -1;
+}
+
+/* The shard that this rank has in hand becomes a node. The last one may stay in the gradients,
+   where the others see them. */
+static cddp_result cddp__elastic_keep(cddp_ddp *d) {
+  bool more = !d->elastic->shares || cddp__elastic_pick(d) >= 0;
   cddp_result r = CDDP_OK;
-  int held = d->held, i;
-  d->held = -1;
-  if (c->done == c->step) cddp__crew_drop_past(c);
+  if (d->sparse != NULL) r = cddp__keep_rows(d, d->held);
+  CDDP__POINT("elastic keep");
+  if (r == CDDP_OK && (more || d->kept_count > 0)) r = cddp__elastic_grow(d, d->kept_count + 1);
+  if (r == CDDP_OK) r = cddp__keep_node(d, d->held, more);
+  d->elastic->spent = !more;
+  CDDP__POINT("elastic kept");
+  return r;
+}
+
+/* d->held: the next shard; -1: all are done, and the mean of them is there. */
+static cddp_result cddp__elastic_next(cddp_ddp *d) {
+  cddp__elastic *c = d->elastic;
+  cddp_result r = CDDP_OK;
+  if (c->done == c->step) cddp__elastic_drop_past(d);
   cddp__door_serve(d->group->host);
-  if (held >= 0 && c->done == c->step) { /* it becomes a node; its rows stay with this rank, too */
-    if (d->sparse != NULL) r = cddp__keep_rows(d, held);
-    CDDP__POINT("elastic keep");
-    if (r == CDDP_OK) r = cddp__crew_grow(d, d->kept_count + 1);
-    if (r == CDDP_OK) r = cddp__keep_node(d, held, true);
-    CDDP__POINT("elastic kept");
-  }
-  if (held >= 0) cddp__arm(d);
+  if (d->held >= 0 && c->done == c->step) r = cddp__elastic_keep(d);
+  if (d->held >= 0) cddp__arm(d);
+  d->held = -1;
   while (r == CDDP_OK && c->done == c->step) {
-    for (i = 0; i < d->shards; i++) {
-      if (d->owner[i] >= d->active_count || c->order[d->owner[i]] != c->me) continue;
-      if (cddp__nodes_contain(d->kept, d->kept_count, i)) continue;
-      d->held = i;
-      return CDDP_OK;
+    int shard = cddp__elastic_pick(d);
+    if (shard >= 0 && c->spent) r = cddp__elastic_clear(d);
+    if (shard >= 0) {
+      if (r == CDDP_OK) d->held = shard;
+      return r;
     }
-    cddp__crew_listen(d, false);
-    if (cddp__crew_lowest(d) != c->me) cddp__crew_hang_up(d);
-    if (c->knock_count > 0 && c->attempts == 0) /* lets them in, once a step */
+    cddp__elastic_accept(d, false);
+    if (cddp__elastic_leader(d) != c->me) cddp__elastic_disconnect(d);
+    if (c->request_count > 0 && c->attempts == 0) /* lets them in, once a step */
       r = cddp__fail(CDDP_PEER_LOST, "the ranks meet again, as a process joins");
     else
-      r = cddp__crew_reduce(d);
-    while (r == CDDP_PEER_LOST) r = cddp__crew_regroup(d);
+      r = cddp__elastic_reduce(d);
+    while (r == CDDP_PEER_LOST) r = cddp__elastic_regroup(d);
+  }
+  return r;
+}
+
+/* --- the update --- */
+
+/* Means and squares of part k. */
+static cddp__pass cddp__part_pass(cddp_ddp *d, cddp_optim *s, int k, size_t *begin, size_t *end) {
+  cddp__pass x = cddp__pass_of(d, s, true);
+  x.alone = true;
+  x.means = d->elastic->means[k];
+  cddp__slice(d->dense, CDDP__BLOCK_BYTES, d->elastic->parts, k, begin, end);
+  return x;
+}
+
+/* A block of CDDP__PASS_WEIGHTS: by its mean this rank steps its own weights, and its gradients
+   become zero. */
+static void cddp__step_block(cddp__pass *x, int i, const cddp__update *u, size_t at, size_t n) {
+  double room[CDDP__STEP_BLOCK / sizeof(double)];
+  cddp_ddp *d = x->d;
+  size_t esize = cddp__dtype_size(u->stored), first = (at - d->tensors[i].offset) / esize;
+  char *weights = (char *)d->params[i].data + first * esize;
+  char *own = cddp__gradient_at(d, d->me, i, at);
+  const char *gradient = (const char *)cddp__block_gradient(x, i, at, n, room);
+  cddp__fused_args args;
+  int k;
+  if (u->loop == NULL || u->stored != CDDP_F32) {
+    cddp__update_run(u, first, weights, gradient, n);
+    cddp__copy_near(own, NULL, n * esize);
+  } else { /* which makes the gradient zero */
+    cddp__copy_near(own, gradient, n * esize);
+    for (k = 0; k < CDDP__STATES; k++)
+      args.states[k] = u->states[k] != NULL ? (cddp__f32 *)(void *)u->states[k] + first : NULL;
+    args.scalars = &u->scalars;
+    args.mean = (float)u->scalars.sign;
+    args.clip = 1;
+    args.gradients[0] = (cddp__f32 *)(void *)own;
+    args.weights[0] = (cddp__f32 *)(void *)weights;
+    u->loop(&args, 1, n);
+  }
+  cddp__optim_copy(x->s, i, first, n);
+}
+
+/* Steps all weights of this rank, which is in host memory. */
+static cddp_result cddp__step_alone(cddp_ddp *d, cddp_optim *s) {
+  cddp__sparse *const *sparse = s->sparse; /* NULL: it was made without `ddp` */
+  cddp__elastic *c = d->elastic;
+  double clip = 1;
+  size_t begin, end;
+  cddp__pass x;
+  cddp_result r;
+  int k;
+  s->sparse = d->sparse;
+  r = cddp__optim_prepare(s);
+  s->sparse = sparse;
+  if (r != CDDP_OK) return r;
+  if (d->desc.max_grad_norm > 0 && !c->in_parts) {
+    x = cddp__part_pass(d, s, 0, &begin, &end);
+    x.block = cddp__keep_mean;
+    x.squares = true;
+    cddp__walk(&x, begin, end);
+    c->squares[0] = d->squares[d->me];
+  }
+  if (d->desc.max_grad_norm > 0) {
+    clip = cddp__clip_factor(d, d->desc.max_grad_norm, c->squares, c->parts);
+    cddp__clip_rows(d, clip);
+  }
+  for (k = 0; k < c->parts; k++) {
+    x = cddp__part_pass(d, s, k, &begin, &end);
+    x.which = CDDP__PASS_WEIGHTS;
+    x.block = cddp__step_block;
+    x.clip = clip;
+    cddp__walk(&x, begin, end);
+  }
+  for (k = 0; k < d->count; k++)
+    if (cddp__sparse_of(d, k) != NULL && !cddp__optim_skips(s, k))
+      cddp__optim_rows(s, k, d->sparse[k]);
+  return cddp__clear_gradients(d, s, true);
+}
+
+/* The mean to the gradients. */
+static cddp_result cddp__take_means(cddp_ddp *d) {
+  cddp_result r = CDDP_OK;
+  size_t begin, end;
+  int k;
+  for (k = 0; r == CDDP_OK && k < d->elastic->parts; k++) {
+    cddp__pass x = cddp__part_pass(d, NULL, k, &begin, &end);
+    r = (d->memory->copy)(d->arena + begin, x.means + begin, end - begin, d->group->stream);
   }
   return r;
 }
 
 /* The update, or (s NULL) what cddp_ddp_wait gives: this rank's own work on the mean. */
-static cddp_result cddp__crew_update(cddp_ddp *d, cddp_optim *s) {
+static cddp_result cddp__elastic_update(cddp_ddp *d, cddp_optim *s) {
   bool gpu = d->group->backend != NULL;
-  cddp_result r;
+  cddp_result r = CDDP_OK;
   CDDP__POINT("elastic update");
-  d->crew->called = cddp__update_call(d, s);
+  d->elastic->called = cddp__update_call(d, s);
   memset(d->used, 1, (size_t)d->count);
-  r = (d->memory->copy)(d->arena, d->crew->mean, d->dense, d->group->stream);
-  if (r == CDDP_OK && (s == NULL || !gpu)) r = cddp__return_gradients(d);
+  if (gpu || s == NULL) r = cddp__take_means(d);
+  if (r == CDDP_OK && s == NULL) r = cddp__return_gradients(d);
   if (r == CDDP_OK && s != NULL && gpu) r = (d->memory->step)(d, s, true, true);
-  if (r == CDDP_OK && s != NULL && !gpu && d->desc.max_grad_norm > 0)
-    r = d->memory->clip(d, d->desc.max_grad_norm, NULL);
-  if (r == CDDP_OK && s != NULL && !gpu) {
-    cddp__sparse *const *sparse = s->sparse; /* NULL: it was made without `ddp` */
-    s->sparse = d->sparse;
-    r = cddp_optim_step(s);
-    s->sparse = sparse;
-  }
-  if (r == CDDP_OK && s != NULL) r = cddp__clear_gradients(d, gpu ? s : NULL, gpu);
+  if (r == CDDP_OK && s != NULL) r = gpu ? cddp__clear_gradients(d, s, true)
+                                         : cddp__step_alone(d, s);
+  d->elastic->spent = false;
   CDDP__POINT("elastic updated");
-  if (r == CDDP_OK) d->crew->step++;
+  if (r == CDDP_OK) d->elastic->step++;
   return r;
 }
 
 /* --- creation, joining and destruction --- */
 
-static void cddp__crew_free(cddp_ddp *d) {
-  cddp__crew *c = d->crew;
+/* Other ranks may still read what this rank shows, its part of the last mean, and its squares:
+   these are freed when all have left the group. Without a group they stay. So does all that threads
+   of a process may read. */
+static void cddp__keep_shown(cddp_ddp *d) {
+  cddp__elastic *c = d->elastic;
+  cddp__host *h = d->group->host;
+  if (d->active_count == 1 || c->own == NULL) return;
+  if (d->control != NULL) {
+    cddp__arena_free_with(h, c->own, d->control->block);
+    cddp__arena_free_with(h, c->mean, d->control->block);
+    cddp__arena_free_with(h, d->arena, d->control->block);
+  }
+  c->own = NULL;
+  c->mean = d->arena = NULL;
+  if (h->threads) c->area = d->rows = NULL;
+}
+
+static void cddp__elastic_free(cddp_ddp *d) {
+  cddp__elastic *c = d->elastic;
   if (c == NULL) return;
-  cddp__crew_drop_past(c);
-  if (c->net != NULL) cddp__crew_hide(d);
+  cddp__keep_shown(d);
+  if (c->net != NULL) {
+    cddp__elastic_drop_past(d);
+    cddp__elastic_close(d);
+    cddp__free(&c->net->allocator, c->leftovers);
+  }
+  d->group->host->elastic = false;
   if (d->group->host->joined)
     d->group->host->door->table.lead.model.params = 0; /* it has had its one */
   (void)d->memory->use(d->group);
-  cddp__crew_release(d, c->mean);
-  cddp__crew_release(d, c->area);
-  cddp__crew_release(d, c->states);
+  cddp__elastic_release(d, c->mean);
+  cddp__elastic_release(d, c->area);
+  cddp__elastic_release(d, c->states);
+  cddp__arena_free(d->group->host, c->own);
   cddp__net_release(c->net);
   cddp__free(&d->group->host->allocator, c);
-  d->crew = NULL;
+  d->elastic = NULL;
 }
 
 /* What this rank tells of itself; its socket listens. */
-static cddp_result cddp__crew_self(cddp_ddp *d, cddp__crew_member *self) {
-  cddp__crew *c = d->crew;
+static cddp_result cddp__elastic_self(cddp_ddp *d, cddp__elastic_member *self) {
+  cddp__elastic *c = d->elastic;
   const cddp__host *h = d->group->host;
-  const cddp__crew_member *lead = h->door != NULL ? &h->door->table.lead.self : NULL;
+  const cddp__elastic_member *lead = h->door != NULL ? &h->door->table.lead.self : NULL;
   cddp__address a;
   int fd = -1, count;
   cddp_result r = CDDP_OK;
@@ -20089,6 +20494,7 @@ static cddp_result cddp__crew_self(cddp_ddp *d, cddp__crew_member *self) {
     if (fd >= 0 && connect(fd, &a.any, a.size) != 0) cddp__close_fd(&fd);
   }
   if (h->net != NULL) a = cddp__internet_address(&h->net->hosts[h->net->host].address);
+  else if (h->joined && h->fd >= 0) a = cddp__internet_address(&h->door->table.at);
   else r = cddp__own_address(fd, &a);
   cddp__close_fd(&fd);
   if (r != CDDP_OK) return r;
@@ -20096,7 +20502,7 @@ static cddp_result cddp__crew_self(cddp_ddp *d, cddp__crew_member *self) {
   self->address = a.v6;
   self->place = c->me;
   self->host = h->net != NULL ? h->net->host : 0;
-  if (h->joined) self->host = 2 * d->shards;
+  if (h->joined) self->host = h->fd >= 0 ? h->door->table.host : 2 * d->shards;
   if ((r = cddp__listen_all(&a, 1, &c->net->listener, &count)) != CDDP_OK)
     return cddp__fail_in(r, "connections of ranks that go on after a loss: ");
   self->port = cddp__address_port(&a);
@@ -20110,21 +20516,26 @@ static cddp_result cddp__crew_self(cddp_ddp *d, cddp__crew_member *self) {
   return cddp__random(&self->life, sizeof self->life);
 }
 
-/* The crew and its arrays; only this rank is in it. */
-static cddp_result cddp__crew_new(cddp_ddp *d) {
+/* The model's membership, with this rank alone. */
+static cddp_result cddp__elastic_new(cddp_ddp *d) {
   cddp__host *h = d->group->host;
   const cddp_allocator *a = &h->allocator;
-  size_t n = (size_t)d->shards, links = n + CDDP__CREW_KNOCKS;
+  size_t n = (size_t)d->shards, links = n + CDDP__JOIN_REQUESTS;
   const char *secret = h->door != NULL && h->door->secret[0] != 0 ? h->door->secret : NULL;
-  cddp__crew *c = (cddp__crew *)cddp__calloc(
+  cddp__elastic *c = (cddp__elastic *)cddp__calloc(
       a, 1, sizeof *c + sizeof *c->members +
-                n * (sizeof *c->members + 2 * sizeof(int) + 1) + 2 * links * sizeof(void *));
+                n * (sizeof *c->members + 3 * sizeof(void *) + 2 * sizeof(int) + 1) +
+                2 * links * sizeof(void *));
   if (c == NULL) return CDDP_OUT_OF_MEMORY;
-  d->crew = c;
-  c->members = (cddp__crew_member *)(void *)(c + 1);
+  h->elastic = true;
+  d->elastic = c;
+  c->members = (cddp__elastic_member *)(void *)(c + 1);
   c->links = (cddp__link **)(void *)(c->members + n + 1);
   c->reports = (cddp__message **)(void *)(c->links + links);
-  c->order = (int *)(void *)(c->reports + links);
+  c->means = (char **)(void *)(c->reports + links);
+  c->squares = (double **)(void *)(c->means + n);
+  c->shown = (cddp__shown **)(void *)(c->squares + n);
+  c->order = (int *)(void *)(c->shown + n);
   c->indices = c->order + n;
   c->ended = (unsigned char *)(c->indices + n);
   c->empty = h->joined;
@@ -20134,1258 +20545,65 @@ static cddp_result cddp__crew_new(cddp_ddp *d) {
   c->net->rank = c->me;
   if (secret != NULL && (c->net->secret = cddp__strdup(a, secret)) == NULL)
     return CDDP_OUT_OF_MEMORY;
-  c->mean = cddp__crew_alloc(d, d->dense + cddp__gather_slack(d));
-  return c->mean != NULL ? cddp__crew_grow(d, 1) : CDDP_OUT_OF_MEMORY;
+  c->mean = cddp__elastic_alloc(d, d->dense + cddp__gather_slack(d), CDDP__FOR_MEAN);
+  if (c->mean == NULL) return CDDP_OUT_OF_MEMORY;
+  return d->group->backend == NULL ? cddp__show_new(d) : CDDP_OK;
 }
 
 /* Collective over d->control: all ranks know each other. */
-static cddp_result cddp__crew_create(cddp_ddp *d) {
+static cddp_result cddp__elastic_create(cddp_ddp *d) {
   cddp_group *g = d->control;
   size_t n = (size_t)g->size;
-  cddp__crew_hello mine, *all;
-  cddp_result r = cddp__crew_new(d);
+  cddp__elastic_lead_info mine, *all;
+  cddp_result r = cddp__elastic_new(d);
   int k;
+  CDDP__POINT("elastic enter");
   memset(&mine, 0, sizeof mine);
-  if (r == CDDP_OK) r = cddp__crew_self(d, &mine.self);
+  if (r == CDDP_OK) r = cddp__elastic_self(d, &mine.self);
   if (r == CDDP_OK) r = cddp__random(mine.token, sizeof mine.token);
-  all = (cddp__crew_hello *)cddp__malloc(&g->host->allocator, n * sizeof *all);
+  all = (cddp__elastic_lead_info *)cddp__malloc(&g->host->allocator, n * sizeof *all);
   if (all == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
   r = cddp__consensus(g, r, &mine, sizeof mine, all);
   for (k = 0; r == CDDP_OK && k < g->size; k++) {
-    cddp__crew_enter(d->crew, k, &all[k].self);
-    d->crew->order[k] = k;
+    cddp__elastic_enter(d->elastic, k, &all[k].self);
+    d->elastic->order[k] = k;
   }
   if (r == CDDP_OK) {
-    memcpy(d->crew->net->token, all[0].token, sizeof all[0].token);
-    d->crew->net->host = all[d->crew->me].self.host;
+    memcpy(d->elastic->net->token, all[0].token, sizeof all[0].token);
+    d->elastic->net->host = all[d->elastic->me].self.host;
     d->active_count = g->size;
-    cddp__crew_deal(d);
+    cddp__elastic_deal(d);
     d->control->internal = d->comm->internal = false; /* their calls tell where buffers are */
-    r = cddp__crew_connect(d);
-    if (r == CDDP_OK) cddp__crew_open(d);
   }
   cddp__free(&g->host->allocator, all);
+  if (r == CDDP_OK) r = cddp__consensus(g, cddp__elastic_connect(d), NULL, 0, NULL);
+  if (r == CDDP_OK) cddp__elastic_open(d);
   return r;
 }
 
 /* Local, but for its meeting with the others: this rank, of a process that has joined, becomes a
    member and has the others' weights. */
-static cddp_result cddp__crew_join(cddp_ddp *d) {
-  const cddp__crew_hello *lead = &d->group->host->door->table.lead;
-  cddp__crew_member self;
+static cddp_result cddp__elastic_join(cddp_ddp *d) {
+  const cddp__elastic_lead_info *lead = &d->group->host->door->table.lead;
+  cddp__elastic_member self;
   cddp_result r = cddp__join_compare(d, &lead->model);
-  if (r == CDDP_OK) r = cddp__crew_new(d);
-  if (r == CDDP_OK) r = cddp__crew_self(d, &self);
+  if (r == CDDP_OK) r = cddp__elastic_new(d);
+  if (r == CDDP_OK) r = cddp__elastic_self(d, &self);
   if (r != CDDP_OK) return r;
-  cddp__crew_enter(d->crew, d->crew->me, &self);
-  d->crew->net->host = self.host;
-  do r = cddp__crew_regroup(d);
+  cddp__elastic_enter(d->elastic, d->elastic->me, &self);
+  d->elastic->net->host = self.host;
+  do r = cddp__elastic_regroup(d);
   while (r == CDDP_PEER_LOST);
   if (r == CDDP_ABORTED) r = CDDP_PEER_LOST; /* what the others fail of is not this rank's affair */
   if (r == CDDP_OK) cddp__record_event(d->group, "joined", d->steps, CDDP_OK);
   return r;
 }
 
-/* >>elastic ------------------------------------------------------------------------------------
-   Models whose ranks are lost, and come: cddp_ddp_desc.elastic. Ranks of one host, gradients in
-   host memory.
-   Owns: the board, a member's entry, its kit. Touches: of a cddp_ddp what >>ddp does; other
-   members' weights and gradients in an update. Entry points: cddp__elastic_create, or for a rank
-   that joins _join; _next, _leave; for >>crew's models too _step, _adopt and cddp_ddp_group. The
-   thread that trains calls all.
-   Works as follows: after creation ranks meet on the board alone, never in rounds, as a group that
-   has lost a rank is broken. The board outlives each of them. What is to be done in step t is cut
-   into units, shards and then parts of the update. A unit is a word {step, state, owner} that is
-   FREE (all of an earlier step are), then TAKEN by compare-and-swap, then DONE. A member whose
-   process has ended is made LOST by whoever waits and looks at its pidfd; others take its units.
-   What a member has written stays, as it lies in the memory that all share.
-   The deal says which units a member takes first: those of the members that whoever began the step
-   first has seen, see cddp__elastic_begin. Where ranks are not all there, or one is late, units are
-   done by others; what comes out is the same, as nothing depends on who does what.
-   Shards: gradients of a shard that has ended are a node of the canonical tree. A member adds up
-   those of its nodes that together are one, into a slot that is not in use; then one store, of
-   member.nodes, puts the new table of its nodes in force; then the shard is DONE. DONE is for ever,
-   and what a table has stays as it is until the step is over. When all shards are DONE, the tables
-   of all members, living and lost, have each shard once.
-   The update begins when all living members have come to it (member.at) and called the same. A part
-   is done block by block:
-     1 the block's new weights and states are computed into the owner's log
-     2 part.progress = its place, odd: the log has it
-     3 log to states, log to the weights of all living members, and their gradients become zero
-     4 part.progress = the place of the next block, even
-   A member that is lost at 1 has changed nothing that is read, at 3 nothing that is not written
-   again: who takes the part over does the block at an even place anew, and publishes that at an odd
-   one once more, from the log of the lost member. So there is no bad moment. A block lies in the
-   first or second cache meanwhile. When all parts are DONE board.step is raised. Weights that no
-   other rank can write to go to an area on the board, from which each rank copies them; the means
-   of a cddp_ddp_wait go to another one, and all ranks copy these. States lie on the board.
-   With max_grad_norm all parts are done twice: first their means, into that area, and the squares
-   of these, on the board too. Done again they come out the same, so this pass needs no log; a
-   unit's word counts passes (cddp__pass_number). Rows of a shard that has ended go into a packet,
-   which the board names before the shard is in its rank's table; each member merges all packets for
-   itself, and steps such a parameter block by block as if its gradient were dense.
-   The memory of a lost member is given back when the step is over: cddp__forget_lost. Packets of
-   rows, and control blocks of the members' groups, are needed longer than that; they belong to the
-   board, and whoever needs one takes the memory that is there: cddp__room_take. Two steps have
-   different packets. A control block is free when no living member says that it uses it.
-   A rank that joins takes a place that no member has, and is LIVE from then on, with `at` as if it
-   had come to the update of this step: the next one waits for it. Deals have it from member.since
-   on. Each member that begins that step first copies the model to where the one that joins waits
-   for it, on the board, as nobody changes it before all have come to the update
-   (cddp__publish_model). The last rank that leaves has the board freed. A rank that joins may have
-   heard of the board long before that, so its first write is to board.gate, which says whether the
-   board is still there: compare-and-swap, as is all that changes the gate (cddp__gate_enter).
-   A rank that is late may still look at step t while others are in t + 1, but no further: so what a
-   member says of a step has two places. */
-
-/* shared: memory that whichever rank needs it uses again; it may be another's, and that dead. */
-typedef struct cddp__elastic_room {
-  cddp__ref at;
-  cddp__atomic_u64 bytes; /* 0: there is none; written last */
-} cddp__elastic_room;
-
-#define CDDP__ELASTIC_BLOCKS 3 /* control blocks that a member makes for groups: old ones, a new */
-
-/* shared: a rank of an elastic model, or the place for one. Writer: its rank, but for state. */
-typedef struct cddp__elastic_member {
-  cddp__atomic_u64 state;  /* CDDP__MEMBER_*, and << 8: LIVE, its life; else the step of its end */
-  cddp__atomic_u64 at;     /* 2 t: in the shards of step t; 2 t + 1: has come to its update */
-  cddp__atomic_u64 since;  /* the first step that may be dealt to it */
-  cddp__atomic_u64 nodes;  /* of its kit's tables the one in force: cddp__table_word */
-  cddp__atomic_u32 inside; /* 1: may write to other members' memory */
-  cddp__atomic_u32 life;   /* counts the ranks that have had this place */
-  uint32_t pid;
-  int32_t rank;  /* cddp_rank of its group */
-  int32_t index; /* among the ranks of the host: cddp__host.index */
-  uint64_t born; /* of its process: cddp__process_born */
-  cddp__ref arena, kit;
-  cddp__elastic_call calls[2]; /* by the step's lowest bit, as is what follows: its deal */
-  uint64_t identity[2];        /* hash of the members below and their lives; never 0 */
-  uint32_t block[2];           /* of their group: 1 + its number; 0: there was no memory */
-  uint64_t living[2][CDDP__MAX_RANKS / 64]; /* the members it has seen */
-  cddp__elastic_room blocks[CDDP__ELASTIC_BLOCKS]; /* whoever has this place makes groups here */
-  cddp__atomic_u32 uses;       /* 1 + the number of its group's block; 0: it has none */
-  unsigned char pad[CDDP__CACHE_LINE];
-} cddp__elastic_member;
-
-/* shared: a part of the update. */
-typedef struct cddp__elastic_part {
-  cddp__atomic_u64 word;     /* cddp__unit */
-  cddp__atomic_u64 progress; /* cddp__progress; odd: the block there is in the log */
-} cddp__elastic_part;
-
-/* ddp.state_room bytes each. */
-enum {
-  CDDP__AREA_MEANS,
-  CDDP__AREA_WEIGHTS,
-  CDDP__AREA_JOIN, /* weights for who joins */
-  CDDP__AREA_STATES,
-  CDDP__AREAS = CDDP__AREA_STATES + CDDP__STATES + 1
-};
-
-/* A member as this rank sees it; where its arena, slots and weights are the cddp_ddp has. */
-typedef struct cddp__elastic_view {
-  uint32_t life; /* of the member that is mapped; 0: none */
-  int pidfd;     /* -1: none */
-  char *kit;
-} cddp__elastic_view;
-
-/* What a cddp_ddp has of an elastic model. Owner: the thread that trains. */
-struct cddp__elastic {
-  cddp__board *board;
-  cddp__elastic_member *members; /* [capacity] */
-  cddp__atomic_u64 *shards;      /* [shards] */
-  cddp__elastic_part *parts;     /* [parts] */
-  cddp__elastic_room *rows;      /* [2][shards] by the step's lowest bit: packets of rows */
-  double *squares;               /* of the mean, of each piece of the arena */
-  unsigned char *in_area;        /* [params] 1: its weights go to an area, for who joins */
-  float *counts;                 /* [params] how often each has been stepped, for who joins */
-  char *areas;                   /* [CDDP__AREAS] */
-  cddp__elastic_view *views;     /* [capacity] */
-  int *indices;                  /* [capacity] of ddp.active, numbers among the host's processes, */
-  uint32_t *lives;               /* and which life of the place each is */
-  cddp__presence *presences;     /* [capacity] of the group */
-  uint64_t identity;             /* of them; 0: none yet */
-  uint32_t block;                /* of their group: 1 + its number; 0: none */
-  char *kit;                     /* this rank's */
-  size_t log_at, refs_at, slots_at; /* in each kit, bytes */
-  uint64_t step;                 /* in which this rank is */
-  bool begun;                    /* it knows the deal of this step */
-  bool spent;                    /* its arena has a shard that is done */
-  uint32_t areas_used;           /* bits: the areas that this rank has used */
-  uint32_t seen;                 /* board.changes when its wait began */
-  uint32_t unshared;             /* host.unshared at creation */
-  uint64_t own;                  /* this rank's state while it is a member; 0: it has not been */
-  cddp_group *group;             /* of the living; NULL: not asked for yet */
-};
-#define CDDP__ELASTIC_LOOK_S 0.01 /* between looks after the other members */
-#define CDDP__ELASTIC_PART ((size_t)32 << 10) /* bytes of a part, if there are not too many */
-#define CDDP__ELASTIC_PARTS 256
-enum { CDDP__UNIT_FREE, CDDP__UNIT_TAKEN, CDDP__UNIT_DONE };
-
-/* A unit's word. log: the member in whose log the part's block is. */
-static uint64_t cddp__unit(uint64_t step, int state, int owner, int log) {
-  return step << 26 | (uint64_t)log << 14 | (uint64_t)owner << 2 | (uint64_t)state;
-}
-static int cddp__unit_owner(uint64_t word) { return (int)(word >> 2 & 4095); }
-static int cddp__unit_state(uint64_t word, uint64_t step) {
-  if (word >> 26 == step) return (int)(word & 3);
-  return word >> 26 < step ? CDDP__UNIT_FREE : CDDP__UNIT_DONE;
-}
-
-/* Of a member's two tables number `which` is in force, with `count` nodes. */
-static uint64_t cddp__table_word(uint64_t step, int count, int which) {
-  return step << 14 | (uint64_t)count << 1 | (uint64_t)which;
-}
-
-/* A step has two passes over the parts: means into their area, and new weights. */
-static uint64_t cddp__pass_number(uint64_t step, int pass) { return 2 * step + (uint64_t)pass; }
-
-/* A block's place in the arena, of a step. Whatever has not that step is of an earlier one. */
-#define CDDP__PLACE_BITS 42
-static uint64_t cddp__progress(uint64_t step, uint64_t at) {
-  return (step + 1) << CDDP__PLACE_BITS | at;
-}
-
-static uint64_t cddp__member_state(int state, uint64_t life_or_step) {
-  return life_or_step << 8 | (uint64_t)state;
-}
-
-static bool cddp__member_is(const cddp__elastic *e, int member, int state) {
-  return (cddp__load64(&e->members[member].state) & 255) == (uint64_t)state;
-}
-
-/* Whether the member is there and does this rank's step; if not it has joined in it, or later. */
-static bool cddp__member_does(const cddp__elastic *e, int member) {
-  return cddp__member_is(e, member, CDDP__MEMBER_LIVE) &&
-         cddp__load64(&e->members[member].since) <= e->step;
-}
-
-/* --- the board, and what of it and of members is mapped here --- */
-
-/* Wakes the members that wait for a change. */
-static void cddp__elastic_changed(cddp__board *b) {
-  cddp__add32(&b->changes, 1);
-  if (cddp__load32(&b->sleepers) != 0) cddp__futex_wake(&b->changes);
-}
-
-static void cddp__elastic_fail(cddp_ddp *d, cddp_result r) {
-  cddp__note_cause(&d->elastic->board->failure, r, cddp__error_text);
-  cddp__elastic_changed(d->elastic->board);
-}
-
-/* Whether this rank was a member and is none any more, as others took its process for ended. */
-static bool cddp__counted_out(const cddp_ddp *d) {
-  const cddp__elastic *e = d->elastic;
-  return e->own != 0 && cddp__load64(&e->members[d->me].state) != e->own;
-}
-
-static cddp_result cddp__elastic_failure(const cddp_ddp *d) { /* of the model */
-  cddp__elastic *e = d->elastic;
-  cddp_result r = cddp__check_cause(&e->board->failure);
-  if (r != CDDP_OK) return r;
-  if (CDDP__UNLIKELY(cddp__counted_out(d)))
-    return cddp__fail(CDDP_ABORTED, "the other ranks took rank %d's process for one that has ended",
-                      d->group->rank);
-  if (CDDP__LIKELY(cddp__load32(&d->group->host->unshared) == e->unshared)) return CDDP_OK;
-  return cddp__fail(CDDP_ABORTED,
-                    "rank %d took its memory out of sharing, as an operation of another group "
-                    "failed while one of its ranks was stopped; make the cddp_ddp anew",
-                    d->group->rank);
-}
-
-/* When the process began, in clock ticks since the system's start; 0: it has ended. */
-static uint64_t cddp__process_born(uint32_t pid) {
-  uint64_t born;
-  char state;
-  return cddp__process_stat(pid, 22, &state, &born) && state != 'Z' && state != 'X' ? born : 0;
-}
-
-/* Whether the process that began then (0: it is not known) has ended. Where /proc cannot tell, as
-   no descriptor is left, the pid does. A process whose first thread alone has ended looks like a
-   zombie; a pidfd tells. */
-static bool cddp__process_ended(uint32_t pid, uint64_t since) {
-  struct pollfd fd = {-1, POLLIN, 0};
-  uint64_t born;
-  char state = 0;
-  bool known = cddp__process_stat(pid, 22, &state, &born), ended;
-  if (!known) return kill((pid_t)pid, 0) != 0 && errno == ESRCH;
-  if (since != 0 && born != since) return true;
-  if (state != 'Z' && state != 'X') return false;
-  fd.fd = (int)syscall(SYS_pidfd_open, (pid_t)pid, 0u);
-  ended = fd.fd < 0 || poll(&fd, 1, 0) == 1;
-  if (fd.fd >= 0) close(fd.fd);
-  return ended;
-}
-
-/* The parts into which the update of a model is dealt. */
-static int cddp__parts_of(const cddp_ddp *d) {
-  size_t most = d->model_bytes / CDDP__ELASTIC_PART;
-  return (int)cddp__max(1, cddp__min(most, CDDP__ELASTIC_PARTS));
-}
-
-/* Where things lie behind the board (NULL: it is not there yet); returns its bytes. */
-static size_t cddp__board_layout(const cddp_ddp *d, char *board, cddp__elastic *e) {
-  size_t page = d->state_room < CDDP__HUGE_PAGE ? cddp__page_size() : CDDP__HUGE_PAGE;
-  size_t n = (size_t)d->shards, params = (size_t)d->count, at = 0;
-  e->board = (cddp__board *)cddp__carve(board, &at, 1, sizeof *e->board);
-  at = cddp__round_up(at, CDDP__CACHE_LINE);
-  e->members = (cddp__elastic_member *)cddp__carve(board, &at, n, sizeof *e->members);
-  e->shards = (cddp__atomic_u64 *)cddp__carve(board, &at, n, sizeof *e->shards);
-  e->parts = (cddp__elastic_part *)cddp__carve(board, &at, (size_t)cddp__parts_of(d),
-                                               sizeof *e->parts);
-  e->rows = (cddp__elastic_room *)cddp__carve(board, &at, 2 * n, sizeof *e->rows);
-  e->squares = (double *)cddp__carve(board, &at, d->pieces, sizeof *e->squares);
-  e->in_area = (unsigned char *)cddp__carve(board, &at, params, 1);
-  e->counts = (float *)cddp__carve(board, &at, params, sizeof *e->counts);
-  at = cddp__round_up(at, page);
-  e->areas = (char *)cddp__carve(board, &at, CDDP__AREAS, d->state_room);
-  return at;
-}
-
-/* A board's gate while there is the model. Behind that, 2^16 for each rank that has passed, ever,
-   and 1 for each that is inside. Other memory may lie where a board was, and another board: neither
-   has these 32 bits. */
-static uint64_t cddp__gate_open(const cddp__ref *board) {
-  return (cddp__hash64(1, board, sizeof *board) | 1) << 32;
-}
-
-/* Of the model that this rank, of a process that has joined, has heard of. */
-static bool cddp__gate_is_open(const cddp__host *h) {
-  return cddp__load64(&h->board->gate) >> 32 == cddp__gate_open(&h->door->table.board) >> 32;
-}
-
-/* Inside, until cddp__gate_leave, a rank that is no member finds the board where it was. False: it
-   is gone, and nothing has been written there. */
-static bool cddp__gate_enter(cddp__board *b, const cddp__ref *board) {
-  uint64_t open = cddp__gate_open(board), word;
-  do {
-    word = cddp__load64(&b->gate);
-    if (word >> 32 != open >> 32) return false;
-  } while (!cddp__swap64(&b->gate, word, open | (uint32_t)(word + 0x10001)));
-  CDDP__POINT("elastic gate");
-  return true;
-}
-
-static void cddp__room_free(cddp__host *h, cddp__elastic_room *room) {
-  cddp__ref at = room->at;
-  void *p = NULL;
-  if (cddp__load64(&room->bytes) == 0) return;
-  cddp__store64(&room->bytes, 0);
-  CDDP__POINT("elastic room");
-  if (cddp__locate(h, &at, &p) == CDDP_OK && !cddp__arena_free(h, p) && !h->threads)
-    (void)cddp__ref_punch(h, &at);
-}
-
-/* Whether this rank is the last one: no member, nor inside, is another. Then what the model has on
-   the board goes, and the board: the rank that made it frees it. Else it may be gone from now on,
-   unless this rank is a member. */
-static bool cddp__gate_leave(const cddp_ddp *d, const cddp__elastic *e) {
-  cddp__board *b = e->board;
-  uint64_t word;
-  bool last;
-  int m, k;
-  do {
-    word = cddp__load64(&b->gate);
-    last = (word & 0xffff) == 1;
-    for (m = 0; m < d->shards && last; m++)
-      last = !cddp__member_is(e, m, CDDP__MEMBER_LIVE) &&
-             !cddp__member_is(e, m, CDDP__MEMBER_JOINING);
-    CDDP__POINT("elastic leave");
-  } while (!cddp__swap64(&b->gate, word, last ? 0 : word - 1));
-  for (m = 0; m < d->shards && last; m++) {
-    for (k = 0; k < 2; k++) cddp__room_free(d->group->host, &e->rows[2 * m + k]);
-    for (k = 0; k < CDDP__ELASTIC_BLOCKS; k++)
-      cddp__room_free(d->group->host, &e->members[m].blocks[k]);
-  }
-  if (last) cddp__store32(&b->block.left, 1);
-  return last;
-}
-
-static char *cddp__area(const cddp_ddp *d, int area, size_t at) {
-  return d->elastic->areas + (size_t)area * d->state_room + at;
-}
-
-static int cddp__table_room(const cddp_ddp *d) { return d->shards / 2 + 1; } /* nodes, at most */
-
-static cddp__shard_node *cddp__table(const cddp_ddp *d, char *kit, uint64_t word) {
-  size_t bytes = (size_t)cddp__table_room(d) * sizeof(cddp__shard_node);
-  return (cddp__shard_node *)(void *)(kit + (word & 1) * bytes);
-}
-
-/* Nodes that the member has in step `step`. */
-static int cddp__table_count(const cddp__elastic *e, int member, uint64_t step, uint64_t *word) {
-  *word = cddp__load64(&e->members[member].nodes);
-  return *word >> 14 == step ? (int)(*word >> 1 & 8191) : 0;
-}
-
-/* Local: d->elastic, on a board that is mapped here, and a kit. */
-static cddp_result cddp__elastic_attach(cddp_ddp *d, char *board) {
-  const cddp_allocator *a = &d->group->host->allocator;
-  size_t n = (size_t)d->shards, tables = 2 * (size_t)cddp__table_room(d);
-  size_t page = cddp__page_size(), bytes;
-  cddp__elastic *e = (cddp__elastic *)cddp__calloc(
-      a, 1, sizeof *e + n * (sizeof *e->views + sizeof *e->presences + sizeof *e->indices +
-                             sizeof *e->lives));
-  int i;
-  if (e == NULL) return CDDP_OUT_OF_MEMORY;
-  e->views = (cddp__elastic_view *)(void *)(e + 1);
-  e->presences = (cddp__presence *)(void *)(e->views + n);
-  e->indices = (int *)(void *)(e->presences + n);
-  e->lives = (uint32_t *)(void *)(e->indices + n);
-  d->me = -1; /* no member yet */
-  e->unshared = cddp__load32(&d->group->host->unshared);
-  (void)cddp__board_layout(d, board, e);
-  for (i = 0; i < d->count; i++) d->tensors[i].shared = e->in_area[i] == 0;
-  e->log_at = cddp__round_up(tables * sizeof(cddp__shard_node), CDDP__CACHE_LINE);
-  e->refs_at = e->log_at + CDDP__LOG_ARRAYS * CDDP__LOG_ROOM;
-  e->slots_at = cddp__round_up(e->refs_at + (size_t)d->count * sizeof(cddp__ref), page);
-  d->slot_room = cddp__round_up(d->slot_room, page);
-  bytes = e->slots_at + ((size_t)cddp__table_room(d) + 1) * d->slot_room;
-  e->kit = (char *)cddp__arena_alloc(d->group->host, bytes, CDDP__FOR_KIT);
-  if (e->kit == NULL) {
-    cddp__free(a, e);
-    return CDDP_OUT_OF_MEMORY;
-  }
-  d->elastic = e;
-  return CDDP_OK;
-}
-
-/* Fills the entry of a member that this rank is; the caller has made it JOINING, and makes it LIVE
-   with its new life. */
-static void cddp__elastic_enter(cddp_ddp *d, int member) {
-  cddp__elastic *e = d->elastic;
-  cddp__elastic_member *m = &e->members[member];
-  cddp__host *h = d->group->host;
-  cddp__ref *refs = (cddp__ref *)(void *)(e->kit + e->refs_at);
-  int i;
-  CDDP__POINT("elastic enter");
-  d->me = member;
-  cddp__see_arena(d, member, d->arena);
-  d->squares[member] = e->squares;
-  d->slot_areas[member] = e->kit + e->slots_at;
-  m->pid = (uint32_t)getpid();
-  m->born = cddp__process_born(m->pid);
-  m->rank = d->group->rank;
-  m->index = h->index;
-  cddp__store32(&m->inside, 0); /* the rank before may have died with these */
-  cddp__store32(&m->uses, 0);
-  for (i = 0; i < d->count; i++) {
-    size_t bytes = d->params[i].count * cddp__dtype_size(d->params[i].dtype);
-    if (d->tensors[i].shared) refs[i] = cddp__ref_of(h, d->params[i].data, bytes);
-  }
-  m->arena = cddp__ref_of(h, d->arena, d->bytes);
-  m->kit = cddp__ref_of(h, e->kit, e->slots_at); /* the last: see cddp__forget_member */
-  cddp__add32(&m->life, 1);
-}
-
-static void cddp__elastic_live(cddp_ddp *d) {
-  cddp__elastic_member *m = &d->elastic->members[d->me];
-  d->elastic->own = cddp__member_state(CDDP__MEMBER_LIVE, cddp__load32(&m->life));
-  cddp__store64(&m->state, d->elastic->own);
-}
-
-/* Maps what the member has, unless it is mapped. */
-static cddp_result cddp__elastic_see(cddp_ddp *d, int member) {
-  cddp__elastic *e = d->elastic;
-  const cddp__elastic_member *m = &e->members[member];
-  cddp__elastic_view *v = &e->views[member];
-  cddp__host *h = d->group->host;
-  uint32_t life = cddp__load32(&m->life);
-  void *arena = NULL, *kit = NULL, *at;
-  const cddp__ref *refs;
-  cddp_result r = CDDP_OK;
-  int i;
-  if (CDDP__LIKELY(v->life == life)) return CDDP_OK;
-  if (v->life != 0) cddp__close_fd(&v->pidfd);
-  v->life = 0;
-  v->pidfd = -1;
-  if (!h->threads && member != d->me) v->pidfd =
-        cddp__above_stdio((int)syscall(SYS_pidfd_open, (pid_t)m->pid, 0u));
-  if (v->pidfd >= 0 && cddp__process_ended(m->pid, m->born)) cddp__close_fd(&v->pidfd);
-  r = cddp__locate(h, &m->arena, &arena);
-  if (r == CDDP_OK) r = cddp__locate(h, &m->kit, &kit);
-  for (i = 0; r == CDDP_OK && i < d->count; i++) {
-    refs = (const cddp__ref *)(void *)((char *)kit + e->refs_at);
-    at = NULL;
-    if (refs[i].kind != CDDP__REF_NONE) r = cddp__locate(h, &refs[i], &at);
-    d->weights[(size_t)member * (size_t)d->count + (size_t)i] = (char *)at;
-  }
-  if (r != CDDP_OK) {
-    cddp__close_fd(&v->pidfd);
-    return r;
-  }
-  v->kit = (char *)kit;
-  cddp__see_arena(d, member, (char *)arena);
-  d->slot_areas[member] = v->kit + e->slots_at;
-  v->life = life;
-  return CDDP_OK;
-}
-
-/* Collective over d->control: rank 0 makes the board, and all ranks enter; those that have not yet
-   are inside its gate, in case that one fails and leaves. */
-static cddp_result cddp__elastic_create(cddp_ddp *d) {
-  cddp_group *g = d->control;
-  size_t bytes;
-  int i;
-  char *board;
-  cddp_result r;
-  cddp__elastic e;
-  bytes = cddp__board_layout(d, NULL, &e);
-  r = cddp__common_memory(d, bytes, CDDP__FOR_BOARD, &board);
-  (void)cddp__board_layout(d, board, &e);
-  if (r == CDDP_OK && g->local_rank == 0) {
-    e.board->self = cddp__ref_of(g->host, board, bytes);
-    e.board->model = cddp__model_of(d);
-    e.board->shards = d->shards;
-    cddp__store64(&e.board->gate, cddp__gate_open(&e.board->self) | (uint64_t)g->size);
-    cddp__store32(&e.board->block.size, 1);
-    for (i = 0; i < d->count; i++) e.in_area[i] = !d->tensors[i].shared;
-  }
-  if (r == CDDP_OK) r = cddp__control_barrier(d, CDDP__KIND_DDP_CREATE, CDDP__PHASE_DONE);
-  if (r != CDDP_OK) return r;
-  if ((r = cddp__elastic_attach(d, board)) == CDDP_OK) {
-    cddp__elastic_enter(d, g->rank);
-    cddp__elastic_live(d);
-  }
-  r = cddp__consensus(g, r, NULL, 0, NULL);
-  (void)cddp__gate_leave(d, &e);
-  if (r != CDDP_OK) return r;
-  g->host->board = e.board;
-  cddp__door_open(g->host);
-  return CDDP_OK;
-}
-
-/* --- memory that ranks use again --- */
-
-/* So many bytes there, where they are now or anew; they hold what they may. Room doubles, so that
-   what is left behind of it is less than it is. It goes with the board, whoever frees it before. */
-static cddp_result cddp__room_take(const cddp_ddp *d, cddp__elastic_room *room, size_t bytes,
-                                   void **out) {
-  cddp__host *h = d->group->host;
-  size_t more = cddp__page_size();
-  if (cddp__load64(&room->bytes) >= bytes) return cddp__locate(h, &room->at, out);
-  cddp__room_free(h, room);
-  while (more < bytes) more *= 2;
-  if ((*out = cddp__arena_alloc(h, more, CDDP__FOR_KIT)) == NULL) return CDDP_OUT_OF_MEMORY;
-  cddp__arena_free_with(h, *out, &d->elastic->board->block);
-  room->at = cddp__ref_of(h, *out, more);
-  CDDP__POINT("elastic roomy");
-  cddp__store64(&room->bytes, more);
-  return CDDP_OK;
-}
-
-static cddp__elastic_room *cddp__elastic_block(const cddp__elastic *e, uint32_t number) {
-  return &e->members[(number - 1) / CDDP__ELASTIC_BLOCKS].blocks[(number - 1) %
-                                                                 CDDP__ELASTIC_BLOCKS];
-}
-
-/* A control block for the group of a deal of this rank, that no member uses, or only with a group
-   of long ago, to which its memory is left then: 1 + its number; 0: there is no memory. last: that
-   of the step before, in which some may still be, and begin to use it. */
-static uint32_t cddp__new_block(cddp_ddp *d, int ranks, uint32_t last) {
-  cddp__host *h = d->group->host;
-  const cddp__elastic *e = d->elastic;
-  uint32_t first = 1 + (uint32_t)(d->me * CDDP__ELASTIC_BLOCKS), k;
-  size_t bytes = cddp__block_bytes(ranks, ranks);
-  cddp__elastic_room *room;
-  void *block = NULL;
-  bool used = true;
-  int m;
-  for (k = 0; used && k < CDDP__ELASTIC_BLOCKS; k++) {
-    used = first + k == last;
-    for (m = 0; m < d->shards; m++)
-      used = used || (cddp__member_is(e, m, CDDP__MEMBER_LIVE) &&
-                      cddp__load32(&e->members[m].uses) == first + k);
-  }
-  k = used ? first == last : k - 1;
-  room = cddp__elastic_block(e, first + k);
-  if (used) cddp__store64(&room->bytes, 0);
-  if (cddp__room_take(d, room, bytes, &block) != CDDP_OK) return 0;
-  if (h->threads || !cddp__ref_punch(h, &room->at)) memset(block, 0, bytes);
-  cddp__store32(&((cddp__control_block *)block)->size, (uint32_t)ranks);
-  cddp__store32(&((cddp__control_block *)block)->generation, 1); /* for cddp__arena_free_with */
-  return first + k;
-}
-
-/* --- who is there --- */
-
-static cddp__text cddp__member_name(const cddp_ddp *d, int member) {
-  const cddp__elastic_member *m = &d->elastic->members[member];
-  return cddp__words("rank %d (%spid %u)", m->rank,
-                     d->group->host->threads ? "a thread of " : "", m->pid);
-}
-
-/* Whether the member's process has ended, or (a thread) its function. */
-static bool cddp__member_gone(const cddp_ddp *d, int member) {
-  const cddp__elastic_member *m = &d->elastic->members[member];
-  const cddp__host *h = d->group->host;
-  uint32_t state;
-  struct pollfd fd;
-  if (h->threads) {
-    state = h->slots != NULL ? cddp__load32(&h->slots[m->index].state) : 0;
-    return state == CDDP__SLOT_DEAD || state == CDDP__SLOT_LEFT;
-  }
-  fd.fd = d->elastic->views[member].life == cddp__load32(&m->life)
-              ? d->elastic->views[member].pidfd
-              : -1;
-  fd.events = POLLIN;
-  fd.revents = 0;
-  if (fd.fd >= 0 && poll(&fd, 1, 0) == 1) return true;
-  return fd.fd < 0 && cddp__process_ended(m->pid, m->born);
-}
-
-/* Looks after the other members: who is gone is lost, and the shards that it had taken are free, or
-   done if they are in its table. */
-static cddp_result cddp__elastic_look(cddp_ddp *d) {
-  cddp__elastic *e = d->elastic;
-  cddp_result r = CDDP_OK;
-  uint64_t word, now, table;
-  int m, shard, count, state;
-  for (m = 0; m < d->shards; m++) {
-    word = cddp__load64(&e->members[m].state);
-    if (m == d->me || (word & 255) != CDDP__MEMBER_LIVE || !cddp__member_gone(d, m)) continue;
-    now = cddp__load64(&e->board->step); /* the member may have been a step ahead of this rank */
-    CDDP__POINT("elastic lost");
-    if (!cddp__swap64(&e->members[m].state, word, cddp__member_state(CDDP__MEMBER_LOST, now)))
-      continue;
-    cddp__tell_lost(d, cddp__member_name(d, m), e->members[m].rank, "");
-    cddp__elastic_changed(e->board);
-  }
-  for (shard = 0; r == CDDP_OK && shard < d->shards; shard++) {
-    word = cddp__load64(&e->shards[shard]);
-    if (cddp__unit_state(word, e->step) != CDDP__UNIT_TAKEN || word >> 26 != e->step) continue;
-    m = cddp__unit_owner(word);
-    if (cddp__member_is(e, m, CDDP__MEMBER_LIVE)) continue;
-    count = cddp__table_count(e, m, e->step, &table);
-    if (count > 0) r = cddp__elastic_see(d, m); /* else it may have freed its memory as it left */
-    if (cddp__load64(&e->shards[shard]) != word) r = CDDP_OK; /* the memory may have gone too */
-    else if (r == CDDP_OK) {
-      state = count > 0 &&
-                      cddp__nodes_contain(cddp__table(d, e->views[m].kit, table), count, shard)
-                  ? CDDP__UNIT_DONE : CDDP__UNIT_FREE;
-      CDDP__POINT("elastic free");
-      if (cddp__swap64(&e->shards[shard], word, cddp__unit(e->step, state, m, 0)))
-        cddp__elastic_changed(e->board);
-    }
-  }
-  return r;
-}
-
-/* Gives back the memory of the rank that had the place of a member, if it has died; that of one
-   that has left is its own. This rank has made the place JOINING, and the step in which the other
-   was lost is over. If this rank dies here, whoever takes the place does it again. */
-static void cddp__forget_member(cddp_ddp *d, int member) {
-  cddp__elastic *e = d->elastic;
-  cddp__elastic_member *m = &e->members[member];
-  cddp__host *h = d->group->host;
-  const cddp__ref *refs = NULL;
-  void *kit = NULL;
-  int i = -1;
-  if (h->threads || m->kit.kind != CDDP__REF_EXTENT) return;
-  if (cddp__process_ended(m->pid, m->born) && cddp__locate(h, &m->kit, &kit) == CDDP_OK) {
-    refs = (const cddp__ref *)(void *)((char *)kit + e->refs_at);
-    i = d->count + 1;
-  }
-  for (; i >= 0; i--) { /* weights, arena, and the kit last */
-    const cddp__ref *ref = i > 1 ? &refs[i - 2] : i == 1 ? &m->arena : &m->kit;
-    if (ref->kind == CDDP__REF_EXTENT) (void)cddp__ref_punch(h, ref);
-  }
-  m->kit.kind = CDDP__REF_NONE;
-}
-
-/* The places of all whose memory is of no use any more become free. */
-static void cddp__forget_lost(cddp_ddp *d) {
-  cddp__elastic *e = d->elastic;
-  int m;
-  for (m = 0; m < d->shards; m++) {
-    uint64_t word = cddp__load64(&e->members[m].state);
-    if ((word & 255) != CDDP__MEMBER_LOST || word >> 8 >= cddp__load64(&e->board->step)) continue;
-    if (!cddp__swap64(&e->members[m].state, word,
-                      cddp__member_state(CDDP__MEMBER_JOINING, (uint64_t)getpid())))
-      continue;
-    CDDP__POINT("elastic forget");
-    cddp__forget_member(d, m);
-    cddp__store64(&e->members[m].state, cddp__member_state(CDDP__MEMBER_NONE, 0));
-    cddp__elastic_changed(e->board);
-  }
-}
-
-/* The shard that this rank may take next, -1: none. *all_done: nor will there be one. */
-static int cddp__pick_shard(const cddp_ddp *d, bool *all_done) {
-  const cddp__elastic *e = d->elastic;
-  int i, other = -1;
-  *all_done = true;
-  for (i = 0; i < d->shards; i++) {
-    int state = cddp__unit_state(cddp__load64(&e->shards[i]), e->step);
-    if (state != CDDP__UNIT_DONE) *all_done = false;
-    if (state != CDDP__UNIT_FREE) continue;
-    if (d->owner[i] == d->me) return i;
-    if (other < 0 && !cddp__member_is(e, d->owner[i], CDDP__MEMBER_LIVE)) other = i;
-  }
-  return other;
-}
-
-/* The deadline has passed: names the members that are waited for, to do shards or, if these are
-   done, in the update. */
-static cddp_result cddp__elastic_late(cddp_ddp *d) {
-  cddp__elastic *e = d->elastic;
-  char text[CDDP__ERROR_MAX] = "";
-  cddp__text who;
-  bool taken, update;
-  int i, n = 0;
-  (void)cddp__pick_shard(d, &update);
-  for (i = 0; i < d->shards && n < 4 && !update; i++) {
-    uint64_t word = cddp__load64(&e->shards[i]);
-    int state = cddp__unit_state(word, e->step);
-    if (state == CDDP__UNIT_DONE) continue;
-    taken = state == CDDP__UNIT_TAKEN;
-    who = cddp__member_name(d, taken ? cddp__unit_owner(word) : d->owner[i]);
-    cddp__append(text, sizeof text, "%s%s %s shard %d", n++ > 0 ? ", " : "", who.s,
-                 taken ? "is not done with" : "has not taken", i);
-  }
-  for (i = 0; i < d->shards && n < 4 && update; i++) {
-    bool late = cddp__load64(&e->members[i].at) <= 2 * e->step;
-    if (i == d->me || !cddp__member_is(e, i, CDDP__MEMBER_LIVE)) continue;
-    if (!late && cddp__load32(&e->members[i].inside) == 0) continue;
-    cddp__append(text, sizeof text, "%s%s %s", n++ > 0 ? ", " : "", cddp__member_name(d, i).s,
-                 late ? "did not come to" : "is not done with");
-  }
-  return cddp__fail(CDDP_TIMEOUT, "timed out after %g s in step %" PRIu64 ": %s%s",
-                    d->group->timeout_s, d->steps, text, update ? " the update" : "");
-}
-
-/* Waits for board.changes to be no longer `seen`, or for a moment. w: zeroed; it begins anew
-   whenever something has changed. joins: what has not happened if this rank joins, and time is up;
-   else NULL. */
-static cddp_result cddp__elastic_wait(cddp_ddp *d, cddp__wait *w, uint32_t seen,
-                                      const char *joins) {
-  cddp__elastic *e = d->elastic;
-  cddp__board *b = e->board;
-  double left;
-  cddp_result r = cddp__elastic_failure(d);
-  int i;
-  if (r != CDDP_OK) return r;
-  if (w->deadline == 0 || seen != e->seen) {
-    double look = w->look;
-    cddp__wait_begin(w, d->group->timeout_s, d->group->yields);
-    w->look = w->look - CDDP__NAP_S + CDDP__ELASTIC_LOOK_S;
-    if (look != 0 && look < w->look) w->look = look;
-    e->seen = seen;
-  }
-  for (i = 0; i < d->group->spin; i++) {
-    if (cddp__load32(&b->changes) != seen) return CDDP_OK;
-    cddp__pause();
-  }
-  if (cddp__wait_yields(w)) return CDDP_OK;
-  cddp__serve_idle(d->group);
-  cddp__wait_look(w);
-  if (w->due) {
-    w->look = cddp__now() + CDDP__ELASTIC_LOOK_S;
-    cddp__door_serve(d->group->host);
-    if ((r = cddp__elastic_look(d)) != CDDP_OK) return r;
-  }
-  left = w->deadline - cddp__now();
-  if (left > CDDP__ELASTIC_LOOK_S) left = CDDP__ELASTIC_LOOK_S;
-  cddp__add32(&b->sleepers, 1);
-  if (cddp__load32(&b->changes) == seen) cddp__futex_wait(&b->changes, seen, left);
-  cddp__add32(&b->sleepers, (uint32_t)-1);
-  if (cddp__load32(&b->changes) != seen || !w->late) return CDDP_OK;
-  if (joins == NULL) return cddp__elastic_late(d);
-  return cddp__fail(CDDP_TIMEOUT, "CDDP_JOIN: timed out after %g s: %s", d->group->timeout_s,
-                    joins);
-}
-
-/* The member's number among the processes of the host: one behind the ranks that met here, if it
-   has joined, or this rank has. */
-static int cddp__member_index(cddp_ddp *d, int member) {
-  const cddp__elastic_member *m = &d->elastic->members[member];
-  cddp__host *h = d->group->host;
-  int at = h->size + member;
-  if (h->threads || member == d->me) return m->index;
-  if (m->index < h->size && h->pids[m->index] == m->pid) return m->index;
-  if (h->pids[at] == m->pid) return at;
-  cddp__close_fd(&h->pidfds[at]);
-  h->pids[at] = m->pid;
-  h->met = cddp__boot_ticks(); /* where there are no pidfds: it is as new as this */
-  h->pidfds[at] = cddp__above_stdio((int)syscall(SYS_pidfd_open, (pid_t)m->pid, 0u));
-  return at;
-}
-
-/* The members in that set are dealt all shards. */
-static void cddp__take_deal(cddp_ddp *d, const uint64_t *living) {
-  cddp__elastic *e = d->elastic;
-  int m, k = 0, i;
-  for (m = 0; m < d->shards; m++) {
-    if ((living[m / 64] >> m % 64 & 1) == 0) continue;
-    e->lives[k] = cddp__load32(&e->members[m].life);
-    e->indices[k] = cddp__member_index(d, m);
-    d->active[k++] = m;
-  }
-  d->active_count = k;
-  cddp__assign_shards(d->owner, d->shards, k);
-  for (i = 0; i < d->shards; i++) d->owner[i] = d->active[d->owner[i]];
-  cddp__record_event(d->group, "dealt", (uint64_t)d->active_count, CDDP_OK);
-}
-
-/* This rank begins its step: takes the deal that is in force. If there is none yet it makes one, of
-   the members that are LIVE now, and do this step; another rank may be faster. Their group's
-   control block is the one that the members before had, if these are the same. */
-static void cddp__elastic_begin(cddp_ddp *d) {
-  cddp__elastic *e = d->elastic;
-  cddp__elastic_member *m = &e->members[d->me];
-  int slot = (int)(e->step & 1), count = 0, k;
-  uint64_t identity = 1, *living = m->living[slot], deal = cddp__load64(&e->board->deal);
-  uint32_t seen[2];
-  if (e->begun) return;
-  cddp__forget_lost(d);
-  if (deal >> 12 != e->step + 1) {
-    if (e->group != NULL && cddp__load32(&e->group->block->broken) != 0)
-      (void)cddp__elastic_look(d); /* whoever has broken it is not to be in the next one */
-    memset(living, 0, sizeof m->living[slot]);
-    for (k = 0; k < d->shards; k++) {
-      if (!cddp__member_does(e, k)) continue;
-      count++;
-      living[k / 64] |= (uint64_t)1 << k % 64;
-      seen[0] = (uint32_t)k;
-      seen[1] = cddp__load32(&e->members[k].life);
-      identity = cddp__hash64(identity, seen, sizeof seen);
-    }
-    m->identity[slot] = identity | 1;
-    m->block[slot] = e->block;
-    if (m->identity[slot] != e->identity || e->block == 0)
-      m->block[slot] = cddp__new_block(d, count, e->members[deal & 4095].block[slot ^ 1]);
-    CDDP__POINT("elastic deal");
-    (void)cddp__swap64(&e->board->deal, deal, (e->step + 1) << 12 | (uint64_t)d->me);
-    CDDP__POINT("elastic dealt");
-  }
-  deal = cddp__load64(&e->board->deal);
-  CDDP_ASSERT(deal >> 12 == e->step + 1);
-  m = &e->members[deal & 4095];
-  if (m->identity[slot] != e->identity) cddp__take_deal(d, m->living[slot]);
-  e->identity = m->identity[slot];
-  e->block = m->block[slot];
-  e->begun = true;
-}
-
-/* --- shards --- */
-
-/* Puts this rank's nodes in force, by another table: what others may read stays as it is. */
-static void cddp__put_nodes(cddp_ddp *d) {
-  cddp__elastic *e = d->elastic;
-  cddp__atomic_u64 *nodes = &e->members[d->me].nodes;
-  int which = (int)(cddp__load64(nodes) & 1) ^ 1;
-  CDDP_ASSERT(d->kept_count <= cddp__table_room(d) && d->slots <= cddp__table_room(d) + 1);
-  memcpy(cddp__table(d, e->kit, (uint64_t)which), d->kept,
-         (size_t)d->kept_count * sizeof *d->kept);
-  CDDP__POINT("elastic nodes");
-  cddp__store64(nodes, cddp__table_word(e->step, d->kept_count, which));
-  CDDP__POINT("elastic nodes put");
-}
-
-/* Where all find the rows of a shard. The members that are late in the step before have theirs
-   meanwhile. */
-static cddp__elastic_room *cddp__rows_room(const cddp_ddp *d, int shard) {
-  return &d->elastic->rows[(int)(d->elastic->step & 1) * d->shards + shard];
-}
-
-/* Takes that shard, unless another member has. */
-static bool cddp__take_shard(cddp_ddp *d, int shard) {
-  cddp__elastic *e = d->elastic;
-  uint64_t word = cddp__load64(&e->shards[shard]);
-  int i = 0, arena = -1, one = 1;
-  if (cddp__unit_state(word, e->step) != CDDP__UNIT_FREE) return false;
-  CDDP__POINT("elastic take");
-  if (!cddp__swap64(&e->shards[shard], word, cddp__unit(e->step, CDDP__UNIT_TAKEN, d->me, 0)))
-    return false;
-  CDDP__POINT("elastic taken");
-  d->held = shard;
-  if (!e->spent) return true;
-  while (i < d->kept_count && d->kept[i].slot >= 0) i++;
-  if (i < d->kept_count) { /* its last shard is a node there, until the table has it elsewhere */
-    d->kept[i].slot = cddp__take_slot(d, cddp__free_slot(d->kept, d->kept_count));
-    cddp__merge_nodes(d, d->kept[i].slot, &arena, &one, 1, false);
-    cddp__put_nodes(d);
-  }
-  memset(d->arena, 0, d->bytes);
-  cddp__clear_own(d);
-  e->spent = false;
-  return true;
-}
-
-/* What a rank that has joined in the step before waits for, if this step is dealt to one: weights
-   and states as they are now. All that begin a step write the same there. */
-static void cddp__publish_model(cddp_ddp *d) {
-  cddp__elastic *e = d->elastic;
-  int m = 0, i;
-  while (m < d->shards && cddp__load64(&e->members[m].since) != e->step) m++;
-  if (m == d->shards || cddp__load64(&e->board->published) >= e->step) return;
-  for (i = 0; i < d->count; i++) {
-    const cddp__tensor *t = &d->tensors[i];
-    cddp__copy(cddp__area(d, CDDP__AREA_JOIN, t->offset), d->params[i].data, t->bytes);
-  }
-  if (d->optim != NULL)
-    (void)cddp__copy_states(d, d->optim, cddp__area(d, CDDP__AREA_STATES, 0), 0, d->model_bytes,
-                            true);
-  e->board->inherited = cddp__bequeath(d->optim, e->counts);
-  e->board->steps = d->steps;
-  CDDP__POINT("elastic publish");
-  cddp__store64(&e->board->published, e->step);
-  cddp__elastic_changed(e->board);
-  CDDP__POINT("elastic published model");
-}
-
-/* d->held: the shard that this rank does next; -1: all are done. */
-static cddp_result cddp__elastic_next(cddp_ddp *d) {
-  cddp__elastic *e = d->elastic;
-  bool all_done = false, begins = !e->begun;
-  void *packet = NULL;
-  cddp_result r = CDDP_OK;
-  cddp__wait w;
-  int shard;
-  memset(&w, 0, sizeof w);
-  cddp__door_serve(d->group->host);
-  if ((r = cddp__elastic_failure(d)) != CDDP_OK) return r;
-  cddp__elastic_begin(d);
-  if (begins) cddp__publish_model(d);
-  while (r == CDDP_OK) {
-    uint32_t seen = cddp__load32(&e->board->changes);
-    if ((r = cddp__elastic_failure(d)) != CDDP_OK) return r;
-    shard = cddp__pick_shard(d, &all_done);
-    if (d->held >= 0) {
-      if (d->sparse != NULL) {
-        r = cddp__room_take(d, cddp__rows_room(d, d->held),
-                            cddp__pack_rows(d, d->held, NULL), &packet);
-        if (r != CDDP_OK) return r;
-        (void)cddp__pack_rows(d, d->held, (char *)packet);
-        CDDP__POINT("elastic rows");
-      }
-      (void)cddp__keep_node(d, d->held, shard >= 0);
-      cddp__put_nodes(d);
-      e->spent = shard < 0;
-      cddp__store64(&e->shards[d->held], cddp__unit(e->step, CDDP__UNIT_DONE, d->me, 0));
-      CDDP__POINT("elastic done");
-      d->held = -1;
-      cddp__arm(d);
-      cddp__elastic_changed(e->board);
-      continue;
-    }
-    if (all_done || (shard >= 0 && cddp__take_shard(d, shard))) return CDDP_OK;
-    if (shard < 0) r = cddp__elastic_wait(d, &w, seen, NULL);
-  }
-  return r;
-}
-
-/* --- the update --- */
-
-/* What the members' tables have: each shard once. Needs a part that this rank has taken, so that
-   the step is not over. */
-static cddp_result cddp__collect_nodes(cddp_ddp *d) {
-  cddp__elastic *e = d->elastic;
-  int shard = 0, n = 0, i, count, owner;
-  const cddp__shard_node *nodes;
-  uint64_t table;
-  cddp_result r;
-  while (shard < d->shards) {
-    owner = cddp__unit_owner(cddp__load64(&e->shards[shard]));
-    if ((r = cddp__elastic_see(d, owner)) != CDDP_OK) return r;
-    count = cddp__table_count(e, owner, e->step, &table);
-    nodes = cddp__table(d, e->views[owner].kit, table);
-    for (i = 0; i < count && nodes[i].first != shard; i++) {}
-    CDDP_ASSERT(i < count);
-    d->nodes[n] = nodes[i];
-    d->nodes[n].rank = owner;
-    d->widths[n++] = cddp__node_width(&nodes[i]);
-    shard += nodes[i].width;
-  }
-  d->node_count = n;
-  return CDDP_OK;
-}
-
-/* The new weights and states of n elements of parameter i, from arena offset `at` on, into this
-   rank's log. */
-static void cddp__compute_block(const cddp__pass *x, int i, const cddp__update *u, size_t at,
-                                size_t n) {
-  cddp_ddp *d = x->d;
-  size_t esize = cddp__dtype_size(u->stored), size = cddp__dtype_size(u->dtype);
-  size_t first = (at - d->tensors[i].offset) / esize;
-  char *old = (char *)d->params[i].data + first * esize, *state, *log;
-  char *weights = x->log + CDDP__LOG_WEIGHTS * CDDP__LOG_ROOM;
-  char *states = cddp__area(d, CDDP__AREA_STATES, 0);
-  bool loop = u->loop != NULL && u->stored == CDDP_F32;
-  char *room = x->log + CDDP__LOG_GRADIENT * CDDP__LOG_ROOM;
-  const void *gradient = cddp__block_gradient(x, i, at, n, room);
-  cddp__fused_args args;
-  int k;
-  for (k = 0; k < x->s->states; k++) {
-    if (!cddp__has_state(x->s, k, i)) continue;
-    log = x->log + (size_t)k * CDDP__LOG_ROOM;
-    state = (char *)x->s->state[k * x->s->count + i];
-    if (x->s->share != NULL) state = cddp__state_at(d, x->s, states, k, i, first);
-    else if (state != NULL) state += first * size;
-    else state = (char *)memset(log, 0, n * size); /* the first step */
-    if (loop) {
-      args.states[k] = (cddp__f32 *)(void *)state;
-      args.results[k] = (cddp__f32 *)(void *)log;
-    } else {
-      cddp__copy(log, state, n * size);
-    }
-  }
-  if (!loop) {
-    memcpy(weights, old, n * esize);
-    cddp__update_run(u, 0, weights, gradient, n);
-    return;
-  }
-  if (gradient != room) gradient = memcpy(room, gradient, n * esize); /* the loop makes it zero */
-  args.scalars = &u->scalars;
-  args.mean = (float)u->scalars.sign;
-  args.clip = 1;
-  args.gradients[0] = (cddp__f32 *)(uintptr_t)gradient;
-  args.weights[0] = (cddp__f32 *)(void *)old;
-  args.weights[1] = (cddp__f32 *)(void *)weights;
-  (u->loop)(&args, 0, n);
-}
-
-/* A block of CDDP__PASS_WEIGHTS: into the log, unless it is in that of the member x->from, and out
-   of it to where it belongs: again and again, if need be. */
-static void cddp__logged_block(cddp__pass *x, int i, const cddp__update *u, size_t at, size_t n) {
-  cddp_ddp *d = x->d;
-  cddp__elastic *e = d->elastic;
-  cddp__elastic_part *p = &e->parts[x->part];
-  size_t bytes = n * cddp__dtype_size(u->stored), size = cddp__dtype_size(u->dtype);
-  size_t first = (at - d->tensors[i].offset) / cddp__dtype_size(u->stored);
-  const char *log = x->log;
-  int k;
-  if (x->logged) {
-    log = e->views[x->from].kit + e->log_at;
-  } else {
-    cddp__compute_block(x, i, u, at, n);
-    CDDP__POINT("elastic computed");
-    cddp__note64(&p->progress, cddp__progress(e->step, at | 1));
-  }
-  CDDP__POINT("elastic logged");
-  for (k = 0; k < x->s->states; k++)
-    if (cddp__has_state(x->s, k, i))
-      cddp__copy_near(
-          cddp__state_at(d, x->s, cddp__area(d, CDDP__AREA_STATES, 0), k, i, first),
-          log + (size_t)k * CDDP__LOG_ROOM, n * size);
-  cddp__publish_block(d, i, log + CDDP__LOG_WEIGHTS * CDDP__LOG_ROOM, at, bytes,
-                      cddp__area(d, CDDP__AREA_WEIGHTS, at));
-  CDDP__POINT("elastic published");
-  cddp__note64(&p->progress, cddp__progress(e->step, at + bytes));
-  if (x->logged && x->from != d->me) /* whose block it was is of no use any more */
-    cddp__note64(&p->word, cddp__unit(cddp__pass_number(e->step, x->which), CDDP__UNIT_TAKEN, d->me,
-                                      d->me));
-  x->logged = false;
-  CDDP__POINT("elastic block");
-}
-
-/* The part x->part, which this rank has taken, from where its owner before has come to. */
-static void cddp__do_part(cddp__pass *x) {
-  cddp_ddp *d = x->d;
-  cddp__elastic *e = d->elastic;
-  cddp__elastic_part *p = &e->parts[x->part];
-  uint64_t progress = cddp__load64(&p->progress), place = ((uint64_t)1 << CDDP__PLACE_BITS) - 1;
-  size_t begin, end;
-  cddp__slice(d->model_bytes, CDDP__BLOCK_BYTES, cddp__parts_of(x->d), x->part, &begin, &end);
-  x->logged = false;
-  if (x->which == CDDP__PASS_WEIGHTS && x->from != d->me && /* it is taken over */
-      (progress | place) == (cddp__progress(e->step, 0) | place)) {
-    begin = (size_t)(progress & (place - 1));
-    x->logged = (progress & 1) != 0;
-  }
-  if (!x->logged && x->from != d->me) /* the next block will be in this rank's log */
-    cddp__store64(&p->word, cddp__unit(cddp__pass_number(e->step, x->which), CDDP__UNIT_TAKEN,
-                                       d->me, d->me));
-  cddp__walk(x, begin, end);
-}
-
-/* The part that this rank does next, taken; -1: none. *over: all are done. Parts dealt to it come
-   first, as the deal has them; then any. */
-static int cddp__claim_part(const cddp__pass *x, int *log, bool *over) {
-  const cddp_ddp *d = x->d;
-  cddp__elastic *e = d->elastic;
-  uint64_t number = cddp__pass_number(e->step, x->which);
-  int parts = cddp__parts_of(d), first = 0, count = parts, k, part, owner;
-  for (k = 0; k < d->active_count && d->active[k] != d->me; k++) {}
-  if (k < d->active_count) cddp__rank_shards(parts, d->active_count, k, &first, &count);
-  *over = true;
-  for (k = 0; k < parts; k++) {
-    uint64_t word = cddp__load64(&e->parts[part = (first + k) % parts].word);
-    int state = cddp__unit_state(word, number);
-    if (state == CDDP__UNIT_DONE) continue;
-    *over = false;
-    owner = cddp__unit_owner(word);
-    if (state == CDDP__UNIT_TAKEN && cddp__member_is(e, owner, CDDP__MEMBER_LIVE)) continue;
-    *log = state == CDDP__UNIT_TAKEN ? (int)(word >> 14 & 4095) : d->me;
-    CDDP__POINT("elastic part");
-    if (cddp__swap64(&e->parts[part].word, word, cddp__unit(number, CDDP__UNIT_TAKEN, d->me, *log)))
-      return part;
-    k--; /* another member has been faster: what has it become? */
-  }
-  return -1;
-}
-
-/* All parts of a pass, with the other members. The last one completes the step. */
-static cddp_result cddp__do_parts(cddp__pass *x, int which) {
-  cddp_ddp *d = x->d;
-  cddp__elastic *e = d->elastic;
-  bool last = which == CDDP__PASS_WEIGHTS || x->s == NULL;
-  cddp_result r = CDDP_OK;
-  bool over;
-  cddp__wait w;
-  memset(&w, 0, sizeof w);
-  x->which = which;
-  x->block = which == CDDP__PASS_MEANS ? cddp__keep_mean : cddp__logged_block;
-  while (r == CDDP_OK && cddp__load64(&e->board->step) == e->step) {
-    uint32_t seen = cddp__load32(&e->board->changes);
-    x->part = cddp__claim_part(x, &x->from, &over);
-    if (x->part >= 0) {
-      if (d->node_count == 0 && (r = cddp__collect_nodes(d)) != CDDP_OK) return r;
-      if ((r = cddp__elastic_see(d, x->from)) != CDDP_OK) return r;
-      CDDP__POINT("elastic part taken");
-      cddp__do_part(x);
-      cddp__store64(&e->parts[x->part].word,
-                    cddp__unit(cddp__pass_number(e->step, which), CDDP__UNIT_DONE, d->me, 0));
-      CDDP__POINT("elastic part done");
-      r = cddp__elastic_failure(d);
-    } else if (over && !last) {
-      cddp__elastic_changed(e->board);
-      return CDDP_OK;
-    } else if (over) {
-      CDDP__POINT("elastic step");
-      (void)cddp__swap64(&e->board->step, e->step, e->step + 1);
-      cddp__elastic_changed(e->board);
-    } else {
-      r = cddp__elastic_wait(d, &w, seen, NULL);
-    }
-  }
-  return r;
-}
-
-/* This rank comes to the update, waits for the other members, and compares what they called. */
-static cddp_result cddp__meet_members(cddp_ddp *d, const cddp_optim *s) {
-  cddp__elastic *e = d->elastic;
-  cddp__elastic_member *mine = &e->members[d->me];
-  cddp_result r = CDDP_OK;
-  int m = 0;
-  cddp__wait w;
-  memset(&w, 0, sizeof w);
-  mine->calls[e->step & 1] = cddp__update_call(d, s);
-  cddp__exchange32(&mine->inside, 1);
-  CDDP__POINT("elastic arrive");
-  cddp__store64(&mine->at, 2 * e->step + 1);
-  CDDP__POINT("elastic arrived");
-  cddp__elastic_changed(e->board);
-  while (r == CDDP_OK) {
-    uint32_t seen = cddp__load32(&e->board->changes);
-    while (m < d->shards && (!cddp__member_is(e, m, CDDP__MEMBER_LIVE) ||
-                             cddp__load64(&e->members[m].at) > 2 * e->step))
-      m++;
-    if (m == d->shards) break;
-    r = cddp__elastic_wait(d, &w, seen, NULL);
-  }
-  if (r == CDDP_OK) r = cddp__elastic_failure(d);
-  d->receiver_count = 0;
-  for (m = 0; m < d->shards && r == CDDP_OK; m++) { /* those that are lost meanwhile do no harm */
-    if (!cddp__member_does(e, m)) continue;
-    r = cddp__compare_update(d, &mine->calls[e->step & 1], &e->members[m].calls[e->step & 1],
-                             cddp__member_name(d, m));
-    if (r == CDDP_OK) r = cddp__elastic_see(d, m);
-    d->receivers[d->receiver_count++] = m;
-  }
-  /* the others may have done all of it: then a lost one's place may be another rank's already */
-  return cddp__load64(&e->board->step) == e->step || cddp__counted_out(d) ? r : CDDP_OK;
-}
-
-/* After an update that has failed: the other members may still write to this rank's memory. Like
-   cddp__exit. */
-static void cddp__leave_update(cddp_ddp *d) {
-  cddp__elastic *e = d->elastic;
-  double deadline = cddp__now() + 5;
-  int m;
-  cddp__store32(&e->members[d->me].inside, 0);
-  for (m = 0; m < d->shards; m++)
-    while (cddp__member_is(e, m, CDDP__MEMBER_LIVE) &&
-           cddp__load32(&e->members[m].inside) != 0 && !cddp__member_gone(d, m)) {
-      if (cddp__now() >= deadline) {
-        cddp__arena_unshare(d->group->host);
-        return;
-      }
-      cddp__sleep(1e-5);
-    }
-}
-
-/* Areas that the update writes get huge pages, the first time. */
-static void cddp__use_areas(cddp_ddp *d, const cddp_optim *s) {
-  cddp__elastic *e = d->elastic;
-  int k;
-  for (k = 0; k < CDDP__AREAS; k++) {
-    bool used = k == CDDP__AREA_MEANS     ? s == NULL || d->desc.max_grad_norm > 0
-                : k == CDDP__AREA_WEIGHTS ? memchr(e->in_area, 1, (size_t)d->count) != NULL
-                : k == CDDP__AREA_JOIN    ? false
-                                          : s != NULL && k < CDDP__AREA_STATES + s->states;
-    if (!used || (e->areas_used >> k & 1) != 0) continue;
-    e->areas_used |= 1u << k;
-    cddp__populate(cddp__area(d, k, 0), d->state_room, d->group->host->fd >= 0);
-  }
-}
-
-/* The update, or (s NULL) what cddp_ddp_wait gives, by all members. */
-static cddp_result cddp__elastic_update(cddp_ddp *d, cddp_optim *s) {
-  cddp__elastic *e = d->elastic;
-  bool clips = s != NULL && d->desc.max_grad_norm > 0;
-  cddp__pass x;
-  void *packet = NULL;
-  cddp_result r = CDDP_OK;
-  int i;
-  if (s == NULL && d->shares != NULL) { /* not later: see cddp__publish_model */
-    r = cddp__unshare_states(d->shares);
-    if (r != CDDP_OK) return r;
-    cddp__share_free(d->shares);
-  }
-  x = cddp__pass_of(d, s, false);
-  r = cddp__meet_members(d, s);
-  x.means = cddp__area(d, CDDP__AREA_MEANS, 0);
-  x.squares = clips;
-  x.log = e->kit + e->log_at;
-  if (r == CDDP_OK) cddp__use_areas(d, s);
-  for (i = 0; r == CDDP_OK && d->sparse != NULL && i < d->shards; i++) {
-    r = cddp__locate(d->group->host, &cddp__rows_room(d, i)->at, &packet);
-    if (r == CDDP_OK) d->lists[i].packet = (char *)packet + sizeof(cddp__shard_rows);
-  }
-  if (r == CDDP_OK && d->sparse != NULL) r = cddp__merge_rows(d); /* each member for itself */
-  if (r == CDDP_OK && (s == NULL || clips)) r = cddp__do_parts(&x, CDDP__PASS_MEANS);
-  if (r == CDDP_OK && clips) {
-    x.averaged = true;
-    x.clip = cddp__clip_factor(d, d->desc.max_grad_norm, true);
-    cddp__clip_rows(d, x.clip);
-  }
-  if (r == CDDP_OK && s != NULL) r = cddp__do_parts(&x, CDDP__PASS_WEIGHTS);
-  cddp__store32(&e->members[d->me].inside, 0);
-  if (r != CDDP_OK) return r;
-  for (i = 0; i < d->count; i++) { /* means, and weights that others cannot write to */
-    const cddp__tensor *t = &d->tensors[i];
-    if (s == NULL && d->params[i].grad != NULL)
-      cddp__copy(d->params[i].grad, cddp__area(d, CDDP__AREA_MEANS, t->offset), t->bytes);
-    else if (s != NULL && !t->shared)
-      cddp__copy(d->params[i].data, cddp__area(d, CDDP__AREA_WEIGHTS, t->offset), t->bytes);
-  }
-  if (s != NULL && s->share == NULL && s->states > 0)
-    cddp__share_states(d, s, cddp__area(d, CDDP__AREA_STATES, 0));
-  if (s != NULL) r = cddp__write_copies(s);
-  if (r == CDDP_OK && s != NULL) r = cddp__clear_gradients(d, s, true);
-  if (r != CDDP_OK) return r;
-  e->step++;
-  e->begun = false;
-  e->spent = false;
-  d->kept_count = d->node_count = 0;
-  return CDDP_OK;
-}
+/* --- the update, for the caller --- */
 
 /* The first setting in which the optimizer of a rank that has joined differs from the job's. */
-static cddp_result cddp__compare_settings(const cddp_ddp *d, const cddp__inherited *mine) {
-  const cddp__inherited *job = &d->inherited;
+static cddp_result cddp__compare_settings(const cddp_ddp *d, const cddp__snapshot *mine) {
+  const cddp__snapshot *job = &d->snapshot;
   int i = CDDP__SETTING_ADAMW;
   while (i < CDDP__SETTINGS && mine->settings[i] == job->settings[i]) i++;
   if (i < CDDP__SETTINGS || mine->weight_decay != job->weight_decay)
@@ -21403,10 +20621,9 @@ static cddp_result cddp__compare_settings(const cddp_ddp *d, const cddp__inherit
 }
 
 /* o is the optimizer of d; of a rank that has joined it gets what the others' have. */
-static cddp_result cddp__elastic_adopt(cddp_ddp *d, cddp_optim *o) {
-  cddp__inherited *from = &d->inherited, mine = cddp__bequeath(o, NULL);
-  cddp__crew *c = d->crew;
-  char *states = c != NULL ? c->states : cddp__area(d, CDDP__AREA_STATES, 0);
+static cddp_result cddp__elastic_restore(cddp_ddp *d, cddp_optim *o) {
+  cddp__snapshot *from = &d->snapshot, mine = cddp__optim_snapshot(o, NULL);
+  cddp__elastic *c = d->elastic;
   cddp_result r = CDDP_OK;
   int i;
   if (from->known) CDDP__TRY(cddp__compare_settings(d, &mine));
@@ -21420,221 +20637,45 @@ static cddp_result cddp__elastic_adopt(cddp_ddp *d, cddp_optim *o) {
   for (i = 0; r == CDDP_OK && i < o->count; i++) {
     o->steps[i] = d->tensors[i].inherited;
     o->fresh[i] = o->steps[i] == 0;
-    if (o->steps[i] > 0 && o->backend == NULL && !from->shared) r = cddp__need_states(o, i);
+    if (o->steps[i] > 0 && o->backend == NULL) r = cddp__need_states(o, i);
   }
-  if (r == CDDP_OK && from->shared) cddp__share_states(d, o, states);
-  else if (r == CDDP_OK) r = cddp__copy_states(d, o, states, 0, d->model_bytes, false);
+  if (r == CDDP_OK) r = cddp__copy_states(d, o, c->states, 0, d->model_bytes, false);
   from->stepped = false;
-  if (c == NULL) return r;
-  if (r == CDDP_OK) r = cddp__crew_await(d);
-  cddp__crew_release(d, c->states);
+  if (r == CDDP_OK) r = cddp__elastic_await_device(d);
+  cddp__elastic_release(d, c->states);
   c->states = NULL;
   return r;
 }
 
 /* cddp_ddp_step, or (s NULL) cddp_ddp_wait, of an elastic model. */
 static cddp_result cddp__elastic_step(cddp_ddp *d, cddp_optim *s) {
-  cddp__crew *c = d->crew;
-  bool done = true;
+  cddp__elastic *c = d->elastic;
   cddp_result r;
   uint64_t record;
   if ((r = cddp__check_cause(&d->failure)) != CDDP_OK) return r;
   if (s == NULL && d->no_sync) return CDDP_OK;
   record = cddp__record_begin(d->group, s != NULL ? CDDP__KIND_DDP_STEP : CDDP__KIND_DDP_WAIT,
                               d->steps, 0);
-  if (c != NULL) {
-    done = c->done != c->step;
-    r = d->memory->use(d->group);
-  } else if ((r = cddp__elastic_failure(d)) == CDDP_OK) {
-    cddp__elastic_begin(d);
-    (void)cddp__pick_shard(d, &done);
-    r = cddp__elastic_failure(d);
-  }
-  if (r == CDDP_OK && (d->held >= 0 || !done))
+  r = d->memory->use(d->group);
+  if (r == CDDP_OK && (d->held >= 0 || c->done == c->step))
     r = cddp__fail(CDDP_INVALID_ARGUMENT,
                    "rank %d came to the update of step %" PRIu64 " before all shards are done; "
                    "call cddp_ddp_next_shard until it returns false",
                    d->group->rank, d->steps);
-  if (r == CDDP_OK && s != NULL && s->share == NULL && d->shares != NULL)
-    r = cddp__fail(CDDP_UNSUPPORTED, "an elastic cddp_ddp steps with one cddp_optim; destroy the "
-                                     "other, or call cddp_ddp_wait in between");
-  if (r == CDDP_OK && s != NULL && s != d->optim) r = cddp__elastic_adopt(d, s);
-  if (r == CDDP_OK) r = c != NULL ? cddp__crew_update(d, s) : cddp__elastic_update(d, s);
+  if (r == CDDP_OK && s != NULL && s != d->optim) r = cddp__elastic_restore(d, s);
+  if (r == CDDP_OK) r = cddp__elastic_update(d, s);
   if (r == CDDP_OK) {
     d->steps++;
     d->present = d->active_count;
     cddp__arm(d);
   } else {
-    r = cddp__give_up(d, r);
-    if (c == NULL) cddp__leave_update(d);
-    r = cddp__ddp_fail(d, r);
+    r = cddp__ddp_fail(d, cddp__give_up(d, r));
   }
   cddp__record_finish(d->group, record, r);
   return r;
 }
 
-/* --- ranks that join --- */
-
-/* A place that no member has: of this rank's last life, if it had one, else the first. -1: they are
-   all taken, or (*soon) one will be free when the step is over. */
-static int cddp__free_place(cddp_ddp *d, uint64_t *word, bool *soon) {
-  cddp__elastic *e = d->elastic;
-  uint64_t step = cddp__load64(&e->board->step);
-  int m, found = -1;
-  *soon = false;
-  for (m = 0; m < d->shards; m++) {
-    uint64_t state = cddp__load64(&e->members[m].state);
-    int what = (int)(state & 255);
-    bool free_ = what == CDDP__MEMBER_NONE ||
-                 (what == CDDP__MEMBER_JOINING && cddp__process_ended((uint32_t)(state >> 8), 0));
-    if (what == CDDP__MEMBER_LOST || what == CDDP__MEMBER_LEFT) { /* its nodes may be needed */
-      free_ = state >> 8 < step;
-      *soon = *soon || !free_;
-    }
-    if (what == CDDP__MEMBER_JOINING && !free_) *soon = true; /* or it will be LIVE */
-    if (what == CDDP__MEMBER_LIVE && cddp__member_gone(d, m)) *soon = true; /* until that is seen */
-    if (!free_ || (found >= 0 && e->members[m].rank != d->group->rank)) continue;
-    found = m;
-    *word = state;
-  }
-  return found;
-}
-
-/* How many do that step: *living; and whether one of them has this rank's number. */
-static cddp_result cddp__check_living(cddp_ddp *d, uint64_t step, int *living) {
-  cddp__elastic *e = d->elastic;
-  int m;
-  *living = 0;
-  for (m = 0; m < d->shards; m++) {
-    if (m == d->me || !cddp__member_is(e, m, CDDP__MEMBER_LIVE)) continue;
-    if (cddp__member_gone(d, m)) continue;
-    *living += cddp__load64(&e->members[m].since) <= step; /* else it waits itself */
-    if (d->me >= 0 || e->members[m].rank != d->group->rank) continue;
-    return cddp__join_taken(cddp__member_name(d, m));
-  }
-  return CDDP_OK;
-}
-
-static cddp_result cddp__join_late(void) {
-  return cddp__fail(CDDP_PEER_LOST, "CDDP_JOIN: the job has ended before this rank was in it");
-}
-
-/* One look while this rank waits for what those that do that step have to do: they may all be gone,
-   and time may be up. */
-static cddp_result cddp__join_wait(cddp_ddp *d, cddp__wait *w, uint64_t step, const char *what) {
-  uint32_t seen = cddp__load32(&d->elastic->board->changes);
-  int living;
-  cddp_result r = cddp__check_living(d, step, &living);
-  if (r == CDDP_OK && living == 0) return cddp__join_late();
-  return r == CDDP_OK ? cddp__elastic_wait(d, w, seen, what) : r;
-}
-
-/* Makes this rank a member, whom the others do not count yet. */
-static cddp_result cddp__take_place(cddp_ddp *d) {
-  cddp__elastic *e = d->elastic;
-  uint64_t word = 0, mine = cddp__member_state(CDDP__MEMBER_JOINING, (uint64_t)getpid());
-  cddp_result r = CDDP_OK;
-  cddp__wait w;
-  bool soon;
-  int m, living;
-  memset(&w, 0, sizeof w);
-  while (r == CDDP_OK) {
-    uint64_t step = cddp__load64(&e->board->step);
-    if ((r = cddp__check_living(d, step, &living)) != CDDP_OK) return r;
-    m = cddp__free_place(d, &word, &soon);
-    CDDP__POINT("elastic place");
-    if (m >= 0 && cddp__swap64(&e->members[m].state, word, mine)) {
-      CDDP__POINT("elastic place taken");
-      cddp__forget_member(d, m);
-      cddp__elastic_enter(d, m);
-      return CDDP_OK;
-    }
-    if (m < 0 && !soon && living > 0) return cddp__join_full(d, living);
-    if (m < 0) r = cddp__join_wait(d, &w, step, "the step in which a rank was lost did not end");
-  }
-  return r;
-}
-
-/* Takes part in the ends of steps, until a step is dealt to this rank too: it begins with that. */
-static cddp_result cddp__join_step(cddp_ddp *d) {
-  cddp__elastic *e = d->elastic;
-  cddp__elastic_member *mine = &e->members[d->me];
-  cddp_result r = CDDP_OK;
-  cddp__wait w;
-  int k = 0;
-  while (r == CDDP_OK) {
-    uint64_t step = cddp__load64(&e->board->step);
-    cddp__store64(&mine->since, UINT64_MAX); /* before `at`: it does not do this step */
-    cddp__store64(&mine->at, 2 * step + 1);
-    cddp__elastic_live(d);
-    CDDP__POINT("elastic joins");
-    if (cddp__load64(&e->board->step) != step) continue; /* its end may not have counted this one */
-    cddp__store64(&mine->since, step + 1);
-    cddp__elastic_changed(e->board);
-    CDDP__POINT("elastic joined");
-    memset(&w, 0, sizeof w);
-    e->step = step;
-    while (r == CDDP_OK && cddp__load64(&e->board->step) == step)
-      r = cddp__join_wait(d, &w, step, "the others did not end the step in which this rank came");
-    e->step = step + 1;
-    e->begun = false;
-    if (r == CDDP_OK) cddp__elastic_begin(d);
-    for (k = 0; k < d->active_count && d->active[k] != d->me; k++) {}
-    if (k < d->active_count) break;
-  }
-  return r;
-}
-
-/* Local, but for the wait for the end of a step: this rank, of a process that has joined, becomes a
-   member and has the others' weights. */
-static cddp_result cddp__elastic_join(cddp_ddp *d) {
-  cddp__host *h = d->group->host;
-  cddp__board *board = h->board;
-  cddp_result r = cddp__join_compare(d, &board->model);
-  bool inside;
-  cddp__wait w;
-  int i;
-  memset(&w, 0, sizeof w);
-  if (r == CDDP_OK) r = cddp__elastic_attach(d, (char *)board);
-  CDDP__POINT("elastic attached");
-  inside = r == CDDP_OK && cddp__gate_enter(board, &h->door->table.board);
-  if (!inside && !cddp__gate_is_open(h)) return cddp__join_late(); /* so that was not the board */
-  if (r == CDDP_OK) r = cddp__take_place(d);
-  if (inside) (void)cddp__gate_leave(d, d->elastic);
-  if (r == CDDP_OK) r = cddp__join_step(d);
-  while (r == CDDP_OK && cddp__load64(&board->published) < d->elastic->step)
-    r = cddp__join_wait(d, &w, d->elastic->step - 1, "no rank has begun another step");
-  for (i = 0; r == CDDP_OK && i < d->count; i++) { /* the model as it is before that step */
-    const cddp__tensor *t = &d->tensors[i];
-    cddp__copy(d->params[i].data, cddp__area(d, CDDP__AREA_JOIN, t->offset), t->bytes);
-    if (t->shared && cddp__ref_of(h, d->params[i].data, t->bytes).kind == CDDP__REF_NONE)
-      r = cddp__fail(CDDP_INVALID_ARGUMENT,
-                     "the weights of parameter \"%s\" are from cddp_alloc on the other ranks, and "
-                     "not on rank %d",
-                     cddp__param_name(&d->params[i], i).s, d->group->rank);
-  }
-  if (r != CDDP_OK) return r;
-  d->steps = board->steps;
-  cddp__inherit(d, &board->inherited, d->elastic->counts);
-  cddp__door_open(h);
-  cddp__record_event(d->group, "joined", d->steps, CDDP_OK);
-  return CDDP_OK;
-}
-
-/* --- the group of those that are there; leaving --- */
-
-static void cddp__leave_members(cddp_ddp *d) { /* their group */
-  cddp__elastic *e = d->elastic;
-  if (e->group != NULL) cddp__group_leave(e->group);
-  e->group = NULL;
-  if (d->me >= 0) cddp__store32(&e->members[d->me].uses, 0);
-}
-
 CDDPDEF cddp_group *cddp_ddp_group(cddp_ddp *d) {
-  cddp__elastic *e = d != NULL ? d->elastic : NULL;
-  void *block = NULL;
-  int rank = -1, k;
-  cddp__ref ref;
   cddp__enter_call(__func__);
   if (d == NULL) {
     cddp__fail(CDDP_INVALID_ARGUMENT, "cddp_ddp_group: the cddp_ddp is NULL");
@@ -21646,62 +20687,8 @@ CDDPDEF cddp_group *cddp_ddp_group(cddp_ddp *d) {
     return NULL;
   }
   if (cddp__check_cause(&d->failure) != CDDP_OK) return NULL;
-  if (d->crew != NULL) return d->crew->past != NULL ? d->crew->past : d->comm;
-  if (e->identity == 0) cddp__elastic_begin(d);
-  if (e->group != NULL && e->group->id == e->identity) return e->group;
-  cddp__leave_members(d);
-  if (e->block == 0) {
-    cddp__fail(CDDP_OUT_OF_MEMORY, "no shared memory for the group of %d ranks", d->active_count);
-    return NULL;
-  }
-  cddp__store32(&e->members[d->me].uses, e->block);
-  ref = cddp__elastic_block(e, e->block)->at;
-  if (cddp__locate(d->group->host, &ref, &block) != CDDP_OK) return NULL;
-  for (k = 0; k < d->active_count; k++) {
-    if (d->active[k] == d->me) rank = k;
-    e->presences[k].state = &e->members[d->active[k]].state;
-    e->presences[k].value = cddp__member_state(CDDP__MEMBER_LIVE, e->lives[k]);
-  }
-  CDDP_ASSERT(rank >= 0);
-  if (cddp__group_build(&e->group, d->group->host, rank, d->active_count, e->indices,
-                        (char *)block, d->group->timeout_s) != CDDP_OK)
-    return NULL;
-  e->group->presences = e->presences;
-  e->group->block_ref = ref;
-  e->group->id = e->identity;
-  return e->group;
+  return d->elastic->past != NULL ? d->elastic->past : d->comm;
 }
-
-/* Local: this rank is no member any more. What others still need of it stays where it is. */
-static void cddp__elastic_leave(cddp_ddp *d) {
-  cddp__elastic *e = d->elastic;
-  cddp__host *h = d->group->host;
-  bool needed = false;
-  uint64_t word;
-  int m;
-  cddp__leave_members(d);
-  if (d->me >= 0) {
-    (void)cddp__gate_enter(e->board, &e->board->self);
-    cddp__store64(&e->members[d->me].state,
-                  cddp__member_state(CDDP__MEMBER_LEFT, cddp__load64(&e->board->step)));
-    cddp__elastic_changed(e->board);
-    memset(e->kit + e->refs_at, 0, (size_t)d->count * sizeof(cddp__ref)); /* the user's again */
-    needed = cddp__table_count(e, d->me, cddp__load64(&e->board->step), &word) > 0;
-    if (!needed) e->members[d->me].kit.kind = CDDP__REF_NONE;
-    if (needed) cddp__arena_free_with(h, e->kit, &e->board->block);
-    if (needed) cddp__arena_free_with(h, d->arena, &e->board->block);
-    needed = !cddp__gate_leave(d, e) && needed;
-  }
-  if (needed) d->arena = NULL; /* until another rank takes the place, or the model goes */
-  else cddp__arena_free(h, e->kit);
-  cddp__close_fd(&h->door_fd);
-  h->board = NULL;
-  for (m = 0; m < d->shards; m++)
-    if (e->views[m].life != 0) cddp__close_fd(&e->views[m].pidfd);
-  cddp__free(&h->allocator, e);
-  d->elastic = NULL;
-}
-
 /* >>sampler ------------------------------------------------------------------------------------
    torch.utils.data.DistributedSampler: the same generator and the same shuffle. Pure.
    Owns: a cddp_sampler's permutation.
@@ -22620,7 +21607,7 @@ static cddp_result cddp__check_checkpoint(cddp__checkpoint *c, bool saves) {
   if (d->optim != NULL)
     r = cddp__check_params(d->optim->params, d->optim->count, CDDP__HAS_NAME);
   if (r != CDDP_OK) return r;
-  if (share != NULL && share->elastic == NULL && share->group != c->g && share->group->size > 1)
+  if (share != NULL && share->group != c->g && share->group->size > 1)
     return cddp__fail(CDDP_INVALID_ARGUMENT,
                       "the momentum lies in memory that the ranks of the cddp_ddp's group share; "
                       "pass that group, on all of its ranks");
@@ -23898,7 +22885,7 @@ CDDPDEF cddp_result (cddp_ddp_create)(cddp_ddp **out, cddp_group *g, cddp_param 
                                       const cddp_ddp_desc *desc) {
   static cddp_ddp_desc defaults; /* never written */
   cddp_ddp_desc given;
-  bool joins, by_messages; /* the model is >>crew's, else >>elastic's */
+  bool joins;
   cddp_ddp *d;
   cddp_result r;
   cddp__enter_call(__func__);
@@ -23918,24 +22905,16 @@ CDDPDEF cddp_result (cddp_ddp_create)(cddp_ddp **out, cddp_group *g, cddp_param 
   CDDP__TRY(cddp__check_own_memory(params, count, NULL, &g->host->allocator));
   cddp__engine_drain(g);
   joins = g->host->joined && desc->elastic;
-  by_messages = joins ? g->host->door->table.lead.model.params != 0
-                      : g->hosts != NULL || g->backend != NULL;
-  if (joins && !by_messages && g->host->board == NULL)
+  if (joins && g->host->door->table.lead.model.params == 0)
     return cddp__fail(CDDP_UNSUPPORTED, "cddp_ddp_create: a process that has joined (CDDP_JOIN) "
                                         "has one elastic model, and this one has destroyed it");
   if (!joins && (r = cddp__check_group(g)) != CDDP_OK) return r;
   given = *desc;
-  if (joins && given.shards == 0)
-    given.shards = by_messages ? g->host->door->table.size : g->host->board->shards;
-  if (joins && !by_messages && !cddp__gate_is_open(g->host))
-    return cddp__named(__func__, cddp__join_late());
+  if (joins && given.shards == 0) given.shards = g->host->door->table.shards;
   if (desc->elastic && !joins) cddp__share_memory(g->host);
   if ((d = cddp__ddp_new(g, params, count, &given)) == NULL) return CDDP_OUT_OF_MEMORY;
   r = cddp__ddp_setup(d, joins);
-  if (r == CDDP_OK && desc->elastic && by_messages)
-    r = joins ? cddp__crew_join(d) : cddp__crew_create(d);
-  else if (r == CDDP_OK && desc->elastic)
-    r = joins ? cddp__elastic_join(d) : cddp__elastic_create(d);
+  if (r == CDDP_OK && desc->elastic) r = joins ? cddp__elastic_join(d) : cddp__elastic_create(d);
   if (r != CDDP_OK) {
     cddp_ddp_destroy(d);
     return cddp__named(__func__, r);
@@ -23965,9 +22944,7 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard) {
   }
   if (r == CDDP_OK) r = d->memory->use(d->group);
   if (r == CDDP_OK)
-    r = d->crew != NULL      ? cddp__crew_next(d)
-        : d->elastic != NULL ? cddp__elastic_next(d)
-                             : cddp__next_of_rank(d);
+    r = d->elastic != NULL ? cddp__elastic_next(d) : cddp__next_of_rank(d);
   if (r != CDDP_OK) (void)cddp__give_up(d, r);
   if (r != CDDP_OK || d->held < 0) return false;
   *shard = d->held;
@@ -24141,8 +23118,7 @@ CDDPDEF int cddp_ddp_bucket_params(const cddp_ddp *d, int bucket, int *params, i
 
 CDDPDEF void cddp_ddp_destroy(cddp_ddp *d) {
   if (d == NULL) return;
-  if (d->elastic != NULL) cddp__elastic_leave(d);
-  cddp__crew_free(d);
+  cddp__elastic_free(d);
   cddp__ddp_free(d);
   cddp__await_endings(); /* if its group has been destroyed */
 }
@@ -24172,7 +23148,7 @@ static cddp_result cddp__optim_create(cddp_optim **out, const cddp__algorithm *a
   r = cddp__check_own_memory(params, count, d->copies, NULL);
   if (r == CDDP_OK) r = cddp__attach_optim(*out);
   if (r == CDDP_OK && d->ddp != NULL && d->ddp->desc.elastic)
-    r = cddp__elastic_adopt(d->ddp, *out);
+    r = cddp__elastic_restore(d->ddp, *out);
   if (r == CDDP_OK) r = cddp__write_copies(*out);
   if (r == CDDP_OK) return r;
   cddp_optim_destroy(*out);
@@ -24393,7 +23369,11 @@ CDDP__COLD_END
      Removed  pthread_cancel of a thread in cddp_recv. cddp_cancel and timeout_s end receives.
               cddp_save keeps the old file's mode, but not its owner and group.
               Heterogeneous Slurm jobs need --export=ALL,MASTER_ADDR=HOST, HOST being rank 0's.
-     Changed  With NCCL a model uses its group's communicator and takes no device memory for another
+     Changed  Elastic models have one engine, by messages; the one in shared memory is gone. On one
+              host each rank now holds all optimizer states and steps all weights. Different calls
+              in an update are found in the next step. A rank that fails for a reason of its own
+              ends alone. A process that joins on a host with several ranks shares their memory.
+              With NCCL a model uses its group's communicator and takes no device memory for another
               one. A misused model breaks its group.
               60 CUDA kernels instead of 112: nvcc and the driver compile them in a third of the
               time. Sums of shards on GPUs use no stack memory.

@@ -6,6 +6,7 @@
 
 #include <dirent.h>
 #include <sys/prctl.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 
 enum { COUNT = 3000, SHARDS = 3, ROWS = 500, WIDTH = 100 };
@@ -25,6 +26,8 @@ typedef struct visitor { /* how a process differs from what it should be */
   int (*before)(cddp_optim *o); /* each step; its steps are cddp_ddp_wait if it returns 1 */
   const char *secret, *join;
   double timeout_s;
+  bool lacks, early; /* it gets `spare` more bytes alone, from its first step on; early: from the */
+  size_t spare;      /* beginning on */
 } visitor;
 
 typedef struct board {
@@ -212,15 +215,30 @@ static int life(int rank, void *arg) {
   return 0;
 }
 
+/* From now on this process gets so many bytes and no more. */
+static void limit_memory(size_t spare) {
+  unsigned long pages = 0;
+  struct rlimit most;
+  FILE *f = fopen("/proc/self/statm", "r");
+  CHECK(f != NULL && fscanf(f, "%lu", &pages) == 1);
+  if (f != NULL) fclose(f);
+  most.rlim_cur = most.rlim_max = (rlim_t)pages * (rlim_t)sysconf(_SC_PAGESIZE) + spare;
+  CHECK(setrlimit(RLIMIT_AS, &most) == 0);
+}
+
 /* A process that is not to be let in. */
 static int refused(int rank, void *arg) {
   const visitor *v = (const visitor *)arg;
   double begin = test_now();
+  int steps = 0;
   model m;
   (void)rank;
   prctl(PR_SET_PDEATHSIG, SIGKILL);
+  if (v->lacks && v->early) limit_memory(v->spare);
   shared->result = model_open(&m, v);
-  while (shared->result == CDDP_OK && (v->apart || v->before != NULL) &&
+  if (v->lacks && !v->early) limit_memory(v->spare);
+  while (shared->result == CDDP_OK &&
+         (v->apart || v->before != NULL || (v->lacks && steps++ < 3)) &&
          test_now() < begin + RANKS_WITHIN(20.0)) {
     float none = 0; /* as life */
     shared->result = one_step(&m);
@@ -934,9 +952,8 @@ static void refuse_settings(bool adamw, const char *hosts) {
   first.adamw = v.adamw = adamw;
   begin_job(pids, &first);
   for (n = 0; word = (adamw ? differ_adamw : differ)(&v, n), word != NULL; n++) {
-    for (apart = 0; apart < (hosts != NULL && v.before == NULL ? 2 : 1); apart++) {
+    for (apart = 0; apart < (v.before == NULL ? 2 : 1); apart++) {
       v.apart = apart != 0;
-      if (hosts == NULL && v.before != NULL) continue;
       refuse(&v);
       CHECK_IS(shared->result, CDDP_MISMATCH);
       if (!told(word)) test_fail(__FILE__, __LINE__, "%s: %s", word, shared->text);
@@ -994,6 +1011,47 @@ static void test_changed_weights(void) { half_job(false, false); }
 static void test_other_optimizer(void) { half_job(true, false); }
 static void test_loaded_weights(void) { half_job(false, true); }
 
+/* --- a process that fails for a reason of its own --- */
+
+/* It lacks memory as it joins, or in its first step. It fails alone, and names itself. */
+static void check_lacks(const char *hosts) {
+  static const size_t spares[] = {0, 64, 256, 1024};
+  visitor first = usual(), v = usual();
+  pid_t pids[3];
+  int failed = 0;
+  size_t i;
+  if (hosts != NULL) setenv("TEST_HOSTS", hosts, 1);
+  first.join = NULL;
+  first.count = v.count = 100000;
+  begin_job(pids, &first);
+  v.lacks = true;
+  for (i = 0; i < 2 * sizeof spares / sizeof *spares; i++) {
+    v.early = i % 2 == 0;
+    v.spare = spares[i / 2] << 10;
+    refuse(&v);
+    if (v.early && v.spare == 0) CHECK(shared->result != CDDP_OK);
+    if (v.early || shared->result == CDDP_OK) continue;
+    failed++;
+    CHECK_IS(shared->result, CDDP_OUT_OF_MEMORY);
+    if (strncmp(shared->text, "rank 2: ", 8) != 0)
+      test_fail(__FILE__, __LINE__, "it does not name itself: %s", shared->text);
+  }
+  CHECK(failed > 0 || hosts != NULL);
+  v = usual();
+  v.count = first.count;
+  pids[2] = ranks_fork(life, 2, &v);
+  await(&shared->joined, 1);
+  end_job(pids, 3);
+  CHECK_EQ(shared->took, 3);
+  unsetenv("TEST_HOSTS");
+}
+
+static void test_lacks(void) {
+  check_lacks(NULL);
+  check_lacks("ab");
+  check_lacks("abc");
+}
+
 int main(void) {
   shared = (board *)ranks_shared(sizeof *shared);
   RUN(test_comes);
@@ -1012,5 +1070,6 @@ int main(void) {
   RUN(test_other_optimizer);
   RUN(test_other_settings);
   RUN(test_other_settings_early);
+  if (!RANKS_SLOW) RUN(test_lacks); /* a sanitizer needs terabytes of addresses */
   return TEST_END();
 }
