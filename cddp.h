@@ -1422,34 +1422,35 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    device context beside it (>>device) and cddp_group.backend, a struct of functions, NULL for the
    CPU. Locks there: device.turn, then device.lock; its watcher takes p2p_lock and fail_lock too. */
 
-/* >>config ------------------------------------------------------------------------------------- */
+/* >>config -------------------------------------------------------------------------------------
+   Limits, sizes and compiler attributes that several rooms use. */
 
 #ifndef CDDP_ASSERT
 #define CDDP_ASSERT(c) ((void)0)
 #endif
 
-/* Tests stop, delay or kill a rank at these points; nothing otherwise. */
+/* Tests define this macro to stop, delay or kill a rank at a named point. */
 #ifndef CDDP__POINT
 #define CDDP__POINT(name) ((void)0)
 #endif
 
 #define CDDP__CACHE_LINE 64
 #define CDDP__HUGE_PAGE ((size_t)2 << 20)
-#define CDDP__ERROR_MAX 512          /* bytes of an error text */
+#define CDDP__ERROR_MAX 512          /* bytes of an error text, with its NUL */
 #define CDDP__TIMEOUT_S 600.0        /* default of timeout_s */
 #define CDDP__STACK_MIN ((size_t)8 << 20) /* bytes of a thread's stack for the user's callbacks */
-#define CDDP__STACK_OWN ((size_t)256 << 10) /* and for the C library and cddp beside them */
-#define CDDP__MAX_RANKS 4096         /* a host's ranks in one group; shards of a batch */
-#define CDDP__PROCESSORS 8192        /* of a host: their numbers are below that */
-#define CDDP__EXTENT_SIZES 256       /* of shared memory: four between powers of two */
-#define CDDP__JOINS 1024             /* processes that may join a job after its start, in all */
-#define CDDP__FOLD_DEPTH 14          /* partial sums at a time: log2(CDDP__MAX_RANKS) and two */
-#define CDDP__KEY_MAX 8192           /* bytes of a store key, as c10d's libuv server */
-#define CDDP__VALUE_MAX (8u << 20)   /* bytes of a store value, likewise */
-#define CDDP__KEYS_MAX 131072u       /* keys in one store command, likewise */
+#define CDDP__STACK_MARGIN ((size_t)256 << 10) /* more, for the C library and cddp */
+#define CDDP__MAX_RANKS 4096         /* ranks of one group on a host; shards of a batch */
+#define CDDP__PROCESSORS 8192        /* the processor numbers of a host are below this */
+#define CDDP__EXTENT_SIZES 256       /* size classes of shared memory: four per power of two */
+#define CDDP__JOINS 1024             /* processes that can join a job after its start, in total */
+#define CDDP__FOLD_DEPTH 14          /* partial sums in use together: log2(CDDP__MAX_RANKS) + 2 */
+#define CDDP__KEY_MAX 8192           /* bytes of a store key; the limit of c10d's libuv server */
+#define CDDP__VALUE_MAX (8u << 20)   /* bytes of a store value; the same server's limit */
+#define CDDP__KEYS_MAX 131072u       /* keys in one store command; the same server's limit */
 
 #ifndef CDDP__FILE_STAGING
-#define CDDP__FILE_STAGING ((size_t)4 << 20) /* bytes between a device and a file at a time */
+#define CDDP__FILE_STAGING ((size_t)4 << 20) /* bytes per copy between a device and a file */
 #endif
 
 #define CDDP__PRINTF(f, a) __attribute__((format(printf, f, a)))
@@ -2213,24 +2214,27 @@ static void cddp__tell_all(const cddp__net *n, uint64_t group, const int *world,
 static void cddp__elastic_close(cddp_ddp *d);
 
 /* >>base -----------------------------------------------------------------------------------------
-   What every room uses: error texts, memory, the clock, atomics, threads.
-   Owns: this thread's error text and call site.
-   May touch: nothing else.
+   Job: error texts, memory, the clock, atomics and threads, for every room.
+   Owns: the calling thread's error text and call site. Touches nothing else.
    Entry points: all of it.
-   Works as follows: a function that fails leaves a sentence with cddp__fail and returns its
-   result; callers may put words before it. Deadlines are times of cddp__now. Scalars that threads
-   or processes share are cddp__atomic_u32 and are touched by the functions here alone. */
+   Conventions:
+     1. A function that fails writes a sentence with cddp__fail and returns the result. Its callers
+        can put a prefix before the sentence: cddp__fail_in.
+     2. A deadline is a time of cddp__now.
+     3. Scalars that threads or processes share have type cddp__atomic_u32 or cddp__atomic_u64. Only
+        the functions of this room access them. */
 
 static __thread char cddp__error_text[CDDP__ERROR_MAX];
 
-/* Where the call this thread is in was made, and, until that call begins, where the next one is. */
+/* The call site of the public call that this thread executes; and the call site that the macro of
+   the next public call has noted before the call begins. */
 static __thread cddp__site cddp__this_site, cddp__next_site;
 
 /* The engine whose thread this is; NULL on the program's threads. */
 static __thread cddp__engine *cddp__own_engine;
 
-/* Field by field, and by atomics, which compilers do not join: fields that have just been written
-   cannot be read as a whole until they are in the cache, which takes a tenth of a small call. */
+/* Copies field by field. Compilers do not merge atomic accesses. A merged wide load of fields that
+   were just stored one by one stalls until the stores reach the cache: 10 % of a small call. */
 static void cddp__copy_site(cddp__site *to, const cddp__site *from) {
   __atomic_store_n(&to->function, __atomic_load_n(&from->function, __ATOMIC_RELAXED),
                    __ATOMIC_RELAXED);
@@ -2238,7 +2242,8 @@ static void cddp__copy_site(cddp__site *to, const cddp__site *from) {
   __atomic_store_n(&to->line, __atomic_load_n(&from->line, __ATOMIC_RELAXED), __ATOMIC_RELAXED);
 }
 
-/* A public call begins: what its macro noted is about this call and no later one. */
+/* Begins a public call: takes the call site that the call's macro noted, so that no later call
+   uses it. */
 static void cddp__enter_call(const char *function) {
   cddp__copy_site(&cddp__this_site, &cddp__next_site);
   cddp__this_site.function = function;
@@ -2256,8 +2261,8 @@ static const char *const cddp__result_texts[] = {
 #undef CDDP__TEXT
 };
 
-/* Shows control characters, such as the CR of a variable from a Windows file, as \r or \x1b in
-   this thread's error text: a terminal would obey them. */
+/* Escapes control characters in this thread's error text, as \r or \x1b, because a terminal would
+   execute them. Example: the CR in a variable that was set from a Windows file. */
 static void cddp__escape_controls(void) {
   char raw[CDDP__ERROR_MAX], *to = cddp__error_text;
   const char *c;
@@ -2285,7 +2290,7 @@ static cddp_result cddp__fail(cddp_result r, const char *format, ...) {
   return r;
 }
 
-/* Appends to a text that is at most n bytes long with its NUL. */
+/* Appends to a text in a buffer of n bytes. */
 CDDP__PRINTF(3, 4)
 static void cddp__append(char *text, size_t n, const char *format, ...) {
   size_t at = strlen(text);
@@ -2295,9 +2300,10 @@ static void cddp__append(char *text, size_t n, const char *format, ...) {
   va_end(args);
 }
 
-/* Words for an error text: cddp__fail(r, "%s ...", cddp__name_rank(g, p).s). */
+/* Part of an error text, formatted as by printf and returned by value:
+   cddp__fail(r, "%s ...", cddp__name_rank(g, p).s). */
 CDDP__PRINTF(1, 2)
-static cddp__text cddp__words(const char *format, ...) {
+static cddp__text cddp__textf(const char *format, ...) {
   cddp__text t;
   va_list args;
   va_start(args, format);
@@ -2306,24 +2312,24 @@ static cddp__text cddp__words(const char *format, ...) {
   return t;
 }
 
-/* In as few digits as give the number back. */
+/* The shortest decimal text that strtod converts back to x. */
 static cddp__text cddp__describe_number(double x) {
-  cddp__text t = cddp__words("%.15g", x);
-  return strtod(t.s, NULL) == x ? t : cddp__words("%.17g", x);
+  cddp__text t = cddp__textf("%.15g", x);
+  return strtod(t.s, NULL) == x ? t : cddp__textf("%.17g", x);
 }
 
-/* " at train.c:120", or nothing when the place is not known. */
+/* " at train.c:120", or "" if the call site is not known. */
 static cddp__text cddp__describe_site(void) {
   const char *file = cddp__this_site.file;
   size_t length = file != NULL ? strlen(file) : 0;
   cddp__text t = {""};
   if (file != NULL)
-    t = cddp__words(" at %s%s:%d", length > 80 ? "..." : "",
-                    file + (length > 80 ? length - 80 : 0), cddp__this_site.line);
+    t = cddp__textf(" at %s%s:%d", length > 80 ? "..." : "", file + (length > 80 ? length - 80 : 0),
+                    cddp__this_site.line);
   return t;
 }
 
-/* Puts words before the error text that a lower room left: "cddp_init: " + text. */
+/* Puts a prefix before the error text that a lower room wrote: "cddp_init: " + text. */
 CDDP__PRINTF(2, 3)
 static cddp_result cddp__fail_in(cddp_result r, const char *format, ...) {
   char inner[CDDP__ERROR_MAX];
@@ -2341,23 +2347,24 @@ static cddp_result cddp__named(const char *function, cddp_result r) {
   return r == CDDP_OK ? r : cddp__fail_in(r, "%s: ", function);
 }
 
-/* An argument's check: unless the condition holds, the function that this stands in returns
-   CDDP_INVALID_ARGUMENT with its name and this text. */
+/* Checks an argument. If the condition is false, the enclosing function returns
+   CDDP_INVALID_ARGUMENT with its own name and this text. */
 #define CDDP__CHECK(condition, ...)                                                                \
   do {                                                                                             \
     if (CDDP__UNLIKELY(!(condition)))                                                              \
       return cddp__named(__func__, cddp__fail(CDDP_INVALID_ARGUMENT, __VA_ARGS__));                \
   } while (0)
 
-/* Likewise, for checks that are functions of their own. */
+/* The same for a check that is a function: an error is returned with the enclosing function's
+   name. */
 #define CDDP__TRY(result)                                                                          \
   do {                                                                                             \
     cddp_result cddp__tried = (result);                                                            \
     if (CDDP__UNLIKELY(cddp__tried != CDDP_OK)) return cddp__named(__func__, cddp__tried);         \
   } while (0)
 
-/* Others' words, made fit to be shown: no control characters, which a terminal would obey; those
-   from U+0080 to U+009F are two bytes in UTF-8. */
+/* Replaces control characters in text from another process with '?', because a terminal would
+   execute them. Those from U+0080 to U+009F have two bytes in UTF-8. */
 static void cddp__make_printable(char *text) {
   unsigned char *c = (unsigned char *)text;
   for (; *c != 0; c++) {
@@ -2371,7 +2378,7 @@ static cddp_result cddp__fail_errno(const char *what) {
   return cddp__fail(CDDP_SYSTEM, "%s: %s", what, strerror(errno));
 }
 
-/* One line to the program's logger, if it has one. level 0 = error, 1 = warning, 2 = info. */
+/* Sends one line to the program's logger, if it has one. level 0 = error, 1 = warning, 2 = info. */
 CDDP__PRINTF(3, 4)
 static void cddp__log(const cddp_logger *l, int level, const char *format, ...) {
   char line[CDDP__ERROR_MAX];
@@ -2423,10 +2430,10 @@ static size_t cddp__min(size_t a, size_t b) { return a < b ? a : b; }
 static size_t cddp__max(size_t a, size_t b) { return a > b ? a : b; }
 static size_t cddp__round_up(size_t n, size_t step) { return (n + step - 1) / step * step; }
 
-/* p, or a copy of it with room for more: at least `needed` elements. NULL: no memory, p is as it
-   was. */
-static void *cddp__grown(const cddp_allocator *a, void *p, size_t *capacity, size_t needed,
-                         size_t size) {
+/* Returns p, or a larger copy of it, with a capacity of at least `needed` elements. Returns NULL if
+   memory is exhausted; p is unchanged then. */
+static void *cddp__grow_array(const cddp_allocator *a, void *p, size_t *capacity, size_t needed,
+                              size_t size) {
   size_t more = cddp__max(needed, *capacity * 2 + 8);
   void *q;
   if (needed <= *capacity) return p;
@@ -2442,40 +2449,42 @@ static void cddp__copy(void *to, const void *from, size_t n) {
 }
 
 #if defined(__x86_64__)
-static void cddp__stream(char *to, const char *from, size_t n) { /* to, n: multiples of 16 */
+static void cddp__stream_store(char *to, const char *from, size_t n) { /* to, n: multiples of 16 */
   for (; n > 0; n -= 16, to += 16, from += 16)
     _mm_stream_si128((__m128i *)(void *)to, _mm_loadu_si128((const __m128i *)(const void *)from));
 }
 #endif
 
-/* Copies past this core's cache into memory: another core that reads it later finds it there, and
-   has not to get each line out of this cache. (x86-64; elsewhere memcpy.) */
-static void cddp__copy_past(void *to, const void *from, size_t n) {
+/* A non-temporal copy: writes to memory and bypasses this core's cache, so that another core reads
+   the lines from memory and need not fetch them from this cache. (x86-64; elsewhere memcpy.) */
+static void cddp__copy_nontemporal(void *to, const void *from, size_t n) {
   char *t = (char *)to;
   const char *f = (const char *)from;
 #if defined(__x86_64__)
   size_t head = cddp__min(n, (size_t)(-(uintptr_t)to & 15)), i, page;
   memcpy(t, f, head);
   for (n -= head, t += head, f += head; n >= 4 << 12; n -= 4 << 12, t += 4 << 12, f += 4 << 12)
-    for (i = 0; i < 1 << 12; i += 64) /* four pages at once take 0.8 of one's time */
-      for (page = 0; page < 4; page++) cddp__stream(t + (page << 12) + i, f + (page << 12) + i, 64);
-  cddp__stream(t, f, n & ~(size_t)15);
+    for (i = 0; i < 1 << 12; i += 64) /* four pages interleaved: 0.8 of the time of one by one */
+      for (page = 0; page < 4; page++)
+        cddp__stream_store(t + (page << 12) + i, f + (page << 12) + i, 64);
+  cddp__stream_store(t, f, n & ~(size_t)15);
   t += n & ~(size_t)15, f += n & ~(size_t)15, n &= 15;
   _mm_sfence();
 #endif
   memcpy(t, f, n);
 }
 
-static void cddp__copy_by(void *to, const void *from, size_t n, bool past) {
-  if (past && to != from) cddp__copy_past(to, from, n);
+static void cddp__copy_by(void *to, const void *from, size_t n, bool nontemporal) {
+  if (nontemporal && to != from)
+    cddp__copy_nontemporal(to, from, n);
   else cddp__copy(to, from, n);
 }
 
 /* --- atomics --- */
 
-/* Shared scalars live in cddp__atomic_* structs and are touched only by the functions below.
-   Release on store. Loads, exchanges and adds are in order with each other, as who sleeps after an
-   add relies on: correct on weakly ordered machines too. */
+/* Shared scalars are cddp__atomic_* structs, accessed only by the functions below. A 32-bit store
+   has release order. Loads, exchanges and adds are sequentially consistent: a thread that adds to a
+   counter, loads another scalar and then sleeps depends on that order on ARM too. */
 static uint32_t cddp__load32(const cddp__atomic_u32 *a) {
   return __atomic_load_n(&a->v, __ATOMIC_SEQ_CST);
 }
@@ -2499,9 +2508,9 @@ static uint64_t cddp__load64(const cddp__atomic_u64 *a) {
 static void cddp__store64(cddp__atomic_u64 *a, uint64_t v) { /* in order with all other accesses */
   __atomic_exchange_n(&a->v, v, __ATOMIC_SEQ_CST);
 }
-/* For a rank that looks once this one has ended: what was written before v is there if v is, and
-   what is written after v is not there without v. The processor need not wait for that, as a rank
-   ends between two instructions. */
+/* A compiler barrier on both sides of the store. Only for a reader that reads after this process
+   has died: if it sees v, it sees everything stored before v; if it does not see v, it sees nothing
+   stored after v. No processor barrier is needed, because a process dies between instructions. */
 static void cddp__note64(cddp__atomic_u64 *a, uint64_t v) {
   __atomic_signal_fence(__ATOMIC_SEQ_CST);
   __atomic_store_n(&a->v, v, __ATOMIC_RELEASE);
@@ -2514,12 +2523,12 @@ static bool cddp__swap64(cddp__atomic_u64 *a, uint64_t expected, uint64_t desire
 
 /* --- the clock --- */
 
-/* A sleep that takes this much longer than asked for shows that the process was stopped. Busy cores
-   delay a thread by less. */
+/* A sleep that overruns its time by this much shows that the process was stopped. Busy cores delay
+   a thread by less. */
 #define CDDP__STOP_S 0.5
 
-/* ns in which this process did not run, as it was stopped (SIGSTOP), or its job or machine was
-   suspended. */
+/* Nanoseconds in which this process did not run because it was stopped (SIGSTOP), or because its
+   job or machine was suspended. */
 static cddp__atomic_u64 cddp__stopped;
 
 static double cddp__monotonic(void) { /* seconds, the same for all processes of the machine */
@@ -2534,9 +2543,10 @@ static double cddp__now(void) {
   return cddp__monotonic() - stopped;
 }
 
-/* Called after each sleep: whether the process was stopped in it. The sleep began at `start` of
-   cddp__now and was to last `asked` seconds at most. Of several threads that slept the first that
-   wakes sets the clock back. By that clock the sleeps of the others were short. */
+/* Called after each sleep: adds to cddp__stopped if the process was stopped during the sleep. The
+   sleep began at `start` of cddp__now and should have lasted at most `asked` seconds. If several
+   threads slept, the first to wake sets the clock back; by that clock the other sleeps were
+   short. */
 static void cddp__note_sleep(double start, double asked) {
   uint64_t stopped;
   double more;
@@ -2561,15 +2571,16 @@ static void cddp__sleep(double seconds) {
   cddp__note_sleep(start, seconds);
 }
 
-/* Milliseconds until the deadline for poll(2): 0 when past, at most max_ms, rounded up. */
+/* Milliseconds until the deadline, for poll(2): rounded up, at most max_ms, 0 if the deadline has
+   passed. */
 static int cddp__poll_ms(double deadline, int max_ms) {
   double left = (deadline - cddp__now()) * 1e3;
   if (left <= 0) return 0;
   return left >= (double)max_ms ? max_ms : (int)left + 1;
 }
 
-/* poll(2) in a wait with a deadline. ms: at most half of CDDP__STOP_S, as the sleep itself counts;
-   -1: no deadline. */
+/* poll(2) in a wait with a deadline. ms: at most half of CDDP__STOP_S, so that a full sleep does
+   not look like a stop; -1: no deadline. */
 static int cddp__poll(struct pollfd *fds, size_t count, int ms) {
   double start = cddp__now();
   int n = poll(fds, (nfds_t)count, ms);
@@ -2587,8 +2598,8 @@ static void cddp__pause(void) {
 #endif
 }
 
-/* Asks for a cache line that will be written: it comes while this thread goes on. (On x86 the
-   builtin asks for reading. A processor that does not know the instruction does nothing.) */
+/* Prefetches a cache line for writing while this thread continues. On x86 the compiler's builtin
+   would prefetch it for reading. A processor without prefetchw ignores the instruction. */
 static void cddp__prefetch_to_write(void *p) {
 #if defined(__x86_64__)
   __asm__ __volatile__("prefetchw %0" : : "m"(*(char *)p));
@@ -2597,9 +2608,9 @@ static void cddp__prefetch_to_write(void *p) {
 #endif
 }
 
-/* How this thread's arithmetic treats floats, of what changes results: the same number on x86 and
-   aarch64, 0 being the default (to nearest, subnormals kept). Ranks compare it, for with another
-   mode their weights drift apart. Other machines: always 0. */
+/* This thread's floating-point mode, as far as it changes results. The encoding is the same on x86
+   and aarch64; 0 is the default (round to nearest, keep subnormals). Ranks compare their modes,
+   because with different modes their weights would diverge. On other processors always 0. */
 enum {
   CDDP__FP_ROUNDING = 3, /* 1: downward, 2: upward, 3: towards zero */
   CDDP__FP_FTZ = 4,      /* subnormal results become 0 */
@@ -2624,7 +2635,7 @@ static uint32_t cddp__fp_mode(void) {
   return mode;
 }
 
-/* Other bits of the control register, which trap, stay as they are. */
+/* Sets the mode and keeps all other bits of the control register, which enable traps. */
 static void cddp__set_fp_mode(uint32_t mode) {
 #if defined(__x86_64__)
   uint32_t csr = __builtin_ia32_stmxcsr() & ~0xe040u;
@@ -2646,17 +2657,17 @@ static void cddp__set_fp_mode(uint32_t mode) {
 #endif
 }
 
-/* The mode in words: "rounds upward, flushes subnormals (FTZ, DAZ)". */
+/* The mode for an error text: "rounds upward, flushes subnormals (FTZ, DAZ)". */
 static cddp__text cddp__describe_fp_mode(uint32_t mode) {
   static const char *const rounding[] = {"to nearest", "downward", "upward", "towards zero"};
   static const char *const flushing[] = {"keeps subnormals", "flushes subnormal results (FTZ)",
                                          "takes subnormal operands for 0 (DAZ)",
                                          "flushes subnormals (FTZ, DAZ)"};
-  return cddp__words("rounds %s, %s", rounding[mode & CDDP__FP_ROUNDING], flushing[mode >> 2 & 3]);
+  return cddp__textf("rounds %s, %s", rounding[mode & CDDP__FP_ROUNDING], flushing[mode >> 2 & 3]);
 }
 
-/* Sleeps while *a == value, until woken or for at most `seconds`; may return early for no reason.
-   Works between processes and between threads. */
+/* Sleeps while *a == value, until woken, for at most `seconds`. It can return early without a
+   reason. Works between processes and between threads. */
 static void cddp__futex_wait(cddp__atomic_u32 *a, uint32_t value, double seconds) {
   struct timespec t = cddp__timespec(seconds);
   double start = cddp__now();
@@ -2668,7 +2679,7 @@ static void cddp__futex_wake(cddp__atomic_u32 *a) {
   syscall(SYS_futex, &a->v, 1 /* FUTEX_WAKE */, INT_MAX, NULL, NULL, 0);
 }
 
-static void cddp__cond_init(pthread_cond_t *c) { /* for waits by CLOCK_MONOTONIC */
+static void cddp__cond_init(pthread_cond_t *c) { /* for timed waits on CLOCK_MONOTONIC */
   pthread_condattr_t a;
   pthread_condattr_init(&a);
   pthread_condattr_setclock(&a, CLOCK_MONOTONIC);
@@ -2676,7 +2687,8 @@ static void cddp__cond_init(pthread_cond_t *c) { /* for waits by CLOCK_MONOTONIC
   pthread_condattr_destroy(&a);
 }
 
-/* Waits for c until woken or until that time of cddp__now; false: it has passed. */
+/* Waits on c until woken or until the deadline, a time of cddp__now. Returns false if the deadline
+   has passed. */
 static bool cddp__cond_wait_until(pthread_cond_t *c, pthread_mutex_t *lock, double deadline) {
   double start, left;
   struct timespec t;
@@ -2691,9 +2703,9 @@ static bool cddp__cond_wait_until(pthread_cond_t *c, pthread_mutex_t *lock, doub
   return e != ETIMEDOUT;
 }
 
-/* Starts a thread with a stack for the user's callbacks, even under ulimit -s 64 and with musl:
-   its default is 128 KiB. quiet: the thread blocks all signals, so that the program's handlers run
-   on its own threads. */
+/* Starts a thread with a stack large enough for the user's callbacks, also under ulimit -s 64 and
+   with musl, where the default stack is 128 KiB. quiet: the thread blocks all signals, so that the
+   program's handlers run on the program's own threads. */
 static cddp_result cddp__thread_start(pthread_t *thread, void *(*fn)(void *), void *arg,
                                       bool quiet) {
   pthread_attr_t a;
@@ -2702,8 +2714,8 @@ static cddp_result cddp__thread_start(pthread_t *thread, void *(*fn)(void *), vo
   int e = pthread_attr_init(&a);
   if (e == 0) {
     pthread_attr_getstacksize(&a, &stack);
-    if (stack < CDDP__STACK_MIN + CDDP__STACK_OWN)
-      pthread_attr_setstacksize(&a, CDDP__STACK_MIN + CDDP__STACK_OWN);
+    if (stack < CDDP__STACK_MIN + CDDP__STACK_MARGIN)
+      pthread_attr_setstacksize(&a, CDDP__STACK_MIN + CDDP__STACK_MARGIN);
     sigfillset(&all);
     pthread_sigmask(SIG_BLOCK, quiet ? &all : NULL, &old);
     e = pthread_create(thread, &a, fn, arg);
@@ -2712,32 +2724,35 @@ static cddp_result cddp__thread_start(pthread_t *thread, void *(*fn)(void *), vo
   }
   if (e == 0) return CDDP_OK;
   return cddp__fail(CDDP_SYSTEM, "pthread_create: %s%s", strerror(e),
-                    e == EAGAIN ? "; this user may have no more threads (ulimit -u), or the "
-                                  "process no more memory (ulimit -v, sysctl vm.max_map_count)"
+                    e == EAGAIN ? "; the user's limit of threads is reached (ulimit -u), or the "
+                                  "process's limit of memory (ulimit -v, sysctl vm.max_map_count)"
                                 : "");
 }
 
-/* How many bytes a file may have behind `at`; 0: errno is EFBIG. To write more than the process's
-   limit (ulimit -f) sends the thread SIGXFSZ, which ends the process by default. */
-static uint64_t cddp__file_room(uint64_t at) {
+/* Number of bytes that this process is allowed to write from offset `at` of a file; 0 with errno
+   EFBIG if none. A write beyond the limit (ulimit -f) would raise SIGXFSZ, which ends the process
+   by default. */
+static uint64_t cddp__file_allowance(uint64_t at) {
   struct rlimit limit;
   if (getrlimit(RLIMIT_FSIZE, &limit) != 0) return UINT64_MAX - at;
   if (at >= limit.rlim_cur) errno = EFBIG;
   return at < limit.rlim_cur ? limit.rlim_cur - at : 0;
 }
 
-/* What follows strerror(e) in the error text of a call that makes a file larger. */
-static const char *cddp__size_cure(int e) {
+/* Advice that follows strerror(e) in the error text of a call that enlarges a file. */
+static const char *cddp__size_advice(int e) {
   return e == EFBIG ? "; raise the file size limit (ulimit -f, RLIMIT_FSIZE)" : "";
 }
 
 /* >>record -------------------------------------------------------------------------------------
-   The flight recorder: a file per rank, mapped, so that the kernel keeps what was written when the
-   rank is killed. Owns: cddp__host.record. Touches nothing else.
+   Job: the flight recorder. Each rank has a mapped file, so that the kernel keeps the records even
+   if the rank is killed.
+   Owns: cddp__host.record. Touches nothing else.
    Entry points: cddp__record_open; cddp__record_new, _start and _finish, or _event for all three.
-   Works as follows: an operation takes the next number and with it a place in the ring, and fills
-   it in; start, end and result follow as they come, unless the place is another operation's by
-   then. Any thread may record. Off (no CDDP_RECORD), all of it is one look at a NULL pointer. */
+   How it works:
+     1. An operation takes the next number, and with it an entry of the ring, and fills it in.
+     2. Start, end and result are added later, unless a newer operation has reused the entry.
+   Any thread can record. Without CDDP_RECORD each entry point only tests a NULL pointer. */
 
 #define CDDP__RECORD_BYTES (sizeof(cddp_record_header) + CDDP_RECORDS * sizeof(cddp_record))
 
@@ -2747,14 +2762,14 @@ static int64_t cddp__nanoseconds(clockid_t clock) {
   return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
 }
 
-/* A name for a job: the time of its start, and the process. */
+/* A random-looking number that names a job: its start time and the process id. */
 static uint64_t cddp__record_job(void) {
   return (uint64_t)cddp__nanoseconds(CLOCK_REALTIME) ^ (uint64_t)getpid() << 44;
 }
 
-/* Opens the recorder if the environment asks for one; *out is NULL if not. life: 0; if the process
-   has joined, where an earlier one of its rank may have a file, its number. The file has its full
-   size from the start: a disk that is full later must not end the program. */
+/* Opens the recorder if CDDP_RECORD is set, else sets *out to NULL. life: 0, or the number of a
+   process that joined: an earlier process of its rank can have a file already. The file gets its
+   full size now, so that a disk that is full later cannot kill the program (SIGBUS). */
 static cddp_result cddp__record_open(cddp_record_header **out, uint64_t job, int rank, int size,
                                      int life) {
   const char *dir = getenv("CDDP_RECORD");
@@ -2768,20 +2783,20 @@ static cddp_result cddp__record_open(cddp_record_header **out, uint64_t job, int
   snprintf(path, sizeof path, "%s/cddp-%016" PRIx64 "-%d", dir, job, rank);
   if (life > 0) cddp__append(path, sizeof path, ".join%d", life);
   cddp__append(path, sizeof path, ".rec");
-  (void)mkdir(dir, 0777); /* unless it exists; open says what else is wrong */
+  (void)mkdir(dir, 0777); /* fails if it exists; open reports any other error */
   fd = open(path, O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW, 0600);
   if (fd < 0)
-    return cddp__fail(CDDP_IO, "CDDP_RECORD: open %s, the flight recorder's file: %s", path,
+    return cddp__fail(CDDP_IO, "CDDP_RECORD: cannot open the flight recorder's file %s: %s", path,
                       strerror(errno));
-  do e = cddp__file_room(0) >= bytes ? posix_fallocate(fd, 0, (off_t)bytes) : EFBIG;
+  do e = cddp__file_allowance(0) >= bytes ? posix_fallocate(fd, 0, (off_t)bytes) : EFBIG;
   while (e == EINTR);
   if (e == 0) p = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
   if (e == 0 && p == MAP_FAILED) e = errno;
   close(fd);
   if (e != 0) {
     unlink(path);
-    return cddp__fail(CDDP_IO, "CDDP_RECORD: %zu bytes for the flight recorder's file %s: %s%s",
-                      bytes, path, strerror(e), cddp__size_cure(e));
+    return cddp__fail(CDDP_IO, "CDDP_RECORD: cannot get %zu bytes for the recorder's file %s: %s%s",
+                      bytes, path, strerror(e), cddp__size_advice(e));
   }
   h = (cddp_record_header *)p;
   h->record_size = (uint32_t)sizeof(cddp_record);
@@ -2798,7 +2813,8 @@ static cddp_result cddp__record_open(cddp_record_header **out, uint64_t job, int
   return CDDP_OK;
 }
 
-/* The record of an operation; NULL if the recorder is off (0) or its place is another one's now. */
+/* The record of an operation. NULL if the recorder is off (number 0), or if a newer operation has
+   reused the entry. */
 static cddp_record *cddp__record_at(const cddp_group *g, uint64_t number) {
   cddp_record *r;
   if (CDDP__LIKELY(number == 0)) return NULL;
@@ -2806,8 +2822,8 @@ static cddp_record *cddp__record_at(const cddp_group *g, uint64_t number) {
   return __atomic_load_n(&r->number, __ATOMIC_ACQUIRE) == number ? r : NULL;
 }
 
-/* Notes an operation of g that has been asked for; returns its number, 0 if the recorder is off.
-   what: at most 15 bytes. */
+/* Records that an operation of g was requested. Returns its number, or 0 if the recorder is off.
+   what: its name, at most 15 bytes. */
 static uint64_t cddp__record_new(const cddp_group *g, const char *what, uint64_t count, int dtype,
                                  int op, int root) {
   cddp_record_header *h = g->host->record;
@@ -2817,8 +2833,8 @@ static uint64_t cddp__record_new(const cddp_group *g, const char *what, uint64_t
   number = __atomic_add_fetch(&h->next, 1, __ATOMIC_RELAXED);
   r = (cddp_record *)(void *)(h + 1) + (number - 1) % CDDP_RECORDS;
   __atomic_exchange_n(&r->number, 0, __ATOMIC_SEQ_CST);
-  /* No later store may come before this one: a reader of a new field must not read the old number.
-     On x86 the exchange sees to that; gcc's thread sanitizer knows no fences. */
+  /* No later store can be visible before this one: a reader that sees a new field must not see the
+     old number. On x86 the exchange ensures that. gcc's thread sanitizer supports no fences. */
 #if !defined(__x86_64__) && !defined(__i386__) && !defined(__SANITIZE_THREAD__)
   __atomic_thread_fence(__ATOMIC_RELEASE);
 #endif
@@ -2851,7 +2867,7 @@ CDDP__INLINED void cddp__record_finish(const cddp_group *g, uint64_t number, cdd
   r->ended = cddp__nanoseconds(CLOCK_MONOTONIC);
 }
 
-/* Notes what has happened at this moment. */
+/* Records an event: an operation that starts and ends now. */
 static void cddp__record_event(const cddp_group *g, const char *what, uint64_t count,
                                cddp_result result) {
   cddp__record_finish(g, cddp__record_new(g, what, count, -1, -1, -1), result);
@@ -2860,11 +2876,10 @@ static void cddp__record_event(const cddp_group *g, const char *what, uint64_t c
 CDDP__COLD
 
 /* >>bytes ----------------------------------------------------------------------------------------
-   Numbers in little-endian order, hashes, random bytes, and the proof of a shared secret. Pure, but
-   for cddp__random.
-   Owns and touches nothing.
-   Entry points: cddp__put32 to cddp__get64, cddp__hash64, cddp__random, cddp__mac, and
-   cddp__challenge_begin and _feed, of which CHALLENGE below says how they work. */
+   Job: little-endian numbers, hashes, random bytes, and the proof of a shared secret.
+   Owns and touches nothing. All functions are pure, except cddp__random and _challenge_begin.
+   Entry points: cddp__put32 to cddp__get64, cddp__hash64, cddp__random, cddp__mac;
+   cddp__challenge_begin and _feed (see CHALLENGE below). */
 
 static void cddp__put32(void *p, uint32_t v) { /* little-endian, any alignment */
   unsigned char *b = (unsigned char *)p;
@@ -2892,8 +2907,8 @@ static uint64_t cddp__hash64(uint64_t h, const void *data, size_t n) {
   return h;
 }
 
-/* Fills p from the kernel's generator, which gives up to 256 bytes at once; for nonces and names
-   that must not be guessed. */
+/* Fills p with at most 256 bytes of the kernel's generator, which returns that many in one call.
+   For nonces, and for names that nobody must be able to guess. */
 static cddp_result cddp__random(void *p, size_t n) {
   long got;
   do
@@ -2902,15 +2917,15 @@ static cddp_result cddp__random(void *p, size_t n) {
   return got == (long)n ? CDDP_OK : cddp__fail_errno("getrandom");
 }
 
-/* BLAKE2s (RFC 7693), which takes a key: no HMAC is needed around it. */
+/* BLAKE2s (RFC 7693) takes a key itself, so that no HMAC is needed around it. */
 static const uint32_t cddp__blake2s_start[8] = {0x6a09e667u, 0xbb67ae85u, 0x3c6ef372u, 0xa54ff53au,
                                                 0x510e527fu, 0x9b05688cu, 0x1f83d9abu, 0x5be0cd19u};
 
 static uint32_t cddp__rotate(uint32_t v, int n) { return v >> n | v << (32 - n); }
 
-/* Mixes in one block; `bytes` have been hashed with it. */
+/* Mixes in one block. bytes: number of bytes hashed so far, with this block. */
 static void cddp__blake2s_block(uint32_t h[8], const unsigned char *p, uint64_t bytes, bool last) {
-  static const uint64_t order[10] = { /* of each round: the words it takes, from the low end */
+  static const uint64_t order[10] = { /* a round's order of the block's words, lowest digit first */
       0xfedcba9876543210u, 0x357b20c16df984aeu, 0x491763eadf250c8bu, 0x8f04a562ebcd1397u,
       0xd386cb1efa427509u, 0x91ef57d438b0a6c2u, 0xb8293670a4def15cu, 0xa2684f05931ce7bdu,
       0x5a417d2c803b9ef6u, 0x0dc3e9bf5167482au};
@@ -2939,7 +2954,7 @@ static void cddp__blake2s_block(uint32_t h[8], const unsigned char *p, uint64_t 
   for (i = 0; i < 8; i++) h[i] ^= v[i] ^ v[8 + i];
 }
 
-/* Of n bytes, with a key of at most 32 bytes. */
+/* The hash of n bytes, with a key of at most 32 bytes. */
 static void cddp__blake2s(const void *key, size_t key_size, const void *data, size_t n,
                           unsigned char out[32]) {
   const unsigned char *p = (const unsigned char *)data;
@@ -2960,7 +2975,7 @@ static void cddp__blake2s(const void *key, size_t key_size, const void *data, si
   for (take = 0; take < 8; take++) cddp__put32(out + 4 * take, h[take]);
 }
 
-/* The proof that its maker knows the secret, of a label and data. */
+/* A message authentication code of a label and data: proves that its author knows the secret. */
 static void cddp__mac(const char *secret, const char *label, const void *data, size_t n,
                       unsigned char mac[32]) {
   unsigned char key[32], of_data[32];
@@ -2969,7 +2984,7 @@ static void cddp__mac(const char *secret, const char *label, const void *data, s
   cddp__blake2s(of_data, sizeof of_data, label, strlen(label), mac);
 }
 
-/* Equality in a time that does not tell where the first difference is. */
+/* Compares in constant time, so that the time does not reveal where the first difference is. */
 static bool cddp__same_bytes(const void *a, const void *b, size_t n) {
   const volatile unsigned char *p = (const volatile unsigned char *)a;
   const volatile unsigned char *q = (const volatile unsigned char *)b;
@@ -2979,47 +2994,51 @@ static bool cddp__same_bytes(const void *a, const void *b, size_t n) {
   return difference == 0;
 }
 
-/* CHALLENGE. Both ends of a connection prove that they know one secret without showing it, over a
-   fresh nonce of each, so that no recording of an earlier connection helps. The labels name the end
-   and the purpose, so that no proof serves in another place. A stranger who calls gets a nonce and
-   nothing to test guesses on. What follows on the connection is neither encrypted nor signed.
+/* CHALLENGE. Both ends of a connection prove that they know the same secret, without revealing it.
      caller: HELLO, nonce                       called: CHALLENGE, nonce
-     caller: PROOF, MAC(caller's label, ...)    called: WELCOME, MAC(called end's label, ...)
-   Instead of an answer the called end may send REFUSAL and a letter: S = a secret is needed here,
-   W = not that one, N = there is none here; or D: it has no file descriptor left. Works as follows,
-   without blocking: begin, then send `out` whenever out_size is not 0 (and set that to 0), and feed
-   what comes, until the state is no longer CDDP__CHALLENGE_ON. A called end without a secret takes
-   anything that is no HELLO. */
-#define CDDP__AUTH_HELLO "CDDPau\r\n" /* a web server or redis answers a line of text */
+     caller: PROOF, MAC(caller's label, ...)    called: ACCEPT, MAC(called end's label, ...)
+   Each end sends a fresh nonce, so that a recording of an earlier connection is useless. The labels
+   name the end and the purpose, so that a proof is valid in one place only. A stranger that
+   connects receives a nonce and nothing to test guesses on. Later data on the connection is neither
+   encrypted nor signed.
+   Instead of an answer the called end can send REFUSAL and a letter:
+     S  this end requires a secret          N  this end has no secret
+     W  the secrets differ                  D  this end has no file descriptor left
+   How to use it, without blocking:
+     1. Call cddp__challenge_begin.
+     2. Whenever out_size is not 0, send `out` and set out_size to 0.
+     3. Pass received bytes to cddp__challenge_feed until the state is not CDDP__CHALLENGE_ON.
+   A called end without a secret accepts anything except HELLO. */
+#define CDDP__AUTH_HELLO "CDDPau\r\n" /* a line of text: a web server or redis answers it */
 #define CDDP__AUTH_CHALLENGE "CDDPchal"
 #define CDDP__AUTH_PROOF "CDDPprov"
-#define CDDP__AUTH_WELCOME "CDDPgood"
+#define CDDP__AUTH_ACCEPT "CDDPgood"
 #define CDDP__AUTH_REFUSAL "CDDPdeny"
 #define CDDP__NONCE_SIZE 32
 #define CDDP__PROOF_SIZE 32
 
 enum cddp__challenge_state {
-  CDDP__CHALLENGE_ON,      /* wants more bytes */
-  CDDP__CHALLENGE_PROVEN,  /* both know the secret */
-  CDDP__CHALLENGE_REFUSED, /* the called end said why */
+  CDDP__CHALLENGE_ON,      /* needs more bytes */
+  CDDP__CHALLENGE_PROVEN,  /* both ends know the secret */
+  CDDP__CHALLENGE_REFUSED, /* the called end has sent a letter: `why` */
   CDDP__CHALLENGE_WRONG,   /* the other end does not know the secret */
-  CDDP__CHALLENGE_ALIEN    /* the other end does not speak like this */
+  CDDP__CHALLENGE_NOT_CDDP /* the other end uses another protocol */
 };
 
 typedef struct cddp__challenge {
-  const char *secret;  /* must outlive it; the called end's may be NULL: none */
+  const char *secret;  /* must outlive the struct; the called end's can be NULL: no secret */
   const char *purpose; /* part of the labels */
   bool caller;
-  int state, step; /* cddp__challenge_state; messages that came */
+  int state, step; /* cddp__challenge_state; number of messages received */
   char why;        /* REFUSED: the letter */
-  unsigned char covered[2 * CDDP__NONCE_SIZE + 64]; /* by proofs: the nonces, caller's first, and
-                                                       what both must agree on besides */
+  unsigned char covered[2 * CDDP__NONCE_SIZE + 64]; /* what proofs cover: the caller's nonce, the
+                                                       other nonce, the context */
   size_t covered_size;
   unsigned char in[8 + CDDP__NONCE_SIZE], out[8 + CDDP__NONCE_SIZE]; /* a tag; a nonce or proof */
   size_t in_size, out_size;
 } cddp__challenge;
 
-static void cddp__challenge_say(cddp__challenge *c, const char *tag, const void *data, size_t n) {
+static void cddp__challenge_queue(cddp__challenge *c, const char *tag, const void *data, size_t n) {
   memcpy(c->out, tag, 8);
   memcpy(c->out + 8, data, n);
   c->out_size = 8 + n;
@@ -3032,7 +3051,8 @@ static void cddp__challenge_prove(const cddp__challenge *c, bool caller,
   cddp__mac(c->secret, label, c->covered, c->covered_size, proof);
 }
 
-/* context: at most 64 bytes that the proofs cover too, the same at both ends; NULL: none. */
+/* context: at most 64 bytes that the proofs cover as well; both ends must have the same; NULL:
+   none. */
 static cddp_result cddp__challenge_begin(cddp__challenge *c, const char *secret,
                                          const char *purpose, bool caller, const void *context,
                                          size_t context_size) {
@@ -3046,11 +3066,11 @@ static cddp_result cddp__challenge_begin(cddp__challenge *c, const char *secret,
   CDDP_ASSERT(c->covered_size <= sizeof c->covered);
   cddp__copy(c->covered + 2 * CDDP__NONCE_SIZE, context, context_size);
   r = cddp__random(own, CDDP__NONCE_SIZE);
-  if (r == CDDP_OK && caller) cddp__challenge_say(c, CDDP__AUTH_HELLO, own, CDDP__NONCE_SIZE);
+  if (r == CDDP_OK && caller) cddp__challenge_queue(c, CDDP__AUTH_HELLO, own, CDDP__NONCE_SIZE);
   return r;
 }
 
-/* A whole message has come: c->in. */
+/* Handles a complete message, c->in. */
 static void cddp__challenge_message(cddp__challenge *c) {
   unsigned char proof[CDDP__PROOF_SIZE];
   c->in_size = 0;
@@ -3058,10 +3078,10 @@ static void cddp__challenge_message(cddp__challenge *c) {
     memcpy(c->covered + (c->caller ? CDDP__NONCE_SIZE : 0), c->in + 8, CDDP__NONCE_SIZE);
     cddp__challenge_prove(c, true, proof);
     if (c->caller)
-      cddp__challenge_say(c, CDDP__AUTH_PROOF, proof, sizeof proof);
+      cddp__challenge_queue(c, CDDP__AUTH_PROOF, proof, sizeof proof);
     else
-      cddp__challenge_say(c, CDDP__AUTH_CHALLENGE, c->covered + CDDP__NONCE_SIZE,
-                          CDDP__NONCE_SIZE);
+      cddp__challenge_queue(c, CDDP__AUTH_CHALLENGE, c->covered + CDDP__NONCE_SIZE,
+                            CDDP__NONCE_SIZE);
     return;
   }
   cddp__challenge_prove(c, !c->caller, proof);
@@ -3070,19 +3090,20 @@ static void cddp__challenge_message(cddp__challenge *c) {
   if (c->caller) return;
   cddp__challenge_prove(c, false, proof);
   if (c->state == CDDP__CHALLENGE_PROVEN)
-    cddp__challenge_say(c, CDDP__AUTH_WELCOME, proof, sizeof proof);
+    cddp__challenge_queue(c, CDDP__AUTH_ACCEPT, proof, sizeof proof);
   else
-    cddp__challenge_say(c, CDDP__AUTH_REFUSAL, "W", 1);
+    cddp__challenge_queue(c, CDDP__AUTH_REFUSAL, "W", 1);
 }
 
-/* Takes bytes that came; returns how many. What it leaves, if anything, is no part of this. */
+/* Consumes received bytes and returns how many. The remaining bytes do not belong to the
+   challenge. */
 static size_t cddp__challenge_feed(cddp__challenge *c, const unsigned char *p, size_t n) {
   static const char *const tags[2][2] = {{CDDP__AUTH_HELLO, CDDP__AUTH_PROOF},
-                                         {CDDP__AUTH_CHALLENGE, CDDP__AUTH_WELCOME}};
+                                         {CDDP__AUTH_CHALLENGE, CDDP__AUTH_ACCEPT}};
   size_t used = 0;
   if (c->secret == NULL && n > 0) {
     c->state = p[0] == CDDP__AUTH_HELLO[0] ? CDDP__CHALLENGE_WRONG : CDDP__CHALLENGE_PROVEN;
-    if (c->state == CDDP__CHALLENGE_WRONG) cddp__challenge_say(c, CDDP__AUTH_REFUSAL, "N", 1);
+    if (c->state == CDDP__CHALLENGE_WRONG) cddp__challenge_queue(c, CDDP__AUTH_REFUSAL, "N", 1);
     return 0;
   }
   while (used < n && c->state == CDDP__CHALLENGE_ON) {
@@ -3091,8 +3112,8 @@ static size_t cddp__challenge_feed(cddp__challenge *c, const unsigned char *p, s
     if (memcmp(c->in, tags[c->caller][c->step], k) == 0) {
       if (c->in_size == sizeof c->in) cddp__challenge_message(c);
     } else if (!c->caller || memcmp(c->in, CDDP__AUTH_REFUSAL, k) != 0) {
-      c->state = CDDP__CHALLENGE_ALIEN;
-      if (!c->caller) cddp__challenge_say(c, CDDP__AUTH_REFUSAL, "S", 1);
+      c->state = CDDP__CHALLENGE_NOT_CDDP;
+      if (!c->caller) cddp__challenge_queue(c, CDDP__AUTH_REFUSAL, "S", 1);
     } else if (c->in_size == 9) {
       c->state = CDDP__CHALLENGE_REFUSED;
       c->why = (char)c->in[8];
@@ -3102,15 +3123,16 @@ static size_t cddp__challenge_feed(cddp__challenge *c, const unsigned char *p, s
 }
 
 /* >>sockets ------------------------------------------------------------------------------------
-   Addresses of hosts and abstract Unix sockets; to connect, listen, send and receive; bytes of
-   files.
-   Owns: the list of sockets that a forked child gives up.
-   May touch: the system only.
+   Job: addresses of hosts and abstract Unix sockets; connecting, listening, sending, receiving;
+   reading and writing parts of files.
+   Owns: the table of sockets that a forked child closes. Touches nothing else but the system.
    Entry points: cddp__resolve, cddp__connect_address, cddp__listen_all, cddp__accept,
-   cddp__send_all, cddp__recv_all, cddp__own, cddp__file_io.
-   Works as follows: no socket blocks. A function that waits takes a deadline (cddp__now()) and
-   polls. A function whose callers try several addresses returns 0 or an errno; the others return a
-   result and leave its text. */
+   cddp__send_all, cddp__recv_all, cddp__register_socket, cddp__file_io.
+   Conventions:
+     1. All sockets are non-blocking. A function that waits takes a deadline (a time of cddp__now)
+        and polls.
+     2. A function whose callers try several addresses returns 0 or an errno. All other functions
+        return a result and write an error text. */
 
 typedef struct cddp__address { /* a socket address */
   __extension__ union {
@@ -3125,11 +3147,11 @@ typedef struct cddp__address { /* a socket address */
 
 #define CDDP__ADDRESSES_MAX 16 /* addresses of one host name */
 
-/* FORK. The child of a fork has copies of all descriptors, and as long as it lives its copy of a
-   connection keeps the other side from seeing that the rank has died. So the child gives up the
-   sockets that are listed here: their numbers stay taken, by sockets that are connected to nothing,
-   since the child's copy of a group or store may still use or close them. Descriptors from 2^17 on
-   are not listed. glibc forgets the handler when the library that it is in is unloaded. */
+/* FORK. A forked child has copies of all descriptors. While it lives, its copy of a connection
+   hides from the other side that the rank has died. So the child replaces each socket in this table
+   with an unconnected socket. The descriptor numbers stay in use, because the child's copy of a
+   group or store can still use or close them. Descriptors from 2^17 on are not in the table. glibc
+   removes the fork handler when the library that contains it is unloaded. */
 #define CDDP__OWN_SOCKETS (1 << 17)
 static uint32_t cddp__own_sockets[CDDP__OWN_SOCKETS / 32]; /* bits; atomic, for any thread */
 
@@ -3142,7 +3164,7 @@ static void cddp__in_forked_child(void) { /* async-signal-safe */
     for (fd = (int)i * 32; word != 0; fd++, word >>= 1) {
       if ((word & 1) == 0) continue;
       if (idle < 0 || syscall(SYS_dup3, idle, fd, O_CLOEXEC) < 0) close(fd);
-      if (idle < 0) idle = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0); /* takes its number */
+      if (idle < 0) idle = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0); /* its number is fd */
       if (idle == fd) idle = dup(fd);
     }
   }
@@ -3151,8 +3173,8 @@ static void cddp__in_forked_child(void) { /* async-signal-safe */
 
 static void cddp__watch_forks(void) { (void)pthread_atfork(NULL, NULL, cddp__in_forked_child); }
 
-/* Lists fd, if it is one, which forked children shall not keep open; returns it. */
-static int cddp__own(int fd) {
+/* Adds fd, if not negative, to the table of sockets that forked children close. Returns fd. */
+static int cddp__register_socket(int fd) {
   static pthread_once_t once = PTHREAD_ONCE_INIT;
   pthread_once(&once, cddp__watch_forks);
   if (fd >= 0 && fd < CDDP__OWN_SOCKETS)
@@ -3161,15 +3183,15 @@ static int cddp__own(int fd) {
 }
 
 static void cddp__close_fd(int *fd) {
-  if (*fd >= 0 && *fd < CDDP__OWN_SOCKETS) /* the number's next owner may be anybody */
+  if (*fd >= 0 && *fd < CDDP__OWN_SOCKETS) /* first: another thread can get the number next */
     __atomic_fetch_and(&cddp__own_sockets[*fd / 32], ~(1u << (*fd % 32)), __ATOMIC_ACQ_REL);
   if (*fd >= 0) close(*fd);
   *fd = -1;
 }
 
-/* The same file by a number above 2; -1 and errno if there is none. A program that was started with
-   stdin, stdout or stderr closed may still print: that must not go to a peer, or into the memory of
-   the ranks. */
+/* Moves fd to a descriptor above 2 and returns it; -1 and errno on failure. A program that was
+   started with stdin, stdout or stderr closed can still print. Its output must not reach a peer, or
+   the ranks' shared memory. */
 static int cddp__above_stdio(int fd) {
   int low = fd, error;
   if (fd < 0 || fd > STDERR_FILENO) return fd;
@@ -3180,9 +3202,9 @@ static int cddp__above_stdio(int fd) {
   return fd;
 }
 
-#define CDDP__POLL_MS 20 /* of one poll; receives of groups are served in between */
+#define CDDP__POLL_MS 20 /* of one poll; pending receives are served between two polls */
 
-/* Waits until poll(2) has something to say about fd. */
+/* Waits until poll(2) reports an event of fd. */
 static cddp_result cddp__wait_fd(int fd, short events, double deadline) {
   for (;;) {
     struct pollfd p = {fd, events, 0};
@@ -3190,12 +3212,12 @@ static cddp_result cddp__wait_fd(int fd, short events, double deadline) {
     if (n > 0) return CDDP_OK;
     if (n < 0 && errno != EINTR) return cddp__fail_errno("poll");
     if (cddp__now() >= deadline) return cddp__fail(CDDP_TIMEOUT, "timed out");
-    cddp__serve_idle(NULL); /* a store's client holds the store's lock alone */
+    cddp__serve_idle(NULL); /* safe: a store's client holds no lock but the store's */
   }
 }
 
-/* Sends size bytes from out, or receives as many into in (the other one is NULL), before the
-   deadline. The text does not name the peer: callers put it in front. */
+/* Sends size bytes from out, or receives size bytes into in, before the deadline. The other pointer
+   is NULL. The error text does not name the peer; callers add it as a prefix. */
 static cddp_result cddp__send_or_recv(int fd, const void *out, void *in, size_t size,
                                       double deadline) {
   size_t at = 0;
@@ -3225,7 +3247,7 @@ static cddp_result cddp__recv_all(int fd, void *data, size_t size, double deadli
   return cddp__send_or_recv(fd, NULL, data, size, deadline);
 }
 
-/* Receives what is there, *n bytes at most, and sets *n; waits until there is something. */
+/* Waits for data, receives at most *n bytes, and sets *n to their number. */
 static cddp_result cddp__recv_some(int fd, void *data, size_t *n, double deadline) {
   cddp_result r = cddp__wait_fd(fd, POLLIN, deadline);
   ssize_t got = r == CDDP_OK ? recv(fd, data, *n, MSG_DONTWAIT) : 0;
@@ -3239,8 +3261,8 @@ static cddp_result cddp__recv_some(int fd, void *data, size_t *n, double deadlin
                   : cddp__fail(CDDP_NETWORK, "recv: %s", strerror(errno));
 }
 
-/* Does this end's part of a challenge that has begun; its state says how that ended. bytes: where
-   the last *n bytes that came are left, for texts. */
+/* Runs this end of a challenge that has begun, until it ends; the result is c->state. bytes
+   receives the last *n bytes that arrived, for error texts. */
 static cddp_result cddp__challenge_run(cddp__challenge *c, int fd, unsigned char *bytes, size_t *n,
                                        double deadline) {
   cddp_result r = CDDP_OK;
@@ -3255,9 +3277,9 @@ static cddp_result cddp__challenge_run(cddp__challenge *c, int fd, unsigned char
   return r;
 }
 
-/* Sends bytes or receives up to n, without blocking, as sendmsg and recvmsg do. On a Unix socket
-   with up to two descriptors: those of fds that are not -1 (NULL: none). Received ones replace what
-   fds has. */
+/* Sends bytes, or receives up to n, without blocking; returns the result of sendmsg or recvmsg. On
+   a Unix socket up to two descriptors travel with the bytes: those of fds that are not -1. fds is
+   NULL for none. Received descriptors replace those in fds, which are closed. */
 static ssize_t cddp__pass_fds(int fd, void *data, size_t n, int *fds, bool out) {
   union {
     struct cmsghdr head;
@@ -3301,7 +3323,7 @@ static cddp_result cddp__host_port(const char *text, char host[256], int *port) 
   *port = found == 2 ? atoi(digits) : 0;
   if (found == 2 && text[end] == 0 && *port <= 65535) return CDDP_OK;
   return cddp__fail(CDDP_INVALID_ARGUMENT,
-                    "'%.80s' is no host:port, or [address]:port for IPv6, with a port from 0 to "
+                    "'%.80s' is not host:port (or [address]:port for IPv6) with a port from 0 to "
                     "65535",
                     text);
 }
@@ -3311,14 +3333,14 @@ static cddp__text cddp__describe_address(const cddp__address *a) {
   char host[128], port[16];
   int name = (int)a->size - (int)offsetof(struct sockaddr_un, sun_path) - 1; /* its size */
   if (a->sa.ss_family == AF_UNIX)
-    return cddp__words("the abstract Unix socket @%.*s", name > 0 ? name : 0, a->un.sun_path + 1);
+    return cddp__textf("the abstract Unix socket @%.*s", name > 0 ? name : 0, a->un.sun_path + 1);
   if (getnameinfo(&a->any, a->size, host, sizeof host, port, sizeof port,
                   NI_NUMERICHOST | NI_NUMERICSERV) != 0)
-    return cddp__words("(unknown address)");
-  return cddp__words(a->sa.ss_family == AF_INET6 ? "[%s]:%s" : "%s:%s", host, port);
+    return cddp__textf("(unknown address)");
+  return cddp__textf(a->sa.ss_family == AF_INET6 ? "[%s]:%s" : "%s:%s", host, port);
 }
 
-/* Linux has the port of IPv4 and of IPv6 in the same place. */
+/* On Linux sin_port and sin6_port have the same offset. */
 static void cddp__address_set_port(cddp__address *a, int port) {
   if (a->sa.ss_family != AF_UNIX) a->v4.sin_port = htons((uint16_t)port);
 }
@@ -3334,25 +3356,26 @@ static bool cddp__address_same_host(const cddp__address *a, const cddp__address 
          a->v6.sin6_scope_id == b->v6.sin6_scope_id;
 }
 
-/* Makes it all addresses of this host, of its family. */
+/* Replaces the address with the wildcard address of its family: 0.0.0.0 or ::. */
 static void cddp__address_to_all(cddp__address *a) {
   if (a->sa.ss_family == AF_INET6) memset(&a->v6.sin6_addr, 0, sizeof a->v6.sin6_addr);
   if (a->sa.ss_family == AF_INET) a->v4.sin_addr.s_addr = htonl(INADDR_ANY);
 }
 
-static bool cddp__address_loopback(const cddp__address *a) {
+static bool cddp__address_is_loopback(const cddp__address *a) {
   if (a->sa.ss_family == AF_INET6) return IN6_IS_ADDR_LOOPBACK(&a->v6.sin6_addr) != 0;
   return a->sa.ss_family == AF_INET && ntohl(a->v4.sin_addr.s_addr) >> 24 == 127;
 }
 
-/* The scope of a link-local address is a number of the host that wrote it. Here it is that of this
-   host's address on the same link. */
-static void cddp__rescope(struct sockaddr_in6 *in, const cddp__address *here) {
+/* The scope in a link-local address is an interface number of the host that wrote it. Replaces it
+   with the scope of `here`, this host's address on the same link. */
+static void cddp__set_scope(struct sockaddr_in6 *in, const cddp__address *here) {
   if (in->sin6_family == AF_INET6 && IN6_IS_ADDR_LINKLOCAL(&in->sin6_addr))
     in->sin6_scope_id = here->sa.ss_family == AF_INET6 ? here->v6.sin6_scope_id : 0;
 }
 
-/* An IPv4 or IPv6 address from its bytes, whatever they are. */
+/* An IPv4 or IPv6 address from received bytes, which are not trusted: every family other than IPv6
+   becomes IPv4. */
 static cddp__address cddp__internet_address(const struct sockaddr_in6 *in) {
   cddp__address a;
   memset(&a, 0, sizeof a);
@@ -3371,8 +3394,8 @@ static cddp__address cddp__loopback_address(void) { /* 127.0.0.1 */
   return a;
 }
 
-/* An abstract Unix socket: of this host alone, without a port and without a file. Its name begins
-   behind a NUL. */
+/* An abstract Unix socket: reachable on this host only, without a port and without a file. Its name
+   begins after a NUL. */
 static void cddp__unix_name(cddp__address *a, const char *name) {
   size_t n = cddp__min(strlen(name), sizeof a->un.sun_path - 1);
   memset(a, 0, sizeof *a);
@@ -3381,7 +3404,7 @@ static void cddp__unix_name(cddp__address *a, const char *name) {
   a->size = (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + n);
 }
 
-static void cddp__unmap(cddp__address *a) { /* ::ffff:192.0.2.1 is 192.0.2.1 */
+static void cddp__unmap_ipv4(cddp__address *a) { /* ::ffff:192.0.2.1 is 192.0.2.1 */
   struct sockaddr_in ipv4;
   if (a->sa.ss_family != AF_INET6 || !IN6_IS_ADDR_V4MAPPED(&a->v6.sin6_addr)) return;
   memset(&ipv4, 0, sizeof ipv4);
@@ -3393,7 +3416,7 @@ static void cddp__unmap(cddp__address *a) { /* ::ffff:192.0.2.1 is 192.0.2.1 */
   a->size = sizeof ipv4;
 }
 
-/* The addresses of a host name, each once. */
+/* The addresses of a host name, without duplicates. */
 static cddp_result cddp__resolve(const char *host, int port, cddp__address *out, int *count) {
   struct addrinfo hints, *list = NULL, *i;
   int e, n = 0, j;
@@ -3406,10 +3429,10 @@ static cddp_result cddp__resolve(const char *host, int port, cddp__address *out,
     memset(&out[n], 0, sizeof out[n]);
     memcpy(&out[n].sa, i->ai_addr, i->ai_addrlen);
     out[n].size = i->ai_addrlen;
-    cddp__unmap(&out[n]);
+    cddp__unmap_ipv4(&out[n]);
     if (out[n].sa.ss_family == AF_INET6 && IN6_IS_ADDR_LINKLOCAL(&out[n].v6.sin6_addr) &&
         out[n].v6.sin6_scope_id == 0) {
-      unzoned = true; /* Linux could not tell on which interface it is */
+      unzoned = true; /* Linux cannot know the interface */
       continue;
     }
     cddp__address_set_port(&out[n], port);
@@ -3431,8 +3454,8 @@ static cddp_result cddp__resolve(const char *host, int port, cddp__address *out,
                                           : "it has no IPv4 or IPv6 address");
 }
 
-/* This host's addresses on interfaces that are up: those of one interface, or (name NULL) all but
-   loopback's. Link-local ones are left out unless asked for by name. Returns how many. */
+/* This host's addresses on the interface `name` if it is up. If name is NULL: on all interfaces
+   that are up, without loopback and link-local IPv6 addresses. Returns their number. */
 static int cddp__interface_addresses(const char *name, cddp__address *out, int capacity) {
   struct ifaddrs *list = NULL, *i;
   int n = 0;
@@ -3452,21 +3475,21 @@ static int cddp__interface_addresses(const char *name, cddp__address *out, int c
   return n;
 }
 
-/* Whether the address is of this host: one of its interfaces', loopback, 0.0.0.0 or ::. */
-static bool cddp__address_here(const cddp__address *a) {
+/* Whether the address belongs to this host: an interface's, loopback, 0.0.0.0 or ::. */
+static bool cddp__address_is_local(const cddp__address *a) {
   cddp__address own[CDDP__ADDRESSES_MAX + 1];
   int n = cddp__interface_addresses(NULL, own, CDDP__ADDRESSES_MAX), i;
   own[n] = *a;
   cddp__address_to_all(&own[n]);
   for (i = 0; i <= n && !cddp__address_same_host(a, &own[i]); i++) {}
-  return i <= n || cddp__address_loopback(a);
+  return i <= n || cddp__address_is_loopback(a);
 }
 
 static bool cddp__local_address(int fd, cddp__address *a) {
   memset(a, 0, sizeof *a);
   a->size = sizeof a->sa;
   if (getsockname(fd, &a->any, &a->size) != 0) return false;
-  cddp__unmap(a);
+  cddp__unmap_ipv4(a);
   return true;
 }
 
@@ -3476,35 +3499,35 @@ static bool cddp__set_nodelay(int fd) {
          setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on) == 0;
 }
 
-/* The process that made the other end of a Unix socket: pid, uid and gid, as in struct ucred. */
+/* The process that created the other end of a Unix socket: pid, uid and gid, as in struct ucred. */
 static bool cddp__peer_process(int fd, uint32_t out[3]) {
   socklen_t n = 3 * sizeof *out;
   return getsockopt(fd, SOL_SOCKET, SO_PEERCRED, out, &n) == 0;
 }
 
-#define CDDP__FOREIGN (-1) /* in the place of an errno: the process there is another user's */
+#define CDDP__FOREIGN_USER (-1) /* instead of an errno: another user's process is there */
 
-/* Readies a connection: 0, CDDP__FOREIGN or an errno. Any user may take or call an abstract name:
-   the process at the other end must be this user's. */
+/* Prepares a connection. Returns 0, CDDP__FOREIGN_USER or an errno. Any user can bind or connect to
+   an abstract name, so the process at the other end must belong to this user. */
 static int cddp__stream_ready(int fd) {
   cddp__address a;
   uint32_t peer[3];
   (void)cddp__local_address(fd, &a);
   if (a.sa.ss_family != AF_UNIX) return cddp__set_nodelay(fd) ? 0 : errno;
   if (!cddp__peer_process(fd, peer)) return errno;
-  return peer[1] == (uint32_t)geteuid() ? 0 : CDDP__FOREIGN;
+  return peer[1] == (uint32_t)geteuid() ? 0 : CDDP__FOREIGN_USER;
 }
 
-/* A non-blocking socket of this process alone, or -1 and errno. */
+/* A non-blocking socket that forked children and exec close; -1 and errno on failure. */
 static int cddp__socket(int family) {
-  return cddp__own(
+  return cddp__register_socket(
       cddp__above_stdio(socket(family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0)));
 }
 
-/* The next connection of a listening socket, without blocking, or -1 and errno: ECONNABORTED, too,
-   for a process that cddp__stream_ready refuses. */
+/* Accepts the next connection without blocking; -1 and errno on failure. errno is ECONNABORTED also
+   if cddp__stream_ready refuses the process. */
 static int cddp__accept(int listener) {
-  int fd = cddp__own(cddp__above_stdio(
+  int fd = cddp__register_socket(cddp__above_stdio(
       (int)syscall(SYS_accept4, listener, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC)));
   if (fd < 0 || cddp__stream_ready(fd) == 0) return fd;
   cddp__close_fd(&fd);
@@ -3512,8 +3535,8 @@ static int cddp__accept(int listener) {
   return -1;
 }
 
-/* A TCP connection to a port of this host where nobody listens may, when that port is also picked
-   for the near end, connect to itself. */
+/* A TCP connection to a port of this host on which no process listens can connect to itself, if the
+   system chooses the same port for its near end. */
 static bool cddp__connected_to_itself(int fd) {
   cddp__address here, there;
   memset(&there, 0, sizeof there);
@@ -3523,7 +3546,8 @@ static bool cddp__connected_to_itself(int fd) {
          cddp__address_port(&here) == cddp__address_port(&there);
 }
 
-/* One attempt. Returns 0, CDDP__FOREIGN or an errno; *out is a non-blocking socket, or -1. */
+/* Tries to connect once. Returns 0, CDDP__FOREIGN_USER or an errno. *out is a non-blocking socket,
+   or -1. */
 static int cddp__connect_address(const cddp__address *a, double deadline, int *out) {
   int error = 0, fd = cddp__socket(a->sa.ss_family);
   socklen_t size = sizeof error;
@@ -3543,8 +3567,7 @@ static int cddp__connect_address(const cddp__address *a, double deadline, int *o
   return error;
 }
 
-/* A listening socket. Returns 0 or an errno. "::" serves IPv4 too, any other IPv6 address only
-   itself. */
+/* Creates a listening socket. Returns 0 or an errno. "::" accepts IPv4 too. */
 static int cddp__listen_address(const cddp__address *a, int *out) {
   int on = 1, error, fd = cddp__socket(a->sa.ss_family);
   *out = fd;
@@ -3560,7 +3583,8 @@ static int cddp__listen_address(const cddp__address *a, int *out) {
   return error;
 }
 
-/* CDDP_PORTS=first-last: the ports to listen on where no other is asked for. Unset: 0 and 0. */
+/* CDDP_PORTS=first-last: the ports to listen on if the caller asks for no other. 0 and 0 if
+   unset. */
 static cddp_result cddp__port_range(int *first, int *last) {
   const char *text = getenv("CDDP_PORTS");
   char digits[2][6] = {"", ""};
@@ -3578,11 +3602,13 @@ static cddp_result cddp__port_range(int *first, int *last) {
                     text);
 }
 
-/* Listens on each of the addresses that this host has, which get one port. When theirs is 0 it is
-   one of CDDP_PORTS, or the system chooses it; then another one is tried if a process has it at
-   some address. An address in use is an error, but not at once: Linux refuses both of two processes
-   that listen at one moment, so each tries again at a moment of its own. An address that this host
-   lacks (::1 without IPv6) is left out when there are others. */
+/* Listens on all given addresses, with one port for all of them.
+     port 0          The port is one of CDDP_PORTS, or the system chooses it. If the port is in use
+                     at one of the addresses, the next port is tried.
+     port in use     Tried three times: Linux refuses two processes that listen at the same moment,
+                     so each process retries after a time that depends on its process id.
+     not this host's An address that this host lacks (::1 without IPv6) is skipped if another one
+                     works. */
 static cddp_result cddp__listen_all(cddp__address *a, int count, int *fds, int *fd_count) {
   int asked = cddp__address_port(&a[0]), first = 0, last = 0, error = 0, port, tries, turn, i, n, e;
   cddp__address bound;
@@ -3612,9 +3638,9 @@ static cddp_result cddp__listen_all(cddp__address *a, int count, int *fds, int *
   } while (error == EADDRINUSE && --tries > 0);
   if (error == EADDRINUSE && first > 0)
     return cddp__fail(CDDP_NETWORK,
-                      "all ports of CDDP_PORTS=%d-%d are in use, or none is left for this process: "
-                      "the last one tried is %s. On each host every rank needs a port, an elastic "
-                      "one two, and rank 0's host one more",
+                      "all ports of CDDP_PORTS=%d-%d are in use (the last one tried is %s): give "
+                      "it more ports. On each host every rank needs a port, an elastic rank two, "
+                      "and rank 0's host one more",
                       first, last, text.s);
   cddp__fail(error == EMFILE || error == ENFILE ? CDDP_SYSTEM : CDDP_NETWORK,
              "cannot listen on %s: %s%s", text.s, strerror(error),
@@ -3623,13 +3649,13 @@ static cddp_result cddp__listen_all(cddp__address *a, int count, int *fds, int *
                  ? "; another program uses this port: set MASTER_PORT to a free one, the same for "
                    "all ranks"
              : error == EADDRNOTAVAIL
-                 ? "; it is no address of this host, where rank 0 runs: set MASTER_ADDR to one"
+                 ? "; it is not an address of this host, where rank 0 runs: set MASTER_ADDR to one"
                  : "");
   errno = error;
   return error == EMFILE || error == ENFILE ? CDDP_SYSTEM : CDDP_NETWORK;
 }
 
-/* A listening socket on 127.0.0.1 and any port of CDDP_PORTS, for forked children too. */
+/* A listening socket on 127.0.0.1 and any port of CDDP_PORTS. Forked children keep it open. */
 static cddp_result cddp__listen_any(int *fd, int *port) {
   cddp__address a = cddp__loopback_address();
   int own = -1, count = 0;
@@ -3641,25 +3667,25 @@ static cddp_result cddp__listen_any(int *fd, int *port) {
   return r;
 }
 
-/* Reads or writes all bytes of a part of the file. */
+/* Reads or writes `size` bytes at offset `at` of the file. */
 static cddp_result cddp__file_io(int fd, bool write, void *data, uint64_t size, uint64_t at) {
   char *p = (char *)data;
   while (size > 0) {
     size_t most = (size_t)(size < 1u << 30 ? size : 1u << 30);
     ssize_t n = -1;
-    if (write) most = (size_t)(cddp__file_room(at) < most ? cddp__file_room(at) : most);
+    if (write) most = (size_t)(cddp__file_allowance(at) < most ? cddp__file_allowance(at) : most);
     if (!write)
       n = pread(fd, p, most, (off_t)at);
-    else if (most > 0) /* else errno says why there is no room */
+    else if (most > 0) /* else errno is EFBIG */
       n = pwrite(fd, p, most, (off_t)at);
     if (n < 0 && errno == EINTR) continue;
     if (n <= 0 && write)
       return cddp__fail(CDDP_IO, "write, after %" PRIu64 " bytes: %s%s", at,
                         n == 0 ? "nothing was written" : strerror(errno),
-                        n == 0 ? "" : cddp__size_cure(errno));
+                        n == 0 ? "" : cddp__size_advice(errno));
     if (n <= 0)
       return cddp__fail(CDDP_IO, "read: %s",
-                        n == 0 ? "the file has become shorter meanwhile" : strerror(errno));
+                        n == 0 ? "the file became shorter during the read" : strerror(errno));
     p += n;
     size -= (uint64_t)n;
     at += (uint64_t)n;
@@ -3667,9 +3693,9 @@ static cddp_result cddp__file_io(int fd, bool write, void *data, uint64_t size, 
   return CDDP_OK;
 }
 
-/* Whether the path is still the name of the file that fd is. If not, errno is ENOENT, or that of a
+/* Whether path still names the file that fd refers to. If not, errno is ENOENT, or the errno of a
    call that failed. */
-static bool cddp__file_is_named(int fd, const char *path) {
+static bool cddp__file_has_name(int fd, const char *path) {
   struct stat a, b;
   if (fstat(fd, &a) != 0 || lstat(path, &b) != 0) return false;
   errno = ENOENT;
@@ -4260,7 +4286,7 @@ static bool cddp__spare_descriptor(int fd, bool serves) {
 static int cddp__lowered(int fd) {
   int low = fcntl(fd, F_DUPFD_CLOEXEC, STDERR_FILENO + 1), high = low > fd ? low : fd;
   if (low < 0) return fd;
-  low = low > fd ? fd : cddp__own(low);
+  low = low > fd ? fd : cddp__register_socket(low);
   cddp__close_fd(&high);
   return low;
 }
@@ -4409,7 +4435,7 @@ static cddp_result cddp__greet(const cddp_store *s, const char *text, double dea
     if (n < 9 && bytes[0] == CDDP__AUTH_REFUSAL[0])
       (void)cddp__recv_all(s->fd, bytes + n, 9 - n, cddp__soon(1, deadline));
     c.state = memcmp(bytes, CDDP__AUTH_REFUSAL, 8) == 0 ? CDDP__CHALLENGE_REFUSED
-                                                        : CDDP__CHALLENGE_ALIEN;
+                                                        : CDDP__CHALLENGE_NOT_CDDP;
     c.why = (char)bytes[8];
   }
   if (r != CDDP_OK) return r;
@@ -4418,7 +4444,7 @@ static cddp_result cddp__greet(const cddp_store *s, const char *text, double dea
                       "%s: the process that serves has no file descriptor left for another rank; "
                       "raise its limit (ulimit -n)",
                       strerror(EMFILE));
-  if (c.state != CDDP__CHALLENGE_ALIEN)
+  if (c.state != CDDP__CHALLENGE_NOT_CDDP)
     return cddp__fail(CDDP_UNAUTHORIZED,
                       "%s; set one CDDP_SECRET (or desc's secret) on all ranks, or on none",
                       c.why == 'S'   ? "the server has a secret and this process has none"
@@ -4458,11 +4484,11 @@ static cddp_result cddp__try_addresses(cddp_store *s, double deadline) {
                      "without an answer): another program uses this port",
                      cddp__describe_address(a).s);
     } else if (error != 0)
-      r = cddp__fail(error == CDDP__FOREIGN                   ? CDDP_MISMATCH
+      r = cddp__fail(error == CDDP__FOREIGN_USER          ? CDDP_MISMATCH
                      : error == EMFILE || error == ENFILE ? CDDP_SYSTEM
                                                           : CDDP_NETWORK,
                      "connect to %s: %s", cddp__describe_address(a).s,
-                     error != CDDP__FOREIGN
+                     error != CDDP__FOREIGN_USER
                          ? strerror(error)
                          : "another user's process listens there; set MASTER_ADDR and MASTER_PORT "
                            "for all ranks to connect over TCP");
@@ -4614,7 +4640,7 @@ static cddp_result cddp__serve(cddp_store *s, const cddp__store_options *o) {
                    "to connect over TCP");
   } else {
     v->fd_count = 1;
-    *fd = cddp__own(fcntl(o->listen_fd, F_DUPFD_CLOEXEC, STDERR_FILENO + 1));
+    *fd = cddp__register_socket(fcntl(o->listen_fd, F_DUPFD_CLOEXEC, STDERR_FILENO + 1));
     if (*fd < 0 || fcntl(*fd, F_SETFL, O_RDWR | O_NONBLOCK) != 0 ||
         !cddp__local_address(*fd, &s->addresses[0]))
       r = cddp__fail_errno("the launcher's listening socket");
@@ -4641,7 +4667,7 @@ static void cddp__add_addresses(cddp_store *s, const char *host) {
       host[strspn(host, "0123456789.")] == 0) /* an address says what is meant */
     return;
   for (i = 0; i < s->address_count; i++)
-    if (!cddp__address_loopback(&s->addresses[i])) return;
+    if (!cddp__address_is_loopback(&s->addresses[i])) return;
   s->address_count += cddp__interface_addresses(NULL, s->addresses + s->address_count,
                                                 CDDP__ADDRESSES_MAX - s->address_count);
 }
@@ -4753,7 +4779,7 @@ static cddp_result cddp__file_serve(cddp_store *s, const cddp__store_options *o)
 static cddp_result cddp__file_try(cddp_store *s, const cddp__store_options *o) {
   const int flags = O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY;
   bool may_serve = o->desc.is_server || o->elect, locked, named;
-  int fd = cddp__own(cddp__above_stdio(open(s->name, flags, 0600))), i;
+  int fd = cddp__register_socket(cddp__above_stdio(open(s->name, flags, 0600))), i;
   cddp__file_record record;
   cddp_result r = CDDP_OK;
   if (fd < 0)
@@ -4764,7 +4790,7 @@ static cddp_result cddp__file_try(cddp_store *s, const cddp__store_options *o) {
   if (!locked && errno != EWOULDBLOCK && errno != EINTR)
     r = cddp__fail(CDDP_IO, "flock: %s; put the file on a file system that has locks",
                    strerror(errno));
-  named = cddp__file_is_named(fd, s->name); /* else it has been removed meanwhile */
+  named = cddp__file_has_name(fd, s->name); /* else it has been removed meanwhile */
   if (r == CDDP_OK) r = cddp__file_read(fd, &record);
   if (r == CDDP_OK && locked && may_serve && named) { /* it is this store's to remove */
     s->file = fd;
@@ -4782,7 +4808,7 @@ static cddp_result cddp__file_try(cddp_store *s, const cddp__store_options *o) {
     for (i = 0; i < s->address_count; i++)
       s->addresses[i].size = (socklen_t)cddp__min(s->addresses[i].size, sizeof s->addresses[i].sa);
     if (r == CDDP_OK) r = cddp__try_addresses(s, o->deadline);
-    if (r != CDDP_OK && (!cddp__file_is_named(fd, s->name) || flock(fd, LOCK_NB | LOCK_SH) == 0))
+    if (r != CDDP_OK && (!cddp__file_has_name(fd, s->name) || flock(fd, LOCK_NB | LOCK_SH) == 0))
       r = CDDP_NETWORK; /* its server has ended, and another program may have its port */
   }
   cddp__close_fd(&fd);
@@ -4798,7 +4824,7 @@ static void cddp__store_close(cddp_store *s) {
   int i;
   if (s == NULL) return;
   a = s->allocator;
-  if (s->file >= 0 && cddp__file_is_named(s->file, s->name)) unlink(s->name);
+  if (s->file >= 0 && cddp__file_has_name(s->file, s->name)) unlink(s->name);
   cddp__close_fd(&s->fd);
   if (s->server != NULL && s->server_pid == getpid()) {
     cddp__store32(&s->server->ended, 1);
@@ -5456,8 +5482,8 @@ static cddp__segment *cddp__segment_add(cddp__host *h, uint64_t base, uint64_t s
   struct cddp__segments *table = extents > 0 ? &h->own : &h->peers;
   cddp__segment *s = NULL, **list;
   size_t at;
-  list = (cddp__segment **)cddp__grown(&h->allocator, table->list, &table->capacity,
-                                       table->count + 1, sizeof *list);
+  list = (cddp__segment **)cddp__grow_array(&h->allocator, table->list, &table->capacity,
+                                            table->count + 1, sizeof *list);
   if (list != NULL) {
     table->list = list;
     s = (cddp__segment *)cddp__calloc(&h->allocator, 1, sizeof *s + extents * sizeof *s->extents);
@@ -6990,7 +7016,7 @@ static cddp__text cddp__describe_call(uint32_t code, uint64_t count, int root) {
   uint32_t kind = code & 255, dtype = code >> 8 & 255, op = code >> 16 & 255;
   cddp__text t = {"an unknown call"};
   if (kind >= CDDP__KIND_COUNT || dtype > CDDP_I64 || op > CDDP_BXOR) return t;
-  t = cddp__words("%s", cddp__shapes[kind].name);
+  t = cddp__textf("%s", cddp__shapes[kind].name);
   if (kind == CDDP__KIND_DDP_BUCKET) cddp__append(t.s, sizeof t.s, " %" PRIu64, count);
   if (kind == CDDP__KIND_BARRIER || kind >= CDDP__KIND_GROUP_NEW) return t;
   cddp__append(t.s, sizeof t.s, "(");
@@ -7261,19 +7287,19 @@ static bool cddp__exit_status(int pidfd, uint32_t pid, int *status) {
 /* How a process ended, from its wait status: "was killed by signal 9 (Killed)". */
 static cddp__text cddp__describe_status(int status) {
   const char *name = WIFSIGNALED(status) ? strsignal(WTERMSIG(status)) : NULL;
-  if (!WIFSIGNALED(status)) return cddp__words("exited with code %d", WEXITSTATUS(status));
-  return cddp__words("was killed by signal %d (%s)%s", WTERMSIG(status), name != NULL ? name : "?",
+  if (!WIFSIGNALED(status)) return cddp__textf("exited with code %d", WEXITSTATUS(status));
+  return cddp__textf("was killed by signal %d (%s)%s", WTERMSIG(status), name != NULL ? name : "?",
                      WCOREDUMP(status) ? ", core dumped" : "");
 }
 
 static cddp__text cddp__name_rank(const cddp_group *g, int rank) {
   const cddp__net *net = g->hosts != NULL ? g->hosts->net : NULL;
   if (g->host->threads && net == NULL)
-    return cddp__words("rank %d (a thread of pid %d)", rank, (int)getpid());
+    return cddp__textf("rank %d (a thread of pid %d)", rank, (int)getpid());
   if (net != NULL)
-    return cddp__words("rank %d (pid %u on %s)", rank, net->homes[g->world[rank]].pid,
+    return cddp__textf("rank %d (pid %u on %s)", rank, net->homes[g->world[rank]].pid,
                        net->hosts[net->homes[g->world[rank]].host].name);
-  return cddp__words("rank %d (pid %u on %s)", rank, g->host->pids[g->members[rank]],
+  return cddp__textf("rank %d (pid %u on %s)", rank, g->host->pids[g->members[rank]],
                      g->host->name);
 }
 
@@ -7291,35 +7317,35 @@ static cddp__text cddp__describe_end(const cddp_group *g, int rank) {
   cddp__address a;
   double deadline = cddp__now() + 2.5 * CDDP__NAP_S; /* the rank before it looks, if it waits */
   uint32_t ended = 0;
-  if (cddp__rank_left(g, rank)) return cddp__words("left the group (cddp_destroy)");
+  if (cddp__rank_left(g, rank)) return cddp__textf("left the group (cddp_destroy)");
   if (error > 0) {
     a = cddp__internet_address(&g->hosts->net->hosts[home->host].address);
     cddp__address_set_port(&a, home->port);
   }
   if (error == ECONNREFUSED)
-    return cddp__words("does not listen at %s: it has ended, or a firewall blocks this port",
+    return cddp__textf("does not listen at %s: it has ended, or a firewall blocks this port",
                        cddp__describe_address(&a).s);
   if (error == EPROTO)
-    return cddp__words("sent what is no message of cddp, or not the one that was due");
+    return cddp__textf("sent what is no message of cddp, or not the one that was due");
   if (error != 0 && error != ECONNRESET && error != EPIPE)
-    return cddp__words("lost its connection (it listens at %s): %s", cddp__describe_address(&a).s,
+    return cddp__textf("lost its connection (it listens at %s): %s", cddp__describe_address(&a).s,
                        strerror(error));
-  if (at < 0) return cddp__words("closed its connection: it died, or its group failed");
+  if (at < 0) return cddp__textf("closed its connection: it died, or its group failed");
   if (state == CDDP__SLOT_DEAD || g->host->threads)
-    return cddp__words("ended: its thread function returned");
+    return cddp__textf("ended: its thread function returned");
   if (cddp__exit_status(g->host->pidfds[at], g->host->pids[at], &status))
     return cddp__describe_status(status);
   while (g->host->slots != NULL && at < g->host->size && /* NULL: this rank has joined */
          (ended = cddp__load32(&g->host->slots[at].ended)) == 0 && cddp__now() < deadline)
     cddp__sleep(1e-3);
   if (ended != 0) return cddp__describe_status((int)(ended & 0xffff));
-  return cddp__words("died: its process has ended");
+  return cddp__textf("died: its process has ended");
 }
 
 /* What this rank is doing: "all_reduce(count 4, f32, sum) at train.c:120, call 17 of the group". */
 static cddp__text cddp__describe_here(const cddp_group *g) {
   const cddp__op_header *header = cddp__op_header_of(g, g->rank, g->round);
-  return cddp__words("%s%s, call %" PRIu64 " of the group",
+  return cddp__textf("%s%s, call %" PRIu64 " of the group",
                      cddp__describe_call(header->call, header->count, header->root).s,
                      cddp__describe_site().s, g->calls);
 }
@@ -7334,7 +7360,7 @@ static cddp_result cddp__report_lost(cddp_group *g, int rank, const char *doing)
   int p;
   if ((left || g->members[rank] < 0) && cddp__has_cause(cause))
     return cddp__break(g, cddp__check_cause(cause));
-  loss = cddp__words("%s %s", cddp__name_rank(g, rank).s, cddp__describe_end(g, rank).s);
+  loss = cddp__textf("%s %s", cddp__name_rank(g, rank).s, cddp__describe_end(g, rank).s);
   for (p = 0; left && p < g->size; p++) {
     if (p == g->rank || cddp__load32(&cddp__slot_of(g, p)->state) == CDDP__SLOT_LEFT) continue;
     if (!cddp__rank_gone(g, p)) continue;
@@ -7457,12 +7483,12 @@ static cddp__text cddp__describe_wait(const cddp_group *g, int rank) {
   if (s == NULL) return t;
   cddp__copy_text(where, s->where, sizeof where);
   if (waits || cddp__load32(&s->failed) != 0)
-    t = cddp__words("; rank %d %s in %s%s", cddp__job_rank(g, rank),
+    t = cddp__textf("; rank %d %s in %s%s", cddp__job_rank(g, rank),
                     waits ? "waits" : "has given up", where,
                     cddp__load32(&s->several) ? " (one of its threads)" : "");
   else if (g->host->net == NULL && cddp__load32(&s->several) == 0)
     /* else it may wait for another host, for shards, or in a thread that does not show it */
-    t = cddp__words("; rank %d waits in no collective, send or recv", cddp__job_rank(g, rank));
+    t = cddp__textf("; rank %d waits in no collective, send or recv", cddp__job_rank(g, rank));
   return t;
 }
 
@@ -7490,9 +7516,9 @@ static bool cddp__show_wait(cddp_group *g, const char *where) {
   if (!cddp__works_are_shown(g->host) || !cddp__swap32(&g->host->shown, 0, 1)) return false;
   call = cddp__describe_call(header->call, header->count, header->root);
   if (where == NULL)
-    call = cddp__words("%.90s%s", cddp__this_site.function != NULL ? cddp__this_site.function
-                                                                   : call.s,
-                       cddp__describe_site().s);
+    call =
+        cddp__textf("%.90s%s", cddp__this_site.function != NULL ? cddp__this_site.function : call.s,
+                    cddp__describe_site().s);
   cddp__copy_text(s->where, where != NULL ? where : call.s, CDDP__WHERE_MAX);
   cddp__store32(&s->failed, 0);
   cddp__store64(&s->wait, where != NULL ? UINT64_MAX : (uint64_t)(uint32_t)g->id << 32 | g->round);
@@ -7562,7 +7588,7 @@ static cddp__text cddp__describe_elsewhere(const cddp_group *g) {
   pthread_mutex_lock(&g->host->lock);
   for (other = g->host->groups; other != NULL && t.s[0] == 0; other = other->next)
     if (other != g && cddp__load32(&other->block->broken) != 0)
-      t = cddp__words("; another group failed: %.400s", cddp__failure_text(other));
+      t = cddp__textf("; another group failed: %.400s", cddp__failure_text(other));
   pthread_mutex_unlock(&g->host->lock);
   return t;
 }
@@ -7843,8 +7869,8 @@ static cddp__text cddp__describe_rank(const cddp_group *g, int rank, const cddp_
   cddp__slot *slot = cddp__slot_of(g, rank);
   bool known = cddp__load32(&slot->site_round) == g->round;
   cddp__text call = cddp__describe_call(b->call, b->count, b->root);
-  cddp__text t = cddp__words("rank %d called %s%.*s", rank, call.s,
-                             known ? CDDP__SITE_MAX - 1 : 0, slot->site);
+  cddp__text t = cddp__textf("rank %d called %s%.*s", rank, call.s, known ? CDDP__SITE_MAX - 1 : 0,
+                             slot->site);
   if (a == b || strcmp(cddp__describe_call(a->call, a->count, a->root).s, call.s) != 0) return t;
   if ((b->call & 255) == CDDP__KIND_BARRIER)
     cddp__append(t.s, sizeof t.s, " after other calls of the group and its cddp_ddps on devices");
@@ -8331,7 +8357,7 @@ static cddp_result cddp__link_call(const cddp__net *n, int peer, int purpose, ui
   l->peer = peer;
   cddp__address_set_port(&a, home->port);
   cddp__address_set_port(&here, 0);
-  cddp__rescope(&a.v6, &here);
+  cddp__set_scope(&a.v6, &here);
   if (here.sa.ss_family == a.sa.ss_family) (void)!bind(fd, &here.any, here.size);
   cddp__link_write_hello(n, l, purpose, group);
   if (connect(fd, &a.any, a.size) != 0 && errno != EINPROGRESS && errno != EINTR)
@@ -8518,7 +8544,7 @@ static void cddp__tell_came(cddp_group *g, uint32_t round) {
   if (list.s[0] != 0)
     cddp__tell_all(g->hosts->net, g->id, g->world, g->size,
                    CDDP__NOTICE_CAME | (uint32_t)CDDP_TIMEOUT,
-                   cddp__words("%" PRIu32 " %s", round, list.s).s);
+                   cddp__textf("%" PRIu32 " %s", round, list.s).s);
 }
 
 /* What another host has told: a round, and ranks as cddp__list_ranks has them. Answers it. */
@@ -8901,7 +8927,7 @@ static void cddp__node_name(const cddp__place *at, const char *secret, char name
   if (at->port != 0) /* if it does not resolve, who opens the store says so */
     (void)cddp__resolve(at->host, at->port, a, &n);
   for (i = 0; i < n && !here; i++) {
-    here = cddp__address_here(&a[i]);
+    here = cddp__address_is_local(&a[i]);
     spelled = cddp__describe_address(&a[i]);
     if (i == 0 || strcmp(spelled.s, place) < 0) snprintf(place, sizeof place, "%s", spelled.s);
   }
@@ -8921,7 +8947,7 @@ static void cddp__node_name(const cddp__place *at, const char *secret, char name
    joins. */
 static cddp__address cddp__rank_socket(const cddp__door *door, const char *purpose, int rank) {
   cddp__address a;
-  cddp__unix_name(&a, cddp__words("%s-%s%d", door->node, purpose, rank).s);
+  cddp__unix_name(&a, cddp__textf("%s-%s%d", door->node, purpose, rank).s);
   return a;
 }
 
@@ -8982,7 +9008,7 @@ static cddp_result cddp__claim_rank(cddp__rendezvous *v) {
     if (error == EAGAIN || (error == 0 && recv(fd, &told, 1, MSG_DONTWAIT) == 1))
       ended = false; /* too many have called it; or it has heard this call, and ended since */
     cddp__close_fd(&fd);
-    if (error == CDDP__FOREIGN || pid == (uint32_t)getpid())
+    if (error == CDDP__FOREIGN_USER || pid == (uint32_t)getpid())
       return CDDP_OK; /* a stranger, or this process once more */
     if (!ended) {
       cddp_result r = cddp__taken(v->host, v->at->rank, pid, v->host->name, (uint32_t)getpid(),
@@ -9053,8 +9079,8 @@ static cddp_result cddp__add_member(cddp__rendezvous *v, const cddp__rank_info *
                     i->host.name);
   if (r != CDDP_OK && !cddp__has_cause(&v->problem)) v->problem_at = cddp__now();
   if (r != CDDP_OK) cddp__note_cause(&v->problem, r, cddp_error());
-  m = (cddp__member *)cddp__grown(&v->host->allocator, v->members, &v->member_capacity,
-                                  v->member_count + 1, sizeof *m);
+  m = (cddp__member *)cddp__grow_array(&v->host->allocator, v->members, &v->member_capacity,
+                                       v->member_count + 1, sizeof *m);
   if (m == NULL) return CDDP_OUT_OF_MEMORY;
   v->members = m;
   m += v->member_count++;
@@ -9175,8 +9201,8 @@ static cddp_result cddp__accept_channels(cddp__rendezvous *v, int listener) {
       return cddp__fail_descriptors(v, error, "accept of another rank");
     if (none) continue;
     if (few) fd = cddp__lowered(fd); /* else each other caller takes one more */
-    below = (cddp__channel *)cddp__grown(&v->host->allocator, v->below, &v->below_capacity,
-                                         v->below_count + 1, sizeof *below);
+    below = (cddp__channel *)cddp__grow_array(&v->host->allocator, v->below, &v->below_capacity,
+                                              v->below_count + 1, sizeof *below);
     if (below == NULL) {
       cddp__close_fd(&fd);
       return CDDP_OUT_OF_MEMORY;
@@ -9275,7 +9301,7 @@ static cddp_result cddp__channel_hear(cddp__rendezvous *v, cddp__channel *c) {
       info.host.name[sizeof info.host.name - 1] = 0;
       info.joins = 0; /* who joins does not come here */
       if (!c->known && !cddp__admit(v, c, &info)) break;
-      if (!c->local && (v->nodes == 1 || cddp__address_loopback(&v->address)) &&
+      if (!c->local && (v->nodes == 1 || cddp__address_is_loopback(&v->address)) &&
           (r = cddp__own_address(c->fd, &v->address)) != CDDP_OK)
         return r;
       node = c->local ? 0 : c->known ? v->members[c->first].node : v->nodes++;
@@ -9301,8 +9327,8 @@ static cddp_result cddp__channel_hear(cddp__rendezvous *v, cddp__channel *c) {
 static cddp_result cddp__poll_channels(cddp__rendezvous *v, double until) {
   int more[4] = {v->node_socket, v->root_socket, v->host->claim, v->up.fd};
   size_t i, n = v->below_count;
-  struct pollfd *fds = (struct pollfd *)cddp__grown(&v->host->allocator, v->poll,
-                                                    &v->poll_capacity, n + 4, sizeof *fds);
+  struct pollfd *fds = (struct pollfd *)cddp__grow_array(&v->host->allocator, v->poll,
+                                                         &v->poll_capacity, n + 4, sizeof *fds);
   uint32_t pid;
   double now;
   cddp_result r = CDDP_OK;
@@ -9349,7 +9375,7 @@ static cddp_result cddp__open_root(cddp__rendezvous *v) {
   if (r == CDDP_OK) r = cddp__own_address(v->store->fd, &v->address);
   if (r != CDDP_OK) return r;
   a = v->address;
-  if ((cddp__address_loopback(&a) || v->store->address_count > 1) && !cddp__one_host(v->at) &&
+  if ((cddp__address_is_loopback(&a) || v->store->address_count > 1) && !cddp__one_host(v->at) &&
       cddp__env("CDDP_IFNAME") == NULL) {
     memset(&in, 0, sizeof in);
     in.sin6_family = AF_INET6;
@@ -9397,7 +9423,7 @@ static double cddp__blocked_s(const cddp__rendezvous *v) {
 static cddp_result cddp__note_blocked(cddp__rendezvous *v, const cddp__address *a, int error) {
   if (v->blocked_at == 0) v->blocked_at = cddp__now();
   cddp__fail_blocked(v, a, "the process that gathers all ranks", error);
-  v->blocked = cddp__words("%s", cddp_error());
+  v->blocked = cddp__textf("%s", cddp_error());
   if (v->at->client_only || cddp__now() <= v->blocked_at + cddp__blocked_s(v)) return CDDP_OK;
   (void)cddp_store_set(v->store, v->blocked_key, v->blocked.s, strlen(v->blocked.s));
   return cddp__fail(CDDP_MISMATCH, "%s", v->blocked.s);
@@ -9434,11 +9460,11 @@ static cddp_result cddp__call_root(cddp__rendezvous *v) {
   if (r != CDDP_OK || n != sizeof value) return CDDP_OK; /* another program's */
   if ((r = cddp__own_address(v->store->fd, &here)) != CDDP_OK) return r;
   a = cddp__internet_address(&value.address);
-  cddp__rescope(&a.v6, &here);
+  cddp__set_scope(&a.v6, &here);
   memset(&store, 0, sizeof store);
   store.size = sizeof store.sa;
-  if (cddp__address_loopback(&a) && getpeername(v->store->fd, &store.any, &store.size) == 0 &&
-      store.sa.ss_family != AF_UNIX && !cddp__address_loopback(&store)) {
+  if (cddp__address_is_loopback(&a) && getpeername(v->store->fd, &store.any, &store.size) == 0 &&
+      store.sa.ss_family != AF_UNIX && !cddp__address_is_loopback(&store)) {
     cddp__address_set_port(&store, cddp__address_port(&a)); /* the root is on the store's host */
     a = store;
   }
@@ -9520,7 +9546,7 @@ static cddp_result cddp__seek_others(cddp__rendezvous *v) {
                         "the store at %s hung up while the ranks were meeting: the process that "
                         "serves it (rank 0, unless a launcher does) died or gave up",
                         v->host->place);
-    v->blocked = cddp__words("rank %d on %s: %s", v->at->rank, v->host->name, cddp_error());
+    v->blocked = cddp__textf("rank %d on %s: %s", v->at->rank, v->host->name, cddp_error());
     return CDDP_OK;
   }
   v->store->timeout_s = v->deadline - cddp__now();
@@ -9555,7 +9581,7 @@ static cddp_result cddp__call_other_root(cddp__rendezvous *v, cddp_result r) {
   snprintf(text, sizeof text, "%s", cddp_error());
   v->serves = false;
   (void)cddp__resolve(v->at->host, v->at->port, a, &n);
-  if (n > 0 && !cddp__address_here(&a[0]) &&
+  if (n > 0 && !cddp__address_is_local(&a[0]) &&
       cddp__open_store(v, cddp__soon(1, v->deadline)) == CDDP_OK) {
     v->store->timeout_s = 1;
     (void)cddp__call_root(v);
@@ -9587,7 +9613,7 @@ static cddp_result cddp__enter_node(cddp__rendezvous *v) {
   if (error != EADDRINUSE)
     return cddp__fail_descriptors(v, error, "bind of an abstract Unix socket");
   error = cddp__connect_address(&a, v->deadline, &fd);
-  if (error == CDDP__FOREIGN)
+  if (error == CDDP__FOREIGN_USER)
     return cddp__fail(CDDP_UNAUTHORIZED,
                       "a process of another user holds the name at which the ranks of this host "
                       "meet; set CDDP_SECRET, or another MASTER_PORT");
@@ -9677,7 +9703,7 @@ static cddp_result cddp__gather(cddp__rendezvous *v) {
       cddp__member *m = &v->members[v->told++]; /* the rank above does not know it yet */
       memcpy(m->info.token, v->token, sizeof v->token);
       if (!v->up.local && m->fits) r = cddp__listen_for_links(v, m);
-      why = cddp__words("%s", cddp_error());
+      why = cddp__textf("%s", cddp_error());
       CDDP__POINT("hello");
       /* If it cannot be sent, reading says why. After a failure FAIL follows: it is heard only
          behind RANK. */
@@ -9840,8 +9866,8 @@ static cddp_result cddp__check_ports(cddp__rendezvous *v) {
     if (r == CDDP_OK && error != 0) {
       a = cddp__internet_address(&net->hosts[home->host].address);
       cddp__address_set_port(&a, home->port);
-      listener = cddp__words("rank %d (pid %u on %s)", l->peer, home->pid,
-                             net->hosts[home->host].name);
+      listener =
+          cddp__textf("rank %d (pid %u on %s)", l->peer, home->pid, net->hosts[home->host].name);
       v->common = true;
       r = cddp__fail_blocked(v, &a, listener.s, error);
     }
@@ -9894,7 +9920,7 @@ static cddp_result cddp__pass_on(cddp__rendezvous *v, cddp_group **out) {
   if (r != CDDP_OK || h->net == NULL) return r;
   h->net->listener = v->members[0].link_fd;
   v->members[0].link_fd = -1;
-  (void)cddp__own(h->net->listener); /* a client got it from its coordinator */
+  (void)cddp__register_socket(h->net->listener); /* a client got it from its coordinator */
   return CDDP_OK;
 }
 
@@ -10055,7 +10081,7 @@ static void cddp__door_open(cddp__host *h) {
   if (h->door == NULL) return;
   if (h->net != NULL && h->door->port != 0 && h->door_port < 0) {
     a = cddp__internet_address(&h->net->hosts[h->net->host].address);
-    if (!cddp__address_loopback(&a)) cddp__address_to_all(&a);
+    if (!cddp__address_is_loopback(&a)) cddp__address_to_all(&a);
     cddp__address_set_port(&a, h->door->port);
     if (cddp__listen_address(&a, &h->door_port) == 0)
       setsockopt(h->door_port, IPPROTO_TCP, TCP_DEFER_ACCEPT, &seconds, sizeof seconds);
@@ -10121,7 +10147,7 @@ static cddp_result cddp__join_call_ranks(const cddp__door *door, cddp__join_call
     if (i < *count || (rank < 0 && (door->foreign >> (-1 - rank) & 1) != 0)) continue;
     error = cddp__connect_address(&at, cddp__now() + (rank < 0 ? 0.5 : 0), &c->fd);
     if (rank < 0 && error > 0)
-      *blocked = cddp__words("%s: %s", cddp__describe_address(&at).s, strerror(error));
+      *blocked = cddp__textf("%s: %s", cddp__describe_address(&at).s, strerror(error));
     if (error != 0) continue;
     c->rank = rank;
     ++*count;
@@ -10148,7 +10174,7 @@ static cddp_result cddp__join_hear(cddp__door *door, cddp__join_call *call, int 
     r = cddp__fail(CDDP_NETWORK, "the rank hung up");
   if (r == CDDP_OK) r = cddp__recv_all(call->fd, table, sizeof *table, deadline);
   if (r == CDDP_OK && call->rank < 0 && cddp__local_address(call->fd, &here))
-    cddp__rescope(&table->lead.self.address, &here);
+    cddp__set_scope(&table->lead.self.address, &here);
   if (call->rank < 0 && r == CDDP_UNAUTHORIZED) door->foreign |= 1u << (-1 - call->rank);
   return r == CDDP_TIMEOUT || (call->rank < 0 && r == CDDP_UNAUTHORIZED) ? CDDP_NETWORK : r;
 }
@@ -10324,7 +10350,8 @@ static cddp_result cddp__meet(cddp_group **out, cddp__place *at, const cddp_grou
           cddp__above_stdio((int)syscall(SYS_pidfd_open, (pid_t)h->pids[next], 0u));
     /* The store's port is held, without listening, while the group lives: else the system might
        give it to the next job that asks for a free one, which would seem to be a second one. */
-    if (s != NULL) h->port = cddp__own(fcntl(s->fds[0], F_DUPFD_CLOEXEC, STDERR_FILENO + 1));
+    if (s != NULL)
+      h->port = cddp__register_socket(fcntl(s->fds[0], F_DUPFD_CLOEXEC, STDERR_FILENO + 1));
   }
   cddp__rendezvous_free(&v); /* the server stops listening */
   return r;
@@ -10619,11 +10646,11 @@ static void cddp__early_notice(cddp_group *g, bool leaving) {
       continue;
     how = cddp__describe_end(g, p);
     if (!leaving && strcmp(how.s, "exited with code 0") == 0) continue;
-    text = cddp__words("%s %s; rank %d %s", cddp__name_rank(g, p).s, how.s, g->rank,
+    text = cddp__textf("%s %s; rank %d %s", cddp__name_rank(g, p).s, how.s, g->rank,
                        leaving ? "left the group after that" : "saw it end");
   }
   if (text.s[0] == 0 && leaving && cddp__has_cause(&n->loss))
-    text = cddp__words("rank %d left the group after a failure in another one: %s", g->rank,
+    text = cddp__textf("rank %d left the group after a failure in another one: %s", g->rank,
                        n->loss.text);
   if (text.s[0] != 0 && cddp__note_cause(&g->block->cause, CDDP_PEER_LOST, text.s))
     cddp__tell_all(n, g->id, g->world, g->size, CDDP__NOTICE_EARLY | (uint32_t)CDDP_PEER_LOST,
@@ -11985,7 +12012,7 @@ static cddp_result cddp__check_peer(const cddp_work *w) {
                                                       : "recv from it";
   int gone = cddp__gone_peer(w);
   if (gone < 0) return CDDP_OK;
-  return cddp__report_lost(w->group, gone, cddp__words("%s, tag %d", doing, w->call.tag).s);
+  return cddp__report_lost(w->group, gone, cddp__textf("%s, tag %d", doing, w->call.tag).s);
 }
 
 /* Breaks the group if a rank is gone that messages of this one wait for: it never takes them. */
@@ -12008,7 +12035,7 @@ static cddp_result cddp__message_late(const cddp_work *w, double limit) {
   cddp_group *g = w->group;
   const char *what = w->call.kind == CDDP__KIND_RECV ? "recv from" : "send to";
   bool any = w->call.root == CDDP_ANY;
-  cddp__text who = any ? cddp__words("any rank") : cddp__name_rank(g, w->call.root);
+  cddp__text who = any ? cddp__textf("any rank") : cddp__name_rank(g, w->call.root);
   if (limit >= 0)
     return cddp__fail(CDDP_TIMEOUT,
                       "cddp_wait_for: no end after %g s: %s %s, tag %d, on rank %d; it goes on",
@@ -12024,12 +12051,12 @@ static cddp_result cddp__message_late(const cddp_work *w, double limit) {
 static bool cddp__show_message(const cddp_work *w) {
   const cddp__slot *s = cddp__wait_slot(w->group, w->group->rank);
   const char *what = w->call.kind == CDDP__KIND_RECV ? "recv from" : "send to";
-  cddp__text who = cddp__words("any rank");
+  cddp__text who = cddp__textf("any rank");
   if (s == NULL || cddp__load32(&s->several) != 0) return false;
   if (w->call.root != CDDP_ANY)
-    who = cddp__words("rank %d", cddp__job_rank(w->group, w->call.root));
+    who = cddp__textf("rank %d", cddp__job_rank(w->group, w->call.root));
   return cddp__show_wait(w->group,
-                         cddp__words("cddp_%s %.20s, tag %d", what, who.s, w->call.tag).s);
+                         cddp__textf("cddp_%s %.20s, tag %d", what, who.s, w->call.tag).s);
 }
 
 /* Waits with an eye on the peer, until the group's deadline, or for `limit` seconds if that is not
@@ -12812,8 +12839,9 @@ static bool cddp__work_done(cddp_work *w) {
 
    Two cores with one last cache between them read each other's lines fast. Two cores of different
    dies take 3 to 8 times as long, unless the lines are in memory. So a rank copies a piece past its
-   cache (cddp__copy_past) where that pays: now and then ranks time some pieces of each kind, and go
-   on past the cache if that is a fifth faster: less may be chance. A long share goes past it to the
+   cache (cddp__copy_nontemporal) where it pays: now and then ranks time some pieces of each kind,
+   and go on past the cache if that is a fifth faster: less may be chance. A long share goes past it
+   to the
    user in any case: that saves a read of each line. The kernel's copies between processes
    (process_vm_readv) are slower than one of the two everywhere: there is no such way. */
 
@@ -12978,7 +13006,7 @@ static void cddp__reduce_slices(const cddp_group *g, const cddp__call *c, size_t
     else
       cddp__reduce(past ? (char *)sums : to + begin * c->esize, (const void *const *)g->slices,
                    g->size, n, dtype, (cddp_op)c->op);
-    if (past) cddp__copy_past(to + begin * c->esize, sums, n * c->esize);
+    if (past) cddp__copy_nontemporal(to + begin * c->esize, sums, n * c->esize);
   }
 }
 
@@ -13760,9 +13788,9 @@ static cddp_result cddp__rows_reserve(const cddp_allocator *a, cddp__rows *r, si
   size_t room[3] = {r->capacity, r->capacity, r->capacity};
   void *grown[3];
   if (n <= r->capacity) return CDDP_OK;
-  grown[0] = cddp__grown(a, r->number, &room[0], n, sizeof *r->number);
-  grown[1] = cddp__grown(a, r->values, &room[1], n, bytes);
-  grown[2] = cddp__grown(a, r->order, &room[2], n, sizeof *r->order);
+  grown[0] = cddp__grow_array(a, r->number, &room[0], n, sizeof *r->number);
+  grown[1] = cddp__grow_array(a, r->values, &room[1], n, bytes);
+  grown[2] = cddp__grow_array(a, r->order, &room[2], n, sizeof *r->order);
   if (grown[0] != NULL) r->number = (int64_t *)grown[0];
   if (grown[1] != NULL) r->values = (char *)grown[1];
   if (grown[2] != NULL) r->order = (cddp__row_order *)grown[2];
@@ -14200,7 +14228,7 @@ CDDP__COLD
 static bool cddp__dtype_trains(cddp_dtype d) { return (unsigned)d <= (unsigned)CDDP_BF16; }
 
 static cddp__text cddp__param_name(const cddp_param *p, int index) {
-  return p->name != NULL ? cddp__words("%s", p->name) : cddp__words("#%d", index);
+  return p->name != NULL ? cddp__textf("%s", p->name) : cddp__textf("#%d", index);
 }
 
 enum { CDDP__HAS_NAME = 1, CDDP__HAS_DATA = 2, CDDP__IS_TRAINED = 4 };
@@ -14534,10 +14562,10 @@ static cddp_result cddp__check_settings(const cddp_param *params, int count,
                         "pass f32 weights, and those as copies",
                         name.s, cddp__dtype_names[dtype], algorithm->name);
     if (d->lr_scales != NULL)
-      r = cddp__check_number(cddp__words("lr_scales of parameter \"%.100s\"", name.s).s,
+      r = cddp__check_number(cddp__textf("lr_scales of parameter \"%.100s\"", name.s).s,
                              d->lr_scales[i], INFINITY);
     if (r == CDDP_OK && d->weight_decays != NULL)
-      r = cddp__check_number(cddp__words("weight_decays of parameter \"%.100s\"", name.s).s,
+      r = cddp__check_number(cddp__textf("weight_decays of parameter \"%.100s\"", name.s).s,
                              d->weight_decays[i], INFINITY);
   }
   return r;
@@ -15089,7 +15117,7 @@ static cddp_result cddp__break_nccl(cddp__device *p, ncclResult_t e, const char 
   bool mine = e == ncclInvalidArgument || e == ncclInvalidUsage;
   double deadline = cddp__now() + (mine ? 0.01 : CDDP__CAUSE_S);
   cddp_group *g = p->group;
-  cddp__text text = cddp__words("rank %d: %s: %s (%.300s)", g->rank, what, ncclGetErrorString(e),
+  cddp__text text = cddp__textf("rank %d: %s: %s (%.300s)", g->rank, what, ncclGetErrorString(e),
                                 ncclGetLastError(NULL));
   cddp_result r;
   int q;
@@ -15151,7 +15179,7 @@ static cddp_result cddp__look_for_lost(cddp__device *p, bool inside) {
     counts = true;
     if (p->left_since == 0) p->left_since = cddp__now();
     if (!behind && cddp__now() - p->left_since < (left ? g->timeout_s : CDDP__ENDED_S)) continue;
-    return cddp__report_lost(g, q, cddp__words("operations with it on cuda:%d", p->device).s);
+    return cddp__report_lost(g, q, cddp__textf("operations with it on cuda:%d", p->device).s);
   }
   if (!counts) p->left_since = 0;
   return CDDP_OK;
@@ -17908,7 +17936,7 @@ static cddp_result cddp__check_on_device(const cddp_ddp *d) {
   for (k = 0; r == CDDP_OK && k < 2 * d->count; k++) {
     const cddp_param *p = &d->params[k / 2];
     const void *at = k % 2 == 0 ? p->data : p->grad;
-    cddp__text what = cddp__words("%s of parameter \"%.60s\"", k % 2 == 0 ? "data" : "grad",
+    cddp__text what = cddp__textf("%s of parameter \"%.60s\"", k % 2 == 0 ? "data" : "grad",
                                   cddp__param_name(p, k / 2).s);
     if (at == NULL || p->count == 0) continue;
     r = cddp__memory_of(device, at, what.s, &here);
@@ -18127,9 +18155,9 @@ static cddp_result cddp__break_settings(cddp_ddp *d, const cddp_optim *s, int fi
   if (r == CDDP_OK) {
     int i = at < CDDP__SETTINGS ? 0 : (int)((at - CDDP__SETTINGS) % count);
     bool scale = at < CDDP__SETTINGS + count;
-    cddp__text name = cddp__words("%s of parameter \"%.100s\"",
-                                  scale ? "lr_scales" : "weight_decay",
-                                  cddp__param_name(&d->params[i], i).s);
+    cddp__text name =
+        cddp__textf("%s of parameter \"%.100s\"", scale ? "lr_scales" : "weight_decay",
+                    cddp__param_name(&d->params[i], i).s);
     cddp__fail(CDDP_MISMATCH, "ranks disagree: %s is %s on rank %d",
                at < CDDP__SETTINGS ? cddp__setting_names[at] : name.s,
                cddp__describe_number(theirs[at]).s, first);
@@ -19123,7 +19151,7 @@ static size_t cddp__report_bytes(const cddp_ddp *d) {
 }
 
 static cddp__text cddp__elastic_name(const cddp__elastic *c, int place) {
-  return cddp__words("rank %d (pid %u)", c->members[place].rank, c->members[place].pid);
+  return cddp__textf("rank %d (pid %u)", c->members[place].rank, c->members[place].pid);
 }
 
 /* The k-th report of a message. */
@@ -19225,7 +19253,7 @@ static void cddp__leave_over(cddp_ddp *d, const cddp__ref *ref, uint32_t generat
   cddp__elastic *c = d->elastic;
   cddp__leftover *list;
   if (ref->kind != CDDP__REF_EXTENT) return;
-  list = (cddp__leftover *)cddp__grown(&c->net->allocator, c->leftovers, &c->leftover_capacity,
+  list = (cddp__leftover *)cddp__grow_array(&c->net->allocator, c->leftovers, &c->leftover_capacity,
                                        c->leftover_count + 1, sizeof *list);
   if (list == NULL) return; /* then it stays */
   c->leftovers = list;
@@ -19697,7 +19725,7 @@ static void cddp__elastic_show_leader(cddp_ddp *d) {
   cddp__join_table *table = &d->group->host->door->table;
   cddp__address here = cddp__internet_address(&n->hosts[n->host].address);
   table->lead.self = d->elastic->members[cddp__elastic_leader(d)];
-  cddp__rescope(&table->lead.self.address, &here);
+  cddp__set_scope(&table->lead.self.address, &here);
   table->at = here.v6;
   table->host = n->host;
   table->shards = d->shards;
@@ -20987,10 +21015,10 @@ static bool cddp__json_next(cddp__json *j, char c) {
    closing bracket came, or a failure. */
 static bool cddp__json_item(cddp__json *j, const char *brackets, size_t n, const char *what) {
   if (n == 0 && !cddp__json_next(j, brackets[0]))
-    cddp__json_fail(j, cddp__words("%s is expected", what).s);
+    cddp__json_fail(j, cddp__textf("%s is expected", what).s);
   if (cddp__json_next(j, brackets[1])) return false;
   if (n > 0 && !cddp__json_next(j, ','))
-    cddp__json_fail(j, cddp__words("a comma or a %c is expected", brackets[1]).s);
+    cddp__json_fail(j, cddp__textf("a comma or a %c is expected", brackets[1]).s);
   return j->result == CDDP_OK;
 }
 
@@ -21100,10 +21128,10 @@ static bool cddp__st_size(const uint64_t *shape, int dims, int bits, uint64_t *e
 }
 
 static cddp__text cddp__spell_shape(const uint64_t *size, int dims) { /* "[2,3]" */
-  cddp__text t = cddp__words("[");
+  cddp__text t = cddp__textf("[");
   int k;
-  for (k = 0; k < dims; k++) t = cddp__words("%s%s%" PRIu64, t.s, k > 0 ? "," : "", size[k]);
-  return cddp__words("%s]", t.s);
+  for (k = 0; k < dims; k++) t = cddp__textf("%s%s%" PRIu64, t.s, k > 0 ? "," : "", size[k]);
+  return cddp__textf("%s]", t.s);
 }
 
 static void cddp__st_tensor(cddp_safetensors *f, cddp__json *j, const char *name) {
@@ -21118,9 +21146,9 @@ static void cddp__st_tensor(cddp_safetensors *f, cddp__json *j, const char *name
     const char *key = cddp__json_key(j);
     for (k = 0; k < 3 && strcmp(key, fields[k]) != 0; k++) {}
     if (k == 3)
-      cddp__json_fail(j, cddp__words("\"%.60s\" is no field of a tensor in this format", key).s);
+      cddp__json_fail(j, cddp__textf("\"%.60s\" is no field of a tensor in this format", key).s);
     else if ((seen & 1u << k) != 0)
-      cddp__json_fail(j, cddp__words("%s comes twice", key).s);
+      cddp__json_fail(j, cddp__textf("%s comes twice", key).s);
     if (k == 0 && (type = cddp__st_type_named(cddp__json_string(j))) == NULL)
       cddp__json_fail(j, "its dtype is not one of the format's");
     if (k == 1) t->dims = (int)cddp__json_numbers(j, shape, CDDP__DIMS_MAX);
@@ -21315,8 +21343,10 @@ static void cddp__st_quote(cddp__buffer *b, const char *s) {
   static const char meant[] = "\"\\\b\f\n\r\t", letters[] = "\"\\bfnrt";
   for (cddp__st_add(b, "\""); *s != 0; s++) {
     const char *k = strchr(meant, *s);
-    if (k != NULL) cddp__st_add(b, cddp__words("\\%c", letters[k - meant]).s);
-    else if ((unsigned char)*s < 0x20) cddp__st_add(b, cddp__words("\\u%04x", (unsigned)*s).s);
+    if (k != NULL)
+      cddp__st_add(b, cddp__textf("\\%c", letters[k - meant]).s);
+    else if ((unsigned char)*s < 0x20)
+      cddp__st_add(b, cddp__textf("\\u%04x", (unsigned)*s).s);
     else cddp__buffer_add(b, s, 1);
   }
   cddp__st_add(b, "\"");
@@ -21345,10 +21375,12 @@ static uint64_t cddp__st_write(const cddp_allocator *a, cddp__buffer *b, cddp__s
     cddp__st_quote(b, items[i].name);
     items[i].begin = at;
     at += items[i].bytes;
-    cddp__st_add(b, cddp__words(":{\"dtype\":\"%s\",\"shape\":%s,\"data_offsets\":[%" PRIu64
-                                ",%" PRIu64 "]}", items[i].type->name,
+    cddp__st_add(b, cddp__textf(":{\"dtype\":\"%s\",\"shape\":%s,\"data_offsets\":[%" PRIu64
+                                ",%" PRIu64 "]}",
+                                items[i].type->name,
                                 cddp__spell_shape(items[i].shape.size, items[i].shape.dims).s,
-                                items[i].begin, at).s);
+                                items[i].begin, at)
+                        .s);
   }
   cddp__st_add(b, "}");
   while (cddp__buffer_size(b) % 8 != 0 && !b->failed) cddp__st_add(b, " ");
@@ -21474,7 +21506,7 @@ static cddp_result cddp__open_target(cddp__checkpoint *c) {
     locked = fd >= 0 && cddp__lock_target(fd);
     if (fd >= 0 && !locked && errno != EWOULDBLOCK)
       r = cddp__fail(CDDP_IO, "flock %s: %s", name, strerror(errno));
-    named = fd >= 0 && cddp__file_is_named(fd, name);
+    named = fd >= 0 && cddp__file_has_name(fd, name);
     if (fd >= 0 && !named && errno != ENOENT) {
       r = cddp__fail(CDDP_IO, "lstat %s: %s", name, strerror(errno));
       named = made; /* nothing shows that another process replaced it */
@@ -21546,7 +21578,7 @@ static cddp_result cddp__sync_folder(cddp__checkpoint *c) {
 /* After a failure removes the temporary file. Else gives it the mode and the name of the file that
    it replaces. */
 static cddp_result cddp__close_target(cddp__checkpoint *c, cddp_result r) {
-  bool named = c->fd >= 0 && cddp__file_is_named(c->fd, c->temporary);
+  bool named = c->fd >= 0 && cddp__file_has_name(c->fd, c->temporary);
   bool lost = c->fd < 0 || (!named && errno == ENOENT);
   int error = 0;
   if (r == CDDP_OK && lost)

@@ -619,7 +619,7 @@ static void test_mistakes(void) {
     const char *set, *says[3];
   } cases[] = {
       {"RANK=0 WORLD_SIZE=2 MASTER_ADDR=192.0.2.7 MASTER_PORT=29500",
-       {"192.0.2.7", "no address of this host, where rank 0 runs", "set MASTER_ADDR to one"}},
+       {"192.0.2.7", "not an address of this host, where rank 0 runs", "set MASTER_ADDR to one"}},
       {"RANK=0 WORLD_SIZE=2 MASTER_ADDR=fe80::1 MASTER_PORT=29500", {"fe80::1", "zone", "%"}},
       {"RANK=1 WORLD_SIZE=2 MASTER_ADDR=fe80::1 MASTER_PORT=29500", {"fe80::1", "zone", "%"}},
       {"RANK=1 WORLD_SIZE=2 MASTER_ADDR=[fe80::1] MASTER_PORT=29500", {"fe80::1", "zone", "%"}},
