@@ -210,12 +210,10 @@ typedef struct cddp_store cddp_store; /* a key-value store: torch.distributed.St
    call nothing of cddp, nor leave a call of it by longjmp. On GPUs see ORDER.
    FAILURES. After a failure that involves a peer the group is broken: each further call returns
    that failure at once, cddp_destroy never hangs, and a new group may be made. Buffers are the
-   caller's again when the call returns its failure. A peer on this host that is stopped (SIGSTOP, a
-   frozen container) is given 5 s. Then this rank's memory from cddp_alloc and its gradients become
-   private, so that the peer cannot write to them later: same addresses, same bytes, as malloc'ed
-   memory for collectives, and as much again in all until cddp_free. What used them at that moment
-   in other groups, and every cddp_ddp made before, returns CDDP_ABORTED. (Threads of
-   cddp_run_threads stop together.)
+   caller's again when the call returns its failure. The exception is a peer on this host that is
+   stopped for 5 s more (SIGSTOP, a frozen container): when it continues, it can write to memory of
+   cddp_alloc and to gradients that the failed call used. Free such memory (cddp never allocates it
+   again), and make its cddp_ddp and its buffers anew. (Threads of cddp_run_threads stop together.)
    STOPPED JOBS. Where a process is stopped for more than 0.5 s (SIGSTOP, Slurm's suspend, a paused
    virtual machine), that time counts against none of its own deadlines. A job can be stopped as a
    whole, for any time, and continued. Ranks that run still time out over a rank that is stopped.
@@ -1405,7 +1403,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    first to name its slot on the control block has broken the group, and wakes everyone (>>failure).
    So does a rank that cannot go on for reasons of its own (no memory), unless nothing was announced
    yet. Before a failed call returns, no peer may be writing to its buffers any more: see
-   cddp__exit, and cddp__arena_unshare for peers that have been stopped.
+   cddp__exit, and cddp__arena_quarantine for peers that have been stopped.
 
    SEVERAL HOSTS. The ranks of a host work as above. Leaders, one for each host in a group, carry
    the headers of a round to each other, large arrays go from host to host in slices, one for each
@@ -1705,7 +1703,6 @@ typedef struct cddp__host {
   uint64_t window_end;   /* bump pointer in this rank's window, offset in the memfd */
   cddp__atomic_u64 lowest, highest; /* addresses between which all own extents lie, and have lain */
   uint32_t generation;   /* last one given out */
-  cddp__atomic_u32 unshared; /* times that all memory was made private, see cddp__arena_unshare */
   struct cddp__segments own, peers; /* own ones by address, peers' by offset in the memfd */
   struct cddp__extents lists[CDDP__EXTENT_SIZES]; /* by cddp__extent_list */
   struct cddp__extent *pending; /* control blocks and what is freed with them: a ring */
@@ -1895,8 +1892,6 @@ struct cddp_group { /* followed by its arrays, see cddp__group_build */
   uint64_t sends_open, sends_staged;
   cddp__send_request *sends[CDDP__SEND_BLOCKS]; /* own, */
   int send_blocks;                              /* of which there are so many */
-  bool internal;     /* belongs to a cddp_ddp, whose peers know its memory once and for all */
-  uint32_t unshared; /* host.unshared when they were told of this rank's memory */
   const cddp__backend *backend; /* of memory on a device; NULL: none */
   void *device;                  /* its device context, a cddp__device */
   void *stream;                  /* there: the caller's, a cudaStream_t */
@@ -5352,7 +5347,7 @@ CDDP__COLD_END
    Memory that the ranks of a host reduce in place.
    Owns: of cddp__host the memfd and the segments, under host.lock.
    Touches: of a control block whether all ranks have left it, to free it.
-   Entry points: cddp__arena_alloc, _free and _unshare; cddp__ref_of and cddp__locate;
+   Entry points: cddp__arena_alloc, _free and _quarantine; cddp__ref_of and cddp__locate;
    cddp__host_create and _release.
    Works as follows: the ranks hold one memfd, so large that it is all holes. Rank i allocates in a
    window of its own, so that allocating needs no lock between ranks. A window is divided into
@@ -5371,12 +5366,12 @@ CDDP__COLD_END
 /* What an extent is for. */
 enum cddp__extent_use {
   CDDP__FREE,
-  CDDP__FOR_USER,    /* cddp_alloc, gradients: made private when a stopped peer may write to it */
+  CDDP__FOR_USER,    /* cddp_alloc, gradients: peers write to it, see cddp__arena_quarantine */
   CDDP__FOR_MESSAGE, /* cddp's own */
   CDDP__FOR_BLOCK,   /* a group's control block: freed once its ranks have left */
   CDDP__FOR_LATER,   /* likewise; takes memory as it is touched */
   CDDP__FOR_MEAN,    /* cddp's own, which takes memory as it is touched */
-  CDDP__FOR_STATES   /* of an optimizer, likewise, and private as those of users */
+  CDDP__FOR_STATES   /* of an optimizer, likewise; peers write to it */
 };
 
 /* An allocation, or room for one. */
@@ -5385,6 +5380,7 @@ typedef struct cddp__extent {
   enum cddp__extent_use use;
   bool is_private; /* this process has a copy of its own, peers see the old memory; it is not
                       allocated again */
+  bool quarantined; /* it is not allocated again, see cddp__arena_quarantine */
   uint32_t after_generation; /* freed with the control block there, if that has this generation; */
   const cddp__control_block *after;    /* NULL: by itself */
   struct cddp__extent *next, *previous; /* free: the next of its list; freed with a block, or one:
@@ -5604,7 +5600,7 @@ static void cddp__extent_release(cddp__host *h, cddp__extent *e) {
           ? !cddp__arena_punch(h, s->base + (uint64_t)(address - s->address), s->extent_size)
           : madvise(address, s->extent_size, MADV_DONTNEED) != 0)
     memset(address, 0, s->extent_size); /* or a block's old rounds would seem new */
-  if (e->is_private) return;
+  if (e->is_private || e->quarantined) return;
   e->next = h->lists[s->list].free;
   h->lists[s->list].free = e;
 }
@@ -5682,34 +5678,15 @@ static void *cddp__arena_alloc(cddp__host *h, size_t bytes, enum cddp__extent_us
 }
 
 /* A peer that was stopped in the middle of a failed operation may write to this rank's memory when
-   it goes on, at any later time: the memory that users have becomes private, with the bytes it has,
-   each piece at its address. What peers need of this rank stays: control blocks, messages on their
-   way. Operations of other groups that are in this memory now fail, see cddp__enter. */
-static void cddp__arena_unshare(cddp__host *h) {
+   it continues, at any later time. So the memory that peers write to is never allocated again. */
+static void cddp__arena_quarantine(cddp__host *h) {
   cddp__extent *e = NULL;
-  uint64_t failed = 0;
   size_t at = 0;
-  if (h->fd < 0) return;
   pthread_mutex_lock(&h->lock);
-  cddp__add32(&h->unshared, 1);
-  while ((e = cddp__next_extent(h, e, &at)) != NULL) {
-    size_t size = e->segment->extent_size;
-    char *address = cddp__extent_address(e), *copy;
-    if (e->is_private || (e->use != CDDP__FOR_USER && e->use != CDDP__FOR_STATES)) continue;
-    copy = cddp__map_memory(-1, 0, size);
-    if (copy != NULL) memcpy(copy, address, size);
-    e->is_private = copy != NULL && syscall(SYS_mremap, copy, size, size,
-                                            3ul /* MAYMOVE | FIXED */, address) != -1;
-    if (e->is_private) continue;
-    if (copy != NULL) munmap(copy, size);
-    failed += size;
-  }
+  while (h->fd >= 0 && (e = cddp__next_extent(h, e, &at)) != NULL)
+    if (e->use == CDDP__FOR_USER || e->use == CDDP__FOR_MEAN || e->use == CDDP__FOR_STATES)
+      e->quarantined = true;
   pthread_mutex_unlock(&h->lock);
-  if (failed > 0)
-    cddp__log(&h->logger, 0,
-              "%" PRIu64 " bytes of cddp_alloc stay shared with a rank that may be writing to "
-              "them: there is no memory for a copy",
-              failed);
 }
 
 static bool cddp__arena_free(cddp__host *h, void *p) { /* false: it is not this rank's */
@@ -7404,35 +7381,22 @@ CDDP__COLD_END
 
 /* --- access to peers' memory --- */
 
-/* Whether peers still know where this rank's memory is: it may be private by now. */
-static cddp_result cddp__check_shared(cddp_group *g) {
-  if (CDDP__LIKELY(cddp__load32(&g->host->unshared) == g->unshared)) return CDDP_OK;
-  cddp__fail(CDDP_ABORTED,
-             "rank %d took its memory out of sharing, as an operation of another group failed "
-             "while one of its ranks was stopped: repeat the operation in a new group, a cddp_ddp "
-             "has to be made anew",
-             g->rank);
-  return cddp__break(g, CDDP_ABORTED);
-}
-
 /* What touches peers' memory stands between cddp__enter and cddp__exit. A failing rank sees that a
    peer has entered, or the peer sees the failure: both use full fences. */
 static cddp_result cddp__enter(cddp_group *g) {
-  cddp_result r;
   cddp__exchange32(&cddp__slot_of(g, g->rank)->inside, 1);
   CDDP__POINT("inside");
-  return (r = cddp__check_shared(g)) != CDDP_OK ? r : cddp__check_group(g);
+  return cddp__check_group(g);
 }
 
 /* Passes r on. After a failure it waits for the peers that are still inside: only then are the
    buffers the caller's again. Peers come out soon, since the failure ends their waits and their
-   work; if a peer does not (it was stopped), this rank makes its own memory private. */
+   work; if a peer does not (it was stopped), this rank's memory is quarantined. */
 static cddp_result cddp__exit(cddp_group *g, cddp_result r) {
   cddp__atomic_u32 *inside = &cddp__slot_of(g, g->rank)->inside;
   double deadline;
   int p;
   CDDP__POINT("exit");
-  if (CDDP__LIKELY(r == CDDP_OK) && cddp__load32(inside) != 0) r = cddp__check_shared(g);
   cddp__store32(inside, 0);
   if (CDDP__LIKELY(r == CDDP_OK)) return r;
   deadline = cddp__now() + 5;
@@ -7440,7 +7404,7 @@ static cddp_result cddp__exit(cddp_group *g, cddp_result r) {
     inside = &cddp__slot_of(g, p)->inside;
     while (cddp__load32(inside) != 0 && !cddp__rank_gone(g, p)) {
       if (cddp__now() >= deadline) {
-        cddp__arena_unshare(g->host);
+        cddp__arena_quarantine(g->host);
         return r;
       }
       cddp__sleep(1e-5);
@@ -8060,7 +8024,6 @@ static cddp_result cddp__group_build(cddp_group **out, cddp__host *h, int rank, 
   cddp__cond_init(&g->engine.changed);
   cddp__cond_init(&g->engine.work);
   slot = cddp__slot_of(g, rank);
-  g->unshared = cddp__load32(&h->unshared);
   g->engine.works = &slot->works;
   g->sends[0] = slot->sends;
   g->send_blocks = 1;
@@ -13283,7 +13246,6 @@ static cddp_result cddp__run_recorded(cddp_group *g, const cddp__call *c, uint64
   cddp_result r = cddp__check_group(g);
   if (r != CDDP_OK) goto done;
   g->calls++;
-  if (!g->internal) g->unshared = cddp__load32(&g->host->unshared);
   cddp__record_start(g, record, g->calls);
   if (c->count == 0 || c->kind == CDDP__KIND_BARRIER) {
     r = cddp__round_of(g, CDDP__SCOPE_ALL, c, CDDP__PHASE_CALL, NULL, 0);
@@ -18882,8 +18844,6 @@ static cddp_result cddp__ddp_setup(cddp_ddp *d, bool joins) {
     r = cddp__consensus(d->control, r, NULL, 0, NULL);
     if (r == CDDP_OK) r = cddp__ddp_group(d, CDDP__KIND_DDP_CREATE, &d->comm);
     if (r != CDDP_OK) return r;
-    d->control->internal = true;
-    if (d->comm != g) d->comm->internal = true;
     r = cddp__agree_on_params(d);
     if (r == CDDP_OK && d->desc.comm_hook != NULL)
       r = cddp__ddp_group(d, CDDP__KIND_DDP_CREATE + 1, &d->hooks);
@@ -20601,7 +20561,6 @@ static cddp_result cddp__elastic_create(cddp_ddp *d) {
     d->elastic->net->host = all[d->elastic->me].self.host;
     d->active_count = g->size;
     cddp__elastic_deal(d);
-    d->control->internal = d->comm->internal = false; /* their calls tell where buffers are */
   }
   cddp__free(&g->host->allocator, all);
   if (r == CDDP_OK) r = cddp__consensus(g, cddp__elastic_connect(d), NULL, 0, NULL);
@@ -23398,7 +23357,9 @@ CDDP__COLD_END
 /* >>history ---------------------------------------------------------------------------------------
    1.0 (not released)
      New      CDDP_PORTS limits the ports that cddp listens on, so that a firewall can open them.
-     Removed  pthread_cancel of a thread in cddp_recv. cddp_cancel and timeout_s end receives.
+     Removed  Memory that a stopped peer can still write to does not become private any more: it is
+              not reused.
+              pthread_cancel of a thread in cddp_recv. cddp_cancel and timeout_s end receives.
               cddp_save keeps the old file's mode, but not its owner and group.
               Heterogeneous Slurm jobs need --export=ALL,MASTER_ADDR=HOST, HOST being rank 0's.
      Changed  Elastic models have one engine, by messages; the one in shared memory is gone. On one

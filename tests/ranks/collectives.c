@@ -1432,25 +1432,23 @@ static int late_rank(int rank, void *arg) {
 }
 
 /* STOPPED IN THE MIDDLE. Rank 1 is stopped while it writes its part of an all_reduce into the
-   others' memory, and goes on when they have had their failure and use the memory again: nothing
-   of it may arrive there. Rank 0 keeps its buffer, rank 2 frees it and gets another. Their own
-   group goes on. ------------------------------------------------------------------------------- */
+   others' memory, and goes on when they have had their failure, have freed that memory and have
+   allocated again: nothing of it may arrive there. Their own group goes on. -------------------- */
 
 /* Ranks 0 and 2 after their failure, with the victim stopped, and then not. */
 static void after_stop(cddp_group *pair, float *buf, pid_t victim) {
-  if (cddp_rank(pair) == 1) { /* rank 2 of the job */
-    float *again;
-    cddp_free(pair, buf);
-    again = (float *)cddp_alloc(pair, RANKS_STOP_COUNT * sizeof *buf);
-    buf = (float *)cddp_alloc(pair, RANKS_STOP_COUNT * sizeof *buf);
-    cddp_free(pair, again);
-  }
+  float *again;
+  cddp_free(pair, buf);
+  again = (float *)cddp_alloc(pair, RANKS_STOP_COUNT * sizeof *buf);
+  CHECK(again != NULL && again != buf);
+  ranks_fill(again, 5);
+  buf = (float *)cddp_alloc(pair, RANKS_STOP_COUNT * sizeof *buf);
   ranks_fill(buf, 7);
   CHECK_OK(cddp_all_reduce(pair, buf, RANKS_STOP_COUNT, CDDP_F32, CDDP_SUM, NULL));
   CHECK(ranks_holds(buf, 14));
   if (cddp_rank(pair) == 0) kill(victim, SIGCONT);
   ranks_sleep(0.5);
-  CHECK(ranks_holds(buf, 14));
+  CHECK(ranks_holds(buf, 14) && ranks_holds(again, 5));
   CHECK_OK(cddp_all_reduce(pair, buf, RANKS_STOP_COUNT, CDDP_F32, CDDP_AVG, NULL));
   CHECK(ranks_holds(buf, 14));
 }

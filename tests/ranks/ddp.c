@@ -1793,8 +1793,8 @@ static void test_dead_rank(void) {
 }
 
 /* STOPPED IN THE MIDDLE of cddp_ddp_step, where rank 1 writes new weights and zeroes into memory of
-   its peers: once they have had their failure, weights and gradients are their own again, and rank
-   1 changes neither when it goes on. ----------------------------------------------------------- */
+   its peers. Once they have had their failure they make weights and model anew, and rank 1 changes
+   neither weights nor gradients when it goes on. ----------------------------------------------- */
 
 static int stopped_rank(int rank, void *arg) {
   ranks_stop *stop = (ranks_stop *)arg;
@@ -1836,6 +1836,13 @@ static int stopped_rank(int rank, void *arg) {
   r = cddp_ddp_step(d, o);
   if (rank == 0) ranks_stop_end(stop, r != CDDP_OK);
   if (rank != 1 && r != CDDP_OK) {
+    cddp_optim_destroy(o);
+    cddp_ddp_destroy(d);
+    o = NULL;
+    cddp_free(g, w);
+    p.data = w = (float *)cddp_alloc(pair, RANKS_STOP_COUNT * sizeof *w);
+    p.grad = NULL;
+    CHECK_OK(cddp_ddp_create(&d, pair, &p, 1, NULL));
     ranks_fill(w, 7);
     ranks_fill((float *)p.grad, 9);
     CHECK_OK(cddp_barrier(pair));
