@@ -1713,27 +1713,27 @@ typedef struct cddp__host {
   cddp__atomic_u32 shown;   /* 1: a thread's wait is in this rank's slot; it writes the next */
 } cddp__host;
 
-/* One collective call, as validated. */
+/* A collective or message, with checked arguments. */
 typedef struct cddp__call {
   uint8_t kind;      /* CDDP__KIND_ALL_REDUCE ... */
   uint8_t dtype, op; /* cddp_dtype, cddp_op */
-  int root;          /* -1 where there is none */
+  int root;          /* -1: the call has no root; messages: the peer */
   const void *send;
   void *recv;
-  size_t count; /* elements, per rank where the operation says so */
+  size_t count; /* elements; per rank in calls with a share for each rank */
   size_t esize; /* bytes of an element */
-  int tag;      /* messages; root is the peer then */
-  struct cddp__part *parts; /* [size] of a call with counts; NULL: all shares have `count` */
+  int tag;      /* messages */
+  struct cddp__counted_share *shares; /* [size] in a call with counts; NULL: all have `count` */
 } cddp__call;
 #define CDDP__COUNTED SIZE_MAX /* count of a call with counts, until its ranks know the largest */
 
-/* Of a call with counts: a rank's shares to and from another one. Elements. */
-typedef struct cddp__part {
-  size_t out, out_at; /* this rank's share for the other; where that begins in its send buffer */
-  size_t in, in_at;   /* the other's for this one; where that goes in the receive buffer */
-  size_t there;       /* where it begins in the other's send buffer; in a group of several hosts:
-                         this rank's share in the other's receive buffer */
-} cddp__part;
+/* Calls with counts: a rank's shares for another rank and from it. All numbers are elements. */
+typedef struct cddp__counted_share {
+  size_t out, out_at; /* this rank's share for the other; its position in the send buffer */
+  size_t in, in_at;   /* the other's share for this rank; its position in the receive buffer */
+  size_t there;       /* its position in the other's send buffer; in a group of several hosts the
+                         position of this rank's share in the other's receive buffer */
+} cddp__counted_share;
 enum {
   CDDP__KIND_BARRIER, /* count: a hash of what was called on device memory, or 0 */
   CDDP__KIND_ALL_REDUCE,
@@ -1744,7 +1744,7 @@ enum {
   CDDP__KIND_SCATTER,
   CDDP__KIND_REDUCE_SCATTER,
   CDDP__KIND_ALL_TO_ALL,
-  CDDP__KIND_ALL_GATHER_V, /* from here on with counts */
+  CDDP__KIND_ALL_GATHER_V, /* calls with counts */
   CDDP__KIND_ALL_TO_ALL_V,
   CDDP__KIND_GROUP_NEW,
   CDDP__KIND_DDP_CREATE,
@@ -1757,7 +1757,7 @@ enum {
   CDDP__KIND_DDP_GATHER,
   CDDP__KIND_DDP_NEXT,
   CDDP__KIND_COUNT,
-  CDDP__KIND_SEND, /* on devices only, never compared */
+  CDDP__KIND_SEND, /* on devices only; rounds never compare it */
   CDDP__KIND_RECV
 };
 
@@ -1778,13 +1778,14 @@ typedef struct cddp__backend {
   void (*free)(const cddp_group *g, void *p);
 } cddp__backend;
 
-/* What carries collectives in host memory that do not fit into a round: shared memory, connections
-   between hosts, or MPI. Every group has one. NULL in it: there is nothing to do. */
+/* The carrier of a group's collectives in host memory that do not fit into a round: shared memory,
+   connections between hosts, or MPI. Every group has one. A NULL function has nothing to do. */
 typedef struct cddp__carrier {
-  bool foreign; /* another library's: it adds up all ranks, those too that have joined */
+  bool foreign; /* another library, which always reduces over all ranks: cddp_ddp_join cannot
+                   leave ranks out */
   cddp_result (*run)(cddp_group *g, const cddp__call *c);
-  /* The mean of the ranks' c->count elements at c->recv; arrays: where each rank of this host has
-     them. NULL: whoever asks sees them all, and adds them up itself. */
+  /* The mean of the ranks' c->count elements, to c->recv. arrays: those of the ranks of this host.
+     NULL: every rank can read all arrays, and the caller reduces them itself. */
   cddp_result (*average)(cddp_group *g, const cddp__call *c, void *const *arrays);
   cddp_result (*split)(const cddp_group *from, cddp_group *to, int color, int key);
   void (*leave)(cddp_group *g);
@@ -1844,12 +1845,12 @@ enum {
   CDDP__OWN_LENT  /* in the queue, or done */
 };
 
-/* How a kind of collective fills staging buffers, with pieces of similar sizes: >>collectives. */
-typedef struct cddp__pace {
-  double took[2];  /* s a byte of a piece that ranks copied [0] through, [1] past their caches */
-  double clock;    /* s of the one that is timed, so far */
-  uint32_t pieces; /* so far; alike on all ranks */
-} cddp__pace;
+/* How fast ranks copy chunks of one kind of collective and of similar sizes: >>collectives. */
+typedef struct cddp__copy_timing {
+  double seconds[2]; /* per byte of a chunk: [0] cached copies, [1] non-temporal copies */
+  double clock;      /* seconds of the chunk being timed, so far */
+  uint32_t chunks;   /* so far; the same on all ranks */
+} cddp__copy_timing;
 
 struct cddp_group { /* followed by its arrays, see cddp__group_build */
   cddp__host *host;
@@ -1866,8 +1867,8 @@ struct cddp_group { /* followed by its arrays, see cddp__group_build */
   cddp__slot *slots;
   char *staging;
   size_t staging_size; /* bytes; 0: there are none */
-  cddp__pace paces[CDDP__KIND_COUNT][2]; /* of small and large pieces; owner: as of `round` */
-  size_t round_most; /* bytes of shares that go by a round; the carrier takes more */
+  cddp__copy_timing timings[CDDP__KIND_COUNT][2]; /* small and large chunks; owner: as of round */
+  size_t round_max; /* largest shares for a single round, bytes; the carrier moves larger ones */
   cddp__ref block_ref;
   uint32_t block_generation; /* as its block had it at first */
   double timeout_s;
@@ -6910,32 +6911,33 @@ static size_t cddp__recv_shares(const cddp_group *g, const cddp__call *c) {
 static const char *cddp__share_for(const cddp__call *c, int to) {
   size_t at = 0;
   if (cddp__shapes[c->kind].scatters)
-    at = c->parts != NULL ? c->parts[to].out_at : (size_t)to * c->count;
+    at = c->shares != NULL ? c->shares[to].out_at : (size_t)to * c->count;
   return (const char *)c->send + at * c->esize;
 }
 static char *cddp__share_from(const cddp__call *c, int from) {
   size_t at = 0;
   if (cddp__shapes[c->kind].gathers)
-    at = c->parts != NULL ? c->parts[from].in_at : (size_t)from * c->count;
+    at = c->shares != NULL ? c->shares[from].in_at : (size_t)from * c->count;
   return (char *)c->recv + at * c->esize;
 }
 
 /* Bytes of a share's elements [begin, begin + n), cut off at the share's end: of the share for a
    rank, and of the share of a rank. */
-static size_t cddp__part_bytes(const cddp__call *c, size_t count, size_t begin, size_t n) {
+static size_t cddp__range_bytes(const cddp__call *c, size_t count, size_t begin, size_t n) {
   return begin < count ? cddp__min(n, count - begin) * c->esize : 0;
 }
 static size_t cddp__bytes_for(const cddp__call *c, int to, size_t begin, size_t n) {
-  return c->parts == NULL ? n * c->esize : cddp__part_bytes(c, c->parts[to].out, begin, n);
+  return c->shares == NULL ? n * c->esize : cddp__range_bytes(c, c->shares[to].out, begin, n);
 }
 static size_t cddp__bytes_from(const cddp__call *c, int from, size_t begin, size_t n) {
-  return c->parts == NULL ? n * c->esize : cddp__part_bytes(c, c->parts[from].in, begin, n);
+  return c->shares == NULL ? n * c->esize : cddp__range_bytes(c, c->shares[from].in, begin, n);
 }
 
 /* Bytes of a call's parts and, behind them, of the memory for the exchange of counts. */
 #define CDDP__COUNT_FIELDS 4 /* numbers that a rank sends to each rank: cddp__exchange_counts */
-static size_t cddp__parts_bytes(const cddp_group *g) {
-  return (size_t)g->size * (sizeof(cddp__part) + 2 * CDDP__COUNT_FIELDS * sizeof(uint64_t));
+static size_t cddp__shares_bytes(const cddp_group *g) {
+  size_t counts = 2 * CDDP__COUNT_FIELDS * sizeof(uint64_t);
+  return (size_t)g->size * (sizeof(cddp__counted_share) + counts);
 }
 
 /* The bytes of the send and recv buffers that a collective uses on this rank. If they are one
@@ -6944,8 +6946,8 @@ static void cddp__buffer_bytes(const cddp_group *g, const cddp__call *c, size_t 
                                size_t *received) {
   bool one = cddp__in_one_buffer(c);
   size_t share = c->count * c->esize;
-  if (c->parts != NULL) {
-    const cddp__part *last = &c->parts[g->size - 1];
+  if (c->shares != NULL) {
+    const cddp__counted_share *last = &c->shares[g->size - 1];
     *sent = (last->out_at + last->out) * c->esize;
     *received = (last->in_at + last->in) * c->esize;
     return;
@@ -7653,7 +7655,7 @@ CDDP__COLD_END
    wake-up, so 64 ranks on 2 cores switch once per round, not 63 times. */
 
 /* Bytes of a share for which one round takes less time than the two around direct moves. */
-#define CDDP__ROUND_MOST ((size_t)4 << 10)
+#define CDDP__ROUND_MAX ((size_t)4 << 10)
 #define CDDP__ROUND_MOST_OVERSUBSCRIBED ((size_t)8 << 10)
 #define CDDP__SPIN 2000 /* polls with a core per rank: tens of microseconds; otherwise none */
 #define CDDP__YIELDS 100
@@ -7935,7 +7937,7 @@ static cddp_result cddp__round_of(cddp_group *g, enum cddp__scope scope, const c
   g->round++;
   if (payload != NULL) memcpy(mine->u.bytes, payload, bytes);
   if (adds)
-    fp_mode = phase == CDDP__PHASE_STAGED && c->count * c->esize <= CDDP__ROUND_MOST &&
+    fp_mode = phase == CDDP__PHASE_STAGED && c->count * c->esize <= CDDP__ROUND_MAX &&
                       cddp__seen_fp_mode != 0
                   ? cddp__seen_fp_mode - 1
                   : cddp__fp_mode();
@@ -7976,7 +7978,7 @@ static int cddp__spin_of(const cddp__host *h) { return h->size > h->cores ? 0 : 
 static void cddp__use_cores(cddp_group *g) {
   g->oversubscribed = (uint32_t)g->local_size > cddp__load32(&g->block->cores);
   if (g->hosts == NULL)
-    g->round_most = g->oversubscribed ? CDDP__ROUND_MOST_OVERSUBSCRIBED : CDDP__ROUND_MOST;
+    g->round_max = g->oversubscribed ? CDDP__ROUND_MOST_OVERSUBSCRIBED : CDDP__ROUND_MAX;
   g->spin = cddp__spin_of(g->host);
 }
 
@@ -11097,10 +11099,10 @@ static char *cddp__seen(const cddp__flow *f, int t, int p) {
   if (f->g->buffers[t] == NULL)
     return x->scratch[t] + ((size_t)f->half * CDDP__SCRATCH + at * f->n * c->esize);
   at *= c->count;
-  if (c->parts != NULL && f->each && t != f->g->local_rank)
-    at = c->parts[cddp__rank_on(x, x->mine, t)].there;
-  else if (c->parts != NULL)
-    at = c->parts[p].in_at;
+  if (c->shares != NULL && f->each && t != f->g->local_rank)
+    at = c->shares[cddp__rank_on(x, x->mine, t)].there;
+  else if (c->shares != NULL)
+    at = c->shares[p].in_at;
   return (char *)f->g->buffers[t] + (at + f->begin) * c->esize;
 }
 
@@ -11529,7 +11531,7 @@ static cddp_result cddp__hosts_attach(cddp_group *g, cddp__net *net, const int *
   r = watched ? CDDP_OK : cddp__fail_errno("eventfd or epoll");
   cddp__sort_hosts(g, x, g->world + g->size);
   cddp__set_leaves(g, x, false);
-  g->round_most = cddp__max(g->staging_size, CDDP__INLINE);
+  g->round_max = cddp__max(g->staging_size, CDDP__INLINE);
   g->carrier = &cddp__hosts_carrier;
   pthread_mutex_lock(&g->host->lock); /* from now on failures of the group elsewhere are heard */
   g->hosts = x;
@@ -12294,7 +12296,7 @@ static cddp_result cddp__mpi_move_parts(cddp_group *g, const cddp__call *c, cons
   if (out == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
   pthread_mutex_lock(&cddp__mpi_lock);
   for (q = 0; q < g->size; q++) {
-    const cddp__part *p = &c->parts[q];
+    const cddp__counted_share *p = &c->shares[q];
     ones[q] = 1;
     at = (MPI_Aint)((p->out_at + begin) * c->esize);
     length = (int)(cddp__bytes_for(c, q, begin, n) / c->esize);
@@ -12324,7 +12326,7 @@ static cddp_result cddp__mpi_data(cddp_group *g, const cddp__call *c, void *cons
   (void)arrays;
   for (begin = 0; r == CDDP_OK && begin < c->count; begin += n) {
     n = cddp__min(CDDP__MPI_MOST, c->count - begin);
-    if (c->parts != NULL)
+    if (c->shares != NULL)
       r = cddp__mpi_move_parts(g, c, send, begin, n);
     else if (!cddp__shapes[c->kind].reduces)
       r = cddp__mpi_move(g, c, send, begin, n);
@@ -12417,7 +12419,7 @@ static cddp_result cddp__mpi_split(const cddp_group *from, cddp_group *to, int c
   to->mpi = (struct cddp__mpi *)cddp__calloc(&to->host->allocator, 1, sizeof *to->mpi);
   if (to->mpi == NULL) return CDDP_OUT_OF_MEMORY;
   to->mpi->comm = comm;
-  to->round_most = CDDP__INLINE;
+  to->round_max = CDDP__INLINE;
   if (from != NULL) to->carrier = from->carrier;
   return CDDP_OK;
 }
@@ -12776,53 +12778,54 @@ static bool cddp__work_done(cddp_work *w) {
   return done;
 }
 /* >>collectives -----------------------------------------------------------------------------------
-   The collectives of one host; those of several go on in >>hosts, or in >>mpi.
+   Job: run the collectives of one host. For several hosts >>hosts and >>mpi do the rest.
    Owns: the bytes in headers and staging buffers.
    Touches: peers' buffers, between cddp__enter and cddp__exit.
-   Entry points: cddp__start_call (with a handle or without), cddp__run_call.
-   Works as follows: every collective is one of three sequences of rounds. Which one is decided
-   from the size, and from the refs of all ranks: alike on every rank.
-     one round   up to CDDP__ROUND_MOST (in a group of several hosts, its part of CDDP__RIDE): each
-                 rank puts its share into its header (up to 40 bytes) or staging buffer, and takes
-                 what it needs from all. A small all_reduce is thus one exchange of cache lines;
+   Entry points: cddp__start_call (with or without a handle), cddp__run_call.
+   How it works: every collective is one of three sequences of rounds. All ranks choose the same
+   one, from the size and from the refs of all ranks' buffers.
+     one round   Up to CDDP__ROUND_MAX bytes (several hosts: up to CDDP__RIDE in all). Each rank
+                 writes its share to its header (up to 40 bytes) or staging buffer, and reads the
+                 shares that it needs. So a small all_reduce is one exchange of cache lines, and
                  every rank adds all values, in the same order.
-     direct      the buffers that others need lie in shared memory: one round to tell where, each
-                 rank reads (all_reduce: also writes) its peers' buffers in place, one round to
-                 say it is done. all_reduce: rank r owns the r-th slice, reads every replica of it
-                 once and writes the result into every replica: the fewest bytes that can move;
-                 broadcast, where all buffers are shared, likewise, so that the root's core works
-                 too.
-     staged      any other memory: the share goes through the staging buffers piece by piece, one
-                 round a piece; they stay in cache, so main memory sees one read and one write.
-                 Where one side copies and the other waits for it, pieces of a short share are
-                 small, so that both soon have work.
-                 all_reduce of three ranks and more: each adds up a slice of a long piece, and takes
-                 the others' sums in a second round. The first piece is in the staging buffers when
-                 the ranks tell where their buffers lie: if these are not shared, no round is lost.
+     direct      All buffers that other ranks need are in shared memory. One round announces the
+                 addresses, each rank reads (all_reduce: also writes) its peers' buffers in place,
+                 and one round ends the access. In an all_reduce rank r reads the r-th slice of
+                 every buffer once and writes the result to every buffer: the fewest bytes possible.
+                 A broadcast between shared buffers is divided in the same way, so that all cores
+                 copy.
+     staged      Other memory. The shares pass through the staging buffers chunk by chunk, one round
+                 a chunk. The staging buffers stay in the cache, so main memory sees one read and
+                 one write. If one side copies while the other side waits, a short share is split
+                 into small chunks, so that both sides work at the same time.
+                 all_reduce on three or more ranks: each rank adds up a slice of a long chunk, and
+                 reads the other slices after a second round. The first chunk is already in the
+                 staging buffers when the ranks announce their buffers, so unshared memory costs no
+                 additional round.
 
-   Two cores with one last cache between them read each other's lines fast. Two cores of different
-   dies take 3 to 8 times as long, unless the lines are in memory. So a rank copies a piece past its
-   cache (cddp__copy_nontemporal) where it pays: now and then ranks time some pieces of each kind,
-   and go on past the cache if that is a fifth faster: less may be chance. A long share goes past it
-   to the
-   user in any case: that saves a read of each line. The kernel's copies between processes
-   (process_vm_readv) are slower than one of the two everywhere: there is no such way. */
+   Non-temporal copies: two cores with a common last-level cache read each other's lines fast. Two
+   cores on different dies take 3 to 8 times as long, unless the lines are in memory. So ranks
+   regularly time some chunks of each kind with both copies, and use non-temporal copies
+   (cddp__copy_nontemporal) if these are a fifth faster; a smaller gain can be chance. A long share
+   always goes to the user's buffer by non-temporal copies: that saves a read of each line. The
+   kernel's copies between processes (process_vm_readv) are slower than the better of the two on
+   every machine measured, so they are not used. */
 
-#define CDDP__PAST_LEAST ((size_t)16 << 10) /* bytes of a piece that may go past the cache */
-#define CDDP__PAST_LARGE ((size_t)64 << 10) /* likewise, that are timed for themselves */
-#define CDDP__PAST_SHARE ((size_t)32 << 20) /* of a share for the user: no cache keeps it */
-#define CDDP__PACE_PIECES 2048u /* of these the first ones are timed: */
-#define CDDP__PACE_TRIALS 4u   /* so many through the cache, then as many past it */
-#define CDDP__PAST_BLOCK 4096 /* bytes of a sum on the way there */
-#define CDDP__LOOK ((size_t)1 << 20) /* bytes written to a peer between looks at the group */
-/* More ranks than cores: of a piece's bytes on all ranks, what each rank reads in the time that the
-   second round of cddp__take_slices takes. */
-#define CDDP__READ_MOST_OVERSUBSCRIBED ((size_t)384 << 10)
-/* Bytes of a staging buffer that are asked for before the next call writes them: for more, memcpy
-   does so itself. */
-#define CDDP__AHEAD_MOST ((size_t)2 << 10)
-#define CDDP__TURNS 16 /* pieces of a broadcast, say, if that makes them STAGING_MIN or longer */
-#define CDDP__SLICES_LEAST ((size_t)16 << 10) /* bytes of a piece; up to here one round is faster */
+#define CDDP__NT_MIN ((size_t)16 << 10) /* smallest chunk with non-temporal copies, bytes */
+#define CDDP__NT_LARGE ((size_t)64 << 10) /* chunks from here on have timings of their own */
+#define CDDP__NT_SHARE ((size_t)32 << 20) /* shares that no cache holds, bytes */
+#define CDDP__TIMING_PERIOD 2048u /* chunks from one timing to the next */
+#define CDDP__TIMING_RUNS 4u   /* chunks timed with each kind of copy: cached, then non-temporal */
+#define CDDP__NT_BLOCK 4096 /* bytes of a sum between two non-temporal copies */
+#define CDDP__CHECK_BYTES ((size_t)1 << 20) /* written to a peer between checks of the group */
+/* Oversubscribed: the bytes, on all ranks, that a rank reads in the time of a second round
+   (cddp__exchange_slices). */
+#define CDDP__OVERSUBSCRIBED_READ ((size_t)384 << 10)
+/* Bytes of a staging buffer that are prefetched for the next call's write. memcpy itself prefetches
+   larger ones. */
+#define CDDP__PREFETCH_MAX ((size_t)2 << 10)
+#define CDDP__PIPELINE_CHUNKS 16 /* chunks of a one-sided call, if they have STAGING_MIN or more */
+#define CDDP__SLICES_MIN ((size_t)16 << 10) /* bytes of a chunk; up to here one round is faster */
 
 /* A call's elements [begin, begin + n) of each share, as they pass through headers or staging
    buffers. */
@@ -12831,104 +12834,106 @@ typedef struct cddp__chunk {
   bool in_header; /* small enough for the headers */
 } cddp__chunk;
 
-/* Where rank 0's space is in a round, and how many bytes behind it rank 1's. */
-static char *cddp__spaces(const cddp_group *g, uint32_t round, const cddp__chunk *k,
-                          size_t *apart) {
+/* The memory of rank 0 in a round. *apart: bytes from one rank's memory to the next rank's. */
+static char *cddp__chunk_memory(const cddp_group *g, uint32_t round, const cddp__chunk *k,
+                                size_t *apart) {
   *apart = 2 * (k->in_header ? sizeof(cddp__op_header) : g->staging_size);
   return k->in_header ? (char *)cddp__op_header_of(g, 0, round)->u.bytes
                       : (char *)cddp__staging_of(g, 0, round);
 }
 
-/* Whether the wait for the others counts too: one side copies, and the other one waits for it. */
-static bool cddp__wait_counts(const cddp__call *c) {
+/* Returns whether some ranks only copy while the others wait for them. */
+static bool cddp__is_one_sided(const cddp__call *c) {
   return cddp__shapes[c->kind].from_root || cddp__shapes[c->kind].to_root;
 }
 
-/* The pace of such a chunk; NULL: it goes through the cache, as it is small, is read on the same
-   core, or on one that runs the reader in turn. So does a call in one piece where one side copies:
-   it may have gone on before the other reads, and would time its own half alone. */
-static cddp__pace *cddp__pace_of(cddp_group *g, const cddp__call *c, const cddp__chunk *k) {
+/* The timing of such a chunk. NULL: it is copied through the cache, as it is small, or its reader
+   runs on the same core. So is the only chunk of a one-sided call: its writer can start the next
+   call before the reader reads, and would time only its own half. */
+static cddp__copy_timing *cddp__timing_of(cddp_group *g, const cddp__call *c,
+                                          const cddp__chunk *k) {
   size_t bytes = k->n * c->esize * cddp__send_shares(g, c);
-  if (CDDP__LIKELY(bytes < CDDP__PAST_LEAST)) return NULL;
-  if (cddp__wait_counts(c) && k->n == c->count) return NULL;
+  if (CDDP__LIKELY(bytes < CDDP__NT_MIN)) return NULL;
+  if (cddp__is_one_sided(c) && k->n == c->count) return NULL;
   if (g->oversubscribed || g->staging_size == 0 || g->local_size == 1) return NULL;
-  return &g->paces[c->kind][bytes >= CDDP__PAST_LARGE];
+  return &g->timings[c->kind][bytes >= CDDP__NT_LARGE];
 }
 
-/* Whether the next chunk is timed. */
-static bool cddp__is_trial(const cddp__pace *p) {
-  return p != NULL && p->pieces % CDDP__PACE_PIECES < 2 * CDDP__PACE_TRIALS;
+/* Returns whether the next chunk is timed. */
+static bool cddp__is_timed(const cddp__copy_timing *p) {
+  return p != NULL && p->chunks % CDDP__TIMING_PERIOD < 2 * CDDP__TIMING_RUNS;
 }
 
-/* Whether ranks copy it past their caches. */
-static bool cddp__goes_past(const cddp__pace *p) {
+/* Returns whether ranks copy the next chunk with non-temporal stores. */
+static bool cddp__uses_nontemporal(const cddp__copy_timing *p) {
   if (CDDP__LIKELY(p == NULL)) return false;
-  if (cddp__is_trial(p)) return p->pieces % CDDP__PACE_PIECES >= CDDP__PACE_TRIALS;
-  return p->took[1] < 0.8 * p->took[0];
+  if (cddp__is_timed(p)) return p->chunks % CDDP__TIMING_PERIOD >= CDDP__TIMING_RUNS;
+  return p->seconds[1] < 0.8 * p->seconds[0];
 }
 
 /* Starts (-1) or stops (1) the clock of a chunk that is timed. */
-static void cddp__clock(cddp__pace *p, int sign) {
-  if (cddp__is_trial(p)) p->clock += sign * cddp__now();
+static void cddp__clock_chunk(cddp__copy_timing *p, int sign) {
+  if (cddp__is_timed(p)) p->clock += sign * cddp__now();
 }
 
-/* This rank has taken what it needs of a chunk. The first ones of a row find the buffers as the
-   other way has left them. What held one up may have been something else: the fastest counts. */
-static void cddp__note_pace(cddp__pace *p, size_t bytes) {
-  uint32_t n = p->pieces % CDDP__PACE_TRIALS;
-  double *least = &p->took[cddp__goes_past(p)], took = p->clock / (double)bytes;
-  if (cddp__is_trial(p) && (n == 2 || (n > 2 && took < *least))) *least = took;
-  p->pieces++;
+/* Ends the timing of a chunk that this rank has read. The first two of a row are not counted: they
+   find the buffers as the other kind of copy has left them. Of the rest the fastest counts, since
+   other causes can slow a chunk down. */
+static void cddp__record_timing(cddp__copy_timing *p, size_t bytes) {
+  uint32_t n = p->chunks % CDDP__TIMING_RUNS;
+  double *least = &p->seconds[cddp__uses_nontemporal(p)], took = p->clock / (double)bytes;
+  if (cddp__is_timed(p) && (n == 2 || (n > 2 && took < *least))) *least = took;
+  p->chunks++;
 }
 
-/* Whether each rank adds up a slice of such a chunk (cddp__take_slices). */
-static bool cddp__in_slices(const cddp_group *g, const cddp__call *c, const cddp__chunk *k) {
+/* Returns whether each rank adds up a slice of such a chunk (cddp__exchange_slices). */
+static bool cddp__is_sliced(const cddp_group *g, const cddp__call *c, const cddp__chunk *k) {
   size_t bytes = k->n * c->esize;
-  if (CDDP__LIKELY(bytes <= CDDP__SLICES_LEAST) || c->kind != CDDP__KIND_ALL_REDUCE) return false;
-  if (g->oversubscribed && bytes <= CDDP__READ_MOST_OVERSUBSCRIBED / (size_t)g->size) return false;
+  if (CDDP__LIKELY(bytes <= CDDP__SLICES_MIN) || c->kind != CDDP__KIND_ALL_REDUCE) return false;
+  if (g->oversubscribed && bytes <= CDDP__OVERSUBSCRIBED_READ / (size_t)g->size) return false;
   return g->size > 2 && g->hosts == NULL;
 }
 
-/* This rank's shares of the chunk go into its space. Inside the caller's loop compilers make it a
-   tenth slower for 1 KiB. */
-static void cddp__put(cddp_group *g, const cddp__call *c, const cddp__chunk *k) {
+/* Writes this rank's shares of the chunk to its memory. A separate function: inlined into the
+   caller's loop it is a tenth slower for 1 KiB. */
+static void cddp__write_shares(cddp_group *g, const cddp__call *c, const cddp__chunk *k) {
   size_t bytes = k->n * c->esize, shares = cddp__send_shares(g, c), apart, begin, end, r;
-  char *space = cddp__spaces(g, g->round + 1, k, &apart);
+  char *space = cddp__chunk_memory(g, g->round + 1, k, &apart);
   const char *from = (const char *)c->send + k->begin * c->esize;
-  cddp__pace *pace = cddp__pace_of(g, c, k);
-  bool past = cddp__goes_past(pace);
-  if (CDDP__UNLIKELY(pace != NULL)) {
-    pace->clock = 0;
-    cddp__clock(pace, -1);
+  cddp__copy_timing *timing = cddp__timing_of(g, c, k);
+  bool nontemporal = cddp__uses_nontemporal(timing);
+  if (CDDP__UNLIKELY(timing != NULL)) {
+    timing->clock = 0;
+    cddp__clock_chunk(timing, -1);
   }
   if (!cddp__sends(c, g->rank)) return;
   space += (size_t)g->rank * apart;
-  if (CDDP__UNLIKELY(c->parts != NULL)) {
+  if (CDDP__UNLIKELY(c->shares != NULL)) {
     for (r = 0; r < shares; r++, space += bytes)
       memcpy(space, cddp__share_for(c, (int)r) + k->begin * c->esize,
              cddp__bytes_for(c, (int)r, k->begin, k->n));
     return;
   }
-  if (cddp__in_slices(g, c, k)) { /* nobody else reads its own */
+  if (cddp__is_sliced(g, c, k)) { /* other ranks do not read this rank's own slice */
     cddp__slice(k->n, CDDP__CACHE_LINE / c->esize, g->size, g->rank, &begin, &end);
     begin *= c->esize, end *= c->esize;
-    cddp__copy_by(space, from, begin, past);
+    cddp__copy_by(space, from, begin, nontemporal);
     space += end, from += end, bytes -= end;
   }
   apart = c->count * c->esize;
   for (r = 0; r < shares; r++, space += bytes, from += apart) {
-    if (shares > 1 && r == (size_t)g->rank) continue; /* it takes its own where that lies */
-    cddp__copy_by(space, from, bytes, past);
+    if (shares > 1 && r == (size_t)g->rank) continue; /* it reads its own share in place */
+    cddp__copy_by(space, from, bytes, nontemporal);
   }
-  if (CDDP__UNLIKELY(pace != NULL) && !cddp__wait_counts(c)) cddp__clock(pace, 1);
+  if (CDDP__UNLIKELY(timing != NULL) && !cddp__is_one_sided(c)) cddp__clock_chunk(timing, 1);
 }
 
-/* This rank takes its result of the chunk from where the ranks' shares for it lie. */
-static void cddp__take(const cddp_group *g, const cddp__call *c, const cddp__chunk *k,
-                       void *const *from) {
+/* Reads this rank's result of the chunk. from[r]: rank r's share for this rank. */
+static void cddp__read_result(const cddp_group *g, const cddp__call *c, const cddp__chunk *k,
+                              void *const *from) {
   bool one = cddp__shapes[c->kind].from_root;
   size_t at = k->begin * c->esize;
-  /* Each begins with itself: readers spread over the owners. */
+  /* Each rank starts with its own share, so that the readers spread over the owners. */
   int i, n = one ? 1 : g->size, r = one ? c->root : g->rank;
   if (cddp__shapes[c->kind].reduces) {
     cddp__reduce((char *)c->recv + at, (const void *const *)from, g->size, k->n,
@@ -12937,28 +12942,28 @@ static void cddp__take(const cddp_group *g, const cddp__call *c, const cddp__chu
   }
   for (i = 0; i < n; i++, r = r + 1 < g->size ? r + 1 : 0)
     cddp__copy_by(cddp__share_from(c, r) + at, from[r], cddp__bytes_from(c, r, k->begin, k->n),
-                  c->count * c->esize >= CDDP__PAST_SHARE);
+                  c->count * c->esize >= CDDP__NT_SHARE);
 }
 
-/* The same out of all ranks' spaces. */
-static void cddp__take_spaces(const cddp_group *g, const cddp__call *c, const cddp__chunk *k) {
+/* Reads this rank's result of the chunk from all ranks' headers or staging buffers. */
+static void cddp__read_staged(const cddp_group *g, const cddp__call *c, const cddp__chunk *k) {
   size_t apart, r;
-  char *space = cddp__spaces(g, g->round, k, &apart);
+  char *space = cddp__chunk_memory(g, g->round, k, &apart);
   if (!cddp__is_written(c, g->rank)) return;
   if (cddp__shapes[c->kind].scatters) space += (size_t)g->rank * k->n * c->esize;
   for (r = 0; r < (size_t)g->size; r++, space += apart) g->slices[r] = space;
   if (cddp__sends(c, g->rank))
     g->slices[g->rank] = (void *)(uintptr_t)(cddp__share_for(c, g->rank) + k->begin * c->esize);
-  cddp__take(g, c, k, g->slices);
+  cddp__read_result(g, c, k, g->slices);
 }
 
-/* Adds up this rank's slice of n elements, block by block, and puts it into `to`, past the cache or
-   through it, or (NULL) all buffers. */
+/* Adds up this rank's slice of n elements, block by block, and writes it to `to`, or to all buffers
+   if `to` is NULL. past: with non-temporal copies. */
 static void cddp__reduce_slices(const cddp_group *g, const cddp__call *c, size_t n,
-                                void *const *bufs, char *to, bool past) {
+                                void *const *bufs, char *to, bool nontemporal) {
   cddp_dtype dtype = (cddp_dtype)c->dtype;
-  unsigned char sums[CDDP__PAST_BLOCK];
-  size_t begin, end, most = past ? sizeof sums : CDDP__LOOK;
+  unsigned char sums[CDDP__NT_BLOCK];
+  size_t begin, end, most = nontemporal ? sizeof sums : CDDP__CHECK_BYTES;
   int r;
   cddp__slice(n, CDDP__CACHE_LINE / c->esize, g->size, g->rank, &begin, &end);
   for (; begin < end && cddp__load32(&g->block->broken) == 0; begin += n) {
@@ -12967,26 +12972,26 @@ static void cddp__reduce_slices(const cddp_group *g, const cddp__call *c, size_t
     if (to == NULL)
       cddp__reduce_all(g->slices, g->size, n, dtype, (cddp_op)c->op);
     else
-      cddp__reduce(past ? (char *)sums : to + begin * c->esize, (const void *const *)g->slices,
-                   g->size, n, dtype, (cddp_op)c->op);
-    if (past) cddp__copy_nontemporal(to + begin * c->esize, sums, n * c->esize);
+      cddp__reduce(nontemporal ? (char *)sums : to + begin * c->esize,
+                   (const void *const *)g->slices, g->size, n, dtype, (cddp_op)c->op);
+    if (nontemporal) cddp__copy_nontemporal(to + begin * c->esize, sums, n * c->esize);
   }
 }
 
-/* This rank takes its result of an all_reduce's chunk in two steps: it adds up its slice of the
-   chunk, and takes the other slices when all ranks have. Of many ranks' values each is then read
+/* Reads this rank's result of an all_reduce's chunk in two steps: it adds up its slice of the
+   chunk, and reads the other slices once all ranks have added theirs. Each value is then read
    twice, not by every rank. */
-static cddp_result cddp__take_slices(cddp_group *g, const cddp__call *c, const cddp__chunk *k,
-                                     bool past) {
+static cddp_result cddp__exchange_slices(cddp_group *g, const cddp__call *c, const cddp__chunk *k,
+                                         bool nontemporal) {
   size_t apart, begin, end;
-  char *space = cddp__spaces(g, g->round, k, &apart);
-  char *sums = cddp__spaces(g, g->round + 1, k, &apart);
+  char *space = cddp__chunk_memory(g, g->round, k, &apart);
+  char *sums = cddp__chunk_memory(g, g->round + 1, k, &apart);
   char *recv = (char *)c->recv + k->begin * c->esize;
   cddp_result result;
   int r;
   for (r = 0; r < g->size; r++) g->buffers[r] = space + (size_t)r * apart;
   g->buffers[g->rank] = (char *)(uintptr_t)c->send + k->begin * c->esize;
-  cddp__reduce_slices(g, c, k->n, g->buffers, sums + (size_t)g->rank * apart, past);
+  cddp__reduce_slices(g, c, k->n, g->buffers, sums + (size_t)g->rank * apart, nontemporal);
   result = cddp__round_of(g, CDDP__SCOPE_ALL, c, CDDP__PHASE_PIECE, NULL, 0);
   for (r = 0; result == CDDP_OK && r < g->size; r++, sums += apart) {
     cddp__slice(k->n, CDDP__CACHE_LINE / c->esize, g->size, r, &begin, &end);
@@ -12995,58 +13000,58 @@ static cddp_result cddp__take_slices(cddp_group *g, const cddp__call *c, const c
   return result;
 }
 
-/* The chunk of the call that begins there. */
+/* The chunk of the call that starts at element `begin`. */
 static cddp__chunk cddp__chunk_at(const cddp_group *g, const cddp__call *c, size_t begin) {
   size_t element = c->esize * cddp__send_shares(g, c);
   size_t room = cddp__max(g->staging_size, CDDP__INLINE), all = c->count * element;
   cddp__chunk k;
-  if (all > CDDP__STAGING_MIN && cddp__wait_counts(c) && !g->oversubscribed && g->hosts == NULL)
-    room = cddp__min(room, cddp__max(all / CDDP__TURNS, CDDP__STAGING_MIN));
+  if (all > CDDP__STAGING_MIN && cddp__is_one_sided(c) && !g->oversubscribed && g->hosts == NULL)
+    room = cddp__min(room, cddp__max(all / CDDP__PIPELINE_CHUNKS, CDDP__STAGING_MIN));
   k.begin = begin;
   k.n = c->count - begin;
-  if (k.n * element > room) k.n = room / element; /* a division takes long in a small call */
+  if (k.n * element > room) k.n = room / element; /* small calls do without the slow division */
   k.in_header = k.n * element <= CDDP__INLINE;
   return k;
 }
 
-/* Chunk by chunk: this rank's shares go into its space, a round, and it takes its result. met: the
-   first chunk is in all ranks' spaces already. */
-static cddp_result cddp__run_staged(cddp_group *g, const cddp__call *c, bool met) {
-  cddp__pace *pace;
+/* Runs a call chunk by chunk: each rank writes its shares, a round, each rank reads its result.
+   written: all ranks have already written the first chunk, and its round is complete. */
+static cddp_result cddp__run_staged(cddp_group *g, const cddp__call *c, bool written) {
+  cddp__copy_timing *timing;
   cddp__chunk k;
   size_t begin;
   cddp_result r = CDDP_OK;
-  for (begin = 0; begin < c->count && r == CDDP_OK; begin += k.n, met = false) {
+  for (begin = 0; begin < c->count && r == CDDP_OK; begin += k.n, written = false) {
     k = cddp__chunk_at(g, c, begin);
-    pace = cddp__pace_of(g, c, &k);
-    if (!met) {
-      cddp__put(g, c, &k);
+    timing = cddp__timing_of(g, c, &k);
+    if (!written) {
+      cddp__write_shares(g, c, &k);
       r = cddp__round_of(g, CDDP__SCOPE_ALL, c, CDDP__PHASE_STAGED, NULL, 0);
       if (r != CDDP_OK) return r;
     }
-    if (CDDP__UNLIKELY(pace != NULL) && !cddp__wait_counts(c)) cddp__clock(pace, -1);
-    if (cddp__in_slices(g, c, &k))
-      r = cddp__take_slices(g, c, &k, cddp__goes_past(pace));
+    if (CDDP__UNLIKELY(timing != NULL) && !cddp__is_one_sided(c)) cddp__clock_chunk(timing, -1);
+    if (cddp__is_sliced(g, c, &k))
+      r = cddp__exchange_slices(g, c, &k, cddp__uses_nontemporal(timing));
     else
-      cddp__take_spaces(g, c, &k);
-    if (CDDP__UNLIKELY(pace != NULL)) {
-      cddp__clock(pace, 1);
-      cddp__note_pace(pace, k.n * c->esize);
+      cddp__read_staged(g, c, &k);
+    if (CDDP__UNLIKELY(timing != NULL)) {
+      cddp__clock_chunk(timing, 1);
+      cddp__record_timing(timing, k.n * c->esize);
     }
-    if (k.in_header && !cddp__wait_counts(c)) /* where few write a header a prefetch costs more */
+    if (k.in_header && !cddp__is_one_sided(c)) /* with few writers a prefetch costs more */
       cddp__prefetch_to_write(cddp__op_header_of(g, g->rank, g->round + 1));
   }
   return r;
 }
 
-/* Whether cddp__run_short does it: in one piece, through the cache. */
+/* Returns whether cddp__run_short can run the call: one chunk, copied through the cache. */
 CDDP__INLINED bool cddp__is_short(const cddp_group *g, const cddp__call *c) {
   size_t bytes = c->count * c->esize;
   return (c->kind == CDDP__KIND_ALL_REDUCE || c->kind == CDDP__KIND_BROADCAST) &&
-         bytes <= g->round_most && bytes < CDDP__PAST_LEAST;
+         bytes <= g->round_max && bytes < CDDP__NT_MIN;
 }
 
-/* As cddp__run_staged would do it with more instructions, of which each counts here. */
+/* The same as cddp__run_staged, with fewer instructions: each one counts here. */
 static cddp_result cddp__run_short(cddp_group *g, const cddp__call *c) {
   size_t bytes = c->count * c->esize, apart, i;
   cddp__chunk all = {0, c->count, bytes <= CDDP__INLINE};
@@ -13060,26 +13065,27 @@ static cddp_result cddp__run_short(cddp_group *g, const cddp__call *c) {
   r = cddp__round_of(g, CDDP__SCOPE_ALL, c, CDDP__PHASE_STAGED,
                      sends && all.in_header ? c->send : NULL, bytes);
   if (r != CDDP_OK) return r;
-  if (staged && bytes <= CDDP__AHEAD_MOST) { /* all ranks have read what the next call overwrites */
+  if (staged && bytes <= CDDP__PREFETCH_MAX) { /* all ranks have read that memory */
     space = (char *)cddp__staging_of(g, g->rank, g->round + 1);
     for (i = 0; i < bytes; i += CDDP__CACHE_LINE) cddp__prefetch_to_write(space + i);
   }
   if (spreads && sends) return CDDP_OK;
-  space = cddp__spaces(g, g->round, &all, &apart);
+  space = cddp__chunk_memory(g, g->round, &all, &apart);
   if (spreads) {
     memcpy(c->recv, space + (size_t)c->root * apart, bytes);
     return CDDP_OK;
   }
   for (p = 0; p < g->size; p++, space += apart)
-    srcs[p] = p == g->rank ? c->send : space; /* a peer may have taken this one's line */
+    srcs[p] = p == g->rank ? c->send : space; /* a peer's read may have moved this rank's line */
   cddp__reduce(c->recv, srcs, g->size, c->count, (cddp_dtype)c->dtype, (cddp_op)c->op);
   if (all.in_header) cddp__prefetch_to_write(cddp__op_header_of(g, g->rank, g->round + 1));
   return CDDP_OK;
 }
 
-/* Broadcast. Where every rank's buffer is shared, this rank copies its slice of the root's array to
-   all; else it takes the whole array for itself. Blocks stay in the cache for the next copy. */
-static void cddp__spread(const cddp_group *g, const cddp__call *c, char *const *bufs) {
+/* Broadcast. If every rank's buffer is shared, this rank copies its slice of the root's array to
+   all ranks, in blocks that stay in the cache for the next copy. Otherwise this rank copies the
+   whole array for itself. */
+static void cddp__broadcast_direct(const cddp_group *g, const cddp__call *c, char *const *bufs) {
   size_t begin, end, n, bytes = c->count * c->esize;
   int r;
   for (r = 0; r < g->size && bufs[r] != NULL; r++) {}
@@ -13089,37 +13095,39 @@ static void cddp__spread(const cddp_group *g, const cddp__call *c, char *const *
   }
   cddp__slice(bytes, CDDP__CACHE_LINE, g->size, g->rank, &begin, &end);
   for (; begin < end && cddp__load32(&g->block->broken) == 0; begin += n) {
-    n = cddp__min(end - begin, g->size == 2 ? CDDP__LOOK : CDDP__STAGING_MIN);
+    n = cddp__min(end - begin, g->size == 2 ? CDDP__CHECK_BYTES : CDDP__STAGING_MIN);
     for (r = 0; r < g->size; r++)
-      cddp__copy_by(bufs[r] + begin, bufs[c->root] + begin, n, bytes >= CDDP__PAST_SHARE);
+      cddp__copy_by(bufs[r] + begin, bufs[c->root] + begin, n, bytes >= CDDP__NT_SHARE);
   }
 }
 
-/* The direct moves, bufs[r] being rank r's buffer where it is read. What writes to peers' memory
-   stops when the group breaks. */
-static cddp_result cddp__move(cddp_group *g, const cddp__call *c, void *const *bufs) {
+/* The direct copies. bufs[r]: rank r's buffer, if it is read. Copies to peers' memory stop when the
+   group breaks. */
+static cddp_result cddp__copy_direct(cddp_group *g, const cddp__call *c, void *const *bufs) {
   const cddp__shape *shape = &cddp__shapes[c->kind];
   cddp__chunk all = {0, c->count, false};
   size_t at;
   int r;
   if (c->kind == CDDP__KIND_BROADCAST) {
-    cddp__spread(g, c, (char *const *)bufs);
+    cddp__broadcast_direct(g, c, (char *const *)bufs);
   } else if (shape->reduces && !shape->scatters) {
     cddp__reduce_slices(g, c, c->count, bufs, shape->to_root ? (char *)bufs[c->root] : NULL,
                         false);
   } else if (cddp__receives(c, g->rank)) {
     for (r = 0; r < g->size; r++) {
       if (!cddp__sends(c, r)) continue;
-      at = !shape->scatters ? 0 : c->parts != NULL ? c->parts[r].there : (size_t)g->rank * c->count;
+      at = (size_t)g->rank * c->count;
+      if (c->shares != NULL) at = c->shares[r].there;
+      if (!shape->scatters) at = 0;
       g->slices[r] = r == g->rank ? (void *)(uintptr_t)cddp__share_for(c, r)
                                   : (char *)bufs[r] + at * c->esize;
     }
-    cddp__take(g, c, &all, g->slices);
+    cddp__read_result(g, c, &all, g->slices);
   }
   return cddp__check_group(g);
 }
 
-/* Where this rank's buffer lies, if other ranks read or write it. */
+/* The address of this rank's buffer for other ranks, if they read or write it. */
 static cddp__ref cddp__call_ref(cddp_group *g, const cddp__call *c) {
   cddp__ref none;
   size_t sent, received;
@@ -13131,8 +13139,9 @@ static cddp__ref cddp__call_ref(cddp_group *g, const cddp__call *c) {
   return cddp__ref_of(g->host, c->send, sent);
 }
 
-/* Direct, where each buffer that others read is in shared memory; else staged. A rank whose buffer
-   is not has put its first chunk into its space: where none is, the round is that chunk's too. */
+/* Runs a call directly if all buffers that other ranks read are in shared memory, else staged. A
+   rank with another buffer writes its first chunk before the round; if no buffer is shared, the
+   round serves this chunk too. */
 static cddp_result cddp__run_large(cddp_group *g, const cddp__call *c) {
   cddp__ref ref = cddp__call_ref(g, c);
   const cddp__ref *at;
@@ -13140,11 +13149,11 @@ static cddp_result cddp__run_large(cddp_group *g, const cddp__call *c) {
   bool direct = true, staged = true;
   cddp_result r;
   int p;
-  if (ref.kind <= CDDP__REF_UNUSED) cddp__put(g, c, &first);
+  if (ref.kind <= CDDP__REF_UNUSED) cddp__write_shares(g, c, &first);
   r = cddp__round_of(g, CDDP__SCOPE_ALL, c, CDDP__PHASE_PLACES, &ref, sizeof ref);
   for (p = 0; r == CDDP_OK && p < g->size; p++) {
     at = p == g->rank ? &ref : &cddp__op_header_of(g, p, g->round)->u.ref;
-    g->buffers[p] = NULL; /* needed by no rank, or not known */
+    g->buffers[p] = NULL; /* no rank needs it, or its address is not known */
     if (at->kind == CDDP__REF_NONE) {
       direct = direct && !cddp__is_read(c, p);
     } else if (at->kind != CDDP__REF_UNUSED) {
@@ -13158,56 +13167,58 @@ static cddp_result cddp__run_large(cddp_group *g, const cddp__call *c) {
   if (r == CDDP_OK && !direct)
     r = cddp__run_staged(g, c, staged);
   else if (r == CDDP_OK && (r = cddp__enter(g)) == CDDP_OK &&
-           (r = cddp__move(g, c, g->buffers)) == CDDP_OK)
+           (r = cddp__copy_direct(g, c, g->buffers)) == CDDP_OK)
     r = cddp__round_of(g, CDDP__SCOPE_ALL, c, CDDP__PHASE_DONE, NULL, 0);
   return cddp__exit(g, r);
 }
 
-/* Bytes of a rank's shares that go by a round: of an all_gather less, as its ranks copy as much out
-   of their own shares. Between hosts each rank gets all shares: less pays where it needs one. */
-static size_t cddp__round_most(const cddp_group *g, const cddp__call *c) {
+/* The largest number of bytes of a rank's shares for one round. Half as many for an all_gather, as
+   its ranks copy as many from their own shares. Between hosts each rank receives all shares: half
+   as many for calls in which a rank needs only one of them. */
+static size_t cddp__round_limit(const cddp_group *g, const cddp__call *c) {
   const cddp__shape *s = &cddp__shapes[c->kind];
   bool less = g->hosts != NULL ? s->scatters : s->gathers && !s->scatters && !g->oversubscribed;
-  return less ? g->round_most / 2 : g->round_most;
+  return less ? g->round_max / 2 : g->round_max;
 }
 
 static cddp_result cddp__run_sized(cddp_group *g, const cddp__call *c) {
   size_t element = c->esize * cddp__send_shares(g, c);
-  if (c->count <= cddp__round_most(g, c) / element) return cddp__run_staged(g, c, false);
+  if (c->count <= cddp__round_limit(g, c) / element) return cddp__run_staged(g, c, false);
   return (g->carrier->run)(g, c);
 }
 
-/* The ranks of a call with counts tell each other how long their shares are and where these begin;
-   c->count becomes the length of the longest of all. *host: whether this rank's lie in host memory,
-   then whether any rank's do. */
+/* The ranks of a call with counts exchange the lengths and positions of their shares, and check
+   them. c->count becomes the largest length.
+     host   in: whether this rank's buffers are in host memory; out: whether any rank's are */
 static cddp_result cddp__exchange_counts(cddp_group *g, cddp__call *c, bool *host) {
-  uint64_t *told = (uint64_t *)(void *)(c->parts + g->size), *heard = told + CDDP__COUNT_FIELDS *
-  g->size; size_t most = 0;
+  uint64_t *told = (uint64_t *)(void *)(c->shares + g->size);
+  uint64_t *heard = told + CDDP__COUNT_FIELDS * g->size;
+  size_t most = 0;
   cddp__call x = *c;
   cddp_result r;
   int p;
   for (p = 0; p < g->size; p++)
-    most = cddp__max(most, cddp__max(c->parts[p].out, c->parts[p].in));
+    most = cddp__max(most, cddp__max(c->shares[p].out, c->shares[p].in));
   for (p = 0; p < g->size; p++) {
-    told[CDDP__COUNT_FIELDS * p] = c->parts[p].out;
-    told[CDDP__COUNT_FIELDS * p + 1] = g->hosts == NULL ? c->parts[p].out_at : c->parts[p].in_at;
+    told[CDDP__COUNT_FIELDS * p] = c->shares[p].out;
+    told[CDDP__COUNT_FIELDS * p + 1] = g->hosts == NULL ? c->shares[p].out_at : c->shares[p].in_at;
     told[CDDP__COUNT_FIELDS * p + 2] = most;
     told[CDDP__COUNT_FIELDS * p + 3] = *host;
   }
-  x.parts = NULL;
+  x.shares = NULL;
   x.count = CDDP__COUNT_FIELDS * sizeof *told / c->esize;
   x.send = told;
   x.recv = heard;
   r = cddp__run_sized(g, &x);
   for (p = 0; r == CDDP_OK && p < g->size; p++, heard += CDDP__COUNT_FIELDS) {
-    c->parts[p].there = (size_t)heard[1];
+    c->shares[p].there = (size_t)heard[1];
     most = cddp__max(most, (size_t)heard[2]);
     *host = *host || heard[3] != 0;
-    if (heard[0] == c->parts[p].in) continue;
+    if (heard[0] == c->shares[p].in) continue;
     cddp__fail(CDDP_MISMATCH,
                "ranks disagree: rank %d sends %" PRIu64 " elements to rank %d, which expects %zu, "
                "in %s",
-               p, heard[0], g->rank, c->parts[p].in, cddp__describe_here(g).s);
+               p, heard[0], g->rank, c->shares[p].in, cddp__describe_here(g).s);
     r = cddp__break(g, CDDP_MISMATCH);
   }
   c->count = most;
@@ -13224,7 +13235,7 @@ static cddp_result cddp__run_counted(cddp_group *g, const cddp__call *c) {
 CDDP__INLINED uint64_t cddp__record_call(const cddp_group *g, const cddp__call *c) {
   size_t count = c->kind != CDDP__KIND_BARRIER ? c->count : 0, sent;
   if (CDDP__LIKELY(g->host->record == NULL)) return 0;
-  if (c->parts != NULL) {
+  if (c->shares != NULL) {
     cddp__buffer_bytes(g, c, &sent, &count);
     count /= c->esize;
   }
@@ -13232,7 +13243,7 @@ CDDP__INLINED uint64_t cddp__record_call(const cddp_group *g, const cddp__call *
                           cddp__shapes[c->kind].reduces ? c->op : -1, c->root);
 }
 
-/* Records the beginning of what is no cddp__call. */
+/* Records the start of an operation that is no cddp__call. */
 static uint64_t cddp__record_begin(const cddp_group *g, int kind, uint64_t sequence,
                                    uint64_t count) {
   uint64_t record = cddp__record_new(g, cddp__shapes[kind].name, count, -1, -1, -1);
@@ -13240,7 +13251,7 @@ static uint64_t cddp__record_begin(const cddp_group *g, int kind, uint64_t seque
   return record;
 }
 
-/* Runs a collective on the calling thread. record: of cddp__record_call. */
+/* Runs a collective on the calling thread. record: from cddp__record_call. */
 static cddp_result cddp__run_recorded(cddp_group *g, const cddp__call *c, uint64_t record) {
   size_t element = c->esize * cddp__send_shares(g, c);
   cddp_result r = cddp__check_group(g);
@@ -13250,13 +13261,13 @@ static cddp_result cddp__run_recorded(cddp_group *g, const cddp__call *c, uint64
   if (c->count == 0 || c->kind == CDDP__KIND_BARRIER) {
     r = cddp__round_of(g, CDDP__SCOPE_ALL, c, CDDP__PHASE_CALL, NULL, 0);
   } else if (g->size == 1) {
-    cddp__copy(c->recv, c->send, c->count * c->esize); /* any op of one value is the value */
+    cddp__copy(c->recv, c->send, c->count * c->esize); /* one value is its own sum, product, ... */
   } else if (cddp__is_short(g, c)) {
     r = cddp__run_short(g, c);
-  } else if (c->count * element <= cddp__round_most(g, c)) {
+  } else if (c->count * element <= cddp__round_limit(g, c)) {
     r = cddp__run_staged(g, c, false);
   } else {
-    r = c->parts != NULL ? cddp__run_counted(g, c) : (g->carrier->run)(g, c);
+    r = c->shares != NULL ? cddp__run_counted(g, c) : (g->carrier->run)(g, c);
   }
 done:
   cddp__record_finish(g, record, r);
@@ -13277,12 +13288,12 @@ static cddp_result cddp__run_simple(cddp_group *g, int kind, const void *send, v
   return cddp__run_call(g, &c);
 }
 
-/* Arrays in host memory that are broadcast one by one: small ones wait until there is a packet of
-   them, as a round takes longer than their bytes. */
+/* Broadcasts of many arrays in host memory: small arrays are collected to a packet, since a round
+   takes longer than their bytes. */
 typedef struct cddp__packet {
   cddp_group *g;
   int root, count;
-  size_t used; /* of bytes */
+  size_t used; /* bytes of the packet */
   void *to[256];
   size_t sizes[256];
   char bytes[16384];
@@ -13295,7 +13306,7 @@ static void cddp__packet_begin(cddp__packet *p, cddp_group *g, int root) {
   p->used = 0;
 }
 
-/* Those that wait. To be called after the last cddp__packet_add. */
+/* Broadcasts the packet. Must be called after the last cddp__packet_add. */
 static cddp_result cddp__packet_send(cddp__packet *p) {
   bool gives = p->g->rank == p->root;
   size_t at = 0;
@@ -13312,7 +13323,7 @@ static cddp_result cddp__packet_send(cddp__packet *p) {
   return r;
 }
 
-/* Collective: the same sizes in the same order on all ranks. */
+/* Collective: all ranks add the same sizes in the same order. */
 static cddp_result cddp__packet_add(cddp__packet *p, void *data, size_t count, cddp_dtype dtype) {
   size_t bytes = count * cddp__dtype_size(dtype);
   cddp_result r = CDDP_OK;
@@ -13326,8 +13337,8 @@ static cddp_result cddp__packet_add(cddp__packet *p, void *data, size_t count, c
   return r;
 }
 
-/* Collective: all ranks return the failure of the first rank that has one, with its text. Without a
-   failure `all` gets each rank's n bytes of payload. */
+/* Collective: all ranks return the failure of the lowest rank that has one, with its text. Without
+   a failure `all` receives each rank's n bytes of payload. */
 static cddp_result cddp__consensus(cddp_group *g, cddp_result mine, const void *payload, size_t n,
                                    void *all) {
   size_t each = n + 4; /* a result and the payload */
@@ -13358,7 +13369,7 @@ static cddp_result cddp__consensus(cddp_group *g, cddp_result mine, const void *
   return r;
 }
 
-/* Hands a collective to the engine. */
+/* Passes a collective to the engine. */
 static cddp_result cddp__enqueue(cddp_work *w) {
   w->anywhere = true;
   w->fp_mode = 1 + cddp__fp_mode();
@@ -13373,19 +13384,19 @@ static cddp_result cddp__start_work(cddp_group *g, const cddp__call *c, cddp_wor
   cddp_result r;
   cddp_work *w;
   if ((r = cddp__check_group(g)) != CDDP_OK) return r;
-  if (c->parts == NULL && cddp__load32(&g->engine.held) == CDDP__OWN_FREE) {
+  if (c->shares == NULL && cddp__load32(&g->engine.held) == CDDP__OWN_FREE) {
     cddp__store32(&g->engine.held, CDDP__OWN_LENT);
-    w = &g->engine.own; /* what is not set here and by cddp__enqueue is 0 for ever */
+    w = &g->engine.own; /* the fields not set here and by cddp__enqueue are always 0 */
     w->group = g;
     w->done = false;
-  } else if ((w = cddp__work_new(g, c->parts != NULL ? cddp__parts_bytes(g) : 0)) == NULL) {
+  } else if ((w = cddp__work_new(g, c->shares != NULL ? cddp__shares_bytes(g) : 0)) == NULL) {
     return CDDP_OUT_OF_MEMORY;
   }
   w->call = *c;
   w->run = cddp__run_work_call;
-  if (c->parts != NULL) {
-    w->call.parts = (cddp__part *)(void *)(w + 1);
-    memcpy(w->call.parts, c->parts, (size_t)g->size * sizeof *c->parts);
+  if (c->shares != NULL) {
+    w->call.shares = (cddp__counted_share *)(void *)(w + 1);
+    memcpy(w->call.shares, c->shares, (size_t)g->size * sizeof *c->shares);
   }
   if ((r = cddp__enqueue(w)) == CDDP_OK)
     *work = w;
@@ -13394,7 +13405,7 @@ static cddp_result cddp__start_work(cddp_group *g, const cddp__call *c, cddp_wor
   return r;
 }
 
-/* Runs a validated collective now, or hands it to the engine. */
+/* Runs a validated collective, or passes it to the engine. */
 CDDP__INLINED cddp_result cddp__start_call(cddp_group *g, const cddp__call *c, cddp_work **work) {
   bool taken = false;
   if (CDDP__UNLIKELY(g->backend != NULL)) {
@@ -13406,9 +13417,9 @@ CDDP__INLINED cddp_result cddp__start_call(cddp_group *g, const cddp__call *c, c
   return cddp__run_call(g, c);
 }
 
-/* What is wrong with the buffers of a call; NULL: nothing. They must be there, and apart or in
-   place as the call's comment says. */
-static const char *cddp__wrong_buffers(const cddp_group *g, const cddp__call *c) {
+/* Describes an error in a call's buffers; NULL: none. Used buffers must not be NULL. They must not
+   overlap, except in place as the call's comment says. */
+static const char *cddp__buffer_error(const cddp_group *g, const cddp__call *c) {
   uintptr_t send = (uintptr_t)c->send, recv = (uintptr_t)c->recv, own;
   bool in_place = false;
   size_t sent, received;
@@ -13418,7 +13429,7 @@ static const char *cddp__wrong_buffers(const cddp_group *g, const cddp__call *c)
   if (cddp__in_one_buffer(c) || sent == 0 || received == 0 || send >= recv + received ||
       recv >= send + sent)
     return NULL;
-  own = c->parts != NULL ? c->parts[g->rank].in_at * c->esize
+  own = c->shares != NULL ? c->shares[g->rank].in_at * c->esize
                          : (uintptr_t)g->rank * c->count * c->esize;
   if (c->kind != CDDP__KIND_ALL_TO_ALL_V)
     in_place = sent > received   ? recv == send + own
@@ -13438,8 +13449,8 @@ static cddp_result cddp__check_call(const cddp_group *g, const cddp__call *c) {
       (c->root != CDDP_ANY || c->kind != CDDP__KIND_RECV))
     return cddp__fail(CDDP_INVALID_ARGUMENT, "%s is %d; the group has ranks 0 to %d",
                       message ? "peer" : "root", c->root, g->size - 1);
-  if (c->count > SIZE_MAX / 16 / CDDP__MAX_RANKS && /* divisions take long in a small call */
-      c->parts == NULL &&
+  if (c->count > SIZE_MAX / 16 / CDDP__MAX_RANKS && /* small calls do without the divisions */
+      c->shares == NULL &&
       c->count > SIZE_MAX / 2 / c->esize / (one ? 1 : (size_t)g->size))
     return cddp__fail(CDDP_INVALID_ARGUMENT, "count %zu is beyond the address space", c->count);
   if (!cddp__dtype_ok((cddp_dtype)c->dtype))
@@ -13450,7 +13461,7 @@ static cddp_result cddp__check_call(const cddp_group *g, const cddp__call *c) {
   else if (c->tag < 0)
     wrong = "tag is negative";
   else if (c->count > 0 && (!one || c->send == NULL))
-    wrong = cddp__wrong_buffers(g, c);
+    wrong = cddp__buffer_error(g, c);
   return wrong == NULL ? CDDP_OK : cddp__fail(CDDP_INVALID_ARGUMENT, "%s", wrong);
 }
 
@@ -15669,7 +15680,7 @@ static cddp_result cddp__nccl_call(cddp_group *g, const cddp__call *given, cddp_
   cddp__call c = *given;
   size_t bytes = c.count * c.esize * (size_t)g->size;
   void *copy;
-  cddp_result r = c.parts != NULL ? cddp__counts_on_device(g, &c) : CDDP_OK;
+  cddp_result r = c.shares != NULL ? cddp__counts_on_device(g, &c) : CDDP_OK;
   if (r == CDDP_OK) r = cddp__stream_after(p, s, home);
   if (r == CDDP_OK && copied && (r = cddp__device_scratch(&p->scratch, bytes, &copy)) == CDDP_OK) {
     r = cddp__device_copy(copy, c.send, bytes, s);
@@ -15727,7 +15738,7 @@ static cddp_result cddp__device_start(cddp_group *g, const cddp__call *c, cddp_w
   if (*taken && !p->staged && c->op > CDDP_MAX)
     return cddp__fail(CDDP_UNSUPPORTED, "NCCL has no bitwise operations: reduce integers in host "
                                         "memory, or in a group with backend \"cpu\"");
-  if (!message) cddp__log_call(p, c, *taken || c->parts != NULL);
+  if (!message) cddp__log_call(p, c, *taken || c->shares != NULL);
   if (!*taken) return CDDP_OK;
   if (p->staged) return cddp__stage_call(p, c, cddp__main_stream(g), work);
   return message ? cddp__nccl_message(g, c, work) : cddp__nccl_call(g, c, work);
@@ -20379,7 +20390,7 @@ static cddp_result cddp__step_alone(cddp_ddp *d, cddp_optim *s) {
     c->squares[0] = d->squares[d->me];
   }
   if (d->desc.max_grad_norm > 0) {
-    clip = cddp__clip_factor(d, d->desc.max_grad_norm, c->squares, c->parts);
+    clip = cddp__clip_factor(d, d->desc.max_grad_norm, c->squares, c->shares);
     cddp__clip_rows(d, clip);
   }
   for (k = 0; k < c->parts; k++) {
@@ -22769,7 +22780,7 @@ static cddp_result cddp__start_counted(const char *function, cddp_group *g, cddp
                                        cddp_work **work) {
   bool scatters = cddp__shapes[c->kind].scatters;
   size_t sent = 0, received = 0, most = SIZE_MAX / 2 / c->esize;
-  cddp__part *parts;
+  cddp__counted_share *parts;
   cddp_result r;
   int p;
   cddp__enter_call(function);
@@ -22777,10 +22788,10 @@ static cddp_result cddp__start_counted(const char *function, cddp_group *g, cddp
   if (g == NULL || recv_counts == NULL || (scatters && send_counts == NULL))
     return cddp__named(function, cddp__fail(CDDP_INVALID_ARGUMENT, "%s is NULL",
                                             g == NULL ? "the group" : "an array of counts"));
-  parts = (cddp__part *)cddp__malloc(&g->host->allocator, cddp__parts_bytes(g));
+  parts = (cddp__counted_share *)cddp__malloc(&g->host->allocator, cddp__shares_bytes(g));
   if (parts == NULL) return CDDP_OUT_OF_MEMORY;
   for (p = 0; p < g->size; p++) {
-    cddp__part *part = &parts[p];
+    cddp__counted_share *part = &parts[p];
     part->out = scatters ? send_counts[p] : recv_counts[g->rank];
     part->in = recv_counts[p];
     part->out_at = scatters ? sent : 0;
@@ -22792,7 +22803,7 @@ static cddp_result cddp__start_counted(const char *function, cddp_group *g, cddp
   if (sent == 0) c->send = g; /* for sums of addresses, in which NULL is undefined */
   if (received == 0) c->recv = g;
   c->count = g->size > 1 ? CDDP__COUNTED : received;
-  c->parts = g->size > 1 ? parts : NULL;
+  c->shares = g->size > 1 ? parts : NULL;
   r = p == g->size ? cddp__check_call(g, c)
                    : cddp__fail(CDDP_INVALID_ARGUMENT,
                                 "the counts up to rank %d's are beyond the address space", p);

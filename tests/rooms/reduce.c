@@ -529,7 +529,7 @@ static int sum_in_pieces(cddp_group *g, void *arg) {
   enum { N = 400000 };
   float *x = (float *)malloc(N * sizeof *x);
   cddp__call c;
-  const cddp__pace *p = &g->paces[CDDP__KIND_ALL_REDUCE][1];
+  const cddp__copy_timing *p = &g->timings[CDDP__KIND_ALL_REDUCE][1];
   int i, k, rank = cddp_rank(g), bad = 0;
   if (x == NULL) return 1;
   for (i = 0; i < N; i++) x[i] = (float)(i * (rank + 1));
@@ -538,7 +538,7 @@ static int sum_in_pieces(cddp_group *g, void *arg) {
   bad = cddp__run_staged(g, &c, false) != CDDP_OK;
   for (i = 0; i < N; i++) bad += x[i] != (float)i + (float)(2 * i) + (float)(3 * i);
   /* As where each rank has a core: through caches and past them. */
-  bad += p->pieces != 0 && g->size > g->host->cores;
+  bad += p->chunks != 0 && g->size > g->host->cores;
   g->oversubscribed = false;
   g->spin = 0;
   for (k = 0; k < 2; k++) {
@@ -549,7 +549,7 @@ static int sum_in_pieces(cddp_group *g, void *arg) {
     for (i = k; (size_t)(i - k) < c.count; i++)
       bad += x[i] != (float)i + (float)(2 * i) + (float)(3 * i);
   }
-  bad += p->pieces < 3 || p->took[0] <= 0 || p->took[1] <= 0;
+  bad += p->chunks < 3 || p->seconds[0] <= 0 || p->seconds[1] <= 0;
   free(x);
   return bad != 0;
 }
@@ -568,16 +568,16 @@ static void test_pieces(void) {
 /* Copies past the cache: ranks time both ways now and then, and go on with the faster one. */
 
 static void check_pace(cddp_group *g, int kind, size_t bytes, uint32_t pieces) {
-  const cddp__pace *p = &g->paces[kind][bytes >= CDDP__PAST_LARGE];
-  CHECK_EQ(p->pieces, pieces);
-  CHECK(p->took[0] > 0 && p->took[1] > 0);
-  CHECK_EQ(cddp__goes_past(p), p->took[1] < 0.8 * p->took[0]);
+  const cddp__copy_timing *p = &g->timings[kind][bytes >= CDDP__NT_LARGE];
+  CHECK_EQ(p->chunks, pieces);
+  CHECK(p->seconds[0] > 0 && p->seconds[1] > 0);
+  CHECK_EQ(cddp__uses_nontemporal(p), p->seconds[1] < 0.8 * p->seconds[0]);
 }
 
 static int run_paces(cddp_group *g, void *arg) {
   static const size_t counts[] = {6000, 40000};
   int before = test_failures, rank = cddp_rank(g), world = cddp_world_size(g), i, k;
-  uint32_t calls = CDDP__PACE_PIECES + 2 * CDDP__PACE_TRIALS + 1;
+  uint32_t calls = CDDP__TIMING_PERIOD + 2 * CDDP__TIMING_RUNS + 1;
   float *x = (float *)calloc(40000, sizeof *x), *y = (float *)malloc(4 * 40000 * sizeof *y);
   cddp__chunk chunk = {0, 6000, false};
   cddp__call call = cddp__make_call(CDDP__KIND_BROADCAST, x, x, 6000, CDDP_F32, CDDP_SUM, 0);
@@ -603,36 +603,36 @@ static int run_paces(cddp_group *g, void *arg) {
     /* The short one is one piece; the long one goes in two long pieces and a short one. */
     check_pace(g, CDDP__KIND_BROADCAST, counts[k] * 4, (uint32_t)(k + 1) * calls);
   }
-  CHECK(cddp__pace_of(g, &call, &chunk) == NULL);
+  CHECK(cddp__timing_of(g, &call, &chunk) == NULL);
   call.count = 12000;
-  CHECK(cddp__pace_of(g, &call, &chunk) == &g->paces[CDDP__KIND_BROADCAST][0]);
-  chunk.n = CDDP__PAST_LEAST / 4 - 1;
-  CHECK(cddp__pace_of(g, &call, &chunk) == NULL);
+  CHECK(cddp__timing_of(g, &call, &chunk) == &g->timings[CDDP__KIND_BROADCAST][0]);
+  chunk.n = CDDP__NT_MIN / 4 - 1;
+  CHECK(cddp__timing_of(g, &call, &chunk) == NULL);
   chunk.n = 6000;
   g->oversubscribed = true;
-  CHECK(cddp__pace_of(g, &call, &chunk) == NULL);
+  CHECK(cddp__timing_of(g, &call, &chunk) == NULL);
   free(y);
   free(x);
   return test_failures != before;
 }
 
 static void test_paces(void) {
-  cddp__pace p = {{0, 0}, 0, 0};
+  cddp__copy_timing p = {{0, 0}, 0, 0};
   int i;
-  for (i = 0; i < (int)(2 * CDDP__PACE_TRIALS); i++) {
-    CHECK(cddp__is_trial(&p));
-    CHECK_EQ(cddp__goes_past(&p), i >= (int)CDDP__PACE_TRIALS);
+  for (i = 0; i < (int)(2 * CDDP__TIMING_RUNS); i++) {
+    CHECK(cddp__is_timed(&p));
+    CHECK_EQ(cddp__uses_nontemporal(&p), i >= (int)CDDP__TIMING_RUNS);
     p.clock = i % 4 < 2 ? 0 : i < 4 ? 5 - i : i - 3; /* 3, 2; 3, 4 */
-    cddp__note_pace(&p, 1);
+    cddp__record_timing(&p, 1);
   }
-  CHECK(!cddp__is_trial(&p) && !cddp__goes_past(&p));
+  CHECK(!cddp__is_timed(&p) && !cddp__uses_nontemporal(&p));
   p.clock = 1;
-  cddp__note_pace(&p, 1);
-  CHECK(p.took[0] == 2 && p.took[1] == 3);
-  p.took[0] = 4;
-  CHECK(cddp__goes_past(&p));
-  p.pieces = CDDP__PACE_PIECES; /* it looks again */
-  CHECK(cddp__is_trial(&p) && !cddp__goes_past(&p));
+  cddp__record_timing(&p, 1);
+  CHECK(p.seconds[0] == 2 && p.seconds[1] == 3);
+  p.seconds[0] = 4;
+  CHECK(cddp__uses_nontemporal(&p));
+  p.chunks = CDDP__TIMING_PERIOD; /* it looks again */
+  CHECK(cddp__is_timed(&p) && !cddp__uses_nontemporal(&p));
   cache_asked = 1; /* pieces of 256 KiB */
   CHECK_OK(ranks_run(run_paces, NULL, 2, false));
   CHECK_OK(ranks_run(run_paces, NULL, 3, false));
