@@ -13468,17 +13468,22 @@ static cddp_result cddp__check_call(const cddp_group *g, const cddp__call *c) {
 CDDP__COLD
 
 /* >>groups ----------------------------------------------------------------------------------------
-   Creation, splitting and destruction of groups.
-   Owns: nothing but what it makes: the control block is the arena's, which frees it.
-   Touches: all of a group that no other room has yet, or has any more.
+   Job: create, split and destroy groups.
+   Owns: the groups that it creates. Their control blocks belong to >>arena, which frees them.
+   Touches: a group before other rooms know it, and after they have left it.
    Entry points: cddp__init, cddp__split_group, cddp__split, cddp__group_leave.
-   Works as follows: a split takes two rounds of the parent: colors and keys; where each new group's
-   control block lies. Then all ranks agree that every one could map its own. A rank that leaves
-   marks its slot and counts itself in the control block; the rank that made the block frees it
-   once all have left (>>arena). */
+   How a group is split:
+     1. In a round of the parent each rank announces its color and key.
+     2. In a second round the lowest rank of each new group and host announces the address of the
+        control block.
+     3. All ranks agree that every rank has mapped its control block.
+   How a group is left: a rank marks its slot and counts itself in the control block. When all ranks
+   have left, the rank that allocated the block frees it (>>arena). */
+
+/* Writes the ranks with this color, by (key, rank), to members. Returns their number. */
 
 /* The ranks of the current round with this color, by (key, rank); returns how many. */
-static int cddp__pick_members(const cddp_group *g, int color, int *members) {
+static int cddp__members_of_color(const cddp_group *g, int color, int *members) {
   int n = 0, p, i;
   for (p = 0; color >= 0 && p < g->size; p++) {
     const int32_t *theirs = cddp__op_header_of(g, p, g->round)->u.split;
@@ -13492,14 +13497,14 @@ static int cddp__pick_members(const cddp_group *g, int color, int *members) {
   return n;
 }
 
-/* Allocates the control block on the first member of each host, maps it on the others; *block is
-   NULL, with the error set, if this rank could not. */
+/* Allocates the control block on the first member of each host and maps it on the others. On
+   failure of this rank *block is NULL and the error is set. */
 static cddp_result cddp__share_block(cddp_group *g, const int *members, int n, cddp__ref *ref,
                                      char **block) {
   void *p = NULL;
   cddp_result r;
   size_t bytes;
-  int first = 0, here = 0, i; /* the host's first member; how many it has */
+  int first = 0, here = 0, i; /* the first member on this host; the number of members here */
   for (i = n - 1; i >= 0; i--) {
     if (g->members[members[i]] < 0) continue;
     first = i;
@@ -13519,13 +13524,15 @@ static cddp_result cddp__share_block(cddp_group *g, const int *members, int n, c
   if (r != CDDP_OK || n == 0) return r;
   *ref = cddp__op_header_of(g, members[first], g->round)->u.ref;
   if (ref->kind == CDDP__REF_NONE)
-    cddp__fail(CDDP_OUT_OF_MEMORY, "rank %d had no memory for the new group", members[first]);
+    cddp__fail(CDDP_OUT_OF_MEMORY, "rank %d could not allocate shared memory for the new group",
+               members[first]);
   else if (cddp__locate(g->host, ref, &p) == CDDP_OK)
     *block = (char *)p;
   return CDDP_OK;
 }
 
-/* Counts a model in, or (-1) out, or (0) the leaving of the group; frees it when it has neither. */
+/* Adds (1) or removes (-1) a model of the group, or (0) records that the group is left. Frees a
+   group that is left and has no models. */
 static void cddp__group_hold(cddp_group *g, int models) {
   cddp__host *h = g->host;
   bool last;
@@ -13541,8 +13548,8 @@ static void cddp__group_hold(cddp_group *g, int models) {
   cddp__host_release(h);
 }
 
-/* Leaves the group: what peers wait for from now on is lost. Its memory stays for models on it.
-   Keeps this thread's error text. */
+/* Leaves the group. Peers that wait for this rank from now on fail. The group's memory stays while
+   models use it. Keeps this thread's error text. */
 static void cddp__group_leave(cddp_group *g) {
   cddp__slot *slot = cddp__slot_of(g, g->rank);
   cddp__host *h = g->host;
@@ -13558,7 +13565,7 @@ static void cddp__group_leave(cddp_group *g) {
   *at = g->next;
   pthread_mutex_unlock(&h->lock);
   cddp__hosts_leave(g);
-  for (i = cddp__send_count(g) - 1; i >= 0; i--) /* messages not yet received stay */
+  for (i = cddp__send_count(g) - 1; i >= 0; i--) /* messages not yet received stay valid */
     if (!cddp__send_open(cddp__send_at(g, i))) cddp__arena_free(h, cddp__send_at(g, i)->stage);
     else cddp__arena_free_with(h, cddp__send_at(g, i)->stage, g->block);
   for (i = 1; i < g->send_blocks; i++) cddp__arena_free_with(h, g->sends[i], g->block);
@@ -13583,7 +13590,7 @@ static void cddp__group_leave(cddp_group *g) {
   memcpy(cddp__error_text, text, sizeof text);
 }
 
-/* check: a hash that must agree on all ranks of g. */
+/* Creates the new groups. check: a hash that must be the same on all ranks of g. */
 static cddp_result cddp__split(cddp_group *g, int color, int key, uint64_t check,
                                cddp_group **out) {
   const cddp_allocator *a = &g->host->allocator;
@@ -13602,7 +13609,7 @@ static cddp_result cddp__split(cddp_group *g, int color, int key, uint64_t check
   r = cddp__round(g, CDDP__SCOPE_ALL, CDDP__KIND_GROUP_NEW, CDDP__PHASE_CALL, check, mine,
                   sizeof mine);
   if (r != CDDP_OK) goto done;
-  n = cddp__pick_members(g, color, members);
+  n = cddp__members_of_color(g, color, members);
   if ((r = cddp__share_block(g, members, n, &ref, &block)) != CDDP_OK) goto done;
   for (i = 0; i < n; i++) {
     if (members[i] == g->rank) rank = i;
@@ -13613,7 +13620,7 @@ static cddp_result cddp__split(cddp_group *g, int color, int key, uint64_t check
     r = cddp__group_build(out, g->host, rank, n, members + g->size, block, g->timeout_s);
   if (*out != NULL) {
     (*out)->block_ref = ref;
-    id[0] = g->id; /* all of these go into a hash: ranks of other hosts know a group by its id */
+    id[0] = g->id; /* a hash of these: ranks on other hosts identify a group by its id */
     id[1] = g->calls;
     id[2] = (uint64_t)color;
     (*out)->id = cddp__hash64(0, id, sizeof id);
@@ -13622,7 +13629,7 @@ static cddp_result cddp__split(cddp_group *g, int color, int key, uint64_t check
                            members + g->size);
   }
   r = cddp__consensus(g, r, NULL, 0, NULL);
-  if (r == CDDP_OK && *out != NULL && (*out)->hosts != NULL) /* hosts get to know each other */
+  if (r == CDDP_OK && *out != NULL && (*out)->hosts != NULL) /* the hosts check their connections */
     r = cddp__round(*out, CDDP__SCOPE_ALL, CDDP__KIND_GROUP_NEW, CDDP__PHASE_CONNECTED, 0, NULL, 0);
   if (r == CDDP_OK && g->carrier->split != NULL) r = g->carrier->split(g, *out, color, rank);
   if (*out != NULL && r != CDDP_OK) {
@@ -13635,7 +13642,7 @@ done:
   return r;
 }
 
-/* cddp__split of a healthy group, and for the new group its device context. */
+/* Splits a healthy group, and creates the new group's device context. */
 static cddp_result cddp__split_group(cddp_group *g, int color, int key, uint64_t check,
                                      cddp_group **out) {
   cddp_result r;
@@ -13655,7 +13662,7 @@ static cddp_result cddp__split_group(cddp_group *g, int color, int key, uint64_t
 static cddp_result cddp__init(cddp_group **out, const cddp_group_desc *d) {
   cddp__place at;
   cddp__host *h;
-  unsigned char job[8]; /* rank 0's names the job */
+  unsigned char job[8]; /* the job's number for records; all ranks use rank 0's */
   cddp_group *g = NULL;
   int size;
   cddp_result r;
@@ -13676,7 +13683,7 @@ static cddp_result cddp__init(cddp_group **out, const cddp_group_desc *d) {
   if (r == CDDP_OK) r = cddp__hosts_attach(g, g->host->net, NULL);
   if (r == CDDP_OK)
     r = cddp__round(g, CDDP__SCOPE_ALL, CDDP__KIND_BARRIER, CDDP__PHASE_CALL, 0, job, sizeof job);
-  if (r == CDDP_OK) { /* after this round all ranks of the host go on alike */
+  if (r == CDDP_OK) { /* after this round all ranks of the host compute the same number of cores */
     g->host->cores = cddp__add_cores(g->block->processors, g->host->container_cores);
     cddp__store32(&g->block->cores, (uint32_t)g->host->cores);
     cddp__use_cores(g);
