@@ -1,71 +1,85 @@
-/* cddp.h - v0.3 - DistributedDataParallel for C, C++ and CUDA programs
-   Public domain or MIT, at your choice (end of file). No warranty; use at your own risk.
+/* cddp.h - v1.0 - data-parallel training for C, C++ and CUDA programs Public domain or MIT, at your
+   choice (end of file). No warranty; use at your own risk.
 
-   Do this in ONE C or C++ file, before its other includes, and link -lpthread -lm:
+   Do this in ONE C or C++ file, before its other includes, and link with -lpthread -lm:
 
        #define CDDP_IMPLEMENTATION
        #include "cddp.h"
 
-   A separate file, cddp.c, is best: it takes some seconds to compile, and then only once. A project
-   in older C++ compiles that file as C. Every other file includes "cddp.h". Your training
-   loop becomes data parallel by six calls:
+   A file of its own, cddp.c, is best: it compiles once. A project in C++11 or 14 can compile that
+   file as C. Every other file includes "cddp.h". A training loop becomes data parallel by six
+   calls:
 
        #define TRY(call) \
          if ((call) != CDDP_OK) return fprintf(stderr, "rank %d: %s\n", rank, cddp_error()), 1
 
        static int train(int rank, void *arg) {
          cddp_group *g; cddp_ddp *ddp; cddp_optim *sgd; cddp_sgd_desc o = {0};
-         TRY(cddp_init(&g, NULL));                      // 1  finds the other ranks
-         float *w = (float *)cddp_alloc(g, N * sizeof *w); // or malloc'ed weights
-         init_weights(w, 42);                           //    rank 0's values win anyway
-         cddp_param p[] = {{"w", w, NULL, N, CDDP_F32}}; //   grad NULL: pointed into a bucket
-         TRY(cddp_ddp_create(&ddp, g, p, 1, NULL));     // 2  same weights everywhere
+         TRY(cddp_init(&g, NULL));                       // 1  finds the other ranks
+         float *w = (float *)cddp_alloc(g, N * sizeof *w); // or malloc
+         init_weights(w, 42);                            //    rank 0's weights are used by all
+         cddp_param p[] = {{"w", w, NULL, N, CDDP_F32}}; //    gradient NULL: cddp allocates it
+         TRY(cddp_ddp_create(&ddp, g, p, 1, NULL));      // 2  copies rank 0's weights to all ranks
          o.lr = 0.1, o.momentum = 0.9;
-         TRY(cddp_sgd_create(&sgd, p, 1, &o));          // 3
+         TRY(cddp_sgd_create(&sgd, p, 1, &o));           // 3
          for (int step = 0; step < STEPS; step++) {
-           backward(w, p[0].grad, my_batch(rank, step)); // adds to the gradient
-           TRY(cddp_ddp_ready(ddp, 0));                 // 4  its bucket may start reducing
-           TRY(cddp_ddp_step(ddp, sgd));                // 5  mean over ranks, SGD, zero gradients
+           backward(w, p[0].grad, my_batch(rank, step)); //    adds to the gradient
+           TRY(cddp_ddp_ready(ddp, 0));                  // 4  the gradient is ready
+           TRY(cddp_ddp_step(ddp, sgd));                 // 5  averages, updates, zeroes gradients
          }
          cddp_optim_destroy(sgd); cddp_ddp_destroy(ddp); cddp_free(g, w); cddp_destroy(g);   // 6
          return 0;
        }
        int main(void) {
-         int rank = cddp_launcher_rank();               // by torchrun, mpirun, srun, ...; or -1
+         int rank = cddp_launcher_rank();                // of torchrun, mpirun, srun, ...; or -1
          if (rank >= 0) return train(rank, NULL);
-         if (cddp_spawn(train, NULL, 2) == CDDP_OK) return 0; // alone: forks two ranks
+         if (cddp_spawn(train, NULL, 2) == CDDP_OK) return 0; // no launcher: forks two ranks
          fprintf(stderr, "%s\n", cddp_error());
          return 1;
        }
 
-   cddp_rank(g) is the rank of this process, however it was started: cddp_init(&g, NULL) reads
-   RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT (a script of yours may set them), or what its
-   launcher set. All ranks end with the same weights, bit for bit. Seeding is yours: give each rank
-   its own data and its own seed for dropout and augmentation (say seed + cddp_rank(g)), and all
-   ranks the same seed for weights and for cddp_sampler.
+   All ranks end with the same weights, bit for bit. Give each rank its own data, and its own seed
+   for dropout and augmentation, such as seed + cddp_rank(g). Give all ranks the same seed for
+   weights and for cddp_sampler.
 
-   A call that fails returns a cddp_result other than CDDP_OK (0); cddp_error() then says in one
-   sentence what failed, with which rank, address or variable, and the cure. cddp never prints,
-   exits, aborts or installs a signal handler.
+   A call that fails returns a cddp_result other than CDDP_OK (0). cddp_error() then explains it:
+   what failed, the rank, address or variable, and what to do. cddp never prints, exits, aborts or
+   installs a signal handler.
 
-   Compile options, defined before the implementation:
+   COMPILE OPTIONS, defined before the implementation:
      CDDP_STATIC   all public functions become static: a private copy for this file
      CDDP_ASSERT   your assert macro for internal invariants; default: nothing
-     CDDP_CUDA     device "cuda" (see GPUS): needs cuda_runtime.h and nccl.h (2.19 or later), no
-                   nvcc; link -lnccl -lcudart too
-     CDDP_MPI      backend "mpi": large collectives go to the MPI that mpicc compiles for
-   Needs Linux 5.3 or later with gcc or clang, C99 or C++11 (as CUDA too); links libc and threads
-   only. -ffast-math suits your code; in this file it costs exact NaN, subnormal and PyTorch bits,
-   clang's -ffp-contract=fast the last. With -Ofast in the whole program all ranks still have the
-   same weights.
-   Environment: RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT, as torchrun
-   sets them; CDDP_TIMEOUT_S (seconds), CDDP_SECRET (all ranks must have the same), CDDP_RECORD (a
-   directory for the flight recorder), CDDP_IFNAME (the network interface by which other hosts reach
-   this one), CDDP_PORTS (first-last: the ports to listen on, see FIREWALLS), CDDP_BACKEND (cpu or
-   mpi), and CDDP_JOIN (1: into the job that runs there; ELASTIC).
+     CDDP_CUDA     device "cuda" (>>api-gpus): needs cuda_runtime.h and nccl.h (2.19 or later), but
+                   not nvcc; link with -lnccl -lcudart too
+     CDDP_MPI      backend "mpi": compile with mpicc; MPI carries large collectives
+
+   REQUIREMENTS: Linux 5.3 or later, 64-bit, little-endian, gcc or clang. The declarations are C99
+   and C++11. The implementation links libc and threads only. -ffast-math suits your code; in this
+   file it costs exact NaN, subnormal and PyTorch bits, and clang's -ffp-contract=fast the PyTorch
+   bits. With -Ofast in the whole program all ranks still have the same weights.
+
+   ENVIRONMENT
+     RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT   as torchrun sets them
+     CDDP_TIMEOUT_S   seconds that any wait can take; default 600
+     CDDP_SECRET      a secret that all ranks share (fine print: secrets)
+     CDDP_PORTS       first-last: the ports to listen on (fine print: firewalls)
+     CDDP_IFNAME      the network interface by which other hosts reach this one
+     CDDP_BACKEND     cpu or mpi
+     CDDP_JOIN        1: join the running job (>>api-elastic)
+     CDDP_RECORD      a directory for the flight recorder (>>api-diagnostics)
+     CDDP_HOST_ID     ranks with different values count as ranks on different hosts
 
    CONTENTS: search for the mark
-     >>api          the public interface, with the rules of each call
+     The manual
+     >>api              results, types, handles     >>api-groups        cddp_init, groups, memory
+     >>api-collectives  all_reduce, send, handles   >>api-ddp           DistributedDataParallel
+     >>api-optim        SGD, AdamW                  >>api-data          DistributedSampler
+     >>api-shards       the same bits on any ranks  >>api-elastic       ranks fail and join
+     >>api-checkpoints  save and load               >>api-launch        spawn, threads as ranks
+     >>api-gpus         CUDA and NCCL               >>api-diagnostics   errors, flight recorder
+     >>api-store        key-value store             >>fine-print        rare cases, by topic
+     >>api-layouts      structs for tools
+     The implementation
      >>design       how it works: memory, steps, the canonical sum, threads, failure
      >>config       limits and tunables             >>structs      private structs and their owners
      >>hooks        calls from rooms further down   >>base         errors, memory, clock, threads
@@ -141,19 +155,19 @@ extern "C" {
 
 /* >>api -------------------------------------------------------------------------------------------
 
-   RESULTS. Every fallible function returns one of these. 0 is success. */
+   RESULTS. Every function that can fail returns one of these. 0 is success. */
 #define CDDP__RESULTS(X)                                                                           \
   X(CDDP_OK, "success")                                                                            \
   X(CDDP_INVALID_ARGUMENT, "invalid argument")     /* the caller's mistake; nothing was done */    \
   X(CDDP_OUT_OF_MEMORY, "out of memory")           /* malloc, mmap or shared memory */             \
   X(CDDP_SYSTEM, "system call failed")             /* the text names the call and errno */         \
   X(CDDP_NETWORK, "network error")                 /* resolve, bind, connect; connection lost */   \
-  X(CDDP_TIMEOUT, "timed out")                     /* the text names who is late, and in what */   \
+  X(CDDP_TIMEOUT, "timed out")                     /* the text names the missing ranks */          \
   X(CDDP_PEER_LOST, "peer lost")                   /* a rank died or left; the text names it */    \
-  X(CDDP_MISMATCH, "ranks disagree")               /* other operation, count, dtype, op, root */   \
+  X(CDDP_MISMATCH, "ranks disagree")               /* on the operation, count, dtype, op, root */  \
   X(CDDP_UNAUTHORIZED, "unauthorized")             /* wrong or missing secret */                   \
-  X(CDDP_ABORTED, "aborted")                       /* shut down under the operation */             \
-  X(CDDP_UNSUPPORTED, "unsupported")               /* in this build, on this machine, or here */   \
+  X(CDDP_ABORTED, "aborted")                       /* the operation was ended from outside */      \
+  X(CDDP_UNSUPPORTED, "unsupported")               /* in this build, machine or situation */       \
   X(CDDP_CUDA, "CUDA error")                                                                       \
   X(CDDP_NCCL, "NCCL error")                                                                       \
   X(CDDP_MPI, "MPI error")                                                                         \
@@ -169,24 +183,24 @@ typedef enum cddp_result {
 CDDPDEF const char *cddp_result_name(cddp_result r); /* such as "CDDP_TIMEOUT"; never NULL */
 CDDPDEF const char *cddp_result_text(cddp_result r); /* such as "timed out"; never NULL */
 
-/* One sentence about this thread's last failure: operation, rank, peer, address, errno, cure. Never
-   NULL; "" before the first failure. Valid until this thread's next failing call. */
+/* Explains this thread's last failure in one sentence: operation, rank, peer, address, errno, what
+   to do. Never NULL; "" before the first failure. Valid until this thread's next failing call. */
 CDDPDEF const char *cddp_error(void);
 
-/* f16 is IEEE binary16, bf16 the upper half of an f32; both are summed in f32, rounded once. */
+/* Element types. f16 is IEEE binary16, bf16 the upper half of an f32. Both are summed in f32 and
+   rounded once. */
 typedef enum cddp_dtype {
   CDDP_F32, CDDP_F64, CDDP_F16, CDDP_BF16, CDDP_I8, CDDP_U8, CDDP_I32, CDDP_I64
 } cddp_dtype;
 
 /* Reductions. AVG is the sum divided by the world size (integers: truncated towards zero). Integer
-   sums and products wrap around. MIN and MAX give NaN when any input is NaN, as PyTorch's do. BAND,
-   BOR and BXOR are bitwise and, or and exclusive or of integers: CDDP_INVALID_ARGUMENT for floats,
-   CDDP_UNSUPPORTED with NCCL, which has none (as in PyTorch). */
+   sums and products wrap around. MIN and MAX give NaN if any input is NaN, like PyTorch's. BAND,
+   BOR and BXOR are for integers only, and CDDP_UNSUPPORTED with NCCL. */
 typedef enum cddp_op {
   CDDP_SUM, CDDP_AVG, CDDP_PROD, CDDP_MIN, CDDP_MAX, CDDP_BAND, CDDP_BOR, CDDP_BXOR
 } cddp_op;
 
-CDDPDEF size_t cddp_dtype_size(cddp_dtype dtype); /* bytes of an element; 0 if it is no dtype */
+CDDPDEF size_t cddp_dtype_size(cddp_dtype dtype); /* bytes of an element; 0 for an unknown dtype */
 
 typedef struct cddp_group cddp_group; /* torch.distributed.ProcessGroup, MPI_Comm */
 typedef struct cddp_work cddp_work;   /* an operation in flight: distributed.Work */
@@ -194,40 +208,29 @@ typedef struct cddp_ddp cddp_ddp;     /* nn.parallel.DistributedDataParallel */
 typedef struct cddp_optim cddp_optim; /* torch.optim.Optimizer */
 typedef struct cddp_store cddp_store; /* a key-value store: torch.distributed.Store */
 
-/* GROUPS. -----------------------------------------------------------------------------------------
-   THREADS. Several threads of a rank may at once
-     - call anything on different groups: each thread splits, uses and destroys groups of its own
-     - beside a collective of another thread, on the same group: send, receive, allocate, free, ask
-       for rank and size; wait for, test and cancel handles, each its own, whoever made it
-     - call cddp_ddp_ready and cddp_ddp_add_rows, each for a parameter of its own, but not beside
-       the other functions of that cddp_ddp
-     - use one store, and read with cddp_safetensors_*.
-   Calls that are collective over a group, with a handle or without, are for one thread at a time,
-   in the same order on every rank. (Steps of a cddp_ddp may run beside.) The rest of a cddp_ddp, a
-   cddp_optim and a sampler are for one thread at a time. Destroy nothing that another thread is
-   using. cddp_error is each thread's own. Do not call pthread_cancel on a thread that is inside a
-   call of cddp: cddp_cancel and timeout_s end receives. Signals disturb no call; their handlers may
-   call nothing of cddp, nor leave a call of it by longjmp. On GPUs see ORDER.
-   FAILURES. After a failure that involves a peer the group is broken: each further call returns
-   that failure at once, cddp_destroy never hangs, and a new group may be made. Buffers are the
-   caller's again when the call returns its failure. The exception is a peer on this host that is
-   stopped for 5 s more (SIGSTOP, a frozen container): when it continues, it can write to memory of
-   cddp_alloc and to gradients that the failed call used. Free such memory (cddp never allocates it
-   again), and make its cddp_ddp and its buffers anew. (Threads of cddp_run_threads stop together.)
-   STOPPED JOBS. Where a process is stopped for more than 0.5 s (SIGSTOP, Slurm's suspend, a paused
-   virtual machine), that time counts against none of its own deadlines. A job can be stopped as a
-   whole, for any time, and continued. Ranks that run still time out over a rank that is stopped.
-   FORK, EXEC: a group or store does not survive fork(): the child may use none of its calls, and
-   its copies of cddp's sockets are closed. A forked data loader that calls cddp, or reads memory
-   from cddp_alloc of a group of several ranks, gets SIGSEGV: give it a copy in malloc'ed memory. A
-   rank that executes another program is noticed at once by other hosts, on its own host by the
-   deadline only. Do not close descriptors that cddp opened (closefrom, close_range): calls that
-   need them fail. */
+/* >>api-groups ------------------------------------------------------------------------------------
 
-/* Memory and logging hooks. NULL functions mean malloc/free and silence. log gets one line without
-   newline; level 0 = error, 1 = warning, 2 = info. Both may be called from any thread. */
+     TRY(cddp_init(&g, NULL));
+     printf("rank %d of %d\n", cddp_rank(g), cddp_world_size(g));
+     TRY(cddp_group_split(g, cddp_rank(g) % 2, 0, &half));   // even ranks, odd ranks
+     float *x = (float *)cddp_alloc(g, bytes);               // reduced without a copy
+
+     cddp_free(g, x);                                        // at the end
+     cddp_destroy(half);
+     cddp_destroy(g);
+
+   A group is a set of ranks that call collectives together. cddp_init makes the first one, of all
+   ranks. A group that failed because of a peer is broken: each further call returns that failure
+   immediately, and cddp_destroy does not block. The process can then create a new group.
+
+   THREADS. Different threads can use different groups at the same time. Calls that are collective
+   over one group come from one thread at a time, in the same order on every rank. (Fine print:
+   threads.) */
+
+/* Memory and logging functions. NULL means malloc and free, and no log. log gets one line without a
+   newline; level 0 = error, 1 = warning, 2 = info. Any thread can call them. */
 typedef struct cddp_allocator {
-  void *(*alloc)(size_t bytes, void *user_data); /* aligned for any type; NULL when there is none */
+  void *(*alloc)(size_t bytes, void *user_data); /* aligned for any type; NULL on failure */
   void (*free)(void *p, void *user_data);
   void *user_data;
 } cddp_allocator;
@@ -242,94 +245,44 @@ typedef struct cddp_group_desc {
   const char *backend;      /* "cpu", "mpi", "nccl"; NULL = CDDP_BACKEND, else cpu, on cuda nccl */
   const char *device;       /* NULL = "cpu"; "cuda" = cuda:LOCAL_RANK; "cuda:3" */
   int rank, world_size;     /* at most 4,096 ranks; world_size 0 = both from the environment */
-  double timeout_s;         /* for every wait; 0 = CDDP_TIMEOUT_S from the environment, else 600 */
-  const char *secret;       /* NULL = CDDP_SECRET from the environment, else none; see SECRET */
-  cddp_allocator allocator; /* for what cddp allocates for this group, shared memory excepted */
+  double timeout_s;         /* for every wait; 0 = CDDP_TIMEOUT_S, else 600 */
+  const char *secret;       /* NULL = CDDP_SECRET, else none */
+  cddp_allocator allocator; /* for memory that cddp does not share between ranks */
   cddp_logger logger;
 } cddp_group_desc;
 
-/* Finds the other ranks and forms the group. Blocks until all world_size ranks are there or
-   timeout_s has passed; ranks may start in any order, and but for rank 0 a MASTER_ADDR that
-   does not resolve is asked for again for a minute. desc NULL = all defaults. Like
+/* Connects to the other ranks and creates the group of all of them. Blocks until every rank has
+   connected, at most timeout_s. Ranks can start in any order. desc NULL = all defaults. Like
    torch.distributed.init_process_group.
-     env://          RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT; none of them set = one rank alone,
-                     some of them = CDDP_INVALID_ARGUMENT. Numbers are plain digits.
-                     Rank 0 listens at MASTER_ADDR:MASTER_PORT until all have met. MASTER_ADDR must
-                     be an address or name of its own host, no service's and no NAT's. (If it is the
-                     host's name and means loopback there, as Debian's 127.0.1.1, rank 0 listens on
-                     all addresses; "localhost" is this host alone.) While its group lives the
-                     system gives the port to nobody else.
-                     Ranks of one host need no network for that, not even loopback.
-                     The variables of srun, mpirun (Open MPI, MPICH, Intel MPI, MVAPICH2), flux run,
-                     jsrun and PALS's mpiexec work too. On one host their ranks meet without a port;
-                     a MASTER_PORT keeps two programs of one step apart. On several, srun's meet at
-                     the step's first node, on a port derived from job and step unless MASTER_PORT
-                     is set (srun -m arbitrary and heterogeneous jobs need
-                     --export=ALL,MASTER_ADDR=HOST, HOST being rank 0's); the others need
-                     MASTER_ADDR. aprun and launchers with PMIx alone tell a
-                     rank, but no size: export RANK, WORLD_SIZE and the rest
-     tcp://h:p       the same with this address; rank and world_size from desc (or the variables)
-     unix://name     an abstract Unix socket of that name: one host, no port, no file
-     file:///path    a file of this job's own, seen by all its hosts, on a file system with locks.
-                     Rank 0 writes where it listens, and a key: only who may read the file gets in;
-                     a secret is asked for besides. It holds a lock on the file until all have met,
-                     then removes it. A file that a crashed job left is recognised and reused.
-                     Refused: symbolic links, files with other names, another user's, and those
-                     that others may write
-   BACKEND "mpi" is for a fabric that only MPI knows: built by mpicc -DCDDP_MPI and started by
-   mpirun. Larger collectives and the gradients go to MPI, in its order of sums, and with what its
-   MIN and MAX make of NaN; all else stays with shared memory and TCP: mismatches and dead ranks are
-   seen as ever. A time-out inside one of MPI's operations cannot tell which rank is late.
-   TWO JOBS must not use one place at the same time: give each job a port of its own (MASTER_PORT).
-   A job that runs is not disturbed by a second start on its port. A process of the second start
-   fails with CDDP_INVALID_ARGUMENT, "two jobs use port N at once", if a living process of its user
-   has its RANK there; so do the ranks there that are still in their rendezvous. Launchers' jobs are
-   also kept apart by what their launcher tells of them. Ranks started by hand, and Hydra's on
-   several hosts, are not: two jobs that start at the same time can form a group out of ranks of
-   both. The other ranks of both jobs get the error above: stop both jobs then.
-   SEVERAL HOSTS. Any number of ranks on each; those of one share memory. Between hosts they talk by
-   TCP over the interface on the route to rank 0's, on ports that the system chooses, unencrypted.
-   FIREWALLS. The hosts must accept connections from each other at MASTER_PORT (on rank 0's host)
-   and at the ports that ranks listen on. CDDP_PORTS=41000-41099, set for all ranks, limits the
-   latter to a range that a firewall can open. A host needs a port for each of its ranks, a second
-   one for each elastic rank, and rank 0's host one more. MASTER_PORT need not be in the range. If
-   a port cannot be reached, all ranks fail with CDDP_NETWORK within some 15 s; the text names both
-   ends. If it is MASTER_PORT itself, only the ranks that cannot reach it know, after timeout_s.
-   Ranks in different process or time namespaces (containers of one pod) count as on several hosts;
-   CDDP_HOST_ID keeps ranks of one host apart.
-   Version, WORLD_SIZE, backend and floating-point mode (FTZ, DAZ, rounding) must be alike:
-   CDDP_MISMATCH. An operation has the mode of the thread that calls it, whichever runs it. Ranks
-   that change it do so between the same calls; the first call behind the change may have the old
-   mode still, if it moves 4 KiB or less. A file size limit (ulimit -f) also limits what ranks share
-   by cddp_alloc: each the largest power of two that is at most the limit / (local ranks + 1). Not
-   to be called while another thread changes the environment. *out is NULL on failure.
-   SECRET. Without one, whoever can reach rank 0's port may read and change what the ranks tell each
-   other there, or take a rank's place; while they meet, strangers cost rank 0 at most 1.5 GiB of
-   memory, and never its last descriptors. With one, both ends of a connection prove at its begin
-   that they know the secret, without showing it. That keeps out who can only connect, but neither a
-   machine on the path between two hosts (nothing is encrypted or signed after the proofs) nor who
-   guesses the secret: an impostor of rank 0 gets something to test guesses on. Take 128 random
-   bits: CDDP_SECRET=$(head -c 16 /dev/urandom | base64). */
+     env://          the variables of torchrun, cddprun or a script, or those of srun, mpirun, flux,
+                     jsrun and PALS. Without any of them the group has one rank
+     tcp://h:p       rank 0 listens there; rank and world_size come from desc or the environment
+     unix://name     an abstract Unix socket: one host, no port, no file
+     file:///path    a file that all hosts see and that only this job uses
+   Errors: CDDP_TIMEOUT lists the missing ranks; CDDP_MISMATCH names a rank with another version,
+   world size or backend; CDDP_UNAUTHORIZED: the secrets differ; CDDP_NETWORK;
+   CDDP_INVALID_ARGUMENT. Fine print: addresses, several hosts, firewalls, secrets, two jobs on one
+   port, backend mpi. */
 CDDP_CHECKED CDDPDEF cddp_result cddp_init(cddp_group **out, const cddp_group_desc *desc);
 
-/* The rank that a launcher (torchrun, cddprun, srun, mpirun) gave this process, the one that
-   cddp_init(&g, NULL) will find; -1 when none started it, nor a command typed into an interactive
-   shell of Slurm (srun --pty bash): see main at the top of this file. 0 when the launcher's
-   variables are wrong, which cddp_init then explains. */
+/* The rank that a launcher gave this process and that cddp_init(&g, NULL) will use. Returns -1
+   without a launcher, and in an interactive shell of Slurm (srun --pty bash). Returns 0 if the
+   launcher's variables are wrong: cddp_init then explains them. */
 CDDPDEF int cddp_launcher_rank(void);
 
-/* Collective over g: ranks that pass the same color (>= 0) form a group, ordered by (key, rank in
-   g). A negative color takes part and gets *out = NULL. Like MPI_Comm_split. g must outlive the new
-   group. */
+/* Collective over g. Ranks that pass the same color (>= 0) form a group, ordered by (key, rank in
+   g). A rank with a negative color gets *out = NULL. g must outlive the new group. Like
+   MPI_Comm_split. */
 CDDPDEF cddp_result cddp_group_split(cddp_group *g, int color, int key, cddp_group **out);
 
-/* Collective over g: the listed ranks of g, in this order, form a group; every rank of g passes the
-   same list. Ranks not listed get *out = NULL. Like torch.distributed.new_group. */
+/* Collective over g. The listed ranks of g form a group in this order. Every rank of g passes the
+   same list; a rank that is not listed gets *out = NULL. Like torch.distributed.new_group. */
 CDDPDEF cddp_result cddp_group_new(cddp_group *g, const int *ranks, int count, cddp_group **out);
 
-/* Leaves the group and frees it; NULL is fine. Ranks still waiting for this one get CDDP_PEER_LOST.
-   Local; waits for messages to other hosts that have not left yet, until none has moved for a
-   second. Asynchronous work must have been waited for. */
+/* Leaves the group and frees it. Local; NULL is fine. Ranks that still wait for this one get
+   CDDP_PEER_LOST. Blocks while messages to other hosts still move, at most a second after the last
+   one did. Wait for asynchronous operations first. Models on the group keep its memory until their
+   own destruction. */
 CDDPDEF void cddp_destroy(cddp_group *g);
 
 CDDPDEF int cddp_rank(const cddp_group *g);             /* 0 .. world_size - 1; -1 for NULL */
@@ -337,102 +290,1133 @@ CDDPDEF int cddp_world_size(const cddp_group *g);       /* number of ranks; -1 f
 CDDPDEF int cddp_local_rank(const cddp_group *g);       /* among the group's ranks on this host */
 CDDPDEF int cddp_local_world_size(const cddp_group *g); /* ranks of the group on this host */
 
-/* Memory that the backend reduces without a copy: shared with the ranks of this host, page-aligned,
-   contents undefined. NULL when there is none (cddp_error says why). Local, any thread. Free it
-   with its group, after every operation on it and before that is destroyed. Not in a forked child:
-   see FORK. It lies on huge pages, which take their memory at once, where MADV_COLLAPSE makes them
-   (Linux 6.1) or /sys/kernel/mm/transparent_hugepage/shmem_enabled says advise. */
+/* Allocates memory that is reduced without a copy: shared with the ranks on this host,
+   page-aligned, contents undefined. On GPUs device memory. NULL on failure, with a cddp_error.
+   Local, any thread. Free it with its group, after every operation on it and before the group's
+   destruction. Not for forked children. Fine print: shared memory. */
 CDDPDEF void *cddp_alloc(cddp_group *g, size_t bytes);
 CDDPDEF void cddp_free(cddp_group *g, void *p);
 
-/* GPUS. -------------------------------------------------------------------------------------------
-   With CDDP_CUDA and device "cuda" a rank has one GPU, which cddp's calls make the thread's current
-   device. cddp_alloc gives device memory, parameters lie in device memory, and what is said here
-   holds instead of what the other comments say of the CPU. Without CDDP_CUDA: CDDP_UNSUPPORTED.
-   Compile with nvcc -O3 -arch=native, or name the architecture of the GPU (-arch=sm_90). Without
-   -arch nvcc compiles for the oldest architecture that it knows. If a program has no code for its
-   GPU, the driver compiles all kernels in cddp_init, for some seconds on each rank, unless CUDA's
-   cache in the home directory has them.
-   NCCL 2.23 or later is recommended. In older versions the calling thread runs an operation; the
-   abort after a failure can free memory under it if it does not return for 0.5 s.
-     backend "nccl"   a GPU for each rank. Collectives, send and recv on device memory, and the data
-                      parallel calls, are enqueued in stream order. The host waits for no device.
-                      It waits for other ranks where groups and models are made, which connects
-                      all that all-reduces need; in the first message to or from a rank, and the
-                      first use of an algorithm that only another collective takes; in a model's
-                      first step; and in each step of a model with find_unused_parameters,
-                      uneven_inputs or sparse_rows. The first launch of a kernel that is not
-                      cddp's may wait for the device, unless CUDA_MODULE_LOADING=EAGER is set.
-                      Ranks can share a GPU, or have parts of one (MIG), from NCCL 2.30 on where
-                      all have NCCL_MULTI_RANK_GPU_ENABLE=1; else NCCL, or cddp, refuses them.
-     backend "cpu"    ranks may share a GPU: device memory goes through the host's. All calls return
-                      when done, and nothing can be captured in a CUDA graph. Copies go through
-                      pageable memory, at a few GB/s: pinning what changes from call to call would
-                      take longer. device "cuda" is cuda:(LOCAL_RANK modulo the number of GPUs).
-   Either spans several hosts, by the address at which ranks meet and nothing else; NCCL_* variables
-   are left to NCCL. Without LOCAL_RANK a rank's place among those of its host counts.
-   STREAMS. A call with work NULL runs on the group's stream: cddp_set_stream, by default the legacy
-   default stream. One with a work handle runs on a stream of cddp's that begins after what is on
-   the group's stream now; cddp_wait(work) then makes the group's stream wait for it, not the host,
-   and cddp_test asks whether it has ended on the device. Buffers are the operation's until the
-   stream has passed it. cddp_barrier waits on the host for this group's stream, then for the ranks.
-   cudaStreamPerThread is no stream for a group: NCCL enqueues in threads of its own.
-   Host memory may be passed to collectives, send and recv all the same (all buffers of a call, on
-   all ranks alike): the CPU backend does those, at once.
-   SEND AND RECV on device memory match in the order of calls between two ranks; tags are not
-   compared. Those with a work handle are sent together at the group's next call that is not
-   another of them (a message without a handle goes with them), or at their cddp_wait or cddp_test:
-   an exchange posts all, then waits.
-   ARITHMETIC is NCCL's: equal bits on all ranks, but not the canonical sum: other numbers of ranks
-   or GPUs, another version or setting of NCCL may give other bits. cddp_ddp_desc.shards makes a
-   model's gradients canonical sums. MIN and MAX may pass over a NaN. Means of floats, and of a
-   model's gradients, are sums that a kernel multiplies by 1/world_size, so that NVLink's switches
-   may add. Of f16, whose sums could overflow, and without cddp_kernels.cuh they are NCCL's means,
-   which in bf16 are off by up to 0.2 %, in f16 by 0.03 %, unless world_size is a power of two.
-   FAILURES. Two threads watch NCCL's and the device's errors, the other ranks' processes, their
-   order of calls, and timeout_s (from an operation's enqueueing on; of an operation in a CUDA graph
-   only cddp_synchronize and cddp_barrier do, from their beginning on). Calls of ranks on different
-   hosts are compared where ranks meet in cddp_barrier or cddp_group_split: until then only the
-   deadline ends what they disagree in. What is found breaks the group on all ranks and aborts its
-   communicator, so that streams, and a cudaStreamSynchronize on them, come to an end with undefined
-   results; cddp_synchronize, cddp_wait and every later call return the failure. A cddp_ddp uses the
-   communicator of its group, and both fail together. So a misused model breaks its group: ranks
-   that called different things of it, forgot a gradient, or stepped with other settings (found some
-   milliseconds later). With backend "cpu", and on CPUs, the model fails alone.
-   cddp_destroy waits for the group's operations on the device while the group is healthy. With a
-   process's last group it also waits until NCCL has destroyed its communicators: 0.3 to 0.5 s, at
-   most 2 s. A process that ends without cddp_destroy, while others have a graph with the group's
-   operations, counts as lost.
-   CUDA GRAPHS. A whole step can be captured after two eager ones like it (on a stream other than
-   the default one, in mode thread-local or relaxed); ranks are not compared while capturing, all
-   must capture and launch alike. The learning rate is the captured one. Destroy graphs before the
-   cddp_ddp, the cddp_optim and the group, whose memory they use.
-   ORDER. Call the operations of all groups of a GPU from one thread at a time and in the same order
-   on every rank. A model's ready(), wait() and step() are operations of its group: between two
-   ready() calls of a step call others of the group only if all ranks mark gradients in one order.
-   With several groups on a GPU, NCCL_LAUNCH_ORDER_IMPLICIT=1 (NCCL 2.26) keeps the GPU to it, too.
-   FORKING. CUDA does not survive a fork: cddp_spawn comes first. In a program with
-   cddp_kernels.cuh, an optimizer without desc.ddp, cddp_save and cddp_load ask CUDA where memory
-   is. That makes a CUDA context, on a machine with GPUs also for device "cpu".
+/* >>api-collectives -------------------------------------------------------------------------------
+
+     float loss = 1.5f;
+     TRY(cddp_all_reduce(g, &loss, 1, CDDP_F32, CDDP_AVG, NULL));   // blocks: the mean on all ranks
+
+     cddp_work *work;
+     TRY(cddp_all_reduce(g, x, n, CDDP_F32, CDDP_SUM, &work));      // returns immediately
+     compute_something_else();
+     TRY(cddp_wait(work));                                          // now x is the sum
+
+   Every rank of the group makes the same call with the same count, dtype, op and root, in the same
+   order. Counts are elements, not bytes; 0 is fine. Buffers are contiguous, in any memory, aligned
+   to their element; memory from cddp_alloc saves a copy. send and recv must not overlap, except
+   where a comment allows "in place".
+
+   WORK. With work NULL a call returns when its result is complete. With work set it returns
+   immediately, and the buffers belong to the operation until cddp_wait. Operations of one group
+   start in the order of their calls.
+
+   RESULTS. A reduction gives the same bits on every rank and in every run (>>design). On a GPU each
+   call is a launch of its own: a cddp_ddp puts many small arrays into buckets.
+
+     error                   cause
+     CDDP_INVALID_ARGUMENT   this rank's arguments are wrong; nothing was sent
+     CDDP_MISMATCH           the ranks made different calls; the text shows both, with source lines
+     CDDP_PEER_LOST          a rank died or left; the text names it
+     CDDP_TIMEOUT            ranks did not make the call within timeout_s; the text names them
+   Fine print: mismatches and deadlocks. */
+
+/* buf[count] of every rank becomes the reduction of all ranks' buf. */
+CDDPDEF cddp_result cddp_all_reduce(cddp_group *g, void *buf, size_t count, cddp_dtype dtype,
+                                    cddp_op op, cddp_work **work);
+/* Like all_reduce, but only root's buf receives the result. The other ranks' buf stays as it is. */
+CDDPDEF cddp_result cddp_reduce(cddp_group *g, void *buf, size_t count, cddp_dtype dtype,
+                                cddp_op op, int root, cddp_work **work);
+/* root's buf[count] is copied to every rank's buf. */
+CDDPDEF cddp_result cddp_broadcast(cddp_group *g, void *buf, size_t count, cddp_dtype dtype,
+                                   int root, cddp_work **work);
+/* recv[world_size * count_per_rank] = every rank's send[count_per_rank], ordered by rank. In place:
+   send = recv + rank * count_per_rank. */
+CDDPDEF cddp_result cddp_all_gather(cddp_group *g, const void *send, void *recv,
+                                    size_t count_per_rank, cddp_dtype dtype, cddp_work **work);
+/* Like all_gather, on root only; the other ranks' recv can be NULL. In place on root. */
+CDDPDEF cddp_result cddp_gather(cddp_group *g, const void *send, void *recv, size_t count_per_rank,
+                                cddp_dtype dtype, int root, cddp_work **work);
+/* recv[count_per_rank] = this rank's part of root's send[world_size * count_per_rank]. The other
+   ranks' send can be NULL. In place on root: recv = send + root * count_per_rank. */
+CDDPDEF cddp_result cddp_scatter(cddp_group *g, const void *send, void *recv, size_t count_per_rank,
+                                 cddp_dtype dtype, int root, cddp_work **work);
+/* recv[count_per_rank] = this rank's part of the reduction of all ranks' send[world_size *
+   count_per_rank]. In place: recv = send + rank * count_per_rank. */
+CDDPDEF cddp_result cddp_reduce_scatter(cddp_group *g, const void *send, void *recv,
+                                        size_t count_per_rank, cddp_dtype dtype, cddp_op op,
+                                        cddp_work **work);
+/* recv[r * count_per_rank ..] = rank r's send[rank * count_per_rank ..]. In place: send = recv. */
+CDDPDEF cddp_result cddp_all_to_all(cddp_group *g, const void *send, void *recv,
+                                    size_t count_per_rank, cddp_dtype dtype, cddp_work **work);
+/* Like all_gather, with counts[world_size]: recv holds every rank's send[counts[rank]], ordered by
+   rank, without gaps. All ranks pass the same counts. A buffer of 0 elements can be NULL. In place:
+   send = recv + the sum of the counts before this rank's. counts is the caller's again after the
+   call. */
+CDDPDEF cddp_result cddp_all_gather_v(cddp_group *g, const void *send, void *recv,
+                                      const size_t *counts, cddp_dtype dtype, cddp_work **work);
+/* Like all_to_all, with counts[world_size]: send holds send_counts[r] elements for rank r, and recv
+   receives recv_counts[r] from it, ordered by rank, without gaps. Not in place. Counts that do not
+   match are CDDP_MISMATCH on all ranks, and no element moves. With NCCL the host waits for the
+   exchange of counts, and a CUDA graph keeps its counts. Like all_to_all_single with split sizes.
+   */
+CDDPDEF cddp_result cddp_all_to_all_v(cddp_group *g, const void *send, const size_t *send_counts,
+                                      void *recv, const size_t *recv_counts, cddp_dtype dtype,
+                                      cddp_work **work);
+/* Blocks until every rank has called it. CDDP_TIMEOUT names every rank that did not: "rank 3 (pid
+   17 on node1), ranks 6-9". Like monitored_barrier with wait_all_ranks. */
+CDDPDEF cddp_result cddp_barrier(cddp_group *g);
+/* Returns immediately; cddp_wait(*work) blocks until every rank has called either barrier. On a GPU
+   a rank arrives when everything on its group's stream is done, and cddp_wait blocks the host. Like
+   barrier(async_op=True). */
+CDDPDEF cddp_result cddp_barrier_async(cddp_group *g, cddp_work **work);
+
+/* SEND AND RECV. A recv takes the oldest send of that peer with that tag (any int >= 0). Count and
+   dtype must agree: else CDDP_MISMATCH at the recv, and at the send or the sender's next call. Any
+   thread.
+     to a rank on this host, over 64 KiB, from cddp_alloc    blocks until received
+     everything else                                         returns after a copy
+   With a work handle cddp_send always returns immediately. Fine print: messages. */
+CDDPDEF cddp_result cddp_send(cddp_group *g, const void *buf, size_t count, cddp_dtype dtype,
+                              int peer, int tag, cddp_work **work);
+CDDPDEF cddp_result cddp_recv(cddp_group *g, void *buf, size_t count, cddp_dtype dtype, int peer,
+                              int tag, cddp_work **work);
+/* The peer of a cddp_recv that takes a message of any rank. Ranks take turns, and the messages of
+   one rank keep their order. CDDP_PEER_LOST if a rank has died, or all others have left.
+   CDDP_UNSUPPORTED for device memory with NCCL. Like recv(tensor) without src. */
+#define CDDP_ANY INT32_MIN
+/* The sender of the message that this thread received last (by cddp_recv, cddp_wait or
+   cddp_wait_for), as a rank of that call's group; -1 before the first. Not for NCCL's messages. */
+CDDPDEF int cddp_source(void);
+
+/* Blocks until the operation is complete, frees w, and returns the operation's result. Handles can
+   be waited for in any order, each by one thread, any thread. */
+CDDPDEF cddp_result cddp_wait(cddp_work *w);
+/* Like cddp_wait, for at most timeout_s seconds (0: only looks). CDDP_TIMEOUT leaves w valid: the
+   operation continues, its group is not broken, and cddp_wait, cddp_wait_for or cddp_cancel must
+   follow. Every other result has freed w, except CDDP_INVALID_ARGUMENT for a timeout_s that is
+   negative or NaN. On a device the host waits. Like torch.distributed's work.wait(timeout). */
+CDDPDEF cddp_result cddp_wait_for(cddp_work *w, double timeout_s);
+/* Ends a cddp_recv whose message has not arrived, and frees w. The buffer is the caller's again,
+   and the message goes to the next recv. CDDP_UNSUPPORTED leaves w valid: the message has arrived,
+   or w is a send, a collective or one of NCCL's. Never blocks. No thread may be waiting for w. Like
+   MPI_Cancel. */
+CDDPDEF cddp_result cddp_cancel(cddp_work *w);
+/* *done = whether the operation has ended, with or without success. Never blocks; cddp_wait must
+   follow. */
+CDDPDEF cddp_result cddp_test(cddp_work *w, bool *done);
+
+/* >>api-ddp ---------------------------------------------------------------------------------------
+
+     cddp_param p[] = {{"weight", w, NULL, n, CDDP_F32}, {"bias", b, NULL, m, CDDP_F32}};
+     TRY(cddp_ddp_create(&ddp, g, p, 2, NULL));         // same weights on all ranks; sets p[i].grad
+     TRY(cddp_sgd_create(&sgd, p, 2, &options));
+     for (int step = 0; step < STEPS; step++) {
+       backward(...);                                   // adds to p[i].grad
+       for (int i = 1; i >= 0; i--) TRY(cddp_ddp_ready(ddp, i));
+       TRY(cddp_ddp_step(ddp, sgd));                    // mean over ranks, update, zero gradients
+     }
+
+   A training step has three parts: the backward pass adds to the gradients, cddp_ddp_ready says
+   that a gradient is complete, and cddp_ddp_step (or cddp_ddp_wait and an optimizer of your own)
+   finishes it. Gradients are averaged in buckets. Between hosts and on GPUs a bucket is reduced
+   while the backward pass computes the next ones. On one CPU host cddp_ddp_step reduces, updates
+   and copies in one pass.
+
+   AN EXISTING TRAINER keeps its loop, its gradients and its optimizer:
+     for (int i = 0; i < n; i++)
+       p[i].data = weights[i], p[i].grad = grads[i], p[i].count = sizes[i];
+     TRY(cddp_init(&g, NULL));
+     TRY(cddp_ddp_create(&ddp, g, p, n, NULL));               // p: cddp_param [n] = {0}
+     ...                                                      // in the loop, after backward:
+     for (int i = 0; i < n; i++) TRY(cddp_ddp_ready(ddp, i));
+     TRY(cddp_ddp_wait(ddp));                                 // grads: the mean over all ranks
+     update(weights, grads);                                  // yours, the same on all ranks
+   You zero the gradients, as before. Other changes that a trainer may need:
+     your trainer                       change
+     update walks one flat block        set each grad to its place there, before cddp_ddp_create
+     k micro-batches a step             add each gradient / k; call cddp_ddp_ready in the last one
+                                        only. cddp_ddp_no_sync is not needed
+     loss sums over the batch           cddp divides by the number of ranks: multiply the learning
+                                        rate by it
+     updates without gradients          average the weights after each step, by cddp_all_reduce with
+                                        CDDP_AVG
+     collectives without a cddp_ddp     broadcast rank 0's weights: only cddp_ddp_create does it
+     rank 0 prints, evaluates, writes   the others wait in their next call, for at most timeout_s
+   Fine print: a trainer like llm.c. */
+
+typedef struct cddp_param {
+  const char *name; /* for messages, files and comparison; NULL is fine. Must stay as the params */
+  void *data;       /* count weights; in memory of cddp_alloc cddp_ddp_step updates them in place.
+                       NULL is fine if count is 0 */
+  void *grad;       /* count sums that backward adds to; NULL: cddp_ddp_create sets it, zeroed */
+  size_t count;     /* elements */
+  cddp_dtype dtype; /* CDDP_F32, F64, F16 or BF16; of data and of grad */
+} cddp_param;
+
+/* What a communication hook receives: the gradients of one bucket of this rank, contiguous and not
+   yet averaged. On success data must hold the mean over the ranks of group, with the same bits on
+   all of them. Each parameter begins at a multiple of 64 bytes; the gaps are zero and are counted.
+   */
+typedef struct cddp_bucket {
+  int index, bucket_count; /* buckets are handled in the order of their index on every rank */
+  void *data;              /* count elements; shared memory, as from cddp_alloc(group, ...) */
+  size_t count;
+  cddp_dtype dtype;
+  cddp_group *group; /* for the hook's own collectives; the model's, or a private one */
+  const int *params; /* the parameters in the bucket, in order */
+  int param_count;
+} cddp_bucket;
+
+/* Called on a thread of cddp, one bucket at a time, on every rank. On GPUs with NCCL it is called
+   by cddp_ddp_ready, _wait or _step; data is device memory, and the hook enqueues its work on
+   cddp_stream(bucket->group). Like DDP's register_comm_hook. Example: examples/powersgd.c. */
+typedef cddp_result (*cddp_comm_hook)(cddp_bucket *bucket, void *user_data);
+
+/* Hooks that send f32 and f64 gradients as bf16 or fp16. The mean is rounded to that type. */
+CDDPDEF cddp_result cddp_bf16_compress_hook(cddp_bucket *bucket, void *user_data);
+CDDPDEF cddp_result cddp_fp16_compress_hook(cddp_bucket *bucket, void *user_data);
+
+typedef struct cddp_ddp_desc {
+  double bucket_cap_mb;        /* MiB at which a bucket closes; 0 = 25 */
+  double first_bucket_mb;      /* the same for the first bucket; 0 = 1, or bucket_cap_mb if set */
+  bool find_unused_parameters; /* a gradient without ready() counts as zero; without it on all
+                                  ranks the parameter is not updated */
+  cddp_comm_hook comm_hook;    /* NULL = all_reduce with CDDP_AVG */
+  void *comm_hook_data;        /* its user_data */
+  cddp_param *buffers;         /* state that is not trained (running means); grad is ignored;
+                                  any dtype; the array must stay as the params */
+  int buffer_count;            /* broadcast from rank 0 at creation and by cddp_ddp_sync_buffers */
+  bool uneven_inputs;          /* GPUs with NCCL: ranks may call cddp_ddp_join, so that all hosts
+                                  meet in each step; elsewhere they do in any case */
+  const size_t *sparse_rows;   /* [count] 0 = dense; else rows: cddp_ddp_add_rows; NULL = all 0 */
+  int shards;                  /* see >>api-shards; at least the number of ranks, at most 4,096;
+                                  0 = one for each rank */
+  bool elastic;                /* see >>api-elastic; shards is the largest number of ranks */
+  double max_grad_norm;        /* cddp_ddp_step scales the mean gradient to at most this global
+                                  2-norm; 0 = no clipping, INFINITY = for cddp_ddp_grad_norm only */
+} cddp_ddp_desc;
+
+/* Creates a model: compares names, counts, dtypes and settings with rank 0's (CDDP_MISMATCH names
+   the first difference), copies rank 0's data to all ranks, and assigns gradients to buckets like
+   PyTorch. Collective over g. Destroy the model before g. Like DistributedDataParallel(module).
+     params   must stay in place until cddp_ddp_destroy, and so must data and grad: a
+              std::vector<cddp_param> must not grow after this call. Memory can be of any kind.
+              Overlapping parameters are CDDP_INVALID_ARGUMENT
+   Tied weights, such as an embedding and the output layer, are one cddp_param: both layers add to
+   its gradient, and cddp_ddp_ready follows the later one. Fine print: gradients in memory, models
+   and groups. */
+CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_create(cddp_ddp **out, cddp_group *g, cddp_param *params,
+                                                 int count, const cddp_ddp_desc *desc);
+
+/* Frees the model. Local; NULL is fine. Gradients that cddp_ddp_create allocated are freed, and
+   their pointers become NULL. An optimizer without desc.ddp can continue with another cddp_ddp on
+   the same params; its states begin anew if d had failed. */
+CDDPDEF void cddp_ddp_destroy(cddp_ddp *d);
+
+/* Says that params[param].grad is complete. When all gradients of a bucket are, cddp starts to
+   reduce it. Never blocks on a peer. Any order, any thread, once for each parameter in a shard. A
+   second call in one shard is CDDP_INVALID_ARGUMENT, here and from cddp_ddp_wait or _step on all
+   ranks. Under no_sync it only notes that the parameter was used. Like autograd's hook in DDP. */
+CDDPDEF cddp_result cddp_ddp_ready(cddp_ddp *d, int param);
+
+/* Blocks until every gradient is the mean over the ranks of what each rank has added. Collective.
+   An optimizer of your own runs after it. Like the end of loss.backward(). A parameter without
+   ready() is CDDP_INVALID_ARGUMENT, or CDDP_MISMATCH if it was ready on other ranks. After an error
+   the model is broken; the group is broken only if a peer was lost. */
+CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_wait(cddp_ddp *d);
+
+/* cddp_ddp_wait, cddp_optim_step and zero gradients in one pass, with the bits of the three calls
+   (except which NaN). Each rank reduces its share, updates it, and writes the new weights for all
+   ranks on its host; it keeps 1/world_size of the optimizer's states. With max_grad_norm it clips
+   first, like cddp_ddp_clip_grad_norm. Collective. s must have been created for the same params
+   array. On GPUs every rank updates all weights by one kernel. */
+CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_step(cddp_ddp *d, cddp_optim *s);
+
+/* How many cddp_ddp_wait and cddp_ddp_step the model has completed, the same on all ranks; 0 for
+   NULL. cddp_save stores the number and cddp_load restores it, with cddp_checkpoint_desc.ddp. */
+CDDPDEF uint64_t cddp_ddp_steps(const cddp_ddp *d);
+
+/* on: gradients accumulate locally, and cddp does not divide them by the number of micro-batches.
+   off:
+   the next step sends all. While on, cddp_ddp_wait returns immediately and cddp_ddp_step is
+   CDDP_INVALID_ARGUMENT. The same call on every rank, between steps. Like DDP's no_sync(). */
+CDDPDEF void cddp_ddp_no_sync(cddp_ddp *d, bool on);
+
+/* After cddp_ddp_wait: scales all gradients so that their global 2-norm is at most max_norm (> 0).
+   *norm, unless NULL, is the norm before. Local; the same bits on every rank. A norm of NaN makes
+   all gradients NaN, except with max_norm INFINITY, which scales nothing. Like
+   torch.nn.utils.clip_grad_norm_. */
+CDDPDEF cddp_result cddp_ddp_clip_grad_norm(cddp_ddp *d, double max_norm, double *norm);
+
+/* *norm = the global 2-norm that the last clipping found before it scaled. CDDP_INVALID_ARGUMENT if
+   there was none. Local. On a GPU it waits for the stream. */
+CDDPDEF cddp_result cddp_ddp_grad_norm(cddp_ddp *d, double *norm);
+
+/* Copies rank 0's buffers (cddp_ddp_desc.buffers) to all ranks. Collective. After cddp_ddp_join the
+   source is the first rank that still has data. With uneven_inputs on a GPU call it between two
+   steps, before the first cddp_ddp_ready. DDP does this before each forward pass. */
+CDDPDEF cddp_result cddp_ddp_sync_buffers(cddp_ddp *d);
+
+/* Whether any rank used the parameter, as of the last cddp_ddp_wait or _step; false for a bad
+   argument. */
+CDDPDEF bool cddp_ddp_used(const cddp_ddp *d, int param);
+
+/* UNEVEN INPUTS. A rank that has no more data calls this while the others continue, once an epoch.
+   It then takes part in their cddp_ddp_wait, _step and _sync_buffers with zero weight until every
+   rank has called it: each mean is over the ranks that have data. s is the loop's optimizer, whose
+   learning rate follows the others', or NULL. On return all ranks have the same weights, buffers
+   and states of s. Other collectives of the loop are not joined. Like PyTorch's
+   join(divide_by_initial_world_size=False). Fine print: uneven inputs. */
+CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_join(cddp_ddp *d, cddp_optim *s);
+
+/* The number of ranks in the mean of the last cddp_ddp_wait or _step: those that had not joined. */
+CDDPDEF int cddp_ddp_present(const cddp_ddp *d);
+
+/* SPARSE GRADIENTS. Adds to the gradient of a parameter with sparse_rows, such as an embedding:
+   values[i * width ..] to row rows[i], with width = count / sparse_rows. Rows can repeat, and n can
+   differ between ranks. The values are copied. cddp_ddp_ready follows as for other parameters. Only
+   these rows are sent, and the mean has the bits of a dense one. grad stays NULL. Any thread, one
+   at a time for a parameter. SGD only, without weight_decay, like torch.optim.SGD: without momentum
+   other rows stay as they are. On a GPU values can be in either memory, rows in the host's. Like
+   nn.Embedding(sparse=True). */
+CDDPDEF cddp_result cddp_ddp_add_rows(cddp_ddp *d, int param, const int64_t *rows,
+                                      const void *values, size_t n);
+
+/* After cddp_ddp_wait, for an optimizer of your own: the rows of the mean gradient, ascending, each
+   once. Returns their number. The arrays are valid until the next wait, step or
+   cddp_optim_zero_grad. On a GPU they are in host memory, before any clipping. */
+CDDPDEF size_t cddp_ddp_rows(const cddp_ddp *d, int param, const int64_t **rows,
+                             const void **values);
+
+/* The buckets in use: their number, and the parameters of bucket i (at most capacity ints are
+   written; returns how many it has, -1 for a bad argument). They change once, after the first wait
+   or step, to rank 0's order of ready() calls. */
+CDDPDEF int cddp_ddp_bucket_count(const cddp_ddp *d);
+CDDPDEF int cddp_ddp_bucket_params(const cddp_ddp *d, int bucket, int *params, int capacity);
+
+/* PARTITIONS let an optimizer of your own update this rank's part of the weights, with a part of
+   the states, like torch.distributed.optim.ZeroRedundancyOptimizer and stage 1 of ZeRO:
+     const cddp_partition *part;
+     int n = cddp_ddp_partitions(ddp, &part);          // once
+     ...                                               // backward, cddp_ddp_ready
+     TRY(cddp_ddp_reduce_scatter(ddp));                // instead of cddp_ddp_wait
+     for (int i = 0; i < n; i++)
+       update(part[i].data, part[i].grad, states[i], part[i].count);
+     TRY(cddp_ddp_all_gather(ddp));                    // also zeroes the gradients
+   Fine print: partitions. */
+typedef struct cddp_partition {
+  int param;    /* index in the params of cddp_ddp_create */
+  size_t first; /* its first element there */
+  size_t count; /* elements, at least 1 */
+  void *data;   /* this rank's weights */
+  void *grad;   /* their mean gradient, from cddp_ddp_reduce_scatter to cddp_ddp_all_gather; in a
+                   gradient of your own only if that is not copied */
+} cddp_partition;
+
+/* This rank's partitions: returns their number; the array stays valid until cddp_ddp_destroy. */
+CDDPDEF int cddp_ddp_partitions(const cddp_ddp *d, const cddp_partition **out);
+
+/* Blocks until this rank's partitions have the mean gradient, scaled by max_grad_norm if that is
+   set. Other gradients are undefined. Collective; errors as of cddp_ddp_wait. cddp_ddp_all_gather
+   must follow before any other step. CDDP_MISMATCH if a rank is in cddp_ddp_join. */
+CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_reduce_scatter(cddp_ddp *d);
+
+/* Sends the weights of all partitions to all ranks and zeroes the gradients. Collective. The step
+   counts as completed. CDDP_INVALID_ARGUMENT without cddp_ddp_reduce_scatter before. */
+CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_all_gather(cddp_ddp *d);
+
+/* For checkpoints: states[i] is an array as long as parameter i, of any dtype (data NULL: none), in
+   which each rank has filled its partitions. On return all ranks have the whole array, which
+   cddp_save writes like a parameter. After cddp_load each rank takes its part, on any number of
+   ranks. Collective. */
+CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_gather_states(cddp_ddp *d, const cddp_param *states);
+
+/* >>api-optim -------------------------------------------------------------------------------------
+
+     cddp_adamw_desc o = {0};
+     o.lr = 3e-4, o.weight_decay = 0.1;
+     TRY(cddp_adamw_create(&adamw, p, n, &o));      // after cddp_ddp_create, which sets p[i].grad
+     ...
+     cddp_optim_set_lr(adamw, schedule(step));      // the same on all ranks, before the step
+     TRY(cddp_ddp_step(ddp, adamw));                // or cddp_ddp_wait, then cddp_optim_step
+
+   PARAMETER GROUPS, PyTorch's param_groups, are two arrays: lr_scales and weight_decays give each
+   parameter its own settings, such as no decay for vectors. cddp copies the arrays.
+
+   MIXED PRECISION. The forward and backward pass read f16 or bf16 weights; the optimizer updates
+   f32 masters.
+     gradients      set              params hold           memory of your own
+     f32            copies           f32 masters           copies[i], count f16 or bf16 elements
+     f16 or bf16    master_weights   f16 or bf16 weights   none: the optimizer keeps the masters
+   Fine print: mixed precision. */
+
+typedef struct cddp_sgd_desc {
+  double lr;           /* learning rate, >= 0. No default: 0 trains nothing, without an error */
+  double momentum;     /* >= 0 */
+  double dampening;    /* of the gradient that is added to the momentum, not of the first one */
+  double weight_decay; /* >= 0; L2, coupled */
+  bool nesterov;       /* needs momentum > 0 and dampening 0 */
+  bool maximize;       /* ascend */
+  cddp_ddp *ddp;       /* optional, must outlive the optimizer: cddp_optim_step skips parameters
+                          that no rank used */
+  void *stream;        /* CUDA stream of cddp_optim_step, _zero_grad without ddp; NULL = default */
+  void *const *copies;   /* [count] mixed precision; NULL for a parameter: none */
+  cddp_dtype copy_dtype; /* of all copies: CDDP_F16 or CDDP_BF16 */
+  const double *lr_scales;     /* [count] each parameter's rate is lr times this; NULL = all 1 */
+  const double *weight_decays; /* [count] each parameter's own; NULL = weight_decay for all */
+  bool master_weights; /* for f16 and bf16 parameters; see MIXED PRECISION */
+} cddp_sgd_desc;
+
+typedef struct cddp_adamw_desc {
+  double lr;           /* learning rate, >= 0. No default: 0 trains nothing, without an error */
+  double beta1, beta2; /* below 1; 0 = 0.9 and 0.999; write 1e-300 for PyTorch's 0 */
+  double eps;          /* >= 0; 0 = 1e-8 */
+  double weight_decay; /* >= 0, decoupled; 0 = none, unlike PyTorch, whose default is 0.01 */
+  bool amsgrad;        /* divide by the largest exp_avg_sq so far */
+  bool maximize;       /* this and the following as in cddp_sgd_desc */
+  cddp_ddp *ddp;
+  void *stream;
+  void *const *copies;
+  cddp_dtype copy_dtype;
+  const double *lr_scales;
+  const double *weight_decays;
+  bool master_weights;
+} cddp_adamw_desc;
+
+/* torch.optim.SGD, bit for bit. Call it after cddp_ddp_create if a grad was NULL; params must stay
+   in place. Momentum is allocated at the first step that needs it, on a GPU immediately. A GPU
+   needs cddp_kernels.cuh. */
+CDDP_CHECKED CDDPDEF cddp_result cddp_sgd_create(cddp_optim **out, cddp_param *params, int count,
+                                                 const cddp_sgd_desc *desc);
+
+/* torch.optim.AdamW; f32 has the bits of its fused CPU kernel, on every machine. Each parameter
+   counts its own steps. f16 and bf16 parameters need master_weights; sparse gradients are
+   CDDP_UNSUPPORTED. Otherwise like cddp_sgd_create. Fine print: AdamW. */
+CDDP_CHECKED CDDPDEF cddp_result cddp_adamw_create(cddp_optim **out, cddp_param *params, int count,
+                                                   const cddp_adamw_desc *desc);
+
+CDDP_CHECKED CDDPDEF cddp_result cddp_optim_step(cddp_optim *s); /* updates data by grad. Local */
+CDDPDEF cddp_result cddp_optim_zero_grad(cddp_optim *s);         /* all gradients = 0. Local */
+CDDPDEF cddp_result cddp_optim_set_lr(cddp_optim *s, double lr); /* from the next step on */
+CDDPDEF double cddp_optim_lr(const cddp_optim *s);
+/* Call it after you have changed data yourself: writes the copies, and masters begin anew. Local.
+   */
+CDDPDEF cddp_result cddp_optim_write_copies(cddp_optim *s);
+CDDPDEF void cddp_optim_destroy(cddp_optim *s);                  /* NULL is fine */
+
+/* >>api-data --------------------------------------------------------------------------------------
+
+     cddp_sampler sampler;
+     cddp_sampler_desc o = {0};
+     o.dataset_size = 60000, o.shuffle = true;
+     o.rank = cddp_rank(g), o.world_size = cddp_world_size(g);
+     TRY(cddp_sampler_init(&sampler, &o));
+     for (uint64_t epoch = 0; epoch < EPOCHS; epoch++) {
+       cddp_sampler_set_epoch(&sampler, epoch);
+       for (size_t i; cddp_sampler_next(&sampler, &i);) train_on(sample[i]);
+     } */
+
+typedef struct cddp_sampler_desc {
+  size_t dataset_size;  /* samples */
+  int rank, world_size; /* world_size 0 = one rank */
+  uint64_t seed;        /* the same on every rank */
+  bool shuffle;         /* a new permutation for each epoch */
+  bool drop_last;       /* drop samples that do not divide evenly, instead of repeating some */
+  bool exact;           /* evaluation: every sample once, none repeated; sizes can differ by 1 */
+} cddp_sampler_desc;
+
+typedef struct cddp_sampler { /* all fields are private */
+  cddp_sampler_desc desc;
+  uint64_t epoch;
+  size_t position, size;
+  uint64_t *order;
+  cddp_result result;
+  size_t start; /* samples of the epoch taken before cddp_load */
+  bool resumed; /* by cddp_load, and no epoch set since */
+} cddp_sampler;
+
+/* The indices of torch.utils.data.DistributedSampler for the same arguments. Starts in epoch 0. */
+CDDPDEF cddp_result cddp_sampler_init(cddp_sampler *s, const cddp_sampler_desc *desc);
+CDDPDEF void cddp_sampler_set_epoch(cddp_sampler *s, uint64_t epoch); /* and rewinds */
+CDDPDEF uint64_t cddp_sampler_epoch(const cddp_sampler *s);
+/* The number of this rank's indices in the epoch; after cddp_load in the rest of it. */
+CDDPDEF size_t cddp_sampler_size(const cddp_sampler *s);
+/* *index = the next index. Returns false at the end of the epoch and frees the permutation (8 bytes
+   a sample). Returns false with s->result != CDDP_OK if memory for it could not be allocated. */
+CDDPDEF bool cddp_sampler_next(cddp_sampler *s, size_t *index);
+/* The indices of batch number `batch` (from 0) of one shard of the epoch. Each batch has `size`
+   samples; the last one can have fewer. Returns their number, 0 after the last batch. The sampler's
+   world_size is the number of shards. Any batch at any time; cddp_sampler_next and checkpoints are
+   not affected. Returns 0 with s->result != CDDP_OK for a bad argument, or without memory. Like
+   BatchSampler(DistributedSampler(data, shards, shard), size, drop_last=False). */
+CDDPDEF size_t cddp_sampler_batch(cddp_sampler *s, int shard, size_t batch, size_t size,
+                                  size_t *indices);
+CDDPDEF void cddp_sampler_destroy(cddp_sampler *s); /* for an epoch that ends early; NULL is fine */
+
+/* >>api-shards ------------------------------------------------------------------------------------
+
+     desc.shards = 8;                                  // cddp_ddp_desc
+     TRY(cddp_ddp_create(&ddp, g, p, n, &desc));
+     for (int step = 0; step < STEPS; step++) {
+       int shard;
+       while (cddp_ddp_next_shard(ddp, &shard)) {      // this rank's shards of 0 to 7
+         forward_backward(step, shard);
+         for (int i = n - 1; i >= 0; i--) TRY(cddp_ddp_ready(ddp, i));
+       }
+       TRY(cddp_ddp_step(ddp, optim));                 // the mean over all 8 shards
+     }
+
+   The global batch of a step is split into S shards. Shards are divided among the ranks, and their
+   gradients are summed in a fixed order that depends on S alone. After each step the weights have
+   the same bits on 1 to S ranks, if the program's work on a shard depends on the step and the shard
+   alone. Each rank computes consecutive shards: 8 shards on 3 ranks are 3, 3 and 2.
+
+   With shards = 0 the same loop runs, with one shard for each rank. A run can turn shards on or off
+   at a checkpoint; a checkpoint of a run with S shards refuses another S. With sequential data
+   loaders open one for each shard on each rank, and advance all of them in each step. Fine print:
+   shards. */
+
+/* *shard = the next shard of this rank in this step. Returns false when none is left: cddp_ddp_wait
+   or _step must follow. Call it after cddp_ddp_ready has returned for every parameter of the
+   current shard; a missing call, or no_sync, breaks the model. cddp zeroes the gradients before
+   each shard except the first, which begins with the gradients that the last step left: zero after
+   cddp_ddp_step. After a failure it returns false, and cddp_ddp_wait or _step returns the error.
+   Never blocks on a peer. */
+CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
+
+/* >>api-elastic -----------------------------------------------------------------------------------
+
+     desc.elastic = true, desc.shards = 8;             // shards: the largest number of ranks
+     TRY(cddp_ddp_create(&ddp, g, p, n, &desc));
+     for (uint64_t t = cddp_ddp_steps(ddp); t < STEPS; t = cddp_ddp_steps(ddp)) {
+       while (cddp_ddp_next_shard(ddp, &shard)) { ... batch `shard` of step t ... }
+       TRY(cddp_ddp_step(ddp, optim));
+     }
+
+   Ranks can fail and new ranks can join while training continues. When a process dies, the
+   surviving ranks compute its shards and finish the step. The weights are the same, bit for bit, as
+   in a run without failures. Training continues as long as one rank lives. The learning rate and
+   the data of a step must depend on t and the shard alone: see cddp_sampler_batch.
+
+   JOINING. To replace or add a rank, start a process with the job's variables (CDDP_SECRET too) and
+   CDDP_JOIN=1. Its RANK is that of a lost process, or any number that no living rank has. It
+   receives the weights, the optimizer's states and the step count between two steps. cddprun
+   --elastic and cddp_spawn_elastic replace ranks automatically.
+
+     error of a joining process   cause
+     CDDP_PEER_LOST               the job has ended or cannot be found
+     CDDP_UNSUPPORTED             the job already has one rank for each shard, or 1,024 have joined
+     CDDP_MISMATCH                another model, optimizer setting, WORLD_SIZE or version
+     CDDP_INVALID_ARGUMENT        a living process already has this RANK or this GPU
+     CDDP_TIMEOUT                 no rank has an elastic model, or none reaches the end of a step
+
+   CHECKPOINTS. Between two steps one rank, such as rank 0 of cddp_ddp_group, calls cddp_save with g
+   NULL. All ranks call cddp_load together. A process that is suspended (SIGSTOP) is waited for
+   until timeout_s; it does not count as lost. Fine print: elastic training, limits of elastic
+   training. */
+
+/* The ranks that computed the last step. The group belongs to d and changes when ranks are lost or
+   join: ask for it in or after each step, at the same place on all ranks. If one of its ranks is
+   lost, its calls return CDDP_PEER_LOST, and the next step has another group. NULL on failure, with
+   a cddp_error. */
+CDDPDEF cddp_group *cddp_ddp_group(cddp_ddp *d);
+
+/* >>api-checkpoints -------------------------------------------------------------------------------
+
+     cddp_checkpoint_desc c = {0};
+     c.optim = sgd, c.sampler = &sampler, c.ddp = ddp;  // NULL leaves a part out
+     TRY(cddp_save(g, "model.safetensors", p, n, &c));  // all ranks call it; rank 0 writes
+     ...
+     TRY(cddp_load(g, "model.safetensors", p, n, &c));  // on any number of ranks
+
+   Files have the safetensors format: PyTorch's load_file reads them, and cddp_load reads PyTorch's.
+   Save and load between steps only, when no gradient is marked ready. */
+
+typedef struct cddp_shape {
+  int dims;         /* at most 8; 0: one, as long as the parameter; -1: a scalar, [] */
+  uint64_t size[8]; /* the last one varies fastest, as in C */
+} cddp_shape;
+
+typedef struct cddp_metadata { /* strings in UTF-8 */
+  const char *key;             /* must not begin with "cddp." */
+  const char *value;           /* cddp_load sets it; NULL: the file does not have the key */
+} cddp_metadata;
+
+typedef struct cddp_checkpoint_desc {
+  const cddp_shape *shapes; /* [count] of params, for other readers; cddp_load requires them. NULL:
+                               one dimension each; cddp_load accepts any shape of that count */
+  cddp_optim *optim;        /* its states and learning rate; NULL = none */
+  cddp_sampler *sampler;    /* its epoch and position; NULL = none */
+  cddp_metadata *metadata;  /* save: the strings to write; load: the keys to look up */
+  int metadata_count;
+  char *text;               /* load: memory for the values, which point into it */
+  size_t text_size;         /* bytes */
+  bool partial; /* load: tensors that the file lacks keep their values, others in it are ignored */
+  cddp_ddp *ddp; /* its cddp_ddp_steps, and shards: if set, cddp_load compares them with those of
+                    a run that set them; NULL = none */
+} cddp_checkpoint_desc;
+
+/* Rank 0 writes its params (any dtype, each with a name), and the parts that desc names, to a
+   temporary file, syncs it, and renames it over `path`. A failure, a full disk or a kill leaves the
+   old file as it was. Blocks until the file is on the disk, at most timeout_s. Collective over g; g
+   NULL: this process alone. Like safetensors' save_file. All ranks get the same result: CDDP_IO if
+   `path` is a symbolic link or a device, if another process is saving to it, or if the file system
+   fails; CDDP_MISMATCH if parameters or options differ. Fine print: checkpoint files. */
+CDDP_CHECKED CDDPDEF cddp_result cddp_save(cddp_group *g, const char *path,
+                                           const cddp_param *params, int count,
+                                           const cddp_checkpoint_desc *desc);
+
+/* Rank 0 reads the file, and all ranks get its values. f32, f64, f16 and bf16 are converted to each
+   other. The number of ranks can differ from that of cddp_save. Collective over g; g NULL: this
+   process alone. Like load_file and load_state_dict. The file is not trusted: all of it is checked
+   before a weight changes. CDDP_IO: the file is damaged; CDDP_INVALID_ARGUMENT: it has other
+   tensors or settings. All ranks get the same result. A sampler continues with the next sample of
+   its epoch: start the loop at cddp_sampler_epoch(). Fine print: checkpoint files. */
+CDDP_CHECKED CDDPDEF cddp_result cddp_load(cddp_group *g, const char *path, cddp_param *params,
+                                           int count, const cddp_checkpoint_desc *desc);
+
+/* ANY SAFETENSORS FILE, one tensor at a time. Local; any thread once it is open. Like safe_open. */
+typedef struct cddp_safetensors cddp_safetensors;
+
+typedef struct cddp_tensor_info {
+  const char *name;      /* UTF-8; valid until the file is closed, as shape */
+  const char *type;      /* the format's name: "F32", "BF16", "BOOL", "F8_E4M3", ... */
+  int dtype;             /* the cddp_dtype; -1: it has none */
+  int dims;              /* 0: a scalar */
+  const uint64_t *shape; /* [dims] */
+  uint64_t count, bytes; /* elements, bytes */
+  uint64_t begin;        /* offset of its bytes from the end of the header */
+} cddp_tensor_info;
+
+/* Opens and checks a file: CDDP_IO explains a defect. *out is NULL on failure. */
+CDDPDEF cddp_result cddp_safetensors_open(cddp_safetensors **out, const char *path);
+CDDPDEF void cddp_safetensors_close(cddp_safetensors *f); /* NULL is fine */
+CDDPDEF int cddp_safetensors_count(const cddp_safetensors *f); /* tensors; -1 for NULL */
+/* The tensor with index 0 .. count - 1, in the order of the file's bytes. */
+CDDPDEF cddp_result cddp_safetensors_get(const cddp_safetensors *f, int index,
+                                         cddp_tensor_info *out);
+CDDPDEF int cddp_safetensors_find(const cddp_safetensors *f, const char *name); /* -1: none */
+/* Copies the tensor's bytes, little-endian as in the file. bytes must be their number. */
+CDDPDEF cddp_result cddp_safetensors_read(const cddp_safetensors *f, int index, void *data,
+                                          size_t bytes);
+/* The value of a metadata key, valid until the file is closed; NULL: none. */
+CDDPDEF const char *cddp_safetensors_metadata(const cddp_safetensors *f, const char *key);
+
+/* >>api-launch ------------------------------------------------------------------------------------
+
+     int rank = cddp_launcher_rank();                     // torchrun, mpirun, srun, cddprun, ...
+     if (rank >= 0) return train(rank, NULL);             // this process is one rank
+     if (cddp_spawn(train, NULL, 4) == CDDP_OK) return 0; // no launcher: forks four ranks
+
+   examples/cddprun.c starts programs as ranks, on one or more hosts. */
+
+/* Forks nprocs processes that call fn(rank, arg), and waits for them. fn's return value (0 .. 255)
+   is the exit code; 0 is success. When one fails, the others have 1 s to notice, then receive
+   SIGTERM and 5 s later SIGKILL; CDDP_PEER_LOST names the first one: rank, exit code or signal.
+   Children end with their parent. Call it before other threads exist. Like
+   torch.multiprocessing.spawn. Fine print: forked ranks. */
+CDDPDEF cddp_result cddp_spawn(int (*fn)(int rank, void *arg), void *arg, int nprocs);
+
+/* cddp_spawn for elastic training: when a rank fails the others continue. The rank is forked again,
+   with CDDP_JOIN=1, at most max_restarts times in all. Returns CDDP_OK if one rank has returned 0,
+   whatever the others returned; after that no rank is forked. If all have failed, CDDP_PEER_LOST
+   names the last one. If a replacement cannot be forked, the others continue without it. Like
+   torchrun --max-restarts, except that the other ranks do not restart. */
+CDDPDEF cddp_result cddp_spawn_elastic(int (*fn)(int rank, void *arg), void *arg, int nprocs,
+                                       int max_restarts);
+
+/* Calls fn on n threads, each with its own rank of one group, and waits for them. Groups that fn
+   has not destroyed are destroyed. fn returns 0 for success. When one fails, or calls pthread_exit,
+   the others' waits end with CDDP_PEER_LOST. No memory is copied between ranks. On GPUs fn begins
+   with cddp_set_device. fn, hooks and other callbacks have stacks of at least 8 MiB. Like
+   nn.DataParallel. */
+CDDPDEF cddp_result cddp_run_threads(int (*fn)(cddp_group *g, void *arg), void *arg, int n);
+
+/* >>api-gpus --------------------------------------------------------------------------------------
+
+     #define CDDP_IMPLEMENTATION
+     #include "cddp_kernels.cuh"                      // includes cddp.h, with CDDP_CUDA
+
+     desc.device = "cuda";                            // cuda:LOCAL_RANK
+     TRY(cddp_init(&g, &desc));
+     cddp_set_stream(g, stream);                      // the stream of your kernels
+     float *w = (float *)cddp_alloc(g, bytes);        // device memory
+     ...                                              // the same calls as on the CPU
+     TRY(cddp_synchronize(g));                        // instead of cudaStreamSynchronize
+
+   Compile with nvcc -O3 -arch=native, or name the GPU's architecture (-arch=sm_90). If a program
+   has no code for its GPU, the driver compiles all kernels in cddp_init, for some seconds on each
+   rank. A rank has one GPU, and cddp's calls make it the thread's current device. Without CDDP_CUDA
+   device "cuda" is CDDP_UNSUPPORTED.
+
+     backend   ranks and GPUs            what it does
+     "nccl"    one GPU for each rank     enqueues collectives, messages and steps in stream order;
+                                         the host does not wait for the device
+     "cpu"     ranks can share a GPU     copies device memory through the host, at a few GB/s; calls
+                                         return when done; no CUDA graphs
+
+   STREAMS. A call with work NULL runs on the group's stream. A call with a handle runs on a stream
+   of cddp that waits for what the group's stream holds now; cddp_wait(work) makes the group's
+   stream, not the host, wait for it. Buffers belong to the operation until the stream has passed
+   it. Host memory can be passed to collectives and messages too, on all ranks alike: the CPU
+   backend handles it.
+
+   MODELS use the communicator of their group. A misused model therefore breaks its group: ranks
+   made different calls, forgot a gradient, or stepped with different settings. (On CPUs, and with
+   backend "cpu", the model fails alone.)
+
+   CUDA GRAPHS. A whole step with SGD can be captured after two eager steps like it, on a stream
+   other than the default one. The learning rate is the captured one. Destroy graphs before the
+   model, the optimizer and the group, whose memory they use.
+
+   ORDER. Call the operations of all groups of a GPU from one thread at a time, in the same order on
+   every rank. A model's ready(), wait() and step() are operations of its group: between two ready()
+   calls of a step call others only if all ranks mark gradients in one order. With several groups on
+   a GPU, NCCL_LAUNCH_ORDER_IMPLICIT=1 (NCCL 2.26) keeps the order on the GPU too.
+
    TESTED on one NVIDIA H200 (CUDA 13.0, NCCL 2.28.3), also with 2 and 4 ranks that share it.
    Several GPUs and several hosts with GPUs have been tested only on a test double of CUDA and NCCL.
-   See tests/gpu/gpu-results.md; tests/gpu/gpu.sh tests the GPU of this machine. */
+   See tests/gpu/gpu-results.md; tests/gpu/gpu.sh tests this machine's GPU. Fine print: GPUs. */
 
-/* Collective over g, which has no device yet: gives it one, as cddp_init does for desc.device and
-   desc.backend (the same words; backend NULL = "nccl"). For the groups of cddp_run_threads, where
-   "cuda" is cuda:rank: one process, a GPU for each thread, as nn.DataParallel has it. Before the
-   group's first cddp_alloc. After a failure g is what it was, or broken. */
+/* Gives g, which has no device yet, a device and a backend, as cddp_init does for desc.device and
+   desc.backend (NULL = "nccl"). Collective over g, before its first cddp_alloc. For the groups of
+   cddp_run_threads, where "cuda" is cuda:rank. After a failure g is as before, or broken. */
 CDDPDEF cddp_result cddp_set_device(cddp_group *g, const char *device, const char *backend);
 
-/* The CUDA stream (a cudaStream_t) of g's operations, of a cddp_ddp on g and its cddp_optim; NULL:
-   the legacy default stream. It must stay until another is set. Set it between steps: one stream
-   for all ready() calls of a step. New sub-groups take their parent's. The CPU ignores it. */
+/* Sets the CUDA stream (a cudaStream_t) of g's operations, its models and their optimizers. NULL =
+   the legacy default stream. Call it between steps; the stream must exist until another is set. New
+   sub-groups inherit it. cudaStreamPerThread is refused. The CPU ignores it. */
 CDDPDEF void cddp_set_stream(cddp_group *g, void *stream);
-CDDPDEF void *cddp_stream(const cddp_group *g); /* g's; a communication hook: bucket->group's */
+CDDPDEF void *cddp_stream(const cddp_group *g); /* g's; in a communication hook bucket->group's */
 
-/* Returns when all that is on g's stream has been done, or with the failure that prevents it: what
-   to call instead of cudaStreamSynchronize. On the CPU: when asynchronous collectives are done. */
+/* Blocks until everything on g's stream is done, or returns the failure that prevents it. Use it
+   instead of cudaStreamSynchronize. On the CPU it waits for asynchronous collectives. */
 CDDPDEF cddp_result cddp_synchronize(cddp_group *g);
+
+/* >>api-diagnostics -------------------------------------------------------------------------------
+
+     rank 2 (pid 19617 on vm) was killed by signal 9 (Killed); rank 1 was waiting for it in
+     all_reduce(count 1, f32, sum) at train.c:11, call 4 of the group
+
+   CALL SITES. Error texts of collective calls show the file and line of each rank's call (of ranks
+   on this host). Macros of the functions' own names, at the end of this file, pass them. Define
+   CDDP_NO_CALL_SITES before this header to leave the macros out. A wrapper can pass its caller's
+   place:
+   (cddp_barrier)(cddp_at(g, file, line)).
+
+   FLIGHT RECORDER. With CDDP_RECORD=dir each rank keeps its last 1,024 operations in
+   dir/cddp-JOB-RANK.rec, which survives SIGKILL. cddp creates the folder dir, but not the folders
+   above it. examples/cddptrace.c merges the files into a report (which ranks are late, missing or
+   lost, and in which call) and a trace for Perfetto. Fine print: flight recorder. */
+
+/* Return their first argument, and set the place of this thread's next call on it. */
+CDDPDEF cddp_group *cddp_at(cddp_group *g, const char *file, int line);
+CDDPDEF cddp_ddp *cddp_ddp_at(cddp_ddp *d, const char *file, int line);
+
+/* >>api-store -------------------------------------------------------------------------------------
+
+     cddp_store_desc o = {0};
+     o.init_method = "tcp://node1:29400", o.is_server = rank == 0;
+     TRY(cddp_store_create(&store, &o));
+     TRY(cddp_store_set(store, "key", "value", 5));
+     TRY(cddp_store_get(store, "key", buffer, sizeof buffer, &size));    // waits for the key
+     cddp_store_destroy(store);
+
+   A key-value store in the protocol of c10d's TCPStore: a torch.distributed.TCPStore of PyTorch 2.2
+   or later can use a server made here, and the other way round. Keys end with NUL and have at most
+   8,191 bytes. Values are any bytes, at most 8 MiB. A server holds at most 512 MiB. Any thread; one
+   operation at a time for each store. A cddp_group does not need one. Fine print: stores. */
+typedef struct cddp_store_desc {
+  const char *init_method;  /* "tcp://host:port", "unix://name" or "file:///absolute/path" */
+  bool is_server;           /* tcp, unix: also serve, from a thread, on host's addresses; port 0:
+                               any, or one of CDDP_PORTS */
+  double timeout_s;         /* of each operation, and of connecting; 0 = CDDP_TIMEOUT_S, else 600 */
+  const char *secret;       /* NULL = CDDP_SECRET, else none */
+  cddp_allocator allocator;
+} cddp_store_desc;
+
+CDDPDEF cddp_result cddp_store_create(cddp_store **out, const cddp_store_desc *desc);
+CDDPDEF void cddp_store_destroy(cddp_store *s); /* NULL is fine */
+CDDPDEF int cddp_store_port(const cddp_store *s); /* the TCP port in use; 0 for a file */
+CDDPDEF cddp_result cddp_store_set(cddp_store *s, const char *key, const void *value, size_t size);
+/* Waits for key, then copies its value and sets *size to its length. CDDP_INVALID_ARGUMENT if the
+   length exceeds capacity; nothing is copied then. value NULL with capacity 0 asks for the length
+   and returns CDDP_OK. */
+CDDPDEF cddp_result cddp_store_get(cddp_store *s, const char *key, void *value, size_t capacity,
+                                   size_t *size);
+/* Adds amount to the decimal number at key (absent = 0) in one atomic step. *total, unless NULL, is
+   the new value. If the value is not a number, the server closes the connection: CDDP_NETWORK. */
+CDDPDEF cddp_result cddp_store_add(cddp_store *s, const char *key, int64_t amount, int64_t *total);
+/* Stores desired if the value equals expected (expected_size 0: if key is absent). value[capacity]
+   and *size receive the value that key has afterwards, or expected if key is absent and was
+   expected to exist. *swapped: the value is desired now, also if it was before, as with TCPStore:
+   to elect one process, let each write different bytes (its rank). CDDP_INVALID_ARGUMENT if the
+   value exceeds capacity; *swapped and *size are right nevertheless. */
+CDDPDEF cddp_result cddp_store_compare_set(cddp_store *s, const char *key, const void *expected,
+                                           size_t expected_size, const void *desired,
+                                           size_t desired_size, void *value, size_t capacity,
+                                           size_t *size, bool *swapped);
+/* Waits until all keys exist; timeout_s 0 = the store's. CDDP_TIMEOUT names the first missing key.
+   */
+CDDPDEF cddp_result cddp_store_wait(cddp_store *s, const char *const *keys, int count,
+                                    double timeout_s);
+CDDPDEF cddp_result cddp_store_check(cddp_store *s, const char *const *keys, int count,
+                                     bool *all_exist); /* whether all exist now */
+/* *deleted, unless NULL: whether the key existed. */
+CDDPDEF cddp_result cddp_store_delete(cddp_store *s, const char *key, bool *deleted);
+CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
+
+/* >>fine-print ------------------------------------------------------------------------------------
+   Rare cases, by topic.
+
+   THREADS. At the same time the threads of a rank can
+     - use different groups in any way: split, use and destroy them
+     - beside a collective of another thread on the same group: send, receive, allocate, free, ask
+       for rank and size; wait for, test and cancel handles, each its own
+     - call cddp_ddp_ready and cddp_ddp_add_rows, each for another parameter, but not beside the
+       other functions of that cddp_ddp
+     - use a store, and read with cddp_safetensors_*.
+   The other functions of a cddp_ddp, a cddp_optim and a sampler are for one thread at a time. Steps
+   of a cddp_ddp can run beside collectives of its group. Do not destroy what another thread uses.
+   cddp_error is each thread's own. Do not cancel (pthread_cancel) a thread in a call of cddp:
+   cddp_cancel and timeout_s end receives. Signals do not disturb calls; a signal handler must not
+   call cddp, nor leave a call by longjmp.
+
+   STOPPED PEERS. A call returns its failure when its buffers are the caller's again. The exception
+   is a peer on this host that is stopped for 5 s more (SIGSTOP, a frozen container): when it
+   continues, it can write to memory of cddp_alloc and to gradients that the failed call used. Free
+   such memory (cddp does not allocate it again), and create its models and buffers anew.
+
+   STOPPED JOBS. Time in which a process was stopped for more than 0.5 s (SIGSTOP, Slurm's suspend,
+   a paused virtual machine) does not count against its own deadlines. A whole job can be stopped
+   for any time and continued. Ranks that run still time out if a rank is stopped.
+
+   FORK AND EXEC. A group or store does not survive fork(): the child can use none of its calls, and
+   its copies of cddp's sockets are closed. A forked data loader that calls cddp, or reads memory of
+   cddp_alloc of a group of several ranks, gets SIGSEGV: give it a copy in malloc'ed memory. Other
+   hosts notice a rank that executes another program immediately, ranks on its own host at the
+   deadline. Do not close descriptors that cddp opened (closefrom, close_range): calls that need
+   them fail.
+
+   ADDRESSES. RANK, WORLD_SIZE and the other numbers are plain digits. If some of the variables are
+   set and others are missing, cddp_init returns CDDP_INVALID_ARGUMENT. Rank 0 listens at
+   MASTER_ADDR:MASTER_PORT until all ranks have connected. MASTER_ADDR must be an address or name of
+   its own host, not of a service or a NAT. A name that means loopback there, such as Debian's
+   127.0.1.1, makes rank 0 listen on all addresses; "localhost" is this host alone. Ranks other than
+   0 resolve a name again for a minute. While the group lives no other process gets the port.
+
+   Ranks on one host need no network, not even loopback.
+
+   LAUNCHERS. The variables of srun, mpirun (Open MPI, MPICH, Intel MPI, MVAPICH2), flux run, jsrun
+   and PALS's mpiexec work too. On one host their ranks connect without a port; MASTER_PORT keeps
+   two programs of one step apart.
+
+   On several hosts srun's ranks connect at the step's first host, on a port derived from job and
+   step unless MASTER_PORT is set (srun -m arbitrary and heterogeneous jobs need
+   --export=ALL,MASTER_ADDR=HOST, with rank 0's host); the others need MASTER_ADDR. aprun, and
+   launchers with PMIx alone, tell a rank but no size: export RANK, WORLD_SIZE and the rest.
+
+   FILE. A file:// path must be on a file system with locks. Rank 0 writes its address and a key
+   into it:
+   processes that cannot read the file cannot connect. It holds a lock until all ranks have
+   connected, then removes the file. A file that a crashed job left is recognised and reused.
+   Refused: symbolic links, files with several names, files of other users, and files that others
+   can write.
+
+   SEVERAL HOSTS. Each host has any number of ranks, which share memory. Hosts connect by TCP over
+   the interface on the route to rank 0, unencrypted. Ranks in different process or time namespaces
+   (containers of one pod) count as ranks on different hosts. Hosts learn of a dead rank within 0.5
+   s.
+
+   FIREWALLS. The hosts must accept connections from each other at MASTER_PORT (on rank 0's host)
+   and at the ports that ranks listen on. CDDP_PORTS=41000-41099, set for all ranks, limits the
+   latter to a range that a firewall can open. A host needs a port for each of its ranks, a second
+   one for each elastic rank, and rank 0's host one more. MASTER_PORT need not be in the range. If a
+   port cannot be reached, all ranks fail with CDDP_NETWORK within about 15 s, and the text names
+   both ends.
+
+   If it is MASTER_PORT itself, only the ranks that cannot reach it know, after timeout_s.
+
+   SECRETS. Without a secret, anyone who can reach rank 0's port can read and modify rendezvous
+   messages, or impersonate a rank. During the rendezvous strangers cost rank 0 at most 1.5 GiB of
+   memory, and never its last descriptors. With a secret, both ends of a connection prove that they
+   know it, without sending it. The secret stops strangers who can connect. It does not stop an
+   attacker who can read or change the traffic: nothing is encrypted or signed after the proofs. An
+   impostor of rank 0 learns enough to test guesses; use 128 random bits:
+
+   CDDP_SECRET=$(head -c 16 /dev/urandom | base64).
+
+   TWO JOBS ON ONE PORT. Give each job a port of its own (MASTER_PORT). A running job is not
+   disturbed by a second start on its port. A process of the second start fails with
+   CDDP_INVALID_ARGUMENT if a living process of its user has its RANK there; so do ranks there that
+   are still in their rendezvous. The jobs of launchers are also kept apart by their job's identity.
+   Ranks started by hand, and Hydra's on several hosts, are not: two jobs that start at the same
+   time can form one group out of ranks of both.
+
+   BACKEND MPI is for a fabric that only MPI supports: built by mpicc -DCDDP_MPI and started by
+   mpirun. Large collectives and gradients use MPI, with MPI's summation order and NaN rules.
+   Everything else uses shared memory and TCP: mismatches and dead ranks are found as usual. A
+   time-out inside an operation of MPI cannot tell which rank is late.
+
+   FLOATING-POINT MODE. Version, WORLD_SIZE, backend and mode (FTZ, DAZ, rounding) must be the same
+   on all ranks: CDDP_MISMATCH. An operation uses the mode of the calling thread. Ranks change it
+   between the same calls; the first call after the change can still use the old mode if it moves 4
+   KiB or less.
+
+   SHARED MEMORY. A file size limit (ulimit -f) also limits what a rank shares by cddp_alloc: to the
+   largest power of two that is at most the limit / (local ranks + 1). Memory is on huge pages,
+   which are allocated immediately, if MADV_COLLAPSE makes them (Linux 6.1) or
+   /sys/kernel/mm/transparent_hugepage/shmem_enabled is advise. Do not call cddp_init while another
+   thread changes the environment.
+
+   MISMATCHES AND DEADLOCKS. CDDP_MISMATCH also means that ranks reduce floats in different rounding
+   or FTZ modes, or that two ranks on one host wait for each other in different groups, such as one
+   in cddp_save and one in a model's step. Such a deadlock is found if each rank uses cddp from one
+   thread, and without a comm_hook of the program's own; otherwise, and between hosts, it is a
+   time-out. The text of a time-out shows the call in which each late rank of the host waits, and
+   other groups of it that have failed.
+
+   Hosts tell each other which of their ranks are waiting (with more than 64 ranks: if the host's
+   lowest one is).
+
+   MESSAGES. A send returns when the message is received if the receiver reads it in place: above 64
+   KiB, from memory of cddp_alloc (between threads: any memory), to a rank on this host. Other
+   messages are copied, and their send returns immediately, unless 128 messages of this rank in this
+   group, or 256 MiB of copies, are in transit; to other hosts only the latter counts. Data that the
+   network does not take immediately is sent in later calls of cddp: a rank that computes for a long
+   time delays it.
+
+   Receives for one tag are served in the order of their calls, those with CDDP_ANY among them.
+
+   GRADIENTS IN MEMORY. Gradients that were NULL are in one block: first those of F32, then F64,
+   F16, BF16; of each dtype the last parameter first, each at a multiple of 64 bytes, zero between.
+   Your own gradients can be anywhere; nothing around them is touched. Those from cddp_alloc of g on
+   all ranks (between threads, or with one rank: in any memory) are reduced in place: do not write
+   to them between cddp_ddp_ready and the wait or step. Others are copied in each step.
+
+   So are all on GPUs, of elastic models, and with a comm_hook; over several hosts or with MPI those
+   below 1 MiB, or all if ranks have several shards. Buckets are assigned like PyTorch's after its
+   first rebuild (a sparse parameter counts as if it were dense).
+
+   MODELS AND GROUPS. If a group is destroyed before its models, the models keep its memory. On CPUs
+   they continue to work; on GPUs their calls fail, except cddp_ddp_destroy.
+
+   UNEVEN INPUTS. A hook's result is scaled by world size / ranks with data, so it must be linear.
+   Have other collectives outside the loop. A short batch weighs as much as a full one, unless you
+   multiply its loss by its samples / a full batch's. On GPUs with NCCL set uneven_inputs in
+   cddp_ddp_desc.
+
+   PARTITIONS. A partition is a stretch of one parameter. The partitions of a host's ranks cover
+   each element of each dense gradient once. Each host updates all of them, so on several hosts the
+   result of `update` must not depend on the machine. You can skip a parameter that no rank used
+   (cddp_ddp_used). Parameters with sparse_rows have no partition: every rank updates them itself,
+   by cddp_ddp_rows. Copies in half precision are yours to write, after cddp_ddp_all_gather.
+
+   On GPUs the partitions of all ranks cover each element once, and all is in stream order: with
+   NCCL no call waits on the host.
+
+   SHARDS. More shards than ranks: nothing is reduced during the backward pass, and a rank with k
+   shards needs up to ceil(log2 k) + 1 more copies of the gradients (f16 and bf16 in f32); over
+   several hosts, with MPI and on GPUs one more, with NCCL also if there are as many shards as
+   ranks. GPUs need cddp_kernels.cuh; their sums have the CPU's bits. find_unused_parameters,
+   uneven_inputs, comm_hook and cddp_ddp_join are CDDP_UNSUPPORTED with shards.
+
+   ELASTIC TRAINING. Memory and time: each rank holds all weights and optimizer states, and updates
+   all of them. On one host a step takes 1.1 to 1.2 times as long as one of a model that is not
+   elastic. A rank needs memory for one more copy of the gradients, for the sums of its shards if it
+   has several, and with sparse_rows for the rows of its shards, over several hosts of all shards.
+
+   Losses: a rank can be killed at any instruction. If it is lost before cddp_ddp_next_shard returns
+   false, that call returns its shards to the other ranks. Later the others have the mean and need
+   nothing of it. A rank whose calls fail for a reason of its own (memory, descriptors) ends alone,
+   and its text begins with "rank N:"; to the others it is lost. Every rank must call next_shard
+   within timeout_s of the others. The calls of a step are compared in the next reduction:
+   CDDP_MISMATCH on all ranks or, if a rank that joined later differs, on that rank alone.
+
+   Over hosts: whole hosts can fail, and the last rank continues. A host is lost if it does not
+   answer for 20 s, or if all connections to it were reset, as by a firewall, and no process there
+   was seen to end. Then the other ranks continue if they are more than half. Otherwise they end
+   with CDDP_ABORTED, so that a job never continues in two halves.
+
+   Joins: a joining process asks the ranks on its host, then MASTER_ADDR. On every host one rank
+   listens at MASTER_PORT. If all ranks at MASTER_ADDR are lost, set it to a host where a rank
+   lives. If a launcher such as torchrun serves the store there, a rank must live on the host. A
+   process that joins a host with one rank or none shares no memory there and uses TCP. A job that
+   began on one host is joined from that host only.
+
+   Checkpoints: if the rank that writes is lost in that step, no rank writes. After the last step
+   let each rank write, to a path of its own.
+
+   LIMITS OF ELASTIC TRAINING. The group of cddp_init. Ranks that are threads cannot be joined, nor
+   be elastic on GPUs, nor can a job of one host with a file size limit (ulimit -f). One elastic
+   model at a time in a process. Not with comm_hook, find_unused_parameters, uneven_inputs or MPI,
+   which ends all ranks when one is lost. cddp_ddp_sync_buffers, _reduce_scatter, _all_gather and
+   _gather_states are CDDP_UNSUPPORTED. A joining process does not get buffers: broadcast them in
+   cddp_ddp_group. Change weights yourself only between two steps, in the same way on all ranks.
+
+   MIXED PRECISION. With copies, params hold the masters and f32 gradients, which are reduced in
+   f32. copies[i] has count elements in the same kind of memory as data. Creation, cddp_optim_step,
+   cddp_ddp_step, cddp_ddp_join and cddp_load (with desc.optim) write data, rounded to nearest, to
+   it. The array is copied; the memory must stay. Checkpoints hold the masters. With master_weights,
+   gradients are summed in f32 and rounded once (with NCCL as NCCL does). With cddp_ddp_step each
+   rank keeps its share of the masters and states, and 2 bytes a weight are sent instead of 4.
+
+   Masters begin as the weights at the first step, and anew after cddp_optim_write_copies. In a
+   checkpoint they are optimizer.master.NAME. f32 and f64 parameters have none.
+
+   ADAMW. At a parameter's end the scalar loop of PyTorch's kernel can round differently; f64
+   differs by roundings. A parameter's steps are those in which a rank used it. In a checkpoint the
+   state of parameter NAME is optimizer.exp_avg.NAME, .exp_avg_sq.NAME, .max_exp_avg_sq.NAME
+   (amsgrad) and .step.NAME.
+
+   CHECKPOINT FILES. States that are distributed over the ranks, as after cddp_ddp_step, are written
+   whole. A GPU's memory is read after the group's stream has finished (g NULL: the device). A
+   failure leaves at most path.tmp, which the next call replaces. If syncing the folder fails
+   afterwards, the text says that the new file is in place. A file system that cannot sync, such as
+   some FUSE mounts, decides itself when the file is on the disk. Without flock(), as on Lustre
+   without -o flock, concurrent saves are not noticed.
+
+   The new file has the old one's mode, and the user and group of this process. If reading fails
+   after the checks, rank 0's params can be partly overwritten. States of another optimizer are
+   refused; with partial the learning rate is taken, and the states begin anew. A sampler's first
+   cddp_sampler_set_epoch after cddp_load does not rewind.
+
+   FORKED RANKS. cddp_spawn sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and
+   MASTER_PORT; without CDDP_SECRET also a random CDDP_JOB_SECRET, which keeps other users of the
+   host out; with several ranks OMP_NUM_THREADS=1 if unset (OpenMP and OpenBLAS are told too, unless
+   the program has set a number of threads). stdout is line-buffered: lines of up to 4,000 bytes
+   stay whole in files and pipes.
+
+   Leave SIGCHLD at its default during the call, and wait for no child that is not yours: otherwise,
+   before Linux 6.15, exit codes are lost (CDDP_SYSTEM at the end). Threads of OpenMP (GCC 9 or
+   later, clang) and OpenBLAS can exist between parallel regions. Children run no atexit handlers of
+   the parent unless fn calls exit(), and leave nothing behind (except LLVM's OpenMP: a file of 1
+   KiB in /dev/shm).
+
+   GPUS. The host waits for other ranks when groups and models are created; in the first message to
+   or from a rank, and the first use of an algorithm of another collective than all_reduce; in a
+   model's first step; and in each step with find_unused_parameters, uneven_inputs or sparse_rows.
+   The first launch of a kernel that is not cddp's can wait for the device, unless
+   CUDA_MODULE_LOADING=EAGER is set. Ranks can share a GPU, or parts of one (MIG), from NCCL 2.30 on
+   if all have NCCL_MULTI_RANK_GPU_ENABLE=1. NCCL_* variables are left to NCCL.
+
+   NCCL 2.23 or later is recommended: in older versions the calling thread runs an operation, and
+   the abort after a failure can free memory under it if it does not return for 0.5 s. Without
+   LOCAL_RANK a rank's position among the ranks of its host selects the GPU; with backend "cpu"
+   device "cuda" is LOCAL_RANK modulo the number of GPUs. Messages in device memory match in the
+   order of calls between two ranks; tags are not compared.
+
+   Messages with a handle are sent together, at the group's next call that is not another of them,
+   or at their cddp_wait or cddp_test: an exchange posts all, then waits. NCCL's sums have equal
+   bits on all ranks; another number of ranks or GPUs, or another version of NCCL, can give other
+   bits (cddp_ddp_desc.shards avoids that). MIN and MAX can ignore a NaN. Means of floats are sums
+   that a kernel multiplies by 1/world_size.
+
+   Means of f16, and all means without cddp_kernels.cuh, are NCCL's, which in bf16 are off by up to
+   0.2 %, in f16 by 0.03 %, unless world_size is a power of two. Two threads watch NCCL's and the
+   device's errors, the other processes, their order of calls, and timeout_s (from the enqueueing of
+   an operation; for an operation in a CUDA graph from the beginning of cddp_synchronize or
+   cddp_barrier). Calls of ranks on different hosts are compared in cddp_barrier and
+   cddp_group_split.
+
+   A failure breaks the group on all ranks and aborts its communicator: streams then end with
+   undefined results, and cddp_synchronize, cddp_wait and every later call return the failure.
+   cddp_destroy waits for the device while the group is healthy. With a process's last group it also
+   waits until NCCL has destroyed its communicators: 0.3 to 0.5 s, at most 2 s. A process that ends
+   without it, while others have a graph with the group's operations, counts as lost.
+
+   While capturing, ranks are not compared: all must capture and launch alike, in mode thread-local
+   or relaxed. CUDA does not survive a fork: cddp_spawn comes first. In a program with
+   cddp_kernels.cuh, an optimizer without desc.ddp, cddp_save and cddp_load ask CUDA where memory
+   is. That creates a CUDA context, on a machine with GPUs also for device "cpu".
+
+   FLIGHT RECORDER. The file is a header (cddp_record_header), then a ring of cddp_record, in the
+   machine's byte order. A process that joined later has dir/cddp-JOB-RANK.joinN.rec. The file is
+   mapped: you can copy or remove a running job's file, but truncating it (> file, copytruncate)
+   ends the rank by SIGBUS.
+
+   STORES. With file:// the first process that opens the path serves from a thread, over an abstract
+   Unix socket and, for other hosts, a TCP port (of CDDP_PORTS, if set). Its cddp_store_destroy, or
+   its death, ends the store, and operations of other processes fail with CDDP_NETWORK. PyTorch's
+   commands queue_*, list_keys and barrier are missing.
+
+   A TRAINER LIKE LLM.C. Its train_gpt2.c keeps 16 arrays of weights and 16 of gradients. Data
+   parallel by these lines:
+     TRY(cddp_init(&g, NULL));
+     gpt2_build_from_checkpoint(&model, "gpt2_124M.bin");
+     for (int i = 0; i < NUM_PARAMETER_TENSORS; i++) // p: cddp_param [NUM_PARAMETER_TENSORS] = {0}
+       p[i].data = ((float **)&model.params)[i], p[i].count = model.param_sizes[i];
+     TRY(cddp_ddp_create(&ddp, g, p, NUM_PARAMETER_TENSORS, NULL));
+     for (int i = 0; i < NUM_PARAMETER_TENSORS; i++) ((float **)&model.grads)[i] = p[i].grad;
+     TRY(cddp_adamw_create(&adamw, p, NUM_PARAMETER_TENSORS, &o)); // o.lr = 1e-4
+     dataloader_init(&train_loader, train_tokens, B, T, cddp_rank(g), cddp_world_size(g), 0);
+   and in the loop, instead of gpt2_update:
+     for (int i = NUM_PARAMETER_TENSORS - 1; i >= 0; i--) TRY(cddp_ddp_ready(ddp, i));
+     TRY(cddp_ddp_step(ddp, adamw));
+     TRY(cddp_all_reduce(g, &model.mean_loss, 1, CDDP_F32, CDDP_AVG, NULL)); // to print it
+   In gpt2_backward "if (model->grads_memory == NULL)" becomes "if (model->grads_acts_memory ==
+   NULL)". The allocations of grads_memory, m_memory and v_memory are removed. To overlap
+   communication with the backward pass layer by layer, keep grads_memory, from cddp_alloc, and list
+   each layer's part of a tensor as a cddp_param with its place there as grad. 2 ranks with B = 4
+   have the losses of 1 with B = 8, because should_shuffle, the loader's last argument, is 0: llm.c
+   seeds its shuffle by the rank.
+
+   To keep gpt2_update, leave its memory as it is, set each p[i].grad to its place in grads_memory
+   before cddp_ddp_create, and call cddp_ddp_wait instead of cddp_ddp_step. Its train_gpt2.cu has
+   all that zero.cuh does, written by hand. There
+     multi_gpu_config_init             cddp_init with device "cuda", then cddp_set_stream to
+                                       main_stream; MPI, the ids and their exchange are removed
+     params and gradients of floatX    a cddp_param for each layer's part of a tensor, CDDP_BF16, so
+                                       that it is reduced while earlier layers are still computed
+     multi_gpu_async_reduce_gradient   cddp_ddp_ready for each of its pointers, in the last
+                                       micro-step; cddp_ddp_no_sync(ddp, true) before, or no ready
+     gpt2_calculate_grad_norm          max_grad_norm = 1; cddp_ddp_grad_norm, if it is printed
+     gpt2_update and its ncclAllGather cddp_ddp_step with master_weights, and weight_decays of 0 for
+                                       vectors; m, v and master memory are removed. cddp rounds to
+                                       nearest, not at random
+     multi_gpu_cpu_float_sum           cddp_all_reduce of host memory
+     save_state, load_state            cddp_save and cddp_load with desc.optim
+   On GPUs every rank keeps all states: stage 1 of ZeRO is missing there. */
+
+/* >>api-layouts -----------------------------------------------------------------------------------
+   Structs for tools: the flight recorder's files, and the kernels of cddp_kernels.cuh. */
+
+/* The flight recorder's file: a header, then a ring of records. */
+#define CDDP_RECORDS 1024 /* records in the ring; number n is at index (n - 1) % CDDP_RECORDS */
+
+typedef struct cddp_record {
+  uint64_t number;   /* of the operation on this rank, from 1; 0: none yet. Written last */
+  uint64_t sequence; /* of the operation in its group, from 1; 0: it has none (send, ready) */
+  uint64_t group;    /* alike on all ranks of a group; 0 is that of cddp_init */
+  uint64_t count;    /* elements; of "bucket" its index, of "ready" the parameter's */
+  int64_t enqueued;  /* ns of CLOCK_MONOTONIC, as are the next two */
+  int64_t started;   /* 0: not yet */
+  int64_t ended;     /* 0: not yet */
+  char what[16];     /* "all_reduce", "send", "ddp_wait", "bucket", ... with a NUL */
+  int32_t dtype, op; /* cddp_dtype and cddp_op, -1: none */
+  int32_t root;      /* or the peer of a send or recv; -1: none (yet: CDDP_ANY) */
+  int32_t result;    /* cddp_result, valid when ended */
+  int32_t engine;    /* 1: on cddp's own thread, 0: on a caller's */
+  int32_t tag;       /* of a send or recv */
+} cddp_record;
+
+typedef struct cddp_record_header {
+  char magic[8];       /* "cddprec1" */
+  uint32_t record_size, capacity; /* sizeof (cddp_record), CDDP_RECORDS */
+  uint32_t rank, world_size, pid;
+  uint32_t left;       /* 1: the rank left its groups itself */
+  uint64_t job;        /* alike on all ranks */
+  int64_t created;     /* ns of CLOCK_MONOTONIC */
+  int64_t wall_offset; /* ns, CLOCK_REALTIME - CLOCK_MONOTONIC */
+  uint64_t next;       /* numbers given out so far */
+  char host[72];       /* with a NUL */
+} cddp_record_header;
 
 /* Device code for optimizers, clipping and compression, registered by cddp_kernels.cuh before main
    when one .cu file of the program includes it. Segments are in host memory, the caller's again
@@ -444,7 +1428,6 @@ typedef struct cddp_segment { /* a stretch of a parameter, in device memory */
   size_t count;   /* elements */
   void *master;   /* NULL: none. Else data and grad are f16 or bf16, this and momentum f32 */
 } cddp_segment;
-typedef struct cddp_sgd_desc cddp_sgd_desc;
 typedef struct cddp_adamw_step { /* of AdamW's step number t, from 1 */
   double step;   /* -lr / (1 - beta1^t) */
   double decay;  /* 1 - lr * weight_decay */
@@ -492,811 +1475,6 @@ typedef struct cddp_kernels {
 } cddp_kernels;
 #define CDDP_NODES 256
 CDDPDEF void cddp_register_kernels(const cddp_kernels *kernels); /* must stay where it is */
-
-/* COLLECTIVES. ------------------------------------------------------------------------------------
-   count and count_per_rank are elements, not bytes, the same on every rank; 0 is fine. Buffers are
-   contiguous, in any memory, aligned to their element; memory from cddp_alloc saves a copy. send
-   and recv of a call must not overlap, but for what its comment calls in place. work NULL: returns
-   when the result is there and the buffers are the caller's again. Otherwise returns at once with
-   *work set; the buffers belong to the operation until cddp_wait(*work). Operations of one group
-   start in the order they were called. On a GPU each call is a launch: a cddp_ddp reduces many
-   small arrays faster, because it puts them into buckets. The result of a reduction has the same
-   bits on every rank and in every run: see >>design. Errors: CDDP_PEER_LOST, CDDP_TIMEOUT,
-   CDDP_OUT_OF_MEMORY,
-     CDDP_INVALID_ARGUMENT  nothing was sent
-     CDDP_MISMATCH          the ranks called different operations, passed different count, dtype, op
-                            or root, or reduce floats in other rounding or FTZ modes; or two ranks
-                            of one host wait for each other in different groups, one in cddp_save
-                            and one in a model's step, say
-   The latter is seen where each rank uses cddp from one thread (another one counts from its first
-   call on) and no comm_hook of the program's own; else, and between hosts, it times out. The
-   time-out's text says in what call each late rank of the host waits, or which other group of the
-   rank has failed before. */
-
-/* buf[count] on every rank becomes the reduction of all ranks' buf. */
-CDDPDEF cddp_result cddp_all_reduce(cddp_group *g, void *buf, size_t count, cddp_dtype dtype,
-                                    cddp_op op, cddp_work **work);
-/* As all_reduce, but only root's buf receives the result; the others' stay as they are. */
-CDDPDEF cddp_result cddp_reduce(cddp_group *g, void *buf, size_t count, cddp_dtype dtype,
-                                cddp_op op, int root, cddp_work **work);
-/* buf[count] of root is copied to every rank's buf. */
-CDDPDEF cddp_result cddp_broadcast(cddp_group *g, void *buf, size_t count, cddp_dtype dtype,
-                                   int root, cddp_work **work);
-/* recv[world_size * count_per_rank] = every rank's send[count_per_rank], by rank. In place: send
-   = recv + rank's share. */
-CDDPDEF cddp_result cddp_all_gather(cddp_group *g, const void *send, void *recv,
-                                    size_t count_per_rank, cddp_dtype dtype, cddp_work **work);
-/* As all_gather, on root only; recv may be NULL on the others. In place on root: send = recv +
-   root's share. */
-CDDPDEF cddp_result cddp_gather(cddp_group *g, const void *send, void *recv, size_t count_per_rank,
-                                cddp_dtype dtype, int root, cddp_work **work);
-/* recv[count_per_rank] = this rank's share of root's send[world_size * count_per_rank]; send may be
-   NULL off the root. In place on root: recv = send + root's share. */
-CDDPDEF cddp_result cddp_scatter(cddp_group *g, const void *send, void *recv, size_t count_per_rank,
-                                 cddp_dtype dtype, int root, cddp_work **work);
-/* recv[count_per_rank] = this rank's share of the reduction of all ranks' send[world_size *
-   count_per_rank]. In place: recv = send + rank's share. */
-CDDPDEF cddp_result cddp_reduce_scatter(cddp_group *g, const void *send, void *recv,
-                                        size_t count_per_rank, cddp_dtype dtype, cddp_op op,
-                                        cddp_work **work);
-/* recv[r * count_per_rank ..] = rank r's send[rank * count_per_rank ..]. In place: send = recv. */
-CDDPDEF cddp_result cddp_all_to_all(cddp_group *g, const void *send, void *recv,
-                                    size_t count_per_rank, cddp_dtype dtype, cddp_work **work);
-/* As all_gather, with counts[world_size]: recv = every rank's send[counts[rank]], by rank, one
-   behind the other. All ranks have the same counts; 0 is fine, and a buffer of none may be NULL. In
-   place: send = recv + the counts before this rank's. The counts are the caller's again at once.
-   Like all_gather with tensors of different sizes. */
-CDDPDEF cddp_result cddp_all_gather_v(cddp_group *g, const void *send, void *recv,
-                                      const size_t *counts, cddp_dtype dtype, cddp_work **work);
-/* As all_to_all, with counts[world_size]: send has send_counts[r] elements for rank r, by rank, one
-   behind the other, and recv gets recv_counts[r] from it. Not in place. Both _v calls begin with an
-   exchange of counts: where rank r's send_counts[rank] is not this rank's recv_counts[r], all ranks
-   get CDDP_MISMATCH, which names both, and no element moves. With NCCL the host waits for that
-   exchange in the call, with a handle too; in a CUDA graph the counts stay what they were.
-   Like all_to_all_single with split sizes. */
-CDDPDEF cddp_result cddp_all_to_all_v(cddp_group *g, const void *send, const size_t *send_counts,
-                                      void *recv, const size_t *recv_counts, cddp_dtype dtype,
-                                      cddp_work **work);
-/* Returns when every rank has called it. A time-out, of any collective, names every rank that did
-   not come: "rank 3 (pid 17 on node1), rank 4 (..), rank 5 (..) and ranks 6-9, 12". Hosts tell the
-   others which of their ranks have come, if one waits in cddp (of more than 64 ranks: if a host's
-   lowest does). Like monitored_barrier with wait_all_ranks. */
-CDDPDEF cddp_result cddp_barrier(cddp_group *g);
-/* The same with a handle: returns at once, cddp_wait(*work) when every rank has called either. On a
-   GPU each rank comes to it once what is on its group's stream now has been done, and cddp_wait
-   waits on the host. Like barrier(async_op=True). */
-CDDPDEF cddp_result cddp_barrier_async(cddp_group *g, cddp_work **work);
-
-/* POINT TO POINT. A recv takes the oldest send of that peer with that tag (any int >= 0); sends
-   with other tags wait their turn. A send returns when the message is received if it is read in
-   place: above 64 KiB, from cddp_alloc memory (of ranks that are threads: any memory), to a rank of
-   this host. Others are copied, and their send returns at once, unless 128 messages of this rank in
-   this group, to whichever ranks, or 256 MiB of copies are on their way; to other hosts the latter
-   counts alone. What the network does not take at once goes out in later calls of cddp: a rank that
-   computes for long holds it back. With a work handle cddp_send always returns at once. Count and
-   dtype of a send and its recv must agree: else CDDP_MISMATCH at the recv, and at the send or the
-   sender's next call. Any thread. A receive with a handle progresses while a thread of its process
-   waits in any call of cddp, of whichever group, cddp_ddp or store. */
-CDDPDEF cddp_result cddp_send(cddp_group *g, const void *buf, size_t count, cddp_dtype dtype,
-                              int peer, int tag, cddp_work **work);
-CDDPDEF cddp_result cddp_recv(cddp_group *g, void *buf, size_t count, cddp_dtype dtype, int peer,
-                              int tag, cddp_work **work);
-/* The peer of a cddp_recv that takes the message of any rank; ranks take turns, and what one sends
-   keeps its order. Receives for one tag are served in the order of their calls, those from any rank
-   among them. CDDP_PEER_LOST when a rank has died, or all others have left. (It is not -1: a rank
-   that was looked up and not found stays an error.) CDDP_UNSUPPORTED for memory that NCCL receives
-   into. Like recv(tensor) without src. */
-#define CDDP_ANY INT32_MIN
-/* The rank whose message this thread's last cddp_recv, or cddp_wait or _wait_for of one, received,
-   in that call's group; -1: none yet. Not of NCCL's. Like recv's value, and Work._source_rank. */
-CDDPDEF int cddp_source(void);
-
-/* Waits for w and frees it; returns the operation's own result. Handles may be waited for in any
-   order and by any thread, one thread for each. A collective that has not begun runs on this
-   thread, after those of its group that were called before it. */
-CDDPDEF cddp_result cddp_wait(cddp_work *w);
-/* As cddp_wait, for at most timeout_s seconds (0: only looks). CDDP_TIMEOUT always leaves w valid:
-   the operation goes on, its group is not broken, and cddp_wait, cddp_wait_for or cddp_cancel must
-   follow. (Where the operation itself has failed with CDDP_TIMEOUT, cddp_test says that it has
-   ended.) Any other result has freed w, but for CDDP_INVALID_ARGUMENT of a timeout_s below 0 or
-   NaN. timeout_s stands in for the group's. On a device the host waits. Like torch.distributed's
-   work.wait(timeout). */
-CDDPDEF cddp_result cddp_wait_for(cddp_work *w, double timeout_s);
-/* Gives up a cddp_recv whose message has not come, and frees w: its buffer is the caller's again,
-   the group goes on, and the message, if it comes, is the next recv's. CDDP_UNSUPPORTED leaves w
-   valid: its message has come (cddp_wait returns at once), or it is a send, a collective or with
-   NCCL, which end by the other ranks, the group's timeout_s, or cddp_destroy of a rank. Never
-   blocks. Any thread, but none may be waiting for w. Like MPI_Cancel with MPI_Wait. */
-CDDPDEF cddp_result cddp_cancel(cddp_work *w);
-/* *done = whether w has ended (well or not). Never blocks; w still needs cddp_wait. */
-CDDPDEF cddp_result cddp_test(cddp_work *w, bool *done);
-
-/* DATA PARALLEL. --------------------------------------------------------------------------------*/
-
-typedef struct cddp_param {
-  const char *name; /* for messages, files and comparison; NULL is fine. Must stay as the params */
-  void *data;       /* count weights; from cddp_alloc: cddp_ddp_step writes them in place. NULL is
-                       fine if count is 0 */
-  void *grad;       /* count sums that backward adds to; NULL: cddp_ddp_create sets it, zeroed */
-  size_t count;     /* elements */
-  cddp_dtype dtype; /* CDDP_F32, F64, F16 or BF16; of data and of grad */
-} cddp_param;
-
-/* What a communication hook gets: one bucket's gradients of this rank, contiguous and not yet
-   averaged. On success data must hold the mean over the ranks of group, the same bits everywhere.
-   Each parameter begins on a cache line; what lies between two of them is zero and is counted. */
-typedef struct cddp_bucket {
-  int index, bucket_count; /* buckets are handled in index order on every rank */
-  void *data;              /* count elements; shared memory, as from cddp_alloc(group, ...) */
-  size_t count;
-  cddp_dtype dtype;
-  cddp_group *group; /* for the hook's own collectives; the model's, or a private one */
-  const int *params; /* which parameters, in order, and how many */
-  int param_count;
-} cddp_bucket;
-
-/* Called on cddp's communication thread, one bucket at a time, on every rank. Like DDP's
-   register_comm_hook. On GPUs with NCCL: called by ready(), wait() or step(); data is device
-   memory, and everything the hook does with it is enqueued on cddp_stream(bucket->group), as its
-   collectives without a work handle are. */
-typedef cddp_result (*cddp_comm_hook)(cddp_bucket *bucket, void *user_data);
-
-/* Hooks that send f32 and f64 gradients as bf16 or fp16; the mean is rounded to that type. */
-CDDPDEF cddp_result cddp_bf16_compress_hook(cddp_bucket *bucket, void *user_data);
-CDDPDEF cddp_result cddp_fp16_compress_hook(cddp_bucket *bucket, void *user_data);
-
-typedef struct cddp_ddp_desc {
-  double bucket_cap_mb;        /* MiB at which a bucket closes; 0 = 25 */
-  double first_bucket_mb;      /* the same for the first bucket; 0 = 1, or bucket_cap_mb if set */
-  bool find_unused_parameters; /* without ready() = zero; on all ranks = left untouched */
-  cddp_comm_hook comm_hook;    /* NULL = all_reduce with CDDP_AVG */
-  void *comm_hook_data;        /* its user_data */
-  cddp_param *buffers;         /* untrained state (running means); grad is ignored; any dtype; the
-                                  array must stay as the params */
-  int buffer_count;            /* broadcast from rank 0 at creation and by cddp_ddp_sync_buffers */
-  bool uneven_inputs;          /* GPUs with NCCL: ranks may call cddp_ddp_join, so that all hosts
-                                  meet in each step; elsewhere they do in any case */
-  const size_t *sparse_rows;   /* [count] 0: dense, else rows: cddp_ddp_add_rows; NULL = all 0 */
-  int shards;                  /* see SHARDS: one a rank or more, at most 4,096; 0 = one a rank */
-  bool elastic;                /* ranks may be lost, and come; shards = the most there can be */
-  double max_grad_norm;        /* cddp_ddp_step scales the mean gradient to at most this global
-                                  2-norm; 0 = it does not, INFINITY = for cddp_ddp_grad_norm only */
-} cddp_ddp_desc;
-
-/* Collective over g. Destroy the cddp_ddp before g. (After g on CPUs it works on; on GPUs its calls
-   fail, except cddp_ddp_destroy.) Compares names, counts, dtypes and settings with rank 0's
-   (CDDP_MISMATCH names the first that differs), copies rank 0's data to all ranks and assigns
-   gradients to buckets as PyTorch does once it has rebuilt them (one with sparse_rows counts as if
-   it were dense). data and grad may be in any memory; it and params
-   must stay where they are until cddp_ddp_destroy, and gradient pointers never move. Weights from
-   cddp_alloc of g are not copied. Gradients that were NULL lie in one piece of memory: first those
-   of F32, then F64, F16, BF16; of each dtype the last parameter first, each from the next multiple
-   of 64 bytes on, zero in between. Gradients of your own may lie as you like, in one block say, all
-   layers of a tensor side by side; nothing around them is touched. Those from cddp_alloc of g on
-   all ranks (with threads, or one rank: in any memory) are reduced where they are, and nobody may
-   write to them between cddp_ddp_ready and the wait or step. Others are copied in each step; so are
-   all on GPUs, of elastic models and with a comm_hook, and over several hosts or with MPI those
-   below 1 MiB, or all where ranks have several shards. TIED WEIGHTS, of an embedding and the output
-   layer say, are one cddp_param: both layers read its data and add to its grad, and cddp_ddp_ready
-   follows the later of them. Parameters whose memory overlaps are CDDP_INVALID_ARGUMENT.
-   The array must not move: a std::vector<cddp_param> must not grow after this call. */
-CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_create(cddp_ddp **out, cddp_group *g, cddp_param *params,
-                                                 int count, const cddp_ddp_desc *desc);
-
-/* SHARDS make the result independent of the number of ranks. With cddp_ddp_desc.shards = S the
-   global batch of a step is S shards, numbered from 0. Each rank takes contiguous ones, as many as
-   the others or one more; 8 shards on 3 ranks are 3, 3 and 2:
-     int shard;
-     while (cddp_ddp_next_shard(ddp, &shard)) {
-       forward and backward of batch `shard` of the step; cddp_ddp_ready for every parameter
-     }
-     TRY(cddp_ddp_step(ddp, optim));
-   The mean is over all shards and adds them up in an order that depends on S alone: after each step
-   the weights have the same bits on 1 to S ranks, those of S ranks without shards, if what the
-   program does with a shard depends on the step and the shard alone. With shards = 0 the same loop
-   runs with one shard a rank, numbered as the rank. More shards than ranks: nothing is reduced
-   while backward runs, and a rank that has k shards needs up to ceil(log2 k) + 1 more copies of the
-   gradients (f16 and bf16 in f32); over several hosts, with MPI and on GPUs one more, with NCCL
-   also if there are as many shards as ranks. GPUs need cddp_kernels.cuh; their sums have the CPU's
-   bits. find_unused_parameters, uneven_inputs, comm_hook and cddp_ddp_join are CDDP_UNSUPPORTED
-   with shards.
-   A run can turn shards on or off at a checkpoint. One that was saved with shards = S refuses
-   another S. A data loader that only reads forward: on each rank open one for each shard, and let
-   all of them advance in each step.
-
-   The next shard of this rank in this step: true, with *shard its number, or false when there is
-   none left and cddp_ddp_wait or _step is due. Gradients are zero at the start of every shard but
-   the first one, which begins with what the step before has left: zero after cddp_ddp_step. Call it
-   when all cddp_ddp_ready of the last shard have returned; if a parameter lacks its own, or no_sync
-   is on, the cddp_ddp fails. After a failure the result is false, and the following cddp_ddp_wait
-   or _step returns it; these fail as well while shards are left. Never blocks on a peer. */
-CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
-
-/* ELASTIC models go on when ranks die, and take in others. With cddp_ddp_desc.elastic and shards,
-   which are the most ranks that there can be at a time, the loop is
-     for (uint64_t t = cddp_ddp_steps(ddp); t < STEPS; t = cddp_ddp_steps(ddp)) {
-       while (cddp_ddp_next_shard(ddp, &shard)) { ... batch `shard` of step t ... }
-       TRY(cddp_ddp_step(ddp, optim));
-     }
-   What it needs besides (learning rate, data: cddp_sampler_batch) must follow from t and shard. A
-   rank whose process ends, in whatever way, is lost: the others do its shards, also those that it
-   had in hand, and finish an update that it was in. The weights after each step are, bit for bit,
-   those of a run in which nobody dies, as long as one rank lives. A rank that was stopped (SIGSTOP)
-   is not lost but waited for, until timeout_s. cddp_spawn_elastic and examples/cddprun.c --elastic
-   start lost ranks again. Between two steps one rank alone, whichever, writes a checkpoint by
-   cddp_save with g NULL, say rank 0 of cddp_ddp_group; all load it together. If that one was lost
-   in this very step nobody writes: after the last step let each rank write, to a path of its own.
-   JOINING. A process with the variables of the job, CDDP_SECRET too, and CDDP_JOIN=1 comes into
-   the running job: with the RANK of a lost process, or any that no other has, WORLD_SIZE and above
-   too. cddp_init finds the job through any rank that lives, when that one comes to next_shard or a
-   step. cddp_ddp_create waits for the end of a step and gives it weights and cddp_ddp_steps;
-   creating the optimizer (which with cddp_ddp_wait must have `ddp`) gives it states, count of steps
-   and learning rate. From then on it has its share of shards. Its group of cddp_init serves for
-   memory and models alone, other calls on it are CDDP_UNSUPPORTED: use cddp_ddp_group. Errors:
-     CDDP_PEER_LOST         the job has ended, or was not found
-     CDDP_UNSUPPORTED       it is full: a rank for each shard, or 1,024 that have joined in all
-     CDDP_MISMATCH          another model, WORLD_SIZE or version; other settings of the optimizer,
-                            which creating it names. Over hosts also other floating-point settings
-                            or calls in the update. The other ranks go on
-     CDDP_INVALID_ARGUMENT  its RANK lives; a rank has its GPU
-     CDDP_TIMEOUT           no rank has an elastic model, or none comes to a step
-   MEMORY AND TIME. Each rank holds all weights and optimizer states, and steps all of them. On one
-   host a step takes 1.1 to 1.2 times as long as one of a model that is not elastic. A rank needs
-   memory for one more copy of the gradients, for the sums of its shards if it has several, and with
-   sparse_rows for the rows of its shards, over several hosts of all shards.
-   LOSSES. If a rank is lost before cddp_ddp_next_shard returns false, that call returns its shards
-   to the other ranks. Later the others have the mean, and need nothing of it. The kernel frees no
-   memory of a host while a rank lives there, so a rank can be killed at any instruction.
-   A rank whose calls fail for a reason of its own (memory, descriptors) ends alone, and its text
-   begins with "rank N:". To the others it is lost. Ranks that the others wait for must come to
-   next_shard within timeout_s. What ranks called in an update is compared in the next reduction:
-   CDDP_MISMATCH, on all ranks or, if a rank that joined later differs, on that rank alone.
-   OVER HOSTS. Whole hosts can fail, and the last rank goes on. A host is lost if it does not answer
-   for 20 s, or if all connections to it were reset, as by a firewall, and no process there was seen
-   to end: then the other ranks go on if they are more than half. Fewer end with CDDP_ABORTED, so
-   that a job never goes on in two halves. A joining process asks the ranks of its host, then
-   MASTER_ADDR, where one of that host's ranks listens at MASTER_PORT, as one does on every host: if
-   those at MASTER_ADDR have all gone, set it to a host where a rank lives. (Not where a launcher,
-   such as torchrun, serves the store there: a rank must live on the host.) A process that joins a
-   host that had one rank or none shares no memory there and uses TCP. A job that began on one host
-   is joined from there only.
-   LIMITS. The group of cddp_init. Ranks that are threads cannot be joined, nor be elastic on GPUs,
-   nor can a job of one host with a file size limit (ulimit -f). One elastic model at a time in a
-   process. Not with comm_hook, find_unused_parameters or uneven_inputs, nor with MPI, which ends
-   all ranks when one is lost. cddp_ddp_sync_buffers, _reduce_scatter, _all_gather and
-   _gather_states are CDDP_UNSUPPORTED. Who joins does not get buffers: broadcast them in
-   cddp_ddp_group. Weights that you change by your own hand change alike on all ranks, between two
-   steps. Like torchrun --max-restarts, but nobody starts again from a checkpoint.
-
-   The ranks that did the step last begun. The group belongs to d and changes when ranks are lost or
-   come: ask for it in or after each step that you use it in, at the same place on all ranks. If one
-   of them is lost, its calls return CDDP_PEER_LOST, and the next step has another group. Its rank 0
-   was there when that step began. NULL: cddp_error() says why. */
-CDDPDEF cddp_group *cddp_ddp_group(cddp_ddp *d);
-
-/* How many cddp_ddp_wait and cddp_ddp_step d has completed, the same on all ranks; 0 for NULL. With
-   cddp_checkpoint_desc.ddp a checkpoint has it, and cddp_load sets it. */
-CDDPDEF uint64_t cddp_ddp_steps(const cddp_ddp *d);
-
-/* Says that backward has written params[param].grad. When that fills a bucket, a thread of cddp's
-   starts to reduce it while backward goes on; but on one CPU host, without a comm_hook, after a
-   cddp_ddp_step the next one does all of it itself. Never blocks on a peer. Any order, any thread
-   (each parameter once a shard). Twice in one shard: CDDP_INVALID_ARGUMENT, here and from
-   cddp_ddp_wait or _step on all ranks. Under no_sync it only notes that the parameter was used. */
-CDDPDEF cddp_result cddp_ddp_ready(cddp_ddp *d, int param);
-
-/* Adds to the gradient of a parameter with sparse_rows, such as an embedding's weight: values[i *
-   width ..] to row rows[i], width being count / sparse_rows. A row may come more than once, n may
-   differ from rank to rank and be 0; copies. Then cddp_ddp_ready as for others. Only these rows are
-   sent, past any comm_hook; the mean has the bits of a dense one. The parameter's grad stays NULL.
-   SGD does what torch.optim.SGD does: without momentum the other rows are not touched, with it all
-   are; weight_decay is CDDP_UNSUPPORTED, and cddp_optim_step needs cddp_sgd_desc.ddp. Any thread,
-   one at a time for a parameter. On a GPU values may lie in either memory, rows in the host's; the
-   call waits for the group's stream. Like nn.Embedding(sparse=True). */
-CDDPDEF cddp_result cddp_ddp_add_rows(cddp_ddp *d, int param, const int64_t *rows,
-                                      const void *values, size_t n);
-
-/* After cddp_ddp_wait, for an optimizer of yours: the mean gradient's rows, ascending, each once.
-   Returns how many; the arrays are valid until the next wait, step or cddp_optim_zero_grad. On a
-   GPU they are the host's, without what a clip has done. */
-CDDPDEF size_t cddp_ddp_rows(const cddp_ddp *d, int param, const int64_t **rows,
-                             const void **values);
-
-/* Collective. Returns when every gradient is the mean over all ranks of what each had accumulated.
-   To keep an optimizer of your own, call it before its update: see AN EXISTING TRAINER. A parameter
-   without ready() is an error that names it, CDDP_INVALID_ARGUMENT, or CDDP_MISMATCH when others
-   had it ready; with find_unused_parameters it counts as zero. After an error the cddp_ddp is
-   broken, the group is not unless a peer was lost. */
-CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_wait(cddp_ddp *d);
-
-/* cddp_ddp_wait, then cddp_optim_step, then zero gradients, in one pass over the bytes: each rank
-   reduces its share, updates it and writes the new weights to all ranks of the host, keeping
-   1/world_size of its states. Same bits as the three calls (but for which NaN it is). With
-   max_grad_norm in cddp_ddp_desc it clips before it updates, with the bits of
-   cddp_ddp_clip_grad_norm between the first two: one pass over the gradients and one round of the
-   host's ranks more; on a GPU the host waits for nothing. s must have been made for the same params
-   array. Collective. On GPUs buckets are reduced while backward runs, and one kernel then updates
-   all weights on every rank, which keeps all states. */
-CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_step(cddp_ddp *d, cddp_optim *s);
-
-/* AN OPTIMIZER OF YOUR OWN, each rank for its part of the weights, with a part of the states, like
-   torch.distributed.optim.ZeroRedundancyOptimizer and stage 1 of ZeRO:
-     const cddp_partition *part;
-     int n = cddp_ddp_partitions(ddp, &part);          // once
-     ...                                               // backward, cddp_ddp_ready
-     TRY(cddp_ddp_reduce_scatter(ddp));                // in place of cddp_ddp_wait
-     for (int i = 0; i < n; i++)
-       update(part[i].data, part[i].grad, states[i], part[i].count);
-     TRY(cddp_ddp_all_gather(ddp));                    // in place of zeroing gradients
-   A partition is a stretch of one parameter. Those of a host's ranks together have each element of
-   each dense gradient once; each host updates all of them, so on several hosts what `update`
-   computes must not depend on the machine. A parameter that no rank used (cddp_ddp_used) is yours
-   to skip. Parameters with sparse_rows have no partition: every rank updates all of them itself, by
-   cddp_ddp_rows. Copies in half precision are yours to write, after cddp_ddp_all_gather.
-   On GPUs the parts of all ranks together have each element once, and all is in stream order: with
-   NCCL no call waits on the host, and buckets are all-reduced while backward runs, whole. */
-typedef struct cddp_partition {
-  int param;    /* of the params of cddp_ddp_create */
-  size_t first; /* element of it */
-  size_t count; /* elements, at least 1 */
-  void *data;   /* this rank's weights there */
-  void *grad;   /* the mean gradient there, from cddp_ddp_reduce_scatter to cddp_ddp_all_gather; in
-                   a gradient of your own only if that is not copied */
-} cddp_partition;
-
-/* This rank's partitions: how many, and an array that stays as it is until cddp_ddp_destroy. */
-CDDPDEF int cddp_ddp_partitions(const cddp_ddp *d, const cddp_partition **out);
-
-/* Collective; errors as of cddp_ddp_wait. Returns when this rank's partitions have the mean
-   gradient, scaled by max_grad_norm if that is set. Others are undefined. cddp_ddp_all_gather
-   must come before any other step. Not beside a rank in cddp_ddp_join: CDDP_MISMATCH. */
-CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_reduce_scatter(cddp_ddp *d);
-
-/* Collective: the weights of all partitions go to all ranks, gradients become zero; the step counts
-   as completed. CDDP_INVALID_ARGUMENT without a cddp_ddp_reduce_scatter before. */
-CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_all_gather(cddp_ddp *d);
-
-/* Collective, for checkpoints: states[i] is an array as long as parameter i, of any dtype (data
-   NULL: there is none), in which each rank has filled its partitions; on return all ranks have all
-   of it. Then cddp_save writes it like a parameter; after cddp_load every rank takes what is its
-   own, on any number of ranks. */
-CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_gather_states(cddp_ddp *d, const cddp_param *states);
-
-/* Uneven inputs: a rank that has run out of data calls this where the others go on stepping, once
-   an epoch. Until every rank has called it, it takes part in their cddp_ddp_wait, _step and
-   _sync_buffers with zero weight: each mean is over the ranks that have data (>>ddp). s: the
-   cddp_optim of the loop, whose learning rate follows the others'; NULL if they step by other
-   means. On return all ranks have the same weights, buffers and states of s. A hook's result is
-   scaled by world size / ranks with data, so it must be linear. Other collectives of the loop are
-   not joined: have them outside. A short batch weighs as much as a full one, unless you multiply
-   its loss by its samples / a full batch's. On GPUs with NCCL set uneven_inputs in cddp_ddp_desc.
-   Like PyTorch's join(divide_by_initial_world_size=False). */
-CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_join(cddp_ddp *d, cddp_optim *s);
-
-/* Over how many ranks the last cddp_ddp_wait or _step took the mean: those that had not joined. */
-CDDPDEF int cddp_ddp_present(const cddp_ddp *d);
-
-/* on: gradients accumulate locally, not divided by the number of micro-batches; off: the next step
-   sends all. While it is on, cddp_ddp_wait returns at once, and cddp_ddp_step is
-   CDDP_INVALID_ARGUMENT. Same call on every rank, between steps. Like DDP's no_sync(). */
-CDDPDEF void cddp_ddp_no_sync(cddp_ddp *d, bool on);
-
-/* After cddp_ddp_wait: scales all gradients so that their global 2-norm is at most max_norm (> 0);
-   *norm, unless NULL, is the norm before. Local, same bits on every rank, and with shards on any
-   number of them. A norm of NaN makes all gradients NaN, but for max_norm INFINITY, which scales
-   nothing. Like torch.nn.utils.clip_grad_norm_. */
-CDDPDEF cddp_result cddp_ddp_clip_grad_norm(cddp_ddp *d, double max_norm, double *norm);
-
-/* *norm = the global 2-norm that the last clip found, of cddp_ddp_step with max_grad_norm or of
-   cddp_ddp_clip_grad_norm, before it scaled anything; CDDP_INVALID_ARGUMENT if there was none.
-   Local. On a GPU it waits for the stream. */
-CDDPDEF cddp_result cddp_ddp_grad_norm(cddp_ddp *d, double *norm);
-
-/* Collective: copies rank 0's buffers (cddp_ddp_desc.buffers) to all ranks, or the first rank's
-   that has not joined; DDP does it before each forward. With uneven_inputs on a GPU only between
-   two steps, before the first cddp_ddp_ready. */
-CDDPDEF cddp_result cddp_ddp_sync_buffers(cddp_ddp *d);
-
-/* Whether any rank used it, as of the last cddp_ddp_wait or _step; false for a bad argument. */
-CDDPDEF bool cddp_ddp_used(const cddp_ddp *d, int param);
-
-/* The buckets now in force: count, and bucket i's parameters (at most capacity ints are written;
-   returns how many it has, -1 for a bad argument). They change once, after the first wait or step,
-   to rank 0's order of arrival. */
-CDDPDEF int cddp_ddp_bucket_count(const cddp_ddp *d);
-CDDPDEF int cddp_ddp_bucket_params(const cddp_ddp *d, int bucket, int *params, int capacity);
-
-/* Frees d; gradients that cddp_ddp_create placed are gone and their pointers set to NULL. Local.
-   NULL is fine. A cddp_optim that was made without desc.ddp may go on, with another cddp_ddp on the
-   same params say: it has all states. They begin anew, and masters as the weights are, if d had
-   failed. */
-CDDPDEF void cddp_ddp_destroy(cddp_ddp *d);
-
-struct cddp_sgd_desc {
-  double lr;           /* learning rate, >= 0. No default: 0 trains nothing, without an error */
-  double momentum;     /* >= 0 */
-  double dampening;    /* on the gradient that enters the momentum, not on the first one */
-  double weight_decay; /* >= 0; L2, coupled */
-  bool nesterov;       /* needs momentum > 0 and dampening 0 */
-  bool maximize;       /* ascend */
-  cddp_ddp *ddp;       /* optional, must outlive this: step skips what no rank used in its wait */
-  void *stream;        /* CUDA stream of step and zero_grad without ddp; NULL = the default one */
-  void *const *copies;   /* [count] mixed precision, see below; NULL for a parameter: none of it */
-  cddp_dtype copy_dtype; /* of all copies: CDDP_F16 or CDDP_BF16 */
-  const double *lr_scales;     /* [count] each parameter's rate is lr times this; NULL: all 1 */
-  const double *weight_decays; /* [count] each parameter's own; NULL: weight_decay for all */
-  bool master_weights; /* of f16 and bf16 parameters; see MIXED PRECISION */
-};
-
-typedef struct cddp_adamw_desc {
-  double lr;           /* learning rate, >= 0. No default: 0 trains nothing, without an error */
-  double beta1, beta2; /* below 1; 0 = 0.9 and 0.999; for PyTorch's 0 say 1e-300 */
-  double eps;          /* >= 0; 0 = 1e-8 */
-  double weight_decay; /* >= 0, decoupled; 0: none, unlike PyTorch, whose default is 0.01 */
-  bool amsgrad;        /* divide by the greatest exp_avg_sq so far */
-  bool maximize;       /* from here on as in cddp_sgd_desc */
-  cddp_ddp *ddp;
-  void *stream;
-  void *const *copies;
-  cddp_dtype copy_dtype;
-  const double *lr_scales;
-  const double *weight_decays;
-  bool master_weights;
-} cddp_adamw_desc;
-
-/* torch.optim.SGD's arithmetic, bit for bit. params as for cddp_ddp_create, and after it when grad
-   was NULL; must stay where it is. Momentum is allocated at the first step that needs it. For
-   parameters on a GPU it is there from the start, and cddp_kernels.cuh is needed.
-   GROUPS of parameters with settings of their own, PyTorch's param_groups, are two arrays of
-   doubles, lr_scales and weight_decays, such as no decay for vectors and half the rate for an
-   embedding; cddp_optim_set_lr changes the rate of all of them. The arrays are copied.
-   MIXED PRECISION. Forward and backward read f16 or bf16 weights, while the optimizer works on f32
-   master weights. Which of two ways depends on what the gradients are:
-     copies          params hold the masters and f32 gradients, which are reduced in f32. copies[i],
-                     of count elements in the same kind of memory as data, is what the model reads.
-                     Creation, cddp_optim_step, cddp_ddp_step, cddp_ddp_join and cddp_load (with
-                     desc.optim) write data, rounded to the nearest, to it. Checkpoints have the
-                     masters. The array is copied, the memory must stay.
-     master_weights  params hold f16 or bf16 weights and gradients of that type, which are added up
-                     in f32 and rounded once (NCCL: as NCCL does). The optimizer keeps the masters,
-                     and f32 states, as states of its own: with cddp_ddp_step each rank has its
-                     share of them, and 2 bytes a weight go to the ranks instead of 4. Masters begin
-                     as the weights at the first step, and anew after cddp_optim_write_copies, to be
-                     called when data was changed by your own hand. In a checkpoint they are
-                     optimizer.master.NAME. f32 and f64 parameters beside these have none. */
-CDDP_CHECKED CDDPDEF cddp_result cddp_sgd_create(cddp_optim **out, cddp_param *params, int count,
-                                                 const cddp_sgd_desc *desc);
-
-/* torch.optim.AdamW's arithmetic: f32 has the bits of its fused CPU kernel's vectors, on every
-   machine. (At a parameter's end that kernel's scalar loop may round otherwise. f64 differs by
-   roundings.) All else as of cddp_sgd_create. Each parameter counts its own steps, those in which a
-   rank used it. f16 and bf16 parameters without master_weights are CDDP_UNSUPPORTED, and so are
-   sparse gradients, as in PyTorch. In a checkpoint the state of parameter NAME is
-   optimizer.exp_avg.NAME, .exp_avg_sq.NAME, .max_exp_avg_sq.NAME (amsgrad) and .step.NAME. */
-CDDP_CHECKED CDDPDEF cddp_result cddp_adamw_create(cddp_optim **out, cddp_param *params, int count,
-                                                   const cddp_adamw_desc *desc);
-
-CDDP_CHECKED CDDPDEF cddp_result cddp_optim_step(cddp_optim *s); /* updates data by grad. Local */
-CDDPDEF cddp_result cddp_optim_zero_grad(cddp_optim *s);         /* all gradients = 0. Local */
-CDDPDEF cddp_result cddp_optim_set_lr(cddp_optim *s, double lr); /* from the next step on */
-CDDPDEF double cddp_optim_lr(const cddp_optim *s);
-/* After a change of data by your own hand: writes the copies, lets masters begin anew. Local. */
-CDDPDEF cddp_result cddp_optim_write_copies(cddp_optim *s);
-CDDPDEF void cddp_optim_destroy(cddp_optim *s);                  /* NULL is fine */
-
-/* AN EXISTING TRAINER keeps its loop, its gradients and its optimizer:
-     for (int i = 0; i < n; i++)
-       p[i].data = weights[i], p[i].grad = grads[i], p[i].count = sizes[i];
-     TRY(cddp_init(&g, NULL));
-     TRY(cddp_ddp_create(&ddp, g, p, n, NULL));               // p: cddp_param [n] = {0}
-     ...                                                      // in the loop, after backward:
-     for (int i = 0; i < n; i++) TRY(cddp_ddp_ready(ddp, i));
-     TRY(cddp_ddp_wait(ddp));                                 // grads: the mean over all ranks
-     update(weights, grads);                                  // yours, the same on all ranks
-   The gradients are yours to zero, as before. What else may need a change:
-     your trainer                       change
-     update walks one flat block        set each grad to its place there, before cddp_ddp_create
-     k micro-batches a step             add each gradient / k; call cddp_ddp_ready in the last one
-                                        only. cddp_ddp_no_sync is not needed
-     loss sums over the batch           cddp divides by the ranks: multiply the learning rate by
-                                        their number
-     updates without gradients          average the weights after each step, by cddp_all_reduce with
-                                        CDDP_AVG
-     collectives without a cddp_ddp     broadcast rank 0's weights: only cddp_ddp_create does it
-     rank 0 prints, evaluates, writes   the others wait in their next call, for at most timeout_s */
-
-/* A TRAINER LIKE llm.c. ---------------------------------------------------------------------------
-   Its train_gpt2.c keeps 16 arrays of weights and 16 of gradients. Data parallel by these lines:
-     TRY(cddp_init(&g, NULL));
-     gpt2_build_from_checkpoint(&model, "gpt2_124M.bin");
-     for (int i = 0; i < NUM_PARAMETER_TENSORS; i++) // p: cddp_param [NUM_PARAMETER_TENSORS] = {0}
-       p[i].data = ((float **)&model.params)[i], p[i].count = model.param_sizes[i];
-     TRY(cddp_ddp_create(&ddp, g, p, NUM_PARAMETER_TENSORS, NULL));
-     for (int i = 0; i < NUM_PARAMETER_TENSORS; i++) ((float **)&model.grads)[i] = p[i].grad;
-     TRY(cddp_adamw_create(&adamw, p, NUM_PARAMETER_TENSORS, &o)); // o.lr = 1e-4
-     dataloader_init(&train_loader, train_tokens, B, T, cddp_rank(g), cddp_world_size(g), 0);
-   and in the loop, in place of gpt2_update:
-     for (int i = NUM_PARAMETER_TENSORS - 1; i >= 0; i--) TRY(cddp_ddp_ready(ddp, i));
-     TRY(cddp_ddp_step(ddp, adamw));
-     TRY(cddp_all_reduce(g, &model.mean_loss, 1, CDDP_F32, CDDP_AVG, NULL)); // to print it
-   In gpt2_backward "if (model->grads_memory == NULL)" becomes "if (model->grads_acts_memory ==
-   NULL)", and grads_memory's allocation goes; so do m_memory and v_memory. To overlap with backward
-   layer by layer, keep grads_memory, from cddp_alloc, and list each layer's part of a tensor as a
-   cddp_param with its place there as grad. 2 ranks with B = 4 have the losses of 1 with B = 8,
-   because should_shuffle, the loader's last argument, is 0: llm.c seeds its shuffle by the rank.
-   To keep gpt2_update, leave its memory as it is, set each p[i].grad to its place in grads_memory
-   before cddp_ddp_create, and call cddp_ddp_wait in place of cddp_ddp_step.
-   Its train_gpt2.cu has all that zero.cuh does, by hand. There
-     multi_gpu_config_init             cddp_init with device "cuda", then cddp_set_stream to
-                                       main_stream; MPI, the ids and their exchange go
-     params and gradients of floatX    a cddp_param for each layer's part of a tensor, CDDP_BF16, so
-                                       that it is reduced while earlier layers are still computed
-     multi_gpu_async_reduce_gradient   cddp_ddp_ready for each of its pointers, in the last
-                                       micro-step; cddp_ddp_no_sync(ddp, true) before, or no ready
-     gpt2_calculate_grad_norm          max_grad_norm = 1; cddp_ddp_grad_norm, if it is printed
-     gpt2_update and its ncclAllGather cddp_ddp_step with master_weights, and weight_decays of 0 for
-                                       what is not a matrix; m, v and master memory go. It rounds
-                                       to the nearest, not at random
-     multi_gpu_cpu_float_sum           cddp_all_reduce of host memory
-     save_state, load_state            cddp_save and cddp_load with desc.optim
-   What is not here: stage 1 of ZeRO on GPUs. Every rank keeps all states there. */
-
-/* DATA. -----------------------------------------------------------------------------------------*/
-
-typedef struct cddp_sampler_desc {
-  size_t dataset_size;  /* samples */
-  int rank, world_size; /* world_size 0 = one rank */
-  uint64_t seed;        /* the same on every rank */
-  bool shuffle;         /* a new permutation for each epoch */
-  bool drop_last;       /* drop what does not divide evenly, instead of repeating samples */
-  bool exact;           /* evaluation: every sample once, none repeated; sizes may differ by 1 */
-} cddp_sampler_desc;
-
-typedef struct cddp_sampler { /* all fields are private */
-  cddp_sampler_desc desc;
-  uint64_t epoch;
-  size_t position, size;
-  uint64_t *order;
-  cddp_result result;
-  size_t start; /* samples of the epoch taken before cddp_load */
-  bool resumed; /* by cddp_load, and no epoch set since */
-} cddp_sampler;
-
-/* The indices of torch.utils.data.DistributedSampler for the same arguments. Starts in epoch 0. */
-CDDPDEF cddp_result cddp_sampler_init(cddp_sampler *s, const cddp_sampler_desc *desc);
-CDDPDEF void cddp_sampler_set_epoch(cddp_sampler *s, uint64_t epoch); /* rewinds */
-CDDPDEF uint64_t cddp_sampler_epoch(const cddp_sampler *s);
-/* How many indices this rank gets in the epoch; after cddp_load in the rest of it. */
-CDDPDEF size_t cddp_sampler_size(const cddp_sampler *s);
-/* The next index; false at the end of the epoch, where the permutation's memory (8 bytes a sample)
-   is freed too. false with s->result != CDDP_OK: there was no memory for it. */
-CDDPDEF bool cddp_sampler_next(cddp_sampler *s, size_t *index);
-/* The indices of batch number `batch` (from 0) of one shard of the epoch; each has `size` samples,
-   the last one may have fewer. Returns how many it has; 0 behind the last batch. The sampler's
-   world_size is the number of shards. Any batch at any time, counted from the epoch's first sample,
-   after cddp_load too; changes nothing for cddp_sampler_next or a checkpoint. The permutation stays
-   until another epoch is set. 0 with s->result != CDDP_OK: a bad argument, or no memory for it.
-   Like torch.utils.data's BatchSampler(DistributedSampler(data, shards, shard), size, False). */
-CDDPDEF size_t cddp_sampler_batch(cddp_sampler *s, int shard, size_t batch, size_t size,
-                                  size_t *indices);
-CDDPDEF void cddp_sampler_destroy(cddp_sampler *s); /* for an epoch left early; NULL is fine */
-
-/* CHECKPOINTS. ------------------------------------------------------------------------------------
-   Files in the safetensors format. Between steps only: no gradient may be marked ready. */
-
-typedef struct cddp_shape {
-  int dims;         /* at most 8; 0: one, as long as the parameter; -1: a scalar, [] */
-  uint64_t size[8]; /* the last one varies fastest, as in C */
-} cddp_shape;
-
-typedef struct cddp_metadata { /* strings in UTF-8 */
-  const char *key;             /* not "cddp."... */
-  const char *value;           /* cddp_load sets it; NULL: the file has none */
-} cddp_metadata;
-
-typedef struct cddp_checkpoint_desc {
-  const cddp_shape *shapes; /* [count] of params, for the file's readers; load: it must have them.
-                               NULL: one dimension each; load takes any shape with that count */
-  cddp_optim *optim;        /* its state and learning rate too; NULL: none */
-  cddp_sampler *sampler;    /* its epoch and place in it; NULL: none */
-  cddp_metadata *metadata;  /* save: what to write; load: keys to look up */
-  int metadata_count;
-  char *text;               /* load: memory for the values, which point into it */
-  size_t text_size;         /* bytes */
-  bool partial; /* load: what the file lacks stays as it is, what it has besides is no error */
-  cddp_ddp *ddp; /* its cddp_ddp_steps, and shards: if set, load compares them with those of a run
-                    that set them; NULL: none */
-} cddp_checkpoint_desc;
-
-/* Collective over g; g NULL: by this process alone. Rank 0 writes its params (any dtype, each with
-   a name) to path, and what desc asks for; returns when the file is on the disk (a file system that
-   cannot sync, such as some FUSE mounts, decides itself when it is). States may lie in pieces on
-   the ranks, as after cddp_ddp_step: they are written whole. A GPU's memory is read after what is
-   on the group's stream (g NULL: on the device); the file is the CPU's.
-   The new file takes path's name in one step: whatever fails (no space, no right, ulimit -f, a kill
-   half-way) leaves the old one as it was, and at most path.tmp, which the next call replaces; only
-   when syncing the folder fails afterwards, the text says that the new one is there. What is there
-   and no regular file (a symbolic link, a device) is CDDP_IO, and so is path while another process
-   saves to it (without flock(), as on Lustre without -o flock, nothing shows that: let one process
-   at a time save to a path). The new file has the old file's mode, and the user and group of this
-   process. All ranks get the same result: CDDP_IO of the file system, CDDP_MISMATCH for parameters
-   or options that differ.
-   timeout_s must suffice for rank 0's writing. Like safetensors' save_file. */
-CDDP_CHECKED CDDPDEF cddp_result cddp_save(cddp_group *g, const char *path,
-                                           const cddp_param *params, int count,
-                                           const cddp_checkpoint_desc *desc);
-
-/* Collective over g; g NULL: by this process alone. Rank 0 reads the file, all ranks get its
-   values, whatever the number of ranks that saved it; f32, f64, f16 and bf16 are converted into
-   each other. The file is not trusted. All of it is checked before anything is changed: CDDP_IO for
-   one that is damaged, CDDP_INVALID_ARGUMENT for one that does not suit. Only when reading fails
-   after that, part of rank 0's params (and of AdamW's step counts, and of states on a GPU) may be
-   overwritten. All ranks get the same result. Another optimizer's states (SGD's momentum for AdamW)
-   do not suit; with partial its learning rate is taken, and this one's states begin anew. A sampler
-   goes on with the next sample of the epoch that no rank had: begin with epoch
-   cddp_sampler_epoch(), whose first cddp_sampler_set_epoch then does not rewind. A cddp_ddp counts
-   on from the steps of the saved one. Memory of a GPU as in cddp_save. Like load_file and
-   load_state_dict. */
-CDDP_CHECKED CDDPDEF cddp_result cddp_load(cddp_group *g, const char *path, cddp_param *params,
-                                           int count, const cddp_checkpoint_desc *desc);
-
-/* ANY FILE of that format: its tensors one by one. Local; once open, any thread. */
-typedef struct cddp_safetensors cddp_safetensors; /* an open file: safetensors.safe_open */
-
-typedef struct cddp_tensor_info {
-  const char *name;      /* UTF-8; valid until the file is closed, as shape */
-  const char *type;      /* the format's word: "F32", "BF16", "BOOL", "F8_E4M3", ... */
-  int dtype;             /* the cddp_dtype; -1: there is none for it */
-  int dims;              /* 0: a scalar */
-  const uint64_t *shape; /* [dims] */
-  uint64_t count, bytes; /* elements, bytes */
-  uint64_t begin;        /* of its bytes, counted from the end of the header */
-} cddp_tensor_info;
-
-/* Opens and checks it: CDDP_IO says what is wrong. *out is NULL on failure. */
-CDDPDEF cddp_result cddp_safetensors_open(cddp_safetensors **out, const char *path);
-CDDPDEF void cddp_safetensors_close(cddp_safetensors *f); /* NULL is fine */
-CDDPDEF int cddp_safetensors_count(const cddp_safetensors *f); /* tensors; -1 for NULL */
-/* Tensor index of 0 .. count - 1, in the order of the file's bytes. */
-CDDPDEF cddp_result cddp_safetensors_get(const cddp_safetensors *f, int index,
-                                         cddp_tensor_info *out);
-CDDPDEF int cddp_safetensors_find(const cddp_safetensors *f, const char *name); /* -1: none */
-/* Copies the tensor's bytes, little-endian as they are; bytes must be their number. */
-CDDPDEF cddp_result cddp_safetensors_read(const cddp_safetensors *f, int index, void *data,
-                                          size_t bytes);
-/* The value of a metadata key, valid until the file is closed; NULL: none. */
-CDDPDEF const char *cddp_safetensors_metadata(const cddp_safetensors *f, const char *key);
-
-/* PROCESSES. ------------------------------------------------------------------------------------*/
-
-/* Forks nprocs processes that call fn(rank, arg), and waits for them. fn's return value (0 .. 255)
-   is the exit code; 0 is success. When one fails the others have 1 s to notice, then get SIGTERM
-   and 5 s later SIGKILL; CDDP_PEER_LOST names the first: its rank, exit code or signal. Children
-   die with their parent, run no atexit handlers of it unless fn calls exit(), and leave nothing
-   behind (but LLVM's OpenMP a file of 1 KiB in /dev/shm, if a child uses it). Like
-   torch.multiprocessing.spawn; examples/cddprun.c starts programs as ranks.
-     environment  RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT; unless
-                  CDDP_SECRET is set a random CDDP_JOB_SECRET for the ranks' meeting, which other
-                  users of this host lack; with several ranks OMP_NUM_THREADS=1 if unset (OpenMP and
-                  OpenBLAS are told too, unless the program has given them a number of threads)
-     stdout       line-buffered, as on a terminal: lines of up to 4,000 bytes stay whole in files
-                  and pipes
-     SIGCHLD      leave it at its default during the call, and wait for no child that is not yours:
-                  else, before Linux 6.15, exit codes are lost: CDDP_SYSTEM once all have ended
-     threads      call it before other threads exist, as with any fork. Those of OpenMP (GCC 9 or
-                  later, clang) and OpenBLAS may exist, between parallel regions */
-CDDPDEF cddp_result cddp_spawn(int (*fn)(int rank, void *arg), void *arg, int nprocs);
-
-/* cddp_spawn for ELASTIC training, where the others go on when one fails. It is forked again, to
-   join them (with CDDP_JOIN=1), max_restarts times in all; 0: never. If it cannot be forked, the
-   others go on without it. CDDP_OK when one has returned 0, whatever the others have; nobody is
-   forked after that. When all have failed CDDP_PEER_LOST names the last one. Like torchrun's
-   --max-restarts, but none of the others restarts. */
-CDDPDEF cddp_result cddp_spawn_elastic(int (*fn)(int rank, void *arg), void *arg, int nprocs,
-                                       int max_restarts);
-
-/* Calls fn on n threads, each with its own rank of one group, and waits for them; destroys the
-   groups that fn has not destroyed. fn returns 0 for success; when one fails (or calls
-   pthread_exit) the others' waits end with CDDP_PEER_LOST. All memory is zero-copy here. On GPUs fn
-   begins with cddp_set_device. fn, hooks and other callbacks have stacks of at least 8 MiB. */
-CDDPDEF cddp_result cddp_run_threads(int (*fn)(cddp_group *g, void *arg), void *arg, int n);
-
-/* CALL SITES. -------------------------------------------------------------------------------------
-   Error texts of collective calls say in which file and line each rank of this host made its call
-   (of ranks on other hosts: what they called): macros of the functions' own names, at the end of
-   this file, pass it on. CDDP_NO_CALL_SITES, defined before this header is included, leaves the
-   macros out. A wrapper can pass the place of its own caller: both functions return their first
-   argument, and name the place of this thread's next call, as in (cddp_barrier)(cddp_at(g, f, l)).
-   */
-CDDPDEF cddp_group *cddp_at(cddp_group *g, const char *file, int line);
-CDDPDEF cddp_ddp *cddp_ddp_at(cddp_ddp *d, const char *file, int line);
-
-/* FLIGHT RECORDER. --------------------------------------------------------------------------------
-   With CDDP_RECORD=dir in the environment each rank keeps its last 1,024 operations in
-   dir/cddp-JOB-RANK.rec (a process that joined later: JOB-RANK.joinN.rec). The file survives the
-   rank's end, SIGKILL included. cddp makes the folder dir, but not the folders above it.
-   examples/cddptrace.c merges the ranks' files into a report (which ranks are late, missing or
-   lost, and in which call) and a trace for Perfetto.
-   The file is a header, then the ring, in the machine's byte order. It is mapped: you can copy or
-   remove a running job's file, but truncating it (> file, copytruncate) ends the rank by SIGBUS. */
-#define CDDP_RECORDS 1024 /* records in the ring; number n is at index (n - 1) % CDDP_RECORDS */
-
-typedef struct cddp_record {
-  uint64_t number;   /* of the operation on this rank, from 1; 0: none yet. Written last */
-  uint64_t sequence; /* of the operation in its group, from 1; 0: it has none (send, ready) */
-  uint64_t group;    /* alike on all ranks of a group; 0 is that of cddp_init */
-  uint64_t count;    /* elements; of "bucket" its index, of "ready" the parameter's */
-  int64_t enqueued;  /* ns of CLOCK_MONOTONIC, as are the next two */
-  int64_t started;   /* 0: not yet */
-  int64_t ended;     /* 0: not yet */
-  char what[16];     /* "all_reduce", "send", "ddp_wait", "bucket", ... with a NUL */
-  int32_t dtype, op; /* cddp_dtype and cddp_op, -1: none */
-  int32_t root;      /* or the peer of a send or recv; -1: none (yet: CDDP_ANY) */
-  int32_t result;    /* cddp_result, valid when ended */
-  int32_t engine;    /* 1: on cddp's own thread, 0: on a caller's */
-  int32_t tag;       /* of a send or recv */
-} cddp_record;
-
-typedef struct cddp_record_header {
-  char magic[8];       /* "cddprec1" */
-  uint32_t record_size, capacity; /* sizeof (cddp_record), CDDP_RECORDS */
-  uint32_t rank, world_size, pid;
-  uint32_t left;       /* 1: the rank left its groups itself */
-  uint64_t job;        /* alike on all ranks */
-  int64_t created;     /* ns of CLOCK_MONOTONIC */
-  int64_t wall_offset; /* ns, CLOCK_REALTIME - CLOCK_MONOTONIC */
-  uint64_t next;       /* numbers given out so far */
-  char host[72];       /* with a NUL */
-} cddp_record_header;
-
-/* STORE. ------------------------------------------------------------------------------------------
-   A key-value store in c10d's TCPStore protocol: a torch.distributed.TCPStore of PyTorch 2.2 or
-   later can use a server made here, and the other way round. Keys are NUL-terminated, of at most
-   8,191 bytes; values any bytes, at most 8 MiB; a server holds 512 MiB of both. Any thread; one
-   operation at a time per store. A cddp_group does not need one: cddp_init makes its own. With
-   file:// the first process that opens the path serves from a thread, over an abstract Unix socket
-   and, for other hosts, a TCP port (of CDDP_PORTS, if set); with its cddp_store_destroy, or its
-   death, the store ends, and others' operations fail with CDDP_NETWORK. Not there: PyTorch's
-   commands queue_*, list_keys and barrier. */
-typedef struct cddp_store_desc {
-  const char *init_method;  /* "tcp://host:port", "unix://name" or "file:///absolute/path" */
-  bool is_server;           /* tcp, unix: also serve, from a thread, on host's addresses; port 0:
-                               any, or one of CDDP_PORTS */
-  double timeout_s;         /* of each operation, and of connecting; 0 = CDDP_TIMEOUT_S, else 600 */
-  const char *secret;       /* NULL = CDDP_SECRET from the environment, else none: cddp_init */
-  cddp_allocator allocator;
-} cddp_store_desc;
-
-CDDPDEF cddp_result cddp_store_create(cddp_store **out, const cddp_store_desc *desc);
-CDDPDEF void cddp_store_destroy(cddp_store *s); /* NULL is fine */
-CDDPDEF int cddp_store_port(const cddp_store *s); /* the TCP port in use; 0 for a file */
-CDDPDEF cddp_result cddp_store_set(cddp_store *s, const char *key, const void *value, size_t size);
-/* Waits for key, then copies its value: *size is its length; CDDP_INVALID_ARGUMENT if that exceeds
-   capacity (nothing is copied then). value may be NULL with capacity 0 to ask for the length alone,
-   which returns CDDP_OK. */
-CDDPDEF cddp_result cddp_store_get(cddp_store *s, const char *key, void *value, size_t capacity,
-                                   size_t *size);
-/* Adds amount to the decimal number at key (absent = 0) in one atomic step; *total, unless NULL,
-   is the new value. If the value is no number, the server ends the connection: CDDP_NETWORK. */
-CDDPDEF cddp_result cddp_store_add(cddp_store *s, const char *key, int64_t amount, int64_t *total);
-/* Stores desired if the value is expected (expected_size 0: if key is absent). value[capacity] and
-   *size get the value that key has now, or expected if key is absent and was not expected to be.
-   *swapped: the value is desired now, also if it was before, as with TCPStore: to elect one of
-   several, let each write other bytes (its rank). CDDP_INVALID_ARGUMENT if the value exceeds
-   capacity: *swapped and *size are right all the same. */
-CDDPDEF cddp_result cddp_store_compare_set(cddp_store *s, const char *key, const void *expected,
-                                           size_t expected_size, const void *desired,
-                                           size_t desired_size, void *value, size_t capacity,
-                                           size_t *size, bool *swapped);
-/* Waits until all keys exist; timeout_s 0 = the store's. CDDP_TIMEOUT names the first key that
-   is missing. */
-CDDPDEF cddp_result cddp_store_wait(cddp_store *s, const char *const *keys, int count,
-                                    double timeout_s);
-CDDPDEF cddp_result cddp_store_check(cddp_store *s, const char *const *keys, int count,
-                                     bool *all_exist); /* whether all are there now */
-/* *deleted, unless NULL: whether the key was there. */
-CDDPDEF cddp_result cddp_store_delete(cddp_store *s, const char *key, bool *deleted);
-CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 
 #ifdef __cplusplus
 }
@@ -1383,7 +1561,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    set: equal bits on all ranks and in all runs. f16 and bf16 are widened to f32, summed and rounded
    once. AVG divides the sum.
 
-   THREADS. cddp runs on its callers' threads (callers: THREADS in >>api), with exceptions: a group
+   THREADS. cddp runs on its callers' threads (callers: see >>fine-print), with exceptions: a group
    whose collectives are called with a work handle, or that reduces buckets, has an engine thread
    (>>work) that runs those for which nobody waits, in order; rank 0 serves the store from a thread
    while ranks meet; and a group on GPUs has two (>>device). All block all signals.
@@ -23337,7 +23515,7 @@ CDDP__COLD_END
 #endif /* CDDP_IMPLEMENTATION_DONE */
 #endif /* CDDP_IMPLEMENTATION */
 
-#if !defined(CDDP_NO_CALL_SITES) && !defined(CDDP__CALL_SITES) /* see CALL SITES in >>api */
+#if !defined(CDDP_NO_CALL_SITES) && !defined(CDDP__CALL_SITES) /* see >>api-diagnostics */
 #define CDDP__CALL_SITES
 #ifdef __cplusplus /* a prefix: the arguments can have commas, as in f<1, 2>() */
 #define CDDP__SITE(T) cddp_at(nullptr, __FILE__, __LINE__) ? static_cast<T *>(nullptr) :
