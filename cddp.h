@@ -13889,21 +13889,23 @@ static cddp_result cddp__init(cddp_group **out, const cddp_group_desc *d) {
 CDDP__COLD_END
 
 /* >>sparse -------------------------------------------------------------------------------------
-   Gradients that are rows of a parameter, as an embedding's are. Pure. Owns: a cddp__sparse and
-   its lists of rows. Touches: the packets that it is given. Entry points: cddp__sparse_new and
-   _free; cddp__rows_add for backward; cddp__rows_pack and cddp__rows_merge for the step.
-   Works as follows: backward adds (number of the row, values) as it finds them. When a shard ends
-   its rank sorts them by number and adds up those of one number, in the order in which they came,
-   into a packet that its peers read. At the step each rank walks through the sorted lists of all
-   shards at once. A row's mean is the canonical sum, in which a shard without the row counts
-   as zeros, so the bits are a dense gradient's. */
+   Job: gradients that consist of rows of a parameter, as those of an embedding.
+   Owns: a cddp__sparse and its lists of rows. Touches: the packets in its arguments.
+   Entry points: cddp__sparse_new and _free; cddp__rows_add during backward; cddp__rows_pack and
+   cddp__rows_merge for the step.
+   How it works:
+     1. Backward appends pairs (row number, values) in any order.
+     2. When a shard ends, its rank sorts the pairs by number, adds up those with the same number in
+        the order of their arrival, and writes the result to a packet that its peers read.
+     3. At the step each rank merges the sorted lists of all shards. A row's mean is the canonical
+        sum; a shard without the row counts as zeros. So the bits are those of a dense gradient. */
 
 typedef struct cddp__row_order {
   int64_t number;
-  size_t at; /* its place in the list */
+  size_t at; /* index in the list of arrivals */
 } cddp__row_order;
 
-/* Rows of a matrix, by number; owner: cddp__sparse. */
+/* Rows of a matrix, with their numbers. Owner: cddp__sparse. */
 typedef struct cddp__rows {
   size_t n, capacity;
   int64_t *number;   /* [capacity] */
@@ -13911,25 +13913,25 @@ typedef struct cddp__rows {
   cddp__row_order *order; /* [capacity] scratch for sorting */
 } cddp__rows;
 
-/* A parameter whose gradient is rows. Owned by its cddp_ddp; one thread at a time. */
+/* A parameter with a sparse gradient. Owner: its cddp_ddp; used by one thread at a time. */
 typedef struct cddp__sparse {
   size_t rows, width, bytes; /* of the parameter; elements and bytes of a row */
-  cddp__rows added;          /* since the last step, as they came; a number may come again */
-  cddp__rows mean;           /* of the last cddp_ddp_wait, each number once, ascending */
+  cddp__rows added;          /* since the last step, in order of arrival; numbers can repeat */
+  cddp__rows mean;           /* of the last cddp_ddp_wait; numbers ascend and do not repeat */
   char *zeros;               /* a row */
 } cddp__sparse;
 
-/* One shard's list while it is merged. */
+/* One shard's list during a merge. */
 typedef struct cddp__row_list {
   const int64_t *number;
   const char *values;
-  size_t n, next; /* rows, and the first that is not merged */
-  char *packet;   /* what follows in the shard's packet */
+  size_t n, next; /* rows; the first row not yet merged */
+  char *packet;   /* the next list in the shard's packet */
 } cddp__row_list;
 
-/* A list in a packet begins with this; then numbers, then values, each on a cache line. */
+/* The start of a list in a packet. Numbers and values follow, each from a cache line on. */
 typedef struct cddp__row_head {
-  uint64_t n, bound; /* rows, and for how many there is room */
+  uint64_t n, bound; /* rows; rows for which the list has memory */
   unsigned char pad[CDDP__CACHE_LINE - 16];
 } cddp__row_head;
 
@@ -13940,7 +13942,7 @@ static void cddp__rows_free(const cddp_allocator *a, cddp__rows *r) {
   memset(r, 0, sizeof *r);
 }
 
-/* Room for n rows; those held stay. */
+/* Makes room for n rows in all, and keeps the present ones. */
 static cddp_result cddp__rows_reserve(const cddp_allocator *a, cddp__rows *r, size_t n,
                                       size_t bytes) {
   size_t room[3] = {r->capacity, r->capacity, r->capacity};
@@ -13999,7 +14001,7 @@ static size_t cddp__row_list_bytes(const cddp__sparse *s, size_t n) {
          cddp__round_up(n * s->bytes, CDDP__CACHE_LINE);
 }
 
-/* Opens the list at l->packet, with room for `bound` rows, and moves on behind it. */
+/* Starts the list at l->packet, with memory for `bound` rows; l->packet moves to the next list. */
 static void cddp__row_list_open(const cddp__sparse *s, cddp__row_list *l, size_t bound) {
   char *at = l->packet + sizeof(cddp__row_head);
   l->number = (const int64_t *)(const void *)at;
@@ -14008,7 +14010,7 @@ static void cddp__row_list_open(const cddp__sparse *s, cddp__row_list *l, size_t
   l->next = 0;
 }
 
-/* Writes the first n of the rows added, sorted and summed by number, to packet. */
+/* Writes the first n added rows to packet, sorted by number, one sum for each number. */
 static void cddp__rows_pack(cddp__sparse *s, size_t n, cddp_dtype dtype, char *packet) {
   cddp__row_head *head = (cddp__row_head *)(void *)packet;
   cddp__row_order *order = s->added.order;
@@ -14041,7 +14043,7 @@ static void cddp__rows_pack(cddp__sparse *s, size_t n, cddp_dtype dtype, char *p
   }
 }
 
-/* The mean over n shards' lists, which stand at this parameter's list; sources: scratch [n]. */
+/* Computes the mean over n shards. lists: their lists of this parameter; sources: [n] scratch. */
 static cddp_result cddp__rows_merge(const cddp_allocator *a, cddp__sparse *s, cddp__row_list *lists,
                                     int n, const void **sources, cddp_dtype dtype) {
   size_t total = 0;
