@@ -1,5 +1,5 @@
-/* cddp.h - v1.0 - data-parallel training for C, C++ and CUDA programs Public domain or MIT, at your
-   choice (end of file). No warranty; use at your own risk.
+/* cddp.h - v1.0 - data-parallel training for C, C++ and CUDA programs
+   Public domain or MIT, at your choice (end of file). No warranty; use at your own risk.
 
    Do this in ONE C or C++ file, before its other includes, and link with -lpthread -lm:
 
@@ -135,7 +135,7 @@
 #define CDDP_CUDA CDDP_CUDA
 #endif
 
-#define CDDP_VERSION 300 /* major * 10000 + minor * 100 + patch */
+#define CDDP_VERSION 10000 /* major * 10000 + minor * 100 + patch */
 
 #ifdef CDDP_STATIC
 #define CDDPDEF static __attribute__((unused))

@@ -1,4 +1,4 @@
-/* cddp_kernels.cuh - the CUDA kernels of cddp.h - v0.3
+/* cddp_kernels.cuh - the CUDA kernels of cddp.h - v1.0
    Public domain or MIT, at your choice (end of cddp.h). No warranty; use at your own risk.
 
    A program in one .cu file (nvcc -O3 -arch=native train.cu -lnccl -lcublas):
