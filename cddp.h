@@ -3178,6 +3178,7 @@ static bool cddp__same_bytes(const void *a, const void *b, size_t n) {
    Instead of an answer the called end can send REFUSAL and a letter:
      S  this end requires a secret          N  this end has no secret
      W  the secrets differ                  D  this end has no file descriptor left
+     J  an elastic job listens here for processes that join
    How to use it, without blocking:
      1. Call cddp__challenge_begin.
      2. Whenever out_size is not 0, send `out` and set out_size to 0.
@@ -3266,7 +3267,7 @@ static void cddp__challenge_message(cddp__challenge *c) {
   if (c->state == CDDP__CHALLENGE_PROVEN)
     cddp__challenge_queue(c, CDDP__AUTH_ACCEPT, proof, sizeof proof);
   else
-    cddp__challenge_queue(c, CDDP__AUTH_REFUSAL, "W", 1);
+    cddp__challenge_queue(c, CDDP__AUTH_REFUSAL, strcmp(c->purpose, "join") == 0 ? "J" : "W", 1);
 }
 
 /* Consumes received bytes and returns how many. The remaining bytes do not belong to the
@@ -3287,7 +3288,9 @@ static size_t cddp__challenge_feed(cddp__challenge *c, const unsigned char *p, s
       if (c->in_size == sizeof c->in) cddp__challenge_message(c);
     } else if (!c->caller || memcmp(c->in, CDDP__AUTH_REFUSAL, k) != 0) {
       c->state = CDDP__CHALLENGE_NOT_CDDP;
-      if (!c->caller) cddp__challenge_queue(c, CDDP__AUTH_REFUSAL, "S", 1);
+      if (!c->caller)
+        cddp__challenge_queue(c, CDDP__AUTH_REFUSAL,
+                              strcmp(c->purpose, "join") == 0 ? "J" : "S", 1);
     } else if (c->in_size == 9) {
       c->state = CDDP__CHALLENGE_REFUSED;
       c->why = (char)c->in[8];
@@ -4618,6 +4621,11 @@ static cddp_result cddp__greet(const cddp_store *s, const char *text, double dea
                       "%s: the process that serves has no file descriptor left for another rank; "
                       "raise its limit (ulimit -n)",
                       strerror(EMFILE));
+  if (c.state == CDDP__CHALLENGE_REFUSED && c.why == 'J')
+    return cddp__fail(CDDP_INVALID_ARGUMENT,
+                      "two jobs use %s: an elastic job runs there. Give this job a MASTER_PORT of "
+                      "its own, or set CDDP_JOIN=1 to join that one",
+                      text);
   if (c.state != CDDP__CHALLENGE_NOT_CDDP)
     return cddp__fail(CDDP_UNAUTHORIZED,
                       "%s; set one CDDP_SECRET (or desc's secret) on all ranks, or on none",
@@ -9582,7 +9590,7 @@ static cddp_result cddp__hear_blocked(cddp__rendezvous *v) {
   v->look = cddp__now() + 0.5;
   v->store->timeout_s = 0.2;
   if (cddp_store_check(v->store, &key, 1, &there) != CDDP_OK || !there ||
-      cddp_store_get(v->store, key, text, sizeof text - 1, &n) != CDDP_OK)
+      cddp_store_get(v->store, key, text, sizeof text - 1, &n) != CDDP_OK || n == 0 || text[0] == 0)
     return CDDP_OK;
   text[n] = 0;
   cddp__make_printable(text);

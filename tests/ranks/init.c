@@ -1386,9 +1386,72 @@ static void second_start(bool two_hosts) {
   }
 }
 
+static int train_elastic(int rank, void *arg) {
+  static float w[8];
+  const double *seconds = (const double *)arg;
+  cddp_group *g = NULL;
+  cddp_ddp *d = NULL;
+  cddp_optim *o = NULL;
+  cddp_ddp_desc desc;
+  cddp_sgd_desc rule;
+  cddp_param param;
+  int shard, t;
+  (void)rank;
+  memset(&param, 0, sizeof param);
+  memset(&desc, 0, sizeof desc);
+  memset(&rule, 0, sizeof rule);
+  param.data = w;
+  param.count = 8;
+  desc.elastic = true;
+  desc.shards = 4;
+  rule.lr = 0.1;
+  CHECK_OK(cddp_init(&g, NULL));
+  CHECK_OK(cddp_ddp_create(&d, g, &param, 1, &desc));
+  rule.ddp = d;
+  CHECK_OK(cddp_sgd_create(&o, &param, 1, &rule));
+  for (t = 0; t < 100 * *seconds && test_failures == 0; t++) {
+    while (cddp_ddp_next_shard(d, &shard)) CHECK_OK(cddp_ddp_ready(d, 0));
+    CHECK_OK(cddp_ddp_step(d, o));
+    ranks_sleep(0.01);
+  }
+  cddp_optim_destroy(o);
+  cddp_ddp_destroy(d);
+  cddp_destroy(g);
+  return 0;
+}
+
+/* An elastic job of two hosts listens at MASTER_PORT for processes that join. A rank of a second
+   start that is no rank of the job, on a host of its own, is told what runs there. */
+static void second_start_elastic(const char *secret) {
+  double seconds = 1 + RANKS_WITHIN(0.5);
+  member m;
+  pid_t pid[2];
+  int status[2], i;
+  if (secret != NULL) setenv("CDDP_SECRET", secret, 1);
+  prepare(&m, 1);
+  for (i = 0; i < 2; i++) {
+    ranks_environment(i, 2, m.port);
+    setenv("CDDP_HOST_ID", i == 0 ? "a" : "b", 1);
+    pid[i] = ranks_fork(train_elastic, i, &seconds);
+  }
+  clear_variables();
+  m.rank = 2;
+  m.world = 3;
+  m.delay = 0.5;
+  m.desc.secret = secret;
+  setenv("CDDP_HOST_ID", "c", 1);
+  CHECK_EQ(waitpid(start_member(&m), NULL, 0) > 0, 1);
+  unsetenv("CDDP_HOST_ID");
+  CHECK_SEEN(&m, CDDP_INVALID_ARGUMENT, "an elastic job runs there", "MASTER_PORT");
+  ranks_join(pid, 2, 60, status);
+  CHECK(ranks_exited_well(status, 2));
+}
+
 static void test_second_start(void) {
   second_start(false);
   second_start(true);
+  second_start_elastic(NULL);
+  second_start_elastic("open sesame");
 }
 
 /* A rank of another user's job at the port is refused by name, and this job goes on. */
