@@ -1574,14 +1574,15 @@ CDDPDEF void cddp_register_kernels(const cddp_kernels *kernels); /* must stay wh
    control block and a lock that each rank holds on the shared memory while it lives. So a death is
    noticed within about 20 ms, by waiting ranks only, at no cost to others; later where many ranks
    share a core. Ranks beyond the number of cores never poll. A long wait is shown to the ranks of
-   the host (cddp__show_wait), in whatever group it is: time-outs say where late ranks wait, and two
-   ranks that wait for each other in different groups are a mismatch within a fraction of a second.
+   the host (cddp__publish_wait), in whatever group it is: time-outs say where late ranks wait, and
+   two ranks that wait for each other in different groups are a mismatch within a fraction of a
+   second.
 
    FAILURE. A rank that sees a lost peer, a disagreement or a deadline writes why into its slot; the
    first to name its slot on the control block has broken the group, and wakes everyone (>>failure).
    So does a rank that cannot go on for reasons of its own (no memory), unless nothing was announced
    yet. Before a failed call returns, no peer may be writing to its buffers any more: see
-   cddp__exit, and cddp__arena_quarantine for peers that have been stopped.
+   cddp__end_access, and cddp__arena_quarantine for peers that have been stopped.
 
    SEVERAL HOSTS. The ranks of a host work as above. Leaders, one for each host in a group, carry
    the headers of a round to each other, large arrays go from host to host in slices, one for each
@@ -1778,7 +1779,7 @@ typedef struct cddp__logged_call {
 /* shared: a rank's place in a group, on its own host. */
 typedef struct cddp__slot {
   cddp__atomic_u32 state; /* CDDP__SLOT_*; writer: the rank, for threads also their starter */
-  cddp__atomic_u32 inside; /* 1: may be in its peers' memory, see cddp__enter; writer: the rank */
+  cddp__atomic_u32 inside; /* 1: between begin_access and end_access; writer: the rank */
   unsigned char pad1[CDDP__CACHE_LINE - 8];
   cddp__atomic_u64 awaits; /* 1 + a rank of another host that this one waits for, behind the ms of
                               cddp__monotonic() when it last looked; 0: none; writer: the rank */
@@ -1815,8 +1816,8 @@ typedef struct cddp__cause {
 } cddp__cause;
 
 /* shared: the control block of a group, followed by the headers of all ranks, the last round to
-   which each is known to have come by what its host has told (cddp__came_of), the slots of those of
-   this host (and an empty one for the others) and then the staging buffers. */
+   which each is known to have come by what its host has told (cddp__reported_round_of), the slots
+   of those of this host (and an empty one for the others) and then the staging buffers. */
 typedef struct cddp__control_block {
   cddp__atomic_u32 arrivals; /* oversubscribed: ranks that reached a round, summed over all */
   unsigned char pad1[CDDP__CACHE_LINE - 4];
@@ -7143,40 +7144,45 @@ static void cddp__buffer_bytes(const cddp_group *g, const cddp__call *c, size_t 
 }
 
 /* >>failure ---------------------------------------------------------------------------------------
-   How a failure reaches all ranks, and what is known of a rank that others wait for: whether it has
-   ended and how, where it waits, whether two wait for each other.
-   Owns: of the control block broken and cause; of a slot state, inside, failure, site, wait ...; of
-   the group failed. Lock: fail_lock. Calls other hosts through >>hooks.
-   Entry points: cddp__break; cddp__check_group; cddp__report_lost and _look_after_peers for ranks
-   that are gone, cddp__break_late for those that are late; cddp__enter and cddp__exit around what
-   touches peers' memory; the functions that put a call, a rank or its end into words; where on a
-   control block headers, slots and staging buffers are.
-   Works as follows: the first rank to notice a failure writes it into its slot and names the slot
-   on the control block, which breaks the group, and wakes all ranks; each call of each rank returns
-   this failure from then on. Whether a process has ended its pidfd tells, and its slot that it has
-   left in good order. A rank that waits for long shows its peers where (cddp__show_wait). */
+   Job: report a failure to all ranks of a group, and find out about a rank that others wait for:
+   whether and how it has ended, where it waits, whether two ranks wait for each other.
+   Owns: in the control block `broken` and `cause`; in a slot state, inside, failure, site and wait;
+   in the group `failed`. Lock: fail_lock. Calls other hosts through >>hooks.
+   Entry points: cddp__break; cddp__check_group; cddp__check_peers and cddp__report_lost for ranks
+   that have ended, cddp__break_late for ranks that are late; cddp__begin_access and
+   cddp__end_access around accesses to peers' memory; cddp__describe_* and cddp__name_rank for error
+   texts; the functions that compute addresses inside a control block.
+   How it works:
+     1. The first rank to notice a failure writes its text into its own slot. Then it stores result
+        and slot number in block->broken with a compare-and-swap. This breaks the group.
+     2. It wakes all sleeping ranks. From then on every call of every rank returns this failure.
+     3. cddp__process_gone finds out from a process's pidfd, its lock on the shared memory and /proc
+        whether it has ended. A rank that leaves in good order says so in its slot.
+     4. A rank that has waited for long publishes the place where it waits (cddp__publish_wait), for
+        the time-out texts of its peers and for the deadlock check. */
 
-/* Bytes of a staging buffer, less where many ranks share the last cache: cddp__staging_bytes. Where
-   a core's L2 has 1 MiB, pieces of 256 KiB leave it for the last cache, from where peers read them
-   in 2/3 of the time of 64 KiB; where it has 512 KiB, pieces of 64 KiB are the faster ones. */
+/* Bytes of a staging buffer. cddp__staging_bytes has fewer where many ranks share the last cache. A
+   core with 1 MiB of L2 writes chunks of 256 KiB to the last cache; peers read them there in 2/3 of
+   the time that chunks of 64 KiB take. With 512 KiB of L2, chunks of 64 KiB are faster. */
 #define CDDP__STAGING ((size_t)256 << 10)
 #define CDDP__STAGING_MIN ((size_t)64 << 10)
-#define CDDP__STAGING_L2 ((size_t)1 << 20) /* from here on, and where it is not known: STAGING */
-#define CDDP__STAGING_ALL ((size_t)4 << 20) /* of all ranks of a group */
-/* Bytes of all ranks' staging buffers that cross between hosts with a round's headers; of two ranks
-   twice as many: no other way takes fewer bytes. */
-#define CDDP__RIDE ((size_t)64 << 10)
+#define CDDP__STAGING_L2 ((size_t)1 << 20)  /* with an L2 of this size or unknown: CDDP__STAGING */
+#define CDDP__STAGING_ALL ((size_t)4 << 20) /* limit for the sum over all ranks of a group */
+/* Shares that travel between hosts with a round's headers: bytes of all ranks together. Two ranks
+   use twice as many bytes, since no other algorithm transfers fewer bytes between two ranks. */
+#define CDDP__PIGGYBACK ((size_t)64 << 10)
 
 static const char *const cddp__dtype_names[] = {"f32", "f64", "f16", "bf16",
                                                 "i8",  "u8",  "i32", "i64"};
 static const char *const cddp__op_names[] = {"sum", "avg",  "prod", "min",
                                              "max", "band", "bor",  "bxor"};
 
-static uint32_t cddp__call_code(const cddp__call *c, uint32_t phase) {
-  return (uint32_t)c->kind | (uint32_t)c->dtype << 8 | (uint32_t)c->op << 16 | (phase << 24);
+static uint32_t cddp__call_code(const cddp__call *call, uint32_t phase) {
+  return (uint32_t)call->kind | (uint32_t)call->dtype << 8 | (uint32_t)call->op << 16 |
+         (phase << 24);
 }
 
-/* "all_reduce(count 4, f32, sum)" */
+/* Example: "all_reduce(count 4, f32, sum)" */
 static cddp__text cddp__describe_call(uint32_t code, uint64_t count, int root) {
   uint32_t kind = code & 255, dtype = code >> 8 & 255, op = code >> 16 & 255;
   cddp__text t = {"an unknown call"};
@@ -7193,9 +7199,9 @@ static cddp__text cddp__describe_call(uint32_t code, uint64_t count, int root) {
   return t;
 }
 
-/* Layout: control block, headers, rounds told, slots, staging buffers. Every rank reads all
-   headers, so those lie close together: of a thousand ranks they are 32 pages, while a slot takes
-   several. Ranks of other hosts share a slot that stays empty. */
+/* Layout: control block, headers, reported rounds, slots, staging buffers. Every rank reads all
+   headers. They are contiguous because those of a thousand ranks then fill 32 pages, while a single
+   slot takes several pages. Ranks of other hosts share one slot, which stays empty. */
 static size_t cddp__block_slots(int size) {
   return 4096 + cddp__round_up((size_t)size * (2 * sizeof(cddp__op_header) + 4), 4096);
 }
@@ -7203,9 +7209,9 @@ static size_t cddp__block_head(int size, int local_size) {
   size_t slots = (size_t)local_size + (local_size < size ? 1 : 0);
   return cddp__round_up(cddp__block_slots(size) + slots * sizeof(cddp__slot), 65536);
 }
-#ifndef CDDP__L2 /* tests have one for each rank */
+#ifndef CDDP__L2 /* tests define it, with a value for each rank */
 #define CDDP__L2 cddp__l2()
-/* Bytes of a core's second cache; 0: not known, as on aarch64 with musl. */
+/* Bytes of a core's L2 cache; 0: unknown, for example on aarch64 with musl. */
 static size_t cddp__l2(void) {
 #if CDDP__DISPATCH
   unsigned a, b, c = 0, d;
@@ -7219,16 +7225,18 @@ static size_t cddp__l2(void) {
 }
 #endif
 
-static size_t cddp__staging_bytes(int size) { /* most, for any machine */
+static size_t cddp__staging_bytes(int size) { /* the maximum over all machines */
   size_t each = CDDP__STAGING;
   while (each > CDDP__STAGING_MIN && 2 * each * (size_t)size > CDDP__STAGING_ALL) each /= 2;
   return each;
 }
-static size_t cddp__ride_bytes(int size) { return size == 2 ? 2 * CDDP__RIDE : CDDP__RIDE; }
-static size_t cddp__block_bytes(int size, int local_size) { /* any page size */
+static size_t cddp__piggyback_bytes(int size) {
+  return size == 2 ? 2 * CDDP__PIGGYBACK : CDDP__PIGGYBACK;
+}
+static size_t cddp__block_bytes(int size, int local_size) { /* fits any page size */
   size_t local = (size_t)size * cddp__staging_bytes(size);
   return cddp__block_head(size, local_size) +
-         2 * (local_size < size ? cddp__ride_bytes(size) : local);
+         2 * (local_size < size ? cddp__piggyback_bytes(size) : local);
 }
 static cddp__slot *cddp__slot_of(const cddp_group *g, int rank) {
   return g->slots + g->slot_index[rank];
@@ -7236,36 +7244,38 @@ static cddp__slot *cddp__slot_of(const cddp_group *g, int rank) {
 static cddp__op_header *cddp__op_header_of(const cddp_group *g, int rank, uint32_t round) {
   return (cddp__op_header *)(void *)((char *)g->block + 4096) + 2 * (size_t)rank + (round & 1);
 }
-static cddp__atomic_u32 *cddp__came_of(const cddp_group *g, int rank) {
+static cddp__atomic_u32 *cddp__reported_round_of(const cddp_group *g, int rank) {
   return (cddp__atomic_u32 *)(void *)cddp__op_header_of(g, g->size, 0) + rank;
 }
 static void *cddp__staging_of(const cddp_group *g, int rank, uint32_t round) {
   return g->staging + (2 * (size_t)rank + (round & 1)) * g->staging_size;
 }
-static bool cddp__has_announced(const cddp_group *g, int rank) { /* the current round */
+static bool cddp__has_announced(const cddp_group *g, int rank) { /* whether in this round */
   return cddp__load32(&cddp__op_header_of(g, rank, g->round)->seq) == g->round;
 }
 
-/* --- a failure on its way to all ranks --- */
+/* --- reporting a failure to all ranks --- */
 
-/* Keeps a failure, in words, unless there is one already. */
-static bool cddp__note_cause(cddp__cause *c, cddp_result r, const char *text) {
-  if (!cddp__swap32(&c->state, 0, 1)) return false;
-  snprintf(c->text, sizeof c->text, "%s", text);
-  cddp__store32(&c->state, 2 + (uint32_t)r);
+/* Stores a failure and its text. Returns false if one is already stored. */
+static bool cddp__set_cause(cddp__cause *cause, cddp_result r, const char *text) {
+  if (!cddp__swap32(&cause->state, 0, 1)) return false;
+  snprintf(cause->text, sizeof cause->text, "%s", text);
+  cddp__store32(&cause->state, 2 + (uint32_t)r);
   return true;
 }
 
-static bool cddp__has_cause(const cddp__cause *c) { return cddp__load32(&c->state) >= 2; }
+static bool cddp__has_cause(const cddp__cause *cause) { return cddp__load32(&cause->state) >= 2; }
 
-/* The kept failure, if there is one; it becomes this thread's error. */
-static cddp_result cddp__check_cause(const cddp__cause *c) {
-  if (CDDP__LIKELY(!cddp__has_cause(c))) return CDDP_OK;
-  return cddp__fail((cddp_result)(cddp__load32(&c->state) - 2), "%s", c->text);
+/* Returns the stored failure, and makes its text this thread's error. CDDP_OK: there is none. */
+static cddp_result cddp__check_cause(const cddp__cause *cause) {
+  if (CDDP__LIKELY(!cddp__has_cause(cause))) return CDDP_OK;
+  return cddp__fail((cddp_result)(cddp__load32(&cause->state) - 2), "%s", cause->text);
 }
 
-static void cddp__wake_all(cddp_group *g) { /* of other hosts' headers one at most is slept on */
-  bool sleepers = cddp__add32(&g->block->sleepers, 0) != 0; /* a fence: later ones see why */
+/* Wakes all sleeping ranks. Of other hosts' headers, only the lowest rank's can have sleepers. */
+static void cddp__wake_all(cddp_group *g) {
+  bool sleepers = cddp__add32(&g->block->sleepers, 0) != 0; /* full fence: later sleepers see
+                                                               `broken` */
   int p;
   if (sleepers) cddp__futex_wake(&g->block->release);
   for (p = 0; p < g->size; p++) {
@@ -7278,12 +7288,12 @@ static void cddp__wake_all(cddp_group *g) { /* of other hosts' headers one at mo
   }
 }
 
-/* Why the group is broken, once it is. */
+/* The text of the group's failure. Valid once the group is broken. */
 static const char *cddp__failure_text(const cddp_group *g) {
   return g->slots[cddp__load32(&g->block->broken) >> 8].failure;
 }
 
-/* The failure on the control block, if there is one; it becomes this thread's error. */
+/* Returns the group's failure, and makes its text this thread's error. CDDP_OK: healthy. */
 static cddp_result cddp__check_failure(cddp_group *g) {
   cddp_result r = (cddp_result)(cddp__load32(&g->block->broken) & 255);
   cddp__net *net;
@@ -7291,17 +7301,17 @@ static cddp_result cddp__check_failure(cddp_group *g) {
   net = g->hosts != NULL ? g->hosts->net : g->host->net;
   pthread_mutex_lock(&g->fail_lock);
   if (!g->failed && r == CDDP_PEER_LOST && net != NULL)
-    cddp__note_cause(&net->loss, r, cddp__failure_text(g));
+    cddp__set_cause(&net->loss, r, cddp__failure_text(g));
   if (!g->failed && g->hosts != NULL) cddp__hosts_hang_up(g);
   g->failed = true;
   pthread_mutex_unlock(&g->fail_lock);
   return cddp__fail(r, "%s", cddp__failure_text(g));
 }
 
-/* Makes this thread's error the group's failure; false: there is one already. */
+/* Makes this thread's error the group's failure. Returns false if the group is already broken. */
 static bool cddp__publish_failure(cddp_group *g, cddp_result r) {
   bool first = false;
-  pthread_mutex_lock(&g->fail_lock); /* this rank's threads share the slot's text */
+  pthread_mutex_lock(&g->fail_lock); /* the threads of this rank share the slot's text */
   if (cddp__load32(&g->block->broken) == 0) {
     memcpy(g->slots[g->local_rank].failure, cddp__error_text, CDDP__ERROR_MAX);
     CDDP__POINT("breaking");
@@ -7311,18 +7321,19 @@ static bool cddp__publish_failure(cddp_group *g, cddp_result r) {
   return first;
 }
 
-/* Wakes all ranks for a failure that was published. tell: other hosts do not see it themselves. */
-static void cddp__spread_failure(cddp_group *g, bool tell) {
+/* Wakes all ranks after a failure was published. notify_hosts: tell the other
+   hosts, which do not notice the failure themselves. */
+static void cddp__announce_failure(cddp_group *g, bool notify_hosts) {
   cddp__wake_all(g);
   cddp__log(&g->host->logger, 0, "%s", cddp__failure_text(g));
-  if (tell && g->hosts != NULL)
+  if (notify_hosts && g->hosts != NULL)
     cddp__tell_all(g->hosts->net, g->id, g->world, g->size, cddp__load32(&g->block->broken) & 255,
                    cddp__failure_text(g));
 }
 
-/* Breaks the group with this thread's error, unless it is broken; returns what is in force. */
-static cddp_result cddp__break_here(cddp_group *g, cddp_result r, bool tell) {
-  if (cddp__publish_failure(g, r)) cddp__spread_failure(g, tell);
+/* Breaks the group with this thread's error, unless it is broken. Returns the group's failure. */
+static cddp_result cddp__break_here(cddp_group *g, cddp_result r, bool notify_hosts) {
+  if (cddp__publish_failure(g, r)) cddp__announce_failure(g, notify_hosts);
   return cddp__check_failure(g);
 }
 
@@ -7330,23 +7341,23 @@ static cddp_result cddp__break(cddp_group *g, cddp_result r) {
   return cddp__break_here(g, r, true);
 }
 
-/* Notes that this rank has several threads that use cddp: what one of them waits for, another one
-   of a peer may bring. */
-static void cddp__note_several(const cddp__host *h) {
-  if (h->slots != NULL) cddp__store32(&h->slots[h->index].several, 1);
+/* Marks this rank as one with several threads that use cddp. A peer cannot conclude then that the
+   rank is blocked because one of its threads waits: another thread can unblock it. */
+static void cddp__mark_multithreaded(const cddp__host *host) {
+  if (host->slots != NULL) cddp__store32(&host->slots[host->index].several, 1);
 }
 
-#define CDDP__THREAD ((uintptr_t)&cddp__this_site) /* a number of this thread's own */
+#define CDDP__THREAD ((uintptr_t)&cddp__this_site) /* identifies the calling thread */
 
-CDDP__INLINED void cddp__note_thread(cddp__host *h) {
-  uintptr_t self = CDDP__THREAD, first = __atomic_load_n(&h->user, __ATOMIC_RELAXED);
+CDDP__INLINED void cddp__note_thread(cddp__host *host) {
+  uintptr_t self = CDDP__THREAD, first = __atomic_load_n(&host->user, __ATOMIC_RELAXED);
   if (CDDP__LIKELY(first == self) || cddp__own_engine != NULL) return;
-  if (first != 0 || !__atomic_compare_exchange_n(&h->user, &first, self, false, __ATOMIC_RELAXED,
+  if (first != 0 || !__atomic_compare_exchange_n(&host->user, &first, self, false, __ATOMIC_RELAXED,
                                                  __ATOMIC_RELAXED))
-    cddp__note_several(h);
+    cddp__mark_multithreaded(host);
 }
 
-/* This group's failure for a call that begins, CDDP_OK when it is healthy. */
+/* Called at the start of each call: returns the group's failure, or CDDP_OK if it is healthy. */
 CDDP__INLINED cddp_result cddp__check_group(cddp_group *g) {
   cddp__note_thread(g->host);
   if (CDDP__LIKELY(cddp__load32(&g->block->broken) == 0)) return CDDP_OK;
@@ -7355,14 +7366,14 @@ CDDP__INLINED cddp_result cddp__check_group(cddp_group *g) {
 
 CDDP__COLD
 
-/* --- what has become of a peer --- */
+/* --- whether and how a peer has ended --- */
 
-#define CDDP__NAP_S 0.02  /* longest sleep before peers are looked after */
-#define CDDP__NEWS_S 0.1  /* for a failure's cause to arrive from another host */
-#define CDDP__CAUSE_S 0.5 /* the same where other ranks may have seen how one ended */
+#define CDDP__SLEEP_MAX_S 0.02        /* longest sleep between two checks of the peers */
+#define CDDP__REMOTE_CAUSE_S 0.1      /* time for another host's notice of a failure to arrive */
+#define CDDP__REMOTE_CAUSE_LONG_S 0.5 /* the same if other ranks may have seen how a rank ended */
 
-/* Field `number` of /proc/PID/stat, as proc(5) counts them, and the third field, the letter of the
-   process's state; false: there is no such process. */
+/* Reads field `number` of /proc/PID/stat, numbered as in proc(5), and field 3, the letter of the
+   process's state. Returns false if there is no such process. */
 static bool cddp__process_stat(uint32_t pid, int number, char *state, uint64_t *value) {
   char path[32], text[1024], *at;
   ssize_t n;
@@ -7372,7 +7383,7 @@ static bool cddp__process_stat(uint32_t pid, int number, char *state, uint64_t *
   n = read(fd, text, sizeof text - 1);
   close(fd);
   text[n > 0 ? n : 0] = 0;
-  at = strrchr(text, ')'); /* behind the name */
+  at = strrchr(text, ')'); /* end of the name, which can contain anything */
   if (at == NULL || at[1] != ' ') return false;
   *state = at[2];
   for (field = 2; field < number && at != NULL; field++) at = strchr(at + 1, ' ');
@@ -7380,59 +7391,62 @@ static bool cddp__process_stat(uint32_t pid, int number, char *state, uint64_t *
   return at != NULL;
 }
 
-static uint64_t cddp__boot_ticks(void) { /* now, as /proc/PID/stat says when a process began */
+static uint64_t cddp__boot_ticks(void) { /* the time now, in the unit of starttime in proc(5) */
   struct timespec t;
   clock_gettime(CLOCK_BOOTTIME, &t);
   return (uint64_t)(((double)t.tv_sec + 1e-9 * (double)t.tv_nsec) * (double)sysconf(_SC_CLK_TCK));
 }
 
-/* Whether a process of the host has ended. As long as it lives it holds a lock on the shared
-   memory. If there is none it may have closed its descriptors, or may not have come so far. */
-static bool cddp__process_gone(const cddp__host *h, int at) {
-  struct pollfd fd = {h->pidfds[at], POLLIN, 0};
+/* Returns whether a process of the host has ended. A living process holds a lock on its byte of the
+   shared memory. A missing lock is no proof of its end: the program may have closed the descriptor,
+   or the process may not have taken the lock yet. */
+static bool cddp__process_gone(const cddp__host *host, int at) {
+  struct pollfd fd = {host->pidfds[at], POLLIN, 0};
   struct flock lock;
   uint64_t born;
   char state;
   if (fd.fd >= 0 && poll(&fd, 1, 0) != 1) return false;
   if (fd.fd >= 0 && (syscall(SYS_pidfd_send_signal, fd.fd, 0, NULL, 0) == 0 || errno != EBADF))
-    return true; /* else the program has closed the pidfd (closefrom) */
+    return true; /* EBADF: the program has closed the pidfd (closefrom) */
   memset(&lock, 0, sizeof lock);
   lock.l_type = F_WRLCK;
   lock.l_start = at;
   lock.l_len = 1;
-  if (at < h->size && fcntl(h->fd, F_GETLK, &lock) == 0 && lock.l_type != F_UNLCK) return false;
-  if (cddp__process_stat(h->pids[at], 22, &state, &born))
-    return state == 'Z' || state == 'X' || (at < h->size && born > h->met); /* others have joined */
-  return kill((pid_t)h->pids[at], 0) != 0 && errno == ESRCH;
+  if (at < host->size && fcntl(host->fd, F_GETLK, &lock) == 0 && lock.l_type != F_UNLCK)
+    return false;
+  if (cddp__process_stat(host->pids[at], 22, &state, &born)) /* born > met: another process's pid */
+    return state == 'Z' || state == 'X' || (at < host->size && born > host->met);
+  return kill((pid_t)host->pids[at], 0) != 0 && errno == ESRCH;
 }
 
-/* Whether a rank of another host is gone, and a notice that says why is here or has had time to
-   arrive: none follows a goodbye, and a rank that was alone on its host leaves none to send one. */
+/* Returns whether a rank of another host has ended and the notice of the cause has arrived, or has
+   had time to arrive. No notice follows a BYE, and a rank that was alone on its host has no
+   neighbour that could send one. */
 static bool cddp__remote_gone(const cddp_group *g, int rank) {
-  const cddp__peer *p = &g->hosts->peers[rank];
+  const cddp__peer *peer = &g->hosts->peers[rank];
   bool brief;
-  if (cddp__load32(&p->lost) == 0) return false;
-  brief = p->error == CDDP__LEFT || g->hosts->nodes[p->host].size == 1;
+  if (cddp__load32(&peer->lost) == 0) return false;
+  brief = peer->error == CDDP__LEFT || g->hosts->nodes[peer->host].size == 1;
   return cddp__has_cause(&g->block->cause) ||
-         cddp__now() >= p->lost_at + (brief ? CDDP__NEWS_S : CDDP__CAUSE_S);
+         cddp__now() >= peer->lost_at + (brief ? CDDP__REMOTE_CAUSE_S : CDDP__REMOTE_CAUSE_LONG_S);
 }
 
-/* Whether the rank's process has ended or has left the group. */
+/* Returns whether the rank's process has ended or the rank has left the group. */
 static bool cddp__rank_gone(const cddp_group *g, int rank) {
   uint32_t state = cddp__load32(&cddp__slot_of(g, rank)->state);
   if (g->members[rank] < 0) return cddp__remote_gone(g, rank);
   if (state == CDDP__SLOT_LEFT || state == CDDP__SLOT_DEAD) return true;
   if (rank == g->rank) return false;
-  if (g->host->threads) /* one that has died has said so in the first group */
+  if (g->host->threads) /* a thread that ends marks its slot in the first group only */
     return g->host->slots != NULL &&
            cddp__load32(&g->host->slots[g->members[rank]].state) == CDDP__SLOT_DEAD;
   return cddp__process_gone(g->host, g->members[rank]);
 }
 
-/* The wait status of a process that has ended. A zombie's is in /proc; a reaped process's can be
-   had from its pidfd (-1: none) since Linux 6.15. */
+/* Reads the wait status of a process that has ended. A zombie's status is in /proc. The status of a
+   reaped process can be read from its pidfd (-1: none) since Linux 6.15. */
 static bool cddp__exit_status(int pidfd, uint32_t pid, int *status) {
-  struct cddp__pidfd_info { /* struct pidfd_info, its first version */
+  struct cddp__pidfd_info { /* struct pidfd_info of the kernel, first version */
     uint64_t mask, cgroup;
     uint32_t ids[11];
     int32_t exit_code;
@@ -7449,7 +7463,7 @@ static bool cddp__exit_status(int pidfd, uint32_t pid, int *status) {
   return (info.mask & 8) != 0;
 }
 
-/* How a process ended, from its wait status: "was killed by signal 9 (Killed)". */
+/* Describes a wait status, for example "was killed by signal 9 (Killed)". */
 static cddp__text cddp__describe_status(int status) {
   const char *name = WIFSIGNALED(status) ? strsignal(WTERMSIG(status)) : NULL;
   if (!WIFSIGNALED(status)) return cddp__textf("exited with code %d", WEXITSTATUS(status));
@@ -7468,56 +7482,57 @@ static cddp__text cddp__name_rank(const cddp_group *g, int rank) {
                      g->host->name);
 }
 
-/* Whether a rank that is gone has left in good order. */
+/* Returns whether a rank that has ended left the group by cddp_destroy. */
 static bool cddp__rank_left(const cddp_group *g, int rank) {
   if (g->members[rank] < 0) return g->hosts->peers[rank].error == CDDP__LEFT;
   return cddp__load32(&cddp__slot_of(g, rank)->state) == CDDP__SLOT_LEFT;
 }
 
-/* How a rank that is gone went. */
+/* Describes how a rank has ended. cddp__rank_gone(g, rank) is true. */
 static cddp__text cddp__describe_end(const cddp_group *g, int rank) {
   uint32_t state = cddp__load32(&cddp__slot_of(g, rank)->state);
   int status, at = g->members[rank], error = at < 0 ? g->hosts->peers[rank].error : 0;
   const cddp__home *home = at < 0 ? &g->hosts->net->homes[g->world[rank]] : NULL;
-  cddp__address a;
-  double deadline = cddp__now() + 2.5 * CDDP__NAP_S; /* the rank before it looks, if it waits */
+  cddp__address address;
+  double deadline = cddp__now() + 2.5 * CDDP__SLEEP_MAX_S; /* for its neighbour's slot.ended */
   uint32_t ended = 0;
   if (cddp__rank_left(g, rank)) return cddp__textf("left the group (cddp_destroy)");
   if (error > 0) {
-    a = cddp__internet_address(&g->hosts->net->hosts[home->host].address);
-    cddp__address_set_port(&a, home->port);
+    address = cddp__internet_address(&g->hosts->net->hosts[home->host].address);
+    cddp__address_set_port(&address, home->port);
   }
   if (error == ECONNREFUSED)
     return cddp__textf("does not listen at %s: it has ended, or a firewall blocks this port",
-                       cddp__describe_address(&a).s);
+                       cddp__describe_address(&address).s);
   if (error == EPROTO)
-    return cddp__textf("sent what is no message of cddp, or not the one that was due");
+    return cddp__textf("sent bytes that are not a cddp message, or a message out of order");
   if (error != 0 && error != ECONNRESET && error != EPIPE)
-    return cddp__textf("lost its connection (it listens at %s): %s", cddp__describe_address(&a).s,
-                       strerror(error));
+    return cddp__textf("lost its connection (it listens at %s): %s",
+                       cddp__describe_address(&address).s, strerror(error));
   if (at < 0) return cddp__textf("closed its connection: it died, or its group failed");
   if (state == CDDP__SLOT_DEAD || g->host->threads)
     return cddp__textf("ended: its thread function returned");
   if (cddp__exit_status(g->host->pidfds[at], g->host->pids[at], &status))
     return cddp__describe_status(status);
-  while (g->host->slots != NULL && at < g->host->size && /* NULL: this rank has joined */
+  while (g->host->slots != NULL && at < g->host->size && /* NULL: this rank joined (CDDP_JOIN) */
          (ended = cddp__load32(&g->host->slots[at].ended)) == 0 && cddp__now() < deadline)
     cddp__sleep(1e-3);
   if (ended != 0) return cddp__describe_status((int)(ended & 0xffff));
   return cddp__textf("died: its process has ended");
 }
 
-/* What this rank is doing: "all_reduce(count 4, f32, sum) at train.c:120, call 17 of the group". */
-static cddp__text cddp__describe_here(const cddp_group *g) {
+/* This rank's current call: "all_reduce(count 4, f32, sum) at train.c:120, call 17 of the group" */
+static cddp__text cddp__describe_current_call(const cddp_group *g) {
   const cddp__op_header *header = cddp__op_header_of(g, g->rank, g->round);
   return cddp__textf("%s%s, call %" PRIu64 " of the group",
                      cddp__describe_call(header->call, header->count, header->root).s,
                      cddp__describe_site().s, g->calls);
 }
 
-/* Breaks the group over the loss of a rank. doing: what this rank was in; NULL: waiting for that
-   one. A rank that left, or is on another host, may be gone because of a third one: a notice of
-   that is believed, and a process of the group that has died is named too. */
+/* Breaks the group over the loss of a rank. doing: the operation that this rank was in; NULL: the
+   round in which it waited for the lost rank. A rank that left, or that is on another host, may
+   have ended because of a third rank. So a notice from another host is preferred as the cause, and
+   the text also names a process of the group that has died. */
 static cddp_result cddp__report_lost(cddp_group *g, int rank, const char *doing) {
   const cddp__cause *cause = &g->block->cause;
   bool left = g->members[rank] >= 0 && cddp__rank_left(g, rank);
@@ -7535,13 +7550,13 @@ static cddp_result cddp__report_lost(cddp_group *g, int rank, const char *doing)
   }
   cddp__fail(CDDP_PEER_LOST, "%.320s; rank %d was %s %s", loss.s, g->rank,
              doing == NULL ? "waiting for it in" : "in",
-             doing == NULL ? cddp__describe_here(g).s : doing);
+             doing == NULL ? cddp__describe_current_call(g).s : doing);
   return cddp__break(g, CDDP_PEER_LOST);
 }
 
-/* Whether this rank's round still lacks rank p. Oversubscribed: p may have died between header and
-   arrival. Until the other hosts have come, and while frames of theirs are on their way, all ranks
-   of this one are needed. */
+/* Returns whether this rank's round still needs rank p. In an oversubscribed group p can have died
+   after writing its header and before counting its arrival. While the headers of other hosts are
+   missing, or frames are in transit, all ranks of this host are needed. */
 static bool cddp__rank_needed(const cddp_group *g, int p) {
   if (!cddp__has_announced(g, p)) return true;
   if (g->oversubscribed && cddp__load32(&g->block->release) != g->round) return true;
@@ -7550,16 +7565,16 @@ static bool cddp__rank_needed(const cddp_group *g, int p) {
          (!g->hosts->local_only && !cddp__has_announced(g, g->hosts->lowest_remote));
 }
 
-/* Breaks the group if a rank that this round waits for is gone. */
-static cddp_result cddp__look_after_peers(cddp_group *g) {
+/* Breaks the group if a rank that this round needs has ended or left. */
+static cddp_result cddp__check_peers(cddp_group *g) {
   int p;
   if (g->block_ref.kind == CDDP__REF_EXTENT &&
       cddp__load32(&g->block->generation) != g->block_generation)
-    return cddp__fail(CDDP_PEER_LOST, "the other ranks have left the group");
+    return cddp__fail(CDDP_PEER_LOST, "all other ranks have left the group");
   for (p = 0; p < g->size; p++) {
     if (p == g->rank || g->members[p] < 0) continue;
     if (!cddp__rank_needed(g, p) || !cddp__rank_gone(g, p)) continue;
-    if (!cddp__rank_needed(g, p)) continue; /* its last word had just come */
+    if (!cddp__rank_needed(g, p)) continue; /* it had announced the round before it ended */
     return cddp__report_lost(g, p, NULL);
   }
   return CDDP_OK;
@@ -7569,18 +7584,18 @@ CDDP__COLD_END
 
 /* --- access to peers' memory --- */
 
-/* What touches peers' memory stands between cddp__enter and cddp__exit. A failing rank sees that a
-   peer has entered, or the peer sees the failure: both use full fences. */
-static cddp_result cddp__enter(cddp_group *g) {
+/* Every access to peers' memory is between cddp__begin_access and cddp__end_access. Both sides use
+   full fences: either a failing rank sees this rank's `inside`, or this rank sees the failure. */
+static cddp_result cddp__begin_access(cddp_group *g) {
   cddp__exchange32(&cddp__slot_of(g, g->rank)->inside, 1);
   CDDP__POINT("inside");
   return cddp__check_group(g);
 }
 
-/* Passes r on. After a failure it waits for the peers that are still inside: only then are the
-   buffers the caller's again. Peers come out soon, since the failure ends their waits and their
-   work; if a peer does not (it was stopped), this rank's memory is quarantined. */
-static cddp_result cddp__exit(cddp_group *g, cddp_result r) {
+/* Returns r. After a failure it first waits until no peer is inside. Only then can the caller reuse
+   its buffers. Peers leave soon, because the failure ends their waits and their copies. A peer that
+   is stopped does not leave: after 5 s this rank quarantines its shared memory. */
+static cddp_result cddp__end_access(cddp_group *g, cddp_result r) {
   cddp__atomic_u32 *inside = &cddp__slot_of(g, g->rank)->inside;
   double deadline;
   int p;
@@ -7603,15 +7618,15 @@ static cddp_result cddp__exit(cddp_group *g, cddp_result r) {
 
 CDDP__COLD
 
-/* --- where ranks wait, for those of the same host that wait for them --- */
+/* --- where ranks wait, published for the ranks of the same host --- */
 
-static cddp__slot *cddp__wait_slot(const cddp_group *g, int rank) { /* NULL: it is not known */
+static cddp__slot *cddp__wait_slot(const cddp_group *g, int rank) { /* NULL: unknown */
   if (g->host->slots == NULL || g->members[rank] < 0) return NULL;
-  if (g->members[rank] >= g->host->size) return NULL; /* it has joined */
+  if (g->members[rank] >= g->host->size) return NULL; /* it joined with CDDP_JOIN */
   return &g->host->slots[g->members[rank]];
 }
 
-/* A text of n bytes that is read while it may change. */
+/* Copies a text of n bytes from memory that another process can change meanwhile. */
 static void cddp__copy_text(char *to, const char *from, size_t n) {
   char c = 1;
   size_t i;
@@ -7621,74 +7636,76 @@ static void cddp__copy_text(char *to, const char *from, size_t n) {
   }
 }
 
-/* The number that a rank of the group has in the job, or (one host) among the host's processes. */
+/* The number of a rank in the job, or, in a job on one host, among the host's processes. */
 static int cddp__job_rank(const cddp_group *g, int rank) {
   return g->world != NULL ? g->world[rank] : g->members[rank];
 }
 
-/* "; rank 1 waits in cddp_ddp_step at train.c:71", or nothing if that is not known. */
+/* Example: "; rank 1 waits in cddp_ddp_step at train.c:71". Empty if the place is unknown. */
 static cddp__text cddp__describe_wait(const cddp_group *g, int rank) {
-  const cddp__slot *s = cddp__wait_slot(g, rank);
-  bool waits = s != NULL && cddp__load64(&s->wait) != 0;
+  const cddp__slot *slot = cddp__wait_slot(g, rank);
+  bool waits = slot != NULL && cddp__load64(&slot->wait) != 0;
   char where[CDDP__WHERE_MAX];
   cddp__text t = {""};
-  if (s == NULL) return t;
-  cddp__copy_text(where, s->where, sizeof where);
-  if (waits || cddp__load32(&s->failed) != 0)
-    t = cddp__textf("; rank %d %s in %s%s", cddp__job_rank(g, rank),
-                    waits ? "waits" : "has given up", where,
-                    cddp__load32(&s->several) ? " (one of its threads)" : "");
-  else if (g->host->net == NULL && cddp__load32(&s->several) == 0)
-    /* else it may wait for another host, for shards, or in a thread that does not show it */
+  if (slot == NULL) return t;
+  cddp__copy_text(where, slot->where, sizeof where);
+  if (waits || cddp__load32(&slot->failed) != 0)
+    t = cddp__textf("; rank %d %s in %s%s", cddp__job_rank(g, rank), waits ? "waits" : "has failed",
+                    where, cddp__load32(&slot->several) ? " (one of its threads)" : "");
+  else if (g->host->net == NULL && cddp__load32(&slot->several) == 0)
+    /* else: it may wait for another host, for shards, or in a thread that publishes no wait */
     t = cddp__textf("; rank %d waits in no collective, send or recv", cddp__job_rank(g, rank));
   return t;
 }
 
-/* Whether peers see in the slots' works all operations that this rank has in flight. One that is
-   held outside its queue the engine takes soon, unless other threads have the cores. */
-static bool cddp__works_are_shown(cddp__host *h) {
+/* Returns whether slot->works counts all operations of this rank in flight. An operation in state
+   CDDP__OWN_HELD is not counted; the engine's thread soon puts it into the queue. */
+static bool cddp__works_visible(cddp__host *host) {
   const cddp_group *g;
   bool all = true;
-  pthread_mutex_lock(&h->lock);
-  for (g = h->groups; g != NULL && all; g = g->next)
+  pthread_mutex_lock(&host->lock);
+  for (g = host->groups; g != NULL && all; g = g->next)
     all = cddp__load32(&g->engine.held) != CDDP__OWN_HELD;
-  pthread_mutex_unlock(&h->lock);
+  pthread_mutex_unlock(&host->lock);
   return all;
 }
 
-/* Shows that this thread waits in g; false: another thread's wait is shown, or this rank may go on
-   in another way. An engine's thread counts while its caller waits for it. where: what it waits in;
-   NULL: its round. */
-static bool cddp__show_wait(cddp_group *g, const char *where) {
+/* Publishes that this thread waits in g. Returns false if another thread's wait is published, or if
+   this rank may continue in another thread. An engine's thread publishes while its caller waits for
+   the engine. where: the operation; NULL: the group's round. */
+static bool cddp__publish_wait(cddp_group *g, const char *where) {
   const cddp__op_header *header = cddp__op_header_of(g, g->rank, g->round);
-  cddp__engine *e = cddp__own_engine;
-  cddp__slot *s = cddp__wait_slot(g, g->rank);
+  cddp__engine *engine = cddp__own_engine;
+  cddp__slot *slot = cddp__wait_slot(g, g->rank);
   cddp__text call;
-  if (s == NULL || (e != NULL && (e != &g->engine || cddp__load32(&e->awaited) == 0))) return false;
-  if (!cddp__works_are_shown(g->host) || !cddp__swap32(&g->host->shown, 0, 1)) return false;
+  if (slot == NULL ||
+      (engine != NULL && (engine != &g->engine || cddp__load32(&engine->awaited) == 0)))
+    return false;
+  if (!cddp__works_visible(g->host) || !cddp__swap32(&g->host->shown, 0, 1)) return false;
   call = cddp__describe_call(header->call, header->count, header->root);
   if (where == NULL)
     call =
         cddp__textf("%.90s%s", cddp__this_site.function != NULL ? cddp__this_site.function : call.s,
                     cddp__describe_site().s);
-  cddp__copy_text(s->where, where != NULL ? where : call.s, CDDP__WHERE_MAX);
-  cddp__store32(&s->failed, 0);
-  cddp__store64(&s->wait, where != NULL ? UINT64_MAX : (uint64_t)(uint32_t)g->id << 32 | g->round);
+  cddp__copy_text(slot->where, where != NULL ? where : call.s, CDDP__WHERE_MAX);
+  cddp__store32(&slot->failed, 0);
+  cddp__store64(&slot->wait,
+                where != NULL ? UINT64_MAX : (uint64_t)(uint32_t)g->id << 32 | g->round);
   return true;
 }
 
-/* The shown wait is over. failed: it has been given up. */
-static void cddp__hide_wait(cddp_group *g, bool failed) {
-  cddp__slot *s = cddp__wait_slot(g, g->rank);
-  if (s == NULL) return;
-  cddp__store32(&s->failed, failed);
-  cddp__store64(&s->wait, 0);
+/* Ends the published wait. failed: it ended in a failure, which time-out texts mention. */
+static void cddp__clear_wait(cddp_group *g, bool failed) {
+  cddp__slot *slot = cddp__wait_slot(g, g->rank);
+  if (slot == NULL) return;
+  cddp__store32(&slot->failed, failed);
+  cddp__store64(&slot->wait, 0);
   cddp__store32(&g->host->shown, 0);
 }
 
 /* --- ranks that wait for each other in different groups --- */
 
-/* Breaks g and `in`, where this rank and p wait for each other. */
+/* Breaks g and `in`: this rank waits for p in g, and p waits for this rank in `in`. */
 static cddp_result cddp__break_deadlock(cddp_group *g, cddp_group *in, int p) {
   int rank = cddp__job_rank(g, g->rank), other = cddp__job_rank(g, p);
   char here[CDDP__WHERE_MAX], there[CDDP__WHERE_MAX];
@@ -7701,24 +7718,27 @@ static cddp_result cddp__break_deadlock(cddp_group *g, cddp_group *in, int p) {
                  "same calls in the same order on all ranks",
                  rank < other ? rank : other, rank < other ? here : there,
                  rank < other ? other : rank, rank < other ? there : here);
-  /* Both before any rank wakes: it may leave the other group, where that would look like a loss. */
+  /* Both groups are broken before any rank wakes. A rank that wakes may leave the other group, and
+     that would be reported as a loss. */
   first = cddp__publish_failure(in, r);
-  if (cddp__publish_failure(g, r)) cddp__spread_failure(g, true);
-  if (first) cddp__spread_failure(in, true);
+  if (cddp__publish_failure(g, r)) cddp__announce_failure(g, true);
+  if (first) cddp__announce_failure(in, true);
   return cddp__check_failure(g);
 }
 
-/* Once in a while in a long wait that is shown. Works as follows: a rank p that this rank waits for
-   shows that it waits for a round of another group, to which this rank has not come. If both have
-   one thread each, and nothing for its engine to do where the other one waits, neither can ever go
-   on. What p shows is read first: it still waits, then, when the rest is looked at. */
-static cddp_result cddp__look_for_deadlock(cddp_group *g) {
+/* Called at intervals during a long wait that is published.
+     1. A rank p that this rank waits for waits for a round of another group, `in`.
+     2. This rank has not announced that round.
+     3. Both ranks have one thread, and their engines have no operation that could end the waits.
+   Then neither rank can continue. The wait of p is read first: so it still holds when 2 and 3 are
+   checked. */
+static cddp_result cddp__check_deadlock(cddp_group *g) {
   int p;
   for (p = 0; p < g->size && cddp__load32(&cddp__wait_slot(g, g->rank)->several) == 0; p++) {
-    const cddp__slot *s = cddp__wait_slot(g, p);
-    uint64_t wait = p != g->rank && s != NULL ? cddp__load64(&s->wait) : 0;
+    const cddp__slot *slot = cddp__wait_slot(g, p);
+    uint64_t wait = p != g->rank && slot != NULL ? cddp__load64(&slot->wait) : 0;
     cddp_group *in;
-    if (wait == 0 || cddp__load32(&s->several) != 0 || cddp__has_announced(g, p) ||
+    if (wait == 0 || cddp__load32(&slot->several) != 0 || cddp__has_announced(g, p) ||
         cddp__load32(&cddp__slot_of(g, p)->works) != 0)
       continue;
     pthread_mutex_lock(&g->host->lock);
@@ -7733,8 +7753,8 @@ static cddp_result cddp__look_for_deadlock(cddp_group *g) {
 
 /* --- ranks that are late --- */
 
-/* "; another group failed: ...", for a time-out: the late ranks may have waited there. */
-static cddp__text cddp__describe_elsewhere(const cddp_group *g) {
+/* "; another group failed: ..." for time-out texts: the late ranks may have waited there. */
+static cddp__text cddp__describe_other_failure(const cddp_group *g) {
   cddp__text t = {""};
   const cddp_group *other;
   pthread_mutex_lock(&g->host->lock);
@@ -7745,7 +7765,7 @@ static cddp__text cddp__describe_elsewhere(const cddp_group *g) {
   return t;
 }
 
-/* The ranks of a set, "3-7, 12", as far as there is room in n bytes. */
+/* Lists the ranks of a set in at most n bytes: "3-7, 12", then "..." if there are more. */
 static cddp__text cddp__list_ranks(const bool *set, int size, size_t n) {
   cddp__text t = {""};
   int p, end;
@@ -7763,9 +7783,9 @@ static cddp__text cddp__list_ranks(const bool *set, int size, size_t n) {
   return t;
 }
 
-/* The ranks that have not come to this rank's round: how many. One of this host may itself be
-   waiting for one of another host, right now: then that one counts. Of another host's ranks those
-   count that had not come when that host was asked. */
+/* Finds the ranks that are late for this rank's round, and returns their number. A late rank of
+   this host that currently waits for a rank of another host is not the cause: the awaited rank
+   counts instead. A rank of another host counts unless its host has reported its arrival. */
 static int cddp__find_late(const cddp_group *g, bool *set) {
   uint32_t now = (uint32_t)(uint64_t)(cddp__monotonic() * 1000);
   bool all = g->hosts != NULL && !g->hosts->local_only;
@@ -7776,7 +7796,7 @@ static int cddp__find_late(const cddp_group *g, bool *set) {
     uint64_t awaits = cddp__load64(&slot->awaits);
     if (cddp__has_announced(g, p)) continue;
     if (g->members[p] < 0)
-      set[p] = set[p] || (all && cddp__load32(cddp__came_of(g, p)) != g->round);
+      set[p] = set[p] || (all && cddp__load32(cddp__reported_round_of(g, p)) != g->round);
     else if (awaits != 0 && now - (uint32_t)(awaits >> 32) < 500)
       set[(uint32_t)awaits - 1] = true;
     else
@@ -7786,8 +7806,9 @@ static int cddp__find_late(const cddp_group *g, bool *set) {
   return n;
 }
 
-/* The deadline has passed: breaks the group with the names of all late ranks, unless other hosts'
-   have just come. late: a rank of another host whose frames did not; -1: none. */
+/* Breaks the group after the deadline with the names of all late ranks, unless the other hosts'
+   headers arrive while they are asked. late: a rank of another host whose frames are missing, or
+   -1. */
 static cddp_result cddp__break_late(cddp_group *g, int late) {
   bool set[CDDP__MAX_RANKS], far = false;
   char names[320] = "", where[CDDP__ERROR_MAX] = "";
@@ -7800,7 +7821,7 @@ static cddp_result cddp__break_late(cddp_group *g, int late) {
     if (r != CDDP_OK || cddp__has_announced(g, g->hosts->lowest_remote)) return r;
   }
   n = cddp__find_late(g, set);
-  if (n == 0) { /* it has announced what it does not finish */
+  if (n == 0) { /* all have announced the round, but a rank does not finish it */
     snprintf(names, sizeof names, "%s", late < 0 ? "a rank" : "");
     if (late >= 0) set[late] = true;
   }
@@ -7815,9 +7836,9 @@ static cddp_result cddp__break_late(cddp_group *g, int late) {
     cddp__append(names, sizeof names, " and rank%s %s", n > named + 1 ? "s" : "",
                  cddp__list_ranks(set, g->size, 160).s);
   for (; p < g->size; p++) far = far || (set[p] && g->members[p] < 0);
-  cddp__fail(CDDP_TIMEOUT, "timed out after %g s: %s did not come to %s%s%s", g->timeout_s, names,
-             cddp__describe_here(g).s, far ? ", or their hosts cannot be reached" : "",
-             where[0] != 0 ? where : cddp__describe_elsewhere(g).s);
+  cddp__fail(CDDP_TIMEOUT, "timed out after %g s: %s did not reach %s%s%s", g->timeout_s, names,
+             cddp__describe_current_call(g).s, far ? ", or their hosts cannot be reached" : "",
+             where[0] != 0 ? where : cddp__describe_other_failure(g).s);
   return cddp__break(g, CDDP_TIMEOUT);
 }
 
@@ -7845,7 +7866,7 @@ CDDP__COLD_END
 #define CDDP__ROUND_MOST_OVERSUBSCRIBED ((size_t)8 << 10)
 #define CDDP__SPIN 2000 /* polls with a core per rank: tens of microseconds; otherwise none */
 #define CDDP__YIELDS 100
-#define CDDP__NAP_FIRST_S 1e-3 /* the first sleep; each further one is twice as long, to NAP_S */
+#define CDDP__SLEEP_MIN_S 1e-3 /* the first sleep; each further one is twice as long, to NAP_S */
 
 /* --- groups that every wait serves --- */
 
@@ -7903,8 +7924,8 @@ static void cddp__wait_begin(cddp__wait *w, double seconds, int yields) {
   double now = cddp__now();
   w->seen = now;
   w->deadline = now + seconds;
-  w->look = now + CDDP__NAP_S;
-  w->nap = CDDP__NAP_FIRST_S;
+  w->look = now + CDDP__SLEEP_MAX_S;
+  w->nap = CDDP__SLEEP_MIN_S;
   w->yields = yields;
   w->due = w->late = false;
 }
@@ -7919,11 +7940,11 @@ static bool cddp__wait_yields(cddp__wait *w) {
 /* Reads the clock. The process can be stopped while a wait only yields the core, too. */
 static void cddp__wait_look(cddp__wait *w) {
   double now;
-  cddp__note_sleep(w->seen, CDDP__NAP_S);
+  cddp__note_sleep(w->seen, CDDP__SLEEP_MAX_S);
   w->seen = now = cddp__now();
   w->late = now >= w->deadline;
   w->due = now >= w->look;
-  if (w->due) w->look = now + CDDP__NAP_S;
+  if (w->due) w->look = now + CDDP__SLEEP_MAX_S;
 }
 
 /* What every wait does between two sleeps: looks whether the group has failed, serves receives and
@@ -7934,7 +7955,7 @@ static cddp_result cddp__wait_tick(cddp_group *g, cddp__wait *w) {
   int next = (h->index + 1) % h->size, status;
   cddp_result r = cddp__check_failure(g);
   if (r != CDDP_OK) return r;
-  if (cddp__serve_idle(g)) w->nap = CDDP__NAP_FIRST_S; /* more messages are likely to follow */
+  if (cddp__serve_idle(g)) w->nap = CDDP__SLEEP_MIN_S; /* more messages are likely to follow */
   cddp__wait_look(w);
   if (!w->due) return CDDP_OK;
   /* A rank keeps a descriptor of the next one's process of the host, and tells all ranks how it has
@@ -7954,7 +7975,7 @@ static void cddp__wait_sleep(cddp_group *g, cddp__wait *w, cddp__atomic_u32 *sle
   if (cddp__load32(&g->block->broken) == 0 && cddp__load32(word) == value)
     cddp__futex_wait(word, value, w->nap < left ? w->nap : left);
   cddp__add32(sleepers, (uint32_t)-1);
-  w->nap = w->nap * 2 < CDDP__NAP_S ? w->nap * 2 : CDDP__NAP_S;
+  w->nap = w->nap * 2 < CDDP__SLEEP_MAX_S ? w->nap * 2 : CDDP__SLEEP_MAX_S;
 }
 
 /* Tells a rank that a send, or a message, of interest to it has changed. To be called behind a full
@@ -7977,14 +7998,14 @@ static cddp_result cddp__wait_slow(cddp_group *g, cddp__atomic_u32 *word, uint32
     if (cddp__wait_yields(&w)) continue;
     r = cddp__wait_tick(g, &w);
     if (r == CDDP_OK && w.due && cddp__load32(word) != want) {
-      r = cddp__look_after_peers(g);
-      if (r == CDDP_OK && shown) r = cddp__look_for_deadlock(g);
-      if (r == CDDP_OK && !shown) shown = cddp__show_wait(g, NULL);
+      r = cddp__check_peers(g);
+      if (r == CDDP_OK && shown) r = cddp__check_deadlock(g);
+      if (r == CDDP_OK && !shown) shown = cddp__publish_wait(g, NULL);
     }
     if (r == CDDP_OK && w.late && cddp__load32(word) != want) r = cddp__break_late(g, -1);
     if (r == CDDP_OK) cddp__wait_sleep(g, &w, &g->block->sleepers, word, v);
   }
-  if (shown) cddp__hide_wait(g, r != CDDP_OK);
+  if (shown) cddp__clear_wait(g, r != CDDP_OK);
   return r;
 }
 
@@ -8706,7 +8727,8 @@ static void cddp__note_came(cddp_group *g, const char *text) {
   while (*at == ' ' || *at == ',') {
     p = end = strtol(at + 1, &at, 10);
     if (*at == '-') end = strtol(at + 1, &at, 10);
-    for (; p >= 0 && p <= end && p < g->size; p++) cddp__store32(cddp__came_of(g, (int)p), round);
+    for (; p >= 0 && p <= end && p < g->size; p++)
+      cddp__store32(cddp__reported_round_of(g, (int)p), round);
   }
   cddp__tell_came(g, round);
 }
@@ -8736,7 +8758,7 @@ static void cddp__notice_receive(cddp__host *h, const cddp__net *n, cddp__link *
     if (code & CDDP__NOTICE_CAME)
       cddp__note_came(g, (const char *)body + 4);
     else if (code & CDDP__NOTICE_EARLY)
-      cddp__note_cause(&g->block->cause, (cddp_result)result, (const char *)body + 4);
+      cddp__set_cause(&g->block->cause, (cddp_result)result, (const char *)body + 4);
     else
       (void)cddp__break_here(
           g, cddp__fail((cddp_result)result, "%s", (const char *)body + 4), false);
@@ -9229,7 +9251,7 @@ static cddp_result cddp__add_member(cddp__rendezvous *v, const cddp__rank_info *
     r = cddp__taken(v->host, (int)i->rank, other->info.pid, other->info.host.name, i->pid,
                     i->host.name);
   if (r != CDDP_OK && !cddp__has_cause(&v->problem)) v->problem_at = cddp__now();
-  if (r != CDDP_OK) cddp__note_cause(&v->problem, r, cddp_error());
+  if (r != CDDP_OK) cddp__set_cause(&v->problem, r, cddp_error());
   m = (cddp__member *)cddp__grow_array(&v->host->allocator, v->members, &v->member_capacity,
                                        v->member_count + 1, sizeof *m);
   if (m == NULL) return CDDP_OUT_OF_MEMORY;
@@ -10556,10 +10578,10 @@ static cddp_result cddp__meet(cddp_group **out, cddp__place *at, const cddp_grou
    FAILURE. The rank that breaks the group sends the ranks of the other hosts a notice (in large
    groups: the lowest rank of each host). Every rank that knows of the failure ends its
    connections. How a rank died is known on its own host only, so a rank whose connection has ended
-   waits CDDP__CAUSE_S for a notice. In a healthy group a rank that sees one of its host dead, or
-   leaves because another group has failed, sends an early notice: no call fails of that, but a call
-   that fails of a loss later names the dead. Before a round times out, hosts tell each other by
-   notices which of their ranks have come to it.
+   waits CDDP__REMOTE_CAUSE_LONG_S for a notice. In a healthy group a rank that sees one of its host
+   dead, or leaves because another group has failed, sends an early notice: no call fails of that,
+   but a call that fails of a loss later names the dead. Before a round times out, hosts tell each
+   other by notices which of their ranks have come to it.
 
    tests/bench/scale.md reckons what all of this costs with 4,096 ranks on 512 hosts. */
 
@@ -10803,7 +10825,7 @@ static void cddp__early_notice(cddp_group *g, bool leaving) {
   if (text.s[0] == 0 && leaving && cddp__has_cause(&n->loss))
     text = cddp__textf("rank %d left the group after a failure in another one: %s", g->rank,
                        n->loss.text);
-  if (text.s[0] != 0 && cddp__note_cause(&g->block->cause, CDDP_PEER_LOST, text.s))
+  if (text.s[0] != 0 && cddp__set_cause(&g->block->cause, CDDP_PEER_LOST, text.s))
     cddp__tell_all(n, g->id, g->world, g->size, CDDP__NOTICE_EARLY | (uint32_t)CDDP_PEER_LOST,
                    text.s);
 }
@@ -11027,7 +11049,7 @@ static cddp_result cddp__await_frames(cddp_group *g, cddp__wait *w, int late, ui
   if (r != CDDP_OK) return r;
   cddp__store64(&slot->awaits, (uint64_t)(cddp__monotonic() * 1000) << 32 | ((uint32_t)late + 1));
   cddp__hosts_pause(g, w, late, events);
-  if (w->due && (r = cddp__look_after_peers(g)) != CDDP_OK) return r;
+  if (w->due && (r = cddp__check_peers(g)) != CDDP_OK) return r;
   if (cddp__remote_gone(g, late)) return cddp__report_lost(g, late, NULL);
   if (w->due && (starved = cddp__load32(&g->hosts->net->starved)) != 0) {
     pthread_mutex_lock(&g->p2p_lock);
@@ -11051,7 +11073,7 @@ static cddp_result cddp__deliver(cddp_group *g, long due) {
   uint32_t events;
   int late;
   do {
-    if (moved) cddp__wait_begin(&w, g->timeout_s + CDDP__NEWS_S, polls ? CDDP__POLLS : 1);
+    if (moved) cddp__wait_begin(&w, g->timeout_s + CDDP__REMOTE_CAUSE_S, polls ? CDDP__POLLS : 1);
     moved = false;
     events = cddp__load32(&slot->events);
     pthread_mutex_lock(&g->p2p_lock);
@@ -11603,14 +11625,14 @@ static cddp_result cddp__hosts_run(cddp_group *g, const cddp__call *c) {
       cddp__slot_of(g, g->rank)->scratch = cddp__ref_of(g->host, *scratch, 2 * CDDP__SCRATCH);
   }
   r = cddp__round_of(g, CDDP__SCOPE_ALL, c, CDDP__PHASE_PLACES, &ref, sizeof ref);
-  if (r == CDDP_OK) r = cddp__enter(g);
+  if (r == CDDP_OK) r = cddp__begin_access(g);
   if (r == CDDP_OK) r = cddp__find_views(&f, &hidden);
   if (hidden) most = CDDP__SCRATCH / (cddp__view_shares(&f) * c->esize);
   for (; r == CDDP_OK && f.begin < c->count; f.begin += f.n, f.half ^= 1) {
     f.n = cddp__min(most, c->count - f.begin);
     r = cddp__run_chunk(&f, hidden);
   }
-  return cddp__exit(g, r);
+  return cddp__end_access(g, r);
 }
 
 /* Over the ranks that have not joined. */
@@ -11656,8 +11678,8 @@ static void cddp__sort_hosts(cddp_group *g, cddp__hosts *x, int *index) {
   }
   x->mine = x->peers[g->rank].host;
   if (x->count <= CDDP__DIRECT_HOSTS)
-    g->staging_size = cddp__ride_bytes(g->size) / (size_t)g->size / CDDP__CACHE_LINE *
-                      CDDP__CACHE_LINE;
+    g->staging_size =
+        cddp__piggyback_bytes(g->size) / (size_t)g->size / CDDP__CACHE_LINE * CDDP__CACHE_LINE;
   for (h = 0; h < x->count; h++) {
     cddp__group_node *m = &x->nodes[(x->mine + h) % x->count];
     m->headers_at = at;
@@ -11667,7 +11689,7 @@ static void cddp__sort_hosts(cddp_group *g, cddp__hosts *x, int *index) {
 
 /* The struct with all of its arrays behind it. */
 static cddp__hosts *cddp__hosts_new(const cddp_group *g) {
-  size_t n = (size_t)g->size, frames = CDDP__FRAMES * n, ride = cddp__ride_bytes(g->size);
+  size_t n = (size_t)g->size, frames = CDDP__FRAMES * n, ride = cddp__piggyback_bytes(g->size);
   size_t each = sizeof(cddp__peer) + sizeof(cddp__group_node) + sizeof(cddp__subtree) +
                 3 * sizeof(void *) + CDDP__HEADER_BYTES + 3 * sizeof(int);
   size_t bytes = sizeof(cddp__hosts) + frames * sizeof(cddp__item) + n * each;
@@ -12206,8 +12228,8 @@ static bool cddp__show_message(const cddp_work *w) {
   if (s == NULL || cddp__load32(&s->several) != 0) return false;
   if (w->call.root != CDDP_ANY)
     who = cddp__textf("rank %d", cddp__job_rank(w->group, w->call.root));
-  return cddp__show_wait(w->group,
-                         cddp__textf("cddp_%s %.20s, tag %d", what, who.s, w->call.tag).s);
+  return cddp__publish_wait(w->group,
+                            cddp__textf("cddp_%s %.20s, tag %d", what, who.s, w->call.tag).s);
 }
 
 /* Waits with an eye on the peer, until the group's deadline, or for `limit` seconds if that is not
@@ -12246,7 +12268,7 @@ static cddp_result cddp__message_wait(cddp_work *m, double limit) {
       cddp__add32(&slot->waiting, (uint32_t)-1);
     }
   }
-  if (shown) cddp__hide_wait(g, r != CDDP_OK && limit < 0);
+  if (shown) cddp__clear_wait(g, r != CDDP_OK && limit < 0);
   return r;
 }
 
@@ -12389,7 +12411,7 @@ static cddp_result cddp__mpi_wait(cddp_group *g, const cddp__call *c, int code,
     if (i < g->spin) continue;
     sched_yield();
     if (cddp__now() < w.look) continue;
-    if ((r = cddp__wait_tick(g, &w)) == CDDP_OK) r = cddp__look_after_peers(g);
+    if ((r = cddp__wait_tick(g, &w)) == CDDP_OK) r = cddp__check_peers(g);
     for (p = 0; r == CDDP_OK && p < g->size; p++) /* whoever is alone on its host */
       if (g->members[p] < 0 && cddp__remote_gone(g, p)) r = cddp__report_lost(g, p, NULL);
     if (r == CDDP_OK && w.late) r = cddp__break_late(g, -1);
@@ -12535,7 +12557,7 @@ static cddp_result cddp__mpi_run(cddp_group *g, const cddp__call *c) {
   cddp_result r;
   cddp__buffer_bytes(g, c, &bytes, &got);
   r = cddp__round_of(g, CDDP__SCOPE_ALL, c, CDDP__PHASE_CALL, NULL, 0);
-  if (r == CDDP_OK) r = cddp__enter(g);
+  if (r == CDDP_OK) r = cddp__begin_access(g);
   if (r == CDDP_OK && !cddp__in_one_buffer(c) && send != NULL && recv != NULL &&
       send < recv + got && recv < send + bytes) { /* MPI wants them apart */
     copy = cddp__malloc(&g->host->allocator, bytes);
@@ -12548,7 +12570,7 @@ static cddp_result cddp__mpi_run(cddp_group *g, const cddp__call *c) {
     r = cddp__round_of(g, CDDP__SCOPE_ALL, c, CDDP__PHASE_DONE, NULL, 0);
     cddp__free(&g->host->allocator, copy);
   }
-  return cddp__exit(g, r);
+  return cddp__end_access(g, r);
 }
 
 /* --- communicators --- */
@@ -12966,11 +12988,12 @@ static bool cddp__work_done(cddp_work *w) {
 /* >>collectives -----------------------------------------------------------------------------------
    Job: run the collectives of one host. For several hosts >>hosts and >>mpi do the rest.
    Owns: the bytes in headers and staging buffers.
-   Touches: peers' buffers, between cddp__enter and cddp__exit.
+   Touches: peers' buffers, between cddp__begin_access and cddp__end_access.
    Entry points: cddp__start_call (with or without a handle), cddp__run_call.
    How it works: every collective is one of three sequences of rounds. All ranks choose the same
    one, from the size and from the refs of all ranks' buffers.
-     one round   Up to CDDP__ROUND_MAX bytes (several hosts: up to CDDP__RIDE in all). Each rank
+     one round   Up to CDDP__ROUND_MAX bytes (several hosts: up to CDDP__PIGGYBACK in all). Each
+     rank
                  writes its share to its header (up to 40 bytes) or staging buffer, and reads the
                  shares that it needs. So a small all_reduce is one exchange of cache lines, and
                  every rank adds all values, in the same order.
@@ -13352,10 +13375,10 @@ static cddp_result cddp__run_large(cddp_group *g, const cddp__call *c) {
   }
   if (r == CDDP_OK && !direct)
     r = cddp__run_staged(g, c, staged);
-  else if (r == CDDP_OK && (r = cddp__enter(g)) == CDDP_OK &&
+  else if (r == CDDP_OK && (r = cddp__begin_access(g)) == CDDP_OK &&
            (r = cddp__copy_direct(g, c, g->buffers)) == CDDP_OK)
     r = cddp__round_of(g, CDDP__SCOPE_ALL, c, CDDP__PHASE_DONE, NULL, 0);
-  return cddp__exit(g, r);
+  return cddp__end_access(g, r);
 }
 
 /* The largest number of bytes of a rank's shares for one round. Half as many for an all_gather, as
@@ -13404,7 +13427,7 @@ static cddp_result cddp__exchange_counts(cddp_group *g, cddp__call *c, bool *hos
     cddp__fail(CDDP_MISMATCH,
                "ranks disagree: rank %d sends %" PRIu64 " elements to rank %d, which expects %zu, "
                "in %s",
-               p, heard[0], g->rank, c->shares[p].in, cddp__describe_here(g).s);
+               p, heard[0], g->rank, c->shares[p].in, cddp__describe_current_call(g).s);
     r = cddp__break(g, CDDP_MISMATCH);
   }
   c->count = most;
@@ -15283,7 +15306,7 @@ static void cddp__watch_hosts(cddp_group *g) {
    the death itself: it, or another rank's failure, gets a moment to show. */
 static cddp_result cddp__break_nccl(cddp__device *p, ncclResult_t e, const char *what) {
   bool mine = e == ncclInvalidArgument || e == ncclInvalidUsage;
-  double deadline = cddp__now() + (mine ? 0.01 : CDDP__CAUSE_S);
+  double deadline = cddp__now() + (mine ? 0.01 : CDDP__REMOTE_CAUSE_LONG_S);
   cddp_group *g = p->group;
   cddp__text text = cddp__textf("rank %d: %s: %s (%.300s)", g->rank, what, ncclGetErrorString(e),
                                 ncclGetLastError(NULL));
@@ -16431,11 +16454,11 @@ static cddp_result cddp__attach_optim(cddp_optim *s) {
 /* >>ddp ----------------------------------------------------------------------------------------
    Distributed data parallel training: one engine for gradients in host memory and on devices.
    Owns: a cddp_ddp, its gradients, its private groups, and states that ranks share. Touches: the
-   caller's parameters, on a host also those of the other ranks between cddp__enter and cddp__exit;
-   states and counts of the cddp_optim of a step. Entry points: cddp__ddp_new, _setup and _free;
-   cddp_ddp_ready, cddp__ddp_meet and _step; cddp_ddp_next_shard, _join. Called by the thread that
-   trains, but for cddp_ddp_ready (any) and cddp__run_bucket (the engine of d->comm); what both
-   touch is guarded by d->lock.
+   caller's parameters, on a host also those of the other ranks between cddp__begin_access and
+   cddp__end_access; states and counts of the cddp_optim of a step. Entry points: cddp__ddp_new,
+   _setup and _free; cddp_ddp_ready, cddp__ddp_meet and _step; cddp_ddp_next_shard, _join. Called by
+   the thread that trains, but for cddp_ddp_ready (any) and cddp__run_bucket (the engine of
+   d->comm); what both touch is guarded by d->lock.
    Works as follows: all gradients together, dtype by dtype, last parameter first, are the model; an
    offset into it says what parts, pieces, slots and states belong to. Where rank k has parameter
    i's gradient says d->gradients: in its arena, one piece of memory, or in the caller's, if all
@@ -16541,7 +16564,7 @@ enum { CDDP__OWNERS = -1 };
 /* Keeps the first failure, which all later calls return. ready() may fail in several threads. */
 static cddp_result cddp__ddp_fail(cddp_ddp *d, cddp_result r) {
   pthread_mutex_lock(&d->lock);
-  cddp__note_cause(&d->failure, r, cddp__error_text);
+  cddp__set_cause(&d->failure, r, cddp__error_text);
   r = cddp__check_cause(&d->failure);
   pthread_mutex_unlock(&d->lock);
   return r;
@@ -17175,7 +17198,7 @@ static cddp_result cddp__reduce_bucket(cddp_ddp *d, cddp__bucket_state *b) {
   record = cddp__record_begin(g, CDDP__KIND_DDP_BUCKET, g->calls, index);
   if (cddp__record_at(g, record) != NULL) cddp__record_at(g, record)->engine = 1;
   r = cddp__round(g, CDDP__SCOPE_ALL, CDDP__KIND_DDP_BUCKET, CDDP__PHASE_CALL, index, &joined, 1);
-  if (r == CDDP_OK && (r = cddp__enter(g)) == CDDP_OK) {
+  if (r == CDDP_OK && (r = cddp__begin_access(g)) == CDDP_OK) {
     if (g->carrier->average == NULL) cddp__reduce_slice(d, b);
     while (r == CDDP_OK && g->carrier->average != NULL &&
            cddp__next_range(d, b->sorted, b->count, &i, &range)) {
@@ -17188,7 +17211,7 @@ static cddp_result cddp__reduce_bucket(cddp_ddp *d, cddp__bucket_state *b) {
     if (r == CDDP_OK) /* all ranks of this host have done their part of it */
       r = cddp__round(g, CDDP__SCOPE_HOST, CDDP__KIND_DDP_BUCKET, CDDP__PHASE_DONE, index, NULL, 0);
   }
-  r = cddp__exit(g, r);
+  r = cddp__end_access(g, r);
   cddp__record_finish(g, record, r);
   return r;
 }
@@ -17587,10 +17610,10 @@ static cddp_result cddp__share_create(cddp_ddp *d, cddp_optim *o) {
 /* Collective: brings whole states back to every rank. If it fails cddp__finish leaves. */
 static cddp_result cddp__share_gather(cddp_optim *o) {
   cddp_ddp *d = o->share;
-  cddp_result r = cddp__enter(d->control);
+  cddp_result r = cddp__begin_access(d->control);
   if (r == CDDP_OK) r = cddp__unshare_states(o);
   if (r == CDDP_OK) r = cddp__control_barrier(d, CDDP__KIND_DDP_WAIT, CDDP__PHASE_DONE);
-  if (r == CDDP_OK) r = cddp__exit(d->control, r);
+  if (r == CDDP_OK) r = cddp__end_access(d->control, r);
   if (r == CDDP_OK) cddp__share_free(o);
   return r;
 }
@@ -17851,7 +17874,7 @@ static cddp_result cddp__fetch_weights(cddp_ddp *d, const cddp_optim *s) {
     if (!t->shared && !(s != NULL && cddp__optim_skips(s, i)) && t->begin < t->end)
       memset(cddp__gradient_at(d, d->me, i, t->begin), 0, t->end - t->begin);
   }
-  return r == CDDP_OK ? cddp__exit(d->control, r) : r;
+  return r == CDDP_OK ? cddp__end_access(d->control, r) : r;
 }
 
 /* Makes the means of this rank's part and, unless s is NULL, updates that part of all weights, then
@@ -17863,7 +17886,7 @@ static cddp_result cddp__host_step(cddp_ddp *d, cddp_optim *s, bool averaged, bo
   size_t begin, end;
   cddp__pass x = cddp__pass_of(d, s, averaged);
   cddp_result r = wrote ? cddp__control_barrier(d, kind, CDDP__PHASE_GRADIENTS) : CDDP_OK;
-  if (r == CDDP_OK) r = cddp__enter(d->control);
+  if (r == CDDP_OK) r = cddp__begin_access(d->control);
   if (r == CDDP_OK && s != NULL && s->states > 0 && s->share == NULL) r = cddp__share_create(d, s);
   x.one_loop = s != NULL && !averaged && !d->spread && d->active_count == size &&
                (size == 1 || size == 2 || size == 4);
@@ -17873,7 +17896,7 @@ static cddp_result cddp__host_step(cddp_ddp *d, cddp_optim *s, bool averaged, bo
     const cddp_partition *p = &d->partitions[i];
     if (d->used[p->param]) cddp__scale(p->grad, p->count, d->params[p->param].dtype, x.clip);
   }
-  if (s == NULL) return cddp__exit(d->control, r);
+  if (s == NULL) return cddp__end_access(d->control, r);
   CDDP__POINT("fuse");
   x.which = CDDP__PASS_WEIGHTS;
   x.block = cddp__fuse_block;
@@ -17892,7 +17915,7 @@ static cddp_result cddp__host_publish(cddp_ddp *d) {
   cddp_result r = cddp__round(d->control, CDDP__SCOPE_ALL, CDDP__KIND_DDP_GATHER, CDDP__PHASE_CALL,
                               0, NULL, 0);
   int i;
-  if (r == CDDP_OK) r = cddp__enter(d->control);
+  if (r == CDDP_OK) r = cddp__begin_access(d->control);
   if (r != CDDP_OK) return r;
   for (i = 0; i < d->partition_count; i++) {
     const cddp_partition *p = &d->partitions[i];
@@ -18300,7 +18323,7 @@ static cddp__step_header cddp__header_of(const cddp_ddp *d, int rank) { /* as of
    first setting that does. s: this rank's, or NULL. */
 static cddp_result cddp__break_settings(cddp_ddp *d, const cddp_optim *s, int first) {
   cddp_group *g = d->control;
-  cddp__text here = cddp__describe_here(g);
+  cddp__text here = cddp__describe_current_call(g);
   size_t count = (size_t)d->count, n = CDDP__SETTINGS + 2 * count, k, at = n;
   double *mine, *theirs, *found; /* found: which setting of a rank differs first, and its value */
   int p, more = 0;
@@ -18586,10 +18609,10 @@ static cddp_result cddp__exchange_rows(cddp_ddp *d, int kind) {
     if (r == CDDP_OK) r = cddp__gather_rows(d, longest);
   } else if (r == CDDP_OK) { /* ranks read each other's packets */
     r = cddp__exchange_refs(g, kind, d->rows, 0, packets);
-    if (r == CDDP_OK) r = cddp__enter(g);
+    if (r == CDDP_OK) r = cddp__begin_access(g);
     if (r == CDDP_OK) r = cddp__merge_packets(d, packets);
     if (r == CDDP_OK) r = cddp__control_barrier(d, kind, CDDP__PHASE_ROWS_DONE);
-    if (r == CDDP_OK) r = cddp__exit(g, r);
+    if (r == CDDP_OK) r = cddp__end_access(g, r);
   }
   d->rows_bytes = 0;
   return r;
@@ -18695,7 +18718,7 @@ static cddp_result cddp__finish(cddp_ddp *d, int kind, cddp_optim *s, uint64_t m
   if (r == CDDP_OK && !waits) r = (d->memory->step)(d, s, averaged, wrote);
   if (r == CDDP_OK && s != NULL) r = cddp__clear_gradients(d, s, true);
   d->scattered = r == CDDP_OK && kind == CDDP__KIND_DDP_SCATTER;
-  if (r != CDDP_OK) return cddp__exit(d->control, cddp__give_up(d, r));
+  if (r != CDDP_OK) return cddp__end_access(d->control, cddp__give_up(d, r));
   if (!d->scattered) r = cddp__complete(d, s != NULL);
   return r == CDDP_OK ? r : cddp__ddp_fail(d, r);
 }
@@ -18743,7 +18766,7 @@ static cddp_result cddp__publish(cddp_ddp *d) {
   if (r == CDDP_OK) r = cddp__clear_gradients(d, NULL, d->group->backend == NULL);
   if (r == CDDP_OK) r = cddp__complete(d, d->group->backend == NULL);
   d->scattered = r != CDDP_OK;
-  if (r != CDDP_OK) r = cddp__exit(g, cddp__give_up(d, r));
+  if (r != CDDP_OK) r = cddp__end_access(g, cddp__give_up(d, r));
   cddp__record_finish(g, record, r);
   return r;
 }
@@ -18966,7 +18989,7 @@ static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
   d->meets = d->meets || desc->find_unused_parameters || desc->uneven_inputs || d->sparse != NULL;
   if (desc->comm_hook != NULL && desc->comm_hook != cddp_bf16_compress_hook &&
       desc->comm_hook != cddp_fp16_compress_hook)
-    cddp__note_several(g->host); /* it may call what it likes, on the engine's thread */
+    cddp__mark_multithreaded(g->host); /* it may call what it likes, on the engine's thread */
   return d;
 }
 
@@ -22062,13 +22085,13 @@ CDDPDEF cddp_result (cddp_save)(cddp_group *g, const char *path, const cddp_para
     if (c.first) r = cddp__save_header(&c);
     if (c.first && r == CDDP_OK) {
       r = cddp__open_target(&c);
-      if (r == CDDP_OK && peers) r = cddp__enter(g); /* it reads their memory */
+      if (r == CDDP_OK && peers) r = cddp__begin_access(g); /* it reads their memory */
       if (r == CDDP_OK) r = cddp__file_io(c.fd, true, c.header.data, c.header.end, 0);
       for (i = 0; r == CDDP_OK && i < c.item_count; i++) {
         CDDP__POINT("save");
         r = cddp__copy_item(&c, c.fd, &c.items[i], c.header.end + c.items[i].begin);
       }
-      left = peers ? cddp__exit(g, CDDP_OK) : CDDP_OK;
+      left = peers ? cddp__end_access(g, CDDP_OK) : CDDP_OK;
       r = cddp__close_target(&c, r == CDDP_OK ? left : r);
     }
     r = cddp__consensus(g, r, NULL, 0, NULL);

@@ -842,7 +842,7 @@ static void test_a_time_out_names_all(void) {
   static const absence cases[] = {
       {"", ".x.x.", {"rank 1 (pid", "rank 3 (pid", "barrier at", NULL}},
       {"", "...xxxxx.x.x", {"rank 3 (pid", "rank 4 (pid", "rank 5 (pid", " ranks 6-7, 9, 11 did"}},
-      {"", ".xxxx", {"rank 3 (pid", " and rank 4 did not come", NULL, NULL}},
+      {"", ".xxxx", {"rank 3 (pid", " and rank 4 did not reach", NULL, NULL}},
       {"aabbccdd", ".x..xxxx", {"rank 1 (pid", "rank 4 (pid", "rank 5 (pid", " and ranks 6-7 did"}},
       {"abababab", "..x.....", {"rank 2 (pid", NULL, NULL, NULL}},
       {"abcabcabc", "x..xx...x", {"rank 0 (pid", "rank 3 (pid", "rank 4 (pid", "and rank 8 did"}},

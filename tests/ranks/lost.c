@@ -672,7 +672,7 @@ static void small_rank(cddp_group *g, small *m, int scene, int rank) {
     r = scene == CALLS_WAIT && rank == 1 && step == 0 ? cddp_ddp_wait(m->ddp)
                                          : cddp_ddp_step(m->ddp, m->optim);
     if (scene <= NOT_COME && !(scene == NOT_COME && unseen))
-      expect(r, CDDP_TIMEOUT, "did not come to ddp_next_shard");
+      expect(r, CDDP_TIMEOUT, "did not reach ddp_next_shard");
     if (scene == CALLS_WAIT && !unseen) expect(r, CDDP_MISMATCH, "called ddp_");
     if (scene == OTHER_RATE && !unseen) expect(r, CDDP_MISMATCH, "learning rate");
     if (scene <= OTHER_RATE && (!unseen || scene < NOT_COME)) break;

@@ -333,7 +333,7 @@ static int late_fn(cddp_group *g, void *arg) {
   if (!small_open(&m, g, 0, NULL)) return 1;
   if (cddp_rank(g) == 0) {
     CHECK_IS(cddp_ddp_join(m.ddp, m.sgd), CDDP_TIMEOUT);
-    CHECK(mentions("rank 1") && mentions("did not come to ddp_join at"));
+    CHECK(mentions("rank 1") && mentions("did not reach ddp_join at"));
     __atomic_store_n(let_go, 1, __ATOMIC_SEQ_CST);
   }
   while (!__atomic_load_n(let_go, __ATOMIC_SEQ_CST)) ranks_sleep(0.001);
