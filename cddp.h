@@ -2125,11 +2125,11 @@ typedef struct cddp__model_info {
 
 /* An optimizer's settings as numbers, behind which lie lr_scales and weight_decays. All ranks must
    have the same. The first two change: no hash has them. */
-enum { CDDP__SETTING_LR, CDDP__SETTING_SHARED, CDDP__SETTING_ADAMW, CDDP__SETTINGS = 12 };
+enum { CDDP__SETTING_LR, CDDP__SETTING_SHARED, CDDP__SETTING_ADAMW, CDDP__SETTING_COUNT = 12 };
 
 /* What a rank that joins gets of the others' cddp_optim, beside its states. */
 typedef struct cddp__snapshot {
-  double settings[CDDP__SETTINGS], weight_decay; /* weight_decay: of the first parameter */
+  double settings[CDDP__SETTING_COUNT], weight_decay; /* weight_decay: of the first parameter */
   uint64_t lr_scales, weight_decays;             /* hashes */
   int32_t states; /* of each parameter */
   bool known;     /* false: the others have no cddp_optim yet; only `stepped` counts */
@@ -14104,86 +14104,89 @@ static cddp_result cddp__rows_merge(const cddp_allocator *a, cddp__sparse *s, cd
   return r;
 }
 /* >>optim --------------------------------------------------------------------------------------
-   Optimizers: torch.optim.SGD, to the last bit, and AdamW. Owns: a cddp_optim and its states,
-   unless these lie in shares (>>ddp) or on a device (>>kernels). Touches: the caller's parameters,
-   gradients and copies. Entry points: the public functions; for a cddp_ddp's step cddp__update_of,
-   _update_run and cddp__optim_rows.
-   Works as follows: an optimizer is a table, cddp__algorithm: the states that it keeps of each
-   parameter (arrays as long as it), the scalars of a step, and a function that steps one block.
-   What is done to an element depends on nothing but its own values and the scalars, so that any
-   piece of a parameter may be stepped on its own. Scalars are computed in double and rounded once
-   to the type of the arithmetic. With master_weights f16 and bf16 are that of weights and gradients
-   only: all else is f32, and each block of weights is rounded from its master. SGD: every a + s * b
-   is one fused multiply-add, as in PyTorch's AVX2 kernels. f16 and bf16 compute each operation in
-   f32 and round its result, as PyTorch's vector loops do; its scalar loops, which take the last
-   elements of each thread's chunk of bf16, round the product too. AdamW: the operations of
-   PyTorch's fused CPU kernel, see CDDP__ADAMW_STEP; powers of beta1 and beta2 are products, as pow
-   differs from libm to libm. */
+   Job: the optimizers: torch.optim.SGD, bit for bit, and AdamW.
+   Owns: a cddp_optim and its states, except states that ranks share (>>ddp) or that are on a device
+   (>>kernels). Touches: the caller's parameters, gradients and copies.
+   Entry points: the public functions; for a cddp_ddp's step cddp__update_of, _update_run and
+   cddp__optim_rows.
+   How it works:
+     1. An optimizer is a table, cddp__algorithm: the states of a parameter (arrays of the
+        parameter's length), the scalars of a step, and a function that steps one block.
+     2. The new value of an element depends only on its own values and the scalars, so any range of
+        a parameter can be stepped separately.
+     3. Scalars are computed in double and rounded once to the type of the arithmetic.
+     4. With master_weights only weights and gradients are f16 or bf16, all else is f32. Each block
+        of weights is rounded from its masters.
+   SGD: every a + s * b is one fused multiply-add, as in PyTorch's AVX2 kernels. f16 and bf16
+   compute each operation in f32 and round its result, as PyTorch's vector loops do. (For bf16
+   PyTorch's scalar loops, which process the last elements of each thread's chunk, also round the
+   product.) AdamW: the operations of PyTorch's fused CPU kernel, see CDDP__ADAMW_STEP. Powers of
+   beta1 and beta2 are computed by multiplication, as the results of pow depend on the libm. */
 
 typedef struct cddp__update cddp__update;
 
 /* An optimizer's arithmetic. */
 typedef struct cddp__algorithm {
   const char *name;
-  const char *states[CDDP__STATES]; /* their names in files */
-  bool counts; /* a step depends on its number, which is in files too */
-  bool wide;   /* f32 and f64 with dense gradients only */
-  /* Scalars of the step that parameter i takes next, and the loop that can do all of it. */
+  const char *states[CDDP__STATES]; /* the states' names in files */
+  bool counts; /* a step depends on its number, which checkpoints then include */
+  bool wide;   /* supports only f32 and f64 with dense gradients */
+  /* Computes the scalars of parameter i's next step, and chooses the fused loop if one fits. */
   void (*begin)(const cddp_optim *o, int i, cddp__update *u);
-  /* Steps a block of n elements, all of them in the type of the arithmetic. */
+  /* Steps a block of n elements. All arrays have the type of the arithmetic. */
   void (*block)(const cddp__update *u, void *weights, const void *gradient, void *const *states,
                 size_t n);
-  /* Steps n segments on a device, of parameters whose step is that of parameter i. */
+  /* Steps n segments on a device. Their parameters have the same scalars as parameter i. */
   int (*launch)(const cddp_optim *o, int i, const cddp_kernels *k, const cddp_segment *segments,
                 int n, double factor, const double *clip, unsigned flags, void *stream);
 } cddp__algorithm;
 
-static const char *const cddp__setting_names[CDDP__SETTINGS] = {
+static const char *const cddp__setting_names[CDDP__SETTING_COUNT] = {
     "learning rate (lr)", "sharing of states (cddp_load on one rank alone ends it)", "AdamW",
     "momentum", "dampening", "beta1", "beta2", "eps", "nesterov", "maximize", "amsgrad",
     "master_weights"};
 
-/* What an optimizer does whose parameters lie on a device. */
+/* The functions of an optimizer whose parameters are on a device. */
 typedef struct cddp__optim_backend {
-  cddp_result (*step)(cddp_optim *o, const cddp_ddp *d); /* d: of cddp_ddp_step; else NULL */
-  cddp_result (*copy)(const cddp_optim *o, const cddp_ddp *d); /* all copies from data */
-  /* waits: until it is done, for whatever stream. */
+  cddp_result (*step)(cddp_optim *o, const cddp_ddp *d); /* d: for cddp_ddp_step; else NULL */
+  cddp_result (*copy)(const cddp_optim *o, const cddp_ddp *d); /* writes all copies from data */
+  /* waits: returns when the zeros are visible to all streams. */
   cddp_result (*zero)(const cddp_optim *o, void *p, size_t bytes, bool waits);
   void (*leave)(cddp_optim *o);
 } cddp__optim_backend;
 
-struct cddp_optim { /* all fields: the thread that calls cddp_optim_* or cddp_ddp_step */
+struct cddp_optim { /* owner: the thread that calls cddp_optim_* or cddp_ddp_step */
   cddp_allocator allocator;
   cddp_param *params;  /* [count], the caller's */
   int count;
   const cddp__algorithm *algorithm;
-  cddp_sgd_desc desc;  /* settings of all optimizers, and SGD's; lr may change */
+  cddp_sgd_desc desc;  /* settings, for SGD and AdamW; lr can change */
   double beta1, beta2, eps; /* AdamW's */
   bool amsgrad;
-  uint64_t settings, check; /* hashes without lr, with it; never 0; bit 0 is clear */
-  uint64_t paired;     /* id of the cddp_ddp that it was last found to suit; 0: none */
+  uint64_t settings, check; /* hashes without lr, with lr; never 0; bit 0 is clear */
+  uint64_t paired;     /* id of the cddp_ddp last checked for compatibility; 0: none */
   int states;          /* of each parameter; with master_weights the last one is its master */
-  void **state;        /* [states][count] each as long as its parameter; NULL: none yet */
-  float *steps;        /* [count] that the parameter has taken, as PyTorch counts them; 0: its
-                          states have no value */
+  void **state;        /* [states][count] each as long as its parameter; NULL: not allocated */
+  float *steps;        /* [count] steps of each parameter, as PyTorch counts them; 0: its states are
+                          not initialized */
   const unsigned char *used; /* [count] 0: skip the parameter; NULL: use all. The cddp_ddp's */
-  cddp__sparse *const *sparse; /* [count] NULL: dense; NULL: all are. The cddp_ddp's */
-  cddp_ddp *share;     /* all its ranks of a host have the states in one place, and each steps a
-                          part of them; NULL: those above are whole */
-  void (*drop)(cddp_optim *o); /* ends that; this and the next are set along with share */
-  char *common;        /* the states: cddp__state_at */
-  char *common_own;    /* the same on the rank that has allocated them, to be freed; else NULL */
+  cddp__sparse *const *sparse; /* [count] NULL: dense; NULL array: all dense. The cddp_ddp's */
+  cddp_ddp *share;     /* the model whose ranks on this host share the states; each rank steps its
+                          partition. NULL: this rank has all states itself */
+  void (*drop)(cddp_optim *o); /* ends the sharing; set, like the next field, along with share */
+  char *common;        /* the shared states: cddp__state_at */
+  char *common_own;    /* the same on the rank that has allocated them and frees them; else NULL */
   cddp_optim *next;    /* in share->shares */
-  cddp_optim **known;          /* where an elastic model has it as its own; NULL: nowhere */
+  cddp_optim **known;          /* the elastic model's pointer to this optimizer; NULL: none */
   const cddp__optim_backend *backend; /* parameters on a device; NULL: in host memory */
-  int device;                         /* which */
-  void *flat;                         /* their states in one piece; NULL: none */
+  int device;                         /* its number */
+  void *flat;                         /* all states on the device in one allocation; NULL: none */
   void **copies;                      /* [count] of desc.copy_dtype, the caller's; or NULL */
-  double *numbers;                    /* [CDDP__SETTINGS + 2 * count] in which these two lie */
-  double *lr_scales, *weight_decays;  /* [count] */
+  double *numbers;                    /* [CDDP__SETTING_COUNT + 2 * count] settings, and: */
+  double *lr_scales, *weight_decays;  /* [count] in numbers */
   bool *launched;                     /* [count] scratch of a step on a device */
-  cddp_segment *segments;             /* [count] there, likewise */
-  bool *fresh;                        /* [count] the master is to begin as the weights are */
+  cddp_segment *segments;             /* [count] scratch of a step on a device */
+  bool *fresh;                        /* [count] the master must be initialized from the weights */
 };
 
 /* One step of one parameter. */
@@ -14191,12 +14194,12 @@ struct cddp__update {
   const cddp__algorithm *algorithm;
   const cddp__kernels *kernels; /* by dtype */
   cddp_dtype stored; /* type of the weights and gradients */
-  cddp_dtype dtype;  /* of the states, and of each result: stored, or with a master f32 */
+  cddp_dtype dtype;  /* of the states and of each result: stored, or f32 if there are masters */
   cddp__scalars scalars;
-  char *states[CDDP__STATES]; /* where they begin; NULL: there is none */
-  char *master;               /* likewise */
-  bool fresh;                 /* it is to begin as the weights are */
-  /* Does a data-parallel step of an f32 parameter in one loop; NULL: not this one. */
+  char *states[CDDP__STATES]; /* the first element of each; NULL: not in use */
+  char *master;               /* the first element; NULL: no master */
+  bool fresh;                 /* the master must be initialized from the weights */
+  /* Runs a data-parallel step of an f32 parameter in one loop; NULL: this step needs blocks. */
   void (*loop)(const cddp__fused_args *args, int ranks, size_t n);
 };
 
@@ -14214,7 +14217,7 @@ static void cddp__sgd_begin(const cddp_optim *o, int i, cddp__update *u) {
   if (s->keep != 0 && !s->nesterov && !s->first) u->loop = u->kernels[CDDP_F32].sgd_loop;
 }
 
-/* An alpha of add_ as PyTorch has it: of half precision if the weights are. */
+/* PyTorch's rounding of the factor alpha of add_: to half precision if the weights are. */
 static double cddp__sgd_scalar(cddp_dtype dtype, double x) {
   float y = cddp__round_odd(x);
   if (dtype == CDDP_F16) return (double)cddp__f16_to_f32(cddp__f32_to_f16(y));
@@ -14222,7 +14225,7 @@ static double cddp__sgd_scalar(cddp_dtype dtype, double x) {
   return x;
 }
 
-/* What one operation has made, rounded to half precision if the weights have it. */
+/* Rounds the result of one operation to half precision if the weights have it. */
 static void cddp__sgd_round(const cddp__update *u, void *d, size_t n) {
   uint16_t rounded[CDDP__BLOCK_BYTES / sizeof(float)];
   if (!cddp__dtype_half(u->dtype)) return;
@@ -14243,14 +14246,17 @@ static void cddp__sgd_mix(const cddp__update *u, void *m, const void *b, size_t 
     u->kernels[u->dtype].mix(m, m, b, n, s->keep, s->take);
     return;
   }
-  (u->kernels[CDDP_F32].scale)(m, n, s->keep, false); /* mul_ does not round its factor */
+  (u->kernels[CDDP_F32].scale)(m, n, s->keep, false); /* mul_, unlike add_, keeps its factor */
   cddp__sgd_round(u, m, n);
   cddp__sgd_add(u, m, m, b, n, s->take);
 }
 
-/* Works as follows, on a block that stays in the first cache:
-   d = g; d = -d if maximize; d = d + decay * p; m = first ? d : momentum * m + (1 - dampening) * d;
-   d = nesterov ? d + momentum * m : m; p = p - lr * d. d is g or m itself where it is equal. */
+/* Steps a block that fits into the first-level cache:
+     d = g; d = -d if maximize; d = d + decay * p
+     m = first ? d : momentum * m + (1 - dampening) * d
+     d = nesterov ? d + momentum * m : m
+     p = p - lr * d
+   Without a change d is g or m itself. */
 static void cddp__sgd_block(const cddp__update *u, void *p, const void *g, void *const *states,
                             size_t n) {
   double buf[CDDP__BLOCK_BYTES / sizeof(double)];
@@ -14337,14 +14343,14 @@ static const cddp__algorithm cddp__adamw = {
     "AdamW", {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}, true, true,
     cddp__adamw_begin, cddp__adamw_block, cddp__adamw_launch};
 
-/* --- a step of a piece of a parameter, whatever the optimizer --- */
+/* --- a step of a range of a parameter, with any optimizer --- */
 
 static cddp_dtype cddp__state_type(const cddp_optim *o, int i) {
   cddp_dtype dtype = o->params[i].dtype;
   return o->desc.master_weights ? cddp__compute_type(dtype) : dtype;
 }
 
-/* State k is its master. */
+/* Returns whether state k is the master. */
 static bool cddp__is_master(const cddp_optim *o, int k) {
   return o->desc.master_weights && k == o->states - 1;
 }
@@ -14353,7 +14359,7 @@ static bool cddp__has_state(const cddp_optim *o, int k, int i) {
   return !cddp__is_master(o, k) || cddp__dtype_half(o->params[i].dtype);
 }
 
-/* The step that parameter i takes next, with states that begin at state[k * stride]. */
+/* The next step of parameter i, with states that start at state[k * stride]. */
 static cddp__update cddp__update_of(const cddp_optim *o, int i, void *const *state, int stride) {
   cddp__update u;
   int k;
@@ -14372,8 +14378,8 @@ static cddp__update cddp__update_of(const cddp_optim *o, int i, void *const *sta
   return u;
 }
 
-/* A block of F16 or BF16: widened, computed, narrowed. A master is stepped in place of the weights,
-   and the states are as wide as it. */
+/* Steps a block of F16 or BF16: widens, computes, narrows. If there is a master, it is stepped in
+   place of the weights, and the states are f32 too. */
 static void cddp__half_block(const cddp__update *u, void *master, void *weights,
                              const void *gradient, void *const *states, size_t n) {
   float wide[2 + CDDP__STATES][CDDP__BLOCK_BYTES / sizeof(float)];
@@ -14393,7 +14399,7 @@ static void cddp__half_block(const cddp__update *u, void *master, void *weights,
     if (s[k] != states[k]) half->narrow(states[k], wide[2 + k], n);
 }
 
-/* Steps n elements, whose states are those of u from element `first` on. */
+/* Steps n elements, with the states of u from element `first` on. */
 static void cddp__update_run(const cddp__update *u, size_t first, void *weights,
                              const void *gradient, size_t n) {
   size_t esize = cddp__dtype_size(u->stored), size = cddp__dtype_size(u->dtype), done, m;
@@ -14414,7 +14420,7 @@ static void cddp__update_run(const cddp__update *u, size_t first, void *weights,
 
 CDDP__COLD
 
-/* --- what callers pass --- */
+/* --- checks of the caller's arguments --- */
 
 static bool cddp__dtype_trains(cddp_dtype d) { return (unsigned)d <= (unsigned)CDDP_BF16; }
 
@@ -14422,9 +14428,9 @@ static cddp__text cddp__param_name(const cddp_param *p, int index) {
   return p->name != NULL ? cddp__textf("%s", p->name) : cddp__textf("#%d", index);
 }
 
-enum { CDDP__HAS_NAME = 1, CDDP__HAS_DATA = 2, CDDP__IS_TRAINED = 4 };
+enum { CDDP__RULE_NAME = 1, CDDP__RULE_DATA = 2, CDDP__RULE_TRAINED = 4 };
 
-/* Parameters or buffers of a caller, of which these rules hold. */
+/* Checks that these rules hold for a caller's parameters or buffers. */
 static cddp_result cddp__check_params(const cddp_param *params, int count, int rules) {
   int i;
   if (count < 0 || (count > 0 && params == NULL))
@@ -14432,15 +14438,15 @@ static cddp_result cddp__check_params(const cddp_param *params, int count, int r
   for (i = 0; i < count; i++) {
     const cddp_param *p = &params[i];
     const char *wrong = NULL;
-    if ((rules & CDDP__HAS_NAME) != 0 && p->name == NULL)
-      wrong = "has no name, by which a file knows it";
-    else if ((rules & CDDP__IS_TRAINED) != 0 && !cddp__dtype_trains(p->dtype))
+    if ((rules & CDDP__RULE_NAME) != 0 && p->name == NULL)
+      wrong = "has no name, which files need";
+    else if ((rules & CDDP__RULE_TRAINED) != 0 && !cddp__dtype_trains(p->dtype))
       wrong = "must be f32, f64, f16 or bf16";
     else if (!cddp__dtype_ok(p->dtype))
       wrong = "has a dtype that is no cddp_dtype";
     else if (p->count > SIZE_MAX / 64)
       wrong = "has too many elements";
-    else if ((rules & CDDP__HAS_DATA) != 0 && p->data == NULL && p->count > 0)
+    else if ((rules & CDDP__RULE_DATA) != 0 && p->data == NULL && p->count > 0)
       wrong = "has data NULL";
     if (wrong != NULL)
       return cddp__fail(CDDP_INVALID_ARGUMENT, "parameter \"%s\" %s",
@@ -14465,7 +14471,7 @@ static cddp_result cddp__check_sparse(const cddp_param *params, int count, const
   return CDDP_OK;
 }
 
-/* Memory that belongs to one parameter. */
+/* A range of memory of one parameter. */
 typedef struct cddp__owned {
   uintptr_t begin, end;
   const char *what; /* "data", "grad" or "copy" */
@@ -14478,8 +14484,9 @@ static int cddp__by_address(const void *x, const void *y) {
   return a->param < b->param ? -1 : a->param > b->param;
 }
 
-/* No two parameters may share weights, gradients or copies: a fused step would update them twice,
-   or on two ranks at once. copies: NULL, or [count] of 2 bytes an element. */
+/* Checks that parameters share no weights, gradients or copies. A fused step would update shared
+   memory twice, or on two ranks at the same time. copies: NULL, or [count] of 2 bytes an
+   element. */
 static cddp_result cddp__check_own_memory(const cddp_param *params, int count,
                                           void *const *copies, const cddp_allocator *a) {
   static const char *const what[] = {"data", "grad", "copy"};
@@ -14514,7 +14521,7 @@ static cddp_result cddp__check_own_memory(const cddp_param *params, int count,
         second->what, cddp__param_name(&params[second->param], second->param).s,
         x->begin == y->begin && x->end == y->end ? "are the same memory" : "overlap",
         tied ? "list tied weights once, and let both backward passes add to the one gradient"
-             : "each must have memory of its own");
+             : "each must have its own memory");
   }
   cddp__free(a, list);
   return r;
@@ -14528,14 +14535,14 @@ static bool cddp__optim_skips(const cddp_optim *o, int i) {
   return o->params[i].count == 0 || (o->used != NULL && !o->used[i]);
 }
 
-/* Brings n elements of parameter i's copy, if it has one, up to date. */
+/* Updates elements [from, from + n) of parameter i's copy, if it has one. */
 static void cddp__optim_copy(const cddp_optim *o, int i, size_t from, size_t n) {
   if (o->copies != NULL && o->copies[i] != NULL)
     cddp__convert((uint16_t *)o->copies[i] + from, o->desc.copy_dtype,
                   (const float *)o->params[i].data + from, CDDP_F32, n);
 }
 
-/* Brings all copies up to date. */
+/* Updates all copies. */
 static cddp_result cddp__write_copies(cddp_optim *o) {
   int i;
   if (o->backend != NULL && o->copies != NULL) return (o->backend->copy)(o, NULL);
@@ -14544,7 +14551,8 @@ static cddp_result cddp__write_copies(cddp_optim *o) {
   return CDDP_OK;
 }
 
-/* A parameter with a dense gradient; its copy while the new weights are in the cache. */
+/* Steps a parameter with a dense gradient. Its copy is written while the weights are in the
+   cache. */
 static void cddp__optim_dense(cddp_optim *o, int i) {
   const cddp_param *p = &o->params[i];
   cddp__update u = cddp__update_of(o, i, o->state + i, o->count);
@@ -14557,8 +14565,8 @@ static void cddp__optim_dense(cddp_optim *o, int i) {
   }
 }
 
-/* A parameter whose gradient is rows: what a dense gradient with zeros elsewhere would do. Without
-   states the other rows stay as they are and are not looked at. */
+/* Steps a parameter with a sparse gradient, like one with a dense gradient that is zero elsewhere.
+   An optimizer without states does not read the other rows: they do not change. */
 static void cddp__optim_rows(cddp_optim *o, int i, const cddp__sparse *g) {
   const cddp_param *p = &o->params[i];
   cddp__update u = cddp__update_of(o, i, o->state + i, o->count);
@@ -14576,18 +14584,18 @@ static void cddp__optim_rows(cddp_optim *o, int i, const cddp__sparse *g) {
 static cddp_result cddp__check_rows(const cddp_optim *o, int i) {
   if (o->weight_decays[i] == 0 && !o->algorithm->wide) return CDDP_OK;
   return cddp__fail(CDDP_UNSUPPORTED,
-                    "parameter \"%s\" has rows as its gradient, which go without %s; have a dense "
-                    "gradient, or %s",
+                    "parameter \"%s\" has a sparse gradient, which does not support %s: use a "
+                    "dense gradient, or %s",
                     cddp__param_name(&o->params[i], i).s,
                     o->algorithm->wide ? o->algorithm->name : "weight_decay",
-                    o->algorithm->wide ? "use SGD" : "set that to 0");
+                    o->algorithm->wide ? "use SGD" : "set weight_decay to 0");
 }
 
 static cddp__sparse *cddp__optim_sparse(const cddp_optim *o, int i) { /* NULL: it is dense */
   return o->sparse != NULL ? o->sparse[i] : NULL;
 }
 
-/* Memory for parameter i's states, zeroed; those that are there stay. */
+/* Allocates parameter i's states, zeroed. Existing states stay. */
 static cddp_result cddp__need_states(cddp_optim *o, int i) {
   const cddp_param *p = &o->params[i];
   int k;
@@ -14599,7 +14607,7 @@ static cddp_result cddp__need_states(cddp_optim *o, int i) {
   return CDDP_OK;
 }
 
-/* Of the parameter that has been stepped most often: 0, no states have a value. */
+/* The largest number of steps of any parameter. 0: no state is initialized. */
 static float cddp__most_steps(const cddp_optim *o) {
   float most = 0;
   int i;
@@ -14613,13 +14621,13 @@ static void cddp__count_step(cddp_optim *o, int i) {
   o->fresh[i] = false;
 }
 
-/* Checks and allocates all that a step needs, so that a step is done as a whole or not at all. */
+/* Checks and allocates everything before the step, so that a failed step changes nothing. */
 static cddp_result cddp__optim_prepare(cddp_optim *o) {
   cddp_result r = CDDP_OK;
   int i;
   if (o->share != NULL)
     return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "after cddp_ddp_step each rank holds its part of the states only; call "
+                      "after cddp_ddp_step each rank has the states of its partition only: call "
                       "cddp_ddp_wait before cddp_optim_step");
   for (i = 0; r == CDDP_OK && i < o->count; i++) {
     const cddp_param *p = &o->params[i];
@@ -14631,8 +14639,8 @@ static cddp_result cddp__optim_prepare(cddp_optim *o) {
                         cddp__param_name(p, i).s);
     if (p->grad == NULL && !sparse)
       return cddp__fail(CDDP_INVALID_ARGUMENT,
-                        "parameter \"%s\" has no gradient; set grad, or have cddp_ddp_create place "
-                        "it, or (sparse) set ddp in cddp_sgd_desc", cddp__param_name(p, i).s);
+                        "parameter \"%s\" has no gradient: set grad, let cddp_ddp_create allocate "
+                        "it, or (sparse rows) set ddp in cddp_sgd_desc", cddp__param_name(p, i).s);
     if (!cddp__dtype_trains(p->dtype))
       return cddp__fail(CDDP_INVALID_ARGUMENT, "parameter \"%s\" now has dtype %d",
                         cddp__param_name(p, i).s, (int)p->dtype);
@@ -14658,7 +14666,7 @@ CDDPDEF cddp_result cddp_optim_step(cddp_optim *o) {
   return CDDP_OK;
 }
 
-/* On a device what a cddp_ddp has placed is one stretch: to zero each gradient costs a launch. */
+/* On a device the gradients that a cddp_ddp has allocated are one range, zeroed with one launch. */
 CDDPDEF cddp_result cddp_optim_zero_grad(cddp_optim *o) {
   const cddp_ddp *d;
   int i;
@@ -14739,7 +14747,7 @@ static cddp_result cddp__check_settings(const cddp_param *params, int count,
     return cddp__fail(CDDP_INVALID_ARGUMENT, "copy_dtype is %d; it must be CDDP_F16 or CDDP_BF16",
                       (int)d->copy_dtype);
   if (d->ddp != NULL && (d->ddp->params != params || d->ddp->count != count))
-    return cddp__fail(CDDP_INVALID_ARGUMENT, "desc.ddp was made for other parameters");
+    return cddp__fail(CDDP_INVALID_ARGUMENT, "desc.ddp was created with other parameters");
   for (i = 0; r == CDDP_OK && i < count; i++) {
     cddp__text name = cddp__param_name(&params[i], i);
     cddp_dtype dtype = params[i].dtype;
@@ -14749,8 +14757,8 @@ static cddp_result cddp__check_settings(const cddp_param *params, int count,
                         cddp__dtype_names[dtype]);
     if (algorithm->wide && cddp__dtype_half(dtype) && !d->master_weights)
       return cddp__fail(CDDP_UNSUPPORTED,
-                        "parameter \"%s\" is %s; %s steps f32 and f64: set master_weights, or "
-                        "pass f32 weights, and those as copies",
+                        "parameter \"%s\" is %s, but %s supports f32 and f64: set master_weights, "
+                        "or pass f32 weights, and these as copies",
                         name.s, cddp__dtype_names[dtype], algorithm->name);
     if (d->lr_scales != NULL)
       r = cddp__check_number(cddp__textf("lr_scales of parameter \"%.100s\"", name.s).s,
@@ -14762,7 +14770,7 @@ static cddp_result cddp__check_settings(const cddp_param *params, int count,
   return r;
 }
 
-/* Lists the settings as numbers and hashes them. */
+/* Writes the settings to o->numbers, as numbers, and hashes them. */
 static void cddp__list_settings(cddp_optim *o) {
   const cddp_sgd_desc *d = &o->desc;
   const double v[] = {(double)o->algorithm->counts, d->momentum, d->dampening, o->beta1, o->beta2,
@@ -14775,11 +14783,11 @@ static void cddp__list_settings(cddp_optim *o) {
   o->settings = (o->settings & ~(uint64_t)1) | 2;
 }
 
-/* states: those of the algorithm. adamw: of AdamW, what d lacks. */
+/* states: number of states of the algorithm. adamw: the settings that d does not have. */
 static cddp_result cddp__optim_new(cddp_optim **out, const cddp__algorithm *algorithm, int states,
                                    cddp_param *params, int count, const cddp_sgd_desc *d,
                                    const cddp_adamw_desc *adamw) {
-  cddp_result r = cddp__check_params(params, count, CDDP__IS_TRAINED);
+  cddp_result r = cddp__check_params(params, count, CDDP__RULE_TRAINED);
   size_t n = (size_t)count, arrays = (size_t)states + d->master_weights;
   size_t pointers = n * (arrays + (d->copies != NULL));
   cddp_optim *o;
@@ -14788,7 +14796,7 @@ static cddp_result cddp__optim_new(cddp_optim **out, const cddp__algorithm *algo
   if (r != CDDP_OK) return r;
   o = (cddp_optim *)cddp__calloc(
       NULL, 1, sizeof *o + n * (2 * sizeof(double) + sizeof(float) + 2 * sizeof(bool)) +
-                CDDP__SETTINGS * sizeof(double) + pointers * sizeof(void *));
+                CDDP__SETTING_COUNT * sizeof(double) + pointers * sizeof(void *));
   if ((*out = o) == NULL) return CDDP_OUT_OF_MEMORY;
   o->params = params;
   o->count = count;
@@ -14800,7 +14808,7 @@ static cddp_result cddp__optim_new(cddp_optim **out, const cddp__algorithm *algo
   o->amsgrad = adamw->amsgrad;
   o->states = (int)arrays;
   o->numbers = (double *)(void *)(o + 1);
-  o->lr_scales = o->numbers + CDDP__SETTINGS;
+  o->lr_scales = o->numbers + CDDP__SETTING_COUNT;
   o->weight_decays = o->lr_scales + n;
   o->state = (void **)(void *)(o->weight_decays + n);
   o->steps = (float *)(void *)(o->state + pointers);
@@ -18324,7 +18332,7 @@ static cddp__step_header cddp__header_of(const cddp_ddp *d, int rank) { /* as of
 static cddp_result cddp__break_settings(cddp_ddp *d, const cddp_optim *s, int first) {
   cddp_group *g = d->control;
   cddp__text here = cddp__describe_current_call(g);
-  size_t count = (size_t)d->count, n = CDDP__SETTINGS + 2 * count, k, at = n;
+  size_t count = (size_t)d->count, n = CDDP__SETTING_COUNT + 2 * count, k, at = n;
   double *mine, *theirs, *found; /* found: which setting of a rank differs first, and its value */
   int p, more = 0;
   cddp_result r;
@@ -18344,13 +18352,13 @@ static cddp_result cddp__break_settings(cddp_ddp *d, const cddp_optim *s, int fi
   for (p = 0; r == CDDP_OK && p < g->size; p++) at = cddp__min(at, (size_t)found[2 * p]);
   CDDP_ASSERT(r != CDDP_OK || at < n);
   if (r == CDDP_OK) {
-    int i = at < CDDP__SETTINGS ? 0 : (int)((at - CDDP__SETTINGS) % count);
-    bool scale = at < CDDP__SETTINGS + count;
+    int i = at < CDDP__SETTING_COUNT ? 0 : (int)((at - CDDP__SETTING_COUNT) % count);
+    bool scale = at < CDDP__SETTING_COUNT + count;
     cddp__text name =
         cddp__textf("%s of parameter \"%.100s\"", scale ? "lr_scales" : "weight_decay",
                     cddp__param_name(&d->params[i], i).s);
     cddp__fail(CDDP_MISMATCH, "ranks disagree: %s is %s on rank %d",
-               at < CDDP__SETTINGS ? cddp__setting_names[at] : name.s,
+               at < CDDP__SETTING_COUNT ? cddp__setting_names[at] : name.s,
                cddp__describe_number(theirs[at]).s, first);
     for (p = 0; p < g->size; p++)
       if ((size_t)found[2 * p] == at && ++more <= 2)
@@ -20821,14 +20829,14 @@ static cddp_result cddp__elastic_join(cddp_ddp *d) {
 static cddp_result cddp__compare_settings(const cddp_ddp *d, const cddp__snapshot *mine) {
   const cddp__snapshot *job = &d->snapshot;
   int i = CDDP__SETTING_ADAMW;
-  while (i < CDDP__SETTINGS && mine->settings[i] == job->settings[i]) i++;
-  if (i < CDDP__SETTINGS || mine->weight_decay != job->weight_decay)
+  while (i < CDDP__SETTING_COUNT && mine->settings[i] == job->settings[i]) i++;
+  if (i < CDDP__SETTING_COUNT || mine->weight_decay != job->weight_decay)
     return cddp__fail(
         CDDP_MISMATCH, "CDDP_JOIN: %s is %s on rank %d, %s in the job",
-        i < CDDP__SETTINGS ? cddp__setting_names[i] : "weight_decay",
-        cddp__describe_number(i < CDDP__SETTINGS ? mine->settings[i] : mine->weight_decay).s,
+        i < CDDP__SETTING_COUNT ? cddp__setting_names[i] : "weight_decay",
+        cddp__describe_number(i < CDDP__SETTING_COUNT ? mine->settings[i] : mine->weight_decay).s,
         d->group->rank,
-        cddp__describe_number(i < CDDP__SETTINGS ? job->settings[i] : job->weight_decay).s);
+        cddp__describe_number(i < CDDP__SETTING_COUNT ? job->settings[i] : job->weight_decay).s);
   if (mine->lr_scales == job->lr_scales && mine->weight_decays == job->weight_decays)
     return CDDP_OK;
   return cddp__fail(CDDP_MISMATCH, "CDDP_JOIN: %s on rank %d differ from those of the job",
@@ -21803,7 +21811,7 @@ static cddp_result cddp__check_checkpoint(cddp__checkpoint *c, bool saves) {
   int i;
   if (c->path == NULL || c->path[0] == 0)
     return cddp__fail(CDDP_INVALID_ARGUMENT, "the path is NULL or empty");
-  r = cddp__check_params(c->params, c->count, CDDP__HAS_NAME | CDDP__HAS_DATA);
+  r = cddp__check_params(c->params, c->count, CDDP__RULE_NAME | CDDP__RULE_DATA);
   if (r != CDDP_OK) return r;
   c->device = (c->g != NULL && c->g->backend != NULL) ||
               (d->optim != NULL && d->optim->backend != NULL);
@@ -21825,7 +21833,7 @@ static cddp_result cddp__check_checkpoint(cddp__checkpoint *c, bool saves) {
                       "parameters lie on a GPU, but the group has device \"cpu\"; pass one with "
                       "device \"cuda\", or NULL");
   if (d->optim != NULL)
-    r = cddp__check_params(d->optim->params, d->optim->count, CDDP__HAS_NAME);
+    r = cddp__check_params(d->optim->params, d->optim->count, CDDP__RULE_NAME);
   if (r != CDDP_OK) return r;
   if (share != NULL && share->group != c->g && share->group->size > 1)
     return cddp__fail(CDDP_INVALID_ARGUMENT,
@@ -23114,8 +23122,8 @@ CDDPDEF cddp_result (cddp_ddp_create)(cddp_ddp **out, cddp_group *g, cddp_param 
   if (desc == NULL) desc = &defaults;
   CDDP__CHECK(g != NULL, "the group is NULL");
   CDDP__CHECK(count != 0, "there are no parameters");
-  CDDP__TRY(cddp__check_params(params, count, CDDP__HAS_DATA | CDDP__IS_TRAINED));
-  CDDP__TRY(cddp__check_params(desc->buffers, desc->buffer_count, CDDP__HAS_DATA));
+  CDDP__TRY(cddp__check_params(params, count, CDDP__RULE_DATA | CDDP__RULE_TRAINED));
+  CDDP__TRY(cddp__check_params(desc->buffers, desc->buffer_count, CDDP__RULE_DATA));
   CDDP__TRY(cddp__check_sparse(params, count, desc->sparse_rows));
   CDDP__CHECK(desc->bucket_cap_mb >= 0 && desc->first_bucket_mb >= 0,
               "bucket_cap_mb and first_bucket_mb must be at least 0");
