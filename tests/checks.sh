@@ -477,9 +477,64 @@ readme() { # its C compiles; every file and target of ours that it names is ther
     grep -q -E "^build ([^:]* )?$word:|^name = $word$" build.ninja || echo "no target $word"
   done | none "README.md: ninja"
   awk -v to="$work/block" '/^```/ { on = $0 == "```c"; n += on; next } on { print > (to n ".c") }' README.md
+  compile_blocks | none "README.md: C"
+}
+
+manual() { # the example at the head of each topic compiles
+  awk -v to="$work/block" '
+    /^\/\* >>fine-print/ { exit }
+    /^\/\* >>api-/ { topic = $2; sub(/>>api-/, "", topic); next }
+    topic == "diagnostics" { topic = "" } # an error text
+    topic != "" && /^     / { sub(/ \*\/$/, ""); print > (to "-" topic ".c"); began = 1; next }
+    topic != "" && began && NF { topic = ""; began = 0 }' cddp.h
+  [ "$(find "$work" -name 'block-*.c' | wc -l)" -ge 10 ] || fail "too few examples: $(find "$work" -name 'block-*.c')"
+  compile_blocks | none "the manual's examples"
+}
+
+# Compiles $work/block*.c. A block that is no whole file becomes the body of a function, behind declarations of the names
+# that the README and the manual leave to the reader; a line of dots stands for the reader's code.
+compile_blocks() {
+  local f
+  cat >"$work/names.h" <<'END'
+#include "cddp.h"
+#include <stdio.h>
+#include <stdlib.h>
+enum { N = 4, STEPS = 2, EPOCHS = 2 };
+#define TRY(call) if ((call) != CDDP_OK) return 1
+extern cddp_group *g, *group, *half;
+extern cddp_ddp *ddp;
+extern cddp_optim *optim, *sgd, *adamw;
+extern cddp_param *p, *params;
+extern cddp_sgd_desc options;
+extern cddp_ddp_desc desc_of_ddp;
+extern cddp_sampler sampler;
+extern cddp_store *store;
+extern int n, rank, count, shard, step;
+extern float *w, *b, *x, *weights, *gradients, my_batch[N], sample[N];
+extern size_t m, bytes, size;
+extern char buffer[100];
+extern void *stream;
+int train(int rank, void *arg);
+void backward(void), forward_backward(int shard), forward_backward_of(int step, int shard);
+void compute_something_else(void), my_update(float *w, float *g, int n), my_library_train(float *w, float *x);
+void train_on(float x);
+double schedule(int step);
+END
   for f in "$work"/block*.c; do
-    cc -std=c11 -D_GNU_SOURCE -Wall -Wextra -I. -fsyntax-only "$f" 2>&1
-  done | none "README.md: C"
+    if ! grep -q '#include "cddp.h"' "$f"; then
+      {
+        echo '#include "names.h"'
+        case $f in *-gpus.c) echo 'extern cddp_group_desc desc;' ;; *) echo 'extern cddp_ddp_desc desc;' ;; esac
+        echo 'int block(void);'
+        echo 'int block(void) {'
+        sed -E 's/\{ \.\.\. .*\}$/{ }/; s/^ +\.\.\.( .*)?$//; s/backward\(\.\.\.\)/backward()/; s/forward_backward\(step, shard\)/forward_backward_of(step, shard)/
+          /#define CDDP_IMPLEMENTATION|#include "cddp_kernels/d' "$f"
+        echo 'return 0; }'
+      } >"$f.whole"
+      mv "$f.whole" "$f"
+    fi
+    cc -std=c11 -D_GNU_SOURCE -Wall -Wextra -Wno-unused-variable -I. -I"$work" -fsyntax-only "$f" 2>&1
+  done
 }
 
 lists() { # what there is to run, tests/list.ninja or a script has; it runs in `ninja test` or `ninja all-tests`
@@ -498,7 +553,7 @@ lists() { # what there is to run, tests/list.ninja or a script has; it runs in `
 # --- which ---
 
 compilers="cc g++ clang clang++"
-others="openmp stdio-first any-order ignored targets standards macros commas symbols lines functions contents layout unfinished short-examples readme lists"
+others="openmp stdio-first any-order ignored targets standards macros commas symbols lines functions contents layout unfinished short-examples readme manual lists"
 per_compiler="implementation declarations static two-files alone" # ...-COMPILER
 
 case ${1:-} in
