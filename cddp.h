@@ -3881,34 +3881,44 @@ static bool cddp__file_has_name(int fd, const char *path) {
 }
 
 /* >>store --------------------------------------------------------------------------------------
-   The key-value store in which ranks meet, and which programs may use.
-   Owns: a server's thread, map and connections; a store's connection and file.
-   May touch: no group.
+   Job: a key-value store, client and server, for torchrun's rendezvous and for user programs.
+   Owns: a server's thread, map and connections; a store's connection and file. Touches no group.
    Entry points: cddp__store_open, cddp__store_close, cddp__store_run.
-   Works as follows: the protocol is c10d's TCPStore of PyTorch 2.2 and later. A client sends a
-   command and reads its answer, one at a time, under the store's lock. The server runs each command
-   with cddp__execute. One that has to wait (WAIT) stays at the head of its connection's input and
-   is tried again when keys have been made. tcp://, unix:// and file:// differ in how a client finds
-   the server.
-   A command is its code, a byte; then, if it is counted, a number of items, else there is one item;
-   an item is so many strings, the first of them a key; then tail bytes. Numbers are 8 bytes,
-   little-endian; a string is its length, a number, and its bytes. VALIDATE comes first on a
-   connection. Left out are QUEUE_PUSH to BARRIER (14 to 18), which a rank of PyTorch sends by no
-   default. */
+   How it works:
+     1. The protocol is that of c10d's TCPStore in PyTorch 2.2 and later. The schemes tcp://,
+        unix:// and file:// differ only in how a client finds the server.
+     2. A client sends one command at a time and reads its answer, under the store's lock.
+     3. The server executes each command: cddp__server_execute. A WAIT for a missing key stays at
+        the head of its connection's input and is executed again after keys have been created.
+   Format of a command:
+     code        1 byte
+     count       8 bytes, in counted commands only; number of items, else 1
+     items       each a fixed number of strings, the first of them a key
+     tail bytes  a fixed number
+   Numbers have 8 bytes, little-endian. A string is its length (a number) and its bytes. The first
+   command of a connection is VALIDATE. Commands 14 to 18 (QUEUE_PUSH to BARRIER) are missing: a
+   rank of PyTorch does not send them by default. */
 
 #define CDDP__COMMAND_MAX (64u << 20) /* bytes of one command or reply, all strings together */
 #define CDDP__BUFFER_MAX (CDDP__COMMAND_MAX + CDDP__VALUE_MAX) /* of a connection, each way */
-#define CDDP__PENDING_MAX 128         /* connections to a server that have not yet greeted */
-#define CDDP__SERVER_PAUSE (256u << 10) /* unread output at which a connection's commands wait */
+#define CDDP__PENDING_MAX 128         /* connections that have not yet sent a valid VALIDATE */
+#define CDDP__SERVER_PAUSE (256u << 10) /* bytes of unread output above which commands wait */
 #define CDDP__SERVER_MEMORY ((size_t)1 << 30) /* bytes of all connections' buffers together */
 #ifndef CDDP__STORE_MEMORY
 #define CDDP__STORE_MEMORY ((size_t)512 << 20) /* bytes of a server's keys and values */
 #endif
 
-/* The bytes of an answer's number; of STRING's that is a length, and the string follows. */
-enum cddp__answer { CDDP__NONE, CDDP__BYTE = 1, CDDP__WORD = 4, CDDP__NUMBER = 8, CDDP__STRING };
+/* Kinds of answers. The value is the size of the number in the answer; STRING is a length of 8
+   bytes and the string. */
+enum cddp__answer {
+  CDDP__ANSWER_NONE,
+  CDDP__ANSWER_BYTE = 1,
+  CDDP__ANSWER_WORD = 4,
+  CDDP__ANSWER_NUMBER = 8,
+  CDDP__ANSWER_STRING
+};
 
-/* Code, counted, strings of an item, tail bytes, answer. */
+/* Code, whether it is counted, strings of an item, tail bytes, answer. */
 #define CDDP__COMMANDS(X)                                                                          \
   X(VALIDATE, 0, 0, 4, NONE)                                                                       \
   X(SET, 0, 2, 0, NONE)                                                                            \
@@ -3925,33 +3935,34 @@ enum cddp__answer { CDDP__NONE, CDDP__BYTE = 1, CDDP__WORD = 4, CDDP__NUMBER = 8
   X(CANCEL_WAIT, 0, 0, 0, BYTE)                                                                    \
   X(PING, 0, 0, 4, WORD)
 
-#define CDDP__X(code, counted, strings, tail, answer) CDDP__##code,
-enum cddp__code { CDDP__COMMANDS(CDDP__X) CDDP__CODES };
+#define CDDP__X(code, counted, strings, tail, answer) CDDP__STORE_##code,
+enum cddp__code { CDDP__COMMANDS(CDDP__X) CDDP__STORE_CODES };
 #undef CDDP__X
-#define CDDP__X(code, counted, strings, tail, answer) {counted, strings, tail, CDDP__##answer},
+#define CDDP__X(code, counted, strings, tail, answer)                                              \
+  {counted, strings, tail, CDDP__ANSWER_##answer},
 static const struct cddp__command {
   unsigned char counted, strings, tail, answer;
-} cddp__commands[CDDP__CODES] = {CDDP__COMMANDS(CDDP__X)};
+} cddp__commands[CDDP__STORE_CODES] = {CDDP__COMMANDS(CDDP__X)};
 #undef CDDP__X
 
-/* What a client says first: VALIDATE, and a CHECK, whose answer shows that there is a store. Its
-   key is a line of text, to which a web server would answer in its own way. */
+/* A client's first bytes: VALIDATE, and a CHECK, whose answer shows that the server is a store. The
+   key of the CHECK is a line of text: a web server would answer it in its own protocol. */
 #define CDDP__VALIDATE_SIZE 5
 static const char cddp__greeting[] = "\0\xce\xf7\x85\x3c"
                                      "\5\1\0\0\0\0\0\0\0\4\0\0\0\0\0\0\0\r\n\r\n";
 
-typedef struct cddp__span { /* bytes that belong to somebody else */
+typedef struct cddp__span { /* bytes in memory that the span does not own */
   const unsigned char *data;
   size_t size;
 } cddp__span;
 
 typedef struct cddp__buffer { /* a growing queue of bytes */
   const cddp_allocator *allocator;
-  size_t *total; /* NULL, or where the capacity of several buffers is added up */
+  size_t *total; /* NULL, or the sum of the capacities of several buffers */
   unsigned char *data;
   size_t start, end; /* the bytes in use are data[start .. end) */
   size_t capacity;
-  bool failed; /* something could not be added for lack of memory */
+  bool failed; /* an addition failed because memory was exhausted */
 } cddp__buffer;
 
 static cddp__span cddp__span_of(const void *data, size_t size) {
@@ -3963,8 +3974,8 @@ static bool cddp__span_equal(cddp__span a, cddp__span b) {
   return a.size == b.size && (a.size == 0 || memcmp(a.data, b.data, a.size) == 0);
 }
 
-/* The string at *p of a command that cddp__frame_scan found whole; moves *p behind it. */
-static cddp__span cddp__take_string(const unsigned char **p) {
+/* The string at *p in a complete command (cddp__parser_scan); moves *p behind it. */
+static cddp__span cddp__parse_string(const unsigned char **p) {
   cddp__span s = cddp__span_of(*p + 8, (size_t)cddp__get64(*p));
   *p = s.data + s.size;
   return s;
@@ -3972,12 +3983,13 @@ static cddp__span cddp__take_string(const unsigned char **p) {
 
 static size_t cddp__buffer_size(const cddp__buffer *b) { return b->end - b->start; }
 
-static cddp__span cddp__buffer_span(const cddp__buffer *b) { /* NULL + 0 is not allowed in C */
+static cddp__span cddp__buffer_span(const cddp__buffer *b) { /* NULL + 0 is undefined in C */
   return cddp__span_of(b->data != NULL ? b->data + b->start : NULL, cddp__buffer_size(b));
 }
 
-/* Makes room for `more` bytes behind the end; false when there is no memory. What is in use moves
-   to the front if at least as much was consumed, else into twice the room: so moves are rare. */
+/* Reserves `more` bytes behind the end. Returns false if memory is exhausted. The bytes in use move
+   to the front if at least as many were consumed, else to a new block of twice the size, so that
+   the cost of moves is linear. */
 static bool cddp__buffer_reserve(cddp__buffer *b, size_t more) {
   size_t size = cddp__buffer_size(b), capacity = cddp__max(b->capacity, 256);
   unsigned char *data = b->data;
@@ -4008,21 +4020,21 @@ static void cddp__buffer_add(cddp__buffer *b, const void *data, size_t size) {
   b->end += size;
 }
 
-/* Adds the low bytes of a number. */
+/* Adds the lowest `bytes` bytes of a number. */
 static void cddp__buffer_add_number(cddp__buffer *b, uint64_t number, size_t bytes) {
   unsigned char all[8];
   cddp__put64(all, number);
   cddp__buffer_add(b, all, bytes);
 }
 
-/* Adds a string: the prefix (a client's keys begin with "/", as in PyTorch) and s. */
+/* Adds a string: the prefix and s. A client's keys have the prefix "/", as in PyTorch. */
 static void cddp__buffer_add_string(cddp__buffer *b, const char *prefix, cddp__span s) {
   cddp__buffer_add_number(b, strlen(prefix) + s.size, 8);
   cddp__buffer_add(b, prefix, strlen(prefix));
   cddp__buffer_add(b, s.data, s.size);
 }
 
-/* Empties b, and frees it when it has grown beyond `keep` bytes. */
+/* Empties b. Frees its memory if the capacity is larger than `keep`. */
 static void cddp__buffer_clear(cddp__buffer *b, size_t keep) {
   b->start = b->end = 0;
   b->failed = false;
@@ -4033,55 +4045,55 @@ static void cddp__buffer_clear(cddp__buffer *b, size_t keep) {
   b->capacity = 0;
 }
 
-/* The command at the head of a stream: how far it has been looked through, and run. */
-typedef struct cddp__frame {
-  size_t scanned;   /* bytes found good so far */
-  uint64_t strings; /* strings still to come */
+/* The progress of parsing and executing the command at the head of a connection's input. */
+typedef struct cddp__parser {
+  size_t scanned;   /* bytes that were parsed and are valid */
+  uint64_t strings; /* strings that are not yet parsed */
   unsigned code;    /* cddp__code */
-  size_t missing;   /* WAIT: where the first key is that was missing; 0 = not tried yet */
-} cddp__frame;
+  size_t missing;   /* WAIT: offset of the first key that was missing; 0 = not executed yet */
+} cddp__parser;
 
-enum cddp__frame_result { CDDP__FRAME_PART, CDDP__FRAME_WHOLE, CDDP__FRAME_BAD };
+enum cddp__parse_result { CDDP__PARSE_PARTIAL, CDDP__PARSE_COMPLETE, CDDP__PARSE_INVALID };
 
-/* Looks for a whole command in the n bytes at p, which begin with its code byte; f->scanned is then
-   its size. Works as follows: strings are skipped one by one, and where they end is remembered in
-   *f (zeroed for each new command), so that the next call with more bytes at p goes on there: the
-   cost is linear however the bytes come. Every limit is checked as soon as the length is seen,
-   before there is room made for it. */
-static int cddp__frame_scan(cddp__frame *f, const unsigned char *p, size_t n) {
+/* Parses the command in the n bytes at p, which begin with its code byte. If it is complete,
+   parser->scanned is its size. The parser (zeroed for each new command) remembers the end of the
+   last complete string, and the next call with more bytes at p continues there, so that the cost is
+   linear in the size. Each limit is checked as soon as a length is known, before memory is reserved
+   for it. */
+static int cddp__parser_scan(cddp__parser *parser, const unsigned char *p, size_t n) {
   const struct cddp__command *c;
   uint64_t size = 1;
-  if (n == 0) return CDDP__FRAME_PART;
-  f->code = p[0];
-  if (f->code >= CDDP__CODES) return CDDP__FRAME_BAD;
-  c = &cddp__commands[f->code];
-  if (f->scanned == 0) {
-    if (c->counted && n < 9) return CDDP__FRAME_PART;
+  if (n == 0) return CDDP__PARSE_PARTIAL;
+  parser->code = p[0];
+  if (parser->code >= CDDP__STORE_CODES) return CDDP__PARSE_INVALID;
+  c = &cddp__commands[parser->code];
+  if (parser->scanned == 0) {
+    if (c->counted && n < 9) return CDDP__PARSE_PARTIAL;
     if (c->counted) size = cddp__get64(p + 1);
-    if (size > CDDP__KEYS_MAX) return CDDP__FRAME_BAD;
-    f->strings = size * c->strings;
-    f->scanned = c->counted ? 9 : 1;
+    if (size > CDDP__KEYS_MAX) return CDDP__PARSE_INVALID;
+    parser->strings = size * c->strings;
+    parser->scanned = c->counted ? 9 : 1;
   }
-  for (; f->strings > 0; f->strings--) {
-    if (n - f->scanned < 8) return CDDP__FRAME_PART;
-    size = cddp__get64(p + f->scanned);
-    if (size > (f->strings % c->strings == 0 ? CDDP__KEY_MAX : CDDP__VALUE_MAX) ||
-        f->scanned + 8 + size > CDDP__COMMAND_MAX)
-      return CDDP__FRAME_BAD;
-    if (n - f->scanned - 8 < size) return CDDP__FRAME_PART;
-    f->scanned += 8 + (size_t)size;
+  for (; parser->strings > 0; parser->strings--) {
+    if (n - parser->scanned < 8) return CDDP__PARSE_PARTIAL;
+    size = cddp__get64(p + parser->scanned);
+    if (size > (parser->strings % c->strings == 0 ? CDDP__KEY_MAX : CDDP__VALUE_MAX) ||
+        parser->scanned + 8 + size > CDDP__COMMAND_MAX)
+      return CDDP__PARSE_INVALID;
+    if (n - parser->scanned - 8 < size) return CDDP__PARSE_PARTIAL;
+    parser->scanned += 8 + (size_t)size;
   }
-  if (n - f->scanned < c->tail) return CDDP__FRAME_PART;
-  f->scanned += c->tail;
-  return CDDP__FRAME_WHOLE;
+  if (n - parser->scanned < c->tail) return CDDP__PARSE_PARTIAL;
+  parser->scanned += c->tail;
+  return CDDP__PARSE_COMPLETE;
 }
 
 /* --- the map --- */
 
-#define CDDP__BUCKETS 8192u /* a power of two: some entries a bucket for the largest jobs */
+#define CDDP__MAP_CHAINS 8192u /* a power of two: the largest jobs have a few entries per chain */
 
 typedef struct cddp__entry { /* the key's bytes follow the struct */
-  struct cddp__entry *next;  /* in its bucket */
+  struct cddp__entry *next;  /* in its hash chain */
   size_t key_size;
   cddp__buffer value;
 } cddp__entry;
@@ -4093,37 +4105,37 @@ typedef struct cddp__server { /* Owner: its thread, between start and join */
   int epoll;
   int fds[CDDP__ADDRESSES_MAX]; /* listening sockets; their shutdown wakes the thread */
   int fd_count;
-  int reserve; /* a descriptor to let go of, so that a caller can be told that none is left */
-  cddp__atomic_u32 ended;    /* set by the destroyer */
-  cddp__atomic_u32 unproven; /* connections that did not prove to know the secret */
-  cddp__entry *buckets[CDDP__BUCKETS]; /* the map */
-  uint64_t seed;     /* of its hash */
-  size_t keys;       /* in it */
-  size_t stored;     /* bytes that its entries take */
-  struct cddp__conn *conns; /* the newest */
+  int reserve;            /* a spare descriptor: closed to accept a connection only to refuse it */
+  cddp__atomic_u32 ended; /* 1: the thread must return; set by cddp__store_close */
+  cddp__atomic_u32 unproven;             /* connections that failed the challenge */
+  cddp__entry *chains[CDDP__MAP_CHAINS]; /* the map */
+  uint64_t seed;                         /* of the map's hash */
+  size_t keys;                           /* in the map */
+  size_t stored;                         /* bytes of the map's entries */
+  struct cddp__conn *conns;              /* a list, newest first */
   int blocked;       /* connections that are in a WAIT */
-  int silent;        /* connections that have not yet greeted */
-  bool unsettled;    /* some connection has ended, or its WAIT has */
-  double checked;    /* when deadlines were last looked at */
+  int silent;        /* connections that have not yet sent a valid VALIDATE */
+  bool unsettled;    /* a connection or a WAIT has ended since cddp__server_settle */
+  double checked;    /* time at which deadlines were last checked */
   size_t buffered;   /* capacity of all connections' buffers, bytes */
 } cddp__server;
 
-/* The link that leads to the entry of key, or to the end of its chain. */
+/* The pointer in the hash chain that points to the key's entry, or the NULL at the chain's end. */
 static cddp__entry **cddp__map_link(cddp__server *v, cddp__span key) {
-  cddp__entry **link = &v->buckets[cddp__hash64(v->seed, key.data, key.size) % CDDP__BUCKETS];
+  cddp__entry **link = &v->chains[cddp__hash64(v->seed, key.data, key.size) % CDDP__MAP_CHAINS];
   while (*link != NULL && !cddp__span_equal(key, cddp__span_of(*link + 1, (*link)->key_size)))
     link = &(*link)->next;
   return link;
 }
 
-/* Whether there is such a key; its value, else an empty one. */
+/* Whether the key exists. *value is its value, or empty. */
 static bool cddp__map_get(cddp__server *v, cddp__span key, cddp__span *value) {
   const cddp__entry *e = *cddp__map_link(v, key);
   *value = e != NULL ? cddp__buffer_span(&e->value) : cddp__span_of(NULL, 0);
   return e != NULL;
 }
 
-/* Frees the entry that link leads to, if there is one. */
+/* Frees the entry that *link points to. Returns false if *link is NULL. */
 static bool cddp__map_drop(cddp__server *v, cddp__entry **link) {
   cddp__entry *e = *link;
   if (e == NULL) return false;
@@ -4135,8 +4147,8 @@ static bool cddp__map_drop(cddp__server *v, cddp__entry **link) {
   return true;
 }
 
-/* The value of key is now `value`, or (append) has it at its end. False, and nothing has changed,
-   when it would take more memory than there is, or be too long. value must not be the entry's. */
+/* Sets the key's value, or (append) appends to it. Returns false, and changes nothing, if memory is
+   exhausted or the value would be too long. `value` must not be in the entry itself. */
 static bool cddp__map_put(cddp__server *v, cddp__span key, cddp__span value, bool append) {
   cddp__entry **link = cddp__map_link(v, key), *e = *link;
   size_t old = e != NULL ? e->value.end : 0, size = (append ? old : 0) + value.size;
@@ -4164,7 +4176,7 @@ static bool cddp__map_put(cddp__server *v, cddp__span key, cddp__span value, boo
   return false;
 }
 
-/* Adds amount, wrapping, to the decimal number that is key's value; there is none: 0. */
+/* Adds amount to the key's value, a decimal number that wraps around; a missing key counts as 0. */
 static bool cddp__map_add(cddp__server *v, cddp__span key, uint64_t amount, uint64_t *total) {
   cddp__span value;
   char text[24] = "0", *end;
@@ -4181,146 +4193,153 @@ static bool cddp__map_add(cddp__server *v, cddp__span key, uint64_t amount, uint
   return cddp__map_put(v, key, cddp__span_of(text, strlen(text)), false);
 }
 
-enum cddp__ran { CDDP__BROKEN, CDDP__RAN, CDDP__BLOCKED };
+enum cddp__command_result { CDDP__COMMAND_FAILED, CDDP__COMMAND_DONE, CDDP__COMMAND_WAITS };
 
-/* Runs a whole command, whose code byte is at head, and adds its answer to out. BROKEN: the client
-   that sent it is to be left, for a command that c10d does not answer either, or for lack of
-   memory. */
-static int cddp__execute(cddp__server *v, cddp__frame *f, const unsigned char *head,
-                         cddp__buffer *out) {
-  const struct cddp__command *c = &cddp__commands[f->code];
-  const unsigned char *p = head + (c->counted ? 9 : 1), *end = head + f->scanned - c->tail;
+/* Executes a complete command, whose code byte is at head, and adds its answer to out. After FAILED
+   the connection must be closed: the command is one that c10d does not answer either, or memory is
+   exhausted. */
+static int cddp__server_execute(cddp__server *v, cddp__parser *parser, const unsigned char *head,
+                                cddp__buffer *out) {
+  const struct cddp__command *c = &cddp__commands[parser->code];
+  const unsigned char *p = head + (c->counted ? 9 : 1), *end = head + parser->scanned - c->tail;
   uint64_t number = 0; /* the answer's */
   cddp__span key, value, expected, desired;
   bool ok = true, found, swap;
-  switch (f->code) {
-  case CDDP__VALIDATE: ok = memcmp(head, cddp__greeting, CDDP__VALIDATE_SIZE) == 0; break;
-  case CDDP__SET:
-  case CDDP__MULTI_SET:
-  case CDDP__APPEND:
+  switch (parser->code) {
+  case CDDP__STORE_VALIDATE:
+    ok = memcmp(head, cddp__greeting, CDDP__VALIDATE_SIZE) == 0;
+    break;
+  case CDDP__STORE_SET:
+  case CDDP__STORE_MULTI_SET:
+  case CDDP__STORE_APPEND:
     while (ok && p < end) {
-      key = cddp__take_string(&p);
-      ok = cddp__map_put(v, key, cddp__take_string(&p), f->code == CDDP__APPEND);
+      key = cddp__parse_string(&p);
+      ok = cddp__map_put(v, key, cddp__parse_string(&p), parser->code == CDDP__STORE_APPEND);
     }
     break;
-  case CDDP__GET:
-  case CDDP__MULTI_GET: /* a missing key's value is empty, as PyTorch's libuv server has it */
+  case CDDP__STORE_GET:
+  case CDDP__STORE_MULTI_GET: /* a missing key's value is empty, as with PyTorch's libuv server */
     while (p < end && cddp__buffer_size(out) <= CDDP__BUFFER_MAX) {
-      cddp__map_get(v, cddp__take_string(&p), &value);
+      cddp__map_get(v, cddp__parse_string(&p), &value);
       cddp__buffer_add_string(out, "", value);
     }
     break;
-  case CDDP__COMPARE_SET: /* a missing key is as an empty value, but for what is answered */
-    key = cddp__take_string(&p);
-    expected = cddp__take_string(&p);
-    desired = cddp__take_string(&p);
+  case CDDP__STORE_COMPARE_SET: /* a missing key equals an empty value; only the answer differs */
+    key = cddp__parse_string(&p);
+    expected = cddp__parse_string(&p);
+    desired = cddp__parse_string(&p);
     found = cddp__map_get(v, key, &value);
     swap = cddp__span_equal(value, expected);
     ok = !swap || cddp__map_put(v, key, desired, false);
     cddp__buffer_add_string(out, "", swap ? desired : found ? value : expected);
     break;
-  case CDDP__ADD:
-    key = cddp__take_string(&p);
+  case CDDP__STORE_ADD:
+    key = cddp__parse_string(&p);
     ok = cddp__map_add(v, key, cddp__get64(p), &number);
     break;
-  case CDDP__CHECK:
-    while (p < end && number == 0) number = !cddp__map_get(v, cddp__take_string(&p), &value);
+  case CDDP__STORE_CHECK:
+    while (p < end && number == 0) number = !cddp__map_get(v, cddp__parse_string(&p), &value);
     break;
-  case CDDP__WAIT: /* each key must have been there: one that was is not looked for again */
-    if (f->missing > 0) p = head + f->missing;
+  case CDDP__STORE_WAIT: /* a key that was found once is not looked up again */
+    if (parser->missing > 0) p = head + parser->missing;
     while (p < end) {
-      f->missing = (size_t)(p - head);
-      if (!cddp__map_get(v, cddp__take_string(&p), &value)) return CDDP__BLOCKED;
+      parser->missing = (size_t)(p - head);
+      if (!cddp__map_get(v, cddp__parse_string(&p), &value)) return CDDP__COMMAND_WAITS;
     }
     break;
-  case CDDP__GETNUMKEYS: number = v->keys; break;
-  case CDDP__DELETE_KEY:
-    number = cddp__map_drop(v, cddp__map_link(v, cddp__take_string(&p)));
+  case CDDP__STORE_GETNUMKEYS:
+    number = v->keys;
     break;
-  case CDDP__CANCEL_WAIT: number = 1; break;
+  case CDDP__STORE_DELETE_KEY:
+    number = cddp__map_drop(v, cddp__map_link(v, cddp__parse_string(&p)));
+    break;
+  case CDDP__STORE_CANCEL_WAIT:
+    number = 1;
+    break;
   default: number = cddp__get32(p); /* PING */
   }
-  if (c->answer != CDDP__STRING) cddp__buffer_add_number(out, number, c->answer);
-  return ok && !out->failed ? CDDP__RAN : CDDP__BROKEN;
+  if (c->answer != CDDP__ANSWER_STRING) cddp__buffer_add_number(out, number, c->answer);
+  return ok && !out->failed ? CDDP__COMMAND_DONE : CDDP__COMMAND_FAILED;
 }
 
 /* --- the server ---
-   One thread with level-triggered epoll, for poll(2) is slow with thousands of clients. Each
-   connection has a buffer of input, whose commands are run one by one, and one of output. A command
-   that made a key is followed by those that wait; what else happens to other connections on the way
-   (a wait is over, one has to end) is only marked, and done at the end of the turn:
-   cddp__server_settle. Nothing a client does stops the loop: each has its own limits and deadlines,
-   and an error, malloc's included, ends only the connection it happened on. */
+   One thread with level-triggered epoll, because poll(2) is slow with thousands of clients. Each
+   connection has an input buffer, whose commands are executed one by one, and an output buffer.
+   After a command that created a key, all waiting commands are executed again. Other effects on
+   other connections (a WAIT has ended, a connection must be closed) are only marked, and handled at
+   the end of the loop's iteration: cddp__server_settle. No client can stop the loop. Each
+   connection has its own limits and deadlines, and an error closes only the connection on which it
+   happened. */
 #ifndef CDDP__GREETING_S
-#define CDDP__GREETING_S 5.0 /* for the first command, and the challenge; >>rendezvous: for RANK */
+#define CDDP__GREETING_S 5.0 /* time for the challenge and the first command, or a rank's number */
 #endif
 #ifndef CDDP__COMMAND_S
-#define CDDP__COMMAND_S 10.0 /* for a command, plus 1 per 64 KiB that came; for reading output */
+#define CDDP__COMMAND_S 10.0 /* time for a command, plus 1 s per 64 KiB; and for reading output */
 #endif
-#define CDDP__TICK_MS 250       /* how often deadlines are looked at */
-#define CDDP__SERVER_KEEP 4096u /* bytes of buffer that an idle connection keeps */
+#define CDDP__SERVER_CHECK_MS 250 /* time between checks of the deadlines */
+#define CDDP__SERVER_KEEP 4096u   /* bytes of buffer that an idle connection keeps */
 
 typedef struct cddp__conn { /* a client of the server. Owner: the server's thread */
   struct cddp__conn *next;  /* older */
-  int fd;                   /* -1: it has ended, and is freed at the end of the turn */
-  bool greeted;             /* its first command, VALIDATE, was good */
-  bool blocked;             /* the command at the head of in is a WAIT that waits */
-  uint32_t events;          /* what epoll watches for */
+  int fd;                   /* -1: closed; freed at the end of the loop's iteration */
+  bool greeted;             /* its first command was a valid VALIDATE */
+  bool blocked;             /* the command at the head of `in` is a WAIT for a missing key */
+  uint32_t events;          /* that epoll watches for */
   cddp__buffer in, out;
-  cddp__frame frame;         /* of the command at the head of in */
-  double deadline;           /* for greeting, for the command at hand, or for reading output */
-  cddp__challenge challenge; /* PROVEN: commands are run; no longer ON: it is refused */
+  cddp__parser parser;       /* of the command at the head of in */
+  double deadline;           /* for VALIDATE, for the current command, or for reading output */
+  cddp__challenge challenge; /* PROVEN: commands are executed; neither PROVEN nor ON: refused */
 } cddp__conn;
 
-/* Says for what epoll watches fd. what: comes with an event; an index of fds, or a cddp__conn's
-   address. */
-static bool cddp__server_watch(const cddp__server *v, int fd, int how, uint32_t events,
-                               uint64_t what) {
+/* Sets the events of fd that epoll watches. what: returned with each event; an index of v->fds, or
+   the address of a cddp__conn. */
+static bool cddp__server_watch_fd(const cddp__server *v, int fd, int how, uint32_t events,
+                                  uint64_t what) {
   struct epoll_event event;
   event.events = events;
   event.data.u64 = what;
   return epoll_ctl(v->epoll, how, fd, &event) == 0;
 }
 
-/* Closes c; it is freed at the end of the turn. */
-static void cddp__conn_kill(cddp__server *v, cddp__conn *c) {
+/* Closes c. cddp__server_settle frees it. */
+static void cddp__conn_close(cddp__server *v, cddp__conn *c) {
   v->blocked -= c->blocked;
   c->blocked = false;
   v->unsettled = true;
   cddp__buffer_clear(&c->in, 0);
   cddp__buffer_clear(&c->out, 0);
-  if (c->fd >= 0) { /* a forked child may have a copy of it, which close leaves as it is */
+  if (c->fd >= 0) { /* a forked child can have a copy, which close would leave connected */
     v->silent -= !c->greeted;
-    cddp__server_watch(v, c->fd, EPOLL_CTL_DEL, 0, 0);
+    cddp__server_watch_fd(v, c->fd, EPOLL_CTL_DEL, 0, 0);
     shutdown(c->fd, SHUT_RDWR);
   }
   cddp__close_fd(&c->fd);
 }
 
-/* The command at the head of c's input waits, or is done: the next one may follow. */
-static void cddp__conn_ran(cddp__server *v, cddp__conn *c, bool blocked) {
+/* Records that the command at the head of c's input waits, or removes the finished command. */
+static void cddp__conn_advance(cddp__server *v, cddp__conn *c, bool blocked) {
   v->blocked += blocked - c->blocked;
   c->blocked = blocked;
   if (blocked) return;
-  c->in.start += c->frame.scanned;
-  memset(&c->frame, 0, sizeof c->frame);
+  c->in.start += c->parser.scanned;
+  memset(&c->parser, 0, sizeof c->parser);
 }
 
-/* Runs the whole command at the head of c's input, or tries it again. */
+/* Executes the complete command at the head of c's input, for the first time or again. */
 static void cddp__conn_execute(cddp__server *v, cddp__conn *c) {
-  int ran = cddp__execute(v, &c->frame, c->in.data + c->in.start, &c->out);
-  if (ran == CDDP__BROKEN || v->buffered > CDDP__SERVER_MEMORY ||
+  int ran = cddp__server_execute(v, &c->parser, c->in.data + c->in.start, &c->out);
+  if (ran == CDDP__COMMAND_FAILED || v->buffered > CDDP__SERVER_MEMORY ||
       cddp__buffer_size(&c->out) > CDDP__BUFFER_MAX) {
-    cddp__conn_kill(v, c);
+    cddp__conn_close(v, c);
     return;
   }
   v->silent -= !c->greeted;
   c->greeted = true;
   c->deadline = cddp__now() + CDDP__COMMAND_S;
-  cddp__conn_ran(v, c, ran == CDDP__BLOCKED);
+  cddp__conn_advance(v, c, ran == CDDP__COMMAND_WAITS);
 }
 
-/* Sends what the system takes. False when the connection has failed. */
+/* Sends as much output as the system accepts. Returns false if the connection has failed. */
 static bool cddp__conn_flush(cddp__conn *c) {
   while (cddp__buffer_size(&c->out) > 0) {
     ssize_t n = send(c->fd, c->out.data + c->out.start, cddp__buffer_size(&c->out),
@@ -4333,9 +4352,9 @@ static bool cddp__conn_flush(cddp__conn *c) {
   return !c->out.failed;
 }
 
-/* Takes one step with c's input; false when more has to come first. A connection that is refused
-   ends once it has read why. In a WAIT only CANCEL_WAIT is taken, which ends it; what else comes
-   stays where it is. */
+/* Handles c's input once: challenge, then one command. Returns false if more input is needed. A
+   refused connection stays open until the client has read the reason. During a WAIT only
+   CANCEL_WAIT is executed, which ends the WAIT; other commands stay in the input. */
 static bool cddp__conn_step(cddp__server *v, cddp__conn *c) {
   size_t keys = v->keys;
   cddp__challenge *k = &c->challenge;
@@ -4350,21 +4369,22 @@ static bool cddp__conn_step(cddp__server *v, cddp__conn *c) {
       cddp__add32(&v->unproven, 1);
       c->deadline = cddp__now() + 1;
       (void)cddp__conn_flush(c);
-      shutdown(c->fd, SHUT_WR); /* closing at once might reset it before it has read why */
+      shutdown(c->fd, SHUT_WR); /* close could reset it before the client reads why */
     }
   }
   if (k->state > CDDP__CHALLENGE_PROVEN) c->in.start = c->in.end;
   in = cddp__buffer_span(&c->in);
   if (in.size == 0 || k->state != CDDP__CHALLENGE_PROVEN) return false;
   if (c->blocked) {
-    if (in.size == c->frame.scanned || in.data[c->frame.scanned] != CDDP__CANCEL_WAIT) return false;
-    cddp__conn_ran(v, c, false);
+    if (in.size == c->parser.scanned || in.data[c->parser.scanned] != CDDP__STORE_CANCEL_WAIT)
+      return false;
+    cddp__conn_advance(v, c, false);
     return true;
   }
-  found = cddp__frame_scan(&c->frame, in.data, in.size);
-  if (found == CDDP__FRAME_BAD || (!c->greeted && in.data[0] != CDDP__VALIDATE))
-    cddp__conn_kill(v, c);
-  else if (found == CDDP__FRAME_WHOLE)
+  found = cddp__parser_scan(&c->parser, in.data, in.size);
+  if (found == CDDP__PARSE_INVALID || (!c->greeted && in.data[0] != CDDP__STORE_VALIDATE))
+    cddp__conn_close(v, c);
+  else if (found == CDDP__PARSE_COMPLETE)
     cddp__conn_execute(v, c);
   other = v->keys > keys && v->blocked > 0 ? v->conns : NULL;
   for (; other != NULL; other = other->next) {
@@ -4372,18 +4392,18 @@ static bool cddp__conn_step(cddp__server *v, cddp__conn *c) {
     cddp__conn_execute(v, other); /* before c may delete what it made */
     v->unsettled = v->unsettled || !other->blocked;
   }
-  return found == CDDP__FRAME_WHOLE && c->fd >= 0;
+  return found == CDDP__PARSE_COMPLETE && c->fd >= 0;
 }
 
-/* Runs the commands that have come, as long as the answers are read: no client keeps the server
-   busy for others' time. Then says which events epoll shall report. */
+/* Executes the received commands as long as the client reads the answers, so that no client can
+   occupy the server. Then sets the events that epoll watches. */
 static void cddp__conn_run(cddp__server *v, cddp__conn *c) {
   bool more = true;
   uint32_t events = EPOLLIN;
   while (more && c->fd >= 0) {
     while (cddp__buffer_size(&c->out) <= CDDP__SERVER_PAUSE && cddp__conn_step(v, c)) {}
     more = cddp__buffer_size(&c->out) > CDDP__SERVER_PAUSE;
-    if (c->fd >= 0 && !cddp__conn_flush(c)) cddp__conn_kill(v, c);
+    if (c->fd >= 0 && !cddp__conn_flush(c)) cddp__conn_close(v, c);
     more = more && cddp__buffer_size(&c->out) == 0;
   }
   if (cddp__buffer_size(&c->in) == 0) cddp__buffer_clear(&c->in, CDDP__SERVER_KEEP);
@@ -4392,11 +4412,11 @@ static void cddp__conn_run(cddp__server *v, cddp__conn *c) {
   else cddp__buffer_clear(&c->out, CDDP__SERVER_KEEP);
   if (c->fd < 0 || events == c->events) return;
   c->events = events;
-  if (!cddp__server_watch(v, c->fd, EPOLL_CTL_MOD, events, (uint64_t)(uintptr_t)c))
-    cddp__conn_kill(v, c);
+  if (!cddp__server_watch_fd(v, c->fd, EPOLL_CTL_MOD, events, (uint64_t)(uintptr_t)c))
+    cddp__conn_close(v, c);
 }
 
-/* Reads once. False when the connection has failed or ended, or there is no room for more input. */
+/* Reads once. Returns false if the connection has failed or ended, or a buffer limit is reached. */
 static bool cddp__conn_read(const cddp__server *v, cddp__conn *c) {
   size_t want = cddp__min(cddp__max(c->in.capacity, 512), 1u << 20);
   ssize_t n;
@@ -4418,22 +4438,22 @@ static bool cddp__conn_read(const cddp__server *v, cddp__conn *c) {
 static void cddp__conn_event(cddp__server *v, cddp__conn *c, uint32_t events) {
   if (c->fd < 0) return;
   if (events & EPOLLIN ? !cddp__conn_read(v, c) : (events & (EPOLLHUP | EPOLLERR)) != 0)
-    cddp__conn_kill(v, c);
+    cddp__conn_close(v, c);
   else
     cddp__conn_run(v, c);
 }
 
-/* The end of a turn: drops connections that are late, goes on with those whose WAIT is over, and
-   frees the ended. */
+/* Ends an iteration of the loop: closes connections whose deadline has passed, continues those
+   whose WAIT has ended, and frees closed ones. */
 static void cddp__server_settle(cddp__server *v) {
   double now = cddp__now();
-  bool tick = now >= v->checked + CDDP__TICK_MS * 1e-3;
+  bool tick = now >= v->checked + CDDP__SERVER_CHECK_MS * 1e-3;
   cddp__conn *c, **link;
   if (tick) v->checked = now;
   for (c = v->conns; c != NULL && tick; c = c->next) {
-    bool runs = c->greeted && cddp__buffer_size(&c->out) == 0; /* else it greets, or has to read */
+    bool runs = c->greeted && cddp__buffer_size(&c->out) == 0; /* else it must greet or read */
     double more = runs ? (double)cddp__buffer_size(&c->in) / 65536 : 0;
-    if (now >= c->deadline + more && (!runs || (more > 0 && !c->blocked))) cddp__conn_kill(v, c);
+    if (now >= c->deadline + more && (!runs || (more > 0 && !c->blocked))) cddp__conn_close(v, c);
   }
   while (v->unsettled) {
     v->unsettled = false;
@@ -4449,10 +4469,10 @@ static void cddp__server_settle(cddp__server *v) {
   }
 }
 
-/* Whether a new connection may have fd: some descriptors are left to the program, whoever calls.
-   serves: the store's server leaves half as many, so that it has some while the rendezvous, which
-   takes in callers beside it, has none. */
-static bool cddp__spare_descriptor(int fd, bool serves) {
+/* Whether a new connection can use the descriptor fd: cddp leaves some descriptors for the program.
+   serves: true for the store's server. It leaves half as many, so that it still has descriptors
+   when the rendezvous in the same process has none. */
+static bool cddp__has_spare_fd(int fd, bool serves) {
   struct rlimit limit;
   rlim_t left;
   if (getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur > INT_MAX) return true;
@@ -4460,8 +4480,8 @@ static bool cddp__spare_descriptor(int fd, bool serves) {
   return (rlim_t)fd + (serves ? left / 2 : left) < limit.rlim_cur;
 }
 
-/* The descriptor of a new connection, in a lower place if one is free: high ones are for others. */
-static int cddp__lowered(int fd) {
+/* Moves a connection to a lower descriptor if one is free, and returns the descriptor. */
+static int cddp__lower_fd(int fd) {
   int low = fcntl(fd, F_DUPFD_CLOEXEC, STDERR_FILENO + 1), high = low > fd ? low : fd;
   if (low < 0) return fd;
   low = low > fd ? fd : cddp__register_socket(low);
@@ -4469,10 +4489,10 @@ static int cddp__lowered(int fd) {
   return low;
 }
 
-/* Makes a connection of fd, which it takes. spare: the program has descriptors left beside it. When
-   there are too many, the one that has been silent longest goes; if all have proven themselves,
-   nobody else is let in. In the place of one that went, the new one takes its number, or a lower
-   one. */
+/* Creates a connection that owns fd. spare: enough descriptors remain for the program. If not, or
+   if too many connections have not sent VALIDATE, the oldest of those is closed, and the new
+   connection gets its descriptor or a lower one. A connection that has passed the challenge is
+   never closed; if all have, the new connection is refused. */
 static void cddp__server_add_conn(cddp__server *v, int fd, bool spare) {
   static const char refusal[] = CDDP__AUTH_REFUSAL "D";
   bool room = true;
@@ -4483,9 +4503,9 @@ static void cddp__server_add_conn(cddp__server *v, int fd, bool spare) {
           (v->secret == NULL || c->challenge.state != CDDP__CHALLENGE_PROVEN))
         oldest = c;
     room = oldest != NULL;
-    if (room) cddp__conn_kill(v, oldest);
+    if (room) cddp__conn_close(v, oldest);
     if (!room && !spare) (void)!send(fd, refusal, sizeof refusal - 1, MSG_NOSIGNAL | MSG_DONTWAIT);
-    if (room && !spare) fd = cddp__lowered(fd);
+    if (room && !spare) fd = cddp__lower_fd(fd);
   }
   c = room ? (cddp__conn *)cddp__calloc(&v->allocator, 1, sizeof *c) : NULL;
   if (c == NULL ||
@@ -4502,12 +4522,13 @@ static void cddp__server_add_conn(cddp__server *v, int fd, bool spare) {
   c->next = v->conns;
   v->conns = c;
   c->events = EPOLLIN;
-  if (!cddp__server_watch(v, fd, EPOLL_CTL_ADD, c->events, (uint64_t)(uintptr_t)c))
-    cddp__conn_kill(v, c);
+  if (!cddp__server_watch_fd(v, fd, EPOLL_CTL_ADD, c->events, (uint64_t)(uintptr_t)c))
+    cddp__conn_close(v, c);
 }
 
-/* Without descriptors the reserve is one for as long as the caller is told so. When accept fails
-   otherwise, the server rests a little: the listening socket wakes epoll again and again. */
+/* Accepts up to 64 connections. If no descriptor is left, the reserve is closed for long enough to
+   accept a connection and to send the refusal. After any other error the server sleeps briefly,
+   because the listening socket would wake epoll in a busy loop. */
 static void cddp__server_accept(cddp__server *v, int listener) {
   int i, fd = 0;
   for (i = 0; i < 64 && fd >= 0; i++) {
@@ -4518,7 +4539,8 @@ static void cddp__server_accept(cddp__server *v, int listener) {
       cddp__close_fd(&v->reserve);
       fd = cddp__accept(listener);
     }
-    if (fd >= 0) cddp__server_add_conn(v, fd, !none && cddp__spare_descriptor(fd, true));
+    if (fd >= 0)
+      cddp__server_add_conn(v, fd, !none && cddp__has_spare_fd(fd, true));
     else if (errno != EAGAIN && errno != EINTR && errno != ECONNABORTED) cddp__sleep(0.01);
     if (v->reserve < 0) v->reserve = fcntl(v->epoll, F_DUPFD_CLOEXEC, STDERR_FILENO + 1);
   }
@@ -4529,7 +4551,8 @@ static void *cddp__server_main(void *arg) {
   struct epoll_event events[64];
   for (;;) {
     double start = cddp__now();
-    int i, ms = v->conns != NULL ? CDDP__TICK_MS : 1000, n = epoll_wait(v->epoll, events, 64, ms);
+    int i, ms = v->conns != NULL ? CDDP__SERVER_CHECK_MS : 1000,
+           n = epoll_wait(v->epoll, events, 64, ms);
     cddp__note_sleep(start, 1e-3 * ms);
     if ((n < 0 && errno != EINTR) || cddp__load32(&v->ended) != 0) return NULL;
     for (i = 0; i < n; i++) {
@@ -4548,10 +4571,10 @@ static void cddp__server_free(cddp__server *v) {
   cddp_allocator a = v->allocator;
   cddp__conn *c;
   uint32_t i;
-  for (c = v->conns; c != NULL; c = c->next) cddp__conn_kill(v, c);
+  for (c = v->conns; c != NULL; c = c->next) cddp__conn_close(v, c);
   cddp__server_settle(v);
-  for (i = 0; i < CDDP__BUCKETS; i++)
-    while (cddp__map_drop(v, &v->buckets[i])) {}
+  for (i = 0; i < CDDP__MAP_CHAINS; i++)
+    while (cddp__map_drop(v, &v->chains[i])) {}
   while (v->fd_count > 0) cddp__close_fd(&v->fds[--v->fd_count]);
   cddp__close_fd(&v->epoll);
   cddp__close_fd(&v->reserve);
@@ -4562,43 +4585,46 @@ static void cddp__server_free(cddp__server *v) {
 
 typedef struct cddp__store_options {
   cddp_store_desc desc; /* timeout_s: above 0 */
-  bool elect;           /* file: the first who opens it is the server, whatever is_server says; of
-                           a rendezvous it is rank 0, whose own connection can wait */
-  int listen_fd;        /* listening socket to serve on, which stays the caller's; -1 = bind one */
-  bool reachable;       /* by other hosts, even if this one's own name resolves to loopback here */
-  double deadline;      /* for opening, cddp__now() */
-  double *closed_since; /* NULL, or the store's, kept from one try to the next */
+  bool elect;           /* file://: the first process to open the file is the server, and is_server
+                           is ignored. A server of tcp:// connects to itself before open returns */
+  int listen_fd;        /* listening socket of the server, owned by the caller; -1: bind one */
+  bool reachable;       /* by other hosts, even if this host's name resolves to loopback here */
+  double deadline;      /* for opening; a time of cddp__now */
+  double *closed_since; /* NULL, or the store's closed_since, kept between two calls */
 } cddp__store_options;
 
 struct cddp_store {
   pthread_mutex_t lock; /* one operation at a time; guards all below */
   cddp_allocator allocator;
-  double timeout_s;                             /* of operations that take no deadline */
-  int scheme;                                   /* CDDP__TCP ... */
+  double timeout_s;                             /* of operations without a deadline */
+  int scheme;                                   /* CDDP__URL_TCP ... */
   char *name;                                   /* for error texts: "host:port" or the path */
-  char *proof;                                  /* what both ends prove to know; NULL = nothing */
-  cddp__buffer bytes;                           /* a command being built, then a value that came */
+  char *proof;                                  /* the secret that both ends prove; NULL = none */
+  cddp__buffer bytes;                           /* the command being built, then its answer */
   int fd;                                       /* -1 = not connected */
-  cddp__address addresses[CDDP__ADDRESSES_MAX]; /* where the server may be, in order */
+  cddp__address addresses[CDDP__ADDRESSES_MAX]; /* possible addresses of the server, in order */
   int address_count;
-  double closed_since;  /* 0, or the time since when each connection was closed without an answer */
+  double closed_since;  /* time since which every connection was closed without an answer; 0 */
   cddp__server *server; /* NULL = only a client */
-  pid_t server_pid;     /* the process that it serves in: a forked child has only a copy */
+  pid_t server_pid;     /* the server's process; a forked child has only a copy of the struct */
   int file;             /* the file of a server of file://, locked while it serves; -1 = none */
 };
 
-#define CDDP__CLOSED_S 4.0 /* for a server that closes connections without an answer */
+#define CDDP__CLOSED_S 4.0 /* retry time for a server that closes connections without an answer */
 
-static double cddp__soon(double seconds, double deadline) { /* the earlier of both */
+/* In `seconds` from now, or at the deadline if that is earlier. */
+static double cddp__earlier_deadline(double seconds, double deadline) {
   double t = cddp__now() + seconds;
   return t < deadline ? t : deadline;
 }
 
-/* The beginning of a connection, to `text`: the challenge, if there is a secret, and the answer to
-   the greeting's question, one byte. Only that shows that a store is there and accepts this
-   process. CDDP_NETWORK: the connection was closed without an answer. CDDP_MISMATCH: it is no
-   store. A program that stays silent can be a server that is not ready yet. */
-static cddp_result cddp__greet(const cddp_store *s, const char *text, double deadline) {
+/* Begins a connection to the address `text`: runs the challenge if there is a secret, sends the
+   greeting, and reads its answer of one byte. Only the answer proves that a store is at the other
+   end and accepts this process.
+     CDDP_NETWORK    the connection was closed without an answer
+     CDDP_MISMATCH   the program at the other end is not a store
+     CDDP_TIMEOUT    no answer: another program, or a server that is not ready yet */
+static cddp_result cddp__store_greet(const cddp_store *s, const char *text, double deadline) {
   cddp__challenge c;
   unsigned char bytes[80] = {0};
   size_t n = 0, k;
@@ -4611,7 +4637,7 @@ static cddp_result cddp__greet(const cddp_store *s, const char *text, double dea
     if (r == CDDP_OK) r = cddp__recv_some(s->fd, bytes, &n, deadline);
     if (r != CDDP_OK || (n == 1 && bytes[0] <= 1)) return r;
     if (n < 9 && bytes[0] == CDDP__AUTH_REFUSAL[0])
-      (void)cddp__recv_all(s->fd, bytes + n, 9 - n, cddp__soon(1, deadline));
+      (void)cddp__recv_all(s->fd, bytes + n, 9 - n, cddp__earlier_deadline(1, deadline));
     c.state = memcmp(bytes, CDDP__AUTH_REFUSAL, 8) == 0 ? CDDP__CHALLENGE_REFUSED
                                                         : CDDP__CHALLENGE_NOT_CDDP;
     c.why = (char)bytes[8];
@@ -4619,7 +4645,7 @@ static cddp_result cddp__greet(const cddp_store *s, const char *text, double dea
   if (r != CDDP_OK) return r;
   if (c.state == CDDP__CHALLENGE_REFUSED && c.why == 'D')
     return cddp__fail(CDDP_SYSTEM,
-                      "%s: the process that serves has no file descriptor left for another rank; "
+                      "%s: the server's process has no file descriptor left for another rank; "
                       "raise its limit (ulimit -n)",
                       strerror(EMFILE));
   if (c.state == CDDP__CHALLENGE_REFUSED && c.why == 'J')
@@ -4633,38 +4659,40 @@ static cddp_result cddp__greet(const cddp_store *s, const char *text, double dea
                       c.why == 'S'   ? "the server has a secret and this process has none"
                       : c.why == 'W' ? "the server has another secret"
                       : c.why == 'N' ? "this process has a secret and the server has none"
-                                     : "what answers there does not know the secret");
+                                     : "the program that answers does not know the secret");
   more = recv(s->fd, bytes + n, sizeof bytes - 1 - n, MSG_DONTWAIT);
   n += more > 0 ? (size_t)more : 0;
   bytes[strcspn((char *)bytes, "\r\n")] = 0;
   for (k = 0; k < n && bytes[k] >= 32 && bytes[k] < 127; k++) {}
   bytes[k] = 0;
   return cddp__fail(CDDP_MISMATCH,
-                    "the program at %s is not cddp and no TCPStore server (%s%s%s): another "
+                    "the program at %s is neither cddp nor a TCPStore server (%s%s%s): another "
                     "program uses this port",
-                    text, k > 0 ? "it answers '" : "its answer is no text", (char *)bytes,
+                    text, k > 0 ? "it answers '" : "its answer is not text", (char *)bytes,
                     k > 0 ? "'" : "");
 }
 
-/* Tries each address once. CDDP_NETWORK: trying again may help. CDDP_TIMEOUT: one has taken a
-   connection and was silent until the deadline. Other results are final: MISMATCH says that what
-   listens there is no store of this job. A server that ends, or a proxy whose server has not
-   started, closes connections for a moment; a program that goes on doing so is no store. */
-static cddp_result cddp__try_addresses(cddp_store *s, double deadline) {
+/* Tries each address once.
+     CDDP_NETWORK    a retry can succeed
+     CDDP_TIMEOUT    a program accepted the connection and sent nothing until the deadline
+     CDDP_MISMATCH   the program that listens is not a store of this job
+   All results except CDDP_NETWORK are final. A server that exits, or a proxy whose server has not
+   started, closes connections for a moment. A program that does so for CDDP__CLOSED_S is not a
+   store. */
+static cddp_result cddp__store_try_addresses(cddp_store *s, double deadline) {
   bool closed = false;
   cddp_result r = CDDP_NETWORK;
   int i, error = 0;
   for (i = 0; i < s->address_count && r == CDDP_NETWORK; i++) {
     const cddp__address *a = &s->addresses[i];
-    error = cddp__connect_address(a, cddp__soon(5, deadline), &s->fd);
-    if (error == 0)
-      r = cddp__greet(s, cddp__describe_address(a).s, deadline);
+    error = cddp__connect_address(a, cddp__earlier_deadline(5, deadline), &s->fd);
+    if (error == 0) r = cddp__store_greet(s, cddp__describe_address(a).s, deadline);
     if ((error == 0 && r == CDDP_NETWORK) || error == ECONNRESET) {
       closed = true;
       if (s->closed_since == 0) s->closed_since = cddp__now();
       r = cddp__fail(cddp__now() < s->closed_since + CDDP__CLOSED_S ? CDDP_NETWORK : CDDP_MISMATCH,
-                     "the program at %s is not cddp and no TCPStore server (it closes connections "
-                     "without an answer): another program uses this port",
+                     "the program at %s is neither cddp nor a TCPStore server (it closes "
+                     "connections without an answer): another program uses this port",
                      cddp__describe_address(a).s);
     } else if (error != 0)
       r = cddp__fail(error == CDDP__FOREIGN_USER          ? CDDP_MISMATCH
@@ -4687,9 +4715,9 @@ typedef struct cddp__request {
   const char *const *keys;
   int count; /* keys */
   cddp__span values[2];
-  uint64_t number; /* to the server: what to add; from it: a number or byte */
-  bool equal;      /* from it: the string is values[1] */
-  void *out;       /* where a string goes */
+  uint64_t number; /* sent: the amount to add; received: a number or byte */
+  bool equal;      /* received: the string equals values[1] */
+  void *out;       /* receives a string */
   size_t capacity, *size;
 } cddp__request;
 
@@ -4702,14 +4730,14 @@ static cddp__request cddp__request_of(unsigned code, const char *const *keys, in
   return q;
 }
 
-/* Puts the store's name before a failure's text. MISMATCH is NETWORK to others. */
-static cddp_result cddp__store_failed(const cddp_store *s, cddp_result r) {
+/* Puts the store's name before an error text. Other rooms see CDDP_NETWORK for CDDP_MISMATCH. */
+static cddp_result cddp__store_error(const cddp_store *s, cddp_result r) {
   return cddp__fail_in(r == CDDP_MISMATCH ? CDDP_NETWORK : r, "store at %s: ", s->name);
 }
 
-/* Sends q and receives the answer; a string goes to s->bytes. A SET has no answer: that to the
-   question behind it tells that it is done. */
-static cddp_result cddp__ask(cddp_store *s, cddp__request *q, double deadline) {
+/* Sends q and receives the answer; a string goes to s->bytes. SET has no answer, so a GETNUMKEYS
+   follows it: its answer shows that the SET was executed. */
+static cddp_result cddp__store_exchange(cddp_store *s, cddp__request *q, double deadline) {
   const struct cddp__command *c = &cddp__commands[q->code];
   cddp__buffer *b = &s->bytes;
   unsigned char answer[8] = {0};
@@ -4721,40 +4749,42 @@ static cddp_result cddp__ask(cddp_store *s, cddp__request *q, double deadline) {
     cddp__buffer_add_string(b, "/", cddp__span_of(q->keys[i], strlen(q->keys[i])));
   for (i = 0; i + 1 < c->strings; i++) cddp__buffer_add_string(b, "", q->values[i]);
   cddp__buffer_add_number(b, q->number, c->tail);
-  if (q->code == CDDP__SET) cddp__buffer_add_number(b, CDDP__GETNUMKEYS, 1);
+  if (q->code == CDDP__STORE_SET) cddp__buffer_add_number(b, CDDP__STORE_GETNUMKEYS, 1);
   if (cddp__buffer_size(b) > CDDP__COMMAND_MAX)
     return cddp__fail(CDDP_INVALID_ARGUMENT, "the keys of one call have more than %u MiB",
                       CDDP__COMMAND_MAX >> 20);
   if (b->failed) return CDDP_OUT_OF_MEMORY;
   r = cddp__send_all(s->fd, b->data, b->end, deadline);
-  if (r == CDDP_OK) r = cddp__recv_all(s->fd, answer, c->answer == CDDP__BYTE ? 1 : 8, deadline);
+  if (r == CDDP_OK)
+    r = cddp__recv_all(s->fd, answer, c->answer == CDDP__ANSWER_BYTE ? 1 : 8, deadline);
   cddp__buffer_clear(b, 65536);
   q->number = cddp__get64(answer);
   if (r != CDDP_OK) return r;
-  if (q->number > (q->code == CDDP__WAIT ? 0 : CDDP__COMMAND_MAX) &&
-      (q->code == CDDP__WAIT || c->answer == CDDP__STRING))
-    return cddp__fail(CDDP_NETWORK, "%" PRIu64 " came in answer, where a %s was due", q->number,
-                      q->code == CDDP__WAIT ? "0" : "value's size");
-  if (c->answer != CDDP__STRING) return CDDP_OK;
+  if (q->number > (q->code == CDDP__STORE_WAIT ? 0 : CDDP__COMMAND_MAX) &&
+      (q->code == CDDP__STORE_WAIT || c->answer == CDDP__ANSWER_STRING))
+    return cddp__fail(CDDP_NETWORK, "the answer is %" PRIu64 " instead of a %s", q->number,
+                      q->code == CDDP__STORE_WAIT ? "0" : "value's size");
+  if (c->answer != CDDP__ANSWER_STRING) return CDDP_OK;
   if (!cddp__buffer_reserve(b, (size_t)q->number)) return CDDP_OUT_OF_MEMORY;
   b->end = (size_t)q->number;
   return cddp__recv_all(s->fd, b->data, b->end, deadline);
 }
 
-/* One operation, under the lock. deadline: 0 = the store's timeout from now on. After a failure in
-   the middle nothing that comes can be trusted: the next operation connects anew. */
+/* Runs one operation under the lock. deadline: 0 = now + the store's timeout. After a failure the
+   rest of the answer could still arrive, so the next operation connects again. */
 static cddp_result cddp__store_run(cddp_store *s, cddp__request *q, double deadline) {
   cddp__span reply;
   cddp_result r = CDDP_OK;
   pthread_mutex_lock(&s->lock);
   if (deadline <= 0) deadline = cddp__now() + s->timeout_s;
-  if (s->fd < 0) r = cddp__try_addresses(s, deadline);
-  if (r == CDDP_OK && (r = cddp__ask(s, q, deadline)) == CDDP_NETWORK && q->code == CDDP__ADD)
+  if (s->fd < 0) r = cddp__store_try_addresses(s, deadline);
+  if (r == CDDP_OK && (r = cddp__store_exchange(s, q, deadline)) == CDDP_NETWORK &&
+      q->code == CDDP__STORE_ADD)
     cddp__fail_in(r, "add to '%.64s' (is its value a decimal number?): ", q->keys[0]);
   if (r != CDDP_OK) {
     cddp__close_fd(&s->fd);
-    r = cddp__store_failed(s, r);
-  } else if (cddp__commands[q->code].answer == CDDP__STRING) {
+    r = cddp__store_error(s, r);
+  } else if (cddp__commands[q->code].answer == CDDP__ANSWER_STRING) {
     reply = cddp__buffer_span(&s->bytes);
     q->equal = cddp__span_equal(reply, q->values[1]);
     if (q->size != NULL) *q->size = reply.size;
@@ -4765,13 +4795,13 @@ static cddp_result cddp__store_run(cddp_store *s, cddp__request *q, double deadl
                      "buffer's %zu",
                      q->keys[0], reply.size, q->capacity);
   }
-  cddp__buffer_clear(&s->bytes, 65536); /* may have been large */
+  cddp__buffer_clear(&s->bytes, 65536); /* can be large */
   pthread_mutex_unlock(&s->lock);
   return r;
 }
 
-/* Waits for one key after the other. A wait that took too long names its key, if the server answers
-   at all. */
+/* Waits for the keys one by one. The text of CDDP_TIMEOUT names the missing key and says whether
+   the server still answers. */
 static cddp_result cddp__store_wait(cddp_store *s, const char *const *keys, int count,
                                     double timeout_s) {
   double deadline = cddp__now() + (timeout_s > 0 ? timeout_s : s->timeout_s);
@@ -4779,35 +4809,35 @@ static cddp_result cddp__store_wait(cddp_store *s, const char *const *keys, int 
   cddp_result r = CDDP_OK;
   int i;
   for (i = 0; r == CDDP_OK && i < count; i++) {
-    q = cddp__request_of(CDDP__WAIT, &keys[i], 1);
+    q = cddp__request_of(CDDP__STORE_WAIT, &keys[i], 1);
     r = cddp__store_run(s, &q, deadline);
   }
   if (r != CDDP_TIMEOUT) return r;
-  q = cddp__request_of(CDDP__CHECK, &keys[i - 1], 1);
+  q = cddp__request_of(CDDP__STORE_CHECK, &keys[i - 1], 1);
   r = cddp__store_run(s, &q, cddp__now() + 5);
   return cddp__fail(CDDP_TIMEOUT, "store at %s: timed out waiting for key '%.128s' (%d of %d), %s",
                     s->name, keys[i - 1], i, count,
-                    r == CDDP_OK ? "which nobody had set" : "and the server answers no longer");
+                    r == CDDP_OK ? "which no client has set" : "and the server no longer answers");
 }
 
 /* --- opening a store: where the server is --- */
 
-enum { CDDP__NO_STORE, CDDP__TCP, CDDP__UNIX, CDDP__FILE }; /* schemes of URLs */
+enum { CDDP__URL_NONE, CDDP__URL_TCP, CDDP__URL_UNIX, CDDP__URL_FILE }; /* schemes of URLs */
 
 /* A URL's scheme; *name is what follows: "host:port", a name or an absolute path. */
 static int cddp__url_scheme(const char *url, const char **name) {
   static const char *const begins[] = {"", "tcp://", "unix://", "file://"};
-  int scheme = CDDP__FILE;
+  int scheme = CDDP__URL_FILE;
   while (strncmp(url, begins[scheme], strlen(begins[scheme])) != 0) scheme--;
   *name = url + strlen(begins[scheme]);
-  if (scheme == CDDP__UNIX && (*name)[0] == 0) return CDDP__NO_STORE;
-  if (scheme == CDDP__FILE && ((*name)[0] != '/' || (*name)[1] == 0)) return CDDP__NO_STORE;
+  if (scheme == CDDP__URL_UNIX && (*name)[0] == 0) return CDDP__URL_NONE;
+  if (scheme == CDDP__URL_FILE && ((*name)[0] != '/' || (*name)[1] == 0)) return CDDP__URL_NONE;
   return scheme;
 }
 
-/* Starts a server on s->addresses, or on the socket that came with the options; s->addresses are
-   then where it can be reached. */
-static cddp_result cddp__serve(cddp_store *s, const cddp__store_options *o) {
+/* Starts a server on s->addresses, or on the options' listening socket. s->addresses are then the
+   addresses that clients can connect to. */
+static cddp_result cddp__server_start(cddp_store *s, const cddp__store_options *o) {
   cddp__server *v = (cddp__server *)cddp__calloc(&o->desc.allocator, 1, sizeof *v);
   cddp_result r = CDDP_OK;
   int i, *fd;
@@ -4833,7 +4863,7 @@ static cddp_result cddp__serve(cddp_store *s, const cddp__store_options *o) {
   if (r == CDDP_OK && v->reserve < 0) r = cddp__fail_errno("epoll");
   if (r == CDDP_OK) r = cddp__random(&v->seed, sizeof v->seed);
   for (i = 0; i < v->fd_count && r == CDDP_OK; i++)
-    if (!cddp__server_watch(v, v->fds[i], EPOLL_CTL_ADD, EPOLLIN, (uint64_t)i))
+    if (!cddp__server_watch_fd(v, v->fds[i], EPOLL_CTL_ADD, EPOLLIN, (uint64_t)i))
       r = cddp__fail_errno("epoll");
   if (r == CDDP_OK) r = cddp__thread_start(&v->thread, cddp__server_main, v, true);
   if (r != CDDP_OK) cddp__server_free(v);
@@ -4842,12 +4872,12 @@ static cddp_result cddp__serve(cddp_store *s, const cddp__store_options *o) {
   return r;
 }
 
-/* A host's own name may resolve to loopback on that host alone (127.0.1.1 in Debian's /etc/hosts):
-   other hosts call another of its addresses, so the server takes all of them. */
-static void cddp__add_addresses(cddp_store *s, const char *host) {
+/* On a host its own name can resolve to loopback only (127.0.1.1 in Debian's /etc/hosts). Other
+   hosts connect to another of its addresses, so this adds the addresses of all interfaces. */
+static void cddp__add_interface_addresses(cddp_store *s, const char *host) {
   int i;
   if (strcmp(host, "localhost") == 0 || strchr(host, ':') != NULL ||
-      host[strspn(host, "0123456789.")] == 0) /* an address says what is meant */
+      host[strspn(host, "0123456789.")] == 0) /* the user chose one address */
     return;
   for (i = 0; i < s->address_count; i++)
     if (!cddp__address_is_loopback(&s->addresses[i])) return;
@@ -4855,51 +4885,51 @@ static void cddp__add_addresses(cddp_store *s, const char *host) {
                                                 CDDP__ADDRESSES_MAX - s->address_count);
 }
 
-/* Where tcp://host:port, or unix://name, leads; with is_server, serves there. unix:// is for ranks
-   of one host whose launcher gives no address: no port could be in use. */
-static cddp_result cddp__open_url(cddp_store *s, const cddp__store_options *o) {
+/* Finds the addresses of tcp://host:port or unix://name; with is_server, starts the server there.
+   unix:// is for ranks of one host whose launcher gives no address: it needs no free port. */
+static cddp_result cddp__store_open_url(cddp_store *s, const cddp__store_options *o) {
   char host[256];
   int port;
   cddp_result r;
   s->address_count = 1;
-  if (s->scheme == CDDP__UNIX) {
+  if (s->scheme == CDDP__URL_UNIX) {
     cddp__unix_name(&s->addresses[0], s->name);
-    return o->desc.is_server ? cddp__serve(s, o) : CDDP_OK;
+    return o->desc.is_server ? cddp__server_start(s, o) : CDDP_OK;
   }
   r = cddp__host_port(s->name, host, &port);
   if (r == CDDP_OK && port == 0 && !o->desc.is_server)
     r = cddp__fail(CDDP_INVALID_ARGUMENT,
-                   "port 0 in 'tcp://%s' is for the server only, which then gets a free one",
+                   "port 0 in 'tcp://%s' is for the server only, which then gets a free port",
                    s->name);
   if (r == CDDP_OK && o->listen_fd < 0)
     r = cddp__resolve(host, port, s->addresses, &s->address_count);
-  if (r == CDDP_OK && o->desc.is_server && o->reachable) cddp__add_addresses(s, host);
-  if (r == CDDP_OK && o->desc.is_server) r = cddp__serve(s, o);
+  if (r == CDDP_OK && o->desc.is_server && o->reachable) cddp__add_interface_addresses(s, host);
+  if (r == CDDP_OK && o->desc.is_server) r = cddp__server_start(s, o);
   if (r != CDDP_OK || port != 0) return r;
-  cddp__free(&s->allocator, s->name); /* error texts have the port that the system has chosen */
+  cddp__free(&s->allocator, s->name); /* error texts name the port that the system chose */
   s->name = cddp__strdup(&s->allocator, cddp__describe_address(&s->addresses[0]).s);
   return s->name != NULL ? CDDP_OK : CDDP_OUT_OF_MEMORY;
 }
 
 /* --- file:// ---
-   The file names the addresses of the process that serves, and holds a random key, which clients
-   prove to know together with the user's secret: so only this user's processes get in, from other
-   hosts too. Works as follows: the server holds a lock on the file as long as it serves, which the
-   kernel releases if it dies, and removes the file at its end. A process that finds the file
-   without the lock knows that what it says is of a job that is over. */
+   The file holds the addresses of the server and a random key. Clients prove that they know the key
+   and the user's secret, so that only processes that can read the file are accepted, also from
+   other hosts. The server holds a lock on the file, which the kernel releases if the process dies,
+   and removes the file when it ends. A file without a lock is left over from a job that has
+   ended. */
 #define CDDP__FILE_MAGIC "cddp store 4"
 
-typedef struct cddp__file_record { /* the whole file. Hosts of one job have one byte order */
+typedef struct cddp__file_store_record { /* the file. All hosts of a job have the same byte order */
   char magic[sizeof CDDP__FILE_MAGIC];
   char key[33]; /* hexadecimal */
   uint32_t count;
   cddp__address addresses[CDDP__ADDRESSES_MAX];
-} cddp__file_record;
+} cddp__file_store_record;
 
-/* Reads the file; record->count is 0 when it is not whole. An error when it holds what no store has
-   written, or is not to be trusted: another user's file might lead this job anywhere; what others
-   may write, too. */
-static cddp_result cddp__file_read(int fd, cddp__file_record *record) {
+/* Reads the file; record->count is 0 if it is incomplete. Fails if a store did not write the file,
+   or if the file is not trusted: a file of another user, or one that others can write, could direct
+   this job to any address. */
+static cddp_result cddp__file_store_read(int fd, cddp__file_store_record *record) {
   struct stat st;
   const char *why;
   size_t n;
@@ -4908,7 +4938,7 @@ static cddp_result cddp__file_read(int fd, cddp__file_record *record) {
   why = !S_ISREG(st.st_mode)                      ? "is not a regular file"
         : st.st_uid != geteuid()                  ? "belongs to another user"
         : st.st_nlink > 1                         ? "has other names (hard links)"
-        : (st.st_mode & (S_IWGRP | S_IWOTH)) != 0 ? "may be written by others"
+        : (st.st_mode & (S_IWGRP | S_IWOTH)) != 0 ? "can be written by others"
                                                   : NULL;
   if (why != NULL)
     return cddp__fail(CDDP_IO, "the file %s, so it is not trusted; choose another path", why);
@@ -4916,14 +4946,15 @@ static cddp_result cddp__file_read(int fd, cddp__file_record *record) {
   if (cddp__file_io(fd, false, record, n, 0) != CDDP_OK) return CDDP_NETWORK; /* try again */
   if (memcmp(record->magic, CDDP__FILE_MAGIC, cddp__min(n, sizeof record->magic)) != 0)
     return cddp__fail(CDDP_IO,
-                      "the file exists and is not a store of this version of cddp; it was left as "
-                      "it is. Choose another path, or remove it");
+                      "the file exists and is not a store of this version of cddp; it was not "
+                      "changed. Choose another path, or remove it");
   if (st.st_size != (off_t)sizeof *record || record->count > CDDP__ADDRESSES_MAX) record->count = 0;
   return CDDP_OK;
 }
 
-/* s->proof: the file's key, and the user's secret. */
-static cddp_result cddp__file_proof(cddp_store *s, const cddp__store_options *o, const char *key) {
+/* Sets s->proof to the file's key and the user's secret. */
+static cddp_result cddp__file_store_proof(cddp_store *s, const cddp__store_options *o,
+                                          const char *key) {
   const char *secret = o->desc.secret != NULL ? o->desc.secret : "";
   size_t size = 32 + 1 + strlen(secret) + 1;
   cddp__free(&s->allocator, s->proof);
@@ -4933,10 +4964,10 @@ static cddp_result cddp__file_proof(cddp_store *s, const cddp__store_options *o,
   return CDDP_OK;
 }
 
-/* With the lock: makes this process the server, for this host and, with a port of the system's
-   choice, for others. */
-static cddp_result cddp__file_serve(cddp_store *s, const cddp__store_options *o) {
-  cddp__file_record record;
+/* Makes this process the server, with the file locked: for this host on a Unix socket, for other
+   hosts on a port that the system chooses. */
+static cddp_result cddp__file_store_serve(cddp_store *s, const cddp__store_options *o) {
+  cddp__file_store_record record;
   uint64_t word[4];
   char name[64];
   cddp_result r = cddp__random(word, sizeof word);
@@ -4948,51 +4979,52 @@ static cddp_result cddp__file_serve(cddp_store *s, const cddp__store_options *o)
   s->address_count = 1;
   if (o->reachable || o->elect)
     s->address_count += cddp__interface_addresses(NULL, s->addresses + 1, 8);
-  if (r == CDDP_OK) r = cddp__file_proof(s, o, record.key);
-  if (r == CDDP_OK) r = cddp__serve(s, o);
-  if (r != CDDP_OK) return r == CDDP_NETWORK ? CDDP_SYSTEM : r; /* trying again is no use */
+  if (r == CDDP_OK) r = cddp__file_store_proof(s, o, record.key);
+  if (r == CDDP_OK) r = cddp__server_start(s, o);
+  if (r != CDDP_OK) return r == CDDP_NETWORK ? CDDP_SYSTEM : r; /* a retry would be useless */
   record.count = (uint32_t)s->address_count;
   memcpy(record.addresses, s->addresses, record.count * sizeof *s->addresses);
   if (ftruncate(s->file, 0) != 0) return cddp__fail(CDDP_IO, "ftruncate: %s", strerror(errno));
   r = cddp__file_io(s->file, true, &record, sizeof record, 0);
-  return r == CDDP_OK ? cddp__try_addresses(s, o->deadline) : r;
+  return r == CDDP_OK ? cddp__store_try_addresses(s, o->deadline) : r;
 }
 
-/* One look at the file: serves, or connects to who does. Results as of cddp__try_addresses. */
-static cddp_result cddp__file_try(cddp_store *s, const cddp__store_options *o) {
+/* Opens the file once: becomes the server, or connects to the server. Results: see
+   cddp__store_try_addresses. */
+static cddp_result cddp__file_store_try(cddp_store *s, const cddp__store_options *o) {
   const int flags = O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY;
   bool may_serve = o->desc.is_server || o->elect, locked, named;
   int fd = cddp__register_socket(cddp__above_stdio(open(s->name, flags, 0600))), i;
-  cddp__file_record record;
+  cddp__file_store_record record;
   cddp_result r = CDDP_OK;
   if (fd < 0)
     return cddp__fail(CDDP_IO, "cannot open the file: %s; %s", strerror(errno),
                       errno == ELOOP ? "it must not be a symbolic link"
                                      : "its directory must exist and be writable");
-  locked = flock(fd, LOCK_NB | (may_serve ? LOCK_EX : LOCK_SH)) == 0; /* flock knows no deadline */
+  locked = flock(fd, LOCK_NB | (may_serve ? LOCK_EX : LOCK_SH)) == 0; /* flock has no deadline */
   if (!locked && errno != EWOULDBLOCK && errno != EINTR)
-    r = cddp__fail(CDDP_IO, "flock: %s; put the file on a file system that has locks",
+    r = cddp__fail(CDDP_IO, "flock: %s; put the file on a file system that supports locks",
                    strerror(errno));
-  named = cddp__file_has_name(fd, s->name); /* else it has been removed meanwhile */
-  if (r == CDDP_OK) r = cddp__file_read(fd, &record);
-  if (r == CDDP_OK && locked && may_serve && named) { /* it is this store's to remove */
+  named = cddp__file_has_name(fd, s->name); /* else another process removed it */
+  if (r == CDDP_OK) r = cddp__file_store_read(fd, &record);
+  if (r == CDDP_OK && locked && may_serve && named) { /* this store removes it at its end */
     s->file = fd;
-    return cddp__file_serve(s, o);
+    return cddp__file_store_serve(s, o);
   }
   if (r == CDDP_OK && o->desc.is_server && !o->elect) {
     r = cddp__fail(CDDP_NETWORK, "another job is using the file; choose another path");
   } else if (r == CDDP_OK && (locked || !named || record.count == 0)) {
-    r = cddp__fail(CDDP_NETWORK, "nobody serves it; rank 0, or whoever opens it first, has not "
-                                 "come, or is stopped");
+    r = cddp__fail(CDDP_NETWORK, "the file has no server: rank 0, or the first process to open it, "
+                                 "has not started or is suspended");
   } else if (r == CDDP_OK) {
-    r = cddp__file_proof(s, o, record.key);
+    r = cddp__file_store_proof(s, o, record.key);
     s->address_count = (int)record.count;
     memcpy(s->addresses, record.addresses, sizeof s->addresses);
     for (i = 0; i < s->address_count; i++)
       s->addresses[i].size = (socklen_t)cddp__min(s->addresses[i].size, sizeof s->addresses[i].sa);
-    if (r == CDDP_OK) r = cddp__try_addresses(s, o->deadline);
+    if (r == CDDP_OK) r = cddp__store_try_addresses(s, o->deadline);
     if (r != CDDP_OK && (!cddp__file_has_name(fd, s->name) || flock(fd, LOCK_NB | LOCK_SH) == 0))
-      r = CDDP_NETWORK; /* its server has ended, and another program may have its port */
+      r = CDDP_NETWORK; /* its server has ended, and another program can have its port */
   }
   cddp__close_fd(&fd);
   return r;
@@ -5000,8 +5032,9 @@ static cddp_result cddp__file_try(cddp_store *s, const cddp__store_options *o) {
 
 /* --- all of them --- */
 
-/* Ends the server, too, but not in a forked child, which shares descriptors with it and lacks its
-   thread. The file goes first: a process that comes now begins a store of its own. */
+/* Stops the server too, except in a forked child, which shares the descriptors but lacks the
+   thread. The file is removed first, so that a process that opens the path now starts a new
+   store. */
 static void cddp__store_close(cddp_store *s) {
   cddp_allocator a;
   int i;
@@ -5023,33 +5056,34 @@ static void cddp__store_close(cddp_store *s) {
   cddp__free(&a, s);
 }
 
-/* Connects, again and again until the deadline: ranks may start long before the server. */
-static cddp_result cddp__connect(cddp_store *s, const cddp__store_options *o) {
+/* Connects, and retries until the deadline, because ranks can start long before the server. */
+static cddp_result cddp__store_connect(cddp_store *s, const cddp__store_options *o) {
   double pause = 0.001, now;
   uint64_t dice;
   cddp_result r;
-  while ((r = s->scheme == CDDP__FILE && s->server == NULL
-                  ? cddp__file_try(s, o)
-                  : cddp__try_addresses(s, o->deadline)) == CDDP_NETWORK &&
+  while ((r = s->scheme == CDDP__URL_FILE && s->server == NULL
+                  ? cddp__file_store_try(s, o)
+                  : cddp__store_try_addresses(s, o->deadline)) == CDDP_NETWORK &&
          (now = cddp__now()) < o->deadline) {
     dice = cddp__hash64((uint64_t)getpid(), &now, sizeof now);
-    cddp__sleep(cddp__soon(pause * (0.5 + (double)(dice % 1024) / 1024), o->deadline) - now);
+    cddp__sleep(cddp__earlier_deadline(pause * (0.5 + (double)(dice % 1024) / 1024), o->deadline) -
+                now);
     pause = pause < 0.125 ? pause * 2 : 0.25;
   }
   if (r == CDDP_TIMEOUT)
     return cddp__fail(CDDP_TIMEOUT,
-                      "what listens at %s has taken a connection and stayed silent: another "
-                      "program (no cddp or TCPStore server, or PyTorch's before 2.2), or rank 0, "
-                      "which is to serve there, has not come to cddp_init, or is stopped",
+                      "the program at %s accepted a connection and sent nothing: it is another "
+                      "program (neither cddp nor a TCPStore server, or PyTorch's before 2.2), or "
+                      "rank 0, the server, has not yet called cddp_init or is suspended",
                       s->name);
-  if (r != CDDP_NETWORK) return r == CDDP_OK || r == CDDP_MISMATCH ? r : cddp__store_failed(s, r);
+  if (r != CDDP_NETWORK) return r == CDDP_OK || r == CDDP_MISMATCH ? r : cddp__store_error(s, r);
   return cddp__fail_in(CDDP_TIMEOUT,
                        "no connection to the store at %s within %g s: rank 0 (the server) has not "
                        "started, the address is wrong, or a firewall blocks the port. Last error: ",
                        s->name, s->timeout_s);
 }
 
-/* *out is NULL on failure. CDDP_MISMATCH: another program listens there. */
+/* *out is NULL on failure. CDDP_MISMATCH: another program listens at the address. */
 static cddp_result cddp__store_open(cddp_store **out, const cddp__store_options *options) {
   cddp__store_options o = *options;
   const char *name;
@@ -5066,15 +5100,15 @@ static cddp_result cddp__store_open(cddp_store **out, const cddp__store_options 
   if (o.desc.secret == NULL) o.desc.secret = getenv("CDDP_SECRET");
   if (o.desc.secret != NULL && o.desc.secret[0] != 0)
     if ((s->proof = cddp__strdup(&o.desc.allocator, o.desc.secret)) == NULL) r = CDDP_OUT_OF_MEMORY;
-  if ((s->scheme = cddp__url_scheme(o.desc.init_method, &name)) == CDDP__NO_STORE)
+  if ((s->scheme = cddp__url_scheme(o.desc.init_method, &name)) == CDDP__URL_NONE)
     r = cddp__fail(CDDP_INVALID_ARGUMENT,
-                   "'%.128s' is no store; write tcp://host:port, unix://name or "
+                   "'%.128s' is not a store's URL; write tcp://host:port, unix://name or "
                    "file:///absolute/path",
                    o.desc.init_method);
   else if ((s->name = cddp__strdup(&o.desc.allocator, name)) == NULL)
     r = CDDP_OUT_OF_MEMORY;
-  if (r == CDDP_OK && s->scheme != CDDP__FILE) r = cddp__open_url(s, &o);
-  if (r == CDDP_OK && (s->server == NULL || o.elect)) r = cddp__connect(s, &o);
+  if (r == CDDP_OK && s->scheme != CDDP__URL_FILE) r = cddp__store_open_url(s, &o);
+  if (r == CDDP_OK && (s->server == NULL || o.elect)) r = cddp__store_connect(s, &o);
   if (r == CDDP_OK) *out = s;
   if (o.closed_since != NULL) *o.closed_since = s->closed_since;
   if (r != CDDP_OK) cddp__store_close(s);
@@ -5089,17 +5123,17 @@ static cddp_result cddp__store_open(cddp_store **out, const cddp__store_options 
    and size are there is believed, and nobody else. MASTER_ADDR and MASTER_PORT say where to meet;
    without them what identifies the launcher's job gives a Unix socket's name or a port. */
 
-enum { CDDP__RANK, CDDP__SIZE, CDDP__LOCAL_SIZE }; /* what launchers tell */
+enum { CDDP__VAR_RANK, CDDP__VAR_SIZE, CDDP__VAR_LOCAL_SIZE }; /* what launchers tell */
 
 /* The variables of one launcher. */
 typedef struct cddp__launcher {
   const char *name; /* for messages */
-  const char *variables[4]; /* [3]: another name for CDDP__LOCAL_SIZE */
+  const char *variables[4]; /* [3]: another name for CDDP__VAR_LOCAL_SIZE */
   const char *cure;   /* what to add to its command when ranks do not know where to meet */
   const char *job[5]; /* tell its jobs apart; from [3] on: only to the ranks of one node */
 } cddp__launcher;
 
-typedef struct cddp__place {
+typedef struct cddp__config {
   int rank, world_size;
   int local_world_size;   /* -1: the launcher does not say */
   int joins;              /* 1: CDDP_JOIN: a running job, where rank may be world_size or more */
@@ -5114,7 +5148,7 @@ typedef struct cddp__place {
   bool listen_fd_lost;    /* there should be one */
   char run[128];          /* prefix of this job's keys */
   double timeout_s;
-} cddp__place;
+} cddp__config;
 
 static const char *cddp__env(const char *name) { /* NULL when unset, empty or without a name */
   const char *v = name != NULL ? getenv(name) : NULL;
@@ -5188,7 +5222,7 @@ enum { CDDP__BY_PALS = 6, CDDP__BY_SLURM, CDDP__LAUNCHERS };
    group of its own; the task, and what a script runs as the task, have the session's. A command
    behind setsid has another session than the task. A step started from that shell inherits
    SLURM_PTY_PORT, but has a SLURM_TASK_PID of its own and no terminal. */
-static bool cddp__typed_in_slurm(void) {
+static bool cddp__in_slurm_shell(void) {
   const char *task = cddp__env("SLURM_TASK_PID");
   int terminal, session = 0, device = 0;
   char path[64], stat[512] = "";
@@ -5216,42 +5250,42 @@ static bool cddp__in_slurm_step(void) {
 }
 
 /* Whether srun --mpi=... has set that variable, the rank's, too. */
-static bool cddp__set_by_slurm(const char *name) {
+static bool cddp__is_set_by_slurm(const char *name) {
   const char *space = strcmp(name, "PMIX_RANK") == 0 ? cddp__env("PMIX_NAMESPACE") : NULL;
   if (space != NULL) return strncmp(space, "slurm.pmix.", 11) == 0;
   return cddp__in_slurm_step() && strcmp(cddp__env(name), cddp__env("SLURM_PROCID")) == 0;
 }
 
 /* Whether launcher i has set a rank for this process, and no scheduler that tells more. */
-static bool cddp__launched_by(int i) {
-  const char *name = cddp__launchers[i].variables[CDDP__RANK];
+static bool cddp__is_launched_by(int i) {
+  const char *name = cddp__launchers[i].variables[CDDP__VAR_RANK];
   if (cddp__env(name) == NULL) return false;
-  if (i == CDDP__BY_SLURM) return cddp__in_slurm_step() && !cddp__typed_in_slurm();
+  if (i == CDDP__BY_SLURM) return cddp__in_slurm_step() && !cddp__in_slurm_shell();
   if (i == CDDP__BY_HYDRA && cddp__env("MPI_LOCALNRANKS") == NULL)
-    return !cddp__set_by_slurm(name) && cddp__env("FLUX_TASK_RANK") == NULL &&
+    return !cddp__is_set_by_slurm(name) && cddp__env("FLUX_TASK_RANK") == NULL &&
            cddp__env("PALS_RANKID") == NULL;
-  return i != CDDP__BY_PALS || !cddp__set_by_slurm(name);
+  return i != CDDP__BY_PALS || !cddp__is_set_by_slurm(name);
 }
 
 /* Half of a pair is a mistake, and so is a rank whose launcher tells no size (PMIx, ALPS, Hydra's
    -pmi-port; PALS with PMIx): as single processes, all ranks would train on all data. Slurm's
    variables beside PMIx's are a daemon's. whole: a launcher has set both. */
-static cddp_result cddp__check_pairs(bool whole) {
+static cddp_result cddp__check_rank_variables(bool whole) {
   static const char *const lone[] = {"PALS_RANKID", "PMIX_RANK", "ALPS_APP_PE", "PMI_ID"};
   int i;
   for (i = 0; i < 4 && (whole || cddp__env("RANK") == NULL); i++)
-    if (cddp__env(lone[i]) != NULL && !cddp__set_by_slurm(lone[i]))
+    if (cddp__env(lone[i]) != NULL && !cddp__is_set_by_slurm(lone[i]))
       return cddp__fail(CDDP_INVALID_ARGUMENT,
                         "%s is %.20s, but no variable of its launcher tells the number of ranks. "
                         "Export RANK=$%s, WORLD_SIZE (that number), MASTER_ADDR (rank 0's host) "
                         "and MASTER_PORT (a free port there); for one process unset %s",
                         lone[i], cddp__env(lone[i]), lone[i], lone[i]);
   for (i = 0; i < CDDP__LAUNCHERS && !whole; i++) {
-    const char *rank = cddp__launchers[i].variables[CDDP__RANK],
-               *size = cddp__launchers[i].variables[CDDP__SIZE];
+    const char *rank = cddp__launchers[i].variables[CDDP__VAR_RANK],
+               *size = cddp__launchers[i].variables[CDDP__VAR_SIZE];
     bool sized = cddp__env(rank) == NULL && cddp__env(size) != NULL && i < CDDP__BY_PALS;
     const char *set = sized ? size : rank, *other = sized ? rank : size;
-    if (!sized && (i == CDDP__BY_PALS || !cddp__launched_by(i))) continue;
+    if (!sized && (i == CDDP__BY_PALS || !cddp__is_launched_by(i))) continue;
     if (i != CDDP__BY_SCRIPT)
       return cddp__fail(CDDP_INVALID_ARGUMENT,
                         "%s is set but %s is not; %s sets both: unset it for a single process", set,
@@ -5266,20 +5300,21 @@ static cddp_result cddp__check_pairs(bool whole) {
 
 /* Rank and size. RANK or WORLD_SIZE alone, beside a launcher that knows both, must not contradict
    it. */
-static cddp_result cddp__env_ranks(cddp__place *at) {
+static cddp_result cddp__env_ranks(cddp__config *config) {
   const cddp__launcher *script = cddp__launchers, *l = script;
   int numbers[2] = {0, 1}, k;
   cddp_result r = CDDP_OK;
-  while (l < script + CDDP__LAUNCHERS && (!cddp__launched_by((int)(l - script)) ||
-                                          cddp__env(l->variables[CDDP__SIZE]) == NULL))
+  while (l < script + CDDP__LAUNCHERS && (!cddp__is_launched_by((int)(l - script)) ||
+                                          cddp__env(l->variables[CDDP__VAR_SIZE]) == NULL))
     l++;
-  at->launched = l < script + CDDP__LAUNCHERS;
-  at->launcher = at->launched ? (int)(l - script) : CDDP__BY_SCRIPT;
-  if (!at->launched || at->launcher == CDDP__BY_SLURM) r = cddp__check_pairs(at->launched);
-  for (k = 1; k >= 0 && at->launched && r == CDDP_OK; k--) {
+  config->launched = l < script + CDDP__LAUNCHERS;
+  config->launcher = config->launched ? (int)(l - script) : CDDP__BY_SCRIPT;
+  if (!config->launched || config->launcher == CDDP__BY_SLURM)
+    r = cddp__check_rank_variables(config->launched);
+  for (k = 1; k >= 0 && config->launched && r == CDDP_OK; k--) {
     const char *name = l->variables[k], *plain = script->variables[k];
     int plainly;
-    r = cddp__env_int(name, k, k == CDDP__SIZE ? CDDP__MAX_RANKS : INT_MAX, &numbers[k]);
+    r = cddp__env_int(name, k, k == CDDP__VAR_SIZE ? CDDP__MAX_RANKS : INT_MAX, &numbers[k]);
     plainly = numbers[k];
     if (r == CDDP_OK) (void)cddp__env_int(plain, 0, INT_MAX, &plainly);
     if (r == CDDP_OK && plainly != numbers[k])
@@ -5287,12 +5322,12 @@ static cddp_result cddp__env_ranks(cddp__place *at) {
                      "%s is %d but %s is %d (set by %s); unset %s, or set RANK and WORLD_SIZE both",
                      plain, plainly, name, numbers[k], l->name, plain);
   }
-  at->rank = numbers[CDDP__RANK];
-  at->world_size = numbers[CDDP__SIZE];
-  if (r != CDDP_OK || at->rank < at->world_size || at->joins) return r;
+  config->rank = numbers[CDDP__VAR_RANK];
+  config->world_size = numbers[CDDP__VAR_SIZE];
+  if (r != CDDP_OK || config->rank < config->world_size || config->joins) return r;
   return cddp__fail(CDDP_INVALID_ARGUMENT, "%s is %d but %s is %d; ranks go from 0 to %d",
-                    l->variables[CDDP__RANK], at->rank, l->variables[CDDP__SIZE], at->world_size,
-                    at->world_size - 1);
+                    l->variables[CDDP__VAR_RANK], config->rank, l->variables[CDDP__VAR_SIZE],
+                    config->world_size, config->world_size - 1);
 }
 
 /* The first host of a Slurm node list: "n[03-07,9]x[1-2],m" gives n03x1. false: no such list. */
@@ -5315,13 +5350,13 @@ static bool cddp__first_host(const char *list, char *out, size_t capacity) {
 }
 
 /* Whether the launcher says that all its ranks are on this host. */
-static bool cddp__one_host(const cddp__place *at) {
+static bool cddp__one_host(const cddp__config *config) {
   static const char *const names[] = {"SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES",
                                       "SLURM_NNODES"};
-  const char *nodes = at->launcher == CDDP__BY_FLUX ? cddp__env("FLUX_JOB_NNODES") : NULL;
+  const char *nodes = config->launcher == CDDP__BY_FLUX ? cddp__env("FLUX_JOB_NNODES") : NULL;
   int i;
-  if (at->launcher != CDDP__BY_SLURM && nodes == NULL)
-    return at->local_world_size == at->world_size;
+  if (config->launcher != CDDP__BY_SLURM && nodes == NULL)
+    return config->local_world_size == config->world_size;
   for (i = 0; i < 3 && nodes == NULL; i++) nodes = cddp__env(names[i]);
   return nodes != NULL && strcmp(nodes, "1") == 0;
 }
@@ -5348,25 +5383,25 @@ static cddp__atomic_u32 cddp__listen_fd_user; /* the process that has taken CDDP
 
 /* A socket that the launcher of all ranks has bound and passed on to rank 0. It is taken once, and
    only if it is still what the variable says. */
-static cddp_result cddp__env_listen_fd(cddp__place *at, int port) {
+static cddp_result cddp__env_listen_fd(cddp__config *config, int port) {
   cddp__address bound;
   socklen_t size = sizeof(int);
   int fd = -1, listening = 0;
   cddp_result r = cddp__env_int("CDDP_LISTEN_FD", 0, INT_MAX, &fd);
-  if (r != CDDP_OK || fd < 0 || at->rank != 0 ||
+  if (r != CDDP_OK || fd < 0 || config->rank != 0 ||
       cddp__load32(&cddp__listen_fd_user) == (uint32_t)getpid())
     return r;
-  at->listen_fd_lost = getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &listening, &size) != 0 ||
-                       !listening || !cddp__local_address(fd, &bound) ||
-                       cddp__address_port(&bound) != port;
-  if (!at->listen_fd_lost) at->listen_fd = fd;
+  config->listen_fd_lost = getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &listening, &size) != 0 ||
+                           !listening || !cddp__local_address(fd, &bound) ||
+                           cddp__address_port(&bound) != port;
+  if (!config->listen_fd_lost) config->listen_fd = fd;
   return CDDP_OK;
 }
 
 /* The node of rank 0 in a Slurm step on several nodes: the first one of the step's list. *out stays
    empty when no list is set. The lists of heterogeneous jobs (pack jobs before Slurm 20.02) are
    sorted, so that their first node need not be rank 0's. */
-static cddp_result cddp__slurm_host(cddp__place *at, char *out, size_t capacity) {
+static cddp_result cddp__slurm_host(cddp__config *config, char *out, size_t capacity) {
   static const char *const lists[] = {"SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST",
                                       "SLURM_NODELIST"};
   const char *layout = cddp__env("SLURM_DISTRIBUTION"), *here = cddp__env("SLURMD_NODENAME"),
@@ -5384,12 +5419,12 @@ static cddp_result cddp__slurm_host(cddp__place *at, char *out, size_t capacity)
   for (i = 0; i < 3 && list == NULL; i++)
     if (cddp__env(lists[i]) != NULL) list = lists[i];
   if (list == NULL) return CDDP_OK;
-  at->host_name = list;
+  config->host_name = list;
   if (!cddp__first_host(cddp__env(list), out, capacity))
     return cddp__fail(CDDP_INVALID_ARGUMENT,
                       "%s is \"%.200s\", which is no node list; set MASTER_ADDR to rank 0's host",
                       list, cddp__env(list));
-  if (at->rank == 0 && here != NULL && strcmp(here, out) != 0)
+  if (config->rank == 0 && here != NULL && strcmp(here, out) != 0)
     return cddp__fail(CDDP_INVALID_ARGUMENT,
                       "rank 0 is on node %s, but the other ranks look for it on %s, the first of "
                       "%s; add --export=ALL,MASTER_ADDR=%s to srun's command",
@@ -5402,33 +5437,33 @@ static cddp_result cddp__slurm_host(cddp__place *at, char *out, size_t capacity)
    too), on several one follows from their job, below those that systems give out by themselves.
    Slurm's jobs whose numbers differ by less than 99 have different ports in their first 100 steps.
    key: of the job, see cddp__job_key. */
-static cddp_result cddp__env_master(cddp__place *at, uint64_t key) {
-  const cddp__launcher *l = &cddp__launchers[at->launcher];
+static cddp_result cddp__env_master(cddp__config *config, uint64_t key) {
+  const cddp__launcher *l = &cddp__launchers[config->launcher];
   const char *host = cddp__env("MASTER_ADDR"), *agent = cddp__env("TORCHELASTIC_USE_AGENT_STORE"),
              *job = cddp__env("SLURM_JOB_ID"), *step = cddp__env("SLURM_STEP_ID"),
              *space = cddp__env("PMIX_NAMESPACE");
-  bool script = at->launcher == CDDP__BY_SCRIPT, slurm = at->launcher == CDDP__BY_SLURM;
+  bool script = config->launcher == CDDP__BY_SCRIPT, slurm = config->launcher == CDDP__BY_SLURM;
   char first[256] = "";
   int port = 0;
   cddp_result r = cddp__env_int("MASTER_PORT", 1, 65535, &port);
   if (r != CDDP_OK) return r;
-  at->host_name = "MASTER_ADDR";
-  at->port_name = "from MASTER_PORT";
-  if (!script && (host == NULL || port == 0) && cddp__one_host(at) && key != 0) {
+  config->host_name = "MASTER_ADDR";
+  config->port_name = "from MASTER_PORT";
+  if (!script && (host == NULL || port == 0) && cddp__one_host(config) && key != 0) {
     if (port != 0) key = cddp__hash64(key, &port, sizeof port);
-    snprintf(at->init_method, sizeof at->init_method, "unix://cddp-%u-%016" PRIx64,
+    snprintf(config->init_method, sizeof config->init_method, "unix://cddp-%u-%016" PRIx64,
              (unsigned)geteuid(), key);
     return CDDP_OK;
   }
   if (host == NULL && slurm) {
-    if ((r = cddp__slurm_host(at, first, sizeof first)) != CDDP_OK) return r;
+    if ((r = cddp__slurm_host(config, first, sizeof first)) != CDDP_OK) return r;
     host = first[0] != 0 ? first : NULL;
   }
   if (port == 0 && slurm && job != NULL && step != NULL) {
-    at->port_name = "derived from SLURM_JOB_ID and SLURM_STEP_ID";
+    config->port_name = "derived from SLURM_JOB_ID and SLURM_STEP_ID";
     port = 20000 + (int)((strtoull(job, NULL, 10) % 9973 * 101 + strtoull(step, NULL, 10)) % 9973);
-  } else if (port == 0 && at->launcher == CDDP__BY_OPENMPI && space != NULL) {
-    at->port_name = "derived from PMIX_NAMESPACE";
+  } else if (port == 0 && config->launcher == CDDP__BY_OPENMPI && space != NULL) {
+    config->port_name = "derived from PMIX_NAMESPACE";
     port = 20000 + (int)(cddp__hash64(0, space, strlen(space)) % 9973);
   }
   if ((host == NULL || port == 0) && script)
@@ -5440,18 +5475,18 @@ static cddp_result cddp__env_master(cddp__place *at, uint64_t key) {
     return cddp__fail(CDDP_INVALID_ARGUMENT,
                       "%s is not set, and %s does not tell its %d ranks where to meet: add %s to "
                       "its command (HOST is rank 0's host), or unset %s to run without %s",
-                      host == NULL ? "MASTER_ADDR" : "MASTER_PORT", l->name, at->world_size,
-                      l->cure, l->variables[CDDP__RANK], l->name);
+                      host == NULL ? "MASTER_ADDR" : "MASTER_PORT", l->name, config->world_size,
+                      l->cure, l->variables[CDDP__VAR_RANK], l->name);
   if (host[0] == '[' ? host[strlen(host) - 1] != ']'
                      : strchr(host, ':') != NULL && strchr(host, ':') == strrchr(host, ':'))
     return cddp__fail(CDDP_INVALID_ARGUMENT,
                       "the host name '%.200s' does not resolve: MASTER_ADDR is a name or address "
                       "alone; the port goes to MASTER_PORT",
                       host);
-  snprintf(at->init_method, sizeof at->init_method,
+  snprintf(config->init_method, sizeof config->init_method,
            strchr(host, ':') && host[0] != '[' ? "tcp://[%s]:%d" : "tcp://%s:%d", host, port);
-  at->client_only = script && agent != NULL && strcmp(agent, "True") == 0;
-  return script && !at->client_only ? cddp__env_listen_fd(at, port) : CDDP_OK;
+  config->client_only = script && agent != NULL && strcmp(agent, "True") == 0;
+  return script && !config->client_only ? cddp__env_listen_fd(config, port) : CDDP_OK;
 }
 
 /* given, or if that is 0 CDDP_TIMEOUT_S ("600" or "2.5", whatever the locale's decimal point is),
@@ -5470,31 +5505,31 @@ static cddp_result cddp__discover_timeout(double given, double *out) {
                     "such as 600 or 2.5, and at most 1e9", text);
 }
 
-static cddp_result cddp__discover(cddp__place *at, const cddp_group_desc *d) {
+static cddp_result cddp__discover(cddp__config *config, const cddp_group_desc *d) {
   const char *method = d->init_method ? d->init_method : "env://", *name,
              *run = cddp__env("TORCHELASTIC_RUN_ID"),
              *restart = cddp__env("TORCHELASTIC_RESTART_COUNT");
   uint64_t key;
   int k, first, last;
   cddp_result r;
-  memset(at, 0, sizeof *at);
-  at->listen_fd = at->local_world_size = -1;
-  at->rank = d->rank;
-  at->world_size = d->world_size;
-  r = cddp__discover_timeout(d->timeout_s, &at->timeout_s);
+  memset(config, 0, sizeof *config);
+  config->listen_fd = config->local_world_size = -1;
+  config->rank = d->rank;
+  config->world_size = d->world_size;
+  r = cddp__discover_timeout(d->timeout_s, &config->timeout_s);
   if (r == CDDP_OK) r = cddp__port_range(&first, &last); /* a mistake shows on one host too */
-  if (r == CDDP_OK) r = cddp__env_int("CDDP_JOIN", 0, 1, &at->joins);
+  if (r == CDDP_OK) r = cddp__env_int("CDDP_JOIN", 0, 1, &config->joins);
   if (r == CDDP_OK && d->world_size > 0 &&
-      (d->rank < 0 || (d->rank >= d->world_size && !at->joins)))
+      (d->rank < 0 || (d->rank >= d->world_size && !config->joins)))
     return cddp__fail(CDDP_INVALID_ARGUMENT,
                       "rank is %d but world_size is %d; ranks go from 0 to %d", d->rank,
                       d->world_size, d->world_size - 1);
-  if (r == CDDP_OK && d->world_size <= 0) r = cddp__env_ranks(at);
-  if (r == CDDP_OK && at->joins && d->world_size <= 0 && !at->launched)
+  if (r == CDDP_OK && d->world_size <= 0) r = cddp__env_ranks(config);
+  if (r == CDDP_OK && config->joins && d->world_size <= 0 && !config->launched)
     return cddp__fail(CDDP_INVALID_ARGUMENT,
                       "CDDP_JOIN is 1, but RANK and WORLD_SIZE are not set: set WORLD_SIZE, "
                       "MASTER_ADDR and MASTER_PORT of the running job, and the RANK to join as");
-  if (r == CDDP_OK && d->world_size <= 0 && !at->launched && strcmp(method, "env://") == 0 &&
+  if (r == CDDP_OK && d->world_size <= 0 && !config->launched && strcmp(method, "env://") == 0 &&
       (cddp__env("MASTER_ADDR") != NULL || cddp__env("MASTER_PORT") != NULL)) {
     name = cddp__env("MASTER_ADDR") != NULL ? "MASTER_ADDR" : "MASTER_PORT";
     return cddp__fail(CDDP_INVALID_ARGUMENT,
@@ -5502,32 +5537,34 @@ static cddp_result cddp__discover(cddp__place *at, const cddp_group_desc *d) {
                       "for several set RANK and WORLD_SIZE too, as torchrun and cddprun do",
                       name, name);
   }
-  for (k = 3; k >= CDDP__LOCAL_SIZE && r == CDDP_OK; k--)
-    r = cddp__env_int(cddp__launchers[at->launcher].variables[k], 1, INT_MAX,
-                      &at->local_world_size);
+  for (k = 3; k >= CDDP__VAR_LOCAL_SIZE && r == CDDP_OK; k--)
+    r = cddp__env_int(cddp__launchers[config->launcher].variables[k], 1, INT_MAX,
+                      &config->local_world_size);
   if (r != CDDP_OK) return r;
   /* Two jobs that come to one store, because they were given one port, must not take each other's
      ranks for their own: each has a prefix, but for those by hand, and Hydra's on several hosts. */
-  key = cddp__job_key(at->launcher, cddp__one_host(at));
+  key = cddp__job_key(config->launcher, cddp__one_host(config));
   if (cddp__env("TORCHELASTIC_USE_AGENT_STORE") != NULL)
     restart = NULL; /* torchrun's agents count each for itself */
   if (key != 0)
-    snprintf(at->run, sizeof at->run, "cddp/%016" PRIx64 "/0", key);
+    snprintf(config->run, sizeof config->run, "cddp/%016" PRIx64 "/0", key);
   else
-    snprintf(at->run, sizeof at->run, "cddp/%.80s/%.20s", run ? run : "0", restart ? restart : "0");
+    snprintf(config->run, sizeof config->run, "cddp/%.80s/%.20s", run ? run : "0",
+             restart ? restart : "0");
   if (strcmp(method, "env://") == 0)
-    r = cddp__env_master(at, key);
-  else if (cddp__url_scheme(method, &name) == CDDP__NO_STORE ||
-           strlen(method) >= sizeof at->init_method)
+    r = cddp__env_master(config, key);
+  else if (cddp__url_scheme(method, &name) == CDDP__URL_NONE ||
+           strlen(method) >= sizeof config->init_method)
     return cddp__fail(CDDP_INVALID_ARGUMENT,
                       "init_method \"%.128s\" is none of env://, tcp://host:port, unix://name, "
                       "file:///absolute/path, or longer than %zu bytes",
-                      method, sizeof at->init_method - 1);
+                      method, sizeof config->init_method - 1);
   else
-    snprintf(at->init_method, sizeof at->init_method, "%s", method);
-  if (r == CDDP_OK && cddp__url_scheme(at->init_method, &name) == CDDP__TCP)
-    r = cddp__host_port(name, at->host, &at->port);
-  return at->world_size > 1 || at->joins ? r : CDDP_OK; /* alone it needs none but to be joined */
+    snprintf(config->init_method, sizeof config->init_method, "%s", method);
+  if (r == CDDP_OK && cddp__url_scheme(config->init_method, &name) == CDDP__URL_TCP)
+    r = cddp__host_port(name, config->host, &config->port);
+  if (config->world_size == 1 && !config->joins) return CDDP_OK; /* needs no address */
+  return r;
 }
 CDDP__COLD_END
 
@@ -8786,7 +8823,7 @@ static void cddp__net_look(cddp__host *h, cddp__net *n) {
     if ((fd = cddp__accept(n->listener)) < 0 && (errno == EINTR || errno == ECONNABORTED)) continue;
     none = fd < 0 && (errno == EMFILE || errno == ENFILE);
     cddp__store32(&n->starved, none ? (uint32_t)errno : 0);
-    few = few || none || (fd >= 0 && !cddp__spare_descriptor(fd, false));
+    few = few || none || (fd >= 0 && !cddp__has_spare_fd(fd, false));
     if (fd < 0 || (l = cddp__link_new(n, fd, CDDP__STRANGER_S)) == NULL) break;
     l->next = n->callers;
     n->callers = l;
@@ -9035,7 +9072,7 @@ typedef struct cddp__channel { /* a connection to another rank of the tree */
 } cddp__channel;
 
 typedef struct cddp__rendezvous {
-  const cddp__place *at;
+  const cddp__config *at;
   cddp__host *host;
   cddp__door *door;   /* of the host: what this rank knows of its job */
   bool job_secret;    /* its secret is the launcher's, for the rendezvous alone */
@@ -9086,7 +9123,7 @@ static void cddp__host_identity(char *out, size_t n) {
 /* The name of the node's socket: the same for its ranks alone, and with a secret ("": none) not to
    be foreseen. Ranks may spell the place where they meet in several ways: an address of this host
    counts as "here", of others the first of the name's addresses. */
-static void cddp__node_name(const cddp__place *at, const char *secret, char name[48]) {
+static void cddp__node_name(const cddp__config *at, const char *secret, char name[48]) {
   static const char hex[] = "0123456789abcdef";
   const char *given = cddp__env("CDDP_HOST_ID");
   cddp__address a[CDDP__ADDRESSES_MAX];
@@ -9359,7 +9396,7 @@ static cddp_result cddp__accept_channels(cddp__rendezvous *v, int listener) {
   for (tries = 0; tries < 64; tries++) {
     int fd = cddp__accept(listener), error = fd < 0 ? errno : 0;
     bool none = error == EMFILE || error == ENFILE;
-    bool few = none || !cddp__spare_descriptor(fd, false);
+    bool few = none || !cddp__has_spare_fd(fd, false);
     size_t i, oldest = 0, silent = 0;
     cddp__channel *below;
     if (error == EINTR || error == ECONNABORTED) continue;
@@ -9373,7 +9410,7 @@ static cddp_result cddp__accept_channels(cddp__rendezvous *v, int listener) {
     else if (error != 0)
       return cddp__fail_descriptors(v, error, "accept of another rank");
     if (none) continue;
-    if (few) fd = cddp__lowered(fd); /* else each other caller takes one more */
+    if (few) fd = cddp__lower_fd(fd); /* else each other caller takes one more */
     below = (cddp__channel *)cddp__grow_array(&v->host->allocator, v->below, &v->below_capacity,
                                               v->below_count + 1, sizeof *below);
     if (below == NULL) {
@@ -9641,12 +9678,13 @@ static cddp_result cddp__call_root(cddp__rendezvous *v) {
     cddp__address_set_port(&store, cddp__address_port(&a)); /* the root is on the store's host */
     a = store;
   }
-  error = cddp__connect_address(&a, cddp__soon(most, v->deadline), &fd);
+  error = cddp__connect_address(&a, cddp__earlier_deadline(most, v->deadline), &fd);
   store.size = sizeof store.sa; /* else by the address at which the store answers */
   if (error != 0 && getpeername(v->store->fd, &store.any, &store.size) == 0 &&
       store.sa.ss_family != AF_UNIX && !cddp__address_same_host(&a, &store)) {
     cddp__address_set_port(&store, cddp__address_port(&a));
-    if (cddp__connect_address(&store, cddp__soon(most, v->deadline), &fd) == 0) error = 0;
+    if (cddp__connect_address(&store, cddp__earlier_deadline(most, v->deadline), &fd) == 0)
+      error = 0;
   }
   if (error == EMFILE || error == ENFILE)
     return cddp__fail_descriptors(v, error, "connection to another host");
@@ -9660,7 +9698,7 @@ static cddp_result cddp__call_root(cddp__rendezvous *v) {
 }
 
 static cddp_result cddp__open_store(cddp__rendezvous *v, double deadline) {
-  const cddp__place *at = v->at;
+  const cddp__config *at = v->at;
   cddp__store_options o;
   cddp_result r;
   memset(&o, 0, sizeof o);
@@ -9701,7 +9739,7 @@ static cddp_result cddp__seek_others(cddp__rendezvous *v) {
   if (v->root_socket >= 0) return cddp__hear_blocked(v);
   if (cddp__now() < v->look) return CDDP_OK;
   if (v->store == NULL) {
-    r = cddp__open_store(v, cddp__soon(wrong ? 0.25 : v->pause, v->deadline));
+    r = cddp__open_store(v, cddp__earlier_deadline(wrong ? 0.25 : v->pause, v->deadline));
     if (r == CDDP_OK)
       v->pause = 0.002;
     else if (v->pause < 5)
@@ -9755,7 +9793,7 @@ static cddp_result cddp__call_other_root(cddp__rendezvous *v, cddp_result r) {
   v->serves = false;
   (void)cddp__resolve(v->at->host, v->at->port, a, &n);
   if (n > 0 && !cddp__address_is_local(&a[0]) &&
-      cddp__open_store(v, cddp__soon(1, v->deadline)) == CDDP_OK) {
+      cddp__open_store(v, cddp__earlier_deadline(1, v->deadline)) == CDDP_OK) {
     v->store->timeout_s = 1;
     (void)cddp__call_root(v);
   }
@@ -9765,7 +9803,8 @@ static cddp_result cddp__call_other_root(cddp__rendezvous *v, cddp_result r) {
                              v->deadline);
   }
   while (answer == CDDP_OK && v->up.fd >= 0 &&
-         cddp__wait_fd(v->up.fd, POLLIN, cddp__soon(3 * CDDP__PROBLEM_S, v->deadline)) == CDDP_OK)
+         cddp__wait_fd(v->up.fd, POLLIN,
+                       cddp__earlier_deadline(3 * CDDP__PROBLEM_S, v->deadline)) == CDDP_OK)
     answer = cddp__channel_hear(v, &v->up);
   return answer == CDDP_INVALID_ARGUMENT ? answer : cddp__fail(r, "%s", text);
 }
@@ -9823,7 +9862,7 @@ static cddp_result cddp__make_table(cddp__rendezvous *v) {
 
 /* Time is up: who is missing, as far as this rank knows. */
 static cddp_result cddp__fail_late(cddp__rendezvous *v) {
-  const cddp__place *at = v->at;
+  const cddp__config *at = v->at;
   const char *starter = at->launcher != CDDP__BY_SCRIPT ? cddp__launchers[at->launcher].name
                         : cddp__env("TORCHELASTIC_RESTART_COUNT") != NULL ? "torchrun or cddprun"
                         : v->job_secret                                   ? "cddp_spawn"
@@ -10150,7 +10189,7 @@ static void cddp__tell_failure(cddp__rendezvous *v, cddp_group *g, cddp_result r
 /* Finds out what this rank is and where it meets. CDDP_JOB_SECRET was made by cddp_spawn or cddprun
    for ranks that meet on one host, so that no other user of it can join in: "PORT:SECRET", good for
    that MASTER_PORT unless the user has set a secret. */
-static cddp_result cddp__rendezvous_init(cddp__rendezvous *v, const cddp__place *at,
+static cddp_result cddp__rendezvous_init(cddp__rendezvous *v, const cddp__config *at,
                                          const cddp_group_desc *d, cddp__host *h) {
   const char *job = cddp__env("CDDP_JOB_SECRET"), *master = cddp__env("MASTER_PORT"),
              *backend = cddp__backend_name(d),
@@ -10440,7 +10479,7 @@ static cddp_result cddp__join_memory(cddp__rendezvous *v, const cddp__join_table
 }
 
 /* Finds the job, and makes a group on the memory that its ranks share. */
-static cddp_result cddp__join(cddp_group **out, const cddp__place *at, const cddp_group_desc *d,
+static cddp_result cddp__join(cddp_group **out, const cddp__config *at, const cddp_group_desc *d,
                               cddp__host *h) {
   cddp__rendezvous v;
   cddp__join_table table;
@@ -10479,7 +10518,7 @@ static cddp_result cddp__join(cddp_group **out, const cddp__place *at, const cdd
 /* Meets the other ranks and builds the group of all, after which h has the shared memory and
    process ids of its ranks. A rank that begins alone meets nobody, but may be joined later, if it
    has an elastic model. After a failure there may be a group too, which the caller leaves. */
-static cddp_result cddp__meet(cddp_group **out, cddp__place *at, const cddp_group_desc *d,
+static cddp_result cddp__meet(cddp_group **out, cddp__config *at, const cddp_group_desc *d,
                               cddp__host *h) {
   cddp__rendezvous v;
   const cddp__server *s;
@@ -13869,7 +13908,7 @@ static cddp_result cddp__split_group(cddp_group *g, int color, int key, uint64_t
 }
 
 static cddp_result cddp__init(cddp_group **out, const cddp_group_desc *d) {
-  cddp__place at;
+  cddp__config at;
   cddp__host *h;
   unsigned char job[8]; /* the job's number for records; all ranks use rank 0's */
   cddp_group *g = NULL;
@@ -22768,7 +22807,7 @@ CDDPDEF const char *cddp_error(void) { return cddp__error_text; }
 CDDPDEF size_t cddp_dtype_size(cddp_dtype dtype) { return cddp__dtype_size(dtype); }
 
 CDDPDEF int cddp_launcher_rank(void) {
-  cddp__place at;
+  cddp__config at;
   memset(&at, 0, sizeof at);
   if (cddp__env_int("CDDP_JOIN", 0, 1, &at.joins) != CDDP_OK || cddp__env_ranks(&at) != CDDP_OK)
     return 0;
@@ -23452,7 +23491,7 @@ static cddp_result cddp__check_request(const cddp_store *s, const cddp__request 
 static cddp_result cddp__run_command(const char *function, cddp_store *s, cddp__request *q,
                                      const void *answer) {
   cddp_result r = cddp__check_request(s, q, answer);
-  if (r == CDDP_OK && q->code == CDDP__GET) r = cddp__store_wait(s, q->keys, 1, 0);
+  if (r == CDDP_OK && q->code == CDDP__STORE_GET) r = cddp__store_wait(s, q->keys, 1, 0);
   if (r == CDDP_OK) r = cddp__store_run(s, q, 0);
   return cddp__named(function, r);
 }
@@ -23484,14 +23523,14 @@ CDDPDEF int cddp_store_port(const cddp_store *s) {
 }
 
 CDDPDEF cddp_result cddp_store_set(cddp_store *s, const char *key, const void *value, size_t size) {
-  cddp__request q = cddp__request_of(CDDP__SET, &key, 1);
+  cddp__request q = cddp__request_of(CDDP__STORE_SET, &key, 1);
   q.values[0] = cddp__span_of(value, size);
   return cddp__run_command(__func__, s, &q, &q);
 }
 
 CDDPDEF cddp_result cddp_store_get(cddp_store *s, const char *key, void *value, size_t capacity,
                                    size_t *size) {
-  cddp__request q = cddp__request_of(CDDP__GET, &key, 1);
+  cddp__request q = cddp__request_of(CDDP__STORE_GET, &key, 1);
   q.out = value;
   q.capacity = capacity;
   q.size = size;
@@ -23499,7 +23538,7 @@ CDDPDEF cddp_result cddp_store_get(cddp_store *s, const char *key, void *value, 
 }
 
 CDDPDEF cddp_result cddp_store_add(cddp_store *s, const char *key, int64_t amount, int64_t *total) {
-  cddp__request q = cddp__request_of(CDDP__ADD, &key, 1);
+  cddp__request q = cddp__request_of(CDDP__STORE_ADD, &key, 1);
   cddp_result r;
   q.number = (uint64_t)amount;
   r = cddp__run_command(__func__, s, &q, &q);
@@ -23511,7 +23550,7 @@ CDDPDEF cddp_result cddp_store_compare_set(cddp_store *s, const char *key, const
                                            size_t expected_size, const void *desired,
                                            size_t desired_size, void *value, size_t capacity,
                                            size_t *size, bool *swapped) {
-  cddp__request q = cddp__request_of(CDDP__COMPARE_SET, &key, 1);
+  cddp__request q = cddp__request_of(CDDP__STORE_COMPARE_SET, &key, 1);
   cddp_result r;
   q.values[0] = cddp__span_of(expected, expected_size);
   q.values[1] = cddp__span_of(desired, desired_size);
@@ -23525,7 +23564,7 @@ CDDPDEF cddp_result cddp_store_compare_set(cddp_store *s, const char *key, const
 
 CDDPDEF cddp_result cddp_store_wait(cddp_store *s, const char *const *keys, int count,
                                     double timeout_s) {
-  cddp__request q = cddp__request_of(CDDP__WAIT, keys, count);
+  cddp__request q = cddp__request_of(CDDP__STORE_WAIT, keys, count);
   CDDP__TRY(cddp__check_request(s, &q, &q));
   CDDP__CHECK(timeout_s >= 0, "timeout_s is %g; it is in seconds, and 0 or more", timeout_s);
   return cddp__named(__func__, cddp__store_wait(s, keys, count, timeout_s));
@@ -23533,21 +23572,21 @@ CDDPDEF cddp_result cddp_store_wait(cddp_store *s, const char *const *keys, int 
 
 CDDPDEF cddp_result cddp_store_check(cddp_store *s, const char *const *keys, int count,
                                      bool *all_exist) {
-  cddp__request q = cddp__request_of(CDDP__CHECK, keys, count);
+  cddp__request q = cddp__request_of(CDDP__STORE_CHECK, keys, count);
   cddp_result r = cddp__run_command(__func__, s, &q, all_exist);
   if (all_exist != NULL) *all_exist = r == CDDP_OK && q.number == 0;
   return r;
 }
 
 CDDPDEF cddp_result cddp_store_delete(cddp_store *s, const char *key, bool *deleted) {
-  cddp__request q = cddp__request_of(CDDP__DELETE_KEY, &key, 1);
+  cddp__request q = cddp__request_of(CDDP__STORE_DELETE_KEY, &key, 1);
   cddp_result r = cddp__run_command(__func__, s, &q, &q);
   if (r == CDDP_OK && deleted != NULL) *deleted = q.number != 0;
   return r;
 }
 
 CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count) {
-  cddp__request q = cddp__request_of(CDDP__GETNUMKEYS, NULL, 0);
+  cddp__request q = cddp__request_of(CDDP__STORE_GETNUMKEYS, NULL, 0);
   cddp_result r = cddp__run_command(__func__, s, &q, count);
   if (r == CDDP_OK) *count = (int64_t)q.number;
   return r;

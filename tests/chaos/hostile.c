@@ -81,7 +81,7 @@ static int to_port(int port) {
 /* The address of the node's socket, whose name anybody of this user can tell. */
 static cddp__address coordinator(void) {
   cddp__address a;
-  cddp__place at;
+  cddp__config at;
   char name[48];
   memset(&at, 0, sizeof at);
   snprintf(at.init_method, sizeof at.init_method, "tcp://127.0.0.1:%d", shared->port);

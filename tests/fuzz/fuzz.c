@@ -458,7 +458,7 @@ static cddp__conn *open_conn(cddp__server *v) {
   const cddp__conn *before = v->conns;
   int fd = world_fd();
   if (fd < 0) return NULL;
-  cddp__server_add_conn(v, fd, cddp__spare_descriptor(fd, true));
+  cddp__server_add_conn(v, fd, cddp__has_spare_fd(fd, true));
   return v->conns != before ? v->conns : NULL;
 }
 
@@ -494,10 +494,10 @@ static void server_check(cddp__server *v) {
   for (c = v->conns; c != NULL; c = c->next) {
     bytes += c->in.capacity + c->out.capacity;
     blocked += c->blocked;
-    REQUIRE(!c->blocked || (c->fd >= 0 && c->frame.code == CDDP__WAIT));
+    REQUIRE(!c->blocked || (c->fd >= 0 && c->parser.code == CDDP__STORE_WAIT));
   }
-  for (i = 0; i < CDDP__BUCKETS; i++)
-    for (e = v->buckets[i]; e != NULL; e = e->next)
+  for (i = 0; i < CDDP__MAP_CHAINS; i++)
+    for (e = v->chains[i]; e != NULL; e = e->next)
       keys += sizeof *e + e->key_size + e->value.capacity;
   REQUIRE(bytes == v->buffered && keys == v->stored && blocked == v->blocked);
 }
@@ -708,7 +708,7 @@ static void target_file(input *in) {
   unsigned settings = take(in);
   cddp_store *s = NULL;
   uint32_t count;
-  size_t n, head = offsetof(cddp__file_record, addresses);
+  size_t n, head = offsetof(cddp__file_store_record, addresses);
   input ops, file;
   cddp_result r;
   world_begin(in);
@@ -722,9 +722,9 @@ static void target_file(input *in) {
   file_resize(0);
   if (settings & 1) { /* a whole record of 0 to 3 addresses, which the file's bytes are */
     count = take(&file) % 4;
-    file_resize(sizeof(cddp__file_record));
+    file_resize(sizeof(cddp__file_store_record));
     memcpy(w.file, CDDP__FILE_MAGIC, sizeof CDDP__FILE_MAGIC);
-    memcpy(w.file + offsetof(cddp__file_record, count), &count, sizeof count);
+    memcpy(w.file + offsetof(cddp__file_store_record, count), &count, sizeof count);
     n = file.n < w.file_size - head ? file.n : w.file_size - head;
     if (n > 0) memcpy(w.file + head, file.p, n);
   } else {
@@ -811,23 +811,23 @@ static bool next_event(struct pollfd *fds, nfds_t n) {
 
 /* The meeting's store answers as the script has it. */
 static void store_asked(fake_fd *f, const unsigned char *p, size_t n) {
-  unsigned kind, code = n > 0 ? p[0] : (unsigned)CDDP__GETNUMKEYS;
+  unsigned kind, code = n > 0 ? p[0] : (unsigned)CDDP__STORE_GETNUMKEYS;
   cddp__span desired = cddp__span_of(NULL, 0);
   uint64_t answer = 0;
   size_t size = 8;
-  bool string = code == CDDP__GET;
-  if (code == CDDP__CHECK || code == CDDP__WAIT || code == CDDP__CANCEL_WAIT) size = 1;
-  if (code == CDDP__CHECK) answer = take(&w.script) != 255;
-  if (code == CDDP__ADD) answer = 1 + take(&w.script) / 128;
-  if (code == CDDP__DELETE_KEY) answer = 1;
-  if (code == CDDP__COMPARE_SET) {
+  bool string = code == CDDP__STORE_GET;
+  if (code == CDDP__STORE_CHECK || code == CDDP__STORE_WAIT || code == CDDP__STORE_CANCEL_WAIT) size = 1;
+  if (code == CDDP__STORE_CHECK) answer = take(&w.script) != 255;
+  if (code == CDDP__STORE_ADD) answer = 1 + take(&w.script) / 128;
+  if (code == CDDP__STORE_DELETE_KEY) answer = 1;
+  if (code == CDDP__STORE_COMPARE_SET) {
     const unsigned char *at = p + 1;
     kind = take(&w.script);
     w.refuses = kind == 3;
     w.now += 0.25;
     string = kind % 4 != 0;
-    (void)cddp__take_string(&at), (void)cddp__take_string(&at);
-    desired = cddp__take_string(&at);
+    (void)cddp__parse_string(&at), (void)cddp__parse_string(&at);
+    desired = cddp__parse_string(&at);
     if (!string) answer = desired.size;
   }
   f->in = string ? take_bytes(&w.script, take_size(&w.script)) : take_bytes(&w.script, 0);
@@ -847,7 +847,7 @@ static void target_meeting(input *in) {
   cddp_allocator a = world_allocator();
   cddp_group_desc d;
   cddp__rendezvous m;
-  cddp__place at;
+  cddp__config at;
   cddp_group *g = NULL;
   cddp_result r;
   int fd;
@@ -1071,7 +1071,7 @@ static void target_discovery(input *in) {
   static char text[sizeof names / sizeof names[0]][1500];
   char host[256];
   cddp_group_desc d;
-  cddp__place at;
+  cddp__config at;
   cddp_result r;
   double seconds;
   int i, port = -1;

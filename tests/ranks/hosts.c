@@ -1426,7 +1426,7 @@ static int run_with_few_descriptors(cddp_group *g, void *arg) {
     if (r == CDDP_OK) break;
     CHECK_IS(r, CDDP_SYSTEM);
     CHECK(strstr(cddp_error(), strerror(EMFILE)) != NULL);
-    refused += strstr(cddp_error(), "the process that serves") != NULL;
+    refused += strstr(cddp_error(), "the server's process") != NULL;
   }
   CHECK_OK(r);
   CHECK(refused > 0);

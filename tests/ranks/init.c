@@ -604,7 +604,7 @@ static void test_other_program(void) {
     const alien *a = &aliens[i / 4];
     char where[32];
     snprintf(where, sizeof where, "127.0.0.1:%d", m[i].port);
-    CHECK_SEEN(&m[i], CDDP_NETWORK, where, "is not cddp");
+    CHECK_SEEN(&m[i], CDDP_NETWORK, where, "neither cddp");
     CHECK(says(&m[i], "MASTER_PORT"));
     if (i < 8) CHECK(says(&m[i], i < 4 ? "SSH-2.0-OpenSSH" : "HTTP/1.1 400"));
     CHECK(m[i].seen->seconds < RANKS_WITHIN(a->answers == NULL && a->greets == NULL ? 7 : 3));

@@ -38,7 +38,7 @@ static void variables(const char *text) {
   }
 }
 
-static cddp_result discover(const char *text, cddp__place *at) {
+static cddp_result discover(const char *text, cddp__config *at) {
   cddp_group_desc d;
   memset(&d, 0, sizeof d);
   variables(text);
@@ -132,7 +132,7 @@ static const struct {
     {HYDRA("2", "3", "2", "3") FLUX("0", "1", "0", "1") "PMI_PORT=h:1", 2, 3, 3, 2}};
 
 static void test_ranks(void) {
-  cddp__place at;
+  cddp__config at;
   size_t i;
   for (i = 0; i < sizeof good / sizeof *good; i++) {
     test_count();
@@ -248,7 +248,7 @@ static const struct {
     {"CDDP_TIMEOUT_S=0", {"CDDP_TIMEOUT_S is \"0\"", "seconds above 0", ""}}};
 
 static void test_errors(void) {
-  cddp__place at;
+  cddp__config at;
   size_t i, k;
   for (i = 0; i < sizeof bad / sizeof *bad; i++) {
     test_count();
@@ -362,7 +362,7 @@ static void test_node_lists(void) {
 static const char *meeting(const char *text) {
   static char found[2][1200];
   static int turn;
-  cddp__place at;
+  cddp__config at;
   turn = !turn;
   CHECK_OK(discover(text, &at));
   snprintf(found[turn], sizeof found[turn], "%s", at.init_method);
@@ -509,7 +509,7 @@ static void test_ports(void) {
 /* The jobs that come to one address by mistake: each has keys of its own in the store there. */
 #define AT "MASTER_ADDR=h MASTER_PORT=1 "
 static void other_keys(const char *a, const char *b, bool other) {
-  cddp__place one, two;
+  cddp__config one, two;
   CHECK_OK(discover(a, &one));
   CHECK_OK(discover(b, &two));
   test_count();
@@ -552,7 +552,7 @@ static void test_rank_0_elsewhere(void) {
       "SLURM_HET_SIZE=2 SLURM_JOB_NODELIST_HET_GROUP_0=n[3,7] "
       "SLURM_JOB_NODELIST_HET_GROUP_1=n[1,5]"};
   char text[1024];
-  cddp__place at;
+  cddp__config at;
   int i;
   for (i = 0; i < 6; i++) { /* every rank fails, before it waits for the others */
     snprintf(text, sizeof text, HETEROGENEOUS, i % 3, parts[i / 3]);
@@ -732,7 +732,7 @@ static void test_error_stays(void) {
 }
 
 static void test_agent_store(void) { /* torchrun's agent serves for its own ranks alone */
-  cddp__place at;
+  cddp__config at;
   CHECK_OK(discover("RANK=0 WORLD_SIZE=2 MASTER_ADDR=h MASTER_PORT=1 TORCHELASTIC_RUN_ID=r "
                     "TORCHELASTIC_RESTART_COUNT=2 TORCHELASTIC_USE_AGENT_STORE=True",
                     &at));
@@ -775,7 +775,7 @@ static void test_rank_beyond(void) {
 
 static void listen_case(const char *rank, int fd, int port, bool taken, bool lost) {
   char text[256];
-  cddp__place at;
+  cddp__config at;
   snprintf(text, sizeof text,
            "RANK=%s WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=%d CDDP_LISTEN_FD=%d", rank,
            port, fd);
@@ -916,7 +916,7 @@ static cddp_result init_as(const job *j, int rank, double *seconds) {
   return r;
 }
 
-static void init_job(job *j, cddp__place *at) {
+static void init_job(job *j, cddp__config *at) {
   cddp_group_desc d;
   memset(j, 0, sizeof *j);
   memset(&d, 0, sizeof d);
@@ -929,7 +929,7 @@ static void init_job(job *j, cddp__place *at) {
 
 /* A listener of this user that nobody serves: a stopped job, or another program. */
 static void test_name_taken(void) {
-  cddp__place at;
+  cddp__config at;
   double seconds;
   job j;
   int fd;
@@ -958,7 +958,7 @@ static int listen_as_nobody(int end, void *arg) {
 }
 
 static void test_another_user(void) {
-  cddp__place at;
+  cddp__config at;
   double seconds;
   int ends[2], status = -1;
   char byte;
@@ -1003,13 +1003,13 @@ static int call_as_nobody(const char *init_method) {
   }
   if (fd < 0) return 2;
   if (send(fd, cddp__greeting, 5, MSG_NOSIGNAL) < 0) return 0;
-  byte = CDDP__GETNUMKEYS;
+  byte = CDDP__STORE_GETNUMKEYS;
   if (send(fd, &byte, 1, MSG_NOSIGNAL) < 0) return 0;
   return recv(fd, &byte, 1, 0) > 0 ? 3 : 0; /* hung up on: no answer */
 }
 
 static void test_another_user_calls(void) {
-  cddp__place at;
+  cddp__config at;
   double seconds;
   int status = -1;
   pid_t pid;

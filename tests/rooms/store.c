@@ -341,37 +341,37 @@ static void test_frames(void) {
   size_t i, n, cut;
   unsigned seed = 1;
   for (i = 0; i < sizeof whole / sizeof *whole; i++) {
-    cddp__frame slow;
+    cddp__parser slow;
     n = from_hex(whole[i], bytes);
     memset(&slow, 0, sizeof slow);
     for (cut = 0; cut <= n; cut++) { /* each prefix, at once and byte by byte */
       unsigned char *exact = (unsigned char *)malloc(cut + 1);
-      cddp__frame f;
+      cddp__parser f;
       memset(&f, 0, sizeof f);
       memcpy(exact, bytes, cut);
-      CHECK_EQ(cddp__frame_scan(&f, exact, cut),
-               cut == n ? CDDP__FRAME_WHOLE : CDDP__FRAME_PART);
-      CHECK_EQ(cddp__frame_scan(&slow, exact, cut),
-               cut == n ? CDDP__FRAME_WHOLE : CDDP__FRAME_PART);
+      CHECK_EQ(cddp__parser_scan(&f, exact, cut),
+               cut == n ? CDDP__PARSE_COMPLETE : CDDP__PARSE_PARTIAL);
+      CHECK_EQ(cddp__parser_scan(&slow, exact, cut),
+               cut == n ? CDDP__PARSE_COMPLETE : CDDP__PARSE_PARTIAL);
       if (cut == n) CHECK(f.scanned == n && slow.scanned == n);
       free(exact);
     }
   }
   for (i = 0; i < sizeof bad / sizeof *bad; i++) {
-    cddp__frame f;
+    cddp__parser f;
     memset(&f, 0, sizeof f);
     n = from_hex(bad[i], bytes);
-    CHECK_EQ(cddp__frame_scan(&f, bytes, n), CDDP__FRAME_BAD);
+    CHECK_EQ(cddp__parser_scan(&f, bytes, n), CDDP__PARSE_INVALID);
   }
   for (i = 0; i < 20000; i++) { /* nothing is read behind the end: the sanitizer says */
     unsigned char *exact;
-    cddp__frame f;
+    cddp__parser f;
     memset(&f, 0, sizeof f);
     n = (size_t)rand_r(&seed) % 64;
     exact = (unsigned char *)malloc(n + 1);
     for (cut = 0; cut < n; cut++)
       exact[cut] = (unsigned char)(rand_r(&seed) % 4 ? 0 : rand_r(&seed) % 20);
-    if (cddp__frame_scan(&f, exact, n) == CDDP__FRAME_WHOLE) CHECK(f.scanned <= n);
+    if (cddp__parser_scan(&f, exact, n) == CDDP__PARSE_COMPLETE) CHECK(f.scanned <= n);
     free(exact);
   }
 }
@@ -1625,7 +1625,7 @@ static void test_foreign_file(void) {
   CHECK_EQ(pwrite(fd, "garbage", 7, 0), 7);
   CHECK_IS(open_file(&t, 0.3), CDDP_IO);
   CHECK_EQ(pwrite(fd, CDDP__FILE_MAGIC, 7, 0), 7);
-  CHECK_EQ(pwrite(fd, "0123456789abcdef", 16, (off_t)offsetof(cddp__file_record, key)), 16);
+  CHECK_EQ(pwrite(fd, "0123456789abcdef", 16, (off_t)offsetof(cddp__file_store_record, key)), 16);
   CHECK_IS(open_file(&t, 0.3), CDDP_UNAUTHORIZED);
   CHECK_EQ(ftruncate(fd, 40), 0);
   CHECK_IS(open_file(&t, 0.3), CDDP_TIMEOUT);
@@ -1946,7 +1946,7 @@ static void test_foreign_services(void) {
                answers[i] != NULL ? CDDP_NETWORK : CDDP_TIMEOUT);
       CHECK(test_now() - start < 10);
       CHECK(error_says(where) && error_says("cddp") && error_says("TCPStore"));
-      CHECK(error_says(answers[i] != NULL ? "another program" : "silent"));
+      CHECK(error_says(answers[i] != NULL ? "another program" : "sent nothing"));
       CHECK(strstr(cddp_error(), "no connection") == NULL);
       if (i == 0) CHECK(error_says("HTTP/1.0"));
       close(f.listener);
@@ -1987,7 +1987,7 @@ static void without_accept(void) { /* an error when the time is over, without a 
   d.is_server = true;
   d.timeout_s = 0.5;
   CHECK_IS(cddp_store_create(&s, &d), CDDP_TIMEOUT);
-  CHECK(error_says("silent") && cpu_seconds() - cpu < 0.2);
+  CHECK(error_says("sent nothing") && cpu_seconds() - cpu < 0.2);
 }
 
 static void without_write(void) { /* a server ends all the same */
