@@ -696,6 +696,7 @@ static ssize_t fake_pwrite(int fd, const void *p, size_t n, off_t at) {
 
 static int fake_fstat(int fd, struct stat *st) {
   memset(st, 0, sizeof *st);
+  if (fd < 0) return errno = EBADF, -1;
   if (fd != FIRST_FD) (void)fd_of(fd); /* that one is the path */
   st->st_mode = S_IFREG | 0600;
   st->st_uid = geteuid();
