@@ -1970,57 +1970,58 @@ typedef struct cddp__carrier {
   void (*leave)(cddp_group *g);
 } cddp__carrier;
 
-/* An operation in flight. Collectives: in the queue of their group's engine, guarded by
-   engine.lock. Sends: waits until the message is taken. Receives: in the group's list, in order of
-   posting; p2p_lock. */
+/* An operation in flight. Collectives: in the queue of the group's engine; engine.lock. Sends:
+   until the receiver takes the message. Receives: in the group's list, in order of posting;
+   p2p_lock. */
 struct cddp_work {
   struct cddp_work *next;
   cddp_group *group;
   cddp_result (*run)(struct cddp_work *w); /* engine work; NULL for send and recv */
   cddp__call call;
-  void *context; /* for run; through the host: where the result goes on the device */
+  void *context; /* for run; device memory staged through the host: the result's address there */
   cddp__site site;
   uint32_t fp_mode; /* 1 + its caller's cddp__fp_mode */
   uint64_t record;  /* number of its record */
-  bool done;     /* engine.lock; a receive's: p2p_lock */
-  bool filling;  /* receive: its message is being read into its buffer; p2p_lock */
-  bool anywhere; /* whoever waits may run it; false: the engine's thread alone */
-  uint32_t tick; /* of the engine when it was pushed */
+  bool done;     /* engine.lock; receives: p2p_lock */
+  bool filling;  /* receive: the message is being read into its buffer; p2p_lock */
+  bool anywhere; /* true: a waiting thread may run it; false: only the engine's thread */
+  uint32_t tick; /* engine.tick when the operation was pushed */
   cddp_result result;
   int send; /* send: index of its request; -1: none, or the message was copied */
-  int from; /* receive: whose message it has; of CDDP_ANY, until it is done, might have; p2p_lock */
-  const cddp__backend *backend; /* on a device: waited for there */
-  void *event;                  /* there: recorded behind the operation; NULL: not yet issued */
-  void *stage;                  /* of a device, through the host: its memory there; else NULL */
-  char text[CDDP__ERROR_MAX];   /* valid when result or pending.result is a failure; last */
+  int from; /* receive: the message's sender; with CDDP_ANY a candidate until done; p2p_lock */
+  const cddp__backend *backend; /* of an operation on a device, which the backend waits for */
+  void *event;                  /* on a device: recorded after the operation; NULL: not issued */
+  void *stage;                  /* device memory staged through the host: its copy; else NULL */
+  char text[CDDP__ERROR_MAX];   /* valid when result is a failure; must be the last field */
 };
 
-/* Runs asynchronous operations of one group in order, on a thread started by the first of them or
-   on one that waits for them. All but what is atomic, thread and started: lock. */
+/* Runs the asynchronous operations of one group in order, on its own thread, which the first of
+   them starts, or on a thread that waits. lock guards all fields but the atomic ones, thread,
+   started. */
 typedef struct cddp__engine {
   cddp__atomic_u32 held;  /* where `own` is: CDDP__OWN_* */
-  cddp__atomic_u32 *works; /* the slot's, which peers see too */
-  cddp__atomic_u32 tick;  /* counts the thread's short waits: what is older than one is due */
-  cddp__atomic_u32 idle;  /* of these, how many since the last operation was pushed */
-  cddp__atomic_u32 asleep;  /* 1: the thread waits for `work` without a limit, or is about to */
+  cddp__atomic_u32 *works; /* the slot's counter, which peers read too */
+  cddp__atomic_u32 tick;   /* polls of the thread; an operation pushed before the last one is due */
+  cddp__atomic_u32 idle;   /* polls since the last operation was pushed */
+  cddp__atomic_u32 asleep; /* 1: the thread waits for `work` without a limit, or is about to */
   cddp__atomic_u32 waiters; /* threads that wait for `changed` */
-  cddp__atomic_u32 awaited; /* 1: one of them waits without a limit, and cannot do otherwise now */
+  cddp__atomic_u32 awaited; /* 1: one of them waits without a limit and has nothing else to run */
   pthread_mutex_t lock;
-  pthread_cond_t changed; /* for those who wait: an operation has ended */
-  pthread_cond_t work;    /* for the thread: there is something to do, or stop */
+  pthread_cond_t changed; /* for waiting threads: an operation has finished */
+  pthread_cond_t work;    /* for the engine's thread: an operation is due, or stop is set */
   pthread_t thread;
   bool started, stop;
-  bool busy; /* an operation out of the queue runs */
+  bool busy; /* an operation from the queue is running */
   cddp_work *first, *last;
-  cddp_work own; /* for one collective at a time: costs no allocation */
+  cddp_work own; /* for one collective at a time, without an allocation */
 } cddp__engine;
 
-/* Where an engine's own work is. The thread that calls collectives takes it when it is free, the
-   one that has waited for it frees it. */
+/* The state of an engine's own work. The thread that calls collectives takes it when it is free;
+   the thread that has waited for it frees it. */
 enum {
   CDDP__OWN_FREE,
   CDDP__OWN_HELD, /* the only operation in flight, outside the queue */
-  CDDP__OWN_RUNS, /* likewise, run by the thread that waits for it */
+  CDDP__OWN_RUNS, /* outside the queue, run by the thread that waits for it */
   CDDP__OWN_LENT  /* in the queue, or done */
 };
 
@@ -12676,24 +12677,29 @@ static const cddp__carrier cddp__mpi_carrier = {true, cddp__mpi_run, cddp__mpi_d
 #endif /* CDDP_MPI */
 
 /* >>work ------------------------------------------------------------------------------------------
-   Asynchronous operations.
-   Owns: cddp_work and the engine of a group. Lock: engine.lock.
-   Touches a slot's works alone.
+   Job: run asynchronous operations.
+   Owns: cddp_work, and the engine of a group. Lock: engine.lock.
+   Touches: the `works` counter of a slot.
    Entry points: cddp__work_new, cddp__engine_push and _drain, cddp__work_wait and _done.
-   Works as follows: a collective with a handle goes into its group's queue; if it is the only one,
-   it is held outside. A thread that waits for it and finds that it has not begun runs the queue up
-   to it itself, or what is held without any lock, at the cost of a call without a handle.
-   Operations that no thread waits for are run by the engine, a thread that the first operation
-   starts: it looks at the queue every CDDP__LINGER_S, less often the longer it finds nothing to
-   run, takes what has been there since its last look, and sleeps when none has come for a while.
-   So an operation costs no wake-up of a thread. Buckets of a cddp_ddp begin on the engine at once.
-   A collective without a handle waits until the queue is empty, likewise. Sends and receives
-   need no thread, see >>p2p. */
+   How it works:
+     1. A collective with a handle is put into its group's queue. If no other is in flight, it is
+        held outside the queue, which needs no lock.
+     2. A thread that waits for a collective that has not started runs the queue up to it, or the
+        held one. The cost is that of a call without a handle.
+     3. Operations that no thread waits for are run by the engine, a thread that the first operation
+        starts. It polls the queue every CDDP__ENGINE_POLL_S, and less often while there is nothing
+        to run. It runs operations that were in the queue at the previous poll. After
+        CDDP__ENGINE_IDLE_POLLS without a new operation it sleeps. So most operations wake no
+        thread.
+     4. Buckets of a cddp_ddp are due immediately: the engine starts them without waiting for a
+        poll.
+     5. A collective without a handle first waits, as in 2, until the queue is empty.
+   Sends and receives need no thread, see >>p2p. */
 
-#define CDDP__LINGER_S 2e-4      /* how long an operation is left to a thread that waits for it */
-#define CDDP__LINGER_MOST_S 1.6e-3 /* while all are waited for: looks take time from ranks */
-#define CDDP__LINGERS 10         /* looks at an empty queue before the engine sleeps */
-#define CDDP__SPIN_ENGINE 250    /* polls of the engine where ranks and engines share the cores */
+#define CDDP__ENGINE_POLL_S 2e-4 /* so long an operation is left to a waiting thread */
+#define CDDP__ENGINE_POLL_MAX_S 1.6e-3 /* longest poll interval: polls take time from the ranks */
+#define CDDP__ENGINE_IDLE_POLLS 10 /* polls without a new operation before the engine sleeps */
+#define CDDP__ENGINE_SPIN 250    /* polls of a round by an engine that shares its core */
 
 static void cddp__work_free(cddp_work *w) {
   cddp__engine *e = &w->group->engine;
@@ -12709,14 +12715,14 @@ static void cddp__work_init(cddp_work *w, cddp_group *g) {
   w->send = -1;
 }
 
-/* more: bytes behind it. */
+/* more: bytes to allocate behind the cddp_work. */
 static cddp_work *cddp__work_new(cddp_group *g, size_t more) {
   cddp_work *w = (cddp_work *)cddp__malloc(&g->host->allocator, sizeof(cddp_work) + more);
   if (w != NULL) cddp__work_init(w, g);
   return w;
 }
 
-/* Runs an operation in its caller's place: under its name and in its floating-point mode. */
+/* Runs an operation with the call site and the floating-point mode of its caller. */
 static void cddp__work_run(cddp_work *w) {
   uint32_t fp_mode = cddp__fp_mode();
   bool other = w->fp_mode != 1 + fp_mode;
@@ -12734,7 +12740,7 @@ static void cddp__work_run(cddp_work *w) {
   cddp__seen_fp_mode = 1 + fp_mode;
 }
 
-/* Puts a counted operation at the end of the queue. lock held. */
+/* Appends an operation to the queue. It is already counted in e->works. lock held. */
 static void cddp__engine_append(cddp__engine *e, cddp_work *w) {
   w->next = NULL;
   if (e->first != NULL)
@@ -12744,10 +12750,10 @@ static void cddp__engine_append(cddp__engine *e, cddp_work *w) {
   e->last = w;
 }
 
-/* Puts what is held into the queue. It counts there before it is held no more: at no time does it
-   seem that nothing is in flight. Whether some thread runs an operation: no other may begin then.
-   lock held. */
-static bool cddp__engine_busy(cddp__engine *e) {
+/* Moves the held operation to the queue. It is counted in e->works before it is no longer held, so
+   that peers always see an operation in flight. Returns whether a thread runs an operation: then no
+   other may start. lock held. */
+static bool cddp__engine_enqueue_held(cddp__engine *e) {
   if (cddp__load32(&e->held) == CDDP__OWN_HELD) {
     cddp__add32(e->works, 1);
     if (cddp__swap32(&e->held, CDDP__OWN_HELD, CDDP__OWN_LENT))
@@ -12758,7 +12764,8 @@ static bool cddp__engine_busy(cddp__engine *e) {
   return e->busy || cddp__load32(&e->held) == CDDP__OWN_RUNS;
 }
 
-/* Runs the first operation of the queue on this thread. lock held; free meanwhile. */
+/* Runs the first operation of the queue on this thread. lock held; released during the
+   operation. */
 static void cddp__engine_run(cddp__engine *e) {
   cddp_work *w = e->first;
   cddp_group *g = w->group;
@@ -12767,27 +12774,27 @@ static void cddp__engine_run(cddp__engine *e) {
   e->busy = true;
   pthread_mutex_unlock(&e->lock);
   if (cddp__own_engine == e && g->host->cores < 2 * g->local_size) {
-    /* the cores are wanted by the training threads too */
-    g->spin = g->oversubscribed ? 0 : CDDP__SPIN_ENGINE;
-    g->yields = 0; /* a training thread would keep the core for long */
+    /* the training threads need the cores too */
+    g->spin = g->oversubscribed ? 0 : CDDP__ENGINE_SPIN;
+    g->yields = 0; /* a yield would give the core to a training thread for a whole time slice */
   }
   cddp__work_run(w);
-  g->spin = spin; /* before it is counted as done: another thread may run the next one then */
+  g->spin = spin; /* before `done`: another thread may then run the next operation */
   g->yields = yields;
   pthread_mutex_lock(&e->lock);
   e->busy = false;
   w->done = true;
-  cddp__add32(e->works, (uint32_t)-1); /* w may be gone from now on */
-  cddp__store32(&e->awaited, 0); /* a thread that has waited for w goes on, when it gets a core */
+  cddp__add32(e->works, (uint32_t)-1); /* from here on w may be freed */
+  cddp__store32(&e->awaited, 0); /* the thread that waits for w can continue when it gets a core */
   if (cddp__load32(&e->waiters) != 0) pthread_cond_broadcast(&e->changed);
   if (e->first != NULL) pthread_cond_signal(&e->work);
 }
 
-/* Runs the engine's own work, on the thread that waits for it, if it is held; without the lock. */
+/* If the engine's own work is held, runs it on this thread, which waits for it. Takes no lock. */
 static bool cddp__engine_run_held(cddp__engine *e) {
   if (!cddp__swap32(&e->held, CDDP__OWN_HELD, CDDP__OWN_RUNS)) return false;
   cddp__work_run(&e->own);
-  cddp__store32(&e->held, CDDP__OWN_LENT); /* a thread that waits for this may not be seen yet */
+  cddp__store32(&e->held, CDDP__OWN_LENT); /* a waiting thread may not have counted itself yet */
   if (CDDP__LIKELY((cddp__load32(&e->waiters) | cddp__load32(e->works)) == 0)) return true;
   pthread_mutex_lock(&e->lock);
   pthread_cond_broadcast(&e->changed);
@@ -12796,43 +12803,43 @@ static bool cddp__engine_run_held(cddp__engine *e) {
   return true;
 }
 
-/* It sleeps for good only at the look after the one that announced it: a thread that still saw it
-   awake then has put its operation where that look finds it. */
+/* The engine's thread. It announces in `asleep` that it will sleep, and sleeps only after another
+   look at the queue. So an operation of a thread that still saw it awake is found by that look. */
 static void *cddp__engine_main(void *arg) {
   cddp_group *g = (cddp_group *)arg;
   cddp__engine *e = &g->engine;
-  double linger = CDDP__LINGER_S, until;
+  double interval = CDDP__ENGINE_POLL_S, until;
   cddp__own_engine = e;
   pthread_mutex_lock(&e->lock);
   for (;;) {
-    bool busy = cddp__engine_busy(e), awake = cddp__load32(&e->asleep) == 0;
+    bool busy = cddp__engine_enqueue_held(e), awake = cddp__load32(&e->asleep) == 0;
     if (e->first == NULL && e->stop) break;
     if (e->first != NULL && !busy && (e->stop || e->first->tick != cddp__load32(&e->tick))) {
-      linger = CDDP__LINGER_S;
+      interval = CDDP__ENGINE_POLL_S;
       cddp__engine_run(e);
       continue;
     }
-    cddp__store32(&e->asleep, e->first == NULL && cddp__load32(&e->idle) > CDDP__LINGERS);
-    until = awake || cddp__load32(&e->asleep) == 0 ? cddp__now() + linger : INFINITY;
+    cddp__store32(&e->asleep, e->first == NULL && cddp__load32(&e->idle) > CDDP__ENGINE_IDLE_POLLS);
+    until = awake || cddp__load32(&e->asleep) == 0 ? cddp__now() + interval : INFINITY;
     if (cddp__cond_wait_until(&e->work, &e->lock, until)) continue;
     cddp__add32(&e->tick, 1);
     cddp__add32(&e->idle, 1);
-    if (linger < CDDP__LINGER_MOST_S) linger *= 2;
+    if (interval < CDDP__ENGINE_POLL_MAX_S) interval *= 2;
   }
   pthread_mutex_unlock(&e->lock);
   return NULL;
 }
 
-/* What is queued is due now. lock held. */
-static void cddp__engine_hurry(cddp__engine *e) {
-  bool busy = cddp__engine_busy(e);
+/* Makes all queued operations due immediately. lock held. */
+static void cddp__engine_make_due(cddp__engine *e) {
+  bool busy = cddp__engine_enqueue_held(e);
   if (e->first == NULL) return;
   if (e->last->tick == cddp__load32(&e->tick)) cddp__add32(&e->tick, 1);
-  if (!busy) pthread_cond_signal(&e->work); /* what came due by itself may find the thread asleep */
+  if (!busy) pthread_cond_signal(&e->work); /* the thread may sleep although they were due before */
 }
 
-/* Gives w to its group's engine, and starts that if need be. The only operation in flight is held
-   for the thread that waits for it: to run it then takes no lock. */
+/* Passes w to its group's engine, and starts the engine's thread on first use. The only operation
+   in flight is held for the thread that waits for it, which then takes no lock. */
 static cddp_result cddp__engine_push(cddp_work *w) {
   cddp__engine *e = &w->group->engine;
   cddp_result r = CDDP_OK;
@@ -12843,40 +12850,40 @@ static cddp_result cddp__engine_push(cddp_work *w) {
     if (r != CDDP_OK) return r;
   }
   w->tick = cddp__load32(&e->tick);
-  cddp__store32(&e->idle, w->anywhere ? 0 : CDDP__LINGERS + 1);
+  cddp__store32(&e->idle, w->anywhere ? 0 : CDDP__ENGINE_IDLE_POLLS + 1);
   if (w == &e->own && cddp__load32(e->works) == 0) {
     cddp__store32(&e->held, CDDP__OWN_HELD);
     if (CDDP__LIKELY(cddp__load32(&e->asleep) == 0)) return CDDP_OK;
     pthread_mutex_lock(&e->lock);
-    (void)cddp__engine_busy(e);
+    (void)cddp__engine_enqueue_held(e);
   } else {
     pthread_mutex_lock(&e->lock);
-    (void)cddp__engine_busy(e); /* an older one comes first */
+    (void)cddp__engine_enqueue_held(e); /* the older operation comes first */
     cddp__add32(e->works, 1);
     cddp__engine_append(e, w);
   }
   if (!w->anywhere)
-    cddp__engine_hurry(e);
+    cddp__engine_make_due(e);
   else if (cddp__load32(&e->asleep) != 0)
     pthread_cond_signal(&e->work);
   pthread_mutex_unlock(&e->lock);
   return r;
 }
 
-/* Waits until w (NULL: all operations) has run, or until that time: false then. Without a deadline
-   this thread runs what it finds itself. */
+/* Waits until w (NULL: all operations) has finished. Returns false at the deadline. Without a
+   deadline this thread runs the operations before w, and w, itself. */
 static bool cddp__engine_wait(cddp__engine *e, cddp_work *w, double deadline) {
   bool ok = true, forever = !(deadline < INFINITY);
-  uint32_t held = cddp__load32(&e->held); /* read before the count */
+  uint32_t held = cddp__load32(&e->held); /* must be read before e->works */
   double until;
   if (w == NULL && held != CDDP__OWN_HELD && held != CDDP__OWN_RUNS && cddp__load32(e->works) == 0)
     return true;
   if (w == &e->own && forever && cddp__engine_run_held(e)) return true;
   pthread_mutex_lock(&e->lock);
-  if (!forever && !w->done) cddp__engine_hurry(e);
+  if (!forever && !w->done) cddp__engine_make_due(e);
   cddp__add32(&e->waiters, 1);
   for (;;) {
-    bool busy = cddp__engine_busy(e);
+    bool busy = cddp__engine_enqueue_held(e);
     if (w != NULL ? w->done : !busy && e->first == NULL) break;
     if (!busy && e->first->anywhere && forever) {
       cddp__engine_run(e);
@@ -12885,17 +12892,18 @@ static bool cddp__engine_wait(cddp__engine *e, cddp_work *w, double deadline) {
     if (!ok) break;
     if (forever) cddp__store32(&e->awaited, 1);
     until = deadline;
-    if (cddp__load32(&e->held) == CDDP__OWN_RUNS) until = fmin(until, cddp__now() + CDDP__LINGER_S);
+    if (cddp__load32(&e->held) == CDDP__OWN_RUNS)
+      until = fmin(until, cddp__now() + CDDP__ENGINE_POLL_S);
     ok = cddp__cond_wait_until(&e->changed, &e->lock, until) || until < deadline;
   }
   ok = ok || (w != NULL && w->done);
-  cddp__seen_fp_mode = 1 + cddp__fp_mode(); /* it may be the engine that has been in rounds */
+  cddp__seen_fp_mode = 1 + cddp__fp_mode(); /* the engine may have run rounds in the meantime */
   cddp__add32(&e->waiters, (uint32_t)-1);
   pthread_mutex_unlock(&e->lock);
   return ok;
 }
 
-/* Waits until all asynchronous collectives of g have run. */
+/* Waits until all asynchronous collectives of g have finished. */
 static void cddp__engine_drain(cddp_group *g) {
   cddp__engine *e = &g->engine;
   if (!e->started) return; /* written only by the thread that calls this group's collectives */
@@ -12903,13 +12911,13 @@ static void cddp__engine_drain(cddp_group *g) {
   cddp__engine_wait(e, NULL, INFINITY);
 }
 
-/* Ends the engine. What is still in the queue fails, with the group. */
+/* Stops the engine. Queued operations fail, and so does the group. */
 static void cddp__engine_stop(cddp_group *g) {
   cddp__engine *e = &g->engine;
   bool busy;
   if (!e->started) return;
   pthread_mutex_lock(&e->lock);
-  busy = cddp__engine_busy(e) || e->first != NULL;
+  busy = cddp__engine_enqueue_held(e) || e->first != NULL;
   e->stop = true;
   pthread_cond_signal(&e->work);
   pthread_mutex_unlock(&e->lock);
@@ -12920,18 +12928,19 @@ static void cddp__engine_stop(cddp_group *g) {
   e->started = false;
 }
 
-/* limit: seconds to wait at most; negative: until the operation has ended, by its group's deadline
-   at the latest. With a limit CDDP_TIMEOUT leaves the handle valid. */
+/* Waits for an operation and frees it.
+     limit   seconds to wait at most; on CDDP_TIMEOUT the handle stays valid. Negative: no limit but
+             the group's deadline */
 static cddp_result cddp__work_wait(cddp_work *w, double limit) {
-  double deadline = limit >= 0 ? cddp__now() + limit : INFINITY, nap = 1e-5;
+  double deadline = limit >= 0 ? cddp__now() + limit : INFINITY, interval = 1e-5;
   cddp_group *g = w->group;
   bool ended = true;
   cddp_result r = CDDP_OK;
   cddp__note_thread(g->host);
-  if (w->backend != NULL) { /* CUDA's own wait knows no limit */
+  if (w->backend != NULL) { /* CUDA cannot wait with a limit */
     while (limit >= 0 && !(ended = w->backend->done(w)) && cddp__now() < deadline) {
-      cddp__sleep(nap);
-      nap = nap < 1e-3 ? 2 * nap : nap;
+      cddp__sleep(interval);
+      interval = interval < 1e-3 ? 2 * interval : interval;
     }
     if (ended) return (w->backend->wait)(w);
   } else if (w->call.kind == CDDP__KIND_RECV) {
@@ -12943,7 +12952,8 @@ static cddp_result cddp__work_wait(cddp_work *w, double limit) {
     if (r != CDDP_OK) cddp__fail(r, "%s", w->text);
   }
   if (!ended)
-    return cddp__fail(CDDP_TIMEOUT, "cddp_wait_for: no end of %s on rank %d after %g s; it goes on",
+    return cddp__fail(CDDP_TIMEOUT,
+                      "cddp_wait_for: %s on rank %d has not finished after %g s; it continues",
                       cddp__shapes[w->call.kind].name, g->rank, limit);
   if (r == CDDP_TIMEOUT && limit >= 0) return r;
   if (w->run == NULL) cddp__record_finish(g, w->record, r);
@@ -12952,14 +12962,14 @@ static cddp_result cddp__work_wait(cddp_work *w, double limit) {
   return r;
 }
 
-/* Sends or receives a message; work not NULL: begins to, and gives the handle. */
+/* Sends or receives a message. If work is not NULL, only starts to, and sets *work. */
 static cddp_result cddp__start_message(cddp_group *g, const cddp__call *c, cddp_work **work) {
   bool receives = c->kind == CDDP__KIND_RECV, taken = false;
   cddp_work own, *w;
   uint64_t record;
   cddp_result r = cddp__check_group(g);
   if (r == CDDP_OK && g->backend != NULL) r = g->backend->start(g, c, work, &taken);
-  if (r != CDDP_OK || taken) return r; /* taken: the buffer lies on a device */
+  if (r != CDDP_OK || taken) return r; /* taken: the buffer is on a device */
   cddp__work_init(&own, g);
   record = cddp__record_new(g, cddp__shapes[c->kind].name, c->count, c->dtype, -1,
                             c->root == CDDP_ANY ? -1 : c->root);
@@ -12990,20 +13000,20 @@ static cddp_result cddp__start_message(cddp_group *g, const cddp__call *c, cddp_
 }
 
 CDDPDEF cddp_result cddp_cancel(cddp_work *w) {
-  const char *why = "a message is sent or not, and a collective needs all ranks";
+  const char *why = "only a receive can be canceled";
   CDDP__CHECK(w != NULL, "the work is NULL");
   if (w->call.kind == CDDP__KIND_RECV && w->backend == NULL) {
     if (cddp__close_recv(w)) {
       (void)cddp__work_wait(w, -1);
       return CDDP_OK;
     }
-    why = "its message has come, or it has failed";
+    why = "its message has arrived, or it has failed";
   } else if (w->backend != NULL) {
-    why = "it is on a device";
+    why = "it uses device memory";
   }
   return cddp__fail(CDDP_UNSUPPORTED,
-                    "cddp_cancel: the operation cannot be given up: %s; the work is valid still: "
-                    "cddp_wait it",
+                    "cddp_cancel: cannot cancel the operation: %s. The work is still valid: call "
+                    "cddp_wait",
                     why);
 }
 
@@ -13020,7 +13030,7 @@ static bool cddp__work_done(cddp_work *w) {
   }
   pthread_mutex_lock(&g->engine.lock);
   done = w->done;
-  if (!done) cddp__engine_hurry(&g->engine);
+  if (!done) cddp__engine_make_due(&g->engine);
   pthread_mutex_unlock(&g->engine.lock);
   return done;
 }
