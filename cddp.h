@@ -5117,41 +5117,45 @@ static cddp_result cddp__store_open(cddp_store **out, const cddp__store_options 
 }
 
 /* >>discovery ----------------------------------------------------------------------------------
-   Rank, world size and meeting place from the description and the environment.
-   Owns: nothing but the note that CDDP_LISTEN_FD was taken. May touch: the environment, /proc.
-   Entry points: cddp__discover; cddp__env, cddp__env_ranks and cddp__one_host for others.
-   Works as follows: a table says which variables each launcher sets. The first launcher whose rank
-   and size are there is believed, and nobody else. MASTER_ADDR and MASTER_PORT say where to meet;
-   without them what identifies the launcher's job gives a Unix socket's name or a port. */
+   Job: the launch configuration (rank, world size, address of rank 0) from the caller's desc and
+   the environment.
+   Owns: the flag that CDDP_LISTEN_FD was used. Touches: the environment, /proc.
+   Entry points: cddp__discover; cddp__env, cddp__env_ranks and cddp__one_host for other rooms.
+   How it works:
+     1. A table lists the variables of each launcher. The first launcher that has set both a rank
+        and a size is the one that counts; the variables of all others are ignored.
+     2. MASTER_ADDR and MASTER_PORT give the address of rank 0. Without them, variables that
+        identify the launcher's job are hashed to the name of a Unix socket, or to a port. */
 
-enum { CDDP__VAR_RANK, CDDP__VAR_SIZE, CDDP__VAR_LOCAL_SIZE }; /* what launchers tell */
+enum { CDDP__VAR_RANK, CDDP__VAR_SIZE, CDDP__VAR_LOCAL_SIZE }; /* index in variables[] */
 
 /* The variables of one launcher. */
 typedef struct cddp__launcher {
-  const char *name; /* for messages */
+  const char *name; /* for error texts */
   const char *variables[4]; /* [3]: another name for CDDP__VAR_LOCAL_SIZE */
-  const char *cure;   /* what to add to its command when ranks do not know where to meet */
-  const char *job[5]; /* tell its jobs apart; from [3] on: only to the ranks of one node */
+  const char *cure;   /* what to add to its command if the address of rank 0 is unknown */
+  const char *job[5]; /* variables that identify a job; from [3] on: the same on one node only */
 } cddp__launcher;
 
+/* The launch configuration. */
 typedef struct cddp__config {
   int rank, world_size;
-  int local_world_size;   /* -1: the launcher does not say */
-  int joins;              /* 1: CDDP_JOIN: a running job, where rank may be world_size or more */
-  bool launched;          /* rank and world_size are a launcher's: */
-  int launcher;           /* whose variables are in force: index into cddp__launchers */
+  int local_world_size;   /* -1: unknown */
+  int joins;              /* 1: CDDP_JOIN=1: joins a running job; rank can be >= world_size */
+  bool launched;          /* a launcher has set rank and world_size */
+  int launcher;           /* the launcher that counts: index into cddp__launchers */
   char init_method[1200]; /* "tcp://host:port", "unix://name" or "file:///path"; "" for one rank */
-  char host[256];         /* of "tcp://host:port"; */
-  int port;               /* 0: it is not that */
-  const char *host_name, *port_name; /* where they come from, for texts; NULL: init_method */
-  bool client_only;       /* torchrun's agent serves the store: rank 0 must not */
-  int listen_fd;          /* bound by cddp_spawn or cddprun for rank 0, else -1 */
-  bool listen_fd_lost;    /* there should be one */
+  char host[256];         /* of "tcp://host:port" */
+  int port;               /* of "tcp://host:port"; 0: init_method has another scheme */
+  const char *host_name, *port_name; /* sources of both, for error texts; NULL: init_method */
+  bool client_only;       /* torchrun's agent serves the store, so rank 0 must not */
+  int listen_fd;          /* a socket that cddp_spawn or cddprun bound for rank 0, or -1 */
+  bool listen_fd_lost;    /* CDDP_LISTEN_FD names no such socket any more */
   char run[128];          /* prefix of this job's keys */
   double timeout_s;
 } cddp__config;
 
-static const char *cddp__env(const char *name) { /* NULL when unset, empty or without a name */
+static const char *cddp__env(const char *name) { /* NULL if unset or empty, or if name is NULL */
   const char *v = name != NULL ? getenv(name) : NULL;
   return v != NULL && v[0] != 0 ? v : NULL;
 }
@@ -5160,8 +5164,8 @@ static const char *cddp__backend_name(const cddp_group_desc *d) { /* NULL: the d
   return d->backend != NULL ? d->backend : cddp__env("CDDP_BACKEND");
 }
 
-/* A variable as a whole number in plain digits: strtol takes " 1", "+1" and "01" too. *out stays as
-   it is if the variable is not set, or has no name. */
+/* A variable as a whole number in plain digits; strtol alone would accept " 1", "+1" and "01". *out
+   is unchanged if the variable is not set, or if name is NULL. */
 static cddp_result cddp__env_int(const char *name, long low, long high, int *out) {
   const char *text = cddp__env(name), *digits = text;
   size_t n;
@@ -5172,7 +5176,7 @@ static cddp_result cddp__env_int(const char *name, long low, long high, int *out
   if (n == 0 || digits[n] != 0 || (digits[0] == '0' && strcmp(text, "0") != 0))
     return cddp__fail(CDDP_INVALID_ARGUMENT,
                       "%s is \"%.200s\", which is not a whole number in plain digits", name, text);
-  v = strtol(text, NULL, 10); /* the largest or smallest long if it is beyond */
+  v = strtol(text, NULL, 10); /* LONG_MAX or LONG_MIN if out of range */
   if (v < low || v > high)
     return cddp__fail(CDDP_INVALID_ARGUMENT, "%s is %.200s; it must be from %ld to %ld", name, text,
                       low, high);
@@ -5180,11 +5184,10 @@ static cddp_result cddp__env_int(const char *name, long low, long high, int *out
   return CDDP_OK;
 }
 
-/* What launchers tell each rank, in the order in which they are asked: the first whose rank and
-   size are both set is believed, and no other. mpirun comes before schedulers: inside an allocation
-   it leaves their variables as those of its daemon. Sources: flux-environment(7); MVAPICH2's guide,
-   "MPIRUN_RSH Parameters"; PyTorch Lightning's LSFEnvironment for JSM; Slurm's mpi/cray_shasta and
-   scripts of Aurora's users for PALS. */
+/* The launchers' variables, in order of precedence. mpirun precedes schedulers, because inside an
+   allocation the scheduler's variables describe mpirun's daemon. Sources: flux-environment(7);
+   MVAPICH2's guide, "MPIRUN_RSH Parameters"; PyTorch Lightning's LSFEnvironment for JSM; Slurm's
+   mpi/cray_shasta and scripts of Aurora's users for PALS. */
 static const cddp__launcher cddp__launchers[] = {
     {"torchrun, cddprun or a script", {"RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}, "", {NULL}},
     {"Open MPI's mpirun",
@@ -5218,11 +5221,13 @@ static const cddp__launcher cddp__launchers[] = {
 enum { CDDP__BY_SCRIPT, CDDP__BY_OPENMPI, CDDP__BY_HYDRA, CDDP__BY_FLUX };
 enum { CDDP__BY_PALS = 6, CDDP__BY_SLURM, CDDP__LAUNCHERS };
 
-/* srun --pty gives task 0 a terminal. If the task is a shell, what a user starts from it inherits
-   all variables of the task but is no task. A shell with job control gives each command a process
-   group of its own; the task, and what a script runs as the task, have the session's. A command
-   behind setsid has another session than the task. A step started from that shell inherits
-   SLURM_PTY_PORT, but has a SLURM_TASK_PID of its own and no terminal. */
+/* Whether this process was started from the shell of an srun --pty, which gives task 0 a terminal.
+   Such a process inherits all variables of the task but is not a task.
+     a command of the shell     has its own process group, because the shell has job control; the
+                                task and the commands of its script have the session's group
+     a command after setsid     has another session than the task
+     a task of a step started   inherits SLURM_PTY_PORT but has its own SLURM_TASK_PID and no
+     from that shell            terminal: it is a task */
 static bool cddp__in_slurm_shell(void) {
   const char *task = cddp__env("SLURM_TASK_PID");
   int terminal, session = 0, device = 0;
@@ -5241,23 +5246,24 @@ static bool cddp__in_slurm_shell(void) {
   return getpgrp() != getsid(0);
 }
 
-/* Whether this process is a task of an srun. A batch script and an salloc shell look like task 0 of
-   all tasks but are no step of Slurm's; and what are steps to Slurm alone (batch, interactive,
-   extern) has the highest numbers. */
+/* Whether this process is a task of an srun. A batch script and an salloc shell have the variables
+   of task 0 but no step. The steps that Slurm creates itself (batch, interactive, extern) have the
+   highest numbers. */
 static bool cddp__in_slurm_step(void) {
   const char *step = cddp__env("SLURM_STEP_ID");
   return cddp__env("SLURM_PROCID") != NULL && step != NULL &&
          strtoul(step, NULL, 10) < 0xfffffff0ul;
 }
 
-/* Whether srun --mpi=... has set that variable, the rank's, too. */
+/* Whether srun --mpi=... has set this rank variable of another launcher. */
 static bool cddp__is_set_by_slurm(const char *name) {
   const char *space = strcmp(name, "PMIX_RANK") == 0 ? cddp__env("PMIX_NAMESPACE") : NULL;
   if (space != NULL) return strncmp(space, "slurm.pmix.", 11) == 0;
   return cddp__in_slurm_step() && strcmp(cddp__env(name), cddp__env("SLURM_PROCID")) == 0;
 }
 
-/* Whether launcher i has set a rank for this process, and no scheduler that tells more. */
+/* Whether launcher i has set the rank of this process; false if the variable is one that another
+   launcher sets too, and that launcher's variables tell more. */
 static bool cddp__is_launched_by(int i) {
   const char *name = cddp__launchers[i].variables[CDDP__VAR_RANK];
   if (cddp__env(name) == NULL) return false;
@@ -5268,16 +5274,16 @@ static bool cddp__is_launched_by(int i) {
   return i != CDDP__BY_PALS || !cddp__is_set_by_slurm(name);
 }
 
-/* Half of a pair is a mistake, and so is a rank whose launcher tells no size (PMIx, ALPS, Hydra's
-   -pmi-port; PALS with PMIx): as single processes, all ranks would train on all data. Slurm's
-   variables beside PMIx's are a daemon's. whole: a launcher has set both. */
+/* Rejects a rank without a size, and a size without a rank: as single processes, all ranks would
+   train on all data. Some launchers set a rank only: PMIx, ALPS, Hydra's -pmi-port, PALS with PMIx.
+   Slurm's variables beside those of PMIx can belong to a daemon. whole: a launcher has set both. */
 static cddp_result cddp__check_rank_variables(bool whole) {
   static const char *const lone[] = {"PALS_RANKID", "PMIX_RANK", "ALPS_APP_PE", "PMI_ID"};
   int i;
   for (i = 0; i < 4 && (whole || cddp__env("RANK") == NULL); i++)
     if (cddp__env(lone[i]) != NULL && !cddp__is_set_by_slurm(lone[i]))
       return cddp__fail(CDDP_INVALID_ARGUMENT,
-                        "%s is %.20s, but no variable of its launcher tells the number of ranks. "
+                        "%s is %.20s, but its launcher does not tell the number of ranks. "
                         "Export RANK=$%s, WORLD_SIZE (that number), MASTER_ADDR (rank 0's host) "
                         "and MASTER_PORT (a free port there); for one process unset %s",
                         lone[i], cddp__env(lone[i]), lone[i], lone[i]);
@@ -5299,8 +5305,8 @@ static cddp_result cddp__check_rank_variables(bool whole) {
   return CDDP_OK;
 }
 
-/* Rank and size. RANK or WORLD_SIZE alone, beside a launcher that knows both, must not contradict
-   it. */
+/* Sets rank and size. If the launcher is not a script, RANK or WORLD_SIZE alone must not contradict
+   its variables. */
 static cddp_result cddp__env_ranks(cddp__config *config) {
   const cddp__launcher *script = cddp__launchers, *l = script;
   int numbers[2] = {0, 1}, k;
@@ -5331,7 +5337,8 @@ static cddp_result cddp__env_ranks(cddp__config *config) {
                     config->world_size, config->world_size - 1);
 }
 
-/* The first host of a Slurm node list: "n[03-07,9]x[1-2],m" gives n03x1. false: no such list. */
+/* The first host of a Slurm node list: "n[03-07,9]x[1-2],m" gives n03x1. Returns false if the text
+   is not a node list. */
 static bool cddp__first_host(const char *list, char *out, size_t capacity) {
   size_t n = 0, length;
   while (*list != 0 && *list != ',') {
@@ -5350,7 +5357,7 @@ static bool cddp__first_host(const char *list, char *out, size_t capacity) {
   return n > 0;
 }
 
-/* Whether the launcher says that all its ranks are on this host. */
+/* Whether all ranks are on this host, according to the launcher. */
 static bool cddp__one_host(const cddp__config *config) {
   static const char *const names[] = {"SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES",
                                       "SLURM_NNODES"};
@@ -5362,10 +5369,10 @@ static bool cddp__one_host(const cddp__config *config) {
   return nodes != NULL && strcmp(nodes, "1") == 0;
 }
 
-/* Hashes what a launcher tells all ranks of a job and no other job; 0: it tells nothing. here: and
-   what only those of this host know, which is good for ranks that are all here. Hydra has no such
-   variable, but PMI_FD is one end of a socket pair, and the kernel knows which process made it: the
-   proxy that started this host's ranks. */
+/* Hashes the variables that identify the launcher's job; 0 if it sets none. here: all ranks are on
+   this host, so variables that identify the job on this host only are used too. Hydra sets no such
+   variable. Its PMI_FD is one end of a socket pair, and the kernel knows the process that created
+   it: the proxy that started the ranks of this host. */
 static uint64_t cddp__job_key(int launcher, bool here) {
   const char *fd = launcher == CDDP__BY_HYDRA && here ? cddp__env("PMI_FD") : NULL;
   uint32_t maker[3];
@@ -5380,10 +5387,10 @@ static uint64_t cddp__job_key(int launcher, bool here) {
   return key;
 }
 
-static cddp__atomic_u32 cddp__listen_fd_user; /* the process that has taken CDDP_LISTEN_FD */
+static cddp__atomic_u32 cddp__listen_fd_user; /* pid of the process that used CDDP_LISTEN_FD */
 
-/* A socket that the launcher of all ranks has bound and passed on to rank 0. It is taken once, and
-   only if it is still what the variable says. */
+/* Finds the listening socket that the launcher bound and passed to rank 0. A process uses it once,
+   and only if the descriptor is still a socket that listens on this port. */
 static cddp_result cddp__env_listen_fd(cddp__config *config, int port) {
   cddp__address bound;
   socklen_t size = sizeof(int);
@@ -5399,9 +5406,9 @@ static cddp_result cddp__env_listen_fd(cddp__config *config, int port) {
   return CDDP_OK;
 }
 
-/* The node of rank 0 in a Slurm step on several nodes: the first one of the step's list. *out stays
-   empty when no list is set. The lists of heterogeneous jobs (pack jobs before Slurm 20.02) are
-   sorted, so that their first node need not be rank 0's. */
+/* The node of rank 0 in a Slurm step on several nodes: the first node of the step's list. *out
+   stays empty if no list is set. The lists of heterogeneous jobs (pack jobs before Slurm 20.02) are
+   sorted, so that rank 0 can be on another node than the first. */
 static cddp_result cddp__slurm_host(cddp__config *config, char *out, size_t capacity) {
   static const char *const lists[] = {"SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST",
                                       "SLURM_NODELIST"};
@@ -5423,7 +5430,7 @@ static cddp_result cddp__slurm_host(cddp__config *config, char *out, size_t capa
   config->host_name = list;
   if (!cddp__first_host(cddp__env(list), out, capacity))
     return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "%s is \"%.200s\", which is no node list; set MASTER_ADDR to rank 0's host",
+                      "%s is \"%.200s\", not a node list; set MASTER_ADDR to rank 0's host",
                       list, cddp__env(list));
   if (config->rank == 0 && here != NULL && strcmp(here, out) != 0)
     return cddp__fail(CDDP_INVALID_ARGUMENT,
@@ -5433,11 +5440,14 @@ static cddp_result cddp__slurm_host(cddp__config *config, char *out, size_t capa
   return CDDP_OK;
 }
 
-/* Where ranks meet: at MASTER_ADDR and MASTER_PORT. Those that Slurm or mpirun started can do
-   without: on one host they need no port (a MASTER_PORT keeps two programs of a job apart there,
-   too), on several one follows from their job, below those that systems give out by themselves.
-   Slurm's jobs whose numbers differ by less than 99 have different ports in their first 100 steps.
-   key: of the job, see cddp__job_key. */
+/* Sets init_method: the address of rank 0, from MASTER_ADDR and MASTER_PORT. Under Slurm or mpirun
+   both can be unset:
+     on one host     the address is a Unix socket, whose name is a hash of the job. MASTER_PORT, if
+                     set, is hashed too, so that it separates two programs of one job.
+     several hosts   the host is Slurm's first node, and the port is derived from the job. It is
+                     below the range of ports that systems assign. Slurm jobs whose numbers differ
+                     by less than 99 have different ports in their first 100 steps.
+   key: cddp__job_key. */
 static cddp_result cddp__env_master(cddp__config *config, uint64_t key) {
   const cddp__launcher *l = &cddp__launchers[config->launcher];
   const char *host = cddp__env("MASTER_ADDR"), *agent = cddp__env("TORCHELASTIC_USE_AGENT_STORE"),
@@ -5474,15 +5484,15 @@ static cddp_result cddp__env_master(cddp__config *config, uint64_t key) {
                       host == NULL ? "MASTER_ADDR" : "MASTER_PORT");
   if (host == NULL || port == 0)
     return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "%s is not set, and %s does not tell its %d ranks where to meet: add %s to "
-                      "its command (HOST is rank 0's host), or unset %s to run without %s",
+                      "%s is not set, and %s does not tell its %d ranks the address of rank 0: add "
+                      "%s to its command (HOST is rank 0's host), or unset %s to run without %s",
                       host == NULL ? "MASTER_ADDR" : "MASTER_PORT", l->name, config->world_size,
                       l->cure, l->variables[CDDP__VAR_RANK], l->name);
   if (host[0] == '[' ? host[strlen(host) - 1] != ']'
                      : strchr(host, ':') != NULL && strchr(host, ':') == strrchr(host, ':'))
     return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "the host name '%.200s' does not resolve: MASTER_ADDR is a name or address "
-                      "alone; the port goes to MASTER_PORT",
+                      "the host name '%.200s' does not resolve: MASTER_ADDR must be a name or an "
+                      "address without a port; set the port in MASTER_PORT",
                       host);
   snprintf(config->init_method, sizeof config->init_method,
            strchr(host, ':') && host[0] != '[' ? "tcp://[%s]:%d" : "tcp://%s:%d", host, port);
@@ -5490,8 +5500,7 @@ static cddp_result cddp__env_master(cddp__config *config, uint64_t key) {
   return script && !config->client_only ? cddp__env_listen_fd(config, port) : CDDP_OK;
 }
 
-/* given, or if that is 0 CDDP_TIMEOUT_S ("600" or "2.5", whatever the locale's decimal point is),
-   or 600. */
+/* *out: `given`; if that is 0, CDDP_TIMEOUT_S ("600" or "2.5", in every locale); else 600. */
 static cddp_result cddp__discover_timeout(double given, double *out) {
   const char *text = cddp__env("CDDP_TIMEOUT_S"), *c = text;
   double value = 0, unit = 1;
@@ -5518,7 +5527,7 @@ static cddp_result cddp__discover(cddp__config *config, const cddp_group_desc *d
   config->rank = d->rank;
   config->world_size = d->world_size;
   r = cddp__discover_timeout(d->timeout_s, &config->timeout_s);
-  if (r == CDDP_OK) r = cddp__port_range(&first, &last); /* a mistake shows on one host too */
+  if (r == CDDP_OK) r = cddp__port_range(&first, &last); /* only checks it, on one host too */
   if (r == CDDP_OK) r = cddp__env_int("CDDP_JOIN", 0, 1, &config->joins);
   if (r == CDDP_OK && d->world_size > 0 &&
       (d->rank < 0 || (d->rank >= d->world_size && !config->joins)))
@@ -5542,11 +5551,11 @@ static cddp_result cddp__discover(cddp__config *config, const cddp_group_desc *d
     r = cddp__env_int(cddp__launchers[config->launcher].variables[k], 1, INT_MAX,
                       &config->local_world_size);
   if (r != CDDP_OK) return r;
-  /* Two jobs that come to one store, because they were given one port, must not take each other's
-     ranks for their own: each has a prefix, but for those by hand, and Hydra's on several hosts. */
+  /* Two jobs that use one store by mistake (the same port) must not mix up their ranks, so each job
+     has its own prefix of keys. Exceptions: jobs started by hand, and Hydra's on several hosts. */
   key = cddp__job_key(config->launcher, cddp__one_host(config));
   if (cddp__env("TORCHELASTIC_USE_AGENT_STORE") != NULL)
-    restart = NULL; /* torchrun's agents count each for itself */
+    restart = NULL; /* each agent of torchrun has its own count */
   if (key != 0)
     snprintf(config->run, sizeof config->run, "cddp/%016" PRIx64 "/0", key);
   else
@@ -5557,8 +5566,8 @@ static cddp_result cddp__discover(cddp__config *config, const cddp_group_desc *d
   else if (cddp__url_scheme(method, &name) == CDDP__URL_NONE ||
            strlen(method) >= sizeof config->init_method)
     return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "init_method \"%.128s\" is none of env://, tcp://host:port, unix://name, "
-                      "file:///absolute/path, or longer than %zu bytes",
+                      "init_method \"%.128s\" is not one of env://, tcp://host:port, unix://name, "
+                      "file:///absolute/path, or is longer than %zu bytes",
                       method, sizeof config->init_method - 1);
   else
     snprintf(config->init_method, sizeof config->init_method, "%s", method);

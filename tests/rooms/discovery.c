@@ -204,9 +204,9 @@ static const struct {
     {MVAPICH("0", "4", "0", "2"), {"MASTER_ADDR is not set", "mpirun_rsh", "MASTER_ADDR=HOST"}},
     /* A port in MASTER_ADDR, and what is no address. */
     {"RANK=1 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1:29500 MASTER_PORT=29500",
-     {"'127.0.0.1:29500' does not resolve", "name or address alone", "goes to MASTER_PORT"}},
+     {"'127.0.0.1:29500' does not resolve", "address without a port", "port in MASTER_PORT"}},
     {"RANK=1 WORLD_SIZE=2 MASTER_ADDR=[::1]:29500 MASTER_PORT=1",
-     {"'[::1]:29500' does not resolve", "name or address alone", "goes to MASTER_PORT"}},
+     {"'[::1]:29500' does not resolve", "address without a port", "port in MASTER_PORT"}},
     {"RANK=1 WORLD_SIZE=2 MASTER_ADDR=tcp://h MASTER_PORT=1", {"'tcp://h'", "address alone", ""}},
     {"CDDP_JOIN=1",
      {"CDDP_JOIN is 1, but RANK and WORLD_SIZE are not set", "MASTER_ADDR", "running job"}},
