@@ -7337,6 +7337,7 @@ static void cddp__wake_all(cddp_group *g) {
 
 /* The text of the group's failure. Valid once the group is broken. */
 static const char *cddp__failure_text(const cddp_group *g) {
+  CDDP_ASSERT(cddp__load32(&g->block->broken) != 0);
   return g->slots[cddp__load32(&g->block->broken) >> 8].failure;
 }
 
@@ -7892,49 +7893,56 @@ static cddp_result cddp__break_late(cddp_group *g, int late) {
 CDDP__COLD_END
 
 /* >>round -----------------------------------------------------------------------------------------
-   Rounds: how the ranks of a group meet in shared memory; waits.
-   Owns: of the control block the headers, arrivals, release and sleepers; of the group round, spin
-   and yields. Touches staging buffers only by address. Calls other hosts, and serves receives,
-   through >>hooks.
-   Entry points: cddp__round and cddp__round_of; cddp__wait_begin, _tick and _sleep;
-   cddp__group_build.
-   Works as follows: everything that ranks do together is a sequence of rounds, numbered per
-   group. A rank announces a round by writing its header (what it calls, with which count, and up
-   to 40 bytes of payload) and then the header's seq; the round is complete when all headers carry
-   its number. Every rank compares all headers: ranks that called different things all see it, at
-   no extra cost. Headers and staging buffers exist twice and are used in turn: when a rank writes
-   those of round s + 2, every rank has announced s + 1 and so is done reading those of s. With a
-   core per rank, ranks poll each other's headers, yield, then sleep on the seq of the one that is
-   missing. Oversubscribed groups count arrivals instead; the last to come releases all with one
-   wake-up, so 64 ranks on 2 cores switch once per round, not 63 times. */
+   Job: let the ranks of a group announce their calls to each other, compare them, and wait.
+   Owns: in the control block the headers, arrivals, release and sleepers; in the group round, spin
+   and yields. Computes addresses of staging buffers, but does not access them. Calls other hosts,
+   and serves receives, through >>hooks.
+   Entry points: cddp__round and cddp__round_of; cddp__wait_begin, cddp__wait_tick and
+   cddp__wait_sleep; cddp__group_build.
+   How it works:
+     1. Everything that ranks do together is a sequence of rounds, numbered per group. A rank writes
+        its header (the call, its count, up to 40 bytes of payload), and then the round's number
+        into the header's seq.
+     2. The round is complete when all headers have its number. Each rank compares all headers. So
+        all ranks find out if they have made different calls, without extra messages.
+     3. There are two sets of headers and staging buffers, used alternately. A rank writes those of
+        round s + 2 only after every rank has announced s + 1, that is, has finished reading s.
+   How ranks wait:
+     1. With one core per rank, ranks poll the headers, then yield, then sleep on the seq of a
+        header that is missing.
+     2. With more ranks than cores (oversubscribed), ranks count arrivals. The last rank to arrive
+        wakes all others with one call. So 64 ranks on 2 cores switch once per round instead of 63
+        times. */
 
-/* Bytes of a share for which one round takes less time than the two around direct moves. */
+/* Up to this many bytes per share one round is faster than two rounds around direct copies. */
 #define CDDP__ROUND_MAX ((size_t)4 << 10)
-#define CDDP__ROUND_MOST_OVERSUBSCRIBED ((size_t)8 << 10)
-#define CDDP__SPIN 2000 /* polls with a core per rank: tens of microseconds; otherwise none */
+#define CDDP__ROUND_MAX_OVERSUBSCRIBED ((size_t)8 << 10)
+#define CDDP__SPIN 2000 /* polls: tens of microseconds; with more ranks than cores 0 instead */
 #define CDDP__YIELDS 100
-#define CDDP__SLEEP_MIN_S 1e-3 /* the first sleep; each further one is twice as long, to NAP_S */
+#define CDDP__SLEEP_MIN_S 1e-3 /* the first sleep; each next one doubles, up to SLEEP_MAX_S */
 
-/* --- groups that every wait serves --- */
+/* --- groups with work for every waiting thread --- */
 
 /* The groups of this process that have posted a receive, or that span hosts, linked by next_served.
-   Each waiting thread serves all of them. Under served_lock p2p_lock is only tried: a thread can
-   take the two in either order. */
+   Each waiting thread serves all of them. A thread that holds served_lock takes p2p_lock by trylock
+   only, since another thread can hold the two in the opposite order. */
 static pthread_mutex_t cddp__served_lock = PTHREAD_MUTEX_INITIALIZER;
 static cddp_group *cddp__served;
 
-static void cddp__drop_served(void) { /* in a forked child: these are the parent's groups */
+static void cddp__reset_served(void) { /* in a forked child: the list has its parent's groups */
   pthread_mutex_init(&cddp__served_lock, NULL);
   __atomic_store_n(&cddp__served, NULL, __ATOMIC_RELEASE);
 }
 
-static void cddp__watch_served(void) { (void)pthread_atfork(NULL, NULL, cddp__drop_served); }
+static void cddp__register_fork_handler(void) {
+  (void)pthread_atfork(NULL, NULL, cddp__reset_served);
+}
 
-/* From now on every wait of the process serves g. p2p_lock held, or no other thread knows g. */
+/* Makes every wait of the process serve g. The caller holds p2p_lock, or g is still private. */
 static void cddp__serve_in_waits(cddp_group *g) {
   static pthread_once_t once = PTHREAD_ONCE_INIT;
   if (g->is_served) return;
-  pthread_once(&once, cddp__watch_served);
+  pthread_once(&once, cddp__register_fork_handler);
   pthread_mutex_lock(&cddp__served_lock);
   g->is_served = true;
   g->next_served = cddp__served;
@@ -7942,7 +7950,7 @@ static void cddp__serve_in_waits(cddp_group *g) {
   pthread_mutex_unlock(&cddp__served_lock);
 }
 
-/* Called before g is freed. When this returns, no other thread serves g. */
+/* Called before g is freed. After it returns no other thread serves g. */
 static void cddp__stop_serving(cddp_group *g) {
   cddp_group *s;
   if (!g->is_served) return;
@@ -7958,83 +7966,87 @@ static void cddp__stop_serving(cddp_group *g) {
 
 /* --- waits --- */
 
-/* A wait for other ranks. Owner: the thread that waits. */
+/* A deadline with back-off. Owner: the waiting thread. Times are of cddp__now(). */
 typedef struct cddp__wait {
-  double deadline, look; /* of cddp__now(): when it fails, when peers are looked after again */
-  double seen;           /* of cddp__now(), when it was read last */
-  double nap;            /* s; the next sleep's length at most */
-  int yields;            /* left before it sleeps */
-  bool due, late;        /* as of the last tick: whether look, deadline have come */
+  double deadline;        /* when the wait fails */
+  double next_peer_check; /* when the caller next checks whether the awaited rank has ended */
+  double last_time;       /* when the clock was last read */
+  double sleep_s;         /* the longest next sleep, seconds */
+  int yields;             /* yields left before the first sleep */
+  bool due, late;         /* set by cddp__wait_tick: next_peer_check, deadline has passed */
 } cddp__wait;
 
 static void cddp__wait_begin(cddp__wait *w, double seconds, int yields) {
   double now = cddp__now();
-  w->seen = now;
+  w->last_time = now;
   w->deadline = now + seconds;
-  w->look = now + CDDP__SLEEP_MAX_S;
-  w->nap = CDDP__SLEEP_MIN_S;
+  w->next_peer_check = now + CDDP__SLEEP_MAX_S;
+  w->sleep_s = CDDP__SLEEP_MIN_S;
   w->yields = yields;
   w->due = w->late = false;
 }
 
-/* Whether it is too early to sleep; if so, other threads get the core for a moment. */
+/* Yields the core, unless all yields are used up: then it returns false, and the caller sleeps. */
 static bool cddp__wait_yields(cddp__wait *w) {
   if (w->yields-- <= 0) return false;
   sched_yield();
   return true;
 }
 
-/* Reads the clock. The process can be stopped while a wait only yields the core, too. */
-static void cddp__wait_look(cddp__wait *w) {
+/* Reads the clock. A long gap since the last reading means that the process was stopped (SIGSTOP):
+   cddp__note_sleep then excludes this time from all deadlines. */
+static void cddp__wait_read_clock(cddp__wait *w) {
   double now;
-  cddp__note_sleep(w->seen, CDDP__SLEEP_MAX_S);
-  w->seen = now = cddp__now();
+  cddp__note_sleep(w->last_time, CDDP__SLEEP_MAX_S);
+  w->last_time = now = cddp__now();
   w->late = now >= w->deadline;
-  w->due = now >= w->look;
-  if (w->due) w->look = now + CDDP__SLEEP_MAX_S;
+  w->due = now >= w->next_peer_check;
+  if (w->due) w->next_peer_check = now + CDDP__SLEEP_MAX_S;
 }
 
-/* What every wait does between two sleeps: looks whether the group has failed, serves receives and
-   reads the clock. When it is due the caller looks whether the rank it waits for is gone; when it
-   is late it fails, in its own words. */
+/* The work of every wait between two sleeps: returns the group's failure, serves receives, and
+   reads the clock. If w->due, the caller checks whether the awaited rank has ended. If w->late, the
+   caller fails with its own text. */
 static cddp_result cddp__wait_tick(cddp_group *g, cddp__wait *w) {
-  const cddp__host *h = g->host;
-  int next = (h->index + 1) % h->size, status;
+  const cddp__host *host = g->host;
+  int next = (host->index + 1) % host->size, status;
   cddp_result r = cddp__check_failure(g);
   if (r != CDDP_OK) return r;
-  if (cddp__serve_idle(g)) w->nap = CDDP__SLEEP_MIN_S; /* more messages are likely to follow */
-  cddp__wait_look(w);
+  if (cddp__serve_idle(g)) w->sleep_s = CDDP__SLEEP_MIN_S; /* more messages are likely to follow */
+  cddp__wait_read_clock(w);
   if (!w->due) return CDDP_OK;
-  /* A rank keeps a descriptor of the next one's process of the host, and tells all ranks how it has
-     ended: the system forgets that when its parent has asked. */
-  if (h->slots != NULL && h->pidfds[next] >= 0 && cddp__load32(&h->slots[next].ended) == 0 &&
-      cddp__process_gone(h, next) && cddp__exit_status(h->pidfds[next], h->pids[next], &status))
-    cddp__store32(&h->slots[next].ended, 65536 + (uint32_t)status);
+  /* Each process has a pidfd of its right neighbour, and stores for all ranks how that process has
+     ended: the system discards the status once the parent has read it. */
+  if (host->slots != NULL && host->pidfds[next] >= 0 &&
+      cddp__load32(&host->slots[next].ended) == 0 && cddp__process_gone(host, next) &&
+      cddp__exit_status(host->pidfds[next], host->pids[next], &status))
+    cddp__store32(&host->slots[next].ended, 65536 + (uint32_t)status);
   return CDDP_OK;
 }
 
-/* Sleeps until *word is no longer value, as long as the group is healthy. A rank that changes the
+/* Sleeps while *word == value and the group is healthy, at most w->sleep_s. A rank that changes the
    word or breaks the group wakes the sleepers if *sleepers is not 0. */
 static void cddp__wait_sleep(cddp_group *g, cddp__wait *w, cddp__atomic_u32 *sleepers,
                              cddp__atomic_u32 *word, uint32_t value) {
   double left = w->deadline - cddp__now();
   cddp__add32(sleepers, 1);
   if (cddp__load32(&g->block->broken) == 0 && cddp__load32(word) == value)
-    cddp__futex_wait(word, value, w->nap < left ? w->nap : left);
+    cddp__futex_wait(word, value, w->sleep_s < left ? w->sleep_s : left);
   cddp__add32(sleepers, (uint32_t)-1);
-  w->nap = w->nap * 2 < CDDP__SLEEP_MAX_S ? w->nap * 2 : CDDP__SLEEP_MAX_S;
+  w->sleep_s = w->sleep_s * 2 < CDDP__SLEEP_MAX_S ? w->sleep_s * 2 : CDDP__SLEEP_MAX_S;
 }
 
-/* Tells a rank that a send, or a message, of interest to it has changed. To be called behind a full
-   fence. On one host only a rank that says it sleeps is told: it looks once more behind that. */
+/* Notifies a rank that a send or a message for it has changed. Requires a full fence before the
+   call. On one host only a rank with `waiting` set is notified: it checks once more after setting
+   it. */
 static void cddp__notify(cddp_group *g, int rank) {
-  cddp__slot *s = cddp__slot_of(g, rank);
-  if (CDDP__LIKELY(g->hosts == NULL && cddp__load32(&s->waiting) == 0)) return;
-  cddp__add32(&s->events, 1);
-  if (cddp__load32(&s->waiting) != 0) cddp__futex_wake(&s->events);
+  cddp__slot *slot = cddp__slot_of(g, rank);
+  if (CDDP__LIKELY(g->hosts == NULL && cddp__load32(&slot->waiting) == 0)) return;
+  cddp__add32(&slot->events, 1);
+  if (cddp__load32(&slot->waiting) != 0) cddp__futex_wake(&slot->events);
 }
 
-/* Waits until *word == want, the slow way. A wait that has become long is shown. */
+/* Waits until *word == want after the polls of cddp__wait_word. Publishes a wait that gets long. */
 static cddp_result cddp__wait_slow(cddp_group *g, cddp__atomic_u32 *word, uint32_t want) {
   bool shown = false;
   cddp_result r = CDDP_OK;
@@ -8065,25 +8077,25 @@ static cddp_result cddp__wait_word(cddp_group *g, cddp__atomic_u32 *word, uint32
   return CDDP_OK;
 }
 
-/* --- disagreement --- */
+/* --- ranks that disagree --- */
 
-static bool cddp__is_join(const cddp__op_header *a) {
+static bool cddp__is_uneven_join(const cddp__op_header *a) {
   return (a->call & 255) == CDDP__KIND_DDP_JOIN;
 }
 
-/* Whether b is the same call as a, or has joined it. */
-static bool cddp__agrees(const cddp__op_header *a, const cddp__op_header *b) {
+/* Returns whether b is the same call as a, or the call of a rank without inputs (cddp_ddp_join). */
+static bool cddp__calls_match(const cddp__op_header *a, const cddp__op_header *b) {
   uint32_t kind = a->call & 255;
   bool joinable = a->call >> 24 == CDDP__PHASE_CALL &&
                   (kind == CDDP__KIND_DDP_WAIT || kind == CDDP__KIND_DDP_STEP ||
                    kind == CDDP__KIND_DDP_BUFFERS);
   if (a->fp_mode != b->fp_mode) return false;
-  if (joinable && cddp__is_join(b)) return true;
+  if (joinable && cddp__is_uneven_join(b)) return true;
   return a->call == b->call && a->count == b->count && a->root == b->root;
 }
 
-/* "rank 1 called all_reduce(count 4, f32, sum) at train.c:120", and what differs where that reads
-   as a's call does: settings, or the floating-point mode. */
+/* Example: "rank 1 called all_reduce(count 4, f32, sum) at train.c:120". If this text equals that
+   of header a, the difference follows: other settings, or another floating-point mode. */
 static cddp__text cddp__describe_rank(const cddp_group *g, int rank, const cddp__op_header *a) {
   const cddp__op_header *b = cddp__op_header_of(g, rank, g->round);
   cddp__slot *slot = cddp__slot_of(g, rank);
@@ -8106,18 +8118,20 @@ static cddp__text cddp__describe_rank(const cddp_group *g, int rank, const cddp_
   return t;
 }
 
-/* Not all headers are alike: fine if some ranks have joined the others' call. Every rank finds the
-   same. All are compared with the first that has not joined. */
+/* Called when headers differ. Ranks in cddp_ddp_join may differ (uneven inputs). All headers are
+   compared with the first that is not in cddp_ddp_join, so every rank finds the same result. */
 static cddp_result cddp__compare_headers(cddp_group *g) {
   cddp__slot *mine = cddp__slot_of(g, g->rank);
-  double deadline = cddp__now() + 0.1; /* ranks may have died just now */
+  double deadline = cddp__now() + 0.1; /* in case a rank has just died */
   const cddp__op_header *a;
   int p, first = 0, different = 0;
-  while (first + 1 < g->size && cddp__is_join(cddp__op_header_of(g, first, g->round))) first++;
+  while (first + 1 < g->size && cddp__is_uneven_join(cddp__op_header_of(g, first, g->round)))
+    first++;
   a = cddp__op_header_of(g, first, g->round);
-  for (p = 0; p < g->size; p++) different += !cddp__agrees(a, cddp__op_header_of(g, p, g->round));
+  for (p = 0; p < g->size; p++)
+    different += !cddp__calls_match(a, cddp__op_header_of(g, p, g->round));
   if (different == 0) return CDDP_OK;
-  cddp__copy_text(mine->site, cddp__describe_site().s, sizeof mine->site); /* for other ranks */
+  cddp__copy_text(mine->site, cddp__describe_site().s, sizeof mine->site); /* for others' texts */
   cddp__store32(&mine->site_round, g->round);
   for (p = 0; p < g->size; p++)
     while (g->members[p] >= 0 && cddp__load32(&cddp__slot_of(g, p)->site_round) != g->round &&
@@ -8126,22 +8140,22 @@ static cddp_result cddp__compare_headers(cddp_group *g) {
   cddp__fail(CDDP_MISMATCH, "ranks disagree in call %" PRIu64 " of the group: %s", g->calls,
              cddp__describe_rank(g, first, a).s);
   for (p = 0, different = 0; p < g->size; p++) {
-    if (cddp__agrees(a, cddp__op_header_of(g, p, g->round)) || ++different > 2) continue;
+    if (cddp__calls_match(a, cddp__op_header_of(g, p, g->round)) || ++different > 2) continue;
     cddp__append(cddp__error_text, CDDP__ERROR_MAX, ", %s", cddp__describe_rank(g, p, a).s);
   }
   if (different > 2)
     cddp__append(cddp__error_text, CDDP__ERROR_MAX, ", and %d more disagree", different - 2);
-  return cddp__break_here(g, CDDP_MISMATCH, false); /* the other hosts have the same headers */
+  return cddp__break_here(g, CDDP_MISMATCH, false); /* other hosts compare the same headers */
 }
 
 /* --- rounds --- */
 
-/* Counts this rank's arrival at a round of an oversubscribed group, and waits for the release; the
-   last on this host releases all. */
+/* Counts this rank's arrival at a round of an oversubscribed group, and waits for the release. The
+   last rank of this host to arrive releases all. */
 static cddp_result cddp__arrive(cddp_group *g) {
   uint32_t n = cddp__add32(&g->block->arrivals, 1);
   g->arrive_target += (uint32_t)g->local_size;
-  if (n != g->arrive_target) { /* last comes the leader, who may be waiting for the other hosts */
+  if (n != g->arrive_target) { /* the leader arrives last, since it also waits for other hosts */
     if (g->hosts != NULL && n + 1 == g->arrive_target && cddp__load32(&g->block->sleepers) != 0)
       cddp__futex_wake(&g->block->arrivals);
     return cddp__wait_word(g, &g->block->release, g->round);
@@ -8151,9 +8165,9 @@ static cddp_result cddp__arrive(cddp_group *g) {
   return CDDP_OK;
 }
 
-/* Waits until the others of this rank's host, or all, have announced the round, and compares their
-   headers with this rank's. Of other hosts' headers the leader has seen to. */
-static cddp_result cddp__await_headers(cddp_group *g, const cddp__call *c, uint32_t code,
+/* Waits until the other ranks of this host, or all ranks, have announced the round. Compares their
+   headers with this rank's. The leader has already received the headers of other hosts. */
+static cddp_result cddp__await_headers(cddp_group *g, const cddp__call *call, uint32_t code,
                                        uint32_t fp_mode, bool all) {
   cddp__op_header *header = cddp__op_header_of(g, 0, g->round);
   bool same = true;
@@ -8162,47 +8176,49 @@ static cddp_result cddp__await_headers(cddp_group *g, const cddp__call *c, uint3
   for (p = 0; p < size; p++, header += 2) {
     if (p == g->rank || (!all && g->members[p] < 0)) continue;
     if (!g->oversubscribed && (r = cddp__wait_word(g, &header->seq, g->round)) != CDDP_OK) return r;
-    same = same && header->call == code && header->count == c->count &&
-           header->root == (int32_t)c->root && header->fp_mode == fp_mode;
+    same = same && header->call == code && header->count == call->count &&
+           header->root == (int32_t)call->root && header->fp_mode == fp_mode;
   }
   CDDP__POINT("met");
   return CDDP__LIKELY(same) || !all ? CDDP_OK : cddp__compare_headers(g);
 }
 
-/* 1 + this thread's cddp__fp_mode as of its last round; 0: it has been in none. To read the mode
-   takes a quarter of a small call, unless it is read while the peers' headers are on their way: the
-   next small call announces it. */
-static __thread uint32_t cddp__seen_fp_mode;
+/* 1 + this thread's cddp__fp_mode after its last round; 0: no round yet. Reading the mode takes a
+   quarter of the time of a small call. So a small call announces the mode read in the previous
+   round, and reads it again while its header is on the way to the peers. */
+static __thread uint32_t cddp__last_fp_mode;
 
-/* The group's next round: announces it, and waits until all ranks of the scope have done so. Ranks
-   that call different things learn it here. payload: bytes for the others, at most CDDP__INLINE;
-   NULL: none, or the caller has filled this rank's next header or staging buffer. Afterwards the
-   headers and staging buffers of the scope's ranks can be read, until this rank announces the next
-   round but one. */
-static cddp_result cddp__round_of(cddp_group *g, enum cddp__scope scope, const cddp__call *c,
+/* Starts the group's next round: announces it, and waits until all ranks of the scope have
+   announced it. Fails with CDDP_MISMATCH if they made different calls.
+     payload   at most CDDP__INLINE bytes for the other ranks; NULL: none, or the caller has already
+               filled this rank's next header or staging buffer
+   Afterwards this rank can read the headers and staging buffers of the scope's ranks, until it
+   announces the next round but one. */
+static cddp_result cddp__round_of(cddp_group *g, enum cddp__scope scope, const cddp__call *call,
                                   enum cddp__phase phase, const void *payload, size_t bytes) {
   cddp__op_header *mine = cddp__op_header_of(g, g->rank, g->round + 1);
   bool all = scope == CDDP__SCOPE_ALL || g->hosts == NULL;
-  bool adds = all && (c->kind >= CDDP__KIND_DDP_CREATE ||
-                      (cddp__shapes[c->kind].reduces && c->dtype <= CDDP_BF16));
-  uint32_t code = cddp__call_code(c, phase), fp_mode = 0;
+  bool adds = all && (call->kind >= CDDP__KIND_DDP_CREATE ||
+                      (cddp__shapes[call->kind].reduces && call->dtype <= CDDP_BF16));
+  uint32_t code = cddp__call_code(call, phase), fp_mode = 0;
   cddp_result r;
+  CDDP_ASSERT(payload == NULL || bytes <= CDDP__INLINE);
   CDDP__POINT("begin");
   g->round++;
   if (payload != NULL) memcpy(mine->u.bytes, payload, bytes);
   if (adds)
-    fp_mode = phase == CDDP__PHASE_STAGED && c->count * c->esize <= CDDP__ROUND_MAX &&
-                      cddp__seen_fp_mode != 0
-                  ? cddp__seen_fp_mode - 1
+    fp_mode = phase == CDDP__PHASE_STAGED && call->count * call->esize <= CDDP__ROUND_MAX &&
+                      cddp__last_fp_mode != 0
+                  ? cddp__last_fp_mode - 1
                   : cddp__fp_mode();
   mine->call = code;
-  mine->count = c->count;
-  mine->root = (int32_t)c->root;
+  mine->count = call->count;
+  mine->root = (int32_t)call->root;
   mine->fp_mode = fp_mode;
   CDDP__POINT("announce");
-  cddp__exchange32(&mine->seq, g->round); /* a full fence: sleepers is read after it */
+  cddp__exchange32(&mine->seq, g->round); /* full fence before `sleepers` is read */
   CDDP__POINT("announced");
-  if (adds) cddp__seen_fp_mode = 1 + cddp__fp_mode();
+  if (adds) cddp__last_fp_mode = 1 + cddp__fp_mode();
   if (CDDP__UNLIKELY(g->hosts != NULL)) {
     g->hosts->local_only = !all;
     if (all && (r = cddp__hosts_meet(g)) != CDDP_OK) return r;
@@ -8212,36 +8228,38 @@ static cddp_result cddp__round_of(cddp_group *g, enum cddp__scope scope, const c
   } else if (cddp__load32(&g->block->sleepers) != 0) {
     cddp__futex_wake(&mine->seq);
   }
-  return cddp__await_headers(g, c, code, fp_mode, all);
+  return cddp__await_headers(g, call, code, fp_mode, all);
 }
 
-/* A round of what is no collective of a user's: of a kind, with a count to be compared. */
+/* A round that is no collective of the user. `count` is compared between the ranks. */
 static cddp_result cddp__round(cddp_group *g, enum cddp__scope scope, int kind,
                                enum cddp__phase phase, uint64_t count, const void *payload,
                                size_t bytes) {
-  cddp__call c = cddp__make_call(kind, NULL, NULL, (size_t)count, CDDP_F32, CDDP_SUM, -1);
-  return cddp__round_of(g, scope, &c, phase, payload, bytes);
+  cddp__call call = cddp__make_call(kind, NULL, NULL, (size_t)count, CDDP_F32, CDDP_SUM, -1);
+  return cddp__round_of(g, scope, &call, phase, payload, bytes);
 }
 
 static const cddp__carrier cddp__shm_carrier = {false, cddp__run_large, NULL, NULL, NULL};
 
-/* Polls of a rank before it yields. (Of a group's own threads; its engine has less, in g->spin.) */
-static int cddp__spin_of(const cddp__host *h) { return h->size > h->cores ? 0 : CDDP__SPIN; }
+/* Polls before a rank yields. Engine threads of a group poll less: see g->spin. */
+static int cddp__spin_of(const cddp__host *host) {
+  return host->size > host->cores ? 0 : CDDP__SPIN;
+}
 
-/* Decides how ranks wait, all of a host alike. */
-static void cddp__use_cores(cddp_group *g) {
+/* Decides how ranks wait. The result is the same for all ranks of a host. */
+static void cddp__set_wait_policy(cddp_group *g) {
   g->oversubscribed = (uint32_t)g->local_size > cddp__load32(&g->block->cores);
   if (g->hosts == NULL)
-    g->round_max = g->oversubscribed ? CDDP__ROUND_MOST_OVERSUBSCRIBED : CDDP__ROUND_MAX;
+    g->round_max = g->oversubscribed ? CDDP__ROUND_MAX_OVERSUBSCRIBED : CDDP__ROUND_MAX;
   g->spin = cddp__spin_of(g->host);
 }
 
-/* Makes a group on a control block that all members have mapped; takes one reference to the host.
- */
-static cddp_result cddp__group_build(cddp_group **out, cddp__host *h, int rank, int size,
+/* Creates a group on a control block that all members have mapped. Takes a reference to the
+   host. */
+static cddp_result cddp__group_build(cddp_group **out, cddp__host *host, int rank, int size,
                                      const int *members, char *block, double timeout_s) {
   size_t arrays = 2 * (size_t)size * (sizeof(int) + sizeof(void *)), bytes;
-  cddp_group *g = (cddp_group *)cddp__calloc(&h->allocator, 1, sizeof *g + arrays);
+  cddp_group *g = (cddp_group *)cddp__calloc(&host->allocator, 1, sizeof *g + arrays);
   cddp__slot *slot;
   int i, place;
   *out = NULL;
@@ -8251,10 +8269,11 @@ static cddp_result cddp__group_build(cddp_group **out, cddp__host *h, int rank, 
   g->members = (int *)(void *)(g->slices + size);
   g->slot_index = g->members + size;
   for (i = 0; i < size; i++)
-    g->members[i] = members != NULL   ? members[i]
-                    : h->net == NULL ? i
-                    : h->net->homes[i].host == h->net->host ? h->net->homes[i].index : -1;
-  g->host = h;
+    g->members[i] = members != NULL                               ? members[i]
+                    : host->net == NULL                           ? i
+                    : host->net->homes[i].host == host->net->host ? host->net->homes[i].index
+                                                                  : -1;
+  g->host = host;
   g->rank = rank;
   g->size = size;
   g->block = (cddp__control_block *)(void *)block;
@@ -8271,8 +8290,8 @@ static cddp_result cddp__group_build(cddp_group **out, cddp__host *h, int rank, 
   (void)cddp__swap32(&g->block->staging, 0, (uint32_t)bytes);
   g->staging_size = g->local_size == size ? cddp__load32(&g->block->staging) : 0;
   g->carrier = &cddp__shm_carrier;
-  (void)cddp__swap32(&g->block->cores, 0, (uint32_t)h->cores);
-  cddp__use_cores(g);
+  (void)cddp__swap32(&g->block->cores, 0, (uint32_t)host->cores);
+  cddp__set_wait_policy(g);
   g->yields = CDDP__YIELDS;
   pthread_mutex_init(&g->fail_lock, NULL);
   pthread_mutex_init(&g->p2p_lock, NULL);
@@ -8284,14 +8303,14 @@ static cddp_result cddp__group_build(cddp_group **out, cddp__host *h, int rank, 
   g->sends[0] = slot->sends;
   g->send_blocks = 1;
   cddp__store32(&slot->state, CDDP__SLOT_TAKEN);
-  pthread_mutex_lock(&h->lock);
-  if (h->groups == NULL && size > 1) h->slots = g->slots; /* the job's first group */
-  g->next = h->groups;
-  h->groups = g;
-  pthread_mutex_unlock(&h->lock);
-  pthread_mutex_lock(&h->lead->lock);
-  h->lead->refs++;
-  pthread_mutex_unlock(&h->lead->lock);
+  pthread_mutex_lock(&host->lock);
+  if (host->groups == NULL && size > 1) host->slots = g->slots; /* the job's first group */
+  g->next = host->groups;
+  host->groups = g;
+  pthread_mutex_unlock(&host->lock);
+  pthread_mutex_lock(&host->lead->lock);
+  host->lead->refs++;
+  pthread_mutex_unlock(&host->lead->lock);
   *out = g;
   return CDDP_OK;
 }
@@ -12459,7 +12478,7 @@ static cddp_result cddp__mpi_wait(cddp_group *g, const cddp__call *c, int code,
     if (code != MPI_SUCCESS || done) break;
     if (i < g->spin) continue;
     sched_yield();
-    if (cddp__now() < w.look) continue;
+    if (cddp__now() < w.next_peer_check) continue;
     if ((r = cddp__wait_tick(g, &w)) == CDDP_OK) r = cddp__check_peers(g);
     for (p = 0; r == CDDP_OK && p < g->size; p++) /* whoever is alone on its host */
       if (g->members[p] < 0 && cddp__remote_gone(g, p)) r = cddp__report_lost(g, p, NULL);
@@ -12740,13 +12759,13 @@ static void cddp__work_run(cddp_work *w) {
   cddp__copy_site(&site, &cddp__this_site);
   cddp__copy_site(&cddp__this_site, &w->site);
   if (CDDP__UNLIKELY(other)) cddp__set_fp_mode(w->fp_mode - 1);
-  cddp__seen_fp_mode = w->fp_mode;
+  cddp__last_fp_mode = w->fp_mode;
   w->result = (w->run)(w);
   if (w->result != CDDP_OK) snprintf(w->text, sizeof w->text, "%s", cddp__error_text);
   cddp__copy_site(&cddp__this_site, &site);
   if (CDDP__LIKELY(!other)) return;
   cddp__set_fp_mode(fp_mode);
-  cddp__seen_fp_mode = 1 + fp_mode;
+  cddp__last_fp_mode = 1 + fp_mode;
 }
 
 /* Appends an operation to the queue. It is already counted in e->works. lock held. */
@@ -12906,7 +12925,7 @@ static bool cddp__engine_wait(cddp__engine *e, cddp_work *w, double deadline) {
     ok = cddp__cond_wait_until(&e->changed, &e->lock, until) || until < deadline;
   }
   ok = ok || (w != NULL && w->done);
-  cddp__seen_fp_mode = 1 + cddp__fp_mode(); /* the engine may have run rounds in the meantime */
+  cddp__last_fp_mode = 1 + cddp__fp_mode(); /* the engine may have run rounds in the meantime */
   cddp__add32(&e->waiters, (uint32_t)-1);
   pthread_mutex_unlock(&e->lock);
   return ok;
@@ -13953,7 +13972,7 @@ static cddp_result cddp__init(cddp_group **out, const cddp_group_desc *d) {
   if (r == CDDP_OK) { /* after this round all ranks of the host compute the same number of cores */
     g->host->cores = cddp__add_cores(g->block->processors, g->host->container_cores);
     cddp__store32(&g->block->cores, (uint32_t)g->host->cores);
-    cddp__use_cores(g);
+    cddp__set_wait_policy(g);
   }
   if (r == CDDP_OK)
     r = cddp__record_open(&g->host->record,
