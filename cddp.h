@@ -1728,12 +1728,11 @@ typedef struct cddp__op_header {
   } u;
 } cddp__op_header;
 
-/* shared: a posted send. state is written by both sides in turn, the rest by the sender. Only the
-   rank named in a posted send's state may look at the rest: others' sends change under it. A look
-   of one of its threads without a lock may find tag and number of the sender's next send, if
-   another thread has just taken this one. */
+/* shared: a posted send. Both sides write state in turn; the sender writes the rest. Only the rank
+   named in a posted send's state may read the rest. An unlocked read can see the tag and number of
+   the sender's next send, if another thread has just taken this one. */
 typedef struct cddp__send_request {
-  cddp__atomic_u32 state; /* CDDP__SEND_*, for POSTED with the receiver: CDDP__POSTED_TO */
+  cddp__atomic_u32 state; /* CDDP__SEND_*; if POSTED with the receiver: CDDP__POSTED_TO */
   cddp__atomic_u32 tag;
   uint32_t dtype;
   uint32_t inlined; /* 1: the bytes are in u */
@@ -1741,24 +1740,24 @@ typedef struct cddp__send_request {
   cddp__atomic_u64 number; /* order of posting at the sender */
   union {
     cddp__ref ref;
-    unsigned char bytes[sizeof(cddp__ref)]; /* a short message takes one line, from here up */
+    unsigned char bytes[sizeof(cddp__ref)]; /* a short message ends in this first cache line */
   } u;
-  void *stage; /* the sender's alone, like what follows: memory for a copy, kept for reuse */
+  void *stage; /* the sender alone, like the rest: memory for copies, kept for reuse */
   size_t stage_size;
-  bool staged; /* the message is copied, and its call has returned: free when it is DONE */
+  bool staged; /* the message is a copy, and its call has returned: free when state is DONE */
   unsigned char pad[CDDP__CACHE_LINE - 2 * sizeof(size_t) - 1];
 } cddp__send_request;
 enum {
   CDDP__SEND_FREE,
   CDDP__SEND_POSTED,
-  CDDP__SEND_TAKEN, /* its receiver copies the bytes */
+  CDDP__SEND_TAKEN, /* the receiver copies the bytes */
   CDDP__SEND_DONE,
   CDDP__SEND_REFUSED
 };
 #define CDDP__POSTED_TO(rank) ((uint32_t)CDDP__SEND_POSTED | (uint32_t)(rank) << 8)
 
-#define CDDP__SENDS 128 /* sends in flight per rank and group before one without a handle waits */
-#define CDDP__SEND_BLOCKS 16 /* blocks of sends: number i has CDDP__SENDS << i */
+#define CDDP__SENDS 128 /* sends in flight per rank and group; one more without a handle blocks */
+#define CDDP__SEND_BLOCKS 16 /* blocks of send requests: block i has CDDP__SENDS << i */
 #define CDDP__SITE_MAX 124 /* bytes of a call site's text */
 
 /* shared: one call on device memory, for the watchers of the other ranks. Written by its rank. */
@@ -11853,24 +11852,26 @@ static void cddp__hosts_leave(cddp_group *g) {
 CDDP__COLD_END
 
 /* >>p2p -------------------------------------------------------------------------------------------
-   send and recv between ranks of a host; those to other hosts pass through >>hosts.
-   Owns: of a slot the send requests, events and waiting; of the group the lists of receives and
-   what it keeps of its sends. Lock: p2p_lock.
-   Touches peers' slots: a receiver takes a send, and bumps the sender's events.
+   Job: send and recv between the ranks of a host. Messages to other hosts pass through >>hosts.
+   Owns: a slot's send requests, events and waiting; a group's list of receives and counts of sends.
+   Lock: p2p_lock.
+   Touches: peers' slots. A receiver takes a send request and increments the sender's events.
    Entry points: cddp__start_send and _finish_send, cddp__post_recv and _finish_recv,
    cddp__serve_idle.
-   Works as follows: a sender posts a send request (destination, tag, where the bytes are) in its
-   own slot; the receiver looks through the sender's requests, copies the bytes itself and marks
-   the request done. Bytes in shared memory are read where they are, other messages and small ones
-   from a copy, so that their send returns at once; the shortest are in the request. Each side bumps
-   the other's events, if that sleeps on them. A thread that waits for anything, in whichever group,
-   serves the receives of its process meanwhile: an exchange needs no thread. A receive without a
-   handle polls the requests itself before it is put into the list.
-   So a message of 4 bytes costs two transfers of a cache line: the sender gets its request back,
-   which the receiver of the last one has marked, and the receiver gets it. */
+   How it works:
+     1. The sender posts a send request (receiver, tag, address of the bytes) in its own slot. Large
+        buffers in shared memory are read in place. Other messages are copied first, so that their
+        send returns immediately; the shortest are copied into the request.
+     2. The receiver scans the sender's requests, copies the bytes and marks the request done.
+     3. Each side increments the other's events if the other sleeps on them.
+     4. A thread that waits, in any group, serves the pending receives of its process. So an
+        exchange of messages needs no additional thread.
+     5. A receive without a handle polls the requests itself before it is put into the list.
+   A message of 4 bytes costs two transfers of a cache line: the sender's request, last written by
+   the previous receiver, moves to the sender and then to the receiver. */
 
-#define CDDP__EAGER ((size_t)64 << 10) /* shared memory up to this size is copied all the same */
-#define CDDP__SPIN_MESSAGE 4 /* a look for a message takes as long as so many polls of a header */
+#define CDDP__EAGER_MAX ((size_t)64 << 10) /* messages up to here are always copied, bytes */
+#define CDDP__SPIN_MESSAGE 4 /* a scan for a message takes as long as 4 polls of a header */
 
 static cddp__send_request *cddp__send_at(const cddp_group *g, int index) { /* of this rank */
   int block = 0, size = CDDP__SENDS;
@@ -11882,18 +11883,19 @@ static int cddp__send_count(const cddp_group *g) { /* of this rank, free and use
   return CDDP__SENDS * ((1 << g->send_blocks) - 1);
 }
 
-/* Whether the receiver may still read a send. */
+/* Returns whether the receiver can still read the send's bytes. */
 static bool cddp__send_open(const cddp__send_request *p) {
   uint32_t state = cddp__load32(&p->state) & 255;
   return state == CDDP__SEND_POSTED || state == CDDP__SEND_TAKEN;
 }
 
-/* Memory for more sends; the first index in it, -1 with the error set. p2p_lock held. */
-static int cddp__more_sends(cddp_group *g) {
+/* Allocates more send requests. Returns the first new index, or -1 with the error set. p2p_lock
+   held. */
+static int cddp__grow_sends(cddp_group *g) {
   int block = g->send_blocks, count = cddp__send_count(g);
   size_t bytes = ((size_t)CDDP__SENDS << block) * sizeof(cddp__send_request);
   if (block == CDDP__SEND_BLOCKS) {
-    cddp__fail(CDDP_OUT_OF_MEMORY, "%d messages are on their way already", count);
+    cddp__fail(CDDP_OUT_OF_MEMORY, "%d messages are already in flight: receive some first", count);
     return -1;
   }
   g->sends[block] = (cddp__send_request *)cddp__arena_alloc(g->host, bytes, CDDP__FOR_MESSAGE);
@@ -11903,8 +11905,8 @@ static int cddp__more_sends(cddp_group *g) {
   return count;
 }
 
-/* Whether a send is free. One whose receiver is done and whose call has returned is freed. p2p_lock
-   held. */
+/* Returns whether a send request is free. Frees it if its receiver is done and its call has
+   returned. p2p_lock held. */
 static bool cddp__send_is_free(cddp__send_request *p) {
   if (!p->staged || cddp__send_open(p)) return cddp__load32(&p->state) == CDDP__SEND_FREE;
   p->staged = false;
@@ -11912,12 +11914,13 @@ static bool cddp__send_is_free(cddp__send_request *p) {
   return true;
 }
 
-/* Looks at all sends: frees what can be freed, copies beyond what is kept for reuse too, and counts
-   what is left. Index of a free send, the best to copy so many bytes; -1: none. p2p_lock held. */
-static int cddp__unused_send(cddp_group *g, size_t bytes) {
+/* Scans all send requests: frees those that are done, frees copies beyond CDDP__STAGED_MAX, and
+   counts the rest. Returns a free request, the one whose copy fits `bytes` best; -1: none. p2p_lock
+   held. */
+static int cddp__scan_sends(cddp_group *g, size_t bytes) {
   size_t kept = 0, size = 0;
   int i, best = -1, n = cddp__send_count(g);
-  if ((uint32_t)n > cddp__load32(&cddp__slot_of(g, g->rank)->send_top)) /* the next one is new */
+  if ((uint32_t)n > cddp__load32(&cddp__slot_of(g, g->rank)->send_top)) /* the rest is unused */
     n = (int)cddp__load32(&cddp__slot_of(g, g->rank)->send_top) + 1;
   g->sends_open = g->sends_staged = 0;
   for (i = 0; i < n; i++) {
@@ -11941,19 +11944,19 @@ static int cddp__unused_send(cddp_group *g, size_t bytes) {
   return best;
 }
 
-/* The same for a message: for a short one the first send, if it is free, without a look at all. */
-static int cddp__next_send(cddp_group *g, size_t bytes) {
-  bool first = bytes <= CDDP__EAGER && cddp__send_is_free(cddp__send_at(g, 0));
-  return first ? 0 : cddp__unused_send(g, bytes);
+/* Returns a free request for a message, or -1. Short messages use the first without a scan. */
+static int cddp__pick_send(cddp_group *g, size_t bytes) {
+  bool first = bytes <= CDDP__EAGER_MAX && cddp__send_is_free(cddp__send_at(g, 0));
+  return first ? 0 : cddp__scan_sends(g, bytes);
 }
 
-/* Whether no more sends are on their way than may be, one message of so many bytes among them: it
-   may be of any size. p2p_lock held. */
+/* Returns whether the sends in flight are within the limits. The last message, of `bytes`, can have
+   any size. p2p_lock held. */
 static bool cddp__sends_fit(const cddp_group *g, size_t bytes) {
   return g->sends_open <= CDDP__SENDS && g->sends_staged <= cddp__max(CDDP__STAGED_MAX, bytes);
 }
 
-/* Copies the message into the send's stage. p2p_lock held. */
+/* Copies the message to the request's own memory. p2p_lock held. */
 static cddp_result cddp__stage(cddp_group *g, cddp__send_request *p, const void *buf,
                                size_t bytes) {
   if (p->stage_size < bytes || p->stage == NULL) {
@@ -11971,9 +11974,11 @@ static cddp_result cddp__stage(cddp_group *g, cddp__send_request *p, const void 
   return CDDP_OK;
 }
 
-/* Posts a send. *send is its index while the buffer is in use, else -1. *fits: cddp__sends_fit.
-   *lost: it is copied, and its receiver has gone without it. That is asked, of the system, when the
-   message is on its way; whoever takes it marks it before it goes. */
+/* Posts a send.
+     send    receives the request's index while the buffer is in use, else stays -1
+     fits    receives cddp__sends_fit
+     lost    receives true if the message is a copy and the receiver is gone without taking it. The
+             check follows the post: a receiver that takes the message marks it before it exits */
 static cddp_result cddp__post_send(cddp_group *g, const cddp__call *c, int *send, bool *fits,
                                    bool *lost) {
   cddp__slot *slot = cddp__slot_of(g, g->rank);
@@ -11981,13 +11986,14 @@ static cddp_result cddp__post_send(cddp_group *g, const cddp__call *c, int *send
   cddp_result r = CDDP_OUT_OF_MEMORY;
   int i;
   pthread_mutex_lock(&g->p2p_lock);
-  i = cddp__next_send(g, bytes);
-  if (i < 0) i = cddp__more_sends(g);
+  i = cddp__pick_send(g, bytes);
+  if (i < 0) i = cddp__grow_sends(g);
   if (i >= 0) {
     cddp__send_request *p = cddp__send_at(g, i);
     p->inlined = bytes <= sizeof p->u.bytes;
-    if (bytes > CDDP__EAGER && c->root != g->rank) p->u.ref = cddp__ref_of(g->host, c->send, bytes);
-    p->staged = bytes <= CDDP__EAGER || c->root == g->rank || p->u.ref.kind == CDDP__REF_NONE;
+    if (bytes > CDDP__EAGER_MAX && c->root != g->rank)
+      p->u.ref = cddp__ref_of(g->host, c->send, bytes);
+    p->staged = bytes <= CDDP__EAGER_MAX || c->root == g->rank || p->u.ref.kind == CDDP__REF_NONE;
     r = CDDP_OK;
     if (p->inlined)
       cddp__copy(p->u.bytes, c->send, bytes);
@@ -12015,10 +12021,10 @@ static cddp_result cddp__post_send(cddp_group *g, const cddp__call *c, int *send
   return r;
 }
 
-/* The oldest send from q->from to this rank with q's tag, or NULL. One look may come upon a send
-   and have passed by the place of an older one, posted there behind its back just before. Whatever
-   is older than a send that has been seen is there for a second look. */
-static cddp__send_request *cddp__look_for_send(cddp_group *g, const cddp_work *q) {
+/* Returns the oldest send from q->from to this rank with q's tag, or NULL. A scan can find a send
+   and miss an older one that was posted meanwhile in a request already passed. The caller therefore
+   scans twice: every send older than a seen one is visible to the second scan. */
+static cddp__send_request *cddp__find_send(cddp_group *g, const cddp_work *q) {
   cddp__slot *slot = cddp__slot_of(g, q->from);
   uint32_t i, n = CDDP__SENDS, left = cddp__load32(&slot->send_top);
   cddp__send_request *best = NULL;
@@ -12038,8 +12044,8 @@ static cddp__send_request *cddp__look_for_send(cddp_group *g, const cddp_work *q
   return best;
 }
 
-/* Whether a message of that count and dtype is what the recv asks for; if not, the ranks disagree
-   and the recv has failed. */
+/* Returns whether a message of that count and dtype matches the receive. If not, the ranks
+   disagree, and the receive fails. */
 static bool cddp__recv_fits(cddp_group *g, cddp_work *q, uint64_t count, uint32_t dtype) {
   const cddp__call *c = &q->call;
   if (count == c->count && dtype == c->dtype) return true;
@@ -12053,8 +12059,8 @@ static bool cddp__recv_fits(cddp_group *g, cddp_work *q, uint64_t count, uint32_
   return false;
 }
 
-/* Copies the message of a matching send, or refuses it; leaves it alone if its sender has just
-   withdrawn it. p2p_lock held. */
+/* Copies the message of a send, or refuses it if it does not match. Does nothing if its sender has
+   just withdrawn it. p2p_lock held. */
 static void cddp__take_send(cddp_group *g, cddp_work *q, cddp__send_request *p) {
   void *from = NULL;
   cddp_result r;
@@ -12062,8 +12068,8 @@ static void cddp__take_send(cddp_group *g, cddp_work *q, cddp__send_request *p) 
     cddp__copy(q->call.recv, p->u.bytes, p->count * q->call.esize);
     q->result = CDDP_OK;
     q->done = true;
-    /* Nobody takes it back, so nothing need wait for this store. (Its sender looks
-       every 1 to 20 ms if it waits for a place, and misses the notice.) */
+    /* The sender never withdraws an inlined message, so this store needs no barrier. (A sender that
+       waits for a free request and misses the notice looks again after 1 to 20 ms.) */
     cddp__store32(&p->state, CDDP__SEND_DONE);
     cddp__notify(g, q->from);
     return;
@@ -12076,7 +12082,7 @@ static void cddp__take_send(cddp_group *g, cddp_work *q, cddp__send_request *p) 
     from = p->u.bytes;
     r = p->inlined ? CDDP_OK : cddp__locate(g->host, &p->u.ref, &from);
     if (r == CDDP_OK && p->count > 0) memcpy(q->call.recv, from, p->count * q->call.esize);
-    if (r == CDDP_OK) r = cddp__check_group(g); /* or the sender may have taken its buffer back */
+    if (r == CDDP_OK) r = cddp__check_group(g); /* the sender may have withdrawn its buffer */
     q->result = r == CDDP_OK ? r : cddp__break(g, r);
     q->done = true;
     cddp__exchange32(&p->state, CDDP__SEND_DONE);
@@ -12085,7 +12091,7 @@ static void cddp__take_send(cddp_group *g, cddp_work *q, cddp__send_request *p) 
   cddp__notify(g, q->from);
 }
 
-/* Gives a recv the oldest message with its tag from a rank of another host, if one has come.
+/* Completes a receive from another host with the oldest message of its tag, if one has arrived.
    p2p_lock held. */
 static void cddp__take_remote(cddp_group *g, cddp_work *q) {
   cddp__message *m = cddp__take_message(g, CDDP__FRAME_MESSAGE, q->from, q->call.tag);
@@ -12098,7 +12104,8 @@ static void cddp__take_remote(cddp_group *g, cddp_work *q) {
   cddp__free(&g->hosts->net->allocator, m);
 }
 
-/* Whether an older receive has a claim to what comes from q->from with q's tag. p2p_lock held. */
+/* Returns whether an older receive must get the next message from q->from with q's tag. p2p_lock
+   held. */
 static bool cddp__is_claimed(const cddp_group *g, const cddp_work *q) {
   const cddp_work *w;
   for (w = g->recvs; w != q; w = w->next)
@@ -12108,7 +12115,7 @@ static bool cddp__is_claimed(const cddp_group *g, const cddp_work *q) {
   return false;
 }
 
-/* Serves receives whose message has arrived, the oldest first. Returns whether there was one.
+/* Completes receives whose message has arrived, the oldest first. Returns whether there was one.
    p2p_lock held. */
 static bool cddp__serve_recvs(cddp_group *g) {
   bool served = false;
@@ -12123,8 +12130,8 @@ static bool cddp__serve_recvs(cddp_group *g) {
       if (cddp__is_claimed(g, q)) continue;
       if (g->members[q->from] < 0)
         cddp__take_remote(g, q);
-      else if (cddp__look_for_send(g, q) != NULL && (p = cddp__look_for_send(g, q)) != NULL)
-        cddp__take_send(g, q, p); /* the oldest, see there */
+      else if (cddp__find_send(g, q) != NULL && (p = cddp__find_send(g, q)) != NULL)
+        cddp__take_send(g, q, p); /* the oldest: see cddp__find_send */
       if (any && q->done) g->next_any = q->from + 1;
       served = served || q->done;
     }
@@ -12140,20 +12147,21 @@ static bool cddp__is_alone(cddp_group *g) { /* no receive is in the list */
   return alone;
 }
 
-/* A receive that needs no handle, from a rank of this host, as the only one of this rank: looks for
-   its message for a while, without a place in the list. Whether it has come, or failed. */
-static bool cddp__recv_alone(cddp_work *q) {
+/* Polls for the message of a receive without a handle, from a rank of this host, if no other
+   receive of this rank is pending. The receive is not put into the list. Returns whether it is
+   complete, or has failed. */
+static bool cddp__recv_directly(cddp_work *q) {
   cddp_group *g = q->group;
   cddp__send_request *p;
   int i, spin = cddp__spin_of(g->host);
   if (g->hosts != NULL || q->call.root == CDDP_ANY) return false;
   q->from = q->call.root;
   for (i = 0; i < spin && cddp__load32(&g->block->broken) == 0; i++) {
-    if (cddp__look_for_send(g, q) != NULL) {
+    if (cddp__find_send(g, q) != NULL) {
       pthread_mutex_lock(&g->p2p_lock);
-      if (g->recvs == NULL && cddp__look_for_send(g, q) != NULL &&
-          (p = cddp__look_for_send(g, q)) != NULL)
-        cddp__take_send(g, q, p); /* the oldest, see there; another thread may have had the first */
+      if (g->recvs == NULL && cddp__find_send(g, q) != NULL &&
+          (p = cddp__find_send(g, q)) != NULL)
+        cddp__take_send(g, q, p); /* another thread may have taken an older message meanwhile */
       pthread_mutex_unlock(&g->p2p_lock);
       return q->done;
     }
@@ -12163,8 +12171,8 @@ static bool cddp__recv_alone(cddp_work *q) {
   return false;
 }
 
-/* Serves a healthy group in which this thread does not wait: sends the rest of its messages, and
-   serves its receives. A failure of that group leaves this thread's error text alone. */
+/* Serves a healthy group in which this thread does not wait: sends queued bytes and completes
+   receives. A failure of that group does not change this thread's error text. */
 static bool cddp__serve_other(cddp_group *g) {
   char kept[CDDP__ERROR_MAX];
   bool served = false;
@@ -12209,8 +12217,8 @@ static void cddp__post_recv(cddp_group *g, cddp_work *q) {
   pthread_mutex_unlock(&g->p2p_lock);
 }
 
-/* Whether a thread need not wait any longer: for a message, for the end of a send, or (without an
-   index) until no more is on its way than may be. */
+/* Returns whether a thread can stop waiting: for a message, for the end of a send (w->send >= 0),
+   or until the sends in flight are within the limits. */
 static bool cddp__message_ready(cddp_work *w) {
   cddp_group *g = w->group;
   size_t bytes = w->call.count * w->call.esize;
@@ -12224,16 +12232,16 @@ static bool cddp__message_ready(cddp_work *w) {
   } else if (g->members[w->call.root] < 0) {
     ready = cddp__hosts_room(g, w->call.root, bytes);
   } else {
-    (void)cddp__unused_send(g, bytes);
+    (void)cddp__scan_sends(g, bytes);
     ready = cddp__sends_fit(g, bytes);
   }
   pthread_mutex_unlock(&g->p2p_lock);
   return ready;
 }
 
-/* The rank for which it is of no use to wait any longer; -1: none. From any rank: one that died, or
-   the last one that left. */
-static int cddp__gone_peer(const cddp_work *w) {
+/* The rank whose loss makes the wait useless; -1: none. With CDDP_ANY: a rank that has died, or the
+   last of the others to leave. */
+static int cddp__lost_peer(const cddp_work *w) {
   const cddp_group *g = w->group;
   int p, gone = -1, n = 1, peer = w->call.root;
   if (peer != CDDP_ANY) return peer != g->rank && cddp__rank_gone(g, peer) ? peer : -1;
@@ -12246,17 +12254,18 @@ static int cddp__gone_peer(const cddp_work *w) {
   return n == g->size ? gone : -1;
 }
 
-/* Breaks the group if the peer of a send or recv is gone. */
+/* Breaks the group if the peer of a send or recv is lost. */
 static cddp_result cddp__check_peer(const cddp_work *w) {
   const char *doing = w->call.kind == CDDP__KIND_SEND ? "send to it"
                       : w->call.root == CDDP_ANY      ? "recv from any rank"
                                                       : "recv from it";
-  int gone = cddp__gone_peer(w);
+  int gone = cddp__lost_peer(w);
   if (gone < 0) return CDDP_OK;
   return cddp__report_lost(w->group, gone, cddp__textf("%s, tag %d", doing, w->call.tag).s);
 }
 
-/* Breaks the group if a rank is gone that messages of this one wait for: it never takes them. */
+/* Breaks the group if the receiver of a message in flight is lost: the message would stay
+   forever. */
 static cddp_result cddp__check_receivers(cddp_group *g) {
   int i, to, gone = -1;
   pthread_mutex_lock(&g->p2p_lock);
@@ -12267,41 +12276,42 @@ static cddp_result cddp__check_receivers(cddp_group *g) {
   }
   pthread_mutex_unlock(&g->p2p_lock);
   if (gone < 0) return CDDP_OK;
-  return cddp__report_lost(g, gone, "a send, with messages for it on their way");
+  return cddp__report_lost(g, gone, "a send, while messages to it were in flight");
 }
 
-/* The deadline has passed: the group's, or (limit >= 0, seconds) the caller's own, of which nobody
-   else is told. */
-static cddp_result cddp__message_late(const cddp_work *w, double limit) {
+/* Reports a timeout: of the group, which breaks it, or (limit >= 0, seconds) of the caller's own
+   limit, which other ranks do not see. */
+static cddp_result cddp__message_timeout(const cddp_work *w, double limit) {
   cddp_group *g = w->group;
-  const char *what = w->call.kind == CDDP__KIND_RECV ? "recv from" : "send to";
-  bool any = w->call.root == CDDP_ANY;
-  cddp__text who = any ? cddp__textf("any rank") : cddp__name_rank(g, w->call.root);
+  bool receives = w->call.kind == CDDP__KIND_RECV, any = w->call.root == CDDP_ANY;
+  const char *what = receives ? "recv from" : "send to";
+  cddp__text peer = any ? cddp__textf("any rank") : cddp__name_rank(g, w->call.root);
   if (limit >= 0)
     return cddp__fail(CDDP_TIMEOUT,
-                      "cddp_wait_for: no end after %g s: %s %s, tag %d, on rank %d; it goes on",
-                      limit, what, who.s, w->call.tag, g->rank);
-  cddp__fail(CDDP_TIMEOUT,
-             "timed out after %g s: %s %s, tag %d, on rank %d: the other side did not come%s",
-             g->timeout_s, what, who.s, w->call.tag, g->rank,
+                      "cddp_wait_for: %s %s, tag %d, on rank %d has not finished after %g s; it "
+                      "continues",
+                      what, peer.s, w->call.tag, g->rank, limit);
+  cddp__fail(CDDP_TIMEOUT, "timed out after %g s: %s %s, tag %d, on rank %d: no matching %s%s",
+             g->timeout_s, what, peer.s, w->call.tag, g->rank, receives ? "send" : "recv",
              any ? "" : cddp__describe_wait(g, w->call.root).s);
   return cddp__break(g, CDDP_TIMEOUT);
 }
 
-/* Shows that this thread waits for a message. Not if there are others: their rounds tell more. */
-static bool cddp__show_message(const cddp_work *w) {
+/* Publishes that this thread waits for a message. Not if the rank has several threads: a wait for a
+   round is more useful to other ranks. */
+static bool cddp__show_message_wait(const cddp_work *w) {
   const cddp__slot *s = cddp__wait_slot(w->group, w->group->rank);
   const char *what = w->call.kind == CDDP__KIND_RECV ? "recv from" : "send to";
-  cddp__text who = cddp__textf("any rank");
+  cddp__text peer = cddp__textf("any rank");
   if (s == NULL || cddp__load32(&s->several) != 0) return false;
   if (w->call.root != CDDP_ANY)
-    who = cddp__textf("rank %d", cddp__job_rank(w->group, w->call.root));
+    peer = cddp__textf("rank %d", cddp__job_rank(w->group, w->call.root));
   return cddp__publish_wait(w->group,
-                            cddp__textf("cddp_%s %.20s, tag %d", what, who.s, w->call.tag).s);
+                            cddp__textf("cddp_%s %.20s, tag %d", what, peer.s, w->call.tag).s);
 }
 
-/* Waits with an eye on the peer, until the group's deadline, or for `limit` seconds if that is not
-   negative. */
+/* Waits for a message until the group's deadline, or for `limit` seconds if limit is not negative.
+   Checks the peer meanwhile. */
 static cddp_result cddp__message_wait(cddp_work *m, double limit) {
   cddp_group *g = m->group;
   cddp__slot *slot = cddp__slot_of(g, g->rank);
@@ -12321,17 +12331,17 @@ static cddp_result cddp__message_wait(cddp_work *m, double limit) {
     if ((r = cddp__check_failure(g)) != CDDP_OK) break;
     if (cddp__wait_yields(&w)) continue;
     if ((r = cddp__wait_tick(g, &w)) != CDDP_OK) break;
-    if (cddp__gone_peer(m) >= 0 && !cddp__message_ready(m)) r = cddp__check_peer(m);
+    if (cddp__lost_peer(m) >= 0 && !cddp__message_ready(m)) r = cddp__check_peer(m);
     if (r == CDDP_OK && w.due && m->call.kind == CDDP__KIND_SEND && m->send < 0 &&
-        g->members[m->call.root] >= 0) /* it waits until fewer messages are on their way */
+        g->members[m->call.root] >= 0) /* waits until fewer messages are in flight */
       r = cddp__check_receivers(g);
-    if (r == CDDP_OK && w.late) r = cddp__message_late(m, limit);
+    if (r == CDDP_OK && w.late) r = cddp__message_timeout(m, limit);
     if (r != CDDP_OK) break;
-    if (w.due && !shown) shown = cddp__show_message(m);
+    if (w.due && !shown) shown = cddp__show_message_wait(m);
     if (g->hosts != NULL)
       cddp__hosts_pause(g, &w, m->call.root, events);
     else {
-      cddp__add32(&slot->waiting, 1); /* who changes a send now bumps events */
+      cddp__add32(&slot->waiting, 1); /* from now on peers that change a send increment events */
       if (!cddp__message_ready(m)) cddp__wait_sleep(g, &w, &slot->waiting, &slot->events, events);
       cddp__add32(&slot->waiting, (uint32_t)-1);
     }
@@ -12340,12 +12350,12 @@ static cddp_result cddp__message_wait(cddp_work *m, double limit) {
   return r;
 }
 
-/* Posts a send; without a handle it waits if more is on its way than may be. w->send >= 0: the
+/* Posts a send. Without a handle, waits while too many messages are in flight. If w->send >= 0, the
    buffer is in use until cddp__finish_send. */
 static cddp_result cddp__start_send(cddp_work *w, bool handle) {
   cddp_group *g = w->group;
   bool here = g->members[w->call.root] >= 0, fits = false, lost = false;
-  bool is_short = w->call.count * w->call.esize <= CDDP__EAGER; /* it is copied */
+  bool is_short = w->call.count * w->call.esize <= CDDP__EAGER_MAX; /* it is copied */
   cddp_result r = cddp__check_group(g);
   if (r == CDDP_OK && !(here && is_short)) r = cddp__check_peer(w);
   if (r != CDDP_OK) return r;
@@ -12354,16 +12364,15 @@ static cddp_result cddp__start_send(cddp_work *w, bool handle) {
     if (lost) r = cddp__check_peer(w);
     handle = handle || fits;
   } else {
-    r = cddp__hosts_post(g, &w->call); /* if the rank is lost, the wait says why */
+    r = cddp__hosts_post(g, &w->call); /* if the rank is lost, the wait reports the cause */
     handle = handle && cddp__load32(&g->hosts->peers[w->call.root].lost) == 0;
   }
   return r == CDDP_OK && !handle && w->send < 0 ? cddp__message_wait(w, -1) : r;
 }
 
-/* Waits until a send that has been posted is taken. limit: see cddp__message_wait. With one,
-   CDDP_TIMEOUT leaves all as it is. After another failure the send is taken back, so that the
-   buffer is the caller's again: a receiver that has begun to copy finishes first, unless it dies.
-*/
+/* Waits until a posted send is taken. limit: see cddp__message_wait; with a limit CDDP_TIMEOUT
+   changes nothing. After another failure the send is withdrawn, so that the caller can reuse the
+   buffer. A receiver that has begun to copy finishes first, unless it dies. */
 static cddp_result cddp__finish_send(cddp_work *w, double limit) {
   cddp_group *g = w->group;
   cddp__send_request *p;
@@ -12383,8 +12392,8 @@ static cddp_result cddp__finish_send(cddp_work *w, double limit) {
   return r;
 }
 
-/* Gives up a receive, which then ends at once; false: its message has come, or it has failed. */
-static bool cddp__close_recv(cddp_work *q) {
+/* Aborts a receive. Returns false if its message has arrived or it has failed. */
+static bool cddp__abort_recv(cddp_work *q) {
   bool open;
   pthread_mutex_lock(&q->group->p2p_lock);
   if ((open = !q->done)) {
@@ -12399,7 +12408,7 @@ static bool cddp__close_recv(cddp_work *q) {
 /* The rank whose message this thread received last; -1: none yet. */
 static __thread int cddp__last_source = -1;
 
-/* The end of a receive that is in no list, the wait for which had the result r. */
+/* Ends a receive that is in no list. r: the result of its wait. */
 static cddp_result cddp__end_recv(cddp_work *q, cddp_result r) {
   cddp_group *g = q->group;
   if (r == CDDP_OK && q->result == CDDP_OK) {
@@ -12407,12 +12416,12 @@ static cddp_result cddp__end_recv(cddp_work *q, cddp_result r) {
     if (cddp__record_at(g, q->record) != NULL) cddp__record_at(g, q->record)->root = q->from;
   }
   if (r == CDDP_OK && q->result != CDDP_OK && (r = cddp__check_failure(g)) == CDDP_OK)
-    r = q->result; /* it was given up */
+    r = q->result; /* it was aborted */
   return r;
 }
 
-/* Waits for a receive that has been posted, and takes it out of the list. A failure of its own has
-   broken the group. limit: as of cddp__finish_send. */
+/* Waits for a posted receive and removes it from the list. A failure of the receive itself has
+   broken the group. limit: see cddp__finish_send. */
 static cddp_result cddp__finish_recv(cddp_work *q, double limit) {
   cddp_group *g = q->group;
   cddp_work **at = &g->recvs;
@@ -13008,7 +13017,7 @@ static cddp_result cddp__start_message(cddp_group *g, const cddp__call *c, cddp_
   if (!receives && work == NULL) {
     r = cddp__start_send(&own, false);
     if (r == CDDP_OK) r = cddp__finish_send(&own, -1);
-  } else if (receives && work == NULL && cddp__recv_alone(&own)) {
+  } else if (receives && work == NULL && cddp__recv_directly(&own)) {
     r = cddp__end_recv(&own, CDDP_OK);
   } else if ((w = cddp__work_new(g, 0)) == NULL) {
     r = CDDP_OUT_OF_MEMORY;
@@ -13031,7 +13040,7 @@ CDDPDEF cddp_result cddp_cancel(cddp_work *w) {
   const char *why = "only a receive can be canceled";
   CDDP__CHECK(w != NULL, "the work is NULL");
   if (w->call.kind == CDDP__KIND_RECV && w->backend == NULL) {
-    if (cddp__close_recv(w)) {
+    if (cddp__abort_recv(w)) {
       (void)cddp__work_wait(w, -1);
       return CDDP_OK;
     }
