@@ -1646,19 +1646,20 @@ CDDPDEF void cddp_register_kernels(const cddp_kernels *kernels); /* must stay wh
 #define CDDP__INLINED static inline __attribute__((always_inline))
 
 /* >>structs ------------------------------------------------------------------------------------
-   Structs that several rooms see. "shared" = in memory that the ranks of a host share, so one
-   writer per cache line, and no pointers but its writer's own; all zero bytes is the initial state.
-   A call of a function pointer has parentheses, (l->log)(...): the program may have a macro log().
-   What a process has:
-     cddp__host   its place on its machine: shared memory, and the processes beside it
-       cddp__net    ranks on other machines, and what connects to them
-     cddp_group   of ranks; on a cddp__host
-       cddp__control_block   in shared memory: then two cddp__op_header and a cddp__slot a rank
-       cddp__engine          runs what was called with a handle, a cddp_work
-       cddp__carrier         what moves large arrays; cddp__backend if they are on a device
-       cddp__hosts           its ranks on other machines
-     cddp_ddp     a model on a cddp_group, with groups of its own
-       cddp__tensor          a parameter; cddp__bucket_state: some that are reduced together
+   Structs that several rooms use.
+   "shared" in a comment: the struct is in memory that the ranks of a host share. Each cache line
+   has one writer. A pointer in it is valid for its writer only. The initial state is all zero
+   bytes. A call of a function pointer has parentheses, (l->log)(...): the program can have a macro
+   log(). Objects of a process:
+     cddp__host   the ranks of this process's host: their shared memory and processes
+       cddp__net    the other hosts, and connections from them
+     cddp_group   a group of ranks; uses a cddp__host
+       cddp__control_block   in shared memory; contains two cddp__op_header and a cddp__slot per
+       rank cddp__engine          the thread that runs operations called with a handle (cddp_work)
+       cddp__carrier         moves large arrays; cddp__backend: those on a device
+       cddp__hosts           the group's ranks on other hosts
+     cddp_ddp     a model on a cddp_group, with private groups
+       cddp__tensor          a parameter; cddp__bucket_state: parameters reduced together
        cddp__elastic            if ranks may be lost: its members */
 
 typedef struct cddp__atomic_u32 {
@@ -1669,25 +1670,25 @@ typedef struct cddp__atomic_u64 {
   uint64_t v;
 } cddp__atomic_u64;
 
-/* Which call, and where in the program it was made; NULL: not known. */
+/* A call site: the public function, and the program's source line. file NULL: not known. */
 typedef struct cddp__site {
   const char *function, *file;
   int line;
 } cddp__site;
 
-/* Words for an error text, as a value. */
+/* A part of an error text, returned by value. */
 typedef struct cddp__text {
   char s[CDDP__ERROR_MAX];
 } cddp__text;
 
 /* --- what the ranks of a host share --- */
 
-/* Where a buffer lies, told so that every rank of the host can find it. */
+/* A reference to a buffer that is valid in every process of the host: cddp__map_ref. */
 typedef struct cddp__ref {
-  uint64_t base;   /* extent: its segment's offset in the memfd, bytes; pointer: the address */
+  uint64_t base;   /* EXTENT: its segment's offset in the memfd, bytes; POINTER: the address */
   uint64_t size;   /* of the segment, bytes */
   uint64_t offset; /* of the buffer in the segment, bytes */
-  uint32_t pages;  /* of the system, from the buffer's first byte to its last */
+  uint32_t pages;  /* number of pages that the buffer touches */
   uint32_t kind;   /* CDDP__REF_* */
 } cddp__ref;
 enum { CDDP__REF_NONE, CDDP__REF_UNUSED, CDDP__REF_EXTENT, CDDP__REF_POINTER };
@@ -1808,9 +1809,9 @@ typedef struct cddp__slot {
 } __attribute__((aligned(CDDP__CACHE_LINE))) cddp__slot;
 enum { CDDP__SLOT_EMPTY, CDDP__SLOT_TAKEN, CDDP__SLOT_LEFT, CDDP__SLOT_DEAD };
 
-/* A failure that later ones are due to, in words. Written once, by the first that knows. */
+/* The root cause of later failures. Written once, by the first thread that knows it. */
 typedef struct cddp__cause {
-  cddp__atomic_u32 state; /* 0, 1: it is being written, 2 + a result */
+  cddp__atomic_u32 state; /* 0: none; 1: being written; 2 + a cddp_result: `text` is valid */
   char text[CDDP__ERROR_MAX];
 } cddp__cause;
 
@@ -1839,28 +1840,28 @@ typedef struct cddp__control_block {
 
 /* --- hosts, groups and calls --- */
 
-struct cddp__segments { /* that are mapped */
+struct cddp__segments { /* mapped segments, sorted */
   struct cddp__segment **list;
   size_t count, capacity;
 };
-struct cddp__extents { /* of one size */
-  struct cddp__extent *free;
-  size_t extents; /* in all segments */
+struct cddp__extents { /* extents of one size */
+  struct cddp__extent *free; /* a list */
+  size_t extents;            /* in all segments, free or not */
 };
 
-/* The ranks of one host that share memory: made by cddp_init or cddp_run_threads, used by the group
-   and its sub-groups. lock guards everything that changes after creation. */
+/* The ranks of one host, which share memory. Created by cddp_init or cddp_run_threads; used by the
+   group and its sub-groups. lock guards everything that changes after creation. */
 typedef struct cddp__host {
   cddp_allocator allocator;
   cddp_logger logger;
   pthread_mutex_t lock;
-  int refs;              /* groups that use it, or of threads any of their hosts; lead's lock */
-  struct cddp__host *lead; /* itself, or of threads rank 0's, which counts for all */
-  struct cddp__host *sibling; /* of threads: the next one, which goes with lead */
+  int refs;              /* of lead: number of groups that use any of its hosts; lead's lock */
+  struct cddp__host *lead; /* itself; if ranks are threads: rank 0's host, which counts for all */
+  struct cddp__host *sibling; /* if ranks are threads: a list of the hosts that lead frees */
   bool threads;          /* ranks are threads of this process: any pointer is shared */
-  int size, index;       /* ranks, this rank */
+  int size, index;       /* number of ranks; this rank's number among them */
   int fd;                /* the memfd; -1 for threads and a single rank without shared memory */
-  struct stat memory;    /* of the memfd: another file has its number if the program closed it */
+  struct stat memory;    /* identifies the memfd: the program can close fd and reuse its number */
   bool elastic;          /* this rank has an elastic model */
   bool joined;           /* it came with CDDP_JOIN, and has met nobody */
   struct cddp__door *door; /* what it tells who joins; NULL: nobody can. See >>rendezvous */
@@ -1868,27 +1869,27 @@ typedef struct cddp__host {
   int door_port;         /* where those of other hosts do; -1: nowhere, or another rank listens */
   double door_closed;    /* until that time of cddp__now() nobody is answered */
   int claim, port;       /* held while the group lives, see >>rendezvous; -1: none */
-  char place[96];        /* where the ranks met: "port 29500" */
-  int window;            /* this rank's: index, but for who has joined */
-  int window_bits;       /* window i's extents lie in [(i + 1) << bits, (i + 2) << bits) */
-  int *pidfds;           /* [size + CDDP__JOINS]; -1 but for the next rank and who has joined */
-  uint64_t met;          /* ranks' processes had begun by then: clock ticks since boot */
+  char place[96];        /* the rendezvous address, for error texts: "port 29500" */
+  int window;            /* number of this rank's window: index, or another one if it joined */
+  int window_bits;       /* window i is [(i + 1) << bits, (i + 2) << bits) of the memfd */
+  int *pidfds;           /* [size + CDDP__JOINS]; -1 except for the next rank and joined ones */
+  uint64_t met;          /* end of the rendezvous, clock ticks since boot: processes are older */
   uint32_t *pids;        /* [size + CDDP__JOINS] */
-  int cores;             /* that its ranks may use together; until they have met, this one alone */
-  int container_cores;   /* the most of them that this rank's container has the time of */
+  int cores;             /* usable by all ranks together; before the rendezvous by this rank */
+  int container_cores;   /* limit of processor time of this rank's container, in cores */
   char name[72];         /* of the machine */
   cddp_record_header *record; /* flight recorder; NULL: off */
-  uint64_t window_end;   /* bump pointer in this rank's window, offset in the memfd */
-  cddp__atomic_u64 lowest, highest; /* addresses between which all own extents lie, and have lain */
-  uint32_t generation;   /* last one given out */
-  struct cddp__segments own, peers; /* own ones by address, peers' by offset in the memfd */
+  uint64_t window_end;   /* end of the used part of this rank's window, offset in the memfd */
+  cddp__atomic_u64 lowest, highest; /* bounds of the addresses of all own extents, freed ones too */
+  uint32_t generation;   /* the last number given to an extent */
+  struct cddp__segments own, peers; /* own: sorted by address; peers: by offset in the memfd */
   struct cddp__extents lists[CDDP__EXTENT_SIZES]; /* by cddp__extent_list */
-  struct cddp__extent *pending; /* control blocks and what is freed with them: a ring */
-  struct cddp__net *net; /* the other hosts; NULL: there are none */
-  struct cddp_group *groups; /* that this rank is in, by next; lock */
-  struct cddp__slot *slots; /* [size] of the job's first group, for waits; NULL: it is gone */
+  struct cddp__extent *pending; /* control blocks and extents to be freed with one: a ring */
+  struct cddp__net *net; /* the other hosts; NULL: none */
+  struct cddp_group *groups; /* of this rank, a list by next; lock */
+  struct cddp__slot *slots; /* [size] of the job's first group, for waits; NULL: it was freed */
   uintptr_t user;           /* a thread that uses cddp: the address of one of its variables */
-  cddp__atomic_u32 shown;   /* 1: a thread's wait is in this rank's slot; it writes the next */
+  cddp__atomic_u32 shown;   /* 1: this rank's slot shows a thread's wait; it writes the next */
 } cddp__host;
 
 /* A collective or message, with checked arguments. */
@@ -5578,62 +5579,65 @@ static cddp_result cddp__discover(cddp__config *config, const cddp_group_desc *d
 CDDP__COLD_END
 
 /* >>arena -----------------------------------------------------------------------------------------
-   Memory that the ranks of a host reduce in place.
-   Owns: of cddp__host the memfd and the segments, under host.lock.
-   Touches: of a control block whether all ranks have left it, to free it.
-   Entry points: cddp__arena_alloc, _free and _quarantine; cddp__ref_of and cddp__locate;
+   Job: allocates memory that the ranks of a host share, and maps that of other ranks.
+   Owns: the memfd and the segments of a cddp__host, under host.lock.
+   Touches: a control block's count of ranks that have left, to free the block.
+   Entry points: cddp__arena_alloc, _free and _quarantine; cddp__ref_of and cddp__map_ref;
    cddp__host_create and _release.
-   Works as follows: the ranks hold one memfd, so large that it is all holes. Rank i allocates in a
-   window of its own, so that allocating needs no lock between ranks. A window is divided into
-   segments, and a segment into extents of one size: the allocations. A process maps segments as a
-   whole: its own when it makes them, a peer's when it first needs a buffer there. They stay mapped
-   until the host's memory is released. Each segment has half as many extents as all before it with
-   that size. Thus mappings are few (vm.max_map_count), however many allocations there are. Sizes
-   are whole pages, four between powers of two, and each has a list of free extents, which hold no
-   memory. Peers find a buffer by a cddp__ref (segment, offset). The kernel frees everything with
-   the last process. For threads every pointer is good as it is. */
+   How it works:
+     1. The ranks of a host hold one memfd, a sparse file. Rank i allocates in its own window of the
+        file, so that an allocation needs no lock between ranks.
+     2. A window consists of segments, and a segment of extents of one size. An extent is one
+        allocation. Sizes are whole pages, four per power of two. Each size has a list of free
+        extents, whose memory has been given back to the system.
+     3. A process maps whole segments: its own when it creates them, a peer's when it first needs a
+        buffer in it. They stay mapped until the host's memory is released. A new segment has half
+        as many extents as all earlier ones of its size, so that the number of mappings grows with
+        the logarithm of the number of allocations (vm.max_map_count).
+     4. A rank sends a cddp__ref (segment, offset) to let a peer find a buffer.
+   The kernel frees everything when the last process ends. If ranks are threads, a pointer is valid
+   for all of them, and nothing is mapped. */
 
 #ifndef MADV_COLLAPSE
 #define MADV_COLLAPSE 25
 #endif
 
-/* What an extent is for. */
+/* The use of an extent. */
 enum cddp__extent_use {
-  CDDP__FREE,
-  CDDP__FOR_USER,    /* cddp_alloc, gradients: peers write to it, see cddp__arena_quarantine */
-  CDDP__FOR_MESSAGE, /* cddp's own */
-  CDDP__FOR_BLOCK,   /* a group's control block: freed once its ranks have left */
-  CDDP__FOR_LATER,   /* likewise; takes memory as it is touched */
-  CDDP__FOR_MEAN,    /* cddp's own, which takes memory as it is touched */
-  CDDP__FOR_STATES   /* of an optimizer, likewise; peers write to it */
+  CDDP__EXTENT_FREE,
+  CDDP__EXTENT_USER,       /* cddp_alloc, gradients; peers write to it: cddp__arena_quarantine */
+  CDDP__EXTENT_MESSAGE,    /* cddp's buffers */
+  CDDP__EXTENT_BLOCK,      /* a group's control block; freed after all its ranks have left */
+  CDDP__EXTENT_BLOCK_LAZY, /* the same. From here on: memory is allocated at the first access */
+  CDDP__EXTENT_MEAN,       /* cddp's means of gradients */
+  CDDP__EXTENT_STATES      /* an optimizer's states; peers write to it */
 };
 
-/* An allocation, or room for one. */
+/* An allocation, or a free extent. */
 typedef struct cddp__extent {
   struct cddp__segment *segment;
   enum cddp__extent_use use;
-  bool is_private; /* this process has a copy of its own, peers see the old memory; it is not
-                      allocated again */
-  bool quarantined; /* it is not allocated again, see cddp__arena_quarantine */
-  uint32_t after_generation; /* freed with the control block there, if that has this generation; */
-  const cddp__control_block *after;    /* NULL: by itself */
-  struct cddp__extent *next, *previous; /* free: the next of its list; freed with a block, or one:
-                                           the ring host.pending */
+  bool is_private; /* this process has a private copy and peers see the old memory; never allocated
+                      again */
+  bool quarantined; /* never allocated again: cddp__arena_quarantine */
+  uint32_t after_generation; /* generation of `after`, which tells whether it was freed */
+  const cddp__control_block *after; /* freed once all ranks have left this; NULL: by a call */
+  struct cddp__extent *next, *previous; /* FREE: next in its list; pending: the ring host.pending */
 } cddp__extent;
 
-/* A stretch of a rank's window, or (threads) plain memory, as this process has mapped it. */
+/* A range of a rank's window, mapped in this process; private memory if ranks are threads. */
 typedef struct cddp__segment {
   uint64_t base, size; /* offset in the memfd, bytes */
   char *address;
-  cddp__extent *extents; /* [size / extent_size] of an own one; NULL: it is a peer's */
+  cddp__extent *extents; /* [size / extent_size] of an own segment; NULL: a peer's segment */
   size_t extent_size;    /* bytes */
   int list;              /* of free extents of that size */
 } cddp__segment;
 
 static size_t cddp__page_size(void) { return (size_t)sysconf(_SC_PAGESIZE); }
 
-/* Maps size bytes where huge pages can be used: of the memfd from base, at an address that agrees
-   with it; with fd -1 memory of this process alone, for threads and single ranks. */
+/* Maps size bytes at an address that allows huge pages: of the memfd from offset base, or with fd
+   -1 private memory, for threads and single ranks. */
 static char *cddp__map_memory(int fd, uint64_t base, uint64_t size) {
   size_t align = size >= CDDP__HUGE_PAGE ? CDDP__HUGE_PAGE : cddp__page_size();
   size_t span = (size_t)size + align;
@@ -5653,19 +5657,19 @@ static char *cddp__map_memory(int fd, uint64_t base, uint64_t size) {
   return at;
 }
 
-/* Whether the memfd is open. The program can close it (closefrom), and open a file of that number.
- */
-static bool cddp__memory_open(const cddp__host *h) {
+/* Whether the memfd is open. The program can close it (closefrom) and open another file with its
+   number. */
+static bool cddp__memfd_is_open(const cddp__host *h) {
   struct stat s;
   return fstat(h->fd, &s) == 0 && s.st_dev == h->memory.st_dev && s.st_ino == h->memory.st_ino;
 }
 
 static char *cddp__map_segment(const cddp__host *h, uint64_t base, uint64_t size) {
   errno = EBADF;
-  return h->fd < 0 || cddp__memory_open(h) ? cddp__map_memory(h->fd, base, size) : NULL;
+  return h->fd < 0 || cddp__memfd_is_open(h) ? cddp__map_memory(h->fd, base, size) : NULL;
 }
 
-/* The error after cddp__map_segment. */
+/* Sets the error text after cddp__map_segment has failed. */
 static cddp_result cddp__fail_mapping(const char *what, uint64_t bytes) {
   const char *cure = "";
   if (errno == EBADF) cure = ": the program has closed descriptors of cddp (closefrom)";
@@ -5675,10 +5679,9 @@ static cddp_result cddp__fail_mapping(const char *what, uint64_t bytes) {
                     strerror(errno), cure);
 }
 
-/* The memory of a stretch of the memfd goes, and is zero from now on; false if the system will not.
- */
+/* Frees the memory of a range of the memfd, which then reads as zero. Returns false on failure. */
 static bool cddp__arena_punch(const cddp__host *h, uint64_t base, uint64_t size) {
-  return cddp__memory_open(h) &&
+  return cddp__memfd_is_open(h) &&
          syscall(SYS_fallocate, h->fd, 3 /* PUNCH_HOLE | KEEP_SIZE */, (off_t)base,
                  (off_t)size) == 0;
 }
@@ -5689,9 +5692,9 @@ static bool cddp__ref_punch(const cddp__host *h, const cddp__ref *ref) {
   return cddp__arena_punch(h, ref->base + ref->offset / page * page, ref->pages * page);
 }
 
-/* The last segment that begins at key or before it: an address for own ones, for peers' an offset
-   in the memfd. *at: the place in the table for one that begins at key. From here on functions are
-   called with the lock held. */
+/* The last segment that begins at or before key: an address in h->own, an offset in the memfd in
+   h->peers. *at: the index at which a segment that begins at key would be inserted. This function
+   and the following ones need host.lock. */
 static cddp__segment *cddp__segment_find(const struct cddp__segments *table, uint64_t key,
                                          size_t *at) {
   size_t low = 0, high = table->count;
@@ -5705,8 +5708,8 @@ static cddp__segment *cddp__segment_find(const struct cddp__segments *table, uin
   return low > 0 ? table->list[low - 1] : NULL;
 }
 
-/* Adds a mapped segment: an own one with that many extents, or a peer's (0). Unmaps it and returns
-   NULL, with the error set, if there is no memory for its entries. */
+/* Adds a mapped segment: an own one with `extents` extents, or a peer's (0). Returns NULL with the
+   error set, and unmaps it, if memory is exhausted. */
 static cddp__segment *cddp__segment_add(cddp__host *h, uint64_t base, uint64_t size, char *address,
                                         size_t extents) {
   struct cddp__segments *table = extents > 0 ? &h->own : &h->peers;
@@ -5732,16 +5735,16 @@ static cddp__segment *cddp__segment_add(cddp__host *h, uint64_t base, uint64_t s
   return s;
 }
 
-/* The number of the list for extents of a size. */
+/* The index of the free list for extents of this size. */
 static int cddp__extent_list(uint64_t size) {
   int bits = 63 - __builtin_clzll(size);
   return 4 * bits + (int)(size >> (bits - 2) & 3);
 }
 
-/* Makes a segment of extents of `size`. Where there is no place for it, it is one extent, at worst
-   of `bytes` alone. Returns the number of the list that has the extents, or -1 with the error set.
-   */
-static int cddp__segment_new(cddp__host *h, uint64_t size, uint64_t bytes) {
+/* Creates a segment of extents of `size` bytes. If that does not fit, tries one extent of `size`,
+   then one of `bytes`. Returns the index of the free list that holds the extents, or -1 with the
+   error set. */
+static int cddp__segment_create(cddp__host *h, uint64_t size, uint64_t bytes) {
   uint64_t limit = (uint64_t)(h->window + 2) << h->window_bits, base;
   size_t n = cddp__max(1, h->lists[cddp__extent_list(size)].extents / 2);
   int list;
@@ -5759,7 +5762,7 @@ static int cddp__segment_new(cddp__host *h, uint64_t size, uint64_t bytes) {
   if (!fits)
     cddp__fail(CDDP_OUT_OF_MEMORY,
                "cddp_alloc: %" PRIu64 " bytes do not fit into the %" PRIu64
-               " bytes that this rank may share%s",
+               " bytes that this rank can share%s",
                size, (uint64_t)1 << h->window_bits,
                h->window_bits < 40 ? "; raise the file size limit (ulimit -f)" : "");
   else if (address == NULL)
@@ -5783,7 +5786,7 @@ static int cddp__segment_new(cddp__host *h, uint64_t size, uint64_t bytes) {
   return list;
 }
 
-/* The own extent that holds p, or NULL. */
+/* The own extent that contains p, or NULL. */
 static cddp__extent *cddp__extent_of(const cddp__host *h, const void *p) {
   size_t at;
   cddp__segment *s = cddp__segment_find(&h->own, (uint64_t)(uintptr_t)p, &at);
@@ -5796,88 +5799,89 @@ static char *cddp__extent_address(const cddp__extent *e) {
   return s->address + (size_t)(e - s->extents) * s->extent_size;
 }
 
-/* Enumerates this rank's extents in use: the one behind e, which is in segment *at. Begins with
-   NULL and 0, ends with NULL. */
+/* Enumerates this rank's extents in use: returns the next one after e, which is in segment *at.
+   Begins with NULL and 0; ends with NULL. */
 static cddp__extent *cddp__next_extent(const cddp__host *h, cddp__extent *e, size_t *at) {
   for (; *at < h->own.count; ++*at, e = NULL) {
     const cddp__segment *s = h->own.list[*at];
     for (e = e == NULL ? s->extents : e + 1; e < s->extents + s->size / s->extent_size; e++)
-      if (e->use != CDDP__FREE) return e;
+      if (e->use != CDDP__EXTENT_FREE) return e;
   }
   return NULL;
 }
 
-/* Whether e is a control block, or freed with one: the ring host.pending has these. */
-static bool cddp__extent_pends(const cddp__extent *e) {
-  return e->use == CDDP__FOR_BLOCK || e->use == CDDP__FOR_LATER || e->after != NULL;
+/* Whether e is in the ring host.pending: a control block, or an extent to be freed with one. */
+static bool cddp__extent_is_pending(const cddp__extent *e) {
+  return e->use == CDDP__EXTENT_BLOCK || e->use == CDDP__EXTENT_BLOCK_LAZY || e->after != NULL;
 }
 
-static void cddp__extent_pend(cddp__host *h, cddp__extent *e) {
+static void cddp__extent_set_pending(cddp__host *h, cddp__extent *e) {
   if (h->pending == NULL) h->pending = e->previous = e;
   e->next = h->pending;
   e->previous = e->next->previous;
   e->previous->next = e->next->previous = e;
 }
 
-/* Gives the memory of an extent back to the system, and the extent to its list. */
+/* Frees an extent: its memory goes back to the system, the extent to its free list. */
 static void cddp__extent_release(cddp__host *h, cddp__extent *e) {
   const cddp__segment *s = e->segment;
   char *address = cddp__extent_address(e);
-  if (cddp__extent_pends(e)) {
+  if (cddp__extent_is_pending(e)) {
     e->previous->next = e->next;
     e->next->previous = e->previous;
     if (h->pending == e) h->pending = e->next != e ? e->next : NULL;
   }
-  e->use = CDDP__FREE;
+  e->use = CDDP__EXTENT_FREE;
   e->after = NULL;
   if (h->fd >= 0 && !e->is_private
           ? !cddp__arena_punch(h, s->base + (uint64_t)(address - s->address), s->extent_size)
           : madvise(address, s->extent_size, MADV_DONTNEED) != 0)
-    memset(address, 0, s->extent_size); /* or a block's old rounds would seem new */
+    memset(address, 0, s->extent_size); /* else a new block would contain old rounds */
   if (e->is_private || e->quarantined) return;
   e->next = h->lists[s->list].free;
   h->lists[s->list].free = e;
 }
 
-/* Asks for huge pages. MADV_COLLAPSE makes them, on this core, even where the system's setting for
-   shared memory says never, but only of memory that has one page at least. Without it ordinary
-   pages do. What is there stays, whoever writes to it meanwhile. */
+/* Requests huge pages. MADV_COLLAPSE creates them on this core, even if the system's setting for
+   shared memory is "never", but only where at least one page exists. If it fails, ordinary pages
+   remain. The contents do not change, and other processes can write to the memory meanwhile. */
 static void cddp__populate(char *address, uint64_t size, bool shared) {
   uint64_t whole = size / CDDP__HUGE_PAGE * CDDP__HUGE_PAGE, at;
   if (whole == 0) return;
   madvise(address, (size_t)whole, MADV_HUGEPAGE);
-  if (!shared) return; /* the first touch makes one */
+  if (!shared) return; /* the first access creates one */
   for (at = 0; at < whole; at += CDDP__HUGE_PAGE) (void)((volatile char *)address)[at];
   madvise(address, (size_t)whole, MADV_COLLAPSE);
 }
 
 /* Whether all ranks of this host have left the group of a control block. */
-static bool cddp__block_left(const cddp__control_block *b) {
+static bool cddp__block_is_left(const cddp__control_block *b) {
   uint32_t size = cddp__load32(&b->size);
   return size != 0 && cddp__load32(&b->left) == size;
 }
 
-/* Whether the control block that e is freed with has been freed: then its place is zero, or holds
-   another one. */
-static bool cddp__block_gone(const cddp__extent *e) {
+/* Whether e's control block has been freed, or all ranks have left it. The memory of a freed block
+   is zero or holds another block. */
+static bool cddp__block_is_freed(const cddp__extent *e) {
   return cddp__load32(&e->after->generation) != e->after_generation ||
-         cddp__load32(&e->after->size) == 0 || cddp__block_left(e->after);
+         cddp__load32(&e->after->size) == 0 || cddp__block_is_left(e->after);
 }
 
-/* Frees control blocks that all ranks of this host have left, and what is freed with these. Each
-   call checks up to 16, in turn: an allocation adds one. */
-static void cddp__arena_reap(cddp__host *h) {
+/* Frees control blocks that all ranks of this host have left, and the extents that depend on them.
+   Each call checks the next 16 of the ring, since each allocation adds at most one. */
+static void cddp__arena_free_left_blocks(cddp__host *h) {
   int i;
   for (i = 0; i < 16 && h->pending != NULL; i++) {
     cddp__extent *e = h->pending;
+    const void *block = cddp__extent_address(e);
     h->pending = e->next;
-    if (e->after != NULL ? cddp__block_gone(e)
-                         : cddp__block_left((cddp__control_block *)(void *)cddp__extent_address(e)))
+    if (e->after != NULL ? cddp__block_is_freed(e)
+                         : cddp__block_is_left((const cddp__control_block *)block))
       cddp__extent_release(h, e);
   }
 }
 
-/* Zeroed memory of this rank's window. */
+/* Allocates zeroed memory in this rank's window. */
 static void *cddp__arena_alloc(cddp__host *h, size_t bytes, enum cddp__extent_use use) {
   size_t page = bytes >= CDDP__HUGE_PAGE ? CDDP__HUGE_PAGE : cddp__page_size(), whole, size;
   cddp__extent *e;
@@ -5890,53 +5894,54 @@ static void *cddp__arena_alloc(cddp__host *h, size_t bytes, enum cddp__extent_us
   whole = cddp__round_up(cddp__max(bytes, 1), page);
   size = cddp__round_up(whole, cddp__max(page, (size_t)1 << (63 - __builtin_clzll(whole)) >> 2));
   pthread_mutex_lock(&h->lock);
-  cddp__arena_reap(h);
+  cddp__arena_free_left_blocks(h);
   list = cddp__extent_list(size);
-  if (h->lists[list].free == NULL) list = cddp__segment_new(h, size, whole);
-  if (list < 0) /* takes a larger free extent */
+  if (h->lists[list].free == NULL) list = cddp__segment_create(h, size, whole);
+  if (list < 0) /* no new segment: search a larger free extent */
     for (list = cddp__extent_list(size); list < CDDP__EXTENT_SIZES && h->lists[list].free == NULL;)
       list++;
   if (list < CDDP__EXTENT_SIZES) {
     e = h->lists[list].free;
     h->lists[list].free = e->next;
     address = cddp__extent_address(e);
-    if (use < CDDP__FOR_LATER) cddp__populate(address, whole, h->fd >= 0);
+    if (use < CDDP__EXTENT_BLOCK_LAZY) cddp__populate(address, whole, h->fd >= 0);
     e->use = use;
-    if (cddp__extent_pends(e)) {
+    if (cddp__extent_is_pending(e)) {
       cddp__store32(&((cddp__control_block *)(void *)address)->generation, ++h->generation);
-      cddp__extent_pend(h, e);
+      cddp__extent_set_pending(h, e);
     }
   }
   pthread_mutex_unlock(&h->lock);
   return address;
 }
 
-/* A peer that was stopped in the middle of a failed operation may write to this rank's memory when
-   it continues, at any later time. So the memory that peers write to is never allocated again. */
+/* Excludes all memory that peers write to from later allocations. Called after a failed operation
+   during which a peer was stopped: it can write to this rank's memory whenever it continues. */
 static void cddp__arena_quarantine(cddp__host *h) {
   cddp__extent *e = NULL;
   size_t at = 0;
   pthread_mutex_lock(&h->lock);
   while (h->fd >= 0 && (e = cddp__next_extent(h, e, &at)) != NULL)
-    if (e->use == CDDP__FOR_USER || e->use == CDDP__FOR_MEAN || e->use == CDDP__FOR_STATES)
+    if (e->use == CDDP__EXTENT_USER || e->use == CDDP__EXTENT_MEAN || e->use == CDDP__EXTENT_STATES)
       e->quarantined = true;
   pthread_mutex_unlock(&h->lock);
 }
 
-static bool cddp__arena_free(cddp__host *h, void *p) { /* false: it is not this rank's */
+/* Frees p. Returns false if p is not an allocation of this rank. */
+static bool cddp__arena_free(cddp__host *h, void *p) {
   cddp__extent *e;
   bool own;
   if (p == NULL) return true;
   pthread_mutex_lock(&h->lock);
   e = cddp__extent_of(h, p);
-  own = e != NULL && e->use != CDDP__FREE && cddp__extent_address(e) == (char *)p;
+  own = e != NULL && e->use != CDDP__EXTENT_FREE && cddp__extent_address(e) == (char *)p;
   if (own) cddp__extent_release(h, e);
   pthread_mutex_unlock(&h->lock);
   return own;
 }
 
-/* Frees this rank's control block that is there, unless that has been freed: then its place is
-   zero, or holds another one. */
+/* Frees this rank's control block at ref, unless it has been freed already: then its memory is zero
+   or holds another block, with another generation. */
 static void cddp__arena_free_block(cddp__host *h, const cddp__ref *ref, uint32_t generation) {
   cddp__extent *e = NULL;
   size_t i;
@@ -5944,15 +5949,15 @@ static void cddp__arena_free_block(cddp__host *h, const cddp__ref *ref, uint32_t
   for (i = 0; i < h->own.count; i++)
     if (h->own.list[i]->base == ref->base)
       e = cddp__extent_of(h, h->own.list[i]->address + ref->offset);
-  if (e != NULL && cddp__extent_pends(e) && e->after == NULL &&
+  if (e != NULL && cddp__extent_is_pending(e) && e->after == NULL &&
       cddp__load32(&((cddp__control_block *)(void *)cddp__extent_address(e))->generation) ==
           generation)
     cddp__extent_release(h, e);
   pthread_mutex_unlock(&h->lock);
 }
 
-/* Whether `ref` is where this process has a peer's p. */
-static bool cddp__ref_is_of(cddp__host *h, const cddp__ref *ref, const void *p) {
+/* Whether ref refers to the peer's buffer that this process has mapped at p. */
+static bool cddp__ref_is_mapped_at(cddp__host *h, const cddp__ref *ref, const void *p) {
   const cddp__segment *s;
   size_t at;
   bool same;
@@ -5964,23 +5969,23 @@ static bool cddp__ref_is_of(cddp__host *h, const cddp__ref *ref, const void *p) 
   return same;
 }
 
-/* Frees p once all ranks of this host have left the group with that control block: until then they
-   may read it. Of the first group, whose block is no extent, p stays as long as the host's memory.
-   */
+/* Frees p after all ranks of this host have left the group with control block b, because until then
+   they can read p. The first group's block is not an extent: then p lives as long as the host's
+   memory. */
 static void cddp__arena_free_with(cddp__host *h, const void *p, const cddp__control_block *b) {
   cddp__extent *e;
   pthread_mutex_lock(&h->lock);
   if (p != NULL && cddp__load32(&b->generation) != 0 && cddp__load32(&b->size) != 0 &&
       (e = cddp__extent_of(h, p)) != NULL) {
-    if (!cddp__extent_pends(e)) cddp__extent_pend(h, e);
+    if (!cddp__extent_is_pending(e)) cddp__extent_set_pending(h, e);
     e->after = b;
     e->after_generation = cddp__load32(&b->generation);
   }
   pthread_mutex_unlock(&h->lock);
 }
 
-/* How peers find bytes at p; kind NONE when they cannot: for most of a program's own memory the
-   address tells, which saves the lock. */
+/* The reference to `bytes` bytes at p, for peers. Its kind is NONE if p is not shared memory; for
+   most of a program's private memory the address shows this without the lock. */
 static cddp__ref cddp__ref_of(cddp__host *h, const void *p, size_t bytes) {
   cddp__ref ref;
   const cddp__extent *e;
@@ -5995,7 +6000,7 @@ static cddp__ref cddp__ref_of(cddp__host *h, const void *p, size_t bytes) {
     return ref;
   pthread_mutex_lock(&h->lock);
   e = cddp__extent_of(h, p);
-  if (e != NULL && e->use != CDDP__FREE && !e->is_private &&
+  if (e != NULL && e->use != CDDP__EXTENT_FREE && !e->is_private &&
       bytes <= e->segment->extent_size - (size_t)((const char *)p - cddp__extent_address(e))) {
     ref.kind = CDDP__REF_EXTENT;
     ref.base = e->segment->base;
@@ -6007,8 +6012,8 @@ static cddp__ref cddp__ref_of(cddp__host *h, const void *p, size_t bytes) {
   return ref;
 }
 
-/* The address here of what ref describes: a peer's or this rank's own. */
-static cddp_result cddp__locate(cddp__host *h, const cddp__ref *ref, void **out) {
+/* Sets *out to this process's address of the buffer; maps its segment if necessary. */
+static cddp_result cddp__map_ref(cddp__host *h, const cddp__ref *ref, void **out) {
   cddp__segment *s;
   char *address;
   size_t at, i;
@@ -6029,11 +6034,11 @@ static cddp_result cddp__locate(cddp__host *h, const cddp__ref *ref, void **out)
   return s != NULL ? CDDP_OK : CDDP_OUT_OF_MEMORY;
 }
 
-/* How many processors' time the container of this process may take at once (docker --cpus, the
-   limit of a pod), rounded up; INT_MAX: there is no limit. */
+/* The limit of processor time of this process's container, in cores, rounded up (docker --cpus, a
+   pod's limit). INT_MAX if there is none. */
 static int cddp__container_cores(void) {
   static const char *const names[] = {"cpu.max", "cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"};
-  long long n[3][2] = {{0, 0}, {0, 0}, {0, 0}}, quota, period; /* of version 2 in one file */
+  long long n[3][2] = {{0, 0}, {0, 0}, {0, 0}}, quota, period; /* cgroup v2 has both in one file */
   char path[64];
   FILE *file;
   int i;
@@ -6049,10 +6054,10 @@ static int cddp__container_cores(void) {
                                                             : INT_MAX;
 }
 
-/* Adds the processors that this process may use to those of other ranks, and counts all. Launchers
-   may bind each rank to processors of its own; a container may have the time of `most` alone, which
-   then counts as the first ones. */
-static int cddp__add_cores(cddp__atomic_u64 *all, int most) {
+/* Adds the processors that this process can use to those of other ranks, and returns the number of
+   all. A launcher can bind each rank to other processors. If a container limits this process to the
+   time of `most` processors, the first `most` count. */
+static int cddp__count_cores(cddp__atomic_u64 *all, int most) {
   uint64_t mine[CDDP__PROCESSORS / 64], old;
   int n = 0, i;
   memset(mine, 0, sizeof mine);
@@ -6071,9 +6076,9 @@ static int cddp__add_cores(cddp__atomic_u64 *all, int most) {
   return n > 0 ? n : 1;
 }
 
-/* Where this rank is among the ranks of the host; before anything is allocated. The arrays are
-   large enough for the job. */
-static void cddp__host_place(cddp__host *h, int size, int index, int window) {
+/* Sets this rank's number among the ranks of the host, before the first allocation. The arrays were
+   allocated for all ranks of the job. */
+static void cddp__host_set_rank(cddp__host *h, int size, int index, int window) {
   h->size = size;
   h->index = index;
   h->window = window;
@@ -8926,7 +8931,7 @@ static void cddp__host_free(cddp__host *h) {
   }
   for (i = 0; h->pidfds != NULL && i < h->size + CDDP__JOINS; i++)
     if (h->pidfds[i] >= 0) close(h->pidfds[i]);
-  if (cddp__memory_open(h)) cddp__close_fd(&h->fd);
+  if (cddp__memfd_is_open(h)) cddp__close_fd(&h->fd);
   cddp__close_fd(&h->door_fd);
   cddp__close_fd(&h->door_port);
   cddp__close_fd(&h->claim);
@@ -8972,10 +8977,10 @@ static cddp__host *cddp__host_create(const cddp_allocator *a, const cddp_logger 
   pthread_mutex_init(&h->lock, NULL);
   h->fd = h->claim = h->port = h->door_fd = h->door_port = -1;
   h->window_bits = 40;
-  cddp__host_place(h, size, index, index);
+  cddp__host_set_rank(h, size, index, index);
   memset(processors, 0, sizeof processors);
   h->container_cores = cddp__container_cores();
-  h->cores = cddp__add_cores(processors, h->container_cores);
+  h->cores = cddp__count_cores(processors, h->container_cores);
   h->refs = 1;
   h->lead = h;
   gethostname(h->name, sizeof h->name - 1);
@@ -10045,7 +10050,7 @@ static cddp_result cddp__use_table(cddp__rendezvous *v) {
   n->host = n->homes[n->rank].host;
   for (i = 0; i < n->size; i++)
     if (n->homes[i].host == n->host) h->pids[n->homes[i].index] = n->homes[i].pid;
-  cddp__host_place(h, n->hosts[n->host].size, n->homes[n->rank].index, n->homes[n->rank].index);
+  cddp__host_set_rank(h, n->hosts[n->host].size, n->homes[n->rank].index, n->homes[n->rank].index);
   if (n->host_count == 1) return CDDP_OK;
   h->net = n;
   if (v->door->secret[0] == 0 || v->job_secret) return CDDP_OK;
@@ -10132,7 +10137,7 @@ static cddp_result cddp__pass_on(cddp__rendezvous *v, cddp_group **out) {
     r = cddp__take_memory(v, h->size);
   else if (r == CDDP_OK && h->size > 1)
     r = cddp__make_memory(h);
-  cddp__host_place(h, h->size, h->index, h->index); /* with this size of windows */
+  cddp__host_set_rank(h, h->size, h->index, h->index); /* with this size of windows */
   if (r == CDDP_OK)
     r = cddp__world_group(out, h, v->at->rank, v->at->world_size, v->at->timeout_s);
   for (i = 0; i < v->below_count && r == CDDP_OK; i++) {
@@ -10494,9 +10499,9 @@ static cddp_result cddp__join_memory(cddp__rendezvous *v, const cddp__join_table
   first = (cddp__control_block *)(void *)cddp__map_memory(h->fd, 0, page);
   if (first == NULL) return cddp__fail_errno("mmap of the job's shared memory");
   joins = cddp__add32(&first->joins, 1);
-  h->cores = cddp__add_cores(first->processors, h->container_cores);
+  h->cores = cddp__count_cores(first->processors, h->container_cores);
   munmap(first, page);
-  cddp__host_place(h, h->size, h->index, table->here + (int)joins - 1);
+  cddp__host_set_rank(h, h->size, h->index, table->here + (int)joins - 1);
   if (joins <= CDDP__JOINS &&
       (uint64_t)(h->window + 2) << h->window_bits <= (uint64_t)lseek(h->fd, 0, SEEK_END))
     return CDDP_OK;
@@ -10536,7 +10541,7 @@ static cddp_result cddp__join(cddp_group **out, const cddp__config *at, const cd
     r = cddp__record_open(&h->record, table.job, at->rank, h->size,
                           table.life);
   if (r == CDDP_OK && h->fd >= 0) /* a process of the host, behind those that met */
-    cddp__host_place(h, table.here, h->window, h->window);
+    cddp__host_set_rank(h, table.here, h->window, h->window);
   cddp__rendezvous_free(&v);
   return r;
 }
@@ -11633,7 +11638,7 @@ static cddp_result cddp__find_views(const cddp__flow *f, bool *hidden) {
     if (ref->kind == CDDP__REF_NONE)
       r = cddp__fail(CDDP_OUT_OF_MEMORY, "rank %d has no memory for pieces of messages", p);
     else if (ref->kind != CDDP__REF_UNUSED && (p != g->rank || scratch))
-      r = cddp__locate(g->host, ref, &at);
+      r = cddp__map_ref(g->host, ref, &at);
     else if (p == g->rank)
       at = f->adds ? (void *)(uintptr_t)f->c->send : f->c->recv;
     t = x->peers[p].number;
@@ -11687,7 +11692,7 @@ static cddp_result cddp__hosts_run(cddp_group *g, const cddp__call *c) {
     ref = cddp__ref_of(g->host, f.adds ? c->send : c->recv, received);
   f.hidden = ref.kind == CDDP__REF_NONE;
   if (f.hidden && *scratch == NULL) {
-    *scratch = (char *)cddp__arena_alloc(g->host, 2 * CDDP__SCRATCH, CDDP__FOR_MESSAGE);
+    *scratch = (char *)cddp__arena_alloc(g->host, 2 * CDDP__SCRATCH, CDDP__EXTENT_MESSAGE);
     if (*scratch != NULL)
       cddp__slot_of(g, g->rank)->scratch = cddp__ref_of(g->host, *scratch, 2 * CDDP__SCRATCH);
   }
@@ -11898,7 +11903,7 @@ static int cddp__grow_sends(cddp_group *g) {
     cddp__fail(CDDP_OUT_OF_MEMORY, "%d messages are already in flight: receive some first", count);
     return -1;
   }
-  g->sends[block] = (cddp__send_request *)cddp__arena_alloc(g->host, bytes, CDDP__FOR_MESSAGE);
+  g->sends[block] = (cddp__send_request *)cddp__arena_alloc(g->host, bytes, CDDP__EXTENT_MESSAGE);
   if (g->sends[block] == NULL) return -1;
   g->send_blocks++;
   cddp__slot_of(g, g->rank)->more_sends[block] = cddp__ref_of(g->host, g->sends[block], bytes);
@@ -11965,7 +11970,7 @@ static cddp_result cddp__stage(cddp_group *g, cddp__send_request *p, const void 
     size = cddp__round_up(cddp__max(bytes, 1), size);
     cddp__arena_free(g->host, p->stage);
     p->stage_size = 0;
-    p->stage = cddp__arena_alloc(g->host, size, CDDP__FOR_MESSAGE);
+    p->stage = cddp__arena_alloc(g->host, size, CDDP__EXTENT_MESSAGE);
     if (p->stage == NULL) return CDDP_OUT_OF_MEMORY;
     p->stage_size = size;
   }
@@ -12032,7 +12037,7 @@ static cddp__send_request *cddp__find_send(cddp_group *g, const cddp_work *q) {
   for (block = 0; left > 0 && block < CDDP__SEND_BLOCKS; block++, n *= 2) {
     void *at = slot->sends;
     cddp__send_request *p;
-    if (block > 0 && cddp__locate(g->host, &slot->more_sends[block], &at) != CDDP_OK) at = NULL;
+    if (block > 0 && cddp__map_ref(g->host, &slot->more_sends[block], &at) != CDDP_OK) at = NULL;
     for (p = (cddp__send_request *)at, i = 0; i < n && i < left && p != NULL; i++, p++) {
       if (cddp__load32(&p->state) != CDDP__POSTED_TO(g->rank) ||
           cddp__load32(&p->tag) != (uint32_t)q->call.tag)
@@ -12080,7 +12085,7 @@ static void cddp__take_send(cddp_group *g, cddp_work *q, cddp__send_request *p) 
   } else {
     CDDP__POINT("take");
     from = p->u.bytes;
-    r = p->inlined ? CDDP_OK : cddp__locate(g->host, &p->u.ref, &from);
+    r = p->inlined ? CDDP_OK : cddp__map_ref(g->host, &p->u.ref, &from);
     if (r == CDDP_OK && p->count > 0) memcpy(q->call.recv, from, p->count * q->call.esize);
     if (r == CDDP_OK) r = cddp__check_group(g); /* the sender may have withdrawn its buffer */
     q->result = r == CDDP_OK ? r : cddp__break(g, r);
@@ -13455,7 +13460,7 @@ static cddp_result cddp__run_large(cddp_group *g, const cddp__call *c) {
       staged = staged && !cddp__is_read(c, p);
       if (p == g->rank)
         g->buffers[p] = (void *)(uintptr_t)c->send;
-      else if (direct && (r = cddp__locate(g->host, at, &g->buffers[p])) != CDDP_OK)
+      else if (direct && (r = cddp__map_ref(g->host, at, &g->buffers[p])) != CDDP_OK)
         r = cddp__break(g, r);
     }
   }
@@ -13809,7 +13814,7 @@ static cddp_result cddp__share_block(cddp_group *g, const int *members, int n, c
   *block = NULL;
   memset(ref, 0, sizeof *ref);
   if (n > 0 && members[first] == g->rank) {
-    p = cddp__arena_alloc(g->host, bytes, CDDP__FOR_BLOCK);
+    p = cddp__arena_alloc(g->host, bytes, CDDP__EXTENT_BLOCK);
     if (p != NULL) {
       cddp__store32(&((cddp__control_block *)p)->size, (uint32_t)here);
       *ref = cddp__ref_of(g->host, p, bytes);
@@ -13821,7 +13826,7 @@ static cddp_result cddp__share_block(cddp_group *g, const int *members, int n, c
   if (ref->kind == CDDP__REF_NONE)
     cddp__fail(CDDP_OUT_OF_MEMORY, "rank %d could not allocate shared memory for the new group",
                members[first]);
-  else if (cddp__locate(g->host, ref, &p) == CDDP_OK)
+  else if (cddp__map_ref(g->host, ref, &p) == CDDP_OK)
     *block = (char *)p;
   return CDDP_OK;
 }
@@ -13974,12 +13979,12 @@ static cddp_result cddp__init(cddp_group **out, const cddp_group_desc *d) {
     return r;
   }
   cddp__put64(job, cddp__record_job());
-  (void)cddp__add_cores(g->block->processors, g->host->container_cores);
+  (void)cddp__count_cores(g->block->processors, g->host->container_cores);
   if (r == CDDP_OK) r = cddp__hosts_attach(g, g->host->net, NULL);
   if (r == CDDP_OK)
     r = cddp__round(g, CDDP__SCOPE_ALL, CDDP__KIND_BARRIER, CDDP__PHASE_CALL, 0, job, sizeof job);
   if (r == CDDP_OK) { /* after this round all ranks of the host compute the same number of cores */
-    g->host->cores = cddp__add_cores(g->block->processors, g->host->container_cores);
+    g->host->cores = cddp__count_cores(g->block->processors, g->host->container_cores);
     cddp__store32(&g->block->cores, (uint32_t)g->host->cores);
     cddp__set_wait_policy(g);
   }
@@ -15715,7 +15720,7 @@ static cddp_result cddp__stage_call(cddp__device *p, const cddp__call *c, cudaSt
   if (r != CDDP_OK || c->count == 0) return r;
   cddp__buffer_bytes(g, c, &sends, &recvs);
   second = cddp__in_one_buffer(c) ? 0 : cddp__round_up(sends, CDDP__CACHE_LINE);
-  stage = (char *)cddp__arena_alloc(g->host, second + recvs, CDDP__FOR_USER);
+  stage = (char *)cddp__arena_alloc(g->host, second + recvs, CDDP__EXTENT_USER);
   if (stage == NULL) return message ? CDDP_OUT_OF_MEMORY : cddp__break(g, CDDP_OUT_OF_MEMORY);
   r = cddp__stream_after(p, p->side, s);
   if (r == CDDP_OK && c->kind != CDDP__KIND_RECV && cddp__sends(c, g->rank))
@@ -16904,7 +16909,7 @@ static cddp_result cddp__exchange_refs(cddp_group *g, int kind, const void *p, s
       return cddp__break(g, cddp__fail(CDDP_ABORTED, "a rank's memory is no longer shared"));
   for (k = 0; k < g->size; k++) {
     if (g->members[k] < 0) continue;
-    if ((r = cddp__locate(g->host, &cddp__op_header_of(g, k, g->round)->u.ref, &at)) != CDDP_OK)
+    if ((r = cddp__map_ref(g->host, &cddp__op_header_of(g, k, g->round)->u.ref, &at)) != CDDP_OK)
       return cddp__break(g, r);
     *out++ = (char *)at;
   }
@@ -16975,7 +16980,7 @@ static cddp_result cddp__map_params(cddp_ddp *d) {
       char **table = j % 2 == 0 ? d->weights : d->gradients;
       void *at = NULL;
       if (g->members[k] < 0) continue;
-      r = cddp__locate(g->host, &all[(size_t)k * n + j], &at);
+      r = cddp__map_ref(g->host, &all[(size_t)k * n + j], &at);
       table[(size_t)local++ * (size_t)d->count + j / 2] = (char *)at;
     }
     if (r != CDDP_OK) r = cddp__break(g, r);
@@ -17157,7 +17162,7 @@ static cddp_result cddp__keep_rows(cddp_ddp *d, int shard) {
   char *more = d->rows;
   if (bytes > d->rows_room) {
     bytes = cddp__max(bytes, 2 * d->rows_room);
-    if ((more = (char *)cddp__arena_alloc(h, bytes, CDDP__FOR_MESSAGE)) == NULL)
+    if ((more = (char *)cddp__arena_alloc(h, bytes, CDDP__EXTENT_MESSAGE)) == NULL)
       return CDDP_OUT_OF_MEMORY;
     if (d->rows_bytes > 0) memcpy(more, d->rows, d->rows_bytes);
     cddp__arena_free(h, d->rows);
@@ -17340,7 +17345,7 @@ static cddp_result cddp__compress_hook(cddp_bucket *b, cddp_dtype small) {
   if (!host)
     r = cddp__device_scratch(&cddp__device_of(b->group)->scratch, 2 * b->count, &copy);
 #endif
-  if (host) copy = cddp__arena_alloc(b->group->host, b->count * 2, CDDP__FOR_USER);
+  if (host) copy = cddp__arena_alloc(b->group->host, b->count * 2, CDDP__EXTENT_USER);
   if (r == CDDP_OK && copy == NULL) r = CDDP_OUT_OF_MEMORY;
   if (r == CDDP_OK) r = cddp__convert_any(b->group, copy, small, b->data, b->dtype, b->count);
   c = cddp__average_call(copy, b->count, small);
@@ -17482,7 +17487,7 @@ static cddp_result cddp__host_zero(void *p, size_t bytes, void *stream) {
 
 static cddp_result cddp__host_alloc(cddp_ddp *d) {
   d->arena = (char *)cddp__arena_alloc(d->group->host, d->whole,
-                                       d->desc.elastic ? CDDP__FOR_MESSAGE : CDDP__FOR_USER);
+                                       d->desc.elastic ? CDDP__EXTENT_MESSAGE : CDDP__EXTENT_USER);
   return d->arena != NULL ? CDDP_OK
                           : cddp__fail_in(CDDP_OUT_OF_MEMORY, "%zu bytes of gradients: ", d->whole);
 }
@@ -17490,7 +17495,7 @@ static cddp_result cddp__host_alloc(cddp_ddp *d) {
 static cddp_result cddp__host_scratch(cddp_ddp *d, size_t bytes, void **out) {
   if (d->scratch_bytes < bytes) {
     cddp__arena_free(d->group->host, d->scratch);
-    d->scratch = (char *)cddp__arena_alloc(d->group->host, bytes, CDDP__FOR_USER);
+    d->scratch = (char *)cddp__arena_alloc(d->group->host, bytes, CDDP__EXTENT_USER);
     d->scratch_bytes = d->scratch != NULL ? bytes : 0;
   }
   *out = d->scratch;
@@ -17671,7 +17676,7 @@ static cddp_result cddp__common_memory(cddp_ddp *d, size_t bytes, enum cddp__ext
   if (r == CDDP_OK) {
     while (g->members[k] < 0) k++; /* this host's first: a sub-group may be without its rank 0 */
     ref = cddp__op_header_of(g, k, g->round)->u.ref;
-    if (ref.kind != CDDP__REF_NONE) r = cddp__locate(g->host, &ref, &at);
+    if (ref.kind != CDDP__REF_NONE) r = cddp__map_ref(g->host, &ref, &at);
     else if (k == g->rank) r = CDDP_OUT_OF_MEMORY; /* it has said why, and now tells all */
     r = cddp__consensus(g, r, NULL, 0, NULL);
   }
@@ -17685,7 +17690,7 @@ static cddp_result cddp__common_memory(cddp_ddp *d, size_t bytes, enum cddp__ext
 static cddp_result cddp__share_create(cddp_ddp *d, cddp_optim *o) {
   size_t begin, end, from, to;
   char *states;
-  cddp_result r = cddp__common_memory(d, (size_t)o->states * d->state_room, CDDP__FOR_STATES,
+  cddp_result r = cddp__common_memory(d, (size_t)o->states * d->state_room, CDDP__EXTENT_STATES,
                                       &states);
   int k;
   if (r != CDDP_OK) return r;
@@ -19493,7 +19498,7 @@ static cddp_result cddp__elastic_grow(cddp_ddp *d, int slots) {
   cddp_result r = CDDP_OK;
   if (slots <= d->slots) return CDDP_OK;
   p = cddp__elastic_alloc(d, (size_t)slots * d->slot_room + 2 * cddp__gather_slack(d),
-                       CDDP__FOR_MESSAGE);
+                       CDDP__EXTENT_MESSAGE);
   if (p == NULL) return CDDP_OUT_OF_MEMORY;
   if (c->area != NULL) r = (d->memory->copy)(p, c->area, bytes, d->group->stream);
   cddp__elastic_release(d, c->area);
@@ -19550,7 +19555,7 @@ static void cddp__leave_over_member(cddp_ddp *d, int place) {
   const cddp__ref *weights = (const cddp__ref *)(shown + 1);
   int i;
   d->elastic->shown[place] = NULL;
-  if (shown == NULL || !cddp__ref_is_of(d->group->host, &shown->self, shown)) return;
+  if (shown == NULL || !cddp__ref_is_mapped_at(d->group->host, &shown->self, shown)) return;
   copy = *shown;
   for (i = 0; i < d->count; i++) cddp__leave_over(d, &weights[i], 0);
   cddp__leave_over(d, &copy.arena, 0);
@@ -19593,7 +19598,7 @@ static cddp_result cddp__show_new(cddp_ddp *d) {
   cddp__host *h = d->group->host;
   size_t bytes = sizeof(cddp__shown) + (size_t)d->count * sizeof(cddp__ref) +
                  (size_t)d->shards * sizeof(int32_t);
-  cddp__shown *own = (cddp__shown *)cddp__arena_alloc(h, bytes, CDDP__FOR_MESSAGE);
+  cddp__shown *own = (cddp__shown *)cddp__arena_alloc(h, bytes, CDDP__EXTENT_MESSAGE);
   cddp__ref *weights = (cddp__ref *)(own + 1);
   int i;
   d->elastic->own = own;
@@ -19636,12 +19641,12 @@ static cddp_result cddp__see_sums(cddp_ddp *d, int k, char **packets) {
   cddp__shown *shown = c->shown[c->order[k]];
   void *arena = d->arena, *sums = c->area, *mean = c->mean, *rows = d->rows;
   cddp_result r = CDDP_OK;
-  if (k != d->me) r = cddp__locate(h, &shown->arena, &arena);
-  if (k != d->me && r == CDDP_OK) r = cddp__locate(h, &shown->mean, &mean);
+  if (k != d->me) r = cddp__map_ref(h, &shown->arena, &arena);
+  if (k != d->me && r == CDDP_OK) r = cddp__map_ref(h, &shown->mean, &mean);
   if (k != d->me && r == CDDP_OK && shown->sums.kind != CDDP__REF_NONE)
-    r = cddp__locate(h, &shown->sums, &sums);
+    r = cddp__map_ref(h, &shown->sums, &sums);
   if (k != d->me && r == CDDP_OK && shown->rows.kind != CDDP__REF_NONE)
-    r = cddp__locate(h, &shown->rows, &rows);
+    r = cddp__map_ref(h, &shown->rows, &rows);
   if (r != CDDP_OK) return r;
   cddp__see_arena(d, k, (char *)arena);
   d->slot_areas[k] = (char *)sums;
@@ -19672,7 +19677,7 @@ static cddp_result cddp__elastic_connect(cddp_ddp *d) {
     void *at = c->own;
     if (g->members[k] < 0) continue;
     ref = cddp__op_header_of(g, k, g->round)->u.ref;
-    if (k != g->rank) r = cddp__locate(d->group->host, &ref, &at);
+    if (k != g->rank) r = cddp__map_ref(d->group->host, &ref, &at);
     c->shown[c->order[k]] = (cddp__shown *)at;
   }
   c->shares = c->own != NULL && g->hosts == NULL;
@@ -19851,7 +19856,7 @@ static cddp_result cddp__elastic_report_new(cddp_ddp *d, cddp__message **out) {
   memcpy(sums + d->shards, c->ended, (size_t)d->shards);
   for (i = 1; i <= d->shards; i++) block = cddp__max(block, cddp__block_bytes(i, i));
   for (i = 0; i < 2; i++) {
-    c->blocks[i] = cddp__arena_alloc(h, block, CDDP__FOR_LATER);
+    c->blocks[i] = cddp__arena_alloc(h, block, CDDP__EXTENT_BLOCK_LAZY);
     if (c->blocks[i] == NULL) return CDDP_OUT_OF_MEMORY;
     report->blocks[i] = cddp__ref_of(h, c->blocks[i], block);
   }
@@ -20356,7 +20361,7 @@ static cddp_result cddp__elastic_group(cddp_ddp *d, cddp__message *table, int wh
     block = c->blocks[which];
     c->blocks[which] = NULL; /* the group's, from now on */
     cddp__store32(&((cddp__control_block *)block)->size, (uint32_t)here);
-  } else if ((r = cddp__locate(h, &ref, &block)) != CDDP_OK) {
+  } else if ((r = cddp__map_ref(h, &ref, &block)) != CDDP_OK) {
     return r;
   }
   r = cddp__group_build(out, h, rank, d->active_count, indices, (char *)block, d->group->timeout_s);
@@ -20477,7 +20482,7 @@ static cddp_result cddp__elastic_send_snapshot(cddp_ddp *d, cddp__elastic_report
   cddp_result r = CDDP_OK;
   int i;
   if ((gives || c->empty) && bytes > 0 &&
-      (states = cddp__elastic_alloc(d, bytes, CDDP__FOR_MESSAGE)) == NULL)
+      (states = cddp__elastic_alloc(d, bytes, CDDP__EXTENT_MESSAGE)) == NULL)
     return CDDP_OUT_OF_MEMORY;
   if (gives && bytes > 0) r = cddp__copy_states(d, d->optim, states, 0, d->model_bytes, true);
   for (i = 0; r == CDDP_OK && i < d->count; i++)
@@ -20856,7 +20861,7 @@ static cddp_result cddp__elastic_new(cddp_ddp *d) {
   c->net->rank = c->me;
   if (secret != NULL && (c->net->secret = cddp__strdup(a, secret)) == NULL)
     return CDDP_OUT_OF_MEMORY;
-  c->mean = cddp__elastic_alloc(d, d->dense + cddp__gather_slack(d), CDDP__FOR_MEAN);
+  c->mean = cddp__elastic_alloc(d, d->dense + cddp__gather_slack(d), CDDP__EXTENT_MEAN);
   if (c->mean == NULL) return CDDP_OUT_OF_MEMORY;
   return d->group->backend == NULL ? cddp__show_new(d) : CDDP_OK;
 }
@@ -22973,7 +22978,7 @@ CDDPDEF void *cddp_alloc(cddp_group *g, size_t bytes) {
   if (g == NULL) cddp__fail(CDDP_INVALID_ARGUMENT, "cddp_alloc: the group is NULL");
   if (g == NULL) return NULL;
   return g->backend != NULL ? (g->backend->alloc)(g, bytes)
-                            : cddp__arena_alloc(g->host, bytes, CDDP__FOR_USER);
+                            : cddp__arena_alloc(g->host, bytes, CDDP__EXTENT_USER);
 }
 
 CDDPDEF void cddp_free(cddp_group *g, void *p) {

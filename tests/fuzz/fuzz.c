@@ -923,7 +923,7 @@ static cddp__host *link_host(const cddp_allocator *a, bool secret) {
   for (i = 1; i < LINK_RANKS; i++) n->homes[i].host = 1, n->homes[i].index = i - 1;
   n->listener = world_fd();
   if (secret) n->secret = cddp__strdup(a, "secret");
-  cddp__host_place(h, 1, 0, 0);
+  cddp__host_set_rank(h, 1, 0, 0);
   return h;
 }
 
