@@ -2035,58 +2035,60 @@ typedef struct cddp__copy_timing {
 struct cddp_group { /* followed by its arrays, see cddp__group_build */
   cddp__host *host;
   int rank, size;
-  int *members;       /* [size] index on the host of each rank; -1: on another host */
-  int *world;         /* [size] the rank in the job of each rank; NULL in a job on one host */
+  int *members;       /* [size] each rank's index on this host; -1: on another host */
+  int *world;         /* [size] each rank's rank in the job; NULL in a job on one host */
   struct cddp__hosts *hosts; /* NULL: all ranks are on this host. Written under host.lock */
   const cddp__carrier *carrier;
-  struct cddp__mpi *mpi;     /* its carrier's, if that is MPI */
-  int local_size, local_rank; /* ranks of the group on this host, this one's place among them */
+  struct cddp__mpi *mpi;     /* of the MPI carrier; else NULL */
+  int local_size, local_rank; /* ranks of the group on this host; this rank's index among them */
   int *slot_index;            /* [size] index of each rank's slot */
-  void **buffers, **slices;   /* [size] scratch of the collective that runs: the ranks' buffers */
+  void **buffers, **slices;   /* [size] scratch of the running collective: the ranks' buffers */
   cddp__control_block *block; /* behind it headers, slots, staging buffers */
   cddp__slot *slots;
   char *staging;
-  size_t staging_size; /* bytes; 0: there are none */
+  size_t staging_size; /* bytes; 0: the group has no staging buffers */
   cddp__copy_timing timings[CDDP__KIND_COUNT][2]; /* small and large chunks; owner: as of round */
   size_t round_max; /* largest shares for a single round, bytes; the carrier moves larger ones */
   cddp__ref block_ref;
-  uint32_t block_generation; /* as its block had it at first */
+  uint32_t block_generation; /* of the control block when the group was created */
   double timeout_s;
   uint32_t round;         /* of this rank; owner: the thread that runs a collective */
-  uint32_t arrive_target; /* arrivals when this step is complete */
+  uint32_t arrive_target; /* the value of arrivals at which this round is complete */
   int spin, yields;       /* polls before yielding, yields before sleeping */
   bool oversubscribed;    /* more ranks than cores */
-  uint64_t calls;         /* collectives so far, for messages */
-  uint64_t id;            /* alike on all ranks of the group; the world's is 0 */
+  uint64_t calls;         /* collectives so far, for error texts */
+  uint64_t id;            /* the same on all ranks of the group; 0: the world */
   struct cddp_group *next; /* in host.groups */
-  int models;              /* cddp_ddps on it, which keep its memory; host.lock */
-  cddp__atomic_u32 left;   /* 1: this rank has left it; set with host.lock held */
-  bool failed;             /* this rank has seen that the group is broken; fail_lock */
+  int models;              /* cddp_ddps that use the group's memory; host.lock */
+  cddp__atomic_u32 left;   /* 1: this rank has left the group; set with host.lock held */
+  bool failed;             /* this rank knows that the group is broken; fail_lock */
   pthread_mutex_t fail_lock; /* guards the slot's failure too */
   cddp__engine engine;
   pthread_mutex_t p2p_lock; /* guards receives and posting of sends */
-  cddp_work *recvs;          /* oldest first; p2p_lock, as are the next two */
-  int next_any;              /* whom a receive from any rank asks first: those take turns */
+  cddp_work *recvs;          /* pending receives, oldest first; p2p_lock, as are the next two */
+  int next_any;              /* the rank that the next receive from CDDP_ANY checks first */
   uint64_t send_number;
-  /* Of this rank's sends that are not free, as of the last look at all plus what was posted since:
-     at most so many, at most so many bytes of them in copies; p2p_lock. */
+  /* Upper bounds on the number of sends in flight and on the bytes of their copies; refreshed by
+  each
+     scan. p2p_lock. */
   uint64_t sends_open, sends_staged;
-  cddp__send_request *sends[CDDP__SEND_BLOCKS]; /* own, */
-  int send_blocks;                              /* of which there are so many */
-  const cddp__backend *backend; /* of memory on a device; NULL: none */
-  void *device;                  /* its device context, a cddp__device */
-  void *stream;                  /* there: the caller's, a cudaStream_t */
+  cddp__send_request *sends[CDDP__SEND_BLOCKS]; /* this rank's */
+  int send_blocks;                              /* number of blocks */
+  const cddp__backend *backend; /* for device memory; NULL: none */
+  void *device;                  /* the backend's context, a cddp__device */
+  void *stream;                  /* the caller's stream on the device, a cudaStream_t */
   struct cddp_group *next_served; /* see cddp__serve_in_waits; served_lock */
-  bool is_served;                 /* g is in that list; p2p_lock */
+  bool is_served;                 /* the group is in that list; p2p_lock */
 };
 
 /* --- data parallel --- */
 
-/* A node of the canonical tree over the shards of a step: the sum of some that one rank has. */
+/* A node of the canonical tree over the shards of a step: the sum of a rank's shards. */
 typedef struct cddp__shard_node {
   int32_t first, width; /* shards */
-  int32_t slot;         /* of the rank's, where it is; -1: one shard, as the rank's gradients */
-  int32_t rank;         /* in lists of all ranks' */
+  int32_t slot;         /* index of the sum among the rank's slots; -1: one shard, in the rank's
+                           gradients */
+  int32_t rank;         /* in lists of all ranks' nodes */
 } cddp__shard_node;
 
 /* Where a gradient is that ranks reduce. */
@@ -12442,28 +12444,27 @@ static cddp_result cddp__finish_recv(cddp_work *q, double limit) {
 
 #ifdef CDDP_MPI
 /* >>mpi ----------------------------------------------------------------------------------------
-   Collectives through the cluster's MPI, for backend "mpi".
-   Job: move and add up what is too large to ride in a step.
-   Owns: the group's communicator, cddp__mpi_lock under which one thread at a time asks MPI.
-   May touch: the caller's buffers.
+   Job: run collectives by the cluster's MPI, for backend "mpi", if they do not fit into a round.
+   Owns: the group's communicator, and cddp__mpi_lock, under which one thread at a time calls MPI.
+   Touches: the caller's buffers.
    Entry points: cddp__mpi_carrier; cddp__mpi_start and _split for the first group.
-   Works as follows: ranks meet, agree on each call and watch each other in rounds, as ever. Calls
-   too large to ride in a round then go to MPI: each rank starts the nonblocking collective on the
-   group's own communicator and tests it, with an eye on its peers and the deadline. A second round
-   ends the call, so that no rank that is done is taken for lost. One thread at a time asks MPI,
-   under cddp__mpi_lock. The order of sums is MPI's. An operation that a failure has cut off cannot
-   be taken back from MPI: its buffers, and copies made for it, stay reserved. send and recv do not
-   come here. */
+   How it works:
+     1. Ranks connect, compare their calls and detect lost peers in rounds, as without MPI.
+     2. After the round of a large call each rank starts the nonblocking MPI collective on the
+        group's communicator, and tests it. Meanwhile it checks its peers and the deadline.
+     3. A second round ends the call, so that a rank that is done and exits is not reported as lost.
+   MPI determines the order of sums. After a failure the started operation cannot be withdrawn from
+   MPI: its buffers, and copies made for it, stay allocated. send and recv do not use MPI. */
 
-#define CDDP__MPI_MOST ((size_t)1 << 24) /* elements at a time: MPI counts in int */
+#define CDDP__MPI_MAX_COUNT ((size_t)1 << 24) /* elements at a time: MPI's counts are int */
 
 struct cddp__mpi {
   MPI_Comm comm;
 };
 
 static pthread_mutex_t cddp__mpi_lock = PTHREAD_MUTEX_INITIALIZER;
-static pid_t cddp__mpi_owner;            /* the process for which this file called MPI_Init */
-static cddp__atomic_u32 cddp__mpi_stuck; /* operations were cut off: MPI_Finalize would wait */
+static pid_t cddp__mpi_owner;            /* the process in which this file called MPI_Init */
+static cddp__atomic_u32 cddp__mpi_stuck; /* an operation did not finish: MPI_Finalize would block */
 
 static cddp_result cddp__mpi_fail(int code, const char *what) {
   char text[MPI_MAX_ERROR_STRING] = "";
@@ -12472,7 +12473,7 @@ static cddp_result cddp__mpi_fail(int code, const char *what) {
   return cddp__fail(CDDP_MPI, "%s: %s", what, text);
 }
 
-/* Waits for an operation of the call c; code: what MPI said when it began. */
+/* Waits for an operation of the call c. code: MPI's result when the operation was started. */
 static cddp_result cddp__mpi_wait(cddp_group *g, const cddp__call *c, int code,
                                   MPI_Request *request) {
   cddp__op_header *mine;
@@ -12480,8 +12481,8 @@ static cddp_result cddp__mpi_wait(cddp_group *g, const cddp__call *c, int code,
   cddp__wait w;
   int i, p, done = 0;
   cddp__wait_begin(&w, g->timeout_s, 0);
-  g->round++; /* whoever has not announced the next one is in this operation, or lost in it */
-  mine = cddp__op_header_of(g, g->rank, g->round); /* for texts; nobody reads it without its seq */
+  g->round++; /* a rank that has not announced the next round is still in this operation, or lost */
+  mine = cddp__op_header_of(g, g->rank, g->round); /* for texts; seq stays old */
   mine->call = cddp__call_code(c, CDDP__PHASE_CALL);
   mine->count = c->count;
   mine->root = (int32_t)c->root;
@@ -12494,7 +12495,7 @@ static cddp_result cddp__mpi_wait(cddp_group *g, const cddp__call *c, int code,
     sched_yield();
     if (cddp__now() < w.next_peer_check) continue;
     if ((r = cddp__wait_tick(g, &w)) == CDDP_OK) r = cddp__check_peers(g);
-    for (p = 0; r == CDDP_OK && p < g->size; p++) /* whoever is alone on its host */
+    for (p = 0; r == CDDP_OK && p < g->size; p++) /* a rank may be the only one of its host */
       if (g->members[p] < 0 && cddp__remote_gone(g, p)) r = cddp__report_lost(g, p, NULL);
     if (r == CDDP_OK && w.late) r = cddp__break_late(g, -1);
   }
@@ -12511,7 +12512,7 @@ static MPI_Datatype cddp__mpi_type(int dtype) { /* f16 and bf16: as bits */
   return types[dtype];
 }
 
-/* Reduces n elements of send into recv: everybody's (root -1) or root's; send may be recv. */
+/* Reduces n elements of send to recv: on all ranks (root -1) or on root. send can be recv. */
 static cddp_result cddp__mpi_reduce(cddp_group *g, const cddp__call *c, const void *send,
                                     void *recv, size_t n, int root) {
   const MPI_Op ops[] = {MPI_SUM, MPI_SUM,  MPI_PROD, MPI_MIN,
@@ -12524,7 +12525,7 @@ static cddp_result cddp__mpi_reduce(cddp_group *g, const cddp__call *c, const vo
   void *out = recv;
   cddp_result r;
   int code;
-  if (half) { /* summed in f32, as everywhere */
+  if (half) { /* summed in f32, as in all backends */
     in = out = cddp__malloc(&g->host->allocator, n * sizeof(float));
     if (out == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
     cddp__convert(out, CDDP_F32, send, dtype, n);
@@ -12535,7 +12536,7 @@ static cddp_result cddp__mpi_reduce(cddp_group *g, const cddp__call *c, const vo
                   : MPI_Ireduce(in, gets ? out : NULL, (int)n, type, ops[c->op], root,
                                 g->mpi->comm, &request);
   pthread_mutex_unlock(&cddp__mpi_lock);
-  if ((r = cddp__mpi_wait(g, c, code, &request)) != CDDP_OK) return r; /* a copy is left to MPI */
+  if ((r = cddp__mpi_wait(g, c, code, &request)) != CDDP_OK) return r; /* MPI still uses a copy */
   if (gets && c->op == CDDP_AVG)
     cddp__divide(out, n, g->size, half ? CDDP_F32 : dtype);
   if (gets && half) cddp__convert(recv, dtype, out, CDDP_F32, n);
@@ -12543,8 +12544,8 @@ static cddp_result cddp__mpi_reduce(cddp_group *g, const cddp__call *c, const vo
   return CDDP_OK;
 }
 
-/* Elements [begin, begin + n) of each share, of a call that moves and does not add. A piece is n
-   elements, and as far from the next rank's as a share is long. */
+/* Moves elements [begin, begin + n) of each share, in a call that does not reduce. The MPI type has
+   n elements and the extent of a share, so that it steps from one rank's share to the next. */
 static cddp_result cddp__mpi_move(cddp_group *g, const cddp__call *c, const char *send,
                                   size_t begin, size_t n) {
   const char *from = send + begin * c->esize;
@@ -12567,15 +12568,15 @@ static cddp_result cddp__mpi_move(cddp_group *g, const cddp__call *c, const char
   case CDDP__KIND_SCATTER: code = MPI_Iscatter(from, 1, p, to, 1, p, root, comm, &q); break;
   default: code = MPI_Ialltoall(from, 1, p, to, 1, p, comm, &q);
   }
-  MPI_Type_free(&p); /* when the operation is over */
+  MPI_Type_free(&p); /* MPI frees it after the operation */
   pthread_mutex_unlock(&cddp__mpi_lock);
   return cddp__mpi_wait(g, c, code, &q);
 }
 
-/* The same of a call with counts. Each pair of ranks has a type, which says where its elements
-   lie. */
-static cddp_result cddp__mpi_move_parts(cddp_group *g, const cddp__call *c, const char *send,
-                                        size_t begin, size_t n) {
+/* The same for a call with counts. Each pair of ranks has an MPI type with the position of its
+   elements. */
+static cddp_result cddp__mpi_move_counted(cddp_group *g, const cddp__call *c, const char *send,
+                                          size_t begin, size_t n) {
   size_t each = 2 * sizeof(int) + 2 * sizeof(MPI_Datatype), size = (size_t)g->size;
   MPI_Datatype *out = (MPI_Datatype *)cddp__calloc(&g->host->allocator, size, each);
   MPI_Datatype *in = out + size, type = cddp__mpi_type(c->dtype);
@@ -12599,7 +12600,7 @@ static cddp_result cddp__mpi_move_parts(cddp_group *g, const cddp__call *c, cons
   }
   code = MPI_Ialltoallw(send, ones, zeros, out, c->recv, ones, zeros, in, g->mpi->comm, &request);
   pthread_mutex_unlock(&cddp__mpi_lock);
-  if ((r = cddp__mpi_wait(g, c, code, &request)) != CDDP_OK) return r; /* out is left to MPI */
+  if ((r = cddp__mpi_wait(g, c, code, &request)) != CDDP_OK) return r; /* MPI still uses out */
   pthread_mutex_lock(&cddp__mpi_lock);
   for (q = 0; q < 2 * g->size; q++) MPI_Type_free(&out[q]);
   pthread_mutex_unlock(&cddp__mpi_lock);
@@ -12607,7 +12608,8 @@ static cddp_result cddp__mpi_move_parts(cddp_group *g, const cddp__call *c, cons
   return CDDP_OK;
 }
 
-/* The call's data, of all ranks: CDDP__MPI_MOST elements of each share at a time. */
+/* Moves or reduces the call's data on all ranks, CDDP__MPI_MAX_COUNT elements of a share at a
+   time. */
 static cddp_result cddp__mpi_data(cddp_group *g, const cddp__call *c, void *const *arrays) {
   const char *send = (const char *)c->send;
   size_t begin, n;
@@ -12615,13 +12617,13 @@ static cddp_result cddp__mpi_data(cddp_group *g, const cddp__call *c, void *cons
   int p;
   (void)arrays;
   for (begin = 0; r == CDDP_OK && begin < c->count; begin += n) {
-    n = cddp__min(CDDP__MPI_MOST, c->count - begin);
+    n = cddp__min(CDDP__MPI_MAX_COUNT, c->count - begin);
     if (c->shares != NULL)
-      r = cddp__mpi_move_parts(g, c, send, begin, n);
+      r = cddp__mpi_move_counted(g, c, send, begin, n);
     else if (!cddp__shapes[c->kind].reduces)
       r = cddp__mpi_move(g, c, send, begin, n);
     for (p = 0; r == CDDP_OK && cddp__shapes[c->kind].reduces && p < g->size; p++) {
-      bool one = cddp__in_one_buffer(c); /* else reduce_scatter: each rank's in turn */
+      bool one = cddp__in_one_buffer(c); /* else reduce_scatter: one reduction for each rank */
       size_t at = one ? begin : (size_t)p * c->count + begin;
       r = cddp__mpi_reduce(g, c, send + at * c->esize, (char *)c->recv + begin * c->esize, n,
                            one ? c->root : p);
@@ -12641,7 +12643,7 @@ static cddp_result cddp__mpi_run(cddp_group *g, const cddp__call *c) {
   r = cddp__round_of(g, CDDP__SCOPE_ALL, c, CDDP__PHASE_CALL, NULL, 0);
   if (r == CDDP_OK) r = cddp__begin_access(g);
   if (r == CDDP_OK && !cddp__in_one_buffer(c) && send != NULL && recv != NULL &&
-      send < recv + got && recv < send + bytes) { /* MPI wants them apart */
+      send < recv + got && recv < send + bytes) { /* MPI does not allow overlap */
     copy = cddp__malloc(&g->host->allocator, bytes);
     if (copy == NULL) r = cddp__break(g, CDDP_OUT_OF_MEMORY);
     if (copy != NULL) memcpy(copy, send, bytes);
@@ -12675,12 +12677,12 @@ static cddp_result cddp__mpi_start(const cddp_group *g) {
   if (code == MPI_SUCCESS) code = MPI_Comm_size(MPI_COMM_WORLD, &size);
   if (code != MPI_SUCCESS) return cddp__mpi_fail(code, "MPI_Init_thread");
   if (level < MPI_THREAD_SERIALIZED)
-    return cddp__fail(CDDP_MPI, "MPI was initialized for one thread only; ask MPI_Init_thread for "
-                                "MPI_THREAD_SERIALIZED or let cddp_init do it");
+    return cddp__fail(CDDP_MPI, "MPI was initialized for one thread only: ask MPI_Init_thread for "
+                                "MPI_THREAD_SERIALIZED, or let cddp_init initialize MPI");
   if (size != g->size)
     return cddp__fail(CDDP_MPI,
-                      "MPI_COMM_WORLD has %d rank%s, the group %d; start all of them with one "
-                      "mpirun -n %d or srun -n %d, of the MPI that the program was built with",
+                      "MPI_COMM_WORLD has %d rank%s, the group %d: start all ranks with one "
+                      "mpirun -n %d or srun -n %d of the MPI that the program was built with",
                       size, size == 1 ? "" : "s", g->size, g->size, g->size);
   return CDDP_OK;
 }
@@ -12694,8 +12696,8 @@ static void cddp__mpi_leave(cddp_group *g) {
   cddp__free(&g->host->allocator, g->mpi);
 }
 
-/* Gives `to`, whose members are those of `from` with this color (negative: no member, to is NULL),
-   its communicator. from NULL: all processes that MPI knows. */
+/* Creates the communicator of `to`, whose members are the ranks of `from` with this color. A rank
+   with a negative color is no member, and its `to` is NULL. from NULL: all processes of MPI. */
 static cddp_result cddp__mpi_split(const cddp_group *from, cddp_group *to, int color, int key) {
   MPI_Comm comm = MPI_COMM_NULL, parent = from != NULL ? from->mpi->comm : MPI_COMM_WORLD;
   int code;
