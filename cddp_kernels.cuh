@@ -6,23 +6,25 @@
        #define CDDP_IMPLEMENTATION
        #include "cddp_kernels.cuh"      // includes cddp.h with CDDP_CUDA
 
-   A program whose cddp.h is implemented in a C or C++ file: one .cu file, linked to the rest, with
+   A program whose cddp.h is implemented in a C or C++ file needs one .cu file, linked to the rest,
+   with
 
        #define CDDP_KERNELS_IMPLEMENTATION
        #include "cddp_kernels.cuh"
 
-   Nothing else is needed for optimizers, clipping and compression in cddp.h: the table of these
-   kernels registers itself before main. Other files may include this one for the functions below;
-   they can be called from C++ compiled by nvcc or not. Define CDDP_KERNELS_NO_CUBLAS to leave out
-   the linear layer and -lcublas.
+   cddp.h then uses these kernels for optimizers, clipping and compression: their table registers
+   itself before main. Other files, compiled by nvcc or by a C++ compiler, can include this one for
+   the functions below. Define CDDP_KERNELS_NO_CUBLAS to leave out the linear layer and -lcublas.
 
-   RULES. Every function enqueues on stream, never waits, and returns a cudaError_t: 0, or why
-   nothing or not all was enqueued. Pointers are to device memory, aligned to their element, sizes
-   64-bit, and 0 elements are fine. 16-byte alignment (all arrays of a call alike) makes it fast.
-   Every result is the same in every run: sums have a fixed order that depends on sizes alone. All
-   can be captured in a CUDA graph; numbers passed by value are then the captured ones. Matrices are
-   row-major; a cuBLAS handle is in host pointer mode, as it begins. --use_fast_math costs the exact
-   bits of subnormal numbers.
+   RULES.
+   - Every function enqueues work on stream and does not block. It returns a cudaError_t: 0, or the
+     reason why nothing or not everything was enqueued.
+   - Pointers are to device memory, aligned to their element type. Sizes are 64-bit; 0 elements are
+     allowed. Calls are fastest if all arrays of a call have 16-byte alignment.
+   - Results are the same in every run: the order of a sum depends only on sizes.
+   - All functions can be captured in a CUDA graph, with the values of their scalar arguments.
+   - Matrices are row-major. A cuBLAS handle must be in host pointer mode, the default.
+   - With --use_fast_math the results for subnormal numbers differ.
 
    A layer, forward and backward, of a batch of rows:
 
@@ -31,9 +33,9 @@
        cddp_cuda_relu_backward(dh, h, (size_t)rows * out, stream);           // h came from relu
        cddp_cuda_linear_backward(blas, x, w, dh, dx, dw, db, rows, in, out, stream);
 
-   scratch is CDDP_CUDA_SCRATCH_BYTES of device memory that one stream uses at a time. stats is
+   scratch is CDDP_CUDA_SCRATCH_BYTES of device memory that only one stream uses at a time. stats is
    double[2] in device memory: the mean loss and the number of rows classified correctly are ADDED
-   to it, so that a loop reads it back once an epoch; zero it with cudaMemsetAsync.
+   to it, so that a loop can read it once an epoch. Zero it with cudaMemsetAsync.
 
    CONTENTS  >>declarations  >>primitives  >>segments (SGD, AdamW, scale)  >>shards  >>sums
              >>arrays  >>layers  >>table */
@@ -56,7 +58,7 @@
 
 /* >>declarations ------------------------------------------------------------------------------- */
 
-#define CDDP_CUDA_BLOCKS 1024 /* the most partial sums of a reduction */
+#define CDDP_CUDA_BLOCKS 1024 /* largest number of partial sums of a reduction */
 #define CDDP_CUDA_SCRATCH_BYTES ((2 + 2 * CDDP_CUDA_BLOCKS) * sizeof(double))
 #define CDDP_CUDA_ORDER_BYTES(n) ((size_t)(n) * 2 * sizeof(uint64_t)) /* to sort n ids */
 
@@ -64,12 +66,12 @@
 extern "C" {
 #endif
 
-/* One step of SGD on all segments, in as few launches as 64 segments each allow (one for a flat
-   arena). Arithmetic and rounding of cddp_optim_step, bit for bit. flags: CDDP_SGD_FIRST, _ZERO.
-   Segments whose momentum is NULL need a rule without momentum. */
+/* One step of SGD on all segments, one launch for each 64 segments (one for a flat arena). Same
+   bits as cddp_optim_step. flags: CDDP_SGD_FIRST, _ZERO. A segment's momentum can be NULL only if
+   the rule has no momentum. */
 cudaError_t cddp_cuda_sgd(const cddp_segment *s, int n, cddp_dtype dtype, const cddp_sgd_desc *rule,
                           unsigned flags, cudaStream_t stream);
-/* The same on f32; copies[i][count] also gets segment i's new weights as f16 or bf16. */
+/* The same for f32 weights; copies[i][count] receives segment i's new weights as f16 or bf16. */
 cudaError_t cddp_cuda_sgd_copies(const cddp_segment *s, void *const *copies, int n,
                                  cddp_dtype copy_dtype, const cddp_sgd_desc *rule, unsigned flags,
                                  cudaStream_t stream);
@@ -77,10 +79,10 @@ cudaError_t cddp_cuda_sgd_copies(const cddp_segment *s, void *const *copies, int
    CDDP_SGD_ZERO. */
 cudaError_t cddp_cuda_adamw(const cddp_segment *s, int n, cddp_dtype dtype,
                             const cddp_adamw_step *rule, unsigned flags, cudaStream_t stream);
-/* copies[i][count] = segment i's weights, f32, as f16 or bf16; its grad may be NULL. */
+/* copies[i][count] = segment i's f32 weights, as f16 or bf16. Its grad can be NULL. */
 cudaError_t cddp_cuda_copies(const cddp_segment *s, void *const *copies, int n,
                              cddp_dtype copy_dtype, cudaStream_t stream);
-/* scratch[0] = the sum of all grad squared (add: + what it was), in double. */
+/* scratch[0] = the sum of squares of all grad, in double; with add it is added to scratch[0]. */
 cudaError_t cddp_cuda_squares(const cddp_segment *s, int n, cddp_dtype dtype, double *scratch,
                               bool add, cudaStream_t stream);
 /* scratch[1] = min(1, max_norm / (sqrt(scratch[0]) + 1e-6)). */
@@ -89,40 +91,41 @@ cudaError_t cddp_cuda_factor(double *scratch, double max_norm, cudaStream_t stre
 cudaError_t cddp_cuda_scale(const cddp_segment *s, int n, cddp_dtype dtype, const double *scratch,
                             cudaStream_t stream);
 
-/* to[i] = from[i], rounded to the nearest, ties to even: packs, unpacks and copies F32, F64, F16
-   and BF16. No overlap. */
+/* to[i] = from[i], rounded to the nearest, ties to even. Converts and copies F32, F64, F16 and
+   BF16. to and from must not overlap. */
 cudaError_t cddp_cuda_convert(void *to, cddp_dtype to_dtype, const void *from,
                               cddp_dtype from_dtype, size_t n, cudaStream_t stream);
 /* x[i] = value. */
 cudaError_t cddp_cuda_fill(void *x, cddp_dtype dtype, size_t n, double value, cudaStream_t stream);
-/* x[i] is uniform in [-bound, bound): a hash of seed and i, the same on every device. */
+/* x[i] = a uniform number in [-bound, bound): a hash of seed and i, the same on every device. */
 cudaError_t cddp_cuda_uniform(float *x, size_t n, float bound, uint64_t seed, cudaStream_t stream);
 
 /* dy[i] = 0 where y[i], the output of a ReLU, is not positive. */
 cudaError_t cddp_cuda_relu_backward(float *dy, const float *y, size_t n, cudaStream_t stream);
-/* Mean squared error: dy = its gradient; stats[0] += it. dy may be y, or NULL. */
+/* Mean squared error: dy = its gradient; stats[0] += its value. dy can be y, or NULL. */
 cudaError_t cddp_cuda_mse(const float *y, const float *target, float *dy, double *stats,
                           double *scratch, size_t n, cudaStream_t stream);
-/* Softmax and cross-entropy, mean over rows: dy[rows][classes] = the gradient of y (dy may be y, or
-   NULL), stats as above. Labels are 0 .. classes - 1; a row with another one counts as loss NaN. */
+/* Softmax and cross-entropy, mean over rows: dy[rows][classes] = the gradient of y (dy can be y, or
+   NULL); stats as above. Labels are 0 .. classes - 1; any other label makes the loss NaN. */
 cudaError_t cddp_cuda_cross_entropy(const float *y, const int32_t *labels, float *dy, double *stats,
                                     double *scratch, int64_t rows, int classes,
                                     cudaStream_t stream);
 /* out[i] = table[ids[i]]; an id outside 0 .. vocabulary - 1 gives NaN. */
 cudaError_t cddp_cuda_embedding(const float *table, const int32_t *ids, float *out, int64_t n,
                                 int vocabulary, int width, cudaStream_t stream);
-/* dtable[ids[i]] += dout[i], in the order of i; ids outside add nothing. n up to 2^32. Sorts the
-   ids, in n log n steps. order: CDDP_CUDA_ORDER_BYTES(n) of device memory, aligned to 8 bytes, that
-   one stream uses at a time. */
+/* dtable[ids[i]] += dout[i], in the order of i. Ids outside 0 .. vocabulary - 1 add nothing. n is
+   at most 2^32. Sorts the ids, in n log n steps.
+     order   CDDP_CUDA_ORDER_BYTES(n) of device memory, aligned to 8 bytes, that only one stream
+             uses at a time */
 cudaError_t cddp_cuda_embedding_backward(const float *dout, const int32_t *ids, float *dtable,
                                          void *order, int64_t n, int vocabulary, int width,
                                          cudaStream_t stream);
 #ifndef CDDP_KERNELS_NO_CUBLAS
-/* y[rows][out] = x[rows][in] w[out][in]' + b[out], then relu if asked; b may be NULL. A cuBLAS
-   failure is cudaErrorUnknown. Sets the handle's stream. */
+/* y[rows][out] = x[rows][in] w[out][in]' + b[out], and its ReLU if relu is set. b can be NULL. A
+   cuBLAS failure is cudaErrorUnknown. Sets the handle's stream. */
 cudaError_t cddp_cuda_linear(cublasHandle_t blas, const float *x, const float *w, const float *b,
                              float *y, int rows, int in, int out, bool relu, cudaStream_t stream);
-/* dw += dy' x, db += column sums of dy, dx = dy w. dx and db may be NULL. */
+/* dw += dy' x, db += column sums of dy, dx = dy w. dx and db can be NULL. */
 cudaError_t cddp_cuda_linear_backward(cublasHandle_t blas, const float *x, const float *w,
                                       const float *dy, float *dx, float *dw, float *db, int rows,
                                       int in, int out, cudaStream_t stream);
@@ -151,7 +154,7 @@ cudaError_t cddp_cuda_linear_backward(cublasHandle_t blas, const float *x, const
 
 enum { CDDP__CU_THREADS = 256, CDDP__CU_UNROLL = 4, CDDP__CU_PIECES = 64 };
 
-/* An element's type, the type it is computed in, and the way from one to the other. */
+/* An element's type, the type of its arithmetic, and the conversions between them. */
 template <typename T> struct cddp__cu_type;
 template <> struct cddp__cu_type<float> {
   typedef float C;
@@ -180,7 +183,7 @@ template <typename T> static __device__ typename cddp__cu_type<T>::C cddp__cu_lo
 template <typename T> static __device__ T cddp__cu_store(typename cddp__cu_type<T>::C x) {
   return cddp__cu_type<T>::store(x);
 }
-/* x as an element of type T would hold it. */
+/* x rounded to type T. */
 template <typename T>
 static __device__ typename cddp__cu_type<T>::C cddp__cu_rounded(typename cddp__cu_type<T>::C x) {
   return cddp__cu_type<T>::load(cddp__cu_type<T>::store(x));
@@ -199,7 +202,7 @@ static __device__ double cddp__cu_div(double a, double b) { return __ddiv_rn(a, 
 static __device__ float cddp__cu_sqrt(float a) { return __fsqrt_rn(a); }
 static __device__ double cddp__cu_sqrt(double a) { return __dsqrt_rn(a); }
 
-/* What a thread moves at once. */
+/* N elements that a thread loads or stores with one instruction. */
 template <typename T, size_t N> struct alignas(sizeof(T) * N) cddp__cu_pack { T v[N]; };
 
 static __device__ size_t cddp__cu_thread() {
@@ -207,13 +210,13 @@ static __device__ size_t cddp__cu_thread() {
 }
 static __device__ size_t cddp__cu_all_threads() { return (size_t)gridDim.x * blockDim.x; }
 
-/* The block's sum, in thread 0. Works as follows: lanes of a warp fold by halves, then warp 0 folds
-   the warps' sums. All threads of the block take part; blockDim.x is CDDP__CU_THREADS. */
+/* Returns the block's sum in thread 0: each warp adds its lanes pairwise, then warp 0 adds the
+   warps' sums. All threads of the block must call it; blockDim.x is CDDP__CU_THREADS. */
 static __device__ double cddp__cu_block_sum(double x) {
   __shared__ double warp[CDDP__CU_THREADS / 32];
   int lane = (int)(threadIdx.x % 32), i;
   for (i = 16; i > 0; i /= 2) x += __shfl_down_sync(0xffffffffu, x, (unsigned)i);
-  __syncthreads(); /* the last call's sums have been read */
+  __syncthreads(); /* all warps have read the previous call's sums */
   if (lane == 0) warp[threadIdx.x / 32] = x;
   __syncthreads();
   x = lane < CDDP__CU_THREADS / 32 ? warp[lane] : 0;
@@ -221,10 +224,10 @@ static __device__ double cddp__cu_block_sum(double x) {
   return x;
 }
 
-/* Set while the thread loads what it would launch: see cddp__cu_table_load. */
+/* True while the thread loads kernels instead of launching them: see cddp__cu_table_load. */
 static thread_local bool cddp__cu_loads;
 
-/* The one way to launch: its own result, whatever error another call left behind. */
+/* Launches a kernel and returns the error of this launch; errors of earlier calls stay pending. */
 template <typename... P, typename... A>
 static cudaError_t cddp__cu_launch(void (*kernel)(P...), dim3 grid, unsigned threads,
                                 cudaStream_t stream, A... arguments) {
@@ -238,7 +241,7 @@ static cudaError_t cddp__cu_launch(void (*kernel)(P...), dim3 grid, unsigned thr
   return cudaLaunchKernelEx(&c, kernel, static_cast<P>(arguments)...);
 }
 
-/* Blocks for n threads' work; kernels stride over the grid. */
+/* Blocks for n elements, `each` per block, at most `most`: kernels stride over the grid. */
 static unsigned cddp__cu_blocks(size_t n, size_t each, size_t most) {
   size_t blocks = n / each + (n % each != 0);
   return (unsigned)(blocks < most ? blocks : most);
@@ -247,15 +250,19 @@ static unsigned cddp__cu_blocks(size_t n, size_t each, size_t most) {
 static bool cddp__cu_is_float(cddp_dtype d) { return (unsigned)d <= (unsigned)CDDP_BF16; }
 
 /* >>segments -------------------------------------------------------------------------------------
-   Works as follows: segments are cut into pieces whose arrays all begin at a multiple of 16 bytes,
-   plus what lies before; arrays that do not line up stay whole and are read element by element. A
-   launch takes up to 64 pieces by value. They are dealt to blocks in chunks of a fixed number of
-   elements: a block finds its chunk's piece by bisection. */
+   Job: run an operation on every element of a list of segments.
+   How it works:
+     1. A segment is cut into a short head and a piece whose arrays all start at a multiple of 16
+        bytes. If the arrays have different alignments, the segment is one piece, read element by
+        element.
+     2. A launch has up to 64 pieces, passed by value.
+     3. The pieces consist of chunks of a fixed number of elements. Chunks are divided among the
+        blocks; a block finds a chunk's piece by bisection. */
 
 typedef struct cddp__cu_piece {
   char *data, *grad, *momentum;
-  char *copy; /* of half precision; or the master, f32 */
-  size_t count, first_chunk; /* elements; chunks of the pieces before it */
+  char *copy; /* in half precision; or the master, f32 */
+  size_t count, first_chunk; /* elements; chunks of all pieces before */
   bool packed;
 } cddp__cu_piece;
 
@@ -267,12 +274,12 @@ typedef struct cddp__cu_pieces {
 
 static_assert(sizeof(cddp__cu_pieces) <= 3900, "a kernel's parameters take up to 4 KiB");
 
-/* The arrays of an element. An operation's READS and WRITES are sums of these. */
+/* Bits for the arrays of a segment, in an operation's READS and WRITES. */
 enum { CDDP__CU_DATA = 1, CDDP__CU_GRAD = 2, CDDP__CU_MOMENTUM = 4 };
 
-/* The defaults of an operation: the number of blocks is not limited; a thread moves all its packs
-   of a chunk together (operations that need many registers move fewer); every launch moves all
-   arrays of READS and WRITES; nothing follows a block's last chunk or a launch. */
+/* The defaults of an operation: any number of blocks; a thread loads all its packs of a chunk at
+   the same time (operations that need many registers load fewer); every launch reads and writes all
+   arrays of READS and WRITES; no code runs after a block's last chunk or after a launch. */
 struct cddp__cu_each {
   enum { BLOCKS = 1 << 30, AT_ONCE = CDDP__CU_UNROLL };
   __device__ bool reads_momentum() const { return true; }
@@ -282,15 +289,15 @@ struct cddp__cu_each {
   cudaError_t launched(unsigned, cudaStream_t) const { return cudaSuccess; }
 };
 
-/* Elements i .. i + N of a piece. An operation on more arrays than these has one of its own. */
+/* Elements i .. i + N of a piece. Operations on further arrays have their own overload. */
 template <size_t N, typename T, typename Op>
 static __device__ void cddp__cu_apply(const Op &op, const cddp__cu_piece &, size_t, T *d, T *g,
                                       T *m) {
   CDDP__CU_UNROLLED for (size_t k = 0; k < N; k++) op.apply(d[k], g[k], m[k]);
 }
 
-/* K packs of a thread, of N elements each, all of which are there: all loads first, so that many
-   are in flight. */
+/* Runs K packs of N elements each on one thread. All loads come first, so that many are in flight.
+   All packs must exist. */
 template <size_t N, size_t K, typename T, typename Op>
 static __device__ void cddp__cu_do_packs(const cddp__cu_piece &p, size_t first, const Op &op) {
   typedef cddp__cu_pack<T, N> pack;
@@ -321,7 +328,7 @@ static __global__ void __launch_bounds__(CDDP__CU_THREADS)
   op.begin();
   for (size_t c = blockIdx.x; c < s.chunks; c += gridDim.x) {
     int low = 0, high = s.count - 1;
-    while (low < high) { /* the last piece that begins at or before chunk c */
+    while (low < high) { /* the last piece that starts at or before chunk c */
       int middle = (low + high + 1) / 2;
       if (s.piece[middle].first_chunk <= c) low = middle;
       else high = middle - 1;
@@ -341,11 +348,11 @@ static __global__ void __launch_bounds__(CDDP__CU_THREADS)
   op.end();
 }
 
-/* Bytes from the last multiple of 16 to p; the same for all arrays, or -1. */
+/* The offset of the arrays from a multiple of 16 bytes; -1: the offsets differ. */
 static int cddp__cu_offset(const cddp_segment *s, const void *copy, size_t size) {
   const void *p[3] = {s->data, s->grad, s->momentum};
   int offset = -1, i;
-  if (s->master != NULL) /* packs of twice the size there */
+  if (s->master != NULL) /* packs of states and masters have twice the size */
     return (((uintptr_t)s->data | (uintptr_t)s->grad) % 16 |
             ((uintptr_t)s->momentum | (uintptr_t)s->master) % 32) == 0 ? 0 : -1;
   for (i = 0; i < 3; i++) {
@@ -409,7 +416,7 @@ static cudaError_t cddp__cu_segments(const cddp_segment *s, void *const *copies,
   return e == cudaSuccess ? cddp__cu_flush<T>(&t, op, stream) : e;
 }
 
-/* Calls fn<T>(...) for the type that dtype stands for. */
+/* Calls fn<T>(...) for dtype's type. */
 #define CDDP__CU_DISPATCH_TYPE(dtype, fn, ...)                         \
   (dtype) == CDDP_F32    ? fn<float>(__VA_ARGS__)                   \
   : (dtype) == CDDP_F64  ? fn<double>(__VA_ARGS__)                  \
@@ -417,18 +424,20 @@ static cudaError_t cddp__cu_segments(const cddp_segment *s, void *const *copies,
   : (dtype) == CDDP_BF16 ? fn<__nv_bfloat16>(__VA_ARGS__)           \
                          : cudaErrorInvalidValue
 
-/* The rule's numbers in the type they are computed in. */
+/* The rule's numbers in the type of the arithmetic. */
 template <typename C> struct cddp__cu_rule {
   C factor, clip, step, keep, momentum, intake, decay; /* keep: momentum, not rounded to T */
   bool has_factor, has_decay, has_momentum, first, zeroes, nesterov, maximize;
-  const double *scratch; /* of a clip; NULL: none */
+  const double *scratch; /* clipping: the factor is scratch[1]; NULL: none */
 };
 
-/* d = factor * g; d = clip * d; d = -d if maximize; d = d + decay * p; m = first ? d : momentum * m
-   + intake * d; d = nesterov ? d + momentum * m : m; p = p - lr * d. Each a + f * b is rounded
-   once; f16 and bf16 round each result to their type, as >>optim of cddp.h does. Variants of
-   the rule are flags, the same for all threads, and not kernels: a driver that compiles them at
-   start compiles few. */
+/* d = factor * g; d = clip * d; d = -d if maximize; d = d + decay * p
+   m = first ? d : momentum * m + intake * d
+   d = nesterov ? d + momentum * m : m
+   p = p - lr * d
+   Each a + f * b is rounded once. f16 and bf16 round each result to their type, as >>optim in
+   cddp.h does. Variants of the rule are flags, the same for all threads, and not separate kernels:
+   a driver that compiles kernels at program start has fewer to compile. */
 template <typename T, typename Copy> struct cddp__cu_sgd_op : cddp__cu_each {
   typedef typename cddp__cu_type<T>::C C;
   enum { READS = CDDP__CU_DATA | CDDP__CU_GRAD | CDDP__CU_MOMENTUM, WRITES = READS };
@@ -459,7 +468,7 @@ template <typename T, typename Copy> struct cddp__cu_sgd_op : cddp__cu_each {
       moment = cddp__cu_store<T>(m);
     }
     data = cddp__cu_store<T>(add(p, d, r.step));
-    grad = cddp__cu_store<T>((C)0); /* stored if writes_grad */
+    grad = cddp__cu_store<T>((C)0); /* stored only if writes_grad() */
   }
   template <size_t N> __device__ void copy(const cddp__cu_piece &p, size_t i, const T *d) const {
     copies.template copy<N>(p, i, d);
@@ -480,7 +489,7 @@ template <typename H> struct cddp__cu_half_copy : cddp__cu_each {
   }
 };
 
-/* x as T, without rounding twice on the way: first to odd, then to the nearest. */
+/* Rounds x to T only once: first x is rounded to odd, then to the nearest T. */
 template <typename T> static double cddp__cu_scalar(double x) { return x; }
 static uint32_t cddp__cu_float_bits_odd(double x) {
   float y = (float)x;
@@ -504,7 +513,7 @@ template <> double cddp__cu_scalar<__half>(double x) {
   int e;
   if (!(a < 65520)) return y != y ? y : y > 0 ? HUGE_VAL : -HUGE_VAL;
   frexp(a, &e);
-  unit = ldexp(1.0, (e < -13 ? -13 : e) - 11); /* of the last place */
+  unit = ldexp(1.0, (e < -13 ? -13 : e) - 11); /* the value of the last place */
   return nearbyint(y / unit) * unit;
 }
 
@@ -531,16 +540,16 @@ cddp__cu_make_rule(const cddp_sgd_desc *d, double factor, const double *clip, un
   return r;
 }
 
-/* op, of f32, on the masters of weights of type H. */
+/* Runs op, an operation on f32, on the masters of weights of type H. */
 template <typename H, typename Op> struct cddp__cu_master_op : cddp__cu_no_copy {
   enum {
     READS = CDDP__CU_GRAD,
     WRITES = CDDP__CU_DATA | (Op::WRITES & CDDP__CU_GRAD),
-    AT_ONCE = 2 /* each with two of the masters', and of the states' */
+    AT_ONCE = 2 /* each pack has two packs of the masters and of each state */
   };
   Op op;
   float factor, clip;
-  const double *scratch; /* of a clip; NULL: none */
+  const double *scratch; /* clipping: the factor is scratch[1]; NULL: none */
   __device__ bool writes_grad() const { return op.writes_grad(); }
   __device__ void begin() {
     if (scratch != NULL) clip = (float)scratch[1];
@@ -579,7 +588,7 @@ static cudaError_t cddp__cu_on_masters(const cddp_segment *s, int n, const Op &o
   return cddp__cu_segments<H>(s, NULL, n, m, stream);
 }
 
-/* H: type of the weights: T, or half precision with masters of type T. So below. */
+/* H: the type of the weights: T, or half precision with masters of type T. Also below. */
 template <typename T, typename H, typename Copy>
 static cudaError_t cddp__cu_sgd_as(const cddp_segment *s, void *const *copies, int n,
                                    const cddp_sgd_desc *rule, double factor, const double *clip,
@@ -600,7 +609,7 @@ static cudaError_t cddp__cu_sgd_plain(const cddp_segment *s, int n, const cddp_s
   return cddp__cu_sgd_as<T, T, cddp__cu_no_copy>(s, NULL, n, rule, factor, clip, flags, stream);
 }
 
-/* All segments have masters, or none. */
+/* Returns whether segments are valid: all have masters or none has, and no needed array is NULL. */
 static bool cddp__cu_masters(const cddp_segment *s, int n) {
   return n > 0 && s[0].master != NULL;
 }
@@ -652,7 +661,7 @@ extern "C" cudaError_t cddp_cuda_sgd_copies(const cddp_segment *s, void *const *
   return cudaErrorInvalidValue;
 }
 
-/* AdamW, as CDDP__ADAMW_STEP of cddp.h has it. */
+/* AdamW, with the arithmetic of CDDP__ADAMW_STEP in cddp.h. */
 template <typename T> struct cddp__cu_adamw_op : cddp__cu_no_copy {
   enum {
     READS = CDDP__CU_DATA | CDDP__CU_GRAD | CDDP__CU_MOMENTUM,
@@ -662,7 +671,7 @@ template <typename T> struct cddp__cu_adamw_op : cddp__cu_no_copy {
   T factor, clip, step, decay, lerp, keep, take, root, eps;
   bool near, amsgrad, zeroes;
   size_t stride;
-  const double *scratch; /* of a clip; NULL: none */
+  const double *scratch; /* clipping: the factor is scratch[1]; NULL: none */
   __device__ bool writes_grad() const { return zeroes; }
   __device__ void begin() {
     if (scratch != NULL) clip = (T)scratch[1];
@@ -675,7 +684,7 @@ template <typename T> struct cddp__cu_adamw_op : cddp__cu_no_copy {
     most = amsgrad && (most > b || most != most) ? most : b;
     w = cddp__cu_add(cddp__cu_div(cddp__cu_sqrt(most), root), eps);
     x = cddp__cu_add(cddp__cu_mul(x, decay), cddp__cu_div(cddp__cu_mul(step, a), w));
-    grad = 0; /* stored if writes_grad */
+    grad = 0; /* stored only if writes_grad() */
   }
 };
 
@@ -725,7 +734,7 @@ static int cddp__cu_adamw(const cddp_segment *s, int n, cddp_dtype dtype,
   cudaStream_t stream = (cudaStream_t)on;
   if (rule == NULL || !cddp__cu_segments_ok(s, n, true, true)) return cudaErrorInvalidValue;
   if (cddp__cu_masters(s, n) != (dtype == CDDP_F16 || dtype == CDDP_BF16) ||
-      rule->stride % (cddp__cu_masters(s, n) ? 32 : 16) != 0) /* a pack of a state */
+      rule->stride % (cddp__cu_masters(s, n) ? 32 : 16) != 0) /* bytes of a state's pack */
     return cudaErrorInvalidValue;
   return CDDP__CU_DISPATCH_TYPE(dtype, cddp__cu_adamw_on, s, n, rule, factor, clip, flags, stream);
 }
@@ -775,7 +784,7 @@ static cudaError_t cddp__cu_scale_as(const cddp_segment *s, int n, double factor
   return cddp__cu_segments<T>(s, NULL, n, op, stream);
 }
 
-/* grad *= scratch[1], or factor if scratch is NULL. */
+/* grad *= scratch[1]; if scratch is NULL, grad *= factor. */
 static int cddp__cu_scale(const cddp_segment *s, int n, cddp_dtype dtype, double factor,
                           const double *scratch, void *stream) {
   if (!cddp__cu_segments_ok(s, n, false, false)) return cudaErrorInvalidValue;
@@ -790,20 +799,23 @@ extern "C" cudaError_t cddp_cuda_scale(const cddp_segment *s, int n, cddp_dtype 
 }
 
 /* >>shards ---------------------------------------------------------------------------------------
-   The canonical sum of nodes. Works as follows: a thread pushes each node's elements onto a stack
-   of sums, then merges the two last sums as often as the host found: while they are equally wide,
-   or no node is left. At most CDDP__CU_SHALLOW sums are on the stack while there are at most 15
-   shards; then a thread sums a pack of elements at a time. Deeper stacks hold one element. */
+   Job: the canonical sum of nodes.
+   How it works:
+     1. A thread pushes each node's elements onto a stack of sums.
+     2. After each push it merges the two sums on top, as many times as the host has computed: while
+        they have the same width, or no node is left.
+     3. Up to 15 shards need at most CDDP__CU_SHALLOW sums on the stack; a thread then sums a pack
+        of elements at a time. With deeper stacks it sums one element at a time. */
 
 enum { CDDP__CU_DEPTH = 16, CDDP__CU_SHALLOW = 4 };
 
 typedef struct cddp__cu_nodes {
   const void *at[CDDP_NODES];
-  unsigned char merges[CDDP_NODES]; /* after this node */
+  unsigned char merges[CDDP_NODES]; /* number of merges after each node */
   int count;
   bool packed;
   size_t elements;
-  double divisor; /* 0: there is none */
+  double divisor; /* 0: none */
 } cddp__cu_nodes;
 
 template <typename T, size_t N>
@@ -813,9 +825,9 @@ static __device__ void cddp__cu_widen(typename cddp__cu_type<T>::C *to, const vo
   CDDP__CU_UNROLLED for (size_t e = 0; e < N; e++) to[e] = cddp__cu_load(p.v[e]);
 }
 
-/* Pack i of N elements; the last node's are of type Last. The top of the stack is sums[0], and a
-   push or a merge moves the whole stack. Each index is a constant, so the stack is in registers.
-   Nodes are loaded CDDP__CU_UNROLL at a time, before the first of these is added. */
+/* Sums pack i of N elements. The last node's elements have type Last. The top of the stack is
+   sums[0], and a push or a merge moves the whole stack: all indices are constants, so the stack
+   stays in registers. CDDP__CU_UNROLL nodes are loaded before the first of them is added. */
 template <typename Out, typename Last, size_t N, size_t DEPTH>
 static __device__ void cddp__cu_sum_pack(const cddp__cu_nodes &s, void *out, size_t i) {
   typedef typename cddp__cu_type<Out>::C C;
@@ -891,8 +903,9 @@ static int cddp__cu_sum(void *out, cddp_dtype dtype, const void *const *nodes, c
 }
 
 /* >>sums -----------------------------------------------------------------------------------------
-   Works as follows: each block leaves its sum in scratch (block b at 2 + b), a second launch of one
-   block adds these up. How many blocks there are depends on the sizes alone, not on the device. */
+   Job: sums over all elements.
+   How it works: each block writes its sum to scratch (block b to index 2 + b). A second launch, of
+   one block, adds these sums. The number of blocks depends only on the sizes, not on the device. */
 
 static __global__ void __launch_bounds__(CDDP__CU_THREADS)
     cddp__cu_finish_kernel(double *to, const double *partial, int n, double factor, bool add) {
@@ -902,11 +915,11 @@ static __global__ void __launch_bounds__(CDDP__CU_THREADS)
   if (threadIdx.x == 0) *to = add ? *to + sum : sum;
 }
 
-/* Adds to scratch[0] after each launch. */
+/* Squares of all elements; scratch[0] grows after each launch. */
 template <typename T> struct cddp__cu_squares_op : cddp__cu_no_copy {
   enum { READS = CDDP__CU_GRAD, WRITES = 0, BLOCKS = CDDP_CUDA_BLOCKS };
   double *scratch;
-  mutable double sum; /* of a thread */
+  mutable double sum; /* of this thread */
   __device__ void begin() { sum = 0; }
   __device__ void apply(T &, T &grad, T &) const {
     double v = (double)cddp__cu_load(grad);
@@ -955,7 +968,7 @@ template <typename To, typename From> struct cddp__cu_conversion {
     return cddp__cu_store<To>((typename cddp__cu_type<To>::C)cddp__cu_load(x));
   }
 };
-template <typename To> struct cddp__cu_conversion<To, double> { /* rounds to odd, then once */
+template <typename To> struct cddp__cu_conversion<To, double> { /* to odd, then to the nearest */
   static __device__ To of(double x) {
     float y = __double2float_rz(x);
     if ((double)y != x && x == x) y = __uint_as_float(__float_as_uint(y) | 1);
@@ -1101,15 +1114,15 @@ extern "C" cudaError_t cddp_cuda_mse(const float *y, const float *target, float 
                          scratch + 2, (int)blocks, 1.0 / (double)n, true);
 }
 
-/* Works as follows: a warp takes a row, in three passes: the maximum and where it is, the sum of
-   exp(y - maximum), the gradient. Nothing overflows, as no exponent is positive. */
+/* A warp processes a row in three passes: the maximum and its index; the sum of exp(y - maximum);
+   the gradient. No exponent is positive, so no value overflows. */
 static __device__ double cddp__cu_row_loss(const float *y, float *dy, int label, int classes,
                                         float share, bool *right) {
   int lane = (int)(threadIdx.x % 32), best = classes, k;
   float top = -INFINITY, sum = 0, target;
   for (k = lane; k < classes; k += 32)
     if (y[k] > top) top = y[k], best = k;
-  for (k = 16; k > 0; k /= 2) { /* of equal ones the first counts */
+  for (k = 16; k > 0; k /= 2) { /* of equal maxima the first one counts */
     float other = __shfl_xor_sync(0xffffffffu, top, k);
     int where = __shfl_xor_sync(0xffffffffu, best, k);
     if (other > top || (!(top > other) && where < best)) top = other, best = where;
@@ -1117,7 +1130,7 @@ static __device__ double cddp__cu_row_loss(const float *y, float *dy, int label,
   for (k = lane; k < classes; k += 32) sum += expf(y[k] - top);
   for (k = 16; k > 0; k /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, k);
   target = (unsigned)label < (unsigned)classes ? y[label] : NAN;
-  __syncwarp(); /* dy may be y: every lane has read it */
+  __syncwarp(); /* all lanes have read y, which dy may overwrite */
   for (k = lane; dy != NULL && k < classes; k += 32)
     dy[k] = (expf(y[k] - top) / sum - (k == label ? 1.0f : 0.0f)) * share;
   *right = best == label;
@@ -1181,10 +1194,11 @@ extern "C" cudaError_t cddp_cuda_embedding(const float *table, const int32_t *id
                       CDDP__CU_THREADS, stream, table, ids, out, n, vocabulary, width);
 }
 
-/* Works as follows: the places of ids are sorted by id, and those of one id by place: a key is
-   id << 32 | place. Each thread sorts a run of keys by insertion; then runs are merged, two by two.
-   Each thread writes CDDP__CU_RUN of the merged keys, after a bisection that takes no more steps
-   than that. A row is added up by one block, in the order of its keys. */
+/* How the backward pass of an embedding works:
+     1. A key is id << 32 | index, so that sorted keys are ordered by id, then by index.
+     2. Each thread sorts a run of keys by insertion. Then pairs of runs are merged, repeatedly.
+     3. In a merge each thread writes CDDP__CU_RUN keys. It finds its start by a bisection.
+     4. One block adds up a row of dtable, in the order of its keys. */
 enum { CDDP__CU_RUN = 32, CDDP__CU_ROWS = 8 };
 
 static __global__ void __launch_bounds__(CDDP__CU_THREADS)
@@ -1201,8 +1215,8 @@ static __global__ void __launch_bounds__(CDDP__CU_THREADS)
   }
 }
 
-/* Runs of `run` keys become runs of twice that. The keys before `at` of a pair of runs are so many
-   of its first and so many of its second run: a bisection finds how many. */
+/* Merges pairs of runs of `run` keys to runs of twice that. The first `before` keys of a merged
+   pair consist of keys from both runs: the bisection finds how many are from the first run. */
 static __global__ void __launch_bounds__(CDDP__CU_THREADS)
     cddp__cu_merge_kernel(const uint64_t *from, uint64_t *to, size_t n, size_t run) {
   const size_t each = cddp__cu_all_threads() * CDDP__CU_RUN;
@@ -1223,7 +1237,7 @@ static __global__ void __launch_bounds__(CDDP__CU_THREADS)
   }
 }
 
-/* The first of keys i .. n that is of another id than key i. */
+/* The first of keys i .. n with another id than key i. */
 static __device__ size_t cddp__cu_row_end(const uint64_t *keys, size_t i, size_t n) {
   uint64_t next = ((keys[i] >> 32) + 1) << 32;
   while (i < n) {
@@ -1234,7 +1248,7 @@ static __device__ size_t cddp__cu_row_end(const uint64_t *keys, size_t i, size_t
   return n;
 }
 
-/* One sum is a chain of additions: CDDP__CU_ROWS loads are under way at a time. */
+/* The additions of one sum depend on each other, so CDDP__CU_ROWS loads are started before them. */
 static __global__ void __launch_bounds__(CDDP__CU_THREADS)
     cddp__cu_rows_kernel(const float *dout, const uint64_t *keys, float *dtable, size_t n,
                          int vocabulary, int width) {
@@ -1290,11 +1304,11 @@ static __global__ void __launch_bounds__(CDDP__CU_THREADS)
   if (c >= out) return;
   for (int r = (int)blockIdx.y; r < rows; r += (int)gridDim.y) {
     float *at = y + (int64_t)r * out + c, v = *at + (b != NULL ? b[c] : 0.0f);
-    *at = relu && !(v > 0) && v == v ? 0.0f : v; /* NaN stays */
+    *at = relu && !(v > 0) && v == v ? 0.0f : v; /* NaN stays NaN */
   }
 }
 
-/* Setting a stream takes away a workspace that the program has set: only if it is another one. */
+/* cublasSetStream discards the program's own workspace, so it is called only for a new stream. */
 static bool cddp__cu_blas_on(cublasHandle_t blas, cudaStream_t stream) {
   cudaStream_t now = NULL;
   if (cublasGetStream(blas, &now) == CUBLAS_STATUS_SUCCESS && now == stream) return true;
@@ -1318,8 +1332,8 @@ extern "C" cudaError_t cddp_cuda_linear(cublasHandle_t blas, const float *x, con
                       CDDP__CU_THREADS, stream, y, b, rows, out, relu);
 }
 
-/* A block has 32 columns. Each of its warps sums every 32nd row, four at a time so that as many
-   loads are under way, then warp 0 adds the warps' sums. */
+/* A block sums 32 columns. Each of its warps adds every 32nd row, with four loads in flight; then
+   warp 0 adds the warps' sums. */
 enum { CDDP__CU_COLUMN_WARPS = 32, CDDP__CU_COLUMN_ROWS = 4 };
 static __global__ void __launch_bounds__(32 * CDDP__CU_COLUMN_WARPS)
     cddp__cu_columns_kernel(const float *x, float *sums, int rows, int columns) {
@@ -1362,7 +1376,8 @@ extern "C" cudaError_t cddp_cuda_linear_backward(cublasHandle_t blas, const floa
 #endif /* CDDP_KERNELS_NO_CUBLAS */
 
 /* >>table ----------------------------------------------------------------------------------------
-   What cddp.h calls. It gets there by a constructor: before main, whatever file is linked first. */
+   Job: the table of functions that cddp.h calls. A constructor registers it before main, in any
+   link order. */
 
 static int cddp__cu_table_copies(const cddp_segment *s, void *const *copies, int n,
                                  cddp_dtype copy_dtype, void *stream) {
@@ -1379,8 +1394,8 @@ static int cddp__cu_table_squares(const cddp_segment *s, int n, cddp_dtype dtype
 static int cddp__cu_table_factor(double *scratch, double max_norm, void *stream) {
   return (int)cddp_cuda_factor(scratch, max_norm, (cudaStream_t)stream);
 }
-/* A kernel's first launch waits for the device, for others' calls of CUDA in its way, and voids a
-   stream capture: what cddp.h launches is loaded before. */
+/* Loads all kernels that cddp.h launches. Otherwise a kernel's first launch would wait for the
+   device and other threads' CUDA calls, and invalidate a stream capture. */
 static int cddp__cu_table_load(void) {
   double room[2] = {0, 0};
   cddp_segment s = {room, room, room, 1, NULL}, m = {room, room, room, 1, room};
