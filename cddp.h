@@ -14924,44 +14924,51 @@ static cddp_result cddp__optim_new(cddp_optim **out, const cddp__algorithm *algo
 }
 
 /* >>device -------------------------------------------------------------------------------------
-   Groups whose ranks have GPUs. Owns: a group's device context (streams, events, communicator,
-   scratch memory, two threads). Touches: the group's slots, where each rank logs its calls on
-   device memory, and its failure. Entry points: cddp__device_backend at the end, which gives device
-   memory to NCCL or, with backend "cpu", takes it through the host; cddp__give_device; for data
-   parallel: cddp__issue, cddp__log_call, cddp__stream_after, cddp__device_scratch.
+   Job: run the operations of groups whose ranks have GPUs: with NCCL, or through host memory
+   (backend "cpu").
+   Owns: a group's device context: streams, events, communicator, scratch memory, two threads.
+   Touches: the group's slots, where each rank logs its calls on device memory; the group's failure.
+   Entry points: cddp__device_backend at the end of the room; cddp__give_device; for data parallel
+   cddp__issue, cddp__log_call, cddp__stream_after and cddp__device_scratch.
 
-   OPERATIONS. A call is logged (number, what it was, a hash of all calls so far), issued to a
-   stream, and followed there by an event (cddp__track): a ring of events tells how far the device
-   has come, and since when the oldest operation is under way. Operations are issued one at a time
-   (device.turn).
+   HOW AN OPERATION RUNS
+     1. The call is logged: its number, the call itself, and a hash of all calls so far.
+     2. It is issued to a stream. Operations are issued one at a time (device.issue_lock).
+     3. An event follows it on the stream (cddp__mark_operation). A ring of these events shows how
+        far the device is, and since when the oldest operation runs.
 
-   COMMUNICATORS are made non-blocking, so that no call of NCCL can hang the host: whatever it
-   returns is polled until it is done, with an eye on the group and the deadline. Ranks first tell
-   each other their devices over the control plane, which catches what NCCL would say in a log only;
-   rank 0's id goes the same way, for each group anew: ncclCommSplit would meet just as often. A
+   COMMUNICATORS are non-blocking, so that no call of NCCL can hang the host: each call is polled
+   until it is done, while this rank also checks the group and the deadline. Before NCCL connects,
+   ranks exchange their devices over the control plane, which finds errors that NCCL only writes to
+   a log. Each group gets a new id from its rank 0: ncclCommSplit would need as many exchanges. A
    model uses its group's communicator, so that NCCL has one order of operations and one set of
-   buffers. Only an abort ends what a misused model leaves on streams, and it breaks the group.
+   buffers. Operations that a misused model leaves on its streams are ended by an abort only, which
+   breaks the group.
 
-   TWO THREADS of a context look at it every few milliseconds. The watcher, once it has taken its
-   device, calls no function of CUDA, and of NCCL only those that touch host memory: another thread
-   may hold CUDA's lock (in cudaFree, cudaMalloc or a kernel's first launch) while it waits for an
-   operation that only an abort will end. The watcher sees whether the group was broken, NCCL
-   failed, a process died, ranks of the host called different things, or an operation is late. It
-   then breaks the group and aborts the communicator, so that the streams of all ranks come to an
-   end; or it is told to end it in good order. Either may block (ncclCommAbort for streams and CUDA
-   graphs, ncclCommDestroy for the host's other ranks too), so the watcher may outlive the group:
-   from CDDP__COMM_LEFT on it touches the context alone. What CUDA has to say (which events have
-   come, whether the device failed) the poller asks, and the watcher reads its latest answer: if the
-   poller is held up, operations count as under way.
+   TWO THREADS of a context check it every few milliseconds.
+   - The watcher finds that the group is broken, NCCL has failed, a process has died, ranks of the
+     host have made different calls, or an operation is late. Then it breaks the group and aborts
+     the communicator, which ends the operations on the streams of all ranks. It can also be asked
+     to destroy the communicator in good order. Both can block: ncclCommAbort waits for streams and
+     CUDA graphs, ncclCommDestroy for the other ranks of the host. So the watcher can outlive the
+     group. From CDDP__COMM_DETACHED on it accesses the context only.
+   - The watcher never waits for CUDA's lock: another thread can hold this lock (in cudaFree,
+     cudaMalloc or a kernel's first launch) while it waits for an operation that only an abort ends.
+     So the watcher, once it has bound its device, calls no function of CUDA, and only those of NCCL
+     that access host memory.
+   - The poller asks CUDA: which events have completed, and whether the device has failed. The
+     watcher reads the poller's latest answer. While the poller is blocked, operations count as
+     running.
 
-   CALLS are compared at the latest one that two ranks have both made: equal hashes mean that all
-   calls before were alike. Nobody waits for it. A model's calls are in the log of its group. Ranks
-   of different hosts compare in cddp_barrier and cddp_group_split, where they meet anyway.
+   HOW CALLS ARE COMPARED: at the latest call that two ranks have both made. Equal hashes mean that
+   all calls up to this one were equal. No rank waits for the comparison. A model's calls are in the
+   log of its group. Ranks of different hosts compare in cddp_barrier and cddp_group_split, which
+   synchronize them anyway.
 
    A MODEL THAT OUTLIVES ITS GROUP frees its memory through the group's context. cddp_destroy ends
-   the communicator and both threads; the rest of the context goes with the memory of the group. */
+   the communicator and both threads. The rest of the context is freed with the group's memory. */
 
-static const cddp_kernels *cddp__registered_kernels; /* of this version; NULL: there are none */
+static const cddp_kernels *cddp__registered_kernels; /* of this version; NULL: not registered */
 
 #ifdef CDDP_CUDA
 enum {
@@ -14971,81 +14978,82 @@ enum {
   CDDP__SEVERAL_DEVICES = 1000000
 };
 
-/* The life of a watched communicator: alive, then how it is to end, then both of the rest. */
+/* State of a watched communicator: alive; then how it ends; then DETACHED and DONE are added. */
 enum {
   CDDP__COMM_ALIVE,
-  CDDP__COMM_DESTROYED, /* is to end in good order, */
-  CDDP__COMM_ABORTED,   /* or at once */
-  CDDP__COMM_HOW = 3,
-  CDDP__COMM_LEFT = 4, /* the watcher touches the context alone, no longer the group */
-  CDDP__COMM_DONE = 8  /* NCCL has let go of it; added once more when the group has */
+  CDDP__COMM_DESTROYED, /* to be ended in good order */
+  CDDP__COMM_ABORTED,   /* to be ended immediately */
+  CDDP__COMM_HOW_MASK = 3,
+  CDDP__COMM_DETACHED = 4, /* the watcher accesses the context only, no longer the group */
+  CDDP__COMM_DONE = 8      /* NCCL has released the context; added again when the group has */
 };
 
-/* Behind an operation. lock of the device context. */
+/* The event behind an operation. Guarded by the context's lock. */
 typedef struct cddp__marker {
   void *event;
-  double since; /* when it was recorded */
+  double since; /* time of recording */
 } cddp__marker;
 
-/* A group's device context: its GPU, streams and communicator. turn: held while an operation is
-   issued. lock: held for a moment, never in a call of CUDA or NCCL, also by the watcher; it guards
-   what is marked so. */
+/* A group's device context: its GPU, streams and communicator. issue_lock: held while an operation
+   is issued. lock: held briefly, never during a call of CUDA or NCCL; the watcher takes it too. It
+   guards the fields marked "lock". */
 typedef struct cddp__device {
   cddp_group *group;
-  int device;
-  uint64_t gpu;        /* of the job's first group: a hash of its name; 0: ranks may share it */
+  int index;           /* of the GPU: cuda:index */
+  uint64_t gpu;        /* of the job's first group: hash of its uuid; 0: ranks can share it */
   bool staged;         /* operations go through the host */
-  cudaStream_t side;   /* operations with a work handle, buckets; of high priority */
-  pthread_mutex_t turn, lock;
-  const cddp_kernels *kernels; /* those of every rank; NULL: some have none */
-  ncclComm_t comm;        /* NULL: a single rank, or no NCCL; as it is made NCCL's thread writes */
-  cddp__atomic_u32 state; /* CDDP__COMM_*; the threads sleep on it */
+  cudaStream_t side;   /* operations with a work handle, buckets; high priority */
+  pthread_mutex_t issue_lock, lock;
+  const cddp_kernels *kernels; /* if all ranks have kernels; else NULL */
+  ncclComm_t comm;        /* NULL: a single rank, or no NCCL; NCCL's thread writes it at creation */
+  cddp__atomic_u32 state; /* CDDP__COMM_*; both threads sleep on it */
   pthread_t poller;
-  pid_t pid;                 /* of the process whose threads they are; 0: there are none */
-  cddp__atomic_u32 captured; /* 1: a CUDA graph may hold its operations and run them at any time */
+  pid_t pid;                 /* the process that has the threads; 0: no threads */
+  cddp__atomic_u32 captured; /* 1: a CUDA graph may have captured its operations and replay them */
   cddp__marker markers[CDDP__MARKERS]; /* a ring: number n is at n % CDDP__MARKERS */
-  uint32_t issued, seen; /* markers; of them, oldest first, those that were seen done. lock */
-  double left_since;   /* watcher; when a peer was first seen to have left; 0: none has */
-  double left_oldest;  /* watcher; since when the oldest operation was under way at its last look */
-  int late_looks;      /* watcher; in so many looks on end an operation was late */
-  uint64_t hashes[CDDP__HASHES]; /* of all calls up to each of the latest, a ring; lock. By so many
-                                    calls ranks may be apart: a power of two */
-  cddp_work *messages; /* sends and receives to be issued together, oldest first; turn */
+  uint32_t issued, seen; /* number of markers; number of those seen completed, oldest first; lock */
+  double left_since;     /* watcher; when a peer was first seen to have left; 0: none has left */
+  double left_oldest;    /* watcher; start of the oldest operation at its last check */
+  int late_checks;       /* watcher; number of checks in a row at which an operation was late */
+  uint64_t hashes[CDDP__HASHES]; /* of all calls up to each of the latest calls, a ring; lock. Ranks
+                                    can be that many calls apart. A power of two */
+  cddp_work *messages; /* sends and receives to be issued together, oldest first; issue_lock */
   cudaEvent_t spare[CDDP__SPARE_EVENTS]; /* events for reuse; lock */
   int spares;
-  cddp__scratch scratch; /* used on side; the thread that calls collectives */
+  cddp__scratch scratch; /* used on `side`; owner: the thread that calls collectives */
 } cddp__device;
 
-/* What every rank tells about its device when groups form. */
+/* Data about its device that every rank announces when a group is created. */
 typedef struct cddp__device_report {
   int32_t device, kernels;
-  char gpu[40];  /* a GPU, or a part of one: of parts NCCL sees the GPU; "": ranks may share one */
+  char gpu[40];  /* uuid of a GPU or of a MIG partition; "": ranks can share one. NCCL sees the
+                    GPU of a partition */
   char host[96]; /* identity of the machine */
 } cddp__device_report;
 
-#define CDDP__WATCH_S 0.005 /* between two looks of the watcher, and of the poller */
-#define CDDP__SPIN_S 3e-4   /* to yield before the first nap: NCCL's work on a call takes 0.1 ms */
-#define CDDP__CALLS_S 0.5   /* for other threads to come out of NCCL before an abort */
-#ifndef CDDP__LEFT_S
-#define CDDP__LEFT_S 2.0 /* to finish operations on a device after a peer has left the group */
+#define CDDP__WATCH_INTERVAL_S 0.005 /* between two checks of the watcher, and of the poller */
+#define CDDP__YIELD_S 3e-4 /* of yields before the first sleep: NCCL takes 0.1 ms for a call */
+#define CDDP__CALLS_S 0.5  /* time for other threads to return from NCCL before an abort */
+#ifndef CDDP__GRACE_LEFT_S
+#define CDDP__GRACE_LEFT_S 2.0 /* time to finish operations after a peer has left the group */
 #endif
-#define CDDP__ENDED_S 0.05 /* the same after one has ended: the poller has looked by then */
-#ifndef CDDP__LATE_LOOKS
-#define CDDP__LATE_LOOKS 20 /* a process that was stopped looks at its device before it gives up */
+#define CDDP__GRACE_ENDED_S 0.05 /* the same after a peer has ended; the poller polls meanwhile */
+#ifndef CDDP__LATE_CHECKS
+#define CDDP__LATE_CHECKS 20 /* a process that was stopped checks its device before it times out */
 #endif
-#define CDDP__LATE_S 0.5    /* more for who waits beside the watcher, which says more of it */
-#ifndef CDDP__COMM_FROM
-#define CDDP__COMM_FROM 2 /* ranks from which on a group has a communicator; tests say 1 */
+#define CDDP__LATE_S 0.5 /* extra time of other threads: the watcher's text says more */
+#ifndef CDDP__COMM_MIN_RANKS
+#define CDDP__COMM_MIN_RANKS 2 /* smallest group that gets a communicator; tests define 1 */
 #endif
 #ifndef CDDP__WARM_UP
 #define CDDP__WARM_UP ((size_t)8 << 20) /* bytes of the largest operation of a warm-up */
 #endif
 
-/* Of a call of CUDA, or of a kernel's launcher. */
+/* The result of a CUDA call or of a kernel launcher. */
 static cddp_result cddp__cuda_result(int code, const char *what) {
   cudaError_t e = (cudaError_t)code;
   if (CDDP__LIKELY(e == cudaSuccess)) return CDDP_OK;
-  (void)cudaGetLastError(); /* it would come back at the program's next check */
+  (void)cudaGetLastError(); /* else the program's next check would return it */
   return cddp__fail(CDDP_CUDA, "%s: %s (%s)%s", what, cudaGetErrorString(e), cudaGetErrorName(e),
                     e == cudaErrorDevicesUnavailable
                         ? ": another process uses the GPU, and its compute mode allows one; end "
@@ -15055,7 +15063,7 @@ static cddp_result cddp__cuda_result(int code, const char *what) {
 
 #define CDDP__CUDA(function, ...) cddp__cuda_result(function(__VA_ARGS__), #function)
 
-/* Makes the device this thread's, unless it is already. */
+/* Makes the device the thread's current device, unless it already is. */
 static cddp_result cddp__use_device(int device) {
   int now = -1;
   if (cudaGetDevice(&now) == cudaSuccess && now == device) return CDDP_OK;
@@ -15065,11 +15073,11 @@ static cddp_result cddp__use_device(int device) {
 static cddp__device *cddp__device_of(const cddp_group *g) { return (cddp__device *)g->device; }
 static cudaStream_t cddp__main_stream(const cddp_group *g) { return (cudaStream_t)g->stream; }
 
-static cddp__atomic_u32 cddp__device_groups; /* 1 + the device that this process's groups have had,
-                                                or CDDP__SEVERAL_DEVICES; 0: there were none */
+static cddp__atomic_u32 cddp__device_groups; /* 1 + the device of all groups of this process so far,
+                                                or CDDP__SEVERAL_DEVICES; 0: no groups */
 
-/* Whether memory may lie on a device: asked before the first call that would set CUDA up, or fail,
-   in a process that has no business with it. */
+/* Returns whether memory can be on a device. Called before the first call of CUDA, which would
+   initialize CUDA, or fail, in a process that does not use it. */
 static bool cddp__cuda_in_use(void) {
   int version = 0;
   if (cddp__load32(&cddp__device_groups) != 0) return true;
@@ -15077,63 +15085,64 @@ static bool cddp__cuda_in_use(void) {
          version > 0; /* 0: no driver */
 }
 
-static bool cddp__capturing(cudaStream_t s) {
+static bool cddp__capturing(cudaStream_t stream) {
   enum cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  if (cudaStreamIsCapturing(s, &status) == cudaSuccess)
+  if (cudaStreamIsCapturing(stream, &status) == cudaSuccess)
     return status != cudaStreamCaptureStatusNone;
-  (void)cudaGetLastError(); /* the default stream, while another is captured */
+  (void)cudaGetLastError(); /* the default stream, while another stream is captured */
   return false;
 }
 
-/* what: a call that cannot be part of a graph, and why not. */
-static cddp_result cddp__no_capture(cudaStream_t s, cddp_result r, const char *what) {
-  if (!cddp__capturing(s)) return CDDP_OK;
+/* Fails if s is being captured. what: the call and why it cannot be in a graph, as text. */
+static cddp_result cddp__refuse_capture(cudaStream_t stream, cddp_result r, const char *what) {
+  if (!cddp__capturing(stream)) return CDDP_OK;
   return cddp__fail(r, "%s and cannot be captured in a CUDA graph", what);
 }
 
-/* At the start of a call: the group's device is the thread's, and its stream may be used. */
+/* At the start of a call: makes the group's device current, and checks that its stream is
+   usable. */
 static cddp_result cddp__device_enter(const cddp_group *g) {
   enum cudaStreamCaptureStatus status;
-  cddp_result r = cddp__use_device(cddp__device_of(g)->device);
+  cddp_result r = cddp__use_device(cddp__device_of(g)->index);
   if (r != CDDP_OK || cudaStreamIsCapturing(cddp__main_stream(g), &status) == cudaSuccess) return r;
   if (cudaGetLastError() != cudaErrorStreamCaptureImplicit) return CDDP_OK;
   return cddp__fail(CDDP_INVALID_ARGUMENT,
-                    "a stream is being captured in a CUDA graph while the group's is the default "
+                    "a stream is being captured in a CUDA graph, and the group uses the default "
                     "stream, which no call may use then: give the captured one to cddp_set_stream");
 }
 
-/* An event behind what is on s now, for cddp__event_give after its use. */
-static cddp_result cddp__event_take(cddp__device *p, cudaStream_t s, void **out) {
+/* Records an event behind the present end of s. cddp__event_release takes it back. */
+static cddp_result cddp__event_acquire(cddp__device *device, cudaStream_t stream, void **out) {
   cudaEvent_t event = NULL;
   cddp_result r = CDDP_OK;
-  pthread_mutex_lock(&p->lock);
-  if (p->spares > 0) event = p->spare[--p->spares];
-  pthread_mutex_unlock(&p->lock);
+  pthread_mutex_lock(&device->lock);
+  if (device->spares > 0) event = device->spare[--device->spares];
+  pthread_mutex_unlock(&device->lock);
   if (event == NULL) r = CDDP__CUDA(cudaEventCreateWithFlags, &event, cudaEventDisableTiming);
   *out = (void *)event;
-  return r == CDDP_OK ? CDDP__CUDA(cudaEventRecord, event, s) : r;
+  return r == CDDP_OK ? CDDP__CUDA(cudaEventRecord, event, stream) : r;
 }
 
-static void cddp__event_give(cddp__device *p, void **from) {
+static void cddp__event_release(cddp__device *device, void **from) {
   cudaEvent_t event = (cudaEvent_t)*from;
   *from = NULL;
-  pthread_mutex_lock(&p->lock);
-  if (event != NULL && p->spares < CDDP__SPARE_EVENTS) {
-    p->spare[p->spares++] = event;
+  pthread_mutex_lock(&device->lock);
+  if (event != NULL && device->spares < CDDP__SPARE_EVENTS) {
+    device->spare[device->spares++] = event;
     event = NULL;
   }
-  pthread_mutex_unlock(&p->lock);
+  pthread_mutex_unlock(&device->lock);
   if (event != NULL) cudaEventDestroy(event);
 }
 
-/* `to` goes on after all that is on `from` now. */
-static cddp_result cddp__stream_after(cddp__device *p, cudaStream_t to, cudaStream_t from) {
+/* Makes `to` wait for everything that is now on `from`. */
+static cddp_result cddp__stream_after(cddp__device *device, cudaStream_t to, cudaStream_t from) {
   void *event = NULL;
   cddp_result r = CDDP_OK;
   if (to == from) return r;
-  r = cddp__event_take(p, from, &event);
+  r = cddp__event_acquire(device, from, &event);
   if (r == CDDP_OK) r = CDDP__CUDA(cudaStreamWaitEvent, to, (cudaEvent_t)event, 0);
-  cddp__event_give(p, &event);
+  cddp__event_release(device, &event);
   return r;
 }
 
@@ -15167,97 +15176,100 @@ static cddp_result cddp__device_scale(void *p, size_t n, cddp_dtype dtype, doubl
                            "the kernel that scales");
 }
 
-/* *here: p lies on the rank's device, else in host memory; on another device is an error. */
+/* *here: p is on the rank's device, not in host memory. Fails if p is on another device. */
 static cddp_result cddp__memory_of(int device, const void *p, const char *what, bool *here) {
-  struct cudaPointerAttributes a;
-  cddp_result r = CDDP__CUDA(cudaPointerGetAttributes, &a, p);
-  bool managed = r == CDDP_OK && a.type == cudaMemoryTypeManaged;
-  *here = managed || (r == CDDP_OK && a.type == cudaMemoryTypeDevice);
-  if (!*here || managed || a.device == device) return r;
-  return cddp__fail(CDDP_INVALID_ARGUMENT, "%s lies on cuda:%d, but this rank's device is cuda:%d",
-                    what, a.device, device);
+  struct cudaPointerAttributes attributes;
+  cddp_result r = CDDP__CUDA(cudaPointerGetAttributes, &attributes, p);
+  bool managed = r == CDDP_OK && attributes.type == cudaMemoryTypeManaged;
+  *here = managed || (r == CDDP_OK && attributes.type == cudaMemoryTypeDevice);
+  if (!*here || managed || attributes.device == device) return r;
+  return cddp__fail(CDDP_INVALID_ARGUMENT, "%s is on cuda:%d, but this rank's device is cuda:%d",
+                    what, attributes.device, device);
 }
 
-/* Whether a call's buffers lie on the device; an error if only one of them does. */
-static cddp_result cddp__memory_of_call(const cddp__device *p, const cddp__call *c, bool *device) {
-  bool one = cddp__in_one_buffer(c), sends, receives, here;
+/* *device: the call's buffers are on the device. Fails if one of two buffers is and one is not. */
+static cddp_result cddp__memory_of_call(const cddp__device *p, const cddp__call *call,
+                                        bool *device) {
+  bool one = cddp__in_one_buffer(call), sends, receives, here;
   size_t sent, received;
   cddp_result r = CDDP_OK;
   *device = true;
-  cddp__buffer_bytes(p->group, c, &sent, &received);
-  sends = sent > 0 && c->send != NULL;
-  receives = received > 0 && c->recv != NULL && !(sends && c->recv == c->send);
-  if (sends) r = cddp__memory_of(p->device, c->send, one ? "buf" : "send", device);
+  cddp__buffer_bytes(p->group, call, &sent, &received);
+  sends = sent > 0 && call->send != NULL;
+  receives = received > 0 && call->recv != NULL && !(sends && call->recv == call->send);
+  if (sends) r = cddp__memory_of(p->index, call->send, one ? "buf" : "send", device);
   if (r != CDDP_OK || !receives) return r;
-  r = cddp__memory_of(p->device, c->recv, one ? "buf" : "recv", &here);
+  r = cddp__memory_of(p->index, call->recv, one ? "buf" : "recv", &here);
   if (r == CDDP_OK && sends && here != *device)
     return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "send and recv must both lie on the device, or both in host memory");
+                      "send and recv must both be on the device, or both in host memory");
   *device = here;
   return r;
 }
 
-/* Since when the oldest operation of the group is on the device, as far as the poller knows, those
-   of graphs left aside; 0: none is. */
-static double cddp__device_busy(cddp__device *p) {
+/* The time at which the oldest unfinished operation of the group was issued, as last polled. Leaves
+   out operations in CUDA graphs. 0: none is unfinished. */
+static double cddp__device_busy(cddp__device *device) {
   double since;
-  pthread_mutex_lock(&p->lock);
-  since = p->issued != p->seen ? p->markers[p->seen % CDDP__MARKERS].since : 0;
-  pthread_mutex_unlock(&p->lock);
+  pthread_mutex_lock(&device->lock);
+  since = device->issued != device->seen ? device->markers[device->seen % CDDP__MARKERS].since : 0;
+  pthread_mutex_unlock(&device->lock);
   return since;
 }
 
-/* A turn of the host's wait for `what`, as long as the group is healthy and its deadline has not
-   come. Yields for as long as most waits take, then sleeps for a sixteenth of the time so far. */
-static cddp_result cddp__device_turn(cddp__device *p, double start, const char *what) {
-  cddp_group *g = p->group;
+/* One poll of the host's wait for `what`. Fails if the group is broken or the deadline has passed.
+   Yields for as long as most waits take, then sleeps for a sixteenth of the time waited so far. */
+static cddp_result cddp__device_poll(cddp__device *device, double start, const char *what) {
+  cddp_group *g = device->group;
   double waited = cddp__now() - start;
   cddp_result r = cddp__check_group(g);
   if (r != CDDP_OK) return r;
-  if (waited < CDDP__SPIN_S) sched_yield();
+  if (waited < CDDP__YIELD_S)
+    sched_yield();
   else if (!cddp__serve_idle(g)) cddp__sleep(waited < 16e-3 ? waited / 16 : 1e-3);
-  if (waited < g->timeout_s + (cddp__device_busy(p) > 0 ? CDDP__LATE_S : 0)) return CDDP_OK;
+  if (waited < g->timeout_s + (cddp__device_busy(device) > 0 ? CDDP__LATE_S : 0)) return CDDP_OK;
   cddp__fail(CDDP_TIMEOUT, "timed out after %g s: on rank %d, cuda:%d, %s has not ended%s",
-             g->timeout_s, g->rank, p->device, what,
+             g->timeout_s, g->rank, device->index, what,
              g->hosts == NULL ? ""
-                              : ": not all ranks came to it, or NCCL finds no way between hosts; "
-                                "it takes the interface that NCCL_SOCKET_IFNAME names, and "
-                                "NCCL_DEBUG=INFO shows what it does");
+                              : ": not all ranks called it, or NCCL cannot connect the hosts: set "
+                                "NCCL_SOCKET_IFNAME to the interface between them; NCCL_DEBUG=INFO "
+                                "shows the connections");
   return cddp__break(g, CDDP_TIMEOUT);
 }
 
 /* --- the log of calls --- */
 
-/* How many calls this rank has logged. lock, or its own thread */
-static uint32_t cddp__logged_calls(const cddp__device *p) {
-  return cddp__load32(&cddp__slot_of(p->group, p->group->rank)->calls);
+/* Number of calls that this rank has logged. Read under lock, or by the thread that logs. */
+static uint32_t cddp__logged_calls(const cddp__device *device) {
+  return cddp__load32(&cddp__slot_of(device->group, device->group->rank)->calls);
 }
 
-/* Appends what this rank calls to the context's log. */
-static void cddp__log_call(cddp__device *p, const cddp__call *c, bool device) {
+/* Appends a call of this rank to the context's log. */
+static void cddp__log_call(cddp__device *p, const cddp__call *call, bool device) {
   cddp__slot *slot = cddp__slot_of(p->group, p->group->rank);
   cddp__logged_call *to;
   uint64_t hash;
   uint32_t n;
-  if (p->group->size == 1 || p->staged) return; /* staged calls are compared as they meet */
+  if (p->group->size == 1 || p->staged) return; /* staged calls are compared in their rounds */
   pthread_mutex_lock(&p->lock);
   n = cddp__logged_calls(p) + 1;
   hash = p->hashes[(n - 1) & (CDDP__HASHES - 1)];
   to = &slot->call_log[n & (CDDP__CALL_LOG - 1)];
-  cddp__exchange32(&to->number, 0); /* a fence, which gcc's tsan lacks; so is cddp__add32 below */
-  to->what.call = cddp__call_code(c, device ? 0 : CDDP__PHASE_HOST);
-  to->what.count = c->count;
-  to->what.root = (int32_t)c->root;
+  cddp__exchange32(&to->number, 0); /* used as a fence, for gcc's tsan; see cddp__read_logged */
+  to->what.call = cddp__call_code(call, device ? 0 : CDDP__PHASE_HOST);
+  to->what.count = call->count;
+  to->what.root = (int32_t)call->root;
   to->hash = hash = cddp__hash64(hash, &to->what, sizeof to->what);
   p->hashes[n & (CDDP__HASHES - 1)] = hash;
-  cddp__copy_text(to->site, c->kind != CDDP__KIND_DDP_BUCKET ? cddp__describe_site().s : "",
+  cddp__copy_text(to->site, call->kind != CDDP__KIND_DDP_BUCKET ? cddp__describe_site().s : "",
                   sizeof to->site);
   cddp__store32(&to->number, n);
   cddp__store32(&slot->calls, n);
   pthread_mutex_unlock(&p->lock);
 }
 
-/* A copy of what a rank of this host logged of call number n; false if it was overwritten. */
+/* Copies a rank's log entry of call n (a rank of this host). Returns false if it was
+   overwritten. */
 static bool cddp__read_logged(const cddp_group *g, int rank, uint32_t n, cddp__logged_call *out) {
   cddp__logged_call *from = &cddp__slot_of(g, rank)->call_log[n & (CDDP__CALL_LOG - 1)];
   if (cddp__load32(&from->number) != n) return false;
@@ -15272,9 +15284,9 @@ static cddp__text cddp__describe_logged(const cddp__logged_call *c) {
   return cddp__describe_call(c->what.call, c->what.count, c->what.root);
 }
 
-/* The calls of this rank and another one of its host differ in number n or before. */
-static cddp_result cddp__break_calls(cddp__device *p, int rank, uint32_t n) {
-  cddp_group *g = p->group;
+/* Breaks the group: the calls of this rank and `rank` on this host differ in call n or before. */
+static cddp_result cddp__break_mismatch(cddp__device *device, int rank, uint32_t n) {
+  cddp_group *g = device->group;
   int first = g->rank < rank ? g->rank : rank, second = g->rank + rank - first;
   cddp__logged_call a, b;
   uint32_t i;
@@ -15296,9 +15308,9 @@ static cddp_result cddp__break_calls(cddp__device *p, int rank, uint32_t n) {
   return cddp__break(g, CDDP_MISMATCH);
 }
 
-/* Compares what the ranks of this host have called so far, without waiting for any. */
-static cddp_result cddp__compare_logs(cddp__device *p) {
-  cddp_group *g = p->group;
+/* Compares the calls of this host's ranks so far, without waiting for any rank. */
+static cddp_result cddp__compare_logs(cddp__device *device) {
+  cddp_group *g = device->group;
   cddp__logged_call theirs;
   int q;
   for (q = 0; q < g->size; q++) {
@@ -15306,109 +15318,111 @@ static cddp_result cddp__compare_logs(cddp__device *p) {
     uint64_t mine;
     if (q == g->rank || g->members[q] < 0) continue;
     n = cddp__load32(&cddp__slot_of(g, q)->calls);
-    pthread_mutex_lock(&p->lock);
-    behind = cddp__logged_calls(p) - n;
+    pthread_mutex_lock(&device->lock);
+    behind = cddp__logged_calls(device) - n;
     if ((int32_t)behind < 0) n += behind, behind = 0;
-    mine = p->hashes[n & (CDDP__HASHES - 1)];
-    pthread_mutex_unlock(&p->lock);
+    mine = device->hashes[n & (CDDP__HASHES - 1)];
+    pthread_mutex_unlock(&device->lock);
     if (n == 0 || behind >= CDDP__HASHES || !cddp__read_logged(g, q, n, &theirs)) continue;
-    if (theirs.hash != mine) return cddp__break_calls(p, q, n);
+    if (theirs.hash != mine) return cddp__break_mismatch(device, q, n);
   }
   return CDDP_OK;
 }
 
 /* --- the end of a communicator --- */
 
-/* Contexts of this process that have threads, and watchers of theirs that have not ended. */
+/* In this process: contexts with threads; watchers that have not ended. */
 static cddp__atomic_u32 cddp__watched, cddp__watchers;
 
-/* Whether NCCL may be called with the communicator; asked with turn held. */
-static bool cddp__comm_alive(const cddp__device *p) {
-  return cddp__load32(&p->state) == CDDP__COMM_ALIVE;
+/* Returns whether NCCL may be called with the communicator. issue_lock held. */
+static bool cddp__comm_alive(const cddp__device *device) {
+  return cddp__load32(&device->state) == CDDP__COMM_ALIVE;
 }
 
-/* What NCCL says of the communicator. Two threads must not ask at a time: both would free what NCCL
-   keeps of an operation that has ended. turn held. */
-static ncclResult_t cddp__comm_state(const cddp__device *p) {
-  ncclComm_t comm = __atomic_load_n(&p->comm, __ATOMIC_RELAXED);
+/* NCCL's state of the communicator. Only one thread at a time may ask: two would both free NCCL's
+   data of an operation that has ended. issue_lock held. */
+static ncclResult_t cddp__comm_state(const cddp__device *device) {
+  ncclComm_t comm = __atomic_load_n(&device->comm, __ATOMIC_RELAXED);
   ncclResult_t e = ncclSuccess;
   if (comm == NULL || ncclCommGetAsyncError(comm, &e) == ncclSuccess) return e;
   return ncclInternalError;
 }
 
-/* The group lets go of the context, or NCCL of the communicator: frees it after both. */
-static void cddp__device_release(cddp__device *p) {
-  if (cddp__add32(&p->state, CDDP__COMM_DONE) < 2 * CDDP__COMM_DONE) return;
-  pthread_mutex_destroy(&p->turn);
-  pthread_mutex_destroy(&p->lock);
-  cddp__free(NULL, p);
+/* Called by the group and, after NCCL's end, by the watcher. The second call frees the context. */
+static void cddp__device_release(cddp__device *device) {
+  if (cddp__add32(&device->state, CDDP__COMM_DONE) < 2 * CDDP__COMM_DONE) return;
+  pthread_mutex_destroy(&device->issue_lock);
+  pthread_mutex_destroy(&device->lock);
+  cddp__free(NULL, device);
 }
 
-/* On the watcher. A thread that was inside NCCL comes out first: who gets the turn later finds the
-   communicator no longer alive. An abort begins with NCCL's flags, before any call of CUDA, for
-   which it might have to wait. What fails in an end in good order leaves NCCL's group open, in
-   which an abort would do nothing. */
-static void cddp__comm_end(cddp__device *p, bool aborts) {
+/* Ends the communicator, on the watcher's thread. First it waits for a thread that is inside NCCL;
+   later threads that take issue_lock find the communicator no longer alive. An abort must start
+   with NCCL's flags, before any call of CUDA, which might wait for the aborted operations. If
+   ncclCommDestroy fails, NCCL's group is still open. It is closed first, because an abort inside an
+   open group has no effect. */
+static void cddp__comm_end(cddp__device *device, bool aborts) {
   double deadline = cddp__now() + CDDP__CALLS_S;
   ncclComm_t comm;
   bool inside;
-  while ((inside = pthread_mutex_trylock(&p->turn) != 0) &&
+  while ((inside = pthread_mutex_trylock(&device->issue_lock) != 0) &&
          (cddp__now() < deadline || /* NULL: the call that makes it is under way */
-          __atomic_load_n(&p->comm, __ATOMIC_RELAXED) == NULL))
+          __atomic_load_n(&device->comm, __ATOMIC_RELAXED) == NULL))
     cddp__sleep(1e-4);
-  if (!inside) pthread_mutex_unlock(&p->turn);
-  if ((comm = __atomic_load_n(&p->comm, __ATOMIC_RELAXED)) == NULL) return;
-  if (!aborts && cddp__comm_state(p) == ncclSuccess) {
+  if (!inside) pthread_mutex_unlock(&device->issue_lock);
+  if ((comm = __atomic_load_n(&device->comm, __ATOMIC_RELAXED)) == NULL) return;
+  if (!aborts && cddp__comm_state(device) == ncclSuccess) {
     if (ncclCommDestroy(comm) == ncclSuccess) return;
     (void)ncclGroupEnd();
   }
   ncclCommAbort(comm);
 }
 
-/* Has the watcher end the communicator. how: CDDP__COMM_ABORTED, for which the group has been
-   broken before, makes all operations on this rank's streams end at once. Never waits. */
-static void cddp__device_end(cddp__device *p, uint32_t how) {
-  if (cddp__swap32(&p->state, CDDP__COMM_ALIVE, how)) cddp__futex_wake(&p->state);
+/* Tells the watcher to end the communicator. how: CDDP__COMM_ABORTED ends all operations on this
+   rank's streams immediately; the group must be broken before. Never waits. */
+static void cddp__device_end(cddp__device *device, uint32_t how) {
+  if (cddp__swap32(&device->state, CDDP__COMM_ALIVE, how)) cddp__futex_wake(&device->state);
 }
 
-/* After an abort: until NCCL's threads have let go of the operations' memory. That takes a moment;
-   where there is a CUDA graph with the group's operations the rest of it waits for the graph. */
-static void cddp__await_abort(cddp__device *p) {
-  double deadline = cddp__now() + (cddp__load32(&p->captured) != 0 ? 0.1 : CDDP__LEFT_S);
-  if ((cddp__load32(&p->state) & CDDP__COMM_HOW) != CDDP__COMM_ABORTED) return;
-  while (cddp__load32(&p->state) < CDDP__COMM_DONE && cddp__now() < deadline) cddp__sleep(1e-4);
+/* After an abort: waits until NCCL's threads no longer use the operations' memory, which is short.
+   If a CUDA graph has captured operations, the rest of the abort waits for the graph instead. */
+static void cddp__await_abort(cddp__device *device) {
+  double deadline = cddp__now() + (cddp__load32(&device->captured) != 0 ? 0.1 : CDDP__GRACE_LEFT_S);
+  if ((cddp__load32(&device->state) & CDDP__COMM_HOW_MASK) != CDDP__COMM_ABORTED) return;
+  while (cddp__load32(&device->state) < CDDP__COMM_DONE && cddp__now() < deadline)
+    cddp__sleep(1e-4);
 }
 
-/* After an operation that failed with the group: makes the buffers the caller's again. */
-static cddp_result cddp__let_go(cddp__device *p, cddp_result r) {
-  if (r == CDDP_OK || cddp__load32(&p->group->block->broken) == 0) return r;
-  cddp__device_end(p, CDDP__COMM_ABORTED);
-  cddp__await_abort(p);
+/* After an operation that failed with the group: waits until NCCL no longer uses its buffers. */
+static cddp_result cddp__release_buffers(cddp__device *device, cddp_result r) {
+  if (r == CDDP_OK || cddp__load32(&device->group->block->broken) == 0) return r;
+  cddp__device_end(device, CDDP__COMM_ABORTED);
+  cddp__await_abort(device);
   return r;
 }
 
 /* --- the watcher --- */
 
-/* In a group of several hosts: hears of failures elsewhere. The hosts' leaders watch each other in
-   a ring, by connections that end with a leader; other ranks are watched by those of their host.
-   Never waits; any thread. */
+/* In a group of several hosts: receives notices of failures. The hosts' leaders watch each other in
+   a ring, by connections that end when a leader ends. Other ranks are watched by the ranks of their
+   host. Never waits. Called by any thread. */
 static void cddp__watch_hosts(cddp_group *g) {
-  cddp__hosts *x = g->hosts;
-  if (x == NULL) return;
+  cddp__hosts *hosts = g->hosts;
+  if (hosts == NULL) return;
   cddp__hosts_look(g);
   if (g->local_rank != 0) return;
   pthread_mutex_lock(&g->p2p_lock);
   cddp__hosts_serve(g);
-  (void)cddp__link_to(g, cddp__rank_on(x, (x->mine + 1) % x->count, 0), true);
+  (void)cddp__link_to(g, cddp__rank_on(hosts, (hosts->mine + 1) % hosts->count, 0), true);
   pthread_mutex_unlock(&g->p2p_lock);
 }
 
-/* Breaks the group over a failure of NCCL. A death has many faces, some of which are seen before
-   the death itself: it, or another rank's failure, gets a moment to show. */
-static cddp_result cddp__break_nccl(cddp__device *p, ncclResult_t e, const char *what) {
+/* Breaks the group after a failure of NCCL. A death of a rank causes various errors, some of which
+   show before the death. So the death, or another rank's failure, gets some time to show first. */
+static cddp_result cddp__break_nccl(cddp__device *device, ncclResult_t e, const char *what) {
   bool mine = e == ncclInvalidArgument || e == ncclInvalidUsage;
   double deadline = cddp__now() + (mine ? 0.01 : CDDP__REMOTE_CAUSE_LONG_S);
-  cddp_group *g = p->group;
+  cddp_group *g = device->group;
   cddp__text text = cddp__textf("rank %d: %s: %s (%.300s)", g->rank, what, ncclGetErrorString(e),
                                 ncclGetLastError(NULL));
   cddp_result r;
@@ -15423,229 +15437,235 @@ static cddp_result cddp__break_nccl(cddp__device *p, ncclResult_t e, const char 
   return cddp__break(g, cddp__fail(CDDP_NCCL, "%s", text.s));
 }
 
-/* By how many calls a rank of this host is behind; of another host's ranks that is not known. */
-static int cddp__calls_behind(const cddp__device *p, int rank) {
-  const cddp_group *g = p->group;
+/* By how many calls a rank of this host is behind. 0 for ranks of other hosts: unknown. */
+static int cddp__calls_behind(const cddp__device *device, int rank) {
+  const cddp_group *g = device->group;
   if (g->members[rank] < 0) return 0;
-  return (int)(cddp__logged_calls(p) - cddp__load32(&cddp__slot_of(g, rank)->calls));
+  return (int)(cddp__logged_calls(device) - cddp__load32(&cddp__slot_of(g, rank)->calls));
 }
 
-/* Breaks the group if an operation is too late: the oldest that has not been seen done. */
-static cddp_result cddp__look_for_late(cddp__device *p) {
-  cddp_group *g = p->group;
+/* Breaks the group if its oldest unfinished operation is late. */
+static cddp_result cddp__check_late_operations(cddp__device *device) {
+  cddp_group *g = device->group;
   cddp__logged_call latest;
-  double since = cddp__device_busy(p);
+  double since = cddp__device_busy(device);
   bool known;
   int q = 0;
-  p->late_looks = since > 0 && cddp__now() - since > g->timeout_s ? p->late_looks + 1 : 0;
-  if (p->late_looks <= CDDP__LATE_LOOKS) return CDDP_OK;
-  while (q < g->size && cddp__calls_behind(p, q) <= 0) q++;
-  known = cddp__read_logged(g, g->rank, cddp__logged_calls(p), &latest);
+  device->late_checks =
+      since > 0 && cddp__now() - since > g->timeout_s ? device->late_checks + 1 : 0;
+  if (device->late_checks <= CDDP__LATE_CHECKS) return CDDP_OK;
+  while (q < g->size && cddp__calls_behind(device, q) <= 0) q++;
+  known = cddp__read_logged(g, g->rank, cddp__logged_calls(device), &latest);
   cddp__fail(CDDP_TIMEOUT,
              "timed out after %g s: an operation of rank %d on cuda:%d has not ended%s%s%s; the "
              "rank's latest is %s%s",
-             g->timeout_s, g->rank, p->device, q < g->size ? "; behind it in calls: " : "",
+             g->timeout_s, g->rank, device->index, q < g->size ? "; behind it in calls: " : "",
              q < g->size ? cddp__name_rank(g, q).s : "", q < g->size ? ", and perhaps others" : "",
              known ? cddp__describe_logged(&latest).s : "none", known ? latest.site : "");
   return cddp__break(g, CDDP_TIMEOUT);
 }
 
-/* Breaks the group if operations wait for a rank that is gone. One that ended after the same number
-   of calls may have done its part: what is still on the device here, as far as the poller knows,
-   gets a moment, and more of it if that rank took its leave. CUDA does not tell whether a captured
-   graph runs: with a rank that died it would never end, while one that left has seen the end of its
-   own. inside: a thread waits for NCCL, and so perhaps for other ranks. */
-static cddp_result cddp__look_for_lost(cddp__device *p, bool inside) {
-  double oldest = cddp__device_busy(p);
+/* Breaks the group if operations wait for a rank that has ended or left. A rank that ended after
+   the same number of calls may have done its part. So unfinished operations get some time, and more
+   time if the rank left in good order. CUDA does not tell whether a captured graph runs. With a
+   rank that died the graph would never end; a rank that left has seen the end of its own graph.
+   inside: a thread waits for NCCL, and thus possibly for other ranks. */
+static cddp_result cddp__check_lost_peers(cddp__device *device, bool inside) {
+  double oldest = cddp__device_busy(device);
   bool waits = inside || oldest > 0, counts = false;
-  cddp_group *g = p->group;
+  cddp_group *g = device->group;
   int q;
-  if (oldest != p->left_oldest) p->left_since = 0; /* it gets on */
-  p->left_oldest = oldest;
+  if (oldest != device->left_oldest) device->left_since = 0; /* there is progress */
+  device->left_oldest = oldest;
   for (q = 0; q < g->size; q++) {
     bool behind, left;
     if (q == g->rank || !cddp__rank_gone(g, q)) continue;
     left = cddp__rank_left(g, q);
-    behind = cddp__calls_behind(p, q) > 0;
-    if (!behind && !waits && (left || cddp__load32(&p->captured) == 0)) continue;
+    behind = cddp__calls_behind(device, q) > 0;
+    if (!behind && !waits && (left || cddp__load32(&device->captured) == 0)) continue;
     counts = true;
-    if (p->left_since == 0) p->left_since = cddp__now();
-    if (!behind && cddp__now() - p->left_since < (left ? g->timeout_s : CDDP__ENDED_S)) continue;
-    return cddp__report_lost(g, q, cddp__textf("operations with it on cuda:%d", p->device).s);
+    if (device->left_since == 0) device->left_since = cddp__now();
+    if (!behind && cddp__now() - device->left_since < (left ? g->timeout_s : CDDP__GRACE_ENDED_S))
+      continue;
+    return cddp__report_lost(g, q, cddp__textf("operations with it on cuda:%d", device->index).s);
   }
-  if (!counts) p->left_since = 0;
+  if (!counts) device->left_since = 0;
   return CDDP_OK;
 }
 
-/* At the start of a thread that looks at the device: calls of CUDA that NCCL or the thread makes
-   are for this one, as on another they would make a context, and are no part of anyone's graph. */
-static void cddp__take_device(const cddp__device *p) {
+/* Called first by both threads. CUDA calls of NCCL or the thread then use this device (on another
+   device they would create a context), and become part of no other thread's graph. */
+static void cddp__bind_device(const cddp__device *device) {
   enum cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-  (void)cudaSetDevice(p->device);
+  (void)cudaSetDevice(device->index);
   cudaThreadExchangeStreamCaptureMode(&mode);
 }
 
-/* The watcher. Whoever asks after an abort must hear of the failure, as what streams do then is
-   undefined: the group is broken before it. */
+/* The watcher. Results of streams after an abort are undefined, so a caller that asks then must see
+   the failure: the group is broken before the abort. */
 static void *cddp__watch_main(void *context) {
-  cddp__device *p = (cddp__device *)context;
-  cddp__take_device(p);
-  while (cddp__load32(&p->state) == CDDP__COMM_ALIVE) {
-    bool inside = pthread_mutex_trylock(&p->turn) != 0; /* whoever has the turn asks NCCL */
-    ncclResult_t e = inside ? ncclSuccess : cddp__comm_state(p);
+  cddp__device *device = (cddp__device *)context;
+  cddp__bind_device(device);
+  while (cddp__load32(&device->state) == CDDP__COMM_ALIVE) {
+    bool inside = pthread_mutex_trylock(&device->issue_lock) != 0; /* its holder asks NCCL */
+    ncclResult_t e = inside ? ncclSuccess : cddp__comm_state(device);
     cddp_result r;
-    if (!inside) pthread_mutex_unlock(&p->turn);
-    cddp__watch_hosts(p->group);
-    r = cddp__check_failure(p->group);
-    if (r == CDDP_OK) r = cddp__compare_logs(p);
-    if (r == CDDP_OK) r = cddp__look_for_lost(p, inside);
+    if (!inside) pthread_mutex_unlock(&device->issue_lock);
+    cddp__watch_hosts(device->group);
+    r = cddp__check_failure(device->group);
+    if (r == CDDP_OK) r = cddp__compare_logs(device);
+    if (r == CDDP_OK) r = cddp__check_lost_peers(device, inside);
     if (r == CDDP_OK && e != ncclSuccess && e != ncclInProgress)
-      r = cddp__break_nccl(p, e, "an asynchronous NCCL operation");
-    if (r == CDDP_OK) r = cddp__look_for_late(p);
-    if (r != CDDP_OK) cddp__device_end(p, CDDP__COMM_ABORTED);
-    else cddp__futex_wait(&p->state, CDDP__COMM_ALIVE, CDDP__WATCH_S);
+      r = cddp__break_nccl(device, e, "an asynchronous NCCL operation");
+    if (r == CDDP_OK) r = cddp__check_late_operations(device);
+    if (r != CDDP_OK)
+      cddp__device_end(device, CDDP__COMM_ABORTED);
+    else
+      cddp__futex_wait(&device->state, CDDP__COMM_ALIVE, CDDP__WATCH_INTERVAL_S);
   }
-  cddp__comm_end(p, cddp__add32(&p->state, CDDP__COMM_LEFT) ==
-                        CDDP__COMM_LEFT + CDDP__COMM_ABORTED);
-  cddp__device_release(p);
+  cddp__comm_end(device, cddp__add32(&device->state, CDDP__COMM_DETACHED) ==
+                             CDDP__COMM_DETACHED + CDDP__COMM_ABORTED);
+  cddp__device_release(device);
   cddp__add32(&cddp__watchers, (uint32_t)-1);
   return NULL;
 }
 
-/* The poller: asks which operations have ended, oldest first, and breaks the group if the device
-   has failed. May wait for whoever holds CUDA's lock. */
+/* The poller: checks which operations have ended, oldest first, and breaks the group if the device
+   has failed. Can wait for a thread that holds CUDA's lock. */
 static void *cddp__poll_main(void *context) {
-  cddp__device *p = (cddp__device *)context;
-  cddp__take_device(p);
-  while (cddp__load32(&p->state) == CDDP__COMM_ALIVE) {
-    bool busy = cddp__device_busy(p) > 0;
-    void **oldest = &p->markers[p->seen % CDDP__MARKERS].event; /* only this thread moves on */
+  cddp__device *device = (cddp__device *)context;
+  cddp__bind_device(device);
+  while (cddp__load32(&device->state) == CDDP__COMM_ALIVE) {
+    bool busy = cddp__device_busy(device) > 0;
+    void **oldest =
+        &device->markers[device->seen % CDDP__MARKERS].event; /* only this thread changes seen */
     cudaError_t e = busy ? cudaEventQuery((cudaEvent_t)*oldest) : cudaErrorNotReady;
-    if (busy && e != cudaSuccess) (void)cudaGetLastError(); /* cudaErrorNotReady counts as one */
+    if (busy && e != cudaSuccess) (void)cudaGetLastError(); /* also set by cudaErrorNotReady */
     if (e == cudaErrorNotReady) {
-      cddp__futex_wait(&p->state, CDDP__COMM_ALIVE, CDDP__WATCH_S);
+      cddp__futex_wait(&device->state, CDDP__COMM_ALIVE, CDDP__WATCH_INTERVAL_S);
       continue;
     }
     if (e != cudaSuccess && e != cudaErrorCudartUnloading) {
       cddp__fail(CDDP_CUDA, "rank %d: cuda:%d failed during the group's operations: %s (%s)",
-                 p->group->rank, p->device, cudaGetErrorString(e), cudaGetErrorName(e));
-      (void)cddp__break(p->group, CDDP_CUDA);
+                 device->group->rank, device->index, cudaGetErrorString(e), cudaGetErrorName(e));
+      (void)cddp__break(device->group, CDDP_CUDA);
     }
-    cddp__event_give(p, oldest);
-    pthread_mutex_lock(&p->lock);
-    p->seen++;
-    pthread_mutex_unlock(&p->lock);
+    cddp__event_release(device, oldest);
+    pthread_mutex_lock(&device->lock);
+    device->seen++;
+    pthread_mutex_unlock(&device->lock);
   }
   return NULL;
 }
 
-/* Starts both threads, before there is a communicator to watch. */
-static cddp_result cddp__watch(cddp__device *p) {
+/* Starts both threads, before the communicator exists. */
+static cddp_result cddp__start_watching(cddp__device *device) {
   pthread_t watcher;
   cddp_result r;
-  cddp__store32(&p->state, CDDP__COMM_ALIVE);
-  r = cddp__thread_start(&p->poller, cddp__poll_main, p, true);
-  if (r == CDDP_OK && (r = cddp__thread_start(&watcher, cddp__watch_main, p, true)) != CDDP_OK) {
-    cddp__device_end(p, CDDP__COMM_ABORTED);
-    pthread_join(p->poller, NULL);
+  cddp__store32(&device->state, CDDP__COMM_ALIVE);
+  r = cddp__thread_start(&device->poller, cddp__poll_main, device, true);
+  if (r == CDDP_OK &&
+      (r = cddp__thread_start(&watcher, cddp__watch_main, device, true)) != CDDP_OK) {
+    cddp__device_end(device, CDDP__COMM_ABORTED);
+    pthread_join(device->poller, NULL);
   }
   if (r != CDDP_OK) {
-    cddp__store32(&p->state, CDDP__COMM_DONE);
+    cddp__store32(&device->state, CDDP__COMM_DONE);
     return r;
   }
   pthread_detach(watcher);
-  p->pid = getpid();
+  device->pid = getpid();
   cddp__add32(&cddp__watched, 1);
   cddp__add32(&cddp__watchers, 1);
   return r;
 }
 
-/* Without contexts the process may end soon: NCCL's threads get a moment to be out of the way. */
-static void cddp__await_endings(void) {
-  double deadline = cddp__now() + CDDP__LEFT_S;
+/* Called when the process may end soon. If no context is left, waits for NCCL's threads to end. */
+static void cddp__await_watchers(void) {
+  double deadline = cddp__now() + CDDP__GRACE_LEFT_S;
   if (cddp__load32(&cddp__watched) != 0) return;
   while (cddp__load32(&cddp__watchers) != 0 && cddp__now() < deadline) cddp__sleep(1e-4);
 }
 
-/* Puts a marker behind an operation just enqueued; in place of the newest, if all are in use. */
-static cddp_result cddp__track(cddp__device *p, cudaStream_t s) {
+/* Records a marker behind an operation just enqueued. If all are in use, replaces the newest. */
+static cddp_result cddp__mark_operation(cddp__device *device, cudaStream_t stream) {
   void *event, *older;
-  cddp__marker *m;
+  cddp__marker *marker;
   cddp_result r;
-  if (cddp__capturing(s)) {
-    cddp__store32(&p->captured, 1);
+  if (cddp__capturing(stream)) {
+    cddp__store32(&device->captured, 1);
     return CDDP_OK;
   }
-  if ((r = cddp__event_take(p, s, &event)) != CDDP_OK) {
-    cddp__event_give(p, &event);
+  if ((r = cddp__event_acquire(device, stream, &event)) != CDDP_OK) {
+    cddp__event_release(device, &event);
     return r;
   }
-  pthread_mutex_lock(&p->lock);
-  if (p->issued - p->seen < CDDP__MARKERS) p->issued++;
-  m = &p->markers[(p->issued - 1) % CDDP__MARKERS];
-  older = m->event;
-  m->event = event;
-  m->since = cddp__now();
-  pthread_mutex_unlock(&p->lock);
-  cddp__event_give(p, &older);
+  pthread_mutex_lock(&device->lock);
+  if (device->issued - device->seen < CDDP__MARKERS) device->issued++;
+  marker = &device->markers[(device->issued - 1) % CDDP__MARKERS];
+  older = marker->event;
+  marker->event = event;
+  marker->since = cddp__now();
+  pthread_mutex_unlock(&device->lock);
+  cddp__event_release(device, &older);
   return CDDP_OK;
 }
 
 /* --- device contexts --- */
 
-static void cddp__scratch_free(cddp__scratch *s) {
-  while (s->count > 0) cudaFree(s->at[--s->count]);
-  s->bytes = 0;
+static void cddp__scratch_free(cddp__scratch *scratch) {
+  while (scratch->count > 0) cudaFree(scratch->at[--scratch->count]);
+  scratch->bytes = 0;
 }
 
-/* Waits for what is on the device; operations that have not ended are aborted, and the threads let
-   go of the group. That of a poller which waits for CUDA may take the abort. */
-static void cddp__device_stop(cddp__device *p) {
-  if (p->pid == getpid()) { /* else there are no threads, or this is a forked child */
-    cddp__device_end(p, CDDP__COMM_ABORTED);
-    while ((cddp__load32(&p->state) & CDDP__COMM_LEFT) == 0) cddp__sleep(1e-4);
-    pthread_join(p->poller, NULL);
+/* Aborts unfinished operations, and waits until both threads no longer use the group and the device
+   has no more work. The poller may be waiting for CUDA: the abort ends that wait. */
+static void cddp__device_stop(cddp__device *device) {
+  if (device->pid == getpid()) { /* else: no threads, or this is a forked child */
+    cddp__device_end(device, CDDP__COMM_ABORTED);
+    while ((cddp__load32(&device->state) & CDDP__COMM_DETACHED) == 0) cddp__sleep(1e-4);
+    pthread_join(device->poller, NULL);
     cddp__add32(&cddp__watched, (uint32_t)-1);
-    cddp__await_abort(p);
+    cddp__await_abort(device);
   }
-  p->pid = 0;
-  if (p->side != NULL) (void)cudaStreamSynchronize(p->side);
+  device->pid = 0;
+  if (device->side != NULL) (void)cudaStreamSynchronize(device->side);
 }
 
-static void cddp__device_delete(cddp__device *p) {
+static void cddp__device_delete(cddp__device *device) {
   int i;
-  cddp__device_stop(p);
-  cddp__scratch_free(&p->scratch);
-  for (i = 0; i < CDDP__MARKERS; i++) cddp__event_give(p, &p->markers[i].event);
-  while (p->spares > 0) cudaEventDestroy(p->spare[--p->spares]);
-  if (p->side != NULL) cudaStreamDestroy(p->side);
-  cddp__device_release(p);
+  cddp__device_stop(device);
+  cddp__scratch_free(&device->scratch);
+  for (i = 0; i < CDDP__MARKERS; i++) cddp__event_release(device, &device->markers[i].event);
+  while (device->spares > 0) cudaEventDestroy(device->spare[--device->spares]);
+  if (device->side != NULL) cudaStreamDestroy(device->side);
+  cddp__device_release(device);
 }
 
-/* Device memory for an operation. It at least doubles. What it was before stays, as operations and
-   CUDA graphs may use it. */
-static cddp_result cddp__device_scratch(cddp__scratch *s, size_t bytes, void **out) {
+/* Returns device memory for an operation. A new piece has at least twice the size. Old pieces are
+   kept, since operations and CUDA graphs may still use them. */
+static cddp_result cddp__device_scratch(cddp__scratch *scratch, size_t bytes, void **out) {
   cddp_result r = CDDP_OK;
-  if (s->bytes < bytes) {
-    CDDP_ASSERT(s->count < CDDP__SCRATCHES);
-    bytes = cddp__max(bytes, 2 * s->bytes);
-    r = CDDP__CUDA(cudaMalloc, &s->at[s->count], bytes);
+  if (scratch->bytes < bytes) {
+    CDDP_ASSERT(scratch->count < CDDP__SCRATCHES);
+    bytes = cddp__max(bytes, 2 * scratch->bytes);
+    r = CDDP__CUDA(cudaMalloc, &scratch->at[scratch->count], bytes);
     if (r != CDDP_OK) return r;
-    s->bytes = bytes;
-    s->count++;
+    scratch->bytes = bytes;
+    scratch->count++;
   }
-  *out = s->count > 0 ? s->at[s->count - 1] : NULL;
+  *out = scratch->count > 0 ? scratch->at[scratch->count - 1] : NULL;
   return r;
 }
 
 static void *cddp__device_alloc(cddp_group *g, size_t bytes) {
   void *p = NULL;
-  cddp_result r = cddp__use_device(cddp__device_of(g)->device);
+  cddp_result r = cddp__use_device(cddp__device_of(g)->index);
   if (r == CDDP_OK) r = CDDP__CUDA(cudaMalloc, &p, bytes > 0 ? bytes : 1);
   return r == CDDP_OK ? p : NULL;
 }
 
-/* cudaFree waits for the thread's device, and would make a context on another one. */
+/* cudaFree waits for the current device, and would create a context on a wrong one. */
 static void cddp__free_on(int device, void *p) {
   if (p == NULL) return;
   (void)cddp__use_device(device);
@@ -15653,80 +15673,86 @@ static void cddp__free_on(int device, void *p) {
 }
 
 static void cddp__device_free(const cddp_group *g, void *p) {
-  cddp__free_on(cddp__device_of(g)->device, p);
+  cddp__free_on(cddp__device_of(g)->index, p);
 }
 
-/* Waits on the host for the stream, or an event on it, as long as the group is healthy. The
-   deadline is for what the watcher has no event behind: operations in a CUDA graph. */
-static cddp_result cddp__await_stream(cddp__device *p, cudaStream_t s, cudaEvent_t event) {
+/* Waits on the host for the stream, or for an event on it, while the group is healthy. The deadline
+   is for operations in a CUDA graph: the watcher has no event behind them. */
+static cddp_result cddp__await_stream(cddp__device *device, cudaStream_t stream,
+                                      cudaEvent_t event) {
   enum cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
   double start = cddp__now();
   cudaError_t e;
   cddp_result r = CDDP_OK;
-  cudaThreadExchangeStreamCaptureMode(&mode); /* to ask would void another thread's capture */
-  while ((e = event != NULL ? cudaEventQuery(event) : cudaStreamQuery(s)) == cudaErrorNotReady) {
-    (void)cudaGetLastError(); /* this counts as one */
-    if ((r = cddp__device_turn(p, start, "work on the stream")) != CDDP_OK) break;
+  cudaThreadExchangeStreamCaptureMode(&mode); /* else a query would end another thread's capture */
+  while ((e = event != NULL ? cudaEventQuery(event) : cudaStreamQuery(stream)) ==
+         cudaErrorNotReady) {
+    (void)cudaGetLastError(); /* also set by cudaErrorNotReady */
+    if ((r = cddp__device_poll(device, start, "work on the stream")) != CDDP_OK) break;
   }
   cudaThreadExchangeStreamCaptureMode(&mode);
-  if (r != CDDP_OK || (r = cddp__check_group(p->group)) != CDDP_OK) return r;
+  if (r != CDDP_OK || (r = cddp__check_group(device->group)) != CDDP_OK) return r;
   return cddp__cuda_result(e, "work on the group's stream");
 }
 
-/* Copies between the host's memory and a device's; returns when that is done. */
+/* Copies between host memory and a device's memory. Returns when the copy is complete. */
 static cddp_result cddp__transfer(cddp_group *g, void *to, const void *from, size_t bytes) {
   cudaStream_t side;
   cddp_result r;
   if (g == NULL || g->device == NULL)
     return CDDP__CUDA(cudaMemcpy, to, from, bytes, cudaMemcpyDefault);
   side = cddp__device_of(g)->side;
-  r = cddp__use_device(cddp__device_of(g)->device);
+  r = cddp__use_device(cddp__device_of(g)->index);
   if (r == CDDP_OK) r = cddp__device_copy(to, from, bytes, (void *)side);
   return r == CDDP_OK ? CDDP__CUDA(cudaStreamSynchronize, side) : r;
 }
 
 /* --- operations through the host ---
 
-   For ranks that share a GPU. What a rank contributes is copied to host memory that the ranks
-   share, once the stream has come that far; the CPU's collective or message goes from there; what
-   came is copied back, with a work handle when that is waited for. Not fast. */
+   For ranks that share a GPU. Not fast.
+     1. Once the stream has reached the call, the rank's data is copied to shared host memory.
+     2. The CPU's collective or message runs there.
+     3. The result is copied back to the device; with a work handle, in cddp_wait. */
 
-static cddp_result cddp__staged_no_graph(cudaStream_t s) {
-  return cddp__no_capture(s, CDDP_UNSUPPORTED, "with backend \"cpu\" a call waits on the host");
+static cddp_result cddp__refuse_staged_capture(cudaStream_t stream) {
+  return cddp__refuse_capture(stream, CDDP_UNSUPPORTED,
+                              "with backend \"cpu\" a call waits on the host");
 }
 
-/* After a call on w->stage, which had the result r: what this rank got goes to the device. */
-static cddp_result cddp__device_unstage(cddp_work *w, cddp_result r) {
-  cddp_group *g = w->group;
+/* Copies the received data to the device after a call on w->stage with result r. Frees the
+   stage. */
+static cddp_result cddp__device_unstage(cddp_work *work, cddp_result r) {
+  cddp_group *g = work->group;
   size_t sent, received;
-  cddp__buffer_bytes(g, &w->call, &sent, &received);
-  if (r == CDDP_OK && w->call.kind != CDDP__KIND_SEND && cddp__is_written(&w->call, g->rank)) {
-    r = cddp__transfer(g, w->context, w->call.recv, received);
+  cddp__buffer_bytes(g, &work->call, &sent, &received);
+  if (r == CDDP_OK && work->call.kind != CDDP__KIND_SEND &&
+      cddp__is_written(&work->call, g->rank)) {
+    r = cddp__transfer(g, work->context, work->call.recv, received);
     if (r != CDDP_OK) r = cddp__break(g, r);
   }
-  cddp__arena_free(g->host, w->stage);
-  w->stage = NULL;
+  cddp__arena_free(g->host, work->stage);
+  work->stage = NULL;
   return r;
 }
 
-/* A collective or message. */
-static cddp_result cddp__stage_call(cddp__device *p, const cddp__call *c, cudaStream_t s,
-                                    cddp_work **work) {
-  bool message = c->kind >= CDDP__KIND_SEND;
-  cddp_group *g = p->group;
+/* Runs a collective or message through host memory. */
+static cddp_result cddp__stage_call(cddp__device *device, const cddp__call *call,
+                                    cudaStream_t stream, cddp_work **work) {
+  bool message = call->kind >= CDDP__KIND_SEND;
+  cddp_group *g = device->group;
   size_t sends, recvs, second;
   cddp_work now, *w = NULL;
-  cddp__call inner = *c;
+  cddp__call inner = *call;
   char *stage;
-  cddp_result r = cddp__staged_no_graph(s);
-  if (r != CDDP_OK || c->count == 0) return r;
-  cddp__buffer_bytes(g, c, &sends, &recvs);
-  second = cddp__in_one_buffer(c) ? 0 : cddp__round_up(sends, CDDP__CACHE_LINE);
+  cddp_result r = cddp__refuse_staged_capture(stream);
+  if (r != CDDP_OK || call->count == 0) return r;
+  cddp__buffer_bytes(g, call, &sends, &recvs);
+  second = cddp__in_one_buffer(call) ? 0 : cddp__round_up(sends, CDDP__CACHE_LINE);
   stage = (char *)cddp__arena_alloc(g->host, second + recvs, CDDP__EXTENT_USER);
   if (stage == NULL) return message ? CDDP_OUT_OF_MEMORY : cddp__break(g, CDDP_OUT_OF_MEMORY);
-  r = cddp__stream_after(p, p->side, s);
-  if (r == CDDP_OK && c->kind != CDDP__KIND_RECV && cddp__sends(c, g->rank))
-    r = cddp__transfer(g, stage, c->send, sends);
+  r = cddp__stream_after(device, device->side, stream);
+  if (r == CDDP_OK && call->kind != CDDP__KIND_RECV && cddp__sends(call, g->rank))
+    r = cddp__transfer(g, stage, call->send, sends);
   if (r != CDDP_OK && !message) r = cddp__break(g, r);
   inner.send = stage;
   inner.recv = stage + second;
@@ -15735,7 +15761,7 @@ static cddp_result cddp__stage_call(cddp__device *p, const cddp__call *c, cudaSt
                 : cddp__start_call(g, &inner, work != NULL ? &w : NULL);
   if (w != NULL) *work = w;
   else w = &now;
-  w->context = c->recv;
+  w->context = call->recv;
   w->stage = stage;
   if (w != &now) return CDDP_OK;
   now.group = g;
@@ -15745,370 +15771,386 @@ static cddp_result cddp__stage_call(cddp__device *p, const cddp__call *c, cudaSt
 
 /* --- operations by NCCL --- */
 
-/* Sends and receives the shares of gather, scatter, all_to_all and calls with counts; inside an
-   NCCL group. */
-static ncclResult_t cddp__post_shares(const cddp__device *p, const cddp__call *c,
-                                      ncclDataType_t type, cudaStream_t s) {
-  int me = p->group->rank, q;
+/* Sends and receives the shares of gather, scatter, all_to_all and calls with counts. Called inside
+   an NCCL group. */
+static ncclResult_t cddp__nccl_post_shares(const cddp__device *device, const cddp__call *call,
+                                           ncclDataType_t type, cudaStream_t stream) {
+  int me = device->group->rank, q;
   ncclResult_t e = ncclSuccess;
-  for (q = 0; q < p->group->size && e == ncclSuccess; q++) {
-    bool goes = cddp__sends(c, me) && cddp__receives(c, q);
-    bool comes = cddp__sends(c, q) && cddp__receives(c, me);
-    size_t out = goes ? cddp__bytes_for(c, q, 0, c->count) : 0;
-    size_t in = comes ? cddp__bytes_from(c, q, 0, c->count) : 0;
-    const char *from = out > 0 ? cddp__share_for(c, q) : NULL;
-    char *to = in > 0 ? cddp__share_from(c, q) : NULL;
+  for (q = 0; q < device->group->size && e == ncclSuccess; q++) {
+    bool goes = cddp__sends(call, me) && cddp__receives(call, q);
+    bool comes = cddp__sends(call, q) && cddp__receives(call, me);
+    size_t out = goes ? cddp__bytes_for(call, q, 0, call->count) : 0;
+    size_t in = comes ? cddp__bytes_from(call, q, 0, call->count) : 0;
+    const char *from = out > 0 ? cddp__share_for(call, q) : NULL;
+    char *to = in > 0 ? cddp__share_from(call, q) : NULL;
     if (q == me) {
-      if (cddp__device_copy(to, from, out, s) != CDDP_OK) e = ncclUnhandledCudaError;
+      if (cddp__device_copy(to, from, out, stream) != CDDP_OK) e = ncclUnhandledCudaError;
       continue;
     }
-    if (out > 0) e = ncclSend(from, out / c->esize, type, q, p->comm, s);
-    if (in > 0 && e == ncclSuccess) e = ncclRecv(to, in / c->esize, type, q, p->comm, s);
+    if (out > 0) e = ncclSend(from, out / call->esize, type, q, device->comm, stream);
+    if (in > 0 && e == ncclSuccess)
+      e = ncclRecv(to, in / call->esize, type, q, device->comm, stream);
   }
   return e;
 }
 
-/* Whether NCCL only adds where a mean is asked for, and a kernel multiplies by 1/n. NCCL's own mean
-   multiplies before it adds, by 1/n in the operands' type: in bf16 that is off by up to 0.2 %
-   unless n is a power of two, and NVLink's switches, which only add, take no part. f16, whose sums
-   could pass 65,504, gets NCCL's mean; there 1/n is off by no more than the mean's own rounding. */
-static bool cddp__adds(const cddp__device *p, const cddp__call *c) {
-  return c->op == CDDP_AVG && p->kernels != NULL && c->dtype <= CDDP_BF16 && c->dtype != CDDP_F16;
+/* Returns whether NCCL computes a sum for a mean, and a kernel multiplies by 1/n afterwards. NCCL's
+   own mean multiplies by 1/n in the operands' type before it adds. In bf16 the error is up to 0.2 %
+   unless n is a power of two, and NVLink's switches, which can only add, are not used. f16 uses
+   NCCL's mean, since sums could exceed 65,504; there the error of 1/n is at most the rounding. */
+static bool cddp__averages_by_sum(const cddp__device *device, const cddp__call *call) {
+  return call->op == CDDP_AVG && device->kernels != NULL && call->dtype <= CDDP_BF16 &&
+         call->dtype != CDDP_F16;
 }
 
-/* The second half of the mean that a call is for, behind NCCL's. */
-static cddp_result cddp__scale_mean(const cddp__device *p, const cddp__call *c, cudaStream_t s) {
-  if (!cddp__adds(p, c) || !cddp__receives(c, p->group->rank)) return CDDP_OK;
-  return cddp__device_scale(c->recv, c->count, (cddp_dtype)c->dtype, 1.0 / p->group->size,
-                            (void *)s);
+/* The multiplication by 1/n after NCCL's sum. */
+static cddp_result cddp__scale_mean(const cddp__device *device, const cddp__call *call,
+                                    cudaStream_t stream) {
+  if (!cddp__averages_by_sum(device, call) || !cddp__receives(call, device->group->rank))
+    return CDDP_OK;
+  return cddp__device_scale(call->recv, call->count, (cddp_dtype)call->dtype,
+                            1.0 / device->group->size, (void *)stream);
 }
 
-static ncclResult_t cddp__post(const cddp__device *p, const cddp__call *c, cudaStream_t s) {
-  static const int types[] = {7, 8, 6, 9, 0, 1, 2, 4}; /* bf16 is not named in every nccl.h */
+static ncclResult_t cddp__nccl_post(const cddp__device *device, const cddp__call *call,
+                                    cudaStream_t stream) {
+  static const int types[] = {7, 8, 6, 9, 0, 1, 2, 4}; /* ncclDataType_t; some lack bf16's name */
   static const ncclRedOp_t ops[] = {ncclSum, ncclAvg, ncclProd, ncclMin, ncclMax};
-  ncclDataType_t type = (ncclDataType_t)types[c->dtype];
-  ncclRedOp_t op = cddp__adds(p, c) ? ncclSum : ops[c->op];
-  ncclComm_t comm = p->comm;
-  switch (c->kind) {
+  ncclDataType_t type = (ncclDataType_t)types[call->dtype];
+  ncclRedOp_t op = cddp__averages_by_sum(device, call) ? ncclSum : ops[call->op];
+  ncclComm_t comm = device->comm;
+  switch (call->kind) {
   case CDDP__KIND_ALL_REDUCE:
-    return ncclAllReduce(c->send, c->recv, c->count, type, op, comm, s);
+    return ncclAllReduce(call->send, call->recv, call->count, type, op, comm, stream);
   case CDDP__KIND_REDUCE:
-    return ncclReduce(c->send, c->recv, c->count, type, op, c->root, comm, s);
+    return ncclReduce(call->send, call->recv, call->count, type, op, call->root, comm, stream);
   case CDDP__KIND_BROADCAST:
-    return ncclBroadcast(c->send, c->recv, c->count, type, c->root, comm, s);
+    return ncclBroadcast(call->send, call->recv, call->count, type, call->root, comm, stream);
   case CDDP__KIND_ALL_GATHER:
-    return ncclAllGather(c->send, c->recv, c->count, type, comm, s);
+    return ncclAllGather(call->send, call->recv, call->count, type, comm, stream);
   case CDDP__KIND_REDUCE_SCATTER:
-    return ncclReduceScatter(c->send, c->recv, c->count, type, op, comm, s);
+    return ncclReduceScatter(call->send, call->recv, call->count, type, op, comm, stream);
   case CDDP__KIND_SEND:
-    return ncclSend(c->send, c->count, type, c->root, comm, s);
+    return ncclSend(call->send, call->count, type, call->root, comm, stream);
   case CDDP__KIND_RECV:
-    return ncclRecv(c->recv, c->count, type, c->root, comm, s);
+    return ncclRecv(call->recv, call->count, type, call->root, comm, stream);
   default:
-    return cddp__post_shares(p, c, type, s);
+    return cddp__nccl_post_shares(device, call, type, stream);
   }
 }
 
-/* Polls until NCCL has done what it began: e is what it returned then, of which success says
-   nothing: up to NCCL 2.23 single operations return it too early. Up to 2.25 ncclCommGetAsyncError
-   does not end NCCL's work in this thread, which would be in the way of another communicator's;
-   ncclCommCount does. The watcher looks after the other ranks meanwhile. */
-static cddp_result cddp__settle(cddp__device *p, ncclResult_t e, const char *what) {
+/* Polls until NCCL has done the operation that returned e. ncclSuccess in e means nothing: up to
+   NCCL 2.23 single operations return it too early. Up to 2.25 ncclCommGetAsyncError does not finish
+   NCCL's work in this thread, which would delay another communicator; ncclCommCount does. The
+   watcher checks the other ranks meanwhile. */
+static cddp_result cddp__await_nccl(cddp__device *device, ncclResult_t e, const char *what) {
   double start = cddp__now();
   cddp_result r = CDDP_OK;
   int ranks;
   if (e == ncclSuccess) e = ncclInProgress;
-  while (r == CDDP_OK && e == ncclInProgress && cddp__comm_alive(p)) {
-    e = cddp__comm_state(p);
-    if (e == ncclSuccess) e = ncclCommCount(p->comm, &ranks);
-    if (e == ncclInProgress) r = cddp__device_turn(p, start, what);
+  while (r == CDDP_OK && e == ncclInProgress && cddp__comm_alive(device)) {
+    e = cddp__comm_state(device);
+    if (e == ncclSuccess) e = ncclCommCount(device->comm, &ranks);
+    if (e == ncclInProgress) r = cddp__device_poll(device, start, what);
   }
-  if (r == CDDP_OK && !cddp__comm_alive(p)) return cddp__check_failure(p->group);
-  return r != CDDP_OK || CDDP__LIKELY(e == ncclSuccess) ? r : cddp__break_nccl(p, e, what);
+  if (r == CDDP_OK && !cddp__comm_alive(device)) return cddp__check_failure(device->group);
+  return r != CDDP_OK || CDDP__LIKELY(e == ncclSuccess) ? r : cddp__break_nccl(device, e, what);
 }
 
-/* Enqueues n operations on s as one. turn held. */
-static cddp_result cddp__issue_held(cddp__device *p, const cddp__call *c, int n, cudaStream_t s) {
+/* Enqueues n operations on s as one NCCL group. issue_lock held. */
+static cddp_result cddp__issue_held(cddp__device *device, const cddp__call *call, int n,
+                                    cudaStream_t stream) {
   ncclResult_t e, end;
   cddp_result r;
   int i;
-  if (s == cudaStreamPerThread) /* NCCL enqueues in a thread of its own */
-    return cddp__fail(CDDP_INVALID_ARGUMENT, "the group's stream is cudaStreamPerThread, which to "
-                      "NCCL is another stream; make one with cudaStreamCreate");
-  if (!cddp__comm_alive(p)) {
-    if ((r = cddp__check_failure(p->group)) != CDDP_OK) return r;
-    return cddp__fail(CDDP_ABORTED, "the group's communicator is gone");
+  if (stream == cudaStreamPerThread) /* NCCL enqueues in its own thread */
+    return cddp__fail(CDDP_INVALID_ARGUMENT,
+                      "the group's stream is cudaStreamPerThread, which is "
+                      "another stream in NCCL's thread: create one with cudaStreamCreate");
+  if (!cddp__comm_alive(device)) {
+    if ((r = cddp__check_failure(device->group)) != CDDP_OK) return r;
+    return cddp__fail(CDDP_ABORTED, "the group's communicator has been ended");
   }
   e = ncclGroupStart();
-  for (i = 0; i < n && (e == ncclSuccess || e == ncclInProgress); i++) e = cddp__post(p, &c[i], s);
+  for (i = 0; i < n && (e == ncclSuccess || e == ncclInProgress); i++)
+    e = cddp__nccl_post(device, &call[i], stream);
   end = ncclGroupEnd();
   if (e == ncclSuccess || e == ncclInProgress) e = end;
-  r = cddp__settle(p, e, cddp__shapes[c->kind].name);
-  for (i = 0; r == CDDP_OK && i < n; i++) r = cddp__scale_mean(p, &c[i], s);
-  return r == CDDP_OK ? cddp__track(p, s) : r;
+  r = cddp__await_nccl(device, e, cddp__shapes[call->kind].name);
+  for (i = 0; r == CDDP_OK && i < n; i++) r = cddp__scale_mean(device, &call[i], stream);
+  return r == CDDP_OK ? cddp__mark_operation(device, stream) : r;
 }
 
-/* Operations on device memory, in order, behind what is on s now. */
-static cddp_result cddp__issue(cddp__device *p, const cddp__call *c, int n, cudaStream_t s) {
-  bool by_nccl = !p->staged && p->comm != NULL;
+/* Issues operations on device memory, in order, behind all work that is now on s. */
+static cddp_result cddp__issue(cddp__device *device, const cddp__call *call, int n,
+                               cudaStream_t stream) {
+  bool by_nccl = !device->staged && device->comm != NULL;
   cddp_result r = CDDP_OK;
   int i;
   for (i = 0; r == CDDP_OK && i < n && !by_nccl; i++)
-    r = p->staged ? cddp__stage_call(p, &c[i], s, NULL)
-                  : cddp__device_copy(c[i].recv, c[i].send, c[i].count * c[i].esize, s);
+    r = device->staged
+            ? cddp__stage_call(device, &call[i], stream, NULL)
+            : cddp__device_copy(call[i].recv, call[i].send, call[i].count * call[i].esize, stream);
   if (n == 0 || !by_nccl) return r;
-  pthread_mutex_lock(&p->turn);
-  r = cddp__issue_held(p, c, n, s);
-  pthread_mutex_unlock(&p->turn);
-  return cddp__let_go(p, r);
+  pthread_mutex_lock(&device->issue_lock);
+  r = cddp__issue_held(device, call, n, stream);
+  pthread_mutex_unlock(&device->issue_lock);
+  return cddp__release_buffers(device, r);
 }
 
 /* --- handles and messages --- */
 
-static void cddp__device_work_free(cddp_work *w) {
-  cddp__event_give(cddp__device_of(w->group), &w->event);
-  cddp__free(&w->group->host->allocator, w);
+static void cddp__device_work_free(cddp_work *work) {
+  cddp__event_release(cddp__device_of(work->group), &work->event);
+  cddp__free(&work->group->host->allocator, work);
 }
 
-/* A handle for what c has put on *s, or (NULL) is yet to put on a stream. */
-static cddp_result cddp__device_work(cddp_group *g, const cddp__call *c, const cudaStream_t *s,
-                                     cddp_work **out) {
-  cddp_work *w = cddp__work_new(g, 0);
+/* Creates a handle for an operation that is on *s, or (NULL) that is not yet on a stream. */
+static cddp_result cddp__device_work(cddp_group *g, const cddp__call *call,
+                                     const cudaStream_t *stream, cddp_work **out) {
+  cddp_work *work = cddp__work_new(g, 0);
   cddp_result r = CDDP_OK;
-  if (w == NULL) return CDDP_OUT_OF_MEMORY;
-  w->backend = g->backend;
-  w->call = *c;
-  if (s != NULL) r = cddp__event_take(cddp__device_of(g), *s, &w->event);
-  if (r == CDDP_OK) *out = w;
-  else cddp__device_work_free(w);
+  if (work == NULL) return CDDP_OUT_OF_MEMORY;
+  work->backend = g->backend;
+  work->call = *call;
+  if (stream != NULL) r = cddp__event_acquire(cddp__device_of(g), *stream, &work->event);
+  if (r == CDDP_OK)
+    *out = work;
+  else
+    cddp__device_work_free(work);
   return r;
 }
 
-/* Issues the sends and receives posted with a handle; a failure breaks the group, which their waits
-   then return. only: nothing is done if another thread has issued that one; NULL: any. */
-static cddp_result cddp__send_messages(cddp__device *p, const cddp_work *only) {
-  const cddp_allocator *a = &p->group->host->allocator;
+/* Issues the sends and receives that were posted with a handle. A failure breaks the group, and
+   their waits return it. only: do nothing if another thread has issued this one; NULL: any. */
+static cddp_result cddp__issue_messages(cddp__device *device, const cddp_work *only) {
+  const cddp_allocator *allocator = &device->group->host->allocator;
   cddp__call *calls = NULL;
   cddp_result r = CDDP_OK;
-  cddp_work *w;
+  cddp_work *work;
   int n = 0;
-  pthread_mutex_lock(&p->turn);
+  pthread_mutex_lock(&device->issue_lock);
   if (only == NULL || !only->done)
-    for (w = p->messages; w != NULL; w = w->next) n++;
+    for (work = device->messages; work != NULL; work = work->next) n++;
   if (n > 0) {
-    calls = (cddp__call *)cddp__malloc(a, (size_t)n * sizeof *calls);
+    calls = (cddp__call *)cddp__malloc(allocator, (size_t)n * sizeof *calls);
     r = calls == NULL ? CDDP_OUT_OF_MEMORY
-                      : cddp__stream_after(p, p->side, cddp__main_stream(p->group));
-    for (n = 0, w = p->messages; r == CDDP_OK && w != NULL; w = w->next) calls[n++] = w->call;
-    if (r == CDDP_OK) r = cddp__issue_held(p, calls, n, p->side);
-    while ((w = p->messages) != NULL) {
-      p->messages = w->next;
-      if (r == CDDP_OK) r = cddp__event_take(p, p->side, &w->event);
-      w->done = true;
+                      : cddp__stream_after(device, device->side, cddp__main_stream(device->group));
+    for (n = 0, work = device->messages; r == CDDP_OK && work != NULL; work = work->next)
+      calls[n++] = work->call;
+    if (r == CDDP_OK) r = cddp__issue_held(device, calls, n, device->side);
+    while ((work = device->messages) != NULL) {
+      device->messages = work->next;
+      if (r == CDDP_OK) r = cddp__event_acquire(device, device->side, &work->event);
+      work->done = true;
     }
-    if (r != CDDP_OK) r = cddp__break(p->group, r); /* the others wait for these */
-    cddp__free(a, calls);
+    if (r != CDDP_OK) r = cddp__break(device->group, r); /* the other ranks wait for these */
+    cddp__free(allocator, calls);
   }
-  pthread_mutex_unlock(&p->turn);
-  return cddp__let_go(p, r);
+  pthread_mutex_unlock(&device->issue_lock);
+  return cddp__release_buffers(device, r);
 }
 
-static cddp_result cddp__device_wait(cddp_work *w) {
-  cddp_group *g = w->group;
-  cddp__device *p = cddp__device_of(g);
-  cddp_result r = cddp__use_device(p->device); /* the default stream is the current device's */
-  if (w->call.kind >= CDDP__KIND_SEND) (void)cddp__send_messages(p, w);
+static cddp_result cddp__device_wait(cddp_work *work) {
+  cddp_group *g = work->group;
+  cddp__device *device = cddp__device_of(g);
+  cddp_result r = cddp__use_device(device->index); /* the default stream is the current device's */
+  if (work->call.kind >= CDDP__KIND_SEND) (void)cddp__issue_messages(device, work);
   if (r == CDDP_OK) r = cddp__check_group(g);
-  if (r == CDDP_OK && w->event != NULL)
-    r = CDDP__CUDA(cudaStreamWaitEvent, cddp__main_stream(g), (cudaEvent_t)w->event, 0);
-  cddp__device_work_free(w);
+  if (r == CDDP_OK && work->event != NULL)
+    r = CDDP__CUDA(cudaStreamWaitEvent, cddp__main_stream(g), (cudaEvent_t)work->event, 0);
+  cddp__device_work_free(work);
   return r;
 }
 
-static bool cddp__device_done(cddp_work *w) {
-  cddp__device *p = cddp__device_of(w->group);
+static bool cddp__device_done(cddp_work *work) {
+  cddp__device *device = cddp__device_of(work->group);
   cudaError_t e;
-  if (cddp__use_device(p->device) != CDDP_OK) return true;
-  if (cddp__capturing(cddp__main_stream(w->group))) return false; /* a look would void that */
-  if (w->call.kind >= CDDP__KIND_SEND) (void)cddp__send_messages(p, w);
-  if (w->event == NULL || cddp__load32(&w->group->block->broken) != 0) return true;
-  e = cudaEventQuery((cudaEvent_t)w->event);
-  if (e != cudaSuccess) (void)cudaGetLastError(); /* cudaErrorNotReady counts as one */
+  if (cddp__use_device(device->index) != CDDP_OK) return true;
+  if (cddp__capturing(cddp__main_stream(work->group))) return false; /* a query would end that */
+  if (work->call.kind >= CDDP__KIND_SEND) (void)cddp__issue_messages(device, work);
+  if (work->event == NULL || cddp__load32(&work->group->block->broken) != 0) return true;
+  e = cudaEventQuery((cudaEvent_t)work->event);
+  if (e != cudaSuccess) (void)cudaGetLastError(); /* also set by cudaErrorNotReady */
   return e != cudaErrorNotReady;
 }
 
 /* --- the calls of a group --- */
 
-/* On the group's thread. */
-static cddp_result cddp__run_barrier(cddp_work *w) {
-  cddp__device *p = cddp__device_of(w->group);
-  cddp_result r = cddp__use_device(p->device);
-  if (r == CDDP_OK) r = cddp__await_stream(p, NULL, (cudaEvent_t)w->event);
-  cddp__event_give(p, &w->event);
-  if (r == CDDP_OK) r = cddp__run_recorded(w->group, &w->call, w->record);
-  return r == CDDP_OK ? cddp__compare_logs(p) : r;
+/* Runs on the group's engine thread. */
+static cddp_result cddp__run_barrier(cddp_work *work) {
+  cddp__device *device = cddp__device_of(work->group);
+  cddp_result r = cddp__use_device(device->index);
+  if (r == CDDP_OK) r = cddp__await_stream(device, NULL, (cudaEvent_t)work->event);
+  cddp__event_release(device, &work->event);
+  if (r == CDDP_OK) r = cddp__run_recorded(work->group, &work->call, work->record);
+  return r == CDDP_OK ? cddp__compare_logs(device) : r;
 }
 
-/* Waits on the host for what was on the group's stream, then for the ranks. Those of several hosts
-   compare what they have called: as the barrier's count. */
-static cddp_result cddp__device_barrier(cddp_group *g, const cddp__call *c, cddp_work **work) {
-  cddp__device *p = cddp__device_of(g);
-  cudaStream_t s = cddp__main_stream(g);
+/* Waits on the host for the work on the group's stream, then for the other ranks. Ranks of several
+   hosts compare the hashes of their calls as the barrier's count. */
+static cddp_result cddp__device_barrier(cddp_group *g, const cddp__call *call, cddp_work **work) {
+  cddp__device *device = cddp__device_of(g);
+  cudaStream_t stream = cddp__main_stream(g);
   cddp_work *w;
-  cddp_result r = cddp__no_capture(s, CDDP_INVALID_ARGUMENT, "a barrier waits on the host");
-  if (r == CDDP_OK) r = cddp__device_work(g, c, &s, &w);
+  cddp_result r =
+      cddp__refuse_capture(stream, CDDP_INVALID_ARGUMENT, "a barrier waits on the host");
+  if (r == CDDP_OK) r = cddp__device_work(g, call, &stream, &w);
   if (r != CDDP_OK) return r;
-  w->backend = NULL; /* the group's thread has it */
+  w->backend = NULL; /* the engine runs it on the host */
   w->run = cddp__run_barrier;
-  pthread_mutex_lock(&p->lock);
-  if (g->hosts != NULL && !p->staged)
-    w->call.count = (size_t)p->hashes[cddp__logged_calls(p) & (CDDP__HASHES - 1)];
-  pthread_mutex_unlock(&p->lock);
+  pthread_mutex_lock(&device->lock);
+  if (g->hosts != NULL && !device->staged)
+    w->call.count = (size_t)device->hashes[cddp__logged_calls(device) & (CDDP__HASHES - 1)];
+  pthread_mutex_unlock(&device->lock);
   if ((r = cddp__enqueue(w)) != CDDP_OK) cddp__device_work_free(w);
   else if (work == NULL) return cddp__work_wait(w, -1);
   else *work = w;
   return r;
 }
 
-/* The exchange of counts before NCCL sends what they say. A rank that has nothing to send or
-   receive has no memory that would tell where the others' is: theirs may be the host's. */
-static cddp_result cddp__counts_on_device(cddp_group *g, cddp__call *c) {
+/* Exchanges the counts before NCCL transfers the data. A rank without data has no buffer that would
+   show where the other ranks' buffers are: these may be in host memory. */
+static cddp_result cddp__counts_on_device(cddp_group *g, cddp__call *call) {
   bool host = false;
   size_t sent, received;
   cddp_result r;
   cddp__engine_drain(g);
-  r = cddp__exchange_counts(g, c, &host);
+  r = cddp__exchange_counts(g, call, &host);
   if (r != CDDP_OK || !host) return r;
-  cddp__buffer_bytes(g, c, &sent, &received);
+  cddp__buffer_bytes(g, call, &sent, &received);
   if (sent + received > 0)
-    return cddp__fail(CDDP_MISMATCH, "ranks disagree: rank %d's buffers in %s lie on its device, "
-                                     "another rank's in host memory",
-                      g->rank, cddp__shapes[c->kind].name);
-  r = cddp__run_sized(g, c);
-  c->count = 0;
+    return cddp__fail(CDDP_MISMATCH,
+                      "ranks disagree: rank %d's buffers in %s are on its device, "
+                      "another rank's in host memory",
+                      g->rank, cddp__shapes[call->kind].name);
+  r = cddp__run_sized(g, call);
+  call->count = 0;
   return r;
 }
 
-/* A collective by NCCL on the group's stream, or with a handle on the side stream; there too what
-   goes through a copy: two of them share the memory for it. */
+/* Runs a collective with NCCL on the group's stream, or with a handle on the side stream. A
+   collective that needs a copy also uses the side stream: all of these share one scratch memory. */
 static cddp_result cddp__nccl_call(cddp_group *g, const cddp__call *given, cddp_work **work) {
-  cddp__device *p = cddp__device_of(g);
+  cddp__device *device = cddp__device_of(g);
   bool copied = g->size > 1 && cddp__overwrites(given);
-  cudaStream_t home = cddp__main_stream(g), s = work != NULL || copied ? p->side : home;
+  cudaStream_t home = cddp__main_stream(g), s = work != NULL || copied ? device->side : home;
   uint64_t record = cddp__record_call(g, given);
-  cddp__call c = *given;
-  size_t bytes = c.count * c.esize * (size_t)g->size;
+  cddp__call call = *given;
+  size_t bytes = call.count * call.esize * (size_t)g->size;
   void *copy;
-  cddp_result r = c.shares != NULL ? cddp__counts_on_device(g, &c) : CDDP_OK;
-  if (r == CDDP_OK) r = cddp__stream_after(p, s, home);
-  if (r == CDDP_OK && copied && (r = cddp__device_scratch(&p->scratch, bytes, &copy)) == CDDP_OK) {
-    r = cddp__device_copy(copy, c.send, bytes, s);
-    c.send = copy;
+  cddp_result r = call.shares != NULL ? cddp__counts_on_device(g, &call) : CDDP_OK;
+  if (r == CDDP_OK) r = cddp__stream_after(device, s, home);
+  if (r == CDDP_OK && copied &&
+      (r = cddp__device_scratch(&device->scratch, bytes, &copy)) == CDDP_OK) {
+    r = cddp__device_copy(copy, call.send, bytes, s);
+    call.send = copy;
   }
-  if (r == CDDP_OK && c.count > 0) r = cddp__issue(p, &c, 1, s);
+  if (r == CDDP_OK && call.count > 0) r = cddp__issue(device, &call, 1, s);
   if (r == CDDP_OK)
-    r = work != NULL ? cddp__device_work(g, &c, &s, work) : cddp__stream_after(p, home, s);
-  if (r != CDDP_OK && g->size > 1) r = cddp__break(g, r); /* the others will wait for this call */
-  cddp__record_finish(g, record, r);                       /* on the device it goes on */
+    r = work != NULL ? cddp__device_work(g, &call, &s, work) : cddp__stream_after(device, home, s);
+  if (r != CDDP_OK && g->size > 1) r = cddp__break(g, r); /* the other ranks wait for this call */
+  cddp__record_finish(g, record, r);                      /* the device may still be working */
   return r;
 }
 
-/* A message by NCCL: one with a handle waits for others, one without goes with those that wait. */
-static cddp_result cddp__nccl_message(cddp_group *g, const cddp__call *c, cddp_work **work) {
-  cddp__device *p = cddp__device_of(g);
+/* A message with NCCL. With a handle it waits for others; without one it is issued with them. */
+static cddp_result cddp__nccl_message(cddp_group *g, const cddp__call *call, cddp_work **work) {
+  cddp__device *device = cddp__device_of(g);
   cddp_work **link, *w;
   cddp_result r;
-  if (c->root == CDDP_ANY)
-    return cddp__fail(CDDP_UNSUPPORTED, "NCCL receives from no rank but a certain one: name it, or "
-                                        "receive in host memory");
-  if (p->comm == NULL || (work == NULL && c->root == g->rank))
-    return cddp__fail(p->comm == NULL ? CDDP_UNSUPPORTED : CDDP_INVALID_ARGUMENT,
+  if (call->root == CDDP_ANY)
+    return cddp__fail(CDDP_UNSUPPORTED, "CDDP_ANY is not supported for device memory: name the "
+                                        "sending rank, or receive in host memory");
+  if (device->comm == NULL || (work == NULL && call->root == g->rank))
+    return cddp__fail(device->comm == NULL ? CDDP_UNSUPPORTED : CDDP_INVALID_ARGUMENT,
                       "rank %d sends device memory to itself: with NCCL that needs a group of two "
                       "ranks, and a work handle for both send and recv",
                       g->rank);
-  if ((r = cddp__device_work(g, c, NULL, &w)) != CDDP_OK) return r;
-  pthread_mutex_lock(&p->turn);
-  for (link = &p->messages; *link != NULL; link = &(*link)->next) {}
+  if ((r = cddp__device_work(g, call, NULL, &w)) != CDDP_OK) return r;
+  pthread_mutex_lock(&device->issue_lock);
+  for (link = &device->messages; *link != NULL; link = &(*link)->next) {}
   *link = w;
-  pthread_mutex_unlock(&p->turn);
+  pthread_mutex_unlock(&device->issue_lock);
   if (work == NULL) return cddp__device_wait(w);
   *work = w;
   return CDDP_OK;
 }
 
-static cddp_result cddp__device_start(cddp_group *g, const cddp__call *c, cddp_work **work,
+static cddp_result cddp__device_start(cddp_group *g, const cddp__call *call, cddp_work **work,
                                       bool *taken) {
-  cddp__device *p = cddp__device_of(g);
-  bool message = c->kind >= CDDP__KIND_SEND;
+  cddp__device *device = cddp__device_of(g);
+  bool message = call->kind >= CDDP__KIND_SEND;
   size_t sent, received;
   cddp_result r;
   *taken = true;
   if (work != NULL) *work = NULL;
   if ((r = cddp__device_enter(g)) != CDDP_OK) return r;
-  if ((r = cddp__memory_of_call(p, c, taken)) != CDDP_OK) return r;
-  cddp__buffer_bytes(g, c, &sent, &received);
-  *taken = *taken && (sent + received > 0 || !(message || p->staged));
-  if (!message && (r = cddp__send_messages(p, NULL)) != CDDP_OK) return r;
-  if (c->kind == CDDP__KIND_BARRIER) {
+  if ((r = cddp__memory_of_call(device, call, taken)) != CDDP_OK) return r;
+  cddp__buffer_bytes(g, call, &sent, &received);
+  *taken = *taken && (sent + received > 0 || !(message || device->staged));
+  if (!message && (r = cddp__issue_messages(device, NULL)) != CDDP_OK) return r;
+  if (call->kind == CDDP__KIND_BARRIER) {
     *taken = true;
-    return cddp__device_barrier(g, c, work);
+    return cddp__device_barrier(g, call, work);
   }
   if ((r = cddp__check_group(g)) != CDDP_OK) return r;
-  if (*taken && !p->staged && c->op > CDDP_MAX)
+  if (*taken && !device->staged && call->op > CDDP_MAX)
     return cddp__fail(CDDP_UNSUPPORTED, "NCCL has no bitwise operations: reduce integers in host "
                                         "memory, or in a group with backend \"cpu\"");
-  if (!message) cddp__log_call(p, c, *taken || c->shares != NULL);
+  if (!message) cddp__log_call(device, call, *taken || call->shares != NULL);
   if (!*taken) return CDDP_OK;
-  if (p->staged) return cddp__stage_call(p, c, cddp__main_stream(g), work);
-  return message ? cddp__nccl_message(g, c, work) : cddp__nccl_call(g, c, work);
+  if (device->staged) return cddp__stage_call(device, call, cddp__main_stream(g), work);
+  return message ? cddp__nccl_message(g, call, work) : cddp__nccl_call(g, call, work);
 }
 
 static cddp_result cddp__device_synchronize(cddp_group *g) {
-  cddp__device *p = cddp__device_of(g);
+  cddp__device *device = cddp__device_of(g);
   cddp_result r;
   cddp__engine_drain(g);
   if ((r = cddp__device_enter(g)) != CDDP_OK) return r;
-  if ((r = cddp__send_messages(p, NULL)) != CDDP_OK) return r;
+  if ((r = cddp__issue_messages(device, NULL)) != CDDP_OK) return r;
   if ((r = cddp__check_group(g)) != CDDP_OK) return r;
-  return cddp__await_stream(p, cddp__main_stream(g), NULL);
+  return cddp__await_stream(device, cddp__main_stream(g), NULL);
 }
 
 /* --- contexts: connected, left --- */
 
-/* Collective: sums and means of several sizes. NCCL connects the ranks when it first uses an
-   algorithm, and the host waits for that: here, and then in no all-reduce of a step. */
-static cddp_result cddp__warm_up(cddp__device *p) {
+/* Collective. Runs sums and means of several sizes. NCCL connects the ranks at the first use of an
+   algorithm, while the host waits. That happens here, and not in the first training step. */
+static cddp_result cddp__warm_up(cddp__device *device) {
   cddp__call call;
   void *room = NULL;
   size_t bytes;
   int mean;
   cddp_result r = CDDP__CUDA(cudaMalloc, &room, CDDP__WARM_UP);
-  if (r == CDDP_OK) r = cddp__device_zero(room, CDDP__WARM_UP, p->side);
+  if (r == CDDP_OK) r = cddp__device_zero(room, CDDP__WARM_UP, device->side);
   for (bytes = 8; bytes <= CDDP__WARM_UP; bytes *= 32) {
     for (mean = 0; r == CDDP_OK && mean < 2; mean++) {
       call = cddp__make_call(CDDP__KIND_ALL_REDUCE, room, room, bytes / (mean ? 2 : 4),
                              mean ? CDDP_F16 : CDDP_F32, mean ? CDDP_AVG : CDDP_SUM, -1);
-      r = cddp__issue(p, &call, 1, p->side);
+      r = cddp__issue(device, &call, 1, device->side);
     }
   }
-  if (r == CDDP_OK) r = cddp__await_stream(p, p->side, NULL);
-  if (r != CDDP_OK) r = cddp__break(p->group, r);
+  if (r == CDDP_OK) r = cddp__await_stream(device, device->side, NULL);
+  if (r != CDDP_OK) r = cddp__break(device->group, r);
   if (room != NULL) cudaFree(room);
   if (r != CDDP_OK) return r;
-  /* A rank that ends right after this call is not to take operations of the others along. */
-  return cddp__round(p->group, CDDP__SCOPE_ALL, CDDP__KIND_GROUP_NEW, CDDP__PHASE_CONNECTED, 0,
+  /* A rank that ends after this call must not end the warm-up of the others. */
+  return cddp__round(device->group, CDDP__SCOPE_ALL, CDDP__KIND_GROUP_NEW, CDDP__PHASE_CONNECTED, 0,
                      NULL, 0);
 }
 
-/* Collective: connects a communicator over all ranks of the context's group. */
-static cddp_result cddp__nccl_connect(cddp__device *p) {
-  cddp_group *g = p->group;
+/* Collective: creates a communicator over all ranks of the context's group. */
+static cddp_result cddp__nccl_connect(cddp__device *device) {
+  cddp_group *g = device->group;
   ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
   ncclUniqueId id;
   ncclResult_t e = ncclSuccess;
   cddp_result r;
-  cddp__watch_hosts(g); /* from now on leaders see each other's end */
-  r = cddp__watch(p);
+  cddp__watch_hosts(g); /* from now on leaders notice each other's end */
+  r = cddp__start_watching(device);
   if (r == CDDP_OK && g->rank == 0 && (e = ncclGetUniqueId(&id)) != ncclSuccess)
     r = cddp__fail(CDDP_NCCL, "ncclGetUniqueId: %s (%.300s)", ncclGetErrorString(e),
                    ncclGetLastError(NULL));
@@ -16116,34 +16158,34 @@ static cddp_result cddp__nccl_connect(cddp__device *p) {
   r = cddp__run_simple(g, CDDP__KIND_BROADCAST, &id, &id, sizeof id, CDDP_U8, 0);
   if (r != CDDP_OK) return r;
   config.blocking = 0;
-  pthread_mutex_lock(&p->turn);
-  if (cddp__comm_alive(p)) {
-    e = ncclCommInitRankConfig(&p->comm, g->size, id, g->rank, &config);
-    r = cddp__settle(p, e, "ncclCommInitRankConfig");
+  pthread_mutex_lock(&device->issue_lock);
+  if (cddp__comm_alive(device)) {
+    e = ncclCommInitRankConfig(&device->comm, g->size, id, g->rank, &config);
+    r = cddp__await_nccl(device, e, "ncclCommInitRankConfig");
   } else {
     r = cddp__check_failure(g);
   }
-  pthread_mutex_unlock(&p->turn);
-  return r == CDDP_OK ? cddp__warm_up(p) : r;
+  pthread_mutex_unlock(&device->issue_lock);
+  return r == CDDP_OK ? cddp__warm_up(device) : r;
 }
 
-/* Collective over g, whose ranks count on each other here: gives it a context. connects: with a
-   communicator, if there is a use for one. */
+/* Collective over g: creates its device context. connects: with a communicator, unless g is too
+   small or staged. */
 static cddp_result cddp__device_open(cddp_group *g, int device, bool staged,
                                      const cddp_kernels *kernels, bool connects) {
-  cddp__device *p = (cddp__device *)cddp__calloc(NULL, 1, sizeof *p); /* may outlive g */
+  cddp__device *p = (cddp__device *)cddp__calloc(NULL, 1, sizeof *p); /* can outlive g */
   int least = 0, greatest = 0;
   cddp_result r;
   if (p == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
   if (!cddp__swap32(&cddp__device_groups, 0, (uint32_t)device + 1) &&
       cddp__load32(&cddp__device_groups) != (uint32_t)device + 1)
     cddp__store32(&cddp__device_groups, CDDP__SEVERAL_DEVICES);
-  p->state.v = CDDP__COMM_DONE; /* there is none */
+  p->state.v = CDDP__COMM_DONE; /* no communicator */
   p->group = g;
-  p->device = device;
+  p->index = device;
   p->staged = staged;
   p->kernels = kernels;
-  pthread_mutex_init(&p->turn, NULL);
+  pthread_mutex_init(&p->issue_lock, NULL);
   pthread_mutex_init(&p->lock, NULL);
   r = cddp__use_device(device);
   if (r == CDDP_OK) r = CDDP__CUDA(cudaDeviceGetStreamPriorityRange, &least, &greatest);
@@ -16152,64 +16194,65 @@ static cddp_result cddp__device_open(cddp_group *g, int device, bool staged,
   for (; r == CDDP_OK && p->spares < CDDP__SPARE_EVENTS; p->spares += r == CDDP_OK)
     r = CDDP__CUDA(cudaEventCreateWithFlags, &p->spare[p->spares], cudaEventDisableTiming);
   if (r != CDDP_OK) r = cddp__break(g, r);
-  else if (connects && !staged && g->size >= CDDP__COMM_FROM) r = cddp__nccl_connect(p);
+  else if (connects && !staged && g->size >= CDDP__COMM_MIN_RANKS)
+    r = cddp__nccl_connect(p);
   if (r == CDDP_OK) g->device = p;
   else cddp__device_delete(p);
   return r;
 }
 
-/* Collective over g, which has none yet: a context like that of another group, `from`. */
-static cddp_result cddp__device_again(const cddp_group *from, cddp_group *g) {
+/* Collective over g, which has no context yet: creates one like that of group `from`. */
+static cddp_result cddp__device_open_like(const cddp_group *from, cddp_group *g) {
   const cddp__device *like = cddp__device_of(from);
   cddp_result r;
   g->stream = from->stream;
-  r = cddp__device_open(g, like->device, like->staged, like->kernels, true);
+  r = cddp__device_open(g, like->index, like->staged, like->kernels, true);
   if (r == CDDP_OK) g->backend = from->backend;
   return r;
 }
 
-/* Every rank of g before it is split: its ranks have called the same so far, and what is on the
-   device has been done. */
+/* Called by every rank of g before it is split: checks that all ranks have made the same calls, and
+   waits for the work on the device. */
 static cddp_result cddp__device_before_split(cddp_group *g) {
-  cddp__call c = cddp__make_call(CDDP__KIND_BARRIER, NULL, NULL, 0, CDDP_F32, CDDP_SUM, -1);
-  cddp__device *p = cddp__device_of(g);
+  cddp__call call = cddp__make_call(CDDP__KIND_BARRIER, NULL, NULL, 0, CDDP_F32, CDDP_SUM, -1);
+  cddp__device *device = cddp__device_of(g);
   cddp_result r = cddp__device_synchronize(g);
-  if (r == CDDP_OK && p->comm != NULL) r = cddp__await_stream(p, p->side, NULL);
-  if (r == CDDP_OK) r = cddp__device_barrier(g, &c, NULL);
-  return r == CDDP_OK ? r : cddp__break(g, r); /* the other ranks count on this one */
+  if (r == CDDP_OK && device->comm != NULL) r = cddp__await_stream(device, device->side, NULL);
+  if (r == CDDP_OK) r = cddp__device_barrier(g, &call, NULL);
+  return r == CDDP_OK ? r : cddp__break(g, r); /* the other ranks wait in the split */
 }
 
-/* Ends the communicator in an orderly way: what peers still read from this rank goes out first.
-   Ranks that go on must not hear of it, so nothing here breaks the group. */
+/* Ends the communicator in good order: first this rank finishes operations that peers still need.
+   The remaining ranks must not see a failure, so nothing here breaks the group. */
 static void cddp__device_leave(cddp_group *g) {
-  cddp__device *p = cddp__device_of(g);
+  cddp__device *device = cddp__device_of(g);
   const cddp__atomic_u32 *broken = &g->block->broken;
-  (void)cddp__use_device(p->device);
-  (void)cddp__send_messages(p, NULL);
-  while (cddp__load32(broken) == 0 && cddp__device_busy(p) > 0) {
-    cddp__futex_wake(&p->state); /* the poller is to look at once */
+  (void)cddp__use_device(device->index);
+  (void)cddp__issue_messages(device, NULL);
+  while (cddp__load32(broken) == 0 && cddp__device_busy(device) > 0) {
+    cddp__futex_wake(&device->state); /* the poller polls immediately */
     cddp__sleep(1e-4);
   }
-  if (cddp__load32(broken) == 0) cddp__device_end(p, CDDP__COMM_DESTROYED);
-  cddp__device_stop(p);
+  if (cddp__load32(broken) == 0) cddp__device_end(device, CDDP__COMM_DESTROYED);
+  cddp__device_stop(device);
 }
 
-/* Models that outlive their group have had its device until now, to free their memory. */
+/* Called last: models that outlived the group needed its device to free their memory. */
 static void cddp__device_close(cddp_group *g) {
-  (void)cddp__use_device(cddp__device_of(g)->device);
+  (void)cddp__use_device(cddp__device_of(g)->index);
   cddp__device_delete(cddp__device_of(g));
   g->backend = NULL;
   g->device = NULL;
 }
 
-/* --- which device a rank takes --- */
+/* --- choice of the device --- */
 
 static const cddp__backend cddp__device_backend = {
-    cddp__device_start, cddp__device_wait, cddp__device_done, cddp__device_unstage,
-    cddp__device_synchronize, cddp__device_alloc, cddp__device_before_split, cddp__device_again,
-    cddp__device_leave, cddp__device_close, cddp__device_free};
+    cddp__device_start,       cddp__device_wait,  cddp__device_done,         cddp__device_unstage,
+    cddp__device_synchronize, cddp__device_alloc, cddp__device_before_split, cddp__device_open_like,
+    cddp__device_leave,       cddp__device_close, cddp__device_free};
 
-/* Which device this rank takes. */
+/* Chooses this rank's device. */
 static cddp_result cddp__pick_device(const cddp_group *g, const cddp_group_desc *desc, bool nccl,
                                      int *device) {
   bool certain = desc->device[4] == ':';
@@ -16225,14 +16268,14 @@ static cddp_result cddp__pick_device(const cddp_group *g, const cddp_group_desc 
                       "it forked (cddp_spawn must come first); device \"cpu\" needs no GPU",
                       cudaGetErrorString(e), version / 1000, version % 1000 / 10);
   }
-  if ((!g->host->threads || g->size == 1) && /* else it is the process's, not a thread's */
+  if ((!g->host->threads || g->size == 1) && /* else LOCAL_RANK is the process's, not a thread's */
       (r = cddp__env_int("LOCAL_RANK", 0, INT_MAX, &local)) != CDDP_OK)
     return r;
   *device = certain ? atoi(desc->device + 5) : local >= 0 ? local : g->local_rank;
-  if (!certain && (!nccl || count == 1)) *device %= count; /* its only GPU has been given to it */
+  if (!certain && (!nccl || count == 1)) *device %= count; /* count 1: only its own is visible */
   if (*device < count) return CDDP_OK;
   return cddp__fail(CDDP_INVALID_ARGUMENT,
-                    "rank %d is to have cuda:%d, but the GPUs visible here are %d, from cuda:0 on: "
+                    "rank %d needs cuda:%d, but the GPUs visible here are %d, from cuda:0 on: "
                     "start at most %d ranks here, or let them share with backend \"cpu\"",
                     g->rank, *device, count, count);
 }
@@ -16251,8 +16294,7 @@ static cddp_result cddp__report_device(const cddp_group *g, const cddp_group_des
   r = cddp__pick_device(g, desc, nccl, &device);
   if (r == CDDP_OK && nccl && blocking != NULL && strcmp(blocking, "1") == 0)
     r = cddp__fail(CDDP_INVALID_ARGUMENT,
-                   "NCCL_COMM_BLOCKING=1 makes NCCL's calls block, which no deadline ends; unset "
-                   "it");
+                   "NCCL_COMM_BLOCKING=1 makes NCCL's calls block without a deadline: unset it");
   if (r == CDDP_OK) r = CDDP__CUDA(cudaSetDevice, device);
   if (r == CDDP_OK) r = CDDP__CUDA(cudaGetDeviceProperties, &about, device);
   for (i = 0; i < 16 && !may_share; i++) /* the uuid of a GPU, or of a part of one */
@@ -16260,28 +16302,28 @@ static cddp_result cddp__report_device(const cddp_group *g, const cddp_group_des
   out->device = device;
   out->kernels = cddp__registered_kernels != NULL;
   cddp__host_identity(out->host, sizeof out->host);
-  if (id != NULL) /* NCCL goes by it: ranks may so share a GPU, for tests */
+  if (id != NULL) /* NCCL uses it as the host's name, so ranks can share a GPU in tests */
     snprintf(out->host, sizeof out->host, "%s", id);
   return r;
 }
 
-/* Collective: a device for a group that has none. */
+/* Collective: creates the device context of a group that has none. */
 static cddp_result cddp__give_device(cddp_group *g, const cddp_group_desc *desc) {
-  const cddp_allocator *a = &g->host->allocator;
+  const cddp_allocator *allocator = &g->host->allocator;
   const char *backend = cddp__backend_name(desc);
   bool nccl = backend == NULL || strcmp(backend, "nccl") == 0;
   cddp__device_report mine, *all;
-  bool kernels = true, joins = g->host->joined; /* by itself: the others do not know of it yet */
+  bool kernels = true, joins = g->host->joined; /* a joining rank is alone: no exchange */
   int n = joins ? 1 : g->size, i, k;
   cddp_result r;
-  all = (cddp__device_report *)cddp__malloc(a, (size_t)g->size * sizeof *all);
+  all = (cddp__device_report *)cddp__malloc(allocator, (size_t)g->size * sizeof *all);
   if (all == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
   r = cddp__report_device(g, desc, nccl, &mine);
   if (joins) all[0] = mine;
   else r = cddp__consensus(g, r, &mine, sizeof mine, all);
   for (i = 0; r == CDDP_OK && i < n; i++) {
     kernels = kernels && all[i].kernels != 0;
-    for (k = 0; r == CDDP_OK && nccl && k < i; k++) { /* the result is the same on every rank */
+    for (k = 0; r == CDDP_OK && nccl && k < i; k++) { /* the same result on every rank */
       if (all[i].gpu[0] == 0 || strcmp(all[i].gpu, all[k].gpu) != 0 ||
           strcmp(all[i].host, all[k].host) != 0)
         continue;
@@ -16293,7 +16335,7 @@ static cddp_result cddp__give_device(cddp_group *g, const cddp_group_desc *desc)
                      cddp__name_rank(g, k).s, cddp__name_rank(g, i).s, all[i].device, all[i].gpu);
     }
   }
-  cddp__free(a, all);
+  cddp__free(allocator, all);
   if (r != CDDP_OK) return r;
   if (mine.kernels != 0)
     r = cddp__cuda_result((cddp__registered_kernels->load)(), "loading kernels");
@@ -16307,37 +16349,39 @@ static cddp_result cddp__give_device(cddp_group *g, const cddp_group_desc *desc)
   return CDDP_OK;
 }
 
-/* Whether p lies in a device's memory. To ask makes a context on the thread's device: that of the
-   group becomes it; without one, where a thread has not chosen any, the one that all of the
-   process's groups have had. */
+/* Returns whether p is device memory. The question creates a CUDA context on the current device. So
+   the group's device becomes current. Without a group, if the thread has not chosen a device, the
+   device that all groups of the process use becomes current. */
 static bool cddp__on_device(const cddp_group *g, const void *p) {
-  struct cudaPointerAttributes a;
+  struct cudaPointerAttributes attributes;
   uint32_t only = cddp__load32(&cddp__device_groups);
   int now = -1;
   if (p == NULL || !cddp__cuda_in_use()) return false;
-  if (g != NULL && g->backend != NULL) (void)cddp__use_device(cddp__device_of(g)->device);
+  if (g != NULL && g->backend != NULL)
+    (void)cddp__use_device(cddp__device_of(g)->index);
   else if (only > 1 && only != CDDP__SEVERAL_DEVICES && cudaGetDevice(&now) == cudaSuccess &&
            now == 0)
     (void)cddp__use_device((int)only - 1);
-  if (cudaPointerGetAttributes(&a, p) == cudaSuccess)
-    return a.type == cudaMemoryTypeDevice || a.type == cudaMemoryTypeManaged;
+  if (cudaPointerGetAttributes(&attributes, p) == cudaSuccess)
+    return attributes.type == cudaMemoryTypeDevice || attributes.type == cudaMemoryTypeManaged;
   (void)cudaGetLastError(); /* no device: no device memory */
   return false;
 }
 
-/* Whether operations on device memory are enqueued: by NCCL, or for a single rank. */
+/* Returns whether operations on device memory are enqueued on streams: with NCCL, or for one
+   rank. */
 static bool cddp__enqueues(const cddp_group *g) {
   return g->backend != NULL && !cddp__device_of(g)->staged;
 }
 
-/* Waits for what is on the group's stream; without a group with a device, for all of the
-   device's. */
-static cddp_result cddp__settle_device(cddp_group *g) {
+/* Waits for the work on the group's stream. Without a group on a device: for all work on the
+   current device. */
+static cddp_result cddp__await_device(cddp_group *g) {
   cddp_result r;
   if (g == NULL || g->backend == NULL)
     return cddp__cuda_result(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
-  r = cddp__no_capture(cddp__main_stream(g), CDDP_INVALID_ARGUMENT,
-                       "a checkpoint waits on the host");
+  r = cddp__refuse_capture(cddp__main_stream(g), CDDP_INVALID_ARGUMENT,
+                           "a checkpoint waits on the host");
   return r == CDDP_OK ? g->backend->synchronize(g) : r;
 }
 
@@ -16349,9 +16393,9 @@ static cddp_result cddp__give_device(cddp_group *g, const cddp_group_desc *desc)
 static bool cddp__on_device(const cddp_group *g, const void *p) {
   return (void)g, (void)p, false;
 }
-static void cddp__await_endings(void) {}
+static void cddp__await_watchers(void) {}
 static bool cddp__enqueues(const cddp_group *g) { return (void)g, false; }
-static cddp_result cddp__settle_device(cddp_group *g) { return (void)g, CDDP_OK; }
+static cddp_result cddp__await_device(cddp_group *g) { return (void)g, CDDP_OK; }
 static cddp_result cddp__transfer(cddp_group *g, void *to, const void *from, size_t bytes) {
   (void)g, memcpy(to, from, bytes);
   return CDDP_OK;
@@ -16539,7 +16583,7 @@ static cddp_result cddp__attach_optim(cddp_optim *s) {
                       "some parameters lie on a GPU and others in host memory");
   if (on_device == NULL) return CDDP_OK;
   if ((r = CDDP__CUDA(cudaPointerGetAttributes, &about, on_device)) != CDDP_OK) return r;
-  s->device = d != NULL ? cddp__device_of(d->group)->device : about.device;
+  s->device = d != NULL ? cddp__device_of(d->group)->index : about.device;
   if ((r = cddp__need_kernels(s->algorithm->name)) != CDDP_OK) return r;
   s->segments = (cddp_segment *)cddp__malloc(&s->allocator, (size_t)s->count * sizeof *s->segments);
   if (s->segments == NULL) return CDDP_OUT_OF_MEMORY;
@@ -18076,7 +18120,7 @@ static cddp_result cddp__gpu_meet(cddp_ddp *d, int kind, uint64_t check, bool *m
 }
 
 /* The bucket's all-reduce, on the side stream: a sum if the kernel of cddp_ddp_step is to come,
-   which divides to the same bits. f16: see cddp__adds. */
+   which divides to the same bits. f16: see cddp__averages_by_sum. */
 static cddp_result cddp__gpu_reduce(cddp_ddp *d, cddp__bucket_state *b) {
   cddp__device *p = cddp__device_of(d->comm);
   cddp_dtype dtype = d->params[b->sorted[0]].dtype;
@@ -18109,8 +18153,8 @@ static cddp_result cddp__gpu_sum(void *out, cddp_dtype dtype, const void *const 
 static cddp_result cddp__gpu_begin(cddp_ddp *d, cddp__bucket_state *b) {
   cddp__device *p = cddp__device_of(d->comm);
   void *home = d->group->stream;
-  cddp_result r = p->staged ? cddp__staged_no_graph(cddp__main_stream(d->group))
-                            : cddp__send_messages(p, NULL);
+  cddp_result r = p->staged ? cddp__refuse_staged_capture(cddp__main_stream(d->group))
+                            : cddp__issue_messages(p, NULL);
   if (r == CDDP_OK) r = cddp__stream_after(p, p->side, cddp__main_stream(d->group));
   if (r != CDDP_OK) return r;
   if (p->staged) return cddp__push_bucket(d, b);
@@ -18136,7 +18180,7 @@ static cddp_result cddp__gpu_broadcast(cddp_ddp *d, int n) {
   cddp_result r = cddp__check_group(d->comm);
   bool here;
   int i;
-  if (r == CDDP_OK) r = cddp__send_messages(p, NULL);
+  if (r == CDDP_OK) r = cddp__issue_messages(p, NULL);
   for (i = 0; r == CDDP_OK && i < n; i++) {
     r = cddp__memory_of_call(p, &d->calls[i], &here);
     if (r == CDDP_OK) cddp__log_call(p, &d->calls[i], true);
@@ -18187,9 +18231,10 @@ static cddp_result cddp__gpu_clip_by(cddp_ddp *d, double max_norm, int which, in
 
 static cddp_result cddp__gpu_norm(cddp_ddp *d, double *norm) {
   double sum = 0;
-  cddp_result r = cddp__no_capture(cddp__main_stream(d->group), CDDP_INVALID_ARGUMENT,
-                                   "a norm (not one asked of cddp_ddp_grad_norm later) is waited "
-                                   "for");
+  cddp_result r =
+      cddp__refuse_capture(cddp__main_stream(d->group), CDDP_INVALID_ARGUMENT,
+                           "a norm (not one asked of cddp_ddp_grad_norm later) is waited "
+                           "for");
   if (r == CDDP_OK) r = d->group->backend->synchronize(d->group);
   if (r == CDDP_OK) r = cddp__transfer(d->group, &sum, d->clip, sizeof sum);
   *norm = (sqrt)(sum);
@@ -18219,7 +18264,7 @@ static cddp_result cddp__gpu_step(cddp_ddp *d, cddp_optim *s, bool averaged, boo
 
 /* Parameters lie on the group's device. */
 static cddp_result cddp__check_on_device(const cddp_ddp *d) {
-  int device = cddp__device_of(d->group)->device, k;
+  int device = cddp__device_of(d->group)->index, k;
   bool here;
   const char *needs = d->desc.max_grad_norm > 0      ? "max_grad_norm in cddp_ddp_desc"
                       : d->spread || d->desc.elastic ? "shards in cddp_ddp_desc"
@@ -18259,13 +18304,13 @@ static cddp_result cddp__gpu_alloc(cddp_ddp *d) {
 
 static void cddp__gpu_free(cddp_ddp *d) {
   cddp__device *p = d->comm != NULL ? cddp__device_of(d->comm) : NULL;
-  (void)cddp__use_device(cddp__device_of(d->group)->device);
+  (void)cddp__use_device(cddp__device_of(d->group)->index);
   if (p != NULL) {
     cddp__drain_buckets(d);
     if (cddp__load32(&d->group->left) == 0)
       (void)cddp__await_stream(cddp__device_of(d->group), cddp__main_stream(d->group), NULL);
     if (cddp__load32(&d->comm->left) == 0)
-      (void)cddp__let_go(p, cddp__await_stream(p, p->side, NULL));
+      (void)cddp__release_buffers(p, cddp__await_stream(p, p->side, NULL));
     (void)cudaStreamSynchronize(p->side); /* what ran at the failure, too */
   }
   (void)cudaStreamSynchronize(cddp__main_stream(d->group));
@@ -22025,7 +22070,7 @@ static cddp_result cddp__checkpoint_begin(cddp__checkpoint *c, bool saves, cddp_
   c->first = g == NULL || g->rank == 0;
   if (g != NULL) cddp__engine_drain(g);
   r = cddp__check_checkpoint(c, saves);
-  if (r == CDDP_OK && c->device) r = cddp__settle_device(g);
+  if (r == CDDP_OK && c->device) r = cddp__await_device(g);
   return r == CDDP_OK ? cddp__list_items(c) : r;
 }
 
@@ -22357,7 +22402,7 @@ static cddp_result cddp__spread_tensors(cddp__checkpoint *c) {
     }
   }
   if (r == CDDP_OK && c->device)
-    return cddp__settle_device(c->g); /* cudaMemcpy may return before the bytes are there */
+    return cddp__await_device(c->g); /* cudaMemcpy may return before the bytes are there */
   return r == CDDP_OK ? cddp__packet_send(&p) : r;
 }
 
@@ -22379,7 +22424,7 @@ static cddp_result cddp__load_tensors(cddp__checkpoint *c) {
   }
   r = cddp__consensus(c->g, r, NULL, 0, NULL);
   if (c->g != NULL) return r == CDDP_OK ? cddp__spread_tensors(c) : r;
-  return r == CDDP_OK && c->device ? cddp__settle_device(c->g) : r;
+  return r == CDDP_OK && c->device ? cddp__await_device(c->g) : r;
 }
 
 /* Puts the states that were loaded in their places; cannot fail in host memory. */
@@ -22833,7 +22878,7 @@ CDDPDEF cddp_result cddp_run_threads(int (*fn)(cddp_group *g, void *arg), void *
   for (i = 0; t != NULL && i < n; i++) cddp__host_release(t[i].host);
   if (block != NULL) munmap(block, cddp__block_bytes(n, n));
   free(t);
-  cddp__await_endings();
+  cddp__await_watchers();
   return r;
 }
 
@@ -22968,7 +23013,7 @@ CDDPDEF cddp_ddp *cddp_ddp_at(cddp_ddp *d, const char *file, int line) {
 
 CDDPDEF void cddp_destroy(cddp_group *g) {
   if (g != NULL) cddp__group_leave(g);
-  cddp__await_endings();
+  cddp__await_watchers();
 }
 
 CDDPDEF int cddp_rank(const cddp_group *g) { return g != NULL ? g->rank : -1; }
@@ -23279,7 +23324,7 @@ CDDPDEF uint64_t cddp_ddp_steps(const cddp_ddp *d) { return d != NULL ? d->steps
 static cddp_result cddp__from_device(cddp_group *g, const void **data, size_t bytes, void **copy) {
   cddp_result r;
   if (bytes == 0 || !cddp__on_device(g, *data)) return CDDP_OK;
-  if ((r = cddp__settle_device(g)) != CDDP_OK) return r;
+  if ((r = cddp__await_device(g)) != CDDP_OK) return r;
   *copy = cddp__malloc(&g->host->allocator, bytes);
   if (*copy == NULL) return CDDP_OUT_OF_MEMORY;
   r = cddp__transfer(g, *copy, *data, bytes);
@@ -23441,7 +23486,7 @@ CDDPDEF void cddp_ddp_destroy(cddp_ddp *d) {
   if (d == NULL) return;
   cddp__elastic_free(d);
   cddp__ddp_free(d);
-  cddp__await_endings(); /* if its group has been destroyed */
+  cddp__await_watchers(); /* if its group has been destroyed */
 }
 
 CDDPDEF cddp_result cddp_bf16_compress_hook(cddp_bucket *bucket, void *user_data) {

@@ -429,7 +429,7 @@ gpu() {
   run build/plain/data_parallel.cu -n 4 --output 1 --epochs 2 --images 64 # compares the losses itself
   expect 2 '^ +[0-9]+( +[0-9]\.[0-9]{5}){4}$'
   HOSTCUDA_DEVICES=2 build/plain/data_parallel.cu -n 4 --epochs 1 --images 64 >"$work/out" 2>&1 && fail "4 threads on 2 GPUs"
-  expect 1 'cddp_set_device: .*rank [23] is to have cuda:[23], but the GPUs visible here are 2,'
+  expect 1 'cddp_set_device: .*rank [23] needs cuda:[23], but the GPUs visible here are 2,'
   for r in 'check 2' 'lost 2' 'lost0 2' 'lostfree 2' 'contexts 2'; do # of tests/gpu/gpu.sh
     # shellcheck disable=SC2086
     run build/plain/gpu.cu $r

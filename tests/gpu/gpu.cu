@@ -20,7 +20,7 @@
    sanitizer sees CUDA in the process that it has started; GPU_MEET is an init_method for these.
    With GPU_ALONE a single rank has a communicator too. */
 #define CDDP_IMPLEMENTATION
-#define CDDP__COMM_FROM (getenv("GPU_ALONE") != NULL ? 1 : 2)
+#define CDDP__COMM_MIN_RANKS (getenv("GPU_ALONE") != NULL ? 1 : 2)
 #include "../../cddp_kernels.cuh"
 
 #include <pthread.h>

@@ -3,9 +3,9 @@
 #define CDDP_CUDA
 #define CDDP_IMPLEMENTATION
 #define CDDP__FILE_STAGING ((size_t)12288) /* many pieces */
-#define CDDP__LEFT_S left_s
+#define CDDP__GRACE_LEFT_S left_s
 #define CDDP__WARM_UP ((size_t)1 << 18)
-#define CDDP__COMM_FROM comm_from
+#define CDDP__COMM_MIN_RANKS comm_from
 #define CDDP__SHARD_PIECE ((size_t)700)
 static double left_s = 2; /* a rank sets its own */
 static int comm_from = 2;
@@ -2039,12 +2039,12 @@ static int naps_little(cddp_group *g, void *arg) {
   (void)arg;
   for (i = 0, naps = 1; i < 1000 && naps > 0; i++) { /* it may be held up between two clocks */
     naps = 0;
-    CHECK_OK(cddp__device_turn(p, cddp__now(), "a test"));
+    CHECK_OK(cddp__device_poll(p, cddp__now(), "a test"));
   }
   CHECK_EQ(naps, 0);
   for (i = 0; i < 3; i++) {
     start = cddp__now() - waited[i];
-    CHECK_OK(cddp__device_turn(p, start, "a test"));
+    CHECK_OK(cddp__device_poll(p, start, "a test"));
     CHECK_EQ(naps, i + 1);
     CHECK(nap_s > 0 && nap_s <= 1e-3 && 16 * nap_s <= cddp__now() - start);
   }
@@ -3072,7 +3072,7 @@ static void test_no_device(void) {
   for (i = 0; i < 3; i++) check_fate(o, i, CDDP_OK, "");
   o->device = "cuda:5";
   endure(o, 2);
-  for (i = 0; i < 2; i++) check_fate(o, i, CDDP_INVALID_ARGUMENT, "is to have cuda:5, but");
+  for (i = 0; i < 2; i++) check_fate(o, i, CDDP_INVALID_ARGUMENT, "needs cuda:5, but");
   o->device = "cuda:1";
   o->backend = "nccl";
   endure(o, 2);
@@ -3527,7 +3527,7 @@ static int abort_waits(cddp_group *g, ordeal *o, fate *f) {
   cddp__device *p = cddp__device_of(g);
   double start, now;
   (void)o;
-  pthread_mutex_lock(&p->turn); /* as if it were this one */
+  pthread_mutex_lock(&p->issue_lock); /* as if it were this one */
   (void)cddp__consensus(g, CDDP_OK, NULL, 0, NULL); /* on both ranks, before either breaks it */
   start = test_now();
   cddp__fail(CDDP_ABORTED, "a test breaks the group");
@@ -3537,7 +3537,7 @@ static int abort_waits(cddp_group *g, ordeal *o, fate *f) {
     CHECK(!called || test_now() - start > 0.9 * CDDP__CALLS_S);
     ranks_sleep(0.002);
   }
-  pthread_mutex_unlock(&p->turn);
+  pthread_mutex_unlock(&p->issue_lock);
   while (hostcuda_calls("ncclCommAbort") == 0 && test_now() - start < RANKS_WITHIN(10))
     ranks_sleep(0.002);
   CHECK_EQ(hostcuda_calls("ncclCommAbort"), 1);
