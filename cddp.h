@@ -1649,18 +1649,19 @@ CDDPDEF void cddp_register_kernels(const cddp_kernels *kernels); /* must stay wh
    Structs that several rooms use.
    "shared" in a comment: the struct is in memory that the ranks of a host share. Each cache line
    has one writer. A pointer in it is valid for its writer only. The initial state is all zero
-   bytes. A call of a function pointer has parentheses, (l->log)(...): the program can have a macro
-   log(). Objects of a process:
+   bytes.
+   A call of a function pointer has parentheses, (l->log)(...): the program can have a macro log().
+   Objects of a process:
      cddp__host   the ranks of this process's host: their shared memory and processes
        cddp__net    the other hosts, and connections from them
      cddp_group   a group of ranks; uses a cddp__host
-       cddp__control_block   in shared memory; contains two cddp__op_header and a cddp__slot per
-       rank cddp__engine          the thread that runs operations called with a handle (cddp_work)
+       cddp__control_block   in shared memory; with two cddp__op_header and a cddp__slot per rank
+       cddp__engine          the thread that runs operations called with a handle (cddp_work)
        cddp__carrier         moves large arrays; cddp__backend: those on a device
        cddp__hosts           the group's ranks on other hosts
      cddp_ddp     a model on a cddp_group, with private groups
        cddp__tensor          a parameter; cddp__bucket_state: parameters reduced together
-       cddp__elastic            if ranks may be lost: its members */
+       cddp__elastic         the members of an elastic model */
 
 typedef struct cddp__atomic_u32 {
   uint32_t v;
