@@ -21053,18 +21053,21 @@ CDDPDEF cddp_group *cddp_ddp_group(cddp_ddp *d) {
   return d->elastic->past != NULL ? d->elastic->past : d->comm;
 }
 /* >>sampler ------------------------------------------------------------------------------------
-   torch.utils.data.DistributedSampler: the same generator and the same shuffle. Pure.
-   Owns: a cddp_sampler's permutation.
+   Job: torch.utils.data.DistributedSampler, with the same generator and the same shuffle.
+   Owns: a cddp_sampler's permutation. Touches nothing else.
    Entry points: the public functions; cddp__sampler_begin, for a checkpoint.
-   Works as follows: a rank (or shard) has places rank, rank + W, ... of the permutation, after
-   those that were taken before a resumption; for even shares it is repeated from its start. It is
-   made when an epoch's first index is asked for, and freed when another epoch is set or
-   cddp_sampler_next has come to the end. */
+   How it works:
+     1. Of W ranks (or shards), a rank gets the indices at positions rank, rank + W, ... of the
+        permutation. A resumed epoch starts after the samples that were used before the checkpoint.
+     2. For shares of equal size the permutation is repeated from its start.
+     3. The permutation is computed for the first index of an epoch. It is freed when another epoch
+     is
+        set, or when cddp_sampler_next has returned the last index. */
 
-/* The generator of PyTorch on the CPU. On the stack of its user. */
+/* PyTorch's generator on the CPU, the Mersenne Twister MT19937. */
 typedef struct cddp__mt19937 {
   uint32_t state[624];
-  int next; /* word of state to give out; 624: make new ones */
+  int next; /* index of the next state word to return; 624: compute new ones */
 } cddp__mt19937;
 
 static void cddp__mt_seed(cddp__mt19937 *g, uint32_t seed) {
@@ -21092,10 +21095,10 @@ static uint32_t cddp__mt_next(cddp__mt19937 *g) {
   return y ^ (y >> 18);
 }
 
-#define CDDP__RANDPERM_32BIT 214748364u /* from here on torch.randperm draws 64 bits a time */
+#define CDDP__RANDPERM_32BIT 214748364u /* torch.randperm draws 64 bits per index from this n on */
 
-/* torch.randperm(n) of a fresh generator, as in PyTorch 2.6 and later (all versions, for n below
-   CDDP__RANDPERM_32BIT). */
+/* torch.randperm(n) with a new generator, as in PyTorch 2.6 and later; for n below
+   CDDP__RANDPERM_32BIT as in all versions. */
 static void cddp__randperm(uint64_t *a, size_t n, uint64_t seed) {
   cddp__mt19937 g;
   size_t i, z;
@@ -21119,7 +21122,7 @@ static void cddp__randperm(uint64_t *a, size_t n, uint64_t seed) {
   }
 }
 
-/* How many of `left` samples a rank gets. */
+/* Number of samples that a rank gets of the `left` remaining ones. */
 static size_t cddp__sampler_share(const cddp_sampler_desc *d, int rank, size_t left) {
   size_t w = (size_t)d->world_size;
   bool more = d->exact ? (size_t)rank < left % w : !d->drop_last && left % w != 0;
@@ -21131,7 +21134,7 @@ static void cddp__sampler_free(cddp_sampler *s) {
   s->order = NULL;
 }
 
-/* Begins an epoch, of which all ranks together have taken `start` samples. */
+/* Begins an epoch of which all ranks together have used `start` samples already. */
 static void cddp__sampler_begin(cddp_sampler *s, uint64_t epoch, uint64_t start, bool resumed) {
   size_t n = s->desc.dataset_size;
   if (s->epoch != epoch) cddp__sampler_free(s);
@@ -21143,8 +21146,8 @@ static void cddp__sampler_begin(cddp_sampler *s, uint64_t epoch, uint64_t start,
   s->resumed = resumed;
 }
 
-/* Writes n indices of the epoch: those at place, place + W, ... of its permutation. */
-static cddp_result cddp__sampler_deal(cddp_sampler *s, size_t place, size_t n, size_t *indices) {
+/* Writes n indices of the epoch: those at positions place, place + W, ... of its permutation. */
+static cddp_result cddp__sampler_indices(cddp_sampler *s, size_t place, size_t n, size_t *indices) {
   size_t samples = s->desc.dataset_size, i;
   if (n > 0 && s->desc.shuffle && s->order == NULL) {
     s->order = (uint64_t *)malloc(samples * sizeof *s->order);
@@ -21179,7 +21182,7 @@ CDDPDEF cddp_result cddp_sampler_init(cddp_sampler *s, const cddp_sampler_desc *
 
 CDDPDEF void cddp_sampler_set_epoch(cddp_sampler *s, uint64_t epoch) {
   if (s == NULL || s->desc.world_size == 0) return;
-  if (s->resumed && s->epoch == epoch) s->resumed = false; /* it goes on where the checkpoint is */
+  if (s->resumed && s->epoch == epoch) s->resumed = false; /* continue at the checkpoint */
   else cddp__sampler_begin(s, epoch, 0, false);
 }
 
@@ -21196,7 +21199,7 @@ CDDPDEF bool cddp_sampler_next(cddp_sampler *s, size_t *index) {
     return false;
   }
   next = s->start + (size_t)s->desc.rank + s->position * (size_t)s->desc.world_size;
-  s->result = cddp__named(__func__, cddp__sampler_deal(s, next, 1, &next));
+  s->result = cddp__named(__func__, cddp__sampler_indices(s, next, 1, &next));
   if (s->result != CDDP_OK) return false;
   if (index != NULL) *index = next;
   s->position++;
@@ -21219,7 +21222,7 @@ CDDPDEF size_t cddp_sampler_batch(cddp_sampler *s, int shard, size_t batch, size
   if (batch > all / size) return 0;
   n = cddp__min(size, all - batch * size);
   s->result = cddp__named(
-      __func__, cddp__sampler_deal(s, (size_t)shard + batch * size * world, n, indices));
+      __func__, cddp__sampler_indices(s, (size_t)shard + batch * size * world, n, indices));
   return s->result == CDDP_OK ? n : 0;
 }
 
@@ -21230,18 +21233,24 @@ CDDPDEF void cddp_sampler_destroy(cddp_sampler *s) {
 }
 
 /* >>safetensors --------------------------------------------------------------------------------
-   The header of a safetensors file, read and written. A file is a u64 N, N bytes of JSON and the
-   tensors' bytes: {"__metadata__": {string: string}, NAME: {"dtype": "F32", "shape": [2, 3],
-   "data_offsets": [begin, end]}, ...}.
-   Owns: cddp_safetensors. Touches no file: that is >>checkpoint's.
+   Job: reads and writes the header of a safetensors file. A file is a u64 N, N bytes of JSON, and
+   the tensors' data. The JSON is {"__metadata__": {string: string}, NAME: {"dtype": "F32",
+   "shape": [2, 3], "data_offsets": [begin, end]}, ...}.
+   Owns: cddp_safetensors. Touches no file: >>checkpoint reads and writes files.
    Entry points: cddp__st_new, _parse, _find, _value; for writing cddp__st_write.
-   Works as follows: the text is not trusted. It is checked for UTF-8 as a whole and read once by a
-   cursor that stops at the first failure; anything that the format does not have is one. Strings
-   are decoded in place, which never makes them longer, and end with a NUL where their quote was:
-   names point into the text. Then the tensors are sorted by position, where each must begin where
-   the one before ended and the last one must end with the file, and by name, where equal names
-   meet. No size is computed without a check for overflow. Memory is taken once, for as much as a
-   text of that length and so many commas can say; no number in it counts. */
+   How it works (the text is not trusted):
+     1. The whole text must be UTF-8. Memory is allocated once, for the largest number of items that
+     a
+        text of this length with this number of commas can contain. Numbers in the text do not
+        influence it.
+     2. A cursor reads the text once and stops at the first error. Everything outside of the format
+     is
+        an error. Strings are decoded in place, which never lengthens them, and get a NUL where
+        their closing quote was, so that names point into the text.
+     3. The tensors are sorted by position: each must begin where the previous one ends, and the
+     last
+        one must end with the file. Then they are sorted by name, to find equal names.
+   Each computation of a size checks for overflow. */
 
 #define CDDP__HEADER_MAX 100000000u /* bytes of JSON, as in the reference implementation */
 #define CDDP__DIMS_MAX 64           /* of a tensor, as in PyTorch and NumPy */
@@ -21252,7 +21261,7 @@ typedef struct cddp__st_type {
   int dtype; /* cddp_dtype; -1: none */
 } cddp__st_type;
 
-/* In the order in which the reference implementation lays tensors out: none is then misaligned. */
+/* The order in which the reference implementation stores tensors, so that all are aligned. */
 static const cddp__st_type cddp__st_types[] = {
     {"U64", 64, -1},        {"I64", 64, CDDP_I64},  {"F64", 64, CDDP_F64}, {"C64", 64, -1},
     {"F32", 32, CDDP_F32},  {"U32", 32, -1},        {"I32", 32, CDDP_I32}, {"BF16", 16, CDDP_BF16},
@@ -21262,26 +21271,27 @@ static const cddp__st_type cddp__st_types[] = {
     {"F6_E2M3", 6, -1},     {"F4", 4, -1},          {"BOOL", 8, -1}};
 #define CDDP__ST_TYPES ((int)(sizeof cddp__st_types / sizeof *cddp__st_types))
 
-typedef struct cddp__st_name { /* of a tensor, in the order of names */
+typedef struct cddp__st_name { /* an entry of the index by name */
   const char *name;
   const cddp_tensor_info *tensor;
 } cddp__st_name;
 
-struct cddp_safetensors { /* nothing changes once it is open */
+struct cddp_safetensors { /* constant once it is open */
   cddp_allocator allocator;
-  char *text; /* behind this struct: the JSON, decoded in place, and a NUL */
+  char *text; /* follows this struct: the JSON, decoded in place, and a NUL */
   size_t text_size;
-  uint64_t data_bytes;       /* that follow the header in the file */
-  cddp_tensor_info *tensors; /* by position in the file; begins the memory of the next four */
+  uint64_t data_bytes;       /* after the header in the file */
+  cddp_tensor_info *tensors; /* by position in the file; the next four share its memory block */
   cddp__st_name *by_name;    /* [count] */
   cddp_metadata *metadata;   /* by key */
-  uint64_t *next_shape;      /* behind the tensors' shapes */
+  uint64_t *next_shape;      /* end of the tensors' shapes */
   size_t count, metadata_count;
   bool has_metadata;
   int fd; /* the open file; -1: none */
 };
 
-/* A file whose header has so many bytes, which the caller puts into text. NULL: no memory. */
+/* A file whose header has text_size bytes, which the caller writes to `text`. NULL if memory is
+   exhausted. */
 static cddp_safetensors *cddp__st_new(const cddp_allocator *a, size_t text_size) {
   cddp_safetensors *f = (cddp_safetensors *)cddp__malloc(a, sizeof *f + text_size + 1);
   if (f == NULL) return NULL;
@@ -21305,7 +21315,7 @@ CDDPDEF void cddp_safetensors_close(cddp_safetensors *f) {
 
 /* --- UTF-8 --- */
 
-/* Bytes of the UTF-8 sequence that p begins with; 0: it is none. */
+/* Size of the UTF-8 sequence at p; 0 if it is invalid. */
 static size_t cddp__utf8(const unsigned char *p, size_t n) {
   size_t i, k = 0;
   if (p[0] < 0x80) return 1;
@@ -21313,7 +21323,7 @@ static size_t cddp__utf8(const unsigned char *p, size_t n) {
   if (k > n) return 0;
   for (i = 1; i < k; i++)
     if ((p[i] & 0xc0) != 0x80) return 0;
-  /* longer than need be, half of a surrogate pair, beyond the last character */
+  /* overlong forms, surrogates, beyond U+10FFFF */
   if ((p[0] == 0xe0 && p[1] < 0xa0) || (p[0] == 0xed && p[1] > 0x9f)) return 0;
   if ((p[0] == 0xf0 && p[1] < 0x90) || (p[0] == 0xf4 && p[1] > 0x8f)) return 0;
   return k;
@@ -21323,13 +21333,13 @@ static size_t cddp__utf8(const unsigned char *p, size_t n) {
 
 typedef struct cddp__json {
   const char *begin;
-  char *at, *end;     /* a NUL is at end */
-  cddp_result result; /* the first failure, after which nothing more is read */
+  char *at, *end;     /* *end is a NUL */
+  cddp_result result; /* the first error, after which nothing is read */
 } cddp__json;
 
 static void cddp__json_fail(cddp__json *j, const char *what) {
   if (j->result == CDDP_OK)
-    j->result = cddp__fail(CDDP_IO, "its header is wrong at byte %zu: %s",
+    j->result = cddp__fail(CDDP_IO, "its header is invalid at byte %zu: %s",
                            (size_t)(j->at - j->begin), what);
   j->at = j->end;
 }
@@ -21338,7 +21348,7 @@ static void cddp__json_space(cddp__json *j) {
   while (*j->at == ' ' || *j->at == '\n' || *j->at == '\r' || *j->at == '\t') j->at++;
 }
 
-/* Steps over spaces, and over c if that is next. */
+/* Skips white space, then c. Returns false, without skipping c, if another character is next. */
 static bool cddp__json_next(cddp__json *j, char c) {
   cddp__json_space(j);
   if (j->at == j->end || *j->at != c) return false;
@@ -21346,8 +21356,8 @@ static bool cddp__json_next(cddp__json *j, char c) {
   return true;
 }
 
-/* Steps to item n of a list or an object: over the opening bracket, or over a comma. False: the
-   closing bracket came, or a failure. */
+/* Skips to item n of a list or an object: over the opening bracket or a comma. Returns false after
+   the closing bracket, or after an error. */
 static bool cddp__json_item(cddp__json *j, const char *brackets, size_t n, const char *what) {
   if (n == 0 && !cddp__json_next(j, brackets[0]))
     cddp__json_fail(j, cddp__textf("%s is expected", what).s);
@@ -21366,20 +21376,21 @@ static bool cddp__json_hex(cddp__json *j, uint32_t *v) { /* four digits */
   return true;
 }
 
-/* Decodes the escape sequence at the cursor to `to`; NULL if it is none. */
+/* Decodes the escape sequence at the cursor to `to` and returns the end of the result; NULL if it
+   is invalid. */
 static char *cddp__json_escape(cddp__json *j, char *to) {
   static const char letters[] = "\"\\/bfnrt", meant[] = "\"\\/\b\f\n\r\t";
   static const unsigned char lead[] = {0, 0xc0, 0xe0, 0xf0};
   const char *k = (const char *)memchr(letters, j->at[1], sizeof letters - 1);
   uint32_t c, low;
-  int more; /* bytes of UTF-8 behind the first */
+  int more; /* UTF-8 bytes after the first */
   j->at += 2;
   if (k != NULL) {
     *to = meant[k - letters];
     return to + 1;
   }
   if (j->at[-1] != 'u' || !cddp__json_hex(j, &c) || c == 0) return NULL; /* no C string holds NUL */
-  if (c >= 0xd800 && c < 0xe000) { /* half of a pair */
+  if (c >= 0xd800 && c < 0xe000) { /* a surrogate pair */
     if (c >= 0xdc00 || j->at[0] != '\\' || j->at[1] != 'u') return NULL;
     j->at += 2;
     if (!cddp__json_hex(j, &low) || low < 0xdc00 || low > 0xdfff) return NULL;
@@ -21400,7 +21411,7 @@ static const char *cddp__json_string(cddp__json *j) { /* "" after a failure */
     } else if (*j->at != '\\') {
       *to++ = *j->at++;
     } else if (j->at + 1 == j->end || (to = cddp__json_escape(j, to)) == NULL) {
-      cddp__json_fail(j, "no escape sequence that a name or a value may have");
+      cddp__json_fail(j, "an escape sequence is invalid, or is a NUL");
     }
   }
   if (j->at == j->end) cddp__json_fail(j, "a string does not end");
@@ -21416,7 +21427,7 @@ static const char *cddp__json_key(cddp__json *j) {
   return key;
 }
 
-/* Reads [n, n, ...], at most max of them; how many there are. */
+/* Reads [n, n, ...], at most max numbers. Returns how many. */
 static size_t cddp__json_numbers(cddp__json *j, uint64_t *v, size_t max) {
   size_t n;
   char *after;
@@ -21428,7 +21439,7 @@ static size_t cddp__json_numbers(cddp__json *j, uint64_t *v, size_t max) {
     if (*j->at < '0' || *j->at > '9' || (*j->at == '0' && after > j->at + 1))
       cddp__json_fail(j, "a whole number from 0 on is expected");
     else if (errno != 0)
-      cddp__json_fail(j, "a number beyond 64 bits");
+      cddp__json_fail(j, "a number exceeds 64 bits");
     else if (n == max)
       cddp__json_fail(j, "a list is too long");
     if (j->result != CDDP_OK) return n;
@@ -21440,15 +21451,15 @@ static size_t cddp__json_numbers(cddp__json *j, uint64_t *v, size_t max) {
 
 /* --- reading a header --- */
 
-static const cddp__st_type *cddp__st_type_named(const char *name) {
+static const cddp__st_type *cddp__st_find_type(const char *name) {
   int i;
   for (i = 0; i < CDDP__ST_TYPES; i++)
     if (strcmp(cddp__st_types[i].name, name) == 0) return &cddp__st_types[i];
   return NULL;
 }
 
-/* Elements and bytes of a shape, multiplied from left to right; false: beyond 64 bits, or a part of
-   a byte. */
+/* Elements and bytes of a shape, multiplied from left to right. Returns false if a product exceeds
+   64 bits, or if the size is not a whole number of bytes. */
 static bool cddp__st_size(const uint64_t *shape, int dims, int bits, uint64_t *elements,
                           uint64_t *bytes) {
   uint64_t n = 1;
@@ -21462,7 +21473,7 @@ static bool cddp__st_size(const uint64_t *shape, int dims, int bits, uint64_t *e
   return n <= UINT64_MAX / (uint64_t)bits && n * (uint64_t)bits % 8 == 0;
 }
 
-static cddp__text cddp__spell_shape(const uint64_t *size, int dims) { /* "[2,3]" */
+static cddp__text cddp__describe_shape(const uint64_t *size, int dims) { /* "[2,3]" */
   cddp__text t = cddp__textf("[");
   int k;
   for (k = 0; k < dims; k++) t = cddp__textf("%s%s%" PRIu64, t.s, k > 0 ? "," : "", size[k]);
@@ -21481,10 +21492,10 @@ static void cddp__st_tensor(cddp_safetensors *f, cddp__json *j, const char *name
     const char *key = cddp__json_key(j);
     for (k = 0; k < 3 && strcmp(key, fields[k]) != 0; k++) {}
     if (k == 3)
-      cddp__json_fail(j, cddp__textf("\"%.60s\" is no field of a tensor in this format", key).s);
+      cddp__json_fail(j, cddp__textf("\"%.60s\" is not a field of a tensor", key).s);
     else if ((seen & 1u << k) != 0)
-      cddp__json_fail(j, cddp__textf("%s comes twice", key).s);
-    if (k == 0 && (type = cddp__st_type_named(cddp__json_string(j))) == NULL)
+      cddp__json_fail(j, cddp__textf("%s occurs twice", key).s);
+    if (k == 0 && (type = cddp__st_find_type(cddp__json_string(j))) == NULL)
       cddp__json_fail(j, "its dtype is not one of the format's");
     if (k == 1) t->dims = (int)cddp__json_numbers(j, shape, CDDP__DIMS_MAX);
     if (k == 2) ends = cddp__json_numbers(j, offsets, 2);
@@ -21510,7 +21521,7 @@ static void cddp__st_tensor(cddp_safetensors *f, cddp__json *j, const char *name
 
 static void cddp__st_metadata(cddp_safetensors *f, cddp__json *j) {
   size_t n;
-  if (f->has_metadata) cddp__json_fail(j, "__metadata__ comes twice");
+  if (f->has_metadata) cddp__json_fail(j, "__metadata__ occurs twice");
   f->has_metadata = true;
   cddp__json_space(j);
   if (strncmp(j->at, "null", 4) == 0) {
@@ -21530,8 +21541,8 @@ static int cddp__st_by_position(const void *a, const void *b) {
   return x->bytes != y->bytes ? (x->bytes < y->bytes ? -1 : 1) : strcmp(x->name, y->name);
 }
 
-/* Each byte of the data belongs to one tensor. Sorts them by position. */
-static cddp_result cddp__st_check_places(cddp_safetensors *f) {
+/* Sorts the tensors by position and checks that each byte of the data belongs to exactly one. */
+static cddp_result cddp__st_check_offsets(cddp_safetensors *f) {
   uint64_t at = 0;
   size_t i;
   if (f->count > 1) qsort(f->tensors, f->count, sizeof *f->tensors, cddp__st_by_position);
@@ -21541,15 +21552,15 @@ static cddp_result cddp__st_check_places(cddp_safetensors *f) {
       return cddp__fail(CDDP_IO,
                         "tensor \"%.60s\" begins at byte %" PRIu64 " of the data, %s byte %" PRIu64,
                         t->name, t->begin,
-                        t->begin < at ? "inside another that ends at"
-                                      : "but no tensor has the bytes from",
+                        t->begin < at ? "inside another one that ends at"
+                                      : "but no tensor contains the bytes from",
                         at);
     at += t->bytes;
   }
   if (at != f->data_bytes)
     return cddp__fail(CDDP_IO,
                       "its tensors take %" PRIu64 " bytes, but %" PRIu64 " follow the header%s", at,
-                      f->data_bytes, f->data_bytes < at ? ": it was cut off" : "");
+                      f->data_bytes, f->data_bytes < at ? ": it is truncated" : "");
   return CDDP_OK;
 }
 
@@ -21557,7 +21568,7 @@ static int cddp__st_by_name(const void *a, const void *b) { /* elements that beg
   return strcmp(*(const char *const *)a, *(const char *const *)b);
 }
 
-/* Sorts an array whose elements begin with a name. A name that comes twice, or NULL. */
+/* Sorts an array whose elements begin with a name. Returns a duplicate name, or NULL. */
 static const char *cddp__st_sort_names(void *names, size_t count, size_t size) {
   const char *p = (const char *)names;
   if (count > 1) qsort(names, count, size, cddp__st_by_name);
@@ -21566,13 +21577,13 @@ static const char *cddp__st_sort_names(void *names, size_t count, size_t size) {
   return NULL;
 }
 
-/* A tensor has three commas of its own and one before the next, a list of numbers one between two,
-   and so have the metadata. */
+/* Allocates the arrays. Their sizes follow from the number of commas: a tensor has three, and one
+   before the next tensor; lists of numbers and metadata have one between two items. */
 static cddp_result cddp__st_reserve(cddp_safetensors *f) {
   static const char shortest[] = "\"\":{\"dtype\":\"\",\"shape\":[],\"data_offsets\":[0,0]}";
   size_t i, commas = 0, tensors, pairs, sizes;
   for (i = 0; i < f->text_size; i++) commas += f->text[i] == ',';
-  tensors = cddp__min(commas / 4, f->text_size / strlen(shortest)) + 1; /* one may be broken off */
+  tensors = cddp__min(commas / 4, f->text_size / strlen(shortest)) + 1; /* + an incomplete one */
   pairs = cddp__min(commas, f->text_size / strlen("\"\":\"\"")) + 1;
   sizes = cddp__min(commas, f->text_size / strlen("0,")) + CDDP__DIMS_MAX;
   f->tensors = (cddp_tensor_info *)cddp__malloc(
@@ -21585,7 +21596,7 @@ static cddp_result cddp__st_reserve(cddp_safetensors *f) {
   return CDDP_OK;
 }
 
-/* Reads f->text; f has no tensors yet. */
+/* Parses f->text into the arrays of f. */
 static cddp_result cddp__st_parse(cddp_safetensors *f) {
   const unsigned char *p = (const unsigned char *)f->text;
   const char *twice;
@@ -21608,7 +21619,7 @@ static cddp_result cddp__st_parse(cddp_safetensors *f) {
   cddp__json_space(&j);
   if (j.at != j.end) cddp__json_fail(&j, "only spaces may follow the last }");
   if (j.result != CDDP_OK) return j.result;
-  if ((r = cddp__st_check_places(f)) != CDDP_OK) return r;
+  if ((r = cddp__st_check_offsets(f)) != CDDP_OK) return r;
   for (i = 0; i < f->count; i++) {
     f->by_name[i].name = f->tensors[i].name;
     f->by_name[i].tensor = &f->tensors[i];
@@ -21619,16 +21630,16 @@ static cddp_result cddp__st_parse(cddp_safetensors *f) {
   return twice == NULL ? CDDP_OK : cddp__fail(CDDP_IO, "the metadata has \"%.60s\" twice", twice);
 }
 
-/* The length of the header after the first 8 bytes of a file of so many bytes. */
+/* The size of the header of a file with file_bytes bytes, from its first 8 bytes. */
 static cddp_result cddp__st_header_size(const unsigned char *first, uint64_t file_bytes,
                                         size_t *size) {
   uint64_t n = file_bytes >= 8 ? cddp__get64(first) : 2; /* no header is shorter than {} */
   if (n > CDDP__HEADER_MAX)
-    return cddp__fail(CDDP_IO, "it is no safetensors file: its header would have %" PRIu64
+    return cddp__fail(CDDP_IO, "it is not a safetensors file: its header would have %" PRIu64
                       " bytes, and at most %u are allowed", n, CDDP__HEADER_MAX);
   if (file_bytes < 8 || n > file_bytes - 8)
-    return cddp__fail(CDDP_IO, "its size is %" PRIu64 " where its header alone takes %" PRIu64
-                      " bytes: it was cut off", file_bytes, n + 8);
+    return cddp__fail(CDDP_IO, "its size is %" PRIu64 " bytes, but its header needs %" PRIu64
+                      " bytes: it is truncated", file_bytes, n + 8);
   *size = (size_t)n;
   return CDDP_OK;
 }
@@ -21650,16 +21661,16 @@ static const char *cddp__st_value(const cddp_safetensors *f, const char *key) {
 /* A tensor of a checkpoint, in memory and in the file. */
 typedef struct cddp__st_item {
   const char *name;
-  const cddp__st_type *type; /* in memory; of a file that is written too */
+  const cddp__st_type *type; /* in memory, and in a file that is written */
   cddp_shape shape;
-  bool any_shape; /* none was asked for */
+  bool any_shape; /* the caller passed no shape */
   size_t count;   /* elements */
-  void *data;     /* NULL: no elements, in pieces on the ranks, or no memory yet */
-  int param;      /* of an optimizer's state: whose, or -1; which of the parameter's; where the */
-  int state;      /* optimizer has its address, */
-  void **place;   /* NULL: at data */
-  uint64_t begin, bytes;        /* of a file that is written */
-  const cddp_tensor_info *from; /* load: the tensor in the file; NULL: it is not there */
+  void *data;     /* NULL: no elements, partitioned over the ranks, or not allocated yet */
+  int param;      /* of an optimizer's state: index of the parameter; else -1 */
+  int state;      /* and number of the state of this parameter */
+  void **place;   /* and the optimizer's pointer to the state; NULL: the state is at data */
+  uint64_t begin, bytes;        /* offset and size in a file that is written */
+  const cddp_tensor_info *from; /* load: the tensor in the file; NULL: the file lacks it */
 } cddp__st_item;
 
 /* The order of the reference implementation. */
@@ -21673,7 +21684,7 @@ static void cddp__st_add(cddp__buffer *b, const char *text) {
   cddp__buffer_add(b, text, strlen(text));
 }
 
-/* A JSON string. If it is not UTF-8, that shows when the header is read back. */
+/* Adds a JSON string. It can be invalid UTF-8: the header is parsed again before it is saved. */
 static void cddp__st_quote(cddp__buffer *b, const char *s) {
   static const char meant[] = "\"\\\b\f\n\r\t", letters[] = "\"\\bfnrt";
   for (cddp__st_add(b, "\""); *s != 0; s++) {
@@ -21687,8 +21698,8 @@ static void cddp__st_quote(cddp__buffer *b, const char *s) {
   cddp__st_add(b, "\"");
 }
 
-/* Puts the items in order and gives each its place. Adds N and the JSON, so that the data is
-   aligned to 8 bytes; b->failed: there was no memory. Returns the bytes of all items. */
+/* Sorts the items and sets their offsets. Adds N and the JSON, padded so that the data is aligned
+   to 8 bytes. Returns the size of all items. b->failed is set if memory is exhausted. */
 static uint64_t cddp__st_write(const cddp_allocator *a, cddp__buffer *b, cddp__st_item *items,
                                size_t count, const cddp_metadata *metadata,
                                size_t metadata_count) {
@@ -21713,7 +21724,7 @@ static uint64_t cddp__st_write(const cddp_allocator *a, cddp__buffer *b, cddp__s
     cddp__st_add(b, cddp__textf(":{\"dtype\":\"%s\",\"shape\":%s,\"data_offsets\":[%" PRIu64
                                 ",%" PRIu64 "]}",
                                 items[i].type->name,
-                                cddp__spell_shape(items[i].shape.size, items[i].shape.dims).s,
+                                cddp__describe_shape(items[i].shape.size, items[i].shape.dims).s,
                                 items[i].begin, at)
                         .s);
   }
@@ -21724,28 +21735,42 @@ static uint64_t cddp__st_write(const cddp_allocator *a, cddp__buffer *b, cddp__s
 }
 
 /* >>checkpoint ---------------------------------------------------------------------------------
-   Saving and loading, for a group or for one process.
-   Owns: the file while it is written, cddp__checkpoint (one call of cddp_save or cddp_load).
-   May touch: parameters, an optimizer's states and learning rate, the sampler, a cddp_ddp's step
-   count; peers' memory for states in pieces.
+   Job: cddp_save and cddp_load, for a group or for one process.
+   Owns: the temporary file; cddp__checkpoint (one call of cddp_save or cddp_load).
+   Touches: parameters, an optimizer's states and learning rate, the sampler, a cddp_ddp's step
+   count; peers' memory, for states that are partitioned over the ranks.
    Entry points: the public functions.
-   Works as follows. Both calls list the tensors of the checkpoint in memory, and the ranks compare
-   their lists. Saving: rank 0 writes, reading the other ranks' pieces of the states where they lie.
-   It writes to PATH.tmp, locked, which takes PATH's name only when all of it is on the disk: a
-   reader of PATH sees the old file or the new one. PATH.tmp is always a new file; an old one is
-   removed, unless a process of this user holds its lock. Loading: rank 0 reads the header and
-   broadcasts its text; every rank parses it and finds its tensors there, so that all come to the
-   same conclusion; then rank 0 reads the tensors and broadcasts them. After each part
-   cddp__consensus makes the first failure the result on all ranks.
-   Memory of a device passes through a few MiB of the host's, piece by piece. */
+   Both calls begin with a list of the checkpoint's tensors, which the ranks compare.
+   Saving:
+     1. Rank 0 creates and locks PATH.tmp. It is always a new file. An old one is removed first,
+        unless a process of this user holds its lock.
+     2. Rank 0 writes the header and all tensors. It reads the other ranks' parts of the states in
+        their memory.
+     3. Rank 0 syncs PATH.tmp, renames it over PATH and syncs the directory, so that a reader of
+     PATH
+        sees the old or the new file, and both are complete.
+   Loading:
+     1. Rank 0 reads the header and broadcasts its text.
+     2. Each rank parses the text and looks up its tensors, so that all ranks get the same result.
+     3. Rank 0 reads the tensors and broadcasts them.
+   After each step cddp__consensus makes the first failure the result on all ranks. Device memory is
+   copied in chunks, through a staging buffer in host memory. */
 
-/* Metadata that is a number: the sampler's, then the cddp_ddp's. */
-static const char *const cddp__number_keys[] = {
+/* Keys of metadata that are numbers: the sampler's, then the cddp_ddp's. */
+static const char *const cddp__meta_keys[] = {
     "cddp.sampler.epoch", "cddp.sampler.samples", "cddp.sampler.dataset_size",
     "cddp.sampler.seed", "cddp.sampler.shuffle", "cddp.ddp.steps", "cddp.ddp.shards"};
-enum { CDDP__EPOCH, CDDP__SAMPLES, CDDP__DATASET_SIZE, CDDP__SEED, CDDP__SHUFFLE, CDDP__STEPS,
-       CDDP__SHARDS, CDDP__NUMBERS };
-enum { CDDP__OF_SAMPLER = 31, CDDP__OF_DDP = 96 }; /* bits of these */
+enum {
+  CDDP__META_EPOCH,
+  CDDP__META_SAMPLES,
+  CDDP__META_DATASET_SIZE,
+  CDDP__META_SEED,
+  CDDP__META_SHUFFLE,
+  CDDP__META_STEPS,
+  CDDP__META_SHARDS,
+  CDDP__META_COUNT
+};
+enum { CDDP__META_OF_SAMPLER = 31, CDDP__META_OF_DDP = 96 }; /* sets of them, as bits */
 
 typedef struct cddp__checkpoint {
   cddp_group *g; /* NULL: none */
@@ -21753,25 +21778,25 @@ typedef struct cddp__checkpoint {
   const cddp_param *params;
   int count;
   const cddp_checkpoint_desc *desc;
-  cddp_checkpoint_desc none; /* if the caller passed none */
+  cddp_checkpoint_desc none; /* the desc if the caller passed NULL */
   bool first;                /* this is rank 0 */
-  bool device;               /* something may lie on a device */
-  cddp__st_item *items; /* the parameters, the learning rate, the optimizer's states, whose names
-                           lie behind */
+  bool device;               /* some tensor can be in device memory */
+  cddp__st_item *items; /* the parameters, the learning rate, the optimizer's states; the names of
+                           the states follow the array */
   size_t item_count;
   double lr;
-  char *staging; /* [2 * CDDP__FILE_STAGING] between the file and a device; NULL: not needed yet */
+  char *staging; /* [2 * CDDP__FILE_STAGING] between file and device; NULL: not needed yet */
   const char *path;
   /* save: */
   cddp__buffer header;
-  char temporary[4100]; /* path.tmp, which is written and then takes the path's place */
-  struct stat was;      /* of a file that is there already; else all zero */
+  char temporary[4100]; /* path.tmp, which is written and then renamed over path */
+  struct stat was;      /* of the file at path; all zero if none exists */
   int fd;               /* of the temporary file, locked; -1: none */
   /* load: */
-  cddp_safetensors *file;   /* rank 0's has the descriptor */
-  bool has_lr;                     /* the file has it, and all of an optimizer */
-  uint64_t numbers[CDDP__NUMBERS]; /* its, and bits: which it has */
-  unsigned found;
+  cddp_safetensors *file; /* only rank 0's has a descriptor */
+  bool has_lr;            /* the file contains the learning rate, and so an optimizer */
+  uint64_t numbers[CDDP__META_COUNT]; /* the file's */
+  unsigned found;                     /* bits: numbers that the file contains */
 } cddp__checkpoint;
 
 /* --- files --- */
@@ -21785,7 +21810,7 @@ static cddp_result cddp__st_open(cddp_safetensors **out, const cddp_allocator *a
   cddp_result r = CDDP_OK;
   int fd;
   *out = NULL;
-  do fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK); /* a pipe is refused, not waited for */
+  do fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK); /* does not block on a pipe */
   while (fd < 0 && errno == EINTR);
   if (fd < 0) return cddp__fail(CDDP_IO, "open: %s", strerror(errno));
   if (fstat(fd, &st) != 0) r = cddp__fail(CDDP_IO, "fstat: %s", strerror(errno));
@@ -21802,26 +21827,26 @@ static cddp_result cddp__st_open(cddp_safetensors **out, const cddp_allocator *a
   return cddp__file_io(fd, false, (*out)->text, size, 8);
 }
 
-/* Locks the temporary file, or finds that its file system has no locks. */
-static bool cddp__lock_target(int fd) {
+/* Locks the temporary file. Returns true also if its file system does not support locks. */
+static bool cddp__lock_temporary(int fd) {
   while (flock(fd, LOCK_EX | LOCK_NB) != 0)
     if (errno != EINTR) return errno == ENOSYS || errno == EOPNOTSUPP || errno == ENOLCK;
   return true;
 }
 
-/* Makes the temporary file: new, and locked while it is written. No other user can open it, or lock
-   it, before it is whole, but where it replaces none. What has its name is removed: a killed
-   process left it, or another user put it there. But a file that a process of this user has locked
-   is being written. */
-static cddp_result cddp__open_target(cddp__checkpoint *c) {
+/* Creates the temporary file and locks it. If it will replace a file, other users cannot open or
+   lock it before it is complete. An existing file of that name is removed: it is left from a killed
+   process, or another user created it. Exception: a file that a process of this user has locked is
+   being written. */
+static cddp_result cddp__open_temporary(cddp__checkpoint *c) {
   char *name = c->temporary;
   bool exists = lstat(c->path, &c->was) == 0;
   cddp_result r = CDDP_OK;
   int tries;
   if (!exists && errno != ENOENT) return cddp__fail(CDDP_IO, "lstat: %s", strerror(errno));
   if (exists && !S_ISREG(c->was.st_mode))
-    return cddp__fail(CDDP_IO, "it is %s, and a checkpoint replaces nothing but regular files",
-                      S_ISLNK(c->was.st_mode)   ? "a symbolic link: pass the path that it leads to"
+    return cddp__fail(CDDP_IO, "it is %s, and a checkpoint replaces only regular files",
+                      S_ISLNK(c->was.st_mode)   ? "a symbolic link: pass the path of its target"
                       : S_ISDIR(c->was.st_mode) ? "a directory"
                                                 : "a device, a pipe or a socket");
   if ((size_t)snprintf(name, sizeof c->temporary, "%s.tmp", c->path) >= sizeof c->temporary)
@@ -21834,17 +21859,17 @@ static cddp_result cddp__open_target(cddp__checkpoint *c) {
     if (!made && errno != EEXIST && errno != EINTR)
       return cddp__fail(CDDP_IO, "open %s: %s", name, strerror(errno));
     if (!made && lstat(name, &old) != 0) {
-      if (errno == ENOENT) continue; /* the next open makes it */
+      if (errno == ENOENT) continue; /* the next open creates it */
       return cddp__fail(CDDP_IO, "lstat %s: %s", name, strerror(errno));
     }
     if (!made) fd = open(name, O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
-    locked = fd >= 0 && cddp__lock_target(fd);
+    locked = fd >= 0 && cddp__lock_temporary(fd);
     if (fd >= 0 && !locked && errno != EWOULDBLOCK)
       r = cddp__fail(CDDP_IO, "flock %s: %s", name, strerror(errno));
     named = fd >= 0 && cddp__file_has_name(fd, name);
     if (fd >= 0 && !named && errno != ENOENT) {
       r = cddp__fail(CDDP_IO, "lstat %s: %s", name, strerror(errno));
-      named = made; /* nothing shows that another process replaced it */
+      named = made; /* assume that no process replaced it */
     }
     if (r == CDDP_OK && made && locked && named) {
       c->fd = fd;
@@ -21854,30 +21879,29 @@ static cddp_result cddp__open_target(cddp__checkpoint *c) {
       if (made && named) unlink(name);
     } else if (!made && fd >= 0 && !locked && old.st_uid == geteuid()) {
       r = cddp__fail(CDDP_IO,
-                     "somebody else is just writing %s (with group NULL one rank alone saves)",
+                     "another process is writing %s (with group NULL only one rank can save)",
                      name);
     } else if (!made && (fd < 0 || named) && unlink(name) != 0 && errno != ENOENT) {
       r = cddp__fail(CDDP_IO, "unlink %s, which belongs to uid %u: %s; remove it, or save in a "
-                     "directory of your own", name, (unsigned)old.st_uid, strerror(errno));
+                     "directory that you own", name, (unsigned)old.st_uid, strerror(errno));
     }
-    cddp__close_fd(&fd); /* before it was locked, another process may have taken it for a dead
-                            one's */
+    cddp__close_fd(&fd); /* retry: between open and lock another process can have removed it */
   }
   if (r != CDDP_OK) return r;
-  return cddp__fail(CDDP_IO, "%s is made and removed by others again and again", name);
+  return cddp__fail(CDDP_IO, "other processes create and remove %s repeatedly", name);
 }
 
-/* fsync. Returns 0 or errno; ENOSYS: this file system cannot sync. */
+/* fsync. Returns 0 or errno; ENOSYS: the file system does not support it. */
 static int cddp__sync_file(int fd) {
   while (fsync(fd) != 0)
     if (errno != EINTR) return errno == EINVAL || errno == EOPNOTSUPP ? ENOSYS : errno;
   return 0;
 }
 
-/* Gives the temporary file the name of the path. Some file systems (FUSE) cannot rename a file that
-   is open, and one that cannot sync may report a failed write at close: such a file is closed
-   first, which ends its lock. *lost: the temporary file is another process's by then. */
-static cddp_result cddp__rename_target(cddp__checkpoint *c, bool synced, bool *lost) {
+/* Renames the temporary file over the path. The file is closed first, which ends its lock, if the
+   file system (FUSE) cannot rename an open file, or if it does not support fsync: then close can
+   report a failed write. *lost: another process has removed or replaced the temporary file. */
+static cddp_result cddp__rename_temporary(cddp__checkpoint *c, bool synced, bool *lost) {
   const char *name = c->temporary;
   struct stat made, now;
   int error;
@@ -21894,25 +21918,25 @@ static cddp_result cddp__rename_target(cddp__checkpoint *c, bool synced, bool *l
   return cddp__fail(CDDP_IO, "rename of %s: %s", name, strerror(errno));
 }
 
-/* Makes the new name of the file last: syncs its folder. */
-static cddp_result cddp__sync_folder(cddp__checkpoint *c) {
+/* Syncs the directory, so that the new name is on the disk. */
+static cddp_result cddp__sync_directory(cddp__checkpoint *c) {
   char *slash = strrchr(c->temporary, '/'), *folder = c->temporary;
   int fd, error;
   strcpy(slash != NULL ? slash + 1 : folder, ".");
   fd = open(folder, O_RDONLY | O_CLOEXEC | O_DIRECTORY);
   if (fd >= 0) error = cddp__sync_file(fd);
   else if (c->fd < 0) error = errno;
-  else error = syscall(SYS_syncfs, c->fd) == 0 ? 0 : errno; /* no right, or no descriptor */
+  else error = syscall(SYS_syncfs, c->fd) == 0 ? 0 : errno; /* open failed */
   cddp__close_fd(&fd);
   if (error == 0 || error == ENOSYS) return CDDP_OK;
   return cddp__fail(CDDP_IO,
-                    "fsync of %s: %s; the checkpoint is there, but may not outlast a crash",
+                    "fsync of %s: %s; the checkpoint was written, but a crash can still lose it",
                     folder, strerror(error));
 }
 
-/* After a failure removes the temporary file. Else gives it the mode and the name of the file that
-   it replaces. */
-static cddp_result cddp__close_target(cddp__checkpoint *c, cddp_result r) {
+/* After a failure removes the temporary file. Else gives it the mode of the file that it replaces,
+   syncs it, and renames it. */
+static cddp_result cddp__close_temporary(cddp__checkpoint *c, cddp_result r) {
   bool named = c->fd >= 0 && cddp__file_has_name(c->fd, c->temporary);
   bool lost = c->fd < 0 || (!named && errno == ENOENT);
   int error = 0;
@@ -21921,20 +21945,20 @@ static cddp_result cddp__close_target(cddp__checkpoint *c, cddp_result r) {
   if (r == CDDP_OK && !named)
     r = cddp__fail(CDDP_IO, "lstat %s: %s", c->temporary, strerror(errno));
   if (r == CDDP_OK && c->was.st_mode != 0)
-    fchmod(c->fd, c->was.st_mode & 0777); /* if it fails, the file system has no modes */
+    fchmod(c->fd, c->was.st_mode & 0777); /* fails only on file systems without modes */
   if (r == CDDP_OK && (error = cddp__sync_file(c->fd)) != 0 && error != ENOSYS)
     r = cddp__fail(CDDP_IO, "fsync: %s", strerror(error));
-  if (r == CDDP_OK) r = cddp__rename_target(c, error == 0, &lost);
+  if (r == CDDP_OK) r = cddp__rename_temporary(c, error == 0, &lost);
   if (r != CDDP_OK && !lost) unlink(c->temporary);
-  if (r == CDDP_OK) r = cddp__sync_folder(c);
-  cddp__close_fd(&c->fd); /* after unlink: the lock ends here */
+  if (r == CDDP_OK) r = cddp__sync_directory(c);
+  cddp__close_fd(&c->fd); /* after unlink, because this ends the lock */
   return r;
 }
 
-/* --- what saving and loading share --- */
+/* --- common to saving and loading --- */
 
-/* The error text of a call on a file: which call, which file, and nothing in the words of the file
-   that a terminal would obey. */
+/* Adds the function and the path to an error text, and removes control characters, which the text
+   can contain if they are in the file. */
 static cddp_result cddp__fail_on_file(const char *function, const char *path, cddp_result r) {
   if (r == CDDP_OK) return r;
   cddp__fail_in(r, "%s(\"%.200s\"): ", function, path != NULL ? path : "NULL");
@@ -21964,19 +21988,19 @@ static cddp_result cddp__check_checkpoint(cddp__checkpoint *c, bool saves) {
     if (s != NULL && s->dims != 0 && (!cddp__st_size(s->size, dims, 64, &elements, &bytes) ||
                                       elements != c->params[i].count))
       return cddp__fail(CDDP_INVALID_ARGUMENT,
-                        "the shape of parameter \"%s\" does not come to its count, %zu",
+                        "the shape of parameter \"%s\" does not match its count, %zu",
                         c->params[i].name, c->params[i].count);
   }
   if (c->device && c->g != NULL && c->g->size > 1 && c->g->backend == NULL)
     return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "parameters lie on a GPU, but the group has device \"cpu\"; pass one with "
-                      "device \"cuda\", or NULL");
+                      "parameters are on a GPU, but the group has device \"cpu\"; pass a group "
+                      "with device \"cuda\", or NULL");
   if (d->optim != NULL)
     r = cddp__check_params(d->optim->params, d->optim->count, CDDP__RULE_NAME);
   if (r != CDDP_OK) return r;
   if (share != NULL && share->group != c->g && share->group->size > 1)
     return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "the momentum lies in memory that the ranks of the cddp_ddp's group share; "
+                      "the momentum is in memory that the ranks of the cddp_ddp's group share; "
                       "pass that group, on all of its ranks");
   if (d->sampler != NULL && d->sampler->desc.world_size <= 0)
     return cddp__fail(CDDP_INVALID_ARGUMENT, "the sampler lacks its cddp_sampler_init");
@@ -22010,7 +22034,7 @@ static cddp__st_item *cddp__add_item(cddp__checkpoint *c, const char *name, cddp
   return item;
 }
 
-/* What an optimizer keeps of each parameter, as torch.optim names it. */
+/* Name of an optimizer's state k, as in torch.optim. */
 static const char *cddp__state_name(const cddp_optim *o, int k) {
   if (k == o->states) return "step";
   return cddp__is_master(o, k) ? "master" : o->algorithm->states[k];
@@ -22039,7 +22063,7 @@ static cddp_result cddp__list_items(cddp__checkpoint *c) {
   for (i = 0; i < o->count; i++) {
     const cddp_param *p = &o->params[i];
     for (k = 0; k < states && p->count > 0; k++) {
-      bool step = k == o->states; /* one number, which is read into its place */
+      bool step = k == o->states; /* one number, loaded directly into the optimizer */
       cddp__st_item *item;
       if (!step && !cddp__has_state(o, k, i)) continue;
       item = cddp__add_item(c, name, step ? CDDP_F32 : cddp__state_type(o, i), step ? 1 : p->count,
@@ -22078,7 +22102,7 @@ static cddp_result cddp__checkpoint_begin(cddp__checkpoint *c, bool saves, cddp_
 static void cddp__checkpoint_end(cddp__checkpoint *c) {
   const cddp_optim *s = c->desc->optim;
   size_t i;
-  for (i = 0; i < c->item_count; i++) /* states that a load has not put in their places */
+  for (i = 0; i < c->item_count; i++) /* states that a failed load did not commit */
     if (c->items[i].from != NULL && c->items[i].place != NULL && s->backend == NULL)
       cddp__free(&s->allocator, c->items[i].data);
   cddp__free(c->allocator, c->items);
@@ -22087,7 +22111,7 @@ static void cddp__checkpoint_end(cddp__checkpoint *c) {
   cddp_safetensors_close(c->file);
 }
 
-/* Collective: cddp__consensus, and all ranks have passed the same. */
+/* Collective: cddp__consensus, which also checks that all ranks passed the same arguments. */
 static cddp_result cddp__compare_calls(cddp__checkpoint *c, cddp_result r) {
   uint64_t *all, h = (uint64_t)(c->desc->ddp != NULL) << 2 |
                      (uint64_t)(c->desc->sampler != NULL) << 1 | c->desc->partial;
@@ -22109,8 +22133,8 @@ static cddp_result cddp__compare_calls(cddp__checkpoint *c, cddp_result r) {
   return r;
 }
 
-/* Copies an item between memory and the place `at` of the file. On its way to or from a device or
-   another dtype it passes through c->staging, piece by piece. */
+/* Copies an item between memory and offset `at` of the file. Device memory and data of another
+   dtype are copied in chunks, through c->staging. */
 static cddp_result cddp__copy_item(cddp__checkpoint *c, int fd, const cddp__st_item *item,
                                    uint64_t at) {
   bool save = item->from == NULL;
@@ -22135,37 +22159,38 @@ static cddp_result cddp__copy_item(cddp__checkpoint *c, int fd, const cddp__st_i
   return r;
 }
 
-/* The caller's numbers; bits: those that there are. */
-static unsigned cddp__own_numbers(const cddp_checkpoint_desc *d, uint64_t *v) {
+/* The numbers of the caller's sampler and cddp_ddp. Returns the set of those that exist, as
+   bits. */
+static unsigned cddp__collect_numbers(const cddp_checkpoint_desc *d, uint64_t *v) {
   const cddp_sampler *s = d->sampler;
-  memset(v, 0, CDDP__NUMBERS * sizeof *v);
+  memset(v, 0, CDDP__META_COUNT * sizeof *v);
   if (s != NULL) {
-    v[CDDP__EPOCH] = s->epoch;
-    v[CDDP__SAMPLES] = cddp__min(s->start + s->position * (size_t)s->desc.world_size,
-                                 s->desc.dataset_size); /* what all ranks together have taken */
-    v[CDDP__DATASET_SIZE] = s->desc.dataset_size;
-    v[CDDP__SEED] = s->desc.seed;
-    v[CDDP__SHUFFLE] = s->desc.shuffle;
+    v[CDDP__META_EPOCH] = s->epoch;
+    v[CDDP__META_SAMPLES] = cddp__min(s->start + s->position * (size_t)s->desc.world_size,
+                                      s->desc.dataset_size); /* used by all ranks together */
+    v[CDDP__META_DATASET_SIZE] = s->desc.dataset_size;
+    v[CDDP__META_SEED] = s->desc.seed;
+    v[CDDP__META_SHUFFLE] = s->desc.shuffle;
   }
   if (d->ddp != NULL) {
-    v[CDDP__STEPS] = d->ddp->steps;
-    v[CDDP__SHARDS] = (uint64_t)d->ddp->desc.shards; /* 0: one for each rank */
+    v[CDDP__META_STEPS] = d->ddp->steps;
+    v[CDDP__META_SHARDS] = (uint64_t)d->ddp->desc.shards; /* 0: one for each rank */
   }
-  return (s != NULL ? CDDP__OF_SAMPLER : 0) | (d->ddp != NULL ? CDDP__OF_DDP : 0);
+  return (s != NULL ? CDDP__META_OF_SAMPLER : 0) | (d->ddp != NULL ? CDDP__META_OF_DDP : 0);
 }
 
 /* --- saving --- */
 
-/* Where the states are: the optimizer's own, or those that the ranks of a host share. Leaves out
-   states that no step has made yet, and masters that are not those of the weights. */
-static void cddp__find_states(cddp__checkpoint *c) {
+/* Sets the addresses of the states: the optimizer's own ones, or those that the ranks of a host
+   share. Removes states that no step has created yet, and masters that do not match the weights. */
+static void cddp__select_states(cddp__checkpoint *c) {
   const cddp_optim *s = c->desc->optim;
   size_t i, n = 0;
   for (i = 0; i < c->item_count; i++) {
     cddp__st_item *item = &c->items[i];
     if (item->param >= 0 && s->steps[item->param] == 0) continue;
     if (item->place != NULL && cddp__is_master(s, item->state) && s->fresh[item->param])
-      continue; /* the next step begins it anew, as the weights are */
+      continue; /* the next step copies the weights to it */
     if (item->place != NULL) item->data = *item->place;
     if (item->place != NULL && s->share != NULL && item->data == NULL)
       item->data = cddp__state_at(s->share, s, s->common, item->state, item->param, 0);
@@ -22174,34 +22199,33 @@ static void cddp__find_states(cddp__checkpoint *c) {
   c->item_count = n;
 }
 
-/* Writes the header to c->header, and refuses one that cannot be read back: duplicate names, wrong
-   UTF-8. */
+/* Writes the header to c->header, and parses it, to reject duplicate names and invalid UTF-8. */
 static cddp_result cddp__save_header(cddp__checkpoint *c) {
   const cddp_checkpoint_desc *d = c->desc;
-  char digits[CDDP__NUMBERS][24];
-  uint64_t numbers[CDDP__NUMBERS], data_bytes;
-  unsigned own = cddp__own_numbers(d, numbers);
+  char digits[CDDP__META_COUNT][24];
+  uint64_t numbers[CDDP__META_COUNT], data_bytes;
+  unsigned own = cddp__collect_numbers(d, numbers);
   cddp_metadata *all, *m;
   cddp_safetensors *f;
   cddp_result r;
   size_t n;
   int i;
   all = m = (cddp_metadata *)cddp__calloc(
-      c->allocator, (size_t)d->metadata_count + CDDP__NUMBERS + 1, sizeof *m);
+      c->allocator, (size_t)d->metadata_count + CDDP__META_COUNT + 1, sizeof *m);
   if (m == NULL) return CDDP_OUT_OF_MEMORY;
-  m->key = "format"; /* some of PyTorch's loaders insist on it */
+  m->key = "format"; /* some of PyTorch's loaders require it */
   m++->value = "pt";
-  for (i = 0; i < CDDP__NUMBERS; i++) {
+  for (i = 0; i < CDDP__META_COUNT; i++) {
     if ((own & 1u << i) == 0) continue;
     snprintf(digits[i], sizeof digits[i], "%" PRIu64, numbers[i]);
-    m->key = cddp__number_keys[i];
+    m->key = cddp__meta_keys[i];
     m++->value = digits[i];
   }
   for (i = 0; i < d->metadata_count; i++) {
     if (strcmp(d->metadata[i].key, "format") == 0) all[0].value = d->metadata[i].value;
     else *m++ = d->metadata[i];
   }
-  cddp__find_states(c);
+  cddp__select_states(c);
   data_bytes = cddp__st_write(c->allocator, &c->header, c->items, c->item_count, all,
                               (size_t)(m - all));
   cddp__free(c->allocator, all);
@@ -22217,7 +22241,7 @@ static cddp_result cddp__save_header(cddp__checkpoint *c) {
   r = cddp__st_parse(f);
   cddp_safetensors_close(f);
   return r != CDDP_IO ? r
-                      : cddp__fail_in(CDDP_INVALID_ARGUMENT, "what was passed makes no file: ");
+                      : cddp__fail_in(CDDP_INVALID_ARGUMENT, "names or metadata are invalid: ");
 }
 
 CDDPDEF cddp_result (cddp_save)(cddp_group *g, const char *path, const cddp_param *params,
@@ -22231,7 +22255,7 @@ CDDPDEF cddp_result (cddp_save)(cddp_group *g, const char *path, const cddp_para
   if ((r = cddp__compare_calls(&c, r)) == CDDP_OK) {
     if (c.first) r = cddp__save_header(&c);
     if (c.first && r == CDDP_OK) {
-      r = cddp__open_target(&c);
+      r = cddp__open_temporary(&c);
       if (r == CDDP_OK && peers) r = cddp__begin_access(g); /* it reads their memory */
       if (r == CDDP_OK) r = cddp__file_io(c.fd, true, c.header.data, c.header.end, 0);
       for (i = 0; r == CDDP_OK && i < c.item_count; i++) {
@@ -22239,7 +22263,7 @@ CDDPDEF cddp_result (cddp_save)(cddp_group *g, const char *path, const cddp_para
         r = cddp__copy_item(&c, c.fd, &c.items[i], c.header.end + c.items[i].begin);
       }
       left = peers ? cddp__end_access(g, CDDP_OK) : CDDP_OK;
-      r = cddp__close_target(&c, r == CDDP_OK ? left : r);
+      r = cddp__close_temporary(&c, r == CDDP_OK ? left : r);
     }
     r = cddp__consensus(g, r, NULL, 0, NULL);
   }
@@ -22249,14 +22273,14 @@ CDDPDEF cddp_result (cddp_save)(cddp_group *g, const char *path, const cddp_para
 
 /* --- loading --- */
 
-static cddp_result cddp__lacks(const char *what, const char *name) {
+static cddp_result cddp__fail_missing(const char *what, const char *name) {
   return cddp__fail(CDDP_INVALID_ARGUMENT,
-                    "the file has no %s \"%s\"; set partial to leave such things as they are", what,
+                    "the file has no %s \"%s\"; set partial to load only what it has", what,
                     name);
 }
 
-/* Whether the tensor of the file is one for this item. */
-static cddp_result cddp__check_match(const cddp__st_item *item, const cddp_tensor_info *t) {
+/* Checks that the file's tensor has the item's size, dtype and shape. */
+static cddp_result cddp__check_tensor(const cddp__st_item *item, const cddp_tensor_info *t) {
   cddp_dtype dtype = (cddp_dtype)item->type->dtype;
   bool converts = t->dtype >= 0 && cddp__dtype_trains((cddp_dtype)t->dtype) &&
                   cddp__dtype_trains(dtype);
@@ -22271,19 +22295,20 @@ static cddp_result cddp__check_match(const cddp__st_item *item, const cddp_tenso
       (item->shape.dims != t->dims ||
        memcmp(item->shape.size, t->shape, (size_t)t->dims * sizeof *t->shape) != 0))
     return cddp__fail(CDDP_INVALID_ARGUMENT, "\"%.60s\" has shape %s in the file, the parameter %s",
-                      t->name, cddp__spell_shape(t->shape, t->dims).s,
-                      cddp__spell_shape(item->shape.size, item->shape.dims).s);
+                      t->name, cddp__describe_shape(t->shape, t->dims).s,
+                      cddp__describe_shape(item->shape.size, item->shape.dims).s);
   return CDDP_OK;
 }
 
-/* Finds the items in the file, and memory for states, which take their places only when all is
-   read: but on a device they are read into them. Nothing may be left over in the file, but without
-   an optimizer its states. */
+/* Finds the items in the file and allocates memory for states, which cddp__commit_states installs
+   after everything was read. On a device states are read into the optimizer's memory directly.
+   Unless partial is set, the file must not contain other tensors; without an optimizer it can
+   contain an optimizer's states. */
 static cddp_result cddp__match_items(cddp__checkpoint *c) {
   const cddp_optim *s = c->desc->optim;
   bool partial = c->desc->partial;
   bool *taken = (bool *)cddp__calloc(c->allocator, c->file->count, sizeof *taken);
-  const cddp__st_item *first = c->items; /* of a parameter's states */
+  const cddp__st_item *first = c->items; /* first state of the current parameter */
   cddp_result r = taken != NULL ? CDDP_OK : CDDP_OUT_OF_MEMORY;
   size_t i;
   for (i = 0; r == CDDP_OK && i < c->item_count; i++) {
@@ -22292,14 +22317,15 @@ static cddp_result cddp__match_items(cddp__checkpoint *c) {
     bool master = item->place != NULL && cddp__is_master(s, item->state);
     if (item->param < 0 || item->param != first->param) first = item;
     if (item->param >= 0 && !c->has_lr) continue; /* partial, and the file has no optimizer */
-    if (t == NULL) { /* a master may be missing, or all states: no step had touched the parameter */
+    if (t == NULL) { /* a master can be missing; so can all states, if no step had changed it */
       if (!partial && !master && (item->param < 0 || first->from != NULL))
-        r = cddp__lacks("tensor", item->name);
+        r = cddp__fail_missing("tensor", item->name);
       continue;
     }
-    if (!partial && first != item && first->from == NULL) r = cddp__lacks("tensor", first->name);
+    if (!partial && first != item && first->from == NULL)
+      r = cddp__fail_missing("tensor", first->name);
     if (r != CDDP_OK) break;
-    r = cddp__check_match(item, t);
+    r = cddp__check_tensor(item, t);
     taken[t - c->file->tensors] = true;
     c->has_lr = c->has_lr || item->data == &c->lr;
     if (r == CDDP_OK && item->place != NULL) {
@@ -22313,26 +22339,26 @@ static cddp_result cddp__match_items(cddp__checkpoint *c) {
     if (!taken[i] && (s != NULL || strncmp(c->file->tensors[i].name, "optimizer.", 10) != 0))
       r = cddp__fail(CDDP_INVALID_ARGUMENT,
                      "the file has a tensor \"%.60s\", which is not among the parameters%s; set "
-                     "partial to leave it", c->file->tensors[i].name,
+                     "partial to ignore it", c->file->tensors[i].name,
                      s != NULL ? " or this optimizer's states" : "");
   cddp__free(c->allocator, taken);
   return r;
 }
 
-/* Reads the file's numbers. Shards must be the same if both runs set them; in the middle of an
-   epoch its samples must be the same ones. */
+/* Reads the file's numbers. If both runs set shards, they must be equal. If the file was saved in
+   the middle of an epoch, the sampler must have the same dataset size, seed and shuffle. */
 static cddp_result cddp__match_numbers(cddp__checkpoint *c) {
   const cddp_checkpoint_desc *d = c->desc;
-  uint64_t own[CDDP__NUMBERS], *v = c->numbers;
-  unsigned asked = cddp__own_numbers(d, own);
+  uint64_t own[CDDP__META_COUNT], *v = c->numbers;
+  unsigned asked = cddp__collect_numbers(d, own);
   int i;
-  for (i = 0; i < CDDP__NUMBERS; i++) {
-    const char *key = cddp__number_keys[i], *text = cddp__st_value(c->file, key);
-    bool samples = i > CDDP__SAMPLES && i <= CDDP__SHUFFLE && v[CDDP__SAMPLES] != 0;
-    bool fixed = samples || (i == CDDP__SHARDS && d->ddp != NULL && d->ddp->desc.shards != 0);
+  for (i = 0; i < CDDP__META_COUNT; i++) {
+    const char *key = cddp__meta_keys[i], *text = cddp__st_value(c->file, key);
+    bool samples = i > CDDP__META_SAMPLES && i <= CDDP__META_SHUFFLE && v[CDDP__META_SAMPLES] != 0;
+    bool fixed = samples || (i == CDDP__META_SHARDS && d->ddp != NULL && d->ddp->desc.shards != 0);
     char *rest = NULL;
     if ((asked & 1u << i) == 0 || (text == NULL && d->partial)) continue;
-    if (text == NULL) return cddp__lacks("metadata", key);
+    if (text == NULL) return cddp__fail_missing("metadata", key);
     errno = 0;
     v[i] = strtoull(text, &rest, 10);
     if (text[0] < '0' || text[0] > '9' || *rest != 0 || errno != 0)
@@ -22340,21 +22366,21 @@ static cddp_result cddp__match_numbers(cddp__checkpoint *c) {
     if (fixed && v[i] != own[i] && (samples || v[i] != 0))
       return cddp__fail(CDDP_INVALID_ARGUMENT,
                         "%s is %" PRIu64 " in the file, %" PRIu64 " here; %s", key, v[i], own[i],
-                        samples ? "it was saved in the middle of an epoch, which cannot go on"
+                        samples ? "it was saved in the middle of an epoch, which cannot continue"
                                 : "set cddp_ddp_desc.shards to the file's number, or to 0");
     c->found |= 1u << i;
   }
   return CDDP_OK;
 }
 
-/* Rank 0's values on all ranks. */
+/* Broadcasts rank 0's bytes to all ranks. */
 static cddp_result cddp__broadcast_bytes(const cddp__checkpoint *c, void *data, size_t bytes) {
   if (c->g == NULL) return CDDP_OK;
   return cddp__run_simple(c->g, CDDP__KIND_BROADCAST, data, data, bytes, CDDP_U8, 0);
 }
 
-/* The header, alike on all ranks, in which each rank finds all that is asked for. Changes nothing
-   outside c. */
+/* Reads the header on rank 0, broadcasts it, and checks on each rank that it contains everything
+   that the caller wants. Changes nothing outside of c. */
 static cddp_result cddp__load_header(cddp__checkpoint *c, cddp_result r) {
   const cddp_checkpoint_desc *d = c->desc;
   uint64_t sizes[2] = {0, 0}; /* of the text and the data */
@@ -22382,8 +22408,8 @@ static cddp_result cddp__load_header(cddp__checkpoint *c, cddp_result r) {
   return cddp__consensus(c->g, r, NULL, 0, NULL);
 }
 
-/* The tensors that rank 0 has read, on all ranks. */
-static cddp_result cddp__spread_tensors(cddp__checkpoint *c) {
+/* Broadcasts the tensors that rank 0 has read. */
+static cddp_result cddp__broadcast_tensors(cddp__checkpoint *c) {
   cddp_result r = CDDP_OK;
   cddp__packet p;
   size_t i;
@@ -22403,11 +22429,12 @@ static cddp_result cddp__spread_tensors(cddp__checkpoint *c) {
     }
   }
   if (r == CDDP_OK && c->device)
-    return cddp__await_device(c->g); /* cudaMemcpy may return before the bytes are there */
+    return cddp__await_device(c->g); /* cudaMemcpy can return before its copy is complete */
   return r == CDDP_OK ? cddp__packet_send(&p) : r;
 }
 
-/* Rank 0 reads the numbers first, which may be refused: until then nothing has changed. */
+/* Reads the tensors on rank 0 and broadcasts them. A first pass reads only step counts and the
+   learning rate, to reject invalid ones before anything has changed. */
 static cddp_result cddp__load_tensors(cddp__checkpoint *c) {
   size_t i, n = c->first ? 2 * c->item_count : 0;
   cddp_result r = CDDP_OK;
@@ -22418,22 +22445,22 @@ static cddp_result cddp__load_tensors(cddp__checkpoint *c) {
     if (item.from == NULL || (looks && !counts && item.data != &c->lr)) continue;
     if (looks && counts) item.data = &steps;
     r = cddp__copy_item(c, c->file->fd, &item, 8 + c->file->text_size + item.from->begin);
-    if (r == CDDP_OK && !(steps >= 0 && steps <= 16777216)) /* f32 cannot count further */
+    if (r == CDDP_OK && !(steps >= 0 && steps <= 16777216)) /* f32 counts up to 2^24 */
       r = cddp__fail(CDDP_IO, "its \"%.100s\" is %g", item.name, (double)steps);
     if (r == CDDP_OK && item.data == &c->lr && !(c->lr >= 0 && c->lr <= DBL_MAX))
       r = cddp__fail(CDDP_IO, "its learning rate is %g", c->lr);
   }
   r = cddp__consensus(c->g, r, NULL, 0, NULL);
-  if (c->g != NULL) return r == CDDP_OK ? cddp__spread_tensors(c) : r;
+  if (c->g != NULL) return r == CDDP_OK ? cddp__broadcast_tensors(c) : r;
   return r == CDDP_OK && c->device ? cddp__await_device(c->g) : r;
 }
 
-/* Puts the states that were loaded in their places; cannot fail in host memory. */
-static cddp_result cddp__take_states(cddp__checkpoint *c) {
+/* Installs the loaded states in the optimizer. Cannot fail in host memory. */
+static cddp_result cddp__commit_states(cddp__checkpoint *c) {
   cddp_optim *s = c->desc->optim;
   cddp_result r = CDDP_OK;
   size_t i;
-  if (s->share != NULL) s->drop(s); /* the next step makes it */
+  if (s->share != NULL) s->drop(s); /* the next step shares the states again */
   for (i = 0; r == CDDP_OK && i < c->item_count; i++) {
     cddp__st_item *item = &c->items[i];
     bool found = item->from != NULL;
@@ -22462,10 +22489,12 @@ static cddp_result cddp__load_commit(cddp__checkpoint *c) {
   cddp_result r;
   int i;
   if (d->optim != NULL) memset(d->optim->fresh, true, (size_t)d->optim->count);
-  if (c->has_lr && (r = cddp__take_states(c)) != CDDP_OK) return r;
-  if ((c->found & CDDP__OF_DDP) == CDDP__OF_DDP) d->ddp->steps = c->numbers[CDDP__STEPS];
-  if ((c->found & CDDP__OF_SAMPLER) == CDDP__OF_SAMPLER)
-    cddp__sampler_begin(d->sampler, c->numbers[CDDP__EPOCH], c->numbers[CDDP__SAMPLES], true);
+  if (c->has_lr && (r = cddp__commit_states(c)) != CDDP_OK) return r;
+  if ((c->found & CDDP__META_OF_DDP) == CDDP__META_OF_DDP)
+    d->ddp->steps = c->numbers[CDDP__META_STEPS];
+  if ((c->found & CDDP__META_OF_SAMPLER) == CDDP__META_OF_SAMPLER)
+    cddp__sampler_begin(d->sampler, c->numbers[CDDP__META_EPOCH], c->numbers[CDDP__META_SAMPLES],
+                        true);
   for (i = 0; i < d->metadata_count; i++) {
     const char *value = cddp__st_value(c->file, d->metadata[i].key);
     d->metadata[i].value = value != NULL ? text : NULL;
@@ -22489,7 +22518,7 @@ CDDPDEF cddp_result (cddp_load)(cddp_group *g, const char *path, cddp_param *par
   return cddp__fail_on_file(__func__, path, r);
 }
 
-/* --- any file --- */
+/* --- the safetensors API --- */
 
 CDDPDEF cddp_result cddp_safetensors_open(cddp_safetensors **out, const char *path) {
   cddp_safetensors *f;
@@ -22540,37 +22569,41 @@ CDDPDEF const char *cddp_safetensors_metadata(const cddp_safetensors *f, const c
 }
 
 /* >>spawn --------------------------------------------------------------------------------------
-   Ranks as processes and ranks as threads.
+   Job: starts ranks as processes (cddp_spawn) or as threads (cddp_run_threads).
    Owns: the children of cddp_spawn and their pidfds; the groups and threads of cddp_run_threads.
    Entry points: the public functions.
-   Works as follows. Processes: all children are forked, then begin together. The parent sleeps in
-   poll(2) on their pidfds and reaps those that have ended, by their pids: other children are the
-   program's. The first failure is kept; the others have a second to notice it, then get SIGTERM,
-   and 5 s later SIGKILL; but a child of an elastic job is forked again. Threads: all groups are
-   built on one block of memory before a thread starts; a thread that ends badly marks its slot as
-   dead, which ends the others' waits. */
+   Processes:
+     1. All children are forked and wait on a pipe, so that they begin together.
+     2. The parent sleeps in poll(2) on their pidfds. It reaps ended children by their pids, because
+        other children belong to the program.
+     3. After the first failure the other children have 1 s to report the failure themselves. Then
+        they get SIGTERM, and 5 s later SIGKILL. In an elastic job the failed child is forked again
+        instead.
+   Threads:
+     1. All groups are created in one block of memory before the first thread starts.
+     2. A thread whose function fails marks its slot as dead, which ends the waits of the others. */
 
-#define CDDP__NOTICE_S 1.0 /* after a failure, for the others to notice it and say so themselves */
+#define CDDP__NOTICE_S 1.0 /* time in which the other ranks report a failure themselves */
 #define CDDP__GRACE_S 5.0  /* between SIGTERM and SIGKILL */
 
 typedef struct cddp__spawn_job {
   int (*fn)(int, void *);
   void *arg;
-  int n, port, listen_fd; /* rank 0's store listens on listen_fd, at this port */
+  int n, port, listen_fd; /* children; rank 0 listens on listen_fd, which has this port */
   int start[2];           /* a pipe: each child begins when it has read a byte */
-  bool elastic;           /* a child that fails is forked again, */
-  int restarts;           /* so many times more */
+  bool elastic;           /* a child that fails is forked again */
+  int restarts;           /* remaining number of restarts */
   bool succeeded;         /* a child has returned 0 */
   char secret[64];        /* CDDP_JOB_SECRET */
   pid_t parent;
-  pid_t *pids; /* [n] behind fds. 0: not forked, or ended; -1: to be forked again */
+  pid_t *pids; /* [n] in the memory of fds. 0: not forked, or ended; -1: to be forked again */
   int alive;
-  bool blind;         /* there are no pidfds on this system: look every 10 ms */
+  bool blind;         /* no pidfd for some child: poll every 10 ms */
   struct pollfd *fds; /* [n] pidfds, -1: none */
-  cddp_result result; /* the first failure, */
-  char text[CDDP__ERROR_MAX]; /* in words; */
-  bool by_signal;  /* a signal killed that child */
-  int next_signal; /* that the others get at deadline; 0: no child has failed yet */
+  cddp_result result; /* the first failure */
+  char text[CDDP__ERROR_MAX]; /* its error text */
+  bool by_signal;  /* a signal killed the child that failed first */
+  int next_signal; /* sent to the others at deadline; 0: no child has failed yet */
   double deadline;
 } cddp__spawn_job;
 
@@ -22580,10 +22613,15 @@ static void cddp__setenv_int(const char *name, int value) {
   setenv(name, text, 1);
 }
 
-/* OpenMP, where the program has it. GNU's runtime keeps its threads for the next parallel region,
-   and a child of fork, where they do not exist, waits for them for ever: told to pause, it lets
-   them go (clang's runtime and OpenBLAS's own threads handle fork themselves). Like GNU's, OpenBLAS
-   has read OMP_NUM_THREADS when the program began, so a child tells it its number of threads. */
+/* OpenMP and OpenBLAS, if the program is linked with them.
+     fork                GNU's runtime keeps its threads for the next parallel region. A forked
+                         child,
+                         in which they do not exist, would wait for them forever. So the parent
+                         calls omp_pause_resource_all before it forks, which ends them. clang's
+                         runtime and OpenBLAS's own threads handle fork themselves.
+     number of threads   GNU's runtime and OpenBLAS read OMP_NUM_THREADS when the program starts, so
+                         a
+                         child also sets the number by a call. */
 #define CDDP__WEAK(result, name, arguments, symbol)                                               \
   static result name arguments __attribute__((weakref(symbol)))
 CDDP__WEAK(int, cddp__omp_pause, (int), "omp_pause_resource_all");
@@ -22594,8 +22632,8 @@ CDDP__WEAK(int, cddp__blas_procs, (void), "openblas_get_num_procs");
 CDDP__WEAK(int, cddp__blas_threads, (void), "openblas_get_num_threads");
 CDDP__WEAK(void, cddp__blas_set_threads, (int), "openblas_set_num_threads");
 
-/* One thread for each rank, as torchrun has it, unless the user or the program has chosen. */
-static void cddp__one_thread(void) {
+/* Sets one thread per rank, as torchrun does, unless the user or the program has set a number. */
+static void cddp__set_one_thread(void) {
   bool omp = cddp__omp_procs != NULL && cddp__omp_threads != NULL && cddp__omp_set_threads != NULL;
   bool blas = cddp__blas_procs != NULL && cddp__blas_threads != NULL &&
               cddp__blas_set_threads != NULL;
@@ -22606,8 +22644,8 @@ static void cddp__one_thread(void) {
   if (blas && cddp__blas_threads() == cddp__blas_procs()) cddp__blas_set_threads(1);
 }
 
-/* The life of a child of cddp_spawn: never returns. joins: others have begun without it. */
-static void cddp__child(const cddp__spawn_job *job, int rank, bool joins) {
+/* The main function of a child of cddp_spawn; never returns. joins: it joins a running job. */
+static void cddp__run_child(const cddp__spawn_job *job, int rank, bool joins) {
   static char line[8192]; /* musl's own buffer has 1,024 bytes */
   char byte;
   int code;
@@ -22630,24 +22668,24 @@ static void cddp__child(const cddp__spawn_job *job, int rank, bool joins) {
   if (joins) setenv("CDDP_JOIN", "1", 1);
   else if (rank == 0) cddp__setenv_int("CDDP_LISTEN_FD", job->listen_fd);
   else close(job->listen_fd);
-  if (job->n > 1) cddp__one_thread();
-  if (!isatty(1)) setvbuf(stdout, line, _IOLBF, sizeof line); /* or lines of ranks would mix */
+  if (job->n > 1) cddp__set_one_thread();
+  if (!isatty(1)) setvbuf(stdout, line, _IOLBF, sizeof line); /* keeps the ranks' lines apart */
   cddp__error_text[0] = 0;
   code = job->fn(rank, job->arg);
   fflush(NULL);
   _exit(code >= 0 && code <= 255 ? code : 255);
 }
 
-/* Keeps the first failure; the other children get SIGTERM after these seconds. */
-static void cddp__spawn_failed(cddp__spawn_job *job, cddp_result r, double seconds) {
+/* Keeps the first failure; the other children get SIGTERM after `seconds`. */
+static void cddp__spawn_note_failure(cddp__spawn_job *job, cddp_result r, double seconds) {
   job->result = r;
   snprintf(job->text, sizeof job->text, "%s", cddp__error_text);
   job->next_signal = SIGTERM;
   job->deadline = cddp__now() + seconds;
 }
 
-/* Reaps the children that have ended. Of several at once a signal comes before an exit code:
-   survivors of a killed rank exit because of it. */
+/* Reaps the children that have ended. If several have ended, one that was killed by a signal counts
+   as the first failure: the survivors of a killed rank exit because of it. */
 static void cddp__reap_children(cddp__spawn_job *job) {
   bool fresh = job->next_signal == 0, known;
   int i, status, tries;
@@ -22655,7 +22693,7 @@ static void cddp__reap_children(cddp__spawn_job *job) {
     pid_t pid = job->pids[i], got = pid > 0 ? waitpid(pid, &status, WNOHANG) : 0;
     if (got == 0) continue;
     for (tries = 0; got < 0 && kill(pid, 0) == 0 && tries < 100; tries++)
-      cddp__sleep(0.001); /* another thread is just reaping it: then the kernel keeps the status */
+      cddp__sleep(0.001); /* another thread is reaping it; the pidfd keeps the status */
     /* If the program ignores SIGCHLD, or waits for any child in a handler or a thread, only Linux
        6.15 and later still have the status. */
     known = got > 0 || cddp__exit_status(job->fds[i].fd, (uint32_t)pid, &status);
@@ -22665,8 +22703,8 @@ static void cddp__reap_children(cddp__spawn_job *job) {
     if (!known && job->result == CDDP_OK) {
       job->result = CDDP_SYSTEM; /* unless a child fails later */
       snprintf(job->text, sizeof job->text,
-               "rank %d (pid %d) has ended, but its exit status was taken by another part of this "
-               "program (SIGCHLD ignored, SA_NOCLDWAIT, or waitpid(-1) in a handler or a thread); "
+               "rank %d (pid %d) has ended, but another part of this program took its exit status "
+               "(SIGCHLD ignored, SA_NOCLDWAIT, or waitpid(-1) in a handler or a thread); "
                "during cddp_spawn leave SIGCHLD at SIG_DFL and wait for no child", i, (int)pid);
     }
     if (known && status == 0) job->succeeded = true;
@@ -22677,7 +22715,7 @@ static void cddp__reap_children(cddp__spawn_job *job) {
       continue;
     }
     cddp__fail(CDDP_PEER_LOST, "rank %d (pid %d) %s", i, (int)pid, cddp__describe_status(status).s);
-    cddp__spawn_failed(job, CDDP_PEER_LOST, CDDP__NOTICE_S);
+    cddp__spawn_note_failure(job, CDDP_PEER_LOST, CDDP__NOTICE_S);
     job->by_signal = WIFSIGNALED(status);
   }
 }
@@ -22685,28 +22723,28 @@ static void cddp__reap_children(cddp__spawn_job *job) {
 static cddp_result cddp__fork_child(cddp__spawn_job *job, int i, bool joins) {
   pid_t pid = fork();
   if (pid < 0) return cddp__fail_errno("fork");
-  if (pid == 0) cddp__child(job, i, joins);
+  if (pid == 0) cddp__run_child(job, i, joins);
   job->pids[i] = pid;
   job->alive++;
   return CDDP_OK;
 }
 
-/* Before the child begins: how it ends may be known by this alone. When all have been forked: no
-   child inherits what is for another one. */
-static cddp_result cddp__watch_child(cddp__spawn_job *job, int i) {
+/* Opens the child's pidfd. Called before the child begins, because the exit status can be available
+   through the pidfd only; and after all children were forked, so that no child inherits a pidfd. */
+static cddp_result cddp__open_child_pidfd(cddp__spawn_job *job, int i) {
   job->fds[i].events = POLLIN;
   job->fds[i].fd = (int)syscall(SYS_pidfd_open, job->pids[i], 0u);
   if (job->fds[i].fd >= 0) return CDDP_OK;
   if (errno != ENOSYS && errno != EPERM) /* valgrind 3.19; old Docker */
     return cddp__fail(CDDP_SYSTEM, "pidfd_open: %s%s", strerror(errno),
-                      errno == EMFILE ? "; raise ulimit -n: each rank takes a descriptor" : "");
+                      errno == EMFILE ? "; raise ulimit -n: each rank needs a descriptor" : "");
   job->blind = true;
   return CDDP_OK;
 }
 
-/* Until all have ended. A lost child of an elastic job is forked again, if there are others that it
-   can join. */
-static cddp_result cddp__watch_children(cddp__spawn_job *job) {
+/* Waits until all children have ended. Forks a lost child of an elastic job again, if other
+   children live that it can join. */
+static cddp_result cddp__wait_children(cddp__spawn_job *job) {
   int i, ms;
   while (job->alive > 0) {
     if (job->next_signal != 0 && cddp__now() >= job->deadline) {
@@ -22717,7 +22755,7 @@ static cddp_result cddp__watch_children(cddp__spawn_job *job) {
     }
     ms = job->blind ? 10 : job->next_signal == 0 ? -1 : cddp__poll_ms(job->deadline, 250);
     if (cddp__poll(job->fds, (size_t)job->n, ms) < 0 && errno != EINTR)
-      cddp__sleep(0.01); /* poll takes no more descriptors than ulimit -n */
+      cddp__sleep(0.01); /* poll fails with more descriptors than ulimit -n */
     cddp__reap_children(job);
     for (i = 0; i < job->n; i++) {
       if (job->pids[i] >= 0) continue;
@@ -22726,16 +22764,17 @@ static cddp_result cddp__watch_children(cddp__spawn_job *job) {
         continue;
       job->restarts--;
       fflush(NULL);
-      if (cddp__fork_child(job, i, true) != CDDP_OK) continue; /* the others go on without it */
-      if (cddp__watch_child(job, i) != CDDP_OK) job->blind = true;
-      if (write(job->start[1], "", 1) != 1) cddp__spawn_failed(job, cddp__fail_errno("write"), 0);
+      if (cddp__fork_child(job, i, true) != CDDP_OK) continue; /* the others continue */
+      if (cddp__open_child_pidfd(job, i) != CDDP_OK) job->blind = true;
+      if (write(job->start[1], "", 1) != 1)
+        cddp__spawn_note_failure(job, cddp__fail_errno("write"), 0);
     }
   }
   return job->result == CDDP_OK ? CDDP_OK : cddp__fail(job->result, "%s", job->text);
 }
 
-/* Forks all children, and begins them together when all can be watched: the status of one that ends
-   before that may be lost. */
+/* Forks all children and lets them begin when all have a pidfd: the exit status of a child that
+   ends earlier could be lost. */
 static cddp_result cddp__spawn(const char *caller, int (*fn)(int rank, void *arg), void *arg,
                                int nprocs, bool elastic, int restarts) {
   char bytes[CDDP__MAX_RANKS] = {0};
@@ -22761,8 +22800,8 @@ static cddp_result cddp__spawn(const char *caller, int (*fn)(int rank, void *arg
   if ((r = cddp__listen_any(&job.listen_fd, &job.port)) != CDDP_OK) return r;
   snprintf(job.secret, sizeof job.secret, "%d:%016" PRIx64 "%016" PRIx64, job.port, dice[0],
            dice[1]);
-  fflush(NULL); /* or children print it again, and into the pipe, which may get a closed stdout's
-                   number */
+  fflush(NULL); /* else children print the buffers again; if stdout is closed, into the pipe, which
+                   can get its number */
   if (syscall(SYS_pipe2, job.start, O_CLOEXEC) != 0) r = cddp__fail_errno("pipe2");
   job.fds = (struct pollfd *)calloc((size_t)nprocs, sizeof *job.fds + sizeof *job.pids);
   if (job.fds == NULL) r = cddp__fail(CDDP_OUT_OF_MEMORY, "out of memory for %d processes", nprocs);
@@ -22770,13 +22809,13 @@ static cddp_result cddp__spawn(const char *caller, int (*fn)(int rank, void *arg
   if (cddp__omp_pause != NULL) cddp__omp_pause(1 /* omp_pause_soft */);
   for (i = 0; i < nprocs && r == CDDP_OK; i++) job.fds[i].fd = -1;
   for (i = 0; i < nprocs && r == CDDP_OK; i++) r = cddp__fork_child(&job, i, false);
-  for (i = 0; i < nprocs && r == CDDP_OK; i++) r = cddp__watch_child(&job, i);
+  for (i = 0; i < nprocs && r == CDDP_OK; i++) r = cddp__open_child_pidfd(&job, i);
   if (r == CDDP_OK && write(job.start[1], bytes, (size_t)nprocs) != nprocs)
     r = cddp__fail_errno("write");
-  if (r != CDDP_OK) cddp__spawn_failed(&job, r, 0);
+  if (r != CDDP_OK) cddp__spawn_note_failure(&job, r, 0);
   close(job.listen_fd); /* rank 0 has it */
-  if (r != CDDP_OK) cddp__close_fd(&job.start[1]); /* children do not begin */
-  r = cddp__watch_children(&job);
+  if (r != CDDP_OK) cddp__close_fd(&job.start[1]); /* children exit without a byte */
+  r = cddp__wait_children(&job);
   cddp__close_fd(&job.start[0]);
   cddp__close_fd(&job.start[1]);
   free(job.fds);
@@ -22799,15 +22838,15 @@ typedef struct cddp__thread_rank {
   void *arg;
   pthread_t thread;
   cddp_group *group;
-  cddp__host *host; /* kept until all threads have ended: others may still look at its memory */
+  cddp__host *host; /* kept until all threads have ended: others can still read its memory */
   int code;
   bool returned;           /* false: fn called pthread_exit, or was cancelled */
   cddp__atomic_u32 *first; /* 1 + the rank that failed first; 0: none has */
-  char text[CDDP__ERROR_MAX]; /* the thread's last error, for the caller's message */
+  char text[CDDP__ERROR_MAX]; /* the thread's last error, for the caller's error text */
 } cddp__thread_rank;
 
-/* However a thread's fn ends: if not well, the others are told. */
-static void cddp__thread_end(void *p) {
+/* Cleanup after a thread's fn, also after pthread_exit: if fn failed, ends the others' waits. */
+static void cddp__thread_rank_end(void *p) {
   cddp__thread_rank *t = (cddp__thread_rank *)p;
   const cddp_group *g;
   snprintf(t->text, sizeof t->text, "%s", cddp__error_text);
@@ -22823,9 +22862,9 @@ static void cddp__thread_end(void *p) {
   cddp__group_leave(t->group);
 }
 
-static void *cddp__thread_main(void *p) {
+static void *cddp__thread_rank_main(void *p) {
   cddp__thread_rank *t = (cddp__thread_rank *)p;
-  pthread_cleanup_push(cddp__thread_end, t);
+  pthread_cleanup_push(cddp__thread_rank_end, t);
   t->code = t->fn(t->group, t->arg);
   t->returned = true;
   pthread_cleanup_pop(1);
@@ -22863,7 +22902,7 @@ CDDPDEF cddp_result cddp_run_threads(int (*fn)(cddp_group *g, void *arg), void *
       r = cddp__group_build(&t[i].group, t[i].host, i, n, NULL, block, timeout_s);
   }
   while (r == CDDP_OK && started < n) {
-    r = cddp__thread_start(&t[started].thread, cddp__thread_main, &t[started], false);
+    r = cddp__thread_start(&t[started].thread, cddp__thread_rank_main, &t[started], false);
     if (r == CDDP_OK) started++;
   }
   for (i = started; t != NULL && i < n; i++) /* if a thread cannot start, the others lose a peer */

@@ -1122,8 +1122,8 @@ static void must_fit(const cddp_safetensors *f) {
     REQUIRE(t->shape + t->dims <= f->next_shape);
     REQUIRE(t->name > f->text && t->name + strlen(t->name) < f->text + f->text_size);
     for (product = 1, k = 0; k < (size_t)t->dims; k++) product *= t->shape[k];
-    REQUIRE(product == t->count && cddp__st_type_named(t->type) != NULL);
-    REQUIRE(product * (uint64_t)cddp__st_type_named(t->type)->bits == t->bytes * 8);
+    REQUIRE(product == t->count && cddp__st_find_type(t->type) != NULL);
+    REQUIRE(product * (uint64_t)cddp__st_find_type(t->type)->bits == t->bytes * 8);
     REQUIRE(cddp__st_find(f, t->name) == &f->tensors[i]);
     REQUIRE(t->name[0] == 0 || cddp__st_find(f, t->name + 1) != &f->tensors[i]);
     at += t->bytes;
@@ -1146,7 +1146,7 @@ static void write_again(const cddp_safetensors *f, const cddp_allocator *a) {
     if (info->dims > 8) continue;
     memset(&items[n], 0, sizeof items[n]);
     items[n].name = info->name;
-    items[n].type = cddp__st_type_named(info->type);
+    items[n].type = cddp__st_find_type(info->type);
     items[n].shape.dims = info->dims;
     for (k = 0; k < (size_t)info->dims; k++) items[n].shape.size[k] = info->shape[k];
     items[n++].bytes = info->bytes;

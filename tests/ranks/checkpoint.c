@@ -111,15 +111,15 @@ static void test_refused(void) {
       {A("\"dtype\":\"U8\",\"shape\":[4],\"data_offsets\":[0,4,4]"), "too long", 4},
       {A("\"dtype\":5,\"shape\":[4],\"data_offsets\":[0,4]"), "string", 4},
       {A("\"dtype\":\"U8\",\"shape\":4,\"data_offsets\":[0,4]"), "list", 4},
-      {A(REST ",\"dtype\":\"U8\""), "dtype comes twice", 4},
-      {A(REST ",\"shape\":[4]"), "shape comes twice", 4},
-      {A(REST ",\"data_offsets\":[0,4]"), "data_offsets comes twice", 4},
+      {A(REST ",\"dtype\":\"U8\""), "dtype occurs twice", 4},
+      {A(REST ",\"shape\":[4]"), "shape occurs twice", 4},
+      {A(REST ",\"data_offsets\":[0,4]"), "data_offsets occurs twice", 4},
       {"{\"a\":" T("U8", "-4", 0, 4) "}", "whole number", 4},
       {"{\"a\":" T("U8", "4.0", 0, 4) "}", "comma", 4},
       {"{\"a\":" T("U8", "4e0", 0, 4) "}", "comma", 4},
       {"{\"a\":" T("U8", "04", 0, 4) "}", "whole number", 4},
       {"{\"a\":" T("U8", "4,", 0, 4) "}", "whole number", 4},
-      {"{\"a\":" T("U8", "18446744073709551616", 0, 4) "}", "beyond 64 bits", 4},
+      {"{\"a\":" T("U8", "18446744073709551616", 0, 4) "}", "exceeds 64 bits", 4},
       {"{\"a\":" T("U9", "4", 0, 4) "}", "dtype", 4},
       {"{\"a\":" T("f32", "1", 0, 4) "}", "dtype", 4},
       {"{\"a\":" T("F4", "3", 0, 1) "}", "whole bytes", 1},
@@ -128,7 +128,7 @@ static void test_refused(void) {
       {"{\"a\":" T("F32", "2", 0, 4) "}", "takes 8 bytes by its shape", 4},
       {"{\"a\":" T("U8", "4", 4, 0) "}", "data_offsets", 4},
       {"{\"a\":" T("U8", "4", 0, 4) "}", "take 4 bytes, but 5", 5},
-      {"{\"a\":" T("U8", "4", 0, 4) "}", "it was cut off", 3},
+      {"{\"a\":" T("U8", "4", 0, 4) "}", "it is truncated", 3},
       {"{\"a\":" T("U8", "4", 1, 5) "}", "no tensor has", 5},
       {"{\"a\":" T("U8", "4", 0, 4) ",\"b\":" T("U8", "4", 5, 9) "}", "no tensor has", 9},
       {"{\"a\":" T("U8", "4", 0, 4) ",\"b\":" T("U8", "4", 3, 7) "}", "inside another", 7},
@@ -385,7 +385,7 @@ static void test_scalar(void) {
   shape.dims = -1;
   p.count = 2;
   CHECK_IS(cddp_save(NULL, path, &p, 1, &d), CDDP_INVALID_ARGUMENT);
-  CHECK(strstr(cddp_error(), "does not come to its count, 2") != NULL);
+  CHECK(strstr(cddp_error(), "does not match its count, 2") != NULL);
 }
 
 /* SGD's momentum is nothing that AdamW could go on with. */
@@ -456,7 +456,7 @@ static void test_arguments(void) {
   p[0].data = w;
   d.shapes = &shape;
   CHECK_IS(cddp_save(NULL, path, p, 1, &d), CDDP_INVALID_ARGUMENT);
-  CHECK(strstr(cddp_error(), "does not come to its count, 2") != NULL);
+  CHECK(strstr(cddp_error(), "does not match its count, 2") != NULL);
   shape.dims = 9;
   CHECK_IS(cddp_save(NULL, path, p, 1, &d), CDDP_INVALID_ARGUMENT);
   d.shapes = NULL;
@@ -1226,7 +1226,7 @@ static void test_old_file_stays(void) {
   fd = open(temporary, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
   CHECK(fd >= 0 && flock(fd, LOCK_EX) == 0 && write(fd, "abc", 3) == 3);
   CHECK_IS(save_value(4, 10), CDDP_IO);
-  CHECK(strstr(cddp_error(), "somebody else is just writing") != NULL);
+  CHECK(strstr(cddp_error(), "another process is writing") != NULL);
   CHECK(holds(1, 10) && access(temporary, F_OK) == 0);
   close(fd); /* as one that a dead process left */
   CHECK_OK(save_value(5, 10));

@@ -601,7 +601,7 @@ static bool kernel_keeps_status(void) {
 
 static void check_reaped(cddp_result r, const char *word) {
   if (r == CDDP_SYSTEM) {
-    CHECK(mentions("exit status was taken by another part of this program"));
+    CHECK(mentions("another part of this program took its exit status"));
     CHECK(!kernel_keeps_status());
   } else {
     CHECK_IS(r, word != NULL ? CDDP_PEER_LOST : CDDP_OK);
