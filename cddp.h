@@ -16404,144 +16404,152 @@ static cddp_result cddp__transfer(cddp_group *g, void *to, const void *from, siz
 #endif
 
 /* >>kernels ------------------------------------------------------------------------------------
-   What cddp_kernels.cuh does on a device: an optimizer's step, copies of weights, other types.
-   Owns: the states of a cddp_optim whose parameters lie on a device. Touches: parameters,
-   gradients, copies and buckets there. Entry points: cddp__attach_optim, cddp__device_optim,
-   cddp__device_step and _copies for a cddp_ddp's step, cddp__convert_any.
-   Works as follows: kernels are registered before main by the one .cu file that includes
-   cddp_kernels.cuh; whether they are there is asked when what needs them is created, and of calls
-   that stand alone. One launch takes all parameters of a dtype that have the same settings. States
-   are one piece of memory, made with the cddp_optim, and stay where they are: a CUDA graph may have
-   their addresses. */
+   Job: call the kernels of cddp_kernels.cuh: optimizer steps, copies of weights, type conversions.
+   Owns: the states of a cddp_optim with parameters on a device.
+   Touches: parameters, gradients, copies and buckets on the device.
+   Entry points: cddp__attach_optim; cddp__device_optim; cddp__device_step and cddp__device_copies
+   for the step of a cddp_ddp; cddp__convert_any.
+   How it works:
+     1. The one .cu file that includes cddp_kernels.cuh registers the kernels before main. Their
+        presence is checked when an object that needs them is created, and by calls without one.
+     2. One launch updates all parameters of a dtype that have the same settings.
+     3. The states are one piece of memory, allocated with the cddp_optim. It never moves, because a
+        CUDA graph may have recorded its address. */
 
 static cddp__sparse *cddp__sparse_of(const cddp_ddp *d, int i) { /* NULL: it is dense */
   return d->sparse != NULL ? d->sparse[i] : NULL;
 }
 
-/* Makes what buckets leave in the arena the mean of the ranks that have data: it is a sum, or has
-   been divided by the number of all ranks, or is that mean. */
+/* The factor that turns the contents of the arena after the reduction into the mean over the ranks
+   with data. The arena then has a sum, a sum divided by the number of all ranks, or that mean. */
 static double cddp__mean_factor(const cddp_ddp *d, cddp_dtype dtype) {
   bool by_all =
       d->desc.comm_hook != NULL || d->comm->carrier->foreign || d->group->backend != NULL;
-  if (d->desc.elastic) return 1; /* it is the mean of the shards */
+  if (d->desc.elastic) return 1; /* the arena has the mean of the shards */
   if (d->sums && dtype != CDDP_F16) return 1.0 / d->active_count;
   return by_all ? (double)d->group->size / d->active_count : 1;
 }
 
 #ifdef CDDP_CUDA
-/* Where parameter i's gradient lies on the device; d NULL: for cddp_optim_step. */
-static void *cddp__device_gradient(const cddp_optim *s, const cddp_ddp *d, int i) {
-  if (d == NULL && cddp__optim_sparse(s, i) == NULL) return s->params[i].grad;
-  if (d == NULL) d = s->desc.ddp;
+/* The address of parameter i's gradient on the device. d is NULL in cddp_optim_step. */
+static void *cddp__device_gradient(const cddp_optim *optim, const cddp_ddp *d, int i) {
+  if (d == NULL && cddp__optim_sparse(optim, i) == NULL) return optim->params[i].grad;
+  if (d == NULL) d = optim->desc.ddp;
   return d->arena + (cddp__sparse_of(d, i) != NULL ? d->tensors[i].dense : d->tensors[i].offset);
 }
 
-/* Whether one launch can update parameters i and j. d: as below. */
-static bool cddp__same_launch(const cddp_optim *s, const cddp_ddp *d, int i, int j) {
-  bool steps = s->algorithm->counts ? s->steps[i] == s->steps[j]
-                                    : (s->steps[i] == 0) == (s->steps[j] == 0);
-  return steps && s->params[i].dtype == s->params[j].dtype &&
-         s->lr_scales[i] == s->lr_scales[j] && s->weight_decays[i] == s->weight_decays[j] &&
+/* Returns whether one launch can update parameters i and j. d is NULL in cddp_optim_step. */
+static bool cddp__same_launch(const cddp_optim *optim, const cddp_ddp *d, int i, int j) {
+  bool steps = optim->algorithm->counts ? optim->steps[i] == optim->steps[j]
+                                        : (optim->steps[i] == 0) == (optim->steps[j] == 0);
+  return steps && optim->params[i].dtype == optim->params[j].dtype &&
+         optim->lr_scales[i] == optim->lr_scales[j] &&
+         optim->weight_decays[i] == optim->weight_decays[j] &&
          (d == NULL || (cddp__sparse_of(d, i) == NULL) == (cddp__sparse_of(d, j) == NULL));
 }
 
-/* That of the cddp_ddp, or the caller's; the device becomes this thread's. */
-static cudaStream_t cddp__optim_stream(const cddp_optim *o, const cddp_ddp *d) {
-  (void)cddp__use_device(o->device);
-  if (d == NULL) d = o->desc.ddp;
-  return d != NULL ? cddp__main_stream(d->group) : (cudaStream_t)o->desc.stream;
+/* The stream of the cddp_ddp's group, or of the desc. Makes the optimizer's device current. */
+static cudaStream_t cddp__optim_stream(const cddp_optim *optim, const cddp_ddp *d) {
+  (void)cddp__use_device(optim->device);
+  if (d == NULL) d = optim->desc.ddp;
+  return d != NULL ? cddp__main_stream(d->group) : (cudaStream_t)optim->desc.stream;
 }
 
-/* Updates all weights of this rank: a launch for all parameters of the same dtype and settings that
-   have taken as many steps. In cddp_ddp_step gradients lie in the arena, those that are rows, or
-   are clipped, as means. */
-static cddp_result cddp__device_step(cddp_optim *s, const cddp_ddp *d) {
-  cudaStream_t stream = cddp__optim_stream(s, d);
-  cddp_segment *segments = s->segments;
+/* Updates all weights of this rank, with one launch for all parameters of the same dtype, settings
+   and number of steps. In cddp_ddp_step the gradients are in the arena. There sparse gradients, and
+   all gradients if they are clipped, are already means. */
+static cddp_result cddp__device_step(cddp_optim *optim, const cddp_ddp *d) {
+  cudaStream_t stream = cddp__optim_stream(optim, d);
+  cddp_segment *segments = optim->segments;
   bool capturing = cddp__capturing(stream), clips = d != NULL && d->desc.max_grad_norm > 0;
-  const cddp_kernels *k = cddp__registered_kernels;
+  const cddp_kernels *kernels = cddp__registered_kernels;
   cddp_result r = CDDP_OK;
   int i, j, n;
-  for (i = 0; i < s->count; i++) s->launched[i] = cddp__optim_skips(s, i);
-  for (i = s->count - 1; r == CDDP_OK && i >= 0; i--) { /* ascending in a cddp_ddp's arena */
-    bool sum = d != NULL && cddp__sparse_of(d, i) == NULL && !clips; /* to be made a mean */
-    if (s->launched[i]) continue;
-    if (capturing && s->algorithm->counts)
-      return cddp__fail(CDDP_UNSUPPORTED, "a CUDA graph would repeat the numbers of one step of %s",
-                        s->algorithm->name);
-    if (capturing && s->states > 0 && s->steps[i] == 0)
+  for (i = 0; i < optim->count; i++) optim->launched[i] = cddp__optim_skips(optim, i);
+  for (i = optim->count - 1; r == CDDP_OK && i >= 0; i--) { /* ascending in a cddp_ddp's arena */
+    bool sum = d != NULL && cddp__sparse_of(d, i) == NULL && !clips; /* the kernel divides it */
+    if (optim->launched[i]) continue;
+    if (capturing && optim->algorithm->counts)
+      return cddp__fail(CDDP_UNSUPPORTED,
+                        "%s cannot be captured in a CUDA graph, which would repeat one step number",
+                        optim->algorithm->name);
+    if (capturing && optim->states > 0 && optim->steps[i] == 0)
       return cddp__fail(CDDP_INVALID_ARGUMENT,
                         "take two steps before you capture one in a CUDA graph: the first starts "
                         "momentum");
     for (n = 0, j = i; j >= 0; j--) {
-      if (s->launched[j] || !cddp__same_launch(s, d, i, j)) continue;
-      segments[n].data = s->params[j].data;
-      segments[n].grad = cddp__device_gradient(s, d, j);
-      segments[n].momentum = s->states > (int)s->desc.master_weights ? s->state[j] : NULL;
+      if (optim->launched[j] || !cddp__same_launch(optim, d, i, j)) continue;
+      segments[n].data = optim->params[j].data;
+      segments[n].grad = cddp__device_gradient(optim, d, j);
+      segments[n].momentum =
+          optim->states > (int)optim->desc.master_weights ? optim->state[j] : NULL;
       segments[n].master = NULL;
-      if (s->desc.master_weights && cddp__has_state(s, s->states - 1, j))
-        segments[n].master = s->state[(s->states - 1) * s->count + j];
-      if (segments[n].master != NULL && s->fresh[j] && r == CDDP_OK)
-        r = cddp__cuda_result(k->convert(segments[n].master, CDDP_F32, segments[n].data,
-                                           s->params[j].dtype, s->params[j].count, (void *)stream),
-                                "the kernel that begins masters");
-      segments[n++].count = s->params[j].count;
-      s->launched[j] = true;
+      if (optim->desc.master_weights && cddp__has_state(optim, optim->states - 1, j))
+        segments[n].master = optim->state[(optim->states - 1) * optim->count + j];
+      if (segments[n].master != NULL && optim->fresh[j] && r == CDDP_OK)
+        r = cddp__cuda_result(kernels->convert(segments[n].master, CDDP_F32, segments[n].data,
+                                               optim->params[j].dtype, optim->params[j].count,
+                                               (void *)stream),
+                              "the kernel that begins masters");
+      segments[n++].count = optim->params[j].count;
+      optim->launched[j] = true;
     }
     if (r != CDDP_OK) return r;
     r = cddp__cuda_result(
-        s->algorithm->launch(s, i, k, segments, n,
-                             sum ? cddp__mean_factor(d, s->params[i].dtype) : 1,
-                             clips && d->used[i] ? d->clip : NULL,
-                             d != NULL ? (unsigned)CDDP_SGD_ZERO : 0, (void *)stream),
+        optim->algorithm->launch(optim, i, kernels, segments, n,
+                                 sum ? cddp__mean_factor(d, optim->params[i].dtype) : 1,
+                                 clips && d->used[i] ? d->clip : NULL,
+                                 d != NULL ? (unsigned)CDDP_SGD_ZERO : 0, (void *)stream),
         "the optimizer's kernel");
   }
   return r;
 }
 
-static cddp_result cddp__device_copies(const cddp_optim *s, const cddp_ddp *d) {
-  cudaStream_t stream = cddp__optim_stream(s, d);
+static cddp_result cddp__device_copies(const cddp_optim *optim, const cddp_ddp *d) {
+  cudaStream_t stream = cddp__optim_stream(optim, d);
   int i;
-  if (s->copies == NULL) return CDDP_OK;
-  memset(s->segments, 0, (size_t)s->count * sizeof *s->segments);
-  for (i = 0; i < s->count; i++) {
-    s->segments[i].data = s->params[i].data;
-    s->segments[i].count = s->copies[i] != NULL ? s->params[i].count : 0;
+  if (optim->copies == NULL) return CDDP_OK;
+  memset(optim->segments, 0, (size_t)optim->count * sizeof *optim->segments);
+  for (i = 0; i < optim->count; i++) {
+    optim->segments[i].data = optim->params[i].data;
+    optim->segments[i].count = optim->copies[i] != NULL ? optim->params[i].count : 0;
   }
-  return cddp__cuda_result(cddp__registered_kernels->copies(s->segments, s->copies, s->count,
-                                                              s->desc.copy_dtype, (void *)stream),
-                             "the kernel that copies weights");
+  return cddp__cuda_result(cddp__registered_kernels->copies(optim->segments, optim->copies,
+                                                            optim->count, optim->desc.copy_dtype,
+                                                            (void *)stream),
+                           "the kernel that copies weights");
 }
 
-static cddp_result cddp__device_clear(const cddp_optim *s, void *p, size_t bytes, bool waits) {
-  cudaStream_t stream = cddp__optim_stream(s, NULL);
+static cddp_result cddp__device_clear(const cddp_optim *optim, void *p, size_t bytes, bool waits) {
+  cudaStream_t stream = cddp__optim_stream(optim, NULL);
   cddp_result r = cddp__device_zero(p, bytes, stream);
   return r == CDDP_OK && waits ? CDDP__CUDA(cudaStreamSynchronize, stream) : r;
 }
 
-/* Zeroed states of all parameters, in one piece of device memory. CUDA graphs hold a state's
-   address: it stays where it is. */
-static cddp_result cddp__states_alloc(cddp_optim *s) {
+/* Allocates zeroed states of all parameters, in one piece of device memory that never moves: a CUDA
+   graph may have recorded the address of a state. */
+static cddp_result cddp__states_alloc(cddp_optim *optim) {
   size_t bytes = 0;
   cddp_result r;
   int k;
-  for (k = 0; k < s->count * s->states; k++) {
-    const cddp_param *p = &s->params[k % s->count];
-    s->state[k] = (void *)(uintptr_t)bytes;
-    if (cddp__has_state(s, k / s->count, k % s->count))
-      bytes += cddp__round_up(p->count * cddp__dtype_size(cddp__state_type(s, k % s->count)), 256);
+  for (k = 0; k < optim->count * optim->states; k++) {
+    const cddp_param *p = &optim->params[k % optim->count];
+    optim->state[k] = (void *)(uintptr_t)bytes;
+    if (cddp__has_state(optim, k / optim->count, k % optim->count))
+      bytes += cddp__round_up(
+          p->count * cddp__dtype_size(cddp__state_type(optim, k % optim->count)), 256);
   }
-  (void)cddp__use_device(s->device);
-  r = cddp__cuda_result(cudaMalloc(&s->flat, bytes > 0 ? bytes : 1), "cudaMalloc of states");
+  (void)cddp__use_device(optim->device);
+  r = cddp__cuda_result(cudaMalloc(&optim->flat, bytes > 0 ? bytes : 1), "cudaMalloc of states");
   if (r != CDDP_OK) return r;
-  for (k = 0; k < s->count * s->states; k++)
-    s->state[k] = (char *)s->flat + (uintptr_t)s->state[k];
-  return cddp__device_clear(s, s->flat, bytes, true);
+  for (k = 0; k < optim->count * optim->states; k++)
+    optim->state[k] = (char *)optim->flat + (uintptr_t)optim->state[k];
+  return cddp__device_clear(optim, optim->flat, bytes, true);
 }
 
-static void cddp__states_free(cddp_optim *s) {
-  cddp__free(&s->allocator, s->segments);
-  cddp__free_on(s->device, s->flat);
+static void cddp__states_free(cddp_optim *optim) {
+  cddp__free(&optim->allocator, optim->segments);
+  cddp__free_on(optim->device, optim->flat);
 }
 
 static const cddp__optim_backend cddp__device_optim = {
@@ -16565,34 +16573,36 @@ static cddp_result cddp__convert_any(const cddp_group *g, void *to, cddp_dtype t
   return CDDP_OK;
 }
 
-/* An optimizer whose first parameter lies on a device has all of them there. */
-static cddp_result cddp__attach_optim(cddp_optim *s) {
+/* Selects the backend of a cddp_optim: the device's if its parameters are on a device. */
+static cddp_result cddp__attach_optim(cddp_optim *optim) {
 #ifdef CDDP_CUDA
-  const cddp_ddp *d = s->desc.ddp;
+  const cddp_ddp *d = optim->desc.ddp;
   struct cudaPointerAttributes about;
   const void *on_device = NULL, *on_host = NULL;
   cddp_result r;
   int i;
   if (d != NULL ? d->group->backend == NULL : !cddp__cuda_in_use()) return CDDP_OK;
-  for (i = 0; i < s->count; i++) {
-    const void *at = s->params[i].count > 0 ? s->params[i].data : NULL;
+  for (i = 0; i < optim->count; i++) {
+    const void *at = optim->params[i].count > 0 ? optim->params[i].data : NULL;
     if (cddp__on_device(d != NULL ? d->group : NULL, at)) on_device = at;
     else if (at != NULL) on_host = at;
   }
   if (on_device != NULL && on_host != NULL)
     return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "some parameters lie on a GPU and others in host memory");
+                      "some parameters are on a GPU and others in host memory: a cddp_optim needs "
+                      "all in one place");
   if (on_device == NULL) return CDDP_OK;
   if ((r = CDDP__CUDA(cudaPointerGetAttributes, &about, on_device)) != CDDP_OK) return r;
-  s->device = d != NULL ? cddp__device_of(d->group)->index : about.device;
-  if ((r = cddp__need_kernels(s->algorithm->name)) != CDDP_OK) return r;
-  s->segments = (cddp_segment *)cddp__malloc(&s->allocator, (size_t)s->count * sizeof *s->segments);
-  if (s->segments == NULL) return CDDP_OUT_OF_MEMORY;
-  s->backend = &cddp__device_optim;
-  if (s->states == 0) return CDDP_OK;
-  return cddp__states_alloc(s); /* zeroed before any stream steps */
+  optim->device = d != NULL ? cddp__device_of(d->group)->index : about.device;
+  if ((r = cddp__need_kernels(optim->algorithm->name)) != CDDP_OK) return r;
+  optim->segments = (cddp_segment *)cddp__malloc(&optim->allocator,
+                                                 (size_t)optim->count * sizeof *optim->segments);
+  if (optim->segments == NULL) return CDDP_OUT_OF_MEMORY;
+  optim->backend = &cddp__device_optim;
+  if (optim->states == 0) return CDDP_OK;
+  return cddp__states_alloc(optim); /* zeroed before a step on any stream */
 #else
-  (void)s;
+  (void)optim;
   return CDDP_OK;
 #endif
 }
