@@ -2409,7 +2409,7 @@ static __thread char cddp__error_text[CDDP__ERROR_MAX];
    the next public call has noted before the call begins. */
 static __thread cddp__site cddp__this_site, cddp__next_site;
 
-/* The engine whose thread this is; NULL on the program's threads. */
+/* The engine that this thread runs; NULL on the program's threads. */
 static __thread cddp__engine *cddp__own_engine;
 
 /* Copies field by field. Compilers do not merge atomic accesses. A merged wide load of fields that
@@ -3139,7 +3139,7 @@ static void cddp__blake2s(const void *key, size_t key_size, const void *data, si
   const unsigned char *p = (const unsigned char *)data;
   unsigned char block[64];
   uint32_t h[8];
-  size_t at = 0, take, total = n + (key_size > 0 ? 64 : 0); /* the key has a block of its own */
+  size_t at = 0, take, total = n + (key_size > 0 ? 64 : 0); /* the key fills a block */
   memcpy(h, cddp__blake2s_start, sizeof h);
   h[0] ^= 0x01010020u ^ (uint32_t)key_size << 8;
   do {
@@ -4393,7 +4393,7 @@ static bool cddp__conn_step(cddp__server *v, cddp__conn *c) {
   other = v->keys > keys && v->blocked > 0 ? v->conns : NULL;
   for (; other != NULL; other = other->next) {
     if (!other->blocked) continue;
-    cddp__conn_execute(v, other); /* before c may delete what it made */
+    cddp__conn_execute(v, other); /* before c can delete its new keys */
     v->unsettled = v->unsettled || !other->blocked;
   }
   return found == CDDP__PARSE_COMPLETE && c->fd >= 0;
@@ -22935,11 +22935,11 @@ CDDPDEF cddp_result cddp_run_threads(int (*fn)(cddp_group *g, void *arg), void *
 CDDP__COLD_END
 
 /* >>public ---------------------------------------------------------------------------------------
-   The public functions that do not lie in the room of what they do.
+   Job: the public functions that are not in the room of their subject.
    Owns and touches nothing.
-   Works as follows: a function checks its arguments, so that CDDP_INVALID_ARGUMENT comes with a
-   sentence before anything is done, and calls the room that does the work. Where a macro of CALL
-   SITES has a function's name, the definition has it in parentheses, which macros pass over. */
+   Each function checks its arguments first, so that CDDP_INVALID_ARGUMENT has an error text and no
+   effect. Then it calls the room that does the work. A function for which >>api-diagnostics defines
+   a macro (call sites) has its name in parentheses here, so that the macro is not expanded. */
 
 /* --- results, dtypes, launchers --- */
 
@@ -22965,7 +22965,7 @@ CDDPDEF int cddp_launcher_rank(void) {
 
 /* --- groups --- */
 
-/* Device and backend: known, fit for each other, and in this build. */
+/* Checks that device and backend are valid, compatible, and part of this build. */
 static cddp_result cddp__check_device(const cddp_group_desc *d) {
   const char *device = d->device != NULL ? d->device : "cpu";
   const char *backend = cddp__backend_name(d) != NULL ? cddp__backend_name(d) : "cpu";
@@ -22978,16 +22978,16 @@ static cddp_result cddp__check_device(const cddp_group_desc *d) {
                     : strcmp(device, "cpu") == 0;
   if (!known || (!nccl && !mpi && strcmp(backend, "cpu") != 0) || (cuda ? mpi : nccl))
     return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "device \"%s\" with backend \"%s\"%s: a device is \"cpu\", \"cuda\" or a "
-                      "certain GPU, \"cuda:0\"; a backend \"cpu\" (PyTorch's gloo), \"mpi\" (with "
-                      "device \"cpu\") or \"nccl\" (with \"cuda\")",
+                      "device \"%s\" with backend \"%s\"%s: the device can be \"cpu\", \"cuda\" or "
+                      "one GPU, as in \"cuda:0\"; the backend \"cpu\" (PyTorch's gloo), \"mpi\" "
+                      "(with device \"cpu\") or \"nccl\" (with \"cuda\")",
                       device, backend,
                       d->backend == NULL && cddp__backend_name(d) != NULL ? " (CDDP_BACKEND)" : "");
   if ((cuda && !CDDP__HAS_CUDA) || (mpi && !CDDP__HAS_MPI))
     return cddp__fail(CDDP_UNSUPPORTED,
                       "this build has no %s%s; compile cddp's implementation with %s, or %s",
                       cuda ? "CUDA" : "MPI",
-                      mpi && d->backend == NULL ? ", for which CDDP_BACKEND=mpi asks" : "",
+                      mpi && d->backend == NULL ? ", which CDDP_BACKEND=mpi requires" : "",
                       cuda ? "-DCDDP_CUDA and link -lnccl -lcudart" : "mpicc -DCDDP_MPI",
                       mpi && d->backend == NULL ? "unset CDDP_BACKEND"
                                                 : "use device \"cpu\" and backend \"cpu\"");
@@ -23000,7 +23000,7 @@ static cddp_result cddp__check_allocator(const cddp_allocator *a) {
 }
 
 CDDPDEF cddp_result cddp_init(cddp_group **out, const cddp_group_desc *desc) {
-  static cddp_group_desc defaults; /* never written: C++ wants values for a const one */
+  static cddp_group_desc defaults; /* never written; const would need an initializer in C++ */
   const cddp_group_desc *d = desc != NULL ? desc : &defaults;
   cddp__text before;
   cddp_result r = CDDP_OK;
@@ -23016,7 +23016,7 @@ CDDPDEF cddp_result cddp_init(cddp_group **out, const cddp_group_desc *desc) {
   CDDP__TRY(cddp__init(out, d));
   if (d->device != NULL && strncmp(d->device, "cuda", 4) == 0) r = cddp__give_device(*out, d);
   if (r == CDDP_OK) {
-    memcpy(cddp__error_text, before.s, sizeof before.s); /* of attempts that did not matter */
+    memcpy(cddp__error_text, before.s, sizeof before.s); /* drops texts of failed attempts */
     return r;
   }
   cddp__group_leave(*out);
@@ -23088,7 +23088,7 @@ CDDPDEF cddp_result cddp_set_device(cddp_group *g, const char *device, const cha
   cddp_group_desc d;
   CDDP__CHECK(g != NULL, "the group is NULL");
   CDDP__CHECK(device != NULL && strncmp(device, "cuda", 4) == 0,
-              "device is not \"cuda\" or a certain GPU, such as \"cuda:0\"");
+              "device is neither \"cuda\" nor one GPU, as in \"cuda:0\"");
   memset(&d, 0, sizeof d);
   d.device = device;
   d.backend = backend;
@@ -23122,7 +23122,7 @@ CDDPDEF void cddp_register_kernels(const cddp_kernels *kernels) {
 
 /* --- collectives --- */
 
-static cddp_result cddp__start(const char *function, cddp_group *g, const cddp__call *c,
+static cddp_result cddp__start_operation(const char *function, cddp_group *g, const cddp__call *c,
                                cddp_work **work) {
   cddp_result r;
   cddp__enter_call(function);
@@ -23135,26 +23135,26 @@ static cddp_result cddp__start(const char *function, cddp_group *g, const cddp__
 CDDPDEF cddp_result (cddp_all_reduce)(cddp_group *g, void *buf, size_t count, cddp_dtype dtype,
                                       cddp_op op, cddp_work **work) {
   cddp__call c = cddp__make_call(CDDP__KIND_ALL_REDUCE, buf, buf, count, dtype, op, -1);
-  return cddp__start(__func__, g, &c, work);
+  return cddp__start_operation(__func__, g, &c, work);
 }
 
 CDDPDEF cddp_result (cddp_reduce)(cddp_group *g, void *buf, size_t count, cddp_dtype dtype,
                                   cddp_op op, int root, cddp_work **work) {
   cddp__call c = cddp__make_call(CDDP__KIND_REDUCE, buf, buf, count, dtype, op, root);
-  return cddp__start(__func__, g, &c, work);
+  return cddp__start_operation(__func__, g, &c, work);
 }
 
 CDDPDEF cddp_result (cddp_broadcast)(cddp_group *g, void *buf, size_t count, cddp_dtype dtype,
                                      int root, cddp_work **work) {
   cddp__call c = cddp__make_call(CDDP__KIND_BROADCAST, buf, buf, count, dtype, CDDP_SUM, root);
-  return cddp__start(__func__, g, &c, work);
+  return cddp__start_operation(__func__, g, &c, work);
 }
 
 CDDPDEF cddp_result (cddp_all_gather)(cddp_group *g, const void *send, void *recv,
                                       size_t count_per_rank, cddp_dtype dtype, cddp_work **work) {
   cddp__call c =
       cddp__make_call(CDDP__KIND_ALL_GATHER, send, recv, count_per_rank, dtype, CDDP_SUM, -1);
-  return cddp__start(__func__, g, &c, work);
+  return cddp__start_operation(__func__, g, &c, work);
 }
 
 CDDPDEF cddp_result (cddp_gather)(cddp_group *g, const void *send, void *recv,
@@ -23162,7 +23162,7 @@ CDDPDEF cddp_result (cddp_gather)(cddp_group *g, const void *send, void *recv,
                                   cddp_work **work) {
   cddp__call c =
       cddp__make_call(CDDP__KIND_GATHER, send, recv, count_per_rank, dtype, CDDP_SUM, root);
-  return cddp__start(__func__, g, &c, work);
+  return cddp__start_operation(__func__, g, &c, work);
 }
 
 CDDPDEF cddp_result (cddp_scatter)(cddp_group *g, const void *send, void *recv,
@@ -23170,7 +23170,7 @@ CDDPDEF cddp_result (cddp_scatter)(cddp_group *g, const void *send, void *recv,
                                    cddp_work **work) {
   cddp__call c =
       cddp__make_call(CDDP__KIND_SCATTER, send, recv, count_per_rank, dtype, CDDP_SUM, root);
-  return cddp__start(__func__, g, &c, work);
+  return cddp__start_operation(__func__, g, &c, work);
 }
 
 CDDPDEF cddp_result (cddp_reduce_scatter)(cddp_group *g, const void *send, void *recv,
@@ -23178,18 +23178,19 @@ CDDPDEF cddp_result (cddp_reduce_scatter)(cddp_group *g, const void *send, void 
                                           cddp_work **work) {
   cddp__call c =
       cddp__make_call(CDDP__KIND_REDUCE_SCATTER, send, recv, count_per_rank, dtype, op, -1);
-  return cddp__start(__func__, g, &c, work);
+  return cddp__start_operation(__func__, g, &c, work);
 }
 
 CDDPDEF cddp_result (cddp_all_to_all)(cddp_group *g, const void *send, void *recv,
                                       size_t count_per_rank, cddp_dtype dtype, cddp_work **work) {
   cddp__call c =
       cddp__make_call(CDDP__KIND_ALL_TO_ALL, send, recv, count_per_rank, dtype, CDDP_SUM, -1);
-  return cddp__start(__func__, g, &c, work);
+  return cddp__start_operation(__func__, g, &c, work);
 }
 
-/* With counts [world_size]; send_counts NULL: one share for all, which recv_counts has too. */
-static cddp_result cddp__start_counted(const char *function, cddp_group *g, cddp__call *c,
+/* Starts an operation with counts [world_size]. send_counts NULL: this rank sends the same share to
+   all ranks; its size is recv_counts[g->rank]. */
+static cddp_result cddp__start_with_counts(const char *function, cddp_group *g, cddp__call *c,
                                        const size_t *send_counts, const size_t *recv_counts,
                                        cddp_work **work) {
   bool scatters = cddp__shapes[c->kind].scatters;
@@ -23214,13 +23215,13 @@ static cddp_result cddp__start_counted(const char *function, cddp_group *g, cddp
     sent += part->out;
     received += part->in;
   }
-  if (sent == 0) c->send = g; /* for sums of addresses, in which NULL is undefined */
+  if (sent == 0) c->send = g; /* adding to NULL would be undefined */
   if (received == 0) c->recv = g;
   c->count = g->size > 1 ? CDDP__COUNTED : received;
   c->shares = g->size > 1 ? parts : NULL;
   r = p == g->size ? cddp__check_call(g, c)
                    : cddp__fail(CDDP_INVALID_ARGUMENT,
-                                "the counts up to rank %d's are beyond the address space", p);
+                                "the counts up to rank %d's exceed the address space", p);
   if (r != CDDP_OK)
     r = cddp__named(function, r);
   else if (g->size == 1 && sent != received)
@@ -23235,7 +23236,7 @@ static cddp_result cddp__start_counted(const char *function, cddp_group *g, cddp
 CDDPDEF cddp_result (cddp_all_gather_v)(cddp_group *g, const void *send, void *recv,
                                         const size_t *counts, cddp_dtype dtype, cddp_work **work) {
   cddp__call c = cddp__make_call(CDDP__KIND_ALL_GATHER_V, send, recv, 0, dtype, CDDP_SUM, -1);
-  return cddp__start_counted(__func__, g, &c, NULL, counts, work);
+  return cddp__start_with_counts(__func__, g, &c, NULL, counts, work);
 }
 
 CDDPDEF cddp_result (cddp_all_to_all_v)(cddp_group *g, const void *send,
@@ -23243,18 +23244,18 @@ CDDPDEF cddp_result (cddp_all_to_all_v)(cddp_group *g, const void *send,
                                         const size_t *recv_counts, cddp_dtype dtype,
                                         cddp_work **work) {
   cddp__call c = cddp__make_call(CDDP__KIND_ALL_TO_ALL_V, send, recv, 0, dtype, CDDP_SUM, -1);
-  return cddp__start_counted(__func__, g, &c, send_counts, recv_counts, work);
+  return cddp__start_with_counts(__func__, g, &c, send_counts, recv_counts, work);
 }
 
 CDDPDEF cddp_result (cddp_barrier)(cddp_group *g) {
   cddp__call c = cddp__make_call(CDDP__KIND_BARRIER, NULL, NULL, 0, CDDP_F32, CDDP_SUM, -1);
-  return cddp__start(__func__, g, &c, NULL);
+  return cddp__start_operation(__func__, g, &c, NULL);
 }
 
 CDDPDEF cddp_result (cddp_barrier_async)(cddp_group *g, cddp_work **work) {
   cddp__call c = cddp__make_call(CDDP__KIND_BARRIER, NULL, NULL, 0, CDDP_F32, CDDP_SUM, -1);
   CDDP__CHECK(work != NULL, "work is NULL");
-  return cddp__start(__func__, g, &c, work);
+  return cddp__start_operation(__func__, g, &c, work);
 }
 
 /* --- messages and handles --- */
@@ -23262,16 +23263,16 @@ CDDPDEF cddp_result (cddp_barrier_async)(cddp_group *g, cddp_work **work) {
 CDDPDEF cddp_result (cddp_send)(cddp_group *g, const void *buf, size_t count, cddp_dtype dtype,
                                 int peer, int tag, cddp_work **work) {
   cddp__call c = cddp__make_call(CDDP__KIND_SEND, buf, NULL, count, dtype, CDDP_SUM, peer);
-  memcpy(&c.recv, &buf, sizeof buf); /* recv's is not const, a send does not write to it */
+  memcpy(&c.recv, &buf, sizeof buf); /* drops const: a send does not write to recv */
   c.tag = tag;
-  return cddp__start(__func__, g, &c, work);
+  return cddp__start_operation(__func__, g, &c, work);
 }
 
 CDDPDEF cddp_result (cddp_recv)(cddp_group *g, void *buf, size_t count, cddp_dtype dtype, int peer,
                                 int tag, cddp_work **work) {
   cddp__call c = cddp__make_call(CDDP__KIND_RECV, buf, buf, count, dtype, CDDP_SUM, peer);
   c.tag = tag;
-  return cddp__start(__func__, g, &c, work);
+  return cddp__start_operation(__func__, g, &c, work);
 }
 
 CDDPDEF int cddp_source(void) { return cddp__last_source; }
@@ -23314,7 +23315,7 @@ CDDPDEF cddp_result (cddp_ddp_create)(cddp_ddp **out, cddp_group *g, cddp_param 
   CDDP__TRY(cddp__check_params(desc->buffers, desc->buffer_count, CDDP__RULE_DATA));
   CDDP__TRY(cddp__check_sparse(params, count, desc->sparse_rows));
   CDDP__CHECK(desc->bucket_cap_mb >= 0 && desc->first_bucket_mb >= 0,
-              "bucket_cap_mb and first_bucket_mb must be at least 0");
+              "bucket_cap_mb and first_bucket_mb must be 0 or more");
   CDDP__CHECK(desc->shards >= 0 && desc->shards <= CDDP__MAX_RANKS,
               "shards is %d; it must be from 0 to %d", desc->shards, CDDP__MAX_RANKS);
   CDDP__CHECK(desc->max_grad_norm >= 0, "max_grad_norm must be at least 0");
@@ -23344,7 +23345,7 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard) {
   int i = 0;
   if (d == NULL || shard == NULL || cddp__has_cause(&d->failure)) return false;
   if (!d->desc.elastic && d->taken == d->shard_count && !d->no_sync) return false; /* no more */
-  while (d->held >= 0 && i < d->count && d->tensors[i].ready) i++; /* this rank should be done */
+  while (d->held >= 0 && i < d->count && d->tensors[i].ready) i++; /* all must be ready */
   if (d->no_sync || (d->held >= 0 && i < d->count)) {
     if (d->no_sync)
       cddp__fail(CDDP_INVALID_ARGUMENT,
@@ -23369,8 +23370,8 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard) {
 
 CDDPDEF uint64_t cddp_ddp_steps(const cddp_ddp *d) { return d != NULL ? d->steps : 0; }
 
-/* If *data lies on the device: replaces it by *copy in host memory, which is to be freed, when what
-   is on the group's stream now has been done. */
+/* If *data is device memory: waits for the group's stream, copies it to host memory, and sets *data
+   to the copy. The caller frees *copy. */
 static cddp_result cddp__from_device(cddp_group *g, const void **data, size_t bytes, void **copy) {
   cddp_result r;
   if (bytes == 0 || !cddp__on_device(g, *data)) return CDDP_OK;
@@ -23399,7 +23400,7 @@ CDDPDEF cddp_result cddp_ddp_add_rows(cddp_ddp *d, int param, const int64_t *row
     CDDP__CHECK(rows[i] >= 0 && (uint64_t)rows[i] < s->rows,
                 "row %" PRId64 " of parameter \"%s\", which has rows 0 to %zu", rows[i],
                 cddp__param_name(&d->params[param], param).s, s->rows - 1);
-  CDDP__CHECK(n <= SIZE_MAX / 4 / (s->bytes + 64), "n is beyond the address space");
+  CDDP__CHECK(n <= SIZE_MAX / 4 / (s->bytes + 64), "n exceeds the address space");
   r = cddp__from_device(d->group, &values, n * s->bytes, &copy);
   if (r == CDDP_OK)
     r = cddp__rows_add(&d->group->host->allocator, &s->added, s->bytes, rows, values, n);
@@ -23439,18 +23440,18 @@ CDDPDEF int cddp_ddp_partitions(const cddp_ddp *d, const cddp_partition **out) {
   return d != NULL ? d->partition_count : 0;
 }
 
-/* Whether d's weights are stepped in partitions. */
+/* Rejects elastic models, which do not support partitions. */
 static cddp_result cddp__check_partitions(const cddp_ddp *d) {
   CDDP__CHECK(d != NULL, "the cddp_ddp is NULL");
   if (!d->desc.elastic) return CDDP_OK;
-  return cddp__fail(CDDP_UNSUPPORTED, "elastic ranks do not step weights in partitions; call "
-                                      "cddp_ddp_wait, and step all of them on every rank");
+  return cddp__fail(CDDP_UNSUPPORTED, "an elastic model has no partitions; call cddp_ddp_wait, and "
+                                      "step all weights on every rank");
 }
 
 CDDPDEF cddp_result (cddp_ddp_reduce_scatter)(cddp_ddp *d) {
   cddp__enter_call(__func__);
   CDDP__TRY(cddp__check_partitions(d));
-  CDDP__CHECK(!d->no_sync, "no_sync is on; switch it off for the backward pass that is stepped");
+  CDDP__CHECK(!d->no_sync, "no_sync is on; turn it off before the step's last backward pass");
   return cddp__run_step(__func__, d, CDDP__KIND_DDP_SCATTER, NULL);
 }
 
@@ -23458,7 +23459,7 @@ CDDPDEF cddp_result (cddp_ddp_all_gather)(cddp_ddp *d) {
   cddp__enter_call(__func__);
   CDDP__TRY(cddp__check_partitions(d));
   CDDP__CHECK(d->scattered || cddp__has_cause(&d->failure),
-              "cddp_ddp_reduce_scatter must come before it");
+              "cddp_ddp_reduce_scatter must be called first");
   return cddp__publish(d);
 }
 
@@ -23507,8 +23508,8 @@ CDDPDEF cddp_result (cddp_ddp_sync_buffers)(cddp_ddp *d) {
   CDDP__TRY(cddp__check_cause(&d->failure));
   if (d->desc.elastic)
     return cddp__fail(CDDP_UNSUPPORTED,
-                      "cddp_ddp_sync_buffers of an elastic model; broadcast its buffers in "
-                      "cddp_ddp_group");
+                      "cddp_ddp_sync_buffers does not support elastic models; broadcast the "
+                      "buffers in cddp_ddp_group");
   CDDP__TRY(d->memory->use(d->group));
   if (d->meets) /* else no rank has joined */
     CDDP__TRY(cddp__ddp_meet(d, CDDP__KIND_DDP_BUFFERS, 0, NULL, &missing));
@@ -23555,7 +23556,7 @@ CDDP__COLD
 
 /* --- optimizers --- */
 
-/* A new optimizer, known to what it steps: a device, an elastic model. *out is NULL on failure. */
+/* Creates an optimizer and attaches it to its device or elastic model. *out is NULL on failure. */
 static cddp_result cddp__optim_create(cddp_optim **out, const cddp__algorithm *algorithm,
                                       int states, cddp_param *params, int count,
                                       const cddp_sgd_desc *d, const cddp_adamw_desc *adamw) {
@@ -23610,7 +23611,7 @@ CDDPDEF cddp_result cddp_adamw_create(cddp_optim **out, cddp_param *params, int 
 
 /* --- the store --- */
 
-/* What is wrong with a command's arguments. answer: where that goes. */
+/* Checks a command's arguments. answer: the caller's pointer for the answer. */
 static cddp_result cddp__check_request(const cddp_store *s, const cddp__request *q,
                                        const void *answer) {
   const char *null = s == NULL                                ? "the store is NULL"
@@ -23621,23 +23622,23 @@ static cddp_result cddp__check_request(const cddp_store *s, const cddp__request 
   int i;
   if (null != NULL) return cddp__fail(CDDP_INVALID_ARGUMENT, "%s", null);
   if (q->count < 0 || (unsigned)q->count > CDDP__KEYS_MAX)
-    return cddp__fail(CDDP_INVALID_ARGUMENT, "count is %d; it is from 0 to %u", q->count,
+    return cddp__fail(CDDP_INVALID_ARGUMENT, "count is %d; it must be from 0 to %u", q->count,
                       CDDP__KEYS_MAX);
   for (i = 0; i < q->count; i++) {
     if (q->keys[i] == NULL) return cddp__fail(CDDP_INVALID_ARGUMENT, "the key is NULL");
-    if (strlen(q->keys[i]) >= CDDP__KEY_MAX) /* a "/" is put before it */
+    if (strlen(q->keys[i]) >= CDDP__KEY_MAX) /* with the prefix "/" */
       return cddp__fail(CDDP_INVALID_ARGUMENT, "the key '%.32s...' has more than %u bytes",
                         q->keys[i], CDDP__KEY_MAX - 1u);
   }
   for (i = 0; i < 2; i++)
     if (q->values[i].size > (q->values[i].data != NULL ? CDDP__VALUE_MAX : 0))
       return cddp__fail(CDDP_INVALID_ARGUMENT,
-                        "a value is NULL, or its size of %zu is above %u", q->values[i].size,
+                        "a value is NULL, or its size of %zu exceeds %u", q->values[i].size,
                         CDDP__VALUE_MAX);
   return CDDP_OK;
 }
 
-static cddp_result cddp__run_command(const char *function, cddp_store *s, cddp__request *q,
+static cddp_result cddp__store_command(const char *function, cddp_store *s, cddp__request *q,
                                      const void *answer) {
   cddp_result r = cddp__check_request(s, q, answer);
   if (r == CDDP_OK && q->code == CDDP__STORE_GET) r = cddp__store_wait(s, q->keys, 1, 0);
@@ -23674,7 +23675,7 @@ CDDPDEF int cddp_store_port(const cddp_store *s) {
 CDDPDEF cddp_result cddp_store_set(cddp_store *s, const char *key, const void *value, size_t size) {
   cddp__request q = cddp__request_of(CDDP__STORE_SET, &key, 1);
   q.values[0] = cddp__span_of(value, size);
-  return cddp__run_command(__func__, s, &q, &q);
+  return cddp__store_command(__func__, s, &q, &q);
 }
 
 CDDPDEF cddp_result cddp_store_get(cddp_store *s, const char *key, void *value, size_t capacity,
@@ -23683,14 +23684,14 @@ CDDPDEF cddp_result cddp_store_get(cddp_store *s, const char *key, void *value, 
   q.out = value;
   q.capacity = capacity;
   q.size = size;
-  return cddp__run_command(__func__, s, &q, size);
+  return cddp__store_command(__func__, s, &q, size);
 }
 
 CDDPDEF cddp_result cddp_store_add(cddp_store *s, const char *key, int64_t amount, int64_t *total) {
   cddp__request q = cddp__request_of(CDDP__STORE_ADD, &key, 1);
   cddp_result r;
   q.number = (uint64_t)amount;
-  r = cddp__run_command(__func__, s, &q, &q);
+  r = cddp__store_command(__func__, s, &q, &q);
   if (r == CDDP_OK && total != NULL) *total = (int64_t)q.number;
   return r;
 }
@@ -23706,7 +23707,7 @@ CDDPDEF cddp_result cddp_store_compare_set(cddp_store *s, const char *key, const
   q.out = value;
   q.capacity = capacity;
   q.size = size;
-  r = cddp__run_command(__func__, s, &q, swapped != NULL ? size : NULL);
+  r = cddp__store_command(__func__, s, &q, swapped != NULL ? size : NULL);
   if (swapped != NULL) *swapped = q.equal;
   return r;
 }
@@ -23722,21 +23723,21 @@ CDDPDEF cddp_result cddp_store_wait(cddp_store *s, const char *const *keys, int 
 CDDPDEF cddp_result cddp_store_check(cddp_store *s, const char *const *keys, int count,
                                      bool *all_exist) {
   cddp__request q = cddp__request_of(CDDP__STORE_CHECK, keys, count);
-  cddp_result r = cddp__run_command(__func__, s, &q, all_exist);
+  cddp_result r = cddp__store_command(__func__, s, &q, all_exist);
   if (all_exist != NULL) *all_exist = r == CDDP_OK && q.number == 0;
   return r;
 }
 
 CDDPDEF cddp_result cddp_store_delete(cddp_store *s, const char *key, bool *deleted) {
   cddp__request q = cddp__request_of(CDDP__STORE_DELETE_KEY, &key, 1);
-  cddp_result r = cddp__run_command(__func__, s, &q, &q);
+  cddp_result r = cddp__store_command(__func__, s, &q, &q);
   if (r == CDDP_OK && deleted != NULL) *deleted = q.number != 0;
   return r;
 }
 
 CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count) {
   cddp__request q = cddp__request_of(CDDP__STORE_GETNUMKEYS, NULL, 0);
-  cddp_result r = cddp__run_command(__func__, s, &q, count);
+  cddp_result r = cddp__store_command(__func__, s, &q, count);
   if (r == CDDP_OK) *count = (int64_t)q.number;
   return r;
 }

@@ -207,7 +207,7 @@ static const struct {
      {"'127.0.0.1:29500' does not resolve", "address without a port", "port in MASTER_PORT"}},
     {"RANK=1 WORLD_SIZE=2 MASTER_ADDR=[::1]:29500 MASTER_PORT=1",
      {"'[::1]:29500' does not resolve", "address without a port", "port in MASTER_PORT"}},
-    {"RANK=1 WORLD_SIZE=2 MASTER_ADDR=tcp://h MASTER_PORT=1", {"'tcp://h'", "address alone", ""}},
+    {"RANK=1 WORLD_SIZE=2 MASTER_ADDR=tcp://h MASTER_PORT=1", {"'tcp://h'", "without a port", ""}},
     {"CDDP_JOIN=1",
      {"CDDP_JOIN is 1, but RANK and WORLD_SIZE are not set", "MASTER_ADDR", "running job"}},
     /* An address, but no rank: not one rank alone. */
@@ -239,9 +239,9 @@ static const struct {
     {SLURM("0", "4", "0", "0") "SLURM_STEP_NUM_NODES=2",
      {"MASTER_ADDR is not set", "srun", "--export=ALL,MASTER_ADDR=HOST"}},
     {SLURM("0", "4", "0", "0") "SLURM_STEP_NUM_NODES=2 SLURM_STEP_NODELIST=n[",
-     {"SLURM_STEP_NODELIST is \"n[\"", "no node list", "MASTER_ADDR"}},
+     {"SLURM_STEP_NODELIST is \"n[\"", "not a node list", "MASTER_ADDR"}},
     {SLURM("0", "4", "0", "0") "SLURM_STEP_NUM_NODES=2 SLURM_JOB_NODELIST=,b",
-     {"SLURM_JOB_NODELIST is \",b\"", "no node list", "rank 0's host"}},
+     {"SLURM_JOB_NODELIST is \",b\"", "not a node list", "rank 0's host"}},
     {"RANK=0 WORLD_SIZE=2 MASTER_ADDR=h MASTER_PORT=1 CDDP_LISTEN_FD=x",
      {"CDDP_LISTEN_FD is \"x\"", "not a whole number", ""}},
     {"CDDP_TIMEOUT_S=soon", {"CDDP_TIMEOUT_S is \"soon\"", "seconds above 0", ""}},
@@ -625,7 +625,7 @@ static void test_mistakes(void) {
       {"RANK=1 WORLD_SIZE=2 MASTER_ADDR=[fe80::1] MASTER_PORT=29500", {"fe80::1", "zone", "%"}},
       {"CDDP_BACKEND=mpi", {"this build has no MPI", "CDDP_BACKEND=mpi", "unset CDDP_BACKEND"}},
       {"RANK=1 WORLD_SIZE=2 MASTER_ADDR=localhost:29500 MASTER_PORT=29500",
-       {"'localhost:29500' does not resolve", "address alone", "MASTER_PORT"}}};
+       {"'localhost:29500' does not resolve", "without a port", "MASTER_PORT"}}};
   cddp_group *g;
   size_t i, k;
   for (i = 0; i < sizeof cases / sizeof *cases; i++) {
