@@ -1543,61 +1543,108 @@ CDDPDEF void cddp_register_kernels(const cddp_kernels *kernels); /* must stay wh
 #endif
 
 /* >>design ----------------------------------------------------------------------------------------
-   PLACES. The ranks of a host share one memfd, kept open by them alone, so that nothing is ever
-   left in a file system. Rank i allocates in its own window of it (>>arena) and its peers map what
-   they meet. Each group has a control block there: two operation headers per rank, a slot (posted
-   sends, a state) and two staging buffers for bytes in transit.
+   SHARED MEMORY. The ranks of a host share one memfd. Only they have it open, so nothing is left in
+   a file system when they end. Rank i allocates in its own window of the memfd (>>arena); its peers
+   map the parts that they need. Each group has a control block there: two operation headers for
+   each rank, a slot for each rank (posted sends, state), and two staging buffers for each rank.
 
-   ROUNDS. Whatever ranks do together is a numbered sequence of rounds (>>round). In a round each
-   rank announces what it calls and waits for all others' announcements; the announcement carries
-   operation, count, dtype and root, so a disagreement is seen by every rank at once, and up to 40
-   bytes of payload, so a small all_reduce is one exchange of cache lines. Collectives
-   (>>collectives) are one round (small), two rounds around in-place moves (shared memory), or a
-   round per piece of 256 KiB (other memory; from three ranks on an all_reduce takes two).
+   ROUNDS. Ranks cooperate in a numbered sequence of rounds (>>round). In a round each rank
+   announces its call in a header and waits for the headers of all others. A header has operation,
+   count, dtype and root, so every rank finds a disagreement immediately. It also has up to 40 bytes
+   of payload, so a small all_reduce is one exchange of cache lines. A collective (>>collectives) is
+     - one round, if it is small;
+     - two rounds around direct access, if the buffers are in shared memory;
+     - else a round for each chunk of 256 KiB (in an all_reduce of three or more ranks two).
 
-   THE CANONICAL SUM. Sums over ranks follow one binary tree: tree(0..n) = tree(0..p) + tree(p..n)
-   with p the largest power of two below n, so ((a+b)+(c+d)) for four ranks and ((a+b)+c) for three.
-   Element i of a result depends on the inputs alone, never on slices, sizes, timing or instruction
-   set: equal bits on all ranks and in all runs. f16 and bf16 are widened to f32, summed and rounded
-   once. AVG divides the sum.
+   CANONICAL SUM. Sums over ranks follow one binary tree: tree(0..n) = tree(0..p) + tree(p..n),
+   where p is the largest power of two below n: ((a+b)+(c+d)) for four ranks, ((a+b)+c) for three.
+   Element i of a result depends on the inputs only, never on slices, sizes, timing or instruction
+   set. So the bits are equal on all ranks and in all runs. f16 and bf16 are widened to f32, summed,
+   and rounded once. AVG divides the sum.
 
-   THREADS. cddp runs on its callers' threads (callers: see >>fine-print), with exceptions: a group
-   whose collectives are called with a work handle, or that reduces buckets, has an engine thread
-   (>>work) that runs those for which nobody waits, in order; rank 0 serves the store from a thread
-   while ranks meet; and a group on GPUs has two (>>device). All block all signals.
-   Locks, in the order in which they may be nested: cddp_ddp.lock, engine.lock; p2p_lock, host.lock;
-   fail_lock. No lock is held while waiting for a peer. What ranks share is only touched through
-   cddp__atomic_* or is published by one.
+   THREADS. cddp runs on the threads that call it (rules for callers: see >>fine-print), except:
+     - an engine thread in a group that has operations with a work handle, or that reduces buckets.
+       It runs, in order, the operations that no thread waits for (>>work);
+     - a thread of rank 0 that serves the store during rendezvous;
+     - two threads of a group on GPUs (>>device).
+   All of these block all signals.
+   Locks, in the order in which they can be nested: cddp_ddp.lock, engine.lock; p2p_lock, host.lock;
+   fail_lock. No lock is held during a wait for a peer. Memory that ranks share is accessed through
+   cddp__atomic_*, or published by an access through it.
 
-   WAITING. A wait polls for tens of microseconds, yields, then sleeps on a futex for at most 20 ms
-   at a time (>>round). Each time it wakes it looks after the ranks it waits for: their state on the
-   control block and a lock that each rank holds on the shared memory while it lives. So a death is
-   noticed within about 20 ms, by waiting ranks only, at no cost to others; later where many ranks
-   share a core. Ranks beyond the number of cores never poll. A long wait is shown to the ranks of
-   the host (cddp__publish_wait), in whatever group it is: time-outs say where late ranks wait, and
-   two ranks that wait for each other in different groups are a mismatch within a fraction of a
-   second.
+   WAITING. A wait polls for tens of microseconds, then yields, then sleeps on a futex for at most
+   20 ms (>>round). Ranks beyond the number of cores never poll. At each wake-up the wait checks the
+   ranks that it waits for: their slots, and a lock that each process holds on the shared memory
+   while it lives. So waiting ranks notice a death within about 20 ms, or later if many
+   ranks share a core. Ranks that do not wait have no cost. A rank that has waited for long
+   publishes the place to the ranks of its host (cddp__publish_wait). Time-out texts then say where
+   late ranks wait, and two ranks that wait for each other in different groups get CDDP_MISMATCH
+   within a fraction of a second.
 
-   FAILURE. A rank that sees a lost peer, a disagreement or a deadline writes why into its slot; the
-   first to name its slot on the control block has broken the group, and wakes everyone (>>failure).
-   So does a rank that cannot go on for reasons of its own (no memory), unless nothing was announced
-   yet. Before a failed call returns, no peer may be writing to its buffers any more: see
-   cddp__end_access, and cddp__arena_quarantine for peers that have been stopped.
+   FAILURE. A rank that finds a lost peer, a disagreement or a passed deadline writes the text into
+   its slot. The first rank that stores its slot's number in the control block has broken the group,
+   and wakes all ranks (>>failure). A rank that fails for its own reasons (no memory) does the same,
+   unless it has not announced anything yet. Before a failed call returns, no peer may still write
+   to its buffers: see cddp__end_access, and cddp__arena_quarantine for peers that are stopped.
 
-   SEVERAL HOSTS. The ranks of a host work as above. Leaders, one for each host in a group, carry
-   the headers of a round to each other, large arrays go from host to host in slices, one for each
-   rank (>>hosts), on connections that are made when first used (>>links). Each host has a control
-   block of its own: ranks tell the others of a failure, and how a rank of theirs died. A host that
-   is cut off is noticed by the deadline, or 20 s after it last acknowledged anything.
+   SEVERAL HOSTS. The ranks of each host cooperate as above, with a control block for each host.
+   Each host in a group has a leader. The leaders exchange the headers of a round. Large arrays are
+   sent in slices, one for each rank (>>hosts), on connections that are made at their first use
+   (>>links). Ranks send notices of a failure, and of how a rank of their host died. A host that is
+   cut off is noticed at the deadline, or 20 s after its last acknowledgement.
 
-   DATA PARALLEL. Gradients lie in one arena per rank, or where the caller has them in shared
-   memory, and never move (>>ddp). A model has private groups for buckets and for control, so that
-   collectives on the caller's group may come between ready() calls in any order. With NCCL buckets
-   are calls of the caller's group. One engine serves host and device memory; what differs is behind
-   a table of functions, cddp__ddp_memory.
-   DEVICES. A group keeps all of the above as its control plane; for memory on a device it has a
-   device context beside it (>>device) and cddp_group.backend, a struct of functions, NULL for the
-   CPU. Locks there: device.turn, then device.lock; its watcher takes p2p_lock and fail_lock too. */
+   DATA PARALLEL. Gradients are in one arena per rank, or where the caller has them if that memory
+   is shared. They never move (>>ddp). A model has private groups for buckets and for control, so
+   that collectives on the caller's group can be called between cddp_ddp_ready calls in any order.
+   With NCCL, buckets are calls of the caller's group. One engine serves host and device memory. The
+   differences are in a table of functions, cddp__ddp_memory.
+
+   DEVICES. A group on GPUs uses all of the above as its control plane. For device memory it also
+   has a device context (>>device) and cddp_group.backend, a struct of functions, NULL for the CPU.
+   Locks there: device.issue_lock, then device.lock. The watcher also takes p2p_lock and fail_lock.
+
+   MAP: the functions of five typical calls, in order. A name on the next level is called by the
+   name above it.
+     cddp_init, ranks find each other
+       cddp__init
+         cddp__discover                launch configuration: environment, srun, mpirun, init_method
+         cddp__host_create             this process's host object, without peers
+         cddp__meet                    rendezvous: exchange of addresses, shared memory, first group
+           cddp__world_group           maps the control block; cddp__group_build makes the group
+         cddp__hosts_attach            several hosts: leaders, peers; connections come later
+         cddp__round                   the first round: all ranks are connected
+       cddp__give_device               device "cuda": GPU and communicator
+     cddp_all_reduce of 4 bytes, 1 round
+       cddp__start, cddp__start_call   checks; with a handle to >>work; on a GPU to backend->start
+         cddp__run_call, cddp__run_recorded
+           cddp__run_short
+             cddp__round_of            writes this rank's header, with the value as its payload
+               cddp__await_headers     polls the headers of the others, and compares them
+             cddp__reduce              adds all values, in canonical order
+     cddp_all_reduce of 25 MiB: as above up to cddp__run_recorded, then carrier->run
+       cddp__run_large                 a round announces where the buffers are
+         cddp__copy_direct             shared memory: cddp__reduce_slices adds this rank's slice of
+                                       all buffers and writes the sums to all; then one more round
+         cddp__run_staged              other memory, by chunks: cddp__write_shares, a round,
+                                       cddp__exchange_slices or cddp__read_staged
+     Training step of a model on one host, 2 rounds
+       cddp_ddp_ready                  marks a gradient; before a cddp_ddp_wait a full bucket starts
+                                       here (cddp__launch, on the engine cddp__run_bucket)
+       cddp_ddp_step, cddp__run_step, cddp__ddp_step
+         cddp__ddp_meet                a round: settings, missing gradients
+         cddp__finish, cddp__host_step
+           cddp__walk                  this rank's part of the model, by cddp__fuse_loop: mean of
+                                       all gradients, optimizer step, weights to all ranks, zeros
+           cddp__fetch_weights         a round; copies weights if they are not in shared memory
+         cddp__complete                next step: counters; after the first step new buckets
+     A rank dies while others wait for it
+       cddp__wait_slow                 wakes every 20 ms: cddp__wait_tick, then
+         cddp__check_peers             cddp__rank_gone: slot, pidfd and lock of the awaited rank
+           cddp__report_lost           the text: the rank, its pid, and cddp__describe_end
+             cddp__break               the text into the slot, the group broken, all ranks woken
+       cddp__end_access                waits until no peer uses this rank's memory; CDDP_PEER_LOST
+       cddp__elastic_regroup           elastic models instead: the members meet and make new groups,
+                                       cddp__elastic_next assigns the lost shards anew */
 
 /* >>config -------------------------------------------------------------------------------------
    Limits, sizes and compiler attributes that several rooms use. */
