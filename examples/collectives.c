@@ -5,8 +5,8 @@
      ./collectives -n 4                         4 ranks
      mpirun -n 4 ./collectives                  4 ranks, started by mpirun, srun or torchrun
 
-   A collective is called by every rank of the group, in the same order and with the same count. If
-   one rank calls something else, all get CDDP_MISMATCH with a text that says who called what. */
+   All ranks of the group make the same calls, in the same order and with the same count. If a rank
+   makes another call, all ranks get CDDP_MISMATCH, and cddp_error() names both calls. */
 #define CDDP_IMPLEMENTATION /* in one file of a program, before its other includes */
 #include "../cddp.h"
 
@@ -16,20 +16,15 @@
 
 enum { MAX_RANKS = 16, ARRAYS = 3, MAX_LENGTH = MAX_RANKS + ARRAYS };
 
-#define TRY(call)                                           \
-  do {                                                      \
-    if ((call) != CDDP_OK) {                                \
-      fprintf(stderr, "rank %d: %s\n", rank, cddp_error()); \
-      return 1;                                             \
-    }                                                       \
-  } while (0)
+#define TRY(call) \
+  if ((call) != CDDP_OK) return fprintf(stderr, "rank %d: %s\n", rank, cddp_error()), 1
 
 static void print_array(const float *x, int64_t n) {
   for (int64_t i = 0; i < n; i++) printf(" %g", (double)x[i]);
   printf("\n");
 }
 
-/* Prints x one rank at a time: a barrier ends when all ranks are there, the one that prints too. */
+/* Prints x one rank at a time: the barrier ends after the rank whose turn it is has printed. */
 static cddp_result print_in_turn(cddp_group *g, const char *what, const float *x, int64_t n) {
   cddp_result r = CDDP_OK;
   for (int turn = 0; turn < cddp_world_size(g) && r == CDDP_OK; turn++) {
@@ -42,9 +37,9 @@ static cddp_result print_in_turn(cddp_group *g, const char *what, const float *x
   return r;
 }
 
-/* Every rank has a list of arrays, of other lengths than its neighbours'. Rank 0 gets them all by
-   two calls: first everybody's lengths, then the arrays packed one after the other. All ranks must
-   pass the same count, so each pack has room for the longest. */
+/* Every rank has a list of arrays, and their lengths differ by rank. Two calls give rank 0 all of
+   them: the first gathers the lengths, the second the arrays, packed one after the other. All ranks
+   must pass the same count, so that each pack has the size of the longest. */
 static int gather_list(cddp_group *g, int rank, int world) {
   float list[ARRAYS][MAX_LENGTH], *packed, *all;
   int64_t length[ARRAYS], lengths[MAX_RANKS * ARRAYS], used = 0, room = 0;
@@ -89,19 +84,19 @@ static int run(int rank, void *arg) {
   mine[1] = (float)(10 * (rank + 1));
   TRY(print_in_turn(g, "mine", mine, 2));
 
-  TRY(cddp_all_gather(g, mine, all, 2, CDDP_F32, NULL)); /* all ranks have everybody's */
+  TRY(cddp_all_gather(g, mine, all, 2, CDDP_F32, NULL)); /* every rank gets all */
   TRY(print_in_turn(g, "all_gather", all, 2 * world));
 
   memset(all, 0, sizeof all);
-  TRY(cddp_gather(g, mine, all, 2, CDDP_F32, last, NULL)); /* one rank, the root, has everybody's */
+  TRY(cddp_gather(g, mine, all, 2, CDDP_F32, last, NULL)); /* only the root gets all */
   TRY(print_in_turn(g, "gather", all, 2 * world));
 
   if (gather_list(g, rank, world)) return 1;
   TRY(cddp_barrier(g));
 
-  cddp_work *work; /* an operation may also run while this thread does something else */
+  cddp_work *work; /* with a handle the operation runs while this thread continues */
   memcpy(sum, mine, sizeof sum);
-  TRY(cddp_all_reduce(g, sum, 2, CDDP_F32, CDDP_SUM, &work)); /* sum is cddp's until ... */
+  TRY(cddp_all_reduce(g, sum, 2, CDDP_F32, CDDP_SUM, &work)); /* cddp uses sum until ... */
   TRY(cddp_wait(work));                                       /* ... here */
   TRY(print_in_turn(g, "all_reduce, sum", sum, 2));
 
@@ -122,10 +117,12 @@ int main(int argc, char **argv) {
     return help ? 0 : 2;
   }
   setvbuf(stdout, NULL, _IOLBF, 0); /* whole lines, also into a file that the ranks share */
-  if (cddp_launcher_rank() == 0 && argc > 1)
+
+  int rank = cddp_launcher_rank(); /* of torchrun, mpirun, srun, ...; or -1 */
+  if (rank == 0 && argc > 1)
     fprintf(stderr, "-n %d is ignored: the launcher sets the number of ranks\n", ranks);
-  if (cddp_launcher_rank() >= 0) return run(cddp_launcher_rank(), NULL); /* by a launcher */
-  if (cddp_spawn(run, NULL, ranks) == CDDP_OK) return 0;
+  if (rank >= 0) return run(rank, NULL);
+  if (cddp_spawn(run, NULL, ranks) == CDDP_OK) return 0; /* no launcher: forks the ranks */
   fprintf(stderr, "%s\n", cddp_error());
   return 1;
 }

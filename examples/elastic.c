@@ -1,20 +1,21 @@
-/* elastic.c - training that goes on, whoever dies, to the same weights, bit for bit.
+/* elastic.c - training that survives lost ranks, with the same weights, bit for bit.
 
      cc -O2 examples/elastic.c -o elastic -lpthread -lm
      ./elastic                          4 ranks, as child processes; a lost one is started again
      ./elastic -n 1                     the same weights from one rank
      cc -O2 examples/cddprun.c -o cddprun -lpthread -lm
      ./cddprun -n 3 --elastic --max-restarts 9 ./elastic     the same, started by cddprun
-   Meanwhile, in another terminal: kill -9 any of the processes that it names, as often as you like.
+   In another terminal, kill -9 any of the processes that it names, as often as you like.
      export WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500
      RANK=0 ./elastic & RANK=1 ./elastic &                   the same, started one by one
      CDDP_JOIN=1 RANK=2 ./elastic                            a third rank joins them
-   Every rank that gets to the end prints the hash of its weights. It is always the same one.
+   Every rank that completes the training prints the hash of its weights. The hash is always the
+   same.
 
-   A small network learns the distance of two points on a torus. The global batch of a step is 12
-   shards. Which rank does which shard is cddp's affair: the loop asks for the next one until there
-   is none, and a dead rank's are done by the others. What a shard holds follows from its number and
-   the step's alone. */
+   A small network learns the distance of two points on a torus. The global batch of a step is
+   split into 12 shards. cddp divides the shards among the ranks: the loop asks for the next one
+   until none is left, and the other ranks compute the shards of a dead rank. The contents of a
+   shard depend on its number and the step's alone. */
 #define CDDP_IMPLEMENTATION /* in one file of a program, before its other includes */
 #include "../cddp.h"
 
@@ -70,7 +71,10 @@ static double do_shard(cddp_ddp *ddp, const cddp_param *p, uint64_t step, int sh
   const float *w[PARAMS];
   float *g[PARAMS];
   double loss = 0;
-  for (int i = 0; i < PARAMS; i++) w[i] = (const float *)p[i].data, g[i] = (float *)p[i].grad;
+  for (int i = 0; i < PARAMS; i++) {
+    w[i] = (const float *)p[i].data;
+    g[i] = (float *)p[i].grad;
+  }
   for (uint64_t sample = 0; sample < BATCH; sample++) {
     uint64_t number = (step * SHARDS + (uint64_t)shard) * BATCH + sample;
     for (uint64_t i = 0; i < IN; i++) x[i] = uniform((number * IN + i + 1) * 0x9e3779b97f4a7c15u);
@@ -103,18 +107,21 @@ static int train(int rank, void *arg) {
   memset(&desc, 0, sizeof desc);
   memset(&options, 0, sizeof options);
 
-  TRY(cddp_init(&g, NULL)); /* with CDDP_JOIN=1 in the environment it comes into the running job, */
+  TRY(cddp_init(&g, NULL)); /* with CDDP_JOIN=1 in the environment it joins a running job, */
   for (int k = 0; k < PARAMS; k++) {
     float *w = (float *)cddp_alloc(g, sizes[k] * sizeof *w);
     TRY(w ? CDDP_OK : CDDP_OUT_OF_MEMORY);
     for (size_t i = 0; i < sizes[k]; i++)
       w[i] = k % 2 ? 0 : (uniform(++n * 0x9e3779b97f4a7c15u) - 0.5f) * (k == 0 ? 2.0f : 0.4f);
-    p[k].data = w, p[k].count = sizes[k], p[k].dtype = CDDP_F32;
+    p[k].data = w;
+    p[k].count = sizes[k];
+    p[k].dtype = CDDP_F32;
   }
   desc.shards = SHARDS;
   desc.elastic = true;
-  TRY(cddp_ddp_create(&ddp, g, p, PARAMS, &desc)); /* which gives it weights */
-  options.lr = 0.002, options.ddp = ddp;
+  TRY(cddp_ddp_create(&ddp, g, p, PARAMS, &desc)); /* which sends it the weights */
+  options.lr = 0.002;
+  options.ddp = ddp;
   TRY(cddp_adamw_create(&adamw, p, PARAMS, &options)); /* and the optimizer's state */
   printf("rank %d is process %d, from step %d on\n", rank, (int)getpid(), (int)cddp_ddp_steps(ddp));
 
@@ -122,7 +129,7 @@ static int train(int rank, void *arg) {
     double loss = 0;
     int shard, count = 0;
     for (; cddp_ddp_next_shard(ddp, &shard); count++) loss += do_shard(ddp, p, t, shard);
-    TRY(cddp_ddp_step(ddp, adamw)); /* also what next_shard or ready may have failed of */
+    TRY(cddp_ddp_step(ddp, adamw)); /* returns errors of next_shard and ready, too */
     if (t % 100 == 99 && cddp_rank(cddp_ddp_group(ddp)) == 0)
       printf("step %d: loss %.5f of %d shards, %d ranks\n", (int)t + 1, loss / (count ? count : 1),
              count, cddp_world_size(cddp_ddp_group(ddp)));
@@ -147,18 +154,23 @@ static int usage(bool help) {
 
 int main(int argc, char **argv) {
   int ranks = 4;
+  bool given = false; /* -n */
   for (int i = 1; i < argc; i += 2) {
     int *value = strcmp(argv[i], "-n") == 0        ? &ranks
                  : strcmp(argv[i], "--steps") == 0 ? &steps
                                                    : NULL;
     if (value == NULL || i + 1 == argc) return usage(strcmp(argv[i], "--help") == 0);
     *value = atoi(argv[i + 1]);
-    if (value == &ranks && cddp_launcher_rank() == 0)
-      fprintf(stderr, "-n %d is ignored: the launcher sets the number of ranks\n", ranks);
+    given = given || value == &ranks;
   }
   if (ranks < 1 || steps < 1) return usage(false);
-  setvbuf(stdout, NULL, _IOLBF, 0);
-  if (cddp_launcher_rank() >= 0) return train(cddp_launcher_rank(), NULL); /* by a launcher */
+  setvbuf(stdout, NULL, _IOLBF, 0); /* whole lines, also into a file that the ranks share */
+
+  int rank = cddp_launcher_rank(); /* of torchrun, mpirun, srun, ...; or -1 */
+  if (rank == 0 && given)
+    fprintf(stderr, "-n %d is ignored: the launcher sets the number of ranks\n", ranks);
+  if (rank >= 0) return train(rank, NULL);
   if (cddp_spawn_elastic(train, NULL, ranks, 100) == CDDP_OK) return 0;
-  return fprintf(stderr, "%s\n", cddp_error()), 1;
+  fprintf(stderr, "%s\n", cddp_error());
+  return 1;
 }

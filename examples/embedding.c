@@ -1,13 +1,13 @@
 /* embedding.c - Embedding 1000-10 and Linear 10-10, trained on whole numbers, twice: with a dense
-   gradient of the embedding, then with a sparse one, of which only the rows in use are sent.
+   gradient of the embedding, then with a sparse one, of which only the used rows are sent.
 
      cc -O2 examples/embedding.c -o embedding -lpthread -lm
      ./embedding                                2 ranks, as child processes
      ./embedding -n 4                           4 ranks
      mpirun -n 4 ./embedding                    4 ranks, started by mpirun, srun or torchrun
 
-   A sample is a number below 1000, its label the number's last digit. The weights come out the same
-   to the last bit, however the gradient was sent. */
+   A sample is a number below 1000, and its label is the last digit. Both ways give the same
+   weights, bit for bit. */
 #define CDDP_IMPLEMENTATION /* in one file of a program, before its other includes */
 #include "../cddp.h"
 
@@ -20,13 +20,8 @@
 enum { NUMBERS = 1000, WIDTH = 10, CLASSES = 10, BATCH = 32, STEPS = 600, MAX_RANKS = 64 };
 enum { TABLE, WEIGHT, BIAS, PARAMS };
 
-#define TRY(call)                                           \
-  do {                                                      \
-    if ((call) != CDDP_OK) {                                \
-      fprintf(stderr, "rank %d: %s\n", rank, cddp_error()); \
-      return 1;                                             \
-    }                                                       \
-  } while (0)
+#define TRY(call) \
+  if ((call) != CDDP_OK) return fprintf(stderr, "rank %d: %s\n", rank, cddp_error()), 1
 
 typedef struct model {
   float table[NUMBERS][WIDTH], weight[CLASSES][WIDTH], bias[CLASSES];
@@ -77,7 +72,7 @@ static int train(cddp_group *g, int sparse, uint64_t *hash) {
   cddp_param p[PARAMS] = {{"table", m.table, NULL, NUMBERS * WIDTH, CDDP_F32},
                           {"weight", m.weight, NULL, CLASSES * WIDTH, CDDP_F32},
                           {"bias", m.bias, NULL, CLASSES, CDDP_F32}};
-  size_t sparse_rows[PARAMS] = {NUMBERS, 0, 0}; /* the table's gradient comes as rows of it */
+  size_t sparse_rows[PARAMS] = {NUMBERS, 0, 0}; /* the table's gradient is sent as rows */
   cddp_ddp_desc ddp_options;
   cddp_sgd_desc sgd_options;
   cddp_ddp *ddp;
@@ -143,11 +138,13 @@ int main(int argc, char **argv) {
             argv[0], MAX_RANKS);
     return help ? 0 : 2;
   }
-  setvbuf(stdout, NULL, _IOLBF, 0);
-  if (cddp_launcher_rank() == 0 && argc > 1)
+  setvbuf(stdout, NULL, _IOLBF, 0); /* whole lines, also into a file that the ranks share */
+
+  int rank = cddp_launcher_rank(); /* of torchrun, mpirun, srun, ...; or -1 */
+  if (rank == 0 && argc > 1)
     fprintf(stderr, "-n %d is ignored: the launcher sets the number of ranks\n", ranks);
-  if (cddp_launcher_rank() >= 0) return both(cddp_launcher_rank(), NULL); /* by a launcher */
-  if (cddp_spawn(both, NULL, ranks) == CDDP_OK) return 0;
+  if (rank >= 0) return both(rank, NULL);
+  if (cddp_spawn(both, NULL, ranks) == CDDP_OK) return 0; /* no launcher: forks the ranks */
   fprintf(stderr, "%s\n", cddp_error());
   return 1;
 }

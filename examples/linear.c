@@ -22,13 +22,8 @@ typedef struct layer {
   float weight[OUT][IN], bias[OUT]; /* y = weight x + bias */
 } layer;
 
-#define TRY(call)                                           \
-  do {                                                      \
-    if ((call) != CDDP_OK) {                                \
-      fprintf(stderr, "rank %d: %s\n", rank, cddp_error()); \
-      return 1;                                             \
-    }                                                       \
-  } while (0)
+#define TRY(call) \
+  if ((call) != CDDP_OK) return fprintf(stderr, "rank %d: %s\n", rank, cddp_error()), 1
 
 /* The next number of a rank's own random sequence, uniform in -1 .. 1 (splitmix64). */
 static float uniform(uint64_t *state) {
@@ -68,7 +63,7 @@ static int train(int rank, void *arg) {
   cddp_group *g;
   cddp_ddp *ddp;
   cddp_optim *sgd;
-  layer weights, grad; /* a program's own memory will do; cddp_alloc's saves a copy, see toy.c */
+  layer weights, grad; /* any memory will do; cddp_alloc saves a copy, see toy.c */
   (void)arg;
 
   TRY(cddp_init(&g, NULL));
@@ -101,7 +96,7 @@ static int train(int rank, void *arg) {
         printf("| %9.6f\n", (double)weights.bias[o]);
       }
     }
-    TRY(cddp_barrier(g)); /* nobody goes on before the one whose turn it is has printed */
+    TRY(cddp_barrier(g)); /* waits until the rank whose turn it is has printed */
   }
 
   mine = hash(&weights, sizeof weights);
@@ -125,10 +120,12 @@ int main(int argc, char **argv) {
     return help ? 0 : 2;
   }
   setvbuf(stdout, NULL, _IOLBF, 0); /* whole lines, also into a file that the ranks share */
-  if (cddp_launcher_rank() == 0 && argc > 1)
+
+  int rank = cddp_launcher_rank(); /* of torchrun, mpirun, srun, ...; or -1 */
+  if (rank == 0 && argc > 1)
     fprintf(stderr, "-n %d is ignored: the launcher sets the number of ranks\n", ranks);
-  if (cddp_launcher_rank() >= 0) return train(cddp_launcher_rank(), NULL); /* by a launcher */
-  if (cddp_spawn(train, NULL, ranks) == CDDP_OK) return 0;
+  if (rank >= 0) return train(rank, NULL);
+  if (cddp_spawn(train, NULL, ranks) == CDDP_OK) return 0; /* no launcher: forks the ranks */
   fprintf(stderr, "%s\n", cddp_error());
   return 1;
 }

@@ -8,22 +8,23 @@
    Each rank has its own data, so its loss and its gradients are its own. After the step the
    parameters are the same on every rank to the last bit: all of them compare a hash of their bytes,
    and the program exits with 1 if two differ. The kernel that computes the gradients is this file's
-   own: cddp needs to know where a program's gradients are and when they are done, no more. */
+   own: cddp only needs to know where the gradients are, and when they are complete. */
 #define CDDP_IMPLEMENTATION /* in one file of a program, before its other includes */
-#include "../cddp_kernels.cuh" /* includes cddp.h, which brings stdio.h and others */
+#include "../cddp_kernels.cuh" /* includes cddp.h, stdio.h, stdlib.h, string.h and math.h */
 
 enum { BATCH = 20, IN = 10, OUT = 10, WEIGHTS = OUT * (IN + 1), MAX_RANKS = 64 };
 static bool gpu;
 
-#define FAIL(...) return fprintf(stderr, __VA_ARGS__), 1
-#define TRY(call) if (call) FAIL("rank %d: %s\n", rank, cddp_error())
+#define TRY(call) \
+  if ((call) != CDDP_OK) return fprintf(stderr, "rank %d: %s\n", rank, cddp_error()), 1
 
 /* Adds the gradient of output o to grad; returns its part of the mean squared error. The weights of
    output o are w[o * (IN + 1) ...], its bias comes last. */
 static __host__ __device__ float output(const float *x, const float *labels, const float *w,
                                         float *grad, int o) {
   float loss = 0;
-  w += o * (IN + 1), grad += o * (IN + 1);
+  w += o * (IN + 1);
+  grad += o * (IN + 1);
   for (int r = 0; r < BATCH; r++) {
     float error = w[IN] - labels[r * OUT + o];
     for (int i = 0; i < IN; i++) error += w[i] * x[r * IN + i];
@@ -66,10 +67,12 @@ static int train(int rank, void *group_desc) {
   enum { ALL = WEIGHTS + BATCH * (IN + OUT) + OUT };
   uint64_t mine, all[MAX_RANKS];
   float host[ALL];
-  cddp_group *g; cddp_ddp *ddp; cddp_optim *sgd;
+  cddp_group *g;
+  cddp_ddp *ddp;
+  cddp_optim *sgd;
   TRY(cddp_init(&g, (const cddp_group_desc *)group_desc));
   float *w = (float *)cddp_alloc(g, sizeof host); /* on a GPU device memory, else shared memory */
-  TRY(!w);
+  TRY(w ? CDDP_OK : CDDP_OUT_OF_MEMORY);
   float *x = w + WEIGHTS, *labels = x + BATCH * IN, *losses = labels + BATCH * OUT;
   srand48(1000 + cddp_rank(g));
   for (int i = 0; i < ALL; i++)
@@ -80,9 +83,10 @@ static int train(int rank, void *group_desc) {
   cddp_sgd_desc options = cddp_sgd_desc();
   options.lr = 0.1;
   TRY(cddp_ddp_create(&ddp, g, params, 1, NULL)); /* every rank has rank 0's weights now */
-  options.ddp = ddp; /* tells where parameters are: without a GPU CUDA is not asked */
+  options.ddp = ddp; /* the device of the parameters; without it cddp asks CUDA */
   TRY(cddp_sgd_create(&sgd, params, 1, &options));
-  if (backward(g, x, labels, w, (float *)params[0].grad, losses)) FAIL("the kernel failed\n");
+  if (backward(g, x, labels, w, (float *)params[0].grad, losses) != CDDP_OK)
+    return fprintf(stderr, "rank %d: the kernel failed\n", rank), 1;
   TRY(cddp_ddp_ready(ddp, 0));      /* averaging over ranks begins when the kernel has ended */
   TRY(cddp_ddp_step(ddp, sgd));     /* enqueues the rest */
   TRY(cddp_synchronize(g));         /* waits for all of it */
@@ -96,7 +100,7 @@ static int train(int rank, void *group_desc) {
       for (int i = 0; i < WEIGHTS; i++)
         printf("%9.6f%s", (double)host[i], i % (IN + 1) == IN ? "\n" : " ");
     }
-    TRY(cddp_barrier(g)); /* nobody goes on before the one whose turn it is has printed */
+    TRY(cddp_barrier(g)); /* waits until the rank whose turn it is has printed */
   }
   mine = hash(host, WEIGHTS * sizeof *host);
   TRY(cddp_all_gather(g, &mine, all, 1, CDDP_I64, NULL)); /* of host memory: fine on GPUs too */
@@ -104,7 +108,10 @@ static int train(int rank, void *group_desc) {
   for (int r = 0; r < cddp_world_size(g); r++) differ |= all[r] != all[0];
   if (cddp_rank(g) == 0)
     printf("Hash %016" PRIx64 ", %s the same on all ranks\n", mine, differ ? "NOT" : "and");
-  cddp_optim_destroy(sgd); cddp_ddp_destroy(ddp); cddp_free(g, w); cddp_destroy(g);
+  cddp_optim_destroy(sgd);
+  cddp_ddp_destroy(ddp);
+  cddp_free(g, w);
+  cddp_destroy(g);
   return differ;
 }
 
@@ -128,10 +135,13 @@ int main(int argc, char **argv) {
   }
   gpu = strcmp(desc.device, "cpu") != 0;
   setvbuf(stdout, NULL, _IOLBF, 0); /* whole lines, also into a file that the ranks share */
-  if (cddp_launcher_rank() == 0 && ranks > 1)
+
+  int rank = cddp_launcher_rank(); /* of torchrun, mpirun, srun, ...; or -1 */
+  if (rank == 0 && ranks > 1)
     fprintf(stderr, "-n %d is ignored: the launcher sets the number of ranks\n", ranks);
-  if (cddp_launcher_rank() >= 0) return train(cddp_launcher_rank(), &desc); /* torchrun, mpirun */
-  cddp_result r = cddp_spawn(train, &desc, ranks); /* no CUDA call before: CUDA fails after fork */
-  if (r != CDDP_OK && r != CDDP_PEER_LOST) fprintf(stderr, "%s\n", cddp_error());
-  return r != CDDP_OK; /* a rank that failed has said why */
+  if (rank >= 0) return train(rank, &desc);
+  cddp_result result = cddp_spawn(train, &desc, ranks); /* forks the ranks: no CUDA before */
+  if (result == CDDP_OK) return 0;
+  if (result != CDDP_PEER_LOST) fprintf(stderr, "%s\n", cddp_error());
+  return 1; /* a rank that failed has printed its error */
 }

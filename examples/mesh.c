@@ -26,13 +26,8 @@
 
 enum { IN = 8, HIDDEN = 32, OUT = 4, BATCH = 16, STEPS = 50, TENSOR_RANKS = 2 };
 
-#define TRY(call)                                           \
-  do {                                                      \
-    if ((call) != CDDP_OK) {                                \
-      fprintf(stderr, "rank %d: %s\n", rank, cddp_error()); \
-      return 1;                                             \
-    }                                                       \
-  } while (0)
+#define TRY(call) \
+  if ((call) != CDDP_OK) return fprintf(stderr, "rank %d: %s\n", rank, cddp_error()), 1
 
 /* Hidden units `first` to `first + units - 1` of the model. */
 typedef struct model {
@@ -192,8 +187,12 @@ int main(int argc, char **argv) {
     return help ? 0 : 2;
   }
   setvbuf(stdout, NULL, _IOLBF, 0); /* whole lines, also into a file that the ranks share */
-  if (cddp_launcher_rank() == 0 && argc > 1)
+
+  int rank = cddp_launcher_rank(); /* of torchrun, mpirun, srun, ...; or -1 */
+  if (rank == 0 && argc > 1)
     fprintf(stderr, "-n %d is ignored: the launcher sets the number of ranks\n", ranks);
-  if (cddp_launcher_rank() >= 0) return train(cddp_launcher_rank(), NULL); /* by a launcher */
-  return cddp_spawn(train, NULL, ranks) ? fprintf(stderr, "%s\n", cddp_error()), 1 : 0;
+  if (rank >= 0) return train(rank, NULL);
+  if (cddp_spawn(train, NULL, ranks) == CDDP_OK) return 0; /* no launcher: forks the ranks */
+  fprintf(stderr, "%s\n", cddp_error());
+  return 1;
 }

@@ -20,13 +20,8 @@
 
 enum { IN = 12, CHANNELS = 16, BATCH = 24, MAX_BATCH = 4096, STEPS = 60 };
 
-#define TRY(call)                                           \
-  do {                                                      \
-    if ((call) != CDDP_OK) {                                \
-      fprintf(stderr, "rank %d: %s\n", rank, cddp_error()); \
-      return 1;                                             \
-    }                                                       \
-  } while (0)
+#define TRY(call) \
+  if ((call) != CDDP_OK) return fprintf(stderr, "rank %d: %s\n", rank, cddp_error()), 1
 
 enum { WEIGHT, GAMMA, BETA, PARAMS };
 static const size_t counts[PARAMS] = {CHANNELS * IN, CHANNELS, CHANNELS};
@@ -191,10 +186,12 @@ int main(int argc, char **argv) {
     return help ? 0 : 2;
   }
   setvbuf(stdout, NULL, _IOLBF, 0); /* whole lines, also into a file that the ranks share */
-  if (cddp_launcher_rank() == 0 && argc > 1)
+
+  int rank = cddp_launcher_rank(); /* of torchrun, mpirun, srun, ...; or -1 */
+  if (rank == 0 && argc > 1)
     fprintf(stderr, "-n %d is ignored: the launcher sets the number of ranks\n", ranks);
-  if (cddp_launcher_rank() >= 0) return train(cddp_launcher_rank(), NULL); /* by a launcher */
-  if (cddp_spawn(train, NULL, ranks) == CDDP_OK) return 0;
+  if (rank >= 0) return train(rank, NULL);
+  if (cddp_spawn(train, NULL, ranks) == CDDP_OK) return 0; /* no launcher: forks the ranks */
   fprintf(stderr, "%s\n", cddp_error());
   return 1;
 }

@@ -24,7 +24,7 @@ typedef struct model { /* each weight is [out][in], as in torch.nn.Linear */
   float w1[HIDDEN * IN], b1[HIDDEN], w2[OUT * HIDDEN], b2[OUT];
 } model;
 
-/* A rank that returns takes no part any more: the others' next call fails with CDDP_PEER_LOST. */
+/* After a rank has returned, the other ranks' next call fails with CDDP_PEER_LOST. */
 #define TRY(call) \
   if ((call) != CDDP_OK) return fprintf(stderr, "rank %d: %s\n", rank, cddp_error()), 1
 
@@ -62,7 +62,7 @@ static void linear_backward(const float *x, const float *dy, float *dw, float *d
 static int train(int rank, void *arg) {
   static float x[BATCH * IN], labels[BATCH * OUT], h[BATCH * HIDDEN], y[BATCH * OUT];
   static float dh[BATCH * HIDDEN], dy[BATCH * OUT];
-  uint64_t rng = 1000 + (uint64_t)rank; /* a seed for each rank: other data on every one */
+  uint64_t rng = 1000 + (uint64_t)rank; /* a seed for each rank: each has other data */
   double loss = 0;
   cddp_group *g;
   cddp_ddp *ddp;
@@ -105,8 +105,8 @@ static int train(int rank, void *arg) {
       dy[i] = 2 * error / (BATCH * OUT);
     }
 
-    /* Backward, last layer first. Gradients start at zero; ready says that one is complete, so that
-       averaging it may begin: between hosts and on GPUs beside the work on the layers before it. */
+    /* Backward, last layer first. Gradients start at zero. cddp_ddp_ready marks a gradient as
+       complete. Between hosts and on GPUs it is averaged while the next ones are computed. */
     linear_backward(h, dy, grad[2], grad[3], HIDDEN, OUT);
     TRY(cddp_ddp_ready(ddp, 3)); /* 4 */
     TRY(cddp_ddp_ready(ddp, 2));
@@ -114,7 +114,7 @@ static int train(int rank, void *arg) {
       for (int i = 0; i < HIDDEN; i++) {
         float sum = 0;
         for (int o = 0; o < OUT; o++) sum += dy[r * OUT + o] * m->w2[o * HIDDEN + i];
-        dh[r * HIDDEN + i] = h[r * HIDDEN + i] > 0 ? sum : 0; /* ReLU lets nothing through at 0 */
+        dh[r * HIDDEN + i] = h[r * HIDDEN + i] > 0 ? sum : 0; /* ReLU's slope is 0 there */
       }
     linear_backward(x, dh, grad[0], grad[1], IN, HIDDEN);
     TRY(cddp_ddp_ready(ddp, 1));
@@ -140,11 +140,11 @@ int main(int argc, char **argv) {
   }
   setvbuf(stdout, NULL, _IOLBF, 0); /* whole lines, also into a file that the ranks share */
 
-  int rank = cddp_launcher_rank(); /* by torchrun, mpirun, srun, ...; or -1 */
+  int rank = cddp_launcher_rank(); /* of torchrun, mpirun, srun, ...; or -1 */
   if (rank == 0 && argc > 1)
     fprintf(stderr, "-n %d is ignored: the launcher sets the number of ranks\n", ranks);
   if (rank >= 0) return train(rank, NULL);
-  if (cddp_spawn(train, NULL, ranks) == CDDP_OK) return 0; /* alone: forks the ranks */
+  if (cddp_spawn(train, NULL, ranks) == CDDP_OK) return 0; /* no launcher: forks the ranks */
   fprintf(stderr, "%s\n", cddp_error());
   return 1;
 }

@@ -7,19 +7,19 @@
      ./toy -n 2 --device cpu                    needs no GPU
      torchrun --no-python --nproc-per-node 2 ./toy
 
-   What changes from toy.c: cddp_alloc gives device memory, the layers are kernels, and all is
-   enqueued on a stream: the program waits for the GPU where it reads the loss, at the end. */
+   The differences to toy.c: cddp_alloc returns device memory, and the layers are kernels. All work
+   is enqueued on a stream; the program waits for the GPU at the end, where it reads the loss. */
 #define CDDP_IMPLEMENTATION /* in one file of a program, before its other includes */
-#include "../cddp_kernels.cuh" /* includes cddp.h, which brings stdio.h and others */
+#include "../cddp_kernels.cuh" /* includes cddp.h, stdio.h, stdlib.h, string.h and math.h */
 
 enum { BATCH = 20, IN = 10, HIDDEN = 10, OUT = 5, STEPS = 100 };
 enum { WEIGHTS = HIDDEN * (IN + 1 + OUT) + OUT };
 
-#define FAIL(...) return fprintf(stderr, __VA_ARGS__), 1
-#define TRY(call) if (call) FAIL("rank %d: %s\n", rank, cddp_error())
+#define TRY(call) \
+  if ((call) != CDDP_OK) return fprintf(stderr, "rank %d: %s\n", rank, cddp_error()), 1
 #define CUDA(call) ((call) ? (void)fprintf(stderr, "%s failed\n", #call), exit(1) : (void)0)
 
-static bool gpu;             /* each function below does the same on either */
+static bool gpu; /* else the functions below compute the same on the CPU */
 static cublasHandle_t blas;
 static cudaStream_t stream;  /* 0: the default stream, which is cddp's default too */
 
@@ -71,18 +71,21 @@ static void mse(const float *y, const float *labels, float *dy, double *loss, do
 static int train(int rank, void *group_desc) {
   float host[WEIGHTS], data[BATCH * (IN + OUT)];
   double loss = 0;
-  cddp_group *g; cddp_ddp *ddp; cddp_optim *sgd;
+  cddp_group *g;
+  cddp_ddp *ddp;
+  cddp_optim *sgd;
   TRY(cddp_init(&g, (const cddp_group_desc *)group_desc)); /* 1  makes rank's GPU the current one */
   printf("Running on rank %d.\n", cddp_rank(g));
-  if (gpu && cublasCreate(&blas) != CUBLAS_STATUS_SUCCESS) FAIL("rank %d: no cuBLAS\n", rank);
-  srand48(1000 + cddp_rank(g)); /* a seed for each rank: other data; other weights until call 2 */
+  if (gpu && cublasCreate(&blas) != CUBLAS_STATUS_SUCCESS)
+    return fprintf(stderr, "rank %d: no cuBLAS\n", rank), 1;
+  srand48(1000 + cddp_rank(g)); /* each rank has other data, and other weights until call 2 */
   for (int i = 0; i < WEIGHTS; i++) host[i] = (float)(2 * drand48() - 1) / sqrtf(IN);
   for (int i = 0; i < BATCH * (IN + OUT); i++) data[i] = (float)(2 * drand48() - 1) * 1.7f;
 
-  /* Weights, data, activations and what the loss needs, all in one piece of the device's memory. */
+  /* Weights, data, activations and the loss's memory, all in one piece of device memory. */
   const size_t floats = WEIGHTS + BATCH * (IN + OUT + 2 * HIDDEN + 2 * OUT);
   double *statistics = (double *)cddp_alloc(g, CDDP_CUDA_SCRATCH_BYTES + 16 + floats * 4);
-  TRY(!statistics);
+  TRY(statistics ? CDDP_OK : CDDP_OUT_OF_MEMORY);
   double *scratch = statistics + 2;
   float *w1 = (float *)(scratch + CDDP_CUDA_SCRATCH_BYTES / sizeof *scratch);
   float *w2 = w1 + HIDDEN * IN, *b1 = w2 + OUT * HIDDEN, *b2 = b1 + HIDDEN, *x = b2 + OUT;
@@ -98,7 +101,7 @@ static int train(int rank, void *group_desc) {
   cddp_sgd_desc options = cddp_sgd_desc();
   options.lr = 0.001;
   TRY(cddp_ddp_create(&ddp, g, params, 4, NULL)); /* 2  copies rank 0's weights, sets grad */
-  options.ddp = ddp; /* tells where parameters are: without a GPU CUDA is not asked */
+  options.ddp = ddp; /* the device of the parameters; without it cddp asks CUDA */
   TRY(cddp_sgd_create(&sgd, params, 4, &options)); /* 3 */
   float *grad[4];
   for (int i = 0; i < 4; i++) grad[i] = (float *)params[i].grad;
@@ -110,13 +113,15 @@ static int train(int rank, void *group_desc) {
     linear(h, w2, b2, y, HIDDEN, OUT, false);
     mse(y, labels, dy, statistics, scratch);
     linear_backward(h, w2, dy, dh, grad[2], grad[3], HIDDEN, OUT);
-    TRY(cddp_ddp_ready(ddp, 3) || cddp_ddp_ready(ddp, 2)); /* 4  averaging starts */
+    TRY(cddp_ddp_ready(ddp, 3)); /* 4  averaging starts */
+    TRY(cddp_ddp_ready(ddp, 2));
     relu_backward(dh, h, BATCH * HIDDEN);
     linear_backward(x, w1, dh, NULL, grad[0], grad[1], IN, HIDDEN);
-    TRY(cddp_ddp_ready(ddp, 1) || cddp_ddp_ready(ddp, 0));
+    TRY(cddp_ddp_ready(ddp, 1));
+    TRY(cddp_ddp_ready(ddp, 0));
     TRY(cddp_ddp_step(ddp, sgd)); /* 5  enqueues the mean, SGD, zero gradients */
   }
-  TRY(cddp_synchronize(g)); /* everything has been done, or this says what failed */
+  TRY(cddp_synchronize(g)); /* waits for the GPU, and returns what failed there */
   copy(&loss, statistics, sizeof loss);
   printf("Loss on rank %d: %f\n", cddp_rank(g), loss);
 
@@ -149,10 +154,12 @@ int main(int argc, char **argv) {
   gpu = strcmp(desc.device, "cpu") != 0;
   setvbuf(stdout, NULL, _IOLBF, 0); /* whole lines, also into a file that the ranks share */
 
-  if (cddp_launcher_rank() == 0 && ranks > 1)
+  int rank = cddp_launcher_rank(); /* of torchrun, mpirun, srun, ...; or -1 */
+  if (rank == 0 && ranks > 1)
     fprintf(stderr, "-n %d is ignored: the launcher sets the number of ranks\n", ranks);
-  if (cddp_launcher_rank() >= 0) return train(cddp_launcher_rank(), &desc); /* torchrun, mpirun */
-  cddp_result r = cddp_spawn(train, &desc, ranks); /* no CUDA call before: CUDA fails after fork */
-  if (r != CDDP_OK && r != CDDP_PEER_LOST) fprintf(stderr, "%s\n", cddp_error());
-  return r != CDDP_OK; /* a rank that failed has said why */
+  if (rank >= 0) return train(rank, &desc);
+  cddp_result result = cddp_spawn(train, &desc, ranks); /* forks the ranks: no CUDA before */
+  if (result == CDDP_OK) return 0;
+  if (result != CDDP_PEER_LOST) fprintf(stderr, "%s\n", cddp_error());
+  return 1; /* a rank that failed has printed its error */
 }

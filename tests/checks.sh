@@ -395,7 +395,7 @@ symbols() { # the object exports what the header declares and nothing else
 # --- reading ---
 
 sources() {
-  ls cddp.h cddp_kernels.cuh examples/*.c examples/*.cu tests/*.[ch] tests/*/*.[ch] tests/*/*/*.[ch] 2>/dev/null
+  ls cddp.h cddp_kernels.cuh examples/*.[ch] examples/*.cu tests/*.[ch] tests/*/*.[ch] tests/*/*/*.[ch] 2>/dev/null
 }
 
 lines() { # at most 100 columns, no tabs, no blanks at the end, a newline at the end of the file
@@ -442,7 +442,7 @@ layout() { # the top level holds what the layout names; no binaries. Tracked fil
   echo "$files" | cut -d/ -f1 | sort -u | grep -v -x -E "$allowed|" | none "not in the layout"
   echo "$files" | grep -E '\.(o|a|so|out|exe)$|(^|/)core(\.|$)' | none "build products"
   for f in cddp.h build.ninja README.md LICENSE; do [ -f $f ] || echo $f; done | none "missing"
-  for f in $(grep -h -o -E '^ *(cc|nvcc) .* -o [a-z_]+|--plot [a-z]+\.svg|-o [a-z]+\.json' examples/*.c* README.md |
+  for f in $(grep -h -o -E '^ *(cc|nvcc) .* -o [a-z_]+|--plot [a-z]+\.svg|--csv [a-z]+\.csv|-o [a-z]+\.json' examples/*.c* README.md |
     sed 's/.* //' | sort -u); do
     grep -q -x "/$f" .gitignore || echo "/$f"
   done | none "made by a command of the examples, but not in .gitignore"
@@ -454,7 +454,7 @@ unfinished() {
     none "unfinished"
 }
 
-short_examples() { # one file a lesson, at most 300 lines (gpt 450, three 200); its build command in the top comment
+short_examples() { # at most 300 lines (gpt 450, three 200); the build command in the top comment
   local f most
   for f in examples/*.c examples/*.cu; do # cddp...: a tool, no lesson
     case $f in

@@ -22,11 +22,11 @@ build() { # NAME: in a directory where cddp.h and examples/ are as in the reposi
   lists_options "./$1" "examples/$1.c"
 }
 
-lists_options() { # PROGRAM SOURCE: --help lists all options that the source has; a wrong one is an error with that list
+lists_options() { # PROGRAM SOURCE: --help lists all options that the source has and does not refuse; a wrong one is an error with that list
   local option
   "$1" --help >"$work/help" 2>"$work/errors" || fail "$1 --help: exit code $?"
   [ ! -s "$work/errors" ] || fail "$1 --help: $(cat "$work/errors")"
-  for option in $(grep -o -E '"--?[a-z][a-z_-]*"' "$2" | tr -d '"' | sort -u); do
+  for option in $(grep -v -E '", "is (not needed|torchrun)' "$2" | grep -o -E '"--?[a-z][a-z_-]*"' | tr -d '"' | sort -u); do
     [[ " --help -h " = *" $option "* ]] || grep -q -E -e "(^|[^a-z-])$option([^a-z-]|\$)" "$work/help" || fail "$1 --help lacks $option"
   done
   for option in '--no-such-option 1' --no-such-option '-n' ; do
@@ -34,7 +34,8 @@ lists_options() { # PROGRAM SOURCE: --help lists all options that the source has
     # shellcheck disable=SC2086
     "$1" $option >"$work/help2" 2>"$work/errors"
     [ $? = 2 ] && [ ! -s "$work/help2" ] || fail "$1 $option: no exit code 2, or words on stdout"
-    ! grep -v '^$' "$work/help" | grep -q -v -x -F -f "$work/errors" || fail "$1 $option: $(cat "$work/errors")"
+    grep -q 'see cddprun --help$' "$work/errors" || # a tool, with more options than fit an error
+      ! grep -v '^$' "$work/help" | grep -q -v -x -F -f "$work/errors" || fail "$1 $option: $(cat "$work/errors")"
   done
 }
 
@@ -237,8 +238,9 @@ digits() {
     run ./digits -n $n --hidden 64 --epochs 2 --resume more.safetensors
     expect 1 "^$(cat "$work/tested")\$"
   done
-  cannot_plot ./digits --epochs 2 --hidden 64
+  cannot_write ./digits --epochs 2 --hidden 64
   resume
+  progress ./digits 'epoch 4/4  loss [0-9.]+  [0-9]+ samples/s  0 s left' --epochs 4
 }
 
 # Training that is killed, and goes on from its checkpoint: on 2 ranks with the same bits as if it had not
@@ -247,11 +249,15 @@ digits() {
 # about 1e-7 in a gradient, which some 100 steps let grow; 0.002 is what a printed loss of 4 digits may differ.
 resume() {
   local common=(--epochs 9 --hidden 128) one pid tries=0
-  run ./digits -n 2 --batch 48 "${common[@]}" --plot curve.svg
+  run ./digits -n 2 --batch 48 "${common[@]}" --plot curve.svg --csv curve.csv
   sed -n 's/^epoch *\([0-9]*\).*loss/\1/p' "$work/out" >"$work/whole"
   [ "$(wc -l <"$work/whole")" = 9 ] || fail "not 9 epochs"
   one=$(grep -o -E '\b[0-9a-f]{16}\b' "$work/out" | head -n 1)
-  [ "$(grep -c '<circle' curve.svg)" = 18 ] || fail "curve.svg has not 2 dots an epoch"
+  picture curve.svg 4 9 epoch loss 'accuracy, %' 'training accuracy' 'test accuracy' 'learning rate'
+  table curve.csv 9 'epoch,loss,training accuracy,test accuracy,learning rate'
+  [ "$(sed 1d curve.csv | awk -F, '{ printf "%.4f %.1f %.1f\n", $2, $3, $4 }')" = "$(sed -n \
+    's/^epoch.*loss \([0-9.]*\)  training accuracy \([0-9.]*\) %  test accuracy \([0-9.]*\) %$/\1 \2 \3/p' "$work/out")" ] ||
+    fail "curve.csv has other numbers: $(cat curve.csv)"
 
   : >"$work/killed"
   ./digits -n 2 --batch 48 "${common[@]}" --save half.safetensors >"$work/killed" 2>&1 &
@@ -262,7 +268,8 @@ resume() {
   done
   { kill -KILL $pid && wait $pid; } 2>/dev/null
 
-  run ./digits -n 2 --batch 48 "${common[@]}" --resume half.safetensors
+  run ./digits -n 2 --batch 48 "${common[@]}" --resume half.safetensors --csv resumed.csv
+  cmp curve.csv resumed.csv || fail "after --resume another table"
   expect 2 "^rank [01] weights $one\$" # the same bits
   expect 0 '^epoch  [12]/9' # those were done
   run ./digits -n 3 --batch 32 --lr 0.0666666667 "${common[@]}" --resume half.safetensors
@@ -275,27 +282,65 @@ resume() {
 gpt() {
   local small=(--shards 3 --batch 2 --context 24 --layers 2 --heads 2 --channels 32 --sample 40) ranks
   build gpt
-  run ./gpt -n 2 "${small[@]}" --steps 40 --text examples/data/shakespeare.txt --plot loss.svg
+  run ./gpt -n 2 "${small[@]}" --steps 40 --text examples/data/shakespeare.txt --plot loss.svg --csv loss.csv
   grep -a -o 'weights [0-9a-f]*' "$work/out" | sort -u >"$work/hash"
   [ "$(wc -l <"$work/hash")" = 1 ] || fail "not one hash: $(cat "$work/hash")"
-  grep -q '<polyline' loss.svg || fail "no curve in loss.svg"
+  picture loss.svg 2 40 step 'loss (nats per byte)' 'learning rate'
+  table loss.csv 40 'step,loss,learning rate'
+  expect 1 "^step 40/40  loss $(awk -F, 'END { printf "%.4f", $2 }' loss.csv)  [0-9]+ bytes/s\$" # the same numbers
   awk '/loss/ { sub(/.*loss /, ""); exit !($1 > 1 && $1 < 4) }' "$work/out" || fail "the loss did not fall from 5.5"
-  cannot_plot ./gpt "${small[@]}" --steps 1
+  cannot_write ./gpt "${small[@]}" --steps 1
+  progress ./gpt 'step 40/40  loss [0-9.]+  [0-9]+ bytes/s  0 s left' "${small[@]}" --steps 40 --sample 0
   for ranks in 1 3; do
     run ./gpt -n $ranks "${small[@]}" --steps 40
-    expect $ranks "^rank [0-2] of $ranks: $(cat "$work/hash")\$"
+    expect $ranks "^rank [0-2] $(cat "$work/hash")\$"
   done
   run ./gpt -n 2 "${small[@]}" --steps 40 --elastic 0
-  expect 2 "^rank [01] of 2: $(cat "$work/hash")\$"
+  expect 2 "^rank [01] $(cat "$work/hash")\$"
   run ./gpt -n 3 "${small[@]}" --steps 40 --stop 25 --save half.safetensors
-  run ./gpt -n 2 "${small[@]}" --steps 40 --resume half.safetensors
-  expect 2 "^rank [01] of 2: $(cat "$work/hash")\$"
+  run ./gpt -n 2 "${small[@]}" --steps 40 --resume half.safetensors --csv resumed.csv
+  expect 2 "^rank [01] $(cat "$work/hash")\$"
+  sed '2,26d' loss.csv | cmp - resumed.csv || fail "after --resume another table"
 }
 
-cannot_plot() { # COMMAND...: a path that cannot be written is an error before any training
-  timeout 60 "$@" --plot no/such/folder.svg >"$work/out" 2>&1 && fail "$*: plots to a folder that is not there"
-  grep -q '^no/such/folder.svg: No such file or directory' "$work/out" && ! grep -q -E 'epoch +1|step 1' "$work/out" ||
-    fail "$* --plot no/such/folder.svg: $(cat "$work/out")"
+picture() { # FILE LINES ROWS WORD...: lines of that many points each, axes with numbers, and these words
+  local file=$1 lines=$2 rows=$3 word
+  shift 3
+  [ "$(grep '<polyline' "$file" | awk -F, '{ print NF - 1 }' | sort | uniq -c | xargs)" = "$lines $rows" ] ||
+    fail "$file: $(grep '<polyline' "$file"), and not $lines lines of $rows points"
+  for word in "$@"; do grep -q ">$word</text>" "$file" || fail "$file lacks the text $word"; done
+  [ "$(grep -c '>[0-9.]*</text>' "$file")" -ge 9 ] || fail "$file lacks the numbers of its axes"
+  ! grep -i -E '[^a-z](nan|inf)' "$file" || fail "$file has a number that is none"
+  [ -z "$(command -v xmllint)" ] || xmllint --noout "$file" || fail "$file is no XML"
+}
+
+table() { # FILE ROWS HEADER
+  [ "$(head -n 1 "$1")" = "$3" ] || fail "$1 begins with $(head -n 1 "$1")"
+  awk -F, -v rows="$2" -v columns="$(echo "$3" | tr -cd , | wc -c)" '
+    NR > 1 && ($1 != NR - 1 || NF != columns + 1) { exit 1 } END { if (NR != rows + 1) exit 1 }' "$1" || fail "$1: $(cat "$1")"
+}
+
+progress() { # PROGRAM LAST OPTION...: on a terminal a bar, at most 10 times a second, and elsewhere none
+  local program=$1 end=$2 began=$SECONDS drawn
+  shift 2
+  run "$program" "$@"
+  expect 0 '\[={2}'
+  ! grep -q $'\r' "$work/out" || fail "$program: a bar in a file"
+  command -v script >/dev/null || { echo "no command script: the bar on a terminal is not tested"; return; }
+  script -q -e -c "$program $*" /dev/null </dev/null >"$work/terminal" || fail "$program on a terminal: $(cat "$work/terminal")"
+  drawn=$(tr '\r' '\n' <"$work/terminal" | grep -c '^\[')
+  [ "$drawn" -ge 1 ] && [ "$drawn" -le $((10 * (SECONDS - began + 2))) ] || fail "$program: drawn $drawn times"
+  tr '\r' '\n' <"$work/terminal" | grep -a '^\[' | tail -n 1 | grep -q -E "^\[={20}\] $end *\$" ||
+    fail "$program: $(tr '\r' '\n' <"$work/terminal")"
+}
+
+cannot_write() { # COMMAND...: a path that cannot be written is an error before any training
+  local option
+  for option in --plot --csv; do
+    timeout 60 "$@" $option no/such/folder.svg >"$work/out" 2>&1 && fail "$* $option: writes to a folder that does not exist"
+    grep -q '^no/such/folder.svg: No such file or directory' "$work/out" && ! grep -q -E 'epoch +1|step 1' "$work/out" ||
+      fail "$* $option no/such/folder.svg: $(cat "$work/out")"
+  done
 }
 
 same_loss() { # RANKS: the losses in out are those of the same epochs in whole
@@ -429,7 +474,7 @@ gpu() {
   run build/plain/data_parallel.cu -n 4 --output 1 --epochs 2 --images 64 # compares the losses itself
   expect 2 '^ +[0-9]+( +[0-9]\.[0-9]{5}){4}$'
   HOSTCUDA_DEVICES=2 build/plain/data_parallel.cu -n 4 --epochs 1 --images 64 >"$work/out" 2>&1 && fail "4 threads on 2 GPUs"
-  expect 1 'cddp_set_device: .*rank [23] needs cuda:[23], but the GPUs visible here are 2,'
+  expect 4 '^rank [0-3]: cddp_set_device: .*rank [23] needs cuda:[23], but the GPUs visible here are 2,'
   for r in 'check 2' 'lost 2' 'lost0 2' 'lostfree 2' 'contexts 2'; do # of tests/gpu/gpu.sh
     # shellcheck disable=SC2086
     run build/plain/gpu.cu $r
@@ -446,13 +491,14 @@ gpt_gpu() {
   (work=$work/gpt; mkdir "$work"; build gpt >/dev/null) || fail "gpt.c does not compile"
   HOSTCUDA_DELAY_US=0 run build/plain/gpt.cu "${small[@]}" --save "$work/gpt/model"
   loss=$(sed -n 's,^step 12/12  loss ,,p' "$work/out")
-  grep -o 'weights [0-9a-f]*$' "$work/out" >"$work/hash" || fail "no hash of the weights"
+  grep -o 'weights [0-9a-f]*$' "$work/out" | sort -u >"$work/hash"
+  [ "$(wc -l <"$work/hash")" = 1 ] || fail "not one hash of the weights: $(cat "$work/hash")"
   run "$work/gpt/gpt" "${small[@]}" --sample 1
-  there=$(sed -n 's/.*step 12  loss \([0-9.]*\) .*/\1/p' "$work/out")
+  there=$(sed -n 's,.*step 12/12  loss \([0-9.]*\) .*,\1,p' "$work/out")
   awk -v a="$loss" -v b="$there" 'BEGIN { d = a - b; exit !(a > 1 && a < 4 && d < 0.0005 && d > -0.0005) }' ||
     fail "a loss of ${loss:-none}, and of ${there:-none} by gpt.c: both are to be the same, below 4"
   run "$work/gpt/gpt" "${small[@]}" --sample 1 --resume "$work/gpt/model"
-  expect 2 "^rank [01] of 2: $(cat "$work/hash")\$"
+  expect 2 "^rank [01] $(cat "$work/hash")\$"
 }
 
 no_gpu() { # COMMAND...: says in one line that there is none, and exits with 1

@@ -12,7 +12,7 @@ mkdir -p "$out"
 read -r one two < <(taskset -cp $$ | sed 's/.*: //; s/[-,]/ /') || exit 1
 
 speed() { # COMMAND...: bytes a second of its last progress line
-  "$@" --steps "$steps" --sample 1 2>&1 >/dev/null | tr '\r' '\n' | sed -n 's/.*loss [0-9.]*  \([0-9]*\) bytes.*/\1/p' | tail -n 1
+  "$@" --steps "$steps" --sample 1 | sed -n 's/.*loss [0-9.]*  \([0-9]*\) bytes.*/\1/p' | tail -n 1
 }
 for ((r = 0; r < rounds; r++)); do
   echo "ranks $(speed "$out/gpt" -n 2)"
