@@ -19475,9 +19475,9 @@ struct cddp__elastic {
   uint64_t done;                /* reductions */
   int *indices;                 /* [shards] scratch */
   char *area, *mean;            /* slots; the last reduction's mean, or this rank's part of it */
-  bool shares;                  /* all members are of this host, and read each other's memory */
+  bool one_host;                /* all members are of this host, and read each other's memory */
   bool spent;                   /* the gradients hold a shard that has ended */
-  int parts;                    /* into which the last mean is divided */
+  int mean_parts;               /* into which the last mean is divided */
   bool in_parts;                /* each rank of the group that made it owns one; else it is whole */
   char **means;                 /* [parts] where each is, by offset in the model */
   double **squares;             /* [parts] of each */
@@ -19785,12 +19785,12 @@ static cddp_result cddp__elastic_connect(cddp_ddp *d) {
     if (k != g->rank) r = cddp__map_ref(d->group->host, &ref, &at);
     c->shown[c->order[k]] = (cddp__shown *)at;
   }
-  c->shares = c->own != NULL && g->hosts == NULL;
+  c->one_host = c->own != NULL && g->hosts == NULL;
   d->me = g->rank;
   cddp__see_whole(d, d->me, d->arena);
   d->squares[d->me] = (double *)(void *)(d->arena + d->bytes);
   d->slot_areas[d->me] = c->area;
-  if (r != CDDP_OK || !c->shares) return r;
+  if (r != CDDP_OK || !c->one_host) return r;
   cddp__slice(d->dense, CDDP__HUGE_PAGE, g->size, g->rank, &begin, &end);
   cddp__populate(c->mean + begin, end - begin, d->group->host->fd >= 0);
   return CDDP_OK;
@@ -19867,7 +19867,7 @@ static cddp_result cddp__reduce_here(cddp_ddp *d) {
     node->slot = cddp__shown_slots(d, c->shown[c->order[node->rank]])[node->slot];
     d->widths[i] = cddp__node_width(node);
   }
-  c->parts = d->active_count;
+  c->mean_parts = d->active_count;
   c->in_parts = true;
   if (d->sparse != NULL) r = cddp__merge_packets(d, packets);
   if (r != CDDP_OK) return r;
@@ -19876,7 +19876,7 @@ static cddp_result cddp__reduce_here(cddp_ddp *d) {
   x.block = cddp__keep_mean;
   x.means = c->mean;
   x.squares = d->desc.max_grad_norm > 0;
-  cddp__slice(d->dense, CDDP__BLOCK_BYTES, c->parts, d->me, &begin, &end);
+  cddp__slice(d->dense, CDDP__BLOCK_BYTES, c->mean_parts, d->me, &begin, &end);
   cddp__walk(&x, begin, end);
   CDDP__POINT("elastic exchanged");
   return cddp__round(d->control, CDDP__SCOPE_ALL, CDDP__KIND_DDP_NEXT, CDDP__PHASE_DONE, 0, NULL,
@@ -19888,7 +19888,7 @@ static cddp_result cddp__reduce_apart(cddp_ddp *d, size_t longest) {
   cddp__elastic *c = d->elastic;
   cddp_result r = CDDP_OK;
   int slots; /* each rank has as many slots as it needs: cddp__elastic_grow */
-  c->parts = 1;
+  c->mean_parts = 1;
   c->in_parts = false;
   c->means[0] = c->mean;
   if (d->sparse != NULL) {
@@ -19910,8 +19910,8 @@ static cddp_result cddp__elastic_reduce(cddp_ddp *d) {
   size_t rows = 0; /* of whoever has most */
   cddp_result r = CDDP_OK;
   int k;
-  if (!c->shares && c->spent) r = cddp__elastic_clear(d);
-  if (!c->shares && r == CDDP_OK) r = cddp__elastic_grow(d, 1); /* which others read, too */
+  if (!c->one_host && c->spent) r = cddp__elastic_clear(d);
+  if (!c->one_host && r == CDDP_OK) r = cddp__elastic_grow(d, 1); /* which others read, too */
   if (r != CDDP_OK) return r;
   if (c->own != NULL) cddp__show_sums(d);
   CDDP__POINT("elastic meet");
@@ -19924,7 +19924,7 @@ static cddp_result cddp__elastic_reduce(cddp_ddp *d) {
   if (r == CDDP_OK) r = cddp__elastic_compare(d);
   CDDP__POINT("elastic met");
   if (r == CDDP_OK) cddp__free_leftovers(d);
-  if (r == CDDP_OK) r = c->shares ? cddp__reduce_here(d) : cddp__reduce_apart(d, rows);
+  if (r == CDDP_OK) r = c->one_host ? cddp__reduce_here(d) : cddp__reduce_apart(d, rows);
   if (r != CDDP_OK) return r;
   c->done++;
   c->attempts = 0;
@@ -20626,13 +20626,13 @@ static cddp_result cddp__elastic_level(cddp_ddp *d, cddp__message *table,
                                       CDDP_SUM, source);
     r = cddp__call_all(d, &send);
     if (c->done < from->done) {
-      c->parts = 1;
+      c->mean_parts = 1;
       c->in_parts = false;
       c->means[0] = c->mean;
     }
   }
   if (r == CDDP_OK && joins) r = cddp__elastic_send_snapshot(d, from, source);
-  if (c->shares) { /* steps need none */
+  if (c->one_host) { /* steps need none */
     cddp__arena_free(d->group->host, d->scratch);
     d->scratch = NULL;
     d->scratch_bytes = 0;
@@ -20714,7 +20714,7 @@ static int cddp__elastic_pick(const cddp_ddp *d) {
 /* The shard that this rank has in hand becomes a node. The last one may stay in the gradients,
    where the others see them. */
 static cddp_result cddp__elastic_keep(cddp_ddp *d) {
-  bool more = !d->elastic->shares || cddp__elastic_pick(d) >= 0;
+  bool more = !d->elastic->one_host || cddp__elastic_pick(d) >= 0;
   cddp_result r = CDDP_OK;
   if (d->sparse != NULL) r = cddp__keep_rows(d, d->held);
   CDDP__POINT("elastic keep");
@@ -20759,7 +20759,7 @@ static cddp__pass cddp__part_pass(cddp_ddp *d, cddp_optim *s, int k, size_t *beg
   cddp__pass x = cddp__pass_of(d, s, true);
   x.alone = true;
   x.means = d->elastic->means[k];
-  cddp__slice(d->dense, CDDP__BLOCK_BYTES, d->elastic->parts, k, begin, end);
+  cddp__slice(d->dense, CDDP__BLOCK_BYTES, d->elastic->mean_parts, k, begin, end);
   return x;
 }
 
@@ -20812,10 +20812,10 @@ static cddp_result cddp__step_alone(cddp_ddp *d, cddp_optim *s) {
     c->squares[0] = d->squares[d->me];
   }
   if (d->desc.max_grad_norm > 0) {
-    clip = cddp__clip_factor(d, d->desc.max_grad_norm, c->squares, c->shares);
+    clip = cddp__clip_factor(d, d->desc.max_grad_norm, c->squares, c->mean_parts);
     cddp__clip_rows(d, clip);
   }
-  for (k = 0; k < c->parts; k++) {
+  for (k = 0; k < c->mean_parts; k++) {
     x = cddp__part_pass(d, s, k, &begin, &end);
     x.which = CDDP__PASS_WEIGHTS;
     x.block = cddp__step_block;
@@ -20833,7 +20833,7 @@ static cddp_result cddp__take_means(cddp_ddp *d) {
   cddp_result r = CDDP_OK;
   size_t begin, end;
   int k;
-  for (k = 0; r == CDDP_OK && k < d->elastic->parts; k++) {
+  for (k = 0; r == CDDP_OK && k < d->elastic->mean_parts; k++) {
     cddp__pass x = cddp__part_pass(d, NULL, k, &begin, &end);
     r = (d->memory->copy)(d->arena + begin, x.means + begin, end - begin, d->group->stream);
   }
