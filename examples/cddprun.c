@@ -1,44 +1,51 @@
-/* cddprun.c - starts a program once for each rank; on several machines, one cddprun on each.
+/* cddprun.c - starts a program once per rank. On several hosts, run one cddprun on each.
      cc -O2 examples/cddprun.c -o cddprun -lpthread -lm
-     ./cddprun -n 4 ./digits                           4 ranks on this machine
-     ./cddprun -n 4 --elastic --max-restarts 9 ./elastic    that may lose ranks and get them back
+     ./cddprun -n 4 ./digits                                4 ranks on this host
+     ./cddprun -n 4 --elastic --max-restarts 9 ./elastic    lost ranks are replaced, 9 times
      ./cddprun --nnodes 2 --node-rank 0 --nproc-per-node 4 --master-addr node1 ./digits
-   The last one runs on node1, the same with --node-rank 1 on the other machine. Options are named
-   like torchrun's; - and _ are the same in them, and --name=value works too.
+   The last command runs on node1; run it with --node-rank 1 on the other host. Options have
+   torchrun's names. In them - and _ are equal, and --name=value works too.
 
-   Exit code: 0; that of the rank that failed first, or 128 + the signal that killed it; 127 or 126
-   if the program could not be run; 128 + the signal that ended cddprun; 2 for bad options; 1 else.
+   EXIT CODE
+     0           success
+     code        of the rank that failed first; if a signal killed it, 128 + the signal
+     127, 126    the program could not be run
+     128 + n     signal n ended cddprun
+     2, 1        invalid options; any other failure
 
-   Each rank gets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, GROUP_WORLD_SIZE,
-   MASTER_ADDR and MASTER_PORT; TORCHELASTIC_RESTART_COUNT and _MAX_RESTARTS; OMP_NUM_THREADS=1 if
-   it is unset and there are several. The first rank keeps stdin unless that is a terminal, which
-   would stop a process group in the background; the others read /dev/null.
+   ENVIRONMENT. Each rank gets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK,
+   GROUP_WORLD_SIZE, MASTER_ADDR and MASTER_PORT; TORCHELASTIC_RESTART_COUNT and _MAX_RESTARTS; and
+   OMP_NUM_THREADS=1 if that is unset and this host has several ranks. The first rank keeps stdin,
+   unless stdin is a terminal: a background process group that reads a terminal is stopped. All
+   other ranks read /dev/null.
 
-   Output. Ranks write into pipes; each line leaves whole, after its rank: "[3] ". A part of a line
-   (a prompt) leaves when the rank has written nothing for 50 ms, and a progress bar at each '\r'.
-   If another rank's line comes between, the part gets an end of line. With --no-prefix every byte
-   leaves as it came, and none is added.
+   OUTPUT. Ranks write into pipes. cddprun prints each line as a whole, with its rank as a prefix:
+   "[3] ". An incomplete line (a prompt) is printed after the rank has written nothing for 50 ms; a
+   progress bar is printed at each '\r'. If another rank's line follows, the incomplete line gets a
+   line end. With --no-prefix cddprun prints exactly the bytes that it reads.
 
-   Elastic. With --elastic a rank that fails is lost, and the others go on. It is started again, to
-   join them (CDDP_JOIN=1), up to --max-restarts times in all. When these are used up and fewer than
-   --min-nproc ranks are left, or none is, that is a failure. The exit code is 0 as soon as a rank
-   has ended with 0: then nothing is started again, and the others may end as they like. On several
-   machines each cddprun sees to its own ranks, and starts them again even if none is left here:
-   they are let in as long as a rank lives on the machine of --master-addr.
+   ELASTIC JOBS. With --elastic the other ranks continue if a rank fails. The rank is started again
+   with CDDP_JOIN=1, which lets it join them; at most --max-restarts times in total. The job fails
+   when no restarts remain and fewer than --min-nproc ranks are left, or when no rank is left. When
+   the first rank has exited with 0, the exit code is 0: no rank is started again, and the exit
+   codes of the others do not matter. On several hosts each cddprun restarts its own ranks, even if
+   none is left on its host. They can join as long as a rank rank_restarts on the host of
+   --master-addr.
 
-   Ends. When a rank fails the others have 1 s to notice it and say so, then get SIGTERM, and 5 s
-   later SIGKILL. A rank and what it starts are one process group, which ends with the rank. Signals
-   that cddprun gets go on to these groups; SIGHUP, SIGINT, SIGQUIT and SIGTERM end the run, with
-   SIGKILL after 30 s or at the second signal. If cddprun itself is killed by SIGKILL, its ranks
-   are killed with it (PR_SET_PDEATHSIG), but not the processes that these have started.
+   FAILURES AND SIGNALS. After a failure the other ranks have 1 s to report it themselves. Then they
+   get SIGTERM, and 5 s later SIGKILL. A rank and the processes that it starts are one process
+   group, which cddprun ends with the rank. Signals to cddprun are forwarded to these groups.
+   SIGHUP, SIGINT, SIGQUIT and SIGTERM end the run, with SIGKILL after 30 s or at the second signal.
+   If cddprun itself is killed by SIGKILL, the kernel kills its ranks (PR_SET_PDEATHSIG), but not
+   the processes that they started.
 
-   On one machine the port is bound here and passed on to rank 0 (CDDP_LISTEN_FD), so nobody can
-   take it. With --serve-store, for PyTorch programs and for those behind one that closes
-   descriptors, cddprun serves the store itself.
+   PORT AND STORE. On one host cddprun binds the port and passes the socket to rank 0
+   (CDDP_LISTEN_FD), so that no other process can bind it. With --serve-store cddprun runs the store
+   itself: for PyTorch programs, and for wrappers that close descriptors.
 
-   On one machine the ranks get a random secret (CDDP_JOB_SECRET), unless CDDP_SECRET is set: no
-   other user can disturb their meeting. With --serve-store, and on several machines, CDDP_SECRET
-   alone does that; PyTorch's programs know no secret. */
+   SECRET. On one host the ranks get a random secret (CDDP_JOB_SECRET), unless CDDP_SECRET is set,
+   so that no other user can disturb the rendezvous. With --serve-store, and on several hosts, only
+   CDDP_SECRET protects it. PyTorch's programs do not support a secret. */
 #define CDDP_IMPLEMENTATION /* for --serve-store */
 #include "../cddp.h"
 
@@ -81,11 +88,11 @@ static const char usage[] =
 
 enum { MAX_RANKS = 4096, MAX_NODES = 65536, DEFAULT_PORT = 29500 };
 enum {
-  LINE_MAX_BYTES = 1 << 20, /* of a line; what is longer leaves in parts */
-  QUEUE_MAX = 1 << 18,      /* bytes that wait for an output; from there on ranks have to wait */
-  WRITE_MAX = 4096          /* bytes that a pipe takes at once when poll calls it writable */
+  LINE_MAX_BYTES = 1 << 20, /* longer lines are printed in parts */
+  QUEUE_MAX = 1 << 18,      /* bytes queued for output; above it cddprun stops reading from ranks */
+  WRITE_MAX = 4096          /* bytes that a pipe accepts in one write if poll reports it writable */
 };
-enum { SIGNALS, SINKS, STREAMS = SINKS + 2 }; /* what poll looks at: job.what */
+enum { SIGNALS, SINKS, STREAMS = SINKS + 2 }; /* kinds of polled descriptors: job.what */
 static const double notice_s = 1, grace_s = 5, interrupt_s = 30, pause_s = 0.05;
 
 typedef struct options {
@@ -97,47 +104,47 @@ typedef struct options {
 
 typedef struct buffer { /* a queue of bytes */
   char *data;
-  size_t start, end, room;
+  size_t start, end, capacity;
 } buffer;
 
 typedef struct stream { /* stdout or stderr of one rank */
   int fd;               /* the pipe's end here; -1: ended */
-  buffer held;          /* a line that has no end yet */
-  double since;         /* when the last of it came */
+  buffer held;          /* an incomplete line */
+  double since;         /* time of its last byte */
 } stream;
 
-typedef struct sink { /* where lines go: 1 or 2 */
+typedef struct sink { /* cddprun's stdout or stderr */
   int fd;             /* -1: it failed */
   bool color;
-  int open;           /* the stream that has begun a line here; -1: none */
+  int open; /* the stream whose incomplete line was printed last; -1: none */
   buffer queue;
 } sink;
 
-typedef struct job { /* one life of all ranks */
+typedef struct job { /* all ranks, from one start to their end */
   const options *o;
-  int attempt, count, first; /* restarts so far; ranks here; the rank of the first of them */
+  int attempt, count, first; /* restarts so far; ranks on this host; the lowest of them */
   pid_t pids[MAX_RANKS];     /* 0: not started, or ended */
-  bool lost[MAX_RANKS];      /* elastic: it is to be started again */
-  bool done[MAX_RANKS];      /* it has exited with 0 */
-  int lives[MAX_RANKS];      /* elastic: times that it was */
+  bool lost[MAX_RANKS];      /* elastic: must be started again */
+  bool done[MAX_RANKS];      /* has exited with 0 */
+  int rank_restarts[MAX_RANKS]; /* elastic: number of restarts */
   int logs[MAX_RANKS];       /* files of --log-dir; -1: none */
-  stream streams[2 * MAX_RANKS]; /* rank i's are 2i (stdout) and 2i + 1 */
+  stream streams[2 * MAX_RANKS]; /* rank i's are 2i (stdout) and 2i + 1 (stderr) */
   struct pollfd fds[STREAMS + 2 * MAX_RANKS];
-  int what[STREAMS + 2 * MAX_RANKS], polled; /* whose they are, and how many */
+  int what[STREAMS + 2 * MAX_RANKS], polled; /* kinds of fds; number of fds */
   sink sinks[2];
   int sink_count;            /* 1: stdout and stderr are one file */
   int alive;
-  int succeeded, restarts;   /* ranks that have ended with 0; elastic: those started again */
-  int code;                  /* 0, or the exit code of the first failure, */
-  char why[512];             /* which was this */
-  bool rank_failed, by_signal; /* a rank's own; a signal killed it */
-  int interrupted;           /* the signal that asked for the end; 0: none */
-  int next_signal;           /* that the ranks get at deadline; 0: nothing has failed */
+  int succeeded, restarts;     /* ranks that have exited with 0; elastic: restarts in total */
+  int code;                    /* 0, or the exit code of the first failure */
+  char why[512];               /* description of the first failure */
+  bool rank_failed, by_signal; /* the first failure is a rank's; a signal killed that rank */
+  int interrupted;             /* the signal that ends the run; 0: none */
+  int next_signal;             /* sent to the ranks at deadline; 0: nothing has failed */
   double deadline;
   int signals;               /* a signalfd */
   sigset_t old_mask;
-  cddp_store *store;         /* that this process serves; NULL: rank 0 does */
-  int listener;              /* of rank 0's store, bound here; -1: none */
+  cddp_store *store; /* served by this process; NULL: rank 0 serves it */
+  int listener;      /* a socket bound for rank 0; -1: none */
   int port;
 } job;
 
@@ -153,7 +160,7 @@ __attribute__((format(printf, 1, 2))) static void say(const char *format, ...) {
   va_start(args, format);
   vsnprintf(line, sizeof line, format, args);
   va_end(args);
-  for (c = line; *c; c++) { /* a CR would hide what comes before it */
+  for (c = line; *c; c++) { /* a CR would hide the text before it */
     if ((unsigned char)*c >= ' ') *to++ = *c;
     else to += sprintf(to, *c == '\r' ? "\\r" : "\\x%02x", (unsigned)*c);
   }
@@ -163,14 +170,14 @@ __attribute__((format(printf, 1, 2))) static void say(const char *format, ...) {
 
 /* --- options --- */
 
-/* Says what is wrong with the command line, in the last line. */
+/* Prints the error in the command line as the last line. */
 static int refuse(const char *what, const char *which) {
   fprintf(stderr, "usage: cddprun [options] program [arguments]; see cddprun --help\n");
   say("%s%s", what, which);
   return 2;
 }
 
-/* Whether an argument, up to its '=' if it has one, is this option; torchrun takes - and _. */
+/* Whether an argument, up to a '=', is this option. As in torchrun, - and _ are equal. */
 static bool is(const char *argument, const char *name) {
   for (; *name; argument++, name++)
     if (*argument != *name && !(*argument == '_' && *name == '-')) return false;
@@ -191,7 +198,7 @@ static int read_number(const char *name, const char *text, int low, int high, in
   return refuse(what, text);
 }
 
-/* Names an option that is unknown here, and what stands for it if it is torchrun's. */
+/* Rejects an unknown option. If it is one of torchrun's, names cddprun's equivalent. */
 static int refuse_option(const char *name) {
   static const char *const theirs[][2] = {
       {"--no-python", "is not needed: cddprun starts any program"},
@@ -214,7 +221,7 @@ static int refuse_option(const char *name) {
   return refuse("no such option: ", name);
 }
 
-/* Whether options contradict each other. Returns 0 or the exit code. */
+/* Rejects options that contradict each other. Returns 0 or the exit code. */
 static int check_options(const options *o) {
   if (strcmp(o->color, "auto") && strcmp(o->color, "always") && strcmp(o->color, "never"))
     return refuse("--color is auto, always or never, not ", o->color);
@@ -275,11 +282,11 @@ static int read_options(options *o, char **argv) {
   return code;
 }
 
-/* --- failure, and how the ranks end --- */
+/* --- failures, and ending the ranks --- */
 
-/* Something failed that is not a rank's end. The ranks get the signal after seconds. */
-__attribute__((format(printf, 5, 6))) static void give_up(job *j, int code, int signal_number,
-                                                          double seconds, const char *format, ...) {
+/* Records the first failure. The ranks get the signal after `seconds`. */
+__attribute__((format(printf, 5, 6))) static void
+fail_job(job *j, int code, int signal_number, double seconds, const char *format, ...) {
   va_list args;
   if (j->code != 0) return;
   va_start(args, format);
@@ -296,16 +303,16 @@ static void signal_ranks(const job *j, int number) {
     if (j->pids[i] > 0) kill(-j->pids[i], number);
 }
 
-/* Once something has failed: time to notice it, then SIGTERM, then SIGKILL. */
-static void press_ranks(job *j) {
+/* After a failure: sends the next signal when its time has come, SIGTERM, then SIGKILL. */
+static void signal_when_due(job *j) {
   if (j->code == 0 || now() < j->deadline) return;
   signal_ranks(j, j->next_signal);
   j->deadline = now() + (j->next_signal == SIGTERM ? grace_s : 1);
   j->next_signal = SIGKILL;
 }
 
-/* A rank of an elastic job has failed. restart_lost starts it again, when all that have ended by
-   now are known. */
+/* Handles the failure of a rank of an elastic job. restart_lost starts it again, after all ranks
+   that have ended were reaped. */
 static void lose_rank(job *j, int i, int code, const char *how) {
   int least = j->o->min_nproc > 0 ? j->o->min_nproc : 1, there = j->alive, k;
   for (k = 0; k < j->count; k++) there += j->lost[k] && (j->alive > 0 || j->o->nnodes > 1);
@@ -316,16 +323,16 @@ static void lose_rank(job *j, int i, int code, const char *how) {
     j->restarts++;
     say("%s; it joins again: restart %d of %d", how, j->restarts, j->o->max_restarts);
   } else if (there < least) {
-    give_up(j, code, SIGTERM, notice_s, "%s; of at least %d ranks (--min-nproc) %d are left", how,
-            least, there);
+    fail_job(j, code, SIGTERM, notice_s, "%s; of at least %d ranks (--min-nproc) %d are left", how,
+             least, there);
   } else {
     say("%s; %d go on", how, there);
   }
 }
 
-/* The ranks that had exited with 0 before another one failed. If they called no cddp_init, the
-   others have waited for them. */
-static void note_done(const job *j, char *text, size_t size) {
+/* Lists the ranks that had exited with 0 before another rank failed. If they did not call
+   cddp_init, the others waited for them. */
+static void list_finished(const job *j, char *text, size_t size) {
   size_t n = 0;
   int i, named = 0, count = 0;
   for (i = 0; i < j->count; i++) count += j->done[i];
@@ -339,15 +346,16 @@ static void note_done(const job *j, char *text, size_t size) {
            count > named ? ", ..." : "", count > 1 ? "they" : "it");
 }
 
-/* Whether it is a program of Python's. */
+/* Whether the program is Python or a Python script. */
 static bool is_python(const char *program) {
   const char *slash = strrchr(program, '/'), *name = slash ? slash + 1 : program;
   size_t n = strlen(name);
   return strncmp(name, "python", 6) == 0 || (n > 3 && strcmp(name + n - 3, ".py") == 0);
 }
 
-/* A rank has ended. Among several that end at once a signal comes before an exit code: survivors of
-   a killed rank exit because of it. fresh: nothing had failed when these were looked for. */
+/* Handles the end of a rank. If several ranks have ended, one that was killed by a signal counts as
+   the first failure: survivors of a killed rank exit because of it. fresh: nothing had failed
+   before these ranks were reaped. */
 static void note_end(job *j, int i, pid_t pid, int status, bool fresh) {
   bool by_signal = WIFSIGNALED(status);
   int number = by_signal ? WTERMSIG(status) : 0, code = by_signal ? 128 + number
@@ -368,17 +376,17 @@ static void note_end(job *j, int i, pid_t pid, int status, bool fresh) {
     return;
   }
   j->code = 0;
-  note_done(j, done, sizeof done);
-  give_up(j, code, SIGTERM, notice_s, "%s%s%s", how, done,
-          is_python(j->o->argv[0]) && !j->o->serve_store && j->o->nnodes == 1
-              ? ". PyTorch programs need --serve-store"
-              : "");
+  list_finished(j, done, sizeof done);
+  fail_job(j, code, SIGTERM, notice_s, "%s%s%s", how, done,
+           is_python(j->o->argv[0]) && !j->o->serve_store && j->o->nnodes == 1
+               ? ". PyTorch programs need --serve-store"
+               : "");
   j->rank_failed = true;
   j->by_signal = by_signal;
 }
 
-/* What is left of a rank's group ends while the rank, not yet waited for, still keeps the group's
-   number from being used again. */
+/* Reaps ended ranks. The rest of a rank's process group is killed before the rank is reaped,
+   because until then the system cannot reuse the group's number. */
 static void reap_ranks(job *j) {
   bool fresh = j->code == 0;
   siginfo_t info;
@@ -399,17 +407,17 @@ static void take_signal(job *j, int number) {
     reap_ranks(j);
     return;
   }
-  if (ends && j->interrupted != 0) number = SIGKILL; /* asked twice */
+  if (ends && j->interrupted != 0) number = SIGKILL; /* the second signal */
   signal_ranks(j, number);
-  if (number == SIGTSTP) kill(getpid(), SIGSTOP); /* as the signal would have done */
+  if (number == SIGTSTP) kill(getpid(), SIGSTOP); /* the signal's default action */
   if (!ends || j->interrupted != 0) return;
   j->interrupted = number;
-  give_up(j, 128 + number, SIGKILL, interrupt_s, "ended by signal %d (%s)", number,
-          strsignal(number));
+  fail_job(j, 128 + number, SIGKILL, interrupt_s, "ended by signal %d (%s)", number,
+           strsignal(number));
 }
 
-/* From here on signals come through j->signals. Those that are ignored here (nohup, a shell's
-   background) stay so, but for SIGCHLD: without it the kernel throws exit codes away. */
+/* Redirects signals to j->signals. Signals that are ignored (nohup, a shell's background job) stay
+   ignored, except SIGCHLD: if it is ignored, the kernel discards exit codes. */
 static bool open_signals(job *j) {
   static const int passed[] = {SIGHUP,  SIGINT,   SIGQUIT, SIGTERM, SIGUSR1,
                                SIGUSR2, SIGWINCH, SIGTSTP, SIGCONT};
@@ -423,7 +431,7 @@ static bool open_signals(job *j) {
     if (sigaction(passed[i], NULL, &how) == 0 && how.sa_handler != SIG_IGN)
       sigaddset(&set, passed[i]);
   j->signals = signalfd(-1, &set, SFD_CLOEXEC | SFD_NONBLOCK);
-  sigaddset(&set, SIGPIPE); /* an output that is gone is an error, not a death */
+  sigaddset(&set, SIGPIPE); /* write must fail instead, with EPIPE */
   sigprocmask(SIG_BLOCK, &set, &j->old_mask);
   if (j->signals < 0) say("signalfd: %s", strerror(errno));
   return j->signals >= 0;
@@ -436,19 +444,19 @@ static size_t size_of(const buffer *b) { return b->end - b->start; }
 static void add(buffer *b, const void *data, size_t n) {
   size_t size = size_of(b);
   if (n == 0) return;
-  if (b->end + n > b->room) {
-    size_t room = size + n <= b->room ? b->room : 2 * (size + n);
-    char *moved = (char *)malloc(room);
+  if (b->end + n > b->capacity) {
+    size_t capacity = size + n <= b->capacity ? b->capacity : 2 * (size + n);
+    char *moved = (char *)malloc(capacity);
     if (moved == NULL) {
       say("out of memory for the ranks' output");
-      exit(1); /* the ranks end with this process */
+      exit(1); /* PR_SET_PDEATHSIG ends the ranks */
     }
     if (size > 0) memcpy(moved, b->data + b->start, size);
     free(b->data);
     b->data = moved;
     b->start = 0;
     b->end = size;
-    b->room = room;
+    b->capacity = capacity;
   }
   memcpy(b->data + b->end, data, n);
   b->end += n;
@@ -474,8 +482,8 @@ static void begin_line(const job *j, sink *k, int s) {
   add(&k->queue, prefix, strlen(prefix));
 }
 
-/* Queues the first n bytes that are held of stream s: a line, or a part of one. */
-static void pass_on(job *j, int s, size_t n) {
+/* Queues the first n held bytes of stream s, a line or a part of one, for output. */
+static void queue_output(job *j, int s, size_t n) {
   sink *k = &j->sinks[j->sink_count == 1 ? 0 : s % 2];
   buffer *held = &j->streams[s].held;
   char last = held->data[held->start + n - 1];
@@ -488,8 +496,8 @@ static void pass_on(job *j, int s, size_t n) {
   drop(held, n);
 }
 
-/* Bytes have come: lines leave, up to the last '\n' or '\r'. A '\r' at the very end waits, as the
-   rest of a line does: '\n' may follow. */
+/* Handles bytes that a rank wrote: queues all lines up to the last '\n' or '\r', and holds the
+   rest. A '\r' at the very end is held too, because a '\n' can follow. */
 static void take_output(job *j, int s, const char *data, size_t n) {
   stream *t = &j->streams[s];
   size_t i = size_of(&t->held), size;
@@ -500,16 +508,16 @@ static void take_output(job *j, int s, const char *data, size_t n) {
     const char *at = t->held.data + t->held.start + i++;
     if (*at == '\r' && (i == size || at[1] == '\n')) continue;
     if (*at != '\r' && *at != '\n') continue;
-    pass_on(j, s, i);
+    queue_output(j, s, i);
     i = 0;
   }
-  if (size > LINE_MAX_BYTES) pass_on(j, s, size);
+  if (size > LINE_MAX_BYTES) queue_output(j, s, size);
 }
 
-/* Nothing more comes from this stream. */
+/* Closes a stream that has ended; queues its incomplete line. */
 static void end_stream(job *j, int s) {
   sink *k = &j->sinks[j->sink_count == 1 ? 0 : s % 2];
-  if (size_of(&j->streams[s].held) > 0) pass_on(j, s, size_of(&j->streams[s].held));
+  if (size_of(&j->streams[s].held) > 0) queue_output(j, s, size_of(&j->streams[s].held));
   if (k->open == s && !j->o->no_prefix && k->fd >= 0) add(&k->queue, "\n", 1);
   if (k->open == s) k->open = -1;
   clear(&j->streams[s].held);
@@ -517,15 +525,15 @@ static void end_stream(job *j, int s) {
   j->streams[s].fd = -1;
 }
 
-/* A rank's own file gets its bytes as they come. */
+/* Writes a rank's bytes unchanged to its log file. */
 static void write_log(job *j, int s, const char *data, size_t n) {
   int fd = j->logs[s / 2];
   while (fd >= 0 && n > 0) {
     ssize_t got = write(fd, data, n);
     if (got < 0 && errno == EINTR) continue;
     if (got < 0) {
-      give_up(j, 1, SIGTERM, 0, "the log of rank %d in %s cannot be written: %s", j->first + s / 2,
-              j->o->log_dir, strerror(errno));
+      fail_job(j, 1, SIGTERM, 0, "the log of rank %d in %s cannot be written: %s", j->first + s / 2,
+               j->o->log_dir, strerror(errno));
       return;
     }
     data += got;
@@ -533,7 +541,7 @@ static void write_log(job *j, int s, const char *data, size_t n) {
   }
 }
 
-/* Reads once from a rank's pipe, which does not block; how much there was. */
+/* Reads once from a rank's pipe without blocking. Returns the number of bytes. */
 static size_t read_stream(job *j, int s) {
   char data[16384];
   ssize_t n = read(j->streams[s].fd, data, sizeof data);
@@ -547,14 +555,14 @@ static size_t read_stream(job *j, int s) {
   return (size_t)n;
 }
 
-/* Writes once. If that fails nobody hears the ranks any more, so they have to end. */
+/* Writes once. If that fails, the ranks' output would be lost, so the run ends. */
 static void write_sink(job *j, sink *k) {
   size_t n = size_of(&k->queue) < WRITE_MAX ? size_of(&k->queue) : WRITE_MAX;
   ssize_t got = write(k->fd, k->queue.data + k->queue.start, n);
   if (got < 0 && (errno == EAGAIN || errno == EINTR)) return;
   if (got < 0) {
-    give_up(j, 1, SIGTERM, 0, "the ranks' output cannot be written to descriptor %d: %s", k->fd,
-            strerror(errno));
+    fail_job(j, 1, SIGTERM, 0, "the ranks' output cannot be written to descriptor %d: %s", k->fd,
+             strerror(errno));
     k->fd = -1;
     clear(&k->queue);
     return;
@@ -584,7 +592,7 @@ static size_t queued(const job *j) {
   return size_of(&j->sinks[0].queue) + size_of(&j->sinks[1].queue);
 }
 
-/* Milliseconds until the next thing to do; at most `most` (-1: any). */
+/* Milliseconds until the next deadline; at most `most` (-1: no limit). */
 static int wait_ms(const job *j, int most) {
   double next = j->code != 0 ? j->deadline : 1e300, left;
   int s;
@@ -597,24 +605,25 @@ static int wait_ms(const job *j, int most) {
   return left < most ? (int)left + 1 : most;
 }
 
-/* Adds a descriptor to those that poll looks at: poll takes no more of them than can be open. */
-static void look_at(job *j, int fd, short events, int what) {
+/* Adds a descriptor to the poll set. Only open ones are added: poll fails with more than ulimit
+   -n. */
+static void poll_fd(job *j, int fd, short events, int what) {
   j->fds[j->polled].fd = fd;
   j->fds[j->polled].events = events;
   j->fds[j->polled].revents = 0;
   j->what[j->polled++] = what;
 }
 
-/* Waits for something to happen, and deals with it. Returns how many descriptors were ready. */
+/* Waits for events and handles them. Returns the number of ready descriptors. */
 static int step(job *j, int most_ms) {
   struct signalfd_siginfo info;
   int i, ready;
   j->polled = 0;
-  look_at(j, j->signals, POLLIN, SIGNALS);
+  poll_fd(j, j->signals, POLLIN, SIGNALS);
   for (i = 0; i < 2; i++)
-    if (size_of(&j->sinks[i].queue) > 0) look_at(j, j->sinks[i].fd, POLLOUT, SINKS + i);
+    if (size_of(&j->sinks[i].queue) > 0) poll_fd(j, j->sinks[i].fd, POLLOUT, SINKS + i);
   for (i = 0; i < 2 * j->count && queued(j) <= QUEUE_MAX; i++)
-    if (j->streams[i].fd >= 0) look_at(j, j->streams[i].fd, POLLIN, STREAMS + i);
+    if (j->streams[i].fd >= 0) poll_fd(j, j->streams[i].fd, POLLIN, STREAMS + i);
   ready = poll(j->fds, (nfds_t)j->polled, wait_ms(j, most_ms));
   for (i = 0; ready > 0 && i < j->polled; i++) {
     int what = j->what[i];
@@ -626,13 +635,13 @@ static int step(job *j, int most_ms) {
   }
   for (i = 0; i < 2 * j->count; i++)
     if (size_of(&j->streams[i].held) > 0 && now() >= j->streams[i].since + pause_s)
-      pass_on(j, i, size_of(&j->streams[i].held));
-  press_ranks(j);
+      queue_output(j, i, size_of(&j->streams[i].held));
+  signal_when_due(j);
   return ready;
 }
 
-/* A rank has ended: passes on what is in its pipe now, and waits for nobody who left the rank's
-   group and may keep it open. */
+/* Reads the bytes that an ended rank left in its pipe. Does not wait for the end of the pipe: a
+   process that left the rank's process group can keep it open. */
 static void finish_stream(job *j, int s) {
   int left;
   if (j->streams[s].fd < 0 || ioctl(j->streams[s].fd, FIONREAD, &left) != 0) left = 0;
@@ -643,7 +652,8 @@ static void finish_stream(job *j, int s) {
   end_stream(j, s);
 }
 
-/* After the last rank. After a signal, a reader that takes nothing for 1 s is given up. */
+/* Writes all output after the last rank has ended. After a signal, stops if the reader has accepted
+   nothing for 1 s. */
 static void finish_output(job *j) {
   int s;
   for (s = 0; s < 2 * j->count; s++) finish_stream(j, s);
@@ -655,12 +665,12 @@ static void finish_output(job *j) {
 
 static bool open_pipe(job *j, int *ends) {
   if (pipe2(ends, O_CLOEXEC) == 0) return true;
-  give_up(j, 1, SIGTERM, 0, "pipe2: %s%s", strerror(errno),
-          errno == EMFILE ? "; raise ulimit -n: each rank takes 3 descriptors" : "");
+  fail_job(j, 1, SIGTERM, 0, "pipe2: %s%s", strerror(errno),
+           errno == EMFILE ? "; raise ulimit -n: each rank takes 3 descriptors" : "");
   return false;
 }
 
-/* A socket that listens on the first of host's addresses that this machine has. *port 0: any. */
+/* A listening socket on the first of host's addresses that this host has. *port 0: any port. */
 static int listen_on(job *j, const char *host, int *port) {
   struct addrinfo want, *all = NULL, *a;
   struct sockaddr_storage bound;
@@ -671,7 +681,7 @@ static int listen_on(job *j, const char *host, int *port) {
   want.ai_socktype = SOCK_STREAM;
   snprintf(text, sizeof text, "%d", *port);
   if ((e = getaddrinfo(host, text, &want, &all)) != 0) {
-    give_up(j, 1, SIGTERM, 0, "--master-addr \"%s\": %s", host, gai_strerror(e));
+    fail_job(j, 1, SIGTERM, 0, "--master-addr \"%s\": %s", host, gai_strerror(e));
     return -1;
   }
   for (a = all, e = 0; a != NULL && fd < 0; a = a->ai_next) {
@@ -687,24 +697,24 @@ static int listen_on(job *j, const char *host, int *port) {
     *port = ntohs(bound.ss_family == AF_INET6
                       ? ((struct sockaddr_in6 *)(void *)&bound)->sin6_port
                       : ((struct sockaddr_in *)(void *)&bound)->sin_port);
-  if (fd < 0) give_up(j, 1, SIGTERM, 0, "cannot listen on %s:%d: %s", host, *port, strerror(e));
+  if (fd < 0) fail_job(j, 1, SIGTERM, 0, "cannot listen on %s:%d: %s", host, *port, strerror(e));
   return fd;
 }
 
-/* For the ranks that meet at j->port. */
+/* Creates the secret of the ranks that connect at j->port. */
 static void make_secret(job *j) {
   uint64_t dice[2];
   char text[64];
   if (getrandom(dice, sizeof dice, 0) != (ssize_t)sizeof dice) {
-    give_up(j, 1, SIGTERM, 0, "getrandom: %s", strerror(errno));
+    fail_job(j, 1, SIGTERM, 0, "getrandom: %s", strerror(errno));
     return;
   }
   snprintf(text, sizeof text, "%d:%016" PRIx64 "%016" PRIx64, j->port, dice[0], dice[1]);
   setenv("CDDP_JOB_SECRET", text, 1);
 }
 
-/* Where the ranks meet. */
-static void open_meeting(job *j) {
+/* Sets MASTER_ADDR; binds rank 0's port, or starts the store. */
+static void open_rendezvous(job *j) {
   const options *o = j->o;
   const char *host = o->master_addr != NULL && !o->standalone ? o->master_addr : "127.0.0.1";
   cddp_store_desc desc;
@@ -724,31 +734,32 @@ static void open_meeting(job *j) {
     desc.is_server = true;
     desc.timeout_s = 10;
     if (cddp_store_create(&j->store, &desc) != CDDP_OK)
-      give_up(j, 1, SIGTERM, 0, "%s", cddp_error());
+      fail_job(j, 1, SIGTERM, 0, "%s", cddp_error());
     j->port = cddp_store_port(j->store);
   }
 }
 
-/* Opens a rank's log. The folder must be the caller's, and the file in it the caller's alone: links
-   and pipes may lead elsewhere. */
+/* Opens a rank's log. The directory must belong to the user, and the file must be a regular file of
+   the user without other links, so that no other user can redirect the output. */
 static bool open_log(job *j, int i) {
   const char *folder = j->o->log_dir;
   char name[64];
   struct stat s;
-  int at, fd = -1, life = j->attempt + j->lives[i];
+  int at, fd = -1, life = j->attempt + j->rank_restarts[i];
   if (folder == NULL) return true;
   if (life == 0) snprintf(name, sizeof name, "rank%d.log", j->first + i);
   else snprintf(name, sizeof name, "rank%d.restart%d.log", j->first + i, life);
   if (mkdir(folder, 0777) != 0 && errno != EEXIST) {
-    give_up(j, 1, SIGTERM, 0, "cannot make the folder %s for logs: %s", folder, strerror(errno));
+    fail_job(j, 1, SIGTERM, 0, "cannot make the folder %s for logs: %s", folder, strerror(errno));
     return false;
   }
   at = open(folder, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   if (at >= 0 && fstat(at, &s) == 0 && s.st_uid != geteuid()) {
-    give_up(j, 1, SIGTERM, 0,
-            "the folder %s for logs belongs to user %u, who could make them overwrite other files; "
-            "name one of your own",
-            folder, (unsigned)s.st_uid);
+    fail_job(
+        j, 1, SIGTERM, 0,
+        "the folder %s for logs belongs to user %u, who could make them overwrite other files; "
+        "name one of your own",
+        folder, (unsigned)s.st_uid);
     close(at);
     return false;
   }
@@ -762,9 +773,9 @@ static bool open_log(job *j, int i) {
   }
   j->logs[i] = fd;
   if (fd < 0)
-    give_up(j, 1, SIGTERM, 0, "cannot write the log %s/%s: %s%s", folder, name, strerror(errno),
-            errno == ELOOP || errno == EPERM ? "; it must be a file of yours, not a link to one"
-                                             : "");
+    fail_job(j, 1, SIGTERM, 0, "cannot write the log %s/%s: %s%s", folder, name, strerror(errno),
+             errno == ELOOP || errno == EPERM ? "; it must be a file of yours, not a link to one"
+                                              : "");
   if (at >= 0) close(at);
   return fd >= 0;
 }
@@ -775,7 +786,7 @@ static void set_number(const char *name, int value) {
   setenv(name, text, 1);
 }
 
-/* Sets here what rank i inherits. */
+/* Sets the environment that rank i inherits. */
 static void set_environment(const job *j, int i) {
   const options *o = j->o;
   set_number("RANK", j->first + i);
@@ -790,18 +801,19 @@ static void set_environment(const job *j, int i) {
   unsetenv("TORCHELASTIC_RUN_ID");
   unsetenv("CDDP_LISTEN_FD");
   if (j->listener >= 0 && i == 0) set_number("CDDP_LISTEN_FD", j->listener);
-  if (j->lives[i] > 0) setenv("CDDP_JOIN", "1", 1);
+  if (j->rank_restarts[i] > 0)
+    setenv("CDDP_JOIN", "1", 1);
   else unsetenv("CDDP_JOIN");
   if (o->serve_store) setenv("TORCHELASTIC_USE_AGENT_STORE", "True", 1);
   else unsetenv("TORCHELASTIC_USE_AGENT_STORE");
   if (j->count > 1) setenv("OMP_NUM_THREADS", "1", 0);
 }
 
-/* A rank's life until it runs the program; what keeps it from that goes into the pipe. */
+/* Runs the program in a forked child. If that fails, writes errno to the pipe `failure`. */
 static void run_rank(const job *j, int i, const int *outputs, int failure, pid_t parent) {
   int null = -1, e;
   prctl(PR_SET_PDEATHSIG, SIGKILL);
-  if (getppid() != parent) _exit(1); /* it died before the line above */
+  if (getppid() != parent) _exit(1); /* the parent died before the prctl */
   setpgid(0, 0);
   if (i != 0 || isatty(0)) null = open("/dev/null", O_RDONLY | O_CLOEXEC);
   if (null >= 0) dup2(null, 0);
@@ -815,8 +827,8 @@ static void run_rank(const job *j, int i, const int *outputs, int failure, pid_t
   _exit(e == ENOENT ? 127 : 126);
 }
 
-/* Says why the program could not be run. */
-static void blame_program(job *j, int e) {
+/* Reports why the program could not be run. */
+static void report_exec_error(job *j, int e) {
   const char *name = j->o->argv[0];
   char line[256] = "", why[512];
   FILE *f = fopen(name, "re");
@@ -834,10 +846,10 @@ static void blame_program(job *j, int e) {
     snprintf(why, sizeof why, ": %s; make it executable: chmod +x %s", strerror(e), name);
   else
     snprintf(why, sizeof why, ": %s", strerror(e));
-  give_up(j, e == ENOENT ? 127 : 126, SIGTERM, 0, "cannot run \"%s\"%s", name, why);
+  fail_job(j, e == ENOENT ? 127 : 126, SIGTERM, 0, "cannot run \"%s\"%s", name, why);
 }
 
-/* Starts rank i; false when that has failed. */
+/* Starts rank i. Returns false on failure. */
 static bool start_rank(job *j, int i) {
   int out[2] = {-1, -1}, err[2] = {-1, -1}, failure[2] = {-1, -1}, theirs[2], e = 0;
   pid_t parent = getpid(), pid = -1;
@@ -847,7 +859,7 @@ static bool start_rank(job *j, int i) {
     theirs[0] = out[1];
     theirs[1] = err[1];
     if ((pid = fork()) == 0) run_rank(j, i, theirs, failure[1], parent);
-    if (pid < 0) give_up(j, 1, SIGTERM, 0, "fork: %s", strerror(errno));
+    if (pid < 0) fail_job(j, 1, SIGTERM, 0, "fork: %s", strerror(errno));
   }
   if (out[1] >= 0) close(out[1]);
   if (err[1] >= 0) close(err[1]);
@@ -857,18 +869,18 @@ static bool start_rank(job *j, int i) {
   if (pid > 0) {
     fcntl(out[0], F_SETFL, O_NONBLOCK);
     fcntl(err[0], F_SETFL, O_NONBLOCK);
-    setpgid(pid, pid); /* the rank does so too: whoever comes first */
+    setpgid(pid, pid); /* the child calls it too, because either process can run first */
     j->pids[i] = pid;
     j->alive++;
     do got = read(failure[0], &e, sizeof e);
     while (got < 0 && errno == EINTR);
   }
   if (failure[0] >= 0) close(failure[0]);
-  if (got == (ssize_t)sizeof e) blame_program(j, e);
+  if (got == (ssize_t)sizeof e) report_exec_error(j, e);
   return pid > 0 && got == 0;
 }
 
-/* Elastic: starts lost ranks again, while there are others to join. */
+/* Elastic: starts lost ranks again, if other ranks live that they can join. */
 static void restart_lost(job *j) {
   int i;
   for (i = 0; i < j->count; i++) {
@@ -879,15 +891,15 @@ static void restart_lost(job *j) {
     finish_stream(j, 2 * i + 1);
     if (j->logs[i] >= 0) close(j->logs[i]);
     j->logs[i] = -1;
-    j->lives[i]++;
+    j->rank_restarts[i]++;
     (void)start_rank(j, i);
   }
 }
 
-/* One life of all ranks. */
+/* Starts all ranks and handles events until they have ended. */
 static void run_ranks(job *j) {
   int i;
-  open_meeting(j);
+  open_rendezvous(j);
   for (i = 0; i < j->count && j->code == 0; i++)
     if (!start_rank(j, i)) break;
   if (j->listener >= 0) close(j->listener);
@@ -902,7 +914,8 @@ static void run_ranks(job *j) {
     if (j->logs[i] >= 0) close(j->logs[i]);
 }
 
-/* A descriptor of 0, 1 or 2 that is closed would be taken by the next thing opened. */
+/* Opens /dev/null for each of the descriptors 0, 1 and 2 that is closed: otherwise the next file
+   that is opened would get its number. */
 static void open_standard_files(void) {
   int fd;
   do fd = open("/dev/null", O_RDWR);

@@ -1,13 +1,13 @@
-/* cddptrace - reads what the flight recorders of a job's ranks have kept.
+/* cddptrace - reports from the flight recorder files of a job's ranks.
 
      cc -O2 examples/cddptrace.c -o cddptrace -lpthread -lm
-     CDDP_RECORD=/tmp/flight ./your_program              each rank writes a file there
-     ./cddptrace /tmp/flight/cddp-*.rec                  who is late or missing, and in what
+     CDDP_RECORD=/tmp/flight ./your_program              each rank writes a file to /tmp/flight
+     ./cddptrace /tmp/flight/cddp-*.rec                  ranks that are late or missing in a call
      ./cddptrace -o trace.json /tmp/flight/cddp-*.rec    and a trace for https://ui.perfetto.dev
 
-   Works on the files of a running job, of one that hangs and of one that was killed. Of several
-   jobs it takes the newest. A rank of an elastic job may have several files: each process that has
-   joined as this rank has one of its own. */
+   Reads the files of a job that is running, hangs or was killed. If the files are of several jobs,
+   it reports the newest job. A rank of an elastic job can have several files: each process that
+   joined as this rank wrote its own file. */
 #define CDDP_IMPLEMENTATION
 #include "../cddp.h"
 
@@ -20,23 +20,23 @@
 #include <unistd.h>
 
 #define MAX_RANKS 4096
-#define MAX_LIVES 1024 /* files of ranks' earlier processes */
+#define MAX_EARLIER 1024 /* files of ranks' earlier processes */
 
 typedef struct rank_file {
   cddp_record_header head;
-  cddp_record *records; /* by number; NULL: this rank's file is not there */
+  cddp_record *records; /* by number; NULL: no file of this rank */
   int count;
 } rank_file;
 
-typedef struct call { /* one rank's part in one call of a group */
+typedef struct call { /* one rank's record of one call of a group */
   const cddp_record *r;
   int rank;
 } call;
 
-static rank_file ranks[MAX_RANKS + MAX_LIVES]; /* by rank; from MAX_RANKS on the earlier ones */
+static rank_file ranks[MAX_RANKS + MAX_EARLIER]; /* by rank; from MAX_RANKS on earlier processes' */
 static int size, earlier;
 static uint64_t job;
-static int64_t born, last; /* ns, wall clock: when the job's files were made, and its last record */
+static int64_t born, last; /* ns, wall clock: creation of the job's files; the job's last record */
 
 static int sane(int64_t t) { return t >= -(INT64_C(1) << 61) && t <= INT64_C(1) << 61; }
 
@@ -47,7 +47,8 @@ static int by_number(const void *a, const void *b) {
   return (x > y) - (x < y);
 }
 
-/* Takes the file's records if its job is the newest so far; 0 if it is no recorder's file. */
+/* Keeps the file's records if its job is the newest so far. Returns 0 if the file is not a flight
+   recorder's. */
 static int load(const char *path) {
   rank_file f = {0}, *now, *old;
   int64_t t;
@@ -66,7 +67,7 @@ static int load(const char *path) {
     cddp_record *r = &f.records[i];
     r->what[sizeof r->what - 1] = 0;
     for (char *c = r->what; *c; c++) *c = *c < ' ' || *c > '~' || strchr("\"\\", *c) ? '?' : *c;
-    if (r->number && r->ended < r->enqueued) r->ended = 0; /* caught while it was written */
+    if (r->number && r->ended < r->enqueued) r->ended = 0; /* read while the rank was writing it */
     if (r->number && sane(r->enqueued) && sane(r->started) && sane(r->ended))
       f.records[f.count++] = *r;
   }
@@ -82,9 +83,9 @@ static int load(const char *path) {
   job = f.head.job;
   if (size < (int)f.head.world_size) size = (int)f.head.world_size;
   now = &ranks[f.head.rank];
-  if (now->records && earlier < MAX_LIVES && f.head.pid != now->head.pid) {
+  if (now->records && earlier < MAX_EARLIER && f.head.pid != now->head.pid) {
     old = &ranks[MAX_RANKS + earlier++];
-    *old = f.head.created < now->head.created ? f : *now; /* the newest process is the rank */
+    *old = f.head.created < now->head.created ? f : *now; /* ranks[rank] is the newest process */
     if (old->records == f.records) return 1;
   } else {
     free(now->records);
@@ -106,7 +107,7 @@ static void print_call(const cddp_record *r) {
   if (r->sequence) printf(", call %" PRIu64 " of group %04" PRIx64, r->sequence, r->group & 0xffff);
 }
 
-/* What every rank did last; the earlier processes of elastic ones first. */
+/* The last operation of each rank; earlier processes of elastic jobs first. */
 static void report_ranks(void) {
   for (int k = 0; k < size + earlier; k++) {
     int i = k < earlier ? (int)ranks[MAX_RANKS + k].head.rank : k - earlier;
@@ -133,7 +134,7 @@ static void report_ranks(void) {
   }
 }
 
-/* Elastic models: who was lost and who came, in each process's own words. */
+/* Elastic models: ranks that were lost or joined, as each process recorded them. */
 static void report_elastic(void) {
   for (int i = 0; i < MAX_RANKS + earlier; i = i + 1 == size ? MAX_RANKS : i + 1)
     for (int k = 0; k < ranks[i].count; k++) {
@@ -149,8 +150,9 @@ static void report_elastic(void) {
     }
 }
 
-/* How a rank that is missing in a call got to be so. A rank that left has said so in its file. */
-static const char *fate(const rank_file *f) {
+/* The reason why a rank is missing in a call. A rank that left the group recorded it in its
+   file. */
+static const char *missing_reason(const rank_file *f) {
   char host[sizeof f->head.host] = "";
   if (!f->records) return "has no file; it did not begin";
   if (f->head.left) return "left before";
@@ -160,7 +162,7 @@ static const char *fate(const rank_file *f) {
   return "has not begun";
 }
 
-/* The last call of one group, calls[0 .. n): who is in it, who is missing. */
+/* The last call of one group, calls[0 .. n): reports ranks that are missing while others wait. */
 static void report_group(const call *calls, int n) {
   const cddp_record *end = calls[n - 1].r;
   int waiting = 0, i;
@@ -172,14 +174,14 @@ static void report_group(const call *calls, int n) {
   }
   for (i = 0; seen && waiting > 0 && i < size; i++) {
     if (seen[i] == 2 || (seen[i] == 0 && end->group != 0)) continue;
-    printf("MISSING: rank %d %s ", i, fate(&ranks[i]));
+    printf("MISSING: rank %d %s ", i, missing_reason(&ranks[i]));
     print_call(end);
     printf(", where %d rank%s waited for it\n", waiting, waiting == 1 ? "" : "s");
   }
   free(seen);
 }
 
-/* How far behind the first one each rank began the calls that several ranks made. */
+/* Mean delay of each rank behind the first rank, in calls that several ranks made. */
 static void report_late(const call *calls, int n) {
   double *sum = calloc((size_t)size, sizeof *sum);
   int *count = calloc((size_t)size, sizeof *count), i, k, end;
@@ -238,7 +240,7 @@ static int trace(const char *path) { /* the Trace Event format; times in us */
       const cddp_record *r = &ranks[i].records[k];
       int64_t start = wall(i, r->started ? r->started : r->enqueued);
       int64_t end = r->ended ? wall(i, r->ended) : last;
-      int instant = !r->started && r->ended; /* ready */
+      int instant = !r->started && r->ended; /* an event: cddp_ddp_ready */
       fprintf(out,
               "{\"name\":\"%s\",\"ph\":\"%s\",\"s\":\"t\",\"pid\":%d,\"tid\":%d,\"ts\":%.3f,"
               "\"dur\":%.3f,"

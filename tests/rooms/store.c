@@ -1677,7 +1677,7 @@ static void test_stopped_holder(void) { /* it serves, and is stopped: a deadline
   CHECK_EQ(waitpid(pid, NULL, WUNTRACED), pid);
   start = test_now();
   CHECK_IS(open_file(&s, 0.3), CDDP_TIMEOUT);
-  CHECK(error_says(file_path) && error_says("stopped") && test_now() - start < 3);
+  CHECK(error_says(file_path) && error_says("suspended") && test_now() - start < 3);
   CHECK_EQ(kill(pid, SIGCONT), 0);
   CHECK_OK(open_file(&s, 5));
   cddp_store_destroy(s);
