@@ -1741,36 +1741,36 @@ typedef struct cddp__ref {
 } cddp__ref;
 enum { CDDP__REF_NONE, CDDP__REF_UNUSED, CDDP__REF_EXTENT, CDDP__REF_POINTER };
 
-#define CDDP__INLINE 40 /* payload bytes that ride in a line */
+#define CDDP__PAYLOAD 40 /* payload bytes in a header */
 
-/* What a round of an operation is for; the ranks' must agree. */
+/* The purpose of a round within an operation. Ranks compare it. */
 enum cddp__phase {
-  CDDP__PHASE_CALL,      /* the call itself: all that is compared */
+  CDDP__PHASE_CALL,      /* the call itself; there is nothing else to exchange */
   CDDP__PHASE_STAGED,    /* the ranks' shares are in headers or staging buffers */
-  CDDP__PHASE_PLACES,    /* where the ranks' buffers are */
-  CDDP__PHASE_PIECE,     /* a host's ranks have filled, or emptied, a piece */
-  CDDP__PHASE_DONE,      /* this rank is through with the others' buffers */
-  CDDP__PHASE_BLOCK,     /* where a new group's control block is */
-  CDDP__PHASE_CONNECTED, /* other means of communication are up */
-  CDDP__PHASE_ROWS,      /* bytes of the ranks' rows */
-  CDDP__PHASE_ROWS_DONE, /* this rank has read them */
-  CDDP__PHASE_GRADIENTS, /* this rank's gradients are as its peers may read them */
-  CDDP__PHASE_WEIGHTS,   /* this rank has written others' weights into its arena */
-  CDDP__PHASE_NORM,      /* the squares of this rank's part of the gradients are there */
-  CDDP__PHASE_HOST = 15  /* of records: a device group's call on host memory */
+  CDDP__PHASE_REFS,      /* the headers have the addresses of the ranks' buffers */
+  CDDP__PHASE_CHUNK,     /* the ranks of a host have written, or read, a chunk */
+  CDDP__PHASE_DONE,      /* this rank has finished reading the others' buffers */
+  CDDP__PHASE_BLOCK,     /* the headers have the address of a new group's control block */
+  CDDP__PHASE_CONNECTED, /* connections or a communicator are established */
+  CDDP__PHASE_ROWS,      /* the headers have the number of bytes of the ranks' rows */
+  CDDP__PHASE_ROWS_DONE, /* this rank has read the other ranks' rows */
+  CDDP__PHASE_GRADIENTS, /* this rank's gradients are complete: peers can read them */
+  CDDP__PHASE_WEIGHTS,   /* this rank has copied others' weights: they can clear the arena */
+  CDDP__PHASE_NORM,      /* the squares of this rank's part of the gradients are complete */
+  CDDP__PHASE_HOST = 15  /* records only: a device group's call on host memory */
 };
-enum cddp__scope { CDDP__SCOPE_ALL, CDDP__SCOPE_HOST }; /* ranks of the group; those of this host */
+enum cddp__scope { CDDP__SCOPE_ALL, CDDP__SCOPE_HOST }; /* all ranks of the group; of this host */
 
-/* shared: what one rank announces in one round. Written by its rank, seq last. Two per rank, used
-   in turn: a rank can only be one round ahead of a reader, see cddp__round_of. */
+/* shared: a rank's announcement of one round. The rank writes it, seq last. Each rank has two, used
+   alternately, since a rank is at most one round ahead of a reader: see >>round. */
 typedef struct cddp__op_header {
   cddp__atomic_u32 seq; /* number of the round; readers sleep on it */
   uint32_t call;        /* operation, dtype, op: cddp__call_code */
   uint64_t count;       /* elements */
   int32_t root;         /* rank, or -1 */
-  uint32_t fp_mode;     /* of the thread, for calls that compute: cddp__fp_mode */
+  uint32_t fp_mode;     /* of the calling thread, for calls that compute: cddp__fp_mode */
   union {
-    unsigned char bytes[CDDP__INLINE];
+    unsigned char bytes[CDDP__PAYLOAD];
     cddp__ref ref;
     int32_t split[2]; /* of a new group: color and key */
     uint64_t align;
@@ -1818,41 +1818,41 @@ typedef struct cddp__logged_call {
     uint64_t count;
   } what;
   uint64_t hash; /* of this and all calls before it */
-  char site[96]; /* where it was made, in words; "": not known */
+  char site[96]; /* text of the call site; "": unknown */
 } cddp__logged_call;
-#define CDDP__CALL_LOG 64 /* calls remembered per rank and group, a power of two */
+#define CDDP__CALL_LOG 64 /* calls kept per rank and group, a power of two */
 
-#define CDDP__WHERE_MAX 160 /* bytes of a text that says where a rank waits */
+#define CDDP__WHERE_MAX 160 /* bytes of the text of the place where a rank waits */
 
-/* shared: a rank's place in a group, on its own host. */
+/* shared: a rank's entry in the control block of its host. "Writer: rank" is the entry's rank. */
 typedef struct cddp__slot {
-  cddp__atomic_u32 state; /* CDDP__SLOT_*; writer: the rank, for threads also their starter */
-  cddp__atomic_u32 inside; /* 1: between begin_access and end_access; writer: the rank */
+  cddp__atomic_u32 state;  /* CDDP__SLOT_*; writer: rank; if ranks are threads also their creator */
+  cddp__atomic_u32 inside; /* 1: between begin_access and end_access; writer: rank */
   unsigned char pad1[CDDP__CACHE_LINE - 8];
-  cddp__atomic_u64 awaits; /* 1 + a rank of another host that this one waits for, behind the ms of
-                              cddp__monotonic() when it last looked; 0: none; writer: the rank */
-  cddp__atomic_u32 events;  /* bumped by a rank that changed a send of interest to this one, if
-                               that sleeps; in a group of several hosts in any case */
-  cddp__atomic_u32 waiting; /* threads of this rank asleep until it changes */
-  cddp__atomic_u32 send_top; /* sends below this index may be in use; writer: the rank */
-  cddp__atomic_u32 calls;  /* on device memory, noted so far; writer: the rank */
-  cddp__atomic_u32 works;  /* in its engine's queue, and that which runs; writer: the rank */
-  cddp__atomic_u32 ended; /* in the job's first group: 65536 + the process's wait status; 0: not
-                             known; writer: the rank before this one on the host */
+  cddp__atomic_u64 awaits; /* low half: 1 + the rank of another host that this rank waits for, or 0;
+                              high half: ms of cddp__monotonic() at its last check; writer: rank */
+  cddp__atomic_u32 events; /* incremented when a peer has changed a send for this rank, if this
+                              rank sleeps, and in a group of several hosts always */
+  cddp__atomic_u32 waiting;  /* threads of this rank that sleep on `events` */
+  cddp__atomic_u32 send_top; /* only sends below this index can be in use; writer: rank */
+  cddp__atomic_u32 calls;    /* number of logged calls on device memory; writer: rank */
+  cddp__atomic_u32 works;    /* operations queued or running in its engine; writer: rank */
+  cddp__atomic_u32 ended;    /* in the job's first group: 65536 + the process's wait status; 0:
+                                unknown; writer: the rank's left neighbour on the host */
   unsigned char pad2[CDDP__CACHE_LINE - 32];
-  cddp__send_request sends[CDDP__SENDS]; /* on cache lines of their own */
-  cddp__atomic_u32 site_round; /* whose call site follows; writer: the rank, as it fails */
+  cddp__send_request sends[CDDP__SENDS]; /* each on its own cache lines */
+  cddp__atomic_u32 site_round; /* the round to which `site` belongs; writer: rank, as it fails */
   char site[CDDP__SITE_MAX];
-  char failure[CDDP__ERROR_MAX]; /* why the rank breaks the group; its fail_lock */
-  /* In the job's first group: where the rank waits, for the ranks of its host that wait for it.
-     Writer: its thread that waits. */
-  cddp__atomic_u64 wait; /* for a round: the low half of its group's id above its number; for a
-                            message UINT64_MAX; 0: no thread has waited for long */
+  char failure[CDDP__ERROR_MAX]; /* the group's failure, if this slot is in `broken`; fail_lock */
+  /* In the job's first group: the place where the rank waits, for texts of ranks that wait for it.
+     Writer: the waiting thread. */
+  cddp__atomic_u64 wait; /* high half: low half of the group's id; low half: its round; UINT64_MAX:
+                            a message; 0: no thread has waited for long */
   cddp__atomic_u32 failed;  /* 1: the last wait ended in a failure */
-  cddp__atomic_u32 several; /* 1: several threads of the rank use cddp */
-  char where[CDDP__WHERE_MAX]; /* read while it may change: cddp__copy_text */
-  cddp__ref more_sends[CDDP__SEND_BLOCKS]; /* published by send_top; [0] is not used */
-  cddp__ref scratch; /* between hosts, for what peers cannot see; writer: the rank, once */
+  cddp__atomic_u32 multithreaded;          /* 1: several threads of the rank use cddp */
+  char where[CDDP__WHERE_MAX];             /* can change while it is read: cddp__copy_text */
+  cddp__ref more_sends[CDDP__SEND_BLOCKS]; /* published by send_top; [0] is unused */
+  cddp__ref scratch; /* between hosts: copies of private buffers; writer: rank, once */
   cddp__logged_call call_log[CDDP__CALL_LOG];
 } __attribute__((aligned(CDDP__CACHE_LINE))) cddp__slot;
 enum { CDDP__SLOT_EMPTY, CDDP__SLOT_TAKEN, CDDP__SLOT_LEFT, CDDP__SLOT_DEAD };
@@ -1863,27 +1863,27 @@ typedef struct cddp__cause {
   char text[CDDP__ERROR_MAX];
 } cddp__cause;
 
-/* shared: the control block of a group, followed by the headers of all ranks, the last round to
-   which each is known to have come by what its host has told (cddp__reported_round_of), the slots
-   of those of this host (and an empty one for the others) and then the staging buffers. */
+/* shared: the control block of a group. Behind it are, in this order: the headers of all ranks; for
+   each remote rank the last round that its host has reported (cddp__reported_round_of); the slots
+   of this host's ranks, and an empty slot for all remote ranks; the staging buffers. */
 typedef struct cddp__control_block {
-  cddp__atomic_u32 arrivals; /* oversubscribed: ranks that reached a round, summed over all */
+  cddp__atomic_u32 arrivals; /* oversubscribed: total of the ranks' arrivals at all rounds */
   unsigned char pad1[CDDP__CACHE_LINE - 4];
   cddp__atomic_u32 release; /* oversubscribed: the last round that all ranks reached; futex */
   unsigned char pad2[CDDP__CACHE_LINE - 4];
-  cddp__atomic_u32 sleepers; /* threads asleep in a step */
+  cddp__atomic_u32 sleepers; /* threads that sleep on a header, arrivals or release */
   unsigned char pad3[CDDP__CACHE_LINE - 4];
-  cddp__atomic_u32 broken; /* 0, or what broke the group, with the slot that says why << 8 */
+  cddp__atomic_u32 broken; /* 0, or the failure's cddp_result and << 8 the slot with its text */
   cddp__atomic_u32 left;   /* ranks of the host that have destroyed the group */
-  cddp__atomic_u32 generation; /* of the extent that it begins; another one: the block is gone */
-  cddp__atomic_u32 size;   /* of so many, for the rank that frees the block; 0: not known yet */
-  cddp__atomic_u32 staging; /* bytes of a staging buffer, as the first rank that came found it; */
-  cddp__atomic_u32 cores;   /* likewise; at last what all ranks of the host may use together */
-  cddp__atomic_u32 joins;   /* of the job's first group: processes that have joined, ever */
+  cddp__atomic_u32 generation; /* of its extent; a change means that the block was freed */
+  cddp__atomic_u32 size;    /* number of ranks that must leave before it is freed; 0: unknown yet */
+  cddp__atomic_u32 staging; /* bytes of a staging buffer, as chosen by the first rank */
+  cddp__atomic_u32 cores;   /* of the first rank; later: usable by all ranks of the host together */
+  cddp__atomic_u32 joins;   /* job's first group: number of processes that have joined so far */
   unsigned char pad4[CDDP__CACHE_LINE - 28];
-  cddp__atomic_u64 processors[CDDP__PROCESSORS / 64]; /* likewise: a bit for each they may use */
-  cddp__cause cause; /* of losses to come */
-  cddp__atomic_u32 told; /* the last round of which the other hosts were told who has come */
+  cddp__atomic_u64 processors[CDDP__PROCESSORS / 64]; /* set bits: usable; job's first group */
+  cddp__cause cause;         /* of expected losses, as told by other hosts */
+  cddp__atomic_u32 reported; /* the last round for which this host has reported its arrivals */
 } cddp__control_block;
 
 /* --- hosts, groups and calls --- */
@@ -1911,12 +1911,12 @@ typedef struct cddp__host {
   int fd;                /* the memfd; -1 for threads and a single rank without shared memory */
   struct stat memory;    /* identifies the memfd: the program can close fd and reuse its number */
   bool elastic;          /* this rank has an elastic model */
-  bool joined;           /* it came with CDDP_JOIN, and has met nobody */
-  struct cddp__door *door; /* what it tells who joins; NULL: nobody can. See >>rendezvous */
-  int door_fd;           /* where they call; -1: it has no elastic model */
-  int door_port;         /* where those of other hosts do; -1: nowhere, or another rank listens */
-  double door_closed;    /* until that time of cddp__now() nobody is answered */
-  int claim, port;       /* held while the group lives, see >>rendezvous; -1: none */
+  bool joined;           /* this process joined with CDDP_JOIN, without a rendezvous */
+  struct cddp__door *door; /* data for joining processes; NULL: none can join. See >>rendezvous */
+  int door_fd;             /* listener for joining processes of this host; -1: no elastic model */
+  int door_port;           /* port for those of other hosts; -1: none, or another rank listens */
+  double door_closed;      /* until that time of cddp__now() no joining process is answered */
+  int claim, port;         /* sockets held while the group lives, see >>rendezvous; -1: none */
   char place[96];        /* the rendezvous address, for error texts: "port 29500" */
   int window;            /* number of this rank's window: index, or another one if it joined */
   int window_bits;       /* window i is [(i + 1) << bits, (i + 2) << bits) of the memfd */
@@ -1962,7 +1962,7 @@ typedef struct cddp__counted_share {
                          position of this rank's share in the other's receive buffer */
 } cddp__counted_share;
 enum {
-  CDDP__KIND_BARRIER, /* count: a hash of what was called on device memory, or 0 */
+  CDDP__KIND_BARRIER, /* count: hash of the logged calls on device memory, or 0 */
   CDDP__KIND_ALL_REDUCE,
   CDDP__KIND_REDUCE,
   CDDP__KIND_BROADCAST,
@@ -1988,20 +1988,20 @@ enum {
   CDDP__KIND_RECV
 };
 
-/* What a group does with memory on a device. NULL in cddp_group and cddp_ddp: there is none. Where
-   a function says *taken = false, all memory was the host's and the CPU backend goes on. */
+/* The functions of a group for memory on a device. NULL in cddp_group: no device. *taken is false
+   if all memory is host memory: then the CPU runs the operation. */
 typedef struct cddp__backend {
   cddp_result (*start)(cddp_group *g, const cddp__call *c, cddp_work **work, bool *taken);
   cddp_result (*wait)(cddp_work *w); /* frees w */
   bool (*done)(cddp_work *w);
-  /* Of one through the host, which had the result r there, to be waited for by its caller. */
+  /* Ends an operation that was staged through the host, with its result r there. Called by wait. */
   cddp_result (*unstage)(cddp_work *w, cddp_result r);
   cddp_result (*synchronize)(cddp_group *g);
   void *(*alloc)(cddp_group *g, size_t bytes);
   cddp_result (*prepare)(cddp_group *g); /* collective, before g is split */
-  cddp_result (*open)(const cddp_group *from, cddp_group *g); /* collective over g, which is new */
+  cddp_result (*open)(const cddp_group *from, cddp_group *g); /* collective over g, a new group */
   void (*leave)(cddp_group *g);
-  void (*close)(cddp_group *g); /* after that, when the group's memory goes */
+  void (*close)(cddp_group *g); /* after leave, when the group's memory is freed */
   void (*free)(const cddp_group *g, void *p);
 } cddp__backend;
 
@@ -2116,9 +2116,8 @@ struct cddp_group { /* followed by its arrays, see cddp__group_build */
   cddp_work *recvs;          /* pending receives, oldest first; p2p_lock, as are the next two */
   int next_any;              /* the rank that the next receive from CDDP_ANY checks first */
   uint64_t send_number;
-  /* Upper bounds on the number of sends in flight and on the bytes of their copies; refreshed by
-  each
-     scan. p2p_lock. */
+  /* Upper bounds on the number of sends in flight, and on the bytes of their copies. Each scan
+     refreshes them. p2p_lock. */
   uint64_t sends_open, sends_staged;
   cddp__send_request *sends[CDDP__SEND_BLOCKS]; /* this rank's */
   int send_blocks;                              /* number of blocks */
@@ -2414,29 +2413,28 @@ typedef struct cddp__hosts {
 } cddp__hosts;
 
 /* >>hooks ---------------------------------------------------------------------------------------
-   A room calls rooms above it. These functions alone are called from rooms above their own. */
+   A room calls functions of rooms above it. The exceptions are declared here. */
 
-/* >>p2p: a waiting thread serves the pending receives of its process. g: the group in which it
-   waits; NULL: none. Returns whether a receive got its message. */
+/* >>p2p: serves the pending receives of this process. g: the group in which the caller waits; NULL:
+   none. Returns whether a receive got its message. */
 static bool cddp__serve_idle(cddp_group *g);
 
-/* >>hosts, for groups that span hosts: a round's headers go to the other hosts and come from there;
-   connections are accepted and notices heard; this rank's connections end; hosts ask each other who
-   has come to a round. */
+/* >>hosts, for groups that span hosts. _meet exchanges a round's headers with the other hosts.
+   _look accepts connections, reads notices and sends pending bytes. _hang_up ends this rank's
+   connections. _ask asks the other hosts which of their ranks have reached a round. */
 static cddp_result cddp__hosts_meet(cddp_group *g);
 static void cddp__hosts_look(cddp_group *g);
 static void cddp__hosts_hang_up(cddp_group *g);
 static void cddp__hosts_ask(cddp_group *g);
 
-/* >>collectives: what does not fit into a round, in shared memory. */
+/* >>collectives: runs a collective in shared memory that does not fit into a round. */
 static cddp_result cddp__run_large(cddp_group *g, const cddp__call *c);
 
-/* >>links: ranks of other hosts are told of a failure. */
+/* >>links: sends a notice of a failure to the ranks of other hosts. */
 static void cddp__tell_all(const cddp__net *n, uint64_t group, const int *world, int size,
                            uint32_t code, const char *text);
 
-/* >>elastic: the ranks of an elastic model
-   see that this one is gone. */
+/* >>elastic: closes this rank's listeners and connections: the other members count it as lost. */
 static void cddp__elastic_close(cddp_ddp *d);
 
 /* >>base -----------------------------------------------------------------------------------------
@@ -7446,7 +7444,7 @@ static cddp_result cddp__break(cddp_group *g, cddp_result r) {
 /* Marks this rank as one with several threads that use cddp. A peer cannot conclude then that the
    rank is blocked because one of its threads waits: another thread can unblock it. */
 static void cddp__mark_multithreaded(const cddp__host *host) {
-  if (host->slots != NULL) cddp__store32(&host->slots[host->index].several, 1);
+  if (host->slots != NULL) cddp__store32(&host->slots[host->index].multithreaded, 1);
 }
 
 #define CDDP__THREAD ((uintptr_t)&cddp__this_site) /* identifies the calling thread */
@@ -7753,8 +7751,8 @@ static cddp__text cddp__describe_wait(const cddp_group *g, int rank) {
   cddp__copy_text(where, slot->where, sizeof where);
   if (waits || cddp__load32(&slot->failed) != 0)
     t = cddp__textf("; rank %d %s in %s%s", cddp__job_rank(g, rank), waits ? "waits" : "has failed",
-                    where, cddp__load32(&slot->several) ? " (one of its threads)" : "");
-  else if (g->host->net == NULL && cddp__load32(&slot->several) == 0)
+                    where, cddp__load32(&slot->multithreaded) ? " (one of its threads)" : "");
+  else if (g->host->net == NULL && cddp__load32(&slot->multithreaded) == 0)
     /* else: it may wait for another host, for shards, or in a thread that publishes no wait */
     t = cddp__textf("; rank %d waits in no collective, send or recv", cddp__job_rank(g, rank));
   return t;
@@ -7836,11 +7834,11 @@ static cddp_result cddp__break_deadlock(cddp_group *g, cddp_group *in, int p) {
    checked. */
 static cddp_result cddp__check_deadlock(cddp_group *g) {
   int p;
-  for (p = 0; p < g->size && cddp__load32(&cddp__wait_slot(g, g->rank)->several) == 0; p++) {
+  for (p = 0; p < g->size && cddp__load32(&cddp__wait_slot(g, g->rank)->multithreaded) == 0; p++) {
     const cddp__slot *slot = cddp__wait_slot(g, p);
     uint64_t wait = p != g->rank && slot != NULL ? cddp__load64(&slot->wait) : 0;
     cddp_group *in;
-    if (wait == 0 || cddp__load32(&slot->several) != 0 || cddp__has_announced(g, p) ||
+    if (wait == 0 || cddp__load32(&slot->multithreaded) != 0 || cddp__has_announced(g, p) ||
         cddp__load32(&cddp__slot_of(g, p)->works) != 0)
       continue;
     pthread_mutex_lock(&g->host->lock);
@@ -8244,8 +8242,8 @@ static __thread uint32_t cddp__last_fp_mode;
 
 /* Starts the group's next round: announces it, and waits until all ranks of the scope have
    announced it. Fails with CDDP_MISMATCH if they made different calls.
-     payload   at most CDDP__INLINE bytes for the other ranks; NULL: none, or the caller has already
-               filled this rank's next header or staging buffer
+     payload   at most CDDP__PAYLOAD bytes for the other ranks; NULL: none, or the caller has
+               already filled this rank's next header or staging buffer
    Afterwards this rank can read the headers and staging buffers of the scope's ranks, until it
    announces the next round but one. */
 static cddp_result cddp__round_of(cddp_group *g, enum cddp__scope scope, const cddp__call *call,
@@ -8256,7 +8254,7 @@ static cddp_result cddp__round_of(cddp_group *g, enum cddp__scope scope, const c
                       (cddp__shapes[call->kind].reduces && call->dtype <= CDDP_BF16));
   uint32_t code = cddp__call_code(call, phase), fp_mode = 0;
   cddp_result r;
-  CDDP_ASSERT(payload == NULL || bytes <= CDDP__INLINE);
+  CDDP_ASSERT(payload == NULL || bytes <= CDDP__PAYLOAD);
   CDDP__POINT("begin");
   g->round++;
   if (payload != NULL) memcpy(mine->u.bytes, payload, bytes);
@@ -8828,7 +8826,7 @@ static void cddp__tell_came(cddp_group *g, uint32_t round) {
   bool set[CDDP__MAX_RANKS];
   cddp__text list;
   int p;
-  if (cddp__exchange32(&g->block->told, round) == round) return;
+  if (cddp__exchange32(&g->block->reported, round) == round) return;
   for (p = 0; p < g->size; p++)
     set[p] = g->members[p] >= 0 &&
              cddp__load32(&cddp__op_header_of(g, p, round)->seq) == round;
@@ -11233,7 +11231,7 @@ static size_t cddp__ride_of(const cddp_group *g, const cddp__op_header *header, 
     return 0;
   element = cddp__dtype_size((cddp_dtype)dtype);
   if (cddp__shapes[kind].scatters) element *= (size_t)g->size;
-  if (header->count > g->staging_size / element || header->count <= CDDP__INLINE / element)
+  if (header->count > g->staging_size / element || header->count <= CDDP__PAYLOAD / element)
     return 0;
   if (cddp__shapes[kind].from_root && rank != header->root) return 0;
   return element * (size_t)header->count;
@@ -11700,7 +11698,7 @@ static cddp_result cddp__find_views(const cddp__flow *f, bool *hidden) {
 
 /* The other hosts take the round too, at their own time: the numbers stay the same everywhere. */
 static cddp_result cddp__piece_round(cddp_group *g, const cddp__call *c) {
-  return cddp__round_of(g, CDDP__SCOPE_HOST, c, CDDP__PHASE_PIECE, NULL, 0);
+  return cddp__round_of(g, CDDP__SCOPE_HOST, c, CDDP__PHASE_CHUNK, NULL, 0);
 }
 
 /* A chunk of a call. hidden: some rank's view is in scratch. What others read there is put in
@@ -11746,7 +11744,7 @@ static cddp_result cddp__hosts_run(cddp_group *g, const cddp__call *c) {
     if (*scratch != NULL)
       cddp__slot_of(g, g->rank)->scratch = cddp__ref_of(g->host, *scratch, 2 * CDDP__SCRATCH);
   }
-  r = cddp__round_of(g, CDDP__SCOPE_ALL, c, CDDP__PHASE_PLACES, &ref, sizeof ref);
+  r = cddp__round_of(g, CDDP__SCOPE_ALL, c, CDDP__PHASE_REFS, &ref, sizeof ref);
   if (r == CDDP_OK) r = cddp__begin_access(g);
   if (r == CDDP_OK) r = cddp__find_views(&f, &hidden);
   if (hidden) most = CDDP__SCRATCH / (cddp__view_shares(&f) * c->esize);
@@ -11861,7 +11859,7 @@ static cddp_result cddp__hosts_attach(cddp_group *g, cddp__net *net, const int *
   r = watched ? CDDP_OK : cddp__fail_errno("eventfd or epoll");
   cddp__sort_hosts(g, x, g->world + g->size);
   cddp__set_leaves(g, x, false);
-  g->round_max = cddp__max(g->staging_size, CDDP__INLINE);
+  g->round_max = cddp__max(g->staging_size, CDDP__PAYLOAD);
   g->carrier = &cddp__hosts_carrier;
   pthread_mutex_lock(&g->host->lock); /* from now on failures of the group elsewhere are heard */
   g->hosts = x;
@@ -12358,7 +12356,7 @@ static bool cddp__show_message_wait(const cddp_work *w) {
   const cddp__slot *s = cddp__wait_slot(w->group, w->group->rank);
   const char *what = w->call.kind == CDDP__KIND_RECV ? "recv from" : "send to";
   cddp__text peer = cddp__textf("any rank");
-  if (s == NULL || cddp__load32(&s->several) != 0) return false;
+  if (s == NULL || cddp__load32(&s->multithreaded) != 0) return false;
   if (w->call.root != CDDP_ANY)
     peer = cddp__textf("rank %d", cddp__job_rank(w->group, w->call.root));
   return cddp__publish_wait(w->group,
@@ -12759,7 +12757,7 @@ static cddp_result cddp__mpi_split(const cddp_group *from, cddp_group *to, int c
   to->mpi = (struct cddp__mpi *)cddp__calloc(&to->host->allocator, 1, sizeof *to->mpi);
   if (to->mpi == NULL) return CDDP_OUT_OF_MEMORY;
   to->mpi->comm = comm;
-  to->round_max = CDDP__INLINE;
+  to->round_max = CDDP__PAYLOAD;
   if (from != NULL) to->carrier = from->carrier;
   return CDDP_OK;
 }
@@ -13342,7 +13340,7 @@ static cddp_result cddp__exchange_slices(cddp_group *g, const cddp__call *c, con
   for (r = 0; r < g->size; r++) g->buffers[r] = space + (size_t)r * apart;
   g->buffers[g->rank] = (char *)(uintptr_t)c->send + k->begin * c->esize;
   cddp__reduce_slices(g, c, k->n, g->buffers, sums + (size_t)g->rank * apart, nontemporal);
-  result = cddp__round_of(g, CDDP__SCOPE_ALL, c, CDDP__PHASE_PIECE, NULL, 0);
+  result = cddp__round_of(g, CDDP__SCOPE_ALL, c, CDDP__PHASE_CHUNK, NULL, 0);
   for (r = 0; result == CDDP_OK && r < g->size; r++, sums += apart) {
     cddp__slice(k->n, CDDP__CACHE_LINE / c->esize, g->size, r, &begin, &end);
     memcpy(recv + begin * c->esize, sums + begin * c->esize, (end - begin) * c->esize);
@@ -13353,14 +13351,14 @@ static cddp_result cddp__exchange_slices(cddp_group *g, const cddp__call *c, con
 /* The chunk of the call that starts at element `begin`. */
 static cddp__chunk cddp__chunk_at(const cddp_group *g, const cddp__call *c, size_t begin) {
   size_t element = c->esize * cddp__send_shares(g, c);
-  size_t room = cddp__max(g->staging_size, CDDP__INLINE), all = c->count * element;
+  size_t room = cddp__max(g->staging_size, CDDP__PAYLOAD), all = c->count * element;
   cddp__chunk k;
   if (all > CDDP__STAGING_MIN && cddp__is_one_sided(c) && !g->oversubscribed && g->hosts == NULL)
     room = cddp__min(room, cddp__max(all / CDDP__PIPELINE_CHUNKS, CDDP__STAGING_MIN));
   k.begin = begin;
   k.n = c->count - begin;
   if (k.n * element > room) k.n = room / element; /* small calls do without the slow division */
-  k.in_header = k.n * element <= CDDP__INLINE;
+  k.in_header = k.n * element <= CDDP__PAYLOAD;
   return k;
 }
 
@@ -13404,7 +13402,7 @@ CDDP__INLINED bool cddp__is_short(const cddp_group *g, const cddp__call *c) {
 /* The same as cddp__run_staged, with fewer instructions: each one counts here. */
 static cddp_result cddp__run_short(cddp_group *g, const cddp__call *c) {
   size_t bytes = c->count * c->esize, apart, i;
-  cddp__chunk all = {0, c->count, bytes <= CDDP__INLINE};
+  cddp__chunk all = {0, c->count, bytes <= CDDP__PAYLOAD};
   const void **srcs = (const void **)(void *)g->slices;
   bool spreads = c->kind == CDDP__KIND_BROADCAST, sends = !spreads || g->rank == c->root;
   bool staged = sends && !all.in_header;
@@ -13500,7 +13498,7 @@ static cddp_result cddp__run_large(cddp_group *g, const cddp__call *c) {
   cddp_result r;
   int p;
   if (ref.kind <= CDDP__REF_UNUSED) cddp__write_shares(g, c, &first);
-  r = cddp__round_of(g, CDDP__SCOPE_ALL, c, CDDP__PHASE_PLACES, &ref, sizeof ref);
+  r = cddp__round_of(g, CDDP__SCOPE_ALL, c, CDDP__PHASE_REFS, &ref, sizeof ref);
   for (p = 0; r == CDDP_OK && p < g->size; p++) {
     at = p == g->rank ? &ref : &cddp__op_header_of(g, p, g->round)->u.ref;
     g->buffers[p] = NULL; /* no rank needs it, or its address is not known */
@@ -17006,7 +17004,7 @@ static cddp_result cddp__exchange_refs(cddp_group *g, int kind, const void *p, s
   int k;
   memset(&ref, 0, sizeof ref);
   if (p != NULL) ref = cddp__ref_of(g->host, p, bytes);
-  r = cddp__round(g, CDDP__SCOPE_ALL, kind, CDDP__PHASE_PLACES, bytes, &ref, sizeof ref);
+  r = cddp__round(g, CDDP__SCOPE_ALL, kind, CDDP__PHASE_REFS, bytes, &ref, sizeof ref);
   if (r != CDDP_OK) return r;
   for (k = 0; k < g->size; k++)
     if (cddp__op_header_of(g, k, g->round)->u.ref.kind == CDDP__REF_NONE)
