@@ -2604,48 +2604,49 @@ static cddp_result cddp__fail_errno(const char *what) {
 
 /* Sends one line to the program's logger, if it has one. level 0 = error, 1 = warning, 2 = info. */
 CDDP__PRINTF(3, 4)
-static void cddp__log(const cddp_logger *l, int level, const char *format, ...) {
+static void cddp__log(const cddp_logger *logger, int level, const char *format, ...) {
   char line[CDDP__ERROR_MAX];
   va_list args;
-  if (l->log == NULL) return;
+  if (logger->log == NULL) return;
   va_start(args, format);
   vsnprintf(line, sizeof line, format, args);
   va_end(args);
-  (l->log)(level, line, l->user_data);
+  (logger->log)(level, line, logger->user_data);
 }
 
 /* --- memory --- */
 
-static void *cddp__malloc(const cddp_allocator *a, size_t bytes) {
-  void *p = a != NULL && a->alloc != NULL ? (a->alloc)(bytes ? bytes : 1, a->user_data)
-                                          : malloc(bytes ? bytes : 1);
+static void *cddp__malloc(const cddp_allocator *allocator, size_t bytes) {
+  void *p = allocator != NULL && allocator->alloc != NULL
+                ? (allocator->alloc)(bytes ? bytes : 1, allocator->user_data)
+                : malloc(bytes ? bytes : 1);
   if (p == NULL) cddp__fail(CDDP_OUT_OF_MEMORY, "out of memory allocating %zu bytes", bytes);
   return p;
 }
 
-static void *cddp__calloc(const cddp_allocator *a, size_t count, size_t size) {
+static void *cddp__calloc(const cddp_allocator *allocator, size_t count, size_t size) {
   void *p;
   if (size != 0 && count > SIZE_MAX / size) {
     cddp__fail(CDDP_OUT_OF_MEMORY, "%zu elements of %zu bytes exceed the address space", count,
                size);
     return NULL;
   }
-  p = cddp__malloc(a, count * size);
+  p = cddp__malloc(allocator, count * size);
   if (p != NULL) memset(p, 0, count * size);
   return p;
 }
 
-static void cddp__free(const cddp_allocator *a, void *p) {
+static void cddp__free(const cddp_allocator *allocator, void *p) {
   if (p == NULL) return;
-  if (a != NULL && a->free != NULL)
-    (a->free)(p, a->user_data);
+  if (allocator != NULL && allocator->free != NULL)
+    (allocator->free)(p, allocator->user_data);
   else
     free(p);
 }
 
-static char *cddp__strdup(const cddp_allocator *a, const char *s) {
+static char *cddp__strdup(const cddp_allocator *allocator, const char *s) {
   size_t n = strlen(s) + 1;
-  char *p = (char *)cddp__malloc(a, n);
+  char *p = (char *)cddp__malloc(allocator, n);
   if (p != NULL) memcpy(p, s, n);
   return p;
 }
@@ -2656,14 +2657,14 @@ static size_t cddp__round_up(size_t n, size_t step) { return (n + step - 1) / st
 
 /* Returns p, or a larger copy of it, with a capacity of at least `needed` elements. Returns NULL if
    memory is exhausted; p is unchanged then. */
-static void *cddp__grow_array(const cddp_allocator *a, void *p, size_t *capacity, size_t needed,
-                              size_t size) {
+static void *cddp__grow_array(const cddp_allocator *allocator, void *p, size_t *capacity,
+                              size_t needed, size_t size) {
   size_t more = cddp__max(needed, *capacity * 2 + 8);
   void *q;
   if (needed <= *capacity) return p;
-  if ((q = cddp__malloc(a, more * size)) == NULL) return NULL;
+  if ((q = cddp__malloc(allocator, more * size)) == NULL) return NULL;
   if (p != NULL) memcpy(q, p, *capacity * size);
-  cddp__free(a, p);
+  cddp__free(allocator, p);
   *capacity = more;
   return q;
 }
@@ -2998,7 +2999,7 @@ static cddp_result cddp__record_open(cddp_record_header **out, uint64_t job, int
                                      int life) {
   const char *dir = getenv("CDDP_RECORD");
   size_t bytes = CDDP__RECORD_BYTES;
-  cddp_record_header *h;
+  cddp_record_header *header;
   char path[4096];
   void *p = MAP_FAILED;
   int fd, e;
@@ -3022,73 +3023,73 @@ static cddp_result cddp__record_open(cddp_record_header **out, uint64_t job, int
     return cddp__fail(CDDP_IO, "CDDP_RECORD: cannot get %zu bytes for the recorder's file %s: %s%s",
                       bytes, path, strerror(e), cddp__size_advice(e));
   }
-  h = (cddp_record_header *)p;
-  h->record_size = (uint32_t)sizeof(cddp_record);
-  h->capacity = CDDP_RECORDS;
-  h->rank = (uint32_t)rank;
-  h->world_size = (uint32_t)size;
-  h->pid = (uint32_t)getpid();
-  h->job = job;
-  h->created = cddp__nanoseconds(CLOCK_MONOTONIC);
-  h->wall_offset = cddp__nanoseconds(CLOCK_REALTIME) - h->created;
-  gethostname(h->host, sizeof h->host - 1);
-  memcpy(h->magic, "cddprec1", sizeof h->magic);
-  *out = h;
+  header = (cddp_record_header *)p;
+  header->record_size = (uint32_t)sizeof(cddp_record);
+  header->capacity = CDDP_RECORDS;
+  header->rank = (uint32_t)rank;
+  header->world_size = (uint32_t)size;
+  header->pid = (uint32_t)getpid();
+  header->job = job;
+  header->created = cddp__nanoseconds(CLOCK_MONOTONIC);
+  header->wall_offset = cddp__nanoseconds(CLOCK_REALTIME) - header->created;
+  gethostname(header->host, sizeof header->host - 1);
+  memcpy(header->magic, "cddprec1", sizeof header->magic);
+  *out = header;
   return CDDP_OK;
 }
 
 /* The record of an operation. NULL if the recorder is off (number 0), or if a newer operation has
    reused the entry. */
 static cddp_record *cddp__record_at(const cddp_group *g, uint64_t number) {
-  cddp_record *r;
+  cddp_record *record;
   if (CDDP__LIKELY(number == 0)) return NULL;
-  r = (cddp_record *)(void *)(g->host->record + 1) + (number - 1) % CDDP_RECORDS;
-  return __atomic_load_n(&r->number, __ATOMIC_ACQUIRE) == number ? r : NULL;
+  record = (cddp_record *)(void *)(g->host->record + 1) + (number - 1) % CDDP_RECORDS;
+  return __atomic_load_n(&record->number, __ATOMIC_ACQUIRE) == number ? record : NULL;
 }
 
 /* Records that an operation of g was requested. Returns its number, or 0 if the recorder is off.
    what: its name, at most 15 bytes. */
 static uint64_t cddp__record_new(const cddp_group *g, const char *what, uint64_t count, int dtype,
                                  int op, int root) {
-  cddp_record_header *h = g->host->record;
-  cddp_record *r;
+  cddp_record_header *header = g->host->record;
+  cddp_record *record;
   uint64_t number;
-  if (CDDP__LIKELY(h == NULL)) return 0;
-  number = __atomic_add_fetch(&h->next, 1, __ATOMIC_RELAXED);
-  r = (cddp_record *)(void *)(h + 1) + (number - 1) % CDDP_RECORDS;
-  __atomic_exchange_n(&r->number, 0, __ATOMIC_SEQ_CST);
+  if (CDDP__LIKELY(header == NULL)) return 0;
+  number = __atomic_add_fetch(&header->next, 1, __ATOMIC_RELAXED);
+  record = (cddp_record *)(void *)(header + 1) + (number - 1) % CDDP_RECORDS;
+  __atomic_exchange_n(&record->number, 0, __ATOMIC_SEQ_CST);
   /* No later store can be visible before this one: a reader that sees a new field must not see the
      old number. On x86 the exchange ensures that. gcc's thread sanitizer supports no fences. */
 #if !defined(__x86_64__) && !defined(__i386__) && !defined(__SANITIZE_THREAD__)
   __atomic_thread_fence(__ATOMIC_RELEASE);
 #endif
-  r->sequence = 0;
-  r->group = g->id;
-  r->count = count;
-  r->enqueued = cddp__nanoseconds(CLOCK_MONOTONIC);
-  r->started = r->ended = 0;
-  memset(r->what, 0, sizeof r->what);
-  memcpy(r->what, what, cddp__min(strlen(what), sizeof r->what - 1));
-  r->dtype = dtype;
-  r->op = op;
-  r->root = root;
-  r->result = r->engine = r->tag = 0;
-  __atomic_store_n(&r->number, number, __ATOMIC_RELEASE);
+  record->sequence = 0;
+  record->group = g->id;
+  record->count = count;
+  record->enqueued = cddp__nanoseconds(CLOCK_MONOTONIC);
+  record->started = record->ended = 0;
+  memset(record->what, 0, sizeof record->what);
+  memcpy(record->what, what, cddp__min(strlen(what), sizeof record->what - 1));
+  record->dtype = dtype;
+  record->op = op;
+  record->root = root;
+  record->result = record->engine = record->tag = 0;
+  __atomic_store_n(&record->number, number, __ATOMIC_RELEASE);
   return number;
 }
 
 static void cddp__record_start(const cddp_group *g, uint64_t number, uint64_t sequence) {
-  cddp_record *r = cddp__record_at(g, number);
-  if (CDDP__LIKELY(r == NULL)) return;
-  r->sequence = sequence;
-  r->started = cddp__nanoseconds(CLOCK_MONOTONIC);
+  cddp_record *record = cddp__record_at(g, number);
+  if (CDDP__LIKELY(record == NULL)) return;
+  record->sequence = sequence;
+  record->started = cddp__nanoseconds(CLOCK_MONOTONIC);
 }
 
 CDDP__INLINED void cddp__record_finish(const cddp_group *g, uint64_t number, cddp_result result) {
-  cddp_record *r = cddp__record_at(g, number);
-  if (CDDP__LIKELY(r == NULL)) return;
-  r->result = (int32_t)result;
-  r->ended = cddp__nanoseconds(CLOCK_MONOTONIC);
+  cddp_record *record = cddp__record_at(g, number);
+  if (CDDP__LIKELY(record == NULL)) return;
+  record->result = (int32_t)result;
+  record->ended = cddp__nanoseconds(CLOCK_MONOTONIC);
 }
 
 /* Records an event: an operation that starts and ends now. */
@@ -3263,87 +3264,93 @@ typedef struct cddp__challenge {
   size_t in_size, out_size;
 } cddp__challenge;
 
-static void cddp__challenge_queue(cddp__challenge *c, const char *tag, const void *data, size_t n) {
-  memcpy(c->out, tag, 8);
-  memcpy(c->out + 8, data, n);
-  c->out_size = 8 + n;
+static void cddp__challenge_queue(cddp__challenge *challenge, const char *tag, const void *data,
+                                  size_t n) {
+  memcpy(challenge->out, tag, 8);
+  memcpy(challenge->out + 8, data, n);
+  challenge->out_size = 8 + n;
 }
 
-static void cddp__challenge_prove(const cddp__challenge *c, bool caller,
+static void cddp__challenge_prove(const cddp__challenge *challenge, bool caller,
                                   unsigned char proof[CDDP__PROOF_SIZE]) {
   char label[64];
-  snprintf(label, sizeof label, "cddp %s %s", c->purpose, caller ? "caller" : "called");
-  cddp__mac(c->secret, label, c->covered, c->covered_size, proof);
+  snprintf(label, sizeof label, "cddp %s %s", challenge->purpose, caller ? "caller" : "called");
+  cddp__mac(challenge->secret, label, challenge->covered, challenge->covered_size, proof);
 }
 
 /* context: at most 64 bytes that the proofs cover as well; both ends must have the same; NULL:
    none. */
-static cddp_result cddp__challenge_begin(cddp__challenge *c, const char *secret,
+static cddp_result cddp__challenge_begin(cddp__challenge *challenge, const char *secret,
                                          const char *purpose, bool caller, const void *context,
                                          size_t context_size) {
-  unsigned char *own = c->covered + (caller ? 0 : CDDP__NONCE_SIZE);
+  unsigned char *own = challenge->covered + (caller ? 0 : CDDP__NONCE_SIZE);
   cddp_result r;
-  memset(c, 0, sizeof *c);
-  c->secret = secret;
-  c->purpose = purpose;
-  c->caller = caller;
-  c->covered_size = 2 * CDDP__NONCE_SIZE + context_size;
-  CDDP_ASSERT(c->covered_size <= sizeof c->covered);
-  cddp__copy(c->covered + 2 * CDDP__NONCE_SIZE, context, context_size);
+  memset(challenge, 0, sizeof *challenge);
+  challenge->secret = secret;
+  challenge->purpose = purpose;
+  challenge->caller = caller;
+  challenge->covered_size = 2 * CDDP__NONCE_SIZE + context_size;
+  CDDP_ASSERT(challenge->covered_size <= sizeof challenge->covered);
+  cddp__copy(challenge->covered + 2 * CDDP__NONCE_SIZE, context, context_size);
   r = cddp__random(own, CDDP__NONCE_SIZE);
-  if (r == CDDP_OK && caller) cddp__challenge_queue(c, CDDP__AUTH_HELLO, own, CDDP__NONCE_SIZE);
+  if (r == CDDP_OK && caller)
+    cddp__challenge_queue(challenge, CDDP__AUTH_HELLO, own, CDDP__NONCE_SIZE);
   return r;
 }
 
 /* Handles a complete message, c->in. */
-static void cddp__challenge_message(cddp__challenge *c) {
+static void cddp__challenge_message(cddp__challenge *challenge) {
   unsigned char proof[CDDP__PROOF_SIZE];
-  c->in_size = 0;
-  if (c->step++ == 0) { /* the other end's nonce */
-    memcpy(c->covered + (c->caller ? CDDP__NONCE_SIZE : 0), c->in + 8, CDDP__NONCE_SIZE);
-    cddp__challenge_prove(c, true, proof);
-    if (c->caller)
-      cddp__challenge_queue(c, CDDP__AUTH_PROOF, proof, sizeof proof);
+  challenge->in_size = 0;
+  if (challenge->step++ == 0) { /* the other end's nonce */
+    memcpy(challenge->covered + (challenge->caller ? CDDP__NONCE_SIZE : 0), challenge->in + 8,
+           CDDP__NONCE_SIZE);
+    cddp__challenge_prove(challenge, true, proof);
+    if (challenge->caller)
+      cddp__challenge_queue(challenge, CDDP__AUTH_PROOF, proof, sizeof proof);
     else
-      cddp__challenge_queue(c, CDDP__AUTH_CHALLENGE, c->covered + CDDP__NONCE_SIZE,
+      cddp__challenge_queue(challenge, CDDP__AUTH_CHALLENGE, challenge->covered + CDDP__NONCE_SIZE,
                             CDDP__NONCE_SIZE);
     return;
   }
-  cddp__challenge_prove(c, !c->caller, proof);
-  c->state = cddp__same_bytes(proof, c->in + 8, sizeof proof) ? CDDP__CHALLENGE_PROVEN
-                                                              : CDDP__CHALLENGE_WRONG;
-  if (c->caller) return;
-  cddp__challenge_prove(c, false, proof);
-  if (c->state == CDDP__CHALLENGE_PROVEN)
-    cddp__challenge_queue(c, CDDP__AUTH_ACCEPT, proof, sizeof proof);
+  cddp__challenge_prove(challenge, !challenge->caller, proof);
+  challenge->state = cddp__same_bytes(proof, challenge->in + 8, sizeof proof)
+                         ? CDDP__CHALLENGE_PROVEN
+                         : CDDP__CHALLENGE_WRONG;
+  if (challenge->caller) return;
+  cddp__challenge_prove(challenge, false, proof);
+  if (challenge->state == CDDP__CHALLENGE_PROVEN)
+    cddp__challenge_queue(challenge, CDDP__AUTH_ACCEPT, proof, sizeof proof);
   else
-    cddp__challenge_queue(c, CDDP__AUTH_REFUSAL, strcmp(c->purpose, "join") == 0 ? "J" : "W", 1);
+    cddp__challenge_queue(challenge, CDDP__AUTH_REFUSAL,
+                          strcmp(challenge->purpose, "join") == 0 ? "J" : "W", 1);
 }
 
 /* Consumes received bytes and returns how many. The remaining bytes do not belong to the
    challenge. */
-static size_t cddp__challenge_feed(cddp__challenge *c, const unsigned char *p, size_t n) {
+static size_t cddp__challenge_feed(cddp__challenge *challenge, const unsigned char *p, size_t n) {
   static const char *const tags[2][2] = {{CDDP__AUTH_HELLO, CDDP__AUTH_PROOF},
                                          {CDDP__AUTH_CHALLENGE, CDDP__AUTH_ACCEPT}};
   size_t used = 0;
-  if (c->secret == NULL && n > 0) {
-    c->state = p[0] == CDDP__AUTH_HELLO[0] ? CDDP__CHALLENGE_WRONG : CDDP__CHALLENGE_PROVEN;
-    if (c->state == CDDP__CHALLENGE_WRONG) cddp__challenge_queue(c, CDDP__AUTH_REFUSAL, "N", 1);
+  if (challenge->secret == NULL && n > 0) {
+    challenge->state = p[0] == CDDP__AUTH_HELLO[0] ? CDDP__CHALLENGE_WRONG : CDDP__CHALLENGE_PROVEN;
+    if (challenge->state == CDDP__CHALLENGE_WRONG)
+      cddp__challenge_queue(challenge, CDDP__AUTH_REFUSAL, "N", 1);
     return 0;
   }
-  while (used < n && c->state == CDDP__CHALLENGE_ON) {
-    size_t k = cddp__min(c->in_size + 1, 8);
-    c->in[c->in_size++] = p[used++];
-    if (memcmp(c->in, tags[c->caller][c->step], k) == 0) {
-      if (c->in_size == sizeof c->in) cddp__challenge_message(c);
-    } else if (!c->caller || memcmp(c->in, CDDP__AUTH_REFUSAL, k) != 0) {
-      c->state = CDDP__CHALLENGE_NOT_CDDP;
-      if (!c->caller)
-        cddp__challenge_queue(c, CDDP__AUTH_REFUSAL,
-                              strcmp(c->purpose, "join") == 0 ? "J" : "S", 1);
-    } else if (c->in_size == 9) {
-      c->state = CDDP__CHALLENGE_REFUSED;
-      c->why = (char)c->in[8];
+  while (used < n && challenge->state == CDDP__CHALLENGE_ON) {
+    size_t k = cddp__min(challenge->in_size + 1, 8);
+    challenge->in[challenge->in_size++] = p[used++];
+    if (memcmp(challenge->in, tags[challenge->caller][challenge->step], k) == 0) {
+      if (challenge->in_size == sizeof challenge->in) cddp__challenge_message(challenge);
+    } else if (!challenge->caller || memcmp(challenge->in, CDDP__AUTH_REFUSAL, k) != 0) {
+      challenge->state = CDDP__CHALLENGE_NOT_CDDP;
+      if (!challenge->caller)
+        cddp__challenge_queue(challenge, CDDP__AUTH_REFUSAL,
+                              strcmp(challenge->purpose, "join") == 0 ? "J" : "S", 1);
+    } else if (challenge->in_size == 9) {
+      challenge->state = CDDP__CHALLENGE_REFUSED;
+      challenge->why = (char)challenge->in[8];
     }
   }
   return used;
@@ -3490,16 +3497,18 @@ static cddp_result cddp__recv_some(int fd, void *data, size_t *n, double deadlin
 
 /* Runs this end of a challenge that has begun, until it ends; the result is c->state. bytes
    receives the last *n bytes that arrived, for error texts. */
-static cddp_result cddp__challenge_run(cddp__challenge *c, int fd, unsigned char *bytes, size_t *n,
-                                       double deadline) {
+static cddp_result cddp__challenge_run(cddp__challenge *challenge, int fd, unsigned char *bytes,
+                                       size_t *n, double deadline) {
   cddp_result r = CDDP_OK;
-  while (r == CDDP_OK && (c->state == CDDP__CHALLENGE_ON || c->out_size > 0)) {
-    r = cddp__send_all(fd, c->out, c->out_size, deadline);
-    c->out_size = 0;
-    if (r != CDDP_OK || c->state != CDDP__CHALLENGE_ON) break;
-    *n = c->in_size == 0 ? 9 : sizeof c->in - c->in_size; /* a refusal has 9 bytes */
+  while (r == CDDP_OK && (challenge->state == CDDP__CHALLENGE_ON || challenge->out_size > 0)) {
+    r = cddp__send_all(fd, challenge->out, challenge->out_size, deadline);
+    challenge->out_size = 0;
+    if (r != CDDP_OK || challenge->state != CDDP__CHALLENGE_ON) break;
+    *n = challenge->in_size == 0
+             ? 9
+             : sizeof challenge->in - challenge->in_size; /* a refusal has 9 bytes */
     r = cddp__recv_some(fd, bytes, n, deadline);
-    if (r == CDDP_OK) cddp__challenge_feed(c, bytes, *n);
+    if (r == CDDP_OK) cddp__challenge_feed(challenge, bytes, *n);
   }
   return r;
 }
@@ -3556,24 +3565,25 @@ static cddp_result cddp__host_port(const char *text, char host[256], int *port) 
 }
 
 /* "127.0.0.1:29500", "[::1]:29500" or "the abstract Unix socket @name". */
-static cddp__text cddp__describe_address(const cddp__address *a) {
+static cddp__text cddp__describe_address(const cddp__address *address) {
   char host[128], port[16];
-  int name = (int)a->size - (int)offsetof(struct sockaddr_un, sun_path) - 1; /* its size */
-  if (a->sa.ss_family == AF_UNIX)
-    return cddp__textf("the abstract Unix socket @%.*s", name > 0 ? name : 0, a->un.sun_path + 1);
-  if (getnameinfo(&a->any, a->size, host, sizeof host, port, sizeof port,
+  int name = (int)address->size - (int)offsetof(struct sockaddr_un, sun_path) - 1; /* its size */
+  if (address->sa.ss_family == AF_UNIX)
+    return cddp__textf("the abstract Unix socket @%.*s", name > 0 ? name : 0,
+                       address->un.sun_path + 1);
+  if (getnameinfo(&address->any, address->size, host, sizeof host, port, sizeof port,
                   NI_NUMERICHOST | NI_NUMERICSERV) != 0)
     return cddp__textf("(unknown address)");
-  return cddp__textf(a->sa.ss_family == AF_INET6 ? "[%s]:%s" : "%s:%s", host, port);
+  return cddp__textf(address->sa.ss_family == AF_INET6 ? "[%s]:%s" : "%s:%s", host, port);
 }
 
 /* On Linux sin_port and sin6_port have the same offset. */
-static void cddp__address_set_port(cddp__address *a, int port) {
-  if (a->sa.ss_family != AF_UNIX) a->v4.sin_port = htons((uint16_t)port);
+static void cddp__address_set_port(cddp__address *address, int port) {
+  if (address->sa.ss_family != AF_UNIX) address->v4.sin_port = htons((uint16_t)port);
 }
 
-static int cddp__address_port(const cddp__address *a) {
-  return a->sa.ss_family != AF_UNIX ? ntohs(a->v4.sin_port) : 0;
+static int cddp__address_port(const cddp__address *address) {
+  return address->sa.ss_family != AF_UNIX ? ntohs(address->v4.sin_port) : 0;
 }
 
 static bool cddp__address_same_host(const cddp__address *a, const cddp__address *b) {
@@ -3584,14 +3594,15 @@ static bool cddp__address_same_host(const cddp__address *a, const cddp__address 
 }
 
 /* Replaces the address with the wildcard address of its family: 0.0.0.0 or ::. */
-static void cddp__address_to_all(cddp__address *a) {
-  if (a->sa.ss_family == AF_INET6) memset(&a->v6.sin6_addr, 0, sizeof a->v6.sin6_addr);
-  if (a->sa.ss_family == AF_INET) a->v4.sin_addr.s_addr = htonl(INADDR_ANY);
+static void cddp__address_to_all(cddp__address *address) {
+  if (address->sa.ss_family == AF_INET6)
+    memset(&address->v6.sin6_addr, 0, sizeof address->v6.sin6_addr);
+  if (address->sa.ss_family == AF_INET) address->v4.sin_addr.s_addr = htonl(INADDR_ANY);
 }
 
-static bool cddp__address_is_loopback(const cddp__address *a) {
-  if (a->sa.ss_family == AF_INET6) return IN6_IS_ADDR_LOOPBACK(&a->v6.sin6_addr) != 0;
-  return a->sa.ss_family == AF_INET && ntohl(a->v4.sin_addr.s_addr) >> 24 == 127;
+static bool cddp__address_is_loopback(const cddp__address *address) {
+  if (address->sa.ss_family == AF_INET6) return IN6_IS_ADDR_LOOPBACK(&address->v6.sin6_addr) != 0;
+  return address->sa.ss_family == AF_INET && ntohl(address->v4.sin_addr.s_addr) >> 24 == 127;
 }
 
 /* The scope in a link-local address is an interface number of the host that wrote it. Replaces it
@@ -3623,24 +3634,24 @@ static cddp__address cddp__loopback_address(void) { /* 127.0.0.1 */
 
 /* An abstract Unix socket: reachable on this host only, without a port and without a file. Its name
    begins after a NUL. */
-static void cddp__unix_name(cddp__address *a, const char *name) {
-  size_t n = cddp__min(strlen(name), sizeof a->un.sun_path - 1);
-  memset(a, 0, sizeof *a);
-  a->un.sun_family = AF_UNIX;
-  memcpy(a->un.sun_path + 1, name, n);
-  a->size = (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + n);
+static void cddp__unix_name(cddp__address *address, const char *name) {
+  size_t n = cddp__min(strlen(name), sizeof address->un.sun_path - 1);
+  memset(address, 0, sizeof *address);
+  address->un.sun_family = AF_UNIX;
+  memcpy(address->un.sun_path + 1, name, n);
+  address->size = (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + n);
 }
 
-static void cddp__unmap_ipv4(cddp__address *a) { /* ::ffff:192.0.2.1 is 192.0.2.1 */
+static void cddp__unmap_ipv4(cddp__address *address) { /* ::ffff:192.0.2.1 is 192.0.2.1 */
   struct sockaddr_in ipv4;
-  if (a->sa.ss_family != AF_INET6 || !IN6_IS_ADDR_V4MAPPED(&a->v6.sin6_addr)) return;
+  if (address->sa.ss_family != AF_INET6 || !IN6_IS_ADDR_V4MAPPED(&address->v6.sin6_addr)) return;
   memset(&ipv4, 0, sizeof ipv4);
   ipv4.sin_family = AF_INET;
-  ipv4.sin_port = a->v6.sin6_port;
-  memcpy(&ipv4.sin_addr, &a->v6.sin6_addr.s6_addr[12], sizeof ipv4.sin_addr);
-  memset(&a->sa, 0, sizeof a->sa);
-  a->v4 = ipv4;
-  a->size = sizeof ipv4;
+  ipv4.sin_port = address->v6.sin6_port;
+  memcpy(&ipv4.sin_addr, &address->v6.sin6_addr.s6_addr[12], sizeof ipv4.sin_addr);
+  memset(&address->sa, 0, sizeof address->sa);
+  address->v4 = ipv4;
+  address->size = sizeof ipv4;
 }
 
 /* The addresses of a host name, without duplicates. */
@@ -3703,20 +3714,20 @@ static int cddp__interface_addresses(const char *name, cddp__address *out, int c
 }
 
 /* Whether the address belongs to this host: an interface's, loopback, 0.0.0.0 or ::. */
-static bool cddp__address_is_local(const cddp__address *a) {
+static bool cddp__address_is_local(const cddp__address *address) {
   cddp__address own[CDDP__ADDRESSES_MAX + 1];
   int n = cddp__interface_addresses(NULL, own, CDDP__ADDRESSES_MAX), i;
-  own[n] = *a;
+  own[n] = *address;
   cddp__address_to_all(&own[n]);
-  for (i = 0; i <= n && !cddp__address_same_host(a, &own[i]); i++) {}
-  return i <= n || cddp__address_is_loopback(a);
+  for (i = 0; i <= n && !cddp__address_same_host(address, &own[i]); i++) {}
+  return i <= n || cddp__address_is_loopback(address);
 }
 
-static bool cddp__local_address(int fd, cddp__address *a) {
-  memset(a, 0, sizeof *a);
-  a->size = sizeof a->sa;
-  if (getsockname(fd, &a->any, &a->size) != 0) return false;
-  cddp__unmap_ipv4(a);
+static bool cddp__local_address(int fd, cddp__address *address) {
+  memset(address, 0, sizeof *address);
+  address->size = sizeof address->sa;
+  if (getsockname(fd, &address->any, &address->size) != 0) return false;
+  cddp__unmap_ipv4(address);
   return true;
 }
 
@@ -3775,12 +3786,12 @@ static bool cddp__connected_to_itself(int fd) {
 
 /* Tries to connect once. Returns 0, CDDP__FOREIGN_USER or an errno. *out is a non-blocking socket,
    or -1. */
-static int cddp__connect_address(const cddp__address *a, double deadline, int *out) {
-  int error = 0, fd = cddp__socket(a->sa.ss_family);
+static int cddp__connect_address(const cddp__address *address, double deadline, int *out) {
+  int error = 0, fd = cddp__socket(address->sa.ss_family);
   socklen_t size = sizeof error;
   *out = fd;
   if (fd < 0) return errno;
-  if (connect(fd, &a->any, a->size) != 0) {
+  if (connect(fd, &address->any, address->size) != 0) {
     if (errno != EINPROGRESS && errno != EINTR)
       error = errno;
     else if (cddp__wait_fd(fd, POLLOUT, deadline) != CDDP_OK)
@@ -3795,16 +3806,16 @@ static int cddp__connect_address(const cddp__address *a, double deadline, int *o
 }
 
 /* Creates a listening socket. Returns 0 or an errno. "::" accepts IPv4 too. */
-static int cddp__listen_address(const cddp__address *a, int *out) {
-  int on = 1, error, fd = cddp__socket(a->sa.ss_family);
+static int cddp__listen_address(const cddp__address *address, int *out) {
+  int on = 1, error, fd = cddp__socket(address->sa.ss_family);
   *out = fd;
   if (fd < 0) return errno;
   setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
-  if (a->sa.ss_family == AF_INET6) {
-    int v6only = !IN6_IS_ADDR_UNSPECIFIED(&a->v6.sin6_addr);
+  if (address->sa.ss_family == AF_INET6) {
+    int v6only = !IN6_IS_ADDR_UNSPECIFIED(&address->v6.sin6_addr);
     setsockopt(fd, IPPROTO_IPV6, IPV6_V6ONLY, &v6only, sizeof v6only);
   }
-  if (bind(fd, &a->any, a->size) == 0 && listen(fd, SOMAXCONN) == 0) return 0;
+  if (bind(fd, &address->any, address->size) == 0 && listen(fd, SOMAXCONN) == 0) return 0;
   error = errno;
   cddp__close_fd(out);
   return error;
@@ -3836,11 +3847,13 @@ static cddp_result cddp__port_range(int *first, int *last) {
                      so each process retries after a time that depends on its process id.
      not this host's An address that this host lacks (::1 without IPv6) is skipped if another one
                      works. */
-static cddp_result cddp__listen_all(cddp__address *a, int count, int *fds, int *fd_count) {
-  int asked = cddp__address_port(&a[0]), first = 0, last = 0, error = 0, port, tries, turn, i, n, e;
+static cddp_result cddp__listen_all(cddp__address *address, int count, int *fds, int *fd_count) {
+  int asked = cddp__address_port(&address[0]), first = 0, last = 0, error = 0, port, tries, turn, i,
+      n, e;
   cddp__address bound;
   cddp__text text = {""};
-  if (asked == 0 && a[0].sa.ss_family != AF_UNIX && cddp__port_range(&first, &last) != CDDP_OK)
+  if (asked == 0 && address[0].sa.ss_family != AF_UNIX &&
+      cddp__port_range(&first, &last) != CDDP_OK)
     return CDDP_INVALID_ARGUMENT;
   tries = first > 0 ? 3 * (last - first + 1) : asked == 0 ? 32 : 3;
   turn = (int)getpid();
@@ -3849,16 +3862,16 @@ static cddp_result cddp__listen_all(cddp__address *a, int count, int *fds, int *
       cddp__sleep(1e-3 + 1e-6 * (double)(getpid() % 4096));
     port = first > 0 ? first + turn++ % (last - first + 1) : asked;
     for (i = n = error = 0; i < count && error != EADDRINUSE; i++) {
-      cddp__address_set_port(&a[i], port);
-      if ((e = cddp__listen_address(&a[i], &fds[n])) != 0) {
+      cddp__address_set_port(&address[i], port);
+      if ((e = cddp__listen_address(&address[i], &fds[n])) != 0) {
         error = e;
-        text = cddp__describe_address(&a[i]);
+        text = cddp__describe_address(&address[i]);
       } else if (cddp__local_address(fds[n++], &bound) && port == 0) {
         port = cddp__address_port(&bound);
       }
     }
     *fd_count = n;
-    for (i = 0; i < count; i++) cddp__address_set_port(&a[i], port);
+    for (i = 0; i < count; i++) cddp__address_set_port(&address[i], port);
     if (n > 0 && error != EADDRINUSE) return CDDP_OK;
     while (n > 0) cddp__close_fd(&fds[--n]);
     *fd_count = 0;
@@ -3871,7 +3884,7 @@ static cddp_result cddp__listen_all(cddp__address *a, int count, int *fds, int *
                       first, last, text.s);
   cddp__fail(error == EMFILE || error == ENFILE ? CDDP_SYSTEM : CDDP_NETWORK,
              "cannot listen on %s: %s%s", text.s, strerror(error),
-             count == 0 || a[0].sa.ss_family == AF_UNIX ? ""
+             count == 0 || address[0].sa.ss_family == AF_UNIX ? ""
              : error == EADDRINUSE
                  ? "; another program uses this port: set MASTER_PORT to a free one, the same for "
                    "all ranks"
@@ -4030,68 +4043,69 @@ static cddp__span cddp__parse_string(const unsigned char **p) {
   return s;
 }
 
-static size_t cddp__buffer_size(const cddp__buffer *b) { return b->end - b->start; }
+static size_t cddp__buffer_size(const cddp__buffer *buffer) { return buffer->end - buffer->start; }
 
-static cddp__span cddp__buffer_span(const cddp__buffer *b) { /* NULL + 0 is undefined in C */
-  return cddp__span_of(b->data != NULL ? b->data + b->start : NULL, cddp__buffer_size(b));
+static cddp__span cddp__buffer_span(const cddp__buffer *buffer) { /* NULL + 0 is undefined in C */
+  return cddp__span_of(buffer->data != NULL ? buffer->data + buffer->start : NULL,
+                       cddp__buffer_size(buffer));
 }
 
 /* Reserves `more` bytes behind the end. Returns false if memory is exhausted. The bytes in use move
    to the front if at least as many were consumed, else to a new block of twice the size, so that
    the cost of moves is linear. */
-static bool cddp__buffer_reserve(cddp__buffer *b, size_t more) {
-  size_t size = cddp__buffer_size(b), capacity = cddp__max(b->capacity, 256);
-  unsigned char *data = b->data;
-  if (b->capacity - b->end >= more) return true;
-  if (b->start < size || b->capacity - size < more) {
+static bool cddp__buffer_reserve(cddp__buffer *buffer, size_t more) {
+  size_t size = cddp__buffer_size(buffer), capacity = cddp__max(buffer->capacity, 256);
+  unsigned char *data = buffer->data;
+  if (buffer->capacity - buffer->end >= more) return true;
+  if (buffer->start < size || buffer->capacity - size < more) {
     while (capacity / 2 < size || capacity - size < more) capacity *= 2;
-    data = (unsigned char *)cddp__malloc(b->allocator, capacity);
+    data = (unsigned char *)cddp__malloc(buffer->allocator, capacity);
     if (data == NULL) return false;
   }
-  if (size > 0) memmove(data, b->data + b->start, size);
-  if (data != b->data) {
-    cddp__free(b->allocator, b->data);
-    if (b->total != NULL) *b->total += capacity - b->capacity;
-    b->data = data;
-    b->capacity = capacity;
+  if (size > 0) memmove(data, buffer->data + buffer->start, size);
+  if (data != buffer->data) {
+    cddp__free(buffer->allocator, buffer->data);
+    if (buffer->total != NULL) *buffer->total += capacity - buffer->capacity;
+    buffer->data = data;
+    buffer->capacity = capacity;
   }
-  b->start = 0;
-  b->end = size;
+  buffer->start = 0;
+  buffer->end = size;
   return true;
 }
 
-static void cddp__buffer_add(cddp__buffer *b, const void *data, size_t size) {
-  if (b->failed || !cddp__buffer_reserve(b, size)) {
-    b->failed = true;
+static void cddp__buffer_add(cddp__buffer *buffer, const void *data, size_t size) {
+  if (buffer->failed || !cddp__buffer_reserve(buffer, size)) {
+    buffer->failed = true;
     return;
   }
-  if (size > 0) memcpy(b->data + b->end, data, size);
-  b->end += size;
+  if (size > 0) memcpy(buffer->data + buffer->end, data, size);
+  buffer->end += size;
 }
 
 /* Adds the lowest `bytes` bytes of a number. */
-static void cddp__buffer_add_number(cddp__buffer *b, uint64_t number, size_t bytes) {
+static void cddp__buffer_add_number(cddp__buffer *buffer, uint64_t number, size_t bytes) {
   unsigned char all[8];
   cddp__put64(all, number);
-  cddp__buffer_add(b, all, bytes);
+  cddp__buffer_add(buffer, all, bytes);
 }
 
 /* Adds a string: the prefix and s. A client's keys have the prefix "/", as in PyTorch. */
-static void cddp__buffer_add_string(cddp__buffer *b, const char *prefix, cddp__span s) {
-  cddp__buffer_add_number(b, strlen(prefix) + s.size, 8);
-  cddp__buffer_add(b, prefix, strlen(prefix));
-  cddp__buffer_add(b, s.data, s.size);
+static void cddp__buffer_add_string(cddp__buffer *buffer, const char *prefix, cddp__span s) {
+  cddp__buffer_add_number(buffer, strlen(prefix) + s.size, 8);
+  cddp__buffer_add(buffer, prefix, strlen(prefix));
+  cddp__buffer_add(buffer, s.data, s.size);
 }
 
 /* Empties b. Frees its memory if the capacity is larger than `keep`. */
-static void cddp__buffer_clear(cddp__buffer *b, size_t keep) {
-  b->start = b->end = 0;
-  b->failed = false;
-  if (b->capacity <= keep) return;
-  cddp__free(b->allocator, b->data);
-  if (b->total != NULL) *b->total -= b->capacity;
-  b->data = NULL;
-  b->capacity = 0;
+static void cddp__buffer_clear(cddp__buffer *buffer, size_t keep) {
+  buffer->start = buffer->end = 0;
+  buffer->failed = false;
+  if (buffer->capacity <= keep) return;
+  cddp__free(buffer->allocator, buffer->data);
+  if (buffer->total != NULL) *buffer->total -= buffer->capacity;
+  buffer->data = NULL;
+  buffer->capacity = 0;
 }
 
 /* The progress of parsing and executing the command at the head of a connection's input. */
@@ -4170,50 +4184,51 @@ typedef struct cddp__server { /* Owner: its thread, between start and join */
 } cddp__server;
 
 /* The pointer in the hash chain that points to the key's entry, or the NULL at the chain's end. */
-static cddp__entry **cddp__map_link(cddp__server *v, cddp__span key) {
-  cddp__entry **link = &v->chains[cddp__hash64(v->seed, key.data, key.size) % CDDP__MAP_CHAINS];
+static cddp__entry **cddp__map_link(cddp__server *server, cddp__span key) {
+  cddp__entry **link =
+      &server->chains[cddp__hash64(server->seed, key.data, key.size) % CDDP__MAP_CHAINS];
   while (*link != NULL && !cddp__span_equal(key, cddp__span_of(*link + 1, (*link)->key_size)))
     link = &(*link)->next;
   return link;
 }
 
 /* Whether the key exists. *value is its value, or empty. */
-static bool cddp__map_get(cddp__server *v, cddp__span key, cddp__span *value) {
-  const cddp__entry *e = *cddp__map_link(v, key);
-  *value = e != NULL ? cddp__buffer_span(&e->value) : cddp__span_of(NULL, 0);
-  return e != NULL;
+static bool cddp__map_get(cddp__server *server, cddp__span key, cddp__span *value) {
+  const cddp__entry *entry = *cddp__map_link(server, key);
+  *value = entry != NULL ? cddp__buffer_span(&entry->value) : cddp__span_of(NULL, 0);
+  return entry != NULL;
 }
 
 /* Frees the entry that *link points to. Returns false if *link is NULL. */
-static bool cddp__map_drop(cddp__server *v, cddp__entry **link) {
-  cddp__entry *e = *link;
-  if (e == NULL) return false;
-  *link = e->next;
-  v->keys--;
-  v->stored -= sizeof *e + e->key_size;
-  cddp__buffer_clear(&e->value, 0);
-  cddp__free(&v->allocator, e);
+static bool cddp__map_drop(cddp__server *server, cddp__entry **link) {
+  cddp__entry *entry = *link;
+  if (entry == NULL) return false;
+  *link = entry->next;
+  server->keys--;
+  server->stored -= sizeof *entry + entry->key_size;
+  cddp__buffer_clear(&entry->value, 0);
+  cddp__free(&server->allocator, entry);
   return true;
 }
 
 /* Sets the key's value, or (append) appends to it. Returns false, and changes nothing, if memory is
    exhausted or the value would be too long. `value` must not be in the entry itself. */
-static bool cddp__map_put(cddp__server *v, cddp__span key, cddp__span value, bool append) {
-  cddp__entry **link = cddp__map_link(v, key), *e = *link;
+static bool cddp__map_put(cddp__server *server, cddp__span key, cddp__span value, bool append) {
+  cddp__entry **link = cddp__map_link(server, key), *e = *link;
   size_t old = e != NULL ? e->value.end : 0, size = (append ? old : 0) + value.size;
   size_t had = e != NULL ? e->value.capacity : 0;
   bool fresh = e == NULL;
-  if (size > CDDP__VALUE_MAX || v->stored - had + size > CDDP__STORE_MEMORY) return false;
+  if (size > CDDP__VALUE_MAX || server->stored - had + size > CDDP__STORE_MEMORY) return false;
   if (fresh) {
-    e = (cddp__entry *)cddp__calloc(&v->allocator, 1, sizeof *e + key.size);
+    e = (cddp__entry *)cddp__calloc(&server->allocator, 1, sizeof *e + key.size);
     if (e == NULL) return false;
     e->key_size = key.size;
-    e->value.allocator = &v->allocator;
-    e->value.total = &v->stored;
+    e->value.allocator = &server->allocator;
+    e->value.total = &server->stored;
     cddp__copy(e + 1, key.data, key.size);
     *link = e;
-    v->keys++;
-    v->stored += sizeof *e + key.size;
+    server->keys++;
+    server->stored += sizeof *e + key.size;
   }
   e->value.end = size - value.size;
   if (cddp__buffer_reserve(&e->value, value.size)) {
@@ -4221,16 +4236,16 @@ static bool cddp__map_put(cddp__server *v, cddp__span key, cddp__span value, boo
     return true;
   }
   e->value.end = old;
-  if (fresh) cddp__map_drop(v, link);
+  if (fresh) cddp__map_drop(server, link);
   return false;
 }
 
 /* Adds amount to the key's value, a decimal number that wraps around; a missing key counts as 0. */
-static bool cddp__map_add(cddp__server *v, cddp__span key, uint64_t amount, uint64_t *total) {
+static bool cddp__map_add(cddp__server *server, cddp__span key, uint64_t amount, uint64_t *total) {
   cddp__span value;
   char text[24] = "0", *end;
   size_t size = 1; /* of text */
-  if (cddp__map_get(v, key, &value)) {
+  if (cddp__map_get(server, key, &value)) {
     size = value.size;
     if (size == 0 || size >= sizeof text || value.data[0] <= ' ') return false;
     memcpy(text, value.data, size);
@@ -4239,7 +4254,7 @@ static bool cddp__map_add(cddp__server *v, cddp__span key, uint64_t amount, uint
   *total = (uint64_t)strtoll(text, &end, 10) + amount;
   if (errno != 0 || end != text + size) return false;
   snprintf(text, sizeof text, "%" PRId64, (int64_t)*total);
-  return cddp__map_put(v, key, cddp__span_of(text, strlen(text)), false);
+  return cddp__map_put(server, key, cddp__span_of(text, strlen(text)), false);
 }
 
 enum cddp__command_result { CDDP__COMMAND_FAILED, CDDP__COMMAND_DONE, CDDP__COMMAND_WAITS };
@@ -4247,8 +4262,8 @@ enum cddp__command_result { CDDP__COMMAND_FAILED, CDDP__COMMAND_DONE, CDDP__COMM
 /* Executes a complete command, whose code byte is at head, and adds its answer to out. After FAILED
    the connection must be closed: the command is one that c10d does not answer either, or memory is
    exhausted. */
-static int cddp__server_execute(cddp__server *v, cddp__parser *parser, const unsigned char *head,
-                                cddp__buffer *out) {
+static int cddp__server_execute(cddp__server *server, cddp__parser *parser,
+                                const unsigned char *head, cddp__buffer *out) {
   const struct cddp__command *c = &cddp__commands[parser->code];
   const unsigned char *p = head + (c->counted ? 9 : 1), *end = head + parser->scanned - c->tail;
   uint64_t number = 0; /* the answer's */
@@ -4263,13 +4278,13 @@ static int cddp__server_execute(cddp__server *v, cddp__parser *parser, const uns
   case CDDP__STORE_APPEND:
     while (ok && p < end) {
       key = cddp__parse_string(&p);
-      ok = cddp__map_put(v, key, cddp__parse_string(&p), parser->code == CDDP__STORE_APPEND);
+      ok = cddp__map_put(server, key, cddp__parse_string(&p), parser->code == CDDP__STORE_APPEND);
     }
     break;
   case CDDP__STORE_GET:
   case CDDP__STORE_MULTI_GET: /* a missing key's value is empty, as with PyTorch's libuv server */
     while (p < end && cddp__buffer_size(out) <= CDDP__BUFFER_MAX) {
-      cddp__map_get(v, cddp__parse_string(&p), &value);
+      cddp__map_get(server, cddp__parse_string(&p), &value);
       cddp__buffer_add_string(out, "", value);
     }
     break;
@@ -4277,30 +4292,30 @@ static int cddp__server_execute(cddp__server *v, cddp__parser *parser, const uns
     key = cddp__parse_string(&p);
     expected = cddp__parse_string(&p);
     desired = cddp__parse_string(&p);
-    found = cddp__map_get(v, key, &value);
+    found = cddp__map_get(server, key, &value);
     swap = cddp__span_equal(value, expected);
-    ok = !swap || cddp__map_put(v, key, desired, false);
+    ok = !swap || cddp__map_put(server, key, desired, false);
     cddp__buffer_add_string(out, "", swap ? desired : found ? value : expected);
     break;
   case CDDP__STORE_ADD:
     key = cddp__parse_string(&p);
-    ok = cddp__map_add(v, key, cddp__get64(p), &number);
+    ok = cddp__map_add(server, key, cddp__get64(p), &number);
     break;
   case CDDP__STORE_CHECK:
-    while (p < end && number == 0) number = !cddp__map_get(v, cddp__parse_string(&p), &value);
+    while (p < end && number == 0) number = !cddp__map_get(server, cddp__parse_string(&p), &value);
     break;
   case CDDP__STORE_WAIT: /* a key that was found once is not looked up again */
     if (parser->missing > 0) p = head + parser->missing;
     while (p < end) {
       parser->missing = (size_t)(p - head);
-      if (!cddp__map_get(v, cddp__parse_string(&p), &value)) return CDDP__COMMAND_WAITS;
+      if (!cddp__map_get(server, cddp__parse_string(&p), &value)) return CDDP__COMMAND_WAITS;
     }
     break;
   case CDDP__STORE_GETNUMKEYS:
-    number = v->keys;
+    number = server->keys;
     break;
   case CDDP__STORE_DELETE_KEY:
-    number = cddp__map_drop(v, cddp__map_link(v, cddp__parse_string(&p)));
+    number = cddp__map_drop(server, cddp__map_link(server, cddp__parse_string(&p)));
     break;
   case CDDP__STORE_CANCEL_WAIT:
     number = 1;
@@ -4342,178 +4357,182 @@ typedef struct cddp__conn { /* a client of the server. Owner: the server's threa
 
 /* Sets the events of fd that epoll watches. what: returned with each event; an index of v->fds, or
    the address of a cddp__conn. */
-static bool cddp__server_watch_fd(const cddp__server *v, int fd, int how, uint32_t events,
+static bool cddp__server_watch_fd(const cddp__server *server, int fd, int how, uint32_t events,
                                   uint64_t what) {
   struct epoll_event event;
   event.events = events;
   event.data.u64 = what;
-  return epoll_ctl(v->epoll, how, fd, &event) == 0;
+  return epoll_ctl(server->epoll, how, fd, &event) == 0;
 }
 
 /* Closes c. cddp__server_settle frees it. */
-static void cddp__conn_close(cddp__server *v, cddp__conn *c) {
-  v->blocked -= c->blocked;
-  c->blocked = false;
-  v->unsettled = true;
-  cddp__buffer_clear(&c->in, 0);
-  cddp__buffer_clear(&c->out, 0);
-  if (c->fd >= 0) { /* a forked child can have a copy, which close would leave connected */
-    v->silent -= !c->greeted;
-    cddp__server_watch_fd(v, c->fd, EPOLL_CTL_DEL, 0, 0);
-    shutdown(c->fd, SHUT_RDWR);
+static void cddp__conn_close(cddp__server *server, cddp__conn *conn) {
+  server->blocked -= conn->blocked;
+  conn->blocked = false;
+  server->unsettled = true;
+  cddp__buffer_clear(&conn->in, 0);
+  cddp__buffer_clear(&conn->out, 0);
+  if (conn->fd >= 0) { /* a forked child can have a copy, which close would leave connected */
+    server->silent -= !conn->greeted;
+    cddp__server_watch_fd(server, conn->fd, EPOLL_CTL_DEL, 0, 0);
+    shutdown(conn->fd, SHUT_RDWR);
   }
-  cddp__close_fd(&c->fd);
+  cddp__close_fd(&conn->fd);
 }
 
 /* Records that the command at the head of c's input waits, or removes the finished command. */
-static void cddp__conn_advance(cddp__server *v, cddp__conn *c, bool blocked) {
-  v->blocked += blocked - c->blocked;
-  c->blocked = blocked;
+static void cddp__conn_advance(cddp__server *server, cddp__conn *conn, bool blocked) {
+  server->blocked += blocked - conn->blocked;
+  conn->blocked = blocked;
   if (blocked) return;
-  c->in.start += c->parser.scanned;
-  memset(&c->parser, 0, sizeof c->parser);
+  conn->in.start += conn->parser.scanned;
+  memset(&conn->parser, 0, sizeof conn->parser);
 }
 
 /* Executes the complete command at the head of c's input, for the first time or again. */
-static void cddp__conn_execute(cddp__server *v, cddp__conn *c) {
-  int ran = cddp__server_execute(v, &c->parser, c->in.data + c->in.start, &c->out);
-  if (ran == CDDP__COMMAND_FAILED || v->buffered > CDDP__SERVER_MEMORY ||
-      cddp__buffer_size(&c->out) > CDDP__BUFFER_MAX) {
-    cddp__conn_close(v, c);
+static void cddp__conn_execute(cddp__server *server, cddp__conn *conn) {
+  int ran = cddp__server_execute(server, &conn->parser, conn->in.data + conn->in.start, &conn->out);
+  if (ran == CDDP__COMMAND_FAILED || server->buffered > CDDP__SERVER_MEMORY ||
+      cddp__buffer_size(&conn->out) > CDDP__BUFFER_MAX) {
+    cddp__conn_close(server, conn);
     return;
   }
-  v->silent -= !c->greeted;
-  c->greeted = true;
-  c->deadline = cddp__now() + CDDP__COMMAND_S;
-  cddp__conn_advance(v, c, ran == CDDP__COMMAND_WAITS);
+  server->silent -= !conn->greeted;
+  conn->greeted = true;
+  conn->deadline = cddp__now() + CDDP__COMMAND_S;
+  cddp__conn_advance(server, conn, ran == CDDP__COMMAND_WAITS);
 }
 
 /* Sends as much output as the system accepts. Returns false if the connection has failed. */
-static bool cddp__conn_flush(cddp__conn *c) {
-  while (cddp__buffer_size(&c->out) > 0) {
-    ssize_t n = send(c->fd, c->out.data + c->out.start, cddp__buffer_size(&c->out),
+static bool cddp__conn_flush(cddp__conn *conn) {
+  while (cddp__buffer_size(&conn->out) > 0) {
+    ssize_t n = send(conn->fd, conn->out.data + conn->out.start, cddp__buffer_size(&conn->out),
                      MSG_NOSIGNAL | MSG_DONTWAIT);
     if (n < 0 && errno == EINTR) continue;
     if (n < 0) return errno == EAGAIN;
-    c->out.start += (size_t)n;
-    if (c->greeted) c->deadline = cddp__now() + CDDP__COMMAND_S;
+    conn->out.start += (size_t)n;
+    if (conn->greeted) conn->deadline = cddp__now() + CDDP__COMMAND_S;
   }
-  return !c->out.failed;
+  return !conn->out.failed;
 }
 
 /* Handles c's input once: challenge, then one command. Returns false if more input is needed. A
    refused connection stays open until the client has read the reason. During a WAIT only
    CANCEL_WAIT is executed, which ends the WAIT; other commands stay in the input. */
-static bool cddp__conn_step(cddp__server *v, cddp__conn *c) {
-  size_t keys = v->keys;
-  cddp__challenge *k = &c->challenge;
-  cddp__span in = cddp__buffer_span(&c->in);
+static bool cddp__conn_step(cddp__server *server, cddp__conn *conn) {
+  size_t keys = server->keys;
+  cddp__challenge *challenge = &conn->challenge;
+  cddp__span in = cddp__buffer_span(&conn->in);
   cddp__conn *other;
   int found;
-  if (k->state == CDDP__CHALLENGE_ON) {
-    c->in.start += cddp__challenge_feed(k, in.data, in.size);
-    cddp__buffer_add(&c->out, k->out, k->out_size);
-    k->out_size = 0;
-    if (k->state > CDDP__CHALLENGE_PROVEN) {
-      cddp__add32(&v->unproven, 1);
-      c->deadline = cddp__now() + 1;
-      (void)cddp__conn_flush(c);
-      shutdown(c->fd, SHUT_WR); /* close could reset it before the client reads why */
+  if (challenge->state == CDDP__CHALLENGE_ON) {
+    conn->in.start += cddp__challenge_feed(challenge, in.data, in.size);
+    cddp__buffer_add(&conn->out, challenge->out, challenge->out_size);
+    challenge->out_size = 0;
+    if (challenge->state > CDDP__CHALLENGE_PROVEN) {
+      cddp__add32(&server->unproven, 1);
+      conn->deadline = cddp__now() + 1;
+      (void)cddp__conn_flush(conn);
+      shutdown(conn->fd, SHUT_WR); /* close could reset it before the client reads why */
     }
   }
-  if (k->state > CDDP__CHALLENGE_PROVEN) c->in.start = c->in.end;
-  in = cddp__buffer_span(&c->in);
-  if (in.size == 0 || k->state != CDDP__CHALLENGE_PROVEN) return false;
-  if (c->blocked) {
-    if (in.size == c->parser.scanned || in.data[c->parser.scanned] != CDDP__STORE_CANCEL_WAIT)
+  if (challenge->state > CDDP__CHALLENGE_PROVEN) conn->in.start = conn->in.end;
+  in = cddp__buffer_span(&conn->in);
+  if (in.size == 0 || challenge->state != CDDP__CHALLENGE_PROVEN) return false;
+  if (conn->blocked) {
+    if (in.size == conn->parser.scanned || in.data[conn->parser.scanned] != CDDP__STORE_CANCEL_WAIT)
       return false;
-    cddp__conn_advance(v, c, false);
+    cddp__conn_advance(server, conn, false);
     return true;
   }
-  found = cddp__parser_scan(&c->parser, in.data, in.size);
-  if (found == CDDP__PARSE_INVALID || (!c->greeted && in.data[0] != CDDP__STORE_VALIDATE))
-    cddp__conn_close(v, c);
+  found = cddp__parser_scan(&conn->parser, in.data, in.size);
+  if (found == CDDP__PARSE_INVALID || (!conn->greeted && in.data[0] != CDDP__STORE_VALIDATE))
+    cddp__conn_close(server, conn);
   else if (found == CDDP__PARSE_COMPLETE)
-    cddp__conn_execute(v, c);
-  other = v->keys > keys && v->blocked > 0 ? v->conns : NULL;
+    cddp__conn_execute(server, conn);
+  other = server->keys > keys && server->blocked > 0 ? server->conns : NULL;
   for (; other != NULL; other = other->next) {
     if (!other->blocked) continue;
-    cddp__conn_execute(v, other); /* before c can delete its new keys */
-    v->unsettled = v->unsettled || !other->blocked;
+    cddp__conn_execute(server, other); /* before c can delete its new keys */
+    server->unsettled = server->unsettled || !other->blocked;
   }
-  return found == CDDP__PARSE_COMPLETE && c->fd >= 0;
+  return found == CDDP__PARSE_COMPLETE && conn->fd >= 0;
 }
 
 /* Executes the received commands as long as the client reads the answers, so that no client can
    occupy the server. Then sets the events that epoll watches. */
-static void cddp__conn_run(cddp__server *v, cddp__conn *c) {
+static void cddp__conn_run(cddp__server *server, cddp__conn *conn) {
   bool more = true;
   uint32_t events = EPOLLIN;
-  while (more && c->fd >= 0) {
-    while (cddp__buffer_size(&c->out) <= CDDP__SERVER_PAUSE && cddp__conn_step(v, c)) {}
-    more = cddp__buffer_size(&c->out) > CDDP__SERVER_PAUSE;
-    if (c->fd >= 0 && !cddp__conn_flush(c)) cddp__conn_close(v, c);
-    more = more && cddp__buffer_size(&c->out) == 0;
+  while (more && conn->fd >= 0) {
+    while (cddp__buffer_size(&conn->out) <= CDDP__SERVER_PAUSE && cddp__conn_step(server, conn)) {}
+    more = cddp__buffer_size(&conn->out) > CDDP__SERVER_PAUSE;
+    if (conn->fd >= 0 && !cddp__conn_flush(conn)) cddp__conn_close(server, conn);
+    more = more && cddp__buffer_size(&conn->out) == 0;
   }
-  if (cddp__buffer_size(&c->in) == 0) cddp__buffer_clear(&c->in, CDDP__SERVER_KEEP);
-  if (cddp__buffer_size(&c->out) > CDDP__SERVER_PAUSE) events = EPOLLOUT;
-  else if (cddp__buffer_size(&c->out) > 0) events = EPOLLIN | EPOLLOUT;
-  else cddp__buffer_clear(&c->out, CDDP__SERVER_KEEP);
-  if (c->fd < 0 || events == c->events) return;
-  c->events = events;
-  if (!cddp__server_watch_fd(v, c->fd, EPOLL_CTL_MOD, events, (uint64_t)(uintptr_t)c))
-    cddp__conn_close(v, c);
+  if (cddp__buffer_size(&conn->in) == 0) cddp__buffer_clear(&conn->in, CDDP__SERVER_KEEP);
+  if (cddp__buffer_size(&conn->out) > CDDP__SERVER_PAUSE)
+    events = EPOLLOUT;
+  else if (cddp__buffer_size(&conn->out) > 0)
+    events = EPOLLIN | EPOLLOUT;
+  else
+    cddp__buffer_clear(&conn->out, CDDP__SERVER_KEEP);
+  if (conn->fd < 0 || events == conn->events) return;
+  conn->events = events;
+  if (!cddp__server_watch_fd(server, conn->fd, EPOLL_CTL_MOD, events, (uint64_t)(uintptr_t)conn))
+    cddp__conn_close(server, conn);
 }
 
 /* Reads once. Returns false if the connection has failed or ended, or a buffer limit is reached. */
-static bool cddp__conn_read(const cddp__server *v, cddp__conn *c) {
-  size_t want = cddp__min(cddp__max(c->in.capacity, 512), 1u << 20);
+static bool cddp__conn_read(const cddp__server *server, cddp__conn *conn) {
+  size_t want = cddp__min(cddp__max(conn->in.capacity, 512), 1u << 20);
   ssize_t n;
-  if (c->in.capacity - c->in.end < 256 &&
-      (cddp__buffer_size(&c->in) > CDDP__BUFFER_MAX || v->buffered + want > CDDP__SERVER_MEMORY ||
-       !cddp__buffer_reserve(&c->in, want)))
+  if (conn->in.capacity - conn->in.end < 256 &&
+      (cddp__buffer_size(&conn->in) > CDDP__BUFFER_MAX ||
+       server->buffered + want > CDDP__SERVER_MEMORY || !cddp__buffer_reserve(&conn->in, want)))
     return false;
-  want = cddp__min(c->in.capacity - c->in.end, 1u << 20);
-  do
-    n = recv(c->fd, c->in.data + c->in.end, want, MSG_DONTWAIT);
+  want = cddp__min(conn->in.capacity - conn->in.end, 1u << 20);
+  do n = recv(conn->fd, conn->in.data + conn->in.end, want, MSG_DONTWAIT);
   while (n < 0 && errno == EINTR);
   if (n <= 0) return n < 0 && errno == EAGAIN;
-  if (c->greeted && cddp__buffer_size(&c->in) + cddp__buffer_size(&c->out) == 0)
-    c->deadline = cddp__now() + CDDP__COMMAND_S;
-  c->in.end += (size_t)n;
+  if (conn->greeted && cddp__buffer_size(&conn->in) + cddp__buffer_size(&conn->out) == 0)
+    conn->deadline = cddp__now() + CDDP__COMMAND_S;
+  conn->in.end += (size_t)n;
   return true;
 }
 
-static void cddp__conn_event(cddp__server *v, cddp__conn *c, uint32_t events) {
-  if (c->fd < 0) return;
-  if (events & EPOLLIN ? !cddp__conn_read(v, c) : (events & (EPOLLHUP | EPOLLERR)) != 0)
-    cddp__conn_close(v, c);
+static void cddp__conn_event(cddp__server *server, cddp__conn *conn, uint32_t events) {
+  if (conn->fd < 0) return;
+  if (events & EPOLLIN ? !cddp__conn_read(server, conn) : (events & (EPOLLHUP | EPOLLERR)) != 0)
+    cddp__conn_close(server, conn);
   else
-    cddp__conn_run(v, c);
+    cddp__conn_run(server, conn);
 }
 
 /* Ends an iteration of the loop: closes connections whose deadline has passed, continues those
    whose WAIT has ended, and frees closed ones. */
-static void cddp__server_settle(cddp__server *v) {
+static void cddp__server_settle(cddp__server *server) {
   double now = cddp__now();
-  bool tick = now >= v->checked + CDDP__SERVER_CHECK_MS * 1e-3;
-  cddp__conn *c, **link;
-  if (tick) v->checked = now;
-  for (c = v->conns; c != NULL && tick; c = c->next) {
-    bool runs = c->greeted && cddp__buffer_size(&c->out) == 0; /* else it must greet or read */
-    double more = runs ? (double)cddp__buffer_size(&c->in) / 65536 : 0;
-    if (now >= c->deadline + more && (!runs || (more > 0 && !c->blocked))) cddp__conn_close(v, c);
+  bool tick = now >= server->checked + CDDP__SERVER_CHECK_MS * 1e-3;
+  cddp__conn *conn, **link;
+  if (tick) server->checked = now;
+  for (conn = server->conns; conn != NULL && tick; conn = conn->next) {
+    bool runs =
+        conn->greeted && cddp__buffer_size(&conn->out) == 0; /* else it must greet or read */
+    double more = runs ? (double)cddp__buffer_size(&conn->in) / 65536 : 0;
+    if (now >= conn->deadline + more && (!runs || (more > 0 && !conn->blocked)))
+      cddp__conn_close(server, conn);
   }
-  while (v->unsettled) {
-    v->unsettled = false;
-    for (link = &v->conns; (c = *link) != NULL;) {
-      if (c->fd >= 0) cddp__conn_run(v, c);
-      if (c->fd >= 0) {
-        link = &c->next;
+  while (server->unsettled) {
+    server->unsettled = false;
+    for (link = &server->conns; (conn = *link) != NULL;) {
+      if (conn->fd >= 0) cddp__conn_run(server, conn);
+      if (conn->fd >= 0) {
+        link = &conn->next;
         continue;
       }
-      *link = c->next;
-      cddp__free(&v->allocator, c);
+      *link = conn->next;
+      cddp__free(&server->allocator, conn);
     }
   }
 }
@@ -4542,92 +4561,93 @@ static int cddp__lower_fd(int fd) {
    if too many connections have not sent VALIDATE, the oldest of those is closed, and the new
    connection gets its descriptor or a lower one. A connection that has passed the challenge is
    never closed; if all have, the new connection is refused. */
-static void cddp__server_add_conn(cddp__server *v, int fd, bool spare) {
+static void cddp__server_add_conn(cddp__server *server, int fd, bool spare) {
   static const char refusal[] = CDDP__AUTH_REFUSAL "D";
   bool room = true;
-  cddp__conn *c, *oldest = NULL;
-  if (!spare || v->silent >= CDDP__PENDING_MAX) {
-    for (c = v->conns; c != NULL; c = c->next)
-      if (c->fd >= 0 && !c->greeted &&
-          (v->secret == NULL || c->challenge.state != CDDP__CHALLENGE_PROVEN))
-        oldest = c;
+  cddp__conn *conn, *oldest = NULL;
+  if (!spare || server->silent >= CDDP__PENDING_MAX) {
+    for (conn = server->conns; conn != NULL; conn = conn->next)
+      if (conn->fd >= 0 && !conn->greeted &&
+          (server->secret == NULL || conn->challenge.state != CDDP__CHALLENGE_PROVEN))
+        oldest = conn;
     room = oldest != NULL;
-    if (room) cddp__conn_close(v, oldest);
+    if (room) cddp__conn_close(server, oldest);
     if (!room && !spare) (void)!send(fd, refusal, sizeof refusal - 1, MSG_NOSIGNAL | MSG_DONTWAIT);
     if (room && !spare) fd = cddp__lower_fd(fd);
   }
-  c = room ? (cddp__conn *)cddp__calloc(&v->allocator, 1, sizeof *c) : NULL;
-  if (c == NULL ||
-      cddp__challenge_begin(&c->challenge, v->secret, "store", false, NULL, 0) != CDDP_OK) {
-    cddp__free(&v->allocator, c);
+  conn = room ? (cddp__conn *)cddp__calloc(&server->allocator, 1, sizeof *conn) : NULL;
+  if (conn == NULL ||
+      cddp__challenge_begin(&conn->challenge, server->secret, "store", false, NULL, 0) != CDDP_OK) {
+    cddp__free(&server->allocator, conn);
     cddp__close_fd(&fd);
     return;
   }
-  c->fd = fd;
-  v->silent++;
-  c->in.allocator = c->out.allocator = &v->allocator;
-  c->in.total = c->out.total = &v->buffered;
-  c->deadline = cddp__now() + CDDP__GREETING_S;
-  c->next = v->conns;
-  v->conns = c;
-  c->events = EPOLLIN;
-  if (!cddp__server_watch_fd(v, fd, EPOLL_CTL_ADD, c->events, (uint64_t)(uintptr_t)c))
-    cddp__conn_close(v, c);
+  conn->fd = fd;
+  server->silent++;
+  conn->in.allocator = conn->out.allocator = &server->allocator;
+  conn->in.total = conn->out.total = &server->buffered;
+  conn->deadline = cddp__now() + CDDP__GREETING_S;
+  conn->next = server->conns;
+  server->conns = conn;
+  conn->events = EPOLLIN;
+  if (!cddp__server_watch_fd(server, fd, EPOLL_CTL_ADD, conn->events, (uint64_t)(uintptr_t)conn))
+    cddp__conn_close(server, conn);
 }
 
 /* Accepts up to 64 connections. If no descriptor is left, the reserve is closed for long enough to
    accept a connection and to send the refusal. After any other error the server sleeps briefly,
    because the listening socket would wake epoll in a busy loop. */
-static void cddp__server_accept(cddp__server *v, int listener) {
+static void cddp__server_accept(cddp__server *server, int listener) {
   int i, fd = 0;
   for (i = 0; i < 64 && fd >= 0; i++) {
     bool none;
     fd = cddp__accept(listener);
-    none = fd < 0 && (errno == EMFILE || errno == ENFILE) && v->reserve >= 0;
+    none = fd < 0 && (errno == EMFILE || errno == ENFILE) && server->reserve >= 0;
     if (none) {
-      cddp__close_fd(&v->reserve);
+      cddp__close_fd(&server->reserve);
       fd = cddp__accept(listener);
     }
     if (fd >= 0)
-      cddp__server_add_conn(v, fd, !none && cddp__has_spare_fd(fd, true));
+      cddp__server_add_conn(server, fd, !none && cddp__has_spare_fd(fd, true));
     else if (errno != EAGAIN && errno != EINTR && errno != ECONNABORTED) cddp__sleep(0.01);
-    if (v->reserve < 0) v->reserve = fcntl(v->epoll, F_DUPFD_CLOEXEC, STDERR_FILENO + 1);
+    if (server->reserve < 0)
+      server->reserve = fcntl(server->epoll, F_DUPFD_CLOEXEC, STDERR_FILENO + 1);
   }
 }
 
 static void *cddp__server_main(void *arg) {
-  cddp__server *v = (cddp__server *)arg;
+  cddp__server *server = (cddp__server *)arg;
   struct epoll_event events[64];
   for (;;) {
     double start = cddp__now();
-    int i, ms = v->conns != NULL ? CDDP__SERVER_CHECK_MS : 1000,
-           n = epoll_wait(v->epoll, events, 64, ms);
+    int i, ms = server->conns != NULL ? CDDP__SERVER_CHECK_MS : 1000,
+           n = epoll_wait(server->epoll, events, 64, ms);
     cddp__note_sleep(start, 1e-3 * ms);
-    if ((n < 0 && errno != EINTR) || cddp__load32(&v->ended) != 0) return NULL;
+    if ((n < 0 && errno != EINTR) || cddp__load32(&server->ended) != 0) return NULL;
     for (i = 0; i < n; i++) {
       uint64_t what = events[i].data.u64;
       if (what >= CDDP__ADDRESSES_MAX)
-        cddp__conn_event(v, (cddp__conn *)(uintptr_t)what, events[i].events);
+        cddp__conn_event(server, (cddp__conn *)(uintptr_t)what, events[i].events);
       else
-        cddp__server_accept(v, v->fds[what]);
+        cddp__server_accept(server, server->fds[what]);
     }
-    cddp__server_settle(v);
+    cddp__server_settle(server);
   }
 }
 
 /* Frees a server whose thread has ended or never ran. */
-static void cddp__server_free(cddp__server *v) {
-  cddp_allocator a = v->allocator;
-  cddp__conn *c;
+static void cddp__server_free(cddp__server *server) {
+  cddp_allocator a = server->allocator;
+  cddp__conn *conn;
   uint32_t i;
-  for (c = v->conns; c != NULL; c = c->next) cddp__conn_close(v, c);
-  cddp__server_settle(v);
+  for (conn = server->conns; conn != NULL; conn = conn->next) cddp__conn_close(server, conn);
+  cddp__server_settle(server);
   for (i = 0; i < CDDP__MAP_CHAINS; i++)
-    while (cddp__map_drop(v, &v->chains[i])) {}
-  while (v->fd_count > 0) cddp__close_fd(&v->fds[--v->fd_count]);
-  cddp__close_fd(&v->epoll);
-  cddp__close_fd(&v->reserve);
-  cddp__free(&a, v);
+    while (cddp__map_drop(server, &server->chains[i])) {}
+  while (server->fd_count > 0) cddp__close_fd(&server->fds[--server->fd_count]);
+  cddp__close_fd(&server->epoll);
+  cddp__close_fd(&server->reserve);
+  cddp__free(&a, server);
 }
 
 /* --- the client --- */
@@ -4673,20 +4693,21 @@ static double cddp__earlier_deadline(double seconds, double deadline) {
      CDDP_NETWORK    the connection was closed without an answer
      CDDP_MISMATCH   the program at the other end is not a store
      CDDP_TIMEOUT    no answer: another program, or a server that is not ready yet */
-static cddp_result cddp__store_greet(const cddp_store *s, const char *text, double deadline) {
+static cddp_result cddp__store_greet(const cddp_store *store, const char *text, double deadline) {
   cddp__challenge c;
   unsigned char bytes[80] = {0};
   size_t n = 0, k;
   ssize_t more;
-  cddp_result r = cddp__challenge_begin(&c, s->proof, "store", true, NULL, 0);
-  if (r == CDDP_OK && s->proof != NULL) r = cddp__challenge_run(&c, s->fd, bytes, &n, deadline);
-  if (r == CDDP_OK && (s->proof == NULL || c.state == CDDP__CHALLENGE_PROVEN)) {
+  cddp_result r = cddp__challenge_begin(&c, store->proof, "store", true, NULL, 0);
+  if (r == CDDP_OK && store->proof != NULL)
+    r = cddp__challenge_run(&c, store->fd, bytes, &n, deadline);
+  if (r == CDDP_OK && (store->proof == NULL || c.state == CDDP__CHALLENGE_PROVEN)) {
     n = 9;
-    r = cddp__send_all(s->fd, cddp__greeting, sizeof cddp__greeting - 1, deadline);
-    if (r == CDDP_OK) r = cddp__recv_some(s->fd, bytes, &n, deadline);
+    r = cddp__send_all(store->fd, cddp__greeting, sizeof cddp__greeting - 1, deadline);
+    if (r == CDDP_OK) r = cddp__recv_some(store->fd, bytes, &n, deadline);
     if (r != CDDP_OK || (n == 1 && bytes[0] <= 1)) return r;
     if (n < 9 && bytes[0] == CDDP__AUTH_REFUSAL[0])
-      (void)cddp__recv_all(s->fd, bytes + n, 9 - n, cddp__earlier_deadline(1, deadline));
+      (void)cddp__recv_all(store->fd, bytes + n, 9 - n, cddp__earlier_deadline(1, deadline));
     c.state = memcmp(bytes, CDDP__AUTH_REFUSAL, 8) == 0 ? CDDP__CHALLENGE_REFUSED
                                                         : CDDP__CHALLENGE_NOT_CDDP;
     c.why = (char)bytes[8];
@@ -4709,7 +4730,7 @@ static cddp_result cddp__store_greet(const cddp_store *s, const char *text, doub
                       : c.why == 'W' ? "the server has another secret"
                       : c.why == 'N' ? "this process has a secret and the server has none"
                                      : "the program that answers does not know the secret");
-  more = recv(s->fd, bytes + n, sizeof bytes - 1 - n, MSG_DONTWAIT);
+  more = recv(store->fd, bytes + n, sizeof bytes - 1 - n, MSG_DONTWAIT);
   n += more > 0 ? (size_t)more : 0;
   bytes[strcspn((char *)bytes, "\r\n")] = 0;
   for (k = 0; k < n && bytes[k] >= 32 && bytes[k] < 127; k++) {}
@@ -4728,33 +4749,34 @@ static cddp_result cddp__store_greet(const cddp_store *s, const char *text, doub
    All results except CDDP_NETWORK are final. A server that exits, or a proxy whose server has not
    started, closes connections for a moment. A program that does so for CDDP__CLOSED_S is not a
    store. */
-static cddp_result cddp__store_try_addresses(cddp_store *s, double deadline) {
+static cddp_result cddp__store_try_addresses(cddp_store *store, double deadline) {
   bool closed = false;
   cddp_result r = CDDP_NETWORK;
   int i, error = 0;
-  for (i = 0; i < s->address_count && r == CDDP_NETWORK; i++) {
-    const cddp__address *a = &s->addresses[i];
-    error = cddp__connect_address(a, cddp__earlier_deadline(5, deadline), &s->fd);
-    if (error == 0) r = cddp__store_greet(s, cddp__describe_address(a).s, deadline);
+  for (i = 0; i < store->address_count && r == CDDP_NETWORK; i++) {
+    const cddp__address *address = &store->addresses[i];
+    error = cddp__connect_address(address, cddp__earlier_deadline(5, deadline), &store->fd);
+    if (error == 0) r = cddp__store_greet(store, cddp__describe_address(address).s, deadline);
     if ((error == 0 && r == CDDP_NETWORK) || error == ECONNRESET) {
       closed = true;
-      if (s->closed_since == 0) s->closed_since = cddp__now();
-      r = cddp__fail(cddp__now() < s->closed_since + CDDP__CLOSED_S ? CDDP_NETWORK : CDDP_MISMATCH,
+      if (store->closed_since == 0) store->closed_since = cddp__now();
+      r = cddp__fail(cddp__now() < store->closed_since + CDDP__CLOSED_S ? CDDP_NETWORK
+                                                                        : CDDP_MISMATCH,
                      "the program at %s is neither cddp nor a TCPStore server (it closes "
                      "connections without an answer): another program uses this port",
-                     cddp__describe_address(a).s);
+                     cddp__describe_address(address).s);
     } else if (error != 0)
       r = cddp__fail(error == CDDP__FOREIGN_USER          ? CDDP_MISMATCH
                      : error == EMFILE || error == ENFILE ? CDDP_SYSTEM
                                                           : CDDP_NETWORK,
-                     "connect to %s: %s", cddp__describe_address(a).s,
+                     "connect to %s: %s", cddp__describe_address(address).s,
                      error != CDDP__FOREIGN_USER
                          ? strerror(error)
                          : "another user's process listens there; set MASTER_ADDR and MASTER_PORT "
                            "for all ranks to connect over TCP");
-    if (r != CDDP_OK) cddp__close_fd(&s->fd);
+    if (r != CDDP_OK) cddp__close_fd(&store->fd);
   }
-  if (!closed && r != CDDP_TIMEOUT && error != ETIMEDOUT) s->closed_since = 0;
+  if (!closed && r != CDDP_TIMEOUT && error != ETIMEDOUT) store->closed_since = 0;
   return r;
 }
 
@@ -4780,92 +4802,94 @@ static cddp__request cddp__request_of(unsigned code, const char *const *keys, in
 }
 
 /* Puts the store's name before an error text. Other rooms see CDDP_NETWORK for CDDP_MISMATCH. */
-static cddp_result cddp__store_error(const cddp_store *s, cddp_result r) {
-  return cddp__fail_in(r == CDDP_MISMATCH ? CDDP_NETWORK : r, "store at %s: ", s->name);
+static cddp_result cddp__store_error(const cddp_store *store, cddp_result r) {
+  return cddp__fail_in(r == CDDP_MISMATCH ? CDDP_NETWORK : r, "store at %s: ", store->name);
 }
 
 /* Sends q and receives the answer; a string goes to s->bytes. SET has no answer, so a GETNUMKEYS
    follows it: its answer shows that the SET was executed. */
-static cddp_result cddp__store_exchange(cddp_store *s, cddp__request *q, double deadline) {
-  const struct cddp__command *c = &cddp__commands[q->code];
-  cddp__buffer *b = &s->bytes;
+static cddp_result cddp__store_exchange(cddp_store *store, cddp__request *request,
+                                        double deadline) {
+  const struct cddp__command *c = &cddp__commands[request->code];
+  cddp__buffer *buffer = &store->bytes;
   unsigned char answer[8] = {0};
   cddp_result r;
   int i;
-  cddp__buffer_add_number(b, q->code, 1);
-  if (c->counted) cddp__buffer_add_number(b, (uint64_t)q->count, 8);
-  for (i = 0; i < q->count; i++)
-    cddp__buffer_add_string(b, "/", cddp__span_of(q->keys[i], strlen(q->keys[i])));
-  for (i = 0; i + 1 < c->strings; i++) cddp__buffer_add_string(b, "", q->values[i]);
-  cddp__buffer_add_number(b, q->number, c->tail);
-  if (q->code == CDDP__STORE_SET) cddp__buffer_add_number(b, CDDP__STORE_GETNUMKEYS, 1);
-  if (cddp__buffer_size(b) > CDDP__COMMAND_MAX)
+  cddp__buffer_add_number(buffer, request->code, 1);
+  if (c->counted) cddp__buffer_add_number(buffer, (uint64_t)request->count, 8);
+  for (i = 0; i < request->count; i++)
+    cddp__buffer_add_string(buffer, "/", cddp__span_of(request->keys[i], strlen(request->keys[i])));
+  for (i = 0; i + 1 < c->strings; i++) cddp__buffer_add_string(buffer, "", request->values[i]);
+  cddp__buffer_add_number(buffer, request->number, c->tail);
+  if (request->code == CDDP__STORE_SET) cddp__buffer_add_number(buffer, CDDP__STORE_GETNUMKEYS, 1);
+  if (cddp__buffer_size(buffer) > CDDP__COMMAND_MAX)
     return cddp__fail(CDDP_INVALID_ARGUMENT, "the keys of one call have more than %u MiB",
                       CDDP__COMMAND_MAX >> 20);
-  if (b->failed) return CDDP_OUT_OF_MEMORY;
-  r = cddp__send_all(s->fd, b->data, b->end, deadline);
+  if (buffer->failed) return CDDP_OUT_OF_MEMORY;
+  r = cddp__send_all(store->fd, buffer->data, buffer->end, deadline);
   if (r == CDDP_OK)
-    r = cddp__recv_all(s->fd, answer, c->answer == CDDP__ANSWER_BYTE ? 1 : 8, deadline);
-  cddp__buffer_clear(b, 65536);
-  q->number = cddp__get64(answer);
+    r = cddp__recv_all(store->fd, answer, c->answer == CDDP__ANSWER_BYTE ? 1 : 8, deadline);
+  cddp__buffer_clear(buffer, 65536);
+  request->number = cddp__get64(answer);
   if (r != CDDP_OK) return r;
-  if (q->number > (q->code == CDDP__STORE_WAIT ? 0 : CDDP__COMMAND_MAX) &&
-      (q->code == CDDP__STORE_WAIT || c->answer == CDDP__ANSWER_STRING))
-    return cddp__fail(CDDP_NETWORK, "the answer is %" PRIu64 " instead of a %s", q->number,
-                      q->code == CDDP__STORE_WAIT ? "0" : "value's size");
+  if (request->number > (request->code == CDDP__STORE_WAIT ? 0 : CDDP__COMMAND_MAX) &&
+      (request->code == CDDP__STORE_WAIT || c->answer == CDDP__ANSWER_STRING))
+    return cddp__fail(CDDP_NETWORK, "the answer is %" PRIu64 " instead of a %s", request->number,
+                      request->code == CDDP__STORE_WAIT ? "0" : "value's size");
   if (c->answer != CDDP__ANSWER_STRING) return CDDP_OK;
-  if (!cddp__buffer_reserve(b, (size_t)q->number)) return CDDP_OUT_OF_MEMORY;
-  b->end = (size_t)q->number;
-  return cddp__recv_all(s->fd, b->data, b->end, deadline);
+  if (!cddp__buffer_reserve(buffer, (size_t)request->number)) return CDDP_OUT_OF_MEMORY;
+  buffer->end = (size_t)request->number;
+  return cddp__recv_all(store->fd, buffer->data, buffer->end, deadline);
 }
 
 /* Runs one operation under the lock. deadline: 0 = now + the store's timeout. After a failure the
    rest of the answer could still arrive, so the next operation connects again. */
-static cddp_result cddp__store_run(cddp_store *s, cddp__request *q, double deadline) {
+static cddp_result cddp__store_run(cddp_store *store, cddp__request *request, double deadline) {
   cddp__span reply;
   cddp_result r = CDDP_OK;
-  pthread_mutex_lock(&s->lock);
-  if (deadline <= 0) deadline = cddp__now() + s->timeout_s;
-  if (s->fd < 0) r = cddp__store_try_addresses(s, deadline);
-  if (r == CDDP_OK && (r = cddp__store_exchange(s, q, deadline)) == CDDP_NETWORK &&
-      q->code == CDDP__STORE_ADD)
-    cddp__fail_in(r, "add to '%.64s' (is its value a decimal number?): ", q->keys[0]);
+  pthread_mutex_lock(&store->lock);
+  if (deadline <= 0) deadline = cddp__now() + store->timeout_s;
+  if (store->fd < 0) r = cddp__store_try_addresses(store, deadline);
+  if (r == CDDP_OK && (r = cddp__store_exchange(store, request, deadline)) == CDDP_NETWORK &&
+      request->code == CDDP__STORE_ADD)
+    cddp__fail_in(r, "add to '%.64s' (is its value a decimal number?): ", request->keys[0]);
   if (r != CDDP_OK) {
-    cddp__close_fd(&s->fd);
-    r = cddp__store_error(s, r);
-  } else if (cddp__commands[q->code].answer == CDDP__ANSWER_STRING) {
-    reply = cddp__buffer_span(&s->bytes);
-    q->equal = cddp__span_equal(reply, q->values[1]);
-    if (q->size != NULL) *q->size = reply.size;
-    if (reply.size > 0 && reply.size <= q->capacity) memcpy(q->out, reply.data, reply.size);
-    if (reply.size > q->capacity && (q->out != NULL || q->capacity > 0))
+    cddp__close_fd(&store->fd);
+    r = cddp__store_error(store, r);
+  } else if (cddp__commands[request->code].answer == CDDP__ANSWER_STRING) {
+    reply = cddp__buffer_span(&store->bytes);
+    request->equal = cddp__span_equal(reply, request->values[1]);
+    if (request->size != NULL) *request->size = reply.size;
+    if (reply.size > 0 && reply.size <= request->capacity)
+      memcpy(request->out, reply.data, reply.size);
+    if (reply.size > request->capacity && (request->out != NULL || request->capacity > 0))
       r = cddp__fail(CDDP_INVALID_ARGUMENT,
                      "the value of '%.64s' does not fit into the buffer: its size is %zu, the "
                      "buffer's %zu",
-                     q->keys[0], reply.size, q->capacity);
+                     request->keys[0], reply.size, request->capacity);
   }
-  cddp__buffer_clear(&s->bytes, 65536); /* can be large */
-  pthread_mutex_unlock(&s->lock);
+  cddp__buffer_clear(&store->bytes, 65536); /* can be large */
+  pthread_mutex_unlock(&store->lock);
   return r;
 }
 
 /* Waits for the keys one by one. The text of CDDP_TIMEOUT names the missing key and says whether
    the server still answers. */
-static cddp_result cddp__store_wait(cddp_store *s, const char *const *keys, int count,
+static cddp_result cddp__store_wait(cddp_store *store, const char *const *keys, int count,
                                     double timeout_s) {
-  double deadline = cddp__now() + (timeout_s > 0 ? timeout_s : s->timeout_s);
+  double deadline = cddp__now() + (timeout_s > 0 ? timeout_s : store->timeout_s);
   cddp__request q;
   cddp_result r = CDDP_OK;
   int i;
   for (i = 0; r == CDDP_OK && i < count; i++) {
     q = cddp__request_of(CDDP__STORE_WAIT, &keys[i], 1);
-    r = cddp__store_run(s, &q, deadline);
+    r = cddp__store_run(store, &q, deadline);
   }
   if (r != CDDP_TIMEOUT) return r;
   q = cddp__request_of(CDDP__STORE_CHECK, &keys[i - 1], 1);
-  r = cddp__store_run(s, &q, cddp__now() + 5);
+  r = cddp__store_run(store, &q, cddp__now() + 5);
   return cddp__fail(CDDP_TIMEOUT, "store at %s: timed out waiting for key '%.128s' (%d of %d), %s",
-                    s->name, keys[i - 1], i, count,
+                    store->name, keys[i - 1], i, count,
                     r == CDDP_OK ? "which no client has set" : "and the server no longer answers");
 }
 
@@ -4886,78 +4910,80 @@ static int cddp__url_scheme(const char *url, const char **name) {
 
 /* Starts a server on s->addresses, or on the options' listening socket. s->addresses are then the
    addresses that clients can connect to. */
-static cddp_result cddp__server_start(cddp_store *s, const cddp__store_options *o) {
-  cddp__server *v = (cddp__server *)cddp__calloc(&o->desc.allocator, 1, sizeof *v);
+static cddp_result cddp__server_start(cddp_store *store, const cddp__store_options *options) {
+  cddp__server *server = (cddp__server *)cddp__calloc(&options->desc.allocator, 1, sizeof *server);
   cddp_result r = CDDP_OK;
   int i, *fd;
-  if (v == NULL) return CDDP_OUT_OF_MEMORY;
-  v->allocator = o->desc.allocator;
-  v->secret = s->proof;
-  fd = v->fds;
-  if (o->listen_fd < 0) {
-    r = cddp__listen_all(s->addresses, s->address_count, v->fds, &v->fd_count);
-    if (r == CDDP_NETWORK && s->addresses[0].sa.ss_family == AF_UNIX)
+  if (server == NULL) return CDDP_OUT_OF_MEMORY;
+  server->allocator = options->desc.allocator;
+  server->secret = store->proof;
+  fd = server->fds;
+  if (options->listen_fd < 0) {
+    r = cddp__listen_all(store->addresses, store->address_count, server->fds, &server->fd_count);
+    if (r == CDDP_NETWORK && store->addresses[0].sa.ss_family == AF_UNIX)
       cddp__append(cddp__error_text, sizeof cddp__error_text,
                    "; another process has this name: set MASTER_ADDR and MASTER_PORT for all ranks "
                    "to connect over TCP");
   } else {
-    v->fd_count = 1;
-    *fd = cddp__register_socket(fcntl(o->listen_fd, F_DUPFD_CLOEXEC, STDERR_FILENO + 1));
+    server->fd_count = 1;
+    *fd = cddp__register_socket(fcntl(options->listen_fd, F_DUPFD_CLOEXEC, STDERR_FILENO + 1));
     if (*fd < 0 || fcntl(*fd, F_SETFL, O_RDWR | O_NONBLOCK) != 0 ||
-        !cddp__local_address(*fd, &s->addresses[0]))
+        !cddp__local_address(*fd, &store->addresses[0]))
       r = cddp__fail_errno("the launcher's listening socket");
   }
-  v->epoll = cddp__above_stdio(epoll_create1(EPOLL_CLOEXEC));
-  v->reserve = v->epoll < 0 ? -1 : fcntl(v->epoll, F_DUPFD_CLOEXEC, STDERR_FILENO + 1);
-  if (r == CDDP_OK && v->reserve < 0) r = cddp__fail_errno("epoll");
-  if (r == CDDP_OK) r = cddp__random(&v->seed, sizeof v->seed);
-  for (i = 0; i < v->fd_count && r == CDDP_OK; i++)
-    if (!cddp__server_watch_fd(v, v->fds[i], EPOLL_CTL_ADD, EPOLLIN, (uint64_t)i))
+  server->epoll = cddp__above_stdio(epoll_create1(EPOLL_CLOEXEC));
+  server->reserve =
+      server->epoll < 0 ? -1 : fcntl(server->epoll, F_DUPFD_CLOEXEC, STDERR_FILENO + 1);
+  if (r == CDDP_OK && server->reserve < 0) r = cddp__fail_errno("epoll");
+  if (r == CDDP_OK) r = cddp__random(&server->seed, sizeof server->seed);
+  for (i = 0; i < server->fd_count && r == CDDP_OK; i++)
+    if (!cddp__server_watch_fd(server, server->fds[i], EPOLL_CTL_ADD, EPOLLIN, (uint64_t)i))
       r = cddp__fail_errno("epoll");
-  if (r == CDDP_OK) r = cddp__thread_start(&v->thread, cddp__server_main, v, true);
-  if (r != CDDP_OK) cddp__server_free(v);
-  if (r == CDDP_OK) s->server = v;
-  s->server_pid = getpid();
+  if (r == CDDP_OK) r = cddp__thread_start(&server->thread, cddp__server_main, server, true);
+  if (r != CDDP_OK) cddp__server_free(server);
+  if (r == CDDP_OK) store->server = server;
+  store->server_pid = getpid();
   return r;
 }
 
 /* On a host its own name can resolve to loopback only (127.0.1.1 in Debian's /etc/hosts). Other
    hosts connect to another of its addresses, so this adds the addresses of all interfaces. */
-static void cddp__add_interface_addresses(cddp_store *s, const char *host) {
+static void cddp__add_interface_addresses(cddp_store *store, const char *host) {
   int i;
   if (strcmp(host, "localhost") == 0 || strchr(host, ':') != NULL ||
       host[strspn(host, "0123456789.")] == 0) /* the user chose one address */
     return;
-  for (i = 0; i < s->address_count; i++)
-    if (!cddp__address_is_loopback(&s->addresses[i])) return;
-  s->address_count += cddp__interface_addresses(NULL, s->addresses + s->address_count,
-                                                CDDP__ADDRESSES_MAX - s->address_count);
+  for (i = 0; i < store->address_count; i++)
+    if (!cddp__address_is_loopback(&store->addresses[i])) return;
+  store->address_count += cddp__interface_addresses(NULL, store->addresses + store->address_count,
+                                                    CDDP__ADDRESSES_MAX - store->address_count);
 }
 
 /* Finds the addresses of tcp://host:port or unix://name; with is_server, starts the server there.
    unix:// is for ranks of one host whose launcher gives no address: it needs no free port. */
-static cddp_result cddp__store_open_url(cddp_store *s, const cddp__store_options *o) {
+static cddp_result cddp__store_open_url(cddp_store *store, const cddp__store_options *options) {
   char host[256];
   int port;
   cddp_result r;
-  s->address_count = 1;
-  if (s->scheme == CDDP__URL_UNIX) {
-    cddp__unix_name(&s->addresses[0], s->name);
-    return o->desc.is_server ? cddp__server_start(s, o) : CDDP_OK;
+  store->address_count = 1;
+  if (store->scheme == CDDP__URL_UNIX) {
+    cddp__unix_name(&store->addresses[0], store->name);
+    return options->desc.is_server ? cddp__server_start(store, options) : CDDP_OK;
   }
-  r = cddp__host_port(s->name, host, &port);
-  if (r == CDDP_OK && port == 0 && !o->desc.is_server)
+  r = cddp__host_port(store->name, host, &port);
+  if (r == CDDP_OK && port == 0 && !options->desc.is_server)
     r = cddp__fail(CDDP_INVALID_ARGUMENT,
                    "port 0 in 'tcp://%s' is for the server only, which then gets a free port",
-                   s->name);
-  if (r == CDDP_OK && o->listen_fd < 0)
-    r = cddp__resolve(host, port, s->addresses, &s->address_count);
-  if (r == CDDP_OK && o->desc.is_server && o->reachable) cddp__add_interface_addresses(s, host);
-  if (r == CDDP_OK && o->desc.is_server) r = cddp__server_start(s, o);
+                   store->name);
+  if (r == CDDP_OK && options->listen_fd < 0)
+    r = cddp__resolve(host, port, store->addresses, &store->address_count);
+  if (r == CDDP_OK && options->desc.is_server && options->reachable)
+    cddp__add_interface_addresses(store, host);
+  if (r == CDDP_OK && options->desc.is_server) r = cddp__server_start(store, options);
   if (r != CDDP_OK || port != 0) return r;
-  cddp__free(&s->allocator, s->name); /* error texts name the port that the system chose */
-  s->name = cddp__strdup(&s->allocator, cddp__describe_address(&s->addresses[0]).s);
-  return s->name != NULL ? CDDP_OK : CDDP_OUT_OF_MEMORY;
+  cddp__free(&store->allocator, store->name); /* error texts name the port that the system chose */
+  store->name = cddp__strdup(&store->allocator, cddp__describe_address(&store->addresses[0]).s);
+  return store->name != NULL ? CDDP_OK : CDDP_OUT_OF_MEMORY;
 }
 
 /* --- file:// ---
@@ -5002,20 +5028,20 @@ static cddp_result cddp__file_store_read(int fd, cddp__file_store_record *record
 }
 
 /* Sets s->proof to the file's key and the user's secret. */
-static cddp_result cddp__file_store_proof(cddp_store *s, const cddp__store_options *o,
+static cddp_result cddp__file_store_proof(cddp_store *store, const cddp__store_options *options,
                                           const char *key) {
-  const char *secret = o->desc.secret != NULL ? o->desc.secret : "";
+  const char *secret = options->desc.secret != NULL ? options->desc.secret : "";
   size_t size = 32 + 1 + strlen(secret) + 1;
-  cddp__free(&s->allocator, s->proof);
-  s->proof = (char *)cddp__malloc(&s->allocator, size);
-  if (s->proof == NULL) return CDDP_OUT_OF_MEMORY;
-  snprintf(s->proof, size, "%.32s %s", key, secret);
+  cddp__free(&store->allocator, store->proof);
+  store->proof = (char *)cddp__malloc(&store->allocator, size);
+  if (store->proof == NULL) return CDDP_OUT_OF_MEMORY;
+  snprintf(store->proof, size, "%.32s %s", key, secret);
   return CDDP_OK;
 }
 
 /* Makes this process the server, with the file locked: for this host on a Unix socket, for other
    hosts on a port that the system chooses. */
-static cddp_result cddp__file_store_serve(cddp_store *s, const cddp__store_options *o) {
+static cddp_result cddp__file_store_serve(cddp_store *store, const cddp__store_options *options) {
   cddp__file_store_record record;
   uint64_t word[4];
   char name[64];
@@ -5024,26 +5050,26 @@ static cddp_result cddp__file_store_serve(cddp_store *s, const cddp__store_optio
   memcpy(record.magic, CDDP__FILE_MAGIC, sizeof CDDP__FILE_MAGIC);
   snprintf(record.key, sizeof record.key, "%016" PRIx64 "%016" PRIx64, word[0], word[1]);
   snprintf(name, sizeof name, "cddp-file-%016" PRIx64 "%016" PRIx64, word[2], word[3]);
-  cddp__unix_name(&s->addresses[0], name);
-  s->address_count = 1;
-  if (o->reachable || o->elect)
-    s->address_count += cddp__interface_addresses(NULL, s->addresses + 1, 8);
-  if (r == CDDP_OK) r = cddp__file_store_proof(s, o, record.key);
-  if (r == CDDP_OK) r = cddp__server_start(s, o);
+  cddp__unix_name(&store->addresses[0], name);
+  store->address_count = 1;
+  if (options->reachable || options->elect)
+    store->address_count += cddp__interface_addresses(NULL, store->addresses + 1, 8);
+  if (r == CDDP_OK) r = cddp__file_store_proof(store, options, record.key);
+  if (r == CDDP_OK) r = cddp__server_start(store, options);
   if (r != CDDP_OK) return r == CDDP_NETWORK ? CDDP_SYSTEM : r; /* a retry would be useless */
-  record.count = (uint32_t)s->address_count;
-  memcpy(record.addresses, s->addresses, record.count * sizeof *s->addresses);
-  if (ftruncate(s->file, 0) != 0) return cddp__fail(CDDP_IO, "ftruncate: %s", strerror(errno));
-  r = cddp__file_io(s->file, true, &record, sizeof record, 0);
-  return r == CDDP_OK ? cddp__store_try_addresses(s, o->deadline) : r;
+  record.count = (uint32_t)store->address_count;
+  memcpy(record.addresses, store->addresses, record.count * sizeof *store->addresses);
+  if (ftruncate(store->file, 0) != 0) return cddp__fail(CDDP_IO, "ftruncate: %s", strerror(errno));
+  r = cddp__file_io(store->file, true, &record, sizeof record, 0);
+  return r == CDDP_OK ? cddp__store_try_addresses(store, options->deadline) : r;
 }
 
 /* Opens the file once: becomes the server, or connects to the server. Results: see
    cddp__store_try_addresses. */
-static cddp_result cddp__file_store_try(cddp_store *s, const cddp__store_options *o) {
+static cddp_result cddp__file_store_try(cddp_store *store, const cddp__store_options *options) {
   const int flags = O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY;
-  bool may_serve = o->desc.is_server || o->elect, locked, named;
-  int fd = cddp__register_socket(cddp__above_stdio(open(s->name, flags, 0600))), i;
+  bool may_serve = options->desc.is_server || options->elect, locked, named;
+  int fd = cddp__register_socket(cddp__above_stdio(open(store->name, flags, 0600))), i;
   cddp__file_store_record record;
   cddp_result r = CDDP_OK;
   if (fd < 0)
@@ -5054,25 +5080,27 @@ static cddp_result cddp__file_store_try(cddp_store *s, const cddp__store_options
   if (!locked && errno != EWOULDBLOCK && errno != EINTR)
     r = cddp__fail(CDDP_IO, "flock: %s; put the file on a file system that supports locks",
                    strerror(errno));
-  named = cddp__file_has_name(fd, s->name); /* else another process removed it */
+  named = cddp__file_has_name(fd, store->name); /* else another process removed it */
   if (r == CDDP_OK) r = cddp__file_store_read(fd, &record);
   if (r == CDDP_OK && locked && may_serve && named) { /* this store removes it at its end */
-    s->file = fd;
-    return cddp__file_store_serve(s, o);
+    store->file = fd;
+    return cddp__file_store_serve(store, options);
   }
-  if (r == CDDP_OK && o->desc.is_server && !o->elect) {
+  if (r == CDDP_OK && options->desc.is_server && !options->elect) {
     r = cddp__fail(CDDP_NETWORK, "another job is using the file; choose another path");
   } else if (r == CDDP_OK && (locked || !named || record.count == 0)) {
     r = cddp__fail(CDDP_NETWORK, "the file has no server: rank 0, or the first process to open it, "
                                  "has not started or is suspended");
   } else if (r == CDDP_OK) {
-    r = cddp__file_store_proof(s, o, record.key);
-    s->address_count = (int)record.count;
-    memcpy(s->addresses, record.addresses, sizeof s->addresses);
-    for (i = 0; i < s->address_count; i++)
-      s->addresses[i].size = (socklen_t)cddp__min(s->addresses[i].size, sizeof s->addresses[i].sa);
-    if (r == CDDP_OK) r = cddp__store_try_addresses(s, o->deadline);
-    if (r != CDDP_OK && (!cddp__file_has_name(fd, s->name) || flock(fd, LOCK_NB | LOCK_SH) == 0))
+    r = cddp__file_store_proof(store, options, record.key);
+    store->address_count = (int)record.count;
+    memcpy(store->addresses, record.addresses, sizeof store->addresses);
+    for (i = 0; i < store->address_count; i++)
+      store->addresses[i].size =
+          (socklen_t)cddp__min(store->addresses[i].size, sizeof store->addresses[i].sa);
+    if (r == CDDP_OK) r = cddp__store_try_addresses(store, options->deadline);
+    if (r != CDDP_OK &&
+        (!cddp__file_has_name(fd, store->name) || flock(fd, LOCK_NB | LOCK_SH) == 0))
       r = CDDP_NETWORK; /* its server has ended, and another program can have its port */
   }
   cddp__close_fd(&fd);
@@ -5084,39 +5112,40 @@ static cddp_result cddp__file_store_try(cddp_store *s, const cddp__store_options
 /* Stops the server too, except in a forked child, which shares the descriptors but lacks the
    thread. The file is removed first, so that a process that opens the path now starts a new
    store. */
-static void cddp__store_close(cddp_store *s) {
+static void cddp__store_close(cddp_store *store) {
   cddp_allocator a;
   int i;
-  if (s == NULL) return;
-  a = s->allocator;
-  if (s->file >= 0 && cddp__file_has_name(s->file, s->name)) unlink(s->name);
-  cddp__close_fd(&s->fd);
-  if (s->server != NULL && s->server_pid == getpid()) {
-    cddp__store32(&s->server->ended, 1);
-    for (i = 0; i < s->server->fd_count; i++) shutdown(s->server->fds[i], SHUT_RDWR);
-    pthread_join(s->server->thread, NULL);
-    cddp__server_free(s->server);
+  if (store == NULL) return;
+  a = store->allocator;
+  if (store->file >= 0 && cddp__file_has_name(store->file, store->name)) unlink(store->name);
+  cddp__close_fd(&store->fd);
+  if (store->server != NULL && store->server_pid == getpid()) {
+    cddp__store32(&store->server->ended, 1);
+    for (i = 0; i < store->server->fd_count; i++) shutdown(store->server->fds[i], SHUT_RDWR);
+    pthread_join(store->server->thread, NULL);
+    cddp__server_free(store->server);
   }
-  cddp__close_fd(&s->file);
-  pthread_mutex_destroy(&s->lock);
-  cddp__buffer_clear(&s->bytes, 0);
-  cddp__free(&a, s->name);
-  cddp__free(&a, s->proof);
-  cddp__free(&a, s);
+  cddp__close_fd(&store->file);
+  pthread_mutex_destroy(&store->lock);
+  cddp__buffer_clear(&store->bytes, 0);
+  cddp__free(&a, store->name);
+  cddp__free(&a, store->proof);
+  cddp__free(&a, store);
 }
 
 /* Connects, and retries until the deadline, because ranks can start long before the server. */
-static cddp_result cddp__store_connect(cddp_store *s, const cddp__store_options *o) {
+static cddp_result cddp__store_connect(cddp_store *store, const cddp__store_options *options) {
   double pause = 0.001, now;
   uint64_t dice;
   cddp_result r;
-  while ((r = s->scheme == CDDP__URL_FILE && s->server == NULL
-                  ? cddp__file_store_try(s, o)
-                  : cddp__store_try_addresses(s, o->deadline)) == CDDP_NETWORK &&
-         (now = cddp__now()) < o->deadline) {
+  while ((r = store->scheme == CDDP__URL_FILE && store->server == NULL
+                  ? cddp__file_store_try(store, options)
+                  : cddp__store_try_addresses(store, options->deadline)) == CDDP_NETWORK &&
+         (now = cddp__now()) < options->deadline) {
     dice = cddp__hash64((uint64_t)getpid(), &now, sizeof now);
-    cddp__sleep(cddp__earlier_deadline(pause * (0.5 + (double)(dice % 1024) / 1024), o->deadline) -
-                now);
+    cddp__sleep(
+        cddp__earlier_deadline(pause * (0.5 + (double)(dice % 1024) / 1024), options->deadline) -
+        now);
     pause = pause < 0.125 ? pause * 2 : 0.25;
   }
   if (r == CDDP_TIMEOUT)
@@ -5124,43 +5153,45 @@ static cddp_result cddp__store_connect(cddp_store *s, const cddp__store_options 
                       "the program at %s accepted a connection and sent nothing: it is another "
                       "program (neither cddp nor a TCPStore server, or PyTorch's before 2.2), or "
                       "rank 0, the server, has not yet called cddp_init or is suspended",
-                      s->name);
-  if (r != CDDP_NETWORK) return r == CDDP_OK || r == CDDP_MISMATCH ? r : cddp__store_error(s, r);
+                      store->name);
+  if (r != CDDP_NETWORK)
+    return r == CDDP_OK || r == CDDP_MISMATCH ? r : cddp__store_error(store, r);
   return cddp__fail_in(CDDP_TIMEOUT,
                        "no connection to the store at %s within %g s: rank 0 (the server) has not "
                        "started, the address is wrong, or a firewall blocks the port. Last error: ",
-                       s->name, s->timeout_s);
+                       store->name, store->timeout_s);
 }
 
 /* *out is NULL on failure. CDDP_MISMATCH: another program listens at the address. */
 static cddp_result cddp__store_open(cddp_store **out, const cddp__store_options *options) {
   cddp__store_options o = *options;
   const char *name;
-  cddp_store *s = (cddp_store *)cddp__calloc(&o.desc.allocator, 1, sizeof *s);
+  cddp_store *store = (cddp_store *)cddp__calloc(&o.desc.allocator, 1, sizeof *store);
   cddp_result r = CDDP_OK;
   *out = NULL;
-  if (s == NULL) return CDDP_OUT_OF_MEMORY;
-  pthread_mutex_init(&s->lock, NULL);
-  s->allocator = o.desc.allocator;
-  s->bytes.allocator = &s->allocator;
-  s->timeout_s = o.desc.timeout_s;
-  s->fd = s->file = -1;
-  if (o.closed_since != NULL) s->closed_since = *o.closed_since;
+  if (store == NULL) return CDDP_OUT_OF_MEMORY;
+  pthread_mutex_init(&store->lock, NULL);
+  store->allocator = o.desc.allocator;
+  store->bytes.allocator = &store->allocator;
+  store->timeout_s = o.desc.timeout_s;
+  store->fd = store->file = -1;
+  if (o.closed_since != NULL) store->closed_since = *o.closed_since;
   if (o.desc.secret == NULL) o.desc.secret = getenv("CDDP_SECRET");
   if (o.desc.secret != NULL && o.desc.secret[0] != 0)
-    if ((s->proof = cddp__strdup(&o.desc.allocator, o.desc.secret)) == NULL) r = CDDP_OUT_OF_MEMORY;
-  if ((s->scheme = cddp__url_scheme(o.desc.init_method, &name)) == CDDP__URL_NONE)
+    if ((store->proof = cddp__strdup(&o.desc.allocator, o.desc.secret)) == NULL)
+      r = CDDP_OUT_OF_MEMORY;
+  if ((store->scheme = cddp__url_scheme(o.desc.init_method, &name)) == CDDP__URL_NONE)
     r = cddp__fail(CDDP_INVALID_ARGUMENT,
                    "'%.128s' is not a store's URL; write tcp://host:port, unix://name or "
                    "file:///absolute/path",
                    o.desc.init_method);
-  else if ((s->name = cddp__strdup(&o.desc.allocator, name)) == NULL)
+  else if ((store->name = cddp__strdup(&o.desc.allocator, name)) == NULL)
     r = CDDP_OUT_OF_MEMORY;
-  if (r == CDDP_OK && s->scheme != CDDP__URL_FILE) r = cddp__store_open_url(s, &o);
-  if (r == CDDP_OK && (s->server == NULL || o.elect)) r = cddp__store_connect(s, &o);
-  if (r == CDDP_OK) *out = s;
-  if (o.closed_since != NULL) *o.closed_since = s->closed_since;
-  if (r != CDDP_OK) cddp__store_close(s);
+  if (r == CDDP_OK && store->scheme != CDDP__URL_FILE) r = cddp__store_open_url(store, &o);
+  if (r == CDDP_OK && (store->server == NULL || o.elect)) r = cddp__store_connect(store, &o);
+  if (r == CDDP_OK) *out = store;
+  if (o.closed_since != NULL) *o.closed_since = store->closed_since;
+  if (r != CDDP_OK) cddp__store_close(store);
   return r;
 }
 
@@ -5208,8 +5239,8 @@ static const char *cddp__env(const char *name) { /* NULL if unset or empty, or i
   return v != NULL && v[0] != 0 ? v : NULL;
 }
 
-static const char *cddp__backend_name(const cddp_group_desc *d) { /* NULL: the default */
-  return d->backend != NULL ? d->backend : cddp__env("CDDP_BACKEND");
+static const char *cddp__backend_name(const cddp_group_desc *desc) { /* NULL: the default */
+  return desc->backend != NULL ? desc->backend : cddp__env("CDDP_BACKEND");
 }
 
 /* A variable as a whole number in plain digits; strtol alone would accept " 1", "+1" and "01". *out
@@ -5497,7 +5528,7 @@ static cddp_result cddp__slurm_host(cddp__config *config, char *out, size_t capa
                      by less than 99 have different ports in their first 100 steps.
    key: cddp__job_key. */
 static cddp_result cddp__env_master(cddp__config *config, uint64_t key) {
-  const cddp__launcher *l = &cddp__launchers[config->launcher];
+  const cddp__launcher *launcher = &cddp__launchers[config->launcher];
   const char *host = cddp__env("MASTER_ADDR"), *agent = cddp__env("TORCHELASTIC_USE_AGENT_STORE"),
              *job = cddp__env("SLURM_JOB_ID"), *step = cddp__env("SLURM_STEP_ID"),
              *space = cddp__env("PMIX_NAMESPACE");
@@ -5534,8 +5565,9 @@ static cddp_result cddp__env_master(cddp__config *config, uint64_t key) {
     return cddp__fail(CDDP_INVALID_ARGUMENT,
                       "%s is not set, and %s does not tell its %d ranks the address of rank 0: add "
                       "%s to its command (HOST is rank 0's host), or unset %s to run without %s",
-                      host == NULL ? "MASTER_ADDR" : "MASTER_PORT", l->name, config->world_size,
-                      l->cure, l->variables[CDDP__VAR_RANK], l->name);
+                      host == NULL ? "MASTER_ADDR" : "MASTER_PORT", launcher->name,
+                      config->world_size, launcher->cure, launcher->variables[CDDP__VAR_RANK],
+                      launcher->name);
   if (host[0] == '[' ? host[strlen(host) - 1] != ']'
                      : strchr(host, ':') != NULL && strchr(host, ':') == strrchr(host, ':'))
     return cddp__fail(CDDP_INVALID_ARGUMENT,
@@ -5563,8 +5595,8 @@ static cddp_result cddp__discover_timeout(double given, double *out) {
                     "such as 600 or 2.5, and at most 1e9", text);
 }
 
-static cddp_result cddp__discover(cddp__config *config, const cddp_group_desc *d) {
-  const char *method = d->init_method ? d->init_method : "env://", *name,
+static cddp_result cddp__discover(cddp__config *config, const cddp_group_desc *desc) {
+  const char *method = desc->init_method ? desc->init_method : "env://", *name,
              *run = cddp__env("TORCHELASTIC_RUN_ID"),
              *restart = cddp__env("TORCHELASTIC_RESTART_COUNT");
   uint64_t key;
@@ -5572,22 +5604,22 @@ static cddp_result cddp__discover(cddp__config *config, const cddp_group_desc *d
   cddp_result r;
   memset(config, 0, sizeof *config);
   config->listen_fd = config->local_world_size = -1;
-  config->rank = d->rank;
-  config->world_size = d->world_size;
-  r = cddp__discover_timeout(d->timeout_s, &config->timeout_s);
+  config->rank = desc->rank;
+  config->world_size = desc->world_size;
+  r = cddp__discover_timeout(desc->timeout_s, &config->timeout_s);
   if (r == CDDP_OK) r = cddp__port_range(&first, &last); /* only checks it, on one host too */
   if (r == CDDP_OK) r = cddp__env_int("CDDP_JOIN", 0, 1, &config->joins);
-  if (r == CDDP_OK && d->world_size > 0 &&
-      (d->rank < 0 || (d->rank >= d->world_size && !config->joins)))
+  if (r == CDDP_OK && desc->world_size > 0 &&
+      (desc->rank < 0 || (desc->rank >= desc->world_size && !config->joins)))
     return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "rank is %d but world_size is %d; ranks go from 0 to %d", d->rank,
-                      d->world_size, d->world_size - 1);
-  if (r == CDDP_OK && d->world_size <= 0) r = cddp__env_ranks(config);
-  if (r == CDDP_OK && config->joins && d->world_size <= 0 && !config->launched)
+                      "rank is %d but world_size is %d; ranks go from 0 to %d", desc->rank,
+                      desc->world_size, desc->world_size - 1);
+  if (r == CDDP_OK && desc->world_size <= 0) r = cddp__env_ranks(config);
+  if (r == CDDP_OK && config->joins && desc->world_size <= 0 && !config->launched)
     return cddp__fail(CDDP_INVALID_ARGUMENT,
                       "CDDP_JOIN is 1, but RANK and WORLD_SIZE are not set: set WORLD_SIZE, "
                       "MASTER_ADDR and MASTER_PORT of the running job, and the RANK to join as");
-  if (r == CDDP_OK && d->world_size <= 0 && !config->launched && strcmp(method, "env://") == 0 &&
+  if (r == CDDP_OK && desc->world_size <= 0 && !config->launched && strcmp(method, "env://") == 0 &&
       (cddp__env("MASTER_ADDR") != NULL || cddp__env("MASTER_PORT") != NULL)) {
     name = cddp__env("MASTER_ADDR") != NULL ? "MASTER_ADDR" : "MASTER_PORT";
     return cddp__fail(CDDP_INVALID_ARGUMENT,
@@ -5707,14 +5739,15 @@ static char *cddp__map_memory(int fd, uint64_t base, uint64_t size) {
 
 /* Whether the memfd is open. The program can close it (closefrom) and open another file with its
    number. */
-static bool cddp__memfd_is_open(const cddp__host *h) {
+static bool cddp__memfd_is_open(const cddp__host *host) {
   struct stat s;
-  return fstat(h->fd, &s) == 0 && s.st_dev == h->memory.st_dev && s.st_ino == h->memory.st_ino;
+  return fstat(host->fd, &s) == 0 && s.st_dev == host->memory.st_dev &&
+         s.st_ino == host->memory.st_ino;
 }
 
-static char *cddp__map_segment(const cddp__host *h, uint64_t base, uint64_t size) {
+static char *cddp__map_segment(const cddp__host *host, uint64_t base, uint64_t size) {
   errno = EBADF;
-  return h->fd < 0 || cddp__memfd_is_open(h) ? cddp__map_memory(h->fd, base, size) : NULL;
+  return host->fd < 0 || cddp__memfd_is_open(host) ? cddp__map_memory(host->fd, base, size) : NULL;
 }
 
 /* Sets the error text after cddp__map_segment has failed. */
@@ -5728,16 +5761,16 @@ static cddp_result cddp__fail_mapping(const char *what, uint64_t bytes) {
 }
 
 /* Frees the memory of a range of the memfd, which then reads as zero. Returns false on failure. */
-static bool cddp__arena_punch(const cddp__host *h, uint64_t base, uint64_t size) {
-  return cddp__memfd_is_open(h) &&
-         syscall(SYS_fallocate, h->fd, 3 /* PUNCH_HOLE | KEEP_SIZE */, (off_t)base,
+static bool cddp__arena_punch(const cddp__host *host, uint64_t base, uint64_t size) {
+  return cddp__memfd_is_open(host) &&
+         syscall(SYS_fallocate, host->fd, 3 /* PUNCH_HOLE | KEEP_SIZE */, (off_t)base,
                  (off_t)size) == 0;
 }
 
 /* The same for the pages of a buffer whose owner has ended. */
-static bool cddp__ref_punch(const cddp__host *h, const cddp__ref *ref) {
+static bool cddp__ref_punch(const cddp__host *host, const cddp__ref *ref) {
   uint64_t page = cddp__page_size();
-  return cddp__arena_punch(h, ref->base + ref->offset / page * page, ref->pages * page);
+  return cddp__arena_punch(host, ref->base + ref->offset / page * page, ref->pages * page);
 }
 
 /* The last segment that begins at or before key: an address in h->own, an offset in the memfd in
@@ -5748,8 +5781,9 @@ static cddp__segment *cddp__segment_find(const struct cddp__segments *table, uin
   size_t low = 0, high = table->count;
   while (low < high) {
     size_t middle = (low + high) / 2;
-    const cddp__segment *s = table->list[middle];
-    if ((s->extents != NULL ? (uint64_t)(uintptr_t)s->address : s->base) > key) high = middle;
+    const cddp__segment *segment = table->list[middle];
+    if ((segment->extents != NULL ? (uint64_t)(uintptr_t)segment->address : segment->base) > key)
+      high = middle;
     else low = middle + 1;
   }
   *at = low;
@@ -5758,29 +5792,30 @@ static cddp__segment *cddp__segment_find(const struct cddp__segments *table, uin
 
 /* Adds a mapped segment: an own one with `extents` extents, or a peer's (0). Returns NULL with the
    error set, and unmaps it, if memory is exhausted. */
-static cddp__segment *cddp__segment_add(cddp__host *h, uint64_t base, uint64_t size, char *address,
-                                        size_t extents) {
-  struct cddp__segments *table = extents > 0 ? &h->own : &h->peers;
-  cddp__segment *s = NULL, **list;
+static cddp__segment *cddp__segment_add(cddp__host *host, uint64_t base, uint64_t size,
+                                        char *address, size_t extents) {
+  struct cddp__segments *table = extents > 0 ? &host->own : &host->peers;
+  cddp__segment *segment = NULL, **list;
   size_t at;
-  list = (cddp__segment **)cddp__grow_array(&h->allocator, table->list, &table->capacity,
+  list = (cddp__segment **)cddp__grow_array(&host->allocator, table->list, &table->capacity,
                                             table->count + 1, sizeof *list);
   if (list != NULL) {
     table->list = list;
-    s = (cddp__segment *)cddp__calloc(&h->allocator, 1, sizeof *s + extents * sizeof *s->extents);
+    segment = (cddp__segment *)cddp__calloc(&host->allocator, 1,
+                                            sizeof *segment + extents * sizeof *segment->extents);
   }
-  if (s == NULL) {
+  if (segment == NULL) {
     munmap(address, (size_t)size);
     return NULL;
   }
   (void)cddp__segment_find(table, extents > 0 ? (uint64_t)(uintptr_t)address : base, &at);
   memmove(list + at + 1, list + at, (table->count++ - at) * sizeof *list);
-  list[at] = s;
-  s->base = base;
-  s->size = size;
-  s->address = address;
-  if (extents > 0) s->extents = (cddp__extent *)(void *)(s + 1);
-  return s;
+  list[at] = segment;
+  segment->base = base;
+  segment->size = size;
+  segment->address = address;
+  if (extents > 0) segment->extents = (cddp__extent *)(void *)(segment + 1);
+  return segment;
 }
 
 /* The index of the free list for extents of this size. */
@@ -5792,17 +5827,17 @@ static int cddp__extent_list(uint64_t size) {
 /* Creates a segment of extents of `size` bytes. If that does not fit, tries one extent of `size`,
    then one of `bytes`. Returns the index of the free list that holds the extents, or -1 with the
    error set. */
-static int cddp__segment_create(cddp__host *h, uint64_t size, uint64_t bytes) {
-  uint64_t limit = (uint64_t)(h->window + 2) << h->window_bits, base;
-  size_t n = cddp__max(1, h->lists[cddp__extent_list(size)].extents / 2);
+static int cddp__segment_create(cddp__host *host, uint64_t size, uint64_t bytes) {
+  uint64_t limit = (uint64_t)(host->window + 2) << host->window_bits, base;
+  size_t n = cddp__max(1, host->lists[cddp__extent_list(size)].extents / 2);
   int list;
-  cddp__segment *s;
+  cddp__segment *segment;
   char *address = NULL;
   bool fits;
   for (;;) {
-    base = cddp__round_up(h->window_end, n * size >= CDDP__HUGE_PAGE ? CDDP__HUGE_PAGE : 1);
-    fits = h->threads || (base <= limit && n * size <= limit - base);
-    if (fits) address = cddp__map_segment(h, base, n * size);
+    base = cddp__round_up(host->window_end, n * size >= CDDP__HUGE_PAGE ? CDDP__HUGE_PAGE : 1);
+    fits = host->threads || (base <= limit && n * size <= limit - base);
+    if (fits) address = cddp__map_segment(host, base, n * size);
     if (address != NULL || (n == 1 && size == bytes)) break;
     if (n == 1) size = bytes;
     n = 1;
@@ -5811,83 +5846,87 @@ static int cddp__segment_create(cddp__host *h, uint64_t size, uint64_t bytes) {
     cddp__fail(CDDP_OUT_OF_MEMORY,
                "cddp_alloc: %" PRIu64 " bytes do not fit into the %" PRIu64
                " bytes that this rank can share%s",
-               size, (uint64_t)1 << h->window_bits,
-               h->window_bits < 40 ? "; raise the file size limit (ulimit -f)" : "");
+               size, (uint64_t)1 << host->window_bits,
+               host->window_bits < 40 ? "; raise the file size limit (ulimit -f)" : "");
   else if (address == NULL)
     (void)cddp__fail_mapping("cddp_alloc", size);
-  s = address != NULL ? cddp__segment_add(h, base, n * size, address, n) : NULL;
-  if (s == NULL) return -1;
+  segment = address != NULL ? cddp__segment_add(host, base, n * size, address, n) : NULL;
+  if (segment == NULL) return -1;
   list = cddp__extent_list(size);
-  s->extent_size = (size_t)size;
-  s->list = list;
-  h->window_end = base + n * size;
-  h->lists[list].extents += n;
+  segment->extent_size = (size_t)size;
+  segment->list = list;
+  host->window_end = base + n * size;
+  host->lists[list].extents += n;
   while (n-- > 0) {
-    s->extents[n].segment = s;
-    s->extents[n].next = h->lists[list].free;
-    h->lists[list].free = &s->extents[n];
+    segment->extents[n].segment = segment;
+    segment->extents[n].next = host->lists[list].free;
+    host->lists[list].free = &segment->extents[n];
   }
-  if (h->highest.v == 0 || (uintptr_t)address < h->lowest.v)
-    cddp__store64(&h->lowest, (uintptr_t)address);
-  if ((uintptr_t)address + s->size > h->highest.v)
-    cddp__store64(&h->highest, (uintptr_t)address + s->size);
+  if (host->highest.v == 0 || (uintptr_t)address < host->lowest.v)
+    cddp__store64(&host->lowest, (uintptr_t)address);
+  if ((uintptr_t)address + segment->size > host->highest.v)
+    cddp__store64(&host->highest, (uintptr_t)address + segment->size);
   return list;
 }
 
 /* The own extent that contains p, or NULL. */
-static cddp__extent *cddp__extent_of(const cddp__host *h, const void *p) {
+static cddp__extent *cddp__extent_of(const cddp__host *host, const void *p) {
   size_t at;
-  cddp__segment *s = cddp__segment_find(&h->own, (uint64_t)(uintptr_t)p, &at);
-  at = s != NULL ? (size_t)((const char *)p - s->address) : 0;
-  return s != NULL && at < s->size ? s->extents + at / s->extent_size : NULL;
+  cddp__segment *segment = cddp__segment_find(&host->own, (uint64_t)(uintptr_t)p, &at);
+  at = segment != NULL ? (size_t)((const char *)p - segment->address) : 0;
+  return segment != NULL && at < segment->size ? segment->extents + at / segment->extent_size
+                                               : NULL;
 }
 
-static char *cddp__extent_address(const cddp__extent *e) {
-  const cddp__segment *s = e->segment;
-  return s->address + (size_t)(e - s->extents) * s->extent_size;
+static char *cddp__extent_address(const cddp__extent *extent) {
+  const cddp__segment *segment = extent->segment;
+  return segment->address + (size_t)(extent - segment->extents) * segment->extent_size;
 }
 
 /* Enumerates this rank's extents in use: returns the next one after e, which is in segment *at.
    Begins with NULL and 0; ends with NULL. */
-static cddp__extent *cddp__next_extent(const cddp__host *h, cddp__extent *e, size_t *at) {
-  for (; *at < h->own.count; ++*at, e = NULL) {
-    const cddp__segment *s = h->own.list[*at];
-    for (e = e == NULL ? s->extents : e + 1; e < s->extents + s->size / s->extent_size; e++)
-      if (e->use != CDDP__EXTENT_FREE) return e;
+static cddp__extent *cddp__next_extent(const cddp__host *host, cddp__extent *extent, size_t *at) {
+  for (; *at < host->own.count; ++*at, extent = NULL) {
+    const cddp__segment *segment = host->own.list[*at];
+    for (extent = extent == NULL ? segment->extents : extent + 1;
+         extent < segment->extents + segment->size / segment->extent_size; extent++)
+      if (extent->use != CDDP__EXTENT_FREE) return extent;
   }
   return NULL;
 }
 
 /* Whether e is in the ring host.pending: a control block, or an extent to be freed with one. */
-static bool cddp__extent_is_pending(const cddp__extent *e) {
-  return e->use == CDDP__EXTENT_BLOCK || e->use == CDDP__EXTENT_BLOCK_LAZY || e->after != NULL;
+static bool cddp__extent_is_pending(const cddp__extent *extent) {
+  return extent->use == CDDP__EXTENT_BLOCK || extent->use == CDDP__EXTENT_BLOCK_LAZY ||
+         extent->after != NULL;
 }
 
-static void cddp__extent_set_pending(cddp__host *h, cddp__extent *e) {
-  if (h->pending == NULL) h->pending = e->previous = e;
-  e->next = h->pending;
-  e->previous = e->next->previous;
-  e->previous->next = e->next->previous = e;
+static void cddp__extent_set_pending(cddp__host *host, cddp__extent *extent) {
+  if (host->pending == NULL) host->pending = extent->previous = extent;
+  extent->next = host->pending;
+  extent->previous = extent->next->previous;
+  extent->previous->next = extent->next->previous = extent;
 }
 
 /* Frees an extent: its memory goes back to the system, the extent to its free list. */
-static void cddp__extent_release(cddp__host *h, cddp__extent *e) {
-  const cddp__segment *s = e->segment;
-  char *address = cddp__extent_address(e);
-  if (cddp__extent_is_pending(e)) {
-    e->previous->next = e->next;
-    e->next->previous = e->previous;
-    if (h->pending == e) h->pending = e->next != e ? e->next : NULL;
+static void cddp__extent_release(cddp__host *host, cddp__extent *extent) {
+  const cddp__segment *segment = extent->segment;
+  char *address = cddp__extent_address(extent);
+  if (cddp__extent_is_pending(extent)) {
+    extent->previous->next = extent->next;
+    extent->next->previous = extent->previous;
+    if (host->pending == extent) host->pending = extent->next != extent ? extent->next : NULL;
   }
-  e->use = CDDP__EXTENT_FREE;
-  e->after = NULL;
-  if (h->fd >= 0 && !e->is_private
-          ? !cddp__arena_punch(h, s->base + (uint64_t)(address - s->address), s->extent_size)
-          : madvise(address, s->extent_size, MADV_DONTNEED) != 0)
-    memset(address, 0, s->extent_size); /* else a new block would contain old rounds */
-  if (e->is_private || e->quarantined) return;
-  e->next = h->lists[s->list].free;
-  h->lists[s->list].free = e;
+  extent->use = CDDP__EXTENT_FREE;
+  extent->after = NULL;
+  if (host->fd >= 0 && !extent->is_private
+          ? !cddp__arena_punch(host, segment->base + (uint64_t)(address - segment->address),
+                               segment->extent_size)
+          : madvise(address, segment->extent_size, MADV_DONTNEED) != 0)
+    memset(address, 0, segment->extent_size); /* else a new block would contain old rounds */
+  if (extent->is_private || extent->quarantined) return;
+  extent->next = host->lists[segment->list].free;
+  host->lists[segment->list].free = extent;
 }
 
 /* Requests huge pages. MADV_COLLAPSE creates them on this core, even if the system's setting for
@@ -5903,36 +5942,36 @@ static void cddp__populate(char *address, uint64_t size, bool shared) {
 }
 
 /* Whether all ranks of this host have left the group of a control block. */
-static bool cddp__block_is_left(const cddp__control_block *b) {
-  uint32_t size = cddp__load32(&b->size);
-  return size != 0 && cddp__load32(&b->left) == size;
+static bool cddp__block_is_left(const cddp__control_block *block) {
+  uint32_t size = cddp__load32(&block->size);
+  return size != 0 && cddp__load32(&block->left) == size;
 }
 
 /* Whether e's control block has been freed, or all ranks have left it. The memory of a freed block
    is zero or holds another block. */
-static bool cddp__block_is_freed(const cddp__extent *e) {
-  return cddp__load32(&e->after->generation) != e->after_generation ||
-         cddp__load32(&e->after->size) == 0 || cddp__block_is_left(e->after);
+static bool cddp__block_is_freed(const cddp__extent *extent) {
+  return cddp__load32(&extent->after->generation) != extent->after_generation ||
+         cddp__load32(&extent->after->size) == 0 || cddp__block_is_left(extent->after);
 }
 
 /* Frees control blocks that all ranks of this host have left, and the extents that depend on them.
    Each call checks the next 16 of the ring, since each allocation adds at most one. */
-static void cddp__arena_free_left_blocks(cddp__host *h) {
+static void cddp__arena_free_left_blocks(cddp__host *host) {
   int i;
-  for (i = 0; i < 16 && h->pending != NULL; i++) {
-    cddp__extent *e = h->pending;
-    const void *block = cddp__extent_address(e);
-    h->pending = e->next;
-    if (e->after != NULL ? cddp__block_is_freed(e)
-                         : cddp__block_is_left((const cddp__control_block *)block))
-      cddp__extent_release(h, e);
+  for (i = 0; i < 16 && host->pending != NULL; i++) {
+    cddp__extent *extent = host->pending;
+    const void *block = cddp__extent_address(extent);
+    host->pending = extent->next;
+    if (extent->after != NULL ? cddp__block_is_freed(extent)
+                              : cddp__block_is_left((const cddp__control_block *)block))
+      cddp__extent_release(host, extent);
   }
 }
 
 /* Allocates zeroed memory in this rank's window. */
-static void *cddp__arena_alloc(cddp__host *h, size_t bytes, enum cddp__extent_use use) {
+static void *cddp__arena_alloc(cddp__host *host, size_t bytes, enum cddp__extent_use use) {
   size_t page = bytes >= CDDP__HUGE_PAGE ? CDDP__HUGE_PAGE : cddp__page_size(), whole, size;
-  cddp__extent *e;
+  cddp__extent *extent;
   char *address = NULL;
   int list;
   if (bytes > SIZE_MAX / 4) {
@@ -5941,145 +5980,151 @@ static void *cddp__arena_alloc(cddp__host *h, size_t bytes, enum cddp__extent_us
   }
   whole = cddp__round_up(cddp__max(bytes, 1), page);
   size = cddp__round_up(whole, cddp__max(page, (size_t)1 << (63 - __builtin_clzll(whole)) >> 2));
-  pthread_mutex_lock(&h->lock);
-  cddp__arena_free_left_blocks(h);
+  pthread_mutex_lock(&host->lock);
+  cddp__arena_free_left_blocks(host);
   list = cddp__extent_list(size);
-  if (h->lists[list].free == NULL) list = cddp__segment_create(h, size, whole);
+  if (host->lists[list].free == NULL) list = cddp__segment_create(host, size, whole);
   if (list < 0) /* no new segment: search a larger free extent */
-    for (list = cddp__extent_list(size); list < CDDP__EXTENT_SIZES && h->lists[list].free == NULL;)
+    for (list = cddp__extent_list(size);
+         list < CDDP__EXTENT_SIZES && host->lists[list].free == NULL;)
       list++;
   if (list < CDDP__EXTENT_SIZES) {
-    e = h->lists[list].free;
-    h->lists[list].free = e->next;
-    address = cddp__extent_address(e);
-    if (use < CDDP__EXTENT_BLOCK_LAZY) cddp__populate(address, whole, h->fd >= 0);
-    e->use = use;
-    if (cddp__extent_is_pending(e)) {
-      cddp__store32(&((cddp__control_block *)(void *)address)->generation, ++h->generation);
-      cddp__extent_set_pending(h, e);
+    extent = host->lists[list].free;
+    host->lists[list].free = extent->next;
+    address = cddp__extent_address(extent);
+    if (use < CDDP__EXTENT_BLOCK_LAZY) cddp__populate(address, whole, host->fd >= 0);
+    extent->use = use;
+    if (cddp__extent_is_pending(extent)) {
+      cddp__store32(&((cddp__control_block *)(void *)address)->generation, ++host->generation);
+      cddp__extent_set_pending(host, extent);
     }
   }
-  pthread_mutex_unlock(&h->lock);
+  pthread_mutex_unlock(&host->lock);
   return address;
 }
 
 /* Excludes all memory that peers write to from later allocations. Called after a failed operation
    during which a peer was stopped: it can write to this rank's memory whenever it continues. */
-static void cddp__arena_quarantine(cddp__host *h) {
-  cddp__extent *e = NULL;
+static void cddp__arena_quarantine(cddp__host *host) {
+  cddp__extent *extent = NULL;
   size_t at = 0;
-  pthread_mutex_lock(&h->lock);
-  while (h->fd >= 0 && (e = cddp__next_extent(h, e, &at)) != NULL)
-    if (e->use == CDDP__EXTENT_USER || e->use == CDDP__EXTENT_MEAN || e->use == CDDP__EXTENT_STATES)
-      e->quarantined = true;
-  pthread_mutex_unlock(&h->lock);
+  pthread_mutex_lock(&host->lock);
+  while (host->fd >= 0 && (extent = cddp__next_extent(host, extent, &at)) != NULL)
+    if (extent->use == CDDP__EXTENT_USER || extent->use == CDDP__EXTENT_MEAN ||
+        extent->use == CDDP__EXTENT_STATES)
+      extent->quarantined = true;
+  pthread_mutex_unlock(&host->lock);
 }
 
 /* Frees p. Returns false if p is not an allocation of this rank. */
-static bool cddp__arena_free(cddp__host *h, void *p) {
-  cddp__extent *e;
+static bool cddp__arena_free(cddp__host *host, void *p) {
+  cddp__extent *extent;
   bool own;
   if (p == NULL) return true;
-  pthread_mutex_lock(&h->lock);
-  e = cddp__extent_of(h, p);
-  own = e != NULL && e->use != CDDP__EXTENT_FREE && cddp__extent_address(e) == (char *)p;
-  if (own) cddp__extent_release(h, e);
-  pthread_mutex_unlock(&h->lock);
+  pthread_mutex_lock(&host->lock);
+  extent = cddp__extent_of(host, p);
+  own = extent != NULL && extent->use != CDDP__EXTENT_FREE &&
+        cddp__extent_address(extent) == (char *)p;
+  if (own) cddp__extent_release(host, extent);
+  pthread_mutex_unlock(&host->lock);
   return own;
 }
 
 /* Frees this rank's control block at ref, unless it has been freed already: then its memory is zero
    or holds another block, with another generation. */
-static void cddp__arena_free_block(cddp__host *h, const cddp__ref *ref, uint32_t generation) {
-  cddp__extent *e = NULL;
+static void cddp__arena_free_block(cddp__host *host, const cddp__ref *ref, uint32_t generation) {
+  cddp__extent *extent = NULL;
   size_t i;
-  pthread_mutex_lock(&h->lock);
-  for (i = 0; i < h->own.count; i++)
-    if (h->own.list[i]->base == ref->base)
-      e = cddp__extent_of(h, h->own.list[i]->address + ref->offset);
-  if (e != NULL && cddp__extent_is_pending(e) && e->after == NULL &&
-      cddp__load32(&((cddp__control_block *)(void *)cddp__extent_address(e))->generation) ==
+  pthread_mutex_lock(&host->lock);
+  for (i = 0; i < host->own.count; i++)
+    if (host->own.list[i]->base == ref->base)
+      extent = cddp__extent_of(host, host->own.list[i]->address + ref->offset);
+  if (extent != NULL && cddp__extent_is_pending(extent) && extent->after == NULL &&
+      cddp__load32(&((cddp__control_block *)(void *)cddp__extent_address(extent))->generation) ==
           generation)
-    cddp__extent_release(h, e);
-  pthread_mutex_unlock(&h->lock);
+    cddp__extent_release(host, extent);
+  pthread_mutex_unlock(&host->lock);
 }
 
 /* Whether ref refers to the peer's buffer that this process has mapped at p. */
-static bool cddp__ref_is_mapped_at(cddp__host *h, const cddp__ref *ref, const void *p) {
-  const cddp__segment *s;
+static bool cddp__ref_is_mapped_at(cddp__host *host, const cddp__ref *ref, const void *p) {
+  const cddp__segment *segment;
   size_t at;
   bool same;
-  pthread_mutex_lock(&h->lock);
-  s = cddp__segment_find(&h->peers, ref->base, &at);
-  same = ref->kind == CDDP__REF_EXTENT && s != NULL && s->base == ref->base &&
-         s->address + ref->offset == (const char *)p;
-  pthread_mutex_unlock(&h->lock);
+  pthread_mutex_lock(&host->lock);
+  segment = cddp__segment_find(&host->peers, ref->base, &at);
+  same = ref->kind == CDDP__REF_EXTENT && segment != NULL && segment->base == ref->base &&
+         segment->address + ref->offset == (const char *)p;
+  pthread_mutex_unlock(&host->lock);
   return same;
 }
 
 /* Frees p after all ranks of this host have left the group with control block b, because until then
    they can read p. The first group's block is not an extent: then p lives as long as the host's
    memory. */
-static void cddp__arena_free_with(cddp__host *h, const void *p, const cddp__control_block *b) {
-  cddp__extent *e;
-  pthread_mutex_lock(&h->lock);
-  if (p != NULL && cddp__load32(&b->generation) != 0 && cddp__load32(&b->size) != 0 &&
-      (e = cddp__extent_of(h, p)) != NULL) {
-    if (!cddp__extent_is_pending(e)) cddp__extent_set_pending(h, e);
-    e->after = b;
-    e->after_generation = cddp__load32(&b->generation);
+static void cddp__arena_free_with(cddp__host *host, const void *p,
+                                  const cddp__control_block *block) {
+  cddp__extent *extent;
+  pthread_mutex_lock(&host->lock);
+  if (p != NULL && cddp__load32(&block->generation) != 0 && cddp__load32(&block->size) != 0 &&
+      (extent = cddp__extent_of(host, p)) != NULL) {
+    if (!cddp__extent_is_pending(extent)) cddp__extent_set_pending(host, extent);
+    extent->after = block;
+    extent->after_generation = cddp__load32(&block->generation);
   }
-  pthread_mutex_unlock(&h->lock);
+  pthread_mutex_unlock(&host->lock);
 }
 
 /* The reference to `bytes` bytes at p, for peers. Its kind is NONE if p is not shared memory; for
    most of a program's private memory the address shows this without the lock. */
-static cddp__ref cddp__ref_of(cddp__host *h, const void *p, size_t bytes) {
+static cddp__ref cddp__ref_of(cddp__host *host, const void *p, size_t bytes) {
   cddp__ref ref;
-  const cddp__extent *e;
+  const cddp__extent *extent;
   size_t page = cddp__page_size();
   memset(&ref, 0, sizeof ref);
-  if (h->threads) {
+  if (host->threads) {
     ref.kind = CDDP__REF_POINTER;
     ref.base = (uint64_t)(uintptr_t)p;
     return ref;
   }
-  if ((uintptr_t)p < cddp__load64(&h->lowest) || (uintptr_t)p >= cddp__load64(&h->highest))
+  if ((uintptr_t)p < cddp__load64(&host->lowest) || (uintptr_t)p >= cddp__load64(&host->highest))
     return ref;
-  pthread_mutex_lock(&h->lock);
-  e = cddp__extent_of(h, p);
-  if (e != NULL && e->use != CDDP__EXTENT_FREE && !e->is_private &&
-      bytes <= e->segment->extent_size - (size_t)((const char *)p - cddp__extent_address(e))) {
+  pthread_mutex_lock(&host->lock);
+  extent = cddp__extent_of(host, p);
+  if (extent != NULL && extent->use != CDDP__EXTENT_FREE && !extent->is_private &&
+      bytes <=
+          extent->segment->extent_size - (size_t)((const char *)p - cddp__extent_address(extent))) {
     ref.kind = CDDP__REF_EXTENT;
-    ref.base = e->segment->base;
-    ref.size = e->segment->size;
-    ref.offset = (uint64_t)((const char *)p - e->segment->address);
+    ref.base = extent->segment->base;
+    ref.size = extent->segment->size;
+    ref.offset = (uint64_t)((const char *)p - extent->segment->address);
     ref.pages = (uint32_t)((ref.offset % page + bytes + page - 1) / page);
   }
-  pthread_mutex_unlock(&h->lock);
+  pthread_mutex_unlock(&host->lock);
   return ref;
 }
 
 /* Sets *out to this process's address of the buffer; maps its segment if necessary. */
-static cddp_result cddp__map_ref(cddp__host *h, const cddp__ref *ref, void **out) {
-  cddp__segment *s;
+static cddp_result cddp__map_ref(cddp__host *host, const cddp__ref *ref, void **out) {
+  cddp__segment *segment;
   char *address;
   size_t at, i;
   *out = (void *)(uintptr_t)ref->base;
   if (ref->kind == CDDP__REF_POINTER) return CDDP_OK;
-  pthread_mutex_lock(&h->lock);
-  s = cddp__segment_find(&h->peers, ref->base, &at);
-  if (s != NULL && s->base != ref->base) s = NULL;
-  for (i = 0; s == NULL && i < h->own.count; i++)
-    if (h->own.list[i]->base == ref->base) s = h->own.list[i];
-  if (s == NULL) {
-    address = cddp__map_segment(h, ref->base, ref->size);
+  pthread_mutex_lock(&host->lock);
+  segment = cddp__segment_find(&host->peers, ref->base, &at);
+  if (segment != NULL && segment->base != ref->base) segment = NULL;
+  for (i = 0; segment == NULL && i < host->own.count; i++)
+    if (host->own.list[i]->base == ref->base) segment = host->own.list[i];
+  if (segment == NULL) {
+    address = cddp__map_segment(host, ref->base, ref->size);
     if (address == NULL) (void)cddp__fail_mapping("a peer's memory", ref->size);
-    else s = cddp__segment_add(h, ref->base, ref->size, address, 0);
+    else
+      segment = cddp__segment_add(host, ref->base, ref->size, address, 0);
   }
-  *out = s != NULL ? s->address + ref->offset : NULL;
-  pthread_mutex_unlock(&h->lock);
-  return s != NULL ? CDDP_OK : CDDP_OUT_OF_MEMORY;
+  *out = segment != NULL ? segment->address + ref->offset : NULL;
+  pthread_mutex_unlock(&host->lock);
+  return segment != NULL ? CDDP_OK : CDDP_OUT_OF_MEMORY;
 }
 
 /* The limit of processor time of this process's container, in cores, rounded up (docker --cpus, a
@@ -6126,11 +6171,11 @@ static int cddp__count_cores(cddp__atomic_u64 *all, int most) {
 
 /* Sets this rank's number among the ranks of the host, before the first allocation. The arrays were
    allocated for all ranks of the job. */
-static void cddp__host_set_rank(cddp__host *h, int size, int index, int window) {
-  h->size = size;
-  h->index = index;
-  h->window = window;
-  h->window_end = (uint64_t)(window + 1) << h->window_bits;
+static void cddp__host_set_rank(cddp__host *host, int size, int index, int window) {
+  host->size = size;
+  host->index = index;
+  host->window = window;
+  host->window_end = (uint64_t)(window + 1) << host->window_bits;
 }
 
 /* >>reduce ---------------------------------------------------------------------------------------
@@ -21125,25 +21170,27 @@ typedef struct cddp__mt19937 {
   int next; /* index of the next state word to return; 624: compute new ones */
 } cddp__mt19937;
 
-static void cddp__mt_seed(cddp__mt19937 *g, uint32_t seed) {
+static void cddp__mt_seed(cddp__mt19937 *generator, uint32_t seed) {
   uint32_t i;
-  g->state[0] = seed;
+  generator->state[0] = seed;
   for (i = 1; i < 624; i++)
-    g->state[i] = 1812433253u * (g->state[i - 1] ^ (g->state[i - 1] >> 30)) + i;
-  g->next = 624;
+    generator->state[i] =
+        1812433253u * (generator->state[i - 1] ^ (generator->state[i - 1] >> 30)) + i;
+  generator->next = 624;
 }
 
-static uint32_t cddp__mt_next(cddp__mt19937 *g) {
+static uint32_t cddp__mt_next(cddp__mt19937 *generator) {
   uint32_t y;
   int i;
-  if (g->next == 624) {
+  if (generator->next == 624) {
     for (i = 0; i < 624; i++) {
-      y = (g->state[i] & 0x80000000u) | (g->state[(i + 1) % 624] & 0x7fffffffu);
-      g->state[i] = g->state[(i + 397) % 624] ^ (y >> 1) ^ ((y & 1) != 0 ? 0x9908b0dfu : 0);
+      y = (generator->state[i] & 0x80000000u) | (generator->state[(i + 1) % 624] & 0x7fffffffu);
+      generator->state[i] =
+          generator->state[(i + 397) % 624] ^ (y >> 1) ^ ((y & 1) != 0 ? 0x9908b0dfu : 0);
     }
-    g->next = 0;
+    generator->next = 0;
   }
-  y = g->state[g->next++];
+  y = generator->state[generator->next++];
   y ^= y >> 11;
   y ^= (y << 7) & 0x9d2c5680u;
   y ^= (y << 15) & 0xefc60000u;
@@ -21178,50 +21225,52 @@ static void cddp__randperm(uint64_t *a, size_t n, uint64_t seed) {
 }
 
 /* Number of samples that a rank gets of the `left` remaining ones. */
-static size_t cddp__sampler_share(const cddp_sampler_desc *d, int rank, size_t left) {
-  size_t w = (size_t)d->world_size;
-  bool more = d->exact ? (size_t)rank < left % w : !d->drop_last && left % w != 0;
+static size_t cddp__sampler_share(const cddp_sampler_desc *desc, int rank, size_t left) {
+  size_t w = (size_t)desc->world_size;
+  bool more = desc->exact ? (size_t)rank < left % w : !desc->drop_last && left % w != 0;
   return left / w + (size_t)more;
 }
 
-static void cddp__sampler_free(cddp_sampler *s) {
-  free(s->order);
-  s->order = NULL;
+static void cddp__sampler_free(cddp_sampler *sampler) {
+  free(sampler->order);
+  sampler->order = NULL;
 }
 
 /* Begins an epoch of which all ranks together have used `start` samples already. */
-static void cddp__sampler_begin(cddp_sampler *s, uint64_t epoch, uint64_t start, bool resumed) {
-  size_t n = s->desc.dataset_size;
-  if (s->epoch != epoch) cddp__sampler_free(s);
-  s->position = 0;
-  s->result = CDDP_OK;
-  s->epoch = epoch;
-  s->start = start < n ? (size_t)start : n;
-  s->size = cddp__sampler_share(&s->desc, s->desc.rank, n - s->start);
-  s->resumed = resumed;
+static void cddp__sampler_begin(cddp_sampler *sampler, uint64_t epoch, uint64_t start,
+                                bool resumed) {
+  size_t n = sampler->desc.dataset_size;
+  if (sampler->epoch != epoch) cddp__sampler_free(sampler);
+  sampler->position = 0;
+  sampler->result = CDDP_OK;
+  sampler->epoch = epoch;
+  sampler->start = start < n ? (size_t)start : n;
+  sampler->size = cddp__sampler_share(&sampler->desc, sampler->desc.rank, n - sampler->start);
+  sampler->resumed = resumed;
 }
 
 /* Writes n indices of the epoch: those at positions place, place + W, ... of its permutation. */
-static cddp_result cddp__sampler_indices(cddp_sampler *s, size_t place, size_t n, size_t *indices) {
-  size_t samples = s->desc.dataset_size, i;
-  if (n > 0 && s->desc.shuffle && s->order == NULL) {
-    s->order = (uint64_t *)malloc(samples * sizeof *s->order);
-    if (s->order == NULL)
+static cddp_result cddp__sampler_indices(cddp_sampler *sampler, size_t place, size_t n,
+                                         size_t *indices) {
+  size_t samples = sampler->desc.dataset_size, i;
+  if (n > 0 && sampler->desc.shuffle && sampler->order == NULL) {
+    sampler->order = (uint64_t *)malloc(samples * sizeof *sampler->order);
+    if (sampler->order == NULL)
       return cddp__fail(CDDP_OUT_OF_MEMORY, "no memory for the permutation of %zu samples",
                         samples);
-    cddp__randperm(s->order, samples, s->desc.seed + s->epoch);
+    cddp__randperm(sampler->order, samples, sampler->desc.seed + sampler->epoch);
   }
-  for (i = 0; i < n; i++, place += (size_t)s->desc.world_size) {
+  for (i = 0; i < n; i++, place += (size_t)sampler->desc.world_size) {
     size_t at = place % samples;
-    indices[i] = s->order != NULL ? (size_t)s->order[at] : at;
+    indices[i] = sampler->order != NULL ? (size_t)sampler->order[at] : at;
   }
   return CDDP_OK;
 }
 
-CDDPDEF cddp_result cddp_sampler_init(cddp_sampler *s, const cddp_sampler_desc *desc) {
+CDDPDEF cddp_result cddp_sampler_init(cddp_sampler *sampler, const cddp_sampler_desc *desc) {
   cddp_sampler_desc d;
-  CDDP__CHECK(s != NULL, "s is NULL");
-  memset(s, 0, sizeof *s);
+  CDDP__CHECK(sampler != NULL, "s is NULL");
+  memset(sampler, 0, sizeof *sampler);
   CDDP__CHECK(desc != NULL, "desc is NULL");
   d = *desc;
   if (d.world_size == 0) d.world_size = 1;
@@ -21230,61 +21279,68 @@ CDDPDEF cddp_result cddp_sampler_init(cddp_sampler *s, const cddp_sampler_desc *
               d.rank, d.world_size - 1);
   CDDP__CHECK(!d.drop_last || !d.exact, "drop_last and exact exclude each other");
   CDDP__CHECK(d.dataset_size <= SIZE_MAX / 16, "dataset_size %zu is too large", d.dataset_size);
-  s->desc = d;
-  cddp__sampler_begin(s, 0, 0, false);
+  sampler->desc = d;
+  cddp__sampler_begin(sampler, 0, 0, false);
   return CDDP_OK;
 }
 
-CDDPDEF void cddp_sampler_set_epoch(cddp_sampler *s, uint64_t epoch) {
-  if (s == NULL || s->desc.world_size == 0) return;
-  if (s->resumed && s->epoch == epoch) s->resumed = false; /* continue at the checkpoint */
-  else cddp__sampler_begin(s, epoch, 0, false);
+CDDPDEF void cddp_sampler_set_epoch(cddp_sampler *sampler, uint64_t epoch) {
+  if (sampler == NULL || sampler->desc.world_size == 0) return;
+  if (sampler->resumed && sampler->epoch == epoch)
+    sampler->resumed = false; /* continue at the checkpoint */
+  else
+    cddp__sampler_begin(sampler, epoch, 0, false);
 }
 
-CDDPDEF uint64_t cddp_sampler_epoch(const cddp_sampler *s) { return s != NULL ? s->epoch : 0; }
+CDDPDEF uint64_t cddp_sampler_epoch(const cddp_sampler *sampler) {
+  return sampler != NULL ? sampler->epoch : 0;
+}
 
-CDDPDEF size_t cddp_sampler_size(const cddp_sampler *s) { return s != NULL ? s->size : 0; }
+CDDPDEF size_t cddp_sampler_size(const cddp_sampler *sampler) {
+  return sampler != NULL ? sampler->size : 0;
+}
 
-CDDPDEF bool cddp_sampler_next(cddp_sampler *s, size_t *index) {
+CDDPDEF bool cddp_sampler_next(cddp_sampler *sampler, size_t *index) {
   size_t next;
-  if (s == NULL) return false;
-  s->result = CDDP_OK;
-  if (s->position >= s->size) {
-    cddp__sampler_free(s);
+  if (sampler == NULL) return false;
+  sampler->result = CDDP_OK;
+  if (sampler->position >= sampler->size) {
+    cddp__sampler_free(sampler);
     return false;
   }
-  next = s->start + (size_t)s->desc.rank + s->position * (size_t)s->desc.world_size;
-  s->result = cddp__named(__func__, cddp__sampler_indices(s, next, 1, &next));
-  if (s->result != CDDP_OK) return false;
+  next = sampler->start + (size_t)sampler->desc.rank +
+         sampler->position * (size_t)sampler->desc.world_size;
+  sampler->result = cddp__named(__func__, cddp__sampler_indices(sampler, next, 1, &next));
+  if (sampler->result != CDDP_OK) return false;
   if (index != NULL) *index = next;
-  s->position++;
+  sampler->position++;
   return true;
 }
 
-CDDPDEF size_t cddp_sampler_batch(cddp_sampler *s, int shard, size_t batch, size_t size,
+CDDPDEF size_t cddp_sampler_batch(cddp_sampler *sampler, int shard, size_t batch, size_t size,
                                   size_t *indices) {
   size_t world, all, n;
-  if (s == NULL) return 0;
-  s->result = CDDP_INVALID_ARGUMENT;
-  world = (size_t)s->desc.world_size;
+  if (sampler == NULL) return 0;
+  sampler->result = CDDP_INVALID_ARGUMENT;
+  world = (size_t)sampler->desc.world_size;
   if (shard < 0 || (size_t)shard >= world || size == 0 || indices == NULL) {
-    cddp__fail(s->result, "%s: shard is %d, of %zu; size is 0 or indices is NULL", __func__, shard,
-               world);
+    cddp__fail(sampler->result, "%s: shard is %d, of %zu; size is 0 or indices is NULL", __func__,
+               shard, world);
     return 0;
   }
-  s->result = CDDP_OK;
-  all = cddp__sampler_share(&s->desc, shard, s->desc.dataset_size);
+  sampler->result = CDDP_OK;
+  all = cddp__sampler_share(&sampler->desc, shard, sampler->desc.dataset_size);
   if (batch > all / size) return 0;
   n = cddp__min(size, all - batch * size);
-  s->result = cddp__named(
-      __func__, cddp__sampler_indices(s, (size_t)shard + batch * size * world, n, indices));
-  return s->result == CDDP_OK ? n : 0;
+  sampler->result = cddp__named(
+      __func__, cddp__sampler_indices(sampler, (size_t)shard + batch * size * world, n, indices));
+  return sampler->result == CDDP_OK ? n : 0;
 }
 
-CDDPDEF void cddp_sampler_destroy(cddp_sampler *s) {
-  if (s == NULL) return;
-  cddp__sampler_free(s);
-  s->position = s->size = s->start = 0;
+CDDPDEF void cddp_sampler_destroy(cddp_sampler *sampler) {
+  if (sampler == NULL) return;
+  cddp__sampler_free(sampler);
+  sampler->position = sampler->size = sampler->start = 0;
 }
 
 /* >>safetensors --------------------------------------------------------------------------------
@@ -21347,25 +21403,26 @@ struct cddp_safetensors { /* constant once it is open */
 
 /* A file whose header has text_size bytes, which the caller writes to `text`. NULL if memory is
    exhausted. */
-static cddp_safetensors *cddp__st_new(const cddp_allocator *a, size_t text_size) {
-  cddp_safetensors *f = (cddp_safetensors *)cddp__malloc(a, sizeof *f + text_size + 1);
-  if (f == NULL) return NULL;
-  memset(f, 0, sizeof *f);
-  if (a != NULL) f->allocator = *a;
-  f->fd = -1;
-  f->text = (char *)(f + 1);
-  f->text_size = text_size;
-  f->text[text_size] = 0;
-  return f;
+static cddp_safetensors *cddp__st_new(const cddp_allocator *allocator, size_t text_size) {
+  cddp_safetensors *file =
+      (cddp_safetensors *)cddp__malloc(allocator, sizeof *file + text_size + 1);
+  if (file == NULL) return NULL;
+  memset(file, 0, sizeof *file);
+  if (allocator != NULL) file->allocator = *allocator;
+  file->fd = -1;
+  file->text = (char *)(file + 1);
+  file->text_size = text_size;
+  file->text[text_size] = 0;
+  return file;
 }
 
-CDDPDEF void cddp_safetensors_close(cddp_safetensors *f) {
+CDDPDEF void cddp_safetensors_close(cddp_safetensors *file) {
   cddp_allocator a;
-  if (f == NULL) return;
-  a = f->allocator;
-  cddp__close_fd(&f->fd);
-  cddp__free(&a, f->tensors);
-  cddp__free(&a, f);
+  if (file == NULL) return;
+  a = file->allocator;
+  cddp__close_fd(&file->fd);
+  cddp__free(&a, file->tensors);
+  cddp__free(&a, file);
 }
 
 /* --- UTF-8 --- */
@@ -21392,63 +21449,65 @@ typedef struct cddp__json {
   cddp_result result; /* the first error, after which nothing is read */
 } cddp__json;
 
-static void cddp__json_fail(cddp__json *j, const char *what) {
-  if (j->result == CDDP_OK)
-    j->result = cddp__fail(CDDP_IO, "its header is invalid at byte %zu: %s",
-                           (size_t)(j->at - j->begin), what);
-  j->at = j->end;
+static void cddp__json_fail(cddp__json *json, const char *what) {
+  if (json->result == CDDP_OK)
+    json->result = cddp__fail(CDDP_IO, "its header is invalid at byte %zu: %s",
+                              (size_t)(json->at - json->begin), what);
+  json->at = json->end;
 }
 
-static void cddp__json_space(cddp__json *j) {
-  while (*j->at == ' ' || *j->at == '\n' || *j->at == '\r' || *j->at == '\t') j->at++;
+static void cddp__json_space(cddp__json *json) {
+  while (*json->at == ' ' || *json->at == '\n' || *json->at == '\r' || *json->at == '\t')
+    json->at++;
 }
 
 /* Skips white space, then c. Returns false, without skipping c, if another character is next. */
-static bool cddp__json_next(cddp__json *j, char c) {
-  cddp__json_space(j);
-  if (j->at == j->end || *j->at != c) return false;
-  j->at++;
+static bool cddp__json_next(cddp__json *json, char c) {
+  cddp__json_space(json);
+  if (json->at == json->end || *json->at != c) return false;
+  json->at++;
   return true;
 }
 
 /* Skips to item n of a list or an object: over the opening bracket or a comma. Returns false after
    the closing bracket, or after an error. */
-static bool cddp__json_item(cddp__json *j, const char *brackets, size_t n, const char *what) {
-  if (n == 0 && !cddp__json_next(j, brackets[0]))
-    cddp__json_fail(j, cddp__textf("%s is expected", what).s);
-  if (cddp__json_next(j, brackets[1])) return false;
-  if (n > 0 && !cddp__json_next(j, ','))
-    cddp__json_fail(j, cddp__textf("a comma or a %c is expected", brackets[1]).s);
-  return j->result == CDDP_OK;
+static bool cddp__json_item(cddp__json *json, const char *brackets, size_t n, const char *what) {
+  if (n == 0 && !cddp__json_next(json, brackets[0]))
+    cddp__json_fail(json, cddp__textf("%s is expected", what).s);
+  if (cddp__json_next(json, brackets[1])) return false;
+  if (n > 0 && !cddp__json_next(json, ','))
+    cddp__json_fail(json, cddp__textf("a comma or a %c is expected", brackets[1]).s);
+  return json->result == CDDP_OK;
 }
 
-static bool cddp__json_hex(cddp__json *j, uint32_t *v) { /* four digits */
+static bool cddp__json_hex(cddp__json *json, uint32_t *v) { /* four digits */
   char digits[5] = {0};
-  if (strspn(j->at, "0123456789abcdefABCDEF") < 4) return false;
-  memcpy(digits, j->at, 4);
+  if (strspn(json->at, "0123456789abcdefABCDEF") < 4) return false;
+  memcpy(digits, json->at, 4);
   *v = (uint32_t)strtoul(digits, NULL, 16);
-  j->at += 4;
+  json->at += 4;
   return true;
 }
 
 /* Decodes the escape sequence at the cursor to `to` and returns the end of the result; NULL if it
    is invalid. */
-static char *cddp__json_escape(cddp__json *j, char *to) {
+static char *cddp__json_escape(cddp__json *json, char *to) {
   static const char letters[] = "\"\\/bfnrt", meant[] = "\"\\/\b\f\n\r\t";
   static const unsigned char lead[] = {0, 0xc0, 0xe0, 0xf0};
-  const char *k = (const char *)memchr(letters, j->at[1], sizeof letters - 1);
+  const char *k = (const char *)memchr(letters, json->at[1], sizeof letters - 1);
   uint32_t c, low;
   int more; /* UTF-8 bytes after the first */
-  j->at += 2;
+  json->at += 2;
   if (k != NULL) {
     *to = meant[k - letters];
     return to + 1;
   }
-  if (j->at[-1] != 'u' || !cddp__json_hex(j, &c) || c == 0) return NULL; /* no C string holds NUL */
+  if (json->at[-1] != 'u' || !cddp__json_hex(json, &c) || c == 0)
+    return NULL;                   /* no C string holds NUL */
   if (c >= 0xd800 && c < 0xe000) { /* a surrogate pair */
-    if (c >= 0xdc00 || j->at[0] != '\\' || j->at[1] != 'u') return NULL;
-    j->at += 2;
-    if (!cddp__json_hex(j, &low) || low < 0xdc00 || low > 0xdfff) return NULL;
+    if (c >= 0xdc00 || json->at[0] != '\\' || json->at[1] != 'u') return NULL;
+    json->at += 2;
+    if (!cddp__json_hex(json, &low) || low < 0xdc00 || low > 0xdfff) return NULL;
     c = 0x10000 + ((c - 0xd800) << 10) + (low - 0xdc00);
   }
   more = c < 0x80 ? 0 : c < 0x800 ? 1 : c < 0x10000 ? 2 : 3;
@@ -21457,49 +21516,49 @@ static char *cddp__json_escape(cddp__json *j, char *to) {
   return to;
 }
 
-static const char *cddp__json_string(cddp__json *j) { /* "" after a failure */
+static const char *cddp__json_string(cddp__json *json) { /* "" after a failure */
   char *to, *string;
-  if (!cddp__json_next(j, '"')) cddp__json_fail(j, "a string is expected");
-  for (to = string = j->at; j->at < j->end && *j->at != '"';) {
-    if ((unsigned char)*j->at < 0x20) {
-      cddp__json_fail(j, "a control character in a string");
-    } else if (*j->at != '\\') {
-      *to++ = *j->at++;
-    } else if (j->at + 1 == j->end || (to = cddp__json_escape(j, to)) == NULL) {
-      cddp__json_fail(j, "an escape sequence is invalid, or is a NUL");
+  if (!cddp__json_next(json, '"')) cddp__json_fail(json, "a string is expected");
+  for (to = string = json->at; json->at < json->end && *json->at != '"';) {
+    if ((unsigned char)*json->at < 0x20) {
+      cddp__json_fail(json, "a control character in a string");
+    } else if (*json->at != '\\') {
+      *to++ = *json->at++;
+    } else if (json->at + 1 == json->end || (to = cddp__json_escape(json, to)) == NULL) {
+      cddp__json_fail(json, "an escape sequence is invalid, or is a NUL");
     }
   }
-  if (j->at == j->end) cddp__json_fail(j, "a string does not end");
-  if (j->result != CDDP_OK) return "";
-  j->at++;
+  if (json->at == json->end) cddp__json_fail(json, "a string does not end");
+  if (json->result != CDDP_OK) return "";
+  json->at++;
   *to = 0;
   return string;
 }
 
-static const char *cddp__json_key(cddp__json *j) {
-  const char *key = cddp__json_string(j);
-  if (!cddp__json_next(j, ':')) cddp__json_fail(j, "a colon is expected");
+static const char *cddp__json_key(cddp__json *json) {
+  const char *key = cddp__json_string(json);
+  if (!cddp__json_next(json, ':')) cddp__json_fail(json, "a colon is expected");
   return key;
 }
 
 /* Reads [n, n, ...], at most max numbers. Returns how many. */
-static size_t cddp__json_numbers(cddp__json *j, uint64_t *v, size_t max) {
+static size_t cddp__json_numbers(cddp__json *json, uint64_t *v, size_t max) {
   size_t n;
   char *after;
-  for (n = 0; cddp__json_item(j, "[]", n, "a list of numbers"); n++) {
+  for (n = 0; cddp__json_item(json, "[]", n, "a list of numbers"); n++) {
     uint64_t number;
-    cddp__json_space(j);
+    cddp__json_space(json);
     errno = 0;
-    number = strtoull(j->at, &after, 10);
-    if (*j->at < '0' || *j->at > '9' || (*j->at == '0' && after > j->at + 1))
-      cddp__json_fail(j, "a whole number from 0 on is expected");
+    number = strtoull(json->at, &after, 10);
+    if (*json->at < '0' || *json->at > '9' || (*json->at == '0' && after > json->at + 1))
+      cddp__json_fail(json, "a whole number from 0 on is expected");
     else if (errno != 0)
-      cddp__json_fail(j, "a number exceeds 64 bits");
+      cddp__json_fail(json, "a number exceeds 64 bits");
     else if (n == max)
-      cddp__json_fail(j, "a list is too long");
-    if (j->result != CDDP_OK) return n;
+      cddp__json_fail(json, "a list is too long");
+    if (json->result != CDDP_OK) return n;
     v[n] = number;
-    j->at = after;
+    json->at = after;
   }
   return n;
 }
@@ -21535,87 +21594,90 @@ static cddp__text cddp__describe_shape(const uint64_t *size, int dims) { /* "[2,
   return cddp__textf("%s]", t.s);
 }
 
-static void cddp__st_tensor(cddp_safetensors *f, cddp__json *j, const char *name) {
+static void cddp__st_tensor(cddp_safetensors *file, cddp__json *json, const char *name) {
   static const char *const fields[] = {"dtype", "shape", "data_offsets"};
   const cddp__st_type *type = NULL;
-  cddp_tensor_info *t = &f->tensors[f->count];
-  uint64_t *shape = f->next_shape, offsets[2] = {0, 0};
+  cddp_tensor_info *tensor = &file->tensors[file->count];
+  uint64_t *shape = file->next_shape, offsets[2] = {0, 0};
   size_t n, ends = 0;
   unsigned k, seen = 0;
-  memset(t, 0, sizeof *t);
-  for (n = 0; cddp__json_item(j, "{}", n, "a tensor's object"); n++) {
-    const char *key = cddp__json_key(j);
+  memset(tensor, 0, sizeof *tensor);
+  for (n = 0; cddp__json_item(json, "{}", n, "a tensor's object"); n++) {
+    const char *key = cddp__json_key(json);
     for (k = 0; k < 3 && strcmp(key, fields[k]) != 0; k++) {}
     if (k == 3)
-      cddp__json_fail(j, cddp__textf("\"%.60s\" is not a field of a tensor", key).s);
+      cddp__json_fail(json, cddp__textf("\"%.60s\" is not a field of a tensor", key).s);
     else if ((seen & 1u << k) != 0)
-      cddp__json_fail(j, cddp__textf("%s occurs twice", key).s);
-    if (k == 0 && (type = cddp__st_find_type(cddp__json_string(j))) == NULL)
-      cddp__json_fail(j, "its dtype is not one of the format's");
-    if (k == 1) t->dims = (int)cddp__json_numbers(j, shape, CDDP__DIMS_MAX);
-    if (k == 2) ends = cddp__json_numbers(j, offsets, 2);
+      cddp__json_fail(json, cddp__textf("%s occurs twice", key).s);
+    if (k == 0 && (type = cddp__st_find_type(cddp__json_string(json))) == NULL)
+      cddp__json_fail(json, "its dtype is not one of the format's");
+    if (k == 1) tensor->dims = (int)cddp__json_numbers(json, shape, CDDP__DIMS_MAX);
+    if (k == 2) ends = cddp__json_numbers(json, offsets, 2);
     seen |= 1u << k;
   }
   if (seen != 7 || ends != 2)
-    cddp__json_fail(j, "a tensor needs dtype, shape and two data_offsets");
-  if (j->result != CDDP_OK) return;
-  if (!cddp__st_size(shape, t->dims, type->bits, &t->count, &t->bytes))
-    cddp__json_fail(j, "a shape's size exceeds 64 bits, or is not whole bytes");
-  else if (offsets[1] < offsets[0] || offsets[1] - offsets[0] != t->bytes)
-    j->result = cddp__fail(CDDP_IO, "tensor \"%.60s\" takes %" PRIu64 " bytes by its shape, but "
-                           "its data_offsets are %" PRIu64 " and %" PRIu64, name, t->bytes,
-                           offsets[0], offsets[1]);
-  t->name = name;
-  t->type = type->name;
-  t->dtype = type->dtype;
-  t->shape = shape;
-  t->begin = offsets[0];
-  f->count++;
-  f->next_shape += t->dims;
+    cddp__json_fail(json, "a tensor needs dtype, shape and two data_offsets");
+  if (json->result != CDDP_OK) return;
+  if (!cddp__st_size(shape, tensor->dims, type->bits, &tensor->count, &tensor->bytes))
+    cddp__json_fail(json, "a shape's size exceeds 64 bits, or is not whole bytes");
+  else if (offsets[1] < offsets[0] || offsets[1] - offsets[0] != tensor->bytes)
+    json->result = cddp__fail(CDDP_IO,
+                              "tensor \"%.60s\" takes %" PRIu64 " bytes by its shape, but "
+                              "its data_offsets are %" PRIu64 " and %" PRIu64,
+                              name, tensor->bytes, offsets[0], offsets[1]);
+  tensor->name = name;
+  tensor->type = type->name;
+  tensor->dtype = type->dtype;
+  tensor->shape = shape;
+  tensor->begin = offsets[0];
+  file->count++;
+  file->next_shape += tensor->dims;
 }
 
-static void cddp__st_metadata(cddp_safetensors *f, cddp__json *j) {
+static void cddp__st_metadata(cddp_safetensors *file, cddp__json *json) {
   size_t n;
-  if (f->has_metadata) cddp__json_fail(j, "__metadata__ occurs twice");
-  f->has_metadata = true;
-  cddp__json_space(j);
-  if (strncmp(j->at, "null", 4) == 0) {
-    j->at += 4;
+  if (file->has_metadata) cddp__json_fail(json, "__metadata__ occurs twice");
+  file->has_metadata = true;
+  cddp__json_space(json);
+  if (strncmp(json->at, "null", 4) == 0) {
+    json->at += 4;
     return;
   }
-  for (n = 0; cddp__json_item(j, "{}", n, "an object of strings"); n++) {
-    f->metadata[n].key = cddp__json_key(j);
-    f->metadata[n].value = cddp__json_string(j);
-    f->metadata_count = n + 1;
+  for (n = 0; cddp__json_item(json, "{}", n, "an object of strings"); n++) {
+    file->metadata[n].key = cddp__json_key(json);
+    file->metadata[n].value = cddp__json_string(json);
+    file->metadata_count = n + 1;
   }
 }
 
 static int cddp__st_by_position(const void *a, const void *b) {
-  const cddp_tensor_info *x = (const cddp_tensor_info *)a, *y = (const cddp_tensor_info *)b;
-  if (x->begin != y->begin) return x->begin < y->begin ? -1 : 1;
-  return x->bytes != y->bytes ? (x->bytes < y->bytes ? -1 : 1) : strcmp(x->name, y->name);
+  const cddp_tensor_info *tensor = (const cddp_tensor_info *)a, *y = (const cddp_tensor_info *)b;
+  if (tensor->begin != y->begin) return tensor->begin < y->begin ? -1 : 1;
+  return tensor->bytes != y->bytes ? (tensor->bytes < y->bytes ? -1 : 1)
+                                   : strcmp(tensor->name, y->name);
 }
 
 /* Sorts the tensors by position and checks that each byte of the data belongs to exactly one. */
-static cddp_result cddp__st_check_offsets(cddp_safetensors *f) {
+static cddp_result cddp__st_check_offsets(cddp_safetensors *file) {
   uint64_t at = 0;
   size_t i;
-  if (f->count > 1) qsort(f->tensors, f->count, sizeof *f->tensors, cddp__st_by_position);
-  for (i = 0; i < f->count; i++) {
-    const cddp_tensor_info *t = &f->tensors[i];
-    if (t->begin != at)
+  if (file->count > 1)
+    qsort(file->tensors, file->count, sizeof *file->tensors, cddp__st_by_position);
+  for (i = 0; i < file->count; i++) {
+    const cddp_tensor_info *tensor = &file->tensors[i];
+    if (tensor->begin != at)
       return cddp__fail(CDDP_IO,
                         "tensor \"%.60s\" begins at byte %" PRIu64 " of the data, %s byte %" PRIu64,
-                        t->name, t->begin,
-                        t->begin < at ? "inside another one that ends at"
-                                      : "but no tensor contains the bytes from",
+                        tensor->name, tensor->begin,
+                        tensor->begin < at ? "inside another one that ends at"
+                                           : "but no tensor contains the bytes from",
                         at);
-    at += t->bytes;
+    at += tensor->bytes;
   }
-  if (at != f->data_bytes)
+  if (at != file->data_bytes)
     return cddp__fail(CDDP_IO,
                       "its tensors take %" PRIu64 " bytes, but %" PRIu64 " follow the header%s", at,
-                      f->data_bytes, f->data_bytes < at ? ": it is truncated" : "");
+                      file->data_bytes, file->data_bytes < at ? ": it is truncated" : "");
   return CDDP_OK;
 }
 
@@ -21634,54 +21696,56 @@ static const char *cddp__st_sort_names(void *names, size_t count, size_t size) {
 
 /* Allocates the arrays. Their sizes follow from the number of commas: a tensor has three, and one
    before the next tensor; lists of numbers and metadata have one between two items. */
-static cddp_result cddp__st_reserve(cddp_safetensors *f) {
+static cddp_result cddp__st_reserve(cddp_safetensors *file) {
   static const char shortest[] = "\"\":{\"dtype\":\"\",\"shape\":[],\"data_offsets\":[0,0]}";
   size_t i, commas = 0, tensors, pairs, sizes;
-  for (i = 0; i < f->text_size; i++) commas += f->text[i] == ',';
-  tensors = cddp__min(commas / 4, f->text_size / strlen(shortest)) + 1; /* + an incomplete one */
-  pairs = cddp__min(commas, f->text_size / strlen("\"\":\"\"")) + 1;
-  sizes = cddp__min(commas, f->text_size / strlen("0,")) + CDDP__DIMS_MAX;
-  f->tensors = (cddp_tensor_info *)cddp__malloc(
-      &f->allocator, tensors * (sizeof *f->tensors + sizeof *f->by_name) +
-                         pairs * sizeof *f->metadata + sizes * sizeof *f->next_shape);
-  if (f->tensors == NULL) return CDDP_OUT_OF_MEMORY;
-  f->by_name = (cddp__st_name *)(f->tensors + tensors);
-  f->metadata = (cddp_metadata *)(f->by_name + tensors);
-  f->next_shape = (uint64_t *)(f->metadata + pairs);
+  for (i = 0; i < file->text_size; i++) commas += file->text[i] == ',';
+  tensors = cddp__min(commas / 4, file->text_size / strlen(shortest)) + 1; /* + an incomplete one */
+  pairs = cddp__min(commas, file->text_size / strlen("\"\":\"\"")) + 1;
+  sizes = cddp__min(commas, file->text_size / strlen("0,")) + CDDP__DIMS_MAX;
+  file->tensors = (cddp_tensor_info *)cddp__malloc(
+      &file->allocator, tensors * (sizeof *file->tensors + sizeof *file->by_name) +
+                            pairs * sizeof *file->metadata + sizes * sizeof *file->next_shape);
+  if (file->tensors == NULL) return CDDP_OUT_OF_MEMORY;
+  file->by_name = (cddp__st_name *)(file->tensors + tensors);
+  file->metadata = (cddp_metadata *)(file->by_name + tensors);
+  file->next_shape = (uint64_t *)(file->metadata + pairs);
   return CDDP_OK;
 }
 
 /* Parses f->text into the arrays of f. */
-static cddp_result cddp__st_parse(cddp_safetensors *f) {
-  const unsigned char *p = (const unsigned char *)f->text;
+static cddp_result cddp__st_parse(cddp_safetensors *file) {
+  const unsigned char *p = (const unsigned char *)file->text;
   const char *twice;
   size_t at, n, i;
   cddp__json j;
   cddp_result r;
-  for (at = 0; at < f->text_size; at += n)
-    if ((n = cddp__utf8(p + at, f->text_size - at)) == 0)
+  for (at = 0; at < file->text_size; at += n)
+    if ((n = cddp__utf8(p + at, file->text_size - at)) == 0)
       return cddp__fail(CDDP_IO, "its header is not UTF-8 at byte %zu", at);
-  if ((r = cddp__st_reserve(f)) != CDDP_OK) return r;
+  if ((r = cddp__st_reserve(file)) != CDDP_OK) return r;
   memset(&j, 0, sizeof j);
-  j.begin = j.at = f->text;
-  j.end = f->text + f->text_size;
+  j.begin = j.at = file->text;
+  j.end = file->text + file->text_size;
   if (*j.at != '{') cddp__json_fail(&j, "it must begin with {");
   for (n = 0; cddp__json_item(&j, "{}", n, "{"); n++) {
     const char *name = cddp__json_key(&j);
-    if (strcmp(name, "__metadata__") == 0) cddp__st_metadata(f, &j);
-    else cddp__st_tensor(f, &j, name);
+    if (strcmp(name, "__metadata__") == 0)
+      cddp__st_metadata(file, &j);
+    else
+      cddp__st_tensor(file, &j, name);
   }
   cddp__json_space(&j);
   if (j.at != j.end) cddp__json_fail(&j, "only spaces may follow the last }");
   if (j.result != CDDP_OK) return j.result;
-  if ((r = cddp__st_check_offsets(f)) != CDDP_OK) return r;
-  for (i = 0; i < f->count; i++) {
-    f->by_name[i].name = f->tensors[i].name;
-    f->by_name[i].tensor = &f->tensors[i];
+  if ((r = cddp__st_check_offsets(file)) != CDDP_OK) return r;
+  for (i = 0; i < file->count; i++) {
+    file->by_name[i].name = file->tensors[i].name;
+    file->by_name[i].tensor = &file->tensors[i];
   }
-  if ((twice = cddp__st_sort_names(f->by_name, f->count, sizeof *f->by_name)) != NULL)
+  if ((twice = cddp__st_sort_names(file->by_name, file->count, sizeof *file->by_name)) != NULL)
     return cddp__fail(CDDP_IO, "two tensors are named \"%.60s\"", twice);
-  twice = cddp__st_sort_names(f->metadata, f->metadata_count, sizeof *f->metadata);
+  twice = cddp__st_sort_names(file->metadata, file->metadata_count, sizeof *file->metadata);
   return twice == NULL ? CDDP_OK : cddp__fail(CDDP_IO, "the metadata has \"%.60s\" twice", twice);
 }
 
@@ -21699,15 +21763,15 @@ static cddp_result cddp__st_header_size(const unsigned char *first, uint64_t fil
   return CDDP_OK;
 }
 
-static const cddp_tensor_info *cddp__st_find(const cddp_safetensors *f, const char *name) {
+static const cddp_tensor_info *cddp__st_find(const cddp_safetensors *file, const char *name) {
   const cddp__st_name *found = (const cddp__st_name *)bsearch(
-      &name, f->by_name, f->count, sizeof *f->by_name, cddp__st_by_name);
+      &name, file->by_name, file->count, sizeof *file->by_name, cddp__st_by_name);
   return found != NULL ? found->tensor : NULL;
 }
 
-static const char *cddp__st_value(const cddp_safetensors *f, const char *key) {
+static const char *cddp__st_value(const cddp_safetensors *file, const char *key) {
   const cddp_metadata *found = (const cddp_metadata *)bsearch(
-      &key, f->metadata, f->metadata_count, sizeof *f->metadata, cddp__st_by_name);
+      &key, file->metadata, file->metadata_count, sizeof *file->metadata, cddp__st_by_name);
   return found != NULL ? found->value : NULL;
 }
 
@@ -21735,57 +21799,59 @@ static int cddp__st_item_order(const void *a, const void *b) {
   return strcmp(x->name, y->name);
 }
 
-static void cddp__st_add(cddp__buffer *b, const char *text) {
-  cddp__buffer_add(b, text, strlen(text));
+static void cddp__st_add(cddp__buffer *buffer, const char *text) {
+  cddp__buffer_add(buffer, text, strlen(text));
 }
 
 /* Adds a JSON string. It can be invalid UTF-8: the header is parsed again before it is saved. */
-static void cddp__st_quote(cddp__buffer *b, const char *s) {
+static void cddp__st_quote(cddp__buffer *buffer, const char *s) {
   static const char meant[] = "\"\\\b\f\n\r\t", letters[] = "\"\\bfnrt";
-  for (cddp__st_add(b, "\""); *s != 0; s++) {
+  for (cddp__st_add(buffer, "\""); *s != 0; s++) {
     const char *k = strchr(meant, *s);
     if (k != NULL)
-      cddp__st_add(b, cddp__textf("\\%c", letters[k - meant]).s);
+      cddp__st_add(buffer, cddp__textf("\\%c", letters[k - meant]).s);
     else if ((unsigned char)*s < 0x20)
-      cddp__st_add(b, cddp__textf("\\u%04x", (unsigned)*s).s);
-    else cddp__buffer_add(b, s, 1);
+      cddp__st_add(buffer, cddp__textf("\\u%04x", (unsigned)*s).s);
+    else
+      cddp__buffer_add(buffer, s, 1);
   }
-  cddp__st_add(b, "\"");
+  cddp__st_add(buffer, "\"");
 }
 
 /* Sorts the items and sets their offsets. Adds N and the JSON, padded so that the data is aligned
    to 8 bytes. Returns the size of all items. b->failed is set if memory is exhausted. */
-static uint64_t cddp__st_write(const cddp_allocator *a, cddp__buffer *b, cddp__st_item *items,
-                               size_t count, const cddp_metadata *metadata,
+static uint64_t cddp__st_write(const cddp_allocator *allocator, cddp__buffer *buffer,
+                               cddp__st_item *items, size_t count, const cddp_metadata *metadata,
                                size_t metadata_count) {
   uint64_t at = 0;
   size_t i;
   if (count > 1) qsort(items, count, sizeof *items, cddp__st_item_order);
-  b->allocator = a;
-  cddp__buffer_add_number(b, 0, 8);
-  cddp__st_add(b, "{\"__metadata__\":{");
+  buffer->allocator = allocator;
+  cddp__buffer_add_number(buffer, 0, 8);
+  cddp__st_add(buffer, "{\"__metadata__\":{");
   for (i = 0; i < metadata_count; i++) {
-    if (i > 0) cddp__st_add(b, ",");
-    cddp__st_quote(b, metadata[i].key);
-    cddp__st_add(b, ":");
-    cddp__st_quote(b, metadata[i].value);
+    if (i > 0) cddp__st_add(buffer, ",");
+    cddp__st_quote(buffer, metadata[i].key);
+    cddp__st_add(buffer, ":");
+    cddp__st_quote(buffer, metadata[i].value);
   }
-  cddp__st_add(b, "}");
+  cddp__st_add(buffer, "}");
   for (i = 0; i < count; i++) {
-    cddp__st_add(b, ",");
-    cddp__st_quote(b, items[i].name);
+    cddp__st_add(buffer, ",");
+    cddp__st_quote(buffer, items[i].name);
     items[i].begin = at;
     at += items[i].bytes;
-    cddp__st_add(b, cddp__textf(":{\"dtype\":\"%s\",\"shape\":%s,\"data_offsets\":[%" PRIu64
-                                ",%" PRIu64 "]}",
-                                items[i].type->name,
-                                cddp__describe_shape(items[i].shape.size, items[i].shape.dims).s,
-                                items[i].begin, at)
-                        .s);
+    cddp__st_add(buffer,
+                 cddp__textf(":{\"dtype\":\"%s\",\"shape\":%s,\"data_offsets\":[%" PRIu64
+                             ",%" PRIu64 "]}",
+                             items[i].type->name,
+                             cddp__describe_shape(items[i].shape.size, items[i].shape.dims).s,
+                             items[i].begin, at)
+                     .s);
   }
-  cddp__st_add(b, "}");
-  while (cddp__buffer_size(b) % 8 != 0 && !b->failed) cddp__st_add(b, " ");
-  if (!b->failed) cddp__put64(b->data + b->start, cddp__buffer_size(b) - 8);
+  cddp__st_add(buffer, "}");
+  while (cddp__buffer_size(buffer) % 8 != 0 && !buffer->failed) cddp__st_add(buffer, " ");
+  if (!buffer->failed) cddp__put64(buffer->data + buffer->start, cddp__buffer_size(buffer) - 8);
   return at;
 }
 
@@ -21857,7 +21923,7 @@ typedef struct cddp__checkpoint {
 /* --- files --- */
 
 /* Opens the file and reads its header, unparsed. */
-static cddp_result cddp__st_open(cddp_safetensors **out, const cddp_allocator *a,
+static cddp_result cddp__st_open(cddp_safetensors **out, const cddp_allocator *allocator,
                                  const char *path) {
   unsigned char first[8] = {0};
   struct stat st;
@@ -21872,7 +21938,7 @@ static cddp_result cddp__st_open(cddp_safetensors **out, const cddp_allocator *a
   else if (!S_ISREG(st.st_mode)) r = cddp__fail(CDDP_IO, "it is not a regular file");
   else if (st.st_size >= 8) r = cddp__file_io(fd, false, first, 8, 0);
   if (r == CDDP_OK) r = cddp__st_header_size(first, (uint64_t)st.st_size, &size);
-  if (r == CDDP_OK && (*out = cddp__st_new(a, size)) == NULL) r = CDDP_OUT_OF_MEMORY;
+  if (r == CDDP_OK && (*out = cddp__st_new(allocator, size)) == NULL) r = CDDP_OUT_OF_MEMORY;
   if (*out == NULL) {
     close(fd);
     return r;
@@ -21893,18 +21959,20 @@ static bool cddp__lock_temporary(int fd) {
    lock it before it is complete. An existing file of that name is removed: it is left from a killed
    process, or another user created it. Exception: a file that a process of this user has locked is
    being written. */
-static cddp_result cddp__open_temporary(cddp__checkpoint *c) {
-  char *name = c->temporary;
-  bool exists = lstat(c->path, &c->was) == 0;
+static cddp_result cddp__open_temporary(cddp__checkpoint *checkpoint) {
+  char *name = checkpoint->temporary;
+  bool exists = lstat(checkpoint->path, &checkpoint->was) == 0;
   cddp_result r = CDDP_OK;
   int tries;
   if (!exists && errno != ENOENT) return cddp__fail(CDDP_IO, "lstat: %s", strerror(errno));
-  if (exists && !S_ISREG(c->was.st_mode))
+  if (exists && !S_ISREG(checkpoint->was.st_mode))
     return cddp__fail(CDDP_IO, "it is %s, and a checkpoint replaces only regular files",
-                      S_ISLNK(c->was.st_mode)   ? "a symbolic link: pass the path of its target"
-                      : S_ISDIR(c->was.st_mode) ? "a directory"
-                                                : "a device, a pipe or a socket");
-  if ((size_t)snprintf(name, sizeof c->temporary, "%s.tmp", c->path) >= sizeof c->temporary)
+                      S_ISLNK(checkpoint->was.st_mode)
+                          ? "a symbolic link: pass the path of its target"
+                      : S_ISDIR(checkpoint->was.st_mode) ? "a directory"
+                                                         : "a device, a pipe or a socket");
+  if ((size_t)snprintf(name, sizeof checkpoint->temporary, "%s.tmp", checkpoint->path) >=
+      sizeof checkpoint->temporary)
     return cddp__fail(CDDP_IO, "%s", strerror(ENAMETOOLONG));
   for (tries = 0; r == CDDP_OK && tries < 100; tries++) {
     struct stat old;
@@ -21927,7 +21995,7 @@ static cddp_result cddp__open_temporary(cddp__checkpoint *c) {
       named = made; /* assume that no process replaced it */
     }
     if (r == CDDP_OK && made && locked && named) {
-      c->fd = fd;
+      checkpoint->fd = fd;
       return CDDP_OK;
     }
     if (r != CDDP_OK) {
@@ -21956,32 +22024,34 @@ static int cddp__sync_file(int fd) {
 /* Renames the temporary file over the path. The file is closed first, which ends its lock, if the
    file system (FUSE) cannot rename an open file, or if it does not support fsync: then close can
    report a failed write. *lost: another process has removed or replaced the temporary file. */
-static cddp_result cddp__rename_temporary(cddp__checkpoint *c, bool synced, bool *lost) {
-  const char *name = c->temporary;
+static cddp_result cddp__rename_temporary(cddp__checkpoint *checkpoint, bool synced, bool *lost) {
+  const char *name = checkpoint->temporary;
   struct stat made, now;
   int error;
-  if (synced && rename(name, c->path) == 0) return CDDP_OK;
-  if (fstat(c->fd, &made) != 0) return cddp__fail(CDDP_IO, "fstat: %s", strerror(errno));
-  error = close(c->fd) == 0 || errno == EINTR ? 0 : errno;
-  c->fd = -1;
+  if (synced && rename(name, checkpoint->path) == 0) return CDDP_OK;
+  if (fstat(checkpoint->fd, &made) != 0) return cddp__fail(CDDP_IO, "fstat: %s", strerror(errno));
+  error = close(checkpoint->fd) == 0 || errno == EINTR ? 0 : errno;
+  checkpoint->fd = -1;
   if (error != 0) return cddp__fail(CDDP_IO, "close of %s: %s", name, strerror(error));
   error = lstat(name, &now) == 0 ? 0 : errno;
   *lost = error == ENOENT ||
           (error == 0 && (now.st_dev != made.st_dev || now.st_ino != made.st_ino));
   if (*lost) return cddp__fail(CDDP_IO, "another process removed %s before its rename", name);
-  if (rename(name, c->path) == 0) return CDDP_OK;
+  if (rename(name, checkpoint->path) == 0) return CDDP_OK;
   return cddp__fail(CDDP_IO, "rename of %s: %s", name, strerror(errno));
 }
 
 /* Syncs the directory, so that the new name is on the disk. */
-static cddp_result cddp__sync_directory(cddp__checkpoint *c) {
-  char *slash = strrchr(c->temporary, '/'), *folder = c->temporary;
+static cddp_result cddp__sync_directory(cddp__checkpoint *checkpoint) {
+  char *slash = strrchr(checkpoint->temporary, '/'), *folder = checkpoint->temporary;
   int fd, error;
   strcpy(slash != NULL ? slash + 1 : folder, ".");
   fd = open(folder, O_RDONLY | O_CLOEXEC | O_DIRECTORY);
   if (fd >= 0) error = cddp__sync_file(fd);
-  else if (c->fd < 0) error = errno;
-  else error = syscall(SYS_syncfs, c->fd) == 0 ? 0 : errno; /* open failed */
+  else if (checkpoint->fd < 0)
+    error = errno;
+  else
+    error = syscall(SYS_syncfs, checkpoint->fd) == 0 ? 0 : errno; /* open failed */
   cddp__close_fd(&fd);
   if (error == 0 || error == ENOSYS) return CDDP_OK;
   return cddp__fail(CDDP_IO,
@@ -21991,22 +22061,24 @@ static cddp_result cddp__sync_directory(cddp__checkpoint *c) {
 
 /* After a failure removes the temporary file. Else gives it the mode of the file that it replaces,
    syncs it, and renames it. */
-static cddp_result cddp__close_temporary(cddp__checkpoint *c, cddp_result r) {
-  bool named = c->fd >= 0 && cddp__file_has_name(c->fd, c->temporary);
-  bool lost = c->fd < 0 || (!named && errno == ENOENT);
+static cddp_result cddp__close_temporary(cddp__checkpoint *checkpoint, cddp_result r) {
+  bool named = checkpoint->fd >= 0 && cddp__file_has_name(checkpoint->fd, checkpoint->temporary);
+  bool lost = checkpoint->fd < 0 || (!named && errno == ENOENT);
   int error = 0;
   if (r == CDDP_OK && lost)
-    r = cddp__fail(CDDP_IO, "another process removed %s while it was written", c->temporary);
+    r = cddp__fail(CDDP_IO, "another process removed %s while it was written",
+                   checkpoint->temporary);
   if (r == CDDP_OK && !named)
-    r = cddp__fail(CDDP_IO, "lstat %s: %s", c->temporary, strerror(errno));
-  if (r == CDDP_OK && c->was.st_mode != 0)
-    fchmod(c->fd, c->was.st_mode & 0777); /* fails only on file systems without modes */
-  if (r == CDDP_OK && (error = cddp__sync_file(c->fd)) != 0 && error != ENOSYS)
+    r = cddp__fail(CDDP_IO, "lstat %s: %s", checkpoint->temporary, strerror(errno));
+  if (r == CDDP_OK && checkpoint->was.st_mode != 0)
+    fchmod(checkpoint->fd,
+           checkpoint->was.st_mode & 0777); /* fails only on file systems without modes */
+  if (r == CDDP_OK && (error = cddp__sync_file(checkpoint->fd)) != 0 && error != ENOSYS)
     r = cddp__fail(CDDP_IO, "fsync: %s", strerror(error));
-  if (r == CDDP_OK) r = cddp__rename_temporary(c, error == 0, &lost);
-  if (r != CDDP_OK && !lost) unlink(c->temporary);
-  if (r == CDDP_OK) r = cddp__sync_directory(c);
-  cddp__close_fd(&c->fd); /* after unlink, because this ends the lock */
+  if (r == CDDP_OK) r = cddp__rename_temporary(checkpoint, error == 0, &lost);
+  if (r != CDDP_OK && !lost) unlink(checkpoint->temporary);
+  if (r == CDDP_OK) r = cddp__sync_directory(checkpoint);
+  cddp__close_fd(&checkpoint->fd); /* after unlink, because this ends the lock */
   return r;
 }
 
@@ -22021,48 +22093,52 @@ static cddp_result cddp__fail_on_file(const char *function, const char *path, cd
   return r;
 }
 
-static cddp_result cddp__check_checkpoint(cddp__checkpoint *c, bool saves) {
-  const cddp_checkpoint_desc *d = c->desc;
-  const cddp_ddp *share = d->optim != NULL ? d->optim->share : NULL;
+static cddp_result cddp__check_checkpoint(cddp__checkpoint *checkpoint, bool saves) {
+  const cddp_checkpoint_desc *desc = checkpoint->desc;
+  const cddp_ddp *share = desc->optim != NULL ? desc->optim->share : NULL;
   uint64_t elements, bytes;
   cddp_result r;
   int i;
-  if (c->path == NULL || c->path[0] == 0)
+  if (checkpoint->path == NULL || checkpoint->path[0] == 0)
     return cddp__fail(CDDP_INVALID_ARGUMENT, "the path is NULL or empty");
-  r = cddp__check_params(c->params, c->count, CDDP__RULE_NAME | CDDP__RULE_DATA);
+  r = cddp__check_params(checkpoint->params, checkpoint->count, CDDP__RULE_NAME | CDDP__RULE_DATA);
   if (r != CDDP_OK) return r;
-  c->device = (c->g != NULL && c->g->backend != NULL) ||
-              (d->optim != NULL && d->optim->backend != NULL);
-  for (i = 0; i < c->count; i++) {
-    const cddp_shape *s = d->shapes != NULL ? &d->shapes[i] : NULL;
+  checkpoint->device = (checkpoint->g != NULL && checkpoint->g->backend != NULL) ||
+                       (desc->optim != NULL && desc->optim->backend != NULL);
+  for (i = 0; i < checkpoint->count; i++) {
+    const cddp_shape *s = desc->shapes != NULL ? &desc->shapes[i] : NULL;
     int dims = s != NULL && s->dims > 0 ? s->dims : 0;
-    if (c->params[i].count > 0 && cddp__on_device(c->g, c->params[i].data)) c->device = true;
+    if (checkpoint->params[i].count > 0 &&
+        cddp__on_device(checkpoint->g, checkpoint->params[i].data))
+      checkpoint->device = true;
     if (s != NULL && (s->dims < -1 || s->dims > 8))
       return cddp__fail(CDDP_INVALID_ARGUMENT, "shape %d has %d dimensions; 8 are possible", i,
                         s->dims);
-    if (s != NULL && s->dims != 0 && (!cddp__st_size(s->size, dims, 64, &elements, &bytes) ||
-                                      elements != c->params[i].count))
+    if (s != NULL && s->dims != 0 &&
+        (!cddp__st_size(s->size, dims, 64, &elements, &bytes) ||
+         elements != checkpoint->params[i].count))
       return cddp__fail(CDDP_INVALID_ARGUMENT,
                         "the shape of parameter \"%s\" does not match its count, %zu",
-                        c->params[i].name, c->params[i].count);
+                        checkpoint->params[i].name, checkpoint->params[i].count);
   }
-  if (c->device && c->g != NULL && c->g->size > 1 && c->g->backend == NULL)
+  if (checkpoint->device && checkpoint->g != NULL && checkpoint->g->size > 1 &&
+      checkpoint->g->backend == NULL)
     return cddp__fail(CDDP_INVALID_ARGUMENT,
                       "parameters are on a GPU, but the group has device \"cpu\"; pass a group "
                       "with device \"cuda\", or NULL");
-  if (d->optim != NULL)
-    r = cddp__check_params(d->optim->params, d->optim->count, CDDP__RULE_NAME);
+  if (desc->optim != NULL)
+    r = cddp__check_params(desc->optim->params, desc->optim->count, CDDP__RULE_NAME);
   if (r != CDDP_OK) return r;
-  if (share != NULL && share->group != c->g && share->group->size > 1)
+  if (share != NULL && share->group != checkpoint->g && share->group->size > 1)
     return cddp__fail(CDDP_INVALID_ARGUMENT,
                       "the momentum is in memory that the ranks of the cddp_ddp's group share; "
                       "pass that group, on all of its ranks");
-  if (d->sampler != NULL && d->sampler->desc.world_size <= 0)
+  if (desc->sampler != NULL && desc->sampler->desc.world_size <= 0)
     return cddp__fail(CDDP_INVALID_ARGUMENT, "the sampler lacks its cddp_sampler_init");
-  if (d->metadata_count < 0 || (d->metadata_count > 0 && d->metadata == NULL))
+  if (desc->metadata_count < 0 || (desc->metadata_count > 0 && desc->metadata == NULL))
     return cddp__fail(CDDP_INVALID_ARGUMENT, "metadata is NULL or metadata_count negative");
-  for (i = 0; i < d->metadata_count; i++) {
-    const cddp_metadata *m = &d->metadata[i];
+  for (i = 0; i < desc->metadata_count; i++) {
+    const cddp_metadata *m = &desc->metadata[i];
     if (m->key == NULL || (saves && (m->value == NULL || strncmp(m->key, "cddp.", 5) == 0)))
       return cddp__fail(CDDP_INVALID_ARGUMENT,
                         "metadata %d, \"%s\", has no key or no value, or begins with cddp., which "
@@ -22071,9 +22147,10 @@ static cddp_result cddp__check_checkpoint(cddp__checkpoint *c, bool saves) {
   return CDDP_OK;
 }
 
-static cddp__st_item *cddp__add_item(cddp__checkpoint *c, const char *name, cddp_dtype dtype,
-                                     size_t count, const cddp_shape *shape, void *data) {
-  cddp__st_item *item = &c->items[c->item_count++];
+static cddp__st_item *cddp__add_item(cddp__checkpoint *checkpoint, const char *name,
+                                     cddp_dtype dtype, size_t count, const cddp_shape *shape,
+                                     void *data) {
+  cddp__st_item *item = &checkpoint->items[checkpoint->item_count++];
   const cddp__st_type *type = cddp__st_types;
   while (type->dtype != (int)dtype) type++;
   item->name = name;
@@ -22090,183 +22167,194 @@ static cddp__st_item *cddp__add_item(cddp__checkpoint *c, const char *name, cddp
 }
 
 /* Name of an optimizer's state k, as in torch.optim. */
-static const char *cddp__state_name(const cddp_optim *o, int k) {
-  if (k == o->states) return "step";
-  return cddp__is_master(o, k) ? "master" : o->algorithm->states[k];
+static const char *cddp__state_name(const cddp_optim *optim, int k) {
+  if (k == optim->states) return "step";
+  return cddp__is_master(optim, k) ? "master" : optim->algorithm->states[k];
 }
 
-static cddp_result cddp__list_items(cddp__checkpoint *c) {
-  const cddp_optim *o = c->desc->optim;
-  const cddp_shape *shapes = c->desc->shapes;
-  int i, k, states = o != NULL ? o->states + o->algorithm->counts : 0;
-  size_t names = 0, n = (size_t)c->count + 1;
+static cddp_result cddp__list_items(cddp__checkpoint *checkpoint) {
+  const cddp_optim *optim = checkpoint->desc->optim;
+  const cddp_shape *shapes = checkpoint->desc->shapes;
+  int i, k, states = optim != NULL ? optim->states + optim->algorithm->counts : 0;
+  size_t names = 0, n = (size_t)checkpoint->count + 1;
   char *name;
-  for (i = 0; o != NULL && i < o->count; i++)
+  for (i = 0; optim != NULL && i < optim->count; i++)
     for (k = 0; k < states; k++, n++)
-      names += strlen("optimizer..") + strlen(cddp__state_name(o, k)) +
-               strlen(o->params[i].name) + 1;
-  c->items = (cddp__st_item *)cddp__calloc(c->allocator, 1, n * sizeof *c->items + names);
-  if (c->items == NULL) return CDDP_OUT_OF_MEMORY;
-  name = (char *)(c->items + n);
-  for (i = 0; i < c->count; i++)
-    cddp__add_item(c, c->params[i].name, c->params[i].dtype, c->params[i].count,
-                   shapes != NULL ? &shapes[i] : NULL, c->params[i].data);
-  if (o == NULL) return CDDP_OK;
-  c->lr = o->desc.lr;
-  cddp__add_item(c, "optimizer.lr", CDDP_F64, 1, NULL, &c->lr)->shape.dims = 0;
-  if (o->params != c->params || o->count > c->count) shapes = NULL;
-  for (i = 0; i < o->count; i++) {
-    const cddp_param *p = &o->params[i];
+      names += strlen("optimizer..") + strlen(cddp__state_name(optim, k)) +
+               strlen(optim->params[i].name) + 1;
+  checkpoint->items = (cddp__st_item *)cddp__calloc(checkpoint->allocator, 1,
+                                                    n * sizeof *checkpoint->items + names);
+  if (checkpoint->items == NULL) return CDDP_OUT_OF_MEMORY;
+  name = (char *)(checkpoint->items + n);
+  for (i = 0; i < checkpoint->count; i++)
+    cddp__add_item(checkpoint, checkpoint->params[i].name, checkpoint->params[i].dtype,
+                   checkpoint->params[i].count, shapes != NULL ? &shapes[i] : NULL,
+                   checkpoint->params[i].data);
+  if (optim == NULL) return CDDP_OK;
+  checkpoint->lr = optim->desc.lr;
+  cddp__add_item(checkpoint, "optimizer.lr", CDDP_F64, 1, NULL, &checkpoint->lr)->shape.dims = 0;
+  if (optim->params != checkpoint->params || optim->count > checkpoint->count) shapes = NULL;
+  for (i = 0; i < optim->count; i++) {
+    const cddp_param *p = &optim->params[i];
     for (k = 0; k < states && p->count > 0; k++) {
-      bool step = k == o->states; /* one number, loaded directly into the optimizer */
+      bool step = k == optim->states; /* one number, loaded directly into the optimizer */
       cddp__st_item *item;
-      if (!step && !cddp__has_state(o, k, i)) continue;
-      item = cddp__add_item(c, name, step ? CDDP_F32 : cddp__state_type(o, i), step ? 1 : p->count,
-                            shapes != NULL && !step ? &shapes[i] : NULL,
-                            step ? &o->steps[i] : NULL);
+      if (!step && !cddp__has_state(optim, k, i)) continue;
+      item = cddp__add_item(checkpoint, name, step ? CDDP_F32 : cddp__state_type(optim, i),
+                            step ? 1 : p->count, shapes != NULL && !step ? &shapes[i] : NULL,
+                            step ? &optim->steps[i] : NULL);
       if (step) item->shape.dims = 0;
-      else item->place = &o->state[k * o->count + i];
+      else
+        item->place = &optim->state[k * optim->count + i];
       item->param = i;
       item->state = k;
-      name += sprintf(name, "optimizer.%s.%s", cddp__state_name(o, k), p->name) + 1;
+      name += sprintf(name, "optimizer.%s.%s", cddp__state_name(optim, k), p->name) + 1;
     }
   }
   return CDDP_OK;
 }
 
 /* Checks the arguments and lists the items. */
-static cddp_result cddp__checkpoint_begin(cddp__checkpoint *c, bool saves, cddp_group *g,
+static cddp_result cddp__checkpoint_begin(cddp__checkpoint *checkpoint, bool saves, cddp_group *g,
                                           const char *path, const cddp_param *params, int count,
                                           const cddp_checkpoint_desc *desc) {
   cddp_result r;
-  memset(c, 0, sizeof *c);
-  c->g = g;
-  c->allocator = g != NULL ? &g->host->allocator : NULL;
-  c->path = path;
-  c->fd = -1;
-  c->params = params;
-  c->count = count;
-  c->desc = desc != NULL ? desc : &c->none;
-  c->first = g == NULL || g->rank == 0;
+  memset(checkpoint, 0, sizeof *checkpoint);
+  checkpoint->g = g;
+  checkpoint->allocator = g != NULL ? &g->host->allocator : NULL;
+  checkpoint->path = path;
+  checkpoint->fd = -1;
+  checkpoint->params = params;
+  checkpoint->count = count;
+  checkpoint->desc = desc != NULL ? desc : &checkpoint->none;
+  checkpoint->first = g == NULL || g->rank == 0;
   if (g != NULL) cddp__engine_drain(g);
-  r = cddp__check_checkpoint(c, saves);
-  if (r == CDDP_OK && c->device) r = cddp__await_device(g);
-  return r == CDDP_OK ? cddp__list_items(c) : r;
+  r = cddp__check_checkpoint(checkpoint, saves);
+  if (r == CDDP_OK && checkpoint->device) r = cddp__await_device(g);
+  return r == CDDP_OK ? cddp__list_items(checkpoint) : r;
 }
 
-static void cddp__checkpoint_end(cddp__checkpoint *c) {
-  const cddp_optim *s = c->desc->optim;
+static void cddp__checkpoint_end(cddp__checkpoint *checkpoint) {
+  const cddp_optim *optim = checkpoint->desc->optim;
   size_t i;
-  for (i = 0; i < c->item_count; i++) /* states that a failed load did not commit */
-    if (c->items[i].from != NULL && c->items[i].place != NULL && s->backend == NULL)
-      cddp__free(&s->allocator, c->items[i].data);
-  cddp__free(c->allocator, c->items);
-  cddp__free(c->allocator, c->staging);
-  cddp__buffer_clear(&c->header, 0);
-  cddp_safetensors_close(c->file);
+  for (i = 0; i < checkpoint->item_count; i++) /* states that a failed load did not commit */
+    if (checkpoint->items[i].from != NULL && checkpoint->items[i].place != NULL &&
+        optim->backend == NULL)
+      cddp__free(&optim->allocator, checkpoint->items[i].data);
+  cddp__free(checkpoint->allocator, checkpoint->items);
+  cddp__free(checkpoint->allocator, checkpoint->staging);
+  cddp__buffer_clear(&checkpoint->header, 0);
+  cddp_safetensors_close(checkpoint->file);
 }
 
 /* Collective: cddp__consensus, which also checks that all ranks passed the same arguments. */
-static cddp_result cddp__compare_calls(cddp__checkpoint *c, cddp_result r) {
-  uint64_t *all, h = (uint64_t)(c->desc->ddp != NULL) << 2 |
-                     (uint64_t)(c->desc->sampler != NULL) << 1 | c->desc->partial;
-  size_t i, n = c->g != NULL ? (size_t)c->g->size : 1;
-  for (i = 0; i < c->item_count; i++) {
-    const cddp__st_item *item = &c->items[i];
+static cddp_result cddp__compare_calls(cddp__checkpoint *checkpoint, cddp_result r) {
+  uint64_t *all, h = (uint64_t)(checkpoint->desc->ddp != NULL) << 2 |
+                     (uint64_t)(checkpoint->desc->sampler != NULL) << 1 | checkpoint->desc->partial;
+  size_t i, n = checkpoint->g != NULL ? (size_t)checkpoint->g->size : 1;
+  for (i = 0; i < checkpoint->item_count; i++) {
+    const cddp__st_item *item = &checkpoint->items[i];
     h = cddp__hash64(h, &item->bytes, sizeof item->bytes);
     h = cddp__hash64(h, item->type->name, strlen(item->type->name));
     h = cddp__hash64(h, item->name, strlen(item->name));
   }
-  all = (uint64_t *)cddp__calloc(c->allocator, n, sizeof h);
-  if (all == NULL) return c->g != NULL ? cddp__break(c->g, CDDP_OUT_OF_MEMORY) : CDDP_OUT_OF_MEMORY;
-  r = cddp__consensus(c->g, r, &h, sizeof h, all);
+  all = (uint64_t *)cddp__calloc(checkpoint->allocator, n, sizeof h);
+  if (all == NULL)
+    return checkpoint->g != NULL ? cddp__break(checkpoint->g, CDDP_OUT_OF_MEMORY)
+                                 : CDDP_OUT_OF_MEMORY;
+  r = cddp__consensus(checkpoint->g, r, &h, sizeof h, all);
   for (i = 0; r == CDDP_OK && i < n; i++)
     if (all[i] != all[0])
       r = cddp__fail(CDDP_MISMATCH, "rank %zu passed other parameters (names, counts, dtypes) or "
                      "other options than rank 0", i);
-  cddp__free(c->allocator, all);
+  cddp__free(checkpoint->allocator, all);
   return r;
 }
 
 /* Copies an item between memory and offset `at` of the file. Device memory and data of another
    dtype are copied in chunks, through c->staging. */
-static cddp_result cddp__copy_item(cddp__checkpoint *c, int fd, const cddp__st_item *item,
+static cddp_result cddp__copy_item(cddp__checkpoint *checkpoint, int fd, const cddp__st_item *item,
                                    uint64_t at) {
   bool save = item->from == NULL;
   cddp_dtype dtype = (cddp_dtype)item->type->dtype;
   cddp_dtype filed = save ? dtype : (cddp_dtype)item->from->dtype; /* in the file */
   size_t size = cddp__dtype_size(dtype), file_size = cddp__dtype_size(filed), done, n;
-  bool device = cddp__on_device(c->g, item->data), direct = !device && filed == dtype;
+  bool device = cddp__on_device(checkpoint->g, item->data), direct = !device && filed == dtype;
   size_t most = direct ? item->count : CDDP__FILE_STAGING / cddp__max(size, file_size);
   cddp_result r = CDDP_OK;
-  if (!direct && c->staging == NULL)
-    c->staging = (char *)cddp__malloc(c->allocator, 2 * CDDP__FILE_STAGING);
-  if (!direct && c->staging == NULL) return CDDP_OUT_OF_MEMORY;
+  if (!direct && checkpoint->staging == NULL)
+    checkpoint->staging = (char *)cddp__malloc(checkpoint->allocator, 2 * CDDP__FILE_STAGING);
+  if (!direct && checkpoint->staging == NULL) return CDDP_OUT_OF_MEMORY;
   for (done = 0; r == CDDP_OK && done < item->count; done += n) {
-    char *memory = (char *)item->data + done * size, *raw = direct ? memory : c->staging;
-    char *converted = filed == dtype ? raw : device ? c->staging + CDDP__FILE_STAGING : memory;
+    char *memory = (char *)item->data + done * size, *raw = direct ? memory : checkpoint->staging;
+    char *converted = filed == dtype ? raw
+                      : device       ? checkpoint->staging + CDDP__FILE_STAGING
+                                     : memory;
     n = cddp__min(item->count - done, most);
-    if (save && device) r = cddp__transfer(c->g, raw, memory, n * size);
+    if (save && device) r = cddp__transfer(checkpoint->g, raw, memory, n * size);
     if (r == CDDP_OK) r = cddp__file_io(fd, save, raw, n * file_size, at + done * file_size);
     if (r == CDDP_OK && converted != raw) cddp__convert(converted, dtype, raw, filed, n);
-    if (r == CDDP_OK && !save && device) r = cddp__transfer(c->g, memory, converted, n * size);
+    if (r == CDDP_OK && !save && device)
+      r = cddp__transfer(checkpoint->g, memory, converted, n * size);
   }
   return r;
 }
 
 /* The numbers of the caller's sampler and cddp_ddp. Returns the set of those that exist, as
    bits. */
-static unsigned cddp__collect_numbers(const cddp_checkpoint_desc *d, uint64_t *v) {
-  const cddp_sampler *s = d->sampler;
+static unsigned cddp__collect_numbers(const cddp_checkpoint_desc *desc, uint64_t *v) {
+  const cddp_sampler *sampler = desc->sampler;
   memset(v, 0, CDDP__META_COUNT * sizeof *v);
-  if (s != NULL) {
-    v[CDDP__META_EPOCH] = s->epoch;
-    v[CDDP__META_SAMPLES] = cddp__min(s->start + s->position * (size_t)s->desc.world_size,
-                                      s->desc.dataset_size); /* used by all ranks together */
-    v[CDDP__META_DATASET_SIZE] = s->desc.dataset_size;
-    v[CDDP__META_SEED] = s->desc.seed;
-    v[CDDP__META_SHUFFLE] = s->desc.shuffle;
+  if (sampler != NULL) {
+    v[CDDP__META_EPOCH] = sampler->epoch;
+    v[CDDP__META_SAMPLES] =
+        cddp__min(sampler->start + sampler->position * (size_t)sampler->desc.world_size,
+                  sampler->desc.dataset_size); /* used by all ranks together */
+    v[CDDP__META_DATASET_SIZE] = sampler->desc.dataset_size;
+    v[CDDP__META_SEED] = sampler->desc.seed;
+    v[CDDP__META_SHUFFLE] = sampler->desc.shuffle;
   }
-  if (d->ddp != NULL) {
-    v[CDDP__META_STEPS] = d->ddp->steps;
-    v[CDDP__META_SHARDS] = (uint64_t)d->ddp->desc.shards; /* 0: one for each rank */
+  if (desc->ddp != NULL) {
+    v[CDDP__META_STEPS] = desc->ddp->steps;
+    v[CDDP__META_SHARDS] = (uint64_t)desc->ddp->desc.shards; /* 0: one for each rank */
   }
-  return (s != NULL ? CDDP__META_OF_SAMPLER : 0) | (d->ddp != NULL ? CDDP__META_OF_DDP : 0);
+  return (sampler != NULL ? CDDP__META_OF_SAMPLER : 0) |
+         (desc->ddp != NULL ? CDDP__META_OF_DDP : 0);
 }
 
 /* --- saving --- */
 
 /* Sets the addresses of the states: the optimizer's own ones, or those that the ranks of a host
    share. Removes states that no step has created yet, and masters that do not match the weights. */
-static void cddp__select_states(cddp__checkpoint *c) {
-  const cddp_optim *s = c->desc->optim;
+static void cddp__select_states(cddp__checkpoint *checkpoint) {
+  const cddp_optim *optim = checkpoint->desc->optim;
   size_t i, n = 0;
-  for (i = 0; i < c->item_count; i++) {
-    cddp__st_item *item = &c->items[i];
-    if (item->param >= 0 && s->steps[item->param] == 0) continue;
-    if (item->place != NULL && cddp__is_master(s, item->state) && s->fresh[item->param])
+  for (i = 0; i < checkpoint->item_count; i++) {
+    cddp__st_item *item = &checkpoint->items[i];
+    if (item->param >= 0 && optim->steps[item->param] == 0) continue;
+    if (item->place != NULL && cddp__is_master(optim, item->state) && optim->fresh[item->param])
       continue; /* the next step copies the weights to it */
     if (item->place != NULL) item->data = *item->place;
-    if (item->place != NULL && s->share != NULL && item->data == NULL)
-      item->data = cddp__state_at(s->share, s, s->common, item->state, item->param, 0);
-    if (item->place == NULL || item->data != NULL) c->items[n++] = *item;
+    if (item->place != NULL && optim->share != NULL && item->data == NULL)
+      item->data = cddp__state_at(optim->share, optim, optim->common, item->state, item->param, 0);
+    if (item->place == NULL || item->data != NULL) checkpoint->items[n++] = *item;
   }
-  c->item_count = n;
+  checkpoint->item_count = n;
 }
 
 /* Writes the header to c->header, and parses it, to reject duplicate names and invalid UTF-8. */
-static cddp_result cddp__save_header(cddp__checkpoint *c) {
-  const cddp_checkpoint_desc *d = c->desc;
+static cddp_result cddp__save_header(cddp__checkpoint *checkpoint) {
+  const cddp_checkpoint_desc *desc = checkpoint->desc;
   char digits[CDDP__META_COUNT][24];
   uint64_t numbers[CDDP__META_COUNT], data_bytes;
-  unsigned own = cddp__collect_numbers(d, numbers);
+  unsigned own = cddp__collect_numbers(desc, numbers);
   cddp_metadata *all, *m;
-  cddp_safetensors *f;
+  cddp_safetensors *file;
   cddp_result r;
   size_t n;
   int i;
   all = m = (cddp_metadata *)cddp__calloc(
-      c->allocator, (size_t)d->metadata_count + CDDP__META_COUNT + 1, sizeof *m);
+      checkpoint->allocator, (size_t)desc->metadata_count + CDDP__META_COUNT + 1, sizeof *m);
   if (m == NULL) return CDDP_OUT_OF_MEMORY;
   m->key = "format"; /* some of PyTorch's loaders require it */
   m++->value = "pt";
@@ -22276,25 +22364,27 @@ static cddp_result cddp__save_header(cddp__checkpoint *c) {
     m->key = cddp__meta_keys[i];
     m++->value = digits[i];
   }
-  for (i = 0; i < d->metadata_count; i++) {
-    if (strcmp(d->metadata[i].key, "format") == 0) all[0].value = d->metadata[i].value;
-    else *m++ = d->metadata[i];
+  for (i = 0; i < desc->metadata_count; i++) {
+    if (strcmp(desc->metadata[i].key, "format") == 0)
+      all[0].value = desc->metadata[i].value;
+    else
+      *m++ = desc->metadata[i];
   }
-  cddp__select_states(c);
-  data_bytes = cddp__st_write(c->allocator, &c->header, c->items, c->item_count, all,
-                              (size_t)(m - all));
-  cddp__free(c->allocator, all);
-  if (c->header.failed) return CDDP_OUT_OF_MEMORY;
-  n = cddp__buffer_size(&c->header) - 8;
+  cddp__select_states(checkpoint);
+  data_bytes = cddp__st_write(checkpoint->allocator, &checkpoint->header, checkpoint->items,
+                              checkpoint->item_count, all, (size_t)(m - all));
+  cddp__free(checkpoint->allocator, all);
+  if (checkpoint->header.failed) return CDDP_OUT_OF_MEMORY;
+  n = cddp__buffer_size(&checkpoint->header) - 8;
   if (n > CDDP__HEADER_MAX)
     return cddp__fail(CDDP_INVALID_ARGUMENT,
                       "names and metadata make a header of %zu bytes; %u are allowed", n,
                       CDDP__HEADER_MAX);
-  if ((f = cddp__st_new(c->allocator, n)) == NULL) return CDDP_OUT_OF_MEMORY;
-  memcpy(f->text, c->header.data + 8, n);
-  f->data_bytes = data_bytes;
-  r = cddp__st_parse(f);
-  cddp_safetensors_close(f);
+  if ((file = cddp__st_new(checkpoint->allocator, n)) == NULL) return CDDP_OUT_OF_MEMORY;
+  memcpy(file->text, checkpoint->header.data + 8, n);
+  file->data_bytes = data_bytes;
+  r = cddp__st_parse(file);
+  cddp_safetensors_close(file);
   return r != CDDP_IO ? r
                       : cddp__fail_in(CDDP_INVALID_ARGUMENT, "names or metadata are invalid: ");
 }
@@ -22335,22 +22425,22 @@ static cddp_result cddp__fail_missing(const char *what, const char *name) {
 }
 
 /* Checks that the file's tensor has the item's size, dtype and shape. */
-static cddp_result cddp__check_tensor(const cddp__st_item *item, const cddp_tensor_info *t) {
+static cddp_result cddp__check_tensor(const cddp__st_item *item, const cddp_tensor_info *tensor) {
   cddp_dtype dtype = (cddp_dtype)item->type->dtype;
-  bool converts = t->dtype >= 0 && cddp__dtype_trains((cddp_dtype)t->dtype) &&
+  bool converts = tensor->dtype >= 0 && cddp__dtype_trains((cddp_dtype)tensor->dtype) &&
                   cddp__dtype_trains(dtype);
-  if (t->count != item->count)
+  if (tensor->count != item->count)
     return cddp__fail(CDDP_INVALID_ARGUMENT,
                       "\"%.60s\" has %" PRIu64 " elements in the file, the parameter has %zu",
-                      t->name, t->count, item->count);
-  if (t->dtype != (int)dtype && !converts)
+                      tensor->name, tensor->count, item->count);
+  if (tensor->dtype != (int)dtype && !converts)
     return cddp__fail(CDDP_INVALID_ARGUMENT, "\"%.60s\" is %s in the file, the parameter is %s",
-                      t->name, t->type, cddp__dtype_names[dtype]);
+                      tensor->name, tensor->type, cddp__dtype_names[dtype]);
   if (item->param < 0 && !item->any_shape &&
-      (item->shape.dims != t->dims ||
-       memcmp(item->shape.size, t->shape, (size_t)t->dims * sizeof *t->shape) != 0))
+      (item->shape.dims != tensor->dims ||
+       memcmp(item->shape.size, tensor->shape, (size_t)tensor->dims * sizeof *tensor->shape) != 0))
     return cddp__fail(CDDP_INVALID_ARGUMENT, "\"%.60s\" has shape %s in the file, the parameter %s",
-                      t->name, cddp__describe_shape(t->shape, t->dims).s,
+                      tensor->name, cddp__describe_shape(tensor->shape, tensor->dims).s,
                       cddp__describe_shape(item->shape.size, item->shape.dims).s);
   return CDDP_OK;
 }
@@ -22359,20 +22449,22 @@ static cddp_result cddp__check_tensor(const cddp__st_item *item, const cddp_tens
    after everything was read. On a device states are read into the optimizer's memory directly.
    Unless partial is set, the file must not contain other tensors; without an optimizer it can
    contain an optimizer's states. */
-static cddp_result cddp__match_items(cddp__checkpoint *c) {
-  const cddp_optim *s = c->desc->optim;
-  bool partial = c->desc->partial;
-  bool *taken = (bool *)cddp__calloc(c->allocator, c->file->count, sizeof *taken);
-  const cddp__st_item *first = c->items; /* first state of the current parameter */
+static cddp_result cddp__match_items(cddp__checkpoint *checkpoint) {
+  const cddp_optim *optim = checkpoint->desc->optim;
+  bool partial = checkpoint->desc->partial;
+  bool *taken = (bool *)cddp__calloc(checkpoint->allocator, checkpoint->file->count, sizeof *taken);
+  const cddp__st_item *first = checkpoint->items; /* first state of the current parameter */
   cddp_result r = taken != NULL ? CDDP_OK : CDDP_OUT_OF_MEMORY;
   size_t i;
-  for (i = 0; r == CDDP_OK && i < c->item_count; i++) {
-    cddp__st_item *item = &c->items[i];
-    const cddp_tensor_info *t = cddp__st_find(c->file, item->name);
-    bool master = item->place != NULL && cddp__is_master(s, item->state);
+  for (i = 0; r == CDDP_OK && i < checkpoint->item_count; i++) {
+    cddp__st_item *item = &checkpoint->items[i];
+    const cddp_tensor_info *tensor = cddp__st_find(checkpoint->file, item->name);
+    bool master = item->place != NULL && cddp__is_master(optim, item->state);
     if (item->param < 0 || item->param != first->param) first = item;
-    if (item->param >= 0 && !c->has_lr) continue; /* partial, and the file has no optimizer */
-    if (t == NULL) { /* a master can be missing; so can all states, if no step had changed it */
+    if (item->param >= 0 && !checkpoint->has_lr)
+      continue; /* partial, and the file has no optimizer */
+    if (tensor ==
+        NULL) { /* a master can be missing; so can all states, if no step had changed it */
       if (!partial && !master && (item->param < 0 || first->from != NULL))
         r = cddp__fail_missing("tensor", item->name);
       continue;
@@ -22380,39 +22472,42 @@ static cddp_result cddp__match_items(cddp__checkpoint *c) {
     if (!partial && first != item && first->from == NULL)
       r = cddp__fail_missing("tensor", first->name);
     if (r != CDDP_OK) break;
-    r = cddp__check_tensor(item, t);
-    taken[t - c->file->tensors] = true;
-    c->has_lr = c->has_lr || item->data == &c->lr;
+    r = cddp__check_tensor(item, tensor);
+    taken[tensor - checkpoint->file->tensors] = true;
+    checkpoint->has_lr = checkpoint->has_lr || item->data == &checkpoint->lr;
     if (r == CDDP_OK && item->place != NULL) {
-      item->data = s->backend != NULL ? *item->place
-                                      : cddp__calloc(&s->allocator, 1, (size_t)item->bytes);
+      item->data = optim->backend != NULL ? *item->place
+                                          : cddp__calloc(&optim->allocator, 1, (size_t)item->bytes);
       if (item->data == NULL) r = CDDP_OUT_OF_MEMORY;
     }
-    item->from = t;
+    item->from = tensor;
   }
-  for (i = 0; r == CDDP_OK && !partial && i < c->file->count; i++)
-    if (!taken[i] && (s != NULL || strncmp(c->file->tensors[i].name, "optimizer.", 10) != 0))
+  for (i = 0; r == CDDP_OK && !partial && i < checkpoint->file->count; i++)
+    if (!taken[i] &&
+        (optim != NULL || strncmp(checkpoint->file->tensors[i].name, "optimizer.", 10) != 0))
       r = cddp__fail(CDDP_INVALID_ARGUMENT,
                      "the file has a tensor \"%.60s\", which is not among the parameters%s; set "
-                     "partial to ignore it", c->file->tensors[i].name,
-                     s != NULL ? " or this optimizer's states" : "");
-  cddp__free(c->allocator, taken);
+                     "partial to ignore it",
+                     checkpoint->file->tensors[i].name,
+                     optim != NULL ? " or this optimizer's states" : "");
+  cddp__free(checkpoint->allocator, taken);
   return r;
 }
 
 /* Reads the file's numbers. If both runs set shards, they must be equal. If the file was saved in
    the middle of an epoch, the sampler must have the same dataset size, seed and shuffle. */
-static cddp_result cddp__match_numbers(cddp__checkpoint *c) {
-  const cddp_checkpoint_desc *d = c->desc;
-  uint64_t own[CDDP__META_COUNT], *v = c->numbers;
-  unsigned asked = cddp__collect_numbers(d, own);
+static cddp_result cddp__match_numbers(cddp__checkpoint *checkpoint) {
+  const cddp_checkpoint_desc *desc = checkpoint->desc;
+  uint64_t own[CDDP__META_COUNT], *v = checkpoint->numbers;
+  unsigned asked = cddp__collect_numbers(desc, own);
   int i;
   for (i = 0; i < CDDP__META_COUNT; i++) {
-    const char *key = cddp__meta_keys[i], *text = cddp__st_value(c->file, key);
+    const char *key = cddp__meta_keys[i], *text = cddp__st_value(checkpoint->file, key);
     bool samples = i > CDDP__META_SAMPLES && i <= CDDP__META_SHUFFLE && v[CDDP__META_SAMPLES] != 0;
-    bool fixed = samples || (i == CDDP__META_SHARDS && d->ddp != NULL && d->ddp->desc.shards != 0);
+    bool fixed =
+        samples || (i == CDDP__META_SHARDS && desc->ddp != NULL && desc->ddp->desc.shards != 0);
     char *rest = NULL;
-    if ((asked & 1u << i) == 0 || (text == NULL && d->partial)) continue;
+    if ((asked & 1u << i) == 0 || (text == NULL && desc->partial)) continue;
     if (text == NULL) return cddp__fail_missing("metadata", key);
     errno = 0;
     v[i] = strtoull(text, &rest, 10);
@@ -22423,141 +22518,150 @@ static cddp_result cddp__match_numbers(cddp__checkpoint *c) {
                         "%s is %" PRIu64 " in the file, %" PRIu64 " here; %s", key, v[i], own[i],
                         samples ? "it was saved in the middle of an epoch, which cannot continue"
                                 : "set cddp_ddp_desc.shards to the file's number, or to 0");
-    c->found |= 1u << i;
+    checkpoint->found |= 1u << i;
   }
   return CDDP_OK;
 }
 
 /* Broadcasts rank 0's bytes to all ranks. */
-static cddp_result cddp__broadcast_bytes(const cddp__checkpoint *c, void *data, size_t bytes) {
-  if (c->g == NULL) return CDDP_OK;
-  return cddp__run_simple(c->g, CDDP__KIND_BROADCAST, data, data, bytes, CDDP_U8, 0);
+static cddp_result cddp__broadcast_bytes(const cddp__checkpoint *checkpoint, void *data,
+                                         size_t bytes) {
+  if (checkpoint->g == NULL) return CDDP_OK;
+  return cddp__run_simple(checkpoint->g, CDDP__KIND_BROADCAST, data, data, bytes, CDDP_U8, 0);
 }
 
 /* Reads the header on rank 0, broadcasts it, and checks on each rank that it contains everything
    that the caller wants. Changes nothing outside of c. */
-static cddp_result cddp__load_header(cddp__checkpoint *c, cddp_result r) {
-  const cddp_checkpoint_desc *d = c->desc;
+static cddp_result cddp__load_header(cddp__checkpoint *checkpoint, cddp_result r) {
+  const cddp_checkpoint_desc *desc = checkpoint->desc;
   uint64_t sizes[2] = {0, 0}; /* of the text and the data */
   size_t needed = 0;
   int i;
-  if (r == CDDP_OK && c->first) r = cddp__st_open(&c->file, c->allocator, c->path);
-  if ((r = cddp__compare_calls(c, r)) != CDDP_OK) return r;
-  if (c->first) sizes[0] = c->file->text_size, sizes[1] = c->file->data_bytes;
-  if ((r = cddp__broadcast_bytes(c, sizes, sizeof sizes)) != CDDP_OK) return r;
-  if (!c->first) c->file = cddp__st_new(c->allocator, (size_t)sizes[0]);
-  r = cddp__consensus(c->g, c->file != NULL ? CDDP_OK : CDDP_OUT_OF_MEMORY, NULL, 0, NULL);
-  if (r == CDDP_OK) r = cddp__broadcast_bytes(c, c->file->text, c->file->text_size);
+  if (r == CDDP_OK && checkpoint->first)
+    r = cddp__st_open(&checkpoint->file, checkpoint->allocator, checkpoint->path);
+  if ((r = cddp__compare_calls(checkpoint, r)) != CDDP_OK) return r;
+  if (checkpoint->first)
+    sizes[0] = checkpoint->file->text_size, sizes[1] = checkpoint->file->data_bytes;
+  if ((r = cddp__broadcast_bytes(checkpoint, sizes, sizeof sizes)) != CDDP_OK) return r;
+  if (!checkpoint->first) checkpoint->file = cddp__st_new(checkpoint->allocator, (size_t)sizes[0]);
+  r = cddp__consensus(checkpoint->g, checkpoint->file != NULL ? CDDP_OK : CDDP_OUT_OF_MEMORY, NULL,
+                      0, NULL);
+  if (r == CDDP_OK)
+    r = cddp__broadcast_bytes(checkpoint, checkpoint->file->text, checkpoint->file->text_size);
   if (r != CDDP_OK) return r;
-  c->file->data_bytes = sizes[1];
-  r = cddp__st_parse(c->file);
-  if (r == CDDP_OK) r = cddp__match_items(c);
-  if (r == CDDP_OK) r = cddp__match_numbers(c);
-  for (i = 0; r == CDDP_OK && i < d->metadata_count; i++) {
-    const char *value = cddp__st_value(c->file, d->metadata[i].key);
+  checkpoint->file->data_bytes = sizes[1];
+  r = cddp__st_parse(checkpoint->file);
+  if (r == CDDP_OK) r = cddp__match_items(checkpoint);
+  if (r == CDDP_OK) r = cddp__match_numbers(checkpoint);
+  for (i = 0; r == CDDP_OK && i < desc->metadata_count; i++) {
+    const char *value = cddp__st_value(checkpoint->file, desc->metadata[i].key);
     if (value != NULL) needed += strlen(value) + 1;
   }
-  if (needed > 0 && (d->text == NULL || d->text_size < needed))
+  if (needed > 0 && (desc->text == NULL || desc->text_size < needed))
     r = cddp__fail(CDDP_INVALID_ARGUMENT, "text has %zu bytes; the metadata's values need %zu",
-                   d->text != NULL ? d->text_size : 0, needed);
-  return cddp__consensus(c->g, r, NULL, 0, NULL);
+                   desc->text != NULL ? desc->text_size : 0, needed);
+  return cddp__consensus(checkpoint->g, r, NULL, 0, NULL);
 }
 
 /* Broadcasts the tensors that rank 0 has read. */
-static cddp_result cddp__broadcast_tensors(cddp__checkpoint *c) {
+static cddp_result cddp__broadcast_tensors(cddp__checkpoint *checkpoint) {
   cddp_result r = CDDP_OK;
   cddp__packet p;
   size_t i;
-  cddp__packet_begin(&p, c->g, 0);
-  for (i = 0; r == CDDP_OK && i < c->item_count; i++) {
-    cddp__st_item *item = &c->items[i];
+  cddp__packet_begin(&p, checkpoint->g, 0);
+  for (i = 0; r == CDDP_OK && i < checkpoint->item_count; i++) {
+    cddp__st_item *item = &checkpoint->items[i];
     cddp_dtype dtype;
     cddp__call call;
     if (item->from == NULL) continue;
     dtype = (cddp_dtype)item->type->dtype;
-    if (c->device) {
+    if (checkpoint->device) {
       call = cddp__make_call(CDDP__KIND_BROADCAST, item->data, item->data, item->count, dtype,
                              CDDP_SUM, 0);
-      r = cddp__start_call(c->g, &call, NULL);
+      r = cddp__start_call(checkpoint->g, &call, NULL);
     } else {
       r = cddp__packet_add(&p, item->data, item->count, dtype);
     }
   }
-  if (r == CDDP_OK && c->device)
-    return cddp__await_device(c->g); /* cudaMemcpy can return before its copy is complete */
+  if (r == CDDP_OK && checkpoint->device)
+    return cddp__await_device(
+        checkpoint->g); /* cudaMemcpy can return before its copy is complete */
   return r == CDDP_OK ? cddp__packet_send(&p) : r;
 }
 
 /* Reads the tensors on rank 0 and broadcasts them. A first pass reads only step counts and the
    learning rate, to reject invalid ones before anything has changed. */
-static cddp_result cddp__load_tensors(cddp__checkpoint *c) {
-  size_t i, n = c->first ? 2 * c->item_count : 0;
+static cddp_result cddp__load_tensors(cddp__checkpoint *checkpoint) {
+  size_t i, n = checkpoint->first ? 2 * checkpoint->item_count : 0;
   cddp_result r = CDDP_OK;
   for (i = 0; r == CDDP_OK && i < n; i++) {
-    cddp__st_item item = c->items[i % c->item_count];
-    bool counts = item.param >= 0 && item.place == NULL, looks = i < c->item_count;
+    cddp__st_item item = checkpoint->items[i % checkpoint->item_count];
+    bool counts = item.param >= 0 && item.place == NULL, looks = i < checkpoint->item_count;
     float steps = 0;
-    if (item.from == NULL || (looks && !counts && item.data != &c->lr)) continue;
+    if (item.from == NULL || (looks && !counts && item.data != &checkpoint->lr)) continue;
     if (looks && counts) item.data = &steps;
-    r = cddp__copy_item(c, c->file->fd, &item, 8 + c->file->text_size + item.from->begin);
+    r = cddp__copy_item(checkpoint, checkpoint->file->fd, &item,
+                        8 + checkpoint->file->text_size + item.from->begin);
     if (r == CDDP_OK && !(steps >= 0 && steps <= 16777216)) /* f32 counts up to 2^24 */
       r = cddp__fail(CDDP_IO, "its \"%.100s\" is %g", item.name, (double)steps);
-    if (r == CDDP_OK && item.data == &c->lr && !(c->lr >= 0 && c->lr <= DBL_MAX))
-      r = cddp__fail(CDDP_IO, "its learning rate is %g", c->lr);
+    if (r == CDDP_OK && item.data == &checkpoint->lr &&
+        !(checkpoint->lr >= 0 && checkpoint->lr <= DBL_MAX))
+      r = cddp__fail(CDDP_IO, "its learning rate is %g", checkpoint->lr);
   }
-  r = cddp__consensus(c->g, r, NULL, 0, NULL);
-  if (c->g != NULL) return r == CDDP_OK ? cddp__broadcast_tensors(c) : r;
-  return r == CDDP_OK && c->device ? cddp__await_device(c->g) : r;
+  r = cddp__consensus(checkpoint->g, r, NULL, 0, NULL);
+  if (checkpoint->g != NULL) return r == CDDP_OK ? cddp__broadcast_tensors(checkpoint) : r;
+  return r == CDDP_OK && checkpoint->device ? cddp__await_device(checkpoint->g) : r;
 }
 
 /* Installs the loaded states in the optimizer. Cannot fail in host memory. */
-static cddp_result cddp__commit_states(cddp__checkpoint *c) {
-  cddp_optim *s = c->desc->optim;
+static cddp_result cddp__commit_states(cddp__checkpoint *checkpoint) {
+  cddp_optim *optim = checkpoint->desc->optim;
   cddp_result r = CDDP_OK;
   size_t i;
-  if (s->share != NULL) s->drop(s); /* the next step shares the states again */
-  for (i = 0; r == CDDP_OK && i < c->item_count; i++) {
-    cddp__st_item *item = &c->items[i];
+  if (optim->share != NULL) optim->drop(optim); /* the next step shares the states again */
+  for (i = 0; r == CDDP_OK && i < checkpoint->item_count; i++) {
+    cddp__st_item *item = &checkpoint->items[i];
     bool found = item->from != NULL;
     if (item->param < 0) continue;
     if (item->place == NULL) {
       if (!found) *(float *)item->data = 0;
       continue;
     }
-    if (!s->algorithm->counts)
-      s->steps[item->param] = found || (item[-1].param == item->param && s->steps[item->param] > 0);
-    if (cddp__is_master(s, item->state)) s->fresh[item->param] = !found;
-    if (s->backend == NULL) {
-      cddp__free(&s->allocator, *item->place);
+    if (!optim->algorithm->counts)
+      optim->steps[item->param] =
+          found || (item[-1].param == item->param && optim->steps[item->param] > 0);
+    if (cddp__is_master(optim, item->state)) optim->fresh[item->param] = !found;
+    if (optim->backend == NULL) {
+      cddp__free(&optim->allocator, *item->place);
       *item->place = item->data;
       item->data = NULL;
     } else if (!found) {
-      r = (s->backend->zero)(s, *item->place, (size_t)item->bytes, true);
+      r = (optim->backend->zero)(optim, *item->place, (size_t)item->bytes, true);
     }
   }
-  return r == CDDP_OK ? cddp_optim_set_lr(s, c->lr) : r;
+  return r == CDDP_OK ? cddp_optim_set_lr(optim, checkpoint->lr) : r;
 }
 
-static cddp_result cddp__load_commit(cddp__checkpoint *c) {
-  const cddp_checkpoint_desc *d = c->desc;
-  char *text = d->text;
+static cddp_result cddp__load_commit(cddp__checkpoint *checkpoint) {
+  const cddp_checkpoint_desc *desc = checkpoint->desc;
+  char *text = desc->text;
   cddp_result r;
   int i;
-  if (d->optim != NULL) memset(d->optim->fresh, true, (size_t)d->optim->count);
-  if (c->has_lr && (r = cddp__commit_states(c)) != CDDP_OK) return r;
-  if ((c->found & CDDP__META_OF_DDP) == CDDP__META_OF_DDP)
-    d->ddp->steps = c->numbers[CDDP__META_STEPS];
-  if ((c->found & CDDP__META_OF_SAMPLER) == CDDP__META_OF_SAMPLER)
-    cddp__sampler_begin(d->sampler, c->numbers[CDDP__META_EPOCH], c->numbers[CDDP__META_SAMPLES],
-                        true);
-  for (i = 0; i < d->metadata_count; i++) {
-    const char *value = cddp__st_value(c->file, d->metadata[i].key);
-    d->metadata[i].value = value != NULL ? text : NULL;
+  if (desc->optim != NULL) memset(desc->optim->fresh, true, (size_t)desc->optim->count);
+  if (checkpoint->has_lr && (r = cddp__commit_states(checkpoint)) != CDDP_OK) return r;
+  if ((checkpoint->found & CDDP__META_OF_DDP) == CDDP__META_OF_DDP)
+    desc->ddp->steps = checkpoint->numbers[CDDP__META_STEPS];
+  if ((checkpoint->found & CDDP__META_OF_SAMPLER) == CDDP__META_OF_SAMPLER)
+    cddp__sampler_begin(desc->sampler, checkpoint->numbers[CDDP__META_EPOCH],
+                        checkpoint->numbers[CDDP__META_SAMPLES], true);
+  for (i = 0; i < desc->metadata_count; i++) {
+    const char *value = cddp__st_value(checkpoint->file, desc->metadata[i].key);
+    desc->metadata[i].value = value != NULL ? text : NULL;
     if (value == NULL) continue;
     memcpy(text, value, strlen(value) + 1);
     text += strlen(value) + 1;
   }
-  return d->optim != NULL ? cddp__write_copies(d->optim) : CDDP_OK;
+  return desc->optim != NULL ? cddp__write_copies(desc->optim) : CDDP_OK;
 }
 
 CDDPDEF cddp_result (cddp_load)(cddp_group *g, const char *path, cddp_param *params, int count,
@@ -22576,51 +22680,54 @@ CDDPDEF cddp_result (cddp_load)(cddp_group *g, const char *path, cddp_param *par
 /* --- the safetensors API --- */
 
 CDDPDEF cddp_result cddp_safetensors_open(cddp_safetensors **out, const char *path) {
-  cddp_safetensors *f;
+  cddp_safetensors *file;
   cddp_result r;
   CDDP__CHECK(out != NULL, "out is NULL");
   *out = NULL;
   CDDP__CHECK(path != NULL, "path is NULL");
-  r = cddp__st_open(&f, NULL, path);
-  if (r == CDDP_OK) r = cddp__st_parse(f);
-  if (r == CDDP_OK) *out = f;
-  else cddp_safetensors_close(f);
+  r = cddp__st_open(&file, NULL, path);
+  if (r == CDDP_OK) r = cddp__st_parse(file);
+  if (r == CDDP_OK)
+    *out = file;
+  else
+    cddp_safetensors_close(file);
   return cddp__fail_on_file(__func__, path, r);
 }
 
-CDDPDEF int cddp_safetensors_count(const cddp_safetensors *f) {
-  return f != NULL ? (int)f->count : -1;
+CDDPDEF int cddp_safetensors_count(const cddp_safetensors *file) {
+  return file != NULL ? (int)file->count : -1;
 }
 
-CDDPDEF cddp_result cddp_safetensors_get(const cddp_safetensors *f, int index,
+CDDPDEF cddp_result cddp_safetensors_get(const cddp_safetensors *file, int index,
                                          cddp_tensor_info *out) {
-  CDDP__CHECK(f != NULL && out != NULL, "the file or out is NULL");
-  CDDP__CHECK(index >= 0 && (size_t)index < f->count, "index is %d; the file has %zu tensors",
-              index, f->count);
-  *out = f->tensors[index];
+  CDDP__CHECK(file != NULL && out != NULL, "the file or out is NULL");
+  CDDP__CHECK(index >= 0 && (size_t)index < file->count, "index is %d; the file has %zu tensors",
+              index, file->count);
+  *out = file->tensors[index];
   return CDDP_OK;
 }
 
-CDDPDEF int cddp_safetensors_find(const cddp_safetensors *f, const char *name) {
-  const cddp_tensor_info *t = f != NULL && name != NULL ? cddp__st_find(f, name) : NULL;
-  return t != NULL ? (int)(t - f->tensors) : -1;
+CDDPDEF int cddp_safetensors_find(const cddp_safetensors *file, const char *name) {
+  const cddp_tensor_info *tensor = file != NULL && name != NULL ? cddp__st_find(file, name) : NULL;
+  return tensor != NULL ? (int)(tensor - file->tensors) : -1;
 }
 
-CDDPDEF cddp_result cddp_safetensors_read(const cddp_safetensors *f, int index, void *data,
+CDDPDEF cddp_result cddp_safetensors_read(const cddp_safetensors *file, int index, void *data,
                                           size_t bytes) {
-  const cddp_tensor_info *t;
-  CDDP__CHECK(f != NULL, "the file is NULL");
-  CDDP__CHECK(index >= 0 && (size_t)index < f->count, "index is %d; the file has %zu tensors",
-              index, f->count);
-  t = &f->tensors[index];
-  CDDP__CHECK(bytes == t->bytes && (data != NULL || bytes == 0),
-              "data is NULL, or its size is %zu where the tensor's is %" PRIu64, bytes, t->bytes);
-  return cddp__named(__func__,
-                     cddp__file_io(f->fd, false, data, bytes, 8 + f->text_size + t->begin));
+  const cddp_tensor_info *tensor;
+  CDDP__CHECK(file != NULL, "the file is NULL");
+  CDDP__CHECK(index >= 0 && (size_t)index < file->count, "index is %d; the file has %zu tensors",
+              index, file->count);
+  tensor = &file->tensors[index];
+  CDDP__CHECK(bytes == tensor->bytes && (data != NULL || bytes == 0),
+              "data is NULL, or its size is %zu where the tensor's is %" PRIu64, bytes,
+              tensor->bytes);
+  return cddp__named(
+      __func__, cddp__file_io(file->fd, false, data, bytes, 8 + file->text_size + tensor->begin));
 }
 
-CDDPDEF const char *cddp_safetensors_metadata(const cddp_safetensors *f, const char *key) {
-  return f != NULL && key != NULL ? cddp__st_value(f, key) : NULL;
+CDDPDEF const char *cddp_safetensors_metadata(const cddp_safetensors *file, const char *key) {
+  return file != NULL && key != NULL ? cddp__st_value(file, key) : NULL;
 }
 
 /* >>spawn --------------------------------------------------------------------------------------
@@ -22902,32 +23009,33 @@ typedef struct cddp__thread_rank {
 
 /* Cleanup after a thread's fn, also after pthread_exit: if fn failed, ends the others' waits. */
 static void cddp__thread_rank_end(void *p) {
-  cddp__thread_rank *t = (cddp__thread_rank *)p;
+  cddp__thread_rank *thread = (cddp__thread_rank *)p;
   const cddp_group *g;
-  snprintf(t->text, sizeof t->text, "%s", cddp__error_text);
-  pthread_mutex_lock(&t->host->lock);
-  for (g = t->host->groups; g != NULL && g != t->group; g = g->next) {}
-  pthread_mutex_unlock(&t->host->lock);
-  if (!t->returned || t->code != 0) cddp__swap32(t->first, 0, (uint32_t)t->host->index + 1);
+  snprintf(thread->text, sizeof thread->text, "%s", cddp__error_text);
+  pthread_mutex_lock(&thread->host->lock);
+  for (g = thread->host->groups; g != NULL && g != thread->group; g = g->next) {}
+  pthread_mutex_unlock(&thread->host->lock);
+  if (!thread->returned || thread->code != 0)
+    cddp__swap32(thread->first, 0, (uint32_t)thread->host->index + 1);
   if (g == NULL) return; /* fn has destroyed it */
-  if (!t->returned || t->code != 0) {
-    cddp__exchange32(&cddp__slot_of(t->group, t->group->rank)->state, CDDP__SLOT_DEAD);
-    cddp__wake_all(t->group);
+  if (!thread->returned || thread->code != 0) {
+    cddp__exchange32(&cddp__slot_of(thread->group, thread->group->rank)->state, CDDP__SLOT_DEAD);
+    cddp__wake_all(thread->group);
   }
-  cddp__group_leave(t->group);
+  cddp__group_leave(thread->group);
 }
 
 static void *cddp__thread_rank_main(void *p) {
-  cddp__thread_rank *t = (cddp__thread_rank *)p;
-  pthread_cleanup_push(cddp__thread_rank_end, t);
-  t->code = t->fn(t->group, t->arg);
-  t->returned = true;
+  cddp__thread_rank *thread = (cddp__thread_rank *)p;
+  pthread_cleanup_push(cddp__thread_rank_end, thread);
+  thread->code = thread->fn(thread->group, thread->arg);
+  thread->returned = true;
   pthread_cleanup_pop(1);
   return NULL;
 }
 
 CDDPDEF cddp_result cddp_run_threads(int (*fn)(cddp_group *g, void *arg), void *arg, int n) {
-  cddp__thread_rank *t, *failed;
+  cddp__thread_rank *thread, *failed;
   char *block, text[32];
   cddp__atomic_u32 first = {0};
   uint64_t job = cddp__record_job();
@@ -22937,42 +23045,44 @@ CDDPDEF cddp_result cddp_run_threads(int (*fn)(cddp_group *g, void *arg), void *
   CDDP__CHECK(fn != NULL, "fn is NULL");
   CDDP__CHECK(n >= 1 && n <= CDDP__MAX_RANKS, "n is %d; it must be from 1 to %d", n,
               CDDP__MAX_RANKS);
-  t = (cddp__thread_rank *)calloc((size_t)n, sizeof *t);
+  thread = (cddp__thread_rank *)calloc((size_t)n, sizeof *thread);
   block = cddp__map_memory(-1, 0, cddp__block_bytes(n, n));
-  if (t == NULL || block == NULL)
+  if (thread == NULL || block == NULL)
     r = cddp__fail(CDDP_OUT_OF_MEMORY, "out of memory for %d threads", n);
   for (i = 0; r == CDDP_OK && i < n; i++) {
-    t[i].fn = fn;
-    t[i].arg = arg;
-    t[i].first = &first;
-    if ((t[i].host = cddp__host_create(NULL, NULL, n, i)) == NULL) {
+    thread[i].fn = fn;
+    thread[i].arg = arg;
+    thread[i].first = &first;
+    if ((thread[i].host = cddp__host_create(NULL, NULL, n, i)) == NULL) {
       r = CDDP_OUT_OF_MEMORY;
       break;
     }
-    t[i].host->threads = true;
-    t[i].host->lead = t[0].host;
-    if (i > 0) t[i - 1].host->sibling = t[i].host, t[0].host->refs++;
-    r = cddp__record_open(&t[i].host->record, job, i, n, 0);
+    thread[i].host->threads = true;
+    thread[i].host->lead = thread[0].host;
+    if (i > 0) thread[i - 1].host->sibling = thread[i].host, thread[0].host->refs++;
+    r = cddp__record_open(&thread[i].host->record, job, i, n, 0);
     if (r == CDDP_OK)
-      r = cddp__group_build(&t[i].group, t[i].host, i, n, NULL, block, timeout_s);
+      r = cddp__group_build(&thread[i].group, thread[i].host, i, n, NULL, block, timeout_s);
   }
   while (r == CDDP_OK && started < n) {
-    r = cddp__thread_start(&t[started].thread, cddp__thread_rank_main, &t[started], false);
+    r = cddp__thread_start(&thread[started].thread, cddp__thread_rank_main, &thread[started],
+                           false);
     if (r == CDDP_OK) started++;
   }
-  for (i = started; t != NULL && i < n; i++) /* if a thread cannot start, the others lose a peer */
-    if (t[i].group != NULL) cddp__group_leave(t[i].group);
-  for (i = 0; i < started; i++) pthread_join(t[i].thread, NULL);
+  for (i = started; thread != NULL && i < n;
+       i++) /* if a thread cannot start, the others lose a peer */
+    if (thread[i].group != NULL) cddp__group_leave(thread[i].group);
+  for (i = 0; i < started; i++) pthread_join(thread[i].thread, NULL);
   if (r == CDDP_OK && cddp__load32(&first) != 0) {
-    failed = &t[cddp__load32(&first) - 1];
+    failed = &thread[cddp__load32(&first) - 1];
     snprintf(text, sizeof text, "returned %d", failed->code);
-    r = cddp__fail(CDDP_PEER_LOST, "rank %d (a thread) %s%s%s", (int)(failed - t),
+    r = cddp__fail(CDDP_PEER_LOST, "rank %d (a thread) %s%s%s", (int)(failed - thread),
                    failed->returned ? text : "did not return: pthread_exit or pthread_cancel",
                    failed->text[0] ? "; its last error: " : "", failed->text);
   }
-  for (i = 0; t != NULL && i < n; i++) cddp__host_release(t[i].host);
+  for (i = 0; thread != NULL && i < n; i++) cddp__host_release(thread[i].host);
   if (block != NULL) munmap(block, cddp__block_bytes(n, n));
-  free(t);
+  free(thread);
   cddp__await_watchers();
   return r;
 }
@@ -23011,9 +23121,9 @@ CDDPDEF int cddp_launcher_rank(void) {
 /* --- groups --- */
 
 /* Checks that device and backend are valid, compatible, and part of this build. */
-static cddp_result cddp__check_device(const cddp_group_desc *d) {
-  const char *device = d->device != NULL ? d->device : "cpu";
-  const char *backend = cddp__backend_name(d) != NULL ? cddp__backend_name(d) : "cpu";
+static cddp_result cddp__check_device(const cddp_group_desc *desc) {
+  const char *device = desc->device != NULL ? desc->device : "cpu";
+  const char *backend = cddp__backend_name(desc) != NULL ? cddp__backend_name(desc) : "cpu";
   bool cuda = strncmp(device, "cuda", 4) == 0;
   bool nccl = strcmp(backend, "nccl") == 0, mpi = strcmp(backend, "mpi") == 0;
   const char *number = cuda && device[4] == ':' ? device + 5 : "0";
@@ -23027,20 +23137,21 @@ static cddp_result cddp__check_device(const cddp_group_desc *d) {
                       "one GPU, as in \"cuda:0\"; the backend \"cpu\" (PyTorch's gloo), \"mpi\" "
                       "(with device \"cpu\") or \"nccl\" (with \"cuda\")",
                       device, backend,
-                      d->backend == NULL && cddp__backend_name(d) != NULL ? " (CDDP_BACKEND)" : "");
+                      desc->backend == NULL && cddp__backend_name(desc) != NULL ? " (CDDP_BACKEND)"
+                                                                                : "");
   if ((cuda && !CDDP__HAS_CUDA) || (mpi && !CDDP__HAS_MPI))
     return cddp__fail(CDDP_UNSUPPORTED,
                       "this build has no %s%s; compile cddp's implementation with %s, or %s",
                       cuda ? "CUDA" : "MPI",
-                      mpi && d->backend == NULL ? ", which CDDP_BACKEND=mpi requires" : "",
+                      mpi && desc->backend == NULL ? ", which CDDP_BACKEND=mpi requires" : "",
                       cuda ? "-DCDDP_CUDA and link -lnccl -lcudart" : "mpicc -DCDDP_MPI",
-                      mpi && d->backend == NULL ? "unset CDDP_BACKEND"
-                                                : "use device \"cpu\" and backend \"cpu\"");
+                      mpi && desc->backend == NULL ? "unset CDDP_BACKEND"
+                                                   : "use device \"cpu\" and backend \"cpu\"");
   return CDDP_OK;
 }
 
-static cddp_result cddp__check_allocator(const cddp_allocator *a) {
-  if ((a->alloc == NULL) == (a->free == NULL)) return CDDP_OK;
+static cddp_result cddp__check_allocator(const cddp_allocator *allocator) {
+  if ((allocator->alloc == NULL) == (allocator->free == NULL)) return CDDP_OK;
   return cddp__fail(CDDP_INVALID_ARGUMENT, "allocator needs both alloc and free, or neither");
 }
 
@@ -23322,22 +23433,22 @@ CDDPDEF cddp_result (cddp_recv)(cddp_group *g, void *buf, size_t count, cddp_dty
 
 CDDPDEF int cddp_source(void) { return cddp__last_source; }
 
-CDDPDEF cddp_result cddp_wait(cddp_work *w) {
+CDDPDEF cddp_result cddp_wait(cddp_work *work) {
   cddp__enter_call(__func__);
-  CDDP__CHECK(w != NULL, "the work is NULL");
-  return cddp__work_wait(w, -1);
+  CDDP__CHECK(work != NULL, "the work is NULL");
+  return cddp__work_wait(work, -1);
 }
 
-CDDPDEF cddp_result cddp_wait_for(cddp_work *w, double timeout_s) {
+CDDPDEF cddp_result cddp_wait_for(cddp_work *work, double timeout_s) {
   cddp__enter_call(__func__);
-  CDDP__CHECK(w != NULL, "the work is NULL");
+  CDDP__CHECK(work != NULL, "the work is NULL");
   CDDP__CHECK(timeout_s >= 0, "timeout_s is negative");
-  return cddp__work_wait(w, timeout_s < 1e9 ? timeout_s : 1e9);
+  return cddp__work_wait(work, timeout_s < 1e9 ? timeout_s : 1e9);
 }
 
-CDDPDEF cddp_result cddp_test(cddp_work *w, bool *done) {
-  CDDP__CHECK(w != NULL && done != NULL, "the work or done is NULL");
-  *done = cddp__work_done(w);
+CDDPDEF cddp_result cddp_test(cddp_work *work, bool *done) {
+  CDDP__CHECK(work != NULL && done != NULL, "the work or done is NULL");
+  *done = cddp__work_done(work);
   return CDDP_OK;
 }
 
@@ -23462,8 +23573,8 @@ CDDPDEF size_t cddp_ddp_rows(const cddp_ddp *d, int param, const int64_t **rows,
   return s != NULL ? s->mean.n : 0;
 }
 
-static cddp_result cddp__run_step(const char *function, cddp_ddp *d, int kind, cddp_optim *s) {
-  cddp_result r = d->desc.elastic ? cddp__elastic_step(d, s) : cddp__ddp_step(d, kind, s);
+static cddp_result cddp__run_step(const char *function, cddp_ddp *d, int kind, cddp_optim *optim) {
+  cddp_result r = d->desc.elastic ? cddp__elastic_step(d, optim) : cddp__ddp_step(d, kind, optim);
   return r == CDDP_INVALID_ARGUMENT ? cddp__named(function, r) : r;
 }
 
@@ -23473,11 +23584,11 @@ CDDPDEF cddp_result (cddp_ddp_wait)(cddp_ddp *d) {
   return cddp__run_step(__func__, d, CDDP__KIND_DDP_WAIT, NULL);
 }
 
-CDDPDEF cddp_result (cddp_ddp_step)(cddp_ddp *d, cddp_optim *s) {
+CDDPDEF cddp_result(cddp_ddp_step)(cddp_ddp *d, cddp_optim *optim) {
   cddp__enter_call(__func__);
-  CDDP__CHECK(d != NULL && s != NULL, "the cddp_ddp or the cddp_optim is NULL");
-  if (s->paired != d->id || d->no_sync) CDDP__TRY(cddp__check_pair(d, s));
-  return cddp__run_step(__func__, d, CDDP__KIND_DDP_STEP, s);
+  CDDP__CHECK(d != NULL && optim != NULL, "the cddp_ddp or the cddp_optim is NULL");
+  if (optim->paired != d->id || d->no_sync) CDDP__TRY(cddp__check_pair(d, optim));
+  return cddp__run_step(__func__, d, CDDP__KIND_DDP_STEP, optim);
 }
 
 CDDPDEF int cddp_ddp_partitions(const cddp_ddp *d, const cddp_partition **out) {
@@ -23604,13 +23715,13 @@ CDDP__COLD
 /* Creates an optimizer and attaches it to its device or elastic model. *out is NULL on failure. */
 static cddp_result cddp__optim_create(cddp_optim **out, const cddp__algorithm *algorithm,
                                       int states, cddp_param *params, int count,
-                                      const cddp_sgd_desc *d, const cddp_adamw_desc *adamw) {
-  cddp_result r = cddp__optim_new(out, algorithm, states, params, count, d, adamw);
+                                      const cddp_sgd_desc *desc, const cddp_adamw_desc *adamw) {
+  cddp_result r = cddp__optim_new(out, algorithm, states, params, count, desc, adamw);
   if (r != CDDP_OK) return r;
-  r = cddp__check_own_memory(params, count, d->copies, NULL);
+  r = cddp__check_own_memory(params, count, desc->copies, NULL);
   if (r == CDDP_OK) r = cddp__attach_optim(*out);
-  if (r == CDDP_OK && d->ddp != NULL && d->ddp->desc.elastic)
-    r = cddp__elastic_restore(d->ddp, *out);
+  if (r == CDDP_OK && desc->ddp != NULL && desc->ddp->desc.elastic)
+    r = cddp__elastic_restore(desc->ddp, *out);
   if (r == CDDP_OK) r = cddp__write_copies(*out);
   if (r == CDDP_OK) return r;
   cddp_optim_destroy(*out);
@@ -23657,37 +23768,37 @@ CDDPDEF cddp_result cddp_adamw_create(cddp_optim **out, cddp_param *params, int 
 /* --- the store --- */
 
 /* Checks a command's arguments. answer: the caller's pointer for the answer. */
-static cddp_result cddp__check_request(const cddp_store *s, const cddp__request *q,
+static cddp_result cddp__check_request(const cddp_store *store, const cddp__request *request,
                                        const void *answer) {
-  const char *null = s == NULL                                ? "the store is NULL"
-                     : q->keys == NULL && q->count > 0        ? "keys is NULL"
-                     : answer == NULL                         ? "a pointer for the answer is NULL"
-                     : q->out == NULL && q->capacity > 0      ? "value is NULL"
-                                                              : NULL;
+  const char *null = store == NULL                                 ? "the store is NULL"
+                     : request->keys == NULL && request->count > 0 ? "keys is NULL"
+                     : answer == NULL ? "a pointer for the answer is NULL"
+                     : request->out == NULL && request->capacity > 0 ? "value is NULL"
+                                                                     : NULL;
   int i;
   if (null != NULL) return cddp__fail(CDDP_INVALID_ARGUMENT, "%s", null);
-  if (q->count < 0 || (unsigned)q->count > CDDP__KEYS_MAX)
-    return cddp__fail(CDDP_INVALID_ARGUMENT, "count is %d; it must be from 0 to %u", q->count,
+  if (request->count < 0 || (unsigned)request->count > CDDP__KEYS_MAX)
+    return cddp__fail(CDDP_INVALID_ARGUMENT, "count is %d; it must be from 0 to %u", request->count,
                       CDDP__KEYS_MAX);
-  for (i = 0; i < q->count; i++) {
-    if (q->keys[i] == NULL) return cddp__fail(CDDP_INVALID_ARGUMENT, "the key is NULL");
-    if (strlen(q->keys[i]) >= CDDP__KEY_MAX) /* with the prefix "/" */
+  for (i = 0; i < request->count; i++) {
+    if (request->keys[i] == NULL) return cddp__fail(CDDP_INVALID_ARGUMENT, "the key is NULL");
+    if (strlen(request->keys[i]) >= CDDP__KEY_MAX) /* with the prefix "/" */
       return cddp__fail(CDDP_INVALID_ARGUMENT, "the key '%.32s...' has more than %u bytes",
-                        q->keys[i], CDDP__KEY_MAX - 1u);
+                        request->keys[i], CDDP__KEY_MAX - 1u);
   }
   for (i = 0; i < 2; i++)
-    if (q->values[i].size > (q->values[i].data != NULL ? CDDP__VALUE_MAX : 0))
-      return cddp__fail(CDDP_INVALID_ARGUMENT,
-                        "a value is NULL, or its size of %zu exceeds %u", q->values[i].size,
-                        CDDP__VALUE_MAX);
+    if (request->values[i].size > (request->values[i].data != NULL ? CDDP__VALUE_MAX : 0))
+      return cddp__fail(CDDP_INVALID_ARGUMENT, "a value is NULL, or its size of %zu exceeds %u",
+                        request->values[i].size, CDDP__VALUE_MAX);
   return CDDP_OK;
 }
 
-static cddp_result cddp__store_command(const char *function, cddp_store *s, cddp__request *q,
-                                     const void *answer) {
-  cddp_result r = cddp__check_request(s, q, answer);
-  if (r == CDDP_OK && q->code == CDDP__STORE_GET) r = cddp__store_wait(s, q->keys, 1, 0);
-  if (r == CDDP_OK) r = cddp__store_run(s, q, 0);
+static cddp_result cddp__store_command(const char *function, cddp_store *store,
+                                       cddp__request *request, const void *answer) {
+  cddp_result r = cddp__check_request(store, request, answer);
+  if (r == CDDP_OK && request->code == CDDP__STORE_GET)
+    r = cddp__store_wait(store, request->keys, 1, 0);
+  if (r == CDDP_OK) r = cddp__store_run(store, request, 0);
   return cddp__named(function, r);
 }
 
@@ -23711,37 +23822,39 @@ CDDPDEF cddp_result cddp_store_create(cddp_store **out, const cddp_store_desc *d
   return r == CDDP_MISMATCH ? CDDP_NETWORK : r;
 }
 
-CDDPDEF void cddp_store_destroy(cddp_store *s) { cddp__store_close(s); }
+CDDPDEF void cddp_store_destroy(cddp_store *store) { cddp__store_close(store); }
 
-CDDPDEF int cddp_store_port(const cddp_store *s) {
-  return s == NULL ? 0 : cddp__address_port(&s->addresses[0]);
+CDDPDEF int cddp_store_port(const cddp_store *store) {
+  return store == NULL ? 0 : cddp__address_port(&store->addresses[0]);
 }
 
-CDDPDEF cddp_result cddp_store_set(cddp_store *s, const char *key, const void *value, size_t size) {
+CDDPDEF cddp_result cddp_store_set(cddp_store *store, const char *key, const void *value,
+                                   size_t size) {
   cddp__request q = cddp__request_of(CDDP__STORE_SET, &key, 1);
   q.values[0] = cddp__span_of(value, size);
-  return cddp__store_command(__func__, s, &q, &q);
+  return cddp__store_command(__func__, store, &q, &q);
 }
 
-CDDPDEF cddp_result cddp_store_get(cddp_store *s, const char *key, void *value, size_t capacity,
+CDDPDEF cddp_result cddp_store_get(cddp_store *store, const char *key, void *value, size_t capacity,
                                    size_t *size) {
   cddp__request q = cddp__request_of(CDDP__STORE_GET, &key, 1);
   q.out = value;
   q.capacity = capacity;
   q.size = size;
-  return cddp__store_command(__func__, s, &q, size);
+  return cddp__store_command(__func__, store, &q, size);
 }
 
-CDDPDEF cddp_result cddp_store_add(cddp_store *s, const char *key, int64_t amount, int64_t *total) {
+CDDPDEF cddp_result cddp_store_add(cddp_store *store, const char *key, int64_t amount,
+                                   int64_t *total) {
   cddp__request q = cddp__request_of(CDDP__STORE_ADD, &key, 1);
   cddp_result r;
   q.number = (uint64_t)amount;
-  r = cddp__store_command(__func__, s, &q, &q);
+  r = cddp__store_command(__func__, store, &q, &q);
   if (r == CDDP_OK && total != NULL) *total = (int64_t)q.number;
   return r;
 }
 
-CDDPDEF cddp_result cddp_store_compare_set(cddp_store *s, const char *key, const void *expected,
+CDDPDEF cddp_result cddp_store_compare_set(cddp_store *store, const char *key, const void *expected,
                                            size_t expected_size, const void *desired,
                                            size_t desired_size, void *value, size_t capacity,
                                            size_t *size, bool *swapped) {
@@ -23752,37 +23865,37 @@ CDDPDEF cddp_result cddp_store_compare_set(cddp_store *s, const char *key, const
   q.out = value;
   q.capacity = capacity;
   q.size = size;
-  r = cddp__store_command(__func__, s, &q, swapped != NULL ? size : NULL);
+  r = cddp__store_command(__func__, store, &q, swapped != NULL ? size : NULL);
   if (swapped != NULL) *swapped = q.equal;
   return r;
 }
 
-CDDPDEF cddp_result cddp_store_wait(cddp_store *s, const char *const *keys, int count,
+CDDPDEF cddp_result cddp_store_wait(cddp_store *store, const char *const *keys, int count,
                                     double timeout_s) {
   cddp__request q = cddp__request_of(CDDP__STORE_WAIT, keys, count);
-  CDDP__TRY(cddp__check_request(s, &q, &q));
+  CDDP__TRY(cddp__check_request(store, &q, &q));
   CDDP__CHECK(timeout_s >= 0, "timeout_s is %g; it is in seconds, and 0 or more", timeout_s);
-  return cddp__named(__func__, cddp__store_wait(s, keys, count, timeout_s));
+  return cddp__named(__func__, cddp__store_wait(store, keys, count, timeout_s));
 }
 
-CDDPDEF cddp_result cddp_store_check(cddp_store *s, const char *const *keys, int count,
+CDDPDEF cddp_result cddp_store_check(cddp_store *store, const char *const *keys, int count,
                                      bool *all_exist) {
   cddp__request q = cddp__request_of(CDDP__STORE_CHECK, keys, count);
-  cddp_result r = cddp__store_command(__func__, s, &q, all_exist);
+  cddp_result r = cddp__store_command(__func__, store, &q, all_exist);
   if (all_exist != NULL) *all_exist = r == CDDP_OK && q.number == 0;
   return r;
 }
 
-CDDPDEF cddp_result cddp_store_delete(cddp_store *s, const char *key, bool *deleted) {
+CDDPDEF cddp_result cddp_store_delete(cddp_store *store, const char *key, bool *deleted) {
   cddp__request q = cddp__request_of(CDDP__STORE_DELETE_KEY, &key, 1);
-  cddp_result r = cddp__store_command(__func__, s, &q, &q);
+  cddp_result r = cddp__store_command(__func__, store, &q, &q);
   if (r == CDDP_OK && deleted != NULL) *deleted = q.number != 0;
   return r;
 }
 
-CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count) {
+CDDPDEF cddp_result cddp_store_num_keys(cddp_store *store, int64_t *count) {
   cddp__request q = cddp__request_of(CDDP__STORE_GETNUMKEYS, NULL, 0);
-  cddp_result r = cddp__store_command(__func__, s, &q, count);
+  cddp_result r = cddp__store_command(__func__, store, &q, count);
   if (r == CDDP_OK) *count = (int64_t)q.number;
   return r;
 }
