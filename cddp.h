@@ -3298,7 +3298,7 @@ static cddp_result cddp__challenge_begin(cddp__challenge *challenge, const char 
   return r;
 }
 
-/* Handles a complete message, c->in. */
+/* Handles a complete message, challenge->in. */
 static void cddp__challenge_message(cddp__challenge *challenge) {
   unsigned char proof[CDDP__PROOF_SIZE];
   challenge->in_size = 0;
@@ -3495,7 +3495,7 @@ static cddp_result cddp__recv_some(int fd, void *data, size_t *n, double deadlin
                   : cddp__fail(CDDP_NETWORK, "recv: %s", strerror(errno));
 }
 
-/* Runs this end of a challenge that has begun, until it ends; the result is c->state. bytes
+/* Runs this end of a challenge that has begun, until it ends; the result is its state. bytes
    receives the last *n bytes that arrived, for error texts. */
 static cddp_result cddp__challenge_run(cddp__challenge *challenge, int fd, unsigned char *bytes,
                                        size_t *n, double deadline) {
@@ -4270,9 +4270,7 @@ static int cddp__server_execute(cddp__server *server, cddp__parser *parser,
   cddp__span key, value, expected, desired;
   bool ok = true, found, swap;
   switch (parser->code) {
-  case CDDP__STORE_VALIDATE:
-    ok = memcmp(head, cddp__greeting, CDDP__VALIDATE_SIZE) == 0;
-    break;
+  case CDDP__STORE_VALIDATE: ok = memcmp(head, cddp__greeting, CDDP__VALIDATE_SIZE) == 0; break;
   case CDDP__STORE_SET:
   case CDDP__STORE_MULTI_SET:
   case CDDP__STORE_APPEND:
@@ -4311,15 +4309,11 @@ static int cddp__server_execute(cddp__server *server, cddp__parser *parser,
       if (!cddp__map_get(server, cddp__parse_string(&p), &value)) return CDDP__COMMAND_WAITS;
     }
     break;
-  case CDDP__STORE_GETNUMKEYS:
-    number = server->keys;
-    break;
+  case CDDP__STORE_GETNUMKEYS: number = server->keys; break;
   case CDDP__STORE_DELETE_KEY:
     number = cddp__map_drop(server, cddp__map_link(server, cddp__parse_string(&p)));
     break;
-  case CDDP__STORE_CANCEL_WAIT:
-    number = 1;
-    break;
+  case CDDP__STORE_CANCEL_WAIT: number = 1; break;
   default: number = cddp__get32(p); /* PING */
   }
   if (c->answer != CDDP__ANSWER_STRING) cddp__buffer_add_number(out, number, c->answer);
@@ -4355,8 +4349,8 @@ typedef struct cddp__conn { /* a client of the server. Owner: the server's threa
   cddp__challenge challenge; /* PROVEN: commands are executed; neither PROVEN nor ON: refused */
 } cddp__conn;
 
-/* Sets the events of fd that epoll watches. what: returned with each event; an index of v->fds, or
-   the address of a cddp__conn. */
+/* Sets the events of fd that epoll watches. what: returned with each event; an index of the
+   server's fds, or the address of a cddp__conn. */
 static bool cddp__server_watch_fd(const cddp__server *server, int fd, int how, uint32_t events,
                                   uint64_t what) {
   struct epoll_event event;
@@ -4365,7 +4359,7 @@ static bool cddp__server_watch_fd(const cddp__server *server, int fd, int how, u
   return epoll_ctl(server->epoll, how, fd, &event) == 0;
 }
 
-/* Closes c. cddp__server_settle frees it. */
+/* Closes the connection. cddp__server_settle frees it. */
 static void cddp__conn_close(cddp__server *server, cddp__conn *conn) {
   server->blocked -= conn->blocked;
   conn->blocked = false;
@@ -4380,7 +4374,7 @@ static void cddp__conn_close(cddp__server *server, cddp__conn *conn) {
   cddp__close_fd(&conn->fd);
 }
 
-/* Records that the command at the head of c's input waits, or removes the finished command. */
+/* Records that the command at the head of the input waits, or removes the finished command. */
 static void cddp__conn_advance(cddp__server *server, cddp__conn *conn, bool blocked) {
   server->blocked += blocked - conn->blocked;
   conn->blocked = blocked;
@@ -4389,7 +4383,7 @@ static void cddp__conn_advance(cddp__server *server, cddp__conn *conn, bool bloc
   memset(&conn->parser, 0, sizeof conn->parser);
 }
 
-/* Executes the complete command at the head of c's input, for the first time or again. */
+/* Executes the complete command at the head of the input, for the first time or again. */
 static void cddp__conn_execute(cddp__server *server, cddp__conn *conn) {
   int ran = cddp__server_execute(server, &conn->parser, conn->in.data + conn->in.start, &conn->out);
   if (ran == CDDP__COMMAND_FAILED || server->buffered > CDDP__SERVER_MEMORY ||
@@ -4416,7 +4410,7 @@ static bool cddp__conn_flush(cddp__conn *conn) {
   return !conn->out.failed;
 }
 
-/* Handles c's input once: challenge, then one command. Returns false if more input is needed. A
+/* Handles the input once: challenge, then one command. Returns false if more input is needed. A
    refused connection stays open until the client has read the reason. During a WAIT only
    CANCEL_WAIT is executed, which ends the WAIT; other commands stay in the input. */
 static bool cddp__conn_step(cddp__server *server, cddp__conn *conn) {
@@ -4453,7 +4447,7 @@ static bool cddp__conn_step(cddp__server *server, cddp__conn *conn) {
   other = server->keys > keys && server->blocked > 0 ? server->conns : NULL;
   for (; other != NULL; other = other->next) {
     if (!other->blocked) continue;
-    cddp__conn_execute(server, other); /* before c can delete its new keys */
+    cddp__conn_execute(server, other); /* before conn can delete its new keys */
     server->unsettled = server->unsettled || !other->blocked;
   }
   return found == CDDP__PARSE_COMPLETE && conn->fd >= 0;
@@ -4806,8 +4800,8 @@ static cddp_result cddp__store_error(const cddp_store *store, cddp_result r) {
   return cddp__fail_in(r == CDDP_MISMATCH ? CDDP_NETWORK : r, "store at %s: ", store->name);
 }
 
-/* Sends q and receives the answer; a string goes to s->bytes. SET has no answer, so a GETNUMKEYS
-   follows it: its answer shows that the SET was executed. */
+/* Sends the request and receives the answer; a string goes to store->bytes. SET has no answer, so a
+   GETNUMKEYS follows it: its answer shows that the SET was executed. */
 static cddp_result cddp__store_exchange(cddp_store *store, cddp__request *request,
                                         double deadline) {
   const struct cddp__command *c = &cddp__commands[request->code];
@@ -4908,7 +4902,7 @@ static int cddp__url_scheme(const char *url, const char **name) {
   return scheme;
 }
 
-/* Starts a server on s->addresses, or on the options' listening socket. s->addresses are then the
+/* Starts a server on store->addresses, or on the options' socket. store->addresses are then the
    addresses that clients can connect to. */
 static cddp_result cddp__server_start(cddp_store *store, const cddp__store_options *options) {
   cddp__server *server = (cddp__server *)cddp__calloc(&options->desc.allocator, 1, sizeof *server);
@@ -5027,7 +5021,7 @@ static cddp_result cddp__file_store_read(int fd, cddp__file_store_record *record
   return CDDP_OK;
 }
 
-/* Sets s->proof to the file's key and the user's secret. */
+/* Sets store->proof to the file's key and the user's secret. */
 static cddp_result cddp__file_store_proof(cddp_store *store, const cddp__store_options *options,
                                           const char *key) {
   const char *secret = options->desc.secret != NULL ? options->desc.secret : "";
@@ -5595,10 +5589,23 @@ static cddp_result cddp__discover_timeout(double given, double *out) {
                     "such as 600 or 2.5, and at most 1e9", text);
 }
 
-static cddp_result cddp__discover(cddp__config *config, const cddp_group_desc *desc) {
-  const char *method = desc->init_method ? desc->init_method : "env://", *name,
-             *run = cddp__env("TORCHELASTIC_RUN_ID"),
+/* Sets the prefix of the job's keys: two jobs that use one store by mistake (the same port) must
+   not mix up their ranks. Jobs started by hand, and Hydra's on several hosts, have the same
+   prefix. */
+static void cddp__set_key_prefix(cddp__config *config, uint64_t key) {
+  const char *run = cddp__env("TORCHELASTIC_RUN_ID"),
              *restart = cddp__env("TORCHELASTIC_RESTART_COUNT");
+  if (cddp__env("TORCHELASTIC_USE_AGENT_STORE") != NULL)
+    restart = NULL; /* each agent of torchrun has its own count */
+  if (key != 0)
+    snprintf(config->run, sizeof config->run, "cddp/%016" PRIx64 "/0", key);
+  else
+    snprintf(config->run, sizeof config->run, "cddp/%.80s/%.20s", run ? run : "0",
+             restart ? restart : "0");
+}
+
+static cddp_result cddp__discover(cddp__config *config, const cddp_group_desc *desc) {
+  const char *method = desc->init_method ? desc->init_method : "env://", *name;
   uint64_t key;
   int k, first, last;
   cddp_result r;
@@ -5631,16 +5638,8 @@ static cddp_result cddp__discover(cddp__config *config, const cddp_group_desc *d
     r = cddp__env_int(cddp__launchers[config->launcher].variables[k], 1, INT_MAX,
                       &config->local_world_size);
   if (r != CDDP_OK) return r;
-  /* Two jobs that use one store by mistake (the same port) must not mix up their ranks, so each job
-     has its own prefix of keys. Exceptions: jobs started by hand, and Hydra's on several hosts. */
   key = cddp__job_key(config->launcher, cddp__one_host(config));
-  if (cddp__env("TORCHELASTIC_USE_AGENT_STORE") != NULL)
-    restart = NULL; /* each agent of torchrun has its own count */
-  if (key != 0)
-    snprintf(config->run, sizeof config->run, "cddp/%016" PRIx64 "/0", key);
-  else
-    snprintf(config->run, sizeof config->run, "cddp/%.80s/%.20s", run ? run : "0",
-             restart ? restart : "0");
+  cddp__set_key_prefix(config, key);
   if (strcmp(method, "env://") == 0)
     r = cddp__env_master(config, key);
   else if (cddp__url_scheme(method, &name) == CDDP__URL_NONE ||
@@ -5653,8 +5652,7 @@ static cddp_result cddp__discover(cddp__config *config, const cddp_group_desc *d
     snprintf(config->init_method, sizeof config->init_method, "%s", method);
   if (r == CDDP_OK && cddp__url_scheme(config->init_method, &name) == CDDP__URL_TCP)
     r = cddp__host_port(name, config->host, &config->port);
-  if (config->world_size == 1 && !config->joins) return CDDP_OK; /* needs no address */
-  return r;
+  return config->world_size > 1 || config->joins ? r : CDDP_OK; /* one rank needs no address */
 }
 CDDP__COLD_END
 
@@ -5773,8 +5771,8 @@ static bool cddp__ref_punch(const cddp__host *host, const cddp__ref *ref) {
   return cddp__arena_punch(host, ref->base + ref->offset / page * page, ref->pages * page);
 }
 
-/* The last segment that begins at or before key: an address in h->own, an offset in the memfd in
-   h->peers. *at: the index at which a segment that begins at key would be inserted. This function
+/* The last segment that begins at or before key: an address in host.own, an offset in the memfd in
+   host.peers. *at: the index at which a segment that begins at key would be inserted. This function
    and the following ones need host.lock. */
 static cddp__segment *cddp__segment_find(const struct cddp__segments *table, uint64_t key,
                                          size_t *at) {
@@ -5883,7 +5881,7 @@ static char *cddp__extent_address(const cddp__extent *extent) {
   return segment->address + (size_t)(extent - segment->extents) * segment->extent_size;
 }
 
-/* Enumerates this rank's extents in use: returns the next one after e, which is in segment *at.
+/* Enumerates this rank's extents in use: returns the next one after extent, in segment *at.
    Begins with NULL and 0; ends with NULL. */
 static cddp__extent *cddp__next_extent(const cddp__host *host, cddp__extent *extent, size_t *at) {
   for (; *at < host->own.count; ++*at, extent = NULL) {
@@ -5895,7 +5893,8 @@ static cddp__extent *cddp__next_extent(const cddp__host *host, cddp__extent *ext
   return NULL;
 }
 
-/* Whether e is in the ring host.pending: a control block, or an extent to be freed with one. */
+/* Whether the extent is in the ring host.pending: a control block, or an extent to be freed with
+   one. */
 static bool cddp__extent_is_pending(const cddp__extent *extent) {
   return extent->use == CDDP__EXTENT_BLOCK || extent->use == CDDP__EXTENT_BLOCK_LAZY ||
          extent->after != NULL;
@@ -5947,8 +5946,8 @@ static bool cddp__block_is_left(const cddp__control_block *block) {
   return size != 0 && cddp__load32(&block->left) == size;
 }
 
-/* Whether e's control block has been freed, or all ranks have left it. The memory of a freed block
-   is zero or holds another block. */
+/* Whether the extent's control block was freed, or all ranks have left it. The memory of a freed
+   block is zero or holds another block. */
 static bool cddp__block_is_freed(const cddp__extent *extent) {
   return cddp__load32(&extent->after->generation) != extent->after_generation ||
          cddp__load32(&extent->after->size) == 0 || cddp__block_is_left(extent->after);
@@ -6059,7 +6058,7 @@ static bool cddp__ref_is_mapped_at(cddp__host *host, const cddp__ref *ref, const
   return same;
 }
 
-/* Frees p after all ranks of this host have left the group with control block b, because until then
+/* Frees p after all ranks of this host have left the group of this control block, as until then
    they can read p. The first group's block is not an extent: then p lives as long as the host's
    memory. */
 static void cddp__arena_free_with(cddp__host *host, const void *p,
@@ -21713,7 +21712,7 @@ static cddp_result cddp__st_reserve(cddp_safetensors *file) {
   return CDDP_OK;
 }
 
-/* Parses f->text into the arrays of f. */
+/* Parses file->text into the file's arrays. */
 static cddp_result cddp__st_parse(cddp_safetensors *file) {
   const unsigned char *p = (const unsigned char *)file->text;
   const char *twice;
@@ -21819,7 +21818,7 @@ static void cddp__st_quote(cddp__buffer *buffer, const char *s) {
 }
 
 /* Sorts the items and sets their offsets. Adds N and the JSON, padded so that the data is aligned
-   to 8 bytes. Returns the size of all items. b->failed is set if memory is exhausted. */
+   to 8 bytes. Returns the size of all items. buffer->failed is set if memory is exhausted. */
 static uint64_t cddp__st_write(const cddp_allocator *allocator, cddp__buffer *buffer,
                                cddp__st_item *items, size_t count, const cddp_metadata *metadata,
                                size_t metadata_count) {
@@ -22272,7 +22271,7 @@ static cddp_result cddp__compare_calls(cddp__checkpoint *checkpoint, cddp_result
 }
 
 /* Copies an item between memory and offset `at` of the file. Device memory and data of another
-   dtype are copied in chunks, through c->staging. */
+   dtype are copied in chunks, through the staging buffer. */
 static cddp_result cddp__copy_item(cddp__checkpoint *checkpoint, int fd, const cddp__st_item *item,
                                    uint64_t at) {
   bool save = item->from == NULL;
@@ -22342,7 +22341,8 @@ static void cddp__select_states(cddp__checkpoint *checkpoint) {
   checkpoint->item_count = n;
 }
 
-/* Writes the header to c->header, and parses it, to reject duplicate names and invalid UTF-8. */
+/* Writes the header to checkpoint->header, and parses it, to reject duplicate names and invalid
+   UTF-8. */
 static cddp_result cddp__save_header(cddp__checkpoint *checkpoint) {
   const cddp_checkpoint_desc *desc = checkpoint->desc;
   char digits[CDDP__META_COUNT][24];
@@ -22531,7 +22531,7 @@ static cddp_result cddp__broadcast_bytes(const cddp__checkpoint *checkpoint, voi
 }
 
 /* Reads the header on rank 0, broadcasts it, and checks on each rank that it contains everything
-   that the caller wants. Changes nothing outside of c. */
+   that the caller wants. Changes nothing outside of checkpoint. */
 static cddp_result cddp__load_header(cddp__checkpoint *checkpoint, cddp_result r) {
   const cddp_checkpoint_desc *desc = checkpoint->desc;
   uint64_t sizes[2] = {0, 0}; /* of the text and the data */

@@ -817,7 +817,8 @@ static void store_asked(fake_fd *f, const unsigned char *p, size_t n) {
   uint64_t answer = 0;
   size_t size = 8;
   bool string = code == CDDP__STORE_GET;
-  if (code == CDDP__STORE_CHECK || code == CDDP__STORE_WAIT || code == CDDP__STORE_CANCEL_WAIT) size = 1;
+  if (code == CDDP__STORE_CHECK || code == CDDP__STORE_WAIT || code == CDDP__STORE_CANCEL_WAIT)
+    size = 1;
   if (code == CDDP__STORE_CHECK) answer = take(&w.script) != 255;
   if (code == CDDP__STORE_ADD) answer = 1 + take(&w.script) / 128;
   if (code == CDDP__STORE_DELETE_KEY) answer = 1;

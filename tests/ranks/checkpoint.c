@@ -1458,7 +1458,8 @@ static void test_two_writers(void) {
   pid = ranks_fork(save_for_ever, 0, NULL);
   for (round = 0; round < 200 && done < 10; round++) {
     cddp_result r = save_value(4, BIG);
-    CHECK(r == CDDP_OK || (r == CDDP_IO && strstr(cddp_error(), "another process is writing") != NULL));
+    CHECK(r == CDDP_OK ||
+          (r == CDDP_IO && strstr(cddp_error(), "another process is writing") != NULL));
     done += r == CDDP_OK;
     value = held(BIG); /* read once: the other goes on writing */
     CHECK(value == 4 || value == 1 || value == 2);
