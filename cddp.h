@@ -1678,8 +1678,8 @@ CDDPDEF void cddp_register_kernels(const cddp_kernels *kernels); /* must stay wh
 #endif
 
 #define CDDP__PRINTF(f, a) __attribute__((format(printf, f, a)))
-/* Code in which no loop is hot, or the network is slower: gcc optimises it less, which saves a
-   third of its time. */
+/* Marks code whose speed does not matter: no hot loops, or the network is slower. gcc optimises it
+   less, which saves a third of the compile time. */
 #if defined(__OPTIMIZE__) && !defined(__clang__) && !defined(__NVCC__)
 #define CDDP__COLD _Pragma("GCC push_options") _Pragma("GCC optimize(\"Og\")")
 #define CDDP__COLD_END _Pragma("GCC pop_options")
@@ -2450,8 +2450,8 @@ static void cddp__elastic_close(cddp_ddp *d);
 
 static __thread char cddp__error_text[CDDP__ERROR_MAX];
 
-/* The call site of the public call that this thread executes; and the call site that the macro of
-   the next public call has noted before the call begins. */
+/* cddp__this_site: where the program made the public call that this thread executes.
+   cddp__next_site: set by the macro of a public call, before the call begins. */
 static __thread cddp__site cddp__this_site, cddp__next_site;
 
 /* The engine that this thread runs; NULL on the program's threads. */
@@ -2733,9 +2733,9 @@ static uint64_t cddp__load64(const cddp__atomic_u64 *a) {
 static void cddp__store64(cddp__atomic_u64 *a, uint64_t v) { /* in order with all other accesses */
   __atomic_exchange_n(&a->v, v, __ATOMIC_SEQ_CST);
 }
-/* A compiler barrier on both sides of the store. Only for a reader that reads after this process
-   has died: if it sees v, it sees everything stored before v; if it does not see v, it sees nothing
-   stored after v. No processor barrier is needed, because a process dies between instructions. */
+/* Stores v for a process that reads after this one has died. A reader that sees v also sees
+   everything stored before it. A reader that does not see v sees nothing stored after it. Barriers
+   for the compiler are enough, because a process dies between two instructions. */
 static void cddp__note64(cddp__atomic_u64 *a, uint64_t v) {
   __atomic_signal_fence(__ATOMIC_SEQ_CST);
   __atomic_store_n(&a->v, v, __ATOMIC_RELEASE);
@@ -2808,7 +2808,9 @@ static int cddp__poll_ms(double deadline, int max_ms) {
    not look like a stop; -1: no deadline. */
 static int cddp__poll(struct pollfd *fds, size_t count, int ms) {
   double start = cddp__now();
-  int n = poll(fds, (nfds_t)count, ms);
+  int n;
+  CDDP_ASSERT(ms <= 1e3 * CDDP__STOP_S / 2);
+  n = poll(fds, (nfds_t)count, ms);
   cddp__note_sleep(start, ms < 0 ? INFINITY : 1e-3 * ms);
   return n;
 }
@@ -2833,8 +2835,8 @@ static void cddp__prefetch_to_write(void *p) {
 #endif
 }
 
-/* This thread's floating-point mode, as far as it changes results. The encoding is the same on x86
-   and aarch64; 0 is the default (round to nearest, keep subnormals). Ranks compare their modes,
+/* The bits of this thread's floating-point mode that change results. The encoding is the same on
+   x86 and aarch64; 0 is the default (round to nearest, keep subnormals). Ranks compare their modes,
    because with different modes their weights would diverge. On other processors always 0. */
 enum {
   CDDP__FP_ROUNDING = 3, /* 1: downward, 2: upward, 3: towards zero */
@@ -2928,9 +2930,9 @@ static bool cddp__cond_wait_until(pthread_cond_t *c, pthread_mutex_t *lock, doub
   return e != ETIMEDOUT;
 }
 
-/* Starts a thread with a stack large enough for the user's callbacks, also under ulimit -s 64 and
-   with musl, where the default stack is 128 KiB. quiet: the thread blocks all signals, so that the
-   program's handlers run on the program's own threads. */
+/* Starts a thread with a stack that is large enough for the user's callbacks. The default can be
+   too small: 64 KiB with ulimit -s 64, 128 KiB with musl. quiet: the thread blocks all signals, so
+   that the program's handlers run on the program's own threads. */
 static cddp_result cddp__thread_start(pthread_t *thread, void *(*fn)(void *), void *arg,
                                       bool quiet) {
   pthread_attr_t a;
@@ -2992,9 +2994,11 @@ static uint64_t cddp__record_job(void) {
   return (uint64_t)cddp__nanoseconds(CLOCK_REALTIME) ^ (uint64_t)getpid() << 44;
 }
 
-/* Opens the recorder if CDDP_RECORD is set, else sets *out to NULL. life: 0, or the number of a
-   process that joined: an earlier process of its rank can have a file already. The file gets its
-   full size now, so that a disk that is full later cannot kill the program (SIGBUS). */
+/* Opens the recorder if CDDP_RECORD is set, else sets *out to NULL.
+     life   0; for a process that joined, its number. It becomes part of the file's name, because an
+            earlier process of the rank can have a file.
+   The file gets its full size now, so that a disk that is full later cannot kill the program
+   (SIGBUS). */
 static cddp_result cddp__record_open(cddp_record_header **out, uint64_t job, int rank, int size,
                                      int life) {
   const char *dir = getenv("CDDP_RECORD");
@@ -3132,10 +3136,11 @@ static uint64_t cddp__hash64(uint64_t h, const void *data, size_t n) {
   return h;
 }
 
-/* Fills p with at most 256 bytes of the kernel's generator, which returns that many in one call.
-   For nonces, and for names that nobody must be able to guess. */
+/* Fills p with random bytes from the kernel, for nonces and for names that must not be guessable.
+   The kernel returns up to 256 bytes without interruption. */
 static cddp_result cddp__random(void *p, size_t n) {
   long got;
+  CDDP_ASSERT(n <= 256);
   do
     got = syscall(SYS_getrandom, p, n, 0);
   while (got < 0 && errno == EINTR);
@@ -3186,8 +3191,9 @@ static void cddp__blake2s(const void *key, size_t key_size, const void *data, si
   unsigned char block[64];
   uint32_t h[8];
   size_t at = 0, take, total = n + (key_size > 0 ? 64 : 0); /* the key fills a block */
+  CDDP_ASSERT(key_size <= 32);
   memcpy(h, cddp__blake2s_start, sizeof h);
-  h[0] ^= 0x01010020u ^ (uint32_t)key_size << 8;
+  h[0] ^= 0x01010020u ^ (uint32_t)key_size << 8; /* one leaf, no tree; 32 bytes of output */
   do {
     bool own = at == 0 && key_size > 0;
     take = own ? key_size : cddp__min(64, total - at);
@@ -3271,6 +3277,7 @@ static void cddp__challenge_queue(cddp__challenge *challenge, const char *tag, c
   challenge->out_size = 8 + n;
 }
 
+/* The proof of the caller or the called end: a code of its label and of what proofs cover. */
 static void cddp__challenge_prove(const cddp__challenge *challenge, bool caller,
                                   unsigned char proof[CDDP__PROOF_SIZE]) {
   char label[64];
@@ -3743,7 +3750,7 @@ static bool cddp__peer_process(int fd, uint32_t out[3]) {
   return getsockopt(fd, SOL_SOCKET, SO_PEERCRED, out, &n) == 0;
 }
 
-#define CDDP__FOREIGN_USER (-1) /* instead of an errno: another user's process is there */
+#define CDDP__FOREIGN_USER (-1) /* instead of an errno: the other end is another user's process */
 
 /* Prepares a connection. Returns 0, CDDP__FOREIGN_USER or an errno. Any user can bind or connect to
    an abstract name, so the process at the other end must belong to this user. */
@@ -3773,8 +3780,8 @@ static int cddp__accept(int listener) {
   return -1;
 }
 
-/* A TCP connection to a port of this host on which no process listens can connect to itself, if the
-   system chooses the same port for its near end. */
+/* Whether a TCP connection is connected to itself. That can happen if no process listens on the
+   port, which belongs to this host, and the system chooses the same port for the near end. */
 static bool cddp__connected_to_itself(int fd) {
   cddp__address here, there;
   memset(&there, 0, sizeof there);
@@ -4050,9 +4057,9 @@ static cddp__span cddp__buffer_span(const cddp__buffer *buffer) { /* NULL + 0 is
                        cddp__buffer_size(buffer));
 }
 
-/* Reserves `more` bytes behind the end. Returns false if memory is exhausted. The bytes in use move
-   to the front if at least as many were consumed, else to a new block of twice the size, so that
-   the cost of moves is linear. */
+/* Reserves `more` bytes behind the end. Returns false if memory is exhausted. If at least as many
+   bytes were consumed as are in use, the latter move to the front; else they move to a new block of
+   twice the size. So the total cost of moves is linear. */
 static bool cddp__buffer_reserve(cddp__buffer *buffer, size_t more) {
   size_t size = cddp__buffer_size(buffer), capacity = cddp__max(buffer->capacity, 256);
   unsigned char *data = buffer->data;
@@ -4119,10 +4126,9 @@ typedef struct cddp__parser {
 enum cddp__parse_result { CDDP__PARSE_PARTIAL, CDDP__PARSE_COMPLETE, CDDP__PARSE_INVALID };
 
 /* Parses the command in the n bytes at p, which begin with its code byte. If it is complete,
-   parser->scanned is its size. The parser (zeroed for each new command) remembers the end of the
-   last complete string, and the next call with more bytes at p continues there, so that the cost is
-   linear in the size. Each limit is checked as soon as a length is known, before memory is reserved
-   for it. */
+   parser->scanned is its size. If not, the next call, with more bytes at p, continues after the
+   last complete string, so that the cost is linear. A new command needs a zeroed parser. Each
+   length is checked against its limit before memory is reserved for it. */
 static int cddp__parser_scan(cddp__parser *parser, const unsigned char *p, size_t n) {
   const struct cddp__command *c;
   uint64_t size = 1;
@@ -4218,6 +4224,7 @@ static bool cddp__map_put(cddp__server *server, cddp__span key, cddp__span value
   size_t old = e != NULL ? e->value.end : 0, size = (append ? old : 0) + value.size;
   size_t had = e != NULL ? e->value.capacity : 0;
   bool fresh = e == NULL;
+  CDDP_ASSERT(had == 0 || value.data < e->value.data || value.data >= e->value.data + had);
   if (size > CDDP__VALUE_MAX || server->stored - had + size > CDDP__STORE_MEMORY) return false;
   if (fresh) {
     e = (cddp__entry *)cddp__calloc(&server->allocator, 1, sizeof *e + key.size);
@@ -4995,8 +5002,8 @@ typedef struct cddp__file_store_record { /* the file. All hosts of a job have th
   cddp__address addresses[CDDP__ADDRESSES_MAX];
 } cddp__file_store_record;
 
-/* Reads the file; record->count is 0 if it is incomplete. Fails if a store did not write the file,
-   or if the file is not trusted: a file of another user, or one that others can write, could direct
+/* Reads the file; record->count is 0 if it is incomplete. Fails if a store did not write the file.
+   Fails also if another user owns it or others can write to it, because such a file could direct
    this job to any address. */
 static cddp_result cddp__file_store_read(int fd, cddp__file_store_record *record) {
   struct stat st;
@@ -5442,10 +5449,10 @@ static bool cddp__one_host(const cddp__config *config) {
   return nodes != NULL && strcmp(nodes, "1") == 0;
 }
 
-/* Hashes the variables that identify the launcher's job; 0 if it sets none. here: all ranks are on
-   this host, so variables that identify the job on this host only are used too. Hydra sets no such
-   variable. Its PMI_FD is one end of a socket pair, and the kernel knows the process that created
-   it: the proxy that started the ranks of this host. */
+/* Hashes the variables that identify the launcher's job; 0 if it sets none.
+     here   all ranks are on this host, so that variables which differ between hosts are used too
+   Hydra sets no such variable. Its PMI_FD is one end of a socket pair, and the kernel knows the
+   process that created it: the proxy that started the ranks of this host. */
 static uint64_t cddp__job_key(int launcher, bool here) {
   const char *fd = launcher == CDDP__BY_HYDRA && here ? cddp__env("PMI_FD") : NULL;
   uint32_t maker[3];
@@ -5765,15 +5772,15 @@ static bool cddp__arena_punch(const cddp__host *host, uint64_t base, uint64_t si
                  (off_t)size) == 0;
 }
 
-/* The same for the pages of a buffer whose owner has ended. */
+/* Frees the memory of the pages of a buffer, whose owner has ended. */
 static bool cddp__ref_punch(const cddp__host *host, const cddp__ref *ref) {
   uint64_t page = cddp__page_size();
   return cddp__arena_punch(host, ref->base + ref->offset / page * page, ref->pages * page);
 }
 
-/* The last segment that begins at or before key: an address in host.own, an offset in the memfd in
-   host.peers. *at: the index at which a segment that begins at key would be inserted. This function
-   and the following ones need host.lock. */
+/* The last segment that begins at or before key, which is an address for host.own and an offset in
+   the memfd for host.peers. *at: index at which a segment that begins at key would be inserted.
+   The caller of this function and of the following ones holds host.lock. */
 static cddp__segment *cddp__segment_find(const struct cddp__segments *table, uint64_t key,
                                          size_t *at) {
   size_t low = 0, high = table->count;
@@ -21862,13 +21869,12 @@ static uint64_t cddp__st_write(const cddp_allocator *allocator, cddp__buffer *bu
    Entry points: the public functions.
    Both calls begin with a list of the checkpoint's tensors, which the ranks compare.
    Saving:
-     1. Rank 0 creates and locks PATH.tmp. It is always a new file. An old one is removed first,
+     1. Rank 0 creates PATH.tmp and locks it. It is always a new file. An old one is removed first,
         unless a process of this user holds its lock.
      2. Rank 0 writes the header and all tensors. It reads the other ranks' parts of the states in
         their memory.
-     3. Rank 0 syncs PATH.tmp, renames it over PATH and syncs the directory, so that a reader of
-     PATH
-        sees the old or the new file, and both are complete.
+     3. Rank 0 syncs PATH.tmp, renames it over PATH and syncs the directory. A reader of PATH sees
+        either the old file or the new one, and both are complete.
    Loading:
      1. Rank 0 reads the header and broadcasts its text.
      2. Each rank parses the text and looks up its tensors, so that all ranks get the same result.
@@ -22020,9 +22026,9 @@ static int cddp__sync_file(int fd) {
   return 0;
 }
 
-/* Renames the temporary file over the path. The file is closed first, which ends its lock, if the
-   file system (FUSE) cannot rename an open file, or if it does not support fsync: then close can
-   report a failed write. *lost: another process has removed or replaced the temporary file. */
+/* Renames the temporary file over the path. In two cases it closes the file first, which ends the
+   lock: some file systems (FUSE) cannot rename an open file, and without fsync only close reports a
+   failed write. *lost: another process has removed or replaced the temporary file meanwhile. */
 static cddp_result cddp__rename_temporary(cddp__checkpoint *checkpoint, bool synced, bool *lost) {
   const char *name = checkpoint->temporary;
   struct stat made, now;
@@ -22891,8 +22897,8 @@ static cddp_result cddp__fork_child(cddp__spawn_job *job, int i, bool joins) {
   return CDDP_OK;
 }
 
-/* Opens the child's pidfd. Called before the child begins, because the exit status can be available
-   through the pidfd only; and after all children were forked, so that no child inherits a pidfd. */
+/* Opens the child's pidfd. The child must not have begun, because its exit status can be available
+   only through the pidfd. All children must have been forked, so that none inherits the pidfd. */
 static cddp_result cddp__open_child_pidfd(cddp__spawn_job *job, int i) {
   job->fds[i].events = POLLIN;
   job->fds[i].fd = (int)syscall(SYS_pidfd_open, job->pids[i], 0u);

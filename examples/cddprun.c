@@ -303,7 +303,7 @@ static void signal_ranks(const job *j, int number) {
     if (j->pids[i] > 0) kill(-j->pids[i], number);
 }
 
-/* After a failure: sends the next signal when its time has come, SIGTERM, then SIGKILL. */
+/* After a failure: sends the next signal, SIGTERM or SIGKILL, when its deadline has passed. */
 static void signal_when_due(job *j) {
   if (j->code == 0 || now() < j->deadline) return;
   signal_ranks(j, j->next_signal);
@@ -739,8 +739,8 @@ static void open_rendezvous(job *j) {
   }
 }
 
-/* Opens a rank's log. The directory must belong to the user, and the file must be a regular file of
-   the user without other links, so that no other user can redirect the output. */
+/* Opens a rank's log. So that no other user can redirect the output, the directory must belong to
+   this user, and the file must be a regular file of this user without other links. */
 static bool open_log(job *j, int i) {
   const char *folder = j->o->log_dir;
   char name[64];
