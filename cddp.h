@@ -2138,183 +2138,184 @@ typedef struct cddp__shard_node {
   int32_t rank;         /* in lists of all ranks' nodes */
 } cddp__shard_node;
 
-/* Where a gradient is that ranks reduce. */
+/* Where the gradient of a parameter is that ranks reduce. */
 enum cddp__storage {
-  CDDP__COPIED,   /* in the arena; params[i].grad is the caller's, and copied */
-  CDDP__PLACED,   /* in the arena, to which params[i].grad points */
-  CDDP__IN_PLACE, /* at params[i].grad, which is the caller's, on all ranks */
+  CDDP__COPIED,   /* in the arena, copied from params[i].grad, which the caller owns */
+  CDDP__PLACED,   /* in the arena; params[i].grad points to it */
+  CDDP__IN_PLACE, /* at params[i].grad, which the caller owns, on all ranks */
 };
 
-/* One parameter inside a cddp_ddp. Offsets are into the model: all gradients side by side, of which
-   those that are not in place lie in the arena. Alike on every rank. */
+/* One parameter of a cddp_ddp. Offsets count in the model: all gradients side by side, also those
+   that are not in the arena. All fields are the same on every rank, except begin and end. */
 typedef struct cddp__tensor {
   enum cddp__storage storage;
   size_t offset, bytes;
-  size_t place; /* in the arena: where; with nothing in place the same as offset */
-  size_t room;  /* bytes; in the arena rounded up to a cache line, the rest stays zero */
-  size_t begin, end; /* what this rank steps, bytes of the model; end <= begin: nothing */
-  size_t piece;      /* of d->squares, its first one */
-  size_t dense;      /* rows, on a device: where the mean is as a dense gradient */
-  bool ready;          /* this step; guarded by lock */
-  bool noted;          /* ready() under no_sync since the last step; guarded by lock */
-  bool used;           /* by any rank, in the step being reduced */
-  bool shared;         /* every rank's weights lie in shared memory */
-  float inherited;     /* steps of its cddp_optim, of a rank that has joined an elastic model */
+  size_t place;      /* offset in the arena; equals `offset` if no gradient is in place */
+  size_t room;       /* bytes, in the arena rounded up to a cache line; the padding stays zero */
+  size_t begin, end; /* this rank updates these bytes of the model; end <= begin: none */
+  size_t piece;      /* index of its first element in d->squares */
+  size_t dense;      /* sparse, on a device: offset in the arena of the mean as a dense gradient */
+  bool ready;        /* cddp_ddp_ready was called in this step; lock */
+  bool noted;        /* cddp_ddp_ready was called under no_sync since the last step; lock */
+  bool used;         /* by a rank, in the step that is being reduced */
+  bool shared;       /* the weights of all ranks are in shared memory */
+  float inherited;   /* in a rank that joined: number of steps of its parameter in the snapshot */
   int bucket;
 } cddp__tensor;
 
-#define CDDP__TRAINED (CDDP_BF16 + 1) /* dtypes that parameters have */
+#define CDDP__TRAINED (CDDP_BF16 + 1) /* number of dtypes that a parameter can have */
 
 /* --- elastic models --- */
 
-/* What must agree between ranks, of a parameter or of the model as a whole. */
+/* Data of a parameter, or of the whole model, that must be the same on all ranks. */
 typedef struct cddp__model_info {
-  uint64_t hash, params; /* params: of the model, a hash of its parameters */
-  char text[176];        /* what `hash` is of, in words */
+  uint64_t hash, params; /* params: of the model, hash of its parameters */
+  char text[176];        /* describes the hashed data */
 } cddp__model_info;
 
-/* An optimizer's settings as numbers, behind which lie lr_scales and weight_decays. All ranks must
-   have the same. The first two change: no hash has them. */
+/* An optimizer's settings as an array of numbers; lr_scales and weight_decays follow. All ranks
+   must have the same. The first two can change, and are not part of a hash. */
 enum { CDDP__SETTING_LR, CDDP__SETTING_SHARED, CDDP__SETTING_ADAMW, CDDP__SETTING_COUNT = 12 };
 
-/* What a rank that joins gets of the others' cddp_optim, beside its states. */
+/* Data of the members' cddp_optim for a joining rank, except the states. */
 typedef struct cddp__snapshot {
   double settings[CDDP__SETTING_COUNT], weight_decay; /* weight_decay: of the first parameter */
   uint64_t lr_scales, weight_decays;             /* hashes */
-  int32_t states; /* of each parameter */
-  bool known;     /* false: the others have no cddp_optim yet; only `stepped` counts */
+  int32_t states;                                /* number of states of each parameter */
+  bool known;     /* false: the members have no cddp_optim yet; only `stepped` is valid */
   bool stepped;   /* false: it has made no step, so it has no states */
 } cddp__snapshot;
 
-/* A rank of an elastic model, as it is sent: >>elastic. */
+/* A rank of an elastic model, in the format of messages: >>elastic. */
 typedef struct cddp__elastic_member {
-  struct sockaddr_in6 address; /* or a sockaddr_in. Where it listens, */
-  int32_t port, rank;          /* and its rank in the job */
+  struct sockaddr_in6 address; /* where it listens; or a sockaddr_in */
+  int32_t port, rank;          /* rank: in the job */
   uint32_t pid;
-  int32_t place; /* among the members */
-  int32_t host, index; /* numbers: of its host in `net`, its own among the host's processes */
-  uint64_t life;       /* random; 0: the place is free */
-  uint64_t since;      /* the group with which it came: those that came first lead */
-  uint64_t gpu;        /* a hash of what names its GPU; 0: none, or ranks may share it */
+  int32_t place;       /* index among the members */
+  int32_t host, index; /* index of its host in `net`; index of its process on that host */
+  uint64_t life;       /* random number of the process; 0: the place is free */
+  uint64_t since;      /* the group in which it became a member; the oldest members lead */
+  uint64_t gpu;        /* hash of its GPU's uuid; 0: none, or ranks can share it */
   char name[72];       /* of its host */
 } cddp__elastic_member;
 
 typedef struct cddp__elastic_lead_info {
   cddp__elastic_member self;
-  unsigned char token[16]; /* the first rank's is the model's */
+  unsigned char token[16]; /* token of the model: that of the first rank */
   cddp__model_info model;
 } cddp__elastic_lead_info;
 
-/* Device memory for passing use; the last is the largest. Owner: a device context, a cddp_ddp. */
+/* Device memory for temporary use. The last piece is the largest. Owner: a device context, or a
+   cddp_ddp. */
 enum { CDDP__SCRATCHES = 64 };
 typedef struct cddp__scratch {
   void *at[CDDP__SCRATCHES];
   int count;
-  size_t bytes; /* of the last one */
+  size_t bytes; /* of the last piece */
 } cddp__scratch;
 
 typedef struct cddp__elastic cddp__elastic; /* these: >>elastic, */
 typedef struct cddp__bucket_state cddp__bucket_state; /* >>ddp */
 typedef struct cddp__ddp_memory cddp__ddp_memory;
 struct cddp_ddp { /* followed by its arrays, see cddp__ddp_arrays */
-  uint64_t id;         /* in this process, from 1; never used again */
-  cddp_group *group;   /* the user's */
-  cddp_group *comm;    /* buckets are reduced here, by its engine; with NCCL the user's group */
-  cddp_group *control; /* waits and steps agree here, on the caller's thread */
-  cddp_group *hooks;   /* given to communication hooks, likewise; NULL without one */
-  cddp_param *params;  /* the caller's */
+  uint64_t id;    /* unique in this process, from 1 */
+  cddp_group *group;   /* of the caller */
+  cddp_group *comm;    /* its engine reduces buckets; with NCCL the caller's group */
+  cddp_group *control; /* rounds of waits and steps, on the caller's thread */
+  cddp_group *hooks;   /* passed to communication hooks, on the engine's thread; NULL: no hook */
+  cddp_param *params;  /* of the caller */
   int count;
   cddp_ddp_desc desc;
-  const cddp__ddp_memory *memory; /* where gradients are */
-  cddp__elastic *elastic;               /* NULL: it is not elastic */
-  cddp_optim *optim; /* elastic: that steps the model; NULL: none yet; if this rank has joined, */
-  cddp__snapshot snapshot; /* this is what it is to get */
-  cddp__call *calls;       /* there: [count + buffers] scratch; lock, or the thread that steps */
-  cddp_segment *segments;  /* there: [count] scratch, likewise */
-  double *clip;            /* there, in device memory: squares of the norm, factor, scratch */
-  bool meets;    /* ranks meet on the host in each step; false: until d->rebuilt */
-  bool eager;    /* buckets are reduced as they fill, even where cddp_ddp_step could do it */
-  bool early;    /* they are now: eager, or the last step was no cddp_ddp_step */
-  bool sums;     /* reduced buckets are sums, as the last step was a cddp_ddp_step, which divides */
+  const cddp__ddp_memory *memory; /* functions for the memory of gradients: host or device */
+  cddp__elastic *elastic;         /* NULL: not elastic */
+  cddp_optim *optim;              /* elastic: the optimizer that steps the model; NULL: none yet */
+  cddp__snapshot snapshot;        /* elastic: in a rank that joined, for its `optim` */
+  cddp__call *calls;      /* device: [count + buffers] scratch; lock, or the thread that steps */
+  cddp_segment *segments; /* device: [count] scratch; lock, or the thread that steps */
+  double *clip;           /* device memory: squared norm, factor, scratch */
+  bool meets; /* ranks synchronize on the host in each step; false: only until d->rebuilt */
+  bool eager; /* buckets are reduced when they fill, even if cddp_ddp_step could do it later */
+  bool early; /* buckets of this step are: `eager`, or the last step was no cddp_ddp_step */
+  bool sums;  /* buckets become sums; cddp_ddp_step divides. Set if the last step was one */
   bool no_sync, rebuilt;
-  size_t limits[2];      /* of the first bucket and the others, bytes */
+  size_t limits[2];      /* bytes of the first bucket, and of the others */
   cddp__tensor *tensors; /* [count] */
-  int me;                /* this rank in what follows: local rank, or elastic member, -1: none */
+  int me;                /* this rank's index below: local rank, or elastic member; -1: none */
   char *arena;           /* gradients that are not in place; on a host in shared memory */
-  size_t bytes;          /* of the arena; on a device rows lie behind what is reduced */
-  size_t dense;          /* of the model, what parts divide */
-  size_t model_bytes;    /* likewise if all gradients were dense: elastic, rows lie behind */
-  size_t pieces;         /* of the model, of which squares are added up */
-  size_t state_room;     /* of an optimizer, bytes from one state of all parameters to the next */
-  size_t whole;          /* of the arena and what is behind it: slots, squares */
-  char **gradients;      /* [ranks][count] every rank's, mapped here */
-  char **slot_areas;     /* [ranks] every rank's slots, likewise */
-  double **squares;      /* [ranks] every rank's sums of squares of pieces, likewise */
-  char **weights;        /* [ranks][count] every rank's, likewise; if tensor.shared */
-  int *order;            /* [count] parameters as they lie in the arena; sparse ones come last */
+  size_t bytes;          /* of the arena; on a device sparse gradients come last */
+  size_t dense;          /* bytes of the dense model, which is divided into parts */
+  size_t model_bytes;    /* bytes of the model; elastic: with sparse gradients, as dense ones */
+  size_t pieces;         /* number of pieces of the model; each has a sum of squares */
+  size_t state_room;     /* bytes from one optimizer state of the model to the next */
+  size_t whole;          /* bytes of the arena with slots and squares, which follow it */
+  char **gradients;      /* [ranks][count] gradients of every rank, mapped here */
+  char **slot_areas;     /* [ranks] slots of every rank, mapped here */
+  double **squares;      /* [ranks] sums of squares of every rank's pieces, mapped here */
+  char **weights;        /* [ranks][count] weights of every rank, mapped here; if tensor.shared */
+  int *order;            /* [count] parameters in the order of the arena; sparse ones come last */
   int *receivers;        /* [receiver_count] ranks to which a step writes new weights */
   int receiver_count;
   int *plan_offsets, *plan_params; /* see cddp__plan_buckets */
   cddp__bucket_state *buckets; /* [count], bucket_count in use */
   int bucket_count;
   int *plan_order;             /* [count] storage of buckets[].sorted */
-  void **buffers;              /* [shards] scratch of the engine */
+  void **buffers;              /* [shards] scratch of the engine's thread */
   const void **sources;        /* [shards] scratch of the caller's thread */
-  char *scratch;               /* shared memory: a bucket for a hook, nodes of all ranks */
+  char *scratch;               /* shared memory: a bucket for a hook, or nodes of all ranks */
   size_t scratch_bytes;
-  cddp__scratch device_scratch; /* on a device */
+  cddp__scratch device_scratch; /* the same on a device */
   pthread_mutex_t lock;
-  int next_bucket; /* first one not launched; guarded by lock */
-  int *arrival;    /* [count] order of ready(); guarded by lock */
+  int next_bucket; /* the first bucket that is not launched; lock */
+  int *arrival;    /* [count] parameters in the order of cddp_ddp_ready; lock */
   int arrived;
-  unsigned char *used;  /* [count] of the last wait or step; cddp_optim points here */
-  unsigned char *flags; /* [ranks + 1][count] exchange of ready flags */
-  cddp_optim *shares; /* optimizers whose states all ranks of a host have: a list, by next */
-  struct cddp__sparse **sparse;      /* [count] NULL: dense; NULL: all are */
-  struct cddp__row_list *lists; /* [shards] what is merged */
-  char *rows;                   /* shared: this rank's packet, of rows of shards that have ended; */
-  size_t rows_bytes, rows_room; /* in use, in all */
-  int *active;      /* [active_count] ranks that have not joined, as of the last meeting; elastic:
-                       the members of the deal */
+  unsigned char *used;          /* [count] as of the last wait or step; cddp_optim reads it */
+  unsigned char *flags;         /* [ranks + 1][count] for the exchange of ready flags */
+  cddp_optim *shares;           /* optimizers with states in shared memory: a list, by next */
+  struct cddp__sparse **sparse; /* [count] NULL: dense; NULL array: all are dense */
+  struct cddp__row_list *lists; /* [shards] scratch: the row lists to be merged */
+  char *rows;                   /* shared: this rank's packet of rows of completed shards */
+  size_t rows_bytes, rows_room; /* of the packet: bytes in use; allocated bytes */
+  int *active; /* [active_count] ranks with inputs (not in cddp_ddp_join), as of the last
+                  meeting; elastic: the members of this step */
   int active_count;
   int present;     /* active_count of the last completed step */
-  int shards;                   /* in each step: desc.shards, or one a rank */
-  int *owner;                   /* [shards] rank to which each is dealt; elastic: member */
-  int shard_count;              /* this rank's; elastic: 1, as it has one in hand at a time */
-  int taken;                    /* of them in this step, by cddp_ddp_next_shard; not elastic */
-  int held;                     /* the shard that this rank has in hand; -1: none */
-  uint64_t steps;               /* completed */
+  int shards;      /* number in each step: desc.shards, or one per rank */
+  int *owner;      /* [shards] the rank, or elastic member, that computes the shard */
+  int shard_count; /* number of this rank's shards; elastic: 1 */
+  int taken;       /* how many cddp_ddp_next_shard has returned; not elastic */
+  int held;        /* the shard that this rank is computing; -1: none */
+  uint64_t steps;  /* number of completed steps */
   double norm;                  /* of the last clip, on a host */
-  bool has_norm;                /* there was one */
+  bool has_norm;                /* norm is valid */
   cddp_partition *partitions;   /* [partition_count] this rank's, at most one a parameter */
   int partition_count;
-  bool scattered;               /* cddp_ddp_all_gather is due */
-  bool spread;                  /* more shards than ranks: the next fields are used */
-  cddp__shard_node *kept;    /* [kept_count] sums of this rank, ascending, */
-  int kept_count;            /* of the shards that have ended */
-  size_t halves;             /* bytes of the arena before f16 and bf16, which are f32 in a slot */
+  bool scattered;         /* the next call must be cddp_ddp_all_gather */
+  bool spread;            /* more shards than ranks: the fields up to node_count are used */
+  cddp__shard_node *kept; /* [kept_count] this rank's sums of completed shards, ascending */
+  int kept_count;
+  size_t halves;             /* offset of f16 and bf16 in the model; a slot has these as f32 */
   size_t slot_room;          /* bytes from one slot to the next */
-  int slots;                 /* of each rank; elastic: that this one has used */
-  cddp__shard_node *nodes;   /* [node_count] all ranks', in order */
-  int *widths;               /* [node_count] as cddp__reduce_nodes takes them */
+  int slots;                 /* of each rank; elastic: slots that this rank has used so far */
+  cddp__shard_node *nodes;   /* [node_count] nodes of all ranks, ascending */
+  int *widths;               /* [node_count] for cddp__reduce_nodes */
   int node_count;
-  uint32_t joined; /* this rank's CDDP__JOINED*; the engine reads it too, between steps */
-  bool had_joined, out_of_date; /* since the last join ended: some rank had joined, and its
-                                   weights are old */
-  cddp__cause failure; /* all later calls return it; written under lock */
+  uint32_t joined; /* this rank's CDDP__JOINED*; the engine's thread reads it between steps */
+  bool had_joined, out_of_date; /* since uneven inputs last ended: a rank was in cddp_ddp_join; the
+                                   weights of such a rank are old */
+  cddp__cause failure;          /* the result of all later calls; written under lock */
 };
 
 /* --- ranks of other hosts --- */
 
-/* What begins each frame on a connection between hosts: >>links. */
+/* The head of each frame on a connection between hosts: >>links. */
 typedef struct cddp__frame_head {
   uint32_t magic, type; /* CDDP__FRAME_* */
-  uint32_t number;      /* the tag of a message; of other frames the round of the group */
+  uint32_t number;      /* MESSAGE: its tag; other frames: the round of the group */
   uint32_t dtype;
-  uint64_t count, size; /* elements, and the bytes that follow */
+  uint64_t count, size; /* elements; number of bytes that follow */
 } cddp__frame_head;
 
-/* What came from another host before it was asked for. Its bytes follow the struct. */
+/* A message from another host that no receive waits for yet. Its bytes follow the struct. */
 typedef struct cddp__message {
   struct cddp__message *next;
   int from; /* rank in the group */
@@ -2323,38 +2324,39 @@ typedef struct cddp__message {
 
 typedef struct cddp__link cddp__link; /* a connection to a rank of another host: >>links */
 
-#define CDDP__LEFT_GROUPS 256 /* that are remembered, for ranks that call late */
+#define CDDP__LEFT_GROUPS 256 /* number of left groups that are known, for late connections */
 
 /* Where a rank of the job runs. */
 typedef struct cddp__home {
   int host;  /* index in net.hosts */
-  int index; /* among the host's ranks */
+  int index; /* among the ranks of the host */
   uint32_t pid;
   int port;
 } cddp__home;
 
 typedef struct cddp__host_entry {
-  struct sockaddr_in6 address; /* or a sockaddr_in: cddp__internet_address. Without a port */
+  struct sockaddr_in6 address; /* without a port; or a sockaddr_in: cddp__internet_address */
   char name[68];
-  int size; /* ranks */
+  int size; /* number of ranks */
 } cddp__host_entry;
 
-/* The other hosts, as rendezvous found them. Constant but for what lock guards, and uses: the last
-   of these frees it. */
+/* The other hosts, as found by rendezvous. Constant, except the fields that lock guards, and
+   `uses`. The last user frees it. */
 typedef struct cddp__net {
   cddp_allocator allocator;
-  cddp__atomic_u32 uses; /* by the host or an elastic model, and groups, which may outlive it */
+  cddp__atomic_u32 uses; /* number of users: the host or an elastic model; groups, which can live
+                            longer */
   int rank, size; /* of the job */
   int host, host_count;
-  unsigned char *token;    /* [16] of the job; whoever knows it came through the store */
-  cddp__host_entry *hosts; /* [host_count] behind the token, and behind them */
-  cddp__home *homes;       /* [size]: the rank table, as rank 0's host has sent it */
+  unsigned char *token;    /* [16] of the job; a process that knows it has it from the store */
+  cddp__host_entry *hosts; /* [host_count] behind the token; homes are behind the hosts */
+  cddp__home *homes;       /* [size] the rank table, sent by the host of rank 0 */
   char *secret;            /* NULL: none */
   int listener;
-  cddp__cause loss;                /* a group of this rank has lost one */
-  cddp__atomic_u32 starved;        /* EMFILE, ENFILE: there is no descriptor for who calls; 0 */
+  cddp__cause loss;                /* set when a group of this rank has lost a rank */
+  cddp__atomic_u32 starved;        /* EMFILE or ENFILE: no descriptor to accept a caller; else 0 */
   pthread_mutex_t lock;            /* guards the rest */
-  cddp__link *callers;           /* until their group claims them; newest first */
+  cddp__link *callers;             /* connections that no group has claimed yet; newest first */
   uint64_t left[CDDP__LEFT_GROUPS]; /* 1 + ids of groups that this rank has left, a ring */
   uint32_t left_count;
 } cddp__net;
@@ -2362,54 +2364,54 @@ typedef struct cddp__net {
 /* A host of a group. */
 typedef struct cddp__group_node {
   int first, size;        /* its ranks: hosts.ranks[first] .. */
-  size_t headers_at;      /* where its headers and what rides with them lie in hosts.headers, */
-  size_t came;            /* and how many bytes its leader has sent of them */
-  size_t bytes, bytes_at; /* an element's subtrees there; those of the hosts before */
+  size_t headers_at;      /* offset of its headers and their shares in hosts.headers */
+  size_t came;            /* bytes of them that its leader has sent so far */
+  size_t bytes, bytes_at; /* of an element's subtrees there; sum of this over earlier hosts */
 } cddp__group_node;
 
-/* A rank of a group, as seen from another one. */
+/* A rank of a group, as seen by another rank. */
 typedef struct cddp__peer {
-  int host, number;      /* index of its host in the group; its place among the ranks there */
-  cddp__link *link[2];   /* this rank sends on the first, and reads from both: both ends may have
-                            called at once. NULL: none. Any thread may read these */
-  uint64_t pass[2];      /* hosts.pass when a frame from it, to it was left; p2p_lock */
-  cddp__atomic_u32 lost; /* 1: a connection to it has ended; any thread. Written before: */
+  int host, number;      /* index of its host in the group; its index among the ranks there */
+  cddp__link *link[2];   /* this rank sends on the first and reads from both. Two, if both ends have
+                            connected at the same time. NULL: none. Any thread may read these */
+  uint64_t pass[2];      /* hosts.pass at which a frame from it, to it could not move; p2p_lock */
+  cddp__atomic_u32 lost; /* 1: a connection to it has ended; any thread. Stored last, after: */
   double lost_at;
   int error; /* link.error */
 } cddp__peer;
 #define CDDP__LEFT (-1) /* in link.error: the other side said BYE */
 
-/* What one group needs to span hosts. Host 0 of a group is that of its rank 0, and so on. Owner of
-   what can change, but for what is said: the thread that runs the group's collectives. */
+/* Data of a group that spans hosts. Host 0 of a group is the host of its rank 0, and so on. Owner
+   of the fields that change, unless stated: the thread that runs the group's collectives. */
 typedef struct cddp__hosts {
   cddp__net *net;
-  int count, mine;            /* hosts of the group; this one's index */
-  int max_locals, min_locals; /* most and fewest ranks of the group on one host */
+  int count, mine;            /* number of hosts of the group; index of this host */
+  int max_locals, min_locals; /* largest and smallest number of ranks of the group on a host */
   cddp__peer *peers;          /* [size] */
   cddp__group_node *nodes;    /* [count] */
-  int *ranks;                 /* [size] by host */
+  int *ranks;                 /* [size] sorted by host */
   struct cddp__subtree *subtrees; /* of the canonical tree, by rank */
   int subtree_count;
-  int *widths;             /* [subtree_count] leaves of each */
-  int *leaves, leaf_count; /* ranks that are summed over: all, but for those that have joined */
-  struct cddp__item *items; /* [size * CDDP__FRAMES] posted frames; memory that is not used */
+  int *widths;              /* [subtree_count] leaves of each subtree */
+  int *leaves, leaf_count;  /* ranks that are summed: those that are not in cddp_ddp_join */
+  struct cddp__item *items; /* [size * CDDP__FRAMES] posted frames, then free entries */
   int item_count;
-  double looked;           /* leaders: when a round last looked for notices, of cddp__now() */
-  long step;               /* of a slice; frames that are posted belong to it */
+  double looked;                 /* leaders: when a round last read notices, of cddp__now() */
+  long step;                     /* of a slice; posted frames belong to this step */
   const void **pointers, **sums; /* [size] sources of a reduction */
-  unsigned char *headers; /* leaders: all hosts' headers, with their shares, this host's first */
+  unsigned char *headers; /* leaders: headers of all hosts with their shares, this host's first */
   int lowest_remote;      /* the lowest rank on another host */
-  bool local_only;        /* this rank's round is one of its host alone */
-  char *stage;            /* what is on its way to or from other hosts */
+  bool local_only;        /* the current round is one of this host only */
+  char *stage;            /* bytes in transit to and from other hosts */
   size_t stage_size;
-  char **scratch;        /* [local_size] shared: pieces of buffers that are not; NULL: none yet */
-  cddp__link *links;     /* to ranks of other hosts; p2p_lock, as are all of the next */
-  cddp__message *mail, **mail_end; /* came before it was asked for, oldest first; the end */
+  char **scratch;    /* [local_size] shared: chunks of private buffers; NULL: none yet */
+  cddp__link *links; /* to ranks of other hosts; p2p_lock, as are the fields up to `pass` */
+  cddp__message *mail, **mail_end; /* messages that no receive waits for yet, oldest first */
   size_t mail_bytes;     /* of all of them */
-  uint64_t pass;         /* through the items */
-  bool polling;          /* a thread of this rank does, for all that wait */
+  uint64_t pass;         /* number of the current pass through the items */
+  bool polling;          /* a thread of this rank polls for all threads that wait */
   int bell;              /* an eventfd that wakes it */
-  int epoll;             /* of the connections, the bell and the listener, each for what is new */
+  int epoll;             /* of connections, bell and listener, edge-triggered */
 } cddp__hosts;
 
 /* >>hooks ---------------------------------------------------------------------------------------
