@@ -7959,9 +7959,9 @@ static int cddp__find_late(const cddp_group *g, bool *set) {
   return n;
 }
 
-/* Breaks the group after the deadline with the names of all late ranks, unless the other hosts'
-   headers arrive while they are asked. late: a rank of another host whose frames are missing, or
-   -1. */
+/* After the deadline: asks the other hosts for their late ranks, then breaks the group with the
+   names of all late ranks. Does nothing if the missing headers arrive meanwhile. late: a rank of
+   another host with missing frames, or -1. */
 static cddp_result cddp__break_late(cddp_group *g, int late) {
   bool set[CDDP__MAX_RANKS], far = false;
   char names[320] = "", where[CDDP__ERROR_MAX] = "";
@@ -8121,7 +8121,7 @@ static cddp_result cddp__wait_tick(cddp_group *g, cddp__wait *w) {
   cddp__wait_read_clock(w);
   if (!w->due) return CDDP_OK;
   /* Each process has a pidfd of its right neighbour, and stores for all ranks how that process has
-     ended: the system discards the status once the parent has read it. */
+     ended. Later the status is lost: the system discards it once the parent has read it. */
   if (host->slots != NULL && host->pidfds[next] >= 0 &&
       cddp__load32(&host->slots[next].ended) == 0 && cddp__process_gone(host, next) &&
       cddp__exit_status(host->pidfds[next], host->pids[next], &status))
@@ -8262,7 +8262,7 @@ static cddp_result cddp__arrive(cddp_group *g) {
   g->arrive_target += (uint32_t)g->local_size;
   if (n != g->arrive_target) { /* the leader arrives last, since it also waits for other hosts */
     if (g->hosts != NULL && n + 1 == g->arrive_target && cddp__load32(&g->block->sleepers) != 0)
-      cddp__futex_wake(&g->block->arrivals);
+      cddp__futex_wake(&g->block->arrivals); /* only the leader is missing */
     return cddp__wait_word(g, &g->block->release, g->round);
   }
   cddp__exchange32(&g->block->release, g->round);
@@ -15036,7 +15036,7 @@ static cddp_result cddp__optim_new(cddp_optim **out, const cddp__algorithm *algo
      3. An event follows it on the stream (cddp__mark_operation). A ring of these events shows how
         far the device is, and since when the oldest operation runs.
 
-   COMMUNICATORS are non-blocking, so that no call of NCCL can hang the host: each call is polled
+   COMMUNICATORS are non-blocking, so that no call of NCCL can hang the host. Each call is polled
    until it is done, while this rank also checks the group and the deadline. Before NCCL connects,
    ranks exchange their devices over the control plane, which finds errors that NCCL only writes to
    a log. Each group gets a new id from its rank 0: ncclCommSplit would need as many exchanges. A
@@ -15051,7 +15051,7 @@ static cddp_result cddp__optim_new(cddp_optim **out, const cddp__algorithm *algo
      to destroy the communicator in good order. Both can block: ncclCommAbort waits for streams and
      CUDA graphs, ncclCommDestroy for the other ranks of the host. So the watcher can outlive the
      group. From CDDP__COMM_DETACHED on it accesses the context only.
-   - The watcher never waits for CUDA's lock: another thread can hold this lock (in cudaFree,
+   - The watcher must not wait for CUDA's lock. Another thread can hold this lock (in cudaFree,
      cudaMalloc or a kernel's first launch) while it waits for an operation that only an abort ends.
      So the watcher, once it has bound its device, calls no function of CUDA, and only those of NCCL
      that access host memory.
@@ -15192,7 +15192,8 @@ static bool cddp__capturing(cudaStream_t stream) {
   return false;
 }
 
-/* Fails if s is being captured. what: the call and why it cannot be in a graph, as text. */
+/* Fails if the stream is being captured. what: the call and why it cannot be in a graph, as
+   text. */
 static cddp_result cddp__refuse_capture(cudaStream_t stream, cddp_result r, const char *what) {
   if (!cddp__capturing(stream)) return CDDP_OK;
   return cddp__fail(r, "%s and cannot be captured in a CUDA graph", what);
@@ -15210,7 +15211,7 @@ static cddp_result cddp__device_enter(const cddp_group *g) {
                     "stream, which no call may use then: give the captured one to cddp_set_stream");
 }
 
-/* Records an event behind the present end of s. cddp__event_release takes it back. */
+/* Records an event behind the present end of the stream. cddp__event_release takes it back. */
 static cddp_result cddp__event_acquire(cddp__device *device, cudaStream_t stream, void **out) {
   cudaEvent_t event = NULL;
   cddp_result r = CDDP_OK;
@@ -15465,7 +15466,7 @@ static void cddp__comm_end(cddp__device *device, bool aborts) {
   ncclComm_t comm;
   bool inside;
   while ((inside = pthread_mutex_trylock(&device->issue_lock) != 0) &&
-         (cddp__now() < deadline || /* NULL: the call that makes it is under way */
+         (cddp__now() < deadline || /* NULL: the call that creates it is running */
           __atomic_load_n(&device->comm, __ATOMIC_RELAXED) == NULL))
     cddp__sleep(1e-4);
   if (!inside) pthread_mutex_unlock(&device->issue_lock);
@@ -15483,7 +15484,7 @@ static void cddp__device_end(cddp__device *device, uint32_t how) {
   if (cddp__swap32(&device->state, CDDP__COMM_ALIVE, how)) cddp__futex_wake(&device->state);
 }
 
-/* After an abort: waits until NCCL's threads no longer use the operations' memory, which is short.
+/* After an abort: waits a short time until NCCL's threads no longer use the operations' memory.
    If a CUDA graph has captured operations, the rest of the abort waits for the graph instead. */
 static void cddp__await_abort(cddp__device *device) {
   double deadline = cddp__now() + (cddp__load32(&device->captured) != 0 ? 0.1 : CDDP__GRACE_LEFT_S);
@@ -15818,8 +15819,8 @@ static cddp_result cddp__refuse_staged_capture(cudaStream_t stream) {
                               "with backend \"cpu\" a call waits on the host");
 }
 
-/* Copies the received data to the device after a call on w->stage with result r. Frees the
-   stage. */
+/* Copies the received data to the device after a call on work->stage with result r, and
+   frees the stage. */
 static cddp_result cddp__device_unstage(cddp_work *work, cddp_result r) {
   cddp_group *g = work->group;
   size_t sent, received;
@@ -15957,7 +15958,7 @@ static cddp_result cddp__await_nccl(cddp__device *device, ncclResult_t e, const 
   return r != CDDP_OK || CDDP__LIKELY(e == ncclSuccess) ? r : cddp__break_nccl(device, e, what);
 }
 
-/* Enqueues n operations on s as one NCCL group. issue_lock held. */
+/* Enqueues n operations on the stream as one NCCL group. issue_lock held. */
 static cddp_result cddp__issue_held(cddp__device *device, const cddp__call *call, int n,
                                     cudaStream_t stream) {
   ncclResult_t e, end;
@@ -15981,7 +15982,7 @@ static cddp_result cddp__issue_held(cddp__device *device, const cddp__call *call
   return r == CDDP_OK ? cddp__mark_operation(device, stream) : r;
 }
 
-/* Issues operations on device memory, in order, behind all work that is now on s. */
+/* Issues operations on device memory, in order, behind all work that is now on the stream. */
 static cddp_result cddp__issue(cddp__device *device, const cddp__call *call, int n,
                                cudaStream_t stream) {
   bool by_nccl = !device->staged && device->comm != NULL;
@@ -16005,7 +16006,7 @@ static void cddp__device_work_free(cddp_work *work) {
   cddp__free(&work->group->host->allocator, work);
 }
 
-/* Creates a handle for an operation that is on *s, or (NULL) that is not yet on a stream. */
+/* Creates a handle for an operation that is on *stream, or (NULL) not yet on a stream. */
 static cddp_result cddp__device_work(cddp_group *g, const cddp__call *call,
                                      const cudaStream_t *stream, cddp_work **out) {
   cddp_work *work = cddp__work_new(g, 0);
