@@ -331,9 +331,9 @@ static int train(int rank, void *arg) {
   here = g;
   for (int step = first; step < config.stop; step = (int)cddp_ddp_steps(ddp)) {
     double *row = history[step];
-    if (train_shards(ddp, step, shards, &row[LOSS], rank)) return 1;
     row[LEARNING_RATE] = gpt_learning_rate(step);
     TRY(cddp_optim_set_lr(adamw, row[LEARNING_RATE]));
+    if (train_shards(ddp, step, shards, &row[LOSS], rank)) return 1;
     TRY(cddp_ddp_step(ddp, adamw)); /* mean over shards, clipping, AdamW, zero gradients */
 
     int done = step + 1;

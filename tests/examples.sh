@@ -280,7 +280,7 @@ resume() {
 
 # One hash on any number of ranks, and after a checkpoint in the middle; the loss falls.
 gpt() {
-  local small=(--shards 3 --batch 2 --context 24 --layers 2 --heads 2 --channels 32 --sample 40) ranks
+  local small=(--shards 3 --batch 2 --context 24 --layers 2 --heads 2 --channels 32 --sample 40) ranks pid i
   build gpt
   run ./gpt -n 2 "${small[@]}" --steps 40 --text examples/data/shakespeare.txt --plot loss.svg --csv loss.csv
   grep -a -o 'weights [0-9a-f]*' "$work/out" | sort -u >"$work/hash"
@@ -301,6 +301,15 @@ gpt() {
   run ./gpt -n 2 "${small[@]}" --steps 40 --resume half.safetensors --csv resumed.csv
   expect 2 "^rank [01] $(cat "$work/hash")\$"
   sed '2,26d' loss.csv | cmp - resumed.csv || fail "after --resume another table"
+  run ./gpt -n 1 "${small[@]}" --steps 1000 --sample 0
+  grep -o 'weights [0-9a-f]*' "$work/out" >"$work/hash"
+  ./gpt -n 3 "${small[@]}" --steps 1000 --sample 0 --elastic 1 >"$work/out" 2>&1 & # a killed rank is started again
+  pid=$!
+  for ((i = 0; i < 1500; i++)); do grep -q '^step 50/' "$work/out" && break; sleep 0.02; done
+  kill -9 "$(pgrep -P $pid | head -n 1)"
+  wait $pid || fail "--elastic 1: exit code $?: $(cat "$work/out")"
+  expect 3 "^rank [0-2] $(cat "$work/hash")\$"
+  expect 0 'ranks disagree'
 }
 
 picture() { # FILE LINES ROWS WORD...: lines of that many points each, axes with numbers, and these words
