@@ -4826,7 +4826,7 @@ static cddp_result cddp__store_exchange(cddp_store *store, cddp__request *reques
   cddp__buffer_add_number(buffer, request->number, c->tail);
   if (request->code == CDDP__STORE_SET) cddp__buffer_add_number(buffer, CDDP__STORE_GETNUMKEYS, 1);
   if (cddp__buffer_size(buffer) > CDDP__COMMAND_MAX)
-    return cddp__fail(CDDP_INVALID_ARGUMENT, "the keys of one call have more than %u MiB",
+    return cddp__fail(CDDP_INVALID_ARGUMENT, "the keys of one call exceed %u MiB",
                       CDDP__COMMAND_MAX >> 20);
   if (buffer->failed) return CDDP_OUT_OF_MEMORY;
   r = cddp__send_all(store->fd, buffer->data, buffer->end, deadline);
@@ -5139,15 +5139,15 @@ static void cddp__store_close(cddp_store *store) {
 /* Connects, and retries until the deadline, because ranks can start long before the server. */
 static cddp_result cddp__store_connect(cddp_store *store, const cddp__store_options *options) {
   double pause = 0.001, now;
-  uint64_t dice;
+  uint64_t jitter;
   cddp_result r;
   while ((r = store->scheme == CDDP__URL_FILE && store->server == NULL
                   ? cddp__file_store_try(store, options)
                   : cddp__store_try_addresses(store, options->deadline)) == CDDP_NETWORK &&
          (now = cddp__now()) < options->deadline) {
-    dice = cddp__hash64((uint64_t)getpid(), &now, sizeof now);
+    jitter = cddp__hash64((uint64_t)getpid(), &now, sizeof now);
     cddp__sleep(
-        cddp__earlier_deadline(pause * (0.5 + (double)(dice % 1024) / 1024), options->deadline) -
+        cddp__earlier_deadline(pause * (0.5 + (double)(jitter % 1024) / 1024), options->deadline) -
         now);
     pause = pause < 0.125 ? pause * 2 : 0.25;
   }
@@ -5300,8 +5300,8 @@ static const cddp__launcher cddp__launchers[] = {
      {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS"},
      "--export=ALL,MASTER_ADDR=HOST",
      {"SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"}}};
-enum { CDDP__BY_SCRIPT, CDDP__BY_OPENMPI, CDDP__BY_HYDRA, CDDP__BY_FLUX };
-enum { CDDP__BY_PALS = 6, CDDP__BY_SLURM, CDDP__LAUNCHERS };
+enum { CDDP__LAUNCHER_SCRIPT, CDDP__LAUNCHER_OPENMPI, CDDP__LAUNCHER_HYDRA, CDDP__LAUNCHER_FLUX };
+enum { CDDP__LAUNCHER_PALS = 6, CDDP__LAUNCHER_SLURM, CDDP__LAUNCHER_COUNT };
 
 /* Whether this process was started from the shell of an srun --pty, which gives task 0 a terminal.
    Such a process inherits all variables of the task but is not a task.
@@ -5349,11 +5349,11 @@ static bool cddp__is_set_by_slurm(const char *name) {
 static bool cddp__is_launched_by(int i) {
   const char *name = cddp__launchers[i].variables[CDDP__VAR_RANK];
   if (cddp__env(name) == NULL) return false;
-  if (i == CDDP__BY_SLURM) return cddp__in_slurm_step() && !cddp__in_slurm_shell();
-  if (i == CDDP__BY_HYDRA && cddp__env("MPI_LOCALNRANKS") == NULL)
+  if (i == CDDP__LAUNCHER_SLURM) return cddp__in_slurm_step() && !cddp__in_slurm_shell();
+  if (i == CDDP__LAUNCHER_HYDRA && cddp__env("MPI_LOCALNRANKS") == NULL)
     return !cddp__is_set_by_slurm(name) && cddp__env("FLUX_TASK_RANK") == NULL &&
            cddp__env("PALS_RANKID") == NULL;
-  return i != CDDP__BY_PALS || !cddp__is_set_by_slurm(name);
+  return i != CDDP__LAUNCHER_PALS || !cddp__is_set_by_slurm(name);
 }
 
 /* Rejects a rank without a size, and a size without a rank: as single processes, all ranks would
@@ -5369,13 +5369,13 @@ static cddp_result cddp__check_rank_variables(bool whole) {
                         "Export RANK=$%s, WORLD_SIZE (that number), MASTER_ADDR (rank 0's host) "
                         "and MASTER_PORT (a free port there); for one process unset %s",
                         lone[i], cddp__env(lone[i]), lone[i], lone[i]);
-  for (i = 0; i < CDDP__LAUNCHERS && !whole; i++) {
+  for (i = 0; i < CDDP__LAUNCHER_COUNT && !whole; i++) {
     const char *rank = cddp__launchers[i].variables[CDDP__VAR_RANK],
                *size = cddp__launchers[i].variables[CDDP__VAR_SIZE];
-    bool sized = cddp__env(rank) == NULL && cddp__env(size) != NULL && i < CDDP__BY_PALS;
+    bool sized = cddp__env(rank) == NULL && cddp__env(size) != NULL && i < CDDP__LAUNCHER_PALS;
     const char *set = sized ? size : rank, *other = sized ? rank : size;
-    if (!sized && (i == CDDP__BY_PALS || !cddp__is_launched_by(i))) continue;
-    if (i != CDDP__BY_SCRIPT)
+    if (!sized && (i == CDDP__LAUNCHER_PALS || !cddp__is_launched_by(i))) continue;
+    if (i != CDDP__LAUNCHER_SCRIPT)
       return cddp__fail(CDDP_INVALID_ARGUMENT,
                         "%s is set but %s is not; %s sets both: unset it for a single process", set,
                         other, cddp__launchers[i].name);
@@ -5393,12 +5393,12 @@ static cddp_result cddp__env_ranks(cddp__config *config) {
   const cddp__launcher *script = cddp__launchers, *l = script;
   int numbers[2] = {0, 1}, k;
   cddp_result r = CDDP_OK;
-  while (l < script + CDDP__LAUNCHERS && (!cddp__is_launched_by((int)(l - script)) ||
+  while (l < script + CDDP__LAUNCHER_COUNT && (!cddp__is_launched_by((int)(l - script)) ||
                                           cddp__env(l->variables[CDDP__VAR_SIZE]) == NULL))
     l++;
-  config->launched = l < script + CDDP__LAUNCHERS;
-  config->launcher = config->launched ? (int)(l - script) : CDDP__BY_SCRIPT;
-  if (!config->launched || config->launcher == CDDP__BY_SLURM)
+  config->launched = l < script + CDDP__LAUNCHER_COUNT;
+  config->launcher = config->launched ? (int)(l - script) : CDDP__LAUNCHER_SCRIPT;
+  if (!config->launched || config->launcher == CDDP__LAUNCHER_SLURM)
     r = cddp__check_rank_variables(config->launched);
   for (k = 1; k >= 0 && config->launched && r == CDDP_OK; k--) {
     const char *name = l->variables[k], *plain = script->variables[k];
@@ -5443,9 +5443,9 @@ static bool cddp__first_host(const char *list, char *out, size_t capacity) {
 static bool cddp__one_host(const cddp__config *config) {
   static const char *const names[] = {"SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES",
                                       "SLURM_NNODES"};
-  const char *nodes = config->launcher == CDDP__BY_FLUX ? cddp__env("FLUX_JOB_NNODES") : NULL;
+  const char *nodes = config->launcher == CDDP__LAUNCHER_FLUX ? cddp__env("FLUX_JOB_NNODES") : NULL;
   int i;
-  if (config->launcher != CDDP__BY_SLURM && nodes == NULL)
+  if (config->launcher != CDDP__LAUNCHER_SLURM && nodes == NULL)
     return config->local_world_size == config->world_size;
   for (i = 0; i < 3 && nodes == NULL; i++) nodes = cddp__env(names[i]);
   return nodes != NULL && strcmp(nodes, "1") == 0;
@@ -5456,7 +5456,7 @@ static bool cddp__one_host(const cddp__config *config) {
    Hydra sets no such variable. Its PMI_FD is one end of a socket pair, and the kernel knows the
    process that created it: the proxy that started the ranks of this host. */
 static uint64_t cddp__job_key(int launcher, bool here) {
-  const char *fd = launcher == CDDP__BY_HYDRA && here ? cddp__env("PMI_FD") : NULL;
+  const char *fd = launcher == CDDP__LAUNCHER_HYDRA && here ? cddp__env("PMI_FD") : NULL;
   uint32_t maker[3];
   uint64_t key = 0;
   int i;
@@ -5535,7 +5535,8 @@ static cddp_result cddp__env_master(cddp__config *config, uint64_t key) {
   const char *host = cddp__env("MASTER_ADDR"), *agent = cddp__env("TORCHELASTIC_USE_AGENT_STORE"),
              *job = cddp__env("SLURM_JOB_ID"), *step = cddp__env("SLURM_STEP_ID"),
              *space = cddp__env("PMIX_NAMESPACE");
-  bool script = config->launcher == CDDP__BY_SCRIPT, slurm = config->launcher == CDDP__BY_SLURM;
+  bool script = config->launcher == CDDP__LAUNCHER_SCRIPT,
+       slurm = config->launcher == CDDP__LAUNCHER_SLURM;
   char first[256] = "";
   int port = 0;
   cddp_result r = cddp__env_int("MASTER_PORT", 1, 65535, &port);
@@ -5555,7 +5556,7 @@ static cddp_result cddp__env_master(cddp__config *config, uint64_t key) {
   if (port == 0 && slurm && job != NULL && step != NULL) {
     config->port_name = "derived from SLURM_JOB_ID and SLURM_STEP_ID";
     port = 20000 + (int)((strtoull(job, NULL, 10) % 9973 * 101 + strtoull(step, NULL, 10)) % 9973);
-  } else if (port == 0 && config->launcher == CDDP__BY_OPENMPI && space != NULL) {
+  } else if (port == 0 && config->launcher == CDDP__LAUNCHER_OPENMPI && space != NULL) {
     config->port_name = "derived from PMIX_NAMESPACE";
     port = 20000 + (int)(cddp__hash64(0, space, strlen(space)) % 9973);
   }
@@ -9997,7 +9998,7 @@ static cddp_result cddp__make_table(cddp__rendezvous *v) {
 /* Time is up: who is missing, as far as this rank knows. */
 static cddp_result cddp__fail_late(cddp__rendezvous *v) {
   const cddp__config *at = v->at;
-  const char *starter = at->launcher != CDDP__BY_SCRIPT ? cddp__launchers[at->launcher].name
+  const char *starter = at->launcher != CDDP__LAUNCHER_SCRIPT ? cddp__launchers[at->launcher].name
                         : cddp__env("TORCHELASTIC_RESTART_COUNT") != NULL ? "torchrun or cddprun"
                         : v->job_secret                                   ? "cddp_spawn"
                                                                           : NULL;
@@ -22120,7 +22121,8 @@ static cddp_result cddp__check_checkpoint(cddp__checkpoint *checkpoint, bool sav
         cddp__on_device(checkpoint->g, checkpoint->params[i].data))
       checkpoint->device = true;
     if (s != NULL && (s->dims < -1 || s->dims > 8))
-      return cddp__fail(CDDP_INVALID_ARGUMENT, "shape %d has %d dimensions; 8 are possible", i,
+      return cddp__fail(CDDP_INVALID_ARGUMENT,
+                        "shape %d has %d dimensions; at most 8 are supported", i,
                         s->dims);
     if (s != NULL && s->dims != 0 &&
         (!cddp__st_size(s->size, dims, 64, &elements, &bytes) ||
@@ -22142,7 +22144,8 @@ static cddp_result cddp__check_checkpoint(cddp__checkpoint *checkpoint, bool sav
                       "the momentum is in memory that the ranks of the cddp_ddp's group share; "
                       "pass that group, on all of its ranks");
   if (desc->sampler != NULL && desc->sampler->desc.world_size <= 0)
-    return cddp__fail(CDDP_INVALID_ARGUMENT, "the sampler lacks its cddp_sampler_init");
+    return cddp__fail(CDDP_INVALID_ARGUMENT,
+                      "the sampler is not initialized; call cddp_sampler_init");
   if (desc->metadata_count < 0 || (desc->metadata_count > 0 && desc->metadata == NULL))
     return cddp__fail(CDDP_INVALID_ARGUMENT, "metadata is NULL or metadata_count negative");
   for (i = 0; i < desc->metadata_count; i++) {
@@ -22950,7 +22953,7 @@ static cddp_result cddp__spawn(const char *caller, int (*fn)(int rank, void *arg
                                int nprocs, bool elastic, int restarts) {
   char bytes[CDDP__MAX_RANKS] = {0};
   cddp__spawn_job job;
-  uint64_t dice[2];
+  uint64_t secret[2];
   cddp_result r;
   int i;
   if (fn == NULL) return cddp__named(caller, cddp__fail(CDDP_INVALID_ARGUMENT, "fn is NULL"));
@@ -22967,10 +22970,10 @@ static cddp_result cddp__spawn(const char *caller, int (*fn)(int rank, void *arg
   job.restarts = restarts;
   job.parent = getpid();
   job.start[0] = job.start[1] = -1;
-  if ((r = cddp__random(dice, sizeof dice)) != CDDP_OK) return r;
+  if ((r = cddp__random(secret, sizeof secret)) != CDDP_OK) return r;
   if ((r = cddp__listen_any(&job.listen_fd, &job.port)) != CDDP_OK) return r;
-  snprintf(job.secret, sizeof job.secret, "%d:%016" PRIx64 "%016" PRIx64, job.port, dice[0],
-           dice[1]);
+  snprintf(job.secret, sizeof job.secret, "%d:%016" PRIx64 "%016" PRIx64, job.port, secret[0],
+           secret[1]);
   fflush(NULL); /* else children print the buffers again; if stdout is closed, into the pipe, which
                    can get its number */
   if (syscall(SYS_pipe2, job.start, O_CLOEXEC) != 0) r = cddp__fail_errno("pipe2");

@@ -29,7 +29,7 @@
    when no restarts remain and fewer than --min-nproc ranks are left, or when no rank is left. When
    the first rank has exited with 0, the exit code is 0: no rank is started again, and the exit
    codes of the others do not matter. On several hosts each cddprun restarts its own ranks, even if
-   none is left on its host. They can join as long as a rank rank_restarts on the host of
+   none is left on its host. They can join as long as a rank lives on the host of
    --master-addr.
 
    FAILURES AND SIGNALS. After a failure the other ranks have 1 s to report it themselves. Then they
@@ -703,13 +703,13 @@ static int listen_on(job *j, const char *host, int *port) {
 
 /* Creates the secret of the ranks that connect at j->port. */
 static void make_secret(job *j) {
-  uint64_t dice[2];
+  uint64_t secret[2];
   char text[64];
-  if (getrandom(dice, sizeof dice, 0) != (ssize_t)sizeof dice) {
+  if (getrandom(secret, sizeof secret, 0) != (ssize_t)sizeof secret) {
     fail_job(j, 1, SIGTERM, 0, "getrandom: %s", strerror(errno));
     return;
   }
-  snprintf(text, sizeof text, "%d:%016" PRIx64 "%016" PRIx64, j->port, dice[0], dice[1]);
+  snprintf(text, sizeof text, "%d:%016" PRIx64 "%016" PRIx64, j->port, secret[0], secret[1]);
   setenv("CDDP_JOB_SECRET", text, 1);
 }
 

@@ -399,7 +399,7 @@ static void test_one_host(void) {
   close(a[0]);
   close(a[1]);
   variables(fd); /* a closed descriptor says nothing */
-  CHECK_EQ(cddp__job_key(CDDP__BY_HYDRA, true), 0);
+  CHECK_EQ(cddp__job_key(CDDP__LAUNCHER_HYDRA, true), 0);
 }
 
 static void test_one_host_of_others(void) {
