@@ -1609,7 +1609,7 @@ CDDPDEF void cddp_register_kernels(const cddp_kernels *kernels); /* must stay wh
        cddp__init
          cddp__discover                launch configuration: environment, srun, mpirun, init_method
          cddp__host_create             this process's host object, without peers
-         cddp__meet                    rendezvous: exchange of addresses, shared memory, first group
+         cddp__rendezvous_run          rendezvous: exchange of addresses, shared memory, first group
            cddp__world_group           maps the control block; cddp__group_build makes the group
          cddp__hosts_attach            several hosts: leaders, peers; connections come later
          cddp__round                   the first round: all ranks are connected
@@ -1912,16 +1912,16 @@ typedef struct cddp__host {
   struct stat memory;    /* identifies the memfd: the program can close fd and reuse its number */
   bool elastic;          /* this rank has an elastic model */
   bool joined;           /* this process joined with CDDP_JOIN, without a rendezvous */
-  struct cddp__door *door; /* data for joining processes; NULL: none can join. See >>rendezvous */
-  int door_fd;             /* listener for joining processes of this host; -1: no elastic model */
-  int door_port;           /* port for those of other hosts; -1: none, or another rank listens */
-  double door_closed;      /* until that time of cddp__now() no joining process is answered */
+  struct cddp__job_info *job_info; /* for joins: see >>rendezvous; NULL: none can join */
+  int join_fd;             /* listener for joining processes of this host; -1: no elastic model */
+  int join_tcp_fd;         /* port for those of other hosts; -1: none, or another rank listens */
+  double join_pause_end;   /* until that time of cddp__now() no joining process is answered */
   int claim, port;         /* sockets held while the group lives, see >>rendezvous; -1: none */
-  char place[96];        /* the rendezvous address, for error texts: "port 29500" */
+  char endpoint[96];       /* the rendezvous address, for error texts: "port 29500" */
   int window;            /* number of this rank's window: index, or another one if it joined */
   int window_bits;       /* window i is [(i + 1) << bits, (i + 2) << bits) of the memfd */
   int *pidfds;           /* [size + CDDP__JOINS]; -1 except for the next rank and joined ones */
-  uint64_t met;          /* end of the rendezvous, clock ticks since boot: processes are older */
+  uint64_t started_before; /* end of the rendezvous, clock ticks since boot: processes are older */
   uint32_t *pids;        /* [size + CDDP__JOINS] */
   int cores;             /* usable by all ranks together; before the rendezvous by this rank */
   int container_cores;   /* limit of processor time of this rank's container, in cores */
@@ -7569,7 +7569,7 @@ static bool cddp__process_gone(const cddp__host *host, int at) {
   if (at < host->size && fcntl(host->fd, F_GETLK, &lock) == 0 && lock.l_type != F_UNLCK)
     return false;
   if (cddp__process_stat(host->pids[at], 22, &state, &born)) /* born > met: another process's pid */
-    return state == 'Z' || state == 'X' || (at < host->size && born > host->met);
+    return state == 'Z' || state == 'X' || (at < host->size && born > host->started_before);
   return kill((pid_t)host->pids[at], 0) != 0 && errno == ESRCH;
 }
 
@@ -9034,8 +9034,8 @@ static void cddp__host_free(cddp__host *h) {
   for (i = 0; h->pidfds != NULL && i < h->size + CDDP__JOINS; i++)
     if (h->pidfds[i] >= 0) close(h->pidfds[i]);
   if (cddp__memfd_is_open(h)) cddp__close_fd(&h->fd);
-  cddp__close_fd(&h->door_fd);
-  cddp__close_fd(&h->door_port);
+  cddp__close_fd(&h->join_fd);
+  cddp__close_fd(&h->join_tcp_fd);
   cddp__close_fd(&h->claim);
   cddp__close_fd(&h->port);
   if (h->record != NULL) {
@@ -9049,7 +9049,7 @@ static void cddp__host_free(cddp__host *h) {
   cddp__free(&a, h->peers.list);
   cddp__free(&a, h->pidfds);
   cddp__free(&a, h->pids);
-  cddp__free(&a, h->door);
+  cddp__free(&a, h->job_info);
   cddp__free(&a, h);
 }
 
@@ -9077,7 +9077,7 @@ static cddp__host *cddp__host_create(const cddp_allocator *a, const cddp_logger 
   if (a != NULL) h->allocator = *a;
   if (l != NULL) h->logger = *l;
   pthread_mutex_init(&h->lock, NULL);
-  h->fd = h->claim = h->port = h->door_fd = h->door_port = -1;
+  h->fd = h->claim = h->port = h->join_fd = h->join_tcp_fd = -1;
   h->window_bits = 40;
   cddp__host_set_rank(h, size, index, index);
   memset(processors, 0, sizeof processors);
@@ -9096,168 +9096,182 @@ static cddp__host *cddp__host_create(const cddp_allocator *a, const cddp_logger 
 }
 
 /* >>rendezvous ---------------------------------------------------------------------------------
-   How ranks find each other: who runs where, and the memory that the ranks of a host share.
-   Words: ranks that can share memory (one host, user, CDDP_HOST_ID; network, process and time
-   namespace) are a node. The first of them to come is the node's coordinator, the others are its
-   clients.
-   Owns: the sockets of the rendezvous and one key of the store; a name for each rank on its host,
-   which it holds as long as its group lives.
-   May touch: the cddp__host that it fills in, and the store where the job meets.
-   Entry points: cddp__meet, cddp__world_group, cddp__join; cddp__door_open and _serve while the
-   group lives.
-   Works as follows: the ranks form a tree. A client is connected to its coordinator by a Unix
-   socket, a coordinator to the root by TCP. The root is the coordinator of rank 0's node.
-     1  A rank binds a Unix socket whose name follows from its number and from where the job meets.
-        The name is taken if two jobs use one place, or two processes have one rank: the new process
-        fails. The process that has the name fails too if its rendezvous is not complete.
-     2  It binds its node's socket and is the coordinator; or that is in use, and it connects.
-     3  RANK goes up to the root: what a rank is. The answer is WAIT. Before that a connection that
-        ends has met a process that was about to end: try again. Later a rank was lost.
-     4  Unless all ranks are of its node, the root listens on a TCP port, and writes its address and
-        a random token to the store, under RUN/meeting. Other coordinators read that and connect;
-        by the token the root knows that they came through the store, and so know the secret.
-     5  The root compares what ranks must have in common. When all have come it sends TABLE down:
-        who is where, as cddp__net has it. A coordinator adds the node's memory for its clients, and
-        for each client the socket on which it listens for ranks of other nodes.
-     6  IN goes up when a rank has built the group of all ranks, and its clients have said so.
-   When a process joins (CDDP_JOIN) no rank waits for it. It calls every rank of its host on a
-   socket that ranks with an elastic model have (cddp__door), and who listens at MASTER_ADDR, which
-   one rank of each host does if there are several. It proves the secret, and is told who leads the
-   model's ranks. From a rank of its host it gets the memory too, and takes a window of that which
-   nobody had; else it shares no memory with others. Its group is one that is broken from the start.
-   The rest is >>elastic's: cddp_ddp_create.
-   When it fails: FAIL, a result and a text, goes up and down from the rank that failed. A lost
-   connection is a lost rank. A coordinator that cannot reach the root writes that to the store,
-   under RUN/blocked. If a rank does not fit, the root tells all ranks when the last one has
-   connected, or CDDP__PROBLEM_S after it knows; so does a coordinator that knows of no root. Ranks
-   that have said IN find the failure in the group. */
+   Job: form the first group. Every rank learns the address table (host, process id and port of each
+   rank), and the ranks of a host get their shared memory. Later: let processes join a running job.
+   Words: a node is a set of ranks that can share memory: they have the same host, user,
+   CDDP_HOST_ID, and network, process and time namespace. The first rank of a node to start is its
+   coordinator, the others are its clients. The root is the coordinator of rank 0's node.
+   Owns: the sockets of the rendezvous; the store's keys RUN/meeting and RUN/blocked; a socket name
+   for each rank on its host, held as long as the group lives. Fills in the cddp__host.
+   Entry points: cddp__rendezvous_run, cddp__world_group, cddp__join; cddp__join_listen and
+   cddp__join_serve while the group lives.
+   How it works: the ranks form a tree. A client is connected to its coordinator by a Unix socket, a
+   coordinator to the root by TCP. A rank's parent is its coordinator, or the root.
+     1. A rank binds a Unix socket whose name is derived from its number and the job's endpoint. If
+        the name is in use, two jobs have one endpoint or two processes have one rank: the new
+        process fails. The process that has the name fails too, unless its rendezvous is complete.
+     2. The rank binds its node's socket and becomes the coordinator. If that socket is in use, the
+        rank connects to it and becomes a client.
+     3. RANK describes a rank to its parent, which forwards it to the root and answers WAIT. If the
+        connection ends before WAIT, the parent was about to exit, and the rank starts again at 2.
+        If it ends later, a rank is lost.
+     4. Unless all ranks are on its node, the root listens on a TCP port and writes its address and
+        a random token to the store, under RUN/meeting. Other coordinators read the key and connect.
+        The token shows that they have read the store, and therefore know the secret.
+     5. The root compares the ranks' versions, world sizes, backends and floating-point modes. When
+        all ranks have registered, it sends TABLE to its children. A coordinator adds the
+        descriptors of the node's memory and of the client's listening socket for other nodes.
+     6. READY tells the parent that a rank and all its clients have built the group of all ranks.
+   Failures: the rank that fails sends FAIL, a result and a text, to its parent and its children. A
+   connection that ends is a lost rank. A coordinator that cannot reach the root writes the reason
+   to the store, under RUN/blocked. If a rank does not match, the root reports it when all ranks
+   have connected, or CDDP__PROBLEM_S after it knows. A coordinator without a root does the same.
+   Ranks that have sent READY find the failure in the group.
+   Joining (CDDP_JOIN): no rank waits for the new process.
+     1. The process connects to every rank on its host, at a socket of ranks that have an elastic
+        model, and to MASTER_ADDR. In a job on several hosts, one rank of each host listens at
+        MASTER_PORT.
+     2. It proves that it knows the secret, and receives a cddp__join_table, which names the leader
+        of the model's ranks.
+     3. From a rank on its host it also receives the memory, and uses a window that no process has
+        used before. Otherwise it shares no memory with other ranks.
+     4. Its group is broken from the start. cddp_ddp_create continues: >>elastic. */
 
-#define CDDP__MEET_MAGIC 0x544d4443u /* "CDMT" */
+#define CDDP__RENDEZVOUS_MAGIC 0x544d4443u /* "CDMT" */
 #define CDDP__PROBLEM_S 1.0 /* for ranks that have not connected, when the others know an error */
 #define CDDP__BLOCKED_S 6.0 /* for a connection between hosts; at most a third of the time-out */
-#define CDDP__GREETING 64   /* connections that have not said RANK; beyond these the oldest goes */
+#define CDDP__UNREGISTERED_MAX 64 /* connections without RANK; the oldest beyond is closed */
 
-enum { CDDP__MEET_RANK = 1, CDDP__MEET_WAIT, CDDP__MEET_TABLE, CDDP__MEET_FAIL, CDDP__MEET_IN };
+enum {
+  CDDP__RENDEZVOUS_RANK = 1,
+  CDDP__RENDEZVOUS_WAIT,
+  CDDP__RENDEZVOUS_TABLE,
+  CDDP__RENDEZVOUS_FAIL,
+  CDDP__RENDEZVOUS_READY
+};
 
-/* What ranks send each other is sent as it lies in memory: all hosts have the same byte order, or
-   the magic is wrong. */
-typedef struct cddp__meet_head { /* of each message */
+/* Begins each message. Messages are copies of structs in memory: all hosts have the same byte order
+   and version, else the magic number or cddp__rank_info.version differs. */
+typedef struct cddp__rendezvous_head {
   uint32_t magic, kind;
-  uint32_t result; /* of FAIL, whose text follows */
+  uint32_t result; /* of FAIL; its text follows */
   uint32_t size;   /* bytes that follow */
-} cddp__meet_head;
+} cddp__rendezvous_head;
 
-/* What a rank says of itself. version, world_size, fp_mode and backend must be alike. */
+/* A rank's description of itself. version, world_size, fp_mode and backend must be equal on all
+   ranks. */
 typedef struct cddp__rank_info {
   uint32_t version, world_size, rank, pid;
-  int port;         /* where it listens for other nodes; 0: nowhere yet */
+  int port;         /* of its listening socket for other nodes; 0: none yet */
   uint32_t fp_mode; /* cddp__fp_mode() */
   uint32_t user;
   uint32_t joins; /* 1: by CDDP_JOIN */
-  uint64_t machine;        /* and its network namespace: a hash */
-  unsigned char token[16]; /* by TCP: what the store said */
+  uint64_t machine;        /* a hash of cddp__host_identity */
+  unsigned char token[16]; /* from RUN/meeting; by TCP only */
   char backend[16];
   cddp__host_entry host;
 } cddp__rank_info;
 
-/* What a rank answers; with the memfd, if it has one and the process that joins is on its host. */
+/* A rank's answer to a joining process. A rank on the same host sends its memfd with it. */
 typedef struct cddp__join_table {
   cddp__rank_info info;
-  uint64_t job; /* cddp_record_header.job; 0: it is not recorded */
-  cddp__elastic_lead_info lead;  /* the rank that leads; life 0: not known */
-  struct sockaddr_in6 at; /* of this rank's host: its address, */
-  int host, here;         /* its number in cddp__elastic.net, and how many ranks met there */
-  int shards;             /* of the model */
-  int size, life;         /* ranks that met; a number for the record of who joins: >>elastic */
+  uint64_t job;                 /* cddp_record_header.job; 0: there is no flight recorder */
+  cddp__elastic_lead_info lead; /* the leader of the model's ranks; life 0: not known */
+  struct sockaddr_in6 address;  /* of this rank's host */
+  int host;                     /* number of this rank's host in cddp__elastic.net */
+  int local_size;               /* ranks of the first group on this host */
+  int shards;                   /* of the model */
+  int size, life; /* ranks of the first group; number of the joining process's record: >>elastic */
 } cddp__join_table;
 
-/* What a rank knows of its job, in the rendezvous and for those who join. The secret's text follows
-   the struct. */
-typedef struct cddp__door {
+/* A rank's knowledge of its job, for the rendezvous and for processes that join. The secret's text
+   follows the struct. */
+typedef struct cddp__job_info {
   cddp__join_table table;
-  char node[48];      /* of the node's socket; names of its ranks' begin so */
+  char node[48];      /* name of the node's socket; the prefix of its ranks' socket names */
   char master[256];   /* MASTER_ADDR, and */
-  int port;           /* MASTER_PORT, where who joins asks ranks of other hosts; 0: it cannot */
-  uint32_t foreign;   /* bits: who listens at that address of MASTER_ADDR is not of this job */
+  int port;           /* MASTER_PORT, for joins from other hosts; 0: a launcher listens there */
+  uint32_t foreign;   /* bit i: address i of MASTER_ADDR belongs to another job */
   double timeout_s;
-  const char *secret; /* "": none; then a proof keeps out who is no rank of cddp, at least */
-} cddp__door;
+  const char *secret; /* "": none; the proof then only rejects programs other than cddp */
+} cddp__job_info;
 
-typedef struct cddp__root_key { /* what lies under RUN/meeting */
-  struct sockaddr_in6 address; /* where the root listens, with the port */
+typedef struct cddp__root_key { /* value of RUN/meeting */
+  struct sockaddr_in6 address;  /* of the root's listening socket, with the port */
   unsigned char token[16];
 } cddp__root_key;
 
-typedef struct cddp__member { /* a rank that has come, or a process that would be one */
+typedef struct cddp__registration { /* a rank, or another process with a rank's number */
   cddp__rank_info info;
   int node;    /* 0: this rank's own */
-  int link_fd; /* a socket on which it is to listen for other nodes; -1: none, or it has it */
-  bool fits;   /* with this rank, and nobody else has its rank */
-} cddp__member;
+  int link_fd; /* its listening socket for other nodes; -1: none yet, or the rank has received it */
+  bool fits;   /* it matches this rank, and its rank is unique */
+} cddp__registration;
 
-typedef struct cddp__channel { /* a connection to another rank of the tree */
+typedef struct cddp__channel { /* a connection to the parent or a child */
   int fd;
   bool local;   /* a Unix socket, else TCP */
-  bool known;   /* the first RANK on it was taken */
-  bool awaited; /* its end would be the loss of a rank: from a RANK that fits, or WAIT, until IN */
-  size_t first; /* the member of the first RANK */
-  double since;
-  size_t have; /* bytes of the message that is coming */
-  unsigned char got[sizeof(cddp__meet_head) + CDDP__ERROR_MAX];
+  bool known;   /* the first RANK was received */
+  bool awaited; /* its end is the loss of a rank: from a matching RANK, or WAIT, until READY */
+  size_t first; /* registration of the first RANK */
+  double since; /* when it was accepted or connected, of cddp__now() */
+  size_t have;  /* received bytes of the current message */
+  unsigned char got[sizeof(cddp__rendezvous_head) + CDDP__ERROR_MAX];
 } cddp__channel;
 
 typedef struct cddp__rendezvous {
   const cddp__config *at;
   cddp__host *host;
-  cddp__door *door;   /* of the host: what this rank knows of its job */
-  bool job_secret;    /* its secret is the launcher's, for the rendezvous alone */
-  bool serves;        /* the store, from this process */
+  cddp__job_info *job_info; /* the host's */
+  bool job_secret;          /* the secret is from the launcher, for the rendezvous only */
+  bool serves;              /* this process serves the store */
   double deadline;
-  uint32_t mark; /* a hash of door.node, not 0 */
+  uint32_t node_hash;              /* of job_info.node, not 0 */
   char key[160], blocked_key[160]; /* RUN/meeting, RUN/blocked */
   cddp_store *store; /* NULL: not open */
-  bool stale;        /* what the store says has led to nobody: it may be an earlier job's */
-  double look, pause; /* when to ask the store again; then for how long to try to open it, s */
-  double hung_up;     /* when the store did, of cddp__now(); 0: it has not, or there is a new one */
-  double closed_since; /* of the store, see there */
-  cddp__text blocked;  /* why the store, or the root, could not be reached; "": it could */
-  double blocked_at;   /* since when, if it is to the root; 0: it is not */
+  bool stale;        /* RUN/meeting led to no root: the store can be an earlier job's */
+  double next_look;  /* when to ask the store again, of cddp__now() */
+  double pause;      /* seconds until the next look; for opening the store: seconds to try */
+  double store_lost_at; /* when the store's connection ended; 0: the store answers */
+  double closed_since;  /* cddp__store_options.closed_since */
+  cddp__text blocked;   /* why the store or the root could not be reached; "": it could */
+  double blocked_at;    /* since when the root could not be reached; 0: it could */
   unsigned char token[16];
   cddp__address address; /* of this host, for ranks of other nodes */
   int node_socket, root_socket; /* listening: for clients, for coordinators; -1: not this rank */
-  cddp__channel up;             /* to the coordinator or root; fd -1: none */
-  int fds[2]; /* that came with the table, -1: none: the memory, this rank's socket for links */
-  cddp__channel *below;
+  cddp__channel parent;         /* to the coordinator or root; fd -1: none */
+  int fds[2]; /* received with TABLE: the memory, this rank's socket for links; -1: none */
+  cddp__channel *children;
   struct pollfd *poll; /* for all channels and listening sockets */
-  size_t below_count, below_capacity, poll_capacity;
-  cddp__member *members; /* this rank and all below it, in the order in which they came */
-  size_t member_count, member_capacity;
-  size_t told;  /* members that the rank above knows */
-  int nodes;    /* that have said RANK, this one with them */
-  int expected; /* ranks to come, by the smallest WORLD_SIZE */
-  bool with_rank_0;    /* it is of this node, fitting or not */
-  cddp__cause problem; /* of the first member that does not fit, and */
-  double problem_at;   /* when it was known */
-  bool common;    /* the failure is not of this rank alone: its text is for all */
-  cddp__net *net; /* with the rank table; NULL: not all ranks have come */
+  size_t child_count, child_capacity, poll_capacity;
+  cddp__registration *registered; /* this rank and all below it, in order of registration */
+  size_t registered_count, registered_capacity;
+  size_t forwarded;    /* registrations sent to the parent */
+  int nodes;           /* that have sent RANK, and this rank's node */
+  int expected;        /* number of ranks, by the smallest WORLD_SIZE */
+  bool with_rank_0;    /* rank 0 is on this node, matching or not */
+  cddp__cause problem; /* why the first registration that does not match is refused */
+  double problem_at;   /* when that happened, of cddp__now() */
+  bool common;         /* the failure concerns all ranks: its text is sent unchanged */
+  cddp__net *net;      /* with the address table; NULL: the table is not complete */
 } cddp__rendezvous;
 
-/* What names this kernel and network namespace, so that ranks of one machine know each other. */
+/* Identifies this kernel and network namespace: ranks with the same text are on one machine. */
 static void cddp__host_identity(char *out, size_t n) {
   const char *given = cddp__env("CDDP_HOST_ID");
   char boot[128] = "";
   struct stat st;
   FILE *file = fopen("/proc/sys/kernel/random/boot_id", "re");
-  if (file == NULL || fgets(boot, 37, file) == NULL) /* else all machines would seem to be one */
+  if (file == NULL || fgets(boot, 37, file) == NULL) /* an empty text would match all machines */
     (void)gethostname(boot, sizeof boot - 1);
   if (file != NULL) fclose(file);
   if (stat("/proc/self/ns/net", &st) != 0) st.st_ino = 0;
   snprintf(out, n, "%.60s.%llu", given != NULL ? given : boot, (unsigned long long)st.st_ino);
 }
 
-/* The name of the node's socket: the same for its ranks alone, and with a secret ("": none) not to
-   be foreseen. Ranks may spell the place where they meet in several ways: an address of this host
-   counts as "here", of others the first of the name's addresses. */
+/* The name of the node's socket, equal for exactly the ranks of one node. With a secret ("": none)
+   strangers cannot predict it. Ranks can spell the job's endpoint in several ways, so an address of
+   this host is replaced by "here", and another host's name by the lowest of its addresses. */
 static void cddp__node_name(const cddp__config *at, const char *secret, char name[48]) {
   static const char hex[] = "0123456789abcdef";
   const char *given = cddp__env("CDDP_HOST_ID");
@@ -9269,7 +9283,7 @@ static void cddp__node_name(const cddp__config *at, const char *secret, char nam
   bool here = false;
   int n = 0, i;
   snprintf(place, sizeof place, "%s", at->init_method);
-  if (at->port != 0) /* if it does not resolve, who opens the store says so */
+  if (at->port != 0) /* a name that does not resolve is reported when the store is opened */
     (void)cddp__resolve(at->host, at->port, a, &n);
   for (i = 0; i < n && !here; i++) {
     here = cddp__address_is_local(&a[i]);
@@ -9288,52 +9302,53 @@ static void cddp__node_name(const cddp__config *at, const char *secret, char nam
   name[37] = 0;
 }
 
-/* The name that a rank holds while its group lives; "join-": the one where it is called by who
-   joins. */
-static cddp__address cddp__rank_socket(const cddp__door *door, const char *purpose, int rank) {
+/* A rank's socket on its host. purpose: "", the socket that a rank holds while its group lives;
+   "join-", the socket to which joining processes connect. */
+static cddp__address cddp__rank_socket(const cddp__job_info *job, const char *purpose, int rank) {
   cddp__address a;
-  cddp__unix_name(&a, cddp__textf("%s-%s%d", door->node, purpose, rank).s);
+  cddp__unix_name(&a, cddp__textf("%s-%s%d", job->node, purpose, rank).s);
   return a;
 }
 
-/* Words about lack of descriptors, when that is what the error says; else about the call. */
+/* Fails with the cure if the error is a lack of descriptors, else with the name of the call. */
 static cddp_result cddp__fail_descriptors(const cddp__rendezvous *v, int error, const char *what) {
   struct rlimit limit;
   errno = error;
   if ((error != EMFILE && error != ENFILE) || getrlimit(RLIMIT_NOFILE, &limit) != 0)
     return cddp__fail_errno(what);
   return cddp__fail(CDDP_SYSTEM,
-                    "%s: %s: this process may have %llu open files (ulimit -n), and to gather the "
-                    "ranks of its host, of %d in all, takes one for each; raise the limit: "
+                    "%s: %s: the limit of this process is %llu open files (ulimit -n), and it "
+                    "needs one for each rank on its host (the job has %d ranks); raise the limit: "
                     "ulimit -n %d",
                     what, strerror(error), (unsigned long long)limit.rlim_cur, v->at->world_size,
                     4 * v->at->world_size + 1024);
 }
 
-/* --- two jobs in one place --- */
+/* --- two jobs at one endpoint --- */
 
-static cddp_result cddp__taken(const cddp__host *h, int rank, uint32_t pid, const char *name,
-                               uint32_t other, const char *other_name) {
+static cddp_result cddp__fail_rank_taken(const cddp__host *h, int rank, uint32_t pid,
+                                         const char *name, uint32_t other, const char *other_name) {
   return cddp__fail(CDDP_INVALID_ARGUMENT,
-                    "two jobs use %s at once, or two processes were given one RANK: rank %d is "
-                    "taken twice, by pid %u on %s and pid %u on %s. Give each job %s of its own",
-                    h->place, rank, pid, name, other, other_name,
-                    strncmp(h->place, "port ", 5) == 0 ? "a MASTER_PORT"
-                    : strncmp(h->place, "unix://cddp-", 12) == 0
+                    "two jobs use %s at the same time, or two processes have the same RANK: rank "
+                    "%d is taken twice, by pid %u on %s and pid %u on %s. Give each job %s of its "
+                    "own",
+                    h->endpoint, rank, pid, name, other, other_name,
+                    strncmp(h->endpoint, "port ", 5) == 0 ? "a MASTER_PORT"
+                    : strncmp(h->endpoint, "unix://cddp-", 12) == 0
                         ? "a MASTER_PORT, or a MASTER_ADDR and a MASTER_PORT,"
                         : "an init_method");
 }
 
-/* Where this process met last: survivors of a group meet again under other ranks, while the others
-   may still hold theirs. */
-static cddp__atomic_u32 cddp__met_before; /* a rendezvous's mark */
+/* node_hash of this process's last rendezvous. Survivors of a group form a new group with other
+   ranks while the other survivors can still hold their old ranks' sockets. */
+static cddp__atomic_u32 cddp__last_node_hash;
 
-/* Binds this rank's name on the host, which it holds as long as the group lives. A living process
-   that holds the name has the same rank and meets in the same place: it belongs to another job, or
-   the launcher gave two processes one rank. This process fails, so that it disturbs no job that
-   runs. The connection to the other process tells that one if it is still in its rendezvous. */
+/* Binds this rank's socket on the host. If a living process holds its name, that process has the
+   same rank and endpoint: it belongs to another job, or the launcher gave two processes one rank.
+   This process fails, so that it does not disturb a running job. The connection to the other
+   process notifies it if it is still in its rendezvous. */
 static cddp_result cddp__claim_rank(cddp__rendezvous *v) {
-  cddp__address a = cddp__rank_socket(v->door, "", v->at->rank);
+  cddp__address a = cddp__rank_socket(v->job_info, "", v->at->rank);
   char told;
   int tries, status;
   for (tries = 0; tries < 100; tries++) {
@@ -9343,34 +9358,34 @@ static cddp_result cddp__claim_rank(cddp__rendezvous *v) {
     if (error == 0) return CDDP_OK;
     if (error != EADDRINUSE)
       return cddp__fail_descriptors(v, error, "bind of an abstract Unix socket");
-    if (cddp__load32(&cddp__met_before) == v->mark)
-      return CDDP_OK; /* a rank of the group before has it, which is about to leave that group */
+    if (cddp__load32(&cddp__last_node_hash) == v->node_hash)
+      return CDDP_OK; /* a rank of the previous group holds it until it leaves that group */
     error = cddp__connect_address(&a, v->deadline, &fd);
     if (error == 0) (void)cddp__peer_process(fd, peer);
     pid = peer[0];
     ended = error != 0 || (pid != 0 && ((kill((pid_t)pid, 0) != 0 && errno == ESRCH) ||
                                         cddp__exit_status(-1, pid, &status)));
     if (error == EAGAIN || (error == 0 && recv(fd, &told, 1, MSG_DONTWAIT) == 1))
-      ended = false; /* too many have called it; or it has heard this call, and ended since */
+      ended = false; /* its queue is full; or it answered this connection, and has ended since */
     cddp__close_fd(&fd);
     if (error == CDDP__FOREIGN_USER || pid == (uint32_t)getpid())
-      return CDDP_OK; /* a stranger, or this process once more */
+      return CDDP_OK; /* another user's process, or this process itself */
     if (!ended) {
-      cddp_result r = cddp__taken(v->host, v->at->rank, pid, v->host->name, (uint32_t)getpid(),
-                                  v->host->name);
+      cddp_result r = cddp__fail_rank_taken(v->host, v->at->rank, pid, v->host->name,
+                                            (uint32_t)getpid(), v->host->name);
       cddp__append(cddp__error_text, sizeof cddp__error_text,
-                   ". If both jobs were started at the same time, the job that runs there can be a "
-                   "mix of both: stop it too");
+                   ". If both jobs were started at the same time, the running job can contain "
+                   "ranks of both: stop it too");
       return r;
     }
-    cddp__sleep(0.001); /* the rank has ended (a child may hold the name for long), or not begun */
+    cddp__sleep(0.001); /* the rank has ended (its child can hold the name), or does not listen */
   }
   return CDDP_OK;
 }
 
-/* Another process of this user that has called this rank's name, since it has the same rank; 0:
-   none. */
-static uint32_t cddp__claimed_again(const cddp__host *h) {
+/* The process id of another process of this user that has connected to this rank's socket because
+   it has the same rank; 0: none. */
+static uint32_t cddp__find_second_claim(const cddp__host *h) {
   uint32_t peer[3], pid = 0;
   while (pid == 0 && h->claim >= 0) {
     int fd = cddp__accept(h->claim);
@@ -9382,12 +9397,13 @@ static uint32_t cddp__claimed_again(const cddp__host *h) {
   return pid;
 }
 
-/* --- members: the ranks that have come, and what they must have in common --- */
+/* --- registered ranks, and what they must have in common --- */
 
-static cddp__member *cddp__member_of(const cddp__rendezvous *v, uint32_t rank) { /* NULL: none */
+/* NULL: no matching process has registered with this rank. */
+static cddp__registration *cddp__find_registered(const cddp__rendezvous *v, uint32_t rank) {
   size_t i;
-  for (i = 0; i < v->member_count; i++)
-    if (v->members[i].fits && v->members[i].info.rank == rank) return &v->members[i];
+  for (i = 0; i < v->registered_count; i++)
+    if (v->registered[i].fits && v->registered[i].info.rank == rank) return &v->registered[i];
   return NULL;
 }
 
@@ -9414,21 +9430,23 @@ static cddp_result cddp__compare_ranks(const cddp__rank_info *own, const cddp__r
                     cddp__describe_fp_mode(own->fp_mode).s);
 }
 
-/* Adds a rank that has come, or a process that would be one. */
-static cddp_result cddp__add_member(cddp__rendezvous *v, const cddp__rank_info *i, int node) {
-  const cddp__member *other = cddp__member_of(v, i->rank);
-  cddp_result r = v->member_count > 0 ? cddp__compare_ranks(&v->members[0].info, i) : CDDP_OK;
-  cddp__member *m;
+/* Registers a rank. One that does not match is kept too, and sets v->problem. */
+static cddp_result cddp__register_rank(cddp__rendezvous *v, const cddp__rank_info *i, int node) {
+  const cddp__registration *other = cddp__find_registered(v, i->rank);
+  cddp_result r =
+      v->registered_count > 0 ? cddp__compare_ranks(&v->registered[0].info, i) : CDDP_OK;
+  cddp__registration *m;
   if (r == CDDP_OK && other != NULL)
-    r = cddp__taken(v->host, (int)i->rank, other->info.pid, other->info.host.name, i->pid,
-                    i->host.name);
+    r = cddp__fail_rank_taken(v->host, (int)i->rank, other->info.pid, other->info.host.name, i->pid,
+                              i->host.name);
   if (r != CDDP_OK && !cddp__has_cause(&v->problem)) v->problem_at = cddp__now();
   if (r != CDDP_OK) cddp__set_cause(&v->problem, r, cddp_error());
-  m = (cddp__member *)cddp__grow_array(&v->host->allocator, v->members, &v->member_capacity,
-                                       v->member_count + 1, sizeof *m);
+  m = (cddp__registration *)cddp__grow_array(&v->host->allocator, v->registered,
+                                             &v->registered_capacity, v->registered_count + 1,
+                                             sizeof *m);
   if (m == NULL) return CDDP_OUT_OF_MEMORY;
-  v->members = m;
-  m += v->member_count++;
+  v->registered = m;
+  m += v->registered_count++;
   m->info = *i;
   m->node = node;
   m->link_fd = -1;
@@ -9441,10 +9459,11 @@ static cddp_result cddp__add_member(cddp__rendezvous *v, const cddp__rank_info *
 
 /* --- messages --- */
 
-/* Sends a message, with the descriptors of fds that are not -1; fds NULL: none. */
-static cddp_result cddp__channel_post(int fd, int kind, cddp_result result, const void *data,
+/* Sends a message with the descriptors in fds, -1: none. fds can be NULL. */
+static cddp_result cddp__channel_send(int fd, int kind, cddp_result result, const void *data,
                                       size_t size, int *fds, double deadline) {
-  cddp__meet_head h = {CDDP__MEET_MAGIC, (uint32_t)kind, (uint32_t)result, (uint32_t)size};
+  cddp__rendezvous_head h = {CDDP__RENDEZVOUS_MAGIC, (uint32_t)kind, (uint32_t)result,
+                             (uint32_t)size};
   cddp_result r = CDDP_OK;
   ssize_t sent;
   while ((sent = cddp__pass_fds(fd, &h, sizeof h, fds, true)) < 0 && r == CDDP_OK)
@@ -9456,16 +9475,17 @@ static cddp_result cddp__channel_post(int fd, int kind, cddp_result result, cons
   return r == CDDP_OK ? cddp__send_all(fd, data, size, deadline) : r;
 }
 
-/* Reads without blocking: 1 when a message is there (of TABLE its head), 0: not yet, -1: the
-   connection has ended, or what it says is no message. fds: for descriptors, or NULL. */
-static int cddp__channel_read(cddp__channel *c, cddp__meet_head *h, int *fds) {
+/* Reads without blocking. Returns 1 for a complete message (of TABLE the head only), 0 if it is not
+   complete, -1 if the connection has ended or the bytes are no message. fds: receives descriptors;
+   or NULL. */
+static int cddp__channel_read(cddp__channel *c, cddp__rendezvous_head *h, int *fds) {
   for (;;) {
     size_t want = sizeof *h;
     ssize_t n;
     if (c->have >= sizeof *h) {
       memcpy(h, c->got, sizeof *h);
-      if (h->kind != CDDP__MEET_TABLE) want += h->size;
-      if (h->magic != CDDP__MEET_MAGIC || want > sizeof c->got) return -1;
+      if (h->kind != CDDP__RENDEZVOUS_TABLE) want += h->size;
+      if (h->magic != CDDP__RENDEZVOUS_MAGIC || want > sizeof c->got) return -1;
       if (c->have == want) {
         c->have = 0;
         return 1;
@@ -9486,19 +9506,18 @@ static void cddp__channel_init(cddp__channel *c, int fd, bool local) {
 }
 
 static cddp_result cddp__report_channel_lost(const cddp__rendezvous *v, const cddp__channel *c) {
-  const cddp__rank_info *i = &v->members[c->first].info;
-  if (c == &v->up)
+  const cddp__rank_info *i = &v->registered[c->first].info;
+  if (c == &v->parent)
     return cddp__fail(CDDP_PEER_LOST,
-                      "the rank that gathers %s ranks at %s died while they were meeting",
-                      c->local ? "this host's" : "all hosts'", v->host->place);
-  return cddp__fail(CDDP_PEER_LOST,
-                    "rank %u (pid %u on %s) died or gave up while the ranks were meeting", i->rank,
-                    i->pid, i->host.name);
+                      "the rank that coordinates %s ranks at %s died during the rendezvous",
+                      c->local ? "this host's" : "all hosts'", v->host->endpoint);
+  return cddp__fail(CDDP_PEER_LOST, "rank %u (pid %u on %s) died or exited during the rendezvous",
+                    i->rank, i->pid, i->host.name);
 }
 
-/* Where other hosts reach this one: the near end of a connection to one of them, as the system has
-   chosen it by route; or, by CDDP_IFNAME, the first address of that interface, of the same family
-   if it has one. Loopback says nothing: the other end is on this host. */
+/* The address at which other hosts reach this host. With CDDP_IFNAME: the first address of that
+   interface, of the connection's family if it has one. Otherwise: the near end of connection fd,
+   which the system has chosen by route; if that is loopback, the other end is on this host. */
 static cddp_result cddp__own_address(int fd, cddp__address *out) {
   const char *name = cddp__env("CDDP_IFNAME");
   cddp__address list[CDDP__ADDRESSES_MAX];
@@ -9517,15 +9536,16 @@ static cddp_result cddp__own_address(int fd, cddp__address *out) {
   return CDDP_OK;
 }
 
-/* --- the ranks below --- */
+/* --- children --- */
 
-static void cddp__drop_channel(cddp__rendezvous *v, size_t k) { /* the last one takes its place */
-  cddp__close_fd(&v->below[k].fd);
-  v->below[k] = v->below[--v->below_count];
+static void cddp__remove_child(cddp__rendezvous *v, size_t k) { /* the last child moves to k */
+  cddp__close_fd(&v->children[k].fd);
+  v->children[k] = v->children[--v->child_count];
 }
 
-/* Takes in who waits at a listening socket. When too many have not said RANK, or few descriptors
-   are left for callers from other hosts, the oldest of them goes: a rank says it at once. */
+/* Accepts the connections at a listening socket. If too many connections have not sent RANK, or few
+   descriptors are left for other hosts, the oldest of these is closed: a rank sends RANK
+   immediately. */
 static cddp_result cddp__accept_channels(cddp__rendezvous *v, int listener) {
   int tries;
   for (tries = 0; tries < 64; tries++) {
@@ -9536,52 +9556,54 @@ static cddp_result cddp__accept_channels(cddp__rendezvous *v, int listener) {
     cddp__channel *below;
     if (error == EINTR || error == ECONNABORTED) continue;
     if (error == EAGAIN) return CDDP_OK;
-    for (i = 0; i < v->below_count; i++)
-      if (!v->below[i].known && (silent++ == 0 || v->below[i].since < v->below[oldest].since))
+    for (i = 0; i < v->child_count; i++)
+      if (!v->children[i].known &&
+          (silent++ == 0 || v->children[i].since < v->children[oldest].since))
         oldest = i;
     if ((none || error == 0) &&
-        silent >= (few && listener != v->node_socket ? 1 : CDDP__GREETING))
-      cddp__drop_channel(v, oldest);
+        silent >= (few && listener != v->node_socket ? 1 : CDDP__UNREGISTERED_MAX))
+      cddp__remove_child(v, oldest);
     else if (error != 0)
       return cddp__fail_descriptors(v, error, "accept of another rank");
     if (none) continue;
-    if (few) fd = cddp__lower_fd(fd); /* else each other caller takes one more */
-    below = (cddp__channel *)cddp__grow_array(&v->host->allocator, v->below, &v->below_capacity,
-                                              v->below_count + 1, sizeof *below);
+    if (few) fd = cddp__lower_fd(fd); /* else every second connection would use one more */
+    below = (cddp__channel *)cddp__grow_array(&v->host->allocator, v->children, &v->child_capacity,
+                                              v->child_count + 1, sizeof *below);
     if (below == NULL) {
       cddp__close_fd(&fd);
       return CDDP_OUT_OF_MEMORY;
     }
-    v->below = below;
-    cddp__channel_init(&below[v->below_count++], fd, listener == v->node_socket);
-    if (few) return CDDP_OK; /* what it says is read before the next one is let in */
+    v->children = below;
+    cddp__channel_init(&below[v->child_count++], fd, listener == v->node_socket);
+    if (few) return CDDP_OK; /* its RANK is read before the next connection is accepted */
   }
   return CDDP_OK;
 }
 
-/* Whether the rank that speaks first on a channel may take part. By TCP it has to know the token.
-   One on this machine, but of another user, is told that the meeting goes on without it. */
-static bool cddp__admit(const cddp__rendezvous *v, const cddp__channel *c,
-                        const cddp__rank_info *i) {
-  const cddp__rank_info *own = &v->members[0].info;
+/* Whether the sender of a channel's first RANK is admitted. By TCP it must know the token. A rank
+   of another user on this machine is refused with a text; the rendezvous continues without it. */
+static bool cddp__admit_rank(const cddp__rendezvous *v, const cddp__channel *c,
+                             const cddp__rank_info *i) {
+  const cddp__rank_info *own = &v->registered[0].info;
   if (!c->local && !cddp__same_bytes(i->token, v->token, sizeof v->token)) return false;
   if (!c->local && i->machine == own->machine && i->user != own->user) {
     char text[CDDP__ERROR_MAX];
     int n = snprintf(text, sizeof text,
-                     "rank %u at %s runs as another user (uid %u): is that another job? Give this "
-                     "one a port of its own (MASTER_PORT), or start all ranks as one user; "
-                     "CDDP_SECRET keeps others out",
-                     own->rank, v->host->place, own->user);
-    (void)cddp__channel_post(c->fd, CDDP__MEET_FAIL, CDDP_UNAUTHORIZED, text, (size_t)n, NULL,
+                     "rank %u at %s runs as another user (uid %u). If it belongs to another job, "
+                     "give this job a port of its own (MASTER_PORT); otherwise start all ranks as "
+                     "the same user. CDDP_SECRET keeps other users out",
+                     own->rank, v->host->endpoint, own->user);
+    (void)cddp__channel_send(c->fd, CDDP__RENDEZVOUS_FAIL, CDDP_UNAUTHORIZED, text, (size_t)n, NULL,
                              cddp__now());
     return false;
   }
-  return cddp__channel_post(c->fd, CDDP__MEET_WAIT, CDDP_OK, NULL, 0, NULL, cddp__now()) == CDDP_OK;
+  return cddp__channel_send(c->fd, CDDP__RENDEZVOUS_WAIT, CDDP_OK, NULL, 0, NULL, cddp__now()) ==
+         CDDP_OK;
 }
 
-/* --- the rank above --- */
+/* --- the parent --- */
 
-/* Listens on a port of that address for ranks of other hosts. */
+/* Listens on a free port of an address for ranks on other hosts. */
 static cddp_result cddp__listen_for_others(const cddp__rendezvous *v, const cddp__address *at,
                                            int *fd, int *port) {
   cddp__address a = *at;
@@ -9591,19 +9613,20 @@ static cddp_result cddp__listen_for_others(const cddp__rendezvous *v, const cddp
   r = cddp__listen_all(&a, 1, fd, &count);
   *port = cddp__address_port(&a);
   if (r == CDDP_SYSTEM) return cddp__fail_descriptors(v, errno, "socket");
-  return r == CDDP_OK ? r : cddp__fail_in(r, "connections of ranks of other hosts: ");
+  return r == CDDP_OK ? r : cddp__fail_in(r, "cannot listen for ranks on other hosts: ");
 }
 
-/* Opens a socket for links of a member of this node, if it has none, and notes where it is. */
-static cddp_result cddp__listen_for_links(cddp__rendezvous *v, cddp__member *m) {
+/* Opens a listening socket for the links of a rank on this node, unless it has one. Writes the
+   address and the port into the rank's info. */
+static cddp_result cddp__listen_for_links(cddp__rendezvous *v, cddp__registration *m) {
   m->info.host.address = v->address.v6;
   return m->link_fd >= 0
              ? CDDP_OK
              : cddp__listen_for_others(v, &v->address, &m->link_fd, &m->info.port);
 }
 
-/* Receives a table of so many bytes. */
-static cddp_result cddp__take_table(cddp__rendezvous *v, size_t size) {
+/* Receives an address table of `size` bytes. */
+static cddp_result cddp__receive_table(cddp__rendezvous *v, size_t size) {
   int ranks = v->at->world_size;
   size_t least = cddp__table_bytes(ranks, 0),
          hosts = size > least ? (size - least) / sizeof(cddp__host_entry) : 0;
@@ -9611,19 +9634,19 @@ static cddp_result cddp__take_table(cddp__rendezvous *v, size_t size) {
     return cddp__fail(CDDP_MISMATCH, "the rank table has a wrong size");
   v->net = cddp__net_new(&v->host->allocator, ranks, (int)hosts);
   if (v->net == NULL) return CDDP_OUT_OF_MEMORY;
-  return cddp__recv_all(v->up.fd, v->net->token, size, v->deadline + 0.5);
+  return cddp__recv_all(v->parent.fd, v->net->token, size, v->deadline + 0.5);
 }
 
-/* Takes what has come on a channel, and closes it if it has ended, or is not one of a rank. */
-static cddp_result cddp__channel_hear(cddp__rendezvous *v, cddp__channel *c) {
-  bool up = c == &v->up;
-  char text[CDDP__ERROR_MAX + 1] = "a rank gave up without a word";
+/* Receives the messages of a channel. Closes it if it has ended or does not belong to a rank. */
+static cddp_result cddp__channel_receive(cddp__rendezvous *v, cddp__channel *c) {
+  bool up = c == &v->parent;
+  char text[CDDP__ERROR_MAX + 1] = "another rank failed during the rendezvous without a text";
   cddp__rank_info info;
-  cddp__meet_head h;
+  cddp__rendezvous_head h;
   cddp_result r;
   int got, node;
   while ((got = cddp__channel_read(c, &h, up ? v->fds : NULL)) > 0) {
-    if (h.kind == CDDP__MEET_FAIL && (up || c->awaited)) {
+    if (h.kind == CDDP__RENDEZVOUS_FAIL && (up || c->awaited)) {
       r = h.result > CDDP_OK && h.result < CDDP__RESULT_COUNT ? (cddp_result)h.result
                                                               : CDDP_MISMATCH;
       if (h.size > 0 && c->got[sizeof h] != 0) {
@@ -9634,27 +9657,27 @@ static cddp_result cddp__channel_hear(cddp__rendezvous *v, cddp__channel *c) {
       v->common = true;
       return cddp__fail(r, "%s", text);
     }
-    if (h.kind == CDDP__MEET_WAIT && up) {
+    if (h.kind == CDDP__RENDEZVOUS_WAIT && up) {
       c->awaited = true;
-    } else if (h.kind == CDDP__MEET_TABLE && up && v->net == NULL) {
-      r = cddp__take_table(v, h.size);
+    } else if (h.kind == CDDP__RENDEZVOUS_TABLE && up && v->net == NULL) {
+      r = cddp__receive_table(v, h.size);
       return r == CDDP_NETWORK ? cddp__report_channel_lost(v, c) : r;
-    } else if (h.kind == CDDP__MEET_IN && !up && c->awaited) {
+    } else if (h.kind == CDDP__RENDEZVOUS_READY && !up && c->awaited) {
       c->awaited = false;
-    } else if (h.kind == CDDP__MEET_RANK && !up && h.size == sizeof info) {
+    } else if (h.kind == CDDP__RENDEZVOUS_RANK && !up && h.size == sizeof info) {
       memcpy(&info, c->got + sizeof h, sizeof info);
       info.host.name[sizeof info.host.name - 1] = 0;
-      info.joins = 0; /* who joins does not come here */
-      if (!c->known && !cddp__admit(v, c, &info)) break;
+      info.joins = 0; /* joining processes do not take part in a rendezvous */
+      if (!c->known && !cddp__admit_rank(v, c, &info)) break;
       if (!c->local && (v->nodes == 1 || cddp__address_is_loopback(&v->address)) &&
           (r = cddp__own_address(c->fd, &v->address)) != CDDP_OK)
         return r;
-      node = c->local ? 0 : c->known ? v->members[c->first].node : v->nodes++;
-      if ((r = cddp__add_member(v, &info, node)) != CDDP_OK) return r;
+      node = c->local ? 0 : c->known ? v->registered[c->first].node : v->nodes++;
+      if ((r = cddp__register_rank(v, &info, node)) != CDDP_OK) return r;
       if (c->known) continue;
       c->known = true;
-      c->first = v->member_count - 1;
-      c->awaited = v->members[c->first].fits;
+      c->first = v->registered_count - 1;
+      c->awaited = v->registered[c->first].fits;
     } else {
       break;
     }
@@ -9662,16 +9685,17 @@ static cddp_result cddp__channel_hear(cddp__rendezvous *v, cddp__channel *c) {
   if (got != 0 && c->awaited) return cddp__report_channel_lost(v, c);
   if (got != 0) cddp__close_fd(&c->fd);
   if (got == 0 || !up) return CDDP_OK;
-  v->told = 0; /* that rank was about to end: another one is found */
+  v->forwarded = 0; /* the parent was about to exit: this rank connects to a new one */
   v->stale = true;
   cddp__sleep(0.001);
   return CDDP_OK;
 }
 
-/* Waits a little for messages, connections, lost ones and claims, and deals with them. */
+/* Waits until a time, at most 50 ms, and handles messages, new and lost connections, and claims of
+   this rank's socket name. */
 static cddp_result cddp__poll_channels(cddp__rendezvous *v, double until) {
-  int more[4] = {v->node_socket, v->root_socket, v->host->claim, v->up.fd};
-  size_t i, n = v->below_count;
+  int more[4] = {v->node_socket, v->root_socket, v->host->claim, v->parent.fd};
+  size_t i, n = v->child_count;
   struct pollfd *fds = (struct pollfd *)cddp__grow_array(&v->host->allocator, v->poll,
                                                          &v->poll_capacity, n + 4, sizeof *fds);
   uint32_t pid;
@@ -9680,37 +9704,37 @@ static cddp_result cddp__poll_channels(cddp__rendezvous *v, double until) {
   if (fds == NULL) return CDDP_OUT_OF_MEMORY;
   v->poll = fds;
   for (i = 0; i < n + 4; i++) {
-    fds[i].fd = i < n ? v->below[i].fd : more[i - n];
+    fds[i].fd = i < n ? v->children[i].fd : more[i - n];
     fds[i].events = POLLIN;
     fds[i].revents = 0;
   }
   if (cddp__poll(fds, n + 4, cddp__poll_ms(until, 50)) < 0 && errno != EINTR)
     return cddp__fail_errno("poll");
   now = cddp__now();
-  for (i = n; i-- > 0 && r == CDDP_OK;) { /* backwards: a dropped one's place is the last one's */
-    cddp__channel *c = &v->below[i];
+  for (i = n; i-- > 0 && r == CDDP_OK;) { /* backwards: removing a child moves the last one */
+    cddp__channel *c = &v->children[i];
     if (!c->known && now - c->since > CDDP__GREETING_S)
       cddp__close_fd(&c->fd);
     else if (fds[i].revents != 0)
-      r = cddp__channel_hear(v, c);
-    if (c->fd < 0) cddp__drop_channel(v, i);
+      r = cddp__channel_receive(v, c);
+    if (c->fd < 0) cddp__remove_child(v, i);
   }
-  if (r == CDDP_OK && fds[n + 2].revents != 0 && (pid = cddp__claimed_again(v->host)) != 0) {
-    cddp__rank_info info = v->members[0].info;
-    info.pid = pid; /* another one with this rank */
-    r = cddp__add_member(v, &info, 0);
+  if (r == CDDP_OK && fds[n + 2].revents != 0 && (pid = cddp__find_second_claim(v->host)) != 0) {
+    cddp__rank_info info = v->registered[0].info;
+    info.pid = pid; /* another process with this rank */
+    r = cddp__register_rank(v, &info, 0);
   }
-  if (r == CDDP_OK && fds[n + 3].revents != 0) r = cddp__channel_hear(v, &v->up);
+  if (r == CDDP_OK && fds[n + 3].revents != 0) r = cddp__channel_receive(v, &v->parent);
   for (i = 0; i < 2 && r == CDDP_OK; i++)
     if (fds[n + i].revents != 0) r = cddp__accept_channels(v, more[i]);
   return r;
 }
 
-/* --- how a coordinator finds the root, or is the root: one key of the store --- */
+/* --- how a coordinator finds the root, or becomes the root: the store's key RUN/meeting --- */
 
-/* The root listens for other coordinators, and tells the store where: on the address of its
-   connection to the store, or on all addresses, of IPv6 and IPv4, if the store is on this host too
-   or has several. */
+/* The root listens for other coordinators and writes its address to the store. It listens on the
+   address of its connection to the store. If the store is on this host or has several addresses, it
+   listens on all addresses, of IPv6 and IPv4. */
 static cddp_result cddp__open_root(cddp__rendezvous *v) {
   cddp__root_key value;
   struct sockaddr_in6 in;
@@ -9724,7 +9748,7 @@ static cddp_result cddp__open_root(cddp__rendezvous *v) {
       cddp__env("CDDP_IFNAME") == NULL) {
     memset(&in, 0, sizeof in);
     in.sin6_family = AF_INET6;
-    a = cddp__internet_address(&in); /* "::", by which IPv4 comes too */
+    a = cddp__internet_address(&in); /* "::", which accepts IPv4 too */
     if (cddp__listen_for_others(v, &a, &v->root_socket, &port) != CDDP_OK) {
       a = v->address;
       cddp__address_to_all(&a);
@@ -9745,7 +9769,7 @@ static void cddp__close_store(cddp__rendezvous *v) {
   v->pause = 0.25;
 }
 
-/* A port of another host that cannot be reached: both ends and the cure. */
+/* Fails because a port on another host cannot be reached. The text names both ends and the cure. */
 static cddp_result cddp__fail_blocked(const cddp__rendezvous *v, const cddp__address *a,
                                       const char *listener, int error) {
   return cddp__fail(CDDP_NETWORK,
@@ -9762,26 +9786,26 @@ static double cddp__blocked_s(const cddp__rendezvous *v) {
   return v->at->timeout_s < 3 * CDDP__BLOCKED_S ? v->at->timeout_s / 3 : CDDP__BLOCKED_S;
 }
 
-/* The root could not be reached at the address that it has put into the store. If that lasts, the
-   root learns of it by the store, and this rank fails: CDDP_MISMATCH. Not where a launcher serves
-   the store, as the address can be an earlier job's. */
-static cddp_result cddp__note_blocked(cddp__rendezvous *v, const cddp__address *a, int error) {
+/* Called when the root cannot be reached at its address in the store. If that lasts, this rank
+   writes the reason to the store for the root, and fails with CDDP_MISMATCH. If a launcher serves
+   the store, the rank keeps trying, since the address can be an earlier job's. */
+static cddp_result cddp__report_blocked(cddp__rendezvous *v, const cddp__address *a, int error) {
   if (v->blocked_at == 0) v->blocked_at = cddp__now();
-  cddp__fail_blocked(v, a, "the process that gathers all ranks", error);
+  cddp__fail_blocked(v, a, "the process that coordinates the rendezvous", error);
   v->blocked = cddp__textf("%s", cddp_error());
   if (v->at->client_only || cddp__now() <= v->blocked_at + cddp__blocked_s(v)) return CDDP_OK;
   (void)cddp_store_set(v->store, v->blocked_key, v->blocked.s, strlen(v->blocked.s));
   return cddp__fail(CDDP_MISMATCH, "%s", v->blocked.s);
 }
 
-/* The root: whether another host cannot reach it. */
-static cddp_result cddp__hear_blocked(cddp__rendezvous *v) {
+/* The root: fails if another host has written to the store that it cannot reach the root. */
+static cddp_result cddp__check_blocked(cddp__rendezvous *v) {
   const char *key = v->blocked_key;
   char text[CDDP__ERROR_MAX];
   size_t n = 0;
   bool there = false;
-  if (v->store == NULL || cddp__now() < v->look) return CDDP_OK;
-  v->look = cddp__now() + 0.5;
+  if (v->store == NULL || cddp__now() < v->next_look) return CDDP_OK;
+  v->next_look = cddp__now() + 0.5;
   v->store->timeout_s = 0.2;
   if (cddp_store_check(v->store, &key, 1, &there) != CDDP_OK || !there ||
       cddp_store_get(v->store, key, text, sizeof text - 1, &n) != CDDP_OK || n == 0 || text[0] == 0)
@@ -9792,8 +9816,8 @@ static cddp_result cddp__hear_blocked(cddp__rendezvous *v) {
   return cddp__fail(CDDP_NETWORK, "%s", text);
 }
 
-/* Connects to the root, which is where the store's key says. */
-static cddp_result cddp__call_root(cddp__rendezvous *v) {
+/* Connects to the root at the address in the store. */
+static cddp_result cddp__connect_root(cddp__rendezvous *v) {
   cddp__root_key value;
   cddp__address a, store, here;
   double most = v->at->timeout_s < 8 ? v->at->timeout_s / 4 : 2;
@@ -9802,7 +9826,7 @@ static cddp_result cddp__call_root(cddp__rendezvous *v) {
   cddp_result r = cddp_store_get(v->store, v->key, &value, sizeof value, &n);
   if (r == CDDP_NETWORK) return r;
   v->stale = true; /* until the root has answered */
-  if (r != CDDP_OK || n != sizeof value) return CDDP_OK; /* another program's */
+  if (r != CDDP_OK || n != sizeof value) return CDDP_OK; /* another program wrote the key */
   if ((r = cddp__own_address(v->store->fd, &here)) != CDDP_OK) return r;
   a = cddp__internet_address(&value.address);
   cddp__set_scope(&a.v6, &here);
@@ -9814,7 +9838,7 @@ static cddp_result cddp__call_root(cddp__rendezvous *v) {
     a = store;
   }
   error = cddp__connect_address(&a, cddp__earlier_deadline(most, v->deadline), &fd);
-  store.size = sizeof store.sa; /* else by the address at which the store answers */
+  store.size = sizeof store.sa; /* a second try, at the store's address */
   if (error != 0 && getpeername(v->store->fd, &store.any, &store.size) == 0 &&
       store.sa.ss_family != AF_UNIX && !cddp__address_same_host(&a, &store)) {
     cddp__address_set_port(&store, cddp__address_port(&a));
@@ -9823,10 +9847,10 @@ static cddp_result cddp__call_root(cddp__rendezvous *v) {
   }
   if (error == EMFILE || error == ENFILE)
     return cddp__fail_descriptors(v, error, "connection to another host");
-  if (error != 0) return cddp__note_blocked(v, &a, error);
+  if (error != 0) return cddp__report_blocked(v, &a, error);
   v->blocked.s[0] = 0;
   v->blocked_at = 0;
-  cddp__channel_init(&v->up, fd, false);
+  cddp__channel_init(&v->parent, fd, false);
   memcpy(v->token, value.token, sizeof v->token);
   cddp__close_store(v);
   return cddp__own_address(fd, &v->address);
@@ -9840,7 +9864,7 @@ static cddp_result cddp__open_store(cddp__rendezvous *v, double deadline) {
   o.desc.init_method = at->init_method;
   o.desc.is_server = v->serves;
   o.desc.timeout_s = at->timeout_s;
-  o.desc.secret = v->door->secret;
+  o.desc.secret = v->job_info->secret;
   o.desc.allocator = v->host->allocator;
   o.listen_fd = v->serves ? at->listen_fd : -1;
   o.reachable = !cddp__one_host(at);
@@ -9849,77 +9873,77 @@ static cddp_result cddp__open_store(cddp__rendezvous *v, double deadline) {
   r = cddp__store_open(&v->store, &o);
   if (r == CDDP_MISMATCH && at->port != 0)
     cddp__append(cddp__error_text, sizeof cddp__error_text,
-                 "; set MASTER_PORT to a free one, the same for all ranks");
+                 "; set MASTER_PORT to a free port, the same on all ranks");
   if ((r == CDDP_NETWORK || r == CDDP_TIMEOUT || r == CDDP_MISMATCH) && at->port_name != NULL)
     cddp__append(cddp__error_text, sizeof cddp__error_text, " (host from %s, port %s%s)",
                  at->host_name, at->port_name,
-                 at->client_only ? "; by TORCHELASTIC_USE_AGENT_STORE a launcher serves there"
+                 at->client_only ? "; TORCHELASTIC_USE_AGENT_STORE says that a launcher serves it"
                                  : "");
   return r;
 }
 
-#define CDDP__NAME_S 60 /* a MASTER_ADDR that does not resolve is asked for again */
-#define CDDP__AGAIN_S 2.0 /* for a store that has hung up to be there again: it may have been of a
-                             meeting that failed, whose ranks meet anew */
+#define CDDP__RESOLVE_S 60        /* how long a MASTER_ADDR that does not resolve is tried again */
+#define CDDP__STORE_RESTART_S 2.0 /* for a lost store to return, as its ranks can restart */
 
-/* Not all ranks are of this coordinator's node: looks for the others, now and then. It tries to
-   open the store for a while, a longer one each time, up to ten seconds: in between the clients
-   are seen to. */
-static cddp_result cddp__seek_others(cddp__rendezvous *v) {
+/* A coordinator that has not found all ranks on its node connects to the root, or becomes the root.
+   Asks the store from time to time. Opening the store is tried for an increasing time, up to ten
+   seconds; between the tries the caller serves the clients. */
+static cddp_result cddp__find_root(cddp__rendezvous *v) {
   double most = 0.02 + 1e-5 * v->at->world_size;
   const char *key = v->key;
   cddp__address own;
-  bool there = false, wrong = cddp__has_cause(&v->problem); /* then the time is short */
+  bool there = false, wrong = cddp__has_cause(&v->problem); /* then the store gets 0.25 s */
   cddp_result r;
-  if (v->root_socket >= 0) return cddp__hear_blocked(v);
-  if (cddp__now() < v->look) return CDDP_OK;
+  if (v->root_socket >= 0) return cddp__check_blocked(v);
+  if (cddp__now() < v->next_look) return CDDP_OK;
   if (v->store == NULL) {
     r = cddp__open_store(v, cddp__earlier_deadline(wrong ? 0.25 : v->pause, v->deadline));
     if (r == CDDP_OK)
       v->pause = 0.002;
     else if (v->pause < 5)
       v->pause *= 2;
-    v->look = cddp__now() + (r == CDDP_OK ? 0 : 0.02); /* for the clients */
+    v->next_look = cddp__now() + (r == CDDP_OK ? 0 : 0.02); /* meanwhile clients are served */
     if (r == CDDP_MISMATCH) return CDDP_NETWORK;
-    if (r == CDDP_NETWORK && !v->serves && v->look + 0.5 < v->deadline &&
-        v->look < v->deadline - v->at->timeout_s + CDDP__NAME_S) {
-      v->look += 0.25; /* no such name yet */
+    if (r == CDDP_NETWORK && !v->serves && v->next_look + 0.5 < v->deadline &&
+        v->next_look < v->deadline - v->at->timeout_s + CDDP__RESOLVE_S) {
+      v->next_look += 0.25; /* the name does not resolve yet */
       return CDDP_OK;
     }
     if (r != CDDP_TIMEOUT) return r;
-    if (v->hung_up > 0 && cddp__now() > v->hung_up + CDDP__AGAIN_S)
+    if (v->store_lost_at > 0 && cddp__now() > v->store_lost_at + CDDP__STORE_RESTART_S)
       return cddp__fail(CDDP_PEER_LOST,
-                        "the store at %s hung up while the ranks were meeting: the process that "
-                        "serves it (rank 0, unless a launcher does) died or gave up",
-                        v->host->place);
+                        "the store at %s closed its connection during the rendezvous: the process "
+                        "that serves it (rank 0, unless a launcher does) died or exited",
+                        v->host->endpoint);
     v->blocked = cddp__textf("rank %d on %s: %s", v->at->rank, v->host->name, cddp_error());
     return CDDP_OK;
   }
   v->store->timeout_s = v->deadline - cddp__now();
-  if (v->store->timeout_s < 0.2) v->store->timeout_s = 0.2; /* the deadline's own text says more */
+  if (v->store->timeout_s < 0.2) v->store->timeout_s = 0.2; /* cddp__fail_missing_ranks says more */
   r = cddp_store_check(v->store, &key, 1, &there); /* a server connects to itself */
-  if (r == CDDP_OK) v->hung_up = 0;
+  if (r == CDDP_OK) v->store_lost_at = 0;
   if (r == CDDP_OK && v->blocked_at == 0) v->blocked.s[0] = 0;
   if (r == CDDP_OK && v->with_rank_0) r = cddp__open_root(v);
-  else if (r == CDDP_OK && there) r = cddp__call_root(v);
-  v->look = cddp__now() + v->pause;
+  else if (r == CDDP_OK && there)
+    r = cddp__connect_root(v);
+  v->next_look = cddp__now() + v->pause;
   v->pause = 2 * v->pause < most ? 2 * v->pause : most;
   if (r == CDDP_MISMATCH) return CDDP_NETWORK;
   if (r == CDDP_NETWORK && v->serves && cddp__interface_addresses(NULL, &own, 1) == 0) {
-    v->look = v->deadline; /* without any network all ranks are on this host */
+    v->next_look = v->deadline; /* this host has no network, so all ranks are on it */
     return CDDP_OK;
   }
   if (r != CDDP_NETWORK || v->serves) return r;
   cddp__close_store(v);
-  if (!v->stale) v->hung_up = cddp__now(); /* else an earlier job's store has ended */
+  if (!v->stale) v->store_lost_at = cddp__now(); /* a stale store was an earlier job's */
   return CDDP_OK;
 }
 
-/* This process has RANK 0, but MASTER_ADDR is no address of its host. A process there can have RANK
-   0 too, as with --node-rank 0 on two hosts: then all ranks there learn of both. Otherwise the text
-   stays. */
-static cddp_result cddp__call_other_root(cddp__rendezvous *v, cddp_result r) {
-  cddp__rank_info *own = &v->members[0].info;
+/* This process has RANK 0, but MASTER_ADDR is no address of its host. If a process at MASTER_ADDR
+   has RANK 0 too (for example --node-rank 0 on two hosts), registering there makes all its ranks
+   fail with a text that names both processes. Otherwise this rank's error text stays. */
+static cddp_result cddp__ask_other_root(cddp__rendezvous *v, cddp_result r) {
+  cddp__rank_info *own = &v->registered[0].info;
   cddp__address a[CDDP__ADDRESSES_MAX];
   char text[CDDP__ERROR_MAX];
   cddp_result answer = CDDP_OK;
@@ -9930,28 +9954,28 @@ static cddp_result cddp__call_other_root(cddp__rendezvous *v, cddp_result r) {
   if (n > 0 && !cddp__address_is_local(&a[0]) &&
       cddp__open_store(v, cddp__earlier_deadline(1, v->deadline)) == CDDP_OK) {
     v->store->timeout_s = 1;
-    (void)cddp__call_root(v);
+    (void)cddp__connect_root(v);
   }
-  if (v->up.fd >= 0) {
+  if (v->parent.fd >= 0) {
     memcpy(own->token, v->token, sizeof v->token);
-    (void)cddp__channel_post(v->up.fd, CDDP__MEET_RANK, CDDP_OK, own, sizeof *own, NULL,
+    (void)cddp__channel_send(v->parent.fd, CDDP__RENDEZVOUS_RANK, CDDP_OK, own, sizeof *own, NULL,
                              v->deadline);
   }
-  while (answer == CDDP_OK && v->up.fd >= 0 &&
-         cddp__wait_fd(v->up.fd, POLLIN,
+  while (answer == CDDP_OK && v->parent.fd >= 0 &&
+         cddp__wait_fd(v->parent.fd, POLLIN,
                        cddp__earlier_deadline(3 * CDDP__PROBLEM_S, v->deadline)) == CDDP_OK)
-    answer = cddp__channel_hear(v, &v->up);
+    answer = cddp__channel_receive(v, &v->parent);
   return answer == CDDP_INVALID_ARGUMENT ? answer : cddp__fail(r, "%s", text);
 }
 
-/* --- the meeting --- */
+/* --- the rendezvous --- */
 
-/* Binds the node's socket, or calls the rank that has. */
-static cddp_result cddp__enter_node(cddp__rendezvous *v) {
+/* Binds the node's socket, or connects to the rank that has bound it. */
+static cddp_result cddp__connect_node(cddp__rendezvous *v) {
   cddp__address a;
   int error, fd;
   CDDP__POINT("store");
-  cddp__unix_name(&a, v->door->node);
+  cddp__unix_name(&a, v->job_info->node);
   error = cddp__listen_address(&a, &v->node_socket);
   if (error == 0) {
     CDDP__POINT("lead");
@@ -9962,32 +9986,32 @@ static cddp_result cddp__enter_node(cddp__rendezvous *v) {
   error = cddp__connect_address(&a, v->deadline, &fd);
   if (error == CDDP__FOREIGN_USER)
     return cddp__fail(CDDP_UNAUTHORIZED,
-                      "a process of another user holds the name at which the ranks of this host "
-                      "meet; set CDDP_SECRET, or another MASTER_PORT");
+                      "a process of another user holds the socket name at which the ranks of this "
+                      "host connect; set CDDP_SECRET, or another MASTER_PORT");
   if (error == 0) {
     CDDP__POINT("follow");
-    cddp__channel_init(&v->up, fd, true);
+    cddp__channel_init(&v->parent, fd, true);
   } else if (error == ECONNREFUSED || error == EAGAIN || error == EINTR) {
-    cddp__sleep(0.001); /* that rank does not listen yet, or has just ended */
+    cddp__sleep(0.001); /* the coordinator does not listen yet, or has just ended */
   } else {
     return cddp__fail_descriptors(v, error, "connect to an abstract Unix socket");
   }
   return CDDP_OK;
 }
 
-/* The root: all ranks have come. Says who is where. */
-static cddp_result cddp__make_table(cddp__rendezvous *v) {
+/* The root: builds the address table when all ranks have registered. */
+static cddp_result cddp__build_table(cddp__rendezvous *v) {
   size_t i;
   cddp_result r = CDDP_OK;
-  for (i = 0; i < v->member_count && v->nodes > 1 && r == CDDP_OK; i++)
-    if (v->members[i].node == 0) r = cddp__listen_for_links(v, &v->members[i]);
+  for (i = 0; i < v->registered_count && v->nodes > 1 && r == CDDP_OK; i++)
+    if (v->registered[i].node == 0) r = cddp__listen_for_links(v, &v->registered[i]);
   if (r != CDDP_OK) return r;
   v->net = cddp__net_new(&v->host->allocator, v->at->world_size, v->nodes);
   if (v->net == NULL) return CDDP_OUT_OF_MEMORY;
-  for (i = 0; i < v->member_count; i++) {
-    const cddp__rank_info *info = &v->members[i].info;
+  for (i = 0; i < v->registered_count; i++) {
+    const cddp__rank_info *info = &v->registered[i].info;
     cddp__home *p = &v->net->homes[info->rank];
-    p->host = v->members[i].node;
+    p->host = v->registered[i].node;
     p->pid = info->pid;
     p->port = info->port;
     v->net->hosts[p->host] = info->host;
@@ -9995,8 +10019,8 @@ static cddp_result cddp__make_table(cddp__rendezvous *v) {
   return cddp__random(v->net->token, 16);
 }
 
-/* Time is up: who is missing, as far as this rank knows. */
-static cddp_result cddp__fail_late(cddp__rendezvous *v) {
+/* Fails with CDDP_TIMEOUT. The text names the missing ranks that this rank knows of. */
+static cddp_result cddp__fail_missing_ranks(cddp__rendezvous *v) {
   const cddp__config *at = v->at;
   const char *starter = at->launcher != CDDP__LAUNCHER_SCRIPT ? cddp__launchers[at->launcher].name
                         : cddp__env("TORCHELASTIC_RESTART_COUNT") != NULL ? "torchrun or cddprun"
@@ -10011,10 +10035,10 @@ static cddp_result cddp__fail_late(cddp__rendezvous *v) {
     return cddp__fail(CDDP_TIMEOUT,
                       "timed out after %g s: not all %d ranks connected to %s; %d of them are on "
                       "this host%s",
-                      at->timeout_s, size, v->host->place, (int)v->member_count,
-                      v->up.fd < 0 ? ", rank 0 did not connect" : "");
+                      at->timeout_s, size, v->host->endpoint, (int)v->registered_count,
+                      v->parent.fd < 0 ? ", rank 0 did not connect" : "");
   for (rank = 0; rank < size; rank++)
-    n += missing[rank] = cddp__member_of(v, (uint32_t)rank) == NULL;
+    n += missing[rank] = cddp__find_registered(v, (uint32_t)rank) == NULL;
   for (rank = 0; !missing[rank];) rank++;
   if (starter != NULL)
     return cddp__fail(CDDP_TIMEOUT,
@@ -10035,53 +10059,54 @@ static cddp_result cddp__fail_late(cddp__rendezvous *v) {
                                          "connect to");
 }
 
-/* Until this rank has the table, or knows what is wrong. The root's deadline is the first, as it
-   knows who is missing. */
-static cddp_result cddp__gather(cddp__rendezvous *v) {
+/* Registers this rank and those below it with the parent, until this rank has the address table or
+   an error. The root's deadline is the earliest, since the root knows the missing ranks. */
+static cddp_result cddp__rendezvous_register(cddp__rendezvous *v) {
   cddp_result r = CDDP_OK;
   v->pause = 0.25;
-  v->look = cddp__now() + (v->store != NULL ? 0.002 : 0); /* all ranks may be on this host */
+  v->next_look = cddp__now() + (v->store != NULL ? 0.002 : 0); /* all ranks may be on this host */
   while (r == CDDP_OK && v->net == NULL) {
     double until = v->deadline + 0.5;
     bool late, all, wrong;
     cddp__text why;
-    if (v->up.fd < 0 && v->node_socket < 0) r = cddp__enter_node(v);
-    while (r == CDDP_OK && v->up.fd >= 0 && v->told < v->member_count) {
-      cddp__member *m = &v->members[v->told++]; /* the rank above does not know it yet */
+    if (v->parent.fd < 0 && v->node_socket < 0) r = cddp__connect_node(v);
+    while (r == CDDP_OK && v->parent.fd >= 0 && v->forwarded < v->registered_count) {
+      cddp__registration *m = &v->registered[v->forwarded++]; /* the parent does not know it yet */
       memcpy(m->info.token, v->token, sizeof v->token);
-      if (!v->up.local && m->fits) r = cddp__listen_for_links(v, m);
+      if (!v->parent.local && m->fits) r = cddp__listen_for_links(v, m);
       why = cddp__textf("%s", cddp_error());
       CDDP__POINT("hello");
-      /* If it cannot be sent, reading says why. After a failure FAIL follows: it is heard only
-         behind RANK. */
-      (void)cddp__channel_post(v->up.fd, CDDP__MEET_RANK, CDDP_OK, &m->info, sizeof m->info, NULL,
-                               v->deadline);
+      /* An error of this send shows when the parent's answer is read. After a failure FAIL follows,
+         which the parent accepts only after RANK. */
+      (void)cddp__channel_send(v->parent.fd, CDDP__RENDEZVOUS_RANK, CDDP_OK, &m->info,
+                               sizeof m->info, NULL, v->deadline);
       if (r != CDDP_OK) cddp__fail(r, "%s", why.s);
       CDDP__POINT("greeted");
     }
-    if (v->up.fd < 0) until = v->root_socket < 0 && v->look < v->deadline ? v->look : v->deadline;
+    if (v->parent.fd < 0)
+      until = v->root_socket < 0 && v->next_look < v->deadline ? v->next_look : v->deadline;
     if (r == CDDP_OK) r = cddp__poll_channels(v, until);
     if (r != CDDP_OK || v->net != NULL) break;
-    late = cddp__now() >= v->deadline + (v->up.fd < 0 ? 0 : v->up.local ? 0.5 : 0.25);
-    all = v->with_rank_0 && v->node_socket >= 0 && v->member_count >= (size_t)v->expected;
-    wrong = cddp__has_cause(&v->problem) && v->up.fd < 0; /* else the rank above decides */
+    late = cddp__now() >= v->deadline + (v->parent.fd < 0 ? 0 : v->parent.local ? 0.5 : 0.25);
+    all = v->with_rank_0 && v->node_socket >= 0 && v->registered_count >= (size_t)v->expected;
+    wrong = cddp__has_cause(&v->problem) && v->parent.fd < 0; /* else the parent decides */
     if (late || (wrong && (all || cddp__now() > v->problem_at + CDDP__PROBLEM_S))) {
       v->common = true;
       r = cddp__check_cause(&v->problem);
-      return r != CDDP_OK ? r : cddp__fail_late(v);
+      return r != CDDP_OK ? r : cddp__fail_missing_ranks(v);
     }
     if (all)
-      r = cddp__make_table(v);
-    else if (v->node_socket >= 0 && v->up.fd < 0)
-      r = cddp__seek_others(v);
+      r = cddp__build_table(v);
+    else if (v->node_socket >= 0 && v->parent.fd < 0)
+      r = cddp__find_root(v);
   }
   return r;
 }
 
-/* Makes the memfd: a window for each rank, one for what is common to all, and those of processes
-   that may join. As large as the process may make a file: it is all holes, and so takes no memory
-   of its own. */
-static cddp_result cddp__make_memory(cddp__host *h) {
+/* Creates the memfd: a window for the control block of the first group, one for each rank, and one
+   for each process that can join. The file is sparse, so its size uses no memory; a file size limit
+   makes the windows smaller. */
+static cddp_result cddp__create_memory(cddp__host *h) {
   uint64_t windows = (uint64_t)h->size + 1;
   struct rlimit limit;
   if (getrlimit(RLIMIT_FSIZE, &limit) != 0) limit.rlim_cur = RLIM_INFINITY;
@@ -10102,27 +10127,27 @@ static cddp_result cddp__make_memory(cddp__host *h) {
                       strerror(errno));
   if (h->fd < 0)
     return cddp__fail(CDDP_SYSTEM,
-                      "memfd_create: %s: the ranks of a host share memory by it. If a container "
-                      "forbids it (Docker: --security-opt seccomp=unconfined allows it), give each "
-                      "rank a CDDP_HOST_ID of its own: then they talk by TCP",
+                      "memfd_create: %s: the ranks on a host share memory through it. If a "
+                      "container forbids it, allow it (Docker: --security-opt seccomp=unconfined), "
+                      "or give each rank its own CDDP_HOST_ID: the ranks then use TCP",
                       strerror(errno));
   if (ftruncate(h->fd, (off_t)(windows << h->window_bits)) != 0)
     return cddp__fail_errno("ftruncate of shared memory");
   fcntl(h->fd, 1033 /* F_ADD_SEALS */,
-        2 | 4 /* SHRINK | GROW: no peer can pull it from under us */);
+        2 | 4 /* SHRINK | GROW: no peer can remove pages that this rank uses */);
   (void)fstat(h->fd, &h->memory);
   return CDDP_OK;
 }
 
-/* Takes the descriptors that came with a table, and finds how large the memory's windows are. size:
-   ranks that met. */
-static cddp_result cddp__take_memory(cddp__rendezvous *v, int size) {
+/* Takes over the descriptors received with a table, and computes the size of the memory's windows.
+   size: ranks of the first group on this host. */
+static cddp_result cddp__receive_memory(cddp__rendezvous *v, int size) {
   cddp__host *h = v->host;
   uint64_t bytes;
   h->fd = v->fds[0];
-  v->members[0].link_fd = v->fds[1];
+  v->registered[0].link_fd = v->fds[1];
   v->fds[0] = v->fds[1] = -1;
-  if (h->fd < 0 || (h->net != NULL && v->members[0].link_fd < 0))
+  if (h->fd < 0 || (h->net != NULL && v->registered[0].link_fd < 0))
     return cddp__fail_descriptors(v, EMFILE, "recvmsg of the shared memory");
   (void)fstat(h->fd, &h->memory);
   bytes = (uint64_t)h->memory.st_size;
@@ -10131,9 +10156,9 @@ static cddp_result cddp__take_memory(cddp__rendezvous *v, int size) {
   return CDDP_OK;
 }
 
-/* Fills the host with what the table says; a false one is an error. The table becomes the host's if
-   there are other nodes. */
-static cddp_result cddp__use_table(cddp__rendezvous *v) {
+/* Fills in the host from the address table; a damaged table is an error. With several nodes the
+   table becomes the host's. */
+static cddp_result cddp__apply_table(cddp__rendezvous *v) {
   cddp__host *h = v->host;
   cddp__net *n = v->net;
   int i;
@@ -10155,13 +10180,13 @@ static cddp_result cddp__use_table(cddp__rendezvous *v) {
   cddp__host_set_rank(h, n->hosts[n->host].size, n->homes[n->rank].index, n->homes[n->rank].index);
   if (n->host_count == 1) return CDDP_OK;
   h->net = n;
-  if (v->door->secret[0] == 0 || v->job_secret) return CDDP_OK;
-  n->secret = cddp__strdup(&h->allocator, v->door->secret);
+  if (v->job_info->secret[0] == 0 || v->job_secret) return CDDP_OK;
+  n->secret = cddp__strdup(&h->allocator, v->job_info->secret);
   return n->secret != NULL ? CDDP_OK : CDDP_OUT_OF_MEMORY;
 }
 
-/* The group of all ranks, on a control block that lies at the start of the shared memory; that of a
-   process that has joined, on memory of its own. */
+/* Creates the group of all ranks. Its control block is at the start of the shared memory; a process
+   that has joined has its own. */
 static cddp_result cddp__world_group(cddp_group **out, cddp__host *h, int rank, int size,
                                      double timeout_s) {
   size_t bytes = cddp__round_up(cddp__block_bytes(size, h->size), cddp__page_size());
@@ -10183,9 +10208,9 @@ static cddp_result cddp__world_group(cddp_group **out, cddp__host *h, int rank, 
   return r;
 }
 
-/* Coordinators: whether ranks of other hosts can be reached where they listen, up to 32 of them.
-   All ranks wait for the coordinators, so all learn of a port that is blocked; a link is made much
-   later and by one rank. A rank without descriptors learns that when it makes its links. */
+/* Coordinators: checks that the ports of up to 32 ranks on other hosts can be reached. All ranks
+   wait for the coordinators, so a blocked port is reported to all. Without this check one rank
+   would find out when it makes a link, much later. A lack of descriptors is reported then. */
 static cddp_result cddp__check_ports(cddp__rendezvous *v) {
   enum { MOST = 32 };
   const cddp__net *net = v->net;
@@ -10223,11 +10248,11 @@ static cddp_result cddp__check_ports(cddp__rendezvous *v) {
   return r;
 }
 
-/* Builds the group that the table describes, passes the table on to the ranks below, and waits
-   until they have built theirs. */
-static cddp_result cddp__pass_on(cddp__rendezvous *v, cddp_group **out) {
+/* Builds the group that the table describes, sends the table to the children, and waits until they
+   have built their groups. */
+static cddp_result cddp__rendezvous_finish(cddp__rendezvous *v, cddp_group **out) {
   cddp__host *h = v->host;
-  cddp_result r = cddp__use_table(v);
+  cddp_result r = cddp__apply_table(v);
   double deadline = v->deadline + 1;
   size_t i;
   if (r == CDDP_OK && v->node_socket >= 0 && h->net != NULL) {
@@ -10236,65 +10261,68 @@ static cddp_result cddp__pass_on(cddp__rendezvous *v, cddp_group **out) {
       deadline = cddp__now() + CDDP__BLOCKED_S + 1;
   }
   if (r == CDDP_OK && v->node_socket < 0) /* a client */
-    r = cddp__take_memory(v, h->size);
+    r = cddp__receive_memory(v, h->size);
   else if (r == CDDP_OK && h->size > 1)
-    r = cddp__make_memory(h);
-  cddp__host_set_rank(h, h->size, h->index, h->index); /* with this size of windows */
+    r = cddp__create_memory(h);
+  cddp__host_set_rank(h, h->size, h->index, h->index); /* with the new window_bits */
   if (r == CDDP_OK)
     r = cddp__world_group(out, h, v->at->rank, v->at->world_size, v->at->timeout_s);
-  for (i = 0; i < v->below_count && r == CDDP_OK; i++) {
-    cddp__channel *c = &v->below[i];
-    int *link_fd = &v->members[c->first].link_fd, fds[2] = {h->fd, *link_fd};
+  for (i = 0; i < v->child_count && r == CDDP_OK; i++) {
+    cddp__channel *c = &v->children[i];
+    int *link_fd = &v->registered[c->first].link_fd, fds[2] = {h->fd, *link_fd};
     if (!c->awaited) continue;
     CDDP__POINT("welcome");
-    if (cddp__channel_post(c->fd, CDDP__MEET_TABLE, CDDP_OK, v->net->token,
+    if (cddp__channel_send(c->fd, CDDP__RENDEZVOUS_TABLE, CDDP_OK, v->net->token,
                            cddp__table_bytes(v->net->size, v->net->host_count),
                            c->local ? fds : NULL, cddp__now() + 5) != CDDP_OK)
       r = cddp__report_channel_lost(v, c);
     cddp__close_fd(link_fd);
   }
-  for (i = 0; i < v->below_count && r == CDDP_OK;) {
-    bool waits = v->below[i].awaited;
-    if (waits && cddp__now() >= deadline) r = cddp__report_channel_lost(v, &v->below[i]);
+  for (i = 0; i < v->child_count && r == CDDP_OK;) {
+    bool waits = v->children[i].awaited;
+    if (waits && cddp__now() >= deadline) r = cddp__report_channel_lost(v, &v->children[i]);
     if (waits && r == CDDP_OK) r = cddp__poll_channels(v, deadline);
     i = waits ? 0 : i + 1; /* channels may have moved */
   }
-  if (r == CDDP_OK && v->up.fd >= 0 &&
-      cddp__channel_post(v->up.fd, CDDP__MEET_IN, CDDP_OK, NULL, 0, NULL, deadline) != CDDP_OK) {
-    r = cddp__channel_hear(v, &v->up); /* it may have said why */
-    if (r == CDDP_OK) r = cddp__report_channel_lost(v, &v->up);
+  if (r == CDDP_OK && v->parent.fd >= 0 &&
+      cddp__channel_send(v->parent.fd, CDDP__RENDEZVOUS_READY, CDDP_OK, NULL, 0, NULL, deadline) !=
+          CDDP_OK) {
+    r = cddp__channel_receive(v, &v->parent); /* the parent can have sent FAIL */
+    if (r == CDDP_OK) r = cddp__report_channel_lost(v, &v->parent);
   }
   if (r != CDDP_OK || h->net == NULL) return r;
-  h->net->listener = v->members[0].link_fd;
-  v->members[0].link_fd = -1;
+  h->net->listener = v->registered[0].link_fd;
+  v->registered[0].link_fd = -1;
   (void)cddp__register_socket(h->net->listener); /* a client got it from its coordinator */
   return CDDP_OK;
 }
 
-/* Says FAIL on a connection, and by TCP waits a moment until the other side has read it. */
+/* Sends FAIL. By TCP it waits up to 0.2 s for the other side to close: closing a socket with unread
+   bytes would reset the connection, and FAIL could be lost. */
 static void cddp__channel_fail(int fd, bool local, cddp_result r, const char *text) {
   double deadline = cddp__now() + 0.2;
   char rest[256];
-  (void)cddp__channel_post(fd, CDDP__MEET_FAIL, r, text, strlen(text), NULL, cddp__now() + 0.1);
+  (void)cddp__channel_send(fd, CDDP__RENDEZVOUS_FAIL, r, text, strlen(text), NULL,
+                           cddp__now() + 0.1);
   if (local || shutdown(fd, SHUT_WR) != 0) return;
   while (cddp__wait_fd(fd, POLLIN, deadline) == CDDP_OK &&
          recv(fd, rest, sizeof rest, MSG_DONTWAIT) > 0) {}
 }
 
-/* Whether the process at the other end, of this host, has been told already: it comes to another
-   meeting. */
-static bool cddp__comes_again(const cddp__rendezvous *v, const cddp__channel *c) {
+/* Whether the process at the other end, on this host, has registered before: it has received FAIL
+   and connects for its next rendezvous. */
+static bool cddp__registered_before(const cddp__rendezvous *v, const cddp__channel *c) {
   uint32_t peer[3];
   size_t i;
   if (c->known || !c->local || !cddp__peer_process(c->fd, peer)) return false;
-  for (i = 0; i < v->member_count; i++)
-    if (v->members[i].node == 0 && v->members[i].info.pid == peer[0]) return true;
+  for (i = 0; i < v->registered_count; i++)
+    if (v->registered[i].node == 0 && v->registered[i].info.pid == peer[0]) return true;
   return false;
 }
 
-/* Tells the ranks above and below, those too that have just come, and those that are in the group
-   already, why there will be no group; or (CDDP_OK) those that do not fit into it. */
-static void cddp__tell_failure(cddp__rendezvous *v, cddp_group *g, cddp_result r) {
+/* Reports a failure to the parent, to the children, to ranks that have just connected, and to ranks
+   that have built the group already. With CDDP_OK: to children that do not match. */
+static void cddp__report_failure(cddp__rendezvous *v, cddp_group *g, cddp_result r) {
   char text[CDDP__ERROR_MAX], far[CDDP__ERROR_MAX];
   cddp_result told = r != CDDP_OK ? r : cddp__check_cause(&v->problem);
   int rounds = 0;
@@ -10302,70 +10330,70 @@ static void cddp__tell_failure(cddp__rendezvous *v, cddp_group *g, cddp_result r
   snprintf(text, sizeof text, "%s", cddp_error());
   snprintf(far, sizeof far, "%s", text);
   if (r != CDDP_OK && !v->common)
-    snprintf(far, sizeof far, "rank %d failed while the ranks were meeting: %.430s", v->at->rank,
-             text);
-  if (v->up.fd >= 0 && r != CDDP_OK) cddp__channel_fail(v->up.fd, v->up.local, r, far);
+    snprintf(far, sizeof far, "rank %d failed during the rendezvous: %.430s", v->at->rank, text);
+  if (v->parent.fd >= 0 && r != CDDP_OK) cddp__channel_fail(v->parent.fd, v->parent.local, r, far);
   do {
-    for (k = v->below_count; k-- > 0;) {
-      const cddp__channel *c = &v->below[k];
-      if (r == CDDP_OK && (!c->known || v->members[c->first].fits)) continue;
-      if (!cddp__comes_again(v, c))
+    for (k = v->child_count; k-- > 0;) {
+      const cddp__channel *c = &v->children[k];
+      if (r == CDDP_OK && (!c->known || v->registered[c->first].fits)) continue;
+      if (!cddp__registered_before(v, c))
         cddp__channel_fail(c->fd, c->local || !c->known, told, c->local ? text : far);
-      cddp__drop_channel(v, k); /* those that come need its descriptor */
+      cddp__remove_child(v, k); /* new connections need its descriptor */
     }
     if (r == CDDP_OK) return;
     if (v->node_socket >= 0) (void)cddp__accept_channels(v, v->node_socket);
-  } while (v->below_count > 0 && rounds++ < CDDP__MAX_RANKS);
+  } while (v->child_count > 0 && rounds++ < CDDP__MAX_RANKS);
   if (g != NULL) cddp__break(g, cddp__fail(r, "%s", far));
   if (v->host->net != NULL) cddp__tell_all(v->host->net, 0, NULL, v->net->size, (uint32_t)r, far);
   cddp__fail(r, "%s", text);
 }
 
-/* Finds out what this rank is and where it meets. CDDP_JOB_SECRET was made by cddp_spawn or cddprun
-   for ranks that meet on one host, so that no other user of it can join in: "PORT:SECRET", good for
-   that MASTER_PORT unless the user has set a secret. */
+/* Fills in this rank's info and the job's endpoint, and registers this rank. CDDP_JOB_SECRET is
+   "PORT:SECRET", made by cddp_spawn or cddprun for ranks on one host, so that other users of the
+   host cannot take part. It is used with that MASTER_PORT if the user has set no secret. */
 static cddp_result cddp__rendezvous_init(cddp__rendezvous *v, const cddp__config *at,
                                          const cddp_group_desc *d, cddp__host *h) {
-  const char *job = cddp__env("CDDP_JOB_SECRET"), *master = cddp__env("MASTER_PORT"),
+  const char *given = cddp__env("CDDP_JOB_SECRET"), *master = cddp__env("MASTER_PORT"),
              *backend = cddp__backend_name(d),
              *secret = d->secret != NULL ? d->secret : cddp__env("CDDP_SECRET");
   bool cuda = d->device != NULL && strncmp(d->device, "cuda", 4) == 0;
   size_t n = master != NULL ? strlen(master) : 0;
   char machine[128];
-  cddp__door *door;
+  cddp__job_info *job;
   cddp__rank_info *i;
   memset(v, 0, sizeof *v);
   v->at = at;
   v->host = h;
   v->deadline = cddp__now() + at->timeout_s;
-  v->up.fd = v->fds[0] = v->fds[1] = v->node_socket = v->root_socket = -1;
+  v->parent.fd = v->fds[0] = v->fds[1] = v->node_socket = v->root_socket = -1;
   v->nodes = 1;
   v->expected = at->world_size;
   v->serves = at->rank == 0 && !at->client_only;
-  v->job_secret = secret == NULL && job != NULL && n > 0 && at->port_name != NULL &&
-                  !at->client_only && strncmp(job, master, n) == 0 && job[n] == ':' &&
-                  job[n + 1] != 0;
-  if (v->job_secret) secret = job + n + 1;
+  v->job_secret = secret == NULL && given != NULL && n > 0 && at->port_name != NULL &&
+                  !at->client_only && strncmp(given, master, n) == 0 && given[n] == ':' &&
+                  given[n + 1] != 0;
+  if (v->job_secret) secret = given + n + 1;
   if (secret == NULL) secret = "";
   snprintf(v->key, sizeof v->key, "%s/meeting", at->run);
   snprintf(v->blocked_key, sizeof v->blocked_key, "%s/blocked", at->run);
   if (at->port != 0)
-    snprintf(h->place, sizeof h->place, "port %d", at->port);
+    snprintf(h->endpoint, sizeof h->endpoint, "port %d", at->port);
   else
-    snprintf(h->place, sizeof h->place, "%.80s", at->init_method);
+    snprintf(h->endpoint, sizeof h->endpoint, "%.80s", at->init_method);
   n = strlen(secret) + 1;
-  v->door = h->door = door = (cddp__door *)cddp__calloc(&h->allocator, 1, sizeof *door + n);
-  if (door == NULL) return CDDP_OUT_OF_MEMORY;
-  door->secret = (char *)memcpy(door + 1, secret, n);
-  door->timeout_s = at->timeout_s;
-  door->table.size = at->world_size;
-  if (!at->client_only) { /* else a launcher listens there */
-    memcpy(door->master, at->host, sizeof door->master);
-    door->port = at->port;
+  v->job_info = h->job_info = job =
+      (cddp__job_info *)cddp__calloc(&h->allocator, 1, sizeof *job + n);
+  if (job == NULL) return CDDP_OUT_OF_MEMORY;
+  job->secret = (char *)memcpy(job + 1, secret, n);
+  job->timeout_s = at->timeout_s;
+  job->table.size = at->world_size;
+  if (!at->client_only) { /* else a launcher listens at MASTER_PORT */
+    memcpy(job->master, at->host, sizeof job->master);
+    job->port = at->port;
   }
-  cddp__node_name(at, secret, door->node);
-  v->mark = (uint32_t)cddp__hash64(1, door->node, strlen(door->node)) | 1;
-  i = &door->table.info;
+  cddp__node_name(at, secret, job->node);
+  v->node_hash = (uint32_t)cddp__hash64(1, job->node, strlen(job->node)) | 1;
+  i = &job->table.info;
   i->version = CDDP_VERSION;
   i->world_size = (uint32_t)at->world_size;
   i->rank = (uint32_t)at->rank;
@@ -10377,40 +10405,40 @@ static cddp_result cddp__rendezvous_init(cddp__rendezvous *v, const cddp__config
   i->machine = cddp__hash64(0, machine, strlen(machine));
   snprintf(i->backend, sizeof i->backend, "%s", backend != NULL ? backend : cuda ? "nccl" : "cpu");
   snprintf(i->host.name, sizeof i->host.name, "%.67s", h->name);
-  return cddp__add_member(v, i, 0);
+  return cddp__register_rank(v, i, 0);
 }
 
 static void cddp__rendezvous_free(cddp__rendezvous *v) {
   const cddp_allocator *a = &v->host->allocator;
   size_t i;
-  while (v->below_count > 0) cddp__drop_channel(v, v->below_count - 1);
-  for (i = 0; i < v->member_count; i++) cddp__close_fd(&v->members[i].link_fd);
-  cddp__close_fd(&v->up.fd);
+  while (v->child_count > 0) cddp__remove_child(v, v->child_count - 1);
+  for (i = 0; i < v->registered_count; i++) cddp__close_fd(&v->registered[i].link_fd);
+  cddp__close_fd(&v->parent.fd);
   cddp__close_fd(&v->fds[0]);
   cddp__close_fd(&v->fds[1]);
   cddp__close_fd(&v->node_socket);
   cddp__close_fd(&v->root_socket);
   cddp__close_store(v);
   if (v->net != v->host->net) cddp__net_release(v->net);
-  cddp__free(a, v->below);
+  cddp__free(a, v->children);
   cddp__free(a, v->poll);
-  cddp__free(a, v->members);
+  cddp__free(a, v->registered);
 }
 
-/* --- joining a job that runs --- */
+/* --- joining a running job --- */
 
-#define CDDP__JOB_GONE_S 2.0 /* how long nobody must be there before the job counts as ended */
-#define CDDP__CALLS 64   /* ranks that a joining process calls at once */
+#define CDDP__JOB_GONE_S 2.0 /* without any rank, after which the job counts as ended */
+#define CDDP__JOIN_CALLS 64  /* connections of a joining process at the same time */
 
-/* The memory of a rank that began alone is shared from now on, for those who join. What it has
-   allocated stays its own. */
+/* Makes the memory of a job of one rank shareable from now on, for processes that join. Memory
+   allocated before stays private. */
 static void cddp__share_memory(cddp__host *h) {
   struct rlimit limit;
   cddp__extent *e = NULL;
   size_t at = 0;
-  if (h->fd >= 0 || h->size > 1 || h->net != NULL || h->door == NULL) return;
+  if (h->fd >= 0 || h->size > 1 || h->net != NULL || h->job_info == NULL) return;
   if (getrlimit(RLIMIT_FSIZE, &limit) != 0 || limit.rlim_cur != RLIM_INFINITY) return;
-  if (cddp__make_memory(h) != CDDP_OK) {
+  if (cddp__create_memory(h) != CDDP_OK) {
     cddp__log(&h->logger, 1, "no process can join this rank: %s", cddp_error());
     return;
   }
@@ -10419,28 +10447,28 @@ static void cddp__share_memory(cddp__host *h) {
   h->threads = false;
 }
 
-/* From here on processes may join through this rank, when it looks: cddp__door_serve. Those of
-   other hosts ask at MASTER_PORT, unless another rank of this host listens there. Silent strangers
-   are kept out by the system, or each would cost the time of a proof. */
-static void cddp__door_open(cddp__host *h) {
+/* Opens the sockets for joining processes, which cddp__join_serve answers. Processes on other hosts
+   connect to MASTER_PORT; one rank of each host listens there. The system holds back connections
+   that send nothing (TCP_DEFER_ACCEPT), since each would cost the time of a proof. */
+static void cddp__join_listen(cddp__host *h) {
   cddp__address a;
   int seconds = 5, error = 0;
-  if (h->door == NULL) return;
-  if (h->net != NULL && h->door->port != 0 && h->door_port < 0) {
+  if (h->job_info == NULL) return;
+  if (h->net != NULL && h->job_info->port != 0 && h->join_tcp_fd < 0) {
     a = cddp__internet_address(&h->net->hosts[h->net->host].address);
     if (!cddp__address_is_loopback(&a)) cddp__address_to_all(&a);
-    cddp__address_set_port(&a, h->door->port);
-    if (cddp__listen_address(&a, &h->door_port) == 0)
-      setsockopt(h->door_port, IPPROTO_TCP, TCP_DEFER_ACCEPT, &seconds, sizeof seconds);
+    cddp__address_set_port(&a, h->job_info->port);
+    if (cddp__listen_address(&a, &h->join_tcp_fd) == 0)
+      setsockopt(h->join_tcp_fd, IPPROTO_TCP, TCP_DEFER_ACCEPT, &seconds, sizeof seconds);
   }
-  a = cddp__rank_socket(h->door, "join-", (int)h->door->table.info.rank);
-  if (h->door_fd < 0) error = cddp__listen_address(&a, &h->door_fd);
+  a = cddp__rank_socket(h->job_info, "join-", (int)h->job_info->table.info.rank);
+  if (h->join_fd < 0) error = cddp__listen_address(&a, &h->join_fd);
   if (error != 0)
     cddp__log(&h->logger, 1, "no process can join through this rank: %s", strerror(error));
 }
 
-/* Does this end's part of the challenge. c: begun. */
-static cddp_result cddp__prove(cddp__challenge *c, int fd, double deadline) {
+/* Runs this end's part of a challenge that has begun. */
+static cddp_result cddp__run_challenge(cddp__challenge *c, int fd, double deadline) {
   unsigned char bytes[sizeof c->in];
   size_t n = 0;
   cddp_result r = cddp__challenge_run(c, fd, bytes, &n, deadline);
@@ -10448,57 +10476,57 @@ static cddp_result cddp__prove(cddp__challenge *c, int fd, double deadline) {
   return cddp__fail(CDDP_UNAUTHORIZED, "the other process does not know the secret of the job");
 }
 
-/* Tells those who have called how to join. A process that joins answers at once; for any other one
-   this rank waits a moment. Callers that are slow, or come again and again, take a tenth of this
-   rank's time together. */
-static void cddp__door_serve(cddp__host *h) {
-  int doors[2] = {h->door_fd, h->door_port}, fds[2] = {h->fd, -1}, k, fd;
+/* Answers joining processes. They answer immediately; for other callers this rank waits at most
+   0.1 s. After the answers it accepts none for ten times as long as they took, so that slow or
+   repeated callers cost at most a tenth of this rank's time. */
+static void cddp__join_serve(cddp__host *h) {
+  int doors[2] = {h->join_fd, h->join_tcp_fd}, fds[2] = {h->fd, -1}, k, fd;
   double now = cddp__now(), begin = now;
   cddp__challenge c;
-  if ((doors[0] < 0 && doors[1] < 0) || now < h->door_closed) return;
+  if ((doors[0] < 0 && doors[1] < 0) || now < h->join_pause_end) return;
   for (k = 0; k < 2; k++)
     while (now < begin + 0.05 && doors[k] >= 0 && (fd = cddp__accept(doors[k])) >= 0) {
-      cddp__join_table *table = &h->door->table;
+      cddp__join_table *table = &h->job_info->table;
       table->info.fp_mode = cddp__fp_mode();
       table->job = h->record != NULL ? h->record->job : 0;
-      table->here = h->size;
-      if (cddp__challenge_begin(&c, h->door->secret, "join", false, NULL, 0) == CDDP_OK &&
-          cddp__prove(&c, fd, now + 0.1) == CDDP_OK)
-        (void)cddp__channel_post(fd, CDDP__MEET_TABLE, CDDP_OK, table, sizeof *table,
+      table->local_size = h->size;
+      if (cddp__challenge_begin(&c, h->job_info->secret, "join", false, NULL, 0) == CDDP_OK &&
+          cddp__run_challenge(&c, fd, now + 0.1) == CDDP_OK)
+        (void)cddp__channel_send(fd, CDDP__RENDEZVOUS_TABLE, CDDP_OK, table, sizeof *table,
                                  k == 0 && h->fd >= 0 ? fds : NULL, now + 0.1);
       CDDP__POINT("elastic told");
       cddp__close_fd(&fd);
       now = cddp__now();
     }
-  h->door_closed = begin + 10 * (now - begin);
+  h->join_pause_end = begin + 10 * (now - begin);
 }
 
-typedef struct cddp__join_call { /* of a rank of the job */
+typedef struct cddp__join_call { /* a connection to a rank of the job */
   int fd;
-  int rank; /* < 0: of whichever listens at an address of MASTER_ADDR */
+  int rank; /* on this host; -1 - i: the rank that listens at address i of MASTER_ADDR */
   cddp__challenge challenge;
 } cddp__join_call;
 
-/* Calls all ranks of this host, and who listens at MASTER_ADDR, that have not been called; those
-   that listen are added. blocked: the last error of a connection to MASTER_ADDR. */
-static cddp_result cddp__join_call_ranks(const cddp__door *door, cddp__join_call *calls, int *count,
-                                         cddp__text *blocked) {
+/* Connects to all ranks on this host and to all addresses of MASTER_ADDR that are not in `calls`,
+   and adds those that listen. blocked: the last error of a connection to MASTER_ADDR. */
+static cddp_result cddp__join_call_ranks(const cddp__job_info *job, cddp__join_call *calls,
+                                         int *count, cddp__text *blocked) {
   cddp__address a[CDDP__ADDRESSES_MAX];
   int n = 0, rank, i, error;
   cddp_result r = CDDP_OK;
-  if (door->port != 0) (void)cddp__resolve(door->master, door->port, a, &n);
-  for (rank = -n; rank < CDDP__MAX_RANKS && *count < CDDP__CALLS && r == CDDP_OK; rank++) {
+  if (job->port != 0) (void)cddp__resolve(job->master, job->port, a, &n);
+  for (rank = -n; rank < CDDP__MAX_RANKS && *count < CDDP__JOIN_CALLS && r == CDDP_OK; rank++) {
     cddp__join_call *c = &calls[*count];
-    cddp__address at = rank < 0 ? a[-1 - rank] : cddp__rank_socket(door, "join-", rank);
+    cddp__address at = rank < 0 ? a[-1 - rank] : cddp__rank_socket(job, "join-", rank);
     for (i = 0; i < *count && calls[i].rank != rank; i++) {}
-    if (i < *count || (rank < 0 && (door->foreign >> (-1 - rank) & 1) != 0)) continue;
+    if (i < *count || (rank < 0 && (job->foreign >> (-1 - rank) & 1) != 0)) continue;
     error = cddp__connect_address(&at, cddp__now() + (rank < 0 ? 0.5 : 0), &c->fd);
     if (rank < 0 && error > 0)
       *blocked = cddp__textf("%s: %s", cddp__describe_address(&at).s, strerror(error));
     if (error != 0) continue;
     c->rank = rank;
     ++*count;
-    r = cddp__challenge_begin(&c->challenge, door->secret, "join", true, NULL, 0);
+    r = cddp__challenge_begin(&c->challenge, job->secret, "join", true, NULL, 0);
     if (r == CDDP_OK)
       (void)cddp__send_all(c->fd, c->challenge.out, c->challenge.out_size, cddp__now());
     c->challenge.out_size = 0;
@@ -10506,37 +10534,39 @@ static cddp_result cddp__join_call_ranks(const cddp__door *door, cddp__join_call
   return r;
 }
 
-/* Takes what a rank has answered, with its descriptors. CDDP_NETWORK: it has ended, perhaps. */
-static cddp_result cddp__join_hear(cddp__door *door, cddp__join_call *call, int fds[2],
-                                   cddp__join_table *table) {
+/* Receives a rank's answer and its descriptors. CDDP_NETWORK: the rank can have ended, try others.
+   */
+static cddp_result cddp__join_receive(cddp__job_info *job, cddp__join_call *call, int fds[2],
+                                      cddp__join_table *table) {
   double deadline = cddp__now() + 1;
-  cddp__meet_head head;
+  cddp__rendezvous_head head;
   cddp__address here;
-  cddp_result r = cddp__prove(&call->challenge, call->fd, deadline);
+  cddp_result r = cddp__run_challenge(&call->challenge, call->fd, deadline);
   if (r == CDDP_OK) r = cddp__wait_fd(call->fd, POLLIN, deadline);
   if (r == CDDP_OK &&
       (cddp__pass_fds(call->fd, &head, sizeof head, fds, false) != (ssize_t)sizeof head ||
-       head.magic != CDDP__MEET_MAGIC || head.kind != CDDP__MEET_TABLE ||
+       head.magic != CDDP__RENDEZVOUS_MAGIC || head.kind != CDDP__RENDEZVOUS_TABLE ||
        head.size != sizeof *table))
-    r = cddp__fail(CDDP_NETWORK, "the rank hung up");
+    r = cddp__fail(CDDP_NETWORK, "the rank closed the connection");
   if (r == CDDP_OK) r = cddp__recv_all(call->fd, table, sizeof *table, deadline);
   if (r == CDDP_OK && call->rank < 0 && cddp__local_address(call->fd, &here))
     cddp__set_scope(&table->lead.self.address, &here);
-  if (call->rank < 0 && r == CDDP_UNAUTHORIZED) door->foreign |= 1u << (-1 - call->rank);
+  if (call->rank < 0 && r == CDDP_UNAUTHORIZED) job->foreign |= 1u << (-1 - call->rank);
   return r == CDDP_TIMEOUT || (call->rank < 0 && r == CDDP_UNAUTHORIZED) ? CDDP_NETWORK : r;
 }
 
-/* Why this process gives up; CDDP_OK: not yet. seen: when a rank was there last: one that was
-   called, or a process that holds the name of one of the ranks that met. */
-static cddp_result cddp__join_patience(const cddp__host *h, int called, double deadline,
-                                       double *seen, const char *blocked) {
-  const cddp__rank_info *own = &h->door->table.info;
-  bool there = called > 0, far = h->door->port != 0;
-  bool heard = h->door->table.lead.model.params != 0; /* of a model: its ranks listen */
+/* CDDP_OK while the search for the job continues, else why it ends. called: ranks that listen.
+   seen: when a rank was last found, that is, one that listens, or a process that holds the socket
+   name of a rank of the first group. */
+static cddp_result cddp__join_check_time(const cddp__host *h, int called, double deadline,
+                                         double *seen, const char *blocked) {
+  const cddp__rank_info *own = &h->job_info->table.info;
+  bool there = called > 0, far = h->job_info->port != 0;
+  bool heard = h->job_info->table.lead.model.params != 0; /* a model is known: its ranks listen */
   double now = cddp__now();
   int rank, fd;
   for (rank = 0; rank < (int)own->world_size && !there && !heard; rank++) {
-    cddp__address a = cddp__rank_socket(h->door, "", rank);
+    cddp__address a = cddp__rank_socket(h->job_info, "", rank);
     if (rank == (int)own->rank) continue;
     there = cddp__listen_address(&a, &fd) == EADDRINUSE;
     cddp__close_fd(&fd);
@@ -10544,33 +10574,34 @@ static cddp_result cddp__join_patience(const cddp__host *h, int called, double d
   if (there) *seen = now;
   if (!there && (now >= deadline || now - *seen > CDDP__JOB_GONE_S))
     return cddp__fail(CDDP_PEER_LOST,
-                      "CDDP_JOIN: no rank of a job is at %s on this host (%s)%s%s%s%s%s: it has "
-                      "ended, or has not begun, or has another CDDP_SECRET%s",
-                      h->place, h->name, far ? ", nor at " : "", far ? h->door->master : "",
+                      "CDDP_JOIN: found no rank of a job at %s on this host (%s)%s%s%s%s%s: the "
+                      "job has ended, or has not started, or has another CDDP_SECRET%s",
+                      h->endpoint, h->name, far ? " or at " : "", far ? h->job_info->master : "",
                       blocked[0] != 0 ? " (" : "", blocked, blocked[0] != 0 ? ")" : "",
-                      far ? ", or a firewall blocks this port; if it runs on, set MASTER_ADDR to a "
-                            "host where a rank lives" : "");
+                      far ? ", or a firewall blocks this port; if the job runs, set MASTER_ADDR to "
+                            "a host where one of its ranks runs"
+                          : "");
   if (now < deadline) return CDDP_OK;
   return cddp__fail(CDDP_TIMEOUT,
-                    called > 0 ? "CDDP_JOIN: timed out after %g s: there are ranks at %s, but none "
-                                 "has come to cddp_ddp_next_shard or cddp_ddp_step"
-                               : "CDDP_JOIN: timed out after %g s: there are ranks at %s, but none "
-                                 "has an elastic model: set elastic in cddp_ddp_desc",
-                    h->door->timeout_s, h->place);
+                    called > 0 ? "CDDP_JOIN: timed out after %g s: ranks run at %s, but none has "
+                                 "called cddp_ddp_next_shard or cddp_ddp_step"
+                               : "CDDP_JOIN: timed out after %g s: ranks run at %s, but none has "
+                                 "an elastic model: set elastic in cddp_ddp_desc",
+                    h->job_info->timeout_s, h->endpoint);
 }
 
-/* Calls the ranks of the job until one has answered. */
-static cddp_result cddp__join_find(cddp__host *h, double deadline, int fds[2],
-                                   cddp__join_table *table) {
-  cddp__join_call calls[CDDP__CALLS];
-  struct pollfd polled[CDDP__CALLS];
+/* Connects to ranks of the job until one has answered. */
+static cddp_result cddp__find_job(cddp__host *h, double deadline, int fds[2],
+                                  cddp__join_table *table) {
+  cddp__join_call calls[CDDP__JOIN_CALLS];
+  struct pollfd polled[CDDP__JOIN_CALLS];
   double seen = cddp__now();
   cddp__text blocked = {""};
   int count = 0, i;
   cddp_result r = CDDP_NETWORK;
   while (r == CDDP_NETWORK) {
-    r = cddp__join_call_ranks(h->door, calls, &count, &blocked);
-    if (r == CDDP_OK) r = cddp__join_patience(h, count, deadline, &seen, blocked.s);
+    r = cddp__join_call_ranks(h->job_info, calls, &count, &blocked);
+    if (r == CDDP_OK) r = cddp__join_check_time(h, count, deadline, &seen, blocked.s);
     if (r != CDDP_OK) break;
     for (i = 0; i < count; i++) {
       polled[i].fd = calls[i].fd;
@@ -10580,7 +10611,7 @@ static cddp_result cddp__join_find(cddp__host *h, double deadline, int fds[2],
     r = CDDP_NETWORK;
     for (i = count; i-- > 0 && r == CDDP_NETWORK;) {
       if (polled[i].revents == 0) continue;
-      r = cddp__join_hear(h->door, &calls[i], fds, table);
+      r = cddp__join_receive(h->job_info, &calls[i], fds, table);
       cddp__close_fd(&calls[i].fd);
       calls[i] = calls[--count];
     }
@@ -10589,72 +10620,73 @@ static cddp_result cddp__join_find(cddp__host *h, double deadline, int fds[2],
   return r;
 }
 
-/* Maps what the job shares, and takes a window of it, which no process has had. */
+/* Maps the job's shared memory, and reserves a window that no process has used before. */
 static cddp_result cddp__join_memory(cddp__rendezvous *v, const cddp__join_table *table) {
   cddp__host *h = v->host;
   size_t page = cddp__page_size();
   uint32_t joins;
   cddp__control_block *first; /* of the job's first group; a page of it */
   cddp_result r;
-  if (v->fds[0] < 0) return CDDP_OK; /* it is as on a host of its own */
-  if ((r = cddp__take_memory(v, table->here)) != CDDP_OK) return r;
+  if (v->fds[0] < 0) return CDDP_OK; /* it shares no memory, as if it were alone on its host */
+  if ((r = cddp__receive_memory(v, table->local_size)) != CDDP_OK) return r;
   first = (cddp__control_block *)(void *)cddp__map_memory(h->fd, 0, page);
   if (first == NULL) return cddp__fail_errno("mmap of the job's shared memory");
   joins = cddp__add32(&first->joins, 1);
   h->cores = cddp__count_cores(first->processors, h->container_cores);
   munmap(first, page);
-  cddp__host_set_rank(h, h->size, h->index, table->here + (int)joins - 1);
+  cddp__host_set_rank(h, h->size, h->index, table->local_size + (int)joins - 1);
   if (joins <= CDDP__JOINS &&
       (uint64_t)(h->window + 2) << h->window_bits <= (uint64_t)lseek(h->fd, 0, SEEK_END))
     return CDDP_OK;
   return cddp__fail(CDDP_UNSUPPORTED,
-                    "CDDP_JOIN: the job is full: its memory has room for %d processes to join, in "
-                    "all, or for none when it runs with a file size limit (ulimit -f)",
+                    "CDDP_JOIN: the job is full: at most %d processes can join it in its lifetime, "
+                    "and none if it runs with a file size limit (ulimit -f)",
                     CDDP__JOINS);
 }
 
-/* Finds the job, and makes a group on the memory that its ranks share. */
+/* Finds the job, and creates a broken group on the memory that its ranks share. */
 static cddp_result cddp__join(cddp_group **out, const cddp__config *at, const cddp_group_desc *d,
                               cddp__host *h) {
   cddp__rendezvous v;
   cddp__join_table table;
   cddp_result r = cddp__rendezvous_init(&v, at, d, h);
   h->joined = true;
-  if (r == CDDP_OK) r = cddp__join_find(h, v.deadline, v.fds, &table);
-  if (r == CDDP_OK) r = cddp__compare_ranks(&table.info, &v.members[0].info);
+  if (r == CDDP_OK) r = cddp__find_job(h, v.deadline, v.fds, &table);
+  if (r == CDDP_OK) r = cddp__compare_ranks(&table.info, &v.registered[0].info);
   if (r == CDDP_OK) r = cddp__join_memory(&v, &table);
   if (r == CDDP_OK) {
-    h->door->table.size = table.size;
-    h->door->table.lead = table.lead;
-    h->door->table.at = table.at;
-    h->door->table.host = table.host;
-    h->door->table.shards = table.shards;
+    h->job_info->table.size = table.size;
+    h->job_info->table.lead = table.lead;
+    h->job_info->table.address = table.address;
+    h->job_info->table.host = table.host;
+    h->job_info->table.shards = table.shards;
     r = cddp__world_group(out, h, at->rank, h->size, at->timeout_s);
   }
-  if (r == CDDP_OK) { /* it has met nobody, so all but memory and models fails */
+  if (r == CDDP_OK) { /* only memory and models work in a group without other ranks */
     h->slots = NULL;
     cddp__fail(CDDP_UNSUPPORTED,
-               "rank %d has joined the job (CDDP_JOIN) and is in no group of its first ranks: use "
-               "cddp_ddp_group, the ranks that are there",
+               "rank %d has joined the job (CDDP_JOIN) and does not belong to the group of its "
+               "first ranks: use cddp_ddp_group, the group of the current ranks",
                at->rank);
     (void)cddp__break(*out, CDDP_UNSUPPORTED);
   }
   if (r == CDDP_OK && table.job != 0)
     r = cddp__record_open(&h->record, table.job, at->rank, h->size,
                           table.life);
-  if (r == CDDP_OK && h->fd >= 0) /* a process of the host, behind those that met */
-    cddp__host_set_rank(h, table.here, h->window, h->window);
+  if (r == CDDP_OK && h->fd >= 0) /* its index follows those of the first group */
+    cddp__host_set_rank(h, table.local_size, h->window, h->window);
   cddp__rendezvous_free(&v);
   return r;
 }
 
-/* --- all of it --- */
+/* --- the whole rendezvous --- */
 
-/* Meets the other ranks and builds the group of all, after which h has the shared memory and
-   process ids of its ranks. A rank that begins alone meets nobody, but may be joined later, if it
-   has an elastic model. After a failure there may be a group too, which the caller leaves. */
-static cddp_result cddp__meet(cddp_group **out, cddp__config *at, const cddp_group_desc *d,
-                              cddp__host *h) {
+/* Connects to the other ranks and builds the group of all ranks. Afterwards h has the shared memory
+   and the process ids of the ranks on this host. A rank that starts alone connects to no rank, but
+   processes can join it later if it has an elastic model. After a failure *out can be a group too,
+   which the caller destroys. */
+static cddp_result cddp__rendezvous_run(cddp_group **out, cddp__config *at,
+                                        const cddp_group_desc *d, cddp__host *h) {
   cddp__rendezvous v;
   const cddp__server *s;
   uint32_t refused;
@@ -10672,31 +10704,33 @@ static cddp_result cddp__meet(cddp_group **out, cddp__config *at, const cddp_gro
     r = cddp__open_store(&v, v.deadline);
     if (r != CDDP_OK && at->listen_fd_lost)
       r = cddp__fail_in(r,
-                        "descriptor %s (CDDP_LISTEN_FD) of the launcher is not here: a "
-                        "program between it and this one has closed it; ",
+                        "descriptor %s (CDDP_LISTEN_FD) of the launcher is closed: a "
+                        "program between the launcher and this process has closed it; ",
                         getenv("CDDP_LISTEN_FD"));
     else if (r == CDDP_NETWORK && at->port != 0)
-      r = cddp__call_other_root(&v, r);
+      r = cddp__ask_other_root(&v, r);
   }
   cddp__close_fd(&at->listen_fd);
-  if (r == CDDP_OK) r = cddp__gather(&v);
-  if (r == CDDP_OK) r = cddp__pass_on(&v, out);
-  cddp__tell_failure(&v, *out, r);
+  if (r == CDDP_OK) r = cddp__rendezvous_register(&v);
+  if (r == CDDP_OK) r = cddp__rendezvous_finish(&v, out);
+  cddp__report_failure(&v, *out, r);
   s = v.store != NULL ? v.store->server : NULL; /* in this process */
   refused = s != NULL ? cddp__load32(&s->unproven) : 0;
   if (r == CDDP_TIMEOUT && refused > 0)
     r = cddp__fail_in(r, "%u connection%s with another CDDP_SECRET, or none, %s refused; ",
                       refused, refused > 1 ? "s" : "", refused > 1 ? "were" : "was");
   if (r == CDDP_OK) {
-    cddp__store32(&cddp__met_before, v.mark);
-    h->met = cddp__boot_ticks();
-    /* For cddp__wait_tick. Where seccomp forbids pidfd_open, only its parent may know its end. */
+    cddp__store32(&cddp__last_node_hash, v.node_hash);
+    h->started_before = cddp__boot_ticks();
+    /* For cddp__wait_tick. If seccomp forbids pidfd_open, only the next rank's parent process can
+       know that it has ended. */
     next = (h->index + 1) % h->size;
     if (next != h->index)
       h->pidfds[next] =
           cddp__above_stdio((int)syscall(SYS_pidfd_open, (pid_t)h->pids[next], 0u));
-    /* The store's port is held, without listening, while the group lives: else the system might
-       give it to the next job that asks for a free one, which would seem to be a second one. */
+    /* The group holds the store's port while it lives, without listening. Otherwise the system
+       could give the port to the next job that asks for a free one, and the two jobs would have
+       one endpoint. */
     if (s != NULL)
       h->port = cddp__register_socket(fcntl(s->fds[0], F_DUPFD_CLOEXEC, STDERR_FILENO + 1));
   }
@@ -14073,7 +14107,7 @@ static cddp_result cddp__init(cddp_group **out, const cddp_group_desc *d) {
   h = cddp__host_create(&d->allocator, &d->logger, size, at.rank);
   if (h == NULL) return CDDP_OUT_OF_MEMORY;
   h->threads = at.world_size == 1 && !at.joins;
-  r = at.joins ? cddp__join(&g, &at, d, h) : cddp__meet(&g, &at, d, h);
+  r = at.joins ? cddp__join(&g, &at, d, h) : cddp__rendezvous_run(&g, &at, d, h);
   cddp__host_release(h);
   if (at.joins && r != CDDP_OK && g != NULL) cddp__group_leave(g);
   if (g == NULL || at.joins) {
@@ -19582,8 +19616,8 @@ static void cddp__elastic_close(cddp_ddp *d) {
   cddp__net *n = d->elastic->net;
   cddp__host *h = d->group->host;
   cddp__elastic_disconnect(d);
-  cddp__close_fd(&h->door_fd);
-  cddp__close_fd(&h->door_port);
+  cddp__close_fd(&h->join_fd);
+  cddp__close_fd(&h->join_tcp_fd);
   pthread_mutex_lock(&n->lock);
   cddp__close_fd(&n->listener);
   cddp__links_free(n, n->callers);
@@ -20168,11 +20202,11 @@ static void cddp__elastic_accept(cddp_ddp *d, bool meeting) {
 /* What who would join is told: who leads, and where that is as this host sees it. */
 static void cddp__elastic_show_leader(cddp_ddp *d) {
   const cddp__net *n = d->elastic->net;
-  cddp__join_table *table = &d->group->host->door->table;
+  cddp__join_table *table = &d->group->host->job_info->table;
   cddp__address here = cddp__internet_address(&n->hosts[n->host].address);
   table->lead.self = d->elastic->members[cddp__elastic_leader(d)];
   cddp__set_scope(&table->lead.self.address, &here);
-  table->at = here.v6;
+  table->address = here.v6;
   table->host = n->host;
   table->shards = d->shards;
 }
@@ -20181,9 +20215,9 @@ static void cddp__elastic_show_leader(cddp_ddp *d) {
    they wait for may ask that, if the leader that let it in has died. */
 static void cddp__elastic_answer_joins(cddp_ddp *d) {
   cddp__host *h = d->group->host;
-  if (h->door == NULL || d->elastic->me == d->shards) return;
+  if (h->job_info == NULL || d->elastic->me == d->shards) return;
   cddp__elastic_show_leader(d);
-  cddp__door_serve(h);
+  cddp__join_serve(h);
 }
 
 /* The lowest rank: waits until each member has reported or is gone. */
@@ -20438,15 +20472,15 @@ static cddp_result cddp__elastic_go(cddp_ddp *d) {
 static cddp_result cddp__elastic_find_leader(cddp_ddp *d, double deadline) {
   cddp__elastic *c = d->elastic;
   cddp__host *h = d->group->host;
-  const cddp__elastic_lead_info *lead = &h->door->table.lead;
+  const cddp__elastic_lead_info *lead = &h->job_info->table.lead;
   cddp__join_table table; /* of another rank, whose own entries are not this rank's */
   cddp_result r = CDDP_OK;
   int fds[2] = {-1, -1}, p;
   if (lead->self.life == 0) {
-    r = cddp__join_find(h, deadline, fds, &table);
+    r = cddp__find_job(h, deadline, fds, &table);
     if (r == CDDP_OK && memcmp(table.lead.token, lead->token, sizeof lead->token) != 0)
       r = cddp__fail(CDDP_PEER_LOST, "CDDP_JOIN: the model has ended before this rank was in it");
-    if (r == CDDP_OK) h->door->table.lead = table.lead;
+    if (r == CDDP_OK) h->job_info->table.lead = table.lead;
   }
   cddp__close_fd(&fds[0]);
   if (r != CDDP_OK) return r;
@@ -20456,7 +20490,7 @@ static cddp_result cddp__elastic_find_leader(cddp_ddp *d, double deadline) {
   for (p = 0; p < d->shards; p++) c->members[p].life = 0;
   memcpy(c->net->token, lead->token, sizeof lead->token);
   cddp__elastic_enter(c, lead->self.place, &lead->self);
-  h->door->table.lead.self.life = 0; /* next time it may be another one */
+  h->job_info->table.lead.self.life = 0; /* next time it may be another one */
   return CDDP_OK;
 }
 
@@ -20492,7 +20526,7 @@ static void cddp__meet_process(cddp__host *h, int at, uint32_t pid) {
   if (h->threads || at == h->index || h->pids[at] == pid) return;
   cddp__close_fd(&h->pidfds[at]);
   h->pids[at] = pid;
-  h->met = cddp__boot_ticks(); /* where there are no pidfds: it is as new as this */
+  h->started_before = cddp__boot_ticks(); /* where there are no pidfds: it is as new as this */
   h->pidfds[at] = cddp__above_stdio((int)syscall(SYS_pidfd_open, (pid_t)pid, 0u));
 }
 
@@ -20701,12 +20735,12 @@ static cddp_result cddp__elastic_level(cddp_ddp *d, cddp__message *table,
 static void cddp__elastic_open(cddp_ddp *d) {
   cddp__elastic *c = d->elastic;
   cddp__host *h = d->group->host;
-  if (h->door == NULL) return;
+  if (h->job_info == NULL) return;
   cddp__elastic_show_leader(d);
-  h->door->table.life = (int)c->generation + 1;
-  memcpy(h->door->table.lead.token, c->net->token, sizeof h->door->table.lead.token);
-  h->door->table.lead.model = cddp__model_of(d);
-  cddp__door_open(h);
+  h->job_info->table.life = (int)c->generation + 1;
+  memcpy(h->job_info->table.lead.token, c->net->token, sizeof h->job_info->table.lead.token);
+  h->job_info->table.lead.model = cddp__model_of(d);
+  cddp__join_listen(h);
 }
 
 /* The group is broken, or there is none yet: those that are there make another one, and go on from
@@ -20783,7 +20817,7 @@ static cddp_result cddp__elastic_next(cddp_ddp *d) {
   cddp__elastic *c = d->elastic;
   cddp_result r = CDDP_OK;
   if (c->done == c->step) cddp__elastic_drop_past(d);
-  cddp__door_serve(d->group->host);
+  cddp__join_serve(d->group->host);
   if (d->held >= 0 && c->done == c->step) r = cddp__elastic_keep(d);
   if (d->held >= 0) cddp__arm(d);
   d->held = -1;
@@ -20941,7 +20975,7 @@ static void cddp__elastic_free(cddp_ddp *d) {
   }
   d->group->host->elastic = false;
   if (d->group->host->joined)
-    d->group->host->door->table.lead.model.params = 0; /* it has had its one */
+    d->group->host->job_info->table.lead.model.params = 0; /* it has had its one */
   (void)d->memory->use(d->group);
   cddp__elastic_release(d, c->mean);
   cddp__elastic_release(d, c->area);
@@ -20956,7 +20990,7 @@ static void cddp__elastic_free(cddp_ddp *d) {
 static cddp_result cddp__elastic_self(cddp_ddp *d, cddp__elastic_member *self) {
   cddp__elastic *c = d->elastic;
   const cddp__host *h = d->group->host;
-  const cddp__elastic_member *lead = h->door != NULL ? &h->door->table.lead.self : NULL;
+  const cddp__elastic_member *lead = h->job_info != NULL ? &h->job_info->table.lead.self : NULL;
   cddp__address a;
   int fd = -1, count;
   cddp_result r = CDDP_OK;
@@ -20968,7 +21002,8 @@ static cddp_result cddp__elastic_self(cddp_ddp *d, cddp__elastic_member *self) {
     if (fd >= 0 && connect(fd, &a.any, a.size) != 0) cddp__close_fd(&fd);
   }
   if (h->net != NULL) a = cddp__internet_address(&h->net->hosts[h->net->host].address);
-  else if (h->joined && h->fd >= 0) a = cddp__internet_address(&h->door->table.at);
+  else if (h->joined && h->fd >= 0)
+    a = cddp__internet_address(&h->job_info->table.address);
   else r = cddp__own_address(fd, &a);
   cddp__close_fd(&fd);
   if (r != CDDP_OK) return r;
@@ -20976,7 +21011,7 @@ static cddp_result cddp__elastic_self(cddp_ddp *d, cddp__elastic_member *self) {
   self->address = a.v6;
   self->place = c->me;
   self->host = h->net != NULL ? h->net->host : 0;
-  if (h->joined) self->host = h->fd >= 0 ? h->door->table.host : 2 * d->shards;
+  if (h->joined) self->host = h->fd >= 0 ? h->job_info->table.host : 2 * d->shards;
   if ((r = cddp__listen_all(&a, 1, &c->net->listener, &count)) != CDDP_OK)
     return cddp__fail_in(r, "connections of ranks that go on after a loss: ");
   self->port = cddp__address_port(&a);
@@ -20995,7 +21030,8 @@ static cddp_result cddp__elastic_new(cddp_ddp *d) {
   cddp__host *h = d->group->host;
   const cddp_allocator *a = &h->allocator;
   size_t n = (size_t)d->shards, links = n + CDDP__JOIN_REQUESTS;
-  const char *secret = h->door != NULL && h->door->secret[0] != 0 ? h->door->secret : NULL;
+  const char *secret =
+      h->job_info != NULL && h->job_info->secret[0] != 0 ? h->job_info->secret : NULL;
   cddp__elastic *c = (cddp__elastic *)cddp__calloc(
       a, 1, sizeof *c + sizeof *c->members +
                 n * (sizeof *c->members + 3 * sizeof(void *) + 2 * sizeof(int) + 1) +
@@ -21057,7 +21093,7 @@ static cddp_result cddp__elastic_create(cddp_ddp *d) {
 /* Local, but for its meeting with the others: this rank, of a process that has joined, becomes a
    member and has the others' weights. */
 static cddp_result cddp__elastic_join(cddp_ddp *d) {
-  const cddp__elastic_lead_info *lead = &d->group->host->door->table.lead;
+  const cddp__elastic_lead_info *lead = &d->group->host->job_info->table.lead;
   cddp__elastic_member self;
   cddp_result r = cddp__join_compare(d, &lead->model);
   if (r == CDDP_OK) r = cddp__elastic_new(d);
@@ -23490,12 +23526,12 @@ CDDPDEF cddp_result (cddp_ddp_create)(cddp_ddp **out, cddp_group *g, cddp_param 
   CDDP__TRY(cddp__check_own_memory(params, count, NULL, &g->host->allocator));
   cddp__engine_drain(g);
   joins = g->host->joined && desc->elastic;
-  if (joins && g->host->door->table.lead.model.params == 0)
+  if (joins && g->host->job_info->table.lead.model.params == 0)
     return cddp__fail(CDDP_UNSUPPORTED, "cddp_ddp_create: a process that has joined (CDDP_JOIN) "
                                         "has one elastic model, and this one has destroyed it");
   if (!joins && (r = cddp__check_group(g)) != CDDP_OK) return r;
   given = *desc;
-  if (joins && given.shards == 0) given.shards = g->host->door->table.shards;
+  if (joins && given.shards == 0) given.shards = g->host->job_info->table.shards;
   if (desc->elastic && !joins) cddp__share_memory(g->host);
   if ((d = cddp__ddp_new(g, params, count, &given)) == NULL) return CDDP_OUT_OF_MEMORY;
   r = cddp__ddp_setup(d, joins);

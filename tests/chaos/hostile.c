@@ -238,14 +238,14 @@ static void test_dropped(void) {
 
 static void test_no_such_rank(void) {
   struct {
-    cddp__meet_head head;
+    cddp__rendezvous_head head;
     cddp__rank_info info;
   } m;
   pid_t pids[RANKS];
   int status[RANKS], fd, i, n = RANKS - 1;
   memset(&m, 0, sizeof m);
-  m.head.magic = CDDP__MEET_MAGIC;
-  m.head.kind = CDDP__MEET_RANK;
+  m.head.magic = CDDP__RENDEZVOUS_MAGIC;
+  m.head.kind = CDDP__RENDEZVOUS_RANK;
   m.head.size = sizeof m.info;
   m.info.version = CDDP_VERSION;
   m.info.world_size = RANKS;
@@ -268,7 +268,7 @@ static void test_no_such_rank(void) {
 /* --- a coordinator that ends half-way through the table that it sends --- */
 
 static void test_half_table(void) {
-  cddp__meet_head h = {CDDP__MEET_MAGIC, CDDP__MEET_WAIT, 0, 0};
+  cddp__rendezvous_head h = {CDDP__RENDEZVOUS_MAGIC, CDDP__RENDEZVOUS_WAIT, 0, 0};
   cddp__address a;
   pid_t pid;
   int listener, fd, status;
@@ -280,7 +280,7 @@ static void test_half_table(void) {
   while ((fd = accept(listener, NULL, NULL)) < 0) ranks_sleep(0.001);
   CHECK_EQ(recv(fd, rank, sizeof rank, MSG_WAITALL), sizeof rank);
   CHECK_EQ(send(fd, &h, sizeof h, MSG_NOSIGNAL), sizeof h);
-  h.kind = CDDP__MEET_TABLE;
+  h.kind = CDDP__RENDEZVOUS_TABLE;
   h.size = (uint32_t)cddp__table_bytes(RANKS, 1);
   CHECK_EQ(send(fd, &h, sizeof h, MSG_NOSIGNAL), sizeof h);
   CHECK_EQ(send(fd, part, sizeof part, MSG_NOSIGNAL), sizeof part);
@@ -288,7 +288,7 @@ static void test_half_table(void) {
   close(listener);
   ranks_join(&pid, 1, RANKS_WITHIN(20), &status);
   CHECK_IS(shared->result[1], CDDP_PEER_LOST);
-  CHECK(strstr(shared->text[1], "died while they were meeting") != NULL);
+  CHECK(strstr(shared->text[1], "died during the rendezvous") != NULL);
 }
 
 /* --- a rank that is there twice: as soon as enough processes have come, all hear of it --- */
@@ -337,8 +337,8 @@ static int serve_poison(int rank, void *arg) {
   __atomic_store_n(&shared->serves, test_failures == 0 ? 1 : -1, __ATOMIC_SEQ_CST);
   while (cddp__wait_fd(listener, POLLIN, cddp__now() + 60) == CDDP_OK) {
     if ((fd = cddp__accept(listener)) < 0) continue;
-    (void)cddp__channel_post(fd, CDDP__MEET_FAIL, CDDP_TIMEOUT, poison, sizeof poison - 1, NULL,
-                     cddp__now() + 1);
+    (void)cddp__channel_send(fd, CDDP__RENDEZVOUS_FAIL, CDDP_TIMEOUT, poison, sizeof poison - 1,
+                             NULL, cddp__now() + 1);
   }
   return 1;
 }

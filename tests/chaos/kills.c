@@ -359,7 +359,7 @@ static void judge_survivor(int rank, int status, bool verbose) {
     if (s->told > 0) note_latency(s->told - shared->died);
     CHECK(s->told - shared->died < RANKS_WITHIN(LIMIT_S));
     CHECK(strstr(s->text, pid) != NULL ||
-          (p->phase == RENDEZVOUS && strstr(s->text, "were meeting") != NULL));
+          (p->phase == RENDEZVOUS && strstr(s->text, "during the rendezvous") != NULL));
   }
   if (test_failures != before)
     fprintf(stderr,

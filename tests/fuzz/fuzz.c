@@ -764,14 +764,15 @@ static long fake_accept(void) {
 /* A message that is right but for its rank and world size, or another kind of message. */
 static void say_rank(fake_fd *f) {
   unsigned rank = take(&w.script), size = take(&w.script);
-  cddp__meet_head head = {CDDP__MEET_MAGIC, CDDP__MEET_RANK, 0, sizeof(cddp__rank_info)};
-  cddp__rank_info info = w.meeting->members[0].info;
+  cddp__rendezvous_head head = {CDDP__RENDEZVOUS_MAGIC, CDDP__RENDEZVOUS_RANK, 0,
+                                sizeof(cddp__rank_info)};
+  cddp__rank_info info = w.meeting->registered[0].info;
   info.rank = rank == 255 ? UINT32_MAX : rank;
   memcpy(info.token, w.meeting->token, sizeof info.token);
   if (size % 16 != 0) info.world_size = size % 16;
   if (size / 16 == 15) info.user++;
-  if (size / 16 == 14) head.kind = CDDP__MEET_IN, head.size = 0;
-  if (size / 16 == 13) head.kind = CDDP__MEET_FAIL, head.result = rank;
+  if (size / 16 == 14) head.kind = CDDP__RENDEZVOUS_READY, head.size = 0;
+  if (size / 16 == 13) head.kind = CDDP__RENDEZVOUS_FAIL, head.result = rank;
   memcpy(f->extra, &head, sizeof head);
   memcpy(f->extra + sizeof head, &info, sizeof info);
   f->extra_size = sizeof head + head.size;
@@ -883,14 +884,14 @@ static void target_meeting(input *in) {
       fd = world_fd();
       fd_of(fd)->in = *in;
       fd_of(fd)->ended = !w.silent;
-      cddp__channel_init(&m.up, fd, true);
+      cddp__channel_init(&m.parent, fd, true);
     } else {
       m.node_socket = world_fd();
     }
-    if (r == CDDP_OK) r = cddp__gather(&m);
-    if (r == CDDP_OK) r = cddp__pass_on(&m, &g);
+    if (r == CDDP_OK) r = cddp__rendezvous_register(&m);
+    if (r == CDDP_OK) r = cddp__rendezvous_finish(&m, &g);
     must_say(r);
-    cddp__tell_failure(&m, g, r);
+    cddp__report_failure(&m, g, r);
     if (g != NULL) cddp__group_leave(g);
   } else {
     cddp__free(&a, m.store);

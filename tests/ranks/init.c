@@ -798,7 +798,7 @@ static void test_blocked(void) {
     const char *hosts;
     int who, free_calls; /* the rank behind the firewall */
     const char *from, *to;
-  } cases[] = {{"ab", 1, 0, "rank 1 (", "gathers"},   {"ab", 0, 0, "rank 0 (", "rank 1 ("},
+  } cases[] = {{"ab", 1, 0, "rank 1 (", "coordinates"},   {"ab", 0, 0, "rank 0 (", "rank 1 ("},
                {"abc", 2, 1, "rank 2 (", "127.0.0.1"}, {"aabb", 0, 0, "127.0.0.1", "(pid"},
                {"aabb", 3, 0, "127.0.0.1", "(pid"}};
   static const char *const wrong[] = {"did not", "died", "late", "it has ended", "gave up"};

@@ -870,7 +870,7 @@ static int life_asks(int rank, void *arg) {
   while (rank == 2 && __atomic_load_n(&a->running, __ATOMIC_SEQ_CST) < 2) ranks_sleep(0.001);
   CHECK_OK(r = cddp_init(&g, NULL));
   if (r != CDDP_OK) return 1;
-  if (rank == 2) g->host->door->table.lead.self.life = 0;
+  if (rank == 2) g->host->job_info->table.lead.self.life = 0;
   p.data = cddp_alloc(g, 400);
   CHECK_OK(r = cddp_ddp_create(&ddp, g, &p, 1, &desc));
   __atomic_add_fetch(&a->running, rank < 2, __ATOMIC_SEQ_CST);
@@ -887,8 +887,8 @@ static int life_asks(int rank, void *arg) {
     if (r == CDDP_PEER_LOST) r = CDDP_OK, stop = 0;
   }
   CHECK_OK(r);
-  CHECK_EQ((int)g->host->door->table.info.rank, rank);
-  CHECK_EQ((int)g->host->door->table.info.pid, (int)getpid());
+  CHECK_EQ((int)g->host->job_info->table.info.rank, rank);
+  CHECK_EQ((int)g->host->job_info->table.info.pid, (int)getpid());
   cddp_optim_destroy(sgd);
   cddp_ddp_destroy(ddp);
   cddp_free(g, p.data);
