@@ -802,7 +802,8 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
    Ranks can fail and new ranks can join while training continues. When a process dies, the
    surviving ranks compute its shards and finish the step. The weights are the same, bit for bit, as
    in a run without failures. Training continues as long as one rank lives. The learning rate and
-   the data of a step must depend on t and the shard alone: see cddp_sampler_batch.
+   the data of a step must depend on t and the shard alone: see cddp_sampler_batch. Set the learning
+   rate before the first cddp_ddp_next_shard of a step.
 
    JOINING. To replace or add a rank, start a process with the job's variables (CDDP_SECRET too) and
    CDDP_JOIN=1. Its RANK is that of a lost process, or any number that no living rank has. It

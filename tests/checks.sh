@@ -419,7 +419,7 @@ functions() {
       where = "cddp.h:" start ": " head
       if (!body && room != ">>hooks" && head ~ /^(static |CDDP)/ && head ~ /cddp__[a-z0-9_]+\(/ && $0 ~ /\);/ && $0 !~ /[={]/)
         print "forward declaration: " where
-      if (body && head ~ /\(/ && head !~ /^(typedef|enum|struct|union|extern)/ && NR - start >= 60)
+      if (body && head ~ /\(/ && head !~ /^(typedef|enum|struct|union|extern)/ && NR - start >= 80)
         print "function of " NR - start + 1 " lines: " where
       open = 0
     }' cddp.h | none "style"
