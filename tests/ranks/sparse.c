@@ -699,7 +699,7 @@ static int run_rows_misuse(cddp_group *g, void *arg) {
   CHECK_OK(cddp_ddp_wait(ddp));
   CHECK_IS(cddp_optim_step(decays), CDDP_UNSUPPORTED);
   CHECK_IS(cddp_optim_step(blind), CDDP_INVALID_ARGUMENT);
-  CHECK(mentions("(sparse) set ddp in cddp_sgd_desc"));
+  CHECK(mentions("(sparse rows) set ddp in cddp_sgd_desc"));
   CHECK_OK(cddp_optim_step(sgd));
   cddp_optim_destroy(sgd);
   cddp_optim_destroy(blind);
