@@ -535,7 +535,7 @@ CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_wait(cddp_ddp *d);
    (except which NaN). Each rank reduces its share, updates it, and writes the new weights for all
    ranks on its host; it keeps 1/world_size of the optimizer's states. With max_grad_norm it clips
    first, like cddp_ddp_clip_grad_norm. Collective. s must have been created for the same params
-   array. On GPUs every rank updates all weights by one kernel. */
+   array. On GPUs every rank updates all weights by one kernel, unless sharded_states is set. */
 CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_step(cddp_ddp *d, cddp_optim *s);
 
 /* How many cddp_ddp_wait and cddp_ddp_step the model has completed, the same on all ranks; 0 for
@@ -654,7 +654,13 @@ CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_gather_states(cddp_ddp *d, const cddp_
      gradients      set              params hold           memory of your own
      f32            copies           f32 masters           copies[i], count f16 or bf16 elements
      f16 or bf16    master_weights   f16 or bf16 weights   none: the optimizer keeps the masters
-   Fine print: mixed precision. */
+   Fine print: mixed precision.
+
+   SHARDED STATES, like ZeroRedundancyOptimizer and stage 1 of ZeRO: with sharded_states (and ddp)
+   each rank keeps 1/world_size of the states and masters, on GPUs and over several hosts too.
+   cddp_ddp_step then sends each rank's new weights to all ranks. The bits are the same, except that
+   NCCL can sum in another order on 3 ranks or more. Checkpoints are whole. cddp_optim_step is
+   CDDP_INVALID_ARGUMENT; elastic and sparse_rows are CDDP_UNSUPPORTED. */
 
 typedef struct cddp_sgd_desc {
   double lr;           /* learning rate, >= 0. No default: 0 trains nothing, without an error */
@@ -671,6 +677,7 @@ typedef struct cddp_sgd_desc {
   const double *lr_scales;     /* [count] each parameter's rate is lr times this; NULL = all 1 */
   const double *weight_decays; /* [count] each parameter's own; NULL = weight_decay for all */
   bool master_weights; /* for f16 and bf16 parameters; see MIXED PRECISION */
+  bool sharded_states; /* see SHARDED STATES */
 } cddp_sgd_desc;
 
 typedef struct cddp_adamw_desc {
@@ -687,6 +694,7 @@ typedef struct cddp_adamw_desc {
   const double *lr_scales;
   const double *weight_decays;
   bool master_weights;
+  bool sharded_states;
 } cddp_adamw_desc;
 
 /* torch.optim.SGD, bit for bit. Call it after cddp_ddp_create if a grad was NULL; params must stay
@@ -1220,7 +1228,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    by cddp_ddp_rows. Copies in half precision are yours to write, after cddp_ddp_all_gather.
 
    On GPUs the partitions of all ranks cover each element once, and all is in stream order: with
-   NCCL no call waits on the host.
+   NCCL no call waits on the host. NCCL reduces a bucket only to the ranks whose partitions are in
+   it if the previous step was of this kind too, without max_grad_norm; otherwise to all ranks.
 
    SHARDS. More shards than ranks: nothing is reduced during the backward pass, and a rank with k
    shards needs up to ceil(log2 k) + 1 more copies of the gradients (f16 and bf16 in f32); over
@@ -1383,7 +1392,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
                                        nearest, not at random
      multi_gpu_cpu_float_sum           cddp_all_reduce of host memory
      save_state, load_state            cddp_save and cddp_load with desc.optim
-   On GPUs every rank keeps all states: stage 1 of ZeRO is missing there. */
+     -z 1, stage 1 of ZeRO             sharded_states */
 
 /* >>api-layouts -----------------------------------------------------------------------------------
    Structs for tools: the flight recorder's files, and the kernels of cddp_kernels.cuh. */
@@ -2166,7 +2175,7 @@ typedef struct cddp__model_info {
 
 /* An optimizer's settings as an array of numbers; lr_scales and weight_decays follow. All ranks
    must have the same. The first two can change, and are not part of a hash. */
-enum { CDDP__SETTING_LR, CDDP__SETTING_SHARED, CDDP__SETTING_ADAMW, CDDP__SETTING_COUNT = 12 };
+enum { CDDP__SETTING_LR, CDDP__SETTING_SHARED, CDDP__SETTING_ADAMW, CDDP__SETTING_COUNT = 13 };
 
 /* Data of the members' cddp_optim for a joining rank, except the states. */
 typedef struct cddp__snapshot {
@@ -2228,6 +2237,7 @@ struct cddp_ddp { /* followed by its arrays, see cddp__ddp_arrays */
   bool eager; /* buckets are reduced when they fill, even if cddp_ddp_step could do it later */
   bool early; /* buckets of this step are: `eager`, or the last step was no cddp_ddp_step */
   bool sums;  /* buckets become sums; cddp_ddp_step divides. Set if the last step was one */
+  bool scatters; /* NCCL reduces a bucket to the ranks that step it; as the last step needed */
   bool no_sync, rebuilt;
   size_t limits[2];      /* bytes of the first bucket, and of the others */
   cddp__tensor *tensors; /* [count] */
@@ -14343,7 +14353,7 @@ typedef struct cddp__algorithm {
 static const char *const cddp__setting_names[CDDP__SETTING_COUNT] = {
     "learning rate (lr)", "sharing of states (cddp_load on one rank alone ends it)", "AdamW",
     "momentum", "dampening", "beta1", "beta2", "eps", "nesterov", "maximize", "amsgrad",
-    "master_weights"};
+    "master_weights", "sharded_states"};
 
 /* The functions of an optimizer whose parameters are on a device. */
 typedef struct cddp__optim_backend {
@@ -14365,7 +14375,9 @@ struct cddp_optim { /* owner: the thread that calls cddp_optim_* or cddp_ddp_ste
   uint64_t settings, check; /* hashes without lr, with lr; never 0; bit 0 is clear */
   uint64_t paired;     /* id of the cddp_ddp last checked for compatibility; 0: none */
   int states;          /* of each parameter; with master_weights the last one is its master */
-  void **state;        /* [states][count] each as long as its parameter; NULL: not allocated */
+  void **state;        /* [states][count] each as long as its part; NULL: not allocated */
+  cddp_partition *parts; /* [count] of which this rank keeps states: param, first and count */
+  bool sharded;          /* these are 1/world_size of the elements; false: all */
   float *steps;        /* [count] steps of each parameter, as PyTorch counts them; 0: its states are
                           not initialized */
   const unsigned char *used; /* [count] 0: skip the parameter; NULL: use all. The cddp_ddp's */
@@ -14792,11 +14804,11 @@ static cddp__sparse *cddp__optim_sparse(const cddp_optim *o, int i) { /* NULL: i
 
 /* Allocates parameter i's states, zeroed. Existing states stay. */
 static cddp_result cddp__need_states(cddp_optim *o, int i) {
-  const cddp_param *p = &o->params[i];
+  size_t n = o->parts[i].count;
   int k;
-  for (k = i; k < o->count * o->states; k += o->count) {
+  for (k = i; n > 0 && k < o->count * o->states; k += o->count) {
     if (o->state[k] != NULL || !cddp__has_state(o, k / o->count, i)) continue;
-    o->state[k] = cddp__calloc(&o->allocator, p->count, cddp__dtype_size(cddp__state_type(o, i)));
+    o->state[k] = cddp__calloc(&o->allocator, n, cddp__dtype_size(cddp__state_type(o, i)));
     if (o->state[k] == NULL) return CDDP_OUT_OF_MEMORY;
   }
   return CDDP_OK;
@@ -14820,6 +14832,10 @@ static void cddp__count_step(cddp_optim *o, int i) {
 static cddp_result cddp__optim_prepare(cddp_optim *o) {
   cddp_result r = CDDP_OK;
   int i;
+  if (o->desc.sharded_states)
+    return cddp__fail(CDDP_INVALID_ARGUMENT,
+                      "with sharded_states each rank has states of its part only; call "
+                      "cddp_ddp_step in place of cddp_ddp_wait and cddp_optim_step");
   if (o->share != NULL)
     return cddp__fail(CDDP_INVALID_ARGUMENT,
                       "after cddp_ddp_step each rank has the states of its partition only: call "
@@ -14941,6 +14957,12 @@ static cddp_result cddp__check_settings(const cddp_param *params, int count,
                       (int)d->copy_dtype);
   if (d->ddp != NULL && (d->ddp->params != params || d->ddp->count != count))
     return cddp__fail(CDDP_INVALID_ARGUMENT, "desc.ddp was created with other parameters");
+  if (d->sharded_states && d->ddp == NULL)
+    return cddp__fail(CDDP_INVALID_ARGUMENT,
+                      "sharded_states needs the cddp_ddp, whose ranks share the states: set ddp");
+  if (d->sharded_states && (d->ddp->desc.elastic || d->ddp->sparse != NULL))
+    return cddp__fail(CDDP_UNSUPPORTED, "sharded_states and %s in cddp_ddp_desc exclude each other",
+                      d->ddp->desc.elastic ? "elastic" : "sparse_rows");
   for (i = 0; r == CDDP_OK && i < count; i++) {
     cddp__text name = cddp__param_name(&params[i], i);
     cddp_dtype dtype = params[i].dtype;
@@ -14968,7 +14990,7 @@ static void cddp__list_settings(cddp_optim *o) {
   const cddp_sgd_desc *d = &o->desc;
   const double v[] = {(double)o->algorithm->counts, d->momentum, d->dampening, o->beta1, o->beta2,
                       o->eps, (double)d->nesterov, (double)d->maximize, (double)o->amsgrad,
-                      (double)d->master_weights};
+                      (double)d->master_weights, (double)d->sharded_states};
   double *to = o->numbers + CDDP__SETTING_ADAMW;
   CDDP_ASSERT(to + sizeof v / sizeof *v == o->lr_scales);
   memcpy(to, v, sizeof v);
@@ -14989,7 +15011,8 @@ static cddp_result cddp__optim_new(cddp_optim **out, const cddp__algorithm *algo
   if (r != CDDP_OK) return r;
   o = (cddp_optim *)cddp__calloc(
       NULL, 1, sizeof *o + n * (2 * sizeof(double) + sizeof(float) + 2 * sizeof(bool)) +
-                CDDP__SETTING_COUNT * sizeof(double) + pointers * sizeof(void *));
+                n * sizeof *o->parts + CDDP__SETTING_COUNT * sizeof(double) +
+                pointers * sizeof(void *));
   if ((*out = o) == NULL) return CDDP_OUT_OF_MEMORY;
   o->params = params;
   o->count = count;
@@ -15000,7 +15023,8 @@ static cddp_result cddp__optim_new(cddp_optim **out, const cddp__algorithm *algo
   o->eps = adamw->eps;
   o->amsgrad = adamw->amsgrad;
   o->states = (int)arrays;
-  o->numbers = (double *)(void *)(o + 1);
+  o->parts = (cddp_partition *)(void *)(o + 1);
+  o->numbers = (double *)(void *)(o->parts + n);
   o->lr_scales = o->numbers + CDDP__SETTING_COUNT;
   o->weight_decays = o->lr_scales + n;
   o->state = (void **)(void *)(o->weight_decays + n);
@@ -15011,6 +15035,8 @@ static cddp_result cddp__optim_new(cddp_optim **out, const cddp__algorithm *algo
   if (d->copies != NULL)
     o->copies = (void **)memcpy(o->state + n * arrays, d->copies, n * sizeof *o->copies);
   for (i = 0; i < count; i++) {
+    o->parts[i].param = i;
+    o->parts[i].count = params[i].count;
     o->lr_scales[i] = d->lr_scales != NULL ? d->lr_scales[i] : 1.0;
     o->weight_decays[i] = d->weight_decays != NULL ? d->weight_decays[i] : d->weight_decay;
   }
@@ -16555,9 +16581,9 @@ static cudaStream_t cddp__optim_stream(const cddp_optim *optim, const cddp_ddp *
   return d != NULL ? cddp__main_stream(d->group) : (cudaStream_t)optim->desc.stream;
 }
 
-/* Updates all weights of this rank, with one launch for all parameters of the same dtype, settings
-   and number of steps. In cddp_ddp_step the gradients are in the arena. There sparse gradients, and
-   all gradients if they are clipped, are already means. */
+/* Updates the weights whose states this rank keeps, with one launch for all parameters of the same
+   dtype, settings and number of steps. In cddp_ddp_step the gradients are in the arena. There
+   sparse gradients, and all gradients if they are clipped, are already means. */
 static cddp_result cddp__device_step(cddp_optim *optim, const cddp_ddp *d) {
   cudaStream_t stream = cddp__optim_stream(optim, d);
   cddp_segment *segments = optim->segments;
@@ -16578,9 +16604,12 @@ static cddp_result cddp__device_step(cddp_optim *optim, const cddp_ddp *d) {
                         "take two steps before you capture one in a CUDA graph: the first starts "
                         "momentum");
     for (n = 0, j = i; j >= 0; j--) {
+      size_t from = optim->parts[j].first * cddp__dtype_size(optim->params[j].dtype);
       if (optim->launched[j] || !cddp__same_launch(optim, d, i, j)) continue;
-      segments[n].data = optim->params[j].data;
-      segments[n].grad = cddp__device_gradient(optim, d, j);
+      optim->launched[j] = true;
+      if (optim->parts[j].count == 0) continue;
+      segments[n].data = (char *)optim->params[j].data + from;
+      segments[n].grad = (char *)cddp__device_gradient(optim, d, j) + from;
       segments[n].momentum =
           optim->states > (int)optim->desc.master_weights ? optim->state[j] : NULL;
       segments[n].master = NULL;
@@ -16588,13 +16617,12 @@ static cddp_result cddp__device_step(cddp_optim *optim, const cddp_ddp *d) {
         segments[n].master = optim->state[(optim->states - 1) * optim->count + j];
       if (segments[n].master != NULL && optim->fresh[j] && r == CDDP_OK)
         r = cddp__cuda_result(kernels->convert(segments[n].master, CDDP_F32, segments[n].data,
-                                               optim->params[j].dtype, optim->params[j].count,
+                                               optim->params[j].dtype, optim->parts[j].count,
                                                (void *)stream),
                               "the kernel that begins masters");
-      segments[n++].count = optim->params[j].count;
-      optim->launched[j] = true;
+      segments[n++].count = optim->parts[j].count;
     }
-    if (r != CDDP_OK) return r;
+    if (r != CDDP_OK || n == 0) continue;
     r = cddp__cuda_result(
         optim->algorithm->launch(optim, i, kernels, segments, n,
                                  sum ? cddp__mean_factor(d, optim->params[i].dtype) : 1,
@@ -16626,18 +16654,18 @@ static cddp_result cddp__device_clear(const cddp_optim *optim, void *p, size_t b
   return r == CDDP_OK && waits ? CDDP__CUDA(cudaStreamSynchronize, stream) : r;
 }
 
-/* Allocates zeroed states of all parameters, in one piece of device memory that never moves: a CUDA
-   graph may have recorded the address of a state. */
+/* Allocates zeroed states of this rank's parts, in one piece of device memory that never moves: a
+   CUDA graph may have recorded the address of a state. */
 static cddp_result cddp__states_alloc(cddp_optim *optim) {
   size_t bytes = 0;
   cddp_result r;
-  int k;
+  int i, k;
   for (k = 0; k < optim->count * optim->states; k++) {
-    const cddp_param *p = &optim->params[k % optim->count];
+    i = k % optim->count;
     optim->state[k] = (void *)(uintptr_t)bytes;
-    if (cddp__has_state(optim, k / optim->count, k % optim->count))
+    if (cddp__has_state(optim, k / optim->count, i))
       bytes += cddp__round_up(
-          p->count * cddp__dtype_size(cddp__state_type(optim, k % optim->count)), 256);
+          optim->parts[i].count * cddp__dtype_size(cddp__state_type(optim, i)), 256);
   }
   (void)cddp__use_device(optim->device);
   r = cddp__cuda_result(cudaMalloc(&optim->flat, bytes > 0 ? bytes : 1), "cudaMalloc of states");
@@ -16741,6 +16769,11 @@ static cddp_result cddp__attach_optim(cddp_optim *optim) {
    and one kernel updates all weights and zeroes the gradients. The host waits for no device, and
    for other ranks only where d->meets. Every rank keeps all of the momentum. Without NCCL it is the
    same, but that a private group's thread reduces the buckets, by all-reduces through the host.
+   Sharded states (optim.sharded): each rank of the group keeps states of its part alone, in memory
+   of its own (optim.parts). A step computes the mean, updates this rank's part of the weights,
+   broadcasts all parts, and zeroes this rank's gradients. One host's ranks step as above instead.
+   NCCL reduces a bucket to the ranks whose parts are in it (d->scatters) if the last step needed no
+   more; a step that needs the whole mean then gathers it. A failure breaks the model on all ranks.
    More shards than ranks (d->spread): behind its arena a rank has slots, each as large as the
    model, with f32 for f16 and bf16. A shard that has ended goes from the gradients into a slot and
    is added to those before it with which it makes a node of the canonical tree over all shards
@@ -16815,7 +16848,7 @@ struct cddp__ddp_memory {
   cddp_result (*step)(cddp_ddp *d, cddp_optim *s, bool averaged, bool wrote);
   cddp_result (*publish)(cddp_ddp *d); /* NULL: cddp__share_arrays does it */
 };
-enum { CDDP__OWNERS = -1 };
+enum { CDDP__OWNERS = -1, CDDP__ALL_OWNERS = -2 }; /* roots: see cddp__share_arrays */
 
 /* Keeps the first failure, which all later calls return. ready() may fail in several threads. */
 static cddp_result cddp__ddp_fail(cddp_ddp *d, cddp_result r) {
@@ -16961,11 +16994,14 @@ static cddp_result cddp__agree_on_params(cddp_ddp *d) {
 
 /* --- the arena --- */
 
-/* The arena is dealt out in equal parts to the ranks of the host; each rank steps its part. No
-   piece (see cddp__pieces) is cut. */
+/* The arena is dealt out in equal parts to the ranks of the host, on GPUs to all ranks; each rank
+   steps its part. No piece (see cddp__pieces) is cut. */
+static int cddp__part_count(const cddp_ddp *d) {
+  return d->group->backend != NULL ? d->group->size : d->group->local_size;
+}
+
 static void cddp__part_of(const cddp_ddp *d, int rank, size_t *begin, size_t *end) {
-  int parts = d->group->backend != NULL ? d->group->size : d->group->local_size;
-  cddp__slice(d->dense, CDDP__BLOCK_BYTES, parts, rank, begin, end);
+  cddp__slice(d->dense, CDDP__BLOCK_BYTES, cddp__part_count(d), rank, begin, end);
 }
 
 /* Into how many pieces a stretch of the arena is cut at multiples of CDDP__BLOCK_BYTES. Squares are
@@ -16975,14 +17011,21 @@ static size_t cddp__pieces(size_t begin, size_t end) {
   return (end - 1) / CDDP__BLOCK_BYTES - begin / CDDP__BLOCK_BYTES + 1;
 }
 
-/* Where parameter i's share of a rank's part begins and ends, in bytes of the arena; false if there
-   is none. rank: its number among the group's ranks on this host, here and below. */
-static bool cddp__tensor_slice(const cddp_ddp *d, int i, int rank, size_t *begin, size_t *end) {
+/* Where parameter i's share of one of equal parts begins and ends, in bytes of the arena; false if
+   there is none. */
+static bool cddp__part_slice(const cddp_ddp *d, int i, int parts, int part, size_t *begin,
+                             size_t *end) {
   const cddp__tensor *t = &d->tensors[i];
-  cddp__part_of(d, rank, begin, end);
+  cddp__slice(d->dense, CDDP__BLOCK_BYTES, parts, part, begin, end);
   *begin = cddp__max(*begin, t->offset);
   *end = cddp__min(*end, t->offset + t->bytes);
   return *begin < *end;
+}
+
+/* The same of a rank's part. rank: its number among the group's ranks on this host, here and
+   below. */
+static bool cddp__tensor_slice(const cddp_ddp *d, int i, int rank, size_t *begin, size_t *end) {
+  return cddp__part_slice(d, i, cddp__part_count(d), rank, begin, end);
 }
 
 /* Whether ranks that do not see each other's memory add up shards: cddp__gather_nodes. */
@@ -17587,10 +17630,10 @@ static cddp_result cddp__await_buckets(cddp_ddp *d) {
 
 /* Collective: arrays from root to all ranks. CDDP__OWNERS: arrays as long as the parameters, of
    which each rank has the part that it steps; each host has all parts, those of the first one are
-   taken. */
+   taken. CDDP__ALL_OWNERS: the ranks of all hosts together have all parts once. */
 static cddp_result cddp__share_arrays(cddp_ddp *d, const cddp_param *arrays, int count, int root) {
-  const cddp__hosts *x = d->group->backend == NULL ? d->control->hosts : NULL;
-  bool owners = root == CDDP__OWNERS;
+  bool by_host = root == CDDP__OWNERS && d->group->backend == NULL, owners = root < 0;
+  const cddp__hosts *x = by_host ? d->control->hosts : NULL;
   int parts = x != NULL ? x->nodes[0].size : d->group->size, i, n = 0;
   int part = owners ? 0 : root, last = owners ? parts - 1 : root;
   cddp_result r = CDDP_OK;
@@ -17604,11 +17647,10 @@ static cddp_result cddp__share_arrays(cddp_ddp *d, const cddp_param *arrays, int
       size_t begin = 0, end = arrays[i].count, esize;
       char *at = (char *)arrays[i].data;
       if (owners) {
-        const cddp__tensor *t = &d->tensors[i];
         esize = cddp__dtype_size(d->params[i].dtype);
-        cddp__slice(d->dense, CDDP__BLOCK_BYTES, parts, part, &begin, &end);
-        begin = (cddp__max(begin, t->offset) - t->offset) / esize;
-        end = end > t->offset ? cddp__min(end - t->offset, t->bytes) / esize : 0;
+        if (!cddp__part_slice(d, i, parts, part, &begin, &end)) continue;
+        begin = (begin - d->tensors[i].offset) / esize;
+        end = (end - d->tensors[i].offset) / esize;
       }
       if (at == NULL || begin >= end) continue;
       at += begin * cddp__dtype_size(arrays[i].dtype);
@@ -17874,6 +17916,45 @@ static cddp_result cddp__share_gather(cddp_optim *o) {
   return r;
 }
 
+/* --- sharded states: of all elements each rank of the group keeps those in its part alone --- */
+
+/* Which states s will keep. d: its desc.ddp. The ranks of one host share their states anyway. */
+static void cddp__place_states(const cddp_ddp *d, cddp_optim *s) {
+  const cddp_group *g = d->group;
+  size_t begin, end, esize;
+  int i;
+  s->sharded = s->desc.sharded_states && s->states > 0 &&
+               g->size > (g->backend != NULL ? 1 : g->local_size);
+  for (i = 0; s->sharded && i < d->count; i++) {
+    bool any = cddp__part_slice(d, i, g->size, g->rank, &begin, &end);
+    esize = cddp__dtype_size(d->params[i].dtype);
+    s->parts[i].first = any ? (begin - d->tensors[i].offset) / esize : 0;
+    s->parts[i].count = any ? (end - begin) / esize : 0;
+  }
+}
+
+/* Collective: all of state k of parameter i to `whole`, for a checkpoint. */
+static cddp_result cddp__gather_state(const cddp_optim *s, int k, int i, char *whole) {
+  cddp_ddp *d = s->desc.ddp;
+  size_t size = cddp__dtype_size(cddp__state_type(s, i)), begin, end;
+  size_t esize = cddp__dtype_size(d->params[i].dtype);
+  cddp_result r = CDDP_OK;
+  int p;
+  if (s->parts[i].count > 0)
+    r = (d->memory->copy)(whole + s->parts[i].first * size, s->state[k * s->count + i],
+                          s->parts[i].count * size, d->group->stream);
+  for (p = 0; r == CDDP_OK && p < d->group->size; p++) {
+    cddp__call c;
+    char *at;
+    if (!cddp__part_slice(d, i, d->group->size, p, &begin, &end)) continue;
+    at = whole + (begin - d->tensors[i].offset) / esize * size;
+    c = cddp__make_call(CDDP__KIND_BROADCAST, at, at, (end - begin) / esize,
+                        cddp__state_type(s, i), CDDP_SUM, p);
+    r = cddp__call_all(d, &c);
+  }
+  return r;
+}
+
 /* A walk through a part of the model, block by block: for its mean, or for new weights. */
 enum { CDDP__PASS_MEANS, CDDP__PASS_WEIGHTS };
 typedef struct cddp__pass {
@@ -18133,6 +18214,36 @@ static cddp_result cddp__fetch_weights(cddp_ddp *d, const cddp_optim *s) {
   return r == CDDP_OK ? cddp__end_access(d->control, r) : r;
 }
 
+/* Updates this rank's part of the weights, by means that are in its gradients, then sends it to all
+   ranks of all hosts. */
+static cddp_result cddp__sharded_step(const cddp__pass *x) {
+  double room[CDDP__BLOCK_BYTES / sizeof(double)];
+  cddp_optim *s = x->s;
+  cddp_ddp *d = x->d;
+  size_t at, n, low, esize;
+  cddp_result r = CDDP_OK;
+  int i;
+  CDDP_ASSERT(x->averaged);
+  for (i = 0; r == CDDP_OK && i < d->count; i++)
+    if (!cddp__optim_skips(s, i)) r = cddp__need_states(s, i);
+  for (i = 0; r == CDDP_OK && i < d->count; i++) {
+    const cddp_partition *p = &s->parts[i];
+    cddp__update u;
+    if (cddp__optim_skips(s, i) || p->count == 0) continue;
+    u = cddp__update_of(s, i, s->state + i, s->count);
+    esize = cddp__dtype_size(u.stored);
+    for (at = 0; at < p->count; at += n) {
+      low = (p->first + at) * esize;
+      n = cddp__min(CDDP__BLOCK_BYTES / esize, p->count - at);
+      cddp__update_run(&u, at, (char *)d->params[i].data + low,
+                       cddp__block_gradient(x, i, d->tensors[i].offset + low, n, room), n);
+    }
+  }
+  if (r == CDDP_OK) r = cddp__end_access(d->control, r);
+  if (r == CDDP_OK) r = cddp__share_arrays(d, d->params, d->count, CDDP__ALL_OWNERS);
+  return r == CDDP_OK ? cddp__write_copies(s) : r;
+}
+
 /* Makes the means of this rank's part and, unless s is NULL, updates that part of all weights, then
    fetches what the others have updated: between two rounds of the control group. averaged:
    gradients are the means already. wrote: ranks have written to theirs since the last round, so
@@ -18143,7 +18254,8 @@ static cddp_result cddp__host_step(cddp_ddp *d, cddp_optim *s, bool averaged, bo
   cddp__pass x = cddp__pass_of(d, s, averaged);
   cddp_result r = wrote ? cddp__control_barrier(d, kind, CDDP__PHASE_GRADIENTS) : CDDP_OK;
   if (r == CDDP_OK) r = cddp__begin_access(d->control);
-  if (r == CDDP_OK && s != NULL && s->states > 0 && s->share == NULL) r = cddp__share_create(d, s);
+  if (r == CDDP_OK && s != NULL && s->states > 0 && s->share == NULL && !s->sharded)
+    r = cddp__share_create(d, s);
   x.one_loop = s != NULL && !averaged && !d->spread && d->active_count == size &&
                (size == 1 || size == 2 || size == 4);
   if (r == CDDP_OK && (s == NULL || d->desc.max_grad_norm > 0)) r = cddp__mean_part(&x, kind);
@@ -18154,6 +18266,7 @@ static cddp_result cddp__host_step(cddp_ddp *d, cddp_optim *s, bool averaged, bo
   }
   if (s == NULL) return cddp__end_access(d->control, r);
   CDDP__POINT("fuse");
+  if (s->sharded) return cddp__sharded_step(&x);
   x.which = CDDP__PASS_WEIGHTS;
   x.block = cddp__fuse_block;
   cddp__part_of(d, d->me, &begin, &end);
@@ -18230,23 +18343,29 @@ static cddp_result cddp__gpu_meet(cddp_ddp *d, int kind, uint64_t check, bool *m
   return CDDP_OK;
 }
 
-/* The bucket's all-reduce, on the side stream: a sum if the kernel of cddp_ddp_step is to come,
-   which divides to the same bits. f16: see cddp__averages_by_sum. */
+/* The bucket's all-reduce, on the side stream, or (d->scatters) a reduce to each rank that has a
+   part of it: a sum if the kernel of cddp_ddp_step is to come, which divides to the same bits. f16:
+   see cddp__averages_by_sum. */
 static cddp_result cddp__gpu_reduce(cddp_ddp *d, cddp__bucket_state *b) {
   cddp__device *p = cddp__device_of(d->comm);
   cddp_dtype dtype = d->params[b->sorted[0]].dtype;
   cddp__call note = cddp__make_call(CDDP__KIND_DDP_BUCKET, NULL, NULL, (size_t)(b - d->buckets),
                                     dtype, CDDP_SUM, -1);
+  size_t begin, end;
   cddp__range range;
-  int i = 0, n = 0;
+  int i = 0, n = 0, k, parts = d->scatters ? d->group->size : 1;
   cddp__log_call(p, &note, true);
-  while (cddp__next_range(d, b->sorted, b->count, &i, &range)) {
-    if (range.begin == range.end) continue;
-    d->calls[n] = cddp__average_call(d->arena + range.begin,
-                                     (range.end - range.begin) / note.esize, dtype);
-    if (d->sums && dtype != CDDP_F16) d->calls[n].op = CDDP_SUM;
-    n++;
-  }
+  while (cddp__next_range(d, b->sorted, b->count, &i, &range))
+    for (k = 0; k < parts; k++) {
+      cddp__slice(d->dense, CDDP__BLOCK_BYTES, parts, k, &begin, &end);
+      begin = cddp__max(begin, range.begin);
+      end = cddp__min(end, range.end);
+      if (begin >= end) continue;
+      d->calls[n] = cddp__average_call(d->arena + begin, (end - begin) / note.esize, dtype);
+      if (d->scatters) d->calls[n].kind = CDDP__KIND_REDUCE, d->calls[n].root = k;
+      if (d->sums && dtype != CDDP_F16) d->calls[n].op = CDDP_SUM;
+      n++;
+    }
   return cddp__issue(p, d->calls, n, p->side);
 }
 
@@ -18370,6 +18489,8 @@ static cddp_result cddp__gpu_step(cddp_ddp *d, cddp_optim *s, bool averaged, boo
     r = cddp__gpu_clip_by(d, most, CDDP__LIST_ALL, s == NULL ? CDDP__LIST_PART : CDDP__LIST_NONE);
   if (r != CDDP_OK || s == NULL) return r;
   r = cddp__device_step(s, d);
+  if (r == CDDP_OK && s->sharded)
+    r = cddp__share_arrays(d, d->params, d->count, CDDP__ALL_OWNERS);
   return r == CDDP_OK ? cddp__device_copies(s, d) : r;
 }
 
@@ -18738,9 +18859,28 @@ static cddp_result cddp__scale_gradients(cddp_ddp *d) {
   return r;
 }
 
-/* Starts the buckets that are left, and goes on behind them all. stepping: an optimizer's kernel
-   follows, which makes their results means unless they are clipped first. */
-static cddp_result cddp__finish_buckets(cddp_ddp *d, bool stepping) {
+/* Whether a step needs no more of the mean than this rank's part. */
+static bool cddp__needs_part_only(int kind, const cddp_optim *s) {
+  return kind == CDDP__KIND_DDP_SCATTER || (s != NULL && s->sharded);
+}
+
+/* Collective: each rank's part of the reduced gradients to all ranks. */
+static cddp_result cddp__gather_gradients(cddp_ddp *d) {
+  size_t begin, end;
+  int k, n = 0;
+  for (k = 0; k < d->group->size; k++) {
+    cddp__part_of(d, k, &begin, &end);
+    if (begin < end)
+      d->calls[n++] = cddp__make_call(CDDP__KIND_BROADCAST, d->arena + begin, d->arena + begin,
+                                      end - begin, CDDP_U8, CDDP_SUM, k);
+  }
+  return (d->memory->broadcast)(d, n);
+}
+
+/* Starts the buckets that are left, and goes on behind them all. If an optimizer's kernel follows,
+   it makes their results means unless they are clipped first. */
+static cddp_result cddp__finish_buckets(cddp_ddp *d, int kind, const cddp_optim *s) {
+  bool stepping = s != NULL;
   cddp_result r;
   int i;
   pthread_mutex_lock(&d->lock);
@@ -18752,6 +18892,7 @@ static cddp_result cddp__finish_buckets(cddp_ddp *d, bool stepping) {
   r = cddp__launch(d);
   pthread_mutex_unlock(&d->lock);
   if (r == CDDP_OK) r = d->memory->fence(d);
+  if (r == CDDP_OK && d->scatters && !cddp__needs_part_only(kind, s)) r = cddp__gather_gradients(d);
   if (r != CDDP_OK || (stepping && d->group->backend != NULL && !(d->desc.max_grad_norm > 0)))
     return r;
   return cddp__scale_gradients(d);
@@ -18909,7 +19050,7 @@ static cddp_result cddp__return_gradients(cddp_ddp *d) {
 }
 
 /* Collective: after steps that ranks which have joined did not take, brings them root's weights
-   and states, none of which is in shares. */
+   and states, none of which is in shares. Sharded states have had no such step. */
 static cddp_result cddp__catch_up(cddp_ddp *d, cddp_optim *s, int root) {
   cddp_result r;
   int k;
@@ -18922,7 +19063,7 @@ static cddp_result cddp__catch_up(cddp_ddp *d, cddp_optim *s, int root) {
   if (r == CDDP_OK)
     r = cddp__run_simple(d->control, CDDP__KIND_BROADCAST, s->fresh, s->fresh, (size_t)d->count,
                          CDDP_U8, root);
-  for (k = 0; r == CDDP_OK && k < s->count * s->states; k++) {
+  for (k = 0; r == CDDP_OK && k < s->count * s->states && !s->sharded; k++) {
     cddp_param p = d->params[k % s->count];
     if (s->steps[k % s->count] == 0) continue;
     if (cddp__need_states(s, k % s->count) != CDDP_OK) return CDDP_OUT_OF_MEMORY;
@@ -18965,7 +19106,7 @@ static cddp_result cddp__finish(cddp_ddp *d, int kind, cddp_optim *s, uint64_t m
   for (i = 0; i < d->count; i++) d->used[i] = d->tensors[i].used;
   while (r == CDDP_OK && waits && d->shares != NULL) r = cddp__share_gather(d->shares);
   if (r == CDDP_OK && averaged) {
-    r = gathers ? cddp__gather_nodes(d, d->arena) : cddp__finish_buckets(d, s != NULL);
+    r = gathers ? cddp__gather_nodes(d, d->arena) : cddp__finish_buckets(d, kind, s);
     wrote = gathers || d->desc.comm_hook != NULL || cddp__mean_factor(d, CDDP_F32) != 1;
   }
   if (r == CDDP_OK && s != NULL) r = cddp__catch_up(d, s, d->active[0]); /* behind the buckets */
@@ -18973,8 +19114,10 @@ static cddp_result cddp__finish(cddp_ddp *d, int kind, cddp_optim *s, uint64_t m
   if (waits && d->active_count < d->group->size) d->out_of_date = true; /* others will step */
   if (r == CDDP_OK && waits) r = cddp__return_gradients(d);
   if (r == CDDP_OK && !waits) r = (d->memory->step)(d, s, averaged, wrote);
-  if (r == CDDP_OK && s != NULL) r = cddp__clear_gradients(d, s, true);
+  if (r == CDDP_OK && s != NULL) r = cddp__clear_gradients(d, s, !s->sharded);
   d->scattered = r == CDDP_OK && kind == CDDP__KIND_DDP_SCATTER;
+  d->scatters = cddp__needs_part_only(kind, s) && cddp__enqueues(d->group) && !gathers &&
+                d->group->size > 1 && d->desc.comm_hook == NULL && !(d->desc.max_grad_norm > 0);
   if (r != CDDP_OK) return cddp__end_access(d->control, cddp__give_up(d, r));
   if (!d->scattered) r = cddp__complete(d, s != NULL);
   return r == CDDP_OK ? r : cddp__ddp_fail(d, r);
@@ -21917,6 +22060,8 @@ typedef struct cddp__checkpoint {
                            the states follow the array */
   size_t item_count;
   double lr;
+  bool sharded;  /* each rank has its parts of the states */
+  char *whole;   /* room for any state of all parts, where the states are; NULL: not needed */
   char *staging; /* [2 * CDDP__FILE_STAGING] between file and device; NULL: not needed yet */
   const char *path;
   /* save: */
@@ -22227,6 +22372,16 @@ static cddp_result cddp__list_items(cddp__checkpoint *checkpoint) {
   return CDDP_OK;
 }
 
+/* Sharded states need the ranks that have their parts. */
+static cddp_result cddp__check_owners(cddp__checkpoint *checkpoint) {
+  const cddp_optim *optim = checkpoint->desc->optim;
+  checkpoint->sharded = optim != NULL && optim->sharded;
+  if (!checkpoint->sharded || optim->desc.ddp->group == checkpoint->g) return CDDP_OK;
+  return cddp__fail(CDDP_INVALID_ARGUMENT,
+                    "the ranks of the cddp_ddp's group have parts of the states (sharded_states): "
+                    "pass that group, on all of its ranks");
+}
+
 /* Checks the arguments and lists the items. */
 static cddp_result cddp__checkpoint_begin(cddp__checkpoint *checkpoint, bool saves, cddp_group *g,
                                           const char *path, const cddp_param *params, int count,
@@ -22243,13 +22398,33 @@ static cddp_result cddp__checkpoint_begin(cddp__checkpoint *checkpoint, bool sav
   checkpoint->first = g == NULL || g->rank == 0;
   if (g != NULL) cddp__engine_drain(g);
   r = cddp__check_checkpoint(checkpoint, saves);
+  if (r == CDDP_OK) r = cddp__check_owners(checkpoint);
   if (r == CDDP_OK && checkpoint->device) r = cddp__await_device(g);
   return r == CDDP_OK ? cddp__list_items(checkpoint) : r;
+}
+
+/* Collective: memory for any one state of all ranks' parts. */
+static cddp_result cddp__alloc_whole(cddp__checkpoint *checkpoint) {
+  size_t i, most = 0;
+  cddp_result r = CDDP_OK;
+  for (i = 0; i < checkpoint->item_count; i++)
+    if (checkpoint->items[i].place != NULL)
+      most = cddp__max(most, (size_t)checkpoint->items[i].bytes);
+  if (most > 0) checkpoint->whole = (char *)cddp_alloc(checkpoint->g, most);
+  if (most > 0 && checkpoint->whole == NULL) r = CDDP_OUT_OF_MEMORY;
+  return cddp__consensus(checkpoint->g, r, NULL, 0, NULL);
+}
+
+/* Bytes of the item's states that this rank keeps. */
+static size_t cddp__kept_bytes(const cddp__checkpoint *checkpoint, const cddp__st_item *item) {
+  return checkpoint->desc->optim->parts[item->param].count *
+         cddp__dtype_size((cddp_dtype)item->type->dtype);
 }
 
 static void cddp__checkpoint_end(cddp__checkpoint *checkpoint) {
   const cddp_optim *optim = checkpoint->desc->optim;
   size_t i;
+  if (checkpoint->whole != NULL) cddp_free(checkpoint->g, checkpoint->whole);
   for (i = 0; i < checkpoint->item_count; i++) /* states that a failed load did not commit */
     if (checkpoint->items[i].from != NULL && checkpoint->items[i].place != NULL &&
         optim->backend == NULL)
@@ -22350,6 +22525,8 @@ static void cddp__select_states(cddp__checkpoint *checkpoint) {
     if (item->place != NULL) item->data = *item->place;
     if (item->place != NULL && optim->share != NULL && item->data == NULL)
       item->data = cddp__state_at(optim->share, optim, optim->common, item->state, item->param, 0);
+    if (item->place != NULL && optim->sharded)
+      item->data = checkpoint->whole; /* cddp__save_items gathers it */
     if (item->place == NULL || item->data != NULL) checkpoint->items[n++] = *item;
   }
   checkpoint->item_count = n;
@@ -22403,26 +22580,48 @@ static cddp_result cddp__save_header(cddp__checkpoint *checkpoint) {
                       : cddp__fail_in(CDDP_INVALID_ARGUMENT, "names or metadata are invalid: ");
 }
 
+/* Writes all items. Collective if states are sharded: rank 0 gathers the rest after an error. */
+static cddp_result cddp__save_items(cddp__checkpoint *checkpoint, cddp_result r) {
+  cddp_result gathered = CDDP_OK;
+  bool sharded = checkpoint->sharded;
+  size_t i;
+  for (i = 0; i < checkpoint->item_count && gathered == CDDP_OK && (r == CDDP_OK || sharded); i++) {
+    const cddp__st_item *item = &checkpoint->items[i];
+    CDDP__POINT("save");
+    if (sharded && item->place != NULL) {
+      gathered = cddp__gather_state(checkpoint->desc->optim, item->state, item->param,
+                                    checkpoint->whole);
+      if (gathered == CDDP_OK && checkpoint->device) gathered = cddp__await_device(checkpoint->g);
+      if (r == CDDP_OK) r = gathered;
+    }
+    if (checkpoint->first && r == CDDP_OK)
+      r = cddp__copy_item(checkpoint, checkpoint->fd, item, checkpoint->header.end + item->begin);
+  }
+  return r;
+}
+
 CDDPDEF cddp_result (cddp_save)(cddp_group *g, const char *path, const cddp_param *params,
                                 int count, const cddp_checkpoint_desc *desc) {
-  bool peers = g != NULL && g->size > 1;
   cddp__checkpoint c;
+  bool shares; /* rank 0 reads states in the other ranks' memory */
   cddp_result r, left;
-  size_t i;
   cddp__enter_call(__func__);
   r = cddp__checkpoint_begin(&c, true, g, path, params, count, desc);
-  if ((r = cddp__compare_calls(&c, r)) == CDDP_OK) {
-    if (c.first) r = cddp__save_header(&c);
+  shares = g != NULL && g->size > 1 && !c.sharded;
+  r = cddp__compare_calls(&c, r);
+  if (r == CDDP_OK && c.sharded) r = cddp__alloc_whole(&c);
+  if (r == CDDP_OK) {
+    if (c.first || c.sharded) r = cddp__save_header(&c);
+    if (c.sharded) r = cddp__consensus(g, r, NULL, 0, NULL);
     if (c.first && r == CDDP_OK) {
       r = cddp__open_temporary(&c);
-      if (r == CDDP_OK && peers) r = cddp__begin_access(g); /* it reads their memory */
+      if (r == CDDP_OK && shares) r = cddp__begin_access(g);
       if (r == CDDP_OK) r = cddp__file_io(c.fd, true, c.header.data, c.header.end, 0);
-      for (i = 0; r == CDDP_OK && i < c.item_count; i++) {
-        CDDP__POINT("save");
-        r = cddp__copy_item(&c, c.fd, &c.items[i], c.header.end + c.items[i].begin);
-      }
-      left = peers ? cddp__end_access(g, CDDP_OK) : CDDP_OK;
+      r = cddp__save_items(&c, r);
+      left = shares ? cddp__end_access(g, CDDP_OK) : CDDP_OK;
       r = cddp__close_temporary(&c, r == CDDP_OK ? left : r);
+    } else if (r == CDDP_OK && c.sharded) {
+      r = cddp__save_items(&c, r);
     }
     r = cddp__consensus(g, r, NULL, 0, NULL);
   }
@@ -22490,8 +22689,9 @@ static cddp_result cddp__match_items(cddp__checkpoint *checkpoint) {
     taken[tensor - checkpoint->file->tensors] = true;
     checkpoint->has_lr = checkpoint->has_lr || item->data == &checkpoint->lr;
     if (r == CDDP_OK && item->place != NULL) {
+      size_t kept = cddp__kept_bytes(checkpoint, item);
       item->data = optim->backend != NULL ? *item->place
-                                          : cddp__calloc(&optim->allocator, 1, (size_t)item->bytes);
+                                          : cddp__calloc(&optim->allocator, 1, kept > 0 ? kept : 1);
       if (item->data == NULL) r = CDDP_OUT_OF_MEMORY;
     }
     item->from = tensor;
@@ -22587,7 +22787,7 @@ static cddp_result cddp__broadcast_tensors(cddp__checkpoint *checkpoint) {
     cddp__st_item *item = &checkpoint->items[i];
     cddp_dtype dtype;
     cddp__call call;
-    if (item->from == NULL) continue;
+    if (item->from == NULL || (checkpoint->sharded && item->place != NULL)) continue;
     dtype = (cddp_dtype)item->type->dtype;
     if (checkpoint->device) {
       call = cddp__make_call(CDDP__KIND_BROADCAST, item->data, item->data, item->count, dtype,
@@ -22603,6 +22803,36 @@ static cddp_result cddp__broadcast_tensors(cddp__checkpoint *checkpoint) {
   return r == CDDP_OK ? cddp__packet_send(&p) : r;
 }
 
+/* Collective: each state that rank 0 reads passes through `whole`; each rank keeps its part. */
+static cddp_result cddp__load_states(cddp__checkpoint *checkpoint) {
+  const cddp_optim *optim = checkpoint->desc->optim;
+  const cddp_ddp *d = optim->desc.ddp;
+  cddp_group *g = checkpoint->g;
+  cddp_result r = cddp__alloc_whole(checkpoint);
+  char *whole = checkpoint->whole;
+  size_t i;
+  for (i = 0; r == CDDP_OK && i < checkpoint->item_count; i++) {
+    cddp__st_item item = checkpoint->items[i];
+    cddp_dtype dtype = (cddp_dtype)item.type->dtype;
+    cddp__call call = cddp__make_call(CDDP__KIND_BROADCAST, whole, whole, item.count, dtype,
+                                      CDDP_SUM, 0);
+    void *part = item.data;
+    if (item.from == NULL || item.place == NULL) continue;
+    item.data = whole;
+    if (checkpoint->first)
+      r = cddp__copy_item(checkpoint, checkpoint->file->fd, &item,
+                          8 + checkpoint->file->text_size + item.from->begin);
+    if ((r = cddp__consensus(g, r, NULL, 0, NULL)) != CDDP_OK) break;
+    r = cddp__start_call(g, &call, NULL);
+    if (r == CDDP_OK)
+      r = (d->memory->copy)(part, whole + optim->parts[item.param].first * cddp__dtype_size(dtype),
+                            cddp__kept_bytes(checkpoint, &item), g->stream);
+    if (r == CDDP_OK && checkpoint->device) r = cddp__await_device(g);
+    r = cddp__consensus(g, r, NULL, 0, NULL);
+  }
+  return r;
+}
+
 /* Reads the tensors on rank 0 and broadcasts them. A first pass reads only step counts and the
    learning rate, to reject invalid ones before anything has changed. */
 static cddp_result cddp__load_tensors(cddp__checkpoint *checkpoint) {
@@ -22613,6 +22843,7 @@ static cddp_result cddp__load_tensors(cddp__checkpoint *checkpoint) {
     bool counts = item.param >= 0 && item.place == NULL, looks = i < checkpoint->item_count;
     float steps = 0;
     if (item.from == NULL || (looks && !counts && item.data != &checkpoint->lr)) continue;
+    if (checkpoint->sharded && item.place != NULL) continue; /* cddp__load_states reads it */
     if (looks && counts) item.data = &steps;
     r = cddp__copy_item(checkpoint, checkpoint->file->fd, &item,
                         8 + checkpoint->file->text_size + item.from->begin);
@@ -22623,6 +22854,7 @@ static cddp_result cddp__load_tensors(cddp__checkpoint *checkpoint) {
       r = cddp__fail(CDDP_IO, "its learning rate is %g", checkpoint->lr);
   }
   r = cddp__consensus(checkpoint->g, r, NULL, 0, NULL);
+  if (r == CDDP_OK && checkpoint->sharded) r = cddp__load_states(checkpoint);
   if (checkpoint->g != NULL) return r == CDDP_OK ? cddp__broadcast_tensors(checkpoint) : r;
   return r == CDDP_OK && checkpoint->device ? cddp__await_device(checkpoint->g) : r;
 }
@@ -22650,7 +22882,7 @@ static cddp_result cddp__commit_states(cddp__checkpoint *checkpoint) {
       *item->place = item->data;
       item->data = NULL;
     } else if (!found) {
-      r = (optim->backend->zero)(optim, *item->place, (size_t)item->bytes, true);
+      r = (optim->backend->zero)(optim, *item->place, cddp__kept_bytes(checkpoint, item), true);
     }
   }
   return r == CDDP_OK ? cddp_optim_set_lr(optim, checkpoint->lr) : r;
@@ -23729,6 +23961,7 @@ static cddp_result cddp__optim_create(cddp_optim **out, const cddp__algorithm *a
   cddp_result r = cddp__optim_new(out, algorithm, states, params, count, desc, adamw);
   if (r != CDDP_OK) return r;
   r = cddp__check_own_memory(params, count, desc->copies, NULL);
+  if (desc->ddp != NULL) cddp__place_states(desc->ddp, *out);
   if (r == CDDP_OK) r = cddp__attach_optim(*out);
   if (r == CDDP_OK && desc->ddp != NULL && desc->ddp->desc.elastic)
     r = cddp__elastic_restore(desc->ddp, *out);
@@ -23771,6 +24004,7 @@ CDDPDEF cddp_result cddp_adamw_create(cddp_optim **out, cddp_param *params, int 
   s.lr_scales = a.lr_scales;
   s.weight_decays = a.weight_decays;
   s.master_weights = a.master_weights;
+  s.sharded_states = a.sharded_states;
   return cddp__named(__func__, cddp__optim_create(out, &cddp__adamw, a.amsgrad ? 3 : 2, params,
                                                   count, &s, &a));
 }
@@ -23949,7 +24183,9 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *store, int64_t *count) {
 
 /* >>history ---------------------------------------------------------------------------------------
    1.0 (not released)
-     New      CDDP_PORTS limits the ports that cddp listens on, so that a firewall can open them.
+     New      sharded_states in cddp_sgd_desc and cddp_adamw_desc: on GPUs and over hosts each rank
+              keeps 1/world_size of the optimizer's states (stage 1 of ZeRO).
+              CDDP_PORTS limits the ports that cddp listens on, so that a firewall can open them.
      Removed  Memory that a stopped peer can still write to does not become private any more: it is
               not reused.
               pthread_cancel of a thread in cddp_recv. cddp_cancel and timeout_s end receives.

@@ -484,7 +484,7 @@ gpu() {
   expect 2 '^ +[0-9]+( +[0-9]\.[0-9]{5}){4}$'
   HOSTCUDA_DEVICES=2 build/plain/data_parallel.cu -n 4 --epochs 1 --images 64 >"$work/out" 2>&1 && fail "4 threads on 2 GPUs"
   expect 4 '^rank [0-3]: cddp_set_device: .*rank [23] needs cuda:[23], but the GPUs visible here are 2,'
-  for r in 'check 2' 'lost 2' 'lost0 2' 'lostfree 2' 'contexts 2'; do # of tests/gpu/gpu.sh
+  for r in 'check 2' 'sharded 1' 'sharded 2' 'sharded 3' 'lost 2' 'lost0 2' 'lostfree 2' 'contexts 2'; do # of tests/gpu/gpu.sh
     # shellcheck disable=SC2086
     run build/plain/gpu.cu $r
     expect 1 '^ok: '

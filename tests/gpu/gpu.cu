@@ -4,6 +4,7 @@
      gpu MODE [RANKS [nccl|cpu [share]]]     1 rank and nccl by default; with share all ranks are on
                                              cuda:0, and NCCL takes each for a host of its own
      check     training, collectives and (NCCL) a captured step
+     sharded   SGD and AdamW with sharded_states: the bits of whole states on 1 and 2 ranks
      outlive   a captured step whose graph is destroyed after its cddp_ddp
      replay    the captured step, a step by cddp_ddp_wait, the captured step: right or refused
      self      each rank sends messages to itself, eagerly and by a graph: NCCL has no short cut for these
@@ -43,6 +44,7 @@ static const double PATIENCE_S = 10; /* for a destruction that waits for a peer 
 static const double SHORT_S = 15;    /* a deadline that is to pass, but not before NCCL connects */
 static const char *backend = "nccl";
 static int me, share; /* this process's rank; whether ranks share a GPU */
+static bool adamw, sharded; /* of the optimizer that build makes */
 static float host[LARGEST];
 
 typedef struct model {
@@ -111,6 +113,7 @@ static int enter(model *m, int rank, double timeout_s) {
 
 static int build(model *m) {
   cddp_sgd_desc rule = cddp_sgd_desc();
+  cddp_adamw_desc other = cddp_adamw_desc();
   cddp_ddp_desc desc = cddp_ddp_desc();
   for (int i = 0; i < PARAMS; i++) {
     for (size_t k = 0; k < sizes[i]; k++) host[k] = noise(me, 0, k); /* rank 0's win */
@@ -121,7 +124,11 @@ static int build(model *m) {
   desc.bucket_cap_mb = 0.1;
   rule.lr = 0.05, rule.momentum = 0.9, rule.stream = m->s;
   TRY(cddp_ddp_create(&m->ddp, m->g, m->p, PARAMS, &desc));
-  TRY(cddp_sgd_create(&m->sgd, m->p, PARAMS, &rule));
+  rule.ddp = other.ddp = sharded ? m->ddp : NULL;
+  rule.sharded_states = other.sharded_states = sharded;
+  other.lr = 0.01, other.weight_decay = 0.01, other.stream = m->s;
+  TRY(adamw ? cddp_adamw_create(&m->sgd, m->p, PARAMS, &other)
+            : cddp_sgd_create(&m->sgd, m->p, PARAMS, &rule));
   return 0;
 }
 
@@ -132,11 +139,17 @@ static int drop_graph(model *m) {
   return 0;
 }
 
-static int leave(model *m) {
-  int bad = drop_graph(m);
+static void demolish(model *m) {
   cddp_optim_destroy(m->sgd);
   cddp_ddp_destroy(m->ddp);
   for (int i = 0; i < PARAMS; i++) cddp_free(m->g, m->p[i].data);
+  memset(m->p, 0, sizeof m->p);
+  m->sgd = NULL, m->ddp = NULL;
+}
+
+static int leave(model *m) {
+  int bad = drop_graph(m);
+  demolish(m);
   cddp_set_stream(m->g, NULL);
   cudaStreamDestroy(m->s);
   cddp_destroy(m->g);
@@ -276,6 +289,33 @@ static int check(int rank, void *unused) {
   model m;
   if (unused != NULL || enter(&m, rank, 60)) return 1;
   return check_collectives(&m) || check_training(&m) || leave(&m);
+}
+
+/* The weights after these steps, by whole states and by sharded ones. With more than two ranks NCCL
+   may add up in another order when it reduces to one rank. */
+static int check_sharded(int rank, void *unused) {
+  static float want[PARAMS][LARGEST];
+  model m;
+  if (unused != NULL || enter(&m, rank, 60)) return 1;
+  for (int way = 0; way < 4; way++) {
+    adamw = way >= 2, sharded = way % 2 == 1;
+    if (build(&m)) return 1;
+    for (int k = 0; k < 6; k++)
+      if (one_step(&m, k)) return 1;
+    TRY(cddp_synchronize(m.g));
+    for (int i = 0; i < PARAMS; i++) {
+      CUDA(copy(&m, sharded ? host : want[i], m.p[i].data, sizes[i] * sizeof *host));
+      for (size_t k = 0; sharded && k < sizes[i]; k++) {
+        double most = cddp_world_size(m.g) > 2 ? 1e-5 * (1 + fabs((double)want[i][k])) : 0;
+        if (!(fabs((double)host[k] - (double)want[i][k]) <= most))
+          FAIL("rank %d: %s: weight %zu of parameter %d is %.9g, not %.9g", me,
+               adamw ? "AdamW" : "SGD", k, i, (double)host[k], (double)want[i][k]);
+      }
+    }
+    demolish(&m);
+  }
+  adamw = sharded = false;
+  return leave(&m);
 }
 
 /* --- what nobody has seen on a GPU --- */
@@ -809,8 +849,9 @@ typedef struct mode {
   int ranks, victim; /* how many it takes, 0: any; who is killed; SPAWN: cddp_spawn starts them */
 } mode;
 
-static const mode modes[] = {{"check", check, 0, SPAWN}, {"outlive", outlive, 0, SPAWN},
-                             {"replay", replay, 0, SPAWN}, {"self", self, 0, SPAWN},
+static const mode modes[] = {{"check", check, 0, SPAWN}, {"sharded", check_sharded, 0, SPAWN},
+                             {"outlive", outlive, 0, SPAWN}, {"replay", replay, 0, SPAWN},
+                             {"self", self, 0, SPAWN},
                              {"lone", lone, 2, NOBODY},
                              {"lost", lost, 2, 1}, {"lost0", lost0, 2, 0},
                              {"lostfree", lostfree, 2, 1}, {"contexts", contexts, 0, SPAWN},

@@ -358,6 +358,8 @@ checks() {
     n=$(grep -h -m 1 '^graph of a step' "$log" 2>/dev/null) || continue
     row info "graph of a step, ${log##*/}" "${n#*: }  (expected: 4 for one rank; with NCCL a few more for each bucket)"
   done
+  try "sharded, 1 rank" 60 $bin/gpu sharded 1
+  try "sharded, 2 ranks, cpu, one GPU" 60 $bin/gpu sharded 2 cpu share
   if [ "$most" -ge 2 ]; then try "contexts, 2 ranks" 60 $bin/gpu contexts 2 nccl
   else row skip "contexts, 2 ranks" "CUDA sees $most"; fi
   for what in outlive replay; do
@@ -369,7 +371,7 @@ checks() {
   must='^test accuracy: (9[0-9]|100)' try "digits" 200 $bin/digits
   must='^step 800/800  loss [12]\.' try "gpt" 100 $bin/gpt
   try "data_parallel" 100 $bin/data_parallel -n $((most > 7 ? 8 : most > 3 ? 4 : most > 1 ? 2 : 1))
-  two_ranks lost0 lostfree replay self lone
+  two_ranks sharded lost0 lostfree replay self lone
   share_gpu 4
 }
 

@@ -487,6 +487,7 @@ typedef struct plan {
   bool alone;              /* load and save without the group, of one rank */
   bool parts;              /* the caller's own optimizer, each rank for its part of the weights */
   int shards;
+  bool sharded;    /* sharded_states */
   float *out;      /* shared, [ranks][sum of sizes] */
 } plan;
 
@@ -763,6 +764,7 @@ static cddp_optim *plan_optim(const plan *p, cddp_param *params, cddp_sgd_desc *
   a.weight_decay = rule->weight_decay;
   a.amsgrad = p->amsgrad;
   a.ddp = rule->ddp;
+  a.sharded_states = rule->sharded_states;
   a.stream = rule->stream;
   a.copies = rule->copies;
   a.master_weights = rule->master_weights;
@@ -807,7 +809,8 @@ static int train(cddp_group *g, void *arg) {
   rule.lr = 0.05;
   rule.momentum = p->no_momentum ? 0 : 0.9;
   rule.weight_decay = p->sparse ? 0 : 0.01;
-  if (p->unused || p->sparse) rule.ddp = d;
+  if (p->unused || p->sparse || p->sharded) rule.ddp = d;
+  rule.sharded_states = p->sharded;
   rule.stream = stream;
   rule.master_weights = p->masters;
   plan_copies(p, params, copies, &rule);
@@ -1016,6 +1019,101 @@ static void test_parts(void) {
   check_parts(&p, "aaaa", NULL);
 }
 
+/* With sharded_states the plan ends in the bits of one without, on all ranks. */
+static void check_sharded(plan *p, const char *hosts, const char *backend) {
+  size_t n = strlen(hosts), bytes = n * plan_floats() * sizeof(float);
+  float *want = (float *)ranks_shared(bytes), *got = (float *)ranks_shared(bytes);
+  p->out = want;
+  p->sharded = false;
+  CHECK_OK(run_on(hosts, train, p, backend));
+  p->out = got;
+  p->sharded = true;
+  CHECK_OK(run_on(hosts, train, p, backend));
+  if (ranks_zero(got, bytes) || memcmp(got, want, bytes) != 0)
+    test_fail(__FILE__, __LINE__, "%s on %s: sharded states end in other bits", hosts,
+              backend != NULL ? backend : "nccl");
+  munmap(want, bytes);
+  munmap(got, bytes);
+}
+
+/* AdamW's states with a master are 12 bytes an element. A wait between two sharded steps gets all
+   of the gradient. */
+static int sharded_memory(cddp_group *g, void *arg) {
+  cddp_param p;
+  cddp_adamw_desc a;
+  cddp_ddp *d = NULL;
+  cddp_optim *o = NULL;
+  size_t n = 1 << 18, ranks = (size_t)cddp_world_size(g), before, bytes, i;
+  uint16_t *host = (uint16_t *)calloc(n, sizeof *host);
+  int step;
+  (void)arg;
+  memset(&p, 0, sizeof p);
+  memset(&a, 0, sizeof a);
+  p.name = "w", p.count = n, p.dtype = CDDP_BF16, p.data = on_device(host, 2 * n);
+  CHECK(cudaDeviceSynchronize() == cudaSuccess);
+  CHECK_OK(cddp_ddp_create(&d, g, &p, 1, NULL));
+  before = hostcuda_bytes();
+  a.lr = 0.01, a.ddp = d, a.master_weights = a.sharded_states = true;
+  CHECK_OK(cddp_adamw_create(&o, &p, 1, &a));
+  bytes = hostcuda_bytes() - before;
+  CHECK(bytes + 65536 >= 12 * n / ranks && bytes <= 12 * n / ranks + 65536);
+  for (step = 0; step < 6; step++) {
+    for (i = 0; i < n; i++) host[i] = (uint16_t)(0x3f80 + cddp_rank(g) * 8); /* 1 + rank / 16 */
+    CHECK_OK(cddp_synchronize(g));
+    CHECK(cudaMemcpy(p.grad, host, 2 * n, cudaMemcpyHostToDevice) == cudaSuccess);
+    CHECK_OK(cddp_ddp_ready(d, 0));
+    if (step % 2 == 0) {
+      CHECK_OK(cddp_ddp_step(d, o));
+      continue;
+    }
+    CHECK_OK(cddp_ddp_wait(d));
+    to_host(g, host, p.grad, 2 * n);
+    for (i = 1; i < n && host[i] == host[0];) i++;
+    CHECK(i == n && host[0] >= 0x3f80 && host[0] <= 0x3f80 + 8 * (ranks - 1));
+  }
+  CHECK_IS(cddp_optim_step(o), CDDP_INVALID_ARGUMENT);
+  CHECK_OK(cddp_synchronize(g));
+  cddp_optim_destroy(o);
+  cddp_ddp_destroy(d);
+  cudaFree(p.data);
+  free(host);
+  return 0;
+}
+
+static void test_sharded_states(void) {
+  static const char *const hosts[] = {"a", "aa", "aba", "aaaa", "aaaaa", "aaaaaa", "aaaaaaa",
+                                      "aaaaaaaa"};
+  plan p;
+  int n, k;
+  for (n = RANKS_TSAN ? 2 : 1; n <= MOST_RANKS; n += RANKS_SLOW ? 2 : 1) {
+    memset(&p, 0, sizeof p);
+    p.steps = 4;
+    p.cap_mb = 0.02;
+    p.adamw = p.amsgrad = n % 2 == 0;
+    p.given_grads = n % 3 == 0;
+    p.groups = n % 4 == 1;
+    p.last = n % 4 == 2 ? CDDP_F64 : CDDP_F32;
+    check_sharded(&p, hosts[n - 1], NULL);
+  }
+  for (k = 0; k < (RANKS_TSAN ? 2 : 8); k++) {
+    memset(&p, 0, sizeof p);
+    p.steps = 5;
+    p.cap_mb = 0.02;
+    p.adamw = k % 2 == 0;
+    p.last = k < 4 ? k % 2 == 0 ? CDDP_BF16 : CDDP_F16 : CDDP_F32;
+    p.masters = k < 4;
+    p.clip = k == 1 || k == 5 ? 0.5 : 0;
+    p.unused = k == 2 || k == 4;
+    p.shards = k == 3 ? 7 : 0;
+    p.uneven = k == 6;
+    p.hook = k == 5 ? cddp_bf16_compress_hook : NULL;
+    p.graph = k == 7;
+    check_sharded(&p, hosts[1 + k % 3], k == 4 ? "cpu" : NULL);
+  }
+  CHECK_OK(run(sharded_memory, NULL, 2, NULL));
+  if (!RANKS_TSAN) CHECK_OK(run(sharded_memory, NULL, 3, NULL));
+}
+
 /* f16 and bf16 weights and gradients, f32 masters. */
 static void test_training_masters(void) {
   plan p;
@@ -1190,6 +1288,12 @@ static void test_checkpoints(void) {
   p.last = CDDP_BF16;
   check_resume(&p, 2, NULL);
   check_conversion(&p);
+  p.sharded = true; /* alone it is whole */
+  check_resume(&p, 3, NULL);
+  check_conversion(&p);
+  p.adamw = p.masters = true;
+  check_resume(&p, 2, "cpu");
+  p.adamw = p.masters = p.sharded = false;
   p.steps_a_mode = 1;
   check_resume(&p, 3, NULL);
   if (!RANKS_TSAN) check_resume(&p, 2, "cpu");
@@ -3965,6 +4069,7 @@ int main(void) {
   RUN(test_training_over_hosts);
   if (!RANKS_TSAN) RUN(test_training_options); /* its threads are those of test_training */
   RUN(test_parts);
+  RUN(test_sharded_states);
   RUN(test_training_masters);
   RUN(test_uneven_and_sparse);
   if (!RANKS_TSAN) RUN(test_checkpoints);

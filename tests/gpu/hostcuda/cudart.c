@@ -1172,6 +1172,16 @@ static void forget_block(block *b) { /* unlinked; g.lock is held */
   free(b);
 }
 
+size_t hostcuda_bytes(void) {
+  const block *b;
+  size_t n = 0;
+  lock();
+  for (b = g.blocks; b != NULL; b = b->next)
+    if (b->type == cudaMemoryTypeDevice && !b->imported) n += b->size;
+  unlock();
+  return n;
+}
+
 static block *find_block(const void *p) { /* g.lock is held */
   block *b;
   const char *at = (const char *)p;
