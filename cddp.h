@@ -2328,12 +2328,12 @@ typedef struct cddp__link cddp__link; /* a connection to a rank of another host:
 #define CDDP__LEFT_GROUPS 256 /* number of left groups that are known, for late connections */
 
 /* Where a rank of the job runs. */
-typedef struct cddp__home {
+typedef struct cddp__rank_entry {
   int host;  /* index in net.hosts */
   int index; /* among the ranks of the host */
   uint32_t pid;
   int port;
-} cddp__home;
+} cddp__rank_entry;
 
 typedef struct cddp__host_entry {
   struct sockaddr_in6 address; /* without a port; or a sockaddr_in: cddp__internet_address */
@@ -2350,8 +2350,8 @@ typedef struct cddp__net {
   int rank, size; /* of the job */
   int host, host_count;
   unsigned char *token;    /* [16] of the job; a process that knows it has it from the store */
-  cddp__host_entry *hosts; /* [host_count] behind the token; homes are behind the hosts */
-  cddp__home *homes;       /* [size] the rank table, sent by the host of rank 0 */
+  cddp__host_entry *hosts; /* [host_count] behind the token; the rank table follows the hosts */
+  cddp__rank_entry *ranks; /* [size] the rank table, sent by the host of rank 0 */
   char *secret;            /* NULL: none */
   int listener;
   cddp__cause loss;                /* set when a group of this rank has lost a rank */
@@ -2434,8 +2434,8 @@ static void cddp__hosts_ask(cddp_group *g);
 static cddp_result cddp__run_large(cddp_group *g, const cddp__call *c);
 
 /* >>links: sends a notice of a failure to the ranks of other hosts. */
-static void cddp__tell_all(const cddp__net *n, uint64_t group, const int *world, int size,
-                           uint32_t code, const char *text);
+static void cddp__send_notices(const cddp__net *n, uint64_t group, const int *world, int size,
+                               uint32_t code, const char *text);
 
 /* >>elastic: closes this rank's listeners and connections: the other members count it as lost. */
 static void cddp__elastic_close(cddp_ddp *d);
@@ -7478,8 +7478,8 @@ static void cddp__announce_failure(cddp_group *g, bool notify_hosts) {
   cddp__wake_all(g);
   cddp__log(&g->host->logger, 0, "%s", cddp__failure_text(g));
   if (notify_hosts && g->hosts != NULL)
-    cddp__tell_all(g->hosts->net, g->id, g->world, g->size, cddp__load32(&g->block->broken) & 255,
-                   cddp__failure_text(g));
+    cddp__send_notices(g->hosts->net, g->id, g->world, g->size,
+                       cddp__load32(&g->block->broken) & 255, cddp__failure_text(g));
 }
 
 /* Breaks the group with this thread's error, unless it is broken. Returns the group's failure. */
@@ -7625,8 +7625,8 @@ static cddp__text cddp__name_rank(const cddp_group *g, int rank) {
   if (g->host->threads && net == NULL)
     return cddp__textf("rank %d (a thread of pid %d)", rank, (int)getpid());
   if (net != NULL)
-    return cddp__textf("rank %d (pid %u on %s)", rank, net->homes[g->world[rank]].pid,
-                       net->hosts[net->homes[g->world[rank]].host].name);
+    return cddp__textf("rank %d (pid %u on %s)", rank, net->ranks[g->world[rank]].pid,
+                       net->hosts[net->ranks[g->world[rank]].host].name);
   return cddp__textf("rank %d (pid %u on %s)", rank, g->host->pids[g->members[rank]],
                      g->host->name);
 }
@@ -7641,7 +7641,7 @@ static bool cddp__rank_left(const cddp_group *g, int rank) {
 static cddp__text cddp__describe_end(const cddp_group *g, int rank) {
   uint32_t state = cddp__load32(&cddp__slot_of(g, rank)->state);
   int status, at = g->members[rank], error = at < 0 ? g->hosts->peers[rank].error : 0;
-  const cddp__home *home = at < 0 ? &g->hosts->net->homes[g->world[rank]] : NULL;
+  const cddp__rank_entry *home = at < 0 ? &g->hosts->net->ranks[g->world[rank]] : NULL;
   cddp__address address;
   double deadline = cddp__now() + 2.5 * CDDP__SLEEP_MAX_S; /* for its neighbour's slot.ended */
   uint32_t ended = 0;
@@ -8366,7 +8366,7 @@ static cddp_result cddp__group_build(cddp_group **out, cddp__host *host, int ran
   for (i = 0; i < size; i++)
     g->members[i] = members != NULL                               ? members[i]
                     : host->net == NULL                           ? i
-                    : host->net->homes[i].host == host->net->host ? host->net->homes[i].index
+                    : host->net->ranks[i].host == host->net->host ? host->net->ranks[i].index
                                                                   : -1;
   g->host = host;
   g->rank = rank;
@@ -8411,59 +8411,64 @@ static cddp_result cddp__group_build(cddp_group **out, cddp__host *host, int ran
 }
 
 /* >>links --------------------------------------------------------------------------------------
-   Connections between ranks of different hosts.
-   Job: make, prove and end connections; move frames on them without blocking; failure notices.
-   Owns: cddp__net (the listening socket, connections that no group has claimed yet), cddp__link.
-   May touch: groups that span hosts, to break them or note a cause when a notice comes.
-   Entry points: cddp__net_look; cddp__link_call, _shake, _io,
-   _receive, _flush, _leave and _answered; cddp__tell_all.
-   Works as follows: each rank listens on one port of the address by which its host reaches the
-   others. Two ranks of a group have one connection, made when it is first used (two, if both call
-   at once). Frames of three types go there: MESSAGE of send and recv, HEADERS of a round, and
-   PIECE of a collective. Messages and headers are copied where need be, on both sides: they are
-   read whenever somebody looks, and kept until they are asked for (but for a message that a receive
-   waits for: it goes into that one's buffer), so they never hold up what comes behind them. Pieces
-   go out of and into the memory of the collective that posts them; all ranks have come to it by
-   then, so that a piece which is not yet awaited soon will be.
-   A NOTICE, which says why a group has failed, comes on a connection of its own. It needs no
-   answer, so it reaches ranks that are not listening now, through the system's queue of callers.
-   The caller says hello: purpose, both ranks, group, and the token that only the job's ranks
-   know, as it came to them through the store. With a secret both ends then prove that
-   they know it (CHALLENGE in >>bytes); a notice is a result, a text, and one proof over these and
-   the hello. Else frames follow: a head of 32 bytes and `size` bytes. A rank that leaves a group
-   says BYE.
-   Nothing blocks, and there is no thread: each rank that waits, for whatever group, also accepts
-   connections and keeps them until their group claims them. A caller that says nonsense is dropped
-   at once. One that says nothing may be a rank that computes, with a message for this one to send:
-   it is dropped when there are too many, or after CDDP__STRANGER_S when few descriptors are left.
-   A link that ends before it is up has carried no frame: its caller calls again.
-   When a connection has ended, its error says how; the rank is lost then, see >>hosts. */
+   Job: make, prove and end connections between ranks on different hosts; move frames on them
+   without blocking; send failure notices.
+   Owns: cddp__link and cddp__net, that is, the listening socket and the connections that no group
+   has claimed yet. A notice breaks a group that spans hosts, or sets its cause.
+   Entry points: cddp__net_serve; cddp__link_connect, cddp__link_handshake, cddp__link_io,
+   cddp__link_receive, cddp__link_flush, cddp__link_close, cddp__link_check_timeout;
+   cddp__send_notices.
+   How it works:
+     1. Each rank listens on one port, at the address by which its host reaches the other hosts. Two
+        ranks of a group have one connection, made when it is first used, or two if both connect at
+        the same time.
+     2. The connecting rank sends a hello: purpose, both ranks, the group, and the token. Only the
+        job's ranks know the token, from the store. With a secret both ends then prove that they
+        know it: CHALLENGE in >>bytes.
+     3. Then frames follow, each a head of 32 bytes and `size` bytes. Their types are MESSAGE (send
+        and recv), HEADERS (a round) and PIECE (a collective). A rank that leaves a group sends BYE.
+     4. Messages and headers never block the frames behind them. A waiting rank reads them as they
+        arrive, and keeps them until they are requested. A message for which a receive waits goes
+        directly into its buffer. The sender copies what the system does not take.
+     5. Pieces are sent from and received into the memory of the collective. All ranks have started
+        it before the first piece, so a piece that is not yet awaited will be soon.
+     6. A NOTICE, which tells why a group has failed, has a connection of its own: a result, a text,
+        and one proof over these and the hello. It needs no answer, so it reaches ranks that do not
+        accept now, through the system's queue of connections.
+   Nothing blocks, and there is no thread. A rank that waits in any group accepts connections and
+   keeps them until their group claims them. A connection with an invalid hello is closed
+   immediately. A silent one can belong to a rank that computes before it sends. It is closed when
+   there are too many, or after CDDP__STRANGER_S when few descriptors are left. A link that ends
+   before it is up has carried no frame, so its caller connects again.
+   When a connection has ended, its error tells the reason; the rank is then lost: >>hosts. */
 
 #define CDDP__FRAME_MAGIC 0x52464443u /* "CDFR", begins a frame */
-#define CDDP__PENDING_LINKS 256 /* callers that have said nothing; the oldest beyond is dropped */
-#define CDDP__PROVING_LINKS 4   /* more callers for each rank, with a good hello, likewise */
-#define CDDP__CALL_AGAIN_S 0.05 /* between calls of a rank that ends them before they are up */
+#define CDDP__PENDING_LINKS 256       /* connections without a hello; the oldest beyond is closed */
+#define CDDP__PROVING_LINKS 4  /* per rank: more connections, with a hello but without a proof */
+#define CDDP__RECONNECT_S 0.05 /* between attempts, if the peer ends a link before it is up */
 #ifndef CDDP__STRANGER_S
 #define CDDP__STRANGER_S 5.0 /* for the hello and the proof, when few descriptors are left */
 #endif
 #ifndef CDDP__UNANSWERED_S
-#define CDDP__UNANSWERED_S 20.0 /* after which a host that answers nothing is given up */
+#define CDDP__UNANSWERED_S 20.0 /* without an acknowledgement, after which a host is lost */
 #endif
 #define CDDP__NOTICE_PROOF_AT (4 + CDDP__ERROR_MAX) /* in a notice: result, text, proof */
 #define CDDP__NOTICE_BYTES (CDDP__NOTICE_PROOF_AT + CDDP__PROOF_SIZE)
-#define CDDP__NOTICE_EARLY 0x80000000u /* in its result: a rank is lost, the group has not failed */
-#define CDDP__NOTICE_CAME 0x40000000u  /* likewise: which ranks of a host have come to a round */
-/* Bytes of a part of a piece: with its head two packets as the system hands them to the network, of
-   45 segments of 1,448 bytes each. Longer ones left a few hundred bytes over, and took a sixth more
-   time. */
+/* Flags in a notice's result. EARLY: a rank is lost, but the group has not failed. ARRIVED: the
+   text lists the ranks of a host that have reached a round. */
+#define CDDP__NOTICE_EARLY 0x80000000u
+#define CDDP__NOTICE_ARRIVED 0x40000000u
+/* Bytes of a part of a piece. With its head it fills two packets as the system passes them to the
+   network, of 45 segments of 1,448 bytes each. Longer parts left a few hundred bytes for a third
+   packet, and took a sixth more time. */
 #define CDDP__PIECE ((size_t)2035 * CDDP__CACHE_LINE)
-/* Bytes of a frame that go or come at a time. They stay in the cache until the other side, or this
-   one, takes them. */
-#define CDDP__TURN (CDDP__PIECE + sizeof(cddp__frame_head))
-/* Bytes given to the system at a time: 1 MiB at once takes four times as long where it uses BBR,
-   whose window has room for few packets more than it has measured. */
-#define CDDP__SENT_MOST (2 * CDDP__TURN)
-#define CDDP__AHEAD_BYTES 4096         /* read at a time where less is due */
+/* Bytes of a frame sent or received before the next connection is served. That many stay in the
+   cache until the receiver reads them. */
+#define CDDP__LINK_TURN_BYTES (CDDP__PIECE + sizeof(cddp__frame_head))
+/* Bytes passed to the system in one call. With BBR, 1 MiB in one call takes four times as long: its
+   window holds few packets more than it has measured. */
+#define CDDP__SEND_BYTES (2 * CDDP__LINK_TURN_BYTES)
+#define CDDP__AHEAD_BYTES 4096 /* read in one call, even if fewer are due */
 enum {
   CDDP__FRAME_HEADERS = 1,
   CDDP__FRAME_PIECE,
@@ -8473,8 +8478,8 @@ enum {
 enum { CDDP__LINK_FRAMES, CDDP__LINK_NOTICE }; /* purposes */
 enum { CDDP__LINK_GREETING, CDDP__LINK_PROVING, CDDP__LINK_UP, CDDP__LINK_DEAD };
 
-/* The first message of a connection. This and what follows is sent as it lies in memory: all hosts
-   have the same byte order, and ranks the same version, or they would not have met. */
+/* The first message of a connection. All messages are copies of structs in memory: the rendezvous
+   has checked that all hosts have the same byte order and version. */
 typedef struct cddp__hello {
   uint32_t purpose, secret; /* CDDP__LINK_FRAMES or _NOTICE; 1: there is a secret */
   uint32_t from, to;        /* ranks of the job */
@@ -8482,35 +8487,36 @@ typedef struct cddp__hello {
   unsigned char token[16];
 } cddp__hello;
 
-/* A TCP connection between this rank and one of another host, in one group. Lock: net.lock before
-   its group has claimed it, p2p_lock then; a notice has one thread. */
+/* A TCP connection between this rank and a rank on another host, in one group. Lock: net.lock until
+   its group has claimed it, then p2p_lock. The link of a notice belongs to one thread. */
 struct cddp__link {
   cddp__link *next;
   int fd;    /* -1: closed */
-  int state; /* CDDP__LINK_GREETING (the caller: connecting) ... */
-  int peer; /* rank of the job; -1 not known yet */
-  int rank; /* the peer's in the group */
-  bool mine;       /* this side has connected */
-  bool early;      /* it has ended before it was up, */
-  double again;    /* and (mine) is called again then */
-  bool told;       /* the other side has said that it ends the link as the group is broken */
-  int error;       /* errno that ended it; 0: the other side closed it; CDDP__LEFT */
+  int state; /* CDDP__LINK_GREETING (on the connecting side: connecting) ... */
+  int peer;  /* rank of the job; -1: not known yet */
+  int rank;  /* the peer's rank in the group; -1: not known yet */
+  bool mine; /* this rank made the connection */
+  bool early;       /* the link ended before it was up */
+  double again;     /* if `mine` and `early`: when to connect again, of cddp__now() */
+  bool peer_failed; /* the peer's BYE says that it ends the link because the group is broken */
+  int error;        /* errno that ended the link; 0: the peer closed it; CDDP__LEFT: it sent BYE */
   double deadline; /* for the connection, or for its hello and proof */
   cddp__hello hello;
   cddp__challenge challenge; /* with a secret, after the hello */
-  size_t sent, got; /* bytes of the handshake's message, or of the piece that goes out and the frame
-                       that comes in, head included */
+  size_t sent, got; /* bytes done of the handshake's message; later of the outgoing piece and of the
+                       incoming frame, heads included */
   cddp__frame_head out_head, in_head;
-  cddp__buffer out;  /* copies that wait to be sent; while a piece is half sent: behind it */
-  cddp__message *in; /* what is coming in; of a piece NULL */
-  cddp_work *into;   /* the receive whose buffer gets its bytes; NULL: they go behind `in` */
-  size_t ahead_at, ahead_end; /* what has been read already: ahead[ahead_at .. ahead_end) */
+  cddp__buffer out;  /* copies that wait to be sent, behind a piece that is partly sent */
+  cddp__message *in; /* the incoming frame; NULL for a piece */
+  cddp_work *into;   /* the receive whose buffer gets the bytes; NULL: they go behind `in` */
+  size_t ahead_at, ahead_end; /* bytes read ahead: ahead[ahead_at .. ahead_end) */
   unsigned char ahead[CDDP__AHEAD_BYTES];
 };
 
-/* --- a connection's life --- */
+/* --- creation and end of links --- */
 
-/* Takes over a socket. Its hello (the caller: its connection) is due in so many seconds. */
+/* Creates a link that owns a socket. Its hello (on the connecting side: its connection) is due
+   within `seconds`. */
 static cddp__link *cddp__link_new(const cddp__net *n, int fd, double seconds) {
   cddp__link *l = (cddp__link *)cddp__calloc(&n->allocator, 1, sizeof *l);
   int idle = CDDP__UNANSWERED_S > 4 ? (int)(CDDP__UNANSWERED_S / 4) : 1, count = 3;
@@ -8522,8 +8528,8 @@ static cddp__link *cddp__link_new(const cddp__net *n, int fd, double seconds) {
   l->fd = fd;
   l->peer = l->rank = -1;
   l->deadline = cddp__now() + seconds;
-  /* Without these it works too, but notices less. TCP_USER_TIMEOUT is not among them: it would also
-     end a connection whose other side answers but is late to read. */
+  /* Errors are ignored: without these options lost hosts are found later. TCP_USER_TIMEOUT is not
+     set: it would also end a connection whose peer acknowledges but reads late. */
   (void)cddp__set_nodelay(fd);
   setsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &idle, sizeof idle);
   setsockopt(fd, IPPROTO_TCP, TCP_KEEPINTVL, &idle, sizeof idle);
@@ -8531,7 +8537,8 @@ static cddp__link *cddp__link_new(const cddp__net *n, int fd, double seconds) {
   return l;
 }
 
-/* The link is of no more use. Its descriptor stays until cddp__link_free: others may look at it. */
+/* Marks the link as ended. Its descriptor stays open until cddp__link_free, since other threads can
+   poll it. */
 static void cddp__link_end(cddp__link *l, int error) {
   if (l->state == CDDP__LINK_DEAD) return;
   l->early = l->state != CDDP__LINK_UP;
@@ -8556,12 +8563,12 @@ static void cddp__links_free(const cddp__net *n, cddp__link *l) {
   }
 }
 
-/* Ends a link if the other host has not acknowledged what was sent, as when it is unplugged. Where
-   nothing is on its way the system's own probes tell. */
-static void cddp__link_answered(cddp__link *l) {
+/* Ends a link if the other host has not acknowledged sent bytes for CDDP__UNANSWERED_S, as after an
+   unplugged cable. Without bytes in flight, the system's keepalive probes find this out. */
+static void cddp__link_check_timeout(cddp__link *l) {
   struct tcp_info t;
   socklen_t size = sizeof t;
-  if (l->state == CDDP__LINK_GREETING) { /* connecting: TCP_INFO's times mean nothing yet */
+  if (l->state == CDDP__LINK_GREETING) { /* connecting: the times of TCP_INFO are not set yet */
     if (cddp__now() > l->deadline) cddp__link_end(l, ETIMEDOUT);
   } else if (getsockopt(l->fd, IPPROTO_TCP, TCP_INFO, &t, &size) == 0 &&
              t.tcpi_last_ack_recv >= CDDP__UNANSWERED_S * 1000 &&
@@ -8570,10 +8577,10 @@ static void cddp__link_answered(cddp__link *l) {
   }
 }
 
-/* Sends or receives what is left of a frame's head (NULL: there is none) and size bytes at data,
-   `most` bytes at a time: 1 when *done says that all has passed, 0 when it would block or that was
-   enough, -1 when the link has ended. Reads ahead: a short frame, or a piece and the head of the
-   next one, takes one call of the system. */
+/* Sends or receives the rest of a frame: its head (NULL: none) and `size` bytes at data, of which
+   *done are done, and at most `most` bytes in this call. Returns 1 if the frame is complete, 0 if
+   it would block or `most` bytes are done, -1 if the link has ended. Reads ahead, so that a short
+   frame, or a piece and the head of the next one, takes one system call. */
 static int cddp__link_io(cddp__link *l, const cddp__frame_head *head, const void *data, size_t size,
                          size_t *done, size_t most, bool out) {
   size_t before = head != NULL ? sizeof *head : 0, end = before + size;
@@ -8594,9 +8601,9 @@ static int cddp__link_io(cddp__link *l, const cddp__frame_head *head, const void
     msg.msg_iov = io;
     msg.msg_iovlen = 2;
     io[0].iov_base = (char *)at; /* sendmsg only reads it */
-    io[0].iov_len = out ? cddp__min(left, CDDP__SENT_MOST) : left;
+    io[0].iov_len = out ? cddp__min(left, CDDP__SEND_BYTES) : left;
     io[1].iov_base = out ? (char *)(uintptr_t)data : (char *)l->ahead;
-    io[1].iov_len = !out ? sizeof l->ahead : first ? cddp__min(stop, CDDP__SENT_MOST) - before : 0;
+    io[1].iov_len = !out ? sizeof l->ahead : first ? cddp__min(stop, CDDP__SEND_BYTES) - before : 0;
     n = out ? sendmsg(l->fd, &msg, MSG_NOSIGNAL | MSG_DONTWAIT)
             : recvmsg(l->fd, &msg, MSG_DONTWAIT);
     if (n < 0 && errno == EINTR) continue;
@@ -8634,9 +8641,9 @@ static bool cddp__link_read_hello(const cddp__net *n, cddp__link *l) {
          cddp__same_bytes(h->token, n->token, sizeof h->token);
 }
 
-/* Goes on with the handshake as far as it can without waiting; whether the link is up. What the
-   system says to the caller's hello tells whether the connection is made. */
-static bool cddp__link_shake(const cddp__net *n, cddp__link *l) {
+/* Continues the handshake as far as possible without blocking. Returns whether the link is up. On
+   the connecting side, sending the hello fails or blocks until the connection is made. */
+static bool cddp__link_handshake(const cddp__net *n, cddp__link *l) {
   cddp__challenge *c = &l->challenge;
   unsigned char in[sizeof c->in];
   size_t *done = l->mine ? &l->sent : &l->got, due;
@@ -8672,11 +8679,11 @@ static bool cddp__link_shake(const cddp__net *n, cddp__link *l) {
   return l->state == CDDP__LINK_UP;
 }
 
-/* Begins to call a rank of the job. NULL: no memory, or the system refuses; the text says what. A
-   link that could not be made later ends with the error. */
-static cddp_result cddp__link_call(const cddp__net *n, int peer, int purpose, uint64_t group,
-                                   cddp__link **out) {
-  const cddp__home *home = &n->homes[peer];
+/* Starts a connection to a rank of the job. Fails without memory or a socket: *out is then NULL. A
+   connection that fails later ends the link with its error. */
+static cddp_result cddp__link_connect(const cddp__net *n, int peer, int purpose, uint64_t group,
+                                      cddp__link **out) {
+  const cddp__rank_entry *home = &n->ranks[peer];
   cddp__address a = cddp__internet_address(&n->hosts[home->host].address),
                 here = cddp__internet_address(&n->hosts[n->host].address);
   int fd = cddp__socket(a.sa.ss_family);
@@ -8696,16 +8703,16 @@ static cddp_result cddp__link_call(const cddp__net *n, int peer, int purpose, ui
   return CDDP_OK;
 }
 
-/* Whether a link that has ended is called again, now or soon: it was not up yet, and its other side
-   closed it without a word, as it does with callers when it has too many. */
-static bool cddp__link_call_again(const cddp__net *n, cddp__link *l) {
+/* Connects a link again if its peer closed it without a message before it was up, as a peer with
+   too many connections does. Returns whether the link is tried again, now or soon. */
+static bool cddp__link_reconnect(const cddp__net *n, cddp__link *l) {
   double now = cddp__now();
   cddp__link *fresh;
   if (l->state != CDDP__LINK_DEAD || !l->mine || !l->early || now > l->deadline) return false;
   if (l->error != 0 && l->error != ECONNRESET && l->error != EPIPE) return false;
   if (now < l->again) return true;
-  l->again = now + CDDP__CALL_AGAIN_S;
-  if (cddp__link_call(n, l->peer, (int)l->hello.purpose, l->hello.group, &fresh) != CDDP_OK)
+  l->again = now + CDDP__RECONNECT_S;
+  if (cddp__link_connect(n, l->peer, (int)l->hello.purpose, l->hello.group, &fresh) != CDDP_OK)
     return true;
   if (syscall(SYS_dup3, fresh->fd, l->fd, O_CLOEXEC) >= 0) {
     l->state = fresh->state;
@@ -8725,7 +8732,7 @@ static cddp__frame_head cddp__link_head(int type, uint32_t number, int dtype, ui
   return h;
 }
 
-/* Puts a frame of bytes behind what waits to be sent. CDDP_OUT_OF_MEMORY: the link has ended. */
+/* Appends a frame of bytes to the copies that wait to be sent. CDDP_OUT_OF_MEMORY ends the link. */
 static cddp_result cddp__link_post(cddp__link *l, int type, uint32_t number, const void *body,
                                    size_t size) {
   cddp__frame_head head = cddp__link_head(type, number, CDDP_U8, size, size);
@@ -8738,15 +8745,15 @@ static cddp_result cddp__link_post(cddp__link *l, int type, uint32_t number, con
   return CDDP_OK;
 }
 
-/* Whether the head of the next frame has come, in in_head, and nothing has been done about it. */
+/* Whether the head of the next frame is complete, in in_head, and the frame is not begun. */
 static bool cddp__link_peek(cddp__link *l) {
   if (l->in != NULL) return false;
   return l->got >= sizeof l->in_head ||
          cddp__link_io(l, &l->in_head, NULL, 0, &l->got, SIZE_MAX, false) > 0;
 }
 
-/* The next whole frame, of at most `most` bytes; NULL: it has not come yet, the link has ended, or
-   a piece is next: then its head is in in_head. */
+/* Returns the next complete frame, of at most `most` bytes. NULL: it is incomplete, or the link has
+   ended, or the next frame is a piece, whose head is then in in_head. */
 static cddp__message *cddp__link_receive(const cddp__net *n, cddp__link *l, size_t most) {
   const cddp__frame_head *head = &l->in_head;
   cddp__message *m;
@@ -8754,7 +8761,7 @@ static cddp__message *cddp__link_receive(const cddp__net *n, cddp__link *l, size
     size_t esize;
     bool good;
     if (!cddp__link_peek(l)) return NULL;
-    /* It says its size twice, so that it asks for no more memory than it means. */
+    /* The head holds the size twice: a damaged head does not allocate a wrong amount. */
     esize = head->dtype <= CDDP_I64 ? cddp__dtype_size((cddp_dtype)head->dtype) : 0;
     good = head->magic == CDDP__FRAME_MAGIC && esize > 0 && head->size <= most &&
            head->size % esize == 0 && head->size / esize == head->count &&
@@ -8765,8 +8772,8 @@ static cddp__message *cddp__link_receive(const cddp__net *n, cddp__link *l, size
           &n->allocator, sizeof *m + (l->into != NULL ? 0 : (size_t)head->size));
     if (l->in == NULL) {
       if (head->magic == CDDP__FRAME_MAGIC && head->type == CDDP__FRAME_BYE) {
-        l->told = head->number != 0;
-        cddp__link_end(l, l->told ? 0 : CDDP__LEFT);
+        l->peer_failed = head->number != 0;
+        cddp__link_end(l, l->peer_failed ? 0 : CDDP__LEFT);
       }
       cddp__link_end(l, good ? ENOMEM : EPROTO);
       return NULL;
@@ -8784,28 +8791,30 @@ static cddp__message *cddp__link_receive(const cddp__net *n, cddp__link *l, size
   return m;
 }
 
-/* Goes on with the handshake and with what waits to be sent, as far as the system takes it. */
+/* Continues the handshake, and sends waiting copies as far as the system accepts them. */
 static void cddp__link_flush(const cddp__net *n, cddp__link *l) {
   cddp__buffer *b = &l->out;
-  if (!cddp__link_shake(n, l) || cddp__buffer_size(b) == 0 || l->sent > 0) return;
+  if (!cddp__link_handshake(n, l) || cddp__buffer_size(b) == 0 || l->sent > 0) return;
   (void)cddp__link_io(l, NULL, b->data, b->end, &b->start, SIZE_MAX, true);
   if (cddp__buffer_size(b) == 0) cddp__buffer_clear(b, 0);
 }
 
-/* Ends and frees a link; says goodbye, in one piece or not at all, if no frame is half sent. */
-static void cddp__link_leave(const cddp__net *n, cddp__link *l) {
+/* Closes and frees a link. Sends BYE if no frame is partly sent. BYE is short enough to be sent
+   completely or not at all. */
+static void cddp__link_close(const cddp__net *n, cddp__link *l) {
   cddp__frame_head bye = cddp__link_head(CDDP__FRAME_BYE, 0, CDDP_U8, 0, 0);
   char rest[4096];
   if (l->state == CDDP__LINK_UP && l->sent == 0 && cddp__buffer_size(&l->out) == 0)
     (void)!send(l->fd, &bye, sizeof bye, MSG_NOSIGNAL | MSG_DONTWAIT);
-  while (recv(l->fd, rest, sizeof rest, MSG_DONTWAIT) > 0) {} /* or close would reset it */
+  while (recv(l->fd, rest, sizeof rest, MSG_DONTWAIT) > 0) {} /* unread bytes make close a reset */
   cddp__link_free(n, l);
 }
 
 /* --- failure notices --- */
 
-/* The proof in a notice, over the hello and what comes before it; without a secret a checksum. */
-static void cddp__notice_prove(const cddp__net *n, const cddp__link *l, const unsigned char *body,
+/* Computes the proof in a notice, over the hello, the result and the text. Without a secret it is a
+   checksum. */
+static void cddp__notice_proof(const cddp__net *n, const cddp__link *l, const unsigned char *body,
                                unsigned char proof[CDDP__PROOF_SIZE]) {
   unsigned char all[sizeof l->hello + CDDP__NOTICE_PROOF_AT];
   memcpy(all, &l->hello, sizeof l->hello);
@@ -8813,22 +8822,22 @@ static void cddp__notice_prove(const cddp__net *n, const cddp__link *l, const un
   cddp__mac(n->secret != NULL ? n->secret : "", "cddp link 1 notice", all, sizeof all, proof);
 }
 
-/* Whether a rank of a group is told of a failure: all on other hosts; in a large group only the
-   lowest rank of each host. world: the group's ranks in the job; NULL: the same. */
-static bool cddp__is_told(const cddp__net *n, const int *world, int size, int rank) {
-  int host = n->homes[world != NULL ? world[rank] : rank].host, p;
+/* Whether a rank of a group gets a notice: all ranks on other hosts do; in a group of more than 64
+   ranks only the lowest rank of each host. world: the group's ranks in the job; NULL: the same. */
+static bool cddp__gets_notice(const cddp__net *n, const int *world, int size, int rank) {
+  int host = n->ranks[world != NULL ? world[rank] : rank].host, p;
   if (host == n->host || size <= 64) return host != n->host;
-  for (p = 0; p < rank && n->homes[world != NULL ? world[p] : p].host != host; p++) {}
+  for (p = 0; p < rank && n->ranks[world != NULL ? world[p] : p].host != host; p++) {}
   return p == rank;
 }
 
-/* Sends the ranks of the other hosts a notice: why the group is broken, or what a loss to come is
-   due to. They need not be listening. */
-static void cddp__tell_all(const cddp__net *n, uint64_t group, const int *world, int size,
-                           uint32_t code, const char *text) {
+/* Sends a notice to the ranks on other hosts: why the group is broken, or the cause of losses that
+   will follow. The ranks need not accept now. */
+static void cddp__send_notices(const cddp__net *n, uint64_t group, const int *world, int size,
+                               uint32_t code, const char *text) {
   unsigned char body[CDDP__NOTICE_BYTES];
   char kept[CDDP__ERROR_MAX];
-  double deadline, patience = 0.3; /* of a batch, as some hosts may not answer; later ones: less */
+  double deadline, batch_s = 0.3; /* for the first batch, as hosts can be silent; later: 0.1 s */
   cddp__link *first = NULL, *l;
   int p = 0, count;
   bool busy;
@@ -8838,17 +8847,18 @@ static void cddp__tell_all(const cddp__net *n, uint64_t group, const int *world,
   snprintf((char *)body + 4, CDDP__ERROR_MAX, "%s", text);
   while (p < size) {
     for (count = 0; p < size && count < 32; p++) {
-      if (!cddp__is_told(n, world, size, p)) continue;
-      if (cddp__link_call(n, world != NULL ? world[p] : p, CDDP__LINK_NOTICE, group, &l) != CDDP_OK)
+      if (!cddp__gets_notice(n, world, size, p)) continue;
+      if (cddp__link_connect(n, world != NULL ? world[p] : p, CDDP__LINK_NOTICE, group, &l) !=
+          CDDP_OK)
         continue;
-      cddp__notice_prove(n, l, body, body + CDDP__NOTICE_PROOF_AT);
+      cddp__notice_proof(n, l, body, body + CDDP__NOTICE_PROOF_AT);
       cddp__buffer_add(&l->out, body, sizeof body);
       l->next = first;
       first = l;
       count++;
     }
-    deadline = cddp__now() + patience;
-    patience = 0.1;
+    deadline = cddp__now() + batch_s;
+    batch_s = 0.1;
     do {
       for (busy = false, l = first; l != NULL; l = l->next) {
         cddp__link_flush(n, l);
@@ -8862,8 +8872,8 @@ static void cddp__tell_all(const cddp__net *n, uint64_t group, const int *world,
   memcpy(cddp__error_text, kept, sizeof kept);
 }
 
-/* Tells the other hosts, once a round, which ranks of this one have come to it. */
-static void cddp__tell_came(cddp_group *g, uint32_t round) {
+/* Sends the other hosts, once a round, the list of this host's ranks that have reached it. */
+static void cddp__send_arrivals(cddp_group *g, uint32_t round) {
   bool set[CDDP__MAX_RANKS];
   cddp__text list;
   int p;
@@ -8873,13 +8883,14 @@ static void cddp__tell_came(cddp_group *g, uint32_t round) {
              cddp__load32(&cddp__op_header_of(g, p, round)->seq) == round;
   list = cddp__list_ranks(set, g->size, CDDP__ERROR_MAX - 16);
   if (list.s[0] != 0)
-    cddp__tell_all(g->hosts->net, g->id, g->world, g->size,
-                   CDDP__NOTICE_CAME | (uint32_t)CDDP_TIMEOUT,
-                   cddp__textf("%" PRIu32 " %s", round, list.s).s);
+    cddp__send_notices(g->hosts->net, g->id, g->world, g->size,
+                       CDDP__NOTICE_ARRIVED | (uint32_t)CDDP_TIMEOUT,
+                       cddp__textf("%" PRIu32 " %s", round, list.s).s);
 }
 
-/* What another host has told: a round, and ranks as cddp__list_ranks has them. Answers it. */
-static void cddp__note_came(cddp_group *g, const char *text) {
+/* Records another host's list: a round, and ranks as cddp__list_ranks prints them. Answers with
+   this host's list. */
+static void cddp__record_arrivals(cddp_group *g, const char *text) {
   char *at;
   uint32_t round = (uint32_t)strtoul(text, &at, 10);
   long p, end;
@@ -8889,11 +8900,12 @@ static void cddp__note_came(cddp_group *g, const char *text) {
     for (; p >= 0 && p <= end && p < g->size; p++)
       cddp__store32(cddp__reported_round_of(g, (int)p), round);
   }
-  cddp__tell_came(g, round);
+  cddp__send_arrivals(g, round);
 }
 
-/* Receives what there is of a notice; its link has ended when it was taken, or was none. The group
-   is broken here too, then, or (early) what losses to come are due to is noted. net.lock held. */
+/* Receives a notice as far as possible without blocking, and ends its link when it is complete or
+   invalid. A valid notice breaks the group here too; an early one sets the cause of later losses.
+   net.lock held. */
 static void cddp__notice_receive(cddp__host *h, const cddp__net *n, cddp__link *l) {
   unsigned char *body, proof[CDDP__PROOF_SIZE];
   char kept[CDDP__ERROR_MAX];
@@ -8906,16 +8918,16 @@ static void cddp__notice_receive(cddp__host *h, const cddp__net *n, cddp__link *
   body = l->out.data;
   if (cddp__link_io(l, NULL, body, CDDP__NOTICE_BYTES, &l->got, SIZE_MAX, false) <= 0) return;
   memcpy(kept, cddp__error_text, sizeof kept);
-  cddp__notice_prove(n, l, body, proof);
+  cddp__notice_proof(n, l, body, proof);
   code = cddp__get32(body);
   if (!cddp__same_bytes(proof, body + CDDP__NOTICE_PROOF_AT, sizeof proof)) code = 0;
   body[CDDP__NOTICE_PROOF_AT - 1] = 0;
-  result = code & ~(CDDP__NOTICE_EARLY | CDDP__NOTICE_CAME);
+  result = code & ~(CDDP__NOTICE_EARLY | CDDP__NOTICE_ARRIVED);
   pthread_mutex_lock(&h->lock);
   for (g = h->groups; g != NULL && result > CDDP_OK && result < CDDP__RESULT_COUNT; g = g->next) {
     if (g->hosts == NULL || g->hosts->net != n || g->id != l->hello.group) continue;
-    if (code & CDDP__NOTICE_CAME)
-      cddp__note_came(g, (const char *)body + 4);
+    if (code & CDDP__NOTICE_ARRIVED)
+      cddp__record_arrivals(g, (const char *)body + 4);
     else if (code & CDDP__NOTICE_EARLY)
       cddp__set_cause(&g->block->cause, (cddp_result)result, (const char *)body + 4);
     else
@@ -8927,16 +8939,17 @@ static void cddp__notice_receive(cddp__host *h, const cddp__net *n, cddp__link *
   cddp__link_end(l, 0);
 }
 
-/* --- whoever calls this rank --- */
+/* --- incoming connections --- */
 
-/* Whether another rank has made this connection for that group, and has proven itself. */
+/* Whether a link was made for a group, and its handshake is complete. */
 static bool cddp__link_is_for(const cddp__link *l, uint64_t group) {
   return l->state == CDDP__LINK_UP && l->hello.purpose == CDDP__LINK_FRAMES &&
          l->hello.group == group;
 }
 
-/* Accepts, hears hellos and bad news. Never blocks; another thread that is at it is let alone. */
-static void cddp__net_look(cddp__host *h, cddp__net *n) {
+/* Accepts connections, continues their handshakes, and receives notices. Never blocks: if another
+   thread is in this function, it returns. */
+static void cddp__net_serve(cddp__host *h, cddp__net *n) {
   cddp__link **at, *l;
   int silent = 0, proving = 0, most = CDDP__PENDING_LINKS + CDDP__PROVING_LINKS * n->size, i, fd;
   bool none, few = false;
@@ -8951,7 +8964,7 @@ static void cddp__net_look(cddp__host *h, cddp__net *n) {
     n->callers = l;
   }
   for (at = &n->callers; (l = *at) != NULL;) {
-    bool up = cddp__link_shake(n, l), left = false;
+    bool up = cddp__link_handshake(n, l), left = false;
     if (up && l->hello.purpose == CDDP__LINK_NOTICE) {
       cddp__notice_receive(h, n, l);
       up = false;
@@ -8966,7 +8979,8 @@ static void cddp__net_look(cddp__host *h, cddp__net *n) {
       continue;
     }
     *at = l->next;
-    if (left) cddp__link_leave(n, l);
+    if (left)
+      cddp__link_close(n, l);
     else cddp__link_free(n, l);
   }
   pthread_mutex_unlock(&n->lock);
@@ -8985,7 +8999,8 @@ static void cddp__net_release(cddp__net *n) {
 }
 
 static size_t cddp__table_bytes(int size, int host_count) {
-  return 16 + (size_t)host_count * sizeof(cddp__host_entry) + (size_t)size * sizeof(cddp__home);
+  return 16 + (size_t)host_count * sizeof(cddp__host_entry) +
+         (size_t)size * sizeof(cddp__rank_entry);
 }
 
 static cddp__net *cddp__net_new(const cddp_allocator *a, int size, int host_count) {
@@ -9003,11 +9018,11 @@ static cddp__net *cddp__net_new(const cddp_allocator *a, int size, int host_coun
     return NULL;
   }
   n->hosts = (cddp__host_entry *)(void *)(n->token + 16);
-  n->homes = (cddp__home *)(void *)(n->hosts + host_count);
+  n->ranks = (cddp__rank_entry *)(void *)(n->hosts + host_count);
   return n;
 }
 
-/* --- a process's place on its machine, with its connections --- */
+/* --- a process's host object --- */
 
 static void cddp__host_free(cddp__host *h) {
   cddp_allocator a;
@@ -9040,7 +9055,8 @@ static void cddp__host_free(cddp__host *h) {
   cddp__free(&a, h);
 }
 
-/* Threads read each other's memory: it stays until none of them has a group. */
+/* Ranks that are threads read each other's memory, so all hosts of a lead are freed together, when
+   no rank has a group any more. */
 static void cddp__host_release(cddp__host *h) {
   cddp__host *lead = h != NULL ? h->lead : NULL;
   int left;
@@ -9997,7 +10013,7 @@ static cddp_result cddp__build_table(cddp__rendezvous *v) {
   if (v->net == NULL) return CDDP_OUT_OF_MEMORY;
   for (i = 0; i < v->registered_count; i++) {
     const cddp__rank_info *info = &v->registered[i].info;
-    cddp__home *p = &v->net->homes[info->rank];
+    cddp__rank_entry *p = &v->net->ranks[info->rank];
     p->host = v->registered[i].node;
     p->pid = info->pid;
     p->port = info->port;
@@ -10156,16 +10172,16 @@ static cddp_result cddp__apply_table(cddp__rendezvous *v) {
     n->hosts[i].size = 0;
   }
   for (i = 0; i < n->size; i++) {
-    cddp__home *p = &n->homes[i];
+    cddp__rank_entry *p = &n->ranks[i];
     if (p->host < 0 || p->host >= n->host_count || p->pid == 0 ||
         (i == n->rank && p->pid != (uint32_t)getpid()))
       return cddp__fail(CDDP_MISMATCH, "the rank table is damaged");
     p->index = n->hosts[p->host].size++;
   }
-  n->host = n->homes[n->rank].host;
+  n->host = n->ranks[n->rank].host;
   for (i = 0; i < n->size; i++)
-    if (n->homes[i].host == n->host) h->pids[n->homes[i].index] = n->homes[i].pid;
-  cddp__host_set_rank(h, n->hosts[n->host].size, n->homes[n->rank].index, n->homes[n->rank].index);
+    if (n->ranks[i].host == n->host) h->pids[n->ranks[i].index] = n->ranks[i].pid;
+  cddp__host_set_rank(h, n->hosts[n->host].size, n->ranks[n->rank].index, n->ranks[n->rank].index);
   if (n->host_count == 1) return CDDP_OK;
   h->net = n;
   if (v->job_info->secret[0] == 0 || v->job_secret) return CDDP_OK;
@@ -10211,13 +10227,13 @@ static cddp_result cddp__check_ports(cddp__rendezvous *v) {
   cddp_result r = CDDP_OK;
   for (i = 1; i < net->size && n < MOST; i++) {
     p = (net->rank + i) % net->size;
-    if (net->homes[p].host == net->host) continue;
-    if (cddp__link_call(net, p, CDDP__LINK_NOTICE, 0, &links[n]) != CDDP_OK) break;
+    if (net->ranks[p].host == net->host) continue;
+    if (cddp__link_connect(net, p, CDDP__LINK_NOTICE, 0, &links[n]) != CDDP_OK) break;
     n++;
   }
   for (i = 0; i < n; i++) {
     const cddp__link *l = links[i];
-    const cddp__home *home = &net->homes[l->peer];
+    const cddp__rank_entry *home = &net->ranks[l->peer];
     error = l->state == CDDP__LINK_DEAD ? l->error : 0;
     if (r == CDDP_OK && error == 0 && cddp__wait_fd(l->fd, POLLOUT, deadline) != CDDP_OK)
       error = ETIMEDOUT;
@@ -10332,7 +10348,8 @@ static void cddp__report_failure(cddp__rendezvous *v, cddp_group *g, cddp_result
     if (v->node_socket >= 0) (void)cddp__accept_channels(v, v->node_socket);
   } while (v->child_count > 0 && rounds++ < CDDP__MAX_RANKS);
   if (g != NULL) cddp__break(g, cddp__fail(r, "%s", far));
-  if (v->host->net != NULL) cddp__tell_all(v->host->net, 0, NULL, v->net->size, (uint32_t)r, far);
+  if (v->host->net != NULL)
+    cddp__send_notices(v->host->net, 0, NULL, v->net->size, (uint32_t)r, far);
   cddp__fail(r, "%s", text);
 }
 
@@ -10816,7 +10833,7 @@ static void cddp__note_end(cddp_group *g, cddp__link *l) {
   cddp__peer *p = &g->hosts->peers[l->rank];
   const cddp__link *other = p->link[p->link[0] == l];
   if (l->state != CDDP__LINK_DEAD || cddp__load32(&p->lost) != 0) return;
-  if (cddp__load32(&g->block->broken) == 0 && cddp__link_call_again(g->hosts->net, l)) {
+  if (cddp__load32(&g->block->broken) == 0 && cddp__link_reconnect(g->hosts->net, l)) {
     cddp__watch_link(g->hosts, l);
     return;
   }
@@ -10866,7 +10883,7 @@ static cddp_result cddp__link_to(cddp_group *g, int rank, bool call) {
   cddp__link *l;
   if (p->link[0] == NULL) cddp__claim_links(g);
   if (p->link[0] != NULL || !call) return CDDP_OK;
-  r = cddp__link_call(g->hosts->net, g->world[rank], CDDP__LINK_FRAMES, g->id, &l);
+  r = cddp__link_connect(g->hosts->net, g->world[rank], CDDP__LINK_FRAMES, g->id, &l);
   if (r == CDDP_OK) cddp__add_link(g, l);
   return r;
 }
@@ -10958,7 +10975,7 @@ static size_t cddp__flush_links(cddp_group *g) {
 /* Accepts connections, hears of failures elsewhere, sends what is left of all groups' messages. */
 static void cddp__hosts_look(cddp_group *g) {
   cddp__host *h = g->host;
-  cddp__net_look(h, g->hosts->net);
+  cddp__net_serve(h, g->hosts->net);
   if (pthread_mutex_trylock(&h->lock) != 0) return;
   for (g = h->groups; g != NULL; g = g->next) {
     if (g->hosts == NULL || pthread_mutex_trylock(&g->p2p_lock) != 0) continue;
@@ -10993,7 +11010,7 @@ static void cddp__hosts_hang_up(cddp_group *g) {
    has here. A host on which no rank waits does not answer. */
 static void cddp__hosts_ask(cddp_group *g) {
   double deadline = cddp__now() + CDDP__ANSWER_S;
-  cddp__tell_came(g, g->round);
+  cddp__send_arrivals(g, g->round);
   while (cddp__now() < deadline && cddp__load32(&g->block->broken) == 0 &&
          !cddp__has_announced(g, g->hosts->lowest_remote)) {
     cddp__hosts_look(g);
@@ -11022,8 +11039,8 @@ static void cddp__early_notice(cddp_group *g, bool leaving) {
     text = cddp__textf("rank %d left the group after a failure in another one: %s", g->rank,
                        n->loss.text);
   if (text.s[0] != 0 && cddp__set_cause(&g->block->cause, CDDP_PEER_LOST, text.s))
-    cddp__tell_all(n, g->id, g->world, g->size, CDDP__NOTICE_EARLY | (uint32_t)CDDP_PEER_LOST,
-                   text.s);
+    cddp__send_notices(n, g->id, g->world, g->size, CDDP__NOTICE_EARLY | (uint32_t)CDDP_PEER_LOST,
+                       text.s);
 }
 
 /* Sleeps a few ms at most, until there may be news for a thread that waits for a rank, or CDDP_ANY:
@@ -11041,7 +11058,7 @@ static void cddp__hosts_pause(cddp_group *g, cddp__wait *w, int peer, uint32_t e
   pthread_mutex_lock(&g->p2p_lock);
   for (p = 0; w->due && p < g->size; p++)
     if ((peer == CDDP_ANY || p == peer) && g->members[p] < 0) (void)cddp__link_to(g, p, true);
-  for (l = x->links; w->due && l != NULL; l = l->next) cddp__link_answered(l);
+  for (l = x->links; w->due && l != NULL; l = l->next) cddp__link_check_timeout(l);
   polls = !x->polling && cddp__load32(&slot->events) == events;
   x->polling = x->polling || polls;
   pthread_mutex_unlock(&g->p2p_lock);
@@ -11180,7 +11197,7 @@ static bool cddp__move_frame(cddp_group *g, const cddp__item *it, cddp__link *l)
     if (l->state != CDDP__LINK_UP) return false;
     if (l->sent == 0 && cddp__buffer_size(&l->out) > 0) return false; /* else it is behind this */
     if (l->sent == 0) l->out_head = head;
-    if (cddp__link_io(l, &l->out_head, data, it->size, &l->sent, CDDP__TURN, true) <= 0)
+    if (cddp__link_io(l, &l->out_head, data, it->size, &l->sent, CDDP__LINK_TURN_BYTES, true) <= 0)
       return false;
     l->sent = 0;
     CDDP__POINT("frame");
@@ -11198,7 +11215,7 @@ static bool cddp__move_frame(cddp_group *g, const cddp__item *it, cddp__link *l)
   if (l->in != NULL || l->got < sizeof head) return false; /* else the head of a piece has come */
   if (memcmp(&l->in_head, &head, sizeof head) != 0) cddp__link_end(l, EPROTO);
   if (l->state != CDDP__LINK_UP ||
-      cddp__link_io(l, &l->in_head, data, it->size, &l->got, CDDP__TURN, false) <= 0)
+      cddp__link_io(l, &l->in_head, data, it->size, &l->got, CDDP__LINK_TURN_BYTES, false) <= 0)
     return false;
   l->got = 0;
   return true;
@@ -11855,7 +11872,7 @@ static void cddp__sort_hosts(cddp_group *g, cddp__hosts *x, int *index) {
   int p, h, first = 0;
   size_t at = 0;
   for (p = 0; p < g->size; p++) {
-    int *known = &index[x->net->homes[g->world[p]].host];
+    int *known = &index[x->net->ranks[g->world[p]].host];
     if (*known == 0) *known = ++x->count;
     x->peers[p].host = *known - 1;
     x->peers[p].number = x->nodes[x->peers[p].host].size++;
@@ -11967,9 +11984,9 @@ static void cddp__hosts_leave(cddp_group *g) {
   pthread_mutex_lock(&net->lock);
   net->left[net->left_count++ % CDDP__LEFT_GROUPS] = g->id + 1;
   pthread_mutex_unlock(&net->lock);
-  cddp__net_look(g->host, net);
+  cddp__net_serve(g->host, net);
   cddp__claim_links(g);
-  for (; (l = x->links) != NULL; cddp__link_leave(net, l)) x->links = l->next;
+  for (; (l = x->links) != NULL; cddp__link_close(net, l)) x->links = l->next;
   for (; (m = x->mail) != NULL; cddp__free(&net->allocator, m)) x->mail = m->next;
   cddp__arena_free(g->host, x->scratch[g->local_rank]);
   cddp__free(&net->allocator, x->stage);
@@ -12308,7 +12325,7 @@ static bool cddp__serve_other(cddp_group *g) {
   if (g->hosts != NULL) (void)cddp__flush_links(g);
   if (g->recvs != NULL) {
     memcpy(kept, cddp__error_text, sizeof kept);
-    if (g->hosts != NULL) cddp__net_look(g->host, g->hosts->net);
+    if (g->hosts != NULL) cddp__net_serve(g->host, g->hosts->net);
     served = cddp__serve_recvs(g);
     memcpy(cddp__error_text, kept, sizeof kept);
   }
@@ -19753,15 +19770,15 @@ static unsigned char *cddp__sums_in(const cddp_ddp *d, cddp__elastic_report *rep
   return (unsigned char *)((float *)(report + 1) + d->count);
 }
 
-/* Where cddp__link_call finds that member. */
+/* Where cddp__link_connect finds that member. */
 static void cddp__elastic_enter(cddp__elastic *c, int place, const cddp__elastic_member *m) {
   cddp__host_entry *host = &c->net->hosts[m->host];
   c->members[place] = *m;
   host->address = m->address;
   snprintf(host->name, sizeof host->name, "%.67s", m->name);
-  c->net->homes[place].host = m->host;
-  c->net->homes[place].pid = m->pid;
-  c->net->homes[place].port = m->port;
+  c->net->ranks[place].host = m->host;
+  c->net->ranks[place].pid = m->pid;
+  c->net->ranks[place].port = m->port;
 }
 
 /* The member that leads when ranks meet: of those that came first the one with the lowest place.
@@ -20182,7 +20199,8 @@ static void cddp__elastic_note_ends(cddp_ddp *d) {
         ssize_t n = l->state != CDDP__LINK_UP ? 1 : recv(l->fd, &next, 1, MSG_PEEK | MSG_DONTWAIT);
         if (n <= 0 && (n == 0 || errno != EAGAIN)) cddp__link_end(l, n == 0 ? 0 : errno);
         if (l->state != CDDP__LINK_DEAD) continue;
-        if (l->error == 0 && !l->told && l->got == 0 && l->ahead_at == l->ahead_end) *ended = 1;
+        if (l->error == 0 && !l->peer_failed && l->got == 0 && l->ahead_at == l->ahead_end)
+          *ended = 1;
         again = again || (l->error > 0 && *ended == 0);
       }
       pthread_mutex_unlock(&groups[i]->p2p_lock);
@@ -20199,8 +20217,8 @@ static bool cddp__elastic_ended(cddp_ddp *d, int place, cddp__link *l) {
   uint32_t state = h->threads && h->slots != NULL
                        ? cddp__load32(&h->slots[c->members[place].index].state) : 0;
   if (state == CDDP__SLOT_DEAD || state == CDDP__SLOT_LEFT) return true; /* a thread's function */
-  cddp__link_answered(l);
-  if (l->state != CDDP__LINK_DEAD || cddp__link_call_again(c->net, l)) return false;
+  cddp__link_check_timeout(l);
+  if (l->state != CDDP__LINK_DEAD || cddp__link_reconnect(c->net, l)) return false;
   if (l->error == 0) c->ended[place] = 1;
   if (l->error != 0 && l->error != CDDP__LEFT && l->error != ECONNRESET && l->error != EPIPE &&
       l->error != ECONNREFUSED && l->error != EPROTO)
@@ -20241,7 +20259,7 @@ static void cddp__elastic_refuse(cddp_ddp *d, cddp__link *l, cddp_result r) {
   (void)cddp__link_post(l, CDDP__FRAME_MESSAGE, (uint32_t)r, cddp__error_text,
                         strlen(cddp__error_text) + 1);
   cddp__link_flush(d->elastic->net, l);
-  cddp__link_leave(d->elastic->net, l);
+  cddp__link_close(d->elastic->net, l);
 }
 
 /* The same to a rank that was taken for lost, and lives. Keeps the error's text. */
@@ -20291,7 +20309,7 @@ static void cddp__elastic_accept(cddp_ddp *d, bool meeting) {
   cddp__net *n = c->net;
   cddp__link **at, *l;
   cddp__message *m;
-  cddp__net_look(d->group->host, n);
+  cddp__net_serve(d->group->host, n);
   pthread_mutex_lock(&n->lock);
   for (at = &n->callers; (l = *at) != NULL;) {
     bool called = cddp__link_is_for(l, c->members[c->me].life);
@@ -20342,7 +20360,7 @@ static cddp_result cddp__elastic_await_reports(cddp_ddp *d, double deadline, int
       if (p == c->me || c->members[p].life == 0) continue;
       if (links[p] == NULL) {
         cddp_result r =
-            cddp__link_call(c->net, p, CDDP__LINK_FRAMES, c->members[p].life, &links[p]);
+            cddp__link_connect(c->net, p, CDDP__LINK_FRAMES, c->members[p].life, &links[p]);
         if (r != CDDP_OK) return r;
       }
       cddp__link_flush(c->net, links[p]);
@@ -20508,7 +20526,7 @@ static cddp_result cddp__elastic_report_to(cddp_ddp *d, int lowest, const cddp__
   cddp__link *l;
   cddp_result r;
   cddp__elastic_drop(c, lowest);
-  r = cddp__link_call(n, lowest, CDDP__LINK_FRAMES, c->members[lowest].life, &c->links[lowest]);
+  r = cddp__link_connect(n, lowest, CDDP__LINK_FRAMES, c->members[lowest].life, &c->links[lowest]);
   *table = NULL;
   if (r != CDDP_OK) return r;
   c->leader = lowest;

@@ -922,7 +922,7 @@ static cddp__host *link_host(const cddp_allocator *a, bool secret) {
   if (n == NULL) return h;
   memset(n->token, 7, 16);
   for (i = 0; i < 2; i++) n->hosts[i].address.sin6_family = AF_INET;
-  for (i = 1; i < LINK_RANKS; i++) n->homes[i].host = 1, n->homes[i].index = i - 1;
+  for (i = 1; i < LINK_RANKS; i++) n->ranks[i].host = 1, n->ranks[i].index = i - 1;
   n->listener = world_fd();
   if (secret) n->secret = cddp__strdup(a, "secret");
   cddp__host_set_rank(h, 1, 0, 0);
