@@ -601,9 +601,9 @@ static int fill_up_rank(int rank, void *arg) {
     CHECK_IS(cddp_send(g, &x, 1, CDDP_F32, 2, 5, NULL), CDDP_PEER_LOST);
     CHECK(mentions("rank 1") && mentions(l->killed ? "signal 9" : "left the group"));
     CHECK(test_now() - l->at < RANKS_WITHIN(1));
-    __atomic_store_n(&l->peer_failed, 1, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&l->told, 1, __ATOMIC_SEQ_CST);
   }
-  while (rank == 2 && __atomic_load_n(&l->peer_failed, __ATOMIC_SEQ_CST) == 0 && test_now() < until)
+  while (rank == 2 && __atomic_load_n(&l->told, __ATOMIC_SEQ_CST) == 0 && test_now() < until)
     ranks_sleep(0.001);
   cddp_destroy(g);
   return 0;
