@@ -13181,8 +13181,11 @@ static cddp_result cddp__start_message(cddp_group *g, const cddp__call *c, cddp_
 }
 
 CDDPDEF cddp_result cddp_cancel(cddp_work *w) {
-  const char *why = "only a receive can be canceled";
+  const char *why;
   CDDP__CHECK(w != NULL, "the work is NULL");
+  why = w->call.kind == CDDP__KIND_SEND
+            ? "it is a send, and only a receive's message can be canceled"
+            : "it is a collective, and only a receive of a message can be canceled";
   if (w->call.kind == CDDP__KIND_RECV && w->backend == NULL) {
     if (cddp__abort_recv(w)) {
       (void)cddp__work_wait(w, -1);
