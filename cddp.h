@@ -1625,7 +1625,8 @@ CDDPDEF void cddp_register_kernels(const cddp_kernels *kernels); /* must stay wh
          cddp__round                   the first round: all ranks are connected
        cddp__give_device               device "cuda": GPU and communicator
      cddp_all_reduce of 4 bytes, 1 round
-       cddp__start, cddp__start_call   checks; with a handle to >>work; on a GPU to backend->start
+       cddp__start_operation           checks the arguments
+       cddp__start_call                with a handle to >>work; on a GPU to backend->start
          cddp__run_call, cddp__run_recorded
            cddp__run_short
              cddp__round_of            writes this rank's header, with the value as its payload
@@ -1638,8 +1639,8 @@ CDDPDEF void cddp_register_kernels(const cddp_kernels *kernels); /* must stay wh
          cddp__run_staged              other memory, by chunks: cddp__write_shares, a round,
                                        cddp__exchange_slices or cddp__read_staged
      Training step of a model on one host, 2 rounds
-       cddp_ddp_ready                  marks a gradient; before a cddp_ddp_wait a full bucket starts
-                                       here (cddp__launch, on the engine cddp__run_bucket)
+       cddp_ddp_ready                  marks a gradient. In models that use cddp_ddp_wait it starts
+                                       full buckets: cddp__launch, on the engine cddp__run_bucket
        cddp_ddp_step, cddp__run_step, cddp__ddp_step
          cddp__ddp_meet                a round: settings, missing gradients
          cddp__finish, cddp__host_step
