@@ -2160,7 +2160,7 @@ typedef struct cddp__tensor {
   bool noted;        /* cddp_ddp_ready was called under no_sync since the last step; lock */
   bool used;         /* by a rank, in the step that is being reduced */
   bool shared;       /* the weights of all ranks are in shared memory */
-  float inherited;   /* in a rank that joined: number of steps of its parameter in the snapshot */
+  float restored_steps; /* in a rank that joined: steps of the parameter in the snapshot */
   int bucket;
 } cddp__tensor;
 
@@ -2192,19 +2192,19 @@ typedef struct cddp__elastic_member {
   struct sockaddr_in6 address; /* where it listens; or a sockaddr_in */
   int32_t port, rank;          /* rank: in the job */
   uint32_t pid;
-  int32_t place;       /* index among the members */
+  int32_t number;      /* its member number: its index among the members */
   int32_t host, index; /* index of its host in `net`; index of its process on that host */
-  uint64_t life;       /* random number of the process; 0: the place is free */
-  uint64_t since;      /* the group in which it became a member; the oldest members lead */
+  uint64_t life;       /* random number of the process; 0: no process */
+  uint64_t since;      /* the epoch in which it became a member; the oldest members lead */
   uint64_t gpu;        /* hash of its GPU's uuid; 0: none, or ranks can share it */
   char name[72];       /* of its host */
 } cddp__elastic_member;
 
-typedef struct cddp__elastic_lead_info {
+typedef struct cddp__elastic_leader_info {
   cddp__elastic_member self;
   unsigned char token[16]; /* token of the model: that of the first rank */
   cddp__model_info model;
-} cddp__elastic_lead_info;
+} cddp__elastic_leader_info;
 
 /* Device memory for temporary use. The last piece is the largest. Owner: a device context, or a
    cddp_ddp. */
@@ -2293,8 +2293,8 @@ struct cddp_ddp { /* followed by its arrays, see cddp__ddp_arrays */
   int partition_count;
   bool scattered;         /* the next call must be cddp_ddp_all_gather */
   bool spread;            /* more shards than ranks: the fields up to node_count are used */
-  cddp__shard_node *kept; /* [kept_count] this rank's sums of completed shards, ascending */
-  int kept_count;
+  cddp__shard_node *own_nodes; /* [own_node_count] this rank's sums of ended shards, ascending */
+  int own_node_count;
   size_t halves;             /* offset of f16 and bf16 in the model; a slot has these as f32 */
   size_t slot_room;          /* bytes from one slot to the next */
   int slots;                 /* of each rank; elastic: slots that this rank has used so far */
@@ -9180,7 +9180,7 @@ typedef struct cddp__rank_info {
 typedef struct cddp__join_table {
   cddp__rank_info info;
   uint64_t job;                 /* cddp_record_header.job; 0: there is no flight recorder */
-  cddp__elastic_lead_info lead; /* the leader of the model's ranks; life 0: not known */
+  cddp__elastic_leader_info lead; /* the leader of the model's ranks; life 0: not known */
   struct sockaddr_in6 address;  /* of this rank's host */
   int host;                     /* number of this rank's host in cddp__elastic.net */
   int local_size;               /* ranks of the first group on this host */
@@ -10988,7 +10988,7 @@ static void cddp__hosts_look(cddp_group *g) {
 
 /* --- failure --- */
 
-/* A process that lives says so, where it can, before it ends its links: cddp__elastic_note_ends. */
+/* A living process announces it, if it can, before it ends its links: cddp__elastic_record_ends. */
 static void cddp__hosts_hang_up(cddp_group *g) {
   cddp__frame_head bye = cddp__link_head(CDDP__FRAME_BYE, 1, CDDP_U8, 0, 0);
   int p;
@@ -17327,12 +17327,13 @@ static cddp_result cddp__clear_own(cddp_ddp *d) {
    last one may stay where peers see it. */
 static cddp_result cddp__keep_node(cddp_ddp *d, int shard, bool more) {
   int slots[CDDP__FOLD_DEPTH + 1], widths[CDDP__FOLD_DEPTH + 1], low, high, at = 0;
-  int room = cddp__free_slot(d->kept, d->kept_count);
+  int room = cddp__free_slot(d->own_nodes, d->own_node_count);
   cddp__shard_node node = {shard, 1, -1, 0};
-  int n = cddp__merge_shard(d->kept, d->kept_count, &node, d->shards, slots, widths, &low, &high);
+  int n = cddp__merge_shard(d->own_nodes, d->own_node_count, &node, d->shards, slots, widths, &low,
+                            &high);
   cddp_result r = CDDP_OK;
   if (more || n > 1 || cddp__gathers(d))
-    node.slot = low < high ? d->kept[low].slot : room;
+    node.slot = low < high ? d->own_nodes[low].slot : room;
   while (slots[at] >= 0) at++;
   if (at < n - 1 && node.slot != room) { /* the shard must be the last where a sum is one of them */
     r = cddp__merge_nodes(d, room, &slots[at], &widths[at], 1, more);
@@ -17343,9 +17344,10 @@ static cddp_result cddp__keep_node(cddp_ddp *d, int shard, bool more) {
   if (r == CDDP_OK && node.slot >= 0)
     r = cddp__merge_nodes(d, node.slot, slots, widths, n, more && at >= 0);
   if (r == CDDP_OK && more) r = cddp__clear_own(d);
-  memmove(d->kept + low + 1, d->kept + high, (size_t)(d->kept_count - high) * sizeof *d->kept);
-  d->kept[low] = node;
-  d->kept_count += 1 - (high - low);
+  memmove(d->own_nodes + low + 1, d->own_nodes + high,
+          (size_t)(d->own_node_count - high) * sizeof *d->own_nodes);
+  d->own_nodes[low] = node;
+  d->own_node_count += 1 - (high - low);
   return r;
 }
 
@@ -17424,14 +17426,14 @@ static cddp_result cddp__gather_piece(cddp_ddp *d, char *out, cddp_dtype dtype, 
   if (r != CDDP_OK) return r;
   all = (char *)scratch;
   for (i = 0; r == CDDP_OK && i < most && ranks > 1; i++, all += ranks * part) {
-    int slot = i < d->kept_count ? d->kept[i].slot : 0; /* of fewer nobody looks at the rest */
+    int slot = i < d->own_node_count ? d->own_nodes[i].slot : 0; /* with fewer, not read */
     nodes = cddp__make_call(CDDP__KIND_ALL_TO_ALL, cddp__in_slot(d, d->me, slot, at), all, n, wide,
                             CDDP_SUM, -1);
     r = cddp__call_all(d, &nodes);
   }
   CDDP__POINT("elastic exchanged");
   for (i = 0; i < d->node_count; i++)
-    d->sources[i] = ranks == 1 ? cddp__in_slot(d, d->me, d->kept[i].slot, at)
+    d->sources[i] = ranks == 1 ? cddp__in_slot(d, d->me, d->own_nodes[i].slot, at)
                                : (char *)scratch + ((size_t)d->nodes[i].slot * ranks +
                                                     (size_t)d->nodes[i].rank) * part;
   if (r == CDDP_OK)
@@ -18930,7 +18932,7 @@ static cddp_result cddp__complete(cddp_ddp *d, bool stepping) {
             !d->spread;
 #endif
   d->present = d->active_count;
-  d->taken = d->kept_count = 0;
+  d->taken = d->own_node_count = 0;
   d->held = -1;
   d->steps++;
   if (!d->rebuilt && !d->desc.find_unused_parameters) {
@@ -19339,7 +19341,7 @@ static size_t cddp__ddp_arrays(cddp_ddp *d, char *base, const cddp_group *g, int
   d->buffers = (void **)cddp__carve(base, &at, parts, sizeof *d->buffers);
   d->sources = (const void **)cddp__carve(base, &at, parts, sizeof *d->sources);
   d->nodes = (cddp__shard_node *)cddp__carve(base, &at, parts, sizeof *d->nodes);
-  d->kept = (cddp__shard_node *)cddp__carve(base, &at, parts, sizeof *d->kept);
+  d->own_nodes = (cddp__shard_node *)cddp__carve(base, &at, parts, sizeof *d->own_nodes);
   d->widths = (int *)cddp__carve(base, &at, parts, sizeof *d->widths);
   d->active = (int *)cddp__carve(base, &at, ranks, sizeof *d->active);
   d->owner = (int *)cddp__carve(base, &at, parts, sizeof *d->owner);
@@ -19605,188 +19607,205 @@ static cddp__snapshot cddp__optim_snapshot(const cddp_optim *o, float *counts) {
 static void cddp__take_snapshot(cddp_ddp *d, const cddp__snapshot *from, const float *counts) {
   int i;
   d->snapshot = *from;
-  for (i = 0; i < d->count; i++) d->tensors[i].inherited = counts[i];
+  for (i = 0; i < d->count; i++) d->tensors[i].restored_steps = counts[i];
 }
 
 /* >>elastic ---------------------------------------------------------------------------------------
    Elastic models: training continues when ranks fail and when processes join.
-   Job: membership, shards, reductions and updates. Owns: a cddp__elastic, with a listening socket
-   of its own; of a cddp_ddp control and comm, which are made anew after a loss. Touches: of a
-   cddp_ddp what >>ddp does. Entry points: cddp__elastic_create, or for a rank that joins _join;
-   _next, _step, _restore and _free; cddp_ddp_group. The thread that trains calls all.
+   Job: the membership, the assignment of shards, reductions and updates of an elastic model.
+   Owns: a cddp__elastic with its own listening socket; of a cddp_ddp, `control` and `comm`, which
+   are created again for each epoch. Touches: the fields of a cddp_ddp that >>ddp uses.
+   Entry points: cddp__elastic_create, or cddp__elastic_join in a joining process;
+   cddp__elastic_next, _step, _restore and _free; cddp_ddp_group. Thread: the one that trains.
    How a step works:
-     1. Each rank has all weights and all optimizer states. It adds the gradients of its shards to
-        nodes of the canonical tree. The last one can stay in the gradients, the others are in
-        slots. Rows of a shard are packed when it ends.
-     2. When a rank has no shard left it comes to the reduction: a round of all. A rank that comes
-        to it has finished the update before.
-     3. On one host each rank reads the nodes of all ranks where they are, and computes the mean of
-        one part of the model, and the squares of that part, in memory of its own. A second round
-        completes the reduction. Then each rank reads all parts: nothing is copied.
-        Between hosts and on GPUs each rank gets all nodes of a part by messages, computes its mean,
-        and all ranks gather the parts.
-     4. The update is a rank's own work: it steps all its weights and states by the mean, and clears
-        its gradients. `done` counts completed reductions. Two ranks' differ by at most one.
-   How ranks meet after a loss: an operation of a group fails with CDDP_PEER_LOST.
-     1. One rank leads: of the members that came first the lowest that lives. Each other member
-        connects to it, as in >>links, and reports: its reductions, the shards whose sums it has,
-        memory for control blocks.
-     2. The leader waits until each member has reported or is lost. It sees a loss by connecting:
-        the connection is refused, or ends. A member that computes reports later.
-     3. The leader sends the table of all reports. It says who the members are, in order; their
-        epoch (`generation`); which ranks lack a reduction that others have; which shards nobody
-        has. These are divided anew. If the leader dies the next one leads.
-     4. Each member makes the table's groups and says so. When all have, the leader says go.
-     5. Ranks that lack the last mean get it. On one host they have it: it was complete.
-   A member whose host does not answer counts as lost if more than half of the last group is there.
-   Fewer members end with an error, so that two halves never train apart. The same holds for a host
-   whose ranks are all lost by resets, which a firewall sends too. Each rank therefore reports which
-   processes it has seen to end (`ended`): their system closed a connection in good order.
-   A rank that destroys the model, or fails for a reason of its own, stops listening: to the others
-   it is lost. A rank that was counted as lost and lives is told so when it connects: CDDP_ABORTED.
-   How a process joins: it finds the leader through a rank of its host or of MASTER_ADDR, and
-   reports without weights. From a rank of its host it also gets the host's memory (>>rendezvous);
-   else it is a host of its own. The leader, when its shards are done, starts a meeting as after a
-   loss, and gives the process a place. The member that is furthest sends it weights and states by
-   broadcasts. A place is a rank in `net`, by which the groups after the first have their
-   connections.
-   CRASH SAFETY. No rank writes to memory that another one owns. Before a reduction is complete all
-   ranks keep their nodes; those of a lost rank are computed again, to the same sums. A completed
-   reduction means that all ranks have read all nodes and rows, and that all parts of the mean
-   exist. A part stays where it is until all members have come to the next reduction, also when its
-   rank dies: the memory belongs to the host (>>arena). A rank that dies in its update changes
-   nothing that others read. Memory of a dead process is freed when all members have come to a later
-   step. */
+     1. Each rank has all weights and all optimizer states. It sums the gradients of its shards into
+        nodes of the canonical tree. The last node can stay in the gradients; the other nodes are in
+        slots. The sparse rows of a shard are packed when the shard ends.
+     2. A rank without shards left enters the reduction, which begins with a round of all members.
+        A rank has finished the update of a step before it enters the reduction of the next one.
+     3. On one host, each rank reads the nodes of all ranks in place. It computes the mean of its
+        part of the model, and for a clip the squares of that part, in its own memory. A second
+        round completes the reduction. Then each rank reads all parts in place: nothing is copied.
+        Between hosts and on GPUs, each rank receives all nodes of its part in messages and computes
+        the part's mean. The ranks then gather the parts, so each rank has the whole mean.
+     4. Each rank computes the whole update: it steps all its weights and states by the mean and
+        clears its gradients. `done` counts completed reductions; on two members it differs by at
+        most 1.
+   How the members meet after a loss, that is, when an operation of a group fails with
+   CDDP_PEER_LOST:
+     1. One member leads: of the living members with the oldest epoch, that with the lowest number.
+        Each other member connects to it (>>links) and sends a report: its number of reductions, the
+        shards whose sums it has, memory for control blocks.
+     2. The leader waits until each member has reported or is lost. It detects a loss by connecting:
+        the system refuses or closes the connection. A member that is computing reports later.
+     3. The leader sends the table of all reports. The table determines the members and their order,
+        the epoch, the members that lack a reduction, and the shards whose sums were lost. These
+        shards are divided among the members. If the leader dies, the next member leads.
+     4. Each member creates the table's two groups and confirms them to the leader. When all have
+        confirmed, the leader tells all to continue.
+     5. The members that lack the last mean receive it. On one host they can already read it.
+   A split network: if a member's host does not answer, the members that reported continue only if
+   they are more than half of the last group; else they fail. So two halves never train separately.
+   The rule also holds for an address whose members were all lost by resets, since a firewall also
+   sends resets. Therefore each member reports which processes it has seen end (`ended`): the
+   system of such a process closed a connection, and did not reset it.
+   A rank that destroys the model, or fails for a local reason, stops listening and is lost to the
+   others. A living rank that the others count as lost gets CDDP_ABORTED when it connects.
+   How a process joins: it asks a rank on its host, or a rank at MASTER_ADDR, for the leader, and
+   sends the leader a report without weights. A rank on its host also gives it the host's shared
+   memory (>>rendezvous); without that the process counts as a host with one rank. When the leader
+   has no shards left, it starts a meeting as after a loss and gives the process a member number. A
+   member with the most reductions broadcasts its weights and states as a snapshot. A member number
+   is a rank in `net`, through which all groups after the first connect.
+   CRASH SAFETY. No rank writes to memory that another rank owns. Until the second round completes a
+   reduction, all ranks keep their nodes. The shards of a lost rank are computed again and give the
+   same sums. A completed reduction means that all ranks have read all nodes and rows, and that all
+   parts of the mean exist. A part stays unchanged until all members have entered the next
+   reduction, even if its rank dies, since the memory belongs to the host (>>arena). A rank that
+   dies in its update changes nothing that others read. A dead process's memory is freed in a later
+   step, after that process has ended. */
 
-#define CDDP__JOIN_REQUESTS 64 /* ranks that would join at a time; others ask again */
+/* Joining processes that can wait for the next meeting. Further ones are disconnected and retry. */
+#define CDDP__JOIN_REQUESTS 64
 
-/* shared: what a rank of an elastic model shows to the ranks of its host. Behind it are the places
-   of its weights [params], and the slots of its nodes [shards], in order. Writer: its rank, before
-   it comes to a reduction. Scratch, weights and itself are there to be freed if the rank dies. */
-typedef struct cddp__shown {
-  cddp__ref arena;   /* gradients, and behind them the squares of its part of the mean */
-  cddp__ref sums;    /* slots */
-  cddp__ref mean;    /* its part */
-  cddp__ref rows;    /* packets */
+/* shared: addresses of the memory that a rank of an elastic model publishes to the ranks on its
+   host. The addresses of its weights [params] follow, then the slots of its nodes [shards], in
+   order. Writer: its rank, before it enters a reduction. The others read the memory; `scratch`, the
+   weights and `self` are published only so that the others can free them if the rank dies. */
+typedef struct cddp__published {
+  cddp__ref arena; /* gradients; the squares of its part of the mean follow */
+  cddp__ref sums;  /* slots */
+  cddp__ref mean;  /* the mean, of which the rank writes its part */
+  cddp__ref rows;  /* packed sparse rows */
   cddp__ref scratch;
-  cddp__ref self;
-} cddp__shown;
+  cddp__ref self; /* this struct */
+} cddp__published;
 
 /* Memory of a lost rank, or the control block of a group that lost a rank. It is freed when all
-   ranks have come to a later step. */
-typedef struct cddp__leftover {
+   members have reached a later step. */
+typedef struct cddp__retired {
   cddp__ref ref;
-  uint32_t generation; /* of a control block; else 0 */
-  uint64_t step;
-} cddp__leftover;
+  uint32_t block_generation; /* of a control block; else 0 */
+  uint64_t step;             /* in which it was retired */
+} cddp__retired;
 
-/* Owner: the thread that trains. */
+/* The membership of an elastic model, and what a rank has done in the current step. Owner: the
+   thread that trains. */
 struct cddp__elastic {
-  cddp__net *net;               /* connections among the members: a rank there is a place here */
-  cddp__elastic_member *members; /* [shards + 1] by place; the last one: who has no place yet */
-  int me;                       /* this rank's place */
-  int leader;                   /* place of who gave the last table */
-  int *order;                   /* [active_count] places of the group's members, by rank */
-  uint64_t generation;          /* of the group: how many there have been */
-  uint64_t step;                /* waits and steps since creation */
-  uint64_t done;                /* reductions */
-  int *indices;                 /* [shards] scratch */
-  char *area, *mean;            /* slots; the last reduction's mean, or this rank's part of it */
-  bool one_host;                /* all members are of this host, and read each other's memory */
-  bool spent;                   /* the gradients hold a shard that has ended */
-  int mean_parts;               /* into which the last mean is divided */
-  bool in_parts;                /* each rank of the group that made it owns one; else it is whole */
-  char **means;                 /* [parts] where each is, by offset in the model */
-  double **squares;             /* [parts] of each */
-  cddp__shown *own, **shown;    /* [shards] by place; NULL: of another host, or on a GPU */
-  cddp__leftover *leftovers;
-  size_t leftover_count, leftover_capacity;
-  cddp__link **links;           /* [shards + knocks] while ranks meet: to who reported, or to the */
-  cddp__message **reports;      /* leader; likewise what the members said, and behind these who */
-  int request_count;            /* would join, and waits for the next meeting */
-  void *blocks[2];              /* while ranks meet: for control blocks of the next groups; NULL */
-  int attempts;                 /* groups since the last reduction */
-  int silent;                   /* place of a member whose host did not answer; -1: none */
-  unsigned char *ended;         /* [shards] 1: since the last table its process was seen to end */
-  cddp__elastic_call called;    /* in the last update; kind 0: it has joined since */
-  cddp_group *past;             /* the comm that broke in this step: cddp_ddp_group; NULL: comm */
-  bool empty;                   /* it joins, and has not got the weights yet; then until it has a */
-  char *states;                 /* cddp_optim: the others' states, where the gradients are */
+  cddp__net *net; /* connections among the members; a rank there is a member number */
+  cddp__elastic_member *members; /* [shards + 1] by number; the last: a process that is joining */
+  int me;                        /* this rank's member number; `shards` while it joins */
+  int leader;                    /* number of the member that sent the last table */
+  int *order;                    /* [active_count] member numbers of the group's ranks, by rank */
+  uint64_t epoch;                /* of the membership: how many groups there have been */
+  uint64_t step;                 /* waits and steps since creation */
+  uint64_t done;                 /* completed reductions */
+  int *indices;                  /* [shards] scratch */
+  char *slot_area;               /* this rank's slots */
+  char *mean;                    /* the last reduction's mean, or this rank's part of it */
+  bool one_host;                 /* all members are on this host and read each other's memory */
+  bool holds_shard;              /* the gradients hold the sum of a shard that has ended */
+  int mean_parts;                /* number of parts of the last mean */
+  bool in_parts;                 /* each rank of its group has one part; false: this rank has all */
+  char **means;                  /* [mean_parts] the memory of each, addressed by model offset */
+  double **squares;              /* [mean_parts] the squares of each */
+  cddp__published *own;          /* this rank's; NULL: on a GPU */
+  cddp__published **published;   /* [shards] by member number; NULL: on another host, or on a GPU */
+  cddp__retired *retired;
+  size_t retired_count, retired_capacity;
+  cddp__link **links;      /* [shards + JOIN_REQUESTS] during a meeting: to the leader, or to
+                                   the members that reported; at [shards] joining processes begin */
+  cddp__message **reports; /* [shards + JOIN_REQUESTS] the reports from these links */
+  int request_count;       /* joining processes that wait for the next meeting */
+  void *blocks[2];         /* during a meeting: for control blocks of the next groups; NULL */
+  int attempts;            /* meetings since the last reduction */
+  int unreachable;         /* number of a member whose host did not answer; -1: none */
+  unsigned char *ended;    /* [shards] 1: its process was seen to end since the last table */
+  cddp__elastic_call last_update; /* this rank's last update; kind 0: none since it joined */
+  cddp_group *broken_comm; /* the first comm that broke in this step, for cddp_ddp_group; NULL */
+  bool empty;              /* this rank joins, and has no weights yet */
+  char *states;            /* the snapshot's optimizer states, until a cddp_optim takes them */
 };
 
-/* What a rank says of itself when ranks meet. A float for each parameter follows: how often its
-   cddp_optim has stepped that. Then a byte for each shard: 1, it has its sum; and
-   cddp__elastic.ended. */
+/* A rank's report to the leader of a meeting. A float for each parameter follows: the number of
+   steps that its cddp_optim has made with it. Then follows a byte for each shard (1: the rank has
+   its sum), and cddp__elastic.ended. */
 typedef struct cddp__elastic_report {
-  uint64_t generation; /* of its last group */
-  uint64_t done;       /* reductions */
-  uint64_t steps;      /* cddp_ddp_steps */
+  uint64_t epoch;       /* of its last group */
+  uint64_t done;        /* completed reductions */
+  uint64_t steps;       /* cddp_ddp_steps */
   cddp__snapshot optim; /* of its cddp_optim */
-  int32_t empty, in_parts; /* empty 1: it joins, and has no weights yet; in_parts: its own */
+  int32_t empty;        /* 1: it joins, and has no weights yet */
+  int32_t in_parts;     /* cddp__elastic.in_parts */
   cddp__elastic_member self;
-  cddp__ref blocks[2]; /* memory for control blocks, which its host's lowest rank provides */
+  cddp__ref blocks[2]; /* for control blocks; those of the lowest rank on a host are used */
 } cddp__elastic_report;
 
-static void cddp__elastic_drop(cddp__elastic *c, int p) {
-  cddp__link_free(c->net, c->links[p]);
-  cddp__free(&c->net->allocator, c->reports[p]);
-  c->links[p] = NULL;
-  c->reports[p] = NULL;
+static void cddp__elastic_drop_report(cddp__elastic *elastic, int p) {
+  cddp__link_free(elastic->net, elastic->links[p]);
+  cddp__free(&elastic->net->allocator, elastic->reports[p]);
+  elastic->links[p] = NULL;
+  elastic->reports[p] = NULL;
 }
 
-/* Ends all connections; who would join asks again. */
+/* Ends all connections. A joining process asks again. */
 static void cddp__elastic_disconnect(cddp_ddp *d) {
   int k;
-  for (k = 0; k < d->shards + d->elastic->request_count; k++) cddp__elastic_drop(d->elastic, k);
+  for (k = 0; k < d->shards + d->elastic->request_count; k++)
+    cddp__elastic_drop_report(d->elastic, k);
   d->elastic->request_count = 0;
 }
 
-/* The others see that this rank is gone, and nobody joins through it. */
+/* Stops listening: the other members count this rank as lost, and no process joins through it. */
 static void cddp__elastic_close(cddp_ddp *d) {
-  cddp__net *n = d->elastic->net;
-  cddp__host *h = d->group->host;
+  cddp__net *net = d->elastic->net;
+  cddp__host *host = d->group->host;
   cddp__elastic_disconnect(d);
-  cddp__close_fd(&h->join_fd);
-  cddp__close_fd(&h->join_tcp_fd);
-  pthread_mutex_lock(&n->lock);
-  cddp__close_fd(&n->listener);
-  cddp__links_free(n, n->callers);
-  n->callers = NULL;
-  pthread_mutex_unlock(&n->lock);
+  cddp__close_fd(&host->join_fd);
+  cddp__close_fd(&host->join_tcp_fd);
+  pthread_mutex_lock(&net->lock);
+  cddp__close_fd(&net->listener);
+  cddp__links_free(net, net->callers);
+  net->callers = NULL;
+  pthread_mutex_unlock(&net->lock);
 }
 
 static size_t cddp__report_bytes(const cddp_ddp *d) {
   return cddp__round_up(sizeof(cddp__elastic_report) + (size_t)d->count * sizeof(float) +
-                        2 * (size_t)d->shards, sizeof(uint64_t));
+                            2 * (size_t)d->shards,
+                        sizeof(uint64_t));
 }
 
-static cddp__text cddp__elastic_name(const cddp__elastic *c, int place) {
-  return cddp__textf("rank %d (pid %u)", c->members[place].rank, c->members[place].pid);
+static cddp__text cddp__elastic_name(const cddp__elastic *elastic, int member) {
+  return cddp__textf("rank %d (pid %u)", elastic->members[member].rank,
+                     elastic->members[member].pid);
 }
 
-/* The k-th report of a message. */
-static cddp__elastic_report *cddp__report_in(const cddp_ddp *d, cddp__message *m, int k) {
+/* The k-th report in a message. */
+static cddp__elastic_report *cddp__report_at(const cddp_ddp *d, cddp__message *m, int k) {
   return (cddp__elastic_report *)(void *)((char *)(m + 1) + (size_t)k * cddp__report_bytes(d));
 }
 
-/* For each shard, whether the rank that reports has its sum. */
-static unsigned char *cddp__sums_in(const cddp_ddp *d, cddp__elastic_report *report) {
+/* For each shard, whether the reporting rank has its sum. */
+static unsigned char *cddp__report_sums(const cddp_ddp *d, cddp__elastic_report *report) {
   return (unsigned char *)((float *)(report + 1) + d->count);
 }
 
-/* Where cddp__link_connect finds that member. */
-static void cddp__elastic_enter(cddp__elastic *c, int place, const cddp__elastic_member *m) {
-  cddp__host_entry *host = &c->net->hosts[m->host];
-  c->members[place] = *m;
-  host->address = m->address;
-  snprintf(host->name, sizeof host->name, "%.67s", m->name);
-  c->net->ranks[place].host = m->host;
-  c->net->ranks[place].pid = m->pid;
-  c->net->ranks[place].port = m->port;
+/* Enters a member and its address, which cddp__link_connect uses. */
+static void cddp__elastic_set_member(cddp__elastic *elastic, int member,
+                                     const cddp__elastic_member *member_info) {
+  cddp__host_entry *entry = &elastic->net->hosts[member_info->host];
+  elastic->members[member] = *member_info;
+  entry->address = member_info->address;
+  snprintf(entry->name, sizeof entry->name, "%.67s", member_info->name);
+  elastic->net->ranks[member].host = member_info->host;
+  elastic->net->ranks[member].pid = member_info->pid;
+  elastic->net->ranks[member].port = member_info->port;
 }
 
-/* The member that leads when ranks meet: of those that came first the one with the lowest place.
-   So ranks agree on it, even if one of them does not know yet who has come since. -1: none. */
+/* The member that leads a meeting: of the members with the oldest epoch, that with the lowest
+   number; -1: no member lives. So ranks agree on the leader even if one of them does not know of a
+   member that joined last. */
 static int cddp__elastic_leader(const cddp_ddp *d) {
   const cddp__elastic_member *m = d->elastic->members;
   int p, lowest = -1;
@@ -19797,8 +19816,8 @@ static int cddp__elastic_leader(const cddp_ddp *d) {
 
 /* --- nodes --- */
 
-/* Memory where the gradients are; zeroed. */
-static char *cddp__elastic_alloc(cddp_ddp *d, size_t bytes, enum cddp__extent_use use) {
+/* Zeroed memory of the gradients' kind: shared memory, or the device's. */
+static char *cddp__elastic_allocate(cddp_ddp *d, size_t bytes, enum cddp__extent_use use) {
   char *p;
   if (d->group->backend == NULL) return (char *)cddp__arena_alloc(d->group->host, bytes, use);
   p = (char *)(d->group->backend->alloc)(d->group, bytes);
@@ -19807,135 +19826,141 @@ static char *cddp__elastic_alloc(cddp_ddp *d, size_t bytes, enum cddp__extent_us
   return NULL;
 }
 
-static void cddp__elastic_release(cddp_ddp *d, char *p) {
-  if (d->group->backend == NULL) cddp__arena_free(d->group->host, p);
-  else (d->group->backend->free)(d->group, p);
+static void cddp__elastic_release(cddp_ddp *d, char *memory) {
+  if (d->group->backend == NULL)
+    cddp__arena_free(d->group->host, memory);
+  else
+    (d->group->backend->free)(d->group, memory);
 }
 
-/* Room for so many slots. */
-static cddp_result cddp__elastic_grow(cddp_ddp *d, int slots) {
-  cddp__elastic *c = d->elastic;
+/* Makes sure that this rank has that many slots. */
+static cddp_result cddp__elastic_grow_slots(cddp_ddp *d, int slots) {
+  cddp__elastic *elastic = d->elastic;
   size_t bytes = (size_t)d->slots * d->slot_room;
   char *p;
   cddp_result r = CDDP_OK;
   if (slots <= d->slots) return CDDP_OK;
-  p = cddp__elastic_alloc(d, (size_t)slots * d->slot_room + 2 * cddp__gather_slack(d),
-                       CDDP__EXTENT_MESSAGE);
+  p = cddp__elastic_allocate(d, (size_t)slots * d->slot_room + 2 * cddp__gather_slack(d),
+                             CDDP__EXTENT_MESSAGE);
   if (p == NULL) return CDDP_OUT_OF_MEMORY;
-  if (c->area != NULL) r = (d->memory->copy)(p, c->area, bytes, d->group->stream);
-  cddp__elastic_release(d, c->area);
-  c->area = d->slot_areas[d->me] = p;
+  if (elastic->slot_area != NULL)
+    r = (d->memory->copy)(p, elastic->slot_area, bytes, d->group->stream);
+  cddp__elastic_release(d, elastic->slot_area);
+  elastic->slot_area = d->slot_areas[d->me] = p;
   d->slots = slots;
   return r;
 }
 
-static void cddp__elastic_drop_sums(cddp_ddp *d) { /* what this rank has done of a step */
-  d->kept_count = 0;
+/* Discards the sums of this rank's shards. */
+static void cddp__elastic_drop_sums(cddp_ddp *d) {
+  d->own_node_count = 0;
   d->rows_bytes = 0;
 }
 
-/* All shards are still to be done, by all members. */
-static void cddp__elastic_deal(cddp_ddp *d) {
+/* Begins a step: divides all shards among all members. */
+static void cddp__elastic_assign_shards(cddp_ddp *d) {
   cddp__elastic_drop_sums(d);
   cddp__assign_shards(d->owner, d->shards, d->active_count);
 }
 
-/* The gradients become zero for another shard; the one that has ended there moves into a slot. */
-static cddp_result cddp__elastic_clear(cddp_ddp *d) {
-  int slot = cddp__free_slot(d->kept, d->kept_count), i = 0, arena = -1, one = 1;
+/* Clears the gradients for another shard. The sum that they hold moves into a slot. */
+static cddp_result cddp__elastic_clear_gradients(cddp_ddp *d) {
+  int slot = cddp__free_slot(d->own_nodes, d->own_node_count), i = 0, arena = -1, one = 1;
   cddp_result r = CDDP_OK;
-  while (i < d->kept_count && d->kept[i].slot >= 0) i++;
-  if (i < d->kept_count) {
-    r = cddp__elastic_grow(d, slot + 1);
+  while (i < d->own_node_count && d->own_nodes[i].slot >= 0) i++;
+  if (i < d->own_node_count) {
+    r = cddp__elastic_grow_slots(d, slot + 1);
     if (r == CDDP_OK) r = cddp__merge_nodes(d, slot, &arena, &one, 1, false);
-    if (r == CDDP_OK) d->kept[i].slot = slot;
+    if (r == CDDP_OK) d->own_nodes[i].slot = slot;
   }
   if (r == CDDP_OK) r = (d->memory->zero)(d->arena, d->bytes, d->group->stream);
   if (r == CDDP_OK) r = cddp__clear_own(d);
-  d->elastic->spent = false;
+  d->elastic->holds_shard = false;
   return r;
 }
 
-/* --- memory of the ranks of a host --- */
+/* --- memory of the ranks on a host --- */
 
-/* Notes memory that has lost its owner or its use. */
-static void cddp__leave_over(cddp_ddp *d, const cddp__ref *ref, uint32_t generation) {
-  cddp__elastic *c = d->elastic;
-  cddp__leftover *list;
+/* Records memory that has lost its owner or its use, for cddp__free_retired. */
+static void cddp__retire_memory(cddp_ddp *d, const cddp__ref *ref, uint32_t block_generation) {
+  cddp__elastic *elastic = d->elastic;
+  cddp__retired *list;
   if (ref->kind != CDDP__REF_EXTENT) return;
-  list = (cddp__leftover *)cddp__grow_array(&c->net->allocator, c->leftovers, &c->leftover_capacity,
-                                       c->leftover_count + 1, sizeof *list);
-  if (list == NULL) return; /* then it stays */
-  c->leftovers = list;
-  list[c->leftover_count].ref = *ref;
-  list[c->leftover_count].generation = generation;
-  list[c->leftover_count++].step = c->step;
+  list = (cddp__retired *)cddp__grow_array(&elastic->net->allocator, elastic->retired,
+                                           &elastic->retired_capacity, elastic->retired_count + 1,
+                                           sizeof *list);
+  if (list == NULL) return; /* the memory is never freed */
+  elastic->retired = list;
+  list[elastic->retired_count].ref = *ref;
+  list[elastic->retired_count].block_generation = block_generation;
+  list[elastic->retired_count++].step = elastic->step;
 }
 
-static void cddp__leave_over_member(cddp_ddp *d, int place) {
-  cddp__shown *shown = d->elastic->shown[place], copy;
-  const cddp__ref *weights = (const cddp__ref *)(shown + 1);
+static void cddp__retire_member(cddp_ddp *d, int member) {
+  cddp__published *published = d->elastic->published[member], copy;
+  const cddp__ref *weights = (const cddp__ref *)(published + 1);
   int i;
-  d->elastic->shown[place] = NULL;
-  if (shown == NULL || !cddp__ref_is_mapped_at(d->group->host, &shown->self, shown)) return;
-  copy = *shown;
-  for (i = 0; i < d->count; i++) cddp__leave_over(d, &weights[i], 0);
-  cddp__leave_over(d, &copy.arena, 0);
-  cddp__leave_over(d, &copy.sums, 0);
-  cddp__leave_over(d, &copy.mean, 0);
-  cddp__leave_over(d, &copy.rows, 0);
-  cddp__leave_over(d, &copy.scratch, 0);
-  cddp__leave_over(d, &copy.self, 0);
+  d->elastic->published[member] = NULL;
+  if (published == NULL || !cddp__ref_is_mapped_at(d->group->host, &published->self, published))
+    return;
+  copy = *published;
+  for (i = 0; i < d->count; i++) cddp__retire_memory(d, &weights[i], 0);
+  cddp__retire_memory(d, &copy.arena, 0);
+  cddp__retire_memory(d, &copy.sums, 0);
+  cddp__retire_memory(d, &copy.mean, 0);
+  cddp__retire_memory(d, &copy.rows, 0);
+  cddp__retire_memory(d, &copy.scratch, 0);
+  cddp__retire_memory(d, &copy.self, 0);
 }
 
-/* Frees what is left over of earlier steps: all members are in this one. What a member has
-   allocated it frees itself. That of a rank that is none any more is freed when its process has
-   ended, as nobody uses its window again. */
-static void cddp__free_leftovers(cddp_ddp *d) {
-  cddp__elastic *c = d->elastic;
-  cddp__host *h = d->group->host;
-  size_t i, kept = 0;
-  for (i = 0; i < c->leftover_count; i++) {
-    const cddp__leftover l = c->leftovers[i];
-    int owner = (int)(l.ref.base >> h->window_bits) - 1, p = 0;
-    while (p < d->shards && (c->members[p].life == 0 || c->members[p].index != owner ||
-                             c->members[p].host != c->members[c->me].host))
+/* Frees the memory that was retired in earlier steps. The caller has seen all members in this step.
+   A member frees what it allocated. The memory of a former member is freed after its process has
+   ended, since no process uses that window again. */
+static void cddp__free_retired(cddp_ddp *d) {
+  cddp__elastic *elastic = d->elastic;
+  cddp__host *host = d->group->host;
+  size_t i, remaining = 0;
+  for (i = 0; i < elastic->retired_count; i++) {
+    const cddp__retired retired = elastic->retired[i];
+    int owner = (int)(retired.ref.base >> host->window_bits) - 1, p = 0;
+    while (p < d->shards && (elastic->members[p].life == 0 || elastic->members[p].index != owner ||
+                             elastic->members[p].host != elastic->members[elastic->me].host))
       p++;
-    if (l.step >= c->step || (p == d->shards && !cddp__process_gone(h, owner)))
-      c->leftovers[kept++] = l;
-    else if (owner == h->window)
-      cddp__arena_free_block(h, &l.ref, l.generation);
-    else if (p == d->shards && h->fd >= 0)
-      (void)cddp__ref_punch(h, &l.ref);
+    if (retired.step >= elastic->step || (p == d->shards && !cddp__process_gone(host, owner)))
+      elastic->retired[remaining++] = retired;
+    else if (owner == host->window)
+      cddp__arena_free_block(host, &retired.ref, retired.block_generation);
+    else if (p == d->shards && host->fd >= 0)
+      (void)cddp__ref_punch(host, &retired.ref);
   }
-  c->leftover_count = kept;
+  elastic->retired_count = remaining;
 }
 
-static int32_t *cddp__shown_slots(const cddp_ddp *d, cddp__shown *shown) {
-  return (int32_t *)(void *)((cddp__ref *)(void *)(shown + 1) + d->count);
+static int32_t *cddp__published_slots(const cddp_ddp *d, cddp__published *published) {
+  return (int32_t *)(void *)((cddp__ref *)(void *)(published + 1) + d->count);
 }
 
-/* Memory that the ranks of this host read. */
-static cddp_result cddp__show_new(cddp_ddp *d) {
-  cddp__host *h = d->group->host;
-  size_t bytes = sizeof(cddp__shown) + (size_t)d->count * sizeof(cddp__ref) +
+/* Creates this rank's cddp__published, with the addresses that never change. */
+static cddp_result cddp__create_published(cddp_ddp *d) {
+  cddp__host *host = d->group->host;
+  size_t bytes = sizeof(cddp__published) + (size_t)d->count * sizeof(cddp__ref) +
                  (size_t)d->shards * sizeof(int32_t);
-  cddp__shown *own = (cddp__shown *)cddp__arena_alloc(h, bytes, CDDP__EXTENT_MESSAGE);
+  cddp__published *own = (cddp__published *)cddp__arena_alloc(host, bytes, CDDP__EXTENT_MESSAGE);
   cddp__ref *weights = (cddp__ref *)(own + 1);
   int i;
   d->elastic->own = own;
   if (own == NULL) return CDDP_OUT_OF_MEMORY;
   for (i = 0; i < d->count; i++)
-    weights[i] = cddp__ref_of(h, d->params[i].data,
+    weights[i] = cddp__ref_of(host, d->params[i].data,
                               d->params[i].count * cddp__dtype_size(d->params[i].dtype));
-  own->self = cddp__ref_of(h, own, bytes);
-  own->arena = cddp__ref_of(h, d->arena, d->whole);
-  own->mean = cddp__ref_of(h, d->elastic->mean, d->dense);
+  own->self = cddp__ref_of(host, own, bytes);
+  own->arena = cddp__ref_of(host, d->arena, d->whole);
+  own->mean = cddp__ref_of(host, d->elastic->mean, d->dense);
   return CDDP_OK;
 }
 
-/* For a rank that reads it when this one has died: there is a whole place, or none. */
-static void cddp__show_place(cddp__ref *out, cddp__ref ref) {
+/* Writes `ref` so that a rank that reads it after this process has died sees all of it, or none. */
+static void cddp__publish_ref(cddp__ref *out, cddp__ref ref) {
   uint32_t kind = ref.kind;
   out->kind = ref.kind = CDDP__REF_NONE;
   __atomic_signal_fence(__ATOMIC_SEQ_CST);
@@ -19944,78 +19969,79 @@ static void cddp__show_place(cddp__ref *out, cddp__ref ref) {
   out->kind = kind;
 }
 
-/* Where the others find this rank's sums: before they come to a reduction. */
-static void cddp__show_sums(cddp_ddp *d) {
-  cddp__elastic *c = d->elastic;
-  cddp__host *h = d->group->host;
-  int32_t *slots = cddp__shown_slots(d, c->own);
+/* Publishes the addresses of this rank's sums, before it enters a reduction. */
+static void cddp__publish_sums(cddp_ddp *d) {
+  cddp__elastic *elastic = d->elastic;
+  cddp__host *host = d->group->host;
+  int32_t *slots = cddp__published_slots(d, elastic->own);
   int i;
-  for (i = 0; i < d->kept_count; i++) slots[i] = d->kept[i].slot;
-  cddp__show_place(&c->own->sums, cddp__ref_of(h, c->area, (size_t)d->slots * d->slot_room));
-  cddp__show_place(&c->own->rows, cddp__ref_of(h, d->rows, d->rows_room));
-  cddp__show_place(&c->own->scratch, cddp__ref_of(h, d->scratch, d->scratch_bytes));
+  for (i = 0; i < d->own_node_count; i++) slots[i] = d->own_nodes[i].slot;
+  cddp__publish_ref(&elastic->own->sums,
+                    cddp__ref_of(host, elastic->slot_area, (size_t)d->slots * d->slot_room));
+  cddp__publish_ref(&elastic->own->rows, cddp__ref_of(host, d->rows, d->rows_room));
+  cddp__publish_ref(&elastic->own->scratch, cddp__ref_of(host, d->scratch, d->scratch_bytes));
 }
 
-/* Maps what rank k of the group shows. */
-static cddp_result cddp__see_sums(cddp_ddp *d, int k, char **packets) {
-  cddp__elastic *c = d->elastic;
-  cddp__host *h = d->group->host;
-  cddp__shown *shown = c->shown[c->order[k]];
-  void *arena = d->arena, *sums = c->area, *mean = c->mean, *rows = d->rows;
+/* Maps the memory that rank k of the group has published. */
+static cddp_result cddp__map_sums(cddp_ddp *d, int k, char **packets) {
+  cddp__elastic *elastic = d->elastic;
+  cddp__host *host = d->group->host;
+  cddp__published *published = elastic->published[elastic->order[k]];
+  void *arena = d->arena, *sums = elastic->slot_area, *mean = elastic->mean, *rows = d->rows;
   cddp_result r = CDDP_OK;
-  if (k != d->me) r = cddp__map_ref(h, &shown->arena, &arena);
-  if (k != d->me && r == CDDP_OK) r = cddp__map_ref(h, &shown->mean, &mean);
-  if (k != d->me && r == CDDP_OK && shown->sums.kind != CDDP__REF_NONE)
-    r = cddp__map_ref(h, &shown->sums, &sums);
-  if (k != d->me && r == CDDP_OK && shown->rows.kind != CDDP__REF_NONE)
-    r = cddp__map_ref(h, &shown->rows, &rows);
+  if (k != d->me) r = cddp__map_ref(host, &published->arena, &arena);
+  if (k != d->me && r == CDDP_OK) r = cddp__map_ref(host, &published->mean, &mean);
+  if (k != d->me && r == CDDP_OK && published->sums.kind != CDDP__REF_NONE)
+    r = cddp__map_ref(host, &published->sums, &sums);
+  if (k != d->me && r == CDDP_OK && published->rows.kind != CDDP__REF_NONE)
+    r = cddp__map_ref(host, &published->rows, &rows);
   if (r != CDDP_OK) return r;
   cddp__see_arena(d, k, (char *)arena);
   d->slot_areas[k] = (char *)sums;
-  c->means[k] = (char *)mean;
-  c->squares[k] = (double *)(void *)((char *)arena + d->bytes);
+  elastic->means[k] = (char *)mean;
+  elastic->squares[k] = (double *)(void *)((char *)arena + d->bytes);
   packets[k] = (char *)rows;
   return CDDP_OK;
 }
 
-/* The members' groups are there: all tell those of their host where they show what they have. Both
-   groups connect: of two connections one at least has nothing unread at its other end at any time,
-   so if that process dies its system closes the connection, and does not reset it. */
+/* Connects the members' new groups and exchanges the addresses of each cddp__published. Both groups
+   connect, because a system resets the connections of a dead process that hold unread bytes. At any
+   time at least one of the two has no unread bytes, so the system closes it without a reset. */
 static cddp_result cddp__elastic_connect(cddp_ddp *d) {
-  cddp__elastic *c = d->elastic;
+  cddp__elastic *elastic = d->elastic;
   cddp_group *g = d->control;
   size_t begin, end;
   cddp__ref ref;
   cddp_result r;
   int k;
   memset(&ref, 0, sizeof ref);
-  if (c->own != NULL) ref = cddp__ref_of(d->group->host, c->own, sizeof *c->own);
+  if (elastic->own != NULL) ref = cddp__ref_of(d->group->host, elastic->own, sizeof *elastic->own);
   r = cddp__round(g, CDDP__SCOPE_ALL, CDDP__KIND_GROUP_NEW, CDDP__PHASE_CONNECTED, 0, &ref,
                   sizeof ref);
   if (r == CDDP_OK)
     r = cddp__round(d->comm, CDDP__SCOPE_ALL, CDDP__KIND_GROUP_NEW, CDDP__PHASE_CONNECTED, 0, NULL,
                     0);
-  for (k = 0; k < g->size && r == CDDP_OK && c->own != NULL; k++) {
-    void *at = c->own;
+  for (k = 0; k < g->size && r == CDDP_OK && elastic->own != NULL; k++) {
+    void *at = elastic->own;
     if (g->members[k] < 0) continue;
     ref = cddp__op_header_of(g, k, g->round)->u.ref;
     if (k != g->rank) r = cddp__map_ref(d->group->host, &ref, &at);
-    c->shown[c->order[k]] = (cddp__shown *)at;
+    elastic->published[elastic->order[k]] = (cddp__published *)at;
   }
-  c->one_host = c->own != NULL && g->hosts == NULL;
+  elastic->one_host = elastic->own != NULL && g->hosts == NULL;
   d->me = g->rank;
   cddp__see_whole(d, d->me, d->arena);
   d->squares[d->me] = (double *)(void *)(d->arena + d->bytes);
-  d->slot_areas[d->me] = c->area;
-  if (r != CDDP_OK || !c->one_host) return r;
+  d->slot_areas[d->me] = elastic->slot_area;
+  if (r != CDDP_OK || !elastic->one_host) return r;
   cddp__slice(d->dense, CDDP__HUGE_PAGE, g->size, g->rank, &begin, &end);
-  cddp__populate(c->mean + begin, end - begin, d->group->host->fd >= 0);
+  cddp__populate(elastic->mean + begin, end - begin, d->group->host->fd >= 0);
   return CDDP_OK;
 }
 
 /* --- the reduction --- */
 
-/* What was begun on the device has ended, and well. */
+/* Waits for the device, and returns whether its work has succeeded. */
 static cddp_result cddp__elastic_await_device(cddp_ddp *d) {
 #ifdef CDDP_CUDA
   if (d->group->backend != NULL)
@@ -20025,187 +20051,198 @@ static cddp_result cddp__elastic_await_device(cddp_ddp *d) {
   return CDDP_OK;
 }
 
-/* What a rank says when ranks come to a reduction. */
+/* A rank's header payload as it enters a reduction. */
 typedef struct cddp__reduction_header {
   uint64_t rows; /* ddp.rows_bytes */
-  cddp__elastic_call called;
+  cddp__elastic_call last_update;
 } cddp__reduction_header;
 
-/* The same update must have been called by all. A rank that joined later than the rank whose call
-   counts, and differs from it, fails alone: the others take it for lost. */
-static cddp_result cddp__elastic_compare(cddp_ddp *d) {
-  cddp__elastic *c = d->elastic;
-  const cddp__elastic_member *m = c->members, *first = NULL, *other = NULL;
-  cddp__reduction_header word;
+/* Checks that all members have called the same update. The oldest member's call counts. A member
+   that differs from it and joined later fails alone: the others count it as lost. */
+static cddp_result cddp__elastic_compare_updates(cddp_ddp *d) {
+  cddp__elastic *elastic = d->elastic;
+  const cddp__elastic_member *m = elastic->members, *first = NULL, *other = NULL;
+  cddp__reduction_header header;
   cddp__elastic_call job;
   cddp_result r = CDDP_OK;
   int k;
-  for (k = 0; k < d->active_count; k++) { /* in the order of places */
-    memcpy(&word, cddp__op_header_of(d->control, k, d->control->round)->u.bytes, sizeof word);
-    if (word.called.kind == 0 || (first != NULL && m[c->order[k]].since >= first->since)) continue;
-    first = &m[c->order[k]];
-    job = word.called;
+  for (k = 0; k < d->active_count; k++) { /* the oldest member that has called an update */
+    memcpy(&header, cddp__op_header_of(d->control, k, d->control->round)->u.bytes, sizeof header);
+    if (header.last_update.kind == 0 ||
+        (first != NULL && m[elastic->order[k]].since >= first->since))
+      continue;
+    first = &m[elastic->order[k]];
+    job = header.last_update;
   }
   if (first == NULL) return CDDP_OK;
-  if (c->called.kind == 0) c->called = job;
-  r = cddp__compare_update(d, &c->called, &job, cddp__elastic_name(c, first->place));
-  if (r != CDDP_OK && m[c->me].since > first->since) return r;
+  if (elastic->last_update.kind == 0) elastic->last_update = job;
+  r = cddp__compare_update(d, &elastic->last_update, &job,
+                           cddp__elastic_name(elastic, first->number));
+  if (r != CDDP_OK && m[elastic->me].since > first->since) return r;
   for (k = 0; r == CDDP_OK && k < d->active_count; k++) {
-    memcpy(&word, cddp__op_header_of(d->control, k, d->control->round)->u.bytes, sizeof word);
-    if (word.called.kind == 0) continue;
-    r = cddp__compare_update(d, &c->called, &word.called, cddp__elastic_name(c, c->order[k]));
-    if (r == CDDP_OK || m[c->order[k]].since <= first->since) continue;
-    other = &m[c->order[k]];
+    memcpy(&header, cddp__op_header_of(d->control, k, d->control->round)->u.bytes, sizeof header);
+    if (header.last_update.kind == 0) continue;
+    r = cddp__compare_update(d, &elastic->last_update, &header.last_update,
+                             cddp__elastic_name(elastic, elastic->order[k]));
+    if (r == CDDP_OK || m[elastic->order[k]].since <= first->since) continue;
+    other = &m[elastic->order[k]];
     r = CDDP_OK;
   }
   if (r != CDDP_OK) return cddp__break(d->control, r); /* on all ranks */
   if (other == NULL) return CDDP_OK;
-  return cddp__fail(CDDP_PEER_LOST, "%s fails, as its last update differs",
-                    cddp__elastic_name(c, other->place).s);
+  return cddp__fail(CDDP_PEER_LOST,
+                    "%s was removed: its last update differs from the other ranks' updates",
+                    cddp__elastic_name(elastic, other->number).s);
 }
 
-/* The mean on one host: each rank reads the nodes of all, where they are, and makes a part of it,
-   which the others read from there. Nobody writes to memory of another. The mean is there when all
-   have come to the last round; until the next reduction all members keep their parts. */
-static cddp_result cddp__reduce_here(cddp_ddp *d) {
-  cddp__elastic *c = d->elastic;
+/* The mean on one host: each rank reads the nodes of all ranks in place, and computes its part in
+   its own memory, where the others read it. The mean exists when all ranks have reached the last
+   round. */
+static cddp_result cddp__reduce_in_memory(cddp_ddp *d) {
+  cddp__elastic *elastic = d->elastic;
   char **packets = (char **)d->buffers;
-  cddp__pass x = cddp__pass_of(d, NULL, false);
+  cddp__pass pass = cddp__pass_of(d, NULL, false);
   size_t begin, end;
   cddp_result r = CDDP_OK;
   int i, slots;
   d->node_count = cddp__plan_nodes(d->owner, d->shards, true, d->nodes, d->widths, &slots);
-  for (i = 0; r == CDDP_OK && i < d->active_count; i++) r = cddp__see_sums(d, i, packets);
-  if (cddp__load32(&d->control->block->broken) != 0) /* by a rank that shows nothing any more */
+  for (i = 0; r == CDDP_OK && i < d->active_count; i++) r = cddp__map_sums(d, i, packets);
+  if (cddp__load32(&d->control->block->broken) != 0) /* by a rank that no longer publishes */
     r = cddp__check_failure(d->control);
   if (r != CDDP_OK) return r;
   for (i = 0; i < d->node_count; i++) {
     cddp__shard_node *node = &d->nodes[i];
-    node->slot = cddp__shown_slots(d, c->shown[c->order[node->rank]])[node->slot];
+    node->slot =
+        cddp__published_slots(d, elastic->published[elastic->order[node->rank]])[node->slot];
     d->widths[i] = cddp__node_width(node);
   }
-  c->mean_parts = d->active_count;
-  c->in_parts = true;
+  elastic->mean_parts = d->active_count;
+  elastic->in_parts = true;
   if (d->sparse != NULL) r = cddp__merge_packets(d, packets);
   if (r != CDDP_OK) return r;
   CDDP__POINT("elastic rows gathered");
-  x.which = CDDP__PASS_MEANS;
-  x.block = cddp__keep_mean;
-  x.means = c->mean;
-  x.squares = d->desc.max_grad_norm > 0;
-  cddp__slice(d->dense, CDDP__BLOCK_BYTES, c->mean_parts, d->me, &begin, &end);
-  cddp__walk(&x, begin, end);
+  pass.which = CDDP__PASS_MEANS;
+  pass.block = cddp__keep_mean;
+  pass.means = elastic->mean;
+  pass.squares = d->desc.max_grad_norm > 0;
+  cddp__slice(d->dense, CDDP__BLOCK_BYTES, elastic->mean_parts, d->me, &begin, &end);
+  cddp__walk(&pass, begin, end);
   CDDP__POINT("elastic exchanged");
   return cddp__round(d->control, CDDP__SCOPE_ALL, CDDP__KIND_DDP_NEXT, CDDP__PHASE_DONE, 0, NULL,
                      0);
 }
 
-/* The mean by messages: each rank has all of it. longest: bytes of the rows of a rank, at most. */
-static cddp_result cddp__reduce_apart(cddp_ddp *d, size_t longest) {
-  cddp__elastic *c = d->elastic;
+/* The mean by messages: each rank gets all of it. longest: bytes of the largest rank's rows. */
+static cddp_result cddp__reduce_by_messages(cddp_ddp *d, size_t longest) {
+  cddp__elastic *elastic = d->elastic;
   cddp_result r = CDDP_OK;
-  int slots; /* each rank has as many slots as it needs: cddp__elastic_grow */
-  c->mean_parts = 1;
-  c->in_parts = false;
-  c->means[0] = c->mean;
+  int slots; /* not used: cddp__elastic_grow_slots has made them */
+  elastic->mean_parts = 1;
+  elastic->in_parts = false;
+  elastic->means[0] = elastic->mean;
   if (d->sparse != NULL) {
     r = cddp__gather_rows(d, longest);
     CDDP__POINT("elastic rows gathered");
   }
-  if (r == CDDP_OK && d->dense == 0) /* nothing follows that needs all */
+  if (r == CDDP_OK && d->dense == 0) /* no later exchange waits for all ranks */
     r = cddp__round(d->control, CDDP__SCOPE_ALL, CDDP__KIND_DDP_NEXT, CDDP__PHASE_ROWS_DONE, 0,
                     NULL, 0);
   d->node_count = cddp__plan_nodes(d->owner, d->shards, true, d->nodes, d->widths, &slots);
-  if (r == CDDP_OK) r = cddp__gather_nodes(d, c->mean);
+  if (r == CDDP_OK) r = cddp__gather_nodes(d, elastic->mean);
   return r == CDDP_OK ? cddp__elastic_await_device(d) : r;
 }
 
-/* All members come to the reduction, having called the same before; their nodes make the mean. */
+/* Enters the reduction: compares the last updates of all members and computes the mean. */
 static cddp_result cddp__elastic_reduce(cddp_ddp *d) {
-  cddp__elastic *c = d->elastic;
-  cddp__reduction_header mine = {d->rows_bytes, c->called}, theirs;
-  size_t rows = 0; /* of whoever has most */
+  cddp__elastic *elastic = d->elastic;
+  cddp__reduction_header mine = {d->rows_bytes, elastic->last_update}, theirs;
+  size_t rows = 0; /* bytes, of the rank with the most */
   cddp_result r = CDDP_OK;
   int k;
-  if (!c->one_host && c->spent) r = cddp__elastic_clear(d);
-  if (!c->one_host && r == CDDP_OK) r = cddp__elastic_grow(d, 1); /* which others read, too */
+  CDDP_ASSERT(elastic->done == elastic->step); /* the update of the last step is finished */
+  if (!elastic->one_host && elastic->holds_shard) r = cddp__elastic_clear_gradients(d);
+  if (!elastic->one_host && r == CDDP_OK)
+    r = cddp__elastic_grow_slots(d, 1); /* others read slot 0 */
   if (r != CDDP_OK) return r;
-  if (c->own != NULL) cddp__show_sums(d);
+  if (elastic->own != NULL) cddp__publish_sums(d);
   CDDP__POINT("elastic meet");
-  r = cddp__round(d->control, CDDP__SCOPE_ALL, CDDP__KIND_DDP_NEXT, CDDP__PHASE_CALL, c->done,
+  r = cddp__round(d->control, CDDP__SCOPE_ALL, CDDP__KIND_DDP_NEXT, CDDP__PHASE_CALL, elastic->done,
                   &mine, sizeof mine);
   for (k = 0; r == CDDP_OK && k < d->active_count; k++) {
     memcpy(&theirs, cddp__op_header_of(d->control, k, d->control->round)->u.bytes, sizeof theirs);
     rows = cddp__max(rows, (size_t)theirs.rows);
   }
-  if (r == CDDP_OK) r = cddp__elastic_compare(d);
+  if (r == CDDP_OK) r = cddp__elastic_compare_updates(d);
   CDDP__POINT("elastic met");
-  if (r == CDDP_OK) cddp__free_leftovers(d);
-  if (r == CDDP_OK) r = c->one_host ? cddp__reduce_here(d) : cddp__reduce_apart(d, rows);
+  if (r == CDDP_OK) cddp__free_retired(d);
+  if (r == CDDP_OK)
+    r = elastic->one_host ? cddp__reduce_in_memory(d) : cddp__reduce_by_messages(d, rows);
   if (r != CDDP_OK) return r;
-  c->done++;
-  c->attempts = 0;
-  cddp__elastic_deal(d);
+  elastic->done++;
+  elastic->attempts = 0;
+  cddp__elastic_assign_shards(d);
   CDDP__POINT("elastic reduced");
   return CDDP_OK;
 }
 
-/* --- meeting again --- */
+/* --- the members meet --- */
 
-/* This rank's report, in a frame's place, and memory for the next groups' control blocks, of as
-   many ranks as there may be. */
+/* This rank's report, with room for a frame's head. Allocates the next groups' control blocks,
+   large enough for the largest number of ranks. */
 static cddp_result cddp__elastic_report_new(cddp_ddp *d, cddp__message **out) {
-  cddp__elastic *c = d->elastic;
-  cddp__host *h = d->group->host;
+  cddp__elastic *elastic = d->elastic;
+  cddp__host *host = d->group->host;
   size_t bytes = cddp__report_bytes(d), block = 0;
-  cddp__message *m = (cddp__message *)cddp__calloc(&h->allocator, 1, sizeof *m + bytes);
+  cddp__message *m = (cddp__message *)cddp__calloc(&host->allocator, 1, sizeof *m + bytes);
   cddp__elastic_report *report;
   unsigned char *sums;
   int i;
   *out = m;
   if (m == NULL) return CDDP_OUT_OF_MEMORY;
   m->head.size = bytes;
-  report = cddp__report_in(d, m, 0);
-  sums = cddp__sums_in(d, report);
-  report->generation = c->generation;
-  report->done = c->done;
+  report = cddp__report_at(d, m, 0);
+  sums = cddp__report_sums(d, report);
+  report->epoch = elastic->epoch;
+  report->done = elastic->done;
   report->steps = d->steps;
-  report->empty = c->empty;
-  report->in_parts = c->in_parts;
+  report->empty = elastic->empty;
+  report->in_parts = elastic->in_parts;
   report->optim = cddp__optim_snapshot(d->optim, (float *)(report + 1));
-  report->self = c->members[c->me];
-  for (i = 0; i < d->shards; i++) sums[i] = cddp__nodes_contain(d->kept, d->kept_count, i);
-  memcpy(sums + d->shards, c->ended, (size_t)d->shards);
+  report->self = elastic->members[elastic->me];
+  for (i = 0; i < d->shards; i++) sums[i] = cddp__nodes_contain(d->own_nodes, d->own_node_count, i);
+  memcpy(sums + d->shards, elastic->ended, (size_t)d->shards);
   for (i = 1; i <= d->shards; i++) block = cddp__max(block, cddp__block_bytes(i, i));
   for (i = 0; i < 2; i++) {
-    c->blocks[i] = cddp__arena_alloc(h, block, CDDP__EXTENT_BLOCK_LAZY);
-    if (c->blocks[i] == NULL) return CDDP_OUT_OF_MEMORY;
-    report->blocks[i] = cddp__ref_of(h, c->blocks[i], block);
+    elastic->blocks[i] = cddp__arena_alloc(host, block, CDDP__EXTENT_BLOCK_LAZY);
+    if (elastic->blocks[i] == NULL) return CDDP_OUT_OF_MEMORY;
+    report->blocks[i] = cddp__ref_of(host, elastic->blocks[i], block);
   }
   return CDDP_OK;
 }
 
-/* Notes which members' processes have ended, before their links go: a link that was closed, and not
-   reset, by a process that did not say that it lives. A firewall can only reset links. Where one of
-   a member's links was reset the end of another one may be on its way. */
-static void cddp__elastic_note_ends(cddp_ddp *d) {
+/* Records which members' processes have ended, before their links are freed. Such a process closed
+   a link without a reset, and did not announce that it lives; a firewall can only reset links. If
+   one of a member's links was reset, this waits up to 20 ms for the end of another one. */
+static void cddp__elastic_record_ends(cddp_ddp *d) {
   cddp_group *groups[2] = {d->control, d->comm};
   double deadline = cddp__now() + 0.02;
   bool again = true;
-  cddp__link *l;
+  cddp__link *link;
   int i;
   while (again) {
     for (again = false, i = 0; i < 2; i++) {
       if (groups[i] == NULL || groups[i]->hosts == NULL) continue;
       pthread_mutex_lock(&groups[i]->p2p_lock);
-      for (l = groups[i]->hosts->links; l != NULL; l = l->next) {
-        unsigned char *ended = &d->elastic->ended[d->elastic->order[l->rank]], next;
-        ssize_t n = l->state != CDDP__LINK_UP ? 1 : recv(l->fd, &next, 1, MSG_PEEK | MSG_DONTWAIT);
-        if (n <= 0 && (n == 0 || errno != EAGAIN)) cddp__link_end(l, n == 0 ? 0 : errno);
-        if (l->state != CDDP__LINK_DEAD) continue;
-        if (l->error == 0 && !l->peer_failed && l->got == 0 && l->ahead_at == l->ahead_end)
+      for (link = groups[i]->hosts->links; link != NULL; link = link->next) {
+        unsigned char *ended = &d->elastic->ended[d->elastic->order[link->rank]], next;
+        ssize_t n =
+            link->state != CDDP__LINK_UP ? 1 : recv(link->fd, &next, 1, MSG_PEEK | MSG_DONTWAIT);
+        if (n <= 0 && (n == 0 || errno != EAGAIN)) cddp__link_end(link, n == 0 ? 0 : errno);
+        if (link->state != CDDP__LINK_DEAD) continue;
+        if (link->error == 0 && !link->peer_failed && link->got == 0 &&
+            link->ahead_at == link->ahead_end)
           *ended = 1;
-        again = again || (l->error > 0 && *ended == 0);
+        again = again || (link->error > 0 && *ended == 0);
       }
       pthread_mutex_unlock(&groups[i]->p2p_lock);
     }
@@ -20214,35 +20251,37 @@ static void cddp__elastic_note_ends(cddp_ddp *d) {
   }
 }
 
-/* Whether a member's connection has ended: it is gone, or (c->silent) its host does not answer. */
-static bool cddp__elastic_ended(cddp_ddp *d, int place, cddp__link *l) {
-  cddp__elastic *c = d->elastic;
-  const cddp__host *h = d->group->host;
-  uint32_t state = h->threads && h->slots != NULL
-                       ? cddp__load32(&h->slots[c->members[place].index].state) : 0;
-  if (state == CDDP__SLOT_DEAD || state == CDDP__SLOT_LEFT) return true; /* a thread's function */
-  cddp__link_check_timeout(l);
-  if (l->state != CDDP__LINK_DEAD || cddp__link_reconnect(c->net, l)) return false;
-  if (l->error == 0) c->ended[place] = 1;
-  if (l->error != 0 && l->error != CDDP__LEFT && l->error != ECONNRESET && l->error != EPIPE &&
-      l->error != ECONNREFUSED && l->error != EPROTO)
-    c->silent = place;
+/* Whether a member's connection has ended. Sets `unreachable` if its host does not answer. */
+static bool cddp__elastic_link_ended(cddp_ddp *d, int member, cddp__link *link) {
+  cddp__elastic *elastic = d->elastic;
+  const cddp__host *host = d->group->host;
+  uint32_t state = host->threads && host->slots != NULL
+                       ? cddp__load32(&host->slots[elastic->members[member].index].state)
+                       : 0;
+  if (state == CDDP__SLOT_DEAD || state == CDDP__SLOT_LEFT)
+    return true; /* a rank that is a thread */
+  cddp__link_check_timeout(link);
+  if (link->state != CDDP__LINK_DEAD || cddp__link_reconnect(elastic->net, link)) return false;
+  if (link->error == 0) elastic->ended[member] = 1;
+  if (link->error != 0 && link->error != CDDP__LEFT && link->error != ECONNRESET &&
+      link->error != EPIPE && link->error != ECONNREFUSED && link->error != EPROTO)
+    elastic->unreachable = member;
   return true;
 }
 
-static void cddp__elastic_lose(cddp_ddp *d, int place, const char *how) {
-  cddp__elastic *c = d->elastic;
-  c->members[place].life = 0;
-  cddp__leave_over_member(d, place);
-  if (c->me == d->shards) { /* it does not know the others, who may not know of the loss yet */
+static void cddp__elastic_remove_member(cddp_ddp *d, int member, const char *how) {
+  cddp__elastic *elastic = d->elastic;
+  elastic->members[member].life = 0;
+  cddp__retire_member(d, member);
+  if (elastic->me == d->shards) { /* joining: the members might not have detected the loss yet */
     cddp__sleep(0.01);
     return;
   }
   CDDP__POINT("elastic lost");
-  cddp__log_lost(d, cddp__elastic_name(c, place), c->members[place].rank, how);
+  cddp__log_lost(d, cddp__elastic_name(elastic, member), elastic->members[member].rank, how);
 }
 
-/* Waits for a moment, or for what comes on these connections, or (listener >= 0) for a new one. */
+/* Waits at most 5 ms for data on these connections, or (listener >= 0) for a new connection. */
 static void cddp__elastic_poll(int listener, cddp__link *const *links, int n) {
   struct pollfd fds[64];
   int i, count = 1;
@@ -20257,193 +20296,205 @@ static void cddp__elastic_poll(int listener, cddp__link *const *links, int n) {
   cddp__serve_idle(NULL);
 }
 
-/* Tells a process why it is no member, in the words of this thread's error, and ends the
-   connection. */
-static void cddp__elastic_refuse(cddp_ddp *d, cddp__link *l, cddp_result r) {
-  (void)cddp__link_post(l, CDDP__FRAME_MESSAGE, (uint32_t)r, cddp__error_text,
+/* Sends this thread's error text to a process that cannot be a member, and ends the connection. */
+static void cddp__elastic_refuse(cddp_ddp *d, cddp__link *link, cddp_result r) {
+  (void)cddp__link_post(link, CDDP__FRAME_MESSAGE, (uint32_t)r, cddp__error_text,
                         strlen(cddp__error_text) + 1);
-  cddp__link_flush(d->elastic->net, l);
-  cddp__link_close(d->elastic->net, l);
+  cddp__link_flush(d->elastic->net, link);
+  cddp__link_close(d->elastic->net, link);
 }
 
-/* The same to a rank that was taken for lost, and lives. Keeps the error's text. */
-static void cddp__elastic_dismiss(cddp_ddp *d, cddp__link *l, int rank) {
+/* Refuses a living rank that the members count as lost. Preserves this thread's error text. */
+static void cddp__elastic_refuse_lost(cddp_ddp *d, cddp__link *link, int rank) {
   char text[CDDP__ERROR_MAX];
   memcpy(text, cddp__error_text, sizeof text);
-  cddp__fail(CDDP_ABORTED, "the other ranks took rank %d's process for one that has ended", rank);
-  cddp__elastic_refuse(d, l, CDDP_ABORTED);
+  cddp__fail(CDDP_ABORTED,
+             "the other ranks counted rank %d's process as lost and continue without it", rank);
+  cddp__elastic_refuse(d, link, CDDP_ABORTED);
   memcpy(cddp__error_text, text, sizeof text);
 }
 
-/* Keeps or drops a whole report and its connection; a member's (if they meet) or one of who would
-   join. Who joins may be a member without knowing it, if a leader has died. */
-static void cddp__elastic_take_report(cddp_ddp *d, cddp__link *l, cddp__message *m, bool meeting) {
-  cddp__elastic *c = d->elastic;
-  cddp__elastic_report *report = cddp__report_in(d, m, 0);
+/* Stores or discards a complete report and its connection. The report is a member's (in a meeting)
+   or a joining process's. After a leader's death a process can be a member and not know it. */
+static void cddp__elastic_handle_report(cddp_ddp *d, cddp__link *link, cddp__message *m,
+                                        bool meeting) {
+  cddp__elastic *elastic = d->elastic;
+  cddp__elastic_report *report = cddp__report_at(d, m, 0);
   cddp__elastic_member *self = &report->self;
   bool sound = m->head.size == cddp__report_bytes(d) && self->life != 0;
   int p = 0, k;
-  while (sound && p < d->shards && c->members[p].life != self->life) p++;
-  l->next = NULL;
+  while (sound && p < d->shards && elastic->members[p].life != self->life) p++;
+  link->next = NULL;
   if (sound && p < d->shards && meeting) {
-    *self = c->members[p];
-    cddp__elastic_drop(c, p);
-    for (k = 0; k < d->shards; k++) /* of members that it knew */
-      if (cddp__sums_in(d, report)[d->shards + k] == 1 && c->members[k].since <= report->generation)
-        c->ended[k] = 1;
-  } else if (sound && report->empty != 0 && c->request_count < CDDP__JOIN_REQUESTS) {
-    p = d->shards + c->request_count++;
-    for (k = d->shards; k < p; k++) /* it may have called before */
-      if (cddp__report_in(d, c->reports[k], 0)->self.life == self->life)
-        cddp__link_end(c->links[k], 0);
+    *self = elastic->members[p];
+    cddp__elastic_drop_report(elastic, p);
+    for (k = 0; k < d->shards; k++) /* only members that the sender knew */
+      if (cddp__report_sums(d, report)[d->shards + k] == 1 &&
+          elastic->members[k].since <= report->epoch)
+        elastic->ended[k] = 1;
+  } else if (sound && report->empty != 0 && elastic->request_count < CDDP__JOIN_REQUESTS) {
+    p = d->shards + elastic->request_count++;
+    for (k = d->shards; k < p; k++) /* an earlier request of this process */
+      if (cddp__report_at(d, elastic->reports[k], 0)->self.life == self->life)
+        cddp__link_end(elastic->links[k], 0);
   } else {
-    if (sound && p == d->shards && cddp__report_in(d, m, 0)->empty == 0)
-      cddp__elastic_dismiss(d, l, self->rank);
-    else cddp__link_free(c->net, l);
-    cddp__free(&c->net->allocator, m);
+    if (sound && p == d->shards && cddp__report_at(d, m, 0)->empty == 0)
+      cddp__elastic_refuse_lost(d, link, self->rank);
+    else
+      cddp__link_free(elastic->net, link);
+    cddp__free(&elastic->net->allocator, m);
     return;
   }
-  c->links[p] = l;
-  c->reports[p] = m;
+  elastic->links[p] = link;
+  elastic->reports[p] = m;
 }
 
-/* Takes in who calls this rank, and what they report; but in a meeting only who would join. */
-static void cddp__elastic_accept(cddp_ddp *d, bool meeting) {
-  cddp__elastic *c = d->elastic;
-  cddp__net *n = c->net;
-  cddp__link **at, *l;
+/* Accepts connections and receives reports: at any time those of joining processes and of processes
+   that count as lost, in a meeting also the members'. */
+static void cddp__elastic_accept_reports(cddp_ddp *d, bool meeting) {
+  cddp__elastic *elastic = d->elastic;
+  cddp__net *net = elastic->net;
+  cddp__link **at, *link;
   cddp__message *m;
-  cddp__net_serve(d->group->host, n);
-  pthread_mutex_lock(&n->lock);
-  for (at = &n->callers; (l = *at) != NULL;) {
-    bool called = cddp__link_is_for(l, c->members[c->me].life);
-    m = called && (meeting || l->peer == d->shards || c->members[l->peer].life == 0)
-            ? cddp__link_receive(n, l, cddp__report_bytes(d)) : NULL;
-    if (m == NULL && l->state != CDDP__LINK_DEAD) {
-      at = &l->next;
+  cddp__net_serve(d->group->host, net);
+  pthread_mutex_lock(&net->lock);
+  for (at = &net->callers; (link = *at) != NULL;) {
+    bool called = cddp__link_is_for(link, elastic->members[elastic->me].life);
+    m = called && (meeting || link->peer == d->shards || elastic->members[link->peer].life == 0)
+            ? cddp__link_receive(net, link, cddp__report_bytes(d))
+            : NULL;
+    if (m == NULL && link->state != CDDP__LINK_DEAD) {
+      at = &link->next;
       continue;
     }
-    *at = l->next;
-    if (m != NULL) cddp__elastic_take_report(d, l, m, meeting);
-    else cddp__link_free(n, l);
+    *at = link->next;
+    if (m != NULL)
+      cddp__elastic_handle_report(d, link, m, meeting);
+    else
+      cddp__link_free(net, link);
   }
-  pthread_mutex_unlock(&n->lock);
+  pthread_mutex_unlock(&net->lock);
 }
 
-/* What who would join is told: who leads, and where that is as this host sees it. */
-static void cddp__elastic_show_leader(cddp_ddp *d) {
-  const cddp__net *n = d->elastic->net;
+/* Sets the answer to joining processes: the leader, and its address as seen from this host. */
+static void cddp__elastic_publish_leader(cddp_ddp *d) {
+  const cddp__net *net = d->elastic->net;
   cddp__join_table *table = &d->group->host->job_info->table;
-  cddp__address here = cddp__internet_address(&n->hosts[n->host].address);
+  cddp__address here = cddp__internet_address(&net->hosts[net->host].address);
   table->lead.self = d->elastic->members[cddp__elastic_leader(d)];
   cddp__set_scope(&table->lead.self.address, &here);
   table->address = here.v6;
-  table->host = n->host;
+  table->host = net->host;
   table->shards = d->shards;
 }
 
-/* Tells who would join who leads, as far as this rank knows, while it waits for others: a rank that
-   they wait for may ask that, if the leader that let it in has died. */
+/* Answers joining processes while this rank waits in a meeting. If the leader that admitted a rank
+   has died, that rank asks for the leader, and the members wait for that rank. */
 static void cddp__elastic_answer_joins(cddp_ddp *d) {
-  cddp__host *h = d->group->host;
-  if (h->job_info == NULL || d->elastic->me == d->shards) return;
-  cddp__elastic_show_leader(d);
-  cddp__join_serve(h);
+  cddp__host *host = d->group->host;
+  if (host->job_info == NULL || d->elastic->me == d->shards) return;
+  cddp__elastic_publish_leader(d);
+  cddp__join_serve(host);
 }
 
-/* The lowest rank: waits until each member has reported or is gone. */
-static cddp_result cddp__elastic_await_reports(cddp_ddp *d, double deadline, int *came) {
-  cddp__elastic *c = d->elastic;
-  cddp__link **links = c->links;
-  cddp__message **reports = c->reports;
+/* The leader: waits until each member has reported or is lost. */
+static cddp_result cddp__elastic_await_reports(cddp_ddp *d, double deadline, int *report_count) {
+  cddp__elastic *elastic = d->elastic;
+  cddp__link **links = elastic->links;
+  cddp__message **reports = elastic->reports;
   int waiting = 1, late = -1, p;
   while (waiting > 0) {
     cddp__elastic_answer_joins(d);
-    cddp__elastic_accept(d, true);
-    for (p = waiting = 0, *came = 1; p < d->shards; p++) {
-      if (p == c->me || c->members[p].life == 0) continue;
+    cddp__elastic_accept_reports(d, true);
+    for (p = waiting = 0, *report_count = 1; p < d->shards; p++) {
+      if (p == elastic->me || elastic->members[p].life == 0) continue;
       if (links[p] == NULL) {
-        cddp_result r =
-            cddp__link_connect(c->net, p, CDDP__LINK_FRAMES, c->members[p].life, &links[p]);
+        cddp_result r = cddp__link_connect(elastic->net, p, CDDP__LINK_FRAMES,
+                                           elastic->members[p].life, &links[p]);
         if (r != CDDP_OK) return r;
       }
-      cddp__link_flush(c->net, links[p]);
-      if (links[p]->state == CDDP__LINK_UP) /* it says nothing more; its end shows */
-        cddp__free(&c->net->allocator, cddp__link_receive(c->net, links[p], 0));
-      if (cddp__elastic_ended(d, p, links[p])) {
-        cddp__free(&c->net->allocator, reports[p]);
+      cddp__link_flush(elastic->net, links[p]);
+      if (links[p]->state == CDDP__LINK_UP) /* no message follows; a read detects its end */
+        cddp__free(&elastic->net->allocator, cddp__link_receive(elastic->net, links[p], 0));
+      if (cddp__elastic_link_ended(d, p, links[p])) {
+        cddp__free(&elastic->net->allocator, reports[p]);
         reports[p] = NULL;
-        cddp__elastic_lose(d, p, c->silent == p ? ": its host does not answer" : "");
+        cddp__elastic_remove_member(d, p,
+                                    elastic->unreachable == p ? ": its host does not answer" : "");
         continue;
       }
-      *came += reports[p] != NULL;
+      *report_count += reports[p] != NULL;
       if (reports[p] == NULL && waiting++ == 0) late = p;
     }
     if (waiting > 0 && cddp__now() > deadline)
       return cddp__fail(CDDP_TIMEOUT,
-                        "timed out after %g s: after a loss in step %" PRIu64 " %s did not come to "
+                        "timed out after %g s: after a loss in step %" PRIu64 ", %s did not call "
                         "cddp_ddp_next_shard",
-                        d->group->timeout_s, d->steps, cddp__elastic_name(c, late).s);
-    if (waiting > 0) cddp__elastic_poll(c->net->listener, links, d->shards);
+                        d->group->timeout_s, d->steps, cddp__elastic_name(elastic, late).s);
+    if (waiting > 0) cddp__elastic_poll(elastic->net->listener, links, d->shards);
   }
   return CDDP_OK;
 }
 
-/* A place for who would join: one that a rank of this number had, else the first that is free. */
-static cddp_result cddp__elastic_find_place(const cddp_ddp *d, const cddp__elastic_member *self,
-                                            int *place) {
-  const cddp__elastic *c = d->elastic;
+/* Finds a member number for a joining process: that of a lost process with the same rank, else the
+   lowest free one. */
+static cddp_result cddp__elastic_find_number(const cddp_ddp *d, const cddp__elastic_member *self,
+                                             int *member) {
+  const cddp__elastic *elastic = d->elastic;
   int p, living = 0;
-  *place = -1;
+  *member = -1;
   for (p = d->shards - 1; p >= 0; p--) {
-    const cddp__elastic_member *m = &c->members[p];
+    const cddp__elastic_member *m = &elastic->members[p];
     living += m->life != 0;
-    if (m->life == 0 && (*place < 0 || c->members[*place].rank != self->rank ||
-                         m->rank == self->rank))
-      *place = p;
+    if (m->life == 0 &&
+        (*member < 0 || elastic->members[*member].rank != self->rank || m->rank == self->rank))
+      *member = p;
     if (m->life == 0 || (m->rank != self->rank && (m->gpu != self->gpu || m->gpu == 0))) continue;
     return m->rank == self->rank
-               ? cddp__join_taken(cddp__elastic_name(c, p))
-               : cddp__fail(CDDP_INVALID_ARGUMENT,
-                            "CDDP_JOIN: %s has the GPU that rank %d is to have, but NCCL needs one "
-                            "for each rank", cddp__elastic_name(c, p).s, self->rank);
+               ? cddp__join_taken(cddp__elastic_name(elastic, p))
+               : cddp__fail(
+                     CDDP_INVALID_ARGUMENT,
+                     "CDDP_JOIN: %s uses the GPU of rank %d, but NCCL needs one GPU for each "
+                     "rank: set another device",
+                     cddp__elastic_name(elastic, p).s, self->rank);
   }
-  if (*place >= 0) return CDDP_OK;
+  if (*member >= 0) return CDDP_OK;
   return cddp__join_full(d, living);
 }
 
-/* Who would join becomes a member, with a report among the others', or is told why not. */
-static void cddp__elastic_admit(cddp_ddp *d) {
-  cddp__elastic *c = d->elastic;
-  int k, place;
-  for (k = d->shards; k < d->shards + c->request_count; k++) {
-    cddp__link *l = c->links[k];
-    cddp__elastic_report *report = cddp__report_in(d, c->reports[k], 0);
-    cddp_result r = cddp__elastic_find_place(d, &report->self, &place);
-    CDDP__POINT("elastic place");
-    cddp__free(&c->net->allocator, cddp__link_receive(c->net, l, 0)); /* its end shows */
-    if (r == CDDP_OK && l->state != CDDP__LINK_DEAD) {
-      report->self.place = place;
-      if (report->self.host >= 2 * d->shards) /* it shares no memory with the others */
-        report->self.host = d->shards + place;
-      report->self.since = c->generation + 1;
-      cddp__elastic_enter(c, place, &report->self);
-      cddp__elastic_drop(c, place); /* of who is lost since this meeting began */
-      c->reports[place] = c->reports[k];
-      c->links[place] = l;
+/* Makes each joining process a member and adds its report to the members', or refuses it. */
+static void cddp__elastic_admit_joining(cddp_ddp *d) {
+  cddp__elastic *elastic = d->elastic;
+  int k, member;
+  for (k = d->shards; k < d->shards + elastic->request_count; k++) {
+    cddp__link *link = elastic->links[k];
+    cddp__elastic_report *report = cddp__report_at(d, elastic->reports[k], 0);
+    cddp_result r = cddp__elastic_find_number(d, &report->self, &member);
+    CDDP__POINT("elastic number");
+    cddp__free(&elastic->net->allocator,
+               cddp__link_receive(elastic->net, link, 0)); /* a read detects its end */
+    if (r == CDDP_OK && link->state != CDDP__LINK_DEAD) {
+      report->self.number = member;
+      if (report->self.host >= 2 * d->shards) /* it shares no memory with the members */
+        report->self.host = d->shards + member;
+      report->self.since = elastic->epoch + 1;
+      cddp__elastic_set_member(elastic, member, &report->self);
+      cddp__elastic_drop_report(elastic, member); /* of a member lost in this meeting */
+      elastic->reports[member] = elastic->reports[k];
+      elastic->links[member] = link;
     } else {
-      cddp__elastic_refuse(d, l, r);
-      cddp__free(&c->net->allocator, c->reports[k]);
+      cddp__elastic_refuse(d, link, r);
+      cddp__free(&elastic->net->allocator, elastic->reports[k]);
     }
-    c->reports[k] = NULL;
-    c->links[k] = NULL;
+    elastic->reports[k] = NULL;
+    elastic->links[k] = NULL;
   }
-  c->request_count = 0;
+  elastic->request_count = 0;
 }
 
-/* All reports, as one message, to all that have come. */
+/* Sends all reports as one message to each process that reported. */
 static cddp_result cddp__elastic_send_table(cddp_ddp *d, cddp__message **table) {
-  cddp__net *n = d->elastic->net;
+  cddp__net *net = d->elastic->net;
   cddp__link **links = d->elastic->links;
   cddp__message **reports = d->elastic->reports;
   size_t bytes = cddp__report_bytes(d);
@@ -20452,8 +20503,8 @@ static cddp_result cddp__elastic_send_table(cddp_ddp *d, cddp__message **table) 
   cddp__message *m;
   bool busy = true;
   int p;
-  *table = m = (cddp__message *)cddp__malloc(&n->allocator,
-                                             sizeof *m + (size_t)d->shards * bytes);
+  *table = m =
+      (cddp__message *)cddp__malloc(&net->allocator, sizeof *m + (size_t)d->shards * bytes);
   if (m == NULL) return CDDP_OUT_OF_MEMORY;
   for (m->head.size = 0, p = 0; p < d->shards; p++) {
     if (reports[p] == NULL) continue;
@@ -20464,12 +20515,12 @@ static cddp_result cddp__elastic_send_table(cddp_ddp *d, cddp__message **table) 
     if (links[p] == NULL || reports[p] == NULL) continue;
     r = cddp__link_post(links[p], CDDP__FRAME_MESSAGE, 0, m + 1, m->head.size);
     CDDP__POINT("elastic answer");
-    cddp__link_flush(n, links[p]);
+    cddp__link_flush(net, links[p]);
   }
   while (busy && cddp__now() < deadline) {
     for (p = 0, busy = false; p < d->shards; p++) {
       if (links[p] == NULL || reports[p] == NULL) continue;
-      cddp__link_flush(n, links[p]);
+      cddp__link_flush(net, links[p]);
       busy = busy || (links[p]->state != CDDP__LINK_DEAD && cddp__buffer_size(&links[p]->out) > 0);
     }
     if (busy) cddp__sleep(1e-3);
@@ -20477,257 +20528,266 @@ static cddp_result cddp__elastic_send_table(cddp_ddp *d, cddp__message **table) 
   return r;
 }
 
-/* A member that is lost with all others at its address, of which no process was seen to end: a
-   firewall may have reset their links. -1: there is none. */
-static int cddp__elastic_cut_off(const cddp_ddp *d) {
-  const cddp__elastic *c = d->elastic;
+/* A lost member whose address has no reporting member and no process that was seen to end; -1:
+   none. A firewall could have reset the links to that address. */
+static int cddp__elastic_find_cut_off(const cddp_ddp *d) {
+  const cddp__elastic *elastic = d->elastic;
   int i, k;
   for (i = 0; i < d->active_count; i++) {
-    const cddp__elastic_member *lost = &c->members[c->order[i]], *m;
+    const cddp__elastic_member *lost = &elastic->members[elastic->order[i]], *m;
     cddp__address a = cddp__internet_address(&lost->address);
     for (k = 0; k < d->active_count; k++) {
-      m = &c->members[c->order[k]];
-      if ((c->reports[c->order[k]] != NULL || c->ended[c->order[k]] != 0) &&
+      m = &elastic->members[elastic->order[k]];
+      if ((elastic->reports[elastic->order[k]] != NULL || elastic->ended[elastic->order[k]] != 0) &&
           memcmp(&m->address, &a.any, a.size) == 0)
         break;
     }
-    if (k == d->active_count) return c->order[i];
+    if (k == d->active_count) return elastic->order[i];
   }
   return -1;
 }
 
-/* This rank is the lowest: it answers all others. */
-static cddp_result cddp__elastic_lead(cddp_ddp *d, cddp__message *mine, double deadline,
-                                   cddp__message **table) {
-  cddp__elastic *c = d->elastic;
+/* The leader's meeting: gathers all reports, admits joining processes and sends the table. */
+static cddp_result cddp__elastic_lead_meeting(cddp_ddp *d, cddp__message *mine, double deadline,
+                                              cddp__message **table) {
+  cddp__elastic *elastic = d->elastic;
   cddp_result r;
-  int came, p;
-  c->reports[c->me] = mine;
-  r = cddp__elastic_await_reports(d, deadline, &came);
-  p = c->silent >= 0 ? c->silent : cddp__elastic_cut_off(d);
-  if (r == CDDP_OK && p >= 0 && 2 * came <= d->active_count) /* others may be the half */
+  int report_count, p;
+  elastic->reports[elastic->me] = mine;
+  r = cddp__elastic_await_reports(d, deadline, &report_count);
+  p = elastic->unreachable >= 0 ? elastic->unreachable : cddp__elastic_find_cut_off(d);
+  if (r == CDDP_OK && p >= 0 &&
+      2 * report_count <= d->active_count) /* the others can be half, too */
     r = cddp__fail(CDDP_PEER_LOST,
-                   "the host of %s does not answer, and %d of %d ranks cannot go on without the "
-                   "others, which may have gone on: more than half must be there%s",
-                   cddp__elastic_name(c, p).s, came, d->active_count,
-                   c->silent >= 0 ? "" : ". All connections were reset, as by a firewall");
-  if (r == CDDP_OK) cddp__elastic_admit(d);
+                   "the host of %s does not answer, and %d of %d ranks cannot continue: more than "
+                   "half are needed, as the others could also continue%s",
+                   cddp__elastic_name(elastic, p).s, report_count, d->active_count,
+                   elastic->unreachable >= 0 ? ""
+                                             : ". All connections were reset, as by a firewall");
+  if (r == CDDP_OK) cddp__elastic_admit_joining(d);
   if (r == CDDP_OK) r = cddp__elastic_send_table(d, table);
-  c->reports[c->me] = NULL;
-  for (p = 0; p < d->shards; p++) { /* the others' connections stay, for cddp__elastic_go */
-    if (c->reports[p] == NULL) cddp__elastic_drop(c, p);
-    cddp__free(&c->net->allocator, c->reports[p]);
-    c->reports[p] = NULL;
+  elastic->reports[elastic->me] = NULL;
+  for (p = 0; p < d->shards; p++) { /* the other links stay, for cddp__elastic_confirm_groups */
+    if (elastic->reports[p] == NULL) cddp__elastic_drop_report(elastic, p);
+    cddp__free(&elastic->net->allocator, elastic->reports[p]);
+    elastic->reports[p] = NULL;
   }
   return r;
 }
 
-/* Reports to the lowest rank, and waits for its answer; *table NULL: it is gone. */
-static cddp_result cddp__elastic_report_to(cddp_ddp *d, int lowest, const cddp__message *mine,
-                                   double deadline, cddp__message **table) {
-  cddp__elastic *c = d->elastic;
-  cddp__net *n = c->net;
-  cddp__link *l;
+/* Reports to the leader and waits for the table; *table NULL: the leader is lost. */
+static cddp_result cddp__elastic_send_report(cddp_ddp *d, int leader, const cddp__message *mine,
+                                             double deadline, cddp__message **table) {
+  cddp__elastic *elastic = d->elastic;
+  cddp__net *net = elastic->net;
+  cddp__link *link;
   cddp_result r;
-  cddp__elastic_drop(c, lowest);
-  r = cddp__link_connect(n, lowest, CDDP__LINK_FRAMES, c->members[lowest].life, &c->links[lowest]);
+  cddp__elastic_drop_report(elastic, leader);
+  r = cddp__link_connect(net, leader, CDDP__LINK_FRAMES, elastic->members[leader].life,
+                         &elastic->links[leader]);
   *table = NULL;
   if (r != CDDP_OK) return r;
-  c->leader = lowest;
-  l = c->links[lowest];
-  r = cddp__link_post(l, CDDP__FRAME_MESSAGE, 0, mine + 1, mine->head.size);
+  elastic->leader = leader;
+  link = elastic->links[leader];
+  r = cddp__link_post(link, CDDP__FRAME_MESSAGE, 0, mine + 1, mine->head.size);
   while (r == CDDP_OK) {
     cddp__elastic_answer_joins(d);
-    cddp__link_flush(n, l);
+    cddp__link_flush(net, link);
     CDDP__POINT("elastic report");
-    if (l->state == CDDP__LINK_UP)
-      *table = cddp__link_receive(n, l, (size_t)d->shards * cddp__report_bytes(d));
+    if (link->state == CDDP__LINK_UP)
+      *table = cddp__link_receive(net, link, (size_t)d->shards * cddp__report_bytes(d));
     if (*table != NULL && (*table)->head.number == 0) return CDDP_OK;
-    if (*table != NULL) /* why it does not let this rank in */
+    if (*table != NULL) /* the leader refuses this rank */
       r = cddp__fail((cddp_result)(*table)->head.number, "%.*s", (int)(*table)->head.size,
                      (const char *)(*table + 1));
-    else if (cddp__elastic_ended(d, lowest, l))
+    else if (cddp__elastic_link_ended(d, leader, link))
       break;
     else if (cddp__now() > deadline)
       r = cddp__fail(CDDP_TIMEOUT,
-                     "timed out after %g s: after a loss in step %" PRIu64 " %s has not gathered "
-                     "all ranks", d->group->timeout_s, d->steps, cddp__elastic_name(c, lowest).s);
+                     "timed out after %g s: after a loss in step %" PRIu64 ", the leader, %s, has "
+                     "not received the reports of all ranks",
+                     d->group->timeout_s, d->steps, cddp__elastic_name(elastic, leader).s);
     else
-      cddp__elastic_poll(-1, &l, 1);
+      cddp__elastic_poll(-1, &link, 1);
   }
-  cddp__elastic_drop(c, lowest);
+  cddp__elastic_drop_report(elastic, leader);
   return r;
 }
 
-/* Whether that member says go; it may be gone, or late. */
-static bool cddp__elastic_await_go(cddp_ddp *d, int place, double deadline) {
-  cddp__elastic *c = d->elastic;
-  cddp__link *l = c->links[place];
+/* Waits for a member's confirmation; false: the member is lost, late, or asks to meet again. */
+static bool cddp__elastic_await_confirmation(cddp_ddp *d, int member, double deadline) {
+  cddp__elastic *elastic = d->elastic;
+  cddp__link *link = elastic->links[member];
   cddp__message *m = NULL;
-  bool go;
-  while (l != NULL && (m = cddp__link_receive(c->net, l, 1)) == NULL) {
-    if (cddp__now() > deadline) cddp__link_end(l, ETIMEDOUT);
-    if (cddp__elastic_ended(d, place, l)) break;
-    cddp__elastic_poll(-1, &l, 1);
+  bool confirmed;
+  while (link != NULL && (m = cddp__link_receive(elastic->net, link, 1)) == NULL) {
+    if (cddp__now() > deadline) cddp__link_end(link, ETIMEDOUT);
+    if (cddp__elastic_link_ended(d, member, link)) break;
+    cddp__elastic_poll(-1, &link, 1);
   }
-  if (m == NULL && c->silent < 0) c->ended[place] = 1; /* it was there a moment ago */
-  go = m != NULL && m->head.size == 1 && *(const char *)(m + 1) == 'g';
-  cddp__free(&c->net->allocator, m);
-  return go;
+  if (m == NULL && elastic->unreachable < 0)
+    elastic->ended[member] = 1; /* it has just answered, so its host lives */
+  confirmed = m != NULL && m->head.size == 1 && *(const char *)(m + 1) == 'g';
+  cddp__free(&elastic->net->allocator, m);
+  return confirmed;
 }
 
-/* What a table is good for begins when all have it, and the groups: each tells the lowest so, which
-   then says go, or again, if one was lost meanwhile (CDDP_PEER_LOST). */
-static cddp_result cddp__elastic_go(cddp_ddp *d) {
-  cddp__elastic *c = d->elastic;
-  bool leads = c->leader == c->me, all = true;
+/* The new groups are used only when all members have created them. Each member confirms this to the
+   leader. Then the leader tells all to continue ("g"), or, if a member was lost, to meet again
+   ("a"), which is CDDP_PEER_LOST. */
+static cddp_result cddp__elastic_confirm_groups(cddp_ddp *d) {
+  cddp__elastic *elastic = d->elastic;
+  bool leads = elastic->leader == elastic->me, all = true;
   double deadline = cddp__now() + d->group->timeout_s;
   cddp_result r = CDDP_OK;
   int p;
   for (p = 0; leads && p < d->active_count; p++)
-    if (c->order[p] != c->me && !cddp__elastic_await_go(d, c->order[p], deadline)) all = false;
-  for (p = 0; r == CDDP_OK && p < d->shards; p++) { /* members have one connection, to the leader */
-    if (c->links[p] == NULL) continue;
-    r = cddp__link_post(c->links[p], CDDP__FRAME_MESSAGE, 0, all ? "g" : "a", 1);
+    if (elastic->order[p] != elastic->me &&
+        !cddp__elastic_await_confirmation(d, elastic->order[p], deadline))
+      all = false;
+  for (p = 0; r == CDDP_OK && p < d->shards; p++) { /* a member's only link: to the leader */
+    if (elastic->links[p] == NULL) continue;
+    r = cddp__link_post(elastic->links[p], CDDP__FRAME_MESSAGE, 0, all ? "g" : "a", 1);
     CDDP__POINT("elastic go");
-    cddp__link_flush(c->net, c->links[p]);
+    cddp__link_flush(elastic->net, elastic->links[p]);
   }
-  if (r == CDDP_OK && !leads) all = cddp__elastic_await_go(d, c->leader, deadline);
+  if (r == CDDP_OK && !leads) all = cddp__elastic_await_confirmation(d, elastic->leader, deadline);
   cddp__elastic_disconnect(d);
   if (r != CDDP_OK || all) return r;
-  return cddp__fail(CDDP_PEER_LOST, "a rank was lost while ranks met again");
+  return cddp__fail(CDDP_PEER_LOST, "a rank was lost while the ranks formed new groups");
 }
 
-/* Asks the ranks of this host, and those at MASTER_ADDR, who leads the model that this rank would
-   join; it is the only member known here, then. */
+/* Asks the ranks on this host and at MASTER_ADDR for the leader of the model that this rank joins.
+   The leader is then the only member known here. */
 static cddp_result cddp__elastic_find_leader(cddp_ddp *d, double deadline) {
-  cddp__elastic *c = d->elastic;
-  cddp__host *h = d->group->host;
-  const cddp__elastic_lead_info *lead = &h->job_info->table.lead;
-  cddp__join_table table; /* of another rank, whose own entries are not this rank's */
+  cddp__elastic *elastic = d->elastic;
+  cddp__host *host = d->group->host;
+  const cddp__elastic_leader_info *lead = &host->job_info->table.lead;
+  cddp__join_table table; /* of another rank: only `lead` is valid for this rank */
   cddp_result r = CDDP_OK;
   int fds[2] = {-1, -1}, p;
   if (lead->self.life == 0) {
-    r = cddp__find_job(h, deadline, fds, &table);
+    r = cddp__find_job(host, deadline, fds, &table);
     if (r == CDDP_OK && memcmp(table.lead.token, lead->token, sizeof lead->token) != 0)
-      r = cddp__fail(CDDP_PEER_LOST, "CDDP_JOIN: the model has ended before this rank was in it");
-    if (r == CDDP_OK) h->job_info->table.lead = table.lead;
+      r = cddp__fail(CDDP_PEER_LOST, "CDDP_JOIN: the model has ended before this rank joined it");
+    if (r == CDDP_OK) host->job_info->table.lead = table.lead;
   }
   cddp__close_fd(&fds[0]);
   if (r != CDDP_OK) return r;
-  if (lead->self.place < 0 || lead->self.place >= d->shards || lead->self.host < 0 ||
-      lead->self.host >= c->net->host_count)
-    return cddp__fail(CDDP_MISMATCH, "CDDP_JOIN: what a rank of the job says is damaged");
-  for (p = 0; p < d->shards; p++) c->members[p].life = 0;
-  memcpy(c->net->token, lead->token, sizeof lead->token);
-  cddp__elastic_enter(c, lead->self.place, &lead->self);
-  h->job_info->table.lead.self.life = 0; /* next time it may be another one */
+  if (lead->self.number < 0 || lead->self.number >= d->shards || lead->self.host < 0 ||
+      lead->self.host >= elastic->net->host_count)
+    return cddp__fail(CDDP_MISMATCH, "CDDP_JOIN: the answer of a rank of the job is damaged");
+  for (p = 0; p < d->shards; p++) elastic->members[p].life = 0;
+  memcpy(elastic->net->token, lead->token, sizeof lead->token);
+  cddp__elastic_set_member(elastic, lead->self.number, &lead->self);
+  host->job_info->table.lead.self.life = 0; /* the next time it asks again */
   return CDDP_OK;
 }
 
-/* All members that are there say where they are: *table has their reports. */
+/* All living members meet; *table receives their reports. */
 static cddp_result cddp__elastic_gather_reports(cddp_ddp *d, cddp__message **table) {
-  cddp__elastic *c = d->elastic;
+  cddp__elastic *elastic = d->elastic;
   double deadline = cddp__now() + d->group->timeout_s;
   cddp__message *mine = NULL;
   cddp_result r = cddp__elastic_report_new(d, &mine);
-  int lowest;
+  int leader;
   *table = NULL;
-  c->silent = -1;
+  elastic->unreachable = -1;
   while (r == CDDP_OK && *table == NULL) {
-    lowest = cddp__elastic_leader(d);
-    if (lowest < 0) {
+    leader = cddp__elastic_leader(d);
+    if (leader < 0) {
       r = cddp__elastic_find_leader(d, deadline);
-    } else if (lowest == c->me) {
-      c->leader = c->me;
-      r = cddp__elastic_lead(d, mine, deadline, table);
+    } else if (leader == elastic->me) {
+      elastic->leader = elastic->me;
+      r = cddp__elastic_lead_meeting(d, mine, deadline, table);
     } else {
-      r = cddp__elastic_report_to(d, lowest, mine, deadline + 1, table);
-      if (r == CDDP_OK && *table == NULL) cddp__elastic_lose(d, lowest, "");
+      r = cddp__elastic_send_report(d, leader, mine, deadline + 1, table);
+      if (r == CDDP_OK && *table == NULL) cddp__elastic_remove_member(d, leader, "");
     }
   }
-  cddp__free(&c->net->allocator, mine);
+  cddp__free(&elastic->net->allocator, mine);
   return r;
 }
 
-/* --- the group of those that are there --- */
+/* --- the groups of the living members --- */
 
-/* A process of this host that has joined, or met the others before this one has. */
-static void cddp__meet_process(cddp__host *h, int at, uint32_t pid) {
-  if (h->threads || at == h->index || h->pids[at] == pid) return;
-  cddp__close_fd(&h->pidfds[at]);
-  h->pids[at] = pid;
-  h->started_before = cddp__boot_ticks(); /* where there are no pidfds: it is as new as this */
-  h->pidfds[at] = cddp__above_stdio((int)syscall(SYS_pidfd_open, (pid_t)pid, 0u));
+/* Registers a process on this host that this process has not met in a rendezvous. */
+static void cddp__register_process(cddp__host *host, int at, uint32_t pid) {
+  if (host->threads || at == host->index || host->pids[at] == pid) return;
+  cddp__close_fd(&host->pidfds[at]);
+  host->pids[at] = pid;
+  host->started_before = cddp__boot_ticks(); /* without pidfds: an upper bound on its start */
+  host->pidfds[at] = cddp__above_stdio((int)syscall(SYS_pidfd_open, (pid_t)pid, 0u));
 }
 
-/* One of the two groups of the table's members. which: 0, control, 1, comm. */
-static cddp_result cddp__elastic_group(cddp_ddp *d, cddp__message *table, int which,
-                                    cddp_group **out) {
-  cddp__elastic *c = d->elastic;
-  cddp__host *h = d->group->host;
-  int *indices = c->indices, k, rank = 0, here = 0, lowest = -1;
+/* Creates a group of the table's members. which: 0, control; 1, comm. */
+static cddp_result cddp__elastic_create_group(cddp_ddp *d, cddp__message *table, int which,
+                                              cddp_group **out) {
+  cddp__elastic *elastic = d->elastic;
+  cddp__host *host = d->group->host;
+  int *indices = elastic->indices, k, rank = 0, here = 0, lowest = -1;
   cddp__elastic_report *report;
   cddp__ref ref;
   uint64_t id[3];
   void *block = NULL;
   cddp_result r;
   for (k = 0; k < d->active_count; k++) {
-    report = cddp__report_in(d, table, k);
-    indices[k] = report->self.host == c->members[c->me].host ? report->self.index : -1;
-    if (indices[k] >= 0) cddp__meet_process(h, indices[k], report->self.pid);
+    report = cddp__report_at(d, table, k);
+    indices[k] = report->self.host == elastic->members[elastic->me].host ? report->self.index : -1;
+    if (indices[k] >= 0) cddp__register_process(host, indices[k], report->self.pid);
     if (indices[k] >= 0 && here++ == 0) lowest = k;
-    if (c->order[k] == c->me) rank = k;
+    if (elastic->order[k] == elastic->me) rank = k;
   }
-  ref = cddp__report_in(d, table, lowest)->blocks[which];
-  if (c->order[lowest] == c->me) {
-    block = c->blocks[which];
-    c->blocks[which] = NULL; /* the group's, from now on */
+  ref = cddp__report_at(d, table, lowest)->blocks[which];
+  if (elastic->order[lowest] == elastic->me) {
+    block = elastic->blocks[which];
+    elastic->blocks[which] = NULL; /* the group owns it */
     cddp__store32(&((cddp__control_block *)block)->size, (uint32_t)here);
-  } else if ((r = cddp__map_ref(h, &ref, &block)) != CDDP_OK) {
+  } else if ((r = cddp__map_ref(host, &ref, &block)) != CDDP_OK) {
     return r;
   }
-  r = cddp__group_build(out, h, rank, d->active_count, indices, (char *)block, d->group->timeout_s);
+  r = cddp__group_build(out, host, rank, d->active_count, indices, (char *)block,
+                        d->group->timeout_s);
   if (r != CDDP_OK) return r;
-  memcpy(id, c->net->token, 2 * sizeof *id);
-  id[2] = c->generation << 1 | (uint64_t)which;
+  memcpy(id, elastic->net->token, 2 * sizeof *id);
+  id[2] = elastic->epoch << 1 | (uint64_t)which;
   (*out)->block_ref = ref;
   (*out)->id = cddp__hash64(1, id, sizeof id);
-  r = cddp__hosts_attach(*out, c->net, c->order);
+  r = cddp__hosts_attach(*out, elastic->net, elastic->order);
   CDDP__POINT("elastic built");
   return r;
 }
 
-/* Leaves a group that is broken. A lost rank cannot: the control block stays for a while. */
+/* Leaves a broken group. A lost rank cannot leave, so the control block is retired. */
 static void cddp__elastic_leave_group(cddp_ddp *d, cddp_group *g) {
-  cddp__leave_over(d, &g->block_ref, g->block_generation);
+  cddp__retire_memory(d, &g->block_ref, g->block_generation);
   cddp__group_leave(g);
 }
 
-static void cddp__elastic_drop_past(cddp_ddp *d) {
-  if (d->elastic->past != NULL) cddp__elastic_leave_group(d, d->elastic->past);
-  d->elastic->past = NULL;
+static void cddp__elastic_leave_broken(cddp_ddp *d) {
+  if (d->elastic->broken_comm != NULL) cddp__elastic_leave_group(d, d->elastic->broken_comm);
+  d->elastic->broken_comm = NULL;
 }
 
-/* Leaves both groups, but keeps the first comm of a step, in which no thread is any more. Keeps the
-   error's text. */
-static void cddp__elastic_leave(cddp_ddp *d) {
+/* Leaves both groups. The first comm of a step stays as `broken_comm`; no thread uses it any more.
+   Preserves this thread's error text. */
+static void cddp__elastic_leave_groups(cddp_ddp *d) {
   cddp_group *groups[2], *g;
   char text[CDDP__ERROR_MAX];
   int i;
   groups[0] = d->control;
   groups[1] = d->comm;
   memcpy(text, cddp__error_text, sizeof text);
-  cddp__elastic_note_ends(d);
+  cddp__elastic_record_ends(d);
   for (i = 0; i < 2; i++) {
     if (groups[i] == NULL) continue;
     cddp__fail(CDDP_PEER_LOST, "%s", text);
     if (groups[i]->size > 1) (void)cddp__break(groups[i], CDDP_PEER_LOST);
-    if (i == 0 || d->elastic->past != NULL) {
+    if (i == 0 || d->elastic->broken_comm != NULL) {
       cddp__elastic_leave_group(d, groups[i]);
       continue;
     }
-    g = d->elastic->past = groups[i];
+    g = d->elastic->broken_comm = groups[i];
     cddp__engine_drain(g);
     if (g->backend == NULL) continue;
     g->backend->leave(g);
@@ -20737,55 +20797,57 @@ static void cddp__elastic_leave(cddp_ddp *d) {
   memcpy(cddp__error_text, text, sizeof text);
 }
 
-/* Takes over the table: who is there, and how far they are; shards that nobody has are dealt. From:
-   the first that has the furthest reduction, NULL: there are only ranks that join. */
-static cddp__elastic_report *cddp__elastic_use_table(cddp_ddp *d, cddp__message *table) {
-  cddp__elastic *c = d->elastic;
+/* Applies the table: sets the members and the epoch, and assigns the shards whose sums no member
+   has. Returns the report of the first member with the most reductions; NULL: all ranks are
+   joining. */
+static cddp__elastic_report *cddp__elastic_apply_table(cddp_ddp *d, cddp__message *table) {
+  cddp__elastic *elastic = d->elastic;
   cddp__elastic_report *from = NULL, *report;
-  uint64_t life = c->members[c->me].life, furthest;
+  uint64_t life = elastic->members[elastic->me].life, furthest;
   bool listed;
-  int k, i, p, left = 0, dealt = 0;
+  int k, i, p, left = 0, assigned = 0;
   d->active_count = (int)(table->head.size / cddp__report_bytes(d));
   for (k = 0; k < d->active_count; k++) {
-    report = cddp__report_in(d, table, k);
-    p = c->order[k] = report->self.place;
+    report = cddp__report_at(d, table, k);
+    p = elastic->order[k] = report->self.number;
     d->active[k] = k;
-    cddp__elastic_enter(c, p, &report->self);
-    if (report->self.life == life) c->me = c->net->rank = p;
-    c->generation = cddp__max(c->generation, report->generation + 1);
+    cddp__elastic_set_member(elastic, p, &report->self);
+    if (report->self.life == life) elastic->me = elastic->net->rank = p;
+    elastic->epoch = cddp__max(elastic->epoch, report->epoch + 1);
     if (report->empty != 0 || (from != NULL && report->done <= from->done)) continue;
     from = report;
   }
-  c->net->host = c->members[c->me].host;
-  memset(c->ended, 0, (size_t)d->shards);
+  elastic->net->host = elastic->members[elastic->me].host;
+  memset(elastic->ended, 0, (size_t)d->shards);
   for (p = 0; p < d->shards; p++) {
-    for (k = 0, listed = false; k < d->active_count; k++) listed = listed || c->order[k] == p;
-    if (!listed && c->members[p].life != 0) cddp__elastic_lose(d, p, "");
+    for (k = 0, listed = false; k < d->active_count; k++) listed = listed || elastic->order[k] == p;
+    if (!listed && elastic->members[p].life != 0) cddp__elastic_remove_member(d, p, "");
   }
   furthest = from != NULL ? from->done : 0;
-  if (c->done < furthest) cddp__elastic_drop_sums(d); /* a step whose mean others have */
+  if (elastic->done < furthest) cddp__elastic_drop_sums(d); /* others have the mean of that step */
   for (i = 0; i < d->shards; i++) {
     d->owner[i] = -1;
     for (k = 0; k < d->active_count; k++) {
-      report = cddp__report_in(d, table, k);
-      if (report->done == furthest && cddp__sums_in(d, report)[i] != 0) d->owner[i] = k;
+      report = cddp__report_at(d, table, k);
+      if (report->done == furthest && cddp__report_sums(d, report)[i] != 0) d->owner[i] = k;
     }
     left += d->owner[i] < 0;
   }
   for (i = 0; i < d->shards; i++)
-    if (d->owner[i] < 0) d->owner[i] = (int)((int64_t)dealt++ * d->active_count / left);
-  cddp__record_event(d->group, "dealt", (uint64_t)d->active_count, CDDP_OK);
+    if (d->owner[i] < 0) d->owner[i] = (int)((int64_t)assigned++ * d->active_count / left);
+  cddp__record_event(d->group, "assigned", (uint64_t)d->active_count, CDDP_OK);
   return from;
 }
 
-/* Bytes of the rank with number `source` go to those that join; through the others they pass. */
+/* Broadcasts rank `source`'s bytes to the joining ranks. The others only pass them on. */
 static cddp_result cddp__elastic_broadcast(cddp_ddp *d, int source, void *data, size_t bytes) {
-  cddp__elastic *c = d->elastic;
+  cddp__elastic *elastic = d->elastic;
   size_t most = CDDP__NODES_PIECE * sizeof(double), at, n;
   void *passing = NULL;
   cddp_result r = d->memory->scratch(d, most, &passing);
   for (at = 0; r == CDDP_OK && at < bytes; at += n) {
-    void *piece = c->empty || c->order[source] == c->me ? (char *)data + at : passing;
+    void *piece =
+        elastic->empty || elastic->order[source] == elastic->me ? (char *)data + at : passing;
     cddp__call send;
     n = cddp__min(bytes - at, most);
     send = cddp__make_call(CDDP__KIND_BROADCAST, piece, piece, n, CDDP_U8, CDDP_SUM, source);
@@ -20795,174 +20857,178 @@ static cddp_result cddp__elastic_broadcast(cddp_ddp *d, int source, void *data, 
   return r;
 }
 
-/* Weights and states of the rank with number `source`, as of its report, go to those that join. */
+/* Broadcasts a snapshot: the weights and states of rank `source`, whose report is `from`. */
 static cddp_result cddp__elastic_send_snapshot(cddp_ddp *d, cddp__elastic_report *from,
                                                int source) {
-  cddp__elastic *c = d->elastic;
+  cddp__elastic *elastic = d->elastic;
   size_t bytes = (size_t)from->optim.states * d->state_room;
-  bool gives = c->order[source] == c->me;
+  bool gives = elastic->order[source] == elastic->me;
   char *states = NULL;
   cddp_result r = CDDP_OK;
   int i;
-  if ((gives || c->empty) && bytes > 0 &&
-      (states = cddp__elastic_alloc(d, bytes, CDDP__EXTENT_MESSAGE)) == NULL)
+  if ((gives || elastic->empty) && bytes > 0 &&
+      (states = cddp__elastic_allocate(d, bytes, CDDP__EXTENT_MESSAGE)) == NULL)
     return CDDP_OUT_OF_MEMORY;
   if (gives && bytes > 0) r = cddp__copy_states(d, d->optim, states, 0, d->model_bytes, true);
   for (i = 0; r == CDDP_OK && i < d->count; i++)
     r = cddp__elastic_broadcast(d, source, d->params[i].data, d->tensors[i].bytes);
   if (r == CDDP_OK) r = cddp__elastic_broadcast(d, source, states, bytes);
   if (r == CDDP_OK) r = cddp__elastic_await_device(d);
-  if (r != CDDP_OK || !c->empty) {
+  if (r != CDDP_OK || !elastic->empty) {
     cddp__elastic_release(d, states);
     return r;
   }
-  c->states = states;
+  elastic->states = states;
   cddp__take_snapshot(d, &from->optim, (float *)(from + 1));
-  c->step = from->done;
+  elastic->step = from->done;
   d->steps = from->steps;
-  c->empty = false;
+  elastic->empty = false;
   return CDDP_OK;
 }
 
-/* What all members have done, those get that lack it: the last mean; who joins, the model. The
-   others have gone on from that step then, and what they did in its group cannot be done any more:
-   for this rank too it stays broken until the next step. */
-static cddp_result cddp__elastic_level(cddp_ddp *d, cddp__message *table,
-                                       cddp__elastic_report *from) {
-  cddp__elastic *c = d->elastic;
+/* Gives the last mean to the members that lack it, and a snapshot to the joining ranks. The other
+   members have passed that step, so operations in its group cannot be completed any more: on this
+   rank, too, that group stays broken until the next step. */
+static cddp_result cddp__elastic_synchronize(cddp_ddp *d, cddp__message *table,
+                                             cddp__elastic_report *from) {
+  cddp__elastic *elastic = d->elastic;
   bool behind = false, joins = false;
   int source = 0, k;
   cddp_result r = CDDP_OK;
   for (k = 0; k < d->active_count; k++) {
-    cddp__elastic_report *report = cddp__report_in(d, table, k);
+    cddp__elastic_report *report = cddp__report_at(d, table, k);
     if (report == from) source = k;
     behind = behind || (report->empty == 0 && report->done < from->done);
     joins = joins || report->empty != 0;
   }
-  if (behind && d->dense > 0 && from->in_parts == 0) { /* else all have it, as it was complete */
-    cddp__call send = cddp__make_call(CDDP__KIND_BROADCAST, c->mean, c->mean, d->dense, CDDP_U8,
-                                      CDDP_SUM, source);
+  if (behind && d->dense > 0 && from->in_parts == 0) { /* else all can read its parts */
+    cddp__call send = cddp__make_call(CDDP__KIND_BROADCAST, elastic->mean, elastic->mean, d->dense,
+                                      CDDP_U8, CDDP_SUM, source);
     r = cddp__call_all(d, &send);
-    if (c->done < from->done) {
-      c->mean_parts = 1;
-      c->in_parts = false;
-      c->means[0] = c->mean;
+    if (elastic->done < from->done) {
+      elastic->mean_parts = 1;
+      elastic->in_parts = false;
+      elastic->means[0] = elastic->mean;
     }
   }
   if (r == CDDP_OK && joins) r = cddp__elastic_send_snapshot(d, from, source);
-  if (c->one_host) { /* steps need none */
+  if (elastic->one_host) { /* steps on one host need no scratch */
     cddp__arena_free(d->group->host, d->scratch);
     d->scratch = NULL;
     d->scratch_bytes = 0;
   }
   if (r == CDDP_OK && behind) r = cddp__elastic_await_device(d);
   if (r != CDDP_OK) return r;
-  c->done = from->done;
-  if (c->done == c->step) cddp__elastic_drop_past(d);
+  elastic->done = from->done;
+  if (elastic->done == elastic->step) cddp__elastic_leave_broken(d);
   return CDDP_OK;
 }
 
-/* From here on processes may join: what they are told is that this rank's leader lets them in. */
-static void cddp__elastic_open(cddp_ddp *d) {
-  cddp__elastic *c = d->elastic;
-  cddp__host *h = d->group->host;
-  if (h->job_info == NULL) return;
-  cddp__elastic_show_leader(d);
-  h->job_info->table.life = (int)c->generation + 1;
-  memcpy(h->job_info->table.lead.token, c->net->token, sizeof h->job_info->table.lead.token);
-  h->job_info->table.lead.model = cddp__model_of(d);
-  cddp__join_listen(h);
+/* Lets processes join through this rank: it answers them with the leader and the model. */
+static void cddp__elastic_open_joins(cddp_ddp *d) {
+  cddp__elastic *elastic = d->elastic;
+  cddp__host *host = d->group->host;
+  if (host->job_info == NULL) return;
+  cddp__elastic_publish_leader(d);
+  host->job_info->table.life = (int)elastic->epoch + 1;
+  memcpy(host->job_info->table.lead.token, elastic->net->token,
+         sizeof host->job_info->table.lead.token);
+  host->job_info->table.lead.model = cddp__model_of(d);
+  cddp__join_listen(host);
 }
 
-/* The group is broken, or there is none yet: those that are there make another one, and go on from
-   the furthest of them. CDDP_PEER_LOST: one of them was lost meanwhile. */
+/* The groups are broken, or do not exist yet: the living members meet, create new groups, and
+   continue from the member with the most reductions. CDDP_PEER_LOST: another member was lost. */
 static cddp_result cddp__elastic_regroup(cddp_ddp *d) {
-  cddp__elastic *c = d->elastic;
+  cddp__elastic *elastic = d->elastic;
   cddp__elastic_report *from = NULL;
   cddp__message *table = NULL;
   cddp_result r;
   int i;
-  if (++c->attempts > 4 * d->shards + 16) /* that is no loss any more */
-    return cddp__fail(CDDP_ABORTED, "ranks met %d times after losses in step %" PRIu64
-                      " and could not complete it", c->attempts - 1, d->steps);
-  cddp__elastic_leave(d);
+  if (++elastic->attempts > 4 * d->shards + 16) /* more than losses explain */
+    return cddp__fail(CDDP_ABORTED,
+                      "ranks formed new groups %d times in step %" PRIu64
+                      " and could not complete it",
+                      elastic->attempts - 1, d->steps);
+  cddp__elastic_leave_groups(d);
   r = cddp__elastic_gather_reports(d, &table);
-  if (r == CDDP_OK) from = cddp__elastic_use_table(d, table);
+  if (r == CDDP_OK) from = cddp__elastic_apply_table(d, table);
   if (r == CDDP_PEER_LOST) r = CDDP_ABORTED;
   CDDP__POINT("elastic table");
-  if (r == CDDP_OK && from == NULL) { /* nobody has the model: there may be others than those */
-    for (i = 0; i < d->shards; i++) c->members[i].life = 0;
-    c->me = c->net->rank = d->shards;
+  if (r == CDDP_OK && from == NULL) { /* only joining ranks: the members can be elsewhere */
+    for (i = 0; i < d->shards; i++) elastic->members[i].life = 0;
+    elastic->me = elastic->net->rank = d->shards;
     cddp__elastic_disconnect(d);
     r = CDDP_PEER_LOST;
   }
-  if (r == CDDP_OK) r = cddp__elastic_group(d, table, 0, &d->control);
-  if (r == CDDP_OK) r = cddp__elastic_group(d, table, 1, &d->comm);
-  if (r == CDDP_OK) r = cddp__elastic_go(d);
-  if (r == CDDP_OK) r = cddp__elastic_connect(d); /* all have both groups: these connect */
-  if (r == CDDP_OK && d->group->backend != NULL)
-    r = (d->group->backend->open)(d->group, d->comm);
+  if (r == CDDP_OK) r = cddp__elastic_create_group(d, table, 0, &d->control);
+  if (r == CDDP_OK) r = cddp__elastic_create_group(d, table, 1, &d->comm);
+  if (r == CDDP_OK) r = cddp__elastic_confirm_groups(d);
+  if (r == CDDP_OK) r = cddp__elastic_connect(d); /* all ranks have created both groups */
+  if (r == CDDP_OK && d->group->backend != NULL) r = (d->group->backend->open)(d->group, d->comm);
   for (i = 0; i < 2; i++) {
-    cddp__arena_free(d->group->host, c->blocks[i]);
-    c->blocks[i] = NULL;
+    cddp__arena_free(d->group->host, elastic->blocks[i]);
+    elastic->blocks[i] = NULL;
   }
   CDDP__POINT("elastic grouped");
-  if (r == CDDP_OK) r = cddp__elastic_level(d, table, from);
-  cddp__free(&c->net->allocator, table);
+  if (r == CDDP_OK) r = cddp__elastic_synchronize(d, table, from);
+  cddp__free(&elastic->net->allocator, table);
   if (r != CDDP_OK) return r;
-  cddp__elastic_open(d);
-  cddp__log(&d->group->host->logger, 1, "%d ranks go on with step %" PRIu64, d->active_count,
-            c->done);
+  cddp__elastic_open_joins(d);
+  cddp__log(&d->group->host->logger, 1, "%d ranks continue with step %" PRIu64, d->active_count,
+            elastic->done);
   return CDDP_OK;
 }
 
 /* --- shards and steps --- */
 
-/* A shard that this rank is to do; -1: there is none. */
-static int cddp__elastic_pick(const cddp_ddp *d) {
-  const cddp__elastic *c = d->elastic;
+/* A shard that this rank must still compute; -1: none. */
+static int cddp__elastic_find_shard(const cddp_ddp *d) {
+  const cddp__elastic *elastic = d->elastic;
   int i;
   for (i = 0; i < d->shards; i++)
-    if (i != d->held && d->owner[i] < d->active_count && c->order[d->owner[i]] == c->me &&
-        !cddp__nodes_contain(d->kept, d->kept_count, i))
+    if (i != d->held && d->owner[i] < d->active_count &&
+        elastic->order[d->owner[i]] == elastic->me &&
+        !cddp__nodes_contain(d->own_nodes, d->own_node_count, i))
       return i;
   return -1;
 }
 
-/* The shard that this rank has in hand becomes a node. The last one may stay in the gradients,
-   where the others see them. */
-static cddp_result cddp__elastic_keep(cddp_ddp *d) {
-  bool more = !d->elastic->one_host || cddp__elastic_pick(d) >= 0;
+/* Makes the current shard's sum a node. On one host the last shard's sum can stay in the gradients,
+   where the other ranks read it. */
+static cddp_result cddp__elastic_finish_shard(cddp_ddp *d) {
+  bool more = !d->elastic->one_host || cddp__elastic_find_shard(d) >= 0;
   cddp_result r = CDDP_OK;
   if (d->sparse != NULL) r = cddp__keep_rows(d, d->held);
-  CDDP__POINT("elastic keep");
-  if (r == CDDP_OK && (more || d->kept_count > 0)) r = cddp__elastic_grow(d, d->kept_count + 1);
+  CDDP__POINT("elastic shard end");
+  if (r == CDDP_OK && (more || d->own_node_count > 0))
+    r = cddp__elastic_grow_slots(d, d->own_node_count + 1);
   if (r == CDDP_OK) r = cddp__keep_node(d, d->held, more);
-  d->elastic->spent = !more;
-  CDDP__POINT("elastic kept");
+  d->elastic->holds_shard = !more;
+  CDDP__POINT("elastic shard stored");
   return r;
 }
 
-/* d->held: the next shard; -1: all are done, and the mean of them is there. */
+/* Sets d->held to the next shard; -1: the reduction is complete, and the mean exists. */
 static cddp_result cddp__elastic_next(cddp_ddp *d) {
-  cddp__elastic *c = d->elastic;
+  cddp__elastic *elastic = d->elastic;
   cddp_result r = CDDP_OK;
-  if (c->done == c->step) cddp__elastic_drop_past(d);
+  if (elastic->done == elastic->step) cddp__elastic_leave_broken(d);
   cddp__join_serve(d->group->host);
-  if (d->held >= 0 && c->done == c->step) r = cddp__elastic_keep(d);
+  if (d->held >= 0 && elastic->done == elastic->step) r = cddp__elastic_finish_shard(d);
   if (d->held >= 0) cddp__arm(d);
   d->held = -1;
-  while (r == CDDP_OK && c->done == c->step) {
-    int shard = cddp__elastic_pick(d);
-    if (shard >= 0 && c->spent) r = cddp__elastic_clear(d);
+  while (r == CDDP_OK && elastic->done == elastic->step) {
+    int shard = cddp__elastic_find_shard(d);
+    if (shard >= 0 && elastic->holds_shard) r = cddp__elastic_clear_gradients(d);
     if (shard >= 0) {
       if (r == CDDP_OK) d->held = shard;
       return r;
     }
-    cddp__elastic_accept(d, false);
-    if (cddp__elastic_leader(d) != c->me) cddp__elastic_disconnect(d);
-    if (c->request_count > 0 && c->attempts == 0) /* lets them in, once a step */
-      r = cddp__fail(CDDP_PEER_LOST, "the ranks meet again, as a process joins");
+    cddp__elastic_accept_reports(d, false);
+    if (cddp__elastic_leader(d) != elastic->me) cddp__elastic_disconnect(d);
+    if (elastic->request_count > 0 && elastic->attempts == 0) /* at most one such meeting a step */
+      r = cddp__fail(CDDP_PEER_LOST, "the ranks form new groups, as a process joins");
     else
       r = cddp__elastic_reduce(d);
     while (r == CDDP_PEER_LOST) r = cddp__elastic_regroup(d);
@@ -20972,105 +21038,108 @@ static cddp_result cddp__elastic_next(cddp_ddp *d) {
 
 /* --- the update --- */
 
-/* Means and squares of part k. */
-static cddp__pass cddp__part_pass(cddp_ddp *d, cddp_optim *s, int k, size_t *begin, size_t *end) {
-  cddp__pass x = cddp__pass_of(d, s, true);
-  x.alone = true;
-  x.means = d->elastic->means[k];
+/* A pass over part k of the mean, which is bytes *begin to *end of the model. */
+static cddp__pass cddp__part_pass(cddp_ddp *d, cddp_optim *optim, int k, size_t *begin,
+                                  size_t *end) {
+  cddp__pass pass = cddp__pass_of(d, optim, true);
+  pass.alone = true;
+  pass.means = d->elastic->means[k];
   cddp__slice(d->dense, CDDP__BLOCK_BYTES, d->elastic->mean_parts, k, begin, end);
-  return x;
+  return pass;
 }
 
-/* A block of CDDP__PASS_WEIGHTS: by its mean this rank steps its own weights, and its gradients
-   become zero. */
-static void cddp__step_block(cddp__pass *x, int i, const cddp__update *u, size_t at, size_t n) {
+/* A block of CDDP__PASS_WEIGHTS: steps this rank's own weights by the mean, and clears its
+   gradients. */
+static void cddp__step_block(cddp__pass *pass, int i, const cddp__update *update, size_t at,
+                             size_t n) {
   double room[CDDP__STEP_BLOCK / sizeof(double)];
-  cddp_ddp *d = x->d;
-  size_t esize = cddp__dtype_size(u->stored), first = (at - d->tensors[i].offset) / esize;
+  cddp_ddp *d = pass->d;
+  size_t esize = cddp__dtype_size(update->stored), first = (at - d->tensors[i].offset) / esize;
   char *weights = (char *)d->params[i].data + first * esize;
   char *own = cddp__gradient_at(d, d->me, i, at);
-  const char *gradient = (const char *)cddp__block_gradient(x, i, at, n, room);
+  const char *gradient = (const char *)cddp__block_gradient(pass, i, at, n, room);
   cddp__fused_args args;
   int k;
-  if (u->loop == NULL || u->stored != CDDP_F32) {
-    cddp__update_run(u, first, weights, gradient, n);
+  if (update->loop == NULL || update->stored != CDDP_F32) {
+    cddp__update_run(update, first, weights, gradient, n);
     cddp__copy_near(own, NULL, n * esize);
-  } else { /* which makes the gradient zero */
+  } else { /* the loop clears the gradient */
     cddp__copy_near(own, gradient, n * esize);
     for (k = 0; k < CDDP__STATES; k++)
-      args.states[k] = u->states[k] != NULL ? (cddp__f32 *)(void *)u->states[k] + first : NULL;
-    args.scalars = &u->scalars;
-    args.mean = (float)u->scalars.sign;
+      args.states[k] =
+          update->states[k] != NULL ? (cddp__f32 *)(void *)update->states[k] + first : NULL;
+    args.scalars = &update->scalars;
+    args.mean = (float)update->scalars.sign;
     args.clip = 1;
     args.gradients[0] = (cddp__f32 *)(void *)own;
     args.weights[0] = (cddp__f32 *)(void *)weights;
-    u->loop(&args, 1, n);
+    update->loop(&args, 1, n);
   }
-  cddp__optim_copy(x->s, i, first, n);
+  cddp__optim_copy(pass->s, i, first, n);
 }
 
-/* Steps all weights of this rank, which is in host memory. */
-static cddp_result cddp__step_alone(cddp_ddp *d, cddp_optim *s) {
-  cddp__sparse *const *sparse = s->sparse; /* NULL: it was made without `ddp` */
-  cddp__elastic *c = d->elastic;
+/* Steps all weights of this rank, in host memory. */
+static cddp_result cddp__step_own_weights(cddp_ddp *d, cddp_optim *optim) {
+  cddp__sparse *const *sparse = optim->sparse; /* NULL: created without `ddp` */
+  cddp__elastic *elastic = d->elastic;
   double clip = 1;
   size_t begin, end;
-  cddp__pass x;
+  cddp__pass pass;
   cddp_result r;
   int k;
-  s->sparse = d->sparse;
-  r = cddp__optim_prepare(s);
-  s->sparse = sparse;
+  optim->sparse = d->sparse;
+  r = cddp__optim_prepare(optim);
+  optim->sparse = sparse;
   if (r != CDDP_OK) return r;
-  if (d->desc.max_grad_norm > 0 && !c->in_parts) {
-    x = cddp__part_pass(d, s, 0, &begin, &end);
-    x.block = cddp__keep_mean;
-    x.squares = true;
-    cddp__walk(&x, begin, end);
-    c->squares[0] = d->squares[d->me];
+  if (d->desc.max_grad_norm > 0 && !elastic->in_parts) {
+    pass = cddp__part_pass(d, optim, 0, &begin, &end);
+    pass.block = cddp__keep_mean;
+    pass.squares = true;
+    cddp__walk(&pass, begin, end);
+    elastic->squares[0] = d->squares[d->me];
   }
   if (d->desc.max_grad_norm > 0) {
-    clip = cddp__clip_factor(d, d->desc.max_grad_norm, c->squares, c->mean_parts);
+    clip = cddp__clip_factor(d, d->desc.max_grad_norm, elastic->squares, elastic->mean_parts);
     cddp__clip_rows(d, clip);
   }
-  for (k = 0; k < c->mean_parts; k++) {
-    x = cddp__part_pass(d, s, k, &begin, &end);
-    x.which = CDDP__PASS_WEIGHTS;
-    x.block = cddp__step_block;
-    x.clip = clip;
-    cddp__walk(&x, begin, end);
+  for (k = 0; k < elastic->mean_parts; k++) {
+    pass = cddp__part_pass(d, optim, k, &begin, &end);
+    pass.which = CDDP__PASS_WEIGHTS;
+    pass.block = cddp__step_block;
+    pass.clip = clip;
+    cddp__walk(&pass, begin, end);
   }
   for (k = 0; k < d->count; k++)
-    if (cddp__sparse_of(d, k) != NULL && !cddp__optim_skips(s, k))
-      cddp__optim_rows(s, k, d->sparse[k]);
-  return cddp__clear_gradients(d, s, true);
+    if (cddp__sparse_of(d, k) != NULL && !cddp__optim_skips(optim, k))
+      cddp__optim_rows(optim, k, d->sparse[k]);
+  return cddp__clear_gradients(d, optim, true);
 }
 
-/* The mean to the gradients. */
-static cddp_result cddp__take_means(cddp_ddp *d) {
+/* Copies the mean to the gradients. */
+static cddp_result cddp__copy_means(cddp_ddp *d) {
   cddp_result r = CDDP_OK;
   size_t begin, end;
   int k;
   for (k = 0; r == CDDP_OK && k < d->elastic->mean_parts; k++) {
-    cddp__pass x = cddp__part_pass(d, NULL, k, &begin, &end);
-    r = (d->memory->copy)(d->arena + begin, x.means + begin, end - begin, d->group->stream);
+    cddp__pass pass = cddp__part_pass(d, NULL, k, &begin, &end);
+    r = (d->memory->copy)(d->arena + begin, pass.means + begin, end - begin, d->group->stream);
   }
   return r;
 }
 
-/* The update, or (s NULL) what cddp_ddp_wait gives: this rank's own work on the mean. */
-static cddp_result cddp__elastic_update(cddp_ddp *d, cddp_optim *s) {
+/* The update of cddp_ddp_step, or (optim NULL) of cddp_ddp_wait. Needs no other rank. */
+static cddp_result cddp__elastic_update(cddp_ddp *d, cddp_optim *optim) {
   bool gpu = d->group->backend != NULL;
   cddp_result r = CDDP_OK;
   CDDP__POINT("elastic update");
-  d->elastic->called = cddp__update_call(d, s);
+  d->elastic->last_update = cddp__update_call(d, optim);
   memset(d->used, 1, (size_t)d->count);
-  if (gpu || s == NULL) r = cddp__take_means(d);
-  if (r == CDDP_OK && s == NULL) r = cddp__return_gradients(d);
-  if (r == CDDP_OK && s != NULL && gpu) r = (d->memory->step)(d, s, true, true);
-  if (r == CDDP_OK && s != NULL) r = gpu ? cddp__clear_gradients(d, s, true)
-                                         : cddp__step_alone(d, s);
-  d->elastic->spent = false;
+  if (gpu || optim == NULL) r = cddp__copy_means(d);
+  if (r == CDDP_OK && optim == NULL) r = cddp__return_gradients(d);
+  if (r == CDDP_OK && optim != NULL && gpu) r = (d->memory->step)(d, optim, true, true);
+  if (r == CDDP_OK && optim != NULL)
+    r = gpu ? cddp__clear_gradients(d, optim, true) : cddp__step_own_weights(d, optim);
+  d->elastic->holds_shard = false;
   CDDP__POINT("elastic updated");
   if (r == CDDP_OK) d->elastic->step++;
   return r;
@@ -21078,170 +21147,174 @@ static cddp_result cddp__elastic_update(cddp_ddp *d, cddp_optim *s) {
 
 /* --- creation, joining and destruction --- */
 
-/* Other ranks may still read what this rank shows, its part of the last mean, and its squares:
-   these are freed when all have left the group. Without a group they stay. So does all that threads
-   of a process may read. */
-static void cddp__keep_shown(cddp_ddp *d) {
-  cddp__elastic *c = d->elastic;
-  cddp__host *h = d->group->host;
-  if (d->active_count == 1 || c->own == NULL) return;
+/* Other ranks can still read this rank's published addresses, its part of the last mean, and its
+   squares. They are freed when all ranks have left the group; without a group, never. Memory that
+   other threads of this process can read is never freed. */
+static void cddp__defer_free_published(cddp_ddp *d) {
+  cddp__elastic *elastic = d->elastic;
+  cddp__host *host = d->group->host;
+  if (d->active_count == 1 || elastic->own == NULL) return;
   if (d->control != NULL) {
-    cddp__arena_free_with(h, c->own, d->control->block);
-    cddp__arena_free_with(h, c->mean, d->control->block);
-    cddp__arena_free_with(h, d->arena, d->control->block);
+    cddp__arena_free_with(host, elastic->own, d->control->block);
+    cddp__arena_free_with(host, elastic->mean, d->control->block);
+    cddp__arena_free_with(host, d->arena, d->control->block);
   }
-  c->own = NULL;
-  c->mean = d->arena = NULL;
-  if (h->threads) c->area = d->rows = NULL;
+  elastic->own = NULL;
+  elastic->mean = d->arena = NULL;
+  if (host->threads) elastic->slot_area = d->rows = NULL;
 }
 
 static void cddp__elastic_free(cddp_ddp *d) {
-  cddp__elastic *c = d->elastic;
-  if (c == NULL) return;
-  cddp__keep_shown(d);
-  if (c->net != NULL) {
-    cddp__elastic_drop_past(d);
+  cddp__elastic *elastic = d->elastic;
+  if (elastic == NULL) return;
+  cddp__defer_free_published(d);
+  if (elastic->net != NULL) {
+    cddp__elastic_leave_broken(d);
     cddp__elastic_close(d);
-    cddp__free(&c->net->allocator, c->leftovers);
+    cddp__free(&elastic->net->allocator, elastic->retired);
   }
   d->group->host->elastic = false;
   if (d->group->host->joined)
-    d->group->host->job_info->table.lead.model.params = 0; /* it has had its one */
+    d->group->host->job_info->table.lead.model.params = 0; /* a process joins only once */
   (void)d->memory->use(d->group);
-  cddp__elastic_release(d, c->mean);
-  cddp__elastic_release(d, c->area);
-  cddp__elastic_release(d, c->states);
-  cddp__arena_free(d->group->host, c->own);
-  cddp__net_release(c->net);
-  cddp__free(&d->group->host->allocator, c);
+  cddp__elastic_release(d, elastic->mean);
+  cddp__elastic_release(d, elastic->slot_area);
+  cddp__elastic_release(d, elastic->states);
+  cddp__arena_free(d->group->host, elastic->own);
+  cddp__net_release(elastic->net);
+  cddp__free(&d->group->host->allocator, elastic);
   d->elastic = NULL;
 }
 
-/* What this rank tells of itself; its socket listens. */
-static cddp_result cddp__elastic_self(cddp_ddp *d, cddp__elastic_member *self) {
-  cddp__elastic *c = d->elastic;
-  const cddp__host *h = d->group->host;
-  const cddp__elastic_member *lead = h->job_info != NULL ? &h->job_info->table.lead.self : NULL;
+/* Describes this rank as a member, and opens its listening socket. */
+static cddp_result cddp__elastic_describe_self(cddp_ddp *d, cddp__elastic_member *self) {
+  cddp__elastic *elastic = d->elastic;
+  const cddp__host *host = d->group->host;
+  const cddp__elastic_member *lead =
+      host->job_info != NULL ? &host->job_info->table.lead.self : NULL;
   cddp__address a;
   int fd = -1, count;
   cddp_result r = CDDP_OK;
   memset(self, 0, sizeof *self);
-  if (h->joined) { /* a datagram socket says what the system would take; nothing is sent */
+  if (host->joined) { /* a datagram socket finds the local address without sending anything */
     a = cddp__internet_address(&lead->address);
     cddp__address_set_port(&a, lead->port);
     fd = socket(a.sa.ss_family, SOCK_DGRAM | SOCK_CLOEXEC, 0);
     if (fd >= 0 && connect(fd, &a.any, a.size) != 0) cddp__close_fd(&fd);
   }
-  if (h->net != NULL) a = cddp__internet_address(&h->net->hosts[h->net->host].address);
-  else if (h->joined && h->fd >= 0)
-    a = cddp__internet_address(&h->job_info->table.address);
-  else r = cddp__own_address(fd, &a);
+  if (host->net != NULL)
+    a = cddp__internet_address(&host->net->hosts[host->net->host].address);
+  else if (host->joined && host->fd >= 0)
+    a = cddp__internet_address(&host->job_info->table.address);
+  else
+    r = cddp__own_address(fd, &a);
   cddp__close_fd(&fd);
   if (r != CDDP_OK) return r;
   cddp__address_set_port(&a, 0);
   self->address = a.v6;
-  self->place = c->me;
-  self->host = h->net != NULL ? h->net->host : 0;
-  if (h->joined) self->host = h->fd >= 0 ? h->job_info->table.host : 2 * d->shards;
-  if ((r = cddp__listen_all(&a, 1, &c->net->listener, &count)) != CDDP_OK)
-    return cddp__fail_in(r, "connections of ranks that go on after a loss: ");
+  self->number = elastic->me;
+  self->host = host->net != NULL ? host->net->host : 0;
+  if (host->joined) self->host = host->fd >= 0 ? host->job_info->table.host : 2 * d->shards;
+  if ((r = cddp__listen_all(&a, 1, &elastic->net->listener, &count)) != CDDP_OK)
+    return cddp__fail_in(r, "cannot listen for the other ranks of an elastic model: ");
   self->port = cddp__address_port(&a);
   self->rank = d->group->rank;
-  self->index = h->index;
+  self->index = host->index;
   self->pid = (uint32_t)getpid();
-  snprintf(self->name, sizeof self->name, "%s", h->name);
+  snprintf(self->name, sizeof self->name, "%s", host->name);
 #ifdef CDDP_CUDA
   if (d->group->backend != NULL) self->gpu = cddp__device_of(d->group)->gpu;
 #endif
   return cddp__random(&self->life, sizeof self->life);
 }
 
-/* The model's membership, with this rank alone. */
+/* Creates the membership, with this rank alone. */
 static cddp_result cddp__elastic_new(cddp_ddp *d) {
-  cddp__host *h = d->group->host;
-  const cddp_allocator *a = &h->allocator;
+  cddp__host *host = d->group->host;
+  const cddp_allocator *a = &host->allocator;
   size_t n = (size_t)d->shards, links = n + CDDP__JOIN_REQUESTS;
   const char *secret =
-      h->job_info != NULL && h->job_info->secret[0] != 0 ? h->job_info->secret : NULL;
-  cddp__elastic *c = (cddp__elastic *)cddp__calloc(
-      a, 1, sizeof *c + sizeof *c->members +
-                n * (sizeof *c->members + 3 * sizeof(void *) + 2 * sizeof(int) + 1) +
-                2 * links * sizeof(void *));
-  if (c == NULL) return CDDP_OUT_OF_MEMORY;
-  h->elastic = true;
-  d->elastic = c;
-  c->members = (cddp__elastic_member *)(void *)(c + 1);
-  c->links = (cddp__link **)(void *)(c->members + n + 1);
-  c->reports = (cddp__message **)(void *)(c->links + links);
-  c->means = (char **)(void *)(c->reports + links);
-  c->squares = (double **)(void *)(c->means + n);
-  c->shown = (cddp__shown **)(void *)(c->squares + n);
-  c->order = (int *)(void *)(c->shown + n);
-  c->indices = c->order + n;
-  c->ended = (unsigned char *)(c->indices + n);
-  c->empty = h->joined;
-  c->me = h->joined ? d->shards : d->group->rank;
-  c->net = cddp__net_new(a, d->shards + 1, 2 * d->shards + 1);
-  if (c->net == NULL) return CDDP_OUT_OF_MEMORY;
-  c->net->rank = c->me;
-  if (secret != NULL && (c->net->secret = cddp__strdup(a, secret)) == NULL)
+      host->job_info != NULL && host->job_info->secret[0] != 0 ? host->job_info->secret : NULL;
+  cddp__elastic *elastic = (cddp__elastic *)cddp__calloc(
+      a, 1,
+      sizeof *elastic + sizeof *elastic->members +
+          n * (sizeof *elastic->members + 3 * sizeof(void *) + 2 * sizeof(int) + 1) +
+          2 * links * sizeof(void *));
+  if (elastic == NULL) return CDDP_OUT_OF_MEMORY;
+  host->elastic = true;
+  d->elastic = elastic;
+  elastic->members = (cddp__elastic_member *)(void *)(elastic + 1);
+  elastic->links = (cddp__link **)(void *)(elastic->members + n + 1);
+  elastic->reports = (cddp__message **)(void *)(elastic->links + links);
+  elastic->means = (char **)(void *)(elastic->reports + links);
+  elastic->squares = (double **)(void *)(elastic->means + n);
+  elastic->published = (cddp__published **)(void *)(elastic->squares + n);
+  elastic->order = (int *)(void *)(elastic->published + n);
+  elastic->indices = elastic->order + n;
+  elastic->ended = (unsigned char *)(elastic->indices + n);
+  elastic->empty = host->joined;
+  elastic->me = host->joined ? d->shards : d->group->rank;
+  elastic->net = cddp__net_new(a, d->shards + 1, 2 * d->shards + 1);
+  if (elastic->net == NULL) return CDDP_OUT_OF_MEMORY;
+  elastic->net->rank = elastic->me;
+  if (secret != NULL && (elastic->net->secret = cddp__strdup(a, secret)) == NULL)
     return CDDP_OUT_OF_MEMORY;
-  c->mean = cddp__elastic_alloc(d, d->dense + cddp__gather_slack(d), CDDP__EXTENT_MEAN);
-  if (c->mean == NULL) return CDDP_OUT_OF_MEMORY;
-  return d->group->backend == NULL ? cddp__show_new(d) : CDDP_OK;
+  elastic->mean = cddp__elastic_allocate(d, d->dense + cddp__gather_slack(d), CDDP__EXTENT_MEAN);
+  if (elastic->mean == NULL) return CDDP_OUT_OF_MEMORY;
+  return d->group->backend == NULL ? cddp__create_published(d) : CDDP_OK;
 }
 
-/* Collective over d->control: all ranks know each other. */
+/* Collective over d->control: all ranks exchange their descriptions as members. */
 static cddp_result cddp__elastic_create(cddp_ddp *d) {
   cddp_group *g = d->control;
   size_t n = (size_t)g->size;
-  cddp__elastic_lead_info mine, *all;
+  cddp__elastic_leader_info mine, *all;
   cddp_result r = cddp__elastic_new(d);
   int k;
   CDDP__POINT("elastic enter");
   memset(&mine, 0, sizeof mine);
-  if (r == CDDP_OK) r = cddp__elastic_self(d, &mine.self);
+  if (r == CDDP_OK) r = cddp__elastic_describe_self(d, &mine.self);
   if (r == CDDP_OK) r = cddp__random(mine.token, sizeof mine.token);
-  all = (cddp__elastic_lead_info *)cddp__malloc(&g->host->allocator, n * sizeof *all);
+  all = (cddp__elastic_leader_info *)cddp__malloc(&g->host->allocator, n * sizeof *all);
   if (all == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
   r = cddp__consensus(g, r, &mine, sizeof mine, all);
   for (k = 0; r == CDDP_OK && k < g->size; k++) {
-    cddp__elastic_enter(d->elastic, k, &all[k].self);
+    cddp__elastic_set_member(d->elastic, k, &all[k].self);
     d->elastic->order[k] = k;
   }
   if (r == CDDP_OK) {
     memcpy(d->elastic->net->token, all[0].token, sizeof all[0].token);
     d->elastic->net->host = all[d->elastic->me].self.host;
     d->active_count = g->size;
-    cddp__elastic_deal(d);
+    cddp__elastic_assign_shards(d);
   }
   cddp__free(&g->host->allocator, all);
   if (r == CDDP_OK) r = cddp__consensus(g, cddp__elastic_connect(d), NULL, 0, NULL);
-  if (r == CDDP_OK) cddp__elastic_open(d);
+  if (r == CDDP_OK) cddp__elastic_open_joins(d);
   return r;
 }
 
-/* Local, but for its meeting with the others: this rank, of a process that has joined, becomes a
-   member and has the others' weights. */
+/* In a joining process: becomes a member and receives the weights. Meets only the members of the
+   model; it is not a collective over a group. */
 static cddp_result cddp__elastic_join(cddp_ddp *d) {
-  const cddp__elastic_lead_info *lead = &d->group->host->job_info->table.lead;
+  const cddp__elastic_leader_info *lead = &d->group->host->job_info->table.lead;
   cddp__elastic_member self;
   cddp_result r = cddp__join_compare(d, &lead->model);
   if (r == CDDP_OK) r = cddp__elastic_new(d);
-  if (r == CDDP_OK) r = cddp__elastic_self(d, &self);
+  if (r == CDDP_OK) r = cddp__elastic_describe_self(d, &self);
   if (r != CDDP_OK) return r;
-  cddp__elastic_enter(d->elastic, d->elastic->me, &self);
+  cddp__elastic_set_member(d->elastic, d->elastic->me, &self);
   d->elastic->net->host = self.host;
   do r = cddp__elastic_regroup(d);
   while (r == CDDP_PEER_LOST);
-  if (r == CDDP_ABORTED) r = CDDP_PEER_LOST; /* what the others fail of is not this rank's affair */
+  if (r == CDDP_ABORTED) r = CDDP_PEER_LOST; /* the members' failure is not an error of this rank */
   if (r == CDDP_OK) cddp__record_event(d->group, "joined", d->steps, CDDP_OK);
   return r;
 }
 
 /* --- the update, for the caller --- */
 
-/* The first setting in which the optimizer of a rank that has joined differs from the job's. */
+/* Compares a joined rank's optimizer with the job's. The error names the first difference. */
 static cddp_result cddp__compare_settings(const cddp_ddp *d, const cddp__snapshot *mine) {
   const cddp__snapshot *job = &d->snapshot;
   int i = CDDP__SETTING_ADAMW;
@@ -21260,50 +21333,50 @@ static cddp_result cddp__compare_settings(const cddp_ddp *d, const cddp__snapsho
                     d->group->rank);
 }
 
-/* o is the optimizer of d; of a rank that has joined it gets what the others' have. */
-static cddp_result cddp__elastic_restore(cddp_ddp *d, cddp_optim *o) {
-  cddp__snapshot *from = &d->snapshot, mine = cddp__optim_snapshot(o, NULL);
-  cddp__elastic *c = d->elastic;
+/* Makes `optim` the optimizer of d. In a joined rank it receives the snapshot's states. */
+static cddp_result cddp__elastic_restore(cddp_ddp *d, cddp_optim *optim) {
+  cddp__snapshot *from = &d->snapshot, mine = cddp__optim_snapshot(optim, NULL);
+  cddp__elastic *elastic = d->elastic;
   cddp_result r = CDDP_OK;
   int i;
   if (from->known) CDDP__TRY(cddp__compare_settings(d, &mine));
   if (d->optim != NULL) d->optim->known = NULL;
-  d->optim = o;
-  o->known = &d->optim;
-  if (from->known) cddp__set_lr(o, from->settings[CDDP__SETTING_LR]);
+  d->optim = optim;
+  optim->known = &d->optim;
+  if (from->known) cddp__set_lr(optim, from->settings[CDDP__SETTING_LR]);
   from->known = false;
   if (!from->stepped) return CDDP_OK;
-  CDDP_ASSERT(o->states == from->states);
-  for (i = 0; r == CDDP_OK && i < o->count; i++) {
-    o->steps[i] = d->tensors[i].inherited;
-    o->fresh[i] = o->steps[i] == 0;
-    if (o->steps[i] > 0 && o->backend == NULL) r = cddp__need_states(o, i);
+  CDDP_ASSERT(optim->states == from->states);
+  for (i = 0; r == CDDP_OK && i < optim->count; i++) {
+    optim->steps[i] = d->tensors[i].restored_steps;
+    optim->fresh[i] = optim->steps[i] == 0;
+    if (optim->steps[i] > 0 && optim->backend == NULL) r = cddp__need_states(optim, i);
   }
-  if (r == CDDP_OK) r = cddp__copy_states(d, o, c->states, 0, d->model_bytes, false);
+  if (r == CDDP_OK) r = cddp__copy_states(d, optim, elastic->states, 0, d->model_bytes, false);
   from->stepped = false;
   if (r == CDDP_OK) r = cddp__elastic_await_device(d);
-  cddp__elastic_release(d, c->states);
-  c->states = NULL;
+  cddp__elastic_release(d, elastic->states);
+  elastic->states = NULL;
   return r;
 }
 
-/* cddp_ddp_step, or (s NULL) cddp_ddp_wait, of an elastic model. */
-static cddp_result cddp__elastic_step(cddp_ddp *d, cddp_optim *s) {
-  cddp__elastic *c = d->elastic;
+/* cddp_ddp_step, or (optim NULL) cddp_ddp_wait, of an elastic model. */
+static cddp_result cddp__elastic_step(cddp_ddp *d, cddp_optim *optim) {
+  cddp__elastic *elastic = d->elastic;
   cddp_result r;
   uint64_t record;
   if ((r = cddp__check_cause(&d->failure)) != CDDP_OK) return r;
-  if (s == NULL && d->no_sync) return CDDP_OK;
-  record = cddp__record_begin(d->group, s != NULL ? CDDP__KIND_DDP_STEP : CDDP__KIND_DDP_WAIT,
+  if (optim == NULL && d->no_sync) return CDDP_OK;
+  record = cddp__record_begin(d->group, optim != NULL ? CDDP__KIND_DDP_STEP : CDDP__KIND_DDP_WAIT,
                               d->steps, 0);
   r = d->memory->use(d->group);
-  if (r == CDDP_OK && (d->held >= 0 || c->done == c->step))
+  if (r == CDDP_OK && (d->held >= 0 || elastic->done == elastic->step))
     r = cddp__fail(CDDP_INVALID_ARGUMENT,
-                   "rank %d came to the update of step %" PRIu64 " before all shards are done; "
+                   "rank %d called the update of step %" PRIu64 " before all shards are done; "
                    "call cddp_ddp_next_shard until it returns false",
                    d->group->rank, d->steps);
-  if (r == CDDP_OK && s != NULL && s != d->optim) r = cddp__elastic_restore(d, s);
-  if (r == CDDP_OK) r = cddp__elastic_update(d, s);
+  if (r == CDDP_OK && optim != NULL && optim != d->optim) r = cddp__elastic_restore(d, optim);
+  if (r == CDDP_OK) r = cddp__elastic_update(d, optim);
   if (r == CDDP_OK) {
     d->steps++;
     d->present = d->active_count;
@@ -21327,7 +21400,7 @@ CDDPDEF cddp_group *cddp_ddp_group(cddp_ddp *d) {
     return NULL;
   }
   if (cddp__check_cause(&d->failure) != CDDP_OK) return NULL;
-  return d->elastic->past != NULL ? d->elastic->past : d->comm;
+  return d->elastic->broken_comm != NULL ? d->elastic->broken_comm : d->comm;
 }
 /* >>sampler ------------------------------------------------------------------------------------
    Job: torch.utils.data.DistributedSampler, with the same generator and the same shuffle.

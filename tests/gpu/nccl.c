@@ -2555,7 +2555,7 @@ static void check_elastic(sharding *c, uint64_t want, int n, const char *hosts) 
 }
 
 static const char *const elastic_points[] = {
-    "ready", "elastic keep", "elastic met", "elastic exchanged", "elastic reduced",
+    "ready", "elastic shard end", "elastic met", "elastic exchanged", "elastic reduced",
     "elastic update", "elastic updated", "elastic rows", "elastic rows gathered",
     "elastic grouped", "elastic passed", "elastic table"};
 #define ELASTIC_POINTS (sizeof elastic_points / sizeof *elastic_points)

@@ -366,7 +366,7 @@ static void test_undisturbed(void) {
 
 static const char *const points[] = {
     "elastic piece", /* between hosts alone */
-    "forward", "backward", "meeting", "elastic keep", "elastic kept", "elastic meet",
+    "forward", "backward", "meeting", "elastic shard end", "elastic shard stored", "elastic meet",
     "elastic met", "elastic exchanged", "elastic reduced", "elastic update", "elastic updated",
     "elastic mean", "elastic rows", "elastic rows gathered",
     /* after another death: */
@@ -403,7 +403,7 @@ static void test_deaths(void) { check_deaths(NULL); }
 /* A loss holds up those that live for less than 50 ms, beside the shards that are done again: the
    longest call of one of them, in the best of some tries, as other programs hold them up too. */
 static void test_recovery(void) {
-  static const char *const moments[] = {"forward", "elastic kept", "meeting", "elastic met",
+  static const char *const moments[] = {"forward", "elastic shard stored", "meeting", "elastic met",
                                         "elastic mean", "elastic exchanged"};
   size_t i;
   int tries;
@@ -423,7 +423,7 @@ static void test_recovery(void) {
 
 /* Several die, at once or one after another: all but one in the end. */
 static void test_several(void) {
-  static const char *const moments[] = {"backward", "elastic kept", "elastic mean",
+  static const char *const moments[] = {"backward", "elastic shard stored", "elastic mean",
                                         "elastic updated", "meeting"};
   int i, n, k;
   for (i = 0; i < 5; i++)
@@ -633,19 +633,19 @@ static void take_descriptors(void) {
 
 /* Rank 0 takes rank 1 for lost, and trains on. Rank 1 is told so, and fails alone. */
 static void taken_for_lost(small *m, int rank) {
-  struct cddp__elastic *c = m->ddp->elastic;
+  struct cddp__elastic *elastic = m->ddp->elastic;
   while (rank == 0 && __atomic_load_n(&reports[1].passed, __ATOMIC_SEQ_CST) == 0) {
     while (small_shard(m) >= 0) {}
     CHECK_OK(cddp_ddp_step(m->ddp, m->optim));
   }
   if (rank == 0) return;
-  pthread_mutex_lock(&c->net->lock);
-  cddp__close_fd(&c->net->listener);
-  pthread_mutex_unlock(&c->net->lock);
+  pthread_mutex_lock(&elastic->net->lock);
+  cddp__close_fd(&elastic->net->listener);
+  pthread_mutex_unlock(&elastic->net->lock);
   cddp__break(m->ddp->control, cddp__fail(CDDP_PEER_LOST, "as if rank 1 was lost"));
   ranks_sleep(0.2); /* rank 0 goes on alone */
   while (small_shard(m) >= 0) {}
-  expect(cddp_ddp_step(m->ddp, m->optim), CDDP_ABORTED, "took rank 1's process for one that has");
+  expect(cddp_ddp_step(m->ddp, m->optim), CDDP_ABORTED, "counted rank 1's process as lost");
   CHECK(strncmp(cddp_error(), "rank 1: ", 8) == 0);
   pass(1);
 }
