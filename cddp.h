@@ -2412,8 +2412,8 @@ typedef struct cddp__hosts {
   size_t mail_bytes;     /* of all of them */
   uint64_t pass;         /* number of the current pass through the items */
   bool polling;          /* a thread of this rank polls for all threads that wait */
-  int bell;              /* an eventfd that wakes it */
-  int epoll;             /* of connections, bell and listener, edge-triggered */
+  int wake_fd;           /* an eventfd that wakes it */
+  int epoll;             /* of connections, wake_fd and listener, edge-triggered */
 } cddp__hosts;
 
 /* >>hooks ---------------------------------------------------------------------------------------
@@ -2423,13 +2423,13 @@ typedef struct cddp__hosts {
    none. Returns whether a receive got its message. */
 static bool cddp__serve_idle(cddp_group *g);
 
-/* >>hosts, for groups that span hosts. _meet exchanges a round's headers with the other hosts.
-   _look accepts connections, reads notices and sends pending bytes. _hang_up ends this rank's
-   connections. _ask asks the other hosts which of their ranks have reached a round. */
-static cddp_result cddp__hosts_meet(cddp_group *g);
-static void cddp__hosts_look(cddp_group *g);
-static void cddp__hosts_hang_up(cddp_group *g);
-static void cddp__hosts_ask(cddp_group *g);
+/* >>hosts, for groups that span hosts. _exchange exchanges a round's headers with the other hosts.
+   _poll accepts connections, reads notices and sends pending bytes. _disconnect ends this rank's
+   connections. _query_arrivals asks the other hosts which of their ranks have reached a round. */
+static cddp_result cddp__hosts_exchange(cddp_group *g);
+static void cddp__hosts_poll(cddp_group *g);
+static void cddp__hosts_disconnect(cddp_group *g);
+static void cddp__hosts_query_arrivals(cddp_group *g);
 
 /* >>collectives: runs a collective in shared memory that does not fit into a round. */
 static cddp_result cddp__run_large(cddp_group *g, const cddp__call *c);
@@ -7454,7 +7454,7 @@ static cddp_result cddp__check_failure(cddp_group *g) {
   pthread_mutex_lock(&g->fail_lock);
   if (!g->failed && r == CDDP_PEER_LOST && net != NULL)
     cddp__set_cause(&net->loss, r, cddp__failure_text(g));
-  if (!g->failed && g->hosts != NULL) cddp__hosts_hang_up(g);
+  if (!g->failed && g->hosts != NULL) cddp__hosts_disconnect(g);
   g->failed = true;
   pthread_mutex_unlock(&g->fail_lock);
   return cddp__fail(r, "%s", cddp__failure_text(g));
@@ -7962,7 +7962,7 @@ static cddp_result cddp__break_late(cddp_group *g, int late) {
   cddp_result r;
   if (g->hosts != NULL && !g->hosts->local_only &&
       !cddp__has_announced(g, g->hosts->lowest_remote)) {
-    cddp__hosts_ask(g);
+    cddp__hosts_query_arrivals(g);
     r = cddp__check_failure(g);
     if (r != CDDP_OK || cddp__has_announced(g, g->hosts->lowest_remote)) return r;
   }
@@ -8317,7 +8317,7 @@ static cddp_result cddp__round_of(cddp_group *g, enum cddp__scope scope, const c
   if (adds) cddp__last_fp_mode = 1 + cddp__fp_mode();
   if (CDDP__UNLIKELY(g->hosts != NULL)) {
     g->hosts->local_only = !all;
-    if (all && (r = cddp__hosts_meet(g)) != CDDP_OK) return r;
+    if (all && (r = cddp__hosts_exchange(g)) != CDDP_OK) return r;
   }
   if (g->oversubscribed) {
     if ((r = cddp__arrive(g)) != CDDP_OK) return r;
@@ -10745,79 +10745,78 @@ static cddp_result cddp__rendezvous_run(cddp_group **out, cddp__config *at,
 }
 
 /* >>hosts --------------------------------------------------------------------------------------
-   Rounds and collectives of groups whose ranks are on several hosts.
-   Job: carry the headers of a round, the bytes of collectives and messages, and failures, from host
-   to host.
-   Owns: cddp__hosts, its connections and its scratch. Lock of connections: p2p_lock.
-   May touch: headers and staging buffers of remote ranks on this host's control block, which nobody
-   else writes.
-   Entry points: those in >>hooks for rooms above; its carrier, cddp__hosts_run and _average;
-   cddp__hosts_post, _room, _serve and _pause for messages; cddp__hosts_attach and _leave. Works as
-   follows.
+   Job: carry the headers of a round, the bytes of collectives and messages, and failures between
+   the hosts of a group.
+   Owns: cddp__hosts, its connections and its scratch. Lock of connections: p2p_lock. Also the
+   headers and staging buffers of remote ranks in this host's control block.
+   Entry points: those in >>hooks for rooms above; its carrier, cddp__hosts_run and
+   cddp__hosts_average; for messages cddp__hosts_post, cddp__hosts_can_post, cddp__hosts_serve and
+   cddp__hosts_pause; cddp__hosts_attach and cddp__hosts_leave.
+   Rounds: on each host the control block has headers for all ranks of the group. The leader of a
+   host is its lowest rank in the group.
+     1. The leader waits until all ranks on its host have announced the round.
+     2. The leaders exchange their hosts' headers. Up to CDDP__DIRECT_HOSTS leaders exchange
+        directly, in one turn. More leaders take several turns and forward headers.
+     3. The leader writes the headers of remote ranks into the control block. All ranks then compare
+        all headers, as on one host. Mismatches, small all_reduce calls, splits and the agreements
+        of a cddp_ddp need nothing else.
+   In a direct exchange the ranks' shares of a short collective travel with the headers, from their
+   staging buffers to the staging buffers of the remote ranks. The collective then takes one round
+   and costs as much as a barrier. A local round involves the ranks of this host only.
+   Collectives that do not fit into headers or staging buffers:
+     1. A round announces each rank's VIEW, which is its receive buffer, or of a sum its send
+        buffer. All ranks on the host read the rank's contribution there, and write its result
+        there. If they cannot access the buffer, the view is in shared scratch, and the call moves
+        in chunks that fit there. Otherwise the call is one chunk.
+     2. Each rank OWNS a part of a chunk: its share in a call with a share for each rank, else its
+        slice of the array, if every host has a rank with its number.
+     3. A: all hosts send the owner their contributions, which are sums of their ranks' views, or
+        bytes. B: the owner sends its part to the hosts. all_reduce, reduce and broadcast use A and
+        B, which moves the fewest bytes; reduce_scatter, scatter and all_to_all use A; the gathers
+        use B.
+     4. One rank acts for its host, so that bytes for several ranks travel once. It writes received
+        bytes into the views of the others.
+     5. Parts move in pieces: while one piece is added up, others are in transit.
+   In a short all_reduce all hosts send to all, and each adds up the whole array. Between two hosts
+   this moves no more bytes and saves a turn.
+   Canonical sum: a host adds up the subtrees of the canonical tree whose ranks are all on it, and
+   sends these sums; f16 and bf16 are sent as f32 once anything was added. The owner adds up the
+   rest of the tree, so the bits are those of one host. A host with consecutive, aligned ranks has
+   one such subtree. Ranks scattered over hosts have many subtrees and send more bytes.
+   Messages (send, recv): bytes that the system accepts are sent immediately. The rest is copied,
+   and sent in later calls of any group, before later pieces of a collective. A message is received
+   into the buffer of a receive that waits for that rank, else into memory. A rank from which no
+   call waits for anything is not read while 256 MiB of messages are stored.
+   Failures: the rank that breaks the group sends a notice to the ranks on other hosts (in large
+   groups to the lowest rank of each host). Every rank that knows of the failure ends its
+   connections. Only a rank's own host knows how it died, so a rank whose connection has ended waits
+   CDDP__REMOTE_CAUSE_LONG_S for a notice. In a healthy group a rank sends an early notice if a rank
+   on its host has died, or if it leaves because another group has failed. No call fails because of
+   an early notice; but a call that fails later because of the loss names the dead rank. Before a
+   round times out, hosts tell each other by notices which of their ranks have reached it.
+   tests/bench/scale.md computes the costs for 4,096 ranks on 512 hosts. */
 
-   ROUNDS. The control block of such a group has headers for all its ranks on each of the hosts. The
-   lowest rank of a host in the group leads it: in a round it waits for its host's ranks, sends
-   their headers to the other leaders, gets theirs, and writes those into the remote ranks' places.
-   So all ranks compare all headers, as on one host: disagreement, small all_reduce, splits and what
-   a cddp_ddp agrees on need nothing else. Up to CDDP__DIRECT_HOSTS leaders exchange directly; more
-   in several turns, in which a leader passes on what it has. Directly, the ranks' shares of a short
-   collective ride along, out of their staging buffers and into those of the remote ranks: it is the
-   one round of >>collectives then, and costs what a barrier costs. A local round is one of the
-   host's ranks alone.
-
-   COLLECTIVES. What does not fit into headers or staging buffers begins with one round, which tells
-   where each rank's VIEW is: its receive buffer; of a sum, its send buffer. All ranks of its host
-   read there what it adds, and write there what it gets. Where they cannot see the buffer, the view
-   is in shared scratch and the call moves in chunks that fit there; else it is one chunk. Each rank
-   OWNS a part of a chunk: its share where there is one for each rank, else its slice of the array,
-   if there is a rank with its number on every host. All hosts send the owner what they have for it
-   (A), sums straight out of their ranks' views, or bytes; the owner sends the hosts what it has
-   (B). all_reduce, reduce and broadcast are A and B, which moves the fewest bytes; reduce_scatter,
-   scatter and all_to_all are A alone, the gathers B alone. For a host one of its ranks acts, so
-   that what several want or have passes once, and writes what came into the views of the others.
-   Parts go in pieces: while one is added up others are on their way. A short all_reduce goes to all
-   at once, and all add up all: between two hosts that moves no more bytes, and saves a turn.
-
-   THE CANONICAL SUM over hosts: a host adds up those subtrees of the canonical tree whose ranks are
-   all its own (of hosts with consecutive ranks, aligned: one) and sends these, f16 and bf16 as f32
-   once anything was added; the owner adds the rest of the tree. So the bits are those of one host.
-   Ranks scattered over hosts have many such subtrees and send more.
-
-   MESSAGES (send, recv) to another host are written to the connection at once as far as the system
-   takes them; the rest is copied and goes out in later calls, of any group, and before what a
-   collective sends there later. What comes is read into the buffer of the receive that it is for,
-   if one waits for that rank's; else into memory, unless nobody waits for anything from that rank
-   and 256 MiB have come already.
-
-   FAILURE. The rank that breaks the group sends the ranks of the other hosts a notice (in large
-   groups: the lowest rank of each host). Every rank that knows of the failure ends its
-   connections. How a rank died is known on its own host only, so a rank whose connection has ended
-   waits CDDP__REMOTE_CAUSE_LONG_S for a notice. In a healthy group a rank that sees one of its host
-   dead, or leaves because another group has failed, sends an early notice: no call fails of that,
-   but a call that fails of a loss later names the dead. Before a round times out, hosts tell each
-   other by notices which of their ranks have come to it.
-
-   tests/bench/scale.md reckons what all of this costs with 4,096 ranks on 512 hosts. */
-
-#define CDDP__DIRECT_HOSTS 8 /* whose headers go in one turn; above, none of their bytes ride */
-#define CDDP__LOOK_S 1e-3    /* between a leader's looks for notices: giving up takes longer */
-#define CDDP__ANSWER_S 0.3   /* for hosts to tell which of their ranks have come to a round */
+#define CDDP__DIRECT_HOSTS 8 /* exchange headers in one turn; with more hosts no shares travel */
+#define CDDP__NOTICE_CHECK_S 1e-3 /* between a leader's checks for notices */
+#define CDDP__ARRIVALS_S 0.3 /* for hosts to answer which of their ranks have reached a round */
 #define CDDP__HEADER_BYTES sizeof(cddp__op_header) /* on the wire too */
 #define CDDP__PIECE_MOST ((size_t)2 << 20) /* bytes of all parts of a piece; of one: CDDP__PIECE */
-/* Bytes of a slice, times hosts, that all add up; of two hosts, where that moves no more bytes. */
+/* Limit for slice bytes times hosts, up to which every host adds up the whole array. It is higher
+   for two hosts, where this moves no more bytes. */
 #define CDDP__WHOLE_MOST ((size_t)32 << 10)
 #define CDDP__WHOLE_MOST_OF_TWO ((size_t)256 << 10)
-#define CDDP__AHEAD 2 /* pieces on their way before the first comes back */
-/* Looks at the connections before a rank with a core of its own sleeps: a millisecond. With a tenth
-   of that most waits for a piece of a long call ended in a sleep: it took several times as long. */
+#define CDDP__AHEAD 2 /* pieces sent before the first result is received */
+/* Polls of the connections before a rank with its own core sleeps: about one millisecond. With a
+   tenth of that most waits for a piece of a long call ended in a sleep, and the call took several
+   times as long. */
 #define CDDP__POLLS 3000
-/* Looks between two yields of the core. Ranks that count as several hosts can share cores, as in
-   containers, and no rank knows of the others. A yield on an idle core costs less than a look. */
+/* Polls between two yields of the core. Ranks that count as several hosts can share cores without
+   knowing it, as in containers. A yield on an idle core costs less than a poll. */
 #define CDDP__POLLS_A_YIELD 4
 #define CDDP__SLOTS (CDDP__AHEAD + 1)
-#define CDDP__FRAMES (4 * CDDP__SLOTS) /* posted for one rank at a time, at most */
+#define CDDP__FRAMES (4 * CDDP__SLOTS)       /* the most posted for one rank at a time */
 #define CDDP__STAGED_MAX ((size_t)256 << 20) /* bytes in copies per group before a send waits */
-#define CDDP__SCRATCH ((size_t)2 << 20) /* bytes of a rank's scratch: of two, used in turn */
+#define CDDP__SCRATCH ((size_t)2 << 20) /* bytes of a rank's scratch: two halves, used in turn */
 
 /* --- connections --- */
 
@@ -10828,9 +10827,10 @@ static void cddp__watch_link(const cddp__hosts *x, const cddp__link *l) {
   (void)epoll_ctl(x->epoll, EPOLL_CTL_ADD, l->fd, &event);
 }
 
-/* Notes that a peer is gone, once, and how its connection ended, if it has. Of two connections the
-   other one may still bring what the peer sent before it left. */
-static void cddp__note_end(cddp_group *g, cddp__link *l) {
+/* If a connection has ended: connects it again, or records the peer as lost and the connection's
+   error, once. If there are two connections, the other one can still hold bytes that the peer sent
+   before it left. */
+static void cddp__check_link_end(cddp_group *g, cddp__link *l) {
   cddp__peer *p = &g->hosts->peers[l->rank];
   const cddp__link *other = p->link[p->link[0] == l];
   if (l->state != CDDP__LINK_DEAD || cddp__load32(&p->lost) != 0) return;
@@ -10838,13 +10838,14 @@ static void cddp__note_end(cddp_group *g, cddp__link *l) {
     cddp__watch_link(g->hosts, l);
     return;
   }
-  if (l->error <= 0 && other != NULL && other->state == CDDP__LINK_UP) return; /* bytes may come */
+  if (l->error <= 0 && other != NULL && other->state == CDDP__LINK_UP) return; /* see above */
   p->lost_at = cddp__now();
   p->error = other != NULL && other->error == CDDP__LEFT ? CDDP__LEFT : l->error;
   cddp__store32(&p->lost, 1);
 }
 
-/* Gives a connection to its peer; frees one that cannot be meant. p2p_lock held. */
+/* Adds a connection to its peer. Frees it if its peer is no remote rank of the group, or has two
+   already. p2p_lock held. */
 static void cddp__add_link(cddp_group *g, cddp__link *l) {
   cddp__hosts *x = g->hosts;
   cddp__link **at;
@@ -10860,7 +10861,7 @@ static void cddp__add_link(cddp_group *g, cddp__link *l) {
   __atomic_store_n(&at[at[0] != NULL], l, __ATOMIC_RELEASE);
 }
 
-/* Takes over the connections that others have made to this rank. p2p_lock held. */
+/* Takes the group's incoming connections over from the net. p2p_lock held. */
 static void cddp__claim_links(cddp_group *g) {
   cddp__net *n = g->hosts->net;
   cddp__link **at, *l;
@@ -10876,7 +10877,7 @@ static void cddp__claim_links(cddp_group *g) {
   pthread_mutex_unlock(&n->lock);
 }
 
-/* Sees to a connection on which this rank sends to another one, peer.link[0]; call: it is made if
+/* Finds the connection on which this rank sends to another rank: peer.link[0]. call: makes it if
    there is none. p2p_lock held. */
 static cddp_result cddp__link_to(cddp_group *g, int rank, bool call) {
   cddp__peer *p = &g->hosts->peers[rank];
@@ -10889,7 +10890,7 @@ static cddp_result cddp__link_to(cddp_group *g, int rank, bool call) {
   return r;
 }
 
-/* Whether a frame from that rank is awaited, or a message that has not come. p2p_lock held. */
+/* Whether this rank waits for a frame or a message from a rank. p2p_lock held. */
 static bool cddp__is_awaited(const cddp_group *g, int rank) {
   const cddp_work *q;
   if (g->hosts->peers[rank].pass[0] == g->hosts->pass) return true;
@@ -10898,9 +10899,9 @@ static bool cddp__is_awaited(const cddp_group *g, int rank) {
   return false;
 }
 
-/* The receive into whose buffer the message goes whose head has come from a rank: the oldest that
-   would take it, if no older message is there for that. NULL: none yet, none of that length, or one
-   from any rank, which another rank's message may serve before this one has come. p2p_lock held. */
+/* Finds the receive into whose buffer a message can be received directly: the oldest one that
+   matches its head, if no older stored message matches. NULL: there is none, its length differs, or
+   it receives from any rank, so that another rank's message can arrive first. p2p_lock held. */
 static cddp_work *cddp__recv_for(const cddp_group *g, int from, const cddp__frame_head *head) {
   const cddp__message *m;
   cddp_work *q = g->recvs;
@@ -10917,8 +10918,8 @@ static cddp_work *cddp__recv_for(const cddp_group *g, int from, const cddp__fram
   return q;
 }
 
-/* A frame has come: into the buffer of a receive, which is done, or to be asked for. p2p_lock
-   held. */
+/* Handles a complete frame: the receive that got it is done; without one the frame is stored.
+   p2p_lock held. */
 static void cddp__keep_message(cddp_group *g, cddp__link *l, cddp__message *m) {
   cddp__hosts *x = g->hosts;
   if (l->into != NULL) {
@@ -10933,9 +10934,9 @@ static void cddp__keep_message(cddp_group *g, cddp__link *l, cddp__message *m) {
   x->mail_bytes += m->head.size;
 }
 
-/* Goes on with a connection without waiting: with its handshake, what waits to be sent, and what
-   comes before the next piece. Of messages that nobody awaits there is a limit. Whatever comes is
-   news for a thread that sleeps. p2p_lock held. */
+/* Continues a connection without blocking: its handshake, bytes that wait to be sent, and received
+   frames up to the next piece. Messages that no call awaits are read up to CDDP__STAGED_MAX bytes.
+   Received bytes wake this rank's sleeping threads. p2p_lock held. */
 static void cddp__link_progress(cddp_group *g, cddp__link *l, bool awaited) {
   cddp__hosts *x = g->hosts;
   size_t got = l->got, ahead = l->ahead_at;
@@ -10953,28 +10954,28 @@ static void cddp__link_progress(cddp_group *g, cddp__link *l, bool awaited) {
     if ((m = cddp__link_receive(x->net, l, SIZE_MAX / 16)) == NULL) break;
     cddp__keep_message(g, l, m);
     came = true;
-    if (l->ahead_at == l->ahead_end) break; /* most likely there is no more */
+    if (l->ahead_at == l->ahead_end) break; /* most likely no more bytes have arrived */
   }
-  cddp__note_end(g, l);
+  cddp__check_link_end(g, l);
   if (!came && l->got == got && l->ahead_at == ahead) return;
   cddp__notify(g, g->rank);
-  if (x->polling && write(x->bell, &one, sizeof one) < 0) {} /* it is to be heard already */
+  if (x->polling && write(x->wake_fd, &one, sizeof one) < 0) {} /* full: the thread wakes anyway */
 }
 
-/* Goes on with the connections that have something left to send. p2p_lock held. */
+/* Sends waiting bytes on all connections. Returns the number of bytes left. p2p_lock held. */
 static size_t cddp__flush_links(cddp_group *g) {
   cddp__link *l;
   size_t left = 0;
   for (l = g->hosts->links; l != NULL; l = l->next) {
     cddp__link_flush(g->hosts->net, l);
-    cddp__note_end(g, l);
+    cddp__check_link_end(g, l);
     left += cddp__buffer_size(&l->out);
   }
   return left;
 }
 
-/* Accepts connections, hears of failures elsewhere, sends what is left of all groups' messages. */
-static void cddp__hosts_look(cddp_group *g) {
+/* Accepts connections, receives notices, and sends waiting bytes of all groups. */
+static void cddp__hosts_poll(cddp_group *g) {
   cddp__host *h = g->host;
   cddp__net_serve(h, g->hosts->net);
   if (pthread_mutex_trylock(&h->lock) != 0) return;
@@ -10989,7 +10990,7 @@ static void cddp__hosts_look(cddp_group *g) {
 /* --- failure --- */
 
 /* A living process announces it, if it can, before it ends its links: cddp__elastic_record_ends. */
-static void cddp__hosts_hang_up(cddp_group *g) {
+static void cddp__hosts_disconnect(cddp_group *g) {
   cddp__frame_head bye = cddp__link_head(CDDP__FRAME_BYE, 1, CDDP_U8, 0, 0);
   int p;
   if (pthread_mutex_trylock(&g->p2p_lock) == 0) {
@@ -11007,21 +11008,21 @@ static void cddp__hosts_hang_up(cddp_group *g) {
   }
 }
 
-/* This rank's time is up: asks the other hosts who has come to its round there, by telling them who
-   has here. A host on which no rank waits does not answer. */
-static void cddp__hosts_ask(cddp_group *g) {
-  double deadline = cddp__now() + CDDP__ANSWER_S;
+/* After a time-out: asks the other hosts which of their ranks have reached the current round, by
+   sending them this host's list. A host on which no rank waits does not answer. */
+static void cddp__hosts_query_arrivals(cddp_group *g) {
+  double deadline = cddp__now() + CDDP__ARRIVALS_S;
   cddp__send_arrivals(g, g->round);
   while (cddp__now() < deadline && cddp__load32(&g->block->broken) == 0 &&
          !cddp__has_announced(g, g->hosts->lowest_remote)) {
-    cddp__hosts_look(g);
+    cddp__hosts_poll(g);
     cddp__sleep(2e-3);
   }
 }
 
-/* In a healthy group: sends the other hosts an early notice if a rank of this host has died, which
-   they cannot see, or (leaving) if another group has failed of a loss. A rank that exited with code
-   0 may have done so in good order, unless this rank leaves with it. */
+/* In a healthy group: sends the other hosts an early notice if a rank on this host has died, which
+   they cannot see, or (leaving) if another group has failed because of a loss. An exit with code 0
+   is reported only if this rank leaves too: otherwise it can be an orderly exit. */
 static void cddp__early_notice(cddp_group *g, bool leaving) {
   const cddp__net *n = g->hosts->net;
   cddp__text text = {""}, how;
@@ -11034,20 +11035,20 @@ static void cddp__early_notice(cddp_group *g, bool leaving) {
     how = cddp__describe_end(g, p);
     if (!leaving && strcmp(how.s, "exited with code 0") == 0) continue;
     text = cddp__textf("%s %s; rank %d %s", cddp__name_rank(g, p).s, how.s, g->rank,
-                       leaving ? "left the group after that" : "saw it end");
+                       leaving ? "left the group after that" : "observed it");
   }
   if (text.s[0] == 0 && leaving && cddp__has_cause(&n->loss))
-    text = cddp__textf("rank %d left the group after a failure in another one: %s", g->rank,
+    text = cddp__textf("rank %d left the group after a failure in another group: %s", g->rank,
                        n->loss.text);
   if (text.s[0] != 0 && cddp__set_cause(&g->block->cause, CDDP_PEER_LOST, text.s))
     cddp__send_notices(n, g->id, g->world, g->size, CDDP__NOTICE_EARLY | (uint32_t)CDDP_PEER_LOST,
                        text.s);
 }
 
-/* Sleeps a few ms at most, until there may be news for a thread that waits for a rank, or CDDP_ANY:
-   a connection can go on, somebody calls this rank, or its events are no longer those. One of this
-   rank's threads polls for all; the others sleep until it has woken. Now and then it makes sure
-   that there is a connection to a rank of another host: that ends when the rank does. */
+/* Sleeps at most 5 ms, until a thread that waits for a rank, or CDDP_ANY, can continue: a
+   connection is ready, a process connects to this rank, or its `events` have changed. One of this
+   rank's threads polls for all; the others sleep until it has woken up. If w->due, the thread also
+   connects to the awaited ranks on other hosts: the end of a connection shows the end of a rank. */
 static void cddp__hosts_pause(cddp_group *g, cddp__wait *w, int peer, uint32_t events) {
   cddp__hosts *x = g->hosts;
   cddp__slot *slot = cddp__slot_of(g, g->rank);
@@ -11068,7 +11069,7 @@ static void cddp__hosts_pause(cddp_group *g, cddp__wait *w, int peer, uint32_t e
     return;
   }
   start = cddp__now();
-  if (epoll_wait(x->epoll, news, 16, ms) < 0) {} /* then it has not slept */
+  if (epoll_wait(x->epoll, news, 16, ms) < 0) {} /* an error only shortens the sleep */
   cddp__note_sleep(start, 1e-3 * ms);
   pthread_mutex_lock(&g->p2p_lock);
   x->polling = false;
@@ -11079,10 +11080,10 @@ static void cddp__hosts_pause(cddp_group *g, cddp__wait *w, int peer, uint32_t e
 
 /* --- send and recv --- */
 
-/* Whether the connection to a rank is made, and not too much waits to be sent, or one message of so
-   many bytes alone. A rank may leave as soon as it has received all: that is no loss to a send of
-   which nothing waits here. p2p_lock held. */
-static bool cddp__hosts_room(cddp_group *g, int peer, size_t bytes) {
+/* Whether a message of `bytes` bytes can be posted: the connection to the rank is made, and the
+   bytes that wait are within the limit, which is at least one such message. If the rank has left
+   and no bytes wait here, it has received all earlier messages: no loss. p2p_lock held. */
+static bool cddp__hosts_can_post(cddp_group *g, int peer, size_t bytes) {
   const cddp__link *l;
   if (cddp__link_to(g, peer, true) != CDDP_OK) return false;
   l = g->hosts->peers[peer].link[0];
@@ -11091,7 +11092,7 @@ static bool cddp__hosts_room(cddp_group *g, int peer, size_t bytes) {
   return cddp__flush_links(g) <= cddp__max(CDDP__STAGED_MAX, bytes + sizeof(cddp__frame_head));
 }
 
-/* Sends a message to a rank of another host as far as the system takes it, and keeps the rest. */
+/* Sends a message to a rank on another host as far as the system accepts it. Copies the rest. */
 static cddp_result cddp__hosts_post(cddp_group *g, const cddp__call *c) {
   size_t bytes = c->count * c->esize, sent = 0, skip;
   cddp__frame_head head =
@@ -11110,18 +11111,18 @@ static cddp_result cddp__hosts_post(cddp_group *g, const cddp__call *c) {
     cddp__buffer_add(&l->out, (const char *)c->send + (sent - skip), bytes - (sent - skip));
   } else {
     r = CDDP_OUT_OF_MEMORY;
-    if (sent > 0) cddp__link_end(l, ENOMEM); /* what follows could not be told from the rest */
+    if (sent > 0) cddp__link_end(l, ENOMEM); /* the next frame would be read as the rest of this */
   }
-  cddp__note_end(g, l);
+  cddp__check_link_end(g, l);
 done:
   pthread_mutex_unlock(&g->p2p_lock);
   CDDP__POINT("sent");
   return r;
 }
 
-/* A receive into whose buffer a message is coming lets go of it: the message goes on into memory of
-   its own. p2p_lock held. */
-static void cddp__hosts_let_go(cddp_group *g, cddp_work *q) {
+/* Detaches a receive from the message that is being received into its buffer. The message continues
+   in memory of its own. p2p_lock held. */
+static void cddp__hosts_detach_receive(cddp_group *g, cddp_work *q) {
   const cddp__net *n = g->hosts->net;
   cddp__message *m = NULL;
   cddp__link *l = g->hosts->links;
@@ -11140,8 +11141,8 @@ static void cddp__hosts_let_go(cddp_group *g, cddp_work *q) {
   q->filling = false;
 }
 
-/* Takes the oldest frame of a type from a rank out of the mailbox, with a tag (-1: any); NULL:
-   there is none. p2p_lock held. */
+/* Removes the oldest stored frame of a type from a rank, with a tag (-1: any). NULL: none. p2p_lock
+   held. */
 static cddp__message *cddp__take_message(cddp_group *g, uint32_t type, int from, int tag) {
   cddp__hosts *x = g->hosts;
   cddp__message **at = &x->mail, *m;
@@ -11164,18 +11165,18 @@ static void cddp__hosts_serve(cddp_group *g) {
 
 /* --- headers and pieces --- */
 
-/* A frame that the thread of the collectives sends or awaits: out of its memory, or into it. */
+/* A frame that the thread of the collectives sends from its memory, or awaits into it. */
 typedef struct cddp__item {
-  int rank; /* the other side, in the group */
+  int rank; /* the peer's, in the group */
   bool out;
   int type; /* CDDP__FRAME_HEADERS or _PIECE */
   const void *data;
-  size_t size; /* bytes; of headers that are awaited: at most, whatever comes */
-  long step;   /* sent: in which it was posted */
+  size_t size; /* bytes; of awaited headers the limit */
+  long step;   /* of a sent frame: in which it was posted */
 } cddp__item;
 
-/* Posts a frame of `size` bytes to be sent or received. Those of one rank go in the order in which
-   they were posted. */
+/* Posts a frame of `size` bytes to be sent or received. The frames of one rank move in the order in
+   which they were posted. */
 static void cddp__post_frame(cddp_group *g, int type, bool out, int rank, const void *data,
                              size_t size) {
   cddp__item *it = &g->hosts->items[g->hosts->item_count++];
@@ -11187,7 +11188,7 @@ static void cddp__post_frame(cddp_group *g, int type, bool out, int rank, const 
   it->step = g->hosts->step;
 }
 
-/* Goes on with a frame on a connection; whether it is through. */
+/* Continues a frame on a connection. Returns whether it is complete. */
 static bool cddp__move_frame(cddp_group *g, const cddp__item *it, cddp__link *l) {
   cddp__frame_head head = cddp__link_head(it->type, g->round, CDDP_U8, it->size, it->size);
   void *data = (void *)(uintptr_t)it->data;
@@ -11196,7 +11197,7 @@ static bool cddp__move_frame(cddp_group *g, const cddp__item *it, cddp__link *l)
   if (it->out) {
     cddp__link_flush(x->net, l);
     if (l->state != CDDP__LINK_UP) return false;
-    if (l->sent == 0 && cddp__buffer_size(&l->out) > 0) return false; /* else it is behind this */
+    if (l->sent == 0 && cddp__buffer_size(&l->out) > 0) return false; /* earlier bytes first */
     if (l->sent == 0) l->out_head = head;
     if (cddp__link_io(l, &l->out_head, data, it->size, &l->sent, CDDP__LINK_TURN_BYTES, true) <= 0)
       return false;
@@ -11213,7 +11214,7 @@ static bool cddp__move_frame(cddp_group *g, const cddp__item *it, cddp__link *l)
     return true;
   }
   if (l->state != CDDP__LINK_UP) return false;
-  if (l->in != NULL || l->got < sizeof head) return false; /* else the head of a piece has come */
+  if (l->in != NULL || l->got < sizeof head) return false; /* no head of a piece yet */
   if (memcmp(&l->in_head, &head, sizeof head) != 0) cddp__link_end(l, EPROTO);
   if (l->state != CDDP__LINK_UP ||
       cddp__link_io(l, &l->in_head, data, it->size, &l->got, CDDP__LINK_TURN_BYTES, false) <= 0)
@@ -11222,9 +11223,9 @@ static bool cddp__move_frame(cddp_group *g, const cddp__item *it, cddp__link *l)
   return true;
 }
 
-/* Goes on with the posted frames. Returns a rank with which there is something left to do, but for
-   sending what was posted in step `due` or later: a lost one, if any is; -1: there is none. *r:
-   why a connection cannot be made now. p2p_lock held. */
+/* Continues the posted frames. Returns a rank with an incomplete frame, not counting frames to send
+   that were posted in step `due` or later; -1: none. It prefers a lost rank. *r: the error of a
+   connection that cannot be made now. p2p_lock held. */
 static int cddp__move_frames(cddp_group *g, long due, bool *moved, cddp_result *r) {
   cddp__hosts *x = g->hosts;
   int i, k, kept = 0, late = -1;
@@ -11241,7 +11242,7 @@ static int cddp__move_frames(cddp_group *g, long due, bool *moved, cddp_result *
       if (l == NULL) break;
       done = cddp__move_frame(g, &it, l);
       *moved = *moved || (it.out ? l->sent : l->got) != before; /* slow is not late */
-      cddp__note_end(g, l);
+      cddp__check_link_end(g, l);
     }
     *moved = *moved || done;
     if (done) continue;
@@ -11254,7 +11255,7 @@ static int cddp__move_frames(cddp_group *g, long due, bool *moved, cddp_result *
   return late;
 }
 
-/* Nothing has moved for long: sleeps, and looks after the others. */
+/* Called when no frame has moved for long: sleeps, and checks the peers. */
 static cddp_result cddp__await_frames(cddp_group *g, cddp__wait *w, int late, uint32_t events) {
   cddp__slot *slot = cddp__slot_of(g, g->rank);
   cddp_result r = cddp__wait_tick(g, w);
@@ -11276,9 +11277,9 @@ static cddp_result cddp__await_frames(cddp_group *g, cddp__wait *w, int late, ui
   return w->late ? cddp__break_late(g, late) : CDDP_OK;
 }
 
-/* Moves posted frames until all that are to come have come, and all to be sent that were posted in
-   a step before `due` have gone. The deadline runs as long as nothing moves, and a moment longer:
-   ranks that know more of a late one can say so first. */
+/* Moves posted frames until all awaited frames are received, and all frames posted in a step before
+   `due` are sent. The deadline restarts when bytes move. It is CDDP__REMOTE_CAUSE_S longer than the
+   group's, so that ranks that know more about a late rank report it first. */
 static cddp_result cddp__deliver(cddp_group *g, long due) {
   cddp__slot *slot = cddp__slot_of(g, g->rank);
   bool moved = true, polls = g->spin >= CDDP__SPIN; /* it has a core of its own */
@@ -11293,7 +11294,7 @@ static cddp_result cddp__deliver(cddp_group *g, long due) {
     pthread_mutex_lock(&g->p2p_lock);
     late = cddp__move_frames(g, due, &moved, &r);
     pthread_mutex_unlock(&g->p2p_lock);
-    r = r == CDDP_SYSTEM ? cddp__break(g, r) : CDDP_OK; /* memory may be there next time */
+    r = r == CDDP_SYSTEM ? cddp__break(g, r) : CDDP_OK; /* for lack of memory: tried again */
     if (late < 0 || moved || r != CDDP_OK) continue;
     if (w.yields-- <= 0)
       r = cddp__await_frames(g, &w, late, events);
@@ -11312,13 +11313,14 @@ static int cddp__rank_on(const cddp__hosts *x, int host, int i) {
   return x->ranks[x->nodes[host].first + i];
 }
 
-/* The header of the i-th rank of a host, as its leader has it. */
+/* The header of the i-th rank of a host, in the leader's copy. */
 static cddp__op_header *cddp__header_in(const cddp__hosts *x, int host, int i) {
   return (cddp__op_header *)(void *)(x->headers + x->nodes[host].headers_at) + i;
 }
 
-/* Bytes of a rank's staging buffer that ride with the headers of a round, by one of them. */
-static size_t cddp__ride_of(const cddp_group *g, const cddp__op_header *header, int rank) {
+/* Bytes of a rank's staging buffer that travel with a round's headers, computed from one header. */
+static size_t cddp__piggyback_of_header(const cddp_group *g, const cddp__op_header *header,
+                                        int rank) {
   uint32_t kind = header->call & 255, dtype = header->call >> 8 & 255;
   size_t element;
   if (header->call >> 24 != CDDP__PHASE_STAGED || kind >= CDDP__KIND_GROUP_NEW || dtype > CDDP_I64)
@@ -11331,16 +11333,16 @@ static size_t cddp__ride_of(const cddp_group *g, const cddp__op_header *header, 
   return element * (size_t)header->count;
 }
 
-/* Copies what rides with a host's headers from its ranks' staging buffers to its place behind them,
-   or from there. Returns the bytes of all. */
-static size_t cddp__ride_copy(cddp_group *g, int host, bool out) {
+/* Copies the shares that travel with a host's headers from its ranks' staging buffers to the memory
+   behind the headers (out), or back. Returns the sum of their bytes. */
+static size_t cddp__piggyback_copy(cddp_group *g, int host, bool out) {
   cddp__hosts *x = g->hosts;
   char *headers = (char *)cddp__header_in(x, host, 0);
   size_t sum = (size_t)x->nodes[host].size * CDDP__HEADER_BYTES;
   int i;
   for (i = 0; i < x->nodes[host].size; i++) {
     int rank = cddp__rank_on(x, host, i);
-    size_t bytes = cddp__ride_of(g, cddp__header_in(x, host, 0), rank);
+    size_t bytes = cddp__piggyback_of_header(g, cddp__header_in(x, host, 0), rank);
     void *staging = cddp__staging_of(g, rank, g->round);
     if (bytes > 0) memcpy(out ? headers + sum : staging, out ? staging : headers + sum, bytes);
     sum += bytes;
@@ -11348,19 +11350,19 @@ static size_t cddp__ride_copy(cddp_group *g, int host, bool out) {
   return sum;
 }
 
-/* The leaders' exchange. In each turn a leader that has the headers of d hosts, its own and those
-   that follow, gets as many more from each of CDDP__DIRECT_HOSTS - 1 others: of so many hosts one
-   turn gets all. A host whose call differs may send another number of bytes than this rank's call
-   has: all ranks will find that in its headers. */
+/* The leaders' exchange. Before each turn a leader has the headers of d consecutive hosts, its own
+   first. In the turn it receives d more from each of CDDP__DIRECT_HOSTS - 1 leaders, so that
+   CDDP__DIRECT_HOSTS hosts need one turn. A host whose call differs can send another number of
+   bytes than this rank's call has; all ranks find the mismatch in its headers. */
 static cddp_result cddp__exchange_headers(cddp_group *g) {
   cddp__hosts *x = g->hosts;
-  size_t have = cddp__ride_copy(g, x->mine, true), most;
+  size_t have = cddp__piggyback_copy(g, x->mine, true), most;
   int d, i, k, n, count = x->count;
   cddp_result r = CDDP_OK;
   for (d = 1; r == CDDP_OK && d < count; d *= CDDP__DIRECT_HOSTS) {
     for (i = d; i < count && i < d * CDDP__DIRECT_HOSTS; i += d) {
       int to = (x->mine + count - i) % count, from = (x->mine + i) % count;
-      n = d < count - i ? d : count - i; /* hosts; if more than one, nothing rides */
+      n = d < count - i ? d : count - i; /* hosts; if more than one, no shares travel */
       for (most = 0, k = 0; k < n; k++)
         most += (size_t)x->nodes[(from + k) % count].size * (CDDP__HEADER_BYTES + g->staging_size);
       if (d > 1) have = x->nodes[(x->mine + n) % count].headers_at;
@@ -11373,14 +11375,14 @@ static cddp_result cddp__exchange_headers(cddp_group *g) {
   return r;
 }
 
-/* Writes the other hosts' headers, and what came with them, into their places; the lowest remote
-   rank's last, for which ranks of this host wait first. */
+/* Writes the other hosts' headers and shares into the control block. The header of the lowest
+   remote rank is last, since the ranks of this host wait for it first. */
 static cddp_result cddp__mirror_headers(cddp_group *g) {
   cddp__hosts *x = g->hosts;
   int p, h;
   for (h = 0; h < x->count && x->count <= CDDP__DIRECT_HOSTS; h++) {
-    if (h == x->mine || cddp__ride_copy(g, h, false) == x->nodes[h].came) continue;
-    cddp__fail(CDDP_NETWORK, "rank %d sent a message to rank %d that is not as long as was due",
+    if (h == x->mine || cddp__piggyback_copy(g, h, false) == x->nodes[h].came) continue;
+    cddp__fail(CDDP_NETWORK, "rank %d sent rank %d a message of a wrong length",
                cddp__rank_on(x, h, 0), g->rank);
     return cddp__break(g, CDDP_NETWORK);
   }
@@ -11402,16 +11404,17 @@ static cddp_result cddp__mirror_headers(cddp_group *g) {
   return CDDP_OK;
 }
 
-/* The leader waits until its host's other ranks have announced the round; leaders exchange. */
-static cddp_result cddp__hosts_meet(cddp_group *g) {
+/* The leader waits until the other ranks of its host have announced the round, and exchanges the
+   headers with the other leaders. */
+static cddp_result cddp__hosts_exchange(cddp_group *g) {
   cddp__hosts *x = g->hosts;
   cddp_result r = CDDP_OK;
   int i;
   double now;
   if (g->local_rank != 0) return CDDP_OK;
-  if ((now = cddp__now()) >= x->looked + CDDP__LOOK_S) {
+  if ((now = cddp__now()) >= x->looked + CDDP__NOTICE_CHECK_S) {
     x->looked = now;
-    cddp__hosts_look(g); /* the others may have given up and left their headers behind */
+    cddp__hosts_poll(g); /* other hosts can have sent headers, and failed since */
     if ((r = cddp__check_failure(g)) != CDDP_OK) return r;
   }
   if (g->oversubscribed)
@@ -11428,16 +11431,16 @@ static cddp_result cddp__hosts_meet(cddp_group *g) {
 
 /* --- sums --- */
 
-/* Leaves [low, high) of the canonical tree that have a node of their own and all lie on one host,
-   while those of its parent do not. */
+/* A largest subtree of the canonical tree on one host: its leaves [low, high) are all on that host,
+   but those of its parent node are not. */
 typedef struct cddp__subtree {
   int low, high;
   int host;  /* index in the group */
-  size_t at; /* bytes an element before its sum among its host's */
+  size_t at; /* offset of its sum among its host's sums, in bytes per element */
 } cddp__subtree;
 
-/* The subtrees of the canonical tree over leaves [low, high) that lie on one host; of two leaves
-   and more there are two subtrees at least. */
+/* Finds the subtrees of the canonical tree over leaves [low, high) that are each on one host. For
+   two and more leaves it finds at least two. */
 static void cddp__find_subtrees(cddp__hosts *x, int low, int high) {
   int host = x->peers[x->leaves[low]].host, r, half = 1;
   for (r = low; r < high && x->peers[x->leaves[r]].host == host; r++) {}
@@ -11454,8 +11457,8 @@ static void cddp__find_subtrees(cddp__hosts *x, int low, int high) {
   cddp__find_subtrees(x, low + half, high);
 }
 
-/* The ranks that are summed over: all, or those whose header of this round does not say that they
-   have joined. */
+/* Sets the ranks to sum over: all ranks; with `present` only those whose header of this round does
+   not say that they have joined (uneven inputs). */
 static void cddp__set_leaves(const cddp_group *g, cddp__hosts *x, bool present) {
   int p;
   x->leaf_count = x->subtree_count = 0;
@@ -11465,9 +11468,8 @@ static void cddp__set_leaves(const cddp_group *g, cddp__hosts *x, bool present) 
   cddp__find_subtrees(x, 0, x->leaf_count);
 }
 
-/* Bytes an element of every host's subtrees, and where each begins among its host's: those of
-   several ranks first, as their elements may be wider, not being rounded yet. Returns the bytes of
-   all. */
+/* Computes, in bytes per element, the size of every host's sums and the offset of each sum. Sums of
+   several ranks are first, since their unrounded elements can be wider. Returns the total size. */
 static size_t cddp__count_bytes(cddp__hosts *x, const cddp__call *c) {
   size_t wide = c->dtype == CDDP_F16 || c->dtype == CDDP_BF16 ? 4 : c->esize, sum = 0;
   int i, pass;
@@ -11483,38 +11485,40 @@ static size_t cddp__count_bytes(cddp__hosts *x, const cddp__call *c) {
   return sum;
 }
 
-/* --- a chunk's way through the hosts --- */
+/* --- the flow of a chunk between hosts --- */
 
-/* Elements [begin, begin + n) of each share of a call, and how they move. For a whole host one of
-   its ranks acts, the owner's deputy there. Parts go in pieces. In step s = -ahead, -ahead + 1, ..
-   a rank sends (A) piece s + ahead of others' parts and (B) piece s - 1 of its own; it receives (A)
-   piece s of its own, adds it up, and receives (B) piece s - ahead - 1 of others. So a connection
-   has A0 A1 A2 (A3 B0) (A4 B1) .., less those that have no bytes or no purpose. */
+/* Elements [begin, begin + n) of each share of a call, and how they move. One rank acts for its
+   host towards the owner of a part: cddp__acting_rank. Parts move in pieces. In step s = -ahead,
+   -ahead + 1, .. a rank
+     1. sends (A) piece s + ahead of others' parts and (B) piece s - 1 of its own part,
+     2. receives (A) piece s of its own part, and adds it up,
+     3. receives (B) piece s - ahead - 1 of others' parts.
+   So a connection carries A0 A1 A2 (A3 B0) (A4 B1) .., without empty and unneeded frames. */
 typedef struct cddp__flow {
   cddp_group *g;
   const cddp__call *c;
   size_t begin, n;
-  size_t part; /* elements of a piece of a part, at most */
+  size_t part; /* the most elements of a piece of a part */
   long pieces, ahead;
   bool one, adds;      /* the call is in one buffer; A are sums */
-  bool each;           /* every two ranks have bytes of their own: there are no deputies */
+  bool each;           /* every two ranks exchange their own bytes: no rank acts for its host */
   bool hidden;         /* this rank's view is in scratch */
-  bool whole;          /* short all_reduce: all hosts add up all, so hosts' slices are the same */
+  bool whole;          /* short all_reduce: each host adds up the whole array, in equal slices */
   int root_host, root; /* -1 without one; the root's number if it is on this host, else -1 */
   int half;            /* of the scratch */
-  char *out, *in, *result; /* in hosts.stage; of out and result there are CDDP__SLOTS */
-  size_t out_bytes;        /* of one out */
-  char *sums;              /* in out: where the next frame's sums go */
+  char *out, *in, *result; /* in hosts.stage; out and result have CDDP__SLOTS areas each */
+  size_t out_bytes;        /* of one area of out */
+  char *sums;              /* in out: where the next frame's sums are written */
 } cddp__flow;
 
-/* Shares in a rank's view. */
+/* Number of shares in a rank's view. */
 static size_t cddp__view_shares(const cddp__flow *f) {
   return f->adds ? cddp__send_shares(f->g, f->c) : cddp__recv_shares(f->g, f->c);
 }
 
-/* The share for or of rank p (in one buffer: the array) in the view of local rank t: in its buffer,
-   or in its scratch. */
-static char *cddp__seen(const cddp__flow *f, int t, int p) {
+/* Address of the share for or of rank p in the view of local rank t, in its buffer or its scratch.
+   If the call is in one buffer, the array. */
+static char *cddp__view_of(const cddp__flow *f, int t, int p) {
   const cddp__hosts *x = f->g->hosts;
   const cddp__call *c = f->c;
   size_t at = cddp__view_shares(f) > 1 ? (size_t)p : 0;
@@ -11528,19 +11532,19 @@ static char *cddp__seen(const cddp__flow *f, int t, int p) {
   return (char *)f->g->buffers[t] + (at + f->begin) * c->esize;
 }
 
-/* The same in the view that matters here: the root's, if it is on this host, or this rank's. */
-static char *cddp__seen_here(const cddp__flow *f, int p, size_t begin) {
+/* The same in the root's view, if the root is on this host, else in this rank's view. */
+static char *cddp__local_view(const cddp__flow *f, int p, size_t begin) {
   int t = f->root >= 0 ? f->root : f->g->local_rank;
-  return cddp__seen(f, t, p) + begin * f->c->esize;
+  return cddp__view_of(f, t, p) + begin * f->c->esize;
 }
 
-/* Which of a host's ranks acts for it towards the owner of a part: they take turns. On the owner's
-   own host it is the owner. */
-static int cddp__deputy(const cddp__hosts *x, int host, int owner) {
+/* The rank of a host that acts for it towards the owner of a part. The ranks of a host share this
+   work by the owner's number. On the owner's own host it is the owner. */
+static int cddp__acting_rank(const cddp__hosts *x, int host, int owner) {
   return cddp__rank_on(x, host, x->peers[owner].number % x->nodes[host].size);
 }
 
-/* How many elements piece k of a rank's part has. *begin: before it, of its share or the array. */
+/* Number of elements in piece k of a rank's part. *begin: its offset in the share or array. */
 static size_t cddp__piece_of(const cddp__flow *f, int rank, long k, size_t *begin) {
   const cddp__hosts *x = f->g->hosts;
   const cddp__peer *p = &x->peers[rank];
@@ -11556,19 +11560,19 @@ static size_t cddp__piece_of(const cddp__flow *f, int rank, long k, size_t *begi
 }
 
 /* Whether rank `from` sends rank `to` frames A, or (back) B. */
-static bool cddp__goes(const cddp__flow *f, int from, int to, bool back) {
+static bool cddp__sends_frames(const cddp__flow *f, int from, int to, bool back) {
   const cddp__hosts *x = f->g->hosts;
   const cddp__shape *s = &cddp__shapes[f->c->kind];
   int other = back ? to : from, host = x->peers[other].host;
   if (f->one ? back && f->whole : s->scatters == back) return false;
   if (f->each) return cddp__sends(f->c, from) && cddp__receives(f->c, to);
-  if (other != cddp__deputy(x, host, back ? from : to)) return false;
+  if (other != cddp__acting_rank(x, host, back ? from : to)) return false;
   if (s->from_root) return back != (host == f->root_host);
   return !back || !s->to_root || host == f->root_host;
 }
 
-/* The sum of one of this host's subtrees, of n elements behind `begin` of an owner's part: in
-   space, or a single rank's memory itself. */
+/* The sum of one of this host's subtrees, of n elements from `begin` on of an owner's part. Returns
+   `space`, or a single rank's own memory. */
 static const void *cddp__subtree_sum(const cddp__flow *f, int subtree, int owner, size_t begin,
                                      size_t n, void *space) {
   cddp__hosts *x = f->g->hosts;
@@ -11576,15 +11580,15 @@ static const void *cddp__subtree_sum(const cddp__flow *f, int subtree, int owner
   int r;
   for (r = s->low; r < s->high; r++)
     x->pointers[r - s->low] =
-        cddp__seen(f, x->peers[x->leaves[r]].number, owner) + begin * f->c->esize;
+        cddp__view_of(f, x->peers[x->leaves[r]].number, owner) + begin * f->c->esize;
   if (s->high - s->low == 1) return x->pointers[0];
   cddp__reduce_nodes(space, x->pointers, NULL, s->high - s->low, 0, n,
                      (cddp_dtype)f->c->dtype, (cddp_op)f->c->op);
   return space;
 }
 
-/* The sum of all ranks, from those of the other hosts, which lie in f->in: for each byte of an
-   element there is room for f->part of them. This host's sums go to their place there. */
+/* Computes the sum of all ranks from the other hosts' sums in f->in, where each byte per element
+   takes f->part bytes. This host's sums are written to their place there. */
 static void cddp__sum_all(const cddp__flow *f, size_t begin, size_t n, void *result) {
   cddp__hosts *x = f->g->hosts;
   int i;
@@ -11601,18 +11605,18 @@ static void cddp__sum_all(const cddp__flow *f, size_t begin, size_t n, void *res
     cddp__copy(result, x->sums[0], n * f->c->esize);
 }
 
-/* Where this rank's piece of its own part is, once all have given theirs: at its place in the
-   buffer of a rank that wants it, if there is one here. */
+/* Address of this rank's piece of its own part when it is complete: in the buffer of a rank on this
+   host that receives it, if there is one. */
 static char *cddp__own_piece(const cddp__flow *f, long k, size_t begin) {
   const cddp__call *c = f->c;
   if (f->one && f->root < 0 && cddp__shapes[c->kind].to_root)
     return f->result + (size_t)(k % CDDP__SLOTS) * f->part * c->esize;
-  if (f->one) return cddp__seen_here(f, 0, begin);
+  if (f->one) return cddp__local_view(f, 0, begin);
   return (f->adds ? (char *)c->recv : (char *)(uintptr_t)c->send) + (f->begin + begin) * c->esize;
 }
 
-/* Where a frame to or from rank p lies, of n elements behind `begin` of a part's piece k. This
-   host's sums for the owner p are made first, and lie one behind the other. */
+/* Address of a frame to or from rank p, of n elements from `begin` on of a part's piece k. This
+   host's sums for the owner p are computed first, and are stored one after the other. */
 static const char *cddp__frame_at(cddp__flow *f, int p, long k, size_t begin, size_t n, bool back,
                                   bool out) {
   const cddp_group *g = f->g;
@@ -11621,9 +11625,9 @@ static const char *cddp__frame_at(cddp__flow *f, int p, long k, size_t begin, si
   int i;
   if (f->each && out) return cddp__share_for(f->c, p) + (f->begin + begin) * f->c->esize;
   if (back && out) return cddp__own_piece(f, k, begin);
-  if (back || !f->adds) return cddp__seen_here(f, p, begin);
+  if (back || !f->adds) return cddp__local_view(f, p, begin);
   if (!out) return f->in + f->part * x->nodes[x->peers[p].host].bytes_at;
-  if (g->local_size == 1) return cddp__seen_here(f, p, begin);
+  if (g->local_size == 1) return cddp__local_view(f, p, begin);
   f->sums += f->part * x->nodes[x->mine].bytes;
   for (i = 0; i < x->subtree_count; i++) {
     if (x->subtrees[i].host != x->mine) continue;
@@ -11633,8 +11637,8 @@ static const char *cddp__frame_at(cddp__flow *f, int p, long k, size_t begin, si
   return sums;
 }
 
-/* Posts the frames A, or (back) B, of piece k, if there is such a piece. Nobody sends a frame
-   without bytes. What is for one rank of this host alone is written where that sees it. */
+/* Posts the frames A, or (back) B, of piece k, if the piece exists. No rank sends a frame without
+   bytes. Bytes for a single rank of this host are received into that rank's view. */
 static void cddp__post_piece(cddp__flow *f, long k, bool back, bool out) {
   cddp_group *g = f->g;
   const cddp__hosts *x = g->hosts;
@@ -11646,7 +11650,7 @@ static void cddp__post_piece(cddp__flow *f, long k, bool back, bool out) {
   for (i = 0; i < g->size; i++) {
     p = (me + i) % g->size;
     if (g->members[p] >= 0 && !(f->each && out)) continue;
-    if (!cddp__goes(f, out ? me : p, out ? p : me, back)) continue;
+    if (!cddp__sends_frames(f, out ? me : p, out ? p : me, back)) continue;
     if ((n = cddp__piece_of(f, back == out ? me : p, k, &begin)) == 0) continue;
     if (f->adds && !back)
       bytes = n * x->nodes[out ? x->mine : x->peers[p].host].bytes;
@@ -11658,29 +11662,29 @@ static void cddp__post_piece(cddp__flow *f, long k, bool back, bool out) {
     if (g->members[p] < 0)
       cddp__post_frame(g, CDDP__FRAME_PIECE, out, p, at, bytes);
     else
-      cddp__copy(cddp__seen(f, x->peers[p].number, me), at, bytes);
+      cddp__copy(cddp__view_of(f, x->peers[p].number, me), at, bytes);
   }
 }
 
-/* Copies what this rank has of piece k of all parts to where all ranks of this host see theirs. */
-static void cddp__spread_piece(const cddp__flow *f, long k) {
+/* Copies this rank's pieces k of all parts into the views of all ranks on this host. */
+static void cddp__copy_to_views(const cddp__flow *f, long k) {
   const cddp_group *g = f->g;
   const cddp__hosts *x = g->hosts;
   size_t begin, n, bytes;
   const char *from;
   int p, t;
   for (p = 0; p < g->size; p++) {
-    if (cddp__deputy(x, x->mine, p) != g->rank || (f->whole && p != g->rank)) continue;
+    if (cddp__acting_rank(x, x->mine, p) != g->rank || (f->whole && p != g->rank)) continue;
     n = cddp__piece_of(f, p, k, &begin);
     if (n == 0 || (bytes = cddp__bytes_from(f->c, p, f->begin + begin, n)) == 0) continue;
-    from = p == g->rank ? cddp__own_piece(f, k, begin) : cddp__seen_here(f, p, begin);
+    from = p == g->rank ? cddp__own_piece(f, k, begin) : cddp__local_view(f, p, begin);
     for (t = 0; t < g->local_size; t++)
-      cddp__copy(cddp__seen(f, t, p) + begin * f->c->esize, from, bytes);
+      cddp__copy(cddp__view_of(f, t, p) + begin * f->c->esize, from, bytes);
   }
 }
 
-/* Moves a chunk: this host's ranks can see its sources, and all see the results once all have come
-   to a round behind it. */
+/* Moves a chunk. Before the call this host's ranks must see its sources. All ranks see the results
+   after a round that follows it. */
 static cddp_result cddp__flow_run(cddp__flow *f) {
   const cddp__shape *shape = &cddp__shapes[f->c->kind];
   bool spreads = !f->each && !shape->to_root && !shape->scatters;
@@ -11695,12 +11699,12 @@ static cddp_result cddp__flow_run(cddp__flow *f) {
     cddp__post_piece(f, s - 1, true, true);
     cddp__post_piece(f, s, false, false);
     cddp__post_piece(f, done, true, false);
-    /* what the next step, or the sum of whole arrays, writes over must have been sent */
+    /* bytes that the next step, or the sum of whole arrays, overwrites must have been sent */
     r = cddp__deliver(g, s == last || f->whole ? LONG_MAX : s + 2 - CDDP__SLOTS);
     if (r == CDDP_OK && f->adds && s >= 0 && s < f->pieces &&
         (n = cddp__piece_of(f, g->rank, s, &begin)) > 0)
       cddp__sum_all(f, begin, n, cddp__own_piece(f, s, begin));
-    if (r == CDDP_OK && spreads && done >= 0) cddp__spread_piece(f, done);
+    if (r == CDDP_OK && spreads && done >= 0) cddp__copy_to_views(f, done);
   }
   return r;
 }
@@ -11720,9 +11724,9 @@ static cddp__flow cddp__flow_of(cddp_group *g, const cddp__call *c) {
   return f;
 }
 
-/* Makes room for sums on their way: for others' parts, from others, of this rank's part. all: bytes
-   an element of all hosts' sums. */
-static cddp_result cddp__flow_room(cddp__flow *f, size_t all) {
+/* Allocates memory for sums in transit: of others' parts, from other hosts, of this rank's part.
+   all: bytes per element of all hosts' sums. */
+static cddp_result cddp__flow_allocate(cddp__flow *f, size_t all) {
   cddp__hosts *x = f->g->hosts;
   size_t mine = (size_t)x->nodes[x->mine].size, most = ((size_t)x->max_locals + mine - 1) / mine;
   size_t in = cddp__round_up(f->part * all, CDDP__CACHE_LINE), bytes;
@@ -11757,7 +11761,7 @@ static cddp_result cddp__move_chunk(cddp__flow *f) {
   f->part = cddp__round_up(cddp__max(f->part, 1), granule);
   f->pieces = (long)((longest + f->part - 1) / f->part);
   f->ahead = f->pieces > CDDP__AHEAD ? CDDP__AHEAD : f->pieces - 1;
-  if (f->adds) r = cddp__flow_room(f, all);
+  if (f->adds) r = cddp__flow_allocate(f, all);
   return r == CDDP_OK ? cddp__flow_run(f) : r;
 }
 
@@ -11778,7 +11782,7 @@ static cddp_result cddp__find_views(const cddp__flow *f, bool *hidden) {
     if (g->members[p] < 0) continue;
     if (scratch) ref = &cddp__slot_of(g, p)->scratch;
     if (ref->kind == CDDP__REF_NONE)
-      r = cddp__fail(CDDP_OUT_OF_MEMORY, "rank %d has no memory for pieces of messages", p);
+      r = cddp__fail(CDDP_OUT_OF_MEMORY, "rank %d has no memory for the pieces of this call", p);
     else if (ref->kind != CDDP__REF_UNUSED && (p != g->rank || scratch))
       r = cddp__map_ref(g->host, ref, &at);
     else if (p == g->rank)
@@ -11790,13 +11794,13 @@ static cddp_result cddp__find_views(const cddp__flow *f, bool *hidden) {
   return r == CDDP_OK ? r : cddp__break(g, r);
 }
 
-/* The other hosts take the round too, at their own time: the numbers stay the same everywhere. */
+/* A local round. The other hosts make one too, at their own time: round numbers stay equal. */
 static cddp_result cddp__piece_round(cddp_group *g, const cddp__call *c) {
   return cddp__round_of(g, CDDP__SCOPE_HOST, c, CDDP__PHASE_CHUNK, NULL, 0);
 }
 
-/* A chunk of a call. hidden: some rank's view is in scratch. What others read there is put in
-   first. Behind the second round nobody uses this rank's view any more. */
+/* Runs a chunk of a call. hidden: some rank's view is in scratch; its contribution is copied there
+   first. After the second round no other rank accesses this rank's view. */
 static cddp_result cddp__run_chunk(cddp__flow *f, bool hidden) {
   cddp_group *g = f->g;
   const cddp__call *c = f->c;
@@ -11805,19 +11809,20 @@ static cddp_result cddp__run_chunk(cddp__flow *f, bool hidden) {
   size_t at = f->begin * c->esize;
   cddp_result r = CDDP_OK;
   for (p = 0; f->hidden && read && cddp__is_read(c, g->rank) && p < shares; p++)
-    memcpy(cddp__seen(f, g->local_rank, p), cddp__share_for(c, p) + at, f->n * c->esize);
+    memcpy(cddp__view_of(f, g->local_rank, p), cddp__share_for(c, p) + at, f->n * c->esize);
   if (hidden && read) r = cddp__piece_round(g, c);
   if (r == CDDP_OK) r = cddp__move_chunk(f);
   if (r == CDDP_OK) r = cddp__piece_round(g, c);
   if (r != CDDP_OK || !f->hidden || !cddp__is_written(c, g->rank) || (f->adds && !f->one)) return r;
   for (p = 0; p < shares; p++)
-    cddp__copy(cddp__share_from(c, p) + at, cddp__seen(f, g->local_rank, p),
+    cddp__copy(cddp__share_from(c, p) + at, cddp__view_of(f, g->local_rank, p),
                cddp__bytes_from(c, p, f->begin, f->n));
   return CDDP_OK;
 }
 
-/* Says where this rank's view lies. UNUSED: only this rank needs it; NONE: it is to be in scratch,
-   since others of this host cannot see the buffer, or what is sent would be written over. */
+/* Announces this rank's view and runs the call. UNUSED: only this rank needs the view. NONE: the
+   view must be in scratch, since other ranks on this host cannot access the buffer, or since
+   receiving would overwrite bytes to send. */
 static cddp_result cddp__hosts_run(cddp_group *g, const cddp__call *c) {
   cddp__flow f = cddp__flow_of(g, c);
   char **scratch = &g->hosts->scratch[g->local_rank];
@@ -11849,7 +11854,7 @@ static cddp_result cddp__hosts_run(cddp_group *g, const cddp__call *c) {
   return cddp__end_access(g, r);
 }
 
-/* Over the ranks that have not joined. */
+/* Averages over the ranks that have not joined (uneven inputs). */
 static cddp_result cddp__hosts_average(cddp_group *g, const cddp__call *c, void *const *arrays) {
   cddp__hosts *x = g->hosts;
   cddp__flow f = cddp__flow_of(g, c);
@@ -11866,9 +11871,10 @@ static cddp_result cddp__hosts_average(cddp_group *g, const cddp__call *c, void 
 static const cddp__carrier cddp__hosts_carrier = {false, cddp__hosts_run, cddp__hosts_average, NULL,
                                                   NULL};
 
-/* --- a group's life --- */
+/* --- creation and end of a group --- */
 
-/* Numbers the hosts by their lowest ranks; lists the ranks of each. index[hosts of the job]: 0. */
+/* Numbers the hosts by their lowest ranks and lists the ranks of each. index: an element for each
+   host of the job, all 0. */
 static void cddp__sort_hosts(cddp_group *g, cddp__hosts *x, int *index) {
   int p, h, first = 0;
   size_t at = 0;
@@ -11901,7 +11907,7 @@ static void cddp__sort_hosts(cddp_group *g, cddp__hosts *x, int *index) {
   }
 }
 
-/* The struct with all of its arrays behind it. */
+/* Allocates the struct, followed by all of its arrays. */
 static cddp__hosts *cddp__hosts_new(const cddp_group *g) {
   size_t n = (size_t)g->size, frames = CDDP__FRAMES * n, ride = cddp__piggyback_bytes(g->size);
   size_t each = sizeof(cddp__peer) + sizeof(cddp__group_node) + sizeof(cddp__subtree) +
@@ -11910,7 +11916,7 @@ static cddp__hosts *cddp__hosts_new(const cddp_group *g) {
   cddp__hosts *x = (cddp__hosts *)cddp__calloc(&g->host->allocator, 1,
                                                 bytes + ride);
   if (x == NULL) return NULL;
-  x->peers = (cddp__peer *)(void *)(x + 1); /* no array needs more alignment than those before it */
+  x->peers = (cddp__peer *)(void *)(x + 1); /* arrays are in order of falling alignment */
   x->nodes = (cddp__group_node *)(void *)(x->peers + n);
   x->subtrees = (cddp__subtree *)(void *)(x->nodes + n);
   x->items = (cddp__item *)(void *)(x->subtrees + n);
@@ -11924,8 +11930,8 @@ static cddp__hosts *cddp__hosts_new(const cddp_group *g) {
   return x;
 }
 
-/* Tells a new group of a job of several hosts which ranks of net its ranks are (world NULL: the
-   same), and prepares it to span hosts, if it does. net NULL: there is one host. */
+/* Sets the ranks of a new group in the job (world NULL: the same numbers). If they are on several
+   hosts, prepares the group for that. net NULL: the job has one host. */
 static cddp_result cddp__hosts_attach(cddp_group *g, cddp__net *net, const int *world) {
   struct epoll_event event;
   cddp_result r;
@@ -11943,27 +11949,27 @@ static cddp_result cddp__hosts_attach(cddp_group *g, cddp__net *net, const int *
   cddp__add32(&net->uses, 1);
   x->pass = 1;
   x->mail_end = &x->mail;
-  x->bell = cddp__above_stdio(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  x->wake_fd = cddp__above_stdio(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   x->epoll = cddp__above_stdio(epoll_create1(EPOLL_CLOEXEC));
   memset(&event, 0, sizeof event);
   event.events = EPOLLIN | EPOLLET;
-  watched = x->bell >= 0 && x->epoll >= 0 && /* else errno says why not */
-            epoll_ctl(x->epoll, EPOLL_CTL_ADD, x->bell, &event) == 0 &&
+  watched = x->wake_fd >= 0 && x->epoll >= 0 && /* else errno is set */
+            epoll_ctl(x->epoll, EPOLL_CTL_ADD, x->wake_fd, &event) == 0 &&
             epoll_ctl(x->epoll, EPOLL_CTL_ADD, net->listener, &event) == 0;
   r = watched ? CDDP_OK : cddp__fail_errno("eventfd or epoll");
   cddp__sort_hosts(g, x, g->world + g->size);
   cddp__set_leaves(g, x, false);
   g->round_max = cddp__max(g->staging_size, CDDP__PAYLOAD);
   g->carrier = &cddp__hosts_carrier;
-  pthread_mutex_lock(&g->host->lock); /* from now on failures of the group elsewhere are heard */
+  pthread_mutex_lock(&g->host->lock); /* from here on notices reach this group */
   g->hosts = x;
   pthread_mutex_unlock(&g->host->lock);
   cddp__serve_in_waits(g);
   return r;
 }
 
-/* This rank leaves: says goodbye on all connections and closes them. Messages that were sent but
-   are still here get a moment first. */
+/* Sends BYE on all connections when this rank leaves the group, and closes them. Waiting bytes of
+   messages are sent first, as long as the system accepts some within each second. */
 static void cddp__hosts_leave(cddp_group *g) {
   cddp__hosts *x = g->hosts;
   cddp__net *net;
@@ -11991,7 +11997,7 @@ static void cddp__hosts_leave(cddp_group *g) {
   for (; (m = x->mail) != NULL; cddp__free(&net->allocator, m)) x->mail = m->next;
   cddp__arena_free(g->host, x->scratch[g->local_rank]);
   cddp__free(&net->allocator, x->stage);
-  cddp__close_fd(&x->bell);
+  cddp__close_fd(&x->wake_fd);
   cddp__close_fd(&x->epoll);
   cddp__net_release(net);
 }
@@ -12337,7 +12343,7 @@ static bool cddp__serve_other(cddp_group *g) {
 static bool cddp__serve_idle(cddp_group *g) {
   bool served = false;
   cddp_group *other;
-  if (g != NULL && g->hosts != NULL) cddp__hosts_look(g);
+  if (g != NULL && g->hosts != NULL) cddp__hosts_poll(g);
   if (g != NULL && pthread_mutex_trylock(&g->p2p_lock) == 0) {
     if (g->recvs != NULL || g->hosts != NULL) served = cddp__serve_recvs(g);
     pthread_mutex_unlock(&g->p2p_lock);
@@ -12375,7 +12381,7 @@ static bool cddp__message_ready(cddp_work *w) {
   } else if (w->send >= 0) {
     ready = !cddp__send_open(cddp__send_at(g, w->send));
   } else if (g->members[w->call.root] < 0) {
-    ready = cddp__hosts_room(g, w->call.root, bytes);
+    ready = cddp__hosts_can_post(g, w->call.root, bytes);
   } else {
     (void)cddp__scan_sends(g, bytes);
     ready = cddp__sends_fit(g, bytes);
@@ -12542,7 +12548,7 @@ static bool cddp__abort_recv(cddp_work *q) {
   bool open;
   pthread_mutex_lock(&q->group->p2p_lock);
   if ((open = !q->done)) {
-    if (q->filling) cddp__hosts_let_go(q->group, q);
+    if (q->filling) cddp__hosts_detach_receive(q->group, q);
     q->result = CDDP_ABORTED;
     q->done = true;
   }
@@ -12575,7 +12581,7 @@ static cddp_result cddp__finish_recv(cddp_work *q, double limit) {
   pthread_mutex_lock(&g->p2p_lock);
   while (*at != q) at = &(*at)->next;
   *at = q->next;
-  if (q->filling) cddp__hosts_let_go(g, q); /* the group has failed */
+  if (q->filling) cddp__hosts_detach_receive(g, q); /* the group has failed */
   pthread_mutex_unlock(&g->p2p_lock);
   return cddp__end_recv(q, r);
 }
@@ -15557,7 +15563,7 @@ static cddp_result cddp__release_buffers(cddp__device *device, cddp_result r) {
 static void cddp__watch_hosts(cddp_group *g) {
   cddp__hosts *hosts = g->hosts;
   if (hosts == NULL) return;
-  cddp__hosts_look(g);
+  cddp__hosts_poll(g);
   if (g->local_rank != 0) return;
   pthread_mutex_lock(&g->p2p_lock);
   cddp__hosts_serve(g);

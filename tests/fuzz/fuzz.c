@@ -1032,7 +1032,7 @@ static void link_event(link_world *k, input *in) {
   case 8: link_recv(k, in); break;
   default: cddp__serve_idle(k->g);
   }
-  cddp__hosts_look(k->g);
+  cddp__hosts_poll(k->g);
   REQUIRE(n->secret == NULL || callers(n, true) == 0);
 }
 
@@ -1053,7 +1053,7 @@ static void target_link(input *in) {
       few_descriptors = !(settings & 4); /* whoever has said nothing is dropped for the next one */
       w.coming = few_descriptors;
       w.now += 6;
-      cddp__hosts_look(k.g);
+      cddp__hosts_poll(k.g);
       REQUIRE(!few_descriptors || callers(h->net, false) <= 1);
       few_descriptors = false;
       k.g->recvs = NULL;
