@@ -6716,32 +6716,32 @@ typedef struct cddp__fold {
   double factor;
 } cddp__fold;
 
-CDDP__INLINED void cddp__fold_init(cddp__fold *f, const void *const *srcs, int nsrcs, int ranks,
+CDDP__INLINED void cddp__fold_init(cddp__fold *fold, const void *const *srcs, int nsrcs, int ranks,
                                    cddp_dtype dtype, cddp_op op) {
   const cddp__kernels *tables = cddp__pick_kernels();
   bool average = op == CDDP_AVG && ranks > 0;
-  f->kernels = &tables[dtype];
-  f->math = &tables[cddp__compute_type(dtype)];
-  f->srcs = srcs;
-  f->widths = NULL;
-  f->nsrcs = nsrcs;
-  f->ranks = ranks;
-  f->dtype = dtype;
-  f->op = op == CDDP_AVG ? CDDP_SUM : op;
-  f->flip = (op == CDDP_MAX ? -1 : 0) ^ (dtype == CDDP_U8 ? 128 : 0);
-  f->esize = cddp__dtype_size(dtype);
-  f->csize = cddp__dtype_size(cddp__compute_type(dtype));
-  f->sums = f->op == CDDP_SUM && f->math->sum != NULL;
-  f->narrows = f->kernels != f->math && ranks > 0;
+  fold->kernels = &tables[dtype];
+  fold->math = &tables[cddp__compute_type(dtype)];
+  fold->srcs = srcs;
+  fold->widths = NULL;
+  fold->nsrcs = nsrcs;
+  fold->ranks = ranks;
+  fold->dtype = dtype;
+  fold->op = op == CDDP_AVG ? CDDP_SUM : op;
+  fold->flip = (op == CDDP_MAX ? -1 : 0) ^ (dtype == CDDP_U8 ? 128 : 0);
+  fold->esize = cddp__dtype_size(dtype);
+  fold->csize = cddp__dtype_size(cddp__compute_type(dtype));
+  fold->sums = fold->op == CDDP_SUM && fold->math->sum != NULL;
+  fold->narrows = fold->kernels != fold->math && ranks > 0;
   /* Division by a power of two and multiplication by its inverse give the same bits. */
-  f->divide = average && (!f->sums || (ranks & (ranks - 1)) != 0);
-  f->factor = !average ? 1.0 : f->divide ? (double)ranks : 1.0 / (double)ranks;
+  fold->divide = average && (!fold->sums || (ranks & (ranks - 1)) != 0);
+  fold->factor = !average ? 1.0 : fold->divide ? (double)ranks : 1.0 / (double)ranks;
 }
 
 /* Returns whether one call of `sum` computes the whole reduction. */
-CDDP__INLINED bool cddp__fold_direct(const cddp__fold *f) {
-  return (f->nsrcs <= 4 || f->nsrcs == 8) && f->widths == NULL && f->op == CDDP_SUM &&
-         f->kernels->sum != NULL && (f->narrows || f->kernels == f->math);
+CDDP__INLINED bool cddp__fold_direct(const cddp__fold *fold) {
+  return (fold->nsrcs <= 4 || fold->nsrcs == 8) && fold->widths == NULL && fold->op == CDDP_SUM &&
+         fold->kernels->sum != NULL && (fold->narrows || fold->kernels == fold->math);
 }
 
 /* p[i] /= k. Not F16, BF16. Integers have no vector division, so they need no loop per ISA. */
@@ -6759,30 +6759,30 @@ static void cddp__divide(void *p, size_t n, int k, cddp_dtype dtype) {
 }
 
 /* d = a op b, in the compute type. `last`: the root of the tree, which also scales the result. */
-static void cddp__fold_pair(const cddp__fold *f, void *d, const void *a, const void *b, size_t n,
+static void cddp__fold_pair(const cddp__fold *fold, void *d, const void *a, const void *b, size_t n,
                             bool last) {
   const void *s[2];
   s[0] = a;
   s[1] = b;
-  if (f->sums) (f->math->sum)(d, s, 2, n, last && !f->divide ? f->factor : 1.0);
-  else if (f->op >= CDDP_BAND) (f->math->bits)(d, a, b, n * f->csize, f->op);
-  else f->math->pair(d, a, b, n, f->op, f->flip);
-  if (last && f->divide) cddp__divide(d, n, f->ranks, cddp__compute_type(f->dtype));
+  if (fold->sums) (fold->math->sum)(d, s, 2, n, last && !fold->divide ? fold->factor : 1.0);
+  else if (fold->op >= CDDP_BAND) (fold->math->bits)(d, a, b, n * fold->csize, fold->op);
+  else fold->math->pair(d, a, b, n, fold->op, fold->flip);
+  if (last && fold->divide) cddp__divide(d, n, fold->ranks, cddp__compute_type(fold->dtype));
 }
 
 /* Reduces sources first .. first + k - 1 (k = 1, 2, 4 or 8) from element `at` on. Returns buf, or
    the source itself if k = 1 and it needs no conversion. */
-static const void *cddp__fold_leaf(const cddp__fold *f, void *buf, int first, int k, size_t at,
+static const void *cddp__fold_leaf(const cddp__fold *fold, void *buf, int first, int k, size_t at,
                                    size_t n) {
   const void *s[8];
   int i;
-  if (f->widths != NULL && f->widths[first] != 1)
-    return (const char *)f->srcs[first] + at * f->csize;
-  for (i = 0; i < k; i++) s[i] = (const char *)f->srcs[first + i] + at * f->esize;
+  if (fold->widths != NULL && fold->widths[first] != 1)
+    return (const char *)fold->srcs[first] + at * fold->csize;
+  for (i = 0; i < k; i++) s[i] = (const char *)fold->srcs[first + i] + at * fold->esize;
   if (k > 1)
-    (f->math->sum)(buf, s, k, n, 1.0);
-  else if (f->kernels != f->math)
-    f->kernels->widen((cddp__f32 *)buf, s[0], n);
+    (fold->math->sum)(buf, s, k, n, 1.0);
+  else if (fold->kernels != fold->math)
+    fold->kernels->widen((cddp__f32 *)buf, s[0], n);
   else
     return s[0];
   return buf;
@@ -6790,11 +6790,11 @@ static const void *cddp__fold_leaf(const cddp__fold *f, void *buf, int first, in
 
 /* Bytes of a block. Up to 15 sources: CDDP__BLOCK_BYTES; with more, the partial results share
    CDDP__FOLD_BYTES. */
-static size_t cddp__fold_bytes(const cddp__fold *f) {
+static size_t cddp__fold_bytes(const cddp__fold *fold) {
   size_t levels = 2;
   int n;
-  for (n = f->nsrcs; n > 1; n /= 2) levels++;
-  if (f->widths != NULL) levels = CDDP__FOLD_DEPTH;
+  for (n = fold->nsrcs; n > 1; n /= 2) levels++;
+  if (fold->widths != NULL) levels = CDDP__FOLD_DEPTH;
   return cddp__min(CDDP__BLOCK_BYTES, CDDP__FOLD_BYTES / levels / 64 * 64);
 }
 
@@ -6804,43 +6804,44 @@ static size_t cddp__fold_bytes(const cddp__fold *f) {
      3. While the two results on top have the same size, or no sources are left, they are merged.
    This is the canonical tree, which splits a range at the largest power of two below its length.
    The last merge writes dst. */
-static void cddp__fold_block(const cddp__fold *f, char *dst, size_t at, size_t n) {
+static void cddp__fold_block(const cddp__fold *fold, char *dst, size_t at, size_t n) {
   double space[CDDP__FOLD_BYTES / sizeof(double)];
   char *bufs[CDDP__FOLD_DEPTH];
   const void *parts[CDDP__FOLD_DEPTH];
   int sizes[CDDP__FOLD_DEPTH]; /* sources in each part */
-  int leaf = f->sums && f->kernels == f->math && f->widths == NULL ? 8 : 1;
+  int leaf = fold->sums && fold->kernels == fold->math && fold->widths == NULL ? 8 : 1;
   int depth = 0, i = 0, k;
-  size_t bytes = cddp__fold_bytes(f);
+  size_t bytes = cddp__fold_bytes(fold);
   for (k = 0; k < CDDP__FOLD_DEPTH; k++) bufs[k] = (char *)space + (size_t)k * bytes;
-  while (i < f->nsrcs) {
-    for (k = leaf; k > f->nsrcs - i; k /= 2) continue;
-    parts[depth] = cddp__fold_leaf(f, bufs[depth], i, k, at, n);
-    sizes[depth++] = f->widths != NULL ? abs(f->widths[i]) : k;
+  while (i < fold->nsrcs) {
+    for (k = leaf; k > fold->nsrcs - i; k /= 2) continue;
+    parts[depth] = cddp__fold_leaf(fold, bufs[depth], i, k, at, n);
+    sizes[depth++] = fold->widths != NULL ? abs(fold->widths[i]) : k;
     i += k;
-    while (depth > 1 && (i == f->nsrcs || sizes[depth - 1] == sizes[depth - 2])) {
-      bool last = i == f->nsrcs && depth == 2;
-      void *out = last && !f->narrows ? (void *)(dst + at * f->csize) : (void *)bufs[depth - 2];
+    while (depth > 1 && (i == fold->nsrcs || sizes[depth - 1] == sizes[depth - 2])) {
+      bool last = i == fold->nsrcs && depth == 2;
+      void *out =
+          last && !fold->narrows ? (void *)(dst + at * fold->csize) : (void *)bufs[depth - 2];
       depth--;
-      cddp__fold_pair(f, out, parts[depth - 1], parts[depth], n, last);
+      cddp__fold_pair(fold, out, parts[depth - 1], parts[depth], n, last);
       parts[depth - 1] = out;
       sizes[depth - 1] += sizes[depth];
     }
   }
-  if (f->narrows) f->kernels->narrow(dst + at * f->esize, (const cddp__f32 *)parts[0], n);
+  if (fold->narrows) fold->kernels->narrow(dst + at * fold->esize, (const cddp__f32 *)parts[0], n);
 }
 
 /* Reduces elements [at, at + n) into dst. */
-static void cddp__fold_range(const cddp__fold *f, void *dst, size_t at, size_t n) {
-  size_t block = cddp__fold_bytes(f) / f->csize, end = at + n;
+static void cddp__fold_range(const cddp__fold *fold, void *dst, size_t at, size_t n) {
+  size_t block = cddp__fold_bytes(fold) / fold->csize, end = at + n;
   const void *s[8];
   int i;
-  if (cddp__fold_direct(f)) {
-    for (i = 0; i < f->nsrcs; i++) s[i] = (const char *)f->srcs[i] + at * f->esize;
-    (f->kernels->sum)((char *)dst + at * f->esize, s, f->nsrcs, n, f->factor);
+  if (cddp__fold_direct(fold)) {
+    for (i = 0; i < fold->nsrcs; i++) s[i] = (const char *)fold->srcs[i] + at * fold->esize;
+    (fold->kernels->sum)((char *)dst + at * fold->esize, s, fold->nsrcs, n, fold->factor);
     return;
   }
-  for (; at < end; at += block) cddp__fold_block(f, (char *)dst, at, cddp__min(block, end - at));
+  for (; at < end; at += block) cddp__fold_block(fold, (char *)dst, at, cddp__min(block, end - at));
 }
 
 /* dst[i] = the canonical tree over srcs[..][i]; nsrcs >= 2.
@@ -7209,69 +7210,71 @@ static cddp__call cddp__make_call(int kind, const void *send, void *recv, size_t
   return c;
 }
 
-static bool cddp__in_one_buffer(const cddp__call *c) {
-  return !cddp__shapes[c->kind].scatters && !cddp__shapes[c->kind].gathers;
+static bool cddp__in_one_buffer(const cddp__call *call) {
+  return !cddp__shapes[call->kind].scatters && !cddp__shapes[call->kind].gathers;
 }
-static bool cddp__sends(const cddp__call *c, int rank) {
-  return !cddp__shapes[c->kind].from_root || rank == c->root;
+static bool cddp__sends(const cddp__call *call, int rank) {
+  return !cddp__shapes[call->kind].from_root || rank == call->root;
 }
-static bool cddp__receives(const cddp__call *c, int rank) {
-  return !cddp__shapes[c->kind].to_root || rank == c->root;
+static bool cddp__receives(const cddp__call *call, int rank) {
+  return !cddp__shapes[call->kind].to_root || rank == call->root;
 }
 
 /* Returns whether a call changes the rank's buffer. A broadcast's root keeps its contents. */
-static bool cddp__is_written(const cddp__call *c, int rank) {
-  return cddp__receives(c, rank) &&
-         !(cddp__in_one_buffer(c) && cddp__shapes[c->kind].from_root && rank == c->root);
+static bool cddp__is_written(const cddp__call *call, int rank) {
+  return cddp__receives(call, rank) &&
+         !(cddp__in_one_buffer(call) && cddp__shapes[call->kind].from_root && rank == call->root);
 }
 
 /* Returns whether other ranks read the rank's buffer, or add to it. Only the root itself reads the
    root's share of a gather. */
-static bool cddp__is_read(const cddp__call *c, int rank) {
-  const cddp__shape *s = &cddp__shapes[c->kind];
-  return cddp__sends(c, rank) && (s->reduces || !s->to_root || rank != c->root);
+static bool cddp__is_read(const cddp__call *call, int rank) {
+  const cddp__shape *shape = &cddp__shapes[call->kind];
+  return cddp__sends(call, rank) && (shape->reduces || !shape->to_root || rank != call->root);
 }
 
 /* all_to_all in place: received shares replace the sent ones. */
-static bool cddp__overwrites(const cddp__call *c) {
-  return c->kind == CDDP__KIND_ALL_TO_ALL && c->send == c->recv;
+static bool cddp__overwrites(const cddp__call *call) {
+  return call->kind == CDDP__KIND_ALL_TO_ALL && call->send == call->recv;
 }
 
 /* Shares in the send buffer, and in the receive buffer, of a rank that uses it. */
-static size_t cddp__send_shares(const cddp_group *g, const cddp__call *c) {
-  return cddp__shapes[c->kind].scatters ? (size_t)g->size : 1;
+static size_t cddp__send_shares(const cddp_group *g, const cddp__call *call) {
+  return cddp__shapes[call->kind].scatters ? (size_t)g->size : 1;
 }
-static size_t cddp__recv_shares(const cddp_group *g, const cddp__call *c) {
-  return cddp__shapes[c->kind].gathers ? (size_t)g->size : 1;
+static size_t cddp__recv_shares(const cddp_group *g, const cddp__call *call) {
+  return cddp__shapes[call->kind].gathers ? (size_t)g->size : 1;
 }
 
 /* The address of the share for rank `to`, and the address for the share of rank `from`. */
-static const char *cddp__share_for(const cddp__call *c, int to) {
+static const char *cddp__share_for(const cddp__call *call, int to) {
   size_t at = 0;
-  if (cddp__shapes[c->kind].scatters)
-    at = c->shares != NULL ? c->shares[to].out_at : (size_t)to * c->count;
-  return (const char *)c->send + at * c->esize;
+  if (cddp__shapes[call->kind].scatters)
+    at = call->shares != NULL ? call->shares[to].out_at : (size_t)to * call->count;
+  return (const char *)call->send + at * call->esize;
 }
-static char *cddp__share_from(const cddp__call *c, int from) {
+static char *cddp__share_from(const cddp__call *call, int from) {
   size_t at = 0;
-  if (cddp__shapes[c->kind].gathers)
-    at = c->shares != NULL ? c->shares[from].in_at : (size_t)from * c->count;
-  return (char *)c->recv + at * c->esize;
+  if (cddp__shapes[call->kind].gathers)
+    at = call->shares != NULL ? call->shares[from].in_at : (size_t)from * call->count;
+  return (char *)call->recv + at * call->esize;
 }
 
 /* Bytes of a share's elements [begin, begin + n), cut off at the share's end: of the share for a
    rank, and of the share of a rank. */
-static size_t cddp__range_bytes(const cddp__call *c, size_t count, size_t begin, size_t n) {
-  return begin < count ? cddp__min(n, count - begin) * c->esize : 0;
+static size_t cddp__range_bytes(const cddp__call *call, size_t count, size_t begin, size_t n) {
+  return begin < count ? cddp__min(n, count - begin) * call->esize : 0;
 }
-static size_t cddp__bytes_for(const cddp__call *c, int to, size_t begin, size_t n) {
-  return c->shares == NULL ? n * c->esize : cddp__range_bytes(c, c->shares[to].out, begin, n);
+static size_t cddp__bytes_for(const cddp__call *call, int to, size_t begin, size_t n) {
+  return call->shares == NULL ? n * call->esize
+                              : cddp__range_bytes(call, call->shares[to].out, begin, n);
 }
-static size_t cddp__bytes_from(const cddp__call *c, int from, size_t begin, size_t n) {
-  return c->shares == NULL ? n * c->esize : cddp__range_bytes(c, c->shares[from].in, begin, n);
+static size_t cddp__bytes_from(const cddp__call *call, int from, size_t begin, size_t n) {
+  return call->shares == NULL ? n * call->esize
+                              : cddp__range_bytes(call, call->shares[from].in, begin, n);
 }
 
-/* Bytes of a call's parts and, behind them, of the memory for the exchange of counts. */
+/* Bytes of a call's counted shares and, behind them, of the memory for the exchange of counts. */
 #define CDDP__COUNT_FIELDS 4 /* numbers that a rank sends to each rank: cddp__exchange_counts */
 static size_t cddp__shares_bytes(const cddp_group *g) {
   size_t counts = 2 * CDDP__COUNT_FIELDS * sizeof(uint64_t);
@@ -7280,18 +7283,18 @@ static size_t cddp__shares_bytes(const cddp_group *g) {
 
 /* The bytes of the send and recv buffers that a collective uses on this rank. If they are one
    buffer, both are its size. */
-static void cddp__buffer_bytes(const cddp_group *g, const cddp__call *c, size_t *sent,
+static void cddp__buffer_bytes(const cddp_group *g, const cddp__call *call, size_t *sent,
                                size_t *received) {
-  bool one = cddp__in_one_buffer(c);
-  size_t share = c->count * c->esize;
-  if (c->shares != NULL) {
-    const cddp__counted_share *last = &c->shares[g->size - 1];
-    *sent = (last->out_at + last->out) * c->esize;
-    *received = (last->in_at + last->in) * c->esize;
+  bool one = cddp__in_one_buffer(call);
+  size_t share = call->count * call->esize;
+  if (call->shares != NULL) {
+    const cddp__counted_share *last = &call->shares[g->size - 1];
+    *sent = (last->out_at + last->out) * call->esize;
+    *received = (last->in_at + last->in) * call->esize;
     return;
   }
-  *sent = one || cddp__sends(c, g->rank) ? share * cddp__send_shares(g, c) : 0;
-  *received = one || cddp__receives(c, g->rank) ? share * cddp__recv_shares(g, c) : 0;
+  *sent = one || cddp__sends(call, g->rank) ? share * cddp__send_shares(g, call) : 0;
+  *received = one || cddp__receives(call, g->rank) ? share * cddp__recv_shares(g, call) : 0;
 }
 
 /* >>failure ---------------------------------------------------------------------------------------
@@ -12130,10 +12133,10 @@ static cddp_result cddp__stage(cddp_group *g, cddp__send_request *p, const void 
      fits    receives cddp__sends_fit
      lost    receives true if the message is a copy and the receiver is gone without taking it. The
              check follows the post: a receiver that takes the message marks it before it exits */
-static cddp_result cddp__post_send(cddp_group *g, const cddp__call *c, int *send, bool *fits,
+static cddp_result cddp__post_send(cddp_group *g, const cddp__call *call, int *send, bool *fits,
                                    bool *lost) {
   cddp__slot *slot = cddp__slot_of(g, g->rank);
-  size_t bytes = c->count * c->esize;
+  size_t bytes = call->count * call->esize;
   cddp_result r = CDDP_OUT_OF_MEMORY;
   int i;
   pthread_mutex_lock(&g->p2p_lock);
@@ -12142,41 +12145,42 @@ static cddp_result cddp__post_send(cddp_group *g, const cddp__call *c, int *send
   if (i >= 0) {
     cddp__send_request *p = cddp__send_at(g, i);
     p->inlined = bytes <= sizeof p->u.bytes;
-    if (bytes > CDDP__EAGER_MAX && c->root != g->rank)
-      p->u.ref = cddp__ref_of(g->host, c->send, bytes);
-    p->staged = bytes <= CDDP__EAGER_MAX || c->root == g->rank || p->u.ref.kind == CDDP__REF_NONE;
+    if (bytes > CDDP__EAGER_MAX && call->root != g->rank)
+      p->u.ref = cddp__ref_of(g->host, call->send, bytes);
+    p->staged =
+        bytes <= CDDP__EAGER_MAX || call->root == g->rank || p->u.ref.kind == CDDP__REF_NONE;
     r = CDDP_OK;
     if (p->inlined)
-      cddp__copy(p->u.bytes, c->send, bytes);
+      cddp__copy(p->u.bytes, call->send, bytes);
     else if (p->staged)
-      r = cddp__stage(g, p, c->send, bytes);
+      r = cddp__stage(g, p, call->send, bytes);
     else
       *send = i;
     if (r != CDDP_OK) p->staged = false;
-    cddp__store32(&p->tag, (uint32_t)c->tag);
-    p->dtype = c->dtype;
-    p->count = c->count;
+    cddp__store32(&p->tag, (uint32_t)call->tag);
+    p->dtype = call->dtype;
+    p->count = call->count;
     cddp__note64(&p->number, ++g->send_number);
     CDDP__POINT("post");
     if ((uint32_t)i >= cddp__load32(&slot->send_top))
       cddp__store32(&slot->send_top, (uint32_t)i + 1);
-    if (r == CDDP_OK) cddp__exchange32(&p->state, CDDP__POSTED_TO(c->root));
+    if (r == CDDP_OK) cddp__exchange32(&p->state, CDDP__POSTED_TO(call->root));
     g->sends_open++;
     if (p->staged) g->sends_staged += bytes;
     *fits = cddp__sends_fit(g, bytes);
-    if (r == CDDP_OK) cddp__notify(g, c->root);
-    *lost = r == CDDP_OK && p->staged && c->root != g->rank && cddp__rank_gone(g, c->root) &&
+    if (r == CDDP_OK) cddp__notify(g, call->root);
+    *lost = r == CDDP_OK && p->staged && call->root != g->rank && cddp__rank_gone(g, call->root) &&
             cddp__send_open(p);
   }
   pthread_mutex_unlock(&g->p2p_lock);
   return r;
 }
 
-/* Returns the oldest send from q->from to this rank with q's tag, or NULL. A scan can find a send
-   and miss an older one that was posted meanwhile in a request already passed. The caller therefore
-   scans twice: every send older than a seen one is visible to the second scan. */
-static cddp__send_request *cddp__find_send(cddp_group *g, const cddp_work *q) {
-  cddp__slot *slot = cddp__slot_of(g, q->from);
+/* Returns the oldest send from work->from to this rank with work's tag, or NULL. A scan can find a
+   send and miss an older one that was posted meanwhile in a request already passed. The caller
+   therefore scans twice: every send older than a seen one is visible to the second scan. */
+static cddp__send_request *cddp__find_send(cddp_group *g, const cddp_work *work) {
+  cddp__slot *slot = cddp__slot_of(g, work->from);
   uint32_t i, n = CDDP__SENDS, left = cddp__load32(&slot->send_top);
   cddp__send_request *best = NULL;
   int block;
@@ -12186,7 +12190,7 @@ static cddp__send_request *cddp__find_send(cddp_group *g, const cddp_work *q) {
     if (block > 0 && cddp__map_ref(g->host, &slot->more_sends[block], &at) != CDDP_OK) at = NULL;
     for (p = (cddp__send_request *)at, i = 0; i < n && i < left && p != NULL; i++, p++) {
       if (cddp__load32(&p->state) != CDDP__POSTED_TO(g->rank) ||
-          cddp__load32(&p->tag) != (uint32_t)q->call.tag)
+          cddp__load32(&p->tag) != (uint32_t)work->call.tag)
         continue;
       if (best == NULL || cddp__load64(&p->number) < cddp__load64(&best->number)) best = p;
     }
@@ -12197,71 +12201,71 @@ static cddp__send_request *cddp__find_send(cddp_group *g, const cddp_work *q) {
 
 /* Returns whether a message of that count and dtype matches the receive. If not, the ranks
    disagree, and the receive fails. */
-static bool cddp__recv_fits(cddp_group *g, cddp_work *q, uint64_t count, uint32_t dtype) {
-  const cddp__call *c = &q->call;
-  if (count == c->count && dtype == c->dtype) return true;
+static bool cddp__recv_fits(cddp_group *g, cddp_work *work, uint64_t count, uint32_t dtype) {
+  const cddp__call *call = &work->call;
+  if (count == call->count && dtype == call->dtype) return true;
   cddp__fail(CDDP_MISMATCH,
              "ranks disagree: rank %d sent count %" PRIu64
              " %s with tag %d, rank %d receives count %zu %s",
-             q->from, count, cddp__dtype_names[dtype & 7], c->tag, g->rank, c->count,
-             cddp__dtype_names[c->dtype]);
-  q->result = cddp__break(g, CDDP_MISMATCH);
-  q->done = true;
+             work->from, count, cddp__dtype_names[dtype & 7], call->tag, g->rank, call->count,
+             cddp__dtype_names[call->dtype]);
+  work->result = cddp__break(g, CDDP_MISMATCH);
+  work->done = true;
   return false;
 }
 
 /* Copies the message of a send, or refuses it if it does not match. Does nothing if its sender has
    just withdrawn it. p2p_lock held. */
-static void cddp__take_send(cddp_group *g, cddp_work *q, cddp__send_request *p) {
+static void cddp__take_send(cddp_group *g, cddp_work *work, cddp__send_request *p) {
   void *from = NULL;
   cddp_result r;
-  if (p->inlined && p->count == q->call.count && p->dtype == q->call.dtype) {
-    cddp__copy(q->call.recv, p->u.bytes, p->count * q->call.esize);
-    q->result = CDDP_OK;
-    q->done = true;
+  if (p->inlined && p->count == work->call.count && p->dtype == work->call.dtype) {
+    cddp__copy(work->call.recv, p->u.bytes, p->count * work->call.esize);
+    work->result = CDDP_OK;
+    work->done = true;
     /* The sender never withdraws an inlined message, so this store needs no barrier. (A sender that
        waits for a free request and misses the notice looks again after 1 to 20 ms.) */
     cddp__store32(&p->state, CDDP__SEND_DONE);
-    cddp__notify(g, q->from);
+    cddp__notify(g, work->from);
     return;
   }
   if (!cddp__swap32(&p->state, CDDP__POSTED_TO(g->rank), CDDP__SEND_TAKEN)) return;
-  if (!cddp__recv_fits(g, q, p->count, p->dtype)) {
+  if (!cddp__recv_fits(g, work, p->count, p->dtype)) {
     cddp__exchange32(&p->state, CDDP__SEND_REFUSED);
   } else {
     CDDP__POINT("take");
     from = p->u.bytes;
     r = p->inlined ? CDDP_OK : cddp__map_ref(g->host, &p->u.ref, &from);
-    if (r == CDDP_OK && p->count > 0) memcpy(q->call.recv, from, p->count * q->call.esize);
+    if (r == CDDP_OK && p->count > 0) memcpy(work->call.recv, from, p->count * work->call.esize);
     if (r == CDDP_OK) r = cddp__check_group(g); /* the sender may have withdrawn its buffer */
-    q->result = r == CDDP_OK ? r : cddp__break(g, r);
-    q->done = true;
+    work->result = r == CDDP_OK ? r : cddp__break(g, r);
+    work->done = true;
     cddp__exchange32(&p->state, CDDP__SEND_DONE);
   }
   CDDP__POINT("taken");
-  cddp__notify(g, q->from);
+  cddp__notify(g, work->from);
 }
 
 /* Completes a receive from another host with the oldest message of its tag, if one has arrived.
    p2p_lock held. */
-static void cddp__take_remote(cddp_group *g, cddp_work *q) {
-  cddp__message *m = cddp__take_message(g, CDDP__FRAME_MESSAGE, q->from, q->call.tag);
+static void cddp__take_remote(cddp_group *g, cddp_work *work) {
+  cddp__message *m = cddp__take_message(g, CDDP__FRAME_MESSAGE, work->from, work->call.tag);
   if (m == NULL) return;
-  if (cddp__recv_fits(g, q, m->head.count, m->head.dtype)) {
-    cddp__copy(q->call.recv, m + 1, m->head.size);
-    q->result = CDDP_OK;
-    q->done = true;
+  if (cddp__recv_fits(g, work, m->head.count, m->head.dtype)) {
+    cddp__copy(work->call.recv, m + 1, m->head.size);
+    work->result = CDDP_OK;
+    work->done = true;
   }
   cddp__free(&g->hosts->net->allocator, m);
 }
 
-/* Returns whether an older receive must get the next message from q->from with q's tag. p2p_lock
-   held. */
-static bool cddp__is_claimed(const cddp_group *g, const cddp_work *q) {
-  const cddp_work *w;
-  for (w = g->recvs; w != q; w = w->next)
-    if (!w->done && w->call.tag == q->call.tag &&
-        (w->call.root == q->from || w->call.root == CDDP_ANY))
+/* Returns whether an older receive must get the next message from work->from with work's
+   tag. p2p_lock held. */
+static bool cddp__is_claimed(const cddp_group *g, const cddp_work *work) {
+  const cddp_work *older;
+  for (older = g->recvs; older != work; older = older->next)
+    if (!older->done && older->call.tag == work->call.tag &&
+        (older->call.root == work->from || older->call.root == CDDP_ANY))
       return true;
   return false;
 }
@@ -12270,21 +12274,21 @@ static bool cddp__is_claimed(const cddp_group *g, const cddp_work *q) {
    p2p_lock held. */
 static bool cddp__serve_recvs(cddp_group *g) {
   bool served = false;
-  cddp_work *q;
+  cddp_work *work;
   int i;
   if (g->hosts != NULL) cddp__hosts_serve(g);
-  for (q = g->recvs; q != NULL; q = q->next) {
-    bool any = q->call.root == CDDP_ANY;
-    for (i = 0; !q->done && !q->filling && i < (any ? g->size : 1); i++) {
+  for (work = g->recvs; work != NULL; work = work->next) {
+    bool any = work->call.root == CDDP_ANY;
+    for (i = 0; !work->done && !work->filling && i < (any ? g->size : 1); i++) {
       cddp__send_request *p;
-      q->from = any ? (g->next_any + i) % g->size : q->call.root;
-      if (cddp__is_claimed(g, q)) continue;
-      if (g->members[q->from] < 0)
-        cddp__take_remote(g, q);
-      else if (cddp__find_send(g, q) != NULL && (p = cddp__find_send(g, q)) != NULL)
-        cddp__take_send(g, q, p); /* the oldest: see cddp__find_send */
-      if (any && q->done) g->next_any = q->from + 1;
-      served = served || q->done;
+      work->from = any ? (g->next_any + i) % g->size : work->call.root;
+      if (cddp__is_claimed(g, work)) continue;
+      if (g->members[work->from] < 0)
+        cddp__take_remote(g, work);
+      else if (cddp__find_send(g, work) != NULL && (p = cddp__find_send(g, work)) != NULL)
+        cddp__take_send(g, work, p); /* the oldest: see cddp__find_send */
+      if (any && work->done) g->next_any = work->from + 1;
+      served = served || work->done;
     }
   }
   return served;
@@ -12301,20 +12305,20 @@ static bool cddp__is_alone(cddp_group *g) { /* no receive is in the list */
 /* Polls for the message of a receive without a handle, from a rank of this host, if no other
    receive of this rank is pending. The receive is not put into the list. Returns whether it is
    complete, or has failed. */
-static bool cddp__recv_directly(cddp_work *q) {
-  cddp_group *g = q->group;
+static bool cddp__recv_directly(cddp_work *work) {
+  cddp_group *g = work->group;
   cddp__send_request *p;
   int i, spin = cddp__spin_of(g->host);
-  if (g->hosts != NULL || q->call.root == CDDP_ANY) return false;
-  q->from = q->call.root;
+  if (g->hosts != NULL || work->call.root == CDDP_ANY) return false;
+  work->from = work->call.root;
   for (i = 0; i < spin && cddp__load32(&g->block->broken) == 0; i++) {
-    if (cddp__find_send(g, q) != NULL) {
+    if (cddp__find_send(g, work) != NULL) {
       pthread_mutex_lock(&g->p2p_lock);
-      if (g->recvs == NULL && cddp__find_send(g, q) != NULL &&
-          (p = cddp__find_send(g, q)) != NULL)
-        cddp__take_send(g, q, p); /* another thread may have taken an older message meanwhile */
+      if (g->recvs == NULL && cddp__find_send(g, work) != NULL &&
+          (p = cddp__find_send(g, work)) != NULL)
+        cddp__take_send(g, work, p); /* another thread may have taken an older message meanwhile */
       pthread_mutex_unlock(&g->p2p_lock);
-      return q->done;
+      return work->done;
     }
     if (i == 0 && !cddp__is_alone(g)) return false;
     cddp__pause();
@@ -12357,12 +12361,12 @@ static bool cddp__serve_idle(cddp_group *g) {
   return served;
 }
 
-static void cddp__post_recv(cddp_group *g, cddp_work *q) {
+static void cddp__post_recv(cddp_group *g, cddp_work *work) {
   cddp_work **at = &g->recvs;
-  q->next = NULL;
+  work->next = NULL;
   pthread_mutex_lock(&g->p2p_lock);
   while (*at != NULL) at = &(*at)->next;
-  *at = q;
+  *at = work;
   cddp__serve_in_waits(g);
   cddp__serve_recvs(g);
   pthread_mutex_unlock(&g->p2p_lock);
@@ -12370,18 +12374,18 @@ static void cddp__post_recv(cddp_group *g, cddp_work *q) {
 
 /* Returns whether a thread can stop waiting: for a message, for the end of a send (w->send >= 0),
    or until the sends in flight are within the limits. */
-static bool cddp__message_ready(cddp_work *w) {
-  cddp_group *g = w->group;
-  size_t bytes = w->call.count * w->call.esize;
+static bool cddp__message_ready(cddp_work *work) {
+  cddp_group *g = work->group;
+  size_t bytes = work->call.count * work->call.esize;
   bool ready;
   pthread_mutex_lock(&g->p2p_lock);
   cddp__serve_recvs(g);
-  if (w->call.kind == CDDP__KIND_RECV) {
-    ready = w->done;
-  } else if (w->send >= 0) {
-    ready = !cddp__send_open(cddp__send_at(g, w->send));
-  } else if (g->members[w->call.root] < 0) {
-    ready = cddp__hosts_can_post(g, w->call.root, bytes);
+  if (work->call.kind == CDDP__KIND_RECV) {
+    ready = work->done;
+  } else if (work->send >= 0) {
+    ready = !cddp__send_open(cddp__send_at(g, work->send));
+  } else if (g->members[work->call.root] < 0) {
+    ready = cddp__hosts_can_post(g, work->call.root, bytes);
   } else {
     (void)cddp__scan_sends(g, bytes);
     ready = cddp__sends_fit(g, bytes);
@@ -12392,9 +12396,9 @@ static bool cddp__message_ready(cddp_work *w) {
 
 /* The rank whose loss makes the wait useless; -1: none. With CDDP_ANY: a rank that has died, or the
    last of the others to leave. */
-static int cddp__lost_peer(const cddp_work *w) {
-  const cddp_group *g = w->group;
-  int p, gone = -1, n = 1, peer = w->call.root;
+static int cddp__lost_peer(const cddp_work *work) {
+  const cddp_group *g = work->group;
+  int p, gone = -1, n = 1, peer = work->call.root;
   if (peer != CDDP_ANY) return peer != g->rank && cddp__rank_gone(g, peer) ? peer : -1;
   for (p = 0; p < g->size; p++) {
     if (p == g->rank || !cddp__rank_gone(g, p)) continue;
@@ -12406,13 +12410,13 @@ static int cddp__lost_peer(const cddp_work *w) {
 }
 
 /* Breaks the group if the peer of a send or recv is lost. */
-static cddp_result cddp__check_peer(const cddp_work *w) {
-  const char *doing = w->call.kind == CDDP__KIND_SEND ? "send to it"
-                      : w->call.root == CDDP_ANY      ? "recv from any rank"
+static cddp_result cddp__check_peer(const cddp_work *work) {
+  const char *doing = work->call.kind == CDDP__KIND_SEND ? "send to it"
+                      : work->call.root == CDDP_ANY      ? "recv from any rank"
                                                       : "recv from it";
-  int gone = cddp__lost_peer(w);
+  int gone = cddp__lost_peer(work);
   if (gone < 0) return CDDP_OK;
-  return cddp__report_lost(w->group, gone, cddp__textf("%s, tag %d", doing, w->call.tag).s);
+  return cddp__report_lost(work->group, gone, cddp__textf("%s, tag %d", doing, work->call.tag).s);
 }
 
 /* Breaks the group if the receiver of a message in flight is lost: the message would stay
@@ -12432,68 +12436,69 @@ static cddp_result cddp__check_receivers(cddp_group *g) {
 
 /* Reports a timeout: of the group, which breaks it, or (limit >= 0, seconds) of the caller's own
    limit, which other ranks do not see. */
-static cddp_result cddp__message_timeout(const cddp_work *w, double limit) {
-  cddp_group *g = w->group;
-  bool receives = w->call.kind == CDDP__KIND_RECV, any = w->call.root == CDDP_ANY;
+static cddp_result cddp__message_timeout(const cddp_work *work, double limit) {
+  cddp_group *g = work->group;
+  bool receives = work->call.kind == CDDP__KIND_RECV, any = work->call.root == CDDP_ANY;
   const char *what = receives ? "recv from" : "send to";
-  cddp__text peer = any ? cddp__textf("any rank") : cddp__name_rank(g, w->call.root);
+  cddp__text peer = any ? cddp__textf("any rank") : cddp__name_rank(g, work->call.root);
   if (limit >= 0)
     return cddp__fail(CDDP_TIMEOUT,
                       "cddp_wait_for: %s %s, tag %d, on rank %d has not finished after %g s; it "
                       "continues",
-                      what, peer.s, w->call.tag, g->rank, limit);
+                      what, peer.s, work->call.tag, g->rank, limit);
   cddp__fail(CDDP_TIMEOUT, "timed out after %g s: %s %s, tag %d, on rank %d: no matching %s%s",
-             g->timeout_s, what, peer.s, w->call.tag, g->rank, receives ? "send" : "recv",
-             any ? "" : cddp__describe_wait(g, w->call.root).s);
+             g->timeout_s, what, peer.s, work->call.tag, g->rank, receives ? "send" : "recv",
+             any ? "" : cddp__describe_wait(g, work->call.root).s);
   return cddp__break(g, CDDP_TIMEOUT);
 }
 
 /* Publishes that this thread waits for a message. Not if the rank has several threads: a wait for a
    round is more useful to other ranks. */
-static bool cddp__show_message_wait(const cddp_work *w) {
-  const cddp__slot *s = cddp__wait_slot(w->group, w->group->rank);
-  const char *what = w->call.kind == CDDP__KIND_RECV ? "recv from" : "send to";
+static bool cddp__show_message_wait(const cddp_work *work) {
+  const cddp__slot *s = cddp__wait_slot(work->group, work->group->rank);
+  const char *what = work->call.kind == CDDP__KIND_RECV ? "recv from" : "send to";
   cddp__text peer = cddp__textf("any rank");
   if (s == NULL || cddp__load32(&s->multithreaded) != 0) return false;
-  if (w->call.root != CDDP_ANY)
-    peer = cddp__textf("rank %d", cddp__job_rank(w->group, w->call.root));
-  return cddp__publish_wait(w->group,
-                            cddp__textf("cddp_%s %.20s, tag %d", what, peer.s, w->call.tag).s);
+  if (work->call.root != CDDP_ANY)
+    peer = cddp__textf("rank %d", cddp__job_rank(work->group, work->call.root));
+  return cddp__publish_wait(work->group,
+                            cddp__textf("cddp_%s %.20s, tag %d", what, peer.s, work->call.tag).s);
 }
 
 /* Waits for a message until the group's deadline, or for `limit` seconds if limit is not negative.
    Checks the peer meanwhile. */
-static cddp_result cddp__message_wait(cddp_work *m, double limit) {
-  cddp_group *g = m->group;
+static cddp_result cddp__message_wait(cddp_work *work, double limit) {
+  cddp_group *g = work->group;
   cddp__slot *slot = cddp__slot_of(g, g->rank);
   bool shown = false;
   cddp_result r = CDDP_OK;
   cddp__wait w;
   int i, spin = cddp__spin_of(g->host) / CDDP__SPIN_MESSAGE;
   for (i = 0; i < spin && limit != 0 && cddp__load32(&g->block->broken) == 0; i++) {
-    if (cddp__message_ready(m)) return CDDP_OK;
+    if (cddp__message_ready(work)) return CDDP_OK;
     if (g->hosts != NULL && i % CDDP__POLLS_A_YIELD == 0) sched_yield();
     else cddp__pause();
   }
   cddp__wait_begin(&w, limit >= 0 ? limit : g->timeout_s, limit == 0 ? 0 : CDDP__YIELDS);
   for (;;) {
     uint32_t events = cddp__load32(&slot->events);
-    if (cddp__message_ready(m)) break;
+    if (cddp__message_ready(work)) break;
     if ((r = cddp__check_failure(g)) != CDDP_OK) break;
     if (cddp__wait_yields(&w)) continue;
     if ((r = cddp__wait_tick(g, &w)) != CDDP_OK) break;
-    if (cddp__lost_peer(m) >= 0 && !cddp__message_ready(m)) r = cddp__check_peer(m);
-    if (r == CDDP_OK && w.due && m->call.kind == CDDP__KIND_SEND && m->send < 0 &&
-        g->members[m->call.root] >= 0) /* waits until fewer messages are in flight */
+    if (cddp__lost_peer(work) >= 0 && !cddp__message_ready(work)) r = cddp__check_peer(work);
+    if (r == CDDP_OK && w.due && work->call.kind == CDDP__KIND_SEND && work->send < 0 &&
+        g->members[work->call.root] >= 0) /* waits until fewer messages are in flight */
       r = cddp__check_receivers(g);
-    if (r == CDDP_OK && w.late) r = cddp__message_timeout(m, limit);
+    if (r == CDDP_OK && w.late) r = cddp__message_timeout(work, limit);
     if (r != CDDP_OK) break;
-    if (w.due && !shown) shown = cddp__show_message_wait(m);
+    if (w.due && !shown) shown = cddp__show_message_wait(work);
     if (g->hosts != NULL)
-      cddp__hosts_pause(g, &w, m->call.root, events);
+      cddp__hosts_pause(g, &w, work->call.root, events);
     else {
       cddp__add32(&slot->waiting, 1); /* from now on peers that change a send increment events */
-      if (!cddp__message_ready(m)) cddp__wait_sleep(g, &w, &slot->waiting, &slot->events, events);
+      if (!cddp__message_ready(work))
+        cddp__wait_sleep(g, &w, &slot->waiting, &slot->events, events);
       cddp__add32(&slot->waiting, (uint32_t)-1);
     }
   }
@@ -12501,58 +12506,58 @@ static cddp_result cddp__message_wait(cddp_work *m, double limit) {
   return r;
 }
 
-/* Posts a send. Without a handle, waits while too many messages are in flight. If w->send >= 0, the
-   buffer is in use until cddp__finish_send. */
-static cddp_result cddp__start_send(cddp_work *w, bool handle) {
-  cddp_group *g = w->group;
-  bool here = g->members[w->call.root] >= 0, fits = false, lost = false;
-  bool is_short = w->call.count * w->call.esize <= CDDP__EAGER_MAX; /* it is copied */
+/* Posts a send. Without a handle, waits while too many messages are in flight. If work->send >= 0,
+   the buffer is in use until cddp__finish_send. */
+static cddp_result cddp__start_send(cddp_work *work, bool handle) {
+  cddp_group *g = work->group;
+  bool here = g->members[work->call.root] >= 0, fits = false, lost = false;
+  bool is_short = work->call.count * work->call.esize <= CDDP__EAGER_MAX; /* it is copied */
   cddp_result r = cddp__check_group(g);
-  if (r == CDDP_OK && !(here && is_short)) r = cddp__check_peer(w);
+  if (r == CDDP_OK && !(here && is_short)) r = cddp__check_peer(work);
   if (r != CDDP_OK) return r;
   if (here) {
-    r = cddp__post_send(g, &w->call, &w->send, &fits, &lost);
-    if (lost) r = cddp__check_peer(w);
+    r = cddp__post_send(g, &work->call, &work->send, &fits, &lost);
+    if (lost) r = cddp__check_peer(work);
     handle = handle || fits;
   } else {
-    r = cddp__hosts_post(g, &w->call); /* if the rank is lost, the wait reports the cause */
-    handle = handle && cddp__load32(&g->hosts->peers[w->call.root].lost) == 0;
+    r = cddp__hosts_post(g, &work->call); /* if the rank is lost, the wait reports the cause */
+    handle = handle && cddp__load32(&g->hosts->peers[work->call.root].lost) == 0;
   }
-  return r == CDDP_OK && !handle && w->send < 0 ? cddp__message_wait(w, -1) : r;
+  return r == CDDP_OK && !handle && work->send < 0 ? cddp__message_wait(work, -1) : r;
 }
 
 /* Waits until a posted send is taken. limit: see cddp__message_wait; with a limit CDDP_TIMEOUT
    changes nothing. After another failure the send is withdrawn, so that the caller can reuse the
    buffer. A receiver that has begun to copy finishes first, unless it dies. */
-static cddp_result cddp__finish_send(cddp_work *w, double limit) {
-  cddp_group *g = w->group;
+static cddp_result cddp__finish_send(cddp_work *work, double limit) {
+  cddp_group *g = work->group;
   cddp__send_request *p;
   double deadline;
   cddp_result r;
-  if (w->send < 0) return CDDP_OK;
-  p = cddp__send_at(g, w->send);
-  r = cddp__message_wait(w, limit);
+  if (work->send < 0) return CDDP_OK;
+  p = cddp__send_at(g, work->send);
+  r = cddp__message_wait(work, limit);
   if (r == CDDP_TIMEOUT && limit >= 0) return r;
   if (r == CDDP_OK && cddp__load32(&p->state) == CDDP__SEND_REFUSED) r = cddp__check_failure(g);
   if (r == CDDP_OK) cddp__store32(&p->state, CDDP__SEND_FREE);
-  if (r == CDDP_OK || cddp__swap32(&p->state, CDDP__POSTED_TO(w->call.root), CDDP__SEND_FREE))
+  if (r == CDDP_OK || cddp__swap32(&p->state, CDDP__POSTED_TO(work->call.root), CDDP__SEND_FREE))
     return r;
   deadline = cddp__now() + 5;
-  while (cddp__send_open(p) && !cddp__rank_gone(g, w->call.root) && cddp__now() < deadline)
+  while (cddp__send_open(p) && !cddp__rank_gone(g, work->call.root) && cddp__now() < deadline)
     cddp__sleep(1e-5);
   return r;
 }
 
 /* Aborts a receive. Returns false if its message has arrived or it has failed. */
-static bool cddp__abort_recv(cddp_work *q) {
+static bool cddp__abort_recv(cddp_work *work) {
   bool open;
-  pthread_mutex_lock(&q->group->p2p_lock);
-  if ((open = !q->done)) {
-    if (q->filling) cddp__hosts_detach_receive(q->group, q);
-    q->result = CDDP_ABORTED;
-    q->done = true;
+  pthread_mutex_lock(&work->group->p2p_lock);
+  if ((open = !work->done)) {
+    if (work->filling) cddp__hosts_detach_receive(work->group, work);
+    work->result = CDDP_ABORTED;
+    work->done = true;
   }
-  pthread_mutex_unlock(&q->group->p2p_lock);
+  pthread_mutex_unlock(&work->group->p2p_lock);
   return open;
 }
 
@@ -12560,30 +12565,31 @@ static bool cddp__abort_recv(cddp_work *q) {
 static __thread int cddp__last_source = -1;
 
 /* Ends a receive that is in no list. r: the result of its wait. */
-static cddp_result cddp__end_recv(cddp_work *q, cddp_result r) {
-  cddp_group *g = q->group;
-  if (r == CDDP_OK && q->result == CDDP_OK) {
-    cddp__last_source = q->from;
-    if (cddp__record_at(g, q->record) != NULL) cddp__record_at(g, q->record)->root = q->from;
+static cddp_result cddp__end_recv(cddp_work *work, cddp_result r) {
+  cddp_group *g = work->group;
+  if (r == CDDP_OK && work->result == CDDP_OK) {
+    cddp__last_source = work->from;
+    if (cddp__record_at(g, work->record) != NULL)
+      cddp__record_at(g, work->record)->root = work->from;
   }
-  if (r == CDDP_OK && q->result != CDDP_OK && (r = cddp__check_failure(g)) == CDDP_OK)
-    r = q->result; /* it was aborted */
+  if (r == CDDP_OK && work->result != CDDP_OK && (r = cddp__check_failure(g)) == CDDP_OK)
+    r = work->result; /* it was aborted */
   return r;
 }
 
 /* Waits for a posted receive and removes it from the list. A failure of the receive itself has
    broken the group. limit: see cddp__finish_send. */
-static cddp_result cddp__finish_recv(cddp_work *q, double limit) {
-  cddp_group *g = q->group;
+static cddp_result cddp__finish_recv(cddp_work *work, double limit) {
+  cddp_group *g = work->group;
   cddp_work **at = &g->recvs;
-  cddp_result r = cddp__message_wait(q, limit);
+  cddp_result r = cddp__message_wait(work, limit);
   if (r == CDDP_TIMEOUT && limit >= 0) return r;
   pthread_mutex_lock(&g->p2p_lock);
-  while (*at != q) at = &(*at)->next;
-  *at = q->next;
-  if (q->filling) cddp__hosts_detach_receive(g, q); /* the group has failed */
+  while (*at != work) at = &(*at)->next;
+  *at = work->next;
+  if (work->filling) cddp__hosts_detach_receive(g, work); /* the group has failed */
   pthread_mutex_unlock(&g->p2p_lock);
-  return cddp__end_recv(q, r);
+  return cddp__end_recv(work, r);
 }
 
 #ifdef CDDP_MPI
@@ -12617,8 +12623,8 @@ static cddp_result cddp__mpi_fail(int code, const char *what) {
   return cddp__fail(CDDP_MPI, "%s: %s", what, text);
 }
 
-/* Waits for an operation of the call c. code: MPI's result when the operation was started. */
-static cddp_result cddp__mpi_wait(cddp_group *g, const cddp__call *c, int code,
+/* Waits for the MPI operation of a call. code: MPI's result when the operation was started. */
+static cddp_result cddp__mpi_wait(cddp_group *g, const cddp__call *call, int code,
                                   MPI_Request *request) {
   cddp__op_header *mine;
   cddp_result r = CDDP_OK;
@@ -12626,10 +12632,10 @@ static cddp_result cddp__mpi_wait(cddp_group *g, const cddp__call *c, int code,
   int i, p, done = 0;
   cddp__wait_begin(&w, g->timeout_s, 0);
   g->round++; /* a rank that has not announced the next round is still in this operation, or lost */
-  mine = cddp__op_header_of(g, g->rank, g->round); /* for texts; seq stays old */
-  mine->call = cddp__call_code(c, CDDP__PHASE_CALL);
-  mine->count = c->count;
-  mine->root = (int32_t)c->root;
+  mine = cddp__op_header_of(g, g->rank, g->round); /* for texts: peers compare seq first */
+  mine->call = cddp__call_code(call, CDDP__PHASE_CALL);
+  mine->count = call->count;
+  mine->root = (int32_t)call->root;
   for (i = 0; r == CDDP_OK && code == MPI_SUCCESS; i++) {
     pthread_mutex_lock(&cddp__mpi_lock);
     code = MPI_Test(request, &done, MPI_STATUS_IGNORE);
@@ -12645,7 +12651,7 @@ static cddp_result cddp__mpi_wait(cddp_group *g, const cddp__call *c, int code,
   }
   g->round--;
   if (code != MPI_SUCCESS)
-    r = cddp__break(g, cddp__mpi_fail(code, cddp__shapes[c->kind].name));
+    r = cddp__break(g, cddp__mpi_fail(code, cddp__shapes[call->kind].name));
   if (r != CDDP_OK) cddp__store32(&cddp__mpi_stuck, 1);
   return r;
 }
@@ -12657,11 +12663,11 @@ static MPI_Datatype cddp__mpi_type(int dtype) { /* f16 and bf16: as bits */
 }
 
 /* Reduces n elements of send to recv: on all ranks (root -1) or on root. send can be recv. */
-static cddp_result cddp__mpi_reduce(cddp_group *g, const cddp__call *c, const void *send,
+static cddp_result cddp__mpi_reduce(cddp_group *g, const cddp__call *call, const void *send,
                                     void *recv, size_t n, int root) {
   const MPI_Op ops[] = {MPI_SUM, MPI_SUM,  MPI_PROD, MPI_MIN,
                         MPI_MAX, MPI_BAND, MPI_BOR,  MPI_BXOR};
-  cddp_dtype dtype = (cddp_dtype)c->dtype;
+  cddp_dtype dtype = (cddp_dtype)call->dtype;
   bool half = dtype == CDDP_F16 || dtype == CDDP_BF16, gets = root < 0 || root == g->rank;
   MPI_Datatype type = half ? MPI_FLOAT : cddp__mpi_type(dtype);
   MPI_Request request = MPI_REQUEST_NULL;
@@ -12676,12 +12682,13 @@ static cddp_result cddp__mpi_reduce(cddp_group *g, const cddp__call *c, const vo
   }
   if (gets && in == out) in = MPI_IN_PLACE;
   pthread_mutex_lock(&cddp__mpi_lock);
-  code = root < 0 ? MPI_Iallreduce(in, out, (int)n, type, ops[c->op], g->mpi->comm, &request)
-                  : MPI_Ireduce(in, gets ? out : NULL, (int)n, type, ops[c->op], root,
+  code = root < 0 ? MPI_Iallreduce(in, out, (int)n, type, ops[call->op], g->mpi->comm, &request)
+                  : MPI_Ireduce(in, gets ? out : NULL, (int)n, type, ops[call->op], root,
                                 g->mpi->comm, &request);
   pthread_mutex_unlock(&cddp__mpi_lock);
-  if ((r = cddp__mpi_wait(g, c, code, &request)) != CDDP_OK) return r; /* MPI still uses a copy */
-  if (gets && c->op == CDDP_AVG)
+  r = cddp__mpi_wait(g, call, code, &request);
+  if (r != CDDP_OK) return r; /* MPI still uses a copy */
+  if (gets && call->op == CDDP_AVG)
     cddp__divide(out, n, g->size, half ? CDDP_F32 : dtype);
   if (gets && half) cddp__convert(recv, dtype, out, CDDP_F32, n);
   if (half) cddp__free(&g->host->allocator, out);
@@ -12690,22 +12697,22 @@ static cddp_result cddp__mpi_reduce(cddp_group *g, const cddp__call *c, const vo
 
 /* Moves elements [begin, begin + n) of each share, in a call that does not reduce. The MPI type has
    n elements and the extent of a share, so that it steps from one rank's share to the next. */
-static cddp_result cddp__mpi_move(cddp_group *g, const cddp__call *c, const char *send,
+static cddp_result cddp__mpi_move(cddp_group *g, const cddp__call *call, const char *send,
                                   size_t begin, size_t n) {
-  const char *from = send + begin * c->esize;
-  char *to = (char *)c->recv + begin * c->esize;
-  int root = c->root, code;
+  const char *from = send + begin * call->esize;
+  char *to = (char *)call->recv + begin * call->esize;
+  int root = call->root, code;
   MPI_Comm comm = g->mpi->comm;
   MPI_Request q = MPI_REQUEST_NULL;
   MPI_Datatype block, p;
   pthread_mutex_lock(&cddp__mpi_lock);
-  MPI_Type_contiguous((int)n, cddp__mpi_type(c->dtype), &block);
-  MPI_Type_create_resized(block, 0, (MPI_Aint)(c->count * c->esize), &p);
+  MPI_Type_contiguous((int)n, cddp__mpi_type(call->dtype), &block);
+  MPI_Type_create_resized(block, 0, (MPI_Aint)(call->count * call->esize), &p);
   MPI_Type_commit(&p);
   MPI_Type_free(&block);
-  if (!cddp__receives(c, g->rank)) to = NULL;
-  if (!cddp__sends(c, g->rank)) from = NULL;
-  switch (c->kind) {
+  if (!cddp__receives(call, g->rank)) to = NULL;
+  if (!cddp__sends(call, g->rank)) from = NULL;
+  switch (call->kind) {
   case CDDP__KIND_BROADCAST: code = MPI_Ibcast(to, 1, p, root, comm, &q); break;
   case CDDP__KIND_ALL_GATHER: code = MPI_Iallgather(from, 1, p, to, 1, p, comm, &q); break;
   case CDDP__KIND_GATHER: code = MPI_Igather(from, 1, p, to, 1, p, root, comm, &q); break;
@@ -12714,16 +12721,16 @@ static cddp_result cddp__mpi_move(cddp_group *g, const cddp__call *c, const char
   }
   MPI_Type_free(&p); /* MPI frees it after the operation */
   pthread_mutex_unlock(&cddp__mpi_lock);
-  return cddp__mpi_wait(g, c, code, &q);
+  return cddp__mpi_wait(g, call, code, &q);
 }
 
 /* The same for a call with counts. Each pair of ranks has an MPI type with the position of its
    elements. */
-static cddp_result cddp__mpi_move_counted(cddp_group *g, const cddp__call *c, const char *send,
+static cddp_result cddp__mpi_move_counted(cddp_group *g, const cddp__call *call, const char *send,
                                           size_t begin, size_t n) {
   size_t each = 2 * sizeof(int) + 2 * sizeof(MPI_Datatype), size = (size_t)g->size;
   MPI_Datatype *out = (MPI_Datatype *)cddp__calloc(&g->host->allocator, size, each);
-  MPI_Datatype *in = out + size, type = cddp__mpi_type(c->dtype);
+  MPI_Datatype *in = out + size, type = cddp__mpi_type(call->dtype);
   int *ones = (int *)(void *)(in + size), *zeros = ones + size, q, code, length;
   MPI_Request request = MPI_REQUEST_NULL;
   MPI_Aint at;
@@ -12731,20 +12738,21 @@ static cddp_result cddp__mpi_move_counted(cddp_group *g, const cddp__call *c, co
   if (out == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
   pthread_mutex_lock(&cddp__mpi_lock);
   for (q = 0; q < g->size; q++) {
-    const cddp__counted_share *p = &c->shares[q];
+    const cddp__counted_share *p = &call->shares[q];
     ones[q] = 1;
-    at = (MPI_Aint)((p->out_at + begin) * c->esize);
-    length = (int)(cddp__bytes_for(c, q, begin, n) / c->esize);
+    at = (MPI_Aint)((p->out_at + begin) * call->esize);
+    length = (int)(cddp__bytes_for(call, q, begin, n) / call->esize);
     MPI_Type_create_hindexed(1, &length, &at, type, &out[q]);
-    at = (MPI_Aint)((p->in_at + begin) * c->esize);
-    length = (int)(cddp__bytes_from(c, q, begin, n) / c->esize);
+    at = (MPI_Aint)((p->in_at + begin) * call->esize);
+    length = (int)(cddp__bytes_from(call, q, begin, n) / call->esize);
     MPI_Type_create_hindexed(1, &length, &at, type, &in[q]);
     MPI_Type_commit(&out[q]);
     MPI_Type_commit(&in[q]);
   }
-  code = MPI_Ialltoallw(send, ones, zeros, out, c->recv, ones, zeros, in, g->mpi->comm, &request);
+  code =
+      MPI_Ialltoallw(send, ones, zeros, out, call->recv, ones, zeros, in, g->mpi->comm, &request);
   pthread_mutex_unlock(&cddp__mpi_lock);
-  if ((r = cddp__mpi_wait(g, c, code, &request)) != CDDP_OK) return r; /* MPI still uses out */
+  if ((r = cddp__mpi_wait(g, call, code, &request)) != CDDP_OK) return r; /* MPI still uses out */
   pthread_mutex_lock(&cddp__mpi_lock);
   for (q = 0; q < 2 * g->size; q++) MPI_Type_free(&out[q]);
   pthread_mutex_unlock(&cddp__mpi_lock);
@@ -12754,39 +12762,39 @@ static cddp_result cddp__mpi_move_counted(cddp_group *g, const cddp__call *c, co
 
 /* Moves or reduces the call's data on all ranks, CDDP__MPI_MAX_COUNT elements of a share at a
    time. */
-static cddp_result cddp__mpi_data(cddp_group *g, const cddp__call *c, void *const *arrays) {
-  const char *send = (const char *)c->send;
+static cddp_result cddp__mpi_data(cddp_group *g, const cddp__call *call, void *const *arrays) {
+  const char *send = (const char *)call->send;
   size_t begin, n;
   cddp_result r = CDDP_OK;
   int p;
   (void)arrays;
-  for (begin = 0; r == CDDP_OK && begin < c->count; begin += n) {
-    n = cddp__min(CDDP__MPI_MAX_COUNT, c->count - begin);
-    if (c->shares != NULL)
-      r = cddp__mpi_move_counted(g, c, send, begin, n);
-    else if (!cddp__shapes[c->kind].reduces)
-      r = cddp__mpi_move(g, c, send, begin, n);
-    for (p = 0; r == CDDP_OK && cddp__shapes[c->kind].reduces && p < g->size; p++) {
-      bool one = cddp__in_one_buffer(c); /* else reduce_scatter: one reduction for each rank */
-      size_t at = one ? begin : (size_t)p * c->count + begin;
-      r = cddp__mpi_reduce(g, c, send + at * c->esize, (char *)c->recv + begin * c->esize, n,
-                           one ? c->root : p);
+  for (begin = 0; r == CDDP_OK && begin < call->count; begin += n) {
+    n = cddp__min(CDDP__MPI_MAX_COUNT, call->count - begin);
+    if (call->shares != NULL)
+      r = cddp__mpi_move_counted(g, call, send, begin, n);
+    else if (!cddp__shapes[call->kind].reduces)
+      r = cddp__mpi_move(g, call, send, begin, n);
+    for (p = 0; r == CDDP_OK && cddp__shapes[call->kind].reduces && p < g->size; p++) {
+      bool one = cddp__in_one_buffer(call); /* else reduce_scatter: one reduction for each rank */
+      size_t at = one ? begin : (size_t)p * call->count + begin;
+      r = cddp__mpi_reduce(g, call, send + at * call->esize,
+                           (char *)call->recv + begin * call->esize, n, one ? call->root : p);
       if (one) break;
     }
   }
   return r;
 }
 
-static cddp_result cddp__mpi_run(cddp_group *g, const cddp__call *c) {
-  const char *send = (const char *)c->send, *recv = (const char *)c->recv;
-  cddp__call apart = *c;
+static cddp_result cddp__mpi_run(cddp_group *g, const cddp__call *call) {
+  const char *send = (const char *)call->send, *recv = (const char *)call->recv;
+  cddp__call apart = *call;
   void *copy = NULL;
   size_t bytes, got;
   cddp_result r;
-  cddp__buffer_bytes(g, c, &bytes, &got);
-  r = cddp__round_of(g, CDDP__SCOPE_ALL, c, CDDP__PHASE_CALL, NULL, 0);
+  cddp__buffer_bytes(g, call, &bytes, &got);
+  r = cddp__round_of(g, CDDP__SCOPE_ALL, call, CDDP__PHASE_CALL, NULL, 0);
   if (r == CDDP_OK) r = cddp__begin_access(g);
-  if (r == CDDP_OK && !cddp__in_one_buffer(c) && send != NULL && recv != NULL &&
+  if (r == CDDP_OK && !cddp__in_one_buffer(call) && send != NULL && recv != NULL &&
       send < recv + got && recv < send + bytes) { /* MPI does not allow overlap */
     copy = cddp__malloc(&g->host->allocator, bytes);
     if (copy == NULL) r = cddp__break(g, CDDP_OUT_OF_MEMORY);
@@ -12795,7 +12803,7 @@ static cddp_result cddp__mpi_run(cddp_group *g, const cddp__call *c) {
   }
   if (r == CDDP_OK) r = cddp__mpi_data(g, &apart, NULL);
   if (r == CDDP_OK) {
-    r = cddp__round_of(g, CDDP__SCOPE_ALL, c, CDDP__PHASE_DONE, NULL, 0);
+    r = cddp__round_of(g, CDDP__SCOPE_ALL, call, CDDP__PHASE_DONE, NULL, 0);
     cddp__free(&g->host->allocator, copy);
   }
   return cddp__end_access(g, r);
@@ -12889,105 +12897,106 @@ static const cddp__carrier cddp__mpi_carrier = {true, cddp__mpi_run, cddp__mpi_d
 #define CDDP__ENGINE_IDLE_POLLS 10 /* polls without a new operation before the engine sleeps */
 #define CDDP__ENGINE_SPIN 250    /* polls of a round by an engine that shares its core */
 
-static void cddp__work_free(cddp_work *w) {
-  cddp__engine *e = &w->group->engine;
-  if (w == &e->own)
-    cddp__store32(&e->held, CDDP__OWN_FREE);
+static void cddp__work_free(cddp_work *work) {
+  cddp__engine *engine = &work->group->engine;
+  if (work == &engine->own)
+    cddp__store32(&engine->held, CDDP__OWN_FREE);
   else
-    cddp__free(&w->group->host->allocator, w);
+    cddp__free(&work->group->host->allocator, work);
 }
 
-static void cddp__work_init(cddp_work *w, cddp_group *g) {
-  memset(w, 0, offsetof(cddp_work, text));
-  w->group = g;
-  w->send = -1;
+static void cddp__work_init(cddp_work *work, cddp_group *g) {
+  memset(work, 0, offsetof(cddp_work, text));
+  work->group = g;
+  work->send = -1;
 }
 
 /* more: bytes to allocate behind the cddp_work. */
 static cddp_work *cddp__work_new(cddp_group *g, size_t more) {
-  cddp_work *w = (cddp_work *)cddp__malloc(&g->host->allocator, sizeof(cddp_work) + more);
-  if (w != NULL) cddp__work_init(w, g);
-  return w;
+  cddp_work *work = (cddp_work *)cddp__malloc(&g->host->allocator, sizeof(cddp_work) + more);
+  if (work != NULL) cddp__work_init(work, g);
+  return work;
 }
 
 /* Runs an operation with the call site and the floating-point mode of its caller. */
-static void cddp__work_run(cddp_work *w) {
+static void cddp__work_run(cddp_work *work) {
   uint32_t fp_mode = cddp__fp_mode();
-  bool other = w->fp_mode != 1 + fp_mode;
+  bool other = work->fp_mode != 1 + fp_mode;
   cddp__site site;
   CDDP__POINT("engine");
   cddp__copy_site(&site, &cddp__this_site);
-  cddp__copy_site(&cddp__this_site, &w->site);
-  if (CDDP__UNLIKELY(other)) cddp__set_fp_mode(w->fp_mode - 1);
-  cddp__last_fp_mode = w->fp_mode;
-  w->result = (w->run)(w);
-  if (w->result != CDDP_OK) snprintf(w->text, sizeof w->text, "%s", cddp__error_text);
+  cddp__copy_site(&cddp__this_site, &work->site);
+  if (CDDP__UNLIKELY(other)) cddp__set_fp_mode(work->fp_mode - 1);
+  cddp__last_fp_mode = work->fp_mode;
+  work->result = (work->run)(work);
+  if (work->result != CDDP_OK) snprintf(work->text, sizeof work->text, "%s", cddp__error_text);
   cddp__copy_site(&cddp__this_site, &site);
   if (CDDP__LIKELY(!other)) return;
   cddp__set_fp_mode(fp_mode);
   cddp__last_fp_mode = 1 + fp_mode;
 }
 
-/* Appends an operation to the queue. It is already counted in e->works. lock held. */
-static void cddp__engine_append(cddp__engine *e, cddp_work *w) {
-  w->next = NULL;
-  if (e->first != NULL)
-    e->last->next = w;
+/* Appends an operation to the queue. It is already counted in engine->works. lock held. */
+static void cddp__engine_append(cddp__engine *engine, cddp_work *work) {
+  work->next = NULL;
+  if (engine->first != NULL)
+    engine->last->next = work;
   else
-    e->first = w;
-  e->last = w;
+    engine->first = work;
+  engine->last = work;
 }
 
-/* Moves the held operation to the queue. It is counted in e->works before it is no longer held, so
-   that peers always see an operation in flight. Returns whether a thread runs an operation: then no
-   other may start. lock held. */
-static bool cddp__engine_enqueue_held(cddp__engine *e) {
-  if (cddp__load32(&e->held) == CDDP__OWN_HELD) {
-    cddp__add32(e->works, 1);
-    if (cddp__swap32(&e->held, CDDP__OWN_HELD, CDDP__OWN_LENT))
-      cddp__engine_append(e, &e->own);
+/* Moves the held operation to the queue. It is counted in engine->works before it is no longer
+   held, so that peers always see an operation in flight. Returns whether a thread runs an
+   operation: then no other may start. lock held. */
+static bool cddp__engine_enqueue_held(cddp__engine *engine) {
+  if (cddp__load32(&engine->held) == CDDP__OWN_HELD) {
+    cddp__add32(engine->works, 1);
+    if (cddp__swap32(&engine->held, CDDP__OWN_HELD, CDDP__OWN_LENT))
+      cddp__engine_append(engine, &engine->own);
     else
-      cddp__add32(e->works, (uint32_t)-1);
+      cddp__add32(engine->works, (uint32_t)-1);
   }
-  return e->busy || cddp__load32(&e->held) == CDDP__OWN_RUNS;
+  return engine->busy || cddp__load32(&engine->held) == CDDP__OWN_RUNS;
 }
 
 /* Runs the first operation of the queue on this thread. lock held; released during the
    operation. */
-static void cddp__engine_run(cddp__engine *e) {
-  cddp_work *w = e->first;
-  cddp_group *g = w->group;
+static void cddp__engine_run(cddp__engine *engine) {
+  cddp_work *work = engine->first;
+  cddp_group *g = work->group;
   int spin = g->spin, yields = g->yields;
-  e->first = w->next;
-  e->busy = true;
-  pthread_mutex_unlock(&e->lock);
-  if (cddp__own_engine == e && g->host->cores < 2 * g->local_size) {
+  engine->first = work->next;
+  engine->busy = true;
+  pthread_mutex_unlock(&engine->lock);
+  if (cddp__own_engine == engine && g->host->cores < 2 * g->local_size) {
     /* the training threads need the cores too */
     g->spin = g->oversubscribed ? 0 : CDDP__ENGINE_SPIN;
     g->yields = 0; /* a yield would give the core to a training thread for a whole time slice */
   }
-  cddp__work_run(w);
+  cddp__work_run(work);
   g->spin = spin; /* before `done`: another thread may then run the next operation */
   g->yields = yields;
-  pthread_mutex_lock(&e->lock);
-  e->busy = false;
-  w->done = true;
-  cddp__add32(e->works, (uint32_t)-1); /* from here on w may be freed */
-  cddp__store32(&e->awaited, 0); /* the thread that waits for w can continue when it gets a core */
-  if (cddp__load32(&e->waiters) != 0) pthread_cond_broadcast(&e->changed);
-  if (e->first != NULL) pthread_cond_signal(&e->work);
+  pthread_mutex_lock(&engine->lock);
+  engine->busy = false;
+  work->done = true;
+  cddp__add32(engine->works, (uint32_t)-1); /* work may now be freed */
+  cddp__store32(&engine->awaited, 0); /* the waiting thread can continue when it gets a core */
+  if (cddp__load32(&engine->waiters) != 0) pthread_cond_broadcast(&engine->changed);
+  if (engine->first != NULL) pthread_cond_signal(&engine->work);
 }
 
 /* If the engine's own work is held, runs it on this thread, which waits for it. Takes no lock. */
-static bool cddp__engine_run_held(cddp__engine *e) {
-  if (!cddp__swap32(&e->held, CDDP__OWN_HELD, CDDP__OWN_RUNS)) return false;
-  cddp__work_run(&e->own);
-  cddp__store32(&e->held, CDDP__OWN_LENT); /* a waiting thread may not have counted itself yet */
-  if (CDDP__LIKELY((cddp__load32(&e->waiters) | cddp__load32(e->works)) == 0)) return true;
-  pthread_mutex_lock(&e->lock);
-  pthread_cond_broadcast(&e->changed);
-  pthread_cond_signal(&e->work);
-  pthread_mutex_unlock(&e->lock);
+static bool cddp__engine_run_held(cddp__engine *engine) {
+  if (!cddp__swap32(&engine->held, CDDP__OWN_HELD, CDDP__OWN_RUNS)) return false;
+  cddp__work_run(&engine->own);
+  cddp__store32(&engine->held, CDDP__OWN_LENT); /* a waiting thread may not be counted yet */
+  if (CDDP__LIKELY((cddp__load32(&engine->waiters) | cddp__load32(engine->works)) == 0))
+    return true;
+  pthread_mutex_lock(&engine->lock);
+  pthread_cond_broadcast(&engine->changed);
+  pthread_cond_signal(&engine->work);
+  pthread_mutex_unlock(&engine->lock);
   return true;
 }
 
@@ -12995,211 +13004,215 @@ static bool cddp__engine_run_held(cddp__engine *e) {
    look at the queue. So an operation of a thread that still saw it awake is found by that look. */
 static void *cddp__engine_main(void *arg) {
   cddp_group *g = (cddp_group *)arg;
-  cddp__engine *e = &g->engine;
+  cddp__engine *engine = &g->engine;
   double interval = CDDP__ENGINE_POLL_S, until;
-  cddp__own_engine = e;
-  pthread_mutex_lock(&e->lock);
+  cddp__own_engine = engine;
+  pthread_mutex_lock(&engine->lock);
   for (;;) {
-    bool busy = cddp__engine_enqueue_held(e), awake = cddp__load32(&e->asleep) == 0;
-    if (e->first == NULL && e->stop) break;
-    if (e->first != NULL && !busy && (e->stop || e->first->tick != cddp__load32(&e->tick))) {
+    bool busy = cddp__engine_enqueue_held(engine), awake = cddp__load32(&engine->asleep) == 0;
+    if (engine->first == NULL && engine->stop) break;
+    if (engine->first != NULL && !busy &&
+        (engine->stop || engine->first->tick != cddp__load32(&engine->tick))) {
       interval = CDDP__ENGINE_POLL_S;
-      cddp__engine_run(e);
+      cddp__engine_run(engine);
       continue;
     }
-    cddp__store32(&e->asleep, e->first == NULL && cddp__load32(&e->idle) > CDDP__ENGINE_IDLE_POLLS);
-    until = awake || cddp__load32(&e->asleep) == 0 ? cddp__now() + interval : INFINITY;
-    if (cddp__cond_wait_until(&e->work, &e->lock, until)) continue;
-    cddp__add32(&e->tick, 1);
-    cddp__add32(&e->idle, 1);
+    cddp__store32(&engine->asleep,
+                  engine->first == NULL && cddp__load32(&engine->idle) > CDDP__ENGINE_IDLE_POLLS);
+    until = awake || cddp__load32(&engine->asleep) == 0 ? cddp__now() + interval : INFINITY;
+    if (cddp__cond_wait_until(&engine->work, &engine->lock, until)) continue;
+    cddp__add32(&engine->tick, 1);
+    cddp__add32(&engine->idle, 1);
     if (interval < CDDP__ENGINE_POLL_MAX_S) interval *= 2;
   }
-  pthread_mutex_unlock(&e->lock);
+  pthread_mutex_unlock(&engine->lock);
   return NULL;
 }
 
 /* Makes all queued operations due immediately. lock held. */
-static void cddp__engine_make_due(cddp__engine *e) {
-  bool busy = cddp__engine_enqueue_held(e);
-  if (e->first == NULL) return;
-  if (e->last->tick == cddp__load32(&e->tick)) cddp__add32(&e->tick, 1);
-  if (!busy) pthread_cond_signal(&e->work); /* the thread may sleep although they were due before */
+static void cddp__engine_make_due(cddp__engine *engine) {
+  bool busy = cddp__engine_enqueue_held(engine);
+  if (engine->first == NULL) return;
+  if (engine->last->tick == cddp__load32(&engine->tick)) cddp__add32(&engine->tick, 1);
+  /* The thread can be asleep although the operations were due before. */
+  if (!busy) pthread_cond_signal(&engine->work);
 }
 
 /* Passes w to its group's engine, and starts the engine's thread on first use. The only operation
    in flight is held for the thread that waits for it, which then takes no lock. */
-static cddp_result cddp__engine_push(cddp_work *w) {
-  cddp__engine *e = &w->group->engine;
+static cddp_result cddp__engine_push(cddp_work *work) {
+  cddp__engine *engine = &work->group->engine;
   cddp_result r = CDDP_OK;
   CDDP__POINT("push");
-  if (!e->started) {
-    r = cddp__thread_start(&e->thread, cddp__engine_main, w->group, true);
-    e->started = r == CDDP_OK;
+  if (!engine->started) {
+    r = cddp__thread_start(&engine->thread, cddp__engine_main, work->group, true);
+    engine->started = r == CDDP_OK;
     if (r != CDDP_OK) return r;
   }
-  w->tick = cddp__load32(&e->tick);
-  cddp__store32(&e->idle, w->anywhere ? 0 : CDDP__ENGINE_IDLE_POLLS + 1);
-  if (w == &e->own && cddp__load32(e->works) == 0) {
-    cddp__store32(&e->held, CDDP__OWN_HELD);
-    if (CDDP__LIKELY(cddp__load32(&e->asleep) == 0)) return CDDP_OK;
-    pthread_mutex_lock(&e->lock);
-    (void)cddp__engine_enqueue_held(e);
+  work->tick = cddp__load32(&engine->tick);
+  cddp__store32(&engine->idle, work->anywhere ? 0 : CDDP__ENGINE_IDLE_POLLS + 1);
+  if (work == &engine->own && cddp__load32(engine->works) == 0) {
+    cddp__store32(&engine->held, CDDP__OWN_HELD);
+    if (CDDP__LIKELY(cddp__load32(&engine->asleep) == 0)) return CDDP_OK;
+    pthread_mutex_lock(&engine->lock);
+    (void)cddp__engine_enqueue_held(engine);
   } else {
-    pthread_mutex_lock(&e->lock);
-    (void)cddp__engine_enqueue_held(e); /* the older operation comes first */
-    cddp__add32(e->works, 1);
-    cddp__engine_append(e, w);
+    pthread_mutex_lock(&engine->lock);
+    (void)cddp__engine_enqueue_held(engine); /* the older operation comes first */
+    cddp__add32(engine->works, 1);
+    cddp__engine_append(engine, work);
   }
-  if (!w->anywhere)
-    cddp__engine_make_due(e);
-  else if (cddp__load32(&e->asleep) != 0)
-    pthread_cond_signal(&e->work);
-  pthread_mutex_unlock(&e->lock);
+  if (!work->anywhere)
+    cddp__engine_make_due(engine);
+  else if (cddp__load32(&engine->asleep) != 0)
+    pthread_cond_signal(&engine->work);
+  pthread_mutex_unlock(&engine->lock);
   return r;
 }
 
-/* Waits until w (NULL: all operations) has finished. Returns false at the deadline. Without a
-   deadline this thread runs the operations before w, and w, itself. */
-static bool cddp__engine_wait(cddp__engine *e, cddp_work *w, double deadline) {
+/* Waits until work (NULL: all operations) has finished. Returns false at the deadline. Without a
+   deadline this thread itself runs the operations before it, and then it. */
+static bool cddp__engine_wait(cddp__engine *engine, cddp_work *work, double deadline) {
   bool ok = true, forever = !(deadline < INFINITY);
-  uint32_t held = cddp__load32(&e->held); /* must be read before e->works */
+  uint32_t held = cddp__load32(&engine->held); /* must be read before engine->works */
   double until;
-  if (w == NULL && held != CDDP__OWN_HELD && held != CDDP__OWN_RUNS && cddp__load32(e->works) == 0)
+  if (work == NULL && held != CDDP__OWN_HELD && held != CDDP__OWN_RUNS &&
+      cddp__load32(engine->works) == 0)
     return true;
-  if (w == &e->own && forever && cddp__engine_run_held(e)) return true;
-  pthread_mutex_lock(&e->lock);
-  if (!forever && !w->done) cddp__engine_make_due(e);
-  cddp__add32(&e->waiters, 1);
+  if (work == &engine->own && forever && cddp__engine_run_held(engine)) return true;
+  pthread_mutex_lock(&engine->lock);
+  if (!forever && !work->done) cddp__engine_make_due(engine);
+  cddp__add32(&engine->waiters, 1);
   for (;;) {
-    bool busy = cddp__engine_enqueue_held(e);
-    if (w != NULL ? w->done : !busy && e->first == NULL) break;
-    if (!busy && e->first->anywhere && forever) {
-      cddp__engine_run(e);
+    bool busy = cddp__engine_enqueue_held(engine);
+    if (work != NULL ? work->done : !busy && engine->first == NULL) break;
+    if (!busy && engine->first->anywhere && forever) {
+      cddp__engine_run(engine);
       continue;
     }
     if (!ok) break;
-    if (forever) cddp__store32(&e->awaited, 1);
+    if (forever) cddp__store32(&engine->awaited, 1);
     until = deadline;
-    if (cddp__load32(&e->held) == CDDP__OWN_RUNS)
+    if (cddp__load32(&engine->held) == CDDP__OWN_RUNS)
       until = fmin(until, cddp__now() + CDDP__ENGINE_POLL_S);
-    ok = cddp__cond_wait_until(&e->changed, &e->lock, until) || until < deadline;
+    ok = cddp__cond_wait_until(&engine->changed, &engine->lock, until) || until < deadline;
   }
-  ok = ok || (w != NULL && w->done);
+  ok = ok || (work != NULL && work->done);
   cddp__last_fp_mode = 1 + cddp__fp_mode(); /* the engine may have run rounds in the meantime */
-  cddp__add32(&e->waiters, (uint32_t)-1);
-  pthread_mutex_unlock(&e->lock);
+  cddp__add32(&engine->waiters, (uint32_t)-1);
+  pthread_mutex_unlock(&engine->lock);
   return ok;
 }
 
 /* Waits until all asynchronous collectives of g have finished. */
 static void cddp__engine_drain(cddp_group *g) {
-  cddp__engine *e = &g->engine;
-  if (!e->started) return; /* written only by the thread that calls this group's collectives */
-  if (pthread_equal(e->thread, pthread_self())) return;
-  cddp__engine_wait(e, NULL, INFINITY);
+  cddp__engine *engine = &g->engine;
+  if (!engine->started) return; /* written only by the thread that calls this group's collectives */
+  if (pthread_equal(engine->thread, pthread_self())) return;
+  cddp__engine_wait(engine, NULL, INFINITY);
 }
 
 /* Stops the engine. Queued operations fail, and so does the group. */
 static void cddp__engine_stop(cddp_group *g) {
-  cddp__engine *e = &g->engine;
+  cddp__engine *engine = &g->engine;
   bool busy;
-  if (!e->started) return;
-  pthread_mutex_lock(&e->lock);
-  busy = cddp__engine_enqueue_held(e) || e->first != NULL;
-  e->stop = true;
-  pthread_cond_signal(&e->work);
-  pthread_mutex_unlock(&e->lock);
+  if (!engine->started) return;
+  pthread_mutex_lock(&engine->lock);
+  busy = cddp__engine_enqueue_held(engine) || engine->first != NULL;
+  engine->stop = true;
+  pthread_cond_signal(&engine->work);
+  pthread_mutex_unlock(&engine->lock);
   if (busy)
     cddp__break(g, cddp__fail(CDDP_ABORTED, "rank %d destroyed the group while an operation was in "
                                             "flight", g->rank));
-  pthread_join(e->thread, NULL);
-  e->started = false;
+  pthread_join(engine->thread, NULL);
+  engine->started = false;
 }
 
 /* Waits for an operation and frees it.
      limit   seconds to wait at most; on CDDP_TIMEOUT the handle stays valid. Negative: no limit but
              the group's deadline */
-static cddp_result cddp__work_wait(cddp_work *w, double limit) {
+static cddp_result cddp__work_wait(cddp_work *work, double limit) {
   double deadline = limit >= 0 ? cddp__now() + limit : INFINITY, interval = 1e-5;
-  cddp_group *g = w->group;
+  cddp_group *g = work->group;
   bool ended = true;
   cddp_result r = CDDP_OK;
   cddp__note_thread(g->host);
-  if (w->backend != NULL) { /* CUDA cannot wait with a limit */
-    while (limit >= 0 && !(ended = w->backend->done(w)) && cddp__now() < deadline) {
+  if (work->backend != NULL) { /* CUDA cannot wait with a limit */
+    while (limit >= 0 && !(ended = work->backend->done(work)) && cddp__now() < deadline) {
       cddp__sleep(interval);
       interval = interval < 1e-3 ? 2 * interval : interval;
     }
-    if (ended) return (w->backend->wait)(w);
-  } else if (w->call.kind == CDDP__KIND_RECV) {
-    r = cddp__finish_recv(w, limit);
-  } else if (w->run == NULL) {
-    r = cddp__finish_send(w, limit);
-  } else if ((ended = cddp__engine_wait(&g->engine, w, deadline))) {
-    r = w->result;
-    if (r != CDDP_OK) cddp__fail(r, "%s", w->text);
+    if (ended) return (work->backend->wait)(work);
+  } else if (work->call.kind == CDDP__KIND_RECV) {
+    r = cddp__finish_recv(work, limit);
+  } else if (work->run == NULL) {
+    r = cddp__finish_send(work, limit);
+  } else if ((ended = cddp__engine_wait(&g->engine, work, deadline))) {
+    r = work->result;
+    if (r != CDDP_OK) cddp__fail(r, "%s", work->text);
   }
   if (!ended)
     return cddp__fail(CDDP_TIMEOUT,
                       "cddp_wait_for: %s on rank %d has not finished after %g s; it continues",
-                      cddp__shapes[w->call.kind].name, g->rank, limit);
+                      cddp__shapes[work->call.kind].name, g->rank, limit);
   if (r == CDDP_TIMEOUT && limit >= 0) return r;
-  if (w->run == NULL) cddp__record_finish(g, w->record, r);
-  if (w->stage != NULL) r = g->backend->unstage(w, r);
-  cddp__work_free(w);
+  if (work->run == NULL) cddp__record_finish(g, work->record, r);
+  if (work->stage != NULL) r = g->backend->unstage(work, r);
+  cddp__work_free(work);
   return r;
 }
 
 /* Sends or receives a message. If work is not NULL, only starts to, and sets *work. */
-static cddp_result cddp__start_message(cddp_group *g, const cddp__call *c, cddp_work **work) {
-  bool receives = c->kind == CDDP__KIND_RECV, taken = false;
-  cddp_work own, *w;
+static cddp_result cddp__start_message(cddp_group *g, const cddp__call *call, cddp_work **work) {
+  bool receives = call->kind == CDDP__KIND_RECV, taken = false;
+  cddp_work own, *started;
   uint64_t record;
   cddp_result r = cddp__check_group(g);
-  if (r == CDDP_OK && g->backend != NULL) r = g->backend->start(g, c, work, &taken);
+  if (r == CDDP_OK && g->backend != NULL) r = g->backend->start(g, call, work, &taken);
   if (r != CDDP_OK || taken) return r; /* taken: the buffer is on a device */
   cddp__work_init(&own, g);
-  record = cddp__record_new(g, cddp__shapes[c->kind].name, c->count, c->dtype, -1,
-                            c->root == CDDP_ANY ? -1 : c->root);
-  if (cddp__record_at(g, record) != NULL) cddp__record_at(g, record)->tag = c->tag;
+  record = cddp__record_new(g, cddp__shapes[call->kind].name, call->count, call->dtype, -1,
+                            call->root == CDDP_ANY ? -1 : call->root);
+  if (cddp__record_at(g, record) != NULL) cddp__record_at(g, record)->tag = call->tag;
   cddp__record_start(g, record, 0);
-  own.call = *c;
+  own.call = *call;
   own.record = record;
   if (!receives && work == NULL) {
     r = cddp__start_send(&own, false);
     if (r == CDDP_OK) r = cddp__finish_send(&own, -1);
   } else if (receives && work == NULL && cddp__recv_directly(&own)) {
     r = cddp__end_recv(&own, CDDP_OK);
-  } else if ((w = cddp__work_new(g, 0)) == NULL) {
+  } else if ((started = cddp__work_new(g, 0)) == NULL) {
     r = CDDP_OUT_OF_MEMORY;
   } else {
-    w->call = *c;
-    w->record = record;
-    if (receives) cddp__post_recv(g, w);
-    if (receives && work == NULL) return cddp__work_wait(w, -1);
-    if (receives || (r = cddp__start_send(w, true)) == CDDP_OK) {
-      *work = w;
+    started->call = *call;
+    started->record = record;
+    if (receives) cddp__post_recv(g, started);
+    if (receives && work == NULL) return cddp__work_wait(started, -1);
+    if (receives || (r = cddp__start_send(started, true)) == CDDP_OK) {
+      *work = started;
       return CDDP_OK;
     }
-    cddp__free(&g->host->allocator, w);
+    cddp__free(&g->host->allocator, started);
   }
   cddp__record_finish(g, record, r);
   return r;
 }
 
-CDDPDEF cddp_result cddp_cancel(cddp_work *w) {
+CDDPDEF cddp_result cddp_cancel(cddp_work *work) {
   const char *why;
-  CDDP__CHECK(w != NULL, "the work is NULL");
-  why = w->call.kind == CDDP__KIND_SEND
+  CDDP__CHECK(work != NULL, "the work is NULL");
+  why = work->call.kind == CDDP__KIND_SEND
             ? "it is a send, and only a receive's message can be canceled"
             : "it is a collective, and only a receive of a message can be canceled";
-  if (w->call.kind == CDDP__KIND_RECV && w->backend == NULL) {
-    if (cddp__abort_recv(w)) {
-      (void)cddp__work_wait(w, -1);
+  if (work->call.kind == CDDP__KIND_RECV && work->backend == NULL) {
+    if (cddp__abort_recv(work)) {
+      (void)cddp__work_wait(work, -1);
       return CDDP_OK;
     }
     why = "its message has arrived, or it has failed";
-  } else if (w->backend != NULL) {
+  } else if (work->backend != NULL) {
     why = "it uses device memory";
   }
   return cddp__fail(CDDP_UNSUPPORTED,
@@ -13208,19 +13221,19 @@ CDDPDEF cddp_result cddp_cancel(cddp_work *w) {
                     why);
 }
 
-static bool cddp__work_done(cddp_work *w) {
-  cddp_group *g = w->group;
+static bool cddp__work_done(cddp_work *work) {
+  cddp_group *g = work->group;
   bool done;
-  if (w->backend != NULL) return w->backend->done(w);
-  if (w->run == NULL) {
+  if (work->backend != NULL) return work->backend->done(work);
+  if (work->run == NULL) {
     if (cddp__load32(&g->block->broken) != 0) return true;
-    if (w->call.kind == CDDP__KIND_SEND && w->send < 0) return true;
-    if (cddp__message_ready(w)) return true;
+    if (work->call.kind == CDDP__KIND_SEND && work->send < 0) return true;
+    if (cddp__message_ready(work)) return true;
     cddp__serve_idle(NULL);
     return false;
   }
   pthread_mutex_lock(&g->engine.lock);
-  done = w->done;
+  done = work->done;
   if (!done) cddp__engine_make_due(&g->engine);
   pthread_mutex_unlock(&g->engine.lock);
   return done;
@@ -13284,180 +13297,184 @@ typedef struct cddp__chunk {
 } cddp__chunk;
 
 /* The memory of rank 0 in a round. *apart: bytes from one rank's memory to the next rank's. */
-static char *cddp__chunk_memory(const cddp_group *g, uint32_t round, const cddp__chunk *k,
+static char *cddp__chunk_memory(const cddp_group *g, uint32_t round, const cddp__chunk *chunk,
                                 size_t *apart) {
-  *apart = 2 * (k->in_header ? sizeof(cddp__op_header) : g->staging_size);
-  return k->in_header ? (char *)cddp__op_header_of(g, 0, round)->u.bytes
+  *apart = 2 * (chunk->in_header ? sizeof(cddp__op_header) : g->staging_size);
+  return chunk->in_header ? (char *)cddp__op_header_of(g, 0, round)->u.bytes
                       : (char *)cddp__staging_of(g, 0, round);
 }
 
 /* Returns whether some ranks only copy while the others wait for them. */
-static bool cddp__is_one_sided(const cddp__call *c) {
-  return cddp__shapes[c->kind].from_root || cddp__shapes[c->kind].to_root;
+static bool cddp__is_one_sided(const cddp__call *call) {
+  return cddp__shapes[call->kind].from_root || cddp__shapes[call->kind].to_root;
 }
 
 /* The timing of such a chunk. NULL: it is copied through the cache, as it is small, or its reader
-   runs on the same core. So is the only chunk of a one-sided call: its writer can start the next
+   can run on the same core. So is the only chunk of a one-sided call: its writer can start the next
    call before the reader reads, and would time only its own half. */
-static cddp__copy_timing *cddp__timing_of(cddp_group *g, const cddp__call *c,
-                                          const cddp__chunk *k) {
-  size_t bytes = k->n * c->esize * cddp__send_shares(g, c);
+static cddp__copy_timing *cddp__timing_of(cddp_group *g, const cddp__call *call,
+                                          const cddp__chunk *chunk) {
+  size_t bytes = chunk->n * call->esize * cddp__send_shares(g, call);
   if (CDDP__LIKELY(bytes < CDDP__NT_MIN)) return NULL;
-  if (cddp__is_one_sided(c) && k->n == c->count) return NULL;
+  if (cddp__is_one_sided(call) && chunk->n == call->count) return NULL;
   if (g->oversubscribed || g->staging_size == 0 || g->local_size == 1) return NULL;
-  return &g->timings[c->kind][bytes >= CDDP__NT_LARGE];
+  return &g->timings[call->kind][bytes >= CDDP__NT_LARGE];
 }
 
 /* Returns whether the next chunk is timed. */
-static bool cddp__is_timed(const cddp__copy_timing *p) {
-  return p != NULL && p->chunks % CDDP__TIMING_PERIOD < 2 * CDDP__TIMING_RUNS;
+static bool cddp__is_timed(const cddp__copy_timing *timing) {
+  return timing != NULL && timing->chunks % CDDP__TIMING_PERIOD < 2 * CDDP__TIMING_RUNS;
 }
 
 /* Returns whether ranks copy the next chunk with non-temporal stores. */
-static bool cddp__uses_nontemporal(const cddp__copy_timing *p) {
-  if (CDDP__LIKELY(p == NULL)) return false;
-  if (cddp__is_timed(p)) return p->chunks % CDDP__TIMING_PERIOD >= CDDP__TIMING_RUNS;
-  return p->seconds[1] < 0.8 * p->seconds[0];
+static bool cddp__uses_nontemporal(const cddp__copy_timing *timing) {
+  if (CDDP__LIKELY(timing == NULL)) return false;
+  if (cddp__is_timed(timing)) return timing->chunks % CDDP__TIMING_PERIOD >= CDDP__TIMING_RUNS;
+  return timing->seconds[1] < 0.8 * timing->seconds[0];
 }
 
 /* Starts (-1) or stops (1) the clock of a chunk that is timed. */
-static void cddp__clock_chunk(cddp__copy_timing *p, int sign) {
-  if (cddp__is_timed(p)) p->clock += sign * cddp__now();
+static void cddp__clock_chunk(cddp__copy_timing *timing, int sign) {
+  if (cddp__is_timed(timing)) timing->clock += sign * cddp__now();
 }
 
 /* Ends the timing of a chunk that this rank has read. The first two of a row are not counted: they
    find the buffers as the other kind of copy has left them. Of the rest the fastest counts, since
    other causes can slow a chunk down. */
-static void cddp__record_timing(cddp__copy_timing *p, size_t bytes) {
-  uint32_t n = p->chunks % CDDP__TIMING_RUNS;
-  double *least = &p->seconds[cddp__uses_nontemporal(p)], took = p->clock / (double)bytes;
-  if (cddp__is_timed(p) && (n == 2 || (n > 2 && took < *least))) *least = took;
-  p->chunks++;
+static void cddp__record_timing(cddp__copy_timing *timing, size_t bytes) {
+  uint32_t n = timing->chunks % CDDP__TIMING_RUNS;
+  double *least = &timing->seconds[cddp__uses_nontemporal(timing)];
+  double took = timing->clock / (double)bytes;
+  if (cddp__is_timed(timing) && (n == 2 || (n > 2 && took < *least))) *least = took;
+  timing->chunks++;
 }
 
 /* Returns whether each rank adds up a slice of such a chunk (cddp__exchange_slices). */
-static bool cddp__is_sliced(const cddp_group *g, const cddp__call *c, const cddp__chunk *k) {
-  size_t bytes = k->n * c->esize;
-  if (CDDP__LIKELY(bytes <= CDDP__SLICES_MIN) || c->kind != CDDP__KIND_ALL_REDUCE) return false;
+static bool cddp__is_sliced(const cddp_group *g, const cddp__call *call, const cddp__chunk *chunk) {
+  size_t bytes = chunk->n * call->esize;
+  if (CDDP__LIKELY(bytes <= CDDP__SLICES_MIN) || call->kind != CDDP__KIND_ALL_REDUCE) return false;
   if (g->oversubscribed && bytes <= CDDP__OVERSUBSCRIBED_READ / (size_t)g->size) return false;
   return g->size > 2 && g->hosts == NULL;
 }
 
 /* Writes this rank's shares of the chunk to its memory. A separate function: inlined into the
    caller's loop it is a tenth slower for 1 KiB. */
-static void cddp__write_shares(cddp_group *g, const cddp__call *c, const cddp__chunk *k) {
-  size_t bytes = k->n * c->esize, shares = cddp__send_shares(g, c), apart, begin, end, r;
-  char *space = cddp__chunk_memory(g, g->round + 1, k, &apart);
-  const char *from = (const char *)c->send + k->begin * c->esize;
-  cddp__copy_timing *timing = cddp__timing_of(g, c, k);
+static void cddp__write_shares(cddp_group *g, const cddp__call *call, const cddp__chunk *chunk) {
+  size_t bytes = chunk->n * call->esize, shares = cddp__send_shares(g, call), apart, begin, end, r;
+  char *space = cddp__chunk_memory(g, g->round + 1, chunk, &apart);
+  const char *from = (const char *)call->send + chunk->begin * call->esize;
+  cddp__copy_timing *timing = cddp__timing_of(g, call, chunk);
   bool nontemporal = cddp__uses_nontemporal(timing);
   if (CDDP__UNLIKELY(timing != NULL)) {
     timing->clock = 0;
     cddp__clock_chunk(timing, -1);
   }
-  if (!cddp__sends(c, g->rank)) return;
+  if (!cddp__sends(call, g->rank)) return;
   space += (size_t)g->rank * apart;
-  if (CDDP__UNLIKELY(c->shares != NULL)) {
+  if (CDDP__UNLIKELY(call->shares != NULL)) {
     for (r = 0; r < shares; r++, space += bytes)
-      memcpy(space, cddp__share_for(c, (int)r) + k->begin * c->esize,
-             cddp__bytes_for(c, (int)r, k->begin, k->n));
+      memcpy(space, cddp__share_for(call, (int)r) + chunk->begin * call->esize,
+             cddp__bytes_for(call, (int)r, chunk->begin, chunk->n));
     return;
   }
-  if (cddp__is_sliced(g, c, k)) { /* other ranks do not read this rank's own slice */
-    cddp__slice(k->n, CDDP__CACHE_LINE / c->esize, g->size, g->rank, &begin, &end);
-    begin *= c->esize, end *= c->esize;
+  if (cddp__is_sliced(g, call, chunk)) { /* other ranks do not read this rank's own slice */
+    cddp__slice(chunk->n, CDDP__CACHE_LINE / call->esize, g->size, g->rank, &begin, &end);
+    begin *= call->esize, end *= call->esize;
     cddp__copy_by(space, from, begin, nontemporal);
     space += end, from += end, bytes -= end;
   }
-  apart = c->count * c->esize;
+  apart = call->count * call->esize;
   for (r = 0; r < shares; r++, space += bytes, from += apart) {
     if (shares > 1 && r == (size_t)g->rank) continue; /* it reads its own share in place */
     cddp__copy_by(space, from, bytes, nontemporal);
   }
-  if (CDDP__UNLIKELY(timing != NULL) && !cddp__is_one_sided(c)) cddp__clock_chunk(timing, 1);
+  if (CDDP__UNLIKELY(timing != NULL) && !cddp__is_one_sided(call)) cddp__clock_chunk(timing, 1);
 }
 
 /* Reads this rank's result of the chunk. from[r]: rank r's share for this rank. */
-static void cddp__read_result(const cddp_group *g, const cddp__call *c, const cddp__chunk *k,
+static void cddp__read_result(const cddp_group *g, const cddp__call *call, const cddp__chunk *chunk,
                               void *const *from) {
-  bool one = cddp__shapes[c->kind].from_root;
-  size_t at = k->begin * c->esize;
+  bool one = cddp__shapes[call->kind].from_root;
+  size_t at = chunk->begin * call->esize;
   /* Each rank starts with its own share, so that the readers spread over the owners. */
-  int i, n = one ? 1 : g->size, r = one ? c->root : g->rank;
-  if (cddp__shapes[c->kind].reduces) {
-    cddp__reduce((char *)c->recv + at, (const void *const *)from, g->size, k->n,
-                 (cddp_dtype)c->dtype, (cddp_op)c->op);
+  int i, n = one ? 1 : g->size, r = one ? call->root : g->rank;
+  if (cddp__shapes[call->kind].reduces) {
+    cddp__reduce((char *)call->recv + at, (const void *const *)from, g->size, chunk->n,
+                 (cddp_dtype)call->dtype, (cddp_op)call->op);
     return;
   }
   for (i = 0; i < n; i++, r = r + 1 < g->size ? r + 1 : 0)
-    cddp__copy_by(cddp__share_from(c, r) + at, from[r], cddp__bytes_from(c, r, k->begin, k->n),
-                  c->count * c->esize >= CDDP__NT_SHARE);
+    cddp__copy_by(cddp__share_from(call, r) + at, from[r],
+                  cddp__bytes_from(call, r, chunk->begin, chunk->n),
+                  call->count * call->esize >= CDDP__NT_SHARE);
 }
 
 /* Reads this rank's result of the chunk from all ranks' headers or staging buffers. */
-static void cddp__read_staged(const cddp_group *g, const cddp__call *c, const cddp__chunk *k) {
+static void cddp__read_staged(const cddp_group *g, const cddp__call *call,
+                              const cddp__chunk *chunk) {
   size_t apart, r;
-  char *space = cddp__chunk_memory(g, g->round, k, &apart);
-  if (!cddp__is_written(c, g->rank)) return;
-  if (cddp__shapes[c->kind].scatters) space += (size_t)g->rank * k->n * c->esize;
+  char *space = cddp__chunk_memory(g, g->round, chunk, &apart);
+  if (!cddp__is_written(call, g->rank)) return;
+  if (cddp__shapes[call->kind].scatters) space += (size_t)g->rank * chunk->n * call->esize;
   for (r = 0; r < (size_t)g->size; r++, space += apart) g->slices[r] = space;
-  if (cddp__sends(c, g->rank))
-    g->slices[g->rank] = (void *)(uintptr_t)(cddp__share_for(c, g->rank) + k->begin * c->esize);
-  cddp__read_result(g, c, k, g->slices);
+  if (cddp__sends(call, g->rank))
+    g->slices[g->rank] =
+        (void *)(uintptr_t)(cddp__share_for(call, g->rank) + chunk->begin * call->esize);
+  cddp__read_result(g, call, chunk, g->slices);
 }
 
 /* Adds up this rank's slice of n elements, block by block, and writes it to `to`, or to all buffers
-   if `to` is NULL. past: with non-temporal copies. */
-static void cddp__reduce_slices(const cddp_group *g, const cddp__call *c, size_t n,
+   if `to` is NULL. nontemporal: with non-temporal copies. */
+static void cddp__reduce_slices(const cddp_group *g, const cddp__call *call, size_t n,
                                 void *const *bufs, char *to, bool nontemporal) {
-  cddp_dtype dtype = (cddp_dtype)c->dtype;
+  cddp_dtype dtype = (cddp_dtype)call->dtype;
   unsigned char sums[CDDP__NT_BLOCK];
   size_t begin, end, most = nontemporal ? sizeof sums : CDDP__CHECK_BYTES;
   int r;
-  cddp__slice(n, CDDP__CACHE_LINE / c->esize, g->size, g->rank, &begin, &end);
+  cddp__slice(n, CDDP__CACHE_LINE / call->esize, g->size, g->rank, &begin, &end);
   for (; begin < end && cddp__load32(&g->block->broken) == 0; begin += n) {
-    n = cddp__min(end - begin, most / c->esize);
-    for (r = 0; r < g->size; r++) g->slices[r] = (char *)bufs[r] + begin * c->esize;
+    n = cddp__min(end - begin, most / call->esize);
+    for (r = 0; r < g->size; r++) g->slices[r] = (char *)bufs[r] + begin * call->esize;
     if (to == NULL)
-      cddp__reduce_all(g->slices, g->size, n, dtype, (cddp_op)c->op);
+      cddp__reduce_all(g->slices, g->size, n, dtype, (cddp_op)call->op);
     else
-      cddp__reduce(nontemporal ? (char *)sums : to + begin * c->esize,
-                   (const void *const *)g->slices, g->size, n, dtype, (cddp_op)c->op);
-    if (nontemporal) cddp__copy_nontemporal(to + begin * c->esize, sums, n * c->esize);
+      cddp__reduce(nontemporal ? (char *)sums : to + begin * call->esize,
+                   (const void *const *)g->slices, g->size, n, dtype, (cddp_op)call->op);
+    if (nontemporal) cddp__copy_nontemporal(to + begin * call->esize, sums, n * call->esize);
   }
 }
 
 /* Reads this rank's result of an all_reduce's chunk in two steps: it adds up its slice of the
    chunk, and reads the other slices once all ranks have added theirs. Each value is then read
    twice, not by every rank. */
-static cddp_result cddp__exchange_slices(cddp_group *g, const cddp__call *c, const cddp__chunk *k,
-                                         bool nontemporal) {
+static cddp_result cddp__exchange_slices(cddp_group *g, const cddp__call *call,
+                                         const cddp__chunk *chunk, bool nontemporal) {
   size_t apart, begin, end;
-  char *space = cddp__chunk_memory(g, g->round, k, &apart);
-  char *sums = cddp__chunk_memory(g, g->round + 1, k, &apart);
-  char *recv = (char *)c->recv + k->begin * c->esize;
+  char *space = cddp__chunk_memory(g, g->round, chunk, &apart);
+  char *sums = cddp__chunk_memory(g, g->round + 1, chunk, &apart);
+  char *recv = (char *)call->recv + chunk->begin * call->esize;
   cddp_result result;
   int r;
   for (r = 0; r < g->size; r++) g->buffers[r] = space + (size_t)r * apart;
-  g->buffers[g->rank] = (char *)(uintptr_t)c->send + k->begin * c->esize;
-  cddp__reduce_slices(g, c, k->n, g->buffers, sums + (size_t)g->rank * apart, nontemporal);
-  result = cddp__round_of(g, CDDP__SCOPE_ALL, c, CDDP__PHASE_CHUNK, NULL, 0);
+  g->buffers[g->rank] = (char *)(uintptr_t)call->send + chunk->begin * call->esize;
+  cddp__reduce_slices(g, call, chunk->n, g->buffers, sums + (size_t)g->rank * apart, nontemporal);
+  result = cddp__round_of(g, CDDP__SCOPE_ALL, call, CDDP__PHASE_CHUNK, NULL, 0);
   for (r = 0; result == CDDP_OK && r < g->size; r++, sums += apart) {
-    cddp__slice(k->n, CDDP__CACHE_LINE / c->esize, g->size, r, &begin, &end);
-    memcpy(recv + begin * c->esize, sums + begin * c->esize, (end - begin) * c->esize);
+    cddp__slice(chunk->n, CDDP__CACHE_LINE / call->esize, g->size, r, &begin, &end);
+    memcpy(recv + begin * call->esize, sums + begin * call->esize, (end - begin) * call->esize);
   }
   return result;
 }
 
 /* The chunk of the call that starts at element `begin`. */
-static cddp__chunk cddp__chunk_at(const cddp_group *g, const cddp__call *c, size_t begin) {
-  size_t element = c->esize * cddp__send_shares(g, c);
-  size_t room = cddp__max(g->staging_size, CDDP__PAYLOAD), all = c->count * element;
+static cddp__chunk cddp__chunk_at(const cddp_group *g, const cddp__call *call, size_t begin) {
+  size_t element = call->esize * cddp__send_shares(g, call);
+  size_t room = cddp__max(g->staging_size, CDDP__PAYLOAD), all = call->count * element;
   cddp__chunk k;
-  if (all > CDDP__STAGING_MIN && cddp__is_one_sided(c) && !g->oversubscribed && g->hosts == NULL)
+  if (all > CDDP__STAGING_MIN && cddp__is_one_sided(call) && !g->oversubscribed && g->hosts == NULL)
     room = cddp__min(room, cddp__max(all / CDDP__PIPELINE_CHUNKS, CDDP__STAGING_MIN));
   k.begin = begin;
-  k.n = c->count - begin;
+  k.n = call->count - begin;
   if (k.n * element > room) k.n = room / element; /* small calls do without the slow division */
   k.in_header = k.n * element <= CDDP__PAYLOAD;
   return k;
@@ -13465,54 +13482,54 @@ static cddp__chunk cddp__chunk_at(const cddp_group *g, const cddp__call *c, size
 
 /* Runs a call chunk by chunk: each rank writes its shares, a round, each rank reads its result.
    written: all ranks have already written the first chunk, and its round is complete. */
-static cddp_result cddp__run_staged(cddp_group *g, const cddp__call *c, bool written) {
+static cddp_result cddp__run_staged(cddp_group *g, const cddp__call *call, bool written) {
   cddp__copy_timing *timing;
   cddp__chunk k;
   size_t begin;
   cddp_result r = CDDP_OK;
-  for (begin = 0; begin < c->count && r == CDDP_OK; begin += k.n, written = false) {
-    k = cddp__chunk_at(g, c, begin);
-    timing = cddp__timing_of(g, c, &k);
+  for (begin = 0; begin < call->count && r == CDDP_OK; begin += k.n, written = false) {
+    k = cddp__chunk_at(g, call, begin);
+    timing = cddp__timing_of(g, call, &k);
     if (!written) {
-      cddp__write_shares(g, c, &k);
-      r = cddp__round_of(g, CDDP__SCOPE_ALL, c, CDDP__PHASE_STAGED, NULL, 0);
+      cddp__write_shares(g, call, &k);
+      r = cddp__round_of(g, CDDP__SCOPE_ALL, call, CDDP__PHASE_STAGED, NULL, 0);
       if (r != CDDP_OK) return r;
     }
-    if (CDDP__UNLIKELY(timing != NULL) && !cddp__is_one_sided(c)) cddp__clock_chunk(timing, -1);
-    if (cddp__is_sliced(g, c, &k))
-      r = cddp__exchange_slices(g, c, &k, cddp__uses_nontemporal(timing));
+    if (CDDP__UNLIKELY(timing != NULL) && !cddp__is_one_sided(call)) cddp__clock_chunk(timing, -1);
+    if (cddp__is_sliced(g, call, &k))
+      r = cddp__exchange_slices(g, call, &k, cddp__uses_nontemporal(timing));
     else
-      cddp__read_staged(g, c, &k);
+      cddp__read_staged(g, call, &k);
     if (CDDP__UNLIKELY(timing != NULL)) {
       cddp__clock_chunk(timing, 1);
-      cddp__record_timing(timing, k.n * c->esize);
+      cddp__record_timing(timing, k.n * call->esize);
     }
-    if (k.in_header && !cddp__is_one_sided(c)) /* with few writers a prefetch costs more */
+    if (k.in_header && !cddp__is_one_sided(call)) /* with few writers a prefetch costs more */
       cddp__prefetch_to_write(cddp__op_header_of(g, g->rank, g->round + 1));
   }
   return r;
 }
 
 /* Returns whether cddp__run_short can run the call: one chunk, copied through the cache. */
-CDDP__INLINED bool cddp__is_short(const cddp_group *g, const cddp__call *c) {
-  size_t bytes = c->count * c->esize;
-  return (c->kind == CDDP__KIND_ALL_REDUCE || c->kind == CDDP__KIND_BROADCAST) &&
+CDDP__INLINED bool cddp__is_short(const cddp_group *g, const cddp__call *call) {
+  size_t bytes = call->count * call->esize;
+  return (call->kind == CDDP__KIND_ALL_REDUCE || call->kind == CDDP__KIND_BROADCAST) &&
          bytes <= g->round_max && bytes < CDDP__NT_MIN;
 }
 
 /* The same as cddp__run_staged, with fewer instructions: each one counts here. */
-static cddp_result cddp__run_short(cddp_group *g, const cddp__call *c) {
-  size_t bytes = c->count * c->esize, apart, i;
-  cddp__chunk all = {0, c->count, bytes <= CDDP__PAYLOAD};
+static cddp_result cddp__run_short(cddp_group *g, const cddp__call *call) {
+  size_t bytes = call->count * call->esize, apart, i;
+  cddp__chunk all = {0, call->count, bytes <= CDDP__PAYLOAD};
   const void **srcs = (const void **)(void *)g->slices;
-  bool spreads = c->kind == CDDP__KIND_BROADCAST, sends = !spreads || g->rank == c->root;
+  bool spreads = call->kind == CDDP__KIND_BROADCAST, sends = !spreads || g->rank == call->root;
   bool staged = sends && !all.in_header;
   char *space;
   cddp_result r;
   int p;
-  if (staged) memcpy(cddp__staging_of(g, g->rank, g->round + 1), c->send, bytes);
-  r = cddp__round_of(g, CDDP__SCOPE_ALL, c, CDDP__PHASE_STAGED,
-                     sends && all.in_header ? c->send : NULL, bytes);
+  if (staged) memcpy(cddp__staging_of(g, g->rank, g->round + 1), call->send, bytes);
+  r = cddp__round_of(g, CDDP__SCOPE_ALL, call, CDDP__PHASE_STAGED,
+                     sends && all.in_header ? call->send : NULL, bytes);
   if (r != CDDP_OK) return r;
   if (staged && bytes <= CDDP__PREFETCH_MAX) { /* all ranks have read that memory */
     space = (char *)cddp__staging_of(g, g->rank, g->round + 1);
@@ -13521,12 +13538,12 @@ static cddp_result cddp__run_short(cddp_group *g, const cddp__call *c) {
   if (spreads && sends) return CDDP_OK;
   space = cddp__chunk_memory(g, g->round, &all, &apart);
   if (spreads) {
-    memcpy(c->recv, space + (size_t)c->root * apart, bytes);
+    memcpy(call->recv, space + (size_t)call->root * apart, bytes);
     return CDDP_OK;
   }
   for (p = 0; p < g->size; p++, space += apart)
-    srcs[p] = p == g->rank ? c->send : space; /* a peer's read may have moved this rank's line */
-  cddp__reduce(c->recv, srcs, g->size, c->count, (cddp_dtype)c->dtype, (cddp_op)c->op);
+    srcs[p] = p == g->rank ? call->send : space; /* a peer's read may have moved this rank's line */
+  cddp__reduce(call->recv, srcs, g->size, call->count, (cddp_dtype)call->dtype, (cddp_op)call->op);
   if (all.in_header) cddp__prefetch_to_write(cddp__op_header_of(g, g->rank, g->round + 1));
   return CDDP_OK;
 }
@@ -13534,162 +13551,164 @@ static cddp_result cddp__run_short(cddp_group *g, const cddp__call *c) {
 /* Broadcast. If every rank's buffer is shared, this rank copies its slice of the root's array to
    all ranks, in blocks that stay in the cache for the next copy. Otherwise this rank copies the
    whole array for itself. */
-static void cddp__broadcast_direct(const cddp_group *g, const cddp__call *c, char *const *bufs) {
-  size_t begin, end, n, bytes = c->count * c->esize;
+static void cddp__broadcast_direct(const cddp_group *g, const cddp__call *call, char *const *bufs) {
+  size_t begin, end, n, bytes = call->count * call->esize;
   int r;
   for (r = 0; r < g->size && bufs[r] != NULL; r++) {}
   if (r < g->size) {
-    cddp__copy(c->recv, bufs[c->root], bytes);
+    cddp__copy(call->recv, bufs[call->root], bytes);
     return;
   }
   cddp__slice(bytes, CDDP__CACHE_LINE, g->size, g->rank, &begin, &end);
   for (; begin < end && cddp__load32(&g->block->broken) == 0; begin += n) {
     n = cddp__min(end - begin, g->size == 2 ? CDDP__CHECK_BYTES : CDDP__STAGING_MIN);
     for (r = 0; r < g->size; r++)
-      cddp__copy_by(bufs[r] + begin, bufs[c->root] + begin, n, bytes >= CDDP__NT_SHARE);
+      cddp__copy_by(bufs[r] + begin, bufs[call->root] + begin, n, bytes >= CDDP__NT_SHARE);
   }
 }
 
 /* The direct copies. bufs[r]: rank r's buffer, if it is read. Copies to peers' memory stop when the
    group breaks. */
-static cddp_result cddp__copy_direct(cddp_group *g, const cddp__call *c, void *const *bufs) {
-  const cddp__shape *shape = &cddp__shapes[c->kind];
-  cddp__chunk all = {0, c->count, false};
+static cddp_result cddp__copy_direct(cddp_group *g, const cddp__call *call, void *const *bufs) {
+  const cddp__shape *shape = &cddp__shapes[call->kind];
+  cddp__chunk all = {0, call->count, false};
   size_t at;
   int r;
-  if (c->kind == CDDP__KIND_BROADCAST) {
-    cddp__broadcast_direct(g, c, (char *const *)bufs);
+  if (call->kind == CDDP__KIND_BROADCAST) {
+    cddp__broadcast_direct(g, call, (char *const *)bufs);
   } else if (shape->reduces && !shape->scatters) {
-    cddp__reduce_slices(g, c, c->count, bufs, shape->to_root ? (char *)bufs[c->root] : NULL,
-                        false);
-  } else if (cddp__receives(c, g->rank)) {
+    cddp__reduce_slices(g, call, call->count, bufs,
+                        shape->to_root ? (char *)bufs[call->root] : NULL, false);
+  } else if (cddp__receives(call, g->rank)) {
     for (r = 0; r < g->size; r++) {
-      if (!cddp__sends(c, r)) continue;
-      at = (size_t)g->rank * c->count;
-      if (c->shares != NULL) at = c->shares[r].there;
+      if (!cddp__sends(call, r)) continue;
+      at = (size_t)g->rank * call->count;
+      if (call->shares != NULL) at = call->shares[r].there;
       if (!shape->scatters) at = 0;
-      g->slices[r] = r == g->rank ? (void *)(uintptr_t)cddp__share_for(c, r)
-                                  : (char *)bufs[r] + at * c->esize;
+      g->slices[r] = r == g->rank ? (void *)(uintptr_t)cddp__share_for(call, r)
+                                  : (char *)bufs[r] + at * call->esize;
     }
-    cddp__read_result(g, c, &all, g->slices);
+    cddp__read_result(g, call, &all, g->slices);
   }
   return cddp__check_group(g);
 }
 
 /* The address of this rank's buffer for other ranks, if they read or write it. */
-static cddp__ref cddp__call_ref(cddp_group *g, const cddp__call *c) {
+static cddp__ref cddp__call_ref(cddp_group *g, const cddp__call *call) {
   cddp__ref none;
   size_t sent, received;
   memset(&none, 0, sizeof none);
-  cddp__buffer_bytes(g, c, &sent, &received);
-  if (!cddp__in_one_buffer(c) && (sent == 0 || !cddp__is_read(c, g->rank)))
+  cddp__buffer_bytes(g, call, &sent, &received);
+  if (!cddp__in_one_buffer(call) && (sent == 0 || !cddp__is_read(call, g->rank)))
     none.kind = CDDP__REF_UNUSED;
-  if (none.kind == CDDP__REF_UNUSED || cddp__overwrites(c)) return none;
-  return cddp__ref_of(g->host, c->send, sent);
+  if (none.kind == CDDP__REF_UNUSED || cddp__overwrites(call)) return none;
+  return cddp__ref_of(g->host, call->send, sent);
 }
 
 /* Runs a call directly if all buffers that other ranks read are in shared memory, else staged. A
    rank with another buffer writes its first chunk before the round; if no buffer is shared, the
    round serves this chunk too. */
-static cddp_result cddp__run_large(cddp_group *g, const cddp__call *c) {
-  cddp__ref ref = cddp__call_ref(g, c);
+static cddp_result cddp__run_large(cddp_group *g, const cddp__call *call) {
+  cddp__ref ref = cddp__call_ref(g, call);
   const cddp__ref *at;
-  cddp__chunk first = cddp__chunk_at(g, c, 0);
+  cddp__chunk first = cddp__chunk_at(g, call, 0);
   bool direct = true, staged = true;
   cddp_result r;
   int p;
-  if (ref.kind <= CDDP__REF_UNUSED) cddp__write_shares(g, c, &first);
-  r = cddp__round_of(g, CDDP__SCOPE_ALL, c, CDDP__PHASE_REFS, &ref, sizeof ref);
+  if (ref.kind <= CDDP__REF_UNUSED) cddp__write_shares(g, call, &first);
+  r = cddp__round_of(g, CDDP__SCOPE_ALL, call, CDDP__PHASE_REFS, &ref, sizeof ref);
   for (p = 0; r == CDDP_OK && p < g->size; p++) {
     at = p == g->rank ? &ref : &cddp__op_header_of(g, p, g->round)->u.ref;
     g->buffers[p] = NULL; /* no rank needs it, or its address is not known */
     if (at->kind == CDDP__REF_NONE) {
-      direct = direct && !cddp__is_read(c, p);
+      direct = direct && !cddp__is_read(call, p);
     } else if (at->kind != CDDP__REF_UNUSED) {
-      staged = staged && !cddp__is_read(c, p);
+      staged = staged && !cddp__is_read(call, p);
       if (p == g->rank)
-        g->buffers[p] = (void *)(uintptr_t)c->send;
+        g->buffers[p] = (void *)(uintptr_t)call->send;
       else if (direct && (r = cddp__map_ref(g->host, at, &g->buffers[p])) != CDDP_OK)
         r = cddp__break(g, r);
     }
   }
   if (r == CDDP_OK && !direct)
-    r = cddp__run_staged(g, c, staged);
+    r = cddp__run_staged(g, call, staged);
   else if (r == CDDP_OK && (r = cddp__begin_access(g)) == CDDP_OK &&
-           (r = cddp__copy_direct(g, c, g->buffers)) == CDDP_OK)
-    r = cddp__round_of(g, CDDP__SCOPE_ALL, c, CDDP__PHASE_DONE, NULL, 0);
+           (r = cddp__copy_direct(g, call, g->buffers)) == CDDP_OK)
+    r = cddp__round_of(g, CDDP__SCOPE_ALL, call, CDDP__PHASE_DONE, NULL, 0);
   return cddp__end_access(g, r);
 }
 
 /* The largest number of bytes of a rank's shares for one round. Half as many for an all_gather, as
    its ranks copy as many from their own shares. Between hosts each rank receives all shares: half
    as many for calls in which a rank needs only one of them. */
-static size_t cddp__round_limit(const cddp_group *g, const cddp__call *c) {
-  const cddp__shape *s = &cddp__shapes[c->kind];
-  bool less = g->hosts != NULL ? s->scatters : s->gathers && !s->scatters && !g->oversubscribed;
+static size_t cddp__round_limit(const cddp_group *g, const cddp__call *call) {
+  const cddp__shape *shape = &cddp__shapes[call->kind];
+  bool less =
+      g->hosts != NULL ? shape->scatters : shape->gathers && !shape->scatters && !g->oversubscribed;
   return less ? g->round_max / 2 : g->round_max;
 }
 
-static cddp_result cddp__run_sized(cddp_group *g, const cddp__call *c) {
-  size_t element = c->esize * cddp__send_shares(g, c);
-  if (c->count <= cddp__round_limit(g, c) / element) return cddp__run_staged(g, c, false);
-  return (g->carrier->run)(g, c);
+static cddp_result cddp__run_sized(cddp_group *g, const cddp__call *call) {
+  size_t element = call->esize * cddp__send_shares(g, call);
+  if (call->count <= cddp__round_limit(g, call) / element) return cddp__run_staged(g, call, false);
+  return (g->carrier->run)(g, call);
 }
 
 /* The ranks of a call with counts exchange the lengths and positions of their shares, and check
-   them. c->count becomes the largest length.
+   them. call->count becomes the largest length.
      host   in: whether this rank's buffers are in host memory; out: whether any rank's are */
-static cddp_result cddp__exchange_counts(cddp_group *g, cddp__call *c, bool *host) {
-  uint64_t *told = (uint64_t *)(void *)(c->shares + g->size);
+static cddp_result cddp__exchange_counts(cddp_group *g, cddp__call *call, bool *host) {
+  uint64_t *told = (uint64_t *)(void *)(call->shares + g->size);
   uint64_t *heard = told + CDDP__COUNT_FIELDS * g->size;
   size_t most = 0;
-  cddp__call x = *c;
+  cddp__call x = *call;
   cddp_result r;
   int p;
   for (p = 0; p < g->size; p++)
-    most = cddp__max(most, cddp__max(c->shares[p].out, c->shares[p].in));
+    most = cddp__max(most, cddp__max(call->shares[p].out, call->shares[p].in));
   for (p = 0; p < g->size; p++) {
-    told[CDDP__COUNT_FIELDS * p] = c->shares[p].out;
-    told[CDDP__COUNT_FIELDS * p + 1] = g->hosts == NULL ? c->shares[p].out_at : c->shares[p].in_at;
+    told[CDDP__COUNT_FIELDS * p] = call->shares[p].out;
+    told[CDDP__COUNT_FIELDS * p + 1] =
+        g->hosts == NULL ? call->shares[p].out_at : call->shares[p].in_at;
     told[CDDP__COUNT_FIELDS * p + 2] = most;
     told[CDDP__COUNT_FIELDS * p + 3] = *host;
   }
   x.shares = NULL;
-  x.count = CDDP__COUNT_FIELDS * sizeof *told / c->esize;
+  x.count = CDDP__COUNT_FIELDS * sizeof *told / call->esize;
   x.send = told;
   x.recv = heard;
   r = cddp__run_sized(g, &x);
   for (p = 0; r == CDDP_OK && p < g->size; p++, heard += CDDP__COUNT_FIELDS) {
-    c->shares[p].there = (size_t)heard[1];
+    call->shares[p].there = (size_t)heard[1];
     most = cddp__max(most, (size_t)heard[2]);
     *host = *host || heard[3] != 0;
-    if (heard[0] == c->shares[p].in) continue;
+    if (heard[0] == call->shares[p].in) continue;
     cddp__fail(CDDP_MISMATCH,
                "ranks disagree: rank %d sends %" PRIu64 " elements to rank %d, which expects %zu, "
                "in %s",
-               p, heard[0], g->rank, c->shares[p].in, cddp__describe_current_call(g).s);
+               p, heard[0], g->rank, call->shares[p].in, cddp__describe_current_call(g).s);
     r = cddp__break(g, CDDP_MISMATCH);
   }
-  c->count = most;
+  call->count = most;
   return r;
 }
 
-static cddp_result cddp__run_counted(cddp_group *g, const cddp__call *c) {
-  cddp__call sized = *c;
+static cddp_result cddp__run_counted(cddp_group *g, const cddp__call *call) {
+  cddp__call sized = *call;
   bool host = true;
   cddp_result r = cddp__exchange_counts(g, &sized, &host);
   return r == CDDP_OK && sized.count > 0 ? cddp__run_sized(g, &sized) : r;
 }
 
-CDDP__INLINED uint64_t cddp__record_call(const cddp_group *g, const cddp__call *c) {
-  size_t count = c->kind != CDDP__KIND_BARRIER ? c->count : 0, sent;
+CDDP__INLINED uint64_t cddp__record_call(const cddp_group *g, const cddp__call *call) {
+  size_t count = call->kind != CDDP__KIND_BARRIER ? call->count : 0, sent;
   if (CDDP__LIKELY(g->host->record == NULL)) return 0;
-  if (c->shares != NULL) {
-    cddp__buffer_bytes(g, c, &sent, &count);
-    count /= c->esize;
+  if (call->shares != NULL) {
+    cddp__buffer_bytes(g, call, &sent, &count);
+    count /= call->esize;
   }
-  return cddp__record_new(g, cddp__shapes[c->kind].name, count, c->dtype,
-                          cddp__shapes[c->kind].reduces ? c->op : -1, c->root);
+  return cddp__record_new(g, cddp__shapes[call->kind].name, count, call->dtype,
+                          cddp__shapes[call->kind].reduces ? call->op : -1, call->root);
 }
 
 /* Records the start of an operation that is no cddp__call. */
@@ -13701,34 +13720,35 @@ static uint64_t cddp__record_begin(const cddp_group *g, int kind, uint64_t seque
 }
 
 /* Runs a collective on the calling thread. record: from cddp__record_call. */
-static cddp_result cddp__run_recorded(cddp_group *g, const cddp__call *c, uint64_t record) {
-  size_t element = c->esize * cddp__send_shares(g, c);
+static cddp_result cddp__run_recorded(cddp_group *g, const cddp__call *call, uint64_t record) {
+  size_t element = call->esize * cddp__send_shares(g, call);
   cddp_result r = cddp__check_group(g);
   if (r != CDDP_OK) goto done;
   g->calls++;
   cddp__record_start(g, record, g->calls);
-  if (c->count == 0 || c->kind == CDDP__KIND_BARRIER) {
-    r = cddp__round_of(g, CDDP__SCOPE_ALL, c, CDDP__PHASE_CALL, NULL, 0);
+  if (call->count == 0 || call->kind == CDDP__KIND_BARRIER) {
+    r = cddp__round_of(g, CDDP__SCOPE_ALL, call, CDDP__PHASE_CALL, NULL, 0);
   } else if (g->size == 1) {
-    cddp__copy(c->recv, c->send, c->count * c->esize); /* one value is its own sum, product, ... */
-  } else if (cddp__is_short(g, c)) {
-    r = cddp__run_short(g, c);
-  } else if (c->count * element <= cddp__round_limit(g, c)) {
-    r = cddp__run_staged(g, c, false);
+    /* one value is its own sum, product, ... */
+    cddp__copy(call->recv, call->send, call->count * call->esize);
+  } else if (cddp__is_short(g, call)) {
+    r = cddp__run_short(g, call);
+  } else if (call->count * element <= cddp__round_limit(g, call)) {
+    r = cddp__run_staged(g, call, false);
   } else {
-    r = c->shares != NULL ? cddp__run_counted(g, c) : (g->carrier->run)(g, c);
+    r = call->shares != NULL ? cddp__run_counted(g, call) : (g->carrier->run)(g, call);
   }
 done:
   cddp__record_finish(g, record, r);
   return r;
 }
 
-static cddp_result cddp__run_call(cddp_group *g, const cddp__call *c) {
-  return cddp__run_recorded(g, c, cddp__record_call(g, c));
+static cddp_result cddp__run_call(cddp_group *g, const cddp__call *call) {
+  return cddp__run_recorded(g, call, cddp__record_call(g, call));
 }
 
-static cddp_result cddp__run_work_call(cddp_work *w) {
-  return cddp__run_recorded(w->group, &w->call, w->record);
+static cddp_result cddp__run_work_call(cddp_work *work) {
+  return cddp__run_recorded(work->group, &work->call, work->record);
 }
 
 static cddp_result cddp__run_simple(cddp_group *g, int kind, const void *send, void *recv,
@@ -13819,68 +13839,71 @@ static cddp_result cddp__consensus(cddp_group *g, cddp_result mine, const void *
 }
 
 /* Passes a collective to the engine. */
-static cddp_result cddp__enqueue(cddp_work *w) {
-  w->anywhere = true;
-  w->fp_mode = 1 + cddp__fp_mode();
-  cddp__copy_site(&w->site, &cddp__this_site);
-  w->record = cddp__record_call(w->group, &w->call);
-  if (cddp__record_at(w->group, w->record) != NULL)
-    cddp__record_at(w->group, w->record)->engine = 1;
-  return cddp__engine_push(w);
+static cddp_result cddp__enqueue(cddp_work *work) {
+  work->anywhere = true;
+  work->fp_mode = 1 + cddp__fp_mode();
+  cddp__copy_site(&work->site, &cddp__this_site);
+  work->record = cddp__record_call(work->group, &work->call);
+  if (cddp__record_at(work->group, work->record) != NULL)
+    cddp__record_at(work->group, work->record)->engine = 1;
+  return cddp__engine_push(work);
 }
 
-static cddp_result cddp__start_work(cddp_group *g, const cddp__call *c, cddp_work **work) {
+static cddp_result cddp__start_work(cddp_group *g, const cddp__call *call, cddp_work **work) {
   cddp_result r;
-  cddp_work *w;
+  cddp_work *started;
   if ((r = cddp__check_group(g)) != CDDP_OK) return r;
-  if (c->shares == NULL && cddp__load32(&g->engine.held) == CDDP__OWN_FREE) {
+  if (call->shares == NULL && cddp__load32(&g->engine.held) == CDDP__OWN_FREE) {
     cddp__store32(&g->engine.held, CDDP__OWN_LENT);
-    w = &g->engine.own; /* the fields not set here and by cddp__enqueue are always 0 */
-    w->group = g;
-    w->done = false;
-  } else if ((w = cddp__work_new(g, c->shares != NULL ? cddp__shares_bytes(g) : 0)) == NULL) {
-    return CDDP_OUT_OF_MEMORY;
+    started = &g->engine.own; /* the fields not set here and by cddp__enqueue are always 0 */
+    started->group = g;
+    started->done = false;
+  } else {
+    started = cddp__work_new(g, call->shares != NULL ? cddp__shares_bytes(g) : 0);
+    if (started == NULL) return CDDP_OUT_OF_MEMORY;
   }
-  w->call = *c;
-  w->run = cddp__run_work_call;
-  if (c->shares != NULL) {
-    w->call.shares = (cddp__counted_share *)(void *)(w + 1);
-    memcpy(w->call.shares, c->shares, (size_t)g->size * sizeof *c->shares);
+  started->call = *call;
+  started->run = cddp__run_work_call;
+  if (call->shares != NULL) {
+    started->call.shares = (cddp__counted_share *)(void *)(started + 1);
+    memcpy(started->call.shares, call->shares, (size_t)g->size * sizeof *call->shares);
   }
-  if ((r = cddp__enqueue(w)) == CDDP_OK)
-    *work = w;
+  if ((r = cddp__enqueue(started)) == CDDP_OK)
+    *work = started;
   else
-    cddp__work_free(w);
+    cddp__work_free(started);
   return r;
 }
 
 /* Runs a validated collective, or passes it to the engine. */
-CDDP__INLINED cddp_result cddp__start_call(cddp_group *g, const cddp__call *c, cddp_work **work) {
+CDDP__INLINED cddp_result cddp__start_call(cddp_group *g, const cddp__call *call,
+                                           cddp_work **work) {
   bool taken = false;
   if (CDDP__UNLIKELY(g->backend != NULL)) {
-    cddp_result r = g->backend->start(g, c, work, &taken);
+    cddp_result r = g->backend->start(g, call, work, &taken);
     if (taken || r != CDDP_OK) return r;
   }
-  if (work != NULL) return cddp__start_work(g, c, work);
+  if (work != NULL) return cddp__start_work(g, call, work);
   cddp__engine_drain(g);
-  return cddp__run_call(g, c);
+  return cddp__run_call(g, call);
 }
 
 /* Describes an error in a call's buffers; NULL: none. Used buffers must not be NULL. They must not
    overlap, except in place as the call's comment says. */
-static const char *cddp__buffer_error(const cddp_group *g, const cddp__call *c) {
-  uintptr_t send = (uintptr_t)c->send, recv = (uintptr_t)c->recv, own;
+static const char *cddp__buffer_error(const cddp_group *g, const cddp__call *call) {
+  uintptr_t send = (uintptr_t)call->send, recv = (uintptr_t)call->recv, own;
   bool in_place = false;
   size_t sent, received;
-  cddp__buffer_bytes(g, c, &sent, &received);
-  if (sent > 0 && c->send == NULL) return cddp__in_one_buffer(c) ? "buf is NULL" : "send is NULL";
-  if (received > 0 && c->recv == NULL) return "recv is NULL";
-  if (cddp__in_one_buffer(c) || sent == 0 || received == 0 || send >= recv + received ||
+  cddp__buffer_bytes(g, call, &sent, &received);
+  if (sent > 0 && call->send == NULL)
+    return cddp__in_one_buffer(call) ? "buf is NULL" : "send is NULL";
+  if (received > 0 && call->recv == NULL) return "recv is NULL";
+  if (cddp__in_one_buffer(call) || sent == 0 || received == 0 || send >= recv + received ||
       recv >= send + sent)
     return NULL;
-  own = c->shares != NULL ? c->shares[g->rank].in_at * c->esize
-                         : (uintptr_t)g->rank * c->count * c->esize;
-  if (c->kind != CDDP__KIND_ALL_TO_ALL_V)
+  own = call->shares != NULL ? call->shares[g->rank].in_at * call->esize
+                         : (uintptr_t)g->rank * call->count * call->esize;
+  if (call->kind != CDDP__KIND_ALL_TO_ALL_V)
     in_place = sent > received   ? recv == send + own
                : sent < received ? send == recv + own
                                  : send == recv;
@@ -13889,28 +13912,29 @@ static const char *cddp__buffer_error(const cddp_group *g, const cddp__call *c) 
                     "function's comment in cddp.h)";
 }
 
-static cddp_result cddp__check_call(const cddp_group *g, const cddp__call *c) {
-  const cddp__shape *shape = &cddp__shapes[c->kind];
-  bool one = cddp__in_one_buffer(c), message = c->kind >= CDDP__KIND_SEND;
+static cddp_result cddp__check_call(const cddp_group *g, const cddp__call *call) {
+  const cddp__shape *shape = &cddp__shapes[call->kind];
+  bool one = cddp__in_one_buffer(call), message = call->kind >= CDDP__KIND_SEND;
   const char *wrong = NULL;
   if (g == NULL) return cddp__fail(CDDP_INVALID_ARGUMENT, "the group is NULL");
-  if ((message || shape->from_root || shape->to_root) && (c->root < 0 || c->root >= g->size) &&
-      (c->root != CDDP_ANY || c->kind != CDDP__KIND_RECV))
+  if ((message || shape->from_root || shape->to_root) &&
+      (call->root < 0 || call->root >= g->size) &&
+      (call->root != CDDP_ANY || call->kind != CDDP__KIND_RECV))
     return cddp__fail(CDDP_INVALID_ARGUMENT, "%s is %d; the group has ranks 0 to %d",
-                      message ? "peer" : "root", c->root, g->size - 1);
-  if (c->count > SIZE_MAX / 16 / CDDP__MAX_RANKS && /* small calls do without the divisions */
-      c->shares == NULL &&
-      c->count > SIZE_MAX / 2 / c->esize / (one ? 1 : (size_t)g->size))
-    return cddp__fail(CDDP_INVALID_ARGUMENT, "count %zu is beyond the address space", c->count);
-  if (!cddp__dtype_ok((cddp_dtype)c->dtype))
+                      message ? "peer" : "root", call->root, g->size - 1);
+  if (call->count > SIZE_MAX / 16 / CDDP__MAX_RANKS && /* small calls do without the divisions */
+      call->shares == NULL &&
+      call->count > SIZE_MAX / 2 / call->esize / (one ? 1 : (size_t)g->size))
+    return cddp__fail(CDDP_INVALID_ARGUMENT, "count %zu is beyond the address space", call->count);
+  if (!cddp__dtype_ok((cddp_dtype)call->dtype))
     wrong = "dtype is not a cddp_dtype";
-  else if (c->op > CDDP_MAX && (c->op > CDDP_BXOR || c->dtype <= CDDP_BF16))
-    wrong = c->op > CDDP_BXOR ? "op is not a cddp_op"
+  else if (call->op > CDDP_MAX && (call->op > CDDP_BXOR || call->dtype <= CDDP_BF16))
+    wrong = call->op > CDDP_BXOR ? "op is not a cddp_op"
                               : "CDDP_BAND, CDDP_BOR and CDDP_BXOR are for integers";
-  else if (c->tag < 0)
+  else if (call->tag < 0)
     wrong = "tag is negative";
-  else if (c->count > 0 && (!one || c->send == NULL))
-    wrong = cddp__buffer_error(g, c);
+  else if (call->count > 0 && (!one || call->send == NULL))
+    wrong = cddp__buffer_error(g, call);
   return wrong == NULL ? CDDP_OK : cddp__fail(CDDP_INVALID_ARGUMENT, "%s", wrong);
 }
 
@@ -13929,7 +13953,6 @@ static cddp_result cddp__check_call(const cddp_group *g, const cddp__call *c) {
 
 /* Writes the ranks with this color, by (key, rank), to members. Returns their number. */
 
-/* The ranks of the current round with this color, by (key, rank); returns how many. */
 static int cddp__members_of_color(const cddp_group *g, int color, int *members) {
   int n = 0, p, i;
   for (p = 0; color >= 0 && p < g->size; p++) {
@@ -13981,25 +14004,25 @@ static cddp_result cddp__share_block(cddp_group *g, const int *members, int n, c
 /* Adds (1) or removes (-1) a model of the group, or (0) records that the group is left. Frees a
    group that is left and has no models. */
 static void cddp__group_hold(cddp_group *g, int models) {
-  cddp__host *h = g->host;
+  cddp__host *host = g->host;
   bool last;
-  pthread_mutex_lock(&h->lock);
+  pthread_mutex_lock(&host->lock);
   g->models += models;
   if (models == 0) cddp__store32(&g->left, 1);
   last = cddp__load32(&g->left) != 0 && g->models == 0;
-  pthread_mutex_unlock(&h->lock);
+  pthread_mutex_unlock(&host->lock);
   if (!last) return;
   if (g->backend != NULL) g->backend->close(g);
-  cddp__free(&h->allocator, g->world);
-  cddp__free(&h->allocator, g);
-  cddp__host_release(h);
+  cddp__free(&host->allocator, g->world);
+  cddp__free(&host->allocator, g);
+  cddp__host_release(host);
 }
 
 /* Leaves the group. Peers that wait for this rank from now on fail. The group's memory stays while
    models use it. Keeps this thread's error text. */
 static void cddp__group_leave(cddp_group *g) {
   cddp__slot *slot = cddp__slot_of(g, g->rank);
-  cddp__host *h = g->host;
+  cddp__host *host = g->host;
   cddp_group **at;
   char text[CDDP__ERROR_MAX];
   int i;
@@ -14007,23 +14030,23 @@ static void cddp__group_leave(cddp_group *g) {
   if (g->backend != NULL) g->backend->leave(g);
   cddp__engine_stop(g);
   cddp__stop_serving(g);
-  pthread_mutex_lock(&h->lock);
-  for (at = &h->groups; *at != g; at = &(*at)->next) {}
+  pthread_mutex_lock(&host->lock);
+  for (at = &host->groups; *at != g; at = &(*at)->next) {}
   *at = g->next;
-  pthread_mutex_unlock(&h->lock);
+  pthread_mutex_unlock(&host->lock);
   cddp__hosts_leave(g);
   for (i = cddp__send_count(g) - 1; i >= 0; i--) /* messages not yet received stay valid */
-    if (!cddp__send_open(cddp__send_at(g, i))) cddp__arena_free(h, cddp__send_at(g, i)->stage);
-    else cddp__arena_free_with(h, cddp__send_at(g, i)->stage, g->block);
-  for (i = 1; i < g->send_blocks; i++) cddp__arena_free_with(h, g->sends[i], g->block);
+    if (!cddp__send_open(cddp__send_at(g, i))) cddp__arena_free(host, cddp__send_at(g, i)->stage);
+    else cddp__arena_free_with(host, cddp__send_at(g, i)->stage, g->block);
+  for (i = 1; i < g->send_blocks; i++) cddp__arena_free_with(host, g->sends[i], g->block);
   if (g->carrier->leave != NULL) g->carrier->leave(g);
   (void)cddp__swap32(&slot->state, CDDP__SLOT_TAKEN, CDDP__SLOT_LEFT);
   cddp__wake_all(g);
   cddp__add32(&g->block->left, 1);
   if (g->block_ref.kind == CDDP__REF_NONE) { /* the first group of its host */
     size_t bytes = cddp__block_bytes(g->size, g->local_size);
-    h->slots = NULL;
-    if (!h->threads || g->size == 1)
+    host->slots = NULL;
+    if (!host->threads || g->size == 1)
       munmap(g->block, cddp__round_up(bytes, cddp__page_size()));
   }
   pthread_mutex_destroy(&g->fail_lock);
@@ -14031,7 +14054,7 @@ static void cddp__group_leave(cddp_group *g) {
   pthread_mutex_destroy(&g->engine.lock);
   pthread_cond_destroy(&g->engine.changed);
   pthread_cond_destroy(&g->engine.work);
-  cddp__free(&h->allocator, g->hosts);
+  cddp__free(&host->allocator, g->hosts);
   g->hosts = NULL;
   cddp__group_hold(g, 0);
   memcpy(cddp__error_text, text, sizeof text);
@@ -14040,8 +14063,9 @@ static void cddp__group_leave(cddp_group *g) {
 /* Creates the new groups. check: a hash that must be the same on all ranks of g. */
 static cddp_result cddp__split(cddp_group *g, int color, int key, uint64_t check,
                                cddp_group **out) {
-  const cddp_allocator *a = &g->host->allocator;
-  int *members = (int *)cddp__calloc(a, 2 * (size_t)g->size, sizeof *members), n, i, rank = 0;
+  const cddp_allocator *allocator = &g->host->allocator;
+  int *members = (int *)cddp__calloc(allocator, 2 * (size_t)g->size, sizeof *members);
+  int n, i, rank = 0;
   int32_t mine[2];
   uint64_t record, id[3];
   cddp__ref ref;
@@ -14076,7 +14100,7 @@ static cddp_result cddp__split(cddp_group *g, int color, int key, uint64_t check
                            members + g->size);
   }
   r = cddp__consensus(g, r, NULL, 0, NULL);
-  if (r == CDDP_OK && *out != NULL && (*out)->hosts != NULL) /* the hosts check their connections */
+  if (r == CDDP_OK && *out != NULL && (*out)->hosts != NULL) /* the hosts connect */
     r = cddp__round(*out, CDDP__SCOPE_ALL, CDDP__KIND_GROUP_NEW, CDDP__PHASE_CONNECTED, 0, NULL, 0);
   if (r == CDDP_OK && g->carrier->split != NULL) r = g->carrier->split(g, *out, color, rank);
   if (*out != NULL && r != CDDP_OK) {
@@ -14084,7 +14108,7 @@ static cddp_result cddp__split(cddp_group *g, int color, int key, uint64_t check
     *out = NULL;
   }
 done:
-  cddp__free(a, members);
+  cddp__free(allocator, members);
   cddp__record_finish(g, record, r);
   return r;
 }
@@ -14108,18 +14132,18 @@ static cddp_result cddp__split_group(cddp_group *g, int color, int key, uint64_t
 
 static cddp_result cddp__init(cddp_group **out, const cddp_group_desc *d) {
   cddp__config at;
-  cddp__host *h;
+  cddp__host *host;
   unsigned char job[8]; /* the job's number for records; all ranks use rank 0's */
   cddp_group *g = NULL;
   int size;
   cddp_result r;
   if ((r = cddp__discover(&at, d)) != CDDP_OK) return r;
   size = at.rank < at.world_size ? at.world_size : at.rank + 1;
-  h = cddp__host_create(&d->allocator, &d->logger, size, at.rank);
-  if (h == NULL) return CDDP_OUT_OF_MEMORY;
-  h->threads = at.world_size == 1 && !at.joins;
-  r = at.joins ? cddp__join(&g, &at, d, h) : cddp__rendezvous_run(&g, &at, d, h);
-  cddp__host_release(h);
+  host = cddp__host_create(&d->allocator, &d->logger, size, at.rank);
+  if (host == NULL) return CDDP_OUT_OF_MEMORY;
+  host->threads = at.world_size == 1 && !at.joins;
+  r = at.joins ? cddp__join(&g, &at, d, host) : cddp__rendezvous_run(&g, &at, d, host);
+  cddp__host_release(host);
   if (at.joins && r != CDDP_OK && g != NULL) cddp__group_leave(g);
   if (g == NULL || at.joins) {
     *out = r == CDDP_OK ? g : NULL;
@@ -14202,22 +14226,22 @@ typedef struct cddp__row_head {
   unsigned char pad[CDDP__CACHE_LINE - 16];
 } cddp__row_head;
 
-static void cddp__rows_free(const cddp_allocator *a, cddp__rows *r) {
-  cddp__free(a, r->number);
-  cddp__free(a, r->values);
-  cddp__free(a, r->order);
+static void cddp__rows_free(const cddp_allocator *allocator, cddp__rows *r) {
+  cddp__free(allocator, r->number);
+  cddp__free(allocator, r->values);
+  cddp__free(allocator, r->order);
   memset(r, 0, sizeof *r);
 }
 
 /* Makes room for n rows in all, and keeps the present ones. */
-static cddp_result cddp__rows_reserve(const cddp_allocator *a, cddp__rows *r, size_t n,
+static cddp_result cddp__rows_reserve(const cddp_allocator *allocator, cddp__rows *r, size_t n,
                                       size_t bytes) {
   size_t room[3] = {r->capacity, r->capacity, r->capacity};
   void *grown[3];
   if (n <= r->capacity) return CDDP_OK;
-  grown[0] = cddp__grow_array(a, r->number, &room[0], n, sizeof *r->number);
-  grown[1] = cddp__grow_array(a, r->values, &room[1], n, bytes);
-  grown[2] = cddp__grow_array(a, r->order, &room[2], n, sizeof *r->order);
+  grown[0] = cddp__grow_array(allocator, r->number, &room[0], n, sizeof *r->number);
+  grown[1] = cddp__grow_array(allocator, r->values, &room[1], n, bytes);
+  grown[2] = cddp__grow_array(allocator, r->order, &room[2], n, sizeof *r->order);
   if (grown[0] != NULL) r->number = (int64_t *)grown[0];
   if (grown[1] != NULL) r->values = (char *)grown[1];
   if (grown[2] != NULL) r->order = (cddp__row_order *)grown[2];
@@ -14226,34 +14250,35 @@ static cddp_result cddp__rows_reserve(const cddp_allocator *a, cddp__rows *r, si
   return CDDP_OK;
 }
 
-static cddp_result cddp__rows_add(const cddp_allocator *a, cddp__rows *r, size_t bytes,
+static cddp_result cddp__rows_add(const cddp_allocator *allocator, cddp__rows *r, size_t bytes,
                                   const int64_t *numbers, const void *values, size_t n) {
   cddp_result e;
   if (n == 0) return CDDP_OK;
-  if ((e = cddp__rows_reserve(a, r, r->n + n, bytes)) != CDDP_OK) return e;
+  if ((e = cddp__rows_reserve(allocator, r, r->n + n, bytes)) != CDDP_OK) return e;
   memcpy(r->number + r->n, numbers, n * sizeof *numbers);
   memcpy(r->values + r->n * bytes, values, n * bytes);
   r->n += n;
   return CDDP_OK;
 }
 
-static void cddp__sparse_free(const cddp_allocator *a, cddp__sparse *p) {
-  if (p == NULL) return;
-  cddp__rows_free(a, &p->added);
-  cddp__rows_free(a, &p->mean);
-  cddp__free(a, p->zeros);
-  cddp__free(a, p);
+static void cddp__sparse_free(const cddp_allocator *allocator, cddp__sparse *sparse) {
+  if (sparse == NULL) return;
+  cddp__rows_free(allocator, &sparse->added);
+  cddp__rows_free(allocator, &sparse->mean);
+  cddp__free(allocator, sparse->zeros);
+  cddp__free(allocator, sparse);
 }
 
-static cddp__sparse *cddp__sparse_new(const cddp_allocator *a, const cddp_param *p, size_t rows) {
-  cddp__sparse *s = (cddp__sparse *)cddp__calloc(a, 1, sizeof *s);
-  if (s == NULL) return NULL;
-  s->rows = rows;
-  s->width = p->count / rows;
-  s->bytes = s->width * cddp__dtype_size(p->dtype);
-  s->zeros = (char *)cddp__calloc(a, 1, s->bytes);
-  if (s->zeros != NULL) return s;
-  cddp__sparse_free(a, s);
+static cddp__sparse *cddp__sparse_new(const cddp_allocator *allocator, const cddp_param *p,
+                                      size_t rows) {
+  cddp__sparse *sparse = (cddp__sparse *)cddp__calloc(allocator, 1, sizeof *sparse);
+  if (sparse == NULL) return NULL;
+  sparse->rows = rows;
+  sparse->width = p->count / rows;
+  sparse->bytes = sparse->width * cddp__dtype_size(p->dtype);
+  sparse->zeros = (char *)cddp__calloc(allocator, 1, sparse->bytes);
+  if (sparse->zeros != NULL) return sparse;
+  cddp__sparse_free(allocator, sparse);
   return NULL;
 }
 
@@ -14263,67 +14288,69 @@ static int cddp__by_number(const void *x, const void *y) {
   return a->at < b->at ? -1 : a->at > b->at;
 }
 
-static size_t cddp__row_list_bytes(const cddp__sparse *s, size_t n) {
+static size_t cddp__row_list_bytes(const cddp__sparse *sparse, size_t n) {
   return sizeof(cddp__row_head) + cddp__round_up(n * sizeof(int64_t), CDDP__CACHE_LINE) +
-         cddp__round_up(n * s->bytes, CDDP__CACHE_LINE);
+         cddp__round_up(n * sparse->bytes, CDDP__CACHE_LINE);
 }
 
-/* Starts the list at l->packet, with memory for `bound` rows; l->packet moves to the next list. */
-static void cddp__row_list_open(const cddp__sparse *s, cddp__row_list *l, size_t bound) {
-  char *at = l->packet + sizeof(cddp__row_head);
-  l->number = (const int64_t *)(const void *)at;
-  l->values = at + cddp__round_up(bound * sizeof(int64_t), CDDP__CACHE_LINE);
-  l->packet += cddp__row_list_bytes(s, bound);
-  l->next = 0;
+/* Starts the list at list->packet, with memory for `bound` rows. list->packet moves to the next
+   list. */
+static void cddp__row_list_open(const cddp__sparse *sparse, cddp__row_list *list, size_t bound) {
+  char *at = list->packet + sizeof(cddp__row_head);
+  list->number = (const int64_t *)(const void *)at;
+  list->values = at + cddp__round_up(bound * sizeof(int64_t), CDDP__CACHE_LINE);
+  list->packet += cddp__row_list_bytes(sparse, bound);
+  list->next = 0;
 }
 
 /* Writes the first n added rows to packet, sorted by number, one sum for each number. */
-static void cddp__rows_pack(cddp__sparse *s, size_t n, cddp_dtype dtype, char *packet) {
+static void cddp__rows_pack(cddp__sparse *sparse, size_t n, cddp_dtype dtype, char *packet) {
   cddp__row_head *head = (cddp__row_head *)(void *)packet;
-  cddp__row_order *order = s->added.order;
+  cddp__row_order *order = sparse->added.order;
   cddp__row_list l;
   const void *pair[2];
   int64_t *number;
   size_t i;
   l.packet = packet;
-  cddp__row_list_open(s, &l, n);
+  cddp__row_list_open(sparse, &l, n);
   number = (int64_t *)(void *)(packet + sizeof *head);
   head->bound = n;
   head->n = 0;
   for (i = 0; i < n; i++) {
-    order[i].number = s->added.number[i];
+    order[i].number = sparse->added.number[i];
     order[i].at = i;
   }
   if (n > 1) qsort(order, n, sizeof *order, cddp__by_number);
   for (i = 0; i < n; i++) {
-    const char *from = s->added.values + order[i].at * s->bytes;
+    const char *from = sparse->added.values + order[i].at * sparse->bytes;
     bool again = i > 0 && order[i].number == order[i - 1].number;
-    char *to = packet + (l.values - packet) + (head->n - again) * s->bytes;
+    char *to = packet + (l.values - packet) + (head->n - again) * sparse->bytes;
     pair[0] = to;
     pair[1] = from;
     if (again) {
-      cddp__reduce(to, pair, 2, s->width, dtype, CDDP_SUM);
+      cddp__reduce(to, pair, 2, sparse->width, dtype, CDDP_SUM);
     } else {
-      memcpy(to, from, s->bytes);
+      memcpy(to, from, sparse->bytes);
       number[head->n++] = order[i].number;
     }
   }
 }
 
 /* Computes the mean over n shards. lists: their lists of this parameter; sources: [n] scratch. */
-static cddp_result cddp__rows_merge(const cddp_allocator *a, cddp__sparse *s, cddp__row_list *lists,
-                                    int n, const void **sources, cddp_dtype dtype) {
+static cddp_result cddp__rows_merge(const cddp_allocator *allocator, cddp__sparse *sparse,
+                                    cddp__row_list *lists, int n, const void **sources,
+                                    cddp_dtype dtype) {
   size_t total = 0;
   cddp_result r;
   int k;
   for (k = 0; k < n; k++) {
     const cddp__row_head *head = (const cddp__row_head *)(const void *)lists[k].packet;
     lists[k].n = (size_t)head->n;
-    cddp__row_list_open(s, &lists[k], (size_t)head->bound);
+    cddp__row_list_open(sparse, &lists[k], (size_t)head->bound);
     total += lists[k].n;
   }
-  s->mean.n = 0;
-  r = cddp__rows_reserve(a, &s->mean, cddp__min(total, s->rows), s->bytes);
+  sparse->mean.n = 0;
+  r = cddp__rows_reserve(allocator, &sparse->mean, cddp__min(total, sparse->rows), sparse->bytes);
   while (r == CDDP_OK) {
     int64_t number = INT64_MAX;
     for (k = 0; k < n; k++)
@@ -14332,10 +14359,11 @@ static cddp_result cddp__rows_merge(const cddp_allocator *a, cddp__sparse *s, cd
     if (number == INT64_MAX) break;
     for (k = 0; k < n; k++) {
       bool has = lists[k].next < lists[k].n && lists[k].number[lists[k].next] == number;
-      sources[k] = has ? lists[k].values + lists[k].next++ * s->bytes : s->zeros;
+      sources[k] = has ? lists[k].values + lists[k].next++ * sparse->bytes : sparse->zeros;
     }
-    cddp__reduce(s->mean.values + s->mean.n * s->bytes, sources, n, s->width, dtype, CDDP_AVG);
-    s->mean.number[s->mean.n++] = number;
+    cddp__reduce(sparse->mean.values + sparse->mean.n * sparse->bytes, sources, n, sparse->width,
+                 dtype, CDDP_AVG);
+    sparse->mean.number[sparse->mean.n++] = number;
   }
   return r;
 }
@@ -14443,16 +14471,16 @@ struct cddp__update {
 
 /* --- SGD --- */
 
-static void cddp__sgd_begin(const cddp_optim *o, int i, cddp__update *u) {
-  cddp__scalars *s = &u->scalars;
-  s->sign = o->desc.maximize ? -1.0 : 1.0;
-  s->step = -o->desc.lr * o->lr_scales[i];
-  s->decay = o->weight_decays[i];
-  s->keep = o->desc.momentum;
-  s->take = 1.0 - o->desc.dampening;
-  s->nesterov = o->desc.nesterov;
-  s->first = o->steps[i] == 0;
-  if (s->keep != 0 && !s->nesterov && !s->first) u->loop = u->kernels[CDDP_F32].sgd_loop;
+static void cddp__sgd_begin(const cddp_optim *optim, int i, cddp__update *update) {
+  cddp__scalars *s = &update->scalars;
+  s->sign = optim->desc.maximize ? -1.0 : 1.0;
+  s->step = -optim->desc.lr * optim->lr_scales[i];
+  s->decay = optim->weight_decays[i];
+  s->keep = optim->desc.momentum;
+  s->take = 1.0 - optim->desc.dampening;
+  s->nesterov = optim->desc.nesterov;
+  s->first = optim->steps[i] == 0;
+  if (s->keep != 0 && !s->nesterov && !s->first) update->loop = update->kernels[CDDP_F32].sgd_loop;
 }
 
 /* PyTorch's rounding of the factor alpha of add_: to half precision if the weights are. */
@@ -14464,29 +14492,29 @@ static double cddp__sgd_scalar(cddp_dtype dtype, double x) {
 }
 
 /* Rounds the result of one operation to half precision if the weights have it. */
-static void cddp__sgd_round(const cddp__update *u, void *d, size_t n) {
+static void cddp__sgd_round(const cddp__update *update, void *d, size_t n) {
   uint16_t rounded[CDDP__BLOCK_BYTES / sizeof(float)];
-  if (!cddp__dtype_half(u->dtype)) return;
-  u->kernels[u->dtype].narrow(rounded, (cddp__f32 *)d, n);
-  u->kernels[u->dtype].widen((cddp__f32 *)d, rounded, n);
+  if (!cddp__dtype_half(update->dtype)) return;
+  update->kernels[update->dtype].narrow(rounded, (cddp__f32 *)d, n);
+  update->kernels[update->dtype].widen((cddp__f32 *)d, rounded, n);
 }
 
-static void cddp__sgd_add(const cddp__update *u, void *d, const void *a, const void *b, size_t n,
-                          double f) { /* d = a + f * b */
-  f = cddp__sgd_scalar(u->dtype, f);
-  u->kernels[cddp__compute_type(u->dtype)].mix(d, a, b, n, 1.0, f);
-  cddp__sgd_round(u, d, n);
+static void cddp__sgd_add(const cddp__update *update, void *d, const void *a, const void *b,
+                          size_t n, double f) { /* d = a + f * b */
+  f = cddp__sgd_scalar(update->dtype, f);
+  update->kernels[cddp__compute_type(update->dtype)].mix(d, a, b, n, 1.0, f);
+  cddp__sgd_round(update, d, n);
 }
 
-static void cddp__sgd_mix(const cddp__update *u, void *m, const void *b, size_t n) {
-  const cddp__scalars *s = &u->scalars; /* m = keep * m + take * b */
-  if (!cddp__dtype_half(u->dtype)) {
-    u->kernels[u->dtype].mix(m, m, b, n, s->keep, s->take);
+static void cddp__sgd_mix(const cddp__update *update, void *m, const void *b, size_t n) {
+  const cddp__scalars *s = &update->scalars; /* m = keep * m + take * b */
+  if (!cddp__dtype_half(update->dtype)) {
+    update->kernels[update->dtype].mix(m, m, b, n, s->keep, s->take);
     return;
   }
-  (u->kernels[CDDP_F32].scale)(m, n, s->keep, false); /* mul_, unlike add_, keeps its factor */
-  cddp__sgd_round(u, m, n);
-  cddp__sgd_add(u, m, m, b, n, s->take);
+  (update->kernels[CDDP_F32].scale)(m, n, s->keep, false); /* mul_, unlike add_, keeps its factor */
+  cddp__sgd_round(update, m, n);
+  cddp__sgd_add(update, m, m, b, n, s->take);
 }
 
 /* Steps a block that fits into the first-level cache:
@@ -14495,39 +14523,39 @@ static void cddp__sgd_mix(const cddp__update *u, void *m, const void *b, size_t 
      d = nesterov ? d + momentum * m : m
      p = p - lr * d
    Without a change d is g or m itself. */
-static void cddp__sgd_block(const cddp__update *u, void *p, const void *g, void *const *states,
+static void cddp__sgd_block(const cddp__update *update, void *p, const void *g, void *const *states,
                             size_t n) {
   double buf[CDDP__BLOCK_BYTES / sizeof(double)];
-  const cddp__scalars *s = &u->scalars;
-  cddp_dtype type = cddp__compute_type(u->dtype);
+  const cddp__scalars *s = &update->scalars;
+  cddp_dtype type = cddp__compute_type(update->dtype);
   const void *d = g;
   void *m = states[0];
   if (s->sign < 0) {
     memcpy(buf, g, n * cddp__dtype_size(type));
-    (u->kernels[type].scale)(buf, n, -1.0, false);
+    (update->kernels[type].scale)(buf, n, -1.0, false);
     d = buf;
   }
   if (s->decay != 0) {
-    cddp__sgd_add(u, buf, d, p, n, s->decay);
+    cddp__sgd_add(update, buf, d, p, n, s->decay);
     d = buf;
   }
   if (m != NULL) {
     if (s->first) memcpy(m, d, n * cddp__dtype_size(type));
-    else cddp__sgd_mix(u, m, d, n);
-    if (s->nesterov) cddp__sgd_add(u, buf, d, m, n, s->keep);
+    else cddp__sgd_mix(update, m, d, n);
+    if (s->nesterov) cddp__sgd_add(update, buf, d, m, n, s->keep);
     d = s->nesterov ? buf : m;
   }
-  cddp__sgd_add(u, p, p, d, n, s->step);
+  cddp__sgd_add(update, p, p, d, n, s->step);
 }
 
-static int cddp__sgd_launch(const cddp_optim *o, int i, const cddp_kernels *k,
+static int cddp__sgd_launch(const cddp_optim *optim, int i, const cddp_kernels *k,
                             const cddp_segment *segments, int n, double factor,
                             const double *clip, unsigned flags, void *stream) {
-  cddp_sgd_desc d = o->desc;
-  d.lr *= o->lr_scales[i];
-  d.weight_decay = o->weight_decays[i];
-  if (d.momentum != 0 && o->steps[i] == 0) flags |= (unsigned)CDDP_SGD_FIRST;
-  return k->sgd(segments, n, o->params[i].dtype, &d, factor, clip, flags, stream);
+  cddp_sgd_desc d = optim->desc;
+  d.lr *= optim->lr_scales[i];
+  d.weight_decay = optim->weight_decays[i];
+  if (d.momentum != 0 && optim->steps[i] == 0) flags |= (unsigned)CDDP_SGD_FIRST;
+  return k->sgd(segments, n, optim->params[i].dtype, &d, factor, clip, flags, stream);
 }
 
 static const cddp__algorithm cddp__sgd = {"SGD", {"momentum_buffer", NULL, NULL}, false, false,
@@ -14542,39 +14570,39 @@ static double cddp__power(double x, uint32_t n) {
   return y;
 }
 
-static void cddp__adamw_begin(const cddp_optim *o, int i, cddp__update *u) {
-  uint32_t t = (uint32_t)o->steps[i] + 1;
-  cddp_adamw_step *s = &u->scalars.adamw;
-  double lr = o->desc.lr * o->lr_scales[i];
-  u->scalars.sign = o->desc.maximize ? -1.0 : 1.0;
-  s->step = -lr / (1.0 - cddp__power(o->beta1, t));
-  s->decay = 1.0 - lr * o->weight_decays[i];
-  s->lerp = 1.0 - o->beta1;
-  s->keep = o->beta2;
-  s->take = 1.0 - o->beta2;
-  s->root = (sqrt)(1.0 - cddp__power(o->beta2, t));
-  s->eps = o->eps;
-  s->maximize = o->desc.maximize;
-  s->amsgrad = o->amsgrad;
-  if (!o->amsgrad) u->loop = u->kernels[CDDP_F32].adamw_loop;
+static void cddp__adamw_begin(const cddp_optim *optim, int i, cddp__update *update) {
+  uint32_t t = (uint32_t)optim->steps[i] + 1;
+  cddp_adamw_step *s = &update->scalars.adamw;
+  double lr = optim->desc.lr * optim->lr_scales[i];
+  update->scalars.sign = optim->desc.maximize ? -1.0 : 1.0;
+  s->step = -lr / (1.0 - cddp__power(optim->beta1, t));
+  s->decay = 1.0 - lr * optim->weight_decays[i];
+  s->lerp = 1.0 - optim->beta1;
+  s->keep = optim->beta2;
+  s->take = 1.0 - optim->beta2;
+  s->root = (sqrt)(1.0 - cddp__power(optim->beta2, t));
+  s->eps = optim->eps;
+  s->maximize = optim->desc.maximize;
+  s->amsgrad = optim->amsgrad;
+  if (!optim->amsgrad) update->loop = update->kernels[CDDP_F32].adamw_loop;
 }
 
-static void cddp__adamw_block(const cddp__update *u, void *weights, const void *gradient,
+static void cddp__adamw_block(const cddp__update *update, void *weights, const void *gradient,
                               void *const *states, size_t n) {
-  u->kernels[u->dtype].adamw(weights, gradient, states, n, &u->scalars);
+  update->kernels[update->dtype].adamw(weights, gradient, states, n, &update->scalars);
 }
 
-static int cddp__adamw_launch(const cddp_optim *o, int i, const cddp_kernels *k,
+static int cddp__adamw_launch(const cddp_optim *optim, int i, const cddp_kernels *k,
                               const cddp_segment *segments, int n, double factor,
                               const double *clip, unsigned flags, void *stream) {
   cddp_adamw_step *a;
   cddp__update u;
   memset(&u, 0, sizeof u);
   u.kernels = cddp__pick_kernels();
-  cddp__adamw_begin(o, i, &u);
+  cddp__adamw_begin(optim, i, &u);
   a = &u.scalars.adamw;
-  a->stride = (size_t)((char *)o->state[o->count + i] - (char *)o->state[i]);
-  return k->adamw(segments, n, o->params[i].dtype, a, factor, clip, flags, stream);
+  a->stride = (size_t)((char *)optim->state[optim->count + i] - (char *)optim->state[i]);
+  return k->adamw(segments, n, optim->params[i].dtype, a, factor, clip, flags, stream);
 }
 
 static const cddp__algorithm cddp__adamw = {
@@ -14583,65 +14611,66 @@ static const cddp__algorithm cddp__adamw = {
 
 /* --- a step of a range of a parameter, with any optimizer --- */
 
-static cddp_dtype cddp__state_type(const cddp_optim *o, int i) {
-  cddp_dtype dtype = o->params[i].dtype;
-  return o->desc.master_weights ? cddp__compute_type(dtype) : dtype;
+static cddp_dtype cddp__state_type(const cddp_optim *optim, int i) {
+  cddp_dtype dtype = optim->params[i].dtype;
+  return optim->desc.master_weights ? cddp__compute_type(dtype) : dtype;
 }
 
 /* Returns whether state k is the master. */
-static bool cddp__is_master(const cddp_optim *o, int k) {
-  return o->desc.master_weights && k == o->states - 1;
+static bool cddp__is_master(const cddp_optim *optim, int k) {
+  return optim->desc.master_weights && k == optim->states - 1;
 }
 
-static bool cddp__has_state(const cddp_optim *o, int k, int i) {
-  return !cddp__is_master(o, k) || cddp__dtype_half(o->params[i].dtype);
+static bool cddp__has_state(const cddp_optim *optim, int k, int i) {
+  return !cddp__is_master(optim, k) || cddp__dtype_half(optim->params[i].dtype);
 }
 
 /* The next step of parameter i, with states that start at state[k * stride]. */
-static cddp__update cddp__update_of(const cddp_optim *o, int i, void *const *state, int stride) {
+static cddp__update cddp__update_of(const cddp_optim *optim, int i, void *const *state,
+                                    int stride) {
   cddp__update u;
   int k;
   memset(&u, 0, sizeof u);
-  u.algorithm = o->algorithm;
+  u.algorithm = optim->algorithm;
   u.kernels = cddp__pick_kernels();
-  u.stored = o->params[i].dtype;
-  u.dtype = cddp__state_type(o, i);
-  u.fresh = o->fresh[i];
-  for (k = 0; k < o->states; k++) {
+  u.stored = optim->params[i].dtype;
+  u.dtype = cddp__state_type(optim, i);
+  u.fresh = optim->fresh[i];
+  for (k = 0; k < optim->states; k++) {
     char *at = (char *)state[k * stride];
-    if (!cddp__is_master(o, k)) u.states[k] = at;
-    else if (cddp__has_state(o, k, i)) u.master = at;
+    if (!cddp__is_master(optim, k)) u.states[k] = at;
+    else if (cddp__has_state(optim, k, i)) u.master = at;
   }
-  o->algorithm->begin(o, i, &u);
+  optim->algorithm->begin(optim, i, &u);
   return u;
 }
 
 /* Steps a block of F16 or BF16: widens, computes, narrows. If there is a master, it is stepped in
    place of the weights, and the states are f32 too. */
-static void cddp__half_block(const cddp__update *u, void *master, void *weights,
+static void cddp__half_block(const cddp__update *update, void *master, void *weights,
                              const void *gradient, void *const *states, size_t n) {
   float wide[2 + CDDP__STATES][CDDP__BLOCK_BYTES / sizeof(float)];
-  const cddp__kernels *half = &u->kernels[u->stored];
+  const cddp__kernels *half = &update->kernels[update->stored];
   cddp__f32 *w = master != NULL ? (cddp__f32 *)master : wide[0];
   void *s[CDDP__STATES];
   int k;
-  if (master == NULL || u->fresh) half->widen(w, weights, n);
+  if (master == NULL || update->fresh) half->widen(w, weights, n);
   half->widen(wide[1], gradient, n);
   for (k = 0; k < CDDP__STATES; k++) {
     s[k] = states[k] == NULL || master != NULL ? states[k] : wide[2 + k];
     if (s[k] != states[k]) half->widen(wide[2 + k], states[k], n);
   }
-  u->algorithm->block(u, w, wide[1], s, n);
+  update->algorithm->block(update, w, wide[1], s, n);
   half->narrow(weights, w, n);
   for (k = 0; k < CDDP__STATES; k++)
     if (s[k] != states[k]) half->narrow(states[k], wide[2 + k], n);
 }
 
-/* Steps n elements, with the states of u from element `first` on. */
-static void cddp__update_run(const cddp__update *u, size_t first, void *weights,
+/* Steps n elements, with update's states from element `first` on. */
+static void cddp__update_run(const cddp__update *update, size_t first, void *weights,
                              const void *gradient, size_t n) {
-  size_t esize = cddp__dtype_size(u->stored), size = cddp__dtype_size(u->dtype), done, m;
-  size_t block = CDDP__BLOCK_BYTES / cddp__dtype_size(cddp__compute_type(u->dtype));
+  size_t esize = cddp__dtype_size(update->stored), size = cddp__dtype_size(update->dtype), done, m;
+  size_t block = CDDP__BLOCK_BYTES / cddp__dtype_size(cddp__compute_type(update->dtype));
   void *states[CDDP__STATES], *master;
   int k;
   for (done = 0; done < n; done += m) {
@@ -14649,10 +14678,10 @@ static void cddp__update_run(const cddp__update *u, size_t first, void *weights,
     const char *g = (const char *)gradient + done * esize;
     m = cddp__min(block, n - done);
     for (k = 0; k < CDDP__STATES; k++)
-      states[k] = u->states[k] != NULL ? u->states[k] + (first + done) * size : NULL;
-    master = u->master != NULL ? u->master + (first + done) * size : NULL;
-    if (cddp__dtype_half(u->stored)) cddp__half_block(u, master, p, g, states, m);
-    else u->algorithm->block(u, p, g, states, m);
+      states[k] = update->states[k] != NULL ? update->states[k] + (first + done) * size : NULL;
+    master = update->master != NULL ? update->master + (first + done) * size : NULL;
+    if (cddp__dtype_half(update->stored)) cddp__half_block(update, master, p, g, states, m);
+    else update->algorithm->block(update, p, g, states, m);
   }
 }
 
@@ -14724,9 +14753,9 @@ static int cddp__by_address(const void *x, const void *y) {
    memory twice, or on two ranks at the same time. copies: NULL, or [count] of 2 bytes an
    element. */
 static cddp_result cddp__check_own_memory(const cddp_param *params, int count,
-                                          void *const *copies, const cddp_allocator *a) {
+                                          void *const *copies, const cddp_allocator *allocator) {
   static const char *const what[] = {"data", "grad", "copy"};
-  cddp__owned *list = (cddp__owned *)cddp__calloc(a, 3 * (size_t)count, sizeof *list);
+  cddp__owned *list = (cddp__owned *)cddp__calloc(allocator, 3 * (size_t)count, sizeof *list);
   cddp_result r = CDDP_OK;
   size_t n = 0, k;
   int i, j;
@@ -14759,119 +14788,120 @@ static cddp_result cddp__check_own_memory(const cddp_param *params, int count,
         tied ? "list tied weights once, and let both backward passes add to the one gradient"
              : "each must have its own memory");
   }
-  cddp__free(a, list);
+  cddp__free(allocator, list);
   return r;
 }
 
 /* --- a step of all parameters --- */
 
-static bool cddp__optim_skips(const cddp_optim *o, int i) {
-  return o->params[i].count == 0 || (o->used != NULL && !o->used[i]);
+static bool cddp__optim_skips(const cddp_optim *optim, int i) {
+  return optim->params[i].count == 0 || (optim->used != NULL && !optim->used[i]);
 }
 
 /* Updates elements [from, from + n) of parameter i's copy, if it has one. */
-static void cddp__optim_copy(const cddp_optim *o, int i, size_t from, size_t n) {
-  if (o->copies != NULL && o->copies[i] != NULL)
-    cddp__convert((uint16_t *)o->copies[i] + from, o->desc.copy_dtype,
-                  (const float *)o->params[i].data + from, CDDP_F32, n);
+static void cddp__optim_copy(const cddp_optim *optim, int i, size_t from, size_t n) {
+  if (optim->copies != NULL && optim->copies[i] != NULL)
+    cddp__convert((uint16_t *)optim->copies[i] + from, optim->desc.copy_dtype,
+                  (const float *)optim->params[i].data + from, CDDP_F32, n);
 }
 
 /* Updates all copies. */
-static cddp_result cddp__write_copies(cddp_optim *o) {
+static cddp_result cddp__write_copies(cddp_optim *optim) {
   int i;
-  if (o->backend != NULL && o->copies != NULL) return (o->backend->copy)(o, NULL);
-  for (i = 0; i < o->count; i++)
-    if (o->params[i].data != NULL) cddp__optim_copy(o, i, 0, o->params[i].count);
+  if (optim->backend != NULL && optim->copies != NULL) return (optim->backend->copy)(optim, NULL);
+  for (i = 0; i < optim->count; i++)
+    if (optim->params[i].data != NULL) cddp__optim_copy(optim, i, 0, optim->params[i].count);
   return CDDP_OK;
 }
 
 /* Steps a parameter with a dense gradient. Its copy is written while the weights are in the
    cache. */
-static void cddp__optim_dense(cddp_optim *o, int i) {
-  const cddp_param *p = &o->params[i];
-  cddp__update u = cddp__update_of(o, i, o->state + i, o->count);
+static void cddp__optim_dense(cddp_optim *optim, int i) {
+  const cddp_param *p = &optim->params[i];
+  cddp__update u = cddp__update_of(optim, i, optim->state + i, optim->count);
   size_t size = cddp__dtype_size(p->dtype), at, n;
-  bool copied = o->copies != NULL && o->copies[i] != NULL;
+  bool copied = optim->copies != NULL && optim->copies[i] != NULL;
   for (at = 0; at < p->count; at += n) {
     n = copied ? cddp__min(p->count - at, (size_t)CDDP__BLOCK_BYTES / sizeof(float)) : p->count;
     cddp__update_run(&u, at, (char *)p->data + at * size, (char *)p->grad + at * size, n);
-    cddp__optim_copy(o, i, at, n);
+    cddp__optim_copy(optim, i, at, n);
   }
 }
 
 /* Steps a parameter with a sparse gradient, like one with a dense gradient that is zero elsewhere.
    An optimizer without states does not read the other rows: they do not change. */
-static void cddp__optim_rows(cddp_optim *o, int i, const cddp__sparse *g) {
-  const cddp_param *p = &o->params[i];
-  cddp__update u = cddp__update_of(o, i, o->state + i, o->count);
-  bool every = o->states > 0, has;
+static void cddp__optim_rows(cddp_optim *optim, int i, const cddp__sparse *sparse) {
+  const cddp_param *p = &optim->params[i];
+  cddp__update u = cddp__update_of(optim, i, optim->state + i, optim->count);
+  bool every = optim->states > 0, has;
   size_t k = 0, row;
-  for (row = 0; every ? row < g->rows : k < g->mean.n; row++, k += has) {
-    if (!every) row = (size_t)g->mean.number[k];
-    has = k < g->mean.n && (size_t)g->mean.number[k] == row;
-    cddp__update_run(&u, row * g->width, (char *)p->data + row * g->bytes,
-                     has ? g->mean.values + k * g->bytes : g->zeros, g->width);
-    cddp__optim_copy(o, i, row * g->width, g->width);
+  for (row = 0; every ? row < sparse->rows : k < sparse->mean.n; row++, k += has) {
+    if (!every) row = (size_t)sparse->mean.number[k];
+    has = k < sparse->mean.n && (size_t)sparse->mean.number[k] == row;
+    cddp__update_run(&u, row * sparse->width, (char *)p->data + row * sparse->bytes,
+                     has ? sparse->mean.values + k * sparse->bytes : sparse->zeros, sparse->width);
+    cddp__optim_copy(optim, i, row * sparse->width, sparse->width);
   }
 }
 
-static cddp_result cddp__check_rows(const cddp_optim *o, int i) {
-  if (o->weight_decays[i] == 0 && !o->algorithm->wide) return CDDP_OK;
+static cddp_result cddp__check_rows(const cddp_optim *optim, int i) {
+  if (optim->weight_decays[i] == 0 && !optim->algorithm->wide) return CDDP_OK;
   return cddp__fail(CDDP_UNSUPPORTED,
                     "parameter \"%s\" has a sparse gradient, which does not support %s: use a "
                     "dense gradient, or %s",
-                    cddp__param_name(&o->params[i], i).s,
-                    o->algorithm->wide ? o->algorithm->name : "weight_decay",
-                    o->algorithm->wide ? "use SGD" : "set weight_decay to 0");
+                    cddp__param_name(&optim->params[i], i).s,
+                    optim->algorithm->wide ? optim->algorithm->name : "weight_decay",
+                    optim->algorithm->wide ? "use SGD" : "set weight_decay to 0");
 }
 
-static cddp__sparse *cddp__optim_sparse(const cddp_optim *o, int i) { /* NULL: it is dense */
-  return o->sparse != NULL ? o->sparse[i] : NULL;
+static cddp__sparse *cddp__optim_sparse(const cddp_optim *optim, int i) { /* NULL: it is dense */
+  return optim->sparse != NULL ? optim->sparse[i] : NULL;
 }
 
 /* Allocates parameter i's states, zeroed. Existing states stay. */
-static cddp_result cddp__need_states(cddp_optim *o, int i) {
-  size_t n = o->parts[i].count;
+static cddp_result cddp__need_states(cddp_optim *optim, int i) {
+  size_t n = optim->parts[i].count;
   int k;
-  for (k = i; n > 0 && k < o->count * o->states; k += o->count) {
-    if (o->state[k] != NULL || !cddp__has_state(o, k / o->count, i)) continue;
-    o->state[k] = cddp__calloc(&o->allocator, n, cddp__dtype_size(cddp__state_type(o, i)));
-    if (o->state[k] == NULL) return CDDP_OUT_OF_MEMORY;
+  for (k = i; n > 0 && k < optim->count * optim->states; k += optim->count) {
+    if (optim->state[k] != NULL || !cddp__has_state(optim, k / optim->count, i)) continue;
+    optim->state[k] =
+        cddp__calloc(&optim->allocator, n, cddp__dtype_size(cddp__state_type(optim, i)));
+    if (optim->state[k] == NULL) return CDDP_OUT_OF_MEMORY;
   }
   return CDDP_OK;
 }
 
 /* The largest number of steps of any parameter. 0: no state is initialized. */
-static float cddp__most_steps(const cddp_optim *o) {
+static float cddp__most_steps(const cddp_optim *optim) {
   float most = 0;
   int i;
-  for (i = 0; i < o->count; i++)
-    if (o->steps[i] > most) most = o->steps[i];
+  for (i = 0; i < optim->count; i++)
+    if (optim->steps[i] > most) most = optim->steps[i];
   return most;
 }
 
-static void cddp__count_step(cddp_optim *o, int i) {
-  o->steps[i]++;
-  o->fresh[i] = false;
+static void cddp__count_step(cddp_optim *optim, int i) {
+  optim->steps[i]++;
+  optim->fresh[i] = false;
 }
 
 /* Checks and allocates everything before the step, so that a failed step changes nothing. */
-static cddp_result cddp__optim_prepare(cddp_optim *o) {
+static cddp_result cddp__optim_prepare(cddp_optim *optim) {
   cddp_result r = CDDP_OK;
   int i;
-  if (o->desc.sharded_states)
+  if (optim->desc.sharded_states)
     return cddp__fail(CDDP_INVALID_ARGUMENT,
                       "with sharded_states each rank has states of its part only; call "
                       "cddp_ddp_step in place of cddp_ddp_wait and cddp_optim_step");
-  if (o->share != NULL)
+  if (optim->share != NULL)
     return cddp__fail(CDDP_INVALID_ARGUMENT,
                       "after cddp_ddp_step each rank has the states of its partition only: call "
                       "cddp_ddp_wait before cddp_optim_step");
-  for (i = 0; r == CDDP_OK && i < o->count; i++) {
-    const cddp_param *p = &o->params[i];
-    bool sparse = cddp__optim_sparse(o, i) != NULL;
-    if (cddp__optim_skips(o, i)) continue;
-    if (sparse && (r = cddp__check_rows(o, i)) != CDDP_OK) return r;
+  for (i = 0; r == CDDP_OK && i < optim->count; i++) {
+    const cddp_param *p = &optim->params[i];
+    bool sparse = cddp__optim_sparse(optim, i) != NULL;
+    if (cddp__optim_skips(optim, i)) continue;
+    if (sparse && (r = cddp__check_rows(optim, i)) != CDDP_OK) return r;
     if (p->data == NULL)
       return cddp__fail(CDDP_INVALID_ARGUMENT, "parameter \"%s\" has no data",
                         cddp__param_name(p, i).s);
@@ -14882,78 +14912,83 @@ static cddp_result cddp__optim_prepare(cddp_optim *o) {
     if (!cddp__dtype_trains(p->dtype))
       return cddp__fail(CDDP_INVALID_ARGUMENT, "parameter \"%s\" now has dtype %d",
                         cddp__param_name(p, i).s, (int)p->dtype);
-    if (o->backend == NULL) r = cddp__need_states(o, i);
+    if (optim->backend == NULL) r = cddp__need_states(optim, i);
   }
   return r;
 }
 
-CDDPDEF cddp_result cddp_optim_step(cddp_optim *o) {
+CDDPDEF cddp_result cddp_optim_step(cddp_optim *optim) {
   int i;
-  CDDP__CHECK(o != NULL, "the cddp_optim is NULL");
-  CDDP__TRY(cddp__optim_prepare(o));
-  if (o->backend != NULL) CDDP__TRY((o->backend->step)(o, NULL));
-  if (o->backend != NULL) CDDP__TRY(cddp__write_copies(o));
-  for (i = 0; i < o->count; i++) {
-    if (cddp__optim_skips(o, i)) continue;
-    if (o->backend == NULL && cddp__optim_sparse(o, i) != NULL)
-      cddp__optim_rows(o, i, o->sparse[i]);
-    else if (o->backend == NULL)
-      cddp__optim_dense(o, i);
-    cddp__count_step(o, i);
+  CDDP__CHECK(optim != NULL, "the cddp_optim is NULL");
+  CDDP__TRY(cddp__optim_prepare(optim));
+  if (optim->backend != NULL) CDDP__TRY((optim->backend->step)(optim, NULL));
+  if (optim->backend != NULL) CDDP__TRY(cddp__write_copies(optim));
+  for (i = 0; i < optim->count; i++) {
+    if (cddp__optim_skips(optim, i)) continue;
+    if (optim->backend == NULL && cddp__optim_sparse(optim, i) != NULL)
+      cddp__optim_rows(optim, i, optim->sparse[i]);
+    else if (optim->backend == NULL)
+      cddp__optim_dense(optim, i);
+    cddp__count_step(optim, i);
   }
   return CDDP_OK;
 }
 
 /* On a device the gradients that a cddp_ddp has allocated are one range, zeroed with one launch. */
-CDDPDEF cddp_result cddp_optim_zero_grad(cddp_optim *o) {
+CDDPDEF cddp_result cddp_optim_zero_grad(cddp_optim *optim) {
   const cddp_ddp *d;
   int i;
-  CDDP__CHECK(o != NULL, "the cddp_optim is NULL");
-  d = o->backend != NULL ? o->desc.ddp : NULL;
-  if (d != NULL) CDDP__TRY((o->backend->zero)(o, d->arena, d->bytes, false));
-  for (i = 0; i < o->count; i++) {
-    cddp_param *p = &o->params[i];
+  CDDP__CHECK(optim != NULL, "the cddp_optim is NULL");
+  d = optim->backend != NULL ? optim->desc.ddp : NULL;
+  if (d != NULL) CDDP__TRY((optim->backend->zero)(optim, d->arena, d->bytes, false));
+  for (i = 0; i < optim->count; i++) {
+    cddp_param *p = &optim->params[i];
     size_t bytes = p->count * cddp__dtype_size(p->dtype);
     bool own = p->grad != NULL && (d == NULL || d->tensors[i].storage == CDDP__COPIED);
-    if (own && o->backend != NULL) CDDP__TRY((o->backend->zero)(o, p->grad, bytes, false));
+    if (own && optim->backend != NULL)
+      CDDP__TRY((optim->backend->zero)(optim, p->grad, bytes, false));
     else if (own) memset(p->grad, 0, bytes);
-    if (cddp__optim_sparse(o, i) != NULL) o->sparse[i]->added.n = o->sparse[i]->mean.n = 0;
+    if (cddp__optim_sparse(optim, i) != NULL)
+      optim->sparse[i]->added.n = optim->sparse[i]->mean.n = 0;
   }
   return CDDP_OK;
 }
 
 /* --- settings, creation and destruction --- */
 
-static void cddp__set_lr(cddp_optim *o, double lr) {
-  o->desc.lr = o->numbers[CDDP__SETTING_LR] = lr;
-  o->check = (cddp__hash64(o->settings, &lr, sizeof lr) & ~(uint64_t)1) | 2;
+static void cddp__set_lr(cddp_optim *optim, double lr) {
+  optim->desc.lr = optim->numbers[CDDP__SETTING_LR] = lr;
+  optim->check = (cddp__hash64(optim->settings, &lr, sizeof lr) & ~(uint64_t)1) | 2;
 }
 
-CDDPDEF cddp_result cddp_optim_set_lr(cddp_optim *o, double lr) {
-  CDDP__CHECK(o != NULL, "the cddp_optim is NULL");
+CDDPDEF cddp_result cddp_optim_set_lr(cddp_optim *optim, double lr) {
+  CDDP__CHECK(optim != NULL, "the cddp_optim is NULL");
   CDDP__CHECK(lr >= 0 && lr <= DBL_MAX, "lr is %g; it must be finite and at least 0", lr);
-  cddp__set_lr(o, lr);
+  cddp__set_lr(optim, lr);
   return CDDP_OK;
 }
 
-CDDPDEF double cddp_optim_lr(const cddp_optim *o) { return o != NULL ? o->desc.lr : 0.0; }
-
-CDDPDEF cddp_result cddp_optim_write_copies(cddp_optim *o) {
-  CDDP__CHECK(o != NULL, "the cddp_optim is NULL");
-  memset(o->fresh, true, (size_t)o->count * sizeof *o->fresh);
-  return cddp__named(__func__, cddp__write_copies(o));
+CDDPDEF double cddp_optim_lr(const cddp_optim *optim) {
+  return optim != NULL ? optim->desc.lr : 0.0;
 }
 
-CDDPDEF void cddp_optim_destroy(cddp_optim *o) {
+CDDPDEF cddp_result cddp_optim_write_copies(cddp_optim *optim) {
+  CDDP__CHECK(optim != NULL, "the cddp_optim is NULL");
+  memset(optim->fresh, true, (size_t)optim->count * sizeof *optim->fresh);
+  return cddp__named(__func__, cddp__write_copies(optim));
+}
+
+CDDPDEF void cddp_optim_destroy(cddp_optim *optim) {
   cddp_allocator a;
   int i;
-  if (o == NULL) return;
-  if (o->share != NULL) o->drop(o);
-  if (o->known != NULL) *o->known = NULL;
-  if (o->backend != NULL) o->backend->leave(o);
-  a = o->allocator;
-  for (i = 0; o->backend == NULL && i < o->count * o->states; i++) cddp__free(&a, o->state[i]);
-  cddp__free(&a, o);
+  if (optim == NULL) return;
+  if (optim->share != NULL) optim->drop(optim);
+  if (optim->known != NULL) *optim->known = NULL;
+  if (optim->backend != NULL) optim->backend->leave(optim);
+  a = optim->allocator;
+  for (i = 0; optim->backend == NULL && i < optim->count * optim->states; i++)
+    cddp__free(&a, optim->state[i]);
+  cddp__free(&a, optim);
 }
 
 static cddp_result cddp__check_number(const char *what, double x, double below) {
@@ -15012,17 +15047,26 @@ static cddp_result cddp__check_settings(const cddp_param *params, int count,
   return r;
 }
 
-/* Writes the settings to o->numbers, as numbers, and hashes them. */
-static void cddp__list_settings(cddp_optim *o) {
-  const cddp_sgd_desc *d = &o->desc;
-  const double v[] = {(double)o->algorithm->counts, d->momentum, d->dampening, o->beta1, o->beta2,
-                      o->eps, (double)d->nesterov, (double)d->maximize, (double)o->amsgrad,
-                      (double)d->master_weights, (double)d->sharded_states};
-  double *to = o->numbers + CDDP__SETTING_ADAMW;
-  CDDP_ASSERT(to + sizeof v / sizeof *v == o->lr_scales);
+/* Writes the settings to optim->numbers, as numbers, and hashes them. */
+static void cddp__list_settings(cddp_optim *optim) {
+  const cddp_sgd_desc *d = &optim->desc;
+  const double v[] = {(double)optim->algorithm->counts,
+                      d->momentum,
+                      d->dampening,
+                      optim->beta1,
+                      optim->beta2,
+                      optim->eps,
+                      (double)d->nesterov,
+                      (double)d->maximize,
+                      (double)optim->amsgrad,
+                      (double)d->master_weights,
+                      (double)d->sharded_states};
+  double *to = optim->numbers + CDDP__SETTING_ADAMW;
+  CDDP_ASSERT(to + sizeof v / sizeof *v == optim->lr_scales);
   memcpy(to, v, sizeof v);
-  o->settings = cddp__hash64(0, to, (size_t)(o->weight_decays + o->count - to) * sizeof *v);
-  o->settings = (o->settings & ~(uint64_t)1) | 2;
+  optim->settings =
+      cddp__hash64(0, to, (size_t)(optim->weight_decays + optim->count - to) * sizeof *v);
+  optim->settings = (optim->settings & ~(uint64_t)1) | 2;
 }
 
 /* states: number of states of the algorithm. adamw: the settings that d does not have. */
@@ -15032,47 +15076,48 @@ static cddp_result cddp__optim_new(cddp_optim **out, const cddp__algorithm *algo
   cddp_result r = cddp__check_params(params, count, CDDP__RULE_TRAINED);
   size_t n = (size_t)count, arrays = (size_t)states + d->master_weights;
   size_t pointers = n * (arrays + (d->copies != NULL));
-  cddp_optim *o;
+  cddp_optim *optim;
   int i;
   if (r == CDDP_OK) r = cddp__check_settings(params, count, algorithm, d, adamw);
   if (r != CDDP_OK) return r;
-  o = (cddp_optim *)cddp__calloc(
-      NULL, 1, sizeof *o + n * (2 * sizeof(double) + sizeof(float) + 2 * sizeof(bool)) +
-                n * sizeof *o->parts + CDDP__SETTING_COUNT * sizeof(double) +
+  optim = (cddp_optim *)cddp__calloc(
+      NULL, 1, sizeof *optim + n * (2 * sizeof(double) + sizeof(float) + 2 * sizeof(bool)) +
+                n * sizeof *optim->parts + CDDP__SETTING_COUNT * sizeof(double) +
                 pointers * sizeof(void *));
-  if ((*out = o) == NULL) return CDDP_OUT_OF_MEMORY;
-  o->params = params;
-  o->count = count;
-  o->algorithm = algorithm;
-  o->desc = *d;
-  o->beta1 = adamw->beta1;
-  o->beta2 = adamw->beta2;
-  o->eps = adamw->eps;
-  o->amsgrad = adamw->amsgrad;
-  o->states = (int)arrays;
-  o->parts = (cddp_partition *)(void *)(o + 1);
-  o->numbers = (double *)(void *)(o->parts + n);
-  o->lr_scales = o->numbers + CDDP__SETTING_COUNT;
-  o->weight_decays = o->lr_scales + n;
-  o->state = (void **)(void *)(o->weight_decays + n);
-  o->steps = (float *)(void *)(o->state + pointers);
-  o->launched = (bool *)(void *)(o->steps + n);
-  o->fresh = o->launched + n;
-  memset(o->fresh, true, n * sizeof *o->fresh);
+  if ((*out = optim) == NULL) return CDDP_OUT_OF_MEMORY;
+  optim->params = params;
+  optim->count = count;
+  optim->algorithm = algorithm;
+  optim->desc = *d;
+  optim->beta1 = adamw->beta1;
+  optim->beta2 = adamw->beta2;
+  optim->eps = adamw->eps;
+  optim->amsgrad = adamw->amsgrad;
+  optim->states = (int)arrays;
+  optim->parts = (cddp_partition *)(void *)(optim + 1);
+  optim->numbers = (double *)(void *)(optim->parts + n);
+  optim->lr_scales = optim->numbers + CDDP__SETTING_COUNT;
+  optim->weight_decays = optim->lr_scales + n;
+  optim->state = (void **)(void *)(optim->weight_decays + n);
+  optim->steps = (float *)(void *)(optim->state + pointers);
+  optim->launched = (bool *)(void *)(optim->steps + n);
+  optim->fresh = optim->launched + n;
+  memset(optim->fresh, true, n * sizeof *optim->fresh);
   if (d->copies != NULL)
-    o->copies = (void **)memcpy(o->state + n * arrays, d->copies, n * sizeof *o->copies);
+    optim->copies =
+        (void **)memcpy(optim->state + n * arrays, d->copies, n * sizeof *optim->copies);
   for (i = 0; i < count; i++) {
-    o->parts[i].param = i;
-    o->parts[i].count = params[i].count;
-    o->lr_scales[i] = d->lr_scales != NULL ? d->lr_scales[i] : 1.0;
-    o->weight_decays[i] = d->weight_decays != NULL ? d->weight_decays[i] : d->weight_decay;
+    optim->parts[i].param = i;
+    optim->parts[i].count = params[i].count;
+    optim->lr_scales[i] = d->lr_scales != NULL ? d->lr_scales[i] : 1.0;
+    optim->weight_decays[i] = d->weight_decays != NULL ? d->weight_decays[i] : d->weight_decay;
   }
   if (d->ddp != NULL) {
-    o->used = d->ddp->used;
-    o->sparse = d->ddp->sparse;
+    optim->used = d->ddp->used;
+    optim->sparse = d->ddp->sparse;
   }
-  cddp__list_settings(o);
-  cddp__set_lr(o, d->lr);
+  cddp__list_settings(optim);
+  cddp__set_lr(optim, d->lr);
   return CDDP_OK;
 }
 
