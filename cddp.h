@@ -14704,7 +14704,7 @@ static cddp_result cddp__check_params(const cddp_param *params, int count, int r
     const cddp_param *p = &params[i];
     const char *wrong = NULL;
     if ((rules & CDDP__RULE_NAME) != 0 && p->name == NULL)
-      wrong = "has no name, which files need";
+      wrong = "needs a name: files identify parameters by name";
     else if ((rules & CDDP__RULE_TRAINED) != 0 && !cddp__dtype_trains(p->dtype))
       wrong = "must be f32, f64, f16 or bf16";
     else if (!cddp__dtype_ok(p->dtype))
@@ -14934,7 +14934,7 @@ CDDPDEF cddp_result cddp_optim_step(cddp_optim *optim) {
   return CDDP_OK;
 }
 
-/* On a device the gradients that a cddp_ddp has allocated are one range, zeroed with one launch. */
+/* On a device the gradients allocated by a cddp_ddp are contiguous: one launch zeroes them all. */
 CDDPDEF cddp_result cddp_optim_zero_grad(cddp_optim *optim) {
   const cddp_ddp *d;
   int i;

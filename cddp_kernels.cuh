@@ -609,7 +609,7 @@ static cudaError_t cddp__cu_sgd_plain(const cddp_segment *s, int n, const cddp_s
   return cddp__cu_sgd_as<T, T, cddp__cu_no_copy>(s, NULL, n, rule, factor, clip, flags, stream);
 }
 
-/* Returns whether segments are valid: all have masters or none has, and no needed array is NULL. */
+/* Returns whether the segments have masters. All have one, or none: cddp__cu_segments_ok. */
 static bool cddp__cu_masters(const cddp_segment *s, int n) {
   return n > 0 && s[0].master != NULL;
 }
