@@ -8468,10 +8468,10 @@ static cddp_result cddp__group_build(cddp_group **out, cddp__host *host, int ran
 #define CDDP__PIECE ((size_t)2035 * CDDP__CACHE_LINE)
 /* Bytes of a frame sent or received before the next connection is served. That many stay in the
    cache until the receiver reads them. */
-#define CDDP__LINK_TURN_BYTES (CDDP__PIECE + sizeof(cddp__frame_head))
+#define CDDP__LINK_IO_BYTES (CDDP__PIECE + sizeof(cddp__frame_head))
 /* Bytes passed to the system in one call. With BBR, 1 MiB in one call takes four times as long: its
    window holds few packets more than it has measured. */
-#define CDDP__SEND_BYTES (2 * CDDP__LINK_TURN_BYTES)
+#define CDDP__SEND_BYTES (2 * CDDP__LINK_IO_BYTES)
 #define CDDP__AHEAD_BYTES 4096 /* read in one call, even if fewer are due */
 enum {
   CDDP__FRAME_HEADERS = 1,
@@ -8826,8 +8826,9 @@ static void cddp__notice_proof(const cddp__net *n, const cddp__link *l, const un
   cddp__mac(n->secret != NULL ? n->secret : "", "cddp link 1 notice", all, sizeof all, proof);
 }
 
-/* Whether a rank of a group gets a notice: all ranks on other hosts do; in a group of more than 64
-   ranks only the lowest rank of each host. world: the group's ranks in the job; NULL: the same. */
+/* Whether a rank of a group gets a notice. All ranks on other hosts get one; in a group of more
+   than 64 ranks only the lowest rank of each host. world: the group's ranks in the job; NULL: the
+   same. */
 static bool cddp__gets_notice(const cddp__net *n, const int *world, int size, int rank) {
   int host = n->ranks[world != NULL ? world[rank] : rank].host, p;
   if (host == n->host || size <= 64) return host != n->host;
@@ -9108,8 +9109,8 @@ static cddp__host *cddp__host_create(const cddp_allocator *a, const cddp_logger 
    Words: a node is a set of ranks that can share memory: they have the same host, user,
    CDDP_HOST_ID, and network, process and time namespace. The first rank of a node to start is its
    coordinator, the others are its clients. The root is the coordinator of rank 0's node.
-   Owns: the sockets of the rendezvous; the store's keys RUN/meeting and RUN/blocked; a socket name
-   for each rank on its host, held as long as the group lives. Fills in the cddp__host.
+   Owns: the sockets of the rendezvous, and the store's keys RUN/meeting and RUN/blocked. Also a
+   socket name for each rank on its host, held as long as the group lives. Fills in the cddp__host.
    Entry points: cddp__rendezvous_run, cddp__world_group, cddp__join; cddp__join_listen and
    cddp__join_serve while the group lives.
    How it works: the ranks form a tree. A client is connected to its coordinator by a Unix socket, a
@@ -9145,7 +9146,7 @@ static cddp__host *cddp__host_create(const cddp_allocator *a, const cddp_logger 
      4. Its group is broken from the start. cddp_ddp_create continues: >>elastic. */
 
 #define CDDP__RENDEZVOUS_MAGIC 0x544d4443u /* "CDMT" */
-#define CDDP__PROBLEM_S 1.0 /* for ranks that have not connected, when the others know an error */
+#define CDDP__PROBLEM_S 1.0 /* for missing ranks to connect after a rank did not match */
 #define CDDP__BLOCKED_S 6.0 /* for a connection between hosts; at most a third of the time-out */
 #define CDDP__UNREGISTERED_MAX 64 /* connections without RANK; the oldest beyond is closed */
 
@@ -9277,7 +9278,7 @@ static void cddp__host_identity(char *out, size_t n) {
 }
 
 /* The name of the node's socket, equal for exactly the ranks of one node. With a secret ("": none)
-   strangers cannot predict it. Ranks can spell the job's endpoint in several ways, so an address of
+   strangers cannot predict it. Ranks can spell the job's endpoint in several ways. So an address of
    this host is replaced by "here", and another host's name by the lowest of its addresses. */
 static void cddp__node_name(const cddp__config *at, const char *secret, char name[48]) {
   static const char hex[] = "0123456789abcdef";
@@ -9414,7 +9415,7 @@ static cddp__registration *cddp__find_registered(const cddp__rendezvous *v, uint
   return NULL;
 }
 
-/* CDDP_OK if the two ranks can be in one group. */
+/* Returns CDDP_OK if the two ranks can be in one group, else an error about the difference. */
 static cddp_result cddp__compare_ranks(const cddp__rank_info *own, const cddp__rank_info *i) {
   if (i->version != own->version)
     return cddp__fail(CDDP_MISMATCH,
@@ -9482,9 +9483,9 @@ static cddp_result cddp__channel_send(int fd, int kind, cddp_result result, cons
   return r == CDDP_OK ? cddp__send_all(fd, data, size, deadline) : r;
 }
 
-/* Reads without blocking. Returns 1 for a complete message (of TABLE the head only), 0 if it is not
-   complete, -1 if the connection has ended or the bytes are no message. fds: receives descriptors;
-   or NULL. */
+/* Reads a message, of TABLE the head only, without blocking. Returns 1 if it is complete, 0 if not,
+   -1 if the connection has ended or the bytes are no message. fds receives descriptors; it can be
+   NULL. */
 static int cddp__channel_read(cddp__channel *c, cddp__rendezvous_head *h, int *fds) {
   for (;;) {
     size_t want = sizeof *h;
@@ -10485,8 +10486,8 @@ static cddp_result cddp__run_challenge(cddp__challenge *c, int fd, double deadli
   return cddp__fail(CDDP_UNAUTHORIZED, "the other process does not know the secret of the job");
 }
 
-/* Answers joining processes. They answer immediately; for other callers this rank waits at most
-   0.1 s. After the answers it accepts none for ten times as long as they took, so that slow or
+/* Answers joining processes. They prove the secret immediately; for other callers this rank waits
+   at most 0.1 s. Afterwards it pauses for ten times as long as the answers took. So slow or
    repeated callers cost at most a tenth of this rank's time. */
 static void cddp__join_serve(cddp__host *h) {
   int doors[2] = {h->join_fd, h->join_tcp_fd}, fds[2] = {h->fd, -1}, k, fd;
@@ -10516,8 +10517,8 @@ typedef struct cddp__join_call { /* a connection to a rank of the job */
   cddp__challenge challenge;
 } cddp__join_call;
 
-/* Connects to all ranks on this host and to all addresses of MASTER_ADDR that are not in `calls`,
-   and adds those that listen. blocked: the last error of a connection to MASTER_ADDR. */
+/* Tries to connect to all ranks on this host and to all addresses of MASTER_ADDR. Skips those in
+   `calls`, and adds those that listen. blocked: the last error of a connection to MASTER_ADDR. */
 static cddp_result cddp__join_call_ranks(const cddp__job_info *job, cddp__join_call *calls,
                                          int *count, cddp__text *blocked) {
   cddp__address a[CDDP__ADDRESSES_MAX];
@@ -10571,10 +10572,10 @@ static cddp_result cddp__join_check_time(const cddp__host *h, int called, double
                                          double *seen, const char *blocked) {
   const cddp__rank_info *own = &h->job_info->table.info;
   bool there = called > 0, far = h->job_info->port != 0;
-  bool heard = h->job_info->table.lead.model.params != 0; /* a model is known: its ranks listen */
+  bool has_model = h->job_info->table.lead.model.params != 0; /* found before: its ranks listen */
   double now = cddp__now();
   int rank, fd;
-  for (rank = 0; rank < (int)own->world_size && !there && !heard; rank++) {
+  for (rank = 0; rank < (int)own->world_size && !there && !has_model; rank++) {
     cddp__address a = cddp__rank_socket(h->job_info, "", rank);
     if (rank == (int)own->rank) continue;
     there = cddp__listen_address(&a, &fd) == EADDRINUSE;
@@ -10771,11 +10772,11 @@ static cddp_result cddp__rendezvous_run(cddp_group **out, cddp__config *at,
         buffer. All ranks on the host read the rank's contribution there, and write its result
         there. If they cannot access the buffer, the view is in shared scratch, and the call moves
         in chunks that fit there. Otherwise the call is one chunk.
-     2. Each rank OWNS a part of a chunk: its share in a call with a share for each rank, else its
-        slice of the array, if every host has a rank with its number.
+     2. Each rank OWNS a part of a chunk. In a call with a share for each rank, that is its share.
+        Else it is a slice of the array, for ranks whose number on their host exists on every host.
      3. A: all hosts send the owner their contributions, which are sums of their ranks' views, or
         bytes. B: the owner sends its part to the hosts. all_reduce, reduce and broadcast use A and
-        B, which moves the fewest bytes; reduce_scatter, scatter and all_to_all use A; the gathers
+        B, which moves the fewest bytes. reduce_scatter, scatter and all_to_all use A. The gathers
         use B.
      4. One rank acts for its host, so that bytes for several ranks travel once. It writes received
         bytes into the views of the others.
@@ -10783,9 +10784,9 @@ static cddp_result cddp__rendezvous_run(cddp_group **out, cddp__config *at,
    In a short all_reduce all hosts send to all, and each adds up the whole array. Between two hosts
    this moves no more bytes and saves a turn.
    Canonical sum: a host adds up the subtrees of the canonical tree whose ranks are all on it, and
-   sends these sums; f16 and bf16 are sent as f32 once anything was added. The owner adds up the
-   rest of the tree, so the bits are those of one host. A host with consecutive, aligned ranks has
-   one such subtree. Ranks scattered over hosts have many subtrees and send more bytes.
+   sends these sums. A sum of several f16 or bf16 elements is sent unrounded, as f32. The owner adds
+   up the rest of the tree, so the bits are those of one host. A host with consecutive, aligned
+   ranks has one such subtree. Ranks scattered over hosts have many subtrees and send more bytes.
    Messages (send, recv): bytes that the system accepts are sent immediately. The rest is copied,
    and sent in later calls of any group, before later pieces of a collective. A message is received
    into the buffer of a receive that waits for that rank, else into memory. A rank from which no
@@ -11023,9 +11024,9 @@ static void cddp__hosts_query_arrivals(cddp_group *g) {
   }
 }
 
-/* In a healthy group: sends the other hosts an early notice if a rank on this host has died, which
-   they cannot see, or (leaving) if another group has failed because of a loss. An exit with code 0
-   is reported only if this rank leaves too: otherwise it can be an orderly exit. */
+/* In a healthy group: sends the other hosts an early notice if a rank on this host has died. With
+   `leaving` also if another group has failed because of a loss. An exit with code 0 is reported
+   only if this rank leaves too: otherwise it can be an orderly exit. */
 static void cddp__early_notice(cddp_group *g, bool leaving) {
   const cddp__net *n = g->hosts->net;
   cddp__text text = {""}, how;
@@ -11048,7 +11049,7 @@ static void cddp__early_notice(cddp_group *g, bool leaving) {
                        text.s);
 }
 
-/* Sleeps at most 5 ms, until a thread that waits for a rank, or CDDP_ANY, can continue: a
+/* Sleeps at most 5 ms, until a thread that waits for a rank, or CDDP_ANY, can continue. Events: a
    connection is ready, a process connects to this rank, or its `events` have changed. One of this
    rank's threads polls for all; the others sleep until it has woken up. If w->due, the thread also
    connects to the awaited ranks on other hosts: the end of a connection shows the end of a rank. */
@@ -11084,7 +11085,7 @@ static void cddp__hosts_pause(cddp_group *g, cddp__wait *w, int peer, uint32_t e
 /* --- send and recv --- */
 
 /* Whether a message of `bytes` bytes can be posted: the connection to the rank is made, and the
-   bytes that wait are within the limit, which is at least one such message. If the rank has left
+   waiting bytes are within the limit. One such message is always within it. If the rank has left
    and no bytes wait here, it has received all earlier messages: no loss. p2p_lock held. */
 static bool cddp__hosts_can_post(cddp_group *g, int peer, size_t bytes) {
   const cddp__link *l;
@@ -11202,7 +11203,7 @@ static bool cddp__move_frame(cddp_group *g, const cddp__item *it, cddp__link *l)
     if (l->state != CDDP__LINK_UP) return false;
     if (l->sent == 0 && cddp__buffer_size(&l->out) > 0) return false; /* earlier bytes first */
     if (l->sent == 0) l->out_head = head;
-    if (cddp__link_io(l, &l->out_head, data, it->size, &l->sent, CDDP__LINK_TURN_BYTES, true) <= 0)
+    if (cddp__link_io(l, &l->out_head, data, it->size, &l->sent, CDDP__LINK_IO_BYTES, true) <= 0)
       return false;
     l->sent = 0;
     CDDP__POINT("frame");
@@ -11220,7 +11221,7 @@ static bool cddp__move_frame(cddp_group *g, const cddp__item *it, cddp__link *l)
   if (l->in != NULL || l->got < sizeof head) return false; /* no head of a piece yet */
   if (memcmp(&l->in_head, &head, sizeof head) != 0) cddp__link_end(l, EPROTO);
   if (l->state != CDDP__LINK_UP ||
-      cddp__link_io(l, &l->in_head, data, it->size, &l->got, CDDP__LINK_TURN_BYTES, false) <= 0)
+      cddp__link_io(l, &l->in_head, data, it->size, &l->got, CDDP__LINK_IO_BYTES, false) <= 0)
     return false;
   l->got = 0;
   return true;
@@ -11244,7 +11245,7 @@ static int cddp__move_frames(cddp_group *g, long due, bool *moved, cddp_result *
       size_t before = l == NULL ? 0 : it.out ? l->sent : l->got;
       if (l == NULL) break;
       done = cddp__move_frame(g, &it, l);
-      *moved = *moved || (it.out ? l->sent : l->got) != before; /* slow is not late */
+      *moved = *moved || (it.out ? l->sent : l->got) != before; /* slow, but not late */
       cddp__check_link_end(g, l);
     }
     *moved = *moved || done;
@@ -11263,7 +11264,7 @@ static cddp_result cddp__await_frames(cddp_group *g, cddp__wait *w, int late, ui
   cddp__slot *slot = cddp__slot_of(g, g->rank);
   cddp_result r = cddp__wait_tick(g, w);
   uint32_t starved;
-  bool awaited; /* a connection from that rank */
+  bool awaited; /* the rank has not connected yet */
   if (r != CDDP_OK) return r;
   cddp__store64(&slot->awaits, (uint64_t)(cddp__monotonic() * 1000) << 32 | ((uint32_t)late + 1));
   cddp__hosts_pause(g, w, late, events);
@@ -11285,7 +11286,7 @@ static cddp_result cddp__await_frames(cddp_group *g, cddp__wait *w, int late, ui
    group's, so that ranks that know more about a late rank report it first. */
 static cddp_result cddp__deliver(cddp_group *g, long due) {
   cddp__slot *slot = cddp__slot_of(g, g->rank);
-  bool moved = true, polls = g->spin >= CDDP__SPIN; /* it has a core of its own */
+  bool moved = true, polls = g->spin >= CDDP__SPIN; /* this rank has its own core */
   cddp_result r = CDDP_OK;
   cddp__wait w;
   uint32_t events;
@@ -11508,7 +11509,7 @@ typedef struct cddp__flow {
   bool hidden;         /* this rank's view is in scratch */
   bool whole;          /* short all_reduce: each host adds up the whole array, in equal slices */
   int root_host, root; /* -1 without one; the root's number if it is on this host, else -1 */
-  int half;            /* of the scratch */
+  int half;            /* of the scratch, 0 or 1: used by this chunk */
   char *out, *in, *result; /* in hosts.stage; out and result have CDDP__SLOTS areas each */
   size_t out_bytes;        /* of one area of out */
   char *sums;              /* in out: where the next frame's sums are written */
@@ -11608,8 +11609,8 @@ static void cddp__sum_all(const cddp__flow *f, size_t begin, size_t n, void *res
     cddp__copy(result, x->sums[0], n * f->c->esize);
 }
 
-/* Address of this rank's piece of its own part when it is complete: in the buffer of a rank on this
-   host that receives it, if there is one. */
+/* Address of the complete piece of this rank's part. If a rank on this host receives it, it is in
+   that rank's buffer. */
 static char *cddp__own_piece(const cddp__flow *f, long k, size_t begin) {
   const cddp__call *c = f->c;
   if (f->one && f->root < 0 && cddp__shapes[c->kind].to_root)
