@@ -19681,8 +19681,8 @@ static void cddp__take_snapshot(cddp_ddp *d, const cddp__snapshot *from, const f
         Between hosts and on GPUs, each rank receives all nodes of its part in messages and computes
         the part's mean. The ranks then gather the parts, so each rank has the whole mean.
      4. Each rank computes the whole update: it steps all its weights and states by the mean and
-        clears its gradients. `done` counts completed reductions; on two members it differs by at
-        most 1.
+        clears its gradients. `done` counts completed reductions. It differs by at most 1 between
+        members.
    How the members meet after a loss, that is, when an operation of a group fails with
    CDDP_PEER_LOST:
      1. One member leads: of the living members with the oldest epoch, that with the lowest number.
@@ -19696,11 +19696,11 @@ static void cddp__take_snapshot(cddp_ddp *d, const cddp__snapshot *from, const f
      4. Each member creates the table's two groups and confirms them to the leader. When all have
         confirmed, the leader tells all to continue.
      5. The members that lack the last mean receive it. On one host they can already read it.
-   A split network: if a member's host does not answer, the members that reported continue only if
-   they are more than half of the last group; else they fail. So two halves never train separately.
-   The rule also holds for an address whose members were all lost by resets, since a firewall also
-   sends resets. Therefore each member reports which processes it has seen end (`ended`): the
-   system of such a process closed a connection, and did not reset it.
+   A split network: if a member's host does not answer, the members that reported must be more than
+   half of the last group. Otherwise they fail. So two halves never train separately. The rule also
+   holds for an address of which all members were lost by resets, since a firewall sends resets,
+   too. Therefore each member reports which processes it has seen end (`ended`): the system of such
+   a process closed a connection, and did not reset it.
    A rank that destroys the model, or fails for a local reason, stops listening and is lost to the
    others. A living rank that the others count as lost gets CDDP_ABORTED when it connects.
    How a process joins: it asks a rank on its host, or a rank at MASTER_ADDR, for the leader, and
@@ -19771,8 +19771,8 @@ struct cddp__elastic {
   int request_count;       /* joining processes that wait for the next meeting */
   void *blocks[2];         /* during a meeting: for control blocks of the next groups; NULL */
   int attempts;            /* meetings since the last reduction */
-  int unreachable;         /* number of a member whose host did not answer; -1: none */
-  unsigned char *ended;    /* [shards] 1: its process was seen to end since the last table */
+  int unreachable;         /* a member whose host did not answer; -1: none */
+  unsigned char *ended;    /* [shards] 1: a member saw its process end since the last table */
   cddp__elastic_call last_update; /* this rank's last update; kind 0: none since it joined */
   cddp_group *broken_comm; /* the first comm that broke in this step, for cddp_ddp_group; NULL */
   bool empty;              /* this rank joins, and has no weights yet */
@@ -19858,7 +19858,7 @@ static void cddp__elastic_set_member(cddp__elastic *elastic, int member,
 /* The member that leads a meeting: of the members with the oldest epoch, that with the lowest
    number; -1: no member lives. So ranks agree on the leader even if one of them does not know of a
    member that joined last. */
-static int cddp__elastic_leader(const cddp_ddp *d) {
+static int cddp__elastic_choose_leader(const cddp_ddp *d) {
   const cddp__elastic_member *m = d->elastic->members;
   int p, lowest = -1;
   for (p = 0; p < d->shards; p++)
@@ -20241,7 +20241,7 @@ static cddp_result cddp__elastic_reduce(cddp_ddp *d) {
 
 /* This rank's report, with room for a frame's head. Allocates the next groups' control blocks,
    large enough for the largest number of ranks. */
-static cddp_result cddp__elastic_report_new(cddp_ddp *d, cddp__message **out) {
+static cddp_result cddp__elastic_create_report(cddp_ddp *d, cddp__message **out) {
   cddp__elastic *elastic = d->elastic;
   cddp__host *host = d->group->host;
   size_t bytes = cddp__report_bytes(d), block = 0;
@@ -20433,7 +20433,7 @@ static void cddp__elastic_publish_leader(cddp_ddp *d) {
   const cddp__net *net = d->elastic->net;
   cddp__join_table *table = &d->group->host->job_info->table;
   cddp__address here = cddp__internet_address(&net->hosts[net->host].address);
-  table->lead.self = d->elastic->members[cddp__elastic_leader(d)];
+  table->lead.self = d->elastic->members[cddp__elastic_choose_leader(d)];
   cddp__set_scope(&table->lead.self.address, &here);
   table->address = here.v6;
   table->host = net->host;
@@ -20580,7 +20580,7 @@ static cddp_result cddp__elastic_send_table(cddp_ddp *d, cddp__message **table) 
   return r;
 }
 
-/* A lost member whose address has no reporting member and no process that was seen to end; -1:
+/* A lost member at an address without a reporting member and without a process in `ended`; -1:
    none. A firewall could have reset the links to that address. */
 static int cddp__elastic_find_cut_off(const cddp_ddp *d) {
   const cddp__elastic *elastic = d->elastic;
@@ -20741,12 +20741,12 @@ static cddp_result cddp__elastic_gather_reports(cddp_ddp *d, cddp__message **tab
   cddp__elastic *elastic = d->elastic;
   double deadline = cddp__now() + d->group->timeout_s;
   cddp__message *mine = NULL;
-  cddp_result r = cddp__elastic_report_new(d, &mine);
+  cddp_result r = cddp__elastic_create_report(d, &mine);
   int leader;
   *table = NULL;
   elastic->unreachable = -1;
   while (r == CDDP_OK && *table == NULL) {
-    leader = cddp__elastic_leader(d);
+    leader = cddp__elastic_choose_leader(d);
     if (leader < 0) {
       r = cddp__elastic_find_leader(d, deadline);
     } else if (leader == elastic->me) {
@@ -20939,8 +20939,8 @@ static cddp_result cddp__elastic_send_snapshot(cddp_ddp *d, cddp__elastic_report
 }
 
 /* Gives the last mean to the members that lack it, and a snapshot to the joining ranks. The other
-   members have passed that step, so operations in its group cannot be completed any more: on this
-   rank, too, that group stays broken until the next step. */
+   members have passed that step, so operations in its group can no longer complete. Therefore that
+   group stays broken until the next step, on the members that lacked the mean, too. */
 static cddp_result cddp__elastic_synchronize(cddp_ddp *d, cddp__message *table,
                                              cddp__elastic_report *from) {
   cddp__elastic *elastic = d->elastic;
@@ -21078,7 +21078,7 @@ static cddp_result cddp__elastic_next(cddp_ddp *d) {
       return r;
     }
     cddp__elastic_accept_reports(d, false);
-    if (cddp__elastic_leader(d) != elastic->me) cddp__elastic_disconnect(d);
+    if (cddp__elastic_choose_leader(d) != elastic->me) cddp__elastic_disconnect(d);
     if (elastic->request_count > 0 && elastic->attempts == 0) /* at most one such meeting a step */
       r = cddp__fail(CDDP_PEER_LOST, "the ranks form new groups, as a process joins");
     else

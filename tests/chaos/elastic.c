@@ -1,7 +1,8 @@
-/* elastic.c - ranks of an elastic model that die at any instruction, and others that join.
+/* elastic.c - ranks of an elastic model die at any point, and other processes join. Proves that all
+   surviving ranks finish in time, with the weights of one rank that trained alone, bit for bit.
 
-     build/plain/elastic --seeds 1000 --seed 5000   seeds 5000 .. 5999 instead of the first fifty
-     build/plain/elastic --seeds 1 --seed 17        one of them again, with what each process did
+     build/plain/elastic --seeds 1000 --seed 5000   seeds 5000 to 5999
+     build/plain/elastic --seeds 1 --seed 17        one seed, with what each process did
      build/plain/elastic --hosts 500                the same on several hosts (CDDP_HOST_ID); with
                                                     --seed as above
      build/plain/elastic --sweep 17                 seed 17's model without its kills: one rank dies
@@ -9,12 +10,13 @@
                                                     reaches, then at the second, and so on
      build/plain/elastic --hosts 1 --sweep 17       the same on two hosts
 
-   A seed draws 1 to 8 ranks, up to 12 shards, an optimizer, types, whose memory weights and
-   gradients lie in, cddp_ddp_step or cddp_ddp_wait; and what happens: ranks die at the n-th point
-   that the engine reaches (CDDP__POINT("elastic ...")) or at a random moment, one or several, one
-   in the recovery from another, all but one; some are stopped for a while; dead ones are replaced,
-   further ones come. After every step each rank's weights must have the hash that one rank alone,
-   without the elastic engine, has computed. A rank that does not end in time fails the test. */
+   A seed draws a model (1 to 8 ranks, up to 12 shards, an optimizer, types, the owner of memory,
+   cddp_ddp_step or cddp_ddp_wait) and a list of faults. Ranks die at the n-th point that any rank
+   reaches (CDDP__POINT("elastic ...")) or at a random time: one, several, one during the recovery
+   from another, or all but one. Some are stopped for a while. Dead ranks are replaced, and further
+   ones join. How: one rank without the elastic engine first computes the weights' hash for every
+   step. After each step every rank compares its hash. A rank that does not end in time fails the
+   test. */
 #define _GNU_SOURCE
 static void point(const char *name);
 #define CDDP__POINT(name) point(name)
@@ -42,7 +44,7 @@ typedef struct plan {
   int n, kills, further;
   bool groups;
   bool frames;  /* only frames between hosts are points, of the last rank */
-  int replaced; /* of four that die, so many are replaced */
+  int replaced; /* out of four dead ranks, this many are replaced */
   const char *hosts; /* on which ranks are, as TEST_HOSTS; NULL: on one */
   kill_plan kill[KILLS];
   double join_delay;
@@ -61,20 +63,20 @@ typedef struct process { /* written by itself but for state, which the test chan
   char text[512];
 } process;
 
-typedef struct board {
+typedef struct shared_state {
   plan p;
   int port;
-  uint64_t want[TRAINING_STEPS + 1]; /* hash of the weights after so many steps */
-  int created;              /* first ranks that have made the model: from then on ranks may die */
-  int alive;                /* ranks that can finish the job; never comes down to 0 */
+  uint64_t want[TRAINING_STEPS + 1]; /* [n] hash of the weights after n steps */
+  int created;              /* first ranks with a model; faults begin when all have one */
+  int alive;                /* ranks that can finish the job; never 0 */
   unsigned points;          /* reached so far by all ranks */
-  unsigned due;             /* the next kill BY_POINT comes at this one */
+  unsigned due;             /* the number of the point at which the next kill BY_POINT happens */
   int next;                 /* kills done or skipped */
   int process_count;
   process processes[PROCESSES];
-} board;
+} shared_state;
 
-static board *shared;
+static shared_state *shared;
 static process *me; /* NULL in the test itself */
 static bool verbose;
 
@@ -86,11 +88,11 @@ static bool verbose;
     __atomic_compare_exchange_n(&(x), &swap_old, now, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);  \
   })
 
-/* --- who may die: never the last rank that could finish the job --- */
+/* --- permission to die: never for the last rank that could finish the job --- */
 
 static bool may_die(process *q) {
   int alive;
-  if (SWAP(q->state, STARTING, DYING)) return true; /* a joining one: the others do not need it */
+  if (SWAP(q->state, STARTING, DYING)) return true; /* joining: the others do not need it */
   do alive = LOAD(shared->alive);
   while (alive > 1 && !SWAP(shared->alive, alive, alive - 1));
   if (alive <= 1) return false;
@@ -149,7 +151,7 @@ static plan draw(uint64_t seed) {
 
 /* --- a rank's life --- */
 
-/* The ranks that are there now reduce something, if none of them dies in it. */
+/* The living ranks reduce a value; a rank that dies meanwhile is no error. */
 static cddp_result use_group(training *m) {
   cddp_group *g = cddp_ddp_group(m->ddp);
   float x = 1;
@@ -240,7 +242,7 @@ static int start(int rank, bool joins) {
   return i;
 }
 
-/* Some rank that may die or (stop) be stopped. */
+/* A rank that may die, or (stop) that can be stopped. */
 static process *pick(uint64_t dice, bool stop) {
   int i, tries;
   for (tries = 0; tries < 2 * PROCESSES; tries++) {
@@ -251,14 +253,14 @@ static process *pick(uint64_t dice, bool stop) {
   return NULL;
 }
 
-typedef struct watch { /* what the test itself is to do, and when */
+typedef struct watch { /* what the test does next, and when */
   double next_kill, next_join, go_on;
   process *stopped;
   int dead[PROCESSES], dead_count; /* ranks to be replaced */
   int further;
 } watch;
 
-/* Kills and stops that come from outside. */
+/* Kills and stops by the test itself. */
 static void strike(watch *w, double now) {
   const plan *c = &shared->p;
   int next = LOAD(shared->next);
@@ -296,14 +298,14 @@ static void send_joins(watch *w, double now) {
   else (void)start(c->n + --w->further, true);
 }
 
-/* Whether a process that has ended, ended as it had to. */
+/* Whether a process ended as planned. */
 static bool judge(const process *q, int status) {
   bool killed = WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL;
   if (q->state == DYING) return killed;
   if (status != 0 || q->wrong > 0) return false;
   if (q->state == FINISHED)
     return q->result == CDDP_OK && q->steps == (uint64_t)shared->p.model.steps;
-  if (q->state != REFUSED || !q->joins || q->begin > 0) return false; /* it came too late, */
+  if (q->state != REFUSED || !q->joins || q->begin > 0) return false; /* it joined too late */
   return strstr(q->text, "has ended") != NULL || strstr(q->text, "is full") != NULL;
 }
 
@@ -400,7 +402,7 @@ static void test_seeds(void) {
   CHECK(joined > 0 || seeds < 10);
 }
 
-/* As test_seeds, but that ranks do not share all memory. */
+/* test_seeds on several hosts: ranks do not share all memory. */
 static void test_hosts(void) {
   static const char *const hosts[] = {"ab", "aab", "abc", "aabb", "abcdefgh"};
   int i, failed = 0;
@@ -419,7 +421,7 @@ static void test_hosts(void) {
   CHECK(joined > 0 || host_seeds < 10);
 }
 
-/* One rank dies at point n, for n = 1, 1 + step, ... as long as any rank comes to it. */
+/* One rank dies at point n, for n = 1, 1 + step, ... while a rank reaches it. */
 static void sweep(plan p, unsigned step) {
   unsigned n, failed = 0;
   p.kills = 1;
@@ -446,8 +448,8 @@ static void test_sweep(void) {
   sweep(p, stride);
 }
 
-/* A rank of three on three hosts dies between the frame to one of the others and that to the other
-   one: the mean is there on one rank alone, which is in the group of the next step then. */
+/* A rank of three on three hosts dies after its frame to one of the others and before that to the
+   other. So only one rank has the mean, and it is already in the group of the next step. */
 static void test_frames(void) {
   plan p = draw(sweep_seed);
   p.hosts = "abc";
@@ -463,7 +465,7 @@ static void test_frames(void) {
   sweep(p, RANKS_SLOW ? 3 : 1);
 }
 
-/* A norm that clips nothing: an update reads the means where all ranks have them. */
+/* A norm that clips nothing: an update reads the parts of the mean in the memory of all ranks. */
 static void test_unclipped_sweep(void) {
   plan p = draw(sweep_seed);
   int adamw;
@@ -484,7 +486,7 @@ static void test_unclipped_sweep(void) {
 
 int main(int argc, char **argv) {
   int i;
-  shared = (board *)ranks_shared(sizeof *shared);
+  shared = (shared_state *)ranks_shared(sizeof *shared);
   for (i = 1; i + 1 < argc; i += 2) {
     if (strcmp(argv[i], "--seeds") == 0) {
       seeds = atoi(argv[i + 1]);

@@ -1,5 +1,14 @@
-/* CDDP_JOIN: who is let into a running job, who is not, and what it is told. Ranks that die while
-   others come: tests/chaos/elastic.c. */
+/* join.c - CDDP_JOIN: processes that join a running elastic job, or are refused.
+   Proves that a joined process has the job's weights, optimizer states and step count, and that the
+   weights after that are those of a job without joins. A refused process must fail alone with an
+   error that names the cause, and the job must continue.
+
+   How: begin_job starts a job of one or more ranks that train until the test says stop. The test
+   starts further processes, each different from the job in one thing (process_config): rank, world
+   size, model, secret, optimizer settings, memory. Counters and the last error are in shared
+   memory. The tests also cover a rank's replacement on one host and on several, two models in a
+   row, memory that must not grow with joins, the death of all ranks at MASTER_ADDR, and processes
+   that connect and then send nothing. Joins while ranks die: tests/chaos/elastic.c. */
 #include "../../cddp.h"
 
 #include "../ranks.h"
@@ -11,39 +20,39 @@
 
 enum { COUNT = 3000, SHARDS = 3, ROWS = 500, WIDTH = 100 };
 
-typedef struct visitor { /* how a process differs from what it should be */
+typedef struct process_config { /* how a process differs from the usual one */
   int rank, world_size, shards;
   size_t count;
   bool plain;  /* not elastic */
   bool leaves; /* rank 1 destroys its model after three steps, and keeps its weights */
   bool rows;   /* there is a second parameter, with sparse rows */
-  bool bare;   /* has no stdin and no stdout, as a daemon */
-  bool waits;  /* before the first step, until shared->left */
+  bool bare;   /* has no stdin and no stdout, like a daemon */
+  bool waits;  /* waits for shared->left before its first step */
   bool apart;  /* its optimizer is created without `ddp` */
   bool adamw;  /* its optimizer has the settings of the second struct, else of the first */
   cddp_sgd_desc sgd;
   cddp_adamw_desc adam;
-  int (*before)(cddp_optim *o); /* each step; its steps are cddp_ddp_wait if it returns 1 */
+  int (*before)(cddp_optim *o); /* before each step; 1: the step is cddp_ddp_wait */
   const char *secret, *join;
   double timeout_s;
-  bool lacks, early; /* it gets `spare` more bytes alone, from its first step on; early: from the */
-  size_t spare;      /* beginning on */
-} visitor;
+  bool lacks, early; /* it can allocate only `spare` more bytes, from its first step on; */
+  size_t spare;      /* early: from the beginning */
+} process_config;
 
-typedef struct board {
+typedef struct shared_state {
   int port, stop, running, joined, left;
   uint64_t steps; /* of the job, about */
   size_t memory; /* bytes that the job's ranks share */
   cddp_result result;
   char text[512];
   double took;
-} board;
+} shared_state;
 
-static board *shared;
+static shared_state *shared;
 
 static int look(const int *p) { return __atomic_load_n(p, __ATOMIC_SEQ_CST); }
 static void bump(int *p) { __atomic_add_fetch(p, 1, __ATOMIC_SEQ_CST); }
-static bool told(const char *text) { return strstr(shared->text, text) != NULL; }
+static bool error_contains(const char *text) { return strstr(shared->text, text) != NULL; }
 
 typedef struct model {
   cddp_param p, table; /* in this order in memory: they are the model's parameters */
@@ -72,7 +81,7 @@ static size_t shared_bytes(void) {
   return bytes;
 }
 
-static cddp_result model_open(model *m, const visitor *v) {
+static cddp_result model_open(model *m, const process_config *v) {
   static const size_t rows[2] = {0, ROWS};
   cddp_ddp_desc desc;
   cddp_sgd_desc o = v->sgd;
@@ -114,7 +123,7 @@ static void model_close(model *m) {
   cddp_destroy(m->g);
 }
 
-/* The weights are those of a job in which nobody came: the gradient is 1 for each shard. */
+/* The weights are those of a job without joins: the gradient is 1 for each shard. */
 static bool right(const model *m, uint64_t steps) {
   const float *weights = (const float *)m->p.data;
   float w = 0, momentum = 0;
@@ -148,7 +157,7 @@ static cddp_result one_step(model *m) {
   return r;
 }
 
-/* This rank has no model any more, but weights: which a rank that takes its place leaves alone. */
+/* This rank destroys its model and keeps its weights. Its replacement must not write to them. */
 static void leave(model *m) {
   double until = test_now() + RANKS_WITHIN(10.0);
   uint64_t steps = cddp_ddp_steps(m->ddp);
@@ -161,9 +170,9 @@ static void leave(model *m) {
   CHECK(right(m, steps));
 }
 
-/* A rank of the job: it trains until the test has seen enough, which all learn in one step. */
+/* A rank of the job. It trains until the test says stop, which all ranks see in the same step. */
 static int life(int rank, void *arg) {
-  visitor v = *(const visitor *)arg;
+  process_config v = *(const process_config *)arg;
   cddp_ddp_desc desc;
   cddp_result r;
   model m;
@@ -215,7 +224,7 @@ static int life(int rank, void *arg) {
   return 0;
 }
 
-/* From now on this process gets so many bytes and no more. */
+/* From now on this process can allocate `spare` more bytes. */
 static void limit_memory(size_t spare) {
   unsigned long pages = 0;
   struct rlimit most;
@@ -226,9 +235,9 @@ static void limit_memory(size_t spare) {
   CHECK(setrlimit(RLIMIT_AS, &most) == 0);
 }
 
-/* A process that is not to be let in. */
+/* A process that must be refused. */
 static int refused(int rank, void *arg) {
-  const visitor *v = (const visitor *)arg;
+  const process_config *v = (const process_config *)arg;
   double begin = test_now();
   int steps = 0;
   model m;
@@ -251,8 +260,8 @@ static int refused(int rank, void *arg) {
   return 0;
 }
 
-static visitor usual(void) {
-  visitor v;
+static process_config usual(void) {
+  process_config v;
   memset(&v, 0, sizeof v);
   v.world_size = 2;
   v.shards = SHARDS;
@@ -265,7 +274,7 @@ static visitor usual(void) {
   return v;
 }
 
-static void begin_job(pid_t *pids, const visitor *v) {
+static void begin_job(pid_t *pids, const process_config *v) {
   double until = test_now() + RANKS_WITHIN(10.0);
   int i;
   memset(shared, 0, sizeof *shared);
@@ -282,16 +291,16 @@ static void end_job(pid_t *pids, int n) {
   for (i = 0; i < n; i++) CHECK_EQ(status[i], 0);
 }
 
-static void refuse(const visitor *v) {
+static void refuse(const process_config *v) {
   int status;
   pid_t pid = ranks_fork(refused, 0, (void *)(uintptr_t)v);
   ranks_join(&pid, 1, RANKS_WITHIN(30.0), &status);
   CHECK_EQ(status, 0);
 }
 
-/* A further rank and one more, which is too many; then one that takes the place of a dead one. */
+/* A further rank joins, and one more is too many. Then a process replaces a dead rank. */
 static void test_comes(void) {
-  visitor first = usual(), v = usual(), late = usual();
+  process_config first = usual(), v = usual(), late = usual();
   pid_t pids[4];
   double until = test_now() + RANKS_WITHIN(20.0);
   int status;
@@ -302,7 +311,7 @@ static void test_comes(void) {
   late.rank = 3;
   refuse(&late);
   CHECK_IS(shared->result, CDDP_UNSUPPORTED);
-  CHECK(told("full"));
+  CHECK(error_contains("full"));
   late.rank = 1;
   refuse(&late);
   CHECK(shared->result != CDDP_OK); /* full, and the rank is there */
@@ -311,7 +320,7 @@ static void test_comes(void) {
   late.rank = 1;
   refuse(&late);
   CHECK_IS(shared->result, CDDP_INVALID_ARGUMENT);
-  CHECK(told("rank 1 (pid "));
+  CHECK(error_contains("rank 1 (pid "));
   late.rank = 0;
   pids[0] = ranks_fork(life, 0, &late);
   while (look(&shared->joined) < 2 && test_now() < until) ranks_sleep(0.001);
@@ -320,9 +329,9 @@ static void test_comes(void) {
   CHECK_EQ(shared->took, 3); /* ranks in the last step */
 }
 
-/* No descriptor for a rank that has come gets the number of one that the program may open yet. */
+/* The descriptors for a joined rank are never 0, 1 or 2, which the program can still open. */
 static void test_no_stdio(void) {
-  visitor first = usual(), v;
+  process_config first = usual(), v;
   double until = test_now() + RANKS_WITHIN(20.0);
   pid_t pids[3];
   first.bare = true;
@@ -335,9 +344,9 @@ static void test_no_stdio(void) {
   end_job(pids, 3);
 }
 
-/* A rank leaves, and goes on with its weights, while another one takes its place. */
+/* A rank leaves and keeps its weights, while another process replaces it. */
 static void test_leaves(void) {
-  visitor first = usual(), v = usual();
+  process_config first = usual(), v = usual();
   double until = test_now() + RANKS_WITHIN(20.0);
   pid_t pids[3];
   first.join = NULL;
@@ -351,9 +360,9 @@ static void test_leaves(void) {
   end_job(pids, 3);
 }
 
-/* A job that began as one rank; all others come later, and go on without it. */
+/* A job that began as one rank. All others join later and continue without it. */
 static void test_alone(void) {
-  visitor first = usual(), v[2];
+  process_config first = usual(), v[2];
   pid_t pids[3];
   double until = test_now() + RANKS_WITHIN(20.0);
   int status, i;
@@ -374,9 +383,9 @@ static void test_alone(void) {
   CHECK(shared->took >= 2); /* the dead one may have done its part of the last step */
 }
 
-/* Ranks die and others come, again and again: what they share does not grow. */
+/* Ranks die and others join, again and again. Their shared memory must not grow. */
 static void test_many(void) {
-  visitor first = usual(), v[2];
+  process_config first = usual(), v[2];
   size_t memory = 0;
   pid_t pids[3];
   int i, status, rounds = getenv("ROUNDS") != NULL ? atoi(getenv("ROUNDS")) : 90;
@@ -434,10 +443,10 @@ static void await(const int *p, int value) {
 enum { PIECES = 24 };
 
 /* A job has a model, and then another one in the same group. Rank 2 has joined the first and keeps
-   its weights. Rank 3 has heard of the first and comes when there is none, and rank 0 uses the
-   memory. Rank 4 joins the second. */
+   its weights. Rank 3 knows the first model and tries to join after its end, while rank 0 reuses
+   the memory. Rank 4 joins the second model. */
 static int twice_life(int rank, void *arg) {
-  visitor v = *(const visitor *)arg;
+  process_config v = *(const process_config *)arg;
   cddp_ddp_desc desc;
   cddp_sgd_desc o;
   int *pieces[PIECES], i;
@@ -504,7 +513,7 @@ static int twice_life(int rank, void *arg) {
 }
 
 static void test_two_models(void) {
-  visitor v = usual();
+  process_config v = usual();
   int status[5], rank;
   pid_t pids[5];
   memset(shared, 0, sizeof *shared);
@@ -525,9 +534,8 @@ static void test_two_models(void) {
   for (rank = 0; rank < 5; rank++) CHECK_EQ(status[rank], 0);
 }
 
-/* Processes with another model, in another world, with another secret. */
-/* Connects to what that process listens on for who would join; returns how many connections. */
-static int call_doors(pid_t pid, int *fds, int n) {
+/* Connects n sockets to the process's listener for joins. Returns the number of connections. */
+static int connect_join_sockets(pid_t pid, int *fds, int n) {
   char path[64], line[512], target[64], name[101];
   struct sockaddr_un a;
   struct dirent *e;
@@ -567,9 +575,9 @@ static int call_doors(pid_t pid, int *fds, int n) {
   return made;
 }
 
-/* Processes that call those of the job, begin to prove the secret and say no more: steps go on. */
+/* Connections that begin the proof of the secret and send nothing more do not stop the steps. */
 static void test_stalling(void) {
-  visitor first = usual();
+  process_config first = usual();
   int fds[2][30], i, calls = 0;
   double until;
   uint64_t steps;
@@ -579,19 +587,20 @@ static void test_stalling(void) {
   memset(fds, 0xff, sizeof fds);
   begin_job(pids, &first);
   for (until = test_now() + 1; test_now() < until; ranks_sleep(0.02))
-    for (i = 0; i < 2; i++) calls += call_doors(pids[i], fds[i], 30);
+    for (i = 0; i < 2; i++) calls += connect_join_sockets(pids[i], fds[i], 30);
   CHECK(calls >= 60);
   steps = shared->steps;
   for (until = test_now() + 2; test_now() < until; ranks_sleep(0.02))
-    for (i = 0; i < 2; i++) calls += call_doors(pids[i], fds[i], 30);
+    for (i = 0; i < 2; i++) calls += connect_join_sockets(pids[i], fds[i], 30);
   CHECK(shared->steps > steps + 20);
   for (i = 0; i < 60; i++)
     if (fds[i / 30][i % 30] >= 0) close(fds[i / 30][i % 30]);
   end_job(pids, 2);
 }
 
+/* Processes with another model, another WORLD_SIZE or another secret. */
 static void test_strangers(void) {
-  visitor first = usual(), v;
+  process_config first = usual(), v;
   pid_t pids[2];
   first.join = NULL;
   first.secret = "of this job";
@@ -601,17 +610,17 @@ static void test_strangers(void) {
   v.shards = 4;
   refuse(&v);
   CHECK_IS(shared->result, CDDP_MISMATCH);
-  CHECK(told("shards"));
+  CHECK(error_contains("shards"));
   v.shards = SHARDS;
   v.count = COUNT - 1;
   refuse(&v);
   CHECK_IS(shared->result, CDDP_MISMATCH);
-  CHECK(told("parameter"));
+  CHECK(error_contains("parameter"));
   v.count = COUNT;
   v.world_size = 1;
   refuse(&v);
   CHECK_IS(shared->result, CDDP_MISMATCH);
-  CHECK(told("WORLD_SIZE"));
+  CHECK(error_contains("WORLD_SIZE"));
   v.world_size = 2;
   v.plain = true;
   refuse(&v);
@@ -620,42 +629,41 @@ static void test_strangers(void) {
   v.secret = "of another job";
   refuse(&v);
   CHECK_IS(shared->result, CDDP_PEER_LOST);
-  CHECK(told("CDDP_SECRET"));
+  CHECK(error_contains("CDDP_SECRET"));
   v.secret = "";
   refuse(&v);
   CHECK_IS(shared->result, CDDP_PEER_LOST);
   v.join = "yes";
   refuse(&v);
   CHECK_IS(shared->result, CDDP_INVALID_ARGUMENT);
-  CHECK(told("CDDP_JOIN"));
+  CHECK(error_contains("CDDP_JOIN"));
   CHECK_EQ(look(&shared->joined), 0);
   end_job(pids, 2);
 }
 
-/* There is no job, or none that can be joined. */
+/* No job exists, or its model is not elastic. */
 static void test_nobody(void) {
-  visitor v = usual(), first = usual();
+  process_config v = usual(), first = usual();
   pid_t pids[2];
   memset(shared, 0, sizeof *shared);
   shared->port = ranks_free_port();
   refuse(&v);
   CHECK_IS(shared->result, CDDP_PEER_LOST);
-  CHECK(told("has ended"));
+  CHECK(error_contains("has ended"));
   CHECK(shared->took < RANKS_WITHIN(4.0));
   v.timeout_s = 1;
   refuse(&v);
-  CHECK(told("has ended") && shared->took < RANKS_WITHIN(2.0));
+  CHECK(error_contains("has ended") && shared->took < RANKS_WITHIN(2.0));
   first.join = NULL;
   first.plain = true;
   begin_job(pids, &first);
   refuse(&v);
   CHECK_IS(shared->result, CDDP_TIMEOUT);
-  CHECK(told("elastic"));
+  CHECK(error_contains("elastic"));
   end_job(pids, 2);
 }
 
-/* The same where ranks do not share all memory: rank 2 comes to the host of rank 0, or to one that
-   no rank is on. */
+/* The same on several hosts: rank 2 joins on the host of rank 0, or on a new host. */
 static void test_hosts(void) {
   setenv("TEST_HOSTS", "ab", 1);
   test_comes();
@@ -665,10 +673,10 @@ static void test_hosts(void) {
   unsetenv("TEST_HOSTS");
 }
 
-/* All ranks of the first host die. A rank of the other one listens at MASTER_PORT from then on, and
-   lets in who comes to either. */
+/* All ranks of the first host die. A rank of the other host then listens at MASTER_PORT, and admits
+   processes on both hosts. */
 static void test_master_gone(void) {
-  visitor first = usual(), v = usual();
+  process_config first = usual(), v = usual();
   pid_t pids[3];
   double until = test_now() + RANKS_WITHIN(20.0);
   int status;
@@ -690,12 +698,12 @@ static void test_master_gone(void) {
   unsetenv("TEST_HOSTS");
 }
 
-/* --- weights that all ranks change by their own hand, between two steps --- */
+/* --- weights that all ranks change between two steps, without an optimizer --- */
 
 enum { HALF_COUNT = 500, HALVES = 3 };
 
-/* AdamW: nothing at all; bf16 with masters; f32, stepped less often, as its states begin when those
-   of the rest are loaded. */
+/* AdamW. Its parameters: f32; bf16 with master weights; f32 with fewer steps, since its states
+   begin when the others' are loaded. */
 typedef struct half_model {
   cddp_param p[HALVES];
   cddp_group *g;
@@ -705,8 +713,8 @@ typedef struct half_model {
 
 typedef struct half_kind {
   bool joins, fused;
-  bool other; /* who joins has another optimizer than the job, and leaves */
-  bool loads; /* in place of a change by hand all load a checkpoint without masters before a step */
+  bool other; /* the joining rank has another optimizer than the job, and leaves */
+  bool loads; /* instead of a change, all load a checkpoint without master weights */
 } half_kind;
 
 static void half_params(cddp_param *p) {
@@ -797,8 +805,8 @@ static uint64_t half_hash(const half_model *m) {
   return ranks_hash(h, m->p[2].data, 4 * HALF_COUNT);
 }
 
-/* Masters that are not those of the weights give other weights: these are halved when they are
-   large, or doubled, and with them what an old master would lack. */
+/* Changes the weights before a step: halves or doubles them. Master weights that do not follow the
+   change would give other weights. */
 static cddp_result half_step(half_model *m, const half_kind *kind) {
   double times = cddp_ddp_steps(m->ddp) % 2 == 0 ? 0.5 : 2;
   cddp_result r = CDDP_OK;
@@ -905,13 +913,13 @@ static void half_job(bool other, bool loads) {
   unsetenv("TEST_HOSTS");
 }
 
-/* --- a process whose optimizer has other settings than the job's --- */
+/* --- a process whose optimizer settings differ from the job's --- */
 
 static int other_rate(cddp_optim *o) { return cddp_optim_set_lr(o, 0.25) != CDDP_OK; }
 static int own_update(cddp_optim *o) { return (void)o, 1; }
 
-/* The n-th way to differ from the job; the word that the error must have, NULL: there is none. */
-static const char *differ(visitor *v, int n) {
+/* Sets the n-th difference from the job. Returns the text that the error must contain, or NULL. */
+static const char *differ(process_config *v, int n) {
   static const double two[] = {2};
   switch (n) {
   case 0: return v->sgd.momentum = 0.9, "momentum is 0.9";
@@ -929,7 +937,7 @@ static const char *differ(visitor *v, int n) {
   }
 }
 
-static const char *differ_adamw(visitor *v, int n) {
+static const char *differ_adamw(process_config *v, int n) {
   switch (n) {
   case 0: return v->adam.beta1 = 0.5, "beta1 is 0.5 on rank 2";
   case 1: return v->adam.beta2 = 0.5, "beta2";
@@ -941,9 +949,9 @@ static const char *differ_adamw(visitor *v, int n) {
   }
 }
 
-/* Each of them fails alone, and says what differs; the job goes on, and lets in another one. */
+/* Each process fails alone and names the difference. The job continues and admits another one. */
 static void refuse_settings(bool adamw, const char *hosts) {
-  visitor first = usual(), v = usual();
+  process_config first = usual(), v = usual();
   const char *word;
   pid_t pids[3];
   int n, apart;
@@ -956,7 +964,7 @@ static void refuse_settings(bool adamw, const char *hosts) {
       v.apart = apart != 0;
       refuse(&v);
       CHECK_IS(shared->result, CDDP_MISMATCH);
-      if (!told(word)) test_fail(__FILE__, __LINE__, "%s: %s", word, shared->text);
+      if (!error_contains(word)) test_fail(__FILE__, __LINE__, "%s: %s", word, shared->text);
     }
     v = usual();
     v.adamw = adamw;
@@ -977,13 +985,13 @@ static void test_other_settings(void) {
   }
 }
 
-/* The same in the job's first step, before any optimizer has stepped; (apart) the job's ranks have
-   not created theirs for the model, so the step tells. The learning rate is the job's. */
+/* The same in the job's first step, before an optimizer has stepped. apart: the job's ranks created
+   their optimizers without `ddp`, so the step detects the difference. The learning rates agree. */
 static void test_other_settings_early(void) {
   int hosts, apart, status;
   for (hosts = 0; hosts < 2; hosts++)
     for (apart = 0; apart < 1 + hosts; apart++) {
-      visitor first = usual(), v = usual(), good = usual();
+      process_config first = usual(), v = usual(), good = usual();
       pid_t pids[4];
       if (hosts) setenv("TEST_HOSTS", "ab", 1);
       first.join = NULL;
@@ -999,7 +1007,7 @@ static void test_other_settings_early(void) {
       ranks_join(pids + 3, 1, RANKS_WITHIN(20.0), &status);
       CHECK_EQ(status, 0);
       CHECK_IS(shared->result, CDDP_MISMATCH);
-      if (!told("momentum")) test_fail(__FILE__, __LINE__, "%d: %s", apart, shared->text);
+      if (!error_contains("momentum")) test_fail(__FILE__, __LINE__, "%d: %s", apart, shared->text);
       pids[2] = ranks_fork(life, 2, &good);
       await(&shared->joined, 1);
       end_job(pids, 3);
@@ -1011,12 +1019,12 @@ static void test_changed_weights(void) { half_job(false, false); }
 static void test_other_optimizer(void) { half_job(true, false); }
 static void test_loaded_weights(void) { half_job(false, true); }
 
-/* --- a process that fails for a reason of its own --- */
+/* --- a process that fails for a local reason --- */
 
-/* It lacks memory as it joins, or in its first step. It fails alone, and names itself. */
+/* It has no memory when it joins, or in its first step. It fails alone, and the error names it. */
 static void check_lacks(const char *hosts) {
   static const size_t spares[] = {0, 64, 256, 1024};
-  visitor first = usual(), v = usual();
+  process_config first = usual(), v = usual();
   pid_t pids[3];
   int failed = 0;
   size_t i;
@@ -1053,7 +1061,7 @@ static void test_lacks(void) {
 }
 
 int main(void) {
-  shared = (board *)ranks_shared(sizeof *shared);
+  shared = (shared_state *)ranks_shared(sizeof *shared);
   RUN(test_comes);
   RUN(test_no_stdio);
   RUN(test_leaves);

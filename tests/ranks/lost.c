@@ -1,13 +1,16 @@
-/* lost.c - elastic models: ranks are lost in the middle of everything, and the weights are those of
-   an undisturbed run, to the bit.
+/* lost.c - elastic models: ranks are lost at every point of a step. Proves that the surviving ranks
+   finish the job, and that their weights are those of one rank without failures, bit for bit.
 
-     build/plain/lost                all of it
-     build/plain/lost --seeds 100    random models, ranks, deaths and moments besides
-     build/plain/lost --seed 17      one of them again
-     build/plain/lost --hosts-seeds 100, --hosts-seed 17: the same with several hosts
+     build/plain/lost                   all tests
+     build/plain/lost --seeds 100       only random plans: models, ranks, deaths and their points
+     build/plain/lost --seed 17         one of these plans
+     build/plain/lost --hosts-seeds 100, --hosts-seed 17: the same on several hosts (TEST_HOSTS)
 
-   A death is at the k-th passage of a named point of cddp.h, so this test has an implementation of
-   its own. */
+   How: a plan names for each rank a step, a point and a count. From that step on, the rank dies
+   when it has passed the point that many times. Points are CDDP__POINT of cddp.h, "sendmsg", and
+   three in this file, so the test compiles its own implementation. Each surviving rank writes the
+   hash of its weights to shared memory. Further tests: living ranks that are late or call something
+   else, and a rank that the others count as lost although it lives. */
 #define _GNU_SOURCE
 static void elastic_point(const char *name);
 #define CDDP__POINT(name) elastic_point(name)
@@ -35,36 +38,36 @@ static const char *const names[PARAMS] = {"wide",  "double", "one", "half",
                                           "brain", "table",  "rows"};
 
 typedef struct death {
-  int step, moment; /* at which passage of the point from that step on */
+  int step, moment; /* dies when it has passed the point `moment` times since that step began */
   char point[32];   /* CDDP__POINT's, or "forward", "backward", "meeting", "sendmsg" of this file */
-  const char *after; /* passages count from this one on; NULL: all */
-  bool leaves;      /* _exit; false: SIGKILL */
+  const char *after; /* count only from this point on; NULL: from the beginning of the step */
+  bool leaves;      /* ends by _exit; false: by SIGKILL */
 } death;
 
 typedef struct plan {
   int shards, kind, ranks;
   bool own, shared, adamw, amsgrad, copies, masters, sparse;
-  bool rows_only; /* of the parameters those with sparse rows alone */
+  bool rows_only; /* the model has only the parameters with sparse rows */
   double momentum, max_norm;
   death deaths[MOST]; /* of each rank; step -1: none */
-  uint64_t want;      /* the undisturbed run's hash */
-  const char *saved; /* a checkpoint, written after step 3; NULL: none */
-  bool loads;        /* begins with it */
+  uint64_t want;      /* hash of the weights without failures */
+  const char *saved; /* path of a checkpoint, written after step 3; NULL: none */
+  bool loads;        /* loads that checkpoint first */
 } plan;
 
 typedef struct report { /* of a rank, in shared memory */
   uint64_t hash;
   int steps, failures;
-  int passed; /* steps 1: it has died where it was to */
-  double longest; /* of its calls of next_shard and step, s */
+  int passed; /* 1: it has died where the plan says; small ranks: what pass() announces */
+  double longest; /* the longest call of next_shard or step, s */
 } report;
 
 static report *reports;        /* [MOST] */
-static __thread const plan *now_plan; /* of this rank; NULL: nobody dies */
+static __thread const plan *now_plan; /* of this rank; NULL: no rank dies */
 static __thread int now_rank, now_step, now_passages;
-static __thread bool now_after; /* has passed its death's `after` */
-static bool now_threads; /* ranks are threads, and die as such */
-static void (*now_enters)(void); /* what this process does as it enters a model; NULL: nothing */
+static __thread bool now_after; /* this rank has passed its death's `after` */
+static bool now_threads; /* ranks are threads, and die by pthread_exit */
+static void (*now_enters)(void); /* called when this process creates a model; NULL: none */
 
 static void elastic_point(const char *name) {
   const death *at = now_plan != NULL ? &now_plan->deaths[now_rank] : NULL;
@@ -182,7 +185,7 @@ static cddp_result take_step(model *m, int kind, int step) {
   return cddp_optim_zero_grad(m->optim);
 }
 
-/* Saves the model, or loads it: the ranks that are there. */
+/* The living ranks save the model, or load it. */
 static cddp_result keep(model *m, const plan *c, bool saves) {
   cddp_checkpoint_desc desc;
   memset(&desc, 0, sizeof desc);
@@ -227,7 +230,7 @@ static int train(cddp_group *g, void *arg) {
   return test_failures != before;
 }
 
-/* The hash of one rank that does all shards. */
+/* The hash of one rank that computes all shards. */
 static uint64_t reference(const plan *c) {
   plan one = *c;
   one.want = 0;
@@ -272,7 +275,7 @@ static int body(cddp_group *g, void *arg) {
   return train(g, arg);
 }
 
-/* As threads, which may be lost too: what one that is lost has is never freed. */
+/* Ranks as threads, which can be lost, too. Memory of a lost thread is never freed. */
 static void run_threads(plan *c) {
   int i, died = 0;
   cddp_result r;
@@ -292,7 +295,7 @@ static void run_threads(plan *c) {
   test_count();
 }
 
-/* As processes that may be lost. Returns how many were. */
+/* Ranks as processes. Returns how many died. */
 static int run_processes(plan *c) {
   int status, i, port = ranks_free_port(), died = 0;
   char text[1024];
@@ -344,7 +347,7 @@ static void vary(plan *c, uint64_t dice) {
   c->sparse = !c->adamw && ranks_mix(dice, 3, 1) % 2;
 }
 
-/* Nobody dies: any number of ranks and shards, all kinds. */
+/* No rank dies: any number of ranks and shards, all kinds of updates. */
 static void test_undisturbed(void) {
   int n, shards, kind;
   for (shards = 1; shards <= (RANKS_SLOW ? 5 : MOST); shards += shards < 3 ? 1 : 2 + RANKS_SLOW)
@@ -374,8 +377,8 @@ static const char *const points[] = {
     "elastic go", "elastic grouped"};
 enum { POINTS = sizeof points / sizeof *points, LATE = 15 };
 
-/* A rank dies at each moment, the first or another one; while the others meet again a second one
-   does. hosts: of 2, 3, 4 ranks; NULL: one. */
+/* A rank dies at each point, the first or a later time. At points of a meeting it is the second
+   rank that dies. hosts: TEST_HOSTS of 2, 3, 4 ranks; NULL: one host. */
 static void check_deaths(const char *const *hosts) {
   int i, n, died;
   for (i = hosts == NULL; i < POINTS; i++) {
@@ -400,8 +403,8 @@ static void check_deaths(const char *const *hosts) {
 
 static void test_deaths(void) { check_deaths(NULL); }
 
-/* A loss holds up those that live for less than 50 ms, beside the shards that are done again: the
-   longest call of one of them, in the best of some tries, as other programs hold them up too. */
+/* A loss delays the surviving rank by less than 50 ms, without the shards that it computes again.
+   Measures the longest call, the best of ten tries, since other programs delay a rank, too. */
 static void test_recovery(void) {
   static const char *const moments[] = {"forward", "elastic shard stored", "meeting", "elastic met",
                                         "elastic mean", "elastic exchanged"};
@@ -421,7 +424,7 @@ static void test_recovery(void) {
   }
 }
 
-/* Several die, at once or one after another: all but one in the end. */
+/* All ranks but one die, in the same step or in successive steps. */
 static void test_several(void) {
   static const char *const moments[] = {"backward", "elastic shard stored", "elastic mean",
                                         "elastic updated", "meeting"};
@@ -436,7 +439,7 @@ static void test_several(void) {
     }
 }
 
-/* Random ones. */
+/* A random plan. */
 static void run_seed(uint64_t seed, bool threads) {
   int shards = 1 + (int)(ranks_mix(seed, 1, 0) % 8), i;
   int n = 1 + (int)(ranks_mix(seed, 2, 0) % (uint64_t)(shards < 5 ? shards : 5));
@@ -459,7 +462,7 @@ static void run_seed(uint64_t seed, bool threads) {
   else run_processes(&c);
 }
 
-/* On several hosts: nobody dies. */
+/* On several hosts, no rank dies. */
 static void test_hosts_undisturbed(void) {
   int n, shards, kind;
   setenv("TEST_HOSTS", "aab", 1);
@@ -484,8 +487,8 @@ static void test_hosts_deaths(void) {
   check_deaths(hosts);
 }
 
-/* A model of sparse parameters alone. Rank 1 dies while the rows go to the others, behind each of
-   its sends: one of the others has them, the other one lacks them. */
+/* A model with only sparse parameters. Rank 1 dies after one of its sends of rows, each in turn. So
+   one of the others has the rows, and the other does not. */
 static void test_hosts_rows(void) {
   int k;
   setenv("TEST_HOSTS", "abc", 1);
@@ -499,7 +502,7 @@ static void test_hosts_rows(void) {
   unsetenv("TEST_HOSTS");
 }
 
-/* A job of which a rank is lost writes a checkpoint; others go on from there, and lose one too. */
+/* A job that has lost a rank saves a checkpoint. A second job loads it and loses a rank, too. */
 static void test_hosts_checkpoint(void) {
   char path[64];
   plan c = plan_of(6, FUSED, 3);
@@ -551,12 +554,12 @@ static void test_seeds(void) {
   for (seed = 1; seed <= (RANKS_SLOW ? 20 : 60); seed++) run_seed(seed, false);
 }
 
-static void test_lost_threads(void) { /* of no use where a sanitizer looks for leaks */
+static void test_lost_threads(void) { /* a leak sanitizer would report lost threads */
   uint64_t seed;
   for (seed = 1; seed <= 40; seed++) run_seed(seed, true);
 }
 
-/* --- ranks that live, but do not do as the others --- */
+/* --- living ranks that are late or call something else --- */
 
 enum { NOT_TAKEN, NOT_DONE, NOT_COME, CALLS_WAIT, OTHER_RATE, IS_STOPPED, LOST_IN_GROUP };
 /* not in test_living */
@@ -584,17 +587,17 @@ static void await_passed(int rank) {
   while (__atomic_load_n(&reports[rank].passed, __ATOMIC_SEQ_CST) == 0) ranks_sleep(0.001);
 }
 
-/* Rank 0 says what the others wait for. */
+/* Ends the wait of await_passed(rank) in the other processes. */
 static void pass(int rank) { __atomic_store_n(&reports[rank].passed, 1, __ATOMIC_SEQ_CST); }
 
-/* What ranks say of one that is late, or calls something else. */
+/* Checks the error about a rank that is late or calls something else. */
 static void expect(cddp_result got, cddp_result want, const char *text) {
   CHECK_EQ(got, want);
   if (strstr(cddp_error(), text) == NULL || strstr(cddp_error(), "rank ") == NULL)
     test_fail(__FILE__, __LINE__, "the error does not say \"%s\": %s", text, cddp_error());
 }
 
-/* One rank alone saves what all have. */
+/* One rank alone saves the model; a load gives the same weights and states. */
 static void save_alone(small *m) {
   char directory[] = "/tmp/cddp-lost-XXXXXX", path[64];
   float w[100], momentum[100];
@@ -621,7 +624,7 @@ static void save_alone(small *m) {
   CHECK(unlink(path) == 0 && rmdir(directory) == 0);
 }
 
-/* This process can open no file, nor make a pidfd. */
+/* Uses up the descriptors: this process can open no file and no pidfd. */
 static void take_descriptors(void) {
   struct rlimit most;
   CHECK(getrlimit(RLIMIT_NOFILE, &most) == 0);
@@ -631,7 +634,7 @@ static void take_descriptors(void) {
   CHECK(errno == EMFILE);
 }
 
-/* Rank 0 takes rank 1 for lost, and trains on. Rank 1 is told so, and fails alone. */
+/* Rank 0 counts rank 1 as lost and continues. Rank 1 fails alone, with CDDP_ABORTED. */
 static void taken_for_lost(small *m, int rank) {
   struct cddp__elastic *elastic = m->ddp->elastic;
   while (rank == 0 && __atomic_load_n(&reports[1].passed, __ATOMIC_SEQ_CST) == 0) {
@@ -643,7 +646,7 @@ static void taken_for_lost(small *m, int rank) {
   cddp__close_fd(&elastic->net->listener);
   pthread_mutex_unlock(&elastic->net->lock);
   cddp__break(m->ddp->control, cddp__fail(CDDP_PEER_LOST, "as if rank 1 was lost"));
-  ranks_sleep(0.2); /* rank 0 goes on alone */
+  ranks_sleep(0.2); /* rank 0 continues alone */
   while (small_shard(m) >= 0) {}
   expect(cddp_ddp_step(m->ddp, m->optim), CDDP_ABORTED, "counted rank 1's process as lost");
   CHECK(strncmp(cddp_error(), "rank 1: ", 8) == 0);
@@ -653,14 +656,14 @@ static void taken_for_lost(small *m, int rank) {
 static void small_rank(cddp_group *g, small *m, int scene, int rank) {
   float x = 1;
   int step;
-  if (scene <= NOT_COME && rank == 1) { /* late until rank 0 has given up */
+  if (scene <= NOT_COME && rank == 1) { /* late until rank 0 has failed */
     if (scene == NOT_DONE) CHECK(cddp_ddp_next_shard(m->ddp, &step));
     while (scene == NOT_COME && small_shard(m) >= 0) {}
     await_passed(0);
     return;
   }
   for (step = 0; step < 4; step++) {
-    bool unseen = step == 0; /* until they meet for the next step */
+    bool unseen = step == 0; /* the ranks compare calls in the next step */
     cddp_result r;
     if (scene == IS_STOPPED && rank == 1 && step == 1) raise(SIGSTOP);
     if (scene == TAKEN_FOR_LOST && step == 1) {
@@ -717,7 +720,7 @@ static int small_life(int rank, void *arg) {
   CHECK_OK(cddp_ddp_create(&m.ddp, g, &m.p, 1, &desc));
   CHECK_OK(cddp_sgd_create(&m.optim, &m.p, 1, &o));
   if (scene == NO_DESCRIPTORS && rank == 0) take_descriptors();
-  if (scene == NO_FIRST_THREAD && rank == 1) { /* from here on it seems to have ended */
+  if (scene == NO_FIRST_THREAD && rank == 1) { /* from now on it looks like an ended process */
     pass(1);
     char state = 0;
     uint64_t field;
@@ -735,7 +738,7 @@ static int small_life(int rank, void *arg) {
 
 static void *second_thread(void *arg) { exit(small_life(1, arg) != 0 || test_failures != 0); }
 
-/* Rank 1 as the second thread of a process whose first one ends when the model is there. */
+/* Rank 1 is the second thread of a process. The first thread ends after the model's creation. */
 static int threaded_life(int rank, void *arg) {
   static int scene;
   pthread_t thread;
@@ -786,21 +789,23 @@ static void check_scene(int scene) {
   CHECK(reports[0].hash == want && reports[1].hash == want);
 }
 
-/* A rank with no descriptor left takes no other one for lost, nor one whose first thread ended. */
+/* A rank without descriptors counts no living rank as lost. A rank whose first thread has ended is
+   not lost. */
 static void test_no_descriptors(void) { check_scene(NO_DESCRIPTORS); }
 static void test_no_first_thread(void) { check_scene(NO_FIRST_THREAD); }
 
-/* A rank that was taken for lost, and lives, fails alone. */
+/* A living rank that the others count as lost fails alone. */
 static void test_taken_for_lost(void) { run_scene(TAKEN_FOR_LOST); }
 
-/* --- a rank that is lost while the others enter the model --- */
+/* --- a rank that is lost while the others create the model --- */
 
 static void enter_late(void) { await_passed(0); }
 static void die(void) { raise(SIGKILL); }
 
-/* Rank 0 has given up, and all that it had, when rank 1 enters: rank 0's memory stays its own. */
+/* Rank 0 has failed and freed its memory when rank 1 creates the model. Rank 1 must not write to
+   that memory. */
 static int creation_life(int rank, void *arg) {
-  enum { PIECES = 64, PAGE = 4096 }; /* a freed piece is given to who wants half of it or more */
+  enum { PIECES = 64, PAGE = 4096 }; /* an allocation reuses up to twice its size */
   unsigned char *pieces[PIECES];
   cddp_ddp_desc desc;
   cddp_group *g;
@@ -843,8 +848,8 @@ static void test_creation(void) {
   }
 }
 
-/* --- a process that joins asks again when the rank it was told of leads no longer, and stays to
-   others the rank that it is --- */
+/* --- a joining process asks again when its leader no longer leads, and keeps its rank and pid for
+   others --- */
 
 typedef struct asking {
   int port, stop, running, joined;
