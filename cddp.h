@@ -6862,6 +6862,7 @@ static void cddp__reduce_nodes(void *dst, const void *const *srcs, const int *wi
 static void cddp__reduce(void *dst, const void *const *srcs, int nsrcs, size_t n, cddp_dtype dtype,
                          cddp_op op) {
   const cddp__kernels *kernels = &cddp__pick_kernels()[dtype];
+  CDDP_ASSERT(nsrcs >= 1 && nsrcs <= CDDP__MAX_RANKS);
   if (nsrcs == 1 && dst != srcs[0] && n > 0) memcpy(dst, srcs[0], n * cddp__dtype_size(dtype));
   if (nsrcs == 1) return;
   if (op == CDDP_SUM && nsrcs <= 4 && kernels->sum != NULL) /* a shortcut for small calls */
@@ -7126,6 +7127,7 @@ static int cddp__plan_buckets(int *offsets, int *sorted, const cddp_param *param
     size_t bytes;      /* in the open bucket */
   } open[CDDP_I64 + 1], *o; /* by dtype */
   int i, b, created = 0, closed = 0;
+  CDDP_ASSERT(limit_count >= 1);
   memset(open, 0, sizeof open);
   for (b = 0; b <= CDDP_I64; b++) open[b].bucket = -1;
   for (i = 0; i < count; i++) {
@@ -13909,8 +13911,8 @@ static const char *cddp__buffer_error(const cddp_group *g, const cddp__call *cal
                : sent < received ? send == recv + own
                                  : send == recv;
   return in_place ? NULL
-                  : "send and recv overlap, and not in the way that is in place (see the "
-                    "function's comment in cddp.h)";
+                  : "send and recv overlap, but not as in-place calls do: see the "
+                    "function's comment in cddp.h";
 }
 
 static cddp_result cddp__check_call(const cddp_group *g, const cddp__call *call) {
