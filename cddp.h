@@ -2358,7 +2358,7 @@ typedef struct cddp__net {
   cddp__cause loss;                /* set when a group of this rank has lost a rank */
   cddp__atomic_u32 starved;        /* EMFILE or ENFILE: no descriptor to accept a caller; else 0 */
   pthread_mutex_t lock;            /* guards the rest */
-  cddp__link *callers;             /* connections that no group has claimed yet; newest first */
+  cddp__link *incoming;            /* connections that no group has claimed yet; newest first */
   uint64_t left[CDDP__LEFT_GROUPS]; /* 1 + ids of groups that this rank has left, a ring */
   uint32_t left_count;
 } cddp__net;
@@ -2408,8 +2408,8 @@ typedef struct cddp__hosts {
   size_t stage_size;
   char **scratch;    /* [local_size] shared: chunks of private buffers; NULL: none yet */
   cddp__link *links; /* to ranks of other hosts; p2p_lock, as are the fields up to `pass` */
-  cddp__message *mail, **mail_end; /* messages that no receive waits for yet, oldest first */
-  size_t mail_bytes;     /* of all of them */
+  cddp__message *stored, **stored_end; /* messages that no receive waits for yet, oldest first */
+  size_t stored_bytes;                 /* of all of them */
   uint64_t pass;         /* number of the current pass through the items */
   bool polling;          /* a thread of this rank polls for all threads that wait */
   int wake_fd;           /* an eventfd that wakes it */
@@ -8967,10 +8967,10 @@ static void cddp__net_serve(cddp__host *h, cddp__net *n) {
     cddp__store32(&n->starved, none ? (uint32_t)errno : 0);
     few = few || none || (fd >= 0 && !cddp__has_spare_fd(fd, false));
     if (fd < 0 || (l = cddp__link_new(n, fd, CDDP__STRANGER_S)) == NULL) break;
-    l->next = n->callers;
-    n->callers = l;
+    l->next = n->incoming;
+    n->incoming = l;
   }
-  for (at = &n->callers; (l = *at) != NULL;) {
+  for (at = &n->incoming; (l = *at) != NULL;) {
     bool up = cddp__link_handshake(n, l), left = false;
     if (up && l->hello.purpose == CDDP__LINK_NOTICE) {
       cddp__notice_receive(h, n, l);
@@ -8997,7 +8997,7 @@ static void cddp__net_release(cddp__net *n) {
   cddp_allocator a;
   if (n == NULL || cddp__add32(&n->uses, UINT32_MAX) > 0) return;
   a = n->allocator;
-  cddp__links_free(n, n->callers);
+  cddp__links_free(n, n->incoming);
   cddp__close_fd(&n->listener);
   pthread_mutex_destroy(&n->lock);
   cddp__free(&a, n->token);
@@ -10872,7 +10872,7 @@ static void cddp__claim_links(cddp_group *g) {
   cddp__net *n = g->hosts->net;
   cddp__link **at, *l;
   pthread_mutex_lock(&n->lock);
-  for (at = &n->callers; (l = *at) != NULL;) {
+  for (at = &n->incoming; (l = *at) != NULL;) {
     if (!cddp__link_is_for(l, g->id)) {
       at = &l->next;
       continue;
@@ -10885,7 +10885,7 @@ static void cddp__claim_links(cddp_group *g) {
 
 /* Finds the connection on which this rank sends to another rank: peer.link[0]. call: makes it if
    there is none. p2p_lock held. */
-static cddp_result cddp__link_to(cddp_group *g, int rank, bool call) {
+static cddp_result cddp__find_link(cddp_group *g, int rank, bool call) {
   cddp__peer *p = &g->hosts->peers[rank];
   cddp_result r = CDDP_OK;
   cddp__link *l;
@@ -10918,7 +10918,7 @@ static cddp_work *cddp__recv_for(const cddp_group *g, int from, const cddp__fram
       q->call.root == CDDP_ANY || head->count != q->call.count || head->dtype != q->call.dtype ||
       head->size != q->call.count * q->call.esize)
     return NULL;
-  for (m = g->hosts->mail; m != NULL; m = m->next)
+  for (m = g->hosts->stored; m != NULL; m = m->next)
     if (m->head.type == head->type && m->head.number == head->number && m->from == from)
       return NULL;
   return q;
@@ -10935,9 +10935,9 @@ static void cddp__keep_message(cddp_group *g, cddp__link *l, cddp__message *m) {
     cddp__free(&x->net->allocator, m);
     return;
   }
-  *x->mail_end = m;
-  x->mail_end = &m->next;
-  x->mail_bytes += m->head.size;
+  *x->stored_end = m;
+  x->stored_end = &m->next;
+  x->stored_bytes += m->head.size;
 }
 
 /* Continues a connection without blocking: its handshake, bytes that wait to be sent, and received
@@ -10951,7 +10951,7 @@ static void cddp__link_progress(cddp_group *g, cddp__link *l, bool awaited) {
   cddp__message *m;
   cddp__link_flush(x->net, l);
   while (l->state == CDDP__LINK_UP &&
-         (awaited || x->mail_bytes <= CDDP__STAGED_MAX || cddp__is_awaited(g, l->rank))) {
+         (awaited || x->stored_bytes <= CDDP__STAGED_MAX || cddp__is_awaited(g, l->rank))) {
     if (cddp__link_peek(l) && (l->into = cddp__recv_for(g, l->rank, &l->in_head)) != NULL) {
       l->into->filling = true;
       l->into->from = l->rank;
@@ -11065,7 +11065,7 @@ static void cddp__hosts_pause(cddp_group *g, cddp__wait *w, int peer, uint32_t e
   cddp__link *l;
   pthread_mutex_lock(&g->p2p_lock);
   for (p = 0; w->due && p < g->size; p++)
-    if ((peer == CDDP_ANY || p == peer) && g->members[p] < 0) (void)cddp__link_to(g, p, true);
+    if ((peer == CDDP_ANY || p == peer) && g->members[p] < 0) (void)cddp__find_link(g, p, true);
   for (l = x->links; w->due && l != NULL; l = l->next) cddp__link_check_timeout(l);
   polls = !x->polling && cddp__load32(&slot->events) == events;
   x->polling = x->polling || polls;
@@ -11091,7 +11091,7 @@ static void cddp__hosts_pause(cddp_group *g, cddp__wait *w, int peer, uint32_t e
    and no bytes wait here, it has received all earlier messages: no loss. p2p_lock held. */
 static bool cddp__hosts_can_post(cddp_group *g, int peer, size_t bytes) {
   const cddp__link *l;
-  if (cddp__link_to(g, peer, true) != CDDP_OK) return false;
+  if (cddp__find_link(g, peer, true) != CDDP_OK) return false;
   l = g->hosts->peers[peer].link[0];
   if (l->state == CDDP__LINK_GREETING) return false;
   if (l->state == CDDP__LINK_DEAD) return l->error == CDDP__LEFT && cddp__buffer_size(&l->out) == 0;
@@ -11106,7 +11106,7 @@ static cddp_result cddp__hosts_post(cddp_group *g, const cddp__call *c) {
   cddp_result r;
   cddp__link *l;
   pthread_mutex_lock(&g->p2p_lock);
-  if ((r = cddp__link_to(g, c->root, true)) != CDDP_OK) goto done;
+  if ((r = cddp__find_link(g, c->root, true)) != CDDP_OK) goto done;
   l = g->hosts->peers[c->root].link[0];
   cddp__link_flush(g->hosts->net, l);
   if (l->state == CDDP__LINK_UP && l->sent == 0 && cddp__buffer_size(&l->out) == 0)
@@ -11151,14 +11151,14 @@ static void cddp__hosts_detach_receive(cddp_group *g, cddp_work *q) {
    held. */
 static cddp__message *cddp__take_message(cddp_group *g, uint32_t type, int from, int tag) {
   cddp__hosts *x = g->hosts;
-  cddp__message **at = &x->mail, *m;
+  cddp__message **at = &x->stored, *m;
   while ((m = *at) != NULL && (m->head.type != type || m->from != from ||
                                (tag >= 0 && m->head.number != (uint32_t)tag)))
     at = &m->next;
   if (m == NULL) return NULL;
   *at = m->next;
-  if (m->next == NULL) x->mail_end = at;
-  x->mail_bytes -= m->head.size;
+  if (m->next == NULL) x->stored_end = at;
+  x->stored_bytes -= m->head.size;
   return m;
 }
 
@@ -11241,7 +11241,7 @@ static int cddp__move_frames(cddp_group *g, long due, bool *moved, cddp_result *
     cddp__peer *p = &x->peers[it.rank];
     bool done = false;
     if (p->link[0] == NULL && *r == CDDP_OK)
-      *r = cddp__link_to(g, it.rank, g->world[g->rank] < g->world[it.rank]);
+      *r = cddp__find_link(g, it.rank, g->world[g->rank] < g->world[it.rank]);
     for (k = 0; !done && p->pass[it.out] != x->pass && k < 2 - it.out; k++) {
       cddp__link *l = p->link[k];
       size_t before = l == NULL ? 0 : it.out ? l->sent : l->got;
@@ -11954,7 +11954,7 @@ static cddp_result cddp__hosts_attach(cddp_group *g, cddp__net *net, const int *
   x->net = net;
   cddp__add32(&net->uses, 1);
   x->pass = 1;
-  x->mail_end = &x->mail;
+  x->stored_end = &x->stored;
   x->wake_fd = cddp__above_stdio(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   x->epoll = cddp__above_stdio(epoll_create1(EPOLL_CLOEXEC));
   memset(&event, 0, sizeof event);
@@ -12000,7 +12000,7 @@ static void cddp__hosts_leave(cddp_group *g) {
   cddp__net_serve(g->host, net);
   cddp__claim_links(g);
   for (; (l = x->links) != NULL; cddp__link_close(net, l)) x->links = l->next;
-  for (; (m = x->mail) != NULL; cddp__free(&net->allocator, m)) x->mail = m->next;
+  for (; (m = x->stored) != NULL; cddp__free(&net->allocator, m)) x->stored = m->next;
   cddp__arena_free(g->host, x->scratch[g->local_rank]);
   cddp__free(&net->allocator, x->stage);
   cddp__close_fd(&x->wake_fd);
@@ -15615,7 +15615,7 @@ static void cddp__watch_hosts(cddp_group *g) {
   if (g->local_rank != 0) return;
   pthread_mutex_lock(&g->p2p_lock);
   cddp__hosts_serve(g);
-  (void)cddp__link_to(g, cddp__rank_on(hosts, (hosts->mine + 1) % hosts->count, 0), true);
+  (void)cddp__find_link(g, cddp__rank_on(hosts, (hosts->mine + 1) % hosts->count, 0), true);
   pthread_mutex_unlock(&g->p2p_lock);
 }
 
@@ -19819,8 +19819,8 @@ static void cddp__elastic_close(cddp_ddp *d) {
   cddp__close_fd(&host->join_tcp_fd);
   pthread_mutex_lock(&net->lock);
   cddp__close_fd(&net->listener);
-  cddp__links_free(net, net->callers);
-  net->callers = NULL;
+  cddp__links_free(net, net->incoming);
+  net->incoming = NULL;
   pthread_mutex_unlock(&net->lock);
 }
 
@@ -20412,7 +20412,7 @@ static void cddp__elastic_accept_reports(cddp_ddp *d, bool meeting) {
   cddp__message *m;
   cddp__net_serve(d->group->host, net);
   pthread_mutex_lock(&net->lock);
-  for (at = &net->callers; (link = *at) != NULL;) {
+  for (at = &net->incoming; (link = *at) != NULL;) {
     bool called = cddp__link_is_for(link, elastic->members[elastic->me].life);
     m = called && (meeting || link->peer == d->shards || elastic->members[link->peer].life == 0)
             ? cddp__link_receive(net, link, cddp__report_bytes(d))

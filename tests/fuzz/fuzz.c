@@ -1005,7 +1005,7 @@ static void link_recv(link_world *k, input *in) {
 static int callers(const cddp__net *n, bool up) {
   const cddp__link *l;
   int count = 0;
-  for (l = n->callers; l != NULL; l = l->next)
+  for (l = n->incoming; l != NULL; l = l->next)
     count += (l->state == CDDP__LINK_UP && l->hello.purpose == CDDP__LINK_FRAMES) == up;
   return count;
 }
