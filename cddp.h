@@ -19711,13 +19711,15 @@ static void cddp__take_snapshot(cddp_ddp *d, const cddp__snapshot *from, const f
    has no shards left, it starts a meeting as after a loss and gives the process a member number. A
    member with the most reductions broadcasts its weights and states as a snapshot. A member number
    is a rank in `net`, through which all groups after the first connect.
-   CRASH SAFETY. No rank writes to memory that another rank owns. Until the second round completes a
-   reduction, all ranks keep their nodes. The shards of a lost rank are computed again and give the
-   same sums. A completed reduction means that all ranks have read all nodes and rows, and that all
-   parts of the mean exist. A part stays unchanged until all members have entered the next
-   reduction, even if its rank dies, since the memory belongs to the host (>>arena). A rank that
-   dies in its update changes nothing that others read. A dead process's memory is freed in a later
-   step, after that process has ended. */
+   CRASH SAFETY. In a step on one host, no rank writes to memory that another rank owns. Until the
+   second round completes a reduction, all ranks keep their nodes. The shards of a lost rank are
+   computed again and give the same sums. A completed reduction means that all ranks have read all
+   nodes and rows, and that all parts of the mean exist. A part stays unchanged until all members
+   have entered the next reduction, even if its rank dies, since the memory belongs to the host
+   (>>arena). A rank that dies in its update changes nothing that others read. A dead process's
+   memory is freed in a later step, after that process has ended.
+   The broadcasts of a meeting can write to other ranks' memory (>>collectives). They write only
+   bytes that the receiver does not use before the broadcast completes, or that it already has. */
 
 /* Joining processes that can wait for the next meeting. Further ones are disconnected and retry. */
 #define CDDP__JOIN_REQUESTS 64
