@@ -2141,9 +2141,9 @@ typedef struct cddp__shard_node {
 
 /* Where the gradient of a parameter is that ranks reduce. */
 enum cddp__storage {
-  CDDP__COPIED,   /* in the arena, copied from params[i].grad, which the caller owns */
-  CDDP__PLACED,   /* in the arena; params[i].grad points to it */
-  CDDP__IN_PLACE, /* at params[i].grad, which the caller owns, on all ranks */
+  CDDP__STORAGE_COPIED,   /* in the arena, copied from params[i].grad, which the caller owns */
+  CDDP__STORAGE_PLACED,   /* in the arena; params[i].grad points to it */
+  CDDP__STORAGE_IN_PLACE, /* at params[i].grad, which the caller owns, on all ranks */
 };
 
 /* One parameter of a cddp_ddp. Offsets count in the model: all gradients side by side, also those
@@ -2208,9 +2208,9 @@ typedef struct cddp__elastic_leader_info {
 
 /* Device memory for temporary use. The last piece is the largest. Owner: a device context, or a
    cddp_ddp. */
-enum { CDDP__SCRATCHES = 64 };
+enum { CDDP__SCRATCH_PIECES = 64 };
 typedef struct cddp__scratch {
-  void *at[CDDP__SCRATCHES];
+  void *at[CDDP__SCRATCH_PIECES];
   int count;
   size_t bytes; /* of the last piece */
 } cddp__scratch;
@@ -14947,7 +14947,7 @@ CDDPDEF cddp_result cddp_optim_zero_grad(cddp_optim *optim) {
   for (i = 0; i < optim->count; i++) {
     cddp_param *p = &optim->params[i];
     size_t bytes = p->count * cddp__dtype_size(p->dtype);
-    bool own = p->grad != NULL && (d == NULL || d->tensors[i].storage == CDDP__COPIED);
+    bool own = p->grad != NULL && (d == NULL || d->tensors[i].storage == CDDP__STORAGE_COPIED);
     if (own && optim->backend != NULL)
       CDDP__TRY((optim->backend->zero)(optim, p->grad, bytes, false));
     else if (own) memset(p->grad, 0, bytes);
@@ -15173,9 +15173,9 @@ static const cddp_kernels *cddp__registered_kernels; /* of this version; NULL: n
 
 #ifdef CDDP_CUDA
 enum {
-  CDDP__MARKERS = 16,
+  CDDP__MARKER_COUNT = 16,
   CDDP__SPARE_EVENTS = 32,
-  CDDP__HASHES = 4096,
+  CDDP__CALL_HASHES = 4096,
   CDDP__SEVERAL_DEVICES = 1000000
 };
 
@@ -15211,13 +15211,13 @@ typedef struct cddp__device {
   pthread_t poller;
   pid_t pid;                 /* the process that has the threads; 0: no threads */
   cddp__atomic_u32 captured; /* 1: a CUDA graph may have captured its operations and replay them */
-  cddp__marker markers[CDDP__MARKERS]; /* a ring: number n is at n % CDDP__MARKERS */
+  cddp__marker markers[CDDP__MARKER_COUNT]; /* a ring: number n is at n % CDDP__MARKER_COUNT */
   uint32_t issued, seen; /* number of markers; number of those seen completed, oldest first; lock */
   double left_since;     /* watcher; when a peer was first seen to have left; 0: none has left */
   double left_oldest;    /* watcher; start of the oldest operation at its last check */
   int late_checks;       /* watcher; number of checks in a row at which an operation was late */
-  uint64_t hashes[CDDP__HASHES]; /* of all calls up to each of the latest calls, a ring; lock. Ranks
-                                    can be that many calls apart. A power of two */
+  uint64_t hashes[CDDP__CALL_HASHES]; /* of all calls up to each of the latest calls, a ring; lock.
+                                         Ranks can be that many calls apart. A power of two */
   cddp_work *messages; /* sends and receives to be issued together, oldest first; issue_lock */
   cudaEvent_t spare[CDDP__SPARE_EVENTS]; /* events for reuse; lock */
   int spares;
@@ -15414,7 +15414,9 @@ static cddp_result cddp__memory_of_call(const cddp__device *p, const cddp__call 
 static double cddp__device_busy(cddp__device *device) {
   double since;
   pthread_mutex_lock(&device->lock);
-  since = device->issued != device->seen ? device->markers[device->seen % CDDP__MARKERS].since : 0;
+  since = device->issued != device->seen
+              ? device->markers[device->seen % CDDP__MARKER_COUNT].since
+              : 0;
   pthread_mutex_unlock(&device->lock);
   return since;
 }
@@ -15455,14 +15457,14 @@ static void cddp__log_call(cddp__device *p, const cddp__call *call, bool device)
   if (p->group->size == 1 || p->staged) return; /* staged calls are compared in their rounds */
   pthread_mutex_lock(&p->lock);
   n = cddp__logged_calls(p) + 1;
-  hash = p->hashes[(n - 1) & (CDDP__HASHES - 1)];
+  hash = p->hashes[(n - 1) & (CDDP__CALL_HASHES - 1)];
   to = &slot->call_log[n & (CDDP__CALL_LOG - 1)];
   cddp__exchange32(&to->number, 0); /* used as a fence, for gcc's tsan; see cddp__read_logged */
   to->what.call = cddp__call_code(call, device ? 0 : CDDP__PHASE_HOST);
   to->what.count = call->count;
   to->what.root = (int32_t)call->root;
   to->hash = hash = cddp__hash64(hash, &to->what, sizeof to->what);
-  p->hashes[n & (CDDP__HASHES - 1)] = hash;
+  p->hashes[n & (CDDP__CALL_HASHES - 1)] = hash;
   cddp__copy_text(to->site, call->kind != CDDP__KIND_DDP_BUCKET ? cddp__describe_site().s : "",
                   sizeof to->site);
   cddp__store32(&to->number, n);
@@ -15523,9 +15525,9 @@ static cddp_result cddp__compare_logs(cddp__device *device) {
     pthread_mutex_lock(&device->lock);
     behind = cddp__logged_calls(device) - n;
     if ((int32_t)behind < 0) n += behind, behind = 0;
-    mine = device->hashes[n & (CDDP__HASHES - 1)];
+    mine = device->hashes[n & (CDDP__CALL_HASHES - 1)];
     pthread_mutex_unlock(&device->lock);
-    if (n == 0 || behind >= CDDP__HASHES || !cddp__read_logged(g, q, n, &theirs)) continue;
+    if (n == 0 || behind >= CDDP__CALL_HASHES || !cddp__read_logged(g, q, n, &theirs)) continue;
     if (theirs.hash != mine) return cddp__break_mismatch(device, q, n);
   }
   return CDDP_OK;
@@ -15739,8 +15741,8 @@ static void *cddp__poll_main(void *context) {
   cddp__bind_device(device);
   while (cddp__load32(&device->state) == CDDP__COMM_ALIVE) {
     bool busy = cddp__device_busy(device) > 0;
-    void **oldest =
-        &device->markers[device->seen % CDDP__MARKERS].event; /* only this thread changes seen */
+    /* only this thread changes seen */
+    void **oldest = &device->markers[device->seen % CDDP__MARKER_COUNT].event;
     cudaError_t e = busy ? cudaEventQuery((cudaEvent_t)*oldest) : cudaErrorNotReady;
     if (busy && e != cudaSuccess) (void)cudaGetLastError(); /* also set by cudaErrorNotReady */
     if (e == cudaErrorNotReady) {
@@ -15803,8 +15805,8 @@ static cddp_result cddp__mark_operation(cddp__device *device, cudaStream_t strea
     return r;
   }
   pthread_mutex_lock(&device->lock);
-  if (device->issued - device->seen < CDDP__MARKERS) device->issued++;
-  marker = &device->markers[(device->issued - 1) % CDDP__MARKERS];
+  if (device->issued - device->seen < CDDP__MARKER_COUNT) device->issued++;
+  marker = &device->markers[(device->issued - 1) % CDDP__MARKER_COUNT];
   older = marker->event;
   marker->event = event;
   marker->since = cddp__now();
@@ -15838,7 +15840,7 @@ static void cddp__device_delete(cddp__device *device) {
   int i;
   cddp__device_stop(device);
   cddp__scratch_free(&device->scratch);
-  for (i = 0; i < CDDP__MARKERS; i++) cddp__event_release(device, &device->markers[i].event);
+  for (i = 0; i < CDDP__MARKER_COUNT; i++) cddp__event_release(device, &device->markers[i].event);
   while (device->spares > 0) cudaEventDestroy(device->spare[--device->spares]);
   if (device->side != NULL) cudaStreamDestroy(device->side);
   cddp__device_release(device);
@@ -15849,7 +15851,7 @@ static void cddp__device_delete(cddp__device *device) {
 static cddp_result cddp__device_scratch(cddp__scratch *scratch, size_t bytes, void **out) {
   cddp_result r = CDDP_OK;
   if (scratch->bytes < bytes) {
-    CDDP_ASSERT(scratch->count < CDDP__SCRATCHES);
+    CDDP_ASSERT(scratch->count < CDDP__SCRATCH_PIECES);
     bytes = cddp__max(bytes, 2 * scratch->bytes);
     r = CDDP__CUDA(cudaMalloc, &scratch->at[scratch->count], bytes);
     if (r != CDDP_OK) return r;
@@ -16204,7 +16206,7 @@ static cddp_result cddp__device_barrier(cddp_group *g, const cddp__call *call, c
   w->run = cddp__run_barrier;
   pthread_mutex_lock(&device->lock);
   if (g->hosts != NULL && !device->staged)
-    w->call.count = (size_t)device->hashes[cddp__logged_calls(device) & (CDDP__HASHES - 1)];
+    w->call.count = (size_t)device->hashes[cddp__logged_calls(device) & (CDDP__CALL_HASHES - 1)];
   pthread_mutex_unlock(&device->lock);
   if ((r = cddp__enqueue(w)) != CDDP_OK) cddp__device_work_free(w);
   else if (work == NULL) return cddp__work_wait(w, -1);
@@ -17129,9 +17131,9 @@ static void cddp__lay_out(cddp_ddp *d) {
       t->bytes = cddp__dense_count(d, i) * cddp__dtype_size(d->params[i].dtype);
       t->room = cddp__round_up(t->bytes, CDDP__CACHE_LINE);
       d->dense += t->room;
-      if (t->storage == CDDP__IN_PLACE) t->room = t->bytes;
-      else t->storage = d->params[i].grad == NULL ? CDDP__PLACED : CDDP__COPIED;
-      if (t->storage != CDDP__IN_PLACE) d->bytes += t->room;
+      if (t->storage == CDDP__STORAGE_IN_PLACE) t->room = t->bytes;
+      else t->storage = d->params[i].grad == NULL ? CDDP__STORAGE_PLACED : CDDP__STORAGE_COPIED;
+      if (t->storage != CDDP__STORAGE_IN_PLACE) d->bytes += t->room;
       if (cddp__sparse_of(d, i) == NULL) d->order[placed++] = i;
     }
   }
@@ -17201,7 +17203,7 @@ static char *cddp__gradient_at(const cddp_ddp *d, int rank, int i, size_t at) {
 static void cddp__see_arena(cddp_ddp *d, int rank, char *arena) {
   int i;
   for (i = 0; i < d->count; i++)
-    if (d->tensors[i].storage != CDDP__IN_PLACE)
+    if (d->tensors[i].storage != CDDP__STORAGE_IN_PLACE)
       d->gradients[(size_t)rank * (size_t)d->count + (size_t)i] = arena + d->tensors[i].place;
 }
 
@@ -17250,7 +17252,7 @@ static cddp_result cddp__map_params(cddp_ddp *d) {
     for (k = 0; k < g->size && all[(size_t)k * n + j].kind != CDDP__REF_NONE;) k++;
     if (k < g->size) continue;
     if (j % 2 == 0) d->tensors[j / 2].shared = true;
-    else d->tensors[j / 2].storage = CDDP__IN_PLACE;
+    else d->tensors[j / 2].storage = CDDP__STORAGE_IN_PLACE;
     for (k = local = 0; r == CDDP_OK && k < g->size; k++) {
       char **table = j % 2 == 0 ? d->weights : d->gradients;
       void *at = NULL;
@@ -17283,8 +17285,9 @@ static bool cddp__next_range(const cddp_ddp *d, const int *sorted, int count, in
   range->end = t->offset + t->room;
   for (; *i < count; t = next, ++*i) {
     next = &d->tensors[sorted[*i]];
-    if (!next->used || t->storage == CDDP__IN_PLACE || next->storage == CDDP__IN_PLACE ||
-        next->place != t->place + t->room || (d->spread && next->offset != t->offset + t->room) ||
+    if (!next->used || t->storage == CDDP__STORAGE_IN_PLACE ||
+        next->storage == CDDP__STORAGE_IN_PLACE || next->place != t->place + t->room ||
+        (d->spread && next->offset != t->offset + t->room) ||
         d->params[sorted[*i]].dtype != d->params[range->first].dtype)
       break;
     range->end += next->room;
@@ -17371,7 +17374,7 @@ static cddp_result cddp__clear_own(cddp_ddp *d) {
   cddp_result r = CDDP_OK;
   int i;
   for (i = 0; r == CDDP_OK && i < d->count; i++)
-    if (d->tensors[i].storage == CDDP__COPIED)
+    if (d->tensors[i].storage == CDDP__STORAGE_COPIED)
       r = (d->memory->zero)(d->params[i].grad, d->tensors[i].bytes, d->group->stream);
   return r;
 }
@@ -18509,7 +18512,7 @@ static int cddp__gpu_list(cddp_ddp *d, int dtype, int which) {
       continue;
     memset(s, 0, sizeof *s);
     s->grad = part                                                         ? d->arena + t->begin
-              : which == CDDP__LIST_CALLERS && t->storage == CDDP__COPIED ? p->grad
+              : which == CDDP__LIST_CALLERS && t->storage == CDDP__STORAGE_COPIED ? p->grad
                                                      : cddp__device_gradient(NULL, d, i);
     s->count = part ? (t->end - t->begin) / cddp__dtype_size(p->dtype) : p->count;
     n++;
@@ -18657,7 +18660,7 @@ static void cddp__set_plan(cddp_ddp *d, const int *order) {
     s->count = d->plan_offsets[b + 1] - d->plan_offsets[b];
     for (i = n = 0; i < s->count; i++) { /* what lies in the arena comes first, in one piece */
       k = s->sorted[i];
-      if (d->tensors[k].storage == CDDP__IN_PLACE) continue;
+      if (d->tensors[k].storage == CDDP__STORAGE_IN_PLACE) continue;
       s->sorted[i] = s->sorted[n];
       s->sorted[n++] = k;
     }
@@ -18712,7 +18715,7 @@ static cddp_result cddp__launch(cddp_ddp *d) {
 /* The caller's gradient of parameter i into the arena, unless it is reduced where it is. */
 static cddp_result cddp__fetch_gradient(cddp_ddp *d, int i) {
   const cddp__tensor *t = &d->tensors[i];
-  if (t->storage != CDDP__COPIED) return CDDP_OK;
+  if (t->storage != CDDP__STORAGE_COPIED) return CDDP_OK;
   return (d->memory->copy)(d->arena + t->place, d->params[i].grad, t->bytes, d->group->stream);
 }
 
@@ -19120,7 +19123,7 @@ static cddp_result cddp__return_gradients(cddp_ddp *d) {
   cddp_result r = CDDP_OK;
   int i;
   for (i = 0; r == CDDP_OK && i < d->count; i++)
-    if (d->tensors[i].storage == CDDP__COPIED && d->used[i])
+    if (d->tensors[i].storage == CDDP__STORAGE_COPIED && d->used[i])
       r = (d->memory->copy)(d->params[i].grad, d->arena + d->tensors[i].place, d->tensors[i].bytes,
                           d->group->stream);
   return r;
@@ -19166,7 +19169,8 @@ static cddp_result cddp__clear_gradients(cddp_ddp *d, cddp_optim *s, bool cleare
     else if (s != NULL)
       cddp__count_step(s, i);
     if (cddp__sparse_of(d, i) != NULL) d->sparse[i]->added.n = d->sparse[i]->mean.n = 0;
-    if (r == CDDP_OK && (t->storage == CDDP__COPIED || (t->storage == CDDP__IN_PLACE && !cleared)))
+    if (r == CDDP_OK && (t->storage == CDDP__STORAGE_COPIED ||
+                         (t->storage == CDDP__STORAGE_IN_PLACE && !cleared)))
       r = (d->memory->zero)(d->params[i].grad, t->bytes, stream);
   }
   return r;
@@ -19345,7 +19349,7 @@ static void cddp__ddp_free(cddp_ddp *d) { /* keeps this thread's error text */
     cddp__share_free(o);
   }
   for (i = 0; i < d->count; i++)
-    if (d->tensors[i].storage == CDDP__PLACED) d->params[i].grad = NULL;
+    if (d->tensors[i].storage == CDDP__STORAGE_PLACED) d->params[i].grad = NULL;
   if (d->hooks != NULL && d->hooks != d->group && d->next_bucket > 0) { /* perhaps in a hook */
     cddp__fail(CDDP_ABORTED, "rank %d destroyed the cddp_ddp while a bucket was in flight",
                d->group->rank);
@@ -19516,7 +19520,7 @@ static void cddp__place_partitions(cddp_ddp *d) {
     const cddp__tensor *t = &d->tensors[i];
     cddp_partition *part = &d->partitions[d->partition_count];
     size_t esize = cddp__dtype_size(d->params[i].dtype);
-    if (t->storage == CDDP__PLACED && cddp__sparse_of(d, i) == NULL)
+    if (t->storage == CDDP__STORAGE_PLACED && cddp__sparse_of(d, i) == NULL)
       d->params[i].grad = d->arena + t->place;
     if (t->begin >= t->end) continue;
     part->param = i;

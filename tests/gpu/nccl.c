@@ -2179,7 +2179,7 @@ static int was_stopped(cddp_group *g, void *arg) {
     CHECK(cudaStreamSynchronize((cudaStream_t)cddp_stream(g)) == cudaSuccess);
     pthread_mutex_lock(&p->lock);
     if (stops < 8 && p->issued != p->seen) { /* the poller has not been there yet */
-      p->markers[p->seen % CDDP__MARKERS].since -= 10 * g->timeout_s;
+      p->markers[p->seen % CDDP__MARKER_COUNT].since -= 10 * g->timeout_s;
       stops++;
     }
     pthread_mutex_unlock(&p->lock);
