@@ -21133,7 +21133,7 @@ static void cddp__step_block(cddp__pass *pass, int i, const cddp__update *update
     args.clip = 1;
     args.gradients[0] = (cddp__f32 *)(void *)own;
     args.weights[0] = (cddp__f32 *)(void *)weights;
-    update->loop(&args, 1, n);
+    (update->loop)(&args, 1, n);
   }
   cddp__optim_copy(pass->s, i, first, n);
 }
