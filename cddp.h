@@ -11132,6 +11132,7 @@ static void cddp__hosts_detach_receive(cddp_group *g, cddp_work *q) {
   const cddp__net *n = g->hosts->net;
   cddp__message *m = NULL;
   cddp__link *l = g->hosts->links;
+  CDDP_ASSERT(q->filling);
   while (l->into != q) l = l->next;
   if (l->state != CDDP__LINK_DEAD)
     m = (cddp__message *)cddp__malloc(&n->allocator, sizeof *m + (size_t)l->in_head.size);
@@ -11186,6 +11187,7 @@ typedef struct cddp__item {
 static void cddp__post_frame(cddp_group *g, int type, bool out, int rank, const void *data,
                              size_t size) {
   cddp__item *it = &g->hosts->items[g->hosts->item_count++];
+  CDDP_ASSERT(g->hosts->item_count <= CDDP__FRAMES * g->size);
   it->rank = rank;
   it->out = out;
   it->type = type;
