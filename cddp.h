@@ -16816,120 +16816,143 @@ static cddp_result cddp__attach_optim(cddp_optim *optim) {
 
 /* >>ddp ----------------------------------------------------------------------------------------
    Distributed data parallel training: one engine for gradients in host memory and on devices.
-   Owns: a cddp_ddp, its gradients, its private groups, and states that ranks share. Touches: the
-   caller's parameters, on a host also those of the other ranks between cddp__begin_access and
-   cddp__end_access; states and counts of the cddp_optim of a step. Entry points: cddp__ddp_new,
-   _setup and _free; cddp_ddp_ready, cddp__ddp_meet and _step; cddp_ddp_next_shard, _join. Called by
-   the thread that trains, but for cddp_ddp_ready (any) and cddp__run_bucket (the engine of
-   d->comm); what both touch is guarded by d->lock.
-   Works as follows: all gradients together, dtype by dtype, last parameter first, are the model; an
-   offset into it says what parts, pieces, slots and states belong to. Where rank k has parameter
-   i's gradient says d->gradients: in its arena, one piece of memory, or in the caller's, if all
-   ranks see that (cddp__map_params). Neither ever moves. A bucket is a list of parameters, so new
-   buckets (in order of arrival, after the first step) move nothing. ready() marks a gradient. When
-   a bucket and all before it are full, its reduction begins. wait() and step() compare what is
-   ready on d->control, start what is left, and go on when all buckets are reduced. What differs
-   between kinds of memory is behind
-   cddp__ddp_memory, d->memory:
-   On the host gradients are in shared memory. The group's thread reduces a bucket in two rounds:
-   every rank has it; every rank has done its slice. step() on gradients that nobody has reduced yet
-   takes one pass instead: each rank walks through its part of the model block by block
-   (cddp__walk), adds up the block of all ranks, steps it with the states that it has in the memory
-   of all, writes the new weights to every rank and zeroes the block everywhere. The block stays in
-   the first-level cache between these, or (f32, a state or two, 1, 2 or 4 ranks) one loop does it
-   all. After a step() the reduction of the next buckets therefore waits for step(). Weights in
-   memory that is not shared are published through the gradients' places. With max_grad_norm there
-   is a walk before that one: each rank leaves the mean of its part in its own gradients, and the
-   sums of squares of that part's pieces behind its arena; a round; every rank adds up all sums, in
-   the model's order. cddp_ddp_reduce_scatter is that walk alone, cddp_ddp_all_gather what follows
-   the update of a block. What a walk does with a block is cddp__pass.block: >>elastic has one of
-   its own. With NCCL a bucket's all-reduce is a call of the user's group, on that group's side
-   stream, behind an event of the backward pass. The caller's stream then waits for the side stream,
-   and one kernel updates all weights and zeroes the gradients. The host waits for no device, and
-   for other ranks only where d->meets. Every rank keeps all of the momentum. Without NCCL it is the
-   same, but that a private group's thread reduces the buckets, by all-reduces through the host.
-   Sharded states (optim.sharded): each rank of the group keeps states of its part alone, in memory
-   of its own (optim.parts). A step computes the mean, updates this rank's part of the weights,
-   broadcasts all parts, and zeroes this rank's gradients. One host's ranks step as above instead.
-   NCCL reduces a bucket to the ranks whose parts are in it (d->scatters) if the last step needed no
-   more; a step that needs the whole mean then gathers it. A failure breaks the model on all ranks.
-   More shards than ranks (d->spread): behind its arena a rank has slots, each as large as the
-   model, with f32 for f16 and bf16. A shard that has ended goes from the gradients into a slot and
-   is added to those before it with which it makes a node of the canonical tree over all shards
-   (cddp__merge_shard, in >>plan); the last one may stay where it is. Where each rank has which
-   nodes then is known since creation (d->nodes). Buckets wait for the step, which takes the mean
-   over all ranks' nodes in place of their gradients: cddp__reduce_shards. Where ranks do not see
-   each other's memory all nodes lie in slots, and each rank gets all nodes of a part of the model,
-   takes the mean of these, and all gather the parts (cddp__gather_nodes); with NCCL, whose own
-   order is not the canonical one, also if shards are as many as ranks. Rows are packed shard by
-   shard, and merged as if each shard were a rank's.
-   From ready() to the new weight on a host: cddp_ddp_ready; cddp_ddp_step, cddp__ddp_step,
-   cddp__ddp_meet (one round), cddp__finish, cddp__host_step, cddp__walk, cddp__fuse_loop, the
-   kernel.
-   Uneven inputs: each meeting tells which ranks have joined (cddp__step_header), so all know over
-   how many ranks the mean goes; the first round of a bucket tells it too, since that may come
-   before the meeting. A rank that has joined announces ddp_join, which agrees with any call of the
-   others that begins with a meeting, looks at what that was, and does its part with gradients that
-   count for nothing. After a cddp_ddp_wait the others step as they like, so weights here become out
-   of date; they and the momentum come from a rank that has data before the next step(), or from the
-   last one to join when all have. */
+   Job: reduces the gradients of a model over all ranks and applies the optimizer's step.
+   Owns: a cddp_ddp, its gradients, its private groups, and optimizer states that ranks share.
+   Touches: the caller's parameters; on a host also those of the other ranks, between
+   cddp__begin_access and cddp__end_access; states and counts of the cddp_optim of a step.
+   Entry points: cddp__ddp_new, cddp__ddp_setup, cddp__ddp_free; cddp_ddp_ready, cddp__ddp_meet,
+   cddp__ddp_step; cddp_ddp_next_shard, cddp_ddp_join.
+   Threads: the training thread calls all of these, except cddp_ddp_ready (any thread). The engine
+   of d->comm runs cddp__run_bucket. d->lock guards the data that several threads use.
+   How it works:
+     1. The model is the sequence of all gradients, dtype by dtype, last parameter first. An offset
+        into it determines an element's part, piece (cddp__pieces), place in a slot, and states.
+     2. d->gradients has the address of each rank's gradient of each parameter. The gradient is in
+        the rank's arena, or in the caller's memory if all ranks can map that (cddp__map_params).
+        Gradients never move.
+     3. A bucket is a list of parameters. The buckets are planned again after the first step, in the
+        order in which gradients became ready; this moves no data.
+     4. cddp_ddp_ready marks a gradient. The reduction of a bucket begins when the bucket and all
+        buckets before it are full.
+     5. A wait or a step compares the ready flags on d->control, starts the remaining buckets, and
+        continues when all buckets are reduced.
+   d->memory (cddp__ddp_memory) has the functions that differ between host and device memory.
+   Steps on a host:
+     1. Gradients are in shared memory. The engine reduces a bucket in two rounds: after the first
+        every rank has filled the bucket, after the second every rank has reduced its slice.
+     2. cddp_ddp_step on gradients that are not reduced yet needs one pass (cddp__walk). Each rank
+        takes its part of the model block by block: it sums the block over all ranks, updates it
+        with the shared states, writes the new weights to every rank, and zeroes the gradients.
+        The block stays in the first-level cache meanwhile. For f32, one or two states and 1, 2 or 4
+        ranks one loop does all of this. After a cddp_ddp_step the buckets of the next step are
+        therefore not reduced before that step.
+     3. Weights in private memory reach the other ranks through the gradients' memory.
+     4. max_grad_norm adds a pass before this one. Each rank stores the mean of its part in its own
+        gradients, and the sums of squares of the part's pieces behind its arena. After a round
+        every rank adds all sums in the model's order.
+     5. cddp_ddp_reduce_scatter is the pass for the means alone. cddp_ddp_all_gather does what
+        follows the update of a block. cddp__pass.block is the function that processes a block;
+        >>elastic has its own.
+     Calls from ready to the new weight: cddp_ddp_ready; cddp_ddp_step, cddp__ddp_step,
+     cddp__ddp_meet (one round), cddp__finish, cddp__host_step, cddp__walk, cddp__fuse_loop, the
+     kernel.
+   Steps on devices:
+     1. With NCCL a bucket's all-reduce is a call of the caller's group, on that group's side
+        stream, after an event of the backward pass. The caller's stream then waits for the side
+        stream, and one kernel updates all weights and zeroes the gradients.
+     2. The host waits for no device, and for other ranks only if d->meets. Every rank has complete
+        optimizer states.
+     3. Without NCCL the steps are the same, except that the engine of a private group reduces the
+        buckets, by all-reduces through host memory.
+   Sharded states (optim.sharded): each rank of the group has the states of its part alone, in
+   private memory (optim.parts).
+     1. A step computes the mean, updates this rank's part of the weights, broadcasts all parts, and
+        zeroes this rank's gradients. The ranks of a single host step as above instead.
+     2. If the last step needed only parts of the mean, NCCL reduces a bucket to the ranks whose
+        parts are in it (d->scatters). A step that needs the whole mean then gathers it.
+     3. A failure breaks the model on all ranks.
+   More shards than ranks (d->spread):
+     1. Behind its arena a rank has slots. Each is as large as the model, with f32 for f16 and bf16.
+     2. A completed shard moves from the gradients into a slot. It is added to the earlier sums with
+        which it forms a node of the canonical tree over all shards (cddp__merge_shard, >>plan). The
+        last shard can stay in the gradients. Which nodes each rank then has, and where, is known
+        since creation (d->nodes).
+     3. Buckets wait for the step. It takes the mean over the nodes of all ranks in place of their
+        gradients (cddp__reduce_shards).
+     4. Ranks that cannot read each other's memory have all nodes in slots. Each rank receives all
+        nodes of one part of the model and takes their mean; then the ranks gather the parts
+        (cddp__gather_nodes). NCCL does the same even with one shard a rank, since its own summation
+        order is not the canonical one.
+     5. Sparse rows are packed shard by shard, and merged as if each shard were a rank.
+   Uneven inputs:
+     1. Each meeting announces which ranks have joined (cddp__step_header), so that all ranks divide
+        by the same number. The first round of a bucket announces it too, since it can precede the
+        meeting.
+     2. A rank that has joined announces ddp_join, which matches any call that begins with a
+        meeting. It reads which call the others made and takes part, with gradients that are not
+        counted.
+     3. After a cddp_ddp_wait the others step without this rank, so its weights become out of date.
+        Before the next cddp_ddp_step weights and states come from a rank that has data. If all
+        ranks have joined they come from the last one to join. */
 
-#define CDDP__BLOCK ((size_t)2048) /* elements of a block of step() */
-#define CDDP__OWN_BYTES ((size_t)1 << 20) /* that several hosts reduce in place, at least */
-#define CDDP__NODES_PIECE ((size_t)512 << 10) /* elements whose nodes ranks exchange at once, */
-#ifndef CDDP__SHARD_PIECE /* tests have less */
-#define CDDP__SHARD_PIECE ((size_t)8 << 20) /* and on GPUs */
+#define CDDP__BLOCK ((size_t)2048) /* elements of a block of a step */
+#define CDDP__OWN_BYTES ((size_t)1 << 20) /* minimum that several hosts reduce in place */
+#define CDDP__NODES_PIECE ((size_t)512 << 10) /* elements whose nodes are exchanged in one call, */
+#ifndef CDDP__SHARD_PIECE /* smaller in tests */
+#define CDDP__SHARD_PIECE ((size_t)8 << 20) /* the same on GPUs */
 #endif
 
-/* The payload of a step in which the ranks of a cddp_ddp meet. */
+/* Payload of the round in which the ranks of a cddp_ddp meet during a step. */
 typedef struct cddp__step_header {
   uint64_t missing;  /* parameters that are not ready on this rank */
-  uint64_t settings; /* of the cddp_optim without its lr; 0: there is none */
+  uint64_t settings; /* of the cddp_optim without its lr; 0: none */
   double lr;
   uint32_t joined;   /* CDDP__JOINED*; 0: the rank has data */
 } cddp__step_header;
 enum { CDDP__JOINED = 1, CDDP__JOINED_NOW };
 
-/* A list of parameters whose gradients are reduced together. */
+/* Parameters whose gradients are reduced together. */
 struct cddp__bucket_state {
   int remaining; /* parameters not yet ready; guarded by lock */
-  int *sorted;   /* its parameters by offset; owned by plan_order */
+  int *sorted;   /* its parameters by offset; memory of plan_order */
   int count;
   bool launched;  /* guarded by lock */
   cddp_work work; /* its reduction in the engine */
   cddp_ddp *ddp;
 };
 
-/* What the engine asks of one kind of memory: on a host, or on a device. stream: NULL on a host.
-   NULL functions: there is nothing to do. */
+/* Functions for one kind of memory, host or device. stream: NULL on a host. A NULL function has
+   nothing to do. */
 struct cddp__ddp_memory {
-  cddp_result (*use)(const cddp_group *g); /* makes its device this thread's */
+  cddp_result (*use)(const cddp_group *g); /* selects its device for this thread */
   cddp_result (*copy)(void *to, const void *from, size_t bytes, void *stream);
   cddp_result (*zero)(void *p, size_t bytes, void *stream);
-  cddp_result (*alloc)(cddp_ddp *d); /* the arena, zeroed, and what else it needs */
-  void (*free)(cddp_ddp *d);         /* all but what host memory there is */
-  cddp_result (*scratch)(cddp_ddp *d, size_t bytes, void **out); /* for a bucket, side by side */
+  cddp_result (*alloc)(cddp_ddp *d); /* the arena, zeroed, and other memory that it needs */
+  void (*free)(cddp_ddp *d);         /* all except host memory */
+  cddp_result (*scratch)(cddp_ddp *d, size_t bytes, void **out); /* one contiguous bucket */
   /* *met: the hosts need not meet before this wait or step. */
   cddp_result (*meet)(cddp_ddp *d, int kind, uint64_t check, bool *met);
   cddp_result (*begin_bucket)(cddp_ddp *d, cddp__bucket_state *b); /* lock held */
   cddp_result (*reduce_bucket)(cddp_ddp *d, cddp__bucket_state *b);
-  /* n elements of a sum of nodes, as cddp_kernels.sum makes it. */
+  /* Sums n elements of nodes, like cddp_kernels.sum. */
   cddp_result (*sum)(void *out, cddp_dtype dtype, const void *const *nodes, const int *widths,
                      int count, int divisor, size_t n, void *stream);
-  cddp_result (*fence)(cddp_ddp *d); /* the caller's stream goes on behind all buckets */
-  cddp_result (*broadcast)(cddp_ddp *d, int n); /* the first n of d->calls as one; NULL: none is */
+  cddp_result (*fence)(cddp_ddp *d); /* the caller's stream waits for all buckets */
+  cddp_result (*broadcast)(cddp_ddp *d, int n); /* first n of d->calls together; NULL: unused */
   cddp_result (*scale)(void *p, size_t n, cddp_dtype dtype, double factor, void *stream);
   cddp_result (*clip)(cddp_ddp *d, double max_norm, double *norm);
-  cddp_result (*norm)(cddp_ddp *d, double *norm); /* as the last clip found it; NULL: d->norm */
-  /* Updates the weights, or (s NULL), for an optimizer of the caller's own, takes the mean of this
-     rank's part; averaged: gradients are means already; wrote: see cddp__host_step. Then, for such
-     an optimizer, each rank's part of the weights to all. */
+  cddp_result (*norm)(cddp_ddp *d, double *norm); /* of the last clip; NULL: d->norm */
+  /* Updates the weights. s NULL: takes the mean of this rank's part, for the caller's own
+     optimizer. averaged: gradients are means already. wrote: see cddp__host_step. */
   cddp_result (*step)(cddp_ddp *d, cddp_optim *s, bool averaged, bool wrote);
-  cddp_result (*publish)(cddp_ddp *d); /* NULL: cddp__share_arrays does it */
+  /* Sends each rank's part of the weights to all ranks, after a step of the caller's own optimizer.
+     NULL: cddp__share_arrays does it. */
+  cddp_result (*publish)(cddp_ddp *d);
 };
 enum { CDDP__OWNERS = -1, CDDP__ALL_OWNERS = -2 }; /* roots: see cddp__share_arrays */
 
-/* Keeps the first failure, which all later calls return. ready() may fail in several threads. */
+/* Records the first failure, which all later calls return. Several threads can fail at the same
+   time. */
 static cddp_result cddp__ddp_fail(cddp_ddp *d, cddp_result r) {
   pthread_mutex_lock(&d->lock);
   cddp__set_cause(&d->failure, r, cddp__error_text);
@@ -16938,21 +16961,22 @@ static cddp_result cddp__ddp_fail(cddp_ddp *d, cddp_result r) {
   return r;
 }
 
-/* Waits for the buckets that the engine has. With NCCL none are left to it. */
+/* Waits for the buckets that are in the engine. With NCCL there are none. */
 static void cddp__drain_buckets(const cddp_ddp *d) {
   if (d->comm != NULL && d->comm != d->group) cddp__engine_drain(d->comm);
 }
 
-/* Ends what peers wait for, now or in the background: this model is of no more use to any rank, or
-   (elastic) to this one. With NCCL that is the user's group. */
+/* Fails the model and breaks its groups, which wakes peers that wait now or in the background: no
+   rank (elastic: not this rank) can use the model any more. With NCCL that includes the caller's
+   group. */
 static cddp_result cddp__give_up(cddp_ddp *d, cddp_result r) {
   cddp_group *groups[3];
   int i;
   if (d->elastic != NULL) cddp__elastic_close(d);
   if (d->elastic != NULL && r != CDDP_INVALID_ARGUMENT && r != CDDP_MISMATCH && r != CDDP_TIMEOUT)
-    r = cddp__fail_in(r, "rank %d: ", d->group->rank); /* others' texts name it */
+    r = cddp__fail_in(r, "rank %d: ", d->group->rank); /* texts of other ranks name it */
   r = cddp__ddp_fail(d, r);
-  if (d->elastic != NULL) /* to the others it is lost */
+  if (d->elastic != NULL) /* the other ranks count this rank as lost */
     r = cddp__fail(CDDP_PEER_LOST, "rank %d has failed: %s", d->group->rank, d->failure.text);
   groups[0] = d->control;
   groups[1] = d->comm;
@@ -16965,8 +16989,8 @@ static cddp_result cddp__give_up(cddp_ddp *d, cddp_result r) {
 
 /* --- creation: comparing the model with rank 0's --- */
 
-/* Of the model as a whole. max_grad_norm is hashed as a number, since the decimal point of its text
-   is the locale's. Elastic models have no buckets. */
+/* Describes the model as a whole. max_grad_norm is hashed as a number, since the decimal point of
+   its text depends on the locale. Elastic models have no buckets. */
 static void cddp__describe_whole(const cddp_ddp *d, cddp__model_info *out) {
   const cddp_ddp_desc *s = &d->desc;
   const char *hook = s->comm_hook == NULL                      ? ""
@@ -16993,7 +17017,7 @@ static void cddp__describe_whole(const cddp_ddp *d, cddp__model_info *out) {
   cddp__append(out->text, sizeof out->text, ", max_grad_norm %.17g", s->max_grad_norm);
 }
 
-/* Of parameter i, or (-1) of the model as a whole. */
+/* Describes parameter i, or (-1) the model as a whole. */
 static void cddp__describe(const cddp_ddp *d, int i, cddp__model_info *out) {
   const cddp_param *p = i >= 0 ? &d->params[i] : NULL;
   const char *name = p != NULL && p->name != NULL ? p->name : "";
@@ -17011,7 +17035,7 @@ static void cddp__describe(const cddp_ddp *d, int i, cddp__model_info *out) {
   out->hash = cddp__hash64(out->hash, out->text, strlen(out->text));
 }
 
-/* What all ranks of the model must have alike. */
+/* The description that must be the same on all ranks of the model. */
 static cddp__model_info cddp__model_of(const cddp_ddp *d) {
   cddp__model_info model, info;
   int i;
@@ -17023,7 +17047,7 @@ static cddp__model_info cddp__model_of(const cddp_ddp *d) {
   return model;
 }
 
-/* What of the model this rank has otherwise than the job. */
+/* Fails if this rank's model differs from that of the job. */
 static cddp_result cddp__join_compare(const cddp_ddp *d, const cddp__model_info *job) {
   cddp__model_info model = cddp__model_of(d);
   if (model.hash != job->hash)
@@ -17036,18 +17060,18 @@ static cddp_result cddp__join_compare(const cddp_ddp *d, const cddp__model_info 
                     d->group->rank);
 }
 
-/* Elements of parameter i's gradient that buckets reduce. */
+/* Number of elements of parameter i's gradient that buckets reduce. */
 static size_t cddp__dense_count(const cddp_ddp *d, int i) {
   return cddp__sparse_of(d, i) == NULL ? d->params[i].count : 0;
 }
 
-/* All ranks learn of the first rank whose model differs from rank 0's. */
+/* Collective: every rank's error names the first rank with a model other than rank 0's. */
 static cddp_result cddp__agree_on_params(cddp_ddp *d) {
   cddp_group *g = d->control;
   uint64_t count = (uint64_t)d->count;
   cddp__model_info mine, *theirs; /* [1 + parameters] rank 0's */
   cddp_result r = cddp__round(g, CDDP__SCOPE_ALL, CDDP__KIND_DDP_CREATE, CDDP__PHASE_CALL,
-                              d->meets, &count, sizeof count); /* all meet in each step, or none */
+                              d->meets, &count, sizeof count); /* meets: the same on all ranks */
   int i;
   if (r != CDDP_OK) return r;
   memcpy(&count, cddp__op_header_of(g, 0, g->round)->u.bytes, sizeof count);
@@ -17073,8 +17097,8 @@ static cddp_result cddp__agree_on_params(cddp_ddp *d) {
 
 /* --- the arena --- */
 
-/* The arena is dealt out in equal parts to the ranks of the host, on GPUs to all ranks; each rank
-   steps its part. No piece (see cddp__pieces) is cut. */
+/* The arena is divided into equal parts, one for each rank of the host, on GPUs for each rank of
+   the group. Each rank updates its part. No piece (cddp__pieces) is in two parts. */
 static int cddp__part_count(const cddp_ddp *d) {
   return d->group->backend != NULL ? d->group->size : d->group->local_size;
 }
@@ -17083,15 +17107,15 @@ static void cddp__part_of(const cddp_ddp *d, int rank, size_t *begin, size_t *en
   cddp__slice(d->dense, CDDP__BLOCK_BYTES, cddp__part_count(d), rank, begin, end);
 }
 
-/* Into how many pieces a stretch of the arena is cut at multiples of CDDP__BLOCK_BYTES. Squares are
-   added up piece by piece, so that a norm depends on the model alone, not on the ranks' parts. */
+/* Number of pieces in a range of the arena, cut at multiples of CDDP__BLOCK_BYTES. Squares are
+   summed by piece, so that a norm depends on the model alone and not on the parts. */
 static size_t cddp__pieces(size_t begin, size_t end) {
   if (begin >= end) return 0;
   return (end - 1) / CDDP__BLOCK_BYTES - begin / CDDP__BLOCK_BYTES + 1;
 }
 
-/* Where parameter i's share of one of equal parts begins and ends, in bytes of the arena; false if
-   there is none. */
+/* The bytes of the arena that belong to parameter i and to one of `parts` equal parts; false if
+   there are none. */
 static bool cddp__part_slice(const cddp_ddp *d, int i, int parts, int part, size_t *begin,
                              size_t *end) {
   const cddp__tensor *t = &d->tensors[i];
@@ -17101,30 +17125,30 @@ static bool cddp__part_slice(const cddp_ddp *d, int i, int parts, int part, size
   return *begin < *end;
 }
 
-/* The same of a rank's part. rank: its number among the group's ranks on this host, here and
-   below. */
+/* The same for a rank's part. rank: its index among the group's ranks on this host, here and below.
+   */
 static bool cddp__tensor_slice(const cddp_ddp *d, int i, int rank, size_t *begin, size_t *end) {
   return cddp__part_slice(d, i, cddp__part_count(d), rank, begin, end);
 }
 
-/* Whether ranks that do not see each other's memory add up shards: cddp__gather_nodes. */
+/* Whether ranks that cannot read each other's memory sum shards: cddp__gather_nodes. */
 static bool cddp__gathers(const cddp_ddp *d) {
   return d->spread && (d->group->carrier->average != NULL || d->group->backend != NULL);
 }
 
-/* Bytes behind the gradients of a dtype that cddp__gather_nodes may write; behind those in slots,
-   which may be twice as wide, it reads twice as many. */
+/* Bytes behind the gradients of a dtype that cddp__gather_nodes can write. In slots, where elements
+   can be twice as wide, it reads twice that many. */
 static size_t cddp__gather_slack(const cddp_ddp *d) {
   return CDDP__CACHE_LINE * (size_t)(d->desc.elastic ? d->shards : d->group->size);
 }
 
-/* Places every parameter in the model and the arena: dtype by dtype, last parameters first. Places
-   in the model depend on the model alone: norms do on these (cddp__pieces). */
+/* Sets every parameter's offsets in the model and in the arena: dtype by dtype, last parameter
+   first. Offsets in the model depend on the model alone, since norms do (cddp__pieces). */
 static void cddp__lay_out(cddp_ddp *d) {
   size_t slack = cddp__gathers(d) ? cddp__gather_slack(d) : 0;
   int dtype, i, placed = 0;
   for (dtype = 0; dtype < CDDP__TRAINED; dtype++) {
-    if (dtype == CDDP_F16) d->halves = d->dense; /* these and bf16 are the last */
+    if (dtype == CDDP_F16) d->halves = d->dense; /* f16 and bf16 come last */
     for (i = d->count - 1; i >= 0; i--) {
       cddp__tensor *t = &d->tensors[i];
       if ((int)d->params[i].dtype != dtype) continue;
@@ -17150,7 +17174,7 @@ static void cddp__lay_out(cddp_ddp *d) {
     t->used = true;
     d->used[i] = 1;
   }
-  for (i = 0; i < d->count && d->group->backend != NULL; i++) { /* behind what is reduced */
+  for (i = 0; i < d->count && d->group->backend != NULL; i++) { /* behind the dense gradients */
     d->tensors[i].dense = d->bytes;
     if (cddp__sparse_of(d, i) != NULL)
       d->bytes += cddp__round_up(d->sparse[i]->rows * d->sparse[i]->bytes, CDDP__CACHE_LINE);
@@ -17171,8 +17195,8 @@ static void cddp__lay_out(cddp_ddp *d) {
                                                     ? cddp__page_size() : CDDP__HUGE_PAGE);
 }
 
-/* A round of that kind, in which every rank tells where its p lies; out[i] is the address here of
-   the p of this host's i-th rank. */
+/* Collective: a round of this kind in which every rank sends the reference of its p. out[i]
+   receives the local address of the p of this host's i-th rank. */
 static cddp_result cddp__exchange_refs(cddp_group *g, int kind, const void *p, size_t bytes,
                                        char **out) {
   void *at = NULL;
@@ -17195,13 +17219,12 @@ static cddp_result cddp__exchange_refs(cddp_group *g, int kind, const void *p, s
   return CDDP_OK;
 }
 
-/* Where a rank of this host has what belongs to offset `at` of the model, in the gradient of
-   parameter i. */
+/* The gradient element at offset `at` of the model, of parameter i, of a rank of this host. */
 static char *cddp__gradient_at(const cddp_ddp *d, int rank, int i, size_t at) {
   return d->gradients[(size_t)rank * (size_t)d->count + (size_t)i] + (at - d->tensors[i].offset);
 }
 
-/* A rank's arena is mapped here. */
+/* Sets the gradient addresses of a rank whose arena is mapped at `arena`. */
 static void cddp__see_arena(cddp_ddp *d, int rank, char *arena) {
   int i;
   for (i = 0; i < d->count; i++)
@@ -17209,16 +17232,16 @@ static void cddp__see_arena(cddp_ddp *d, int rank, char *arena) {
       d->gradients[(size_t)rank * (size_t)d->count + (size_t)i] = arena + d->tensors[i].place;
 }
 
-/* With all that alloc has put behind it: its slots, the squares of its part. */
+/* The same with the memory behind the arena: slots, and squares of the rank's part. */
 static void cddp__see_whole(cddp_ddp *d, int rank, char *arena) {
   cddp__see_arena(d, rank, arena);
   d->slot_areas[rank] = arena + d->bytes;
   d->squares[rank] = (double *)(void *)(d->slot_areas[rank] + (size_t)d->slots * d->slot_room);
 }
 
-/* How other ranks find parameter i's weights or gradient; kind NONE if they cannot, or a gradient
-   is to be copied: a hook gets its bucket in one piece, the memory of an elastic rank must outlive
-   it, and between hosts an exchange for each must be worth its while. */
+/* The reference by which other ranks map parameter i's weights or gradient. Kind NONE if they
+   cannot, or if the gradient is copied: a hook needs a contiguous bucket, an elastic rank's memory
+   must outlive it, and a small gradient is not worth an exchange between hosts. */
 static cddp__ref cddp__param_ref(const cddp_ddp *d, int i, bool gradient) {
   const cddp_group *g = d->group;
   void *p = gradient ? d->params[i].grad : d->params[i].data;
@@ -17236,8 +17259,8 @@ static cddp__ref cddp__param_ref(const cddp_ddp *d, int i, bool gradient) {
   return ref;
 }
 
-/* Collective: finds the weights, and the caller's gradients, that all ranks of all hosts have in
-   shared memory, and where those of this host's ranks are. */
+/* Collective: finds the weights and the caller's gradients that all ranks of all hosts have in
+   shared memory, and the addresses of those on this host. */
 static cddp_result cddp__map_params(cddp_ddp *d) {
   cddp_group *g = d->control;
   size_t n = 2 * (size_t)d->count, j;
@@ -17268,14 +17291,14 @@ static cddp_result cddp__map_params(cddp_ddp *d) {
   return r;
 }
 
-/* Gradients that lie side by side. */
+/* Adjacent gradients. */
 typedef struct cddp__range {
-  int first;         /* parameter, that which the range begins with */
-  size_t begin, end; /* of the model, bytes; in a bucket end - begin leaves out what is between */
+  int first;         /* the parameter at `begin` */
+  size_t begin, end; /* bytes of the model; in a bucket end - begin excludes gaps */
 } cddp__range;
 
-/* The next stretch of used parameters of a dtype from sorted[*i] on, which lie side by side on all
-   ranks and, where shards are added up, in slots; false at the end. */
+/* The next range of used parameters of a dtype, from sorted[*i] on, that are adjacent on all ranks
+   and (if shards are summed) in slots. Returns false at the end. */
 static bool cddp__next_range(const cddp_ddp *d, const int *sorted, int count, int *i,
                              cddp__range *range) {
   const cddp__tensor *t, *next;
@@ -17299,7 +17322,7 @@ static bool cddp__next_range(const cddp_ddp *d, const int *sorted, int count, in
 
 /* --- more shards than ranks: sums of several shards in slots --- */
 
-/* All gradients of a dtype; false if there are none. */
+/* The range of all gradients of a dtype; false if there are none. */
 static bool cddp__range_of(const cddp_ddp *d, int dtype, cddp__range *range) {
   int i;
   range->begin = d->dense;
@@ -17314,28 +17337,28 @@ static bool cddp__range_of(const cddp_ddp *d, int dtype, cddp__range *range) {
   return range->begin < range->end;
 }
 
-/* Bytes of a stretch of the arena in memory that has f32 for f16 and bf16. */
+/* Size of a range of the arena in memory that has f32 for f16 and bf16. */
 static size_t cddp__wide_bytes(const cddp_ddp *d, size_t begin, size_t end) {
   size_t halves = cddp__max(begin, d->halves);
   return end - begin + (end > halves ? end - halves : 0);
 }
 
-/* Where a rank of this host has, in a slot, what belongs to offset `at` of the model. */
+/* The address, in a slot of a rank of this host, of offset `at` of the model. */
 static char *cddp__in_slot(const cddp_ddp *d, int rank, int slot, size_t at) {
   return d->slot_areas[rank] + (size_t)slot * d->slot_room + cddp__wide_bytes(d, 0, at);
 }
 
-/* As above; slot -1: in its gradients, of which this is parameter i's. */
+/* The same; slot -1: in the rank's gradient of parameter i. */
 static char *cddp__in_node(const cddp_ddp *d, int rank, int slot, int i, size_t at) {
   return slot < 0 ? cddp__gradient_at(d, rank, i, at) : cddp__in_slot(d, rank, slot, at);
 }
 
-/* The mean over all shards, of n elements of parameter `param` from offset `at` of the model on.
-   sources: [shards]. */
+/* Writes the mean over all shards of n elements of parameter `param`, from offset `at` of the
+   model. sources: [shards]. */
 static void cddp__reduce_shards(const cddp_ddp *d, void *out, const void **sources, int param,
                                 size_t at, size_t n) {
   cddp_dtype dtype = d->params[param].dtype;
-  bool leaves = true; /* all nodes are shards in gradients */
+  bool leaves = true; /* all nodes are single shards in gradients */
   int i;
   for (i = 0; i < d->node_count; i++) {
     sources[i] = cddp__in_node(d, d->nodes[i].rank, d->nodes[i].slot, param, at);
@@ -17346,8 +17369,8 @@ static void cddp__reduce_shards(const cddp_ddp *d, void *out, const void **sourc
     cddp__reduce_nodes(out, sources, d->widths, d->node_count, d->shards, n, dtype, CDDP_AVG);
 }
 
-/* Adds up, in the slot `out`, nodes of this rank that together are one. widths: as
-   cddp__reduce_nodes takes them. clear: gradients become zero. */
+/* Sums nodes of this rank, which together form one node, into the slot `out`. widths: for
+   cddp__reduce_nodes. clear: zeroes the gradients. */
 static cddp_result cddp__merge_nodes(cddp_ddp *d, int out, const int *slots, const int *widths,
                                      int count, bool clear) {
   size_t block = d->group->backend != NULL ? SIZE_MAX : CDDP__BLOCK, at, n;
@@ -17371,7 +17394,7 @@ static cddp_result cddp__merge_nodes(cddp_ddp *d, int out, const int *slots, con
   return r;
 }
 
-/* Gradients of the caller's that have been copied become zero for the next shard. */
+/* Zeroes the caller's gradients that have been copied, for the next shard. */
 static cddp_result cddp__clear_own(cddp_ddp *d) {
   cddp_result r = CDDP_OK;
   int i;
