@@ -2151,15 +2151,15 @@ enum cddp__storage {
 typedef struct cddp__tensor {
   enum cddp__storage storage;
   size_t offset, bytes;
-  size_t place;      /* offset in the arena; equals `offset` if no gradient is in place */
-  size_t room;       /* bytes, in the arena rounded up to a cache line; the padding stays zero */
-  size_t begin, end; /* this rank updates these bytes of the model; end <= begin: none */
-  size_t piece;      /* index of its first element in d->squares */
-  size_t dense;      /* sparse, on a device: offset in the arena of the mean as a dense gradient */
-  bool ready;        /* cddp_ddp_ready was called in this step; lock */
-  bool noted;        /* cddp_ddp_ready was called under no_sync since the last step; lock */
-  bool used;         /* by a rank, in the step that is being reduced */
-  bool shared;       /* the weights of all ranks are in shared memory */
+  size_t arena_offset; /* offset in the arena; equals `offset` if no gradient is in place */
+  size_t padded_bytes; /* bytes, in the arena rounded up to a cache line; the padding stays zero */
+  size_t begin, end;   /* this rank updates these bytes of the model; end <= begin: none */
+  size_t first_piece;  /* index of its first element in d->squares */
+  size_t dense; /* sparse, on a device: offset in the arena of the mean as a dense gradient */
+  bool ready;   /* cddp_ddp_ready was called in this step; lock */
+  bool noted;   /* cddp_ddp_ready was called under no_sync since the last step; lock */
+  bool used;    /* by a rank, in the step that is being reduced */
+  bool shared;  /* the weights of all ranks are in shared memory */
   float restored_steps; /* in a rank that joined: steps of the parameter in the snapshot */
   int bucket;
 } cddp__tensor;
@@ -2248,8 +2248,8 @@ struct cddp_ddp { /* followed by its arrays, see cddp__ddp_arrays */
   size_t dense;          /* bytes of the dense model, which is divided into parts */
   size_t model_bytes;    /* bytes of the model; elastic: with sparse gradients, as dense ones */
   size_t pieces;         /* number of pieces of the model; each has a sum of squares */
-  size_t state_room;     /* bytes from one optimizer state of the model to the next */
-  size_t whole;          /* bytes of the arena with slots and squares, which follow it */
+  size_t state_stride;     /* bytes from one optimizer state of the model to the next */
+  size_t arena_bytes;    /* bytes of the arena with slots and squares, which follow it */
   char **gradients;      /* [ranks][count] gradients of every rank, mapped here */
   char **slot_areas;     /* [ranks] slots of every rank, mapped here */
   double **squares;      /* [ranks] sums of squares of every rank's pieces, mapped here */
@@ -2276,7 +2276,7 @@ struct cddp_ddp { /* followed by its arrays, see cddp__ddp_arrays */
   struct cddp__sparse **sparse; /* [count] NULL: dense; NULL array: all are dense */
   struct cddp__row_list *lists; /* [shards] scratch: the row lists to be merged */
   char *rows;                   /* shared: this rank's packet of rows of completed shards */
-  size_t rows_bytes, rows_room; /* of the packet: bytes in use; allocated bytes */
+  size_t rows_bytes, rows_capacity; /* of the packet: bytes in use; allocated bytes */
   int *active; /* [active_count] ranks with inputs (not in cddp_ddp_join), as of the last
                   meeting; elastic: the members of this step */
   int active_count;
@@ -2296,7 +2296,7 @@ struct cddp_ddp { /* followed by its arrays, see cddp__ddp_arrays */
   cddp__shard_node *own_nodes; /* [own_node_count] this rank's sums of ended shards, ascending */
   int own_node_count;
   size_t halves;             /* offset of f16 and bf16 in the model; a slot has these as f32 */
-  size_t slot_room;          /* bytes from one slot to the next */
+  size_t slot_stride;          /* bytes from one slot to the next */
   int slots;                 /* of each rank; elastic: slots that this rank has used so far */
   cddp__shard_node *nodes;   /* [node_count] nodes of all ranks, ascending */
   int *widths;               /* [node_count] for cddp__reduce_nodes */
@@ -16969,7 +16969,7 @@ static void cddp__drain_buckets(const cddp_ddp *d) {
 /* Fails the model and breaks its groups, which wakes peers that wait now or in the background: no
    rank (elastic: not this rank) can use the model any more. With NCCL that includes the caller's
    group. */
-static cddp_result cddp__give_up(cddp_ddp *d, cddp_result r) {
+static cddp_result cddp__fail_model(cddp_ddp *d, cddp_result r) {
   cddp_group *groups[3];
   int i;
   if (d->elastic != NULL) cddp__elastic_close(d);
@@ -17153,23 +17153,23 @@ static void cddp__lay_out(cddp_ddp *d) {
       cddp__tensor *t = &d->tensors[i];
       if ((int)d->params[i].dtype != dtype) continue;
       t->offset = d->dense;
-      t->place = d->bytes;
+      t->arena_offset = d->bytes;
       t->bytes = cddp__dense_count(d, i) * cddp__dtype_size(d->params[i].dtype);
-      t->room = cddp__round_up(t->bytes, CDDP__CACHE_LINE);
-      d->dense += t->room;
-      if (t->storage == CDDP__STORAGE_IN_PLACE) t->room = t->bytes;
+      t->padded_bytes = cddp__round_up(t->bytes, CDDP__CACHE_LINE);
+      d->dense += t->padded_bytes;
+      if (t->storage == CDDP__STORAGE_IN_PLACE) t->padded_bytes = t->bytes;
       else t->storage = d->params[i].grad == NULL ? CDDP__STORAGE_PLACED : CDDP__STORAGE_COPIED;
-      if (t->storage != CDDP__STORAGE_IN_PLACE) d->bytes += t->room;
+      if (t->storage != CDDP__STORAGE_IN_PLACE) d->bytes += t->padded_bytes;
       if (cddp__sparse_of(d, i) == NULL) d->order[placed++] = i;
     }
   }
   d->bytes += slack;
-  d->slot_room = 2 * d->dense - d->halves;
+  d->slot_stride = 2 * d->dense - d->halves;
   for (i = 0; i < d->count; i++) {
     cddp__tensor *t = &d->tensors[i];
     cddp__tensor_slice(d, i, d->group->backend != NULL ? d->group->rank : d->group->local_rank,
                        &t->begin, &t->end);
-    t->piece = d->pieces;
+    t->first_piece = d->pieces;
     d->pieces += cddp__pieces(t->offset, t->offset + t->bytes);
     t->used = true;
     d->used[i] = 1;
@@ -17179,7 +17179,8 @@ static void cddp__lay_out(cddp_ddp *d) {
     if (cddp__sparse_of(d, i) != NULL)
       d->bytes += cddp__round_up(d->sparse[i]->rows * d->sparse[i]->bytes, CDDP__CACHE_LINE);
   }
-  d->whole = d->bytes + (size_t)d->slots * d->slot_room + d->pieces * sizeof(double) + 2 * slack;
+  d->arena_bytes =
+      d->bytes + (size_t)d->slots * d->slot_stride + d->pieces * sizeof(double) + 2 * slack;
   d->model_bytes = d->dense;
   for (i = 0; i < d->count; i++) {
     cddp__tensor *t = &d->tensors[i];
@@ -17190,8 +17191,8 @@ static void cddp__lay_out(cddp_ddp *d) {
     t->bytes = d->params[i].count * cddp__dtype_size(d->params[i].dtype);
     d->model_bytes += cddp__round_up(t->bytes, CDDP__CACHE_LINE);
   }
-  d->state_room = 2 * d->model_bytes - cddp__min(d->halves, d->model_bytes);
-  d->state_room = cddp__round_up(d->state_room, d->state_room < CDDP__HUGE_PAGE
+  d->state_stride = 2 * d->model_bytes - cddp__min(d->halves, d->model_bytes);
+  d->state_stride = cddp__round_up(d->state_stride, d->state_stride < CDDP__HUGE_PAGE
                                                     ? cddp__page_size() : CDDP__HUGE_PAGE);
 }
 
@@ -17229,14 +17230,15 @@ static void cddp__see_arena(cddp_ddp *d, int rank, char *arena) {
   int i;
   for (i = 0; i < d->count; i++)
     if (d->tensors[i].storage != CDDP__STORAGE_IN_PLACE)
-      d->gradients[(size_t)rank * (size_t)d->count + (size_t)i] = arena + d->tensors[i].place;
+      d->gradients[(size_t)rank * (size_t)d->count + (size_t)i] =
+          arena + d->tensors[i].arena_offset;
 }
 
 /* The same with the memory behind the arena: slots, and squares of the rank's part. */
 static void cddp__see_whole(cddp_ddp *d, int rank, char *arena) {
   cddp__see_arena(d, rank, arena);
   d->slot_areas[rank] = arena + d->bytes;
-  d->squares[rank] = (double *)(void *)(d->slot_areas[rank] + (size_t)d->slots * d->slot_room);
+  d->squares[rank] = (double *)(void *)(d->slot_areas[rank] + (size_t)d->slots * d->slot_stride);
 }
 
 /* The reference by which other ranks map parameter i's weights or gradient. Kind NONE if they
@@ -17307,15 +17309,16 @@ static bool cddp__next_range(const cddp_ddp *d, const int *sorted, int count, in
   range->first = sorted[(*i)++];
   t = &d->tensors[range->first];
   range->begin = t->offset;
-  range->end = t->offset + t->room;
+  range->end = t->offset + t->padded_bytes;
   for (; *i < count; t = next, ++*i) {
     next = &d->tensors[sorted[*i]];
     if (!next->used || t->storage == CDDP__STORAGE_IN_PLACE ||
-        next->storage == CDDP__STORAGE_IN_PLACE || next->place != t->place + t->room ||
-        (d->spread && next->offset != t->offset + t->room) ||
+        next->storage == CDDP__STORAGE_IN_PLACE ||
+        next->arena_offset != t->arena_offset + t->padded_bytes ||
+        (d->spread && next->offset != t->offset + t->padded_bytes) ||
         d->params[sorted[*i]].dtype != d->params[range->first].dtype)
       break;
-    range->end += next->room;
+    range->end += next->padded_bytes;
   }
   return true;
 }
@@ -17329,9 +17332,9 @@ static bool cddp__range_of(const cddp_ddp *d, int dtype, cddp__range *range) {
   range->end = 0;
   for (i = 0; i < d->count; i++) {
     const cddp__tensor *t = &d->tensors[i];
-    if ((int)d->params[i].dtype != dtype || t->room == 0) continue;
+    if ((int)d->params[i].dtype != dtype || t->padded_bytes == 0) continue;
     range->begin = cddp__min(range->begin, t->offset);
-    range->end = cddp__max(range->end, t->offset + t->room);
+    range->end = cddp__max(range->end, t->offset + t->padded_bytes);
   }
   range->end = cddp__round_up(range->end, CDDP__CACHE_LINE);
   return range->begin < range->end;
@@ -17345,7 +17348,7 @@ static size_t cddp__wide_bytes(const cddp_ddp *d, size_t begin, size_t end) {
 
 /* The address, in a slot of a rank of this host, of offset `at` of the model. */
 static char *cddp__in_slot(const cddp_ddp *d, int rank, int slot, size_t at) {
-  return d->slot_areas[rank] + (size_t)slot * d->slot_room + cddp__wide_bytes(d, 0, at);
+  return d->slot_areas[rank] + (size_t)slot * d->slot_stride + cddp__wide_bytes(d, 0, at);
 }
 
 /* The same; slot -1: in the rank's gradient of parameter i. */
@@ -17465,14 +17468,14 @@ static cddp_result cddp__keep_rows(cddp_ddp *d, int shard) {
   cddp__host *h = d->group->host;
   size_t bytes = d->rows_bytes + cddp__pack_rows(d, shard, NULL);
   char *more = d->rows;
-  if (bytes > d->rows_room) {
-    bytes = cddp__max(bytes, 2 * d->rows_room);
+  if (bytes > d->rows_capacity) {
+    bytes = cddp__max(bytes, 2 * d->rows_capacity);
     if ((more = (char *)cddp__arena_alloc(h, bytes, CDDP__EXTENT_MESSAGE)) == NULL)
       return CDDP_OUT_OF_MEMORY;
     if (d->rows_bytes > 0) memcpy(more, d->rows, d->rows_bytes);
     cddp__arena_free(h, d->rows);
     d->rows = more;
-    d->rows_room = bytes;
+    d->rows_capacity = bytes;
   }
   d->rows_bytes += cddp__pack_rows(d, shard, d->rows + d->rows_bytes);
   CDDP__POINT("elastic rows");
@@ -17790,10 +17793,11 @@ static cddp_result cddp__host_zero(void *p, size_t bytes, void *stream) {
 }
 
 static cddp_result cddp__host_alloc(cddp_ddp *d) {
-  d->arena = (char *)cddp__arena_alloc(d->group->host, d->whole,
+  d->arena = (char *)cddp__arena_alloc(d->group->host, d->arena_bytes,
                                        d->desc.elastic ? CDDP__EXTENT_MESSAGE : CDDP__EXTENT_USER);
-  return d->arena != NULL ? CDDP_OK
-                          : cddp__fail_in(CDDP_OUT_OF_MEMORY, "%zu bytes of gradients: ", d->whole);
+  return d->arena != NULL
+             ? CDDP_OK
+             : cddp__fail_in(CDDP_OUT_OF_MEMORY, "%zu bytes of gradients: ", d->arena_bytes);
 }
 
 static cddp_result cddp__host_scratch(cddp_ddp *d, size_t bytes, void **out) {
@@ -17827,7 +17831,7 @@ static cddp_result cddp__host_scale(void *p, size_t n, cddp_dtype dtype, double 
    lie at `grad`; of each piece to where this rank has its sums. */
 static void cddp__add_squares(cddp_ddp *d, int i, const char *grad, size_t begin, size_t end) {
   const cddp__tensor *t = &d->tensors[i];
-  double *sums = d->squares[d->me] + t->piece;
+  double *sums = d->squares[d->me] + t->first_piece;
   size_t at, n;
   for (at = begin; at < end; at += n) {
     n = cddp__min(CDDP__BLOCK_BYTES - at % CDDP__BLOCK_BYTES, end - at);
@@ -17854,7 +17858,7 @@ static double cddp__clip_factor(cddp_ddp *d, double max_norm, double *const *sum
       begin = cddp__max(begin, t->offset);
       end = cddp__min(end, t->offset + t->bytes);
       if (begin >= end) continue;
-      k = t->piece + begin / CDDP__BLOCK_BYTES - t->offset / CDDP__BLOCK_BYTES;
+      k = t->first_piece + begin / CDDP__BLOCK_BYTES - t->offset / CDDP__BLOCK_BYTES;
       for (n = cddp__pieces(begin, end); n > 0; n--) sum += sums[p][k++];
     }
   }
@@ -17912,7 +17916,7 @@ static char *cddp__state_at(const cddp_ddp *d, const cddp_optim *o, char *states
                             size_t n) {
   size_t at = d->tensors[i].offset;
   if (o->desc.master_weights) at = cddp__wide_bytes(d, 0, at);
-  return states + (size_t)k * d->state_room + at + n * cddp__dtype_size(cddp__state_type(o, i));
+  return states + (size_t)k * d->state_stride + at + n * cddp__dtype_size(cddp__state_type(o, i));
 }
 
 /* Copies states of [begin, end) of the arena between what all ranks have and what o has alone. */
@@ -17994,16 +17998,16 @@ static cddp_result cddp__common_memory(cddp_ddp *d, size_t bytes, enum cddp__ext
 static cddp_result cddp__share_create(cddp_ddp *d, cddp_optim *o) {
   size_t begin, end, from, to;
   char *states;
-  cddp_result r = cddp__common_memory(d, (size_t)o->states * d->state_room, CDDP__EXTENT_STATES,
+  cddp_result r = cddp__common_memory(d, (size_t)o->states * d->state_stride, CDDP__EXTENT_STATES,
                                       &states);
   int k;
   if (r != CDDP_OK) return r;
   cddp__part_of(d, d->group->local_rank, &begin, &end);
   from = (o->desc.master_weights ? cddp__wide_bytes(d, 0, begin) : begin) / CDDP__HUGE_PAGE;
   to = (o->desc.master_weights ? cddp__wide_bytes(d, 0, end) : end) / CDDP__HUGE_PAGE;
-  if (end == d->dense) to = d->state_room / CDDP__HUGE_PAGE;
+  if (end == d->dense) to = d->state_stride / CDDP__HUGE_PAGE;
   for (k = 0; k < o->states; k++)
-    cddp__populate(states + (size_t)k * d->state_room + from * CDDP__HUGE_PAGE,
+    cddp__populate(states + (size_t)k * d->state_stride + from * CDDP__HUGE_PAGE,
                    (to - from) * CDDP__HUGE_PAGE, d->group->host->fd >= 0);
   (void)cddp__copy_states(d, o, states, begin, end, true);
   cddp__share_states(d, o, states);
@@ -18204,7 +18208,7 @@ static void cddp__publish_block(const cddp_ddp *d, int i, const char *weights, s
     char *to = t->shared ? cddp__weights_of(d, rank, i) + (at - t->offset) : NULL;
     char *gradient = cddp__gradient_at(d, rank, i, at);
     if (to != NULL && to != weights) cddp__copy_near(to, weights, bytes);
-    if (t->room > 0 && gradient != apart) cddp__copy_near(gradient, NULL, bytes);
+    if (t->padded_bytes > 0 && gradient != apart) cddp__copy_near(gradient, NULL, bytes);
   }
   if (!t->shared) cddp__copy_near(apart, weights, bytes);
 }
@@ -18629,11 +18633,11 @@ static cddp_result cddp__gpu_alloc(cddp_ddp *d) {
   void *p = NULL;
   cddp_result r = cddp__check_on_device(d);
   if (r == CDDP_OK)
-    r = cddp__cuda_result(cudaMalloc(&p, d->whole + (k != NULL ? k->scratch_bytes : 1)),
+    r = cddp__cuda_result(cudaMalloc(&p, d->arena_bytes + (k != NULL ? k->scratch_bytes : 1)),
                           "cudaMalloc of gradients");
   if (r != CDDP_OK) return r;
   d->arena = (char *)p;
-  d->clip = (double *)(void *)(d->arena + d->whole);
+  d->clip = (double *)(void *)(d->arena + d->arena_bytes);
   if (d->hooks != NULL && d->hooks != d->group)
     d->hooks->stream = (void *)cddp__device_of(d->comm)->side;
   return cddp__device_zero(p, d->bytes, d->group->stream);
@@ -18741,7 +18745,8 @@ static cddp_result cddp__launch(cddp_ddp *d) {
 static cddp_result cddp__fetch_gradient(cddp_ddp *d, int i) {
   const cddp__tensor *t = &d->tensors[i];
   if (t->storage != CDDP__STORAGE_COPIED) return CDDP_OK;
-  return (d->memory->copy)(d->arena + t->place, d->params[i].grad, t->bytes, d->group->stream);
+  return (d->memory->copy)(d->arena + t->arena_offset, d->params[i].grad, t->bytes,
+                           d->group->stream);
 }
 
 /* Marked twice, it fails the model: a caller that ignores this would train on wrong sums. */
@@ -18774,7 +18779,7 @@ CDDPDEF cddp_result cddp_ddp_ready(cddp_ddp *d, int param) {
                "cddp_ddp_ready: parameter \"%s\" was marked ready twice in one step on rank %d; "
                "call it once, when its gradient is complete",
                cddp__param_name(&d->params[param], param).s, d->group->rank);
-    return cddp__give_up(d, CDDP_INVALID_ARGUMENT);
+    return cddp__fail_model(d, CDDP_INVALID_ARGUMENT);
   }
   g = d->comm != NULL ? d->comm : d->group; /* a rank that has joined has none */
   cddp__record_finish(g, cddp__record_new(g, "ready", (uint64_t)param, -1, -1, -1), CDDP_OK);
@@ -18786,7 +18791,7 @@ CDDPDEF cddp_result cddp_ddp_ready(cddp_ddp *d, int param) {
   d->buckets[t->bucket].remaining--;
   if (d->early) r = cddp__launch(d);
   pthread_mutex_unlock(&d->lock);
-  return r == CDDP_OK ? r : cddp__give_up(d, r); /* the bucket counts as started */
+  return r == CDDP_OK ? r : cddp__fail_model(d, r); /* the bucket counts as started */
 }
 
 /* --- agreeing on what is ready --- */
@@ -18937,7 +18942,7 @@ static cddp_result cddp__settle_unused(cddp_ddp *d) {
     if (mine[i] || !t->used) { /* accumulated under no_sync, or to be left as it is */
       r = cddp__fetch_gradient(d, (int)i);
     } else {
-      r = (d->memory->zero)(cddp__gradient_at(d, d->me, (int)i, t->offset), t->room,
+      r = (d->memory->zero)(cddp__gradient_at(d, d->me, (int)i, t->offset), t->padded_bytes,
                           d->group->stream);
       if (cddp__sparse_of(d, (int)i) != NULL) d->sparse[i]->added.n = 0;
     }
@@ -19149,8 +19154,8 @@ static cddp_result cddp__return_gradients(cddp_ddp *d) {
   int i;
   for (i = 0; r == CDDP_OK && i < d->count; i++)
     if (d->tensors[i].storage == CDDP__STORAGE_COPIED && d->used[i])
-      r = (d->memory->copy)(d->params[i].grad, d->arena + d->tensors[i].place, d->tensors[i].bytes,
-                          d->group->stream);
+      r = (d->memory->copy)(d->params[i].grad, d->arena + d->tensors[i].arena_offset,
+                            d->tensors[i].bytes, d->group->stream);
   return r;
 }
 
@@ -19190,7 +19195,7 @@ static cddp_result cddp__clear_gradients(cddp_ddp *d, cddp_optim *s, bool cleare
   for (i = 0; r == CDDP_OK && i < d->count; i++) {
     const cddp__tensor *t = &d->tensors[i];
     if (s != NULL && cddp__optim_skips(s, i))
-      r = (d->memory->zero)(cddp__gradient_at(d, d->me, i, t->offset), t->room, stream);
+      r = (d->memory->zero)(cddp__gradient_at(d, d->me, i, t->offset), t->padded_bytes, stream);
     else if (s != NULL)
       cddp__count_step(s, i);
     if (cddp__sparse_of(d, i) != NULL) d->sparse[i]->added.n = d->sparse[i]->mean.n = 0;
@@ -19224,7 +19229,7 @@ static cddp_result cddp__finish(cddp_ddp *d, int kind, cddp_optim *s, uint64_t m
   d->scattered = r == CDDP_OK && kind == CDDP__KIND_DDP_SCATTER;
   d->scatters = cddp__needs_part_only(kind, s) && cddp__enqueues(d->group) && !gathers &&
                 d->group->size > 1 && d->desc.comm_hook == NULL && !(d->desc.max_grad_norm > 0);
-  if (r != CDDP_OK) return cddp__end_access(d->control, cddp__give_up(d, r));
+  if (r != CDDP_OK) return cddp__end_access(d->control, cddp__fail_model(d, r));
   if (!d->scattered) r = cddp__complete(d, s != NULL);
   return r == CDDP_OK ? r : cddp__ddp_fail(d, r);
 }
@@ -19252,7 +19257,7 @@ static cddp_result cddp__ddp_step(cddp_ddp *d, int kind, cddp_optim *s) {
       r = cddp__ddp_meet(d, kind, s != NULL ? s->check | (uint64_t)(s->share != NULL) : 0, s,
                          &missing);
   }
-  r = r == CDDP_OK ? cddp__finish(d, kind, s, missing) : cddp__give_up(d, r);
+  r = r == CDDP_OK ? cddp__finish(d, kind, s, missing) : cddp__fail_model(d, r);
   cddp__record_finish(d->control, record, r);
   return r;
 }
@@ -19272,7 +19277,7 @@ static cddp_result cddp__publish(cddp_ddp *d) {
   if (r == CDDP_OK) r = cddp__clear_gradients(d, NULL, d->group->backend == NULL);
   if (r == CDDP_OK) r = cddp__complete(d, d->group->backend == NULL);
   d->scattered = r != CDDP_OK;
-  if (r != CDDP_OK) r = cddp__end_access(g, cddp__give_up(d, r));
+  if (r != CDDP_OK) r = cddp__end_access(g, cddp__fail_model(d, r));
   cddp__record_finish(g, record, r);
   return r;
 }
@@ -19347,7 +19352,7 @@ CDDPDEF cddp_result (cddp_ddp_join)(cddp_ddp *d, cddp_optim *s) {
   }
   if (r == CDDP_OK) r = cddp__end_join(d, s);
   d->joined = 0;
-  if (r != CDDP_OK) r = cddp__give_up(d, r);
+  if (r != CDDP_OK) r = cddp__fail_model(d, r);
   cddp__record_finish(d->control, record, r);
   return r == CDDP_INVALID_ARGUMENT ? cddp__named(__func__, r) : r;
 }
@@ -19399,7 +19404,7 @@ static void cddp__ddp_free(cddp_ddp *d) { /* keeps this thread's error text */
 static uint64_t cddp__models_made; /* in this process */
 
 /* Where the next n elements of the memory behind a cddp_ddp are; base NULL: only counts bytes. */
-static void *cddp__carve(char *base, size_t *at, size_t n, size_t size) {
+static void *cddp__take_array(char *base, size_t *at, size_t n, size_t size) {
   size_t begin = *at;
   *at += cddp__round_up(n * size, sizeof(double));
   return base != NULL ? base + begin : NULL;
@@ -19411,32 +19416,32 @@ static size_t cddp__ddp_arrays(cddp_ddp *d, char *base, const cddp_group *g, int
   size_t n = (size_t)count, size = (size_t)g->size, parts = cddp__max(size, (size_t)desc->shards);
   size_t ranks = desc->elastic ? parts : size, at = 0;
   size_t calls = n + (size_t)desc->buffer_count + size;
-  d->tensors = (cddp__tensor *)cddp__carve(base, &at, n, sizeof *d->tensors);
-  d->partitions = (cddp_partition *)cddp__carve(base, &at, n, sizeof *d->partitions);
-  d->calls = (cddp__call *)cddp__carve(base, &at, calls, sizeof *d->calls);
-  d->segments = (cddp_segment *)cddp__carve(base, &at, n, sizeof *d->segments);
-  d->sparse = (cddp__sparse **)cddp__carve(base, &at, n, sizeof *d->sparse);
-  d->lists = (cddp__row_list *)cddp__carve(base, &at, parts, sizeof *d->lists);
-  d->weights = (char **)cddp__carve(base, &at, ranks * n, sizeof *d->weights);
-  d->gradients = (char **)cddp__carve(base, &at, ranks * n, sizeof *d->gradients);
-  d->squares = (double **)cddp__carve(base, &at, parts, sizeof *d->squares);
-  d->slot_areas = (char **)cddp__carve(base, &at, parts, sizeof *d->slot_areas);
-  d->buffers = (void **)cddp__carve(base, &at, parts, sizeof *d->buffers);
-  d->sources = (const void **)cddp__carve(base, &at, parts, sizeof *d->sources);
-  d->nodes = (cddp__shard_node *)cddp__carve(base, &at, parts, sizeof *d->nodes);
-  d->own_nodes = (cddp__shard_node *)cddp__carve(base, &at, parts, sizeof *d->own_nodes);
-  d->widths = (int *)cddp__carve(base, &at, parts, sizeof *d->widths);
-  d->active = (int *)cddp__carve(base, &at, ranks, sizeof *d->active);
-  d->owner = (int *)cddp__carve(base, &at, parts, sizeof *d->owner);
-  d->buckets = (cddp__bucket_state *)cddp__carve(base, &at, n, sizeof *d->buckets);
-  d->plan_offsets = (int *)cddp__carve(base, &at, n + 2, sizeof *d->plan_offsets);
-  d->plan_params = (int *)cddp__carve(base, &at, 3 * n, sizeof *d->plan_params);
-  d->plan_order = (int *)cddp__carve(base, &at, n, sizeof *d->plan_order);
-  d->arrival = (int *)cddp__carve(base, &at, n, sizeof *d->arrival);
-  d->order = (int *)cddp__carve(base, &at, n, sizeof *d->order);
-  d->receivers = (int *)cddp__carve(base, &at, parts, sizeof *d->receivers);
-  d->flags = (unsigned char *)cddp__carve(base, &at, n * (size + 1), 1);
-  d->used = (unsigned char *)cddp__carve(base, &at, n, 1);
+  d->tensors = (cddp__tensor *)cddp__take_array(base, &at, n, sizeof *d->tensors);
+  d->partitions = (cddp_partition *)cddp__take_array(base, &at, n, sizeof *d->partitions);
+  d->calls = (cddp__call *)cddp__take_array(base, &at, calls, sizeof *d->calls);
+  d->segments = (cddp_segment *)cddp__take_array(base, &at, n, sizeof *d->segments);
+  d->sparse = (cddp__sparse **)cddp__take_array(base, &at, n, sizeof *d->sparse);
+  d->lists = (cddp__row_list *)cddp__take_array(base, &at, parts, sizeof *d->lists);
+  d->weights = (char **)cddp__take_array(base, &at, ranks * n, sizeof *d->weights);
+  d->gradients = (char **)cddp__take_array(base, &at, ranks * n, sizeof *d->gradients);
+  d->squares = (double **)cddp__take_array(base, &at, parts, sizeof *d->squares);
+  d->slot_areas = (char **)cddp__take_array(base, &at, parts, sizeof *d->slot_areas);
+  d->buffers = (void **)cddp__take_array(base, &at, parts, sizeof *d->buffers);
+  d->sources = (const void **)cddp__take_array(base, &at, parts, sizeof *d->sources);
+  d->nodes = (cddp__shard_node *)cddp__take_array(base, &at, parts, sizeof *d->nodes);
+  d->own_nodes = (cddp__shard_node *)cddp__take_array(base, &at, parts, sizeof *d->own_nodes);
+  d->widths = (int *)cddp__take_array(base, &at, parts, sizeof *d->widths);
+  d->active = (int *)cddp__take_array(base, &at, ranks, sizeof *d->active);
+  d->owner = (int *)cddp__take_array(base, &at, parts, sizeof *d->owner);
+  d->buckets = (cddp__bucket_state *)cddp__take_array(base, &at, n, sizeof *d->buckets);
+  d->plan_offsets = (int *)cddp__take_array(base, &at, n + 2, sizeof *d->plan_offsets);
+  d->plan_params = (int *)cddp__take_array(base, &at, 3 * n, sizeof *d->plan_params);
+  d->plan_order = (int *)cddp__take_array(base, &at, n, sizeof *d->plan_order);
+  d->arrival = (int *)cddp__take_array(base, &at, n, sizeof *d->arrival);
+  d->order = (int *)cddp__take_array(base, &at, n, sizeof *d->order);
+  d->receivers = (int *)cddp__take_array(base, &at, parts, sizeof *d->receivers);
+  d->flags = (unsigned char *)cddp__take_array(base, &at, n * (size + 1), 1);
+  d->used = (unsigned char *)cddp__take_array(base, &at, n, 1);
   return at;
 }
 
@@ -19546,7 +19551,7 @@ static void cddp__place_partitions(cddp_ddp *d) {
     cddp_partition *part = &d->partitions[d->partition_count];
     size_t esize = cddp__dtype_size(d->params[i].dtype);
     if (t->storage == CDDP__STORAGE_PLACED && cddp__sparse_of(d, i) == NULL)
-      d->params[i].grad = d->arena + t->place;
+      d->params[i].grad = d->arena + t->arena_offset;
     if (t->begin >= t->end) continue;
     part->param = i;
     part->first = (t->begin - t->offset) / esize;
@@ -19589,7 +19594,7 @@ static cddp_result cddp__ddp_setup(cddp_ddp *d, bool joins) {
   if ((r = cddp__consensus(d->control, (d->memory->alloc)(d), NULL, 0, NULL)) != CDDP_OK) return r;
   cddp__see_whole(d, d->me, d->arena);
   if (!joins && g->backend == NULL) {
-    r = cddp__exchange_refs(d->control, CDDP__KIND_DDP_CREATE, d->arena, d->whole, arenas);
+    r = cddp__exchange_refs(d->control, CDDP__KIND_DDP_CREATE, d->arena, d->arena_bytes, arenas);
     for (k = 0; r == CDDP_OK && k < g->local_size; k++) cddp__see_whole(d, k, arenas[k]);
   }
   if (r == CDDP_OK && !joins) r = cddp__share_arrays(d, d->params, d->count, 0);
@@ -19921,11 +19926,11 @@ static void cddp__elastic_release(cddp_ddp *d, char *memory) {
 /* Makes sure that this rank has that many slots. */
 static cddp_result cddp__elastic_grow_slots(cddp_ddp *d, int slots) {
   cddp__elastic *elastic = d->elastic;
-  size_t bytes = (size_t)d->slots * d->slot_room;
+  size_t bytes = (size_t)d->slots * d->slot_stride;
   char *p;
   cddp_result r = CDDP_OK;
   if (slots <= d->slots) return CDDP_OK;
-  p = cddp__elastic_allocate(d, (size_t)slots * d->slot_room + 2 * cddp__gather_slack(d),
+  p = cddp__elastic_allocate(d, (size_t)slots * d->slot_stride + 2 * cddp__gather_slack(d),
                              CDDP__EXTENT_MESSAGE);
   if (p == NULL) return CDDP_OUT_OF_MEMORY;
   if (elastic->slot_area != NULL)
@@ -20039,7 +20044,7 @@ static cddp_result cddp__create_published(cddp_ddp *d) {
     weights[i] = cddp__ref_of(host, d->params[i].data,
                               d->params[i].count * cddp__dtype_size(d->params[i].dtype));
   own->self = cddp__ref_of(host, own, bytes);
-  own->arena = cddp__ref_of(host, d->arena, d->whole);
+  own->arena = cddp__ref_of(host, d->arena, d->arena_bytes);
   own->mean = cddp__ref_of(host, d->elastic->mean, d->dense);
   return CDDP_OK;
 }
@@ -20062,8 +20067,8 @@ static void cddp__publish_sums(cddp_ddp *d) {
   int i;
   for (i = 0; i < d->own_node_count; i++) slots[i] = d->own_nodes[i].slot;
   cddp__publish_ref(&elastic->own->sums,
-                    cddp__ref_of(host, elastic->slot_area, (size_t)d->slots * d->slot_room));
-  cddp__publish_ref(&elastic->own->rows, cddp__ref_of(host, d->rows, d->rows_room));
+                    cddp__ref_of(host, elastic->slot_area, (size_t)d->slots * d->slot_stride));
+  cddp__publish_ref(&elastic->own->rows, cddp__ref_of(host, d->rows, d->rows_capacity));
   cddp__publish_ref(&elastic->own->scratch, cddp__ref_of(host, d->scratch, d->scratch_bytes));
 }
 
@@ -20946,7 +20951,7 @@ static cddp_result cddp__elastic_broadcast(cddp_ddp *d, int source, void *data, 
 static cddp_result cddp__elastic_send_snapshot(cddp_ddp *d, cddp__elastic_report *from,
                                                int source) {
   cddp__elastic *elastic = d->elastic;
-  size_t bytes = (size_t)from->optim.states * d->state_room;
+  size_t bytes = (size_t)from->optim.states * d->state_stride;
   bool gives = elastic->order[source] == elastic->me;
   char *states = NULL;
   cddp_result r = CDDP_OK;
@@ -21467,7 +21472,7 @@ static cddp_result cddp__elastic_step(cddp_ddp *d, cddp_optim *optim) {
     d->present = d->active_count;
     cddp__arm(d);
   } else {
-    r = cddp__ddp_fail(d, cddp__give_up(d, r));
+    r = cddp__ddp_fail(d, cddp__fail_model(d, r));
   }
   cddp__record_finish(d->group, record, r);
   return r;
@@ -23942,7 +23947,7 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard) {
   if (r == CDDP_OK) r = d->memory->use(d->group);
   if (r == CDDP_OK)
     r = d->elastic != NULL ? cddp__elastic_next(d) : cddp__next_of_rank(d);
-  if (r != CDDP_OK) (void)cddp__give_up(d, r);
+  if (r != CDDP_OK) (void)cddp__fail_model(d, r);
   if (r != CDDP_OK || d->held < 0) return false;
   *shard = d->held;
   return true;
