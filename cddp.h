@@ -93,7 +93,7 @@
      >>p2p          send and recv                   >>mpi          collectives by MPI
      >>work         asynchronous operations         >>collectives  all_reduce and the others
      >>groups       creation, split, destruction    >>sparse       gradients that are rows (pure)
-     >>optim        SGD and AdamW                   >>device       groups whose ranks have GPUs
+     >>optim        SGD and AdamW                   >>device       groups of ranks with GPUs
      >>kernels      optimizers on devices           >>ddp          distributed data parallel
      >>elastic      membership; ranks fail and join >>sampler      DistributedSampler
      >>safetensors  a file's header (pure)          >>checkpoint   save and load
@@ -143,8 +143,8 @@
 #define CDDPDEF extern
 #endif
 
-/* Calls after whose failure training goes wrong unseen: compilers warn where it is not looked at.
-   Define it as nothing if you do not want that. */
+/* Marks calls that must not fail unnoticed, because training would continue with wrong values:
+   compilers warn if the result is ignored. Define it as nothing to disable the warnings. */
 #ifndef CDDP_CHECKED
 #define CDDP_CHECKED __attribute__((warn_unused_result))
 #endif
@@ -402,9 +402,9 @@ CDDPDEF cddp_result cddp_wait(cddp_work *w);
    follow. Every other result has freed w, except CDDP_INVALID_ARGUMENT for a timeout_s that is
    negative or NaN. On a device the host waits. Like torch.distributed's work.wait(timeout). */
 CDDPDEF cddp_result cddp_wait_for(cddp_work *w, double timeout_s);
-/* Ends a cddp_recv whose message has not arrived, and frees w. The buffer is the caller's again,
-   and the message goes to the next recv. CDDP_UNSUPPORTED leaves w valid: the message has arrived,
-   or w is a send, a collective or one of NCCL's. Never blocks. No thread may be waiting for w. Like
+/* Ends a cddp_recv before its message arrives, and frees w. The buffer is the caller's again, and
+   the message goes to the next recv. CDDP_UNSUPPORTED leaves w valid: the message has arrived, or w
+   is a send, a collective or one of NCCL's. Never blocks. No thread may be waiting for w. Like
    MPI_Cancel. */
 CDDPDEF cddp_result cddp_cancel(cddp_work *w);
 /* *done = whether the operation has ended, with or without success. Never blocks; cddp_wait must
@@ -569,8 +569,8 @@ CDDPDEF bool cddp_ddp_used(const cddp_ddp *d, int param);
 
 /* UNEVEN INPUTS. A rank that has no more data calls this while the others continue, once an epoch.
    It then takes part in their cddp_ddp_wait, _step and _sync_buffers with zero weight until every
-   rank has called it: each mean is over the ranks that have data. s is the loop's optimizer, whose
-   learning rate follows the others', or NULL. On return all ranks have the same weights, buffers
+   rank has called it: each mean is over the ranks that have data. s is the loop's optimizer, or
+   NULL. Its learning rate follows the others'. On return all ranks have the same weights, buffers
    and states of s. Other collectives of the loop are not joined. Like PyTorch's
    join(divide_by_initial_world_size=False). Fine print: uneven inputs. */
 CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_join(cddp_ddp *d, cddp_optim *s);
@@ -684,7 +684,7 @@ typedef struct cddp_adamw_desc {
   double lr;           /* learning rate, >= 0. No default: 0 trains nothing, without an error */
   double beta1, beta2; /* below 1; 0 = 0.9 and 0.999; write 1e-300 for PyTorch's 0 */
   double eps;          /* >= 0; 0 = 1e-8 */
-  double weight_decay; /* >= 0, decoupled; 0 = none, unlike PyTorch, whose default is 0.01 */
+  double weight_decay; /* >= 0, decoupled; 0 = none; PyTorch's default is 0.01 */
   bool amsgrad;        /* divide by the largest exp_avg_sq so far */
   bool maximize;       /* this and the following as in cddp_sgd_desc */
   cddp_ddp *ddp;
@@ -933,8 +933,8 @@ CDDPDEF const char *cddp_safetensors_metadata(const cddp_safetensors *f, const c
 CDDPDEF cddp_result cddp_spawn(int (*fn)(int rank, void *arg), void *arg, int nprocs);
 
 /* cddp_spawn for elastic training: when a rank fails the others continue. The rank is forked again,
-   with CDDP_JOIN=1, at most max_restarts times in all. Returns CDDP_OK if one rank has returned 0,
-   whatever the others returned; after that no rank is forked. If all have failed, CDDP_PEER_LOST
+   with CDDP_JOIN=1, at most max_restarts times in all. Returns CDDP_OK if any rank has returned
+   0; after that no rank is forked. If all have failed, CDDP_PEER_LOST
    names the last one. If a replacement cannot be forked, the others continue without it. Like
    torchrun --max-restarts, except that the other ranks do not restart. */
 CDDPDEF cddp_result cddp_spawn_elastic(int (*fn)(int rank, void *arg), void *arg, int nprocs,
@@ -982,7 +982,7 @@ CDDPDEF cddp_result cddp_run_threads(int (*fn)(cddp_group *g, void *arg), void *
 
    CUDA GRAPHS. A whole step with SGD can be captured after two eager steps like it, on a stream
    other than the default one. The learning rate is the captured one. Destroy graphs before the
-   model, the optimizer and the group, whose memory they use.
+   model, the optimizer and the group: graphs use their memory.
 
    ORDER. Call the operations of all groups of a GPU from one thread at a time, in the same order on
    every rank. A model's ready(), wait() and step() are operations of its group: between two ready()
@@ -1228,8 +1228,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    by cddp_ddp_rows. Copies in half precision are yours to write, after cddp_ddp_all_gather.
 
    On GPUs the partitions of all ranks cover each element once, and all is in stream order: with
-   NCCL no call waits on the host. NCCL reduces a bucket only to the ranks whose partitions are in
-   it if the previous step was of this kind too, without max_grad_norm; otherwise to all ranks.
+   NCCL no call waits on the host. NCCL reduces a bucket only to the ranks with partitions in it
+   if the previous step was of this kind too, without max_grad_norm; otherwise to all ranks.
 
    SHARDS. More shards than ranks: nothing is reduced during the backward pass, and a rank with k
    shards needs up to ceil(log2 k) + 1 more copies of the gradients (f16 and bf16 in f32); over
@@ -1244,7 +1244,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 
    Losses: a rank can be killed at any instruction. If it is lost before cddp_ddp_next_shard returns
    false, that call returns its shards to the other ranks. Later the others have the mean and need
-   nothing of it. A rank whose calls fail for a reason of its own (memory, descriptors) ends alone,
+   nothing of it. A rank with a local failure (memory, descriptors) ends alone,
    and its text begins with "rank N:"; to the others it is lost. Every rank must call next_shard
    within timeout_s of the others. The calls of a step are compared in the next reduction:
    CDDP_MISMATCH on all ranks or, if a rank that joined later differs, on that rank alone.
@@ -3374,8 +3374,8 @@ static size_t cddp__challenge_feed(cddp__challenge *challenge, const unsigned ch
    Conventions:
      1. All sockets are non-blocking. A function that waits takes a deadline (a time of cddp__now)
         and polls.
-     2. A function whose callers try several addresses returns 0 or an errno. All other functions
-        return a result and write an error text. */
+     2. A function for one of several addresses returns 0 or an errno. All other functions return a
+        result and write an error text. */
 
 typedef struct cddp__address { /* a socket address */
   __extension__ union {
@@ -4016,7 +4016,7 @@ static const struct cddp__command {
 } cddp__commands[CDDP__STORE_CODES] = {CDDP__COMMANDS(CDDP__X)};
 #undef CDDP__X
 
-/* A client's first bytes: VALIDATE, and a CHECK, whose answer shows that the server is a store. The
+/* A client's first bytes: VALIDATE, and a CHECK. The answer shows that the server is a store. The
    key of the CHECK is a line of text: a web server would answer it in its own protocol. */
 #define CDDP__VALIDATE_SIZE 5
 static const char cddp__greeting[] = "\0\xce\xf7\x85\x3c"
@@ -4268,8 +4268,8 @@ static bool cddp__map_add(cddp__server *server, cddp__span key, uint64_t amount,
 
 enum cddp__command_result { CDDP__COMMAND_FAILED, CDDP__COMMAND_DONE, CDDP__COMMAND_WAITS };
 
-/* Executes a complete command, whose code byte is at head, and adds its answer to out. After FAILED
-   the connection must be closed: the command is one that c10d does not answer either, or memory is
+/* Executes a complete command and adds its answer to out. head: its code byte. After FAILED the
+   connection must be closed: the command is one that c10d does not answer either, or memory is
    exhausted. */
 static int cddp__server_execute(cddp__server *server, cddp__parser *parser,
                                 const unsigned char *head, cddp__buffer *out) {
@@ -4331,7 +4331,7 @@ static int cddp__server_execute(cddp__server *server, cddp__parser *parser,
 
 /* --- the server ---
    One thread with level-triggered epoll, because poll(2) is slow with thousands of clients. Each
-   connection has an input buffer, whose commands are executed one by one, and an output buffer.
+   connection has an output buffer, and an input buffer of commands that are executed one by one.
    After a command that created a key, all waiting commands are executed again. Other effects on
    other connections (a WAIT has ended, a connection must be closed) are only marked, and handled at
    the end of the loop's iteration: cddp__server_settle. No client can stop the loop. Each
@@ -4512,8 +4512,8 @@ static void cddp__conn_event(cddp__server *server, cddp__conn *conn, uint32_t ev
     cddp__conn_run(server, conn);
 }
 
-/* Ends an iteration of the loop: closes connections whose deadline has passed, continues those
-   whose WAIT has ended, and frees closed ones. */
+/* Ends an iteration of the loop: closes connections past their deadline, continues those with a
+   WAIT that has ended, and frees closed ones. */
 static void cddp__server_settle(cddp__server *server) {
   double now = cddp__now();
   bool tick = now >= server->checked + CDDP__SERVER_CHECK_MS * 1e-3;
@@ -4638,7 +4638,7 @@ static void *cddp__server_main(void *arg) {
   }
 }
 
-/* Frees a server whose thread has ended or never ran. */
+/* Frees a server after its thread has ended, or if it never ran. */
 static void cddp__server_free(cddp__server *server) {
   cddp_allocator a = server->allocator;
   cddp__conn *conn;
@@ -4749,8 +4749,8 @@ static cddp_result cddp__store_greet(const cddp_store *store, const char *text, 
      CDDP_NETWORK    a retry can succeed
      CDDP_TIMEOUT    a program accepted the connection and sent nothing until the deadline
      CDDP_MISMATCH   the program that listens is not a store of this job
-   All results except CDDP_NETWORK are final. A server that exits, or a proxy whose server has not
-   started, closes connections for a moment. A program that does so for CDDP__CLOSED_S is not a
+   All results except CDDP_NETWORK are final. A server that exits, or a proxy for a server that has
+   not started, closes connections for a moment. A program that does so for CDDP__CLOSED_S is not a
    store. */
 static cddp_result cddp__store_try_addresses(cddp_store *store, double deadline) {
   bool closed = false;
@@ -4963,7 +4963,7 @@ static void cddp__add_interface_addresses(cddp_store *store, const char *host) {
 }
 
 /* Finds the addresses of tcp://host:port or unix://name; with is_server, starts the server there.
-   unix:// is for ranks of one host whose launcher gives no address: it needs no free port. */
+   unix:// is for ranks of one host, if the launcher gives no address: it needs no free port. */
 static cddp_result cddp__store_open_url(cddp_store *store, const cddp__store_options *options) {
   char host[256];
   int port;
@@ -5524,11 +5524,11 @@ static cddp_result cddp__slurm_host(cddp__config *config, char *out, size_t capa
 
 /* Sets init_method: the address of rank 0, from MASTER_ADDR and MASTER_PORT. Under Slurm or mpirun
    both can be unset:
-     on one host     the address is a Unix socket, whose name is a hash of the job. MASTER_PORT, if
+     on one host     the address is a Unix socket. Its name is a hash of the job. MASTER_PORT, if
                      set, is hashed too, so that it separates two programs of one job.
      several hosts   the host is Slurm's first node, and the port is derived from the job. It is
-                     below the range of ports that systems assign. Slurm jobs whose numbers differ
-                     by less than 99 have different ports in their first 100 steps.
+                     below the range of ports that systems assign. Slurm jobs with numbers that
+                     differ by less than 99 have different ports in their first 100 steps.
    key: cddp__job_key. */
 static cddp_result cddp__env_master(cddp__config *config, uint64_t key) {
   const cddp__launcher *launcher = &cddp__launchers[config->launcher];
@@ -5675,7 +5675,7 @@ static cddp_result cddp__discover(cddp__config *config, const cddp_group_desc *d
         file, so that an allocation needs no lock between ranks.
      2. A window consists of segments, and a segment of extents of one size. An extent is one
         allocation. Sizes are whole pages, four per power of two. Each size has a list of free
-        extents, whose memory has been given back to the system.
+        extents. Their memory has been given back to the system.
      3. A process maps whole segments: its own when it creates them, a peer's when it first needs a
         buffer in it. They stay mapped until the host's memory is released. A new segment has half
         as many extents as all earlier ones of its size, so that the number of mappings grows with
@@ -5773,7 +5773,7 @@ static bool cddp__arena_punch(const cddp__host *host, uint64_t base, uint64_t si
                  (off_t)size) == 0;
 }
 
-/* Frees the memory of the pages of a buffer, whose owner has ended. */
+/* Frees the memory of the pages of a buffer of an owner that has ended. */
 static bool cddp__ref_punch(const cddp__host *host, const cddp__ref *ref) {
   uint64_t page = cddp__page_size();
   return cddp__arena_punch(host, ref->base + ref->offset / page * page, ref->pages * page);
@@ -6553,7 +6553,7 @@ typedef struct cddp__kernels {
 
 /* Mean, step, copy to the ranks, zero the gradients. One loop reads and writes each array once, so
    that the memory is always busy. STEP computes x, the new weight, from x and v, the mean gradient,
-   and the new states mo, qo from m, q. ranks == 0: one rank, whose results go to other arrays. */
+   and the new states mo, qo from m, q. ranks == 0: one rank, with its results in other arrays. */
 #define CDDP__FUSED(SUM, STEP, OTHERS)                                                          \
   CDDP__EACH(float v = (SUM) * mean * clip; float x = w0[i]; STEP; wo[i] = x; g0[i] = 0; OTHERS)
 #define CDDP__FUSED_KERNEL(ISA, TARGET, NAME, SCALARS, STEP)                                    \
@@ -8514,7 +8514,7 @@ struct cddp__link {
   cddp__frame_head out_head, in_head;
   cddp__buffer out;  /* copies that wait to be sent, behind a piece that is partly sent */
   cddp__message *in; /* the incoming frame; NULL for a piece */
-  cddp_work *into;   /* the receive whose buffer gets the bytes; NULL: they go behind `in` */
+  cddp_work *into;   /* the receive with the buffer for the bytes; NULL: they go behind `in` */
   size_t ahead_at, ahead_end; /* bytes read ahead: ahead[ahead_at .. ahead_end) */
   unsigned char ahead[CDDP__AHEAD_BYTES];
 };
@@ -8535,7 +8535,7 @@ static cddp__link *cddp__link_new(const cddp__net *n, int fd, double seconds) {
   l->peer = l->rank = -1;
   l->deadline = cddp__now() + seconds;
   /* Errors are ignored: without these options lost hosts are found later. TCP_USER_TIMEOUT is not
-     set: it would also end a connection whose peer acknowledges but reads late. */
+     set: it would also end a connection if its peer acknowledges but reads late. */
   (void)cddp__set_nodelay(fd);
   setsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &idle, sizeof idle);
   setsockopt(fd, IPPROTO_TCP, TCP_KEEPINTVL, &idle, sizeof idle);
@@ -8759,7 +8759,7 @@ static bool cddp__link_peek(cddp__link *l) {
 }
 
 /* Returns the next complete frame, of at most `most` bytes. NULL: it is incomplete, or the link has
-   ended, or the next frame is a piece, whose head is then in in_head. */
+   ended, or the next frame is a piece: its head is then in in_head. */
 static cddp__message *cddp__link_receive(const cddp__net *n, cddp__link *l, size_t most) {
   const cddp__frame_head *head = &l->in_head;
   cddp__message *m;
@@ -9117,7 +9117,7 @@ static cddp__host *cddp__host_create(const cddp_allocator *a, const cddp_logger 
    cddp__join_serve while the group lives.
    How it works: the ranks form a tree. A client is connected to its coordinator by a Unix socket, a
    coordinator to the root by TCP. A rank's parent is its coordinator, or the root.
-     1. A rank binds a Unix socket whose name is derived from its number and the job's endpoint. If
+     1. A rank binds a Unix socket, with a name derived from its number and the job's endpoint. If
         the name is in use, two jobs have one endpoint or two processes have one rank: the new
         process fails. The process that has the name fails too, unless its rendezvous is complete.
      2. The rank binds its node's socket and becomes the coordinator. If that socket is in use, the
@@ -10775,7 +10775,7 @@ static cddp_result cddp__rendezvous_run(cddp_group **out, cddp__config *at,
         there. If they cannot access the buffer, the view is in shared scratch, and the call moves
         in chunks that fit there. Otherwise the call is one chunk.
      2. Each rank OWNS a part of a chunk. In a call with a share for each rank, that is its share.
-        Else it is a slice of the array, for ranks whose number on their host exists on every host.
+        Else it is a slice of the array, for ranks with a local number that exists on every host.
      3. A: all hosts send the owner their contributions, which are sums of their ranks' views, or
         bytes. B: the owner sends its part to the hosts. all_reduce, reduce and broadcast use A and
         B, which moves the fewest bytes. reduce_scatter, scatter and all_to_all use A. The gathers
@@ -10785,7 +10785,7 @@ static cddp_result cddp__rendezvous_run(cddp_group **out, cddp__config *at,
      5. Parts move in pieces: while one piece is added up, others are in transit.
    In a short all_reduce all hosts send to all, and each adds up the whole array. Between two hosts
    this moves no more bytes and saves a turn.
-   Canonical sum: a host adds up the subtrees of the canonical tree whose ranks are all on it, and
+   Canonical sum: a host adds up each subtree of the canonical tree with all its ranks there, and
    sends these sums. A sum of several f16 or bf16 elements is sent unrounded, as f32. The owner adds
    up the rest of the tree, so the bits are those of one host. A host with consecutive, aligned
    ranks has one such subtree. Ranks scattered over hosts have many subtrees and send more bytes.
@@ -10795,11 +10795,11 @@ static cddp_result cddp__rendezvous_run(cddp_group **out, cddp__config *at,
    call waits for anything is not read while 256 MiB of messages are stored.
    Failures: the rank that breaks the group sends a notice to the ranks on other hosts (in large
    groups to the lowest rank of each host). Every rank that knows of the failure ends its
-   connections. Only a rank's own host knows how it died, so a rank whose connection has ended waits
-   CDDP__REMOTE_CAUSE_LONG_S for a notice. In a healthy group a rank sends an early notice if a rank
-   on its host has died, or if it leaves because another group has failed. No call fails because of
-   an early notice; but a call that fails later because of the loss names the dead rank. Before a
-   round times out, hosts tell each other by notices which of their ranks have reached it.
+   connections. Only a rank's own host knows how it died, so a rank waits CDDP__REMOTE_CAUSE_LONG_S
+   for a notice after a connection has ended. In a healthy group a rank sends an early notice if a
+   rank on its host has died, or if it leaves because another group has failed. No call fails
+   because of an early notice; but a call that fails later because of the loss names the dead rank.
+   Before a round times out, hosts tell each other by notices which of their ranks have reached it.
    tests/bench/scale.md computes the costs for 4,096 ranks on 512 hosts. */
 
 #define CDDP__DIRECT_HOSTS 8 /* exchange headers in one turn; with more hosts no shares travel */
@@ -10905,9 +10905,9 @@ static bool cddp__is_awaited(const cddp_group *g, int rank) {
   return false;
 }
 
-/* Finds the receive into whose buffer a message can be received directly: the oldest one that
-   matches its head, if no older stored message matches. NULL: there is none, its length differs, or
-   it receives from any rank, so that another rank's message can arrive first. p2p_lock held. */
+/* Finds the receive with a buffer that can take a message directly: the oldest one that matches its
+   head, if no older stored message matches. NULL: there is none, its length differs, or it receives
+   from any rank, so that another rank's message can arrive first. p2p_lock held. */
 static cddp_work *cddp__recv_for(const cddp_group *g, int from, const cddp__frame_head *head) {
   const cddp__message *m;
   cddp_work *q = g->recvs;
@@ -11360,7 +11360,7 @@ static size_t cddp__piggyback_copy(cddp_group *g, int host, bool out) {
 
 /* The leaders' exchange. Before each turn a leader has the headers of d consecutive hosts, its own
    first. In the turn it receives d more from each of CDDP__DIRECT_HOSTS - 1 leaders, so that
-   CDDP__DIRECT_HOSTS hosts need one turn. A host whose call differs can send another number of
+   CDDP__DIRECT_HOSTS hosts need one turn. A host with another call can send another number of
    bytes than this rank's call has; all ranks find the mismatch in its headers. */
 static cddp_result cddp__exchange_headers(cddp_group *g) {
   cddp__hosts *x = g->hosts;
@@ -11465,8 +11465,8 @@ static void cddp__find_subtrees(cddp__hosts *x, int low, int high) {
   cddp__find_subtrees(x, low + half, high);
 }
 
-/* Sets the ranks to sum over: all ranks; with `present` only those whose header of this round does
-   not say that they have joined (uneven inputs). */
+/* Sets the ranks to sum over: all ranks; with `present` all except those that have joined, as their
+   headers of this round show (uneven inputs). */
 static void cddp__set_leaves(const cddp_group *g, cddp__hosts *x, bool present) {
   int p;
   x->leaf_count = x->subtree_count = 0;
@@ -12074,8 +12074,8 @@ static bool cddp__send_is_free(cddp__send_request *p) {
 }
 
 /* Scans all send requests: frees those that are done, frees copies beyond CDDP__STAGED_MAX, and
-   counts the rest. Returns a free request, the one whose copy fits `bytes` best; -1: none. p2p_lock
-   held. */
+   counts the rest. Returns the free request with the copy that fits `bytes` best; -1: none.
+   p2p_lock held. */
 static int cddp__scan_sends(cddp_group *g, size_t bytes) {
   size_t kept = 0, size = 0;
   int i, best = -1, n = cddp__send_count(g);
@@ -12275,8 +12275,8 @@ static bool cddp__is_claimed(const cddp_group *g, const cddp_work *work) {
   return false;
 }
 
-/* Completes receives whose message has arrived, the oldest first. Returns whether there was one.
-   p2p_lock held. */
+/* Completes receives of arrived messages, the oldest first. Returns whether there was one. p2p_lock
+   held. */
 static bool cddp__serve_recvs(cddp_group *g) {
   bool served = false;
   cddp_work *work;
@@ -12399,8 +12399,8 @@ static bool cddp__message_ready(cddp_work *work) {
   return ready;
 }
 
-/* The rank whose loss makes the wait useless; -1: none. With CDDP_ANY: a rank that has died, or the
-   last of the others to leave. */
+/* The rank without which the wait would be useless; -1: none. With CDDP_ANY: a rank that has died,
+   or the last of the others to leave. */
 static int cddp__lost_peer(const cddp_work *work) {
   const cddp_group *g = work->group;
   int p, gone = -1, n = 1, peer = work->call.root;
@@ -12566,7 +12566,7 @@ static bool cddp__abort_recv(cddp_work *work) {
   return open;
 }
 
-/* The rank whose message this thread received last; -1: none yet. */
+/* The sender of the message that this thread received last; -1: none yet. */
 static __thread int cddp__last_source = -1;
 
 /* Ends a receive that is in no list. r: the result of its wait. */
@@ -12853,8 +12853,8 @@ static void cddp__mpi_leave(cddp_group *g) {
   cddp__free(&g->host->allocator, g->mpi);
 }
 
-/* Creates the communicator of `to`, whose members are the ranks of `from` with this color. A rank
-   with a negative color is no member, and its `to` is NULL. from NULL: all processes of MPI. */
+/* Creates the communicator of `to`, of the ranks of `from` with this color. A rank with a negative
+   color is no member, and its `to` is NULL. from NULL: all processes of MPI. */
 static cddp_result cddp__mpi_split(const cddp_group *from, cddp_group *to, int color, int key) {
   MPI_Comm comm = MPI_COMM_NULL, parent = from != NULL ? from->mpi->comm : MPI_COMM_WORLD;
   int code;
@@ -14415,7 +14415,7 @@ static const char *const cddp__setting_names[CDDP__SETTING_COUNT] = {
     "momentum", "dampening", "beta1", "beta2", "eps", "nesterov", "maximize", "amsgrad",
     "master_weights", "sharded_states"};
 
-/* The functions of an optimizer whose parameters are on a device. */
+/* The functions of an optimizer with parameters on a device. */
 typedef struct cddp__optim_backend {
   cddp_result (*step)(cddp_optim *o, const cddp_ddp *d); /* d: for cddp_ddp_step; else NULL */
   cddp_result (*copy)(const cddp_optim *o, const cddp_ddp *d); /* writes all copies from data */
@@ -14442,7 +14442,7 @@ struct cddp_optim { /* owner: the thread that calls cddp_optim_* or cddp_ddp_ste
                           not initialized */
   const unsigned char *used; /* [count] 0: skip the parameter; NULL: use all. The cddp_ddp's */
   cddp__sparse *const *sparse; /* [count] NULL: dense; NULL array: all dense. The cddp_ddp's */
-  cddp_ddp *share;     /* the model whose ranks on this host share the states; each rank steps its
+  cddp_ddp *share;     /* the model. Its ranks on this host share the states; each rank steps its
                           partition. NULL: this rank has all states itself */
   void (*drop)(cddp_optim *o); /* ends the sharing; set, like the next field, along with share */
   char *common;        /* the shared states: cddp__state_at */
@@ -15026,7 +15026,7 @@ static cddp_result cddp__check_settings(const cddp_param *params, int count,
     return cddp__fail(CDDP_INVALID_ARGUMENT, "desc.ddp was created with other parameters");
   if (d->sharded_states && d->ddp == NULL)
     return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "sharded_states needs the cddp_ddp, whose ranks share the states: set ddp");
+                      "sharded_states divides the states among the ranks of a cddp_ddp: set ddp");
   if (d->sharded_states && (d->ddp->desc.elastic || d->ddp->sparse != NULL))
     return cddp__fail(CDDP_UNSUPPORTED, "sharded_states and %s in cddp_ddp_desc exclude each other",
                       d->ddp->desc.elastic ? "elastic" : "sparse_rows");
@@ -15127,7 +15127,7 @@ static cddp_result cddp__optim_new(cddp_optim **out, const cddp__algorithm *algo
 }
 
 /* >>device -------------------------------------------------------------------------------------
-   Job: run the operations of groups whose ranks have GPUs: with NCCL, or through host memory
+   Job: run the operations of groups of ranks with GPUs: with NCCL, or through host memory
    (backend "cpu").
    Owns: a group's device context: streams, events, communicator, scratch memory, two threads.
    Touches: the group's slots, where each rank logs its calls on device memory; the group's failure.
@@ -16660,8 +16660,8 @@ static cudaStream_t cddp__optim_stream(const cddp_optim *optim, const cddp_ddp *
   return d != NULL ? cddp__main_stream(d->group) : (cudaStream_t)optim->desc.stream;
 }
 
-/* Updates the weights whose states this rank keeps, with one launch for all parameters of the same
-   dtype, settings and number of steps. In cddp_ddp_step the gradients are in the arena. There
+/* Updates the weights that this rank keeps states for, with one launch for all parameters of the
+   same dtype, settings and number of steps. In cddp_ddp_step the gradients are in the arena. There
    sparse gradients, and all gradients if they are clipped, are already means. */
 static cddp_result cddp__device_step(cddp_optim *optim, const cddp_ddp *d) {
   cudaStream_t stream = cddp__optim_stream(optim, d);
@@ -19723,12 +19723,12 @@ static void cddp__take_snapshot(cddp_ddp *d, const cddp__snapshot *from, const f
    CDDP_PEER_LOST:
      1. One member leads: of the living members with the oldest epoch, that with the lowest number.
         Each other member connects to it (>>links) and sends a report: its number of reductions, the
-        shards whose sums it has, memory for control blocks.
+        shards with sums there, memory for control blocks.
      2. The leader waits until each member has reported or is lost. It detects a loss by connecting:
         the system refuses or closes the connection. A member that is computing reports later.
      3. The leader sends the table of all reports. The table determines the members and their order,
-        the epoch, the members that lack a reduction, and the shards whose sums were lost. These
-        shards are divided among the members. If the leader dies, the next member leads.
+        the epoch, the members that lack a reduction, and the shards with lost sums. These shards
+        are divided among the members. If the leader dies, the next member leads.
      4. Each member creates the table's two groups and confirms them to the leader. When all have
         confirmed, the leader tells all to continue.
      5. The members that lack the last mean receive it. On one host they can already read it.
@@ -19809,7 +19809,7 @@ struct cddp__elastic {
   int request_count;       /* joining processes that wait for the next meeting */
   void *blocks[2];         /* during a meeting: for control blocks of the next groups; NULL */
   int attempts;            /* meetings since the last reduction */
-  int unreachable;         /* a member whose host did not answer; -1: none */
+  int unreachable;         /* a member on a host that did not answer; -1: none */
   unsigned char *ended;    /* [shards] 1: a member saw its process end since the last table */
   cddp__elastic_call last_update; /* this rank's last update; kind 0: none since it joined */
   cddp_group *broken_comm; /* the first comm that broke in this step, for cddp_ddp_group; NULL */
@@ -20887,8 +20887,8 @@ static void cddp__elastic_leave_groups(cddp_ddp *d) {
   memcpy(cddp__error_text, text, sizeof text);
 }
 
-/* Applies the table: sets the members and the epoch, and assigns the shards whose sums no member
-   has. Returns the report of the first member with the most reductions; NULL: all ranks are
+/* Applies the table: sets the members and the epoch, and assigns the shards without a sum on any
+   member. Returns the report of the first member with the most reductions; NULL: all ranks are
    joining. */
 static cddp__elastic_report *cddp__elastic_apply_table(cddp_ddp *d, cddp__message *table) {
   cddp__elastic *elastic = d->elastic;
@@ -20947,7 +20947,7 @@ static cddp_result cddp__elastic_broadcast(cddp_ddp *d, int source, void *data, 
   return r;
 }
 
-/* Broadcasts a snapshot: the weights and states of rank `source`, whose report is `from`. */
+/* Broadcasts a snapshot: the weights and states of rank `source`. from: its report. */
 static cddp_result cddp__elastic_send_snapshot(cddp_ddp *d, cddp__elastic_report *from,
                                                int source) {
   cddp__elastic *elastic = d->elastic;
@@ -21741,8 +21741,8 @@ struct cddp_safetensors { /* constant once it is open */
   int fd; /* the open file; -1: none */
 };
 
-/* A file whose header has text_size bytes, which the caller writes to `text`. NULL if memory is
-   exhausted. */
+/* A file with a header of text_size bytes. The caller writes the header to `text`. NULL if memory
+   is exhausted. */
 static cddp_safetensors *cddp__st_new(const cddp_allocator *allocator, size_t text_size) {
   cddp_safetensors *file =
       (cddp_safetensors *)cddp__malloc(allocator, sizeof *file + text_size + 1);
@@ -22025,7 +22025,7 @@ static int cddp__st_by_name(const void *a, const void *b) { /* elements that beg
   return strcmp(*(const char *const *)a, *(const char *const *)b);
 }
 
-/* Sorts an array whose elements begin with a name. Returns a duplicate name, or NULL. */
+/* Sorts an array of elements that begin with a name. Returns a duplicate name, or NULL. */
 static const char *cddp__st_sort_names(void *names, size_t count, size_t size) {
   const char *p = (const char *)names;
   if (count > 1) qsort(names, count, size, cddp__st_by_name);
@@ -23174,7 +23174,7 @@ CDDPDEF const char *cddp_safetensors_metadata(const cddp_safetensors *file, cons
         instead.
    Threads:
      1. All groups are created in one block of memory before the first thread starts.
-     2. A thread whose function fails marks its slot as dead, which ends the waits of the others. */
+     2. A thread marks its slot as dead if its function fails. This ends the others' waits. */
 
 #define CDDP__NOTICE_S 1.0 /* time in which the other ranks report a failure themselves */
 #define CDDP__GRACE_S 5.0  /* between SIGTERM and SIGKILL */
@@ -24396,7 +24396,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *store, int64_t *count) {
               compile-time errors.
               C++: arguments of collective calls may contain the commas of a template.
               The threads that run hooks, callbacks and functions of cddp_run_threads have stacks of
-              at least 8 MiB, whatever ulimit -s and libc say.
+              at least 8 MiB, independent of ulimit -s and libc.
               cddp_alloc and cddp_free take the same time however many allocations there are, and
               need few memory mappings; an error for lack of them names vm.max_map_count.
               A program that closes cddp's descriptors (closefrom) gets errors, not SIGBUS, and its

@@ -6,8 +6,8 @@
        #define CDDP_IMPLEMENTATION
        #include "cddp_kernels.cuh"      // includes cddp.h with CDDP_CUDA
 
-   A program whose cddp.h is implemented in a C or C++ file needs one .cu file, linked to the rest,
-   with
+   If a C or C++ file of a program implements cddp.h, the program needs one .cu file, linked to the
+   rest, with
 
        #define CDDP_KERNELS_IMPLEMENTATION
        #include "cddp_kernels.cuh"
@@ -252,8 +252,8 @@ static bool cddp__cu_is_float(cddp_dtype d) { return (unsigned)d <= (unsigned)CD
 /* >>segments -------------------------------------------------------------------------------------
    Job: run an operation on every element of a list of segments.
    How it works:
-     1. A segment is cut into a short head and a piece whose arrays all start at a multiple of 16
-        bytes. If the arrays have different alignments, the segment is one piece, read element by
+     1. A segment is cut into a short head and a piece with arrays that all start at a multiple of
+        16 bytes. If the arrays have different alignments, the segment is one piece, read element by
         element.
      2. A launch has up to 64 pieces, passed by value.
      3. The pieces consist of chunks of a fixed number of elements. Chunks are divided among the

@@ -75,7 +75,7 @@ static const char usage[] =
     "  -n, --nproc-per-node N  ranks on this machine (1)\n"
     "  --nnodes N              machines; start cddprun on each (1)\n"
     "  --node-rank N           which of them this is, from 0\n"
-    "  --master-addr HOST      the machine whose node rank is 0\n"
+    "  --master-addr HOST      the machine with node rank 0\n"
     "  --master-port PORT      a free port there (29500; on one machine: any free one)\n"
     "  --standalone            one machine, any free port\n"
     "  --serve-store           serve the ranks' store here: for PyTorch programs\n"
@@ -116,7 +116,7 @@ typedef struct stream { /* stdout or stderr of one rank */
 typedef struct sink { /* cddprun's stdout or stderr */
   int fd;             /* -1: it failed */
   bool color;
-  int open; /* the stream whose incomplete line was printed last; -1: none */
+  int open; /* the stream with the incomplete line that was printed last; -1: none */
   buffer queue;
 } sink;
 
@@ -233,7 +233,7 @@ static int check_options(const options *o) {
     return refuse("--node-rank must say which machine this is: 0 on --master-addr's, 1 on the next",
                   "");
   if (o->nnodes > 1 && o->master_addr == NULL)
-    return refuse("--master-addr must name the machine whose --node-rank is 0, as others reach it",
+    return refuse("--master-addr must name the machine with --node-rank 0, as others reach it",
                   "");
   if (o->min_nproc > 0 && !o->elastic) return refuse("--min-nproc goes with --elastic", "");
   if (o->min_nproc > o->nproc_per_node)
@@ -757,7 +757,7 @@ static bool open_log(job *j, int i) {
   if (at >= 0 && fstat(at, &s) == 0 && s.st_uid != geteuid()) {
     fail_job(
         j, 1, SIGTERM, 0,
-        "the folder %s for logs belongs to user %u, who could make them overwrite other files; "
+        "the folder %s for logs belongs to user %u and could make them overwrite other files; "
         "name one of your own",
         folder, (unsigned)s.st_uid);
     close(at);

@@ -24,7 +24,7 @@ static void print_array(const float *x, int64_t n) {
   printf("\n");
 }
 
-/* Prints x one rank at a time: the barrier ends after the rank whose turn it is has printed. */
+/* Prints x one rank at a time: the barrier ends after the printing rank has printed. */
 static cddp_result print_in_turn(cddp_group *g, const char *what, const float *x, int64_t n) {
   cddp_result r = CDDP_OK;
   for (int turn = 0; turn < cddp_world_size(g) && r == CDDP_OK; turn++) {

@@ -25,7 +25,7 @@ static void copy(void *to, const void *from, size_t bytes) {
     fprintf(stderr, "cudaMemcpyAsync: %s\n", cudaGetErrorString(cudaGetLastError()));
 }
 
-/* Prints x one rank at a time: the barrier ends after the rank whose turn it is has printed. */
+/* Prints x one rank at a time: the barrier ends after the printing rank has printed. */
 static cddp_result print_in_turn(cddp_group *g, const char *what, const float *x, int n) {
   float host[2 * MAX_RANKS];
   cddp_result r = cddp_synchronize(g); /* waits for the GPU, and returns what failed there */

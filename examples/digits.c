@@ -53,7 +53,7 @@ static data_set training, testing;
 /* --- Network: logits = w2 relu(w1 x) --- */
 
 typedef struct network {
-  int inputs, hidden; /* inputs: the pixels, and a 1 whose weights are the biases */
+  int inputs, hidden; /* inputs: the pixels, and a 1 for the biases */
   float *w1, *w2;     /* [hidden][inputs], [CLASSES][hidden], as in torch.nn.Linear */
   float *x, *h, *y;   /* of a batch: [batch][inputs], [batch][hidden], [batch][CLASSES] */
   float *dh;          /* the gradient of h; the gradient of y is in y */

@@ -47,7 +47,7 @@ static cublasHandle_t blas;
 /* --- Network: logits = w2 relu(w1 x) --- */
 
 typedef struct network { /* in the memory of the device */
-  int inputs, hidden;    /* inputs: the pixels, and a 1 whose weights are the biases */
+  int inputs, hidden;    /* inputs: the pixels, and a 1 for the biases */
   float *w1, *w2;        /* [hidden][inputs], [CLASSES][hidden], as in torch.nn.Linear */
   float *x, *h, *y;      /* of a batch: [BATCH][inputs], [BATCH][hidden], [BATCH][CLASSES] */
   float *dh;             /* the gradient of h; the gradient of y is in y */

@@ -291,7 +291,7 @@ static bool write_history(const double *history, int first) {
 static int train_shards(cddp_ddp *ddp, int step, int shards, double *loss, int rank) {
   int B = config.batch, shard;
   while (cddp_ddp_next_shard(ddp, &shard)) {
-    for (int b = 0; b < B; b++) /* the same sequences, whichever rank has the shard */
+    for (int b = 0; b < B; b++) /* depends on step and shard, not on the rank */
       sequences[b] = pick((uint64_t)(((long)step * shards + shard) * B + b));
     forward(B);
     *loss += cross_entropy(B * config.context);

@@ -96,7 +96,7 @@ static int train(int rank, void *arg) {
         printf("| %9.6f\n", (double)weights.bias[o]);
       }
     }
-    TRY(cddp_barrier(g)); /* waits until the rank whose turn it is has printed */
+    TRY(cddp_barrier(g)); /* waits until rank `turn` has printed */
   }
 
   mine = hash(&weights, sizeof weights);

@@ -100,7 +100,7 @@ static int train(int rank, void *group_desc) {
       for (int i = 0; i < WEIGHTS; i++)
         printf("%9.6f%s", (double)host[i], i % (IN + 1) == IN ? "\n" : " ");
     }
-    TRY(cddp_barrier(g)); /* waits until the rank whose turn it is has printed */
+    TRY(cddp_barrier(g)); /* waits until rank `turn` has printed */
   }
   mine = hash(host, WEIGHTS * sizeof *host);
   TRY(cddp_all_gather(g, &mine, all, 1, CDDP_I64, NULL)); /* of host memory: fine on GPUs too */

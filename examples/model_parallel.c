@@ -67,7 +67,7 @@ static int first_stage(cddp_group *g, const float *w, float *grad, uint64_t seed
   cddp_work *sent[MICRO], *back[MICRO];
   int rank = cddp_rank(g), next = rank + 1, flying = 0;
   for (int m = 0; m < micro + ahead; m++) {
-    int done = m - ahead; /* whose gradients are due */
+    int done = m - ahead; /* the batch with gradients due */
     if (m < micro) {
       draw(x[m], t, seed + (uint64_t)m);
       linear(w, x[m], h[m], IN, MIDDLE);

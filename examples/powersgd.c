@@ -5,7 +5,7 @@
      mpirun -n 4 ./powersgd                     4 ranks, started by mpirun, srun or torchrun
 
    PowerSGD (Vogels et al., 2019) sends a gradient matrix M[n][w] as two thin ones, P[n][R] and
-   Q[w][R], whose product P Q^T is close to M:
+   Q[w][R]. Their product P Q^T is close to M:
      1. M = gradient + error of the last step        nothing is lost, only delayed
      2. P = mean over ranks of M Q                   an all_reduce
      3. P's columns are made orthonormal             by each rank, with the same bits
