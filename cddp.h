@@ -17407,9 +17407,9 @@ static cddp_result cddp__clear_own(cddp_ddp *d) {
   return r;
 }
 
-/* The shard in this rank's gradients goes into a slot, added to those nodes with which it makes a
-   greater one, where the first of these is. more: gradients become zero for the next shard; the
-   last one may stay where peers see it. */
+/* Sums the shard in this rank's gradients with the nodes that form a greater node with it, into the
+   slot of the first of these, else into a free slot. more: zeroes the gradients for the next shard;
+   without it the shard can stay in the gradients, where peers read it. */
 static cddp_result cddp__keep_node(cddp_ddp *d, int shard, bool more) {
   int slots[CDDP__FOLD_DEPTH + 1], widths[CDDP__FOLD_DEPTH + 1], low, high, at = 0;
   int room = cddp__free_slot(d->own_nodes, d->own_node_count);
@@ -17420,7 +17420,7 @@ static cddp_result cddp__keep_node(cddp_ddp *d, int shard, bool more) {
   if (more || n > 1 || cddp__gathers(d))
     node.slot = low < high ? d->own_nodes[low].slot : room;
   while (slots[at] >= 0) at++;
-  if (at < n - 1 && node.slot != room) { /* the shard must be the last where a sum is one of them */
+  if (at < n - 1 && node.slot != room) { /* the shard must come last if a sum is one of them */
     r = cddp__merge_nodes(d, room, &slots[at], &widths[at], 1, more);
     slots[at] = room;
     widths[at] = -1;
@@ -17436,15 +17436,15 @@ static cddp_result cddp__keep_node(cddp_ddp *d, int shard, bool more) {
   return r;
 }
 
-/* What begins the rows of a shard in a packet. */
+/* The head of a shard's rows in a packet. */
 typedef struct cddp__shard_rows {
-  uint64_t shard; /* as many as there are: of a rank that has joined, and has none */
-  uint64_t bytes; /* with this */
+  uint64_t shard; /* the number of shards: of a rank that has joined, without rows */
+  uint64_t bytes; /* including this head */
   unsigned char pad[CDDP__CACHE_LINE - 16];
 } cddp__shard_rows;
 
-/* The rows that have been added, of `shard`, to packet; NULL: nothing is written. Returns how many
-   bytes. */
+/* Packs the added rows of `shard` into packet; NULL: writes nothing. Returns the number of bytes.
+   */
 static size_t cddp__pack_rows(cddp_ddp *d, int shard, char *packet) {
   cddp__shard_rows *head = (cddp__shard_rows *)(void *)packet;
   size_t bytes = sizeof *head, n;
@@ -17463,7 +17463,7 @@ static size_t cddp__pack_rows(cddp_ddp *d, int shard, char *packet) {
   return bytes;
 }
 
-/* The same to this rank's packet of the step, behind those of its shards before. */
+/* Appends them to this rank's packet of the step. */
 static cddp_result cddp__keep_rows(cddp_ddp *d, int shard) {
   cddp__host *h = d->group->host;
   size_t bytes = d->rows_bytes + cddp__pack_rows(d, shard, NULL);
@@ -17482,21 +17482,21 @@ static cddp_result cddp__keep_rows(cddp_ddp *d, int shard) {
   return CDDP_OK;
 }
 
-/* The shard that this rank has in hand has ended. */
+/* Completes the shard that this rank is computing. */
 static cddp_result cddp__end_shard(cddp_ddp *d, bool more) {
   cddp_result r = d->sparse != NULL ? cddp__keep_rows(d, d->held) : CDDP_OK;
   return r == CDDP_OK ? cddp__keep_node(d, d->held, more) : r;
 }
 
-/* A collective of all ranks on memory that is where gradients are. */
+/* A collective of all ranks on the memory of the gradients. */
 static cddp_result cddp__call_all(cddp_ddp *d, const cddp__call *c) {
   if (d->group->backend != NULL) d->comm->stream = d->group->stream; /* cddp_set_stream */
   return cddp__start_call(d->group->backend != NULL ? d->comm : d->control, c, NULL);
 }
 
-/* n elements for each rank from offset `at` of the model on: ranks exchange their nodes, of which
-   one rank has `most`, so that each has all nodes of its n elements, takes the mean over the
-   shards, and all gather the means, from `out` on. */
+/* Takes the mean over the shards of n elements a rank, from offset `at` of the model, and writes it
+   to `out`. Ranks exchange nodes, of which one rank has `most`. Each rank then has all nodes of its
+   n elements and takes their mean; then the ranks gather the means. */
 static cddp_result cddp__gather_piece(cddp_ddp *d, char *out, cddp_dtype dtype, size_t at, size_t n,
                                       int most) {
   cddp_dtype wide = cddp__compute_type(dtype);
@@ -17511,7 +17511,7 @@ static cddp_result cddp__gather_piece(cddp_ddp *d, char *out, cddp_dtype dtype, 
   if (r != CDDP_OK) return r;
   all = (char *)scratch;
   for (i = 0; r == CDDP_OK && i < most && ranks > 1; i++, all += ranks * part) {
-    int slot = i < d->own_node_count ? d->own_nodes[i].slot : 0; /* with fewer, not read */
+    int slot = i < d->own_node_count ? d->own_nodes[i].slot : 0; /* else not read */
     nodes = cddp__make_call(CDDP__KIND_ALL_TO_ALL, cddp__in_slot(d, d->me, slot, at), all, n, wide,
                             CDDP_SUM, -1);
     r = cddp__call_all(d, &nodes);
@@ -17527,9 +17527,10 @@ static cddp_result cddp__gather_piece(cddp_ddp *d, char *out, cddp_dtype dtype, 
   return r == CDDP_OK && ranks > 1 ? cddp__call_all(d, &means) : r;
 }
 
-/* Where ranks do not see each other's memory: the nodes of all of them, d->nodes, make the mean, in
-   `out`, which is as the arena. If the ranks' parts do not divide a dtype `out` is written, and
-   slots are read, behind its end (cddp__gather_slack): the next dtype's means come later. */
+/* For ranks that cannot read each other's memory: takes the mean of all nodes, d->nodes, into
+   `out`, a buffer laid out as the arena. If the number of ranks does not divide that of a dtype's
+   elements, `out` is written, and slots are read, past the end of the dtype (cddp__gather_slack).
+   The means of the next dtype are written later. */
 static cddp_result cddp__gather_nodes(cddp_ddp *d, char *out) {
   size_t ranks = (size_t)d->control->size, at, n, esize;
   size_t most = (d->group->backend != NULL ? CDDP__SHARD_PIECE : CDDP__NODES_PIECE) / ranks;
@@ -17561,8 +17562,8 @@ static size_t cddp__bucket_bytes(const cddp_ddp *d, const cddp__bucket_state *b)
   return bytes;
 }
 
-/* This rank's slice of the bucket: the mean of the gradients of all ranks that have data goes into
-   those of all ranks. The bucket's first round tells who has joined. */
+/* Takes this rank's slice of the bucket: writes the mean over all ranks that have data to the
+   gradients of all ranks. The bucket's first round announces which ranks have joined. */
 static void cddp__reduce_slice(cddp_ddp *d, const cddp__bucket_state *b) {
   cddp_dtype dtype = d->params[b->sorted[0]].dtype;
   const cddp_group *g = d->comm;
@@ -17591,7 +17592,8 @@ static void cddp__reduce_slice(cddp_ddp *d, const cddp__bucket_state *b) {
   }
 }
 
-/* The mean of the bucket to all ranks; where they do not see each other's, by the carrier. */
+/* Collective: all ranks get the mean of the bucket. The carrier takes it if ranks cannot read each
+   other's memory. */
 static cddp_result cddp__reduce_bucket(cddp_ddp *d, cddp__bucket_state *b) {
   cddp_group *g = d->comm;
   cddp__call c = cddp__make_call(CDDP__KIND_ALL_REDUCE, NULL, NULL, 0,
@@ -17615,7 +17617,7 @@ static cddp_result cddp__reduce_bucket(cddp_ddp *d, cddp__bucket_state *b) {
       c.count = (range.end - range.begin) / c.esize;
       r = g->carrier->average(g, &c, d->buffers);
     }
-    if (r == CDDP_OK) /* all ranks of this host have done their part of it */
+    if (r == CDDP_OK) /* all ranks of this host have reduced their slices */
       r = cddp__round(g, CDDP__SCOPE_HOST, CDDP__KIND_DDP_BUCKET, CDDP__PHASE_DONE, index, NULL, 0);
   }
   r = cddp__end_access(g, r);
@@ -17663,16 +17665,16 @@ static cddp_result cddp__compress_hook(cddp_bucket *b, cddp_dtype small) {
   return r;
 }
 
-/* Hands the bucket to the hook: in place when its parameters lie side by side, else in scratch. */
+/* Calls the hook on the bucket: in place if its parameters are adjacent, else in scratch. */
 static cddp_result cddp__hook_bucket(cddp_ddp *d, cddp__bucket_state *b) {
-  char first = cddp__error_text[0]; /* of an older text, which is not the hook's */
+  char first = cddp__error_text[0]; /* of an older text, not the hook's */
   size_t bytes = cddp__bucket_bytes(d, b);
   cddp_bucket bucket;
   cddp__range range;
   bool packed;
   cddp_result r = CDDP_OK;
   int i = 0;
-  if (bytes == 0) return CDDP_OK; /* no rank used any of it */
+  if (bytes == 0) return CDDP_OK; /* no rank used any of its parameters */
   (void)cddp__next_range(d, b->sorted, b->count, &i, &range);
   memset(&bucket, 0, sizeof bucket);
   bucket.index = (int)(b - d->buckets);
@@ -17709,13 +17711,13 @@ static cddp_result cddp__run_bucket(cddp_work *w) { /* on the engine's thread */
   if ((r = cddp__check_group(g)) == CDDP_OK) r = d->memory->use(d->group);
   if (r == CDDP_OK) r = hooked ? cddp__hook_bucket(d, b) : d->memory->reduce_bucket(d, b);
   if (r == CDDP_OK) return r;
-  if (hooked) return cddp__break(g, r); /* or later buckets' calls would meet this one's there */
+  if (hooked) return cddp__break(g, r); /* later buckets' calls would match this one's there */
   return cddp__fail_in(r, "bucket %d (parameter \"%.60s\"%s): ", (int)(b - d->buckets),
                        cddp__param_name(&d->params[first], first).s,
                        b->count > 1 ? " and others" : "");
 }
 
-/* Leaves the bucket to the engine. */
+/* Queues the bucket in the engine. */
 static cddp_result cddp__push_bucket(cddp_ddp *d, cddp__bucket_state *b) {
   memset(&b->work, 0, sizeof b->work);
   b->work.group = d->comm;
@@ -17725,7 +17727,7 @@ static cddp_result cddp__push_bucket(cddp_ddp *d, cddp__bucket_state *b) {
   return cddp__engine_push(&b->work);
 }
 
-/* Waits for the engine; the first failure is the result. */
+/* Waits for the engine and returns the first failure. */
 static cddp_result cddp__await_buckets(cddp_ddp *d) {
   int b;
   cddp__drain_buckets(d);
@@ -17736,9 +17738,9 @@ static cddp_result cddp__await_buckets(cddp_ddp *d) {
   return CDDP_OK;
 }
 
-/* Collective: arrays from root to all ranks. CDDP__OWNERS: arrays as long as the parameters, of
-   which each rank has the part that it steps; each host has all parts, those of the first one are
-   taken. CDDP__ALL_OWNERS: the ranks of all hosts together have all parts once. */
+/* Collective: sends arrays from root to all ranks. CDDP__OWNERS: each rank has its part of arrays
+   with the shape of the parameters. Every host has all parts; those of the first host are sent.
+   CDDP__ALL_OWNERS: each part is on one rank of the group. */
 static cddp_result cddp__share_arrays(cddp_ddp *d, const cddp_param *arrays, int count, int root) {
   bool by_host = root == CDDP__OWNERS && d->group->backend == NULL, owners = root < 0;
   const cddp__hosts *x = by_host ? d->control->hosts : NULL;
@@ -17827,8 +17829,8 @@ static cddp_result cddp__host_scale(void *p, size_t n, cddp_dtype dtype, double 
   return CDDP_OK;
 }
 
-/* The squares of bytes [begin, end) of the model, which are parameter i's and, if it is not there,
-   lie at `grad`; of each piece to where this rank has its sums. */
+/* Adds the squares of bytes [begin, end) of the model, all of parameter i and at `grad`, to this
+   rank's sums of their pieces. */
 static void cddp__add_squares(cddp_ddp *d, int i, const char *grad, size_t begin, size_t end) {
   const cddp__tensor *t = &d->tensors[i];
   double *sums = d->squares[d->me] + t->first_piece;
@@ -17841,8 +17843,8 @@ static void cddp__add_squares(cddp_ddp *d, int i, const char *grad, size_t begin
   }
 }
 
-/* The factor of a clip; sets d->norm. sums: the squares of each part of the model, which is divided
-   into `parts`. */
+/* Returns the factor of a clip and sets d->norm. sums: the squares of each part of the model, which
+   is divided into `parts`. */
 static double cddp__clip_factor(cddp_ddp *d, double max_norm, double *const *sums, int parts) {
   size_t begin, end, k, n;
   double sum = 0, factor;
@@ -17896,7 +17898,7 @@ static cddp_result cddp__host_clip(cddp_ddp *d, double max_norm, double *norm) {
 
 /* --- one pass: a step on gradients in host memory --- */
 
-/* The ranks that see each other's memory meet. */
+/* A barrier of the ranks that share memory. */
 static cddp_result cddp__control_barrier(cddp_ddp *d, int kind, enum cddp__phase phase) {
   return cddp__round(d->control, CDDP__SCOPE_HOST, kind, phase, 0, NULL, 0);
 }
@@ -17911,7 +17913,7 @@ static void cddp__share_free(cddp_optim *s) {
   cddp__arena_free(d->group->host, s->common_own);
 }
 
-/* Where state k of element n of parameter i lies. */
+/* The address of state k of element n of parameter i. */
 static char *cddp__state_at(const cddp_ddp *d, const cddp_optim *o, char *states, int k, int i,
                             size_t n) {
   size_t at = d->tensors[i].offset;
@@ -17919,7 +17921,7 @@ static char *cddp__state_at(const cddp_ddp *d, const cddp_optim *o, char *states
   return states + (size_t)k * d->state_stride + at + n * cddp__dtype_size(cddp__state_type(o, i));
 }
 
-/* Copies states of [begin, end) of the arena between what all ranks have and what o has alone. */
+/* Copies the states of [begin, end) of the arena between the shared states and those of o alone. */
 static cddp_result cddp__copy_states(const cddp_ddp *d, const cddp_optim *o, char *states,
                                      size_t begin, size_t end, bool share) {
   cddp_result r = CDDP_OK;
@@ -17935,7 +17937,7 @@ static cddp_result cddp__copy_states(const cddp_ddp *d, const cddp_optim *o, cha
     n = (low - t->offset) / esize;
     if (own != NULL) own += n * size;
     common = cddp__state_at(d, o, states, j / o->count, i, n);
-    if (anew) /* who gets it does not know that it is to begin as the weights are */
+    if (anew) /* receivers do not know that it starts as the weights */
       r = cddp__convert_any(d->group, common, CDDP_F32, (char *)o->params[i].data + n * esize,
                             o->params[i].dtype, (high - low) / esize);
     else
@@ -17945,7 +17947,7 @@ static cddp_result cddp__copy_states(const cddp_ddp *d, const cddp_optim *o, cha
   return r;
 }
 
-/* From now on the states of o are those that all ranks have. */
+/* Makes o use the shared states from now on. */
 static void cddp__share_states(cddp_ddp *d, cddp_optim *o, char *states) {
   int j;
   o->common = states;
@@ -17961,7 +17963,7 @@ static void cddp__share_states(cddp_ddp *d, cddp_optim *o, char *states) {
   }
 }
 
-/* Local: whole states again, for unfused steps. */
+/* Local: makes the states whole again, for steps that are not fused. */
 static cddp_result cddp__unshare_states(cddp_optim *o) {
   int i;
   for (i = 0; i < o->count; i++)
@@ -17969,7 +17971,7 @@ static cddp_result cddp__unshare_states(cddp_optim *o) {
   return cddp__copy_states(o->share, o, o->common, 0, o->share->model_bytes, false);
 }
 
-/* Collective: memory that the ranks of a host have in common; it is that of the first of them. */
+/* Collective: allocates memory that the ranks of a host share; the first of them owns it. */
 static cddp_result cddp__common_memory(cddp_ddp *d, size_t bytes, enum cddp__extent_use use,
                                        char **out) {
   cddp_group *g = d->control;
@@ -17982,19 +17984,20 @@ static cddp_result cddp__common_memory(cddp_ddp *d, size_t bytes, enum cddp__ext
   r = cddp__round(g, CDDP__SCOPE_ALL, CDDP__KIND_DDP_CREATE, CDDP__PHASE_BLOCK, 0, &ref,
                   sizeof ref);
   if (r == CDDP_OK) {
-    while (g->members[k] < 0) k++; /* this host's first: a sub-group may be without its rank 0 */
+    while (g->members[k] < 0) k++; /* this host's first: a sub-group can lack its rank 0 */
     ref = cddp__op_header_of(g, k, g->round)->u.ref;
     if (ref.kind != CDDP__REF_NONE) r = cddp__map_ref(g->host, &ref, &at);
-    else if (k == g->rank) r = CDDP_OUT_OF_MEMORY; /* it has said why, and now tells all */
+    else if (k == g->rank) r = CDDP_OUT_OF_MEMORY; /* with its text; now for all */
     r = cddp__consensus(g, r, NULL, 0, NULL);
   }
-  /* In a group that is broken another rank may have got further, and write there: it stays. */
+  /* If the group is broken another rank can be further and write to it: keep it. */
   if (r != CDDP_OK && cddp__load32(&g->block->broken) == 0) cddp__arena_free(g->host, mine);
   *out = (char *)at;
   return r;
 }
 
-/* Collective: an optimizer takes its first fused step. Each rank gives huge pages to its part. */
+/* Collective: shares the states of an optimizer at its first fused step. Each rank asks for huge
+   pages for its part. */
 static cddp_result cddp__share_create(cddp_ddp *d, cddp_optim *o) {
   size_t begin, end, from, to;
   char *states;
@@ -18014,7 +18017,7 @@ static cddp_result cddp__share_create(cddp_ddp *d, cddp_optim *o) {
   return CDDP_OK;
 }
 
-/* Collective: brings whole states back to every rank. If it fails cddp__finish leaves. */
+/* Collective: makes the states whole on every rank. cddp__finish returns its failure. */
 static cddp_result cddp__share_gather(cddp_optim *o) {
   cddp_ddp *d = o->share;
   cddp_result r = cddp__begin_access(d->control);
@@ -18027,7 +18030,7 @@ static cddp_result cddp__share_gather(cddp_optim *o) {
 
 /* --- sharded states: of all elements each rank of the group keeps those in its part alone --- */
 
-/* Which states s will keep. d: its desc.ddp. The ranks of one host share their states anyway. */
+/* Sets which states s keeps. d: its desc.ddp. Ranks of a single host share states anyway. */
 static void cddp__place_states(const cddp_ddp *d, cddp_optim *s) {
   const cddp_group *g = d->group;
   size_t begin, end, esize;
@@ -18042,7 +18045,7 @@ static void cddp__place_states(const cddp_ddp *d, cddp_optim *s) {
   }
 }
 
-/* Collective: all of state k of parameter i to `whole`, for a checkpoint. */
+/* Collective: gathers state k of parameter i in `whole`, for a checkpoint. */
 static cddp_result cddp__gather_state(const cddp_optim *s, int k, int i, char *whole) {
   cddp_ddp *d = s->desc.ddp;
   size_t size = cddp__dtype_size(cddp__state_type(s, i)), begin, end;
@@ -18064,29 +18067,29 @@ static cddp_result cddp__gather_state(const cddp_optim *s, int k, int i, char *w
   return r;
 }
 
-/* A walk through a part of the model, block by block: for its mean, or for new weights. */
+/* A pass through a part of the model, block by block, for its means or for new weights. */
 enum { CDDP__PASS_MEANS, CDDP__PASS_WEIGHTS };
 typedef struct cddp__pass {
   cddp_ddp *d;
-  cddp_optim *s;   /* NULL: the means alone are wanted */
+  cddp_optim *s;   /* NULL: takes means only */
   int which;       /* CDDP__PASS_* */
   void (*block)(struct cddp__pass *x, int i, const cddp__update *u, size_t at, size_t n);
-  char *means;     /* where means go, and come from, by offset; NULL: this rank's gradients */
-  bool averaged;   /* they are there, but for what one loop does */
-  bool squares;    /* the means' squares are wanted */
-  double clip;     /* 1: none; else means are multiplied by it first */
-  bool one_loop;   /* all ranks have gradients, and are as many as cddp__update.loop takes */
-  bool loops;      /* it does the parameter that is walked through */
-  bool alone;      /* the optimizer's states are those of this rank alone */
+  char *means;     /* the means, by offset; NULL: in this rank's gradients */
+  bool averaged;   /* means are in place, except those that one loop takes */
+  bool squares;    /* sums the means' squares */
+  double clip;     /* factor of the means; 1: none */
+  bool one_loop;   /* all ranks have gradients, and cddp__update.loop supports their number */
+  bool loops;      /* it processes the current parameter */
+  bool alone;      /* the optimizer's states are this rank's alone */
 } cddp__pass;
 
-#define CDDP__STEP_BLOCK 8192 /* bytes of a block, at most: of a few arrays, for the second cache */
+#define CDDP__STEP_BLOCK 8192 /* largest block in bytes; several fit into the second-level cache */
 
 static char *cddp__weights_of(const cddp_ddp *d, int rank, int i) {
   return d->weights[(size_t)rank * (size_t)d->count + (size_t)i];
 }
 
-/* This rank's part of parameter i in one loop, block by block for the sake of its copy. */
+/* Updates this rank's part of parameter i in one loop, block by block to copy it from the cache. */
 static void cddp__fuse_loop(const cddp__pass *x, int i, const cddp__update *u) {
   const cddp_ddp *d = x->d;
   const cddp__tensor *t = &d->tensors[i];
@@ -18115,7 +18118,7 @@ static void cddp__fuse_loop(const cddp__pass *x, int i, const cddp__update *u) {
   }
 }
 
-/* The mean of n elements of parameter i from offset `at` on, to out. */
+/* Takes the mean of n elements of parameter i from offset `at`, into out. */
 static void cddp__mean_block(cddp_ddp *d, int i, void *out, size_t at, size_t n) {
   int k;
   if (d->spread || d->desc.elastic) {
@@ -18127,12 +18130,12 @@ static void cddp__mean_block(cddp_ddp *d, int i, void *out, size_t at, size_t n)
   cddp__reduce(out, d->sources, d->active_count, n, d->params[i].dtype, CDDP_AVG);
 }
 
-/* Where the pass has the mean of parameter i from offset `at` on. */
+/* The address of the pass's mean of parameter i from offset `at`. */
 static char *cddp__mean_at(const cddp__pass *x, int i, size_t at) {
   return x->means != NULL ? x->means + at : cddp__gradient_at(x->d, x->d->me, i, at);
 }
 
-/* A block of CDDP__PASS_MEANS. What is done again comes out the same. */
+/* Processes a block of CDDP__PASS_MEANS. Repeating it gives the same result. */
 static void cddp__keep_mean(cddp__pass *x, int i, const cddp__update *u, size_t at, size_t n) {
   double passing[CDDP__BLOCK_BYTES / sizeof(double)];
   char *mean = x->loops ? (char *)passing : cddp__mean_at(x, i, at);
@@ -18143,8 +18146,8 @@ static void cddp__keep_mean(cddp__pass *x, int i, const cddp__update *u, size_t 
   CDDP__POINT("elastic mean");
 }
 
-/* The mean rows that are in n elements of parameter i, from element `first` on, into a gradient
-   that is zero elsewhere. Returns whether there are any; out NULL: that is all. */
+/* Writes the mean rows within n elements of parameter i, from element `first`, into a gradient that
+   is zero elsewhere. Returns whether there are any; out NULL: does nothing else. */
 static bool cddp__dense_rows(const cddp_ddp *d, int i, size_t first, size_t n, char *out) {
   const cddp__sparse *s = d->sparse[i];
   size_t esize = s->bytes / s->width, low = 0, high = s->mean.n, middle, from, to;
@@ -18167,14 +18170,14 @@ static bool cddp__dense_rows(const cddp_ddp *d, int i, size_t first, size_t n, c
   return any;
 }
 
-/* The gradient by which n elements of parameter i are stepped, from offset `at` on: in `room` or
-   where it is. */
+/* The gradient for the step of n elements of parameter i from offset `at`: in `room`, or in place.
+   */
 static const void *cddp__block_gradient(const cddp__pass *x, int i, size_t at, size_t n,
                                         void *room) {
   cddp_dtype dtype = x->d->params[i].dtype;
   size_t esize = cddp__dtype_size(dtype);
   bool used = x->d->used[i], there = x->averaged || !used;
-  if (cddp__sparse_of(x->d, i) != NULL) { /* which cddp__clip_rows has clipped */
+  if (cddp__sparse_of(x->d, i) != NULL) { /* cddp__clip_rows has clipped its rows */
     (void)cddp__dense_rows(x->d, i, (at - x->d->tensors[i].offset) / esize, n, (char *)room);
     return room;
   }
@@ -18185,8 +18188,8 @@ static const void *cddp__block_gradient(const cddp__pass *x, int i, size_t at, s
   return room;
 }
 
-/* Between places that are in the cache; libc goes past it with pieces of 2 KiB and more. from NULL:
-   zeros. */
+/* Copies between addresses in the cache; libc uses non-temporal copies from 2 KiB on. from NULL:
+   zeroes. */
 static void cddp__copy_near(char *to, const char *from, size_t bytes) {
   size_t at, n;
   for (at = 0; at < bytes; at += n) {
@@ -18196,9 +18199,9 @@ static void cddp__copy_near(char *to, const char *from, size_t bytes) {
   }
 }
 
-/* New weights of parameter i, `bytes` from offset `at` on, to all ranks of the host; its gradients
-   there become zero. Weights that are not shared go to `apart`, this rank's gradients, for the
-   others to fetch them. */
+/* Writes `bytes` of new weights of parameter i, from offset `at`, to all ranks of the host, and
+   zeroes its gradients there. Private weights go to `apart`, this rank's gradients, from which the
+   other ranks copy them. */
 static void cddp__publish_block(const cddp_ddp *d, int i, const char *weights, size_t at,
                                 size_t bytes, char *apart) {
   const cddp__tensor *t = &d->tensors[i];
@@ -18213,7 +18216,7 @@ static void cddp__publish_block(const cddp_ddp *d, int i, const char *weights, s
   if (!t->shared) cddp__copy_near(apart, weights, bytes);
 }
 
-/* A block of CDDP__PASS_WEIGHTS: reduced, stepped and published. */
+/* Processes a block of CDDP__PASS_WEIGHTS: reduces, steps and publishes it. */
 static void cddp__fuse_block(cddp__pass *x, int i, const cddp__update *u, size_t at, size_t n) {
   double sum[CDDP__STEP_BLOCK / sizeof(double)];
   const cddp_ddp *d = x->d;
@@ -18226,7 +18229,7 @@ static void cddp__fuse_block(cddp__pass *x, int i, const cddp__update *u, size_t
   cddp__optim_copy(x->s, i, (at - t->offset) / esize, n);
 }
 
-/* Walks from offset `begin` to `end`. */
+/* Passes through the model from offset `begin` to `end`. */
 static void cddp__walk(cddp__pass *x, size_t begin, size_t end) {
   cddp_ddp *d = x->d;
   bool steps = x->which == CDDP__PASS_WEIGHTS;
@@ -18255,7 +18258,7 @@ static void cddp__walk(cddp__pass *x, size_t begin, size_t end) {
       n = cddp__min(block - at % block, high - at) / esize;
       if (rows && (!steps || (x->s->states == 0 && t->shared &&
                               !cddp__dense_rows(d, i, (at - t->offset) / esize, n, NULL))))
-        continue; /* no row is in it: it stays as it is */
+        continue; /* no row is in it: it does not change */
       x->block(x, i, &u, at, n);
     }
   }
@@ -18271,8 +18274,8 @@ static cddp__pass cddp__pass_of(cddp_ddp *d, cddp_optim *s, bool averaged) {
   return x;
 }
 
-/* The mean of this rank's part to its gradients, unless it is there, or one loop will make it
-   again; x->clip, by what all parts' squares say. */
+/* Takes the mean of this rank's part into its gradients, unless it is there or one loop takes it
+   later. Sets x->clip from the squares of all parts. */
 static cddp_result cddp__mean_part(cddp__pass *x, int kind) {
   cddp_ddp *d = x->d;
   size_t begin, end;
@@ -18291,9 +18294,9 @@ static cddp_result cddp__mean_part(cddp__pass *x, int kind) {
   return r;
 }
 
-/* This rank has published its part: the others' have come when all have. Weights that are not
-   shared come from the others' gradients, which are cleared then; copies follow. s NULL: an
-   optimizer of the caller's own. */
+/* After this rank has published its part: waits until all ranks have. Private weights are copied
+   from the other ranks' gradients, which are then zeroed; copies of gradients follow. s NULL: the
+   caller's own optimizer. */
 static cddp_result cddp__fetch_weights(cddp_ddp *d, const cddp_optim *s) {
   int i, p, kind = s != NULL ? CDDP__KIND_DDP_STEP : CDDP__KIND_DDP_GATHER;
   cddp_result r = cddp__control_barrier(d, kind, CDDP__PHASE_DONE);
@@ -18323,8 +18326,8 @@ static cddp_result cddp__fetch_weights(cddp_ddp *d, const cddp_optim *s) {
   return r == CDDP_OK ? cddp__end_access(d->control, r) : r;
 }
 
-/* Updates this rank's part of the weights, by means that are in its gradients, then sends it to all
-   ranks of all hosts. */
+/* Updates this rank's part of the weights, by the means in its gradients, and sends it to all ranks
+   of all hosts. */
 static cddp_result cddp__sharded_step(const cddp__pass *x) {
   double room[CDDP__BLOCK_BYTES / sizeof(double)];
   cddp_optim *s = x->s;
@@ -18353,10 +18356,10 @@ static cddp_result cddp__sharded_step(const cddp__pass *x) {
   return r == CDDP_OK ? cddp__write_copies(s) : r;
 }
 
-/* Makes the means of this rank's part and, unless s is NULL, updates that part of all weights, then
-   fetches what the others have updated: between two rounds of the control group. averaged:
-   gradients are the means already. wrote: ranks have written to theirs since the last round, so
-   that nobody may read them before another. */
+/* Takes the means of this rank's part. s not NULL: updates that part of all weights and fetches the
+   other parts, between two rounds of the control group. averaged: gradients are means already.
+   wrote: ranks have written to their gradients since the last round, so reading them needs another.
+   */
 static cddp_result cddp__host_step(cddp_ddp *d, cddp_optim *s, bool averaged, bool wrote) {
   int i, size = d->group->local_size, kind = s ? CDDP__KIND_DDP_STEP : CDDP__KIND_DDP_SCATTER;
   size_t begin, end;
@@ -18388,7 +18391,7 @@ static cddp_result cddp__host_step(cddp_ddp *d, cddp_optim *s, bool averaged, bo
   return cddp__fetch_weights(d, s);
 }
 
-/* The weights that this rank has stepped to the others, and theirs here. */
+/* Sends the weights that this rank has stepped, and receives those of the other ranks. */
 static cddp_result cddp__host_publish(cddp_ddp *d) {
   cddp_result r = cddp__round(d->control, CDDP__SCOPE_ALL, CDDP__KIND_DDP_GATHER, CDDP__PHASE_CALL,
                               0, NULL, 0);
@@ -18422,8 +18425,8 @@ static cddp_result cddp__gpu_scratch(cddp_ddp *d, size_t bytes, void **out) {
   return cddp__device_scratch(&d->device_scratch, bytes, out);
 }
 
-/* *met: the ranks need not meet on the host. With NCCL the watchers compare what each rank called;
-   while a graph is captured ranks are not compared. */
+/* *met: the ranks need not meet on the host. With NCCL the watchers compare the ranks' calls.
+   During a capture of a graph ranks are not compared. */
 static cddp_result cddp__gpu_meet(cddp_ddp *d, int kind, uint64_t check, bool *met) {
   bool capturing = cddp__capturing(cddp__main_stream(d->group));
   cddp__call note;
@@ -18431,7 +18434,7 @@ static cddp_result cddp__gpu_meet(cddp_ddp *d, int kind, uint64_t check, bool *m
   int i;
   *met = capturing || (!d->meets && d->rebuilt);
   if (!*met) return CDDP_OK;
-  if (d->sparse != NULL || d->desc.uneven_inputs) /* it meets, but for a capture */
+  if (d->sparse != NULL || d->desc.uneven_inputs) /* meets, except in a capture */
     return cddp__fail(CDDP_UNSUPPORTED, "a step with sparse_rows or uneven_inputs waits for the "
                                         "other ranks and cannot be captured in a CUDA graph");
   if (capturing && !d->rebuilt && !d->desc.find_unused_parameters)
@@ -18452,9 +18455,9 @@ static cddp_result cddp__gpu_meet(cddp_ddp *d, int kind, uint64_t check, bool *m
   return CDDP_OK;
 }
 
-/* The bucket's all-reduce, on the side stream, or (d->scatters) a reduce to each rank that has a
-   part of it: a sum if the kernel of cddp_ddp_step is to come, which divides to the same bits. f16:
-   see cddp__averages_by_sum. */
+/* The bucket's all-reduce on the side stream, or (d->scatters) a reduce to each rank that has a
+   part of the bucket. It is a sum if cddp_ddp_step's kernel follows, which divides with the same
+   result, bit for bit. f16: see cddp__averages_by_sum. */
 static cddp_result cddp__gpu_reduce(cddp_ddp *d, cddp__bucket_state *b) {
   cddp__device *p = cddp__device_of(d->comm);
   cddp_dtype dtype = d->params[b->sorted[0]].dtype;
