@@ -1587,8 +1587,8 @@ CDDPDEF void cddp_register_kernels(const cddp_kernels *kernels); /* must stay wh
    ranks that it waits for: their slots, and a lock that each process holds on the shared memory
    while it lives. So waiting ranks notice a death within about 20 ms, or later if many
    ranks share a core. Ranks that do not wait have no cost. A rank that has waited for long
-   publishes the place to the ranks of its host (cddp__publish_wait). Time-out texts then say where
-   late ranks wait, and two ranks that wait for each other in different groups get CDDP_MISMATCH
+   writes its operation and call site into its slot (cddp__publish_wait). Time-out texts then say
+   where late ranks wait, and two ranks that wait for each other in different groups get CDDP_MISMATCH
    within a fraction of a second.
 
    FAILURE. A rank that finds a lost peer, a disagreement or a passed deadline writes the text into
@@ -1838,7 +1838,7 @@ typedef struct cddp__slot {
   cddp__atomic_u32 send_top; /* only sends below this index can be in use; writer: rank */
   cddp__atomic_u32 calls;    /* number of logged calls on device memory; writer: rank */
   cddp__atomic_u32 works;    /* operations queued or running in its engine; writer: rank */
-  cddp__atomic_u32 ended;    /* in the job's first group: 65536 + the process's wait status; 0:
+  cddp__atomic_u32 ended;    /* in the job's first group: bit 16, and the process's wait status; 0:
                                 unknown; writer: the rank's left neighbour on the host */
   unsigned char pad2[CDDP__CACHE_LINE - 32];
   cddp__send_request sends[CDDP__SENDS]; /* each on its own cache lines */
@@ -4804,7 +4804,8 @@ static cddp__request cddp__request_of(unsigned code, const char *const *keys, in
   return q;
 }
 
-/* Puts the store's name before an error text. Other rooms see CDDP_NETWORK for CDDP_MISMATCH. */
+/* Puts the store's name before an error text. Only opening a store returns CDDP_MISMATCH (another
+   program listens there); later operations return CDDP_NETWORK instead. */
 static cddp_result cddp__store_error(const cddp_store *store, cddp_result r) {
   return cddp__fail_in(r == CDDP_MISMATCH ? CDDP_NETWORK : r, "store at %s: ", store->name);
 }
@@ -6376,7 +6377,9 @@ typedef struct cddp__kernels {
 /* In the macros below ISA is an instruction set, TARGET its attributes, T an element type and S the
    type's name. */
 
-/* F: the type of the arithmetic. IN and OUT convert between T and F. */
+/* Functions cddp__sum_S_ISA: d = the canonical sum of k = 2, 3, 4 or 8 sources, times f; k = 3
+   divides by f instead, since 1/3 is not exact. s0 also stands for sources that are not read.
+   F: the type of the arithmetic. IN and OUT convert between T and F. */
 #define CDDP__SUM_KERNELS(ISA, TARGET, T, S, F, IN, OUT)                                        \
   TARGET static void cddp__sum_##S##_##ISA(void *dst, const void *const *s, int k, size_t n,    \
                                            double factor) {                                     \
@@ -7262,15 +7265,16 @@ static char *cddp__share_from(const cddp__call *call, int from) {
   return (char *)call->recv + at * call->esize;
 }
 
-/* Bytes of a share's elements [begin, begin + n), cut off at the share's end: of the share for a
-   rank, and of the share of a rank. */
+/* Bytes of the elements [begin, begin + n) that exist in a share of count elements. */
 static size_t cddp__range_bytes(const cddp__call *call, size_t count, size_t begin, size_t n) {
   return begin < count ? cddp__min(n, count - begin) * call->esize : 0;
 }
+/* The same in the share that this rank sends to `to`. Without counts all shares have n elements. */
 static size_t cddp__bytes_for(const cddp__call *call, int to, size_t begin, size_t n) {
   return call->shares == NULL ? n * call->esize
                               : cddp__range_bytes(call, call->shares[to].out, begin, n);
 }
+/* The same in the share that this rank receives from `from`. */
 static size_t cddp__bytes_from(const cddp__call *call, int from, size_t begin, size_t n) {
   return call->shares == NULL ? n * call->esize
                               : cddp__range_bytes(call, call->shares[from].in, begin, n);
@@ -7314,8 +7318,8 @@ static void cddp__buffer_bytes(const cddp_group *g, const cddp__call *call, size
      2. It wakes all sleeping ranks. From then on every call of every rank returns this failure.
      3. cddp__process_gone finds out from a process's pidfd, its lock on the shared memory and /proc
         whether it has ended. A rank that leaves in good order says so in its slot.
-     4. A rank that has waited for long publishes the place where it waits (cddp__publish_wait), for
-        the time-out texts of its peers and for the deadlock check. */
+     4. A rank that has waited for long writes its operation and call site into its slot
+        (cddp__publish_wait), for the time-out texts of its peers and for the deadlock check. */
 
 /* Bytes of a staging buffer. cddp__staging_bytes has fewer where many ranks share the last cache. A
    core with 1 MiB of L2 writes chunks of 256 KiB to the last cache; peers read them there in 2/3 of
@@ -8474,7 +8478,8 @@ static cddp_result cddp__group_build(cddp_group **out, cddp__host *host, int ran
 /* Bytes passed to the system in one call. With BBR, 1 MiB in one call takes four times as long: its
    window holds few packets more than it has measured. */
 #define CDDP__SEND_BYTES (2 * CDDP__LINK_IO_BYTES)
-#define CDDP__AHEAD_BYTES 4096 /* read in one call, even if fewer are due */
+/* At most this many bytes beyond those due are read in the same call. */
+#define CDDP__AHEAD_BYTES 4096
 enum {
   CDDP__FRAME_HEADERS = 1,
   CDDP__FRAME_PIECE,
@@ -12637,7 +12642,8 @@ static cddp_result cddp__mpi_wait(cddp_group *g, const cddp__call *call, int cod
   int i, p, done = 0;
   cddp__wait_begin(&w, g->timeout_s, 0);
   g->round++; /* a rank that has not announced the next round is still in this operation, or lost */
-  mine = cddp__op_header_of(g, g->rank, g->round); /* for texts: peers compare seq first */
+  /* For error texts only: seq is not set, so no peer takes this header for a call. */
+  mine = cddp__op_header_of(g, g->rank, g->round);
   mine->call = cddp__call_code(call, CDDP__PHASE_CALL);
   mine->count = call->count;
   mine->root = (int32_t)call->root;
@@ -13043,8 +13049,9 @@ static void cddp__engine_make_due(cddp__engine *engine) {
   if (!busy) pthread_cond_signal(&engine->work);
 }
 
-/* Passes w to its group's engine, and starts the engine's thread on first use. The only operation
-   in flight is held for the thread that waits for it, which then takes no lock. */
+/* Passes the work to its group's engine, and starts the engine's thread on first use. If no other
+   operation is in flight, this one stays outside the queue (engine->held): the thread that waits
+   for it takes it without a lock. */
 static cddp_result cddp__engine_push(cddp_work *work) {
   cddp__engine *engine = &work->group->engine;
   cddp_result r = CDDP_OK;
@@ -13251,8 +13258,7 @@ static bool cddp__work_done(cddp_work *work) {
    How it works: every collective is one of three sequences of rounds. All ranks choose the same
    one, from the size and from the refs of all ranks' buffers.
      one round   Up to CDDP__ROUND_MAX bytes (several hosts: up to CDDP__PIGGYBACK in all). Each
-     rank
-                 writes its share to its header (up to 40 bytes) or staging buffer, and reads the
+                 rank writes its share to its header (up to 40 bytes) or staging buffer, and reads the
                  shares that it needs. So a small all_reduce is one exchange of cache lines, and
                  every rank adds all values, in the same order.
      direct      All buffers that other ranks need are in shared memory. One round announces the
@@ -15309,6 +15315,7 @@ static cddp_result cddp__device_enter(const cddp_group *g) {
   enum cudaStreamCaptureStatus status;
   cddp_result r = cddp__use_device(cddp__device_of(g)->index);
   if (r != CDDP_OK || cudaStreamIsCapturing(cddp__main_stream(g), &status) == cudaSuccess) return r;
+  /* This error alone is about captures. The operation itself reports every other one. */
   if (cudaGetLastError() != cudaErrorStreamCaptureImplicit) return CDDP_OK;
   return cddp__fail(CDDP_INVALID_ARGUMENT,
                     "a stream is being captured in a CUDA graph, and the group uses the default "
@@ -16486,6 +16493,7 @@ static cddp_result cddp__pick_device(const cddp_group *g, const cddp_group_desc 
                     g->rank, *device, count, count);
 }
 
+/* Chooses this rank's device, and fills in what the rank tells the others about it. */
 static cddp_result cddp__report_device(const cddp_group *g, const cddp_group_desc *desc, bool nccl,
                                        cddp__device_report *out) {
   const char *blocking = getenv("NCCL_COMM_BLOCKING"), *id = getenv("NCCL_HOSTID");
@@ -21155,14 +21163,14 @@ static void cddp__step_block(cddp__pass *pass, int i, const cddp__update *update
   int k;
   if (update->loop == NULL || update->stored != CDDP_F32) {
     cddp__update_run(update, first, weights, gradient, n);
-    cddp__copy_near(own, NULL, n * esize);
-  } else { /* the loop clears the gradient */
+    cddp__copy_near(own, NULL, n * esize); /* zeroes */
+  } else { /* the fused loop reads the mean from `own`, and then zeroes it */
     cddp__copy_near(own, gradient, n * esize);
     for (k = 0; k < CDDP__STATES; k++)
       args.states[k] =
           update->states[k] != NULL ? (cddp__f32 *)(void *)update->states[k] + first : NULL;
     args.scalars = &update->scalars;
-    args.mean = (float)update->scalars.sign;
+    args.mean = (float)update->scalars.sign; /* the gradient is the mean already, and clipped */
     args.clip = 1;
     args.gradients[0] = (cddp__f32 *)(void *)own;
     args.weights[0] = (cddp__f32 *)(void *)weights;
@@ -24297,7 +24305,7 @@ CDDPDEF cddp_result cddp_store_compare_set(cddp_store *store, const char *key, c
   q.out = value;
   q.capacity = capacity;
   q.size = size;
-  r = cddp__store_command(__func__, store, &q, swapped != NULL ? size : NULL);
+  r = cddp__store_command(__func__, store, &q, swapped != NULL ? size : NULL); /* both are needed */
   if (swapped != NULL) *swapped = q.equal;
   return r;
 }
