@@ -17218,7 +17218,10 @@ static cddp_result cddp__exchange_refs(cddp_group *g, int kind, const void *p, s
   if (r != CDDP_OK) return r;
   for (k = 0; k < g->size; k++)
     if (cddp__op_header_of(g, k, g->round)->u.ref.kind == CDDP__REF_NONE)
-      return cddp__break(g, cddp__fail(CDDP_ABORTED, "a rank's memory is no longer shared"));
+      return cddp__break(g, cddp__fail(CDDP_ABORTED,
+                                       "rank %d has revoked its shared memory after a failure: "
+                                       "create the group and the model again",
+                                       k));
   for (k = 0; k < g->size; k++) {
     if (g->members[k] < 0) continue;
     if ((r = cddp__map_ref(g->host, &cddp__op_header_of(g, k, g->round)->u.ref, &at)) != CDDP_OK)
@@ -17420,17 +17423,17 @@ static cddp_result cddp__clear_own(cddp_ddp *d) {
    without it the shard can stay in the gradients, where peers read it. */
 static cddp_result cddp__keep_node(cddp_ddp *d, int shard, bool more) {
   int slots[CDDP__FOLD_DEPTH + 1], widths[CDDP__FOLD_DEPTH + 1], low, high, at = 0;
-  int room = cddp__free_slot(d->own_nodes, d->own_node_count);
+  int free_slot = cddp__free_slot(d->own_nodes, d->own_node_count);
   cddp__shard_node node = {shard, 1, -1, 0};
   int n = cddp__merge_shard(d->own_nodes, d->own_node_count, &node, d->shards, slots, widths, &low,
                             &high);
   cddp_result r = CDDP_OK;
   if (more || n > 1 || cddp__gathers(d))
-    node.slot = low < high ? d->own_nodes[low].slot : room;
+    node.slot = low < high ? d->own_nodes[low].slot : free_slot;
   while (slots[at] >= 0) at++;
-  if (at < n - 1 && node.slot != room) { /* the shard must come last if a sum is one of them */
-    r = cddp__merge_nodes(d, room, &slots[at], &widths[at], 1, more);
-    slots[at] = room;
+  if (at < n - 1 && node.slot != free_slot) { /* the shard must come last if a sum is one of them */
+    r = cddp__merge_nodes(d, free_slot, &slots[at], &widths[at], 1, more);
+    slots[at] = free_slot;
     widths[at] = -1;
     at = -1;
   }
@@ -18178,22 +18181,22 @@ static bool cddp__dense_rows(const cddp_ddp *d, int i, size_t first, size_t n, c
   return any;
 }
 
-/* The gradient for the step of n elements of parameter i from offset `at`: in `room`, or in place.
-   */
+/* The gradient for the step of n elements of parameter i from offset `at`: in `buffer`,
+   or in place. */
 static const void *cddp__block_gradient(const cddp__pass *x, int i, size_t at, size_t n,
-                                        void *room) {
+                                        void *buffer) {
   cddp_dtype dtype = x->d->params[i].dtype;
   size_t esize = cddp__dtype_size(dtype);
   bool used = x->d->used[i], there = x->averaged || !used;
   if (cddp__sparse_of(x->d, i) != NULL) { /* cddp__clip_rows has clipped its rows */
-    (void)cddp__dense_rows(x->d, i, (at - x->d->tensors[i].offset) / esize, n, (char *)room);
-    return room;
+    (void)cddp__dense_rows(x->d, i, (at - x->d->tensors[i].offset) / esize, n, (char *)buffer);
+    return buffer;
   }
   if (there && !(used && x->clip != 1)) return cddp__mean_at(x, i, at);
-  if (there) memcpy(room, cddp__mean_at(x, i, at), n * esize);
-  else cddp__mean_block(x->d, i, room, at, n);
-  if (x->clip != 1) cddp__scale(room, n, dtype, x->clip);
-  return room;
+  if (there) memcpy(buffer, cddp__mean_at(x, i, at), n * esize);
+  else cddp__mean_block(x->d, i, buffer, at, n);
+  if (x->clip != 1) cddp__scale(buffer, n, dtype, x->clip);
+  return buffer;
 }
 
 /* Copies between addresses in the cache; libc uses non-temporal copies from 2 KiB on. from NULL:
@@ -18337,7 +18340,7 @@ static cddp_result cddp__fetch_weights(cddp_ddp *d, const cddp_optim *s) {
 /* Updates this rank's part of the weights, by the means in its gradients, and sends it to all ranks
    of all hosts. */
 static cddp_result cddp__sharded_step(const cddp__pass *x) {
-  double room[CDDP__BLOCK_BYTES / sizeof(double)];
+  double buffer[CDDP__BLOCK_BYTES / sizeof(double)];
   cddp_optim *s = x->s;
   cddp_ddp *d = x->d;
   size_t at, n, low, esize;
@@ -18356,7 +18359,7 @@ static cddp_result cddp__sharded_step(const cddp__pass *x) {
       low = (p->first + at) * esize;
       n = cddp__min(CDDP__BLOCK_BYTES / esize, p->count - at);
       cddp__update_run(&u, at, (char *)d->params[i].data + low,
-                       cddp__block_gradient(x, i, d->tensors[i].offset + low, n, room), n);
+                       cddp__block_gradient(x, i, d->tensors[i].offset + low, n, buffer), n);
     }
   }
   if (r == CDDP_OK) r = cddp__end_access(d->control, r);
@@ -18498,8 +18501,8 @@ static cddp_result cddp__gpu_sum(void *out, cddp_dtype dtype, const void *const 
       "the kernel that adds shards");
 }
 
-/* Behind what is on the caller's stream now, and the messages that it has posted. Through the host
-   the engine does it, which waits. */
+/* Reduces a bucket after the work that is on the caller's stream now and after the messages that it
+   has posted. Through host memory the engine does it and waits. */
 static cddp_result cddp__gpu_begin(cddp_ddp *d, cddp__bucket_state *b) {
   cddp__device *p = cddp__device_of(d->comm);
   void *home = d->group->stream;
@@ -18515,7 +18518,7 @@ static cddp_result cddp__gpu_begin(cddp_ddp *d, cddp__bucket_state *b) {
   return r;
 }
 
-/* The caller's stream goes on when all buckets are reduced. */
+/* Makes the caller's stream wait until all buckets are reduced. */
 static cddp_result cddp__gpu_fence(cddp_ddp *d) {
   cddp__device *p = cddp__device_of(d->comm);
   cddp_result r = cddp__await_buckets(d);
@@ -18524,7 +18527,7 @@ static cddp_result cddp__gpu_fence(cddp_ddp *d) {
   return cddp__stream_after(p, cddp__main_stream(d->group), p->side);
 }
 
-/* In one NCCL group. */
+/* Broadcasts d->calls in one NCCL group. */
 static cddp_result cddp__gpu_broadcast(cddp_ddp *d, int n) {
   cddp__device *p = cddp__device_of(d->comm);
   cddp_result r = cddp__check_group(d->comm);
@@ -18539,7 +18542,7 @@ static cddp_result cddp__gpu_broadcast(cddp_ddp *d, int n) {
 }
 
 /* Lists the gradients of a dtype: all, as buckets have left them; this rank's part of those; or the
-   caller's, as of the last step. Returns how many. */
+   caller's, as of the last step. Returns their number. */
 enum { CDDP__LIST_NONE, CDDP__LIST_ALL, CDDP__LIST_PART, CDDP__LIST_CALLERS };
 static int cddp__gpu_list(cddp_ddp *d, int dtype, int which) {
   bool part = which == CDDP__LIST_PART;
@@ -18560,8 +18563,8 @@ static int cddp__gpu_list(cddp_ddp *d, int dtype, int which) {
   return n;
 }
 
-/* clip[0] = the sum of squares of all that `which` lists, clip[1] = what to multiply by; does so to
-   what `multiplied` lists. */
+/* clip[0] = the sum of squares of the gradients that `which` lists, clip[1] = the factor;
+   multiplies the gradients that `multiplied` lists. */
 static cddp_result cddp__gpu_clip_by(cddp_ddp *d, double max_norm, int which, int multiplied) {
   const cddp_kernels *k = cddp__registered_kernels;
   void *stream = d->group->stream;
@@ -18600,7 +18603,8 @@ static cddp_result cddp__gpu_clip(cddp_ddp *d, double max_norm, double *norm) {
   return r == CDDP_OK && norm != NULL ? cddp__gpu_norm(d, norm) : r;
 }
 
-/* Buckets are reduced, whole, behind this call; peers read no arena. */
+/* Ignores averaged and wrote: the stream has reduced the buckets before this call, and peers do not
+   read the arena. */
 static cddp_result cddp__gpu_step(cddp_ddp *d, cddp_optim *s, bool averaged, bool wrote) {
   double most = d->desc.max_grad_norm;
   cddp_result r = CDDP_OK;
@@ -18614,7 +18618,7 @@ static cddp_result cddp__gpu_step(cddp_ddp *d, cddp_optim *s, bool averaged, boo
   return r == CDDP_OK ? cddp__device_copies(s, d) : r;
 }
 
-/* Parameters lie on the group's device. */
+/* Fails unless all parameters are in the memory of the group's device. */
 static cddp_result cddp__check_on_device(const cddp_ddp *d) {
   int device = cddp__device_of(d->group)->index, k;
   bool here;
@@ -18631,14 +18635,14 @@ static cddp_result cddp__check_on_device(const cddp_ddp *d) {
     r = cddp__memory_of(device, at, what.s, &here);
     if (r == CDDP_OK && !here)
       r = cddp__fail(CDDP_INVALID_ARGUMENT,
-                     "%s lies in host memory, but the group's device is cuda:%d; take it from "
+                     "%s is in host memory, but the group's device is cuda:%d; allocate it with "
                      "cddp_alloc or cudaMalloc",
                      what.s, device);
   }
   return r;
 }
 
-/* The arena, and behind it what a clip needs. */
+/* Allocates the arena and, behind it, the memory of a clip. */
 static cddp_result cddp__gpu_alloc(cddp_ddp *d) {
   const cddp_kernels *k = cddp__registered_kernels;
   void *p = NULL;
@@ -18663,7 +18667,7 @@ static void cddp__gpu_free(cddp_ddp *d) {
       (void)cddp__await_stream(cddp__device_of(d->group), cddp__main_stream(d->group), NULL);
     if (cddp__load32(&d->comm->left) == 0)
       (void)cddp__release_buffers(p, cddp__await_stream(p, p->side, NULL));
-    (void)cudaStreamSynchronize(p->side); /* what ran at the failure, too */
+    (void)cudaStreamSynchronize(p->side); /* with the work queued at a failure */
   }
   (void)cudaStreamSynchronize(cddp__main_stream(d->group));
   cddp__scratch_free(&d->device_scratch);
@@ -18681,13 +18685,13 @@ static const cddp__ddp_memory cddp__gpu_memory = {
 
 /* --- assigning buckets --- */
 
-/* By offset: a bucket's parameters (of one dtype) lie last parameter first. */
+/* Compares offsets: in a bucket (of one dtype) the last parameter comes first. */
 static int cddp__by_offset(const void *a, const void *b) {
   int x = *(const int *)a, y = *(const int *)b;
   return x < y ? 1 : x > y ? -1 : 0;
 }
 
-/* Replaces the plan: order NULL = reverse order of declaration, else the given order of arrival. */
+/* Plans the buckets again. order: of arrival; NULL: reverse order of declaration. */
 static void cddp__set_plan(cddp_ddp *d, const int *order) {
   int b, i, k, n;
   d->bucket_count = cddp__plan_buckets(d->plan_offsets, d->plan_params, d->params, d->count, order,
@@ -18698,7 +18702,7 @@ static void cddp__set_plan(cddp_ddp *d, const int *order) {
     s->ddp = d;
     s->sorted = d->plan_order + d->plan_offsets[b];
     s->count = d->plan_offsets[b + 1] - d->plan_offsets[b];
-    for (i = n = 0; i < s->count; i++) { /* what lies in the arena comes first, in one piece */
+    for (i = n = 0; i < s->count; i++) { /* parameters in the arena come first, contiguous */
       k = s->sorted[i];
       if (d->tensors[k].storage == CDDP__STORAGE_IN_PLACE) continue;
       s->sorted[i] = s->sorted[n];
@@ -18709,7 +18713,7 @@ static void cddp__set_plan(cddp_ddp *d, const int *order) {
   }
 }
 
-/* Everything as before the first ready() of a step. */
+/* Resets the state of a step, before its first cddp_ddp_ready. */
 static void cddp__arm(cddp_ddp *d) {
   int i;
   pthread_mutex_lock(&d->lock);
@@ -18726,7 +18730,7 @@ static void cddp__arm(cddp_ddp *d) {
   pthread_mutex_unlock(&d->lock);
 }
 
-/* d->held: the next shard of this rank, which has done the one before. */
+/* Sets d->held to the next shard of this rank, after it has completed the one before. */
 static cddp_result cddp__next_of_rank(cddp_ddp *d) {
   cddp_result r = d->held >= 0 ? cddp__end_shard(d, true) : CDDP_OK;
   int first, count;
@@ -18738,7 +18742,7 @@ static cddp_result cddp__next_of_rank(cddp_ddp *d) {
 
 /* --- ready --- */
 
-/* Starts every bucket that is full and whose predecessors have started. lock held. */
+/* Starts every full bucket whose predecessors have started. lock held. */
 static cddp_result cddp__launch(cddp_ddp *d) {
   cddp_result r = CDDP_OK;
   if (d->group->size == 1 && d->desc.comm_hook == NULL && !d->spread) return CDDP_OK;
@@ -18752,7 +18756,7 @@ static cddp_result cddp__launch(cddp_ddp *d) {
   return r;
 }
 
-/* The caller's gradient of parameter i into the arena, unless it is reduced where it is. */
+/* Copies the caller's gradient of parameter i to the arena, unless it is reduced in place. */
 static cddp_result cddp__fetch_gradient(cddp_ddp *d, int i) {
   const cddp__tensor *t = &d->tensors[i];
   if (t->storage != CDDP__STORAGE_COPIED) return CDDP_OK;
@@ -18760,7 +18764,8 @@ static cddp_result cddp__fetch_gradient(cddp_ddp *d, int i) {
                            d->group->stream);
 }
 
-/* Marked twice, it fails the model: a caller that ignores this would train on wrong sums. */
+/* A second mark in one step fails the model: a caller that ignored the error would train on wrong
+   sums. */
 CDDPDEF cddp_result cddp_ddp_ready(cddp_ddp *d, int param) {
   const cddp_group *g;
   cddp__tensor *t;
@@ -18792,7 +18797,7 @@ CDDPDEF cddp_result cddp_ddp_ready(cddp_ddp *d, int param) {
                cddp__param_name(&d->params[param], param).s, d->group->rank);
     return cddp__fail_model(d, CDDP_INVALID_ARGUMENT);
   }
-  g = d->comm != NULL ? d->comm : d->group; /* a rank that has joined has none */
+  g = d->comm != NULL ? d->comm : d->group; /* NULL in a rank that has joined */
   cddp__record_finish(g, cddp__record_new(g, "ready", (uint64_t)param, -1, -1, -1), CDDP_OK);
   if (noted) return CDDP_OK;
   if ((r = d->memory->use(d->group)) != CDDP_OK) return r;
@@ -18805,9 +18810,10 @@ CDDPDEF cddp_result cddp_ddp_ready(cddp_ddp *d, int param) {
   return r == CDDP_OK ? r : cddp__fail_model(d, r); /* the bucket counts as started */
 }
 
-/* --- agreeing on what is ready --- */
+/* --- agreeing on ready gradients --- */
 
-/* What must agree between ranks, but for lr. States in shares are an agreement too. */
+/* The settings that must agree between ranks, except lr. Whether states are in `shares` must agree
+   too. */
 static uint64_t cddp__optim_settings(const cddp_optim *s) {
   return s->settings | (uint64_t)(s->share != NULL);
 }
@@ -18818,8 +18824,8 @@ static cddp__step_header cddp__header_of(const cddp_ddp *d, int rank) { /* as of
   return m;
 }
 
-/* Breaks the group, on all ranks, over optimizers that differ from that of rank `first`: names the
-   first setting that does. s: this rank's, or NULL. */
+/* Breaks the group on all ranks if optimizers differ from that of rank `first`; the error names the
+   first setting that differs. s: this rank's optimizer, or NULL. */
 static cddp_result cddp__break_settings(cddp_ddp *d, const cddp_optim *s, int first) {
   cddp_group *g = d->control;
   cddp__text here = cddp__describe_current_call(g);
@@ -18835,7 +18841,7 @@ static cddp_result cddp__break_settings(cddp_ddp *d, const cddp_optim *s, int fi
   mine[CDDP__SETTING_SHARED] = s != NULL && s->share != NULL;
   if (g->rank == first) memcpy(theirs, mine, n * sizeof *mine);
   r = cddp__run_simple(g, CDDP__KIND_BROADCAST, theirs, theirs, n, CDDP_F64, first);
-  for (k = s == NULL ? n : d->joined != 0; k < n; k++) /* joined: its rate follows the others' */
+  for (k = s == NULL ? n : d->joined != 0; k < n; k++) /* joined: its lr follows the other ranks */
     if (memcmp(&mine[k], &theirs[k], sizeof *mine) != 0) break;
   if (k < n) mine[1] = mine[k];
   mine[0] = (double)k;
@@ -18858,16 +18864,16 @@ static cddp_result cddp__break_settings(cddp_ddp *d, const cddp_optim *s, int fi
     if (more > 2)
       cddp__append(cddp__error_text, CDDP__ERROR_MAX, ", and %d more differ", more - 2);
     cddp__append(cddp__error_text, CDDP__ERROR_MAX, ", in %s", here.s);
-    r = cddp__break_here(g, CDDP_MISMATCH, false); /* the other hosts find the same */
+    r = cddp__break_here(g, CDDP_MISMATCH, false); /* the other hosts find the same error */
   }
   cddp__free(&g->host->allocator, mine);
   return r;
 }
 
-/* All ranks meet, unless their memory has other means. *missing: parameters not ready anywhere,
-   summed over ranks. The round compares the calls, except of ranks that have joined. s: the
-   cddp_optim of the call, or NULL. Its settings must be the same on all ranks that have one, its
-   learning rate on all that have not joined. */
+/* All ranks meet, unless d->memory->meet makes that unnecessary. *missing: number of parameters
+   that are not ready, summed over ranks. The round compares the calls, except of ranks that have
+   joined. s: the cddp_optim of the call, or NULL. Its settings must be the same on all ranks that
+   have one, and its learning rate on all ranks that have not joined. */
 static cddp_result cddp__ddp_meet(cddp_ddp *d, int kind, uint64_t check, const cddp_optim *s,
                               uint64_t *missing) {
   cddp_group *g = d->control;
@@ -18907,7 +18913,7 @@ static cddp_result cddp__ddp_meet(cddp_ddp *d, int kind, uint64_t check, const c
   return CDDP_OK;
 }
 
-/* The error for parameters that were not ready: names the first of them. */
+/* Returns the error for parameters that were not ready, with the name of the first. */
 static cddp_result cddp__name_missing(const cddp_ddp *d) {
   int i, absent, shown = 0;
   size_t n = (size_t)d->count, all = n * (size_t)d->group->size, at;
@@ -18930,10 +18936,10 @@ static cddp_result cddp__name_missing(const cddp_ddp *d) {
                     list);
 }
 
-#define CDDP__FLAG_JOINED 2 /* the rank has joined: neither used nor forgotten */
+#define CDDP__FLAG_JOINED 2 /* the rank has joined: its parameters are not missing */
 
-/* Some parameters are not ready: with find_unused_parameters decides which count as zero and which
-   are left alone, without it fails on every rank. */
+/* Collective, if parameters are not ready. With find_unused_parameters decides which gradients
+   count as zero and which parameters do not change; without it fails on every rank. */
 static cddp_result cddp__settle_unused(cddp_ddp *d) {
   size_t n = (size_t)d->count, i, p;
   unsigned char *mine = d->flags + n * (size_t)d->group->size;
@@ -18950,7 +18956,7 @@ static cddp_result cddp__settle_unused(cddp_ddp *d) {
     if (t->ready) continue;
     for (t->used = false, p = 0; p < (size_t)d->group->size; p++)
       if (d->flags[p * n + i] == 1) t->used = true;
-    if (mine[i] || !t->used) { /* accumulated under no_sync, or to be left as it is */
+    if (mine[i] || !t->used) { /* accumulated under no_sync, or not to be changed */
       r = cddp__fetch_gradient(d, (int)i);
     } else {
       r = (d->memory->zero)(cddp__gradient_at(d, d->me, (int)i, t->offset), t->padded_bytes,
@@ -18964,7 +18970,7 @@ static cddp_result cddp__settle_unused(cddp_ddp *d) {
   return r;
 }
 
-/* Makes what buckets have left means. */
+/* Divides the sums in buckets, which makes them means. */
 static cddp_result cddp__scale_gradients(cddp_ddp *d) {
   cddp__range range;
   cddp_result r = CDDP_OK;
@@ -18980,12 +18986,12 @@ static cddp_result cddp__scale_gradients(cddp_ddp *d) {
   return r;
 }
 
-/* Whether a step needs no more of the mean than this rank's part. */
+/* Whether a step needs only this rank's part of the mean. */
 static bool cddp__needs_part_only(int kind, const cddp_optim *s) {
   return kind == CDDP__KIND_DDP_SCATTER || (s != NULL && s->sharded);
 }
 
-/* Collective: each rank's part of the reduced gradients to all ranks. */
+/* Collective: gathers the ranks' parts of the reduced gradients on all ranks. */
 static cddp_result cddp__gather_gradients(cddp_ddp *d) {
   size_t begin, end;
   int k, n = 0;
@@ -18998,14 +19004,14 @@ static cddp_result cddp__gather_gradients(cddp_ddp *d) {
   return (d->memory->broadcast)(d, n);
 }
 
-/* Starts the buckets that are left, and goes on behind them all. If an optimizer's kernel follows,
-   it makes their results means unless they are clipped first. */
+/* Starts the remaining buckets; the work that follows runs after all of them. If an optimizer's
+   kernel follows, that divides the sums, unless they are clipped first. */
 static cddp_result cddp__finish_buckets(cddp_ddp *d, int kind, const cddp_optim *s) {
   bool stepping = s != NULL;
   cddp_result r;
   int i;
   pthread_mutex_lock(&d->lock);
-  for (i = 0; i < d->count && d->joined != 0; i++) { /* this rank has no gradients to wait for */
+  for (i = 0; i < d->count && d->joined != 0; i++) { /* this rank has no gradients */
     cddp__tensor *t = &d->tensors[i];
     if (!t->ready) d->buckets[t->bucket].remaining--;
     t->ready = true;
@@ -19019,8 +19025,8 @@ static cddp_result cddp__finish_buckets(cddp_ddp *d, int kind, const cddp_optim 
   return cddp__scale_gradients(d);
 }
 
-/* The step has been done. After the first one buckets follow the order in which rank 0's gradients
-   arrived (or the first rank's that has data). */
+/* Completes a step. After the first one, buckets follow the order in which gradients arrived on
+   rank 0, or on the first rank that has data. */
 static cddp_result cddp__complete(cddp_ddp *d, bool stepping) {
   cddp_result r = CDDP_OK;
   d->early = !d->spread && (d->eager || (d->group->size > 1 && !stepping));
@@ -19045,7 +19051,7 @@ static cddp_result cddp__complete(cddp_ddp *d, bool stepping) {
 
 /* --- gradients that are rows --- */
 
-/* On a device: writes the mean rows into gradients that are zero elsewhere, as its kernels take. */
+/* On a device: writes the mean rows into gradients that are zero elsewhere, for its kernels. */
 static cddp_result cddp__place_rows(cddp_ddp *d) {
   void *stream = d->group->stream;
   cddp_result r = CDDP_OK;
@@ -19066,7 +19072,8 @@ static cddp_result cddp__place_rows(cddp_ddp *d) {
   return r;
 }
 
-/* The mean of the rows in d->lists, of shards that have some, to where the optimizer reads it. */
+/* Writes the mean of the rows in d->lists, one for each shard that has rows, to the memory that the
+   optimizer reads. */
 static cddp_result cddp__merge_rows(cddp_ddp *d) {
   cddp_result r = CDDP_OK;
   int i, n = 0;
@@ -19079,12 +19086,12 @@ static cddp_result cddp__merge_rows(cddp_ddp *d) {
   return r == CDDP_OK && d->group->backend != NULL ? cddp__place_rows(d) : r;
 }
 
-/* Of those in the ranks' packets [ranks]. */
+/* The same for the rows in the ranks' packets [ranks]. */
 static cddp_result cddp__merge_packets(cddp_ddp *d, char **packets) {
   cddp__shard_rows *head;
   int i;
   for (i = 0; i < d->shards; i++) d->lists[i].packet = NULL;
-  for (i = 0; i < d->shards; i++) { /* a rank's may be in another order */
+  for (i = 0; i < d->shards; i++) { /* a rank's order can differ */
     head = (cddp__shard_rows *)(void *)packets[d->owner[i]];
     packets[d->owner[i]] += head->bytes;
     if (head->shard < (uint64_t)d->shards) d->lists[head->shard].packet = (char *)(head + 1);
@@ -19092,8 +19099,8 @@ static cddp_result cddp__merge_packets(cddp_ddp *d, char **packets) {
   return cddp__merge_rows(d);
 }
 
-/* The same where ranks do not see each other's memory: all packets go to all ranks, each as long as
-   the longest. */
+/* The same for ranks that cannot read each other's memory: gathers all packets on all ranks, each
+   padded to the longest. */
 static cddp_result cddp__gather_rows(cddp_ddp *d, size_t longest) {
   cddp_group *g = d->control;
   const cddp_allocator *a = &g->host->allocator;
@@ -19111,7 +19118,7 @@ static cddp_result cddp__gather_rows(cddp_ddp *d, size_t longest) {
   return r;
 }
 
-/* Collective: all ranks get the mean of what each has added. If it fails cddp__finish leaves. */
+/* Collective: all ranks get the mean of all added rows. cddp__finish returns its failure. */
 static cddp_result cddp__exchange_rows(cddp_ddp *d, int kind) {
   cddp_group *g = d->control;
   size_t longest = 0;
@@ -19139,7 +19146,7 @@ static cddp_result cddp__exchange_rows(cddp_ddp *d, int kind) {
 
 /* --- wait and step --- */
 
-/* Whether s may step d: made for the same parameters, not in use by another cddp_ddp. */
+/* Whether s can step d: made for the same parameters, not in use by another cddp_ddp. */
 static cddp_result cddp__check_pair(const cddp_ddp *d, cddp_optim *s) {
   cddp_result r;
   int i;
@@ -19159,7 +19166,7 @@ static cddp_result cddp__check_pair(const cddp_ddp *d, cddp_optim *s) {
   return CDDP_OK;
 }
 
-/* The means to gradients of the caller's that have been copied. */
+/* Copies the means to the caller's gradients that have been copied. */
 static cddp_result cddp__return_gradients(cddp_ddp *d) {
   cddp_result r = CDDP_OK;
   int i;
@@ -19170,8 +19177,8 @@ static cddp_result cddp__return_gradients(cddp_ddp *d) {
   return r;
 }
 
-/* Collective: after steps that ranks which have joined did not take, brings them root's weights
-   and states, none of which is in shares. Sharded states have had no such step. */
+/* Collective: sends root's weights and states to ranks that had joined and missed steps. No state
+   is in `shares`. Sharded states never miss a step. */
 static cddp_result cddp__catch_up(cddp_ddp *d, cddp_optim *s, int root) {
   cddp_result r;
   int k;
@@ -19196,9 +19203,9 @@ static cddp_result cddp__catch_up(cddp_ddp *d, cddp_optim *s, int root) {
   return r == CDDP_OK ? cddp__write_copies(s) : r;
 }
 
-/* What an update by s (NULL: none) leaves: a step more; gradients that it did not clear become
-   zero. cleared: those that are reduced are zero but for what s has skipped; else all become so,
-   also for a hook, which gets a joined rank's arena as it is. */
+/* Ends an update by s (NULL: none): counts the step and zeroes the gradients that the update did
+   not zero. cleared: it has zeroed the reduced gradients, except those that s skipped. Otherwise
+   all are zeroed here, also for a hook, which reads a joined rank's arena unchanged. */
 static cddp_result cddp__clear_gradients(cddp_ddp *d, cddp_optim *s, bool cleared) {
   void *stream = d->group->stream;
   cddp_result r = cleared ? CDDP_OK : (d->memory->zero)(d->arena, d->bytes, stream);
@@ -19217,11 +19224,11 @@ static cddp_result cddp__clear_gradients(cddp_ddp *d, cddp_optim *s, bool cleare
   return r;
 }
 
-/* What follows the meeting of a step, or (s NULL) of a wait or reduce_scatter, on ranks that have
-   joined too. */
+/* The part of a step, or (s NULL) of a wait or reduce_scatter, after the meeting, also on ranks
+   that have joined. */
 static cddp_result cddp__finish(cddp_ddp *d, int kind, cddp_optim *s, uint64_t missing) {
   bool gathers = cddp__gathers(d);
-  bool waits = kind == CDDP__KIND_DDP_WAIT; /* all ranks get all of the mean */
+  bool waits = kind == CDDP__KIND_DDP_WAIT; /* all ranks need the whole mean */
   bool averaged = waits || d->early || gathers, wrote = missing > 0 && !averaged;
   cddp_result r = missing > 0 ? cddp__settle_unused(d) : CDDP_OK;
   int i;
@@ -19245,14 +19252,14 @@ static cddp_result cddp__finish(cddp_ddp *d, int kind, cddp_optim *s, uint64_t m
   return r == CDDP_OK ? r : cddp__ddp_fail(d, r);
 }
 
-/* cddp_ddp_step, or (s NULL) _wait or _reduce_scatter. */
+/* cddp_ddp_step, or (s NULL) cddp_ddp_wait or cddp_ddp_reduce_scatter. */
 static cddp_result cddp__ddp_step(cddp_ddp *d, int kind, cddp_optim *s) {
   uint64_t record, missing = 0;
   cddp_result r;
   if ((r = cddp__check_cause(&d->failure)) != CDDP_OK) return r;
   if (d->scattered)
-    return cddp__fail(CDDP_INVALID_ARGUMENT, "cddp_ddp_all_gather must come first, which ends the "
-                                             "step that cddp_ddp_reduce_scatter has begun");
+    return cddp__fail(CDDP_INVALID_ARGUMENT, "call cddp_ddp_all_gather first: it completes the "
+                                             "step that cddp_ddp_reduce_scatter began");
   if (s == NULL && d->no_sync) return CDDP_OK;
   record = cddp__record_begin(d->control, kind, d->control->calls + 1, 0);
   if (d->desc.shards > 0 && d->taken < d->shard_count) {
@@ -19273,7 +19280,8 @@ static cddp_result cddp__ddp_step(cddp_ddp *d, int kind, cddp_optim *s) {
   return r;
 }
 
-/* Ends what cddp_ddp_reduce_scatter has begun: the caller has stepped this rank's partitions. */
+/* Completes the step of cddp_ddp_reduce_scatter, after the caller has stepped this rank's
+   partitions. */
 static cddp_result cddp__publish(cddp_ddp *d) {
   cddp_group *g = d->control;
   uint64_t record;
@@ -19295,7 +19303,7 @@ static cddp_result cddp__publish(cddp_ddp *d) {
 
 /* --- uneven inputs --- */
 
-/* This rank's part of what the others have called; for a step with the cddp_optim of theirs. */
+/* Takes part in the call of the other ranks; in a step with this rank's cddp_optim s. */
 static cddp_result cddp__take_part(cddp_ddp *d, cddp_optim *s, uint64_t missing) {
   int lead = d->active[0];
   uint32_t kind = cddp__op_header_of(d->control, lead, d->control->round)->call & 255;
@@ -19310,13 +19318,13 @@ static cddp_result cddp__take_part(cddp_ddp *d, cddp_optim *s, uint64_t missing)
   if (s == NULL)
     return cddp__fail(CDDP_MISMATCH,
                       "rank %d called ddp_join without a cddp_optim, rank %d called ddp_step; pass "
-                      "the one of the training loop",
+                      "the cddp_optim of the training loop",
                       d->group->rank, lead);
   cddp__set_lr(s, theirs.lr);
   return cddp__finish(d, (int)kind, s, missing);
 }
 
-/* All ranks have joined: the last to do so has the newest state. */
+/* All ranks have joined: the last one to join has the newest state. */
 static cddp_result cddp__end_join(cddp_ddp *d, cddp_optim *s) {
   int p, last = 0;
   cddp_result r;
@@ -19326,7 +19334,7 @@ static cddp_result cddp__end_join(cddp_ddp *d, cddp_optim *s) {
     if ((cddp__header_of(d, p).settings == 0) != (s == NULL))
       return cddp__fail(CDDP_MISMATCH,
                         "one of the ranks %d and %d called ddp_join with a cddp_optim, the other "
-                        "one without: pass that of the training loop on all ranks, or NULL",
+                        "without: pass that of the training loop on all ranks, or NULL on all",
                         d->group->rank, p);
   if (s != NULL) cddp__set_lr(s, cddp__header_of(d, last).lr);
   r = cddp__catch_up(d, s, last);
@@ -19345,7 +19353,7 @@ CDDPDEF cddp_result (cddp_ddp_join)(cddp_ddp *d, cddp_optim *s) {
   CDDP__CHECK(d->meets, "on a GPU with NCCL set uneven_inputs in cddp_ddp_desc");
   if (d->desc.shards > 0 || d->desc.elastic)
     return cddp__fail(CDDP_UNSUPPORTED,
-                      "cddp_ddp_join: every rank does its shards in each step; go without shards "
+                      "cddp_ddp_join: every rank computes its shards in each step; set no shards "
                       "in cddp_ddp_desc");
   if (s != NULL) CDDP__TRY(cddp__check_pair(d, s));
   CDDP__CHECK(!d->no_sync, "no_sync is on; end the step that it began first");
@@ -19379,19 +19387,19 @@ static void cddp__ddp_free(cddp_ddp *d) { /* keeps this thread's error text */
   int i;
   memcpy(text, cddp__error_text, sizeof text);
   if (d->optim != NULL) d->optim->known = NULL;
-  while ((o = d->shares) != NULL) { /* the optimizer may go on: its states become whole again */
-    /* if the model has failed some may be half stepped: it begins anew */
+  while ((o = d->shares) != NULL) { /* the optimizer can be used again: its states become whole */
+    /* a failed model can have states that are stepped in part: start again */
     bool lost = cddp__has_cause(&d->failure) || cddp__unshare_states(o) != CDDP_OK;
     if (lost) memset(o->steps, 0, (size_t)o->count * sizeof *o->steps);
     if (lost) memset(o->fresh, true, (size_t)o->count * sizeof *o->fresh);
-    if (o->common_own != NULL) /* others may still copy */
+    if (o->common_own != NULL) /* others can still copy from it */
       cddp__arena_free_with(h, o->common_own, d->control->block);
     o->common_own = NULL;
     cddp__share_free(o);
   }
   for (i = 0; i < d->count; i++)
     if (d->tensors[i].storage == CDDP__STORAGE_PLACED) d->params[i].grad = NULL;
-  if (d->hooks != NULL && d->hooks != d->group && d->next_bucket > 0) { /* perhaps in a hook */
+  if (d->hooks != NULL && d->hooks != d->group && d->next_bucket > 0) { /* possibly in a hook */
     cddp__fail(CDDP_ABORTED, "rank %d destroyed the cddp_ddp while a bucket was in flight",
                d->group->rank);
     (void)cddp__break(d->hooks, CDDP_ABORTED);
@@ -19414,14 +19422,14 @@ static void cddp__ddp_free(cddp_ddp *d) { /* keeps this thread's error text */
 
 static uint64_t cddp__models_made; /* in this process */
 
-/* Where the next n elements of the memory behind a cddp_ddp are; base NULL: only counts bytes. */
+/* The address of the next n elements in the memory behind a cddp_ddp. base NULL: counts bytes. */
 static void *cddp__take_array(char *base, size_t *at, size_t n, size_t size) {
   size_t begin = *at;
   *at += cddp__round_up(n * size, sizeof(double));
   return base != NULL ? base + begin : NULL;
 }
 
-/* Sets d's arrays, which begin at base (NULL: nowhere); returns their bytes. */
+/* Sets d's arrays, which begin at base (NULL: sets none); returns their size in bytes. */
 static size_t cddp__ddp_arrays(cddp_ddp *d, char *base, const cddp_group *g, int count,
                                const cddp_ddp_desc *desc) {
   size_t n = (size_t)count, size = (size_t)g->size, parts = cddp__max(size, (size_t)desc->shards);
@@ -19511,13 +19519,13 @@ static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
   d->meets = d->meets || desc->find_unused_parameters || desc->uneven_inputs || d->sparse != NULL;
   if (desc->comm_hook != NULL && desc->comm_hook != cddp_bf16_compress_hook &&
       desc->comm_hook != cddp_fp16_compress_hook)
-    cddp__mark_multithreaded(g->host); /* it may call what it likes, on the engine's thread */
+    cddp__mark_multithreaded(g->host); /* a hook can make any call on the engine's thread */
   return d;
 }
 
 static cddp_result cddp__check_shards(const cddp_ddp *d) {
   const cddp_group *g = d->group;
-  bool messages = g->backend != NULL && g->size > 1; /* nobody could see a thread of them end */
+  bool messages = g->backend != NULL && g->size > 1; /* no peer would see the end of its thread */
   const char *other = d->desc.comm_hook != NULL          ? "comm_hook"
                       : d->desc.find_unused_parameters ? "find_unused_parameters"
                       : d->desc.uneven_inputs          ? "uneven_inputs"
@@ -19549,12 +19557,12 @@ static cddp_result cddp__check_shards(const cddp_ddp *d) {
                       CDDP_NODES, d->shards);
   if (d->spread && d->group->backend != NULL && d->node_count > CDDP_NODES)
     return cddp__fail(CDDP_UNSUPPORTED,
-                      "%d shards on %d ranks leave %d sums of shards to add, on GPUs at most %d",
+                      "%d shards on %d ranks leave %d sums of shards to add; GPUs add at most %d",
                       d->shards, d->group->size, d->node_count, CDDP_NODES);
   return CDDP_OK;
 }
 
-/* This rank's part of each parameter, and where its gradients are. */
+/* Sets this rank's part of each parameter, and the address of its gradient. */
 static void cddp__place_partitions(cddp_ddp *d) {
   int i;
   for (i = 0; i < d->count; i++) {
@@ -19573,8 +19581,9 @@ static void cddp__place_partitions(cddp_ddp *d) {
   }
 }
 
-/* The user's group if buckets are enqueued, so that NCCL has one order of calls and one set of
-   connections; elastic ranks make their groups anew after each loss. Else a private one. */
+/* The group that reduces buckets. It is the caller's if buckets are enqueued, so that NCCL has one
+   order of calls and one set of connections. Otherwise it is private, also in an elastic model,
+   which creates its groups again after each loss. */
 static cddp_result cddp__ddp_group(const cddp_ddp *d, uint64_t check, cddp_group **out) {
   cddp_group *g = d->group;
   if (!cddp__enqueues(g) || d->desc.elastic) return cddp__split_group(g, 0, g->rank, check, out);
@@ -19582,7 +19591,7 @@ static cddp_result cddp__ddp_group(const cddp_ddp *d, uint64_t check, cddp_group
   return CDDP_OK;
 }
 
-/* The rest of creation: collective, but (joins) of a rank that meets the others later. */
+/* The second half of creation: collective, except in a rank that joins later (joins). */
 static cddp_result cddp__ddp_setup(cddp_ddp *d, bool joins) {
   cddp_group *g = d->group;
   char **arenas = (char **)d->buffers;
@@ -19620,7 +19629,7 @@ static cddp_result cddp__ddp_setup(cddp_ddp *d, bool joins) {
 
 /* --- elastic models --- */
 
-/* What a rank calls in the update of a step; also in shared memory, and as it is sent. */
+/* A rank's call in the update of a step, as it is in shared memory and in messages. */
 typedef struct cddp__elastic_call {
   uint32_t kind;    /* CDDP__KIND_DDP_STEP, _WAIT */
   uint32_t fp_mode; /* cddp__fp_mode */
@@ -19639,7 +19648,7 @@ static cddp__elastic_call cddp__update_call(const cddp_ddp *d, const cddp_optim 
   return c;
 }
 
-/* Whether another rank has called what this one has. */
+/* Fails unless another rank has made the same call. */
 static cddp_result cddp__compare_update(const cddp_ddp *d, const cddp__elastic_call *mine,
                                         const cddp__elastic_call *c, cddp__text who) {
   if (c->kind != mine->kind)
@@ -19676,17 +19685,17 @@ static void cddp__log_lost(const cddp_ddp *d, cddp__text who, int rank, const ch
 
 static cddp_result cddp__join_taken(cddp__text who) {
   return cddp__fail(CDDP_INVALID_ARGUMENT,
-                    "CDDP_JOIN: %s is in the job; give each process a RANK of its own", who.s);
+                    "CDDP_JOIN: %s is in the job; give each process its own RANK", who.s);
 }
 
 static cddp_result cddp__join_full(const cddp_ddp *d, int living) {
   return cddp__fail(CDDP_UNSUPPORTED,
-                    "CDDP_JOIN: the job is full: of %d shards each of its %d ranks has one",
+                    "CDDP_JOIN: the job is full: each of its %d shards has one of its %d ranks",
                     d->shards, living);
 }
 
-/* What a rank that joins is to get of an optimizer (NULL: of none); and to `counts` (or NULL), how
-   often that has stepped each parameter. */
+/* The data of an optimizer (NULL: none) that a joining rank receives. counts (or NULL) receives the
+   number of steps of each parameter. */
 static cddp__snapshot cddp__optim_snapshot(const cddp_optim *o, float *counts) {
   cddp__snapshot out;
   memset(&out, 0, sizeof out);

@@ -2296,7 +2296,7 @@ static int refusals(cddp_group *g, void *arg) {
   model_of(g, p, 2, 64);
   if (cddp_rank(g) == cddp_world_size(g) - 1) p[1].data = host;
   CHECK_IS(cddp_ddp_create(&d, g, p, 2, NULL), CDDP_INVALID_ARGUMENT);
-  CHECK(strstr(cddp_error(), "data of parameter \"#1\" lies in host memory") != NULL);
+  CHECK(strstr(cddp_error(), "data of parameter \"#1\" is in host memory") != NULL);
   CHECK_IS(cddp_sgd_create(&s, p, 2, &rule),
            cddp_rank(g) == cddp_world_size(g) - 1 ? CDDP_INVALID_ARGUMENT : CDDP_OK);
   cddp_optim_destroy(s);

@@ -314,7 +314,7 @@ static int run_join_mismatch(cddp_group *g, void *arg) {
       CHECK_OK(cddp_optim_step(m.sgd));
     }
     CHECK_IS(cddp_ddp_join(m.ddp, rank == 0 ? NULL : m.sgd), CDDP_MISMATCH);
-    CHECK(mentions("with a cddp_optim, the other one without"));
+    CHECK(mentions("with a cddp_optim, the other without"));
   }
   CHECK_IS(cddp_ddp_join(m.ddp, m.sgd), CDDP_MISMATCH); /* broken for good */
   CHECK(mentions("cddp_ddp_join: "));
