@@ -1588,8 +1588,8 @@ CDDPDEF void cddp_register_kernels(const cddp_kernels *kernels); /* must stay wh
    while it lives. So waiting ranks notice a death within about 20 ms, or later if many
    ranks share a core. Ranks that do not wait have no cost. A rank that has waited for long
    writes its operation and call site into its slot (cddp__publish_wait). Time-out texts then say
-   where late ranks wait, and two ranks that wait for each other in different groups get CDDP_MISMATCH
-   within a fraction of a second.
+   where late ranks wait, and two ranks that wait for each other in different groups get
+   CDDP_MISMATCH within a fraction of a second.
 
    FAILURE. A rank that finds a lost peer, a disagreement or a passed deadline writes the text into
    its slot. The first rank that stores its slot's number in the control block has broken the group,
@@ -13258,8 +13258,8 @@ static bool cddp__work_done(cddp_work *work) {
    How it works: every collective is one of three sequences of rounds. All ranks choose the same
    one, from the size and from the refs of all ranks' buffers.
      one round   Up to CDDP__ROUND_MAX bytes (several hosts: up to CDDP__PIGGYBACK in all). Each
-                 rank writes its share to its header (up to 40 bytes) or staging buffer, and reads the
-                 shares that it needs. So a small all_reduce is one exchange of cache lines, and
+                 rank writes its share to its header (up to 40 bytes) or staging buffer, and reads
+                 the shares that it needs. So a small all_reduce is one exchange of cache lines, and
                  every rank adds all values, in the same order.
      direct      All buffers that other ranks need are in shared memory. One round announces the
                  addresses, each rank reads (all_reduce: also writes) its peers' buffers in place,
