@@ -6,7 +6,7 @@
        #define CDDP_IMPLEMENTATION
        #include "cddp.h"
 
-   A file of its own, cddp.c, is best: it compiles once. A project in C++11 or 14 can compile that
+   A separate file, cddp.c, is best: it compiles once. A project in C++11 or 14 can compile that
    file as C. Every other file includes "cddp.h". A training loop becomes data parallel by six
    calls:
 
@@ -101,7 +101,7 @@
      >>history      changes                         >>license      the terms
 */
 
-#if defined(CDDP_IMPLEMENTATION) && !defined(CDDP_IMPLEMENTATION_DONE) /* what it needs of libc */
+#if defined(CDDP_IMPLEMENTATION) && !defined(CDDP_IMPLEMENTATION_DONE) /* macros for libc */
 #if !defined(__linux__)
 #error "cddp.h: this version runs on Linux only (it needs memfd, futex and pidfd)"
 #endif
@@ -317,7 +317,7 @@ CDDPDEF void cddp_free(cddp_group *g, void *p);
    start in the order of their calls.
 
    RESULTS. A reduction gives the same bits on every rank and in every run (>>design). On a GPU each
-   call is a launch of its own: a cddp_ddp puts many small arrays into buckets.
+   call is a separate launch: a cddp_ddp puts many small arrays into buckets.
 
      error                   cause
      CDDP_INVALID_ARGUMENT   this rank's arguments are wrong; nothing was sent
@@ -459,10 +459,10 @@ typedef struct cddp_param {
   cddp_dtype dtype; /* CDDP_F32, F64, F16 or BF16; of data and of grad */
 } cddp_param;
 
-/* What a communication hook receives: the gradients of one bucket of this rank, contiguous and not
-   yet averaged. On success data must hold the mean over the ranks of group, with the same bits on
-   all of them. Each parameter begins at a multiple of 64 bytes; the gaps are zero and are counted.
-   */
+/* The argument of a communication hook: the gradients of one bucket of this rank, contiguous and
+   not yet averaged. On success data must hold the mean over the ranks of group, with the same bits
+   on all of them. Each parameter begins at a multiple of 64 bytes; the gaps are zero and are
+   counted. */
 typedef struct cddp_bucket {
   int index, bucket_count; /* buckets are handled in the order of their index on every rank */
   void *data;              /* count elements; shared memory, as from cddp_alloc(group, ...) */
@@ -568,7 +568,7 @@ CDDPDEF cddp_result cddp_ddp_sync_buffers(cddp_ddp *d);
 CDDPDEF bool cddp_ddp_used(const cddp_ddp *d, int param);
 
 /* UNEVEN INPUTS. A rank that has no more data calls this while the others continue, once an epoch.
-   It then takes part in their cddp_ddp_wait, _step and _sync_buffers with zero weight until every
+   It then participates in their cddp_ddp_wait, _step and _sync_buffers with zero weight until every
    rank has called it: each mean is over the ranks that have data. s is the loop's optimizer, or
    NULL. Its learning rate follows the others'. On return all ranks have the same weights, buffers
    and states of s. Other collectives of the loop are not joined. Like PyTorch's
@@ -1095,7 +1095,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    of a cddp_ddp can run beside collectives of its group. Do not destroy what another thread uses.
    cddp_error is each thread's own. Do not cancel (pthread_cancel) a thread in a call of cddp:
    cddp_cancel and timeout_s end receives. Signals do not disturb calls; a signal handler must not
-   call cddp, nor leave a call by longjmp.
+   call cddp or leave a call by longjmp.
 
    STOPPED PEERS. A call returns its failure when its buffers are the caller's again. The exception
    is a peer on this host that is stopped for 5 s more (SIGSTOP, a frozen container): when it
@@ -1161,7 +1161,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 
    CDDP_SECRET=$(head -c 16 /dev/urandom | base64).
 
-   TWO JOBS ON ONE PORT. Give each job a port of its own (MASTER_PORT). A running job is not
+   TWO JOBS ON ONE PORT. Give each job its own port (MASTER_PORT). A running job is not
    disturbed by a second start on its port. A process of the second start fails with
    CDDP_INVALID_ARGUMENT if a living process of its user has its RANK there; so do ranks there that
    are still in their rendezvous. The jobs of launchers are also kept apart by their job's identity.
@@ -1251,8 +1251,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 
    Over hosts: whole hosts can fail, and the last rank continues. A host is lost if it does not
    answer for 20 s, or if all connections to it were reset, as by a firewall, and no process there
-   was seen to end. Then the other ranks continue if they are more than half. Otherwise they end
-   with CDDP_ABORTED, so that a job never continues in two halves.
+   is known to have ended. Then the other ranks continue if they are more than half. Otherwise they
+   end with CDDP_ABORTED, so that a job never continues in two halves.
 
    Joins: a joining process asks the ranks on its host, then MASTER_ADDR. On every host one rank
    listens at MASTER_PORT. If all ranks at MASTER_ADDR are lost, set it to a host where a rank
@@ -1261,14 +1261,18 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    began on one host is joined from that host only.
 
    Checkpoints: if the rank that writes is lost in that step, no rank writes. After the last step
-   let each rank write, to a path of its own.
+   let each rank write to its own path.
 
-   LIMITS OF ELASTIC TRAINING. The group of cddp_init. Ranks that are threads cannot be joined, nor
-   be elastic on GPUs, nor can a job of one host with a file size limit (ulimit -f). One elastic
-   model at a time in a process. Not with comm_hook, find_unused_parameters, uneven_inputs or MPI,
-   which ends all ranks when one is lost. cddp_ddp_sync_buffers, _reduce_scatter, _all_gather and
-   _gather_states are CDDP_UNSUPPORTED. A joining process does not get buffers: broadcast them in
-   cddp_ddp_group. Change weights yourself only between two steps, in the same way on all ranks.
+   LIMITS OF ELASTIC TRAINING.
+     - Only the group of cddp_init can be elastic, with one elastic model at a time in a process.
+     - Ranks that are threads cannot be elastic on GPUs, and no process can join them.
+     - No process can join a job of one host that runs with a file size limit (ulimit -f).
+     - Not with comm_hook, find_unused_parameters, uneven_inputs, or MPI: MPI ends all ranks when
+       one is lost.
+     - cddp_ddp_sync_buffers, _reduce_scatter, _all_gather and _gather_states return
+       CDDP_UNSUPPORTED.
+     - A joining process does not get buffers: broadcast them in cddp_ddp_group.
+     - Change weights yourself only between two steps, in the same way on all ranks.
 
    MIXED PRECISION. With copies, params hold the masters and f32 gradients, which are reduced in
    f32. copies[i] has count elements in the same kind of memory as data. Creation, cddp_optim_step,
@@ -8442,7 +8446,7 @@ static cddp_result cddp__group_build(cddp_group **out, cddp__host *host, int ran
         directly into its buffer. The sender copies what the system does not take.
      5. Pieces are sent from and received into the memory of the collective. All ranks have started
         it before the first piece, so a piece that is not yet awaited will be soon.
-     6. A NOTICE, which tells why a group has failed, has a connection of its own: a result, a text,
+     6. A NOTICE, which tells why a group has failed, has its own connection: a result, a text,
         and one proof over these and the hello. It needs no answer, so it reaches ranks that do not
         accept now, through the system's queue of connections.
    Nothing blocks, and there is no thread. A rank that waits in any group accepts connections and
@@ -9412,7 +9416,7 @@ static uint32_t cddp__find_second_claim(const cddp__host *h) {
   return pid;
 }
 
-/* --- registered ranks, and what they must have in common --- */
+/* --- registered ranks, and the settings they must share --- */
 
 /* NULL: no matching process has registered with this rank. */
 static cddp__registration *cddp__find_registered(const cddp__rendezvous *v, uint32_t rank) {
@@ -11132,7 +11136,7 @@ done:
 }
 
 /* Detaches a receive from the message that is being received into its buffer. The message continues
-   in memory of its own. p2p_lock held. */
+   in separate memory. p2p_lock held. */
 static void cddp__hosts_detach_receive(cddp_group *g, cddp_work *q) {
   const cddp__net *n = g->hosts->net;
   cddp__message *m = NULL;
@@ -11503,8 +11507,8 @@ static size_t cddp__count_bytes(cddp__hosts *x, const cddp__call *c) {
 /* Elements [begin, begin + n) of each share of a call, and how they move. One rank acts for its
    host towards the owner of a part: cddp__acting_rank. Parts move in pieces. In step s = -ahead,
    -ahead + 1, .. a rank
-     1. sends (A) piece s + ahead of others' parts and (B) piece s - 1 of its own part,
-     2. receives (A) piece s of its own part, and adds it up,
+     1. sends (A) piece s + ahead of others' parts and (B) piece s - 1 of this rank's part,
+     2. receives (A) piece s of this rank's part, and adds it up,
      3. receives (B) piece s - ahead - 1 of others' parts.
    So a connection carries A0 A1 A2 (A3 B0) (A4 B1) .., without empty and unneeded frames. */
 typedef struct cddp__flow {
@@ -12141,7 +12145,7 @@ static cddp_result cddp__stage(cddp_group *g, cddp__send_request *p, const void 
 /* Posts a send.
      send    receives the request's index while the buffer is in use, else stays -1
      fits    receives cddp__sends_fit
-     lost    receives true if the message is a copy and the receiver is gone without taking it. The
+     lost    receives true if the message is a copy and the receiver exited without taking it. The
              check follows the post: a receiver that takes the message marks it before it exits */
 static cddp_result cddp__post_send(cddp_group *g, const cddp__call *call, int *send, bool *fits,
                                    bool *lost) {
@@ -15221,7 +15225,7 @@ typedef struct cddp__device {
   cddp__atomic_u32 captured; /* 1: a CUDA graph may have captured its operations and replay them */
   cddp__marker markers[CDDP__MARKER_COUNT]; /* a ring: number n is at n % CDDP__MARKER_COUNT */
   uint32_t issued, seen; /* number of markers; number of those seen completed, oldest first; lock */
-  double left_since;     /* watcher; when a peer was first seen to have left; 0: none has left */
+  double left_since;     /* watcher; when it first saw that a peer had left; 0: none has left */
   double left_oldest;    /* watcher; start of the oldest operation at its last check */
   int late_checks;       /* watcher; number of checks in a row at which an operation was late */
   uint64_t hashes[CDDP__CALL_HASHES]; /* of all calls up to each of the latest calls, a ring; lock.
@@ -20024,7 +20028,7 @@ static void cddp__retire_member(cddp_ddp *d, int member) {
 }
 
 /* Frees the memory that was retired in earlier steps. The caller has seen all members in this step.
-   A member frees what it allocated. The memory of a former member is freed after its process has
+   Each member frees its own memory. The memory of a former member is freed after its process has
    ended, since no process uses that window again. */
 static void cddp__free_retired(cddp_ddp *d) {
   cddp__elastic *elastic = d->elastic;
@@ -24398,10 +24402,10 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *store, int64_t *count) {
               Heterogeneous Slurm jobs need --export=ALL,MASTER_ADDR=HOST, HOST being rank 0's.
      Changed  gcc compiles all of the implementation with the options of the program, no part with
               "Og" any more. gcc -O2 takes about 9 s instead of 5 s.
-              Elastic models have one engine, by messages; the one in shared memory is gone. On one
-              host each rank now holds all optimizer states and steps all weights. Different calls
-              in an update are found in the next step. A rank that fails for a reason of its own
-              ends alone. A process that joins on a host with several ranks shares their memory.
+              Elastic models have one engine, by messages; the one in shared memory was removed. On
+              one host each rank now holds all optimizer states and steps all weights. Different calls
+              in an update are found in the next step. A rank with a local failure ends alone.
+              A process that joins on a host with several ranks shares their memory.
               With NCCL a model uses its group's communicator and takes no device memory for another
               one. A misused model breaks its group.
               60 CUDA kernels instead of 112: nvcc and the driver compile them in a third of the
@@ -24434,7 +24438,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *store, int64_t *count) {
               failed flock or stat leaves no path.tmp; signals during flock and fsync. A file of a
               run without shards does not bind a run with shards.
               Ranks of several hosts that share cores (containers) yield them to each other.
-              A job that was stopped for longer than timeout_s, and continued, goes on.
+              A job that was stopped for longer than timeout_s does not fail when it is continued.
               Messages progress while their receiver waits in another group, cddp_ddp or store: a
               large one, or over 128 small ones, blocked both ranks until the time-out.
               Optimizers: where settings differ between ranks the text names the setting, the values
@@ -24444,7 +24448,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *store, int64_t *count) {
               GPUs: a thread of cddp_run_threads that failed while it had a cddp_ddp crashed others.
               Elastic: a process that joins with other optimizer settings fails alone.
               Elastic over hosts: if a firewall resets all connections between two halves of a job,
-              they do not both go on.
+              at most one half continues.
               Between hosts, with CDDP_SECRET: first messages of over 256 senders, or beside silent
               strangers, are not lost. A connection that ends before it is up is made again.
 
@@ -24475,19 +24479,19 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *store, int64_t *count) {
               no link and no other user's file.
               Memory that is not shared goes past the caches of the ranks that fill staging buffers
               where that is faster: cores of two dies took 3 to 8 times as long as neighbours.
-     Gone     cddp_launch: fork and exec examples/cddprun.c, whose options are its desc.
+     Gone     cddp_launch: fork and exec examples/cddprun.c. Its options are those of the desc.
               PyTorch 1.x's dialect of the store, CDDP_STORE_PROTO, the store's commands for
               queues, barriers and lists of keys. cddp_sgd_desc.separate_mul_add.
      Mended   Messages: between hosts 1 MiB and more took four times as long as now, on a host short
               ones did; a rank's first one, sent before it computed for long, could get lost there.
-              A call with a handle has the floating-point mode of its caller on each rank. Messages
-              that nobody will take make no send to another rank wait.
-              Groups: split or destroyed by several threads at once; messages that are still on
-              their way when their sender leaves. Buffers that overlap are refused. cddp_send with a
-              handle never blocks; a handle costs little. A rank that was stopped and goes on after
-              its failure leaves the others' buffers alone.
-              Ranks that wait for each other in different groups of a host are CDDP_MISMATCH at
-              once; time-outs say where late ranks wait.
+              A call with a handle has the floating-point mode of its caller on each rank. A send
+              does not wait because of messages to other ranks that are never received.
+              Groups: split or destroyed by several threads concurrently; messages that are in
+              transit when their sender leaves. Buffers that overlap are refused. cddp_send with a
+              handle never blocks; a handle costs little. A stopped rank that is continued
+              after its failure leaves the others' buffers alone.
+              Ranks that wait for each other in different groups of a host get
+              CDDP_MISMATCH immediately; time-outs say where late ranks wait.
               A failed cddp_all_gather_v or cddp_all_to_all_v leaves NULL in *work.
               Models: parameters that share memory (tied weights) are refused; a second ready() in
               a step fails it; other floating-point modes or settings on a rank are CDDP_MISMATCH;
@@ -24497,25 +24501,25 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *store, int64_t *count) {
               cddp_load in a thread that has called nothing yet are for the rank's device, not
               for cuda:0. A send without a handle behind a receive with one hung with NCCL;
               cddp_ddp_sync_buffers beside the reduction of buckets took a bucket for a buffer.
-              Meeting: ranks that meet again at once after a meeting that failed; a MASTER_ADDR that
-              cannot be resolved yet; jobs that are given one port; 1,000 ranks with ulimit -n 1024;
-              ulimit -f; containers of one pod; other users at the port; another backend, world size
-              or secret on a rank is told at once.
-              Without descriptors: who serves the store says so, and a rank that can make or take no
-              connection to another host returns CDDP_SYSTEM at once.
-              Between hosts: an all_gather after which a rank leaves at once gave its neighbours
-              wrong bytes; a receiver may be late by more than 20 s; a death shows although a
-              forked child lives on; cddp_ddp_join gives the bits of one host; short messages take
+              Meeting: ranks that meet again immediately after a meeting that failed; a
+              MASTER_ADDR that cannot be resolved yet; jobs that are given one port; 1,000 ranks
+              with ulimit -n 1024; ulimit -f; containers of one pod; other users at the port; another
+              backend, world size or secret on a rank is reported immediately.
+              Without descriptors: the process that serves the store reports it, and a rank that can
+              make or take no connection to another host returns CDDP_SYSTEM immediately.
+              Between hosts: an all_gather after which a rank leaves immediately gave its
+              neighbours wrong bytes; a receiver may be late by more than 20 s; a death shows although
+              a forked child lives on; cddp_ddp_join gives the bits of one host; short messages take
               a third less time, buffers that no rank of the same host has to see are not copied.
               Checkpoints: one refused for its numbers leaves the model as it was; scalars have the
               shape []; mode and owner of the old file are kept, links and devices refused; no
               other user's path.tmp is trusted, a file size limit is an error, file systems without
               flock() will do, fields that the format does not have and another optimizer's states
               are refused. cddp_destroy leaves cddp_error() as it was.
-              Starting: ranks pinned to different numbers of cores, or each to one of its own, which
-              were taken for more ranks than cores; containers that may use the time of fewer cores
+              Starting: ranks pinned to different numbers of cores, or each to a different one,
+              which were taken for more ranks than cores; containers that may use the time of fewer cores
               than they see, in which ranks polled; hosts without any network,
-              whoever is late there; 9 descriptors are enough for two ranks of cddp_spawn; SIGCHLD
+              late ranks there; 9 descriptors are enough for two ranks of cddp_spawn; SIGCHLD
               ignored or reaped by others; pidfd_open denied; OpenMP before cddp_spawn;
               OMP_NUM_THREADS=1; lines of ranks stay whole; stacks of 64 KiB; a secret for each job
               of cddp_spawn and cddprun; interactive and heterogeneous Slurm jobs;

@@ -2,7 +2,7 @@
 
      nvcc -O3 -arch=native examples/collectives.cu -o collectives -lnccl -lcublas
      ./collectives                              1 rank on a GPU
-     ./collectives -n 2                         2 ranks, each on a GPU of its own
+     ./collectives -n 2                         2 ranks, each on its own GPU
      ./collectives -n 2 --device cpu            needs no GPU
 
    On a GPU a collective is enqueued on the group's stream and returns immediately, like a kernel.

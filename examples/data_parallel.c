@@ -89,7 +89,7 @@ static void backward(const float *x, const float *dy, float *grad, int n) {
     }
 }
 
-/* What a device has. Arrays of a batch's size are on the output device only. */
+/* The arrays of a device. Arrays of a batch's size are on the output device only. */
 typedef struct device {
   bool is_output, is_ddp, loss_on_each;
   int rank, output, share; /* share: samples of the batch for each device */

@@ -36,7 +36,7 @@ typedef struct job {
   size_t bytes[MOST];  /* of each GPU's arrays */
 } job;
 
-/* What a GPU has. Arrays of a batch's size are on the output GPU only. */
+/* The state of a GPU. Arrays of a batch's size are on the output GPU only. */
 typedef struct device {
   bool is_output, is_ddp, loss_on_each;
   int rank, output, share; /* share: samples of the batch for each GPU */

@@ -2,7 +2,7 @@
 
      nvcc -O3 -arch=native examples/digits.cu -o digits -lnccl -lcublas
      ./digits                                   1 rank on a GPU
-     ./digits -n 2                              2 ranks, each on a GPU of its own
+     ./digits -n 2                              2 ranks, each on its own GPU
      ./digits -n 2 --backend cpu                2 ranks that can share a GPU: slower, for tests
      ./digits -n 2 --device cpu --epochs 5      needs no GPU; digits.c is faster there
    --help lists all options. --data FOLDER takes MNIST's files, if they are named like those in
@@ -180,7 +180,7 @@ static int network_create(network *net, cddp_group *g, int rank) {
 
   net->host = (float *)calloc(floats, sizeof *net->host);
   if (!net->host) return fprintf(stderr, "rank %d: out of memory\n", rank), 1;
-  srand48(rank + 1); /* each rank has noise of its own; cddp_ddp_create copies rank 0's weights */
+  srand48(rank + 1); /* each rank draws different noise; cddp_ddp_create copies rank 0's weights */
   for (size_t i = 0; i < n1; i++) net->host[i] = uniform(1 / sqrt(inputs));
   for (size_t i = n1; i < n1 + n2; i++) net->host[i] = uniform(1 / sqrt(hidden));
   copy(net->w1, net->host, (n1 + n2) * sizeof *net->host);

@@ -2,7 +2,7 @@
 
      nvcc -O3 -arch=native examples/gpt.cu -o gpt -lnccl -lcublas
      ./gpt                                      1 rank on a GPU
-     ./gpt -n 2 --save FILE                     2 ranks, each on a GPU of its own; a checkpoint
+     ./gpt -n 2 --save FILE                     2 ranks, each on its own GPU; a checkpoint
      ./gpt -n 2 --backend cpu                   2 ranks that can share a GPU: slower, for tests
    --help lists all options.
 
@@ -41,7 +41,7 @@ static const option options[] = {
 
 /* --- Memory --- */
 
-static float *terms, *ones;       /* [B * T][C] what is added to others; [B * T] ones */
+static float *terms, *ones;       /* [B * T][C] summands; [B * T] ones */
 static int32_t *bytes, *labels;   /* [B * T] the batch; the byte of the text after each */
 static double *stats;             /* the mean loss of the batch, and the right guesses */
 static double *scratch, *order;   /* memory for kernels of cddp_kernels.cuh */
@@ -183,7 +183,7 @@ KERNEL softmax_rows(float *p, long n, int length) {
   for (int j = lane(); j < length; j += 32) p[j] = j < end ? p[j] / sum : 0;
 }
 
-/* With a, the results of softmax_rows, d becomes the gradient of what they were computed from. */
+/* With a, the results of softmax_rows, d becomes the gradient of the inputs of softmax_rows. */
 KERNEL softmax_rows_backward(float *d, const float *a, long n, int length) {
   long row = thread() / 32;
   if (row >= n) return;

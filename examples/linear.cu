@@ -2,7 +2,7 @@
 
      nvcc -O3 -arch=native examples/linear.cu -o linear -lnccl -lcublas
      ./linear                                   1 rank on a GPU
-     ./linear -n 2                              2 ranks, each on a GPU of its own
+     ./linear -n 2                              2 ranks, each on its own GPU
      ./linear -n 2 --device cpu                 needs no GPU
 
    Each rank has its own data, so its loss and its gradients are its own. After the step the

@@ -14,7 +14,7 @@
      data group 0     rank 0           rank 2            units 0 to 15
      data group 1     rank 1           rank 3            units 16 to 31
 
-   Each rank also trains the whole model by itself, on the whole batch. The example fails if a
+   Each rank also trains the whole model alone, on the whole batch. The example fails if a
    weight of the mesh differs from that model's by more than rounding. */
 #define CDDP_IMPLEMENTATION /* in one file of a program, before its other includes */
 #include "../cddp.h"
@@ -54,7 +54,7 @@ static void model_init(model *m, int first, int units) {
     m->w2[i] = noise(2, (uint64_t)(first * OUT + i)) / sqrtf(HIDDEN);
 }
 
-/* Sample `index` of the training set, and what the model is to answer. */
+/* Loads sample `index` of the training set, and its label. */
 static void load_sample(int index, float *x, float *label) {
   for (int i = 0; i < IN; i++) x[i] = noise(3, (uint64_t)(index * IN + i));
   for (int o = 0; o < OUT; o++) label[o] = sinf(3 * x[o]) * x[o + 1];

@@ -46,14 +46,14 @@ static inline void progress_bar(progress *p, double done, double loss) {
 /* --- The table and the picture --- */
 
 typedef struct curve {
-  const char *title, *unit; /* unit: what a row is, "epoch" or "step" */
+  const char *title, *unit; /* unit: of a row, "epoch" or "step" */
   const double *values;     /* [rows][columns] */
   int first, rows;          /* rows before the first are unknown */
   int columns;
   const char *const *names; /* [columns]: "learning rate" */
 } curve;
 
-typedef struct panel { /* a part of the picture, with axes of its own */
+typedef struct panel { /* a part of the picture, with its own axes */
   const char *name;    /* of the vertical axis */
   int column, columns; /* of the curve: the first one in this panel, and how many */
 } panel;

@@ -8,7 +8,7 @@
    Like torch.nn.SyncBatchNorm, the layer takes mean and variance over all ranks, by one all_reduce
    in the forward pass and one in the backward pass. The ranks' batches can differ in size.
 
-   The model is Linear and BatchNorm. Rank 0 also trains it by itself, on the whole batch. The
+   The model is Linear and BatchNorm. Rank 0 also trains it alone, on the whole batch. The
    example fails if a weight differs by more than rounding. */
 #define CDDP_IMPLEMENTATION /* in one file of a program, before its other includes */
 #include "../cddp.h"
@@ -127,7 +127,7 @@ static cddp_result run_batch(model *m, cddp_group *g, activations *t, int first,
 }
 
 static int train(int rank, void *arg) {
-  static model models[2]; /* that of all ranks, and the one that rank 0 trains by itself */
+  static model models[2]; /* that of all ranks, and the one that rank 0 trains alone */
   static activations t;
   cddp_param params[2][PARAMS];
   cddp_group *g;

@@ -2,7 +2,7 @@
 
      nvcc -O3 -arch=native examples/toy.cu -o toy -lnccl -lcublas
      ./toy                                      1 rank on a GPU
-     ./toy -n 2                                 2 ranks, each on a GPU of its own
+     ./toy -n 2                                 2 ranks, each on its own GPU
      ./toy -n 2 --backend cpu                   2 ranks that may share a GPU: slower, for tests
      ./toy -n 2 --device cpu                    needs no GPU
      torchrun --no-python --nproc-per-node 2 ./toy
