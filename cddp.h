@@ -24403,8 +24403,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *store, int64_t *count) {
      Changed  gcc compiles all of the implementation with the options of the program, no part with
               "Og" any more. gcc -O2 takes about 9 s instead of 5 s.
               Elastic models have one engine, by messages; the one in shared memory was removed. On
-              one host each rank now holds all optimizer states and steps all weights. Different calls
-              in an update are found in the next step. A rank with a local failure ends alone.
+              one host each rank now holds all optimizer states and steps all weights. Different
+              calls in an update are found in the next step. A rank with a local failure ends alone.
               A process that joins on a host with several ranks shares their memory.
               With NCCL a model uses its group's communicator and takes no device memory for another
               one. A misused model breaks its group.
@@ -24488,10 +24488,10 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *store, int64_t *count) {
               does not wait because of messages to other ranks that are never received.
               Groups: split or destroyed by several threads concurrently; messages that are in
               transit when their sender leaves. Buffers that overlap are refused. cddp_send with a
-              handle never blocks; a handle costs little. A stopped rank that is continued
-              after its failure leaves the others' buffers alone.
-              Ranks that wait for each other in different groups of a host get
-              CDDP_MISMATCH immediately; time-outs say where late ranks wait.
+              handle never blocks; a handle costs little. A stopped rank that is continued after its
+              failure leaves the others' buffers alone.
+              Ranks that wait for each other in different groups of a host get CDDP_MISMATCH
+              immediately; time-outs say where late ranks wait.
               A failed cddp_all_gather_v or cddp_all_to_all_v leaves NULL in *work.
               Models: parameters that share memory (tied weights) are refused; a second ready() in
               a step fails it; other floating-point modes or settings on a rank are CDDP_MISMATCH;
@@ -24501,30 +24501,30 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *store, int64_t *count) {
               cddp_load in a thread that has called nothing yet are for the rank's device, not
               for cuda:0. A send without a handle behind a receive with one hung with NCCL;
               cddp_ddp_sync_buffers beside the reduction of buckets took a bucket for a buffer.
-              Meeting: ranks that meet again immediately after a meeting that failed; a
-              MASTER_ADDR that cannot be resolved yet; jobs that are given one port; 1,000 ranks
-              with ulimit -n 1024; ulimit -f; containers of one pod; other users at the port; another
-              backend, world size or secret on a rank is reported immediately.
+              Meeting: ranks that meet again immediately after a meeting that failed; a MASTER_ADDR
+              that cannot be resolved yet; jobs that are given one port; 1,000 ranks with ulimit -n
+              1024; ulimit -f; containers of one pod; other users at the port; another backend,
+              world size or secret on a rank is reported immediately.
               Without descriptors: the process that serves the store reports it, and a rank that can
               make or take no connection to another host returns CDDP_SYSTEM immediately.
-              Between hosts: an all_gather after which a rank leaves immediately gave its
-              neighbours wrong bytes; a receiver may be late by more than 20 s; a death shows although
-              a forked child lives on; cddp_ddp_join gives the bits of one host; short messages take
-              a third less time, buffers that no rank of the same host has to see are not copied.
+              Between hosts: an all_gather after which a rank leaves immediately gave its neighbours
+              wrong bytes; a receiver may be late by more than 20 s; a death shows although a forked
+              child lives on; cddp_ddp_join gives the bits of one host; short messages take a third
+              less time, buffers that no rank of the same host has to see are not copied.
               Checkpoints: one refused for its numbers leaves the model as it was; scalars have the
               shape []; mode and owner of the old file are kept, links and devices refused; no
               other user's path.tmp is trusted, a file size limit is an error, file systems without
               flock() will do, fields that the format does not have and another optimizer's states
               are refused. cddp_destroy leaves cddp_error() as it was.
               Starting: ranks pinned to different numbers of cores, or each to a different one,
-              which were taken for more ranks than cores; containers that may use the time of fewer cores
-              than they see, in which ranks polled; hosts without any network,
-              late ranks there; 9 descriptors are enough for two ranks of cddp_spawn; SIGCHLD
-              ignored or reaped by others; pidfd_open denied; OpenMP before cddp_spawn;
-              OMP_NUM_THREADS=1; lines of ranks stay whole; stacks of 64 KiB; a secret for each job
-              of cddp_spawn and cddprun; interactive and heterogeneous Slurm jobs;
-              CDDP_TIMEOUT_S=2.5 in any locale; ranks without stdin, stdout and stderr, which may
-              print; cddprun with closed files, prompts, binary output.
+              which were taken for more ranks than cores; containers that may use the time of fewer
+              cores than they see, in which ranks polled; hosts without any network, late ranks
+              there; 9 descriptors are enough for two ranks of cddp_spawn; SIGCHLD ignored or reaped
+              by others; pidfd_open denied; OpenMP before cddp_spawn; OMP_NUM_THREADS=1; lines of
+              ranks stay whole; stacks of 64 KiB; a secret for each job of cddp_spawn and cddprun;
+              interactive and heterogeneous Slurm jobs; CDDP_TIMEOUT_S=2.5 in any locale; ranks
+              without stdin, stdout and stderr, which may print; cddprun with closed files, prompts,
+              binary output.
               The store: programs that fork; strangers; foreign services on its port are named;
               sandboxes; any key. System headers may come before the implementation. */
 
