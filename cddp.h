@@ -1644,7 +1644,8 @@ CDDPDEF void cddp_register_kernels(const cddp_kernels *kernels); /* must stay wh
                                        cddp__exchange_slices or cddp__read_staged
      Training step of a model on one host, 2 rounds
        cddp_ddp_ready                  marks a gradient. In models that use cddp_ddp_wait it starts
-                                       full buckets: cddp__launch, on the engine cddp__run_bucket
+                                       full buckets: cddp__launch_buckets, then, on the engine,
+                                       cddp__run_bucket
        cddp_ddp_step, cddp__run_step, cddp__ddp_step
          cddp__ddp_meet                a round: settings, missing gradients
          cddp__finish, cddp__host_step
@@ -2288,8 +2289,8 @@ struct cddp_ddp { /* followed by its arrays, see cddp__ddp_arrays */
   int shards;      /* number in each step: desc.shards, or one per rank */
   int *owner;      /* [shards] the rank, or elastic member, that computes the shard */
   int shard_count; /* number of this rank's shards; elastic: 1 */
-  int taken;       /* how many cddp_ddp_next_shard has returned; not elastic */
-  int held;        /* the shard that this rank is computing; -1: none */
+  int shards_taken;  /* number that cddp_ddp_next_shard has returned; not elastic */
+  int current_shard; /* the shard that this rank is computing; -1: none */
   uint64_t steps;  /* number of completed steps */
   double norm;                  /* of the last clip, on a host */
   bool has_norm;                /* norm is valid */
@@ -2305,7 +2306,7 @@ struct cddp_ddp { /* followed by its arrays, see cddp__ddp_arrays */
   cddp__shard_node *nodes;   /* [node_count] nodes of all ranks, ascending */
   int *widths;               /* [node_count] for cddp__reduce_nodes */
   int node_count;
-  uint32_t joined; /* this rank's CDDP__JOINED*; the engine's thread reads it between steps */
+  uint32_t joined; /* this rank's CDDP__STEP_JOINED*; the engine's thread reads it between steps */
   bool had_joined, out_of_date; /* since uneven inputs last ended: a rank was in cddp_ddp_join; the
                                    weights of such a rank are old */
   cddp__cause failure;          /* the result of all later calls; written under lock */
@@ -16838,7 +16839,8 @@ static cddp_result cddp__attach_optim(cddp_optim *optim) {
    of d->comm runs cddp__run_bucket. d->lock guards the data that several threads use.
    How it works:
      1. The model is the sequence of all gradients, dtype by dtype, last parameter first. An offset
-        into it determines an element's part, piece (cddp__pieces), place in a slot, and states.
+        into it determines an element's part, piece (cddp__count_pieces), place in a slot, and
+        states.
      2. d->gradients has the address of each rank's gradient of each parameter. The gradient is in
         the rank's arena, or in the caller's memory if all ranks can map that (cddp__map_params).
         Gradients never move.
@@ -16919,9 +16921,9 @@ typedef struct cddp__step_header {
   uint64_t missing;  /* parameters that are not ready on this rank */
   uint64_t settings; /* of the cddp_optim without its lr; 0: none */
   double lr;
-  uint32_t joined;   /* CDDP__JOINED*; 0: the rank has data */
+  uint32_t joined;   /* CDDP__STEP_JOINED*; 0: the rank has data */
 } cddp__step_header;
-enum { CDDP__JOINED = 1, CDDP__JOINED_NOW };
+enum { CDDP__STEP_JOINED = 1, CDDP__STEP_JOINED_NOW };
 
 /* Parameters whose gradients are reduced together. */
 struct cddp__bucket_state {
@@ -16961,7 +16963,7 @@ struct cddp__ddp_memory {
      NULL: cddp__share_arrays does it. */
   cddp_result (*publish)(cddp_ddp *d);
 };
-enum { CDDP__OWNERS = -1, CDDP__ALL_OWNERS = -2 }; /* roots: see cddp__share_arrays */
+enum { CDDP__ROOT_OWNERS = -1, CDDP__ROOT_ALL_OWNERS = -2 }; /* roots: see cddp__share_arrays */
 
 /* Records the first failure, which all later calls return. Several threads can fail at the same
    time. */
@@ -16978,7 +16980,7 @@ static void cddp__drain_buckets(const cddp_ddp *d) {
   if (d->comm != NULL && d->comm != d->group) cddp__engine_drain(d->comm);
 }
 
-/* Fails the model and breaks its groups, which wakes peers that wait now or in the background: no
+/* Fails the model and breaks its groups, which ends the waits of peers and of their engines: no
    rank (elastic: not this rank) can use the model any more. With NCCL that includes the caller's
    group. */
 static cddp_result cddp__fail_model(cddp_ddp *d, cddp_result r) {
@@ -17110,7 +17112,7 @@ static cddp_result cddp__agree_on_params(cddp_ddp *d) {
 /* --- the arena --- */
 
 /* The arena is divided into equal parts, one for each rank of the host, on GPUs for each rank of
-   the group. Each rank updates its part. No piece (cddp__pieces) is in two parts. */
+   the group. Each rank updates its part. No piece (cddp__count_pieces) is in two parts. */
 static int cddp__part_count(const cddp_ddp *d) {
   return d->group->backend != NULL ? d->group->size : d->group->local_size;
 }
@@ -17121,7 +17123,7 @@ static void cddp__part_of(const cddp_ddp *d, int rank, size_t *begin, size_t *en
 
 /* Number of pieces in a range of the arena, cut at multiples of CDDP__BLOCK_BYTES. Squares are
    summed by piece, so that a norm depends on the model alone and not on the parts. */
-static size_t cddp__pieces(size_t begin, size_t end) {
+static size_t cddp__count_pieces(size_t begin, size_t end) {
   if (begin >= end) return 0;
   return (end - 1) / CDDP__BLOCK_BYTES - begin / CDDP__BLOCK_BYTES + 1;
 }
@@ -17155,8 +17157,8 @@ static size_t cddp__gather_slack(const cddp_ddp *d) {
 }
 
 /* Sets every parameter's offsets in the model and in the arena: dtype by dtype, last parameter
-   first. Offsets in the model depend on the model alone, since norms do (cddp__pieces). */
-static void cddp__lay_out(cddp_ddp *d) {
+   first. Offsets in the model depend on the model alone, since norms do (cddp__count_pieces). */
+static void cddp__set_layout(cddp_ddp *d) {
   size_t slack = cddp__gathers(d) ? cddp__gather_slack(d) : 0;
   int dtype, i, placed = 0;
   for (dtype = 0; dtype < CDDP__TRAINED; dtype++) {
@@ -17182,7 +17184,7 @@ static void cddp__lay_out(cddp_ddp *d) {
     cddp__tensor_slice(d, i, d->group->backend != NULL ? d->group->rank : d->group->local_rank,
                        &t->begin, &t->end);
     t->first_piece = d->pieces;
-    d->pieces += cddp__pieces(t->offset, t->offset + t->bytes);
+    d->pieces += cddp__count_pieces(t->offset, t->offset + t->bytes);
     t->used = true;
     d->used[i] = 1;
   }
@@ -17241,7 +17243,7 @@ static char *cddp__gradient_at(const cddp_ddp *d, int rank, int i, size_t at) {
 }
 
 /* Sets the gradient addresses of a rank whose arena is mapped at `arena`. */
-static void cddp__see_arena(cddp_ddp *d, int rank, char *arena) {
+static void cddp__set_gradient_addresses(cddp_ddp *d, int rank, char *arena) {
   int i;
   for (i = 0; i < d->count; i++)
     if (d->tensors[i].storage != CDDP__STORAGE_IN_PLACE)
@@ -17250,8 +17252,8 @@ static void cddp__see_arena(cddp_ddp *d, int rank, char *arena) {
 }
 
 /* The same with the memory behind the arena: slots, and squares of the rank's part. */
-static void cddp__see_whole(cddp_ddp *d, int rank, char *arena) {
-  cddp__see_arena(d, rank, arena);
+static void cddp__set_rank_addresses(cddp_ddp *d, int rank, char *arena) {
+  cddp__set_gradient_addresses(d, rank, arena);
   d->slot_areas[rank] = arena + d->bytes;
   d->squares[rank] = (double *)(void *)(d->slot_areas[rank] + (size_t)d->slots * d->slot_stride);
 }
@@ -17499,8 +17501,8 @@ static cddp_result cddp__keep_rows(cddp_ddp *d, int shard) {
 
 /* Completes the shard that this rank is computing. */
 static cddp_result cddp__end_shard(cddp_ddp *d, bool more) {
-  cddp_result r = d->sparse != NULL ? cddp__keep_rows(d, d->held) : CDDP_OK;
-  return r == CDDP_OK ? cddp__keep_node(d, d->held, more) : r;
+  cddp_result r = d->sparse != NULL ? cddp__keep_rows(d, d->current_shard) : CDDP_OK;
+  return r == CDDP_OK ? cddp__keep_node(d, d->current_shard, more) : r;
 }
 
 /* A collective of all ranks on the memory of the gradients. */
@@ -17753,11 +17755,11 @@ static cddp_result cddp__await_buckets(cddp_ddp *d) {
   return CDDP_OK;
 }
 
-/* Collective: sends arrays from root to all ranks. CDDP__OWNERS: each rank has its part of arrays
-   with the shape of the parameters. Every host has all parts; those of the first host are sent.
-   CDDP__ALL_OWNERS: each part is on one rank of the group. */
+/* Collective: sends arrays from root to all ranks. CDDP__ROOT_OWNERS: each rank has its part of
+   arrays with the shape of the parameters. Every host has all parts; those of the first host are
+   sent. CDDP__ROOT_ALL_OWNERS: each part is on one rank of the group. */
 static cddp_result cddp__share_arrays(cddp_ddp *d, const cddp_param *arrays, int count, int root) {
-  bool by_host = root == CDDP__OWNERS && d->group->backend == NULL, owners = root < 0;
+  bool by_host = root == CDDP__ROOT_OWNERS && d->group->backend == NULL, owners = root < 0;
   const cddp__hosts *x = by_host ? d->control->hosts : NULL;
   int parts = x != NULL ? x->nodes[0].size : d->group->size, i, n = 0;
   int part = owners ? 0 : root, last = owners ? parts - 1 : root;
@@ -17876,7 +17878,7 @@ static double cddp__clip_factor(cddp_ddp *d, double max_norm, double *const *sum
       end = cddp__min(end, t->offset + t->bytes);
       if (begin >= end) continue;
       k = t->first_piece + begin / CDDP__BLOCK_BYTES - t->offset / CDDP__BLOCK_BYTES;
-      for (n = cddp__pieces(begin, end); n > 0; n--) sum += sums[p][k++];
+      for (n = cddp__count_pieces(begin, end); n > 0; n--) sum += sums[p][k++];
     }
   }
   d->norm = (sqrt)(sum);
@@ -17987,7 +17989,7 @@ static cddp_result cddp__unshare_states(cddp_optim *o) {
 }
 
 /* Collective: allocates memory that the ranks of a host share; the first of them owns it. */
-static cddp_result cddp__common_memory(cddp_ddp *d, size_t bytes, enum cddp__extent_use use,
+static cddp_result cddp__alloc_common(cddp_ddp *d, size_t bytes, enum cddp__extent_use use,
                                        char **out) {
   cddp_group *g = d->control;
   void *mine = g->local_rank == 0 ? cddp__arena_alloc(g->host, bytes, use) : NULL, *at = mine;
@@ -18016,7 +18018,7 @@ static cddp_result cddp__common_memory(cddp_ddp *d, size_t bytes, enum cddp__ext
 static cddp_result cddp__share_create(cddp_ddp *d, cddp_optim *o) {
   size_t begin, end, from, to;
   char *states;
-  cddp_result r = cddp__common_memory(d, (size_t)o->states * d->state_stride, CDDP__EXTENT_STATES,
+  cddp_result r = cddp__alloc_common(d, (size_t)o->states * d->state_stride, CDDP__EXTENT_STATES,
                                       &states);
   int k;
   if (r != CDDP_OK) return r;
@@ -18289,7 +18291,7 @@ static cddp__pass cddp__pass_of(cddp_ddp *d, cddp_optim *s, bool averaged) {
   return x;
 }
 
-/* Takes the mean of this rank's part into its gradients, unless it is there or one loop takes it
+/* Takes the mean of this rank's part into its gradients, unless they have it or one loop takes it
    later. Sets x->clip from the squares of all parts. */
 static cddp_result cddp__mean_part(cddp__pass *x, int kind) {
   cddp_ddp *d = x->d;
@@ -18367,7 +18369,7 @@ static cddp_result cddp__sharded_step(const cddp__pass *x) {
     }
   }
   if (r == CDDP_OK) r = cddp__end_access(d->control, r);
-  if (r == CDDP_OK) r = cddp__share_arrays(d, d->params, d->count, CDDP__ALL_OWNERS);
+  if (r == CDDP_OK) r = cddp__share_arrays(d, d->params, d->count, CDDP__ROOT_ALL_OWNERS);
   return r == CDDP_OK ? cddp__write_copies(s) : r;
 }
 
@@ -18618,7 +18620,7 @@ static cddp_result cddp__gpu_step(cddp_ddp *d, cddp_optim *s, bool averaged, boo
   if (r != CDDP_OK || s == NULL) return r;
   r = cddp__device_step(s, d);
   if (r == CDDP_OK && s->sharded)
-    r = cddp__share_arrays(d, d->params, d->count, CDDP__ALL_OWNERS);
+    r = cddp__share_arrays(d, d->params, d->count, CDDP__ROOT_ALL_OWNERS);
   return r == CDDP_OK ? cddp__device_copies(s, d) : r;
 }
 
@@ -18718,7 +18720,7 @@ static void cddp__set_plan(cddp_ddp *d, const int *order) {
 }
 
 /* Resets the state of a step, before its first cddp_ddp_ready. */
-static void cddp__arm(cddp_ddp *d) {
+static void cddp__reset_step(cddp_ddp *d) {
   int i;
   pthread_mutex_lock(&d->lock);
   for (i = 0; i < d->count; i++) {
@@ -18734,20 +18736,20 @@ static void cddp__arm(cddp_ddp *d) {
   pthread_mutex_unlock(&d->lock);
 }
 
-/* Sets d->held to the next shard of this rank, after it has completed the one before. */
+/* Sets d->current_shard to the next shard of this rank, after it has completed the one before. */
 static cddp_result cddp__next_of_rank(cddp_ddp *d) {
-  cddp_result r = d->held >= 0 ? cddp__end_shard(d, true) : CDDP_OK;
+  cddp_result r = d->current_shard >= 0 ? cddp__end_shard(d, true) : CDDP_OK;
   int first, count;
-  if (d->held >= 0) cddp__arm(d);
+  if (d->current_shard >= 0) cddp__reset_step(d);
   cddp__rank_shards(d->shards, d->group->size, d->group->rank, &first, &count);
-  d->held = first + d->taken++;
+  d->current_shard = first + d->shards_taken++;
   return r;
 }
 
 /* --- ready --- */
 
 /* Starts every full bucket whose predecessors have started. lock held. */
-static cddp_result cddp__launch(cddp_ddp *d) {
+static cddp_result cddp__launch_buckets(cddp_ddp *d) {
   cddp_result r = CDDP_OK;
   if (d->group->size == 1 && d->desc.comm_hook == NULL && !d->spread) return CDDP_OK;
   while (r == CDDP_OK && d->next_bucket < d->bucket_count) {
@@ -18809,7 +18811,7 @@ CDDPDEF cddp_result cddp_ddp_ready(cddp_ddp *d, int param) {
   pthread_mutex_lock(&d->lock);
   CDDP_ASSERT(d->buckets[t->bucket].remaining > 0);
   d->buckets[t->bucket].remaining--;
-  if (d->early) r = cddp__launch(d);
+  if (d->early) r = cddp__launch_buckets(d);
   pthread_mutex_unlock(&d->lock);
   return r == CDDP_OK ? r : cddp__fail_model(d, r); /* the bucket counts as started */
 }
@@ -19020,7 +19022,7 @@ static cddp_result cddp__finish_buckets(cddp_ddp *d, int kind, const cddp_optim 
     if (!t->ready) d->buckets[t->bucket].remaining--;
     t->ready = true;
   }
-  r = cddp__launch(d);
+  r = cddp__launch_buckets(d);
   pthread_mutex_unlock(&d->lock);
   if (r == CDDP_OK) r = d->memory->fence(d);
   if (r == CDDP_OK && d->scatters && !cddp__needs_part_only(kind, s)) r = cddp__gather_gradients(d);
@@ -19040,8 +19042,8 @@ static cddp_result cddp__complete(cddp_ddp *d, bool stepping) {
             !d->spread;
 #endif
   d->present = d->active_count;
-  d->taken = d->own_node_count = 0;
-  d->held = -1;
+  d->shards_taken = d->own_node_count = 0;
+  d->current_shard = -1;
   d->steps++;
   if (!d->rebuilt && !d->desc.find_unused_parameters) {
     r = cddp__run_simple(d->control, CDDP__KIND_BROADCAST, d->arrival, d->arrival,
@@ -19049,7 +19051,7 @@ static cddp_result cddp__complete(cddp_ddp *d, bool stepping) {
     if (r == CDDP_OK) cddp__set_plan(d, d->arrival);
     d->rebuilt = r == CDDP_OK;
   }
-  cddp__arm(d);
+  cddp__reset_step(d);
   return r;
 }
 
@@ -19266,11 +19268,11 @@ static cddp_result cddp__ddp_step(cddp_ddp *d, int kind, cddp_optim *s) {
                                              "step that cddp_ddp_reduce_scatter began");
   if (s == NULL && d->no_sync) return CDDP_OK;
   record = cddp__record_begin(d->control, kind, d->control->calls + 1, 0);
-  if (d->desc.shards > 0 && d->taken < d->shard_count) {
+  if (d->desc.shards > 0 && d->shards_taken < d->shard_count) {
     r = cddp__fail(CDDP_INVALID_ARGUMENT,
                    "rank %d still has %d of its %d shards of this step to do; call "
                    "cddp_ddp_next_shard until it returns false",
-                   d->group->rank, d->shard_count - d->taken, d->shard_count);
+                   d->group->rank, d->shard_count - d->shards_taken, d->shard_count);
   } else {
     r = d->memory->use(d->group);
     if (r == CDDP_OK && d->spread && d->arrived == d->count) /* else the meeting will fail */
@@ -19296,7 +19298,7 @@ static cddp_result cddp__publish(cddp_ddp *d) {
   if (r == CDDP_OK)
     r = d->memory->publish != NULL
             ? d->memory->publish(d)
-            : cddp__share_arrays(d, d->params, d->count, CDDP__OWNERS);
+            : cddp__share_arrays(d, d->params, d->count, CDDP__ROOT_OWNERS);
   if (r == CDDP_OK) r = cddp__clear_gradients(d, NULL, d->group->backend == NULL);
   if (r == CDDP_OK) r = cddp__complete(d, d->group->backend == NULL);
   d->scattered = r != CDDP_OK;
@@ -19308,7 +19310,7 @@ static cddp_result cddp__publish(cddp_ddp *d) {
 /* --- uneven inputs --- */
 
 /* Takes part in the call of the other ranks; in a step with this rank's cddp_optim s. */
-static cddp_result cddp__take_part(cddp_ddp *d, cddp_optim *s, uint64_t missing) {
+static cddp_result cddp__match_call(cddp_ddp *d, cddp_optim *s, uint64_t missing) {
   int lead = d->active[0];
   uint32_t kind = cddp__op_header_of(d->control, lead, d->control->round)->call & 255;
   cddp__step_header theirs = cddp__header_of(d, lead);
@@ -19333,7 +19335,8 @@ static cddp_result cddp__end_join(cddp_ddp *d, cddp_optim *s) {
   int p, last = 0;
   cddp_result r;
   if (!d->had_joined) return CDDP_OK;
-  while (last < d->group->size - 1 && cddp__header_of(d, last).joined != CDDP__JOINED_NOW) last++;
+  while (last < d->group->size - 1 && cddp__header_of(d, last).joined != CDDP__STEP_JOINED_NOW)
+    last++;
   for (p = 0; p < d->group->size; p++)
     if ((cddp__header_of(d, p).settings == 0) != (s == NULL))
       return cddp__fail(CDDP_MISMATCH,
@@ -19368,10 +19371,10 @@ CDDPDEF cddp_result (cddp_ddp_join)(cddp_ddp *d, cddp_optim *s) {
   CDDP__TRY(cddp__check_cause(&d->failure));
   record = cddp__record_begin(d->control, CDDP__KIND_DDP_JOIN, d->control->calls + 1, 0);
   if ((r = d->memory->use(d->group)) == CDDP_OK) r = cddp__clear_gradients(d, NULL, false);
-  for (d->joined = CDDP__JOINED_NOW; r == CDDP_OK; d->joined = CDDP__JOINED) {
+  for (d->joined = CDDP__STEP_JOINED_NOW; r == CDDP_OK; d->joined = CDDP__STEP_JOINED) {
     r = cddp__ddp_meet(d, CDDP__KIND_DDP_JOIN, 0, s, &missing);
     if (r != CDDP_OK || d->active_count == 0) break;
-    r = cddp__take_part(d, s, missing);
+    r = cddp__match_call(d, s, missing);
   }
   if (r == CDDP_OK) r = cddp__end_join(d, s);
   d->joined = 0;
@@ -19503,7 +19506,7 @@ static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
   else
     d->node_count = cddp__plan_nodes(d->owner, d->shards, cddp__gathers(d), d->nodes, d->widths,
                                      &d->slots);
-  d->held = -1;
+  d->current_shard = -1;
   d->eager = desc->comm_hook != NULL || g->carrier->average != NULL || g->backend != NULL;
   d->early = !d->spread && !desc->elastic && (d->eager || g->size > 1);
   d->limits[0] = first * 1048576 < (double)SIZE_MAX ? (size_t)(first * 1048576) : SIZE_MAX;
@@ -19614,19 +19617,19 @@ static cddp_result cddp__ddp_setup(cddp_ddp *d, bool joins) {
     if (r == CDDP_OK && g->backend == NULL) r = cddp__map_params(d);
   }
   if (r != CDDP_OK) return r;
-  cddp__lay_out(d);
+  cddp__set_layout(d);
   if ((r = cddp__consensus(d->control, (d->memory->alloc)(d), NULL, 0, NULL)) != CDDP_OK) return r;
-  cddp__see_whole(d, d->me, d->arena);
+  cddp__set_rank_addresses(d, d->me, d->arena);
   if (!joins && g->backend == NULL) {
     r = cddp__exchange_refs(d->control, CDDP__KIND_DDP_CREATE, d->arena, d->arena_bytes, arenas);
-    for (k = 0; r == CDDP_OK && k < g->local_size; k++) cddp__see_whole(d, k, arenas[k]);
+    for (k = 0; r == CDDP_OK && k < g->local_size; k++) cddp__set_rank_addresses(d, k, arenas[k]);
   }
   if (r == CDDP_OK && !joins) r = cddp__share_arrays(d, d->params, d->count, 0);
   if (r == CDDP_OK && !joins)
     r = cddp__share_arrays(d, d->desc.buffers, d->desc.buffer_count, 0);
   if (r != CDDP_OK) return r;
   cddp__set_plan(d, NULL);
-  cddp__arm(d);
+  cddp__reset_step(d);
   cddp__place_partitions(d);
   return CDDP_OK;
 }
@@ -20110,7 +20113,7 @@ static cddp_result cddp__map_sums(cddp_ddp *d, int k, char **packets) {
   if (k != d->me && r == CDDP_OK && published->rows.kind != CDDP__REF_NONE)
     r = cddp__map_ref(host, &published->rows, &rows);
   if (r != CDDP_OK) return r;
-  cddp__see_arena(d, k, (char *)arena);
+  cddp__set_gradient_addresses(d, k, (char *)arena);
   d->slot_areas[k] = (char *)sums;
   elastic->means[k] = (char *)mean;
   elastic->squares[k] = (double *)(void *)((char *)arena + d->bytes);
@@ -20144,7 +20147,7 @@ static cddp_result cddp__elastic_connect(cddp_ddp *d) {
   }
   elastic->one_host = elastic->own != NULL && g->hosts == NULL;
   d->me = g->rank;
-  cddp__see_whole(d, d->me, d->arena);
+  cddp__set_rank_addresses(d, d->me, d->arena);
   d->squares[d->me] = (double *)(void *)(d->arena + d->bytes);
   d->slot_areas[d->me] = elastic->slot_area;
   if (r != CDDP_OK || !elastic->one_host) return r;
@@ -21101,7 +21104,7 @@ static int cddp__elastic_find_shard(const cddp_ddp *d) {
   const cddp__elastic *elastic = d->elastic;
   int i;
   for (i = 0; i < d->shards; i++)
-    if (i != d->held && d->owner[i] < d->active_count &&
+    if (i != d->current_shard && d->owner[i] < d->active_count &&
         elastic->order[d->owner[i]] == elastic->me &&
         !cddp__nodes_contain(d->own_nodes, d->own_node_count, i))
       return i;
@@ -21113,30 +21116,30 @@ static int cddp__elastic_find_shard(const cddp_ddp *d) {
 static cddp_result cddp__elastic_finish_shard(cddp_ddp *d) {
   bool more = !d->elastic->one_host || cddp__elastic_find_shard(d) >= 0;
   cddp_result r = CDDP_OK;
-  if (d->sparse != NULL) r = cddp__keep_rows(d, d->held);
+  if (d->sparse != NULL) r = cddp__keep_rows(d, d->current_shard);
   CDDP__POINT("elastic shard end");
   if (r == CDDP_OK && (more || d->own_node_count > 0))
     r = cddp__elastic_grow_slots(d, d->own_node_count + 1);
-  if (r == CDDP_OK) r = cddp__keep_node(d, d->held, more);
+  if (r == CDDP_OK) r = cddp__keep_node(d, d->current_shard, more);
   d->elastic->holds_shard = !more;
   CDDP__POINT("elastic shard stored");
   return r;
 }
 
-/* Sets d->held to the next shard; -1: the reduction is complete, and the mean exists. */
+/* Sets d->current_shard to the next shard; -1: the reduction is complete, and the mean exists. */
 static cddp_result cddp__elastic_next(cddp_ddp *d) {
   cddp__elastic *elastic = d->elastic;
   cddp_result r = CDDP_OK;
   if (elastic->done == elastic->step) cddp__elastic_leave_broken(d);
   cddp__join_serve(d->group->host);
-  if (d->held >= 0 && elastic->done == elastic->step) r = cddp__elastic_finish_shard(d);
-  if (d->held >= 0) cddp__arm(d);
-  d->held = -1;
+  if (d->current_shard >= 0 && elastic->done == elastic->step) r = cddp__elastic_finish_shard(d);
+  if (d->current_shard >= 0) cddp__reset_step(d);
+  d->current_shard = -1;
   while (r == CDDP_OK && elastic->done == elastic->step) {
     int shard = cddp__elastic_find_shard(d);
     if (shard >= 0 && elastic->holds_shard) r = cddp__elastic_clear_gradients(d);
     if (shard >= 0) {
-      if (r == CDDP_OK) d->held = shard;
+      if (r == CDDP_OK) d->current_shard = shard;
       return r;
     }
     cddp__elastic_accept_reports(d, false);
@@ -21484,7 +21487,7 @@ static cddp_result cddp__elastic_step(cddp_ddp *d, cddp_optim *optim) {
   record = cddp__record_begin(d->group, optim != NULL ? CDDP__KIND_DDP_STEP : CDDP__KIND_DDP_WAIT,
                               d->steps, 0);
   r = d->memory->use(d->group);
-  if (r == CDDP_OK && (d->held >= 0 || elastic->done == elastic->step))
+  if (r == CDDP_OK && (d->current_shard >= 0 || elastic->done == elastic->step))
     r = cddp__fail(CDDP_INVALID_ARGUMENT,
                    "rank %d called the update of step %" PRIu64 " before all shards are done; "
                    "call cddp_ddp_next_shard until it returns false",
@@ -21494,7 +21497,7 @@ static cddp_result cddp__elastic_step(cddp_ddp *d, cddp_optim *optim) {
   if (r == CDDP_OK) {
     d->steps++;
     d->present = d->active_count;
-    cddp__arm(d);
+    cddp__reset_step(d);
   } else {
     r = cddp__ddp_fail(d, cddp__fail_model(d, r));
   }
@@ -23953,9 +23956,10 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard) {
   cddp_result r = CDDP_OK;
   int i = 0;
   if (d == NULL || shard == NULL || cddp__has_cause(&d->failure)) return false;
-  if (!d->desc.elastic && d->taken == d->shard_count && !d->no_sync) return false; /* no more */
-  while (d->held >= 0 && i < d->count && d->tensors[i].ready) i++; /* all must be ready */
-  if (d->no_sync || (d->held >= 0 && i < d->count)) {
+  if (!d->desc.elastic && d->shards_taken == d->shard_count && !d->no_sync)
+    return false;
+  while (d->current_shard >= 0 && i < d->count && d->tensors[i].ready) i++; /* all must be ready */
+  if (d->no_sync || (d->current_shard >= 0 && i < d->count)) {
     if (d->no_sync)
       cddp__fail(CDDP_INVALID_ARGUMENT,
                  "cddp_ddp_next_shard: no_sync is on on rank %d; turn it off before the last "
@@ -23965,15 +23969,15 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard) {
       cddp__fail(CDDP_INVALID_ARGUMENT,
                  "cddp_ddp_next_shard: gradient \"%s\" of shard %d was not marked ready on rank "
                  "%d; call cddp_ddp_ready for every parameter first",
-                 cddp__param_name(&d->params[i], i).s, d->held, d->group->rank);
+                 cddp__param_name(&d->params[i], i).s, d->current_shard, d->group->rank);
     r = CDDP_INVALID_ARGUMENT;
   }
   if (r == CDDP_OK) r = d->memory->use(d->group);
   if (r == CDDP_OK)
     r = d->elastic != NULL ? cddp__elastic_next(d) : cddp__next_of_rank(d);
   if (r != CDDP_OK) (void)cddp__fail_model(d, r);
-  if (r != CDDP_OK || d->held < 0) return false;
-  *shard = d->held;
+  if (r != CDDP_OK || d->current_shard < 0) return false;
+  *shard = d->current_shard;
   return true;
 }
 
@@ -24082,7 +24086,7 @@ CDDPDEF cddp_result (cddp_ddp_gather_states)(cddp_ddp *d, const cddp_param *stat
                 "state %d has %zu elements, its parameter %zu", i, states[i].count,
                 d->params[i].count);
   CDDP__TRY(d->memory->use(d->group));
-  return cddp__share_arrays(d, states, d->count, CDDP__OWNERS);
+  return cddp__share_arrays(d, states, d->count, CDDP__ROOT_OWNERS);
 }
 
 CDDPDEF int cddp_ddp_present(const cddp_ddp *d) { return d != NULL ? d->present : -1; }
