@@ -1264,7 +1264,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    let each rank write to its own path.
 
    LIMITS OF ELASTIC TRAINING.
-     - Only the group of cddp_init can be elastic, with one elastic model at a time in a process.
+     - Only the group of cddp_init can have an elastic model. A process has one at a time.
      - Ranks that are threads cannot be elastic on GPUs, and no process can join them.
      - No process can join a job of one host that runs with a file size limit (ulimit -f).
      - Not with comm_hook, find_unused_parameters, uneven_inputs, or MPI: MPI ends all ranks when
