@@ -785,6 +785,9 @@ CDDPDEF void cddp_sampler_destroy(cddp_sampler *s); /* for an epoch that ends ea
    the same bits on 1 to S ranks, if the program's work on a shard depends on the step and the shard
    alone. Each rank computes consecutive shards: 8 shards on 3 ranks are 3, 3 and 2.
 
+   With an optimizer of your own call cddp_ddp_wait instead of cddp_ddp_step, and zero the gradients
+   after your update: otherwise the first shard of the next step adds to old ones.
+
    With shards = 0 the same loop runs, with one shard for each rank. A run can turn shards on or off
    at a checkpoint; a checkpoint of a run with S shards refuses another S. With sequential data
    loaders open one for each shard on each rank, and advance all of them in each step. Fine print:
@@ -815,8 +818,9 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
 
    JOINING. To replace or add a rank, start a process with the job's variables (CDDP_SECRET too) and
    CDDP_JOIN=1. Its RANK is that of a lost process, or any number that no living rank has. It
-   receives the weights, the optimizer's states and the step count between two steps. cddprun
-   --elastic and cddp_spawn_elastic replace ranks automatically.
+   receives the weights, the states of cddp's optimizer and the step count between two steps.
+   cddprun --elastic and cddp_spawn_elastic replace ranks automatically. With shards = 0 there can
+   be as many ranks as at the start.
 
      error of a joining process   cause
      CDDP_PEER_LOST               the job has ended or cannot be found
@@ -825,15 +829,20 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
      CDDP_INVALID_ARGUMENT        a living process already has this RANK or this GPU
      CDDP_TIMEOUT                 no rank has an elastic model, or none reaches the end of a step
 
-   CHECKPOINTS. Between two steps one rank, such as rank 0 of cddp_ddp_group, calls cddp_save with g
-   NULL. All ranks call cddp_load together. A process that is suspended (SIGSTOP) is waited for
-   until timeout_s; it does not count as lost. Fine print: elastic training, limits of elastic
-   training. */
+   YOUR OWN OPTIMIZER (after cddp_ddp_wait) must not keep states in elastic training: a joining
+   process does not receive them, and its weights would differ without an error.
 
-/* The ranks that computed the last step. The group belongs to d and changes when ranks are lost or
-   join: ask for it in or after each step, at the same place on all ranks. If one of its ranks is
-   lost, its calls return CDDP_PEER_LOST, and the next step has another group. NULL on failure, with
-   a cddp_error. */
+   CHECKPOINTS. Between two steps one rank writes:
+     if (cddp_rank(cddp_ddp_group(ddp)) == 0) TRY(cddp_save(NULL, path, p, n, &c));
+   The job's first ranks call cddp_load together. A joining process (CDDP_JOIN is set) skips it.
+
+   A process that is suspended (SIGSTOP) is waited for until timeout_s; it does not count as lost.
+   Fine print: elastic training, limits of elastic training. */
+
+/* The ranks that computed the last step; before the first step the ranks that created the model.
+   The group belongs to d and changes when ranks are lost or join: ask for it in or after each step,
+   at the same place on all ranks. If one of its ranks is lost, its calls return CDDP_PEER_LOST, and
+   the next step has another group. NULL on failure, with a cddp_error. */
 CDDPDEF cddp_group *cddp_ddp_group(cddp_ddp *d);
 
 /* >>api-checkpoints -------------------------------------------------------------------------------
@@ -10688,7 +10697,8 @@ static cddp_result cddp__join(cddp_group **out, const cddp__config *at, const cd
     h->slots = NULL;
     cddp__fail(CDDP_UNSUPPORTED,
                "rank %d has joined the job (CDDP_JOIN) and does not belong to the group of its "
-               "first ranks: use cddp_ddp_group, the group of the current ranks",
+               "first ranks: use cddp_ddp_group, the group of the current ranks, and skip "
+               "cddp_load (the job sends its weights and states)",
                at->rank);
     (void)cddp__break(*out, CDDP_UNSUPPORTED);
   }
@@ -21456,7 +21466,7 @@ static cddp_result cddp__elastic_restore(cddp_ddp *d, cddp_optim *optim) {
   cddp__elastic *elastic = d->elastic;
   cddp_result r = CDDP_OK;
   int i;
-  if (from->known) CDDP__TRY(cddp__compare_settings(d, &mine));
+  if (from->known && (r = cddp__compare_settings(d, &mine)) != CDDP_OK) return r;
   if (d->optim != NULL) d->optim->known = NULL;
   d->optim = optim;
   optim->known = &d->optim;
