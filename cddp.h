@@ -16920,10 +16920,10 @@ static cddp_result cddp__attach_optim(cddp_optim *optim) {
         ranks have joined they come from the last one to join. */
 
 #define CDDP__BLOCK ((size_t)2048) /* elements of a block of a step */
-#define CDDP__OWN_BYTES ((size_t)1 << 20) /* minimum that several hosts reduce in place */
-#define CDDP__NODES_PIECE ((size_t)512 << 10) /* elements whose nodes are exchanged in one call, */
-#ifndef CDDP__SHARD_PIECE /* smaller in tests */
-#define CDDP__SHARD_PIECE ((size_t)8 << 20) /* the same on GPUs */
+#define CDDP__IN_PLACE_BYTES ((size_t)1 << 20) /* minimum that several hosts reduce in place */
+#define CDDP__NODES_CHUNK ((size_t)512 << 10) /* elements whose nodes are exchanged in one call, */
+#ifndef CDDP__SHARD_CHUNK /* smaller in tests */
+#define CDDP__SHARD_CHUNK ((size_t)8 << 20) /* the same on GPUs */
 #endif
 
 /* Payload of the round in which the ranks of a cddp_ddp meet during a step. */
@@ -17280,7 +17280,7 @@ static cddp__ref cddp__param_ref(const cddp_ddp *d, int i, bool gradient) {
   memset(&ref, 0, sizeof ref);
   if (p == NULL || (gradient && bytes == 0)) return ref;
   if (gradient && (d->desc.elastic || d->desc.comm_hook != NULL || (exchanged && d->spread) ||
-                   (exchanged && bytes < CDDP__OWN_BYTES)))
+                   (exchanged && bytes < CDDP__IN_PLACE_BYTES)))
     return ref;
   if (g->size > 1) return cddp__ref_of(g->host, p, bytes);
   ref.kind = CDDP__REF_POINTER;
@@ -17374,13 +17374,13 @@ static size_t cddp__wide_bytes(const cddp_ddp *d, size_t begin, size_t end) {
 }
 
 /* The address, in a slot of a rank of this host, of offset `at` of the model. */
-static char *cddp__in_slot(const cddp_ddp *d, int rank, int slot, size_t at) {
+static char *cddp__slot_at(const cddp_ddp *d, int rank, int slot, size_t at) {
   return d->slot_areas[rank] + (size_t)slot * d->slot_stride + cddp__wide_bytes(d, 0, at);
 }
 
 /* The same; slot -1: in the rank's gradient of parameter i. */
-static char *cddp__in_node(const cddp_ddp *d, int rank, int slot, int i, size_t at) {
-  return slot < 0 ? cddp__gradient_at(d, rank, i, at) : cddp__in_slot(d, rank, slot, at);
+static char *cddp__node_at(const cddp_ddp *d, int rank, int slot, int i, size_t at) {
+  return slot < 0 ? cddp__gradient_at(d, rank, i, at) : cddp__slot_at(d, rank, slot, at);
 }
 
 /* Writes the mean over all shards of n elements of parameter `param`, from offset `at` of the
@@ -17391,7 +17391,7 @@ static void cddp__reduce_shards(const cddp_ddp *d, void *out, const void **sourc
   bool leaves = true; /* all nodes are single shards in gradients */
   int i;
   for (i = 0; i < d->node_count; i++) {
-    sources[i] = cddp__in_node(d, d->nodes[i].rank, d->nodes[i].slot, param, at);
+    sources[i] = cddp__node_at(d, d->nodes[i].rank, d->nodes[i].slot, param, at);
     leaves = leaves && d->nodes[i].slot < 0;
   }
   if (leaves) cddp__reduce(out, sources, d->shards, n, dtype, CDDP_AVG);
@@ -17414,8 +17414,8 @@ static cddp_result cddp__merge_nodes(cddp_ddp *d, int out, const int *slots, con
     size_t esize = cddp__dtype_size(dtype);
     for (at = range.begin; r == CDDP_OK && at < range.end; at += n * esize) {
       n = cddp__min(block, (range.end - at) / esize);
-      for (k = 0; k < count; k++) nodes[k] = cddp__in_node(d, d->me, slots[k], range.first, at);
-      r = (d->memory->sum)(cddp__in_slot(d, d->me, out, at), dtype, nodes, widths, count, 0, n,
+      for (k = 0; k < count; k++) nodes[k] = cddp__node_at(d, d->me, slots[k], range.first, at);
+      r = (d->memory->sum)(cddp__slot_at(d, d->me, out, at), dtype, nodes, widths, count, 0, n,
                          stream);
       if (r == CDDP_OK && clear)
         r = (d->memory->zero)(cddp__gradient_at(d, d->me, range.first, at), n * esize, stream);
@@ -17524,7 +17524,7 @@ static cddp_result cddp__call_all(cddp_ddp *d, const cddp__call *c) {
 /* Takes the mean over the shards of n elements a rank, from offset `at` of the model, and writes it
    to `out`. Ranks exchange nodes, of which one rank has `most`. Each rank then has all nodes of its
    n elements and takes their mean; then the ranks gather the means. */
-static cddp_result cddp__gather_piece(cddp_ddp *d, char *out, cddp_dtype dtype, size_t at, size_t n,
+static cddp_result cddp__gather_chunk(cddp_ddp *d, char *out, cddp_dtype dtype, size_t at, size_t n,
                                       int most) {
   cddp_dtype wide = cddp__compute_type(dtype);
   size_t ranks = (size_t)d->control->size, part = n * cddp__dtype_size(wide);
@@ -17539,13 +17539,13 @@ static cddp_result cddp__gather_piece(cddp_ddp *d, char *out, cddp_dtype dtype, 
   all = (char *)scratch;
   for (i = 0; r == CDDP_OK && i < most && ranks > 1; i++, all += ranks * part) {
     int slot = i < d->own_node_count ? d->own_nodes[i].slot : 0; /* else not read */
-    nodes = cddp__make_call(CDDP__KIND_ALL_TO_ALL, cddp__in_slot(d, d->me, slot, at), all, n, wide,
+    nodes = cddp__make_call(CDDP__KIND_ALL_TO_ALL, cddp__slot_at(d, d->me, slot, at), all, n, wide,
                             CDDP_SUM, -1);
     r = cddp__call_all(d, &nodes);
   }
   CDDP__POINT("elastic exchanged");
   for (i = 0; i < d->node_count; i++)
-    d->sources[i] = ranks == 1 ? cddp__in_slot(d, d->me, d->own_nodes[i].slot, at)
+    d->sources[i] = ranks == 1 ? cddp__slot_at(d, d->me, d->own_nodes[i].slot, at)
                                : (char *)scratch + ((size_t)d->nodes[i].slot * ranks +
                                                     (size_t)d->nodes[i].rank) * part;
   if (r == CDDP_OK)
@@ -17560,7 +17560,7 @@ static cddp_result cddp__gather_piece(cddp_ddp *d, char *out, cddp_dtype dtype, 
    The means of the next dtype are written later. */
 static cddp_result cddp__gather_nodes(cddp_ddp *d, char *out) {
   size_t ranks = (size_t)d->control->size, at, n, esize;
-  size_t most = (d->group->backend != NULL ? CDDP__SHARD_PIECE : CDDP__NODES_PIECE) / ranks;
+  size_t most = (d->group->backend != NULL ? CDDP__SHARD_CHUNK : CDDP__NODES_CHUNK) / ranks;
   cddp__range range;
   cddp_result r = CDDP_OK;
   int dtype, i, nodes = 0;
@@ -17572,7 +17572,7 @@ static cddp_result cddp__gather_nodes(cddp_ddp *d, char *out) {
     for (at = range.begin; r == CDDP_OK && at < range.end; at += n * ranks * esize) {
       n = ((range.end - at) / esize + ranks - 1) / ranks;
       n = cddp__round_up(cddp__min(n, most), CDDP__CACHE_LINE / esize);
-      r = cddp__gather_piece(d, out + at, (cddp_dtype)dtype, at, n, nodes);
+      r = cddp__gather_chunk(d, out + at, (cddp_dtype)dtype, at, n, nodes);
       CDDP__POINT("elastic piece");
     }
   }
@@ -18521,7 +18521,7 @@ static cddp_result cddp__gpu_sum(void *out, cddp_dtype dtype, const void *const 
    has posted. Through host memory the engine does it and waits. */
 static cddp_result cddp__gpu_begin(cddp_ddp *d, cddp__bucket_state *b) {
   cddp__device *p = cddp__device_of(d->comm);
-  void *home = d->group->stream;
+  void *caller_stream = d->group->stream;
   cddp_result r = p->staged ? cddp__refuse_staged_capture(cddp__main_stream(d->group))
                             : cddp__issue_messages(p, NULL);
   if (r == CDDP_OK) r = cddp__stream_after(p, p->side, cddp__main_stream(d->group));
@@ -18530,7 +18530,7 @@ static cddp_result cddp__gpu_begin(cddp_ddp *d, cddp__bucket_state *b) {
   if (d->desc.comm_hook == NULL) return cddp__gpu_reduce(d, b);
   d->hooks->stream = (void *)p->side; /* for the hook */
   r = cddp__hook_bucket(d, b);
-  d->hooks->stream = home;
+  d->hooks->stream = caller_stream;
   return r;
 }
 
@@ -18813,7 +18813,7 @@ CDDPDEF cddp_result cddp_ddp_ready(cddp_ddp *d, int param) {
                cddp__param_name(&d->params[param], param).s, d->group->rank);
     return cddp__fail_model(d, CDDP_INVALID_ARGUMENT);
   }
-  g = d->comm != NULL ? d->comm : d->group; /* NULL in a rank that has joined */
+  g = d->comm != NULL ? d->comm : d->group; /* a joining process has none yet */
   cddp__record_finish(g, cddp__record_new(g, "ready", (uint64_t)param, -1, -1, -1), CDDP_OK);
   if (noted) return CDDP_OK;
   if ((r = d->memory->use(d->group)) != CDDP_OK) return r;
@@ -19193,12 +19193,13 @@ static cddp_result cddp__return_gradients(cddp_ddp *d) {
   return r;
 }
 
-/* Collective: sends root's weights and states to ranks that had joined and missed steps. No state
-   is in `shares`. Sharded states never miss a step. */
+/* Collective: sends root's weights and states to ranks that had joined and missed steps.
+   Sharded states never miss a step. */
 static cddp_result cddp__catch_up(cddp_ddp *d, cddp_optim *s, int root) {
   cddp_result r;
   int k;
   if (!d->out_of_date) return CDDP_OK;
+  CDDP_ASSERT(s == NULL || s->share == NULL); /* cddp_ddp_wait has gathered shared states */
   d->out_of_date = false;
   r = cddp__share_arrays(d, d->params, d->count, root);
   if (r != CDDP_OK || s == NULL) return r;
@@ -19221,7 +19222,7 @@ static cddp_result cddp__catch_up(cddp_ddp *d, cddp_optim *s, int root) {
 
 /* Ends an update by s (NULL: none): counts the step and zeroes the gradients that the update did
    not zero. cleared: it has zeroed the reduced gradients, except those that s skipped. Otherwise
-   all are zeroed here, also for a hook, which reads a joined rank's arena unchanged. */
+   all are zeroed here, also for a hook, which gets the arena of a rank that has joined as it is. */
 static cddp_result cddp__clear_gradients(cddp_ddp *d, cddp_optim *s, bool cleared) {
   void *stream = d->group->stream;
   cddp_result r = cleared ? CDDP_OK : (d->memory->zero)(d->arena, d->bytes, stream);
@@ -20969,7 +20970,7 @@ static cddp__elastic_report *cddp__elastic_apply_table(cddp_ddp *d, cddp__messag
 /* Broadcasts rank `source`'s bytes to the joining ranks. The others only pass them on. */
 static cddp_result cddp__elastic_broadcast(cddp_ddp *d, int source, void *data, size_t bytes) {
   cddp__elastic *elastic = d->elastic;
-  size_t most = CDDP__NODES_PIECE * sizeof(double), at, n;
+  size_t most = CDDP__NODES_CHUNK * sizeof(double), at, n;
   void *passing = NULL;
   cddp_result r = d->memory->scratch(d, most, &passing);
   for (at = 0; r == CDDP_OK && at < bytes; at += n) {

@@ -6,7 +6,7 @@
 #define CDDP__GRACE_LEFT_S left_s
 #define CDDP__WARM_UP ((size_t)1 << 18)
 #define CDDP__COMM_MIN_RANKS comm_from
-#define CDDP__SHARD_PIECE ((size_t)700)
+#define CDDP__SHARD_CHUNK ((size_t)700)
 static double left_s = 2; /* a rank sets its own */
 static int comm_from = 2;
 #define CDDP__POINT(name) at_point(name)
