@@ -16921,9 +16921,9 @@ static cddp_result cddp__attach_optim(cddp_optim *optim) {
 
 #define CDDP__BLOCK ((size_t)2048) /* elements of a block of a step */
 #define CDDP__IN_PLACE_BYTES ((size_t)1 << 20) /* minimum that several hosts reduce in place */
-#define CDDP__NODES_CHUNK ((size_t)512 << 10) /* elements whose nodes are exchanged in one call, */
-#ifndef CDDP__SHARD_CHUNK /* smaller in tests */
-#define CDDP__SHARD_CHUNK ((size_t)8 << 20) /* the same on GPUs */
+#define CDDP__NODES_CHUNK ((size_t)512 << 10) /* elements whose nodes are exchanged in one call */
+#ifndef CDDP__SHARD_CHUNK /* tests set less */
+#define CDDP__SHARD_CHUNK ((size_t)8 << 20) /* CDDP__NODES_CHUNK on GPUs */
 #endif
 
 /* Payload of the round in which the ranks of a cddp_ddp meet during a step. */
@@ -17490,7 +17490,7 @@ static size_t cddp__pack_rows(cddp_ddp *d, int shard, char *packet) {
   return bytes;
 }
 
-/* Appends them to this rank's packet of the step. */
+/* Appends the added rows of `shard` to this rank's packet of the step. */
 static cddp_result cddp__keep_rows(cddp_ddp *d, int shard) {
   cddp__host *h = d->group->host;
   size_t bytes = d->rows_bytes + cddp__pack_rows(d, shard, NULL);
@@ -17738,7 +17738,7 @@ static cddp_result cddp__run_bucket(cddp_work *w) { /* on the engine's thread */
   if ((r = cddp__check_group(g)) == CDDP_OK) r = d->memory->use(d->group);
   if (r == CDDP_OK) r = hooked ? cddp__hook_bucket(d, b) : d->memory->reduce_bucket(d, b);
   if (r == CDDP_OK) return r;
-  if (hooked) return cddp__break(g, r); /* later buckets' calls would match this one's there */
+  if (hooked) return cddp__break(g, r); /* else calls of later buckets would match this one's */
   return cddp__fail_in(r, "bucket %d (parameter \"%.60s\"%s): ", (int)(b - d->buckets),
                        cddp__param_name(&d->params[first], first).s,
                        b->count > 1 ? " and others" : "");
@@ -18014,7 +18014,7 @@ static cddp_result cddp__alloc_common(cddp_ddp *d, size_t bytes, enum cddp__exte
     while (g->members[k] < 0) k++; /* this host's first: a sub-group can lack its rank 0 */
     ref = cddp__op_header_of(g, k, g->round)->u.ref;
     if (ref.kind != CDDP__REF_NONE) r = cddp__map_ref(g->host, &ref, &at);
-    else if (k == g->rank) r = CDDP_OUT_OF_MEMORY; /* with its text; now for all */
+    else if (k == g->rank) r = CDDP_OUT_OF_MEMORY; /* its text is set */
     r = cddp__consensus(g, r, NULL, 0, NULL);
   }
   /* If the group is broken another rank can be further and write to it: keep it. */
@@ -18511,7 +18511,7 @@ static cddp_result cddp__gpu_reduce(cddp_ddp *d, cddp__bucket_state *b) {
 static cddp_result cddp__gpu_sum(void *out, cddp_dtype dtype, const void *const *nodes,
                                  const int *widths, int count, int divisor, size_t n,
                                  void *stream) {
-  if (divisor == 0 && widths[count - 1] != 1 && dtype != CDDP_F64) dtype = CDDP_F32; /* as all */
+  if (divisor == 0 && widths[count - 1] != 1 && dtype != CDDP_F64) dtype = CDDP_F32; /* in slots */
   return cddp__cuda_result(
       (cddp__registered_kernels->sum)(out, dtype, nodes, widths, count, divisor, n, stream),
       "the kernel that adds shards");
@@ -19341,7 +19341,7 @@ static cddp_result cddp__match_call(cddp_ddp *d, cddp_optim *s, uint64_t missing
   return cddp__finish(d, (int)kind, s, missing);
 }
 
-/* All ranks have joined: the last one to join has the newest state. */
+/* Collective, after all ranks have joined: sends the state of the last one to join, the newest. */
 static cddp_result cddp__end_join(cddp_ddp *d, cddp_optim *s) {
   int p, last = 0;
   cddp_result r;
