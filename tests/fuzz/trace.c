@@ -35,7 +35,7 @@ static void read_trace(const unsigned char *data, size_t n) {
   fed_bytes = n;
   for (k = 0; k < 2; k++) load("memory");
   if (size > 0) report(), trace("/dev/null");
-  for (i = 0; i < MAX_RANKS + MAX_LIVES; i++) free(ranks[i].records);
+  for (i = 0; i < MAX_RANKS + MAX_EARLIER; i++) free(ranks[i].records);
   memset(ranks, 0, sizeof ranks);
   size = 0, earlier = 0, job = 0, born = last = 0;
 }
