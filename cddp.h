@@ -1247,9 +1247,10 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    uneven_inputs, comm_hook and cddp_ddp_join are CDDP_UNSUPPORTED with shards.
 
    ELASTIC TRAINING. Memory and time: each rank holds all weights and optimizer states, and updates
-   all of them. On one host a step takes 1.1 to 1.2 times as long as one of a model that is not
-   elastic. A rank needs memory for one more copy of the gradients, for the sums of its shards if it
-   has several, and with sparse_rows for the rows of its shards, over several hosts of all shards.
+   all of them. On one host, 2 ranks that train an MLP of 5.8 million weights take 1.25 to 1.4 times
+   as long as without elastic. A rank needs memory for one more copy of the gradients, for the sums
+   of its shards if it has several, and with sparse_rows for the rows of its shards, over several
+   hosts of all shards.
 
    Losses: a rank can be killed at any instruction. If it is lost before cddp_ddp_next_shard returns
    false, that call returns its shards to the other ranks. Later the others have the mean and need
