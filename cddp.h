@@ -24410,6 +24410,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *store, int64_t *count) {
    1.0 (not released)
      New      sharded_states in cddp_sgd_desc and cddp_adamw_desc: on GPUs and over hosts each rank
               keeps 1/world_size of the optimizer's states (stage 1 of ZeRO).
+              Examples powersgd, sync_batchnorm and mesh. The manual is ordered by topic.
               CDDP_PORTS limits the ports that cddp listens on, so that a firewall can open them.
      Removed  Memory that a stopped peer can still write to does not become private any more: it is
               not reused.
@@ -24419,7 +24420,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *store, int64_t *count) {
      Changed  gcc compiles all of the implementation with the options of the program, no part with
               "Og" any more. gcc -O2 takes about 9 s instead of 5 s.
               Elastic models have one engine, by messages; the one in shared memory was removed. On
-              one host each rank now holds all optimizer states and steps all weights. Different
+              one host each rank now holds all optimizer states and steps all weights: a step
+              of 2 ranks takes 1.25 to 1.4 times as long as without elastic (1.03 before). Different
               calls in an update are found in the next step. A rank with a local failure ends alone.
               A process that joins on a host with several ranks shares their memory.
               With NCCL a model uses its group's communicator and takes no device memory for another
