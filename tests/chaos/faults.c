@@ -763,7 +763,8 @@ static void test_tiny(void) { /* a byte a call */
 
 static void test_descriptors(void) {
   prepare(2, false, true);
-  CHECK(for_every("EMFILE", run_nothing, 0, DESCRIPTORS, EMFILE, false) > 4);
+  /* The number of calls depends on the rank that comes first. */
+  CHECK(for_every("EMFILE", run_nothing, 0, DESCRIPTORS, EMFILE, false) > 2);
 }
 
 static void test_resets(void) {

@@ -2789,9 +2789,10 @@ static int one_frees_at_once(cddp_group *g, void *arg) {
 
 /* A thread fails while its model lives: its group is destroyed, the model later. */
 static cddp_ddp *left_models[2];
+static cddp_param left_params[2][2]; /* a model's params stay in place as long as the model */
 
 static int one_leaves_a_model(cddp_group *g, void *arg) {
-  cddp_param p[2];
+  cddp_param own[2], *p = cddp_rank(g) == 1 ? left_params[arg != NULL] : own;
   cddp_ddp *d = NULL;
   cddp_result r = CDDP_OK;
   cddp_ddp_desc desc;
