@@ -4121,7 +4121,7 @@ static void cddp__buffer_add_string(cddp__buffer *buffer, const char *prefix, cd
   cddp__buffer_add(buffer, s.data, s.size);
 }
 
-/* Empties b. Frees its memory if the capacity is larger than `keep`. */
+/* Empties the buffer. Frees its memory if the capacity is larger than `keep`. */
 static void cddp__buffer_clear(cddp__buffer *buffer, size_t keep) {
   buffer->start = buffer->end = 0;
   buffer->failed = false;
