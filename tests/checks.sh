@@ -540,6 +540,7 @@ END
 lists() { # what there is to run, tests/list.ninja or a script has; it runs in `ninja test` or `ninja all-tests`
   local f name
   for f in tests/{rooms,ranks,chaos,fuzz}/*.c tests/gpu/*.{c,cu}; do
+    grep -q ": object $f " tests/list.ninja && continue # a part of others
     name=$(sed -n "s|^build \$dir/\([^:]*\): [a-z_]*program $f.*|\1|p" tests/list.ninja)
     grep -q -E "build/[a-z]+/${name:-none}( |\$)" build.ninja || echo "$f"
   done | none "not in tests/list.ninja, or its program not in build.ninja's lists"

@@ -1,0 +1,397 @@
+/* Shards and elastic training on GPUs: one hash of the weights for each number of shards, whoever
+   computes them.
+
+   test_shards trains with S shards on 1 to 4 ranks, by NCCL and through host memory, and compares
+   the hash with that of one CPU rank. test_elastic kills a rank at each point at which a step can
+   be cut (cddp's CDDP__POINT): the others must end with the undisturbed hash. test_elastic_joins
+   draws deaths and joins at random: SEEDS=100 draws more. */
+#include "nccl_train.h"
+
+/* Shards: what is left of training with S of them on n ranks is one hash for each S. */
+enum { SHARD_PARAMS = 6, SHARD_STEPS = 4, MOST_SHARDS = 8 };
+
+typedef struct sharding {
+  bool cpu, sparse, elastic;
+  int victims[8], steps[8]; /* of an elastic model: rank i is killed in that step, if [i], */
+  const char *points[8];    /* when it comes to that point; "ready" is one */
+  bool random;              /* they may not come to it */
+  int ranks, joins;         /* at the start; those that join, as the victims if there are some */
+  int length;               /* steps; 0: SHARD_STEPS */
+  double norm;              /* max_grad_norm */
+  bool masters;
+  const char *backend;
+  int shards;
+  bool repeats;     /* all steps are the same, on a GPU from the third on launches of one graph */
+  uint64_t *hashes; /* [ranks][MOST_SHARDS + 1] */
+} sharding;
+
+/* Of a process that may be killed; read by the library's threads. */
+static const sharding *elastic_now;
+static int elastic_rank;
+static int elastic_step;
+
+/* Whether a rank is in; one that joins may come too late, or where another one has not died. */
+static bool made(cddp_result r) {
+  const char *text = cddp_error();
+  bool late = strstr(text, "has ended") || strstr(text, "is full") || strstr(text, "in the job;");
+  if (r != CDDP_OK && late && getenv("CDDP_JOIN") != NULL) return false;
+  CHECK_OK(r);
+  return r == CDDP_OK;
+}
+
+/* nccl_at_point. */
+static void at_point(const char *name) {
+  const sharding *c = __atomic_load_n(&elastic_now, __ATOMIC_ACQUIRE);
+  if (c == NULL || !c->victims[elastic_rank]) return;
+  if (__atomic_load_n(&elastic_step, __ATOMIC_SEQ_CST) < c->steps[elastic_rank]) return;
+  if (strcmp(name, c->points[elastic_rank]) == 0) raise(SIGKILL);
+}
+
+static void shard_backward(const sharding *c, cddp_group *g, cddp_ddp *d, cddp_param *p,
+                           uint64_t seed) {
+  cudaStream_t s = c->cpu ? (cudaStream_t)-1 : (cudaStream_t)cddp_stream(g);
+  float values[6 * 10];
+  int64_t rows[6];
+  size_t i;
+  int k;
+  for (k = SHARD_PARAMS - 1; k >= 0; k--) {
+    cddp_param bare = p[k];
+    bare.data = NULL;
+    if (bare.grad != NULL) backward_on(s, &bare, ranks_mix(seed, (uint64_t)k, 1));
+    for (i = 0; i < 60; i++) values[i] = (float)ranks_mix(seed, i, 4) * 0x1p-63f - 1;
+    for (i = 0; i < 6; i++) rows[i] = (int64_t)(ranks_mix(seed, i, 5) % 7);
+    if (c->sparse && k == 1) CHECK_OK(cddp_ddp_add_rows(d, 1, rows, values, 1 + seed % 6));
+    CHECK_OK(cddp_ddp_ready(d, k));
+  }
+}
+
+static uint64_t hash_shards(const sharding *c, cddp_group *g, int count) {
+  static const size_t counts[SHARD_PARAMS] = {3001, 70, 1, 700, 900, 0};
+  static const cddp_dtype dtypes[SHARD_PARAMS] = {CDDP_F32, CDDP_F32,  CDDP_F64,
+                                                  CDDP_F16, CDDP_BF16, CDDP_F32};
+  size_t rows[SHARD_PARAMS] = {0, 7, 0, 0, 0, 0}, i;
+  uint64_t hash = 1;
+  double host[3001];
+  plan memory;
+  cddp_param p[SHARD_PARAMS];
+  cddp_ddp_desc desc;
+  cddp_sgd_desc rule;
+  cddp_ddp *d = NULL;
+  cddp_optim *s = NULL;
+  cudaStream_t stream = NULL;
+  cudaGraph_t graph = NULL;
+  cudaGraphExec_t exec = NULL;
+  int step, k, shard = -1, steps = c->length > 0 ? c->length : SHARD_STEPS;
+  memset(&memory, 0, sizeof memory);
+  memset(&desc, 0, sizeof desc);
+  memset(&rule, 0, sizeof rule);
+  memset(p, 0, sizeof p);
+  memory.cpu = c->cpu;
+  for (k = 0; k < SHARD_PARAMS; k++) {
+    p[k].count = counts[k];
+    p[k].dtype = dtypes[k];
+    p[k].data = plan_memory(&memory, counts[k] * cddp_dtype_size(dtypes[k]));
+    if (k == 3) p[k].grad = plan_memory(&memory, counts[k] * cddp_dtype_size(dtypes[k]));
+  }
+  if (!c->cpu) {
+    CHECK(cudaDeviceSynchronize() == cudaSuccess);
+    CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) == cudaSuccess);
+    if (count % 2 == 0) cddp_set_stream(g, stream);
+  }
+  desc.shards = count;
+  desc.elastic = c->elastic;
+  desc.max_grad_norm = c->norm;
+  if (c->sparse) desc.sparse_rows = rows;
+  rule.lr = 0.01;
+  rule.momentum = 0.9;
+  rule.stream = stream;
+  rule.master_weights = c->masters;
+  if (!made(cddp_ddp_create(&d, g, p, SHARD_PARAMS, &desc))) return 0;
+  rule.ddp = d;
+  CHECK_OK(cddp_sgd_create(&s, p, SHARD_PARAMS, &rule));
+  if (!c->cpu && count % 2 != 0) { /* as late as may be */
+    CHECK(cudaDeviceSynchronize() == cudaSuccess);
+    cddp_set_stream(g, stream);
+  }
+  for (step = (int)cddp_ddp_steps(d); step < steps && exec == NULL; step++) {
+    bool captures = c->repeats && !c->cpu && step == 2;
+    CHECK_EQ(cddp_ddp_steps(d), step);
+    __atomic_store_n(&elastic_step, step, __ATOMIC_SEQ_CST);
+    if (c->joins > 0) ranks_sleep(2e-3);
+    if (captures)
+      CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal) == cudaSuccess);
+    while (cddp_ddp_next_shard(d, &shard))
+      shard_backward(c, g, d, p, (uint64_t)((c->repeats ? 0 : 100 * step) + shard));
+    if (c->repeats || step % 2 == 0) {
+      CHECK_OK(cddp_ddp_step(d, s));
+      if (!captures) continue;
+      CHECK(cudaStreamEndCapture(stream, &graph) == cudaSuccess);
+      CHECK(graph != NULL && cudaGraphInstantiate(&exec, graph, 0) == cudaSuccess);
+      for (; step < SHARD_STEPS; step++) CHECK(cudaGraphLaunch(exec, stream) == cudaSuccess);
+      CHECK_OK(cddp_synchronize(g));
+    } else {
+      CHECK_OK(cddp_ddp_wait(d));
+      CHECK_OK(cddp_optim_step(s));
+      CHECK_OK(cddp_optim_zero_grad(s));
+    }
+  }
+  for (k = 0; k < SHARD_PARAMS; k++) {
+    size_t bytes = counts[k] * cddp_dtype_size(dtypes[k]);
+    if (c->cpu)
+      memcpy(host, p[k].data, bytes);
+    else if (c->elastic) /* g has lost ranks */
+      CHECK(cudaStreamSynchronize(stream) == cudaSuccess &&
+            cudaMemcpy(host, p[k].data, bytes, cudaMemcpyDeviceToHost) == cudaSuccess);
+    else if (bytes > 0)
+      to_host(g, host, p[k].data, bytes);
+    for (i = 0; i < bytes; i++) hash = ranks_mix(hash, ((unsigned char *)host)[i], i);
+  }
+  if (exec != NULL) cudaGraphExecDestroy(exec);
+  if (graph != NULL) cudaGraphDestroy(graph);
+  cddp_optim_destroy(s);
+  cddp_ddp_destroy(d);
+  cddp_set_stream(g, NULL);
+  if (stream != NULL) cudaStreamDestroy(stream);
+  for (k = 0; k < SHARD_PARAMS; k++) plan_release(&memory, p[k].data);
+  plan_release(&memory, p[3].grad);
+  return hash;
+}
+
+static int train_shards(cddp_group *g, void *arg) {
+  const sharding *c = (const sharding *)arg;
+  int count;
+  for (count = cddp_world_size(g); count <= MOST_SHARDS; count++)
+    c->hashes[cddp_rank(g) * (MOST_SHARDS + 1) + count] = hash_shards(c, g, count);
+  return 0;
+}
+
+static void check_shards(const sharding *want, int n, const char *hosts, const char *backend) {
+  size_t bytes = (size_t)n * (MOST_SHARDS + 1) * sizeof(uint64_t);
+  sharding c = *want;
+  int rank, count;
+  c.cpu = false;
+  c.hashes = (uint64_t *)ranks_shared(bytes);
+  CHECK_OK(hosts != NULL ? run_on(hosts, train_shards, &c, backend)
+                         : run(train_shards, &c, n, backend));
+  for (rank = 0; rank < n; rank++)
+    for (count = n; count <= MOST_SHARDS; count++)
+      if (c.hashes[rank * (MOST_SHARDS + 1) + count] != want->hashes[count])
+        test_fail(__FILE__, __LINE__, "%d shards: rank %d of %d on %s has other bits", count, rank,
+                  n, backend != NULL ? backend : "nccl");
+  munmap(c.hashes, bytes);
+}
+
+/* The rank that a process joins as: a victim's, or a further one. */
+static int elastic_as(const sharding *c, int process) {
+  int i, k = process - c->ranks;
+  for (i = 0; process >= c->ranks && i < c->ranks; i++)
+    if (c->victims[i] && k-- == 0) return i;
+  return process;
+}
+
+static int elastic_life(int process, void *arg) {
+  const sharding *c = (const sharding *)arg;
+  int rank = elastic_as(c, process);
+  cddp_group_desc d;
+  cddp_group *g;
+  bool joins = process >= c->ranks;
+  memset(&d, 0, sizeof d);
+  ranks_environment(rank, c->ranks, atoi(getenv("MASTER_PORT")));
+  place(rank);
+  d.device = "cuda";
+  d.backend = c->backend;
+  d.timeout_s = RANKS_WITHIN(20);
+  if (joins) {
+    setenv("CDDP_JOIN", "1", 1);
+    ranks_sleep(0.03 + 0.01 * (double)(c->shards % 4)); /* a dead one cannot be replaced before */
+  }
+  elastic_rank = process;
+  __atomic_store_n(&elastic_now, c, __ATOMIC_RELEASE);
+  if (!made(cddp_init(&g, &d))) return 0;
+  c->hashes[process] = hash_shards(c, g, c->shards);
+  __atomic_store_n(&elastic_now, NULL, __ATOMIC_RELEASE);
+  cddp_destroy(g);
+  return 0;
+}
+
+static int elastic_joined; /* processes that joined, in all checks */
+
+/* Those that live have the weights of an undisturbed run. */
+static void check_elastic(sharding *c, uint64_t want, int n, const char *hosts) {
+  int status[8], i;
+  bool victim;
+  c->elastic = true;
+  c->ranks = n;
+  memset(c->hashes, 0, 8 * sizeof *c->hashes);
+  if (hosts != NULL) setenv("TEST_HOSTS", hosts, 1);
+  ranks_script(elastic_life, c, n + c->joins, RANKS_WITHIN(60), status);
+  unsetenv("TEST_HOSTS");
+  unsetenv("CDDP_HOST_ID");
+  for (i = 0; i < n + c->joins; i++) {
+    test_count();
+    victim = c->victims[i] != 0;
+    if (victim && WIFSIGNALED(status[i]) && status[i] != -1) continue;
+    if (i >= n && status[i] == 0 && c->hashes[i] == 0) continue; /* it was not let in */
+    elastic_joined += i >= n;
+    if (status[i] != 0 || (victim && !c->random) || (want != 0 && c->hashes[i] != want))
+      test_fail(__FILE__, __LINE__, "%d shards, %d ranks on %s: rank %d%s ended with %x%s",
+                c->shards, n, c->backend != NULL ? c->backend : "nccl", elastic_as(c, i),
+                i >= n ? " (joined)" : "", (unsigned)status[i],
+                victim ? ", and should have died" : " or has other bits");
+  }
+}
+
+static const char *const elastic_points[] = {"ready",
+                                             "elastic shard end",
+                                             "elastic met",
+                                             "elastic exchanged",
+                                             "elastic reduced",
+                                             "elastic update",
+                                             "elastic updated",
+                                             "elastic rows",
+                                             "elastic rows gathered",
+                                             "elastic grouped",
+                                             "elastic passed",
+                                             "elastic table"};
+#define ELASTIC_POINTS (sizeof elastic_points / sizeof *elastic_points)
+
+static void test_elastic(void) {
+  sharding want, c;
+  int i, n;
+  memset(&want, 0, sizeof want);
+  memset(&c, 0, sizeof c);
+  want.hashes = (uint64_t *)ranks_shared((MOST_SHARDS + 1) * sizeof *want.hashes);
+  c.hashes = (uint64_t *)ranks_shared(8 * sizeof *c.hashes);
+  want.cpu = want.sparse = c.sparse = true;
+  CHECK_OK(ranks_run(train_shards, &want, 1, false));
+  for (n = 1; n <= 3; n++) {
+    c.shards = MOST_SHARDS - n;
+    check_elastic(&c, want.hashes[c.shards], n, NULL);
+  }
+  for (i = 0; i < 10; i++) {
+    memset(c.victims, 0, sizeof c.victims);
+    n = i == 9 ? 3 : 2 + i % 3;
+    c.shards = MOST_SHARDS - i % 2;
+    c.backend = i % 4 == 3 ? "cpu" : NULL;
+    c.victims[i % n] = 1;
+    c.steps[i % n] = 1;
+    c.points[i % n] = elastic_points[i];
+    if (i == 9) { /* another one, while they meet again */
+      c.victims[2] = c.steps[2] = 1;
+      c.points[2] = "ready";
+    }
+    check_elastic(&c, want.hashes[c.shards], n, i % 4 == 2 ? "aabb" : NULL);
+  }
+  munmap(c.hashes, 8 * sizeof *c.hashes);
+  munmap(want.hashes, (MOST_SHARDS + 1) * sizeof *want.hashes);
+}
+
+/* Random ranks die, and processes join; with norms and masters what one rank alone comes to is what
+   all must have. */
+static void test_elastic_joins(void) {
+  int i, k, seeds = getenv("SEEDS") != NULL ? atoi(getenv("SEEDS")) : 4;
+  uint64_t alone;
+  sharding c;
+  memset(&c, 0, sizeof c);
+  c.hashes = (uint64_t *)ranks_shared(8 * sizeof *c.hashes);
+  c.random = true;
+  for (i = 0; i < seeds; i++) {
+    uint64_t seed = (uint64_t)(i + (RANKS_TSAN ? 8 : RANKS_SLOW ? 4 : 0));
+#define ELASTIC_DRAW(what, below) ((int)(ranks_mix(seed, what, 51) % (uint64_t)(below)))
+    int n = 1 + ELASTIC_DRAW(1, 4);
+    c.shards = n + ELASTIC_DRAW(2, MOST_SHARDS + 1 - n);
+    c.backend = ELASTIC_DRAW(3, 4) == 0 ? "cpu" : NULL;
+    c.norm = ELASTIC_DRAW(8, 2) ? 2 : 0;
+    c.masters = ELASTIC_DRAW(9, 2);
+    c.sparse = ELASTIC_DRAW(12, 2);
+    c.length = ELASTIC_DRAW(10, 3) ? 60 : SHARD_STEPS;
+    c.joins = 0;
+    memset(c.victims, 0, sizeof c.victims);
+    check_elastic(&c, 0, 1, NULL);
+    alone = c.hashes[0];
+    c.joins = ELASTIC_DRAW(11, 4);
+    for (k = 0; k < n + c.joins; k++) { /* one lives */
+      c.victims[k] = k != n - 1 && ranks_mix(seed, 4, (uint64_t)k) % 2 == 0;
+      c.steps[k] = (int)(ranks_mix(seed, 5, (uint64_t)k) % SHARD_STEPS);
+      c.points[k] = elastic_points[ranks_mix(seed, 6, (uint64_t)k) % ELASTIC_POINTS];
+    }
+    check_elastic(&c, alone, n, ELASTIC_DRAW(7, 3) == 0 ? "abab" : NULL);
+#undef ELASTIC_DRAW
+  }
+  fprintf(stderr, "  %d seeds: %d processes joined\n", seeds, elastic_joined);
+  CHECK(elastic_joined > 0);
+  munmap(c.hashes, 8 * sizeof *c.hashes);
+}
+
+/* What shards need, and what a step with them needs. arg: the backend; NULL: NCCL. */
+static int shards_refused(cddp_group *g, void *arg) {
+  const cddp_kernels *kernels = nccl_kernels();
+  int rank = cddp_rank(g), shard = -1;
+  cddp_ddp_desc desc;
+  cddp_sgd_desc rule;
+  cddp_ddp *d = NULL;
+  cddp_optim *s = NULL;
+  cddp_param p[2];
+  memset(&desc, 0, sizeof desc);
+  memset(&rule, 0, sizeof rule);
+  rule.lr = 0.1;
+  model_of(g, p, 2, 64);
+  desc.shards = cddp_world_size(g) + 1;
+  if (rank == 0) cddp_register_kernels(NULL); /* one rank has none */
+  CHECK_IS(cddp_ddp_create(&d, g, p, 2, &desc), CDDP_UNSUPPORTED);
+  CHECK(strstr(cddp_error(), "include cddp_kernels.cuh") != NULL);
+  cddp_register_kernels(kernels);
+  desc.shards--;
+  CHECK_OK(cddp_ddp_create(&d, g, p, 2, &desc));
+  CHECK_OK(cddp_sgd_create(&s, p, 2, &rule));
+  CHECK(cddp_ddp_next_shard(d, &shard));
+  CHECK_EQ(shard, rank);
+  CHECK_OK(cddp_ddp_ready(d, 0));
+  CHECK_OK(cddp_ddp_ready(d, 1));
+  CHECK(!cddp_ddp_next_shard(d, &shard));
+  CHECK_OK(cddp_ddp_step(d, s));
+  CHECK_OK(cddp_barrier(g)); /* with NCCL ranks do not wait for each other in a step */
+  CHECK_IS(cddp_ddp_step(d, s), CDDP_INVALID_ARGUMENT);
+  CHECK(strstr(cddp_error(), "shards of this step") != NULL);
+  check_misused(g, arg == NULL);
+  cddp_optim_destroy(s);
+  cddp_ddp_destroy(d);
+  return 0;
+}
+
+static void test_shards(void) {
+  static char cpu[] = "cpu";
+  sharding want;
+  int n, count;
+  memset(&want, 0, sizeof want);
+  want.hashes = (uint64_t *)ranks_shared((MOST_SHARDS + 1) * sizeof *want.hashes);
+  for (n = 0; n < 3; n++) {
+    want.sparse = n == 1;
+    want.repeats = n == 2;
+    want.cpu = true;
+    CHECK_OK(ranks_run(train_shards, &want, 1, false));
+    for (count = 2; count <= MOST_SHARDS; count++)
+      CHECK(want.hashes[count] != want.hashes[count - 1]);
+    if (n == 2) check_shards(&want, 2, NULL, NULL);
+    if (n == 2) break;
+    check_shards(&want, 2, NULL, "cpu");
+    if (n == 0 || !RANKS_SLOW) check_shards(&want, 3, NULL, NULL);
+    if (n == 1) check_shards(&want, 3, "aba", NULL);
+    if (n == 1) continue;
+    check_shards(&want, 1, NULL, NULL);
+    check_shards(&want, 2, NULL, NULL);
+    check_shards(&want, 4, NULL, NULL);
+    check_shards(&want, 1, NULL, "cpu");
+    check_shards(&want, 3, NULL, "cpu");
+  }
+  CHECK_OK(run(shards_refused, NULL, 2, NULL));
+  CHECK_OK(run(shards_refused, cpu, 2, cpu));
+}
+
+int main(void) {
+  nccl_at_point = at_point;
+  RUN(test_shards);
+  RUN(test_elastic);
+  RUN(test_elastic_joins);
+  return TEST_END();
+}

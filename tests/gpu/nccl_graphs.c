@@ -1,0 +1,327 @@
+/* CUDA graphs: a captured training step, launched again and again, does what the same calls would
+   have done.
+
+   test_graph trains with the launches of one graph and compares with the CPU's weights. The other
+   tests show what becomes of a graph when things go wrong: a rank that does not launch it, a rank
+   that dies or leaves, a model destroyed before its graph, a capture that begins too early or on a
+   stream that the group does not know. The double (tests/gpu/hostcuda) replays a graph's nodes in
+   any order that the edges allow. */
+#include "nccl_train.h"
+
+static int captured_adamw(cddp_group *g, void *arg) {
+  plan p;
+  cddp_param params[PARAMS];
+  cddp_adamw_desc a;
+  cddp_ddp *d = NULL;
+  cddp_optim *s = NULL;
+  cudaStream_t stream = NULL;
+  cudaGraph_t graph = NULL;
+  int step;
+  (void)arg;
+  memset(&p, 0, sizeof p);
+  memset(&a, 0, sizeof a);
+  a.lr = 0.1;
+  CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) == cudaSuccess);
+  cddp_set_stream(g, stream);
+  plan_params(&p, params, 0);
+  CHECK(cudaDeviceSynchronize() == cudaSuccess);
+  CHECK_OK(cddp_ddp_create(&d, g, params, PARAMS, NULL));
+  CHECK_OK(cddp_adamw_create(&s, params, PARAMS, &a));
+  for (step = 0; step < 2; step++) plan_step(&p, d, s, params, g, step);
+  CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal) == cudaSuccess);
+  plan_backward(&p, d, params, g, 2);
+  CHECK_IS(cddp_ddp_step(d, s), CDDP_UNSUPPORTED);
+  CHECK(strstr(cddp_error(), "AdamW") != NULL);
+  (void)cudaStreamEndCapture(stream, &graph);
+  if (graph != NULL) cudaGraphDestroy(graph);
+  cddp_optim_destroy(s);
+  cddp_ddp_destroy(d);
+  return 0;
+}
+
+static void test_captured_adamw(void) { CHECK_OK(run(captured_adamw, NULL, 1, NULL)); }
+
+static void test_graph(void) {
+  plan p;
+  memset(&p, 0, sizeof p);
+  p.steps = 6;
+  p.cap_mb = 0.02;
+  p.graph = true;
+  check_plan(&p, 1, NULL);
+  check_plan(&p, 2, NULL);
+  check_plan(&p, 4, NULL);
+  p.clip = 0.5;
+  check_plan(&p, 2, NULL);
+  p.steps_a_mode = 8; /* cddp_ddp_wait, then the clip by itself */
+  check_plan(&p, 2, NULL);
+}
+
+/* A graph that rank 1 does not launch: no event tells of its operations, the deadline does. */
+static int lone_graph(cddp_group *g, scenario *o, outcome *f) {
+  float *x = (float *)cddp_alloc(g, 4000);
+  cudaGraphExec_t exec = NULL;
+  cudaGraph_t graph = NULL;
+  cudaStream_t s;
+  (void)o;
+  CHECK(cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking) == cudaSuccess);
+  cddp_set_stream(g, s);
+  CHECK(cudaStreamBeginCapture(s, cudaStreamCaptureModeThreadLocal) == cudaSuccess);
+  CHECK_OK(cddp_all_reduce(g, x, 10, CDDP_F32, CDDP_SUM, NULL));
+  CHECK(cudaStreamEndCapture(s, &graph) == cudaSuccess);
+  CHECK(cudaGraphInstantiate(&exec, graph, 0) == cudaSuccess);
+  if (cddp_rank(g) == 0) nccl_set_timeout(g, RANKS_WITHIN(0.05)); /* before the barrier of rank 1 */
+  if (cddp_rank(g) == 0) CHECK(cudaGraphLaunch(exec, s) == cudaSuccess);
+  f->result = cddp_rank(g) == 0 ? cddp_synchronize(g) : cddp_barrier(g);
+  (void)cudaStreamSynchronize(s); /* the watcher has ended it */
+  cudaGraphExecDestroy(exec);
+  cudaGraphDestroy(graph);
+  cddp_set_stream(g, NULL);
+  cudaStreamDestroy(s);
+  return 0;
+}
+
+/* A graph that has been launched on all ranks; then rank 0 leaves, or dies. Rank 1 may go on only
+   if it left: nobody knows whether the graph, which waits for rank 0, is to be launched again. */
+static int graph_over(cddp_group *g, scenario *o, outcome *f) {
+  enum { LEAVES, DIES };
+  float *x = (float *)cddp_alloc(g, 4000);
+  cudaGraphExec_t exec = NULL;
+  cudaGraph_t graph = NULL;
+  cudaStream_t s;
+  double until;
+  nccl_left_s = 0.1;
+  CHECK(cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking) == cudaSuccess);
+  cddp_set_stream(g, s);
+  CHECK(cudaStreamBeginCapture(s, cudaStreamCaptureModeThreadLocal) == cudaSuccess);
+  CHECK_OK(cddp_all_reduce(g, x, 10, CDDP_F32, CDDP_SUM, NULL));
+  CHECK_OK(cddp_all_reduce(g, x, 20, CDDP_F32, CDDP_SUM, NULL));
+  CHECK(cudaStreamEndCapture(s, &graph) == cudaSuccess);
+  CHECK(cudaGraphInstantiate(&exec, graph, 0) == cudaSuccess);
+  CHECK(cudaGraphLaunch(exec, s) == cudaSuccess);
+  CHECK_OK(cddp_synchronize(g));
+  cudaGraphDestroy(graph);
+  if (cddp_rank(g) == 0) {
+    cudaGraphExecDestroy(exec);
+    exec = NULL;
+  }
+  (void)cddp_barrier(g);
+  if (cddp_rank(g) == 0 && o->victim != LEAVES) raise(SIGKILL);
+  if (cddp_rank(g) != 0) {
+    while (!nccl_rank_gone(g, 0)) ranks_sleep(0.001);
+    for (until = test_now() + 2.5 * nccl_left_s; test_now() < until; ranks_sleep(0.01)) {}
+    f->result = cddp_synchronize(g);
+    keep_error(f);
+  }
+  if (exec != NULL) cudaGraphExecDestroy(exec);
+  cddp_set_stream(g, NULL);
+  cudaStreamDestroy(s);
+  return 0;
+}
+
+/* A blocking stream is captured while the group has the default one: an error, and no more. */
+static int capture_elsewhere(cddp_group *g, scenario *o, outcome *f) {
+  float *x = (float *)cddp_alloc(g, 4000);
+  cudaGraph_t graph = NULL;
+  cudaStream_t s;
+  cddp_ddp *d = NULL;
+  cddp_param p;
+  (void)o;
+  model_of(g, &p, 1, 100);
+  CHECK_OK(cddp_ddp_create(&d, g, &p, 1, NULL));
+  CHECK(cudaStreamCreate(&s) == cudaSuccess);
+  (void)cddp_barrier(g);
+  CHECK(cudaStreamBeginCapture(s, cudaStreamCaptureModeThreadLocal) == cudaSuccess);
+  CHECK_IS(cddp_all_reduce(g, x, 10, CDDP_F32, CDDP_SUM, NULL), CDDP_INVALID_ARGUMENT);
+  CHECK(strstr(cddp_error(), "cddp_set_stream") != NULL);
+  CHECK_IS(cddp_ddp_ready(d, 0), CDDP_INVALID_ARGUMENT);
+  CHECK(cudaStreamEndCapture(s, &graph) == cudaSuccess); /* not void */
+  cudaGraphDestroy(graph);
+  f->result = work_on(g, x, 10);
+  cddp_ddp_destroy(d);
+  cudaStreamDestroy(s);
+  return 0;
+}
+
+/* A model's first step is captured. */
+static int capture_too_early(cddp_group *g, scenario *o, outcome *f) {
+  cddp_sgd_desc rule;
+  cudaGraph_t graph = NULL;
+  cddp_ddp *d = NULL;
+  cddp_optim *s = NULL;
+  cudaStream_t stream;
+  cddp_param p;
+  (void)o;
+  memset(&p, 0, sizeof p);
+  memset(&rule, 0, sizeof rule);
+  CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) == cudaSuccess);
+  cddp_set_stream(g, stream);
+  p.data = cddp_alloc(g, 40000);
+  p.count = 10000;
+  rule.momentum = 0.9;
+  rule.stream = stream;
+  CHECK_OK(cddp_ddp_create(&d, g, &p, 1, NULL));
+  CHECK_OK(cddp_sgd_create(&s, &p, 1, &rule));
+  (void)cddp_barrier(g);
+  CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal) == cudaSuccess);
+  f->result = cddp_ddp_ready(d, 0); /* or the other rank was first with the failure */
+  if (f->result == CDDP_OK) f->result = cddp_ddp_step(d, s);
+  keep_error(f);
+  (void)cudaStreamEndCapture(stream, &graph);
+  if (graph != NULL) cudaGraphDestroy(graph);
+  cddp_optim_destroy(s);
+  cddp_ddp_destroy(d);
+  cddp_set_stream(g, NULL);
+  cudaStreamDestroy(stream);
+  return 0;
+}
+
+/* A model whose step has been captured after two eager ones. */
+typedef struct captured {
+  cudaStream_t stream;
+  cudaGraph_t graph;
+  cudaGraphExec_t exec;
+  cddp_param p;
+  cddp_ddp *d;
+  cddp_optim *s;
+} captured;
+
+static void captured_open(captured *c, cddp_group *g) {
+  cddp_sgd_desc rule;
+  int step;
+  memset(c, 0, sizeof *c);
+  memset(&rule, 0, sizeof rule);
+  CHECK(cudaStreamCreateWithFlags(&c->stream, cudaStreamNonBlocking) == cudaSuccess);
+  cddp_set_stream(g, c->stream);
+  c->p.data = cddp_alloc(g, 40000);
+  c->p.count = 10000;
+  rule.momentum = 0.9;
+  rule.lr = 0.1;
+  CHECK_OK(cddp_ddp_create(&c->d, g, &c->p, 1, NULL));
+  rule.ddp = c->d;
+  CHECK_OK(cddp_sgd_create(&c->s, &c->p, 1, &rule));
+  for (step = 0; step < 3; step++) {
+    if (step == 2)
+      CHECK(cudaStreamBeginCapture(c->stream, cudaStreamCaptureModeThreadLocal) == cudaSuccess);
+    CHECK_OK(cddp_ddp_ready(c->d, 0));
+    CHECK_OK(cddp_ddp_step(c->d, c->s));
+  }
+  CHECK(cudaStreamEndCapture(c->stream, &c->graph) == cudaSuccess);
+  CHECK(cudaGraphInstantiate(&c->exec, c->graph, 0) == cudaSuccess);
+}
+
+static void captured_drop_graph(captured *c) {
+  if (c->exec != NULL) cudaGraphExecDestroy(c->exec);
+  if (c->graph != NULL) cudaGraphDestroy(c->graph);
+  c->exec = NULL;
+  c->graph = NULL;
+}
+
+/* What may become of a captured step: the model is destroyed before the graph; rank 1 does not
+   launch it, or dies instead; an eager wait comes between. */
+static int step_graph(cddp_group *g, scenario *o, outcome *f) {
+  enum { MODEL_FIRST, ONE_LAUNCHES, DIES, WAITS };
+  bool launches;
+  captured c;
+  nccl_left_s = o->victim == DIES ? 30 : 0.2; /* nobody waits so long for what a graph holds up */
+  captured_open(&c, g);
+  (void)cddp_barrier(g);
+  if (cddp_rank(g) == 1 && o->victim == DIES) {
+    o->began = test_now();
+    raise(SIGKILL);
+  }
+  launches = cddp_rank(g) == 0 || o->victim != ONE_LAUNCHES;
+  if (cddp_rank(g) == 0 && o->victim == ONE_LAUNCHES) nccl_set_timeout(g, RANKS_WITHIN(0.05));
+  if (launches) CHECK(cudaGraphLaunch(c.exec, c.stream) == cudaSuccess);
+  f->result = launches ? cddp_synchronize(g) : cddp_barrier(g);
+  if (o->victim == WAITS) {
+    CHECK_OK(f->result);
+    CHECK_OK(cddp_ddp_ready(c.d, 0)); /* nothing of the graph's moves */
+    CHECK_OK(cddp_ddp_wait(c.d));
+    CHECK_OK(cddp_optim_step(c.s));
+    CHECK(cudaGraphLaunch(c.exec, c.stream) == cudaSuccess);
+    f->result = cddp_synchronize(g);
+  }
+  keep_error(f);
+  cddp_optim_destroy(c.s);
+  cddp_ddp_destroy(c.d);
+  captured_drop_graph(&c);
+  cddp_set_stream(g, NULL);
+  cudaStreamDestroy(c.stream);
+  return 0;
+}
+
+static void test_step_graphs(void) {
+  static const cddp_result want[] = {CDDP_OK, CDDP_TIMEOUT, CDDP_PEER_LOST, CDDP_OK};
+  scenario *o = scenario_new(NULL);
+  int i, k;
+  for (k = 0; k < 4; k++) {
+    memset(o, 0, sizeof *o);
+    o->fn = step_graph;
+    o->victim = k;
+    run_scenario(o, 2);
+    if (k == 2) CHECK(o->outcomes[0].when - o->began < RANKS_WITHIN(2));
+    for (i = 0; i < (k == 2 ? 1 : 2); i++)
+      check_outcome(o, i, want[k], k == 1 ? "timed out after" : k == 2 ? "rank 1 (pid " : "");
+  }
+}
+
+/* Rank 1 dies; rank 0 has one group's operation on a stream ahead of another's: neither can end
+   before the other is told to. */
+static int die_ahead(cddp_group *g, scenario *o, outcome *f) {
+  captured c;
+  float *x = (float *)cddp_alloc(g, 4000);
+  captured_open(&c, g);
+  captured_drop_graph(&c);
+  (void)cddp_barrier(g);
+  if (cddp_rank(g) == 1) {
+    o->began = test_now();
+    raise(SIGKILL);
+  }
+  f->result = cddp_all_reduce(g, x, 10, CDDP_F32, CDDP_SUM, NULL);
+  if (f->result == CDDP_OK) f->result = cddp_ddp_ready(c.d, 0);
+  if (f->result == CDDP_OK) f->result = cddp_ddp_step(c.d, c.s);
+  if (f->result == CDDP_OK) f->result = cddp_synchronize(g); /* no host waits in a step */
+  keep_error(f);
+  cddp_optim_destroy(c.s);
+  cddp_ddp_destroy(c.d);
+  cddp_set_stream(g, NULL);
+  cudaStreamDestroy(c.stream);
+  return 0;
+}
+
+static void test_graph_failures(void) {
+  scenario *o = scenario_new(NULL);
+  int i;
+  memset(o, 0, sizeof *o);
+  o->fn = lone_graph;
+  run_scenario(o, 2);
+  for (i = 0; i < 2; i++) check_outcome(o, i, CDDP_TIMEOUT, "timed out after");
+  for (i = 0; i < 2; i++) {
+    memset(o, 0, sizeof *o);
+    o->fn = graph_over;
+    o->victim = i;
+    run_scenario(o, 2);
+    check_outcome(o, 1, i == 0 ? CDDP_OK : CDDP_PEER_LOST, i == 0 ? "" : "rank 0 (pid ");
+  }
+  memset(o, 0, sizeof *o);
+  o->fn = capture_too_early;
+  run_scenario(o, 2);
+  for (i = 0; i < 2; i++) check_outcome(o, i, CDDP_INVALID_ARGUMENT, "take two steps");
+  memset(o, 0, sizeof *o);
+  o->fn = capture_elsewhere;
+  run_scenario(o, 2);
+  for (i = 0; i < 2; i++) check_outcome(o, i, CDDP_OK, "");
+  memset(o, 0, sizeof *o);
+  o->fn = die_ahead;
+  run_scenario(o, 2);
+  check_outcome(o, 0, CDDP_PEER_LOST, "rank 1 (pid ");
+  CHECK(o->outcomes[0].when - o->began < RANKS_WITHIN(2));
+}
+
+int main(void) {
+  RUN(test_graph);
+  RUN(test_captured_adamw);
+  RUN(test_step_graphs);
+  RUN(test_graph_failures);
+  return TEST_END();
+}
