@@ -2925,6 +2925,63 @@ static void cddp__futex_wake(cddp__atomic_u32 *a) {
   syscall(SYS_futex, &a->v, 1 /* FUTEX_WAKE */, INT_MAX, NULL, NULL, 0);
 }
 
+/* --- waits --- */
+
+#define CDDP__POLL_MIN_S 1e-5 /* pauses of a wait that polls its condition: shortest, longest */
+#define CDDP__POLL_MAX_S 1e-3
+#define CDDP__SLEEP_MIN_S 1e-3 /* sleeps of a wait that is woken: shortest, longest */
+#define CDDP__SLEEP_MAX_S 0.02
+
+/* A deadline with back-off: the longer a wait has lasted, the longer are its sleeps. Owner: the
+   waiting thread. Times are of cddp__now. */
+typedef struct cddp__wait {
+  double deadline;   /* when the wait fails */
+  double since;      /* when the wait began, or last made progress */
+  double now;        /* when the clock was last read */
+  double next_check; /* when the caller next checks whether the awaited rank has ended */
+  int yields;        /* yields left before the first sleep */
+  bool due, late;    /* set by cddp__wait_read_clock: next_check, deadline has passed */
+} cddp__wait;
+
+static void cddp__wait_begin(cddp__wait *w, double seconds, int yields) {
+  w->now = w->since = cddp__now();
+  w->deadline = w->now + seconds;
+  w->next_check = w->now + CDDP__SLEEP_MAX_S;
+  w->yields = yields;
+  w->due = w->late = false;
+}
+
+/* Reads the clock. A long gap since the last reading means that the process was stopped (SIGSTOP):
+   cddp__note_sleep then excludes this time from all deadlines. */
+static void cddp__wait_read_clock(cddp__wait *w) {
+  cddp__note_sleep(w->now, CDDP__SLEEP_MAX_S);
+  w->now = cddp__now();
+  w->late = w->now >= w->deadline;
+  w->due = w->now >= w->next_check;
+  if (w->due) w->next_check = w->now + CDDP__SLEEP_MAX_S;
+}
+
+/* Yields the core, unless all yields are used up: then it returns false, and the caller sleeps. */
+static bool cddp__wait_yields(cddp__wait *w) {
+  if (w->yields-- <= 0) return false;
+  sched_yield();
+  return true;
+}
+
+/* For `while (condition && cddp__wait_pause(&w))`: yields, or sleeps for a sixteenth of the time
+   waited so far. Returns false, without a pause, once the deadline has passed. */
+static bool cddp__wait_pause(cddp__wait *w) {
+  double pause;
+  w->now = cddp__now();
+  if (w->now >= w->deadline) return false;
+  if (cddp__wait_yields(w)) return true;
+  pause = (w->now - w->since) / 16;
+  if (pause < CDDP__POLL_MIN_S) pause = CDDP__POLL_MIN_S;
+  if (pause > CDDP__POLL_MAX_S) pause = CDDP__POLL_MAX_S;
+  cddp__sleep(pause < w->deadline - w->now ? pause : w->deadline - w->now);
+  return true;
+}
+
 static void cddp__cond_init(pthread_cond_t *c) { /* for timed waits on CLOCK_MONOTONIC */
   pthread_condattr_t a;
   pthread_condattr_init(&a);
@@ -7542,7 +7599,6 @@ CDDP__INLINED cddp_result cddp__check_group(cddp_group *g) {
 
 /* --- whether and how a peer has ended --- */
 
-#define CDDP__SLEEP_MAX_S 0.02        /* longest sleep between two checks of the peers */
 #define CDDP__REMOTE_CAUSE_S 0.1      /* time for another host's notice of a failure to arrive */
 #define CDDP__REMOTE_CAUSE_LONG_S 0.5 /* the same if other ranks may have seen how a rank ended */
 
@@ -7668,8 +7724,8 @@ static cddp__text cddp__describe_end(const cddp_group *g, int rank) {
   int status, at = g->members[rank], error = at < 0 ? g->hosts->peers[rank].error : 0;
   const cddp__rank_entry *home = at < 0 ? &g->hosts->net->ranks[g->world[rank]] : NULL;
   cddp__address address;
-  double deadline = cddp__now() + 2.5 * CDDP__SLEEP_MAX_S; /* for its neighbour's slot.ended */
   uint32_t ended = 0;
+  cddp__wait w;
   if (cddp__rank_left(g, rank)) return cddp__textf("left the group (cddp_destroy)");
   if (error > 0) {
     address = cddp__internet_address(&g->hosts->net->hosts[home->host].address);
@@ -7688,9 +7744,9 @@ static cddp__text cddp__describe_end(const cddp_group *g, int rank) {
     return cddp__textf("ended: its thread function returned");
   if (cddp__exit_status(g->host->pidfds[at], g->host->pids[at], &status))
     return cddp__describe_status(status);
+  cddp__wait_begin(&w, 2.5 * CDDP__SLEEP_MAX_S, 0); /* for its neighbour to store slot.ended */
   while (g->host->slots != NULL && at < g->host->size && /* NULL: this rank joined (CDDP_JOIN) */
-         (ended = cddp__load32(&g->host->slots[at].ended)) == 0 && cddp__now() < deadline)
-    cddp__sleep(1e-3);
+         (ended = cddp__load32(&g->host->slots[at].ended)) == 0 && cddp__wait_pause(&w)) {}
   if (ended != 0) return cddp__describe_status((int)(ended & 0xffff));
   return cddp__textf("died: its process has ended");
 }
@@ -7769,20 +7825,18 @@ static cddp_result cddp__begin_access(cddp_group *g) {
    is stopped does not leave: after 5 s this rank quarantines its shared memory. */
 static cddp_result cddp__end_access(cddp_group *g, cddp_result r) {
   cddp__atomic_u32 *inside = &cddp__slot_of(g, g->rank)->inside;
-  double deadline;
+  cddp__wait w;
   int p;
   CDDP__POINT("exit");
   cddp__store32(inside, 0);
   if (CDDP__LIKELY(r == CDDP_OK)) return r;
-  deadline = cddp__now() + 5;
+  cddp__wait_begin(&w, 5, 0);
   for (p = 0; p < g->size; p++) {
     inside = &cddp__slot_of(g, p)->inside;
     while (cddp__load32(inside) != 0 && !cddp__rank_gone(g, p)) {
-      if (cddp__now() >= deadline) {
-        cddp__arena_quarantine(g->host);
-        return r;
-      }
-      cddp__sleep(1e-5);
+      if (cddp__wait_pause(&w)) continue;
+      cddp__arena_quarantine(g->host);
+      return r;
     }
   }
   return r;
@@ -8039,7 +8093,6 @@ static cddp_result cddp__break_late(cddp_group *g, int late) {
 #define CDDP__ROUND_MAX_OVERSUBSCRIBED ((size_t)8 << 10)
 #define CDDP__SPIN 2000 /* polls: tens of microseconds; with more ranks than cores 0 instead */
 #define CDDP__YIELDS 100
-#define CDDP__SLEEP_MIN_S 1e-3 /* the first sleep; each next one doubles, up to SLEEP_MAX_S */
 
 /* --- groups with work for every waiting thread --- */
 
@@ -8084,45 +8137,7 @@ static void cddp__stop_serving(cddp_group *g) {
   pthread_mutex_unlock(&cddp__served_lock);
 }
 
-/* --- waits --- */
-
-/* A deadline with back-off. Owner: the waiting thread. Times are of cddp__now(). */
-typedef struct cddp__wait {
-  double deadline;        /* when the wait fails */
-  double next_peer_check; /* when the caller next checks whether the awaited rank has ended */
-  double last_time;       /* when the clock was last read */
-  double sleep_s;         /* the longest next sleep, seconds */
-  int yields;             /* yields left before the first sleep */
-  bool due, late;         /* set by cddp__wait_tick: next_peer_check, deadline has passed */
-} cddp__wait;
-
-static void cddp__wait_begin(cddp__wait *w, double seconds, int yields) {
-  double now = cddp__now();
-  w->last_time = now;
-  w->deadline = now + seconds;
-  w->next_peer_check = now + CDDP__SLEEP_MAX_S;
-  w->sleep_s = CDDP__SLEEP_MIN_S;
-  w->yields = yields;
-  w->due = w->late = false;
-}
-
-/* Yields the core, unless all yields are used up: then it returns false, and the caller sleeps. */
-static bool cddp__wait_yields(cddp__wait *w) {
-  if (w->yields-- <= 0) return false;
-  sched_yield();
-  return true;
-}
-
-/* Reads the clock. A long gap since the last reading means that the process was stopped (SIGSTOP):
-   cddp__note_sleep then excludes this time from all deadlines. */
-static void cddp__wait_read_clock(cddp__wait *w) {
-  double now;
-  cddp__note_sleep(w->last_time, CDDP__SLEEP_MAX_S);
-  w->last_time = now = cddp__now();
-  w->late = now >= w->deadline;
-  w->due = now >= w->next_peer_check;
-  if (w->due) w->next_peer_check = now + CDDP__SLEEP_MAX_S;
-}
+/* --- waits for ranks --- */
 
 /* The work of every wait between two sleeps: returns the group's failure, serves receives, and
    reads the clock. If w->due, the caller checks whether the awaited rank has ended. If w->late, the
@@ -8132,8 +8147,8 @@ static cddp_result cddp__wait_tick(cddp_group *g, cddp__wait *w) {
   int next = (host->index + 1) % host->size, status;
   cddp_result r = cddp__check_failure(g);
   if (r != CDDP_OK) return r;
-  if (cddp__serve_idle(g)) w->sleep_s = CDDP__SLEEP_MIN_S; /* more messages are likely to follow */
   cddp__wait_read_clock(w);
+  if (cddp__serve_idle(g)) w->since = w->now; /* more messages are likely to follow */
   if (!w->due) return CDDP_OK;
   /* Each process has a pidfd of its right neighbour, and stores for all ranks how that process has
      ended. Later the status is lost: the system discards it once the parent has read it. */
@@ -8144,16 +8159,17 @@ static cddp_result cddp__wait_tick(cddp_group *g, cddp__wait *w) {
   return CDDP_OK;
 }
 
-/* Sleeps while *word == value and the group is healthy, at most w->sleep_s. A rank that changes the
-   word or breaks the group wakes the sleepers if *sleepers is not 0. */
+/* Sleeps while *word == value and the group is healthy, at most for as long as the wait has lasted.
+   A rank that changes the word or breaks the group wakes the sleepers if *sleepers is not 0. */
 static void cddp__wait_sleep(cddp_group *g, cddp__wait *w, cddp__atomic_u32 *sleepers,
                              cddp__atomic_u32 *word, uint32_t value) {
-  double left = w->deadline - cddp__now();
+  double left = w->deadline - cddp__now(), sleep = w->now - w->since;
+  if (sleep < CDDP__SLEEP_MIN_S) sleep = CDDP__SLEEP_MIN_S;
+  if (sleep > CDDP__SLEEP_MAX_S) sleep = CDDP__SLEEP_MAX_S;
   cddp__add32(sleepers, 1);
   if (cddp__load32(&g->block->broken) == 0 && cddp__load32(word) == value)
-    cddp__futex_wait(word, value, w->sleep_s < left ? w->sleep_s : left);
+    cddp__futex_wait(word, value, sleep < left ? sleep : left);
   cddp__add32(sleepers, (uint32_t)-1);
-  w->sleep_s = w->sleep_s * 2 < CDDP__SLEEP_MAX_S ? w->sleep_s * 2 : CDDP__SLEEP_MAX_S;
 }
 
 /* Notifies a rank that a send or a message for it has changed. Requires a full fence before the
@@ -8242,8 +8258,8 @@ static cddp__text cddp__describe_rank(const cddp_group *g, int rank, const cddp_
    compared with the first that is not in cddp_ddp_join, so every rank finds the same result. */
 static cddp_result cddp__compare_headers(cddp_group *g) {
   cddp__slot *mine = cddp__slot_of(g, g->rank);
-  double deadline = cddp__now() + 0.1; /* in case a rank has just died */
   const cddp__op_header *a;
+  cddp__wait w;
   int p, first = 0, different = 0;
   while (first + 1 < g->size && cddp__is_uneven_join(cddp__op_header_of(g, first, g->round)))
     first++;
@@ -8253,10 +8269,10 @@ static cddp_result cddp__compare_headers(cddp_group *g) {
   if (different == 0) return CDDP_OK;
   cddp__copy_text(mine->site, cddp__describe_site().s, sizeof mine->site); /* for others' texts */
   cddp__store32(&mine->site_round, g->round);
+  cddp__wait_begin(&w, 0.1, 0); /* for the other ranks' call sites; one may have just died */
   for (p = 0; p < g->size; p++)
     while (g->members[p] >= 0 && cddp__load32(&cddp__slot_of(g, p)->site_round) != g->round &&
-           cddp__load32(&g->block->broken) == 0 && cddp__now() < deadline)
-      cddp__sleep(1e-5);
+           cddp__load32(&g->block->broken) == 0 && cddp__wait_pause(&w)) {}
   cddp__fail(CDDP_MISMATCH, "ranks disagree in call %" PRIu64 " of the group: %s", g->calls,
              cddp__describe_rank(g, first, a).s);
   for (p = 0, different = 0; p < g->size; p++) {
@@ -8864,8 +8880,9 @@ static void cddp__send_notices(const cddp__net *n, uint64_t group, const int *wo
                                uint32_t code, const char *text) {
   unsigned char body[CDDP__NOTICE_BYTES];
   char kept[CDDP__ERROR_MAX];
-  double deadline, batch_s = 0.3; /* for the first batch, as hosts can be silent; later: 0.1 s */
+  double batch_s = 0.3; /* for the first batch, as hosts can be silent; later: 0.1 s */
   cddp__link *first = NULL, *l;
+  cddp__wait w;
   int p = 0, count;
   bool busy;
   memcpy(kept, cddp__error_text, sizeof kept);
@@ -8884,15 +8901,14 @@ static void cddp__send_notices(const cddp__net *n, uint64_t group, const int *wo
       first = l;
       count++;
     }
-    deadline = cddp__now() + batch_s;
+    cddp__wait_begin(&w, batch_s, 0);
     batch_s = 0.1;
     do {
       for (busy = false, l = first; l != NULL; l = l->next) {
         cddp__link_flush(n, l);
         busy = busy || (l->state != CDDP__LINK_DEAD && cddp__buffer_size(&l->out) > 0);
       }
-      if (busy) cddp__sleep(2e-4);
-    } while (busy && cddp__now() < deadline);
+    } while (busy && cddp__wait_pause(&w));
     cddp__links_free(n, first);
     first = NULL;
   }
@@ -11038,13 +11054,13 @@ static void cddp__hosts_disconnect(cddp_group *g) {
 /* After a time-out: asks the other hosts which of their ranks have reached the current round, by
    sending them this host's list. A host on which no rank waits does not answer. */
 static void cddp__hosts_query_arrivals(cddp_group *g) {
-  double deadline = cddp__now() + CDDP__ARRIVALS_S;
+  cddp__wait w;
+  cddp__wait_begin(&w, CDDP__ARRIVALS_S, 0);
   cddp__send_arrivals(g, g->round);
-  while (cddp__now() < deadline && cddp__load32(&g->block->broken) == 0 &&
-         !cddp__has_announced(g, g->hosts->lowest_remote)) {
+  do {
     cddp__hosts_poll(g);
-    cddp__sleep(2e-3);
-  }
+  } while (cddp__load32(&g->block->broken) == 0 &&
+           !cddp__has_announced(g, g->hosts->lowest_remote) && cddp__wait_pause(&w));
 }
 
 /* In a healthy group: sends the other hosts an early notice if a rank on this host has died. With
@@ -12005,18 +12021,18 @@ static void cddp__hosts_leave(cddp_group *g) {
   cddp__link *l;
   cddp__message *m;
   size_t left = SIZE_MAX, before;
-  double deadline = 0;
+  cddp__wait w;
   if (x == NULL) return;
   net = x->net;
   cddp__early_notice(g, true);
+  cddp__wait_begin(&w, 1, 0);
   do {
     before = left;
     pthread_mutex_lock(&g->p2p_lock);
     left = cddp__flush_links(g);
     pthread_mutex_unlock(&g->p2p_lock);
-    if (left < before) deadline = cddp__now() + 1;
-    if (left > 0) cddp__sleep(2e-4);
-  } while (left > 0 && cddp__now() < deadline && cddp__check_failure(g) == CDDP_OK);
+    if (left < before) cddp__wait_begin(&w, 1, 0);
+  } while (left > 0 && cddp__check_failure(g) == CDDP_OK && cddp__wait_pause(&w));
   pthread_mutex_lock(&net->lock);
   net->left[net->left_count++ % CDDP__LEFT_GROUPS] = g->id + 1;
   pthread_mutex_unlock(&net->lock);
@@ -12558,7 +12574,7 @@ static cddp_result cddp__start_send(cddp_work *work, bool handle) {
 static cddp_result cddp__finish_send(cddp_work *work, double limit) {
   cddp_group *g = work->group;
   cddp__send_request *p;
-  double deadline;
+  cddp__wait w;
   cddp_result r;
   if (work->send < 0) return CDDP_OK;
   p = cddp__send_at(g, work->send);
@@ -12568,9 +12584,8 @@ static cddp_result cddp__finish_send(cddp_work *work, double limit) {
   if (r == CDDP_OK) cddp__store32(&p->state, CDDP__SEND_FREE);
   if (r == CDDP_OK || cddp__swap32(&p->state, CDDP__POSTED_TO(work->call.root), CDDP__SEND_FREE))
     return r;
-  deadline = cddp__now() + 5;
-  while (cddp__send_open(p) && !cddp__rank_gone(g, work->call.root) && cddp__now() < deadline)
-    cddp__sleep(1e-5);
+  cddp__wait_begin(&w, 5, 0);
+  while (cddp__send_open(p) && !cddp__rank_gone(g, work->call.root) && cddp__wait_pause(&w)) {}
   return r;
 }
 
@@ -12670,7 +12685,7 @@ static cddp_result cddp__mpi_wait(cddp_group *g, const cddp__call *call, int cod
     if (code != MPI_SUCCESS || done) break;
     if (i < g->spin) continue;
     sched_yield();
-    if (cddp__now() < w.next_peer_check) continue;
+    if (cddp__now() < w.next_check) continue;
     if ((r = cddp__wait_tick(g, &w)) == CDDP_OK) r = cddp__check_peers(g);
     for (p = 0; r == CDDP_OK && p < g->size; p++) /* a rank may be the only one of its host */
       if (g->members[p] < 0 && cddp__remote_gone(g, p)) r = cddp__report_lost(g, p, NULL);
@@ -13161,22 +13176,20 @@ static void cddp__engine_stop(cddp_group *g) {
      limit   seconds to wait at most; on CDDP_TIMEOUT the handle stays valid. Negative: no limit but
              the group's deadline */
 static cddp_result cddp__work_wait(cddp_work *work, double limit) {
-  double deadline = limit >= 0 ? cddp__now() + limit : INFINITY, interval = 1e-5;
   cddp_group *g = work->group;
   bool ended = true;
+  cddp__wait w;
   cddp_result r = CDDP_OK;
   cddp__note_thread(g->host);
+  cddp__wait_begin(&w, limit >= 0 ? limit : INFINITY, 0);
   if (work->backend != NULL) { /* CUDA cannot wait with a limit */
-    while (limit >= 0 && !(ended = work->backend->done(work)) && cddp__now() < deadline) {
-      cddp__sleep(interval);
-      interval = interval < 1e-3 ? 2 * interval : interval;
-    }
+    while (limit >= 0 && !(ended = work->backend->done(work)) && cddp__wait_pause(&w)) {}
     if (ended) return (work->backend->wait)(work);
   } else if (work->call.kind == CDDP__KIND_RECV) {
     r = cddp__finish_recv(work, limit);
   } else if (work->run == NULL) {
     r = cddp__finish_send(work, limit);
-  } else if ((ended = cddp__engine_wait(&g->engine, work, deadline))) {
+  } else if ((ended = cddp__engine_wait(&g->engine, work, w.deadline))) {
     r = work->result;
     if (r != CDDP_OK) cddp__fail(r, "%s", work->text);
   }
@@ -15447,16 +15460,14 @@ static double cddp__device_busy(cddp__device *device) {
 }
 
 /* One poll of the host's wait for `what`. Fails if the group is broken or the deadline has passed.
-   Yields for as long as most waits take, then sleeps for a sixteenth of the time waited so far. */
-static cddp_result cddp__device_poll(cddp__device *device, double start, const char *what) {
+   Yields for as long as most waits take before it sleeps. */
+static cddp_result cddp__device_poll(cddp__device *device, cddp__wait *w, const char *what) {
   cddp_group *g = device->group;
-  double waited = cddp__now() - start;
   cddp_result r = cddp__check_group(g);
   if (r != CDDP_OK) return r;
-  if (waited < CDDP__YIELD_S)
-    sched_yield();
-  else if (!cddp__serve_idle(g)) cddp__sleep(waited < 16e-3 ? waited / 16 : 1e-3);
-  if (waited < g->timeout_s + (cddp__device_busy(device) > 0 ? CDDP__LATE_S : 0)) return CDDP_OK;
+  w->yields = w->now - w->since < CDDP__YIELD_S || cddp__serve_idle(g);
+  w->deadline = w->since + g->timeout_s + (cddp__device_busy(device) > 0 ? CDDP__LATE_S : 0);
+  if (cddp__wait_pause(w)) return CDDP_OK;
   cddp__fail(CDDP_TIMEOUT, "timed out after %g s: on rank %d, cuda:%d, %s has not ended%s",
              g->timeout_s, g->rank, device->index, what,
              g->hosts == NULL ? ""
@@ -15591,13 +15602,13 @@ static void cddp__device_release(cddp__device *device) {
    ncclCommDestroy fails, NCCL's group is still open. It is closed first, because an abort inside an
    open group has no effect. */
 static void cddp__comm_end(cddp__device *device, bool aborts) {
-  double deadline = cddp__now() + CDDP__CALLS_S;
+  cddp__wait w;
   ncclComm_t comm;
   bool inside;
-  while ((inside = pthread_mutex_trylock(&device->issue_lock) != 0) &&
-         (cddp__now() < deadline || /* NULL: the call that creates it is running */
-          __atomic_load_n(&device->comm, __ATOMIC_RELAXED) == NULL))
-    cddp__sleep(1e-4);
+  cddp__wait_begin(&w, CDDP__CALLS_S, 0);
+  while ((inside = pthread_mutex_trylock(&device->issue_lock) != 0) && cddp__wait_pause(&w))
+    if (__atomic_load_n(&device->comm, __ATOMIC_RELAXED) == NULL)
+      cddp__wait_begin(&w, CDDP__CALLS_S, 0); /* the call that creates it is running */
   if (!inside) pthread_mutex_unlock(&device->issue_lock);
   if ((comm = __atomic_load_n(&device->comm, __ATOMIC_RELAXED)) == NULL) return;
   if (!aborts && cddp__comm_state(device) == ncclSuccess) {
@@ -15616,10 +15627,10 @@ static void cddp__device_end(cddp__device *device, uint32_t how) {
 /* After an abort: waits a short time until NCCL's threads no longer use the operations' memory.
    If a CUDA graph has captured operations, the rest of the abort waits for the graph instead. */
 static void cddp__await_abort(cddp__device *device) {
-  double deadline = cddp__now() + (cddp__load32(&device->captured) != 0 ? 0.1 : CDDP__GRACE_LEFT_S);
+  cddp__wait w;
+  cddp__wait_begin(&w, cddp__load32(&device->captured) != 0 ? 0.1 : CDDP__GRACE_LEFT_S, 0);
   if ((cddp__load32(&device->state) & CDDP__COMM_HOW_MASK) != CDDP__COMM_ABORTED) return;
-  while (cddp__load32(&device->state) < CDDP__COMM_DONE && cddp__now() < deadline)
-    cddp__sleep(1e-4);
+  while (cddp__load32(&device->state) < CDDP__COMM_DONE && cddp__wait_pause(&w)) {}
 }
 
 /* After an operation that failed with the group: waits until NCCL no longer uses its buffers. */
@@ -15650,19 +15661,19 @@ static void cddp__watch_hosts(cddp_group *g) {
    show before the death. So the death, or another rank's failure, gets some time to show first. */
 static cddp_result cddp__break_nccl(cddp__device *device, ncclResult_t e, const char *what) {
   bool mine = e == ncclInvalidArgument || e == ncclInvalidUsage;
-  double deadline = cddp__now() + (mine ? 0.01 : CDDP__REMOTE_CAUSE_LONG_S);
   cddp_group *g = device->group;
   cddp__text text = cddp__textf("rank %d: %s: %s (%.300s)", g->rank, what, ncclGetErrorString(e),
                                 ncclGetLastError(NULL));
+  cddp__wait w;
   cddp_result r;
   int q;
+  cddp__wait_begin(&w, mine ? 0.01 : CDDP__REMOTE_CAUSE_LONG_S, 0);
   do {
     cddp__watch_hosts(g);
     if ((r = cddp__check_failure(g)) != CDDP_OK) return r;
     for (q = 0; q < g->size; q++)
       if (q != g->rank && cddp__rank_gone(g, q)) return cddp__report_lost(g, q, what);
-    cddp__sleep(0.002);
-  } while (cddp__now() < deadline);
+  } while (cddp__wait_pause(&w));
   return cddp__break(g, cddp__fail(CDDP_NCCL, "%s", text.s));
 }
 
@@ -15811,9 +15822,10 @@ static cddp_result cddp__start_watching(cddp__device *device) {
 
 /* Called when the process may end soon. If no context is left, waits for NCCL's threads to end. */
 static void cddp__await_watchers(void) {
-  double deadline = cddp__now() + CDDP__GRACE_LEFT_S;
+  cddp__wait w;
+  cddp__wait_begin(&w, CDDP__GRACE_LEFT_S, 0);
   if (cddp__load32(&cddp__watched) != 0) return;
-  while (cddp__load32(&cddp__watchers) != 0 && cddp__now() < deadline) cddp__sleep(1e-4);
+  while (cddp__load32(&cddp__watchers) != 0 && cddp__wait_pause(&w)) {}
 }
 
 /* Records a marker behind an operation just enqueued. If all are in use, replaces the newest. */
@@ -15850,9 +15862,11 @@ static void cddp__scratch_free(cddp__scratch *scratch) {
 /* Aborts unfinished operations, and waits until both threads no longer use the group and the device
    has no more work. The poller may be waiting for CUDA: the abort ends that wait. */
 static void cddp__device_stop(cddp__device *device) {
+  cddp__wait w;
+  cddp__wait_begin(&w, INFINITY, 0);
   if (device->pid == getpid()) { /* else: no threads, or this is a forked child */
     cddp__device_end(device, CDDP__COMM_ABORTED);
-    while ((cddp__load32(&device->state) & CDDP__COMM_DETACHED) == 0) cddp__sleep(1e-4);
+    while ((cddp__load32(&device->state) & CDDP__COMM_DETACHED) == 0) cddp__wait_pause(&w);
     pthread_join(device->poller, NULL);
     cddp__add32(&cddp__watched, (uint32_t)-1);
     cddp__await_abort(device);
@@ -15910,14 +15924,15 @@ static void cddp__device_free(const cddp_group *g, void *p) {
 static cddp_result cddp__await_stream(cddp__device *device, cudaStream_t stream,
                                       cudaEvent_t event) {
   enum cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-  double start = cddp__now();
   cudaError_t e;
   cddp_result r = CDDP_OK;
+  cddp__wait w;
+  cddp__wait_begin(&w, INFINITY, 0);
   cudaThreadExchangeStreamCaptureMode(&mode); /* else a query would end another thread's capture */
   while ((e = event != NULL ? cudaEventQuery(event) : cudaStreamQuery(stream)) ==
          cudaErrorNotReady) {
     (void)cudaGetLastError(); /* also set by cudaErrorNotReady */
-    if ((r = cddp__device_poll(device, start, "work on the stream")) != CDDP_OK) break;
+    if ((r = cddp__device_poll(device, &w, "work on the stream")) != CDDP_OK) break;
   }
   cudaThreadExchangeStreamCaptureMode(&mode);
   if (r != CDDP_OK || (r = cddp__check_group(device->group)) != CDDP_OK) return r;
@@ -16074,14 +16089,15 @@ static ncclResult_t cddp__nccl_post(const cddp__device *device, const cddp__call
    NCCL's work in this thread, which would delay another communicator; ncclCommCount does. The
    watcher checks the other ranks meanwhile. */
 static cddp_result cddp__await_nccl(cddp__device *device, ncclResult_t e, const char *what) {
-  double start = cddp__now();
   cddp_result r = CDDP_OK;
+  cddp__wait w;
   int ranks;
+  cddp__wait_begin(&w, INFINITY, 0);
   if (e == ncclSuccess) e = ncclInProgress;
   while (r == CDDP_OK && e == ncclInProgress && cddp__comm_alive(device)) {
     e = cddp__comm_state(device);
     if (e == ncclSuccess) e = ncclCommCount(device->comm, &ranks);
-    if (e == ncclInProgress) r = cddp__device_poll(device, start, what);
+    if (e == ncclInProgress) r = cddp__device_poll(device, &w, what);
   }
   if (r == CDDP_OK && !cddp__comm_alive(device)) return cddp__check_failure(device->group);
   return r != CDDP_OK || CDDP__LIKELY(e == ncclSuccess) ? r : cddp__break_nccl(device, e, what);
@@ -16456,11 +16472,13 @@ static cddp_result cddp__device_before_split(cddp_group *g) {
 static void cddp__device_leave(cddp_group *g) {
   cddp__device *device = cddp__device_of(g);
   const cddp__atomic_u32 *broken = &g->block->broken;
+  cddp__wait w;
+  cddp__wait_begin(&w, INFINITY, 0);
   (void)cddp__use_device(device->index);
   (void)cddp__issue_messages(device, NULL);
   while (cddp__load32(broken) == 0 && cddp__device_busy(device) > 0) {
     cddp__futex_wake(&device->state); /* the poller polls immediately */
-    cddp__sleep(1e-4);
+    cddp__wait_pause(&w);
   }
   if (cddp__load32(broken) == 0) cddp__device_end(device, CDDP__COMM_DESTROYED);
   cddp__device_stop(device);
@@ -20354,11 +20372,12 @@ static cddp_result cddp__elastic_create_report(cddp_ddp *d, cddp__message **out)
    one of a member's links was reset, this waits up to 20 ms for the end of another one. */
 static void cddp__elastic_record_ends(cddp_ddp *d) {
   cddp_group *groups[2] = {d->control, d->comm};
-  double deadline = cddp__now() + 0.02;
-  bool again = true;
+  bool again;
   cddp__link *link;
+  cddp__wait w;
   int i;
-  while (again) {
+  cddp__wait_begin(&w, 0.02, 0);
+  do {
     for (again = false, i = 0; i < 2; i++) {
       if (groups[i] == NULL || groups[i]->hosts == NULL) continue;
       pthread_mutex_lock(&groups[i]->p2p_lock);
@@ -20375,9 +20394,7 @@ static void cddp__elastic_record_ends(cddp_ddp *d) {
       }
       pthread_mutex_unlock(&groups[i]->p2p_lock);
     }
-    if (again && cddp__now() > deadline) return;
-    if (again) cddp__sleep(1e-3);
-  }
+  } while (again && cddp__wait_pause(&w));
 }
 
 /* Whether a member's connection has ended. Sets `unreachable` if its host does not answer. */
@@ -20627,10 +20644,10 @@ static cddp_result cddp__elastic_send_table(cddp_ddp *d, cddp__message **table) 
   cddp__link **links = d->elastic->links;
   cddp__message **reports = d->elastic->reports;
   size_t bytes = cddp__report_bytes(d);
-  double deadline = cddp__now() + CDDP__UNANSWERED_S;
   cddp_result r = CDDP_OK;
   cddp__message *m;
-  bool busy = true;
+  cddp__wait w;
+  bool busy;
   int p;
   *table = m =
       (cddp__message *)cddp__malloc(&net->allocator, sizeof *m + (size_t)d->shards * bytes);
@@ -20646,14 +20663,14 @@ static cddp_result cddp__elastic_send_table(cddp_ddp *d, cddp__message **table) 
     CDDP__POINT("elastic answer");
     cddp__link_flush(net, links[p]);
   }
-  while (busy && cddp__now() < deadline) {
+  cddp__wait_begin(&w, CDDP__UNANSWERED_S, 0);
+  do {
     for (p = 0, busy = false; p < d->shards; p++) {
       if (links[p] == NULL || reports[p] == NULL) continue;
       cddp__link_flush(net, links[p]);
       busy = busy || (links[p]->state != CDDP__LINK_DEAD && cddp__buffer_size(&links[p]->out) > 0);
     }
-    if (busy) cddp__sleep(1e-3);
-  }
+  } while (busy && cddp__wait_pause(&w));
   return r;
 }
 
@@ -23320,12 +23337,14 @@ static void cddp__spawn_note_failure(cddp__spawn_job *job, cddp_result r, double
    as the first failure: the survivors of a killed rank exit because of it. */
 static void cddp__reap_children(cddp__spawn_job *job) {
   bool fresh = job->next_signal == 0, known;
-  int i, status, tries;
+  cddp__wait w;
+  int i, status;
+  cddp__wait_begin(&w, 0.1, 0);
   for (i = 0; i < job->n; i++) {
     pid_t pid = job->pids[i], got = pid > 0 ? waitpid(pid, &status, WNOHANG) : 0;
     if (got == 0) continue;
-    for (tries = 0; got < 0 && kill(pid, 0) == 0 && tries < 100; tries++)
-      cddp__sleep(0.001); /* another thread is reaping it; the pidfd keeps the status */
+    /* If another thread is reaping it, the pidfd has the status afterwards. */
+    while (got < 0 && kill(pid, 0) == 0 && cddp__wait_pause(&w)) {}
     /* If the program ignores SIGCHLD, or waits for any child in a handler or a thread, only Linux
        6.15 and later still have the status. */
     known = got > 0 || cddp__exit_status(job->fds[i].fd, (uint32_t)pid, &status);
