@@ -1913,47 +1913,60 @@ struct cddp__extents { /* extents of one size */
   size_t extents;            /* in all segments, free or not */
 };
 
+/* The memory that this rank shares. */
+typedef struct cddp__arena {
+  int fd;              /* the memfd; -1 for threads and a single rank without shared memory */
+  struct stat memory;  /* identifies the memfd: the program can close fd and reuse its number */
+  int window;          /* number of this rank's window: index, or another one if it joined */
+  int window_bits;     /* window i is [(i + 1) << bits, (i + 2) << bits) of the memfd */
+  uint64_t window_end; /* end of the used part of this rank's window, offset in the memfd */
+  cddp__atomic_u64 lowest, highest; /* bounds of the addresses of all own extents, freed ones too */
+  uint32_t generation;              /* the last number given to an extent */
+  struct cddp__segments own, peers; /* own: sorted by address; peers: by offset in the memfd */
+  struct cddp__extents lists[CDDP__EXTENT_SIZES]; /* by cddp__extent_list */
+  struct cddp__extent *pending; /* control blocks and extents to be freed with one: a ring */
+} cddp__arena;
+
+/* The listeners for processes that join a job with an elastic model. */
+struct cddp__join_listeners {
+  int fd;           /* for processes of this host; -1: no elastic model */
+  int tcp_fd;       /* for those of other hosts; -1: none, or another rank listens */
+  double pause_end; /* until that time of cddp__now() no joining process is answered */
+};
+
 /* The ranks of one host, which share memory. Created by cddp_init or cddp_run_threads; used by the
    group and its sub-groups. lock guards everything that changes after creation. */
 typedef struct cddp__host {
   cddp_allocator allocator;
   cddp_logger logger;
   pthread_mutex_t lock;
-  int refs;              /* of lead: number of groups that use any of its hosts; lead's lock */
+  int refs;                /* of lead: number of groups that use any of its hosts; lead's lock */
   struct cddp__host *lead; /* itself; if ranks are threads: rank 0's host, which counts for all */
   struct cddp__host *sibling; /* if ranks are threads: a list of the hosts that lead frees */
-  bool threads;          /* ranks are threads of this process: any pointer is shared */
-  int size, index;       /* number of ranks; this rank's number among them */
-  int fd;                /* the memfd; -1 for threads and a single rank without shared memory */
-  struct stat memory;    /* identifies the memfd: the program can close fd and reuse its number */
-  bool elastic;          /* this rank has an elastic model */
-  bool joined;           /* this process joined with CDDP_JOIN, without a rendezvous */
-  struct cddp__job_info *job_info; /* for joins: see >>rendezvous; NULL: none can join */
-  int join_fd;             /* listener for joining processes of this host; -1: no elastic model */
-  int join_tcp_fd;         /* port for those of other hosts; -1: none, or another rank listens */
-  double join_pause_end;   /* until that time of cddp__now() no joining process is answered */
-  int claim, port;         /* sockets held while the group lives, see >>rendezvous; -1: none */
-  char endpoint[96];       /* the rendezvous address, for error texts: "port 29500" */
-  int window;            /* number of this rank's window: index, or another one if it joined */
-  int window_bits;       /* window i is [(i + 1) << bits, (i + 2) << bits) of the memfd */
-  int *pidfds;           /* [size + CDDP__JOINS]; -1 except for the next rank and joined ones */
-  uint64_t started_before; /* end of the rendezvous, clock ticks since boot: processes are older */
-  uint32_t *pids;        /* [size + CDDP__JOINS] */
-  int cores;             /* usable by all ranks together; before the rendezvous by this rank */
-  int container_cores;   /* limit of processor time of this rank's container, in cores */
-  char name[72];         /* of the machine */
+  cddp__arena arena;
+  struct cddp__net *net;      /* the other hosts; NULL: none */
   cddp_record_header *record; /* flight recorder; NULL: off */
-  uint64_t window_end;   /* end of the used part of this rank's window, offset in the memfd */
-  cddp__atomic_u64 lowest, highest; /* bounds of the addresses of all own extents, freed ones too */
-  uint32_t generation;   /* the last number given to an extent */
-  struct cddp__segments own, peers; /* own: sorted by address; peers: by offset in the memfd */
-  struct cddp__extents lists[CDDP__EXTENT_SIZES]; /* by cddp__extent_list */
-  struct cddp__extent *pending; /* control blocks and extents to be freed with one: a ring */
-  struct cddp__net *net; /* the other hosts; NULL: none */
+  char name[72];              /* of the machine */
+  int cores;           /* usable by all ranks together; before the rendezvous by this rank */
+  int container_cores; /* limit of processor time of this rank's container, in cores */
+  /* The ranks. */
+  bool threads;            /* ranks are threads of this process: any pointer is shared */
+  int size, index;         /* number of ranks; this rank's number among them */
+  uint32_t *pids;          /* [size + CDDP__JOINS] */
+  int *pidfds;             /* [size + CDDP__JOINS]; -1 except for the next rank and joined ones */
+  uint64_t started_before; /* end of the rendezvous, clock ticks since boot: processes are older */
+  /* The rendezvous and joins. */
+  char endpoint[96];               /* the rendezvous address, for error texts: "port 29500" */
+  int claim, port;                 /* sockets held while the group lives; -1: none */
+  bool joined;                     /* this process joined with CDDP_JOIN, without a rendezvous */
+  bool elastic;                    /* this rank has an elastic model */
+  struct cddp__job_info *job_info; /* NULL: no process can join */
+  struct cddp__join_listeners joins;
+  /* Waits of this rank. */
   struct cddp_group *groups; /* of this rank, a list by next; lock */
-  struct cddp__slot *slots; /* [size] of the job's first group, for waits; NULL: it was freed */
-  uintptr_t user;           /* a thread that uses cddp: the address of one of its variables */
-  cddp__atomic_u32 shown;   /* 1: this rank's slot shows a thread's wait; it writes the next */
+  struct cddp__slot *slots;  /* [size] of the job's first group; NULL: it was freed */
+  uintptr_t user;            /* a thread that uses cddp: the address of one of its variables */
+  cddp__atomic_u32 shown;    /* 1: this rank's slot shows a thread's wait; it writes the next */
 } cddp__host;
 
 /* A collective or message, with checked arguments. */
@@ -5820,13 +5833,14 @@ static char *cddp__map_memory(int fd, uint64_t base, uint64_t size) {
    number. */
 static bool cddp__memfd_is_open(const cddp__host *host) {
   struct stat s;
-  return fstat(host->fd, &s) == 0 && s.st_dev == host->memory.st_dev &&
-         s.st_ino == host->memory.st_ino;
+  return fstat(host->arena.fd, &s) == 0 && s.st_dev == host->arena.memory.st_dev &&
+         s.st_ino == host->arena.memory.st_ino;
 }
 
 static char *cddp__map_segment(const cddp__host *host, uint64_t base, uint64_t size) {
   errno = EBADF;
-  return host->fd < 0 || cddp__memfd_is_open(host) ? cddp__map_memory(host->fd, base, size) : NULL;
+  if (host->arena.fd >= 0 && !cddp__memfd_is_open(host)) return NULL;
+  return cddp__map_memory(host->arena.fd, base, size);
 }
 
 /* Sets the error text after cddp__map_segment has failed. */
@@ -5842,7 +5856,7 @@ static cddp_result cddp__fail_mapping(const char *what, uint64_t bytes) {
 /* Frees the memory of a range of the memfd, which then reads as zero. Returns false on failure. */
 static bool cddp__arena_punch(const cddp__host *host, uint64_t base, uint64_t size) {
   return cddp__memfd_is_open(host) &&
-         syscall(SYS_fallocate, host->fd, 3 /* PUNCH_HOLE | KEEP_SIZE */, (off_t)base,
+         syscall(SYS_fallocate, host->arena.fd, 3 /* PUNCH_HOLE | KEEP_SIZE */, (off_t)base,
                  (off_t)size) == 0;
 }
 
@@ -5873,7 +5887,7 @@ static cddp__segment *cddp__segment_find(const struct cddp__segments *table, uin
    error set, and unmaps it, if memory is exhausted. */
 static cddp__segment *cddp__segment_add(cddp__host *host, uint64_t base, uint64_t size,
                                         char *address, size_t extents) {
-  struct cddp__segments *table = extents > 0 ? &host->own : &host->peers;
+  struct cddp__segments *table = extents > 0 ? &host->arena.own : &host->arena.peers;
   cddp__segment *segment = NULL, **list;
   size_t at;
   list = (cddp__segment **)cddp__grow_array(&host->allocator, table->list, &table->capacity,
@@ -5907,14 +5921,15 @@ static int cddp__extent_list(uint64_t size) {
    then one of `bytes`. Returns the index of the free list that holds the extents, or -1 with the
    error set. */
 static int cddp__segment_create(cddp__host *host, uint64_t size, uint64_t bytes) {
-  uint64_t limit = (uint64_t)(host->window + 2) << host->window_bits, base;
-  size_t n = cddp__max(1, host->lists[cddp__extent_list(size)].extents / 2);
+  uint64_t limit = (uint64_t)(host->arena.window + 2) << host->arena.window_bits, base;
+  size_t n = cddp__max(1, host->arena.lists[cddp__extent_list(size)].extents / 2);
   int list;
   cddp__segment *segment;
   char *address = NULL;
   bool fits;
   for (;;) {
-    base = cddp__round_up(host->window_end, n * size >= CDDP__HUGE_PAGE ? CDDP__HUGE_PAGE : 1);
+    base = cddp__round_up(host->arena.window_end,
+                          n * size >= CDDP__HUGE_PAGE ? CDDP__HUGE_PAGE : 1);
     fits = host->threads || (base <= limit && n * size <= limit - base);
     if (fits) address = cddp__map_segment(host, base, n * size);
     if (address != NULL || (n == 1 && size == bytes)) break;
@@ -5925,8 +5940,8 @@ static int cddp__segment_create(cddp__host *host, uint64_t size, uint64_t bytes)
     cddp__fail(CDDP_OUT_OF_MEMORY,
                "cddp_alloc: %" PRIu64 " bytes do not fit into the %" PRIu64
                " bytes that this rank can share%s",
-               size, (uint64_t)1 << host->window_bits,
-               host->window_bits < 40 ? "; raise the file size limit (ulimit -f)" : "");
+               size, (uint64_t)1 << host->arena.window_bits,
+               host->arena.window_bits < 40 ? "; raise the file size limit (ulimit -f)" : "");
   else if (address == NULL)
     (void)cddp__fail_mapping("cddp_alloc", size);
   segment = address != NULL ? cddp__segment_add(host, base, n * size, address, n) : NULL;
@@ -5934,24 +5949,24 @@ static int cddp__segment_create(cddp__host *host, uint64_t size, uint64_t bytes)
   list = cddp__extent_list(size);
   segment->extent_size = (size_t)size;
   segment->list = list;
-  host->window_end = base + n * size;
-  host->lists[list].extents += n;
+  host->arena.window_end = base + n * size;
+  host->arena.lists[list].extents += n;
   while (n-- > 0) {
     segment->extents[n].segment = segment;
-    segment->extents[n].next = host->lists[list].free;
-    host->lists[list].free = &segment->extents[n];
+    segment->extents[n].next = host->arena.lists[list].free;
+    host->arena.lists[list].free = &segment->extents[n];
   }
-  if (host->highest.v == 0 || (uintptr_t)address < host->lowest.v)
-    cddp__store64(&host->lowest, (uintptr_t)address);
-  if ((uintptr_t)address + segment->size > host->highest.v)
-    cddp__store64(&host->highest, (uintptr_t)address + segment->size);
+  if (host->arena.highest.v == 0 || (uintptr_t)address < host->arena.lowest.v)
+    cddp__store64(&host->arena.lowest, (uintptr_t)address);
+  if ((uintptr_t)address + segment->size > host->arena.highest.v)
+    cddp__store64(&host->arena.highest, (uintptr_t)address + segment->size);
   return list;
 }
 
 /* The own extent that contains p, or NULL. */
 static cddp__extent *cddp__extent_of(const cddp__host *host, const void *p) {
   size_t at;
-  cddp__segment *segment = cddp__segment_find(&host->own, (uint64_t)(uintptr_t)p, &at);
+  cddp__segment *segment = cddp__segment_find(&host->arena.own, (uint64_t)(uintptr_t)p, &at);
   at = segment != NULL ? (size_t)((const char *)p - segment->address) : 0;
   return segment != NULL && at < segment->size ? segment->extents + at / segment->extent_size
                                                : NULL;
@@ -5965,8 +5980,8 @@ static char *cddp__extent_address(const cddp__extent *extent) {
 /* Enumerates this rank's extents in use: returns the next one after extent, in segment *at.
    Begins with NULL and 0; ends with NULL. */
 static cddp__extent *cddp__next_extent(const cddp__host *host, cddp__extent *extent, size_t *at) {
-  for (; *at < host->own.count; ++*at, extent = NULL) {
-    const cddp__segment *segment = host->own.list[*at];
+  for (; *at < host->arena.own.count; ++*at, extent = NULL) {
+    const cddp__segment *segment = host->arena.own.list[*at];
     for (extent = extent == NULL ? segment->extents : extent + 1;
          extent < segment->extents + segment->size / segment->extent_size; extent++)
       if (extent->use != CDDP__EXTENT_FREE) return extent;
@@ -5982,8 +5997,8 @@ static bool cddp__extent_is_pending(const cddp__extent *extent) {
 }
 
 static void cddp__extent_set_pending(cddp__host *host, cddp__extent *extent) {
-  if (host->pending == NULL) host->pending = extent->previous = extent;
-  extent->next = host->pending;
+  if (host->arena.pending == NULL) host->arena.pending = extent->previous = extent;
+  extent->next = host->arena.pending;
   extent->previous = extent->next->previous;
   extent->previous->next = extent->next->previous = extent;
 }
@@ -5995,18 +6010,19 @@ static void cddp__extent_release(cddp__host *host, cddp__extent *extent) {
   if (cddp__extent_is_pending(extent)) {
     extent->previous->next = extent->next;
     extent->next->previous = extent->previous;
-    if (host->pending == extent) host->pending = extent->next != extent ? extent->next : NULL;
+    if (host->arena.pending == extent)
+      host->arena.pending = extent->next != extent ? extent->next : NULL;
   }
   extent->use = CDDP__EXTENT_FREE;
   extent->after = NULL;
-  if (host->fd >= 0 && !extent->is_private
+  if (host->arena.fd >= 0 && !extent->is_private
           ? !cddp__arena_punch(host, segment->base + (uint64_t)(address - segment->address),
                                segment->extent_size)
           : madvise(address, segment->extent_size, MADV_DONTNEED) != 0)
     memset(address, 0, segment->extent_size); /* else a new block would contain old rounds */
   if (extent->is_private || extent->quarantined) return;
-  extent->next = host->lists[segment->list].free;
-  host->lists[segment->list].free = extent;
+  extent->next = host->arena.lists[segment->list].free;
+  host->arena.lists[segment->list].free = extent;
 }
 
 /* Requests huge pages. MADV_COLLAPSE creates them on this core, even if the system's setting for
@@ -6038,10 +6054,10 @@ static bool cddp__block_is_freed(const cddp__extent *extent) {
    Each call checks the next 16 of the ring, since each allocation adds at most one. */
 static void cddp__arena_free_left_blocks(cddp__host *host) {
   int i;
-  for (i = 0; i < 16 && host->pending != NULL; i++) {
-    cddp__extent *extent = host->pending;
+  for (i = 0; i < 16 && host->arena.pending != NULL; i++) {
+    cddp__extent *extent = host->arena.pending;
     const void *block = cddp__extent_address(extent);
-    host->pending = extent->next;
+    host->arena.pending = extent->next;
     if (extent->after != NULL ? cddp__block_is_freed(extent)
                               : cddp__block_is_left((const cddp__control_block *)block))
       cddp__extent_release(host, extent);
@@ -6063,19 +6079,20 @@ static void *cddp__arena_alloc(cddp__host *host, size_t bytes, enum cddp__extent
   pthread_mutex_lock(&host->lock);
   cddp__arena_free_left_blocks(host);
   list = cddp__extent_list(size);
-  if (host->lists[list].free == NULL) list = cddp__segment_create(host, size, whole);
+  if (host->arena.lists[list].free == NULL) list = cddp__segment_create(host, size, whole);
   if (list < 0) /* no new segment: search a larger free extent */
     for (list = cddp__extent_list(size);
-         list < CDDP__EXTENT_SIZES && host->lists[list].free == NULL;)
+         list < CDDP__EXTENT_SIZES && host->arena.lists[list].free == NULL;)
       list++;
   if (list < CDDP__EXTENT_SIZES) {
-    extent = host->lists[list].free;
-    host->lists[list].free = extent->next;
+    extent = host->arena.lists[list].free;
+    host->arena.lists[list].free = extent->next;
     address = cddp__extent_address(extent);
-    if (use < CDDP__EXTENT_BLOCK_LAZY) cddp__populate(address, whole, host->fd >= 0);
+    if (use < CDDP__EXTENT_BLOCK_LAZY) cddp__populate(address, whole, host->arena.fd >= 0);
     extent->use = use;
     if (cddp__extent_is_pending(extent)) {
-      cddp__store32(&((cddp__control_block *)(void *)address)->generation, ++host->generation);
+      cddp__store32(&((cddp__control_block *)(void *)address)->generation,
+                    ++host->arena.generation);
       cddp__extent_set_pending(host, extent);
     }
   }
@@ -6089,7 +6106,7 @@ static void cddp__arena_quarantine(cddp__host *host) {
   cddp__extent *extent = NULL;
   size_t at = 0;
   pthread_mutex_lock(&host->lock);
-  while (host->fd >= 0 && (extent = cddp__next_extent(host, extent, &at)) != NULL)
+  while (host->arena.fd >= 0 && (extent = cddp__next_extent(host, extent, &at)) != NULL)
     if (extent->use == CDDP__EXTENT_USER || extent->use == CDDP__EXTENT_MEAN ||
         extent->use == CDDP__EXTENT_STATES)
       extent->quarantined = true;
@@ -6116,9 +6133,9 @@ static void cddp__arena_free_block(cddp__host *host, const cddp__ref *ref, uint3
   cddp__extent *extent = NULL;
   size_t i;
   pthread_mutex_lock(&host->lock);
-  for (i = 0; i < host->own.count; i++)
-    if (host->own.list[i]->base == ref->base)
-      extent = cddp__extent_of(host, host->own.list[i]->address + ref->offset);
+  for (i = 0; i < host->arena.own.count; i++)
+    if (host->arena.own.list[i]->base == ref->base)
+      extent = cddp__extent_of(host, host->arena.own.list[i]->address + ref->offset);
   if (extent != NULL && cddp__extent_is_pending(extent) && extent->after == NULL &&
       cddp__load32(&((cddp__control_block *)(void *)cddp__extent_address(extent))->generation) ==
           generation)
@@ -6132,7 +6149,7 @@ static bool cddp__ref_is_mapped_at(cddp__host *host, const cddp__ref *ref, const
   size_t at;
   bool same;
   pthread_mutex_lock(&host->lock);
-  segment = cddp__segment_find(&host->peers, ref->base, &at);
+  segment = cddp__segment_find(&host->arena.peers, ref->base, &at);
   same = ref->kind == CDDP__REF_EXTENT && segment != NULL && segment->base == ref->base &&
          segment->address + ref->offset == (const char *)p;
   pthread_mutex_unlock(&host->lock);
@@ -6167,7 +6184,8 @@ static cddp__ref cddp__ref_of(cddp__host *host, const void *p, size_t bytes) {
     ref.base = (uint64_t)(uintptr_t)p;
     return ref;
   }
-  if ((uintptr_t)p < cddp__load64(&host->lowest) || (uintptr_t)p >= cddp__load64(&host->highest))
+  if ((uintptr_t)p < cddp__load64(&host->arena.lowest) ||
+      (uintptr_t)p >= cddp__load64(&host->arena.highest))
     return ref;
   pthread_mutex_lock(&host->lock);
   extent = cddp__extent_of(host, p);
@@ -6192,10 +6210,10 @@ static cddp_result cddp__map_ref(cddp__host *host, const cddp__ref *ref, void **
   *out = (void *)(uintptr_t)ref->base;
   if (ref->kind == CDDP__REF_POINTER) return CDDP_OK;
   pthread_mutex_lock(&host->lock);
-  segment = cddp__segment_find(&host->peers, ref->base, &at);
+  segment = cddp__segment_find(&host->arena.peers, ref->base, &at);
   if (segment != NULL && segment->base != ref->base) segment = NULL;
-  for (i = 0; segment == NULL && i < host->own.count; i++)
-    if (host->own.list[i]->base == ref->base) segment = host->own.list[i];
+  for (i = 0; segment == NULL && i < host->arena.own.count; i++)
+    if (host->arena.own.list[i]->base == ref->base) segment = host->arena.own.list[i];
   if (segment == NULL) {
     address = cddp__map_segment(host, ref->base, ref->size);
     if (address == NULL) (void)cddp__fail_mapping("a peer's memory", ref->size);
@@ -6254,8 +6272,8 @@ static int cddp__count_cores(cddp__atomic_u64 *all, int most) {
 static void cddp__host_set_rank(cddp__host *host, int size, int index, int window) {
   host->size = size;
   host->index = index;
-  host->window = window;
-  host->window_end = (uint64_t)(window + 1) << host->window_bits;
+  host->arena.window = window;
+  host->arena.window_end = (uint64_t)(window + 1) << host->arena.window_bits;
 }
 
 /* >>reduce ---------------------------------------------------------------------------------------
@@ -7642,7 +7660,7 @@ static bool cddp__process_gone(const cddp__host *host, int at) {
   lock.l_type = F_WRLCK;
   lock.l_start = at;
   lock.l_len = 1;
-  if (at < host->size && fcntl(host->fd, F_GETLK, &lock) == 0 && lock.l_type != F_UNLCK)
+  if (at < host->size && fcntl(host->arena.fd, F_GETLK, &lock) == 0 && lock.l_type != F_UNLCK)
     return false;
   if (cddp__process_stat(host->pids[at], 22, &state, &born)) /* born > met: another process's pid */
     return state == 'Z' || state == 'X' || (at < host->size && born > host->started_before);
@@ -9071,16 +9089,17 @@ static void cddp__host_free(cddp__host *h) {
   cddp_allocator a;
   size_t j;
   int i;
-  for (j = 0; j < h->own.count + h->peers.count; j++) {
-    cddp__segment *s = j < h->own.count ? h->own.list[j] : h->peers.list[j - h->own.count];
+  for (j = 0; j < h->arena.own.count + h->arena.peers.count; j++) {
+    cddp__segment *s = j < h->arena.own.count ? h->arena.own.list[j]
+                                              : h->arena.peers.list[j - h->arena.own.count];
     munmap(s->address, (size_t)s->size);
     cddp__free(&h->allocator, s);
   }
   for (i = 0; h->pidfds != NULL && i < h->size + CDDP__JOINS; i++)
     if (h->pidfds[i] >= 0) close(h->pidfds[i]);
-  if (cddp__memfd_is_open(h)) cddp__close_fd(&h->fd);
-  cddp__close_fd(&h->join_fd);
-  cddp__close_fd(&h->join_tcp_fd);
+  if (cddp__memfd_is_open(h)) cddp__close_fd(&h->arena.fd);
+  cddp__close_fd(&h->joins.fd);
+  cddp__close_fd(&h->joins.tcp_fd);
   cddp__close_fd(&h->claim);
   cddp__close_fd(&h->port);
   if (h->record != NULL) {
@@ -9090,8 +9109,8 @@ static void cddp__host_free(cddp__host *h) {
   cddp__net_release(h->net);
   pthread_mutex_destroy(&h->lock);
   a = h->allocator;
-  cddp__free(&a, h->own.list);
-  cddp__free(&a, h->peers.list);
+  cddp__free(&a, h->arena.own.list);
+  cddp__free(&a, h->arena.peers.list);
   cddp__free(&a, h->pidfds);
   cddp__free(&a, h->pids);
   cddp__free(&a, h->job_info);
@@ -9123,8 +9142,8 @@ static cddp__host *cddp__host_create(const cddp_allocator *a, const cddp_logger 
   if (a != NULL) h->allocator = *a;
   if (l != NULL) h->logger = *l;
   pthread_mutex_init(&h->lock, NULL);
-  h->fd = h->claim = h->port = h->join_fd = h->join_tcp_fd = -1;
-  h->window_bits = 40;
+  h->arena.fd = h->claim = h->port = h->joins.fd = h->joins.tcp_fd = -1;
+  h->arena.window_bits = 40;
   cddp__host_set_rank(h, size, index, index);
   memset(processors, 0, sizeof processors);
   h->container_cores = cddp__container_cores();
@@ -10160,29 +10179,29 @@ static cddp_result cddp__create_memory(cddp__host *h) {
   if (limit.rlim_cur == RLIM_INFINITY)
     windows += CDDP__JOINS;
   else
-    while (h->window_bits > 12 && windows << h->window_bits > (uint64_t)limit.rlim_cur)
-      h->window_bits--;
-  if ((uint64_t)1 << h->window_bits < CDDP__HUGE_PAGE + cddp__block_bytes(h->size, h->size))
+    while (h->arena.window_bits > 12 && windows << h->arena.window_bits > (uint64_t)limit.rlim_cur)
+      h->arena.window_bits--;
+  if ((uint64_t)1 << h->arena.window_bits < CDDP__HUGE_PAGE + cddp__block_bytes(h->size, h->size))
     return cddp__fail(CDDP_SYSTEM,
                       "the file size limit of %llu bytes (ulimit -f) is too small for the memory "
                       "that %d ranks share; raise it: ulimit -f unlimited",
                       (unsigned long long)limit.rlim_cur, h->size);
-  h->fd = cddp__above_stdio(
+  h->arena.fd = cddp__above_stdio(
       (int)syscall(SYS_memfd_create, "cddp", 3u /* MFD_CLOEXEC | MFD_ALLOW_SEALING */));
-  if (h->fd < 0 && (errno == EMFILE || errno == ENFILE))
+  if (h->arena.fd < 0 && (errno == EMFILE || errno == ENFILE))
     return cddp__fail(CDDP_SYSTEM, "memfd_create: %s; raise the limit (ulimit -n)",
                       strerror(errno));
-  if (h->fd < 0)
+  if (h->arena.fd < 0)
     return cddp__fail(CDDP_SYSTEM,
                       "memfd_create: %s: the ranks on a host share memory through it. If a "
                       "container forbids it, allow it (Docker: --security-opt seccomp=unconfined), "
                       "or give each rank its own CDDP_HOST_ID: the ranks then use TCP",
                       strerror(errno));
-  if (ftruncate(h->fd, (off_t)(windows << h->window_bits)) != 0)
+  if (ftruncate(h->arena.fd, (off_t)(windows << h->arena.window_bits)) != 0)
     return cddp__fail_errno("ftruncate of shared memory");
-  fcntl(h->fd, 1033 /* F_ADD_SEALS */,
+  fcntl(h->arena.fd, 1033 /* F_ADD_SEALS */,
         2 | 4 /* SHRINK | GROW: no peer can remove pages that this rank uses */);
-  (void)fstat(h->fd, &h->memory);
+  (void)fstat(h->arena.fd, &h->arena.memory);
   return CDDP_OK;
 }
 
@@ -10191,15 +10210,16 @@ static cddp_result cddp__create_memory(cddp__host *h) {
 static cddp_result cddp__receive_memory(cddp__rendezvous *v, int size) {
   cddp__host *h = v->host;
   uint64_t bytes;
-  h->fd = v->fds[0];
+  h->arena.fd = v->fds[0];
   v->registered[0].link_fd = v->fds[1];
   v->fds[0] = v->fds[1] = -1;
-  if (h->fd < 0 || (h->net != NULL && v->registered[0].link_fd < 0))
+  if (h->arena.fd < 0 || (h->net != NULL && v->registered[0].link_fd < 0))
     return cddp__fail_descriptors(v, EMFILE, "recvmsg of the shared memory");
-  (void)fstat(h->fd, &h->memory);
-  bytes = (uint64_t)h->memory.st_size;
-  h->window_bits = 12;
-  while (h->window_bits < 40 && ((uint64_t)size + 1) << h->window_bits < bytes) h->window_bits++;
+  (void)fstat(h->arena.fd, &h->arena.memory);
+  bytes = (uint64_t)h->arena.memory.st_size;
+  h->arena.window_bits = 12;
+  while (h->arena.window_bits < 40 && ((uint64_t)size + 1) << h->arena.window_bits < bytes)
+    h->arena.window_bits++;
   return CDDP_OK;
 }
 
@@ -10237,7 +10257,7 @@ static cddp_result cddp__apply_table(cddp__rendezvous *v) {
 static cddp_result cddp__world_group(cddp_group **out, cddp__host *h, int rank, int size,
                                      double timeout_s) {
   size_t bytes = cddp__round_up(cddp__block_bytes(size, h->size), cddp__page_size());
-  int fd = h->joined ? -1 : h->fd;
+  int fd = h->joined ? -1 : h->arena.fd;
   struct flock lock;
   char *block;
   cddp_result r;
@@ -10316,7 +10336,7 @@ static cddp_result cddp__rendezvous_finish(cddp__rendezvous *v, cddp_group **out
     r = cddp__world_group(out, h, v->at->rank, v->at->world_size, v->at->timeout_s);
   for (i = 0; i < v->child_count && r == CDDP_OK; i++) {
     cddp__channel *c = &v->children[i];
-    int *link_fd = &v->registered[c->first].link_fd, fds[2] = {h->fd, *link_fd};
+    int *link_fd = &v->registered[c->first].link_fd, fds[2] = {h->arena.fd, *link_fd};
     if (!c->awaited) continue;
     CDDP__POINT("welcome");
     if (cddp__channel_send(c->fd, CDDP__RENDEZVOUS_TABLE, CDDP_OK, v->net->token,
@@ -10484,14 +10504,14 @@ static void cddp__share_memory(cddp__host *h) {
   struct rlimit limit;
   cddp__extent *e = NULL;
   size_t at = 0;
-  if (h->fd >= 0 || h->size > 1 || h->net != NULL || h->job_info == NULL) return;
+  if (h->arena.fd >= 0 || h->size > 1 || h->net != NULL || h->job_info == NULL) return;
   if (getrlimit(RLIMIT_FSIZE, &limit) != 0 || limit.rlim_cur != RLIM_INFINITY) return;
   if (cddp__create_memory(h) != CDDP_OK) {
     cddp__log(&h->logger, 1, "no process can join this rank: %s", cddp_error());
     return;
   }
   while ((e = cddp__next_extent(h, e, &at)) != NULL) e->is_private = true;
-  memset(h->lists, 0, sizeof h->lists);
+  memset(h->arena.lists, 0, sizeof h->arena.lists);
   h->threads = false;
 }
 
@@ -10502,15 +10522,15 @@ static void cddp__join_listen(cddp__host *h) {
   cddp__address a;
   int seconds = 5, error = 0;
   if (h->job_info == NULL) return;
-  if (h->net != NULL && h->job_info->port != 0 && h->join_tcp_fd < 0) {
+  if (h->net != NULL && h->job_info->port != 0 && h->joins.tcp_fd < 0) {
     a = cddp__internet_address(&h->net->hosts[h->net->host].address);
     if (!cddp__address_is_loopback(&a)) cddp__address_to_all(&a);
     cddp__address_set_port(&a, h->job_info->port);
-    if (cddp__listen_address(&a, &h->join_tcp_fd) == 0)
-      setsockopt(h->join_tcp_fd, IPPROTO_TCP, TCP_DEFER_ACCEPT, &seconds, sizeof seconds);
+    if (cddp__listen_address(&a, &h->joins.tcp_fd) == 0)
+      setsockopt(h->joins.tcp_fd, IPPROTO_TCP, TCP_DEFER_ACCEPT, &seconds, sizeof seconds);
   }
   a = cddp__rank_socket(h->job_info, "join-", (int)h->job_info->table.info.rank);
-  if (h->join_fd < 0) error = cddp__listen_address(&a, &h->join_fd);
+  if (h->joins.fd < 0) error = cddp__listen_address(&a, &h->joins.fd);
   if (error != 0)
     cddp__log(&h->logger, 1, "no process can join through this rank: %s", strerror(error));
 }
@@ -10528,10 +10548,10 @@ static cddp_result cddp__run_challenge(cddp__challenge *c, int fd, double deadli
    at most 0.1 s. Afterwards it pauses for ten times as long as the answers took. So slow or
    repeated callers cost at most a tenth of this rank's time. */
 static void cddp__join_serve(cddp__host *h) {
-  int doors[2] = {h->join_fd, h->join_tcp_fd}, fds[2] = {h->fd, -1}, k, fd;
+  int doors[2] = {h->joins.fd, h->joins.tcp_fd}, fds[2] = {h->arena.fd, -1}, k, fd;
   double now = cddp__now(), begin = now;
   cddp__challenge c;
-  if ((doors[0] < 0 && doors[1] < 0) || now < h->join_pause_end) return;
+  if ((doors[0] < 0 && doors[1] < 0) || now < h->joins.pause_end) return;
   for (k = 0; k < 2; k++)
     while (now < begin + 0.05 && doors[k] >= 0 && (fd = cddp__accept(doors[k])) >= 0) {
       cddp__join_table *table = &h->job_info->table;
@@ -10541,12 +10561,12 @@ static void cddp__join_serve(cddp__host *h) {
       if (cddp__challenge_begin(&c, h->job_info->secret, "join", false, NULL, 0) == CDDP_OK &&
           cddp__run_challenge(&c, fd, now + 0.1) == CDDP_OK)
         (void)cddp__channel_send(fd, CDDP__RENDEZVOUS_TABLE, CDDP_OK, table, sizeof *table,
-                                 k == 0 && h->fd >= 0 ? fds : NULL, now + 0.1);
+                                 k == 0 && h->arena.fd >= 0 ? fds : NULL, now + 0.1);
       CDDP__POINT("elastic told");
       cddp__close_fd(&fd);
       now = cddp__now();
     }
-  h->join_pause_end = begin + 10 * (now - begin);
+  h->joins.pause_end = begin + 10 * (now - begin);
 }
 
 typedef struct cddp__join_call { /* a connection to a rank of the job */
@@ -10677,14 +10697,15 @@ static cddp_result cddp__join_memory(cddp__rendezvous *v, const cddp__join_table
   cddp_result r;
   if (v->fds[0] < 0) return CDDP_OK; /* it shares no memory, as if it were alone on its host */
   if ((r = cddp__receive_memory(v, table->local_size)) != CDDP_OK) return r;
-  first = (cddp__control_block *)(void *)cddp__map_memory(h->fd, 0, page);
+  first = (cddp__control_block *)(void *)cddp__map_memory(h->arena.fd, 0, page);
   if (first == NULL) return cddp__fail_errno("mmap of the job's shared memory");
   joins = cddp__add32(&first->joins, 1);
   h->cores = cddp__count_cores(first->processors, h->container_cores);
   munmap(first, page);
   cddp__host_set_rank(h, h->size, h->index, table->local_size + (int)joins - 1);
   if (joins <= CDDP__JOINS &&
-      (uint64_t)(h->window + 2) << h->window_bits <= (uint64_t)lseek(h->fd, 0, SEEK_END))
+      (uint64_t)(h->arena.window + 2) << h->arena.window_bits <=
+          (uint64_t)lseek(h->arena.fd, 0, SEEK_END))
     return CDDP_OK;
   return cddp__fail(CDDP_UNSUPPORTED,
                     "CDDP_JOIN: the job is full: at most %d processes can join it in its lifetime, "
@@ -10722,8 +10743,8 @@ static cddp_result cddp__join(cddp_group **out, const cddp__config *at, const cd
   if (r == CDDP_OK && table.job != 0)
     r = cddp__record_open(&h->record, table.job, at->rank, h->size,
                           table.life);
-  if (r == CDDP_OK && h->fd >= 0) /* its index follows those of the first group */
-    cddp__host_set_rank(h, table.local_size, h->window, h->window);
+  if (r == CDDP_OK && h->arena.fd >= 0) /* its index follows those of the first group */
+    cddp__host_set_rank(h, table.local_size, h->arena.window, h->arena.window);
   cddp__rendezvous_free(&v);
   return r;
 }
@@ -18057,7 +18078,7 @@ static cddp_result cddp__share_create(cddp_ddp *d, cddp_optim *o) {
   if (end == d->dense) to = d->state_stride / CDDP__HUGE_PAGE;
   for (k = 0; k < o->states; k++)
     cddp__populate(states + (size_t)k * d->state_stride + from * CDDP__HUGE_PAGE,
-                   (to - from) * CDDP__HUGE_PAGE, d->group->host->fd >= 0);
+                   (to - from) * CDDP__HUGE_PAGE, d->group->host->arena.fd >= 0);
   (void)cddp__copy_states(d, o, states, begin, end, true);
   cddp__share_states(d, o, states);
   return CDDP_OK;
@@ -19908,8 +19929,8 @@ static void cddp__elastic_close(cddp_ddp *d) {
   cddp__net *net = d->elastic->net;
   cddp__host *host = d->group->host;
   cddp__elastic_disconnect(d);
-  cddp__close_fd(&host->join_fd);
-  cddp__close_fd(&host->join_tcp_fd);
+  cddp__close_fd(&host->joins.fd);
+  cddp__close_fd(&host->joins.tcp_fd);
   pthread_mutex_lock(&net->lock);
   cddp__close_fd(&net->listener);
   cddp__links_free(net, net->incoming);
@@ -20069,15 +20090,15 @@ static void cddp__free_retired(cddp_ddp *d) {
   size_t i, remaining = 0;
   for (i = 0; i < elastic->retired_count; i++) {
     const cddp__retired retired = elastic->retired[i];
-    int owner = (int)(retired.ref.base >> host->window_bits) - 1, p = 0;
+    int owner = (int)(retired.ref.base >> host->arena.window_bits) - 1, p = 0;
     while (p < d->shards && (elastic->members[p].life == 0 || elastic->members[p].index != owner ||
                              elastic->members[p].host != elastic->members[elastic->me].host))
       p++;
     if (retired.step >= elastic->step || (p == d->shards && !cddp__process_gone(host, owner)))
       elastic->retired[remaining++] = retired;
-    else if (owner == host->window)
+    else if (owner == host->arena.window)
       cddp__arena_free_block(host, &retired.ref, retired.block_generation);
-    else if (p == d->shards && host->fd >= 0)
+    else if (p == d->shards && host->arena.fd >= 0)
       (void)cddp__ref_punch(host, &retired.ref);
   }
   elastic->retired_count = remaining;
@@ -20182,7 +20203,7 @@ static cddp_result cddp__elastic_connect(cddp_ddp *d) {
   d->slot_areas[d->me] = elastic->slot_area;
   if (r != CDDP_OK || !elastic->one_host) return r;
   cddp__slice(d->dense, CDDP__HUGE_PAGE, g->size, g->rank, &begin, &end);
-  cddp__populate(elastic->mean + begin, end - begin, d->group->host->fd >= 0);
+  cddp__populate(elastic->mean + begin, end - begin, d->group->host->arena.fd >= 0);
   return CDDP_OK;
 }
 
@@ -21350,7 +21371,7 @@ static cddp_result cddp__elastic_describe_self(cddp_ddp *d, cddp__elastic_member
   }
   if (host->net != NULL)
     a = cddp__internet_address(&host->net->hosts[host->net->host].address);
-  else if (host->joined && host->fd >= 0)
+  else if (host->joined && host->arena.fd >= 0)
     a = cddp__internet_address(&host->job_info->table.address);
   else
     r = cddp__own_address(fd, &a);
@@ -21360,7 +21381,7 @@ static cddp_result cddp__elastic_describe_self(cddp_ddp *d, cddp__elastic_member
   self->address = a.v6;
   self->number = elastic->me;
   self->host = host->net != NULL ? host->net->host : 0;
-  if (host->joined) self->host = host->fd >= 0 ? host->job_info->table.host : 2 * d->shards;
+  if (host->joined) self->host = host->arena.fd >= 0 ? host->job_info->table.host : 2 * d->shards;
   if ((r = cddp__listen_all(&a, 1, &elastic->net->listener, &count)) != CDDP_OK)
     return cddp__fail_in(r, "cannot listen for the other ranks of an elastic model: ");
   self->port = cddp__address_port(&a);
