@@ -155,7 +155,7 @@ extern "C" {
 
 /* >>api -------------------------------------------------------------------------------------------
 
-   RESULTS. Every function that can fail returns one of these. 0 is success. */
+   RESULTS. Every function that can fail returns one of these. */
 #define CDDP__RESULTS(X)                                                                           \
   X(CDDP_OK, "success")                                                                            \
   X(CDDP_INVALID_ARGUMENT, "invalid argument")     /* the caller's mistake; nothing was done */    \
@@ -363,8 +363,7 @@ CDDPDEF cddp_result cddp_all_gather_v(cddp_group *g, const void *send, void *rec
 /* Like all_to_all, with counts[world_size]: send holds send_counts[r] elements for rank r, and recv
    receives recv_counts[r] from it, ordered by rank, without gaps. Not in place. Counts that do not
    match are CDDP_MISMATCH on all ranks, and no element moves. With NCCL the host waits for the
-   exchange of counts, and a CUDA graph keeps its counts. Like all_to_all_single with split sizes.
-   */
+   exchange of counts, and a CUDA graph keeps its counts. all_to_all_single with split sizes. */
 CDDPDEF cddp_result cddp_all_to_all_v(cddp_group *g, const void *send, const size_t *send_counts,
                                       void *recv, const size_t *recv_counts, cddp_dtype dtype,
                                       cddp_work **work);
@@ -543,8 +542,7 @@ CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_step(cddp_ddp *d, cddp_optim *s);
 CDDPDEF uint64_t cddp_ddp_steps(const cddp_ddp *d);
 
 /* on: gradients accumulate locally, and cddp does not divide them by the number of micro-batches.
-   off:
-   the next step sends all. While on, cddp_ddp_wait returns immediately and cddp_ddp_step is
+   off: the next step sends all. While on, cddp_ddp_wait returns immediately and cddp_ddp_step is
    CDDP_INVALID_ARGUMENT. The same call on every rank, between steps. Like DDP's no_sync(). */
 CDDPDEF void cddp_ddp_no_sync(cddp_ddp *d, bool on);
 
@@ -713,8 +711,7 @@ CDDP_CHECKED CDDPDEF cddp_result cddp_optim_step(cddp_optim *s); /* updates data
 CDDPDEF cddp_result cddp_optim_zero_grad(cddp_optim *s);         /* all gradients = 0. Local */
 CDDPDEF cddp_result cddp_optim_set_lr(cddp_optim *s, double lr); /* from the next step on */
 CDDPDEF double cddp_optim_lr(const cddp_optim *s);
-/* Call it after you have changed data yourself: writes the copies, and masters begin anew. Local.
-   */
+/* Call it after you have changed data yourself: writes copies; masters begin anew. Local. */
 CDDPDEF cddp_result cddp_optim_write_copies(cddp_optim *s);
 CDDPDEF void cddp_optim_destroy(cddp_optim *s);                  /* NULL is fine */
 
@@ -942,10 +939,10 @@ CDDPDEF const char *cddp_safetensors_metadata(const cddp_safetensors *f, const c
 CDDPDEF cddp_result cddp_spawn(int (*fn)(int rank, void *arg), void *arg, int nprocs);
 
 /* cddp_spawn for elastic training: when a rank fails the others continue. The rank is forked again,
-   with CDDP_JOIN=1, at most max_restarts times in all. Returns CDDP_OK if any rank has returned
-   0; after that no rank is forked. If all have failed, CDDP_PEER_LOST
-   names the last one. If a replacement cannot be forked, the others continue without it. Like
-   torchrun --max-restarts, except that the other ranks do not restart. */
+   with CDDP_JOIN=1, at most max_restarts times in all. If a replacement cannot be forked, the
+   others continue without it. Returns CDDP_OK if any rank has returned 0; after that no rank is
+   forked. If all have failed, CDDP_PEER_LOST names the last one. Like torchrun --max-restarts,
+   except that the other ranks do not restart. */
 CDDPDEF cddp_result cddp_spawn_elastic(int (*fn)(int rank, void *arg), void *arg, int nprocs,
                                        int max_restarts);
 
@@ -1025,8 +1022,7 @@ CDDPDEF cddp_result cddp_synchronize(cddp_group *g);
    CALL SITES. Error texts of collective calls show the file and line of each rank's call (of ranks
    on this host). Macros of the functions' own names, at the end of this file, pass them. Define
    CDDP_NO_CALL_SITES before this header to leave the macros out. A wrapper can pass its caller's
-   place:
-   (cddp_barrier)(cddp_at(g, file, line)).
+   place: (cddp_barrier)(cddp_at(g, file, line)).
 
    FLIGHT RECORDER. With CDDP_RECORD=dir each rank keeps its last 1,024 operations in
    dir/cddp-JOB-RANK.rec, which survives SIGKILL. cddp creates the folder dir, but not the folders
@@ -1080,8 +1076,7 @@ CDDPDEF cddp_result cddp_store_compare_set(cddp_store *s, const char *key, const
                                            size_t expected_size, const void *desired,
                                            size_t desired_size, void *value, size_t capacity,
                                            size_t *size, bool *swapped);
-/* Waits until all keys exist; timeout_s 0 = the store's. CDDP_TIMEOUT names the first missing key.
-   */
+/* Waits until all keys exist; timeout_s 0 = the store's. CDDP_TIMEOUT names a missing key. */
 CDDPDEF cddp_result cddp_store_wait(cddp_store *s, const char *const *keys, int count,
                                     double timeout_s);
 CDDPDEF cddp_result cddp_store_check(cddp_store *s, const char *const *keys, int count,
@@ -1099,10 +1094,10 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
        for rank and size; wait for, test and cancel handles, each its own
      - call cddp_ddp_ready and cddp_ddp_add_rows, each for another parameter, but not beside the
        other functions of that cddp_ddp
+     - run steps of a cddp_ddp beside collectives of its group
      - use a store, and read with cddp_safetensors_*.
-   The other functions of a cddp_ddp, a cddp_optim and a sampler are for one thread at a time. Steps
-   of a cddp_ddp can run beside collectives of its group. Do not destroy what another thread uses.
-   cddp_error is each thread's own. Do not cancel (pthread_cancel) a thread in a call of cddp:
+   The other functions of a cddp_ddp, a cddp_optim and a sampler are for one thread at a time. Do
+   not destroy what another thread uses. Do not cancel (pthread_cancel) a thread in a call of cddp:
    cddp_cancel and timeout_s end receives. Signals do not disturb calls; a signal handler must not
    call cddp or leave a call by longjmp.
 
@@ -1133,33 +1128,32 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 
    LAUNCHERS. The variables of srun, mpirun (Open MPI, MPICH, Intel MPI, MVAPICH2), flux run, jsrun
    and PALS's mpiexec work too. On one host their ranks connect without a port; MASTER_PORT keeps
-   two programs of one step apart.
+   two programs of one step apart. aprun, and launchers with PMIx alone, tell a rank but no size:
+   export RANK, WORLD_SIZE and the rest.
 
-   On several hosts srun's ranks connect at the step's first host, on a port derived from job and
-   step unless MASTER_PORT is set (srun -m arbitrary and heterogeneous jobs need
-   --export=ALL,MASTER_ADDR=HOST, with rank 0's host); the others need MASTER_ADDR. aprun, and
-   launchers with PMIx alone, tell a rank but no size: export RANK, WORLD_SIZE and the rest.
+   On several hosts MASTER_ADDR and MASTER_PORT are needed, except with srun: its ranks connect at
+   the step's first host, on a port derived from job and step unless MASTER_PORT is set. (srun -m
+   arbitrary and heterogeneous jobs need --export=ALL,MASTER_ADDR=HOST, with rank 0's host.)
 
    FILE. A file:// path must be on a file system with locks. Rank 0 writes its address and a key
-   into it:
-   processes that cannot read the file cannot connect. It holds a lock until all ranks have
+   into it: processes that cannot read the file cannot connect. It holds a lock until all ranks have
    connected, then removes the file. A file that a crashed job left is recognised and reused.
    Refused: symbolic links, files with several names, files of other users, and files that others
    can write.
 
    SEVERAL HOSTS. Each host has any number of ranks, which share memory. Hosts connect by TCP over
    the interface on the route to rank 0, unencrypted. Ranks in different process or time namespaces
-   (containers of one pod) count as ranks on different hosts. Hosts learn of a dead rank within 0.5
-   s.
+   (containers of one pod) count as ranks on different hosts. Hosts learn of a dead rank within
+   0.5 s.
 
    FIREWALLS. The hosts must accept connections from each other at MASTER_PORT (on rank 0's host)
    and at the ports that ranks listen on. CDDP_PORTS=41000-41099, set for all ranks, limits the
    latter to a range that a firewall can open. A host needs a port for each of its ranks, a second
-   one for each elastic rank, and rank 0's host one more. MASTER_PORT need not be in the range. If a
-   port cannot be reached, all ranks fail with CDDP_NETWORK within about 15 s, and the text names
-   both ends.
+   one for each elastic rank, and rank 0's host one more. MASTER_PORT need not be in the range.
 
-   If it is MASTER_PORT itself, only the ranks that cannot reach it know, after timeout_s.
+   If a port cannot be reached, all ranks fail with CDDP_NETWORK within about 15 s, and the text
+   names both ends. If it is MASTER_PORT itself, only the ranks that cannot reach it know, after
+   timeout_s.
 
    SECRETS. Without a secret, anyone who can reach rank 0's port can read and modify rendezvous
    messages, or impersonate a rank. During the rendezvous strangers cost rank 0 at most 1.5 GiB of
@@ -1168,7 +1162,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    attacker who can read or change the traffic: nothing is encrypted or signed after the proofs. An
    impostor of rank 0 learns enough to test guesses; use 128 random bits:
 
-   CDDP_SECRET=$(head -c 16 /dev/urandom | base64).
+     CDDP_SECRET=$(head -c 16 /dev/urandom | base64)
 
    TWO JOBS ON ONE PORT. Give each job its own port (MASTER_PORT). A running job is not
    disturbed by a second start on its port. A process of the second start fails with
@@ -1182,10 +1176,9 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    Everything else uses shared memory and TCP: mismatches and dead ranks are found as usual. A
    time-out inside an operation of MPI cannot tell which rank is late.
 
-   FLOATING-POINT MODE. Version, WORLD_SIZE, backend and mode (FTZ, DAZ, rounding) must be the same
-   on all ranks: CDDP_MISMATCH. An operation uses the mode of the calling thread. Ranks change it
-   between the same calls; the first call after the change can still use the old mode if it moves 4
-   KiB or less.
+   FLOATING-POINT MODE. An operation uses the mode (FTZ, DAZ, rounding) of the calling thread. It
+   must be the same on all ranks: CDDP_MISMATCH. Ranks change it between the same calls; the first
+   call after the change can still use the old mode if it moves 4 KiB or less.
 
    SHARED MEMORY. A file size limit (ulimit -f) also limits what a rank shares by cddp_alloc: to the
    largest power of two that is at most the limit / (local ranks + 1). Memory is on huge pages,
@@ -1193,42 +1186,39 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    /sys/kernel/mm/transparent_hugepage/shmem_enabled is advise. Do not call cddp_init while another
    thread changes the environment.
 
-   MISMATCHES AND DEADLOCKS. CDDP_MISMATCH also means that ranks reduce floats in different rounding
-   or FTZ modes, or that two ranks on one host wait for each other in different groups, such as one
-   in cddp_save and one in a model's step. Such a deadlock is found if each rank uses cddp from one
-   thread, and without a comm_hook of the program's own; otherwise, and between hosts, it is a
-   time-out. The text of a time-out shows the call in which each late rank of the host waits, and
-   other groups of it that have failed.
-
-   Hosts tell each other which of their ranks are waiting (with more than 64 ranks: if the host's
-   lowest one is).
+   MISMATCHES AND DEADLOCKS. CDDP_MISMATCH also means that two ranks on one host wait for each other
+   in different groups, such as one in cddp_save and one in a model's step. Such a deadlock is found
+   if each rank uses cddp from one thread, and without a comm_hook of the program's own; otherwise,
+   and between hosts, it is a time-out. The text of a time-out shows the call in which each late
+   rank of the host waits, and other groups of it that have failed. Hosts tell each other which of
+   their ranks are waiting (with more than 64 ranks: if the host's lowest one is).
 
    MESSAGES. A send returns when the message is received if the receiver reads it in place: above 64
    KiB, from memory of cddp_alloc (between threads: any memory), to a rank on this host. Other
    messages are copied, and their send returns immediately, unless 128 messages of this rank in this
-   group, or 256 MiB of copies, are in transit; to other hosts only the latter counts. Data that the
-   network does not take immediately is sent in later calls of cddp: a rank that computes for a long
-   time delays it.
+   group, or 256 MiB of copies, are in transit; to other hosts only the latter counts. Receives for
+   one tag are served in the order of their calls, those with CDDP_ANY among them.
 
-   Receives for one tag are served in the order of their calls, those with CDDP_ANY among them.
+   Data that the network does not take immediately is sent in later calls of cddp: a rank that
+   computes for a long time delays it.
 
    GRADIENTS IN MEMORY. Gradients that were NULL are in one block: first those of F32, then F64,
    F16, BF16; of each dtype the last parameter first, each at a multiple of 64 bytes, zero between.
    Your own gradients can be anywhere; nothing around them is touched. Those from cddp_alloc of g on
    all ranks (between threads, or with one rank: in any memory) are reduced in place: do not write
-   to them between cddp_ddp_ready and the wait or step. Others are copied in each step.
+   to them between cddp_ddp_ready and the wait or step.
 
-   So are all on GPUs, of elastic models, and with a comm_hook; over several hosts or with MPI those
-   below 1 MiB, or all if ranks have several shards. Buckets are assigned like PyTorch's after its
-   first rebuild (a sparse parameter counts as if it were dense).
+   Other gradients are copied in each step. So are all on GPUs, of elastic models, and with a
+   comm_hook; over several hosts or with MPI those below 1 MiB, or all if ranks have several shards.
+   Buckets are assigned like PyTorch's after its first rebuild (a sparse parameter counts as if it
+   were dense).
 
    MODELS AND GROUPS. If a group is destroyed before its models, the models keep its memory. On CPUs
    they continue to work; on GPUs their calls fail, except cddp_ddp_destroy.
 
    UNEVEN INPUTS. A hook's result is scaled by world size / ranks with data, so it must be linear.
    Have other collectives outside the loop. A short batch weighs as much as a full one, unless you
-   multiply its loss by its samples / a full batch's. On GPUs with NCCL set uneven_inputs in
-   cddp_ddp_desc.
+   multiply its loss by its samples / a full batch's.
 
    PARTITIONS. A partition is a stretch of one parameter. The partitions of a host's ranks cover
    each element of each dense gradient once. Each host updates all of them, so on several hosts the
@@ -1240,8 +1230,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    NCCL no call waits on the host. NCCL reduces a bucket only to the ranks with partitions in it
    if the previous step was of this kind too, without max_grad_norm; otherwise to all ranks.
 
-   SHARDS. More shards than ranks: nothing is reduced during the backward pass, and a rank with k
-   shards needs up to ceil(log2 k) + 1 more copies of the gradients (f16 and bf16 in f32); over
+   SHARDS. With more shards than ranks nothing is reduced during the backward pass. A rank with k
+   shards needs memory for ceil(log2 k) + 1 more copies of the gradients (f16 and bf16 in f32); over
    several hosts, with MPI and on GPUs one more, with NCCL also if there are as many shards as
    ranks. GPUs need cddp_kernels.cuh; their sums have the CPU's bits. find_unused_parameters,
    uneven_inputs, comm_hook and cddp_ddp_join are CDDP_UNSUPPORTED with shards.
@@ -1254,10 +1244,10 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 
    Losses: a rank can be killed at any instruction. If it is lost before cddp_ddp_next_shard returns
    false, that call returns its shards to the other ranks. Later the others have the mean and need
-   nothing of it. A rank with a local failure (memory, descriptors) ends alone,
-   and its text begins with "rank N:"; to the others it is lost. Every rank must call next_shard
-   within timeout_s of the others. The calls of a step are compared in the next reduction:
-   CDDP_MISMATCH on all ranks or, if a rank that joined later differs, on that rank alone.
+   nothing of it. A rank with a local failure (memory, descriptors) ends alone, and its text begins
+   with "rank N:"; to the others it is lost. Every rank must call next_shard within timeout_s of the
+   others. The calls of a step are compared in the next reduction: CDDP_MISMATCH on all ranks or, if
+   a rank that joined later differs, on that rank alone.
 
    Over hosts: whole hosts can fail, and the last rank continues. A host is lost if it does not
    answer for 20 s, or if all connections to it were reset, as by a firewall, and no process there
@@ -1285,14 +1275,15 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
      - Change weights yourself only between two steps, in the same way on all ranks.
 
    MIXED PRECISION. With copies, params hold the masters and f32 gradients, which are reduced in
-   f32. copies[i] has count elements in the same kind of memory as data. Creation, cddp_optim_step,
-   cddp_ddp_step, cddp_ddp_join and cddp_load (with desc.optim) write data, rounded to nearest, to
-   it. The array is copied; the memory must stay. Checkpoints hold the masters. With master_weights,
-   gradients are summed in f32 and rounded once (with NCCL as NCCL does). With cddp_ddp_step each
-   rank keeps its share of the masters and states, and 2 bytes a weight are sent instead of 4.
+   f32. copies[i] is in the same kind of memory as data. Creation, cddp_optim_step, cddp_ddp_step,
+   cddp_ddp_join and cddp_load (with desc.optim) write data, rounded to nearest, to it. The array is
+   copied; the memory must stay. Checkpoints hold the masters.
 
-   Masters begin as the weights at the first step, and anew after cddp_optim_write_copies. In a
-   checkpoint they are optimizer.master.NAME. f32 and f64 parameters have none.
+   With master_weights, gradients are summed in f32 and rounded once (with NCCL as NCCL does). With
+   cddp_ddp_step each rank keeps its share of the masters and states, and 2 bytes a weight are sent
+   instead of 4. Masters begin as the weights at the first step, and anew after
+   cddp_optim_write_copies. In a checkpoint they are optimizer.master.NAME. f32 and f64 parameters
+   have none.
 
    ADAMW. At a parameter's end the scalar loop of PyTorch's kernel can round differently; f64
    differs by roundings. A parameter's steps are those in which a rank used it. In a checkpoint the
@@ -1333,21 +1324,22 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    NCCL 2.23 or later is recommended: in older versions the calling thread runs an operation, and
    the abort after a failure can free memory under it if it does not return for 0.5 s. Without
    LOCAL_RANK a rank's position among the ranks of its host selects the GPU; with backend "cpu"
-   device "cuda" is LOCAL_RANK modulo the number of GPUs. Messages in device memory match in the
-   order of calls between two ranks; tags are not compared.
+   device "cuda" is LOCAL_RANK modulo the number of GPUs.
 
+   Messages in device memory match in the order of calls between two ranks; tags are not compared.
    Messages with a handle are sent together, at the group's next call that is not another of them,
-   or at their cddp_wait or cddp_test: an exchange posts all, then waits. NCCL's sums have equal
-   bits on all ranks; another number of ranks or GPUs, or another version of NCCL, can give other
-   bits (cddp_ddp_desc.shards avoids that). MIN and MAX can ignore a NaN. Means of floats are sums
-   that a kernel multiplies by 1/world_size.
+   or at their cddp_wait or cddp_test: an exchange posts all, then waits.
 
-   Means of f16, and all means without cddp_kernels.cuh, are NCCL's, which in bf16 are off by up to
-   0.2 %, in f16 by 0.03 %, unless world_size is a power of two. Two threads watch NCCL's and the
-   device's errors, the other processes, their order of calls, and timeout_s (from the enqueueing of
-   an operation; for an operation in a CUDA graph from the beginning of cddp_synchronize or
-   cddp_barrier). Calls of ranks on different hosts are compared in cddp_barrier and
-   cddp_group_split.
+   NCCL's sums have equal bits on all ranks; another number of ranks or GPUs, or another version of
+   NCCL, can give other bits (cddp_ddp_desc.shards avoids that). MIN and MAX can ignore a NaN. Means
+   of floats are sums that a kernel multiplies by 1/world_size. Means of f16, and all means without
+   cddp_kernels.cuh, are NCCL's, which in bf16 are off by up to 0.2 %, in f16 by 0.03 %, unless
+   world_size is a power of two.
+
+   Two threads watch NCCL's and the device's errors, the other processes, their order of calls, and
+   timeout_s (from the enqueueing of an operation; for an operation in a CUDA graph from the
+   beginning of cddp_synchronize or cddp_barrier). Calls of ranks on different hosts are compared in
+   cddp_barrier and cddp_group_split.
 
    A failure breaks the group on all ranks and aborts its communicator: streams then end with
    undefined results, and cddp_synchronize, cddp_wait and every later call return the failure.
@@ -1370,9 +1362,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    its death, ends the store, and operations of other processes fail with CDDP_NETWORK. PyTorch's
    commands queue_*, list_keys and barrier are missing.
 
-   A TRAINER LIKE LLM.C. Its train_gpt2.c keeps 16 arrays of weights and 16 of gradients. Data
-   parallel by these lines:
-     TRY(cddp_init(&g, NULL));
+   A TRAINER LIKE LLM.C. Its train_gpt2.c keeps 16 arrays of weights and 16 of gradients:
      gpt2_build_from_checkpoint(&model, "gpt2_124M.bin");
      for (int i = 0; i < NUM_PARAMETER_TENSORS; i++) // p: cddp_param [NUM_PARAMETER_TENSORS] = {0}
        p[i].data = ((float **)&model.params)[i], p[i].count = model.param_sizes[i];
@@ -1385,19 +1375,19 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
      TRY(cddp_ddp_step(ddp, adamw));
      TRY(cddp_all_reduce(g, &model.mean_loss, 1, CDDP_F32, CDDP_AVG, NULL)); // to print it
    In gpt2_backward "if (model->grads_memory == NULL)" becomes "if (model->grads_acts_memory ==
-   NULL)". The allocations of grads_memory, m_memory and v_memory are removed. To overlap
-   communication with the backward pass layer by layer, keep grads_memory, from cddp_alloc, and list
-   each layer's part of a tensor as a cddp_param with its place there as grad. 2 ranks with B = 4
+   NULL)". The allocations of grads_memory, m_memory and v_memory are removed. 2 ranks with B = 4
    have the losses of 1 with B = 8, because should_shuffle, the loader's last argument, is 0: llm.c
    seeds its shuffle by the rank.
 
    To keep gpt2_update, leave its memory as it is, set each p[i].grad to its place in grads_memory
-   before cddp_ddp_create, and call cddp_ddp_wait instead of cddp_ddp_step. Its train_gpt2.cu has
-   all that zero.cuh does, written by hand. There
+   before cddp_ddp_create, and call cddp_ddp_wait instead of cddp_ddp_step. To overlap communication
+   with the backward pass, keep grads_memory, from cddp_alloc, and list each layer's part of a
+   tensor as a cddp_param with its place there as grad.
+
+   Its train_gpt2.cu has all that zero.cuh does, written by hand. There
      multi_gpu_config_init             cddp_init with device "cuda", then cddp_set_stream to
                                        main_stream; MPI, the ids and their exchange are removed
-     params and gradients of floatX    a cddp_param for each layer's part of a tensor, CDDP_BF16, so
-                                       that it is reduced while earlier layers are still computed
+     params and gradients of floatX    a cddp_param for each layer's part of a tensor, CDDP_BF16
      multi_gpu_async_reduce_gradient   cddp_ddp_ready for each of its pointers, in the last
                                        micro-step; cddp_ddp_no_sync(ddp, true) before, or no ready
      gpt2_calculate_grad_norm          max_grad_norm = 1; cddp_ddp_grad_norm, if it is printed
@@ -1569,13 +1559,13 @@ CDDPDEF void cddp_register_kernels(const cddp_kernels *kernels); /* must stay wh
 /* >>design ----------------------------------------------------------------------------------------
    SHARED MEMORY. The ranks of a host share one memfd. Only they have it open, so nothing is left in
    a file system when they end. Rank i allocates in its own window of the memfd (>>arena); its peers
-   map the parts that they need. Each group has a control block there: two operation headers for
-   each rank, a slot for each rank (posted sends, state), and two staging buffers for each rank.
+   map the parts that they need. Each group has a control block there: two operation headers, a slot
+   (state, posted sends) and two staging buffers for each rank.
 
    ROUNDS. Ranks cooperate in a numbered sequence of rounds (>>round). In a round each rank
-   announces its call in a header and waits for the headers of all others. A header has operation,
-   count, dtype and root, so every rank finds a disagreement immediately. It also has up to 40 bytes
-   of payload, so a small all_reduce is one exchange of cache lines. A collective (>>collectives) is
+   announces its call in a header (operation, count, dtype, root) and waits for the headers of all
+   others, so every rank finds a disagreement immediately. A header also has up to 40 bytes of
+   payload: a small all_reduce is one exchange of cache lines. A collective (>>collectives) is
      - one round, if it is small;
      - two rounds around direct access, if the buffers are in shared memory;
      - else a round for each chunk of 256 KiB (in an all_reduce of three or more ranks two).
@@ -1586,24 +1576,23 @@ CDDPDEF void cddp_register_kernels(const cddp_kernels *kernels); /* must stay wh
    set. So the bits are equal on all ranks and in all runs. f16 and bf16 are widened to f32, summed,
    and rounded once. AVG divides the sum.
 
-   THREADS. cddp runs on the threads that call it (rules for callers: see >>fine-print), except:
+   THREADS. cddp runs on the threads that call it (rules for callers: >>fine-print), except:
      - an engine thread in a group that has operations with a work handle, or that reduces buckets.
        It runs, in order, the operations that no thread waits for (>>work);
      - a thread of rank 0 that serves the store during rendezvous;
      - two threads of a group on GPUs (>>device).
-   All of these block all signals.
-   Locks, in the order in which they can be nested: cddp_ddp.lock, engine.lock; p2p_lock, host.lock;
-   fail_lock. No lock is held during a wait for a peer. Memory that ranks share is accessed through
-   cddp__atomic_*, or published by an access through it.
+   All of these block all signals. Locks, in the order in which they can be nested: cddp_ddp.lock,
+   engine.lock; p2p_lock, host.lock; fail_lock; on GPUs device.issue_lock, then device.lock, and the
+   watcher also takes p2p_lock and fail_lock. No lock is held during a wait for a peer. Memory that
+   ranks share is accessed through cddp__atomic_*, or published by an access through it.
 
    WAITING. A wait polls for tens of microseconds, then yields, then sleeps on a futex for at most
    20 ms (>>round). Ranks beyond the number of cores never poll. At each wake-up the wait checks the
    ranks that it waits for: their slots, and a lock that each process holds on the shared memory
-   while it lives. So waiting ranks notice a death within about 20 ms, or later if many
-   ranks share a core. Ranks that do not wait have no cost. A rank that has waited for long
-   writes its operation and call site into its slot (cddp__publish_wait). Time-out texts then say
-   where late ranks wait, and two ranks that wait for each other in different groups get
-   CDDP_MISMATCH within a fraction of a second.
+   while it lives. So waiting ranks notice a death within about 20 ms, or later if many ranks share
+   a core. Ranks that do not wait have no cost. A rank that has waited for long writes its operation
+   and call site into its slot (cddp__publish_wait), for time-out texts and to find two ranks that
+   wait for each other in different groups.
 
    FAILURE. A rank that finds a lost peer, a disagreement or a passed deadline writes the text into
    its slot. The first rank that stores its slot's number in the control block has broken the group,
@@ -1625,7 +1614,6 @@ CDDPDEF void cddp_register_kernels(const cddp_kernels *kernels); /* must stay wh
 
    DEVICES. A group on GPUs uses all of the above as its control plane. For device memory it also
    has a device context (>>device) and cddp_group.backend, a struct of functions, NULL for the CPU.
-   Locks there: device.issue_lock, then device.lock. The watcher also takes p2p_lock and fail_lock.
 
    MAP: the functions of five typical calls, in order. A name on the next level is called by the
    name above it.
@@ -21578,8 +21566,7 @@ CDDPDEF cddp_group *cddp_ddp_group(cddp_ddp *d) {
         permutation. A resumed epoch starts after the samples that were used before the checkpoint.
      2. For shares of equal size the permutation is repeated from its start.
      3. The permutation is computed for the first index of an epoch. It is freed when another epoch
-     is
-        set, or when cddp_sampler_next has returned the last index. */
+        is set, or when cddp_sampler_next has returned the last index. */
 
 /* PyTorch's generator on the CPU, the Mersenne Twister MT19937. */
 typedef struct cddp__mt19937 {
@@ -21588,64 +21575,59 @@ typedef struct cddp__mt19937 {
 } cddp__mt19937;
 
 static void cddp__mt_seed(cddp__mt19937 *generator, uint32_t seed) {
-  uint32_t i;
-  generator->state[0] = seed;
-  for (i = 1; i < 624; i++)
-    generator->state[i] =
-        1812433253u * (generator->state[i - 1] ^ (generator->state[i - 1] >> 30)) + i;
+  uint32_t *state = generator->state, i;
+  state[0] = seed;
+  for (i = 1; i < 624; i++) state[i] = 1812433253u * (state[i - 1] ^ (state[i - 1] >> 30)) + i;
   generator->next = 624;
 }
 
 static uint32_t cddp__mt_next(cddp__mt19937 *generator) {
-  uint32_t y;
+  uint32_t *state = generator->state, y;
   int i;
   if (generator->next == 624) {
     for (i = 0; i < 624; i++) {
-      y = (generator->state[i] & 0x80000000u) | (generator->state[(i + 1) % 624] & 0x7fffffffu);
-      generator->state[i] =
-          generator->state[(i + 397) % 624] ^ (y >> 1) ^ ((y & 1) != 0 ? 0x9908b0dfu : 0);
+      y = (state[i] & 0x80000000u) | (state[(i + 1) % 624] & 0x7fffffffu);
+      state[i] = state[(i + 397) % 624] ^ (y >> 1) ^ ((y & 1) != 0 ? 0x9908b0dfu : 0);
     }
     generator->next = 0;
   }
-  y = generator->state[generator->next++];
-  y ^= y >> 11;
+  y = state[generator->next++];
+  y ^= y >> 11; /* the generator's tempering */
   y ^= (y << 7) & 0x9d2c5680u;
   y ^= (y << 15) & 0xefc60000u;
   return y ^ (y >> 18);
 }
 
-#define CDDP__RANDPERM_32BIT 214748364u /* torch.randperm draws 64 bits per index from this n on */
-
-/* torch.randperm(n) with a new generator, as in PyTorch 2.6 and later; for n below
-   CDDP__RANDPERM_32BIT as in all versions. */
+/* torch.randperm(n) with a new generator. From n = UINT32_MAX / 20 on it draws 64 bits per index,
+   in the order of PyTorch 2.6 and later. */
 static void cddp__randperm(uint64_t *a, size_t n, uint64_t seed) {
-  cddp__mt19937 g;
-  size_t i, z;
-  cddp__mt_seed(&g, (uint32_t)(seed & 0xffffffffu));
-  if (n < CDDP__RANDPERM_32BIT) {
+  cddp__mt19937 generator;
+  size_t i, k;
+  cddp__mt_seed(&generator, (uint32_t)(seed & 0xffffffffu));
+  if (n < UINT32_MAX / 20) {
     for (i = 0; i < n; i++) a[i] = i;
-    for (i = 0; i + 1 < n; i++) {
-      uint64_t t = a[i];
-      z = i + cddp__mt_next(&g) % (n - i);
-      a[i] = a[z];
-      a[z] = t;
+    for (i = 0; i + 1 < n; i++) { /* swaps element i with one of i .. n - 1 */
+      uint64_t old = a[i];
+      k = i + cddp__mt_next(&generator) % (n - i);
+      a[i] = a[k];
+      a[k] = old;
     }
     return;
   }
-  for (i = 0; i < n; i++) {
-    uint64_t high = cddp__mt_next(&g);
-    z = (size_t)((high << 32 | cddp__mt_next(&g)) % (i + 1));
+  for (i = 0; i < n; i++) { /* inserts i at one of the positions 0 .. i */
+    uint64_t high = cddp__mt_next(&generator);
+    k = (size_t)((high << 32 | cddp__mt_next(&generator)) % (i + 1));
     a[i] = i;
-    a[i] = a[z];
-    a[z] = i;
+    a[i] = a[k];
+    a[k] = i;
   }
 }
 
 /* Number of samples that a rank gets of the `left` remaining ones. */
 static size_t cddp__sampler_share(const cddp_sampler_desc *desc, int rank, size_t left) {
-  size_t w = (size_t)desc->world_size;
-  bool more = desc->exact ? (size_t)rank < left % w : !desc->drop_last && left % w != 0;
-  return left / w + (size_t)more;
+  size_t world = (size_t)desc->world_size, rest = left % world;
+  bool more = desc->exact ? (size_t)rank < rest : !desc->drop_last && rest != 0;
+  return left / world + (size_t)more;
 }
 
 static void cddp__sampler_free(cddp_sampler *sampler) {
@@ -21666,8 +21648,9 @@ static void cddp__sampler_begin(cddp_sampler *sampler, uint64_t epoch, uint64_t 
   sampler->resumed = resumed;
 }
 
-/* Writes n indices of the epoch: those at positions place, place + W, ... of its permutation. */
-static cddp_result cddp__sampler_indices(cddp_sampler *sampler, size_t place, size_t n,
+/* Writes n indices of the epoch: those at positions `position`, position + W, ... of its
+   permutation. */
+static cddp_result cddp__sampler_indices(cddp_sampler *sampler, size_t position, size_t n,
                                          size_t *indices) {
   size_t samples = sampler->desc.dataset_size, i;
   if (n > 0 && sampler->desc.shuffle && sampler->order == NULL) {
@@ -21677,8 +21660,8 @@ static cddp_result cddp__sampler_indices(cddp_sampler *sampler, size_t place, si
                         samples);
     cddp__randperm(sampler->order, samples, sampler->desc.seed + sampler->epoch);
   }
-  for (i = 0; i < n; i++, place += (size_t)sampler->desc.world_size) {
-    size_t at = place % samples;
+  for (i = 0; i < n; i++, position += (size_t)sampler->desc.world_size) {
+    size_t at = position % samples; /* the permutation repeats: the last indices of equal shares */
     indices[i] = sampler->order != NULL ? (size_t)sampler->order[at] : at;
   }
   return CDDP_OK;
@@ -21768,16 +21751,13 @@ CDDPDEF void cddp_sampler_destroy(cddp_sampler *sampler) {
    Entry points: cddp__st_new, _parse, _find, _value; for writing cddp__st_write.
    How it works (the text is not trusted):
      1. The whole text must be UTF-8. Memory is allocated once, for the largest number of items that
-     a
-        text of this length with this number of commas can contain. Numbers in the text do not
+        a text of this length with this number of commas can contain; numbers in the text do not
         influence it.
      2. A cursor reads the text once and stops at the first error. Everything outside of the format
-     is
-        an error. Strings are decoded in place, which never lengthens them, and get a NUL where
+        is an error. Strings are decoded in place, which never lengthens them, and get a NUL where
         their closing quote was, so that names point into the text.
      3. The tensors are sorted by position: each must begin where the previous one ends, and the
-     last
-        one must end with the file. Then they are sorted by name, to find equal names.
+        last one must end with the file. Then they are sorted by name, to find equal names.
    Each computation of a size checks for overflow. */
 
 #define CDDP__HEADER_MAX 100000000u /* bytes of JSON, as in the reference implementation */
@@ -21910,7 +21890,7 @@ static bool cddp__json_hex(cddp__json *json, uint32_t *v) { /* four digits */
    is invalid. */
 static char *cddp__json_escape(cddp__json *json, char *to) {
   static const char letters[] = "\"\\/bfnrt", meant[] = "\"\\/\b\f\n\r\t";
-  static const unsigned char lead[] = {0, 0xc0, 0xe0, 0xf0};
+  static const unsigned char lead[] = {0, 0xc0, 0xe0, 0xf0}; /* marks the first of 1 + i bytes */
   const char *k = (const char *)memchr(letters, json->at[1], sizeof letters - 1);
   uint32_t c, low;
   int more; /* UTF-8 bytes after the first */
@@ -21919,8 +21899,8 @@ static char *cddp__json_escape(cddp__json *json, char *to) {
     *to = meant[k - letters];
     return to + 1;
   }
-  if (json->at[-1] != 'u' || !cddp__json_hex(json, &c) || c == 0)
-    return NULL;                   /* no C string holds NUL */
+  if (json->at[-1] != 'u' || !cddp__json_hex(json, &c)) return NULL;
+  if (c == 0) return NULL;         /* a NUL would end the C string */
   if (c >= 0xd800 && c < 0xe000) { /* a surrogate pair */
     if (c >= 0xdc00 || json->at[0] != '\\' || json->at[1] != 'u') return NULL;
     json->at += 2;
@@ -22005,19 +21985,22 @@ static bool cddp__st_size(const uint64_t *shape, int dims, int bits, uint64_t *e
 }
 
 static cddp__text cddp__describe_shape(const uint64_t *size, int dims) { /* "[2,3]" */
-  cddp__text t = cddp__textf("[");
+  cddp__text t = {"["};
   int k;
-  for (k = 0; k < dims; k++) t = cddp__textf("%s%s%" PRIu64, t.s, k > 0 ? "," : "", size[k]);
-  return cddp__textf("%s]", t.s);
+  for (k = 0; k < dims; k++)
+    cddp__append(t.s, sizeof t.s, "%s%" PRIu64, k > 0 ? "," : "", size[k]);
+  cddp__append(t.s, sizeof t.s, "]");
+  return t;
 }
 
+/* Reads the object of one tensor into the next entry of file->tensors. */
 static void cddp__st_tensor(cddp_safetensors *file, cddp__json *json, const char *name) {
   static const char *const fields[] = {"dtype", "shape", "data_offsets"};
   const cddp__st_type *type = NULL;
   cddp_tensor_info *tensor = &file->tensors[file->count];
   uint64_t *shape = file->next_shape, offsets[2] = {0, 0};
   size_t n, ends = 0;
-  unsigned k, seen = 0;
+  unsigned k, seen = 0; /* bit k: fields[k] was read */
   memset(tensor, 0, sizeof *tensor);
   for (n = 0; cddp__json_item(json, "{}", n, "a tensor's object"); n++) {
     const char *key = cddp__json_key(json);
@@ -22068,10 +22051,10 @@ static void cddp__st_metadata(cddp_safetensors *file, cddp__json *json) {
 }
 
 static int cddp__st_by_position(const void *a, const void *b) {
-  const cddp_tensor_info *tensor = (const cddp_tensor_info *)a, *y = (const cddp_tensor_info *)b;
-  if (tensor->begin != y->begin) return tensor->begin < y->begin ? -1 : 1;
-  return tensor->bytes != y->bytes ? (tensor->bytes < y->bytes ? -1 : 1)
-                                   : strcmp(tensor->name, y->name);
+  const cddp_tensor_info *x = (const cddp_tensor_info *)a, *y = (const cddp_tensor_info *)b;
+  if (x->begin != y->begin) return x->begin < y->begin ? -1 : 1;
+  if (x->bytes != y->bytes) return x->bytes < y->bytes ? -1 : 1; /* empty tensors come first */
+  return strcmp(x->name, y->name);
 }
 
 /* Sorts the tensors by position and checks that each byte of the data belongs to exactly one. */
@@ -22144,7 +22127,7 @@ static cddp_result cddp__st_parse(cddp_safetensors *file) {
   memset(&j, 0, sizeof j);
   j.begin = j.at = file->text;
   j.end = file->text + file->text_size;
-  if (*j.at != '{') cddp__json_fail(&j, "it must begin with {");
+  if (*j.at != '{') cddp__json_fail(&j, "it must begin with {"); /* not a space, as JSON allows */
   for (n = 0; cddp__json_item(&j, "{}", n, "{"); n++) {
     const char *name = cddp__json_key(&j);
     if (strcmp(name, "__metadata__") == 0)
@@ -22274,7 +22257,7 @@ static uint64_t cddp__st_write(const cddp_allocator *allocator, cddp__buffer *bu
 
 /* >>checkpoint ---------------------------------------------------------------------------------
    Job: cddp_save and cddp_load, for a group or for one process.
-   Owns: the temporary file; cddp__checkpoint (one call of cddp_save or cddp_load).
+   Owns: the temporary file; cddp__ckpt (one call of cddp_save or cddp_load).
    Touches: parameters, an optimizer's states and learning rate, the sampler, a cddp_ddp's step
    count; peers' memory, for states that are partitioned over the ranks.
    Entry points: the public functions.
@@ -22283,7 +22266,7 @@ static uint64_t cddp__st_write(const cddp_allocator *allocator, cddp__buffer *bu
      1. Rank 0 creates PATH.tmp and locks it. It is always a new file. An old one is removed first,
         unless a process of this user holds its lock.
      2. Rank 0 writes the header and all tensors. It reads the other ranks' parts of the states in
-        their memory.
+        their memory, or (sharded_states) all ranks gather one state after the other.
      3. Rank 0 syncs PATH.tmp, renames it over PATH and syncs the directory. A reader of PATH sees
         either the old file or the new one, and both are complete.
    Loading:
@@ -22297,50 +22280,57 @@ static uint64_t cddp__st_write(const cddp_allocator *allocator, cddp__buffer *bu
 static const char *const cddp__meta_keys[] = {
     "cddp.sampler.epoch", "cddp.sampler.samples", "cddp.sampler.dataset_size",
     "cddp.sampler.seed", "cddp.sampler.shuffle", "cddp.ddp.steps", "cddp.ddp.shards"};
-enum {
+enum { /* indices of cddp__meta_keys */
   CDDP__META_EPOCH,
-  CDDP__META_SAMPLES,
+  CDDP__META_SAMPLES, /* of the epoch, used by all ranks together */
   CDDP__META_DATASET_SIZE,
   CDDP__META_SEED,
   CDDP__META_SHUFFLE,
   CDDP__META_STEPS,
-  CDDP__META_SHARDS,
+  CDDP__META_SHARDS, /* 0: one for each rank */
   CDDP__META_COUNT
 };
-enum { CDDP__META_OF_SAMPLER = 31, CDDP__META_OF_DDP = 96 }; /* sets of them, as bits */
+enum { /* sets of keys: bit i is key i */
+  CDDP__META_OF_SAMPLER = (1 << CDDP__META_STEPS) - 1,
+  CDDP__META_OF_DDP = 1 << CDDP__META_STEPS | 1 << CDDP__META_SHARDS
+};
 
-typedef struct cddp__checkpoint {
+typedef struct cddp__ckpt {
   cddp_group *g; /* NULL: none */
   const cddp_allocator *allocator;
+  const char *path;
   const cddp_param *params;
   int count;
   const cddp_checkpoint_desc *desc;
   cddp_checkpoint_desc none; /* the desc if the caller passed NULL */
   bool first;                /* this is rank 0 */
   bool device;               /* some tensor can be in device memory */
+  bool sharded;              /* sharded_states: each rank has only its parts of the states */
   cddp__st_item *items; /* the parameters, the learning rate, the optimizer's states; the names of
                            the states follow the array */
   size_t item_count;
   double lr;
-  bool sharded;  /* each rank has its parts of the states */
-  char *whole;   /* room for any state of all parts, where the states are; NULL: not needed */
+  char *whole;   /* sharded: memory of the group for any one state, whole */
   char *staging; /* [2 * CDDP__FILE_STAGING] between file and device; NULL: not needed yet */
-  const char *path;
   /* save: */
   cddp__buffer header;
-  char temporary[4100]; /* path.tmp, which is written and then renamed over path */
-  struct stat was;      /* of the file at path; all zero if none exists */
+  char temporary[4100]; /* path.tmp */
+  mode_t old_mode;      /* st_mode of the file at path; 0: none exists */
   int fd;               /* of the temporary file, locked; -1: none */
   /* load: */
   cddp_safetensors *file; /* only rank 0's has a descriptor */
   bool has_lr;            /* the file contains the learning rate, and so an optimizer */
   uint64_t numbers[CDDP__META_COUNT]; /* the file's */
-  unsigned found;                     /* bits: numbers that the file contains */
-} cddp__checkpoint;
+  unsigned found;                     /* set of keys that the file contains */
+} cddp__ckpt;
 
 /* --- files --- */
 
-/* Opens the file and reads its header, unparsed. */
+static cddp_result cddp__fail_file(const char *call, const char *name) {
+  return cddp__fail(CDDP_IO, "%s %s: %s", call, name, strerror(errno));
+}
+
+/* Opens the file at path and reads its header, unparsed. */
 static cddp_result cddp__st_open(cddp_safetensors **out, const cddp_allocator *allocator,
                                  const char *path) {
   unsigned char first[8] = {0};
@@ -22352,9 +22342,12 @@ static cddp_result cddp__st_open(cddp_safetensors **out, const cddp_allocator *a
   do fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK); /* does not block on a pipe */
   while (fd < 0 && errno == EINTR);
   if (fd < 0) return cddp__fail(CDDP_IO, "open: %s", strerror(errno));
-  if (fstat(fd, &st) != 0) r = cddp__fail(CDDP_IO, "fstat: %s", strerror(errno));
-  else if (!S_ISREG(st.st_mode)) r = cddp__fail(CDDP_IO, "it is not a regular file");
-  else if (st.st_size >= 8) r = cddp__file_io(fd, false, first, 8, 0);
+  if (fstat(fd, &st) != 0)
+    r = cddp__fail(CDDP_IO, "fstat: %s", strerror(errno));
+  else if (!S_ISREG(st.st_mode))
+    r = cddp__fail(CDDP_IO, "it is not a regular file");
+  else if (st.st_size >= 8)
+    r = cddp__file_io(fd, false, first, 8, 0);
   if (r == CDDP_OK) r = cddp__st_header_size(first, (uint64_t)st.st_size, &size);
   if (r == CDDP_OK && (*out = cddp__st_new(allocator, size)) == NULL) r = CDDP_OUT_OF_MEMORY;
   if (*out == NULL) {
@@ -22366,67 +22359,77 @@ static cddp_result cddp__st_open(cddp_safetensors **out, const cddp_allocator *a
   return cddp__file_io(fd, false, (*out)->text, size, 8);
 }
 
-/* Locks the temporary file. Returns true also if its file system does not support locks. */
+/* Locks the temporary file. On a file system without locks it succeeds too. */
 static bool cddp__lock_temporary(int fd) {
   while (flock(fd, LOCK_EX | LOCK_NB) != 0)
     if (errno != EINTR) return errno == ENOSYS || errno == EOPNOTSUPP || errno == ENOLCK;
   return true;
 }
 
-/* Creates the temporary file and locks it. If it will replace a file, other users cannot open or
-   lock it before it is complete. An existing file of that name is removed: it is left from a killed
-   process, or another user created it. Exception: a file that a process of this user has locked is
-   being written. */
-static cddp_result cddp__open_temporary(cddp__checkpoint *checkpoint) {
-  char *name = checkpoint->temporary;
-  bool exists = lstat(checkpoint->path, &checkpoint->was) == 0;
+/* Removes a temporary file that a killed process left, or that another user made. If a process of
+   this user has locked it, a checkpoint is being written. */
+static cddp_result cddp__remove_temporary(const char *name) {
+  struct stat st;
   cddp_result r = CDDP_OK;
-  int tries;
-  if (!exists && errno != ENOENT) return cddp__fail(CDDP_IO, "lstat: %s", strerror(errno));
-  if (exists && !S_ISREG(checkpoint->was.st_mode))
+  bool locked;
+  int fd;
+  if (lstat(name, &st) != 0) return errno == ENOENT ? CDDP_OK : cddp__fail_file("lstat", name);
+  fd = open(name, O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
+  locked = fd >= 0 && cddp__lock_temporary(fd);
+  if (fd >= 0 && !locked && errno != EWOULDBLOCK)
+    r = cddp__fail_file("flock", name);
+  else if (fd >= 0 && !locked && st.st_uid == geteuid())
+    r = cddp__fail(CDDP_IO,
+                   "another process is writing %s (with group NULL only one rank can save)", name);
+  else if ((fd < 0 || cddp__file_has_name(fd, name)) && unlink(name) != 0 && errno != ENOENT)
+    r = cddp__fail(CDDP_IO,
+                   "unlink %s, which belongs to uid %u: %s; remove it, or save in a directory that "
+                   "you own",
+                   name, (unsigned)st.st_uid, strerror(errno));
+  cddp__close_fd(&fd); /* after unlink: closing ends the lock */
+  return r;
+}
+
+/* Creates the temporary file and locks it. If it will replace a file, other users cannot open or
+   lock it before it is complete. */
+static cddp_result cddp__open_temporary(cddp__ckpt *ckpt) {
+  char *name = ckpt->temporary;
+  struct stat old;
+  cddp_result r = CDDP_OK;
+  int tries, fd, error;
+  if (lstat(ckpt->path, &old) == 0)
+    ckpt->old_mode = old.st_mode;
+  else if (errno != ENOENT)
+    return cddp__fail(CDDP_IO, "lstat: %s", strerror(errno));
+  if (ckpt->old_mode != 0 && !S_ISREG(ckpt->old_mode))
     return cddp__fail(CDDP_IO, "it is %s, and a checkpoint replaces only regular files",
-                      S_ISLNK(checkpoint->was.st_mode)
-                          ? "a symbolic link: pass the path of its target"
-                      : S_ISDIR(checkpoint->was.st_mode) ? "a directory"
-                                                         : "a device, a pipe or a socket");
-  if ((size_t)snprintf(name, sizeof checkpoint->temporary, "%s.tmp", checkpoint->path) >=
-      sizeof checkpoint->temporary)
+                      S_ISLNK(ckpt->old_mode)   ? "a symbolic link: pass the path of its target"
+                      : S_ISDIR(ckpt->old_mode) ? "a directory"
+                                                : "a device, a pipe or a socket");
+  if ((size_t)snprintf(name, sizeof ckpt->temporary, "%s.tmp", ckpt->path) >=
+      sizeof ckpt->temporary)
     return cddp__fail(CDDP_IO, "%s", strerror(ENAMETOOLONG));
   for (tries = 0; r == CDDP_OK && tries < 100; tries++) {
-    struct stat old;
-    int fd = cddp__above_stdio(
-        open(name, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, exists ? 0600 : 0666));
-    bool made = fd >= 0, locked, named;
-    if (!made && errno != EEXIST && errno != EINTR)
-      return cddp__fail(CDDP_IO, "open %s: %s", name, strerror(errno));
-    if (!made && lstat(name, &old) != 0) {
-      if (errno == ENOENT) continue; /* the next open creates it */
-      return cddp__fail(CDDP_IO, "lstat %s: %s", name, strerror(errno));
+    fd = cddp__above_stdio(open(name, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC,
+                                ckpt->old_mode != 0 ? 0600 : 0666));
+    if (fd < 0) {
+      if (errno == EEXIST)
+        r = cddp__remove_temporary(name);
+      else if (errno != EINTR)
+        r = cddp__fail_file("open", name);
+      continue;
     }
-    if (!made) fd = open(name, O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
-    locked = fd >= 0 && cddp__lock_temporary(fd);
-    if (fd >= 0 && !locked && errno != EWOULDBLOCK)
-      r = cddp__fail(CDDP_IO, "flock %s: %s", name, strerror(errno));
-    named = fd >= 0 && cddp__file_has_name(fd, name);
-    if (fd >= 0 && !named && errno != ENOENT) {
-      r = cddp__fail(CDDP_IO, "lstat %s: %s", name, strerror(errno));
-      named = made; /* assume that no process replaced it */
-    }
-    if (r == CDDP_OK && made && locked && named) {
-      checkpoint->fd = fd;
+    if (cddp__lock_temporary(fd) && cddp__file_has_name(fd, name)) {
+      ckpt->fd = fd;
       return CDDP_OK;
     }
-    if (r != CDDP_OK) {
-      if (made && named) unlink(name);
-    } else if (!made && fd >= 0 && !locked && old.st_uid == geteuid()) {
-      r = cddp__fail(CDDP_IO,
-                     "another process is writing %s (with group NULL only one rank can save)",
-                     name);
-    } else if (!made && (fd < 0 || named) && unlink(name) != 0 && errno != ENOENT) {
-      r = cddp__fail(CDDP_IO, "unlink %s, which belongs to uid %u: %s; remove it, or save in a "
-                     "directory that you own", name, (unsigned)old.st_uid, strerror(errno));
+    /* EWOULDBLOCK, ENOENT: between open and flock another process took the file for a left one */
+    error = errno;
+    if (error != EWOULDBLOCK && error != ENOENT) {
+      unlink(name);
+      r = cddp__fail(CDDP_IO, "flock or lstat %s: %s", name, strerror(error));
     }
-    cddp__close_fd(&fd); /* retry: between open and lock another process can have removed it */
+    cddp__close_fd(&fd);
   }
   if (r != CDDP_OK) return r;
   return cddp__fail(CDDP_IO, "other processes create and remove %s repeatedly", name);
@@ -22439,37 +22442,15 @@ static int cddp__sync_file(int fd) {
   return 0;
 }
 
-/* Renames the temporary file over the path. In two cases it closes the file first, which ends the
-   lock: some file systems (FUSE) cannot rename an open file, and without fsync only close reports a
-   failed write. *lost: another process has removed or replaced the temporary file meanwhile. */
-static cddp_result cddp__rename_temporary(cddp__checkpoint *checkpoint, bool synced, bool *lost) {
-  const char *name = checkpoint->temporary;
-  struct stat made, now;
-  int error;
-  if (synced && rename(name, checkpoint->path) == 0) return CDDP_OK;
-  if (fstat(checkpoint->fd, &made) != 0) return cddp__fail(CDDP_IO, "fstat: %s", strerror(errno));
-  error = close(checkpoint->fd) == 0 || errno == EINTR ? 0 : errno;
-  checkpoint->fd = -1;
-  if (error != 0) return cddp__fail(CDDP_IO, "close of %s: %s", name, strerror(error));
-  error = lstat(name, &now) == 0 ? 0 : errno;
-  *lost = error == ENOENT ||
-          (error == 0 && (now.st_dev != made.st_dev || now.st_ino != made.st_ino));
-  if (*lost) return cddp__fail(CDDP_IO, "another process removed %s before its rename", name);
-  if (rename(name, checkpoint->path) == 0) return CDDP_OK;
-  return cddp__fail(CDDP_IO, "rename of %s: %s", name, strerror(errno));
-}
-
 /* Syncs the directory, so that the new name is on the disk. */
-static cddp_result cddp__sync_directory(cddp__checkpoint *checkpoint) {
-  char *slash = strrchr(checkpoint->temporary, '/'), *folder = checkpoint->temporary;
+static cddp_result cddp__sync_directory(cddp__ckpt *ckpt) {
+  char *slash = strrchr(ckpt->temporary, '/'), *folder = ckpt->temporary;
   int fd, error;
   strcpy(slash != NULL ? slash + 1 : folder, ".");
   fd = open(folder, O_RDONLY | O_CLOEXEC | O_DIRECTORY);
-  if (fd >= 0) error = cddp__sync_file(fd);
-  else if (checkpoint->fd < 0)
-    error = errno;
-  else
-    error = syscall(SYS_syncfs, checkpoint->fd) == 0 ? 0 : errno; /* open failed */
+  error = fd >= 0 ? cddp__sync_file(fd) : errno;
+  if (fd < 0 && ckpt->fd >= 0) /* no right to read it, or no descriptor: sync the file system */
+    error = syscall(SYS_syncfs, ckpt->fd) == 0 ? 0 : errno;
   cddp__close_fd(&fd);
   if (error == 0 || error == ENOSYS) return CDDP_OK;
   return cddp__fail(CDDP_IO,
@@ -22477,26 +22458,32 @@ static cddp_result cddp__sync_directory(cddp__checkpoint *checkpoint) {
                     folder, strerror(error));
 }
 
-/* After a failure removes the temporary file. Else gives it the mode of the file that it replaces,
-   syncs it, and renames it. */
-static cddp_result cddp__close_temporary(cddp__checkpoint *checkpoint, cddp_result r) {
-  bool named = checkpoint->fd >= 0 && cddp__file_has_name(checkpoint->fd, checkpoint->temporary);
-  bool lost = checkpoint->fd < 0 || (!named && errno == ENOENT);
+/* Gives the temporary file the mode of the file that it replaces, syncs it, and renames it. After a
+   failure removes it. */
+static cddp_result cddp__close_temporary(cddp__ckpt *ckpt, cddp_result r) {
+  const char *name = ckpt->temporary;
+  bool named = cddp__file_has_name(ckpt->fd, name), lost = !named && errno == ENOENT;
   int error = 0;
-  if (r == CDDP_OK && lost)
-    r = cddp__fail(CDDP_IO, "another process removed %s while it was written",
-                   checkpoint->temporary);
   if (r == CDDP_OK && !named)
-    r = cddp__fail(CDDP_IO, "lstat %s: %s", checkpoint->temporary, strerror(errno));
-  if (r == CDDP_OK && checkpoint->was.st_mode != 0)
-    fchmod(checkpoint->fd,
-           checkpoint->was.st_mode & 0777); /* fails only on file systems without modes */
-  if (r == CDDP_OK && (error = cddp__sync_file(checkpoint->fd)) != 0 && error != ENOSYS)
+    r = lost ? cddp__fail(CDDP_IO, "another process removed %s while it was written", name)
+             : cddp__fail_file("lstat", name);
+  if (r == CDDP_OK && ckpt->old_mode != 0)
+    fchmod(ckpt->fd, ckpt->old_mode & 0777); /* fails only on file systems without modes */
+  if (r == CDDP_OK && (error = cddp__sync_file(ckpt->fd)) != 0 && error != ENOSYS)
     r = cddp__fail(CDDP_IO, "fsync: %s", strerror(error));
-  if (r == CDDP_OK) r = cddp__rename_temporary(checkpoint, error == 0, &lost);
-  if (r != CDDP_OK && !lost) unlink(checkpoint->temporary);
-  if (r == CDDP_OK) r = cddp__sync_directory(checkpoint);
-  cddp__close_fd(&checkpoint->fd); /* after unlink, because this ends the lock */
+  if (r == CDDP_OK && (error != 0 || rename(name, ckpt->path) != 0)) {
+    /* Without fsync only close reports a failed write. Some file systems (FUSE) cannot rename an
+       open file. Closing ends the lock, so it is not done in other cases. */
+    int fd = ckpt->fd;
+    ckpt->fd = -1;
+    if (close(fd) != 0 && errno != EINTR)
+      r = cddp__fail_file("close", name);
+    else if (rename(name, ckpt->path) != 0)
+      r = cddp__fail_file("rename", name);
+  }
+  if (r != CDDP_OK && !lost) unlink(name);
+  if (r == CDDP_OK) r = cddp__sync_directory(ckpt);
+  cddp__close_fd(&ckpt->fd);
   return r;
 }
 
@@ -22511,44 +22498,42 @@ static cddp_result cddp__fail_on_file(const char *function, const char *path, cd
   return r;
 }
 
-static cddp_result cddp__check_checkpoint(cddp__checkpoint *checkpoint, bool saves) {
-  const cddp_checkpoint_desc *desc = checkpoint->desc;
-  const cddp_ddp *share = desc->optim != NULL ? desc->optim->share : NULL;
+/* Checks the caller's arguments. Sets device and sharded. */
+static cddp_result cddp__check_checkpoint(cddp__ckpt *ckpt, bool saves) {
+  const cddp_checkpoint_desc *desc = ckpt->desc;
+  const cddp_optim *optim = desc->optim;
+  const cddp_ddp *share = optim != NULL ? optim->share : NULL;
   uint64_t elements, bytes;
   cddp_result r;
   int i;
-  if (checkpoint->path == NULL || checkpoint->path[0] == 0)
+  if (ckpt->path == NULL || ckpt->path[0] == 0)
     return cddp__fail(CDDP_INVALID_ARGUMENT, "the path is NULL or empty");
-  r = cddp__check_params(checkpoint->params, checkpoint->count, CDDP__RULE_NAME | CDDP__RULE_DATA);
+  r = cddp__check_params(ckpt->params, ckpt->count, CDDP__RULE_NAME | CDDP__RULE_DATA);
   if (r != CDDP_OK) return r;
-  checkpoint->device = (checkpoint->g != NULL && checkpoint->g->backend != NULL) ||
-                       (desc->optim != NULL && desc->optim->backend != NULL);
-  for (i = 0; i < checkpoint->count; i++) {
+  ckpt->sharded = optim != NULL && optim->sharded;
+  ckpt->device = (ckpt->g != NULL && ckpt->g->backend != NULL) ||
+                 (optim != NULL && optim->backend != NULL);
+  for (i = 0; i < ckpt->count; i++) {
+    const cddp_param *p = &ckpt->params[i];
     const cddp_shape *s = desc->shapes != NULL ? &desc->shapes[i] : NULL;
-    int dims = s != NULL && s->dims > 0 ? s->dims : 0;
-    if (checkpoint->params[i].count > 0 &&
-        cddp__on_device(checkpoint->g, checkpoint->params[i].data))
-      checkpoint->device = true;
-    if (s != NULL && (s->dims < -1 || s->dims > 8))
+    if (p->count > 0 && cddp__on_device(ckpt->g, p->data)) ckpt->device = true;
+    if (s == NULL || s->dims == 0) continue;
+    if (s->dims < -1 || s->dims > 8)
       return cddp__fail(CDDP_INVALID_ARGUMENT,
-                        "shape %d has %d dimensions; at most 8 are supported", i,
-                        s->dims);
-    if (s != NULL && s->dims != 0 &&
-        (!cddp__st_size(s->size, dims, 64, &elements, &bytes) ||
-         elements != checkpoint->params[i].count))
+                        "shape %d has %d dimensions; at most 8 are supported", i, s->dims);
+    if (!cddp__st_size(s->size, s->dims > 0 ? s->dims : 0, 64, &elements, &bytes) ||
+        elements != p->count)
       return cddp__fail(CDDP_INVALID_ARGUMENT,
-                        "the shape of parameter \"%s\" does not match its count, %zu",
-                        checkpoint->params[i].name, checkpoint->params[i].count);
+                        "the shape of parameter \"%s\" does not match its count, %zu", p->name,
+                        p->count);
   }
-  if (checkpoint->device && checkpoint->g != NULL && checkpoint->g->size > 1 &&
-      checkpoint->g->backend == NULL)
+  if (ckpt->device && ckpt->g != NULL && ckpt->g->size > 1 && ckpt->g->backend == NULL)
     return cddp__fail(CDDP_INVALID_ARGUMENT,
                       "parameters are on a GPU, but the group has device \"cpu\"; pass a group "
                       "with device \"cuda\", or NULL");
-  if (desc->optim != NULL)
-    r = cddp__check_params(desc->optim->params, desc->optim->count, CDDP__RULE_NAME);
+  if (optim != NULL) r = cddp__check_params(optim->params, optim->count, CDDP__RULE_NAME);
   if (r != CDDP_OK) return r;
-  if (share != NULL && share->group != checkpoint->g && share->group->size > 1)
+  if (share != NULL && share->group != ckpt->g && share->group->size > 1)
     return cddp__fail(CDDP_INVALID_ARGUMENT,
                       "the momentum is in memory that the ranks of the cddp_ddp's group share; "
                       "pass that group, on all of its ranks");
@@ -22564,13 +22549,16 @@ static cddp_result cddp__check_checkpoint(cddp__checkpoint *checkpoint, bool sav
                         "metadata %d, \"%s\", has no key or no value, or begins with cddp., which "
                         "is reserved", i, m->key != NULL ? m->key : "");
   }
+  if (ckpt->sharded && optim->desc.ddp->group != ckpt->g)
+    return cddp__fail(CDDP_INVALID_ARGUMENT,
+                      "the ranks of the cddp_ddp's group have parts of the states "
+                      "(sharded_states): pass that group, on all of its ranks");
   return CDDP_OK;
 }
 
-static cddp__st_item *cddp__add_item(cddp__checkpoint *checkpoint, const char *name,
-                                     cddp_dtype dtype, size_t count, const cddp_shape *shape,
-                                     void *data) {
-  cddp__st_item *item = &checkpoint->items[checkpoint->item_count++];
+static cddp__st_item *cddp__add_item(cddp__ckpt *ckpt, const char *name, cddp_dtype dtype,
+                                     size_t count, const cddp_shape *shape, void *data) {
+  cddp__st_item *item = &ckpt->items[ckpt->item_count++];
   const cddp__st_type *type = cddp__st_types;
   while (type->dtype != (int)dtype) type++;
   item->name = name;
@@ -22580,9 +22568,13 @@ static cddp__st_item *cddp__add_item(cddp__checkpoint *checkpoint, const char *n
   item->param = -1;
   item->bytes = (uint64_t)count * cddp__dtype_size(dtype);
   item->any_shape = shape == NULL || shape->dims == 0;
-  if (!item->any_shape) item->shape = *shape;
-  if (item->shape.dims < 0) item->shape.dims = 0;
-  if (item->any_shape) item->shape.dims = 1, item->shape.size[0] = count;
+  if (item->any_shape) {
+    item->shape.dims = 1;
+    item->shape.size[0] = count;
+  } else {
+    item->shape = *shape;
+    if (shape->dims < 0) item->shape.dims = 0; /* a scalar */
+  }
   return item;
 }
 
@@ -22592,40 +22584,39 @@ static const char *cddp__state_name(const cddp_optim *optim, int k) {
   return cddp__is_master(optim, k) ? "master" : optim->algorithm->states[k];
 }
 
-static cddp_result cddp__list_items(cddp__checkpoint *checkpoint) {
-  const cddp_optim *optim = checkpoint->desc->optim;
-  const cddp_shape *shapes = checkpoint->desc->shapes;
+static cddp_result cddp__list_items(cddp__ckpt *ckpt) {
+  const cddp_optim *optim = ckpt->desc->optim;
+  const cddp_shape *shapes = ckpt->desc->shapes;
   int i, k, states = optim != NULL ? optim->states + optim->algorithm->counts : 0;
-  size_t names = 0, n = (size_t)checkpoint->count + 1;
+  size_t names = 0, n = (size_t)ckpt->count + 1;
   char *name;
   for (i = 0; optim != NULL && i < optim->count; i++)
     for (k = 0; k < states; k++, n++)
       names += strlen("optimizer..") + strlen(cddp__state_name(optim, k)) +
                strlen(optim->params[i].name) + 1;
-  checkpoint->items = (cddp__st_item *)cddp__calloc(checkpoint->allocator, 1,
-                                                    n * sizeof *checkpoint->items + names);
-  if (checkpoint->items == NULL) return CDDP_OUT_OF_MEMORY;
-  name = (char *)(checkpoint->items + n);
-  for (i = 0; i < checkpoint->count; i++)
-    cddp__add_item(checkpoint, checkpoint->params[i].name, checkpoint->params[i].dtype,
-                   checkpoint->params[i].count, shapes != NULL ? &shapes[i] : NULL,
-                   checkpoint->params[i].data);
+  ckpt->items = (cddp__st_item *)cddp__calloc(ckpt->allocator, 1, n * sizeof *ckpt->items + names);
+  if (ckpt->items == NULL) return CDDP_OUT_OF_MEMORY;
+  name = (char *)(ckpt->items + n);
+  for (i = 0; i < ckpt->count; i++)
+    cddp__add_item(ckpt, ckpt->params[i].name, ckpt->params[i].dtype, ckpt->params[i].count,
+                   shapes != NULL ? &shapes[i] : NULL, ckpt->params[i].data);
   if (optim == NULL) return CDDP_OK;
-  checkpoint->lr = optim->desc.lr;
-  cddp__add_item(checkpoint, "optimizer.lr", CDDP_F64, 1, NULL, &checkpoint->lr)->shape.dims = 0;
-  if (optim->params != checkpoint->params || optim->count > checkpoint->count) shapes = NULL;
+  ckpt->lr = optim->desc.lr;
+  cddp__add_item(ckpt, "optimizer.lr", CDDP_F64, 1, NULL, &ckpt->lr)->shape.dims = 0;
+  if (optim->params != ckpt->params || optim->count > ckpt->count) shapes = NULL;
   for (i = 0; i < optim->count; i++) {
     const cddp_param *p = &optim->params[i];
     for (k = 0; k < states && p->count > 0; k++) {
-      bool step = k == optim->states; /* one number, loaded directly into the optimizer */
       cddp__st_item *item;
-      if (!step && !cddp__has_state(optim, k, i)) continue;
-      item = cddp__add_item(checkpoint, name, step ? CDDP_F32 : cddp__state_type(optim, i),
-                            step ? 1 : p->count, shapes != NULL && !step ? &shapes[i] : NULL,
-                            step ? &optim->steps[i] : NULL);
-      if (step) item->shape.dims = 0;
-      else
+      if (k == optim->states) { /* the step count: one number, read into the optimizer directly */
+        item = cddp__add_item(ckpt, name, CDDP_F32, 1, NULL, &optim->steps[i]);
+        item->shape.dims = 0;
+      } else {
+        if (!cddp__has_state(optim, k, i)) continue;
+        item = cddp__add_item(ckpt, name, cddp__state_type(optim, i), p->count,
+                              shapes != NULL ? &shapes[i] : NULL, NULL);
         item->place = &optim->state[k * optim->count + i];
+      }
       item->param = i;
       item->state = k;
       name += sprintf(name, "optimizer.%s.%s", cddp__state_name(optim, k), p->name) + 1;
@@ -22634,139 +22625,126 @@ static cddp_result cddp__list_items(cddp__checkpoint *checkpoint) {
   return CDDP_OK;
 }
 
-/* Sharded states need the ranks that have their parts. */
-static cddp_result cddp__check_owners(cddp__checkpoint *checkpoint) {
-  const cddp_optim *optim = checkpoint->desc->optim;
-  checkpoint->sharded = optim != NULL && optim->sharded;
-  if (!checkpoint->sharded || optim->desc.ddp->group == checkpoint->g) return CDDP_OK;
-  return cddp__fail(CDDP_INVALID_ARGUMENT,
-                    "the ranks of the cddp_ddp's group have parts of the states (sharded_states): "
-                    "pass that group, on all of its ranks");
-}
-
 /* Checks the arguments and lists the items. */
-static cddp_result cddp__checkpoint_begin(cddp__checkpoint *checkpoint, bool saves, cddp_group *g,
+static cddp_result cddp__checkpoint_begin(cddp__ckpt *ckpt, bool saves, cddp_group *g,
                                           const char *path, const cddp_param *params, int count,
                                           const cddp_checkpoint_desc *desc) {
   cddp_result r;
-  memset(checkpoint, 0, sizeof *checkpoint);
-  checkpoint->g = g;
-  checkpoint->allocator = g != NULL ? &g->host->allocator : NULL;
-  checkpoint->path = path;
-  checkpoint->fd = -1;
-  checkpoint->params = params;
-  checkpoint->count = count;
-  checkpoint->desc = desc != NULL ? desc : &checkpoint->none;
-  checkpoint->first = g == NULL || g->rank == 0;
+  memset(ckpt, 0, sizeof *ckpt);
+  ckpt->g = g;
+  ckpt->allocator = g != NULL ? &g->host->allocator : NULL;
+  ckpt->path = path;
+  ckpt->fd = -1;
+  ckpt->params = params;
+  ckpt->count = count;
+  ckpt->desc = desc != NULL ? desc : &ckpt->none;
+  ckpt->first = g == NULL || g->rank == 0;
   if (g != NULL) cddp__engine_drain(g);
-  r = cddp__check_checkpoint(checkpoint, saves);
-  if (r == CDDP_OK) r = cddp__check_owners(checkpoint);
-  if (r == CDDP_OK && checkpoint->device) r = cddp__await_device(g);
-  return r == CDDP_OK ? cddp__list_items(checkpoint) : r;
+  r = cddp__check_checkpoint(ckpt, saves);
+  if (r == CDDP_OK && ckpt->device) r = cddp__await_device(g);
+  return r == CDDP_OK ? cddp__list_items(ckpt) : r;
 }
 
-/* Collective: memory for any one state of all ranks' parts. */
-static cddp_result cddp__alloc_whole(cddp__checkpoint *checkpoint) {
+/* Collective: allocates `whole`. */
+static cddp_result cddp__alloc_whole(cddp__ckpt *ckpt) {
   size_t i, most = 0;
   cddp_result r = CDDP_OK;
-  for (i = 0; i < checkpoint->item_count; i++)
-    if (checkpoint->items[i].place != NULL)
-      most = cddp__max(most, (size_t)checkpoint->items[i].bytes);
-  if (most > 0) checkpoint->whole = (char *)cddp_alloc(checkpoint->g, most);
-  if (most > 0 && checkpoint->whole == NULL) r = CDDP_OUT_OF_MEMORY;
-  return cddp__consensus(checkpoint->g, r, NULL, 0, NULL);
+  for (i = 0; i < ckpt->item_count; i++)
+    if (ckpt->items[i].place != NULL) most = cddp__max(most, (size_t)ckpt->items[i].bytes);
+  if (most > 0) ckpt->whole = (char *)cddp_alloc(ckpt->g, most);
+  if (most > 0 && ckpt->whole == NULL) r = CDDP_OUT_OF_MEMORY;
+  return cddp__consensus(ckpt->g, r, NULL, 0, NULL);
 }
 
-/* Bytes of the item's states that this rank keeps. */
-static size_t cddp__kept_bytes(const cddp__checkpoint *checkpoint, const cddp__st_item *item) {
-  return checkpoint->desc->optim->parts[item->param].count *
+/* Bytes that this rank keeps of a state: all, or its part. */
+static size_t cddp__kept_bytes(const cddp__ckpt *ckpt, const cddp__st_item *item) {
+  return ckpt->desc->optim->parts[item->param].count *
          cddp__dtype_size((cddp_dtype)item->type->dtype);
 }
 
-static void cddp__checkpoint_end(cddp__checkpoint *checkpoint) {
-  const cddp_optim *optim = checkpoint->desc->optim;
+static void cddp__checkpoint_end(cddp__ckpt *ckpt) {
+  const cddp_optim *optim = ckpt->desc->optim;
   size_t i;
-  if (checkpoint->whole != NULL) cddp_free(checkpoint->g, checkpoint->whole);
-  for (i = 0; i < checkpoint->item_count; i++) /* states that a failed load did not commit */
-    if (checkpoint->items[i].from != NULL && checkpoint->items[i].place != NULL &&
-        optim->backend == NULL)
-      cddp__free(&optim->allocator, checkpoint->items[i].data);
-  cddp__free(checkpoint->allocator, checkpoint->items);
-  cddp__free(checkpoint->allocator, checkpoint->staging);
-  cddp__buffer_clear(&checkpoint->header, 0);
-  cddp_safetensors_close(checkpoint->file);
+  if (ckpt->whole != NULL) cddp_free(ckpt->g, ckpt->whole);
+  for (i = 0; i < ckpt->item_count; i++) /* states that a failed load did not commit */
+    if (ckpt->items[i].from != NULL && ckpt->items[i].place != NULL && optim->backend == NULL)
+      cddp__free(&optim->allocator, ckpt->items[i].data);
+  cddp__free(ckpt->allocator, ckpt->items);
+  cddp__free(ckpt->allocator, ckpt->staging);
+  cddp__buffer_clear(&ckpt->header, 0);
+  cddp_safetensors_close(ckpt->file);
 }
 
 /* Collective: cddp__consensus, which also checks that all ranks passed the same arguments. */
-static cddp_result cddp__compare_calls(cddp__checkpoint *checkpoint, cddp_result r) {
-  uint64_t *all, h = (uint64_t)(checkpoint->desc->ddp != NULL) << 2 |
-                     (uint64_t)(checkpoint->desc->sampler != NULL) << 1 | checkpoint->desc->partial;
-  size_t i, n = checkpoint->g != NULL ? (size_t)checkpoint->g->size : 1;
-  for (i = 0; i < checkpoint->item_count; i++) {
-    const cddp__st_item *item = &checkpoint->items[i];
+static cddp_result cddp__compare_calls(cddp__ckpt *ckpt, cddp_result r) {
+  uint64_t *all, h = (uint64_t)(ckpt->desc->ddp != NULL) << 2 |
+                     (uint64_t)(ckpt->desc->sampler != NULL) << 1 | ckpt->desc->partial;
+  size_t i, n = ckpt->g != NULL ? (size_t)ckpt->g->size : 1;
+  for (i = 0; i < ckpt->item_count; i++) {
+    const cddp__st_item *item = &ckpt->items[i];
     h = cddp__hash64(h, &item->bytes, sizeof item->bytes);
     h = cddp__hash64(h, item->type->name, strlen(item->type->name));
     h = cddp__hash64(h, item->name, strlen(item->name));
   }
-  all = (uint64_t *)cddp__calloc(checkpoint->allocator, n, sizeof h);
+  all = (uint64_t *)cddp__calloc(ckpt->allocator, n, sizeof h);
   if (all == NULL)
-    return checkpoint->g != NULL ? cddp__break(checkpoint->g, CDDP_OUT_OF_MEMORY)
-                                 : CDDP_OUT_OF_MEMORY;
-  r = cddp__consensus(checkpoint->g, r, &h, sizeof h, all);
+    return ckpt->g != NULL ? cddp__break(ckpt->g, CDDP_OUT_OF_MEMORY) : CDDP_OUT_OF_MEMORY;
+  r = cddp__consensus(ckpt->g, r, &h, sizeof h, all);
   for (i = 0; r == CDDP_OK && i < n; i++)
     if (all[i] != all[0])
       r = cddp__fail(CDDP_MISMATCH, "rank %zu passed other parameters (names, counts, dtypes) or "
                      "other options than rank 0", i);
-  cddp__free(checkpoint->allocator, all);
+  cddp__free(ckpt->allocator, all);
   return r;
 }
 
-/* Copies an item between memory and offset `at` of the file. Device memory and data of another
-   dtype are copied in chunks, through the staging buffer. */
-static cddp_result cddp__copy_item(cddp__checkpoint *checkpoint, int fd, const cddp__st_item *item,
-                                   uint64_t at) {
-  bool save = item->from == NULL;
-  cddp_dtype dtype = (cddp_dtype)item->type->dtype;
-  cddp_dtype filed = save ? dtype : (cddp_dtype)item->from->dtype; /* in the file */
+/* Rank 0: copies an item between memory and file. Device memory and data of another dtype pass
+   through the staging buffer in chunks. */
+static cddp_result cddp__copy_item(cddp__ckpt *ckpt, const cddp__st_item *item) {
+  bool save = ckpt->file == NULL;
+  int fd = save ? ckpt->fd : ckpt->file->fd;
+  uint64_t at = save ? ckpt->header.end + item->begin
+                     : 8 + ckpt->file->text_size + item->from->begin;
+  cddp_dtype dtype = (cddp_dtype)item->type->dtype; /* in memory */
+  cddp_dtype filed = save ? dtype : (cddp_dtype)item->from->dtype;
   size_t size = cddp__dtype_size(dtype), file_size = cddp__dtype_size(filed), done, n;
-  bool device = cddp__on_device(checkpoint->g, item->data), direct = !device && filed == dtype;
+  bool device = cddp__on_device(ckpt->g, item->data), direct = !device && filed == dtype;
   size_t most = direct ? item->count : CDDP__FILE_STAGING / cddp__max(size, file_size);
   cddp_result r = CDDP_OK;
-  if (!direct && checkpoint->staging == NULL)
-    checkpoint->staging = (char *)cddp__malloc(checkpoint->allocator, 2 * CDDP__FILE_STAGING);
-  if (!direct && checkpoint->staging == NULL) return CDDP_OUT_OF_MEMORY;
+  if (!direct && ckpt->staging == NULL)
+    ckpt->staging = (char *)cddp__malloc(ckpt->allocator, 2 * CDDP__FILE_STAGING);
+  if (!direct && ckpt->staging == NULL) return CDDP_OUT_OF_MEMORY;
   for (done = 0; r == CDDP_OK && done < item->count; done += n) {
-    char *memory = (char *)item->data + done * size, *raw = direct ? memory : checkpoint->staging;
+    char *memory = (char *)item->data + done * size;
+    char *raw = direct ? memory : ckpt->staging; /* the file's bytes */
     char *converted = filed == dtype ? raw
-                      : device       ? checkpoint->staging + CDDP__FILE_STAGING
+                      : device       ? ckpt->staging + CDDP__FILE_STAGING
                                      : memory;
     n = cddp__min(item->count - done, most);
-    if (save && device) r = cddp__transfer(checkpoint->g, raw, memory, n * size);
+    if (save && device) r = cddp__transfer(ckpt->g, raw, memory, n * size);
     if (r == CDDP_OK) r = cddp__file_io(fd, save, raw, n * file_size, at + done * file_size);
     if (r == CDDP_OK && converted != raw) cddp__convert(converted, dtype, raw, filed, n);
-    if (r == CDDP_OK && !save && device)
-      r = cddp__transfer(checkpoint->g, memory, converted, n * size);
+    if (r == CDDP_OK && !save && device) r = cddp__transfer(ckpt->g, memory, converted, n * size);
   }
   return r;
 }
 
-/* The numbers of the caller's sampler and cddp_ddp. Returns the set of those that exist, as
-   bits. */
+/* Sets the numbers of the caller's sampler and cddp_ddp. Returns the set of their keys. */
 static unsigned cddp__collect_numbers(const cddp_checkpoint_desc *desc, uint64_t *v) {
   const cddp_sampler *sampler = desc->sampler;
   memset(v, 0, CDDP__META_COUNT * sizeof *v);
   if (sampler != NULL) {
+    size_t size = sampler->desc.dataset_size;
     v[CDDP__META_EPOCH] = sampler->epoch;
-    v[CDDP__META_SAMPLES] =
-        cddp__min(sampler->start + sampler->position * (size_t)sampler->desc.world_size,
-                  sampler->desc.dataset_size); /* used by all ranks together */
-    v[CDDP__META_DATASET_SIZE] = sampler->desc.dataset_size;
+    v[CDDP__META_SAMPLES] = cddp__min(
+        sampler->start + sampler->position * (size_t)sampler->desc.world_size, size);
+    v[CDDP__META_DATASET_SIZE] = size;
     v[CDDP__META_SEED] = sampler->desc.seed;
     v[CDDP__META_SHUFFLE] = sampler->desc.shuffle;
   }
   if (desc->ddp != NULL) {
     v[CDDP__META_STEPS] = desc->ddp->steps;
-    v[CDDP__META_SHARDS] = (uint64_t)desc->ddp->desc.shards; /* 0: one for each rank */
+    v[CDDP__META_SHARDS] = (uint64_t)desc->ddp->desc.shards;
   }
   return (sampler != NULL ? CDDP__META_OF_SAMPLER : 0) |
          (desc->ddp != NULL ? CDDP__META_OF_DDP : 0);
@@ -22775,29 +22753,31 @@ static unsigned cddp__collect_numbers(const cddp_checkpoint_desc *desc, uint64_t
 /* --- saving --- */
 
 /* Sets the addresses of the states: the optimizer's own ones, or those that the ranks of a host
-   share. Removes states that no step has created yet, and masters that do not match the weights. */
-static void cddp__select_states(cddp__checkpoint *checkpoint) {
-  const cddp_optim *optim = checkpoint->desc->optim;
+   share. Removes states that no step has created yet, and masters that do not match the weights:
+   the next step copies the weights to them. */
+static void cddp__select_states(cddp__ckpt *ckpt) {
+  const cddp_optim *optim = ckpt->desc->optim;
   size_t i, n = 0;
-  for (i = 0; i < checkpoint->item_count; i++) {
-    cddp__st_item *item = &checkpoint->items[i];
+  for (i = 0; i < ckpt->item_count; i++) {
+    cddp__st_item *item = &ckpt->items[i];
     if (item->param >= 0 && optim->steps[item->param] == 0) continue;
-    if (item->place != NULL && cddp__is_master(optim, item->state) && optim->fresh[item->param])
-      continue; /* the next step copies the weights to it */
-    if (item->place != NULL) item->data = *item->place;
-    if (item->place != NULL && optim->share != NULL && item->data == NULL)
-      item->data = cddp__state_at(optim->share, optim, optim->common, item->state, item->param, 0);
-    if (item->place != NULL && optim->sharded)
-      item->data = checkpoint->whole; /* cddp__save_items gathers it */
-    if (item->place == NULL || item->data != NULL) checkpoint->items[n++] = *item;
+    if (item->place != NULL) {
+      if (cddp__is_master(optim, item->state) && optim->fresh[item->param]) continue;
+      item->data = *item->place;
+      if (optim->share != NULL && item->data == NULL)
+        item->data =
+            cddp__state_at(optim->share, optim, optim->common, item->state, item->param, 0);
+      if (ckpt->sharded) item->data = ckpt->whole; /* cddp__save_items gathers it */
+      if (item->data == NULL) continue;
+    }
+    ckpt->items[n++] = *item;
   }
-  checkpoint->item_count = n;
+  ckpt->item_count = n;
 }
 
-/* Writes the header to checkpoint->header, and parses it, to reject duplicate names and invalid
-   UTF-8. */
-static cddp_result cddp__save_header(cddp__checkpoint *checkpoint) {
-  const cddp_checkpoint_desc *desc = checkpoint->desc;
+/* Writes the header to ckpt->header. Parses it, to reject duplicate names and invalid UTF-8. */
+static cddp_result cddp__save_header(cddp__ckpt *ckpt) {
+  const cddp_checkpoint_desc *desc = ckpt->desc;
   char digits[CDDP__META_COUNT][24];
   uint64_t numbers[CDDP__META_COUNT], data_bytes;
   unsigned own = cddp__collect_numbers(desc, numbers);
@@ -22807,7 +22787,7 @@ static cddp_result cddp__save_header(cddp__checkpoint *checkpoint) {
   size_t n;
   int i;
   all = m = (cddp_metadata *)cddp__calloc(
-      checkpoint->allocator, (size_t)desc->metadata_count + CDDP__META_COUNT + 1, sizeof *m);
+      ckpt->allocator, (size_t)desc->metadata_count + CDDP__META_COUNT + 1, sizeof *m);
   if (m == NULL) return CDDP_OUT_OF_MEMORY;
   m->key = "format"; /* some of PyTorch's loaders require it */
   m++->value = "pt";
@@ -22823,18 +22803,18 @@ static cddp_result cddp__save_header(cddp__checkpoint *checkpoint) {
     else
       *m++ = desc->metadata[i];
   }
-  cddp__select_states(checkpoint);
-  data_bytes = cddp__st_write(checkpoint->allocator, &checkpoint->header, checkpoint->items,
-                              checkpoint->item_count, all, (size_t)(m - all));
-  cddp__free(checkpoint->allocator, all);
-  if (checkpoint->header.failed) return CDDP_OUT_OF_MEMORY;
-  n = cddp__buffer_size(&checkpoint->header) - 8;
+  cddp__select_states(ckpt);
+  data_bytes = cddp__st_write(ckpt->allocator, &ckpt->header, ckpt->items, ckpt->item_count, all,
+                              (size_t)(m - all));
+  cddp__free(ckpt->allocator, all);
+  if (ckpt->header.failed) return CDDP_OUT_OF_MEMORY;
+  n = cddp__buffer_size(&ckpt->header) - 8;
   if (n > CDDP__HEADER_MAX)
     return cddp__fail(CDDP_INVALID_ARGUMENT,
                       "names and metadata make a header of %zu bytes; %u are allowed", n,
                       CDDP__HEADER_MAX);
-  if ((file = cddp__st_new(checkpoint->allocator, n)) == NULL) return CDDP_OUT_OF_MEMORY;
-  memcpy(file->text, checkpoint->header.data + 8, n);
+  if ((file = cddp__st_new(ckpt->allocator, n)) == NULL) return CDDP_OUT_OF_MEMORY;
+  memcpy(file->text, ckpt->header.data + 8, n);
   file->data_bytes = data_bytes;
   r = cddp__st_parse(file);
   cddp_safetensors_close(file);
@@ -22842,31 +22822,29 @@ static cddp_result cddp__save_header(cddp__checkpoint *checkpoint) {
                       : cddp__fail_in(CDDP_INVALID_ARGUMENT, "names or metadata are invalid: ");
 }
 
-/* Writes all items. Collective if states are sharded: rank 0 gathers the rest after an error. */
-static cddp_result cddp__save_items(cddp__checkpoint *checkpoint, cddp_result r) {
+/* Writes all items. Collective if states are sharded: after an error of rank 0's file it gathers
+   the rest nevertheless, because the other ranks do. */
+static cddp_result cddp__save_items(cddp__ckpt *ckpt, cddp_result r) {
   cddp_result gathered = CDDP_OK;
-  bool sharded = checkpoint->sharded;
   size_t i;
-  for (i = 0; i < checkpoint->item_count && gathered == CDDP_OK && (r == CDDP_OK || sharded); i++) {
-    const cddp__st_item *item = &checkpoint->items[i];
+  for (i = 0; i < ckpt->item_count && gathered == CDDP_OK; i++) {
+    const cddp__st_item *item = &ckpt->items[i];
     CDDP__POINT("save");
-    if (sharded && item->place != NULL) {
-      gathered = cddp__gather_state(checkpoint->desc->optim, item->state, item->param,
-                                    checkpoint->whole);
-      if (gathered == CDDP_OK && checkpoint->device) gathered = cddp__await_device(checkpoint->g);
+    if (ckpt->sharded && item->place != NULL) {
+      gathered = cddp__gather_state(ckpt->desc->optim, item->state, item->param, ckpt->whole);
+      if (gathered == CDDP_OK && ckpt->device) gathered = cddp__await_device(ckpt->g);
       if (r == CDDP_OK) r = gathered;
     }
-    if (checkpoint->first && r == CDDP_OK)
-      r = cddp__copy_item(checkpoint, checkpoint->fd, item, checkpoint->header.end + item->begin);
+    if (ckpt->first && r == CDDP_OK) r = cddp__copy_item(ckpt, item);
   }
   return r;
 }
 
 CDDPDEF cddp_result (cddp_save)(cddp_group *g, const char *path, const cddp_param *params,
                                 int count, const cddp_checkpoint_desc *desc) {
-  cddp__checkpoint c;
+  cddp__ckpt c;
   bool shares; /* rank 0 reads states in the other ranks' memory */
-  cddp_result r, left;
+  cddp_result r;
   cddp__enter_call(__func__);
   r = cddp__checkpoint_begin(&c, true, g, path, params, count, desc);
   shares = g != NULL && g->size > 1 && !c.sharded;
@@ -22875,13 +22853,13 @@ CDDPDEF cddp_result (cddp_save)(cddp_group *g, const char *path, const cddp_para
   if (r == CDDP_OK) {
     if (c.first || c.sharded) r = cddp__save_header(&c);
     if (c.sharded) r = cddp__consensus(g, r, NULL, 0, NULL);
-    if (c.first && r == CDDP_OK) {
+    if (r == CDDP_OK && c.first) {
       r = cddp__open_temporary(&c);
       if (r == CDDP_OK && shares) r = cddp__begin_access(g);
       if (r == CDDP_OK) r = cddp__file_io(c.fd, true, c.header.data, c.header.end, 0);
-      r = cddp__save_items(&c, r);
-      left = shares ? cddp__end_access(g, CDDP_OK) : CDDP_OK;
-      r = cddp__close_temporary(&c, r == CDDP_OK ? left : r);
+      if (r == CDDP_OK || c.sharded) r = cddp__save_items(&c, r);
+      if (shares) (void)cddp__end_access(g, CDDP_OK); /* waits for no rank: they only wait, too */
+      if (c.fd >= 0) r = cddp__close_temporary(&c, r);
     } else if (r == CDDP_OK && c.sharded) {
       r = cddp__save_items(&c, r);
     }
@@ -22920,26 +22898,26 @@ static cddp_result cddp__check_tensor(const cddp__st_item *item, const cddp_tens
   return CDDP_OK;
 }
 
-/* Finds the items in the file and allocates memory for states, which cddp__commit_states installs
-   after everything was read. On a device states are read into the optimizer's memory directly.
-   Unless partial is set, the file must not contain other tensors; without an optimizer it can
-   contain an optimizer's states. */
-static cddp_result cddp__match_items(cddp__checkpoint *checkpoint) {
-  const cddp_optim *optim = checkpoint->desc->optim;
-  bool partial = checkpoint->desc->partial;
-  bool *taken = (bool *)cddp__calloc(checkpoint->allocator, checkpoint->file->count, sizeof *taken);
-  const cddp__st_item *first = checkpoint->items; /* first state of the current parameter */
+/* Finds the items in the file. Allocates memory for states, which cddp__commit_states gives to the
+   optimizer after everything was read; on a device states are read into the optimizer's memory.
+   Unless partial is set, the file must not contain other tensors, except an optimizer's states for
+   a caller without an optimizer. */
+static cddp_result cddp__match_items(cddp__ckpt *ckpt) {
+  const cddp_optim *optim = ckpt->desc->optim;
+  bool partial = ckpt->desc->partial;
+  bool *taken = (bool *)cddp__calloc(ckpt->allocator, ckpt->file->count, sizeof *taken);
+  const cddp__st_item *first = ckpt->items; /* first state of the current parameter */
   cddp_result r = taken != NULL ? CDDP_OK : CDDP_OUT_OF_MEMORY;
   size_t i;
-  for (i = 0; r == CDDP_OK && i < checkpoint->item_count; i++) {
-    cddp__st_item *item = &checkpoint->items[i];
-    const cddp_tensor_info *tensor = cddp__st_find(checkpoint->file, item->name);
+  for (i = 0; r == CDDP_OK && i < ckpt->item_count; i++) {
+    cddp__st_item *item = &ckpt->items[i];
+    const cddp_tensor_info *tensor = cddp__st_find(ckpt->file, item->name);
     bool master = item->place != NULL && cddp__is_master(optim, item->state);
     if (item->param < 0 || item->param != first->param) first = item;
-    if (item->param >= 0 && !checkpoint->has_lr)
-      continue; /* partial, and the file has no optimizer */
-    if (tensor ==
-        NULL) { /* a master can be missing; so can all states, if no step had changed it */
+    /* A state is in the file, with the others of its parameter, if a step has created it. A master
+       can be missing alone. */
+    if (item->param >= 0 && !ckpt->has_lr) continue; /* partial: the file has no optimizer */
+    if (tensor == NULL) {
       if (!partial && !master && (item->param < 0 || first->from != NULL))
         r = cddp__fail_missing("tensor", item->name);
       continue;
@@ -22948,187 +22926,184 @@ static cddp_result cddp__match_items(cddp__checkpoint *checkpoint) {
       r = cddp__fail_missing("tensor", first->name);
     if (r != CDDP_OK) break;
     r = cddp__check_tensor(item, tensor);
-    taken[tensor - checkpoint->file->tensors] = true;
-    checkpoint->has_lr = checkpoint->has_lr || item->data == &checkpoint->lr;
+    taken[tensor - ckpt->file->tensors] = true;
+    if (item->data == &ckpt->lr) ckpt->has_lr = true;
     if (r == CDDP_OK && item->place != NULL) {
-      size_t kept = cddp__kept_bytes(checkpoint, item);
       item->data = optim->backend != NULL ? *item->place
-                                          : cddp__calloc(&optim->allocator, 1, kept > 0 ? kept : 1);
+                                          : cddp__calloc(&optim->allocator, 1,
+                                                         cddp__kept_bytes(ckpt, item));
       if (item->data == NULL) r = CDDP_OUT_OF_MEMORY;
     }
     item->from = tensor;
   }
-  for (i = 0; r == CDDP_OK && !partial && i < checkpoint->file->count; i++)
-    if (!taken[i] &&
-        (optim != NULL || strncmp(checkpoint->file->tensors[i].name, "optimizer.", 10) != 0))
+  for (i = 0; r == CDDP_OK && !partial && i < ckpt->file->count; i++)
+    if (!taken[i] && (optim != NULL || strncmp(ckpt->file->tensors[i].name, "optimizer.", 10) != 0))
       r = cddp__fail(CDDP_INVALID_ARGUMENT,
                      "the file has a tensor \"%.60s\", which is not among the parameters%s; set "
                      "partial to ignore it",
-                     checkpoint->file->tensors[i].name,
+                     ckpt->file->tensors[i].name,
                      optim != NULL ? " or this optimizer's states" : "");
-  cddp__free(checkpoint->allocator, taken);
+  cddp__free(ckpt->allocator, taken);
   return r;
 }
 
 /* Reads the file's numbers. If both runs set shards, they must be equal. If the file was saved in
    the middle of an epoch, the sampler must have the same dataset size, seed and shuffle. */
-static cddp_result cddp__match_numbers(cddp__checkpoint *checkpoint) {
-  const cddp_checkpoint_desc *desc = checkpoint->desc;
-  uint64_t own[CDDP__META_COUNT], *v = checkpoint->numbers;
-  unsigned asked = cddp__collect_numbers(desc, own);
+static cddp_result cddp__match_numbers(cddp__ckpt *ckpt) {
+  uint64_t own[CDDP__META_COUNT], *v = ckpt->numbers;
+  unsigned asked = cddp__collect_numbers(ckpt->desc, own);
   int i;
   for (i = 0; i < CDDP__META_COUNT; i++) {
-    const char *key = cddp__meta_keys[i], *text = cddp__st_value(checkpoint->file, key);
-    bool samples = i > CDDP__META_SAMPLES && i <= CDDP__META_SHUFFLE && v[CDDP__META_SAMPLES] != 0;
-    bool fixed =
-        samples || (i == CDDP__META_SHARDS && desc->ddp != NULL && desc->ddp->desc.shards != 0);
+    const char *key = cddp__meta_keys[i], *text = cddp__st_value(ckpt->file, key);
+    bool epoch = i > CDDP__META_SAMPLES && i <= CDDP__META_SHUFFLE && v[CDDP__META_SAMPLES] != 0;
     char *rest = NULL;
-    if ((asked & 1u << i) == 0 || (text == NULL && desc->partial)) continue;
+    if ((asked & 1u << i) == 0 || (text == NULL && ckpt->desc->partial)) continue;
     if (text == NULL) return cddp__fail_missing("metadata", key);
     errno = 0;
     v[i] = strtoull(text, &rest, 10);
     if (text[0] < '0' || text[0] > '9' || *rest != 0 || errno != 0)
       return cddp__fail(CDDP_IO, "its metadata \"%s\" is not a number", key);
-    if (fixed && v[i] != own[i] && (samples || v[i] != 0))
+    if (v[i] != own[i] && (epoch || (i == CDDP__META_SHARDS && v[i] != 0 && own[i] != 0)))
       return cddp__fail(CDDP_INVALID_ARGUMENT,
                         "%s is %" PRIu64 " in the file, %" PRIu64 " here; %s", key, v[i], own[i],
-                        samples ? "it was saved in the middle of an epoch, which cannot continue"
-                                : "set cddp_ddp_desc.shards to the file's number, or to 0");
-    checkpoint->found |= 1u << i;
+                        epoch ? "it was saved in the middle of an epoch, which cannot continue"
+                              : "set cddp_ddp_desc.shards to the file's number, or to 0");
+    ckpt->found |= 1u << i;
   }
   return CDDP_OK;
 }
 
 /* Broadcasts rank 0's bytes to all ranks. */
-static cddp_result cddp__broadcast_bytes(const cddp__checkpoint *checkpoint, void *data,
-                                         size_t bytes) {
-  if (checkpoint->g == NULL) return CDDP_OK;
-  return cddp__run_simple(checkpoint->g, CDDP__KIND_BROADCAST, data, data, bytes, CDDP_U8, 0);
+static cddp_result cddp__broadcast_bytes(const cddp__ckpt *ckpt, void *data, size_t bytes) {
+  if (ckpt->g == NULL) return CDDP_OK;
+  return cddp__run_simple(ckpt->g, CDDP__KIND_BROADCAST, data, data, bytes, CDDP_U8, 0);
 }
 
 /* Reads the header on rank 0, broadcasts it, and checks on each rank that it contains everything
-   that the caller wants. Changes nothing outside of checkpoint. */
-static cddp_result cddp__load_header(cddp__checkpoint *checkpoint, cddp_result r) {
-  const cddp_checkpoint_desc *desc = checkpoint->desc;
+   that the caller wants. Changes nothing outside of ckpt. */
+static cddp_result cddp__load_header(cddp__ckpt *ckpt, cddp_result r) {
+  const cddp_checkpoint_desc *desc = ckpt->desc;
   uint64_t sizes[2] = {0, 0}; /* of the text and the data */
   size_t needed = 0;
   int i;
-  if (r == CDDP_OK && checkpoint->first)
-    r = cddp__st_open(&checkpoint->file, checkpoint->allocator, checkpoint->path);
-  if ((r = cddp__compare_calls(checkpoint, r)) != CDDP_OK) return r;
-  if (checkpoint->first)
-    sizes[0] = checkpoint->file->text_size, sizes[1] = checkpoint->file->data_bytes;
-  if ((r = cddp__broadcast_bytes(checkpoint, sizes, sizeof sizes)) != CDDP_OK) return r;
-  if (!checkpoint->first) checkpoint->file = cddp__st_new(checkpoint->allocator, (size_t)sizes[0]);
-  r = cddp__consensus(checkpoint->g, checkpoint->file != NULL ? CDDP_OK : CDDP_OUT_OF_MEMORY, NULL,
-                      0, NULL);
-  if (r == CDDP_OK)
-    r = cddp__broadcast_bytes(checkpoint, checkpoint->file->text, checkpoint->file->text_size);
+  if (r == CDDP_OK && ckpt->first) r = cddp__st_open(&ckpt->file, ckpt->allocator, ckpt->path);
+  if ((r = cddp__compare_calls(ckpt, r)) != CDDP_OK) return r;
+  if (ckpt->first) sizes[0] = ckpt->file->text_size, sizes[1] = ckpt->file->data_bytes;
+  if ((r = cddp__broadcast_bytes(ckpt, sizes, sizeof sizes)) != CDDP_OK) return r;
+  if (!ckpt->first) ckpt->file = cddp__st_new(ckpt->allocator, (size_t)sizes[0]);
+  r = cddp__consensus(ckpt->g, ckpt->file != NULL ? CDDP_OK : CDDP_OUT_OF_MEMORY, NULL, 0, NULL);
+  if (r == CDDP_OK) r = cddp__broadcast_bytes(ckpt, ckpt->file->text, ckpt->file->text_size);
   if (r != CDDP_OK) return r;
-  checkpoint->file->data_bytes = sizes[1];
-  r = cddp__st_parse(checkpoint->file);
-  if (r == CDDP_OK) r = cddp__match_items(checkpoint);
-  if (r == CDDP_OK) r = cddp__match_numbers(checkpoint);
+  ckpt->file->data_bytes = sizes[1];
+  r = cddp__st_parse(ckpt->file);
+  if (r == CDDP_OK) r = cddp__match_items(ckpt);
+  if (r == CDDP_OK) r = cddp__match_numbers(ckpt);
   for (i = 0; r == CDDP_OK && i < desc->metadata_count; i++) {
-    const char *value = cddp__st_value(checkpoint->file, desc->metadata[i].key);
+    const char *value = cddp__st_value(ckpt->file, desc->metadata[i].key);
     if (value != NULL) needed += strlen(value) + 1;
   }
   if (needed > 0 && (desc->text == NULL || desc->text_size < needed))
     r = cddp__fail(CDDP_INVALID_ARGUMENT, "text has %zu bytes; the metadata's values need %zu",
                    desc->text != NULL ? desc->text_size : 0, needed);
-  return cddp__consensus(checkpoint->g, r, NULL, 0, NULL);
+  return cddp__consensus(ckpt->g, r, NULL, 0, NULL);
 }
 
 /* Broadcasts the tensors that rank 0 has read. */
-static cddp_result cddp__broadcast_tensors(cddp__checkpoint *checkpoint) {
+static cddp_result cddp__broadcast_tensors(cddp__ckpt *ckpt) {
   cddp_result r = CDDP_OK;
   cddp__packet p;
   size_t i;
-  cddp__packet_begin(&p, checkpoint->g, 0);
-  for (i = 0; r == CDDP_OK && i < checkpoint->item_count; i++) {
-    cddp__st_item *item = &checkpoint->items[i];
+  cddp__packet_begin(&p, ckpt->g, 0);
+  for (i = 0; r == CDDP_OK && i < ckpt->item_count; i++) {
+    cddp__st_item *item = &ckpt->items[i];
     cddp_dtype dtype;
     cddp__call call;
-    if (item->from == NULL || (checkpoint->sharded && item->place != NULL)) continue;
+    if (item->from == NULL || (ckpt->sharded && item->place != NULL)) continue;
     dtype = (cddp_dtype)item->type->dtype;
-    if (checkpoint->device) {
+    if (ckpt->device) {
       call = cddp__make_call(CDDP__KIND_BROADCAST, item->data, item->data, item->count, dtype,
                              CDDP_SUM, 0);
-      r = cddp__start_call(checkpoint->g, &call, NULL);
+      r = cddp__start_call(ckpt->g, &call, NULL);
     } else {
       r = cddp__packet_add(&p, item->data, item->count, dtype);
     }
   }
-  if (r == CDDP_OK && checkpoint->device)
-    return cddp__await_device(
-        checkpoint->g); /* cudaMemcpy can return before its copy is complete */
-  return r == CDDP_OK ? cddp__packet_send(&p) : r;
+  if (r != CDDP_OK) return r;
+  /* on a device: cudaMemcpy can return before its copy is complete */
+  return ckpt->device ? cddp__await_device(ckpt->g) : cddp__packet_send(&p);
 }
 
-/* Collective: each state that rank 0 reads passes through `whole`; each rank keeps its part. */
-static cddp_result cddp__load_states(cddp__checkpoint *checkpoint) {
-  const cddp_optim *optim = checkpoint->desc->optim;
+/* Collective: rank 0 reads each state into `whole` and broadcasts it; each rank keeps its part. */
+static cddp_result cddp__load_states(cddp__ckpt *ckpt) {
+  const cddp_optim *optim = ckpt->desc->optim;
   const cddp_ddp *d = optim->desc.ddp;
-  cddp_group *g = checkpoint->g;
-  cddp_result r = cddp__alloc_whole(checkpoint);
-  char *whole = checkpoint->whole;
+  cddp_group *g = ckpt->g;
+  cddp_result r = cddp__alloc_whole(ckpt);
+  char *whole = ckpt->whole;
   size_t i;
-  for (i = 0; r == CDDP_OK && i < checkpoint->item_count; i++) {
-    cddp__st_item item = checkpoint->items[i];
+  for (i = 0; r == CDDP_OK && i < ckpt->item_count; i++) {
+    cddp__st_item item = ckpt->items[i];
     cddp_dtype dtype = (cddp_dtype)item.type->dtype;
     cddp__call call = cddp__make_call(CDDP__KIND_BROADCAST, whole, whole, item.count, dtype,
                                       CDDP_SUM, 0);
     void *part = item.data;
     if (item.from == NULL || item.place == NULL) continue;
     item.data = whole;
-    if (checkpoint->first)
-      r = cddp__copy_item(checkpoint, checkpoint->file->fd, &item,
-                          8 + checkpoint->file->text_size + item.from->begin);
+    if (ckpt->first) r = cddp__copy_item(ckpt, &item);
     if ((r = cddp__consensus(g, r, NULL, 0, NULL)) != CDDP_OK) break;
     r = cddp__start_call(g, &call, NULL);
     if (r == CDDP_OK)
       r = (d->memory->copy)(part, whole + optim->parts[item.param].first * cddp__dtype_size(dtype),
-                            cddp__kept_bytes(checkpoint, &item), g->stream);
-    if (r == CDDP_OK && checkpoint->device) r = cddp__await_device(g);
+                            cddp__kept_bytes(ckpt, &item), g->stream);
+    if (r == CDDP_OK && ckpt->device) r = cddp__await_device(g);
     r = cddp__consensus(g, r, NULL, 0, NULL);
   }
   return r;
 }
 
-/* Reads the tensors on rank 0 and broadcasts them. A first pass reads only step counts and the
-   learning rate, to reject invalid ones before anything has changed. */
-static cddp_result cddp__load_tensors(cddp__checkpoint *checkpoint) {
-  size_t i, n = checkpoint->first ? 2 * checkpoint->item_count : 0;
+/* Rank 0: rejects invalid step counts and an invalid learning rate before anything changes. */
+static cddp_result cddp__check_numbers(cddp__ckpt *ckpt) {
   cddp_result r = CDDP_OK;
-  for (i = 0; r == CDDP_OK && i < n; i++) {
-    cddp__st_item item = checkpoint->items[i % checkpoint->item_count];
-    bool counts = item.param >= 0 && item.place == NULL, looks = i < checkpoint->item_count;
+  size_t i;
+  for (i = 0; r == CDDP_OK && i < ckpt->item_count; i++) {
+    cddp__st_item item = ckpt->items[i];
+    bool rate = item.data == &ckpt->lr, count = item.param >= 0 && item.place == NULL;
     float steps = 0;
-    if (item.from == NULL || (looks && !counts && item.data != &checkpoint->lr)) continue;
-    if (checkpoint->sharded && item.place != NULL) continue; /* cddp__load_states reads it */
-    if (looks && counts) item.data = &steps;
-    r = cddp__copy_item(checkpoint, checkpoint->file->fd, &item,
-                        8 + checkpoint->file->text_size + item.from->begin);
+    if (item.from == NULL || (!rate && !count)) continue;
+    if (count) item.data = &steps;
+    r = cddp__copy_item(ckpt, &item);
     if (r == CDDP_OK && !(steps >= 0 && steps <= 16777216)) /* f32 counts up to 2^24 */
       r = cddp__fail(CDDP_IO, "its \"%.100s\" is %g", item.name, (double)steps);
-    if (r == CDDP_OK && item.data == &checkpoint->lr &&
-        !(checkpoint->lr >= 0 && checkpoint->lr <= DBL_MAX))
-      r = cddp__fail(CDDP_IO, "its learning rate is %g", checkpoint->lr);
+    if (r == CDDP_OK && rate && !(ckpt->lr >= 0 && ckpt->lr <= DBL_MAX))
+      r = cddp__fail(CDDP_IO, "its learning rate is %g", ckpt->lr);
   }
-  r = cddp__consensus(checkpoint->g, r, NULL, 0, NULL);
-  if (r == CDDP_OK && checkpoint->sharded) r = cddp__load_states(checkpoint);
-  if (checkpoint->g != NULL) return r == CDDP_OK ? cddp__broadcast_tensors(checkpoint) : r;
-  return r == CDDP_OK && checkpoint->device ? cddp__await_device(checkpoint->g) : r;
+  return r;
 }
 
-/* Installs the loaded states in the optimizer. Cannot fail in host memory. */
-static cddp_result cddp__commit_states(cddp__checkpoint *checkpoint) {
-  cddp_optim *optim = checkpoint->desc->optim;
+/* Reads the tensors on rank 0 and broadcasts them. */
+static cddp_result cddp__load_tensors(cddp__ckpt *ckpt) {
+  cddp_result r = ckpt->first ? cddp__check_numbers(ckpt) : CDDP_OK;
+  size_t i;
+  for (i = 0; r == CDDP_OK && ckpt->first && i < ckpt->item_count; i++) {
+    const cddp__st_item *item = &ckpt->items[i];
+    if (item->from == NULL || (ckpt->sharded && item->place != NULL)) continue;
+    r = cddp__copy_item(ckpt, item);
+  }
+  r = cddp__consensus(ckpt->g, r, NULL, 0, NULL);
+  if (r == CDDP_OK && ckpt->sharded) r = cddp__load_states(ckpt);
+  if (r != CDDP_OK) return r;
+  if (ckpt->g != NULL) return cddp__broadcast_tensors(ckpt);
+  return ckpt->device ? cddp__await_device(NULL) : CDDP_OK;
+}
+
+/* Gives the loaded states to the optimizer. Cannot fail in host memory. */
+static cddp_result cddp__commit_states(cddp__ckpt *ckpt) {
+  cddp_optim *optim = ckpt->desc->optim;
   cddp_result r = CDDP_OK;
   size_t i;
   if (optim->share != NULL) optim->drop(optim); /* the next step shares the states again */
-  for (i = 0; r == CDDP_OK && i < checkpoint->item_count; i++) {
-    cddp__st_item *item = &checkpoint->items[i];
+  for (i = 0; r == CDDP_OK && i < ckpt->item_count; i++) {
+    cddp__st_item *item = &ckpt->items[i];
     bool found = item->from != NULL;
     if (item->param < 0) continue;
     if (item->place == NULL) {
@@ -23144,43 +23119,41 @@ static cddp_result cddp__commit_states(cddp__checkpoint *checkpoint) {
       *item->place = item->data;
       item->data = NULL;
     } else if (!found) {
-      r = (optim->backend->zero)(optim, *item->place, cddp__kept_bytes(checkpoint, item), true);
+      r = (optim->backend->zero)(optim, *item->place, cddp__kept_bytes(ckpt, item), true);
     }
   }
-  return r == CDDP_OK ? cddp_optim_set_lr(optim, checkpoint->lr) : r;
-}
-
-static cddp_result cddp__load_commit(cddp__checkpoint *checkpoint) {
-  const cddp_checkpoint_desc *desc = checkpoint->desc;
-  char *text = desc->text;
-  cddp_result r;
-  int i;
-  if (desc->optim != NULL) memset(desc->optim->fresh, true, (size_t)desc->optim->count);
-  if (checkpoint->has_lr && (r = cddp__commit_states(checkpoint)) != CDDP_OK) return r;
-  if ((checkpoint->found & CDDP__META_OF_DDP) == CDDP__META_OF_DDP)
-    desc->ddp->steps = checkpoint->numbers[CDDP__META_STEPS];
-  if ((checkpoint->found & CDDP__META_OF_SAMPLER) == CDDP__META_OF_SAMPLER)
-    cddp__sampler_begin(desc->sampler, checkpoint->numbers[CDDP__META_EPOCH],
-                        checkpoint->numbers[CDDP__META_SAMPLES], true);
-  for (i = 0; i < desc->metadata_count; i++) {
-    const char *value = cddp__st_value(checkpoint->file, desc->metadata[i].key);
-    desc->metadata[i].value = value != NULL ? text : NULL;
-    if (value == NULL) continue;
-    memcpy(text, value, strlen(value) + 1);
-    text += strlen(value) + 1;
-  }
-  return desc->optim != NULL ? cddp__write_copies(desc->optim) : CDDP_OK;
+  return r == CDDP_OK ? cddp_optim_set_lr(optim, ckpt->lr) : r;
 }
 
 CDDPDEF cddp_result (cddp_load)(cddp_group *g, const char *path, cddp_param *params, int count,
                                 const cddp_checkpoint_desc *desc) {
-  cddp__checkpoint c;
+  cddp__ckpt c;
   cddp_result r;
+  char *text;
+  int i;
   cddp__enter_call(__func__);
   r = cddp__checkpoint_begin(&c, false, g, path, params, count, desc);
   r = cddp__load_header(&c, r);
   if (r == CDDP_OK) r = cddp__load_tensors(&c);
-  if (r == CDDP_OK) r = cddp__load_commit(&c);
+  desc = c.desc;
+  if (r == CDDP_OK && desc->optim != NULL)
+    memset(desc->optim->fresh, true, (size_t)desc->optim->count);
+  if (r == CDDP_OK && c.has_lr) r = cddp__commit_states(&c);
+  if (r == CDDP_OK) {
+    if ((c.found & CDDP__META_OF_DDP) == CDDP__META_OF_DDP)
+      desc->ddp->steps = c.numbers[CDDP__META_STEPS];
+    if ((c.found & CDDP__META_OF_SAMPLER) == CDDP__META_OF_SAMPLER)
+      cddp__sampler_begin(desc->sampler, c.numbers[CDDP__META_EPOCH],
+                          c.numbers[CDDP__META_SAMPLES], true);
+    for (text = desc->text, i = 0; i < desc->metadata_count; i++) {
+      const char *value = cddp__st_value(c.file, desc->metadata[i].key);
+      desc->metadata[i].value = value != NULL ? text : NULL;
+      if (value == NULL) continue;
+      strcpy(text, value);
+      text += strlen(value) + 1;
+    }
+    if (desc->optim != NULL) r = cddp__write_copies(desc->optim);
+  }
   cddp__checkpoint_end(&c);
   return cddp__fail_on_file(__func__, path, r);
 }
@@ -24448,143 +24421,91 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *store, int64_t *count) {
 
 /* >>history ---------------------------------------------------------------------------------------
    1.0 (not released)
-     New      sharded_states in cddp_sgd_desc and cddp_adamw_desc: on GPUs and over hosts each rank
-              keeps 1/world_size of the optimizer's states (stage 1 of ZeRO).
-              Examples powersgd, sync_batchnorm and mesh. The manual is ordered by topic.
+     New      sharded_states: each rank keeps 1/world_size of the optimizer's states (ZeRO stage 1).
               CDDP_PORTS limits the ports that cddp listens on, so that a firewall can open them.
-     Removed  Memory that a stopped peer can still write to does not become private any more: it is
-              not reused.
-              pthread_cancel of a thread in cddp_recv. cddp_cancel and timeout_s end receives.
-              cddp_save keeps the old file's mode, but not its owner and group.
-              Heterogeneous Slurm jobs need --export=ALL,MASTER_ADDR=HOST, HOST being rank 0's.
-     Changed  gcc compiles all of the implementation with the options of the program, no part with
-              "Og" any more. gcc -O2 takes about 9 s instead of 5 s.
-              Elastic models have one engine, by messages; the one in shared memory was removed. On
-              one host each rank now holds all optimizer states and steps all weights: a step
-              of 2 ranks takes 1.25 to 1.4 times as long as without elastic (1.03 before). Different
-              calls in an update are found in the next step. A rank with a local failure ends alone.
-              A process that joins on a host with several ranks shares their memory.
-              With NCCL a model uses its group's communicator and takes no device memory for another
-              one. A misused model breaks its group.
-              60 CUDA kernels instead of 112: nvcc and the driver compile them in a third of the
-              time. Sums of shards on GPUs use no stack memory.
-              Ranks of several hosts name a port that a firewall blocks, and both ends, within
-              seconds. Before, living ranks were called late or dead at the time-out.
-              Ranks name another program at MASTER_PORT within seconds. Ranks that know a final
-              error (WORLD_SIZE differs, one RANK twice) end within seconds, though others are
-              missing.
-              The implementation compiles with strict C++11 and C++14, C99 -pedantic, and behind
-              <tgmath.h> or macros such as log() and min(). Big-endian and 32-bit targets are
-              compile-time errors.
-              C++: arguments of collective calls may contain the commas of a template.
-              The threads that run hooks, callbacks and functions of cddp_run_threads have stacks of
-              at least 8 MiB, independent of ulimit -s and libc.
-              cddp_alloc and cddp_free take the same time however many allocations there are, and
-              need few memory mappings; an error for lack of them names vm.max_map_count.
-              A program that closes cddp's descriptors (closefrom) gets errors, not SIGBUS, and its
-              peers are not called dead.
-              Ranks of flux run, mpirun_rsh, jsrun and PALS's mpiexec are found. A rank without a
-              size (PMIx, aprun), MASTER_ADDR or MASTER_PORT without RANK, and numbers such as " 1",
-              "+1" and "01" are CDDP_INVALID_ARGUMENT. On one host MASTER_PORT alone keeps two
-              programs of a step apart. A command behind setsid in a shell of srun --pty is no rank.
-              cddprun --nnodes needs --node-rank. It names ranks that exited with 0 before another
-              one failed.
-              A cddp_init that succeeds leaves cddp_error() as it was; error texts show control
-              characters escaped.
+              Ranks of flux run, mpirun_rsh, jsrun and PALS's mpiexec are found.
+              Examples powersgd, sync_batchnorm and mesh. The manual is ordered by topic.
+     Removed  pthread_cancel of a thread in cddp_recv: use cddp_cancel or timeout_s.
+              Private memory after a stopped peer's failure: such memory is not reused.
+              Owner and group of the old file in cddp_save; its mode stays.
+              Heterogeneous Slurm jobs without --export=ALL,MASTER_ADDR=HOST (rank 0's host).
+     Changed  Elastic models have one engine, by messages. A step of 2 ranks on one host takes 1.25
+              to 1.4 times as long as a plain one (1.03 before); each rank holds all states.
+              Elastic: a rank with a local failure, or that joins with other settings, ends alone.
+              Elastic: a process that joins on a host with several ranks shares their memory.
+              Elastic: different calls in an update are found in the next step.
+              The implementation has your compile options in all parts: gcc -O2 takes 9 s, not 5.
+              It compiles as strict C++11 and C++14, C99 -pedantic, and behind <tgmath.h>.
+              Big-endian and 32-bit targets are compile-time errors.
+              C++: arguments of collective calls can contain the commas of a template.
+              NCCL: a model uses its group's communicator. A misused model breaks its group.
+              60 CUDA kernels instead of 112 compile in a third of the time.
+              A port that a firewall blocks is named, with both ends, within seconds.
+              A foreign program at MASTER_PORT is named within seconds.
+              Final errors (WORLD_SIZE differs, one RANK twice) do not wait for missing ranks.
+              A rank without a size, MASTER_ADDR without RANK, and numbers such as "+1" are errors.
+              On one host MASTER_PORT keeps two programs of a job step apart.
+              A command behind setsid in a shell of srun --pty is no rank.
+              Threads that run your functions have stacks of at least 8 MiB.
+              cddp_alloc's time does not depend on the number of allocations; fewer mappings.
+              closefrom in a program gives errors instead of SIGBUS and "dead" peers.
+              cddprun: --nnodes needs --node-rank; ranks that exited early with 0 are named.
+              A cddp_init that succeeds leaves cddp_error() as it was.
+              Error texts show control characters escaped. CDDP_RECORD=dir makes the folder.
      Mended   A second start on a job's port ended the job in its first 10 s. Now it fails itself.
-              Checkpoints: file systems that cannot sync, or cannot rename an open file (FUSE); a
-              failed flock or stat leaves no path.tmp; signals during flock and fsync. A file of a
-              run without shards does not bind a run with shards.
-              Ranks of several hosts that share cores (containers) yield them to each other.
-              A job that was stopped for longer than timeout_s does not fail when it is continued.
-              Messages progress while their receiver waits in another group, cddp_ddp or store: a
-              large one, or over 128 small ones, blocked both ranks until the time-out.
-              Optimizers: where settings differ between ranks the text names the setting, the values
-              and the ranks. A communication hook that fails without a text is told by its result.
-              A group that was destroyed before a cddp_ddp on it was used after it had been freed.
-              CDDP_RECORD=dir makes the folder dir.
-              GPUs: a thread of cddp_run_threads that failed while it had a cddp_ddp crashed others.
-              Elastic: a process that joins with other optimizer settings fails alone.
-              Elastic over hosts: if a firewall resets all connections between two halves of a job,
-              at most one half continues.
-              Between hosts, with CDDP_SECRET: first messages of over 256 senders, or beside silent
-              strangers, are not lost. A connection that ends before it is up is made again.
+              Checkpoints on file systems that cannot sync, or cannot rename an open file (FUSE).
+              A save that fails early left path.tmp. Signals during flock and fsync ended a save.
+              A file of a run without shards did not load in a run with shards.
+              Ranks of several hosts that share cores (containers) did not yield them.
+              A job that was stopped for longer than timeout_s failed when it was continued.
+              Messages waited while their receiver was in another group, a model or a store.
+              Settings of optimizers that differ between ranks were not named.
+              A group that was destroyed before its models was used after it had been freed.
+              GPUs: a thread of cddp_run_threads that failed with a live model crashed others.
+              Elastic over hosts: reset connections could let both halves of a job continue.
+              CDDP_SECRET between hosts: first messages of many senders could get lost.
 
    0.3 (2026-11)
      New      cddp_wait_for and cddp_cancel; CDDP_CHECKED: compilers warn about ignored failures.
-              Uneven inputs (with NCCL: cddp_ddp_desc.uneven_inputs) and sparse gradients on GPUs.
-              Shards: the same bits on any number of ranks (cddp_ddp_next_shard, cddp_ddp_steps),
-              on CPUs and on GPUs.
-              Elastic models: ranks die, and others join (CDDP_JOIN, cddp_ddp_group), and the
-              weights stay those of an undisturbed run; also on several hosts and on GPUs.
+              Shards: the same bits on any number of ranks, on CPUs and GPUs.
+              Elastic models: ranks die and others join, on several hosts and GPUs too.
               cddp_spawn_elastic, cddprun --elastic.
-              CDDP_BAND, CDDP_BOR, CDDP_BXOR; receiving from CDDP_ANY, and cddp_source;
-              cddp_all_gather_v, cddp_all_to_all_v, cddp_barrier_async. Time-outs name all late
-              ranks.
-              AdamW; lr_scales and weight_decays, settings of a parameter's own for both optimizers.
-              max_grad_norm: cddp_ddp_step clips; cddp_ddp_grad_norm.
-              master_weights: f16 and bf16 weights and gradients, f32 masters in the optimizer.
-              Optimizers of one's own in parts, on GPUs too: cddp_ddp_reduce_scatter, _all_gather,
-              _partitions, _gather_states.
-              Gradients of one's own in memory of cddp_alloc are reduced where they are.
-     Changed  Ranks of a host meet by a socket of their own, with one connection to the store.
-              Secrets are proven by keyed BLAKE2s.
-              On GPUs cddp_ddp_step reduces buckets while backward runs and updates all weights in
-              one kernel; momentum is allocated with the cddp_optim and never moves; no host waits
-              for another in a step; memory is not registered with NCCL. Means are sums that a
-              kernel divides. Ranks that disagree over a cddp_ddp fail it, not its group.
-              file:// ends with the process that opened it first, honours the secret, and trusts
-              no link and no other user's file.
-              Memory that is not shared goes past the caches of the ranks that fill staging buffers
-              where that is faster: cores of two dies took 3 to 8 times as long as neighbours.
-     Gone     cddp_launch: fork and exec examples/cddprun.c. Its options are those of the desc.
-              PyTorch 1.x's dialect of the store, CDDP_STORE_PROTO, the store's commands for
-              queues, barriers and lists of keys. cddp_sgd_desc.separate_mul_add.
-     Mended   Messages: between hosts 1 MiB and more took four times as long as now, on a host short
-              ones did; a rank's first one, sent before it computed for long, could get lost there.
-              A call with a handle has the floating-point mode of its caller on each rank. A send
-              does not wait because of messages to other ranks that are never received.
-              Groups: split or destroyed by several threads concurrently; messages that are in
-              transit when their sender leaves. Buffers that overlap are refused. cddp_send with a
-              handle never blocks; a handle costs little. A stopped rank that is continued after its
-              failure leaves the others' buffers alone.
-              Ranks that wait for each other in different groups of a host get CDDP_MISMATCH
-              immediately; time-outs say where late ranks wait.
-              A failed cddp_all_gather_v or cddp_all_to_all_v leaves NULL in *work.
-              Models: parameters that share memory (tied weights) are refused; a second ready() in
-              a step fails it; other floating-point modes or settings on a rank are CDDP_MISMATCH;
-              an infinite bucket_cap_mb is one bucket; 100,000 parameters, small ones in a few
-              broadcasts; infinite lr or momentum are refused. cddp_ddp_destroy leaves an optimizer
-              its states. On GPUs cddp_free, cddp_optim_*, cddp_ddp_add_rows, cddp_save and
-              cddp_load in a thread that has called nothing yet are for the rank's device, not
-              for cuda:0. A send without a handle behind a receive with one hung with NCCL;
-              cddp_ddp_sync_buffers beside the reduction of buckets took a bucket for a buffer.
-              Meeting: ranks that meet again immediately after a meeting that failed; a MASTER_ADDR
-              that cannot be resolved yet; jobs that are given one port; 1,000 ranks with ulimit -n
-              1024; ulimit -f; containers of one pod; other users at the port; another backend,
-              world size or secret on a rank is reported immediately.
-              Without descriptors: the process that serves the store reports it, and a rank that can
-              make or take no connection to another host returns CDDP_SYSTEM immediately.
-              Between hosts: an all_gather after which a rank leaves immediately gave its neighbours
-              wrong bytes; a receiver may be late by more than 20 s; a death shows although a forked
-              child lives on; cddp_ddp_join gives the bits of one host; short messages take a third
-              less time, buffers that no rank of the same host has to see are not copied.
-              Checkpoints: one refused for its numbers leaves the model as it was; scalars have the
-              shape []; mode and owner of the old file are kept, links and devices refused; no
-              other user's path.tmp is trusted, a file size limit is an error, file systems without
-              flock() will do, fields that the format does not have and another optimizer's states
-              are refused. cddp_destroy leaves cddp_error() as it was.
-              Starting: ranks pinned to different numbers of cores, or each to a different one,
-              which were taken for more ranks than cores; containers that may use the time of fewer
-              cores than they see, in which ranks polled; hosts without any network, late ranks
-              there; 9 descriptors are enough for two ranks of cddp_spawn; SIGCHLD ignored or reaped
-              by others; pidfd_open denied; OpenMP before cddp_spawn; OMP_NUM_THREADS=1; lines of
-              ranks stay whole; stacks of 64 KiB; a secret for each job of cddp_spawn and cddprun;
-              interactive and heterogeneous Slurm jobs; CDDP_TIMEOUT_S=2.5 in any locale; ranks
-              without stdin, stdout and stderr, which may print; cddprun with closed files, prompts,
-              binary output.
-              The store: programs that fork; strangers; foreign services on its port are named;
-              sandboxes; any key. System headers may come before the implementation. */
+              Uneven inputs and sparse gradients on GPUs.
+              CDDP_BAND, CDDP_BOR, CDDP_BXOR; CDDP_ANY and cddp_source; cddp_barrier_async.
+              cddp_all_gather_v, cddp_all_to_all_v.
+              AdamW; lr_scales and weight_decays; max_grad_norm and cddp_ddp_grad_norm.
+              master_weights: f16 and bf16 weights and gradients, f32 masters.
+              Partitions, for optimizers of your own in parts.
+              Gradients of your own in memory of cddp_alloc are reduced in place.
+     Changed  Secrets are proven by keyed BLAKE2s.
+              Ranks of a host connect by their own socket, with one connection to the store.
+              GPUs: buckets are reduced during backward; one kernel updates all weights.
+              GPUs: momentum is allocated with the optimizer and never moves.
+              Ranks that disagree over a cddp_ddp break it, not its group.
+              file:// ends with its first process, honours the secret, trusts no links.
+              Time-outs name all late ranks, and where they wait.
+              Cores of two dies exchange memory that is not shared 3 to 8 times faster.
+     Gone     cddp_launch: use examples/cddprun.c.
+              PyTorch 1.x's store dialect, CDDP_STORE_PROTO, queues, barriers and lists of keys.
+              cddp_sgd_desc.separate_mul_add.
+     Mended   Messages of 1 MiB and more between hosts took four times as long.
+              A rank's first message to another host could get lost.
+              A send waited for messages to other ranks that were never received.
+              An operation with a handle did not have its caller's floating-point mode.
+              Groups split or destroyed by several threads concurrently; messages of a leaving rank.
+              A stopped rank that was continued wrote into buffers of others.
+              Ranks that wait for each other in different groups get CDDP_MISMATCH.
+              Parameters that share memory, and a second ready() in a step, are refused.
+              100,000 parameters; infinite bucket_cap_mb, lr and momentum.
+              GPUs: first calls of a thread were for cuda:0, not for the rank's device.
+              Rendezvous: repeated ones, names that resolve late, 1,000 ranks with few descriptors.
+              Another backend, world size or secret on a rank is reported immediately.
+              An all_gather whose neighbour left immediately could give wrong bytes between hosts.
+              A refused checkpoint leaves the model as it was; scalars have the shape [].
+              cddp_save refuses links and devices, and trusts no other user's path.tmp.
+              Ranks that were pinned, or had fewer cores than they saw, were slow.
+              Hosts without a network; SIGCHLD ignored; pidfd_open denied; OpenMP before a spawn.
+              Interactive Slurm jobs; ranks without stdin, stdout and stderr. */
 
 /* >>license ---------------------------------------------------------------------------------------
 
