@@ -2477,8 +2477,8 @@ static __thread cddp__site cddp__this_site, cddp__next_site;
 /* The engine that this thread runs; NULL on the program's threads. */
 static __thread cddp__engine *cddp__own_engine;
 
-/* Copies field by field. Compilers do not merge atomic accesses. A merged wide load of fields that
-   were just stored one by one stalls until the stores reach the cache: 10 % of a small call. */
+/* Copies field by field, by atomic accesses, which compilers do not merge: a wide load of fields
+   just stored one by one stalls until the stores reach the cache. That is 10 % of a small call. */
 static void cddp__copy_site(cddp__site *to, const cddp__site *from) {
   __atomic_store_n(&to->function, __atomic_load_n(&from->function, __ATOMIC_RELAXED),
                    __ATOMIC_RELAXED);
@@ -2486,8 +2486,7 @@ static void cddp__copy_site(cddp__site *to, const cddp__site *from) {
   __atomic_store_n(&to->line, __atomic_load_n(&from->line, __ATOMIC_RELAXED), __ATOMIC_RELAXED);
 }
 
-/* Begins a public call: takes the call site that the call's macro noted, so that no later call
-   uses it. */
+/* Begins a public call: takes the call site that the call's macro noted. */
 static void cddp__enter_call(const char *function) {
   cddp__copy_site(&cddp__this_site, &cddp__next_site);
   cddp__this_site.function = function;
@@ -2506,24 +2505,26 @@ static const char *const cddp__result_texts[] = {
 };
 
 /* Escapes control characters in this thread's error text, as \r or \x1b, because a terminal would
-   execute them. Example: the CR in a variable that was set from a Windows file. */
+   execute them. They can come from a file, from another process, or from a variable (CR at the end
+   of its line). Those from U+0080 to U+009F have two bytes in UTF-8. */
 static void cddp__escape_controls(void) {
   char raw[CDDP__ERROR_MAX], *to = cddp__error_text;
-  const char *c;
+  const unsigned char *c;
   memcpy(raw, cddp__error_text, sizeof raw);
-  for (c = raw; *c != 0 && to < cddp__error_text + CDDP__ERROR_MAX - 5; c++) {
-    if ((unsigned char)*c >= ' ' && *c != 127)
-      *to++ = *c;
+  for (c = (unsigned char *)raw; *c != 0 && to < cddp__error_text + CDDP__ERROR_MAX - 5; c++) {
+    if (c[0] == 0xc2 && c[1] >= 0x80 && c[1] < 0xa0)
+      to += snprintf(to, 5, "\\x%02x", (unsigned)*++c);
+    else if (*c >= ' ' && *c != 127)
+      *to++ = (char)*c;
     else if (*c >= 7 && *c <= 13)
       to += snprintf(to, 5, "\\%c", "abtnvfr"[*c - 7]);
     else
-      to += snprintf(to, 5, "\\x%02x", (unsigned)(unsigned char)*c);
+      to += snprintf(to, 5, "\\x%02x", (unsigned)*c);
   }
   *to = 0;
 }
 
-/* Sets this thread's error text and returns r: `return cddp__fail(CDDP_NETWORK, "connect to %s:
- * %s", ...)`. */
+/* Sets this thread's error text and returns r: return cddp__fail(CDDP_NETWORK, "connect: %s", e) */
 CDDP__PRINTF(2, 3)
 static cddp_result cddp__fail(cddp_result r, const char *format, ...) {
   va_list args;
@@ -2544,8 +2545,7 @@ static void cddp__append(char *text, size_t n, const char *format, ...) {
   va_end(args);
 }
 
-/* Part of an error text, formatted as by printf and returned by value:
-   cddp__fail(r, "%s ...", cddp__name_rank(g, p).s). */
+/* A part of an error text, by value: cddp__fail(r, "%s ...", cddp__textf("rank %d", p).s) */
 CDDP__PRINTF(1, 2)
 static cddp__text cddp__textf(const char *format, ...) {
   cddp__text t;
@@ -2565,12 +2565,9 @@ static cddp__text cddp__describe_number(double x) {
 /* " at train.c:120", or "" if the call site is not known. */
 static cddp__text cddp__describe_site(void) {
   const char *file = cddp__this_site.file;
-  size_t length = file != NULL ? strlen(file) : 0;
-  cddp__text t = {""};
-  if (file != NULL)
-    t = cddp__textf(" at %s%s:%d", length > 80 ? "..." : "", file + (length > 80 ? length - 80 : 0),
-                    cddp__this_site.line);
-  return t;
+  size_t cut = file != NULL && strlen(file) > 80 ? strlen(file) - 80 : 0;
+  if (file == NULL) return cddp__textf("%s", "");
+  return cddp__textf(" at %s%s:%d", cut > 0 ? "..." : "", file + cut, cddp__this_site.line);
 }
 
 /* Puts a prefix before the error text that a lower room wrote: "cddp_init: " + text. */
@@ -2583,6 +2580,7 @@ static cddp_result cddp__fail_in(cddp_result r, const char *format, ...) {
   vsnprintf(cddp__error_text, sizeof cddp__error_text, format, args);
   va_end(args);
   cddp__append(cddp__error_text, sizeof cddp__error_text, "%s", inner);
+  cddp__escape_controls();
   return r;
 }
 
@@ -2599,24 +2597,12 @@ static cddp_result cddp__named(const char *function, cddp_result r) {
       return cddp__named(__func__, cddp__fail(CDDP_INVALID_ARGUMENT, __VA_ARGS__));                \
   } while (0)
 
-/* The same for a check that is a function: an error is returned with the enclosing function's
-   name. */
+/* The same for a check that is a function. */
 #define CDDP__TRY(result)                                                                          \
   do {                                                                                             \
     cddp_result cddp__tried = (result);                                                            \
     if (CDDP__UNLIKELY(cddp__tried != CDDP_OK)) return cddp__named(__func__, cddp__tried);         \
   } while (0)
-
-/* Replaces control characters in text from another process with '?', because a terminal would
-   execute them. Those from U+0080 to U+009F have two bytes in UTF-8. */
-static void cddp__make_printable(char *text) {
-  unsigned char *c = (unsigned char *)text;
-  for (; *c != 0; c++) {
-    bool wide = c[0] == 0xc2 && c[1] >= 0x80 && c[1] < 0xa0;
-    if (wide) *c++ = '?';
-    if (wide || *c < 32 || *c == 127) *c = '?';
-  }
-}
 
 static cddp_result cddp__fail_errno(const char *what) {
   return cddp__fail(CDDP_SYSTEM, "%s: %s", what, strerror(errno));
@@ -2727,9 +2713,8 @@ static void cddp__copy_by(void *to, const void *from, size_t n, bool nontemporal
 
 /* --- atomics --- */
 
-/* Shared scalars are cddp__atomic_* structs, accessed only by the functions below. A 32-bit store
-   has release order. Loads, exchanges and adds are sequentially consistent: a thread that adds to a
-   counter, loads another scalar and then sleeps depends on that order on ARM too. */
+/* A 32-bit store has release order. Loads, exchanges and adds are sequentially consistent: a thread
+   that adds to a counter, loads another scalar and then sleeps depends on that order on ARM too. */
 static uint32_t cddp__load32(const cddp__atomic_u32 *a) {
   return __atomic_load_n(&a->v, __ATOMIC_SEQ_CST);
 }
@@ -2753,9 +2738,9 @@ static uint64_t cddp__load64(const cddp__atomic_u64 *a) {
 static void cddp__store64(cddp__atomic_u64 *a, uint64_t v) { /* in order with all other accesses */
   __atomic_exchange_n(&a->v, v, __ATOMIC_SEQ_CST);
 }
-/* Stores v for a process that reads after this one has died. A reader that sees v also sees
-   everything stored before it. A reader that does not see v sees nothing stored after it. Barriers
-   for the compiler are enough, because a process dies between two instructions. */
+/* Stores v for a process that reads after this one has died: what was stored before v is visible
+   with it, and nothing stored after v is visible without it. Barriers for the compiler are enough,
+   because a process dies between two instructions. */
 static void cddp__note64(cddp__atomic_u64 *a, uint64_t v) {
   __atomic_signal_fence(__ATOMIC_SEQ_CST);
   __atomic_store_n(&a->v, v, __ATOMIC_RELEASE);
@@ -2772,8 +2757,7 @@ static bool cddp__swap64(cddp__atomic_u64 *a, uint64_t expected, uint64_t desire
    a thread by less. */
 #define CDDP__STOP_S 0.5
 
-/* Nanoseconds in which this process did not run because it was stopped (SIGSTOP), or because its
-   job or machine was suspended. */
+/* Nanoseconds for which this process was stopped (SIGSTOP), or its job or machine suspended. */
 static cddp__atomic_u64 cddp__stopped;
 
 static double cddp__monotonic(void) { /* seconds, the same for all processes of the machine */
@@ -2788,10 +2772,9 @@ static double cddp__now(void) {
   return cddp__monotonic() - stopped;
 }
 
-/* Called after each sleep: adds to cddp__stopped if the process was stopped during the sleep. The
-   sleep began at `start` of cddp__now and should have lasted at most `asked` seconds. If several
-   threads slept, the first to wake sets the clock back; by that clock the other sleeps were
-   short. */
+/* Called after each sleep: adds to cddp__stopped if the process was stopped during the sleep, which
+   began at `start` of cddp__now and should have lasted at most `asked` seconds. If several threads
+   slept, the first to wake sets the clock back; by that clock the other sleeps were short. */
 static void cddp__note_sleep(double start, double asked) {
   uint64_t stopped;
   double more;
@@ -2816,8 +2799,13 @@ static void cddp__sleep(double seconds) {
   cddp__note_sleep(start, seconds);
 }
 
-/* Milliseconds until the deadline, for poll(2): rounded up, at most max_ms, 0 if the deadline has
-   passed. */
+/* The end of `seconds` from now, or the deadline if that is earlier. */
+static double cddp__earlier_deadline(double seconds, double deadline) {
+  double end = cddp__now() + seconds;
+  return end < deadline ? end : deadline;
+}
+
+/* Milliseconds until the deadline, for poll(2): rounded up, at most max_ms; 0: it has passed. */
 static int cddp__poll_ms(double deadline, int max_ms) {
   double left = (deadline - cddp__now()) * 1e3;
   if (left <= 0) return 0;
@@ -2845,8 +2833,8 @@ static void cddp__pause(void) {
 #endif
 }
 
-/* Prefetches a cache line for writing while this thread continues. On x86 the compiler's builtin
-   would prefetch it for reading. A processor without prefetchw ignores the instruction. */
+/* Prefetches a cache line for writing. On x86 the compiler's builtin would prefetch it for reading.
+   A processor without prefetchw ignores the instruction. */
 static void cddp__prefetch_to_write(void *p) {
 #if defined(__x86_64__)
   __asm__ __volatile__("prefetchw %0" : : "m"(*(char *)p));
@@ -2855,9 +2843,9 @@ static void cddp__prefetch_to_write(void *p) {
 #endif
 }
 
-/* The bits of this thread's floating-point mode that change results. The encoding is the same on
-   x86 and aarch64; 0 is the default (round to nearest, keep subnormals). Ranks compare their modes,
-   because with different modes their weights would diverge. On other processors always 0. */
+/* The bits of this thread's floating-point mode that change results, in the encoding below; 0: the
+   default (round to nearest, keep subnormals), or another processor. Ranks compare their modes,
+   because with different modes their weights would diverge. */
 enum {
   CDDP__FP_ROUNDING = 3, /* 1: downward, 2: upward, 3: towards zero */
   CDDP__FP_FTZ = 4,      /* subnormal results become 0 */
@@ -3008,8 +2996,8 @@ static bool cddp__cond_wait_until(pthread_cond_t *c, pthread_mutex_t *lock, doub
 }
 
 /* Starts a thread with a stack that is large enough for the user's callbacks. The default can be
-   too small: 64 KiB with ulimit -s 64, 128 KiB with musl. quiet: the thread blocks all signals, so
-   that the program's handlers run on the program's own threads. */
+   64 KiB (ulimit -s 64) or 128 KiB (musl). quiet: the thread blocks all signals, so that the
+   program's handlers run on the program's own threads. */
 static cddp_result cddp__thread_start(pthread_t *thread, void *(*fn)(void *), void *arg,
                                       bool quiet) {
   pthread_attr_t a;
@@ -3034,8 +3022,7 @@ static cddp_result cddp__thread_start(pthread_t *thread, void *(*fn)(void *), vo
 }
 
 /* Number of bytes that this process is allowed to write from offset `at` of a file; 0 with errno
-   EFBIG if none. A write beyond the limit (ulimit -f) would raise SIGXFSZ, which ends the process
-   by default. */
+   EFBIG: none. A write beyond the limit (ulimit -f) would raise SIGXFSZ and end the process. */
 static uint64_t cddp__file_allowance(uint64_t at) {
   struct rlimit limit;
   if (getrlimit(RLIMIT_FSIZE, &limit) != 0) return UINT64_MAX - at;
@@ -3503,6 +3490,15 @@ static void cddp__close_fd(int *fd) {
     __atomic_fetch_and(&cddp__own_sockets[*fd / 32], ~(1u << (*fd % 32)), __ATOMIC_ACQ_REL);
   if (*fd >= 0) close(*fd);
   *fd = -1;
+}
+
+/* Moves a connection to a lower descriptor if one is free, and returns the descriptor. */
+static int cddp__lower_fd(int fd) {
+  int low = fcntl(fd, F_DUPFD_CLOEXEC, STDERR_FILENO + 1), high = low > fd ? low : fd;
+  if (low < 0) return fd;
+  low = low > fd ? fd : cddp__register_socket(low);
+  cddp__close_fd(&high);
+  return low;
 }
 
 /* Moves fd to a descriptor above 2 and returns it; -1 and errno on failure. A program that was
@@ -4624,15 +4620,6 @@ static bool cddp__has_spare_fd(int fd, bool serves) {
   return (rlim_t)fd + (serves ? left / 2 : left) < limit.rlim_cur;
 }
 
-/* Moves a connection to a lower descriptor if one is free, and returns the descriptor. */
-static int cddp__lower_fd(int fd) {
-  int low = fcntl(fd, F_DUPFD_CLOEXEC, STDERR_FILENO + 1), high = low > fd ? low : fd;
-  if (low < 0) return fd;
-  low = low > fd ? fd : cddp__register_socket(low);
-  cddp__close_fd(&high);
-  return low;
-}
-
 /* Creates a connection that owns fd. spare: enough descriptors remain for the program. If not, or
    if too many connections have not sent VALIDATE, the oldest of those is closed, and the new
    connection gets its descriptor or a lower one. A connection that has passed the challenge is
@@ -4756,12 +4743,6 @@ struct cddp_store {
 };
 
 #define CDDP__CLOSED_S 4.0 /* retry time for a server that closes connections without an answer */
-
-/* In `seconds` from now, or at the deadline if that is earlier. */
-static double cddp__earlier_deadline(double seconds, double deadline) {
-  double t = cddp__now() + seconds;
-  return t < deadline ? t : deadline;
-}
 
 /* Begins a connection to the address `text`: runs the challenge if there is a secret, sends the
    greeting, and reads its answer of one byte. Only the answer proves that a store is at the other
@@ -9706,7 +9687,6 @@ static cddp_result cddp__channel_receive(cddp__rendezvous *v, cddp__channel *c) 
         memcpy(text, c->got + sizeof h, h.size);
         text[h.size] = 0;
       }
-      cddp__make_printable(text);
       v->common = true;
       return cddp__fail(r, "%s", text);
     }
@@ -9864,7 +9844,6 @@ static cddp_result cddp__check_blocked(cddp__rendezvous *v) {
       cddp_store_get(v->store, key, text, sizeof text - 1, &n) != CDDP_OK || n == 0 || text[0] == 0)
     return CDDP_OK;
   text[n] = 0;
-  cddp__make_printable(text);
   v->common = true;
   return cddp__fail(CDDP_NETWORK, "%s", text);
 }
@@ -22489,13 +22468,10 @@ static cddp_result cddp__close_temporary(cddp__ckpt *ckpt, cddp_result r) {
 
 /* --- common to saving and loading --- */
 
-/* Adds the function and the path to an error text, and removes control characters, which the text
-   can contain if they are in the file. */
+/* Adds the function and the path to an error text. */
 static cddp_result cddp__fail_on_file(const char *function, const char *path, cddp_result r) {
   if (r == CDDP_OK) return r;
-  cddp__fail_in(r, "%s(\"%.200s\"): ", function, path != NULL ? path : "NULL");
-  cddp__make_printable(cddp__error_text);
-  return r;
+  return cddp__fail_in(r, "%s(\"%.200s\"): ", function, path != NULL ? path : "NULL");
 }
 
 /* Checks the caller's arguments. Sets device and sharded. */
