@@ -1613,7 +1613,7 @@ CDDPDEF void cddp_register_kernels(const cddp_kernels *kernels); /* must stay wh
    differences are in a table of functions, cddp__ddp_memory.
 
    DEVICES. A group on GPUs uses all of the above as its control plane. For device memory it also
-   has a device context (>>device) and cddp_group.backend, a struct of functions, NULL for the CPU.
+   has a device context (>>device). cddp_group.backend is a struct of functions for its memory.
 
    MAP: the functions of five typical calls, in order. A name on the next level is called by the
    name above it.
@@ -1628,7 +1628,7 @@ CDDPDEF void cddp_register_kernels(const cddp_kernels *kernels); /* must stay wh
        cddp__give_device               device "cuda": GPU and communicator
      cddp_all_reduce of 4 bytes, 1 round
        cddp__start_operation           checks the arguments
-       cddp__start_call                with a handle to >>work; on a GPU to backend->start
+       backend->start                  cddp__cpu_start; on a GPU cddp__device_start
          cddp__run_call, cddp__run_recorded
            cddp__run_short
              cddp__round_of            writes this rank's header, with the value as its payload
@@ -2005,31 +2005,37 @@ enum {
   CDDP__KIND_RECV
 };
 
-/* The functions of a group for memory on a device. NULL in cddp_group: no device. *taken is false
-   if all memory is host memory: then the CPU runs the operation. */
+/* The functions of a group for the memory of its operations: host memory, or the memory of a device
+   and host memory. Every group has one: cddp__cpu_backend, or one of >>device. */
 typedef struct cddp__backend {
-  cddp_result (*start)(cddp_group *g, const cddp__call *c, cddp_work **work, bool *taken);
-  cddp_result (*wait)(cddp_work *w); /* frees w */
+  bool on_device; /* `alloc` and models' gradients: memory of a device */
+  bool enqueues;  /* operations on device memory run on streams, without the host (NCCL) */
+  /* Runs an operation with checked arguments. work: starts it, and sets *work. */
+  cddp_result (*start)(cddp_group *g, const cddp__call *c, cddp_work **work);
+  /* Waits for an operation, at most `limit` seconds; negative: without a limit. CDDP_TIMEOUT after
+     a limit: the operation continues. Any other result is the operation's. */
+  cddp_result (*wait)(cddp_work *w, double limit);
   bool (*done)(cddp_work *w);
-  /* Ends an operation that was staged through the host, with its result r there. Called by wait. */
-  cddp_result (*unstage)(cddp_work *w, cddp_result r);
   cddp_result (*synchronize)(cddp_group *g);
   void *(*alloc)(cddp_group *g, size_t bytes);
+  void (*free)(const cddp_group *g, void *p);
+  cddp_result (*convert)(const cddp_group *g, void *to, cddp_dtype to_dtype, const void *from,
+                         cddp_dtype from_dtype, size_t n);
   cddp_result (*prepare)(cddp_group *g); /* collective, before g is split */
   cddp_result (*open)(const cddp_group *from, cddp_group *g); /* collective over g, a new group */
   void (*leave)(cddp_group *g);
   void (*close)(cddp_group *g); /* after leave, when the group's memory is freed */
-  void (*free)(const cddp_group *g, void *p);
 } cddp__backend;
 
 /* The carrier of a group's collectives in host memory that do not fit into a round: shared memory,
-   connections between hosts, or MPI. Every group has one. A NULL function has nothing to do. */
+   connections between hosts, or MPI. Every group has one. */
 typedef struct cddp__carrier {
   bool foreign; /* another library, which always reduces over all ranks: cddp_ddp_join cannot
                    leave ranks out */
+  bool shared;  /* every rank can read all ranks' gradients, so `average` is not called */
   cddp_result (*run)(cddp_group *g, const cddp__call *c);
-  /* The mean of the ranks' c->count elements, to c->recv. arrays: those of the ranks of this host.
-     NULL: every rank can read all arrays, and the caller reduces them itself. */
+  /* The mean of the ranks' c->count elements, to c->recv. arrays: those of the ranks of this
+     host. */
   cddp_result (*average)(cddp_group *g, const cddp__call *c, void *const *arrays);
   cddp_result (*split)(const cddp_group *from, cddp_group *to, int color, int key);
   void (*leave)(cddp_group *g);
@@ -2054,10 +2060,10 @@ struct cddp_work {
   cddp_result result;
   int send; /* send: index of its request; -1: none, or the message was copied */
   int from; /* receive: the message's sender; with CDDP_ANY a candidate until done; p2p_lock */
-  const cddp__backend *backend; /* of an operation on a device, which the backend waits for */
-  void *event;                  /* on a device: recorded after the operation; NULL: not issued */
-  void *stage;                  /* device memory staged through the host: its copy; else NULL */
-  char text[CDDP__ERROR_MAX];   /* valid when result is a failure; must be the last field */
+  bool on_stream; /* it runs on a stream of the device, and ends with: */
+  void *event;    /* recorded after the operation; NULL: not issued */
+  void *stage;    /* device memory staged through the host: its copy; else NULL */
+  char text[CDDP__ERROR_MAX]; /* valid when result is a failure; must be the last field */
 };
 
 /* Runs the asynchronous operations of one group in order, on its own thread, which the first of
@@ -2138,8 +2144,8 @@ struct cddp_group { /* followed by its arrays, see cddp__group_build */
   uint64_t sends_open, sends_staged;
   cddp__send_request *sends[CDDP__SEND_BLOCKS]; /* this rank's */
   int send_blocks;                              /* number of blocks */
-  const cddp__backend *backend; /* for device memory; NULL: none */
-  void *device;                  /* the backend's context, a cddp__device */
+  const cddp__backend *backend;
+  void *device;                  /* on a device: its context, a cddp__device */
   void *stream;                  /* the caller's stream on the device, a cudaStream_t */
   struct cddp_group *next_served; /* see cddp__serve_in_waits; served_lock */
   bool is_served;                 /* the group is in that list; p2p_lock */
@@ -2447,8 +2453,8 @@ static void cddp__hosts_poll(cddp_group *g);
 static void cddp__hosts_disconnect(cddp_group *g);
 static void cddp__hosts_query_arrivals(cddp_group *g);
 
-/* >>collectives: runs a collective in shared memory that does not fit into a round. */
-static cddp_result cddp__run_large(cddp_group *g, const cddp__call *c);
+/* >>collectives: gives a new group the functions for host memory and shared memory. */
+static void cddp__use_host_memory(cddp_group *g);
 
 /* >>links: sends a notice of a failure to the ranks of other hosts. */
 static void cddp__send_notices(const cddp__net *n, uint64_t group, const int *world, int size,
@@ -8362,7 +8368,12 @@ static cddp_result cddp__round(cddp_group *g, enum cddp__scope scope, int kind,
   return cddp__round_of(g, scope, &call, phase, payload, bytes);
 }
 
-static const cddp__carrier cddp__shm_carrier = {false, cddp__run_large, NULL, NULL, NULL};
+/* Carriers without data of their own for a group: */
+static cddp_result cddp__nothing_to_split(const cddp_group *from, cddp_group *to, int color,
+                                          int key) {
+  return (void)from, (void)to, (void)color, (void)key, CDDP_OK;
+}
+static void cddp__nothing_to_leave(cddp_group *g) { (void)g; }
 
 /* Polls before a rank yields. Engine threads of a group poll less: see g->spin. */
 static int cddp__spin_of(const cddp__host *host) {
@@ -8412,7 +8423,7 @@ static cddp_result cddp__group_build(cddp_group **out, cddp__host *host, int ran
   bytes = bytes == 0 || bytes >= CDDP__STAGING_L2 ? cddp__staging_bytes(size) : CDDP__STAGING_MIN;
   (void)cddp__swap32(&g->block->staging, 0, (uint32_t)bytes);
   g->staging_size = g->local_size == size ? cddp__load32(&g->block->staging) : 0;
-  g->carrier = &cddp__shm_carrier;
+  cddp__use_host_memory(g);
   (void)cddp__swap32(&g->block->cores, 0, (uint32_t)host->cores);
   cddp__set_wait_policy(g);
   g->yields = CDDP__YIELDS;
@@ -11901,8 +11912,9 @@ static cddp_result cddp__hosts_average(cddp_group *g, const cddp__call *c, void 
   return r;
 }
 
-static const cddp__carrier cddp__hosts_carrier = {false, cddp__hosts_run, cddp__hosts_average, NULL,
-                                                  NULL};
+static const cddp__carrier cddp__hosts_carrier = {
+    false,           false, /* neither foreign nor shared */
+    cddp__hosts_run, cddp__hosts_average, cddp__nothing_to_split, cddp__nothing_to_leave};
 
 /* --- creation and end of a group --- */
 
@@ -12898,8 +12910,9 @@ static cddp_result cddp__mpi_split(const cddp_group *from, cddp_group *to, int c
   return CDDP_OK;
 }
 
-static const cddp__carrier cddp__mpi_carrier = {true, cddp__mpi_run, cddp__mpi_data,
-                                                cddp__mpi_split, cddp__mpi_leave};
+static const cddp__carrier cddp__mpi_carrier = {
+    true,          false, /* foreign, not shared */
+    cddp__mpi_run, cddp__mpi_data, cddp__mpi_split, cddp__mpi_leave};
 #endif /* CDDP_MPI */
 
 /* >>work ------------------------------------------------------------------------------------------
@@ -13160,46 +13173,44 @@ static void cddp__engine_stop(cddp_group *g) {
   engine->started = false;
 }
 
+/* Fails because an operation has not finished within `limit`. */
+static cddp_result cddp__fail_unfinished(const cddp_work *work, double limit) {
+  return cddp__fail(CDDP_TIMEOUT,
+                    "cddp_wait_for: %s on rank %d has not finished after %g s; it continues",
+                    cddp__shapes[work->call.kind].name, work->group->rank, limit);
+}
+
+static cddp_result cddp__cpu_wait(cddp_work *work, double limit) {
+  double deadline = limit >= 0 ? cddp__now() + limit : INFINITY;
+  if (work->call.kind == CDDP__KIND_RECV) return cddp__finish_recv(work, limit);
+  if (work->run == NULL) return cddp__finish_send(work, limit);
+  if (!cddp__engine_wait(&work->group->engine, work, deadline))
+    return cddp__fail_unfinished(work, limit);
+  return work->result == CDDP_OK ? CDDP_OK : cddp__fail(work->result, "%s", work->text);
+}
+
 /* Waits for an operation and frees it.
      limit   seconds to wait at most; on CDDP_TIMEOUT the handle stays valid. Negative: no limit but
              the group's deadline */
 static cddp_result cddp__work_wait(cddp_work *work, double limit) {
   cddp_group *g = work->group;
-  bool ended = true;
-  cddp__wait w;
-  cddp_result r = CDDP_OK;
+  cddp_result r;
   cddp__note_thread(g->host);
-  cddp__wait_begin(&w, limit >= 0 ? limit : INFINITY, 0);
-  if (work->backend != NULL) { /* CUDA cannot wait with a limit */
-    while (limit >= 0 && !(ended = work->backend->done(work)) && cddp__wait_pause(&w)) {}
-    if (ended) return (work->backend->wait)(work);
-  } else if (work->call.kind == CDDP__KIND_RECV) {
-    r = cddp__finish_recv(work, limit);
-  } else if (work->run == NULL) {
-    r = cddp__finish_send(work, limit);
-  } else if ((ended = cddp__engine_wait(&g->engine, work, w.deadline))) {
-    r = work->result;
-    if (r != CDDP_OK) cddp__fail(r, "%s", work->text);
-  }
-  if (!ended)
-    return cddp__fail(CDDP_TIMEOUT,
-                      "cddp_wait_for: %s on rank %d has not finished after %g s; it continues",
-                      cddp__shapes[work->call.kind].name, g->rank, limit);
+  r = (g->backend->wait)(work, limit);
   if (r == CDDP_TIMEOUT && limit >= 0) return r;
   if (work->run == NULL) cddp__record_finish(g, work->record, r);
-  if (work->stage != NULL) r = g->backend->unstage(work, r);
   cddp__work_free(work);
   return r;
 }
 
-/* Sends or receives a message. If work is not NULL, only starts to, and sets *work. */
+/* Sends or receives a message in host memory. If work is not NULL, only starts to, and sets
+   *work. */
 static cddp_result cddp__start_message(cddp_group *g, const cddp__call *call, cddp_work **work) {
-  bool receives = call->kind == CDDP__KIND_RECV, taken = false;
+  bool receives = call->kind == CDDP__KIND_RECV;
   cddp_work own, *started;
   uint64_t record;
   cddp_result r = cddp__check_group(g);
-  if (r == CDDP_OK && g->backend != NULL) r = g->backend->start(g, call, work, &taken);
-  if (r != CDDP_OK || taken) return r; /* taken: the buffer is on a device */
+  if (r != CDDP_OK) return r;
   cddp__work_init(&own, g);
   record = cddp__record_new(g, cddp__shapes[call->kind].name, call->count, call->dtype, -1,
                             call->root == CDDP_ANY ? -1 : call->root);
@@ -13235,14 +13246,14 @@ CDDPDEF cddp_result cddp_cancel(cddp_work *work) {
   why = work->call.kind == CDDP__KIND_SEND
             ? "it is a send, and only a receive's message can be canceled"
             : "it is a collective, and only a receive of a message can be canceled";
-  if (work->call.kind == CDDP__KIND_RECV && work->backend == NULL) {
+  if (work->on_stream) {
+    why = "it uses device memory";
+  } else if (work->call.kind == CDDP__KIND_RECV) {
     if (cddp__abort_recv(work)) {
       (void)cddp__work_wait(work, -1);
       return CDDP_OK;
     }
     why = "its message has arrived, or it has failed";
-  } else if (work->backend != NULL) {
-    why = "it uses device memory";
   }
   return cddp__fail(CDDP_UNSUPPORTED,
                     "cddp_cancel: cannot cancel the operation: %s. The work is still valid: call "
@@ -13250,10 +13261,9 @@ CDDPDEF cddp_result cddp_cancel(cddp_work *work) {
                     why);
 }
 
-static bool cddp__work_done(cddp_work *work) {
+static bool cddp__cpu_done(cddp_work *work) {
   cddp_group *g = work->group;
   bool done;
-  if (work->backend != NULL) return work->backend->done(work);
   if (work->run == NULL) {
     if (cddp__load32(&g->block->broken) != 0) return true;
     if (work->call.kind == CDDP__KIND_SEND && work->send < 0) return true;
@@ -13271,7 +13281,7 @@ static bool cddp__work_done(cddp_work *work) {
    Job: run the collectives of one host. For several hosts >>hosts and >>mpi do the rest.
    Owns: the bytes in headers and staging buffers.
    Touches: peers' buffers, between cddp__begin_access and cddp__end_access.
-   Entry points: cddp__start_call (with or without a handle), cddp__run_call.
+   Entry points: cddp__cpu_start (with or without a handle), cddp__run_call.
    How it works: every collective is one of three sequences of rounds. All ranks choose the same
    one, from the size and from the refs of all ranks' buffers.
      one round   Up to CDDP__ROUND_MAX bytes (several hosts: up to CDDP__PIGGYBACK in all). Each
@@ -13903,17 +13913,59 @@ static cddp_result cddp__start_work(cddp_group *g, const cddp__call *call, cddp_
   return r;
 }
 
-/* Runs a validated collective, or passes it to the engine. */
-CDDP__INLINED cddp_result cddp__start_call(cddp_group *g, const cddp__call *call,
-                                           cddp_work **work) {
-  bool taken = false;
-  if (CDDP__UNLIKELY(g->backend != NULL)) {
-    cddp_result r = g->backend->start(g, call, work, &taken);
-    if (taken || r != CDDP_OK) return r;
-  }
+/* --- functions of groups in host memory --- */
+
+static cddp_result cddp__cpu_start(cddp_group *g, const cddp__call *call, cddp_work **work) {
+  if (call->kind >= CDDP__KIND_SEND) return cddp__start_message(g, call, work);
   if (work != NULL) return cddp__start_work(g, call, work);
   cddp__engine_drain(g);
   return cddp__run_call(g, call);
+}
+
+static cddp_result cddp__cpu_synchronize(cddp_group *g) {
+  cddp__engine_drain(g);
+  return cddp__check_group(g);
+}
+
+static void *cddp__cpu_alloc(cddp_group *g, size_t bytes) {
+  return cddp__arena_alloc(g->host, bytes, CDDP__EXTENT_USER);
+}
+
+static void cddp__cpu_free(const cddp_group *g, void *p) { cddp__arena_free(g->host, p); }
+
+static cddp_result cddp__cpu_convert(const cddp_group *g, void *to, cddp_dtype to_dtype,
+                                     const void *from, cddp_dtype from_dtype, size_t n) {
+  (void)g;
+  cddp__convert(to, to_dtype, from, from_dtype, n);
+  return CDDP_OK;
+}
+
+static cddp_result cddp__cpu_prepare(cddp_group *g) { return (void)g, CDDP_OK; }
+static cddp_result cddp__cpu_open(const cddp_group *from, cddp_group *g) {
+  return (void)from, (void)g, CDDP_OK;
+}
+
+static const cddp__backend cddp__cpu_backend = {false, /* not on_device */
+                                                false, /* enqueues nothing */
+                                                cddp__cpu_start,
+                                                cddp__cpu_wait,
+                                                cddp__cpu_done,
+                                                cddp__cpu_synchronize,
+                                                cddp__cpu_alloc,
+                                                cddp__cpu_free,
+                                                cddp__cpu_convert,
+                                                cddp__cpu_prepare,
+                                                cddp__cpu_open,
+                                                cddp__nothing_to_leave,
+                                                cddp__nothing_to_leave};
+
+static const cddp__carrier cddp__shm_carrier = {
+    false,           true, /* not foreign; shared */
+    cddp__run_large, NULL, cddp__nothing_to_split, cddp__nothing_to_leave};
+
+static void cddp__use_host_memory(cddp_group *g) {
+  g->backend = &cddp__cpu_backend;
+  g->carrier = &cddp__shm_carrier;
 }
 
 /* Describes an error in a call's buffers; NULL: none. Used buffers must not be NULL. They must not
@@ -14040,7 +14092,7 @@ static void cddp__group_hold(cddp_group *g, int models) {
   last = cddp__load32(&g->left) != 0 && g->models == 0;
   pthread_mutex_unlock(&host->lock);
   if (!last) return;
-  if (g->backend != NULL) g->backend->close(g);
+  (g->backend->close)(g);
   cddp__free(&host->allocator, g->world);
   cddp__free(&host->allocator, g);
   cddp__host_release(host);
@@ -14055,7 +14107,7 @@ static void cddp__group_leave(cddp_group *g) {
   char text[CDDP__ERROR_MAX];
   int i;
   memcpy(text, cddp__error_text, sizeof text);
-  if (g->backend != NULL) g->backend->leave(g);
+  (g->backend->leave)(g);
   cddp__engine_stop(g);
   cddp__stop_serving(g);
   pthread_mutex_lock(&host->lock);
@@ -14067,7 +14119,7 @@ static void cddp__group_leave(cddp_group *g) {
     if (!cddp__send_open(cddp__send_at(g, i))) cddp__arena_free(host, cddp__send_at(g, i)->stage);
     else cddp__arena_free_with(host, cddp__send_at(g, i)->stage, g->block);
   for (i = 1; i < g->send_blocks; i++) cddp__arena_free_with(host, g->sends[i], g->block);
-  if (g->carrier->leave != NULL) g->carrier->leave(g);
+  (g->carrier->leave)(g);
   (void)cddp__swap32(&slot->state, CDDP__SLOT_TAKEN, CDDP__SLOT_LEFT);
   cddp__wake_all(g);
   cddp__add32(&g->block->left, 1);
@@ -14130,7 +14182,7 @@ static cddp_result cddp__split(cddp_group *g, int color, int key, uint64_t check
   r = cddp__consensus(g, r, NULL, 0, NULL);
   if (r == CDDP_OK && *out != NULL && (*out)->hosts != NULL) /* the hosts connect */
     r = cddp__round(*out, CDDP__SCOPE_ALL, CDDP__KIND_GROUP_NEW, CDDP__PHASE_CONNECTED, 0, NULL, 0);
-  if (r == CDDP_OK && g->carrier->split != NULL) r = g->carrier->split(g, *out, color, rank);
+  if (r == CDDP_OK) r = (g->carrier->split)(g, *out, color, rank);
   if (*out != NULL && r != CDDP_OK) {
     cddp__group_leave(*out);
     *out = NULL;
@@ -14147,9 +14199,9 @@ static cddp_result cddp__split_group(cddp_group *g, int color, int key, uint64_t
   cddp_result r;
   cddp__engine_drain(g);
   if ((r = cddp__check_group(g)) != CDDP_OK) return r;
-  if (g->backend != NULL && (r = g->backend->prepare(g)) != CDDP_OK) return r;
+  if ((r = (g->backend->prepare)(g)) != CDDP_OK) return r;
   r = cddp__split(g, color, key, check, out);
-  if (r != CDDP_OK || g->backend == NULL || *out == NULL) return r;
+  if (r != CDDP_OK || *out == NULL) return r;
   r = (g->backend->open)(g, *out);
   if (r != CDDP_OK) {
     cddp__group_leave(*out);
@@ -15154,7 +15206,7 @@ static cddp_result cddp__optim_new(cddp_optim **out, const cddp__algorithm *algo
    (backend "cpu").
    Owns: a group's device context: streams, events, communicator, scratch memory, two threads.
    Touches: the group's slots, where each rank logs its calls on device memory; the group's failure.
-   Entry points: cddp__device_backend at the end of the room; cddp__give_device; for data parallel
+   Entry points: cddp__nccl_backend, cddp__staged_backend; cddp__give_device; for data parallel
    cddp__issue, cddp__log_call, cddp__stream_after and cddp__device_scratch.
 
    HOW AN OPERATION RUNS
@@ -15227,7 +15279,6 @@ typedef struct cddp__device {
   cddp_group *group;
   int index;           /* of the GPU: cuda:index */
   uint64_t gpu;        /* of the job's first group: hash of its uuid; 0: ranks can share it */
-  bool staged;         /* operations go through the host */
   cudaStream_t side;   /* operations with a work handle, buckets; high priority */
   pthread_mutex_t issue_lock, lock;
   const cddp_kernels *kernels; /* if all ranks have kernels; else NULL */
@@ -15392,6 +15443,15 @@ static cddp_result cddp__need_kernels(const char *what) {
                     what);
 }
 
+static cddp_result cddp__device_convert(const cddp_group *g, void *to, cddp_dtype to_dtype,
+                                        const void *from, cddp_dtype from_dtype, size_t n) {
+  cddp_result r = cddp__need_kernels("gradient compression");
+  if (r != CDDP_OK) return r;
+  return cddp__cuda_result(
+      (cddp__registered_kernels->convert)(to, to_dtype, from, from_dtype, n, g->stream),
+      "the kernel that compresses");
+}
+
 static cddp_result cddp__device_scale(void *p, size_t n, cddp_dtype dtype, double factor,
                                       void *stream) {
   cddp_result r = cddp__need_kernels("a mean over fewer ranks, as some have joined,");
@@ -15478,7 +15538,8 @@ static void cddp__log_call(cddp__device *p, const cddp__call *call, bool device)
   cddp__logged_call *to;
   uint64_t hash;
   uint32_t n;
-  if (p->group->size == 1 || p->staged) return; /* staged calls are compared in their rounds */
+  /* Calls through the host are compared in their rounds. */
+  if (p->group->size == 1 || !p->group->backend->enqueues) return;
   pthread_mutex_lock(&p->lock);
   n = cddp__logged_calls(p) + 1;
   hash = p->hashes[(n - 1) & (CDDP__CALL_HASHES - 1)];
@@ -15931,7 +15992,7 @@ static cddp_result cddp__await_stream(cddp__device *device, cudaStream_t stream,
 static cddp_result cddp__transfer(cddp_group *g, void *to, const void *from, size_t bytes) {
   cudaStream_t side;
   cddp_result r;
-  if (g == NULL || g->device == NULL)
+  if (g == NULL || !g->backend->on_device)
     return CDDP__CUDA(cudaMemcpy, to, from, bytes, cudaMemcpyDefault);
   side = cddp__device_of(g)->side;
   r = cddp__use_device(cddp__device_of(g)->index);
@@ -15953,7 +16014,7 @@ static cddp_result cddp__refuse_staged_capture(cudaStream_t stream) {
 
 /* Copies the received data to the device after a call on work->stage with result r, and
    frees the stage. */
-static cddp_result cddp__device_unstage(cddp_work *work, cddp_result r) {
+static cddp_result cddp__unstage(cddp_work *work, cddp_result r) {
   cddp_group *g = work->group;
   size_t sent, received;
   cddp__buffer_bytes(g, &work->call, &sent, &received);
@@ -15989,8 +16050,7 @@ static cddp_result cddp__stage_call(cddp__device *device, const cddp__call *call
   inner.send = stage;
   inner.recv = stage + second;
   if (r == CDDP_OK)
-    r = message ? cddp__start_message(g, &inner, work != NULL ? &w : NULL)
-                : cddp__start_call(g, &inner, work != NULL ? &w : NULL);
+    r = cddp__cpu_start(g, &inner, work != NULL ? &w : NULL);
   if (w != NULL) *work = w;
   else w = &now;
   w->context = call->recv;
@@ -15998,7 +16058,7 @@ static cddp_result cddp__stage_call(cddp__device *device, const cddp__call *call
   if (w != &now) return CDDP_OK;
   now.group = g;
   now.call = inner;
-  return cddp__device_unstage(&now, r);
+  return cddp__unstage(&now, r);
 }
 
 /* --- operations by NCCL --- */
@@ -16118,13 +16178,13 @@ static cddp_result cddp__issue_held(cddp__device *device, const cddp__call *call
 /* Issues operations on device memory, in order, behind all work that is now on the stream. */
 static cddp_result cddp__issue(cddp__device *device, const cddp__call *call, int n,
                                cudaStream_t stream) {
-  bool by_nccl = !device->staged && device->comm != NULL;
+  bool enqueues = device->group->backend->enqueues, by_nccl = enqueues && device->comm != NULL;
   cddp_result r = CDDP_OK;
   int i;
   for (i = 0; r == CDDP_OK && i < n && !by_nccl; i++)
-    r = device->staged
-            ? cddp__stage_call(device, &call[i], stream, NULL)
-            : cddp__device_copy(call[i].recv, call[i].send, call[i].count * call[i].esize, stream);
+    r = enqueues
+            ? cddp__device_copy(call[i].recv, call[i].send, call[i].count * call[i].esize, stream)
+            : cddp__stage_call(device, &call[i], stream, NULL);
   if (n == 0 || !by_nccl) return r;
   pthread_mutex_lock(&device->issue_lock);
   r = cddp__issue_held(device, call, n, stream);
@@ -16134,24 +16194,21 @@ static cddp_result cddp__issue(cddp__device *device, const cddp__call *call, int
 
 /* --- handles and messages --- */
 
-static void cddp__device_work_free(cddp_work *work) {
-  cddp__event_release(cddp__device_of(work->group), &work->event);
-  cddp__free(&work->group->host->allocator, work);
-}
-
 /* Creates a handle for an operation that is on *stream, or (NULL) not yet on a stream. */
 static cddp_result cddp__device_work(cddp_group *g, const cddp__call *call,
                                      const cudaStream_t *stream, cddp_work **out) {
   cddp_work *work = cddp__work_new(g, 0);
   cddp_result r = CDDP_OK;
   if (work == NULL) return CDDP_OUT_OF_MEMORY;
-  work->backend = g->backend;
+  work->on_stream = true;
   work->call = *call;
   if (stream != NULL) r = cddp__event_acquire(cddp__device_of(g), *stream, &work->event);
-  if (r == CDDP_OK)
+  if (r == CDDP_OK) {
     *out = work;
-  else
-    cddp__device_work_free(work);
+    return r;
+  }
+  cddp__event_release(cddp__device_of(g), &work->event);
+  cddp__work_free(work);
   return r;
 }
 
@@ -16185,21 +16242,10 @@ static cddp_result cddp__issue_messages(cddp__device *device, const cddp_work *o
   return cddp__release_buffers(device, r);
 }
 
-static cddp_result cddp__device_wait(cddp_work *work) {
-  cddp_group *g = work->group;
-  cddp__device *device = cddp__device_of(g);
-  cddp_result r = cddp__use_device(device->index); /* the default stream is the current device's */
-  if (work->call.kind >= CDDP__KIND_SEND) (void)cddp__issue_messages(device, work);
-  if (r == CDDP_OK) r = cddp__check_group(g);
-  if (r == CDDP_OK && work->event != NULL)
-    r = CDDP__CUDA(cudaStreamWaitEvent, cddp__main_stream(g), (cudaEvent_t)work->event, 0);
-  cddp__device_work_free(work);
-  return r;
-}
-
 static bool cddp__device_done(cddp_work *work) {
   cddp__device *device = cddp__device_of(work->group);
   cudaError_t e;
+  if (!work->on_stream) return cddp__cpu_done(work);
   if (cddp__use_device(device->index) != CDDP_OK) return true;
   if (cddp__capturing(cddp__main_stream(work->group))) return false; /* a query would end that */
   if (work->call.kind >= CDDP__KIND_SEND) (void)cddp__issue_messages(device, work);
@@ -16207,6 +16253,30 @@ static bool cddp__device_done(cddp_work *work) {
   e = cudaEventQuery((cudaEvent_t)work->event);
   if (e != cudaSuccess) (void)cudaGetLastError(); /* also set by cudaErrorNotReady */
   return e != cudaErrorNotReady;
+}
+
+/* Without a limit only the group's stream waits for the operation. CUDA cannot wait with a limit:
+   the host asks repeatedly. */
+static cddp_result cddp__device_wait(cddp_work *work, double limit) {
+  cddp_group *g = work->group;
+  cddp__device *device = cddp__device_of(g);
+  cddp__wait w;
+  cddp_result r;
+  if (!work->on_stream) {
+    r = cddp__cpu_wait(work, limit);
+    if (work->stage == NULL || (r == CDDP_TIMEOUT && limit >= 0)) return r;
+    return cddp__unstage(work, r);
+  }
+  cddp__wait_begin(&w, limit, 0);
+  while (limit >= 0 && !cddp__device_done(work))
+    if (!cddp__wait_pause(&w)) return cddp__fail_unfinished(work, limit);
+  r = cddp__use_device(device->index); /* the default stream is the current device's */
+  if (work->call.kind >= CDDP__KIND_SEND) (void)cddp__issue_messages(device, work);
+  if (r == CDDP_OK) r = cddp__check_group(g);
+  if (r == CDDP_OK && work->event != NULL)
+    r = CDDP__CUDA(cudaStreamWaitEvent, cddp__main_stream(g), (cudaEvent_t)work->event, 0);
+  cddp__event_release(device, &work->event);
+  return r;
 }
 
 /* --- the calls of a group --- */
@@ -16231,15 +16301,19 @@ static cddp_result cddp__device_barrier(cddp_group *g, const cddp__call *call, c
       cddp__refuse_capture(stream, CDDP_INVALID_ARGUMENT, "a barrier waits on the host");
   if (r == CDDP_OK) r = cddp__device_work(g, call, &stream, &w);
   if (r != CDDP_OK) return r;
-  w->backend = NULL; /* the engine runs it on the host */
+  w->on_stream = false; /* the engine runs it on the host */
   w->run = cddp__run_barrier;
   pthread_mutex_lock(&device->lock);
-  if (g->hosts != NULL && !device->staged)
+  if (g->hosts != NULL && g->backend->enqueues)
     w->call.count = (size_t)device->hashes[cddp__logged_calls(device) & (CDDP__CALL_HASHES - 1)];
   pthread_mutex_unlock(&device->lock);
-  if ((r = cddp__enqueue(w)) != CDDP_OK) cddp__device_work_free(w);
-  else if (work == NULL) return cddp__work_wait(w, -1);
-  else *work = w;
+  if ((r = cddp__enqueue(w)) == CDDP_OK) {
+    if (work == NULL) return cddp__work_wait(w, -1);
+    *work = w;
+    return r;
+  }
+  cddp__event_release(device, &w->event);
+  cddp__work_free(w);
   return r;
 }
 
@@ -16306,35 +16380,30 @@ static cddp_result cddp__nccl_message(cddp_group *g, const cddp__call *call, cdd
   for (link = &device->messages; *link != NULL; link = &(*link)->next) {}
   *link = w;
   pthread_mutex_unlock(&device->issue_lock);
-  if (work == NULL) return cddp__device_wait(w);
+  if (work == NULL) return cddp__work_wait(w, -1);
   *work = w;
   return CDDP_OK;
 }
 
-static cddp_result cddp__device_start(cddp_group *g, const cddp__call *call, cddp_work **work,
-                                      bool *taken) {
+static cddp_result cddp__device_start(cddp_group *g, const cddp__call *call, cddp_work **work) {
   cddp__device *device = cddp__device_of(g);
-  bool message = call->kind >= CDDP__KIND_SEND;
+  bool message = call->kind >= CDDP__KIND_SEND, enqueues = g->backend->enqueues, here;
   size_t sent, received;
   cddp_result r;
-  *taken = true;
   if (work != NULL) *work = NULL;
   if ((r = cddp__device_enter(g)) != CDDP_OK) return r;
-  if ((r = cddp__memory_of_call(device, call, taken)) != CDDP_OK) return r;
+  if ((r = cddp__memory_of_call(device, call, &here)) != CDDP_OK) return r;
   cddp__buffer_bytes(g, call, &sent, &received);
-  *taken = *taken && (sent + received > 0 || !(message || device->staged));
+  here = here && (sent + received > 0 || (enqueues && !message));
   if (!message && (r = cddp__issue_messages(device, NULL)) != CDDP_OK) return r;
-  if (call->kind == CDDP__KIND_BARRIER) {
-    *taken = true;
-    return cddp__device_barrier(g, call, work);
-  }
+  if (call->kind == CDDP__KIND_BARRIER) return cddp__device_barrier(g, call, work);
   if ((r = cddp__check_group(g)) != CDDP_OK) return r;
-  if (*taken && !device->staged && call->op > CDDP_MAX)
+  if (here && enqueues && call->op > CDDP_MAX)
     return cddp__fail(CDDP_UNSUPPORTED, "NCCL has no bitwise operations: reduce integers in host "
                                         "memory, or in a group with backend \"cpu\"");
-  if (!message) cddp__log_call(device, call, *taken || call->shares != NULL);
-  if (!*taken) return CDDP_OK;
-  if (device->staged) return cddp__stage_call(device, call, cddp__main_stream(g), work);
+  if (!message) cddp__log_call(device, call, here || call->shares != NULL);
+  if (!here) return cddp__cpu_start(g, call, work);
+  if (!enqueues) return cddp__stage_call(device, call, cddp__main_stream(g), work);
   return message ? cddp__nccl_message(g, call, work) : cddp__nccl_call(g, call, work);
 }
 
@@ -16403,8 +16472,8 @@ static cddp_result cddp__nccl_connect(cddp__device *device) {
 }
 
 /* Collective over g: creates its device context. connects: with a communicator, unless g is too
-   small or staged. */
-static cddp_result cddp__device_open(cddp_group *g, int device, bool staged,
+   small or the backend needs none. */
+static cddp_result cddp__device_open(cddp_group *g, int device, const cddp__backend *backend,
                                      const cddp_kernels *kernels, bool connects) {
   cddp__device *p = (cddp__device *)cddp__calloc(NULL, 1, sizeof *p); /* can outlive g */
   int least = 0, greatest = 0;
@@ -16416,7 +16485,7 @@ static cddp_result cddp__device_open(cddp_group *g, int device, bool staged,
   p->state.v = CDDP__COMM_DONE; /* no communicator */
   p->group = g;
   p->index = device;
-  p->staged = staged;
+  g->backend = backend;
   p->kernels = kernels;
   pthread_mutex_init(&p->issue_lock, NULL);
   pthread_mutex_init(&p->lock, NULL);
@@ -16427,21 +16496,22 @@ static cddp_result cddp__device_open(cddp_group *g, int device, bool staged,
   for (; r == CDDP_OK && p->spares < CDDP__SPARE_EVENTS; p->spares += r == CDDP_OK)
     r = CDDP__CUDA(cudaEventCreateWithFlags, &p->spare[p->spares], cudaEventDisableTiming);
   if (r != CDDP_OK) r = cddp__break(g, r);
-  else if (connects && !staged && g->size >= CDDP__COMM_MIN_RANKS)
+  else if (connects && backend->enqueues && g->size >= CDDP__COMM_MIN_RANKS)
     r = cddp__nccl_connect(p);
-  if (r == CDDP_OK) g->device = p;
-  else cddp__device_delete(p);
+  if (r == CDDP_OK) {
+    g->device = p;
+    return r;
+  }
+  g->backend = &cddp__cpu_backend;
+  cddp__device_delete(p);
   return r;
 }
 
 /* Collective over g, which has no context yet: creates one like that of group `from`. */
 static cddp_result cddp__device_open_like(const cddp_group *from, cddp_group *g) {
   const cddp__device *like = cddp__device_of(from);
-  cddp_result r;
   g->stream = from->stream;
-  r = cddp__device_open(g, like->index, like->staged, like->kernels, true);
-  if (r == CDDP_OK) g->backend = from->backend;
-  return r;
+  return cddp__device_open(g, like->index, from->backend, like->kernels, true);
 }
 
 /* Called by every rank of g before it is split: checks that all ranks have made the same calls, and
@@ -16476,16 +16546,18 @@ static void cddp__device_leave(cddp_group *g) {
 static void cddp__device_close(cddp_group *g) {
   (void)cddp__use_device(cddp__device_of(g)->index);
   cddp__device_delete(cddp__device_of(g));
-  g->backend = NULL;
+  g->backend = &cddp__cpu_backend;
   g->device = NULL;
 }
 
 /* --- choice of the device --- */
 
-static const cddp__backend cddp__device_backend = {
-    cddp__device_start,       cddp__device_wait,  cddp__device_done,         cddp__device_unstage,
-    cddp__device_synchronize, cddp__device_alloc, cddp__device_before_split, cddp__device_open_like,
-    cddp__device_leave,       cddp__device_close, cddp__device_free};
+#define CDDP__DEVICE_FUNCTIONS                                                                    \
+  cddp__device_start, cddp__device_wait, cddp__device_done, cddp__device_synchronize,             \
+      cddp__device_alloc, cddp__device_free, cddp__device_convert, cddp__device_before_split,     \
+      cddp__device_open_like, cddp__device_leave, cddp__device_close
+static const cddp__backend cddp__nccl_backend = {true, true, CDDP__DEVICE_FUNCTIONS};
+static const cddp__backend cddp__staged_backend = {true, false, CDDP__DEVICE_FUNCTIONS};
 
 /* Chooses this rank's device. */
 static cddp_result cddp__pick_device(const cddp_group *g, const cddp_group_desc *desc, bool nccl,
@@ -16576,12 +16648,12 @@ static cddp_result cddp__give_device(cddp_group *g, const cddp_group_desc *desc)
   if (mine.kernels != 0)
     r = cddp__cuda_result((cddp__registered_kernels->load)(), "loading kernels");
   if (r != CDDP_OK) return cddp__break(g, r);
-  r = cddp__device_open(g, mine.device, !nccl, kernels ? cddp__registered_kernels : NULL, !joins);
+  r = cddp__device_open(g, mine.device, nccl ? &cddp__nccl_backend : &cddp__staged_backend,
+                        kernels ? cddp__registered_kernels : NULL, !joins);
   if (r != CDDP_OK) return r;
   if (nccl && mine.gpu[0] != 0)
     cddp__device_of(g)->gpu =
         cddp__hash64(1, mine.gpu, sizeof mine - offsetof(cddp__device_report, gpu));
-  g->backend = &cddp__device_backend;
   return CDDP_OK;
 }
 
@@ -16593,7 +16665,7 @@ static bool cddp__on_device(const cddp_group *g, const void *p) {
   uint32_t only = cddp__load32(&cddp__device_groups);
   int now = -1;
   if (p == NULL || !cddp__cuda_in_use()) return false;
-  if (g != NULL && g->backend != NULL)
+  if (g != NULL && g->backend->on_device)
     (void)cddp__use_device(cddp__device_of(g)->index);
   else if (only > 1 && only != CDDP__SEVERAL_DEVICES && cudaGetDevice(&now) == cudaSuccess &&
            now == 0)
@@ -16604,21 +16676,15 @@ static bool cddp__on_device(const cddp_group *g, const void *p) {
   return false;
 }
 
-/* Returns whether operations on device memory are enqueued on streams: with NCCL, or for one
-   rank. */
-static bool cddp__enqueues(const cddp_group *g) {
-  return g->backend != NULL && !cddp__device_of(g)->staged;
-}
-
 /* Waits for the work on the group's stream. Without a group on a device: for all work on the
    current device. */
 static cddp_result cddp__await_device(cddp_group *g) {
   cddp_result r;
-  if (g == NULL || g->backend == NULL)
+  if (g == NULL || !g->backend->on_device)
     return cddp__cuda_result(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
   r = cddp__refuse_capture(cddp__main_stream(g), CDDP_INVALID_ARGUMENT,
                            "a checkpoint waits on the host");
-  return r == CDDP_OK ? g->backend->synchronize(g) : r;
+  return r == CDDP_OK ? cddp__device_synchronize(g) : r;
 }
 
 #else
@@ -16630,7 +16696,6 @@ static bool cddp__on_device(const cddp_group *g, const void *p) {
   return (void)g, (void)p, false;
 }
 static void cddp__await_watchers(void) {}
-static bool cddp__enqueues(const cddp_group *g) { return (void)g, false; }
 static cddp_result cddp__await_device(cddp_group *g) { return (void)g, CDDP_OK; }
 static cddp_result cddp__transfer(cddp_group *g, void *to, const void *from, size_t bytes) {
   (void)g, memcpy(to, from, bytes);
@@ -16643,7 +16708,7 @@ static cddp_result cddp__transfer(cddp_group *g, void *to, const void *from, siz
    Owns: the states of a cddp_optim with parameters on a device.
    Touches: parameters, gradients, copies and buckets on the device.
    Entry points: cddp__attach_optim; cddp__device_optim; cddp__device_step and cddp__device_copies
-   for the step of a cddp_ddp; cddp__convert_any.
+   for the step of a cddp_ddp.
    How it works:
      1. The one .cu file that includes cddp_kernels.cuh registers the kernels before main. Their
         presence is checked when an object that needs them is created, and by calls without one.
@@ -16659,7 +16724,7 @@ static cddp__sparse *cddp__sparse_of(const cddp_ddp *d, int i) { /* NULL: it is 
    with data. The arena then has a sum, a sum divided by the number of all ranks, or that mean. */
 static double cddp__mean_factor(const cddp_ddp *d, cddp_dtype dtype) {
   bool by_all =
-      d->desc.comm_hook != NULL || d->comm->carrier->foreign || d->group->backend != NULL;
+      d->desc.comm_hook != NULL || d->comm->carrier->foreign || d->group->backend->on_device;
   if (d->desc.elastic) return 1; /* the arena has the mean of the shards */
   if (d->sums && dtype != CDDP_F16) return 1.0 / d->active_count;
   return by_all ? (double)d->group->size / d->active_count : 1;
@@ -16794,22 +16859,6 @@ static const cddp__optim_backend cddp__device_optim = {
 
 #endif
 
-static cddp_result cddp__convert_any(const cddp_group *g, void *to, cddp_dtype to_dtype,
-                                     const void *from, cddp_dtype from_dtype, size_t n) {
-#ifdef CDDP_CUDA
-  if (g->backend != NULL) {
-    cddp_result r = cddp__need_kernels("gradient compression");
-    if (r != CDDP_OK) return r;
-    return cddp__cuda_result(
-        cddp__registered_kernels->convert(to, to_dtype, from, from_dtype, n, g->stream),
-        "the kernel that compresses");
-  }
-#endif
-  (void)g;
-  cddp__convert(to, to_dtype, from, from_dtype, n);
-  return CDDP_OK;
-}
-
 /* Selects the backend of a cddp_optim: the device's if its parameters are on a device. */
 static cddp_result cddp__attach_optim(cddp_optim *optim) {
 #ifdef CDDP_CUDA
@@ -16818,7 +16867,7 @@ static cddp_result cddp__attach_optim(cddp_optim *optim) {
   const void *on_device = NULL, *on_host = NULL;
   cddp_result r;
   int i;
-  if (d != NULL ? d->group->backend == NULL : !cddp__cuda_in_use()) return CDDP_OK;
+  if (d != NULL ? !d->group->backend->on_device : !cddp__cuda_in_use()) return CDDP_OK;
   for (i = 0; i < optim->count; i++) {
     const void *at = optim->params[i].count > 0 ? optim->params[i].data : NULL;
     if (cddp__on_device(d != NULL ? d->group : NULL, at)) on_device = at;
@@ -17131,7 +17180,7 @@ static cddp_result cddp__agree_on_params(cddp_ddp *d) {
 /* The arena is divided into equal parts, one for each rank of the host, on GPUs for each rank of
    the group. Each rank updates its part. No piece (cddp__count_pieces) is in two parts. */
 static int cddp__part_count(const cddp_ddp *d) {
-  return d->group->backend != NULL ? d->group->size : d->group->local_size;
+  return d->group->backend->on_device ? d->group->size : d->group->local_size;
 }
 
 static void cddp__part_of(const cddp_ddp *d, int rank, size_t *begin, size_t *end) {
@@ -17164,7 +17213,7 @@ static bool cddp__tensor_slice(const cddp_ddp *d, int i, int rank, size_t *begin
 
 /* Whether ranks that cannot read each other's memory sum shards: cddp__gather_nodes. */
 static bool cddp__gathers(const cddp_ddp *d) {
-  return d->spread && (d->group->carrier->average != NULL || d->group->backend != NULL);
+  return d->spread && (!d->group->carrier->shared || d->group->backend->on_device);
 }
 
 /* Bytes behind the gradients of a dtype that cddp__gather_nodes can write. In slots, where elements
@@ -17198,14 +17247,14 @@ static void cddp__set_layout(cddp_ddp *d) {
   d->slot_stride = 2 * d->dense - d->halves;
   for (i = 0; i < d->count; i++) {
     cddp__tensor *t = &d->tensors[i];
-    cddp__tensor_slice(d, i, d->group->backend != NULL ? d->group->rank : d->group->local_rank,
+    cddp__tensor_slice(d, i, d->group->backend->on_device ? d->group->rank : d->group->local_rank,
                        &t->begin, &t->end);
     t->first_piece = d->pieces;
     d->pieces += cddp__count_pieces(t->offset, t->offset + t->bytes);
     t->used = true;
     d->used[i] = 1;
   }
-  for (i = 0; i < d->count && d->group->backend != NULL; i++) { /* behind the dense gradients */
+  for (i = 0; i < d->count && d->group->backend->on_device; i++) { /* behind the dense gradients */
     d->tensors[i].dense = d->bytes;
     if (cddp__sparse_of(d, i) != NULL)
       d->bytes += cddp__round_up(d->sparse[i]->rows * d->sparse[i]->bytes, CDDP__CACHE_LINE);
@@ -17282,7 +17331,7 @@ static cddp__ref cddp__param_ref(const cddp_ddp *d, int i, bool gradient) {
   const cddp_group *g = d->group;
   void *p = gradient ? d->params[i].grad : d->params[i].data;
   size_t bytes = d->params[i].count * cddp__dtype_size(d->params[i].dtype);
-  bool exchanged = g->carrier->average != NULL;
+  bool exchanged = !g->carrier->shared;
   cddp__ref ref;
   memset(&ref, 0, sizeof ref);
   if (p == NULL || (gradient && bytes == 0)) return ref;
@@ -17410,7 +17459,7 @@ static void cddp__reduce_shards(const cddp_ddp *d, void *out, const void **sourc
    cddp__reduce_nodes. clear: zeroes the gradients. */
 static cddp_result cddp__merge_nodes(cddp_ddp *d, int out, const int *slots, const int *widths,
                                      int count, bool clear) {
-  size_t block = d->group->backend != NULL ? SIZE_MAX : CDDP__BLOCK, at, n;
+  size_t block = d->group->backend->on_device ? SIZE_MAX : CDDP__BLOCK, at, n;
   const void *nodes[CDDP__FOLD_DEPTH + 1];
   void *stream = d->group->stream;
   cddp__range range;
@@ -17524,8 +17573,9 @@ static cddp_result cddp__end_shard(cddp_ddp *d, bool more) {
 
 /* A collective of all ranks on the memory of the gradients. */
 static cddp_result cddp__call_all(cddp_ddp *d, const cddp__call *c) {
-  if (d->group->backend != NULL) d->comm->stream = d->group->stream; /* cddp_set_stream */
-  return cddp__start_call(d->group->backend != NULL ? d->comm : d->control, c, NULL);
+  cddp_group *g = d->group->backend->on_device ? d->comm : d->control;
+  g->stream = d->group->stream; /* cddp_set_stream */
+  return (g->backend->start)(g, c, NULL);
 }
 
 /* Takes the mean over the shards of n elements a rank, from offset `at` of the model, and writes it
@@ -17567,7 +17617,7 @@ static cddp_result cddp__gather_chunk(cddp_ddp *d, char *out, cddp_dtype dtype, 
    The means of the next dtype are written later. */
 static cddp_result cddp__gather_nodes(cddp_ddp *d, char *out) {
   size_t ranks = (size_t)d->control->size, at, n, esize;
-  size_t most = (d->group->backend != NULL ? CDDP__SHARD_CHUNK : CDDP__NODES_CHUNK) / ranks;
+  size_t most = (d->group->backend->on_device ? CDDP__SHARD_CHUNK : CDDP__NODES_CHUNK) / ranks;
   cddp__range range;
   cddp_result r = CDDP_OK;
   int dtype, i, nodes = 0;
@@ -17642,8 +17692,8 @@ static cddp_result cddp__reduce_bucket(cddp_ddp *d, cddp__bucket_state *b) {
   if (cddp__record_at(g, record) != NULL) cddp__record_at(g, record)->engine = 1;
   r = cddp__round(g, CDDP__SCOPE_ALL, CDDP__KIND_DDP_BUCKET, CDDP__PHASE_CALL, index, &joined, 1);
   if (r == CDDP_OK && (r = cddp__begin_access(g)) == CDDP_OK) {
-    if (g->carrier->average == NULL) cddp__reduce_slice(d, b);
-    while (r == CDDP_OK && g->carrier->average != NULL &&
+    if (g->carrier->shared) cddp__reduce_slice(d, b);
+    while (r == CDDP_OK && !g->carrier->shared &&
            cddp__next_range(d, b->sorted, b->count, &i, &range)) {
       for (k = 0; k < g->local_size; k++)
         d->buffers[k] = cddp__gradient_at(d, k, range.first, range.begin);
@@ -17681,20 +17731,23 @@ static cddp__call cddp__average_call(void *buf, size_t count, cddp_dtype dtype) 
 
 static cddp_result cddp__compress_hook(cddp_bucket *b, cddp_dtype small) {
   cddp__call c = cddp__average_call(b->data, b->count, b->dtype);
-  bool host = b->group->backend == NULL;
+  const cddp__backend *backend = b->group->backend;
+  bool host = !backend->on_device;
   void *copy = NULL;
   cddp_result r = CDDP_OK;
-  if (cddp__dtype_size(b->dtype) <= 2) return cddp__start_call(b->group, &c, NULL);
+  if (cddp__dtype_size(b->dtype) <= 2) return (backend->start)(b->group, &c, NULL);
 #ifdef CDDP_CUDA
   if (!host)
     r = cddp__device_scratch(&cddp__device_of(b->group)->scratch, 2 * b->count, &copy);
 #endif
   if (host) copy = cddp__arena_alloc(b->group->host, b->count * 2, CDDP__EXTENT_USER);
   if (r == CDDP_OK && copy == NULL) r = CDDP_OUT_OF_MEMORY;
-  if (r == CDDP_OK) r = cddp__convert_any(b->group, copy, small, b->data, b->dtype, b->count);
+  if (r == CDDP_OK)
+    r = (backend->convert)(b->group, copy, small, b->data, b->dtype, b->count);
   c = cddp__average_call(copy, b->count, small);
-  if (r == CDDP_OK) r = cddp__start_call(b->group, &c, NULL);
-  if (r == CDDP_OK) r = cddp__convert_any(b->group, b->data, b->dtype, copy, small, b->count);
+  if (r == CDDP_OK) r = (backend->start)(b->group, &c, NULL);
+  if (r == CDDP_OK)
+    r = (backend->convert)(b->group, b->data, b->dtype, copy, small, b->count);
   if (host) cddp__arena_free(b->group->host, copy);
   return r;
 }
@@ -17776,14 +17829,14 @@ static cddp_result cddp__await_buckets(cddp_ddp *d) {
    arrays with the shape of the parameters. Every host has all parts; those of the first host are
    sent. CDDP__ROOT_ALL_OWNERS: each part is on one rank of the group. */
 static cddp_result cddp__share_arrays(cddp_ddp *d, const cddp_param *arrays, int count, int root) {
-  bool by_host = root == CDDP__ROOT_OWNERS && d->group->backend == NULL, owners = root < 0;
+  bool by_host = root == CDDP__ROOT_OWNERS && !d->group->backend->on_device, owners = root < 0;
   const cddp__hosts *x = by_host ? d->control->hosts : NULL;
   int parts = x != NULL ? x->nodes[0].size : d->group->size, i, n = 0;
   int part = owners ? 0 : root, last = owners ? parts - 1 : root;
   cddp_result r = CDDP_OK;
   cddp__packet packet;
   cddp__call c;
-  if (d->group->backend != NULL) cddp__drain_buckets(d); /* they use d->calls too */
+  if (d->group->backend->on_device) cddp__drain_buckets(d); /* they use d->calls too */
   for (; r == CDDP_OK && part <= last; part++) {
     cddp__packet_begin(&packet, d->control,
                        owners && x != NULL ? cddp__rank_on(x, 0, part) : part);
@@ -17800,9 +17853,10 @@ static cddp_result cddp__share_arrays(cddp_ddp *d, const cddp_param *arrays, int
       at += begin * cddp__dtype_size(arrays[i].dtype);
       c = cddp__make_call(CDDP__KIND_BROADCAST, at, at, end - begin, arrays[i].dtype, CDDP_SUM,
                           part);
-      if (d->group->backend == NULL) r = cddp__packet_add(&packet, at, c.count, arrays[i].dtype);
+      if (!d->group->backend->on_device)
+        r = cddp__packet_add(&packet, at, c.count, arrays[i].dtype);
       else if (cddp__on_device(d->group, at)) d->calls[n++] = c;
-      else r = cddp__start_call(d->comm, &c, NULL);
+      else r = (d->comm->backend->start)(d->comm, &c, NULL);
     }
     if (r == CDDP_OK) r = cddp__packet_send(&packet);
   }
@@ -17972,8 +18026,9 @@ static cddp_result cddp__copy_states(const cddp_ddp *d, const cddp_optim *o, cha
     if (own != NULL) own += n * size;
     common = cddp__state_at(d, o, states, j / o->count, i, n);
     if (anew) /* receivers do not know that it starts as the weights */
-      r = cddp__convert_any(d->group, common, CDDP_F32, (char *)o->params[i].data + n * esize,
-                            o->params[i].dtype, (high - low) / esize);
+      r = (d->group->backend->convert)(d->group, common, CDDP_F32,
+                                       (char *)o->params[i].data + n * esize, o->params[i].dtype,
+                                       (high - low) / esize);
     else
       r = (d->memory->copy)(share ? common : own, share ? own : common, (high - low) / esize * size,
                           d->group->stream);
@@ -18070,7 +18125,7 @@ static void cddp__place_states(const cddp_ddp *d, cddp_optim *s) {
   size_t begin, end, esize;
   int i;
   s->sharded = s->desc.sharded_states && s->states > 0 &&
-               g->size > (g->backend != NULL ? 1 : g->local_size);
+               g->size > (g->backend->on_device ? 1 : g->local_size);
   for (i = 0; s->sharded && i < d->count; i++) {
     bool any = cddp__part_slice(d, i, g->size, g->rank, &begin, &end);
     esize = cddp__dtype_size(d->params[i].dtype);
@@ -18529,11 +18584,12 @@ static cddp_result cddp__gpu_sum(void *out, cddp_dtype dtype, const void *const 
 static cddp_result cddp__gpu_begin(cddp_ddp *d, cddp__bucket_state *b) {
   cddp__device *p = cddp__device_of(d->comm);
   void *caller_stream = d->group->stream;
-  cddp_result r = p->staged ? cddp__refuse_staged_capture(cddp__main_stream(d->group))
-                            : cddp__issue_messages(p, NULL);
+  cddp_result r = d->group->backend->enqueues
+                      ? cddp__issue_messages(p, NULL)
+                      : cddp__refuse_staged_capture(cddp__main_stream(d->group));
   if (r == CDDP_OK) r = cddp__stream_after(p, p->side, cddp__main_stream(d->group));
   if (r != CDDP_OK) return r;
-  if (p->staged) return cddp__push_bucket(d, b);
+  if (!d->group->backend->enqueues) return cddp__push_bucket(d, b);
   if (d->desc.comm_hook == NULL) return cddp__gpu_reduce(d, b);
   d->hooks->stream = (void *)p->side; /* for the hook */
   r = cddp__hook_bucket(d, b);
@@ -19043,7 +19099,7 @@ static cddp_result cddp__finish_buckets(cddp_ddp *d, int kind, const cddp_optim 
   pthread_mutex_unlock(&d->lock);
   if (r == CDDP_OK) r = d->memory->fence(d);
   if (r == CDDP_OK && d->scatters && !cddp__needs_part_only(kind, s)) r = cddp__gather_gradients(d);
-  if (r != CDDP_OK || (stepping && d->group->backend != NULL && !(d->desc.max_grad_norm > 0)))
+  if (r != CDDP_OK || (stepping && d->group->backend->on_device && !(d->desc.max_grad_norm > 0)))
     return r;
   return cddp__scale_gradients(d);
 }
@@ -19054,7 +19110,7 @@ static cddp_result cddp__complete(cddp_ddp *d, bool stepping) {
   cddp_result r = CDDP_OK;
   d->early = !d->spread && (d->eager || (d->group->size > 1 && !stepping));
 #ifdef CDDP_CUDA
-  d->sums = stepping && cddp__enqueues(d->group) && cddp__device_of(d->comm)->kernels != NULL &&
+  d->sums = stepping && d->group->backend->enqueues && cddp__device_of(d->comm)->kernels != NULL &&
             d->desc.comm_hook == NULL && d->group->size > 1 && !(d->desc.max_grad_norm > 0) &&
             !d->spread;
 #endif
@@ -19106,7 +19162,7 @@ static cddp_result cddp__merge_rows(cddp_ddp *d) {
     if (cddp__sparse_of(d, i) != NULL)
       r = cddp__rows_merge(&d->group->host->allocator, d->sparse[i], d->lists, n, d->sources,
                            d->params[i].dtype);
-  return r == CDDP_OK && d->group->backend != NULL ? cddp__place_rows(d) : r;
+  return r == CDDP_OK && d->group->backend->on_device ? cddp__place_rows(d) : r;
 }
 
 /* The same for the rows in the ranks' packets [ranks]. */
@@ -19269,7 +19325,7 @@ static cddp_result cddp__finish(cddp_ddp *d, int kind, cddp_optim *s, uint64_t m
   if (r == CDDP_OK && !waits) r = (d->memory->step)(d, s, averaged, wrote);
   if (r == CDDP_OK && s != NULL) r = cddp__clear_gradients(d, s, !s->sharded);
   d->scattered = r == CDDP_OK && kind == CDDP__KIND_DDP_SCATTER;
-  d->scatters = cddp__needs_part_only(kind, s) && cddp__enqueues(d->group) && !gathers &&
+  d->scatters = cddp__needs_part_only(kind, s) && d->group->backend->enqueues && !gathers &&
                 d->group->size > 1 && d->desc.comm_hook == NULL && !(d->desc.max_grad_norm > 0);
   if (r != CDDP_OK) return cddp__end_access(d->control, cddp__fail_model(d, r));
   if (!d->scattered) r = cddp__complete(d, s != NULL);
@@ -19317,8 +19373,8 @@ static cddp_result cddp__publish(cddp_ddp *d) {
     r = d->memory->publish != NULL
             ? d->memory->publish(d)
             : cddp__share_arrays(d, d->params, d->count, CDDP__ROOT_OWNERS);
-  if (r == CDDP_OK) r = cddp__clear_gradients(d, NULL, d->group->backend == NULL);
-  if (r == CDDP_OK) r = cddp__complete(d, d->group->backend == NULL);
+  if (r == CDDP_OK) r = cddp__clear_gradients(d, NULL, !d->group->backend->on_device);
+  if (r == CDDP_OK) r = cddp__complete(d, !d->group->backend->on_device);
   d->scattered = r != CDDP_OK;
   if (r != CDDP_OK) r = cddp__end_access(g, cddp__fail_model(d, r));
   cddp__record_finish(g, record, r);
@@ -19510,11 +19566,10 @@ static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
   d->desc = *desc;
   d->me = g->local_rank;
   d->memory = &cddp__host_memory;
-  d->meets = true;
 #ifdef CDDP_CUDA
-  if (g->backend != NULL) d->memory = &cddp__gpu_memory;
-  d->meets = g->backend == NULL || cddp__device_of(g)->staged;
+  if (g->backend->on_device) d->memory = &cddp__gpu_memory;
 #endif
+  d->meets = !g->backend->enqueues;
   d->shards = desc->shards > g->size || g->host->joined ? desc->shards : g->size;
   d->spread = !desc->elastic && /* NCCL's own order is not the canonical one */
               (d->shards > g->size || (desc->shards > 0 && !d->meets));
@@ -19525,7 +19580,7 @@ static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
     d->node_count = cddp__plan_nodes(d->owner, d->shards, cddp__gathers(d), d->nodes, d->widths,
                                      &d->slots);
   d->current_shard = -1;
-  d->eager = desc->comm_hook != NULL || g->carrier->average != NULL || g->backend != NULL;
+  d->eager = desc->comm_hook != NULL || !g->carrier->shared || g->backend->on_device;
   d->early = !d->spread && !desc->elastic && (d->eager || g->size > 1);
   d->limits[0] = first * 1048576 < (double)SIZE_MAX ? (size_t)(first * 1048576) : SIZE_MAX;
   d->limits[1] = cap * 1048576 < (double)SIZE_MAX ? (size_t)(cap * 1048576) : SIZE_MAX;
@@ -19550,7 +19605,8 @@ static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
 
 static cddp_result cddp__check_shards(const cddp_ddp *d) {
   const cddp_group *g = d->group;
-  bool messages = g->backend != NULL && g->size > 1; /* no peer would see the end of its thread */
+  /* No peer would see the end of this rank's thread. */
+  bool messages = g->backend->on_device && g->size > 1;
   const char *other = d->desc.comm_hook != NULL          ? "comm_hook"
                       : d->desc.find_unused_parameters ? "find_unused_parameters"
                       : d->desc.uneven_inputs          ? "uneven_inputs"
@@ -19577,10 +19633,10 @@ static cddp_result cddp__check_shards(const cddp_ddp *d) {
                       "shards and %s in cddp_ddp_desc exclude each other: the mean is over all "
                       "shards, in one order",
                       other);
-  if (d->desc.elastic && d->group->backend != NULL && d->shards > CDDP_NODES)
+  if (d->desc.elastic && d->group->backend->on_device && d->shards > CDDP_NODES)
     return cddp__fail(CDDP_UNSUPPORTED, "elastic ranks with GPUs have at most %d shards, not %d",
                       CDDP_NODES, d->shards);
-  if (d->spread && d->group->backend != NULL && d->node_count > CDDP_NODES)
+  if (d->spread && d->group->backend->on_device && d->node_count > CDDP_NODES)
     return cddp__fail(CDDP_UNSUPPORTED,
                       "%d shards on %d ranks leave %d sums of shards to add; GPUs add at most %d",
                       d->shards, d->group->size, d->node_count, CDDP_NODES);
@@ -19611,7 +19667,7 @@ static void cddp__place_partitions(cddp_ddp *d) {
    which creates its groups again after each loss. */
 static cddp_result cddp__ddp_group(const cddp_ddp *d, uint64_t check, cddp_group **out) {
   cddp_group *g = d->group;
-  if (!cddp__enqueues(g) || d->desc.elastic) return cddp__split_group(g, 0, g->rank, check, out);
+  if (!g->backend->enqueues || d->desc.elastic) return cddp__split_group(g, 0, g->rank, check, out);
   *out = g;
   return CDDP_OK;
 }
@@ -19632,13 +19688,13 @@ static cddp_result cddp__ddp_setup(cddp_ddp *d, bool joins) {
     r = cddp__agree_on_params(d);
     if (r == CDDP_OK && d->desc.comm_hook != NULL)
       r = cddp__ddp_group(d, CDDP__KIND_DDP_CREATE + 1, &d->hooks);
-    if (r == CDDP_OK && g->backend == NULL) r = cddp__map_params(d);
+    if (r == CDDP_OK && !g->backend->on_device) r = cddp__map_params(d);
   }
   if (r != CDDP_OK) return r;
   cddp__set_layout(d);
   if ((r = cddp__consensus(d->control, (d->memory->alloc)(d), NULL, 0, NULL)) != CDDP_OK) return r;
   cddp__set_rank_addresses(d, d->me, d->arena);
-  if (!joins && g->backend == NULL) {
+  if (!joins && !g->backend->on_device) {
     r = cddp__exchange_refs(d->control, CDDP__KIND_DDP_CREATE, d->arena, d->arena_bytes, arenas);
     for (k = 0; r == CDDP_OK && k < g->local_size; k++) cddp__set_rank_addresses(d, k, arenas[k]);
   }
@@ -19954,7 +20010,7 @@ static int cddp__elastic_choose_leader(const cddp_ddp *d) {
 /* Zeroed memory of the gradients' kind: shared memory, or the device's. */
 static char *cddp__elastic_allocate(cddp_ddp *d, size_t bytes, enum cddp__extent_use use) {
   char *p;
-  if (d->group->backend == NULL) return (char *)cddp__arena_alloc(d->group->host, bytes, use);
+  if (!d->group->backend->on_device) return (char *)cddp__arena_alloc(d->group->host, bytes, use);
   p = (char *)(d->group->backend->alloc)(d->group, bytes);
   if (p != NULL && (d->memory->zero)(p, bytes, d->group->stream) == CDDP_OK) return p;
   if (p != NULL) (d->group->backend->free)(d->group, p);
@@ -19962,7 +20018,7 @@ static char *cddp__elastic_allocate(cddp_ddp *d, size_t bytes, enum cddp__extent
 }
 
 static void cddp__elastic_release(cddp_ddp *d, char *memory) {
-  if (d->group->backend == NULL)
+  if (!d->group->backend->on_device)
     cddp__arena_free(d->group->host, memory);
   else
     (d->group->backend->free)(d->group, memory);
@@ -20179,7 +20235,7 @@ static cddp_result cddp__elastic_connect(cddp_ddp *d) {
 /* Waits for the device, and returns whether its work has succeeded. */
 static cddp_result cddp__elastic_await_device(cddp_ddp *d) {
 #ifdef CDDP_CUDA
-  if (d->group->backend != NULL)
+  if (d->group->backend->on_device)
     return cddp__await_stream(cddp__device_of(d->comm), cddp__main_stream(d->group), NULL);
 #endif
   (void)d;
@@ -20923,9 +20979,8 @@ static void cddp__elastic_leave_groups(cddp_ddp *d) {
     }
     g = d->elastic->broken_comm = groups[i];
     cddp__engine_drain(g);
-    if (g->backend == NULL) continue;
-    g->backend->leave(g);
-    g->backend->close(g);
+    (g->backend->leave)(g);
+    (g->backend->close)(g);
   }
   d->control = d->comm = NULL;
   memcpy(cddp__error_text, text, sizeof text);
@@ -21099,7 +21154,7 @@ static cddp_result cddp__elastic_regroup(cddp_ddp *d) {
   if (r == CDDP_OK) r = cddp__elastic_create_group(d, table, 1, &d->comm);
   if (r == CDDP_OK) r = cddp__elastic_confirm_groups(d);
   if (r == CDDP_OK) r = cddp__elastic_connect(d); /* all ranks have created both groups */
-  if (r == CDDP_OK && d->group->backend != NULL) r = (d->group->backend->open)(d->group, d->comm);
+  if (r == CDDP_OK) r = (d->group->backend->open)(d->group, d->comm);
   for (i = 0; i < 2; i++) {
     cddp__arena_free(d->group->host, elastic->blocks[i]);
     elastic->blocks[i] = NULL;
@@ -21263,7 +21318,7 @@ static cddp_result cddp__copy_means(cddp_ddp *d) {
 
 /* The update of cddp_ddp_step, or (optim NULL) of cddp_ddp_wait. Needs no other rank. */
 static cddp_result cddp__elastic_update(cddp_ddp *d, cddp_optim *optim) {
-  bool gpu = d->group->backend != NULL;
+  bool gpu = d->group->backend->on_device;
   cddp_result r = CDDP_OK;
   CDDP__POINT("elastic update");
   d->elastic->last_update = cddp__update_call(d, optim);
@@ -21357,7 +21412,7 @@ static cddp_result cddp__elastic_describe_self(cddp_ddp *d, cddp__elastic_member
   self->pid = (uint32_t)getpid();
   snprintf(self->name, sizeof self->name, "%s", host->name);
 #ifdef CDDP_CUDA
-  if (d->group->backend != NULL) self->gpu = cddp__device_of(d->group)->gpu;
+  if (d->group->backend->on_device) self->gpu = cddp__device_of(d->group)->gpu;
 #endif
   return cddp__random(&self->life, sizeof self->life);
 }
@@ -21395,7 +21450,7 @@ static cddp_result cddp__elastic_new(cddp_ddp *d) {
     return CDDP_OUT_OF_MEMORY;
   elastic->mean = cddp__elastic_allocate(d, d->dense + cddp__gather_slack(d), CDDP__EXTENT_MEAN);
   if (elastic->mean == NULL) return CDDP_OUT_OF_MEMORY;
-  return d->group->backend == NULL ? cddp__create_published(d) : CDDP_OK;
+  return !d->group->backend->on_device ? cddp__create_published(d) : CDDP_OK;
 }
 
 /* Collective over d->control: all ranks exchange their descriptions as members. */
@@ -22487,7 +22542,7 @@ static cddp_result cddp__check_checkpoint(cddp__ckpt *ckpt, bool saves) {
   r = cddp__check_params(ckpt->params, ckpt->count, CDDP__RULE_NAME | CDDP__RULE_DATA);
   if (r != CDDP_OK) return r;
   ckpt->sharded = optim != NULL && optim->sharded;
-  ckpt->device = (ckpt->g != NULL && ckpt->g->backend != NULL) ||
+  ckpt->device = (ckpt->g != NULL && ckpt->g->backend->on_device) ||
                  (optim != NULL && optim->backend != NULL);
   for (i = 0; i < ckpt->count; i++) {
     const cddp_param *p = &ckpt->params[i];
@@ -22503,7 +22558,7 @@ static cddp_result cddp__check_checkpoint(cddp__ckpt *ckpt, bool saves) {
                         "the shape of parameter \"%s\" does not match its count, %zu", p->name,
                         p->count);
   }
-  if (ckpt->device && ckpt->g != NULL && ckpt->g->size > 1 && ckpt->g->backend == NULL)
+  if (ckpt->device && ckpt->g != NULL && ckpt->g->size > 1 && !ckpt->g->backend->on_device)
     return cddp__fail(CDDP_INVALID_ARGUMENT,
                       "parameters are on a GPU, but the group has device \"cpu\"; pass a group "
                       "with device \"cuda\", or NULL");
@@ -22999,7 +23054,7 @@ static cddp_result cddp__broadcast_tensors(cddp__ckpt *ckpt) {
     if (ckpt->device) {
       call = cddp__make_call(CDDP__KIND_BROADCAST, item->data, item->data, item->count, dtype,
                              CDDP_SUM, 0);
-      r = cddp__start_call(ckpt->g, &call, NULL);
+      r = (ckpt->g->backend->start)(ckpt->g, &call, NULL);
     } else {
       r = cddp__packet_add(&p, item->data, item->count, dtype);
     }
@@ -23027,7 +23082,7 @@ static cddp_result cddp__load_states(cddp__ckpt *ckpt) {
     item.data = whole;
     if (ckpt->first) r = cddp__copy_item(ckpt, &item);
     if ((r = cddp__consensus(g, r, NULL, 0, NULL)) != CDDP_OK) break;
-    r = cddp__start_call(g, &call, NULL);
+    r = (g->backend->start)(g, &call, NULL);
     if (r == CDDP_OK)
       r = (d->memory->copy)(part, whole + optim->parts[item.param].first * cddp__dtype_size(dtype),
                             cddp__kept_bytes(ckpt, &item), g->stream);
@@ -23687,14 +23742,11 @@ CDDPDEF int cddp_local_world_size(const cddp_group *g) { return g != NULL ? g->l
 CDDPDEF void *cddp_alloc(cddp_group *g, size_t bytes) {
   if (g == NULL) cddp__fail(CDDP_INVALID_ARGUMENT, "cddp_alloc: the group is NULL");
   if (g == NULL) return NULL;
-  return g->backend != NULL ? (g->backend->alloc)(g, bytes)
-                            : cddp__arena_alloc(g->host, bytes, CDDP__EXTENT_USER);
+  return (g->backend->alloc)(g, bytes);
 }
 
 CDDPDEF void cddp_free(cddp_group *g, void *p) {
-  if (g == NULL) return;
-  if (g->backend != NULL) (g->backend->free)(g, p);
-  else cddp__arena_free(g->host, p);
+  if (g != NULL) (g->backend->free)(g, p);
 }
 
 CDDPDEF cddp_result cddp_set_device(cddp_group *g, const char *device, const char *backend) {
@@ -23706,7 +23758,7 @@ CDDPDEF cddp_result cddp_set_device(cddp_group *g, const char *device, const cha
   d.device = device;
   d.backend = backend;
   CDDP__TRY(cddp__check_device(&d));
-  CDDP__CHECK(g->backend == NULL && !g->carrier->foreign,
+  CDDP__CHECK(!g->backend->on_device && !g->carrier->foreign,
               "the group has a device already, or its backend is \"mpi\"");
   cddp__engine_drain(g);
   CDDP__TRY(cddp__check_group(g));
@@ -23714,7 +23766,7 @@ CDDPDEF cddp_result cddp_set_device(cddp_group *g, const char *device, const cha
 }
 
 CDDPDEF void cddp_set_stream(cddp_group *g, void *stream) {
-  if (g != NULL && g->backend != NULL) g->stream = stream;
+  if (g != NULL && g->backend->on_device) g->stream = stream;
 }
 
 CDDPDEF void *cddp_stream(const cddp_group *g) {
@@ -23723,9 +23775,7 @@ CDDPDEF void *cddp_stream(const cddp_group *g) {
 
 CDDPDEF cddp_result cddp_synchronize(cddp_group *g) {
   CDDP__CHECK(g != NULL, "the group is NULL");
-  if (g->backend != NULL) return g->backend->synchronize(g);
-  cddp__engine_drain(g);
-  return cddp__check_group(g);
+  return (g->backend->synchronize)(g);
 }
 
 CDDPDEF void cddp_register_kernels(const cddp_kernels *kernels) {
@@ -23741,8 +23791,7 @@ static cddp_result cddp__start_operation(const char *function, cddp_group *g, co
   cddp__enter_call(function);
   if (work != NULL) *work = NULL;
   if ((r = cddp__check_call(g, c)) != CDDP_OK) return cddp__named(function, r);
-  return c->kind < CDDP__KIND_SEND ? cddp__start_call(g, c, work)
-                                   : cddp__start_message(g, c, work);
+  return (g->backend->start)(g, c, work);
 }
 
 CDDPDEF cddp_result (cddp_all_reduce)(cddp_group *g, void *buf, size_t count, cddp_dtype dtype,
@@ -23841,7 +23890,7 @@ static cddp_result cddp__start_with_counts(const char *function, cddp_group *g, 
     r = cddp__fail(CDDP_MISMATCH, "rank 0 sends itself %zu elements and expects %zu", sent,
                    received);
   else
-    r = cddp__start_call(g, c, work);
+    r = (g->backend->start)(g, c, work);
   cddp__free(&g->host->allocator, parts);
   return r;
 }
@@ -23905,7 +23954,7 @@ CDDPDEF cddp_result cddp_wait_for(cddp_work *work, double timeout_s) {
 
 CDDPDEF cddp_result cddp_test(cddp_work *work, bool *done) {
   CDDP__CHECK(work != NULL && done != NULL, "the work or done is NULL");
-  *done = cddp__work_done(work);
+  *done = (work->group->backend->done)(work);
   return CDDP_OK;
 }
 

@@ -47,7 +47,10 @@ cddp_result nccl_check_group(cddp_group *g) { return cddp__check_group(g); }
 const cddp_kernels *nccl_kernels(void) { return cddp__registered_kernels; }
 
 cddp_result nccl_poll(cddp_group *g, double start) {
-  return cddp__device_poll(cddp__device_of(g), start, "a test");
+  cddp__wait w;
+  cddp__wait_begin(&w, g->timeout_s, 0);
+  w.since = start;
+  return cddp__device_poll(cddp__device_of(g), &w, "a test");
 }
 
 bool nccl_age_operation(cddp_group *g) {
