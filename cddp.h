@@ -2926,6 +2926,7 @@ static void cddp__futex_wake(cddp__atomic_u32 *a) {
 #define CDDP__POLL_MAX_S 1e-3
 #define CDDP__SLEEP_MIN_S 1e-3 /* sleeps of a wait that is woken: shortest, longest */
 #define CDDP__SLEEP_MAX_S 0.02
+#define CDDP__YIELDS_MAX_S 5e-3 /* of yields before the first sleep */
 
 /* A deadline with back-off: the longer a wait has lasted, the longer are its sleeps. Owner: the
    waiting thread. Times are of cddp__now. */
@@ -2956,9 +2957,15 @@ static void cddp__wait_read_clock(cddp__wait *w) {
   if (w->due) w->next_check = w->now + CDDP__SLEEP_MAX_S;
 }
 
+/* Whether a wait has used up its yields, or CDDP__YIELDS_MAX_S: with 300 processes that can run on
+   two cores, a single yield lasts for a quarter of a second. */
+static bool cddp__wait_sleeps(cddp__wait *w) {
+  return w->yields-- <= 0 || cddp__now() - w->since > CDDP__YIELDS_MAX_S;
+}
+
 /* Yields the core, unless all yields are used up: then it returns false, and the caller sleeps. */
 static bool cddp__wait_yields(cddp__wait *w) {
-  if (w->yields-- <= 0) return false;
+  if (cddp__wait_sleeps(w)) return false;
   sched_yield();
   return true;
 }
@@ -11340,7 +11347,7 @@ static cddp_result cddp__deliver(cddp_group *g, long due) {
     pthread_mutex_unlock(&g->p2p_lock);
     r = r == CDDP_SYSTEM ? cddp__break(g, r) : CDDP_OK; /* for lack of memory: tried again */
     if (late < 0 || moved || r != CDDP_OK) continue;
-    if (w.yields-- <= 0)
+    if (cddp__wait_sleeps(&w))
       r = cddp__await_frames(g, &w, late, events);
     else if (!polls || w.yields % CDDP__POLLS_A_YIELD == 0)
       sched_yield();
@@ -12516,12 +12523,12 @@ static cddp_result cddp__message_wait(cddp_work *work, double limit) {
   cddp_result r = CDDP_OK;
   cddp__wait w;
   int i, spin = cddp__spin_of(g->host) / CDDP__SPIN_MESSAGE;
+  cddp__wait_begin(&w, limit >= 0 ? limit : g->timeout_s, limit == 0 ? 0 : CDDP__YIELDS);
   for (i = 0; i < spin && limit != 0 && cddp__load32(&g->block->broken) == 0; i++) {
     if (cddp__message_ready(work)) return CDDP_OK;
-    if (g->hosts != NULL && i % CDDP__POLLS_A_YIELD == 0) sched_yield();
-    else cddp__pause();
+    if (g->hosts == NULL || i % CDDP__POLLS_A_YIELD != 0) cddp__pause();
+    else if (!cddp__wait_yields(&w)) break;
   }
-  cddp__wait_begin(&w, limit >= 0 ? limit : g->timeout_s, limit == 0 ? 0 : CDDP__YIELDS);
   for (;;) {
     uint32_t events = cddp__load32(&slot->events);
     if (cddp__message_ready(work)) break;
