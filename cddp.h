@@ -2237,9 +2237,111 @@ typedef struct cddp__scratch {
   size_t bytes; /* of the last piece */
 } cddp__scratch;
 
-typedef struct cddp__elastic cddp__elastic; /* these: >>elastic, */
-typedef struct cddp__bucket_state cddp__bucket_state; /* >>ddp */
-typedef struct cddp__ddp_memory cddp__ddp_memory;
+/* Sizes of the model, which has all gradients side by side, and of this rank's gradient memory.
+   Written by cddp__set_layout; in an elastic model `slots` grows later. */
+typedef struct cddp__layout {
+  int *order;         /* [count] parameters in the order of the model; sparse ones come last */
+  size_t dense;       /* bytes of the dense model, which is divided into parts */
+  size_t halves;      /* offset of f16 and bf16 in the model; a slot has these as f32 */
+  size_t model_bytes; /* of the model; elastic: with sparse gradients, as dense ones */
+  size_t bytes;       /* of the arena: gradients not in place; on a device sparse ones come last */
+  size_t slot_stride; /* bytes from one slot to the next */
+  int slots;          /* of each rank; elastic: slots that this rank has used so far */
+  size_t arena_bytes; /* of the arena with the slots and squares that follow it */
+  size_t state_stride; /* bytes from one optimizer state of the model to the next */
+} cddp__layout;
+
+/* Memory of the ranks of this host, at its addresses in this process. Written at creation; elastic:
+   as groups and slots change. Peers write to it between cddp__begin_access and cddp__end_access. */
+typedef struct cddp__addresses {
+  char **gradients; /* [ranks][count] */
+  char **weights;   /* [ranks][count] if tensor.shared */
+  char **slots;     /* [ranks] the first slot */
+  double **squares; /* [ranks] sums of squares of the pieces of the rank's part */
+} cddp__addresses;
+
+typedef struct cddp__bucket_state cddp__bucket_state; /* >>ddp-buckets */
+
+/* The buckets, and the gradients that are ready. ddp.lock guards all fields except limits; the
+   training thread writes the plan between two steps. */
+typedef struct cddp__plan {
+  size_t limits[2]; /* bytes of the first bucket, and of the others */
+  int *offsets, *params; /* see cddp__plan_buckets */
+  cddp__bucket_state *buckets; /* [count] */
+  int count;
+  int *sorted;  /* [parameters] memory of buckets[].sorted */
+  int next;     /* the first bucket that is not launched */
+  int *arrival; /* [arrived] parameters in the order of cddp_ddp_ready */
+  int arrived;
+  bool rebuilt; /* planned again, in the order of arrival: no later step does it */
+} cddp__plan;
+
+/* The step in progress. Written by the training thread when buckets are at rest: at the meeting, at
+   the end of the step before, and by a clip. */
+typedef struct cddp__step {
+  bool early;    /* buckets are reduced when they are full; false: when the step needs them */
+  bool sums;     /* buckets become sums, and the optimizer's kernel divides */
+  bool scatters; /* NCCL reduces a bucket to the ranks that step it, as the last step needed */
+  bool scattered;      /* the next call must be cddp_ddp_all_gather */
+  int *active;         /* [active_count] ranks with inputs (not in cddp_ddp_join), as of the last
+                          meeting; elastic: the members of this step */
+  int active_count;
+  int present;         /* active_count of the last completed step */
+  unsigned char *used; /* [count] as of the last wait or step; cddp_optim reads it */
+  double norm;         /* of the last clip, on a host */
+  bool has_norm;       /* a clip has computed a norm */
+} cddp__step;
+
+/* The shards of a step, and the sums of this rank's. Written by the training thread; the engine
+   reads it in a step. */
+typedef struct cddp__shards {
+  int count;     /* in each step: desc.shards, or one per rank */
+  int *owner;    /* [count] the rank, or elastic member, that computes the shard */
+  int own_count; /* this rank's; elastic: 1 */
+  int taken;     /* number that cddp_ddp_next_shard has returned; not elastic */
+  int current;   /* the shard that this rank is computing; -1: none */
+  bool spread;   /* more shards than ranks: slots hold sums, and the fields below are used */
+  cddp__shard_node *own_nodes; /* [own_node_count] this rank's sums of ended shards, ascending */
+  int own_node_count;
+  cddp__shard_node *nodes; /* [node_count] nodes of all ranks, ascending */
+  int *widths;             /* [node_count] for cddp__reduce_nodes */
+  int node_count;
+} cddp__shards;
+
+/* Gradients that are rows. Written by the training thread. */
+typedef struct cddp__row_gradients {
+  struct cddp__sparse **sparse; /* [count] NULL: dense; NULL array: all are dense */
+  struct cddp__row_list *lists; /* [shards] scratch: the row lists to be merged */
+  char *packet;                 /* shared: this rank's rows of completed shards */
+  size_t bytes, capacity;       /* of the packet: in use; allocated */
+} cddp__row_gradients;
+
+/* cddp_ddp_join. Written by the training thread; the engine reads `joined` in a step. */
+typedef struct cddp__uneven {
+  uint32_t joined;  /* this rank's CDDP__STEP_JOINED* */
+  bool had_joined;  /* a rank was in cddp_ddp_join since all last were */
+  bool out_of_date; /* the weights of such a rank are old */
+} cddp__uneven;
+
+/* Memory for the gradients of a GPU; lock, or the thread that steps. */
+typedef struct cddp__gpu_work {
+  cddp__call *calls;      /* [count + buffers + ranks] scratch */
+  cddp_segment *segments; /* [count] scratch */
+  double *clip;           /* device memory: squared norm, factor, scratch */
+  cddp__scratch scratch;  /* device memory: a bucket for a hook, or nodes of all ranks */
+} cddp__gpu_work;
+
+/* Memory that a function uses and leaves. */
+typedef struct cddp__ddp_scratch {
+  void **buffers;       /* [shards] the engine's thread */
+  const void **sources; /* [shards] the training thread */
+  unsigned char *flags; /* [ranks + 1][count] ready flags; the training thread */
+  char *memory;         /* shared memory: a bucket for a hook, or nodes of all ranks */
+  size_t bytes;         /* of it */
+} cddp__ddp_scratch;
+
+typedef struct cddp__elastic cddp__elastic; /* >>elastic */
+typedef struct cddp__ddp_memory cddp__ddp_memory; /* >>ddp-buckets */
 struct cddp_ddp { /* followed by its arrays, see cddp__ddp_arrays */
   uint64_t id;    /* unique in this process, from 1 */
   cddp_group *group;   /* of the caller */
@@ -2250,83 +2352,29 @@ struct cddp_ddp { /* followed by its arrays, see cddp__ddp_arrays */
   int count;
   cddp_ddp_desc desc;
   const cddp__ddp_memory *memory; /* functions for the memory of gradients: host or device */
-  cddp__elastic *elastic;         /* NULL: not elastic */
-  cddp_optim *optim;              /* elastic: the optimizer that steps the model; NULL: none yet */
-  cddp__snapshot snapshot;        /* elastic: in a rank that joined, for its `optim` */
-  cddp__call *calls;      /* device: [count + buffers] scratch; lock, or the thread that steps */
-  cddp_segment *segments; /* device: [count] scratch; lock, or the thread that steps */
-  double *clip;           /* device memory: squared norm, factor, scratch */
-  bool meets; /* ranks synchronize on the host in each step; false: only until d->rebuilt */
-  bool eager; /* buckets are reduced when they fill, even if cddp_ddp_step could do it later */
-  bool early; /* buckets of this step are: `eager`, or the last step was no cddp_ddp_step */
-  bool sums;  /* buckets become sums; cddp_ddp_step divides. Set if the last step was one */
-  bool scatters; /* NCCL reduces a bucket to the ranks that step it; as the last step needed */
-  bool no_sync, rebuilt;
-  size_t limits[2];      /* bytes of the first bucket, and of the others */
+  bool meets; /* ranks synchronize on the host in each step; false: only until plan.rebuilt */
+  int me;     /* this rank's index in `addresses`: local rank, or elastic member; -1: none */
   cddp__tensor *tensors; /* [count] */
-  int me;                /* this rank's index below: local rank, or elastic member; -1: none */
-  char *arena;           /* gradients that are not in place; on a host in shared memory */
-  size_t bytes;          /* of the arena; on a device sparse gradients come last */
-  size_t dense;          /* bytes of the dense model, which is divided into parts */
-  size_t model_bytes;    /* bytes of the model; elastic: with sparse gradients, as dense ones */
-  size_t pieces;         /* number of pieces of the model; each has a sum of squares */
-  size_t state_stride;     /* bytes from one optimizer state of the model to the next */
-  size_t arena_bytes;    /* bytes of the arena with slots and squares, which follow it */
-  char **gradients;      /* [ranks][count] gradients of every rank, mapped here */
-  char **slot_areas;     /* [ranks] slots of every rank, mapped here */
-  double **squares;      /* [ranks] sums of squares of every rank's pieces, mapped here */
-  char **weights;        /* [ranks][count] weights of every rank, mapped here; if tensor.shared */
-  int *order;            /* [count] parameters in the order of the arena; sparse ones come last */
-  int *receivers;        /* [receiver_count] ranks to which a step writes new weights */
-  int receiver_count;
-  int *plan_offsets, *plan_params; /* see cddp__plan_buckets */
-  cddp__bucket_state *buckets; /* [count], bucket_count in use */
-  int bucket_count;
-  int *plan_order;             /* [count] storage of buckets[].sorted */
-  void **buffers;              /* [shards] scratch of the engine's thread */
-  const void **sources;        /* [shards] scratch of the caller's thread */
-  char *scratch;               /* shared memory: a bucket for a hook, or nodes of all ranks */
-  size_t scratch_bytes;
-  cddp__scratch device_scratch; /* the same on a device */
+  char *arena;           /* this rank's gradients, on a host in shared memory: see layout */
+  cddp__layout layout;
+  cddp__addresses addresses;
+  cddp__plan plan;
+  cddp__step step;
+  cddp__shards shards;
+  cddp__row_gradients rows;
+  cddp__uneven uneven;
+  cddp__gpu_work gpu;
+  cddp__ddp_scratch scratch;
   pthread_mutex_t lock;
-  int next_bucket; /* the first bucket that is not launched; lock */
-  int *arrival;    /* [count] parameters in the order of cddp_ddp_ready; lock */
-  int arrived;
-  unsigned char *used;          /* [count] as of the last wait or step; cddp_optim reads it */
-  unsigned char *flags;         /* [ranks + 1][count] for the exchange of ready flags */
-  cddp_optim *shares;           /* optimizers with states in shared memory: a list, by next */
-  struct cddp__sparse **sparse; /* [count] NULL: dense; NULL array: all are dense */
-  struct cddp__row_list *lists; /* [shards] scratch: the row lists to be merged */
-  char *rows;                   /* shared: this rank's packet of rows of completed shards */
-  size_t rows_bytes, rows_capacity; /* of the packet: bytes in use; allocated bytes */
-  int *active; /* [active_count] ranks with inputs (not in cddp_ddp_join), as of the last
-                  meeting; elastic: the members of this step */
-  int active_count;
-  int present;     /* active_count of the last completed step */
-  int shards;      /* number in each step: desc.shards, or one per rank */
-  int *owner;      /* [shards] the rank, or elastic member, that computes the shard */
-  int shard_count; /* number of this rank's shards; elastic: 1 */
-  int shards_taken;  /* number that cddp_ddp_next_shard has returned; not elastic */
-  int current_shard; /* the shard that this rank is computing; -1: none */
-  uint64_t steps;  /* number of completed steps */
-  double norm;                  /* of the last clip, on a host */
-  bool has_norm;                /* norm is valid */
-  cddp_partition *partitions;   /* [partition_count] this rank's, at most one a parameter */
+  bool no_sync;   /* cddp_ddp_no_sync; lock */
+  uint64_t steps; /* number of completed steps */
+  cddp_partition *partitions; /* [partition_count] this rank's, at most one a parameter */
   int partition_count;
-  bool scattered;         /* the next call must be cddp_ddp_all_gather */
-  bool spread;            /* more shards than ranks: the fields up to node_count are used */
-  cddp__shard_node *own_nodes; /* [own_node_count] this rank's sums of ended shards, ascending */
-  int own_node_count;
-  size_t halves;             /* offset of f16 and bf16 in the model; a slot has these as f32 */
-  size_t slot_stride;          /* bytes from one slot to the next */
-  int slots;                 /* of each rank; elastic: slots that this rank has used so far */
-  cddp__shard_node *nodes;   /* [node_count] nodes of all ranks, ascending */
-  int *widths;               /* [node_count] for cddp__reduce_nodes */
-  int node_count;
-  uint32_t joined; /* this rank's CDDP__STEP_JOINED*; the engine's thread reads it between steps */
-  bool had_joined, out_of_date; /* since uneven inputs last ended: a rank was in cddp_ddp_join; the
-                                   weights of such a rank are old */
-  cddp__cause failure;          /* the result of all later calls; written under lock */
+  cddp_optim *shares;      /* optimizers with states in shared memory: a list, by next */
+  cddp__elastic *elastic;  /* NULL: not elastic */
+  cddp_optim *optim;       /* elastic: the optimizer that steps the model; NULL: none yet */
+  cddp__snapshot snapshot; /* elastic: in a rank that joined, for its `optim` */
+  cddp__cause failure;     /* the result of all later calls; written under lock */
 };
 
 /* --- ranks of other hosts --- */
@@ -15027,7 +15075,7 @@ CDDPDEF cddp_result cddp_optim_zero_grad(cddp_optim *optim) {
   int i;
   CDDP__CHECK(optim != NULL, "the cddp_optim is NULL");
   d = optim->backend != NULL ? optim->desc.ddp : NULL;
-  if (d != NULL) CDDP__TRY((optim->backend->zero)(optim, d->arena, d->bytes, false));
+  if (d != NULL) CDDP__TRY((optim->backend->zero)(optim, d->arena, d->layout.bytes, false));
   for (i = 0; i < optim->count; i++) {
     cddp_param *p = &optim->params[i];
     size_t bytes = p->count * cddp__dtype_size(p->dtype);
@@ -15109,7 +15157,7 @@ static cddp_result cddp__check_settings(const cddp_param *params, int count,
   if (d->sharded_states && d->ddp == NULL)
     return cddp__fail(CDDP_INVALID_ARGUMENT,
                       "sharded_states divides the states among the ranks of a cddp_ddp: set ddp");
-  if (d->sharded_states && (d->ddp->desc.elastic || d->ddp->sparse != NULL))
+  if (d->sharded_states && (d->ddp->desc.elastic || d->ddp->rows.sparse != NULL))
     return cddp__fail(CDDP_UNSUPPORTED, "sharded_states and %s in cddp_ddp_desc exclude each other",
                       d->ddp->desc.elastic ? "elastic" : "sparse_rows");
   for (i = 0; r == CDDP_OK && i < count; i++) {
@@ -15200,8 +15248,8 @@ static cddp_result cddp__optim_new(cddp_optim **out, const cddp__algorithm *algo
     optim->weight_decays[i] = d->weight_decays != NULL ? d->weight_decays[i] : d->weight_decay;
   }
   if (d->ddp != NULL) {
-    optim->used = d->ddp->used;
-    optim->sparse = d->ddp->sparse;
+    optim->used = d->ddp->step.used;
+    optim->sparse = d->ddp->rows.sparse;
   }
   cddp__list_settings(optim);
   cddp__set_lr(optim, d->lr);
@@ -16724,7 +16772,7 @@ static cddp_result cddp__transfer(cddp_group *g, void *to, const void *from, siz
         CUDA graph may have recorded its address. */
 
 static cddp__sparse *cddp__sparse_of(const cddp_ddp *d, int i) { /* NULL: it is dense */
-  return d->sparse != NULL ? d->sparse[i] : NULL;
+  return d->rows.sparse != NULL ? d->rows.sparse[i] : NULL;
 }
 
 /* The factor that turns the contents of the arena after the reduction into the mean over the ranks
@@ -16733,8 +16781,8 @@ static double cddp__mean_factor(const cddp_ddp *d, cddp_dtype dtype) {
   bool by_all =
       d->desc.comm_hook != NULL || d->comm->carrier->foreign || d->group->backend->on_device;
   if (d->desc.elastic) return 1; /* the arena has the mean of the shards */
-  if (d->sums && dtype != CDDP_F16) return 1.0 / d->active_count;
-  return by_all ? (double)d->group->size / d->active_count : 1;
+  if (d->step.sums && dtype != CDDP_F16) return 1.0 / d->step.active_count;
+  return by_all ? (double)d->group->size / d->step.active_count : 1;
 }
 
 #ifdef CDDP_CUDA
@@ -16807,7 +16855,7 @@ static cddp_result cddp__device_step(cddp_optim *optim, const cddp_ddp *d) {
     r = cddp__cuda_result(
         optim->algorithm->launch(optim, i, kernels, segments, n,
                                  sum ? cddp__mean_factor(d, optim->params[i].dtype) : 1,
-                                 clips && d->used[i] ? d->clip : NULL,
+                                 clips && d->step.used[i] ? d->gpu.clip : NULL,
                                  d != NULL ? (unsigned)CDDP_SGD_ZERO : 0, (void *)stream),
         "the optimizer's kernel");
   }
@@ -16914,9 +16962,9 @@ static cddp_result cddp__attach_optim(cddp_optim *optim) {
      1. The model is the sequence of all gradients, dtype by dtype, last parameter first. An offset
         into it determines an element's part, piece (cddp__count_pieces), place in a slot, and
         states.
-     2. d->gradients has the address of each rank's gradient of each parameter. The gradient is in
-        the rank's arena, or in the caller's memory if all ranks can map that (cddp__map_params).
-        Gradients never move.
+     2. d->addresses.gradients has the address of each rank's gradient of each parameter. The
+        gradient is in the rank's arena, or in the caller's memory if all ranks can map that
+        (cddp__map_params). Gradients never move.
      3. A bucket is a list of parameters. The buckets are planned again after the first step, in the
         order in which gradients became ready; this moves no data.
      4. cddp_ddp_ready marks a gradient. The reduction of a bucket begins when the bucket and all
@@ -16956,14 +17004,14 @@ static cddp_result cddp__attach_optim(cddp_optim *optim) {
      1. A step computes the mean, updates this rank's part of the weights, broadcasts all parts, and
         zeroes this rank's gradients. The ranks of a single host step as above instead.
      2. If the last step needed only parts of the mean, NCCL reduces a bucket to the ranks whose
-        parts are in it (d->scatters). A step that needs the whole mean then gathers it.
+        parts are in it (d->step.scatters). A step that needs the whole mean then gathers it.
      3. A failure breaks the model on all ranks.
-   More shards than ranks (d->spread):
+   More shards than ranks (d->shards.spread):
      1. Behind its arena a rank has slots. Each is as large as the model, with f32 for f16 and bf16.
      2. A completed shard moves from the gradients into a slot. It is added to the earlier sums with
         which it forms a node of the canonical tree over all shards (cddp__merge_shard, >>plan). The
         last shard can stay in the gradients. Which nodes each rank then has, and where, is known
-        since creation (d->nodes).
+        since creation (d->shards.nodes).
      3. Buckets wait for the step. It takes the mean over the nodes of all ranks in place of their
         gradients (cddp__reduce_shards).
      4. Ranks that cannot read each other's memory have all nodes in slots. Each rank receives all
@@ -17025,10 +17073,10 @@ struct cddp__ddp_memory {
   cddp_result (*sum)(void *out, cddp_dtype dtype, const void *const *nodes, const int *widths,
                      int count, int divisor, size_t n, void *stream);
   cddp_result (*fence)(cddp_ddp *d); /* the caller's stream waits for all buckets */
-  cddp_result (*broadcast)(cddp_ddp *d, int n); /* first n of d->calls together; NULL: unused */
+  cddp_result (*broadcast)(cddp_ddp *d, int n); /* first n of d->gpu.calls together; NULL: unused */
   cddp_result (*scale)(void *p, size_t n, cddp_dtype dtype, double factor, void *stream);
   cddp_result (*clip)(cddp_ddp *d, double max_norm, double *norm);
-  cddp_result (*norm)(cddp_ddp *d, double *norm); /* of the last clip; NULL: d->norm */
+  cddp_result (*norm)(cddp_ddp *d, double *norm); /* of the last clip; NULL: d->step.norm */
   /* Updates the weights. s NULL: takes the mean of this rank's part, for the caller's own
      optimizer. averaged: gradients are means already. wrote: see cddp__host_step. */
   cddp_result (*step)(cddp_ddp *d, cddp_optim *s, bool averaged, bool wrote);
@@ -17096,8 +17144,8 @@ static void cddp__describe_whole(const cddp_ddp *d, cddp__model_info *out) {
            d->count == 1 ? "" : "s", s->shards, s->elastic ? ", elastic" : "",
            s->find_unused_parameters ? ", find_unused_parameters" : "", hook);
   if (!s->elastic)
-    cddp__append(out->text, sizeof out->text, ", buckets of %zu and %zu bytes", d->limits[0],
-                 d->limits[1]);
+    cddp__append(out->text, sizeof out->text, ", buckets of %zu and %zu bytes", d->plan.limits[0],
+                 d->plan.limits[1]);
   if (s->buffer_count > 0)
     cddp__append(out->text, sizeof out->text, ", buffers of %" PRIu64 " bytes", all);
   out->hash = cddp__hash64(out->hash, out->text, strlen(out->text));
@@ -17116,7 +17164,7 @@ static void cddp__describe(const cddp_ddp *d, int i, cddp__model_info *out) {
   snprintf(out->text, sizeof out->text, "\"%.100s\" (%zu %s", name, p->count,
            cddp__dtype_names[p->dtype]);
   if (cddp__sparse_of(d, i) != NULL)
-    cddp__append(out->text, sizeof out->text, ", %zu sparse rows", d->sparse[i]->rows);
+    cddp__append(out->text, sizeof out->text, ", %zu sparse rows", d->rows.sparse[i]->rows);
   cddp__append(out->text, sizeof out->text, ")");
   out->hash = cddp__hash64(strlen(name), name, strlen(name));
   out->hash = cddp__hash64(out->hash, out->text, strlen(out->text));
@@ -17191,7 +17239,7 @@ static int cddp__part_count(const cddp_ddp *d) {
 }
 
 static void cddp__part_of(const cddp_ddp *d, int rank, size_t *begin, size_t *end) {
-  cddp__slice(d->dense, CDDP__BLOCK_BYTES, cddp__part_count(d), rank, begin, end);
+  cddp__slice(d->layout.dense, CDDP__BLOCK_BYTES, cddp__part_count(d), rank, begin, end);
 }
 
 /* Number of pieces in a range of the arena, cut at multiples of CDDP__BLOCK_BYTES. Squares are
@@ -17206,7 +17254,7 @@ static size_t cddp__count_pieces(size_t begin, size_t end) {
 static bool cddp__part_slice(const cddp_ddp *d, int i, int parts, int part, size_t *begin,
                              size_t *end) {
   const cddp__tensor *t = &d->tensors[i];
-  cddp__slice(d->dense, CDDP__BLOCK_BYTES, parts, part, begin, end);
+  cddp__slice(d->layout.dense, CDDP__BLOCK_BYTES, parts, part, begin, end);
   *begin = cddp__max(*begin, t->offset);
   *end = cddp__min(*end, t->offset + t->bytes);
   return *begin < *end;
@@ -17220,67 +17268,70 @@ static bool cddp__tensor_slice(const cddp_ddp *d, int i, int rank, size_t *begin
 
 /* Whether ranks that cannot read each other's memory sum shards: cddp__gather_nodes. */
 static bool cddp__gathers(const cddp_ddp *d) {
-  return d->spread && (!d->group->carrier->shared || d->group->backend->on_device);
+  return d->shards.spread && (!d->group->carrier->shared || d->group->backend->on_device);
 }
 
 /* Bytes behind the gradients of a dtype that cddp__gather_nodes can write. In slots, where elements
    can be twice as wide, it reads twice that many. */
 static size_t cddp__gather_slack(const cddp_ddp *d) {
-  return CDDP__CACHE_LINE * (size_t)(d->desc.elastic ? d->shards : d->group->size);
+  return CDDP__CACHE_LINE * (size_t)(d->desc.elastic ? d->shards.count : d->group->size);
 }
 
 /* Sets every parameter's offsets in the model and in the arena: dtype by dtype, last parameter
    first. Offsets in the model depend on the model alone, since norms do (cddp__count_pieces). */
 static void cddp__set_layout(cddp_ddp *d) {
-  size_t slack = cddp__gathers(d) ? cddp__gather_slack(d) : 0;
+  size_t slack = cddp__gathers(d) ? cddp__gather_slack(d) : 0, pieces = 0;
   int dtype, i, placed = 0;
   for (dtype = 0; dtype < CDDP__TRAINED; dtype++) {
-    if (dtype == CDDP_F16) d->halves = d->dense; /* f16 and bf16 come last */
+    if (dtype == CDDP_F16) d->layout.halves = d->layout.dense; /* f16 and bf16 come last */
     for (i = d->count - 1; i >= 0; i--) {
       cddp__tensor *t = &d->tensors[i];
       if ((int)d->params[i].dtype != dtype) continue;
-      t->offset = d->dense;
-      t->arena_offset = d->bytes;
+      t->offset = d->layout.dense;
+      t->arena_offset = d->layout.bytes;
       t->bytes = cddp__dense_count(d, i) * cddp__dtype_size(d->params[i].dtype);
       t->padded_bytes = cddp__round_up(t->bytes, CDDP__CACHE_LINE);
-      d->dense += t->padded_bytes;
+      d->layout.dense += t->padded_bytes;
       if (t->storage == CDDP__STORAGE_IN_PLACE) t->padded_bytes = t->bytes;
       else t->storage = d->params[i].grad == NULL ? CDDP__STORAGE_PLACED : CDDP__STORAGE_COPIED;
-      if (t->storage != CDDP__STORAGE_IN_PLACE) d->bytes += t->padded_bytes;
-      if (cddp__sparse_of(d, i) == NULL) d->order[placed++] = i;
+      if (t->storage != CDDP__STORAGE_IN_PLACE) d->layout.bytes += t->padded_bytes;
+      if (cddp__sparse_of(d, i) == NULL) d->layout.order[placed++] = i;
     }
   }
-  d->bytes += slack;
-  d->slot_stride = 2 * d->dense - d->halves;
+  d->layout.bytes += slack;
+  d->layout.slot_stride = 2 * d->layout.dense - d->layout.halves;
   for (i = 0; i < d->count; i++) {
     cddp__tensor *t = &d->tensors[i];
     cddp__tensor_slice(d, i, d->group->backend->on_device ? d->group->rank : d->group->local_rank,
                        &t->begin, &t->end);
-    t->first_piece = d->pieces;
-    d->pieces += cddp__count_pieces(t->offset, t->offset + t->bytes);
+    t->first_piece = pieces;
+    pieces += cddp__count_pieces(t->offset, t->offset + t->bytes);
     t->used = true;
-    d->used[i] = 1;
+    d->step.used[i] = 1;
   }
   for (i = 0; i < d->count && d->group->backend->on_device; i++) { /* behind the dense gradients */
-    d->tensors[i].dense = d->bytes;
+    d->tensors[i].dense = d->layout.bytes;
     if (cddp__sparse_of(d, i) != NULL)
-      d->bytes += cddp__round_up(d->sparse[i]->rows * d->sparse[i]->bytes, CDDP__CACHE_LINE);
+      d->layout.bytes +=
+          cddp__round_up(d->rows.sparse[i]->rows * d->rows.sparse[i]->bytes, CDDP__CACHE_LINE);
   }
-  d->arena_bytes =
-      d->bytes + (size_t)d->slots * d->slot_stride + d->pieces * sizeof(double) + 2 * slack;
-  d->model_bytes = d->dense;
+  d->layout.arena_bytes = d->layout.bytes + (size_t)d->layout.slots * d->layout.slot_stride +
+                          pieces * sizeof(double) + 2 * slack;
+  d->layout.model_bytes = d->layout.dense;
   for (i = 0; i < d->count; i++) {
     cddp__tensor *t = &d->tensors[i];
     if (cddp__sparse_of(d, i) == NULL) continue;
-    d->order[placed++] = i;
+    d->layout.order[placed++] = i;
     if (!d->desc.elastic) continue;
-    t->offset = d->model_bytes;
+    t->offset = d->layout.model_bytes;
     t->bytes = d->params[i].count * cddp__dtype_size(d->params[i].dtype);
-    d->model_bytes += cddp__round_up(t->bytes, CDDP__CACHE_LINE);
+    d->layout.model_bytes += cddp__round_up(t->bytes, CDDP__CACHE_LINE);
   }
-  d->state_stride = 2 * d->model_bytes - cddp__min(d->halves, d->model_bytes);
-  d->state_stride = cddp__round_up(d->state_stride, d->state_stride < CDDP__HUGE_PAGE
-                                                    ? cddp__page_size() : CDDP__HUGE_PAGE);
+  d->layout.state_stride =
+      2 * d->layout.model_bytes - cddp__min(d->layout.halves, d->layout.model_bytes);
+  d->layout.state_stride = cddp__round_up(
+      d->layout.state_stride,
+      d->layout.state_stride < CDDP__HUGE_PAGE ? cddp__page_size() : CDDP__HUGE_PAGE);
 }
 
 /* Collective: a round of this kind in which every rank sends the reference of its p. out[i]
@@ -17312,7 +17363,8 @@ static cddp_result cddp__exchange_refs(cddp_group *g, int kind, const void *p, s
 
 /* The gradient element at offset `at` of the model, of parameter i, of a rank of this host. */
 static char *cddp__gradient_at(const cddp_ddp *d, int rank, int i, size_t at) {
-  return d->gradients[(size_t)rank * (size_t)d->count + (size_t)i] + (at - d->tensors[i].offset);
+  return d->addresses.gradients[(size_t)rank * (size_t)d->count + (size_t)i] +
+         (at - d->tensors[i].offset);
 }
 
 /* Sets the gradient addresses of a rank whose arena is mapped at `arena`. */
@@ -17320,15 +17372,16 @@ static void cddp__set_gradient_addresses(cddp_ddp *d, int rank, char *arena) {
   int i;
   for (i = 0; i < d->count; i++)
     if (d->tensors[i].storage != CDDP__STORAGE_IN_PLACE)
-      d->gradients[(size_t)rank * (size_t)d->count + (size_t)i] =
+      d->addresses.gradients[(size_t)rank * (size_t)d->count + (size_t)i] =
           arena + d->tensors[i].arena_offset;
 }
 
 /* The same with the memory behind the arena: slots, and squares of the rank's part. */
 static void cddp__set_rank_addresses(cddp_ddp *d, int rank, char *arena) {
   cddp__set_gradient_addresses(d, rank, arena);
-  d->slot_areas[rank] = arena + d->bytes;
-  d->squares[rank] = (double *)(void *)(d->slot_areas[rank] + (size_t)d->slots * d->slot_stride);
+  d->addresses.slots[rank] = arena + d->layout.bytes;
+  d->addresses.squares[rank] = (double *)(void *)(d->addresses.slots[rank] +
+                                                  (size_t)d->layout.slots * d->layout.slot_stride);
 }
 
 /* The reference by which other ranks map parameter i's weights or gradient. Kind NONE if they
@@ -17342,8 +17395,8 @@ static cddp__ref cddp__param_ref(const cddp_ddp *d, int i, bool gradient) {
   cddp__ref ref;
   memset(&ref, 0, sizeof ref);
   if (p == NULL || (gradient && bytes == 0)) return ref;
-  if (gradient && (d->desc.elastic || d->desc.comm_hook != NULL || (exchanged && d->spread) ||
-                   (exchanged && bytes < CDDP__IN_PLACE_BYTES)))
+  if (gradient && (d->desc.elastic || d->desc.comm_hook != NULL ||
+                   (exchanged && d->shards.spread) || (exchanged && bytes < CDDP__IN_PLACE_BYTES)))
     return ref;
   if (g->size > 1) return cddp__ref_of(g->host, p, bytes);
   ref.kind = CDDP__REF_POINTER;
@@ -17371,7 +17424,7 @@ static cddp_result cddp__map_params(cddp_ddp *d) {
     if (j % 2 == 0) d->tensors[j / 2].shared = true;
     else d->tensors[j / 2].storage = CDDP__STORAGE_IN_PLACE;
     for (k = local = 0; r == CDDP_OK && k < g->size; k++) {
-      char **table = j % 2 == 0 ? d->weights : d->gradients;
+      char **table = j % 2 == 0 ? d->addresses.weights : d->addresses.gradients;
       void *at = NULL;
       if (g->members[k] < 0) continue;
       r = cddp__map_ref(g->host, &all[(size_t)k * n + j], &at);
@@ -17405,7 +17458,7 @@ static bool cddp__next_range(const cddp_ddp *d, const int *sorted, int count, in
     if (!next->used || t->storage == CDDP__STORAGE_IN_PLACE ||
         next->storage == CDDP__STORAGE_IN_PLACE ||
         next->arena_offset != t->arena_offset + t->padded_bytes ||
-        (d->spread && next->offset != t->offset + t->padded_bytes) ||
+        (d->shards.spread && next->offset != t->offset + t->padded_bytes) ||
         d->params[sorted[*i]].dtype != d->params[range->first].dtype)
       break;
     range->end += next->padded_bytes;
@@ -17418,7 +17471,7 @@ static bool cddp__next_range(const cddp_ddp *d, const int *sorted, int count, in
 /* The range of all gradients of a dtype; false if there are none. */
 static bool cddp__range_of(const cddp_ddp *d, int dtype, cddp__range *range) {
   int i;
-  range->begin = d->dense;
+  range->begin = d->layout.dense;
   range->end = 0;
   for (i = 0; i < d->count; i++) {
     const cddp__tensor *t = &d->tensors[i];
@@ -17432,13 +17485,14 @@ static bool cddp__range_of(const cddp_ddp *d, int dtype, cddp__range *range) {
 
 /* Size of a range of the arena in memory that has f32 for f16 and bf16. */
 static size_t cddp__wide_bytes(const cddp_ddp *d, size_t begin, size_t end) {
-  size_t halves = cddp__max(begin, d->halves);
+  size_t halves = cddp__max(begin, d->layout.halves);
   return end - begin + (end > halves ? end - halves : 0);
 }
 
 /* The address, in a slot of a rank of this host, of offset `at` of the model. */
 static char *cddp__slot_at(const cddp_ddp *d, int rank, int slot, size_t at) {
-  return d->slot_areas[rank] + (size_t)slot * d->slot_stride + cddp__wide_bytes(d, 0, at);
+  return d->addresses.slots[rank] + (size_t)slot * d->layout.slot_stride +
+         cddp__wide_bytes(d, 0, at);
 }
 
 /* The same; slot -1: in the rank's gradient of parameter i. */
@@ -17453,13 +17507,14 @@ static void cddp__reduce_shards(const cddp_ddp *d, void *out, const void **sourc
   cddp_dtype dtype = d->params[param].dtype;
   bool leaves = true; /* all nodes are single shards in gradients */
   int i;
-  for (i = 0; i < d->node_count; i++) {
-    sources[i] = cddp__node_at(d, d->nodes[i].rank, d->nodes[i].slot, param, at);
-    leaves = leaves && d->nodes[i].slot < 0;
+  for (i = 0; i < d->shards.node_count; i++) {
+    sources[i] = cddp__node_at(d, d->shards.nodes[i].rank, d->shards.nodes[i].slot, param, at);
+    leaves = leaves && d->shards.nodes[i].slot < 0;
   }
-  if (leaves) cddp__reduce(out, sources, d->shards, n, dtype, CDDP_AVG);
+  if (leaves) cddp__reduce(out, sources, d->shards.count, n, dtype, CDDP_AVG);
   else
-    cddp__reduce_nodes(out, sources, d->widths, d->node_count, d->shards, n, dtype, CDDP_AVG);
+    cddp__reduce_nodes(out, sources, d->shards.widths, d->shards.node_count, d->shards.count, n,
+                       dtype, CDDP_AVG);
 }
 
 /* Sums nodes of this rank, which together form one node, into the slot `out`. widths: for
@@ -17472,7 +17527,7 @@ static cddp_result cddp__merge_nodes(cddp_ddp *d, int out, const int *slots, con
   cddp__range range;
   cddp_result r = CDDP_OK;
   int i = 0, k;
-  while (r == CDDP_OK && cddp__next_range(d, d->order, d->count, &i, &range)) {
+  while (r == CDDP_OK && cddp__next_range(d, d->layout.order, d->count, &i, &range)) {
     cddp_dtype dtype = d->params[range.first].dtype;
     size_t esize = cddp__dtype_size(dtype);
     for (at = range.begin; r == CDDP_OK && at < range.end; at += n * esize) {
@@ -17502,13 +17557,13 @@ static cddp_result cddp__clear_own(cddp_ddp *d) {
    without it the shard can stay in the gradients, where peers read it. */
 static cddp_result cddp__keep_node(cddp_ddp *d, int shard, bool more) {
   int slots[CDDP__FOLD_DEPTH + 1], widths[CDDP__FOLD_DEPTH + 1], low, high, at = 0;
-  int free_slot = cddp__free_slot(d->own_nodes, d->own_node_count);
+  int free_slot = cddp__free_slot(d->shards.own_nodes, d->shards.own_node_count);
   cddp__shard_node node = {shard, 1, -1, 0};
-  int n = cddp__merge_shard(d->own_nodes, d->own_node_count, &node, d->shards, slots, widths, &low,
-                            &high);
+  int n = cddp__merge_shard(d->shards.own_nodes, d->shards.own_node_count, &node, d->shards.count,
+                            slots, widths, &low, &high);
   cddp_result r = CDDP_OK;
   if (more || n > 1 || cddp__gathers(d))
-    node.slot = low < high ? d->own_nodes[low].slot : free_slot;
+    node.slot = low < high ? d->shards.own_nodes[low].slot : free_slot;
   while (slots[at] >= 0) at++;
   if (at < n - 1 && node.slot != free_slot) { /* the shard must come last if a sum is one of them */
     r = cddp__merge_nodes(d, free_slot, &slots[at], &widths[at], 1, more);
@@ -17519,10 +17574,10 @@ static cddp_result cddp__keep_node(cddp_ddp *d, int shard, bool more) {
   if (r == CDDP_OK && node.slot >= 0)
     r = cddp__merge_nodes(d, node.slot, slots, widths, n, more && at >= 0);
   if (r == CDDP_OK && more) r = cddp__clear_own(d);
-  memmove(d->own_nodes + low + 1, d->own_nodes + high,
-          (size_t)(d->own_node_count - high) * sizeof *d->own_nodes);
-  d->own_nodes[low] = node;
-  d->own_node_count += 1 - (high - low);
+  memmove(d->shards.own_nodes + low + 1, d->shards.own_nodes + high,
+          (size_t)(d->shards.own_node_count - high) * sizeof *d->shards.own_nodes);
+  d->shards.own_nodes[low] = node;
+  d->shards.own_node_count += 1 - (high - low);
   return r;
 }
 
@@ -17548,7 +17603,7 @@ static size_t cddp__pack_rows(cddp_ddp *d, int shard, char *packet) {
     bytes += cddp__row_list_bytes(s, n);
   }
   if (packet == NULL) return bytes;
-  head->shard = (uint64_t)(d->joined != 0 ? d->shards : shard);
+  head->shard = (uint64_t)(d->uneven.joined != 0 ? d->shards.count : shard);
   head->bytes = bytes;
   return bytes;
 }
@@ -17556,26 +17611,26 @@ static size_t cddp__pack_rows(cddp_ddp *d, int shard, char *packet) {
 /* Appends the added rows of `shard` to this rank's packet of the step. */
 static cddp_result cddp__keep_rows(cddp_ddp *d, int shard) {
   cddp__host *h = d->group->host;
-  size_t bytes = d->rows_bytes + cddp__pack_rows(d, shard, NULL);
-  char *more = d->rows;
-  if (bytes > d->rows_capacity) {
-    bytes = cddp__max(bytes, 2 * d->rows_capacity);
+  size_t bytes = d->rows.bytes + cddp__pack_rows(d, shard, NULL);
+  char *more = d->rows.packet;
+  if (bytes > d->rows.capacity) {
+    bytes = cddp__max(bytes, 2 * d->rows.capacity);
     if ((more = (char *)cddp__arena_alloc(h, bytes, CDDP__EXTENT_MESSAGE)) == NULL)
       return CDDP_OUT_OF_MEMORY;
-    if (d->rows_bytes > 0) memcpy(more, d->rows, d->rows_bytes);
-    cddp__arena_free(h, d->rows);
-    d->rows = more;
-    d->rows_capacity = bytes;
+    if (d->rows.bytes > 0) memcpy(more, d->rows.packet, d->rows.bytes);
+    cddp__arena_free(h, d->rows.packet);
+    d->rows.packet = more;
+    d->rows.capacity = bytes;
   }
-  d->rows_bytes += cddp__pack_rows(d, shard, d->rows + d->rows_bytes);
+  d->rows.bytes += cddp__pack_rows(d, shard, d->rows.packet + d->rows.bytes);
   CDDP__POINT("elastic rows");
   return CDDP_OK;
 }
 
 /* Completes the shard that this rank is computing. */
 static cddp_result cddp__end_shard(cddp_ddp *d, bool more) {
-  cddp_result r = d->sparse != NULL ? cddp__keep_rows(d, d->current_shard) : CDDP_OK;
-  return r == CDDP_OK ? cddp__keep_node(d, d->current_shard, more) : r;
+  cddp_result r = d->rows.sparse != NULL ? cddp__keep_rows(d, d->shards.current) : CDDP_OK;
+  return r == CDDP_OK ? cddp__keep_node(d, d->shards.current, more) : r;
 }
 
 /* A collective of all ranks on the memory of the gradients. */
@@ -17602,34 +17657,34 @@ static cddp_result cddp__gather_chunk(cddp_ddp *d, char *out, cddp_dtype dtype, 
   if (r != CDDP_OK) return r;
   all = (char *)scratch;
   for (i = 0; r == CDDP_OK && i < most && ranks > 1; i++, all += ranks * part) {
-    int slot = i < d->own_node_count ? d->own_nodes[i].slot : 0; /* else not read */
+    int slot = i < d->shards.own_node_count ? d->shards.own_nodes[i].slot : 0; /* else not read */
     nodes = cddp__make_call(CDDP__KIND_ALL_TO_ALL, cddp__slot_at(d, d->me, slot, at), all, n, wide,
                             CDDP_SUM, -1);
     r = cddp__call_all(d, &nodes);
   }
   CDDP__POINT("elastic exchanged");
-  for (i = 0; i < d->node_count; i++)
-    d->sources[i] = ranks == 1 ? cddp__slot_at(d, d->me, d->own_nodes[i].slot, at)
-                               : (char *)scratch + ((size_t)d->nodes[i].slot * ranks +
-                                                    (size_t)d->nodes[i].rank) * part;
+  for (i = 0; i < d->shards.node_count; i++)
+    d->scratch.sources[i] = ranks == 1 ? cddp__slot_at(d, d->me, d->shards.own_nodes[i].slot, at)
+                               : (char *)scratch + ((size_t)d->shards.nodes[i].slot * ranks +
+                                                    (size_t)d->shards.nodes[i].rank) * part;
   if (r == CDDP_OK)
-    r = (d->memory->sum)(mine, dtype, d->sources, d->widths, d->node_count, d->shards, n,
-                       d->group->stream);
+    r = (d->memory->sum)(mine, dtype, d->scratch.sources, d->shards.widths, d->shards.node_count,
+                         d->shards.count, n, d->group->stream);
   return r == CDDP_OK && ranks > 1 ? cddp__call_all(d, &means) : r;
 }
 
-/* For ranks that cannot read each other's memory: takes the mean of all nodes, d->nodes, into
-   `out`, a buffer laid out as the arena. If the number of ranks does not divide that of a dtype's
-   elements, `out` is written, and slots are read, past the end of the dtype (cddp__gather_slack).
-   The means of the next dtype are written later. */
+/* For ranks that cannot read each other's memory: takes the mean of all nodes, d->shards.nodes,
+   into `out`, a buffer laid out as the arena. If the number of ranks does not divide the number of
+   elements of a dtype, `out` is written, and slots are read, past the end of the dtype
+   (cddp__gather_slack). The means of the next dtype are written later. */
 static cddp_result cddp__gather_nodes(cddp_ddp *d, char *out) {
   size_t ranks = (size_t)d->control->size, at, n, esize;
   size_t most = (d->group->backend->on_device ? CDDP__SHARD_CHUNK : CDDP__NODES_CHUNK) / ranks;
   cddp__range range;
   cddp_result r = CDDP_OK;
   int dtype, i, nodes = 0;
-  for (i = 0; i < d->node_count; i++)
-    if (d->nodes[i].slot >= nodes) nodes = d->nodes[i].slot + 1;
+  for (i = 0; i < d->shards.node_count; i++)
+    if (d->shards.nodes[i].slot >= nodes) nodes = d->shards.nodes[i].slot + 1;
   for (dtype = 0; r == CDDP_OK && dtype < CDDP__TRAINED; dtype++) {
     if (!cddp__range_of(d, dtype, &range)) continue;
     esize = cddp__dtype_size((cddp_dtype)dtype);
@@ -17670,14 +17725,14 @@ static void cddp__reduce_slice(cddp_ddp *d, const cddp__bucket_state *b) {
     if (low >= high) continue;
     mean = cddp__gradient_at(d, d->me, range.first, from);
     n = (high - low) / cddp__dtype_size(dtype);
-    if (d->spread)
-      cddp__reduce_shards(d, mean, (const void **)(void *)d->buffers, range.first, from, n);
-    for (k = 0; !d->spread && k < g->size; k++)
+    if (d->shards.spread)
+      cddp__reduce_shards(d, mean, (const void **)(void *)d->scratch.buffers, range.first, from, n);
+    for (k = 0; !d->shards.spread && k < g->size; k++)
       if (cddp__op_header_of(g, k, g->round)->u.bytes[0] == 0)
-        d->buffers[active++] = cddp__gradient_at(d, k, range.first, from);
-    if (active == g->size) cddp__reduce_all(d->buffers, active, n, dtype, CDDP_AVG);
-    else if (!d->spread)
-      cddp__reduce(mean, (const void *const *)d->buffers, active, n, dtype, CDDP_AVG);
+        d->scratch.buffers[active++] = cddp__gradient_at(d, k, range.first, from);
+    if (active == g->size) cddp__reduce_all(d->scratch.buffers, active, n, dtype, CDDP_AVG);
+    else if (!d->shards.spread)
+      cddp__reduce(mean, (const void *const *)d->scratch.buffers, active, n, dtype, CDDP_AVG);
     for (k = 0; k < g->size && active < g->size; k++)
       if (k != g->rank) memcpy(cddp__gradient_at(d, k, range.first, from), mean, high - low);
   }
@@ -17691,8 +17746,8 @@ static cddp_result cddp__reduce_bucket(cddp_ddp *d, cddp__bucket_state *b) {
                                  d->params[b->sorted[0]].dtype, CDDP_AVG, -1);
   cddp__range range;
   int i = 0, k;
-  uint64_t index = (uint64_t)(b - d->buckets), record;
-  unsigned char joined = (unsigned char)d->joined;
+  uint64_t index = (uint64_t)(b - d->plan.buckets), record;
+  unsigned char joined = (unsigned char)d->uneven.joined;
   cddp_result r;
   g->calls++;
   record = cddp__record_begin(g, CDDP__KIND_DDP_BUCKET, g->calls, index);
@@ -17703,10 +17758,10 @@ static cddp_result cddp__reduce_bucket(cddp_ddp *d, cddp__bucket_state *b) {
     while (r == CDDP_OK && !g->carrier->shared &&
            cddp__next_range(d, b->sorted, b->count, &i, &range)) {
       for (k = 0; k < g->local_size; k++)
-        d->buffers[k] = cddp__gradient_at(d, k, range.first, range.begin);
-      c.send = c.recv = d->buffers[d->me];
+        d->scratch.buffers[k] = cddp__gradient_at(d, k, range.first, range.begin);
+      c.send = c.recv = d->scratch.buffers[d->me];
       c.count = (range.end - range.begin) / c.esize;
-      r = g->carrier->average(g, &c, d->buffers);
+      r = g->carrier->average(g, &c, d->scratch.buffers);
     }
     if (r == CDDP_OK) /* all ranks of this host have reduced their slices */
       r = cddp__round(g, CDDP__SCOPE_HOST, CDDP__KIND_DDP_BUCKET, CDDP__PHASE_DONE, index, NULL, 0);
@@ -17771,8 +17826,8 @@ static cddp_result cddp__hook_bucket(cddp_ddp *d, cddp__bucket_state *b) {
   if (bytes == 0) return CDDP_OK; /* no rank used any of its parameters */
   (void)cddp__next_range(d, b->sorted, b->count, &i, &range);
   memset(&bucket, 0, sizeof bucket);
-  bucket.index = (int)(b - d->buckets);
-  bucket.bucket_count = d->bucket_count;
+  bucket.index = (int)(b - d->plan.buckets);
+  bucket.bucket_count = d->plan.count;
   bucket.dtype = d->params[b->sorted[0]].dtype;
   bucket.count = bytes / cddp__dtype_size(bucket.dtype);
   bucket.group = d->hooks;
@@ -17806,7 +17861,7 @@ static cddp_result cddp__run_bucket(cddp_work *w) { /* on the engine's thread */
   if (r == CDDP_OK) r = hooked ? cddp__hook_bucket(d, b) : d->memory->reduce_bucket(d, b);
   if (r == CDDP_OK) return r;
   if (hooked) return cddp__break(g, r); /* else calls of later buckets would match this one's */
-  return cddp__fail_in(r, "bucket %d (parameter \"%.60s\"%s): ", (int)(b - d->buckets),
+  return cddp__fail_in(r, "bucket %d (parameter \"%.60s\"%s): ", (int)(b - d->plan.buckets),
                        cddp__param_name(&d->params[first], first).s,
                        b->count > 1 ? " and others" : "");
 }
@@ -17825,9 +17880,10 @@ static cddp_result cddp__push_bucket(cddp_ddp *d, cddp__bucket_state *b) {
 static cddp_result cddp__await_buckets(cddp_ddp *d) {
   int b;
   cddp__drain_buckets(d);
-  for (b = 0; b < d->bucket_count; b++) {
-    cddp_work *w = &d->buckets[b].work;
-    if (d->buckets[b].launched && w->result != CDDP_OK) return cddp__fail(w->result, "%s", w->text);
+  for (b = 0; b < d->plan.count; b++) {
+    cddp_work *w = &d->plan.buckets[b].work;
+    if (d->plan.buckets[b].launched && w->result != CDDP_OK)
+      return cddp__fail(w->result, "%s", w->text);
   }
   return CDDP_OK;
 }
@@ -17843,7 +17899,7 @@ static cddp_result cddp__share_arrays(cddp_ddp *d, const cddp_param *arrays, int
   cddp_result r = CDDP_OK;
   cddp__packet packet;
   cddp__call c;
-  if (d->group->backend->on_device) cddp__drain_buckets(d); /* they use d->calls too */
+  if (d->group->backend->on_device) cddp__drain_buckets(d); /* they use d->gpu.calls too */
   for (; r == CDDP_OK && part <= last; part++) {
     cddp__packet_begin(&packet, d->control,
                        owners && x != NULL ? cddp__rank_on(x, 0, part) : part);
@@ -17862,7 +17918,7 @@ static cddp_result cddp__share_arrays(cddp_ddp *d, const cddp_param *arrays, int
                           part);
       if (!d->group->backend->on_device)
         r = cddp__packet_add(&packet, at, c.count, arrays[i].dtype);
-      else if (cddp__on_device(d->group, at)) d->calls[n++] = c;
+      else if (cddp__on_device(d->group, at)) d->gpu.calls[n++] = c;
       else r = (d->comm->backend->start)(d->comm, &c, NULL);
     }
     if (r == CDDP_OK) r = cddp__packet_send(&packet);
@@ -17890,21 +17946,21 @@ static cddp_result cddp__host_zero(void *p, size_t bytes, void *stream) {
 }
 
 static cddp_result cddp__host_alloc(cddp_ddp *d) {
-  d->arena = (char *)cddp__arena_alloc(d->group->host, d->arena_bytes,
+  d->arena = (char *)cddp__arena_alloc(d->group->host, d->layout.arena_bytes,
                                        d->desc.elastic ? CDDP__EXTENT_MESSAGE : CDDP__EXTENT_USER);
   return d->arena != NULL
              ? CDDP_OK
-             : cddp__fail_in(CDDP_OUT_OF_MEMORY, "%zu bytes of gradients: ", d->arena_bytes);
+             : cddp__fail_in(CDDP_OUT_OF_MEMORY, "%zu bytes of gradients: ", d->layout.arena_bytes);
 }
 
 static cddp_result cddp__host_scratch(cddp_ddp *d, size_t bytes, void **out) {
-  if (d->scratch_bytes < bytes) {
-    cddp__arena_free(d->group->host, d->scratch);
-    d->scratch = (char *)cddp__arena_alloc(d->group->host, bytes, CDDP__EXTENT_USER);
-    d->scratch_bytes = d->scratch != NULL ? bytes : 0;
+  if (d->scratch.bytes < bytes) {
+    cddp__arena_free(d->group->host, d->scratch.memory);
+    d->scratch.memory = (char *)cddp__arena_alloc(d->group->host, bytes, CDDP__EXTENT_USER);
+    d->scratch.bytes = d->scratch.memory != NULL ? bytes : 0;
   }
-  *out = d->scratch;
-  return d->scratch != NULL ? CDDP_OK : CDDP_OUT_OF_MEMORY;
+  *out = d->scratch.memory;
+  return d->scratch.memory != NULL ? CDDP_OK : CDDP_OUT_OF_MEMORY;
 }
 
 static cddp_result cddp__host_sum(void *out, cddp_dtype dtype, const void *const *nodes,
@@ -17928,7 +17984,7 @@ static cddp_result cddp__host_scale(void *p, size_t n, cddp_dtype dtype, double 
    rank's sums of their pieces. */
 static void cddp__add_squares(cddp_ddp *d, int i, const char *grad, size_t begin, size_t end) {
   const cddp__tensor *t = &d->tensors[i];
-  double *sums = d->squares[d->me] + t->first_piece;
+  double *sums = d->addresses.squares[d->me] + t->first_piece;
   size_t at, n;
   for (at = begin; at < end; at += n) {
     n = cddp__min(CDDP__BLOCK_BYTES - at % CDDP__BLOCK_BYTES, end - at);
@@ -17938,8 +17994,8 @@ static void cddp__add_squares(cddp_ddp *d, int i, const char *grad, size_t begin
   }
 }
 
-/* Returns the factor of a clip and sets d->norm. sums: the squares of each part of the model, which
-   is divided into `parts`. */
+/* Returns the factor of a clip and sets d->step.norm. sums: the squares of each part of the model,
+   which is divided into `parts`. */
 static double cddp__clip_factor(cddp_ddp *d, double max_norm, double *const *sums, int parts) {
   size_t begin, end, k, n;
   double sum = 0, factor;
@@ -17947,11 +18003,11 @@ static double cddp__clip_factor(cddp_ddp *d, double max_norm, double *const *sum
   for (i = d->count - 1; i >= 0; i--) {
     const cddp__tensor *t = &d->tensors[i];
     const cddp__sparse *s = cddp__sparse_of(d, i);
-    if (!d->used[i]) continue;
+    if (!d->step.used[i]) continue;
     if (s != NULL)
       sum += cddp__sum_squares(s->mean.values, s->mean.n * s->width, d->params[i].dtype);
     for (p = 0; p < parts && s == NULL; p++) {
-      cddp__slice(d->dense, CDDP__BLOCK_BYTES, parts, p, &begin, &end);
+      cddp__slice(d->layout.dense, CDDP__BLOCK_BYTES, parts, p, &begin, &end);
       begin = cddp__max(begin, t->offset);
       end = cddp__min(end, t->offset + t->bytes);
       if (begin >= end) continue;
@@ -17959,9 +18015,9 @@ static double cddp__clip_factor(cddp_ddp *d, double max_norm, double *const *sum
       for (n = cddp__count_pieces(begin, end); n > 0; n--) sum += sums[p][k++];
     }
   }
-  d->norm = (sqrt)(sum);
-  d->has_norm = true;
-  factor = max_norm / (d->norm + 1e-6);
+  d->step.norm = (sqrt)(sum);
+  d->step.has_norm = true;
+  factor = max_norm / (d->step.norm + 1e-6);
   return factor >= 1 || max_norm > DBL_MAX ? 1 : factor; /* NaN stays NaN, as in PyTorch */
 }
 
@@ -17969,7 +18025,7 @@ static void cddp__clip_rows(cddp_ddp *d, double factor) {
   int i;
   for (i = 0; factor != 1 && i < d->count; i++) {
     cddp__sparse *s = cddp__sparse_of(d, i);
-    if (s != NULL && d->used[i])
+    if (s != NULL && d->step.used[i])
       cddp__scale(s->mean.values, s->mean.n * s->width, d->params[i].dtype, factor);
   }
 }
@@ -17979,15 +18035,15 @@ static cddp_result cddp__host_clip(cddp_ddp *d, double max_norm, double *norm) {
   int i;
   for (i = 0; i < d->count; i++) {
     const cddp__tensor *t = &d->tensors[i];
-    if (d->used[i] && cddp__dense_count(d, i) > 0)
+    if (d->step.used[i] && cddp__dense_count(d, i) > 0)
       cddp__add_squares(d, i, (char *)d->params[i].grad, t->offset, t->offset + t->bytes);
   }
-  factor = cddp__clip_factor(d, max_norm, &d->squares[d->me], 1);
+  factor = cddp__clip_factor(d, max_norm, &d->addresses.squares[d->me], 1);
   for (i = 0; factor != 1 && i < d->count; i++)
-    if (d->used[i])
+    if (d->step.used[i])
       cddp__scale(d->params[i].grad, cddp__dense_count(d, i), d->params[i].dtype, factor);
   cddp__clip_rows(d, factor);
-  if (norm != NULL) *norm = d->norm;
+  if (norm != NULL) *norm = d->step.norm;
   return CDDP_OK;
 }
 
@@ -18013,7 +18069,8 @@ static char *cddp__state_at(const cddp_ddp *d, const cddp_optim *o, char *states
                             size_t n) {
   size_t at = d->tensors[i].offset;
   if (o->desc.master_weights) at = cddp__wide_bytes(d, 0, at);
-  return states + (size_t)k * d->state_stride + at + n * cddp__dtype_size(cddp__state_type(o, i));
+  return states + (size_t)k * d->layout.state_stride + at +
+         n * cddp__dtype_size(cddp__state_type(o, i));
 }
 
 /* Copies the states of [begin, end) of the arena between the shared states and those of o alone. */
@@ -18064,7 +18121,7 @@ static cddp_result cddp__unshare_states(cddp_optim *o) {
   int i;
   for (i = 0; i < o->count; i++)
     if (o->steps[i] > 0 && cddp__need_states(o, i) != CDDP_OK) return CDDP_OUT_OF_MEMORY;
-  return cddp__copy_states(o->share, o, o->common, 0, o->share->model_bytes, false);
+  return cddp__copy_states(o->share, o, o->common, 0, o->share->layout.model_bytes, false);
 }
 
 /* Collective: allocates memory that the ranks of a host share; the first of them owns it. */
@@ -18097,16 +18154,16 @@ static cddp_result cddp__alloc_common(cddp_ddp *d, size_t bytes, enum cddp__exte
 static cddp_result cddp__share_create(cddp_ddp *d, cddp_optim *o) {
   size_t begin, end, from, to;
   char *states;
-  cddp_result r = cddp__alloc_common(d, (size_t)o->states * d->state_stride, CDDP__EXTENT_STATES,
-                                      &states);
+  cddp_result r = cddp__alloc_common(d, (size_t)o->states * d->layout.state_stride,
+                                     CDDP__EXTENT_STATES, &states);
   int k;
   if (r != CDDP_OK) return r;
   cddp__part_of(d, d->group->local_rank, &begin, &end);
   from = (o->desc.master_weights ? cddp__wide_bytes(d, 0, begin) : begin) / CDDP__HUGE_PAGE;
   to = (o->desc.master_weights ? cddp__wide_bytes(d, 0, end) : end) / CDDP__HUGE_PAGE;
-  if (end == d->dense) to = d->state_stride / CDDP__HUGE_PAGE;
+  if (end == d->layout.dense) to = d->layout.state_stride / CDDP__HUGE_PAGE;
   for (k = 0; k < o->states; k++)
-    cddp__populate(states + (size_t)k * d->state_stride + from * CDDP__HUGE_PAGE,
+    cddp__populate(states + (size_t)k * d->layout.state_stride + from * CDDP__HUGE_PAGE,
                    (to - from) * CDDP__HUGE_PAGE, d->group->host->arena.fd >= 0);
   (void)cddp__copy_states(d, o, states, begin, end, true);
   cddp__share_states(d, o, states);
@@ -18182,7 +18239,7 @@ typedef struct cddp__pass {
 #define CDDP__STEP_BLOCK 8192 /* largest block in bytes; several fit into the second-level cache */
 
 static char *cddp__weights_of(const cddp_ddp *d, int rank, int i) {
-  return d->weights[(size_t)rank * (size_t)d->count + (size_t)i];
+  return d->addresses.weights[(size_t)rank * (size_t)d->count + (size_t)i];
 }
 
 /* Updates this rank's part of parameter i in one loop, block by block to copy it from the cache. */
@@ -18217,13 +18274,13 @@ static void cddp__fuse_loop(const cddp__pass *x, int i, const cddp__update *u) {
 /* Takes the mean of n elements of parameter i from offset `at`, into out. */
 static void cddp__mean_block(cddp_ddp *d, int i, void *out, size_t at, size_t n) {
   int k;
-  if (d->spread || d->desc.elastic) {
-    cddp__reduce_shards(d, out, d->sources, i, at, n);
+  if (d->shards.spread || d->desc.elastic) {
+    cddp__reduce_shards(d, out, d->scratch.sources, i, at, n);
     return;
   }
-  for (k = 0; k < d->active_count; k++)
-    d->sources[k] = cddp__gradient_at(d, d->active[k], i, at);
-  cddp__reduce(out, d->sources, d->active_count, n, d->params[i].dtype, CDDP_AVG);
+  for (k = 0; k < d->step.active_count; k++)
+    d->scratch.sources[k] = cddp__gradient_at(d, d->step.active[k], i, at);
+  cddp__reduce(out, d->scratch.sources, d->step.active_count, n, d->params[i].dtype, CDDP_AVG);
 }
 
 /* The address of the pass's mean of parameter i from offset `at`. */
@@ -18245,7 +18302,7 @@ static void cddp__keep_mean(cddp__pass *x, int i, const cddp__update *u, size_t 
 /* Writes the mean rows within n elements of parameter i, from element `first`, into a gradient that
    is zero elsewhere. Returns whether there are any; out NULL: does nothing else. */
 static bool cddp__dense_rows(const cddp_ddp *d, int i, size_t first, size_t n, char *out) {
-  const cddp__sparse *s = d->sparse[i];
+  const cddp__sparse *s = d->rows.sparse[i];
   size_t esize = s->bytes / s->width, low = 0, high = s->mean.n, middle, from, to;
   bool any;
   while (low < high) {
@@ -18272,7 +18329,7 @@ static const void *cddp__block_gradient(const cddp__pass *x, int i, size_t at, s
                                         void *buffer) {
   cddp_dtype dtype = x->d->params[i].dtype;
   size_t esize = cddp__dtype_size(dtype);
-  bool used = x->d->used[i], there = x->averaged || !used;
+  bool used = x->d->step.used[i], there = x->averaged || !used;
   if (cddp__sparse_of(x->d, i) != NULL) { /* cddp__clip_rows has clipped its rows */
     (void)cddp__dense_rows(x->d, i, (at - x->d->tensors[i].offset) / esize, n, (char *)buffer);
     return buffer;
@@ -18302,10 +18359,9 @@ static void cddp__publish_block(const cddp_ddp *d, int i, const char *weights, s
                                 size_t bytes, char *apart) {
   const cddp__tensor *t = &d->tensors[i];
   int k;
-  for (k = 0; k < d->receiver_count; k++) {
-    int rank = d->receivers[k];
-    char *to = t->shared ? cddp__weights_of(d, rank, i) + (at - t->offset) : NULL;
-    char *gradient = cddp__gradient_at(d, rank, i, at);
+  for (k = 0; k < d->group->local_size; k++) {
+    char *to = t->shared ? cddp__weights_of(d, k, i) + (at - t->offset) : NULL;
+    char *gradient = cddp__gradient_at(d, k, i, at);
     if (to != NULL && to != weights) cddp__copy_near(to, weights, bytes);
     if (t->padded_bytes > 0 && gradient != apart) cddp__copy_near(gradient, NULL, bytes);
   }
@@ -18334,12 +18390,12 @@ static void cddp__walk(cddp__pass *x, size_t begin, size_t end) {
   int i, j, k;
   memset(&u, 0, sizeof u);
   for (j = 0; j < d->count; j++) {
-    const cddp__tensor *t = &d->tensors[i = d->order[j]];
+    const cddp__tensor *t = &d->tensors[i = d->layout.order[j]];
     size_t at = cddp__max(begin, t->offset), high = cddp__min(end, t->offset + t->bytes), n;
     size_t esize = cddp__dtype_size(d->params[i].dtype), block = CDDP__BLOCK_BYTES;
     bool rows = cddp__sparse_of(d, i) != NULL;
     if (at >= high || (x->s != NULL && cddp__optim_skips(x->s, i))) continue;
-    if (!steps && !d->used[i]) continue;
+    if (!steps && !d->step.used[i]) continue;
     if (x->s != NULL && (steps || x->one_loop)) {
       for (k = 0; k < x->s->states; k++)
         states[k] = x->alone ? x->s->state[k * x->s->count + i]
@@ -18385,7 +18441,8 @@ static cddp_result cddp__mean_part(cddp__pass *x, int kind) {
   if (!x->squares) return CDDP_OK;
   r = cddp__control_barrier(d, kind, CDDP__PHASE_NORM);
   if (r == CDDP_OK)
-    x->clip = cddp__clip_factor(d, d->desc.max_grad_norm, d->squares, d->group->local_size);
+    x->clip =
+        cddp__clip_factor(d, d->desc.max_grad_norm, d->addresses.squares, d->group->local_size);
   if (r == CDDP_OK) cddp__clip_rows(d, x->clip);
   return r;
 }
@@ -18464,13 +18521,13 @@ static cddp_result cddp__host_step(cddp_ddp *d, cddp_optim *s, bool averaged, bo
   if (r == CDDP_OK) r = cddp__begin_access(d->control);
   if (r == CDDP_OK && s != NULL && s->states > 0 && s->share == NULL && !s->sharded)
     r = cddp__share_create(d, s);
-  x.one_loop = s != NULL && !averaged && !d->spread && d->active_count == size &&
+  x.one_loop = s != NULL && !averaged && !d->shards.spread && d->step.active_count == size &&
                (size == 1 || size == 2 || size == 4);
   if (r == CDDP_OK && (s == NULL || d->desc.max_grad_norm > 0)) r = cddp__mean_part(&x, kind);
   if (r != CDDP_OK) return r;
   for (i = 0; s == NULL && x.clip != 1 && i < d->partition_count; i++) {
     const cddp_partition *p = &d->partitions[i];
-    if (d->used[p->param]) cddp__scale(p->grad, p->count, d->params[p->param].dtype, x.clip);
+    if (d->step.used[p->param]) cddp__scale(p->grad, p->count, d->params[p->param].dtype, x.clip);
   }
   if (s == NULL) return cddp__end_access(d->control, r);
   CDDP__POINT("fuse");
@@ -18482,7 +18539,7 @@ static cddp_result cddp__host_step(cddp_ddp *d, cddp_optim *s, bool averaged, bo
   for (i = 0; i < d->count; i++) { /* rows: every rank updates its own copy of the weights */
     if (cddp__sparse_of(d, i) == NULL || cddp__optim_skips(s, i)) continue;
     if (cddp__need_states(s, i) != CDDP_OK) return CDDP_OUT_OF_MEMORY;
-    cddp__optim_rows(s, i, d->sparse[i]);
+    cddp__optim_rows(s, i, d->rows.sparse[i]);
   }
   return cddp__fetch_weights(d, s);
 }
@@ -18518,7 +18575,7 @@ static cddp_result cddp__gpu_use(const cddp_group *g) {
 }
 
 static cddp_result cddp__gpu_scratch(cddp_ddp *d, size_t bytes, void **out) {
-  return cddp__device_scratch(&d->device_scratch, bytes, out);
+  return cddp__device_scratch(&d->gpu.scratch, bytes, out);
 }
 
 /* *met: the ranks need not meet on the host. With NCCL the watchers compare the ranks' calls.
@@ -18528,12 +18585,12 @@ static cddp_result cddp__gpu_meet(cddp_ddp *d, int kind, uint64_t check, bool *m
   cddp__call note;
   cddp_result r;
   int i;
-  *met = capturing || (!d->meets && d->rebuilt);
+  *met = capturing || (!d->meets && d->plan.rebuilt);
   if (!*met) return CDDP_OK;
-  if (d->sparse != NULL || d->desc.uneven_inputs) /* meets, except in a capture */
+  if (d->rows.sparse != NULL || d->desc.uneven_inputs) /* meets, except in a capture */
     return cddp__fail(CDDP_UNSUPPORTED, "a step with sparse_rows or uneven_inputs waits for the "
                                         "other ranks and cannot be captured in a CUDA graph");
-  if (capturing && !d->rebuilt && !d->desc.find_unused_parameters)
+  if (capturing && !d->plan.rebuilt && !d->desc.find_unused_parameters)
     return cddp__fail(CDDP_INVALID_ARGUMENT,
                       "take two steps before you capture one in a CUDA graph: the first arranges "
                       "the buckets");
@@ -18551,30 +18608,30 @@ static cddp_result cddp__gpu_meet(cddp_ddp *d, int kind, uint64_t check, bool *m
   return CDDP_OK;
 }
 
-/* The bucket's all-reduce on the side stream, or (d->scatters) a reduce to each rank that has a
-   part of the bucket. It is a sum if cddp_ddp_step's kernel follows, which divides with the same
+/* The bucket's all-reduce on the side stream, or (d->step.scatters) a reduce to each rank that has
+   a part of the bucket. It is a sum if cddp_ddp_step's kernel follows, which divides with the same
    result, bit for bit. f16: see cddp__averages_by_sum. */
 static cddp_result cddp__gpu_reduce(cddp_ddp *d, cddp__bucket_state *b) {
   cddp__device *p = cddp__device_of(d->comm);
   cddp_dtype dtype = d->params[b->sorted[0]].dtype;
-  cddp__call note = cddp__make_call(CDDP__KIND_DDP_BUCKET, NULL, NULL, (size_t)(b - d->buckets),
-                                    dtype, CDDP_SUM, -1);
+  cddp__call note = cddp__make_call(CDDP__KIND_DDP_BUCKET, NULL, NULL,
+                                    (size_t)(b - d->plan.buckets), dtype, CDDP_SUM, -1);
   size_t begin, end;
   cddp__range range;
-  int i = 0, n = 0, k, parts = d->scatters ? d->group->size : 1;
+  int i = 0, n = 0, k, parts = d->step.scatters ? d->group->size : 1;
   cddp__log_call(p, &note, true);
   while (cddp__next_range(d, b->sorted, b->count, &i, &range))
     for (k = 0; k < parts; k++) {
-      cddp__slice(d->dense, CDDP__BLOCK_BYTES, parts, k, &begin, &end);
+      cddp__slice(d->layout.dense, CDDP__BLOCK_BYTES, parts, k, &begin, &end);
       begin = cddp__max(begin, range.begin);
       end = cddp__min(end, range.end);
       if (begin >= end) continue;
-      d->calls[n] = cddp__average_call(d->arena + begin, (end - begin) / note.esize, dtype);
-      if (d->scatters) d->calls[n].kind = CDDP__KIND_REDUCE, d->calls[n].root = k;
-      if (d->sums && dtype != CDDP_F16) d->calls[n].op = CDDP_SUM;
+      d->gpu.calls[n] = cddp__average_call(d->arena + begin, (end - begin) / note.esize, dtype);
+      if (d->step.scatters) d->gpu.calls[n].kind = CDDP__KIND_REDUCE, d->gpu.calls[n].root = k;
+      if (d->step.sums && dtype != CDDP_F16) d->gpu.calls[n].op = CDDP_SUM;
       n++;
     }
-  return cddp__issue(p, d->calls, n, p->side);
+  return cddp__issue(p, d->gpu.calls, n, p->side);
 }
 
 static cddp_result cddp__gpu_sum(void *out, cddp_dtype dtype, const void *const *nodes,
@@ -18613,7 +18670,7 @@ static cddp_result cddp__gpu_fence(cddp_ddp *d) {
   return cddp__stream_after(p, cddp__main_stream(d->group), p->side);
 }
 
-/* Broadcasts d->calls in one NCCL group. */
+/* Broadcasts d->gpu.calls in one NCCL group. */
 static cddp_result cddp__gpu_broadcast(cddp_ddp *d, int n) {
   cddp__device *p = cddp__device_of(d->comm);
   cddp_result r = cddp__check_group(d->comm);
@@ -18621,10 +18678,10 @@ static cddp_result cddp__gpu_broadcast(cddp_ddp *d, int n) {
   int i;
   if (r == CDDP_OK) r = cddp__issue_messages(p, NULL);
   for (i = 0; r == CDDP_OK && i < n; i++) {
-    r = cddp__memory_of_call(p, &d->calls[i], &here);
-    if (r == CDDP_OK) cddp__log_call(p, &d->calls[i], true);
+    r = cddp__memory_of_call(p, &d->gpu.calls[i], &here);
+    if (r == CDDP_OK) cddp__log_call(p, &d->gpu.calls[i], true);
   }
-  return r == CDDP_OK ? cddp__issue(p, d->calls, n, cddp__main_stream(d->group)) : r;
+  return r == CDDP_OK ? cddp__issue(p, d->gpu.calls, n, cddp__main_stream(d->group)) : r;
 }
 
 /* Lists the gradients of a dtype: all, as buckets have left them; this rank's part of those; or the
@@ -18636,8 +18693,8 @@ static int cddp__gpu_list(cddp_ddp *d, int dtype, int which) {
   for (i = d->count - 1; i >= 0; i--) {
     const cddp_param *p = &d->params[i];
     const cddp__tensor *t = &d->tensors[i];
-    cddp_segment *s = &d->segments[n];
-    if ((int)p->dtype != dtype || p->count == 0 || !d->used[i] || (part && t->begin >= t->end))
+    cddp_segment *s = &d->gpu.segments[n];
+    if ((int)p->dtype != dtype || p->count == 0 || !d->step.used[i] || (part && t->begin >= t->end))
       continue;
     memset(s, 0, sizeof *s);
     s->grad = part                                                         ? d->arena + t->begin
@@ -18655,16 +18712,16 @@ static cddp_result cddp__gpu_clip_by(cddp_ddp *d, double max_norm, int which, in
   const cddp_kernels *k = cddp__registered_kernels;
   void *stream = d->group->stream;
   int dtype, n, e = 0;
-  cddp_result r = cddp__device_zero(d->clip, sizeof *d->clip, stream);
+  cddp_result r = cddp__device_zero(d->gpu.clip, sizeof *d->gpu.clip, stream);
   if (r != CDDP_OK) return r;
   for (dtype = 0; e == 0 && dtype < CDDP__TRAINED; dtype++)
     if ((n = cddp__gpu_list(d, dtype, which)) > 0)
-      e = k->squares(d->segments, n, (cddp_dtype)dtype, d->clip, true, stream);
-  if (e == 0) e = k->factor(d->clip, max_norm, stream);
-  d->has_norm = e == 0;
+      e = k->squares(d->gpu.segments, n, (cddp_dtype)dtype, d->gpu.clip, true, stream);
+  if (e == 0) e = k->factor(d->gpu.clip, max_norm, stream);
+  d->step.has_norm = e == 0;
   for (dtype = 0; e == 0 && multiplied != CDDP__LIST_NONE && dtype < CDDP__TRAINED; dtype++)
     if ((n = cddp__gpu_list(d, dtype, multiplied)) > 0)
-      e = (k->scale)(d->segments, n, (cddp_dtype)dtype, 1, d->clip, stream);
+      e = (k->scale)(d->gpu.segments, n, (cddp_dtype)dtype, 1, d->gpu.clip, stream);
   return cddp__cuda_result(e, "the kernels that clip");
 }
 
@@ -18675,7 +18732,7 @@ static cddp_result cddp__gpu_norm(cddp_ddp *d, double *norm) {
                            "a norm (not one asked of cddp_ddp_grad_norm later) is waited "
                            "for");
   if (r == CDDP_OK) r = d->group->backend->synchronize(d->group);
-  if (r == CDDP_OK) r = cddp__transfer(d->group, &sum, d->clip, sizeof sum);
+  if (r == CDDP_OK) r = cddp__transfer(d->group, &sum, d->gpu.clip, sizeof sum);
   *norm = (sqrt)(sum);
   return r;
 }
@@ -18709,7 +18766,7 @@ static cddp_result cddp__check_on_device(const cddp_ddp *d) {
   int device = cddp__device_of(d->group)->index, k;
   bool here;
   const char *needs = d->desc.max_grad_norm > 0      ? "max_grad_norm in cddp_ddp_desc"
-                      : d->spread || d->desc.elastic ? "shards in cddp_ddp_desc"
+                      : d->shards.spread || d->desc.elastic ? "shards in cddp_ddp_desc"
                                                      : NULL;
   cddp_result r = needs != NULL ? cddp__need_kernels(needs) : CDDP_OK;
   for (k = 0; r == CDDP_OK && k < 2 * d->count; k++) {
@@ -18734,14 +18791,15 @@ static cddp_result cddp__gpu_alloc(cddp_ddp *d) {
   void *p = NULL;
   cddp_result r = cddp__check_on_device(d);
   if (r == CDDP_OK)
-    r = cddp__cuda_result(cudaMalloc(&p, d->arena_bytes + (k != NULL ? k->scratch_bytes : 1)),
-                          "cudaMalloc of gradients");
+    r = cddp__cuda_result(
+        cudaMalloc(&p, d->layout.arena_bytes + (k != NULL ? k->scratch_bytes : 1)),
+        "cudaMalloc of gradients");
   if (r != CDDP_OK) return r;
   d->arena = (char *)p;
-  d->clip = (double *)(void *)(d->arena + d->arena_bytes);
+  d->gpu.clip = (double *)(void *)(d->arena + d->layout.arena_bytes);
   if (d->hooks != NULL && d->hooks != d->group)
     d->hooks->stream = (void *)cddp__device_of(d->comm)->side;
-  return cddp__device_zero(p, d->bytes, d->group->stream);
+  return cddp__device_zero(p, d->layout.bytes, d->group->stream);
 }
 
 static void cddp__gpu_free(cddp_ddp *d) {
@@ -18756,7 +18814,7 @@ static void cddp__gpu_free(cddp_ddp *d) {
     (void)cudaStreamSynchronize(p->side); /* with the work queued at a failure */
   }
   (void)cudaStreamSynchronize(cddp__main_stream(d->group));
-  cddp__scratch_free(&d->device_scratch);
+  cddp__scratch_free(&d->gpu.scratch);
   cddp__device_free(d->group, d->arena);
   d->arena = NULL;
 }
@@ -18780,14 +18838,14 @@ static int cddp__by_offset(const void *a, const void *b) {
 /* Plans the buckets again. order: of arrival; NULL: reverse order of declaration. */
 static void cddp__set_plan(cddp_ddp *d, const int *order) {
   int b, i, k, n;
-  d->bucket_count = cddp__plan_buckets(d->plan_offsets, d->plan_params, d->params, d->count, order,
-                                       d->limits, 2);
-  memcpy(d->plan_order, d->plan_params, (size_t)d->count * sizeof *d->plan_params);
-  for (b = 0; b < d->bucket_count; b++) {
-    cddp__bucket_state *s = &d->buckets[b];
+  d->plan.count = cddp__plan_buckets(d->plan.offsets, d->plan.params, d->params, d->count, order,
+                                       d->plan.limits, 2);
+  memcpy(d->plan.sorted, d->plan.params, (size_t)d->count * sizeof *d->plan.params);
+  for (b = 0; b < d->plan.count; b++) {
+    cddp__bucket_state *s = &d->plan.buckets[b];
     s->ddp = d;
-    s->sorted = d->plan_order + d->plan_offsets[b];
-    s->count = d->plan_offsets[b + 1] - d->plan_offsets[b];
+    s->sorted = d->plan.sorted + d->plan.offsets[b];
+    s->count = d->plan.offsets[b + 1] - d->plan.offsets[b];
     for (i = n = 0; i < s->count; i++) { /* parameters in the arena come first, contiguous */
       k = s->sorted[i];
       if (d->tensors[k].storage == CDDP__STORAGE_IN_PLACE) continue;
@@ -18807,22 +18865,22 @@ static void cddp__reset_step(cddp_ddp *d) {
     d->tensors[i].ready = d->tensors[i].noted = false;
     d->tensors[i].used = true;
   }
-  for (i = 0; i < d->bucket_count; i++) {
-    d->buckets[i].remaining = d->buckets[i].count;
-    d->buckets[i].launched = false;
+  for (i = 0; i < d->plan.count; i++) {
+    d->plan.buckets[i].remaining = d->plan.buckets[i].count;
+    d->plan.buckets[i].launched = false;
   }
-  d->next_bucket = 0;
-  d->arrived = 0;
+  d->plan.next = 0;
+  d->plan.arrived = 0;
   pthread_mutex_unlock(&d->lock);
 }
 
-/* Sets d->current_shard to the next shard of this rank, after it has completed the one before. */
+/* Sets d->shards.current to the next shard of this rank, after it has completed the one before. */
 static cddp_result cddp__next_of_rank(cddp_ddp *d) {
-  cddp_result r = d->current_shard >= 0 ? cddp__end_shard(d, true) : CDDP_OK;
+  cddp_result r = d->shards.current >= 0 ? cddp__end_shard(d, true) : CDDP_OK;
   int first, count;
-  if (d->current_shard >= 0) cddp__reset_step(d);
-  cddp__rank_shards(d->shards, d->group->size, d->group->rank, &first, &count);
-  d->current_shard = first + d->shards_taken++;
+  if (d->shards.current >= 0) cddp__reset_step(d);
+  cddp__rank_shards(d->shards.count, d->group->size, d->group->rank, &first, &count);
+  d->shards.current = first + d->shards.taken++;
   return r;
 }
 
@@ -18831,12 +18889,12 @@ static cddp_result cddp__next_of_rank(cddp_ddp *d) {
 /* Starts every full bucket whose predecessors have started. lock held. */
 static cddp_result cddp__launch_buckets(cddp_ddp *d) {
   cddp_result r = CDDP_OK;
-  if (d->group->size == 1 && d->desc.comm_hook == NULL && !d->spread) return CDDP_OK;
-  while (r == CDDP_OK && d->next_bucket < d->bucket_count) {
-    cddp__bucket_state *b = &d->buckets[d->next_bucket];
+  if (d->group->size == 1 && d->desc.comm_hook == NULL && !d->shards.spread) return CDDP_OK;
+  while (r == CDDP_OK && d->plan.next < d->plan.count) {
+    cddp__bucket_state *b = &d->plan.buckets[d->plan.next];
     if (b->remaining > 0) break;
     b->launched = true;
-    d->next_bucket++;
+    d->plan.next++;
     r = d->memory->begin_bucket(d, b);
   }
   return r;
@@ -18873,7 +18931,7 @@ CDDPDEF cddp_result cddp_ddp_ready(cddp_ddp *d, int param) {
   if (noted) t->noted = true;
   else if (!twice) {
     t->ready = true;
-    d->arrival[d->arrived++] = param;
+    d->plan.arrival[d->plan.arrived++] = param;
   }
   pthread_mutex_unlock(&d->lock);
   if (twice) {
@@ -18889,9 +18947,9 @@ CDDPDEF cddp_result cddp_ddp_ready(cddp_ddp *d, int param) {
   if ((r = d->memory->use(d->group)) != CDDP_OK) return r;
   if ((r = cddp__fetch_gradient(d, param)) != CDDP_OK) return r;
   pthread_mutex_lock(&d->lock);
-  CDDP_ASSERT(d->buckets[t->bucket].remaining > 0);
-  d->buckets[t->bucket].remaining--;
-  if (d->early) r = cddp__launch_buckets(d);
+  CDDP_ASSERT(d->plan.buckets[t->bucket].remaining > 0);
+  d->plan.buckets[t->bucket].remaining--;
+  if (d->step.early) r = cddp__launch_buckets(d);
   pthread_mutex_unlock(&d->lock);
   return r == CDDP_OK ? r : cddp__fail_model(d, r); /* the bucket counts as started */
 }
@@ -18927,7 +18985,8 @@ static cddp_result cddp__break_settings(cddp_ddp *d, const cddp_optim *s, int fi
   mine[CDDP__SETTING_SHARED] = s != NULL && s->share != NULL;
   if (g->rank == first) memcpy(theirs, mine, n * sizeof *mine);
   r = cddp__run_simple(g, CDDP__KIND_BROADCAST, theirs, theirs, n, CDDP_F64, first);
-  for (k = s == NULL ? n : d->joined != 0; k < n; k++) /* joined: its lr follows the other ranks */
+  for (k = s == NULL ? n : d->uneven.joined != 0; k < n;
+       k++) /* joined: its lr follows the other ranks */
     if (memcmp(&mine[k], &theirs[k], sizeof *mine) != 0) break;
   if (k < n) mine[1] = mine[k];
   mine[0] = (double)k;
@@ -18975,27 +19034,27 @@ static cddp_result cddp__ddp_meet(cddp_ddp *d, int kind, uint64_t check, const c
   if ((r = cddp__check_group(g)) != CDDP_OK) return r;
   memset(&m, 0, sizeof m);
   pthread_mutex_lock(&d->lock);
-  if (d->joined == 0) m.missing = (uint64_t)(d->count - d->arrived);
+  if (d->uneven.joined == 0) m.missing = (uint64_t)(d->count - d->plan.arrived);
   pthread_mutex_unlock(&d->lock);
   m.settings = s != NULL ? cddp__optim_settings(s) : 0;
   m.lr = s != NULL ? s->desc.lr : 0;
-  m.joined = d->joined;
+  m.joined = d->uneven.joined;
   g->calls++;
   r = cddp__round(g, CDDP__SCOPE_ALL, kind, CDDP__PHASE_CALL, 0, &m, sizeof m);
   if (r != CDDP_OK) return r;
-  d->active_count = 0;
+  d->step.active_count = 0;
   for (p = 0; p < g->size; p++) {
     memcpy(&m, cddp__op_header_of(g, p, g->round)->u.bytes, sizeof m);
     *missing += m.missing;
     if (m.settings != 0 && settings == 0) first = p, settings = m.settings;
     differ = differ || (m.settings != 0 && m.settings != settings);
     if (m.joined != 0) continue;
-    if (d->active_count == 0) lr = m.lr, lead = m.settings;
+    if (d->step.active_count == 0) lr = m.lr, lead = m.settings;
     differ = differ || m.lr != lr;
-    d->active[d->active_count++] = p;
+    d->step.active[d->step.active_count++] = p;
   }
-  if (differ) return cddp__break_settings(d, s, lead != 0 ? d->active[0] : first);
-  if (d->active_count > 0 && d->active_count < g->size) d->had_joined = true;
+  if (differ) return cddp__break_settings(d, s, lead != 0 ? d->step.active[0] : first);
+  if (d->step.active_count > 0 && d->step.active_count < g->size) d->uneven.had_joined = true;
   return CDDP_OK;
 }
 
@@ -19006,13 +19065,13 @@ static cddp_result cddp__name_missing(const cddp_ddp *d) {
   char list[256] = "";
   cddp_result r = CDDP_INVALID_ARGUMENT;
   for (i = 0; i < d->count && shown < 4; i++) {
-    for (at = (size_t)i, absent = 0; at < all; at += n) absent += d->flags[at] == 0;
+    for (at = (size_t)i, absent = 0; at < all; at += n) absent += d->scratch.flags[at] == 0;
     if (absent == 0) continue;
     cddp__append(list, sizeof list, "%s\"%.60s\"", shown++ ? ", " : "",
                  cddp__param_name(&d->params[i], i).s);
-    if (absent == d->active_count) continue;
+    if (absent == d->step.active_count) continue;
     r = CDDP_MISMATCH;
-    for (at = (size_t)i; d->flags[at] != 0;) at += n;
+    for (at = (size_t)i; d->scratch.flags[at] != 0;) at += n;
     cddp__append(list, sizeof list, " (on rank %d%s)", (int)(at / n),
                  absent > 1 ? " and others" : "");
   }
@@ -19028,12 +19087,12 @@ static cddp_result cddp__name_missing(const cddp_ddp *d) {
    count as zero and which parameters do not change; without it fails on every rank. */
 static cddp_result cddp__settle_unused(cddp_ddp *d) {
   size_t n = (size_t)d->count, i, p;
-  unsigned char *mine = d->flags + n * (size_t)d->group->size;
+  unsigned char *mine = d->scratch.flags + n * (size_t)d->group->size;
   cddp_result r;
   for (i = 0; i < n; i++)
-    mine[i] = d->joined != 0 ? CDDP__FLAG_JOINED
+    mine[i] = d->uneven.joined != 0 ? CDDP__FLAG_JOINED
               : d->tensors[i].ready || (d->desc.find_unused_parameters && d->tensors[i].noted);
-  r = cddp__run_simple(d->control, CDDP__KIND_ALL_GATHER, mine, d->flags, n, CDDP_U8, -1);
+  r = cddp__run_simple(d->control, CDDP__KIND_ALL_GATHER, mine, d->scratch.flags, n, CDDP_U8, -1);
   if (r != CDDP_OK) return r;
   if (!d->desc.find_unused_parameters) return cddp__name_missing(d);
   pthread_mutex_lock(&d->lock);
@@ -19041,16 +19100,16 @@ static cddp_result cddp__settle_unused(cddp_ddp *d) {
     cddp__tensor *t = &d->tensors[i];
     if (t->ready) continue;
     for (t->used = false, p = 0; p < (size_t)d->group->size; p++)
-      if (d->flags[p * n + i] == 1) t->used = true;
+      if (d->scratch.flags[p * n + i] == 1) t->used = true;
     if (mine[i] || !t->used) { /* accumulated under no_sync, or not to be changed */
       r = cddp__fetch_gradient(d, (int)i);
     } else {
       r = (d->memory->zero)(cddp__gradient_at(d, d->me, (int)i, t->offset), t->padded_bytes,
                           d->group->stream);
-      if (cddp__sparse_of(d, (int)i) != NULL) d->sparse[i]->added.n = 0;
+      if (cddp__sparse_of(d, (int)i) != NULL) d->rows.sparse[i]->added.n = 0;
     }
     t->ready = true;
-    d->buckets[t->bucket].remaining--;
+    d->plan.buckets[t->bucket].remaining--;
   }
   pthread_mutex_unlock(&d->lock);
   return r;
@@ -19061,7 +19120,7 @@ static cddp_result cddp__scale_gradients(cddp_ddp *d) {
   cddp__range range;
   cddp_result r = CDDP_OK;
   int i = 0;
-  while (r == CDDP_OK && cddp__next_range(d, d->order, d->count, &i, &range)) {
+  while (r == CDDP_OK && cddp__next_range(d, d->layout.order, d->count, &i, &range)) {
     cddp_dtype dtype = d->params[range.first].dtype;
     double factor = cddp__mean_factor(d, dtype);
     if (factor != 1 && range.begin < range.end)
@@ -19084,7 +19143,7 @@ static cddp_result cddp__gather_gradients(cddp_ddp *d) {
   for (k = 0; k < d->group->size; k++) {
     cddp__part_of(d, k, &begin, &end);
     if (begin < end)
-      d->calls[n++] = cddp__make_call(CDDP__KIND_BROADCAST, d->arena + begin, d->arena + begin,
+      d->gpu.calls[n++] = cddp__make_call(CDDP__KIND_BROADCAST, d->arena + begin, d->arena + begin,
                                       end - begin, CDDP_U8, CDDP_SUM, k);
   }
   return (d->memory->broadcast)(d, n);
@@ -19097,39 +19156,49 @@ static cddp_result cddp__finish_buckets(cddp_ddp *d, int kind, const cddp_optim 
   cddp_result r;
   int i;
   pthread_mutex_lock(&d->lock);
-  for (i = 0; i < d->count && d->joined != 0; i++) { /* this rank has no gradients */
+  for (i = 0; i < d->count && d->uneven.joined != 0; i++) { /* this rank has no gradients */
     cddp__tensor *t = &d->tensors[i];
-    if (!t->ready) d->buckets[t->bucket].remaining--;
+    if (!t->ready) d->plan.buckets[t->bucket].remaining--;
     t->ready = true;
   }
   r = cddp__launch_buckets(d);
   pthread_mutex_unlock(&d->lock);
   if (r == CDDP_OK) r = d->memory->fence(d);
-  if (r == CDDP_OK && d->scatters && !cddp__needs_part_only(kind, s)) r = cddp__gather_gradients(d);
+  if (r == CDDP_OK && d->step.scatters && !cddp__needs_part_only(kind, s))
+    r = cddp__gather_gradients(d);
   if (r != CDDP_OK || (stepping && d->group->backend->on_device && !(d->desc.max_grad_norm > 0)))
     return r;
   return cddp__scale_gradients(d);
+}
+
+/* Whether the buckets of the next step are reduced as they fill. After a cddp_ddp_step (stepped) on
+   a single host they wait for the next one, which reduces the gradients in its one pass. */
+static bool cddp__reduces_early(const cddp_ddp *d, bool stepped) {
+  const cddp_group *g = d->group;
+  bool one_pass = d->desc.comm_hook == NULL && g->carrier->shared && !g->backend->on_device;
+  if (d->shards.spread || d->desc.elastic) return false;
+  return !one_pass || (g->size > 1 && !stepped);
 }
 
 /* Completes a step. After the first one, buckets follow the order in which gradients arrived on
    rank 0, or on the first rank that has data. */
 static cddp_result cddp__complete(cddp_ddp *d, bool stepping) {
   cddp_result r = CDDP_OK;
-  d->early = !d->spread && (d->eager || (d->group->size > 1 && !stepping));
+  d->step.early = cddp__reduces_early(d, stepping);
 #ifdef CDDP_CUDA
-  d->sums = stepping && d->group->backend->enqueues && cddp__device_of(d->comm)->kernels != NULL &&
-            d->desc.comm_hook == NULL && d->group->size > 1 && !(d->desc.max_grad_norm > 0) &&
-            !d->spread;
+  d->step.sums = stepping && d->group->backend->enqueues &&
+                 cddp__device_of(d->comm)->kernels != NULL && d->desc.comm_hook == NULL &&
+                 d->group->size > 1 && !(d->desc.max_grad_norm > 0) && !d->shards.spread;
 #endif
-  d->present = d->active_count;
-  d->shards_taken = d->own_node_count = 0;
-  d->current_shard = -1;
+  d->step.present = d->step.active_count;
+  d->shards.taken = d->shards.own_node_count = 0;
+  d->shards.current = -1;
   d->steps++;
-  if (!d->rebuilt && !d->desc.find_unused_parameters) {
-    r = cddp__run_simple(d->control, CDDP__KIND_BROADCAST, d->arrival, d->arrival,
-                         (size_t)d->count, CDDP_I32, d->active[0]);
-    if (r == CDDP_OK) cddp__set_plan(d, d->arrival);
-    d->rebuilt = r == CDDP_OK;
+  if (!d->plan.rebuilt && !d->desc.find_unused_parameters) {
+    r = cddp__run_simple(d->control, CDDP__KIND_BROADCAST, d->plan.arrival, d->plan.arrival,
+                         (size_t)d->count, CDDP_I32, d->step.active[0]);
+    if (r == CDDP_OK) cddp__set_plan(d, d->plan.arrival);
+    d->plan.rebuilt = r == CDDP_OK;
   }
   cddp__reset_step(d);
   return r;
@@ -19158,17 +19227,17 @@ static cddp_result cddp__place_rows(cddp_ddp *d) {
   return r;
 }
 
-/* Writes the mean of the rows in d->lists, one for each shard that has rows, to the memory that the
-   optimizer reads. */
+/* Writes the mean of the rows in d->rows.lists, one for each shard that has rows, to the memory
+   that the optimizer reads. */
 static cddp_result cddp__merge_rows(cddp_ddp *d) {
   cddp_result r = CDDP_OK;
   int i, n = 0;
-  for (i = 0; i < d->shards; i++)
-    if (d->lists[i].packet != NULL) d->lists[n++].packet = d->lists[i].packet;
+  for (i = 0; i < d->shards.count; i++)
+    if (d->rows.lists[i].packet != NULL) d->rows.lists[n++].packet = d->rows.lists[i].packet;
   for (i = 0; r == CDDP_OK && i < d->count; i++)
     if (cddp__sparse_of(d, i) != NULL)
-      r = cddp__rows_merge(&d->group->host->allocator, d->sparse[i], d->lists, n, d->sources,
-                           d->params[i].dtype);
+      r = cddp__rows_merge(&d->group->host->allocator, d->rows.sparse[i], d->rows.lists, n,
+                           d->scratch.sources, d->params[i].dtype);
   return r == CDDP_OK && d->group->backend->on_device ? cddp__place_rows(d) : r;
 }
 
@@ -19176,11 +19245,12 @@ static cddp_result cddp__merge_rows(cddp_ddp *d) {
 static cddp_result cddp__merge_packets(cddp_ddp *d, char **packets) {
   cddp__shard_rows *head;
   int i;
-  for (i = 0; i < d->shards; i++) d->lists[i].packet = NULL;
-  for (i = 0; i < d->shards; i++) { /* a rank's order can differ */
-    head = (cddp__shard_rows *)(void *)packets[d->owner[i]];
-    packets[d->owner[i]] += head->bytes;
-    if (head->shard < (uint64_t)d->shards) d->lists[head->shard].packet = (char *)(head + 1);
+  for (i = 0; i < d->shards.count; i++) d->rows.lists[i].packet = NULL;
+  for (i = 0; i < d->shards.count; i++) { /* a rank's order can differ */
+    head = (cddp__shard_rows *)(void *)packets[d->shards.owner[i]];
+    packets[d->shards.owner[i]] += head->bytes;
+    if (head->shard < (uint64_t)d->shards.count)
+      d->rows.lists[head->shard].packet = (char *)(head + 1);
   }
   return cddp__merge_rows(d);
 }
@@ -19196,7 +19266,7 @@ static cddp_result cddp__gather_rows(cddp_ddp *d, size_t longest) {
   int k;
   if (all == NULL) return CDDP_OUT_OF_MEMORY;
   own = all + longest * (size_t)g->size;
-  if (d->rows_bytes > 0) memcpy(own, d->rows, d->rows_bytes);
+  if (d->rows.bytes > 0) memcpy(own, d->rows.packet, d->rows.bytes);
   r = cddp__run_simple(g, CDDP__KIND_ALL_GATHER, own, all, longest, CDDP_U8, -1);
   for (k = 0; k < g->size; k++) packets[k] = all + (size_t)k * longest;
   if (r == CDDP_OK) r = cddp__merge_packets(d, packets);
@@ -19210,23 +19280,23 @@ static cddp_result cddp__exchange_rows(cddp_ddp *d, int kind) {
   size_t longest = 0;
   char **packets = (char **)g->buffers;
   unsigned char size[8];
-  cddp_result r = d->spread ? CDDP_OK : cddp__keep_rows(d, g->rank);
+  cddp_result r = d->shards.spread ? CDDP_OK : cddp__keep_rows(d, g->rank);
   int i;
   if (r == CDDP_OK && g->hosts != NULL) {
-    cddp__put64(size, d->rows_bytes);
+    cddp__put64(size, d->rows.bytes);
     r = cddp__round(g, CDDP__SCOPE_ALL, kind, CDDP__PHASE_ROWS, 0, size, sizeof size);
     for (i = 0; r == CDDP_OK && i < g->size; i++)
       longest = cddp__max(longest,
                           (size_t)cddp__get64(cddp__op_header_of(g, i, g->round)->u.bytes));
     if (r == CDDP_OK) r = cddp__gather_rows(d, longest);
   } else if (r == CDDP_OK) { /* ranks read each other's packets */
-    r = cddp__exchange_refs(g, kind, d->rows, 0, packets);
+    r = cddp__exchange_refs(g, kind, d->rows.packet, 0, packets);
     if (r == CDDP_OK) r = cddp__begin_access(g);
     if (r == CDDP_OK) r = cddp__merge_packets(d, packets);
     if (r == CDDP_OK) r = cddp__control_barrier(d, kind, CDDP__PHASE_ROWS_DONE);
     if (r == CDDP_OK) r = cddp__end_access(g, r);
   }
-  d->rows_bytes = 0;
+  d->rows.bytes = 0;
   return r;
 }
 
@@ -19257,7 +19327,7 @@ static cddp_result cddp__return_gradients(cddp_ddp *d) {
   cddp_result r = CDDP_OK;
   int i;
   for (i = 0; r == CDDP_OK && i < d->count; i++)
-    if (d->tensors[i].storage == CDDP__STORAGE_COPIED && d->used[i])
+    if (d->tensors[i].storage == CDDP__STORAGE_COPIED && d->step.used[i])
       r = (d->memory->copy)(d->params[i].grad, d->arena + d->tensors[i].arena_offset,
                             d->tensors[i].bytes, d->group->stream);
   return r;
@@ -19268,9 +19338,9 @@ static cddp_result cddp__return_gradients(cddp_ddp *d) {
 static cddp_result cddp__catch_up(cddp_ddp *d, cddp_optim *s, int root) {
   cddp_result r;
   int k;
-  if (!d->out_of_date) return CDDP_OK;
+  if (!d->uneven.out_of_date) return CDDP_OK;
   CDDP_ASSERT(s == NULL || s->share == NULL); /* cddp_ddp_wait has gathered shared states */
-  d->out_of_date = false;
+  d->uneven.out_of_date = false;
   r = cddp__share_arrays(d, d->params, d->count, root);
   if (r != CDDP_OK || s == NULL) return r;
   r = cddp__run_simple(d->control, CDDP__KIND_BROADCAST, s->steps, s->steps, (size_t)d->count,
@@ -19295,7 +19365,7 @@ static cddp_result cddp__catch_up(cddp_ddp *d, cddp_optim *s, int root) {
    all are zeroed here, also for a hook, which gets the arena of a rank that has joined as it is. */
 static cddp_result cddp__clear_gradients(cddp_ddp *d, cddp_optim *s, bool cleared) {
   void *stream = d->group->stream;
-  cddp_result r = cleared ? CDDP_OK : (d->memory->zero)(d->arena, d->bytes, stream);
+  cddp_result r = cleared ? CDDP_OK : (d->memory->zero)(d->arena, d->layout.bytes, stream);
   int i;
   for (i = 0; r == CDDP_OK && i < d->count; i++) {
     const cddp__tensor *t = &d->tensors[i];
@@ -19303,7 +19373,7 @@ static cddp_result cddp__clear_gradients(cddp_ddp *d, cddp_optim *s, bool cleare
       r = (d->memory->zero)(cddp__gradient_at(d, d->me, i, t->offset), t->padded_bytes, stream);
     else if (s != NULL)
       cddp__count_step(s, i);
-    if (cddp__sparse_of(d, i) != NULL) d->sparse[i]->added.n = d->sparse[i]->mean.n = 0;
+    if (cddp__sparse_of(d, i) != NULL) d->rows.sparse[i]->added.n = d->rows.sparse[i]->mean.n = 0;
     if (r == CDDP_OK && (t->storage == CDDP__STORAGE_COPIED ||
                          (t->storage == CDDP__STORAGE_IN_PLACE && !cleared)))
       r = (d->memory->zero)(d->params[i].grad, t->bytes, stream);
@@ -19316,26 +19386,28 @@ static cddp_result cddp__clear_gradients(cddp_ddp *d, cddp_optim *s, bool cleare
 static cddp_result cddp__finish(cddp_ddp *d, int kind, cddp_optim *s, uint64_t missing) {
   bool gathers = cddp__gathers(d);
   bool waits = kind == CDDP__KIND_DDP_WAIT; /* all ranks need the whole mean */
-  bool averaged = waits || d->early || gathers, wrote = missing > 0 && !averaged;
+  bool averaged = waits || d->step.early || gathers, wrote = missing > 0 && !averaged;
   cddp_result r = missing > 0 ? cddp__settle_unused(d) : CDDP_OK;
   int i;
-  for (i = 0; i < d->count; i++) d->used[i] = d->tensors[i].used;
+  for (i = 0; i < d->count; i++) d->step.used[i] = d->tensors[i].used;
   while (r == CDDP_OK && waits && d->shares != NULL) r = cddp__share_gather(d->shares);
   if (r == CDDP_OK && averaged) {
     r = gathers ? cddp__gather_nodes(d, d->arena) : cddp__finish_buckets(d, kind, s);
     wrote = gathers || d->desc.comm_hook != NULL || cddp__mean_factor(d, CDDP_F32) != 1;
   }
-  if (r == CDDP_OK && s != NULL) r = cddp__catch_up(d, s, d->active[0]); /* behind the buckets */
-  if (r == CDDP_OK && d->sparse != NULL) r = cddp__exchange_rows(d, kind);
-  if (waits && d->active_count < d->group->size) d->out_of_date = true; /* others will step */
+  if (r == CDDP_OK && s != NULL)
+    r = cddp__catch_up(d, s, d->step.active[0]); /* behind the buckets */
+  if (r == CDDP_OK && d->rows.sparse != NULL) r = cddp__exchange_rows(d, kind);
+  if (waits && d->step.active_count < d->group->size)
+    d->uneven.out_of_date = true; /* others will step */
   if (r == CDDP_OK && waits) r = cddp__return_gradients(d);
   if (r == CDDP_OK && !waits) r = (d->memory->step)(d, s, averaged, wrote);
   if (r == CDDP_OK && s != NULL) r = cddp__clear_gradients(d, s, !s->sharded);
-  d->scattered = r == CDDP_OK && kind == CDDP__KIND_DDP_SCATTER;
-  d->scatters = cddp__needs_part_only(kind, s) && d->group->backend->enqueues && !gathers &&
+  d->step.scattered = r == CDDP_OK && kind == CDDP__KIND_DDP_SCATTER;
+  d->step.scatters = cddp__needs_part_only(kind, s) && d->group->backend->enqueues && !gathers &&
                 d->group->size > 1 && d->desc.comm_hook == NULL && !(d->desc.max_grad_norm > 0);
   if (r != CDDP_OK) return cddp__end_access(d->control, cddp__fail_model(d, r));
-  if (!d->scattered) r = cddp__complete(d, s != NULL);
+  if (!d->step.scattered) r = cddp__complete(d, s != NULL);
   return r == CDDP_OK ? r : cddp__ddp_fail(d, r);
 }
 
@@ -19344,19 +19416,20 @@ static cddp_result cddp__ddp_step(cddp_ddp *d, int kind, cddp_optim *s) {
   uint64_t record, missing = 0;
   cddp_result r;
   if ((r = cddp__check_cause(&d->failure)) != CDDP_OK) return r;
-  if (d->scattered)
+  if (d->step.scattered)
     return cddp__fail(CDDP_INVALID_ARGUMENT, "call cddp_ddp_all_gather first: it completes the "
                                              "step that cddp_ddp_reduce_scatter began");
   if (s == NULL && d->no_sync) return CDDP_OK;
   record = cddp__record_begin(d->control, kind, d->control->calls + 1, 0);
-  if (d->desc.shards > 0 && d->shards_taken < d->shard_count) {
+  if (d->desc.shards > 0 && d->shards.taken < d->shards.own_count) {
     r = cddp__fail(CDDP_INVALID_ARGUMENT,
                    "rank %d still has %d of its %d shards of this step to do; call "
                    "cddp_ddp_next_shard until it returns false",
-                   d->group->rank, d->shard_count - d->shards_taken, d->shard_count);
+                   d->group->rank, d->shards.own_count - d->shards.taken, d->shards.own_count);
   } else {
     r = d->memory->use(d->group);
-    if (r == CDDP_OK && d->spread && d->arrived == d->count) /* else the meeting will fail */
+    if (r == CDDP_OK && d->shards.spread &&
+        d->plan.arrived == d->count) /* else the meeting will fail */
       r = cddp__end_shard(d, false);
     if (r == CDDP_OK)
       r = cddp__ddp_meet(d, kind, s != NULL ? s->check | (uint64_t)(s->share != NULL) : 0, s,
@@ -19382,7 +19455,7 @@ static cddp_result cddp__publish(cddp_ddp *d) {
             : cddp__share_arrays(d, d->params, d->count, CDDP__ROOT_OWNERS);
   if (r == CDDP_OK) r = cddp__clear_gradients(d, NULL, !d->group->backend->on_device);
   if (r == CDDP_OK) r = cddp__complete(d, !d->group->backend->on_device);
-  d->scattered = r != CDDP_OK;
+  d->step.scattered = r != CDDP_OK;
   if (r != CDDP_OK) r = cddp__end_access(g, cddp__fail_model(d, r));
   cddp__record_finish(g, record, r);
   return r;
@@ -19392,7 +19465,7 @@ static cddp_result cddp__publish(cddp_ddp *d) {
 
 /* Takes part in the call of the other ranks; in a step with this rank's cddp_optim s. */
 static cddp_result cddp__match_call(cddp_ddp *d, cddp_optim *s, uint64_t missing) {
-  int lead = d->active[0];
+  int lead = d->step.active[0];
   uint32_t kind = cddp__op_header_of(d->control, lead, d->control->round)->call & 255;
   cddp__step_header theirs = cddp__header_of(d, lead);
   cddp_result r;
@@ -19415,7 +19488,7 @@ static cddp_result cddp__match_call(cddp_ddp *d, cddp_optim *s, uint64_t missing
 static cddp_result cddp__end_join(cddp_ddp *d, cddp_optim *s) {
   int p, last = 0;
   cddp_result r;
-  if (!d->had_joined) return CDDP_OK;
+  if (!d->uneven.had_joined) return CDDP_OK;
   while (last < d->group->size - 1 && cddp__header_of(d, last).joined != CDDP__STEP_JOINED_NOW)
     last++;
   for (p = 0; p < d->group->size; p++)
@@ -19428,7 +19501,7 @@ static cddp_result cddp__end_join(cddp_ddp *d, cddp_optim *s) {
   r = cddp__catch_up(d, s, last);
   if (r == CDDP_OK)
     r = cddp__share_arrays(d, d->desc.buffers, d->desc.buffer_count, last);
-  d->had_joined = false;
+  d->uneven.had_joined = false;
   return r;
 }
 
@@ -19452,13 +19525,14 @@ CDDPDEF cddp_result (cddp_ddp_join)(cddp_ddp *d, cddp_optim *s) {
   CDDP__TRY(cddp__check_cause(&d->failure));
   record = cddp__record_begin(d->control, CDDP__KIND_DDP_JOIN, d->control->calls + 1, 0);
   if ((r = d->memory->use(d->group)) == CDDP_OK) r = cddp__clear_gradients(d, NULL, false);
-  for (d->joined = CDDP__STEP_JOINED_NOW; r == CDDP_OK; d->joined = CDDP__STEP_JOINED) {
+  for (d->uneven.joined = CDDP__STEP_JOINED_NOW; r == CDDP_OK;
+       d->uneven.joined = CDDP__STEP_JOINED) {
     r = cddp__ddp_meet(d, CDDP__KIND_DDP_JOIN, 0, s, &missing);
-    if (r != CDDP_OK || d->active_count == 0) break;
+    if (r != CDDP_OK || d->step.active_count == 0) break;
     r = cddp__match_call(d, s, missing);
   }
   if (r == CDDP_OK) r = cddp__end_join(d, s);
-  d->joined = 0;
+  d->uneven.joined = 0;
   if (r != CDDP_OK) r = cddp__fail_model(d, r);
   cddp__record_finish(d->control, record, r);
   return r == CDDP_INVALID_ARGUMENT ? cddp__named(__func__, r) : r;
@@ -19487,7 +19561,7 @@ static void cddp__ddp_free(cddp_ddp *d) { /* keeps this thread's error text */
   }
   for (i = 0; i < d->count; i++)
     if (d->tensors[i].storage == CDDP__STORAGE_PLACED) d->params[i].grad = NULL;
-  if (d->hooks != NULL && d->hooks != d->group && d->next_bucket > 0) { /* possibly in a hook */
+  if (d->hooks != NULL && d->hooks != d->group && d->plan.next > 0) { /* possibly in a hook */
     cddp__fail(CDDP_ABORTED, "rank %d destroyed the cddp_ddp while a bucket was in flight",
                d->group->rank);
     (void)cddp__break(d->hooks, CDDP_ABORTED);
@@ -19498,10 +19572,10 @@ static void cddp__ddp_free(cddp_ddp *d) { /* keeps this thread's error text */
   if (d->comm != NULL && d->comm != d->group) cddp__group_leave(d->comm);
   if (d->control != NULL) cddp__group_leave(d->control);
   cddp__arena_free(h, d->arena);
-  cddp__arena_free(h, d->scratch);
-  cddp__arena_free(h, d->rows);
+  cddp__arena_free(h, d->scratch.memory);
+  cddp__arena_free(h, d->rows.packet);
   pthread_mutex_destroy(&d->lock);
-  for (i = 0; d->sparse != NULL && i < d->count; i++) cddp__sparse_free(a, d->sparse[i]);
+  for (i = 0; d->rows.sparse != NULL && i < d->count; i++) cddp__sparse_free(a, d->rows.sparse[i]);
   g = d->group;
   cddp__free(a, d); /* and its arrays */
   cddp__group_hold(g, -1);
@@ -19516,41 +19590,42 @@ static void *cddp__take_array(char *base, size_t *at, size_t n, size_t size) {
   *at += cddp__round_up(n * size, sizeof(double));
   return base != NULL ? base + begin : NULL;
 }
+#define CDDP__TAKE(array, n) \
+  (array) = (__typeof__(array))cddp__take_array(base, &at, n, sizeof *(array))
 
 /* Sets d's arrays, which begin at base (NULL: sets none); returns their size in bytes. */
 static size_t cddp__ddp_arrays(cddp_ddp *d, char *base, const cddp_group *g, int count,
                                const cddp_ddp_desc *desc) {
-  size_t n = (size_t)count, size = (size_t)g->size, parts = cddp__max(size, (size_t)desc->shards);
-  size_t ranks = desc->elastic ? parts : size, at = 0;
-  size_t calls = n + (size_t)desc->buffer_count + size;
-  d->tensors = (cddp__tensor *)cddp__take_array(base, &at, n, sizeof *d->tensors);
-  d->partitions = (cddp_partition *)cddp__take_array(base, &at, n, sizeof *d->partitions);
-  d->calls = (cddp__call *)cddp__take_array(base, &at, calls, sizeof *d->calls);
-  d->segments = (cddp_segment *)cddp__take_array(base, &at, n, sizeof *d->segments);
-  d->sparse = (cddp__sparse **)cddp__take_array(base, &at, n, sizeof *d->sparse);
-  d->lists = (cddp__row_list *)cddp__take_array(base, &at, parts, sizeof *d->lists);
-  d->weights = (char **)cddp__take_array(base, &at, ranks * n, sizeof *d->weights);
-  d->gradients = (char **)cddp__take_array(base, &at, ranks * n, sizeof *d->gradients);
-  d->squares = (double **)cddp__take_array(base, &at, parts, sizeof *d->squares);
-  d->slot_areas = (char **)cddp__take_array(base, &at, parts, sizeof *d->slot_areas);
-  d->buffers = (void **)cddp__take_array(base, &at, parts, sizeof *d->buffers);
-  d->sources = (const void **)cddp__take_array(base, &at, parts, sizeof *d->sources);
-  d->nodes = (cddp__shard_node *)cddp__take_array(base, &at, parts, sizeof *d->nodes);
-  d->own_nodes = (cddp__shard_node *)cddp__take_array(base, &at, parts, sizeof *d->own_nodes);
-  d->widths = (int *)cddp__take_array(base, &at, parts, sizeof *d->widths);
-  d->active = (int *)cddp__take_array(base, &at, ranks, sizeof *d->active);
-  d->owner = (int *)cddp__take_array(base, &at, parts, sizeof *d->owner);
-  d->buckets = (cddp__bucket_state *)cddp__take_array(base, &at, n, sizeof *d->buckets);
-  d->plan_offsets = (int *)cddp__take_array(base, &at, n + 2, sizeof *d->plan_offsets);
-  d->plan_params = (int *)cddp__take_array(base, &at, 3 * n, sizeof *d->plan_params);
-  d->plan_order = (int *)cddp__take_array(base, &at, n, sizeof *d->plan_order);
-  d->arrival = (int *)cddp__take_array(base, &at, n, sizeof *d->arrival);
-  d->order = (int *)cddp__take_array(base, &at, n, sizeof *d->order);
-  d->receivers = (int *)cddp__take_array(base, &at, parts, sizeof *d->receivers);
-  d->flags = (unsigned char *)cddp__take_array(base, &at, n * (size + 1), 1);
-  d->used = (unsigned char *)cddp__take_array(base, &at, n, 1);
+  size_t n = (size_t)count, size = (size_t)g->size, shards = cddp__max(size, (size_t)desc->shards);
+  size_t ranks = desc->elastic ? shards : size, at = 0;
+  CDDP__TAKE(d->tensors, n);
+  CDDP__TAKE(d->partitions, n);
+  CDDP__TAKE(d->layout.order, n);
+  CDDP__TAKE(d->addresses.weights, ranks * n);
+  CDDP__TAKE(d->addresses.gradients, ranks * n);
+  CDDP__TAKE(d->addresses.squares, shards);
+  CDDP__TAKE(d->addresses.slots, shards);
+  CDDP__TAKE(d->plan.buckets, n);
+  CDDP__TAKE(d->plan.offsets, n + 2);
+  CDDP__TAKE(d->plan.params, 3 * n); /* of which cddp__plan_buckets uses the end as scratch */
+  CDDP__TAKE(d->plan.sorted, n);
+  CDDP__TAKE(d->plan.arrival, n);
+  CDDP__TAKE(d->step.active, ranks);
+  CDDP__TAKE(d->step.used, n);
+  CDDP__TAKE(d->shards.owner, shards);
+  CDDP__TAKE(d->shards.nodes, shards);
+  CDDP__TAKE(d->shards.own_nodes, shards);
+  CDDP__TAKE(d->shards.widths, shards);
+  CDDP__TAKE(d->rows.sparse, n);
+  CDDP__TAKE(d->rows.lists, shards);
+  CDDP__TAKE(d->gpu.calls, n + (size_t)desc->buffer_count + size);
+  CDDP__TAKE(d->gpu.segments, n);
+  CDDP__TAKE(d->scratch.buffers, shards);
+  CDDP__TAKE(d->scratch.sources, shards);
+  CDDP__TAKE(d->scratch.flags, n * (size + 1));
   return at;
 }
+#undef CDDP__TAKE
 
 static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
                                const cddp_ddp_desc *desc) {
@@ -19577,33 +19652,32 @@ static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
   if (g->backend->on_device) d->memory = &cddp__gpu_memory;
 #endif
   d->meets = !g->backend->enqueues;
-  d->shards = desc->shards > g->size || g->host->joined ? desc->shards : g->size;
-  d->spread = !desc->elastic && /* NCCL's own order is not the canonical one */
-              (d->shards > g->size || (desc->shards > 0 && !d->meets));
-  cddp__rank_shards(d->shards, g->size, g->rank, &i, &d->shard_count);
-  cddp__assign_shards(d->owner, d->shards, g->size);
-  if (desc->elastic) d->shard_count = 1;
+  d->shards.count = desc->shards > g->size || g->host->joined ? desc->shards : g->size;
+  d->shards.spread = !desc->elastic && /* NCCL's own order is not the canonical one */
+              (d->shards.count > g->size || (desc->shards > 0 && !d->meets));
+  cddp__rank_shards(d->shards.count, g->size, g->rank, &i, &d->shards.own_count);
+  cddp__assign_shards(d->shards.owner, d->shards.count, g->size);
+  if (desc->elastic) d->shards.own_count = 1;
   else
-    d->node_count = cddp__plan_nodes(d->owner, d->shards, cddp__gathers(d), d->nodes, d->widths,
-                                     &d->slots);
-  d->current_shard = -1;
-  d->eager = desc->comm_hook != NULL || !g->carrier->shared || g->backend->on_device;
-  d->early = !d->spread && !desc->elastic && (d->eager || g->size > 1);
-  d->limits[0] = first * 1048576 < (double)SIZE_MAX ? (size_t)(first * 1048576) : SIZE_MAX;
-  d->limits[1] = cap * 1048576 < (double)SIZE_MAX ? (size_t)(cap * 1048576) : SIZE_MAX;
+    d->shards.node_count = cddp__plan_nodes(d->shards.owner, d->shards.count, cddp__gathers(d),
+                                            d->shards.nodes, d->shards.widths, &d->layout.slots);
+  d->shards.current = -1;
+  d->step.early = cddp__reduces_early(d, false);
+  d->plan.limits[0] = first * 1048576 < (double)SIZE_MAX ? (size_t)(first * 1048576) : SIZE_MAX;
+  d->plan.limits[1] = cap * 1048576 < (double)SIZE_MAX ? (size_t)(cap * 1048576) : SIZE_MAX;
   pthread_mutex_init(&d->lock, NULL);
-  for (i = 0; i < g->size; i++) d->active[d->active_count++] = i;
-  for (i = 0; i < g->local_size; i++) d->receivers[d->receiver_count++] = i;
+  for (i = 0; i < g->size; i++) d->step.active[d->step.active_count++] = i;
   for (i = 0; desc->sparse_rows != NULL && i < count; i++) {
     if (desc->sparse_rows[i] == 0) continue;
     any = true;
-    d->sparse[i] = cddp__sparse_new(&g->host->allocator, &params[i], desc->sparse_rows[i]);
-    if (d->sparse[i] != NULL) continue;
+    d->rows.sparse[i] = cddp__sparse_new(&g->host->allocator, &params[i], desc->sparse_rows[i]);
+    if (d->rows.sparse[i] != NULL) continue;
     cddp__ddp_free(d);
     return NULL;
   }
-  if (!any) d->sparse = NULL;
-  d->meets = d->meets || desc->find_unused_parameters || desc->uneven_inputs || d->sparse != NULL;
+  if (!any) d->rows.sparse = NULL;
+  d->meets =
+      d->meets || desc->find_unused_parameters || desc->uneven_inputs || d->rows.sparse != NULL;
   if (desc->comm_hook != NULL && desc->comm_hook != cddp_bf16_compress_hook &&
       desc->comm_hook != cddp_fp16_compress_hook)
     cddp__mark_multithreaded(g->host); /* a hook can make any call on the engine's thread */
@@ -19621,7 +19695,7 @@ static cddp_result cddp__check_shards(const cddp_ddp *d) {
   const char *lacks = !d->desc.elastic                          ? NULL
                       : g->id != 0                              ? "a group of cddp_group_split"
                       : g->host->elastic             ? "another elastic model"
-                      : d->shards > CDDP__JOINS                 ? "more than 1,024 shards"
+                      : d->shards.count > CDDP__JOINS                 ? "more than 1,024 shards"
                       : other != NULL                           ? other
                       : messages && g->host->threads ? "ranks that are threads and have GPUs"
                       : g->carrier->foreign                     ? "MPI"
@@ -19640,13 +19714,13 @@ static cddp_result cddp__check_shards(const cddp_ddp *d) {
                       "shards and %s in cddp_ddp_desc exclude each other: the mean is over all "
                       "shards, in one order",
                       other);
-  if (d->desc.elastic && d->group->backend->on_device && d->shards > CDDP_NODES)
+  if (d->desc.elastic && d->group->backend->on_device && d->shards.count > CDDP_NODES)
     return cddp__fail(CDDP_UNSUPPORTED, "elastic ranks with GPUs have at most %d shards, not %d",
-                      CDDP_NODES, d->shards);
-  if (d->spread && d->group->backend->on_device && d->node_count > CDDP_NODES)
+                      CDDP_NODES, d->shards.count);
+  if (d->shards.spread && d->group->backend->on_device && d->shards.node_count > CDDP_NODES)
     return cddp__fail(CDDP_UNSUPPORTED,
                       "%d shards on %d ranks leave %d sums of shards to add; GPUs add at most %d",
-                      d->shards, d->group->size, d->node_count, CDDP_NODES);
+                      d->shards.count, d->group->size, d->shards.node_count, CDDP_NODES);
   return CDDP_OK;
 }
 
@@ -19682,7 +19756,7 @@ static cddp_result cddp__ddp_group(const cddp_ddp *d, uint64_t check, cddp_group
 /* The second half of creation: collective, except in a rank that joins later (joins). */
 static cddp_result cddp__ddp_setup(cddp_ddp *d, bool joins) {
   cddp_group *g = d->group;
-  char **arenas = (char **)d->buffers;
+  char **arenas = (char **)d->scratch.buffers;
   cddp_result r = d->memory->use(d->group);
   int k;
   if (r == CDDP_OK && !joins) r = cddp__split(g, 0, g->rank, CDDP__KIND_DDP_CREATE, &d->control);
@@ -19702,7 +19776,8 @@ static cddp_result cddp__ddp_setup(cddp_ddp *d, bool joins) {
   if ((r = cddp__consensus(d->control, (d->memory->alloc)(d), NULL, 0, NULL)) != CDDP_OK) return r;
   cddp__set_rank_addresses(d, d->me, d->arena);
   if (!joins && !g->backend->on_device) {
-    r = cddp__exchange_refs(d->control, CDDP__KIND_DDP_CREATE, d->arena, d->arena_bytes, arenas);
+    r = cddp__exchange_refs(d->control, CDDP__KIND_DDP_CREATE, d->arena, d->layout.arena_bytes,
+                            arenas);
     for (k = 0; r == CDDP_OK && k < g->local_size; k++) cddp__set_rank_addresses(d, k, arenas[k]);
   }
   if (r == CDDP_OK && !joins) r = cddp__share_arrays(d, d->params, d->count, 0);
@@ -19779,7 +19854,7 @@ static cddp_result cddp__join_taken(cddp__text who) {
 static cddp_result cddp__join_full(const cddp_ddp *d, int living) {
   return cddp__fail(CDDP_UNSUPPORTED,
                     "CDDP_JOIN: the job is full: each of its %d shards has one of its %d ranks",
-                    d->shards, living);
+                    d->shards.count, living);
 }
 
 /* The data of an optimizer (NULL: none) that a joining rank receives. counts (or NULL) receives the
@@ -19949,7 +20024,7 @@ static void cddp__elastic_drop_report(cddp__elastic *elastic, int p) {
 /* Ends all connections. A joining process asks again. */
 static void cddp__elastic_disconnect(cddp_ddp *d) {
   int k;
-  for (k = 0; k < d->shards + d->elastic->request_count; k++)
+  for (k = 0; k < d->shards.count + d->elastic->request_count; k++)
     cddp__elastic_drop_report(d->elastic, k);
   d->elastic->request_count = 0;
 }
@@ -19970,7 +20045,7 @@ static void cddp__elastic_close(cddp_ddp *d) {
 
 static size_t cddp__report_bytes(const cddp_ddp *d) {
   return cddp__round_up(sizeof(cddp__elastic_report) + (size_t)d->count * sizeof(float) +
-                            2 * (size_t)d->shards,
+                            2 * (size_t)d->shards.count,
                         sizeof(uint64_t));
 }
 
@@ -20007,7 +20082,7 @@ static void cddp__elastic_set_member(cddp__elastic *elastic, int member,
 static int cddp__elastic_choose_leader(const cddp_ddp *d) {
   const cddp__elastic_member *m = d->elastic->members;
   int p, lowest = -1;
-  for (p = 0; p < d->shards; p++)
+  for (p = 0; p < d->shards.count; p++)
     if (m[p].life != 0 && (lowest < 0 || m[p].since < m[lowest].since)) lowest = p;
   return lowest;
 }
@@ -20034,44 +20109,45 @@ static void cddp__elastic_release(cddp_ddp *d, char *memory) {
 /* Makes sure that this rank has that many slots. */
 static cddp_result cddp__elastic_grow_slots(cddp_ddp *d, int slots) {
   cddp__elastic *elastic = d->elastic;
-  size_t bytes = (size_t)d->slots * d->slot_stride;
+  size_t bytes = (size_t)d->layout.slots * d->layout.slot_stride;
   char *p;
   cddp_result r = CDDP_OK;
-  if (slots <= d->slots) return CDDP_OK;
-  p = cddp__elastic_allocate(d, (size_t)slots * d->slot_stride + 2 * cddp__gather_slack(d),
+  if (slots <= d->layout.slots) return CDDP_OK;
+  p = cddp__elastic_allocate(d, (size_t)slots * d->layout.slot_stride + 2 * cddp__gather_slack(d),
                              CDDP__EXTENT_MESSAGE);
   if (p == NULL) return CDDP_OUT_OF_MEMORY;
   if (elastic->slot_area != NULL)
     r = (d->memory->copy)(p, elastic->slot_area, bytes, d->group->stream);
   cddp__elastic_release(d, elastic->slot_area);
-  elastic->slot_area = d->slot_areas[d->me] = p;
-  d->slots = slots;
+  elastic->slot_area = d->addresses.slots[d->me] = p;
+  d->layout.slots = slots;
   return r;
 }
 
 /* Discards the sums of this rank's shards. */
 static void cddp__elastic_drop_sums(cddp_ddp *d) {
-  d->own_node_count = 0;
-  d->rows_bytes = 0;
+  d->shards.own_node_count = 0;
+  d->rows.bytes = 0;
 }
 
 /* Begins a step: divides all shards among all members. */
 static void cddp__elastic_assign_shards(cddp_ddp *d) {
   cddp__elastic_drop_sums(d);
-  cddp__assign_shards(d->owner, d->shards, d->active_count);
+  cddp__assign_shards(d->shards.owner, d->shards.count, d->step.active_count);
 }
 
 /* Clears the gradients for another shard. The sum that they hold moves into a slot. */
 static cddp_result cddp__elastic_clear_gradients(cddp_ddp *d) {
-  int slot = cddp__free_slot(d->own_nodes, d->own_node_count), i = 0, arena = -1, one = 1;
+  int slot = cddp__free_slot(d->shards.own_nodes, d->shards.own_node_count), i = 0, arena = -1,
+      one = 1;
   cddp_result r = CDDP_OK;
-  while (i < d->own_node_count && d->own_nodes[i].slot >= 0) i++;
-  if (i < d->own_node_count) {
+  while (i < d->shards.own_node_count && d->shards.own_nodes[i].slot >= 0) i++;
+  if (i < d->shards.own_node_count) {
     r = cddp__elastic_grow_slots(d, slot + 1);
     if (r == CDDP_OK) r = cddp__merge_nodes(d, slot, &arena, &one, 1, false);
-    if (r == CDDP_OK) d->own_nodes[i].slot = slot;
+    if (r == CDDP_OK) d->shards.own_nodes[i].slot = slot;
   }
-  if (r == CDDP_OK) r = (d->memory->zero)(d->arena, d->bytes, d->group->stream);
+  if (r == CDDP_OK) r = (d->memory->zero)(d->arena, d->layout.bytes, d->group->stream);
   if (r == CDDP_OK) r = cddp__clear_own(d);
   d->elastic->holds_shard = false;
   return r;
@@ -20121,14 +20197,15 @@ static void cddp__free_retired(cddp_ddp *d) {
   for (i = 0; i < elastic->retired_count; i++) {
     const cddp__retired retired = elastic->retired[i];
     int owner = (int)(retired.ref.base >> host->arena.window_bits) - 1, p = 0;
-    while (p < d->shards && (elastic->members[p].life == 0 || elastic->members[p].index != owner ||
-                             elastic->members[p].host != elastic->members[elastic->me].host))
+    while (p < d->shards.count &&
+           (elastic->members[p].life == 0 || elastic->members[p].index != owner ||
+            elastic->members[p].host != elastic->members[elastic->me].host))
       p++;
-    if (retired.step >= elastic->step || (p == d->shards && !cddp__process_gone(host, owner)))
+    if (retired.step >= elastic->step || (p == d->shards.count && !cddp__process_gone(host, owner)))
       elastic->retired[remaining++] = retired;
     else if (owner == host->arena.window)
       cddp__arena_free_block(host, &retired.ref, retired.block_generation);
-    else if (p == d->shards && host->arena.fd >= 0)
+    else if (p == d->shards.count && host->arena.fd >= 0)
       (void)cddp__ref_punch(host, &retired.ref);
   }
   elastic->retired_count = remaining;
@@ -20142,7 +20219,7 @@ static int32_t *cddp__published_slots(const cddp_ddp *d, cddp__published *publis
 static cddp_result cddp__create_published(cddp_ddp *d) {
   cddp__host *host = d->group->host;
   size_t bytes = sizeof(cddp__published) + (size_t)d->count * sizeof(cddp__ref) +
-                 (size_t)d->shards * sizeof(int32_t);
+                 (size_t)d->shards.count * sizeof(int32_t);
   cddp__published *own = (cddp__published *)cddp__arena_alloc(host, bytes, CDDP__EXTENT_MESSAGE);
   cddp__ref *weights = (cddp__ref *)(own + 1);
   int i;
@@ -20152,8 +20229,8 @@ static cddp_result cddp__create_published(cddp_ddp *d) {
     weights[i] = cddp__ref_of(host, d->params[i].data,
                               d->params[i].count * cddp__dtype_size(d->params[i].dtype));
   own->self = cddp__ref_of(host, own, bytes);
-  own->arena = cddp__ref_of(host, d->arena, d->arena_bytes);
-  own->mean = cddp__ref_of(host, d->elastic->mean, d->dense);
+  own->arena = cddp__ref_of(host, d->arena, d->layout.arena_bytes);
+  own->mean = cddp__ref_of(host, d->elastic->mean, d->layout.dense);
   return CDDP_OK;
 }
 
@@ -20173,11 +20250,13 @@ static void cddp__publish_sums(cddp_ddp *d) {
   cddp__host *host = d->group->host;
   int32_t *slots = cddp__published_slots(d, elastic->own);
   int i;
-  for (i = 0; i < d->own_node_count; i++) slots[i] = d->own_nodes[i].slot;
-  cddp__publish_ref(&elastic->own->sums,
-                    cddp__ref_of(host, elastic->slot_area, (size_t)d->slots * d->slot_stride));
-  cddp__publish_ref(&elastic->own->rows, cddp__ref_of(host, d->rows, d->rows_capacity));
-  cddp__publish_ref(&elastic->own->scratch, cddp__ref_of(host, d->scratch, d->scratch_bytes));
+  for (i = 0; i < d->shards.own_node_count; i++) slots[i] = d->shards.own_nodes[i].slot;
+  cddp__publish_ref(
+      &elastic->own->sums,
+      cddp__ref_of(host, elastic->slot_area, (size_t)d->layout.slots * d->layout.slot_stride));
+  cddp__publish_ref(&elastic->own->rows, cddp__ref_of(host, d->rows.packet, d->rows.capacity));
+  cddp__publish_ref(&elastic->own->scratch,
+                    cddp__ref_of(host, d->scratch.memory, d->scratch.bytes));
 }
 
 /* Maps the memory that rank k of the group has published. */
@@ -20185,7 +20264,7 @@ static cddp_result cddp__map_sums(cddp_ddp *d, int k, char **packets) {
   cddp__elastic *elastic = d->elastic;
   cddp__host *host = d->group->host;
   cddp__published *published = elastic->published[elastic->order[k]];
-  void *arena = d->arena, *sums = elastic->slot_area, *mean = elastic->mean, *rows = d->rows;
+  void *arena = d->arena, *sums = elastic->slot_area, *mean = elastic->mean, *rows = d->rows.packet;
   cddp_result r = CDDP_OK;
   if (k != d->me) r = cddp__map_ref(host, &published->arena, &arena);
   if (k != d->me && r == CDDP_OK) r = cddp__map_ref(host, &published->mean, &mean);
@@ -20195,9 +20274,9 @@ static cddp_result cddp__map_sums(cddp_ddp *d, int k, char **packets) {
     r = cddp__map_ref(host, &published->rows, &rows);
   if (r != CDDP_OK) return r;
   cddp__set_gradient_addresses(d, k, (char *)arena);
-  d->slot_areas[k] = (char *)sums;
+  d->addresses.slots[k] = (char *)sums;
   elastic->means[k] = (char *)mean;
-  elastic->squares[k] = (double *)(void *)((char *)arena + d->bytes);
+  elastic->squares[k] = (double *)(void *)((char *)arena + d->layout.bytes);
   packets[k] = (char *)rows;
   return CDDP_OK;
 }
@@ -20229,10 +20308,10 @@ static cddp_result cddp__elastic_connect(cddp_ddp *d) {
   elastic->one_host = elastic->own != NULL && g->hosts == NULL;
   d->me = g->rank;
   cddp__set_rank_addresses(d, d->me, d->arena);
-  d->squares[d->me] = (double *)(void *)(d->arena + d->bytes);
-  d->slot_areas[d->me] = elastic->slot_area;
+  d->addresses.squares[d->me] = (double *)(void *)(d->arena + d->layout.bytes);
+  d->addresses.slots[d->me] = elastic->slot_area;
   if (r != CDDP_OK || !elastic->one_host) return r;
-  cddp__slice(d->dense, CDDP__HUGE_PAGE, g->size, g->rank, &begin, &end);
+  cddp__slice(d->layout.dense, CDDP__HUGE_PAGE, g->size, g->rank, &begin, &end);
   cddp__populate(elastic->mean + begin, end - begin, d->group->host->arena.fd >= 0);
   return CDDP_OK;
 }
@@ -20264,7 +20343,7 @@ static cddp_result cddp__elastic_compare_updates(cddp_ddp *d) {
   cddp__elastic_call job;
   cddp_result r = CDDP_OK;
   int k;
-  for (k = 0; k < d->active_count; k++) { /* the oldest member that has called an update */
+  for (k = 0; k < d->step.active_count; k++) { /* the oldest member that has called an update */
     memcpy(&header, cddp__op_header_of(d->control, k, d->control->round)->u.bytes, sizeof header);
     if (header.last_update.kind == 0 ||
         (first != NULL && m[elastic->order[k]].since >= first->since))
@@ -20277,7 +20356,7 @@ static cddp_result cddp__elastic_compare_updates(cddp_ddp *d) {
   r = cddp__compare_update(d, &elastic->last_update, &job,
                            cddp__elastic_name(elastic, first->number));
   if (r != CDDP_OK && m[elastic->me].since > first->since) return r;
-  for (k = 0; r == CDDP_OK && k < d->active_count; k++) {
+  for (k = 0; r == CDDP_OK && k < d->step.active_count; k++) {
     memcpy(&header, cddp__op_header_of(d->control, k, d->control->round)->u.bytes, sizeof header);
     if (header.last_update.kind == 0) continue;
     r = cddp__compare_update(d, &elastic->last_update, &header.last_update,
@@ -20298,32 +20377,33 @@ static cddp_result cddp__elastic_compare_updates(cddp_ddp *d) {
    round. */
 static cddp_result cddp__reduce_in_memory(cddp_ddp *d) {
   cddp__elastic *elastic = d->elastic;
-  char **packets = (char **)d->buffers;
+  char **packets = (char **)d->scratch.buffers;
   cddp__pass pass = cddp__pass_of(d, NULL, false);
   size_t begin, end;
   cddp_result r = CDDP_OK;
   int i, slots;
-  d->node_count = cddp__plan_nodes(d->owner, d->shards, true, d->nodes, d->widths, &slots);
-  for (i = 0; r == CDDP_OK && i < d->active_count; i++) r = cddp__map_sums(d, i, packets);
+  d->shards.node_count = cddp__plan_nodes(d->shards.owner, d->shards.count, true, d->shards.nodes,
+                                          d->shards.widths, &slots);
+  for (i = 0; r == CDDP_OK && i < d->step.active_count; i++) r = cddp__map_sums(d, i, packets);
   if (cddp__load32(&d->control->block->broken) != 0) /* by a rank that no longer publishes */
     r = cddp__check_failure(d->control);
   if (r != CDDP_OK) return r;
-  for (i = 0; i < d->node_count; i++) {
-    cddp__shard_node *node = &d->nodes[i];
+  for (i = 0; i < d->shards.node_count; i++) {
+    cddp__shard_node *node = &d->shards.nodes[i];
     node->slot =
         cddp__published_slots(d, elastic->published[elastic->order[node->rank]])[node->slot];
-    d->widths[i] = cddp__node_width(node);
+    d->shards.widths[i] = cddp__node_width(node);
   }
-  elastic->mean_parts = d->active_count;
+  elastic->mean_parts = d->step.active_count;
   elastic->in_parts = true;
-  if (d->sparse != NULL) r = cddp__merge_packets(d, packets);
+  if (d->rows.sparse != NULL) r = cddp__merge_packets(d, packets);
   if (r != CDDP_OK) return r;
   CDDP__POINT("elastic rows gathered");
   pass.which = CDDP__PASS_MEANS;
   pass.block = cddp__keep_mean;
   pass.means = elastic->mean;
   pass.squares = d->desc.max_grad_norm > 0;
-  cddp__slice(d->dense, CDDP__BLOCK_BYTES, elastic->mean_parts, d->me, &begin, &end);
+  cddp__slice(d->layout.dense, CDDP__BLOCK_BYTES, elastic->mean_parts, d->me, &begin, &end);
   cddp__walk(&pass, begin, end);
   CDDP__POINT("elastic exchanged");
   return cddp__round(d->control, CDDP__SCOPE_ALL, CDDP__KIND_DDP_NEXT, CDDP__PHASE_DONE, 0, NULL,
@@ -20338,14 +20418,15 @@ static cddp_result cddp__reduce_by_messages(cddp_ddp *d, size_t longest) {
   elastic->mean_parts = 1;
   elastic->in_parts = false;
   elastic->means[0] = elastic->mean;
-  if (d->sparse != NULL) {
+  if (d->rows.sparse != NULL) {
     r = cddp__gather_rows(d, longest);
     CDDP__POINT("elastic rows gathered");
   }
-  if (r == CDDP_OK && d->dense == 0) /* no later exchange waits for all ranks */
+  if (r == CDDP_OK && d->layout.dense == 0) /* no later exchange waits for all ranks */
     r = cddp__round(d->control, CDDP__SCOPE_ALL, CDDP__KIND_DDP_NEXT, CDDP__PHASE_ROWS_DONE, 0,
                     NULL, 0);
-  d->node_count = cddp__plan_nodes(d->owner, d->shards, true, d->nodes, d->widths, &slots);
+  d->shards.node_count = cddp__plan_nodes(d->shards.owner, d->shards.count, true, d->shards.nodes,
+                                          d->shards.widths, &slots);
   if (r == CDDP_OK) r = cddp__gather_nodes(d, elastic->mean);
   return r == CDDP_OK ? cddp__elastic_await_device(d) : r;
 }
@@ -20353,7 +20434,7 @@ static cddp_result cddp__reduce_by_messages(cddp_ddp *d, size_t longest) {
 /* Enters the reduction: compares the last updates of all members and computes the mean. */
 static cddp_result cddp__elastic_reduce(cddp_ddp *d) {
   cddp__elastic *elastic = d->elastic;
-  cddp__reduction_header mine = {d->rows_bytes, elastic->last_update}, theirs;
+  cddp__reduction_header mine = {d->rows.bytes, elastic->last_update}, theirs;
   size_t rows = 0; /* bytes, of the rank with the most */
   cddp_result r = CDDP_OK;
   int k;
@@ -20366,7 +20447,7 @@ static cddp_result cddp__elastic_reduce(cddp_ddp *d) {
   CDDP__POINT("elastic meet");
   r = cddp__round(d->control, CDDP__SCOPE_ALL, CDDP__KIND_DDP_NEXT, CDDP__PHASE_CALL, elastic->done,
                   &mine, sizeof mine);
-  for (k = 0; r == CDDP_OK && k < d->active_count; k++) {
+  for (k = 0; r == CDDP_OK && k < d->step.active_count; k++) {
     memcpy(&theirs, cddp__op_header_of(d->control, k, d->control->round)->u.bytes, sizeof theirs);
     rows = cddp__max(rows, (size_t)theirs.rows);
   }
@@ -20407,9 +20488,10 @@ static cddp_result cddp__elastic_create_report(cddp_ddp *d, cddp__message **out)
   report->in_parts = elastic->in_parts;
   report->optim = cddp__optim_snapshot(d->optim, (float *)(report + 1));
   report->self = elastic->members[elastic->me];
-  for (i = 0; i < d->shards; i++) sums[i] = cddp__nodes_contain(d->own_nodes, d->own_node_count, i);
-  memcpy(sums + d->shards, elastic->ended, (size_t)d->shards);
-  for (i = 1; i <= d->shards; i++) block = cddp__max(block, cddp__block_bytes(i, i));
+  for (i = 0; i < d->shards.count; i++)
+    sums[i] = cddp__nodes_contain(d->shards.own_nodes, d->shards.own_node_count, i);
+  memcpy(sums + d->shards.count, elastic->ended, (size_t)d->shards.count);
+  for (i = 1; i <= d->shards.count; i++) block = cddp__max(block, cddp__block_bytes(i, i));
   for (i = 0; i < 2; i++) {
     elastic->blocks[i] = cddp__arena_alloc(host, block, CDDP__EXTENT_BLOCK_LAZY);
     if (elastic->blocks[i] == NULL) return CDDP_OUT_OF_MEMORY;
@@ -20470,7 +20552,8 @@ static void cddp__elastic_remove_member(cddp_ddp *d, int member, const char *how
   cddp__elastic *elastic = d->elastic;
   elastic->members[member].life = 0;
   cddp__retire_member(d, member);
-  if (elastic->me == d->shards) { /* joining: the members might not have detected the loss yet */
+  if (elastic->me ==
+      d->shards.count) { /* joining: the members might not have detected the loss yet */
     cddp__sleep(0.01);
     return;
   }
@@ -20520,22 +20603,22 @@ static void cddp__elastic_handle_report(cddp_ddp *d, cddp__link *link, cddp__mes
   cddp__elastic_member *self = &report->self;
   bool sound = m->head.size == cddp__report_bytes(d) && self->life != 0;
   int p = 0, k;
-  while (sound && p < d->shards && elastic->members[p].life != self->life) p++;
+  while (sound && p < d->shards.count && elastic->members[p].life != self->life) p++;
   link->next = NULL;
-  if (sound && p < d->shards && meeting) {
+  if (sound && p < d->shards.count && meeting) {
     *self = elastic->members[p];
     cddp__elastic_drop_report(elastic, p);
-    for (k = 0; k < d->shards; k++) /* only members that the sender knew */
-      if (cddp__report_sums(d, report)[d->shards + k] == 1 &&
+    for (k = 0; k < d->shards.count; k++) /* only members that the sender knew */
+      if (cddp__report_sums(d, report)[d->shards.count + k] == 1 &&
           elastic->members[k].since <= report->epoch)
         elastic->ended[k] = 1;
   } else if (sound && report->empty != 0 && elastic->request_count < CDDP__JOIN_REQUESTS) {
-    p = d->shards + elastic->request_count++;
-    for (k = d->shards; k < p; k++) /* an earlier request of this process */
+    p = d->shards.count + elastic->request_count++;
+    for (k = d->shards.count; k < p; k++) /* an earlier request of this process */
       if (cddp__report_at(d, elastic->reports[k], 0)->self.life == self->life)
         cddp__link_end(elastic->links[k], 0);
   } else {
-    if (sound && p == d->shards && cddp__report_at(d, m, 0)->empty == 0)
+    if (sound && p == d->shards.count && cddp__report_at(d, m, 0)->empty == 0)
       cddp__elastic_refuse_lost(d, link, self->rank);
     else
       cddp__link_free(elastic->net, link);
@@ -20557,7 +20640,8 @@ static void cddp__elastic_accept_reports(cddp_ddp *d, bool meeting) {
   pthread_mutex_lock(&net->lock);
   for (at = &net->incoming; (link = *at) != NULL;) {
     bool called = cddp__link_is_for(link, elastic->members[elastic->me].life);
-    m = called && (meeting || link->peer == d->shards || elastic->members[link->peer].life == 0)
+    m = called &&
+                (meeting || link->peer == d->shards.count || elastic->members[link->peer].life == 0)
             ? cddp__link_receive(net, link, cddp__report_bytes(d))
             : NULL;
     if (m == NULL && link->state != CDDP__LINK_DEAD) {
@@ -20582,14 +20666,14 @@ static void cddp__elastic_publish_leader(cddp_ddp *d) {
   cddp__set_scope(&table->lead.self.address, &here);
   table->address = here.v6;
   table->host = net->host;
-  table->shards = d->shards;
+  table->shards = d->shards.count;
 }
 
 /* Answers joining processes while this rank waits in a meeting. If the leader that admitted a rank
    has died, that rank asks for the leader, and the members wait for that rank. */
 static void cddp__elastic_answer_joins(cddp_ddp *d) {
   cddp__host *host = d->group->host;
-  if (host->job_info == NULL || d->elastic->me == d->shards) return;
+  if (host->job_info == NULL || d->elastic->me == d->shards.count) return;
   cddp__elastic_publish_leader(d);
   cddp__join_serve(host);
 }
@@ -20603,7 +20687,7 @@ static cddp_result cddp__elastic_await_reports(cddp_ddp *d, double deadline, int
   while (waiting > 0) {
     cddp__elastic_answer_joins(d);
     cddp__elastic_accept_reports(d, true);
-    for (p = waiting = 0, *report_count = 1; p < d->shards; p++) {
+    for (p = waiting = 0, *report_count = 1; p < d->shards.count; p++) {
       if (p == elastic->me || elastic->members[p].life == 0) continue;
       if (links[p] == NULL) {
         cddp_result r = cddp__link_connect(elastic->net, p, CDDP__LINK_FRAMES,
@@ -20628,7 +20712,7 @@ static cddp_result cddp__elastic_await_reports(cddp_ddp *d, double deadline, int
                         "timed out after %g s: after a loss in step %" PRIu64 ", %s did not call "
                         "cddp_ddp_next_shard",
                         d->group->timeout_s, d->steps, cddp__elastic_name(elastic, late).s);
-    if (waiting > 0) cddp__elastic_poll(elastic->net->listener, links, d->shards);
+    if (waiting > 0) cddp__elastic_poll(elastic->net->listener, links, d->shards.count);
   }
   return CDDP_OK;
 }
@@ -20640,7 +20724,7 @@ static cddp_result cddp__elastic_find_number(const cddp_ddp *d, const cddp__elas
   const cddp__elastic *elastic = d->elastic;
   int p, living = 0;
   *member = -1;
-  for (p = d->shards - 1; p >= 0; p--) {
+  for (p = d->shards.count - 1; p >= 0; p--) {
     const cddp__elastic_member *m = &elastic->members[p];
     living += m->life != 0;
     if (m->life == 0 &&
@@ -20663,7 +20747,7 @@ static cddp_result cddp__elastic_find_number(const cddp_ddp *d, const cddp__elas
 static void cddp__elastic_admit_joining(cddp_ddp *d) {
   cddp__elastic *elastic = d->elastic;
   int k, member;
-  for (k = d->shards; k < d->shards + elastic->request_count; k++) {
+  for (k = d->shards.count; k < d->shards.count + elastic->request_count; k++) {
     cddp__link *link = elastic->links[k];
     cddp__elastic_report *report = cddp__report_at(d, elastic->reports[k], 0);
     cddp_result r = cddp__elastic_find_number(d, &report->self, &member);
@@ -20672,8 +20756,8 @@ static void cddp__elastic_admit_joining(cddp_ddp *d) {
                cddp__link_receive(elastic->net, link, 0)); /* a read detects its end */
     if (r == CDDP_OK && link->state != CDDP__LINK_DEAD) {
       report->self.number = member;
-      if (report->self.host >= 2 * d->shards) /* it shares no memory with the members */
-        report->self.host = d->shards + member;
+      if (report->self.host >= 2 * d->shards.count) /* it shares no memory with the members */
+        report->self.host = d->shards.count + member;
       report->self.since = elastic->epoch + 1;
       cddp__elastic_set_member(elastic, member, &report->self);
       cddp__elastic_drop_report(elastic, member); /* of a member lost in this meeting */
@@ -20701,14 +20785,14 @@ static cddp_result cddp__elastic_send_table(cddp_ddp *d, cddp__message **table) 
   bool busy;
   int p;
   *table = m =
-      (cddp__message *)cddp__malloc(&net->allocator, sizeof *m + (size_t)d->shards * bytes);
+      (cddp__message *)cddp__malloc(&net->allocator, sizeof *m + (size_t)d->shards.count * bytes);
   if (m == NULL) return CDDP_OUT_OF_MEMORY;
-  for (m->head.size = 0, p = 0; p < d->shards; p++) {
+  for (m->head.size = 0, p = 0; p < d->shards.count; p++) {
     if (reports[p] == NULL) continue;
     memcpy((char *)(m + 1) + m->head.size, reports[p] + 1, bytes);
     m->head.size += bytes;
   }
-  for (p = 0; p < d->shards && r == CDDP_OK; p++) {
+  for (p = 0; p < d->shards.count && r == CDDP_OK; p++) {
     if (links[p] == NULL || reports[p] == NULL) continue;
     r = cddp__link_post(links[p], CDDP__FRAME_MESSAGE, 0, m + 1, m->head.size);
     CDDP__POINT("elastic answer");
@@ -20716,7 +20800,7 @@ static cddp_result cddp__elastic_send_table(cddp_ddp *d, cddp__message **table) 
   }
   cddp__wait_begin(&w, CDDP__UNANSWERED_S, 0);
   do {
-    for (p = 0, busy = false; p < d->shards; p++) {
+    for (p = 0, busy = false; p < d->shards.count; p++) {
       if (links[p] == NULL || reports[p] == NULL) continue;
       cddp__link_flush(net, links[p]);
       busy = busy || (links[p]->state != CDDP__LINK_DEAD && cddp__buffer_size(&links[p]->out) > 0);
@@ -20730,16 +20814,16 @@ static cddp_result cddp__elastic_send_table(cddp_ddp *d, cddp__message **table) 
 static int cddp__elastic_find_cut_off(const cddp_ddp *d) {
   const cddp__elastic *elastic = d->elastic;
   int i, k;
-  for (i = 0; i < d->active_count; i++) {
+  for (i = 0; i < d->step.active_count; i++) {
     const cddp__elastic_member *lost = &elastic->members[elastic->order[i]], *m;
     cddp__address a = cddp__internet_address(&lost->address);
-    for (k = 0; k < d->active_count; k++) {
+    for (k = 0; k < d->step.active_count; k++) {
       m = &elastic->members[elastic->order[k]];
       if ((elastic->reports[elastic->order[k]] != NULL || elastic->ended[elastic->order[k]] != 0) &&
           memcmp(&m->address, &a.any, a.size) == 0)
         break;
     }
-    if (k == d->active_count) return elastic->order[i];
+    if (k == d->step.active_count) return elastic->order[i];
   }
   return -1;
 }
@@ -20754,17 +20838,18 @@ static cddp_result cddp__elastic_lead_meeting(cddp_ddp *d, cddp__message *mine, 
   r = cddp__elastic_await_reports(d, deadline, &report_count);
   p = elastic->unreachable >= 0 ? elastic->unreachable : cddp__elastic_find_cut_off(d);
   if (r == CDDP_OK && p >= 0 &&
-      2 * report_count <= d->active_count) /* the others can be half, too */
+      2 * report_count <= d->step.active_count) /* the others can be half, too */
     r = cddp__fail(CDDP_PEER_LOST,
                    "the host of %s does not answer, and %d of %d ranks cannot continue: more than "
                    "half are needed, as the others could also continue%s",
-                   cddp__elastic_name(elastic, p).s, report_count, d->active_count,
+                   cddp__elastic_name(elastic, p).s, report_count, d->step.active_count,
                    elastic->unreachable >= 0 ? ""
                                              : ". All connections were reset, as by a firewall");
   if (r == CDDP_OK) cddp__elastic_admit_joining(d);
   if (r == CDDP_OK) r = cddp__elastic_send_table(d, table);
   elastic->reports[elastic->me] = NULL;
-  for (p = 0; p < d->shards; p++) { /* the other links stay, for cddp__elastic_confirm_groups */
+  for (p = 0; p < d->shards.count;
+       p++) { /* the other links stay, for cddp__elastic_confirm_groups */
     if (elastic->reports[p] == NULL) cddp__elastic_drop_report(elastic, p);
     cddp__free(&elastic->net->allocator, elastic->reports[p]);
     elastic->reports[p] = NULL;
@@ -20792,7 +20877,7 @@ static cddp_result cddp__elastic_send_report(cddp_ddp *d, int leader, const cddp
     cddp__link_flush(net, link);
     CDDP__POINT("elastic report");
     if (link->state == CDDP__LINK_UP)
-      *table = cddp__link_receive(net, link, (size_t)d->shards * cddp__report_bytes(d));
+      *table = cddp__link_receive(net, link, (size_t)d->shards.count * cddp__report_bytes(d));
     if (*table != NULL && (*table)->head.number == 0) return CDDP_OK;
     if (*table != NULL) /* the leader refuses this rank */
       r = cddp__fail((cddp_result)(*table)->head.number, "%.*s", (int)(*table)->head.size,
@@ -20838,11 +20923,11 @@ static cddp_result cddp__elastic_confirm_groups(cddp_ddp *d) {
   double deadline = cddp__now() + d->group->timeout_s;
   cddp_result r = CDDP_OK;
   int p;
-  for (p = 0; leads && p < d->active_count; p++)
+  for (p = 0; leads && p < d->step.active_count; p++)
     if (elastic->order[p] != elastic->me &&
         !cddp__elastic_await_confirmation(d, elastic->order[p], deadline))
       all = false;
-  for (p = 0; r == CDDP_OK && p < d->shards; p++) { /* a member's only link: to the leader */
+  for (p = 0; r == CDDP_OK && p < d->shards.count; p++) { /* a member's only link: to the leader */
     if (elastic->links[p] == NULL) continue;
     r = cddp__link_post(elastic->links[p], CDDP__FRAME_MESSAGE, 0, all ? "g" : "a", 1);
     CDDP__POINT("elastic go");
@@ -20871,10 +20956,10 @@ static cddp_result cddp__elastic_find_leader(cddp_ddp *d, double deadline) {
   }
   cddp__close_fd(&fds[0]);
   if (r != CDDP_OK) return r;
-  if (lead->self.number < 0 || lead->self.number >= d->shards || lead->self.host < 0 ||
+  if (lead->self.number < 0 || lead->self.number >= d->shards.count || lead->self.host < 0 ||
       lead->self.host >= elastic->net->host_count)
     return cddp__fail(CDDP_MISMATCH, "CDDP_JOIN: the answer of a rank of the job is damaged");
-  for (p = 0; p < d->shards; p++) elastic->members[p].life = 0;
+  for (p = 0; p < d->shards.count; p++) elastic->members[p].life = 0;
   memcpy(elastic->net->token, lead->token, sizeof lead->token);
   cddp__elastic_set_member(elastic, lead->self.number, &lead->self);
   host->job_info->table.lead.self.life = 0; /* the next time it asks again */
@@ -20928,7 +21013,7 @@ static cddp_result cddp__elastic_create_group(cddp_ddp *d, cddp__message *table,
   uint64_t id[3];
   void *block = NULL;
   cddp_result r;
-  for (k = 0; k < d->active_count; k++) {
+  for (k = 0; k < d->step.active_count; k++) {
     report = cddp__report_at(d, table, k);
     indices[k] = report->self.host == elastic->members[elastic->me].host ? report->self.index : -1;
     if (indices[k] >= 0) cddp__register_process(host, indices[k], report->self.pid);
@@ -20943,7 +21028,7 @@ static cddp_result cddp__elastic_create_group(cddp_ddp *d, cddp__message *table,
   } else if ((r = cddp__map_ref(host, &ref, &block)) != CDDP_OK) {
     return r;
   }
-  r = cddp__group_build(out, host, rank, d->active_count, indices, (char *)block,
+  r = cddp__group_build(out, host, rank, d->step.active_count, indices, (char *)block,
                         d->group->timeout_s);
   if (r != CDDP_OK) return r;
   memcpy(id, elastic->net->token, 2 * sizeof *id);
@@ -21002,11 +21087,11 @@ static cddp__elastic_report *cddp__elastic_apply_table(cddp_ddp *d, cddp__messag
   uint64_t life = elastic->members[elastic->me].life, furthest;
   bool listed;
   int k, i, p, left = 0, assigned = 0;
-  d->active_count = (int)(table->head.size / cddp__report_bytes(d));
-  for (k = 0; k < d->active_count; k++) {
+  d->step.active_count = (int)(table->head.size / cddp__report_bytes(d));
+  for (k = 0; k < d->step.active_count; k++) {
     report = cddp__report_at(d, table, k);
     p = elastic->order[k] = report->self.number;
-    d->active[k] = k;
+    d->step.active[k] = k;
     cddp__elastic_set_member(elastic, p, &report->self);
     if (report->self.life == life) elastic->me = elastic->net->rank = p;
     elastic->epoch = cddp__max(elastic->epoch, report->epoch + 1);
@@ -21014,24 +21099,26 @@ static cddp__elastic_report *cddp__elastic_apply_table(cddp_ddp *d, cddp__messag
     from = report;
   }
   elastic->net->host = elastic->members[elastic->me].host;
-  memset(elastic->ended, 0, (size_t)d->shards);
-  for (p = 0; p < d->shards; p++) {
-    for (k = 0, listed = false; k < d->active_count; k++) listed = listed || elastic->order[k] == p;
+  memset(elastic->ended, 0, (size_t)d->shards.count);
+  for (p = 0; p < d->shards.count; p++) {
+    for (k = 0, listed = false; k < d->step.active_count; k++)
+      listed = listed || elastic->order[k] == p;
     if (!listed && elastic->members[p].life != 0) cddp__elastic_remove_member(d, p, "");
   }
   furthest = from != NULL ? from->done : 0;
   if (elastic->done < furthest) cddp__elastic_drop_sums(d); /* others have the mean of that step */
-  for (i = 0; i < d->shards; i++) {
-    d->owner[i] = -1;
-    for (k = 0; k < d->active_count; k++) {
+  for (i = 0; i < d->shards.count; i++) {
+    d->shards.owner[i] = -1;
+    for (k = 0; k < d->step.active_count; k++) {
       report = cddp__report_at(d, table, k);
-      if (report->done == furthest && cddp__report_sums(d, report)[i] != 0) d->owner[i] = k;
+      if (report->done == furthest && cddp__report_sums(d, report)[i] != 0) d->shards.owner[i] = k;
     }
-    left += d->owner[i] < 0;
+    left += d->shards.owner[i] < 0;
   }
-  for (i = 0; i < d->shards; i++)
-    if (d->owner[i] < 0) d->owner[i] = (int)((int64_t)assigned++ * d->active_count / left);
-  cddp__record_event(d->group, "assigned", (uint64_t)d->active_count, CDDP_OK);
+  for (i = 0; i < d->shards.count; i++)
+    if (d->shards.owner[i] < 0)
+      d->shards.owner[i] = (int)((int64_t)assigned++ * d->step.active_count / left);
+  cddp__record_event(d->group, "assigned", (uint64_t)d->step.active_count, CDDP_OK);
   return from;
 }
 
@@ -21057,7 +21144,7 @@ static cddp_result cddp__elastic_broadcast(cddp_ddp *d, int source, void *data, 
 static cddp_result cddp__elastic_send_snapshot(cddp_ddp *d, cddp__elastic_report *from,
                                                int source) {
   cddp__elastic *elastic = d->elastic;
-  size_t bytes = (size_t)from->optim.states * d->state_stride;
+  size_t bytes = (size_t)from->optim.states * d->layout.state_stride;
   bool gives = elastic->order[source] == elastic->me;
   char *states = NULL;
   cddp_result r = CDDP_OK;
@@ -21065,7 +21152,8 @@ static cddp_result cddp__elastic_send_snapshot(cddp_ddp *d, cddp__elastic_report
   if ((gives || elastic->empty) && bytes > 0 &&
       (states = cddp__elastic_allocate(d, bytes, CDDP__EXTENT_MESSAGE)) == NULL)
     return CDDP_OUT_OF_MEMORY;
-  if (gives && bytes > 0) r = cddp__copy_states(d, d->optim, states, 0, d->model_bytes, true);
+  if (gives && bytes > 0)
+    r = cddp__copy_states(d, d->optim, states, 0, d->layout.model_bytes, true);
   for (i = 0; r == CDDP_OK && i < d->count; i++)
     r = cddp__elastic_broadcast(d, source, d->params[i].data, d->tensors[i].bytes);
   if (r == CDDP_OK) r = cddp__elastic_broadcast(d, source, states, bytes);
@@ -21091,15 +21179,15 @@ static cddp_result cddp__elastic_synchronize(cddp_ddp *d, cddp__message *table,
   bool behind = false, joins = false;
   int source = 0, k;
   cddp_result r = CDDP_OK;
-  for (k = 0; k < d->active_count; k++) {
+  for (k = 0; k < d->step.active_count; k++) {
     cddp__elastic_report *report = cddp__report_at(d, table, k);
     if (report == from) source = k;
     behind = behind || (report->empty == 0 && report->done < from->done);
     joins = joins || report->empty != 0;
   }
-  if (behind && d->dense > 0 && from->in_parts == 0) { /* else all can read its parts */
-    cddp__call send = cddp__make_call(CDDP__KIND_BROADCAST, elastic->mean, elastic->mean, d->dense,
-                                      CDDP_U8, CDDP_SUM, source);
+  if (behind && d->layout.dense > 0 && from->in_parts == 0) { /* else all can read its parts */
+    cddp__call send = cddp__make_call(CDDP__KIND_BROADCAST, elastic->mean, elastic->mean,
+                                      d->layout.dense, CDDP_U8, CDDP_SUM, source);
     r = cddp__call_all(d, &send);
     if (elastic->done < from->done) {
       elastic->mean_parts = 1;
@@ -21109,9 +21197,9 @@ static cddp_result cddp__elastic_synchronize(cddp_ddp *d, cddp__message *table,
   }
   if (r == CDDP_OK && joins) r = cddp__elastic_send_snapshot(d, from, source);
   if (elastic->one_host) { /* steps on one host need no scratch */
-    cddp__arena_free(d->group->host, d->scratch);
-    d->scratch = NULL;
-    d->scratch_bytes = 0;
+    cddp__arena_free(d->group->host, d->scratch.memory);
+    d->scratch.memory = NULL;
+    d->scratch.bytes = 0;
   }
   if (r == CDDP_OK && behind) r = cddp__elastic_await_device(d);
   if (r != CDDP_OK) return r;
@@ -21141,7 +21229,7 @@ static cddp_result cddp__elastic_regroup(cddp_ddp *d) {
   cddp__message *table = NULL;
   cddp_result r;
   int i;
-  if (++elastic->attempts > 4 * d->shards + 16) /* more than losses explain */
+  if (++elastic->attempts > 4 * d->shards.count + 16) /* more than losses explain */
     return cddp__fail(CDDP_ABORTED,
                       "ranks formed new groups %d times in step %" PRIu64
                       " and could not complete it",
@@ -21152,8 +21240,8 @@ static cddp_result cddp__elastic_regroup(cddp_ddp *d) {
   if (r == CDDP_PEER_LOST) r = CDDP_ABORTED;
   CDDP__POINT("elastic table");
   if (r == CDDP_OK && from == NULL) { /* only joining ranks: the members can be elsewhere */
-    for (i = 0; i < d->shards; i++) elastic->members[i].life = 0;
-    elastic->me = elastic->net->rank = d->shards;
+    for (i = 0; i < d->shards.count; i++) elastic->members[i].life = 0;
+    elastic->me = elastic->net->rank = d->shards.count;
     cddp__elastic_disconnect(d);
     r = CDDP_PEER_LOST;
   }
@@ -21171,8 +21259,8 @@ static cddp_result cddp__elastic_regroup(cddp_ddp *d) {
   cddp__free(&elastic->net->allocator, table);
   if (r != CDDP_OK) return r;
   cddp__elastic_open_joins(d);
-  cddp__log(&d->group->host->logger, 1, "%d ranks continue with step %" PRIu64, d->active_count,
-            elastic->done);
+  cddp__log(&d->group->host->logger, 1, "%d ranks continue with step %" PRIu64,
+            d->step.active_count, elastic->done);
   return CDDP_OK;
 }
 
@@ -21182,10 +21270,10 @@ static cddp_result cddp__elastic_regroup(cddp_ddp *d) {
 static int cddp__elastic_find_shard(const cddp_ddp *d) {
   const cddp__elastic *elastic = d->elastic;
   int i;
-  for (i = 0; i < d->shards; i++)
-    if (i != d->current_shard && d->owner[i] < d->active_count &&
-        elastic->order[d->owner[i]] == elastic->me &&
-        !cddp__nodes_contain(d->own_nodes, d->own_node_count, i))
+  for (i = 0; i < d->shards.count; i++)
+    if (i != d->shards.current && d->shards.owner[i] < d->step.active_count &&
+        elastic->order[d->shards.owner[i]] == elastic->me &&
+        !cddp__nodes_contain(d->shards.own_nodes, d->shards.own_node_count, i))
       return i;
   return -1;
 }
@@ -21195,30 +21283,30 @@ static int cddp__elastic_find_shard(const cddp_ddp *d) {
 static cddp_result cddp__elastic_finish_shard(cddp_ddp *d) {
   bool more = !d->elastic->one_host || cddp__elastic_find_shard(d) >= 0;
   cddp_result r = CDDP_OK;
-  if (d->sparse != NULL) r = cddp__keep_rows(d, d->current_shard);
+  if (d->rows.sparse != NULL) r = cddp__keep_rows(d, d->shards.current);
   CDDP__POINT("elastic shard end");
-  if (r == CDDP_OK && (more || d->own_node_count > 0))
-    r = cddp__elastic_grow_slots(d, d->own_node_count + 1);
-  if (r == CDDP_OK) r = cddp__keep_node(d, d->current_shard, more);
+  if (r == CDDP_OK && (more || d->shards.own_node_count > 0))
+    r = cddp__elastic_grow_slots(d, d->shards.own_node_count + 1);
+  if (r == CDDP_OK) r = cddp__keep_node(d, d->shards.current, more);
   d->elastic->holds_shard = !more;
   CDDP__POINT("elastic shard stored");
   return r;
 }
 
-/* Sets d->current_shard to the next shard; -1: the reduction is complete, and the mean exists. */
+/* Sets d->shards.current to the next shard; -1: the reduction is complete, and the mean exists. */
 static cddp_result cddp__elastic_next(cddp_ddp *d) {
   cddp__elastic *elastic = d->elastic;
   cddp_result r = CDDP_OK;
   if (elastic->done == elastic->step) cddp__elastic_leave_broken(d);
   cddp__join_serve(d->group->host);
-  if (d->current_shard >= 0 && elastic->done == elastic->step) r = cddp__elastic_finish_shard(d);
-  if (d->current_shard >= 0) cddp__reset_step(d);
-  d->current_shard = -1;
+  if (d->shards.current >= 0 && elastic->done == elastic->step) r = cddp__elastic_finish_shard(d);
+  if (d->shards.current >= 0) cddp__reset_step(d);
+  d->shards.current = -1;
   while (r == CDDP_OK && elastic->done == elastic->step) {
     int shard = cddp__elastic_find_shard(d);
     if (shard >= 0 && elastic->holds_shard) r = cddp__elastic_clear_gradients(d);
     if (shard >= 0) {
-      if (r == CDDP_OK) d->current_shard = shard;
+      if (r == CDDP_OK) d->shards.current = shard;
       return r;
     }
     cddp__elastic_accept_reports(d, false);
@@ -21240,7 +21328,7 @@ static cddp__pass cddp__part_pass(cddp_ddp *d, cddp_optim *optim, int k, size_t 
   cddp__pass pass = cddp__pass_of(d, optim, true);
   pass.alone = true;
   pass.means = d->elastic->means[k];
-  cddp__slice(d->dense, CDDP__BLOCK_BYTES, d->elastic->mean_parts, k, begin, end);
+  cddp__slice(d->layout.dense, CDDP__BLOCK_BYTES, d->elastic->mean_parts, k, begin, end);
   return pass;
 }
 
@@ -21283,7 +21371,7 @@ static cddp_result cddp__step_own_weights(cddp_ddp *d, cddp_optim *optim) {
   cddp__pass pass;
   cddp_result r;
   int k;
-  optim->sparse = d->sparse;
+  optim->sparse = d->rows.sparse;
   r = cddp__optim_prepare(optim);
   optim->sparse = sparse;
   if (r != CDDP_OK) return r;
@@ -21292,7 +21380,7 @@ static cddp_result cddp__step_own_weights(cddp_ddp *d, cddp_optim *optim) {
     pass.block = cddp__keep_mean;
     pass.squares = true;
     cddp__walk(&pass, begin, end);
-    elastic->squares[0] = d->squares[d->me];
+    elastic->squares[0] = d->addresses.squares[d->me];
   }
   if (d->desc.max_grad_norm > 0) {
     clip = cddp__clip_factor(d, d->desc.max_grad_norm, elastic->squares, elastic->mean_parts);
@@ -21307,7 +21395,7 @@ static cddp_result cddp__step_own_weights(cddp_ddp *d, cddp_optim *optim) {
   }
   for (k = 0; k < d->count; k++)
     if (cddp__sparse_of(d, k) != NULL && !cddp__optim_skips(optim, k))
-      cddp__optim_rows(optim, k, d->sparse[k]);
+      cddp__optim_rows(optim, k, d->rows.sparse[k]);
   return cddp__clear_gradients(d, optim, true);
 }
 
@@ -21329,7 +21417,7 @@ static cddp_result cddp__elastic_update(cddp_ddp *d, cddp_optim *optim) {
   cddp_result r = CDDP_OK;
   CDDP__POINT("elastic update");
   d->elastic->last_update = cddp__update_call(d, optim);
-  memset(d->used, 1, (size_t)d->count);
+  memset(d->step.used, 1, (size_t)d->count);
   if (gpu || optim == NULL) r = cddp__copy_means(d);
   if (r == CDDP_OK && optim == NULL) r = cddp__return_gradients(d);
   if (r == CDDP_OK && optim != NULL && gpu) r = (d->memory->step)(d, optim, true, true);
@@ -21349,7 +21437,7 @@ static cddp_result cddp__elastic_update(cddp_ddp *d, cddp_optim *optim) {
 static void cddp__defer_free_published(cddp_ddp *d) {
   cddp__elastic *elastic = d->elastic;
   cddp__host *host = d->group->host;
-  if (d->active_count == 1 || elastic->own == NULL) return;
+  if (d->step.active_count == 1 || elastic->own == NULL) return;
   if (d->control != NULL) {
     cddp__arena_free_with(host, elastic->own, d->control->block);
     cddp__arena_free_with(host, elastic->mean, d->control->block);
@@ -21357,7 +21445,7 @@ static void cddp__defer_free_published(cddp_ddp *d) {
   }
   elastic->own = NULL;
   elastic->mean = d->arena = NULL;
-  if (host->threads) elastic->slot_area = d->rows = NULL;
+  if (host->threads) elastic->slot_area = d->rows.packet = NULL;
 }
 
 static void cddp__elastic_free(cddp_ddp *d) {
@@ -21410,7 +21498,8 @@ static cddp_result cddp__elastic_describe_self(cddp_ddp *d, cddp__elastic_member
   self->address = a.v6;
   self->number = elastic->me;
   self->host = host->net != NULL ? host->net->host : 0;
-  if (host->joined) self->host = host->arena.fd >= 0 ? host->job_info->table.host : 2 * d->shards;
+  if (host->joined)
+    self->host = host->arena.fd >= 0 ? host->job_info->table.host : 2 * d->shards.count;
   if ((r = cddp__listen_all(&a, 1, &elastic->net->listener, &count)) != CDDP_OK)
     return cddp__fail_in(r, "cannot listen for the other ranks of an elastic model: ");
   self->port = cddp__address_port(&a);
@@ -21428,7 +21517,7 @@ static cddp_result cddp__elastic_describe_self(cddp_ddp *d, cddp__elastic_member
 static cddp_result cddp__elastic_new(cddp_ddp *d) {
   cddp__host *host = d->group->host;
   const cddp_allocator *a = &host->allocator;
-  size_t n = (size_t)d->shards, links = n + CDDP__JOIN_REQUESTS;
+  size_t n = (size_t)d->shards.count, links = n + CDDP__JOIN_REQUESTS;
   const char *secret =
       host->job_info != NULL && host->job_info->secret[0] != 0 ? host->job_info->secret : NULL;
   cddp__elastic *elastic = (cddp__elastic *)cddp__calloc(
@@ -21449,13 +21538,14 @@ static cddp_result cddp__elastic_new(cddp_ddp *d) {
   elastic->indices = elastic->order + n;
   elastic->ended = (unsigned char *)(elastic->indices + n);
   elastic->empty = host->joined;
-  elastic->me = host->joined ? d->shards : d->group->rank;
-  elastic->net = cddp__net_new(a, d->shards + 1, 2 * d->shards + 1);
+  elastic->me = host->joined ? d->shards.count : d->group->rank;
+  elastic->net = cddp__net_new(a, d->shards.count + 1, 2 * d->shards.count + 1);
   if (elastic->net == NULL) return CDDP_OUT_OF_MEMORY;
   elastic->net->rank = elastic->me;
   if (secret != NULL && (elastic->net->secret = cddp__strdup(a, secret)) == NULL)
     return CDDP_OUT_OF_MEMORY;
-  elastic->mean = cddp__elastic_allocate(d, d->dense + cddp__gather_slack(d), CDDP__EXTENT_MEAN);
+  elastic->mean =
+      cddp__elastic_allocate(d, d->layout.dense + cddp__gather_slack(d), CDDP__EXTENT_MEAN);
   if (elastic->mean == NULL) return CDDP_OUT_OF_MEMORY;
   return !d->group->backend->on_device ? cddp__create_published(d) : CDDP_OK;
 }
@@ -21481,7 +21571,7 @@ static cddp_result cddp__elastic_create(cddp_ddp *d) {
   if (r == CDDP_OK) {
     memcpy(d->elastic->net->token, all[0].token, sizeof all[0].token);
     d->elastic->net->host = all[d->elastic->me].self.host;
-    d->active_count = g->size;
+    d->step.active_count = g->size;
     cddp__elastic_assign_shards(d);
   }
   cddp__free(&g->host->allocator, all);
@@ -21548,7 +21638,8 @@ static cddp_result cddp__elastic_restore(cddp_ddp *d, cddp_optim *optim) {
     optim->fresh[i] = optim->steps[i] == 0;
     if (optim->steps[i] > 0 && optim->backend == NULL) r = cddp__need_states(optim, i);
   }
-  if (r == CDDP_OK) r = cddp__copy_states(d, optim, elastic->states, 0, d->model_bytes, false);
+  if (r == CDDP_OK)
+    r = cddp__copy_states(d, optim, elastic->states, 0, d->layout.model_bytes, false);
   from->stepped = false;
   if (r == CDDP_OK) r = cddp__elastic_await_device(d);
   cddp__elastic_release(d, elastic->states);
@@ -21566,7 +21657,7 @@ static cddp_result cddp__elastic_step(cddp_ddp *d, cddp_optim *optim) {
   record = cddp__record_begin(d->group, optim != NULL ? CDDP__KIND_DDP_STEP : CDDP__KIND_DDP_WAIT,
                               d->steps, 0);
   r = d->memory->use(d->group);
-  if (r == CDDP_OK && (d->current_shard >= 0 || elastic->done == elastic->step))
+  if (r == CDDP_OK && (d->shards.current >= 0 || elastic->done == elastic->step))
     r = cddp__fail(CDDP_INVALID_ARGUMENT,
                    "rank %d called the update of step %" PRIu64 " before all shards are done; "
                    "call cddp_ddp_next_shard until it returns false",
@@ -21575,7 +21666,7 @@ static cddp_result cddp__elastic_step(cddp_ddp *d, cddp_optim *optim) {
   if (r == CDDP_OK) r = cddp__elastic_update(d, optim);
   if (r == CDDP_OK) {
     d->steps++;
-    d->present = d->active_count;
+    d->step.present = d->step.active_count;
     cddp__reset_step(d);
   } else {
     r = cddp__ddp_fail(d, cddp__fail_model(d, r));
@@ -24013,10 +24104,10 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard) {
   cddp_result r = CDDP_OK;
   int i = 0;
   if (d == NULL || shard == NULL || cddp__has_cause(&d->failure)) return false;
-  if (!d->desc.elastic && d->shards_taken == d->shard_count && !d->no_sync)
+  if (!d->desc.elastic && d->shards.taken == d->shards.own_count && !d->no_sync)
     return false;
-  while (d->current_shard >= 0 && i < d->count && d->tensors[i].ready) i++; /* all must be ready */
-  if (d->no_sync || (d->current_shard >= 0 && i < d->count)) {
+  while (d->shards.current >= 0 && i < d->count && d->tensors[i].ready) i++; /* all must be ready */
+  if (d->no_sync || (d->shards.current >= 0 && i < d->count)) {
     if (d->no_sync)
       cddp__fail(CDDP_INVALID_ARGUMENT,
                  "cddp_ddp_next_shard: no_sync is on on rank %d; turn it off before the last "
@@ -24026,15 +24117,15 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard) {
       cddp__fail(CDDP_INVALID_ARGUMENT,
                  "cddp_ddp_next_shard: gradient \"%s\" of shard %d was not marked ready on rank "
                  "%d; call cddp_ddp_ready for every parameter first",
-                 cddp__param_name(&d->params[i], i).s, d->current_shard, d->group->rank);
+                 cddp__param_name(&d->params[i], i).s, d->shards.current, d->group->rank);
     r = CDDP_INVALID_ARGUMENT;
   }
   if (r == CDDP_OK) r = d->memory->use(d->group);
   if (r == CDDP_OK)
     r = d->elastic != NULL ? cddp__elastic_next(d) : cddp__next_of_rank(d);
   if (r != CDDP_OK) (void)cddp__fail_model(d, r);
-  if (r != CDDP_OK || d->current_shard < 0) return false;
-  *shard = d->current_shard;
+  if (r != CDDP_OK || d->shards.current < 0) return false;
+  *shard = d->shards.current;
   return true;
 }
 
@@ -24128,7 +24219,7 @@ CDDPDEF cddp_result (cddp_ddp_reduce_scatter)(cddp_ddp *d) {
 CDDPDEF cddp_result (cddp_ddp_all_gather)(cddp_ddp *d) {
   cddp__enter_call(__func__);
   CDDP__TRY(cddp__check_partitions(d));
-  CDDP__CHECK(d->scattered || cddp__has_cause(&d->failure),
+  CDDP__CHECK(d->step.scattered || cddp__has_cause(&d->failure),
               "cddp_ddp_reduce_scatter must be called first");
   return cddp__publish(d);
 }
@@ -24146,7 +24237,7 @@ CDDPDEF cddp_result (cddp_ddp_gather_states)(cddp_ddp *d, const cddp_param *stat
   return cddp__share_arrays(d, states, d->count, CDDP__ROOT_OWNERS);
 }
 
-CDDPDEF int cddp_ddp_present(const cddp_ddp *d) { return d != NULL ? d->present : -1; }
+CDDPDEF int cddp_ddp_present(const cddp_ddp *d) { return d != NULL ? d->step.present : -1; }
 
 CDDPDEF void cddp_ddp_no_sync(cddp_ddp *d, bool on) {
   if (d == NULL) return;
@@ -24164,10 +24255,10 @@ CDDPDEF cddp_result cddp_ddp_clip_grad_norm(cddp_ddp *d, double max_norm, double
 
 CDDPDEF cddp_result cddp_ddp_grad_norm(cddp_ddp *d, double *norm) {
   CDDP__CHECK(d != NULL && norm != NULL, "the cddp_ddp or norm is NULL");
-  CDDP__CHECK(d->has_norm, "no gradient has been clipped; set max_grad_norm in cddp_ddp_desc");
+  CDDP__CHECK(d->step.has_norm, "no gradient has been clipped; set max_grad_norm in cddp_ddp_desc");
   CDDP__TRY(d->memory->use(d->group));
   if (d->memory->norm != NULL) return (d->memory->norm)(d, norm);
-  *norm = d->norm;
+  *norm = d->step.norm;
   return CDDP_OK;
 }
 
@@ -24183,23 +24274,23 @@ CDDPDEF cddp_result (cddp_ddp_sync_buffers)(cddp_ddp *d) {
   CDDP__TRY(d->memory->use(d->group));
   if (d->meets) /* else no rank has joined */
     CDDP__TRY(cddp__ddp_meet(d, CDDP__KIND_DDP_BUFFERS, 0, NULL, &missing));
-  return cddp__share_arrays(d, d->desc.buffers, d->desc.buffer_count, d->active[0]);
+  return cddp__share_arrays(d, d->desc.buffers, d->desc.buffer_count, d->step.active[0]);
 }
 
 CDDPDEF bool cddp_ddp_used(const cddp_ddp *d, int param) {
-  return d != NULL && param >= 0 && param < d->count && d->used[param] != 0;
+  return d != NULL && param >= 0 && param < d->count && d->step.used[param] != 0;
 }
 
 CDDPDEF int cddp_ddp_bucket_count(const cddp_ddp *d) {
-  return d != NULL ? d->bucket_count : -1;
+  return d != NULL ? d->plan.count : -1;
 }
 
 CDDPDEF int cddp_ddp_bucket_params(const cddp_ddp *d, int bucket, int *params, int capacity) {
   int n, i;
-  if (d == NULL || bucket < 0 || bucket >= d->bucket_count) return -1;
-  n = d->plan_offsets[bucket + 1] - d->plan_offsets[bucket];
+  if (d == NULL || bucket < 0 || bucket >= d->plan.count) return -1;
+  n = d->plan.offsets[bucket + 1] - d->plan.offsets[bucket];
   for (i = 0; params != NULL && i < n && i < capacity; i++)
-    params[i] = d->plan_params[d->plan_offsets[bucket] + i];
+    params[i] = d->plan.params[d->plan.offsets[bucket] + i];
   return n;
 }
 
