@@ -1582,8 +1582,8 @@ CDDPDEF void cddp_register_kernels(const cddp_kernels *kernels); /* must stay wh
      - a thread of rank 0 that serves the store during rendezvous;
      - two threads of a group on GPUs (>>device).
    All of these block all signals. Locks, in the order in which they can be nested: cddp_ddp.lock,
-   engine.lock; p2p_lock, host.lock; fail_lock; on GPUs device.issue_lock, then device.lock, and the
-   watcher also takes p2p_lock and fail_lock. No lock is held during a wait for a peer. Memory that
+   engine.lock; p2p.lock, host.lock; fail_lock; on GPUs device.issue_lock, then device.lock, and the
+   watcher also takes p2p.lock and fail_lock. No lock is held during a wait for a peer. Memory that
    ranks share is accessed through cddp__atomic_*, or published by an access through it.
 
    WAITING. A wait polls for tens of microseconds, then yields, then sleeps on a futex for at most
@@ -2043,7 +2043,7 @@ typedef struct cddp__carrier {
 
 /* An operation in flight. Collectives: in the queue of the group's engine; engine.lock. Sends:
    until the receiver takes the message. Receives: in the group's list, in order of posting;
-   p2p_lock. */
+   p2p.lock. */
 struct cddp_work {
   struct cddp_work *next;
   cddp_group *group;
@@ -2053,13 +2053,13 @@ struct cddp_work {
   cddp__site site;
   uint32_t fp_mode; /* 1 + its caller's cddp__fp_mode */
   uint64_t record;  /* number of its record */
-  bool done;     /* engine.lock; receives: p2p_lock */
-  bool filling;  /* receive: the message is being read into its buffer; p2p_lock */
+  bool done;     /* engine.lock; receives: p2p.lock */
+  bool filling;  /* receive: the message is being read into its buffer; p2p.lock */
   bool anywhere; /* true: a waiting thread may run it; false: only the engine's thread */
   uint32_t tick; /* engine.tick when the operation was pushed */
   cddp_result result;
   int send; /* send: index of its request; -1: none, or the message was copied */
-  int from; /* receive: the message's sender; with CDDP_ANY a candidate until done; p2p_lock */
+  int from; /* receive: the message's sender; with CDDP_ANY a candidate until done; p2p.lock */
   bool on_stream; /* it runs on a stream of the device, and ends with: */
   void *event;    /* recorded after the operation; NULL: not issued */
   void *stage;    /* device memory staged through the host: its copy; else NULL */
@@ -2103,52 +2103,73 @@ typedef struct cddp__copy_timing {
   uint32_t chunks;   /* so far; the same on all ranks */
 } cddp__copy_timing;
 
+/* The messages between this rank and others in a group: >>p2p. */
+typedef struct cddp__p2p {
+  pthread_mutex_t lock;  /* guards all other fields, except next_served */
+  cddp_work *recvs;      /* pending receives, oldest first */
+  int next_any;          /* the rank that the next receive from CDDP_ANY checks first */
+  uint64_t send_number;  /* of the last posted send */
+  uint64_t sends_open;   /* upper bound on the sends in flight; each scan refreshes it */
+  uint64_t sends_staged; /* the same for the bytes of their copies */
+  cddp__send_request *sends[CDDP__SEND_BLOCKS]; /* this rank's */
+  int send_blocks;                              /* number of blocks */
+  bool is_served;                 /* the group is in the list of cddp__serve_in_waits */
+  struct cddp_group *next_served; /* the next group in that list; served_lock */
+} cddp__p2p;
+
+/* A group, as one of its ranks sees it. Constant after creation, unless the heading of a field's
+   lines says otherwise. */
 struct cddp_group { /* followed by its arrays, see cddp__group_build */
+  /* Ranks. */
   cddp__host *host;
+  uint64_t id; /* the same on all ranks of the group; 0: the world */
   int rank, size;
-  int *members;       /* [size] each rank's index on this host; -1: on another host */
-  int *world;         /* [size] each rank's rank in the job; NULL in a job on one host */
-  struct cddp__hosts *hosts; /* NULL: all ranks are on this host. Written under host.lock */
-  const cddp__carrier *carrier;
-  struct cddp__mpi *mpi;     /* of the MPI carrier; else NULL */
+  int *members;               /* [size] each rank's index on this host; -1: on another host */
+  int *world;                 /* [size] each rank's rank in the job; NULL in a job on one host */
   int local_size, local_rank; /* ranks of the group on this host; this rank's index among them */
   int *slot_index;            /* [size] index of each rank's slot */
-  void **buffers, **slices;   /* [size] scratch of the running collective: the ranks' buffers */
+  struct cddp__hosts *hosts;  /* NULL: all ranks are on this host. Written under host.lock */
+  double timeout_s;
+
+  /* Functions, and their data. */
+  const cddp__carrier *carrier;
+  struct cddp__mpi *mpi; /* of the MPI carrier; else NULL */
+  const cddp__backend *backend;
+  void *device; /* on a device: its context, a cddp__device */
+  void *stream; /* the caller's stream on the device, a cudaStream_t: cddp_set_stream */
+
+  /* The control block, in shared memory. */
   cddp__control_block *block; /* behind it headers, slots, staging buffers */
   cddp__slot *slots;
   char *staging;
   size_t staging_size; /* bytes; 0: the group has no staging buffers */
-  cddp__copy_timing timings[CDDP__KIND_COUNT][2]; /* small and large chunks; owner: as of round */
-  size_t round_max; /* largest shares for a single round, bytes; the carrier moves larger ones */
   cddp__ref block_ref;
   uint32_t block_generation; /* of the control block when the group was created */
-  double timeout_s;
-  uint32_t round;         /* of this rank; owner: the thread that runs a collective */
-  uint32_t arrive_target; /* the value of arrivals at which this round is complete */
-  int spin, yields;       /* polls before yielding, yields before sleeping */
-  bool oversubscribed;    /* more ranks than cores */
-  uint64_t calls;         /* collectives so far, for error texts */
-  uint64_t id;            /* the same on all ranks of the group; 0: the world */
-  struct cddp_group *next; /* in host.groups */
-  int models;              /* cddp_ddps that use the group's memory; host.lock */
-  cddp__atomic_u32 left;   /* 1: this rank has left the group; set with host.lock held */
-  bool failed;             /* this rank knows that the group is broken; fail_lock */
-  pthread_mutex_t fail_lock; /* guards the slot's failure too */
+
+  /* How this rank waits. An engine's thread changes spin and yields while it runs an operation. */
+  int spin, yields;    /* polls before yielding, yields before sleeping */
+  bool oversubscribed; /* more ranks than cores */
+  size_t round_max;    /* largest shares for a single round, bytes; the carrier moves larger ones */
+
+  /* Rounds. Owner: the thread that runs a collective. */
+  uint32_t round;
+  uint32_t arrive_target;   /* the value of arrivals at which this round is complete */
+  uint64_t calls;           /* collectives so far, for error texts */
+  void **buffers, **slices; /* [size] scratch of the running collective: the ranks' buffers */
+  cddp__copy_timing timings[CDDP__KIND_COUNT][2]; /* of small and of large chunks */
+
+  /* Operations in flight. Each has a lock of its own. */
   cddp__engine engine;
-  pthread_mutex_t p2p_lock; /* guards receives and posting of sends */
-  cddp_work *recvs;          /* pending receives, oldest first; p2p_lock, as are the next two */
-  int next_any;              /* the rank that the next receive from CDDP_ANY checks first */
-  uint64_t send_number;
-  /* Upper bounds on the number of sends in flight, and on the bytes of their copies. Each scan
-     refreshes them. p2p_lock. */
-  uint64_t sends_open, sends_staged;
-  cddp__send_request *sends[CDDP__SEND_BLOCKS]; /* this rank's */
-  int send_blocks;                              /* number of blocks */
-  const cddp__backend *backend;
-  void *device;                  /* on a device: its context, a cddp__device */
-  void *stream;                  /* the caller's stream on the device, a cudaStream_t */
-  struct cddp_group *next_served; /* see cddp__serve_in_waits; served_lock */
-  bool is_served;                 /* the group is in that list; p2p_lock */
+  cddp__p2p p2p;
+
+  /* Failure. fail_lock guards the failure in this rank's slot too. */
+  pthread_mutex_t fail_lock;
+  bool failed; /* this rank knows that the group is broken */
+
+  /* Life. host.lock. */
+  struct cddp_group *next; /* in host.groups */
+  int models;              /* cddp_ddps that use the group's memory */
+  cddp__atomic_u32 left;   /* 1: this rank has left the group; any thread reads it */
 };
 
 /* --- data parallel --- */
@@ -2446,7 +2467,7 @@ typedef struct cddp__peer {
   int host, number;      /* index of its host in the group; its index among the ranks there */
   cddp__link *link[2];   /* this rank sends on the first and reads from both. Two, if both ends have
                             connected at the same time. NULL: none. Any thread may read these */
-  uint64_t pass[2];      /* hosts.pass at which a frame from it, to it could not move; p2p_lock */
+  uint64_t pass[2];      /* hosts.pass at which a frame from it, to it could not move; p2p.lock */
   cddp__atomic_u32 lost; /* 1: a connection to it has ended; any thread. Stored last, after: */
   double lost_at;
   int error; /* link.error */
@@ -2477,7 +2498,7 @@ typedef struct cddp__hosts {
   char *stage;            /* bytes in transit to and from other hosts */
   size_t stage_size;
   char **scratch;    /* [local_size] shared: chunks of private buffers; NULL: none yet */
-  cddp__link *links; /* to ranks of other hosts; p2p_lock, as are the fields up to `pass` */
+  cddp__link *links; /* to ranks of other hosts; p2p.lock, as are the fields up to `pass` */
   cddp__message *stored, **stored_end; /* messages that no receive waits for yet, oldest first */
   size_t stored_bytes;                 /* of all of them */
   uint64_t pass;         /* number of the current pass through the items */
@@ -8145,7 +8166,7 @@ static cddp_result cddp__break_late(cddp_group *g, int late) {
 /* --- groups with work for every waiting thread --- */
 
 /* The groups of this process that have posted a receive, or that span hosts, linked by next_served.
-   Each waiting thread serves all of them. A thread that holds served_lock takes p2p_lock by trylock
+   Each waiting thread serves all of them. A thread that holds served_lock takes p2p.lock by trylock
    only, since another thread can hold the two in the opposite order. */
 static pthread_mutex_t cddp__served_lock = PTHREAD_MUTEX_INITIALIZER;
 static cddp_group *cddp__served;
@@ -8159,14 +8180,14 @@ static void cddp__register_fork_handler(void) {
   (void)pthread_atfork(NULL, NULL, cddp__reset_served);
 }
 
-/* Makes every wait of the process serve g. The caller holds p2p_lock, or g is still private. */
+/* Makes every wait of the process serve g. The caller holds p2p.lock, or g is still private. */
 static void cddp__serve_in_waits(cddp_group *g) {
   static pthread_once_t once = PTHREAD_ONCE_INIT;
-  if (g->is_served) return;
+  if (g->p2p.is_served) return;
   pthread_once(&once, cddp__register_fork_handler);
   pthread_mutex_lock(&cddp__served_lock);
-  g->is_served = true;
-  g->next_served = cddp__served;
+  g->p2p.is_served = true;
+  g->p2p.next_served = cddp__served;
   __atomic_store_n(&cddp__served, g, __ATOMIC_RELEASE);
   pthread_mutex_unlock(&cddp__served_lock);
 }
@@ -8174,13 +8195,13 @@ static void cddp__serve_in_waits(cddp_group *g) {
 /* Called before g is freed. After it returns no other thread serves g. */
 static void cddp__stop_serving(cddp_group *g) {
   cddp_group *s;
-  if (!g->is_served) return;
+  if (!g->p2p.is_served) return;
   pthread_mutex_lock(&cddp__served_lock);
   if (cddp__served == g) {
-    __atomic_store_n(&cddp__served, g->next_served, __ATOMIC_RELEASE);
+    __atomic_store_n(&cddp__served, g->p2p.next_served, __ATOMIC_RELEASE);
   } else {
-    for (s = cddp__served; s->next_served != g; s = s->next_served) {}
-    s->next_served = g->next_served;
+    for (s = cddp__served; s->p2p.next_served != g; s = s->p2p.next_served) {}
+    s->p2p.next_served = g->p2p.next_served;
   }
   pthread_mutex_unlock(&cddp__served_lock);
 }
@@ -8483,14 +8504,14 @@ static cddp_result cddp__group_build(cddp_group **out, cddp__host *host, int ran
   cddp__set_wait_policy(g);
   g->yields = CDDP__YIELDS;
   pthread_mutex_init(&g->fail_lock, NULL);
-  pthread_mutex_init(&g->p2p_lock, NULL);
+  pthread_mutex_init(&g->p2p.lock, NULL);
   pthread_mutex_init(&g->engine.lock, NULL);
   cddp__cond_init(&g->engine.changed);
   cddp__cond_init(&g->engine.work);
   slot = cddp__slot_of(g, rank);
   g->engine.works = &slot->works;
-  g->sends[0] = slot->sends;
-  g->send_blocks = 1;
+  g->p2p.sends[0] = slot->sends;
+  g->p2p.send_blocks = 1;
   cddp__store32(&slot->state, CDDP__SLOT_TAKEN);
   pthread_mutex_lock(&host->lock);
   if (host->groups == NULL && size > 1) host->slots = g->slots; /* the job's first group */
@@ -8583,7 +8604,7 @@ typedef struct cddp__hello {
 } cddp__hello;
 
 /* A TCP connection between this rank and a rank on another host, in one group. Lock: net.lock until
-   its group has claimed it, then p2p_lock. The link of a notice belongs to one thread. */
+   its group has claimed it, then p2p.lock. The link of a notice belongs to one thread. */
 struct cddp__link {
   cddp__link *next;
   int fd;    /* -1: closed */
@@ -10844,7 +10865,7 @@ static cddp_result cddp__rendezvous_run(cddp_group **out, cddp__config *at,
 /* >>hosts --------------------------------------------------------------------------------------
    Job: carry the headers of a round, the bytes of collectives and messages, and failures between
    the hosts of a group.
-   Owns: cddp__hosts, its connections and its scratch. Lock of connections: p2p_lock. Also the
+   Owns: cddp__hosts, its connections and its scratch. Lock of connections: p2p.lock. Also the
    headers and staging buffers of remote ranks in this host's control block.
    Entry points: those in >>hooks for rooms above; its carrier, cddp__hosts_run and
    cddp__hosts_average; for messages cddp__hosts_post, cddp__hosts_can_post, cddp__hosts_serve and
@@ -10942,7 +10963,7 @@ static void cddp__check_link_end(cddp_group *g, cddp__link *l) {
 }
 
 /* Adds a connection to its peer. Frees it if its peer is no remote rank of the group, or has two
-   already. p2p_lock held. */
+   already. p2p.lock held. */
 static void cddp__add_link(cddp_group *g, cddp__link *l) {
   cddp__hosts *x = g->hosts;
   cddp__link **at;
@@ -10958,7 +10979,7 @@ static void cddp__add_link(cddp_group *g, cddp__link *l) {
   __atomic_store_n(&at[at[0] != NULL], l, __ATOMIC_RELEASE);
 }
 
-/* Takes the group's incoming connections over from the net. p2p_lock held. */
+/* Takes the group's incoming connections over from the net. p2p.lock held. */
 static void cddp__claim_links(cddp_group *g) {
   cddp__net *n = g->hosts->net;
   cddp__link **at, *l;
@@ -10975,7 +10996,7 @@ static void cddp__claim_links(cddp_group *g) {
 }
 
 /* Finds the connection on which this rank sends to another rank: peer.link[0]. call: makes it if
-   there is none. p2p_lock held. */
+   there is none. p2p.lock held. */
 static cddp_result cddp__find_link(cddp_group *g, int rank, bool call) {
   cddp__peer *p = &g->hosts->peers[rank];
   cddp_result r = CDDP_OK;
@@ -10987,21 +11008,21 @@ static cddp_result cddp__find_link(cddp_group *g, int rank, bool call) {
   return r;
 }
 
-/* Whether this rank waits for a frame or a message from a rank. p2p_lock held. */
+/* Whether this rank waits for a frame or a message from a rank. p2p.lock held. */
 static bool cddp__is_awaited(const cddp_group *g, int rank) {
   const cddp_work *q;
   if (g->hosts->peers[rank].pass[0] == g->hosts->pass) return true;
-  for (q = g->recvs; q != NULL; q = q->next)
+  for (q = g->p2p.recvs; q != NULL; q = q->next)
     if (!q->done && (q->call.root == rank || q->call.root == CDDP_ANY)) return true;
   return false;
 }
 
 /* Finds the receive with a buffer that can take a message directly: the oldest one that matches its
    head, if no older stored message matches. NULL: there is none, its length differs, or it receives
-   from any rank, so that another rank's message can arrive first. p2p_lock held. */
+   from any rank, so that another rank's message can arrive first. p2p.lock held. */
 static cddp_work *cddp__recv_for(const cddp_group *g, int from, const cddp__frame_head *head) {
   const cddp__message *m;
-  cddp_work *q = g->recvs;
+  cddp_work *q = g->p2p.recvs;
   while (q != NULL && (q->done || q->call.tag != (int)head->number ||
                        (q->call.root != from && q->call.root != CDDP_ANY)))
     q = q->next;
@@ -11016,7 +11037,7 @@ static cddp_work *cddp__recv_for(const cddp_group *g, int from, const cddp__fram
 }
 
 /* Handles a complete frame: the receive that got it is done; without one the frame is stored.
-   p2p_lock held. */
+   p2p.lock held. */
 static void cddp__keep_message(cddp_group *g, cddp__link *l, cddp__message *m) {
   cddp__hosts *x = g->hosts;
   if (l->into != NULL) {
@@ -11033,7 +11054,7 @@ static void cddp__keep_message(cddp_group *g, cddp__link *l, cddp__message *m) {
 
 /* Continues a connection without blocking: its handshake, bytes that wait to be sent, and received
    frames up to the next piece. Messages that no call awaits are read up to CDDP__STAGED_MAX bytes.
-   Received bytes wake this rank's sleeping threads. p2p_lock held. */
+   Received bytes wake this rank's sleeping threads. p2p.lock held. */
 static void cddp__link_progress(cddp_group *g, cddp__link *l, bool awaited) {
   cddp__hosts *x = g->hosts;
   size_t got = l->got, ahead = l->ahead_at;
@@ -11059,7 +11080,7 @@ static void cddp__link_progress(cddp_group *g, cddp__link *l, bool awaited) {
   if (x->polling && write(x->wake_fd, &one, sizeof one) < 0) {} /* full: the thread wakes anyway */
 }
 
-/* Sends waiting bytes on all connections. Returns the number of bytes left. p2p_lock held. */
+/* Sends waiting bytes on all connections. Returns the number of bytes left. p2p.lock held. */
 static size_t cddp__flush_links(cddp_group *g) {
   cddp__link *l;
   size_t left = 0;
@@ -11077,9 +11098,9 @@ static void cddp__hosts_poll(cddp_group *g) {
   cddp__net_serve(h, g->hosts->net);
   if (pthread_mutex_trylock(&h->lock) != 0) return;
   for (g = h->groups; g != NULL; g = g->next) {
-    if (g->hosts == NULL || pthread_mutex_trylock(&g->p2p_lock) != 0) continue;
+    if (g->hosts == NULL || pthread_mutex_trylock(&g->p2p.lock) != 0) continue;
     (void)cddp__flush_links(g);
-    pthread_mutex_unlock(&g->p2p_lock);
+    pthread_mutex_unlock(&g->p2p.lock);
   }
   pthread_mutex_unlock(&h->lock);
 }
@@ -11090,13 +11111,13 @@ static void cddp__hosts_poll(cddp_group *g) {
 static void cddp__hosts_disconnect(cddp_group *g) {
   cddp__frame_head bye = cddp__link_head(CDDP__FRAME_BYE, 1, CDDP_U8, 0, 0);
   int p;
-  if (pthread_mutex_trylock(&g->p2p_lock) == 0) {
+  if (pthread_mutex_trylock(&g->p2p.lock) == 0) {
     cddp__link *l = g->hosts->links;
     for (; l != NULL; l = l->next)
       if (l->state == CDDP__LINK_UP && l->sent == 0 && cddp__buffer_size(&l->out) == 0 &&
           send(l->fd, &bye, sizeof bye, MSG_NOSIGNAL | MSG_DONTWAIT) < 0 && errno != EAGAIN)
         cddp__link_end(l, errno);
-    pthread_mutex_unlock(&g->p2p_lock);
+    pthread_mutex_unlock(&g->p2p.lock);
   }
   for (p = 0; p < 2 * g->size; p++) {
     const cddp__link *l =
@@ -11154,13 +11175,13 @@ static void cddp__hosts_pause(cddp_group *g, cddp__wait *w, int peer, uint32_t e
   int p, ms = peer != CDDP_ANY && g->members[peer] < 0 ? 5 : 1;
   bool polls;
   cddp__link *l;
-  pthread_mutex_lock(&g->p2p_lock);
+  pthread_mutex_lock(&g->p2p.lock);
   for (p = 0; w->due && p < g->size; p++)
     if ((peer == CDDP_ANY || p == peer) && g->members[p] < 0) (void)cddp__find_link(g, p, true);
   for (l = x->links; w->due && l != NULL; l = l->next) cddp__link_check_timeout(l);
   polls = !x->polling && cddp__load32(&slot->events) == events;
   x->polling = x->polling || polls;
-  pthread_mutex_unlock(&g->p2p_lock);
+  pthread_mutex_unlock(&g->p2p.lock);
   if (!polls) {
     cddp__wait_sleep(g, w, &slot->waiting, &slot->events, events);
     return;
@@ -11168,10 +11189,10 @@ static void cddp__hosts_pause(cddp_group *g, cddp__wait *w, int peer, uint32_t e
   start = cddp__now();
   if (epoll_wait(x->epoll, news, 16, ms) < 0) {} /* an error only shortens the sleep */
   cddp__note_sleep(start, 1e-3 * ms);
-  pthread_mutex_lock(&g->p2p_lock);
+  pthread_mutex_lock(&g->p2p.lock);
   x->polling = false;
   cddp__notify(g, g->rank);
-  pthread_mutex_unlock(&g->p2p_lock);
+  pthread_mutex_unlock(&g->p2p.lock);
   if (w->due) cddp__early_notice(g, false);
 }
 
@@ -11179,7 +11200,7 @@ static void cddp__hosts_pause(cddp_group *g, cddp__wait *w, int peer, uint32_t e
 
 /* Whether a message of `bytes` bytes can be posted: the connection to the rank is made, and the
    waiting bytes are within the limit. One such message is always within it. If the rank has left
-   and no bytes wait here, it has received all earlier messages: no loss. p2p_lock held. */
+   and no bytes wait here, it has received all earlier messages: no loss. p2p.lock held. */
 static bool cddp__hosts_can_post(cddp_group *g, int peer, size_t bytes) {
   const cddp__link *l;
   if (cddp__find_link(g, peer, true) != CDDP_OK) return false;
@@ -11196,7 +11217,7 @@ static cddp_result cddp__hosts_post(cddp_group *g, const cddp__call *c) {
       cddp__link_head(CDDP__FRAME_MESSAGE, (uint32_t)c->tag, c->dtype, c->count, bytes);
   cddp_result r;
   cddp__link *l;
-  pthread_mutex_lock(&g->p2p_lock);
+  pthread_mutex_lock(&g->p2p.lock);
   if ((r = cddp__find_link(g, c->root, true)) != CDDP_OK) goto done;
   l = g->hosts->peers[c->root].link[0];
   cddp__link_flush(g->hosts->net, l);
@@ -11212,13 +11233,13 @@ static cddp_result cddp__hosts_post(cddp_group *g, const cddp__call *c) {
   }
   cddp__check_link_end(g, l);
 done:
-  pthread_mutex_unlock(&g->p2p_lock);
+  pthread_mutex_unlock(&g->p2p.lock);
   CDDP__POINT("sent");
   return r;
 }
 
 /* Detaches a receive from the message that is being received into its buffer. The message continues
-   in separate memory. p2p_lock held. */
+   in separate memory. p2p.lock held. */
 static void cddp__hosts_detach_receive(cddp_group *g, cddp_work *q) {
   const cddp__net *n = g->hosts->net;
   cddp__message *m = NULL;
@@ -11239,7 +11260,7 @@ static void cddp__hosts_detach_receive(cddp_group *g, cddp_work *q) {
   q->filling = false;
 }
 
-/* Removes the oldest stored frame of a type from a rank, with a tag (-1: any). NULL: none. p2p_lock
+/* Removes the oldest stored frame of a type from a rank, with a tag (-1: any). NULL: none. p2p.lock
    held. */
 static cddp__message *cddp__take_message(cddp_group *g, uint32_t type, int from, int tag) {
   cddp__hosts *x = g->hosts;
@@ -11254,7 +11275,7 @@ static cddp__message *cddp__take_message(cddp_group *g, uint32_t type, int from,
   return m;
 }
 
-/* Sends and receives messages as far as possible without waiting. p2p_lock held. */
+/* Sends and receives messages as far as possible without waiting. p2p.lock held. */
 static void cddp__hosts_serve(cddp_group *g) {
   cddp__link *l;
   cddp__claim_links(g);
@@ -11324,7 +11345,7 @@ static bool cddp__move_frame(cddp_group *g, const cddp__item *it, cddp__link *l)
 
 /* Continues the posted frames. Returns a rank with an incomplete frame, not counting frames to send
    that were posted in step `due` or later; -1: none. It prefers a lost rank. *r: the error of a
-   connection that cannot be made now. p2p_lock held. */
+   connection that cannot be made now. p2p.lock held. */
 static int cddp__move_frames(cddp_group *g, long due, bool *moved, cddp_result *r) {
   cddp__hosts *x = g->hosts;
   int i, k, kept = 0, late = -1;
@@ -11366,9 +11387,9 @@ static cddp_result cddp__await_frames(cddp_group *g, cddp__wait *w, int late, ui
   if (w->due && (r = cddp__check_peers(g)) != CDDP_OK) return r;
   if (cddp__remote_gone(g, late)) return cddp__report_lost(g, late, NULL);
   if (w->due && (starved = cddp__load32(&g->hosts->net->starved)) != 0) {
-    pthread_mutex_lock(&g->p2p_lock);
+    pthread_mutex_lock(&g->p2p.lock);
     awaited = g->hosts->peers[late].link[0] == NULL;
-    pthread_mutex_unlock(&g->p2p_lock);
+    pthread_mutex_unlock(&g->p2p.lock);
     errno = (int)starved;
     if (awaited)
       return cddp__break(g, cddp__fail_errno("accept of a connection from another rank"));
@@ -11390,9 +11411,9 @@ static cddp_result cddp__deliver(cddp_group *g, long due) {
     if (moved) cddp__wait_begin(&w, g->timeout_s + CDDP__REMOTE_CAUSE_S, polls ? CDDP__POLLS : 1);
     moved = false;
     events = cddp__load32(&slot->events);
-    pthread_mutex_lock(&g->p2p_lock);
+    pthread_mutex_lock(&g->p2p.lock);
     late = cddp__move_frames(g, due, &moved, &r);
-    pthread_mutex_unlock(&g->p2p_lock);
+    pthread_mutex_unlock(&g->p2p.lock);
     r = r == CDDP_SYSTEM ? cddp__break(g, r) : CDDP_OK; /* for lack of memory: tried again */
     if (late < 0 || moved || r != CDDP_OK) continue;
     if (cddp__wait_sleeps(&w))
@@ -12083,9 +12104,9 @@ static void cddp__hosts_leave(cddp_group *g) {
   cddp__wait_begin(&w, 1, 0);
   do {
     before = left;
-    pthread_mutex_lock(&g->p2p_lock);
+    pthread_mutex_lock(&g->p2p.lock);
     left = cddp__flush_links(g);
-    pthread_mutex_unlock(&g->p2p_lock);
+    pthread_mutex_unlock(&g->p2p.lock);
     if (left < before) cddp__wait_begin(&w, 1, 0);
   } while (left > 0 && cddp__check_failure(g) == CDDP_OK && cddp__wait_pause(&w));
   pthread_mutex_lock(&net->lock);
@@ -12105,7 +12126,7 @@ static void cddp__hosts_leave(cddp_group *g) {
 /* >>p2p -------------------------------------------------------------------------------------------
    Job: send and recv between the ranks of a host. Messages to other hosts pass through >>hosts.
    Owns: a slot's send requests, events and waiting; a group's list of receives and counts of sends.
-   Lock: p2p_lock.
+   Lock: p2p.lock.
    Touches: peers' slots. A receiver takes a send request and increments the sender's events.
    Entry points: cddp__start_send and _finish_send, cddp__post_recv and _finish_recv,
    cddp__serve_idle.
@@ -12127,11 +12148,11 @@ static void cddp__hosts_leave(cddp_group *g) {
 static cddp__send_request *cddp__send_at(const cddp_group *g, int index) { /* of this rank */
   int block = 0, size = CDDP__SENDS;
   for (; index >= size; block++, size *= 2) index -= size;
-  return &g->sends[block][index];
+  return &g->p2p.sends[block][index];
 }
 
 static int cddp__send_count(const cddp_group *g) { /* of this rank, free and used */
-  return CDDP__SENDS * ((1 << g->send_blocks) - 1);
+  return CDDP__SENDS * ((1 << g->p2p.send_blocks) - 1);
 }
 
 /* Returns whether the receiver can still read the send's bytes. */
@@ -12140,24 +12161,25 @@ static bool cddp__send_open(const cddp__send_request *p) {
   return state == CDDP__SEND_POSTED || state == CDDP__SEND_TAKEN;
 }
 
-/* Allocates more send requests. Returns the first new index, or -1 with the error set. p2p_lock
+/* Allocates more send requests. Returns the first new index, or -1 with the error set. p2p.lock
    held. */
 static int cddp__grow_sends(cddp_group *g) {
-  int block = g->send_blocks, count = cddp__send_count(g);
+  int block = g->p2p.send_blocks, count = cddp__send_count(g);
   size_t bytes = ((size_t)CDDP__SENDS << block) * sizeof(cddp__send_request);
+  void *p;
   if (block == CDDP__SEND_BLOCKS) {
     cddp__fail(CDDP_OUT_OF_MEMORY, "%d messages are already in flight: receive some first", count);
     return -1;
   }
-  g->sends[block] = (cddp__send_request *)cddp__arena_alloc(g->host, bytes, CDDP__EXTENT_MESSAGE);
-  if (g->sends[block] == NULL) return -1;
-  g->send_blocks++;
-  cddp__slot_of(g, g->rank)->more_sends[block] = cddp__ref_of(g->host, g->sends[block], bytes);
+  if ((p = cddp__arena_alloc(g->host, bytes, CDDP__EXTENT_MESSAGE)) == NULL) return -1;
+  g->p2p.sends[block] = (cddp__send_request *)p;
+  g->p2p.send_blocks++;
+  cddp__slot_of(g, g->rank)->more_sends[block] = cddp__ref_of(g->host, g->p2p.sends[block], bytes);
   return count;
 }
 
 /* Returns whether a send request is free. Frees it if its receiver is done and its call has
-   returned. p2p_lock held. */
+   returned. p2p.lock held. */
 static bool cddp__send_is_free(cddp__send_request *p) {
   if (!p->staged || cddp__send_open(p)) return cddp__load32(&p->state) == CDDP__SEND_FREE;
   p->staged = false;
@@ -12167,26 +12189,26 @@ static bool cddp__send_is_free(cddp__send_request *p) {
 
 /* Scans all send requests: frees those that are done, frees copies beyond CDDP__STAGED_MAX, and
    counts the rest. Returns the free request with the copy that fits `bytes` best; -1: none.
-   p2p_lock held. */
+   p2p.lock held. */
 static int cddp__scan_sends(cddp_group *g, size_t bytes) {
   size_t kept = 0, size = 0;
   int i, best = -1, n = cddp__send_count(g);
   if ((uint32_t)n > cddp__load32(&cddp__slot_of(g, g->rank)->send_top)) /* the rest is unused */
     n = (int)cddp__load32(&cddp__slot_of(g, g->rank)->send_top) + 1;
-  g->sends_open = g->sends_staged = 0;
+  g->p2p.sends_open = g->p2p.sends_staged = 0;
   for (i = 0; i < n; i++) {
     cddp__send_request *p = cddp__send_at(g, i);
     bool fits = p->stage_size >= bytes && (size < bytes || p->stage_size < size);
     bool is_free = cddp__send_is_free(p);
     if (p->staged) {
-      g->sends_staged += p->count * cddp__dtype_size((cddp_dtype)p->dtype);
+      g->p2p.sends_staged += p->count * cddp__dtype_size((cddp_dtype)p->dtype);
     } else if (p->stage != NULL && (kept += p->stage_size) > CDDP__STAGED_MAX) {
       cddp__arena_free(g->host, p->stage);
       p->stage = NULL;
       p->stage_size = 0;
     }
     if (!is_free) {
-      g->sends_open++;
+      g->p2p.sends_open++;
     } else if (best < 0 || fits) {
       best = i;
       size = p->stage_size;
@@ -12202,12 +12224,13 @@ static int cddp__pick_send(cddp_group *g, size_t bytes) {
 }
 
 /* Returns whether the sends in flight are within the limits. The last message, of `bytes`, can have
-   any size. p2p_lock held. */
+   any size. p2p.lock held. */
 static bool cddp__sends_fit(const cddp_group *g, size_t bytes) {
-  return g->sends_open <= CDDP__SENDS && g->sends_staged <= cddp__max(CDDP__STAGED_MAX, bytes);
+  return g->p2p.sends_open <= CDDP__SENDS &&
+         g->p2p.sends_staged <= cddp__max(CDDP__STAGED_MAX, bytes);
 }
 
-/* Copies the message to the request's own memory. p2p_lock held. */
+/* Copies the message to the request's own memory. p2p.lock held. */
 static cddp_result cddp__stage(cddp_group *g, cddp__send_request *p, const void *buf,
                                size_t bytes) {
   if (p->stage_size < bytes || p->stage == NULL) {
@@ -12236,7 +12259,7 @@ static cddp_result cddp__post_send(cddp_group *g, const cddp__call *call, int *s
   size_t bytes = call->count * call->esize;
   cddp_result r = CDDP_OUT_OF_MEMORY;
   int i;
-  pthread_mutex_lock(&g->p2p_lock);
+  pthread_mutex_lock(&g->p2p.lock);
   i = cddp__pick_send(g, bytes);
   if (i < 0) i = cddp__grow_sends(g);
   if (i >= 0) {
@@ -12257,19 +12280,19 @@ static cddp_result cddp__post_send(cddp_group *g, const cddp__call *call, int *s
     cddp__store32(&p->tag, (uint32_t)call->tag);
     p->dtype = call->dtype;
     p->count = call->count;
-    cddp__note64(&p->number, ++g->send_number);
+    cddp__note64(&p->number, ++g->p2p.send_number);
     CDDP__POINT("post");
     if ((uint32_t)i >= cddp__load32(&slot->send_top))
       cddp__store32(&slot->send_top, (uint32_t)i + 1);
     if (r == CDDP_OK) cddp__exchange32(&p->state, CDDP__POSTED_TO(call->root));
-    g->sends_open++;
-    if (p->staged) g->sends_staged += bytes;
+    g->p2p.sends_open++;
+    if (p->staged) g->p2p.sends_staged += bytes;
     *fits = cddp__sends_fit(g, bytes);
     if (r == CDDP_OK) cddp__notify(g, call->root);
     *lost = r == CDDP_OK && p->staged && call->root != g->rank && cddp__rank_gone(g, call->root) &&
             cddp__send_open(p);
   }
-  pthread_mutex_unlock(&g->p2p_lock);
+  pthread_mutex_unlock(&g->p2p.lock);
   return r;
 }
 
@@ -12312,7 +12335,7 @@ static bool cddp__recv_fits(cddp_group *g, cddp_work *work, uint64_t count, uint
 }
 
 /* Copies the message of a send, or refuses it if it does not match. Does nothing if its sender has
-   just withdrawn it. p2p_lock held. */
+   just withdrawn it. p2p.lock held. */
 static void cddp__take_send(cddp_group *g, cddp_work *work, cddp__send_request *p) {
   void *from = NULL;
   cddp_result r;
@@ -12344,7 +12367,7 @@ static void cddp__take_send(cddp_group *g, cddp_work *work, cddp__send_request *
 }
 
 /* Completes a receive from another host with the oldest message of its tag, if one has arrived.
-   p2p_lock held. */
+   p2p.lock held. */
 static void cddp__take_remote(cddp_group *g, cddp_work *work) {
   cddp__message *m = cddp__take_message(g, CDDP__FRAME_MESSAGE, work->from, work->call.tag);
   if (m == NULL) return;
@@ -12357,34 +12380,34 @@ static void cddp__take_remote(cddp_group *g, cddp_work *work) {
 }
 
 /* Returns whether an older receive must get the next message from work->from with work's
-   tag. p2p_lock held. */
+   tag. p2p.lock held. */
 static bool cddp__is_claimed(const cddp_group *g, const cddp_work *work) {
   const cddp_work *older;
-  for (older = g->recvs; older != work; older = older->next)
+  for (older = g->p2p.recvs; older != work; older = older->next)
     if (!older->done && older->call.tag == work->call.tag &&
         (older->call.root == work->from || older->call.root == CDDP_ANY))
       return true;
   return false;
 }
 
-/* Completes receives of arrived messages, the oldest first. Returns whether there was one. p2p_lock
+/* Completes receives of arrived messages, the oldest first. Returns whether there was one. p2p.lock
    held. */
 static bool cddp__serve_recvs(cddp_group *g) {
   bool served = false;
   cddp_work *work;
   int i;
   if (g->hosts != NULL) cddp__hosts_serve(g);
-  for (work = g->recvs; work != NULL; work = work->next) {
+  for (work = g->p2p.recvs; work != NULL; work = work->next) {
     bool any = work->call.root == CDDP_ANY;
     for (i = 0; !work->done && !work->filling && i < (any ? g->size : 1); i++) {
       cddp__send_request *p;
-      work->from = any ? (g->next_any + i) % g->size : work->call.root;
+      work->from = any ? (g->p2p.next_any + i) % g->size : work->call.root;
       if (cddp__is_claimed(g, work)) continue;
       if (g->members[work->from] < 0)
         cddp__take_remote(g, work);
       else if (cddp__find_send(g, work) != NULL && (p = cddp__find_send(g, work)) != NULL)
         cddp__take_send(g, work, p); /* the oldest: see cddp__find_send */
-      if (any && work->done) g->next_any = work->from + 1;
+      if (any && work->done) g->p2p.next_any = work->from + 1;
       served = served || work->done;
     }
   }
@@ -12393,9 +12416,9 @@ static bool cddp__serve_recvs(cddp_group *g) {
 
 static bool cddp__is_alone(cddp_group *g) { /* no receive is in the list */
   bool alone;
-  pthread_mutex_lock(&g->p2p_lock);
-  alone = g->recvs == NULL;
-  pthread_mutex_unlock(&g->p2p_lock);
+  pthread_mutex_lock(&g->p2p.lock);
+  alone = g->p2p.recvs == NULL;
+  pthread_mutex_unlock(&g->p2p.lock);
   return alone;
 }
 
@@ -12410,11 +12433,11 @@ static bool cddp__recv_directly(cddp_work *work) {
   work->from = work->call.root;
   for (i = 0; i < spin && cddp__load32(&g->block->broken) == 0; i++) {
     if (cddp__find_send(g, work) != NULL) {
-      pthread_mutex_lock(&g->p2p_lock);
-      if (g->recvs == NULL && cddp__find_send(g, work) != NULL &&
+      pthread_mutex_lock(&g->p2p.lock);
+      if (g->p2p.recvs == NULL && cddp__find_send(g, work) != NULL &&
           (p = cddp__find_send(g, work)) != NULL)
         cddp__take_send(g, work, p); /* another thread may have taken an older message meanwhile */
-      pthread_mutex_unlock(&g->p2p_lock);
+      pthread_mutex_unlock(&g->p2p.lock);
       return work->done;
     }
     if (i == 0 && !cddp__is_alone(g)) return false;
@@ -12429,15 +12452,15 @@ static bool cddp__serve_other(cddp_group *g) {
   char kept[CDDP__ERROR_MAX];
   bool served = false;
   if (cddp__load32(&g->block->broken) != 0) return false;
-  if (pthread_mutex_trylock(&g->p2p_lock) != 0) return false;
+  if (pthread_mutex_trylock(&g->p2p.lock) != 0) return false;
   if (g->hosts != NULL) (void)cddp__flush_links(g);
-  if (g->recvs != NULL) {
+  if (g->p2p.recvs != NULL) {
     memcpy(kept, cddp__error_text, sizeof kept);
     if (g->hosts != NULL) cddp__net_serve(g->host, g->hosts->net);
     served = cddp__serve_recvs(g);
     memcpy(cddp__error_text, kept, sizeof kept);
   }
-  pthread_mutex_unlock(&g->p2p_lock);
+  pthread_mutex_unlock(&g->p2p.lock);
   return served;
 }
 
@@ -12445,28 +12468,28 @@ static bool cddp__serve_idle(cddp_group *g) {
   bool served = false;
   cddp_group *other;
   if (g != NULL && g->hosts != NULL) cddp__hosts_poll(g);
-  if (g != NULL && pthread_mutex_trylock(&g->p2p_lock) == 0) {
-    if (g->recvs != NULL || g->hosts != NULL) served = cddp__serve_recvs(g);
-    pthread_mutex_unlock(&g->p2p_lock);
+  if (g != NULL && pthread_mutex_trylock(&g->p2p.lock) == 0) {
+    if (g->p2p.recvs != NULL || g->hosts != NULL) served = cddp__serve_recvs(g);
+    pthread_mutex_unlock(&g->p2p.lock);
   }
   if (__atomic_load_n(&cddp__served, __ATOMIC_ACQUIRE) == NULL ||
       pthread_mutex_trylock(&cddp__served_lock) != 0)
     return served;
-  for (other = cddp__served; other != NULL; other = other->next_served)
+  for (other = cddp__served; other != NULL; other = other->p2p.next_served)
     if (other != g && cddp__serve_other(other)) served = true;
   pthread_mutex_unlock(&cddp__served_lock);
   return served;
 }
 
 static void cddp__post_recv(cddp_group *g, cddp_work *work) {
-  cddp_work **at = &g->recvs;
+  cddp_work **at = &g->p2p.recvs;
   work->next = NULL;
-  pthread_mutex_lock(&g->p2p_lock);
+  pthread_mutex_lock(&g->p2p.lock);
   while (*at != NULL) at = &(*at)->next;
   *at = work;
   cddp__serve_in_waits(g);
   cddp__serve_recvs(g);
-  pthread_mutex_unlock(&g->p2p_lock);
+  pthread_mutex_unlock(&g->p2p.lock);
 }
 
 /* Returns whether a thread can stop waiting: for a message, for the end of a send (w->send >= 0),
@@ -12475,7 +12498,7 @@ static bool cddp__message_ready(cddp_work *work) {
   cddp_group *g = work->group;
   size_t bytes = work->call.count * work->call.esize;
   bool ready;
-  pthread_mutex_lock(&g->p2p_lock);
+  pthread_mutex_lock(&g->p2p.lock);
   cddp__serve_recvs(g);
   if (work->call.kind == CDDP__KIND_RECV) {
     ready = work->done;
@@ -12487,7 +12510,7 @@ static bool cddp__message_ready(cddp_work *work) {
     (void)cddp__scan_sends(g, bytes);
     ready = cddp__sends_fit(g, bytes);
   }
-  pthread_mutex_unlock(&g->p2p_lock);
+  pthread_mutex_unlock(&g->p2p.lock);
   return ready;
 }
 
@@ -12520,13 +12543,13 @@ static cddp_result cddp__check_peer(const cddp_work *work) {
    forever. */
 static cddp_result cddp__check_receivers(cddp_group *g) {
   int i, to, gone = -1;
-  pthread_mutex_lock(&g->p2p_lock);
+  pthread_mutex_lock(&g->p2p.lock);
   for (i = cddp__send_count(g) - 1; i >= 0 && gone < 0; i--) {
     uint32_t state = cddp__load32(&cddp__send_at(g, i)->state);
     to = (int)(state >> 8);
     if ((state & 255) == CDDP__SEND_POSTED && to != g->rank && cddp__rank_gone(g, to)) gone = to;
   }
-  pthread_mutex_unlock(&g->p2p_lock);
+  pthread_mutex_unlock(&g->p2p.lock);
   if (gone < 0) return CDDP_OK;
   return cddp__report_lost(g, gone, "a send, while messages to it were in flight");
 }
@@ -12647,13 +12670,13 @@ static cddp_result cddp__finish_send(cddp_work *work, double limit) {
 /* Aborts a receive. Returns false if its message has arrived or it has failed. */
 static bool cddp__abort_recv(cddp_work *work) {
   bool open;
-  pthread_mutex_lock(&work->group->p2p_lock);
+  pthread_mutex_lock(&work->group->p2p.lock);
   if ((open = !work->done)) {
     if (work->filling) cddp__hosts_detach_receive(work->group, work);
     work->result = CDDP_ABORTED;
     work->done = true;
   }
-  pthread_mutex_unlock(&work->group->p2p_lock);
+  pthread_mutex_unlock(&work->group->p2p.lock);
   return open;
 }
 
@@ -12677,14 +12700,14 @@ static cddp_result cddp__end_recv(cddp_work *work, cddp_result r) {
    broken the group. limit: see cddp__finish_send. */
 static cddp_result cddp__finish_recv(cddp_work *work, double limit) {
   cddp_group *g = work->group;
-  cddp_work **at = &g->recvs;
+  cddp_work **at = &g->p2p.recvs;
   cddp_result r = cddp__message_wait(work, limit);
   if (r == CDDP_TIMEOUT && limit >= 0) return r;
-  pthread_mutex_lock(&g->p2p_lock);
+  pthread_mutex_lock(&g->p2p.lock);
   while (*at != work) at = &(*at)->next;
   *at = work->next;
   if (work->filling) cddp__hosts_detach_receive(g, work); /* the group has failed */
-  pthread_mutex_unlock(&g->p2p_lock);
+  pthread_mutex_unlock(&g->p2p.lock);
   return cddp__end_recv(work, r);
 }
 
@@ -14173,7 +14196,7 @@ static void cddp__group_leave(cddp_group *g) {
   for (i = cddp__send_count(g) - 1; i >= 0; i--) /* messages not yet received stay valid */
     if (!cddp__send_open(cddp__send_at(g, i))) cddp__arena_free(host, cddp__send_at(g, i)->stage);
     else cddp__arena_free_with(host, cddp__send_at(g, i)->stage, g->block);
-  for (i = 1; i < g->send_blocks; i++) cddp__arena_free_with(host, g->sends[i], g->block);
+  for (i = 1; i < g->p2p.send_blocks; i++) cddp__arena_free_with(host, g->p2p.sends[i], g->block);
   (g->carrier->leave)(g);
   (void)cddp__swap32(&slot->state, CDDP__SLOT_TAKEN, CDDP__SLOT_LEFT);
   cddp__wake_all(g);
@@ -14185,7 +14208,7 @@ static void cddp__group_leave(cddp_group *g) {
       munmap(g->block, cddp__round_up(bytes, cddp__page_size()));
   }
   pthread_mutex_destroy(&g->fail_lock);
-  pthread_mutex_destroy(&g->p2p_lock);
+  pthread_mutex_destroy(&g->p2p.lock);
   pthread_mutex_destroy(&g->engine.lock);
   pthread_cond_destroy(&g->engine.changed);
   pthread_cond_destroy(&g->engine.work);
@@ -15755,10 +15778,10 @@ static void cddp__watch_hosts(cddp_group *g) {
   if (hosts == NULL) return;
   cddp__hosts_poll(g);
   if (g->local_rank != 0) return;
-  pthread_mutex_lock(&g->p2p_lock);
+  pthread_mutex_lock(&g->p2p.lock);
   cddp__hosts_serve(g);
   (void)cddp__find_link(g, cddp__rank_on(hosts, (hosts->mine + 1) % hosts->count, 0), true);
-  pthread_mutex_unlock(&g->p2p_lock);
+  pthread_mutex_unlock(&g->p2p.lock);
 }
 
 /* Breaks the group after a failure of NCCL. A death of a rank causes various errors, some of which
@@ -20513,7 +20536,7 @@ static void cddp__elastic_record_ends(cddp_ddp *d) {
   do {
     for (again = false, i = 0; i < 2; i++) {
       if (groups[i] == NULL || groups[i]->hosts == NULL) continue;
-      pthread_mutex_lock(&groups[i]->p2p_lock);
+      pthread_mutex_lock(&groups[i]->p2p.lock);
       for (link = groups[i]->hosts->links; link != NULL; link = link->next) {
         unsigned char *ended = &d->elastic->ended[d->elastic->order[link->rank]], next;
         ssize_t n =
@@ -20525,7 +20548,7 @@ static void cddp__elastic_record_ends(cddp_ddp *d) {
           *ended = 1;
         again = again || (link->error > 0 && *ended == 0);
       }
-      pthread_mutex_unlock(&groups[i]->p2p_lock);
+      pthread_mutex_unlock(&groups[i]->p2p.lock);
     }
   } while (again && cddp__wait_pause(&w));
 }

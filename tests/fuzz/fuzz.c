@@ -1056,7 +1056,7 @@ static void target_link(input *in) {
       cddp__hosts_poll(k.g);
       REQUIRE(!few_descriptors || callers(h->net, false) <= 1);
       few_descriptors = false;
-      k.g->recvs = NULL;
+      k.g->p2p.recvs = NULL;
     }
     cddp__group_leave(k.g);
   }
