@@ -844,14 +844,19 @@ CDDPDEF cddp_group *cddp_ddp_group(cddp_ddp *d);
 
 /* >>api-checkpoints -------------------------------------------------------------------------------
 
+     const char *path = "model.safetensors";
      cddp_checkpoint_desc c = {0};
      c.optim = sgd, c.sampler = &sampler, c.ddp = ddp;  // NULL leaves a part out
-     TRY(cddp_save(g, "model.safetensors", p, n, &c));  // all ranks call it; rank 0 writes
-     ...
-     TRY(cddp_load(g, "model.safetensors", p, n, &c));  // on any number of ranks
+
+     int32_t resume = access(path, F_OK) == 0;          // rank 0's answer is used by all
+     TRY(cddp_broadcast(g, &resume, 1, CDDP_I32, 0, NULL));
+     if (resume) TRY(cddp_load(g, path, p, n, &c));     // on any number of ranks
+     ...                                                // steps from cddp_ddp_steps(ddp) on
+     TRY(cddp_save(g, path, p, n, &c));                 // all ranks call it; rank 0 writes
 
    Files have the safetensors format: PyTorch's load_file reads them, and cddp_load reads PyTorch's.
-   Save and load between steps only, when no gradient is marked ready. */
+   Save and load between steps only, when no gradient is marked ready. States of an optimizer of
+   your own are more entries of p, here alone: {"momentum", m, NULL, count, CDDP_F32}. */
 
 typedef struct cddp_shape {
   int dims;         /* at most 8; 0: one, as long as the parameter; -1: a scalar, [] */

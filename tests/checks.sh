@@ -499,6 +499,7 @@ compile_blocks() {
 #include "cddp.h"
 #include <stdio.h>
 #include <stdlib.h>
+#include <unistd.h>
 enum { N = 4, STEPS = 2, EPOCHS = 2 };
 #define TRY(call) if ((call) != CDDP_OK) return 1
 extern cddp_group *g, *group, *half;
