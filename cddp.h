@@ -87,18 +87,19 @@
      >>sockets      addresses, non-blocking I/O     >>store        key-value store: TCP and file
      >>discovery    rank and address                >>arena        memory shared by a host's ranks
      >>reduce       sums in canonical order (pure)  >>plan         slices and buckets (pure)
-     >>shape        what a collective moves (pure)  >>failure      broken groups; lost, late ranks
-     >>round        rounds in shared memory         >>links        connections between hosts
-     >>rendezvous   how ranks and hosts meet        >>hosts        steps, collectives across hosts
-     >>p2p          send and recv                   >>mpi          collectives by MPI
-     >>work         asynchronous operations         >>collectives  all_reduce and the others
-     >>groups       creation, split, destruction    >>sparse       gradients that are rows (pure)
-     >>optim        SGD and AdamW                   >>device       groups of ranks with GPUs
-     >>kernels      optimizers on devices           >>ddp          distributed data parallel
-     >>elastic      membership; ranks fail and join >>sampler      DistributedSampler
-     >>safetensors  a file's header (pure)          >>checkpoint   save and load
-     >>spawn        processes and threads as ranks  >>public       arguments; public functions
-     >>history      changes                         >>license      the terms
+     >>shape        what a collective moves (pure)  >>block        layout of a control block (pure)
+     >>failure      broken groups; lost, late ranks >>round        rounds in shared memory
+     >>links        connections between hosts       >>rendezvous   how ranks and hosts meet
+     >>hosts        steps, collectives across hosts >>p2p          send and recv
+     >>mpi          collectives by MPI              >>work         asynchronous operations
+     >>collectives  all_reduce and the others       >>groups       creation, split, destruction
+     >>sparse       gradients that are rows (pure)  >>optim        SGD and AdamW
+     >>device       groups of ranks with GPUs       >>kernels      optimizers on devices
+     >>ddp          distributed data parallel       >>elastic      membership; ranks fail and join
+     >>sampler      DistributedSampler              >>safetensors  a file's header (pure)
+     >>checkpoint   save and load                   >>spawn        processes and threads as ranks
+     >>public       arguments; public functions     >>history      changes
+     >>license      the terms
 */
 
 #if defined(CDDP_IMPLEMENTATION) && !defined(CDDP_IMPLEMENTATION_DONE) /* macros for libc */
@@ -7310,7 +7311,7 @@ static int cddp__plan_buckets(int *offsets, int *sorted, const cddp_param *param
 
 /* >>shape --------------------------------------------------------------------------------------
    Job: describe which data each collective moves, in one table for all backends and the argument
-   checks. Owns: nothing. Entry points: all functions of the room.
+   checks, and a call in error texts. Owns: nothing. Entry points: all functions of the room.
    How it works:
      1. The caller's buffers consist of shares of `count` elements.
      2. A rank's send buffer has one share for all ranks, or one share for each rank. Its receive
@@ -7327,30 +7328,34 @@ typedef struct cddp__shape {
   bool scatters, gathers;  /* send has a share for each rank; recv has a share of each rank */
   bool from_root, to_root; /* only the root sends; only the root receives */
 } cddp__shape;
-static const cddp__shape cddp__shapes[] = {{"barrier", 0, 0, 0, 0, 0},
-                                           {"all_reduce", 1, 0, 0, 0, 0},
-                                           {"reduce", 1, 0, 0, 0, 1},
-                                           {"broadcast", 0, 0, 0, 1, 0},
-                                           {"all_gather", 0, 0, 1, 0, 0},
-                                           {"gather", 0, 0, 1, 0, 1},
-                                           {"scatter", 0, 1, 0, 1, 0},
-                                           {"reduce_scatter", 1, 1, 0, 0, 0},
-                                           {"all_to_all", 0, 1, 1, 0, 0},
-                                           {"all_gather_v", 0, 0, 1, 0, 0},
-                                           {"all_to_all_v", 0, 1, 1, 0, 0},
-                                           {"group_new/split", 0, 0, 0, 0, 0}, /* names only: */
-                                           {"ddp_create", 0, 0, 0, 0, 0},
-                                           {"ddp_wait", 0, 0, 0, 0, 0},
-                                           {"ddp_step", 0, 0, 0, 0, 0},
-                                           {"ddp bucket", 0, 0, 0, 0, 0},
-                                           {"ddp_sync_buffers", 0, 0, 0, 0, 0},
-                                           {"ddp_join", 0, 0, 0, 0, 0},
-                                           {"ddp_reduce_scatter", 0, 0, 0, 0, 0},
-                                           {"ddp_all_gather", 0, 0, 0, 0, 0},
-                                           {"ddp_next_shard", 0, 0, 0, 0, 0},
-                                           {"", 0, 0, 0, 0, 0},
-                                           {"send", 0, 0, 0, 0, 0},
-                                           {"recv", 0, 0, 0, 0, 0}};
+static const cddp__shape cddp__shapes[] = {
+    /* by CDDP__KIND_*: name, reduces, scatters, gathers, from_root, to_root */
+    {"barrier", 0, 0, 0, 0, 0},
+    {"all_reduce", 1, 0, 0, 0, 0},
+    {"reduce", 1, 0, 0, 0, 1},
+    {"broadcast", 0, 0, 0, 1, 0},
+    {"all_gather", 0, 0, 1, 0, 0},
+    {"gather", 0, 0, 1, 0, 1},
+    {"scatter", 0, 1, 0, 1, 0},
+    {"reduce_scatter", 1, 1, 0, 0, 0},
+    {"all_to_all", 0, 1, 1, 0, 0},
+    {"all_gather_v", 0, 0, 1, 0, 0},
+    {"all_to_all_v", 0, 1, 1, 0, 0},
+    /* calls with a name only */
+    {"group_new/split", 0, 0, 0, 0, 0},
+    {"ddp_create", 0, 0, 0, 0, 0},
+    {"ddp_wait", 0, 0, 0, 0, 0},
+    {"ddp_step", 0, 0, 0, 0, 0},
+    {"ddp bucket", 0, 0, 0, 0, 0},
+    {"ddp_sync_buffers", 0, 0, 0, 0, 0},
+    {"ddp_join", 0, 0, 0, 0, 0},
+    {"ddp_reduce_scatter", 0, 0, 0, 0, 0},
+    {"ddp_all_gather", 0, 0, 0, 0, 0},
+    {"ddp_next_shard", 0, 0, 0, 0, 0},
+    {"", 0, 0, 0, 0, 0},
+    {"send", 0, 0, 0, 0, 0},
+    {"recv", 0, 0, 0, 0, 0},
+};
 
 static cddp__call cddp__make_call(int kind, const void *send, void *recv, size_t count,
                                   cddp_dtype dtype, cddp_op op, int root) {
@@ -7449,48 +7454,25 @@ static void cddp__buffer_bytes(const cddp_group *g, const cddp__call *call, size
   *received = one || cddp__receives(call, g->rank) ? share * cddp__recv_shares(g, call) : 0;
 }
 
-/* >>failure ---------------------------------------------------------------------------------------
-   Job: report a failure to all ranks of a group, and find out about a rank that others wait for:
-   whether and how it has ended, where it waits, whether two ranks wait for each other.
-   Owns: in the control block `broken` and `cause`; in a slot state, inside, failure, site and wait;
-   in the group `failed`. Lock: fail_lock. Calls other hosts through >>hooks.
-   Entry points: cddp__break; cddp__check_group; cddp__check_peers and cddp__report_lost for ranks
-   that have ended, cddp__break_late for ranks that are late; cddp__begin_access and
-   cddp__end_access around accesses to peers' memory; cddp__describe_* and cddp__name_rank for error
-   texts; the functions that compute addresses inside a control block.
-   How it works:
-     1. The first rank to notice a failure writes its text into its own slot. Then it stores result
-        and slot number in block->broken with a compare-and-swap. This breaks the group.
-     2. It wakes all sleeping ranks. From then on every call of every rank returns this failure.
-     3. cddp__process_gone finds out from a process's pidfd, its lock on the shared memory and /proc
-        whether it has ended. A rank that leaves in good order says so in its slot.
-     4. A rank that has waited for long writes its operation and call site into its slot
-        (cddp__publish_wait), for the time-out texts of its peers and for the deadlock check. */
-
-/* Bytes of a staging buffer. cddp__staging_bytes has fewer where many ranks share the last cache. A
-   core with 1 MiB of L2 writes chunks of 256 KiB to the last cache; peers read them there in 2/3 of
-   the time that chunks of 64 KiB take. With 512 KiB of L2, chunks of 64 KiB are faster. */
-#define CDDP__STAGING ((size_t)256 << 10)
-#define CDDP__STAGING_MIN ((size_t)64 << 10)
-#define CDDP__STAGING_L2 ((size_t)1 << 20)  /* with an L2 of this size or unknown: CDDP__STAGING */
-#define CDDP__STAGING_ALL ((size_t)4 << 20) /* limit for the sum over all ranks of a group */
-/* Shares that travel between hosts with a round's headers: bytes of all ranks together. Two ranks
-   use twice as many bytes, since no other algorithm transfers fewer bytes between two ranks. */
-#define CDDP__PIGGYBACK ((size_t)64 << 10)
+/* --- texts --- */
 
 static const char *const cddp__dtype_names[] = {"f32", "f64", "f16", "bf16",
                                                 "i8",  "u8",  "i32", "i64"};
 static const char *const cddp__op_names[] = {"sum", "avg",  "prod", "min",
                                              "max", "band", "bor",  "bxor"};
 
+/* A call and its phase in 32 bits, for headers and logs, and the parts of such a code. */
 static uint32_t cddp__call_code(const cddp__call *call, uint32_t phase) {
   return (uint32_t)call->kind | (uint32_t)call->dtype << 8 | (uint32_t)call->op << 16 |
          (phase << 24);
 }
+static uint32_t cddp__code_kind(uint32_t code) { return code & 255; }
+static uint32_t cddp__code_dtype(uint32_t code) { return code >> 8 & 255; }
+static uint32_t cddp__code_phase(uint32_t code) { return code >> 24; }
 
 /* Example: "all_reduce(count 4, f32, sum)" */
 static cddp__text cddp__describe_call(uint32_t code, uint64_t count, int root) {
-  uint32_t kind = code & 255, dtype = code >> 8 & 255, op = code >> 16 & 255;
+  uint32_t kind = cddp__code_kind(code), dtype = cddp__code_dtype(code), op = code >> 16 & 255;
   cddp__text t = {"an unknown call"};
   if (kind >= CDDP__KIND_COUNT || dtype > CDDP_I64 || op > CDDP_BXOR) return t;
   t = cddp__textf("%s", cddp__shapes[kind].name);
@@ -7501,20 +7483,31 @@ static cddp__text cddp__describe_call(uint32_t code, uint64_t count, int root) {
   cddp__append(t.s, sizeof t.s, "%s", cddp__dtype_names[dtype]);
   if (cddp__shapes[kind].reduces) cddp__append(t.s, sizeof t.s, ", %s", cddp__op_names[op]);
   if (root >= 0) cddp__append(t.s, sizeof t.s, ", root %d", root);
-  cddp__append(t.s, sizeof t.s, code >> 24 == CDDP__PHASE_HOST ? ", host memory)" : ")");
+  if (cddp__code_phase(code) == CDDP__PHASE_HOST) cddp__append(t.s, sizeof t.s, ", host memory");
+  cddp__append(t.s, sizeof t.s, ")");
   return t;
 }
 
-/* Layout: control block, headers, reported rounds, slots, staging buffers. Every rank reads all
+/* >>block -----------------------------------------------------------------------------------------
+   Job: the layout of a group's control block in shared memory, and the sizes of its parts.
+   Owns: nothing. The functions compute sizes and addresses.
+   Entry points: cddp__block_bytes, cddp__staging_bytes; the functions that return a part's address.
+   Layout: the control block, headers, reported rounds, slots, staging buffers. Every rank reads all
    headers. They are contiguous because those of a thousand ranks then fill 32 pages, while a single
    slot takes several pages. Ranks of other hosts share one slot, which stays empty. */
-static size_t cddp__block_slots(int size) {
-  return 4096 + cddp__round_up((size_t)size * (2 * sizeof(cddp__op_header) + 4), 4096);
-}
-static size_t cddp__block_head(int size, int local_size) {
-  size_t slots = (size_t)local_size + (local_size < size ? 1 : 0);
-  return cddp__round_up(cddp__block_slots(size) + slots * sizeof(cddp__slot), 65536);
-}
+
+#define CDDP__HEADERS_AT ((size_t)4096) /* offset of the headers */
+/* Bytes of a staging buffer; fewer where many ranks share the last cache. A core with 1 MiB of L2
+   writes chunks of 256 KiB to the last cache; peers read them there in 2/3 of the time that chunks
+   of 64 KiB take. With 512 KiB of L2, chunks of 64 KiB are faster. */
+#define CDDP__STAGING ((size_t)256 << 10)
+#define CDDP__STAGING_MIN ((size_t)64 << 10)
+#define CDDP__STAGING_L2 ((size_t)1 << 20)  /* with an L2 of this size or unknown: CDDP__STAGING */
+#define CDDP__STAGING_ALL ((size_t)4 << 20) /* limit for the sum over all ranks of a group */
+/* Shares that travel between hosts with a round's headers: bytes of all ranks together. Two ranks
+   use twice as many bytes, since no other algorithm transfers fewer bytes between two ranks. */
+#define CDDP__PIGGYBACK ((size_t)64 << 10)
+
 #ifndef CDDP__L2 /* tests define it, with a value for each rank */
 #define CDDP__L2 cddp__l2()
 /* Bytes of a core's L2 cache; 0: unknown, for example on aarch64 with musl. */
@@ -7536,19 +7529,34 @@ static size_t cddp__staging_bytes(int size) { /* the maximum over all machines *
   while (each > CDDP__STAGING_MIN && 2 * each * (size_t)size > CDDP__STAGING_ALL) each /= 2;
   return each;
 }
+
 static size_t cddp__piggyback_bytes(int size) {
   return size == 2 ? 2 * CDDP__PIGGYBACK : CDDP__PIGGYBACK;
 }
-static size_t cddp__block_bytes(int size, int local_size) { /* fits any page size */
+
+/* Offsets of the slots and of the staging buffers; bytes of everything, which fit any page size. */
+static size_t cddp__block_slots(int size) {
+  size_t headers = (size_t)size * (2 * sizeof(cddp__op_header) + sizeof(cddp__atomic_u32));
+  CDDP_ASSERT(sizeof(cddp__control_block) <= CDDP__HEADERS_AT);
+  return CDDP__HEADERS_AT + cddp__round_up(headers, 4096);
+}
+static size_t cddp__block_head(int size, int local_size) {
+  size_t slots = (size_t)local_size + (local_size < size);
+  return cddp__round_up(cddp__block_slots(size) + slots * sizeof(cddp__slot), 65536);
+}
+static size_t cddp__block_bytes(int size, int local_size) {
   size_t local = (size_t)size * cddp__staging_bytes(size);
   return cddp__block_head(size, local_size) +
          2 * (local_size < size ? cddp__piggyback_bytes(size) : local);
 }
+
+/* The parts of a rank. Headers and staging buffers: those of a round with this number. */
 static cddp__slot *cddp__slot_of(const cddp_group *g, int rank) {
   return g->slots + g->slot_index[rank];
 }
 static cddp__op_header *cddp__op_header_of(const cddp_group *g, int rank, uint32_t round) {
-  return (cddp__op_header *)(void *)((char *)g->block + 4096) + 2 * (size_t)rank + (round & 1);
+  char *headers = (char *)g->block + CDDP__HEADERS_AT;
+  return (cddp__op_header *)(void *)headers + 2 * (size_t)rank + (round & 1);
 }
 static cddp__atomic_u32 *cddp__reported_round_of(const cddp_group *g, int rank) {
   return (cddp__atomic_u32 *)(void *)cddp__op_header_of(g, g->size, 0) + rank;
@@ -7556,9 +7564,29 @@ static cddp__atomic_u32 *cddp__reported_round_of(const cddp_group *g, int rank) 
 static void *cddp__staging_of(const cddp_group *g, int rank, uint32_t round) {
   return g->staging + (2 * (size_t)rank + (round & 1)) * g->staging_size;
 }
-static bool cddp__has_announced(const cddp_group *g, int rank) { /* whether in this round */
+
+/* Returns whether a rank has announced the current round. */
+static bool cddp__has_announced(const cddp_group *g, int rank) {
   return cddp__load32(&cddp__op_header_of(g, rank, g->round)->seq) == g->round;
 }
+
+/* >>failure ---------------------------------------------------------------------------------------
+   Job: report a failure to all ranks of a group, and find out about a rank that others wait for:
+   whether and how it has ended, where it waits, whether two ranks wait for each other.
+   Owns: in the control block `broken` and `cause`; in a slot state, inside, failure, site and wait;
+   in the group `failed`. Lock: fail_lock. Calls other hosts through >>hooks.
+   Entry points: cddp__break; cddp__check_group; cddp__check_peers and cddp__report_lost for ranks
+   that have ended, cddp__break_late for ranks that are late; cddp__begin_access and
+   cddp__end_access around accesses to peers' memory; cddp__describe_* and cddp__name_rank for error
+   texts.
+   How it works:
+     1. The first rank to notice a failure writes its text into its own slot. Then it stores result
+        and slot number in block->broken with a compare-and-swap. This breaks the group.
+     2. It wakes all sleeping ranks. From then on every call of every rank returns this failure.
+     3. A process's pidfd, its lock on the shared memory and /proc show whether it has ended. A rank
+        that leaves in good order says so in its slot.
+     4. A rank that has waited for long writes its operation and call site into its slot, for the
+        time-out texts of its peers and for the deadlock check. */
 
 /* --- reporting a failure to all ranks --- */
 
@@ -7578,10 +7606,10 @@ static cddp_result cddp__check_cause(const cddp__cause *cause) {
   return cddp__fail((cddp_result)(cddp__load32(&cause->state) - 2), "%s", cause->text);
 }
 
-/* Wakes all sleeping ranks. Of other hosts' headers, only the lowest rank's can have sleepers. */
+/* Wakes all sleeping ranks. Of other hosts' headers, only the lowest rank's can have sleepers. The
+   addition of 0 is a full fence: threads that begin to sleep later see `broken`. */
 static void cddp__wake_all(cddp_group *g) {
-  bool sleepers = cddp__add32(&g->block->sleepers, 0) != 0; /* full fence: later sleepers see
-                                                               `broken` */
+  bool sleepers = cddp__add32(&g->block->sleepers, 0) != 0;
   int p;
   if (sleepers) cddp__futex_wake(&g->block->release);
   for (p = 0; p < g->size; p++) {
@@ -7602,7 +7630,7 @@ static const char *cddp__failure_text(const cddp_group *g) {
 
 /* Returns the group's failure, and makes its text this thread's error. CDDP_OK: healthy. */
 static cddp_result cddp__check_failure(cddp_group *g) {
-  cddp_result r = (cddp_result)(cddp__load32(&g->block->broken) & 255);
+  cddp_result r = (cddp_result)(cddp__load32(&g->block->broken) & 255); /* upper bits: the slot */
   cddp__net *net;
   if (CDDP__LIKELY(r == CDDP_OK)) return r;
   net = g->hosts != NULL ? g->hosts->net : g->host->net;
@@ -7628,8 +7656,8 @@ static bool cddp__publish_failure(cddp_group *g, cddp_result r) {
   return first;
 }
 
-/* Wakes all ranks after a failure was published. notify_hosts: tell the other
-   hosts, which do not notice the failure themselves. */
+/* Wakes all ranks after a failure was published. notify_hosts: the other hosts do not notice the
+   failure themselves. */
 static void cddp__announce_failure(cddp_group *g, bool notify_hosts) {
   cddp__wake_all(g);
   cddp__log(&g->host->logger, 0, "%s", cddp__failure_text(g));
@@ -7648,23 +7676,24 @@ static cddp_result cddp__break(cddp_group *g, cddp_result r) {
   return cddp__break_here(g, r, true);
 }
 
-/* Marks this rank as one with several threads that use cddp. A peer cannot conclude then that the
-   rank is blocked because one of its threads waits: another thread can unblock it. */
+/* Marks this rank as one with several threads that use cddp. If one of them waits, another can end
+   the wait: peers must not conclude that the rank is blocked. */
 static void cddp__mark_multithreaded(const cddp__host *host) {
   if (host->slots != NULL) cddp__store32(&host->slots[host->index].multithreaded, 1);
 }
 
-#define CDDP__THREAD ((uintptr_t)&cddp__this_site) /* identifies the calling thread */
-
+/* Marks the rank if this thread is not the first that uses cddp. A thread is known by the address
+   of a variable that each thread has. */
 CDDP__INLINED void cddp__note_thread(cddp__host *host) {
-  uintptr_t self = CDDP__THREAD, first = __atomic_load_n(&host->user, __ATOMIC_RELAXED);
+  uintptr_t self = (uintptr_t)&cddp__this_site;
+  uintptr_t first = __atomic_load_n(&host->user, __ATOMIC_RELAXED);
   if (CDDP__LIKELY(first == self) || cddp__own_engine != NULL) return;
   if (first != 0 || !__atomic_compare_exchange_n(&host->user, &first, self, false, __ATOMIC_RELAXED,
                                                  __ATOMIC_RELAXED))
     cddp__mark_multithreaded(host);
 }
 
-/* Called at the start of each call: returns the group's failure, or CDDP_OK if it is healthy. */
+/* Called at the start of each call. Returns the group's failure, or CDDP_OK. */
 CDDP__INLINED cddp_result cddp__check_group(cddp_group *g) {
   cddp__note_thread(g->host);
   if (CDDP__LIKELY(cddp__load32(&g->block->broken) == 0)) return CDDP_OK;
@@ -7676,7 +7705,7 @@ CDDP__INLINED cddp_result cddp__check_group(cddp_group *g) {
 #define CDDP__REMOTE_CAUSE_S 0.1      /* time for another host's notice of a failure to arrive */
 #define CDDP__REMOTE_CAUSE_LONG_S 0.5 /* the same if other ranks may have seen how a rank ended */
 
-/* Reads field `number` of /proc/PID/stat, numbered as in proc(5), and field 3, the letter of the
+/* Reads field `number` of /proc/PID/stat, as numbered in proc(5), and field 3, the letter of the
    process's state. Returns false if there is no such process. */
 static bool cddp__process_stat(uint32_t pid, int number, char *state, uint64_t *value) {
   char path[32], text[1024], *at;
@@ -7724,8 +7753,7 @@ static bool cddp__process_gone(const cddp__host *host, int at) {
 }
 
 /* Returns whether a rank of another host has ended and the notice of the cause has arrived, or has
-   had time to arrive. No notice follows a BYE, and a rank that was alone on its host has no
-   neighbour that could send one. */
+   had time to. No notice follows a BYE. A rank alone on its host has no neighbour to send one. */
 static bool cddp__remote_gone(const cddp_group *g, int rank) {
   const cddp__peer *peer = &g->hosts->peers[rank];
   bool brief;
@@ -7792,35 +7820,41 @@ static bool cddp__rank_left(const cddp_group *g, int rank) {
   return cddp__load32(&cddp__slot_of(g, rank)->state) == CDDP__SLOT_LEFT;
 }
 
-/* Describes how a rank has ended. cddp__rank_gone(g, rank) is true. */
-static cddp__text cddp__describe_end(const cddp_group *g, int rank) {
-  uint32_t state = cddp__load32(&cddp__slot_of(g, rank)->state);
-  int status, at = g->members[rank], error = at < 0 ? g->hosts->peers[rank].error : 0;
-  const cddp__rank_entry *home = at < 0 ? &g->hosts->net->ranks[g->world[rank]] : NULL;
-  cddp__address address;
-  uint32_t ended = 0;
-  cddp__wait w;
-  if (cddp__rank_left(g, rank)) return cddp__textf("left the group (cddp_destroy)");
-  if (error > 0) {
-    address = cddp__internet_address(&g->hosts->net->hosts[home->host].address);
-    cddp__address_set_port(&address, home->port);
-  }
+/* Describes how a rank of another host has ended, from the end of the connection to it. */
+static cddp__text cddp__describe_remote_end(const cddp_group *g, int rank) {
+  const cddp__net *net = g->hosts->net;
+  const cddp__rank_entry *entry = &net->ranks[g->world[rank]];
+  cddp__address address = cddp__internet_address(&net->hosts[entry->host].address);
+  int error = g->hosts->peers[rank].error; /* errno; 0: the rank has closed the connection */
+  cddp__address_set_port(&address, entry->port);
+  if (error == 0 || error == ECONNRESET || error == EPIPE)
+    return cddp__textf("closed its connection: it died, or its group failed");
   if (error == ECONNREFUSED)
     return cddp__textf("does not listen at %s: it has ended, or a firewall blocks this port",
                        cddp__describe_address(&address).s);
   if (error == EPROTO)
     return cddp__textf("sent bytes that are not a cddp message, or a message out of order");
-  if (error != 0 && error != ECONNRESET && error != EPIPE)
-    return cddp__textf("lost its connection (it listens at %s): %s",
-                       cddp__describe_address(&address).s, strerror(error));
-  if (at < 0) return cddp__textf("closed its connection: it died, or its group failed");
-  if (state == CDDP__SLOT_DEAD || g->host->threads)
+  return cddp__textf("lost its connection (it listens at %s): %s",
+                     cddp__describe_address(&address).s, strerror(error));
+}
+
+/* Describes how a rank has ended. cddp__rank_gone(g, rank) is true. */
+static cddp__text cddp__describe_end(const cddp_group *g, int rank) {
+  const cddp__host *host = g->host;
+  int status, at = g->members[rank];
+  uint32_t ended = 0;
+  cddp__wait w;
+  if (cddp__rank_left(g, rank)) return cddp__textf("left the group (cddp_destroy)");
+  if (at < 0) return cddp__describe_remote_end(g, rank);
+  if (host->threads || cddp__load32(&cddp__slot_of(g, rank)->state) == CDDP__SLOT_DEAD)
     return cddp__textf("ended: its thread function returned");
-  if (cddp__exit_status(g->host->pidfds[at], g->host->pids[at], &status))
+  if (cddp__exit_status(host->pidfds[at], host->pids[at], &status))
     return cddp__describe_status(status);
-  cddp__wait_begin(&w, 2.5 * CDDP__SLEEP_MAX_S, 0); /* for its neighbour to store slot.ended */
-  while (g->host->slots != NULL && at < g->host->size && /* NULL: this rank joined (CDDP_JOIN) */
-         (ended = cddp__load32(&g->host->slots[at].ended)) == 0 && cddp__wait_pause(&w)) {}
+  /* One process of the host watches that process, and soon stores its status: cddp__wait_tick.
+     slots == NULL: this rank joined (CDDP_JOIN). */
+  cddp__wait_begin(&w, 2.5 * CDDP__SLEEP_MAX_S, 0);
+  while (host->slots != NULL && at < host->size &&
+         (ended = cddp__load32(&host->slots[at].ended)) == 0 && cddp__wait_pause(&w)) {}
   if (ended != 0) return cddp__describe_status((int)(ended & 0xffff));
   return cddp__textf("died: its process has ended");
 }
@@ -7833,10 +7867,10 @@ static cddp__text cddp__describe_current_call(const cddp_group *g) {
                      cddp__describe_site().s, g->calls);
 }
 
-/* Breaks the group over the loss of a rank. doing: the operation that this rank was in; NULL: the
-   round in which it waited for the lost rank. A rank that left, or that is on another host, may
-   have ended because of a third rank. So a notice from another host is preferred as the cause, and
-   the text also names a process of the group that has died. */
+/* Breaks the group over the loss of a rank.
+     doing   the operation that this rank was in; NULL: the round in which it waited for that rank
+   A rank that left, or that is on another host, may have ended because of a third rank. So a notice
+   from another host is preferred as the cause, and the text also names a process that has died. */
 static cddp_result cddp__report_lost(cddp_group *g, int rank, const char *doing) {
   const cddp__cause *cause = &g->block->cause;
   bool left = g->members[rank] >= 0 && cddp__rank_left(g, rank);
@@ -7894,9 +7928,9 @@ static cddp_result cddp__begin_access(cddp_group *g) {
   return cddp__check_group(g);
 }
 
-/* Returns r. After a failure it first waits until no peer is inside. Only then can the caller reuse
-   its buffers. Peers leave soon, because the failure ends their waits and their copies. A peer that
-   is stopped does not leave: after 5 s this rank quarantines its shared memory. */
+/* Returns r. After a failure it first waits until no peer is inside, because only then can the
+   caller reuse its buffers. The failure ends the peers' waits and copies. A peer that is stopped
+   stays inside: after 5 s this rank quarantines its shared memory. */
 static cddp_result cddp__end_access(cddp_group *g, cddp_result r) {
   cddp__atomic_u32 *inside = &cddp__slot_of(g, g->rank)->inside;
   cddp__wait w;
@@ -7918,10 +7952,11 @@ static cddp_result cddp__end_access(cddp_group *g, cddp_result r) {
 
 /* --- where ranks wait, published for the ranks of the same host --- */
 
-static cddp__slot *cddp__wait_slot(const cddp_group *g, int rank) { /* NULL: unknown */
-  if (g->host->slots == NULL || g->members[rank] < 0) return NULL;
-  if (g->members[rank] >= g->host->size) return NULL; /* it joined with CDDP_JOIN */
-  return &g->host->slots[g->members[rank]];
+/* The slot in which a rank publishes its waits; NULL: none (on another host, or joined). */
+static cddp__slot *cddp__wait_slot(const cddp_group *g, int rank) {
+  const cddp__host *host = g->host;
+  int at = g->members[rank];
+  return host->slots != NULL && at >= 0 && at < host->size ? &host->slots[at] : NULL;
 }
 
 /* Copies a text of n bytes from memory that another process can change meanwhile. */
@@ -7934,7 +7969,7 @@ static void cddp__copy_text(char *to, const char *from, size_t n) {
   }
 }
 
-/* The number of a rank in the job, or, in a job on one host, among the host's processes. */
+/* The number of a rank in the job. */
 static int cddp__job_rank(const cddp_group *g, int rank) {
   return g->world != NULL ? g->world[rank] : g->members[rank];
 }
@@ -7956,8 +7991,8 @@ static cddp__text cddp__describe_wait(const cddp_group *g, int rank) {
   return t;
 }
 
-/* Returns whether slot->works counts all operations of this rank in flight. An operation in state
-   CDDP__OWN_HELD is not counted; the engine's thread soon puts it into the queue. */
+/* Returns whether slot->works counts all operations of this rank in flight. It does not count one
+   in state CDDP__OWN_HELD, which the engine's thread soon puts into the queue. */
 static bool cddp__works_visible(cddp__host *host) {
   const cddp_group *g;
   bool all = true;
@@ -7970,21 +8005,19 @@ static bool cddp__works_visible(cddp__host *host) {
 
 /* Publishes that this thread waits in g. Returns false if another thread's wait is published, or if
    this rank may continue in another thread. An engine's thread publishes while its caller waits for
-   the engine. where: the operation; NULL: the group's round. */
+   the engine.
+     where   the operation; NULL: the group's round */
 static bool cddp__publish_wait(cddp_group *g, const char *where) {
   const cddp__op_header *header = cddp__op_header_of(g, g->rank, g->round);
   cddp__engine *engine = cddp__own_engine;
   cddp__slot *slot = cddp__wait_slot(g, g->rank);
   cddp__text call;
-  if (slot == NULL ||
-      (engine != NULL && (engine != &g->engine || cddp__load32(&engine->awaited) == 0)))
-    return false;
+  if (slot == NULL) return false;
+  if (engine != NULL && (engine != &g->engine || cddp__load32(&engine->awaited) == 0)) return false;
   if (!cddp__works_visible(g->host) || !cddp__swap32(&g->host->shown, 0, 1)) return false;
   call = cddp__describe_call(header->call, header->count, header->root);
-  if (where == NULL)
-    call =
-        cddp__textf("%.90s%s", cddp__this_site.function != NULL ? cddp__this_site.function : call.s,
-                    cddp__describe_site().s);
+  if (cddp__this_site.function != NULL) call = cddp__textf("%s", cddp__this_site.function);
+  call = cddp__textf("%.90s%s", call.s, cddp__describe_site().s);
   cddp__copy_text(slot->where, where != NULL ? where : call.s, CDDP__WHERE_MAX);
   cddp__store32(&slot->failed, 0);
   cddp__store64(&slot->wait,
@@ -8024,26 +8057,26 @@ static cddp_result cddp__break_deadlock(cddp_group *g, cddp_group *in, int p) {
   return cddp__check_failure(g);
 }
 
-/* Called at intervals during a long wait that is published.
-     1. A rank p that this rank waits for waits for a round of another group, `in`.
-     2. This rank has not announced that round.
-     3. Both ranks have one thread, and their engines have no operation that could end the waits.
-   Then neither rank can continue. The wait of p is read first: so it still holds when 2 and 3 are
-   checked. */
+/* Called at intervals during a long wait that is published. Neither rank can continue if
+     - a rank p that this rank waits for waits for a round of another group, `in`,
+     - this rank has not announced that round, and
+     - both ranks have one thread, and their engines have no operation that could end the waits.
+   The wait of p is read first: so it still holds when the other conditions are checked. */
 static cddp_result cddp__check_deadlock(cddp_group *g) {
   int p;
   for (p = 0; p < g->size && cddp__load32(&cddp__wait_slot(g, g->rank)->multithreaded) == 0; p++) {
     const cddp__slot *slot = cddp__wait_slot(g, p);
     uint64_t wait = p != g->rank && slot != NULL ? cddp__load64(&slot->wait) : 0;
+    uint32_t id = (uint32_t)(wait >> 32), round = (uint32_t)wait; /* see slot.wait */
     cddp_group *in;
     if (wait == 0 || cddp__load32(&slot->multithreaded) != 0 || cddp__has_announced(g, p) ||
         cddp__load32(&cddp__slot_of(g, p)->works) != 0)
       continue;
     pthread_mutex_lock(&g->host->lock);
-    for (in = g->host->groups; in != NULL && (uint32_t)in->id != wait >> 32;) in = in->next;
+    for (in = g->host->groups; in != NULL && (uint32_t)in->id != id; in = in->next) {}
     pthread_mutex_unlock(&g->host->lock);
     if (in != NULL && in != g && cddp__load32(&cddp__slot_of(in, in->rank)->works) == 0 &&
-        cddp__load32(&cddp__op_header_of(in, in->rank, (uint32_t)wait)->seq) != (uint32_t)wait)
+        cddp__load32(&cddp__op_header_of(in, in->rank, round)->seq) != round)
       return cddp__break_deadlock(g, in, p);
   }
   return CDDP_OK;
@@ -8082,21 +8115,21 @@ static cddp__text cddp__list_ranks(const bool *set, int size, size_t n) {
 }
 
 /* Finds the ranks that are late for this rank's round, and returns their number. A late rank of
-   this host that currently waits for a rank of another host is not the cause: the awaited rank
-   counts instead. A rank of another host counts unless its host has reported its arrival. */
+   this host that has waited for a rank of another host within the last 500 ms is not the cause: the
+   awaited rank counts instead. A rank of another host counts unless its host has reported it. */
 static int cddp__find_late(const cddp_group *g, bool *set) {
-  uint32_t now = (uint32_t)(uint64_t)(cddp__monotonic() * 1000);
+  uint32_t now_ms = (uint32_t)(uint64_t)(cddp__monotonic() * 1000);
   bool all = g->hosts != NULL && !g->hosts->local_only;
   int p, n = 0;
   memset(set, 0, (size_t)g->size * sizeof *set);
   for (p = 0; p < g->size; p++) {
-    const cddp__slot *slot = cddp__slot_of(g, p);
-    uint64_t awaits = cddp__load64(&slot->awaits);
+    uint64_t awaits = cddp__load64(&cddp__slot_of(g, p)->awaits);
+    uint32_t at_ms = (uint32_t)(awaits >> 32), awaited = (uint32_t)awaits; /* 1 + the rank; 0 */
     if (cddp__has_announced(g, p)) continue;
     if (g->members[p] < 0)
       set[p] = set[p] || (all && cddp__load32(cddp__reported_round_of(g, p)) != g->round);
-    else if (awaits != 0 && now - (uint32_t)(awaits >> 32) < 500)
-      set[(uint32_t)awaits - 1] = true;
+    else if (awaited != 0 && now_ms - at_ms < 500)
+      set[awaited - 1] = true;
     else
       set[p] = true;
   }
@@ -8105,8 +8138,8 @@ static int cddp__find_late(const cddp_group *g, bool *set) {
 }
 
 /* After the deadline: asks the other hosts for their late ranks, then breaks the group with the
-   names of all late ranks. Does nothing if the missing headers arrive meanwhile. late: a rank of
-   another host with missing frames, or -1. */
+   names of all late ranks. Does nothing if the missing headers arrive meanwhile.
+     late   a rank of another host with missing frames, or -1 */
 static cddp_result cddp__break_late(cddp_group *g, int late) {
   bool set[CDDP__MAX_RANKS], far = false;
   char names[320] = "", where[CDDP__ERROR_MAX] = "";
@@ -8290,13 +8323,13 @@ static cddp_result cddp__wait_word(cddp_group *g, cddp__atomic_u32 *word, uint32
 /* --- ranks that disagree --- */
 
 static bool cddp__is_uneven_join(const cddp__op_header *a) {
-  return (a->call & 255) == CDDP__KIND_DDP_JOIN;
+  return cddp__code_kind(a->call) == CDDP__KIND_DDP_JOIN;
 }
 
 /* Returns whether b is the same call as a, or the call of a rank without inputs (cddp_ddp_join). */
 static bool cddp__calls_match(const cddp__op_header *a, const cddp__op_header *b) {
-  uint32_t kind = a->call & 255;
-  bool joinable = a->call >> 24 == CDDP__PHASE_CALL &&
+  uint32_t kind = cddp__code_kind(a->call);
+  bool joinable = cddp__code_phase(a->call) == CDDP__PHASE_CALL &&
                   (kind == CDDP__KIND_DDP_WAIT || kind == CDDP__KIND_DDP_STEP ||
                    kind == CDDP__KIND_DDP_BUFFERS);
   if (a->fp_mode != b->fp_mode) return false;
@@ -8314,11 +8347,11 @@ static cddp__text cddp__describe_rank(const cddp_group *g, int rank, const cddp_
   cddp__text t = cddp__textf("rank %d called %s%.*s", rank, call.s, known ? CDDP__SITE_MAX - 1 : 0,
                              slot->site);
   if (a == b || strcmp(cddp__describe_call(a->call, a->count, a->root).s, call.s) != 0) return t;
-  if ((b->call & 255) == CDDP__KIND_BARRIER)
+  if (cddp__code_kind(b->call) == CDDP__KIND_BARRIER)
     cddp__append(t.s, sizeof t.s, " after other calls of the group and its cddp_ddps on devices");
   else if (a->fp_mode == b->fp_mode)
     cddp__append(t.s, sizeof t.s,
-                 (b->call & 255) == CDDP__KIND_GROUP_NEW
+                 cddp__code_kind(b->call) == CDDP__KIND_GROUP_NEW
                      ? " with another list of ranks, or by another function"
                      : " with other settings");
   else
@@ -11446,9 +11479,10 @@ static cddp__op_header *cddp__header_in(const cddp__hosts *x, int host, int i) {
 /* Bytes of a rank's staging buffer that travel with a round's headers, computed from one header. */
 static size_t cddp__piggyback_of_header(const cddp_group *g, const cddp__op_header *header,
                                         int rank) {
-  uint32_t kind = header->call & 255, dtype = header->call >> 8 & 255;
+  uint32_t kind = cddp__code_kind(header->call), dtype = cddp__code_dtype(header->call);
   size_t element;
-  if (header->call >> 24 != CDDP__PHASE_STAGED || kind >= CDDP__KIND_GROUP_NEW || dtype > CDDP_I64)
+  if (cddp__code_phase(header->call) != CDDP__PHASE_STAGED || kind >= CDDP__KIND_GROUP_NEW ||
+      dtype > CDDP_I64)
     return 0;
   element = cddp__dtype_size((cddp_dtype)dtype);
   if (cddp__shapes[kind].scatters) element *= (size_t)g->size;
@@ -19494,7 +19528,7 @@ static cddp_result cddp__publish(cddp_ddp *d) {
 /* Takes part in the call of the other ranks; in a step with this rank's cddp_optim s. */
 static cddp_result cddp__match_call(cddp_ddp *d, cddp_optim *s, uint64_t missing) {
   int lead = d->step.active[0];
-  uint32_t kind = cddp__op_header_of(d->control, lead, d->control->round)->call & 255;
+  uint32_t kind = cddp__code_kind(cddp__op_header_of(d->control, lead, d->control->round)->call);
   cddp__step_header theirs = cddp__header_of(d, lead);
   cddp_result r;
   if (kind == CDDP__KIND_DDP_BUFFERS)
