@@ -21842,8 +21842,7 @@ static void cddp__sampler_begin(cddp_sampler *sampler, uint64_t epoch, uint64_t 
   sampler->resumed = resumed;
 }
 
-/* Writes n indices of the epoch: those at positions `position`, position + W, ... of its
-   permutation. */
+/* Writes n indices of the epoch, those at `position`, position + W, ... of its permutation. */
 static cddp_result cddp__sampler_indices(cddp_sampler *sampler, size_t position, size_t n,
                                          size_t *indices) {
   size_t samples = sampler->desc.dataset_size, i;
@@ -22726,8 +22725,8 @@ static cddp_result cddp__check_checkpoint(cddp__ckpt *ckpt, bool saves) {
   if (r != CDDP_OK) return r;
   if (share != NULL && share->group != ckpt->g && share->group->size > 1)
     return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "the momentum is in memory that the ranks of the cddp_ddp's group share; "
-                      "pass that group, on all of its ranks");
+                      "the optimizer's states are in memory that the ranks of the cddp_ddp's group "
+                      "share; pass that group, on all of its ranks");
   if (desc->sampler != NULL && desc->sampler->desc.world_size <= 0)
     return cddp__fail(CDDP_INVALID_ARGUMENT,
                       "the sampler is not initialized; call cddp_sampler_init");
@@ -22794,7 +22793,8 @@ static cddp_result cddp__list_items(cddp__ckpt *ckpt) {
   if (optim == NULL) return CDDP_OK;
   ckpt->lr = optim->desc.lr;
   cddp__add_item(ckpt, "optimizer.lr", CDDP_F64, 1, NULL, &ckpt->lr)->shape.dims = 0;
-  if (optim->params != ckpt->params || optim->count > ckpt->count) shapes = NULL;
+  if (optim->params != ckpt->params || optim->count > ckpt->count)
+    shapes = NULL; /* of other parameters: the optimizer's states have one dimension each */
   for (i = 0; i < optim->count; i++) {
     const cddp_param *p = &optim->params[i];
     for (k = 0; k < states && p->count > 0; k++) {
@@ -22894,7 +22894,7 @@ static cddp_result cddp__compare_calls(cddp__ckpt *ckpt, cddp_result r) {
 static cddp_result cddp__copy_item(cddp__ckpt *ckpt, const cddp__st_item *item) {
   bool save = ckpt->file == NULL;
   int fd = save ? ckpt->fd : ckpt->file->fd;
-  uint64_t at = save ? ckpt->header.end + item->begin
+  uint64_t at = save ? ckpt->header.end + item->begin /* header: 8 bytes for N and the JSON */
                      : 8 + ckpt->file->text_size + item->from->begin;
   cddp_dtype dtype = (cddp_dtype)item->type->dtype; /* in memory */
   cddp_dtype filed = save ? dtype : (cddp_dtype)item->from->dtype;
@@ -23034,7 +23034,7 @@ static cddp_result cddp__save_items(cddp__ckpt *ckpt, cddp_result r) {
 CDDPDEF cddp_result (cddp_save)(cddp_group *g, const char *path, const cddp_param *params,
                                 int count, const cddp_checkpoint_desc *desc) {
   cddp__ckpt c;
-  bool shares; /* rank 0 reads states in the other ranks' memory */
+  bool shares; /* rank 0 can read states in the other ranks' memory: an access (>>failure) */
   cddp_result r;
   cddp__enter_call(__func__);
   r = cddp__checkpoint_begin(&c, true, g, path, params, count, desc);
@@ -23287,7 +23287,8 @@ static cddp_result cddp__load_tensors(cddp__ckpt *ckpt) {
   return ckpt->device ? cddp__await_device(NULL) : CDDP_OK;
 }
 
-/* Gives the loaded states to the optimizer. Cannot fail in host memory. */
+/* Gives the loaded states to the optimizer; states that the file lacks begin anew. Cannot fail in
+   host memory. */
 static cddp_result cddp__commit_states(cddp__ckpt *ckpt) {
   cddp_optim *optim = ckpt->desc->optim;
   cddp_result r = CDDP_OK;
@@ -23301,7 +23302,7 @@ static cddp_result cddp__commit_states(cddp__ckpt *ckpt) {
       if (!found) *(float *)item->data = 0;
       continue;
     }
-    if (!optim->algorithm->counts)
+    if (!optim->algorithm->counts) /* SGD: steps is 1 if any state of the parameter was found */
       optim->steps[item->param] =
           found || (item[-1].param == item->param && optim->steps[item->param] > 0);
     if (cddp__is_master(optim, item->state)) optim->fresh[item->param] = !found;
