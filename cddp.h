@@ -485,21 +485,21 @@ CDDPDEF cddp_result cddp_fp16_compress_hook(cddp_bucket *bucket, void *user_data
 typedef struct cddp_ddp_desc {
   double bucket_cap_mb;        /* MiB at which a bucket closes; 0 = 25 */
   double first_bucket_mb;      /* the same for the first bucket; 0 = 1, or bucket_cap_mb if set */
-  bool find_unused_parameters; /* a gradient without ready() counts as zero; without it on all
-                                  ranks the parameter is not updated */
+  bool find_unused_parameters; /* a gradient without ready() counts as zero; a parameter that was
+                                  ready on no rank is not updated */
   cddp_comm_hook comm_hook;    /* NULL = all_reduce with CDDP_AVG */
   void *comm_hook_data;        /* its user_data */
   cddp_param *buffers;         /* state that is not trained (running means); grad is ignored;
                                   any dtype; the array must stay as the params */
   int buffer_count;            /* broadcast from rank 0 at creation and by cddp_ddp_sync_buffers */
-  bool uneven_inputs;          /* GPUs with NCCL: ranks may call cddp_ddp_join, so that all hosts
-                                  meet in each step; elsewhere they do in any case */
+  bool uneven_inputs;          /* cddp_ddp_join needs it on GPUs with NCCL, where it costs a wait of
+                                  the hosts for each other in each step */
   const size_t *sparse_rows;   /* [count] 0 = dense; else rows: cddp_ddp_add_rows; NULL = all 0 */
   int shards;                  /* see >>api-shards; at least the number of ranks, at most 4,096;
                                   0 = one for each rank */
   bool elastic;                /* see >>api-elastic; shards is the largest number of ranks */
-  double max_grad_norm;        /* cddp_ddp_step scales the mean gradient to at most this global
-                                  2-norm; 0 = no clipping, INFINITY = for cddp_ddp_grad_norm only */
+  double max_grad_norm;        /* cddp_ddp_step clips as cddp_ddp_clip_grad_norm does; 0 = it does
+                                  not, INFINITY = only for cddp_ddp_grad_norm */
 } cddp_ddp_desc;
 
 /* Creates a model: compares names, counts, dtypes and settings with rank 0's (CDDP_MISMATCH names
@@ -532,14 +532,14 @@ CDDPDEF cddp_result cddp_ddp_ready(cddp_ddp *d, int param);
 CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_wait(cddp_ddp *d);
 
 /* cddp_ddp_wait, cddp_optim_step and zero gradients in one pass, with the bits of the three calls
-   (except which NaN). Each rank reduces its share, updates it, and writes the new weights for all
-   ranks on its host; it keeps 1/world_size of the optimizer's states. With max_grad_norm it clips
-   first, like cddp_ddp_clip_grad_norm. Collective. s must have been created for the same params
-   array. On GPUs every rank updates all weights by one kernel, unless sharded_states is set. */
+   (NaNs can differ). Each rank reduces its share, updates it, and writes the new weights for all
+   ranks on its host; it keeps 1/world_size of the optimizer's states. Collective. s must have been
+   created for the same params array. On GPUs every rank updates all weights by one kernel, unless
+   sharded_states is set. */
 CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_step(cddp_ddp *d, cddp_optim *s);
 
 /* How many cddp_ddp_wait and cddp_ddp_step the model has completed, the same on all ranks; 0 for
-   NULL. cddp_save stores the number and cddp_load restores it, with cddp_checkpoint_desc.ddp. */
+   NULL. Checkpoints with cddp_checkpoint_desc.ddp contain it. */
 CDDPDEF uint64_t cddp_ddp_steps(const cddp_ddp *d);
 
 /* on: gradients accumulate locally, and cddp does not divide them by the number of micro-batches.
