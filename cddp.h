@@ -42,9 +42,8 @@
    for dropout and augmentation, such as seed + cddp_rank(g). Give all ranks the same seed for
    weights and for cddp_sampler.
 
-   A call that fails returns a cddp_result other than CDDP_OK (0). cddp_error() then explains it:
-   what failed, the rank, address or variable, and what to do. cddp never prints, exits, aborts or
-   installs a signal handler.
+   A call that fails returns a cddp_result other than CDDP_OK (0), and cddp_error() explains it.
+   cddp never prints, exits, aborts or installs a signal handler.
 
    COMPILE OPTIONS, defined before the implementation:
      CDDP_STATIC   all public functions become static: a private copy for this file
@@ -1199,14 +1198,11 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    rank of the host waits, and other groups of it that have failed. Hosts tell each other which of
    their ranks are waiting (with more than 64 ranks: if the host's lowest one is).
 
-   MESSAGES. A send returns when the message is received if the receiver reads it in place: above 64
-   KiB, from memory of cddp_alloc (between threads: any memory), to a rank on this host. Other
-   messages are copied, and their send returns immediately, unless 128 messages of this rank in this
-   group, or 256 MiB of copies, are in transit; to other hosts only the latter counts. Receives for
-   one tag are served in the order of their calls, those with CDDP_ANY among them.
-
-   Data that the network does not take immediately is sent in later calls of cddp: a rank that
-   computes for a long time delays it.
+   MESSAGES. Between threads a receiver reads long messages in place from any memory. The send of a
+   copied message blocks while 128 messages of this rank in this group, or 256 MiB of copies, are in
+   transit; to other hosts only the latter counts. Receives for one tag are served in the order of
+   their calls, those with CDDP_ANY among them. Data that the network does not take immediately is
+   sent in later calls of cddp: a rank that computes for a long time delays it.
 
    GRADIENTS IN MEMORY. Gradients that were NULL are in one block: first those of F32, then F64,
    F16, BF16; of each dtype the last parameter first, each at a multiple of 64 bytes, zero between.
@@ -1358,10 +1354,9 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    cddp_kernels.cuh, an optimizer without desc.ddp, cddp_save and cddp_load ask CUDA where memory
    is. That creates a CUDA context, on a machine with GPUs also for device "cpu".
 
-   FLIGHT RECORDER. The file is a header (cddp_record_header), then a ring of cddp_record, in the
-   machine's byte order. A process that joined later has dir/cddp-JOB-RANK.joinN.rec. The file is
-   mapped: you can copy or remove a running job's file, but truncating it (> file, copytruncate)
-   ends the rank by SIGBUS.
+   FLIGHT RECORDER. >>api-layouts has the file's format. A process that joined later has
+   dir/cddp-JOB-RANK.joinN.rec. The file is mapped: you can copy or remove a running job's file, but
+   truncating it (> file, copytruncate) ends the rank by SIGBUS.
 
    STORES. With file:// the first process that opens the path serves from a thread, over an abstract
    Unix socket and, for other hosts, a TCP port (of CDDP_PORTS, if set). Its cddp_store_destroy, or
@@ -1407,7 +1402,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 /* >>api-layouts -----------------------------------------------------------------------------------
    Structs for tools: the flight recorder's files, and the kernels of cddp_kernels.cuh. */
 
-/* The flight recorder's file: a header, then a ring of records. */
+/* The flight recorder's file: a header, then a ring of records, in the machine's byte order. */
 #define CDDP_RECORDS 1024 /* records in the ring; number n is at index (n - 1) % CDDP_RECORDS */
 
 typedef struct cddp_record {
