@@ -14404,6 +14404,10 @@ typedef struct cddp__sparse {
   char *zeros;               /* a row */
 } cddp__sparse;
 
+static cddp__sparse *cddp__sparse_of(const cddp_ddp *d, int i) { /* NULL: it is dense */
+  return d->rows.sparse != NULL ? d->rows.sparse[i] : NULL;
+}
+
 /* One shard's list during a merge. */
 typedef struct cddp__row_list {
   const int64_t *number;
@@ -14602,10 +14606,14 @@ static const char *const cddp__setting_names[CDDP__SETTING_COUNT] = {
     "momentum", "dampening", "beta1", "beta2", "eps", "nesterov", "maximize", "amsgrad",
     "master_weights", "sharded_states"};
 
-/* The functions of an optimizer with parameters on a device. */
+/* The functions of an optimizer for the memory of its parameters: cddp__cpu_optim, or
+   cddp__device_optim of >>kernels. */
 typedef struct cddp__optim_backend {
-  cddp_result (*step)(cddp_optim *o, const cddp_ddp *d); /* d: for cddp_ddp_step; else NULL */
-  cddp_result (*copy)(const cddp_optim *o, const cddp_ddp *d); /* writes all copies from data */
+  bool on_device;
+  cddp_result (*step)(cddp_optim *o); /* cddp_optim_step, after its checks */
+  cddp_result (*copy)(const cddp_optim *o); /* writes all copies from data */
+  /* Makes sure that parameter i has states. On a device it has had them from the start. */
+  cddp_result (*allocate)(cddp_optim *o, int i);
   /* waits: returns when the zeros are visible to all streams. */
   cddp_result (*zero)(const cddp_optim *o, void *p, size_t bytes, bool waits);
   void (*leave)(cddp_optim *o);
@@ -14636,8 +14644,8 @@ struct cddp_optim { /* owner: the thread that calls cddp_optim_* or cddp_ddp_ste
   char *common_own;    /* the same on the rank that has allocated them and frees them; else NULL */
   cddp_optim *next;    /* in share->shares */
   cddp_optim **known;          /* the elastic model's pointer to this optimizer; NULL: none */
-  const cddp__optim_backend *backend; /* parameters on a device; NULL: in host memory */
-  int device;                         /* its number */
+  const cddp__optim_backend *backend;
+  int device;                         /* number of the device; unused in host memory */
   void *flat;                         /* all states on the device in one allocation; NULL: none */
   void **copies;                      /* [count] of desc.copy_dtype, the caller's; or NULL */
   double *numbers;                    /* [CDDP__SETTING_COUNT + 2 * count] settings, and: */
@@ -14997,10 +15005,8 @@ static void cddp__optim_copy(const cddp_optim *optim, int i, size_t from, size_t
                   (const float *)optim->params[i].data + from, CDDP_F32, n);
 }
 
-/* Updates all copies. */
-static cddp_result cddp__write_copies(cddp_optim *optim) {
+static cddp_result cddp__cpu_copies(const cddp_optim *optim) {
   int i;
-  if (optim->backend != NULL && optim->copies != NULL) return (optim->backend->copy)(optim, NULL);
   for (i = 0; i < optim->count; i++)
     if (optim->params[i].data != NULL) cddp__optim_copy(optim, i, 0, optim->params[i].count);
   return CDDP_OK;
@@ -15077,6 +15083,35 @@ static void cddp__count_step(cddp_optim *optim, int i) {
   optim->fresh[i] = false;
 }
 
+static cddp_result cddp__cpu_step(cddp_optim *optim) {
+  int i;
+  for (i = 0; i < optim->count; i++) {
+    if (cddp__optim_skips(optim, i)) continue;
+    if (cddp__optim_sparse(optim, i) != NULL) cddp__optim_rows(optim, i, optim->sparse[i]);
+    else cddp__optim_dense(optim, i);
+  }
+  return CDDP_OK;
+}
+
+static cddp_result cddp__cpu_zero(const cddp_optim *optim, void *p, size_t bytes, bool waits) {
+  (void)optim, (void)waits;
+  memset(p, 0, bytes);
+  return CDDP_OK;
+}
+
+static void cddp__cpu_leave(cddp_optim *optim) {
+  int i;
+  for (i = 0; i < optim->count * optim->states; i++)
+    cddp__free(&optim->allocator, optim->state[i]);
+}
+
+static const cddp__optim_backend cddp__cpu_optim = {false, /* not on_device */
+                                                    cddp__cpu_step,
+                                                    cddp__cpu_copies,
+                                                    cddp__need_states,
+                                                    cddp__cpu_zero,
+                                                    cddp__cpu_leave};
+
 /* Checks and allocates everything before the step, so that a failed step changes nothing. */
 static cddp_result cddp__optim_prepare(cddp_optim *optim) {
   cddp_result r = CDDP_OK;
@@ -15104,7 +15139,7 @@ static cddp_result cddp__optim_prepare(cddp_optim *optim) {
     if (!cddp__dtype_trains(p->dtype))
       return cddp__fail(CDDP_INVALID_ARGUMENT, "parameter \"%s\" now has dtype %d",
                         cddp__param_name(p, i).s, (int)p->dtype);
-    if (optim->backend == NULL) r = cddp__need_states(optim, i);
+    r = (optim->backend->allocate)(optim, i);
   }
   return r;
 }
@@ -15113,16 +15148,9 @@ CDDPDEF cddp_result cddp_optim_step(cddp_optim *optim) {
   int i;
   CDDP__CHECK(optim != NULL, "the cddp_optim is NULL");
   CDDP__TRY(cddp__optim_prepare(optim));
-  if (optim->backend != NULL) CDDP__TRY((optim->backend->step)(optim, NULL));
-  if (optim->backend != NULL) CDDP__TRY(cddp__write_copies(optim));
-  for (i = 0; i < optim->count; i++) {
-    if (cddp__optim_skips(optim, i)) continue;
-    if (optim->backend == NULL && cddp__optim_sparse(optim, i) != NULL)
-      cddp__optim_rows(optim, i, optim->sparse[i]);
-    else if (optim->backend == NULL)
-      cddp__optim_dense(optim, i);
-    cddp__count_step(optim, i);
-  }
+  CDDP__TRY((optim->backend->step)(optim));
+  for (i = 0; i < optim->count; i++)
+    if (!cddp__optim_skips(optim, i)) cddp__count_step(optim, i);
   return CDDP_OK;
 }
 
@@ -15131,15 +15159,13 @@ CDDPDEF cddp_result cddp_optim_zero_grad(cddp_optim *optim) {
   const cddp_ddp *d;
   int i;
   CDDP__CHECK(optim != NULL, "the cddp_optim is NULL");
-  d = optim->backend != NULL ? optim->desc.ddp : NULL;
+  d = optim->backend->on_device ? optim->desc.ddp : NULL;
   if (d != NULL) CDDP__TRY((optim->backend->zero)(optim, d->arena, d->layout.bytes, false));
   for (i = 0; i < optim->count; i++) {
     cddp_param *p = &optim->params[i];
     size_t bytes = p->count * cddp__dtype_size(p->dtype);
     bool own = p->grad != NULL && (d == NULL || d->tensors[i].storage == CDDP__STORAGE_COPIED);
-    if (own && optim->backend != NULL)
-      CDDP__TRY((optim->backend->zero)(optim, p->grad, bytes, false));
-    else if (own) memset(p->grad, 0, bytes);
+    if (own) CDDP__TRY((optim->backend->zero)(optim, p->grad, bytes, false));
     if (cddp__optim_sparse(optim, i) != NULL)
       optim->sparse[i]->added.n = optim->sparse[i]->mean.n = 0;
   }
@@ -15167,19 +15193,16 @@ CDDPDEF double cddp_optim_lr(const cddp_optim *optim) {
 CDDPDEF cddp_result cddp_optim_write_copies(cddp_optim *optim) {
   CDDP__CHECK(optim != NULL, "the cddp_optim is NULL");
   memset(optim->fresh, true, (size_t)optim->count * sizeof *optim->fresh);
-  return cddp__named(__func__, cddp__write_copies(optim));
+  return cddp__named(__func__, (optim->backend->copy)(optim));
 }
 
 CDDPDEF void cddp_optim_destroy(cddp_optim *optim) {
   cddp_allocator a;
-  int i;
   if (optim == NULL) return;
   if (optim->share != NULL) optim->drop(optim);
   if (optim->known != NULL) *optim->known = NULL;
-  if (optim->backend != NULL) optim->backend->leave(optim);
+  (optim->backend->leave)(optim);
   a = optim->allocator;
-  for (i = 0; optim->backend == NULL && i < optim->count * optim->states; i++)
-    cddp__free(&a, optim->state[i]);
   cddp__free(&a, optim);
 }
 
@@ -15280,6 +15303,7 @@ static cddp_result cddp__optim_new(cddp_optim **out, const cddp__algorithm *algo
   optim->params = params;
   optim->count = count;
   optim->algorithm = algorithm;
+  optim->backend = &cddp__cpu_optim;
   optim->desc = *d;
   optim->beta1 = adamw->beta1;
   optim->beta2 = adamw->beta2;
@@ -16828,20 +16852,6 @@ static cddp_result cddp__transfer(cddp_group *g, void *to, const void *from, siz
      3. The states are one piece of memory, allocated with the cddp_optim. It never moves, because a
         CUDA graph may have recorded its address. */
 
-static cddp__sparse *cddp__sparse_of(const cddp_ddp *d, int i) { /* NULL: it is dense */
-  return d->rows.sparse != NULL ? d->rows.sparse[i] : NULL;
-}
-
-/* The factor that turns the contents of the arena after the reduction into the mean over the ranks
-   with data. The arena then has a sum, a sum divided by the number of all ranks, or that mean. */
-static double cddp__mean_factor(const cddp_ddp *d, cddp_dtype dtype) {
-  bool by_all =
-      d->desc.comm_hook != NULL || d->comm->carrier->foreign || d->group->backend->on_device;
-  if (d->desc.elastic) return 1; /* the arena has the mean of the shards */
-  if (d->step.sums && dtype != CDDP_F16) return 1.0 / d->step.active_count;
-  return by_all ? (double)d->group->size / d->step.active_count : 1;
-}
-
 #ifdef CDDP_CUDA
 /* The address of parameter i's gradient on the device. d is NULL in cddp_optim_step. */
 static void *cddp__device_gradient(const cddp_optim *optim, const cddp_ddp *d, int i) {
@@ -16870,7 +16880,7 @@ static cudaStream_t cddp__optim_stream(const cddp_optim *optim, const cddp_ddp *
 /* Updates the weights that this rank keeps states for, with one launch for all parameters of the
    same dtype, settings and number of steps. In cddp_ddp_step the gradients are in the arena. There
    sparse gradients, and all gradients if they are clipped, are already means. */
-static cddp_result cddp__device_step(cddp_optim *optim, const cddp_ddp *d) {
+static cddp_result cddp__device_step(cddp_optim *optim, const cddp_ddp *d, const double *factors) {
   cudaStream_t stream = cddp__optim_stream(optim, d);
   cddp_segment *segments = optim->segments;
   bool capturing = cddp__capturing(stream), clips = d != NULL && d->desc.max_grad_norm > 0;
@@ -16911,7 +16921,7 @@ static cddp_result cddp__device_step(cddp_optim *optim, const cddp_ddp *d) {
     if (r != CDDP_OK || n == 0) continue;
     r = cddp__cuda_result(
         optim->algorithm->launch(optim, i, kernels, segments, n,
-                                 sum ? cddp__mean_factor(d, optim->params[i].dtype) : 1,
+                                 sum ? factors[optim->params[i].dtype] : 1,
                                  clips && d->step.used[i] ? d->gpu.clip : NULL,
                                  d != NULL ? (unsigned)CDDP_SGD_ZERO : 0, (void *)stream),
         "the optimizer's kernel");
@@ -16932,6 +16942,19 @@ static cddp_result cddp__device_copies(const cddp_optim *optim, const cddp_ddp *
                                                             optim->count, optim->desc.copy_dtype,
                                                             (void *)stream),
                            "the kernel that copies weights");
+}
+
+static cddp_result cddp__device_step_copies(cddp_optim *optim) {
+  cddp_result r = cddp__device_step(optim, NULL, NULL);
+  return r == CDDP_OK ? cddp__device_copies(optim, NULL) : r;
+}
+
+static cddp_result cddp__device_write_copies(const cddp_optim *optim) {
+  return cddp__device_copies(optim, NULL);
+}
+
+static cddp_result cddp__device_has_states(cddp_optim *optim, int i) {
+  return (void)optim, (void)i, CDDP_OK;
 }
 
 static cddp_result cddp__device_clear(const cddp_optim *optim, void *p, size_t bytes, bool waits) {
@@ -16966,9 +16989,12 @@ static void cddp__states_free(cddp_optim *optim) {
   cddp__free_on(optim->device, optim->flat);
 }
 
-static const cddp__optim_backend cddp__device_optim = {
-    cddp__device_step, cddp__device_copies, cddp__device_clear, cddp__states_free};
-
+static const cddp__optim_backend cddp__device_optim = {true, /* on_device */
+                                                       cddp__device_step_copies,
+                                                       cddp__device_write_copies,
+                                                       cddp__device_has_states,
+                                                       cddp__device_clear,
+                                                       cddp__states_free};
 #endif
 
 /* Selects the backend of a cddp_optim: the device's if its parameters are on a device. */
@@ -17288,6 +17314,16 @@ static cddp_result cddp__agree_on_params(cddp_ddp *d) {
 }
 
 /* --- the arena --- */
+
+/* The factor that turns the contents of the arena after the reduction into the mean over the ranks
+   with data. The arena then has a sum, a sum divided by the number of all ranks, or that mean. */
+static double cddp__mean_factor(const cddp_ddp *d, cddp_dtype dtype) {
+  bool by_all =
+      d->desc.comm_hook != NULL || d->comm->carrier->foreign || d->group->backend->on_device;
+  if (d->desc.elastic) return 1; /* the arena has the mean of the shards */
+  if (d->step.sums && dtype != CDDP_F16) return 1.0 / d->step.active_count;
+  return by_all ? (double)d->group->size / d->step.active_count : 1;
+}
 
 /* The arena is divided into equal parts, one for each rank of the host, on GPUs for each rank of
    the group. Each rank updates its part. No piece (cddp__count_pieces) is in two parts. */
@@ -18563,7 +18599,7 @@ static cddp_result cddp__sharded_step(const cddp__pass *x) {
   }
   if (r == CDDP_OK) r = cddp__end_access(d->control, r);
   if (r == CDDP_OK) r = cddp__share_arrays(d, d->params, d->count, CDDP__ROOT_ALL_OWNERS);
-  return r == CDDP_OK ? cddp__write_copies(s) : r;
+  return r == CDDP_OK ? (s->backend->copy)(s) : r;
 }
 
 /* Takes the means of this rank's part. s not NULL: updates that part of all weights and fetches the
@@ -18806,13 +18842,16 @@ static cddp_result cddp__gpu_clip(cddp_ddp *d, double max_norm, double *norm) {
 /* Ignores averaged and wrote: the stream has reduced the buckets before this call, and peers do not
    read the arena. */
 static cddp_result cddp__gpu_step(cddp_ddp *d, cddp_optim *s, bool averaged, bool wrote) {
-  double most = d->desc.max_grad_norm;
+  double most = d->desc.max_grad_norm, factors[CDDP__TRAINED];
+  int dtype;
   cddp_result r = CDDP_OK;
   (void)averaged, (void)wrote;
   if (most > 0)
     r = cddp__gpu_clip_by(d, most, CDDP__LIST_ALL, s == NULL ? CDDP__LIST_PART : CDDP__LIST_NONE);
   if (r != CDDP_OK || s == NULL) return r;
-  r = cddp__device_step(s, d);
+  for (dtype = 0; dtype < CDDP__TRAINED; dtype++)
+    factors[dtype] = cddp__mean_factor(d, (cddp_dtype)dtype);
+  r = cddp__device_step(s, d, factors);
   if (r == CDDP_OK && s->sharded)
     r = cddp__share_arrays(d, d->params, d->count, CDDP__ROOT_ALL_OWNERS);
   return r == CDDP_OK ? cddp__device_copies(s, d) : r;
@@ -19414,7 +19453,7 @@ static cddp_result cddp__catch_up(cddp_ddp *d, cddp_optim *s, int root) {
     p.dtype = cddp__state_type(s, k % s->count);
     r = cddp__share_arrays(d, &p, 1, root);
   }
-  return r == CDDP_OK ? cddp__write_copies(s) : r;
+  return r == CDDP_OK ? (s->backend->copy)(s) : r;
 }
 
 /* Ends an update by s (NULL: none): counts the step and zeroes the gradients that the update did
@@ -21693,7 +21732,7 @@ static cddp_result cddp__elastic_restore(cddp_ddp *d, cddp_optim *optim) {
   for (i = 0; r == CDDP_OK && i < optim->count; i++) {
     optim->steps[i] = d->tensors[i].restored_steps;
     optim->fresh[i] = optim->steps[i] == 0;
-    if (optim->steps[i] > 0 && optim->backend == NULL) r = cddp__need_states(optim, i);
+    if (optim->steps[i] > 0) r = (optim->backend->allocate)(optim, i);
   }
   if (r == CDDP_OK)
     r = cddp__copy_states(d, optim, elastic->states, 0, d->layout.model_bytes, false);
@@ -22697,7 +22736,7 @@ static cddp_result cddp__check_checkpoint(cddp__ckpt *ckpt, bool saves) {
   if (r != CDDP_OK) return r;
   ckpt->sharded = optim != NULL && optim->sharded;
   ckpt->device = (ckpt->g != NULL && ckpt->g->backend->on_device) ||
-                 (optim != NULL && optim->backend != NULL);
+                 (optim != NULL && optim->backend->on_device);
   for (i = 0; i < ckpt->count; i++) {
     const cddp_param *p = &ckpt->params[i];
     const cddp_shape *s = desc->shapes != NULL ? &desc->shapes[i] : NULL;
@@ -22853,7 +22892,7 @@ static void cddp__checkpoint_end(cddp__ckpt *ckpt) {
   size_t i;
   if (ckpt->whole != NULL) cddp_free(ckpt->g, ckpt->whole);
   for (i = 0; i < ckpt->item_count; i++) /* states that a failed load did not commit */
-    if (ckpt->items[i].from != NULL && ckpt->items[i].place != NULL && optim->backend == NULL)
+    if (ckpt->items[i].from != NULL && ckpt->items[i].place != NULL && !optim->backend->on_device)
       cddp__free(&optim->allocator, ckpt->items[i].data);
   cddp__free(ckpt->allocator, ckpt->items);
   cddp__free(ckpt->allocator, ckpt->staging);
@@ -23115,7 +23154,7 @@ static cddp_result cddp__match_items(cddp__ckpt *ckpt) {
     taken[tensor - ckpt->file->tensors] = true;
     if (item->data == &ckpt->lr) ckpt->has_lr = true;
     if (r == CDDP_OK && item->place != NULL) {
-      item->data = optim->backend != NULL ? *item->place
+      item->data = optim->backend->on_device ? *item->place
                                           : cddp__calloc(&optim->allocator, 1,
                                                          cddp__kept_bytes(ckpt, item));
       if (item->data == NULL) r = CDDP_OUT_OF_MEMORY;
@@ -23301,7 +23340,7 @@ static cddp_result cddp__commit_states(cddp__ckpt *ckpt) {
       optim->steps[item->param] =
           found || (item[-1].param == item->param && optim->steps[item->param] > 0);
     if (cddp__is_master(optim, item->state)) optim->fresh[item->param] = !found;
-    if (optim->backend == NULL) {
+    if (!optim->backend->on_device) {
       cddp__free(&optim->allocator, *item->place);
       *item->place = item->data;
       item->data = NULL;
@@ -23339,7 +23378,7 @@ CDDPDEF cddp_result (cddp_load)(cddp_group *g, const char *path, cddp_param *par
       strcpy(text, value);
       text += strlen(value) + 1;
     }
-    if (desc->optim != NULL) r = cddp__write_copies(desc->optim);
+    if (desc->optim != NULL) r = (desc->optim->backend->copy)(desc->optim);
   }
   cddp__checkpoint_end(&c);
   return cddp__fail_on_file(__func__, path, r);
@@ -24384,7 +24423,7 @@ static cddp_result cddp__optim_create(cddp_optim **out, const cddp__algorithm *a
   if (r == CDDP_OK) r = cddp__attach_optim(*out);
   if (r == CDDP_OK && desc->ddp != NULL && desc->ddp->desc.elastic)
     r = cddp__elastic_restore(desc->ddp, *out);
-  if (r == CDDP_OK) r = cddp__write_copies(*out);
+  if (r == CDDP_OK) r = ((*out)->backend->copy)(*out);
   if (r == CDDP_OK) return r;
   cddp_optim_destroy(*out);
   *out = NULL;
