@@ -83,22 +83,22 @@
      >>config       limits and tunables             >>structs      private structs and their owners
      >>hooks        calls from rooms further down   >>base         errors, memory, clock, threads
      >>record       the flight recorder             >>bytes        little-endian, hashes, proofs
-     >>sockets      addresses, non-blocking I/O     >>store        key-value store: TCP and file
-     >>discovery    rank and address                >>arena        memory shared by a host's ranks
-     >>reduce       sums in canonical order (pure)  >>plan         slices and buckets (pure)
-     >>shape        what a collective moves (pure)  >>block        layout of a control block (pure)
-     >>failure      broken groups; lost, late ranks >>round        rounds in shared memory
-     >>links        connections between hosts       >>rendezvous   how ranks and hosts meet
-     >>hosts        steps, collectives across hosts >>p2p          send and recv
-     >>mpi          collectives by MPI              >>work         asynchronous operations
-     >>collectives  all_reduce and the others       >>groups       creation, split, destruction
-     >>sparse       gradients that are rows (pure)  >>optim        SGD and AdamW
-     >>device       groups of ranks with GPUs       >>kernels      optimizers on devices
-     >>ddp          distributed data parallel       >>elastic      membership; ranks fail and join
-     >>sampler      DistributedSampler              >>safetensors  a file's header (pure)
-     >>checkpoint   save and load                   >>spawn        processes and threads as ranks
-     >>public       arguments; public functions     >>history      changes
-     >>license      the terms
+     >>sockets      addresses, non-blocking I/O     >>connections  proof, queue, frames, poll
+     >>store        key-value store: TCP and file   >>discovery    rank and address
+     >>arena        memory shared by a host's ranks >>reduce       sums in canonical order (pure)
+     >>plan         slices and buckets (pure)       >>shape        what a collective moves (pure)
+     >>block        layout of a control block (pure)>>failure      broken groups; lost, late ranks
+     >>round        rounds in shared memory         >>links        connections between hosts
+     >>rendezvous   how ranks and hosts meet        >>hosts        steps, collectives across hosts
+     >>p2p          send and recv                   >>mpi          collectives by MPI
+     >>work         asynchronous operations         >>collectives  all_reduce and the others
+     >>groups       creation, split, destruction    >>sparse       gradients that are rows (pure)
+     >>optim        SGD and AdamW                   >>device       groups of ranks with GPUs
+     >>kernels      optimizers on devices           >>ddp          distributed data parallel
+     >>elastic      membership; ranks fail and join >>sampler      DistributedSampler
+     >>safetensors  a file's header (pure)          >>checkpoint   save and load
+     >>spawn        processes and threads as ranks  >>public       arguments; public functions
+     >>history      changes                         >>license      the terms
 */
 
 #if defined(CDDP_IMPLEMENTATION) && !defined(CDDP_IMPLEMENTATION_DONE) /* macros for libc */
@@ -2401,22 +2401,8 @@ struct cddp_ddp { /* followed by its arrays, see cddp__ddp_arrays */
 
 /* --- ranks of other hosts --- */
 
-/* The head of each frame on a connection between hosts: >>links. */
-typedef struct cddp__frame_head {
-  uint32_t magic, type; /* CDDP__FRAME_* */
-  uint32_t number;      /* MESSAGE: its tag; other frames: the round of the group */
-  uint32_t dtype;
-  uint64_t count, size; /* elements; number of bytes that follow */
-} cddp__frame_head;
-
-/* A message from another host that no receive waits for yet. Its bytes follow the struct. */
-typedef struct cddp__message {
-  struct cddp__message *next;
-  int from; /* rank in the group */
-  cddp__frame_head head;
-} cddp__message;
-
-typedef struct cddp__link cddp__link; /* a connection to a rank of another host: >>links */
+typedef struct cddp__connection cddp__connection; /* >>connections, as is */
+typedef struct cddp__message cddp__message;       /* a received frame */
 
 #define CDDP__LEFT_GROUPS 256 /* number of left groups that are known, for late connections */
 
@@ -2450,7 +2436,7 @@ typedef struct cddp__net {
   cddp__cause loss;                /* set when a group of this rank has lost a rank */
   cddp__atomic_u32 starved;        /* EMFILE or ENFILE: no descriptor to accept a caller; else 0 */
   pthread_mutex_t lock;            /* guards the rest */
-  cddp__link *incoming;            /* connections that no group has claimed yet; newest first */
+  cddp__connection *incoming;      /* links that no group has claimed yet; newest first */
   uint64_t left[CDDP__LEFT_GROUPS]; /* 1 + ids of groups that this rank has left, a ring */
   uint32_t left_count;
 } cddp__net;
@@ -2466,14 +2452,15 @@ typedef struct cddp__group_node {
 /* A rank of a group, as seen by another rank. */
 typedef struct cddp__peer {
   int host, number;      /* index of its host in the group; its index among the ranks there */
-  cddp__link *link[2];   /* this rank sends on the first and reads from both. Two, if both ends have
-                            connected at the same time. NULL: none. Any thread may read these */
+  cddp__connection *link[2]; /* this rank sends on the first and reads from both. Two, if both ends
+                                have connected at the same time. NULL: none. Any thread may read
+                                these */
   uint64_t pass[2];      /* hosts.pass at which a frame from it, to it could not move; p2p.lock */
   cddp__atomic_u32 lost; /* 1: a connection to it has ended; any thread. Stored last, after: */
   double lost_at;
-  int error; /* link.error */
+  int error; /* connection.error */
 } cddp__peer;
-#define CDDP__LEFT (-1) /* in link.error: the other side said BYE */
+#define CDDP__LEFT (-1) /* in connection.error: the other side said BYE */
 
 /* Data of a group that spans hosts. Host 0 of a group is the host of its rank 0, and so on. Owner
    of the fields that change, unless stated: the thread that runs the group's collectives. */
@@ -2499,7 +2486,7 @@ typedef struct cddp__hosts {
   char *stage;            /* bytes in transit to and from other hosts */
   size_t stage_size;
   char **scratch;    /* [local_size] shared: chunks of private buffers; NULL: none yet */
-  cddp__link *links; /* to ranks of other hosts; p2p.lock, as are the fields up to `pass` */
+  cddp__connection *links; /* to ranks of other hosts; p2p.lock, as are the fields up to `pass` */
   cddp__message *stored, **stored_end; /* messages that no receive waits for yet, oldest first */
   size_t stored_bytes;                 /* of all of them */
   uint64_t pass;         /* number of the current pass through the items */
@@ -4103,76 +4090,25 @@ static bool cddp__file_has_name(int fd, const char *path) {
   return a.st_dev == b.st_dev && a.st_ino == b.st_ino;
 }
 
-/* >>store --------------------------------------------------------------------------------------
-   Job: a key-value store, client and server, for torchrun's rendezvous and for user programs.
-   Owns: a server's thread, map and connections; a store's connection and file. Touches no group.
-   Entry points: cddp__store_open, cddp__store_close, cddp__store_run.
-   How it works:
-     1. The protocol is that of c10d's TCPStore in PyTorch 2.2 and later. The schemes tcp://,
-        unix:// and file:// differ only in how a client finds the server.
-     2. A client sends one command at a time and reads its answer, under the store's lock.
-     3. The server executes each command: cddp__server_execute. A WAIT for a missing key stays at
-        the head of its connection's input and is executed again after keys have been created.
-   Format of a command:
-     code        1 byte
-     count       8 bytes, in counted commands only; number of items, else 1
-     items       each a fixed number of strings, the first of them a key
-     tail bytes  a fixed number
-   Numbers have 8 bytes, little-endian. A string is its length (a number) and its bytes. The first
-   command of a connection is VALIDATE. Commands 14 to 18 (QUEUE_PUSH to BARRIER) are missing: a
-   rank of PyTorch does not send them by default. */
-
-#define CDDP__COMMAND_MAX (64u << 20) /* bytes of one command or reply, all strings together */
-#define CDDP__BUFFER_MAX (CDDP__COMMAND_MAX + CDDP__VALUE_MAX) /* of a connection, each way */
-#define CDDP__PENDING_MAX 128         /* connections that have not yet sent a valid VALIDATE */
-#define CDDP__SERVER_PAUSE (256u << 10) /* bytes of unread output above which commands wait */
-#define CDDP__SERVER_MEMORY ((size_t)1 << 30) /* bytes of all connections' buffers together */
-#ifndef CDDP__STORE_MEMORY
-#define CDDP__STORE_MEMORY ((size_t)512 << 20) /* bytes of a server's keys and values */
-#endif
-
-/* Kinds of answers. The value is the size of the number in the answer; STRING is a length of 8
-   bytes and the string. */
-enum cddp__answer {
-  CDDP__ANSWER_NONE,
-  CDDP__ANSWER_BYTE = 1,
-  CDDP__ANSWER_WORD = 4,
-  CDDP__ANSWER_NUMBER = 8,
-  CDDP__ANSWER_STRING
-};
-
-/* Code, whether it is counted, strings of an item, tail bytes, answer. */
-#define CDDP__COMMANDS(X)                                                                          \
-  X(VALIDATE, 0, 0, 4, NONE)                                                                       \
-  X(SET, 0, 2, 0, NONE)                                                                            \
-  X(COMPARE_SET, 0, 3, 0, STRING)                                                                  \
-  X(GET, 0, 1, 0, STRING)                                                                          \
-  X(ADD, 0, 1, 8, NUMBER)                                                                          \
-  X(CHECK, 1, 1, 0, BYTE)                                                                          \
-  X(WAIT, 1, 1, 0, BYTE)                                                                           \
-  X(GETNUMKEYS, 0, 0, 0, NUMBER)                                                                   \
-  X(DELETE_KEY, 0, 1, 0, NUMBER)                                                                   \
-  X(APPEND, 0, 2, 0, NONE)                                                                         \
-  X(MULTI_GET, 1, 1, 0, STRING)                                                                    \
-  X(MULTI_SET, 1, 2, 0, NONE)                                                                      \
-  X(CANCEL_WAIT, 0, 0, 0, BYTE)                                                                    \
-  X(PING, 0, 0, 4, WORD)
-
-#define CDDP__X(code, counted, strings, tail, answer) CDDP__STORE_##code,
-enum cddp__code { CDDP__COMMANDS(CDDP__X) CDDP__STORE_CODES };
-#undef CDDP__X
-#define CDDP__X(code, counted, strings, tail, answer)                                              \
-  {counted, strings, tail, CDDP__ANSWER_##answer},
-static const struct cddp__command {
-  unsigned char counted, strings, tail, answer;
-} cddp__commands[CDDP__STORE_CODES] = {CDDP__COMMANDS(CDDP__X)};
-#undef CDDP__X
-
-/* A client's first bytes: VALIDATE, and a CHECK. The answer shows that the server is a store. The
-   key of the CHECK is a line of text: a web server would answer it in its own protocol. */
-#define CDDP__VALIDATE_SIZE 5
-static const char cddp__greeting[] = "\0\xce\xf7\x85\x3c"
-                                     "\5\1\0\0\0\0\0\0\0\4\0\0\0\0\0\0\0\r\n\r\n";
+/* >>connections --------------------------------------------------------------------------------
+   Job: one type of connection for the store, the rendezvous, joins, links and elastic models: the
+   proof of a secret, a queue of bytes to send, frames that are half read, and poll(2) over many.
+   Owns: of a cddp__connection the descriptor, both buffers and a half-read frame. The struct itself
+   belongs to the caller, which also locks it: no function here takes a lock.
+   Entry points: cddp__connection_begin, _challenge, _progress, _post, _receive, _exchange, _end and
+   _close; cddp__connections_poll.
+   States:
+     NEW       connect(2) has not ended; of a link: its hello is not sent, or not received
+     PROVING   both ends prove that they know the secret (CHALLENGE in >>bytes)
+     UP        bytes and frames are sent and received
+     ENDED     `error` tells why. The descriptor stays open until _close: other threads can poll it
+   Nothing blocks, except _exchange, which has a deadline. A call that fails ends the connection;
+   the next call returns immediately. So a caller looks at `state` once, after its last call.
+   Bytes to send wait in `out`, and only an UP connection sends them: what is posted earlier follows
+   the proof. Received bytes are in `in` until they are parsed. Large bodies skip both buffers.
+   A hostile peer can send anything, slowly, or nothing. Until its proof is complete it occupies a
+   descriptor, 4 KiB and its place among cddp__unproven_most connections. Then the size of each
+   frame is limited by its reader before memory is allocated. */
 
 typedef struct cddp__span { /* bytes in memory that the span does not own */
   const unsigned char *data;
@@ -4188,6 +4124,8 @@ typedef struct cddp__buffer { /* a growing queue of bytes */
   bool failed; /* an addition failed because memory was exhausted */
 } cddp__buffer;
 
+#define CDDP__BUFFER_KEEP 4096u /* bytes of memory that an empty buffer keeps */
+
 static cddp__span cddp__span_of(const void *data, size_t size) {
   cddp__span s = {(const unsigned char *)data, size};
   return s;
@@ -4195,13 +4133,6 @@ static cddp__span cddp__span_of(const void *data, size_t size) {
 
 static bool cddp__span_equal(cddp__span a, cddp__span b) {
   return a.size == b.size && (a.size == 0 || memcmp(a.data, b.data, a.size) == 0);
-}
-
-/* The string at *p in a complete command (cddp__parser_scan); moves *p behind it. */
-static cddp__span cddp__parse_string(const unsigned char **p) {
-  cddp__span s = cddp__span_of(*p + 8, (size_t)cddp__get64(*p));
-  *p = s.data + s.size;
-  return s;
 }
 
 static size_t cddp__buffer_size(const cddp__buffer *buffer) { return buffer->end - buffer->start; }
@@ -4251,13 +4182,6 @@ static void cddp__buffer_add_number(cddp__buffer *buffer, uint64_t number, size_
   cddp__buffer_add(buffer, all, bytes);
 }
 
-/* Adds a string: the prefix and s. A client's keys have the prefix "/", as in PyTorch. */
-static void cddp__buffer_add_string(cddp__buffer *buffer, const char *prefix, cddp__span s) {
-  cddp__buffer_add_number(buffer, strlen(prefix) + s.size, 8);
-  cddp__buffer_add(buffer, prefix, strlen(prefix));
-  cddp__buffer_add(buffer, s.data, s.size);
-}
-
 /* Empties the buffer. Frees its memory if the capacity is larger than `keep`. */
 static void cddp__buffer_clear(cddp__buffer *buffer, size_t keep) {
   buffer->start = buffer->end = 0;
@@ -4267,6 +4191,474 @@ static void cddp__buffer_clear(cddp__buffer *buffer, size_t keep) {
   if (buffer->total != NULL) *buffer->total -= buffer->capacity;
   buffer->data = NULL;
   buffer->capacity = 0;
+}
+
+/* The head of each frame. A frame is this struct and `size` bytes. Hosts with another byte order or
+   version have another magic number. */
+typedef struct cddp__frame_head {
+  uint32_t magic, type; /* CDDP__FRAME_* */
+  uint32_t number;      /* MESSAGE: its tag, or what the owner defines; else the group's round */
+  uint32_t dtype;
+  uint64_t count, size; /* elements; number of bytes that follow */
+} cddp__frame_head;
+#define CDDP__FRAME_MAGIC 0x52464443u /* "CDFR" */
+enum {
+  CDDP__FRAME_HEADERS = 1, /* of a round: >>hosts */
+  CDDP__FRAME_PIECE,       /* of a collective: >>hosts receives its bytes in place */
+  CDDP__FRAME_MESSAGE,     /* of cddp_send, of an elastic model */
+  CDDP__FRAME_BYE          /* the last one; number 1: because the group is broken */
+};
+
+struct cddp__message { /* a received frame; its bytes follow the struct */
+  cddp__message *next;
+  int from; /* connection.rank */
+  cddp__frame_head head;
+};
+
+typedef struct cddp__hello { /* a link's first message: >>links */
+  uint32_t purpose, secret;  /* CDDP__LINK_FRAMES or _NOTICE; 1: there is a secret */
+  uint32_t from, to;         /* ranks of the job */
+  uint64_t group;
+  unsigned char token[16];
+} cddp__hello;
+
+enum cddp__connection_state {
+  CDDP__CONNECTION_NEW,
+  CDDP__CONNECTION_PROVING,
+  CDDP__CONNECTION_UP,
+  CDDP__CONNECTION_ENDED
+};
+
+struct cddp__connection {
+  cddp__connection *next; /* in a list of its owner */
+  int fd;                 /* -1: closed */
+  int state;              /* cddp__connection_state */
+  int error;       /* ENDED: an errno; 0: the peer closed it; CDDP__LEFT: the peer sent BYE */
+  bool caller;     /* this end has connected */
+  bool local;      /* a Unix socket: descriptors can travel with the bytes */
+  bool ready;      /* set by cddp__connections_poll */
+  bool early;      /* it ended before it was UP */
+  double deadline; /* of the owner: for what is due next */
+  cddp__challenge challenge;
+  cddp__buffer out, in;      /* to be sent; received and not parsed */
+  size_t sent, got;          /* done bytes of the frame that is sent from, or received into, other
+                                memory, heads included */
+  cddp__frame_head out_head; /* of a frame in >>hosts's memory that is partly sent */
+  cddp__frame_head in_head;  /* of the next frame; valid if got >= sizeof in_head */
+  cddp__message *message;    /* the incoming frame; NULL: none, or a piece */
+  cddp_work *into;           /* the receive with the buffer for its bytes; NULL: behind message */
+  int fds[2];                /* received descriptors, closed with the connection; -1: none */
+  int pass[2];               /* the owner's descriptors, to be sent with the next bytes; -1: none */
+  int peer;                  /* the owner's number of the other end; a link: rank of the job */
+  /* of links only: */
+  int rank;         /* the peer's rank in the group; -1: not known yet */
+  bool peer_failed; /* its BYE says that the group is broken */
+  double again;     /* if `caller` and `early`: when to connect again, of cddp__now() */
+  cddp__hello hello;
+};
+
+/* The most connections that have not proved anything, for a listener of a job of so many ranks. All
+   ranks can call at the same time. The oldest one beyond is closed; its rank connects again. */
+static int cddp__unproven_most(int ranks) { return 256 + 4 * ranks; }
+
+/* Initializes a connection that owns fd. It is UP until the owner sets another state. */
+static void cddp__connection_begin(cddp__connection *c, const cddp_allocator *allocator, int fd,
+                                   bool caller) {
+  memset(c, 0, sizeof *c);
+  c->out.allocator = c->in.allocator = allocator;
+  c->fd = fd;
+  c->caller = caller;
+  c->state = CDDP__CONNECTION_UP;
+  c->peer = c->rank = c->fds[0] = c->fds[1] = c->pass[0] = c->pass[1] = -1;
+}
+
+/* Ends the connection, once. The first error counts. Bytes that the system holds are still sent. */
+static void cddp__connection_end(cddp__connection *c, int error) {
+  if (c->state == CDDP__CONNECTION_ENDED) return;
+  c->early = c->state != CDDP__CONNECTION_UP;
+  c->state = CDDP__CONNECTION_ENDED;
+  c->error = error;
+  if (c->fd >= 0) shutdown(c->fd, SHUT_WR);
+}
+
+/* Closes the descriptor and frees the buffers, not the struct. */
+static void cddp__connection_close(cddp__connection *c) {
+  c->state = CDDP__CONNECTION_ENDED;
+  cddp__close_fd(&c->fd);
+  cddp__close_fd(&c->fds[0]);
+  cddp__close_fd(&c->fds[1]);
+  cddp__buffer_clear(&c->out, 0);
+  cddp__buffer_clear(&c->in, 0);
+  cddp__free(c->in.allocator, c->message);
+  c->message = NULL;
+}
+
+/* Both ends prove the secret next. Only the called end's secret can be NULL: it has none, and
+   refuses a caller with one. context: see cddp__challenge_begin. */
+static cddp_result cddp__connection_challenge(cddp__connection *c, const char *secret,
+                                              const char *purpose, const void *context, size_t n) {
+  cddp_result r = cddp__challenge_begin(&c->challenge, secret, purpose, c->caller, context, n);
+  if (r == CDDP_OK)
+    c->state = CDDP__CONNECTION_PROVING;
+  else
+    cddp__connection_end(c, EIO);
+  return r;
+}
+
+/* One sendmsg or recvmsg. On a Unix socket up to two descriptors travel with the bytes: those of
+   `pass` that are not -1. Received ones replace those in `fds`. */
+static ssize_t cddp__connection_call(cddp__connection *c, struct iovec *io, size_t count,
+                                     bool out) {
+  union {
+    struct cmsghdr head;
+    char space[CMSG_SPACE(2 * sizeof(int))];
+  } control;
+  size_t fds = !out ? 2 : c->pass[1] >= 0 ? 2 : c->pass[0] >= 0;
+  struct msghdr m;
+  ssize_t n;
+  memset(&m, 0, sizeof m);
+  m.msg_iov = io;
+  m.msg_iovlen = count;
+  if (c->local && fds > 0) {
+    memset(&control, 0, sizeof control);
+    m.msg_control = control.space;
+    m.msg_controllen = CMSG_SPACE(fds * sizeof(int));
+    control.head.cmsg_level = SOL_SOCKET;
+    control.head.cmsg_type = SCM_RIGHTS;
+    control.head.cmsg_len = CMSG_LEN(fds * sizeof(int));
+    if (out) memcpy(CMSG_DATA(&control.head), c->pass, fds * sizeof(int));
+  }
+  do
+    n = out ? sendmsg(c->fd, &m, MSG_NOSIGNAL | MSG_DONTWAIT)
+            : recvmsg(c->fd, &m, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
+  while (n < 0 && errno == EINTR);
+  if (n < 0 && errno == EAGAIN) return n;
+  if (n <= 0) cddp__connection_end(c, n == 0 ? 0 : errno);
+  if (n <= 0 || !c->local) return n;
+  if (out) {
+    c->pass[0] = c->pass[1] = -1;
+  } else if (m.msg_controllen >= CMSG_LEN(sizeof(int)) && control.head.cmsg_type == SCM_RIGHTS) {
+    fds = cddp__min((control.head.cmsg_len - CMSG_LEN(0)) / sizeof(int), 2);
+    cddp__close_fd(&c->fds[0]);
+    cddp__close_fd(&c->fds[1]);
+    memcpy(c->fds, CMSG_DATA(&control.head), fds * sizeof(int));
+    c->fds[0] = cddp__above_stdio(c->fds[0]);
+    c->fds[1] = cddp__above_stdio(c->fds[1]);
+  }
+  return n;
+}
+
+/* Receives once into `in`, which can hold at least `most` more bytes then. Returns 1 if bytes have
+   arrived, 0 if not, -1 if the connection has ended. */
+static int cddp__connection_fill(cddp__connection *c, size_t most) {
+  struct iovec io;
+  ssize_t n;
+  if (cddp__buffer_size(&c->in) == 0) c->in.start = c->in.end = 0;
+  if (!cddp__buffer_reserve(&c->in, most)) {
+    cddp__connection_end(c, ENOMEM);
+    return -1;
+  }
+  io.iov_base = c->in.data + c->in.end;
+  io.iov_len = cddp__min(c->in.capacity - c->in.end, 1u << 20);
+  n = cddp__connection_call(c, &io, 1, false);
+  if (n > 0) c->in.end += (size_t)n;
+  return n > 0 ? 1 : c->state == CDDP__CONNECTION_ENDED ? -1 : 0;
+}
+
+/* Bytes of a part of a collective's piece. With its head it fills two packets as the system passes
+   them to the network, of 45 segments of 1,448 bytes each. Longer parts left a few hundred bytes
+   for a third packet, and took a sixth more time. */
+#define CDDP__PIECE ((size_t)2035 * CDDP__CACHE_LINE)
+#define CDDP__PART_BYTES (CDDP__PIECE + sizeof(cddp__frame_head)) /* with the head */
+/* Bytes passed to the system in one call. With BBR, 1 MiB in one call takes four times as long: its
+   window holds few packets more than it has measured. */
+#define CDDP__SEND_BYTES (2 * CDDP__PART_BYTES)
+
+/* Sends or receives the rest of a frame: its head (NULL: none) and `size` bytes at data, of which
+   *done are done, and at most `most` bytes in this call. Returns 1 if the frame is complete, 0 if
+   it would block or `most` bytes are done, -1 if the connection has ended. Reads ahead into `in`,
+   so that a short frame, or a piece and the head of the next one, takes one system call. */
+static int cddp__connection_io(cddp__connection *c, const cddp__frame_head *head, const void *data,
+                               size_t size, size_t *done, size_t most, bool out) {
+  size_t before = head != NULL ? sizeof *head : 0, end = before + size;
+  size_t stop = most < end - *done ? *done + most : end;
+  while (*done < stop) {
+    bool first = *done < before;
+    uintptr_t at = first ? (uintptr_t)head + *done : (uintptr_t)data + (*done - before);
+    size_t left = (first ? before : stop) - *done;
+    size_t have = out ? 0 : cddp__min(left, cddp__buffer_size(&c->in));
+    struct iovec io[2];
+    ssize_t n;
+    if (have > 0) {
+      memcpy((char *)at, c->in.data + c->in.start, have);
+      c->in.start += have;
+      *done += have;
+      continue;
+    }
+    io[0].iov_base = (char *)at; /* sendmsg only reads it */
+    io[0].iov_len = out ? cddp__min(left, CDDP__SEND_BYTES) : left;
+    io[1].iov_base = out ? (char *)(uintptr_t)data : (char *)c->in.data;
+    io[1].iov_len = !out ? c->in.capacity : first ? cddp__min(stop, CDDP__SEND_BYTES) - before : 0;
+    n = cddp__connection_call(c, io, 2, out);
+    if (n <= 0) return c->state == CDDP__CONNECTION_ENDED ? -1 : 0;
+    if (!out && (size_t)n > left) {
+      c->in.start = 0;
+      c->in.end = (size_t)n - left;
+      n = (ssize_t)left;
+    }
+    *done += (size_t)n;
+  }
+  return stop == end;
+}
+
+/* Continues the proof, and sends waiting bytes as far as the system accepts them. Returns whether
+   the connection is UP. After a refusal challenge.state is neither ON nor PROVEN. */
+static bool cddp__connection_progress(cddp__connection *c) {
+  cddp__challenge *challenge = &c->challenge;
+  cddp__buffer *b = &c->out;
+  while (c->state == CDDP__CONNECTION_PROVING) {
+    cddp__span in = cddp__buffer_span(&c->in);
+    if (challenge->out_size > 0) {
+      if (cddp__connection_io(c, NULL, challenge->out, challenge->out_size, &c->sent, SIZE_MAX,
+                              true) <= 0)
+        break;
+      challenge->out_size = c->sent = 0;
+    } else if (challenge->state == CDDP__CHALLENGE_PROVEN) {
+      c->state = CDDP__CONNECTION_UP;
+    } else if (challenge->state != CDDP__CHALLENGE_ON) {
+      cddp__connection_end(c, EPROTO);
+    } else if (in.size > 0) {
+      c->in.start += cddp__challenge_feed(challenge, in.data, in.size);
+    } else if (cddp__connection_fill(c, 1) <= 0) {
+      break;
+    }
+  }
+  if (c->state != CDDP__CONNECTION_UP) return false;
+  if (cddp__buffer_size(b) > 0 && c->sent == 0) { /* else a frame from other memory comes first */
+    (void)cddp__connection_io(c, NULL, b->data, b->end, &b->start, SIZE_MAX, true);
+    if (cddp__buffer_size(b) == 0) cddp__buffer_clear(b, CDDP__BUFFER_KEEP);
+  }
+  return c->state == CDDP__CONNECTION_UP;
+}
+
+static cddp__frame_head cddp__frame_head_of(int type, uint32_t number, int dtype, uint64_t count,
+                                            uint64_t size) {
+  cddp__frame_head h = {CDDP__FRAME_MAGIC, (uint32_t)type, number, (uint32_t)dtype, count, size};
+  return h;
+}
+
+/* Appends a frame of bytes to the queue. CDDP_OUT_OF_MEMORY ends the connection. */
+static cddp_result cddp__connection_post(cddp__connection *c, int type, uint32_t number,
+                                         const void *body, size_t size) {
+  cddp__frame_head head = cddp__frame_head_of(type, number, CDDP_U8, size, size);
+  if (!cddp__buffer_reserve(&c->out, sizeof head + size)) {
+    cddp__connection_end(c, ENOMEM);
+    return CDDP_OUT_OF_MEMORY;
+  }
+  cddp__buffer_add(&c->out, &head, sizeof head);
+  cddp__buffer_add(&c->out, body, size);
+  return CDDP_OK;
+}
+
+/* Whether the head of the next frame is complete, in in_head, and its body is not begun. */
+static bool cddp__connection_peek(cddp__connection *c) {
+  if (c->message != NULL) return false;
+  return c->got >= sizeof c->in_head ||
+         cddp__connection_io(c, &c->in_head, NULL, 0, &c->got, SIZE_MAX, false) > 0;
+}
+
+/* Returns the next complete frame, of at most `most` bytes; the caller frees it with the
+   connection's allocator. NULL: it is incomplete, or the connection has ended, or the next frame is
+   a piece: its head is then in in_head. */
+static cddp__message *cddp__connection_receive(cddp__connection *c, size_t most) {
+  const cddp__frame_head *head = &c->in_head;
+  cddp__message *m;
+  if (c->message == NULL) {
+    size_t esize;
+    bool good;
+    if (!cddp__connection_peek(c)) return NULL;
+    /* The head holds the size twice: a damaged head does not allocate a wrong amount. */
+    esize = head->dtype <= CDDP_I64 ? cddp_dtype_size((cddp_dtype)head->dtype) : 0;
+    good = head->magic == CDDP__FRAME_MAGIC && esize > 0 && head->size <= most &&
+           head->size % esize == 0 && head->size / esize == head->count &&
+           head->type >= CDDP__FRAME_HEADERS && head->type <= CDDP__FRAME_MESSAGE;
+    if (good && head->type == CDDP__FRAME_PIECE) return NULL;
+    if (head->magic == CDDP__FRAME_MAGIC && head->type == CDDP__FRAME_BYE) {
+      c->peer_failed = head->number != 0;
+      cddp__connection_end(c, c->peer_failed ? 0 : CDDP__LEFT);
+      return NULL;
+    }
+    if (good)
+      c->message = (cddp__message *)cddp__malloc(
+          c->in.allocator, sizeof *m + (c->into != NULL ? 0 : (size_t)head->size));
+    if (c->message == NULL) {
+      cddp__connection_end(c, good ? ENOMEM : EPROTO);
+      return NULL;
+    }
+    c->message->next = NULL;
+    c->message->from = c->rank;
+    c->message->head = *head;
+  }
+  m = c->message;
+  if (cddp__connection_io(c, head, c->into != NULL ? c->into->call.recv : (void *)(m + 1),
+                          head->size, &c->got, SIZE_MAX, false) <= 0)
+    return NULL;
+  c->got = 0;
+  c->message = NULL;
+  return m;
+}
+
+/* The events of poll(2) that a connection waits for. */
+static short cddp__connection_events(const cddp__connection *c) {
+  bool sends = c->state == CDDP__CONNECTION_NEW       ? c->caller
+               : c->state == CDDP__CONNECTION_PROVING ? c->challenge.out_size > 0
+                                                      : cddp__buffer_size(&c->out) > 0;
+  return (short)(POLLIN | (sends ? POLLOUT : 0));
+}
+
+/* Blocks until the queue is sent and `in` holds at least n bytes. The error text does not name the
+   peer; callers add it as a prefix. */
+static cddp_result cddp__connection_exchange(cddp__connection *c, size_t n, double deadline) {
+  cddp_result r = c->out.failed ? CDDP_OUT_OF_MEMORY : CDDP_OK;
+  while (r == CDDP_OK) {
+    size_t have = cddp__buffer_size(&c->in);
+    if (cddp__connection_progress(c) && cddp__buffer_size(&c->out) == 0) {
+      if (have >= n) return CDDP_OK;
+      if (cddp__connection_fill(c, n - have) > 0) continue;
+    }
+    if (c->state == CDDP__CONNECTION_ENDED && c->error == ENOMEM)
+      r = CDDP_OUT_OF_MEMORY;
+    else if (c->state == CDDP__CONNECTION_ENDED && c->error != 0)
+      r = cddp__fail(CDDP_NETWORK, "%s", strerror(c->error));
+    else if (c->state == CDDP__CONNECTION_ENDED)
+      r = cddp__fail(CDDP_NETWORK, "the other side closed the connection");
+    else
+      r = cddp__wait_fd(c->fd, cddp__connection_events(c), deadline);
+  }
+  return r;
+}
+
+/* Waits until a connection can continue, a listening socket has a caller, or the time is `until`.
+   Sets `ready` of each connection. list[i] can be NULL, a listener -1. Callers accept at all of
+   their listeners afterwards. */
+static cddp_result cddp__connections_poll(const cddp_allocator *allocator,
+                                          cddp__connection *const *list, size_t n,
+                                          const int *listeners, size_t listener_count,
+                                          double until) {
+  struct pollfd few[32], *fds = few;
+  size_t i, all = n + listener_count;
+  cddp_result r = CDDP_OK;
+  if (all > sizeof few / sizeof *few)
+    fds = (struct pollfd *)cddp__malloc(allocator, all * sizeof *fds);
+  if (fds == NULL) return CDDP_OUT_OF_MEMORY;
+  for (i = 0; i < all; i++) {
+    const cddp__connection *c = i < n ? list[i] : NULL;
+    fds[i].fd = i >= n                                            ? listeners[i - n]
+                : c == NULL || c->state == CDDP__CONNECTION_ENDED ? -1
+                                                                  : c->fd;
+    fds[i].events = c != NULL ? cddp__connection_events(c) : POLLIN;
+    fds[i].revents = 0;
+  }
+  if (cddp__poll(fds, all, cddp__poll_ms(until, 250)) < 0 && errno != EINTR)
+    r = cddp__fail_errno("poll");
+  for (i = 0; i < n; i++)
+    if (list[i] != NULL) list[i]->ready = fds[i].revents != 0;
+  if (fds != few) cddp__free(allocator, fds);
+  return r;
+}
+
+/* Whether a new connection can use the descriptor fd: cddp leaves some descriptors for the program.
+   serves: true for the store's server. It leaves half as many, so that it still has descriptors
+   when the rendezvous in the same process has none. */
+static bool cddp__has_spare_fd(int fd, bool serves) {
+  struct rlimit limit;
+  rlim_t left;
+  if (getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur > INT_MAX) return true;
+  left = limit.rlim_cur < 256 ? limit.rlim_cur / 4 : 64;
+  return (rlim_t)fd + (serves ? left / 2 : left) < limit.rlim_cur;
+}
+
+/* >>store --------------------------------------------------------------------------------------
+   Job: a key-value store, client and server, for torchrun's rendezvous and for user programs.
+   Owns: a server's thread, map and clients; a store's connection and file. Touches no group.
+   Entry points: cddp__store_open, cddp__store_close, cddp__store_run, cddp__store_wait.
+   How it works:
+     1. The protocol is that of c10d's TCPStore in PyTorch 2.2 and later. The schemes tcp://,
+        unix:// and file:// differ only in how a client finds the server.
+     2. A client sends one command at a time and reads its answer, under the store's lock.
+     3. The server executes each command: cddp__server_execute. A WAIT for a missing key stays at
+        the head of its client's input and is executed again after keys have been created.
+   Format of a command:
+     code        1 byte
+     count       8 bytes, in counted commands only; number of items, else 1
+     items       each a fixed number of strings, the first of them a key
+     tail bytes  a fixed number
+   Numbers have 8 bytes, little-endian. A string is its length (a number) and its bytes. The first
+   command of a connection is VALIDATE. Commands 14 to 18 (QUEUE_PUSH to BARRIER) are missing: a
+   rank of PyTorch does not send them by default. */
+
+#define CDDP__COMMAND_MAX (64u << 20) /* bytes of one command or reply, all strings together */
+#define CDDP__BUFFER_MAX (CDDP__COMMAND_MAX + CDDP__VALUE_MAX) /* of a client, each way */
+#define CDDP__SERVER_PAUSE (256u << 10)       /* bytes of unread output above which commands wait */
+#define CDDP__SERVER_MEMORY ((size_t)1 << 30) /* bytes of all clients' buffers together */
+#ifndef CDDP__STORE_MEMORY
+#define CDDP__STORE_MEMORY ((size_t)512 << 20) /* bytes of a server's keys and values */
+#endif
+
+/* Kinds of answers. The value is the size of the number in the answer; STRING is a length of 8
+   bytes and the string. */
+enum cddp__answer {
+  CDDP__ANSWER_NONE,
+  CDDP__ANSWER_BYTE = 1,
+  CDDP__ANSWER_WORD = 4,
+  CDDP__ANSWER_NUMBER = 8,
+  CDDP__ANSWER_STRING
+};
+
+#define CDDP__COMMANDS(X)                                                                          \
+  /* code, counted (0 or 1), strings of an item, tail bytes, answer */                             \
+  X(VALIDATE, 0, 0, 4, NONE)                                                                       \
+  X(SET, 0, 2, 0, NONE)                                                                            \
+  X(COMPARE_SET, 0, 3, 0, STRING)                                                                  \
+  X(GET, 0, 1, 0, STRING)                                                                          \
+  X(ADD, 0, 1, 8, NUMBER)                                                                          \
+  X(CHECK, 1, 1, 0, BYTE)                                                                          \
+  X(WAIT, 1, 1, 0, BYTE)                                                                           \
+  X(GETNUMKEYS, 0, 0, 0, NUMBER)                                                                   \
+  X(DELETE_KEY, 0, 1, 0, NUMBER)                                                                   \
+  X(APPEND, 0, 2, 0, NONE)                                                                         \
+  X(MULTI_GET, 1, 1, 0, STRING)                                                                    \
+  X(MULTI_SET, 1, 2, 0, NONE)                                                                      \
+  X(CANCEL_WAIT, 0, 0, 0, BYTE)                                                                    \
+  X(PING, 0, 0, 4, WORD)
+
+#define CDDP__X(code, counted, strings, tail, answer) CDDP__STORE_##code,
+enum cddp__code { CDDP__COMMANDS(CDDP__X) CDDP__STORE_CODES };
+#undef CDDP__X
+#define CDDP__X(code, counted, strings, tail, answer)                                              \
+  {counted, strings, tail, CDDP__ANSWER_##answer},
+static const struct cddp__command {
+  unsigned char counted, strings, tail, answer;
+} cddp__commands[CDDP__STORE_CODES] = {CDDP__COMMANDS(CDDP__X)};
+#undef CDDP__X
+
+/* A client's first bytes: VALIDATE, and a CHECK. The answer shows that the server is a store. The
+   key of the CHECK is a line of text: a web server would answer it in its own protocol. */
+#define CDDP__VALIDATE_SIZE 5
+static const char cddp__greeting[] = "\0\xce\xf7\x85\x3c"
+                                     "\5\1\0\0\0\0\0\0\0\4\0\0\0\0\0\0\0\r\n\r\n";
+
+/* The string at *p in a complete command (cddp__parser_scan); moves *p behind it. */
+static cddp__span cddp__parse_string(const unsigned char **p) {
+  cddp__span s = cddp__span_of(*p + 8, (size_t)cddp__get64(*p));
+  *p = s.data + s.size;
+  return s;
+}
+
+/* Adds a string: its length and its bytes. */
+static void cddp__buffer_add_string(cddp__buffer *buffer, cddp__span s) {
+  cddp__buffer_add_number(buffer, s.size, 8);
+  cddp__buffer_add(buffer, s.data, s.size);
 }
 
 /* The progress of parsing and executing the command at the head of a connection's input. */
@@ -4335,12 +4727,13 @@ typedef struct cddp__server { /* Owner: its thread, between start and join */
   uint64_t seed;                         /* of the map's hash */
   size_t keys;                           /* in the map */
   size_t stored;                         /* bytes of the map's entries */
-  struct cddp__conn *conns;              /* a list, newest first */
-  int blocked;       /* connections that are in a WAIT */
-  int silent;        /* connections that have not yet sent a valid VALIDATE */
-  bool unsettled;    /* a connection or a WAIT has ended since cddp__server_settle */
-  double checked;    /* time at which deadlines were last checked */
-  size_t buffered;   /* capacity of all connections' buffers, bytes */
+  struct cddp__client *clients;          /* a list, newest first */
+  int ranks;                             /* cddp__store_options.ranks */
+  int blocked;                           /* clients that are in a WAIT */
+  int silent;                            /* clients that have not yet sent a valid VALIDATE */
+  bool unsettled;  /* a connection or a WAIT has ended since cddp__server_settle */
+  double checked;  /* time at which deadlines were last checked */
+  size_t buffered; /* capacity of all clients' buffers, bytes */
 } cddp__server;
 
 /* The pointer in the hash chain that points to the key's entry, or the NULL at the chain's end. */
@@ -4431,7 +4824,9 @@ static int cddp__server_execute(cddp__server *server, cddp__parser *parser,
   cddp__span key, value, expected, desired;
   bool ok = true, found, swap;
   switch (parser->code) {
-  case CDDP__STORE_VALIDATE: ok = memcmp(head, cddp__greeting, CDDP__VALIDATE_SIZE) == 0; break;
+  case CDDP__STORE_VALIDATE:
+    ok = memcmp(head, cddp__greeting, CDDP__VALIDATE_SIZE) == 0;
+    break;
   case CDDP__STORE_SET:
   case CDDP__STORE_MULTI_SET:
   case CDDP__STORE_APPEND:
@@ -4444,7 +4839,7 @@ static int cddp__server_execute(cddp__server *server, cddp__parser *parser,
   case CDDP__STORE_MULTI_GET: /* a missing key's value is empty, as with PyTorch's libuv server */
     while (p < end && cddp__buffer_size(out) <= CDDP__BUFFER_MAX) {
       cddp__map_get(server, cddp__parse_string(&p), &value);
-      cddp__buffer_add_string(out, "", value);
+      cddp__buffer_add_string(out, value);
     }
     break;
   case CDDP__STORE_COMPARE_SET: /* a missing key equals an empty value; only the answer differs */
@@ -4454,7 +4849,7 @@ static int cddp__server_execute(cddp__server *server, cddp__parser *parser,
     found = cddp__map_get(server, key, &value);
     swap = cddp__span_equal(value, expected);
     ok = !swap || cddp__map_put(server, key, desired, false);
-    cddp__buffer_add_string(out, "", swap ? desired : found ? value : expected);
+    cddp__buffer_add_string(out, swap ? desired : found ? value : expected);
     break;
   case CDDP__STORE_ADD:
     key = cddp__parse_string(&p);
@@ -4470,25 +4865,28 @@ static int cddp__server_execute(cddp__server *server, cddp__parser *parser,
       if (!cddp__map_get(server, cddp__parse_string(&p), &value)) return CDDP__COMMAND_WAITS;
     }
     break;
-  case CDDP__STORE_GETNUMKEYS: number = server->keys; break;
+  case CDDP__STORE_GETNUMKEYS:
+    number = server->keys;
+    break;
   case CDDP__STORE_DELETE_KEY:
     number = cddp__map_drop(server, cddp__map_link(server, cddp__parse_string(&p)));
     break;
-  case CDDP__STORE_CANCEL_WAIT: number = 1; break;
-  default: number = cddp__get32(p); /* PING */
+  case CDDP__STORE_CANCEL_WAIT:
+    number = 1;
+    break;
+  default:
+    number = cddp__get32(p); /* PING */
   }
   if (c->answer != CDDP__ANSWER_STRING) cddp__buffer_add_number(out, number, c->answer);
   return ok && !out->failed ? CDDP__COMMAND_DONE : CDDP__COMMAND_FAILED;
 }
 
 /* --- the server ---
-   One thread with level-triggered epoll, because poll(2) is slow with thousands of clients. Each
-   connection has an output buffer, and an input buffer of commands that are executed one by one.
-   After a command that created a key, all waiting commands are executed again. Other effects on
-   other connections (a WAIT has ended, a connection must be closed) are only marked, and handled at
-   the end of the loop's iteration: cddp__server_settle. No client can stop the loop. Each
-   connection has its own limits and deadlines, and an error closes only the connection on which it
-   happened. */
+   One thread with level-triggered epoll, because poll(2) is slow with thousands of clients. After a
+   command that created a key, all waiting commands are executed again. Other effects on other
+   clients (a WAIT has ended, a connection must be closed) are only marked, and handled at the end
+   of the loop's iteration: cddp__server_settle. Each client has its own limits and deadlines. An
+   error closes only its own connection. */
 #ifndef CDDP__GREETING_S
 #define CDDP__GREETING_S 5.0 /* time for the challenge and the first command, or a rank's number */
 #endif
@@ -4496,22 +4894,19 @@ static int cddp__server_execute(cddp__server *server, cddp__parser *parser,
 #define CDDP__COMMAND_S 10.0 /* time for a command, plus 1 s per 64 KiB; and for reading output */
 #endif
 #define CDDP__SERVER_CHECK_MS 250 /* time between checks of the deadlines */
-#define CDDP__SERVER_KEEP 4096u   /* bytes of buffer that an idle connection keeps */
 
-typedef struct cddp__conn { /* a client of the server. Owner: the server's thread */
-  struct cddp__conn *next;  /* older */
-  int fd;                   /* -1: closed; freed at the end of the loop's iteration */
-  bool greeted;             /* its first command was a valid VALIDATE */
-  bool blocked;             /* the command at the head of `in` is a WAIT for a missing key */
-  uint32_t events;          /* that epoll watches for */
-  cddp__buffer in, out;
-  cddp__parser parser;       /* of the command at the head of in */
-  double deadline;           /* for VALIDATE, for the current command, or for reading output */
-  cddp__challenge challenge; /* PROVEN: commands are executed; neither PROVEN nor ON: refused */
-} cddp__conn;
+typedef struct cddp__client { /* Owner: the server's thread */
+  cddp__connection c;         /* fd -1: closed; freed at the end of the loop's iteration. deadline:
+                                 for VALIDATE, for the current command, or for reading output */
+  struct cddp__client *next;  /* older */
+  bool greeted;               /* its first command was a valid VALIDATE */
+  bool blocked;               /* the command at the head of c.in is a WAIT for a missing key */
+  uint32_t events;            /* that epoll watches for */
+  cddp__parser parser;        /* of the command at the head of c.in */
+} cddp__client;
 
 /* Sets the events of fd that epoll watches. what: returned with each event; an index of the
-   server's fds, or the address of a cddp__conn. */
+   server's fds, or the address of a cddp__client. */
 static bool cddp__server_watch_fd(const cddp__server *server, int fd, int how, uint32_t events,
                                   uint64_t what) {
   struct epoll_event event;
@@ -4520,148 +4915,129 @@ static bool cddp__server_watch_fd(const cddp__server *server, int fd, int how, u
   return epoll_ctl(server->epoll, how, fd, &event) == 0;
 }
 
-/* Closes the connection. cddp__server_settle frees it. */
-static void cddp__conn_close(cddp__server *server, cddp__conn *conn) {
-  server->blocked -= conn->blocked;
-  conn->blocked = false;
+/* Closes the connection. cddp__server_settle frees the client. */
+static void cddp__client_close(cddp__server *server, cddp__client *client) {
+  server->blocked -= client->blocked;
+  client->blocked = false;
   server->unsettled = true;
-  cddp__buffer_clear(&conn->in, 0);
-  cddp__buffer_clear(&conn->out, 0);
-  if (conn->fd >= 0) { /* a forked child can have a copy, which close would leave connected */
-    server->silent -= !conn->greeted;
-    cddp__server_watch_fd(server, conn->fd, EPOLL_CTL_DEL, 0, 0);
-    shutdown(conn->fd, SHUT_RDWR);
+  if (client->c.fd >= 0) { /* a forked child can have a copy, which close would leave connected */
+    server->silent -= !client->greeted;
+    cddp__server_watch_fd(server, client->c.fd, EPOLL_CTL_DEL, 0, 0);
+    shutdown(client->c.fd, SHUT_RDWR);
   }
-  cddp__close_fd(&conn->fd);
+  cddp__connection_close(&client->c);
 }
 
 /* Records that the command at the head of the input waits, or removes the finished command. */
-static void cddp__conn_advance(cddp__server *server, cddp__conn *conn, bool blocked) {
-  server->blocked += blocked - conn->blocked;
-  conn->blocked = blocked;
+static void cddp__client_advance(cddp__server *server, cddp__client *client, bool blocked) {
+  server->blocked += blocked - client->blocked;
+  client->blocked = blocked;
   if (blocked) return;
-  conn->in.start += conn->parser.scanned;
-  memset(&conn->parser, 0, sizeof conn->parser);
+  client->c.in.start += client->parser.scanned;
+  memset(&client->parser, 0, sizeof client->parser);
 }
 
 /* Executes the complete command at the head of the input, for the first time or again. */
-static void cddp__conn_execute(cddp__server *server, cddp__conn *conn) {
-  int ran = cddp__server_execute(server, &conn->parser, conn->in.data + conn->in.start, &conn->out);
+static void cddp__client_execute(cddp__server *server, cddp__client *client) {
+  cddp__connection *c = &client->c;
+  int ran = cddp__server_execute(server, &client->parser, c->in.data + c->in.start, &c->out);
   if (ran == CDDP__COMMAND_FAILED || server->buffered > CDDP__SERVER_MEMORY ||
-      cddp__buffer_size(&conn->out) > CDDP__BUFFER_MAX) {
-    cddp__conn_close(server, conn);
+      cddp__buffer_size(&c->out) > CDDP__BUFFER_MAX) {
+    cddp__client_close(server, client);
     return;
   }
-  server->silent -= !conn->greeted;
-  conn->greeted = true;
-  conn->deadline = cddp__now() + CDDP__COMMAND_S;
-  cddp__conn_advance(server, conn, ran == CDDP__COMMAND_WAITS);
-}
-
-/* Sends as much output as the system accepts. Returns false if the connection has failed. */
-static bool cddp__conn_flush(cddp__conn *conn) {
-  while (cddp__buffer_size(&conn->out) > 0) {
-    ssize_t n = send(conn->fd, conn->out.data + conn->out.start, cddp__buffer_size(&conn->out),
-                     MSG_NOSIGNAL | MSG_DONTWAIT);
-    if (n < 0 && errno == EINTR) continue;
-    if (n < 0) return errno == EAGAIN;
-    conn->out.start += (size_t)n;
-    if (conn->greeted) conn->deadline = cddp__now() + CDDP__COMMAND_S;
-  }
-  return !conn->out.failed;
+  server->silent -= !client->greeted;
+  client->greeted = true;
+  c->deadline = cddp__now() + CDDP__COMMAND_S;
+  cddp__client_advance(server, client, ran == CDDP__COMMAND_WAITS);
 }
 
 /* Handles the input once: challenge, then one command. Returns false if more input is needed. A
-   refused connection stays open until the client has read the reason. During a WAIT only
-   CANCEL_WAIT is executed, which ends the WAIT; other commands stay in the input. */
-static bool cddp__conn_step(cddp__server *server, cddp__conn *conn) {
+   refused connection stays open for a second, until the client has read the reason. During a WAIT
+   only CANCEL_WAIT is executed, which ends the WAIT; other commands stay in the input. */
+static bool cddp__client_step(cddp__server *server, cddp__client *client) {
+  cddp__connection *c = &client->c;
+  bool refused = c->challenge.state > CDDP__CHALLENGE_PROVEN;
   size_t keys = server->keys;
-  cddp__challenge *challenge = &conn->challenge;
-  cddp__span in = cddp__buffer_span(&conn->in);
-  cddp__conn *other;
+  cddp__client *other;
+  cddp__span in;
   int found;
-  if (challenge->state == CDDP__CHALLENGE_ON) {
-    conn->in.start += cddp__challenge_feed(challenge, in.data, in.size);
-    cddp__buffer_add(&conn->out, challenge->out, challenge->out_size);
-    challenge->out_size = 0;
-    if (challenge->state > CDDP__CHALLENGE_PROVEN) {
-      cddp__add32(&server->unproven, 1);
-      conn->deadline = cddp__now() + 1;
-      (void)cddp__conn_flush(conn);
-      shutdown(conn->fd, SHUT_WR); /* close could reset it before the client reads why */
-    }
+  if (c->state == CDDP__CONNECTION_PROVING) (void)cddp__connection_progress(c);
+  if (c->challenge.state > CDDP__CHALLENGE_PROVEN) {
+    if (!refused) cddp__add32(&server->unproven, 1);
+    if (!refused) c->deadline = cddp__now() + 1;
+    c->in.start = c->in.end;
+    return false;
   }
-  if (challenge->state > CDDP__CHALLENGE_PROVEN) conn->in.start = conn->in.end;
-  in = cddp__buffer_span(&conn->in);
-  if (in.size == 0 || challenge->state != CDDP__CHALLENGE_PROVEN) return false;
-  if (conn->blocked) {
-    if (in.size == conn->parser.scanned || in.data[conn->parser.scanned] != CDDP__STORE_CANCEL_WAIT)
+  in = cddp__buffer_span(&c->in);
+  if (c->state == CDDP__CONNECTION_ENDED) cddp__client_close(server, client);
+  if (in.size == 0 || c->state != CDDP__CONNECTION_UP) return false;
+  if (client->blocked) {
+    if (in.size == client->parser.scanned ||
+        in.data[client->parser.scanned] != CDDP__STORE_CANCEL_WAIT)
       return false;
-    cddp__conn_advance(server, conn, false);
+    cddp__client_advance(server, client, false);
     return true;
   }
-  found = cddp__parser_scan(&conn->parser, in.data, in.size);
-  if (found == CDDP__PARSE_INVALID || (!conn->greeted && in.data[0] != CDDP__STORE_VALIDATE))
-    cddp__conn_close(server, conn);
+  found = cddp__parser_scan(&client->parser, in.data, in.size);
+  if (found == CDDP__PARSE_INVALID || (!client->greeted && in.data[0] != CDDP__STORE_VALIDATE))
+    cddp__client_close(server, client);
   else if (found == CDDP__PARSE_COMPLETE)
-    cddp__conn_execute(server, conn);
-  other = server->keys > keys && server->blocked > 0 ? server->conns : NULL;
+    cddp__client_execute(server, client);
+  other = server->keys > keys && server->blocked > 0 ? server->clients : NULL;
   for (; other != NULL; other = other->next) {
     if (!other->blocked) continue;
-    cddp__conn_execute(server, other); /* before conn can delete its new keys */
+    cddp__client_execute(server, other); /* before `client` can delete its new keys */
     server->unsettled = server->unsettled || !other->blocked;
   }
-  return found == CDDP__PARSE_COMPLETE && conn->fd >= 0;
+  return found == CDDP__PARSE_COMPLETE && c->fd >= 0;
 }
 
 /* Executes the received commands as long as the client reads the answers, so that no client can
    occupy the server. Then sets the events that epoll watches. */
-static void cddp__conn_run(cddp__server *server, cddp__conn *conn) {
+static void cddp__client_run(cddp__server *server, cddp__client *client) {
+  cddp__connection *c = &client->c;
   bool more = true;
-  uint32_t events = EPOLLIN;
-  while (more && conn->fd >= 0) {
-    while (cddp__buffer_size(&conn->out) <= CDDP__SERVER_PAUSE && cddp__conn_step(server, conn)) {}
-    more = cddp__buffer_size(&conn->out) > CDDP__SERVER_PAUSE;
-    if (conn->fd >= 0 && !cddp__conn_flush(conn)) cddp__conn_close(server, conn);
-    more = more && cddp__buffer_size(&conn->out) == 0;
+  size_t left;
+  uint32_t events;
+  while (more && c->fd >= 0) {
+    while (cddp__buffer_size(&c->out) <= CDDP__SERVER_PAUSE && cddp__client_step(server, client)) {}
+    left = cddp__buffer_size(&c->out);
+    more = left > CDDP__SERVER_PAUSE;
+    if (c->fd < 0 || c->challenge.state > CDDP__CHALLENGE_PROVEN) break;
+    (void)cddp__connection_progress(c);
+    if (cddp__buffer_size(&c->out) < left && client->greeted)
+      c->deadline = cddp__now() + CDDP__COMMAND_S;
+    if (c->state == CDDP__CONNECTION_ENDED) cddp__client_close(server, client);
+    more = more && cddp__buffer_size(&c->out) == 0;
   }
-  if (cddp__buffer_size(&conn->in) == 0) cddp__buffer_clear(&conn->in, CDDP__SERVER_KEEP);
-  if (cddp__buffer_size(&conn->out) > CDDP__SERVER_PAUSE)
-    events = EPOLLOUT;
-  else if (cddp__buffer_size(&conn->out) > 0)
-    events = EPOLLIN | EPOLLOUT;
-  else
-    cddp__buffer_clear(&conn->out, CDDP__SERVER_KEEP);
-  if (conn->fd < 0 || events == conn->events) return;
-  conn->events = events;
-  if (!cddp__server_watch_fd(server, conn->fd, EPOLL_CTL_MOD, events, (uint64_t)(uintptr_t)conn))
-    cddp__conn_close(server, conn);
+  if (cddp__buffer_size(&c->in) == 0) cddp__buffer_clear(&c->in, CDDP__BUFFER_KEEP);
+  left = cddp__buffer_size(&c->out);
+  events = left > CDDP__SERVER_PAUSE ? EPOLLOUT : left > 0 ? EPOLLIN | EPOLLOUT : EPOLLIN;
+  if (c->fd < 0 || events == client->events) return;
+  client->events = events;
+  if (!cddp__server_watch_fd(server, c->fd, EPOLL_CTL_MOD, events, (uint64_t)(uintptr_t)client))
+    cddp__client_close(server, client);
 }
 
-/* Reads once. Returns false if the connection has failed or ended, or a buffer limit is reached. */
-static bool cddp__conn_read(const cddp__server *server, cddp__conn *conn) {
-  size_t want = cddp__min(cddp__max(conn->in.capacity, 512), 1u << 20);
-  ssize_t n;
-  if (conn->in.capacity - conn->in.end < 256 &&
-      (cddp__buffer_size(&conn->in) > CDDP__BUFFER_MAX ||
-       server->buffered + want > CDDP__SERVER_MEMORY || !cddp__buffer_reserve(&conn->in, want)))
-    return false;
-  want = cddp__min(conn->in.capacity - conn->in.end, 1u << 20);
-  do n = recv(conn->fd, conn->in.data + conn->in.end, want, MSG_DONTWAIT);
-  while (n < 0 && errno == EINTR);
-  if (n <= 0) return n < 0 && errno == EAGAIN;
-  if (conn->greeted && cddp__buffer_size(&conn->in) + cddp__buffer_size(&conn->out) == 0)
-    conn->deadline = cddp__now() + CDDP__COMMAND_S;
-  conn->in.end += (size_t)n;
-  return true;
-}
-
-static void cddp__conn_event(cddp__server *server, cddp__conn *conn, uint32_t events) {
-  if (conn->fd < 0) return;
-  if (events & EPOLLIN ? !cddp__conn_read(server, conn) : (events & (EPOLLHUP | EPOLLERR)) != 0)
-    cddp__conn_close(server, conn);
+/* Reads once if bytes have arrived, within the limits of memory, and continues the client. */
+static void cddp__client_event(cddp__server *server, cddp__client *client, uint32_t events) {
+  cddp__connection *c = &client->c;
+  bool idle = cddp__buffer_size(&c->in) + cddp__buffer_size(&c->out) == 0;
+  bool full = c->in.capacity - c->in.end < 256 &&
+              (cddp__buffer_size(&c->in) > CDDP__BUFFER_MAX ||
+               server->buffered + cddp__max(c->in.capacity, 512) > CDDP__SERVER_MEMORY);
+  int got = 0;
+  if (c->fd < 0) return;
+  if (events & EPOLLIN)
+    got = full ? -1 : cddp__connection_fill(c, 256);
+  else if (events & (EPOLLHUP | EPOLLERR))
+    got = -1;
+  if (got > 0 && idle && client->greeted) c->deadline = cddp__now() + CDDP__COMMAND_S;
+  if (got < 0)
+    cddp__client_close(server, client);
   else
-    cddp__conn_run(server, conn);
+    cddp__client_run(server, client);
 }
 
 /* Ends an iteration of the loop: closes connections past their deadline, continues those with a
@@ -4669,75 +5045,64 @@ static void cddp__conn_event(cddp__server *server, cddp__conn *conn, uint32_t ev
 static void cddp__server_settle(cddp__server *server) {
   double now = cddp__now();
   bool tick = now >= server->checked + CDDP__SERVER_CHECK_MS * 1e-3;
-  cddp__conn *conn, **link;
+  cddp__client *client, **link;
   if (tick) server->checked = now;
-  for (conn = server->conns; conn != NULL && tick; conn = conn->next) {
-    bool runs =
-        conn->greeted && cddp__buffer_size(&conn->out) == 0; /* else it must greet or read */
-    double more = runs ? (double)cddp__buffer_size(&conn->in) / 65536 : 0;
-    if (now >= conn->deadline + more && (!runs || (more > 0 && !conn->blocked)))
-      cddp__conn_close(server, conn);
+  for (client = server->clients; client != NULL && tick; client = client->next) {
+    cddp__connection *c = &client->c;
+    bool runs = client->greeted && cddp__buffer_size(&c->out) == 0; /* else it must greet or read */
+    double more = runs ? (double)cddp__buffer_size(&c->in) / 65536 : 0;
+    if (now >= c->deadline + more && (!runs || (more > 0 && !client->blocked)))
+      cddp__client_close(server, client);
   }
   while (server->unsettled) {
     server->unsettled = false;
-    for (link = &server->conns; (conn = *link) != NULL;) {
-      if (conn->fd >= 0) cddp__conn_run(server, conn);
-      if (conn->fd >= 0) {
-        link = &conn->next;
+    for (link = &server->clients; (client = *link) != NULL;) {
+      if (client->c.fd >= 0) cddp__client_run(server, client);
+      if (client->c.fd >= 0) {
+        link = &client->next;
         continue;
       }
-      *link = conn->next;
-      cddp__free(&server->allocator, conn);
+      *link = client->next;
+      cddp__free(&server->allocator, client);
     }
   }
 }
 
-/* Whether a new connection can use the descriptor fd: cddp leaves some descriptors for the program.
-   serves: true for the store's server. It leaves half as many, so that it still has descriptors
-   when the rendezvous in the same process has none. */
-static bool cddp__has_spare_fd(int fd, bool serves) {
-  struct rlimit limit;
-  rlim_t left;
-  if (getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur > INT_MAX) return true;
-  left = limit.rlim_cur < 256 ? limit.rlim_cur / 4 : 64;
-  return (rlim_t)fd + (serves ? left / 2 : left) < limit.rlim_cur;
-}
-
-/* Creates a connection that owns fd. spare: enough descriptors remain for the program. If not, or
-   if too many connections have not sent VALIDATE, the oldest of those is closed, and the new
-   connection gets its descriptor or a lower one. A connection that has passed the challenge is
-   never closed; if all have, the new connection is refused. */
-static void cddp__server_add_conn(cddp__server *server, int fd, bool spare) {
+/* Creates a client with the connection fd. spare: enough descriptors remain for the program. If
+   not, or if too many clients have not sent VALIDATE, the oldest of those is closed, and the new
+   one gets its descriptor or a lower one. A client that has passed the challenge is never closed;
+   if all have, the new one is refused. */
+static void cddp__server_add_client(cddp__server *server, int fd, bool spare) {
   static const char refusal[] = CDDP__AUTH_REFUSAL "D";
-  bool room = true;
-  cddp__conn *conn, *oldest = NULL;
-  if (!spare || server->silent >= CDDP__PENDING_MAX) {
-    for (conn = server->conns; conn != NULL; conn = conn->next)
-      if (conn->fd >= 0 && !conn->greeted &&
-          (server->secret == NULL || conn->challenge.state != CDDP__CHALLENGE_PROVEN))
-        oldest = conn;
-    room = oldest != NULL;
-    if (room) cddp__conn_close(server, oldest);
-    if (!room && !spare) (void)!send(fd, refusal, sizeof refusal - 1, MSG_NOSIGNAL | MSG_DONTWAIT);
-    if (room && !spare) fd = cddp__lower_fd(fd);
+  cddp__client *client, *oldest = NULL;
+  if (!spare || server->silent >= cddp__unproven_most(server->ranks)) {
+    for (client = server->clients; client != NULL; client = client->next)
+      if (client->c.fd >= 0 && !client->greeted &&
+          (server->secret == NULL || client->c.challenge.state != CDDP__CHALLENGE_PROVEN))
+        oldest = client;
+    if (oldest == NULL) {
+      if (!spare) (void)!send(fd, refusal, sizeof refusal - 1, MSG_NOSIGNAL | MSG_DONTWAIT);
+      cddp__close_fd(&fd);
+      return;
+    }
+    cddp__client_close(server, oldest);
+    if (!spare) fd = cddp__lower_fd(fd);
   }
-  conn = room ? (cddp__conn *)cddp__calloc(&server->allocator, 1, sizeof *conn) : NULL;
-  if (conn == NULL ||
-      cddp__challenge_begin(&conn->challenge, server->secret, "store", false, NULL, 0) != CDDP_OK) {
-    cddp__free(&server->allocator, conn);
+  client = (cddp__client *)cddp__calloc(&server->allocator, 1, sizeof *client);
+  if (client == NULL) {
     cddp__close_fd(&fd);
     return;
   }
-  conn->fd = fd;
+  cddp__connection_begin(&client->c, &server->allocator, fd, false);
+  client->c.in.total = client->c.out.total = &server->buffered;
+  client->c.deadline = cddp__now() + CDDP__GREETING_S;
+  client->next = server->clients;
+  server->clients = client;
   server->silent++;
-  conn->in.allocator = conn->out.allocator = &server->allocator;
-  conn->in.total = conn->out.total = &server->buffered;
-  conn->deadline = cddp__now() + CDDP__GREETING_S;
-  conn->next = server->conns;
-  server->conns = conn;
-  conn->events = EPOLLIN;
-  if (!cddp__server_watch_fd(server, fd, EPOLL_CTL_ADD, conn->events, (uint64_t)(uintptr_t)conn))
-    cddp__conn_close(server, conn);
+  client->events = EPOLLIN;
+  if (cddp__connection_challenge(&client->c, server->secret, "store", NULL, 0) != CDDP_OK ||
+      !cddp__server_watch_fd(server, fd, EPOLL_CTL_ADD, EPOLLIN, (uint64_t)(uintptr_t)client))
+    cddp__client_close(server, client);
 }
 
 /* Accepts up to 64 connections. If no descriptor is left, the reserve is closed for long enough to
@@ -4754,8 +5119,9 @@ static void cddp__server_accept(cddp__server *server, int listener) {
       fd = cddp__accept(listener);
     }
     if (fd >= 0)
-      cddp__server_add_conn(server, fd, !none && cddp__has_spare_fd(fd, true));
-    else if (errno != EAGAIN && errno != EINTR && errno != ECONNABORTED) cddp__sleep(0.01);
+      cddp__server_add_client(server, fd, !none && cddp__has_spare_fd(fd, true));
+    else if (errno != EAGAIN && errno != EINTR && errno != ECONNABORTED)
+      cddp__sleep(0.01);
     if (server->reserve < 0)
       server->reserve = fcntl(server->epoll, F_DUPFD_CLOEXEC, STDERR_FILENO + 1);
   }
@@ -4766,14 +5132,14 @@ static void *cddp__server_main(void *arg) {
   struct epoll_event events[64];
   for (;;) {
     double start = cddp__now();
-    int i, ms = server->conns != NULL ? CDDP__SERVER_CHECK_MS : 1000,
+    int i, ms = server->clients != NULL ? CDDP__SERVER_CHECK_MS : 1000,
            n = epoll_wait(server->epoll, events, 64, ms);
     cddp__note_sleep(start, 1e-3 * ms);
     if ((n < 0 && errno != EINTR) || cddp__load32(&server->ended) != 0) return NULL;
     for (i = 0; i < n; i++) {
       uint64_t what = events[i].data.u64;
       if (what >= CDDP__ADDRESSES_MAX)
-        cddp__conn_event(server, (cddp__conn *)(uintptr_t)what, events[i].events);
+        cddp__client_event(server, (cddp__client *)(uintptr_t)what, events[i].events);
       else
         cddp__server_accept(server, server->fds[what]);
     }
@@ -4784,9 +5150,10 @@ static void *cddp__server_main(void *arg) {
 /* Frees a server after its thread has ended, or if it never ran. */
 static void cddp__server_free(cddp__server *server) {
   cddp_allocator a = server->allocator;
-  cddp__conn *conn;
+  cddp__client *client;
   uint32_t i;
-  for (conn = server->conns; conn != NULL; conn = conn->next) cddp__conn_close(server, conn);
+  for (client = server->clients; client != NULL; client = client->next)
+    cddp__client_close(server, client);
   cddp__server_settle(server);
   for (i = 0; i < CDDP__MAP_CHAINS; i++)
     while (cddp__map_drop(server, &server->chains[i])) {}
@@ -4804,6 +5171,7 @@ typedef struct cddp__store_options {
                            is ignored. A server of tcp:// connects to itself before open returns */
   int listen_fd;        /* listening socket of the server, owned by the caller; -1: bind one */
   bool reachable;       /* by other hosts, even if this host's name resolves to loopback here */
+  int ranks;            /* that connect, for the server's limits; 0: not known */
   double deadline;      /* for opening; a time of cddp__now */
   double *closed_since; /* NULL, or the store's closed_since, kept between two calls */
 } cddp__store_options;
@@ -4815,8 +5183,7 @@ struct cddp_store {
   int scheme;                                   /* CDDP__URL_TCP ... */
   char *name;                                   /* for error texts: "host:port" or the path */
   char *proof;                                  /* the secret that both ends prove; NULL = none */
-  cddp__buffer bytes;                           /* the command being built, then its answer */
-  int fd;                                       /* -1 = not connected */
+  cddp__connection connection;                  /* to the server; fd -1: closed */
   cddp__address addresses[CDDP__ADDRESSES_MAX]; /* possible addresses of the server, in order */
   int address_count;
   double closed_since;  /* time since which every connection was closed without an answer; 0 */
@@ -4833,52 +5200,58 @@ struct cddp_store {
      CDDP_NETWORK    the connection was closed without an answer
      CDDP_MISMATCH   the program at the other end is not a store
      CDDP_TIMEOUT    no answer: another program, or a server that is not ready yet */
-static cddp_result cddp__store_greet(const cddp_store *store, const char *text, double deadline) {
-  cddp__challenge c;
-  unsigned char bytes[80] = {0};
-  size_t n = 0, k;
-  ssize_t more;
-  cddp_result r = cddp__challenge_begin(&c, store->proof, "store", true, NULL, 0);
-  if (r == CDDP_OK && store->proof != NULL)
-    r = cddp__challenge_run(&c, store->fd, bytes, &n, deadline);
-  if (r == CDDP_OK && (store->proof == NULL || c.state == CDDP__CHALLENGE_PROVEN)) {
-    n = 9;
-    r = cddp__send_all(store->fd, cddp__greeting, sizeof cddp__greeting - 1, deadline);
-    if (r == CDDP_OK) r = cddp__recv_some(store->fd, bytes, &n, deadline);
-    if (r != CDDP_OK || (n == 1 && bytes[0] <= 1)) return r;
-    if (n < 9 && bytes[0] == CDDP__AUTH_REFUSAL[0])
-      (void)cddp__recv_all(store->fd, bytes + n, 9 - n, cddp__earlier_deadline(1, deadline));
-    c.state = memcmp(bytes, CDDP__AUTH_REFUSAL, 8) == 0 ? CDDP__CHALLENGE_REFUSED
-                                                        : CDDP__CHALLENGE_NOT_CDDP;
-    c.why = (char)bytes[8];
+static cddp_result cddp__store_greet(cddp_store *store, const char *text, double deadline) {
+  cddp__connection *c = &store->connection;
+  cddp__challenge *challenge = &c->challenge;
+  char line[81] = "";
+  cddp__span in;
+  size_t k;
+  cddp_result r = CDDP_OK;
+  if (store->proof != NULL) r = cddp__connection_challenge(c, store->proof, "store", NULL, 0);
+  cddp__buffer_add(&c->out, cddp__greeting, sizeof cddp__greeting - 1);
+  if (r == CDDP_OK) r = cddp__connection_exchange(c, 1, deadline);
+  if (r == CDDP_OK) {
+    in = cddp__buffer_span(&c->in);
+    if (in.size == 1 && in.data[0] <= 1) { /* the answer to CHECK */
+      c->in.start++;
+      return CDDP_OK;
+    }
+    if (in.size < 9 && in.data[0] == CDDP__AUTH_REFUSAL[0])
+      (void)cddp__connection_exchange(c, 9, cddp__earlier_deadline(1, deadline));
+    (void)cddp__connection_fill(c, sizeof line); /* more of another program's text */
+    in = cddp__buffer_span(&c->in);
+    challenge->state = CDDP__CHALLENGE_NOT_CDDP;
+    if (in.size >= 9 && memcmp(in.data, CDDP__AUTH_REFUSAL, 8) == 0) {
+      challenge->state = CDDP__CHALLENGE_REFUSED;
+      challenge->why = (char)in.data[8];
+    }
   }
-  if (r != CDDP_OK) return r;
-  if (c.state == CDDP__CHALLENGE_REFUSED && c.why == 'D')
+  if (challenge->state <= CDDP__CHALLENGE_PROVEN) return r;
+  if (challenge->state == CDDP__CHALLENGE_REFUSED && challenge->why == 'D')
     return cddp__fail(CDDP_SYSTEM,
                       "%s: the server's process has no file descriptor left for another rank; "
                       "raise its limit (ulimit -n)",
                       strerror(EMFILE));
-  if (c.state == CDDP__CHALLENGE_REFUSED && c.why == 'J')
+  if (challenge->state == CDDP__CHALLENGE_REFUSED && challenge->why == 'J')
     return cddp__fail(CDDP_INVALID_ARGUMENT,
                       "two jobs use %s: an elastic job runs there. Give this job a MASTER_PORT of "
                       "its own, or set CDDP_JOIN=1 to join that one",
                       text);
-  if (c.state != CDDP__CHALLENGE_NOT_CDDP)
-    return cddp__fail(CDDP_UNAUTHORIZED,
-                      "%s; set one CDDP_SECRET (or desc's secret) on all ranks, or on none",
-                      c.why == 'S'   ? "the server has a secret and this process has none"
-                      : c.why == 'W' ? "the server has another secret"
-                      : c.why == 'N' ? "this process has a secret and the server has none"
-                                     : "the program that answers does not know the secret");
-  more = recv(store->fd, bytes + n, sizeof bytes - 1 - n, MSG_DONTWAIT);
-  n += more > 0 ? (size_t)more : 0;
-  bytes[strcspn((char *)bytes, "\r\n")] = 0;
-  for (k = 0; k < n && bytes[k] >= 32 && bytes[k] < 127; k++) {}
-  bytes[k] = 0;
+  if (challenge->state != CDDP__CHALLENGE_NOT_CDDP)
+    return cddp__fail(
+        CDDP_UNAUTHORIZED, "%s; set one CDDP_SECRET (or desc's secret) on all ranks, or on none",
+        challenge->why == 'S'   ? "the server has a secret and this process has none"
+        : challenge->why == 'W' ? "the server has another secret"
+        : challenge->why == 'N' ? "this process has a secret and the server has none"
+                                : "the program that answers does not know the secret");
+  memcpy(line, c->in.data,
+         cddp__min(c->in.end, sizeof line - 1)); /* parsed bytes are still there */
+  for (k = 0; line[k] >= 32 && line[k] < 127; k++) {}
+  line[k] = 0;
   return cddp__fail(CDDP_MISMATCH,
                     "the program at %s is neither cddp nor a TCPStore server (%s%s%s): another "
                     "program uses this port",
-                    text, k > 0 ? "it answers '" : "its answer is not text", (char *)bytes,
+                    text, k > 0 ? "it answers '" : "its answer is not text", line,
                     k > 0 ? "'" : "");
 }
 
@@ -4892,11 +5265,14 @@ static cddp_result cddp__store_greet(const cddp_store *store, const char *text, 
 static cddp_result cddp__store_try_addresses(cddp_store *store, double deadline) {
   bool closed = false;
   cddp_result r = CDDP_NETWORK;
-  int i, error = 0;
+  int i, error = 0, fd;
   for (i = 0; i < store->address_count && r == CDDP_NETWORK; i++) {
     const cddp__address *address = &store->addresses[i];
-    error = cddp__connect_address(address, cddp__earlier_deadline(5, deadline), &store->fd);
-    if (error == 0) r = cddp__store_greet(store, cddp__describe_address(address).s, deadline);
+    error = cddp__connect_address(address, cddp__earlier_deadline(5, deadline), &fd);
+    if (error == 0) {
+      cddp__connection_begin(&store->connection, &store->allocator, fd, true);
+      r = cddp__store_greet(store, cddp__describe_address(address).s, deadline);
+    }
     if ((error == 0 && r == CDDP_NETWORK) || error == ECONNRESET) {
       closed = true;
       if (store->closed_since == 0) store->closed_since = cddp__now();
@@ -4914,14 +5290,13 @@ static cddp_result cddp__store_try_addresses(cddp_store *store, double deadline)
                          ? strerror(error)
                          : "another user's process listens there; set MASTER_ADDR and MASTER_PORT "
                            "for all ranks to connect over TCP");
-    if (r != CDDP_OK) cddp__close_fd(&store->fd);
+    if (error == 0 && r != CDDP_OK) cddp__connection_close(&store->connection);
   }
   if (!closed && r != CDDP_TIMEOUT && error != ETIMEDOUT) store->closed_since = 0;
   return r;
 }
 
-/* One command and its answer. */
-typedef struct cddp__request {
+typedef struct cddp__request { /* one command and its answer */
   unsigned code;
   const char *const *keys;
   int count; /* keys */
@@ -4947,58 +5322,61 @@ static cddp_result cddp__store_error(const cddp_store *store, cddp_result r) {
   return cddp__fail_in(r == CDDP_MISMATCH ? CDDP_NETWORK : r, "store at %s: ", store->name);
 }
 
-/* Sends the request and receives the answer; a string goes to store->bytes. SET has no answer, so a
-   GETNUMKEYS follows it: its answer shows that the SET was executed. */
+/* Sends the request and receives the answer; a string is then at the start of connection.in. SET
+   has no answer, so a GETNUMKEYS follows it: its answer shows that the SET was executed. */
 static cddp_result cddp__store_exchange(cddp_store *store, cddp__request *request,
                                         double deadline) {
-  const struct cddp__command *c = &cddp__commands[request->code];
-  cddp__buffer *buffer = &store->bytes;
-  unsigned char answer[8] = {0};
+  const struct cddp__command *command = &cddp__commands[request->code];
+  cddp__connection *c = &store->connection;
+  cddp__buffer *out = &c->out;
+  size_t answer = command->answer == CDDP__ANSWER_BYTE ? 1 : 8; /* bytes of the number */
+  unsigned char number[8] = {0};
   cddp_result r;
   int i;
-  cddp__buffer_add_number(buffer, request->code, 1);
-  if (c->counted) cddp__buffer_add_number(buffer, (uint64_t)request->count, 8);
-  for (i = 0; i < request->count; i++)
-    cddp__buffer_add_string(buffer, "/", cddp__span_of(request->keys[i], strlen(request->keys[i])));
-  for (i = 0; i + 1 < c->strings; i++) cddp__buffer_add_string(buffer, "", request->values[i]);
-  cddp__buffer_add_number(buffer, request->number, c->tail);
-  if (request->code == CDDP__STORE_SET) cddp__buffer_add_number(buffer, CDDP__STORE_GETNUMKEYS, 1);
-  if (cddp__buffer_size(buffer) > CDDP__COMMAND_MAX)
+  cddp__buffer_add_number(out, request->code, 1);
+  if (command->counted) cddp__buffer_add_number(out, (uint64_t)request->count, 8);
+  for (i = 0; i < request->count; i++) {
+    cddp__span key = cddp__span_of(request->keys[i], strlen(request->keys[i]));
+    cddp__buffer_add_number(out, 1 + key.size, 8);
+    cddp__buffer_add(out, "/", 1); /* before a client's keys, as in PyTorch */
+    cddp__buffer_add(out, key.data, key.size);
+  }
+  for (i = 0; i + 1 < command->strings; i++) cddp__buffer_add_string(out, request->values[i]);
+  cddp__buffer_add_number(out, request->number, command->tail);
+  if (request->code == CDDP__STORE_SET) cddp__buffer_add_number(out, CDDP__STORE_GETNUMKEYS, 1);
+  if (cddp__buffer_size(out) > CDDP__COMMAND_MAX)
     return cddp__fail(CDDP_INVALID_ARGUMENT, "the keys of one call exceed %u MiB",
                       CDDP__COMMAND_MAX >> 20);
-  if (buffer->failed) return CDDP_OUT_OF_MEMORY;
-  r = cddp__send_all(store->fd, buffer->data, buffer->end, deadline);
-  if (r == CDDP_OK)
-    r = cddp__recv_all(store->fd, answer, c->answer == CDDP__ANSWER_BYTE ? 1 : 8, deadline);
-  cddp__buffer_clear(buffer, 65536);
-  request->number = cddp__get64(answer);
-  if (r != CDDP_OK) return r;
+  if ((r = cddp__connection_exchange(c, answer, deadline)) != CDDP_OK) return r;
+  memcpy(number, c->in.data + c->in.start, answer);
+  c->in.start += answer;
+  request->number = cddp__get64(number);
   if (request->number > (request->code == CDDP__STORE_WAIT ? 0 : CDDP__COMMAND_MAX) &&
-      (request->code == CDDP__STORE_WAIT || c->answer == CDDP__ANSWER_STRING))
+      (request->code == CDDP__STORE_WAIT || command->answer == CDDP__ANSWER_STRING))
     return cddp__fail(CDDP_NETWORK, "the answer is %" PRIu64 " instead of a %s", request->number,
                       request->code == CDDP__STORE_WAIT ? "0" : "value's size");
-  if (c->answer != CDDP__ANSWER_STRING) return CDDP_OK;
-  if (!cddp__buffer_reserve(buffer, (size_t)request->number)) return CDDP_OUT_OF_MEMORY;
-  buffer->end = (size_t)request->number;
-  return cddp__recv_all(store->fd, buffer->data, buffer->end, deadline);
+  if (command->answer != CDDP__ANSWER_STRING) return CDDP_OK;
+  return cddp__connection_exchange(c, (size_t)request->number, deadline);
 }
 
 /* Runs one operation under the lock. deadline: 0 = now + the store's timeout. After a failure the
    rest of the answer could still arrive, so the next operation connects again. */
 static cddp_result cddp__store_run(cddp_store *store, cddp__request *request, double deadline) {
+  cddp__connection *c = &store->connection;
   cddp__span reply;
   cddp_result r = CDDP_OK;
   pthread_mutex_lock(&store->lock);
   if (deadline <= 0) deadline = cddp__now() + store->timeout_s;
-  if (store->fd < 0) r = cddp__store_try_addresses(store, deadline);
+  if (c->fd < 0) r = cddp__store_try_addresses(store, deadline);
   if (r == CDDP_OK && (r = cddp__store_exchange(store, request, deadline)) == CDDP_NETWORK &&
       request->code == CDDP__STORE_ADD)
     cddp__fail_in(r, "add to '%.64s' (is its value a decimal number?): ", request->keys[0]);
   if (r != CDDP_OK) {
-    cddp__close_fd(&store->fd);
+    cddp__connection_close(c);
     r = cddp__store_error(store, r);
   } else if (cddp__commands[request->code].answer == CDDP__ANSWER_STRING) {
-    reply = cddp__buffer_span(&store->bytes);
+    reply = cddp__span_of(c->in.data + c->in.start, (size_t)request->number);
+    c->in.start += reply.size;
     request->equal = cddp__span_equal(reply, request->values[1]);
     if (request->size != NULL) *request->size = reply.size;
     if (reply.size > 0 && reply.size <= request->capacity)
@@ -5009,7 +5387,7 @@ static cddp_result cddp__store_run(cddp_store *store, cddp__request *request, do
                      "buffer's %zu",
                      request->keys[0], reply.size, request->capacity);
   }
-  cddp__buffer_clear(&store->bytes, 65536); /* can be large */
+  if (cddp__buffer_size(&c->in) == 0) cddp__buffer_clear(&c->in, CDDP__BUFFER_KEEP);
   pthread_mutex_unlock(&store->lock);
   return r;
 }
@@ -5058,6 +5436,7 @@ static cddp_result cddp__server_start(cddp_store *store, const cddp__store_optio
   if (server == NULL) return CDDP_OUT_OF_MEMORY;
   server->allocator = options->desc.allocator;
   server->secret = store->proof;
+  server->ranks = options->ranks;
   fd = server->fds;
   if (options->listen_fd < 0) {
     r = cddp__listen_all(store->addresses, store->address_count, server->fds, &server->fd_count);
@@ -5259,7 +5638,7 @@ static void cddp__store_close(cddp_store *store) {
   if (store == NULL) return;
   a = store->allocator;
   if (store->file >= 0 && cddp__file_has_name(store->file, store->name)) unlink(store->name);
-  cddp__close_fd(&store->fd);
+  cddp__connection_close(&store->connection);
   if (store->server != NULL && store->server_pid == getpid()) {
     cddp__store32(&store->server->ended, 1);
     for (i = 0; i < store->server->fd_count; i++) shutdown(store->server->fds[i], SHUT_RDWR);
@@ -5268,7 +5647,6 @@ static void cddp__store_close(cddp_store *store) {
   }
   cddp__close_fd(&store->file);
   pthread_mutex_destroy(&store->lock);
-  cddp__buffer_clear(&store->bytes, 0);
   cddp__free(&a, store->name);
   cddp__free(&a, store->proof);
   cddp__free(&a, store);
@@ -5313,9 +5691,9 @@ static cddp_result cddp__store_open(cddp_store **out, const cddp__store_options 
   if (store == NULL) return CDDP_OUT_OF_MEMORY;
   pthread_mutex_init(&store->lock, NULL);
   store->allocator = o.desc.allocator;
-  store->bytes.allocator = &store->allocator;
   store->timeout_s = o.desc.timeout_s;
-  store->fd = store->file = -1;
+  store->file = -1;
+  cddp__connection_begin(&store->connection, &store->allocator, -1, true);
   if (o.closed_since != NULL) store->closed_since = *o.closed_since;
   if (o.desc.secret == NULL) o.desc.secret = getenv("CDDP_SECRET");
   if (o.desc.secret != NULL && o.desc.secret[0] != 0)
@@ -8559,40 +8937,27 @@ static cddp_result cddp__group_build(cddp_group **out, cddp__host *host, int ran
 }
 
 /* >>links --------------------------------------------------------------------------------------
-   Job: make, prove and end connections between ranks on different hosts; move frames on them
-   without blocking; send failure notices.
-   Owns: cddp__link and cddp__net, that is, the listening socket and the connections that no group
-   has claimed yet. A notice breaks a group that spans hosts, or sets its cause.
-   Entry points: cddp__net_serve; cddp__link_connect, cddp__link_handshake, cddp__link_io,
-   cddp__link_receive, cddp__link_flush, cddp__link_close, cddp__link_check_timeout;
-   cddp__send_notices.
+   Job: make, prove and end connections between ranks on different hosts; send failure notices.
+   Owns: cddp__net, that is, the listening socket and the connections that no group has claimed yet.
+   A notice breaks a group that spans hosts, or sets its cause.
+   Entry points: cddp__net_serve; cddp__link_connect, cddp__link_progress, cddp__link_close,
+   cddp__link_check_timeout; cddp__send_notices. A link is a cddp__connection (>>connections).
    How it works:
      1. Each rank listens on one port, at the address by which its host reaches the other hosts. Two
-        ranks of a group have one connection, made when it is first used, or two if both connect at
-        the same time.
+        ranks of a group have one link, made when it is first used, or two if both connect at the
+        same time.
      2. The connecting rank sends a hello: purpose, both ranks, the group, and the token. Only the
         job's ranks know the token, from the store. With a secret both ends then prove that they
-        know it: CHALLENGE in >>bytes.
-     3. Then frames follow, each a head of 32 bytes and `size` bytes. Their types are MESSAGE (send
-        and recv), HEADERS (a round) and PIECE (a collective). A rank that leaves a group sends BYE.
-     4. Messages and headers never block the frames behind them. A waiting rank reads them as they
-        arrive, and keeps them until they are requested. A message for which a receive waits goes
-        directly into its buffer. The sender copies what the system does not take.
-     5. Pieces are sent from and received into the memory of the collective. All ranks have started
-        it before the first piece, so a piece that is not yet awaited will be soon.
-     6. A NOTICE, which tells why a group has failed, has its own connection: a result, a text,
+        know it. Then frames follow. A rank that leaves a group sends BYE.
+     3. A NOTICE, which tells why a group has failed, has its own connection: a result, a text,
         and one proof over these and the hello. It needs no answer, so it reaches ranks that do not
         accept now, through the system's queue of connections.
-   Nothing blocks, and there is no thread. A rank that waits in any group accepts connections and
-   keeps them until their group claims them. A connection with an invalid hello is closed
-   immediately. A silent one can belong to a rank that computes before it sends. It is closed when
-   there are too many, or after CDDP__STRANGER_S when few descriptors are left. A link that ends
-   before it is up has carried no frame, so its caller connects again.
-   When a connection has ended, its error tells the reason; the rank is then lost: >>hosts. */
+   A rank that waits in any group accepts connections and keeps them until their group claims them.
+   A connection with an invalid hello is closed immediately. A silent one can belong to a rank that
+   computes before it sends. It is closed when there are too many, or after CDDP__STRANGER_S when
+   few descriptors are left. A link that ends before it is up has carried no frame, so its caller
+   connects again. When a link has ended, the rank is lost: >>hosts. */
 
-#define CDDP__FRAME_MAGIC 0x52464443u /* "CDFR", begins a frame */
-#define CDDP__PENDING_LINKS 256       /* connections without a hello; the oldest beyond is closed */
-#define CDDP__PROVING_LINKS 4  /* per rank: more connections, with a hello but without a proof */
 #define CDDP__RECONNECT_S 0.05 /* between attempts, if the peer ends a link before it is up */
 #ifndef CDDP__STRANGER_S
 #define CDDP__STRANGER_S 5.0 /* for the hello and the proof, when few descriptors are left */
@@ -8606,368 +8971,166 @@ static cddp_result cddp__group_build(cddp_group **out, cddp__host *host, int ran
    text lists the ranks of a host that have reached a round. */
 #define CDDP__NOTICE_EARLY 0x80000000u
 #define CDDP__NOTICE_ARRIVED 0x40000000u
-/* Bytes of a part of a piece. With its head it fills two packets as the system passes them to the
-   network, of 45 segments of 1,448 bytes each. Longer parts left a few hundred bytes for a third
-   packet, and took a sixth more time. */
-#define CDDP__PIECE ((size_t)2035 * CDDP__CACHE_LINE)
-/* Bytes of a frame sent or received before the next connection is served. That many stay in the
-   cache until the receiver reads them. */
-#define CDDP__LINK_IO_BYTES (CDDP__PIECE + sizeof(cddp__frame_head))
-/* Bytes passed to the system in one call. With BBR, 1 MiB in one call takes four times as long: its
-   window holds few packets more than it has measured. */
-#define CDDP__SEND_BYTES (2 * CDDP__LINK_IO_BYTES)
-/* At most this many bytes beyond those due are read in the same call. */
-#define CDDP__AHEAD_BYTES 4096
-enum {
-  CDDP__FRAME_HEADERS = 1,
-  CDDP__FRAME_PIECE,
-  CDDP__FRAME_MESSAGE,
-  CDDP__FRAME_BYE
-};
+#define CDDP__LINK_READ_AHEAD 4096 /* bytes beyond those due that are read in the same call */
 enum { CDDP__LINK_FRAMES, CDDP__LINK_NOTICE }; /* purposes */
-enum { CDDP__LINK_GREETING, CDDP__LINK_PROVING, CDDP__LINK_UP, CDDP__LINK_DEAD };
 
-/* The first message of a connection. All messages are copies of structs in memory: the rendezvous
-   has checked that all hosts have the same byte order and version. */
-typedef struct cddp__hello {
-  uint32_t purpose, secret; /* CDDP__LINK_FRAMES or _NOTICE; 1: there is a secret */
-  uint32_t from, to;        /* ranks of the job */
-  uint64_t group;
-  unsigned char token[16];
-} cddp__hello;
-
-/* A TCP connection between this rank and a rank on another host, in one group. Lock: net.lock until
-   its group has claimed it, then p2p.lock. The link of a notice belongs to one thread. */
-struct cddp__link {
-  cddp__link *next;
-  int fd;    /* -1: closed */
-  int state; /* CDDP__LINK_GREETING (on the connecting side: connecting) ... */
-  int peer;  /* rank of the job; -1: not known yet */
-  int rank;  /* the peer's rank in the group; -1: not known yet */
-  bool mine; /* this rank made the connection */
-  bool early;       /* the link ended before it was up */
-  double again;     /* if `mine` and `early`: when to connect again, of cddp__now() */
-  bool peer_failed; /* the peer's BYE says that it ends the link because the group is broken */
-  int error;        /* errno that ended the link; 0: the peer closed it; CDDP__LEFT: it sent BYE */
-  double deadline; /* for the connection, or for its hello and proof */
-  cddp__hello hello;
-  cddp__challenge challenge; /* with a secret, after the hello */
-  size_t sent, got; /* bytes done of the handshake's message; later of the outgoing piece and of the
-                       incoming frame, heads included */
-  cddp__frame_head out_head, in_head;
-  cddp__buffer out;  /* copies that wait to be sent, behind a piece that is partly sent */
-  cddp__message *in; /* the incoming frame; NULL for a piece */
-  cddp_work *into;   /* the receive with the buffer for the bytes; NULL: they go behind `in` */
-  size_t ahead_at, ahead_end; /* bytes read ahead: ahead[ahead_at .. ahead_end) */
-  unsigned char ahead[CDDP__AHEAD_BYTES];
-};
-
-/* --- creation and end of links --- */
-
-/* Creates a link that owns a socket. Its hello (on the connecting side: its connection) is due
-   within `seconds`. */
-static cddp__link *cddp__link_new(const cddp__net *n, int fd, double seconds) {
-  cddp__link *l = (cddp__link *)cddp__calloc(&n->allocator, 1, sizeof *l);
+/* Creates a link that owns a socket. Its hello (of the caller: its connection) is due within
+   `seconds`. Lock: net.lock until its group has claimed it, then p2p.lock. */
+static cddp__connection *cddp__link_new(const cddp__net *n, int fd, bool caller, double seconds) {
+  cddp__connection *c = (cddp__connection *)cddp__calloc(&n->allocator, 1, sizeof *c);
   int idle = CDDP__UNANSWERED_S > 4 ? (int)(CDDP__UNANSWERED_S / 4) : 1, count = 3;
-  if (l == NULL) {
-    cddp__close_fd(&fd);
-    return NULL;
+  if (c != NULL) {
+    cddp__connection_begin(c, &n->allocator, fd, caller);
+    if (cddp__buffer_reserve(&c->in, CDDP__LINK_READ_AHEAD)) {
+      c->state = CDDP__CONNECTION_NEW;
+      c->deadline = cddp__now() + seconds;
+      /* Errors are ignored: without these options lost hosts are found later. TCP_USER_TIMEOUT is
+         not set: it would also end a connection if its peer acknowledges but reads late. */
+      (void)cddp__set_nodelay(fd);
+      setsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &idle, sizeof idle);
+      setsockopt(fd, IPPROTO_TCP, TCP_KEEPINTVL, &idle, sizeof idle);
+      setsockopt(fd, IPPROTO_TCP, TCP_KEEPCNT, &count, sizeof count);
+      return c;
+    }
+    cddp__free(&n->allocator, c);
   }
-  l->out.allocator = &n->allocator;
-  l->fd = fd;
-  l->peer = l->rank = -1;
-  l->deadline = cddp__now() + seconds;
-  /* Errors are ignored: without these options lost hosts are found later. TCP_USER_TIMEOUT is not
-     set: it would also end a connection if its peer acknowledges but reads late. */
-  (void)cddp__set_nodelay(fd);
-  setsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &idle, sizeof idle);
-  setsockopt(fd, IPPROTO_TCP, TCP_KEEPINTVL, &idle, sizeof idle);
-  setsockopt(fd, IPPROTO_TCP, TCP_KEEPCNT, &count, sizeof count);
-  return l;
+  cddp__close_fd(&fd);
+  return NULL;
 }
 
-/* Marks the link as ended. Its descriptor stays open until cddp__link_free, since other threads can
-   poll it. */
-static void cddp__link_end(cddp__link *l, int error) {
-  if (l->state == CDDP__LINK_DEAD) return;
-  l->early = l->state != CDDP__LINK_UP;
-  l->state = CDDP__LINK_DEAD;
-  l->error = error;
-  shutdown(l->fd, SHUT_WR);
+static void cddp__link_free(cddp__connection *c) {
+  cddp_allocator a;
+  if (c == NULL) return;
+  a = *c->in.allocator;
+  cddp__connection_close(c);
+  cddp__free(&a, c);
 }
 
-static void cddp__link_free(const cddp__net *n, cddp__link *l) {
-  if (l == NULL) return;
-  cddp__close_fd(&l->fd);
-  cddp__free(&n->allocator, l->out.data);
-  cddp__free(&n->allocator, l->in);
-  cddp__free(&n->allocator, l);
-}
-
-static void cddp__links_free(const cddp__net *n, cddp__link *l) {
-  while (l != NULL) {
-    cddp__link *next = l->next;
-    cddp__link_free(n, l);
-    l = next;
+static void cddp__links_free(cddp__connection *c) {
+  while (c != NULL) {
+    cddp__connection *next = c->next;
+    cddp__link_free(c);
+    c = next;
   }
 }
 
 /* Ends a link if the other host has not acknowledged sent bytes for CDDP__UNANSWERED_S, as after an
    unplugged cable. Without bytes in flight, the system's keepalive probes find this out. */
-static void cddp__link_check_timeout(cddp__link *l) {
+static void cddp__link_check_timeout(cddp__connection *c) {
   struct tcp_info t;
   socklen_t size = sizeof t;
-  if (l->state == CDDP__LINK_GREETING) { /* connecting: the times of TCP_INFO are not set yet */
-    if (cddp__now() > l->deadline) cddp__link_end(l, ETIMEDOUT);
-  } else if (getsockopt(l->fd, IPPROTO_TCP, TCP_INFO, &t, &size) == 0 &&
+  if (c->state == CDDP__CONNECTION_NEW) { /* connecting: the times of TCP_INFO are not set yet */
+    if (cddp__now() > c->deadline) cddp__connection_end(c, ETIMEDOUT);
+  } else if (getsockopt(c->fd, IPPROTO_TCP, TCP_INFO, &t, &size) == 0 &&
              t.tcpi_last_ack_recv >= CDDP__UNANSWERED_S * 1000 &&
              (t.tcpi_unacked > 0 || t.tcpi_probes >= 3)) {
-    cddp__link_end(l, ETIMEDOUT);
+    cddp__connection_end(c, ETIMEDOUT);
   }
 }
 
-/* Sends or receives the rest of a frame: its head (NULL: none) and `size` bytes at data, of which
-   *done are done, and at most `most` bytes in this call. Returns 1 if the frame is complete, 0 if
-   it would block or `most` bytes are done, -1 if the link has ended. Reads ahead, so that a short
-   frame, or a piece and the head of the next one, takes one system call. */
-static int cddp__link_io(cddp__link *l, const cddp__frame_head *head, const void *data, size_t size,
-                         size_t *done, size_t most, bool out) {
-  size_t before = head != NULL ? sizeof *head : 0, end = before + size;
-  size_t stop = most < end - *done ? *done + most : end;
-  while (*done < stop) {
-    bool first = *done < before;
-    uintptr_t at = first ? (uintptr_t)head + *done : (uintptr_t)data + (*done - before);
-    size_t left = (first ? before : stop) - *done;
-    size_t have = out ? 0 : cddp__min(left, l->ahead_end - l->ahead_at);
-    struct iovec io[2];
-    struct msghdr msg;
-    ssize_t n;
-    cddp__copy((char *)at, l->ahead + l->ahead_at, have);
-    l->ahead_at += have;
-    *done += have;
-    if (have > 0) continue;
-    memset(&msg, 0, sizeof msg);
-    msg.msg_iov = io;
-    msg.msg_iovlen = 2;
-    io[0].iov_base = (char *)at; /* sendmsg only reads it */
-    io[0].iov_len = out ? cddp__min(left, CDDP__SEND_BYTES) : left;
-    io[1].iov_base = out ? (char *)(uintptr_t)data : (char *)l->ahead;
-    io[1].iov_len = !out ? sizeof l->ahead : first ? cddp__min(stop, CDDP__SEND_BYTES) - before : 0;
-    n = out ? sendmsg(l->fd, &msg, MSG_NOSIGNAL | MSG_DONTWAIT)
-            : recvmsg(l->fd, &msg, MSG_DONTWAIT);
-    if (n < 0 && errno == EINTR) continue;
-    if (n < 0 && errno == EAGAIN) return 0;
-    if (n <= 0) cddp__link_end(l, n == 0 ? 0 : errno);
-    if (n <= 0) return -1;
-    if (!out && (size_t)n > left) {
-      l->ahead_at = 0;
-      l->ahead_end = (size_t)n - left;
-      n = (ssize_t)left;
-    }
-    *done += (size_t)n;
-  }
-  return stop == end;
-}
-
-/* --- the handshake --- */
-
-static void cddp__link_write_hello(const cddp__net *n, cddp__link *l, int purpose,
+static void cddp__link_write_hello(const cddp__net *n, cddp__connection *c, int purpose,
                                    uint64_t group) {
-  cddp__hello *h = &l->hello;
+  cddp__hello *h = &c->hello;
   h->purpose = (uint32_t)purpose;
   h->secret = n->secret != NULL;
   h->from = (uint32_t)n->rank;
-  h->to = (uint32_t)l->peer;
+  h->to = (uint32_t)c->peer;
   h->group = group;
   memcpy(h->token, n->token, sizeof h->token);
 }
 
-static bool cddp__link_read_hello(const cddp__net *n, cddp__link *l) {
-  const cddp__hello *h = &l->hello;
-  l->peer = (int)h->from;
+static bool cddp__link_read_hello(const cddp__net *n, cddp__connection *c) {
+  const cddp__hello *h = &c->hello;
+  c->peer = (int)h->from;
   return h->purpose <= CDDP__LINK_NOTICE && h->secret == (uint32_t)(n->secret != NULL) &&
          h->from < (uint32_t)n->size && h->to == (uint32_t)n->rank &&
          cddp__same_bytes(h->token, n->token, sizeof h->token);
 }
 
-/* Continues the handshake as far as possible without blocking. Returns whether the link is up. On
-   the connecting side, sending the hello fails or blocks until the connection is made. */
-static bool cddp__link_handshake(const cddp__net *n, cddp__link *l) {
-  cddp__challenge *c = &l->challenge;
-  unsigned char in[sizeof c->in];
-  size_t *done = l->mine ? &l->sent : &l->got, due;
-  while (l->state < CDDP__LINK_UP) {
-    if (l->state == CDDP__LINK_GREETING) {
-      if (cddp__link_io(l, NULL, &l->hello, sizeof l->hello, done, SIZE_MAX, l->mine) <= 0) break;
-      *done = 0;
-      l->state = n->secret != NULL ? CDDP__LINK_PROVING : CDDP__LINK_UP;
-      if (l->mine && cddp__connected_to_itself(l->fd)) cddp__link_end(l, ECONNREFUSED);
-      if (!l->mine && !cddp__link_read_hello(n, l)) cddp__link_end(l, EPROTO);
-      if (l->state != CDDP__LINK_PROVING) continue;
-      if (l->hello.purpose == CDDP__LINK_NOTICE)
-        l->state = CDDP__LINK_UP;
-      else if (cddp__challenge_begin(c, n->secret, "link", l->mine, &l->hello, sizeof l->hello) !=
-               CDDP_OK)
-        cddp__link_end(l, EIO);
-    } else if (c->out_size > 0) {
-      if (cddp__link_io(l, NULL, c->out, c->out_size, &l->sent, SIZE_MAX, true) <= 0) break;
-      c->out_size = l->sent = 0;
-    } else if (c->state == CDDP__CHALLENGE_PROVEN) {
-      l->state = CDDP__LINK_UP;
-    } else if (c->state != CDDP__CHALLENGE_ON) {
-      cddp__link_end(l, EPROTO);
-    } else {
-      due = sizeof in - c->in_size;
-      memset(in, 0, sizeof in);
-      (void)cddp__link_io(l, NULL, in, due, &l->got, SIZE_MAX, false);
-      if (l->got == 0) break;
-      cddp__challenge_feed(c, in, l->got);
-      l->got = 0;
-    }
+/* Continues a link without blocking: hello, proof, bytes that wait to be sent. Returns whether it
+   is UP. The caller's hello is sent, or fails, when the connection is made. */
+static bool cddp__link_progress(const cddp__net *n, cddp__connection *c) {
+  if (c->state == CDDP__CONNECTION_NEW) {
+    size_t *done = c->caller ? &c->sent : &c->got;
+    if (cddp__connection_io(c, NULL, &c->hello, sizeof c->hello, done, SIZE_MAX, c->caller) <= 0)
+      return false;
+    *done = 0;
+    if (c->caller && cddp__connected_to_itself(c->fd))
+      cddp__connection_end(c, ECONNREFUSED);
+    else if (!c->caller && !cddp__link_read_hello(n, c))
+      cddp__connection_end(c, EPROTO);
+    else if (n->secret == NULL || c->hello.purpose == CDDP__LINK_NOTICE)
+      c->state = CDDP__CONNECTION_UP;
+    else
+      (void)cddp__connection_challenge(c, n->secret, "link", &c->hello, sizeof c->hello);
   }
-  return l->state == CDDP__LINK_UP;
+  return cddp__connection_progress(c);
 }
 
 /* Starts a connection to a rank of the job. Fails without memory or a socket: *out is then NULL. A
    connection that fails later ends the link with its error. */
 static cddp_result cddp__link_connect(const cddp__net *n, int peer, int purpose, uint64_t group,
-                                      cddp__link **out) {
-  const cddp__rank_entry *home = &n->ranks[peer];
-  cddp__address a = cddp__internet_address(&n->hosts[home->host].address),
+                                      cddp__connection **out) {
+  const cddp__rank_entry *entry = &n->ranks[peer];
+  cddp__address a = cddp__internet_address(&n->hosts[entry->host].address),
                 here = cddp__internet_address(&n->hosts[n->host].address);
   int fd = cddp__socket(a.sa.ss_family);
-  cddp__link *l = fd < 0 ? NULL : cddp__link_new(n, fd, CDDP__UNANSWERED_S);
-  *out = l;
+  cddp__connection *c = fd < 0 ? NULL : cddp__link_new(n, fd, true, CDDP__UNANSWERED_S);
+  *out = c;
   if (fd < 0) return cddp__fail_errno("socket");
-  if (l == NULL) return CDDP_OUT_OF_MEMORY;
-  l->mine = true;
-  l->peer = peer;
-  cddp__address_set_port(&a, home->port);
+  if (c == NULL) return CDDP_OUT_OF_MEMORY;
+  c->peer = peer;
+  cddp__address_set_port(&a, entry->port);
   cddp__address_set_port(&here, 0);
   cddp__set_scope(&a.v6, &here);
   if (here.sa.ss_family == a.sa.ss_family) (void)!bind(fd, &here.any, here.size);
-  cddp__link_write_hello(n, l, purpose, group);
+  cddp__link_write_hello(n, c, purpose, group);
   if (connect(fd, &a.any, a.size) != 0 && errno != EINPROGRESS && errno != EINTR)
-    cddp__link_end(l, errno);
+    cddp__connection_end(c, errno);
   return CDDP_OK;
 }
 
 /* Connects a link again if its peer closed it without a message before it was up, as a peer with
    too many connections does. Returns whether the link is tried again, now or soon. */
-static bool cddp__link_reconnect(const cddp__net *n, cddp__link *l) {
+static bool cddp__link_reconnect(const cddp__net *n, cddp__connection *c) {
   double now = cddp__now();
-  cddp__link *fresh;
-  if (l->state != CDDP__LINK_DEAD || !l->mine || !l->early || now > l->deadline) return false;
-  if (l->error != 0 && l->error != ECONNRESET && l->error != EPIPE) return false;
-  if (now < l->again) return true;
-  l->again = now + CDDP__RECONNECT_S;
-  if (cddp__link_connect(n, l->peer, (int)l->hello.purpose, l->hello.group, &fresh) != CDDP_OK)
+  cddp__connection *fresh;
+  if (c->state != CDDP__CONNECTION_ENDED || !c->caller || !c->early || now > c->deadline)
+    return false;
+  if (c->error != 0 && c->error != ECONNRESET && c->error != EPIPE) return false;
+  if (now < c->again) return true;
+  c->again = now + CDDP__RECONNECT_S;
+  if (cddp__link_connect(n, c->peer, (int)c->hello.purpose, c->hello.group, &fresh) != CDDP_OK)
     return true;
-  if (syscall(SYS_dup3, fresh->fd, l->fd, O_CLOEXEC) >= 0) {
-    l->state = fresh->state;
-    l->error = fresh->error;
-    l->challenge = fresh->challenge;
-    l->sent = l->got = l->ahead_at = l->ahead_end = 0;
+  if (syscall(SYS_dup3, fresh->fd, c->fd, O_CLOEXEC) >= 0) { /* other threads poll this number */
+    c->state = fresh->state;
+    c->error = fresh->error;
+    c->sent = c->got = c->in.start = c->in.end = 0;
   }
-  cddp__link_free(n, fresh);
+  cddp__link_free(fresh);
   return true;
-}
-
-/* --- frames --- */
-
-static cddp__frame_head cddp__link_head(int type, uint32_t number, int dtype, uint64_t count,
-                                        uint64_t size) {
-  cddp__frame_head h = {CDDP__FRAME_MAGIC, (uint32_t)type, number, (uint32_t)dtype, count, size};
-  return h;
-}
-
-/* Appends a frame of bytes to the copies that wait to be sent. CDDP_OUT_OF_MEMORY ends the link. */
-static cddp_result cddp__link_post(cddp__link *l, int type, uint32_t number, const void *body,
-                                   size_t size) {
-  cddp__frame_head head = cddp__link_head(type, number, CDDP_U8, size, size);
-  if (!cddp__buffer_reserve(&l->out, sizeof head + size)) {
-    cddp__link_end(l, ENOMEM);
-    return CDDP_OUT_OF_MEMORY;
-  }
-  cddp__buffer_add(&l->out, &head, sizeof head);
-  cddp__buffer_add(&l->out, body, size);
-  return CDDP_OK;
-}
-
-/* Whether the head of the next frame is complete, in in_head, and the frame is not begun. */
-static bool cddp__link_peek(cddp__link *l) {
-  if (l->in != NULL) return false;
-  return l->got >= sizeof l->in_head ||
-         cddp__link_io(l, &l->in_head, NULL, 0, &l->got, SIZE_MAX, false) > 0;
-}
-
-/* Returns the next complete frame, of at most `most` bytes. NULL: it is incomplete, or the link has
-   ended, or the next frame is a piece: its head is then in in_head. */
-static cddp__message *cddp__link_receive(const cddp__net *n, cddp__link *l, size_t most) {
-  const cddp__frame_head *head = &l->in_head;
-  cddp__message *m;
-  if (l->in == NULL) {
-    size_t esize;
-    bool good;
-    if (!cddp__link_peek(l)) return NULL;
-    /* The head holds the size twice: a damaged head does not allocate a wrong amount. */
-    esize = head->dtype <= CDDP_I64 ? cddp__dtype_size((cddp_dtype)head->dtype) : 0;
-    good = head->magic == CDDP__FRAME_MAGIC && esize > 0 && head->size <= most &&
-           head->size % esize == 0 && head->size / esize == head->count &&
-           head->type >= CDDP__FRAME_HEADERS && head->type <= CDDP__FRAME_MESSAGE;
-    if (good && head->type == CDDP__FRAME_PIECE) return NULL;
-    if (good)
-      l->in = (cddp__message *)cddp__malloc(
-          &n->allocator, sizeof *m + (l->into != NULL ? 0 : (size_t)head->size));
-    if (l->in == NULL) {
-      if (head->magic == CDDP__FRAME_MAGIC && head->type == CDDP__FRAME_BYE) {
-        l->peer_failed = head->number != 0;
-        cddp__link_end(l, l->peer_failed ? 0 : CDDP__LEFT);
-      }
-      cddp__link_end(l, good ? ENOMEM : EPROTO);
-      return NULL;
-    }
-    l->in->next = NULL;
-    l->in->from = l->rank;
-    l->in->head = *head;
-  }
-  m = l->in;
-  if (cddp__link_io(l, head, l->into != NULL ? l->into->call.recv : (void *)(m + 1), head->size,
-                    &l->got, SIZE_MAX, false) <= 0)
-    return NULL;
-  l->got = 0;
-  l->in = NULL;
-  return m;
-}
-
-/* Continues the handshake, and sends waiting copies as far as the system accepts them. */
-static void cddp__link_flush(const cddp__net *n, cddp__link *l) {
-  cddp__buffer *b = &l->out;
-  if (!cddp__link_handshake(n, l) || cddp__buffer_size(b) == 0 || l->sent > 0) return;
-  (void)cddp__link_io(l, NULL, b->data, b->end, &b->start, SIZE_MAX, true);
-  if (cddp__buffer_size(b) == 0) cddp__buffer_clear(b, 0);
 }
 
 /* Closes and frees a link. Sends BYE if no frame is partly sent. BYE is short enough to be sent
    completely or not at all. */
-static void cddp__link_close(const cddp__net *n, cddp__link *l) {
-  cddp__frame_head bye = cddp__link_head(CDDP__FRAME_BYE, 0, CDDP_U8, 0, 0);
+static void cddp__link_close(cddp__connection *c) {
+  cddp__frame_head bye = cddp__frame_head_of(CDDP__FRAME_BYE, 0, CDDP_U8, 0, 0);
   char rest[4096];
-  if (l->state == CDDP__LINK_UP && l->sent == 0 && cddp__buffer_size(&l->out) == 0)
-    (void)!send(l->fd, &bye, sizeof bye, MSG_NOSIGNAL | MSG_DONTWAIT);
-  while (recv(l->fd, rest, sizeof rest, MSG_DONTWAIT) > 0) {} /* unread bytes make close a reset */
-  cddp__link_free(n, l);
+  if (c->state == CDDP__CONNECTION_UP && c->sent == 0 && cddp__buffer_size(&c->out) == 0)
+    (void)!send(c->fd, &bye, sizeof bye, MSG_NOSIGNAL | MSG_DONTWAIT);
+  while (recv(c->fd, rest, sizeof rest, MSG_DONTWAIT) > 0) {} /* unread bytes make close a reset */
+  cddp__link_free(c);
 }
 
 /* --- failure notices --- */
 
 /* Computes the proof in a notice, over the hello, the result and the text. Without a secret it is a
    checksum. */
-static void cddp__notice_proof(const cddp__net *n, const cddp__link *l, const unsigned char *body,
-                               unsigned char proof[CDDP__PROOF_SIZE]) {
-  unsigned char all[sizeof l->hello + CDDP__NOTICE_PROOF_AT];
-  memcpy(all, &l->hello, sizeof l->hello);
-  memcpy(all + sizeof l->hello, body, CDDP__NOTICE_PROOF_AT);
+static void cddp__notice_proof(const cddp__net *n, const cddp__connection *c,
+                               const unsigned char *body, unsigned char proof[CDDP__PROOF_SIZE]) {
+  unsigned char all[sizeof c->hello + CDDP__NOTICE_PROOF_AT];
+  memcpy(all, &c->hello, sizeof c->hello);
+  memcpy(all + sizeof c->hello, body, CDDP__NOTICE_PROOF_AT);
   cddp__mac(n->secret != NULL ? n->secret : "", "cddp link 1 notice", all, sizeof all, proof);
 }
 
@@ -8985,39 +9148,38 @@ static bool cddp__gets_notice(const cddp__net *n, const int *world, int size, in
    will follow. The ranks need not accept now. */
 static void cddp__send_notices(const cddp__net *n, uint64_t group, const int *world, int size,
                                uint32_t code, const char *text) {
+  enum { MOST = 32 };
+  cddp__connection *links[MOST];
   unsigned char body[CDDP__NOTICE_BYTES];
   char kept[CDDP__ERROR_MAX];
-  double batch_s = 0.3; /* for the first batch, as hosts can be silent; later: 0.1 s */
-  cddp__link *first = NULL, *l;
-  cddp__wait w;
-  int p = 0, count;
+  double deadline, batch_s = 0.3; /* for the first batch, as hosts can be silent; later: 0.1 s */
+  int p = 0, count, i;
   bool busy;
   memcpy(kept, cddp__error_text, sizeof kept);
   memset(body, 0, sizeof body);
   cddp__put32(body, code);
   snprintf((char *)body + 4, CDDP__ERROR_MAX, "%s", text);
   while (p < size) {
-    for (count = 0; p < size && count < 32; p++) {
+    for (count = 0; p < size && count < MOST; p++) {
       if (!cddp__gets_notice(n, world, size, p)) continue;
-      if (cddp__link_connect(n, world != NULL ? world[p] : p, CDDP__LINK_NOTICE, group, &l) !=
-          CDDP_OK)
+      if (cddp__link_connect(n, world != NULL ? world[p] : p, CDDP__LINK_NOTICE, group,
+                             &links[count]) != CDDP_OK)
         continue;
-      cddp__notice_proof(n, l, body, body + CDDP__NOTICE_PROOF_AT);
-      cddp__buffer_add(&l->out, body, sizeof body);
-      l->next = first;
-      first = l;
-      count++;
+      cddp__notice_proof(n, links[count], body, body + CDDP__NOTICE_PROOF_AT);
+      cddp__buffer_add(&links[count++]->out, body, sizeof body);
     }
-    cddp__wait_begin(&w, batch_s, 0);
+    deadline = cddp__now() + batch_s;
     batch_s = 0.1;
     do {
-      for (busy = false, l = first; l != NULL; l = l->next) {
-        cddp__link_flush(n, l);
-        busy = busy || (l->state != CDDP__LINK_DEAD && cddp__buffer_size(&l->out) > 0);
+      for (busy = false, i = 0; i < count; i++) {
+        (void)cddp__link_progress(n, links[i]);
+        busy = busy ||
+               (links[i]->state != CDDP__CONNECTION_ENDED && cddp__buffer_size(&links[i]->out) > 0);
       }
-    } while (busy && cddp__wait_pause(&w));
-    cddp__links_free(n, first);
-    first = NULL;
+      if (busy)
+        (void)cddp__connections_poll(&n->allocator, links, (size_t)count, NULL, 0, deadline);
+    } while (busy && cddp__now() < deadline);
+    while (count > 0) cddp__link_free(links[--count]);
   }
   memcpy(cddp__error_text, kept, sizeof kept);
 }
@@ -9029,8 +9191,7 @@ static void cddp__send_arrivals(cddp_group *g, uint32_t round) {
   int p;
   if (cddp__exchange32(&g->block->reported, round) == round) return;
   for (p = 0; p < g->size; p++)
-    set[p] = g->members[p] >= 0 &&
-             cddp__load32(&cddp__op_header_of(g, p, round)->seq) == round;
+    set[p] = g->members[p] >= 0 && cddp__load32(&cddp__op_header_of(g, p, round)->seq) == round;
   list = cddp__list_ranks(set, g->size, CDDP__ERROR_MAX - 16);
   if (list.s[0] != 0)
     cddp__send_notices(g->hosts->net, g->id, g->world, g->size,
@@ -9056,52 +9217,49 @@ static void cddp__record_arrivals(cddp_group *g, const char *text) {
 /* Receives a notice as far as possible without blocking, and ends its link when it is complete or
    invalid. A valid notice breaks the group here too; an early one sets the cause of later losses.
    net.lock held. */
-static void cddp__notice_receive(cddp__host *h, const cddp__net *n, cddp__link *l) {
+static void cddp__notice_receive(cddp__host *h, const cddp__net *n, cddp__connection *c) {
   unsigned char *body, proof[CDDP__PROOF_SIZE];
   char kept[CDDP__ERROR_MAX];
   uint32_t code, result;
   cddp_group *g;
-  if (!cddp__buffer_reserve(&l->out, CDDP__NOTICE_BYTES)) {
-    cddp__link_end(l, ENOMEM);
-    return;
-  }
-  body = l->out.data;
-  if (cddp__link_io(l, NULL, body, CDDP__NOTICE_BYTES, &l->got, SIZE_MAX, false) <= 0) return;
+  while (cddp__buffer_size(&c->in) < CDDP__NOTICE_BYTES)
+    if (cddp__connection_fill(c, CDDP__NOTICE_BYTES) <= 0) return;
+  body = c->in.data + c->in.start;
   memcpy(kept, cddp__error_text, sizeof kept);
-  cddp__notice_proof(n, l, body, proof);
+  cddp__notice_proof(n, c, body, proof);
   code = cddp__get32(body);
   if (!cddp__same_bytes(proof, body + CDDP__NOTICE_PROOF_AT, sizeof proof)) code = 0;
   body[CDDP__NOTICE_PROOF_AT - 1] = 0;
   result = code & ~(CDDP__NOTICE_EARLY | CDDP__NOTICE_ARRIVED);
   pthread_mutex_lock(&h->lock);
   for (g = h->groups; g != NULL && result > CDDP_OK && result < CDDP__RESULT_COUNT; g = g->next) {
-    if (g->hosts == NULL || g->hosts->net != n || g->id != l->hello.group) continue;
+    if (g->hosts == NULL || g->hosts->net != n || g->id != c->hello.group) continue;
     if (code & CDDP__NOTICE_ARRIVED)
       cddp__record_arrivals(g, (const char *)body + 4);
     else if (code & CDDP__NOTICE_EARLY)
       cddp__set_cause(&g->block->cause, (cddp_result)result, (const char *)body + 4);
     else
-      (void)cddp__break_here(
-          g, cddp__fail((cddp_result)result, "%s", (const char *)body + 4), false);
+      (void)cddp__break_here(g, cddp__fail((cddp_result)result, "%s", (const char *)body + 4),
+                             false);
   }
   pthread_mutex_unlock(&h->lock);
   memcpy(cddp__error_text, kept, sizeof kept);
-  cddp__link_end(l, 0);
+  cddp__connection_end(c, 0);
 }
 
 /* --- incoming connections --- */
 
 /* Whether a link was made for a group, and its handshake is complete. */
-static bool cddp__link_is_for(const cddp__link *l, uint64_t group) {
-  return l->state == CDDP__LINK_UP && l->hello.purpose == CDDP__LINK_FRAMES &&
-         l->hello.group == group;
+static bool cddp__link_is_for(const cddp__connection *c, uint64_t group) {
+  return c->state == CDDP__CONNECTION_UP && c->hello.purpose == CDDP__LINK_FRAMES &&
+         c->hello.group == group;
 }
 
 /* Accepts connections, continues their handshakes, and receives notices. Never blocks: if another
    thread is in this function, it returns. */
 static void cddp__net_serve(cddp__host *h, cddp__net *n) {
-  cddp__link **at, *l;
-  int silent = 0, proving = 0, most = CDDP__PENDING_LINKS + CDDP__PROVING_LINKS * n->size, i, fd;
+  cddp__connection **at, *c;
+  int silent = 0, proving = 0, most = cddp__unproven_most(n->size), i, fd;
   bool none, few = false;
   if (pthread_mutex_trylock(&n->lock) != 0) return;
   for (i = 0; i < 64; i++) {
@@ -9109,29 +9267,30 @@ static void cddp__net_serve(cddp__host *h, cddp__net *n) {
     none = fd < 0 && (errno == EMFILE || errno == ENFILE);
     cddp__store32(&n->starved, none ? (uint32_t)errno : 0);
     few = few || none || (fd >= 0 && !cddp__has_spare_fd(fd, false));
-    if (fd < 0 || (l = cddp__link_new(n, fd, CDDP__STRANGER_S)) == NULL) break;
-    l->next = n->incoming;
-    n->incoming = l;
+    if (fd < 0 || (c = cddp__link_new(n, fd, false, CDDP__STRANGER_S)) == NULL) break;
+    c->next = n->incoming;
+    n->incoming = c;
   }
-  for (at = &n->incoming; (l = *at) != NULL;) {
-    bool up = cddp__link_handshake(n, l), left = false;
-    if (up && l->hello.purpose == CDDP__LINK_NOTICE) {
-      cddp__notice_receive(h, n, l);
+  for (at = &n->incoming; (c = *at) != NULL;) {
+    bool up = cddp__link_progress(n, c), left = false;
+    if (up && c->hello.purpose == CDDP__LINK_NOTICE) {
+      cddp__notice_receive(h, n, c);
       up = false;
     }
-    if (!up && ((few && cddp__now() > l->deadline) ||
-                (l->state == CDDP__LINK_GREETING ? ++silent > CDDP__PENDING_LINKS
-                                                 : ++proving > most)))
-      cddp__link_end(l, ETIMEDOUT);
-    for (i = 0; i < CDDP__LEFT_GROUPS && up && !left; i++) left = n->left[i] == l->hello.group + 1;
-    if (l->state != CDDP__LINK_DEAD && !left) {
-      at = &l->next;
+    /* silent ones do not take the places of those with a good hello */
+    if (!up && ((few && cddp__now() > c->deadline) ||
+                (c->state == CDDP__CONNECTION_NEW ? ++silent : ++proving) > most))
+      cddp__connection_end(c, ETIMEDOUT);
+    for (i = 0; i < CDDP__LEFT_GROUPS && up && !left; i++) left = n->left[i] == c->hello.group + 1;
+    if (c->state != CDDP__CONNECTION_ENDED && !left) {
+      at = &c->next;
       continue;
     }
-    *at = l->next;
+    *at = c->next;
     if (left)
-      cddp__link_close(n, l);
-    else cddp__link_free(n, l);
+      cddp__link_close(c);
+    else
+      cddp__link_free(c);
   }
   pthread_mutex_unlock(&n->lock);
 }
@@ -9140,7 +9299,7 @@ static void cddp__net_release(cddp__net *n) {
   cddp_allocator a;
   if (n == NULL || cddp__add32(&n->uses, UINT32_MAX) > 0) return;
   a = n->allocator;
-  cddp__links_free(n, n->incoming);
+  cddp__links_free(n->incoming);
   cddp__close_fd(&n->listener);
   pthread_mutex_destroy(&n->lock);
   cddp__free(&a, n->token);
@@ -9894,7 +10053,7 @@ static cddp_result cddp__open_root(cddp__rendezvous *v) {
   cddp__address a;
   int port;
   cddp_result r = cddp__random(v->token, sizeof v->token);
-  if (r == CDDP_OK) r = cddp__own_address(v->store->fd, &v->address);
+  if (r == CDDP_OK) r = cddp__own_address(v->store->connection.fd, &v->address);
   if (r != CDDP_OK) return r;
   a = v->address;
   if ((cddp__address_is_loopback(&a) || v->store->address_count > 1) && !cddp__one_host(v->at) &&
@@ -9979,19 +10138,20 @@ static cddp_result cddp__connect_root(cddp__rendezvous *v) {
   if (r == CDDP_NETWORK) return r;
   v->stale = true; /* until the root has answered */
   if (r != CDDP_OK || n != sizeof value) return CDDP_OK; /* another program wrote the key */
-  if ((r = cddp__own_address(v->store->fd, &here)) != CDDP_OK) return r;
+  if ((r = cddp__own_address(v->store->connection.fd, &here)) != CDDP_OK) return r;
   a = cddp__internet_address(&value.address);
   cddp__set_scope(&a.v6, &here);
   memset(&store, 0, sizeof store);
   store.size = sizeof store.sa;
-  if (cddp__address_is_loopback(&a) && getpeername(v->store->fd, &store.any, &store.size) == 0 &&
+  if (cddp__address_is_loopback(&a) &&
+      getpeername(v->store->connection.fd, &store.any, &store.size) == 0 &&
       store.sa.ss_family != AF_UNIX && !cddp__address_is_loopback(&store)) {
     cddp__address_set_port(&store, cddp__address_port(&a)); /* the root is on the store's host */
     a = store;
   }
   error = cddp__connect_address(&a, cddp__earlier_deadline(most, v->deadline), &fd);
   store.size = sizeof store.sa; /* a second try, at the store's address */
-  if (error != 0 && getpeername(v->store->fd, &store.any, &store.size) == 0 &&
+  if (error != 0 && getpeername(v->store->connection.fd, &store.any, &store.size) == 0 &&
       store.sa.ss_family != AF_UNIX && !cddp__address_same_host(&a, &store)) {
     cddp__address_set_port(&store, cddp__address_port(&a));
     if (cddp__connect_address(&store, cddp__earlier_deadline(most, v->deadline), &fd) == 0)
@@ -10020,6 +10180,7 @@ static cddp_result cddp__open_store(cddp__rendezvous *v, double deadline) {
   o.desc.allocator = v->host->allocator;
   o.listen_fd = v->serves ? at->listen_fd : -1;
   o.reachable = !cddp__one_host(at);
+  o.ranks = at->world_size;
   o.deadline = deadline;
   o.closed_since = &v->closed_since;
   r = cddp__store_open(&v->store, &o);
@@ -10369,7 +10530,7 @@ static cddp_result cddp__check_ports(cddp__rendezvous *v) {
   enum { MOST = 32 };
   const cddp__net *net = v->net;
   double deadline = cddp__now() + cddp__blocked_s(v);
-  cddp__link *links[MOST];
+  cddp__connection *links[MOST];
   cddp__address a;
   cddp__text listener;
   socklen_t size = sizeof(int);
@@ -10382,9 +10543,9 @@ static cddp_result cddp__check_ports(cddp__rendezvous *v) {
     n++;
   }
   for (i = 0; i < n; i++) {
-    const cddp__link *l = links[i];
+    const cddp__connection *l = links[i];
     const cddp__rank_entry *home = &net->ranks[l->peer];
-    error = l->state == CDDP__LINK_DEAD ? l->error : 0;
+    error = l->state == CDDP__CONNECTION_ENDED ? l->error : 0;
     if (r == CDDP_OK && error == 0 && cddp__wait_fd(l->fd, POLLOUT, deadline) != CDDP_OK)
       error = ETIMEDOUT;
     if (r == CDDP_OK && error == 0) (void)getsockopt(l->fd, SOL_SOCKET, SO_ERROR, &error, &size);
@@ -10397,7 +10558,7 @@ static cddp_result cddp__check_ports(cddp__rendezvous *v) {
       v->common = true;
       r = cddp__fail_blocked(v, &a, listener.s, error);
     }
-    cddp__link_free(net, links[i]);
+    cddp__link_free(links[i]);
   }
   return r;
 }
@@ -10971,59 +11132,60 @@ static cddp_result cddp__rendezvous_run(cddp_group **out, cddp__config *at,
 
 /* --- connections --- */
 
-static void cddp__watch_link(const cddp__hosts *x, const cddp__link *l) {
+static void cddp__watch_link(const cddp__hosts *x, const cddp__connection *link) {
   struct epoll_event event;
   memset(&event, 0, sizeof event);
   event.events = EPOLLIN | EPOLLOUT | EPOLLET;
-  (void)epoll_ctl(x->epoll, EPOLL_CTL_ADD, l->fd, &event);
+  (void)epoll_ctl(x->epoll, EPOLL_CTL_ADD, link->fd, &event);
 }
 
 /* If a connection has ended: connects it again, or records the peer as lost and the connection's
    error, once. If there are two connections, the other one can still hold bytes that the peer sent
    before it left. */
-static void cddp__check_link_end(cddp_group *g, cddp__link *l) {
-  cddp__peer *p = &g->hosts->peers[l->rank];
-  const cddp__link *other = p->link[p->link[0] == l];
-  if (l->state != CDDP__LINK_DEAD || cddp__load32(&p->lost) != 0) return;
-  if (cddp__load32(&g->block->broken) == 0 && cddp__link_reconnect(g->hosts->net, l)) {
-    cddp__watch_link(g->hosts, l);
+static void cddp__check_link_end(cddp_group *g, cddp__connection *link) {
+  cddp__peer *p = &g->hosts->peers[link->rank];
+  const cddp__connection *other = p->link[p->link[0] == link];
+  if (link->state != CDDP__CONNECTION_ENDED || cddp__load32(&p->lost) != 0) return;
+  if (cddp__load32(&g->block->broken) == 0 && cddp__link_reconnect(g->hosts->net, link)) {
+    cddp__watch_link(g->hosts, link);
     return;
   }
-  if (l->error <= 0 && other != NULL && other->state == CDDP__LINK_UP) return; /* see above */
+  if (link->error <= 0 && other != NULL && other->state == CDDP__CONNECTION_UP)
+    return; /* see above */
   p->lost_at = cddp__now();
-  p->error = other != NULL && other->error == CDDP__LEFT ? CDDP__LEFT : l->error;
+  p->error = other != NULL && other->error == CDDP__LEFT ? CDDP__LEFT : link->error;
   cddp__store32(&p->lost, 1);
 }
 
 /* Adds a connection to its peer. Frees it if its peer is no remote rank of the group, or has two
    already. p2p.lock held. */
-static void cddp__add_link(cddp_group *g, cddp__link *l) {
+static void cddp__add_link(cddp_group *g, cddp__connection *link) {
   cddp__hosts *x = g->hosts;
-  cddp__link **at;
-  for (l->rank = 0; l->rank < g->size && g->world[l->rank] != l->peer; l->rank++) {}
-  at = l->rank < g->size ? x->peers[l->rank].link : NULL;
-  if (at == NULL || g->members[l->rank] >= 0 || at[1] != NULL) {
-    cddp__link_free(x->net, l);
+  cddp__connection **at;
+  for (link->rank = 0; link->rank < g->size && g->world[link->rank] != link->peer; link->rank++) {}
+  at = link->rank < g->size ? x->peers[link->rank].link : NULL;
+  if (at == NULL || g->members[link->rank] >= 0 || at[1] != NULL) {
+    cddp__link_free(link);
     return;
   }
-  l->next = x->links;
-  x->links = l;
-  cddp__watch_link(x, l);
-  __atomic_store_n(&at[at[0] != NULL], l, __ATOMIC_RELEASE);
+  link->next = x->links;
+  x->links = link;
+  cddp__watch_link(x, link);
+  __atomic_store_n(&at[at[0] != NULL], link, __ATOMIC_RELEASE);
 }
 
 /* Takes the group's incoming connections over from the net. p2p.lock held. */
 static void cddp__claim_links(cddp_group *g) {
   cddp__net *n = g->hosts->net;
-  cddp__link **at, *l;
+  cddp__connection **at, *link;
   pthread_mutex_lock(&n->lock);
-  for (at = &n->incoming; (l = *at) != NULL;) {
-    if (!cddp__link_is_for(l, g->id)) {
-      at = &l->next;
+  for (at = &n->incoming; (link = *at) != NULL;) {
+    if (!cddp__link_is_for(link, g->id)) {
+      at = &link->next;
       continue;
     }
-    *at = l->next;
-    cddp__add_link(g, l);
+    *at = link->next;
+    cddp__add_link(g, link);
   }
   pthread_mutex_unlock(&n->lock);
 }
@@ -11033,11 +11195,11 @@ static void cddp__claim_links(cddp_group *g) {
 static cddp_result cddp__find_link(cddp_group *g, int rank, bool call) {
   cddp__peer *p = &g->hosts->peers[rank];
   cddp_result r = CDDP_OK;
-  cddp__link *l;
+  cddp__connection *link;
   if (p->link[0] == NULL) cddp__claim_links(g);
   if (p->link[0] != NULL || !call) return CDDP_OK;
-  r = cddp__link_connect(g->hosts->net, g->world[rank], CDDP__LINK_FRAMES, g->id, &l);
-  if (r == CDDP_OK) cddp__add_link(g, l);
+  r = cddp__link_connect(g->hosts->net, g->world[rank], CDDP__LINK_FRAMES, g->id, &link);
+  if (r == CDDP_OK) cddp__add_link(g, link);
   return r;
 }
 
@@ -11059,8 +11221,8 @@ static cddp_work *cddp__recv_for(const cddp_group *g, int from, const cddp__fram
   while (q != NULL && (q->done || q->call.tag != (int)head->number ||
                        (q->call.root != from && q->call.root != CDDP_ANY)))
     q = q->next;
-  if (head->type != CDDP__FRAME_MESSAGE || q == NULL || q->filling ||
-      q->call.root == CDDP_ANY || head->count != q->call.count || head->dtype != q->call.dtype ||
+  if (head->type != CDDP__FRAME_MESSAGE || q == NULL || q->filling || q->call.root == CDDP_ANY ||
+      head->count != q->call.count || head->dtype != q->call.dtype ||
       head->size != q->call.count * q->call.esize)
     return NULL;
   for (m = g->hosts->stored; m != NULL; m = m->next)
@@ -11071,12 +11233,12 @@ static cddp_work *cddp__recv_for(const cddp_group *g, int from, const cddp__fram
 
 /* Handles a complete frame: the receive that got it is done; without one the frame is stored.
    p2p.lock held. */
-static void cddp__keep_message(cddp_group *g, cddp__link *l, cddp__message *m) {
+static void cddp__keep_message(cddp_group *g, cddp__connection *link, cddp__message *m) {
   cddp__hosts *x = g->hosts;
-  if (l->into != NULL) {
-    l->into->filling = false;
-    l->into->done = true;
-    l->into = NULL;
+  if (link->into != NULL) {
+    link->into->filling = false;
+    link->into->done = true;
+    link->into = NULL;
     cddp__free(&x->net->allocator, m);
     return;
   }
@@ -11088,39 +11250,40 @@ static void cddp__keep_message(cddp_group *g, cddp__link *l, cddp__message *m) {
 /* Continues a connection without blocking: its handshake, bytes that wait to be sent, and received
    frames up to the next piece. Messages that no call awaits are read up to CDDP__STAGED_MAX bytes.
    Received bytes wake this rank's sleeping threads. p2p.lock held. */
-static void cddp__link_progress(cddp_group *g, cddp__link *l, bool awaited) {
+static void cddp__read_link(cddp_group *g, cddp__connection *link, bool awaited) {
   cddp__hosts *x = g->hosts;
-  size_t got = l->got, ahead = l->ahead_at;
+  size_t got = link->got;
   bool came = false;
   uint64_t one = 1;
   cddp__message *m;
-  cddp__link_flush(x->net, l);
-  while (l->state == CDDP__LINK_UP &&
-         (awaited || x->stored_bytes <= CDDP__STAGED_MAX || cddp__is_awaited(g, l->rank))) {
-    if (cddp__link_peek(l) && (l->into = cddp__recv_for(g, l->rank, &l->in_head)) != NULL) {
-      l->into->filling = true;
-      l->into->from = l->rank;
-      l->into->result = CDDP_OK;
+  cddp__link_progress(x->net, link);
+  while (link->state == CDDP__CONNECTION_UP &&
+         (awaited || x->stored_bytes <= CDDP__STAGED_MAX || cddp__is_awaited(g, link->rank))) {
+    if (cddp__connection_peek(link) &&
+        (link->into = cddp__recv_for(g, link->rank, &link->in_head)) != NULL) {
+      link->into->filling = true;
+      link->into->from = link->rank;
+      link->into->result = CDDP_OK;
     }
-    if ((m = cddp__link_receive(x->net, l, SIZE_MAX / 16)) == NULL) break;
-    cddp__keep_message(g, l, m);
+    if ((m = cddp__connection_receive(link, SIZE_MAX / 16)) == NULL) break;
+    cddp__keep_message(g, link, m);
     came = true;
-    if (l->ahead_at == l->ahead_end) break; /* most likely no more bytes have arrived */
+    if (cddp__buffer_size(&link->in) == 0) break; /* most likely no more bytes have arrived */
   }
-  cddp__check_link_end(g, l);
-  if (!came && l->got == got && l->ahead_at == ahead) return;
+  cddp__check_link_end(g, link);
+  if (!came && link->got == got) return;
   cddp__notify(g, g->rank);
   if (x->polling && write(x->wake_fd, &one, sizeof one) < 0) {} /* full: the thread wakes anyway */
 }
 
 /* Sends waiting bytes on all connections. Returns the number of bytes left. p2p.lock held. */
 static size_t cddp__flush_links(cddp_group *g) {
-  cddp__link *l;
+  cddp__connection *link;
   size_t left = 0;
-  for (l = g->hosts->links; l != NULL; l = l->next) {
-    cddp__link_flush(g->hosts->net, l);
-    cddp__check_link_end(g, l);
-    left += cddp__buffer_size(&l->out);
+  for (link = g->hosts->links; link != NULL; link = link->next) {
+    cddp__link_progress(g->hosts->net, link);
+    cddp__check_link_end(g, link);
+    left += cddp__buffer_size(&link->out);
   }
   return left;
 }
@@ -11142,20 +11305,21 @@ static void cddp__hosts_poll(cddp_group *g) {
 
 /* A living process announces it, if it can, before it ends its links: cddp__elastic_record_ends. */
 static void cddp__hosts_disconnect(cddp_group *g) {
-  cddp__frame_head bye = cddp__link_head(CDDP__FRAME_BYE, 1, CDDP_U8, 0, 0);
+  cddp__frame_head bye = cddp__frame_head_of(CDDP__FRAME_BYE, 1, CDDP_U8, 0, 0);
   int p;
   if (pthread_mutex_trylock(&g->p2p.lock) == 0) {
-    cddp__link *l = g->hosts->links;
-    for (; l != NULL; l = l->next)
-      if (l->state == CDDP__LINK_UP && l->sent == 0 && cddp__buffer_size(&l->out) == 0 &&
-          send(l->fd, &bye, sizeof bye, MSG_NOSIGNAL | MSG_DONTWAIT) < 0 && errno != EAGAIN)
-        cddp__link_end(l, errno);
+    cddp__connection *link = g->hosts->links;
+    for (; link != NULL; link = link->next)
+      if (link->state == CDDP__CONNECTION_UP && link->sent == 0 &&
+          cddp__buffer_size(&link->out) == 0 &&
+          send(link->fd, &bye, sizeof bye, MSG_NOSIGNAL | MSG_DONTWAIT) < 0 && errno != EAGAIN)
+        cddp__connection_end(link, errno);
     pthread_mutex_unlock(&g->p2p.lock);
   }
   for (p = 0; p < 2 * g->size; p++) {
-    const cddp__link *l =
+    const cddp__connection *link =
         __atomic_load_n(&g->hosts->peers[p / 2].link[p % 2], __ATOMIC_ACQUIRE);
-    if (l != NULL) shutdown(l->fd, SHUT_WR);
+    if (link != NULL) shutdown(link->fd, SHUT_WR);
   }
 }
 
@@ -11207,11 +11371,11 @@ static void cddp__hosts_pause(cddp_group *g, cddp__wait *w, int peer, uint32_t e
   double start;
   int p, ms = peer != CDDP_ANY && g->members[peer] < 0 ? 5 : 1;
   bool polls;
-  cddp__link *l;
+  cddp__connection *link;
   pthread_mutex_lock(&g->p2p.lock);
   for (p = 0; w->due && p < g->size; p++)
     if ((peer == CDDP_ANY || p == peer) && g->members[p] < 0) (void)cddp__find_link(g, p, true);
-  for (l = x->links; w->due && l != NULL; l = l->next) cddp__link_check_timeout(l);
+  for (link = x->links; w->due && link != NULL; link = link->next) cddp__link_check_timeout(link);
   polls = !x->polling && cddp__load32(&slot->events) == events;
   x->polling = x->polling || polls;
   pthread_mutex_unlock(&g->p2p.lock);
@@ -11235,11 +11399,12 @@ static void cddp__hosts_pause(cddp_group *g, cddp__wait *w, int peer, uint32_t e
    waiting bytes are within the limit. One such message is always within it. If the rank has left
    and no bytes wait here, it has received all earlier messages: no loss. p2p.lock held. */
 static bool cddp__hosts_can_post(cddp_group *g, int peer, size_t bytes) {
-  const cddp__link *l;
+  const cddp__connection *link;
   if (cddp__find_link(g, peer, true) != CDDP_OK) return false;
-  l = g->hosts->peers[peer].link[0];
-  if (l->state == CDDP__LINK_GREETING) return false;
-  if (l->state == CDDP__LINK_DEAD) return l->error == CDDP__LEFT && cddp__buffer_size(&l->out) == 0;
+  link = g->hosts->peers[peer].link[0];
+  if (link->state == CDDP__CONNECTION_NEW) return false;
+  if (link->state == CDDP__CONNECTION_ENDED)
+    return link->error == CDDP__LEFT && cddp__buffer_size(&link->out) == 0;
   return cddp__flush_links(g) <= cddp__max(CDDP__STAGED_MAX, bytes + sizeof(cddp__frame_head));
 }
 
@@ -11247,24 +11412,25 @@ static bool cddp__hosts_can_post(cddp_group *g, int peer, size_t bytes) {
 static cddp_result cddp__hosts_post(cddp_group *g, const cddp__call *c) {
   size_t bytes = c->count * c->esize, sent = 0, skip;
   cddp__frame_head head =
-      cddp__link_head(CDDP__FRAME_MESSAGE, (uint32_t)c->tag, c->dtype, c->count, bytes);
+      cddp__frame_head_of(CDDP__FRAME_MESSAGE, (uint32_t)c->tag, c->dtype, c->count, bytes);
   cddp_result r;
-  cddp__link *l;
+  cddp__connection *link;
   pthread_mutex_lock(&g->p2p.lock);
   if ((r = cddp__find_link(g, c->root, true)) != CDDP_OK) goto done;
-  l = g->hosts->peers[c->root].link[0];
-  cddp__link_flush(g->hosts->net, l);
-  if (l->state == CDDP__LINK_UP && l->sent == 0 && cddp__buffer_size(&l->out) == 0)
-    (void)cddp__link_io(l, &head, c->send, bytes, &sent, SIZE_MAX, true);
+  link = g->hosts->peers[c->root].link[0];
+  cddp__link_progress(g->hosts->net, link);
+  if (link->state == CDDP__CONNECTION_UP && link->sent == 0 && cddp__buffer_size(&link->out) == 0)
+    (void)cddp__connection_io(link, &head, c->send, bytes, &sent, SIZE_MAX, true);
   skip = cddp__min(sent, sizeof head);
-  if (cddp__buffer_reserve(&l->out, sizeof head + bytes - sent)) {
-    cddp__buffer_add(&l->out, (const char *)&head + skip, sizeof head - skip);
-    cddp__buffer_add(&l->out, (const char *)c->send + (sent - skip), bytes - (sent - skip));
+  if (cddp__buffer_reserve(&link->out, sizeof head + bytes - sent)) {
+    cddp__buffer_add(&link->out, (const char *)&head + skip, sizeof head - skip);
+    cddp__buffer_add(&link->out, (const char *)c->send + (sent - skip), bytes - (sent - skip));
   } else {
     r = CDDP_OUT_OF_MEMORY;
-    if (sent > 0) cddp__link_end(l, ENOMEM); /* the next frame would be read as the rest of this */
+    if (sent > 0)
+      cddp__connection_end(link, ENOMEM); /* the next frame would be read as the rest of this */
   }
-  cddp__check_link_end(g, l);
+  cddp__check_link_end(g, link);
 done:
   pthread_mutex_unlock(&g->p2p.lock);
   CDDP__POINT("sent");
@@ -11276,20 +11442,20 @@ done:
 static void cddp__hosts_detach_receive(cddp_group *g, cddp_work *q) {
   const cddp__net *n = g->hosts->net;
   cddp__message *m = NULL;
-  cddp__link *l = g->hosts->links;
+  cddp__connection *link = g->hosts->links;
   CDDP_ASSERT(q->filling);
-  while (l->into != q) l = l->next;
-  if (l->state != CDDP__LINK_DEAD)
-    m = (cddp__message *)cddp__malloc(&n->allocator, sizeof *m + (size_t)l->in_head.size);
+  while (link->into != q) link = link->next;
+  if (link->state != CDDP__CONNECTION_ENDED)
+    m = (cddp__message *)cddp__malloc(&n->allocator, sizeof *m + (size_t)link->in_head.size);
   if (m != NULL) {
-    *m = *l->in;
-    memcpy(m + 1, q->call.recv, l->got - sizeof l->in_head);
+    *m = *link->message;
+    memcpy(m + 1, q->call.recv, link->got - sizeof link->in_head);
   } else {
-    cddp__link_end(l, ENOMEM);
+    cddp__connection_end(link, ENOMEM);
   }
-  cddp__free(&n->allocator, l->in);
-  l->in = m;
-  l->into = NULL;
+  cddp__free(&n->allocator, link->message);
+  link->message = m;
+  link->into = NULL;
   q->filling = false;
 }
 
@@ -11298,8 +11464,8 @@ static void cddp__hosts_detach_receive(cddp_group *g, cddp_work *q) {
 static cddp__message *cddp__take_message(cddp_group *g, uint32_t type, int from, int tag) {
   cddp__hosts *x = g->hosts;
   cddp__message **at = &x->stored, *m;
-  while ((m = *at) != NULL && (m->head.type != type || m->from != from ||
-                               (tag >= 0 && m->head.number != (uint32_t)tag)))
+  while ((m = *at) != NULL &&
+         (m->head.type != type || m->from != from || (tag >= 0 && m->head.number != (uint32_t)tag)))
     at = &m->next;
   if (m == NULL) return NULL;
   *at = m->next;
@@ -11310,9 +11476,9 @@ static cddp__message *cddp__take_message(cddp_group *g, uint32_t type, int from,
 
 /* Sends and receives messages as far as possible without waiting. p2p.lock held. */
 static void cddp__hosts_serve(cddp_group *g) {
-  cddp__link *l;
+  cddp__connection *link;
   cddp__claim_links(g);
-  for (l = g->hosts->links; l != NULL; l = l->next) cddp__link_progress(g, l, false);
+  for (link = g->hosts->links; link != NULL; link = link->next) cddp__read_link(g, link, false);
 }
 
 /* --- headers and pieces --- */
@@ -11342,23 +11508,25 @@ static void cddp__post_frame(cddp_group *g, int type, bool out, int rank, const 
 }
 
 /* Continues a frame on a connection. Returns whether it is complete. */
-static bool cddp__move_frame(cddp_group *g, const cddp__item *it, cddp__link *l) {
-  cddp__frame_head head = cddp__link_head(it->type, g->round, CDDP_U8, it->size, it->size);
+static bool cddp__move_frame(cddp_group *g, const cddp__item *it, cddp__connection *link) {
+  cddp__frame_head head = cddp__frame_head_of(it->type, g->round, CDDP_U8, it->size, it->size);
   void *data = (void *)(uintptr_t)it->data;
   cddp__hosts *x = g->hosts;
   cddp__message *m;
   if (it->out) {
-    cddp__link_flush(x->net, l);
-    if (l->state != CDDP__LINK_UP) return false;
-    if (l->sent == 0 && cddp__buffer_size(&l->out) > 0) return false; /* earlier bytes first */
-    if (l->sent == 0) l->out_head = head;
-    if (cddp__link_io(l, &l->out_head, data, it->size, &l->sent, CDDP__LINK_IO_BYTES, true) <= 0)
+    cddp__link_progress(x->net, link);
+    if (link->state != CDDP__CONNECTION_UP) return false;
+    if (link->sent == 0 && cddp__buffer_size(&link->out) > 0)
+      return false; /* earlier bytes first */
+    if (link->sent == 0) link->out_head = head;
+    if (cddp__connection_io(link, &link->out_head, data, it->size, &link->sent, CDDP__PART_BYTES,
+                            true) <= 0)
       return false;
-    l->sent = 0;
+    link->sent = 0;
     CDDP__POINT("frame");
     return true;
   }
-  cddp__link_progress(g, l, true);
+  cddp__read_link(g, link, true);
   if (it->type == CDDP__FRAME_HEADERS &&
       (m = cddp__take_message(g, CDDP__FRAME_HEADERS, it->rank, -1)) != NULL) {
     memcpy(data, m + 1, cddp__min(m->head.size, it->size));
@@ -11366,13 +11534,14 @@ static bool cddp__move_frame(cddp_group *g, const cddp__item *it, cddp__link *l)
     cddp__free(&x->net->allocator, m);
     return true;
   }
-  if (l->state != CDDP__LINK_UP) return false;
-  if (l->in != NULL || l->got < sizeof head) return false; /* no head of a piece yet */
-  if (memcmp(&l->in_head, &head, sizeof head) != 0) cddp__link_end(l, EPROTO);
-  if (l->state != CDDP__LINK_UP ||
-      cddp__link_io(l, &l->in_head, data, it->size, &l->got, CDDP__LINK_IO_BYTES, false) <= 0)
+  if (link->state != CDDP__CONNECTION_UP) return false;
+  if (link->message != NULL || link->got < sizeof head) return false; /* no head of a piece yet */
+  if (memcmp(&link->in_head, &head, sizeof head) != 0) cddp__connection_end(link, EPROTO);
+  if (link->state != CDDP__CONNECTION_UP ||
+      cddp__connection_io(link, &link->in_head, data, it->size, &link->got, CDDP__PART_BYTES,
+                          false) <= 0)
     return false;
-  l->got = 0;
+  link->got = 0;
   return true;
 }
 
@@ -11390,12 +11559,12 @@ static int cddp__move_frames(cddp_group *g, long due, bool *moved, cddp_result *
     if (p->link[0] == NULL && *r == CDDP_OK)
       *r = cddp__find_link(g, it.rank, g->world[g->rank] < g->world[it.rank]);
     for (k = 0; !done && p->pass[it.out] != x->pass && k < 2 - it.out; k++) {
-      cddp__link *l = p->link[k];
-      size_t before = l == NULL ? 0 : it.out ? l->sent : l->got;
-      if (l == NULL) break;
-      done = cddp__move_frame(g, &it, l);
-      *moved = *moved || (it.out ? l->sent : l->got) != before; /* slow, but not late */
-      cddp__check_link_end(g, l);
+      cddp__connection *link = p->link[k];
+      size_t before = link == NULL ? 0 : it.out ? link->sent : link->got;
+      if (link == NULL) break;
+      done = cddp__move_frame(g, &it, link);
+      *moved = *moved || (it.out ? link->sent : link->got) != before; /* slow, but not late */
+      cddp__check_link_end(g, link);
     }
     *moved = *moved || done;
     if (done) continue;
@@ -11736,8 +11905,8 @@ static const void *cddp__subtree_sum(const cddp__flow *f, int subtree, int owner
     x->pointers[r - s->low] =
         cddp__view_of(f, x->peers[x->leaves[r]].number, owner) + begin * f->c->esize;
   if (s->high - s->low == 1) return x->pointers[0];
-  cddp__reduce_nodes(space, x->pointers, NULL, s->high - s->low, 0, n,
-                     (cddp_dtype)f->c->dtype, (cddp_op)f->c->op);
+  cddp__reduce_nodes(space, x->pointers, NULL, s->high - s->low, 0, n, (cddp_dtype)f->c->dtype,
+                     (cddp_op)f->c->op);
   return space;
 }
 
@@ -12068,8 +12237,7 @@ static cddp__hosts *cddp__hosts_new(const cddp_group *g) {
   size_t each = sizeof(cddp__peer) + sizeof(cddp__group_node) + sizeof(cddp__subtree) +
                 3 * sizeof(void *) + CDDP__HEADER_BYTES + 3 * sizeof(int);
   size_t bytes = sizeof(cddp__hosts) + frames * sizeof(cddp__item) + n * each;
-  cddp__hosts *x = (cddp__hosts *)cddp__calloc(&g->host->allocator, 1,
-                                                bytes + ride);
+  cddp__hosts *x = (cddp__hosts *)cddp__calloc(&g->host->allocator, 1, bytes + ride);
   if (x == NULL) return NULL;
   x->peers = (cddp__peer *)(void *)(x + 1); /* arrays are in order of falling alignment */
   x->nodes = (cddp__group_node *)(void *)(x->peers + n);
@@ -12128,7 +12296,7 @@ static cddp_result cddp__hosts_attach(cddp_group *g, cddp__net *net, const int *
 static void cddp__hosts_leave(cddp_group *g) {
   cddp__hosts *x = g->hosts;
   cddp__net *net;
-  cddp__link *l;
+  cddp__connection *link;
   cddp__message *m;
   size_t left = SIZE_MAX, before;
   cddp__wait w;
@@ -12148,7 +12316,7 @@ static void cddp__hosts_leave(cddp_group *g) {
   pthread_mutex_unlock(&net->lock);
   cddp__net_serve(g->host, net);
   cddp__claim_links(g);
-  for (; (l = x->links) != NULL; cddp__link_close(net, l)) x->links = l->next;
+  for (; (link = x->links) != NULL; cddp__link_close(link)) x->links = link->next;
   for (; (m = x->stored) != NULL; cddp__free(&net->allocator, m)) x->stored = m->next;
   cddp__arena_free(g->host, x->scratch[g->local_rank]);
   cddp__free(&net->allocator, x->stage);
@@ -20082,7 +20250,7 @@ struct cddp__elastic {
   cddp__published **published;   /* [shards] by member number; NULL: on another host, or on a GPU */
   cddp__retired *retired;
   size_t retired_count, retired_capacity;
-  cddp__link **links;      /* [shards + JOIN_REQUESTS] during a meeting: to the leader, or to
+  cddp__connection **links;      /* [shards + JOIN_REQUESTS] during a meeting: to the leader, or to
                                    the members that reported; at [shards] joining processes begin */
   cddp__message **reports; /* [shards + JOIN_REQUESTS] the reports from these links */
   int request_count;       /* joining processes that wait for the next meeting */
@@ -20111,7 +20279,7 @@ typedef struct cddp__elastic_report {
 } cddp__elastic_report;
 
 static void cddp__elastic_drop_report(cddp__elastic *elastic, int p) {
-  cddp__link_free(elastic->net, elastic->links[p]);
+  cddp__link_free(elastic->links[p]);
   cddp__free(&elastic->net->allocator, elastic->reports[p]);
   elastic->links[p] = NULL;
   elastic->reports[p] = NULL;
@@ -20134,7 +20302,7 @@ static void cddp__elastic_close(cddp_ddp *d) {
   cddp__close_fd(&host->joins.tcp_fd);
   pthread_mutex_lock(&net->lock);
   cddp__close_fd(&net->listener);
-  cddp__links_free(net, net->incoming);
+  cddp__links_free(net->incoming);
   net->incoming = NULL;
   pthread_mutex_unlock(&net->lock);
 }
@@ -20602,7 +20770,7 @@ static cddp_result cddp__elastic_create_report(cddp_ddp *d, cddp__message **out)
 static void cddp__elastic_record_ends(cddp_ddp *d) {
   cddp_group *groups[2] = {d->control, d->comm};
   bool again;
-  cddp__link *link;
+  cddp__connection *link;
   cddp__wait w;
   int i;
   cddp__wait_begin(&w, 0.02, 0);
@@ -20612,12 +20780,13 @@ static void cddp__elastic_record_ends(cddp_ddp *d) {
       pthread_mutex_lock(&groups[i]->p2p.lock);
       for (link = groups[i]->hosts->links; link != NULL; link = link->next) {
         unsigned char *ended = &d->elastic->ended[d->elastic->order[link->rank]], next;
-        ssize_t n =
-            link->state != CDDP__LINK_UP ? 1 : recv(link->fd, &next, 1, MSG_PEEK | MSG_DONTWAIT);
-        if (n <= 0 && (n == 0 || errno != EAGAIN)) cddp__link_end(link, n == 0 ? 0 : errno);
-        if (link->state != CDDP__LINK_DEAD) continue;
+        ssize_t n = 1;
+        if (link->state == CDDP__CONNECTION_UP)
+          n = recv(link->fd, &next, 1, MSG_PEEK | MSG_DONTWAIT);
+        if (n <= 0 && (n == 0 || errno != EAGAIN)) cddp__connection_end(link, n == 0 ? 0 : errno);
+        if (link->state != CDDP__CONNECTION_ENDED) continue;
         if (link->error == 0 && !link->peer_failed && link->got == 0 &&
-            link->ahead_at == link->ahead_end)
+            cddp__buffer_size(&link->in) == 0)
           *ended = 1;
         again = again || (link->error > 0 && *ended == 0);
       }
@@ -20627,7 +20796,7 @@ static void cddp__elastic_record_ends(cddp_ddp *d) {
 }
 
 /* Whether a member's connection has ended. Sets `unreachable` if its host does not answer. */
-static bool cddp__elastic_link_ended(cddp_ddp *d, int member, cddp__link *link) {
+static bool cddp__elastic_link_ended(cddp_ddp *d, int member, cddp__connection *link) {
   cddp__elastic *elastic = d->elastic;
   const cddp__host *host = d->group->host;
   uint32_t state = host->threads && host->slots != NULL
@@ -20636,7 +20805,8 @@ static bool cddp__elastic_link_ended(cddp_ddp *d, int member, cddp__link *link) 
   if (state == CDDP__SLOT_DEAD || state == CDDP__SLOT_LEFT)
     return true; /* a rank that is a thread */
   cddp__link_check_timeout(link);
-  if (link->state != CDDP__LINK_DEAD || cddp__link_reconnect(elastic->net, link)) return false;
+  if (link->state != CDDP__CONNECTION_ENDED || cddp__link_reconnect(elastic->net, link))
+    return false;
   if (link->error == 0) elastic->ended[member] = 1;
   if (link->error != 0 && link->error != CDDP__LEFT && link->error != ECONNRESET &&
       link->error != EPIPE && link->error != ECONNREFUSED && link->error != EPROTO)
@@ -20658,30 +20828,30 @@ static void cddp__elastic_remove_member(cddp_ddp *d, int member, const char *how
 }
 
 /* Waits at most 5 ms for data on these connections, or (listener >= 0) for a new connection. */
-static void cddp__elastic_poll(int listener, cddp__link *const *links, int n) {
+static void cddp__elastic_poll(int listener, cddp__connection *const *links, int n) {
   struct pollfd fds[64];
   int i, count = 1;
   fds[0].fd = listener;
   fds[0].events = POLLIN;
   for (i = 0; i < n && count < 64; i++) {
-    if (links[i] == NULL || links[i]->state == CDDP__LINK_DEAD) continue;
+    if (links[i] == NULL || links[i]->state == CDDP__CONNECTION_ENDED) continue;
     fds[count].fd = links[i]->fd;
-    fds[count++].events = links[i]->state == CDDP__LINK_GREETING ? POLLOUT : POLLIN;
+    fds[count++].events = links[i]->state == CDDP__CONNECTION_NEW ? POLLOUT : POLLIN;
   }
   (void)cddp__poll(fds, (size_t)count, 5);
   cddp__serve_idle(NULL);
 }
 
 /* Sends this thread's error text to a process that cannot be a member, and ends the connection. */
-static void cddp__elastic_refuse(cddp_ddp *d, cddp__link *link, cddp_result r) {
-  (void)cddp__link_post(link, CDDP__FRAME_MESSAGE, (uint32_t)r, cddp__error_text,
+static void cddp__elastic_refuse(cddp_ddp *d, cddp__connection *link, cddp_result r) {
+  (void)cddp__connection_post(link, CDDP__FRAME_MESSAGE, (uint32_t)r, cddp__error_text,
                         strlen(cddp__error_text) + 1);
-  cddp__link_flush(d->elastic->net, link);
-  cddp__link_close(d->elastic->net, link);
+  (void)cddp__link_progress(d->elastic->net, link);
+  cddp__link_close(link);
 }
 
 /* Refuses a living rank that the members count as lost. Preserves this thread's error text. */
-static void cddp__elastic_refuse_lost(cddp_ddp *d, cddp__link *link, int rank) {
+static void cddp__elastic_refuse_lost(cddp_ddp *d, cddp__connection *link, int rank) {
   char text[CDDP__ERROR_MAX];
   memcpy(text, cddp__error_text, sizeof text);
   cddp__fail(CDDP_ABORTED,
@@ -20692,7 +20862,7 @@ static void cddp__elastic_refuse_lost(cddp_ddp *d, cddp__link *link, int rank) {
 
 /* Stores or discards a complete report and its connection. The report is a member's (in a meeting)
    or a joining process's. After a leader's death a process can be a member and not know it. */
-static void cddp__elastic_handle_report(cddp_ddp *d, cddp__link *link, cddp__message *m,
+static void cddp__elastic_handle_report(cddp_ddp *d, cddp__connection *link, cddp__message *m,
                                         bool meeting) {
   cddp__elastic *elastic = d->elastic;
   cddp__elastic_report *report = cddp__report_at(d, m, 0);
@@ -20712,12 +20882,12 @@ static void cddp__elastic_handle_report(cddp_ddp *d, cddp__link *link, cddp__mes
     p = d->shards.count + elastic->request_count++;
     for (k = d->shards.count; k < p; k++) /* an earlier request of this process */
       if (cddp__report_at(d, elastic->reports[k], 0)->self.life == self->life)
-        cddp__link_end(elastic->links[k], 0);
+        cddp__connection_end(elastic->links[k], 0);
   } else {
     if (sound && p == d->shards.count && cddp__report_at(d, m, 0)->empty == 0)
       cddp__elastic_refuse_lost(d, link, self->rank);
     else
-      cddp__link_free(elastic->net, link);
+      cddp__link_free(link);
     cddp__free(&elastic->net->allocator, m);
     return;
   }
@@ -20730,7 +20900,7 @@ static void cddp__elastic_handle_report(cddp_ddp *d, cddp__link *link, cddp__mes
 static void cddp__elastic_accept_reports(cddp_ddp *d, bool meeting) {
   cddp__elastic *elastic = d->elastic;
   cddp__net *net = elastic->net;
-  cddp__link **at, *link;
+  cddp__connection **at, *link;
   cddp__message *m;
   cddp__net_serve(d->group->host, net);
   pthread_mutex_lock(&net->lock);
@@ -20738,9 +20908,9 @@ static void cddp__elastic_accept_reports(cddp_ddp *d, bool meeting) {
     bool called = cddp__link_is_for(link, elastic->members[elastic->me].life);
     m = called &&
                 (meeting || link->peer == d->shards.count || elastic->members[link->peer].life == 0)
-            ? cddp__link_receive(net, link, cddp__report_bytes(d))
+            ? cddp__connection_receive(link, cddp__report_bytes(d))
             : NULL;
-    if (m == NULL && link->state != CDDP__LINK_DEAD) {
+    if (m == NULL && link->state != CDDP__CONNECTION_ENDED) {
       at = &link->next;
       continue;
     }
@@ -20748,7 +20918,7 @@ static void cddp__elastic_accept_reports(cddp_ddp *d, bool meeting) {
     if (m != NULL)
       cddp__elastic_handle_report(d, link, m, meeting);
     else
-      cddp__link_free(net, link);
+      cddp__link_free(link);
   }
   pthread_mutex_unlock(&net->lock);
 }
@@ -20777,7 +20947,7 @@ static void cddp__elastic_answer_joins(cddp_ddp *d) {
 /* The leader: waits until each member has reported or is lost. */
 static cddp_result cddp__elastic_await_reports(cddp_ddp *d, double deadline, int *report_count) {
   cddp__elastic *elastic = d->elastic;
-  cddp__link **links = elastic->links;
+  cddp__connection **links = elastic->links;
   cddp__message **reports = elastic->reports;
   int waiting = 1, late = -1, p;
   while (waiting > 0) {
@@ -20790,9 +20960,9 @@ static cddp_result cddp__elastic_await_reports(cddp_ddp *d, double deadline, int
                                            elastic->members[p].life, &links[p]);
         if (r != CDDP_OK) return r;
       }
-      cddp__link_flush(elastic->net, links[p]);
-      if (links[p]->state == CDDP__LINK_UP) /* no message follows; a read detects its end */
-        cddp__free(&elastic->net->allocator, cddp__link_receive(elastic->net, links[p], 0));
+      (void)cddp__link_progress(elastic->net, links[p]);
+      if (links[p]->state == CDDP__CONNECTION_UP) /* no message follows; a read detects its end */
+        cddp__free(&elastic->net->allocator, cddp__connection_receive(links[p], 0));
       if (cddp__elastic_link_ended(d, p, links[p])) {
         cddp__free(&elastic->net->allocator, reports[p]);
         reports[p] = NULL;
@@ -20844,13 +21014,13 @@ static void cddp__elastic_admit_joining(cddp_ddp *d) {
   cddp__elastic *elastic = d->elastic;
   int k, member;
   for (k = d->shards.count; k < d->shards.count + elastic->request_count; k++) {
-    cddp__link *link = elastic->links[k];
+    cddp__connection *link = elastic->links[k];
     cddp__elastic_report *report = cddp__report_at(d, elastic->reports[k], 0);
     cddp_result r = cddp__elastic_find_number(d, &report->self, &member);
     CDDP__POINT("elastic number");
     cddp__free(&elastic->net->allocator,
-               cddp__link_receive(elastic->net, link, 0)); /* a read detects its end */
-    if (r == CDDP_OK && link->state != CDDP__LINK_DEAD) {
+               cddp__connection_receive(link, 0)); /* a read detects its end */
+    if (r == CDDP_OK && link->state != CDDP__CONNECTION_ENDED) {
       report->self.number = member;
       if (report->self.host >= 2 * d->shards.count) /* it shares no memory with the members */
         report->self.host = d->shards.count + member;
@@ -20872,7 +21042,7 @@ static void cddp__elastic_admit_joining(cddp_ddp *d) {
 /* Sends all reports as one message to each process that reported. */
 static cddp_result cddp__elastic_send_table(cddp_ddp *d, cddp__message **table) {
   cddp__net *net = d->elastic->net;
-  cddp__link **links = d->elastic->links;
+  cddp__connection **links = d->elastic->links;
   cddp__message **reports = d->elastic->reports;
   size_t bytes = cddp__report_bytes(d);
   cddp_result r = CDDP_OK;
@@ -20890,16 +21060,17 @@ static cddp_result cddp__elastic_send_table(cddp_ddp *d, cddp__message **table) 
   }
   for (p = 0; p < d->shards.count && r == CDDP_OK; p++) {
     if (links[p] == NULL || reports[p] == NULL) continue;
-    r = cddp__link_post(links[p], CDDP__FRAME_MESSAGE, 0, m + 1, m->head.size);
+    r = cddp__connection_post(links[p], CDDP__FRAME_MESSAGE, 0, m + 1, m->head.size);
     CDDP__POINT("elastic answer");
-    cddp__link_flush(net, links[p]);
+    (void)cddp__link_progress(net, links[p]);
   }
   cddp__wait_begin(&w, CDDP__UNANSWERED_S, 0);
   do {
     for (p = 0, busy = false; p < d->shards.count; p++) {
       if (links[p] == NULL || reports[p] == NULL) continue;
-      cddp__link_flush(net, links[p]);
-      busy = busy || (links[p]->state != CDDP__LINK_DEAD && cddp__buffer_size(&links[p]->out) > 0);
+      (void)cddp__link_progress(net, links[p]);
+      busy = busy || (links[p]->state != CDDP__CONNECTION_ENDED &&
+                      cddp__buffer_size(&links[p]->out) > 0);
     }
   } while (busy && cddp__wait_pause(&w));
   return r;
@@ -20958,7 +21129,7 @@ static cddp_result cddp__elastic_send_report(cddp_ddp *d, int leader, const cddp
                                              double deadline, cddp__message **table) {
   cddp__elastic *elastic = d->elastic;
   cddp__net *net = elastic->net;
-  cddp__link *link;
+  cddp__connection *link;
   cddp_result r;
   cddp__elastic_drop_report(elastic, leader);
   r = cddp__link_connect(net, leader, CDDP__LINK_FRAMES, elastic->members[leader].life,
@@ -20967,13 +21138,13 @@ static cddp_result cddp__elastic_send_report(cddp_ddp *d, int leader, const cddp
   if (r != CDDP_OK) return r;
   elastic->leader = leader;
   link = elastic->links[leader];
-  r = cddp__link_post(link, CDDP__FRAME_MESSAGE, 0, mine + 1, mine->head.size);
+  r = cddp__connection_post(link, CDDP__FRAME_MESSAGE, 0, mine + 1, mine->head.size);
   while (r == CDDP_OK) {
     cddp__elastic_answer_joins(d);
-    cddp__link_flush(net, link);
+    (void)cddp__link_progress(net, link);
     CDDP__POINT("elastic report");
-    if (link->state == CDDP__LINK_UP)
-      *table = cddp__link_receive(net, link, (size_t)d->shards.count * cddp__report_bytes(d));
+    if (link->state == CDDP__CONNECTION_UP)
+      *table = cddp__connection_receive(link, (size_t)d->shards.count * cddp__report_bytes(d));
     if (*table != NULL && (*table)->head.number == 0) return CDDP_OK;
     if (*table != NULL) /* the leader refuses this rank */
       r = cddp__fail((cddp_result)(*table)->head.number, "%.*s", (int)(*table)->head.size,
@@ -20995,11 +21166,11 @@ static cddp_result cddp__elastic_send_report(cddp_ddp *d, int leader, const cddp
 /* Waits for a member's confirmation; false: the member is lost, late, or asks to meet again. */
 static bool cddp__elastic_await_confirmation(cddp_ddp *d, int member, double deadline) {
   cddp__elastic *elastic = d->elastic;
-  cddp__link *link = elastic->links[member];
+  cddp__connection *link = elastic->links[member];
   cddp__message *m = NULL;
   bool confirmed;
-  while (link != NULL && (m = cddp__link_receive(elastic->net, link, 1)) == NULL) {
-    if (cddp__now() > deadline) cddp__link_end(link, ETIMEDOUT);
+  while (link != NULL && (m = cddp__connection_receive(link, 1)) == NULL) {
+    if (cddp__now() > deadline) cddp__connection_end(link, ETIMEDOUT);
     if (cddp__elastic_link_ended(d, member, link)) break;
     cddp__elastic_poll(-1, &link, 1);
   }
@@ -21025,9 +21196,9 @@ static cddp_result cddp__elastic_confirm_groups(cddp_ddp *d) {
       all = false;
   for (p = 0; r == CDDP_OK && p < d->shards.count; p++) { /* a member's only link: to the leader */
     if (elastic->links[p] == NULL) continue;
-    r = cddp__link_post(elastic->links[p], CDDP__FRAME_MESSAGE, 0, all ? "g" : "a", 1);
+    r = cddp__connection_post(elastic->links[p], CDDP__FRAME_MESSAGE, 0, all ? "g" : "a", 1);
     CDDP__POINT("elastic go");
-    cddp__link_flush(elastic->net, elastic->links[p]);
+    (void)cddp__link_progress(elastic->net, elastic->links[p]);
   }
   if (r == CDDP_OK && !leads) all = cddp__elastic_await_confirmation(d, elastic->leader, deadline);
   cddp__elastic_disconnect(d);
@@ -21625,7 +21796,7 @@ static cddp_result cddp__elastic_new(cddp_ddp *d) {
   host->elastic = true;
   d->elastic = elastic;
   elastic->members = (cddp__elastic_member *)(void *)(elastic + 1);
-  elastic->links = (cddp__link **)(void *)(elastic->members + n + 1);
+  elastic->links = (cddp__connection **)(void *)(elastic->members + n + 1);
   elastic->reports = (cddp__message **)(void *)(elastic->links + links);
   elastic->means = (char **)(void *)(elastic->reports + links);
   elastic->squares = (double **)(void *)(elastic->means + n);

@@ -454,34 +454,34 @@ static int fake_poll(struct pollfd *fds, nfds_t n, int ms) {
 
 #define CONNS 6
 
-static cddp__conn *open_conn(cddp__server *v) {
-  const cddp__conn *before = v->conns;
+static cddp__client *open_conn(cddp__server *v) {
+  const cddp__client *before = v->clients;
   int fd = world_fd();
   if (fd < 0) return NULL;
-  cddp__server_add_conn(v, fd, cddp__has_spare_fd(fd, true));
-  return v->conns != before ? v->conns : NULL;
+  cddp__server_add_client(v, fd, cddp__has_spare_fd(fd, true));
+  return v->clients != before ? v->clients : NULL;
 }
 
 /* What epoll would report, as long as there is something. */
-static void serve_conn(cddp__server *v, cddp__conn *c) {
+static void serve_conn(cddp__server *v, cddp__client *c) {
   int rounds;
-  for (rounds = 0; rounds < 4096 && c->fd >= 0; rounds++) {
-    const fake_fd *f = fd_of(c->fd);
+  for (rounds = 0; rounds < 4096 && c->c.fd >= 0; rounds++) {
+    const fake_fd *f = fd_of(c->c.fd);
     uint32_t events = 0;
     if ((c->events & EPOLLIN) && (fd_ready(f) > 0 || f->ended)) events |= EPOLLIN;
     if ((c->events & EPOLLOUT) && !f->blocked) events |= EPOLLOUT;
     if (events == 0) break;
-    cddp__conn_event(v, c, events);
+    cddp__client_event(v, c, events);
   }
   REQUIRE(rounds < 4096);
 }
 
 /* The proof that the server wants to see. */
-static void prove(const cddp__server *v, cddp__conn *c) {
-  fake_fd *f = fd_of(c->fd);
+static void prove(const cddp__server *v, cddp__client *c) {
+  fake_fd *f = fd_of(c->c.fd);
   if (v->secret == NULL) return;
   memcpy(f->extra, CDDP__AUTH_PROOF, 8);
-  cddp__challenge_prove(&c->challenge, true, f->extra + 8);
+  cddp__challenge_prove(&c->c.challenge, true, f->extra + 8);
   f->extra_size = 8 + CDDP__PROOF_SIZE;
   f->extra_at = 0;
 }
@@ -490,11 +490,11 @@ static void server_check(cddp__server *v) {
   size_t bytes = 0, keys = 0, i;
   int blocked = 0;
   const cddp__entry *e;
-  const cddp__conn *c;
-  for (c = v->conns; c != NULL; c = c->next) {
-    bytes += c->in.capacity + c->out.capacity;
+  const cddp__client *c;
+  for (c = v->clients; c != NULL; c = c->next) {
+    bytes += c->c.in.capacity + c->c.out.capacity;
     blocked += c->blocked;
-    REQUIRE(!c->blocked || (c->fd >= 0 && c->parser.code == CDDP__STORE_WAIT));
+    REQUIRE(!c->blocked || (c->c.fd >= 0 && c->parser.code == CDDP__STORE_WAIT));
   }
   for (i = 0; i < CDDP__MAP_CHAINS; i++)
     for (e = v->chains[i]; e != NULL; e = e->next)
@@ -502,9 +502,9 @@ static void server_check(cddp__server *v) {
   REQUIRE(bytes == v->buffered && keys == v->stored && blocked == v->blocked);
 }
 
-static void server_event(cddp__server *v, cddp__conn **conns, input *in) {
+static void server_event(cddp__server *v, cddp__client **conns, input *in) {
   unsigned op = take(in), k = op % CONNS;
-  cddp__conn *c = conns[k];
+  cddp__client *c = conns[k];
   if (c == NULL) c = conns[k] = open_conn(v);
   if (c == NULL) return;
   switch (op / CONNS % 8) {
@@ -512,30 +512,30 @@ static void server_event(cddp__server *v, cddp__conn **conns, input *in) {
     prove(v, c);
     break;
   case 5:
-    fd_of(c->fd)->ended = true;
+    fd_of(c->c.fd)->ended = true;
     break;
   case 6:
     w.now += (double)take(in) / 8;
     break;
   case 7:
-    fd_of(c->fd)->blocked = !fd_of(c->fd)->blocked;
+    fd_of(c->c.fd)->blocked = !fd_of(c->c.fd)->blocked;
     break;
   default:
-    fd_of(c->fd)->in = take_bytes(in, take_size(in));
+    fd_of(c->c.fd)->in = take_bytes(in, take_size(in));
   }
-  if (c->fd >= 0) serve_conn(v, c);
+  if (c->c.fd >= 0) serve_conn(v, c);
   server_check(v);
   cddp__server_settle(v);
   server_check(v);
   for (k = 0; k < CONNS; k++) { /* those that ended are gone */
-    for (c = v->conns; c != NULL && c != conns[k]; c = c->next) continue;
+    for (c = v->clients; c != NULL && c != conns[k]; c = c->next) continue;
     conns[k] = c;
   }
 }
 
 static void target_store_server(input *in) {
   unsigned settings = take(in);
-  cddp__conn *conns[CONNS];
+  cddp__client *conns[CONNS];
   cddp__server *v;
   cddp_allocator a = world_allocator();
   int events;
@@ -631,7 +631,7 @@ static void target_store_client(input *in) {
   r = open_store(&s, "tcp://127.0.0.1:29500", settings & 1 ? "secret" : NULL);
   must_say(r);
   while (r == CDDP_OK && ops.n > 0) {
-    if (s->fd >= 0) w.stream = fd_of(s->fd)->in;
+    if (s->connection.fd >= 0) w.stream = fd_of(s->connection.fd)->in;
     store_op(s, take(&ops));
   }
   cddp__store_close(s);
@@ -735,7 +735,7 @@ static void target_file(input *in) {
   r = open_store(&s, "file:///f", NULL);
   must_say(r);
   while (r == CDDP_OK && ops.n > 0) {
-    if (s->fd >= 0) w.stream = fd_of(s->fd)->in;
+    if (s->connection.fd >= 0) w.stream = fd_of(s->connection.fd)->in;
     store_op(s, take(&ops));
   }
   cddp__store_close(s);
@@ -872,11 +872,11 @@ static void target_meeting(input *in) {
   if (m.host != NULL && m.store != NULL) {
     m.serves = false;
     m.store->allocator = a;
-    m.store->bytes.allocator = &m.store->allocator;
     m.store->timeout_s = 20;
     m.store->name = cddp__strdup(&a, "store");
     m.store->file = -1;
-    m.store->fd = w.store = world_fd();
+    cddp__connection_begin(&m.store->connection, &m.store->allocator, world_fd(), true);
+    w.store = m.store->connection.fd;
     pthread_mutex_init(&m.store->lock, NULL);
     w.meeting = &m;
     w.script = *in;
@@ -940,7 +940,7 @@ static fake_fd *link_fd(const cddp__net *n, unsigned k) {
 /* What a rank of the job says, right but for what the script chooses. */
 static void link_say(cddp__net *n, fake_fd *f, unsigned kind, input *in) {
   unsigned char *at = f->extra;
-  cddp__link l;
+  cddp__connection l;
   cddp__frame_head head;
   unsigned dtype;
   memset(&l, 0, sizeof l);
@@ -956,12 +956,12 @@ static void link_say(cddp__net *n, fake_fd *f, unsigned kind, input *in) {
   } else if (kind == 1) { /* a message of send */
     dtype = take(in) % 9;
     f->in = take_bytes(in, take_size(in));
-    head = cddp__link_head(CDDP__FRAME_MESSAGE, take(in) % 4, (int)dtype,
+    head = cddp__frame_head_of(CDDP__FRAME_MESSAGE, take(in) % 4, (int)dtype,
                            f->in.n / cddp__max(1, cddp_dtype_size((cddp_dtype)dtype)), f->in.n);
   } else { /* a frame of a collective, or another one */
     f->in = take_bytes(in, take_size(in));
     int type = 1 + (int)(take(in) % 5);
-    head = cddp__link_head(type, take(in) % 2, CDDP_U8, f->in.n, f->in.n);
+    head = cddp__frame_head_of(type, take(in) % 2, CDDP_U8, f->in.n, f->in.n);
   }
   if (kind == 0) return;
   memcpy(at, &head, sizeof head);
@@ -1003,10 +1003,10 @@ static void link_recv(link_world *k, input *in) {
 
 /* The connections to this rank that are up, as no stranger's is, or that are not. */
 static int callers(const cddp__net *n, bool up) {
-  const cddp__link *l;
+  const cddp__connection *l;
   int count = 0;
   for (l = n->incoming; l != NULL; l = l->next)
-    count += (l->state == CDDP__LINK_UP && l->hello.purpose == CDDP__LINK_FRAMES) == up;
+    count += (l->state == CDDP__CONNECTION_UP && l->hello.purpose == CDDP__LINK_FRAMES) == up;
   return count;
 }
 

@@ -281,7 +281,7 @@ static void test_printable(void) {
   size_t i;
   for (i = 0; i < sizeof texts / sizeof *texts; i++) {
     cddp__fail(CDDP_IO, "%s", texts[i][0]);
-    CHECK(strcmp(cddp_last_error(), texts[i][1]) == 0);
+    CHECK(strcmp(cddp_error(), texts[i][1]) == 0);
   }
 }
 
@@ -1716,7 +1716,7 @@ static void test_fork_with_clients(void) {
   worker = fork();
   if (worker == 0) {
     close(raw); /* the server's ends stay open here */
-    close(c->fd);
+    close(c->connection.fd);
     for (;;) pause();
   }
   cddp_store_destroy(c);
