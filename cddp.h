@@ -3866,7 +3866,7 @@ static bool cddp__address_is_local(const cddp__address *address) {
   cddp__address own[CDDP__ADDRESSES_MAX + 1];
   int n = cddp__interface_addresses(NULL, own, CDDP__ADDRESSES_MAX), i;
   own[n] = *address;
-  cddp__address_to_all(&own[n]);
+  cddp__address_to_all(&own[n]); /* 0.0.0.0 or ::, in the address's family */
   for (i = 0; i <= n && !cddp__address_same_host(address, &own[i]); i++) {}
   return i <= n || cddp__address_is_loopback(address);
 }
@@ -4061,6 +4061,7 @@ static cddp_result cddp__file_io(int fd, bool write, void *data, uint64_t size, 
   while (size > 0) {
     size_t most = (size_t)(size < 1u << 30 ? size : 1u << 30);
     ssize_t n = -1;
+    /* writes only as far as ulimit -f allows: SIGXFSZ would end the process */
     if (write) most = (size_t)(cddp__file_allowance(at) < most ? cddp__file_allowance(at) : most);
     if (!write)
       n = pread(fd, p, most, (off_t)at);
@@ -4789,7 +4790,7 @@ static bool cddp__map_put(cddp__server *server, cddp__span key, cddp__span value
     cddp__buffer_add(&e->value, value.data, value.size);
     return true;
   }
-  e->value.end = old;
+  e->value.end = old; /* no memory: the key keeps its value, or remains absent */
   if (fresh) cddp__map_drop(server, link);
   return false;
 }
@@ -5787,6 +5788,8 @@ static cddp_result cddp__env_int(const char *name, long low, long high, int *out
    MVAPICH2's guide, "MPIRUN_RSH Parameters"; PyTorch Lightning's LSFEnvironment for JSM; Slurm's
    mpi/cray_shasta and scripts of Aurora's users for PALS. */
 static const cddp__launcher cddp__launchers[] = {
+    /* name, {variables: rank, size, local size, its other name}, cure, {variables that identify the
+       job; then, from the fourth on, those of one node} */
     {"torchrun, cddprun or a script", {"RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}, "", {NULL}},
     {"Open MPI's mpirun",
      {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"},
@@ -12192,7 +12195,7 @@ static cddp_result cddp__hosts_average(cddp_group *g, const cddp__call *c, void 
 }
 
 static const cddp__carrier cddp__hosts_carrier = {
-    false,           false, /* neither foreign nor shared */
+    false,           false, /* not foreign, not shared */
     cddp__hosts_run, cddp__hosts_average, cddp__nothing_to_split, cddp__nothing_to_leave};
 
 /* --- creation and end of a group --- */
@@ -13432,7 +13435,7 @@ static bool cddp__engine_wait(cddp__engine *engine, cddp_work *work, double dead
 static void cddp__engine_drain(cddp_group *g) {
   cddp__engine *engine = &g->engine;
   if (!engine->started) return; /* written only by the thread that calls this group's collectives */
-  if (pthread_equal(engine->thread, pthread_self())) return;
+  if (pthread_equal(engine->thread, pthread_self())) return; /* it would wait for itself */
   cddp__engine_wait(engine, NULL, INFINITY);
 }
 
@@ -14011,6 +14014,7 @@ static cddp_result cddp__exchange_counts(cddp_group *g, cddp__call *call, bool *
   return r;
 }
 
+/* Runs a collective with counts: the ranks exchange the counts first. */
 static cddp_result cddp__run_counted(cddp_group *g, const cddp__call *call) {
   cddp__call sized = *call;
   bool host = true;
@@ -14236,11 +14240,11 @@ static const cddp__backend cddp__cpu_backend = {false, /* not on_device */
                                                 cddp__cpu_convert,
                                                 cddp__cpu_prepare,
                                                 cddp__cpu_open,
-                                                cddp__nothing_to_leave,
-                                                cddp__nothing_to_leave};
+                                                cddp__nothing_to_leave,  /* leave */
+                                                cddp__nothing_to_leave}; /* close */
 
 static const cddp__carrier cddp__shm_carrier = {
-    false,           true, /* not foreign; shared */
+    false,           true, /* not foreign, but shared: no `average` */
     cddp__run_large, NULL, cddp__nothing_to_split, cddp__nothing_to_leave};
 
 static void cddp__use_host_memory(cddp_group *g) {
@@ -14926,7 +14930,8 @@ static int cddp__sgd_launch(const cddp_optim *optim, int i, const cddp_kernels *
   return k->sgd(segments, n, optim->params[i].dtype, &d, factor, clip, flags, stream);
 }
 
-static const cddp__algorithm cddp__sgd = {"SGD", {"momentum_buffer", NULL, NULL}, false, false,
+static const cddp__algorithm cddp__sgd = {"SGD", {"momentum_buffer", NULL, NULL},
+                                          false, false, /* no step numbers; all dtypes; rows */
                                           cddp__sgd_begin, cddp__sgd_block, cddp__sgd_launch};
 
 /* --- AdamW --- */
@@ -14974,7 +14979,8 @@ static int cddp__adamw_launch(const cddp_optim *optim, int i, const cddp_kernels
 }
 
 static const cddp__algorithm cddp__adamw = {
-    "AdamW", {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}, true, true,
+    "AdamW", {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"},
+    true, true, /* step numbers; f32 and f64 with dense gradients only */
     cddp__adamw_begin, cddp__adamw_block, cddp__adamw_launch};
 
 /* --- a step of a range of a parameter, with any optimizer --- */
@@ -16860,6 +16866,7 @@ static void cddp__device_close(cddp_group *g) {
   cddp__device_start, cddp__device_wait, cddp__device_done, cddp__device_synchronize,             \
       cddp__device_alloc, cddp__device_free, cddp__device_convert, cddp__device_before_split,     \
       cddp__device_open_like, cddp__device_leave, cddp__device_close
+/* on_device, enqueues, functions */
 static const cddp__backend cddp__nccl_backend = {true, true, CDDP__DEVICE_FUNCTIONS};
 static const cddp__backend cddp__staged_backend = {true, false, CDDP__DEVICE_FUNCTIONS};
 
@@ -18822,9 +18829,10 @@ static cddp_result cddp__host_publish(cddp_ddp *d) {
 }
 
 static const cddp__ddp_memory cddp__host_memory = {
-    cddp__host_use, cddp__host_copy, cddp__host_zero, cddp__host_alloc, NULL, cddp__host_scratch,
-    NULL, cddp__push_bucket, cddp__reduce_bucket, cddp__host_sum, cddp__await_buckets, NULL,
-    cddp__host_scale, cddp__host_clip, NULL, cddp__host_step, cddp__host_publish};
+    cddp__host_use, cddp__host_copy, cddp__host_zero, cddp__host_alloc, NULL /* free */,
+    cddp__host_scratch, NULL /* meet: always */, cddp__push_bucket, cddp__reduce_bucket,
+    cddp__host_sum, cddp__await_buckets, NULL /* broadcast */, cddp__host_scale, cddp__host_clip,
+    NULL /* norm */, cddp__host_step, cddp__host_publish};
 
 #ifdef CDDP_CUDA
 /* --- gradients in device memory --- */
@@ -19087,7 +19095,7 @@ static const cddp__ddp_memory cddp__gpu_memory = {
     cddp__gpu_use, cddp__device_copy, cddp__device_zero, cddp__gpu_alloc, cddp__gpu_free,
     cddp__gpu_scratch, cddp__gpu_meet, cddp__gpu_begin, cddp__gpu_reduce, cddp__gpu_sum,
     cddp__gpu_fence, cddp__gpu_broadcast, cddp__device_scale, cddp__gpu_clip, cddp__gpu_norm,
-    cddp__gpu_step, NULL};
+    cddp__gpu_step, NULL /* publish */};
 
 #endif
 
