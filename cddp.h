@@ -1789,12 +1789,11 @@ typedef struct cddp__send_request {
   cddp__atomic_u32 state; /* CDDP__SEND_*; if POSTED with the receiver: CDDP__POSTED_TO */
   cddp__atomic_u32 tag;
   uint32_t dtype;
-  uint32_t inlined; /* 1: the bytes are in u */
-  uint64_t count;   /* elements */
+  uint64_t count;          /* elements */
   cddp__atomic_u64 number; /* order of posting at the sender */
   union {
-    cddp__ref ref;
-    unsigned char bytes[sizeof(cddp__ref)]; /* a short message ends in this first cache line */
+    unsigned char bytes[sizeof(cddp__ref)]; /* of a message that fits: one cache line has it all */
+    cddp__ref ref;                          /* of a longer one */
   } u;
   void *stage; /* the sender alone, like the rest: memory for copies, kept for reuse */
   size_t stage_size;
@@ -12331,8 +12330,7 @@ static void cddp__hosts_leave(cddp_group *g) {
 /* >>p2p -------------------------------------------------------------------------------------------
    Job: send and recv between the ranks of a host. Messages to other hosts pass through >>hosts.
    Owns: a slot's send requests, events and waiting; a group's list of receives and counts of sends.
-   Lock: p2p.lock.
-   Touches: peers' slots. A receiver takes a send request and increments the sender's events.
+   Lock: p2p.lock. Touches peers' slots: takes send requests, increments events.
    Entry points: cddp__start_send and _finish_send, cddp__post_recv and _finish_recv,
    cddp__serve_idle.
    How it works:
@@ -12344,8 +12342,8 @@ static void cddp__hosts_leave(cddp_group *g) {
      4. A thread that waits, in any group, serves the pending receives of its process. So an
         exchange of messages needs no additional thread.
      5. A receive without a handle polls the requests itself before it is put into the list.
-   A message of 4 bytes costs two transfers of a cache line: the sender's request, last written by
-   the previous receiver, moves to the sender and then to the receiver. */
+   A message of 4 bytes costs two transfers of a cache line: the request moves from the previous
+   receiver to the sender, and on to the receiver. */
 
 #define CDDP__EAGER_MAX ((size_t)64 << 10) /* messages up to here are always copied, bytes */
 #define CDDP__SPIN_MESSAGE 4 /* a scan for a message takes as long as 4 polls of a header */
@@ -12422,14 +12420,8 @@ static int cddp__scan_sends(cddp_group *g, size_t bytes) {
   return best;
 }
 
-/* Returns a free request for a message, or -1. Short messages use the first without a scan. */
-static int cddp__pick_send(cddp_group *g, size_t bytes) {
-  bool first = bytes <= CDDP__EAGER_MAX && cddp__send_is_free(cddp__send_at(g, 0));
-  return first ? 0 : cddp__scan_sends(g, bytes);
-}
-
-/* Returns whether the sends in flight are within the limits. The last message, of `bytes`, can have
-   any size. p2p.lock held. */
+/* Returns whether the sends in flight are within the limits. The last one, of `bytes`, can have any
+   size. p2p.lock held. */
 static bool cddp__sends_fit(const cddp_group *g, size_t bytes) {
   return g->p2p.sends_open <= CDDP__SENDS &&
          g->p2p.sends_staged <= cddp__max(CDDP__STAGED_MAX, bytes);
@@ -12453,34 +12445,58 @@ static cddp_result cddp__stage(cddp_group *g, cddp__send_request *p, const void 
   return CDDP_OK;
 }
 
-/* Posts a send.
-     send    receives the request's index while the buffer is in use, else stays -1
+/* The rank without which the wait would be useless; -1: none. With CDDP_ANY: a rank that has died,
+   or the last of the others to leave. */
+static int cddp__lost_peer(const cddp_work *work) {
+  const cddp_group *g = work->group;
+  int p, gone = -1, n = 1, peer = work->call.root;
+  if (peer != CDDP_ANY) return peer != g->rank && cddp__rank_gone(g, peer) ? peer : -1;
+  for (p = 0; p < g->size; p++) {
+    if (p == g->rank || !cddp__rank_gone(g, p)) continue;
+    if (!cddp__rank_left(g, p)) return p;
+    gone = p;
+    n++;
+  }
+  return n == g->size ? gone : -1;
+}
+
+/* Breaks the group if the peer of a send or recv is lost. */
+static cddp_result cddp__check_peer(const cddp_work *work) {
+  const char *doing = work->call.kind == CDDP__KIND_SEND ? "send to it"
+                      : work->call.root == CDDP_ANY      ? "recv from any rank"
+                                                      : "recv from it";
+  int gone = cddp__lost_peer(work);
+  if (gone < 0) return CDDP_OK;
+  return cddp__report_lost(work->group, gone, cddp__textf("%s, tag %d", doing, work->call.tag).s);
+}
+
+/* Posts a send to a rank of this host. Sets work->send if the buffer stays in use.
      fits    receives cddp__sends_fit
-     lost    receives true if the message is a copy and the receiver exited without taking it. The
-             check follows the post: a receiver that takes the message marks it before it exits */
-static cddp_result cddp__post_send(cddp_group *g, const cddp__call *call, int *send, bool *fits,
-                                   bool *lost) {
+   Fails if the message is a copy and the receiver exited without taking it. That check follows the
+   post, because a receiver that takes the message marks it before it exits. */
+static cddp_result cddp__post_send(cddp_work *work, bool *fits) {
+  cddp_group *g = work->group;
+  const cddp__call *call = &work->call;
   cddp__slot *slot = cddp__slot_of(g, g->rank);
+  cddp__send_request *p;
   size_t bytes = call->count * call->esize;
+  bool eager = bytes <= CDDP__EAGER_MAX, to_self = call->root == g->rank, lost = false;
   cddp_result r = CDDP_OUT_OF_MEMORY;
-  int i;
+  int i = 0; /* a short message uses the first request without a scan, if it is free */
   pthread_mutex_lock(&g->p2p.lock);
-  i = cddp__pick_send(g, bytes);
+  if (!eager || !cddp__send_is_free(cddp__send_at(g, 0))) i = cddp__scan_sends(g, bytes);
   if (i < 0) i = cddp__grow_sends(g);
   if (i >= 0) {
-    cddp__send_request *p = cddp__send_at(g, i);
-    p->inlined = bytes <= sizeof p->u.bytes;
-    if (bytes > CDDP__EAGER_MAX && call->root != g->rank)
-      p->u.ref = cddp__ref_of(g->host, call->send, bytes);
-    p->staged =
-        bytes <= CDDP__EAGER_MAX || call->root == g->rank || p->u.ref.kind == CDDP__REF_NONE;
+    p = cddp__send_at(g, i);
+    if (!eager && !to_self) p->u.ref = cddp__ref_of(g->host, call->send, bytes);
+    p->staged = eager || to_self || p->u.ref.kind == CDDP__REF_NONE;
     r = CDDP_OK;
-    if (p->inlined)
+    if (bytes <= sizeof p->u.bytes)
       cddp__copy(p->u.bytes, call->send, bytes);
     else if (p->staged)
       r = cddp__stage(g, p, call->send, bytes);
     else
-      *send = i;
+      work->send = i;
     if (r != CDDP_OK) p->staged = false;
     cddp__store32(&p->tag, (uint32_t)call->tag);
     p->dtype = call->dtype;
@@ -12494,11 +12510,11 @@ static cddp_result cddp__post_send(cddp_group *g, const cddp__call *call, int *s
     if (p->staged) g->p2p.sends_staged += bytes;
     *fits = cddp__sends_fit(g, bytes);
     if (r == CDDP_OK) cddp__notify(g, call->root);
-    *lost = r == CDDP_OK && p->staged && call->root != g->rank && cddp__rank_gone(g, call->root) &&
-            cddp__send_open(p);
+    lost = r == CDDP_OK && p->staged && !to_self && cddp__rank_gone(g, call->root) &&
+           cddp__send_open(p);
   }
   pthread_mutex_unlock(&g->p2p.lock);
-  return r;
+  return lost ? cddp__check_peer(work) : r;
 }
 
 /* Returns the oldest send from work->from to this rank with work's tag, or NULL. A scan can find a
@@ -12542,13 +12558,14 @@ static bool cddp__recv_fits(cddp_group *g, cddp_work *work, uint64_t count, uint
 /* Copies the message of a send, or refuses it if it does not match. Does nothing if its sender has
    just withdrawn it. p2p.lock held. */
 static void cddp__take_send(cddp_group *g, cddp_work *work, cddp__send_request *p) {
-  void *from = NULL;
-  cddp_result r;
-  if (p->inlined && p->count == work->call.count && p->dtype == work->call.dtype) {
-    cddp__copy(work->call.recv, p->u.bytes, p->count * work->call.esize);
+  size_t bytes = work->call.count * work->call.esize;
+  void *from = p->u.bytes;
+  cddp_result r = CDDP_OK;
+  if (bytes <= sizeof p->u.bytes && p->count == work->call.count && p->dtype == work->call.dtype) {
+    cddp__copy(work->call.recv, from, bytes);
     work->result = CDDP_OK;
     work->done = true;
-    /* The sender never withdraws an inlined message, so this store needs no barrier. (A sender that
+    /* The sender never withdraws such a message, so this store needs no barrier. (A sender that
        waits for a free request and misses the notice looks again after 1 to 20 ms.) */
     cddp__store32(&p->state, CDDP__SEND_DONE);
     cddp__notify(g, work->from);
@@ -12559,9 +12576,8 @@ static void cddp__take_send(cddp_group *g, cddp_work *work, cddp__send_request *
     cddp__exchange32(&p->state, CDDP__SEND_REFUSED);
   } else {
     CDDP__POINT("take");
-    from = p->u.bytes;
-    r = p->inlined ? CDDP_OK : cddp__map_ref(g->host, &p->u.ref, &from);
-    if (r == CDDP_OK && p->count > 0) memcpy(work->call.recv, from, p->count * work->call.esize);
+    if (bytes > sizeof p->u.bytes) r = cddp__map_ref(g->host, &p->u.ref, &from);
+    if (r == CDDP_OK) cddp__copy(work->call.recv, from, bytes);
     if (r == CDDP_OK) r = cddp__check_group(g); /* the sender may have withdrawn its buffer */
     work->result = r == CDDP_OK ? r : cddp__break(g, r);
     work->done = true;
@@ -12619,14 +12635,6 @@ static bool cddp__serve_recvs(cddp_group *g) {
   return served;
 }
 
-static bool cddp__is_alone(cddp_group *g) { /* no receive is in the list */
-  bool alone;
-  pthread_mutex_lock(&g->p2p.lock);
-  alone = g->p2p.recvs == NULL;
-  pthread_mutex_unlock(&g->p2p.lock);
-  return alone;
-}
-
 /* Polls for the message of a receive without a handle, from a rank of this host, if no other
    receive of this rank is pending. The receive is not put into the list. Returns whether it is
    complete, or has failed. */
@@ -12634,6 +12642,7 @@ static bool cddp__recv_directly(cddp_work *work) {
   cddp_group *g = work->group;
   cddp__send_request *p;
   int i, spin = cddp__spin_of(g->host);
+  bool alone;
   if (g->hosts != NULL || work->call.root == CDDP_ANY) return false;
   work->from = work->call.root;
   for (i = 0; i < spin && cddp__load32(&g->block->broken) == 0; i++) {
@@ -12645,7 +12654,12 @@ static bool cddp__recv_directly(cddp_work *work) {
       pthread_mutex_unlock(&g->p2p.lock);
       return work->done;
     }
-    if (i == 0 && !cddp__is_alone(g)) return false;
+    if (i == 0) {
+      pthread_mutex_lock(&g->p2p.lock);
+      alone = g->p2p.recvs == NULL;
+      pthread_mutex_unlock(&g->p2p.lock);
+      if (!alone) return false;
+    }
     cddp__pause();
   }
   return false;
@@ -12697,8 +12711,8 @@ static void cddp__post_recv(cddp_group *g, cddp_work *work) {
   pthread_mutex_unlock(&g->p2p.lock);
 }
 
-/* Returns whether a thread can stop waiting: for a message, for the end of a send (w->send >= 0),
-   or until the sends in flight are within the limits. */
+/* Returns whether a thread can stop waiting: for a message, for the end of a send (send >= 0), or
+   until the sends in flight are within the limits. */
 static bool cddp__message_ready(cddp_work *work) {
   cddp_group *g = work->group;
   size_t bytes = work->call.count * work->call.esize;
@@ -12717,31 +12731,6 @@ static bool cddp__message_ready(cddp_work *work) {
   }
   pthread_mutex_unlock(&g->p2p.lock);
   return ready;
-}
-
-/* The rank without which the wait would be useless; -1: none. With CDDP_ANY: a rank that has died,
-   or the last of the others to leave. */
-static int cddp__lost_peer(const cddp_work *work) {
-  const cddp_group *g = work->group;
-  int p, gone = -1, n = 1, peer = work->call.root;
-  if (peer != CDDP_ANY) return peer != g->rank && cddp__rank_gone(g, peer) ? peer : -1;
-  for (p = 0; p < g->size; p++) {
-    if (p == g->rank || !cddp__rank_gone(g, p)) continue;
-    if (!cddp__rank_left(g, p)) return p;
-    gone = p;
-    n++;
-  }
-  return n == g->size ? gone : -1;
-}
-
-/* Breaks the group if the peer of a send or recv is lost. */
-static cddp_result cddp__check_peer(const cddp_work *work) {
-  const char *doing = work->call.kind == CDDP__KIND_SEND ? "send to it"
-                      : work->call.root == CDDP_ANY      ? "recv from any rank"
-                                                      : "recv from it";
-  int gone = cddp__lost_peer(work);
-  if (gone < 0) return CDDP_OK;
-  return cddp__report_lost(work->group, gone, cddp__textf("%s, tag %d", doing, work->call.tag).s);
 }
 
 /* Breaks the group if the receiver of a message in flight is lost: the message would stay
@@ -12780,18 +12769,19 @@ static cddp_result cddp__message_timeout(const cddp_work *work, double limit) {
 /* Publishes that this thread waits for a message. Not if the rank has several threads: a wait for a
    round is more useful to other ranks. */
 static bool cddp__show_message_wait(const cddp_work *work) {
-  const cddp__slot *s = cddp__wait_slot(work->group, work->group->rank);
+  cddp_group *g = work->group;
+  const cddp__slot *slot = cddp__wait_slot(g, g->rank);
   const char *what = work->call.kind == CDDP__KIND_RECV ? "recv from" : "send to";
-  cddp__text peer = cddp__textf("any rank");
-  if (s == NULL || cddp__load32(&s->multithreaded) != 0) return false;
+  cddp__text peer = cddp__textf("any rank"), where;
+  if (slot == NULL || cddp__load32(&slot->multithreaded) != 0) return false;
   if (work->call.root != CDDP_ANY)
-    peer = cddp__textf("rank %d", cddp__job_rank(work->group, work->call.root));
-  return cddp__publish_wait(work->group,
-                            cddp__textf("cddp_%s %.20s, tag %d", what, peer.s, work->call.tag).s);
+    peer = cddp__textf("rank %d", cddp__job_rank(g, work->call.root));
+  where = cddp__textf("cddp_%s %.20s, tag %d", what, peer.s, work->call.tag);
+  return cddp__publish_wait(g, where.s);
 }
 
-/* Waits for a message until the group's deadline, or for `limit` seconds if limit is not negative.
-   Checks the peer meanwhile. */
+/* Waits until cddp__message_ready, and checks the peer meanwhile.
+     limit   seconds to wait at most; negative: until the group's deadline */
 static cddp_result cddp__message_wait(cddp_work *work, double limit) {
   cddp_group *g = work->group;
   cddp__slot *slot = cddp__slot_of(g, g->rank);
@@ -12835,14 +12825,13 @@ static cddp_result cddp__message_wait(cddp_work *work, double limit) {
    the buffer is in use until cddp__finish_send. */
 static cddp_result cddp__start_send(cddp_work *work, bool handle) {
   cddp_group *g = work->group;
-  bool here = g->members[work->call.root] >= 0, fits = false, lost = false;
-  bool is_short = work->call.count * work->call.esize <= CDDP__EAGER_MAX; /* it is copied */
+  bool here = g->members[work->call.root] >= 0, fits = false;
+  bool eager = work->call.count * work->call.esize <= CDDP__EAGER_MAX;
   cddp_result r = cddp__check_group(g);
-  if (r == CDDP_OK && !(here && is_short)) r = cddp__check_peer(work);
+  if (r == CDDP_OK && !(here && eager)) r = cddp__check_peer(work);
   if (r != CDDP_OK) return r;
   if (here) {
-    r = cddp__post_send(g, &work->call, &work->send, &fits, &lost);
-    if (lost) r = cddp__check_peer(work);
+    r = cddp__post_send(work, &fits);
     handle = handle || fits;
   } else {
     r = cddp__hosts_post(g, &work->call); /* if the rank is lost, the wait reports the cause */
@@ -12851,9 +12840,9 @@ static cddp_result cddp__start_send(cddp_work *work, bool handle) {
   return r == CDDP_OK && !handle && work->send < 0 ? cddp__message_wait(work, -1) : r;
 }
 
-/* Waits until a posted send is taken. limit: see cddp__message_wait; with a limit CDDP_TIMEOUT
-   changes nothing. After another failure the send is withdrawn, so that the caller can reuse the
-   buffer. A receiver that has begun to copy finishes first, unless it dies. */
+/* Waits until a posted send is taken. limit: see cddp__message_wait; CDDP_TIMEOUT then changes
+   nothing. After another failure the send is withdrawn, so that the caller can reuse the buffer. A
+   receiver that has begun to copy finishes first, unless it dies. */
 static cddp_result cddp__finish_send(cddp_work *work, double limit) {
   cddp_group *g = work->group;
   cddp__send_request *p;
