@@ -156,21 +156,21 @@ extern "C" {
 /* >>api -------------------------------------------------------------------------------------------
 
    RESULTS. Every function that can fail returns one of these. */
-#define CDDP__RESULTS(X)                                                                           \
-  X(CDDP_OK, "success")                                                                            \
-  X(CDDP_INVALID_ARGUMENT, "invalid argument")     /* the caller's mistake; nothing was done */    \
-  X(CDDP_OUT_OF_MEMORY, "out of memory")           /* malloc, mmap or shared memory */             \
-  X(CDDP_SYSTEM, "system call failed")             /* the text names the call and errno */         \
-  X(CDDP_NETWORK, "network error")                 /* resolve, bind, connect; connection lost */   \
-  X(CDDP_TIMEOUT, "timed out")                     /* the text names the missing ranks */          \
-  X(CDDP_PEER_LOST, "peer lost")                   /* a rank died or left; the text names it */    \
-  X(CDDP_MISMATCH, "ranks disagree")               /* on the operation, count, dtype, op, root */  \
-  X(CDDP_UNAUTHORIZED, "unauthorized")             /* wrong or missing secret */                   \
-  X(CDDP_ABORTED, "aborted")                       /* the operation was ended from outside */      \
-  X(CDDP_UNSUPPORTED, "unsupported")               /* in this build, machine or situation */       \
-  X(CDDP_CUDA, "CUDA error")                                                                       \
-  X(CDDP_NCCL, "NCCL error")                                                                       \
-  X(CDDP_MPI, "MPI error")                                                                         \
+#define CDDP__RESULTS(X) \
+  X(CDDP_OK, "success") \
+  X(CDDP_INVALID_ARGUMENT, "invalid argument")     /* the caller's mistake; nothing was done */ \
+  X(CDDP_OUT_OF_MEMORY, "out of memory")           /* malloc, mmap or shared memory */ \
+  X(CDDP_SYSTEM, "system call failed")             /* the text names the call and errno */ \
+  X(CDDP_NETWORK, "network error")                 /* resolve, bind, connect; connection lost */ \
+  X(CDDP_TIMEOUT, "timed out")                     /* the text names the missing ranks */ \
+  X(CDDP_PEER_LOST, "peer lost")                   /* a rank died or left; the text names it */ \
+  X(CDDP_MISMATCH, "ranks disagree")               /* on the operation, count, dtype, op, root */ \
+  X(CDDP_UNAUTHORIZED, "unauthorized")             /* wrong or missing secret */ \
+  X(CDDP_ABORTED, "aborted")                       /* the operation was ended from outside */ \
+  X(CDDP_UNSUPPORTED, "unsupported")               /* in this build, machine or situation */ \
+  X(CDDP_CUDA, "CUDA error") \
+  X(CDDP_NCCL, "NCCL error") \
+  X(CDDP_MPI, "MPI error") \
   X(CDDP_IO, "file error")
 
 typedef enum cddp_result {
@@ -2653,17 +2653,17 @@ static cddp_result cddp__named(const char *function, cddp_result r) {
 
 /* Checks an argument. If the condition is false, the enclosing function returns
    CDDP_INVALID_ARGUMENT with its own name and this text. */
-#define CDDP__CHECK(condition, ...)                                                                \
-  do {                                                                                             \
-    if (CDDP__UNLIKELY(!(condition)))                                                              \
-      return cddp__named(__func__, cddp__fail(CDDP_INVALID_ARGUMENT, __VA_ARGS__));                \
+#define CDDP__CHECK(condition, ...) \
+  do { \
+    if (CDDP__UNLIKELY(!(condition))) \
+      return cddp__named(__func__, cddp__fail(CDDP_INVALID_ARGUMENT, __VA_ARGS__)); \
   } while (0)
 
 /* The same for a check that is a function. */
-#define CDDP__TRY(result)                                                                          \
-  do {                                                                                             \
-    cddp_result cddp__tried = (result);                                                            \
-    if (CDDP__UNLIKELY(cddp__tried != CDDP_OK)) return cddp__named(__func__, cddp__tried);         \
+#define CDDP__TRY(result) \
+  do { \
+    cddp_result cddp__tried = (result); \
+    if (CDDP__UNLIKELY(cddp__tried != CDDP_OK)) return cddp__named(__func__, cddp__tried); \
   } while (0)
 
 static cddp_result cddp__fail_errno(const char *what) {
@@ -4615,27 +4615,27 @@ enum cddp__answer {
   CDDP__ANSWER_STRING
 };
 
-#define CDDP__COMMANDS(X)                                                                          \
-  /* code, counted (0 or 1), strings of an item, tail bytes, answer */                             \
-  X(VALIDATE, 0, 0, 4, NONE)                                                                       \
-  X(SET, 0, 2, 0, NONE)                                                                            \
-  X(COMPARE_SET, 0, 3, 0, STRING)                                                                  \
-  X(GET, 0, 1, 0, STRING)                                                                          \
-  X(ADD, 0, 1, 8, NUMBER)                                                                          \
-  X(CHECK, 1, 1, 0, BYTE)                                                                          \
-  X(WAIT, 1, 1, 0, BYTE)                                                                           \
-  X(GETNUMKEYS, 0, 0, 0, NUMBER)                                                                   \
-  X(DELETE_KEY, 0, 1, 0, NUMBER)                                                                   \
-  X(APPEND, 0, 2, 0, NONE)                                                                         \
-  X(MULTI_GET, 1, 1, 0, STRING)                                                                    \
-  X(MULTI_SET, 1, 2, 0, NONE)                                                                      \
-  X(CANCEL_WAIT, 0, 0, 0, BYTE)                                                                    \
+#define CDDP__COMMANDS(X) \
+  /* code, counted (0 or 1), strings of an item, tail bytes, answer */ \
+  X(VALIDATE, 0, 0, 4, NONE) \
+  X(SET, 0, 2, 0, NONE) \
+  X(COMPARE_SET, 0, 3, 0, STRING) \
+  X(GET, 0, 1, 0, STRING) \
+  X(ADD, 0, 1, 8, NUMBER) \
+  X(CHECK, 1, 1, 0, BYTE) \
+  X(WAIT, 1, 1, 0, BYTE) \
+  X(GETNUMKEYS, 0, 0, 0, NUMBER) \
+  X(DELETE_KEY, 0, 1, 0, NUMBER) \
+  X(APPEND, 0, 2, 0, NONE) \
+  X(MULTI_GET, 1, 1, 0, STRING) \
+  X(MULTI_SET, 1, 2, 0, NONE) \
+  X(CANCEL_WAIT, 0, 0, 0, BYTE) \
   X(PING, 0, 0, 4, WORD)
 
 #define CDDP__X(code, counted, strings, tail, answer) CDDP__STORE_##code,
 enum cddp__code { CDDP__COMMANDS(CDDP__X) CDDP__STORE_CODES };
 #undef CDDP__X
-#define CDDP__X(code, counted, strings, tail, answer)                                              \
+#define CDDP__X(code, counted, strings, tail, answer) \
   {counted, strings, tail, CDDP__ANSWER_##answer},
 static const struct cddp__command {
   unsigned char counted, strings, tail, answer;
@@ -6720,6 +6720,9 @@ static void cddp__host_set_rank(cddp__host *host, int size, int index, int windo
         cddp__pick_kernels returns the table of the best instruction set of this machine.
      3. Rare cases (more sources, other operations on half precision) combine these loops. They work
         on blocks that fit into the first-level cache.
+     4. Order: the sum of sources 0 .. n - 1 is that of 0 .. p - 1 plus that of p .. n - 1, where p
+        is the largest power of two below n. These sums form the canonical tree. Its leaves are the
+        values of ranks, or of shards; an inner node is the sum of its leaves.
    All instruction sets give the same bits: each element sees the same operations in the same order,
    and compiler options cannot contract a * b + c or reorder sums here. */
 
@@ -6732,8 +6735,8 @@ typedef uint16_t __attribute__((may_alias)) cddp__u16;
 typedef int32_t __attribute__((may_alias)) cddp__i32;
 typedef int64_t __attribute__((may_alias)) cddp__i64;
 
-/* FAST: the compiler vectorizes the loops. SCALAR: it must not, since these loops call fma, and
-   baseline x86 has no vector fma. */
+/* FAST: the compiler vectorizes the loops. SCALAR: it must not, since baseline x86 has no vector
+   fma. */
 #if defined(__clang__)
 #define CDDP__FAST
 #define CDDP__SCALAR
@@ -6744,8 +6747,8 @@ typedef int64_t __attribute__((may_alias)) cddp__i64;
 #pragma clang diagnostic push
 #pragma clang diagnostic ignored "-Wpass-failed" /* a loop that stays scalar is no error */
 #else
-#define CDDP__FAST /* O3 compiles slower, and the loops run no faster */                           \
-  __attribute__((optimize("O2", "tree-vectorize", "vect-cost-model=dynamic", "fp-contract=off",    \
+#define CDDP__FAST /* O3 compiles slower, and the loops run no faster */ \
+  __attribute__((optimize("O2", "tree-vectorize", "vect-cost-model=dynamic", "fp-contract=off", \
                           "no-fast-math")))
 #define CDDP__SCALAR __attribute__((optimize("O1", "fp-contract=off", "no-fast-math")))
 #define CDDP__WIDE ",prefer-vector-width=512"
@@ -6793,8 +6796,8 @@ static bool cddp__dtype_half(cddp_dtype d) { return d == CDDP_F16 || d == CDDP_B
 /* The element type in which a dtype's arithmetic is done. */
 static cddp_dtype cddp__compute_type(cddp_dtype d) { return cddp__dtype_half(d) ? CDDP_F32 : d; }
 
-/* Half precision, as the F16C instructions do it: a NaN becomes quiet, and keeps its sign and the
-   upper bits of its payload. */
+/* Half precision, like the F16C instructions: a NaN becomes quiet, and keeps its sign and the upper
+   bits of its payload. */
 
 CDDP__INLINED uint32_t cddp__f32_bits(float x) {
   uint32_t u;
@@ -6863,9 +6866,9 @@ typedef struct cddp__fused_args {
 
 /* The loops for one element type; NULL: this type has no such loop. */
 typedef struct cddp__kernels {
-  /* d = canonical sum of k sources. k = 2, 4, 8: times f; k = 3: divided by f. F32, F64, BF16 */
+  /* d = canonical sum of k sources, scaled by f: see CDDP__SUM_KERNELS. F32, F64, BF16 */
   void (*sum)(void *d, const void *const *s, int k, size_t n, double f);
-  /* each of the k buffers = canonical sum of all, times f. k = 2, 4, 8. F32, F64, BF16 */
+  /* each of the k buffers = canonical sum of all, scaled by f. F32, F64, BF16 */
   void (*all)(void *const *bufs, int k, size_t n, double f);
   /* d = a op b: PROD, MIN (MAX with the bits of flip set); integers also SUM. Not F16, BF16 */
   void (*pair)(void *d, const void *a, const void *b, size_t n, cddp_op op, int flip);
@@ -6888,258 +6891,258 @@ typedef struct cddp__kernels {
 } cddp__kernels;
 
 #define CDDP__EACH(statement) \
-  do {                        \
-    size_t i;                 \
-    CDDP__IVDEP               \
+  do { \
+    size_t i; \
+    CDDP__IVDEP \
     for (i = 0; i < n; i++) { \
-      statement;              \
-    }                         \
+      statement; \
+    } \
   } while (0)
 
 /* In the macros below ISA is an instruction set, TARGET its attributes, T an element type and S the
    type's name. */
 
-/* Functions cddp__sum_S_ISA: d = the canonical sum of k = 2, 3, 4 or 8 sources, times f; k = 3
-   divides by f instead, since 1/3 is not exact. s0 also stands for sources that are not read.
-   F: the type of the arithmetic. IN and OUT convert between T and F. */
-#define CDDP__SUM_KERNELS(ISA, TARGET, T, S, F, IN, OUT)                                        \
-  TARGET static void cddp__sum_##S##_##ISA(void *dst, const void *const *s, int k, size_t n,    \
-                                           double factor) {                                     \
-    CDDP__STRICT_FP                                                                             \
-    F f = (F)factor;                                                                            \
-    T *d = (T *)dst;                                                                            \
-    const T *s0 = (const T *)s[0], *s1 = (const T *)s[1];                                       \
-    const T *s2 = k > 2 ? (const T *)s[2] : s0, *s3 = k > 3 ? (const T *)s[3] : s0;             \
-    if (k == 2) CDDP__EACH(d[i] = OUT((IN(s0[i]) + IN(s1[i])) * f));                            \
-    else if (k == 3) CDDP__EACH(d[i] = OUT(((IN(s0[i]) + IN(s1[i])) + IN(s2[i])) / f));         \
-    else if (k == 4)                                                                            \
-      CDDP__EACH(d[i] = OUT(((IN(s0[i]) + IN(s1[i])) + (IN(s2[i]) + IN(s3[i]))) * f));          \
-    else {                                                                                      \
-      const T *s4 = (const T *)s[4], *s5 = (const T *)s[5];                                     \
-      const T *s6 = (const T *)s[6], *s7 = (const T *)s[7];                                     \
-      CDDP__EACH(F x = (IN(s0[i]) + IN(s1[i])) + (IN(s2[i]) + IN(s3[i]));                       \
-                 F y = (IN(s4[i]) + IN(s5[i])) + (IN(s6[i]) + IN(s7[i]));                       \
-                 d[i] = OUT((x + y) * f));                                                      \
-    }                                                                                           \
-  }                                                                                             \
+/* The canonical sums of element i of 2, 4 and 8 arrays. IN converts to the type of arithmetic. */
+#define CDDP__SUM_2(IN, a, b) (IN(a[i]) + IN(b[i]))
+#define CDDP__SUM_4(IN, a, b, c, d) (CDDP__SUM_2(IN, a, b) + CDDP__SUM_2(IN, c, d))
+#define CDDP__SUM_8(IN, s) \
+  (CDDP__SUM_4(IN, s##0, s##1, s##2, s##3) + CDDP__SUM_4(IN, s##4, s##5, s##6, s##7))
+
+/* cddp__sum_S_ISA: dst = the canonical sum of k = 2, 3, 4 or 8 sources, times factor; k = 3 divides
+   by factor instead, since 1/3 is not exact. cddp__all_S_ISA: each of k = 2, 4 or 8 buffers = the
+   same sum of all. Source 0 also stands for sources that are not read. F: the type of the
+   arithmetic. IN and OUT convert between T and F. */
+#define CDDP__SUM_KERNELS(ISA, TARGET, T, S, F, IN, OUT) \
+  TARGET static void cddp__sum_##S##_##ISA(void *dst, const void *const *s, int k, size_t n, \
+                                           double factor) { \
+    CDDP__STRICT_FP \
+    F f = (F)factor; \
+    T *d = (T *)dst; \
+    const T *s0 = (const T *)s[0], *s1 = (const T *)s[1]; \
+    const T *s2 = k > 2 ? (const T *)s[2] : s0, *s3 = k > 3 ? (const T *)s[3] : s0; \
+    if (k == 2) CDDP__EACH(d[i] = OUT(CDDP__SUM_2(IN, s0, s1) * f)); \
+    else if (k == 3) CDDP__EACH(d[i] = OUT((CDDP__SUM_2(IN, s0, s1) + IN(s2[i])) / f)); \
+    else if (k == 4) CDDP__EACH(d[i] = OUT(CDDP__SUM_4(IN, s0, s1, s2, s3) * f)); \
+    else { \
+      const T *s4 = (const T *)s[4], *s5 = (const T *)s[5]; \
+      const T *s6 = (const T *)s[6], *s7 = (const T *)s[7]; \
+      CDDP__EACH(d[i] = OUT(CDDP__SUM_8(IN, s) * f)); \
+    } \
+  } \
   TARGET static void cddp__all_##S##_##ISA(void *const *bufs, int k, size_t n, double factor) { \
-    CDDP__STRICT_FP                                                                             \
-    F f = (F)factor;                                                                            \
-    T *b0 = (T *)bufs[0], *b1 = (T *)bufs[1];                                                   \
-    T *b2 = k > 2 ? (T *)bufs[2] : b0, *b3 = k > 2 ? (T *)bufs[3] : b0;                         \
-    if (k == 2)                                                                                 \
-      CDDP__EACH(T t = OUT((IN(b0[i]) + IN(b1[i])) * f); b0[i] = t; b1[i] = t);                 \
-    else if (k == 4)                                                                            \
-      CDDP__EACH(T t = OUT(((IN(b0[i]) + IN(b1[i])) + (IN(b2[i]) + IN(b3[i]))) * f);            \
-                 b0[i] = t; b1[i] = t; b2[i] = t; b3[i] = t);                                   \
-    else {                                                                                      \
-      T *b4 = (T *)bufs[4], *b5 = (T *)bufs[5], *b6 = (T *)bufs[6], *b7 = (T *)bufs[7];         \
-      CDDP__EACH(F x = (IN(b0[i]) + IN(b1[i])) + (IN(b2[i]) + IN(b3[i]));                       \
-                 F y = (IN(b4[i]) + IN(b5[i])) + (IN(b6[i]) + IN(b7[i]));                       \
-                 T t = OUT((x + y) * f);                                                        \
-                 b0[i] = t; b1[i] = t; b2[i] = t; b3[i] = t;                                    \
-                 b4[i] = t; b5[i] = t; b6[i] = t; b7[i] = t);                                   \
-    }                                                                                           \
+    CDDP__STRICT_FP \
+    F f = (F)factor; \
+    T *b0 = (T *)bufs[0], *b1 = (T *)bufs[1]; \
+    T *b2 = k > 2 ? (T *)bufs[2] : b0, *b3 = k > 2 ? (T *)bufs[3] : b0; \
+    if (k == 2) CDDP__EACH(T t = OUT(CDDP__SUM_2(IN, b0, b1) * f); b0[i] = t; b1[i] = t); \
+    else if (k == 4) \
+      CDDP__EACH(T t = OUT(CDDP__SUM_4(IN, b0, b1, b2, b3) * f); \
+                 b0[i] = t; b1[i] = t; b2[i] = t; b3[i] = t); \
+    else { \
+      T *b4 = (T *)bufs[4], *b5 = (T *)bufs[5], *b6 = (T *)bufs[6], *b7 = (T *)bufs[7]; \
+      CDDP__EACH(T t = OUT(CDDP__SUM_8(IN, b) * f); \
+                 b0[i] = t; b1[i] = t; b2[i] = t; b3[i] = t; \
+                 b4[i] = t; b5[i] = t; b6[i] = t; b7[i] = t); \
+    } \
   }
 
 /* FMA: a * b + c with one rounding. */
-#define CDDP__SCALE_KERNELS(ISA, TARGET, T, S, FMA)                                             \
-  TARGET static void cddp__scale_##S##_##ISA(void *p, size_t n, double factor, bool divide) {   \
-    CDDP__STRICT_FP                                                                             \
-    T f = (T)factor, *d = (T *)p;                                                               \
-    if (divide) CDDP__EACH(d[i] = d[i] / f);                                                    \
-    else CDDP__EACH(d[i] = d[i] * f);                                                           \
-  }                                                                                             \
-  TARGET static void cddp__mix_##S##_##ISA(void *dst, const void *p, const void *q, size_t n,   \
-                                           double factor_p, double factor_q) {                  \
-    CDDP__STRICT_FP                                                                             \
-    T e = (T)factor_p, f = (T)factor_q, *d = (T *)dst;                                          \
-    const T *a = (const T *)p, *b = (const T *)q;                                               \
-    CDDP__EACH(T x = e * a[i]; d[i] = FMA(f, b[i], x));                                         \
+#define CDDP__SCALE_KERNELS(ISA, TARGET, T, S, FMA) \
+  TARGET static void cddp__scale_##S##_##ISA(void *p, size_t n, double factor, bool divide) { \
+    CDDP__STRICT_FP \
+    T f = (T)factor, *d = (T *)p; \
+    if (divide) CDDP__EACH(d[i] = d[i] / f); \
+    else CDDP__EACH(d[i] = d[i] * f); \
+  } \
+  TARGET static void cddp__mix_##S##_##ISA(void *dst, const void *p, const void *q, size_t n, \
+                                           double factor_p, double factor_q) { \
+    CDDP__STRICT_FP \
+    T e = (T)factor_p, f = (T)factor_q, *d = (T *)dst; \
+    const T *a = (const T *)p, *b = (const T *)q; \
+    CDDP__EACH(T x = e * a[i]; d[i] = FMA(f, b[i], x)); \
   }
 
 /* Adds square i to lane i mod 16, then adds the lanes in pairs: the order depends only on n. */
-#define CDDP__SQUARES_KERNEL(ISA, TARGET, T, S)                                                 \
-  TARGET static double cddp__squares_##S##_##ISA(const void *src, size_t n) {                   \
-    CDDP__STRICT_FP                                                                             \
-    const T *p = (const T *)src;                                                                \
-    double lane[16], square;                                                                    \
-    size_t i, j;                                                                                \
-    for (j = 0; j < 16; j++) lane[j] = 0;                                                       \
-    for (; n >= 16; n -= 16, p += 16) {                                                         \
-      CDDP__UNROLL_16                                                                           \
-      for (j = 0; j < 16; j++) {                                                                \
-        square = (double)p[j] * (double)p[j];                                                   \
-        lane[j] += square;                                                                      \
-      }                                                                                         \
-    }                                                                                           \
-    for (i = 0; i < n; i++) {                                                                   \
-      square = (double)p[i] * (double)p[i];                                                     \
-      lane[i] += square;                                                                        \
-    }                                                                                           \
-    for (j = 8; j > 0; j /= 2) {                                                                \
-      for (i = 0; i < j; i++) lane[i] += lane[i + j];                                           \
-    }                                                                                           \
-    return lane[0];                                                                             \
+#define CDDP__SQUARES_KERNEL(ISA, TARGET, T, S) \
+  TARGET static double cddp__squares_##S##_##ISA(const void *src, size_t n) { \
+    CDDP__STRICT_FP \
+    const T *p = (const T *)src; \
+    double lane[16], square; \
+    size_t i, j; \
+    for (j = 0; j < 16; j++) lane[j] = 0; \
+    for (; n >= 16; n -= 16, p += 16) { \
+      CDDP__UNROLL_16 \
+      for (j = 0; j < 16; j++) { \
+        square = (double)p[j] * (double)p[j]; \
+        lane[j] += square; \
+      } \
+    } \
+    for (i = 0; i < n; i++) { \
+      square = (double)p[i] * (double)p[i]; \
+      lane[i] += square; \
+    } \
+    for (j = 8; j > 0; j /= 2) { \
+      for (i = 0; i < j; i++) lane[i] += lane[i + j]; \
+    } \
+    return lane[0]; \
   }
 
 /* MIN and MAX: the lesser (or greater) of a[i], b[i]. If either is NaN, the result is that NaN. */
-#define CDDP__PAIR_KERNEL(ISA, TARGET, T, S)                                                    \
-  TARGET static void cddp__pair_##S##_##ISA(void *dst, const void *p, const void *q, size_t n,  \
-                                            cddp_op op, int flip) {                             \
-    CDDP__STRICT_FP                                                                             \
-    T *d = (T *)dst, sign = flip == 0 ? (T)1 : (T)-1;                                           \
-    const T *a = (const T *)p, *b = (const T *)q;                                               \
-    if (op == CDDP_PROD) CDDP__EACH(d[i] = a[i] * b[i]);                                        \
-    else                                                                                        \
-      CDDP__EACH(T x = a[i]; T y = b[i]; d[i] = ((sign * x < sign * y) | (x != x)) ? x : y);    \
+#define CDDP__PAIR_KERNEL(ISA, TARGET, T, S) \
+  TARGET static void cddp__pair_##S##_##ISA(void *dst, const void *p, const void *q, size_t n, \
+                                            cddp_op op, int flip) { \
+    CDDP__STRICT_FP \
+    T *d = (T *)dst, sign = flip == 0 ? (T)1 : (T)-1; \
+    const T *a = (const T *)p, *b = (const T *)q; \
+    if (op == CDDP_PROD) CDDP__EACH(d[i] = a[i] * b[i]); \
+    else \
+      CDDP__EACH(T x = a[i]; T y = b[i]; d[i] = ((sign * x < sign * y) | (x != x)) ? x : y); \
   }
 
 /* U: the unsigned type of T. Integer sums and products wrap around, so signed and unsigned bytes
    have the same results. MIN compares after the bits of flip are inverted: this gives MAX, and the
    order of unsigned bytes. */
-#define CDDP__INT_KERNEL(ISA, TARGET, T, S, U)                                                  \
-  TARGET static void cddp__pair_##S##_##ISA(void *dst, const void *p, const void *q, size_t n,  \
-                                            cddp_op op, int flip) {                             \
-    T *d = (T *)dst, f = (T)flip;                                                               \
-    const T *a = (const T *)p, *b = (const T *)q;                                               \
-    if (op == CDDP_SUM) CDDP__EACH(d[i] = (T)(U)((U)a[i] + (U)b[i]));                           \
-    else if (op == CDDP_PROD) CDDP__EACH(d[i] = (T)(U)((U)a[i] * (U)b[i]));                     \
-    else CDDP__EACH(T x = a[i]; T y = b[i]; d[i] = (T)(x ^ f) < (T)(y ^ f) ? x : y);            \
+#define CDDP__INT_KERNEL(ISA, TARGET, T, S, U) \
+  TARGET static void cddp__pair_##S##_##ISA(void *dst, const void *p, const void *q, size_t n, \
+                                            cddp_op op, int flip) { \
+    T *d = (T *)dst, f = (T)flip; \
+    const T *a = (const T *)p, *b = (const T *)q; \
+    if (op == CDDP_SUM) CDDP__EACH(d[i] = (T)(U)((U)a[i] + (U)b[i])); \
+    else if (op == CDDP_PROD) CDDP__EACH(d[i] = (T)(U)((U)a[i] * (U)b[i])); \
+    else CDDP__EACH(T x = a[i]; T y = b[i]; d[i] = (T)(x ^ f) < (T)(y ^ f) ? x : y); \
   }
 
 /* Works on n bytes of any integer type. BOR is the complement of BAND of the complements. */
-#define CDDP__BITS_KERNEL(ISA, TARGET)                                                          \
-  TARGET static void cddp__bits_##ISA(void *dst, const void *p, const void *q, size_t n,        \
-                                      cddp_op op) {                                             \
-    cddp__u8 *d = (cddp__u8 *)dst, f = op == CDDP_BOR ? 255 : 0;                                \
-    const cddp__u8 *a = (const cddp__u8 *)p, *b = (const cddp__u8 *)q;                          \
-    if (op == CDDP_BXOR) CDDP__EACH(d[i] = (cddp__u8)(a[i] ^ b[i]));                            \
-    else CDDP__EACH(d[i] = (cddp__u8)(((a[i] ^ f) & (b[i] ^ f)) ^ f));                          \
+#define CDDP__BITS_KERNEL(ISA, TARGET) \
+  TARGET static void cddp__bits_##ISA(void *dst, const void *p, const void *q, size_t n, \
+                                      cddp_op op) { \
+    cddp__u8 *d = (cddp__u8 *)dst, f = op == CDDP_BOR ? 255 : 0; \
+    const cddp__u8 *a = (const cddp__u8 *)p, *b = (const cddp__u8 *)q; \
+    if (op == CDDP_BXOR) CDDP__EACH(d[i] = (cddp__u8)(a[i] ^ b[i])); \
+    else CDDP__EACH(d[i] = (cddp__u8)(((a[i] ^ f) & (b[i] ^ f)) ^ f)); \
   }
 
-#define CDDP__HALF_KERNELS(ISA, TARGET, S)                                                      \
-  TARGET static void cddp__widen_##S##_##ISA(cddp__f32 *d, const void *src, size_t n) {         \
-    const cddp__u16 *s = (const cddp__u16 *)src;                                                \
-    CDDP__EACH(d[i] = cddp__##S##_to_f32(s[i]));                                                \
-  }                                                                                             \
-  TARGET static void cddp__narrow_##S##_##ISA(void *dst, const cddp__f32 *s, size_t n) {        \
-    CDDP__STRICT_FP                                                                             \
-    cddp__u16 *d = (cddp__u16 *)dst;                                                            \
-    CDDP__EACH(d[i] = cddp__f32_to_##S(s[i]));                                                  \
+#define CDDP__HALF_KERNELS(ISA, TARGET, S) \
+  TARGET static void cddp__widen_##S##_##ISA(cddp__f32 *d, const void *src, size_t n) { \
+    const cddp__u16 *s = (const cddp__u16 *)src; \
+    CDDP__EACH(d[i] = cddp__##S##_to_f32(s[i])); \
+  } \
+  TARGET static void cddp__narrow_##S##_##ISA(void *dst, const cddp__f32 *s, size_t n) { \
+    CDDP__STRICT_FP \
+    cddp__u16 *d = (cddp__u16 *)dst; \
+    CDDP__EACH(d[i] = cddp__f32_to_##S(s[i])); \
   }
 
 /* One element of AdamW, with the arithmetic of PyTorch's vectorized kernel (FusedAdamKernel.cpp).
    The bits of PyTorch 2.6.0 show which of its sums are fused multiply-adds. v: the gradient; x: the
    weight; MAXIMUM: the code of amsgrad, or empty. */
-#define CDDP__ADAMW_STEP(F, FMA, SQRT, MAXIMUM)                                                 \
-  F a = m[i];                                                                                   \
-  F b = q[i];                                                                                   \
-  a = FMA(lerp, v - a, near ? a : v);                                                           \
-  b = FMA(take * v, v, b * keep);                                                               \
-  mo[i] = a;                                                                                    \
-  qo[i] = b;                                                                                    \
-  MAXIMUM;                                                                                      \
+#define CDDP__ADAMW_STEP(F, FMA, SQRT, MAXIMUM) \
+  F a = m[i]; \
+  F b = q[i]; \
+  a = FMA(lerp, v - a, near ? a : v); \
+  b = FMA(take * v, v, b * keep); \
+  mo[i] = a; \
+  qo[i] = b; \
+  MAXIMUM; \
   x = x * decay + step * a / (SQRT(b) / root + eps)
-#define CDDP__ADAMW_SCALARS(F, s)                                                               \
-  F decay = (F)(s)->adamw.decay, keep = (F)(s)->adamw.keep, take = (F)(s)->adamw.take;          \
-  F root = (F)(s)->adamw.root, step = (F)(s)->adamw.step, eps = (F)(s)->adamw.eps;              \
-  F lerp = (F)(s)->adamw.lerp;                                                                  \
-  bool near = lerp < (F)0.5; /* torch.lerp */                                                   \
+#define CDDP__ADAMW_SCALARS(F, s) \
+  F decay = (F)(s)->adamw.decay, keep = (F)(s)->adamw.keep, take = (F)(s)->adamw.take; \
+  F root = (F)(s)->adamw.root, step = (F)(s)->adamw.step, eps = (F)(s)->adamw.eps; \
+  F lerp = (F)(s)->adamw.lerp; \
+  bool near = lerp < (F)0.5; /* torch.lerp */ \
   if (!near) lerp = lerp - (F)1
-#define CDDP__ADAMW_KERNEL(ISA, TARGET, T, S, FMA, SQRT)                                        \
-  TARGET static void cddp__adamw_##S##_##ISA(void *weights, const void *gradient,               \
-                                             void *const *states, size_t n,                     \
-                                             const cddp__scalars *s) {                          \
-    CDDP__STRICT_FP                                                                             \
-    T *w = (T *)weights, *m = (T *)states[0], *q = (T *)states[1], *most = (T *)states[2];      \
-    T *mo = m, *qo = q, sign = (T)s->sign;                                                      \
-    const T *g = (const T *)gradient;                                                           \
-    CDDP__ADAMW_SCALARS(T, s);                                                                  \
-    if (most == NULL)                                                                           \
-      CDDP__EACH(T v = g[i] * sign; T x = w[i]; CDDP__ADAMW_STEP(T, FMA, SQRT, ); w[i] = x);    \
-    else                                                                                        \
-      CDDP__EACH(T v = g[i] * sign; T x = w[i];                                                 \
-                 CDDP__ADAMW_STEP(T, FMA, SQRT, T y = most[i];                                  \
-                                  b = ((y > b) | (y != y)) ? y : b; most[i] = b);               \
-                 w[i] = x);                                                                     \
+#define CDDP__ADAMW_KERNEL(ISA, TARGET, T, S, FMA, SQRT) \
+  TARGET static void cddp__adamw_##S##_##ISA(void *weights, const void *gradient, \
+                                             void *const *states, size_t n, \
+                                             const cddp__scalars *s) { \
+    CDDP__STRICT_FP \
+    T *w = (T *)weights, *m = (T *)states[0], *q = (T *)states[1], *most = (T *)states[2]; \
+    T *mo = m, *qo = q, sign = (T)s->sign; \
+    const T *g = (const T *)gradient; \
+    CDDP__ADAMW_SCALARS(T, s); \
+    if (most == NULL) \
+      CDDP__EACH(T v = g[i] * sign; T x = w[i]; CDDP__ADAMW_STEP(T, FMA, SQRT, ); w[i] = x); \
+    else \
+      CDDP__EACH(T v = g[i] * sign; T x = w[i]; \
+                 CDDP__ADAMW_STEP(T, FMA, SQRT, T y = most[i]; \
+                                  b = ((y > b) | (y != y)) ? y : b; most[i] = b); \
+                 w[i] = x); \
   }
 
-#define CDDP__SGD_STEP                                                                          \
-  float y = keep * m[i];                                                                        \
-  v = decays ? __builtin_fmaf(decay, x, v) : v;                                                 \
-  v = __builtin_fmaf(take, v, y);                                                               \
-  x = __builtin_fmaf(step, v, x);                                                               \
+#define CDDP__SGD_STEP \
+  float y = keep * m[i]; \
+  v = decays ? __builtin_fmaf(decay, x, v) : v; \
+  v = __builtin_fmaf(take, v, y); \
+  x = __builtin_fmaf(step, v, x); \
   mo[i] = v
-#define CDDP__SGD_SCALARS(s)                                                                    \
-  float keep = (float)(s)->keep, take = (float)(s)->take;                                       \
-  float decay = (float)(s)->decay, step = (float)(s)->step;                                     \
+#define CDDP__SGD_SCALARS(s) \
+  float keep = (float)(s)->keep, take = (float)(s)->take; \
+  float decay = (float)(s)->decay, step = (float)(s)->step; \
   bool decays = (s)->decay != 0
 
 /* Mean, step, copy to the ranks, zero the gradients. One loop reads and writes each array once, so
    that the memory is always busy. STEP computes x, the new weight, from x and v, the mean gradient,
    and the new states mo, qo from m, q. ranks == 0: one rank, with its results in other arrays. */
-#define CDDP__FUSED(SUM, STEP, OTHERS)                                                          \
+#define CDDP__FUSED(SUM, STEP, OTHERS) \
   CDDP__EACH(float v = (SUM) * mean * clip; float x = w0[i]; STEP; wo[i] = x; g0[i] = 0; OTHERS)
-#define CDDP__FUSED_KERNEL(ISA, TARGET, NAME, SCALARS, STEP)                                    \
+#define CDDP__FUSED_KERNEL(ISA, TARGET, NAME, SCALARS, STEP) \
   TARGET static void cddp__##NAME##_loop_##ISA(const cddp__fused_args *s, int ranks, size_t n) {\
-    CDDP__STRICT_FP                                                                             \
-    cddp__f32 *m = s->states[0], *mo = ranks == 0 ? s->results[0] : m, *w0 = s->weights[0];     \
-    cddp__f32 *q = s->states[1], *qo = ranks == 0 ? s->results[1] : q, *w1 = s->weights[1];     \
-    cddp__f32 *g0 = s->gradients[0], *g1 = s->gradients[1], *wo = ranks == 0 ? w1 : w0;         \
-    float mean = s->mean, clip = s->clip;                                                       \
-    SCALARS(s->scalars);                                                                        \
-    (void)(q == qo); /* SGD has no second state */                                              \
-    if (ranks < 2) CDDP__FUSED(g0[i], STEP, );                                                  \
-    else CDDP__FUSED((g0[i] + g1[i]), STEP, w1[i] = x; g1[i] = 0);                              \
+    CDDP__STRICT_FP \
+    cddp__f32 *m = s->states[0], *mo = ranks == 0 ? s->results[0] : m, *w0 = s->weights[0]; \
+    cddp__f32 *q = s->states[1], *qo = ranks == 0 ? s->results[1] : q, *w1 = s->weights[1]; \
+    cddp__f32 *g0 = s->gradients[0], *g1 = s->gradients[1], *wo = ranks == 0 ? w1 : w0; \
+    float mean = s->mean, clip = s->clip; \
+    SCALARS(s->scalars); \
+    (void)(q == qo); /* SGD has no second state */ \
+    if (ranks < 2) CDDP__FUSED(g0[i], STEP, ); \
+    else CDDP__FUSED((g0[i] + g1[i]), STEP, w1[i] = x; g1[i] = 0); \
   }
 #define CDDP__ADAMW_LOOP_SCALARS(s) CDDP__ADAMW_SCALARS(float, s)
 
-/* The loops that are faster with AVX-512; memory and caches limit the others. Zen 4: AdamW 4 to
-   7 %, with two ranks 20 %; SGD's loop 11 to 20 %. Zen 5: all_reduce 5 to 18 %. FUSED: attributes
-   of the loops with fused multiply-adds. */
-#define CDDP__WIDE_KERNELS(ISA, TARGET, FUSED)                                                  \
+/* The loops that are faster with AVX-512 (by 4 to 20 % on Zen 4 and 5); memory and caches limit the
+   others. FUSED: attributes of the loops with fused multiply-adds. */
+#define CDDP__WIDE_KERNELS(ISA, TARGET, FUSED) \
   CDDP__SUM_KERNELS(ISA, TARGET, cddp__f32, f32, float, , ) \
   CDDP__SUM_KERNELS(ISA, TARGET, cddp__u16, bf16, float, cddp__bf16_to_f32, cddp__f32_to_bf16) \
-  CDDP__ADAMW_KERNEL(ISA, FUSED, cddp__f32, f32, __builtin_fmaf, sqrtf)                        \
-  CDDP__FUSED_KERNEL(ISA, FUSED, sgd, CDDP__SGD_SCALARS, CDDP__SGD_STEP)                       \
-  CDDP__FUSED_KERNEL(ISA, FUSED, adamw, CDDP__ADAMW_LOOP_SCALARS,                              \
+  CDDP__ADAMW_KERNEL(ISA, FUSED, cddp__f32, f32, __builtin_fmaf, sqrtf) \
+  CDDP__FUSED_KERNEL(ISA, FUSED, sgd, CDDP__SGD_SCALARS, CDDP__SGD_STEP) \
+  CDDP__FUSED_KERNEL(ISA, FUSED, adamw, CDDP__ADAMW_LOOP_SCALARS, \
                      CDDP__ADAMW_STEP(float, __builtin_fmaf, sqrtf, ))
-#define CDDP__KERNELS(ISA, TARGET, FUSED)                                                       \
-  CDDP__WIDE_KERNELS(ISA, TARGET, FUSED)                                                        \
+#define CDDP__KERNELS(ISA, TARGET, FUSED) \
+  CDDP__WIDE_KERNELS(ISA, TARGET, FUSED) \
   CDDP__SUM_KERNELS(ISA, TARGET, cddp__f64, f64, double, , ) \
-  CDDP__SCALE_KERNELS(ISA, TARGET, cddp__f32, f32, __builtin_fmaf)                              \
-  CDDP__SCALE_KERNELS(ISA, TARGET, cddp__f64, f64, __builtin_fma)                               \
-  CDDP__SQUARES_KERNEL(ISA, TARGET, cddp__f32, f32)                                             \
-  CDDP__SQUARES_KERNEL(ISA, TARGET, cddp__f64, f64)                                             \
-  CDDP__ADAMW_KERNEL(ISA, FUSED, cddp__f64, f64, __builtin_fma, (sqrt))                          \
-  CDDP__PAIR_KERNEL(ISA, TARGET, cddp__f32, f32)                                                \
-  CDDP__PAIR_KERNEL(ISA, TARGET, cddp__f64, f64)                                                \
-  CDDP__INT_KERNEL(ISA, TARGET, cddp__i8, i8, uint8_t)                                          \
-  CDDP__INT_KERNEL(ISA, TARGET, cddp__i32, i32, uint32_t)                                       \
-  CDDP__INT_KERNEL(ISA, TARGET, cddp__i64, i64, uint64_t)                                       \
-  CDDP__BITS_KERNEL(ISA, TARGET)                                                                \
+  CDDP__SCALE_KERNELS(ISA, TARGET, cddp__f32, f32, __builtin_fmaf) \
+  CDDP__SCALE_KERNELS(ISA, TARGET, cddp__f64, f64, __builtin_fma) \
+  CDDP__SQUARES_KERNEL(ISA, TARGET, cddp__f32, f32) \
+  CDDP__SQUARES_KERNEL(ISA, TARGET, cddp__f64, f64) \
+  CDDP__ADAMW_KERNEL(ISA, FUSED, cddp__f64, f64, __builtin_fma, (sqrt)) \
+  CDDP__PAIR_KERNEL(ISA, TARGET, cddp__f32, f32) \
+  CDDP__PAIR_KERNEL(ISA, TARGET, cddp__f64, f64) \
+  CDDP__INT_KERNEL(ISA, TARGET, cddp__i8, i8, uint8_t) \
+  CDDP__INT_KERNEL(ISA, TARGET, cddp__i32, i32, uint32_t) \
+  CDDP__INT_KERNEL(ISA, TARGET, cddp__i64, i64, uint64_t) \
+  CDDP__BITS_KERNEL(ISA, TARGET) \
   CDDP__HALF_KERNELS(ISA, TARGET, bf16)
 
 /* An instruction set's table, by cddp_dtype. WIDE: the set for the loops of CDDP__WIDE_KERNELS. */
-#define CDDP__FLOAT_ROW(ISA, S, WIDE, SGD, ADAMW)                                               \
-  {cddp__sum_##S##_##WIDE, cddp__all_##S##_##WIDE, cddp__pair_##S##_##ISA, NULL,                \
-   cddp__scale_##S##_##ISA, cddp__mix_##S##_##ISA, cddp__squares_##S##_##ISA,                   \
+#define CDDP__FLOAT_ROW(ISA, S, WIDE, SGD, ADAMW) \
+  {cddp__sum_##S##_##WIDE, cddp__all_##S##_##WIDE, cddp__pair_##S##_##ISA, NULL, \
+   cddp__scale_##S##_##ISA, cddp__mix_##S##_##ISA, cddp__squares_##S##_##ISA, \
    cddp__adamw_##S##_##WIDE, SGD, ADAMW, NULL, NULL}
-#define CDDP__HALF_ROW(ISA, S, SUM, ALL)                                                        \
-  {SUM, ALL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL,                                    \
+#define CDDP__HALF_ROW(ISA, S, SUM, ALL) \
+  {SUM, ALL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, \
    cddp__widen_##S##_##ISA, cddp__narrow_##S##_##ISA}
-#define CDDP__INT_ROW(ISA, S)                                                                   \
-  {NULL, NULL, cddp__pair_##S##_##ISA, cddp__bits_##ISA, NULL, NULL, NULL, NULL, NULL, NULL,    \
+#define CDDP__INT_ROW(ISA, S) \
+  {NULL, NULL, cddp__pair_##S##_##ISA, cddp__bits_##ISA, NULL, NULL, NULL, NULL, NULL, NULL, \
    NULL, NULL}
-#define CDDP__TABLE(ISA, WIDE)                                                                  \
-  {CDDP__FLOAT_ROW(ISA, f32, WIDE, cddp__sgd_loop_##WIDE, cddp__adamw_loop_##WIDE),             \
-   CDDP__FLOAT_ROW(ISA, f64, ISA, NULL, NULL),                                                  \
-   CDDP__HALF_ROW(ISA, f16, NULL, NULL),                                                        \
-   CDDP__HALF_ROW(ISA, bf16, cddp__sum_bf16_##WIDE, cddp__all_bf16_##WIDE),                     \
-   CDDP__INT_ROW(ISA, i8),                                                                      \
-   CDDP__INT_ROW(ISA, i8),                                                                      \
-   CDDP__INT_ROW(ISA, i32),                                                                     \
+#define CDDP__TABLE(ISA, WIDE) \
+  {CDDP__FLOAT_ROW(ISA, f32, WIDE, cddp__sgd_loop_##WIDE, cddp__adamw_loop_##WIDE), \
+   CDDP__FLOAT_ROW(ISA, f64, ISA, NULL, NULL), \
+   CDDP__HALF_ROW(ISA, f16, NULL, NULL), \
+   CDDP__HALF_ROW(ISA, bf16, cddp__sum_bf16_##WIDE, cddp__all_bf16_##WIDE), \
+   CDDP__INT_ROW(ISA, i8), \
+   CDDP__INT_ROW(ISA, i8), \
+   CDDP__INT_ROW(ISA, i32), \
    CDDP__INT_ROW(ISA, i64)}
 
 CDDP__KERNELS(base, CDDP__FAST, CDDP__BASE_FUSED)
@@ -7187,8 +7190,7 @@ enum { CDDP__ISA_BASE = 1, CDDP__ISA_AVX2, CDDP__ISA_AVX512 };
 static int cddp__isa_found; /* 0: not detected yet. Only cddp__isa and tests access it. */
 
 /* The best instruction set of this machine and its system. AVX-512 is used only on processors that
-   also have VBMI (Ice Lake, Zen 4): older ones lower their clock for it, which costs these loops
-   more than they gain. */
+   also have VBMI (Ice Lake, Zen 4): older ones lower their clock for it, and lose. */
 static int cddp__isa(void) {
   int isa = __atomic_load_n(&cddp__isa_found, __ATOMIC_RELAXED);
   if (isa != 0) return isa;
@@ -7230,7 +7232,7 @@ typedef struct cddp__fold {
   const int *widths;            /* [nsrcs] leaves that each source is the sum of. One leaf has
                                    dtype (1) or the compute type (-1); sums have the compute type.
                                    NULL: all are 1 */
-  int nsrcs, ranks;             /* ranks: the divisor of AVG */
+  int nsrcs, ranks;             /* ranks: the divisor of AVG; 0: none */
   cddp_dtype dtype;
   cddp_op op;          /* SUM for AVG */
   int flip;            /* for `pair` */
@@ -7313,8 +7315,7 @@ static const void *cddp__fold_leaf(const cddp__fold *fold, void *buf, int first,
   return buf;
 }
 
-/* Bytes of a block. Up to 15 sources: CDDP__BLOCK_BYTES; with more, the partial results share
-   CDDP__FOLD_BYTES. */
+/* Bytes of a block: CDDP__BLOCK_BYTES for up to 15 sources; more share CDDP__FOLD_BYTES. */
 static size_t cddp__fold_bytes(const cddp__fold *fold) {
   size_t levels = 2;
   int n;
@@ -7416,9 +7417,8 @@ static void cddp__reduce_all(void *const *bufs, int nbufs, size_t n, cddp_dtype 
 }
 
 /* Runs `loop`, a data-parallel step of n elements, for 0, 1, 2 or 4 ranks. Four ranks have more
-   arrays than the first-level cache has ways, if the arrays start at the same offset in a page. So
-   the arrays are processed one after the other, in chunks short enough for libc's memcpy to use the
-   cache. */
+   arrays than the first-level cache has ways. So these arrays are processed one after the other, in
+   chunks short enough for libc's memcpy to use the cache. */
 static void cddp__fuse(void (*loop)(const cddp__fused_args *s, int ranks, size_t n),
                        const cddp__fused_args *s, int ranks, size_t n) {
   cddp__f32 sum[256];
@@ -7441,8 +7441,7 @@ static void cddp__fuse(void (*loop)(const cddp__fused_args *s, int ranks, size_t
   }
 }
 
-/* p[i] *= factor, with one rounding. factor is first rounded to the type of the arithmetic. F32,
-   F64, F16, BF16. */
+/* p[i] *= factor, with one rounding. factor is first rounded to the compute type. Floats only. */
 static void cddp__scale(void *p, size_t n, cddp_dtype dtype, double factor) {
   const cddp__kernels *k = cddp__pick_kernels();
   float buf[CDDP__BLOCK_BYTES / sizeof(float)];
@@ -7460,7 +7459,7 @@ static void cddp__scale(void *p, size_t n, cddp_dtype dtype, double factor) {
   }
 }
 
-/* The sum of squares in double, in an order that depends only on n. F32, F64, F16, BF16. */
+/* The sum of squares in double, in an order that depends only on n. Floats only. */
 static double cddp__sum_squares(const void *p, size_t n, cddp_dtype dtype) {
   const cddp__kernels *k = cddp__pick_kernels();
   float buf[CDDP__BLOCK_BYTES / sizeof(float)];
@@ -7485,8 +7484,8 @@ static float cddp__round_odd(double x) {
   return cddp__f32_of_bits(u | 1);
 }
 
-/* dst[i] = src[i], rounded to the nearest, ties to even. F32, F64, F16, BF16; any dtype if
-   to == from. src and dst can overlap only if to == from. */
+/* dst[i] = src[i], rounded to the nearest, ties to even. Floats only, unless to == from; only then
+   can src and dst overlap. */
 static void cddp__convert(void *dst, cddp_dtype to, const void *src, cddp_dtype from, size_t n) {
   const cddp__kernels *k = cddp__pick_kernels();
   float buf[CDDP__BLOCK_BYTES / sizeof(float)];
@@ -7520,8 +7519,8 @@ static void cddp__convert(void *dst, cddp_dtype to, const void *src, cddp_dtype 
    Entry points: cddp__slice; cddp__rank_shards, cddp__merge_shard, cddp__plan_nodes;
    cddp__plan_buckets.
    How sums of shards work:
-     1. The canonical tree over S shards consists of nodes. A node has 2^j shards, from a multiple
-        of 2^j on; the last node of a level can be cut short by S.
+     1. In the canonical tree over S shards (>>reduce) a node has 2^j shards, from a multiple of 2^j
+        on; the last node of a level can be cut short by S.
      2. A rank adds up its shards in order, as a binary counter does: a new shard becomes a node,
         and while the two last nodes are the halves of a larger node, they are merged. So a rank has
         the fewest possible nodes.
@@ -7531,11 +7530,11 @@ static void cddp__convert(void *dst, cddp_dtype to, const void *src, cddp_dtype 
         dtype's first bucket, the last limit for all further ones.
      3. Buckets are ordered by closing, or by their smallest parameter index. */
 
-/* Slice `part` of n elements. Slices are contiguous and cover all elements. They are cut at
-   multiples of granule, and their sizes differ by at most a granule. The last slices are the larger
-   ones, since the end of the array can cut the last one short. */
+/* Slice `part` of n elements. Slices are cut at multiples of granule, and their sizes differ by at
+   most a granule. The last slices are the larger ones, since the end of the array can cut the last
+   one short. */
 static void cddp__slice(size_t n, size_t granule, int parts, int part, size_t *begin,
-                              size_t *end) {
+                        size_t *end) {
   size_t grains = n / granule + (n % granule != 0), i = (size_t)part;
   size_t each = grains / (size_t)parts, plain = (size_t)parts - grains % (size_t)parts;
   size_t first = each * i + (i > plain ? i - plain : 0), count = each + (i >= plain);
@@ -7559,7 +7558,7 @@ static void cddp__assign_shards(int *owner, int shards, int ranks) {
   }
 }
 
-/* The node's width for cddp__reduce_nodes. A single shard in a slot has the compute type: -1. */
+/* The node's width for cddp__reduce_nodes; -1: one shard, in a slot, in the compute type. */
 static int cddp__node_width(const cddp__shard_node *node) {
   return node->width == 1 && node->slot >= 0 ? -1 : node->width;
 }
@@ -16851,9 +16850,9 @@ static void cddp__device_close(cddp_group *g) {
 
 /* --- choice of the device --- */
 
-#define CDDP__DEVICE_FUNCTIONS                                                                    \
-  cddp__device_start, cddp__device_wait, cddp__device_done, cddp__device_synchronize,             \
-      cddp__device_alloc, cddp__device_free, cddp__device_convert, cddp__device_before_split,     \
+#define CDDP__DEVICE_FUNCTIONS \
+  cddp__device_start, cddp__device_wait, cddp__device_done, cddp__device_synchronize, \
+      cddp__device_alloc, cddp__device_free, cddp__device_convert, cddp__device_before_split, \
       cddp__device_open_like, cddp__device_leave, cddp__device_close
 /* on_device, enqueues, functions */
 static const cddp__backend cddp__nccl_backend = {true, true, CDDP__DEVICE_FUNCTIONS};
@@ -23659,7 +23658,7 @@ static void cddp__setenv_int(const char *name, int value) {
      number of threads   GNU's runtime and OpenBLAS read OMP_NUM_THREADS when the program starts, so
                          a
                          child also sets the number by a call. */
-#define CDDP__WEAK(result, name, arguments, symbol)                                               \
+#define CDDP__WEAK(result, name, arguments, symbol) \
   static result name arguments __attribute__((weakref(symbol)))
 CDDP__WEAK(int, cddp__omp_pause, (int), "omp_pause_resource_all");
 CDDP__WEAK(int, cddp__omp_procs, (void), "omp_get_num_procs");
