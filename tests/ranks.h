@@ -431,18 +431,14 @@ RANKS_DEF uint16_t ranks_to_bf16(float f) {
   return (uint16_t)((u + 0x7fffu + (u >> 16 & 1u)) >> 16);
 }
 
-/* STOPPED INSIDE. Rank 1 of 3 processes is stopped in the middle of an operation that writes its
-   third of RANKS_STOP_COUNT floats into rank 0's memory. -------------------------------------- */
+/* STOPPED INSIDE. Rank 1 of 3 processes stops itself in the middle of an operation in which it
+   writes a third of RANKS_STOP_COUNT floats into the memory of all ranks: at its first write to a
+   page in the middle of that third, which it has made read-only for itself. --------------------- */
 
 enum { RANKS_STOP_COUNT = 12 << 20 };
+#define RANKS_STOP_TIMEOUT (RANKS_SLOW ? 15.0 : 5.0) /* of the group, seconds */
 
-typedef struct ranks_stop { /* rank 0's; zeroed memory that all see */
-  const float *p;           /* where rank 1 writes */
-  float old;                /* what is there before */
-  pid_t victim;
-  pthread_t thread;
-  int hits; /* times that the stop came in the middle */
-} ranks_stop;
+static void *ranks_stop_page;
 
 RANKS_DEF void ranks_fill(float *p, float value) {
   size_t i;
@@ -455,47 +451,28 @@ RANKS_DEF bool ranks_holds(const float *p, float value) {
   return i == RANKS_STOP_COUNT;
 }
 
-RANKS_DEF bool ranks_unwritten(const ranks_stop *s, size_t i) { /* another process writes it */
-  return __atomic_load_n((const uint32_t *)(const void *)(s->p + i), __ATOMIC_RELAXED) ==
-         ranks_to_bits(s->old);
+RANKS_DEF void ranks_stop_at_write(int number) { /* of SIGSEGV */
+  (void)number;
+  mprotect(ranks_stop_page, 1, PROT_READ | PROT_WRITE);
+  kill(getpid(), SIGSTOP);
 }
 
-RANKS_DEF void *ranks_stop_victim(void *arg) { /* as soon as the first of its results is seen */
-  const ranks_stop *s = (const ranks_stop *)arg;
-  double deadline = test_now() + 10;
-  while (ranks_unwritten(s, RANKS_STOP_COUNT / 3 + 64) && test_now() < deadline) {}
-  kill(s->victim, SIGSTOP);
-  return NULL;
+/* Rank 1, before the operation. p: its own floats. */
+RANKS_DEF void ranks_stop_inside(float *p) {
+  uintptr_t middle = (uintptr_t)(p + RANKS_STOP_COUNT / 2);
+  struct sigaction a;
+  memset(&a, 0, sizeof a);
+  a.sa_handler = ranks_stop_at_write;
+  a.sa_flags = (int)SA_RESETHAND;
+  ranks_stop_page = (void *)(middle - middle % (uintptr_t)sysconf(_SC_PAGESIZE));
+  CHECK(sigaction(SIGSEGV, &a, NULL) == 0);
+  CHECK(mprotect(ranks_stop_page, 1, PROT_READ) == 0);
 }
 
-/* Rank 0, before the operation. */
-RANKS_DEF void ranks_stop_begin(ranks_stop *s, const float *p, pid_t victim) {
-  s->p = p;
-  s->old = p[0];
-  s->victim = victim;
-  CHECK(pthread_create(&s->thread, NULL, ranks_stop_victim, s) == 0);
-}
-
-/* Rank 0, after it: unless the stop has come in the middle, the victim goes on. */
-RANKS_DEF void ranks_stop_end(ranks_stop *s, bool failed) {
-  bool hit;
-  pthread_join(s->thread, NULL);
-  hit = failed && !ranks_unwritten(s, RANKS_STOP_COUNT / 3 + 64) &&
-        ranks_unwritten(s, RANKS_STOP_COUNT / 3 * 2 - 64);
-  s->hits += hit;
-  if (!hit) kill(s->victim, SIGCONT);
-}
-
-/* Runs three ranks, whose arg is a ranks_stop, until a stop has come in the middle. */
-RANKS_DEF void ranks_stop_inside(int (*fn)(int rank, void *arg)) {
-  ranks_stop *s = (ranks_stop *)ranks_shared(sizeof *s);
-  int status[3], tries;
-  for (tries = 0; tries < 30 && s->hits == 0; tries++) {
-    ranks_script(fn, s, 3, 100, status);
-    CHECK(ranks_exited_well(status, 3));
-  }
-  CHECK(s->hits > 0);
-  munmap(s, sizeof *s);
+/* Rank 0, after it. p: its own floats; old: what they held before. */
+RANKS_DEF bool ranks_stopped_inside(const float *p, float old) {
+  const volatile float *third = p + RANKS_STOP_COUNT / 3; /* another process writes it */
+  return third[64] != old && third[RANKS_STOP_COUNT / 3 - 64] == old;
 }
 
 /* Where the canonical tree over ranks [0, n) splits: the largest power of two below n. */

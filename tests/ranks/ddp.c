@@ -1797,7 +1797,6 @@ static void test_dead_rank(void) {
    neither weights nor gradients when it goes on. ----------------------------------------------- */
 
 static int stopped_rank(int rank, void *arg) {
-  ranks_stop *stop = (ranks_stop *)arg;
   int before = test_failures;
   cddp_group_desc desc;
   cddp_sgd_desc rule;
@@ -1808,10 +1807,11 @@ static int stopped_rank(int rank, void *arg) {
   int32_t pids[3];
   cddp_result r;
   float *w;
+  (void)arg;
   memset(&desc, 0, sizeof desc);
   memset(&rule, 0, sizeof rule);
   memset(&p, 0, sizeof p);
-  desc.timeout_s = RANKS_SLOW ? 8 : 3;
+  desc.timeout_s = RANKS_STOP_TIMEOUT;
   rule.lr = 0.5;
   rule.momentum = 0.5;
   CHECK_OK(cddp_init(&g, &desc));
@@ -1829,13 +1829,13 @@ static int stopped_rank(int rank, void *arg) {
   CHECK_OK(cddp_ddp_step(d, o));
   CHECK(ranks_holds(w, 0.5f));
   ranks_fill((float *)p.grad, 1);
-  if (rank == 1 && nice(19) == -1) ranks_sleep(0); /* slow, so that the stop comes in time */
   CHECK_OK(cddp_barrier(g));
-  if (rank == 0) ranks_stop_begin(stop, w, (pid_t)pids[1]);
+  if (rank == 1) ranks_stop_inside(w);
   CHECK_OK(cddp_ddp_ready(d, 0));
   r = cddp_ddp_step(d, o);
-  if (rank == 0) ranks_stop_end(stop, r != CDDP_OK);
-  if (rank != 1 && r != CDDP_OK) {
+  CHECK(rank == 1 || r != CDDP_OK);
+  CHECK(rank != 0 || ranks_stopped_inside(w, 0.5f));
+  if (rank != 1) {
     cddp_optim_destroy(o);
     cddp_ddp_destroy(d);
     o = NULL;
@@ -1858,7 +1858,11 @@ static int stopped_rank(int rank, void *arg) {
   return test_failures != before;
 }
 
-static void test_stopped_inside(void) { ranks_stop_inside(stopped_rank); }
+static void test_stopped_inside(void) {
+  int status[3];
+  ranks_script(stopped_rank, NULL, 3, 100, status);
+  CHECK(ranks_exited_well(status, 3));
+}
 
 int main(void) {
   setenv("CDDP_TIMEOUT_S", RANKS_SLOW ? "120" : "30", 0);
