@@ -16181,7 +16181,7 @@ static cddp_result cddp__mark_operation(cddp__device *device, cudaStream_t strea
   cddp__marker *marker;
   cddp_result r;
   if (cddp__capturing(stream)) {
-    cddp__store32(&device->captured, 1);
+    cddp__store32(&device->captured, 1); /* no event shows when a replay ends */
     return CDDP_OK;
   }
   if ((r = cddp__event_acquire(device, stream, &event)) != CDDP_OK) {
@@ -22145,8 +22145,7 @@ CDDPDEF void cddp_sampler_destroy(cddp_sampler *sampler) {
    Entry points: cddp__st_new, _parse, _find, _value; for writing cddp__st_write.
    How it works (the text is not trusted):
      1. The whole text must be UTF-8. Memory is allocated once, for the largest number of items that
-        a text of this length with this number of commas can contain; numbers in the text do not
-        influence it.
+        a text of this length can contain; numbers in the text do not influence it.
      2. A cursor reads the text once and stops at the first error. Everything outside of the format
         is an error. Strings are decoded in place, which never lengthens them, and get a NUL where
         their closing quote was, so that names point into the text.
@@ -22488,15 +22487,12 @@ static const char *cddp__st_sort_names(void *names, size_t count, size_t size) {
   return NULL;
 }
 
-/* Allocates the arrays. Their sizes follow from the number of commas: a tensor has three, and one
-   before the next tensor; lists of numbers and metadata have one between two items. */
+/* Allocates the arrays, each for the largest number of items that fits into the text. */
 static cddp_result cddp__st_reserve(cddp_safetensors *file) {
   static const char shortest[] = "\"\":{\"dtype\":\"\",\"shape\":[],\"data_offsets\":[0,0]}";
-  size_t i, commas = 0, tensors, pairs, sizes;
-  for (i = 0; i < file->text_size; i++) commas += file->text[i] == ',';
-  tensors = cddp__min(commas / 4, file->text_size / strlen(shortest)) + 1; /* + an incomplete one */
-  pairs = cddp__min(commas, file->text_size / strlen("\"\":\"\"")) + 1;
-  sizes = cddp__min(commas, file->text_size / strlen("0,")) + CDDP__DIMS_MAX;
+  size_t tensors = file->text_size / strlen(shortest) + 1; /* + an incomplete one */
+  size_t pairs = file->text_size / strlen("\"\":\"\"") + 1;
+  size_t sizes = file->text_size / strlen("0,") + CDDP__DIMS_MAX;
   file->tensors = (cddp_tensor_info *)cddp__malloc(
       &file->allocator, tensors * (sizeof *file->tensors + sizeof *file->by_name) +
                             pairs * sizeof *file->metadata + sizes * sizeof *file->next_shape);
