@@ -1622,10 +1622,14 @@ CDDPDEF void cddp_register_kernels(const cddp_kernels *kernels); /* must stay wh
        cddp__init
          cddp__discover                launch configuration: environment, srun, mpirun, init_method
          cddp__host_create             this process's host object, without peers
-         cddp__rendezvous_run          rendezvous: exchange of addresses, shared memory, first group
+         cddp__start_job
+           cddp__collect_ranks         rendezvous: fills the table of ranks
+           cddp__create_memory         first rank of a host; cddp__open_memory: the others
            cddp__world_group           maps the control block; cddp__group_build makes the group
-         cddp__hosts_attach            several hosts: leaders, peers; connections come later
-         cddp__round                   the first round: all ranks are connected
+           cddp__confirm_table         sends the table to clients, and waits for their groups
+         cddp__first_round
+           cddp__hosts_attach          several hosts: leaders, peers; connections come later
+           cddp__round                 all ranks are connected
        cddp__give_device               device "cuda": GPU and communicator
      cddp_all_reduce of 4 bytes, 1 round
        cddp__start_operation           checks the arguments
@@ -1944,8 +1948,6 @@ typedef struct cddp__host {
   int *pidfds;             /* [size + CDDP__JOINS]; -1 except for the next rank and joined ones */
   uint64_t started_before; /* end of the rendezvous, clock ticks since boot: processes are older */
   /* The rendezvous and joins. */
-  char endpoint[96];               /* the rendezvous address, for error texts: "port 29500" */
-  int claim, port;                 /* sockets held while the group lives; -1: none */
   bool joined;                     /* this process joined with CDDP_JOIN, without a rendezvous */
   bool elastic;                    /* this rank has an elastic model */
   struct cddp__job_info *job_info; /* NULL: no process can join */
@@ -2508,9 +2510,6 @@ static cddp_result cddp__hosts_exchange(cddp_group *g);
 static void cddp__hosts_poll(cddp_group *g);
 static void cddp__hosts_disconnect(cddp_group *g);
 static void cddp__hosts_query_arrivals(cddp_group *g);
-
-/* >>collectives: gives a new group the functions for host memory and shared memory. */
-static void cddp__use_host_memory(cddp_group *g);
 
 /* >>links: sends a notice of a failure to the ranks of other hosts. */
 static void cddp__send_notices(const cddp__net *n, uint64_t group, const int *world, int size,
@@ -5729,9 +5728,9 @@ enum { CDDP__VAR_RANK, CDDP__VAR_SIZE, CDDP__VAR_LOCAL_SIZE }; /* index in varia
 
 /* The variables of one launcher. */
 typedef struct cddp__launcher {
-  const char *name; /* for error texts */
+  const char *name;         /* for error texts */
   const char *variables[4]; /* [3]: another name for CDDP__VAR_LOCAL_SIZE */
-  const char *cure;   /* what to add to its command if the address of rank 0 is unknown */
+  const char *cure;         /* what to add to its command if the address of rank 0 is unknown */
   const char *job[5]; /* variables that identify a job; from [3] on: the same on one node only */
 } cddp__launcher;
 
@@ -5746,10 +5745,13 @@ typedef struct cddp__config {
   char host[256];         /* of "tcp://host:port" */
   int port;               /* of "tcp://host:port"; 0: init_method has another scheme */
   const char *host_name, *port_name; /* sources of both, for error texts; NULL: init_method */
-  bool client_only;       /* torchrun's agent serves the store, so rank 0 must not */
-  int listen_fd;          /* a socket that cddp_spawn or cddprun bound for rank 0, or -1 */
-  bool listen_fd_lost;    /* CDDP_LISTEN_FD names no such socket any more */
-  char run[128];          /* prefix of this job's keys */
+  bool client_only;                  /* torchrun's agent serves the store, so rank 0 must not */
+  int listen_fd;        /* a socket that cddp_spawn or cddprun bound for rank 0, or -1 */
+  bool listen_fd_lost;  /* CDDP_LISTEN_FD names no such socket any more */
+  char run[128];        /* prefix of this job's keys */
+  const char *secret;   /* of the caller or the environment; "": none */
+  bool launcher_secret; /* the secret is CDDP_JOB_SECRET: only for the rendezvous */
+  char backend[16];     /* "cpu", "nccl" or "mpi" */
   double timeout_s;
 } cddp__config;
 
@@ -5912,7 +5914,7 @@ static cddp_result cddp__env_ranks(cddp__config *config) {
   int numbers[2] = {0, 1}, k;
   cddp_result r = CDDP_OK;
   while (l < script + CDDP__LAUNCHER_COUNT && (!cddp__is_launched_by((int)(l - script)) ||
-                                          cddp__env(l->variables[CDDP__VAR_SIZE]) == NULL))
+                                               cddp__env(l->variables[CDDP__VAR_SIZE]) == NULL))
     l++;
   config->launched = l < script + CDDP__LAUNCHER_COUNT;
   config->launcher = config->launched ? (int)(l - script) : CDDP__LAUNCHER_SCRIPT;
@@ -6030,8 +6032,8 @@ static cddp_result cddp__slurm_host(cddp__config *config, char *out, size_t capa
   config->host_name = list;
   if (!cddp__first_host(cddp__env(list), out, capacity))
     return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "%s is \"%.200s\", not a node list; set MASTER_ADDR to rank 0's host",
-                      list, cddp__env(list));
+                      "%s is \"%.200s\", not a node list; set MASTER_ADDR to rank 0's host", list,
+                      cddp__env(list));
   if (config->rank == 0 && here != NULL && strcmp(here, out) != 0)
     return cddp__fail(CDDP_INVALID_ARGUMENT,
                       "rank 0 is on node %s, but the other ranks look for it on %s, the first of "
@@ -6113,8 +6115,10 @@ static cddp_result cddp__discover_timeout(double given, double *out) {
     for (c++; *c >= '0' && *c <= '9'; c++) value += (unit /= 10) * (*c - '0');
   *out = value;
   if (*c == 0 && value > 0 && value <= 1e9) return CDDP_OK;
-  return cddp__fail(CDDP_INVALID_ARGUMENT, "CDDP_TIMEOUT_S is \"%s\"; it must be seconds above 0, "
-                    "such as 600 or 2.5, and at most 1e9", text);
+  return cddp__fail(CDDP_INVALID_ARGUMENT,
+                    "CDDP_TIMEOUT_S is \"%s\"; it must be seconds above 0, "
+                    "such as 600 or 2.5, and at most 1e9",
+                    text);
 }
 
 /* Sets the prefix of the job's keys: two jobs that use one store by mistake (the same port) must
@@ -6132,8 +6136,25 @@ static void cddp__set_key_prefix(cddp__config *config, uint64_t key) {
              restart ? restart : "0");
 }
 
+/* Sets the secret. CDDP_JOB_SECRET is "PORT:SECRET", made by cddp_spawn or cddprun for ranks on one
+   host, so that other users of the host cannot take part. It is used with that MASTER_PORT if the
+   user has set no secret. */
+static void cddp__discover_secret(cddp__config *config, const char *given) {
+  const char *of_launcher = cddp__env("CDDP_JOB_SECRET"), *port = cddp__env("MASTER_PORT");
+  size_t digits = port != NULL ? strlen(port) : 0;
+  config->secret = given != NULL ? given : cddp__env("CDDP_SECRET");
+  config->launcher_secret = config->secret == NULL && of_launcher != NULL && digits > 0 &&
+                            config->port_name != NULL && !config->client_only &&
+                            strncmp(of_launcher, port, digits) == 0 && of_launcher[digits] == ':' &&
+                            of_launcher[digits + 1] != 0;
+  if (config->launcher_secret) config->secret = of_launcher + digits + 1;
+  if (config->secret == NULL) config->secret = "";
+}
+
 static cddp_result cddp__discover(cddp__config *config, const cddp_group_desc *desc) {
   const char *method = desc->init_method ? desc->init_method : "env://", *name;
+  const char *backend = cddp__backend_name(desc);
+  bool cuda = desc->device != NULL && strncmp(desc->device, "cuda", 4) == 0;
   uint64_t key;
   int k, first, last;
   cddp_result r;
@@ -6141,6 +6162,10 @@ static cddp_result cddp__discover(cddp__config *config, const cddp_group_desc *d
   config->listen_fd = config->local_world_size = -1;
   config->rank = desc->rank;
   config->world_size = desc->world_size;
+  snprintf(config->backend, sizeof config->backend, "%s",
+           backend != NULL ? backend
+           : cuda          ? "nccl"
+                           : "cpu");
   r = cddp__discover_timeout(desc->timeout_s, &config->timeout_s);
   if (r == CDDP_OK) r = cddp__port_range(&first, &last); /* only checks it, on one host too */
   if (r == CDDP_OK) r = cddp__env_int("CDDP_JOIN", 0, 1, &config->joins);
@@ -6180,6 +6205,7 @@ static cddp_result cddp__discover(cddp__config *config, const cddp_group_desc *d
     snprintf(config->init_method, sizeof config->init_method, "%s", method);
   if (r == CDDP_OK && cddp__url_scheme(config->init_method, &name) == CDDP__URL_TCP)
     r = cddp__host_port(name, config->host, &config->port);
+  cddp__discover_secret(config, desc->secret);
   return config->world_size > 1 || config->joins ? r : CDDP_OK; /* one rank needs no address */
 }
 /* >>arena -----------------------------------------------------------------------------------------
@@ -6187,7 +6213,8 @@ static cddp_result cddp__discover(cddp__config *config, const cddp_group_desc *d
    Owns: the memfd and the segments of a cddp__host, under host.lock.
    Touches: a control block's count of ranks that have left, to free the block.
    Entry points: cddp__arena_alloc, _free and _quarantine; cddp__ref_of and cddp__map_ref;
-   cddp__host_create and _release.
+   cddp__host_create, cddp__host_free, and the functions that give a host its memory:
+   cddp__create_memory in its first rank, cddp__open_memory in the others, cddp__join_memory.
    How it works:
      1. The ranks of a host hold one memfd, a sparse file. Rank i allocates in its own window of the
         file, so that an allocation needs no lock between ranks.
@@ -6221,10 +6248,10 @@ enum cddp__extent_use {
 typedef struct cddp__extent {
   struct cddp__segment *segment;
   enum cddp__extent_use use;
-  bool is_private; /* this process has a private copy and peers see the old memory; never allocated
+  bool is_private;  /* this process has a private copy and peers see the old memory; never allocated
                       again */
   bool quarantined; /* never allocated again: cddp__arena_quarantine */
-  uint32_t after_generation; /* generation of `after`, which tells whether it was freed */
+  uint32_t after_generation;        /* generation of `after`, which tells whether it was freed */
   const cddp__control_block *after; /* freed once all ranks have left this; NULL: by a call */
   struct cddp__extent *next, *previous; /* FREE: next in its list; pending: the ring host.pending */
 } cddp__extent;
@@ -6309,7 +6336,8 @@ static cddp__segment *cddp__segment_find(const struct cddp__segments *table, uin
     const cddp__segment *segment = table->list[middle];
     if ((segment->extents != NULL ? (uint64_t)(uintptr_t)segment->address : segment->base) > key)
       high = middle;
-    else low = middle + 1;
+    else
+      low = middle + 1;
   }
   *at = low;
   return low > 0 ? table->list[low - 1] : NULL;
@@ -6360,8 +6388,8 @@ static int cddp__segment_create(cddp__host *host, uint64_t size, uint64_t bytes)
   char *address = NULL;
   bool fits;
   for (;;) {
-    base = cddp__round_up(host->arena.window_end,
-                          n * size >= CDDP__HUGE_PAGE ? CDDP__HUGE_PAGE : 1);
+    base =
+        cddp__round_up(host->arena.window_end, n * size >= CDDP__HUGE_PAGE ? CDDP__HUGE_PAGE : 1);
     fits = host->threads || (base <= limit && n * size <= limit - base);
     if (fits) address = cddp__map_segment(host, base, n * size);
     if (address != NULL || (n == 1 && size == bytes)) break;
@@ -6648,7 +6676,8 @@ static cddp_result cddp__map_ref(cddp__host *host, const cddp__ref *ref, void **
     if (host->arena.own.list[i]->base == ref->base) segment = host->arena.own.list[i];
   if (segment == NULL) {
     address = cddp__map_segment(host, ref->base, ref->size);
-    if (address == NULL) (void)cddp__fail_mapping("a peer's memory", ref->size);
+    if (address == NULL)
+      (void)cddp__fail_mapping("a peer's memory", ref->size);
     else
       segment = cddp__segment_add(host, ref->base, ref->size, address, 0);
   }
@@ -6674,7 +6703,7 @@ static int cddp__container_cores(void) {
   quota = n[0][0] > 0 ? n[0][0] : n[1][0];
   period = n[0][0] > 0 ? n[0][1] : n[2][0];
   return quota > 0 && period > 0 && quota / period < INT_MAX ? (int)((quota - 1) / period) + 1
-                                                            : INT_MAX;
+                                                             : INT_MAX;
 }
 
 /* Adds the processors that this process can use to those of other ranks, and returns the number of
@@ -6699,13 +6728,156 @@ static int cddp__count_cores(cddp__atomic_u64 *all, int most) {
   return n > 0 ? n : 1;
 }
 
-/* Sets this rank's number among the ranks of the host, before the first allocation. The arrays were
-   allocated for all ranks of the job. */
-static void cddp__host_set_rank(cddp__host *host, int size, int index, int window) {
+/* --- a process's host object --- */
+
+static void cddp__host_free(cddp__host *host) {
+  cddp_allocator a = host->allocator;
+  size_t j;
+  int i;
+  for (j = 0; j < host->arena.own.count + host->arena.peers.count; j++) {
+    cddp__segment *segment = j < host->arena.own.count
+                                 ? host->arena.own.list[j]
+                                 : host->arena.peers.list[j - host->arena.own.count];
+    munmap(segment->address, (size_t)segment->size);
+    cddp__free(&a, segment);
+  }
+  for (i = 0; host->pidfds != NULL && i < host->size + CDDP__JOINS; i++)
+    if (host->pidfds[i] >= 0) close(host->pidfds[i]);
+  if (cddp__memfd_is_open(host)) cddp__close_fd(&host->arena.fd);
+  cddp__close_fd(&host->joins.fd);
+  cddp__close_fd(&host->joins.tcp_fd);
+  if (host->record != NULL) {
+    host->record->left = 1;
+    munmap(host->record, CDDP__RECORD_BYTES);
+  }
+  pthread_mutex_destroy(&host->lock);
+  cddp__free(&a, host->arena.own.list);
+  cddp__free(&a, host->arena.peers.list);
+  cddp__free(&a, host->pidfds);
+  cddp__free(&a, host->pids);
+  cddp__free(&a, host);
+}
+
+/* A host that shares nothing yet: this rank is number `index` of `size`. Without a rendezvous that
+   is all. NULL: out of memory. */
+static cddp__host *cddp__host_create(const cddp_allocator *allocator, const cddp_logger *logger,
+                                     int size, int index) {
+  cddp__host *host = (cddp__host *)cddp__calloc(allocator, 1, sizeof *host);
+  const char *given = cddp__env("CDDP_HOST_ID");
+  size_t most = (size_t)size + CDDP__JOINS;
+  cddp__atomic_u64 processors[CDDP__PROCESSORS / 64];
+  if (host == NULL) return NULL;
+  if (allocator != NULL) host->allocator = *allocator;
+  if (logger != NULL) host->logger = *logger;
+  pthread_mutex_init(&host->lock, NULL);
+  host->arena.fd = host->joins.fd = host->joins.tcp_fd = -1;
   host->size = size;
-  host->index = index;
-  host->arena.window = window;
-  host->arena.window_end = (uint64_t)(window + 1) << host->arena.window_bits;
+  host->index = host->arena.window = index;
+  host->arena.window_bits = 40;
+  host->arena.window_end = (uint64_t)(index + 1) << host->arena.window_bits;
+  memset(processors, 0, sizeof processors);
+  host->container_cores = cddp__container_cores();
+  host->cores = cddp__count_cores(processors, host->container_cores);
+  host->refs = 1;
+  host->lead = host;
+  gethostname(host->name, sizeof host->name - 1);
+  if (given != NULL) cddp__append(host->name, sizeof host->name, "/%.20s", given);
+  host->pids = (uint32_t *)cddp__calloc(allocator, most, sizeof *host->pids);
+  host->pidfds = (int *)cddp__malloc(allocator, most * sizeof *host->pidfds);
+  if (host->pidfds != NULL) memset(host->pidfds, 0xff, most * sizeof *host->pidfds);
+  if (host->pidfds != NULL && host->pids != NULL) return host;
+  cddp__host_free(host);
+  return NULL;
+}
+
+/* Creates the memfd: a window for the control block of the first group, one for each rank, and one
+   for each process that can join. The file is sparse, so its size uses no memory; a file size limit
+   makes the windows smaller. least: bytes that a window must have. */
+static cddp_result cddp__create_memory(cddp__host *host, uint64_t least) {
+  uint64_t windows = (uint64_t)host->size + 1;
+  struct rlimit limit;
+  if (getrlimit(RLIMIT_FSIZE, &limit) != 0) limit.rlim_cur = RLIM_INFINITY;
+  if (limit.rlim_cur == RLIM_INFINITY)
+    windows += CDDP__JOINS;
+  else
+    while (host->arena.window_bits > 12 &&
+           windows << host->arena.window_bits > (uint64_t)limit.rlim_cur)
+      host->arena.window_bits--;
+  if ((uint64_t)1 << host->arena.window_bits < least)
+    return cddp__fail(CDDP_SYSTEM,
+                      "the file size limit of %llu bytes (ulimit -f) is too small for the memory "
+                      "that %d ranks share; raise it: ulimit -f unlimited",
+                      (unsigned long long)limit.rlim_cur, host->size);
+  host->arena.fd = cddp__above_stdio(
+      (int)syscall(SYS_memfd_create, "cddp", 3u /* MFD_CLOEXEC | MFD_ALLOW_SEALING */));
+  if (host->arena.fd < 0 && (errno == EMFILE || errno == ENFILE))
+    return cddp__fail(CDDP_SYSTEM, "memfd_create: %s; raise the limit (ulimit -n)",
+                      strerror(errno));
+  if (host->arena.fd < 0)
+    return cddp__fail(CDDP_SYSTEM,
+                      "memfd_create: %s: the ranks on a host share memory through it. If a "
+                      "container forbids it, allow it (Docker: --security-opt seccomp=unconfined), "
+                      "or give each rank its own CDDP_HOST_ID: the ranks then use TCP",
+                      strerror(errno));
+  if (ftruncate(host->arena.fd, (off_t)(windows << host->arena.window_bits)) != 0)
+    return cddp__fail_errno("ftruncate of shared memory");
+  fcntl(host->arena.fd, 1033 /* F_ADD_SEALS */,
+        2 | 4 /* SHRINK | GROW: no peer can remove pages that this rank uses */);
+  (void)fstat(host->arena.fd, &host->arena.memory);
+  host->arena.window_end = (uint64_t)(host->arena.window + 1) << host->arena.window_bits;
+  return CDDP_OK;
+}
+
+/* Uses the memfd that another rank has created for `size` ranks. The host owns fd from now on. */
+static void cddp__open_memory(cddp__host *host, int fd, int size) {
+  uint64_t windows = (uint64_t)size + 1;
+  host->arena.fd = fd;
+  (void)fstat(fd, &host->arena.memory);
+  host->arena.window_bits = 12;
+  while (host->arena.window_bits < 40 &&
+         windows << host->arena.window_bits < (uint64_t)host->arena.memory.st_size)
+    host->arena.window_bits++;
+  host->arena.window_end = (uint64_t)(host->arena.window + 1) << host->arena.window_bits;
+}
+
+/* The same in a process that joins a job of local_size ranks here. It reserves a window that no
+   process has used before. */
+static cddp_result cddp__join_memory(cddp__host *host, int fd, int local_size) {
+  size_t page = cddp__page_size();
+  uint32_t joins;
+  cddp__control_block *first; /* of the job's first group; a page of it */
+  cddp__open_memory(host, fd, local_size);
+  first = (cddp__control_block *)(void *)cddp__map_memory(fd, 0, page);
+  if (first == NULL) return cddp__fail_errno("mmap of the job's shared memory");
+  joins = cddp__add32(&first->joins, 1);
+  host->cores = cddp__count_cores(first->processors, host->container_cores);
+  munmap(first, page);
+  host->arena.window = local_size + (int)joins - 1;
+  host->arena.window_end = (uint64_t)(host->arena.window + 1) << host->arena.window_bits;
+  if (joins <= CDDP__JOINS && (uint64_t)(host->arena.window + 2) << host->arena.window_bits <=
+                                  (uint64_t)host->arena.memory.st_size)
+    return CDDP_OK;
+  return cddp__fail(CDDP_UNSUPPORTED,
+                    "CDDP_JOIN: the job is full: at most %d processes can join it in its lifetime, "
+                    "and none if it runs with a file size limit (ulimit -f)",
+                    CDDP__JOINS);
+}
+
+/* Makes the memory of a job of one rank shareable from now on, for processes that join. Memory
+   allocated before stays private. */
+static void cddp__share_memory(cddp__host *host) {
+  struct rlimit limit;
+  cddp__extent *extent = NULL;
+  size_t at = 0;
+  if (host->arena.fd >= 0 || host->size > 1 || host->net != NULL || host->job_info == NULL) return;
+  if (getrlimit(RLIMIT_FSIZE, &limit) != 0 || limit.rlim_cur != RLIM_INFINITY) return;
+  if (cddp__create_memory(host, 0) != CDDP_OK) {
+    cddp__log(&host->logger, 1, "no process can join this rank: %s", cddp_error());
+    return;
+  }
+  while ((extent = cddp__next_extent(host, extent, &at)) != NULL) extent->is_private = true;
+  memset(host->arena.lists, 0, sizeof host->arena.lists);
+  host->threads = false;
 }
 
 /* >>reduce ---------------------------------------------------------------------------------------
@@ -8553,7 +8725,7 @@ static cddp_result cddp__break_late(cddp_group *g, int late) {
    and yields. Computes addresses of staging buffers, but does not access them. Calls other hosts,
    and serves receives, through >>hooks.
    Entry points: cddp__round and cddp__round_of; cddp__wait_begin, cddp__wait_tick and
-   cddp__wait_sleep; cddp__group_build.
+   cddp__wait_sleep.
    How it works:
      1. Everything that ranks do together is a sequence of rounds, numbered per group. A rank writes
         its header (the call, its count, up to 40 bytes of payload), and then the round's number
@@ -8874,67 +9046,6 @@ static void cddp__set_wait_policy(cddp_group *g) {
   if (g->hosts == NULL)
     g->round_max = g->oversubscribed ? CDDP__ROUND_MAX_OVERSUBSCRIBED : CDDP__ROUND_MAX;
   g->spin = cddp__spin_of(g->host);
-}
-
-/* Creates a group on a control block that all members have mapped. Takes a reference to the
-   host. */
-static cddp_result cddp__group_build(cddp_group **out, cddp__host *host, int rank, int size,
-                                     const int *members, char *block, double timeout_s) {
-  size_t arrays = 2 * (size_t)size * (sizeof(int) + sizeof(void *)), bytes;
-  cddp_group *g = (cddp_group *)cddp__calloc(&host->allocator, 1, sizeof *g + arrays);
-  cddp__slot *slot;
-  int i, place;
-  *out = NULL;
-  if (g == NULL) return CDDP_OUT_OF_MEMORY;
-  g->buffers = (void **)(void *)(g + 1);
-  g->slices = g->buffers + size;
-  g->members = (int *)(void *)(g->slices + size);
-  g->slot_index = g->members + size;
-  for (i = 0; i < size; i++)
-    g->members[i] = members != NULL                               ? members[i]
-                    : host->net == NULL                           ? i
-                    : host->net->ranks[i].host == host->net->host ? host->net->ranks[i].index
-                                                                  : -1;
-  g->host = host;
-  g->rank = rank;
-  g->size = size;
-  g->block = (cddp__control_block *)(void *)block;
-  g->block_generation = cddp__load32(&g->block->generation);
-  g->timeout_s = timeout_s;
-  for (i = 0; i < size; i++) g->local_size += g->members[i] >= 0;
-  for (i = 0, place = 0; i < size; i++)
-    g->slot_index[i] = g->members[i] >= 0 ? place++ : g->local_size;
-  g->local_rank = g->slot_index[rank];
-  g->slots = (cddp__slot *)(void *)(block + cddp__block_slots(size));
-  g->staging = block + cddp__block_head(size, g->local_size);
-  bytes = CDDP__L2;
-  bytes = bytes == 0 || bytes >= CDDP__STAGING_L2 ? cddp__staging_bytes(size) : CDDP__STAGING_MIN;
-  (void)cddp__swap32(&g->block->staging, 0, (uint32_t)bytes);
-  g->staging_size = g->local_size == size ? cddp__load32(&g->block->staging) : 0;
-  cddp__use_host_memory(g);
-  (void)cddp__swap32(&g->block->cores, 0, (uint32_t)host->cores);
-  cddp__set_wait_policy(g);
-  g->yields = CDDP__YIELDS;
-  pthread_mutex_init(&g->fail_lock, NULL);
-  pthread_mutex_init(&g->p2p.lock, NULL);
-  pthread_mutex_init(&g->engine.lock, NULL);
-  cddp__cond_init(&g->engine.changed);
-  cddp__cond_init(&g->engine.work);
-  slot = cddp__slot_of(g, rank);
-  g->engine.works = &slot->works;
-  g->p2p.sends[0] = slot->sends;
-  g->p2p.send_blocks = 1;
-  cddp__store32(&slot->state, CDDP__SLOT_TAKEN);
-  pthread_mutex_lock(&host->lock);
-  if (host->groups == NULL && size > 1) host->slots = g->slots; /* the job's first group */
-  g->next = host->groups;
-  host->groups = g;
-  pthread_mutex_unlock(&host->lock);
-  pthread_mutex_lock(&host->lead->lock);
-  host->lead->refs++;
-  pthread_mutex_unlock(&host->lead->lock);
-  *out = g;
-  return CDDP_OK;
 }
 
 /* >>links --------------------------------------------------------------------------------------
@@ -9332,93 +9443,19 @@ static cddp__net *cddp__net_new(const cddp_allocator *a, int size, int host_coun
   return n;
 }
 
-/* --- a process's host object --- */
-
-static void cddp__host_free(cddp__host *h) {
-  cddp_allocator a;
-  size_t j;
-  int i;
-  for (j = 0; j < h->arena.own.count + h->arena.peers.count; j++) {
-    cddp__segment *s = j < h->arena.own.count ? h->arena.own.list[j]
-                                              : h->arena.peers.list[j - h->arena.own.count];
-    munmap(s->address, (size_t)s->size);
-    cddp__free(&h->allocator, s);
-  }
-  for (i = 0; h->pidfds != NULL && i < h->size + CDDP__JOINS; i++)
-    if (h->pidfds[i] >= 0) close(h->pidfds[i]);
-  if (cddp__memfd_is_open(h)) cddp__close_fd(&h->arena.fd);
-  cddp__close_fd(&h->joins.fd);
-  cddp__close_fd(&h->joins.tcp_fd);
-  cddp__close_fd(&h->claim);
-  cddp__close_fd(&h->port);
-  if (h->record != NULL) {
-    h->record->left = 1;
-    munmap(h->record, CDDP__RECORD_BYTES);
-  }
-  cddp__net_release(h->net);
-  pthread_mutex_destroy(&h->lock);
-  a = h->allocator;
-  cddp__free(&a, h->arena.own.list);
-  cddp__free(&a, h->arena.peers.list);
-  cddp__free(&a, h->pidfds);
-  cddp__free(&a, h->pids);
-  cddp__free(&a, h->job_info);
-  cddp__free(&a, h);
-}
-
-/* Ranks that are threads read each other's memory, so all hosts of a lead are freed together, when
-   no rank has a group any more. */
-static void cddp__host_release(cddp__host *h) {
-  cddp__host *lead = h != NULL ? h->lead : NULL;
-  int left;
-  if (h == NULL) return;
-  pthread_mutex_lock(&lead->lock);
-  left = --lead->refs;
-  pthread_mutex_unlock(&lead->lock);
-  for (h = lead; left == 0 && h != NULL; h = lead) {
-    lead = h->sibling;
-    cddp__host_free(h);
-  }
-}
-
-static cddp__host *cddp__host_create(const cddp_allocator *a, const cddp_logger *l, int size,
-                                     int index) {
-  cddp__host *h = (cddp__host *)cddp__calloc(a, 1, sizeof *h);
-  const char *given = cddp__env("CDDP_HOST_ID");
-  size_t room = (size_t)size + CDDP__JOINS;
-  cddp__atomic_u64 processors[CDDP__PROCESSORS / 64];
-  if (h == NULL) return NULL;
-  if (a != NULL) h->allocator = *a;
-  if (l != NULL) h->logger = *l;
-  pthread_mutex_init(&h->lock, NULL);
-  h->arena.fd = h->claim = h->port = h->joins.fd = h->joins.tcp_fd = -1;
-  h->arena.window_bits = 40;
-  cddp__host_set_rank(h, size, index, index);
-  memset(processors, 0, sizeof processors);
-  h->container_cores = cddp__container_cores();
-  h->cores = cddp__count_cores(processors, h->container_cores);
-  h->refs = 1;
-  h->lead = h;
-  gethostname(h->name, sizeof h->name - 1);
-  if (given != NULL) cddp__append(h->name, sizeof h->name, "/%.20s", given);
-  h->pids = (uint32_t *)cddp__calloc(a, room, sizeof *h->pids);
-  h->pidfds = (int *)cddp__malloc(a, room * sizeof *h->pidfds);
-  if (h->pidfds != NULL) memset(h->pidfds, 0xff, room * sizeof *h->pidfds);
-  if (h->pidfds != NULL && h->pids != NULL) return h;
-  cddp__host_release(h);
-  return NULL;
-}
-
 /* >>rendezvous ---------------------------------------------------------------------------------
    Job: form the first group. Every rank learns the address table (host, process id and port of each
    rank), and the ranks of a host get their shared memory. Later: let processes join a running job.
    Words: a node is a set of ranks that can share memory: they have the same host, user,
    CDDP_HOST_ID, and network, process and time namespace. The first rank of a node to start is its
    coordinator, the others are its clients. The root is the coordinator of rank 0's node.
-   Owns: the sockets of the rendezvous, and the store's keys RUN/meeting and RUN/blocked. Also a
-   socket name for each rank on its host, held as long as the group lives. Fills in the cddp__host.
-   Entry points: cddp__rendezvous_run, cddp__world_group, cddp__join; cddp__join_listen and
-   cddp__join_serve while the group lives.
+   Owns: the sockets of the rendezvous, and the store's keys RUN/meeting and RUN/blocked; a host's
+   cddp__job_info, with a socket name for each rank, held as long as the group lives.
+   Entry points, called in this order by cddp__start_job in >>groups: cddp__job_info_create,
+   cddp__rendezvous_init, cddp__claim_rank, cddp__serve_endpoint, cddp__collect_ranks (fills the
+   table of ranks), cddp__confirm_table, cddp__rendezvous_end. For a process that joins:
+   cddp__join_find.
+   While the group lives: cddp__join_listen and cddp__join_serve.
    How it works: the ranks form a tree. A client is connected to its coordinator by a Unix socket, a
    coordinator to the root by TCP. A rank's parent is its coordinator, or the root.
      1. A rank binds a Unix socket, with a name derived from its number and the job's endpoint. If
@@ -9479,7 +9516,7 @@ typedef struct cddp__rank_info {
   int port;         /* of its listening socket for other nodes; 0: none yet */
   uint32_t fp_mode; /* cddp__fp_mode() */
   uint32_t user;
-  uint32_t joins; /* 1: by CDDP_JOIN */
+  uint32_t joins;          /* 1: by CDDP_JOIN */
   uint64_t machine;        /* a hash of cddp__host_identity */
   unsigned char token[16]; /* from RUN/meeting; by TCP only */
   char backend[16];
@@ -9489,12 +9526,12 @@ typedef struct cddp__rank_info {
 /* A rank's answer to a joining process. A rank on the same host sends its memfd with it. */
 typedef struct cddp__join_table {
   cddp__rank_info info;
-  uint64_t job;                 /* cddp_record_header.job; 0: there is no flight recorder */
+  uint64_t job;                   /* cddp_record_header.job; 0: there is no flight recorder */
   cddp__elastic_leader_info lead; /* the leader of the model's ranks; life 0: not known */
-  struct sockaddr_in6 address;  /* of this rank's host */
-  int host;                     /* number of this rank's host in cddp__elastic.net */
-  int local_size;               /* ranks of the first group on this host */
-  int shards;                   /* of the model */
+  struct sockaddr_in6 address;    /* of this rank's host */
+  int host;                       /* number of this rank's host in cddp__elastic.net */
+  int local_size;                 /* ranks of the first group on this host */
+  int shards;                     /* of the model */
   int size, life; /* ranks of the first group; number of the joining process's record: >>elastic */
 } cddp__join_table;
 
@@ -9502,11 +9539,16 @@ typedef struct cddp__join_table {
    follows the struct. */
 typedef struct cddp__job_info {
   cddp__join_table table;
-  char node[48];      /* name of the node's socket; the prefix of its ranks' socket names */
-  char master[256];   /* MASTER_ADDR, and */
-  int port;           /* MASTER_PORT, for joins from other hosts; 0: a launcher listens there */
-  uint32_t foreign;   /* bit i: address i of MASTER_ADDR belongs to another job */
+  char node[48];    /* name of the node's socket; the prefix of its ranks' socket names */
+  char master[256]; /* MASTER_ADDR, and */
+  int port;         /* MASTER_PORT, for joins from other hosts; 0: a launcher listens there */
+  uint32_t foreign; /* bit i: address i of MASTER_ADDR belongs to another job */
   double timeout_s;
+  uint32_t node_hash; /* of node, not 0 */
+  char endpoint[96];  /* the rendezvous address, for error texts: "port 29500" */
+  int claim_fd;       /* this rank's socket on its host, held while the group lives; -1: none */
+  int port_fd;        /* the store's socket, which does not listen any more; -1: none. See
+                          cddp__rendezvous_end */
   const char *secret; /* "": none; the proof then only rejects programs other than cddp */
 } cddp__job_info;
 
@@ -9537,21 +9579,19 @@ typedef struct cddp__rendezvous {
   const cddp__config *at;
   cddp__host *host;
   cddp__job_info *job_info; /* the host's */
-  bool job_secret;          /* the secret is from the launcher, for the rendezvous only */
   bool serves;              /* this process serves the store */
   double deadline;
-  uint32_t node_hash;              /* of job_info.node, not 0 */
   char key[160], blocked_key[160]; /* RUN/meeting, RUN/blocked */
-  cddp_store *store; /* NULL: not open */
-  bool stale;        /* RUN/meeting led to no root: the store can be an earlier job's */
-  double next_look;  /* when to ask the store again, of cddp__now() */
-  double pause;      /* seconds until the next look; for opening the store: seconds to try */
+  cddp_store *store;               /* NULL: not open */
+  bool stale;           /* RUN/meeting led to no root: the store can be an earlier job's */
+  double next_look;     /* when to ask the store again, of cddp__now() */
+  double pause;         /* seconds until the next look; for opening the store: seconds to try */
   double store_lost_at; /* when the store's connection ended; 0: the store answers */
   double closed_since;  /* cddp__store_options.closed_since */
   cddp__text blocked;   /* why the store or the root could not be reached; "": it could */
   double blocked_at;    /* since when the root could not be reached; 0: it could */
   unsigned char token[16];
-  cddp__address address; /* of this host, for ranks of other nodes */
+  cddp__address address;        /* of this host, for ranks of other nodes */
   int node_socket, root_socket; /* listening: for clients, for coordinators; -1: not this rank */
   cddp__channel parent;         /* to the coordinator or root; fd -1: none */
   int fds[2]; /* received with TABLE: the memory, this rank's socket for links; -1: none */
@@ -9616,6 +9656,53 @@ static void cddp__node_name(const cddp__config *at, const char *secret, char nam
   name[37] = 0;
 }
 
+/* Describes this process to the other ranks of its job, and to processes that join later. */
+static cddp_result cddp__job_info_create(cddp__host *host, const cddp__config *config) {
+  size_t n = strlen(config->secret) + 1;
+  cddp__job_info *job =
+      (cddp__job_info *)cddp__calloc(&host->allocator, 1, sizeof(cddp__job_info) + n);
+  cddp__rank_info *info;
+  char machine[128];
+  host->job_info = job;
+  if (job == NULL) return CDDP_OUT_OF_MEMORY;
+  job->claim_fd = job->port_fd = -1;
+  job->secret = (char *)memcpy(job + 1, config->secret, n);
+  job->timeout_s = config->timeout_s;
+  job->table.size = config->world_size;
+  if (!config->client_only) { /* else a launcher listens at MASTER_PORT */
+    memcpy(job->master, config->host, sizeof job->master);
+    job->port = config->port;
+  }
+  if (config->port != 0)
+    snprintf(job->endpoint, sizeof job->endpoint, "port %d", config->port);
+  else
+    snprintf(job->endpoint, sizeof job->endpoint, "%.80s", config->init_method);
+  cddp__node_name(config, job->secret, job->node);
+  job->node_hash = (uint32_t)cddp__hash64(1, job->node, strlen(job->node)) | 1;
+  info = &job->table.info;
+  info->version = CDDP_VERSION;
+  info->world_size = (uint32_t)config->world_size;
+  info->rank = (uint32_t)config->rank;
+  info->pid = (uint32_t)getpid();
+  info->fp_mode = cddp__fp_mode();
+  info->user = (uint32_t)geteuid();
+  info->joins = (uint32_t)config->joins;
+  cddp__host_identity(machine, sizeof machine);
+  info->machine = cddp__hash64(0, machine, strlen(machine));
+  memcpy(info->backend, config->backend, sizeof info->backend);
+  snprintf(info->host.name, sizeof info->host.name, "%.67s", host->name);
+  return CDDP_OK;
+}
+
+static void cddp__job_info_free(cddp__host *host) {
+  cddp__job_info *job = host->job_info;
+  if (job == NULL) return;
+  cddp__close_fd(&job->claim_fd);
+  cddp__close_fd(&job->port_fd);
+  cddp__free(&host->allocator, job);
+  host->job_info = NULL;
+}
+
 /* A rank's socket on its host. purpose: "", the socket that a rank holds while its group lives;
    "join-", the socket to which joining processes connect. */
 static cddp__address cddp__rank_socket(const cddp__job_info *job, const char *purpose, int rank) {
@@ -9640,15 +9727,15 @@ static cddp_result cddp__fail_descriptors(const cddp__rendezvous *v, int error, 
 
 /* --- two jobs at one endpoint --- */
 
-static cddp_result cddp__fail_rank_taken(const cddp__host *h, int rank, uint32_t pid,
+static cddp_result cddp__fail_rank_taken(const cddp__job_info *job, int rank, uint32_t pid,
                                          const char *name, uint32_t other, const char *other_name) {
   return cddp__fail(CDDP_INVALID_ARGUMENT,
                     "two jobs use %s at the same time, or two processes have the same RANK: rank "
                     "%d is taken twice, by pid %u on %s and pid %u on %s. Give each job %s of its "
                     "own",
-                    h->endpoint, rank, pid, name, other, other_name,
-                    strncmp(h->endpoint, "port ", 5) == 0 ? "a MASTER_PORT"
-                    : strncmp(h->endpoint, "unix://cddp-", 12) == 0
+                    job->endpoint, rank, pid, name, other, other_name,
+                    strncmp(job->endpoint, "port ", 5) == 0 ? "a MASTER_PORT"
+                    : strncmp(job->endpoint, "unix://cddp-", 12) == 0
                         ? "a MASTER_PORT, or a MASTER_ADDR and a MASTER_PORT,"
                         : "an init_method");
 }
@@ -9668,11 +9755,11 @@ static cddp_result cddp__claim_rank(cddp__rendezvous *v) {
   for (tries = 0; tries < 100; tries++) {
     uint32_t peer[3] = {0, 0, 0}, pid;
     bool ended;
-    int fd, error = cddp__listen_address(&a, &v->host->claim);
+    int fd, error = cddp__listen_address(&a, &v->job_info->claim_fd);
     if (error == 0) return CDDP_OK;
     if (error != EADDRINUSE)
       return cddp__fail_descriptors(v, error, "bind of an abstract Unix socket");
-    if (cddp__load32(&cddp__last_node_hash) == v->node_hash)
+    if (cddp__load32(&cddp__last_node_hash) == v->job_info->node_hash)
       return CDDP_OK; /* a rank of the previous group holds it until it leaves that group */
     error = cddp__connect_address(&a, v->deadline, &fd);
     if (error == 0) (void)cddp__peer_process(fd, peer);
@@ -9685,7 +9772,7 @@ static cddp_result cddp__claim_rank(cddp__rendezvous *v) {
     if (error == CDDP__FOREIGN_USER || pid == (uint32_t)getpid())
       return CDDP_OK; /* another user's process, or this process itself */
     if (!ended) {
-      cddp_result r = cddp__fail_rank_taken(v->host, v->at->rank, pid, v->host->name,
+      cddp_result r = cddp__fail_rank_taken(v->job_info, v->at->rank, pid, v->host->name,
                                             (uint32_t)getpid(), v->host->name);
       cddp__append(cddp__error_text, sizeof cddp__error_text,
                    ". If both jobs were started at the same time, the running job can contain "
@@ -9699,10 +9786,10 @@ static cddp_result cddp__claim_rank(cddp__rendezvous *v) {
 
 /* The process id of another process of this user that has connected to this rank's socket because
    it has the same rank; 0: none. */
-static uint32_t cddp__find_second_claim(const cddp__host *h) {
+static uint32_t cddp__find_second_claim(const cddp__job_info *job) {
   uint32_t peer[3], pid = 0;
-  while (pid == 0 && h->claim >= 0) {
-    int fd = cddp__accept(h->claim);
+  while (pid == 0 && job->claim_fd >= 0) {
+    int fd = cddp__accept(job->claim_fd);
     if (fd < 0 && errno != ECONNABORTED) break;
     if (fd >= 0 && cddp__peer_process(fd, peer) && peer[0] != (uint32_t)getpid()) pid = peer[0];
     if (fd >= 0) (void)!send(fd, "!", 1, MSG_NOSIGNAL | MSG_DONTWAIT);
@@ -9751,8 +9838,8 @@ static cddp_result cddp__register_rank(cddp__rendezvous *v, const cddp__rank_inf
       v->registered_count > 0 ? cddp__compare_ranks(&v->registered[0].info, i) : CDDP_OK;
   cddp__registration *m;
   if (r == CDDP_OK && other != NULL)
-    r = cddp__fail_rank_taken(v->host, (int)i->rank, other->info.pid, other->info.host.name, i->pid,
-                              i->host.name);
+    r = cddp__fail_rank_taken(v->job_info, (int)i->rank, other->info.pid, other->info.host.name,
+                              i->pid, i->host.name);
   if (r != CDDP_OK && !cddp__has_cause(&v->problem)) v->problem_at = cddp__now();
   if (r != CDDP_OK) cddp__set_cause(&v->problem, r, cddp_error());
   m = (cddp__registration *)cddp__grow_array(&v->host->allocator, v->registered,
@@ -9766,8 +9853,7 @@ static cddp_result cddp__register_rank(cddp__rendezvous *v, const cddp__rank_inf
   m->link_fd = -1;
   m->fits = r == CDDP_OK;
   if (node == 0 && i->rank == 0) v->with_rank_0 = true;
-  if (i->world_size > 0 && i->world_size < (uint32_t)v->expected)
-    v->expected = (int)i->world_size;
+  if (i->world_size > 0 && i->world_size < (uint32_t)v->expected) v->expected = (int)i->world_size;
   return CDDP_OK;
 }
 
@@ -9824,7 +9910,7 @@ static cddp_result cddp__report_channel_lost(const cddp__rendezvous *v, const cd
   if (c == &v->parent)
     return cddp__fail(CDDP_PEER_LOST,
                       "the rank that coordinates %s ranks at %s died during the rendezvous",
-                      c->local ? "this host's" : "all hosts'", v->host->endpoint);
+                      c->local ? "this host's" : "all hosts'", v->job_info->endpoint);
   return cddp__fail(CDDP_PEER_LOST, "rank %u (pid %u on %s) died or exited during the rendezvous",
                     i->rank, i->pid, i->host.name);
 }
@@ -9906,7 +9992,7 @@ static bool cddp__admit_rank(const cddp__rendezvous *v, const cddp__channel *c,
                      "rank %u at %s runs as another user (uid %u). If it belongs to another job, "
                      "give this job a port of its own (MASTER_PORT); otherwise start all ranks as "
                      "the same user. CDDP_SECRET keeps other users out",
-                     own->rank, v->host->endpoint, own->user);
+                     own->rank, v->job_info->endpoint, own->user);
     (void)cddp__channel_send(c->fd, CDDP__RENDEZVOUS_FAIL, CDDP_UNAUTHORIZED, text, (size_t)n, NULL,
                              cddp__now());
     return false;
@@ -9934,21 +10020,28 @@ static cddp_result cddp__listen_for_others(const cddp__rendezvous *v, const cddp
    address and the port into the rank's info. */
 static cddp_result cddp__listen_for_links(cddp__rendezvous *v, cddp__registration *m) {
   m->info.host.address = v->address.v6;
-  return m->link_fd >= 0
-             ? CDDP_OK
-             : cddp__listen_for_others(v, &v->address, &m->link_fd, &m->info.port);
+  return m->link_fd >= 0 ? CDDP_OK
+                         : cddp__listen_for_others(v, &v->address, &m->link_fd, &m->info.port);
 }
 
-/* Receives an address table of `size` bytes. */
+/* Receives an address table of `size` bytes. A coordinator has sent with it the descriptors of the
+   memory and, with several hosts, of this rank's listening socket for links. */
 static cddp_result cddp__receive_table(cddp__rendezvous *v, size_t size) {
   int ranks = v->at->world_size;
   size_t least = cddp__table_bytes(ranks, 0),
          hosts = size > least ? (size - least) / sizeof(cddp__host_entry) : 0;
+  cddp_result r;
   if (hosts == 0 || hosts > (size_t)ranks || size != cddp__table_bytes(ranks, (int)hosts))
     return cddp__fail(CDDP_MISMATCH, "the rank table has a wrong size");
   v->net = cddp__net_new(&v->host->allocator, ranks, (int)hosts);
   if (v->net == NULL) return CDDP_OUT_OF_MEMORY;
-  return cddp__recv_all(v->parent.fd, v->net->token, size, v->deadline + 0.5);
+  r = cddp__recv_all(v->parent.fd, v->net->token, size, v->deadline + 0.5);
+  if (r != CDDP_OK || !v->parent.local) return r;
+  if (v->fds[0] < 0 || (hosts > 1 && v->fds[1] < 0))
+    return cddp__fail_descriptors(v, EMFILE, "recvmsg of the shared memory");
+  v->registered[0].link_fd = cddp__register_socket(v->fds[1]);
+  v->fds[1] = -1;
+  return CDDP_OK;
 }
 
 /* Receives the messages of a channel. Closes it if it has ended or does not belong to a rank. */
@@ -10007,7 +10100,7 @@ static cddp_result cddp__channel_receive(cddp__rendezvous *v, cddp__channel *c) 
 /* Waits until a time, at most 50 ms, and handles messages, new and lost connections, and claims of
    this rank's socket name. */
 static cddp_result cddp__poll_channels(cddp__rendezvous *v, double until) {
-  int more[4] = {v->node_socket, v->root_socket, v->host->claim, v->parent.fd};
+  int more[4] = {v->node_socket, v->root_socket, v->job_info->claim_fd, v->parent.fd};
   size_t i, n = v->child_count;
   struct pollfd *fds = (struct pollfd *)cddp__grow_array(&v->host->allocator, v->poll,
                                                          &v->poll_capacity, n + 4, sizeof *fds);
@@ -10032,7 +10125,8 @@ static cddp_result cddp__poll_channels(cddp__rendezvous *v, double until) {
       r = cddp__channel_receive(v, c);
     if (c->fd < 0) cddp__remove_child(v, i);
   }
-  if (r == CDDP_OK && fds[n + 2].revents != 0 && (pid = cddp__find_second_claim(v->host)) != 0) {
+  if (r == CDDP_OK && fds[n + 2].revents != 0 &&
+      (pid = cddp__find_second_claim(v->job_info)) != 0) {
     cddp__rank_info info = v->registered[0].info;
     info.pid = pid; /* another process with this rank */
     r = cddp__register_rank(v, &info, 0);
@@ -10067,8 +10161,7 @@ static cddp_result cddp__open_root(cddp__rendezvous *v) {
       cddp__address_to_all(&a);
     }
   }
-  if (v->root_socket < 0 &&
-      (r = cddp__listen_for_others(v, &a, &v->root_socket, &port)) != CDDP_OK)
+  if (v->root_socket < 0 && (r = cddp__listen_for_others(v, &a, &v->root_socket, &port)) != CDDP_OK)
     return r;
   cddp__address_set_port(&v->address, port);
   memcpy(value.token, v->token, sizeof value.token);
@@ -10137,7 +10230,7 @@ static cddp_result cddp__connect_root(cddp__rendezvous *v) {
   int fd, error;
   cddp_result r = cddp_store_get(v->store, v->key, &value, sizeof value, &n);
   if (r == CDDP_NETWORK) return r;
-  v->stale = true; /* until the root has answered */
+  v->stale = true;                                       /* until the root has answered */
   if (r != CDDP_OK || n != sizeof value) return CDDP_OK; /* another program wrote the key */
   if ((r = cddp__own_address(v->store->connection.fd, &here)) != CDDP_OK) return r;
   a = cddp__internet_address(&value.address);
@@ -10228,16 +10321,17 @@ static cddp_result cddp__find_root(cddp__rendezvous *v) {
       return cddp__fail(CDDP_PEER_LOST,
                         "the store at %s closed its connection during the rendezvous: the process "
                         "that serves it (rank 0, unless a launcher does) died or exited",
-                        v->host->endpoint);
+                        v->job_info->endpoint);
     v->blocked = cddp__textf("rank %d on %s: %s", v->at->rank, v->host->name, cddp_error());
     return CDDP_OK;
   }
   v->store->timeout_s = v->deadline - cddp__now();
   if (v->store->timeout_s < 0.2) v->store->timeout_s = 0.2; /* cddp__fail_missing_ranks says more */
-  r = cddp_store_check(v->store, &key, 1, &there); /* a server connects to itself */
+  r = cddp_store_check(v->store, &key, 1, &there);          /* a server connects to itself */
   if (r == CDDP_OK) v->store_lost_at = 0;
   if (r == CDDP_OK && v->blocked_at == 0) v->blocked.s[0] = 0;
-  if (r == CDDP_OK && v->with_rank_0) r = cddp__open_root(v);
+  if (r == CDDP_OK && v->with_rank_0)
+    r = cddp__open_root(v);
   else if (r == CDDP_OK && there)
     r = cddp__connect_root(v);
   v->next_look = cddp__now() + v->pause;
@@ -10338,18 +10432,18 @@ static cddp_result cddp__fail_missing_ranks(cddp__rendezvous *v) {
   const cddp__config *at = v->at;
   const char *starter = at->launcher != CDDP__LAUNCHER_SCRIPT ? cddp__launchers[at->launcher].name
                         : cddp__env("TORCHELASTIC_RESTART_COUNT") != NULL ? "torchrun or cddprun"
-                        : v->job_secret                                   ? "cddp_spawn"
+                        : v->at->launcher_secret                          ? "cddp_spawn"
                                                                           : NULL;
   bool missing[CDDP__MAX_RANKS];
   int rank, n = 0, size = at->world_size;
   if (v->blocked.s[0] != 0)
-    return cddp__fail(v->blocked_at > 0 ? CDDP_NETWORK : CDDP_TIMEOUT,
-                      "timed out after %g s: %s", at->timeout_s, v->blocked.s);
+    return cddp__fail(v->blocked_at > 0 ? CDDP_NETWORK : CDDP_TIMEOUT, "timed out after %g s: %s",
+                      at->timeout_s, v->blocked.s);
   if (!v->with_rank_0 || v->node_socket < 0) /* not the root */
     return cddp__fail(CDDP_TIMEOUT,
                       "timed out after %g s: not all %d ranks connected to %s; %d of them are on "
                       "this host%s",
-                      at->timeout_s, size, v->host->endpoint, (int)v->registered_count,
+                      at->timeout_s, size, v->job_info->endpoint, (int)v->registered_count,
                       v->parent.fd < 0 ? ", rank 0 did not connect" : "");
   memset(missing, 0, sizeof missing); /* or gcc -O3 warns */
   for (rank = 0; rank < size; rank++)
@@ -10374,154 +10468,29 @@ static cddp_result cddp__fail_missing_ranks(cddp__rendezvous *v) {
                                          "connect to");
 }
 
-/* Registers this rank and those below it with the parent, until this rank has the address table or
-   an error. The root's deadline is the earliest, since the root knows the missing ranks. */
-static cddp_result cddp__rendezvous_register(cddp__rendezvous *v) {
-  cddp_result r = CDDP_OK;
-  v->pause = 0.25;
-  v->next_look = cddp__now() + (v->store != NULL ? 0.002 : 0); /* all ranks may be on this host */
-  while (r == CDDP_OK && v->net == NULL) {
-    double until = v->deadline + 0.5;
-    bool late, all, wrong;
-    cddp__text why;
-    if (v->parent.fd < 0 && v->node_socket < 0) r = cddp__connect_node(v);
-    while (r == CDDP_OK && v->parent.fd >= 0 && v->forwarded < v->registered_count) {
-      cddp__registration *m = &v->registered[v->forwarded++]; /* the parent does not know it yet */
-      memcpy(m->info.token, v->token, sizeof v->token);
-      if (!v->parent.local && m->fits) r = cddp__listen_for_links(v, m);
-      why = cddp__textf("%s", cddp_error());
-      CDDP__POINT("hello");
-      /* An error of this send shows when the parent's answer is read. After a failure FAIL follows,
-         which the parent accepts only after RANK. */
-      (void)cddp__channel_send(v->parent.fd, CDDP__RENDEZVOUS_RANK, CDDP_OK, &m->info,
-                               sizeof m->info, NULL, v->deadline);
-      if (r != CDDP_OK) cddp__fail(r, "%s", why.s);
-      CDDP__POINT("greeted");
-    }
-    if (v->parent.fd < 0)
-      until = v->root_socket < 0 && v->next_look < v->deadline ? v->next_look : v->deadline;
-    if (r == CDDP_OK) r = cddp__poll_channels(v, until);
-    if (r != CDDP_OK || v->net != NULL) break;
-    late = cddp__now() >= v->deadline + (v->parent.fd < 0 ? 0 : v->parent.local ? 0.5 : 0.25);
-    all = v->with_rank_0 && v->node_socket >= 0 && v->registered_count >= (size_t)v->expected;
-    wrong = cddp__has_cause(&v->problem) && v->parent.fd < 0; /* else the parent decides */
-    if (late || (wrong && (all || cddp__now() > v->problem_at + CDDP__PROBLEM_S))) {
-      v->common = true;
-      r = cddp__check_cause(&v->problem);
-      return r != CDDP_OK ? r : cddp__fail_missing_ranks(v);
-    }
-    if (all)
-      r = cddp__build_table(v);
-    else if (v->node_socket >= 0 && v->parent.fd < 0)
-      r = cddp__find_root(v);
-  }
-  return r;
-}
-
-/* Creates the memfd: a window for the control block of the first group, one for each rank, and one
-   for each process that can join. The file is sparse, so its size uses no memory; a file size limit
-   makes the windows smaller. */
-static cddp_result cddp__create_memory(cddp__host *h) {
-  uint64_t windows = (uint64_t)h->size + 1;
-  struct rlimit limit;
-  if (getrlimit(RLIMIT_FSIZE, &limit) != 0) limit.rlim_cur = RLIM_INFINITY;
-  if (limit.rlim_cur == RLIM_INFINITY)
-    windows += CDDP__JOINS;
-  else
-    while (h->arena.window_bits > 12 && windows << h->arena.window_bits > (uint64_t)limit.rlim_cur)
-      h->arena.window_bits--;
-  if ((uint64_t)1 << h->arena.window_bits < CDDP__HUGE_PAGE + cddp__block_bytes(h->size, h->size))
-    return cddp__fail(CDDP_SYSTEM,
-                      "the file size limit of %llu bytes (ulimit -f) is too small for the memory "
-                      "that %d ranks share; raise it: ulimit -f unlimited",
-                      (unsigned long long)limit.rlim_cur, h->size);
-  h->arena.fd = cddp__above_stdio(
-      (int)syscall(SYS_memfd_create, "cddp", 3u /* MFD_CLOEXEC | MFD_ALLOW_SEALING */));
-  if (h->arena.fd < 0 && (errno == EMFILE || errno == ENFILE))
-    return cddp__fail(CDDP_SYSTEM, "memfd_create: %s; raise the limit (ulimit -n)",
-                      strerror(errno));
-  if (h->arena.fd < 0)
-    return cddp__fail(CDDP_SYSTEM,
-                      "memfd_create: %s: the ranks on a host share memory through it. If a "
-                      "container forbids it, allow it (Docker: --security-opt seccomp=unconfined), "
-                      "or give each rank its own CDDP_HOST_ID: the ranks then use TCP",
-                      strerror(errno));
-  if (ftruncate(h->arena.fd, (off_t)(windows << h->arena.window_bits)) != 0)
-    return cddp__fail_errno("ftruncate of shared memory");
-  fcntl(h->arena.fd, 1033 /* F_ADD_SEALS */,
-        2 | 4 /* SHRINK | GROW: no peer can remove pages that this rank uses */);
-  (void)fstat(h->arena.fd, &h->arena.memory);
-  return CDDP_OK;
-}
-
-/* Takes over the descriptors received with a table, and computes the size of the memory's windows.
-   size: ranks of the first group on this host. */
-static cddp_result cddp__receive_memory(cddp__rendezvous *v, int size) {
-  cddp__host *h = v->host;
-  uint64_t bytes;
-  h->arena.fd = v->fds[0];
-  v->registered[0].link_fd = v->fds[1];
-  v->fds[0] = v->fds[1] = -1;
-  if (h->arena.fd < 0 || (h->net != NULL && v->registered[0].link_fd < 0))
-    return cddp__fail_descriptors(v, EMFILE, "recvmsg of the shared memory");
-  (void)fstat(h->arena.fd, &h->arena.memory);
-  bytes = (uint64_t)h->arena.memory.st_size;
-  h->arena.window_bits = 12;
-  while (h->arena.window_bits < 40 && ((uint64_t)size + 1) << h->arena.window_bits < bytes)
-    h->arena.window_bits++;
-  return CDDP_OK;
-}
-
-/* Fills in the host from the address table; a damaged table is an error. With several nodes the
-   table becomes the host's. */
-static cddp_result cddp__apply_table(cddp__rendezvous *v) {
-  cddp__host *h = v->host;
-  cddp__net *n = v->net;
+/* Completes the table in this rank: its host, the ranks' numbers on their hosts, the secret for
+   links. A damaged table is an error. */
+static cddp_result cddp__check_table(cddp__rendezvous *v) {
+  cddp__net *net = v->net;
   int i;
-  n->rank = v->at->rank;
-  for (i = 0; i < n->host_count; i++) {
-    n->hosts[i].name[sizeof n->hosts[i].name - 1] = 0;
-    n->hosts[i].size = 0;
+  net->rank = v->at->rank;
+  for (i = 0; i < net->host_count; i++) {
+    net->hosts[i].name[sizeof net->hosts[i].name - 1] = 0;
+    net->hosts[i].size = 0;
   }
-  for (i = 0; i < n->size; i++) {
-    cddp__rank_entry *p = &n->ranks[i];
-    if (p->host < 0 || p->host >= n->host_count || p->pid == 0 ||
-        (i == n->rank && p->pid != (uint32_t)getpid()))
+  for (i = 0; i < net->size; i++) {
+    cddp__rank_entry *p = &net->ranks[i];
+    if (p->host < 0 || p->host >= net->host_count || p->pid == 0 ||
+        (i == net->rank && p->pid != (uint32_t)getpid()))
       return cddp__fail(CDDP_MISMATCH, "the rank table is damaged");
-    p->index = n->hosts[p->host].size++;
+    p->index = net->hosts[p->host].size++;
   }
-  n->host = n->ranks[n->rank].host;
-  for (i = 0; i < n->size; i++)
-    if (n->ranks[i].host == n->host) h->pids[n->ranks[i].index] = n->ranks[i].pid;
-  cddp__host_set_rank(h, n->hosts[n->host].size, n->ranks[n->rank].index, n->ranks[n->rank].index);
-  if (n->host_count == 1) return CDDP_OK;
-  h->net = n;
-  if (v->job_info->secret[0] == 0 || v->job_secret) return CDDP_OK;
-  n->secret = cddp__strdup(&h->allocator, v->job_info->secret);
-  return n->secret != NULL ? CDDP_OK : CDDP_OUT_OF_MEMORY;
-}
-
-/* Creates the group of all ranks. Its control block is at the start of the shared memory; a process
-   that has joined has its own. */
-static cddp_result cddp__world_group(cddp_group **out, cddp__host *h, int rank, int size,
-                                     double timeout_s) {
-  size_t bytes = cddp__round_up(cddp__block_bytes(size, h->size), cddp__page_size());
-  int fd = h->joined ? -1 : h->arena.fd;
-  struct flock lock;
-  char *block;
-  cddp_result r;
-  memset(&lock, 0, sizeof lock);
-  lock.l_type = F_WRLCK;
-  lock.l_start = h->index;
-  lock.l_len = 1;
-  if (fd >= 0 && fcntl(fd, F_SETLK, &lock) != 0) /* for cddp__process_gone */
-    return cddp__fail_errno("lock on the shared memory");
-  block = cddp__map_memory(fd, 0, bytes);
-  if (block == NULL)
-    return cddp__fail_mapping("the group's shared memory", bytes);
-  r = cddp__group_build(out, h, rank, size, NULL, block, timeout_s);
-  if (r != CDDP_OK) munmap(block, bytes);
-  return r;
+  net->host = net->ranks[net->rank].host;
+  net->listener = v->registered[0].link_fd;
+  v->registered[0].link_fd = -1;
+  if (v->at->secret[0] == 0 || v->at->launcher_secret || net->host_count == 1) return CDDP_OK;
+  net->secret = cddp__strdup(&v->host->allocator, v->at->secret);
+  return net->secret != NULL ? CDDP_OK : CDDP_OUT_OF_MEMORY;
 }
 
 /* Coordinators: checks that the ports of up to 32 ranks on other hosts can be reached. All ranks
@@ -10564,28 +10533,64 @@ static cddp_result cddp__check_ports(cddp__rendezvous *v) {
   return r;
 }
 
-/* Builds the group that the table describes, sends the table to the children, and waits until they
-   have built their groups. */
-static cddp_result cddp__rendezvous_finish(cddp__rendezvous *v, cddp_group **out) {
-  cddp__host *h = v->host;
-  cddp_result r = cddp__apply_table(v);
-  double deadline = v->deadline + 1;
-  size_t i;
-  if (r == CDDP_OK && v->node_socket >= 0 && h->net != NULL) {
-    r = cddp__check_ports(v);
-    if (deadline < cddp__now() + CDDP__BLOCKED_S + 1) /* for the other coordinators to check */
-      deadline = cddp__now() + CDDP__BLOCKED_S + 1;
+/* Registers this rank and those below it with the parent, until this rank has an error or the
+   address table, v->net. The root has the earliest deadline, since it knows the missing ranks. */
+static cddp_result cddp__collect_ranks(cddp__rendezvous *v) {
+  cddp_result r = CDDP_OK;
+  v->pause = 0.25;
+  v->next_look = cddp__now() + (v->store != NULL ? 0.002 : 0); /* all ranks may be on this host */
+  while (r == CDDP_OK && v->net == NULL) {
+    double until = v->deadline + 0.5;
+    bool late, all, wrong;
+    cddp__text why;
+    if (v->parent.fd < 0 && v->node_socket < 0) r = cddp__connect_node(v);
+    while (r == CDDP_OK && v->parent.fd >= 0 && v->forwarded < v->registered_count) {
+      cddp__registration *m = &v->registered[v->forwarded++]; /* the parent does not know it yet */
+      memcpy(m->info.token, v->token, sizeof v->token);
+      if (!v->parent.local && m->fits) r = cddp__listen_for_links(v, m);
+      why = cddp__textf("%s", cddp_error());
+      CDDP__POINT("hello");
+      /* An error of this send shows when the parent's answer is read. After a failure FAIL follows,
+         which the parent accepts only after RANK. */
+      (void)cddp__channel_send(v->parent.fd, CDDP__RENDEZVOUS_RANK, CDDP_OK, &m->info,
+                               sizeof m->info, NULL, v->deadline);
+      if (r != CDDP_OK) cddp__fail(r, "%s", why.s);
+      CDDP__POINT("greeted");
+    }
+    if (v->parent.fd < 0)
+      until = v->root_socket < 0 && v->next_look < v->deadline ? v->next_look : v->deadline;
+    if (r == CDDP_OK) r = cddp__poll_channels(v, until);
+    if (r != CDDP_OK || v->net != NULL) break;
+    late = cddp__now() >= v->deadline + (v->parent.fd < 0 ? 0 : v->parent.local ? 0.5 : 0.25);
+    all = v->with_rank_0 && v->node_socket >= 0 && v->registered_count >= (size_t)v->expected;
+    wrong = cddp__has_cause(&v->problem) && v->parent.fd < 0; /* else the parent decides */
+    if (late || (wrong && (all || cddp__now() > v->problem_at + CDDP__PROBLEM_S))) {
+      v->common = true;
+      r = cddp__check_cause(&v->problem);
+      return r != CDDP_OK ? r : cddp__fail_missing_ranks(v);
+    }
+    if (all)
+      r = cddp__build_table(v);
+    else if (v->node_socket >= 0 && v->parent.fd < 0)
+      r = cddp__find_root(v);
   }
-  if (r == CDDP_OK && v->node_socket < 0) /* a client */
-    r = cddp__receive_memory(v, h->size);
-  else if (r == CDDP_OK && h->size > 1)
-    r = cddp__create_memory(h);
-  cddp__host_set_rank(h, h->size, h->index, h->index); /* with the new window_bits */
-  if (r == CDDP_OK)
-    r = cddp__world_group(out, h, v->at->rank, v->at->world_size, v->at->timeout_s);
+  if (r == CDDP_OK) r = cddp__check_table(v);
+  if (r == CDDP_OK && v->node_socket >= 0 && v->net->host_count > 1) r = cddp__check_ports(v);
+  return r;
+}
+
+/* Sends the table to the children, with the memory to those on this host. Waits until they have
+   built their groups, and reports that to the parent. */
+static cddp_result cddp__confirm_table(cddp__rendezvous *v) {
+  double deadline = v->deadline + 1;
+  cddp_result r = CDDP_OK;
+  size_t i;
+  if (v->node_socket >= 0 && v->net->host_count > 1 &&
+      deadline < cddp__now() + CDDP__BLOCKED_S + 1) /* the other coordinators check their ports */
+    deadline = cddp__now() + CDDP__BLOCKED_S + 1;
   for (i = 0; i < v->child_count && r == CDDP_OK; i++) {
     cddp__channel *c = &v->children[i];
-    int *link_fd = &v->registered[c->first].link_fd, fds[2] = {h->arena.fd, *link_fd};
+    int *link_fd = &v->registered[c->first].link_fd, fds[2] = {v->host->arena.fd, *link_fd};
     if (!c->awaited) continue;
     CDDP__POINT("welcome");
     if (cddp__channel_send(c->fd, CDDP__RENDEZVOUS_TABLE, CDDP_OK, v->net->token,
@@ -10600,17 +10605,12 @@ static cddp_result cddp__rendezvous_finish(cddp__rendezvous *v, cddp_group **out
     if (waits && r == CDDP_OK) r = cddp__poll_channels(v, deadline);
     i = waits ? 0 : i + 1; /* channels may have moved */
   }
-  if (r == CDDP_OK && v->parent.fd >= 0 &&
-      cddp__channel_send(v->parent.fd, CDDP__RENDEZVOUS_READY, CDDP_OK, NULL, 0, NULL, deadline) !=
-          CDDP_OK) {
-    r = cddp__channel_receive(v, &v->parent); /* the parent can have sent FAIL */
-    if (r == CDDP_OK) r = cddp__report_channel_lost(v, &v->parent);
-  }
-  if (r != CDDP_OK || h->net == NULL) return r;
-  h->net->listener = v->registered[0].link_fd;
-  v->registered[0].link_fd = -1;
-  (void)cddp__register_socket(h->net->listener); /* a client got it from its coordinator */
-  return CDDP_OK;
+  if (r != CDDP_OK || v->parent.fd < 0 ||
+      cddp__channel_send(v->parent.fd, CDDP__RENDEZVOUS_READY, CDDP_OK, NULL, 0, NULL, deadline) ==
+          CDDP_OK)
+    return r;
+  r = cddp__channel_receive(v, &v->parent); /* the parent can have sent FAIL */
+  return r == CDDP_OK ? cddp__report_channel_lost(v, &v->parent) : r;
 }
 
 /* Sends FAIL. By TCP it waits up to 0.2 s for the other side to close: closing a socket with unread
@@ -10665,69 +10665,57 @@ static void cddp__report_failure(cddp__rendezvous *v, cddp_group *g, cddp_result
   cddp__fail(r, "%s", text);
 }
 
-/* Fills in this rank's info and the job's endpoint, and registers this rank. CDDP_JOB_SECRET is
-   "PORT:SECRET", made by cddp_spawn or cddprun for ranks on one host, so that other users of the
-   host cannot take part. It is used with that MASTER_PORT if the user has set no secret. */
+/* Begins a rendezvous: registers this rank. */
 static cddp_result cddp__rendezvous_init(cddp__rendezvous *v, const cddp__config *at,
-                                         const cddp_group_desc *d, cddp__host *h) {
-  const char *given = cddp__env("CDDP_JOB_SECRET"), *master = cddp__env("MASTER_PORT"),
-             *backend = cddp__backend_name(d),
-             *secret = d->secret != NULL ? d->secret : cddp__env("CDDP_SECRET");
-  bool cuda = d->device != NULL && strncmp(d->device, "cuda", 4) == 0;
-  size_t n = master != NULL ? strlen(master) : 0;
-  char machine[128];
-  cddp__job_info *job;
-  cddp__rank_info *i;
+                                         cddp__host *host) {
   memset(v, 0, sizeof *v);
   v->at = at;
-  v->host = h;
+  v->host = host;
+  v->job_info = host->job_info;
   v->deadline = cddp__now() + at->timeout_s;
   v->parent.fd = v->fds[0] = v->fds[1] = v->node_socket = v->root_socket = -1;
   v->nodes = 1;
   v->expected = at->world_size;
   v->serves = at->rank == 0 && !at->client_only;
-  v->job_secret = secret == NULL && given != NULL && n > 0 && at->port_name != NULL &&
-                  !at->client_only && strncmp(given, master, n) == 0 && given[n] == ':' &&
-                  given[n + 1] != 0;
-  if (v->job_secret) secret = given + n + 1;
-  if (secret == NULL) secret = "";
   snprintf(v->key, sizeof v->key, "%s/meeting", at->run);
   snprintf(v->blocked_key, sizeof v->blocked_key, "%s/blocked", at->run);
-  if (at->port != 0)
-    snprintf(h->endpoint, sizeof h->endpoint, "port %d", at->port);
-  else
-    snprintf(h->endpoint, sizeof h->endpoint, "%.80s", at->init_method);
-  n = strlen(secret) + 1;
-  v->job_info = h->job_info = job =
-      (cddp__job_info *)cddp__calloc(&h->allocator, 1, sizeof *job + n);
-  if (job == NULL) return CDDP_OUT_OF_MEMORY;
-  job->secret = (char *)memcpy(job + 1, secret, n);
-  job->timeout_s = at->timeout_s;
-  job->table.size = at->world_size;
-  if (!at->client_only) { /* else a launcher listens at MASTER_PORT */
-    memcpy(job->master, at->host, sizeof job->master);
-    job->port = at->port;
-  }
-  cddp__node_name(at, secret, job->node);
-  v->node_hash = (uint32_t)cddp__hash64(1, job->node, strlen(job->node)) | 1;
-  i = &job->table.info;
-  i->version = CDDP_VERSION;
-  i->world_size = (uint32_t)at->world_size;
-  i->rank = (uint32_t)at->rank;
-  i->pid = (uint32_t)getpid();
-  i->fp_mode = cddp__fp_mode();
-  i->user = (uint32_t)geteuid();
-  i->joins = (uint32_t)at->joins;
-  cddp__host_identity(machine, sizeof machine);
-  i->machine = cddp__hash64(0, machine, strlen(machine));
-  snprintf(i->backend, sizeof i->backend, "%s", backend != NULL ? backend : cuda ? "nccl" : "cpu");
-  snprintf(i->host.name, sizeof i->host.name, "%.67s", h->name);
-  return cddp__register_rank(v, i, 0);
+  return cddp__register_rank(v, &v->job_info->table.info, 0);
 }
 
-static void cddp__rendezvous_free(cddp__rendezvous *v) {
+/* Rank 0 serves the store at the job's endpoint, unless a launcher does. */
+static cddp_result cddp__serve_endpoint(cddp__rendezvous *v) {
+  const cddp__config *at = v->at;
+  cddp_result r;
+  if (!v->serves) return CDDP_OK;
+  if (at->listen_fd >= 0) cddp__store32(&cddp__listen_fd_user, (uint32_t)getpid());
+  r = cddp__open_store(v, v->deadline);
+  if (r != CDDP_OK && at->listen_fd_lost)
+    r = cddp__fail_in(r,
+                      "descriptor %s (CDDP_LISTEN_FD) of the launcher is closed: a "
+                      "program between the launcher and this process has closed it; ",
+                      getenv("CDDP_LISTEN_FD"));
+  else if (r == CDDP_NETWORK && at->port != 0)
+    r = cddp__ask_other_root(v, r);
+  return r;
+}
+
+/* Ends a rendezvous with result r: reports a failure to the other ranks. After a success this rank
+   keeps its socket name; and rank 0 its port, without listening, while the group lives: else the
+   system could give the port to the next job that asks for a free one, and the two jobs would have
+   one endpoint. */
+static cddp_result cddp__rendezvous_end(cddp__rendezvous *v, cddp_group *g, cddp_result r) {
   const cddp_allocator *a = &v->host->allocator;
+  const cddp__server *server = v->store != NULL ? v->store->server : NULL; /* in this process */
+  uint32_t refused = server != NULL ? cddp__load32(&server->unproven) : 0;
   size_t i;
+  cddp__report_failure(v, g, r);
+  if (r == CDDP_TIMEOUT && refused > 0)
+    r = cddp__fail_in(r, "%u connection%s with another CDDP_SECRET, or none, %s refused; ", refused,
+                      refused > 1 ? "s" : "", refused > 1 ? "were" : "was");
+  if (r == CDDP_OK) cddp__store32(&cddp__last_node_hash, v->job_info->node_hash);
+  if (r == CDDP_OK && server != NULL)
+    v->job_info->port_fd =
+        cddp__register_socket(fcntl(server->fds[0], F_DUPFD_CLOEXEC, STDERR_FILENO + 1));
   while (v->child_count > 0) cddp__remove_child(v, v->child_count - 1);
   for (i = 0; i < v->registered_count; i++) cddp__close_fd(&v->registered[i].link_fd);
   cddp__close_fd(&v->parent.fd);
@@ -10735,34 +10723,18 @@ static void cddp__rendezvous_free(cddp__rendezvous *v) {
   cddp__close_fd(&v->fds[1]);
   cddp__close_fd(&v->node_socket);
   cddp__close_fd(&v->root_socket);
-  cddp__close_store(v);
+  cddp__close_store(v); /* the server stops listening */
   if (v->net != v->host->net) cddp__net_release(v->net);
   cddp__free(a, v->children);
   cddp__free(a, v->poll);
   cddp__free(a, v->registered);
+  return r;
 }
 
 /* --- joining a running job --- */
 
 #define CDDP__JOB_GONE_S 2.0 /* without any rank, after which the job counts as ended */
 #define CDDP__JOIN_CALLS 64  /* connections of a joining process at the same time */
-
-/* Makes the memory of a job of one rank shareable from now on, for processes that join. Memory
-   allocated before stays private. */
-static void cddp__share_memory(cddp__host *h) {
-  struct rlimit limit;
-  cddp__extent *e = NULL;
-  size_t at = 0;
-  if (h->arena.fd >= 0 || h->size > 1 || h->net != NULL || h->job_info == NULL) return;
-  if (getrlimit(RLIMIT_FSIZE, &limit) != 0 || limit.rlim_cur != RLIM_INFINITY) return;
-  if (cddp__create_memory(h) != CDDP_OK) {
-    cddp__log(&h->logger, 1, "no process can join this rank: %s", cddp_error());
-    return;
-  }
-  while ((e = cddp__next_extent(h, e, &at)) != NULL) e->is_private = true;
-  memset(h->arena.lists, 0, sizeof h->arena.lists);
-  h->threads = false;
-}
 
 /* Opens the sockets for joining processes, which cddp__join_serve answers. Processes on other hosts
    connect to MASTER_PORT; one rank of each host listens there. The system holds back connections
@@ -10893,8 +10865,9 @@ static cddp_result cddp__join_check_time(const cddp__host *h, int called, double
     return cddp__fail(CDDP_PEER_LOST,
                       "CDDP_JOIN: found no rank of a job at %s on this host (%s)%s%s%s%s%s: the "
                       "job has ended, or has not started, or has another CDDP_SECRET%s",
-                      h->endpoint, h->name, far ? " or at " : "", far ? h->job_info->master : "",
-                      blocked[0] != 0 ? " (" : "", blocked, blocked[0] != 0 ? ")" : "",
+                      h->job_info->endpoint, h->name, far ? " or at " : "",
+                      far ? h->job_info->master : "", blocked[0] != 0 ? " (" : "", blocked,
+                      blocked[0] != 0 ? ")" : "",
                       far ? ", or a firewall blocks this port; if the job runs, set MASTER_ADDR to "
                             "a host where one of its ranks runs"
                           : "");
@@ -10904,7 +10877,7 @@ static cddp_result cddp__join_check_time(const cddp__host *h, int called, double
                                  "called cddp_ddp_next_shard or cddp_ddp_step"
                                : "CDDP_JOIN: timed out after %g s: ranks run at %s, but none has "
                                  "an elastic model: set elastic in cddp_ddp_desc",
-                    h->job_info->timeout_s, h->endpoint);
+                    h->job_info->timeout_s, h->job_info->endpoint);
 }
 
 /* Connects to ranks of the job until one has answered. */
@@ -10937,124 +10910,22 @@ static cddp_result cddp__find_job(cddp__host *h, double deadline, int fds[2],
   return r;
 }
 
-/* Maps the job's shared memory, and reserves a window that no process has used before. */
-static cddp_result cddp__join_memory(cddp__rendezvous *v, const cddp__join_table *table) {
-  cddp__host *h = v->host;
-  size_t page = cddp__page_size();
-  uint32_t joins;
-  cddp__control_block *first; /* of the job's first group; a page of it */
-  cddp_result r;
-  if (v->fds[0] < 0) return CDDP_OK; /* it shares no memory, as if it were alone on its host */
-  if ((r = cddp__receive_memory(v, table->local_size)) != CDDP_OK) return r;
-  first = (cddp__control_block *)(void *)cddp__map_memory(h->arena.fd, 0, page);
-  if (first == NULL) return cddp__fail_errno("mmap of the job's shared memory");
-  joins = cddp__add32(&first->joins, 1);
-  h->cores = cddp__count_cores(first->processors, h->container_cores);
-  munmap(first, page);
-  cddp__host_set_rank(h, h->size, h->index, table->local_size + (int)joins - 1);
-  if (joins <= CDDP__JOINS &&
-      (uint64_t)(h->arena.window + 2) << h->arena.window_bits <=
-          (uint64_t)lseek(h->arena.fd, 0, SEEK_END))
-    return CDDP_OK;
-  return cddp__fail(CDDP_UNSUPPORTED,
-                    "CDDP_JOIN: the job is full: at most %d processes can join it in its lifetime, "
-                    "and none if it runs with a file size limit (ulimit -f)",
-                    CDDP__JOINS);
-}
-
-/* Finds the job, and creates a broken group on the memory that its ranks share. */
-static cddp_result cddp__join(cddp_group **out, const cddp__config *at, const cddp_group_desc *d,
-                              cddp__host *h) {
-  cddp__rendezvous v;
+/* Finds the job that this process joins: its table, and *fd, the memory of its ranks here, or -1. A
+   process without that memory is alone on its host. */
+static cddp_result cddp__join_find(cddp__host *host, int *fd) {
+  cddp__job_info *job = host->job_info;
   cddp__join_table table;
-  cddp_result r = cddp__rendezvous_init(&v, at, d, h);
-  h->joined = true;
-  if (r == CDDP_OK) r = cddp__find_job(h, v.deadline, v.fds, &table);
-  if (r == CDDP_OK) r = cddp__compare_ranks(&table.info, &v.registered[0].info);
-  if (r == CDDP_OK) r = cddp__join_memory(&v, &table);
-  if (r == CDDP_OK) {
-    h->job_info->table.size = table.size;
-    h->job_info->table.lead = table.lead;
-    h->job_info->table.address = table.address;
-    h->job_info->table.host = table.host;
-    h->job_info->table.shards = table.shards;
-    r = cddp__world_group(out, h, at->rank, h->size, at->timeout_s);
+  int fds[2] = {-1, -1};
+  cddp_result r = cddp__find_job(host, cddp__now() + job->timeout_s, fds, &table);
+  if (r == CDDP_OK) r = cddp__compare_ranks(&table.info, &job->table.info);
+  if (r != CDDP_OK) {
+    cddp__close_fd(&fds[0]);
+    return r;
   }
-  if (r == CDDP_OK) { /* only memory and models work in a group without other ranks */
-    h->slots = NULL;
-    cddp__fail(CDDP_UNSUPPORTED,
-               "rank %d has joined the job (CDDP_JOIN) and does not belong to the group of its "
-               "first ranks: use cddp_ddp_group, the group of the current ranks, and skip "
-               "cddp_load (the job sends its weights and states)",
-               at->rank);
-    (void)cddp__break(*out, CDDP_UNSUPPORTED);
-  }
-  if (r == CDDP_OK && table.job != 0)
-    r = cddp__record_open(&h->record, table.job, at->rank, h->size,
-                          table.life);
-  if (r == CDDP_OK && h->arena.fd >= 0) /* its index follows those of the first group */
-    cddp__host_set_rank(h, table.local_size, h->arena.window, h->arena.window);
-  cddp__rendezvous_free(&v);
-  return r;
-}
-
-/* --- the whole rendezvous --- */
-
-/* Connects to the other ranks and builds the group of all ranks. Afterwards h has the shared memory
-   and the process ids of the ranks on this host. A rank that starts alone connects to no rank, but
-   processes can join it later if it has an elastic model. After a failure *out can be a group too,
-   which the caller destroys. */
-static cddp_result cddp__rendezvous_run(cddp_group **out, cddp__config *at,
-                                        const cddp_group_desc *d, cddp__host *h) {
-  cddp__rendezvous v;
-  const cddp__server *s;
-  uint32_t refused;
-  int next;
-  cddp_result r;
-  if (h->threads && at->init_method[0] == 0) return cddp__world_group(out, h, 0, 1, at->timeout_s);
-  r = cddp__rendezvous_init(&v, at, d, h);
-  if (h->threads) {
-    cddp__rendezvous_free(&v);
-    return r == CDDP_OK ? cddp__world_group(out, h, 0, 1, at->timeout_s) : r;
-  }
-  if (r == CDDP_OK) r = cddp__claim_rank(&v);
-  if (at->listen_fd >= 0) cddp__store32(&cddp__listen_fd_user, (uint32_t)getpid());
-  if (r == CDDP_OK && v.serves) {
-    r = cddp__open_store(&v, v.deadline);
-    if (r != CDDP_OK && at->listen_fd_lost)
-      r = cddp__fail_in(r,
-                        "descriptor %s (CDDP_LISTEN_FD) of the launcher is closed: a "
-                        "program between the launcher and this process has closed it; ",
-                        getenv("CDDP_LISTEN_FD"));
-    else if (r == CDDP_NETWORK && at->port != 0)
-      r = cddp__ask_other_root(&v, r);
-  }
-  cddp__close_fd(&at->listen_fd);
-  if (r == CDDP_OK) r = cddp__rendezvous_register(&v);
-  if (r == CDDP_OK) r = cddp__rendezvous_finish(&v, out);
-  cddp__report_failure(&v, *out, r);
-  s = v.store != NULL ? v.store->server : NULL; /* in this process */
-  refused = s != NULL ? cddp__load32(&s->unproven) : 0;
-  if (r == CDDP_TIMEOUT && refused > 0)
-    r = cddp__fail_in(r, "%u connection%s with another CDDP_SECRET, or none, %s refused; ",
-                      refused, refused > 1 ? "s" : "", refused > 1 ? "were" : "was");
-  if (r == CDDP_OK) {
-    cddp__store32(&cddp__last_node_hash, v.node_hash);
-    h->started_before = cddp__boot_ticks();
-    /* For cddp__wait_tick. If seccomp forbids pidfd_open, only the next rank's parent process can
-       know that it has ended. */
-    next = (h->index + 1) % h->size;
-    if (next != h->index)
-      h->pidfds[next] =
-          cddp__above_stdio((int)syscall(SYS_pidfd_open, (pid_t)h->pids[next], 0u));
-    /* The group holds the store's port while it lives, without listening. Otherwise the system
-       could give the port to the next job that asks for a free one, and the two jobs would have
-       one endpoint. */
-    if (s != NULL)
-      h->port = cddp__register_socket(fcntl(s->fds[0], F_DUPFD_CLOEXEC, STDERR_FILENO + 1));
-  }
-  cddp__rendezvous_free(&v); /* the server stops listening */
-  return r;
+  *fd = fds[0];
+  table.info = job->table.info;
+  job->table = table;
+  return CDDP_OK;
 }
 
 /* >>hosts --------------------------------------------------------------------------------------
@@ -14294,7 +14165,8 @@ static cddp_result cddp__check_call(const cddp_group *g, const cddp__call *call)
    Job: create, split and destroy groups.
    Owns: the groups that it creates. Their control blocks belong to >>arena, which frees them.
    Touches: a group before other rooms know it, and after they have left it.
-   Entry points: cddp__init, cddp__split_group, cddp__split, cddp__group_leave.
+   Entry points: cddp__init, cddp__split_group, cddp__split, cddp__group_leave;
+   cddp__group_build and cddp__host_release for ranks that are threads and for elastic models.
    How a group is split:
      1. In a round of the parent each rank announces its color and key.
      2. In a second round the lowest rank of each new group and host announces the address of the
@@ -14303,8 +14175,85 @@ static cddp_result cddp__check_call(const cddp_group *g, const cddp__call *call)
    How a group is left: a rank marks its slot and counts itself in the control block. When all ranks
    have left, the rank that allocated the block frees it (>>arena). */
 
-/* Writes the ranks with this color, by (key, rank), to members. Returns their number. */
+/* Creates a group on a control block that all members have mapped. Takes a reference to the
+   host. */
+static cddp_result cddp__group_build(cddp_group **out, cddp__host *host, int rank, int size,
+                                     const int *members, char *block, double timeout_s) {
+  size_t arrays = 2 * (size_t)size * (sizeof(int) + sizeof(void *)), bytes;
+  cddp_group *g = (cddp_group *)cddp__calloc(&host->allocator, 1, sizeof *g + arrays);
+  cddp__slot *slot;
+  int i, place;
+  *out = NULL;
+  if (g == NULL) return CDDP_OUT_OF_MEMORY;
+  g->buffers = (void **)(void *)(g + 1);
+  g->slices = g->buffers + size;
+  g->members = (int *)(void *)(g->slices + size);
+  g->slot_index = g->members + size;
+  for (i = 0; i < size; i++)
+    g->members[i] = members != NULL                               ? members[i]
+                    : host->net == NULL                           ? i
+                    : host->net->ranks[i].host == host->net->host ? host->net->ranks[i].index
+                                                                  : -1;
+  g->host = host;
+  g->rank = rank;
+  g->size = size;
+  g->block = (cddp__control_block *)(void *)block;
+  g->block_generation = cddp__load32(&g->block->generation);
+  g->timeout_s = timeout_s;
+  for (i = 0; i < size; i++) g->local_size += g->members[i] >= 0;
+  for (i = 0, place = 0; i < size; i++)
+    g->slot_index[i] = g->members[i] >= 0 ? place++ : g->local_size;
+  g->local_rank = g->slot_index[rank];
+  g->slots = (cddp__slot *)(void *)(block + cddp__block_slots(size));
+  g->staging = block + cddp__block_head(size, g->local_size);
+  bytes = CDDP__L2;
+  bytes = bytes == 0 || bytes >= CDDP__STAGING_L2 ? cddp__staging_bytes(size) : CDDP__STAGING_MIN;
+  (void)cddp__swap32(&g->block->staging, 0, (uint32_t)bytes);
+  g->staging_size = g->local_size == size ? cddp__load32(&g->block->staging) : 0;
+  cddp__use_host_memory(g);
+  (void)cddp__swap32(&g->block->cores, 0, (uint32_t)host->cores);
+  cddp__set_wait_policy(g);
+  g->yields = CDDP__YIELDS;
+  pthread_mutex_init(&g->fail_lock, NULL);
+  pthread_mutex_init(&g->p2p.lock, NULL);
+  pthread_mutex_init(&g->engine.lock, NULL);
+  cddp__cond_init(&g->engine.changed);
+  cddp__cond_init(&g->engine.work);
+  slot = cddp__slot_of(g, rank);
+  g->engine.works = &slot->works;
+  g->p2p.sends[0] = slot->sends;
+  g->p2p.send_blocks = 1;
+  cddp__store32(&slot->state, CDDP__SLOT_TAKEN);
+  pthread_mutex_lock(&host->lock);
+  if (host->groups == NULL && size > 1) host->slots = g->slots; /* the job's first group */
+  g->next = host->groups;
+  host->groups = g;
+  pthread_mutex_unlock(&host->lock);
+  pthread_mutex_lock(&host->lead->lock);
+  host->lead->refs++;
+  pthread_mutex_unlock(&host->lead->lock);
+  *out = g;
+  return CDDP_OK;
+}
 
+/* Gives back a reference to a host. Ranks that are threads read each other's memory, so all hosts
+   of a lead are freed together, when no rank has a group any more. */
+static void cddp__host_release(cddp__host *host) {
+  cddp__host *lead = host != NULL ? host->lead : NULL;
+  int left;
+  if (host == NULL) return;
+  pthread_mutex_lock(&lead->lock);
+  left = --lead->refs;
+  pthread_mutex_unlock(&lead->lock);
+  for (host = lead; left == 0 && host != NULL; host = lead) {
+    lead = host->sibling;
+    cddp__job_info_free(host);
+    cddp__net_release(host->net);
+    cddp__host_free(host);
+  }
+}
+
+/* Writes the ranks with this color, by (key, rank), to members. Returns their number. */
 static int cddp__members_of_color(const cddp_group *g, int color, int *members) {
   int n = 0, p, i;
   for (p = 0; color >= 0 && p < g->size; p++) {
@@ -14388,8 +14337,10 @@ static void cddp__group_leave(cddp_group *g) {
   pthread_mutex_unlock(&host->lock);
   cddp__hosts_leave(g);
   for (i = cddp__send_count(g) - 1; i >= 0; i--) /* messages not yet received stay valid */
-    if (!cddp__send_open(cddp__send_at(g, i))) cddp__arena_free(host, cddp__send_at(g, i)->stage);
-    else cddp__arena_free_with(host, cddp__send_at(g, i)->stage, g->block);
+    if (!cddp__send_open(cddp__send_at(g, i)))
+      cddp__arena_free(host, cddp__send_at(g, i)->stage);
+    else
+      cddp__arena_free_with(host, cddp__send_at(g, i)->stage, g->block);
   for (i = 1; i < g->p2p.send_blocks; i++) cddp__arena_free_with(host, g->p2p.sends[i], g->block);
   (g->carrier->leave)(g);
   (void)cddp__swap32(&slot->state, CDDP__SLOT_TAKEN, CDDP__SLOT_LEFT);
@@ -14398,8 +14349,7 @@ static void cddp__group_leave(cddp_group *g) {
   if (g->block_ref.kind == CDDP__REF_NONE) { /* the first group of its host */
     size_t bytes = cddp__block_bytes(g->size, g->local_size);
     host->slots = NULL;
-    if (!host->threads || g->size == 1)
-      munmap(g->block, cddp__round_up(bytes, cddp__page_size()));
+    if (!host->threads || g->size == 1) munmap(g->block, cddp__round_up(bytes, cddp__page_size()));
   }
   pthread_mutex_destroy(&g->fail_lock);
   pthread_mutex_destroy(&g->p2p.lock);
@@ -14482,54 +14432,152 @@ static cddp_result cddp__split_group(cddp_group *g, int color, int key, uint64_t
   return r;
 }
 
-static cddp_result cddp__init(cddp_group **out, const cddp_group_desc *d) {
-  cddp__config at;
-  cddp__host *host;
-  unsigned char job[8]; /* the job's number for records; all ranks use rank 0's */
-  cddp_group *g = NULL;
-  int size;
+/* Creates the group of all ranks. Its control block is at the start of the shared memory; a process
+   that has joined has its own. */
+static cddp_result cddp__world_group(cddp_group **out, cddp__host *host,
+                                     const cddp__config *config) {
+  int fd = host->joined ? -1 : host->arena.fd,
+      size = host->joined ? host->size : config->world_size;
+  size_t bytes = cddp__round_up(cddp__block_bytes(size, host->size), cddp__page_size());
+  struct flock lock;
+  char *block;
   cddp_result r;
-  if ((r = cddp__discover(&at, d)) != CDDP_OK) return r;
-  size = at.rank < at.world_size ? at.world_size : at.rank + 1;
-  host = cddp__host_create(&d->allocator, &d->logger, size, at.rank);
-  if (host == NULL) return CDDP_OUT_OF_MEMORY;
-  host->threads = at.world_size == 1 && !at.joins;
-  r = at.joins ? cddp__join(&g, &at, d, host) : cddp__rendezvous_run(&g, &at, d, host);
-  cddp__host_release(host);
-  if (at.joins && r != CDDP_OK && g != NULL) cddp__group_leave(g);
-  if (g == NULL || at.joins) {
-    *out = r == CDDP_OK ? g : NULL;
-    return r;
+  memset(&lock, 0, sizeof lock);
+  lock.l_type = F_WRLCK;
+  lock.l_start = host->index;
+  lock.l_len = 1;
+  if (fd >= 0 && fcntl(fd, F_SETLK, &lock) != 0) /* for cddp__process_gone */
+    return cddp__fail_errno("lock on the shared memory");
+  block = cddp__map_memory(fd, 0, bytes);
+  if (block == NULL) return cddp__fail_mapping("the group's shared memory", bytes);
+  r = cddp__group_build(out, host, config->rank, size, NULL, block, config->timeout_s);
+  if (r != CDDP_OK) munmap(block, bytes);
+  return r;
+}
+
+/* The host's part of the table of ranks: the processes here. If there are other hosts, the host
+   keeps the table. */
+static void cddp__host_set_ranks(cddp__host *host, cddp__net *table) {
+  int i;
+  for (i = 0; i < table->size; i++)
+    if (table->ranks[i].host == table->host)
+      host->pids[table->ranks[i].index] = table->ranks[i].pid;
+  host->size = table->hosts[table->host].size;
+  host->index = host->arena.window = table->ranks[table->rank].index;
+  host->arena.window_end = (uint64_t)(host->arena.window + 1) << host->arena.window_bits;
+  if (table->host_count > 1) host->net = table;
+}
+
+/* Starts a job of several ranks: they find each other, share the memory of their host, and create
+   the group of all ranks. After a failure *out can be a group too, which the caller destroys. */
+static cddp_result cddp__start_job(cddp_group **out, cddp__config *config, cddp__host *host) {
+  cddp__rendezvous v;
+  int next;
+  cddp_result r = cddp__rendezvous_init(&v, config, host);
+  if (r == CDDP_OK) r = cddp__claim_rank(&v);
+  if (r == CDDP_OK) r = cddp__serve_endpoint(&v);
+  cddp__close_fd(&config->listen_fd);
+  if (r == CDDP_OK) r = cddp__collect_ranks(&v);
+  if (r == CDDP_OK) cddp__host_set_ranks(host, v.net);
+  if (r == CDDP_OK && v.fds[0] >= 0) {
+    cddp__open_memory(host, v.fds[0], host->size);
+    v.fds[0] = -1;
+  } else if (r == CDDP_OK && host->size > 1) {
+    r = cddp__create_memory(host, CDDP__HUGE_PAGE + cddp__block_bytes(host->size, host->size));
   }
+  if (r == CDDP_OK) r = cddp__world_group(out, host, config);
+  if (r == CDDP_OK) r = cddp__confirm_table(&v);
+  r = cddp__rendezvous_end(&v, *out, r);
+  if (r != CDDP_OK) return r;
+  /* For cddp__wait_tick. If seccomp forbids pidfd_open, only the next rank's parent process can
+     know that it has ended. */
+  host->started_before = cddp__boot_ticks();
+  next = (host->index + 1) % host->size;
+  if (next != host->index)
+    host->pidfds[next] =
+        cddp__above_stdio((int)syscall(SYS_pidfd_open, (pid_t)host->pids[next], 0u));
+  return CDDP_OK;
+}
+
+/* Joins a running job (CDDP_JOIN): finds it, and creates a broken group on the memory that its
+   ranks share. cddp_ddp_create does the rest: >>elastic. */
+static cddp_result cddp__join_job(cddp_group **out, const cddp__config *config, cddp__host *host) {
+  const cddp__join_table *table = &host->job_info->table;
+  int fd = -1;
+  cddp_result r;
+  host->joined = true;
+  r = cddp__join_find(host, &fd);
+  if (r == CDDP_OK && fd >= 0) r = cddp__join_memory(host, fd, table->local_size);
+  if (r == CDDP_OK) r = cddp__world_group(out, host, config);
+  if (r != CDDP_OK) return r;
+  host->slots = NULL; /* only memory and models work in a group without other ranks */
+  cddp__fail(CDDP_UNSUPPORTED,
+             "rank %d has joined the job (CDDP_JOIN) and does not belong to the group of its "
+             "first ranks: use cddp_ddp_group, the group of the current ranks, and skip "
+             "cddp_load (the job sends its weights and states)",
+             config->rank);
+  (void)cddp__break(*out, CDDP_UNSUPPORTED);
+  if (table->job != 0)
+    r = cddp__record_open(&host->record, table->job, config->rank, host->size, table->life);
+  if (r == CDDP_OK && host->arena.fd >= 0) { /* its index follows those of the first group */
+    host->size = table->local_size;
+    host->index = host->arena.window;
+  }
+  return r;
+}
+
+/* The first round of all ranks: they agree on the job's number for records, which is rank 0's, and
+   on the number of cores. */
+static cddp_result cddp__first_round(cddp_group *g) {
+  cddp__host *host = g->host;
+  unsigned char job[8];
+  cddp_result r;
   cddp__put64(job, cddp__record_job());
-  (void)cddp__count_cores(g->block->processors, g->host->container_cores);
-  if (r == CDDP_OK) r = cddp__hosts_attach(g, g->host->net, NULL);
+  (void)cddp__count_cores(g->block->processors, host->container_cores);
+  r = cddp__hosts_attach(g, host->net, NULL);
   if (r == CDDP_OK)
     r = cddp__round(g, CDDP__SCOPE_ALL, CDDP__KIND_BARRIER, CDDP__PHASE_CALL, 0, job, sizeof job);
-  if (r == CDDP_OK) { /* after this round all ranks of the host compute the same number of cores */
-    g->host->cores = cddp__count_cores(g->block->processors, g->host->container_cores);
-    cddp__store32(&g->block->cores, (uint32_t)g->host->cores);
-    cddp__set_wait_policy(g);
-  }
+  if (r != CDDP_OK) return r;
+  host->cores = cddp__count_cores(g->block->processors, host->container_cores);
+  cddp__store32(&g->block->cores, (uint32_t)host->cores);
+  cddp__set_wait_policy(g);
+  return cddp__record_open(&host->record, cddp__get64(cddp__op_header_of(g, 0, g->round)->u.bytes),
+                           g->rank, g->size, 0);
+}
+
+static cddp_result cddp__init(cddp_group **out, const cddp_group_desc *d) {
+  cddp__config config;
+  cddp__host *host;
+  cddp_group *g = NULL;
+  int size;
+  cddp_result r = cddp__discover(&config, d);
+  if (r != CDDP_OK) return r;
+  /* a process that joins can have a rank above world_size */
+  size = config.rank < config.world_size ? config.world_size : config.rank + 1;
+  host = cddp__host_create(&d->allocator, &d->logger, size, config.rank);
+  if (host == NULL) return CDDP_OUT_OF_MEMORY;
+  host->threads = config.world_size == 1 && !config.joins;
+  if (config.init_method[0] != 0) r = cddp__job_info_create(host, &config);
   if (r == CDDP_OK)
-    r = cddp__record_open(&g->host->record,
-                          cddp__get64(cddp__op_header_of(g, 0, g->round)->u.bytes), g->rank,
-                          g->size, 0);
+    r = config.joins    ? cddp__join_job(&g, &config, host)
+        : host->threads ? cddp__world_group(&g, host, &config)
+                        : cddp__start_job(&g, &config, host);
+  cddp__host_release(host); /* the group has it */
+  if (r == CDDP_OK && !config.joins) r = cddp__first_round(g);
 #ifdef CDDP_MPI
-  if (r == CDDP_OK && cddp__backend_name(d) != NULL && strcmp(cddp__backend_name(d), "mpi") == 0) {
+  if (r == CDDP_OK && !config.joins && strcmp(config.backend, "mpi") == 0) {
     r = cddp__consensus(g, cddp__mpi_start(g), NULL, 0, NULL);
     if (r == CDDP_OK) r = cddp__mpi_split(NULL, g, 0, g->rank);
     if (r == CDDP_OK) g->carrier = &cddp__mpi_carrier;
   }
 #endif
-  if (r != CDDP_OK) {
-    cddp__group_leave(g);
-    return r;
-  }
-  cddp__log(&d->logger, 2, "rank %d of %d is ready (pid %d, %d cores%s)", at.rank, at.world_size,
-            (int)getpid(), g->host->cores, g->oversubscribed ? ", shared by more ranks" : "");
+  if (r != CDDP_OK && g != NULL) cddp__group_leave(g);
+  if (r != CDDP_OK) return r;
+  if (!config.joins)
+    cddp__log(&d->logger, 2, "rank %d of %d is ready (pid %d, %d cores%s)", g->rank, g->size,
+              (int)getpid(), g->host->cores, g->oversubscribed ? ", shared by more ranks" : "");
   *out = g;
-  return r;
+  return CDDP_OK;
 }
 /* >>sparse -------------------------------------------------------------------------------------
    Job: gradients that consist of rows of a parameter, as those of an embedding.
@@ -23630,12 +23678,12 @@ typedef struct cddp__spawn_job {
   pid_t parent;
   pid_t *pids; /* [n] in the memory of fds. 0: not forked, or ended; -1: to be forked again */
   int alive;
-  bool blind;         /* no pidfd for some child: poll every 10 ms */
-  struct pollfd *fds; /* [n] pidfds, -1: none */
-  cddp_result result; /* the first failure */
+  bool blind;                 /* no pidfd for some child: poll every 10 ms */
+  struct pollfd *fds;         /* [n] pidfds, -1: none */
+  cddp_result result;         /* the first failure */
   char text[CDDP__ERROR_MAX]; /* its error text */
-  bool by_signal;  /* a signal killed the child that failed first */
-  int next_signal; /* sent to the others at deadline; 0: no child has failed yet */
+  bool by_signal;             /* a signal killed the child that failed first */
+  int next_signal;            /* sent to the others at deadline; 0: no child has failed yet */
   double deadline;
 } cddp__spawn_job;
 
@@ -23667,8 +23715,8 @@ CDDP__WEAK(void, cddp__blas_set_threads, (int), "openblas_set_num_threads");
 /* Sets one thread per rank, as torchrun does, unless the user or the program has set a number. */
 static void cddp__set_one_thread(void) {
   bool omp = cddp__omp_procs != NULL && cddp__omp_threads != NULL && cddp__omp_set_threads != NULL;
-  bool blas = cddp__blas_procs != NULL && cddp__blas_threads != NULL &&
-              cddp__blas_set_threads != NULL;
+  bool blas =
+      cddp__blas_procs != NULL && cddp__blas_threads != NULL && cddp__blas_set_threads != NULL;
   if (cddp__env("OMP_NUM_THREADS") != NULL) return;
   setenv("OMP_NUM_THREADS", "1", 1);
   if (omp && cddp__omp_threads() == cddp__omp_procs()) cddp__omp_set_threads(1);
@@ -23697,9 +23745,12 @@ static void cddp__run_child(const cddp__spawn_job *job, int rank, bool joins) {
   unsetenv("TORCHELASTIC_USE_AGENT_STORE");
   unsetenv("CDDP_LISTEN_FD");
   unsetenv("CDDP_JOIN");
-  if (joins) setenv("CDDP_JOIN", "1", 1);
-  else if (rank == 0) cddp__setenv_int("CDDP_LISTEN_FD", job->listen_fd);
-  else close(job->listen_fd);
+  if (joins)
+    setenv("CDDP_JOIN", "1", 1);
+  else if (rank == 0)
+    cddp__setenv_int("CDDP_LISTEN_FD", job->listen_fd);
+  else
+    close(job->listen_fd);
   if (job->n > 1) cddp__set_one_thread();
   if (!isatty(1)) setvbuf(stdout, line, _IOLBF, sizeof line); /* keeps the ranks' lines apart */
   cddp__error_text[0] = 0;
@@ -23739,7 +23790,8 @@ static void cddp__reap_children(cddp__spawn_job *job) {
       snprintf(job->text, sizeof job->text,
                "rank %d (pid %d) has ended, but another part of this program took its exit status "
                "(SIGCHLD ignored, SA_NOCLDWAIT, or waitpid(-1) in a handler or a thread); "
-               "during cddp_spawn leave SIGCHLD at SIG_DFL and wait for no child", i, (int)pid);
+               "during cddp_spawn leave SIGCHLD at SIG_DFL and wait for no child",
+               i, (int)pid);
     }
     if (known && status == 0) job->succeeded = true;
     if (!known || status == 0 || !fresh) continue;
@@ -23838,8 +23890,10 @@ static cddp_result cddp__spawn(const char *caller, int (*fn)(int rank, void *arg
                    can get its number */
   if (syscall(SYS_pipe2, job.start, O_CLOEXEC) != 0) r = cddp__fail_errno("pipe2");
   job.fds = (struct pollfd *)calloc((size_t)nprocs, sizeof *job.fds + sizeof *job.pids);
-  if (job.fds == NULL) r = cddp__fail(CDDP_OUT_OF_MEMORY, "out of memory for %d processes", nprocs);
-  else job.pids = (pid_t *)(job.fds + nprocs);
+  if (job.fds == NULL)
+    r = cddp__fail(CDDP_OUT_OF_MEMORY, "out of memory for %d processes", nprocs);
+  else
+    job.pids = (pid_t *)(job.fds + nprocs);
   if (cddp__omp_pause != NULL) cddp__omp_pause(1 /* omp_pause_soft */);
   for (i = 0; i < nprocs && r == CDDP_OK; i++) job.fds[i].fd = -1;
   for (i = 0; i < nprocs && r == CDDP_OK; i++) r = cddp__fork_child(&job, i, false);
@@ -23847,7 +23901,7 @@ static cddp_result cddp__spawn(const char *caller, int (*fn)(int rank, void *arg
   if (r == CDDP_OK && write(job.start[1], bytes, (size_t)nprocs) != nprocs)
     r = cddp__fail_errno("write");
   if (r != CDDP_OK) cddp__spawn_note_failure(&job, r, 0);
-  close(job.listen_fd); /* rank 0 has it */
+  close(job.listen_fd);                            /* rank 0 has it */
   if (r != CDDP_OK) cddp__close_fd(&job.start[1]); /* children exit without a byte */
   r = cddp__wait_children(&job);
   cddp__close_fd(&job.start[0]);
@@ -23874,8 +23928,8 @@ typedef struct cddp__thread_rank {
   cddp_group *group;
   cddp__host *host; /* kept until all threads have ended: others can still read its memory */
   int code;
-  bool returned;           /* false: fn called pthread_exit, or was cancelled */
-  cddp__atomic_u32 *first; /* 1 + the rank that failed first; 0: none has */
+  bool returned;              /* false: fn called pthread_exit, or was cancelled */
+  cddp__atomic_u32 *first;    /* 1 + the rank that failed first; 0: none has */
   char text[CDDP__ERROR_MAX]; /* the thread's last error, for the caller's error text */
 } cddp__thread_rank;
 

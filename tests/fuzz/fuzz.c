@@ -848,7 +848,6 @@ static void store_asked(fake_fd *f, const unsigned char *p, size_t n) {
 static void target_meeting(input *in) {
   unsigned settings = take(in);
   cddp_allocator a = world_allocator();
-  cddp_group_desc d;
   cddp__rendezvous m;
   cddp__config at;
   cddp_group *g = NULL;
@@ -856,7 +855,8 @@ static void target_meeting(input *in) {
   int fd;
   world_begin(in);
   memset(&at, 0, sizeof at);
-  memset(&d, 0, sizeof d);
+  at.secret = "";
+  snprintf(at.backend, sizeof at.backend, "cpu");
   at.world_size = 2 + (int)(settings % 4);
   at.rank = (int)(settings / 4 % 4) % at.world_size;
   at.timeout_s = 20;
@@ -867,9 +867,10 @@ static void target_meeting(input *in) {
   w.silent = settings & 32;
   memset(&m, 0, sizeof m);
   m.host = cddp__host_create(&a, NULL, at.world_size, at.rank);
-  r = m.host != NULL ? cddp__rendezvous_init(&m, &at, &d, m.host) : CDDP_OUT_OF_MEMORY;
+  r = m.host != NULL ? cddp__job_info_create(m.host, &at) : CDDP_OUT_OF_MEMORY;
+  if (r == CDDP_OK) r = cddp__rendezvous_init(&m, &at, m.host);
   m.store = (cddp_store *)cddp__calloc(&a, 1, sizeof *m.store);
-  if (m.host != NULL && m.store != NULL) {
+  if (m.host != NULL && m.host->job_info != NULL && m.store != NULL) {
     m.serves = false;
     m.store->allocator = a;
     m.store->timeout_s = 20;
@@ -888,16 +889,23 @@ static void target_meeting(input *in) {
     } else {
       m.node_socket = world_fd();
     }
-    if (r == CDDP_OK) r = cddp__rendezvous_register(&m);
-    if (r == CDDP_OK) r = cddp__rendezvous_finish(&m, &g);
+    if (r == CDDP_OK) r = cddp__collect_ranks(&m);
+    if (r == CDDP_OK) cddp__host_set_ranks(m.host, m.net);
+    if (r == CDDP_OK && m.fds[0] >= 0) {
+      cddp__open_memory(m.host, m.fds[0], m.host->size);
+      m.fds[0] = -1;
+    } else if (r == CDDP_OK && m.host->size > 1) {
+      r = cddp__create_memory(m.host, 0);
+    }
+    if (r == CDDP_OK) r = cddp__world_group(&g, m.host, &at);
+    if (r == CDDP_OK) r = cddp__confirm_table(&m);
     must_say(r);
-    cddp__report_failure(&m, g, r);
+    (void)cddp__rendezvous_end(&m, g, r);
     if (g != NULL) cddp__group_leave(g);
   } else {
     cddp__free(&a, m.store);
     m.store = NULL;
   }
-  if (m.host != NULL) cddp__rendezvous_free(&m);
   cddp__host_release(m.host);
   w.meeting = NULL;
   world_end();
@@ -925,7 +933,7 @@ static cddp__host *link_host(const cddp_allocator *a, bool secret) {
   for (i = 1; i < LINK_RANKS; i++) n->ranks[i].host = 1, n->ranks[i].index = i - 1;
   n->listener = world_fd();
   if (secret) n->secret = cddp__strdup(a, "secret");
-  cddp__host_set_rank(h, 1, 0, 0);
+  h->size = 1;
   return h;
 }
 
@@ -1040,13 +1048,17 @@ static void target_link(input *in) {
   unsigned settings = take(in);
   cddp_allocator a = world_allocator();
   static link_world k;
+  cddp__config at;
   cddp__host *h;
   world_begin(in);
   memset(&k, 0, sizeof k);
+  memset(&at, 0, sizeof at);
+  at.world_size = LINK_RANKS;
+  at.timeout_s = 5;
   w.silent = true;
   h = link_host(&a, settings & 1);
   if (h != NULL && h->net != NULL && (!(settings & 1) || h->net->secret != NULL) &&
-      cddp__world_group(&k.g, h, 0, LINK_RANKS, 5) == CDDP_OK) {
+      cddp__world_group(&k.g, h, &at) == CDDP_OK) {
     if (cddp__hosts_attach(k.g, h->net, NULL) == CDDP_OK) {
       w.tiny = settings & 2;
       while (in->n > 0) link_event(&k, in);
