@@ -2476,8 +2476,8 @@ typedef struct cddp__hosts {
   int subtree_count;
   int *widths;              /* [subtree_count] leaves of each subtree */
   int *leaves, leaf_count;  /* ranks that are summed: those that are not in cddp_ddp_join */
-  struct cddp__item *items; /* [size * CDDP__FRAMES] posted frames, then free entries */
-  int item_count;
+  struct cddp__delivery *deliveries; /* [size * CDDP__FRAMES] posted frames, then free entries */
+  int delivery_count;
   double looked;                 /* leaders: when a round last read notices, of cddp__now() */
   long step;                     /* of a slice; posted frames belong to this step */
   const void **pointers, **sums; /* [size] sources of a reduction */
@@ -2490,7 +2490,7 @@ typedef struct cddp__hosts {
   cddp__connection *links; /* to ranks of other hosts; p2p.lock, as are the fields up to `pass` */
   cddp__message *stored, **stored_end; /* messages that no receive waits for yet, oldest first */
   size_t stored_bytes;                 /* of all of them */
-  uint64_t pass;         /* number of the current pass through the items */
+  uint64_t pass;         /* number of the current pass through the deliveries */
   bool polling;          /* a thread of this rank polls for all threads that wait */
   int wake_fd;           /* an eventfd that wakes it */
   int epoll;             /* of connections, wake_fd and listener, edge-triggered */
@@ -4457,6 +4457,19 @@ static cddp_result cddp__connection_post(cddp__connection *c, int type, uint32_t
   cddp__buffer_add(&c->out, &head, sizeof head);
   cddp__buffer_add(&c->out, body, size);
   return CDDP_OK;
+}
+
+/* Whether no frame is partly sent and no bytes wait. */
+static bool cddp__connection_is_idle(const cddp__connection *c) {
+  return c->state == CDDP__CONNECTION_UP && c->sent == 0 && cddp__buffer_size(&c->out) == 0;
+}
+
+/* Sends BYE, unless a frame is partly sent. BYE is short: it is sent completely or not at all. */
+static void cddp__connection_say_bye(cddp__connection *c, bool broken) {
+  cddp__frame_head bye = cddp__frame_head_of(CDDP__FRAME_BYE, broken, CDDP_U8, 0, 0);
+  if (cddp__connection_is_idle(c) &&
+      send(c->fd, &bye, sizeof bye, MSG_NOSIGNAL | MSG_DONTWAIT) < 0 && errno != EAGAIN)
+    cddp__connection_end(c, errno);
 }
 
 /* Whether the head of the next frame is complete, in in_head, and its body is not begun. */
@@ -8445,7 +8458,7 @@ static bool cddp__rank_needed(const cddp_group *g, int p) {
   if (!cddp__has_announced(g, p)) return true;
   if (g->oversubscribed && cddp__load32(&g->block->release) != g->round) return true;
   if (g->hosts == NULL) return false;
-  return g->hosts->item_count > 0 ||
+  return g->hosts->delivery_count > 0 ||
          (!g->hosts->local_only && !cddp__has_announced(g, g->hosts->lowest_remote));
 }
 
@@ -9223,13 +9236,10 @@ static bool cddp__link_reconnect(const cddp__net *n, cddp__connection *c) {
   return true;
 }
 
-/* Closes and frees a link. Sends BYE if no frame is partly sent. BYE is short enough to be sent
-   completely or not at all. */
+/* Says BYE, closes and frees a link. */
 static void cddp__link_close(cddp__connection *c) {
-  cddp__frame_head bye = cddp__frame_head_of(CDDP__FRAME_BYE, 0, CDDP_U8, 0, 0);
   char rest[4096];
-  if (c->state == CDDP__CONNECTION_UP && c->sent == 0 && cddp__buffer_size(&c->out) == 0)
-    (void)!send(c->fd, &bye, sizeof bye, MSG_NOSIGNAL | MSG_DONTWAIT);
+  cddp__connection_say_bye(c, false);
   while (recv(c->fd, rest, sizeof rest, MSG_DONTWAIT) > 0) {} /* unread bytes make close a reset */
   cddp__link_free(c);
 }
@@ -10930,69 +10940,39 @@ static cddp_result cddp__join_find(cddp__host *host, int *fd) {
 
 /* >>hosts --------------------------------------------------------------------------------------
    Job: carry the headers of a round, the bytes of collectives and messages, and failures between
-   the hosts of a group.
-   Owns: cddp__hosts, its connections and its scratch. Lock of connections: p2p.lock. Also the
-   headers and staging buffers of remote ranks in this host's control block.
-   Entry points: those in >>hooks for rooms above; its carrier, cddp__hosts_run and
-   cddp__hosts_average; for messages cddp__hosts_post, cddp__hosts_can_post, cddp__hosts_serve and
-   cddp__hosts_pause; cddp__hosts_attach and cddp__hosts_leave.
-   Rounds: on each host the control block has headers for all ranks of the group. The leader of a
-   host is its lowest rank in the group.
-     1. The leader waits until all ranks on its host have announced the round.
-     2. The leaders exchange their hosts' headers. Up to CDDP__DIRECT_HOSTS leaders exchange
-        directly, in one turn. More leaders take several turns and forward headers.
-     3. The leader writes the headers of remote ranks into the control block. All ranks then compare
-        all headers, as on one host. Mismatches, small all_reduce calls, splits and the agreements
-        of a cddp_ddp need nothing else.
-   In a direct exchange the ranks' shares of a short collective travel with the headers, from their
-   staging buffers to the staging buffers of the remote ranks. The collective then takes one round
-   and costs as much as a barrier. A local round involves the ranks of this host only.
+   the hosts of a group. tests/bench/scale.md computes the costs for 4,096 ranks on 512 hosts.
+   Owns: cddp__hosts, its links and its scratch. Lock of links: p2p.lock. Also the headers and
+   staging buffers of remote ranks in this host's control block.
+   Entry points: those in >>hooks; its carrier, cddp__hosts_run and _average; for messages
+   cddp__hosts_post, _can_post, _serve and _pause; cddp__hosts_attach and cddp__hosts_leave.
+   Rounds: the leader of a host, its lowest rank in the group, waits until all ranks there have
+   announced the round. It exchanges their headers with the other leaders and writes those of remote
+   ranks into the control block. All ranks then compare all headers, as on one host. Up to
+   CDDP__DIRECT_HOSTS leaders exchange directly: the ranks' shares of a short collective travel with
+   the headers, so it costs as much as a barrier. More leaders take turns and forward headers.
    Collectives that do not fit into headers or staging buffers:
-     1. A round announces each rank's VIEW, which is its receive buffer, or of a sum its send
-        buffer. All ranks on the host read the rank's contribution there, and write its result
-        there. If they cannot access the buffer, the view is in shared scratch, and the call moves
-        in chunks that fit there. Otherwise the call is one chunk.
-     2. Each rank OWNS a part of a chunk. In a call with a share for each rank, that is its share.
-        Else it is a slice of the array, for ranks with a local number that exists on every host.
-     3. A: all hosts send the owner their contributions, which are sums of their ranks' views, or
-        bytes. B: the owner sends its part to the hosts. all_reduce, reduce and broadcast use A and
-        B, which moves the fewest bytes. reduce_scatter, scatter and all_to_all use A. The gathers
-        use B.
-     4. One rank acts for its host, so that bytes for several ranks travel once. It writes received
-        bytes into the views of the others.
-     5. Parts move in pieces: while one piece is added up, others are in transit.
-   In a short all_reduce all hosts send to all, and each adds up the whole array. Between two hosts
-   this moves no more bytes and saves a turn.
-   Canonical sum: a host adds up each subtree of the canonical tree with all its ranks there, and
-   sends these sums. A sum of several f16 or bf16 elements is sent unrounded, as f32. The owner adds
-   up the rest of the tree, so the bits are those of one host. A host with consecutive, aligned
-   ranks has one such subtree. Ranks scattered over hosts have many subtrees and send more bytes.
-   Messages (send, recv): bytes that the system accepts are sent immediately. The rest is copied,
-   and sent in later calls of any group, before later pieces of a collective. A message is received
-   into the buffer of a receive that waits for that rank, else into memory. A rank from which no
-   call waits for anything is not read while 256 MiB of messages are stored.
-   Failures: the rank that breaks the group sends a notice to the ranks on other hosts (in large
-   groups to the lowest rank of each host). Every rank that knows of the failure ends its
-   connections. Only a rank's own host knows how it died, so a rank waits CDDP__REMOTE_CAUSE_LONG_S
-   for a notice after a connection has ended. In a healthy group a rank sends an early notice if a
-   rank on its host has died, or if it leaves because another group has failed. No call fails
-   because of an early notice; but a call that fails later because of the loss names the dead rank.
-   Before a round times out, hosts tell each other by notices which of their ranks have reached it.
-   tests/bench/scale.md computes the costs for 4,096 ranks on 512 hosts. */
+     1. A round announces each rank's VIEW: its receive buffer, or of a sum its send buffer. All
+        ranks on the host read its contribution there and write its result there. If they cannot,
+        the view is in shared scratch, and the call moves in chunks that fit there.
+     2. Each rank OWNS a part of a chunk: its share if each rank has one, else a slice.
+     3. A: all hosts send the owner their contributions, sums of their ranks' views or bytes. B: the
+        owner sends its part to the hosts. all_reduce, reduce and broadcast use A and B;
+        reduce_scatter, scatter and all_to_all use A; the gathers use B.
+     4. One rank acts for its host, so that bytes for several ranks travel once. Parts move in
+        pieces: while one piece is added up, others are in transit. */
 
 #define CDDP__DIRECT_HOSTS 8 /* exchange headers in one turn; with more hosts no shares travel */
 #define CDDP__NOTICE_CHECK_S 1e-3 /* between a leader's checks for notices */
 #define CDDP__ARRIVALS_S 0.3 /* for hosts to answer which of their ranks have reached a round */
 #define CDDP__HEADER_BYTES sizeof(cddp__op_header) /* on the wire too */
 #define CDDP__PIECE_MOST ((size_t)2 << 20) /* bytes of all parts of a piece; of one: CDDP__PIECE */
-/* Limit for slice bytes times hosts, up to which every host adds up the whole array. It is higher
-   for two hosts, where this moves no more bytes. */
+/* Limit for slice bytes times hosts, up to which every host sends its sums to all hosts and adds up
+   the whole array: one turn less. It is higher for two hosts, where this moves no more bytes. */
 #define CDDP__WHOLE_MOST ((size_t)32 << 10)
 #define CDDP__WHOLE_MOST_OF_TWO ((size_t)256 << 10)
 #define CDDP__AHEAD 2 /* pieces sent before the first result is received */
-/* Polls of the connections before a rank with its own core sleeps: about one millisecond. With a
-   tenth of that most waits for a piece of a long call ended in a sleep, and the call took several
-   times as long. */
+/* Polls of the links before a rank with its own core sleeps: about one millisecond. With a tenth of
+   that, most waits for a piece ended in a sleep, and long calls took several times as long. */
 #define CDDP__POLLS 3000
 /* Polls between two yields of the core. Ranks that count as several hosts can share cores without
    knowing it, as in containers. A yield on an idle core costs less than a poll. */
@@ -11002,18 +10982,16 @@ static cddp_result cddp__join_find(cddp__host *host, int *fd) {
 #define CDDP__STAGED_MAX ((size_t)256 << 20) /* bytes in copies per group before a send waits */
 #define CDDP__SCRATCH ((size_t)2 << 20) /* bytes of a rank's scratch: two halves, used in turn */
 
-/* --- connections --- */
+/* --- links --- */
 
-static void cddp__watch_link(const cddp__hosts *x, const cddp__connection *link) {
+static void cddp__watch_link(const cddp__hosts *hosts, const cddp__connection *link) {
   struct epoll_event event;
   memset(&event, 0, sizeof event);
   event.events = EPOLLIN | EPOLLOUT | EPOLLET;
-  (void)epoll_ctl(x->epoll, EPOLL_CTL_ADD, link->fd, &event);
+  (void)epoll_ctl(hosts->epoll, EPOLL_CTL_ADD, link->fd, &event);
 }
 
-/* If a connection has ended: connects it again, or records the peer as lost and the connection's
-   error, once. If there are two connections, the other one can still hold bytes that the peer sent
-   before it left. */
+/* If a link has ended: connects it again, or records the peer as lost, once. */
 static void cddp__check_link_end(cddp_group *g, cddp__connection *link) {
   cddp__peer *p = &g->hosts->peers[link->rank];
   const cddp__connection *other = p->link[p->link[0] == link];
@@ -11023,30 +11001,30 @@ static void cddp__check_link_end(cddp_group *g, cddp__connection *link) {
     return;
   }
   if (link->error <= 0 && other != NULL && other->state == CDDP__CONNECTION_UP)
-    return; /* see above */
+    return; /* the other link can hold bytes that the peer sent before it left */
   p->lost_at = cddp__now();
   p->error = other != NULL && other->error == CDDP__LEFT ? CDDP__LEFT : link->error;
   cddp__store32(&p->lost, 1);
 }
 
-/* Adds a connection to its peer. Frees it if its peer is no remote rank of the group, or has two
-   already. p2p.lock held. */
+/* Adds a link to its peer. Frees it if the peer is no remote rank of the group, or has two links.
+   p2p.lock held. */
 static void cddp__add_link(cddp_group *g, cddp__connection *link) {
-  cddp__hosts *x = g->hosts;
+  cddp__hosts *hosts = g->hosts;
   cddp__connection **at;
   for (link->rank = 0; link->rank < g->size && g->world[link->rank] != link->peer; link->rank++) {}
-  at = link->rank < g->size ? x->peers[link->rank].link : NULL;
+  at = link->rank < g->size ? hosts->peers[link->rank].link : NULL;
   if (at == NULL || g->members[link->rank] >= 0 || at[1] != NULL) {
     cddp__link_free(link);
     return;
   }
-  link->next = x->links;
-  x->links = link;
-  cddp__watch_link(x, link);
+  link->next = hosts->links;
+  hosts->links = link;
+  cddp__watch_link(hosts, link);
   __atomic_store_n(&at[at[0] != NULL], link, __ATOMIC_RELEASE);
 }
 
-/* Takes the group's incoming connections over from the net. p2p.lock held. */
+/* Takes the group's incoming links over from the net. p2p.lock held. */
 static void cddp__claim_links(cddp_group *g) {
   cddp__net *n = g->hosts->net;
   cddp__connection **at, *link;
@@ -11062,8 +11040,8 @@ static void cddp__claim_links(cddp_group *g) {
   pthread_mutex_unlock(&n->lock);
 }
 
-/* Finds the connection on which this rank sends to another rank: peer.link[0]. call: makes it if
-   there is none. p2p.lock held. */
+/* Finds the link on which this rank sends to another rank: peer.link[0]. call: makes it if there is
+   none. p2p.lock held. */
 static cddp_result cddp__find_link(cddp_group *g, int rank, bool call) {
   cddp__peer *p = &g->hosts->peers[rank];
   cddp_result r = CDDP_OK;
@@ -11084,9 +11062,9 @@ static bool cddp__is_awaited(const cddp_group *g, int rank) {
   return false;
 }
 
-/* Finds the receive with a buffer that can take a message directly: the oldest one that matches its
-   head, if no older stored message matches. NULL: there is none, its length differs, or it receives
-   from any rank, so that another rank's message can arrive first. p2p.lock held. */
+/* The receive into whose buffer a message can go directly: the oldest one that matches its head, if
+   no stored message is older. NULL: none, or another length, or it receives from any rank, so that
+   another rank's message can arrive first. p2p.lock held. */
 static cddp_work *cddp__recv_for(const cddp_group *g, int from, const cddp__frame_head *head) {
   const cddp__message *m;
   cddp_work *q = g->p2p.recvs;
@@ -11103,34 +11081,19 @@ static cddp_work *cddp__recv_for(const cddp_group *g, int from, const cddp__fram
   return q;
 }
 
-/* Handles a complete frame: the receive that got it is done; without one the frame is stored.
-   p2p.lock held. */
-static void cddp__keep_message(cddp_group *g, cddp__connection *link, cddp__message *m) {
-  cddp__hosts *x = g->hosts;
-  if (link->into != NULL) {
-    link->into->filling = false;
-    link->into->done = true;
-    link->into = NULL;
-    cddp__free(&x->net->allocator, m);
-    return;
-  }
-  *x->stored_end = m;
-  x->stored_end = &m->next;
-  x->stored_bytes += m->head.size;
-}
-
-/* Continues a connection without blocking: its handshake, bytes that wait to be sent, and received
-   frames up to the next piece. Messages that no call awaits are read up to CDDP__STAGED_MAX bytes.
-   Received bytes wake this rank's sleeping threads. p2p.lock held. */
+/* Continues a link without blocking: bytes that wait to be sent, and received frames up to the next
+   piece. A frame goes to the receive with its buffer, or is stored. A link from which no call
+   awaits anything is not read while CDDP__STAGED_MAX bytes are stored. Received bytes wake this
+   rank's threads. p2p.lock held. */
 static void cddp__read_link(cddp_group *g, cddp__connection *link, bool awaited) {
-  cddp__hosts *x = g->hosts;
+  cddp__hosts *hosts = g->hosts;
   size_t got = link->got;
   bool came = false;
   uint64_t one = 1;
   cddp__message *m;
-  cddp__link_progress(x->net, link);
+  cddp__link_progress(hosts->net, link);
   while (link->state == CDDP__CONNECTION_UP &&
-         (awaited || x->stored_bytes <= CDDP__STAGED_MAX || cddp__is_awaited(g, link->rank))) {
+         (awaited || hosts->stored_bytes <= CDDP__STAGED_MAX || cddp__is_awaited(g, link->rank))) {
     if (cddp__connection_peek(link) &&
         (link->into = cddp__recv_for(g, link->rank, &link->in_head)) != NULL) {
       link->into->filling = true;
@@ -11138,17 +11101,27 @@ static void cddp__read_link(cddp_group *g, cddp__connection *link, bool awaited)
       link->into->result = CDDP_OK;
     }
     if ((m = cddp__connection_receive(link, SIZE_MAX / 16)) == NULL) break;
-    cddp__keep_message(g, link, m);
+    if (link->into != NULL) {
+      link->into->filling = false;
+      link->into->done = true;
+      link->into = NULL;
+      cddp__free(&hosts->net->allocator, m);
+    } else {
+      *hosts->stored_end = m;
+      hosts->stored_end = &m->next;
+      hosts->stored_bytes += m->head.size;
+    }
     came = true;
     if (cddp__buffer_size(&link->in) == 0) break; /* most likely no more bytes have arrived */
   }
   cddp__check_link_end(g, link);
   if (!came && link->got == got) return;
   cddp__notify(g, g->rank);
-  if (x->polling && write(x->wake_fd, &one, sizeof one) < 0) {} /* full: the thread wakes anyway */
+  if (hosts->polling && write(hosts->wake_fd, &one, sizeof one) < 0) {
+  } /* full: the thread wakes anyway */
 }
 
-/* Sends waiting bytes on all connections. Returns the number of bytes left. p2p.lock held. */
+/* Sends waiting bytes on all links. Returns the number of bytes left. p2p.lock held. */
 static size_t cddp__flush_links(cddp_group *g) {
   cddp__connection *link;
   size_t left = 0;
@@ -11173,19 +11146,18 @@ static void cddp__hosts_poll(cddp_group *g) {
   pthread_mutex_unlock(&h->lock);
 }
 
-/* --- failure --- */
+/* --- failure ---
+   The rank that breaks the group sends a notice. Every rank that knows of the failure ends its
+   links. Only a rank's own host knows how it died, so a rank waits CDDP__REMOTE_CAUSE_LONG_S for a
+   notice after a link has ended. An early notice, in a healthy group, breaks nothing; but a call
+   that fails later because of the loss names the dead rank. */
 
-/* A living process announces it, if it can, before it ends its links: cddp__elastic_record_ends. */
+/* Ends this rank's links. BYE tells that its process lives: cddp__elastic_record_ends. */
 static void cddp__hosts_disconnect(cddp_group *g) {
-  cddp__frame_head bye = cddp__frame_head_of(CDDP__FRAME_BYE, 1, CDDP_U8, 0, 0);
   int p;
   if (pthread_mutex_trylock(&g->p2p.lock) == 0) {
     cddp__connection *link = g->hosts->links;
-    for (; link != NULL; link = link->next)
-      if (link->state == CDDP__CONNECTION_UP && link->sent == 0 &&
-          cddp__buffer_size(&link->out) == 0 &&
-          send(link->fd, &bye, sizeof bye, MSG_NOSIGNAL | MSG_DONTWAIT) < 0 && errno != EAGAIN)
-        cddp__connection_end(link, errno);
+    for (; link != NULL; link = link->next) cddp__connection_say_bye(link, true);
     pthread_mutex_unlock(&g->p2p.lock);
   }
   for (p = 0; p < 2 * g->size; p++) {
@@ -11232,12 +11204,12 @@ static void cddp__early_notice(cddp_group *g, bool leaving) {
                        text.s);
 }
 
-/* Sleeps at most 5 ms, until a thread that waits for a rank, or CDDP_ANY, can continue. Events: a
-   connection is ready, a process connects to this rank, or its `events` have changed. One of this
-   rank's threads polls for all; the others sleep until it has woken up. If w->due, the thread also
-   connects to the awaited ranks on other hosts: the end of a connection shows the end of a rank. */
+/* Sleeps at most 5 ms, until a thread that waits for a rank, or CDDP_ANY, can continue: a link is
+   ready, a process connects to this rank, or its `events` have changed. One of this rank's threads
+   polls for all; the others sleep until it has woken up. If w->due, the thread also connects to the
+   awaited ranks on other hosts: the end of a link shows the end of a rank. */
 static void cddp__hosts_pause(cddp_group *g, cddp__wait *w, int peer, uint32_t events) {
-  cddp__hosts *x = g->hosts;
+  cddp__hosts *hosts = g->hosts;
   cddp__slot *slot = cddp__slot_of(g, g->rank);
   struct epoll_event news[16];
   double start;
@@ -11247,19 +11219,20 @@ static void cddp__hosts_pause(cddp_group *g, cddp__wait *w, int peer, uint32_t e
   pthread_mutex_lock(&g->p2p.lock);
   for (p = 0; w->due && p < g->size; p++)
     if ((peer == CDDP_ANY || p == peer) && g->members[p] < 0) (void)cddp__find_link(g, p, true);
-  for (link = x->links; w->due && link != NULL; link = link->next) cddp__link_check_timeout(link);
-  polls = !x->polling && cddp__load32(&slot->events) == events;
-  x->polling = x->polling || polls;
+  for (link = hosts->links; w->due && link != NULL; link = link->next)
+    cddp__link_check_timeout(link);
+  polls = !hosts->polling && cddp__load32(&slot->events) == events;
+  hosts->polling = hosts->polling || polls;
   pthread_mutex_unlock(&g->p2p.lock);
   if (!polls) {
     cddp__wait_sleep(g, w, &slot->waiting, &slot->events, events);
     return;
   }
   start = cddp__now();
-  if (epoll_wait(x->epoll, news, 16, ms) < 0) {} /* an error only shortens the sleep */
+  if (epoll_wait(hosts->epoll, news, 16, ms) < 0) {} /* an error only shortens the sleep */
   cddp__note_sleep(start, 1e-3 * ms);
   pthread_mutex_lock(&g->p2p.lock);
-  x->polling = false;
+  hosts->polling = false;
   cddp__notify(g, g->rank);
   pthread_mutex_unlock(&g->p2p.lock);
   if (w->due) cddp__early_notice(g, false);
@@ -11267,9 +11240,9 @@ static void cddp__hosts_pause(cddp_group *g, cddp__wait *w, int peer, uint32_t e
 
 /* --- send and recv --- */
 
-/* Whether a message of `bytes` bytes can be posted: the connection to the rank is made, and the
-   waiting bytes are within the limit. One such message is always within it. If the rank has left
-   and no bytes wait here, it has received all earlier messages: no loss. p2p.lock held. */
+/* Whether a message of `bytes` bytes can be posted: the link is made, and no more bytes wait than
+   this message or CDDP__STAGED_MAX. If the rank has left and no bytes wait here, it has received
+   all earlier messages: no loss. p2p.lock held. */
 static bool cddp__hosts_can_post(cddp_group *g, int peer, size_t bytes) {
   const cddp__connection *link;
   if (cddp__find_link(g, peer, true) != CDDP_OK) return false;
@@ -11280,7 +11253,8 @@ static bool cddp__hosts_can_post(cddp_group *g, int peer, size_t bytes) {
   return cddp__flush_links(g) <= cddp__max(CDDP__STAGED_MAX, bytes + sizeof(cddp__frame_head));
 }
 
-/* Sends a message to a rank on another host as far as the system accepts it. Copies the rest. */
+/* Sends a message to a rank on another host as far as the system accepts it. The rest is copied,
+   and sent in later calls of any group, before later pieces of a collective. */
 static cddp_result cddp__hosts_post(cddp_group *g, const cddp__call *c) {
   size_t bytes = c->count * c->esize, sent = 0, skip;
   cddp__frame_head head =
@@ -11291,7 +11265,7 @@ static cddp_result cddp__hosts_post(cddp_group *g, const cddp__call *c) {
   if ((r = cddp__find_link(g, c->root, true)) != CDDP_OK) goto done;
   link = g->hosts->peers[c->root].link[0];
   cddp__link_progress(g->hosts->net, link);
-  if (link->state == CDDP__CONNECTION_UP && link->sent == 0 && cddp__buffer_size(&link->out) == 0)
+  if (cddp__connection_is_idle(link))
     (void)cddp__connection_io(link, &head, c->send, bytes, &sent, SIZE_MAX, true);
   skip = cddp__min(sent, sizeof head);
   if (cddp__buffer_reserve(&link->out, sizeof head + bytes - sent)) {
@@ -11309,8 +11283,8 @@ done:
   return r;
 }
 
-/* Detaches a receive from the message that is being received into its buffer. The message continues
-   in separate memory. p2p.lock held. */
+/* Detaches a receive from the message that arrives in its buffer. The message continues in separate
+   memory. p2p.lock held. */
 static void cddp__hosts_detach_receive(cddp_group *g, cddp_work *q) {
   const cddp__net *n = g->hosts->net;
   cddp__message *m = NULL;
@@ -11334,15 +11308,15 @@ static void cddp__hosts_detach_receive(cddp_group *g, cddp_work *q) {
 /* Removes the oldest stored frame of a type from a rank, with a tag (-1: any). NULL: none. p2p.lock
    held. */
 static cddp__message *cddp__take_message(cddp_group *g, uint32_t type, int from, int tag) {
-  cddp__hosts *x = g->hosts;
-  cddp__message **at = &x->stored, *m;
+  cddp__hosts *hosts = g->hosts;
+  cddp__message **at = &hosts->stored, *m;
   while ((m = *at) != NULL &&
          (m->head.type != type || m->from != from || (tag >= 0 && m->head.number != (uint32_t)tag)))
     at = &m->next;
   if (m == NULL) return NULL;
   *at = m->next;
-  if (m->next == NULL) x->stored_end = at;
-  x->stored_bytes -= m->head.size;
+  if (m->next == NULL) hosts->stored_end = at;
+  hosts->stored_bytes -= m->head.size;
   return m;
 }
 
@@ -11355,22 +11329,21 @@ static void cddp__hosts_serve(cddp_group *g) {
 
 /* --- headers and pieces --- */
 
-/* A frame that the thread of the collectives sends from its memory, or awaits into it. */
-typedef struct cddp__item {
+/* A posted frame: the thread of the collectives sends it from its memory, or awaits it there. */
+typedef struct cddp__delivery {
   int rank; /* the peer's, in the group */
   bool out;
   int type; /* CDDP__FRAME_HEADERS or _PIECE */
   const void *data;
   size_t size; /* bytes; of awaited headers the limit */
   long step;   /* of a sent frame: in which it was posted */
-} cddp__item;
+} cddp__delivery;
 
-/* Posts a frame of `size` bytes to be sent or received. The frames of one rank move in the order in
-   which they were posted. */
+/* Posts a frame of `size` bytes. The frames of one rank move in the order of their posting. */
 static void cddp__post_frame(cddp_group *g, int type, bool out, int rank, const void *data,
                              size_t size) {
-  cddp__item *it = &g->hosts->items[g->hosts->item_count++];
-  CDDP_ASSERT(g->hosts->item_count <= CDDP__FRAMES * g->size);
+  cddp__delivery *it = &g->hosts->deliveries[g->hosts->delivery_count++];
+  CDDP_ASSERT(g->hosts->delivery_count <= CDDP__FRAMES * g->size);
   it->rank = rank;
   it->out = out;
   it->type = type;
@@ -11379,15 +11352,14 @@ static void cddp__post_frame(cddp_group *g, int type, bool out, int rank, const 
   it->step = g->hosts->step;
 }
 
-/* Continues a frame on a connection. Returns whether it is complete. */
-static bool cddp__move_frame(cddp_group *g, const cddp__item *it, cddp__connection *link) {
+/* Continues a frame on a link. Returns whether it is complete. */
+static bool cddp__move_frame(cddp_group *g, const cddp__delivery *it, cddp__connection *link) {
   cddp__frame_head head = cddp__frame_head_of(it->type, g->round, CDDP_U8, it->size, it->size);
   void *data = (void *)(uintptr_t)it->data;
-  cddp__hosts *x = g->hosts;
+  cddp__hosts *hosts = g->hosts;
   cddp__message *m;
   if (it->out) {
-    cddp__link_progress(x->net, link);
-    if (link->state != CDDP__CONNECTION_UP) return false;
+    if (!cddp__link_progress(hosts->net, link)) return false;
     if (link->sent == 0 && cddp__buffer_size(&link->out) > 0)
       return false; /* earlier bytes first */
     if (link->sent == 0) link->out_head = head;
@@ -11402,8 +11374,8 @@ static bool cddp__move_frame(cddp_group *g, const cddp__item *it, cddp__connecti
   if (it->type == CDDP__FRAME_HEADERS &&
       (m = cddp__take_message(g, CDDP__FRAME_HEADERS, it->rank, -1)) != NULL) {
     memcpy(data, m + 1, cddp__min(m->head.size, it->size));
-    x->nodes[x->peers[it->rank].host].came = m->head.size;
-    cddp__free(&x->net->allocator, m);
+    hosts->nodes[hosts->peers[it->rank].host].came = m->head.size;
+    cddp__free(&hosts->net->allocator, m);
     return true;
   }
   if (link->state != CDDP__CONNECTION_UP) return false;
@@ -11417,20 +11389,20 @@ static bool cddp__move_frame(cddp_group *g, const cddp__item *it, cddp__connecti
   return true;
 }
 
-/* Continues the posted frames. Returns a rank with an incomplete frame, not counting frames to send
-   that were posted in step `due` or later; -1: none. It prefers a lost rank. *r: the error of a
-   connection that cannot be made now. p2p.lock held. */
+/* Continues the posted frames. Returns a rank with an incomplete frame, a lost one if there is one,
+   not counting frames to send that were posted in step `due` or later; -1: none. *r: the error of a
+   link that cannot be made now. p2p.lock held. */
 static int cddp__move_frames(cddp_group *g, long due, bool *moved, cddp_result *r) {
-  cddp__hosts *x = g->hosts;
+  cddp__hosts *hosts = g->hosts;
   int i, k, kept = 0, late = -1;
-  x->pass++;
-  for (i = 0; i < x->item_count; i++) {
-    cddp__item it = x->items[i];
-    cddp__peer *p = &x->peers[it.rank];
+  hosts->pass++;
+  for (i = 0; i < hosts->delivery_count; i++) {
+    cddp__delivery it = hosts->deliveries[i];
+    cddp__peer *p = &hosts->peers[it.rank];
     bool done = false;
     if (p->link[0] == NULL && *r == CDDP_OK)
       *r = cddp__find_link(g, it.rank, g->world[g->rank] < g->world[it.rank]);
-    for (k = 0; !done && p->pass[it.out] != x->pass && k < 2 - it.out; k++) {
+    for (k = 0; !done && p->pass[it.out] != hosts->pass && k < 2 - it.out; k++) {
       cddp__connection *link = p->link[k];
       size_t before = link == NULL ? 0 : it.out ? link->sent : link->got;
       if (link == NULL) break;
@@ -11440,12 +11412,12 @@ static int cddp__move_frames(cddp_group *g, long due, bool *moved, cddp_result *
     }
     *moved = *moved || done;
     if (done) continue;
-    p->pass[it.out] = x->pass; /* the rank's other frames wait for this one */
-    x->items[kept++] = it;
-    if ((!it.out || it.step < due) && (late < 0 || cddp__load32(&x->peers[late].lost) == 0))
+    p->pass[it.out] = hosts->pass; /* the rank's other frames wait for this one */
+    hosts->deliveries[kept++] = it;
+    if ((!it.out || it.step < due) && (late < 0 || cddp__load32(&hosts->peers[late].lost) == 0))
       late = it.rank;
   }
-  x->item_count = kept;
+  hosts->delivery_count = kept;
   return late;
 }
 
@@ -11496,20 +11468,20 @@ static cddp_result cddp__deliver(cddp_group *g, long due) {
       sched_yield();
   } while (late >= 0 && r == CDDP_OK);
   cddp__store64(&slot->awaits, 0);
-  if (r != CDDP_OK) g->hosts->item_count = 0;
+  if (r != CDDP_OK) g->hosts->delivery_count = 0;
   return r;
 }
 
 /* --- rounds --- */
 
 /* The i-th of the group's ranks on a host; 0: the host's leader. */
-static int cddp__rank_on(const cddp__hosts *x, int host, int i) {
-  return x->ranks[x->nodes[host].first + i];
+static int cddp__rank_on(const cddp__hosts *hosts, int host, int i) {
+  return hosts->ranks[hosts->nodes[host].first + i];
 }
 
 /* The header of the i-th rank of a host, in the leader's copy. */
-static cddp__op_header *cddp__header_in(const cddp__hosts *x, int host, int i) {
-  return (cddp__op_header *)(void *)(x->headers + x->nodes[host].headers_at) + i;
+static cddp__op_header *cddp__header_in(const cddp__hosts *hosts, int host, int i) {
+  return (cddp__op_header *)(void *)(hosts->headers + hosts->nodes[host].headers_at) + i;
 }
 
 /* Bytes of a rank's staging buffer that travel with a round's headers, computed from one header. */
@@ -11531,13 +11503,13 @@ static size_t cddp__piggyback_of_header(const cddp_group *g, const cddp__op_head
 /* Copies the shares that travel with a host's headers from its ranks' staging buffers to the memory
    behind the headers (out), or back. Returns the sum of their bytes. */
 static size_t cddp__piggyback_copy(cddp_group *g, int host, bool out) {
-  cddp__hosts *x = g->hosts;
-  char *headers = (char *)cddp__header_in(x, host, 0);
-  size_t sum = (size_t)x->nodes[host].size * CDDP__HEADER_BYTES;
+  cddp__hosts *hosts = g->hosts;
+  char *headers = (char *)cddp__header_in(hosts, host, 0);
+  size_t sum = (size_t)hosts->nodes[host].size * CDDP__HEADER_BYTES;
   int i;
-  for (i = 0; i < x->nodes[host].size; i++) {
-    int rank = cddp__rank_on(x, host, i);
-    size_t bytes = cddp__piggyback_of_header(g, cddp__header_in(x, host, 0), rank);
+  for (i = 0; i < hosts->nodes[host].size; i++) {
+    int rank = cddp__rank_on(hosts, host, i);
+    size_t bytes = cddp__piggyback_of_header(g, cddp__header_in(hosts, host, 0), rank);
     void *staging = cddp__staging_of(g, rank, g->round);
     if (bytes > 0) memcpy(out ? headers + sum : staging, out ? staging : headers + sum, bytes);
     sum += bytes;
@@ -11546,85 +11518,82 @@ static size_t cddp__piggyback_copy(cddp_group *g, int host, bool out) {
 }
 
 /* The leaders' exchange. Before each turn a leader has the headers of d consecutive hosts, its own
-   first. In the turn it receives d more from each of CDDP__DIRECT_HOSTS - 1 leaders, so that
-   CDDP__DIRECT_HOSTS hosts need one turn. A host with another call can send another number of
-   bytes than this rank's call has; all ranks find the mismatch in its headers. */
+   first. In the turn it receives d more from each of CDDP__DIRECT_HOSTS - 1 leaders. A host in
+   another call can send another number of bytes; all ranks find the mismatch in its headers. */
 static cddp_result cddp__exchange_headers(cddp_group *g) {
-  cddp__hosts *x = g->hosts;
-  size_t have = cddp__piggyback_copy(g, x->mine, true), most;
-  int d, i, k, n, count = x->count;
+  cddp__hosts *hosts = g->hosts;
+  size_t have = cddp__piggyback_copy(g, hosts->mine, true), most;
+  int d, i, k, n, count = hosts->count;
   cddp_result r = CDDP_OK;
   for (d = 1; r == CDDP_OK && d < count; d *= CDDP__DIRECT_HOSTS) {
     for (i = d; i < count && i < d * CDDP__DIRECT_HOSTS; i += d) {
-      int to = (x->mine + count - i) % count, from = (x->mine + i) % count;
+      int to = (hosts->mine + count - i) % count, from = (hosts->mine + i) % count;
       n = d < count - i ? d : count - i; /* hosts; if more than one, no shares travel */
       for (most = 0, k = 0; k < n; k++)
-        most += (size_t)x->nodes[(from + k) % count].size * (CDDP__HEADER_BYTES + g->staging_size);
-      if (d > 1) have = x->nodes[(x->mine + n) % count].headers_at;
-      cddp__post_frame(g, CDDP__FRAME_HEADERS, true, cddp__rank_on(x, to, 0), x->headers, have);
-      cddp__post_frame(g, CDDP__FRAME_HEADERS, false, cddp__rank_on(x, from, 0),
-                       x->headers + x->nodes[from].headers_at, most);
+        most +=
+            (size_t)hosts->nodes[(from + k) % count].size * (CDDP__HEADER_BYTES + g->staging_size);
+      if (d > 1) have = hosts->nodes[(hosts->mine + n) % count].headers_at;
+      cddp__post_frame(g, CDDP__FRAME_HEADERS, true, cddp__rank_on(hosts, to, 0), hosts->headers,
+                       have);
+      cddp__post_frame(g, CDDP__FRAME_HEADERS, false, cddp__rank_on(hosts, from, 0),
+                       hosts->headers + hosts->nodes[from].headers_at, most);
     }
     r = cddp__deliver(g, LONG_MAX);
   }
   return r;
 }
 
-/* Writes the other hosts' headers and shares into the control block. The header of the lowest
-   remote rank is last, since the ranks of this host wait for it first. */
-static cddp_result cddp__mirror_headers(cddp_group *g) {
-  cddp__hosts *x = g->hosts;
-  int p, h;
-  for (h = 0; h < x->count && x->count <= CDDP__DIRECT_HOSTS; h++) {
-    if (h == x->mine || cddp__piggyback_copy(g, h, false) == x->nodes[h].came) continue;
-    cddp__fail(CDDP_NETWORK, "rank %d sent rank %d a message of a wrong length",
-               cddp__rank_on(x, h, 0), g->rank);
-    return cddp__break(g, CDDP_NETWORK);
-  }
-  for (p = g->size - 1; p >= 0; p--) {
-    cddp__op_header *header = cddp__op_header_of(g, p, g->round);
-    const cddp__op_header *in = cddp__header_in(x, x->peers[p].host, x->peers[p].number);
-    if (g->members[p] >= 0) continue;
-    if (in->seq.v != g->round) {
-      cddp__fail(CDDP_NETWORK, "rank %d is at round %u of the group, rank %d at %u", p, in->seq.v,
-                 g->rank, g->round);
-      return cddp__break(g, CDDP_NETWORK);
-    }
-    memcpy((char *)header + sizeof in->seq, (const char *)in + sizeof in->seq,
-           CDDP__HEADER_BYTES - sizeof in->seq);
-    cddp__exchange32(&header->seq, g->round);
-  }
-  if (!g->oversubscribed && cddp__load32(&g->block->sleepers) != 0)
-    cddp__futex_wake(&cddp__op_header_of(g, x->lowest_remote, g->round)->seq);
-  return CDDP_OK;
-}
-
-/* The leader waits until the other ranks of its host have announced the round, and exchanges the
-   headers with the other leaders. */
+/* The leader waits until the other ranks of its host have announced the round, exchanges the
+   headers with the other leaders, and writes those of the other hosts, with their shares, into the
+   control block. */
 static cddp_result cddp__hosts_exchange(cddp_group *g) {
-  cddp__hosts *x = g->hosts;
+  cddp__hosts *hosts = g->hosts;
   cddp_result r = CDDP_OK;
-  int i;
   double now;
+  int p, i;
   if (g->local_rank != 0) return CDDP_OK;
-  if ((now = cddp__now()) >= x->looked + CDDP__NOTICE_CHECK_S) {
-    x->looked = now;
+  if ((now = cddp__now()) >= hosts->looked + CDDP__NOTICE_CHECK_S) {
+    hosts->looked = now;
     cddp__hosts_poll(g); /* other hosts can have sent headers, and failed since */
     if ((r = cddp__check_failure(g)) != CDDP_OK) return r;
   }
   if (g->oversubscribed)
     r = cddp__wait_word(g, &g->block->arrivals, g->arrive_target + (uint32_t)g->local_size - 1);
   for (i = 0; i < g->local_size; i++) {
-    cddp__op_header *header = cddp__op_header_of(g, cddp__rank_on(x, x->mine, i), g->round);
+    cddp__op_header *header = cddp__op_header_of(g, cddp__rank_on(hosts, hosts->mine, i), g->round);
     if (r == CDDP_OK && !g->oversubscribed) r = cddp__wait_word(g, &header->seq, g->round);
     if (r != CDDP_OK) return r;
-    memcpy(cddp__header_in(x, x->mine, i), header, CDDP__HEADER_BYTES);
+    memcpy(cddp__header_in(hosts, hosts->mine, i), header, CDDP__HEADER_BYTES);
   }
   if ((r = cddp__exchange_headers(g)) != CDDP_OK) return r;
-  return cddp__mirror_headers(g);
+  for (i = 0; i < hosts->count && hosts->count <= CDDP__DIRECT_HOSTS; i++)
+    if (i != hosts->mine && cddp__piggyback_copy(g, i, false) != hosts->nodes[i].came)
+      return cddp__break(g, cddp__fail(CDDP_NETWORK,
+                                       "rank %d sent rank %d a message of a wrong length",
+                                       cddp__rank_on(hosts, i, 0), g->rank));
+  for (p = g->size - 1; p >= 0; p--) { /* lowest_remote last: this host's ranks wait for it first */
+    cddp__op_header *header = cddp__op_header_of(g, p, g->round);
+    const cddp__op_header *in =
+        cddp__header_in(hosts, hosts->peers[p].host, hosts->peers[p].number);
+    if (g->members[p] >= 0) continue;
+    if (in->seq.v != g->round)
+      return cddp__break(g, cddp__fail(CDDP_NETWORK,
+                                       "rank %d is at round %u of the group, rank %d at %u", p,
+                                       in->seq.v, g->rank, g->round));
+    memcpy((char *)header + sizeof in->seq, (const char *)in + sizeof in->seq,
+           CDDP__HEADER_BYTES - sizeof in->seq);
+    cddp__exchange32(&header->seq, g->round);
+  }
+  if (!g->oversubscribed && cddp__load32(&g->block->sleepers) != 0)
+    cddp__futex_wake(&cddp__op_header_of(g, hosts->lowest_remote, g->round)->seq);
+  return CDDP_OK;
 }
 
-/* --- sums --- */
+/* --- sums ---
+   A host adds up each subtree of the canonical tree with all its ranks there, and sends these sums:
+   of several f16 or bf16 elements unrounded, as f32. The owner adds up the rest of the tree, so the
+   bits are those of one host. A host with consecutive, aligned ranks has one such subtree; ranks
+   scattered over hosts have many, and send more bytes. */
 
 /* A largest subtree of the canonical tree on one host: its leaves [low, high) are all on that host,
    but those of its parent node are not. */
@@ -11636,59 +11605,58 @@ typedef struct cddp__subtree {
 
 /* Finds the subtrees of the canonical tree over leaves [low, high) that are each on one host. For
    two and more leaves it finds at least two. */
-static void cddp__find_subtrees(cddp__hosts *x, int low, int high) {
-  int host = x->peers[x->leaves[low]].host, r, half = 1;
-  for (r = low; r < high && x->peers[x->leaves[r]].host == host; r++) {}
-  if (r == high && (high - low == 1 || high - low < x->leaf_count)) {
-    cddp__subtree *s = &x->subtrees[x->subtree_count];
+static void cddp__find_subtrees(cddp__hosts *hosts, int low, int high) {
+  int host = hosts->peers[hosts->leaves[low]].host, r, half = 1;
+  for (r = low; r < high && hosts->peers[hosts->leaves[r]].host == host; r++) {}
+  if (r == high && (high - low == 1 || high - low < hosts->leaf_count)) {
+    cddp__subtree *s = &hosts->subtrees[hosts->subtree_count];
     s->low = low;
     s->high = high;
     s->host = host;
-    x->widths[x->subtree_count++] = high - low;
+    hosts->widths[hosts->subtree_count++] = high - low;
     return;
   }
   while (2 * half < high - low) half *= 2;
-  cddp__find_subtrees(x, low, low + half);
-  cddp__find_subtrees(x, low + half, high);
+  cddp__find_subtrees(hosts, low, low + half);
+  cddp__find_subtrees(hosts, low + half, high);
 }
 
 /* Sets the ranks to sum over: all ranks; with `present` all except those that have joined, as their
    headers of this round show (uneven inputs). */
-static void cddp__set_leaves(const cddp_group *g, cddp__hosts *x, bool present) {
+static void cddp__set_leaves(const cddp_group *g, cddp__hosts *hosts, bool present) {
   int p;
-  x->leaf_count = x->subtree_count = 0;
+  hosts->leaf_count = hosts->subtree_count = 0;
   for (p = 0; p < g->size; p++)
     if (!present || cddp__op_header_of(g, p, g->round)->u.bytes[0] == 0)
-      x->leaves[x->leaf_count++] = p;
-  cddp__find_subtrees(x, 0, x->leaf_count);
+      hosts->leaves[hosts->leaf_count++] = p;
+  cddp__find_subtrees(hosts, 0, hosts->leaf_count);
 }
 
 /* Computes, in bytes per element, the size of every host's sums and the offset of each sum. Sums of
    several ranks are first, since their unrounded elements can be wider. Returns the total size. */
-static size_t cddp__count_bytes(cddp__hosts *x, const cddp__call *c) {
+static size_t cddp__count_bytes(cddp__hosts *hosts, const cddp__call *c) {
   size_t wide = c->dtype == CDDP_F16 || c->dtype == CDDP_BF16 ? 4 : c->esize, sum = 0;
   int i, pass;
-  for (i = 0; i < x->count; i++) x->nodes[i].bytes = 0;
+  for (i = 0; i < hosts->count; i++) hosts->nodes[i].bytes = 0;
   for (pass = 0; pass < 2; pass++)
-    for (i = 0; i < x->subtree_count; i++) {
-      cddp__group_node *m = &x->nodes[x->subtrees[i].host];
-      if ((x->widths[i] == 1) != pass) continue;
-      x->subtrees[i].at = m->bytes;
+    for (i = 0; i < hosts->subtree_count; i++) {
+      cddp__group_node *m = &hosts->nodes[hosts->subtrees[i].host];
+      if ((hosts->widths[i] == 1) != pass) continue;
+      hosts->subtrees[i].at = m->bytes;
       m->bytes += pass ? c->esize : wide;
     }
-  for (i = 0; i < x->count; sum += x->nodes[i++].bytes) x->nodes[i].bytes_at = sum;
+  for (i = 0; i < hosts->count; sum += hosts->nodes[i++].bytes) hosts->nodes[i].bytes_at = sum;
   return sum;
 }
 
 /* --- the flow of a chunk between hosts --- */
 
-/* Elements [begin, begin + n) of each share of a call, and how they move. One rank acts for its
-   host towards the owner of a part: cddp__acting_rank. Parts move in pieces. In step s = -ahead,
-   -ahead + 1, .. a rank
+/* Elements [begin, begin + n) of each share of a call, and how they move, in frames A and B (see
+   the room's head). In step s = -ahead, -ahead + 1, .. a rank
      1. sends (A) piece s + ahead of others' parts and (B) piece s - 1 of this rank's part,
      2. receives (A) piece s of this rank's part, and adds it up,
      3. receives (B) piece s - ahead - 1 of others' parts.
-   So a connection carries A0 A1 A2 (A3 B0) (A4 B1) .., without empty and unneeded frames. */
+   So a link carries A0 A1 A2 (A3 B0) (A4 B1) .., without empty and unneeded frames. */
 typedef struct cddp__flow {
   cddp_group *g;
   const cddp__call *c;
@@ -11711,17 +11679,17 @@ static size_t cddp__view_shares(const cddp__flow *f) {
   return f->adds ? cddp__send_shares(f->g, f->c) : cddp__recv_shares(f->g, f->c);
 }
 
-/* Address of the share for or of rank p in the view of local rank t, in its buffer or its scratch.
-   If the call is in one buffer, the array. */
+/* The share for or of rank p in the view of local rank t, in its buffer or its scratch. If the call
+   is in one buffer, the array. */
 static char *cddp__view_of(const cddp__flow *f, int t, int p) {
-  const cddp__hosts *x = f->g->hosts;
+  const cddp__hosts *hosts = f->g->hosts;
   const cddp__call *c = f->c;
   size_t at = cddp__view_shares(f) > 1 ? (size_t)p : 0;
   if (f->g->buffers[t] == NULL)
-    return x->scratch[t] + ((size_t)f->half * CDDP__SCRATCH + at * f->n * c->esize);
+    return hosts->scratch[t] + ((size_t)f->half * CDDP__SCRATCH + at * f->n * c->esize);
   at *= c->count;
   if (c->shares != NULL && f->each && t != f->g->local_rank)
-    at = c->shares[cddp__rank_on(x, x->mine, t)].there;
+    at = c->shares[cddp__rank_on(hosts, hosts->mine, t)].there;
   else if (c->shares != NULL)
     at = c->shares[p].in_at;
   return (char *)f->g->buffers[t] + (at + f->begin) * c->esize;
@@ -11733,75 +11701,74 @@ static char *cddp__local_view(const cddp__flow *f, int p, size_t begin) {
   return cddp__view_of(f, t, p) + begin * f->c->esize;
 }
 
-/* The rank of a host that acts for it towards the owner of a part. The ranks of a host share this
-   work by the owner's number. On the owner's own host it is the owner. */
-static int cddp__acting_rank(const cddp__hosts *x, int host, int owner) {
-  return cddp__rank_on(x, host, x->peers[owner].number % x->nodes[host].size);
+/* The rank that acts for its host towards the owner of a part. The ranks of a host share this work
+   by the owner's number. On the owner's own host it is the owner. */
+static int cddp__acting_rank(const cddp__hosts *hosts, int host, int owner) {
+  return cddp__rank_on(hosts, host, hosts->peers[owner].number % hosts->nodes[host].size);
 }
 
 /* Number of elements in piece k of a rank's part. *begin: its offset in the share or array. */
 static size_t cddp__piece_of(const cddp__flow *f, int rank, long k, size_t *begin) {
-  const cddp__hosts *x = f->g->hosts;
-  const cddp__peer *p = &x->peers[rank];
+  const cddp__hosts *hosts = f->g->hosts;
+  const cddp__peer *p = &hosts->peers[rank];
   size_t end = f->n, granule = CDDP__CACHE_LINE / f->c->esize;
-  int hosts = f->whole ? 1 : x->count;
+  int host_count = f->whole ? 1 : hosts->count;
   *begin = 0;
-  if (f->one && p->number >= x->min_locals) return 0;
+  if (f->one && p->number >= hosts->min_locals) return 0;
   if (f->one)
-    cddp__slice(f->n, granule, x->min_locals * hosts, p->number * hosts + (f->whole ? 0 : p->host),
-                begin, &end);
+    cddp__slice(f->n, granule, hosts->min_locals * host_count,
+                p->number * host_count + (f->whole ? 0 : p->host), begin, &end);
   *begin = cddp__min(*begin + (size_t)k * f->part, end);
   return cddp__min(f->part, end - *begin);
 }
 
 /* Whether rank `from` sends rank `to` frames A, or (back) B. */
 static bool cddp__sends_frames(const cddp__flow *f, int from, int to, bool back) {
-  const cddp__hosts *x = f->g->hosts;
+  const cddp__hosts *hosts = f->g->hosts;
   const cddp__shape *s = &cddp__shapes[f->c->kind];
-  int other = back ? to : from, host = x->peers[other].host;
+  int other = back ? to : from, host = hosts->peers[other].host;
   if (f->one ? back && f->whole : s->scatters == back) return false;
   if (f->each) return cddp__sends(f->c, from) && cddp__receives(f->c, to);
-  if (other != cddp__acting_rank(x, host, back ? from : to)) return false;
+  if (other != cddp__acting_rank(hosts, host, back ? from : to)) return false;
   if (s->from_root) return back != (host == f->root_host);
   return !back || !s->to_root || host == f->root_host;
 }
 
-/* The sum of one of this host's subtrees, of n elements from `begin` on of an owner's part. Returns
+/* The sum of one of this host's subtrees, of n elements from `begin` on of an owner's part:
    `space`, or a single rank's own memory. */
 static const void *cddp__subtree_sum(const cddp__flow *f, int subtree, int owner, size_t begin,
                                      size_t n, void *space) {
-  cddp__hosts *x = f->g->hosts;
-  const cddp__subtree *s = &x->subtrees[subtree];
+  cddp__hosts *hosts = f->g->hosts;
+  const cddp__subtree *s = &hosts->subtrees[subtree];
   int r;
   for (r = s->low; r < s->high; r++)
-    x->pointers[r - s->low] =
-        cddp__view_of(f, x->peers[x->leaves[r]].number, owner) + begin * f->c->esize;
-  if (s->high - s->low == 1) return x->pointers[0];
-  cddp__reduce_nodes(space, x->pointers, NULL, s->high - s->low, 0, n, (cddp_dtype)f->c->dtype,
+    hosts->pointers[r - s->low] =
+        cddp__view_of(f, hosts->peers[hosts->leaves[r]].number, owner) + begin * f->c->esize;
+  if (s->high - s->low == 1) return hosts->pointers[0];
+  cddp__reduce_nodes(space, hosts->pointers, NULL, s->high - s->low, 0, n, (cddp_dtype)f->c->dtype,
                      (cddp_op)f->c->op);
   return space;
 }
 
-/* Computes the sum of all ranks from the other hosts' sums in f->in, where each byte per element
-   takes f->part bytes. This host's sums are written to their place there. */
+/* The sum of all ranks, from the other hosts' sums in f->in, where each byte per element takes
+   f->part bytes. This host's sums are written to their place there. */
 static void cddp__sum_all(const cddp__flow *f, size_t begin, size_t n, void *result) {
-  cddp__hosts *x = f->g->hosts;
+  cddp__hosts *hosts = f->g->hosts;
   int i;
-  for (i = 0; i < x->subtree_count; i++) {
-    const cddp__subtree *s = &x->subtrees[i];
-    char *at = f->in + f->part * x->nodes[s->host].bytes_at + n * s->at;
-    x->sums[i] = at;
-    if (s->host == x->mine) x->sums[i] = cddp__subtree_sum(f, i, f->g->rank, begin, n, at);
+  for (i = 0; i < hosts->subtree_count; i++) {
+    const cddp__subtree *s = &hosts->subtrees[i];
+    char *at = f->in + f->part * hosts->nodes[s->host].bytes_at + n * s->at;
+    hosts->sums[i] = at;
+    if (s->host == hosts->mine) hosts->sums[i] = cddp__subtree_sum(f, i, f->g->rank, begin, n, at);
   }
-  if (x->subtree_count > 1)
-    cddp__reduce_nodes(result, x->sums, x->widths, x->subtree_count, x->leaf_count, n,
-                       (cddp_dtype)f->c->dtype, (cddp_op)f->c->op);
+  if (hosts->subtree_count > 1)
+    cddp__reduce_nodes(result, hosts->sums, hosts->widths, hosts->subtree_count, hosts->leaf_count,
+                       n, (cddp_dtype)f->c->dtype, (cddp_op)f->c->op);
   else
-    cddp__copy(result, x->sums[0], n * f->c->esize);
+    cddp__copy(result, hosts->sums[0], n * f->c->esize);
 }
 
-/* Address of the complete piece of this rank's part. If a rank on this host receives it, it is in
-   that rank's buffer. */
+/* The complete piece of this rank's part; in its receiver's buffer if that is on this host. */
 static char *cddp__own_piece(const cddp__flow *f, long k, size_t begin) {
   const cddp__call *c = f->c;
   if (f->one && f->root < 0 && cddp__shapes[c->kind].to_root)
@@ -11810,23 +11777,23 @@ static char *cddp__own_piece(const cddp__flow *f, long k, size_t begin) {
   return (f->adds ? (char *)c->recv : (char *)(uintptr_t)c->send) + (f->begin + begin) * c->esize;
 }
 
-/* Address of a frame to or from rank p, of n elements from `begin` on of a part's piece k. This
+/* The bytes of a frame to or from rank p, of n elements from `begin` on of a part's piece k. This
    host's sums for the owner p are computed first, and are stored one after the other. */
 static const char *cddp__frame_at(cddp__flow *f, int p, long k, size_t begin, size_t n, bool back,
                                   bool out) {
   const cddp_group *g = f->g;
-  const cddp__hosts *x = g->hosts;
+  const cddp__hosts *hosts = g->hosts;
   char *sums = f->sums, *to;
   int i;
   if (f->each && out) return cddp__share_for(f->c, p) + (f->begin + begin) * f->c->esize;
   if (back && out) return cddp__own_piece(f, k, begin);
   if (back || !f->adds) return cddp__local_view(f, p, begin);
-  if (!out) return f->in + f->part * x->nodes[x->peers[p].host].bytes_at;
+  if (!out) return f->in + f->part * hosts->nodes[hosts->peers[p].host].bytes_at;
   if (g->local_size == 1) return cddp__local_view(f, p, begin);
-  f->sums += f->part * x->nodes[x->mine].bytes;
-  for (i = 0; i < x->subtree_count; i++) {
-    if (x->subtrees[i].host != x->mine) continue;
-    to = sums + n * x->subtrees[i].at;
+  f->sums += f->part * hosts->nodes[hosts->mine].bytes;
+  for (i = 0; i < hosts->subtree_count; i++) {
+    if (hosts->subtrees[i].host != hosts->mine) continue;
+    to = sums + n * hosts->subtrees[i].at;
     cddp__copy(to, cddp__subtree_sum(f, i, p, begin, n, to), n * f->c->esize);
   }
   return sums;
@@ -11836,7 +11803,7 @@ static const char *cddp__frame_at(cddp__flow *f, int p, long k, size_t begin, si
    bytes. Bytes for a single rank of this host are received into that rank's view. */
 static void cddp__post_piece(cddp__flow *f, long k, bool back, bool out) {
   cddp_group *g = f->g;
-  const cddp__hosts *x = g->hosts;
+  const cddp__hosts *hosts = g->hosts;
   size_t begin, n, bytes;
   int i, p, me = g->rank;
   const char *at;
@@ -11848,7 +11815,7 @@ static void cddp__post_piece(cddp__flow *f, long k, bool back, bool out) {
     if (!cddp__sends_frames(f, out ? me : p, out ? p : me, back)) continue;
     if ((n = cddp__piece_of(f, back == out ? me : p, k, &begin)) == 0) continue;
     if (f->adds && !back)
-      bytes = n * x->nodes[out ? x->mine : x->peers[p].host].bytes;
+      bytes = n * hosts->nodes[out ? hosts->mine : hosts->peers[p].host].bytes;
     else
       bytes = out ? cddp__bytes_for(f->c, p, f->begin + begin, n)
                   : cddp__bytes_from(f->c, p, f->begin + begin, n);
@@ -11857,19 +11824,19 @@ static void cddp__post_piece(cddp__flow *f, long k, bool back, bool out) {
     if (g->members[p] < 0)
       cddp__post_frame(g, CDDP__FRAME_PIECE, out, p, at, bytes);
     else
-      cddp__copy(cddp__view_of(f, x->peers[p].number, me), at, bytes);
+      cddp__copy(cddp__view_of(f, hosts->peers[p].number, me), at, bytes);
   }
 }
 
 /* Copies this rank's pieces k of all parts into the views of all ranks on this host. */
 static void cddp__copy_to_views(const cddp__flow *f, long k) {
   const cddp_group *g = f->g;
-  const cddp__hosts *x = g->hosts;
+  const cddp__hosts *hosts = g->hosts;
   size_t begin, n, bytes;
   const char *from;
   int p, t;
   for (p = 0; p < g->size; p++) {
-    if (cddp__acting_rank(x, x->mine, p) != g->rank || (f->whole && p != g->rank)) continue;
+    if (cddp__acting_rank(hosts, hosts->mine, p) != g->rank || (f->whole && p != g->rank)) continue;
     n = cddp__piece_of(f, p, k, &begin);
     if (n == 0 || (bytes = cddp__bytes_from(f->c, p, f->begin + begin, n)) == 0) continue;
     from = p == g->rank ? cddp__own_piece(f, k, begin) : cddp__local_view(f, p, begin);
@@ -11905,7 +11872,7 @@ static cddp_result cddp__flow_run(cddp__flow *f) {
 }
 
 static cddp__flow cddp__flow_of(cddp_group *g, const cddp__call *c) {
-  const cddp__hosts *x = g->hosts;
+  const cddp__hosts *hosts = g->hosts;
   const cddp__shape *s = &cddp__shapes[c->kind];
   cddp__flow f;
   memset(&f, 0, sizeof f);
@@ -11914,59 +11881,55 @@ static cddp__flow cddp__flow_of(cddp_group *g, const cddp__call *c) {
   f.one = cddp__in_one_buffer(c);
   f.adds = s->reduces;
   f.each = !s->reduces && (s->scatters || (s->gathers && s->to_root));
-  f.root_host = c->root >= 0 ? x->peers[c->root].host : -1;
-  f.root = f.root_host == x->mine ? x->peers[c->root].number : -1;
+  f.root_host = c->root >= 0 ? hosts->peers[c->root].host : -1;
+  f.root = f.root_host == hosts->mine ? hosts->peers[c->root].number : -1;
   return f;
-}
-
-/* Allocates memory for sums in transit: of others' parts, from other hosts, of this rank's part.
-   all: bytes per element of all hosts' sums. */
-static cddp_result cddp__flow_allocate(cddp__flow *f, size_t all) {
-  cddp__hosts *x = f->g->hosts;
-  size_t mine = (size_t)x->nodes[x->mine].size, most = ((size_t)x->max_locals + mine - 1) / mine;
-  size_t in = cddp__round_up(f->part * all, CDDP__CACHE_LINE), bytes;
-  f->out_bytes = f->part * x->nodes[x->mine].bytes * (size_t)x->count * most;
-  f->out_bytes = cddp__round_up(f->out_bytes, CDDP__CACHE_LINE);
-  bytes = CDDP__SLOTS * (f->out_bytes + f->part * f->c->esize) + in;
-  if (x->stage_size < bytes) {
-    cddp__free(&x->net->allocator, x->stage);
-    x->stage = (char *)cddp__malloc(&x->net->allocator, bytes);
-    x->stage_size = x->stage != NULL ? bytes : 0;
-    if (x->stage == NULL) return cddp__break(f->g, CDDP_OUT_OF_MEMORY);
-  }
-  f->out = x->stage;
-  f->in = f->out + CDDP__SLOTS * f->out_bytes;
-  f->result = f->in + in;
-  return CDDP_OK;
 }
 
 /* Divides a chunk into pieces and moves it. */
 static cddp_result cddp__move_chunk(cddp__flow *f) {
-  cddp__hosts *x = f->g->hosts;
-  size_t granule = CDDP__CACHE_LINE / f->c->esize, hosts = (size_t)x->count, longest = f->n;
-  size_t all = cddp__count_bytes(x, f->c), lanes = (size_t)x->min_locals;
-  size_t most = hosts == 2 ? CDDP__WHOLE_MOST_OF_TWO : CDDP__WHOLE_MOST;
-  cddp_result r = CDDP_OK;
+  cddp__hosts *hosts = f->g->hosts;
+  size_t granule = CDDP__CACHE_LINE / f->c->esize, host_count = (size_t)hosts->count;
+  size_t longest = f->n, mine = (size_t)hosts->nodes[hosts->mine].size;
+  size_t all = cddp__count_bytes(hosts, f->c), lanes = (size_t)hosts->min_locals;
+  size_t most = host_count == 2 ? CDDP__WHOLE_MOST_OF_TWO : CDDP__WHOLE_MOST;
+  size_t in, bytes;
   f->whole = f->c->kind == CDDP__KIND_ALL_REDUCE && f->n / lanes * all <= most;
-  if (!f->whole) lanes *= hosts;
+  if (!f->whole) lanes *= host_count;
   if (f->one) longest = ((f->n + granule - 1) / granule + lanes - 1) / lanes * granule;
   f->part = longest;
   if (!f->whole && (f->one || f->adds))
-    f->part = cddp__min(longest, cddp__min(CDDP__PIECE, CDDP__PIECE_MOST / hosts) * hosts / all);
+    f->part = cddp__min(longest,
+                        cddp__min(CDDP__PIECE, CDDP__PIECE_MOST / host_count) * host_count / all);
   f->part = cddp__round_up(cddp__max(f->part, 1), granule);
   f->pieces = (long)((longest + f->part - 1) / f->part);
   f->ahead = f->pieces > CDDP__AHEAD ? CDDP__AHEAD : f->pieces - 1;
-  if (f->adds) r = cddp__flow_allocate(f, all);
-  return r == CDDP_OK ? cddp__flow_run(f) : r;
+  if (!f->adds) return cddp__flow_run(f);
+  /* Memory for sums in transit: out, of others' parts; in, from other hosts; this rank's result. */
+  most = ((size_t)hosts->max_locals + mine - 1) / mine; /* parts that this rank acts for, a host */
+  f->out_bytes = f->part * hosts->nodes[hosts->mine].bytes * host_count * most;
+  f->out_bytes = cddp__round_up(f->out_bytes, CDDP__CACHE_LINE);
+  in = cddp__round_up(f->part * all, CDDP__CACHE_LINE);
+  bytes = CDDP__SLOTS * (f->out_bytes + f->part * f->c->esize) + in;
+  if (hosts->stage_size < bytes) {
+    cddp__free(&hosts->net->allocator, hosts->stage);
+    hosts->stage = (char *)cddp__malloc(&hosts->net->allocator, bytes);
+    hosts->stage_size = hosts->stage != NULL ? bytes : 0;
+    if (hosts->stage == NULL) return cddp__break(f->g, CDDP_OUT_OF_MEMORY);
+  }
+  f->out = hosts->stage;
+  f->in = f->out + CDDP__SLOTS * f->out_bytes;
+  f->result = f->in + in;
+  return cddp__flow_run(f);
 }
 
 /* --- a call --- */
 
-/* Finds the views of this host's ranks from the refs of the current round. *hidden: some rank's, on
-   any host, is in scratch. */
+/* Finds the views of this host's ranks from the refs of the current round. *hidden: the view of
+   some rank, on any host, is in scratch. */
 static cddp_result cddp__find_views(const cddp__flow *f, bool *hidden) {
   cddp_group *g = f->g;
-  cddp__hosts *x = g->hosts;
+  cddp__hosts *hosts = g->hosts;
   cddp_result r = CDDP_OK;
   int p, t;
   for (p = 0; r == CDDP_OK && p < g->size; p++) {
@@ -11982,8 +11945,8 @@ static cddp_result cddp__find_views(const cddp__flow *f, bool *hidden) {
       r = cddp__map_ref(g->host, ref, &at);
     else if (p == g->rank)
       at = f->adds ? (void *)(uintptr_t)f->c->send : f->c->recv;
-    t = x->peers[p].number;
-    if (scratch) x->scratch[t] = (char *)at;
+    t = hosts->peers[p].number;
+    if (scratch) hosts->scratch[t] = (char *)at;
     g->buffers[t] = scratch ? NULL : at;
   }
   return r == CDDP_OK ? r : cddp__break(g, r);
@@ -12051,53 +12014,53 @@ static cddp_result cddp__hosts_run(cddp_group *g, const cddp__call *c) {
 
 /* Averages over the ranks that have not joined (uneven inputs). */
 static cddp_result cddp__hosts_average(cddp_group *g, const cddp__call *c, void *const *arrays) {
-  cddp__hosts *x = g->hosts;
+  cddp__hosts *hosts = g->hosts;
   cddp__flow f = cddp__flow_of(g, c);
   cddp_result r;
   int k;
   f.n = c->count;
   for (k = 0; k < g->local_size; k++) g->buffers[k] = (char *)arrays[k];
-  cddp__set_leaves(g, x, true);
+  cddp__set_leaves(g, hosts, true);
   r = cddp__move_chunk(&f);
-  cddp__set_leaves(g, x, false);
+  cddp__set_leaves(g, hosts, false);
   return r;
 }
 
 static const cddp__carrier cddp__hosts_carrier = {
-    false,           false, /* not foreign, not shared */
+    false, false, /* not foreign, not shared */
     cddp__hosts_run, cddp__hosts_average, cddp__nothing_to_split, cddp__nothing_to_leave};
 
 /* --- creation and end of a group --- */
 
 /* Numbers the hosts by their lowest ranks and lists the ranks of each. index: an element for each
    host of the job, all 0. */
-static void cddp__sort_hosts(cddp_group *g, cddp__hosts *x, int *index) {
+static void cddp__sort_hosts(cddp_group *g, cddp__hosts *hosts, int *index) {
   int p, h, first = 0;
   size_t at = 0;
   for (p = 0; p < g->size; p++) {
-    int *known = &index[x->net->ranks[g->world[p]].host];
-    if (*known == 0) *known = ++x->count;
-    x->peers[p].host = *known - 1;
-    x->peers[p].number = x->nodes[x->peers[p].host].size++;
+    int *known = &index[hosts->net->ranks[g->world[p]].host];
+    if (*known == 0) *known = ++hosts->count;
+    hosts->peers[p].host = *known - 1;
+    hosts->peers[p].number = hosts->nodes[hosts->peers[p].host].size++;
   }
-  x->min_locals = g->size;
-  for (h = 0; h < x->count; h++) {
-    cddp__group_node *m = &x->nodes[h];
+  hosts->min_locals = g->size;
+  for (h = 0; h < hosts->count; h++) {
+    cddp__group_node *m = &hosts->nodes[h];
     m->first = first;
     first += m->size;
-    x->max_locals = m->size > x->max_locals ? m->size : x->max_locals;
-    x->min_locals = m->size < x->min_locals ? m->size : x->min_locals;
+    hosts->max_locals = m->size > hosts->max_locals ? m->size : hosts->max_locals;
+    hosts->min_locals = m->size < hosts->min_locals ? m->size : hosts->min_locals;
   }
   for (p = g->size - 1; p >= 0; p--) {
-    x->ranks[x->nodes[x->peers[p].host].first + x->peers[p].number] = p;
-    if (g->members[p] < 0) x->lowest_remote = p;
+    hosts->ranks[hosts->nodes[hosts->peers[p].host].first + hosts->peers[p].number] = p;
+    if (g->members[p] < 0) hosts->lowest_remote = p;
   }
-  x->mine = x->peers[g->rank].host;
-  if (x->count <= CDDP__DIRECT_HOSTS)
+  hosts->mine = hosts->peers[g->rank].host;
+  if (hosts->count <= CDDP__DIRECT_HOSTS)
     g->staging_size =
         cddp__piggyback_bytes(g->size) / (size_t)g->size / CDDP__CACHE_LINE * CDDP__CACHE_LINE;
-  for (h = 0; h < x->count; h++) {
-    cddp__group_node *m = &x->nodes[(x->mine + h) % x->count];
+  for (h = 0; h < hosts->count; h++) {
+    cddp__group_node *m = &hosts->nodes[(hosts->mine + h) % hosts->count];
     m->headers_at = at;
     at += (size_t)m->size * (CDDP__HEADER_BYTES + g->staging_size);
   }
@@ -12108,21 +12071,21 @@ static cddp__hosts *cddp__hosts_new(const cddp_group *g) {
   size_t n = (size_t)g->size, frames = CDDP__FRAMES * n, ride = cddp__piggyback_bytes(g->size);
   size_t each = sizeof(cddp__peer) + sizeof(cddp__group_node) + sizeof(cddp__subtree) +
                 3 * sizeof(void *) + CDDP__HEADER_BYTES + 3 * sizeof(int);
-  size_t bytes = sizeof(cddp__hosts) + frames * sizeof(cddp__item) + n * each;
-  cddp__hosts *x = (cddp__hosts *)cddp__calloc(&g->host->allocator, 1, bytes + ride);
-  if (x == NULL) return NULL;
-  x->peers = (cddp__peer *)(void *)(x + 1); /* arrays are in order of falling alignment */
-  x->nodes = (cddp__group_node *)(void *)(x->peers + n);
-  x->subtrees = (cddp__subtree *)(void *)(x->nodes + n);
-  x->items = (cddp__item *)(void *)(x->subtrees + n);
-  x->pointers = (const void **)(void *)(x->items + frames);
-  x->sums = x->pointers + n;
-  x->scratch = (char **)(void *)(x->sums + n);
-  x->headers = (unsigned char *)(x->scratch + n);
-  x->ranks = (int *)(void *)(x->headers + n * CDDP__HEADER_BYTES + ride);
-  x->widths = x->ranks + n;
-  x->leaves = x->widths + n;
-  return x;
+  size_t bytes = sizeof(cddp__hosts) + frames * sizeof(cddp__delivery) + n * each;
+  cddp__hosts *hosts = (cddp__hosts *)cddp__calloc(&g->host->allocator, 1, bytes + ride);
+  if (hosts == NULL) return NULL;
+  hosts->peers = (cddp__peer *)(void *)(hosts + 1); /* arrays are in order of falling alignment */
+  hosts->nodes = (cddp__group_node *)(void *)(hosts->peers + n);
+  hosts->subtrees = (cddp__subtree *)(void *)(hosts->nodes + n);
+  hosts->deliveries = (cddp__delivery *)(void *)(hosts->subtrees + n);
+  hosts->pointers = (const void **)(void *)(hosts->deliveries + frames);
+  hosts->sums = hosts->pointers + n;
+  hosts->scratch = (char **)(void *)(hosts->sums + n);
+  hosts->headers = (unsigned char *)(hosts->scratch + n);
+  hosts->ranks = (int *)(void *)(hosts->headers + n * CDDP__HEADER_BYTES + ride);
+  hosts->widths = hosts->ranks + n;
+  hosts->leaves = hosts->widths + n;
+  return hosts;
 }
 
 /* Sets the ranks of a new group in the job (world NULL: the same numbers). If they are on several
@@ -12130,7 +12093,7 @@ static cddp__hosts *cddp__hosts_new(const cddp_group *g) {
 static cddp_result cddp__hosts_attach(cddp_group *g, cddp__net *net, const int *world) {
   struct epoll_event event;
   cddp_result r;
-  cddp__hosts *x;
+  cddp__hosts *hosts;
   bool watched;
   int p;
   if (net == NULL) return CDDP_OK;
@@ -12139,41 +12102,41 @@ static cddp_result cddp__hosts_attach(cddp_group *g, cddp__net *net, const int *
   if (g->world == NULL) return CDDP_OUT_OF_MEMORY;
   for (p = 0; p < g->size; p++) g->world[p] = world != NULL ? world[p] : p;
   if (g->local_size == g->size) return CDDP_OK;
-  if ((x = cddp__hosts_new(g)) == NULL) return CDDP_OUT_OF_MEMORY;
-  x->net = net;
+  if ((hosts = cddp__hosts_new(g)) == NULL) return CDDP_OUT_OF_MEMORY;
+  hosts->net = net;
   cddp__add32(&net->uses, 1);
-  x->pass = 1;
-  x->stored_end = &x->stored;
-  x->wake_fd = cddp__above_stdio(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
-  x->epoll = cddp__above_stdio(epoll_create1(EPOLL_CLOEXEC));
+  hosts->pass = 1;
+  hosts->stored_end = &hosts->stored;
+  hosts->wake_fd = cddp__above_stdio(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  hosts->epoll = cddp__above_stdio(epoll_create1(EPOLL_CLOEXEC));
   memset(&event, 0, sizeof event);
   event.events = EPOLLIN | EPOLLET;
-  watched = x->wake_fd >= 0 && x->epoll >= 0 && /* else errno is set */
-            epoll_ctl(x->epoll, EPOLL_CTL_ADD, x->wake_fd, &event) == 0 &&
-            epoll_ctl(x->epoll, EPOLL_CTL_ADD, net->listener, &event) == 0;
+  watched = hosts->wake_fd >= 0 && hosts->epoll >= 0 && /* else errno is set */
+            epoll_ctl(hosts->epoll, EPOLL_CTL_ADD, hosts->wake_fd, &event) == 0 &&
+            epoll_ctl(hosts->epoll, EPOLL_CTL_ADD, net->listener, &event) == 0;
   r = watched ? CDDP_OK : cddp__fail_errno("eventfd or epoll");
-  cddp__sort_hosts(g, x, g->world + g->size);
-  cddp__set_leaves(g, x, false);
+  cddp__sort_hosts(g, hosts, g->world + g->size);
+  cddp__set_leaves(g, hosts, false);
   g->round_max = cddp__max(g->staging_size, CDDP__PAYLOAD);
   g->carrier = &cddp__hosts_carrier;
   pthread_mutex_lock(&g->host->lock); /* from here on notices reach this group */
-  g->hosts = x;
+  g->hosts = hosts;
   pthread_mutex_unlock(&g->host->lock);
   cddp__serve_in_waits(g);
   return r;
 }
 
-/* Sends BYE on all connections when this rank leaves the group, and closes them. Waiting bytes of
-   messages are sent first, as long as the system accepts some within each second. */
+/* When this rank leaves the group: closes all links. Waiting bytes of messages are sent first, as
+   long as the system accepts some within each second. */
 static void cddp__hosts_leave(cddp_group *g) {
-  cddp__hosts *x = g->hosts;
+  cddp__hosts *hosts = g->hosts;
   cddp__net *net;
   cddp__connection *link;
   cddp__message *m;
   size_t left = SIZE_MAX, before;
   cddp__wait w;
-  if (x == NULL) return;
-  net = x->net;
+  if (hosts == NULL) return;
+  net = hosts->net;
   cddp__early_notice(g, true);
   cddp__wait_begin(&w, 1, 0);
   do {
@@ -12188,12 +12151,12 @@ static void cddp__hosts_leave(cddp_group *g) {
   pthread_mutex_unlock(&net->lock);
   cddp__net_serve(g->host, net);
   cddp__claim_links(g);
-  for (; (link = x->links) != NULL; cddp__link_close(link)) x->links = link->next;
-  for (; (m = x->stored) != NULL; cddp__free(&net->allocator, m)) x->stored = m->next;
-  cddp__arena_free(g->host, x->scratch[g->local_rank]);
-  cddp__free(&net->allocator, x->stage);
-  cddp__close_fd(&x->wake_fd);
-  cddp__close_fd(&x->epoll);
+  for (; (link = hosts->links) != NULL; cddp__link_close(link)) hosts->links = link->next;
+  for (; (m = hosts->stored) != NULL; cddp__free(&net->allocator, m)) hosts->stored = m->next;
+  cddp__arena_free(g->host, hosts->scratch[g->local_rank]);
+  cddp__free(&net->allocator, hosts->stage);
+  cddp__close_fd(&hosts->wake_fd);
+  cddp__close_fd(&hosts->epoll);
   cddp__net_release(net);
 }
 
