@@ -1206,12 +1206,15 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 
    GRADIENTS IN MEMORY. Gradients that were NULL are in one block: first those of F32, then F64,
    F16, BF16; of each dtype the last parameter first, each at a multiple of 64 bytes, zero between.
-   Your own gradients can be anywhere; nothing around them is touched. Those from cddp_alloc of g on
-   all ranks (between threads, or with one rank: in any memory) are reduced in place: do not write
-   to them between cddp_ddp_ready and the wait or step.
+   Your own gradients can be anywhere; nothing around them is touched.
+     your gradients are                             and in each step cddp
+     from cddp_alloc of g on all ranks (between     reduces them in place: do not write to them
+     threads, or with one rank: in any memory)      between cddp_ddp_ready and the wait or step
+     in other memory, on GPUs, of elastic models,   copies them
+     or in a model with a comm_hook
+     over several hosts or with MPI below 1 MiB,    copies them
+     or any size if ranks have several shards
 
-   Other gradients are copied in each step. So are all on GPUs, of elastic models, and with a
-   comm_hook; over several hosts or with MPI those below 1 MiB, or all if ranks have several shards.
    Buckets are assigned like PyTorch's after its first rebuild (a sparse parameter counts as if it
    were dense).
 
@@ -1316,9 +1319,11 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    the parent unless fn calls exit(), and leave nothing behind (except LLVM's OpenMP: a file of 1
    KiB in /dev/shm).
 
-   GPUS. The host waits for other ranks when groups and models are created; in the first message to
-   or from a rank, and the first use of an algorithm of another collective than all_reduce; in a
-   model's first step; and in each step with find_unused_parameters, uneven_inputs or sparse_rows.
+   GPUS. The host waits for other ranks
+     - when groups and models are created, and in a model's first step
+     - in the first message to or from a rank, and in the first use of an algorithm of another
+       collective than all_reduce
+     - in each step with find_unused_parameters, uneven_inputs or sparse_rows.
    The first launch of a kernel that is not cddp's can wait for the device, unless
    CUDA_MODULE_LOADING=EAGER is set. Ranks can share a GPU, or parts of one (MIG), from NCCL 2.30 on
    if all have NCCL_MULTI_RANK_GPU_ENABLE=1. NCCL_* variables are left to NCCL.
