@@ -94,7 +94,11 @@
      >>work         asynchronous operations         >>collectives  all_reduce and the others
      >>groups       creation, split, destruction    >>sparse       gradients that are rows (pure)
      >>optim        SGD and AdamW                   >>device       groups of ranks with GPUs
-     >>kernels      optimizers on devices           >>ddp          distributed data parallel
+     >>kernels      optimizers on devices           >>ddp          a model's memory and failure
+     >>ddp-shards   more shards than ranks; rows    >>ddp-buckets  reduction during backward
+     >>ddp-states   optimizer states of all ranks   >>ddp-host     steps in host memory
+     >>ddp-device   steps on GPUs                   >>ddp-step     ready, wait and step
+     >>ddp-uneven   cddp_ddp_join                   >>ddp-create   creation and destruction
      >>elastic      membership; ranks fail and join >>sampler      DistributedSampler
      >>safetensors  a file's header (pure)          >>checkpoint   save and load
      >>spawn        processes and threads as ranks  >>public       arguments; public functions
@@ -2369,7 +2373,7 @@ typedef struct cddp__ddp_scratch {
 } cddp__ddp_scratch;
 
 typedef struct cddp__elastic cddp__elastic; /* >>elastic */
-typedef struct cddp__ddp_memory cddp__ddp_memory; /* >>ddp-buckets */
+typedef struct cddp__ddp_memory cddp__ddp_memory; /* >>ddp */
 struct cddp_ddp { /* followed by its arrays, see cddp__ddp_arrays */
   uint64_t id;    /* unique in this process, from 1 */
   cddp_group *group;   /* of the caller */
@@ -14741,8 +14745,8 @@ static cddp_result cddp__rows_merge(const cddp_allocator *allocator, cddp__spars
 }
 /* >>optim --------------------------------------------------------------------------------------
    Job: the optimizers: torch.optim.SGD, bit for bit, and AdamW.
-   Owns: a cddp_optim and its states, except states that ranks share (>>ddp) or that are on a device
-   (>>kernels). Touches: the caller's parameters, gradients and copies.
+   Owns: a cddp_optim and its states, except states that ranks share (>>ddp-states) or that are on a
+   device (>>kernels). Touches: the caller's parameters, gradients and copies.
    Entry points: the public functions; for a cddp_ddp's step cddp__update_of, _update_run and
    cddp__optim_rows.
    How it works:
@@ -17210,113 +17214,29 @@ static cddp_result cddp__attach_optim(cddp_optim *optim) {
 #endif
 }
 
-/* >>ddp ----------------------------------------------------------------------------------------
-   Distributed data parallel training: one engine for gradients in host memory and on devices.
-   Job: reduces the gradients of a model over all ranks and applies the optimizer's step.
-   Owns: a cddp_ddp, its gradients, its private groups, and optimizer states that ranks share.
-   Touches: the caller's parameters; on a host also those of the other ranks, between
-   cddp__begin_access and cddp__end_access; states and counts of the cddp_optim of a step.
-   Entry points: cddp__ddp_new, cddp__ddp_setup, cddp__ddp_free; cddp_ddp_ready, cddp__ddp_meet,
-   cddp__ddp_step; cddp_ddp_next_shard, cddp_ddp_join.
-   Threads: the training thread calls all of these, except cddp_ddp_ready (any thread). The engine
-   of d->comm runs cddp__run_bucket. d->lock guards the data that several threads use.
-   How it works:
-     1. The model is the sequence of all gradients, dtype by dtype, last parameter first. An offset
-        into it determines an element's part, piece (cddp__count_pieces), place in a slot, and
-        states.
-     2. d->addresses.gradients has the address of each rank's gradient of each parameter. The
-        gradient is in the rank's arena, or in the caller's memory if all ranks can map that
-        (cddp__map_params). Gradients never move.
-     3. A bucket is a list of parameters. The buckets are planned again after the first step, in the
-        order in which gradients became ready; this moves no data.
-     4. cddp_ddp_ready marks a gradient. The reduction of a bucket begins when the bucket and all
-        buckets before it are full.
-     5. A wait or a step compares the ready flags on d->control, starts the remaining buckets, and
-        continues when all buckets are reduced.
-   d->memory (cddp__ddp_memory) has the functions that differ between host and device memory.
-   Steps on a host:
-     1. Gradients are in shared memory. The engine reduces a bucket in two rounds: after the first
-        every rank has filled the bucket, after the second every rank has reduced its slice.
-     2. cddp_ddp_step on gradients that are not reduced yet needs one pass (cddp__walk). Each rank
-        takes its part of the model block by block: it sums the block over all ranks, updates it
-        with the shared states, writes the new weights to every rank, and zeroes the gradients.
-        The block stays in the first-level cache meanwhile. For f32, one or two states and 1, 2 or 4
-        ranks one loop does all of this. After a cddp_ddp_step the buckets of the next step are
-        therefore not reduced before that step.
-     3. Weights in private memory reach the other ranks through the gradients' memory.
-     4. max_grad_norm adds a pass before this one. Each rank stores the mean of its part in its own
-        gradients, and the sums of squares of the part's pieces behind its arena. After a round
-        every rank adds all sums in the model's order.
-     5. cddp_ddp_reduce_scatter is the pass for the means alone. cddp_ddp_all_gather does what
-        follows the update of a block. cddp__pass.block is the function that processes a block;
-        >>elastic has its own.
-     Calls from ready to the new weight: cddp_ddp_ready; cddp_ddp_step, cddp__ddp_step,
-     cddp__ddp_meet (one round), cddp__finish, cddp__host_step, cddp__walk, cddp__fuse_loop, the
-     kernel.
-   Steps on devices:
-     1. With NCCL a bucket's all-reduce is a call of the caller's group, on that group's side
-        stream, after an event of the backward pass. The caller's stream then waits for the side
-        stream, and one kernel updates all weights and zeroes the gradients.
-     2. The host waits for no device, and for other ranks only if d->meets. Every rank has complete
-        optimizer states.
-     3. Without NCCL the steps are the same, except that the engine of a private group reduces the
-        buckets, by all-reduces through host memory.
-   Sharded states (optim.sharded): each rank of the group has the states of its part alone, in
-   private memory (optim.parts).
-     1. A step computes the mean, updates this rank's part of the weights, broadcasts all parts, and
-        zeroes this rank's gradients. The ranks of a single host step as above instead.
-     2. If the last step needed only parts of the mean, NCCL reduces a bucket to the ranks whose
-        parts are in it (d->step.scatters). A step that needs the whole mean then gathers it.
-     3. A failure breaks the model on all ranks.
-   More shards than ranks (d->shards.spread):
-     1. Behind its arena a rank has slots. Each is as large as the model, with f32 for f16 and bf16.
-     2. A completed shard moves from the gradients into a slot. It is added to the earlier sums with
-        which it forms a node of the canonical tree over all shards (cddp__merge_shard, >>plan). The
-        last shard can stay in the gradients. Which nodes each rank then has, and where, is known
-        since creation (d->shards.nodes).
-     3. Buckets wait for the step. It takes the mean over the nodes of all ranks in place of their
-        gradients (cddp__reduce_shards).
-     4. Ranks that cannot read each other's memory have all nodes in slots. Each rank receives all
-        nodes of one part of the model and takes their mean; then the ranks gather the parts
-        (cddp__gather_nodes). NCCL does the same even with one shard a rank, since its own summation
-        order is not the canonical one.
-     5. Sparse rows are packed shard by shard, and merged as if each shard were a rank.
-   Uneven inputs:
-     1. Each meeting announces which ranks have joined (cddp__step_header), so that all ranks divide
-        by the same number. The first round of a bucket announces it too, since it can precede the
-        meeting.
-     2. A rank that has joined announces ddp_join, which matches any call that begins with a
-        meeting. It reads which call the others made and takes part, with gradients that are not
-        counted.
-     3. After a cddp_ddp_wait the others step without this rank, so its weights become out of date.
-        Before the next cddp_ddp_step weights and states come from a rank that has data. If all
-        ranks have joined they come from the last one to join. */
-
-#define CDDP__BLOCK ((size_t)2048) /* elements of a block of a step */
-#define CDDP__IN_PLACE_BYTES ((size_t)1 << 20) /* minimum that several hosts reduce in place */
-#define CDDP__NODES_CHUNK ((size_t)512 << 10) /* elements whose nodes are exchanged in one call */
-#ifndef CDDP__SHARD_CHUNK /* tests set less */
-#define CDDP__SHARD_CHUNK ((size_t)8 << 20) /* CDDP__NODES_CHUNK on GPUs */
-#endif
-
-/* Payload of the round in which the ranks of a cddp_ddp meet during a step. */
-typedef struct cddp__step_header {
-  uint64_t missing;  /* parameters that are not ready on this rank */
-  uint64_t settings; /* of the cddp_optim without its lr; 0: none */
-  double lr;
-  uint32_t joined;   /* CDDP__STEP_JOINED*; 0: the rank has data */
-} cddp__step_header;
-enum { CDDP__STEP_JOINED = 1, CDDP__STEP_JOINED_NOW };
-
-/* Parameters whose gradients are reduced together. */
-struct cddp__bucket_state {
-  int remaining; /* parameters not yet ready; guarded by lock */
-  int *sorted;   /* its parameters by offset; memory of plan_order */
-  int count;
-  bool launched;  /* guarded by lock */
-  cddp_work work; /* its reduction in the engine */
-  cddp_ddp *ddp;
-};
+/* >>ddp -------------------------------------------------------------------------------------------
+   Distributed data parallel training, for gradients in host memory and on devices, in nine rooms.
+   Job of this room: the memory of a model, collectives on it, and the failure of a model.
+   Owns: a cddp_ddp, its gradients and its private groups. Touches: the caller's parameters.
+   Entry points: cddp__set_layout, cddp__map_params, cddp__gradient_at, cddp__next_range;
+   cddp__share_arrays; cddp__fail_model.
+   Threads: the training thread calls everything except cddp_ddp_ready (any thread) and
+   cddp__run_bucket (the engine of d->comm). d->lock guards the data of several threads.
+   The model is the sequence of all gradients, dtype by dtype, last parameter first. An offset into
+   it determines an element's part, piece (cddp__count_pieces), place in a slot, and states. A
+   gradient is in its rank's arena, or in the caller's memory if all ranks can map that. It never
+   moves.
+   The life of a model:
+     1. cddp_ddp_create (>>ddp-create): the ranks compare their models, map each other's memory, and
+        receive rank 0's weights.
+     2. cddp_ddp_ready (>>ddp-step) marks a gradient, and copies it to the arena if it is not there.
+        If buckets are reduced early, a bucket's reduction begins when it and all buckets before it
+        are full (>>ddp-buckets).
+     3. cddp_ddp_next_shard ends a shard, if a rank has several (>>ddp-shards).
+     4. cddp_ddp_step: the ranks meet in one round of d->control, which compares flags and settings.
+        Then cddp__finish takes means and updates weights: by buckets and d->memory->step, which is
+        one pass on a host (>>ddp-host), or a kernel (>>ddp-device).
+     5. cddp__complete prepares the next step. After the first, the buckets are planned again. */
 
 /* Functions for one kind of memory, host or device. stream: NULL on a host. A NULL function has
    nothing to do. */
@@ -17384,124 +17304,11 @@ static cddp_result cddp__fail_model(cddp_ddp *d, cddp_result r) {
   return cddp__check_cause(&d->failure);
 }
 
-/* --- creation: comparing the model with rank 0's --- */
-
-/* Describes the model as a whole. max_grad_norm is hashed as a number, since the decimal point of
-   its text depends on the locale. Elastic models have no buckets. */
-static void cddp__describe_whole(const cddp_ddp *d, cddp__model_info *out) {
-  const cddp_ddp_desc *s = &d->desc;
-  const char *hook = s->comm_hook == NULL                      ? ""
-                     : s->comm_hook == cddp_bf16_compress_hook ? ", bf16_compress_hook"
-                     : s->comm_hook == cddp_fp16_compress_hook ? ", fp16_compress_hook"
-                                                               : ", a comm_hook";
-  uint64_t bytes, all = 0;
-  int i;
-  out->hash = cddp__hash64((uint64_t)s->buffer_count, &s->max_grad_norm, sizeof s->max_grad_norm);
-  for (i = 0; i < s->buffer_count; i++) {
-    bytes = (uint64_t)s->buffers[i].count * cddp__dtype_size(s->buffers[i].dtype);
-    out->hash = cddp__hash64(out->hash, &bytes, sizeof bytes);
-    all += bytes;
-  }
-  snprintf(out->text, sizeof out->text, "%d parameter%s, %d shards%s%s%s", d->count,
-           d->count == 1 ? "" : "s", s->shards, s->elastic ? ", elastic" : "",
-           s->find_unused_parameters ? ", find_unused_parameters" : "", hook);
-  if (!s->elastic)
-    cddp__append(out->text, sizeof out->text, ", buckets of %zu and %zu bytes", d->plan.limits[0],
-                 d->plan.limits[1]);
-  if (s->buffer_count > 0)
-    cddp__append(out->text, sizeof out->text, ", buffers of %" PRIu64 " bytes", all);
-  out->hash = cddp__hash64(out->hash, out->text, strlen(out->text));
-  cddp__append(out->text, sizeof out->text, ", max_grad_norm %.17g", s->max_grad_norm);
-}
-
-/* Describes parameter i, or (-1) the model as a whole. */
-static void cddp__describe(const cddp_ddp *d, int i, cddp__model_info *out) {
-  const cddp_param *p = i >= 0 ? &d->params[i] : NULL;
-  const char *name = p != NULL && p->name != NULL ? p->name : "";
-  memset(out, 0, sizeof *out);
-  if (p == NULL) {
-    cddp__describe_whole(d, out);
-    return;
-  }
-  snprintf(out->text, sizeof out->text, "\"%.100s\" (%zu %s", name, p->count,
-           cddp__dtype_names[p->dtype]);
-  if (cddp__sparse_of(d, i) != NULL)
-    cddp__append(out->text, sizeof out->text, ", %zu sparse rows", d->rows.sparse[i]->rows);
-  cddp__append(out->text, sizeof out->text, ")");
-  out->hash = cddp__hash64(strlen(name), name, strlen(name));
-  out->hash = cddp__hash64(out->hash, out->text, strlen(out->text));
-}
-
-/* The description that must be the same on all ranks of the model. */
-static cddp__model_info cddp__model_of(const cddp_ddp *d) {
-  cddp__model_info model, info;
-  int i;
-  cddp__describe(d, -1, &model);
-  for (i = 0; i < d->count; i++) {
-    cddp__describe(d, i, &info);
-    model.params = cddp__hash64(model.params, &info, sizeof info);
-  }
-  return model;
-}
-
-/* Fails if this rank's model differs from that of the job. */
-static cddp_result cddp__join_compare(const cddp_ddp *d, const cddp__model_info *job) {
-  cddp__model_info model = cddp__model_of(d);
-  if (model.hash != job->hash)
-    return cddp__fail(CDDP_MISMATCH, "CDDP_JOIN: the model is %s on rank %d, %.*s in the job",
-                      model.text, d->group->rank, (int)sizeof job->text - 1, job->text);
-  if (model.params == job->params) return CDDP_OK;
-  return cddp__fail(CDDP_MISMATCH,
-                    "CDDP_JOIN: a parameter of rank %d has another name, type or number of "
-                    "elements than on the ranks of the job",
-                    d->group->rank);
-}
+/* --- offsets, parts and addresses --- */
 
 /* Number of elements of parameter i's gradient that buckets reduce. */
 static size_t cddp__dense_count(const cddp_ddp *d, int i) {
   return cddp__sparse_of(d, i) == NULL ? d->params[i].count : 0;
-}
-
-/* Collective: every rank's error names the first rank with a model other than rank 0's. */
-static cddp_result cddp__agree_on_params(cddp_ddp *d) {
-  cddp_group *g = d->control;
-  uint64_t count = (uint64_t)d->count;
-  cddp__model_info mine, *theirs; /* [1 + parameters] rank 0's */
-  cddp_result r = cddp__round(g, CDDP__SCOPE_ALL, CDDP__KIND_DDP_CREATE, CDDP__PHASE_CALL,
-                              d->meets, &count, sizeof count); /* meets: the same on all ranks */
-  int i;
-  if (r != CDDP_OK) return r;
-  memcpy(&count, cddp__op_header_of(g, 0, g->round)->u.bytes, sizeof count);
-  theirs = (cddp__model_info *)cddp__calloc(&g->host->allocator, (size_t)count + 1, sizeof *theirs);
-  if (theirs == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
-  for (i = -1; g->rank == 0 && i < d->count; i++) cddp__describe(d, i, &theirs[i + 1]);
-  r = cddp__run_simple(g, CDDP__KIND_BROADCAST, theirs, theirs,
-                       ((size_t)count + 1) * sizeof *theirs, CDDP_U8, 0);
-  for (i = -1; r == CDDP_OK && i < d->count; i++) {
-    char what[32] = "the model has";
-    const char *at = mine.text, *same = at; /* the first setting that differs */
-    cddp__describe(d, i, &mine);
-    if (mine.hash == theirs[i + 1].hash) continue;
-    if (i >= 0) snprintf(what, sizeof what, "parameter %d is", i);
-    for (; i < 0 && *at != 0 && *at == theirs[0].text[at - mine.text]; at++)
-      if (at[0] == ' ' && at[-1] == ',') same = at + 1;
-    r = cddp__fail(CDDP_MISMATCH, "the ranks' models differ: %s %s on rank %d, %s on rank 0",
-                   what, same, g->rank, theirs[i + 1].text + (same - mine.text));
-  }
-  cddp__free(&g->host->allocator, theirs);
-  return cddp__consensus(g, r, NULL, 0, NULL);
-}
-
-/* --- the arena --- */
-
-/* The factor that turns the contents of the arena after the reduction into the mean over the ranks
-   with data. The arena then has a sum, a sum divided by the number of all ranks, or that mean. */
-static double cddp__mean_factor(const cddp_ddp *d, cddp_dtype dtype) {
-  bool by_all =
-      d->desc.comm_hook != NULL || d->comm->carrier->foreign || d->group->backend->on_device;
-  if (d->desc.elastic) return 1; /* the arena has the mean of the shards */
-  if (d->step.sums && dtype != CDDP_F16) return 1.0 / d->step.active_count;
-  return by_all ? (double)d->group->size / d->step.active_count : 1;
 }
 
 /* The arena is divided into equal parts, one for each rank of the host, on GPUs for each rank of
@@ -17639,6 +17446,10 @@ static char *cddp__gradient_at(const cddp_ddp *d, int rank, int i, size_t at) {
          (at - d->tensors[i].offset);
 }
 
+static char *cddp__weights_of(const cddp_ddp *d, int rank, int i) {
+  return d->addresses.weights[(size_t)rank * (size_t)d->count + (size_t)i];
+}
+
 /* Sets the gradient addresses of a rank whose arena is mapped at `arena`. */
 static void cddp__set_gradient_addresses(cddp_ddp *d, int rank, char *arena) {
   int i;
@@ -17655,6 +17466,8 @@ static void cddp__set_rank_addresses(cddp_ddp *d, int rank, char *arena) {
   d->addresses.squares[rank] = (double *)(void *)(d->addresses.slots[rank] +
                                                   (size_t)d->layout.slots * d->layout.slot_stride);
 }
+
+#define CDDP__IN_PLACE_BYTES ((size_t)1 << 20) /* minimum that several hosts reduce in place */
 
 /* The reference by which other ranks map parameter i's weights or gradient. Kind NONE if they
    cannot, or if the gradient is copied: a hook needs a contiguous bucket, an elastic rank's memory
@@ -17738,7 +17551,91 @@ static bool cddp__next_range(const cddp_ddp *d, const int *sorted, int count, in
   return true;
 }
 
-/* --- more shards than ranks: sums of several shards in slots --- */
+/* --- collectives on the memory of a model --- */
+
+/* A collective of all ranks on the memory of the gradients. */
+static cddp_result cddp__call_all(cddp_ddp *d, const cddp__call *c) {
+  cddp_group *g = d->group->backend->on_device ? d->comm : d->control;
+  g->stream = d->group->stream; /* cddp_set_stream */
+  return (g->backend->start)(g, c, NULL);
+}
+
+/* A barrier of the ranks that share memory. */
+static cddp_result cddp__control_barrier(cddp_ddp *d, int kind, enum cddp__phase phase) {
+  return cddp__round(d->control, CDDP__SCOPE_HOST, kind, phase, 0, NULL, 0);
+}
+
+/* Collective: sends arrays from root to all ranks. CDDP__ROOT_OWNERS: each rank has its part of
+   arrays with the shape of the parameters. Every host has all parts; those of the first host are
+   sent. CDDP__ROOT_ALL_OWNERS: each part is on one rank of the group. */
+static cddp_result cddp__share_arrays(cddp_ddp *d, const cddp_param *arrays, int count, int root) {
+  bool by_host = root == CDDP__ROOT_OWNERS && !d->group->backend->on_device, owners = root < 0;
+  const cddp__hosts *x = by_host ? d->control->hosts : NULL;
+  int parts = x != NULL ? x->nodes[0].size : d->group->size, i, n = 0;
+  int part = owners ? 0 : root, last = owners ? parts - 1 : root;
+  cddp_result r = CDDP_OK;
+  cddp__packet packet;
+  cddp__call c;
+  if (d->group->backend->on_device) cddp__drain_buckets(d); /* they use d->gpu.calls too */
+  for (; r == CDDP_OK && part <= last; part++) {
+    cddp__packet_begin(&packet, d->control,
+                       owners && x != NULL ? cddp__rank_on(x, 0, part) : part);
+    for (i = 0; r == CDDP_OK && i < count; i++) {
+      size_t begin = 0, end = arrays[i].count, esize;
+      char *at = (char *)arrays[i].data;
+      if (owners) {
+        esize = cddp__dtype_size(d->params[i].dtype);
+        if (!cddp__part_slice(d, i, parts, part, &begin, &end)) continue;
+        begin = (begin - d->tensors[i].offset) / esize;
+        end = (end - d->tensors[i].offset) / esize;
+      }
+      if (at == NULL || begin >= end) continue;
+      at += begin * cddp__dtype_size(arrays[i].dtype);
+      c = cddp__make_call(CDDP__KIND_BROADCAST, at, at, end - begin, arrays[i].dtype, CDDP_SUM,
+                          part);
+      if (!d->group->backend->on_device)
+        r = cddp__packet_add(&packet, at, c.count, arrays[i].dtype);
+      else if (cddp__on_device(d->group, at)) d->gpu.calls[n++] = c;
+      else r = (d->comm->backend->start)(d->comm, &c, NULL);
+    }
+    if (r == CDDP_OK) r = cddp__packet_send(&packet);
+  }
+  return r == CDDP_OK && n > 0 ? d->memory->broadcast(d, n) : r;
+}
+
+/* The factor that turns the contents of the arena after the reduction into the mean over the ranks
+   with data. The arena then has a sum, a sum divided by the number of all ranks, or that mean. */
+static double cddp__mean_factor(const cddp_ddp *d, cddp_dtype dtype) {
+  bool by_all =
+      d->desc.comm_hook != NULL || d->comm->carrier->foreign || d->group->backend->on_device;
+  if (d->desc.elastic) return 1; /* the arena has the mean of the shards */
+  if (d->step.sums && dtype != CDDP_F16) return 1.0 / d->step.active_count;
+  return by_all ? (double)d->group->size / d->step.active_count : 1;
+}
+
+/* >>ddp-shards ------------------------------------------------------------------------------------
+   Job: the mean over more shards than ranks (d->shards.spread), and the mean of sparse rows.
+   Owns: the slots behind an arena; a rank's nodes (d->shards) and packet of rows (d->rows).
+   Entry points: cddp__end_shard, cddp__keep_node; cddp__reduce_shards, cddp__gather_nodes;
+   cddp__exchange_rows.
+   How it works:
+     1. A slot is as large as the model, with f32 for f16 and bf16. A completed shard moves from the
+        gradients into a slot. It is added to the earlier sums with which it forms a node of the
+        canonical tree over all shards (cddp__merge_shard, >>plan). The last shard can stay in the
+        gradients. Which nodes each rank then has, and where, is known since creation.
+     2. Buckets wait for the step. It takes the mean over the nodes of all ranks in place of their
+        gradients (cddp__reduce_shards).
+     3. Ranks that cannot read each other's memory have all nodes in slots. Each rank receives all
+        nodes of one part of the model and takes their mean; then the ranks gather the parts
+        (cddp__gather_nodes). NCCL does the same even with one shard a rank, since its own summation
+        order is not the canonical one.
+     4. Sparse rows are packed shard by shard, and merged as if each shard were a rank. */
+
+#define CDDP__BLOCK ((size_t)2048) /* elements that a loop on a host processes at a time */
+#define CDDP__NODES_CHUNK ((size_t)512 << 10) /* elements whose nodes are exchanged in one call */
+#ifndef CDDP__SHARD_CHUNK /* tests set less */
+#define CDDP__SHARD_CHUNK ((size_t)8 << 20) /* CDDP__NODES_CHUNK on GPUs */
+#endif
 
 /* The range of all gradients of a dtype; false if there are none. */
 static bool cddp__range_of(const cddp_ddp *d, int dtype, cddp__range *range) {
@@ -17853,65 +17750,6 @@ static cddp_result cddp__keep_node(cddp_ddp *d, int shard, bool more) {
   return r;
 }
 
-/* The head of a shard's rows in a packet. */
-typedef struct cddp__shard_rows {
-  uint64_t shard; /* the number of shards: of a rank that has joined, without rows */
-  uint64_t bytes; /* including this head */
-  unsigned char pad[CDDP__CACHE_LINE - 16];
-} cddp__shard_rows;
-
-/* Packs the added rows of `shard` into packet; NULL: writes nothing. Returns the number of bytes.
-   */
-static size_t cddp__pack_rows(cddp_ddp *d, int shard, char *packet) {
-  cddp__shard_rows *head = (cddp__shard_rows *)(void *)packet;
-  size_t bytes = sizeof *head, n;
-  int i;
-  for (i = 0; i < d->count; i++) {
-    cddp__sparse *s = cddp__sparse_of(d, i);
-    if (s == NULL) continue;
-    n = d->tensors[i].used ? s->added.n : 0;
-    if (packet != NULL) cddp__rows_pack(s, n, d->params[i].dtype, packet + bytes);
-    if (packet != NULL && n > 0) s->added.n = 0;
-    bytes += cddp__row_list_bytes(s, n);
-  }
-  if (packet == NULL) return bytes;
-  head->shard = (uint64_t)(d->uneven.joined != 0 ? d->shards.count : shard);
-  head->bytes = bytes;
-  return bytes;
-}
-
-/* Appends the added rows of `shard` to this rank's packet of the step. */
-static cddp_result cddp__keep_rows(cddp_ddp *d, int shard) {
-  cddp__host *h = d->group->host;
-  size_t bytes = d->rows.bytes + cddp__pack_rows(d, shard, NULL);
-  char *more = d->rows.packet;
-  if (bytes > d->rows.capacity) {
-    bytes = cddp__max(bytes, 2 * d->rows.capacity);
-    if ((more = (char *)cddp__arena_alloc(h, bytes, CDDP__EXTENT_MESSAGE)) == NULL)
-      return CDDP_OUT_OF_MEMORY;
-    if (d->rows.bytes > 0) memcpy(more, d->rows.packet, d->rows.bytes);
-    cddp__arena_free(h, d->rows.packet);
-    d->rows.packet = more;
-    d->rows.capacity = bytes;
-  }
-  d->rows.bytes += cddp__pack_rows(d, shard, d->rows.packet + d->rows.bytes);
-  CDDP__POINT("elastic rows");
-  return CDDP_OK;
-}
-
-/* Completes the shard that this rank is computing. */
-static cddp_result cddp__end_shard(cddp_ddp *d, bool more) {
-  cddp_result r = d->rows.sparse != NULL ? cddp__keep_rows(d, d->shards.current) : CDDP_OK;
-  return r == CDDP_OK ? cddp__keep_node(d, d->shards.current, more) : r;
-}
-
-/* A collective of all ranks on the memory of the gradients. */
-static cddp_result cddp__call_all(cddp_ddp *d, const cddp__call *c) {
-  cddp_group *g = d->group->backend->on_device ? d->comm : d->control;
-  g->stream = d->group->stream; /* cddp_set_stream */
-  return (g->backend->start)(g, c, NULL);
-}
-
 /* Takes the mean over the shards of n elements a rank, from offset `at` of the model, and writes it
    to `out`. Ranks exchange nodes, of which one rank has `most`. Each rank then has all nodes of its
    n elements and takes their mean; then the ranks gather the means. */
@@ -17970,7 +17808,206 @@ static cddp_result cddp__gather_nodes(cddp_ddp *d, char *out) {
   return r;
 }
 
-/* --- reducing a bucket in memory that the ranks of a host share --- */
+/* --- rows of shards --- */
+
+/* The head of a shard's rows in a packet. */
+typedef struct cddp__shard_rows {
+  uint64_t shard; /* the number of shards: of a rank that has joined, without rows */
+  uint64_t bytes; /* including this head */
+  unsigned char pad[CDDP__CACHE_LINE - 16];
+} cddp__shard_rows;
+
+/* Packs the added rows of `shard` into packet; NULL: writes nothing. Returns the number of bytes.
+   */
+static size_t cddp__pack_rows(cddp_ddp *d, int shard, char *packet) {
+  cddp__shard_rows *head = (cddp__shard_rows *)(void *)packet;
+  size_t bytes = sizeof *head, n;
+  int i;
+  for (i = 0; i < d->count; i++) {
+    cddp__sparse *s = cddp__sparse_of(d, i);
+    if (s == NULL) continue;
+    n = d->tensors[i].used ? s->added.n : 0;
+    if (packet != NULL) cddp__rows_pack(s, n, d->params[i].dtype, packet + bytes);
+    if (packet != NULL && n > 0) s->added.n = 0;
+    bytes += cddp__row_list_bytes(s, n);
+  }
+  if (packet == NULL) return bytes;
+  head->shard = (uint64_t)(d->uneven.joined != 0 ? d->shards.count : shard);
+  head->bytes = bytes;
+  return bytes;
+}
+
+/* Appends the added rows of `shard` to this rank's packet of the step. */
+static cddp_result cddp__keep_rows(cddp_ddp *d, int shard) {
+  cddp__host *h = d->group->host;
+  size_t bytes = d->rows.bytes + cddp__pack_rows(d, shard, NULL);
+  char *more = d->rows.packet;
+  if (bytes > d->rows.capacity) {
+    bytes = cddp__max(bytes, 2 * d->rows.capacity);
+    if ((more = (char *)cddp__arena_alloc(h, bytes, CDDP__EXTENT_MESSAGE)) == NULL)
+      return CDDP_OUT_OF_MEMORY;
+    if (d->rows.bytes > 0) memcpy(more, d->rows.packet, d->rows.bytes);
+    cddp__arena_free(h, d->rows.packet);
+    d->rows.packet = more;
+    d->rows.capacity = bytes;
+  }
+  d->rows.bytes += cddp__pack_rows(d, shard, d->rows.packet + d->rows.bytes);
+  CDDP__POINT("elastic rows");
+  return CDDP_OK;
+}
+
+/* On a device: writes the mean rows into gradients that are zero elsewhere, for its kernels. */
+static cddp_result cddp__place_rows(cddp_ddp *d) {
+  void *stream = d->group->stream;
+  cddp_result r = CDDP_OK;
+  size_t k, end;
+  int i;
+  for (i = 0; r == CDDP_OK && i < d->count; i++) {
+    const cddp__sparse *s = cddp__sparse_of(d, i);
+    char *at = d->arena + d->tensors[i].dense;
+    if (s == NULL) continue;
+    r = (d->memory->zero)(at, s->rows * s->bytes, stream);
+    for (k = 0; r == CDDP_OK && k < s->mean.n; k = end) {
+      for (end = k + 1; end < s->mean.n && s->mean.number[end] == s->mean.number[end - 1] + 1;)
+        end++;
+      r = (d->memory->copy)(at + (size_t)s->mean.number[k] * s->bytes,
+                          s->mean.values + k * s->bytes, (end - k) * s->bytes, stream);
+    }
+  }
+  return r;
+}
+
+/* Writes the mean of the rows in d->rows.lists, one for each shard that has rows, to the memory
+   that the optimizer reads. */
+static cddp_result cddp__merge_rows(cddp_ddp *d) {
+  cddp_result r = CDDP_OK;
+  int i, n = 0;
+  for (i = 0; i < d->shards.count; i++)
+    if (d->rows.lists[i].packet != NULL) d->rows.lists[n++].packet = d->rows.lists[i].packet;
+  for (i = 0; r == CDDP_OK && i < d->count; i++)
+    if (cddp__sparse_of(d, i) != NULL)
+      r = cddp__rows_merge(&d->group->host->allocator, d->rows.sparse[i], d->rows.lists, n,
+                           d->scratch.sources, d->params[i].dtype);
+  return r == CDDP_OK && d->group->backend->on_device ? cddp__place_rows(d) : r;
+}
+
+/* The same for the rows in the ranks' packets [ranks]. */
+static cddp_result cddp__merge_packets(cddp_ddp *d, char **packets) {
+  cddp__shard_rows *head;
+  int i;
+  for (i = 0; i < d->shards.count; i++) d->rows.lists[i].packet = NULL;
+  for (i = 0; i < d->shards.count; i++) { /* a rank's order can differ */
+    head = (cddp__shard_rows *)(void *)packets[d->shards.owner[i]];
+    packets[d->shards.owner[i]] += head->bytes;
+    if (head->shard < (uint64_t)d->shards.count)
+      d->rows.lists[head->shard].packet = (char *)(head + 1);
+  }
+  return cddp__merge_rows(d);
+}
+
+/* The same for ranks that cannot read each other's memory: gathers all packets on all ranks, each
+   padded to the longest. */
+static cddp_result cddp__gather_rows(cddp_ddp *d, size_t longest) {
+  cddp_group *g = d->control;
+  const cddp_allocator *a = &g->host->allocator;
+  char **packets = (char **)g->buffers;
+  char *all = (char *)cddp__malloc(a, longest * (size_t)(g->size + 1) + 1), *own;
+  cddp_result r;
+  int k;
+  if (all == NULL) return CDDP_OUT_OF_MEMORY;
+  own = all + longest * (size_t)g->size;
+  if (d->rows.bytes > 0) memcpy(own, d->rows.packet, d->rows.bytes);
+  r = cddp__run_simple(g, CDDP__KIND_ALL_GATHER, own, all, longest, CDDP_U8, -1);
+  for (k = 0; k < g->size; k++) packets[k] = all + (size_t)k * longest;
+  if (r == CDDP_OK) r = cddp__merge_packets(d, packets);
+  cddp__free(a, all);
+  return r;
+}
+
+/* Collective: all ranks get the mean of all added rows. cddp__finish returns its failure. */
+static cddp_result cddp__exchange_rows(cddp_ddp *d, int kind) {
+  cddp_group *g = d->control;
+  size_t longest = 0;
+  char **packets = (char **)g->buffers;
+  unsigned char size[8];
+  cddp_result r = d->shards.spread ? CDDP_OK : cddp__keep_rows(d, g->rank);
+  int i;
+  if (r == CDDP_OK && g->hosts != NULL) {
+    cddp__put64(size, d->rows.bytes);
+    r = cddp__round(g, CDDP__SCOPE_ALL, kind, CDDP__PHASE_ROWS, 0, size, sizeof size);
+    for (i = 0; r == CDDP_OK && i < g->size; i++)
+      longest = cddp__max(longest,
+                          (size_t)cddp__get64(cddp__op_header_of(g, i, g->round)->u.bytes));
+    if (r == CDDP_OK) r = cddp__gather_rows(d, longest);
+  } else if (r == CDDP_OK) { /* ranks read each other's packets */
+    r = cddp__exchange_refs(g, kind, d->rows.packet, 0, packets);
+    if (r == CDDP_OK) r = cddp__begin_access(g);
+    if (r == CDDP_OK) r = cddp__merge_packets(d, packets);
+    if (r == CDDP_OK) r = cddp__control_barrier(d, kind, CDDP__PHASE_ROWS_DONE);
+    if (r == CDDP_OK) r = cddp__end_access(g, r);
+  }
+  d->rows.bytes = 0;
+  return r;
+}
+
+/* --- the end of a shard --- */
+
+/* Completes the shard that this rank is computing. */
+static cddp_result cddp__end_shard(cddp_ddp *d, bool more) {
+  cddp_result r = d->rows.sparse != NULL ? cddp__keep_rows(d, d->shards.current) : CDDP_OK;
+  return r == CDDP_OK ? cddp__keep_node(d, d->shards.current, more) : r;
+}
+
+/* >>ddp-buckets -----------------------------------------------------------------------------------
+   Job: the reduction of gradients while the backward pass continues, in buckets.
+   Owns: the buckets (d->plan) and their work in the engine of d->comm.
+   Entry points: cddp__set_plan; d->memory->begin_bucket, which is cddp__push_bucket on a host;
+   cddp__await_buckets; cddp__compress_hook.
+   How it works:
+     1. A bucket is a list of parameters; its gradients stay where they are. The first plan has the
+        reverse order of declaration, the second the order in which gradients became ready.
+     2. On a host the engine reduces a bucket in two rounds: after the first every rank has filled
+        the bucket, after the second every rank has reduced its slice of it.
+     3. A communication hook replaces the reduction. It gets a contiguous bucket, if needed a copy.
+   */
+
+/* Parameters whose gradients are reduced together. */
+struct cddp__bucket_state {
+  int remaining; /* parameters not yet ready; guarded by lock */
+  int *sorted;   /* its parameters by offset; memory of plan_order */
+  int count;
+  bool launched;  /* guarded by lock */
+  cddp_work work; /* its reduction in the engine */
+  cddp_ddp *ddp;
+};
+
+/* Compares offsets: in a bucket (of one dtype) the last parameter comes first. */
+static int cddp__by_offset(const void *a, const void *b) {
+  int x = *(const int *)a, y = *(const int *)b;
+  return x < y ? 1 : x > y ? -1 : 0;
+}
+
+/* Plans the buckets again. order: of arrival; NULL: reverse order of declaration. */
+static void cddp__set_plan(cddp_ddp *d, const int *order) {
+  int b, i, k, n;
+  d->plan.count = cddp__plan_buckets(d->plan.offsets, d->plan.params, d->params, d->count, order,
+                                       d->plan.limits, 2);
+  memcpy(d->plan.sorted, d->plan.params, (size_t)d->count * sizeof *d->plan.params);
+  for (b = 0; b < d->plan.count; b++) {
+    cddp__bucket_state *s = &d->plan.buckets[b];
+    s->ddp = d;
+    s->sorted = d->plan.sorted + d->plan.offsets[b];
+    s->count = d->plan.offsets[b + 1] - d->plan.offsets[b];
+    for (i = n = 0; i < s->count; i++) { /* parameters in the arena come first, contiguous */
+      k = s->sorted[i];
+      if (d->tensors[k].storage == CDDP__STORAGE_IN_PLACE) continue;
+      s->sorted[i] = s->sorted[n];
+      s->sorted[n++] = k;
+    }
+    qsort(s->sorted, (size_t)n, sizeof *s->sorted, cddp__by_offset);
+    for (i = 0; i < s->count; i++) d->tensors[s->sorted[i]].bucket = b;
+  }
+}
 
 static size_t cddp__bucket_bytes(const cddp_ddp *d, const cddp__bucket_state *b) {
   cddp__range range;
@@ -18042,6 +18079,8 @@ static cddp_result cddp__reduce_bucket(cddp_ddp *d, cddp__bucket_state *b) {
   cddp__record_finish(g, record, r);
   return r;
 }
+
+/* --- communication hooks --- */
 
 /* Copies between the bucket's gradients and a contiguous buffer. */
 static cddp_result cddp__pack(const cddp_ddp *d, const cddp__bucket_state *b, void *buffer,
@@ -18122,6 +18161,8 @@ static cddp_result cddp__hook_bucket(cddp_ddp *d, cddp__bucket_state *b) {
                                       bucket.index, d->group->rank);
 }
 
+/* --- buckets in the engine --- */
+
 static cddp_result cddp__run_bucket(cddp_work *w) { /* on the engine's thread */
   cddp__bucket_state *b = (cddp__bucket_state *)w->context;
   cddp_ddp *d = b->ddp;
@@ -18160,181 +18201,16 @@ static cddp_result cddp__await_buckets(cddp_ddp *d) {
   return CDDP_OK;
 }
 
-/* Collective: sends arrays from root to all ranks. CDDP__ROOT_OWNERS: each rank has its part of
-   arrays with the shape of the parameters. Every host has all parts; those of the first host are
-   sent. CDDP__ROOT_ALL_OWNERS: each part is on one rank of the group. */
-static cddp_result cddp__share_arrays(cddp_ddp *d, const cddp_param *arrays, int count, int root) {
-  bool by_host = root == CDDP__ROOT_OWNERS && !d->group->backend->on_device, owners = root < 0;
-  const cddp__hosts *x = by_host ? d->control->hosts : NULL;
-  int parts = x != NULL ? x->nodes[0].size : d->group->size, i, n = 0;
-  int part = owners ? 0 : root, last = owners ? parts - 1 : root;
-  cddp_result r = CDDP_OK;
-  cddp__packet packet;
-  cddp__call c;
-  if (d->group->backend->on_device) cddp__drain_buckets(d); /* they use d->gpu.calls too */
-  for (; r == CDDP_OK && part <= last; part++) {
-    cddp__packet_begin(&packet, d->control,
-                       owners && x != NULL ? cddp__rank_on(x, 0, part) : part);
-    for (i = 0; r == CDDP_OK && i < count; i++) {
-      size_t begin = 0, end = arrays[i].count, esize;
-      char *at = (char *)arrays[i].data;
-      if (owners) {
-        esize = cddp__dtype_size(d->params[i].dtype);
-        if (!cddp__part_slice(d, i, parts, part, &begin, &end)) continue;
-        begin = (begin - d->tensors[i].offset) / esize;
-        end = (end - d->tensors[i].offset) / esize;
-      }
-      if (at == NULL || begin >= end) continue;
-      at += begin * cddp__dtype_size(arrays[i].dtype);
-      c = cddp__make_call(CDDP__KIND_BROADCAST, at, at, end - begin, arrays[i].dtype, CDDP_SUM,
-                          part);
-      if (!d->group->backend->on_device)
-        r = cddp__packet_add(&packet, at, c.count, arrays[i].dtype);
-      else if (cddp__on_device(d->group, at)) d->gpu.calls[n++] = c;
-      else r = (d->comm->backend->start)(d->comm, &c, NULL);
-    }
-    if (r == CDDP_OK) r = cddp__packet_send(&packet);
-  }
-  return r == CDDP_OK && n > 0 ? d->memory->broadcast(d, n) : r;
-}
-
-/* --- gradients in host memory --- */
-
-static cddp_result cddp__host_use(const cddp_group *g) {
-  (void)g;
-  return CDDP_OK;
-}
-
-static cddp_result cddp__host_copy(void *to, const void *from, size_t bytes, void *stream) {
-  (void)stream;
-  cddp__copy(to, from, bytes);
-  return CDDP_OK;
-}
-
-static cddp_result cddp__host_zero(void *p, size_t bytes, void *stream) {
-  (void)stream;
-  if (bytes > 0) memset(p, 0, bytes);
-  return CDDP_OK;
-}
-
-static cddp_result cddp__host_alloc(cddp_ddp *d) {
-  d->arena = (char *)cddp__arena_alloc(d->group->host, d->layout.arena_bytes,
-                                       d->desc.elastic ? CDDP__EXTENT_MESSAGE : CDDP__EXTENT_USER);
-  return d->arena != NULL
-             ? CDDP_OK
-             : cddp__fail_in(CDDP_OUT_OF_MEMORY, "%zu bytes of gradients: ", d->layout.arena_bytes);
-}
-
-static cddp_result cddp__host_scratch(cddp_ddp *d, size_t bytes, void **out) {
-  if (d->scratch.bytes < bytes) {
-    cddp__arena_free(d->group->host, d->scratch.memory);
-    d->scratch.memory = (char *)cddp__arena_alloc(d->group->host, bytes, CDDP__EXTENT_USER);
-    d->scratch.bytes = d->scratch.memory != NULL ? bytes : 0;
-  }
-  *out = d->scratch.memory;
-  return d->scratch.memory != NULL ? CDDP_OK : CDDP_OUT_OF_MEMORY;
-}
-
-static cddp_result cddp__host_sum(void *out, cddp_dtype dtype, const void *const *nodes,
-                                  const int *widths, int count, int divisor, size_t n,
-                                  void *stream) {
-  (void)stream;
-  if (count > 1 || divisor > 0)
-    cddp__reduce_nodes(out, nodes, widths, count, divisor, n, dtype, CDDP_AVG);
-  else cddp__convert(out, cddp__compute_type(dtype), nodes[0], dtype, n);
-  return CDDP_OK;
-}
-
-static cddp_result cddp__host_scale(void *p, size_t n, cddp_dtype dtype, double factor,
-                                    void *stream) {
-  (void)stream;
-  cddp__scale(p, n, dtype, factor);
-  return CDDP_OK;
-}
-
-/* Adds the squares of bytes [begin, end) of the model, all of parameter i and at `grad`, to this
-   rank's sums of their pieces. */
-static void cddp__add_squares(cddp_ddp *d, int i, const char *grad, size_t begin, size_t end) {
-  const cddp__tensor *t = &d->tensors[i];
-  double *sums = d->addresses.squares[d->me] + t->first_piece;
-  size_t at, n;
-  for (at = begin; at < end; at += n) {
-    n = cddp__min(CDDP__BLOCK_BYTES - at % CDDP__BLOCK_BYTES, end - at);
-    sums[at / CDDP__BLOCK_BYTES - t->offset / CDDP__BLOCK_BYTES] =
-        cddp__sum_squares(grad + (at - begin), n / cddp__dtype_size(d->params[i].dtype),
-                          d->params[i].dtype);
-  }
-}
-
-/* Returns the factor of a clip and sets d->step.norm. sums: the squares of each part of the model,
-   which is divided into `parts`. */
-static double cddp__clip_factor(cddp_ddp *d, double max_norm, double *const *sums, int parts) {
-  size_t begin, end, k, n;
-  double sum = 0, factor;
-  int i, p;
-  for (i = d->count - 1; i >= 0; i--) {
-    const cddp__tensor *t = &d->tensors[i];
-    const cddp__sparse *s = cddp__sparse_of(d, i);
-    if (!d->step.used[i]) continue;
-    if (s != NULL)
-      sum += cddp__sum_squares(s->mean.values, s->mean.n * s->width, d->params[i].dtype);
-    for (p = 0; p < parts && s == NULL; p++) {
-      cddp__slice(d->layout.dense, CDDP__BLOCK_BYTES, parts, p, &begin, &end);
-      begin = cddp__max(begin, t->offset);
-      end = cddp__min(end, t->offset + t->bytes);
-      if (begin >= end) continue;
-      k = t->first_piece + begin / CDDP__BLOCK_BYTES - t->offset / CDDP__BLOCK_BYTES;
-      for (n = cddp__count_pieces(begin, end); n > 0; n--) sum += sums[p][k++];
-    }
-  }
-  d->step.norm = (sqrt)(sum);
-  d->step.has_norm = true;
-  factor = max_norm / (d->step.norm + 1e-6);
-  return factor >= 1 || max_norm > DBL_MAX ? 1 : factor; /* NaN stays NaN, as in PyTorch */
-}
-
-static void cddp__clip_rows(cddp_ddp *d, double factor) {
-  int i;
-  for (i = 0; factor != 1 && i < d->count; i++) {
-    cddp__sparse *s = cddp__sparse_of(d, i);
-    if (s != NULL && d->step.used[i])
-      cddp__scale(s->mean.values, s->mean.n * s->width, d->params[i].dtype, factor);
-  }
-}
-
-static cddp_result cddp__host_clip(cddp_ddp *d, double max_norm, double *norm) {
-  double factor;
-  int i;
-  for (i = 0; i < d->count; i++) {
-    const cddp__tensor *t = &d->tensors[i];
-    if (d->step.used[i] && cddp__dense_count(d, i) > 0)
-      cddp__add_squares(d, i, (char *)d->params[i].grad, t->offset, t->offset + t->bytes);
-  }
-  factor = cddp__clip_factor(d, max_norm, &d->addresses.squares[d->me], 1);
-  for (i = 0; factor != 1 && i < d->count; i++)
-    if (d->step.used[i])
-      cddp__scale(d->params[i].grad, cddp__dense_count(d, i), d->params[i].dtype, factor);
-  cddp__clip_rows(d, factor);
-  if (norm != NULL) *norm = d->step.norm;
-  return CDDP_OK;
-}
-
-/* --- one pass: a step on gradients in host memory --- */
-
-/* A barrier of the ranks that share memory. */
-static cddp_result cddp__control_barrier(cddp_ddp *d, int kind, enum cddp__phase phase) {
-  return cddp__round(d->control, CDDP__SCOPE_HOST, kind, phase, 0, NULL, 0);
-}
-
-static void cddp__share_free(cddp_optim *s) {
-  cddp_ddp *d = s->share;
-  cddp_optim **link = &d->shares;
-  while (*link != s) link = &(*link)->next;
-  *link = s->next;
-  s->share = NULL;
-  s->drop = NULL;
-  cddp__arena_free(d->group->host, s->common_own);
-}
+/* >>ddp-states ------------------------------------------------------------------------------------
+   Job: the states of an optimizer that is stepped by a cddp_ddp, over the ranks.
+   Owns: the shared states of the optimizers in d->shares; optim.parts.
+   Entry points: cddp__share_create, cddp__share_gather; cddp__place_states, cddp__gather_state;
+   cddp__copy_states.
+   Shared states: from the first cddp_ddp_step on, the ranks of a host have one copy of the states,
+   in the order of the model. Each rank steps its part. cddp_ddp_wait makes them whole again on each
+   rank, since cddp_optim_step needs all of them.
+   Sharded states (optim.sharded, by desc.sharded_states): each rank of the group has the states of
+   its part alone, in private memory. The ranks of a single host share states instead. */
 
 /* The address of state k of element n of parameter i. */
 static char *cddp__state_at(const cddp_ddp *d, const cddp_optim *o, char *states, int k, int i,
@@ -18370,6 +18246,16 @@ static cddp_result cddp__copy_states(const cddp_ddp *d, const cddp_optim *o, cha
                           d->group->stream);
   }
   return r;
+}
+
+static void cddp__share_free(cddp_optim *s) {
+  cddp_ddp *d = s->share;
+  cddp_optim **link = &d->shares;
+  while (*link != s) link = &(*link)->next;
+  *link = s->next;
+  s->share = NULL;
+  s->drop = NULL;
+  cddp__arena_free(d->group->host, s->common_own);
 }
 
 /* Makes o use the shared states from now on. */
@@ -18492,6 +18378,28 @@ static cddp_result cddp__gather_state(const cddp_optim *s, int k, int i, char *w
   return r;
 }
 
+/* >>ddp-host --------------------------------------------------------------------------------------
+   Job: wait, step and reduce_scatter on gradients in host memory.
+   Owns: the sums of squares behind the arena. Touches: parameters and gradients of all ranks of the
+   host, between cddp__begin_access and cddp__end_access; the optimizer of a step.
+   Entry points: cddp__host_memory, above all cddp__host_step and cddp__host_publish. >>elastic
+   calls cddp__walk with blocks of its own.
+   How a step works:
+     1. Gradients that are not reduced yet need one pass (cddp__walk). Each rank takes its part of
+        the model block by block: it sums the block over all ranks, updates it with the shared
+        states, writes the new weights to every rank, and zeroes the gradients. The block stays in
+        the first-level cache. For f32, one or two states and 1, 2 or 4 ranks one loop does all of
+        this (cddp__fuse_loop). So the buckets of the next step are not reduced before that step.
+     2. Weights in private memory reach the other ranks through the gradients' memory.
+     3. max_grad_norm adds a pass before this one. Each rank stores the mean of its part in its own
+        gradients, and the sums of squares of the part's pieces behind its arena. After a round
+        every rank adds all sums in the model's order.
+     4. cddp_ddp_reduce_scatter is the pass for the means alone. cddp_ddp_all_gather does what
+        follows the update of a block.
+     5. Sharded states: the rank steps its part by the means, and sends the weights to all ranks. */
+
+#define CDDP__STEP_BLOCK 8192 /* largest block in bytes; several fit into the second-level cache */
+
 /* A pass through a part of the model, block by block, for its means or for new weights. */
 enum { CDDP__PASS_MEANS, CDDP__PASS_WEIGHTS };
 typedef struct cddp__pass {
@@ -18508,11 +18416,76 @@ typedef struct cddp__pass {
   bool alone;      /* the optimizer's states are this rank's alone */
 } cddp__pass;
 
-#define CDDP__STEP_BLOCK 8192 /* largest block in bytes; several fit into the second-level cache */
+/* --- norms --- */
 
-static char *cddp__weights_of(const cddp_ddp *d, int rank, int i) {
-  return d->addresses.weights[(size_t)rank * (size_t)d->count + (size_t)i];
+/* Adds the squares of bytes [begin, end) of the model, all of parameter i and at `grad`, to this
+   rank's sums of their pieces. */
+static void cddp__add_squares(cddp_ddp *d, int i, const char *grad, size_t begin, size_t end) {
+  const cddp__tensor *t = &d->tensors[i];
+  double *sums = d->addresses.squares[d->me] + t->first_piece;
+  size_t at, n;
+  for (at = begin; at < end; at += n) {
+    n = cddp__min(CDDP__BLOCK_BYTES - at % CDDP__BLOCK_BYTES, end - at);
+    sums[at / CDDP__BLOCK_BYTES - t->offset / CDDP__BLOCK_BYTES] =
+        cddp__sum_squares(grad + (at - begin), n / cddp__dtype_size(d->params[i].dtype),
+                          d->params[i].dtype);
+  }
 }
+
+/* Returns the factor of a clip and sets d->step.norm. sums: the squares of each part of the model,
+   which is divided into `parts`. */
+static double cddp__clip_factor(cddp_ddp *d, double max_norm, double *const *sums, int parts) {
+  size_t begin, end, k, n;
+  double sum = 0, factor;
+  int i, p;
+  for (i = d->count - 1; i >= 0; i--) {
+    const cddp__tensor *t = &d->tensors[i];
+    const cddp__sparse *s = cddp__sparse_of(d, i);
+    if (!d->step.used[i]) continue;
+    if (s != NULL)
+      sum += cddp__sum_squares(s->mean.values, s->mean.n * s->width, d->params[i].dtype);
+    for (p = 0; p < parts && s == NULL; p++) {
+      cddp__slice(d->layout.dense, CDDP__BLOCK_BYTES, parts, p, &begin, &end);
+      begin = cddp__max(begin, t->offset);
+      end = cddp__min(end, t->offset + t->bytes);
+      if (begin >= end) continue;
+      k = t->first_piece + begin / CDDP__BLOCK_BYTES - t->offset / CDDP__BLOCK_BYTES;
+      for (n = cddp__count_pieces(begin, end); n > 0; n--) sum += sums[p][k++];
+    }
+  }
+  d->step.norm = (sqrt)(sum);
+  d->step.has_norm = true;
+  factor = max_norm / (d->step.norm + 1e-6);
+  return factor >= 1 || max_norm > DBL_MAX ? 1 : factor; /* NaN stays NaN, as in PyTorch */
+}
+
+static void cddp__clip_rows(cddp_ddp *d, double factor) {
+  int i;
+  for (i = 0; factor != 1 && i < d->count; i++) {
+    cddp__sparse *s = cddp__sparse_of(d, i);
+    if (s != NULL && d->step.used[i])
+      cddp__scale(s->mean.values, s->mean.n * s->width, d->params[i].dtype, factor);
+  }
+}
+
+static cddp_result cddp__host_clip(cddp_ddp *d, double max_norm, double *norm) {
+  double factor;
+  int i;
+  for (i = 0; i < d->count; i++) {
+    const cddp__tensor *t = &d->tensors[i];
+    if (d->step.used[i] && cddp__dense_count(d, i) > 0)
+      cddp__add_squares(d, i, (char *)d->params[i].grad, t->offset, t->offset + t->bytes);
+  }
+  factor = cddp__clip_factor(d, max_norm, &d->addresses.squares[d->me], 1);
+  for (i = 0; factor != 1 && i < d->count; i++)
+    if (d->step.used[i])
+      cddp__scale(d->params[i].grad, cddp__dense_count(d, i), d->params[i].dtype, factor);
+  cddp__clip_rows(d, factor);
+  if (norm != NULL) *norm = d->step.norm;
+  return CDDP_OK;
+}
+
+/* --- blocks --- */
 
 /* Updates this rank's part of parameter i in one loop, block by block to copy it from the cache. */
 static void cddp__fuse_loop(const cddp__pass *x, int i, const cddp__update *u) {
@@ -18652,6 +18625,8 @@ static void cddp__fuse_block(cddp__pass *x, int i, const cddp__update *u, size_t
                       t->shared ? NULL : cddp__gradient_at(d, d->me, i, at));
   cddp__optim_copy(x->s, i, (at - t->offset) / esize, n);
 }
+
+/* --- passes and steps --- */
 
 /* Passes through the model from offset `begin` to `end`. */
 static void cddp__walk(cddp__pass *x, size_t begin, size_t end) {
@@ -18832,15 +18807,82 @@ static cddp_result cddp__host_publish(cddp_ddp *d) {
   return cddp__fetch_weights(d, NULL);
 }
 
+/* --- the other functions of host memory --- */
+
+static cddp_result cddp__host_use(const cddp_group *g) {
+  (void)g;
+  return CDDP_OK;
+}
+
+static cddp_result cddp__host_copy(void *to, const void *from, size_t bytes, void *stream) {
+  (void)stream;
+  cddp__copy(to, from, bytes);
+  return CDDP_OK;
+}
+
+static cddp_result cddp__host_zero(void *p, size_t bytes, void *stream) {
+  (void)stream;
+  if (bytes > 0) memset(p, 0, bytes);
+  return CDDP_OK;
+}
+
+static cddp_result cddp__host_alloc(cddp_ddp *d) {
+  d->arena = (char *)cddp__arena_alloc(d->group->host, d->layout.arena_bytes,
+                                       d->desc.elastic ? CDDP__EXTENT_MESSAGE : CDDP__EXTENT_USER);
+  return d->arena != NULL
+             ? CDDP_OK
+             : cddp__fail_in(CDDP_OUT_OF_MEMORY, "%zu bytes of gradients: ", d->layout.arena_bytes);
+}
+
+static cddp_result cddp__host_scratch(cddp_ddp *d, size_t bytes, void **out) {
+  if (d->scratch.bytes < bytes) {
+    cddp__arena_free(d->group->host, d->scratch.memory);
+    d->scratch.memory = (char *)cddp__arena_alloc(d->group->host, bytes, CDDP__EXTENT_USER);
+    d->scratch.bytes = d->scratch.memory != NULL ? bytes : 0;
+  }
+  *out = d->scratch.memory;
+  return d->scratch.memory != NULL ? CDDP_OK : CDDP_OUT_OF_MEMORY;
+}
+
+static cddp_result cddp__host_sum(void *out, cddp_dtype dtype, const void *const *nodes,
+                                  const int *widths, int count, int divisor, size_t n,
+                                  void *stream) {
+  (void)stream;
+  if (count > 1 || divisor > 0)
+    cddp__reduce_nodes(out, nodes, widths, count, divisor, n, dtype, CDDP_AVG);
+  else cddp__convert(out, cddp__compute_type(dtype), nodes[0], dtype, n);
+  return CDDP_OK;
+}
+
+static cddp_result cddp__host_scale(void *p, size_t n, cddp_dtype dtype, double factor,
+                                    void *stream) {
+  (void)stream;
+  cddp__scale(p, n, dtype, factor);
+  return CDDP_OK;
+}
+
 static const cddp__ddp_memory cddp__host_memory = {
     cddp__host_use, cddp__host_copy, cddp__host_zero, cddp__host_alloc, NULL /* free */,
     cddp__host_scratch, NULL /* meet: always */, cddp__push_bucket, cddp__reduce_bucket,
     cddp__host_sum, cddp__await_buckets, NULL /* broadcast */, cddp__host_scale, cddp__host_clip,
     NULL /* norm */, cddp__host_step, cddp__host_publish};
 
-#ifdef CDDP_CUDA
-/* --- gradients in device memory --- */
+/* >>ddp-device ------------------------------------------------------------------------------------
+   Job: the same on gradients in device memory.
+   Owns: the arena on the device, and d->gpu. Entry points: cddp__gpu_memory.
+   How a step works:
+     1. With NCCL a bucket's all-reduce is a call of the caller's group, on that group's side
+        stream, after an event of the backward pass. The caller's stream then waits for the side
+        stream, and one kernel updates all weights and zeroes the gradients.
+     2. The host waits for no device, and for other ranks only if d->meets. Every rank has complete
+        optimizer states.
+     3. Without NCCL the steps are the same, except that the engine of a private group reduces the
+        buckets, by all-reduces through host memory.
+     4. Sharded states: if the last step needed only parts of the mean, NCCL reduces a bucket to the
+        ranks whose parts are in it (d->step.scatters). A step that needs the whole mean gathers it.
+   */
 
+#ifdef CDDP_CUDA
 static cddp_result cddp__gpu_use(const cddp_group *g) {
   if (cddp__load32(&g->left) == 0) return cddp__device_enter(g);
   return cddp__fail(CDDP_INVALID_ARGUMENT, "the group of the cddp_ddp was destroyed: call "
@@ -19100,38 +19142,31 @@ static const cddp__ddp_memory cddp__gpu_memory = {
     cddp__gpu_scratch, cddp__gpu_meet, cddp__gpu_begin, cddp__gpu_reduce, cddp__gpu_sum,
     cddp__gpu_fence, cddp__gpu_broadcast, cddp__device_scale, cddp__gpu_clip, cddp__gpu_norm,
     cddp__gpu_step, NULL /* publish */};
-
 #endif
 
-/* --- assigning buckets --- */
+/* >>ddp-step --------------------------------------------------------------------------------------
+   Job: a step from cddp_ddp_ready to the next step, for host and device memory.
+   Owns: the step in progress (d->step), the ready flags. Touches: the optimizer of the step.
+   Entry points: cddp_ddp_ready, cddp__next_of_rank, cddp__ddp_meet, cddp__ddp_step, cddp__publish.
+   How it works:
+     1. cddp_ddp_ready counts down the bucket of the gradient.
+     2. cddp__ddp_step ends the last shard. cddp__ddp_meet exchanges a cddp__step_header: the
+        number of gradients that are not ready, the optimizer's settings, uneven inputs.
+     3. cddp__finish follows, also on ranks in cddp_ddp_join. If gradients are missing the ranks
+        exchange their flags (cddp__settle_unused). The remaining buckets are reduced
+        (cddp__finish_buckets). Ranks that missed steps catch up. Sparse rows are merged. Then
+        d->memory->step updates the weights, or a wait returns the means to the caller.
+     4. cddp__complete counts the step and resets it.
+     A failure before the end of a step fails the model on all ranks. */
 
-/* Compares offsets: in a bucket (of one dtype) the last parameter comes first. */
-static int cddp__by_offset(const void *a, const void *b) {
-  int x = *(const int *)a, y = *(const int *)b;
-  return x < y ? 1 : x > y ? -1 : 0;
-}
-
-/* Plans the buckets again. order: of arrival; NULL: reverse order of declaration. */
-static void cddp__set_plan(cddp_ddp *d, const int *order) {
-  int b, i, k, n;
-  d->plan.count = cddp__plan_buckets(d->plan.offsets, d->plan.params, d->params, d->count, order,
-                                       d->plan.limits, 2);
-  memcpy(d->plan.sorted, d->plan.params, (size_t)d->count * sizeof *d->plan.params);
-  for (b = 0; b < d->plan.count; b++) {
-    cddp__bucket_state *s = &d->plan.buckets[b];
-    s->ddp = d;
-    s->sorted = d->plan.sorted + d->plan.offsets[b];
-    s->count = d->plan.offsets[b + 1] - d->plan.offsets[b];
-    for (i = n = 0; i < s->count; i++) { /* parameters in the arena come first, contiguous */
-      k = s->sorted[i];
-      if (d->tensors[k].storage == CDDP__STORAGE_IN_PLACE) continue;
-      s->sorted[i] = s->sorted[n];
-      s->sorted[n++] = k;
-    }
-    qsort(s->sorted, (size_t)n, sizeof *s->sorted, cddp__by_offset);
-    for (i = 0; i < s->count; i++) d->tensors[s->sorted[i]].bucket = b;
-  }
-}
+/* Payload of the round in which the ranks of a cddp_ddp meet during a step. */
+typedef struct cddp__step_header {
+  uint64_t missing;  /* parameters that are not ready on this rank */
+  uint64_t settings; /* of the cddp_optim without its lr; 0: none */
+  double lr;
+  uint32_t joined;   /* CDDP__STEP_JOINED*; 0: the rank has data */
+} cddp__step_header;
+enum { CDDP__STEP_JOINED = 1, CDDP__STEP_JOINED_NOW };
 
 /* Resets the state of a step, before its first cddp_ddp_ready. */
 static void cddp__reset_step(cddp_ddp *d) {
@@ -19230,7 +19265,7 @@ CDDPDEF cddp_result cddp_ddp_ready(cddp_ddp *d, int param) {
   return r == CDDP_OK ? r : cddp__fail_model(d, r); /* the bucket counts as started */
 }
 
-/* --- agreeing on ready gradients --- */
+/* --- the meeting --- */
 
 /* The settings that must agree between ranks, except lr. Whether states are in `shares` must agree
    too. */
@@ -19334,6 +19369,8 @@ static cddp_result cddp__ddp_meet(cddp_ddp *d, int kind, uint64_t check, const c
   return CDDP_OK;
 }
 
+/* --- unused parameters --- */
+
 /* Returns the error for parameters that were not ready, with the name of the first. */
 static cddp_result cddp__name_missing(const cddp_ddp *d) {
   int i, absent, shown = 0;
@@ -19390,6 +19427,8 @@ static cddp_result cddp__settle_unused(cddp_ddp *d) {
   pthread_mutex_unlock(&d->lock);
   return r;
 }
+
+/* --- after the meeting --- */
 
 /* Divides the sums in buckets, which makes them means. */
 static cddp_result cddp__scale_gradients(cddp_ddp *d) {
@@ -19478,124 +19517,6 @@ static cddp_result cddp__complete(cddp_ddp *d, bool stepping) {
   }
   cddp__reset_step(d);
   return r;
-}
-
-/* --- gradients that are rows --- */
-
-/* On a device: writes the mean rows into gradients that are zero elsewhere, for its kernels. */
-static cddp_result cddp__place_rows(cddp_ddp *d) {
-  void *stream = d->group->stream;
-  cddp_result r = CDDP_OK;
-  size_t k, end;
-  int i;
-  for (i = 0; r == CDDP_OK && i < d->count; i++) {
-    const cddp__sparse *s = cddp__sparse_of(d, i);
-    char *at = d->arena + d->tensors[i].dense;
-    if (s == NULL) continue;
-    r = (d->memory->zero)(at, s->rows * s->bytes, stream);
-    for (k = 0; r == CDDP_OK && k < s->mean.n; k = end) {
-      for (end = k + 1; end < s->mean.n && s->mean.number[end] == s->mean.number[end - 1] + 1;)
-        end++;
-      r = (d->memory->copy)(at + (size_t)s->mean.number[k] * s->bytes,
-                          s->mean.values + k * s->bytes, (end - k) * s->bytes, stream);
-    }
-  }
-  return r;
-}
-
-/* Writes the mean of the rows in d->rows.lists, one for each shard that has rows, to the memory
-   that the optimizer reads. */
-static cddp_result cddp__merge_rows(cddp_ddp *d) {
-  cddp_result r = CDDP_OK;
-  int i, n = 0;
-  for (i = 0; i < d->shards.count; i++)
-    if (d->rows.lists[i].packet != NULL) d->rows.lists[n++].packet = d->rows.lists[i].packet;
-  for (i = 0; r == CDDP_OK && i < d->count; i++)
-    if (cddp__sparse_of(d, i) != NULL)
-      r = cddp__rows_merge(&d->group->host->allocator, d->rows.sparse[i], d->rows.lists, n,
-                           d->scratch.sources, d->params[i].dtype);
-  return r == CDDP_OK && d->group->backend->on_device ? cddp__place_rows(d) : r;
-}
-
-/* The same for the rows in the ranks' packets [ranks]. */
-static cddp_result cddp__merge_packets(cddp_ddp *d, char **packets) {
-  cddp__shard_rows *head;
-  int i;
-  for (i = 0; i < d->shards.count; i++) d->rows.lists[i].packet = NULL;
-  for (i = 0; i < d->shards.count; i++) { /* a rank's order can differ */
-    head = (cddp__shard_rows *)(void *)packets[d->shards.owner[i]];
-    packets[d->shards.owner[i]] += head->bytes;
-    if (head->shard < (uint64_t)d->shards.count)
-      d->rows.lists[head->shard].packet = (char *)(head + 1);
-  }
-  return cddp__merge_rows(d);
-}
-
-/* The same for ranks that cannot read each other's memory: gathers all packets on all ranks, each
-   padded to the longest. */
-static cddp_result cddp__gather_rows(cddp_ddp *d, size_t longest) {
-  cddp_group *g = d->control;
-  const cddp_allocator *a = &g->host->allocator;
-  char **packets = (char **)g->buffers;
-  char *all = (char *)cddp__malloc(a, longest * (size_t)(g->size + 1) + 1), *own;
-  cddp_result r;
-  int k;
-  if (all == NULL) return CDDP_OUT_OF_MEMORY;
-  own = all + longest * (size_t)g->size;
-  if (d->rows.bytes > 0) memcpy(own, d->rows.packet, d->rows.bytes);
-  r = cddp__run_simple(g, CDDP__KIND_ALL_GATHER, own, all, longest, CDDP_U8, -1);
-  for (k = 0; k < g->size; k++) packets[k] = all + (size_t)k * longest;
-  if (r == CDDP_OK) r = cddp__merge_packets(d, packets);
-  cddp__free(a, all);
-  return r;
-}
-
-/* Collective: all ranks get the mean of all added rows. cddp__finish returns its failure. */
-static cddp_result cddp__exchange_rows(cddp_ddp *d, int kind) {
-  cddp_group *g = d->control;
-  size_t longest = 0;
-  char **packets = (char **)g->buffers;
-  unsigned char size[8];
-  cddp_result r = d->shards.spread ? CDDP_OK : cddp__keep_rows(d, g->rank);
-  int i;
-  if (r == CDDP_OK && g->hosts != NULL) {
-    cddp__put64(size, d->rows.bytes);
-    r = cddp__round(g, CDDP__SCOPE_ALL, kind, CDDP__PHASE_ROWS, 0, size, sizeof size);
-    for (i = 0; r == CDDP_OK && i < g->size; i++)
-      longest = cddp__max(longest,
-                          (size_t)cddp__get64(cddp__op_header_of(g, i, g->round)->u.bytes));
-    if (r == CDDP_OK) r = cddp__gather_rows(d, longest);
-  } else if (r == CDDP_OK) { /* ranks read each other's packets */
-    r = cddp__exchange_refs(g, kind, d->rows.packet, 0, packets);
-    if (r == CDDP_OK) r = cddp__begin_access(g);
-    if (r == CDDP_OK) r = cddp__merge_packets(d, packets);
-    if (r == CDDP_OK) r = cddp__control_barrier(d, kind, CDDP__PHASE_ROWS_DONE);
-    if (r == CDDP_OK) r = cddp__end_access(g, r);
-  }
-  d->rows.bytes = 0;
-  return r;
-}
-
-/* --- wait and step --- */
-
-/* Whether s can step d: made for the same parameters, not in use by another cddp_ddp. */
-static cddp_result cddp__check_pair(const cddp_ddp *d, cddp_optim *s) {
-  cddp_result r;
-  int i;
-  const char *wrong =
-      s->params != d->params || s->count != d->count
-          ? "the cddp_optim was made for other parameters than the cddp_ddp"
-      : s->share != NULL && s->share != d
-          ? "the cddp_optim already steps another cddp_ddp"
-      : s->desc.ddp != NULL && s->desc.ddp != d
-          ? "the cddp_optim was made with another cddp_ddp in its desc.ddp"
-      : d->no_sync ? "no_sync is on; switch it off for the backward pass that is stepped"
-                   : NULL;
-  if (wrong != NULL) return cddp__fail(CDDP_INVALID_ARGUMENT, "%s", wrong);
-  for (i = 0; i < d->count && s->paired != d->id; i++)
-    if (cddp__sparse_of(d, i) != NULL && (r = cddp__check_rows(s, i)) != CDDP_OK) return r;
-  s->paired = d->id;
-  return CDDP_OK;
 }
 
 /* Copies the means to the caller's gradients that have been copied. */
@@ -19687,6 +19608,28 @@ static cddp_result cddp__finish(cddp_ddp *d, int kind, cddp_optim *s, uint64_t m
   return r == CDDP_OK ? r : cddp__ddp_fail(d, r);
 }
 
+/* --- wait, step and all_gather --- */
+
+/* Whether s can step d: made for the same parameters, not in use by another cddp_ddp. */
+static cddp_result cddp__check_pair(const cddp_ddp *d, cddp_optim *s) {
+  cddp_result r;
+  int i;
+  const char *wrong =
+      s->params != d->params || s->count != d->count
+          ? "the cddp_optim was made for other parameters than the cddp_ddp"
+      : s->share != NULL && s->share != d
+          ? "the cddp_optim already steps another cddp_ddp"
+      : s->desc.ddp != NULL && s->desc.ddp != d
+          ? "the cddp_optim was made with another cddp_ddp in its desc.ddp"
+      : d->no_sync ? "no_sync is on; switch it off for the backward pass that is stepped"
+                   : NULL;
+  if (wrong != NULL) return cddp__fail(CDDP_INVALID_ARGUMENT, "%s", wrong);
+  for (i = 0; i < d->count && s->paired != d->id; i++)
+    if (cddp__sparse_of(d, i) != NULL && (r = cddp__check_rows(s, i)) != CDDP_OK) return r;
+  s->paired = d->id;
+  return CDDP_OK;
+}
+
 /* cddp_ddp_step, or (s NULL) cddp_ddp_wait or cddp_ddp_reduce_scatter. */
 static cddp_result cddp__ddp_step(cddp_ddp *d, int kind, cddp_optim *s) {
   uint64_t record, missing = 0;
@@ -19737,7 +19680,18 @@ static cddp_result cddp__publish(cddp_ddp *d) {
   return r;
 }
 
-/* --- uneven inputs --- */
+/* >>ddp-uneven ------------------------------------------------------------------------------------
+   Job: cddp_ddp_join, uneven inputs. Owns: d->uneven.
+   How it works:
+     1. Each meeting announces which ranks have joined (cddp__step_header), so that all ranks divide
+        by the same number. The first round of a bucket announces it too, since it can precede the
+        meeting.
+     2. A rank that has joined announces ddp_join, which matches any call that begins with a
+        meeting. It reads which call the others made and takes part, with gradients that are not
+        counted.
+     3. After a cddp_ddp_wait the others step without this rank, so its weights become out of date.
+        Before the next cddp_ddp_step weights and states come from a rank that has data. If all
+        ranks have joined they come from the last one to join. */
 
 /* Takes part in the call of the other ranks; in a step with this rank's cddp_optim s. */
 static cddp_result cddp__match_call(cddp_ddp *d, cddp_optim *s, uint64_t missing) {
@@ -19814,7 +19768,120 @@ CDDPDEF cddp_result (cddp_ddp_join)(cddp_ddp *d, cddp_optim *s) {
   return r == CDDP_INVALID_ARGUMENT ? cddp__named(__func__, r) : r;
 }
 
-/* --- creation and destruction --- */
+/* >>ddp-create ------------------------------------------------------------------------------------
+   Job: creates and destroys a cddp_ddp.
+   Entry points: cddp__ddp_new, then the collective cddp__ddp_setup; cddp__ddp_free.
+   How cddp__ddp_setup works:
+     1. It splits off the private group d->control. All ranks check their descs there, and compare
+        their models with rank 0's: each error names the first rank that differs.
+     2. It creates the other groups, maps weights and gradients, lays out and maps the arenas.
+     3. Rank 0's weights and buffers go to all ranks.
+   A process that joins an elastic model takes no part in collectives: see cddp__elastic_join. */
+
+/* Describes the model as a whole. max_grad_norm is hashed as a number, since the decimal point of
+   its text depends on the locale. Elastic models have no buckets. */
+static void cddp__describe_whole(const cddp_ddp *d, cddp__model_info *out) {
+  const cddp_ddp_desc *s = &d->desc;
+  const char *hook = s->comm_hook == NULL                      ? ""
+                     : s->comm_hook == cddp_bf16_compress_hook ? ", bf16_compress_hook"
+                     : s->comm_hook == cddp_fp16_compress_hook ? ", fp16_compress_hook"
+                                                               : ", a comm_hook";
+  uint64_t bytes, all = 0;
+  int i;
+  out->hash = cddp__hash64((uint64_t)s->buffer_count, &s->max_grad_norm, sizeof s->max_grad_norm);
+  for (i = 0; i < s->buffer_count; i++) {
+    bytes = (uint64_t)s->buffers[i].count * cddp__dtype_size(s->buffers[i].dtype);
+    out->hash = cddp__hash64(out->hash, &bytes, sizeof bytes);
+    all += bytes;
+  }
+  snprintf(out->text, sizeof out->text, "%d parameter%s, %d shards%s%s%s", d->count,
+           d->count == 1 ? "" : "s", s->shards, s->elastic ? ", elastic" : "",
+           s->find_unused_parameters ? ", find_unused_parameters" : "", hook);
+  if (!s->elastic)
+    cddp__append(out->text, sizeof out->text, ", buckets of %zu and %zu bytes", d->plan.limits[0],
+                 d->plan.limits[1]);
+  if (s->buffer_count > 0)
+    cddp__append(out->text, sizeof out->text, ", buffers of %" PRIu64 " bytes", all);
+  out->hash = cddp__hash64(out->hash, out->text, strlen(out->text));
+  cddp__append(out->text, sizeof out->text, ", max_grad_norm %.17g", s->max_grad_norm);
+}
+
+/* Describes parameter i, or (-1) the model as a whole. */
+static void cddp__describe(const cddp_ddp *d, int i, cddp__model_info *out) {
+  const cddp_param *p = i >= 0 ? &d->params[i] : NULL;
+  const char *name = p != NULL && p->name != NULL ? p->name : "";
+  memset(out, 0, sizeof *out);
+  if (p == NULL) {
+    cddp__describe_whole(d, out);
+    return;
+  }
+  snprintf(out->text, sizeof out->text, "\"%.100s\" (%zu %s", name, p->count,
+           cddp__dtype_names[p->dtype]);
+  if (cddp__sparse_of(d, i) != NULL)
+    cddp__append(out->text, sizeof out->text, ", %zu sparse rows", d->rows.sparse[i]->rows);
+  cddp__append(out->text, sizeof out->text, ")");
+  out->hash = cddp__hash64(strlen(name), name, strlen(name));
+  out->hash = cddp__hash64(out->hash, out->text, strlen(out->text));
+}
+
+/* The description that must be the same on all ranks of the model. */
+static cddp__model_info cddp__model_of(const cddp_ddp *d) {
+  cddp__model_info model, info;
+  int i;
+  cddp__describe(d, -1, &model);
+  for (i = 0; i < d->count; i++) {
+    cddp__describe(d, i, &info);
+    model.params = cddp__hash64(model.params, &info, sizeof info);
+  }
+  return model;
+}
+
+/* Fails if this rank's model differs from that of the job. */
+static cddp_result cddp__join_compare(const cddp_ddp *d, const cddp__model_info *job) {
+  cddp__model_info model = cddp__model_of(d);
+  if (model.hash != job->hash)
+    return cddp__fail(CDDP_MISMATCH, "CDDP_JOIN: the model is %s on rank %d, %.*s in the job",
+                      model.text, d->group->rank, (int)sizeof job->text - 1, job->text);
+  if (model.params == job->params) return CDDP_OK;
+  return cddp__fail(CDDP_MISMATCH,
+                    "CDDP_JOIN: a parameter of rank %d has another name, type or number of "
+                    "elements than on the ranks of the job",
+                    d->group->rank);
+}
+
+/* Collective: every rank's error names the first rank with a model other than rank 0's. */
+static cddp_result cddp__agree_on_params(cddp_ddp *d) {
+  cddp_group *g = d->control;
+  uint64_t count = (uint64_t)d->count;
+  cddp__model_info mine, *theirs; /* [1 + parameters] rank 0's */
+  cddp_result r = cddp__round(g, CDDP__SCOPE_ALL, CDDP__KIND_DDP_CREATE, CDDP__PHASE_CALL,
+                              d->meets, &count, sizeof count); /* meets: the same on all ranks */
+  int i;
+  if (r != CDDP_OK) return r;
+  memcpy(&count, cddp__op_header_of(g, 0, g->round)->u.bytes, sizeof count);
+  theirs = (cddp__model_info *)cddp__calloc(&g->host->allocator, (size_t)count + 1, sizeof *theirs);
+  if (theirs == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
+  for (i = -1; g->rank == 0 && i < d->count; i++) cddp__describe(d, i, &theirs[i + 1]);
+  r = cddp__run_simple(g, CDDP__KIND_BROADCAST, theirs, theirs,
+                       ((size_t)count + 1) * sizeof *theirs, CDDP_U8, 0);
+  for (i = -1; r == CDDP_OK && i < d->count; i++) {
+    char what[32] = "the model has";
+    const char *at = mine.text, *same = at; /* the first setting that differs */
+    cddp__describe(d, i, &mine);
+    if (mine.hash == theirs[i + 1].hash) continue;
+    if (i >= 0) snprintf(what, sizeof what, "parameter %d is", i);
+    for (; i < 0 && *at != 0 && *at == theirs[0].text[at - mine.text]; at++)
+      if (at[0] == ' ' && at[-1] == ',') same = at + 1;
+    r = cddp__fail(CDDP_MISMATCH, "the ranks' models differ: %s %s on rank %d, %s on rank 0",
+                   what, same, g->rank, theirs[i + 1].text + (same - mine.text));
+  }
+  cddp__free(&g->host->allocator, theirs);
+  return cddp__consensus(g, r, NULL, 0, NULL);
+}
+
+/* --- the object --- */
+
+static uint64_t cddp__models_made; /* in this process */
 
 static void cddp__ddp_free(cddp_ddp *d) { /* keeps this thread's error text */
   cddp__host *h = d->group->host;
@@ -19857,8 +19924,6 @@ static void cddp__ddp_free(cddp_ddp *d) { /* keeps this thread's error text */
   cddp__group_hold(g, -1);
   memcpy(cddp__error_text, text, sizeof text);
 }
-
-static uint64_t cddp__models_made; /* in this process */
 
 /* The address of the next n elements in the memory behind a cddp_ddp. base NULL: counts bytes. */
 static void *cddp__take_array(char *base, size_t *at, size_t n, size_t size) {
@@ -19959,6 +20024,8 @@ static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
     cddp__mark_multithreaded(g->host); /* a hook can make any call on the engine's thread */
   return d;
 }
+
+/* --- the ranks create it --- */
 
 static cddp_result cddp__check_shards(const cddp_ddp *d) {
   const cddp_group *g = d->group;
@@ -20066,6 +20133,63 @@ static cddp_result cddp__ddp_setup(cddp_ddp *d, bool joins) {
   return CDDP_OK;
 }
 
+/* >>elastic ---------------------------------------------------------------------------------------
+   Elastic models: training continues when ranks fail and when processes join.
+   Job: the membership, the assignment of shards, reductions and updates of an elastic model.
+   Owns: a cddp__elastic with its own listening socket; of a cddp_ddp, `control` and `comm`, which
+   are created again for each epoch. Touches: the fields of a cddp_ddp that >>ddp uses.
+   Entry points: cddp__elastic_create, or cddp__elastic_join in a joining process;
+   cddp__elastic_next, _step, _restore and _free; cddp_ddp_group. Thread: the one that trains.
+   How a step works:
+     1. Each rank has all weights and all optimizer states. It sums the gradients of its shards into
+        nodes of the canonical tree. The last node can stay in the gradients; the other nodes are in
+        slots. The sparse rows of a shard are packed when the shard ends.
+     2. A rank without shards left enters the reduction, which begins with a round of all members.
+        A rank has finished the update of a step before it enters the reduction of the next one.
+     3. On one host, each rank reads the nodes of all ranks in place. It computes the mean of its
+        part of the model, and for a clip the squares of that part, in its own memory. A second
+        round completes the reduction. Then each rank reads all parts in place: nothing is copied.
+        Between hosts and on GPUs, each rank receives all nodes of its part in messages and computes
+        the part's mean. The ranks then gather the parts, so each rank has the whole mean.
+     4. Each rank computes the whole update: it steps all its weights and states by the mean and
+        clears its gradients. `done` counts completed reductions. It differs by at most 1 between
+        members.
+   How the members meet after a loss, that is, when an operation of a group fails with
+   CDDP_PEER_LOST:
+     1. One member leads: of the living members with the oldest epoch, that with the lowest number.
+        Each other member connects to it (>>links) and sends a report: its number of reductions, the
+        shards with sums there, memory for control blocks.
+     2. The leader waits until each member has reported or is lost. It detects a loss by connecting:
+        the system refuses or closes the connection. A member that is computing reports later.
+     3. The leader sends the table of all reports. The table determines the members and their order,
+        the epoch, the members that lack a reduction, and the shards with lost sums. These shards
+        are divided among the members. If the leader dies, the next member leads.
+     4. Each member creates the table's two groups and confirms them to the leader. When all have
+        confirmed, the leader tells all to continue.
+     5. The members that lack the last mean receive it. On one host they can already read it.
+   A split network: if a member's host does not answer, the members that reported must be more than
+   half of the last group. Otherwise they fail. So two halves never train separately. The rule also
+   holds for an address of which all members were lost by resets, since a firewall sends resets,
+   too. Therefore each member reports which processes it has seen end (`ended`): the system of such
+   a process closed a connection, and did not reset it.
+   A rank that destroys the model, or fails for a local reason, stops listening and is lost to the
+   others. A living rank that the others count as lost gets CDDP_ABORTED when it connects.
+   How a process joins: it asks a rank on its host, or a rank at MASTER_ADDR, for the leader, and
+   sends the leader a report without weights. A rank on its host also gives it the host's shared
+   memory (>>rendezvous); without that the process counts as a host with one rank. When the leader
+   has no shards left, it starts a meeting as after a loss and gives the process a member number. A
+   member with the most reductions broadcasts its weights and states as a snapshot. A member number
+   is a rank in `net`, through which all groups after the first connect.
+   CRASH SAFETY. In a step on one host, no rank writes to memory that another rank owns. Until the
+   second round completes a reduction, all ranks keep their nodes. The shards of a lost rank are
+   computed again and give the same sums. A completed reduction means that all ranks have read all
+   nodes and rows, and that all parts of the mean exist. A part stays unchanged until all members
+   have entered the next reduction, even if its rank dies, since the memory belongs to the host
+   (>>arena). A rank that dies in its update changes nothing that others read. A dead process's
+   memory is freed in a later step, after that process has ended.
+   The broadcasts of a meeting can write to other ranks' memory (>>collectives). They write only
+   bytes that the receiver does not use before the broadcast completes, or that it already has. */
+
 /* --- elastic models --- */
 
 /* A rank's call in the update of a step, as it is in shared memory and in messages. */
@@ -20156,63 +20280,6 @@ static void cddp__take_snapshot(cddp_ddp *d, const cddp__snapshot *from, const f
   d->snapshot = *from;
   for (i = 0; i < d->count; i++) d->tensors[i].restored_steps = counts[i];
 }
-
-/* >>elastic ---------------------------------------------------------------------------------------
-   Elastic models: training continues when ranks fail and when processes join.
-   Job: the membership, the assignment of shards, reductions and updates of an elastic model.
-   Owns: a cddp__elastic with its own listening socket; of a cddp_ddp, `control` and `comm`, which
-   are created again for each epoch. Touches: the fields of a cddp_ddp that >>ddp uses.
-   Entry points: cddp__elastic_create, or cddp__elastic_join in a joining process;
-   cddp__elastic_next, _step, _restore and _free; cddp_ddp_group. Thread: the one that trains.
-   How a step works:
-     1. Each rank has all weights and all optimizer states. It sums the gradients of its shards into
-        nodes of the canonical tree. The last node can stay in the gradients; the other nodes are in
-        slots. The sparse rows of a shard are packed when the shard ends.
-     2. A rank without shards left enters the reduction, which begins with a round of all members.
-        A rank has finished the update of a step before it enters the reduction of the next one.
-     3. On one host, each rank reads the nodes of all ranks in place. It computes the mean of its
-        part of the model, and for a clip the squares of that part, in its own memory. A second
-        round completes the reduction. Then each rank reads all parts in place: nothing is copied.
-        Between hosts and on GPUs, each rank receives all nodes of its part in messages and computes
-        the part's mean. The ranks then gather the parts, so each rank has the whole mean.
-     4. Each rank computes the whole update: it steps all its weights and states by the mean and
-        clears its gradients. `done` counts completed reductions. It differs by at most 1 between
-        members.
-   How the members meet after a loss, that is, when an operation of a group fails with
-   CDDP_PEER_LOST:
-     1. One member leads: of the living members with the oldest epoch, that with the lowest number.
-        Each other member connects to it (>>links) and sends a report: its number of reductions, the
-        shards with sums there, memory for control blocks.
-     2. The leader waits until each member has reported or is lost. It detects a loss by connecting:
-        the system refuses or closes the connection. A member that is computing reports later.
-     3. The leader sends the table of all reports. The table determines the members and their order,
-        the epoch, the members that lack a reduction, and the shards with lost sums. These shards
-        are divided among the members. If the leader dies, the next member leads.
-     4. Each member creates the table's two groups and confirms them to the leader. When all have
-        confirmed, the leader tells all to continue.
-     5. The members that lack the last mean receive it. On one host they can already read it.
-   A split network: if a member's host does not answer, the members that reported must be more than
-   half of the last group. Otherwise they fail. So two halves never train separately. The rule also
-   holds for an address of which all members were lost by resets, since a firewall sends resets,
-   too. Therefore each member reports which processes it has seen end (`ended`): the system of such
-   a process closed a connection, and did not reset it.
-   A rank that destroys the model, or fails for a local reason, stops listening and is lost to the
-   others. A living rank that the others count as lost gets CDDP_ABORTED when it connects.
-   How a process joins: it asks a rank on its host, or a rank at MASTER_ADDR, for the leader, and
-   sends the leader a report without weights. A rank on its host also gives it the host's shared
-   memory (>>rendezvous); without that the process counts as a host with one rank. When the leader
-   has no shards left, it starts a meeting as after a loss and gives the process a member number. A
-   member with the most reductions broadcasts its weights and states as a snapshot. A member number
-   is a rank in `net`, through which all groups after the first connect.
-   CRASH SAFETY. In a step on one host, no rank writes to memory that another rank owns. Until the
-   second round completes a reduction, all ranks keep their nodes. The shards of a lost rank are
-   computed again and give the same sums. A completed reduction means that all ranks have read all
-   nodes and rows, and that all parts of the mean exist. A part stays unchanged until all members
-   have entered the next reduction, even if its rank dies, since the memory belongs to the host
-   (>>arena). A rank that dies in its update changes nothing that others read. A dead process's
-   memory is freed in a later step, after that process has ended.
-   The broadcasts of a meeting can write to other ranks' memory (>>collectives). They write only
-   bytes that the receiver does not use before the broadcast completes, or that it already has. */
 
 /* Joining processes that can wait for the next meeting. Further ones are disconnected and retry. */
 #define CDDP__JOIN_REQUESTS 64

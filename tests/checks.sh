@@ -427,8 +427,8 @@ functions() {
 
 contents() { # each >>mark of the contents has one room, in that order
   awk '/CONTENTS/ { on = 1 } on { print } on && /\*\// { exit }' cddp.h |
-    grep -o -E '>>[a-z0-9_]+ +[^ ]' | cut -d' ' -f1 >"$work/listed" # '... of >>api' ends its line
-  sed -n 's|^/\* \(>>[a-z0-9_]*\) -.*|\1|p' cddp.h >"$work/rooms"
+    grep -o -E '>>[a-z0-9_-]+ +[^ ]' | cut -d' ' -f1 >"$work/listed" # '... of >>api' ends its line
+  sed -n 's|^/\* \(>>[a-z0-9_-]*\) -.*|\1|p' cddp.h >"$work/rooms"
   [ -s "$work/listed" ] || fail "no contents: a line CONTENTS, then >>marks, each with a word on it"
   diff "$work/listed" "$work/rooms" >"$work/diff" ||
     fail "contents (<) and rooms (>, lines '/* >>name ---') differ:
