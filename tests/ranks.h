@@ -435,7 +435,7 @@ RANKS_DEF uint16_t ranks_to_bf16(float f) {
    writes a third of RANKS_STOP_COUNT floats into the memory of all ranks: at its first write to a
    page in the middle of that third, which it has made read-only for itself. -------------------- */
 
-enum { RANKS_STOP_COUNT = 12 << 20 };
+enum { RANKS_STOP_COUNT = 3 << 20 };
 #define RANKS_STOP_TIMEOUT (RANKS_SLOW ? 15.0 : 5.0) /* of the group, seconds */
 
 static void *ranks_stop_page;
