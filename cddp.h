@@ -1214,10 +1214,9 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
      your gradients are                             and in each step cddp
      from cddp_alloc of g on all ranks (between     reduces them in place: do not write to them
      threads, or with one rank: in any memory)      between cddp_ddp_ready and the wait or step
-     in other memory, on GPUs, of elastic models,   copies them
-     or in a model with a comm_hook
-     over several hosts or with MPI below 1 MiB,    copies them
-     or any size if ranks have several shards
+     others; all on GPUs, of elastic models, with   copies them
+     a comm_hook; over several hosts or with MPI
+     those below 1 MiB, or all with several shards
 
    Buckets are assigned like PyTorch's after its first rebuild (a sparse parameter counts as if it
    were dense).
