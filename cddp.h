@@ -7262,6 +7262,8 @@ typedef struct cddp__kernels {
                  w[i] = x); \
   }
 
+/* One element of SGD with momentum: keep is the momentum, take is 1 - dampening, decay the weight
+   decay, step -lr. v: the gradient, then the momentum; x: the weight. */
 #define CDDP__SGD_STEP \
   float y = keep * m[i]; \
   v = decays ? __builtin_fmaf(decay, x, v) : v; \
@@ -14450,7 +14452,7 @@ static cddp_result cddp__start_job(cddp_group **out, cddp__config *config, cddp_
   cddp__close_fd(&config->listen_fd);
   if (r == CDDP_OK) r = cddp__collect_ranks(&v);
   if (r == CDDP_OK) cddp__host_set_ranks(host, v.net);
-  if (r == CDDP_OK && v.fds[0] >= 0) {
+  if (r == CDDP_OK && v.fds[0] >= 0) { /* the first rank of the host has sent its memfd */
     cddp__open_memory(host, v.fds[0], host->size);
     v.fds[0] = -1;
   } else if (r == CDDP_OK && host->size > 1) {
@@ -15212,7 +15214,7 @@ static void cddp__optim_dense(cddp_optim *optim, int i) {
 static void cddp__optim_rows(cddp_optim *optim, int i, const cddp__sparse *sparse) {
   const cddp_param *p = &optim->params[i];
   cddp__update u = cddp__update_of(optim, i, optim->state + i, optim->count);
-  bool every = optim->states > 0, has;
+  bool every = optim->states > 0, has; /* all rows are stepped; this row has a gradient */
   size_t k = 0, row;
   for (row = 0; every ? row < sparse->rows : k < sparse->mean.n; row++, k += has) {
     if (!every) row = (size_t)sparse->mean.number[k];
@@ -16796,6 +16798,7 @@ static cddp_result cddp__device_open(cddp_group *g, int device, const cddp__back
   int least = 0, greatest = 0;
   cddp_result r;
   if (p == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
+  /* notes whether all groups of the process are on one device */
   if (!cddp__swap32(&cddp__device_groups, 0, (uint32_t)device + 1) &&
       cddp__load32(&cddp__device_groups) != (uint32_t)device + 1)
     cddp__store32(&cddp__device_groups, CDDP__SEVERAL_DEVICES);
