@@ -4706,7 +4706,7 @@ static int cddp__parser_scan(cddp__parser *parser, const unsigned char *p, size_
     if (c->counted && n < 9) return CDDP__PARSE_PARTIAL;
     if (c->counted) size = cddp__get64(p + 1);
     if (size > CDDP__KEYS_MAX) return CDDP__PARSE_INVALID;
-    parser->strings = size * c->strings;
+    parser->strings = size * c->strings; /* keys and values that follow, each with its length */
     parser->scanned = c->counted ? 9 : 1;
   }
   for (; parser->strings > 0; parser->strings--) {
@@ -11957,7 +11957,7 @@ static cddp_result cddp__find_views(const cddp__flow *f, bool *hidden) {
       at = f->adds ? (void *)(uintptr_t)f->c->send : f->c->recv;
     t = hosts->peers[p].number;
     if (scratch) hosts->scratch[t] = (char *)at;
-    g->buffers[t] = scratch ? NULL : at;
+    g->buffers[t] = scratch ? NULL : at; /* NULL: cddp__view_of takes the scratch */
   }
   return r == CDDP_OK ? r : cddp__break(g, r);
 }
@@ -15359,6 +15359,7 @@ CDDPDEF cddp_result cddp_optim_zero_grad(cddp_optim *optim) {
 
 static void cddp__set_lr(cddp_optim *optim, double lr) {
   optim->desc.lr = optim->numbers[CDDP__SETTING_LR] = lr;
+  /* never 0, which means no optimizer; bit 0 is free: a step adds whether states are shared */
   optim->check = (cddp__hash64(optim->settings, &lr, sizeof lr) & ~(uint64_t)1) | 2;
 }
 
@@ -23610,7 +23611,7 @@ CDDPDEF cddp_result (cddp_load)(cddp_group *g, const char *path, cddp_param *par
   r = cddp__load_header(&c, r);
   if (r == CDDP_OK) r = cddp__load_tensors(&c);
   desc = c.desc;
-  if (r == CDDP_OK && desc->optim != NULL)
+  if (r == CDDP_OK && desc->optim != NULL) /* masters begin anew as the loaded weights */
     memset(desc->optim->fresh, true, (size_t)desc->optim->count);
   if (r == CDDP_OK && c.has_lr) r = cddp__commit_states(&c);
   if (r == CDDP_OK) {
