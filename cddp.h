@@ -6208,7 +6208,7 @@ static cddp_result cddp__discover(cddp__config *config, const cddp_group_desc *d
                       "for several set RANK and WORLD_SIZE too, as torchrun and cddprun do",
                       name, name);
   }
-  for (k = 3; k >= CDDP__VAR_LOCAL_SIZE && r == CDDP_OK; k--)
+  for (k = 3; k >= CDDP__VAR_LOCAL_SIZE && r == CDDP_OK; k--) /* 3: its other name */
     r = cddp__env_int(cddp__launchers[config->launcher].variables[k], 1, INT_MAX,
                       &config->local_world_size);
   if (r != CDDP_OK) return r;
@@ -22513,6 +22513,7 @@ static void cddp__st_tensor(cddp_safetensors *file, cddp__json *json, const char
   file->next_shape += tensor->dims;
 }
 
+/* Reads the object of __metadata__, or null. */
 static void cddp__st_metadata(cddp_safetensors *file, cddp__json *json) {
   size_t n;
   if (file->has_metadata) cddp__json_fail(json, "__metadata__ occurs twice");
@@ -23029,6 +23030,7 @@ static cddp_result cddp__check_checkpoint(cddp__ckpt *ckpt, bool saves) {
   return CDDP_OK;
 }
 
+/* Adds a tensor to the list. shape NULL: one dimension. */
 static cddp__st_item *cddp__add_item(cddp__ckpt *ckpt, const char *name, cddp_dtype dtype,
                                      size_t count, const cddp_shape *shape, void *data) {
   cddp__st_item *item = &ckpt->items[ckpt->item_count++];
@@ -23057,6 +23059,7 @@ static const char *cddp__state_name(const cddp_optim *optim, int k) {
   return cddp__is_master(optim, k) ? "master" : optim->algorithm->states[k];
 }
 
+/* Lists the parameters and, with an optimizer, its learning rate and states. */
 static cddp_result cddp__list_items(cddp__ckpt *ckpt) {
   const cddp_optim *optim = ckpt->desc->optim;
   const cddp_shape *shapes = ckpt->desc->shapes;
@@ -23581,7 +23584,7 @@ static cddp_result cddp__commit_states(cddp__ckpt *ckpt) {
     cddp__st_item *item = &ckpt->items[i];
     bool found = item->from != NULL;
     if (item->param < 0) continue;
-    if (item->place == NULL) {
+    if (item->place == NULL) { /* a step count, which is in the optimizer already */
       if (!found) *(float *)item->data = 0;
       continue;
     }
