@@ -3526,12 +3526,11 @@ typedef struct cddp__address { /* a socket address */
 
 #define CDDP__ADDRESSES_MAX 16 /* addresses of one host name */
 
-/* FORK. A forked child has copies of all descriptors. While it lives, its copy of a connection
-   hides from the other side that the rank has died. So the child replaces each socket in this table
-   with an unconnected socket. The descriptor numbers stay in use, because the child's copy of a
-   group or store can still use or close them. Descriptors from 2^17 on are not in the table. glibc
-   removes the fork handler when the library that contains it is unloaded. */
-#define CDDP__OWN_SOCKETS (1 << 17)
+/* FORK. While a forked child lives, its copy of a connection hides from the other side that the
+   rank has died. So the child replaces each socket in this table with an unconnected one. The
+   descriptor numbers stay in use, because the child's copy of a group or store can still use or
+   close them. glibc removes the fork handler when the library that contains it is unloaded. */
+#define CDDP__OWN_SOCKETS (1 << 17)                        /* descriptors in the table */
 static uint32_t cddp__own_sockets[CDDP__OWN_SOCKETS / 32]; /* bits; atomic, for any thread */
 
 static void cddp__in_forked_child(void) { /* async-signal-safe */
@@ -3577,9 +3576,8 @@ static int cddp__lower_fd(int fd) {
   return low;
 }
 
-/* Moves fd to a descriptor above 2 and returns it; -1 and errno on failure. A program that was
-   started with stdin, stdout or stderr closed can still print. Its output must not reach a peer, or
-   the ranks' shared memory. */
+/* Moves fd to a descriptor above 2 and returns it; -1 and errno on failure. In a program that was
+   started with stdout closed, its output must not reach a peer or the ranks' shared memory. */
 static int cddp__above_stdio(int fd) {
   int low = fd, error;
   if (fd < 0 || fd > STDERR_FILENO) return fd;
@@ -3604,15 +3602,14 @@ static cddp_result cddp__wait_fd(int fd, short events, double deadline) {
   }
 }
 
-/* Sends size bytes from out, or receives size bytes into in, before the deadline. The other pointer
-   is NULL. The error text does not name the peer; callers add it as a prefix. */
+/* Sends size bytes from out, or receives them into in; the other pointer is NULL. */
 static cddp_result cddp__send_or_recv(int fd, const void *out, void *in, size_t size,
                                       double deadline) {
   size_t at = 0;
   while (at < size) {
-    ssize_t n =
-        in != NULL ? recv(fd, (char *)in + at, size - at, MSG_DONTWAIT)
-                   : send(fd, (const char *)out + at, size - at, MSG_NOSIGNAL | MSG_DONTWAIT);
+    ssize_t n = in != NULL
+                    ? recv(fd, (char *)in + at, size - at, MSG_DONTWAIT)
+                    : send(fd, (const char *)out + at, size - at, MSG_NOSIGNAL | MSG_DONTWAIT);
     if (n == 0 && in != NULL)
       return cddp__fail(CDDP_NETWORK, "the other side closed the connection");
     if (n >= 0) {
@@ -3693,8 +3690,7 @@ static ssize_t cddp__pass_fds(int fd, void *data, size_t n, int *fds, bool out) 
     return sendmsg(fd, &m, MSG_NOSIGNAL | MSG_DONTWAIT);
   }
   done = recvmsg(fd, &m, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
-  if (done <= 0 || m.msg_controllen < CMSG_LEN(sizeof(int)) ||
-      control.head.cmsg_type != SCM_RIGHTS)
+  if (done <= 0 || m.msg_controllen < CMSG_LEN(sizeof(int)) || control.head.cmsg_type != SCM_RIGHTS)
     return done;
   cddp__close_fd(&fds[0]);
   cddp__close_fd(&fds[1]);
@@ -3747,7 +3743,7 @@ static bool cddp__address_same_host(const cddp__address *a, const cddp__address 
          a->v6.sin6_scope_id == b->v6.sin6_scope_id;
 }
 
-/* Replaces the address with the wildcard address of its family: 0.0.0.0 or ::. */
+/* Replaces the address with the wildcard of its family: 0.0.0.0 or ::. */
 static void cddp__address_to_all(cddp__address *address) {
   if (address->sa.ss_family == AF_INET6)
     memset(&address->v6.sin6_addr, 0, sizeof address->v6.sin6_addr);
@@ -3759,15 +3755,14 @@ static bool cddp__address_is_loopback(const cddp__address *address) {
   return address->sa.ss_family == AF_INET && ntohl(address->v4.sin_addr.s_addr) >> 24 == 127;
 }
 
-/* The scope in a link-local address is an interface number of the host that wrote it. Replaces it
-   with the scope of `here`, this host's address on the same link. */
+/* Replaces the scope in a link-local address, an interface number of the host that wrote it, with
+   that of `here`, this host's address on the same link. */
 static void cddp__set_scope(struct sockaddr_in6 *in, const cddp__address *here) {
   if (in->sin6_family == AF_INET6 && IN6_IS_ADDR_LINKLOCAL(&in->sin6_addr))
     in->sin6_scope_id = here->sa.ss_family == AF_INET6 ? here->v6.sin6_scope_id : 0;
 }
 
-/* An IPv4 or IPv6 address from received bytes, which are not trusted: every family other than IPv6
-   becomes IPv4. */
+/* An address from received bytes, which are not trusted: a family other than IPv6 becomes IPv4. */
 static cddp__address cddp__internet_address(const struct sockaddr_in6 *in) {
   cddp__address a;
   memset(&a, 0, sizeof a);
@@ -3786,8 +3781,7 @@ static cddp__address cddp__loopback_address(void) { /* 127.0.0.1 */
   return a;
 }
 
-/* An abstract Unix socket: reachable on this host only, without a port and without a file. Its name
-   begins after a NUL. */
+/* An abstract Unix socket: reachable on this host only, without a file. Its name follows a NUL. */
 static void cddp__unix_name(cddp__address *address, const char *name) {
   size_t n = cddp__min(strlen(name), sizeof address->un.sun_path - 1);
   memset(address, 0, sizeof *address);
@@ -3842,12 +3836,14 @@ static cddp_result cddp__resolve(const char *host, int port, cddp__address *out,
   return cddp__fail(CDDP_NETWORK,
                     "the host name '%s' does not resolve: %s; correct it, add it to /etc/hosts, or "
                     "set MASTER_ADDR to an address of rank 0's host",
-                    host, e == EAI_SYSTEM ? strerror(errno) : e != 0 ? gai_strerror(e)
-                                          : "it has no IPv4 or IPv6 address");
+                    host,
+                    e == EAI_SYSTEM ? strerror(errno)
+                    : e != 0        ? gai_strerror(e)
+                                    : "it has no IPv4 or IPv6 address");
 }
 
-/* This host's addresses on the interface `name` if it is up. If name is NULL: on all interfaces
-   that are up, without loopback and link-local IPv6 addresses. Returns their number. */
+/* This host's addresses on the interface `name`, if it is up. name NULL: on all interfaces that are
+   up, without loopback and link-local IPv6 addresses. Returns their number. */
 static int cddp__interface_addresses(const char *name, cddp__address *out, int capacity) {
   struct ifaddrs *list = NULL, *i;
   int n = 0;
@@ -3899,7 +3895,7 @@ static bool cddp__peer_process(int fd, uint32_t out[3]) {
 
 #define CDDP__FOREIGN_USER (-1) /* instead of an errno: the other end is another user's process */
 
-/* Prepares a connection. Returns 0, CDDP__FOREIGN_USER or an errno. Any user can bind or connect to
+/* Prepares a connection. Returns 0, CDDP__FOREIGN_USER or an errno: any user can bind or connect to
    an abstract name, so the process at the other end must belong to this user. */
 static int cddp__stream_ready(int fd) {
   cddp__address a;
@@ -3916,8 +3912,8 @@ static int cddp__socket(int family) {
       cddp__above_stdio(socket(family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0)));
 }
 
-/* Accepts the next connection without blocking; -1 and errno on failure. errno is ECONNABORTED also
-   if cddp__stream_ready refuses the process. */
+/* Accepts the next connection without blocking; -1 and errno on failure, ECONNABORTED also if
+   cddp__stream_ready refuses the process. */
 static int cddp__accept(int listener) {
   int fd = cddp__register_socket(cddp__above_stdio(
       (int)syscall(SYS_accept4, listener, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC)));
@@ -3927,8 +3923,8 @@ static int cddp__accept(int listener) {
   return -1;
 }
 
-/* Whether a TCP connection is connected to itself. That can happen if no process listens on the
-   port, which belongs to this host, and the system chooses the same port for the near end. */
+/* Whether a TCP connection is connected to itself: no process listens on this host's port, and the
+   system has chosen the same port for the near end. */
 static bool cddp__connected_to_itself(int fd) {
   cddp__address here, there;
   memset(&there, 0, sizeof there);
@@ -3938,8 +3934,7 @@ static bool cddp__connected_to_itself(int fd) {
          cddp__address_port(&here) == cddp__address_port(&there);
 }
 
-/* Tries to connect once. Returns 0, CDDP__FOREIGN_USER or an errno. *out is a non-blocking socket,
-   or -1. */
+/* Tries to connect once. Returns 0, CDDP__FOREIGN_USER or an errno; *out is then -1. */
 static int cddp__connect_address(const cddp__address *address, double deadline, int *out) {
   int error = 0, fd = cddp__socket(address->sa.ss_family);
   socklen_t size = sizeof error;
@@ -3975,8 +3970,7 @@ static int cddp__listen_address(const cddp__address *address, int *out) {
   return error;
 }
 
-/* CDDP_PORTS=first-last: the ports to listen on if the caller asks for no other. 0 and 0 if
-   unset. */
+/* CDDP_PORTS=first-last: the ports to listen on if the caller asks for no other; 0, 0: unset. */
 static cddp_result cddp__port_range(int *first, int *last) {
   const char *text = getenv("CDDP_PORTS");
   char digits[2][6] = {"", ""};
@@ -3995,12 +3989,11 @@ static cddp_result cddp__port_range(int *first, int *last) {
 }
 
 /* Listens on all given addresses, with one port for all of them.
-     port 0          The port is one of CDDP_PORTS, or the system chooses it. If the port is in use
-                     at one of the addresses, the next port is tried.
-     port in use     Tried three times: Linux refuses two processes that listen at the same moment,
-                     so each process retries after a time that depends on its process id.
-     not this host's An address that this host lacks (::1 without IPv6) is skipped if another one
-                     works. */
+     port 0          One of CDDP_PORTS, or the system chooses it. If it is in use at one of the
+                     addresses, the next one is tried.
+     port in use     Tried three times: Linux refuses both of two processes that listen at the same
+                     moment, so each retries after a time that depends on its process id.
+     not this host's Skipped if another address works (example: ::1 on a host without IPv6). */
 static cddp_result cddp__listen_all(cddp__address *address, int count, int *fds, int *fd_count) {
   int asked = cddp__address_port(&address[0]), first = 0, last = 0, error = 0, port, tries, turn, i,
       n, e;
@@ -4625,8 +4618,8 @@ static bool cddp__has_spare_fd(int fd, bool serves) {
 #define CDDP__STORE_MEMORY ((size_t)512 << 20) /* bytes of a server's keys and values */
 #endif
 
-/* Kinds of answers. The value is the size of the number in the answer; STRING is a length of 8
-   bytes and the string. */
+/* Kinds of answers. A value is the size of the number in the answer; a STRING follows its length of
+   8 bytes. */
 enum cddp__answer {
   CDDP__ANSWER_NONE,
   CDDP__ANSWER_BYTE = 1,
@@ -4662,7 +4655,7 @@ static const struct cddp__command {
 } cddp__commands[CDDP__STORE_CODES] = {CDDP__COMMANDS(CDDP__X)};
 #undef CDDP__X
 
-/* A client's first bytes: VALIDATE, and a CHECK. The answer shows that the server is a store. The
+/* A client's first bytes: VALIDATE, and a CHECK, whose answer shows that the server is a store. The
    key of the CHECK is a line of text: a web server would answer it in its own protocol. */
 #define CDDP__VALIDATE_SIZE 5
 static const char cddp__greeting[] = "\0\xce\xf7\x85\x3c"
@@ -4693,8 +4686,8 @@ enum cddp__parse_result { CDDP__PARSE_PARTIAL, CDDP__PARSE_COMPLETE, CDDP__PARSE
 
 /* Parses the command in the n bytes at p, which begin with its code byte. If it is complete,
    parser->scanned is its size. If not, the next call, with more bytes at p, continues after the
-   last complete string, so that the cost is linear. A new command needs a zeroed parser. Each
-   length is checked against its limit before memory is reserved for it. */
+   last complete string. A new command needs a zeroed parser. Each length is checked against its
+   limit before memory is reserved for it. */
 static int cddp__parser_scan(cddp__parser *parser, const unsigned char *p, size_t n) {
   const struct cddp__command *c;
   uint64_t size = 1;
@@ -4756,7 +4749,7 @@ typedef struct cddp__server { /* Owner: its thread, between start and join */
   size_t buffered; /* capacity of all clients' buffers, bytes */
 } cddp__server;
 
-/* The pointer in the hash chain that points to the key's entry, or the NULL at the chain's end. */
+/* The pointer in the hash chain to the key's entry, or the NULL at the chain's end. */
 static cddp__entry **cddp__map_link(cddp__server *server, cddp__span key) {
   cddp__entry **link =
       &server->chains[cddp__hash64(server->seed, key.data, key.size) % CDDP__MAP_CHAINS];
@@ -4785,7 +4778,7 @@ static bool cddp__map_drop(cddp__server *server, cddp__entry **link) {
 }
 
 /* Sets the key's value, or (append) appends to it. Returns false, and changes nothing, if memory is
-   exhausted or the value would be too long. `value` must not be in the entry itself. */
+   exhausted or the value would be too long. */
 static bool cddp__map_put(cddp__server *server, cddp__span key, cddp__span value, bool append) {
   cddp__entry **link = cddp__map_link(server, key), *e = *link;
   size_t old = e != NULL ? e->value.end : 0, size = (append ? old : 0) + value.size;
@@ -4833,9 +4826,8 @@ static bool cddp__map_add(cddp__server *server, cddp__span key, uint64_t amount,
 
 enum cddp__command_result { CDDP__COMMAND_FAILED, CDDP__COMMAND_DONE, CDDP__COMMAND_WAITS };
 
-/* Executes a complete command and adds its answer to out. head: its code byte. After FAILED the
-   connection must be closed: the command is one that c10d does not answer either, or memory is
-   exhausted. */
+/* Executes a complete command and adds its answer to out. head: its code byte. FAILED: memory is
+   exhausted, or c10d does not answer the command either; the connection must be closed. */
 static int cddp__server_execute(cddp__server *server, cddp__parser *parser,
                                 const unsigned char *head, cddp__buffer *out) {
   const struct cddp__command *c = &cddp__commands[parser->code];
@@ -4902,11 +4894,10 @@ static int cddp__server_execute(cddp__server *server, cddp__parser *parser,
 }
 
 /* --- the server ---
-   One thread with level-triggered epoll, because poll(2) is slow with thousands of clients. After a
-   command that created a key, all waiting commands are executed again. Other effects on other
-   clients (a WAIT has ended, a connection must be closed) are only marked, and handled at the end
-   of the loop's iteration: cddp__server_settle. Each client has its own limits and deadlines. An
-   error closes only its own connection. */
+   One thread with level-triggered epoll: poll(2) is slow with thousands of clients. Each client has
+   its own limits and deadlines, and an error closes only its connection. After a command that
+   created a key, all waiting commands are executed again. A connection that was closed meanwhile,
+   or a WAIT that has ended, is only marked; cddp__server_settle handles it after all events. */
 #ifndef CDDP__GREETING_S
 #define CDDP__GREETING_S 5.0 /* time for the challenge and the first command, or a rank's number */
 #endif
@@ -4973,8 +4964,8 @@ static void cddp__client_execute(cddp__server *server, cddp__client *client) {
 }
 
 /* Handles the input once: challenge, then one command. Returns false if more input is needed. A
-   refused connection stays open for a second, until the client has read the reason. During a WAIT
-   only CANCEL_WAIT is executed, which ends the WAIT; other commands stay in the input. */
+   refused client stays for a second, to read the reason. During a WAIT only CANCEL_WAIT is
+   executed, which ends the WAIT; other commands stay in the input. */
 static bool cddp__client_step(cddp__server *server, cddp__client *client) {
   cddp__connection *c = &client->c;
   bool refused = c->challenge.state > CDDP__CHALLENGE_PROVEN;
@@ -5013,8 +5004,8 @@ static bool cddp__client_step(cddp__server *server, cddp__client *client) {
   return found == CDDP__PARSE_COMPLETE && c->fd >= 0;
 }
 
-/* Executes the received commands as long as the client reads the answers, so that no client can
-   occupy the server. Then sets the events that epoll watches. */
+/* Executes the received commands while the client reads the answers. Then sets the events that
+   epoll watches. */
 static void cddp__client_run(cddp__server *server, cddp__client *client) {
   cddp__connection *c = &client->c;
   bool more = true;
@@ -5060,8 +5051,8 @@ static void cddp__client_event(cddp__server *server, cddp__client *client, uint3
     cddp__client_run(server, client);
 }
 
-/* Ends an iteration of the loop: closes connections past their deadline, continues those with a
-   WAIT that has ended, and frees closed ones. */
+/* Ends an iteration of the loop: closes clients past their deadline, continues those with a WAIT
+   that has ended, and frees closed ones. */
 static void cddp__server_settle(cddp__server *server) {
   double now = cddp__now();
   bool tick = now >= server->checked + CDDP__SERVER_CHECK_MS * 1e-3;
@@ -5088,10 +5079,9 @@ static void cddp__server_settle(cddp__server *server) {
   }
 }
 
-/* Creates a client with the connection fd. spare: enough descriptors remain for the program. If
-   not, or if too many clients have not sent VALIDATE, the oldest of those is closed, and the new
-   one gets its descriptor or a lower one. A client that has passed the challenge is never closed;
-   if all have, the new one is refused. */
+/* Creates a client with the connection fd. If too few descriptors remain for the program (not
+   `spare`), or too many clients have not sent VALIDATE, it replaces the oldest of those. A client
+   that has passed the challenge is never closed; if all have, the new one is refused. */
 static void cddp__server_add_client(cddp__server *server, int fd, bool spare) {
   static const char refusal[] = CDDP__AUTH_REFUSAL "D";
   cddp__client *client, *oldest = NULL;
@@ -5126,8 +5116,7 @@ static void cddp__server_add_client(cddp__server *server, int fd, bool spare) {
 }
 
 /* Accepts up to 64 connections. If no descriptor is left, the reserve is closed for long enough to
-   accept a connection and to send the refusal. After any other error the server sleeps briefly,
-   because the listening socket would wake epoll in a busy loop. */
+   accept a connection and to send the refusal. */
 static void cddp__server_accept(cddp__server *server, int listener) {
   int i, fd = 0;
   for (i = 0; i < 64 && fd >= 0; i++) {
@@ -5214,9 +5203,8 @@ struct cddp_store {
 
 #define CDDP__CLOSED_S 4.0 /* retry time for a server that closes connections without an answer */
 
-/* Begins a connection to the address `text`: runs the challenge if there is a secret, sends the
-   greeting, and reads its answer of one byte. Only the answer proves that a store is at the other
-   end and accepts this process.
+/* Proves the secret, if there is one, to the server at the address `text`, sends the greeting, and
+   reads its answer of one byte: a store is at the other end and accepts this process.
      CDDP_NETWORK    the connection was closed without an answer
      CDDP_MISMATCH   the program at the other end is not a store
      CDDP_TIMEOUT    no answer: another program, or a server that is not ready yet */
@@ -5275,13 +5263,9 @@ static cddp_result cddp__store_greet(cddp_store *store, const char *text, double
                     k > 0 ? "'" : "");
 }
 
-/* Tries each address once.
-     CDDP_NETWORK    a retry can succeed
-     CDDP_TIMEOUT    a program accepted the connection and sent nothing until the deadline
-     CDDP_MISMATCH   the program that listens is not a store of this job
-   All results except CDDP_NETWORK are final. A server that exits, or a proxy for a server that has
-   not started, closes connections for a moment. A program that does so for CDDP__CLOSED_S is not a
-   store. */
+/* Tries each address once. CDDP_NETWORK: a retry can succeed; other errors are final, as those of
+   cddp__store_greet. A server that exits, or a proxy for a server that has not started, closes
+   connections for a moment. A program that does so for CDDP__CLOSED_S is not a store. */
 static cddp_result cddp__store_try_addresses(cddp_store *store, double deadline) {
   bool closed = false;
   cddp_result r = CDDP_NETWORK;
@@ -5336,8 +5320,7 @@ static cddp__request cddp__request_of(unsigned code, const char *const *keys, in
   return q;
 }
 
-/* Puts the store's name before an error text. Only opening a store returns CDDP_MISMATCH (another
-   program listens there); later operations return CDDP_NETWORK instead. */
+/* Puts the store's name before an error text. Only opening a store returns CDDP_MISMATCH. */
 static cddp_result cddp__store_error(const cddp_store *store, cddp_result r) {
   return cddp__fail_in(r == CDDP_MISMATCH ? CDDP_NETWORK : r, "store at %s: ", store->name);
 }
@@ -5380,7 +5363,7 @@ static cddp_result cddp__store_exchange(cddp_store *store, cddp__request *reques
 }
 
 /* Runs one operation under the lock. deadline: 0 = now + the store's timeout. After a failure the
-   rest of the answer could still arrive, so the next operation connects again. */
+   next operation connects again, as the rest of the answer could still arrive. */
 static cddp_result cddp__store_run(cddp_store *store, cddp__request *request, double deadline) {
   cddp__connection *c = &store->connection;
   cddp__span reply;
@@ -5447,8 +5430,8 @@ static int cddp__url_scheme(const char *url, const char **name) {
   return scheme;
 }
 
-/* Starts a server on store->addresses, or on the options' socket. store->addresses are then the
-   addresses that clients can connect to. */
+/* Starts a server on store->addresses, or on the options' socket. Sets store->addresses to those
+   that clients can connect to. */
 static cddp_result cddp__server_start(cddp_store *store, const cddp__store_options *options) {
   cddp__server *server = (cddp__server *)cddp__calloc(&options->desc.allocator, 1, sizeof *server);
   cddp_result r = CDDP_OK;
@@ -5486,8 +5469,8 @@ static cddp_result cddp__server_start(cddp_store *store, const cddp__store_optio
   return r;
 }
 
-/* On a host its own name can resolve to loopback only (127.0.1.1 in Debian's /etc/hosts). Other
-   hosts connect to another of its addresses, so this adds the addresses of all interfaces. */
+/* On a host its own name can resolve to loopback only (127.0.1.1 in Debian's /etc/hosts). For other
+   hosts this adds the addresses of all interfaces. */
 static void cddp__add_interface_addresses(cddp_store *store, const char *host) {
   int i;
   if (strcmp(host, "localhost") == 0 || strchr(host, ':') != NULL ||
@@ -5528,10 +5511,8 @@ static cddp_result cddp__store_open_url(cddp_store *store, const cddp__store_opt
 
 /* --- file:// ---
    The file holds the addresses of the server and a random key. Clients prove that they know the key
-   and the user's secret, so that only processes that can read the file are accepted, also from
-   other hosts. The server holds a lock on the file, which the kernel releases if the process dies,
-   and removes the file when it ends. A file without a lock is left over from a job that has
-   ended. */
+   and the user's secret: only processes that can read the file are accepted, also from other hosts.
+   The server locks the file and removes it when it ends. A file without a lock is left over. */
 #define CDDP__FILE_MAGIC "cddp store 4"
 
 typedef struct cddp__file_store_record { /* the file. All hosts of a job have the same byte order */
@@ -5541,9 +5522,8 @@ typedef struct cddp__file_store_record { /* the file. All hosts of a job have th
   cddp__address addresses[CDDP__ADDRESSES_MAX];
 } cddp__file_store_record;
 
-/* Reads the file; record->count is 0 if it is incomplete. Fails if a store did not write the file.
-   Fails also if another user owns it or others can write to it, because such a file could direct
-   this job to any address. */
+/* Reads the file; record->count is 0 if it is incomplete. Fails if no store has written the file,
+   or if others own it or can write to it: it could direct this job to any address. */
 static cddp_result cddp__file_store_read(int fd, cddp__file_store_record *record) {
   struct stat st;
   const char *why;
@@ -5579,7 +5559,7 @@ static cddp_result cddp__file_store_proof(cddp_store *store, const cddp__store_o
   return CDDP_OK;
 }
 
-/* Makes this process the server, with the file locked: for this host on a Unix socket, for other
+/* Makes this process the server, with the file locked, for this host on a Unix socket, for other
    hosts on a port that the system chooses. */
 static cddp_result cddp__file_store_serve(cddp_store *store, const cddp__store_options *options) {
   cddp__file_store_record record;
@@ -5649,9 +5629,8 @@ static cddp_result cddp__file_store_try(cddp_store *store, const cddp__store_opt
 
 /* --- all of them --- */
 
-/* Stops the server too, except in a forked child, which shares the descriptors but lacks the
-   thread. The file is removed first, so that a process that opens the path now starts a new
-   store. */
+/* Stops the server too, except in a forked child, which lacks its thread. The file is removed
+   first, so that a process that opens the path now starts a new store. */
 static void cddp__store_close(cddp_store *store) {
   cddp_allocator a;
   int i;
@@ -9174,36 +9153,32 @@ static void cddp__link_write_hello(const cddp__net *n, cddp__connection *c, int 
   memcpy(h->token, n->token, sizeof h->token);
 }
 
-static bool cddp__link_read_hello(const cddp__net *n, cddp__connection *c) {
-  const cddp__hello *h = &c->hello;
-  c->peer = (int)h->from;
-  return h->purpose <= CDDP__LINK_NOTICE && h->secret == (uint32_t)(n->secret != NULL) &&
-         h->from < (uint32_t)n->size && h->to == (uint32_t)n->rank &&
-         cddp__same_bytes(h->token, n->token, sizeof h->token);
-}
-
 /* Continues a link without blocking: hello, proof, bytes that wait to be sent. Returns whether it
    is UP. The caller's hello is sent, or fails, when the connection is made. */
 static bool cddp__link_progress(const cddp__net *n, cddp__connection *c) {
+  cddp__hello *h = &c->hello;
   if (c->state == CDDP__CONNECTION_NEW) {
     size_t *done = c->caller ? &c->sent : &c->got;
-    if (cddp__connection_io(c, NULL, &c->hello, sizeof c->hello, done, SIZE_MAX, c->caller) <= 0)
-      return false;
+    if (cddp__connection_io(c, NULL, h, sizeof *h, done, SIZE_MAX, c->caller) <= 0) return false;
     *done = 0;
+    if (!c->caller) c->peer = (int)h->from;
     if (c->caller && cddp__connected_to_itself(c->fd))
       cddp__connection_end(c, ECONNREFUSED);
-    else if (!c->caller && !cddp__link_read_hello(n, c))
+    else if (!c->caller &&
+             (h->purpose > CDDP__LINK_NOTICE || h->secret != (uint32_t)(n->secret != NULL) ||
+              h->from >= (uint32_t)n->size || h->to != (uint32_t)n->rank ||
+              !cddp__same_bytes(h->token, n->token, sizeof h->token)))
       cddp__connection_end(c, EPROTO);
-    else if (n->secret == NULL || c->hello.purpose == CDDP__LINK_NOTICE)
+    else if (n->secret == NULL || h->purpose == CDDP__LINK_NOTICE)
       c->state = CDDP__CONNECTION_UP;
     else
-      (void)cddp__connection_challenge(c, n->secret, "link", &c->hello, sizeof c->hello);
+      (void)cddp__connection_challenge(c, n->secret, "link", h, sizeof *h);
   }
   return cddp__connection_progress(c);
 }
 
-/* Starts a connection to a rank of the job. Fails without memory or a socket: *out is then NULL. A
-   connection that fails later ends the link with its error. */
+/* Starts a link to a rank of the job. Fails without memory or a socket: *out is then NULL. A link
+   that cannot be made ends with its error. */
 static cddp_result cddp__link_connect(const cddp__net *n, int peer, int purpose, uint64_t group,
                                       cddp__connection **out) {
   const cddp__rank_entry *entry = &n->ranks[peer];
@@ -9256,8 +9231,7 @@ static void cddp__link_close(cddp__connection *c) {
 
 /* --- failure notices --- */
 
-/* Computes the proof in a notice, over the hello, the result and the text. Without a secret it is a
-   checksum. */
+/* The proof in a notice, over the hello, the result and the text. Without a secret: a checksum. */
 static void cddp__notice_proof(const cddp__net *n, const cddp__connection *c,
                                const unsigned char *body, unsigned char proof[CDDP__PROOF_SIZE]) {
   unsigned char all[sizeof c->hello + CDDP__NOTICE_PROOF_AT];
@@ -9266,9 +9240,8 @@ static void cddp__notice_proof(const cddp__net *n, const cddp__connection *c,
   cddp__mac(n->secret != NULL ? n->secret : "", "cddp link 1 notice", all, sizeof all, proof);
 }
 
-/* Whether a rank of a group gets a notice. All ranks on other hosts get one; in a group of more
-   than 64 ranks only the lowest rank of each host. world: the group's ranks in the job; NULL: the
-   same. */
+/* Whether a rank of a group gets a notice: all ranks on other hosts; in a group of more than 64
+   ranks only the lowest rank of each host. world: the group's ranks in the job; NULL: the same. */
 static bool cddp__gets_notice(const cddp__net *n, const int *world, int size, int rank) {
   int host = n->ranks[world != NULL ? world[rank] : rank].host, p;
   if (host == n->host || size <= 64) return host != n->host;
@@ -9277,7 +9250,7 @@ static bool cddp__gets_notice(const cddp__net *n, const int *world, int size, in
 }
 
 /* Sends a notice to the ranks on other hosts: why the group is broken, or the cause of losses that
-   will follow. The ranks need not accept now. */
+   will follow. */
 static void cddp__send_notices(const cddp__net *n, uint64_t group, const int *world, int size,
                                uint32_t code, const char *text) {
   enum { MOST = 32 };
@@ -9346,9 +9319,8 @@ static void cddp__record_arrivals(cddp_group *g, const char *text) {
   cddp__send_arrivals(g, round);
 }
 
-/* Receives a notice as far as possible without blocking, and ends its link when it is complete or
-   invalid. A valid notice breaks the group here too; an early one sets the cause of later losses.
-   net.lock held. */
+/* Receives a notice without blocking. A complete one ends its link and, if it is valid, breaks the
+   group here too; an early one sets the cause of later losses. net.lock held. */
 static void cddp__notice_receive(cddp__host *h, const cddp__net *n, cddp__connection *c) {
   unsigned char *body, proof[CDDP__PROOF_SIZE];
   char kept[CDDP__ERROR_MAX];
@@ -9381,14 +9353,14 @@ static void cddp__notice_receive(cddp__host *h, const cddp__net *n, cddp__connec
 
 /* --- incoming connections --- */
 
-/* Whether a link was made for a group, and its handshake is complete. */
+/* Whether a link is UP and was made for a group. */
 static bool cddp__link_is_for(const cddp__connection *c, uint64_t group) {
   return c->state == CDDP__CONNECTION_UP && c->hello.purpose == CDDP__LINK_FRAMES &&
          c->hello.group == group;
 }
 
-/* Accepts connections, continues their handshakes, and receives notices. Never blocks: if another
-   thread is in this function, it returns. */
+/* Accepts connections, continues their proofs, and receives notices. Returns immediately if another
+   thread is in this function. */
 static void cddp__net_serve(cddp__host *h, cddp__net *n) {
   cddp__connection **at, *c;
   int silent = 0, proving = 0, most = cddp__unproven_most(n->size), i, fd;
