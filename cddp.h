@@ -1708,12 +1708,12 @@ CDDPDEF void cddp_register_kernels(const cddp_kernels *kernels); /* must stay wh
 #define CDDP__LIKELY(c) __builtin_expect(!!(c), 1)
 #define CDDP__UNLIKELY(c) __builtin_expect(!!(c), 0)
 #define CDDP__INLINED static inline __attribute__((always_inline))
+#define CDDP__OWN_LINE __attribute__((aligned(CDDP__CACHE_LINE))) /* begins a cache line */
 
 /* >>structs ------------------------------------------------------------------------------------
    Structs that several rooms use.
    "shared" in a comment: the struct is in memory that the ranks of a host share. Each cache line
-   has one writer. A pointer in it is valid for its writer only. The initial state is all zero
-   bytes.
+   has one writer. A pointer in it is valid for its writer only. It begins as all zero bytes.
    A call of a function pointer has parentheses, (l->log)(...): the program can have a macro log().
    Objects of a process:
      cddp__host   the ranks of this process's host: their shared memory and processes
@@ -1782,7 +1782,7 @@ enum cddp__scope { CDDP__SCOPE_ALL, CDDP__SCOPE_HOST }; /* all ranks of the grou
    alternately, since a rank is at most one round ahead of a reader: see >>round. */
 typedef struct cddp__op_header {
   cddp__atomic_u32 seq; /* number of the round; readers sleep on it */
-  uint32_t call;        /* operation, dtype, op: cddp__call_code */
+  uint32_t call;        /* cddp__call_code */
   uint64_t count;       /* elements */
   int32_t root;         /* rank, or -1 */
   uint32_t fp_mode;     /* of the calling thread, for calls that compute: cddp__fp_mode */
@@ -1798,7 +1798,7 @@ typedef struct cddp__op_header {
    named in a posted send's state may read the rest. An unlocked read can see the tag and number of
    the sender's next send, if another thread has just taken this one. */
 typedef struct cddp__send_request {
-  cddp__atomic_u32 state; /* CDDP__SEND_*; if POSTED with the receiver: CDDP__POSTED_TO */
+  cddp__atomic_u32 state CDDP__OWN_LINE; /* CDDP__SEND_*; POSTED: with the receiver, _POSTED_TO */
   cddp__atomic_u32 tag;
   uint32_t dtype;
   uint64_t count;          /* elements */
@@ -1807,10 +1807,9 @@ typedef struct cddp__send_request {
     unsigned char bytes[sizeof(cddp__ref)]; /* of a message that fits: one cache line has it all */
     cddp__ref ref;                          /* of a longer one */
   } u;
-  void *stage; /* the sender alone, like the rest: memory for copies, kept for reuse */
+  void *stage CDDP__OWN_LINE; /* memory for copies, kept for reuse; only the sender accesses it */
   size_t stage_size;
   bool staged; /* the message is a copy, and its call has returned: free when state is DONE */
-  unsigned char pad[CDDP__CACHE_LINE - 2 * sizeof(size_t) - 1];
 } cddp__send_request;
 enum {
   CDDP__SEND_FREE,
@@ -1824,6 +1823,7 @@ enum {
 #define CDDP__SENDS 128 /* sends in flight per rank and group; one more without a handle blocks */
 #define CDDP__SEND_BLOCKS 16 /* blocks of send requests: block i has CDDP__SENDS << i */
 #define CDDP__SITE_MAX 124 /* bytes of a call site's text */
+#define CDDP__WHERE_MAX 160 /* bytes of the text of the place where a rank waits */
 
 /* shared: one call on device memory, for the watchers of the other ranks. Written by its rank. */
 typedef struct cddp__logged_call {
@@ -1838,39 +1838,37 @@ typedef struct cddp__logged_call {
 } cddp__logged_call;
 #define CDDP__CALL_LOG 64 /* calls kept per rank and group, a power of two */
 
-#define CDDP__WHERE_MAX 160 /* bytes of the text of the place where a rank waits */
-
-/* shared: a rank's entry in the control block of its host. "Writer: rank" is the entry's rank. */
+/* shared: a rank's entry in the control block of its host. The rank writes it, except where another
+   writer is named. */
 typedef struct cddp__slot {
-  cddp__atomic_u32 state;  /* CDDP__SLOT_*; writer: rank; if ranks are threads also their creator */
-  cddp__atomic_u32 inside; /* 1: between begin_access and end_access; writer: rank */
-  unsigned char pad1[CDDP__CACHE_LINE - 8];
-  cddp__atomic_u64 awaits; /* low half: 1 + the rank of another host that this rank waits for, or 0;
-                              high half: ms of cddp__monotonic() at its last check; writer: rank */
-  cddp__atomic_u32 events; /* incremented when a peer has changed a send for this rank, if this
-                              rank sleeps, and in a group of several hosts always */
+  cddp__atomic_u32 state CDDP__OWN_LINE; /* CDDP__SLOT_*; also: the creator of ranks as threads */
+  cddp__atomic_u32 inside; /* 1: between cddp__begin_access and cddp__end_access */
+  cddp__atomic_u64 awaits CDDP__OWN_LINE; /* high half: ms of cddp__monotonic() at its last check;
+                                             low half: 1 + the rank of another host for which it
+                                             waits then; 0: none */
+  cddp__atomic_u32 events;   /* peers increment it after they change a send for this rank: if this
+                                rank sleeps; in a group of several hosts always */
   cddp__atomic_u32 waiting;  /* threads of this rank that sleep on `events` */
-  cddp__atomic_u32 send_top; /* only sends below this index can be in use; writer: rank */
-  cddp__atomic_u32 calls;    /* number of logged calls on device memory; writer: rank */
-  cddp__atomic_u32 works;    /* operations queued or running in its engine; writer: rank */
+  cddp__atomic_u32 send_top; /* only sends below this index can be in use */
+  cddp__atomic_u32 calls;    /* number of logged calls on device memory */
+  cddp__atomic_u32 works;    /* operations queued or running in its engine */
   cddp__atomic_u32 ended;    /* in the job's first group: bit 16, and the process's wait status; 0:
-                                unknown; writer: the rank's left neighbour on the host */
-  unsigned char pad2[CDDP__CACHE_LINE - 32];
-  cddp__send_request sends[CDDP__SENDS]; /* each on its own cache lines */
-  cddp__atomic_u32 site_round; /* the round to which `site` belongs; writer: rank, as it fails */
+                                unknown. Writer: the left neighbour on the host */
+  cddp__send_request sends[CDDP__SENDS];
+  cddp__atomic_u32 site_round; /* the round to which `site` belongs; written as the rank fails */
   char site[CDDP__SITE_MAX];
   char failure[CDDP__ERROR_MAX]; /* the group's failure, if this slot is in `broken`; fail_lock */
   /* In the job's first group: the place where the rank waits, for texts of ranks that wait for it.
      Writer: the waiting thread. */
   cddp__atomic_u64 wait; /* high half: low half of the group's id; low half: its round; UINT64_MAX:
                             a message; 0: no thread has waited for long */
-  cddp__atomic_u32 failed;  /* 1: the last wait ended in a failure */
+  cddp__atomic_u32 failed;                 /* 1: the last wait ended in a failure */
   cddp__atomic_u32 multithreaded;          /* 1: several threads of the rank use cddp */
   char where[CDDP__WHERE_MAX];             /* can change while it is read: cddp__copy_text */
   cddp__ref more_sends[CDDP__SEND_BLOCKS]; /* published by send_top; [0] is unused */
-  cddp__ref scratch; /* between hosts: copies of private buffers; writer: rank, once */
+  cddp__ref scratch;                       /* between hosts: copies of private buffers */
   cddp__logged_call call_log[CDDP__CALL_LOG];
-} __attribute__((aligned(CDDP__CACHE_LINE))) cddp__slot;
+} cddp__slot;
 enum { CDDP__SLOT_EMPTY, CDDP__SLOT_TAKEN, CDDP__SLOT_LEFT, CDDP__SLOT_DEAD };
 
 /* The root cause of later failures. Written once, by the first thread that knows it. */
@@ -1879,24 +1877,18 @@ typedef struct cddp__cause {
   char text[CDDP__ERROR_MAX];
 } cddp__cause;
 
-/* shared: the control block of a group. Behind it are, in this order: the headers of all ranks; for
-   each remote rank the last round that its host has reported (cddp__reported_round_of); the slots
-   of this host's ranks, and an empty slot for all remote ranks; the staging buffers. */
+/* shared: the control block of a group. Headers, slots and staging buffers follow: >>block. */
 typedef struct cddp__control_block {
-  cddp__atomic_u32 arrivals; /* oversubscribed: total of the ranks' arrivals at all rounds */
-  unsigned char pad1[CDDP__CACHE_LINE - 4];
-  cddp__atomic_u32 release; /* oversubscribed: the last round that all ranks reached; futex */
-  unsigned char pad2[CDDP__CACHE_LINE - 4];
-  cddp__atomic_u32 sleepers; /* threads that sleep on a header, arrivals or release */
-  unsigned char pad3[CDDP__CACHE_LINE - 4];
-  cddp__atomic_u32 broken; /* 0, or the failure's cddp_result and << 8 the slot with its text */
+  cddp__atomic_u32 arrivals CDDP__OWN_LINE; /* oversubscribed: the ranks' arrivals at all rounds */
+  cddp__atomic_u32 release CDDP__OWN_LINE;  /* oversubscribed: last round that all ranks reached */
+  cddp__atomic_u32 sleepers CDDP__OWN_LINE; /* threads that sleep on a header, or on the two */
+  cddp__atomic_u32 broken CDDP__OWN_LINE; /* 0, or a cddp_result | the slot with the text << 8 */
   cddp__atomic_u32 left;   /* ranks of the host that have destroyed the group */
   cddp__atomic_u32 generation; /* of its extent; a change means that the block was freed */
   cddp__atomic_u32 size;    /* number of ranks that must leave before it is freed; 0: unknown yet */
   cddp__atomic_u32 staging; /* bytes of a staging buffer, as chosen by the first rank */
   cddp__atomic_u32 cores;   /* of the first rank; later: usable by all ranks of the host together */
   cddp__atomic_u32 joins;   /* job's first group: number of processes that have joined so far */
-  unsigned char pad4[CDDP__CACHE_LINE - 28];
   cddp__atomic_u64 processors[CDDP__PROCESSORS / 64]; /* set bits: usable; job's first group */
   cddp__cause cause;         /* of expected losses, as told by other hosts */
   cddp__atomic_u32 reported; /* the last round for which this host has reported its arrivals */
