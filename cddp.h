@@ -8716,16 +8716,15 @@ static cddp_result cddp__break_late(cddp_group *g, int late) {
 /* >>round -----------------------------------------------------------------------------------------
    Job: let the ranks of a group announce their calls to each other, compare them, and wait.
    Owns: in the control block the headers, arrivals, release and sleepers; in the group round, spin
-   and yields. Computes addresses of staging buffers, but does not access them. Calls other hosts,
-   and serves receives, through >>hooks.
-   Entry points: cddp__round and cddp__round_of; cddp__wait_begin, cddp__wait_tick and
-   cddp__wait_sleep.
+   and yields. Calls other hosts, and serves receives, through >>hooks.
+   Entry points: cddp__round and cddp__round_of; cddp__wait_tick and cddp__wait_sleep in waits for
+   ranks (the struct is in >>base).
    How it works:
      1. Everything that ranks do together is a sequence of rounds, numbered per group. A rank writes
         its header (the call, its count, up to 40 bytes of payload), and then the round's number
         into the header's seq.
      2. The round is complete when all headers have its number. Each rank compares all headers. So
-        all ranks find out if they have made different calls, without extra messages.
+        ranks that made different calls all find out, without extra messages.
      3. There are two sets of headers and staging buffers, used alternately. A rank writes those of
         round s + 2 only after every rank has announced s + 1, that is, has finished reading s.
    How ranks wait:
@@ -8744,8 +8743,8 @@ static cddp_result cddp__break_late(cddp_group *g, int late) {
 /* --- groups with work for every waiting thread --- */
 
 /* The groups of this process that have posted a receive, or that span hosts, linked by next_served.
-   Each waiting thread serves all of them. A thread that holds served_lock takes p2p.lock by trylock
-   only, since another thread can hold the two in the opposite order. */
+   Each waiting thread serves them all. A thread that holds served_lock takes p2p.lock by trylock,
+   since another thread can hold the two in the opposite order. */
 static pthread_mutex_t cddp__served_lock = PTHREAD_MUTEX_INITIALIZER;
 static cddp_group *cddp__served;
 
@@ -8786,8 +8785,8 @@ static void cddp__stop_serving(cddp_group *g) {
 
 /* --- waits for ranks --- */
 
-/* The work of every wait between two sleeps: returns the group's failure, serves receives, and
-   reads the clock. If w->due, the caller checks whether the awaited rank has ended. If w->late, the
+/* The work of every wait between two sleeps: returns the group's failure, reads the clock, and
+   serves receives. If w->due, the caller checks whether the awaited rank has ended. If w->late, the
    caller fails with its own text. */
 static cddp_result cddp__wait_tick(cddp_group *g, cddp__wait *w) {
   const cddp__host *host = g->host;
@@ -8819,9 +8818,8 @@ static void cddp__wait_sleep(cddp_group *g, cddp__wait *w, cddp__atomic_u32 *sle
   cddp__add32(sleepers, (uint32_t)-1);
 }
 
-/* Notifies a rank that a send or a message for it has changed. Requires a full fence before the
-   call. On one host only a rank with `waiting` set is notified: it checks once more after setting
-   it. */
+/* Notifies a rank that a send or a message for it has changed, after a full fence by the caller. On
+   one host only a rank with `waiting` set is notified: it checks once more after setting it. */
 static void cddp__notify(cddp_group *g, int rank) {
   cddp__slot *slot = cddp__slot_of(g, rank);
   if (CDDP__LIKELY(g->hosts == NULL && cddp__load32(&slot->waiting) == 0)) return;
@@ -8866,53 +8864,57 @@ static bool cddp__is_uneven_join(const cddp__op_header *a) {
   return cddp__code_kind(a->call) == CDDP__KIND_DDP_JOIN;
 }
 
-/* Returns whether b is the same call as a, or the call of a rank without inputs (cddp_ddp_join). */
-static bool cddp__calls_match(const cddp__op_header *a, const cddp__op_header *b) {
-  uint32_t kind = cddp__code_kind(a->call);
-  bool joinable = cddp__code_phase(a->call) == CDDP__PHASE_CALL &&
+/* Returns whether both headers have the same call, or `header` that of a rank without inputs
+   (cddp_ddp_join). */
+static bool cddp__calls_match(const cddp__op_header *reference, const cddp__op_header *header) {
+  uint32_t kind = cddp__code_kind(reference->call);
+  bool joinable = cddp__code_phase(reference->call) == CDDP__PHASE_CALL &&
                   (kind == CDDP__KIND_DDP_WAIT || kind == CDDP__KIND_DDP_STEP ||
                    kind == CDDP__KIND_DDP_BUFFERS);
-  if (a->fp_mode != b->fp_mode) return false;
-  if (joinable && cddp__is_uneven_join(b)) return true;
-  return a->call == b->call && a->count == b->count && a->root == b->root;
+  if (reference->fp_mode != header->fp_mode) return false;
+  if (joinable && cddp__is_uneven_join(header)) return true;
+  return reference->call == header->call && reference->count == header->count &&
+         reference->root == header->root;
 }
 
 /* Example: "rank 1 called all_reduce(count 4, f32, sum) at train.c:120". If this text equals that
-   of header a, the difference follows: other settings, or another floating-point mode. */
-static cddp__text cddp__describe_rank(const cddp_group *g, int rank, const cddp__op_header *a) {
-  const cddp__op_header *b = cddp__op_header_of(g, rank, g->round);
+   of the reference, the difference follows: other settings, or another floating-point mode. */
+static cddp__text cddp__describe_rank(const cddp_group *g, int rank,
+                                      const cddp__op_header *reference) {
+  const cddp__op_header *header = cddp__op_header_of(g, rank, g->round);
   cddp__slot *slot = cddp__slot_of(g, rank);
   bool known = cddp__load32(&slot->site_round) == g->round;
-  cddp__text call = cddp__describe_call(b->call, b->count, b->root);
+  cddp__text call = cddp__describe_call(header->call, header->count, header->root), other;
   cddp__text t = cddp__textf("rank %d called %s%.*s", rank, call.s, known ? CDDP__SITE_MAX - 1 : 0,
                              slot->site);
-  if (a == b || strcmp(cddp__describe_call(a->call, a->count, a->root).s, call.s) != 0) return t;
-  if (cddp__code_kind(b->call) == CDDP__KIND_BARRIER)
+  other = cddp__describe_call(reference->call, reference->count, reference->root);
+  if (header == reference || strcmp(other.s, call.s) != 0) return t;
+  if (cddp__code_kind(header->call) == CDDP__KIND_BARRIER)
     cddp__append(t.s, sizeof t.s, " after other calls of the group and its cddp_ddps on devices");
-  else if (a->fp_mode == b->fp_mode)
-    cddp__append(t.s, sizeof t.s,
-                 cddp__code_kind(b->call) == CDDP__KIND_GROUP_NEW
-                     ? " with another list of ranks, or by another function"
-                     : " with other settings");
-  else
+  else if (reference->fp_mode != header->fp_mode)
     cddp__append(t.s, sizeof t.s,
                  " in another floating-point mode (%s, not %s; -ffast-math sets FTZ)",
-                 cddp__describe_fp_mode(b->fp_mode).s, cddp__describe_fp_mode(a->fp_mode).s);
+                 cddp__describe_fp_mode(header->fp_mode).s,
+                 cddp__describe_fp_mode(reference->fp_mode).s);
+  else if (cddp__code_kind(header->call) == CDDP__KIND_GROUP_NEW)
+    cddp__append(t.s, sizeof t.s, " with another list of ranks, or by another function");
+  else
+    cddp__append(t.s, sizeof t.s, " with other settings");
   return t;
 }
 
-/* Called when headers differ. Ranks in cddp_ddp_join may differ (uneven inputs). All headers are
-   compared with the first that is not in cddp_ddp_join, so every rank finds the same result. */
+/* Called when headers differ. All are compared with the first that is not in cddp_ddp_join (uneven
+   inputs, which may differ), so every rank finds the same result. */
 static cddp_result cddp__compare_headers(cddp_group *g) {
   cddp__slot *mine = cddp__slot_of(g, g->rank);
-  const cddp__op_header *a;
+  const cddp__op_header *reference;
   cddp__wait w;
   int p, first = 0, different = 0;
   while (first + 1 < g->size && cddp__is_uneven_join(cddp__op_header_of(g, first, g->round)))
     first++;
-  a = cddp__op_header_of(g, first, g->round);
+  reference = cddp__op_header_of(g, first, g->round);
   for (p = 0; p < g->size; p++)
-    different += !cddp__calls_match(a, cddp__op_header_of(g, p, g->round));
+    different += !cddp__calls_match(reference, cddp__op_header_of(g, p, g->round));
   if (different == 0) return CDDP_OK;
   cddp__copy_text(mine->site, cddp__describe_site().s, sizeof mine->site); /* for others' texts */
   cddp__store32(&mine->site_round, g->round);
@@ -8921,10 +8923,11 @@ static cddp_result cddp__compare_headers(cddp_group *g) {
     while (g->members[p] >= 0 && cddp__load32(&cddp__slot_of(g, p)->site_round) != g->round &&
            cddp__load32(&g->block->broken) == 0 && cddp__wait_pause(&w)) {}
   cddp__fail(CDDP_MISMATCH, "ranks disagree in call %" PRIu64 " of the group: %s", g->calls,
-             cddp__describe_rank(g, first, a).s);
+             cddp__describe_rank(g, first, reference).s);
   for (p = 0, different = 0; p < g->size; p++) {
-    if (cddp__calls_match(a, cddp__op_header_of(g, p, g->round)) || ++different > 2) continue;
-    cddp__append(cddp__error_text, CDDP__ERROR_MAX, ", %s", cddp__describe_rank(g, p, a).s);
+    if (cddp__calls_match(reference, cddp__op_header_of(g, p, g->round)) || ++different > 2)
+      continue;
+    cddp__append(cddp__error_text, CDDP__ERROR_MAX, ", %s", cddp__describe_rank(g, p, reference).s);
   }
   if (different > 2)
     cddp__append(cddp__error_text, CDDP__ERROR_MAX, ", and %d more disagree", different - 2);
@@ -8967,8 +8970,8 @@ static cddp_result cddp__await_headers(cddp_group *g, const cddp__call *call, ui
 }
 
 /* 1 + this thread's cddp__fp_mode after its last round; 0: no round yet. Reading the mode takes a
-   quarter of the time of a small call. So a small call announces the mode read in the previous
-   round, and reads it again while its header is on the way to the peers. */
+   quarter of the time of a small call. So a small call announces the mode of the previous round,
+   and reads it again while its header is on the way to the peers. */
 static __thread uint32_t cddp__last_fp_mode;
 
 /* Starts the group's next round: announces it, and waits until all ranks of the scope have
