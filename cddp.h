@@ -3266,18 +3266,17 @@ static uint64_t cddp__hash64(uint64_t h, const void *data, size_t n) {
   return h;
 }
 
-/* Fills p with random bytes from the kernel, for nonces and for names that must not be guessable.
-   The kernel returns up to 256 bytes without interruption. */
+/* Fills p with random bytes from the kernel, for nonces and for unguessable names. */
 static cddp_result cddp__random(void *p, size_t n) {
   long got;
-  CDDP_ASSERT(n <= 256);
+  CDDP_ASSERT(n <= 256); /* more can be interrupted */
   do
     got = syscall(SYS_getrandom, p, n, 0);
   while (got < 0 && errno == EINTR);
   return got == (long)n ? CDDP_OK : cddp__fail_errno("getrandom");
 }
 
-/* BLAKE2s (RFC 7693) takes a key itself, so that no HMAC is needed around it. */
+/* BLAKE2s (RFC 7693), which takes a key and needs no HMAC around it. */
 static const uint32_t cddp__blake2s_start[8] = {0x6a09e667u, 0xbb67ae85u, 0x3c6ef372u, 0xa54ff53au,
                                                 0x510e527fu, 0x9b05688cu, 0x1f83d9abu, 0x5be0cd19u};
 
@@ -7732,8 +7731,8 @@ static int cddp__node_width(const cddp__shard_node *node) {
 /* Merges *node, a new node of one shard, with nodes[*low .. *high) of the same rank, and replaces
    *node by the merged node. nodes: [count] in ascending order.
      slots, widths   receive those of the merged nodes and of the new one, in order
-   The root of the tree is never formed: its halves are added when the mean is computed. Returns the
-   number of slots and widths. */
+   Never forms the root of the tree, whose halves are added when the mean is computed. Returns the
+   number of slots. */
 static int cddp__merge_shard(const cddp__shard_node *nodes, int count, cddp__shard_node *node,
                             int shards, int *slots, int *widths, int *low, int *high) {
   const cddp__shard_node self = *node, *part;
@@ -7779,9 +7778,9 @@ static bool cddp__nodes_contain(const cddp__shard_node *nodes, int count, int sh
   return false;
 }
 
-/* Computes the nodes of all ranks, ascending, after each rank has computed its shards. Returns
-   their number. *slots: the largest number of slots that a rank needs. A rank's last shard needs no
-   slot if it merges with no other, unless nodes must be `apart` from gradients. */
+/* Computes the nodes of all ranks, ascending, and returns their number. *slots: the largest number
+   of slots that a rank needs. A rank's last shard needs no slot if it merges with no other, unless
+   nodes must be `apart` from gradients. */
 static int cddp__plan_nodes(const int *owner, int shards, bool apart, cddp__shard_node *nodes,
                             int *widths, int *slots) {
   int joined[CDDP__FOLD_DEPTH + 1], wide[CDDP__FOLD_DEPTH + 1], count = 0, i, k, low, high;
@@ -8271,8 +8270,7 @@ static uint64_t cddp__boot_ticks(void) { /* the time now, in the unit of startti
 }
 
 /* Returns whether a process of the host has ended. A living process holds a lock on its byte of the
-   shared memory. A missing lock is no proof of its end: the program may have closed the descriptor,
-   or the process may not have taken the lock yet. */
+   shared memory, unless the program has closed the descriptor, or the lock is not taken yet. */
 static bool cddp__process_gone(const cddp__host *host, int at) {
   struct pollfd fd = {host->pidfds[at], POLLIN, 0};
   struct flock lock;
@@ -8315,8 +8313,8 @@ static bool cddp__rank_gone(const cddp_group *g, int rank) {
   return cddp__process_gone(g->host, g->members[rank]);
 }
 
-/* Reads the wait status of a process that has ended. A zombie's status is in /proc. The status of a
-   reaped process can be read from its pidfd (-1: none) since Linux 6.15. */
+/* Reads the wait status of a process that has ended: a zombie's from /proc, that of a reaped
+   process from its pidfd (-1: none), since Linux 6.15. */
 static bool cddp__exit_status(int pidfd, uint32_t pid, int *status) {
   struct cddp__pidfd_info { /* struct pidfd_info of the kernel, first version */
     uint64_t mask, cgroup;
@@ -8433,8 +8431,8 @@ static cddp_result cddp__report_lost(cddp_group *g, int rank, const char *doing)
 }
 
 /* Returns whether this rank's round still needs rank p. In an oversubscribed group p can have died
-   after writing its header and before counting its arrival. While the headers of other hosts are
-   missing, or frames are in transit, all ranks of this host are needed. */
+   between its header and its arrival. While the headers of other hosts are missing, or frames are
+   in transit, all ranks of this host are needed. */
 static bool cddp__rank_needed(const cddp_group *g, int p) {
   if (!cddp__has_announced(g, p)) return true;
   if (g->oversubscribed && cddp__load32(&g->block->release) != g->round) return true;
@@ -8460,8 +8458,8 @@ static cddp_result cddp__check_peers(cddp_group *g) {
 
 /* --- access to peers' memory --- */
 
-/* Every access to peers' memory is between cddp__begin_access and cddp__end_access. Both sides use
-   full fences: either a failing rank sees this rank's `inside`, or this rank sees the failure. */
+/* Begins an access to peers' memory. Both sides use full fences: either a failing rank sees this
+   rank's `inside`, or this rank sees the failure. */
 static cddp_result cddp__begin_access(cddp_group *g) {
   cddp__exchange32(&cddp__slot_of(g, g->rank)->inside, 1);
   CDDP__POINT("inside");
@@ -8624,7 +8622,7 @@ static cddp_result cddp__check_deadlock(cddp_group *g) {
 
 /* --- ranks that are late --- */
 
-/* "; another group failed: ..." for time-out texts: the late ranks may have waited there. */
+/* "; another group failed: ..." for time-out texts: late ranks may have waited there. */
 static cddp__text cddp__describe_other_failure(const cddp_group *g) {
   cddp__text t = {""};
   const cddp_group *other;
@@ -12174,8 +12172,7 @@ static bool cddp__send_open(const cddp__send_request *p) {
   return state == CDDP__SEND_POSTED || state == CDDP__SEND_TAKEN;
 }
 
-/* Allocates more send requests. Returns the first new index, or -1 with the error set. p2p.lock
-   held. */
+/* Allocates more send requests. Returns the first new index; -1: error set. p2p.lock held. */
 static int cddp__grow_sends(cddp_group *g) {
   int block = g->p2p.send_blocks, count = cddp__send_count(g);
   size_t bytes = ((size_t)CDDP__SENDS << block) * sizeof(cddp__send_request);
@@ -12200,9 +12197,8 @@ static bool cddp__send_is_free(cddp__send_request *p) {
   return true;
 }
 
-/* Scans all send requests: frees those that are done, frees copies beyond CDDP__STAGED_MAX, and
-   counts the rest. Returns the free request with the copy that fits `bytes` best; -1: none.
-   p2p.lock held. */
+/* Scans all send requests: frees those that are done and copies beyond CDDP__STAGED_MAX, and counts
+   the rest. Returns the free request whose memory fits `bytes` best; -1: none. p2p.lock held. */
 static int cddp__scan_sends(cddp_group *g, size_t bytes) {
   size_t kept = 0, size = 0;
   int i, best = -1, n = cddp__send_count(g);
@@ -12327,9 +12323,9 @@ static cddp_result cddp__post_send(cddp_work *work, bool *fits) {
   return lost ? cddp__check_peer(work) : r;
 }
 
-/* Returns the oldest send from work->from to this rank with work's tag, or NULL. A scan can find a
-   send and miss an older one that was posted meanwhile in a request already passed. The caller
-   therefore scans twice: every send older than a seen one is visible to the second scan. */
+/* Returns the oldest send from work->from to this rank with work's tag, or NULL. A scan can miss an
+   older send that was posted meanwhile in a request already passed. The caller therefore scans
+   twice: every send older than a seen one is visible to the second scan. */
 static cddp__send_request *cddp__find_send(cddp_group *g, const cddp_work *work) {
   cddp__slot *slot = cddp__slot_of(g, work->from);
   uint32_t i, n = CDDP__SENDS, left = cddp__load32(&slot->send_top);
@@ -12350,8 +12346,7 @@ static cddp__send_request *cddp__find_send(cddp_group *g, const cddp_work *work)
   return best;
 }
 
-/* Returns whether a message of that count and dtype matches the receive. If not, the ranks
-   disagree, and the receive fails. */
+/* Returns whether a message of that count and dtype matches the receive. If not, it fails. */
 static bool cddp__recv_fits(cddp_group *g, cddp_work *work, uint64_t count, uint32_t dtype) {
   const cddp__call *call = &work->call;
   if (count == call->count && dtype == call->dtype) return true;
@@ -12410,8 +12405,7 @@ static void cddp__take_remote(cddp_group *g, cddp_work *work) {
   cddp__free(&g->hosts->net->allocator, m);
 }
 
-/* Returns whether an older receive must get the next message from work->from with work's
-   tag. p2p.lock held. */
+/* Returns whether an older receive must get the next such message. p2p.lock held. */
 static bool cddp__is_claimed(const cddp_group *g, const cddp_work *work) {
   const cddp_work *older;
   for (older = g->p2p.recvs; older != work; older = older->next)
@@ -12421,8 +12415,7 @@ static bool cddp__is_claimed(const cddp_group *g, const cddp_work *work) {
   return false;
 }
 
-/* Completes receives of arrived messages, the oldest first. Returns whether there was one. p2p.lock
-   held. */
+/* Completes receives of arrived messages, the oldest first. Returns whether any. p2p.lock held. */
 static bool cddp__serve_recvs(cddp_group *g) {
   bool served = false;
   cddp_work *work;
@@ -12446,8 +12439,7 @@ static bool cddp__serve_recvs(cddp_group *g) {
 }
 
 /* Polls for the message of a receive without a handle, from a rank of this host, if no other
-   receive of this rank is pending. The receive is not put into the list. Returns whether it is
-   complete, or has failed. */
+   receive of this rank is pending. Returns whether it is complete, or has failed. */
 static bool cddp__recv_directly(cddp_work *work) {
   cddp_group *g = work->group;
   cddp__send_request *p;
@@ -12476,7 +12468,7 @@ static bool cddp__recv_directly(cddp_work *work) {
 }
 
 /* Serves a healthy group in which this thread does not wait: sends queued bytes and completes
-   receives. A failure of that group does not change this thread's error text. */
+   receives. This thread's error text stays. */
 static bool cddp__serve_other(cddp_group *g) {
   char kept[CDDP__ERROR_MAX];
   bool served = false;
@@ -12543,8 +12535,7 @@ static bool cddp__message_ready(cddp_work *work) {
   return ready;
 }
 
-/* Breaks the group if the receiver of a message in flight is lost: the message would stay
-   forever. */
+/* Breaks the group if the receiver of a message in flight is lost: the message would stay. */
 static cddp_result cddp__check_receivers(cddp_group *g) {
   int i, to, gone = -1;
   pthread_mutex_lock(&g->p2p.lock);
@@ -12558,8 +12549,8 @@ static cddp_result cddp__check_receivers(cddp_group *g) {
   return cddp__report_lost(g, gone, "a send, while messages to it were in flight");
 }
 
-/* Reports a timeout: of the group, which breaks it, or (limit >= 0, seconds) of the caller's own
-   limit, which other ranks do not see. */
+/* Reports a timeout: of the group, which breaks it, or of the caller's limit (>= 0 s), which other
+   ranks do not see. */
 static cddp_result cddp__message_timeout(const cddp_work *work, double limit) {
   cddp_group *g = work->group;
   bool receives = work->call.kind == CDDP__KIND_RECV, any = work->call.root == CDDP_ANY;
