@@ -6975,31 +6975,31 @@ CDDP__INLINED float cddp__f32_of_bits(uint32_t u) {
 }
 
 CDDP__INLINED float cddp__f16_to_f32(uint16_t h) {
-  uint32_t sign = (uint32_t)(h & 0x8000) << 16, a = h & 0x7fffu;
-  float scaled = (float)(int32_t)a * 5.9604644775390625e-8f; /* times 2^-24: exact */
-  uint32_t small = cddp__f32_bits(scaled);                   /* subnormal or zero */
-  uint32_t normal = (a << 13) + (a >= 0x7c00 ? 224u << 23 : 112u << 23);
-  uint32_t quiet = a > 0x7c00 ? 0x400000 : 0;
-  return cddp__f32_of_bits(sign | quiet | (a < 0x400 ? small : normal));
+  uint32_t sign = (uint32_t)(h & 0x8000) << 16, magnitude = h & 0x7fffu;
+  float scaled = (float)(int32_t)magnitude * 5.9604644775390625e-8f; /* times 2^-24: exact */
+  uint32_t small = cddp__f32_bits(scaled);                           /* subnormal or zero */
+  uint32_t normal = (magnitude << 13) + (magnitude >= 0x7c00 ? 224u << 23 : 112u << 23);
+  uint32_t quiet = magnitude > 0x7c00 ? 0x400000 : 0;
+  return cddp__f32_of_bits(sign | quiet | (magnitude < 0x400 ? small : normal));
 }
 
 CDDP__INLINED uint16_t cddp__f32_to_f16(float x) {
-  uint32_t u = cddp__f32_bits(x), a = u & 0x7fffffff;
-  uint32_t normal = (a - (112u << 23) + 0xfff + ((a >> 13) & 1)) >> 13;
+  uint32_t bits = cddp__f32_bits(x), magnitude = bits & 0x7fffffff;
+  uint32_t normal = (magnitude - (112u << 23) + 0xfff + ((magnitude >> 13) & 1)) >> 13;
   /* Below 2^-14 the addition of 0.5 does the rounding: the last place of 0.5 is 2^-24. */
-  uint32_t little = a < 0x38800000 ? a : 0;
+  uint32_t little = magnitude < 0x38800000 ? magnitude : 0;
   uint32_t small = cddp__f32_bits(cddp__f32_of_bits(little) + 0.5f) - 0x3f000000;
-  uint32_t bits = a < 0x38800000 ? small : normal;
-  bits = a >= 0x477ff000 ? 0x7c00 : bits; /* 65520 and larger values round to infinity */
-  bits = a > 0x7f800000 ? 0x7e00 | ((a >> 13) & 0x1ff) : bits;
-  return (uint16_t)((u >> 16 & 0x8000) | bits);
+  uint32_t half = magnitude < 0x38800000 ? small : normal;
+  half = magnitude >= 0x477ff000 ? 0x7c00 : half; /* 65520 and larger values round to infinity */
+  half = magnitude > 0x7f800000 ? 0x7e00 | ((magnitude >> 13) & 0x1ff) : half; /* NaN */
+  return (uint16_t)((bits >> 16 & 0x8000) | half);
 }
 
 CDDP__INLINED float cddp__bf16_to_f32(uint16_t h) { return cddp__f32_of_bits((uint32_t)h << 16); }
 
 CDDP__INLINED uint16_t cddp__f32_to_bf16(float x) {
-  uint32_t u = cddp__f32_bits(x), rounded = u + 0x7fff + (u >> 16 & 1);
-  return (uint16_t)((x != x ? u | 0x400000 : rounded) >> 16);
+  uint32_t bits = cddp__f32_bits(x), rounded = bits + 0x7fff + (bits >> 16 & 1);
+  return (uint16_t)((x != x ? bits | 0x400000 : rounded) >> 16);
 }
 
 #define CDDP__STATES 3 /* largest number of state arrays of an optimizer, per parameter */
@@ -7198,7 +7198,8 @@ typedef struct cddp__kernels {
 
 /* One element of AdamW, with the arithmetic of PyTorch's vectorized kernel (FusedAdamKernel.cpp).
    The bits of PyTorch 2.6.0 show which of its sums are fused multiply-adds. v: the gradient; x: the
-   weight; MAXIMUM: the code of amsgrad, or empty. */
+   weight; m, q: exp_avg, exp_avg_sq, whose new values a and b go to mo, qo; MAXIMUM: the code of
+   amsgrad, or empty. */
 #define CDDP__ADAMW_STEP(F, FMA, SQRT, MAXIMUM) \
   F a = m[i]; \
   F b = q[i]; \
