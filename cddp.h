@@ -12324,10 +12324,9 @@ static cddp_result cddp__post_send(cddp_work *work, bool *fits) {
   return lost ? cddp__check_peer(work) : r;
 }
 
-/* Returns the oldest send from work->from to this rank with work's tag, or NULL. A scan can miss an
-   older send that was posted meanwhile in a request already passed. The caller therefore scans
-   twice: every send older than a seen one is visible to the second scan. */
-static cddp__send_request *cddp__find_send(cddp_group *g, const cddp_work *work) {
+/* Scans the sends of rank work->from for the oldest one to this rank with work's tag. A scan can
+   miss an older send that was posted meanwhile in a request already passed. */
+static cddp__send_request *cddp__scan_peer(cddp_group *g, const cddp_work *work) {
   cddp__slot *slot = cddp__slot_of(g, work->from);
   uint32_t i, n = CDDP__SENDS, left = cddp__load32(&slot->send_top);
   cddp__send_request *best = NULL;
@@ -12345,6 +12344,12 @@ static cddp__send_request *cddp__find_send(cddp_group *g, const cddp_work *work)
     left -= left < n ? left : n;
   }
   return best;
+}
+
+/* Returns the oldest send that matches work, or NULL. Every send older than one that the first scan
+   saw is visible to the second scan. */
+static cddp__send_request *cddp__find_send(cddp_group *g, const cddp_work *work) {
+  return cddp__scan_peer(g, work) != NULL ? cddp__scan_peer(g, work) : NULL;
 }
 
 /* Returns whether a message of that count and dtype matches the receive. If not, it fails. */
@@ -12430,8 +12435,8 @@ static bool cddp__serve_recvs(cddp_group *g) {
       if (cddp__is_claimed(g, work)) continue;
       if (g->members[work->from] < 0)
         cddp__take_remote(g, work);
-      else if (cddp__find_send(g, work) != NULL && (p = cddp__find_send(g, work)) != NULL)
-        cddp__take_send(g, work, p); /* the oldest: see cddp__find_send */
+      else if ((p = cddp__find_send(g, work)) != NULL)
+        cddp__take_send(g, work, p);
       if (any && work->done) g->p2p.next_any = work->from + 1;
       served = served || work->done;
     }
@@ -12449,10 +12454,9 @@ static bool cddp__recv_directly(cddp_work *work) {
   if (g->hosts != NULL || work->call.root == CDDP_ANY) return false;
   work->from = work->call.root;
   for (i = 0; i < spin && cddp__load32(&g->block->broken) == 0; i++) {
-    if (cddp__find_send(g, work) != NULL) {
+    if (cddp__scan_peer(g, work) != NULL) {
       pthread_mutex_lock(&g->p2p.lock);
-      if (g->p2p.recvs == NULL && cddp__find_send(g, work) != NULL &&
-          (p = cddp__find_send(g, work)) != NULL)
+      if (g->p2p.recvs == NULL && (p = cddp__find_send(g, work)) != NULL)
         cddp__take_send(g, work, p); /* another thread may have taken an older message meanwhile */
       pthread_mutex_unlock(&g->p2p.lock);
       return work->done;
