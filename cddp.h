@@ -2975,70 +2975,6 @@ static void cddp__futex_wake(cddp__atomic_u32 *a) {
   syscall(SYS_futex, &a->v, 1 /* FUTEX_WAKE */, INT_MAX, NULL, NULL, 0);
 }
 
-/* --- waits --- */
-
-#define CDDP__POLL_MIN_S 1e-5 /* pauses of a wait that polls its condition: shortest, longest */
-#define CDDP__POLL_MAX_S 1e-3
-#define CDDP__SLEEP_MIN_S 1e-3 /* sleeps of a wait that is woken: shortest, longest */
-#define CDDP__SLEEP_MAX_S 0.02
-#define CDDP__YIELDS_MAX_S 5e-3 /* of yields before the first sleep */
-
-/* A deadline with back-off: the longer a wait has lasted, the longer are its sleeps. Owner: the
-   waiting thread. Times are of cddp__now. */
-typedef struct cddp__wait {
-  double deadline;   /* when the wait fails */
-  double since;      /* when the wait began, or last made progress */
-  double now;        /* when the clock was last read */
-  double next_check; /* when the caller next checks whether the awaited rank has ended */
-  int yields;        /* yields left before the first sleep */
-  bool due, late;    /* set by cddp__wait_read_clock: next_check, deadline has passed */
-} cddp__wait;
-
-static void cddp__wait_begin(cddp__wait *w, double seconds, int yields) {
-  w->now = w->since = cddp__now();
-  w->deadline = w->now + seconds;
-  w->next_check = w->now + CDDP__SLEEP_MAX_S;
-  w->yields = yields;
-  w->due = w->late = false;
-}
-
-/* Reads the clock. A long gap since the last reading means that the process was stopped (SIGSTOP):
-   cddp__note_sleep then excludes this time from all deadlines. */
-static void cddp__wait_read_clock(cddp__wait *w) {
-  cddp__note_sleep(w->now, CDDP__SLEEP_MAX_S);
-  w->now = cddp__now();
-  w->late = w->now >= w->deadline;
-  w->due = w->now >= w->next_check;
-  if (w->due) w->next_check = w->now + CDDP__SLEEP_MAX_S;
-}
-
-/* Whether a wait has used up its yields, or CDDP__YIELDS_MAX_S: with 300 processes that can run on
-   two cores, a single yield lasts for a quarter of a second. */
-static bool cddp__wait_sleeps(cddp__wait *w) {
-  return w->yields-- <= 0 || cddp__now() - w->since > CDDP__YIELDS_MAX_S;
-}
-
-/* Yields the core, unless all yields are used up: then it returns false, and the caller sleeps. */
-static bool cddp__wait_yields(cddp__wait *w) {
-  if (cddp__wait_sleeps(w)) return false;
-  sched_yield();
-  return true;
-}
-
-/* For `while (condition && cddp__wait_pause(&w))`: yields, or sleeps for a sixteenth of the time
-   waited so far. Returns false, without a pause, once the deadline has passed. */
-static bool cddp__wait_pause(cddp__wait *w) {
-  double pause;
-  w->now = cddp__now();
-  if (w->now >= w->deadline) return false;
-  if (cddp__wait_yields(w)) return true;
-  pause = (w->now - w->since) / 16;
-  if (pause < CDDP__POLL_MIN_S) pause = CDDP__POLL_MIN_S;
-  if (pause > CDDP__POLL_MAX_S) pause = CDDP__POLL_MAX_S;
-  cddp__sleep(pause < w->deadline - w->now ? pause : w->deadline - w->now);
-  return true;
-}
-
 static void cddp__cond_init(pthread_cond_t *c) { /* for timed waits on CLOCK_MONOTONIC */
   pthread_condattr_t a;
   pthread_condattr_init(&a);
@@ -3088,6 +3024,72 @@ static cddp_result cddp__thread_start(pthread_t *thread, void *(*fn)(void *), vo
                                   "process's limit of memory (ulimit -v, sysctl vm.max_map_count)"
                                 : "");
 }
+
+/* --- waits --- */
+
+#define CDDP__POLL_MIN_S 1e-5 /* pauses of a wait that polls its condition: shortest, longest */
+#define CDDP__POLL_MAX_S 1e-3
+#define CDDP__SLEEP_MIN_S 1e-3 /* sleeps of a wait that is woken: shortest, longest */
+#define CDDP__SLEEP_MAX_S 0.02
+#define CDDP__YIELDS_MAX_S 5e-3 /* of yields before the first sleep */
+
+/* A deadline with back-off: the longer a wait has lasted, the longer are its sleeps. Owner: the
+   waiting thread. Times are of cddp__now. */
+typedef struct cddp__wait {
+  double deadline;   /* when the wait fails */
+  double since;      /* when the wait began, or last made progress */
+  double now;        /* when the clock was last read */
+  double next_check; /* when the caller next checks whether the awaited rank has ended */
+  int yields;        /* yields left before the first sleep; the caller sets it */
+  bool due, late;    /* set by cddp__wait_read_clock: next_check, deadline has passed */
+} cddp__wait;
+
+static void cddp__wait_begin(cddp__wait *w, double seconds) {
+  w->now = w->since = cddp__now();
+  w->deadline = w->now + seconds;
+  w->next_check = w->now + CDDP__SLEEP_MAX_S;
+  w->yields = 0;
+  w->due = w->late = false;
+}
+
+/* Reads the clock. A long gap since the last reading means that the process was stopped (SIGSTOP):
+   cddp__note_sleep then excludes this time from all deadlines. */
+static void cddp__wait_read_clock(cddp__wait *w) {
+  cddp__note_sleep(w->now, CDDP__SLEEP_MAX_S);
+  w->now = cddp__now();
+  w->late = w->now >= w->deadline;
+  w->due = w->now >= w->next_check;
+  if (w->due) w->next_check = w->now + CDDP__SLEEP_MAX_S;
+}
+
+/* Whether a wait has used up its yields, or CDDP__YIELDS_MAX_S: with 300 processes that can run on
+   two cores, a single yield lasts for a quarter of a second. */
+static bool cddp__wait_sleeps(cddp__wait *w) {
+  return w->yields-- <= 0 || cddp__now() - w->since > CDDP__YIELDS_MAX_S;
+}
+
+/* Yields the core, unless all yields are used up: then it returns false, and the caller sleeps. */
+static bool cddp__wait_yields(cddp__wait *w) {
+  if (cddp__wait_sleeps(w)) return false;
+  sched_yield();
+  return true;
+}
+
+/* For `while (condition && cddp__wait_pause(&w))`: yields, or sleeps for a sixteenth of the time
+   waited so far. Returns false, without a pause, once the deadline has passed. */
+static bool cddp__wait_pause(cddp__wait *w) {
+  double pause;
+  w->now = cddp__now();
+  if (w->now >= w->deadline) return false;
+  if (cddp__wait_yields(w)) return true;
+  pause = (w->now - w->since) / 16;
+  if (pause < CDDP__POLL_MIN_S) pause = CDDP__POLL_MIN_S;
+  if (pause > CDDP__POLL_MAX_S) pause = CDDP__POLL_MAX_S;
+  cddp__sleep(pause < w->deadline - w->now ? pause : w->deadline - w->now);
+  return true;
+}
+
+/* --- files --- */
 
 /* Number of bytes that this process is allowed to write from offset `at` of a file; 0 with errno
    EFBIG: none. A write beyond the limit (ulimit -f) would raise SIGXFSZ and end the process. */
@@ -8391,7 +8393,7 @@ static cddp__text cddp__describe_end(const cddp_group *g, int rank) {
     return cddp__describe_status(status);
   /* One process of the host watches that process, and soon stores its status: cddp__wait_tick.
      slots == NULL: this rank joined (CDDP_JOIN). */
-  cddp__wait_begin(&w, 2.5 * CDDP__SLEEP_MAX_S, 0);
+  cddp__wait_begin(&w, 2.5 * CDDP__SLEEP_MAX_S);
   while (host->slots != NULL && at < host->size &&
          (ended = cddp__load32(&host->slots[at].ended)) == 0 && cddp__wait_pause(&w)) {}
   if (ended != 0) return cddp__describe_status((int)(ended & 0xffff));
@@ -8477,7 +8479,7 @@ static cddp_result cddp__end_access(cddp_group *g, cddp_result r) {
   CDDP__POINT("exit");
   cddp__store32(inside, 0);
   if (CDDP__LIKELY(r == CDDP_OK)) return r;
-  cddp__wait_begin(&w, 5, 0);
+  cddp__wait_begin(&w, 5);
   for (p = 0; p < g->size; p++) {
     inside = &cddp__slot_of(g, p)->inside;
     while (cddp__load32(inside) != 0 && !cddp__rank_gone(g, p)) {
@@ -8832,7 +8834,8 @@ static cddp_result cddp__wait_slow(cddp_group *g, cddp__atomic_u32 *word, uint32
   cddp_result r = CDDP_OK;
   cddp__wait w;
   uint32_t v;
-  cddp__wait_begin(&w, g->timeout_s, g->yields);
+  cddp__wait_begin(&w, g->timeout_s);
+  w.yields = g->yields;
   while (r == CDDP_OK && (v = cddp__load32(word)) != want) {
     if (cddp__wait_yields(&w)) continue;
     r = cddp__wait_tick(g, &w);
@@ -8917,7 +8920,7 @@ static cddp_result cddp__compare_headers(cddp_group *g) {
   if (different == 0) return CDDP_OK;
   cddp__copy_text(mine->site, cddp__describe_site().s, sizeof mine->site); /* for others' texts */
   cddp__store32(&mine->site_round, g->round);
-  cddp__wait_begin(&w, 0.1, 0); /* for the other ranks' call sites; one may have just died */
+  cddp__wait_begin(&w, 0.1); /* for the other ranks' call sites; one may have just died */
   for (p = 0; p < g->size; p++)
     while (g->members[p] >= 0 && cddp__load32(&cddp__slot_of(g, p)->site_round) != g->round &&
            cddp__load32(&g->block->broken) == 0 && cddp__wait_pause(&w)) {}
@@ -11147,7 +11150,7 @@ static void cddp__hosts_disconnect(cddp_group *g) {
    sending them this host's list. A host on which no rank waits does not answer. */
 static void cddp__hosts_query_arrivals(cddp_group *g) {
   cddp__wait w;
-  cddp__wait_begin(&w, CDDP__ARRIVALS_S, 0);
+  cddp__wait_begin(&w, CDDP__ARRIVALS_S);
   cddp__send_arrivals(g, g->round);
   do {
     cddp__hosts_poll(g);
@@ -11430,7 +11433,10 @@ static cddp_result cddp__deliver(cddp_group *g, long due) {
   uint32_t events;
   int late;
   do {
-    if (moved) cddp__wait_begin(&w, g->timeout_s + CDDP__REMOTE_CAUSE_S, polls ? CDDP__POLLS : 1);
+    if (moved) {
+      cddp__wait_begin(&w, g->timeout_s + CDDP__REMOTE_CAUSE_S);
+      w.yields = polls ? CDDP__POLLS : 1;
+    }
     moved = false;
     events = cddp__load32(&slot->events);
     pthread_mutex_lock(&g->p2p.lock);
@@ -12114,13 +12120,13 @@ static void cddp__hosts_leave(cddp_group *g) {
   if (hosts == NULL) return;
   net = hosts->net;
   cddp__early_notice(g, true);
-  cddp__wait_begin(&w, 1, 0);
+  cddp__wait_begin(&w, 1);
   do {
     before = left;
     pthread_mutex_lock(&g->p2p.lock);
     left = cddp__flush_links(g);
     pthread_mutex_unlock(&g->p2p.lock);
-    if (left < before) cddp__wait_begin(&w, 1, 0);
+    if (left < before) cddp__wait_begin(&w, 1);
   } while (left > 0 && cddp__check_failure(g) == CDDP_OK && cddp__wait_pause(&w));
   pthread_mutex_lock(&net->lock);
   net->left[net->left_count++ % CDDP__LEFT_GROUPS] = g->id + 1;
@@ -12595,7 +12601,8 @@ static cddp_result cddp__message_wait(cddp_work *work, double limit) {
   cddp_result r = CDDP_OK;
   cddp__wait w;
   int i, spin = cddp__spin_of(g->host) / CDDP__SPIN_MESSAGE;
-  cddp__wait_begin(&w, limit >= 0 ? limit : g->timeout_s, limit == 0 ? 0 : CDDP__YIELDS);
+  cddp__wait_begin(&w, limit >= 0 ? limit : g->timeout_s);
+  w.yields = limit == 0 ? 0 : CDDP__YIELDS;
   for (i = 0; i < spin && limit != 0 && cddp__load32(&g->block->broken) == 0; i++) {
     if (cddp__message_ready(work)) return CDDP_OK;
     if (g->hosts == NULL || i % CDDP__POLLS_A_YIELD != 0) cddp__pause();
@@ -12662,7 +12669,7 @@ static cddp_result cddp__finish_send(cddp_work *work, double limit) {
   if (r == CDDP_OK) cddp__store32(&p->state, CDDP__SEND_FREE);
   if (r == CDDP_OK || cddp__swap32(&p->state, CDDP__POSTED_TO(work->call.root), CDDP__SEND_FREE))
     return r;
-  cddp__wait_begin(&w, 5, 0);
+  cddp__wait_begin(&w, 5);
   while (cddp__send_open(p) && !cddp__rank_gone(g, work->call.root) && cddp__wait_pause(&w)) {}
   return r;
 }
@@ -12749,7 +12756,7 @@ static cddp_result cddp__mpi_wait(cddp_group *g, const cddp__call *call, int cod
   cddp_result r = CDDP_OK;
   cddp__wait w;
   int i, p, done = 0;
-  cddp__wait_begin(&w, g->timeout_s, 0);
+  cddp__wait_begin(&w, g->timeout_s);
   g->round++; /* a rank that has not announced the next round is still in this operation, or lost */
   /* For error texts only: seq is not set, so no peer takes this header for a call. */
   mine = cddp__op_header_of(g, g->rank, g->round);
@@ -15937,10 +15944,10 @@ static void cddp__comm_end(cddp__device *device, bool aborts) {
   cddp__wait w;
   ncclComm_t comm;
   bool inside;
-  cddp__wait_begin(&w, CDDP__CALLS_S, 0);
+  cddp__wait_begin(&w, CDDP__CALLS_S);
   while ((inside = pthread_mutex_trylock(&device->issue_lock) != 0) && cddp__wait_pause(&w))
     if (__atomic_load_n(&device->comm, __ATOMIC_RELAXED) == NULL)
-      cddp__wait_begin(&w, CDDP__CALLS_S, 0); /* the call that creates it is running */
+      cddp__wait_begin(&w, CDDP__CALLS_S); /* the call that creates it is running */
   if (!inside) pthread_mutex_unlock(&device->issue_lock);
   if ((comm = __atomic_load_n(&device->comm, __ATOMIC_RELAXED)) == NULL) return;
   if (!aborts && cddp__comm_state(device) == ncclSuccess) {
@@ -15960,7 +15967,7 @@ static void cddp__device_end(cddp__device *device, uint32_t how) {
    If a CUDA graph has captured operations, the rest of the abort waits for the graph instead. */
 static void cddp__await_abort(cddp__device *device) {
   cddp__wait w;
-  cddp__wait_begin(&w, cddp__load32(&device->captured) != 0 ? 0.1 : CDDP__GRACE_LEFT_S, 0);
+  cddp__wait_begin(&w, cddp__load32(&device->captured) != 0 ? 0.1 : CDDP__GRACE_LEFT_S);
   if ((cddp__load32(&device->state) & CDDP__COMM_HOW_MASK) != CDDP__COMM_ABORTED) return;
   while (cddp__load32(&device->state) < CDDP__COMM_DONE && cddp__wait_pause(&w)) {}
 }
@@ -15999,7 +16006,7 @@ static cddp_result cddp__break_nccl(cddp__device *device, ncclResult_t e, const 
   cddp__wait w;
   cddp_result r;
   int q;
-  cddp__wait_begin(&w, mine ? 0.01 : CDDP__REMOTE_CAUSE_LONG_S, 0);
+  cddp__wait_begin(&w, mine ? 0.01 : CDDP__REMOTE_CAUSE_LONG_S);
   do {
     cddp__watch_hosts(g);
     if ((r = cddp__check_failure(g)) != CDDP_OK) return r;
@@ -16155,7 +16162,7 @@ static cddp_result cddp__start_watching(cddp__device *device) {
 /* Called when the process may end soon. If no context is left, waits for NCCL's threads to end. */
 static void cddp__await_watchers(void) {
   cddp__wait w;
-  cddp__wait_begin(&w, CDDP__GRACE_LEFT_S, 0);
+  cddp__wait_begin(&w, CDDP__GRACE_LEFT_S);
   if (cddp__load32(&cddp__watched) != 0) return;
   while (cddp__load32(&cddp__watchers) != 0 && cddp__wait_pause(&w)) {}
 }
@@ -16195,7 +16202,7 @@ static void cddp__scratch_free(cddp__scratch *scratch) {
    has no more work. The poller may be waiting for CUDA: the abort ends that wait. */
 static void cddp__device_stop(cddp__device *device) {
   cddp__wait w;
-  cddp__wait_begin(&w, INFINITY, 0);
+  cddp__wait_begin(&w, INFINITY);
   if (device->pid == getpid()) { /* else: no threads, or this is a forked child */
     cddp__device_end(device, CDDP__COMM_ABORTED);
     while ((cddp__load32(&device->state) & CDDP__COMM_DETACHED) == 0) cddp__wait_pause(&w);
@@ -16259,7 +16266,7 @@ static cddp_result cddp__await_stream(cddp__device *device, cudaStream_t stream,
   cudaError_t e;
   cddp_result r = CDDP_OK;
   cddp__wait w;
-  cddp__wait_begin(&w, INFINITY, 0);
+  cddp__wait_begin(&w, INFINITY);
   cudaThreadExchangeStreamCaptureMode(&mode); /* else a query would end another thread's capture */
   while ((e = event != NULL ? cudaEventQuery(event) : cudaStreamQuery(stream)) ==
          cudaErrorNotReady) {
@@ -16423,7 +16430,7 @@ static cddp_result cddp__await_nccl(cddp__device *device, ncclResult_t e, const 
   cddp_result r = CDDP_OK;
   cddp__wait w;
   int ranks;
-  cddp__wait_begin(&w, INFINITY, 0);
+  cddp__wait_begin(&w, INFINITY);
   if (e == ncclSuccess) e = ncclInProgress;
   while (r == CDDP_OK && e == ncclInProgress && cddp__comm_alive(device)) {
     e = cddp__comm_state(device);
@@ -16550,7 +16557,7 @@ static cddp_result cddp__device_wait(cddp_work *work, double limit) {
     if (work->stage == NULL || (r == CDDP_TIMEOUT && limit >= 0)) return r;
     return cddp__unstage(work, r);
   }
-  cddp__wait_begin(&w, limit, 0);
+  cddp__wait_begin(&w, limit);
   while (limit >= 0 && !cddp__device_done(work))
     if (!cddp__wait_pause(&w)) return cddp__fail_unfinished(work, limit);
   r = cddp__use_device(device->index); /* the default stream is the current device's */
@@ -16815,7 +16822,7 @@ static void cddp__device_leave(cddp_group *g) {
   cddp__device *device = cddp__device_of(g);
   const cddp__atomic_u32 *broken = &g->block->broken;
   cddp__wait w;
-  cddp__wait_begin(&w, INFINITY, 0);
+  cddp__wait_begin(&w, INFINITY);
   (void)cddp__use_device(device->index);
   (void)cddp__issue_messages(device, NULL);
   while (cddp__load32(broken) == 0 && cddp__device_busy(device) > 0) {
@@ -20818,7 +20825,7 @@ static void cddp__elastic_record_ends(cddp_ddp *d) {
   cddp__connection *link;
   cddp__wait w;
   int i;
-  cddp__wait_begin(&w, 0.02, 0);
+  cddp__wait_begin(&w, 0.02);
   do {
     for (again = false, i = 0; i < 2; i++) {
       if (groups[i] == NULL || groups[i]->hosts == NULL) continue;
@@ -21109,7 +21116,7 @@ static cddp_result cddp__elastic_send_table(cddp_ddp *d, cddp__message **table) 
     CDDP__POINT("elastic answer");
     (void)cddp__link_progress(net, links[p]);
   }
-  cddp__wait_begin(&w, CDDP__UNANSWERED_S, 0);
+  cddp__wait_begin(&w, CDDP__UNANSWERED_S);
   do {
     for (p = 0, busy = false; p < d->shards.count; p++) {
       if (links[p] == NULL || reports[p] == NULL) continue;
@@ -23777,7 +23784,7 @@ static void cddp__reap_children(cddp__spawn_job *job) {
   bool fresh = job->next_signal == 0, known;
   cddp__wait w;
   int i, status;
-  cddp__wait_begin(&w, 0.1, 0);
+  cddp__wait_begin(&w, 0.1);
   for (i = 0; i < job->n; i++) {
     pid_t pid = job->pids[i], got = pid > 0 ? waitpid(pid, &status, WNOHANG) : 0;
     if (got == 0) continue;
