@@ -1680,6 +1680,8 @@ CDDPDEF void cddp_register_kernels(const cddp_kernels *kernels); /* must stay wh
 #define CDDP_ASSERT(c) ((void)0)
 #endif
 
+#define CDDP__HELD(lock) CDDP_ASSERT(pthread_mutex_trylock(lock) != 0)
+
 /* Tests define this macro to stop, delay or kill a rank at a named point. */
 #ifndef CDDP__POINT
 #define CDDP__POINT(name) ((void)0)
@@ -7706,6 +7708,7 @@ static void cddp__slice(size_t n, size_t granule, int parts, int part, size_t *b
   size_t grains = n / granule + (n % granule != 0), i = (size_t)part;
   size_t each = grains / (size_t)parts, plain = (size_t)parts - grains % (size_t)parts;
   size_t first = each * i + (i > plain ? i - plain : 0), count = each + (i >= plain);
+  CDDP_ASSERT(part >= 0 && part < parts);
   *begin = first >= grains ? n : first * granule;
   *end = first + count >= grains ? n : (first + count) * granule;
 }
@@ -8379,12 +8382,13 @@ static cddp__text cddp__describe_remote_end(const cddp_group *g, int rank) {
                      cddp__describe_address(&address).s, strerror(error));
 }
 
-/* Describes how a rank has ended. cddp__rank_gone(g, rank) is true. */
+/* Describes how a rank has ended. */
 static cddp__text cddp__describe_end(const cddp_group *g, int rank) {
   const cddp__host *host = g->host;
   int status, at = g->members[rank];
   uint32_t ended = 0;
   cddp__wait w;
+  CDDP_ASSERT(cddp__rank_gone(g, rank));
   if (cddp__rank_left(g, rank)) return cddp__textf("left the group (cddp_destroy)");
   if (at < 0) return cddp__describe_remote_end(g, rank);
   if (host->threads || cddp__load32(&cddp__slot_of(g, rank)->state) == CDDP__SLOT_DEAD)
@@ -12179,11 +12183,12 @@ static bool cddp__send_open(const cddp__send_request *p) {
   return state == CDDP__SEND_POSTED || state == CDDP__SEND_TAKEN;
 }
 
-/* Allocates more send requests. Returns the first new index; -1: error set. p2p.lock held. */
+/* Allocates more send requests. Returns the first new index; -1: error set. */
 static int cddp__grow_sends(cddp_group *g) {
   int block = g->p2p.send_blocks, count = cddp__send_count(g);
   size_t bytes = ((size_t)CDDP__SENDS << block) * sizeof(cddp__send_request);
   void *p;
+  CDDP__HELD(&g->p2p.lock);
   if (block == CDDP__SEND_BLOCKS) {
     cddp__fail(CDDP_OUT_OF_MEMORY, "%d messages are already in flight: receive some first", count);
     return -1;
@@ -12205,10 +12210,11 @@ static bool cddp__send_is_free(cddp__send_request *p) {
 }
 
 /* Scans all send requests: frees those that are done and copies beyond CDDP__STAGED_MAX, and counts
-   the rest. Returns the free request whose memory fits `bytes` best; -1: none. p2p.lock held. */
+   the rest. Returns the free request whose memory fits `bytes` best; -1: none. */
 static int cddp__scan_sends(cddp_group *g, size_t bytes) {
   size_t kept = 0, size = 0;
   int i, best = -1, n = cddp__send_count(g);
+  CDDP__HELD(&g->p2p.lock);
   if ((uint32_t)n > cddp__load32(&cddp__slot_of(g, g->rank)->send_top)) /* the rest is unused */
     n = (int)cddp__load32(&cddp__slot_of(g, g->rank)->send_top) + 1;
   g->p2p.sends_open = g->p2p.sends_staged = 0;
@@ -12240,9 +12246,10 @@ static bool cddp__sends_fit(const cddp_group *g, size_t bytes) {
          g->p2p.sends_staged <= cddp__max(CDDP__STAGED_MAX, bytes);
 }
 
-/* Copies the message to the request's own memory. p2p.lock held. */
+/* Copies the message to the request's own memory. */
 static cddp_result cddp__stage(cddp_group *g, cddp__send_request *p, const void *buf,
                                size_t bytes) {
+  CDDP__HELD(&g->p2p.lock);
   if (p->stage_size < bytes || p->stage == NULL) {
     size_t size = 4096;
     while (size < bytes && size < CDDP__HUGE_PAGE) size *= 2;
@@ -12373,11 +12380,12 @@ static bool cddp__recv_fits(cddp_group *g, cddp_work *work, uint64_t count, uint
 }
 
 /* Copies the message of a send, or refuses it if it does not match. Does nothing if its sender has
-   just withdrawn it. p2p.lock held. */
+   just withdrawn it. */
 static void cddp__take_send(cddp_group *g, cddp_work *work, cddp__send_request *p) {
   size_t bytes = work->call.count * work->call.esize;
   void *from = p->u.bytes;
   cddp_result r = CDDP_OK;
+  CDDP__HELD(&g->p2p.lock);
   if (bytes <= sizeof p->u.bytes && p->count == work->call.count && p->dtype == work->call.dtype) {
     cddp__copy(work->call.recv, from, bytes);
     work->result = CDDP_OK;
@@ -12404,8 +12412,7 @@ static void cddp__take_send(cddp_group *g, cddp_work *work, cddp__send_request *
   cddp__notify(g, work->from);
 }
 
-/* Completes a receive from another host with the oldest message of its tag, if one has arrived.
-   p2p.lock held. */
+/* Completes a receive from another host with the oldest message of its tag, if one has arrived. */
 static void cddp__take_remote(cddp_group *g, cddp_work *work) {
   cddp__message *m = cddp__take_message(g, CDDP__FRAME_MESSAGE, work->from, work->call.tag);
   if (m == NULL) return;
@@ -12427,11 +12434,12 @@ static bool cddp__is_claimed(const cddp_group *g, const cddp_work *work) {
   return false;
 }
 
-/* Completes receives of arrived messages, the oldest first. Returns whether any. p2p.lock held. */
+/* Completes receives of arrived messages, the oldest first. Returns whether there was one. */
 static bool cddp__serve_recvs(cddp_group *g) {
   bool served = false;
   cddp_work *work;
   int i;
+  CDDP__HELD(&g->p2p.lock);
   if (g->hosts != NULL) cddp__hosts_serve(g);
   for (work = g->p2p.recvs; work != NULL; work = work->next) {
     bool any = work->call.root == CDDP_ANY;
