@@ -1963,7 +1963,7 @@ typedef struct cddp__host {
 
 /* A collective or message, with checked arguments. */
 typedef struct cddp__call {
-  uint8_t kind;      /* CDDP__KIND_ALL_REDUCE ... */
+  uint8_t kind;      /* CDDP__KIND_*; BARRIER: `count` is the hash of the logged calls, or 0 */
   uint8_t dtype, op; /* cddp_dtype, cddp_op */
   int root;          /* -1: the call has no root; messages: the peer */
   const void *send;
@@ -1982,32 +1982,36 @@ typedef struct cddp__counted_share {
   size_t there;       /* its position in the other's send buffer; in a group of several hosts the
                          position of this rank's share in the other's receive buffer */
 } cddp__counted_share;
-enum {
-  CDDP__KIND_BARRIER, /* count: hash of the logged calls on device memory, or 0 */
-  CDDP__KIND_ALL_REDUCE,
-  CDDP__KIND_REDUCE,
-  CDDP__KIND_BROADCAST,
-  CDDP__KIND_ALL_GATHER,
-  CDDP__KIND_GATHER,
-  CDDP__KIND_SCATTER,
-  CDDP__KIND_REDUCE_SCATTER,
-  CDDP__KIND_ALL_TO_ALL,
-  CDDP__KIND_ALL_GATHER_V, /* calls with counts */
-  CDDP__KIND_ALL_TO_ALL_V,
-  CDDP__KIND_GROUP_NEW,
-  CDDP__KIND_DDP_CREATE,
-  CDDP__KIND_DDP_WAIT,
-  CDDP__KIND_DDP_STEP,
-  CDDP__KIND_DDP_BUCKET,
-  CDDP__KIND_DDP_BUFFERS,
-  CDDP__KIND_DDP_JOIN,
-  CDDP__KIND_DDP_SCATTER,
-  CDDP__KIND_DDP_GATHER,
-  CDDP__KIND_DDP_NEXT,
-  CDDP__KIND_COUNT,
-  CDDP__KIND_SEND, /* on devices only; rounds never compare it */
-  CDDP__KIND_RECV
-};
+/* The kinds of calls: their names in texts, and which data they move (struct cddp__shape):
+   reduces, scatters, gathers, from_root, to_root. Rounds never compare those behind COUNT. */
+#define CDDP__KINDS(X) \
+  X(BARRIER, "barrier", 0, 0, 0, 0, 0) \
+  X(ALL_REDUCE, "all_reduce", 1, 0, 0, 0, 0) \
+  X(REDUCE, "reduce", 1, 0, 0, 0, 1) \
+  X(BROADCAST, "broadcast", 0, 0, 0, 1, 0) \
+  X(ALL_GATHER, "all_gather", 0, 0, 1, 0, 0) \
+  X(GATHER, "gather", 0, 0, 1, 0, 1) \
+  X(SCATTER, "scatter", 0, 1, 0, 1, 0) \
+  X(REDUCE_SCATTER, "reduce_scatter", 1, 1, 0, 0, 0) \
+  X(ALL_TO_ALL, "all_to_all", 0, 1, 1, 0, 0) \
+  X(ALL_GATHER_V, "all_gather_v", 0, 0, 1, 0, 0) \
+  X(ALL_TO_ALL_V, "all_to_all_v", 0, 1, 1, 0, 0) \
+  X(GROUP_NEW, "group_new/split", 0, 0, 0, 0, 0) \
+  X(DDP_CREATE, "ddp_create", 0, 0, 0, 0, 0) \
+  X(DDP_WAIT, "ddp_wait", 0, 0, 0, 0, 0) \
+  X(DDP_STEP, "ddp_step", 0, 0, 0, 0, 0) \
+  X(DDP_BUCKET, "ddp bucket", 0, 0, 0, 0, 0) \
+  X(DDP_BUFFERS, "ddp_sync_buffers", 0, 0, 0, 0, 0) \
+  X(DDP_JOIN, "ddp_join", 0, 0, 0, 0, 0) \
+  X(DDP_SCATTER, "ddp_reduce_scatter", 0, 0, 0, 0, 0) \
+  X(DDP_GATHER, "ddp_all_gather", 0, 0, 0, 0, 0) \
+  X(DDP_NEXT, "ddp_next_shard", 0, 0, 0, 0, 0) \
+  X(COUNT, "", 0, 0, 0, 0, 0) \
+  X(SEND, "send", 0, 0, 0, 0, 0) \
+  X(RECV, "recv", 0, 0, 0, 0, 0)
+#define CDDP__X(kind, name, reduces, scatters, gathers, from_root, to_root) CDDP__KIND_##kind,
+enum { CDDP__KINDS(CDDP__X) };
+#undef CDDP__X
 
 /* The functions of a group for the memory of its operations: host memory, or the memory of a device
    and host memory. Every group has one: cddp__cpu_backend, or one of >>device. */
@@ -7873,34 +7877,10 @@ typedef struct cddp__shape {
   bool scatters, gathers;  /* send has a share for each rank; recv has a share of each rank */
   bool from_root, to_root; /* only the root sends; only the root receives */
 } cddp__shape;
-static const cddp__shape cddp__shapes[] = {
-    /* by CDDP__KIND_*: name, reduces, scatters, gathers, from_root, to_root */
-    {"barrier", 0, 0, 0, 0, 0},
-    {"all_reduce", 1, 0, 0, 0, 0},
-    {"reduce", 1, 0, 0, 0, 1},
-    {"broadcast", 0, 0, 0, 1, 0},
-    {"all_gather", 0, 0, 1, 0, 0},
-    {"gather", 0, 0, 1, 0, 1},
-    {"scatter", 0, 1, 0, 1, 0},
-    {"reduce_scatter", 1, 1, 0, 0, 0},
-    {"all_to_all", 0, 1, 1, 0, 0},
-    {"all_gather_v", 0, 0, 1, 0, 0},
-    {"all_to_all_v", 0, 1, 1, 0, 0},
-    /* calls with a name only */
-    {"group_new/split", 0, 0, 0, 0, 0},
-    {"ddp_create", 0, 0, 0, 0, 0},
-    {"ddp_wait", 0, 0, 0, 0, 0},
-    {"ddp_step", 0, 0, 0, 0, 0},
-    {"ddp bucket", 0, 0, 0, 0, 0},
-    {"ddp_sync_buffers", 0, 0, 0, 0, 0},
-    {"ddp_join", 0, 0, 0, 0, 0},
-    {"ddp_reduce_scatter", 0, 0, 0, 0, 0},
-    {"ddp_all_gather", 0, 0, 0, 0, 0},
-    {"ddp_next_shard", 0, 0, 0, 0, 0},
-    {"", 0, 0, 0, 0, 0},
-    {"send", 0, 0, 0, 0, 0},
-    {"recv", 0, 0, 0, 0, 0},
-};
+#define CDDP__X(kind, name, reduces, scatters, gathers, from_root, to_root) \
+  {name, reduces, scatters, gathers, from_root, to_root},
+static const cddp__shape cddp__shapes[] = {CDDP__KINDS(CDDP__X)};
+#undef CDDP__X
 
 static cddp__call cddp__make_call(int kind, const void *send, void *recv, size_t count,
                                   cddp_dtype dtype, cddp_op op, int root) {
