@@ -1778,7 +1778,6 @@ enum cddp__phase {
   CDDP__PHASE_NORM,      /* the squares of this rank's part of the gradients are complete */
   CDDP__PHASE_HOST = 15  /* records only: a device group's call on host memory */
 };
-enum cddp__scope { CDDP__SCOPE_ALL, CDDP__SCOPE_HOST }; /* all ranks of the group; of this host */
 
 /* shared: a rank's announcement of one round. The rank writes it, seq last. Each rank has two, used
    alternately, since a rank is at most one round ahead of a reader: see >>round. */
@@ -8960,16 +8959,19 @@ static cddp_result cddp__await_headers(cddp_group *g, const cddp__call *call, ui
    and reads it again while its header is on the way to the peers. */
 static __thread uint32_t cddp__last_fp_mode;
 
-/* Starts the group's next round: announces it, and waits until all ranks of the scope have
-   announced it. Fails with CDDP_MISMATCH if they made different calls.
-     payload   at most CDDP__PAYLOAD bytes for the other ranks; NULL: none, or the caller has
-               already filled this rank's next header or staging buffer
-   Afterwards this rank can read the headers and staging buffers of the scope's ranks, until it
-   announces the next round but one. */
-static cddp_result cddp__round_of(cddp_group *g, enum cddp__scope scope, const cddp__call *call,
-                                  enum cddp__phase phase, const void *payload, size_t bytes) {
+/* Starts the group's next round: announces it, and waits until the other ranks have announced it.
+     everywhere   true: all ranks take part, and the round fails with CDDP_MISMATCH if they made
+                  different calls; false: the ranks of this host. The other hosts make such a round
+                  too, at their own time: round numbers stay equal
+     payload      at most CDDP__PAYLOAD bytes for the other ranks; NULL: none, or the caller has
+                  already filled this rank's next header or staging buffer
+   Afterwards this rank can read the headers and staging buffers of these ranks, until it announces
+   the next round but one. */
+CDDP__INLINED cddp_result cddp__run_round(cddp_group *g, bool everywhere, const cddp__call *call,
+                                          enum cddp__phase phase, const void *payload,
+                                          size_t bytes) {
   cddp__op_header *mine = cddp__op_header_of(g, g->rank, g->round + 1);
-  bool all = scope == CDDP__SCOPE_ALL || g->hosts == NULL;
+  bool all = everywhere || g->hosts == NULL;
   bool adds = all && (call->kind >= CDDP__KIND_DDP_CREATE ||
                       (cddp__shapes[call->kind].reduces && call->dtype <= CDDP_BF16));
   uint32_t code = cddp__call_code(call, phase), fp_mode = 0;
@@ -9003,12 +9005,22 @@ static cddp_result cddp__round_of(cddp_group *g, enum cddp__scope scope, const c
   return cddp__await_headers(g, call, code, fp_mode, all);
 }
 
-/* A round that is no collective of the user. `count` is compared between the ranks. */
-static cddp_result cddp__round(cddp_group *g, enum cddp__scope scope, int kind,
-                               enum cddp__phase phase, uint64_t count, const void *payload,
-                               size_t bytes) {
+static cddp_result cddp__round_of(cddp_group *g, const cddp__call *call, enum cddp__phase phase,
+                                  const void *payload, size_t bytes) {
+  return cddp__run_round(g, true, call, phase, payload, bytes);
+}
+
+/* Rounds that are no collective of the user, of all ranks and of this host's. All ranks compare
+   `count`. */
+static cddp_result cddp__round(cddp_group *g, int kind, enum cddp__phase phase, uint64_t count,
+                               const void *payload, size_t bytes) {
   cddp__call call = cddp__make_call(kind, NULL, NULL, (size_t)count, CDDP_F32, CDDP_SUM, -1);
-  return cddp__round_of(g, scope, &call, phase, payload, bytes);
+  return cddp__round_of(g, &call, phase, payload, bytes);
+}
+static cddp_result cddp__host_round(cddp_group *g, int kind, enum cddp__phase phase,
+                                    uint64_t count) {
+  cddp__call call = cddp__make_call(kind, NULL, NULL, (size_t)count, CDDP_F32, CDDP_SUM, -1);
+  return cddp__run_round(g, false, &call, phase, NULL, 0);
 }
 
 /* Carriers without data of their own for a group: */
@@ -11920,7 +11932,7 @@ static cddp_result cddp__find_views(const cddp__flow *f, bool *hidden) {
 
 /* A local round. The other hosts make one too, at their own time: round numbers stay equal. */
 static cddp_result cddp__piece_round(cddp_group *g, const cddp__call *c) {
-  return cddp__round_of(g, CDDP__SCOPE_HOST, c, CDDP__PHASE_CHUNK, NULL, 0);
+  return cddp__run_round(g, false, c, CDDP__PHASE_CHUNK, NULL, 0);
 }
 
 /* Runs a chunk of a call. hidden: some rank's view is in scratch; its contribution is copied there
@@ -11967,7 +11979,7 @@ static cddp_result cddp__hosts_run(cddp_group *g, const cddp__call *c) {
     if (*scratch != NULL)
       cddp__slot_of(g, g->rank)->scratch = cddp__ref_of(g->host, *scratch, 2 * CDDP__SCRATCH);
   }
-  r = cddp__round_of(g, CDDP__SCOPE_ALL, c, CDDP__PHASE_REFS, &ref, sizeof ref);
+  r = cddp__round_of(g, c, CDDP__PHASE_REFS, &ref, sizeof ref);
   if (r == CDDP_OK) r = cddp__begin_access(g);
   if (r == CDDP_OK) r = cddp__find_views(&f, &hidden);
   if (hidden) most = CDDP__SCRATCH / (cddp__view_shares(&f) * c->esize);
@@ -12907,7 +12919,7 @@ static cddp_result cddp__mpi_run(cddp_group *g, const cddp__call *call) {
   size_t bytes, got;
   cddp_result r;
   cddp__buffer_bytes(g, call, &bytes, &got);
-  r = cddp__round_of(g, CDDP__SCOPE_ALL, call, CDDP__PHASE_CALL, NULL, 0);
+  r = cddp__round_of(g, call, CDDP__PHASE_CALL, NULL, 0);
   if (r == CDDP_OK) r = cddp__begin_access(g);
   if (r == CDDP_OK && !cddp__in_one_buffer(call) && send != NULL && recv != NULL &&
       send < recv + got && recv < send + bytes) { /* MPI does not allow overlap */
@@ -12918,7 +12930,7 @@ static cddp_result cddp__mpi_run(cddp_group *g, const cddp__call *call) {
   }
   if (r == CDDP_OK) r = cddp__mpi_data(g, &apart, NULL);
   if (r == CDDP_OK) {
-    r = cddp__round_of(g, CDDP__SCOPE_ALL, call, CDDP__PHASE_DONE, NULL, 0);
+    r = cddp__round_of(g, call, CDDP__PHASE_DONE, NULL, 0);
     cddp__free(&g->host->allocator, copy);
   }
   return cddp__end_access(g, r);
@@ -13569,7 +13581,7 @@ static cddp_result cddp__exchange_slices(cddp_group *g, const cddp__call *call,
   for (r = 0; r < g->size; r++) g->buffers[r] = space + (size_t)r * apart;
   g->buffers[g->rank] = (char *)(uintptr_t)call->send + chunk->begin * call->esize;
   cddp__reduce_slices(g, call, chunk->n, g->buffers, sums + (size_t)g->rank * apart, nontemporal);
-  result = cddp__round_of(g, CDDP__SCOPE_ALL, call, CDDP__PHASE_CHUNK, NULL, 0);
+  result = cddp__round_of(g, call, CDDP__PHASE_CHUNK, NULL, 0);
   for (r = 0; result == CDDP_OK && r < g->size; r++, sums += apart) {
     cddp__slice(chunk->n, CDDP__CACHE_LINE / call->esize, g->size, r, &begin, &end);
     memcpy(recv + begin * call->esize, sums + begin * call->esize, (end - begin) * call->esize);
@@ -13603,7 +13615,7 @@ static cddp_result cddp__run_staged(cddp_group *g, const cddp__call *call, bool 
     timing = cddp__timing_of(g, call, &k);
     if (!written) {
       cddp__write_shares(g, call, &k);
-      r = cddp__round_of(g, CDDP__SCOPE_ALL, call, CDDP__PHASE_STAGED, NULL, 0);
+      r = cddp__round_of(g, call, CDDP__PHASE_STAGED, NULL, 0);
       if (r != CDDP_OK) return r;
     }
     if (CDDP__UNLIKELY(timing != NULL) && !cddp__is_one_sided(call)) cddp__clock_chunk(timing, -1);
@@ -13639,7 +13651,7 @@ static cddp_result cddp__run_short(cddp_group *g, const cddp__call *call) {
   cddp_result r;
   int p;
   if (staged) memcpy(cddp__staging_of(g, g->rank, g->round + 1), call->send, bytes);
-  r = cddp__round_of(g, CDDP__SCOPE_ALL, call, CDDP__PHASE_STAGED,
+  r = cddp__round_of(g, call, CDDP__PHASE_STAGED,
                      sends && all.in_header ? call->send : NULL, bytes);
   if (r != CDDP_OK) return r;
   if (staged && bytes <= CDDP__PREFETCH_MAX) { /* all ranks have read that memory */
@@ -13727,7 +13739,7 @@ static cddp_result cddp__run_large(cddp_group *g, const cddp__call *call) {
   cddp_result r;
   int p;
   if (ref.kind <= CDDP__REF_UNUSED) cddp__write_shares(g, call, &first);
-  r = cddp__round_of(g, CDDP__SCOPE_ALL, call, CDDP__PHASE_REFS, &ref, sizeof ref);
+  r = cddp__round_of(g, call, CDDP__PHASE_REFS, &ref, sizeof ref);
   for (p = 0; r == CDDP_OK && p < g->size; p++) {
     at = p == g->rank ? &ref : &cddp__op_header_of(g, p, g->round)->u.ref;
     g->buffers[p] = NULL; /* no rank needs it, or its address is not known */
@@ -13745,7 +13757,7 @@ static cddp_result cddp__run_large(cddp_group *g, const cddp__call *call) {
     r = cddp__run_staged(g, call, staged);
   else if (r == CDDP_OK && (r = cddp__begin_access(g)) == CDDP_OK &&
            (r = cddp__copy_direct(g, call, g->buffers)) == CDDP_OK)
-    r = cddp__round_of(g, CDDP__SCOPE_ALL, call, CDDP__PHASE_DONE, NULL, 0);
+    r = cddp__round_of(g, call, CDDP__PHASE_DONE, NULL, 0);
   return cddp__end_access(g, r);
 }
 
@@ -13839,7 +13851,7 @@ static cddp_result cddp__run_recorded(cddp_group *g, const cddp__call *call, uin
   g->calls++;
   cddp__record_start(g, record, g->calls);
   if (call->count == 0 || call->kind == CDDP__KIND_BARRIER) {
-    r = cddp__round_of(g, CDDP__SCOPE_ALL, call, CDDP__PHASE_CALL, NULL, 0);
+    r = cddp__round_of(g, call, CDDP__PHASE_CALL, NULL, 0);
   } else if (g->size == 1) {
     /* one value is its own sum, product, ... */
     cddp__copy(call->recv, call->send, call->count * call->esize);
@@ -14222,7 +14234,7 @@ static cddp_result cddp__share_block(cddp_group *g, const int *members, int n, c
       *ref = cddp__ref_of(g->host, p, bytes);
     }
   }
-  r = cddp__round(g, CDDP__SCOPE_ALL, CDDP__KIND_GROUP_NEW, CDDP__PHASE_BLOCK, 0, ref, sizeof *ref);
+  r = cddp__round(g, CDDP__KIND_GROUP_NEW, CDDP__PHASE_BLOCK, 0, ref, sizeof *ref);
   if (r != CDDP_OK || n == 0) return r;
   *ref = cddp__op_header_of(g, members[first], g->round)->u.ref;
   if (ref->kind == CDDP__REF_NONE)
@@ -14310,7 +14322,7 @@ static cddp_result cddp__split(cddp_group *g, int color, int key, uint64_t check
   mine[1] = key;
   g->calls++;
   record = cddp__record_begin(g, CDDP__KIND_GROUP_NEW, g->calls, 0);
-  r = cddp__round(g, CDDP__SCOPE_ALL, CDDP__KIND_GROUP_NEW, CDDP__PHASE_CALL, check, mine,
+  r = cddp__round(g, CDDP__KIND_GROUP_NEW, CDDP__PHASE_CALL, check, mine,
                   sizeof mine);
   if (r != CDDP_OK) goto done;
   n = cddp__members_of_color(g, color, members);
@@ -14334,7 +14346,7 @@ static cddp_result cddp__split(cddp_group *g, int color, int key, uint64_t check
   }
   r = cddp__consensus(g, r, NULL, 0, NULL);
   if (r == CDDP_OK && *out != NULL && (*out)->hosts != NULL) /* the hosts connect */
-    r = cddp__round(*out, CDDP__SCOPE_ALL, CDDP__KIND_GROUP_NEW, CDDP__PHASE_CONNECTED, 0, NULL, 0);
+    r = cddp__round(*out, CDDP__KIND_GROUP_NEW, CDDP__PHASE_CONNECTED, 0, NULL, 0);
   if (r == CDDP_OK) r = (g->carrier->split)(g, *out, color, rank);
   if (*out != NULL && r != CDDP_OK) {
     cddp__group_leave(*out);
@@ -14467,7 +14479,7 @@ static cddp_result cddp__first_round(cddp_group *g) {
   (void)cddp__count_cores(g->block->processors, host->container_cores);
   r = cddp__hosts_attach(g, host->net, NULL);
   if (r == CDDP_OK)
-    r = cddp__round(g, CDDP__SCOPE_ALL, CDDP__KIND_BARRIER, CDDP__PHASE_CALL, 0, job, sizeof job);
+    r = cddp__round(g, CDDP__KIND_BARRIER, CDDP__PHASE_CALL, 0, job, sizeof job);
   if (r != CDDP_OK) return r;
   host->cores = cddp__count_cores(g->block->processors, host->container_cores);
   cddp__store32(&g->block->cores, (uint32_t)host->cores);
@@ -16718,7 +16730,7 @@ static cddp_result cddp__warm_up(cddp__device *device) {
   if (room != NULL) cudaFree(room);
   if (r != CDDP_OK) return r;
   /* A rank that ends after this call must not end the warm-up of the others. */
-  return cddp__round(device->group, CDDP__SCOPE_ALL, CDDP__KIND_GROUP_NEW, CDDP__PHASE_CONNECTED, 0,
+  return cddp__round(device->group, CDDP__KIND_GROUP_NEW, CDDP__PHASE_CONNECTED, 0,
                      NULL, 0);
 }
 
@@ -17384,7 +17396,7 @@ static cddp_result cddp__exchange_refs(cddp_group *g, int kind, const void *p, s
   int k;
   memset(&ref, 0, sizeof ref);
   if (p != NULL) ref = cddp__ref_of(g->host, p, bytes);
-  r = cddp__round(g, CDDP__SCOPE_ALL, kind, CDDP__PHASE_REFS, bytes, &ref, sizeof ref);
+  r = cddp__round(g, kind, CDDP__PHASE_REFS, bytes, &ref, sizeof ref);
   if (r != CDDP_OK) return r;
   for (k = 0; k < g->size; k++)
     if (cddp__op_header_of(g, k, g->round)->u.ref.kind == CDDP__REF_NONE)
@@ -17523,7 +17535,7 @@ static cddp_result cddp__call_all(cddp_ddp *d, const cddp__call *c) {
 
 /* A barrier of the ranks that share memory. */
 static cddp_result cddp__control_barrier(cddp_ddp *d, int kind, enum cddp__phase phase) {
-  return cddp__round(d->control, CDDP__SCOPE_HOST, kind, phase, 0, NULL, 0);
+  return cddp__host_round(d->control, kind, phase, 0);
 }
 
 /* Collective: sends arrays from root to all ranks. CDDP__ROOT_OWNERS: each rank has its part of
@@ -17895,7 +17907,7 @@ static cddp_result cddp__exchange_rows(cddp_ddp *d, int kind) {
   int i;
   if (r == CDDP_OK && g->hosts != NULL) {
     cddp__put64(size, d->rows.bytes);
-    r = cddp__round(g, CDDP__SCOPE_ALL, kind, CDDP__PHASE_ROWS, 0, size, sizeof size);
+    r = cddp__round(g, kind, CDDP__PHASE_ROWS, 0, size, sizeof size);
     for (i = 0; r == CDDP_OK && i < g->size; i++)
       longest = cddp__max(longest,
                           (size_t)cddp__get64(cddp__op_header_of(g, i, g->round)->u.bytes));
@@ -18022,7 +18034,7 @@ static cddp_result cddp__reduce_bucket(cddp_ddp *d, cddp__bucket_state *b) {
   g->calls++;
   record = cddp__record_begin(g, CDDP__KIND_DDP_BUCKET, g->calls, index);
   if (cddp__record_at(g, record) != NULL) cddp__record_at(g, record)->engine = 1;
-  r = cddp__round(g, CDDP__SCOPE_ALL, CDDP__KIND_DDP_BUCKET, CDDP__PHASE_CALL, index, &joined, 1);
+  r = cddp__round(g, CDDP__KIND_DDP_BUCKET, CDDP__PHASE_CALL, index, &joined, 1);
   if (r == CDDP_OK && (r = cddp__begin_access(g)) == CDDP_OK) {
     if (g->carrier->shared) cddp__reduce_slice(d, b);
     while (r == CDDP_OK && !g->carrier->shared &&
@@ -18034,7 +18046,7 @@ static cddp_result cddp__reduce_bucket(cddp_ddp *d, cddp__bucket_state *b) {
       r = g->carrier->average(g, &c, d->scratch.buffers);
     }
     if (r == CDDP_OK) /* all ranks of this host have reduced their slices */
-      r = cddp__round(g, CDDP__SCOPE_HOST, CDDP__KIND_DDP_BUCKET, CDDP__PHASE_DONE, index, NULL, 0);
+      r = cddp__host_round(g, CDDP__KIND_DDP_BUCKET, CDDP__PHASE_DONE, index);
   }
   r = cddp__end_access(g, r);
   cddp__record_finish(g, record, r);
@@ -18253,7 +18265,7 @@ static cddp_result cddp__alloc_common(cddp_ddp *d, size_t bytes, enum cddp__exte
   int k = 0;
   memset(&ref, 0, sizeof ref);
   if (mine != NULL) ref = cddp__ref_of(g->host, mine, bytes);
-  r = cddp__round(g, CDDP__SCOPE_ALL, CDDP__KIND_DDP_CREATE, CDDP__PHASE_BLOCK, 0, &ref,
+  r = cddp__round(g, CDDP__KIND_DDP_CREATE, CDDP__PHASE_BLOCK, 0, &ref,
                   sizeof ref);
   if (r == CDDP_OK) {
     while (g->members[k] < 0) k++; /* this host's first: a sub-group can lack its rank 0 */
@@ -18754,7 +18766,7 @@ static cddp_result cddp__host_step(cddp_ddp *d, cddp_optim *s, bool averaged, bo
 
 /* Sends the weights that this rank has stepped, and receives those of the other ranks. */
 static cddp_result cddp__host_publish(cddp_ddp *d) {
-  cddp_result r = cddp__round(d->control, CDDP__SCOPE_ALL, CDDP__KIND_DDP_GATHER, CDDP__PHASE_CALL,
+  cddp_result r = cddp__round(d->control, CDDP__KIND_DDP_GATHER, CDDP__PHASE_CALL,
                               0, NULL, 0);
   int i;
   if (r == CDDP_OK) r = cddp__begin_access(d->control);
@@ -19312,7 +19324,7 @@ static cddp_result cddp__ddp_meet(cddp_ddp *d, int kind, uint64_t check, const c
   m.lr = s != NULL ? s->desc.lr : 0;
   m.joined = d->uneven.joined;
   g->calls++;
-  r = cddp__round(g, CDDP__SCOPE_ALL, kind, CDDP__PHASE_CALL, 0, &m, sizeof m);
+  r = cddp__round(g, kind, CDDP__PHASE_CALL, 0, &m, sizeof m);
   if (r != CDDP_OK) return r;
   d->step.active_count = 0;
   for (p = 0; p < g->size; p++) {
@@ -19815,7 +19827,7 @@ static cddp_result cddp__agree_on_params(cddp_ddp *d) {
   cddp_group *g = d->control;
   uint64_t count = (uint64_t)d->count;
   cddp__model_info mine, *theirs; /* [1 + parameters] rank 0's */
-  cddp_result r = cddp__round(g, CDDP__SCOPE_ALL, CDDP__KIND_DDP_CREATE, CDDP__PHASE_CALL,
+  cddp_result r = cddp__round(g, CDDP__KIND_DDP_CREATE, CDDP__PHASE_CALL,
                               d->meets, &count, sizeof count); /* meets: the same on all ranks */
   int i;
   if (r != CDDP_OK) return r;
@@ -20597,10 +20609,10 @@ static cddp_result cddp__elastic_connect(cddp_ddp *d) {
   int k;
   memset(&ref, 0, sizeof ref);
   if (elastic->own != NULL) ref = cddp__ref_of(d->group->host, elastic->own, sizeof *elastic->own);
-  r = cddp__round(g, CDDP__SCOPE_ALL, CDDP__KIND_GROUP_NEW, CDDP__PHASE_CONNECTED, 0, &ref,
+  r = cddp__round(g, CDDP__KIND_GROUP_NEW, CDDP__PHASE_CONNECTED, 0, &ref,
                   sizeof ref);
   if (r == CDDP_OK)
-    r = cddp__round(d->comm, CDDP__SCOPE_ALL, CDDP__KIND_GROUP_NEW, CDDP__PHASE_CONNECTED, 0, NULL,
+    r = cddp__round(d->comm, CDDP__KIND_GROUP_NEW, CDDP__PHASE_CONNECTED, 0, NULL,
                     0);
   for (k = 0; k < g->size && r == CDDP_OK && elastic->own != NULL; k++) {
     void *at = elastic->own;
@@ -20710,7 +20722,7 @@ static cddp_result cddp__reduce_in_memory(cddp_ddp *d) {
   cddp__slice(d->layout.dense, CDDP__BLOCK_BYTES, elastic->mean_parts, d->me, &begin, &end);
   cddp__walk(&pass, begin, end);
   CDDP__POINT("elastic exchanged");
-  return cddp__round(d->control, CDDP__SCOPE_ALL, CDDP__KIND_DDP_NEXT, CDDP__PHASE_DONE, 0, NULL,
+  return cddp__round(d->control, CDDP__KIND_DDP_NEXT, CDDP__PHASE_DONE, 0, NULL,
                      0);
 }
 
@@ -20727,7 +20739,7 @@ static cddp_result cddp__reduce_by_messages(cddp_ddp *d, size_t longest) {
     CDDP__POINT("elastic rows gathered");
   }
   if (r == CDDP_OK && d->layout.dense == 0) /* no later exchange waits for all ranks */
-    r = cddp__round(d->control, CDDP__SCOPE_ALL, CDDP__KIND_DDP_NEXT, CDDP__PHASE_ROWS_DONE, 0,
+    r = cddp__round(d->control, CDDP__KIND_DDP_NEXT, CDDP__PHASE_ROWS_DONE, 0,
                     NULL, 0);
   d->shards.node_count = cddp__plan_nodes(d->shards.owner, d->shards.count, true, d->shards.nodes,
                                           d->shards.widths, &slots);
@@ -20749,7 +20761,7 @@ static cddp_result cddp__elastic_reduce(cddp_ddp *d) {
   if (r != CDDP_OK) return r;
   if (elastic->own != NULL) cddp__publish_sums(d);
   CDDP__POINT("elastic meet");
-  r = cddp__round(d->control, CDDP__SCOPE_ALL, CDDP__KIND_DDP_NEXT, CDDP__PHASE_CALL, elastic->done,
+  r = cddp__round(d->control, CDDP__KIND_DDP_NEXT, CDDP__PHASE_CALL, elastic->done,
                   &mine, sizeof mine);
   for (k = 0; r == CDDP_OK && k < d->step.active_count; k++) {
     memcpy(&theirs, cddp__op_header_of(d->control, k, d->control->round)->u.bytes, sizeof theirs);
