@@ -22931,7 +22931,7 @@ static cddp_result cddp__fail_on_file(const char *function, const char *path, cd
 static cddp_result cddp__check_checkpoint(cddp__ckpt *ckpt, bool saves) {
   const cddp_checkpoint_desc *desc = ckpt->desc;
   const cddp_optim *optim = desc->optim;
-  const cddp_ddp *share = optim != NULL ? optim->share : NULL;
+  const cddp_group *owners = NULL; /* the ranks that have the optimizer's states together */
   uint64_t elements, bytes;
   cddp_result r;
   int i;
@@ -22962,10 +22962,13 @@ static cddp_result cddp__check_checkpoint(cddp__ckpt *ckpt, bool saves) {
                       "with device \"cuda\", or NULL");
   if (optim != NULL) r = cddp__check_params(optim->params, optim->count, CDDP__RULE_NAME);
   if (r != CDDP_OK) return r;
-  if (share != NULL && share->group != ckpt->g && share->group->size > 1)
+  if (optim != NULL && optim->share != NULL && optim->share->group->size > 1)
+    owners = optim->share->group;
+  if (ckpt->sharded) owners = optim->desc.ddp->group;
+  if (owners != NULL && owners != ckpt->g)
     return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "the optimizer's states are in memory that the ranks of the cddp_ddp's group "
-                      "share; pass that group, on all of its ranks");
+                      "the ranks of the cddp_ddp's group have parts of the optimizer's states: pass "
+                      "that group, on all of its ranks");
   if (desc->sampler != NULL && desc->sampler->desc.world_size <= 0)
     return cddp__fail(CDDP_INVALID_ARGUMENT,
                       "the sampler is not initialized; call cddp_sampler_init");
@@ -22978,10 +22981,6 @@ static cddp_result cddp__check_checkpoint(cddp__ckpt *ckpt, bool saves) {
                         "metadata %d, \"%s\", has no key or no value, or begins with cddp., which "
                         "is reserved", i, m->key != NULL ? m->key : "");
   }
-  if (ckpt->sharded && optim->desc.ddp->group != ckpt->g)
-    return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "the ranks of the cddp_ddp's group have parts of the states "
-                      "(sharded_states): pass that group, on all of its ranks");
   return CDDP_OK;
 }
 
