@@ -2224,9 +2224,29 @@ typedef struct cddp__model_info {
   char text[176];        /* describes the hashed data */
 } cddp__model_info;
 
-/* An optimizer's settings as an array of numbers; lr_scales and weight_decays follow. All ranks
-   must have the same. The first two can change, and are not part of a hash. */
-enum { CDDP__SETTING_LR, CDDP__SETTING_SHARED, CDDP__SETTING_ADAMW, CDDP__SETTING_COUNT = 13 };
+/* An optimizer's settings, from a cddp_sgd_desc or cddp_adamw_desc. All ranks must have the same
+   numbers, which come first, all doubles (a flag is 0 or 1): they are compared as one array. */
+typedef struct cddp__optim_desc {
+  double lr;     /* can change, and is not part of a hash; like: */
+  double shared; /* only in the exchange of settings: the states are shared */
+  double adamw;  /* 0: SGD */
+  double momentum, dampening;
+  double beta1, beta2, eps;
+  double nesterov, maximize, amsgrad;
+  double master_weights, sharded_states;
+  const double *lr_scales, *weight_decays; /* [count] numbers too, one array, in a cddp_optim */
+  double weight_decay;                     /* if weight_decays is NULL; not in a cddp_optim */
+  cddp_ddp *ddp;
+  void *stream;
+  void *const *copies; /* [count], or NULL; in a cddp_optim its own array */
+  cddp_dtype copy_dtype;
+} cddp__optim_desc;
+enum {
+  CDDP__SETTING_LR,
+  CDDP__SETTING_SHARED,
+  CDDP__SETTING_FIXED, /* the first that never changes */
+  CDDP__SETTING_COUNT = offsetof(cddp__optim_desc, lr_scales) / sizeof(double)
+};
 
 /* Data of the members' cddp_optim for a joining rank, except the states. */
 typedef struct cddp__snapshot {
@@ -14775,10 +14795,8 @@ struct cddp_optim { /* owner: the thread that calls cddp_optim_* or cddp_ddp_ste
   cddp_param *params;  /* [count], the caller's */
   int count;
   const cddp__algorithm *algorithm;
-  cddp_sgd_desc desc;  /* settings, for SGD and AdamW; lr can change */
-  double beta1, beta2, eps; /* AdamW's */
-  bool amsgrad;
-  uint64_t settings, check; /* hashes without lr, with lr; never 0; bit 0 is clear */
+  cddp__optim_desc desc;
+  uint64_t settings, check; /* hashes of its numbers without lr, with lr; never 0; bit 0 is clear */
   uint64_t paired;     /* id of the cddp_ddp last checked for compatibility; 0: none */
   int states;          /* of each parameter; with master_weights the last one is its master */
   void **state;        /* [states][count] each as long as its part; NULL: not allocated */
@@ -14798,9 +14816,6 @@ struct cddp_optim { /* owner: the thread that calls cddp_optim_* or cddp_ddp_ste
   const cddp__optim_backend *backend;
   int device;                         /* number of the device; unused in host memory */
   void *flat;                         /* all states on the device in one allocation; NULL: none */
-  void **copies;                      /* [count] of desc.copy_dtype, the caller's; or NULL */
-  double *numbers;                    /* [CDDP__SETTING_COUNT + 2 * count] settings, and: */
-  double *lr_scales, *weight_decays;  /* [count] in numbers */
   bool *launched;                     /* [count] scratch of a step on a device */
   cddp_segment *segments;             /* [count] scratch of a step on a device */
   bool *fresh;                        /* [count] the master must be initialized from the weights */
@@ -14824,12 +14839,12 @@ struct cddp__update {
 
 static void cddp__sgd_begin(const cddp_optim *optim, int i, cddp__update *update) {
   cddp__scalars *s = &update->scalars;
-  s->sign = optim->desc.maximize ? -1.0 : 1.0;
-  s->step = -optim->desc.lr * optim->lr_scales[i];
-  s->decay = optim->weight_decays[i];
+  s->sign = optim->desc.maximize != 0 ? -1.0 : 1.0;
+  s->step = -optim->desc.lr * optim->desc.lr_scales[i];
+  s->decay = optim->desc.weight_decays[i];
   s->keep = optim->desc.momentum;
   s->take = 1.0 - optim->desc.dampening;
-  s->nesterov = optim->desc.nesterov;
+  s->nesterov = optim->desc.nesterov != 0;
   s->first = optim->steps[i] == 0;
   if (s->keep != 0 && !s->nesterov && !s->first) update->loop = update->kernels[CDDP_F32].sgd_loop;
 }
@@ -14902,9 +14917,14 @@ static void cddp__sgd_block(const cddp__update *update, void *p, const void *g, 
 static int cddp__sgd_launch(const cddp_optim *optim, int i, const cddp_kernels *k,
                             const cddp_segment *segments, int n, double factor,
                             const double *clip, unsigned flags, void *stream) {
-  cddp_sgd_desc d = optim->desc;
-  d.lr *= optim->lr_scales[i];
-  d.weight_decay = optim->weight_decays[i];
+  cddp_sgd_desc d;
+  memset(&d, 0, sizeof d);
+  d.lr = optim->desc.lr * optim->desc.lr_scales[i];
+  d.momentum = optim->desc.momentum;
+  d.dampening = optim->desc.dampening;
+  d.weight_decay = optim->desc.weight_decays[i];
+  d.nesterov = optim->desc.nesterov != 0;
+  d.maximize = optim->desc.maximize != 0;
   if (d.momentum != 0 && optim->steps[i] == 0) flags |= (unsigned)CDDP_SGD_FIRST;
   return k->sgd(segments, n, optim->params[i].dtype, &d, factor, clip, flags, stream);
 }
@@ -14925,18 +14945,18 @@ static double cddp__power(double x, uint32_t n) {
 static void cddp__adamw_begin(const cddp_optim *optim, int i, cddp__update *update) {
   uint32_t t = (uint32_t)optim->steps[i] + 1;
   cddp_adamw_step *s = &update->scalars.adamw;
-  double lr = optim->desc.lr * optim->lr_scales[i];
-  update->scalars.sign = optim->desc.maximize ? -1.0 : 1.0;
-  s->step = -lr / (1.0 - cddp__power(optim->beta1, t));
-  s->decay = 1.0 - lr * optim->weight_decays[i];
-  s->lerp = 1.0 - optim->beta1;
-  s->keep = optim->beta2;
-  s->take = 1.0 - optim->beta2;
-  s->root = (sqrt)(1.0 - cddp__power(optim->beta2, t));
-  s->eps = optim->eps;
-  s->maximize = optim->desc.maximize;
-  s->amsgrad = optim->amsgrad;
-  if (!optim->amsgrad) update->loop = update->kernels[CDDP_F32].adamw_loop;
+  double lr = optim->desc.lr * optim->desc.lr_scales[i];
+  update->scalars.sign = optim->desc.maximize != 0 ? -1.0 : 1.0;
+  s->step = -lr / (1.0 - cddp__power(optim->desc.beta1, t));
+  s->decay = 1.0 - lr * optim->desc.weight_decays[i];
+  s->lerp = 1.0 - optim->desc.beta1;
+  s->keep = optim->desc.beta2;
+  s->take = 1.0 - optim->desc.beta2;
+  s->root = (sqrt)(1.0 - cddp__power(optim->desc.beta2, t));
+  s->eps = optim->desc.eps;
+  s->maximize = optim->desc.maximize != 0;
+  s->amsgrad = optim->desc.amsgrad != 0;
+  if (!s->amsgrad) update->loop = update->kernels[CDDP_F32].adamw_loop;
 }
 
 static void cddp__adamw_block(const cddp__update *update, void *weights, const void *gradient,
@@ -14966,12 +14986,12 @@ static const cddp__algorithm cddp__adamw = {
 
 static cddp_dtype cddp__state_type(const cddp_optim *optim, int i) {
   cddp_dtype dtype = optim->params[i].dtype;
-  return optim->desc.master_weights ? cddp__compute_type(dtype) : dtype;
+  return optim->desc.master_weights != 0 ? cddp__compute_type(dtype) : dtype;
 }
 
 /* Returns whether state k is the master. */
 static bool cddp__is_master(const cddp_optim *optim, int k) {
-  return optim->desc.master_weights && k == optim->states - 1;
+  return optim->desc.master_weights != 0 && k == optim->states - 1;
 }
 
 static bool cddp__has_state(const cddp_optim *optim, int k, int i) {
@@ -15153,8 +15173,8 @@ static bool cddp__optim_skips(const cddp_optim *optim, int i) {
 
 /* Updates elements [from, from + n) of parameter i's copy, if it has one. */
 static void cddp__optim_copy(const cddp_optim *optim, int i, size_t from, size_t n) {
-  if (optim->copies != NULL && optim->copies[i] != NULL)
-    cddp__convert((uint16_t *)optim->copies[i] + from, optim->desc.copy_dtype,
+  if (optim->desc.copies != NULL && optim->desc.copies[i] != NULL)
+    cddp__convert((uint16_t *)optim->desc.copies[i] + from, optim->desc.copy_dtype,
                   (const float *)optim->params[i].data + from, CDDP_F32, n);
 }
 
@@ -15171,7 +15191,7 @@ static void cddp__optim_dense(cddp_optim *optim, int i) {
   const cddp_param *p = &optim->params[i];
   cddp__update u = cddp__update_of(optim, i, optim->state + i, optim->count);
   size_t size = cddp__dtype_size(p->dtype), at, n;
-  bool copied = optim->copies != NULL && optim->copies[i] != NULL;
+  bool copied = optim->desc.copies != NULL && optim->desc.copies[i] != NULL;
   for (at = 0; at < p->count; at += n) {
     n = copied ? cddp__min(p->count - at, (size_t)CDDP__BLOCK_BYTES / sizeof(float)) : p->count;
     cddp__update_run(&u, at, (char *)p->data + at * size, (char *)p->grad + at * size, n);
@@ -15196,7 +15216,7 @@ static void cddp__optim_rows(cddp_optim *optim, int i, const cddp__sparse *spars
 }
 
 static cddp_result cddp__check_rows(const cddp_optim *optim, int i) {
-  if (optim->weight_decays[i] == 0 && !optim->algorithm->wide) return CDDP_OK;
+  if (optim->desc.weight_decays[i] == 0 && !optim->algorithm->wide) return CDDP_OK;
   return cddp__fail(CDDP_UNSUPPORTED,
                     "parameter \"%s\" has a sparse gradient, which does not support %s: use a "
                     "dense gradient, or %s",
@@ -15274,7 +15294,7 @@ static const cddp__optim_backend cddp__cpu_optim = {false, /* not on_device */
 static cddp_result cddp__optim_prepare(cddp_optim *optim) {
   cddp_result r = CDDP_OK;
   int i;
-  if (optim->desc.sharded_states)
+  if (optim->desc.sharded_states != 0)
     return cddp__fail(CDDP_INVALID_ARGUMENT,
                       "with sharded_states each rank has states of its part only; call "
                       "cddp_ddp_step in place of cddp_ddp_wait and cddp_optim_step");
@@ -15333,7 +15353,7 @@ CDDPDEF cddp_result cddp_optim_zero_grad(cddp_optim *optim) {
 /* --- settings, creation and destruction --- */
 
 static void cddp__set_lr(cddp_optim *optim, double lr) {
-  optim->desc.lr = optim->numbers[CDDP__SETTING_LR] = lr;
+  optim->desc.lr = lr;
   /* never 0, which means no optimizer; bit 0 is free: a step adds whether states are shared */
   optim->check = (cddp__hash64(optim->settings, &lr, sizeof lr) & ~(uint64_t)1) | 2;
 }
@@ -15373,18 +15393,18 @@ static cddp_result cddp__check_number(const char *what, double x, double below) 
 
 static cddp_result cddp__check_settings(const cddp_param *params, int count,
                                         const cddp__algorithm *algorithm,
-                                        const cddp_sgd_desc *d, const cddp_adamw_desc *adamw) {
+                                        const cddp__optim_desc *d) {
   cddp_result r = cddp__check_number("lr", d->lr, INFINITY);
   int i;
   if (r == CDDP_OK) r = cddp__check_number("momentum", d->momentum, INFINITY);
   if (r == CDDP_OK) r = cddp__check_number("weight_decay", d->weight_decay, INFINITY);
-  if (r == CDDP_OK) r = cddp__check_number("beta1", adamw->beta1, 1.0);
-  if (r == CDDP_OK) r = cddp__check_number("beta2", adamw->beta2, 1.0);
-  if (r == CDDP_OK) r = cddp__check_number("eps", adamw->eps, INFINITY);
+  if (r == CDDP_OK) r = cddp__check_number("beta1", d->beta1, 1.0);
+  if (r == CDDP_OK) r = cddp__check_number("beta2", d->beta2, 1.0);
+  if (r == CDDP_OK) r = cddp__check_number("eps", d->eps, INFINITY);
   if (r != CDDP_OK) return r;
   if (!(fabs(d->dampening) <= DBL_MAX))
     return cddp__fail(CDDP_INVALID_ARGUMENT, "dampening is %g; it must be finite", d->dampening);
-  if (d->nesterov && (!(d->momentum > 0) || d->dampening != 0))
+  if (d->nesterov != 0 && (!(d->momentum > 0) || d->dampening != 0))
     return cddp__fail(CDDP_INVALID_ARGUMENT,
                       "nesterov needs momentum > 0 and dampening 0; they are %g and %g",
                       d->momentum, d->dampening);
@@ -15393,10 +15413,10 @@ static cddp_result cddp__check_settings(const cddp_param *params, int count,
                       (int)d->copy_dtype);
   if (d->ddp != NULL && (d->ddp->params != params || d->ddp->count != count))
     return cddp__fail(CDDP_INVALID_ARGUMENT, "desc.ddp was created with other parameters");
-  if (d->sharded_states && d->ddp == NULL)
+  if (d->sharded_states != 0 && d->ddp == NULL)
     return cddp__fail(CDDP_INVALID_ARGUMENT,
                       "sharded_states divides the states among the ranks of a cddp_ddp: set ddp");
-  if (d->sharded_states && (d->ddp->desc.elastic || d->ddp->rows.sparse != NULL))
+  if (d->sharded_states != 0 && (d->ddp->desc.elastic || d->ddp->rows.sparse != NULL))
     return cddp__fail(CDDP_UNSUPPORTED, "sharded_states and %s in cddp_ddp_desc exclude each other",
                       d->ddp->desc.elastic ? "elastic" : "sparse_rows");
   for (i = 0; r == CDDP_OK && i < count; i++) {
@@ -15406,7 +15426,7 @@ static cddp_result cddp__check_settings(const cddp_param *params, int count,
       return cddp__fail(CDDP_INVALID_ARGUMENT,
                         "parameter \"%s\" is %s; only f32 weights have copies", name.s,
                         cddp__dtype_names[dtype]);
-    if (algorithm->wide && cddp__dtype_half(dtype) && !d->master_weights)
+    if (algorithm->wide && cddp__dtype_half(dtype) && d->master_weights == 0)
       return cddp__fail(CDDP_UNSUPPORTED,
                         "parameter \"%s\" is %s, but %s supports f32 and f64: set master_weights, "
                         "or pass f32 weights, and these as copies",
@@ -15421,77 +15441,54 @@ static cddp_result cddp__check_settings(const cddp_param *params, int count,
   return r;
 }
 
-/* Writes the settings to optim->numbers, as numbers, and hashes them. */
-static void cddp__list_settings(cddp_optim *optim) {
-  const cddp_sgd_desc *d = &optim->desc;
-  const double v[] = {(double)optim->algorithm->counts,
-                      d->momentum,
-                      d->dampening,
-                      optim->beta1,
-                      optim->beta2,
-                      optim->eps,
-                      (double)d->nesterov,
-                      (double)d->maximize,
-                      (double)optim->amsgrad,
-                      (double)d->master_weights,
-                      (double)d->sharded_states};
-  double *to = optim->numbers + CDDP__SETTING_ADAMW;
-  CDDP_ASSERT(to + sizeof v / sizeof *v == optim->lr_scales);
-  memcpy(to, v, sizeof v);
-  optim->settings =
-      cddp__hash64(0, to, (size_t)(optim->weight_decays + optim->count - to) * sizeof *v);
-  optim->settings = (optim->settings & ~(uint64_t)1) | 2;
-}
-
-/* states: number of states of the algorithm. adamw: the settings that d does not have. */
+/* states: number of states of the algorithm. */
 static cddp_result cddp__optim_new(cddp_optim **out, const cddp__algorithm *algorithm, int states,
-                                   cddp_param *params, int count, const cddp_sgd_desc *d,
-                                   const cddp_adamw_desc *adamw) {
+                                   cddp_param *params, int count, const cddp__optim_desc *d) {
   cddp_result r = cddp__check_params(params, count, CDDP__RULE_TRAINED);
-  size_t n = (size_t)count, arrays = (size_t)states + d->master_weights;
+  size_t n = (size_t)count, arrays = (size_t)states + (d->master_weights != 0);
   size_t pointers = n * (arrays + (d->copies != NULL));
   cddp_optim *optim;
+  double *scales, *decays;
   int i;
-  if (r == CDDP_OK) r = cddp__check_settings(params, count, algorithm, d, adamw);
+  if (r == CDDP_OK) r = cddp__check_settings(params, count, algorithm, d);
   if (r != CDDP_OK) return r;
   optim = (cddp_optim *)cddp__calloc(
       NULL, 1, sizeof *optim + n * (2 * sizeof(double) + sizeof(float) + 2 * sizeof(bool)) +
-                n * sizeof *optim->parts + CDDP__SETTING_COUNT * sizeof(double) +
-                pointers * sizeof(void *));
+                n * sizeof *optim->parts + pointers * sizeof(void *));
   if ((*out = optim) == NULL) return CDDP_OUT_OF_MEMORY;
+  optim->backend = &cddp__cpu_optim; /* until cddp__attach_optim */
   optim->params = params;
   optim->count = count;
   optim->algorithm = algorithm;
-  optim->backend = &cddp__cpu_optim;
   optim->desc = *d;
-  optim->beta1 = adamw->beta1;
-  optim->beta2 = adamw->beta2;
-  optim->eps = adamw->eps;
-  optim->amsgrad = adamw->amsgrad;
   optim->states = (int)arrays;
   optim->parts = (cddp_partition *)(void *)(optim + 1);
-  optim->numbers = (double *)(void *)(optim->parts + n);
-  optim->lr_scales = optim->numbers + CDDP__SETTING_COUNT;
-  optim->weight_decays = optim->lr_scales + n;
-  optim->state = (void **)(void *)(optim->weight_decays + n);
+  scales = (double *)(void *)(optim->parts + n);
+  decays = scales + n;
+  optim->state = (void **)(void *)(decays + n);
   optim->steps = (float *)(void *)(optim->state + pointers);
   optim->launched = (bool *)(void *)(optim->steps + n);
   optim->fresh = optim->launched + n;
   memset(optim->fresh, true, n * sizeof *optim->fresh);
   if (d->copies != NULL)
-    optim->copies =
-        (void **)memcpy(optim->state + n * arrays, d->copies, n * sizeof *optim->copies);
+    optim->desc.copies =
+        (void **)memcpy(optim->state + n * arrays, d->copies, n * sizeof *d->copies);
   for (i = 0; i < count; i++) {
     optim->parts[i].param = i;
     optim->parts[i].count = params[i].count;
-    optim->lr_scales[i] = d->lr_scales != NULL ? d->lr_scales[i] : 1.0;
-    optim->weight_decays[i] = d->weight_decays != NULL ? d->weight_decays[i] : d->weight_decay;
+    scales[i] = d->lr_scales != NULL ? d->lr_scales[i] : 1.0;
+    decays[i] = d->weight_decays != NULL ? d->weight_decays[i] : d->weight_decay;
   }
+  optim->desc.lr_scales = scales;
+  optim->desc.weight_decays = decays;
   if (d->ddp != NULL) {
     optim->used = d->ddp->step.used;
     optim->sparse = d->ddp->rows.sparse;
   }
-  cddp__list_settings(optim);
+  optim->settings = cddp__hash64(0, &d->lr + CDDP__SETTING_FIXED,
+                                 (CDDP__SETTING_COUNT - CDDP__SETTING_FIXED) * sizeof(double));
+  optim->settings = cddp__hash64(optim->settings, scales, 2 * n * sizeof *scales);
+  optim->settings = (optim->settings & ~(uint64_t)1) | 2;
   cddp__set_lr(optim, d->lr);
   return CDDP_OK;
 }
@@ -17026,8 +17023,8 @@ static bool cddp__same_launch(const cddp_optim *optim, const cddp_ddp *d, int i,
   bool steps = optim->algorithm->counts ? optim->steps[i] == optim->steps[j]
                                         : (optim->steps[i] == 0) == (optim->steps[j] == 0);
   return steps && optim->params[i].dtype == optim->params[j].dtype &&
-         optim->lr_scales[i] == optim->lr_scales[j] &&
-         optim->weight_decays[i] == optim->weight_decays[j] &&
+         optim->desc.lr_scales[i] == optim->desc.lr_scales[j] &&
+         optim->desc.weight_decays[i] == optim->desc.weight_decays[j] &&
          (d == NULL || (cddp__sparse_of(d, i) == NULL) == (cddp__sparse_of(d, j) == NULL));
 }
 
@@ -17068,9 +17065,9 @@ static cddp_result cddp__device_step(cddp_optim *optim, const cddp_ddp *d, const
       segments[n].data = (char *)optim->params[j].data + from;
       segments[n].grad = (char *)cddp__device_gradient(optim, d, j) + from;
       segments[n].momentum =
-          optim->states > (int)optim->desc.master_weights ? optim->state[j] : NULL;
+          optim->states > (optim->desc.master_weights != 0) ? optim->state[j] : NULL;
       segments[n].master = NULL;
-      if (optim->desc.master_weights && cddp__has_state(optim, optim->states - 1, j))
+      if (optim->desc.master_weights != 0 && cddp__has_state(optim, optim->states - 1, j))
         segments[n].master = optim->state[(optim->states - 1) * optim->count + j];
       if (segments[n].master != NULL && optim->fresh[j] && r == CDDP_OK)
         r = cddp__cuda_result(kernels->convert(segments[n].master, CDDP_F32, segments[n].data,
@@ -17093,13 +17090,13 @@ static cddp_result cddp__device_step(cddp_optim *optim, const cddp_ddp *d, const
 static cddp_result cddp__device_copies(const cddp_optim *optim, const cddp_ddp *d) {
   cudaStream_t stream = cddp__optim_stream(optim, d);
   int i;
-  if (optim->copies == NULL) return CDDP_OK;
+  if (optim->desc.copies == NULL) return CDDP_OK;
   memset(optim->segments, 0, (size_t)optim->count * sizeof *optim->segments);
   for (i = 0; i < optim->count; i++) {
     optim->segments[i].data = optim->params[i].data;
-    optim->segments[i].count = optim->copies[i] != NULL ? optim->params[i].count : 0;
+    optim->segments[i].count = optim->desc.copies[i] != NULL ? optim->params[i].count : 0;
   }
-  return cddp__cuda_result(cddp__registered_kernels->copies(optim->segments, optim->copies,
+  return cddp__cuda_result(cddp__registered_kernels->copies(optim->segments, optim->desc.copies,
                                                             optim->count, optim->desc.copy_dtype,
                                                             (void *)stream),
                            "the kernel that copies weights");
@@ -18194,7 +18191,7 @@ static cddp_result cddp__await_buckets(cddp_ddp *d) {
 static char *cddp__state_at(const cddp_ddp *d, const cddp_optim *o, char *states, int k, int i,
                             size_t n) {
   size_t at = d->tensors[i].offset;
-  if (o->desc.master_weights) at = cddp__wide_bytes(d, 0, at);
+  if (o->desc.master_weights != 0) at = cddp__wide_bytes(d, 0, at);
   return states + (size_t)k * d->layout.state_stride + at +
          n * cddp__dtype_size(cddp__state_type(o, i));
 }
@@ -18295,8 +18292,8 @@ static cddp_result cddp__share_create(cddp_ddp *d, cddp_optim *o) {
   int k;
   if (r != CDDP_OK) return r;
   cddp__part_of(d, d->group->local_rank, &begin, &end);
-  from = (o->desc.master_weights ? cddp__wide_bytes(d, 0, begin) : begin) / CDDP__HUGE_PAGE;
-  to = (o->desc.master_weights ? cddp__wide_bytes(d, 0, end) : end) / CDDP__HUGE_PAGE;
+  from = (o->desc.master_weights != 0 ? cddp__wide_bytes(d, 0, begin) : begin) / CDDP__HUGE_PAGE;
+  to = (o->desc.master_weights != 0 ? cddp__wide_bytes(d, 0, end) : end) / CDDP__HUGE_PAGE;
   if (end == d->layout.dense) to = d->layout.state_stride / CDDP__HUGE_PAGE;
   for (k = 0; k < o->states; k++)
     cddp__populate(states + (size_t)k * d->layout.state_stride + from * CDDP__HUGE_PAGE,
@@ -18324,7 +18321,7 @@ static void cddp__place_states(const cddp_ddp *d, cddp_optim *s) {
   const cddp_group *g = d->group;
   size_t begin, end, esize;
   int i;
-  s->sharded = s->desc.sharded_states && s->states > 0 &&
+  s->sharded = s->desc.sharded_states != 0 && s->states > 0 &&
                g->size > (g->backend->on_device ? 1 : g->local_size);
   for (i = 0; s->sharded && i < d->count; i++) {
     bool any = cddp__part_slice(d, i, g->size, g->rank, &begin, &end);
@@ -18683,7 +18680,8 @@ static cddp_result cddp__fetch_weights(cddp_ddp *d, const cddp_optim *s) {
   for (i = 0; r == CDDP_OK && i < d->count; i++) {
     cddp__tensor *t = &d->tensors[i];
     bool fetched = !t->shared;
-    if ((s != NULL && cddp__optim_skips(s, i)) || (!fetched && (s == NULL || s->copies == NULL)))
+    if ((s != NULL && cddp__optim_skips(s, i)) ||
+        (!fetched && (s == NULL || s->desc.copies == NULL)))
       continue;
     any = any || fetched;
     for (p = 0; p < d->group->local_size; p++) {
@@ -19270,8 +19268,11 @@ static cddp_result cddp__break_settings(cddp_ddp *d, const cddp_optim *s, int fi
   if (mine == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
   theirs = mine + n;
   found = theirs + n;
-  if (s != NULL) memcpy(mine, s->numbers, n * sizeof *mine);
-  mine[CDDP__SETTING_SHARED] = s != NULL && s->share != NULL;
+  if (s != NULL) {
+    memcpy(mine, &s->desc, CDDP__SETTING_COUNT * sizeof *mine);
+    memcpy(mine + CDDP__SETTING_COUNT, s->desc.lr_scales, 2 * count * sizeof *mine);
+    mine[CDDP__SETTING_SHARED] = s->share != NULL;
+  }
   if (g->rank == first) memcpy(theirs, mine, n * sizeof *mine);
   r = cddp__run_simple(g, CDDP__KIND_BROADCAST, theirs, theirs, n, CDDP_F64, first);
   for (k = s == NULL ? n : d->uneven.joined != 0; k < n;
@@ -20242,10 +20243,10 @@ static cddp__snapshot cddp__optim_snapshot(const cddp_optim *o, float *counts) {
   memset(&out, 0, sizeof out);
   if (o == NULL) return out;
   out.known = true;
-  memcpy(out.settings, o->numbers, sizeof out.settings);
-  out.weight_decay = o->count > 0 ? o->weight_decays[0] : 0;
-  out.lr_scales = cddp__hash64(1, o->lr_scales, (size_t)o->count * sizeof(double));
-  out.weight_decays = cddp__hash64(1, o->weight_decays, (size_t)o->count * sizeof(double));
+  memcpy(out.settings, &o->desc, sizeof out.settings);
+  out.weight_decay = o->count > 0 ? o->desc.weight_decays[0] : 0;
+  out.lr_scales = cddp__hash64(1, o->desc.lr_scales, (size_t)o->count * sizeof(double));
+  out.weight_decays = cddp__hash64(1, o->desc.weight_decays, (size_t)o->count * sizeof(double));
   if (cddp__most_steps(o) == 0) return out;
   out.states = o->states;
   out.stepped = true;
@@ -21907,7 +21908,7 @@ static cddp_result cddp__elastic_join(cddp_ddp *d) {
 /* Compares a joined rank's optimizer with the job's. The error names the first difference. */
 static cddp_result cddp__compare_settings(const cddp_ddp *d, const cddp__snapshot *mine) {
   const cddp__snapshot *job = &d->snapshot;
-  int i = CDDP__SETTING_ADAMW;
+  int i = CDDP__SETTING_FIXED;
   while (i < CDDP__SETTING_COUNT && mine->settings[i] == job->settings[i]) i++;
   if (i < CDDP__SETTING_COUNT || mine->weight_decay != job->weight_decay)
     return cddp__fail(
@@ -24627,8 +24628,8 @@ CDDPDEF cddp_result cddp_fp16_compress_hook(cddp_bucket *bucket, void *user_data
 /* Creates an optimizer and attaches it to its device or elastic model. *out is NULL on failure. */
 static cddp_result cddp__optim_create(cddp_optim **out, const cddp__algorithm *algorithm,
                                       int states, cddp_param *params, int count,
-                                      const cddp_sgd_desc *desc, const cddp_adamw_desc *adamw) {
-  cddp_result r = cddp__optim_new(out, algorithm, states, params, count, desc, adamw);
+                                      const cddp__optim_desc *desc) {
+  cddp_result r = cddp__optim_new(out, algorithm, states, params, count, desc);
   if (r != CDDP_OK) return r;
   r = cddp__check_own_memory(params, count, desc->copies, NULL);
   if (desc->ddp != NULL) cddp__place_states(desc->ddp, *out);
@@ -24642,42 +24643,53 @@ static cddp_result cddp__optim_create(cddp_optim **out, const cddp__algorithm *a
   return r;
 }
 
+/* Copies the settings that a cddp_sgd_desc and a cddp_adamw_desc have in common. */
+#define CDDP__COPY_SETTINGS(to, desc) \
+  do { \
+    memset(to, 0, sizeof *(to)); \
+    (to)->lr = (desc)->lr; \
+    (to)->maximize = (desc)->maximize; \
+    (to)->master_weights = (desc)->master_weights; \
+    (to)->sharded_states = (desc)->sharded_states; \
+    (to)->lr_scales = (desc)->lr_scales; \
+    (to)->weight_decays = (desc)->weight_decays; \
+    (to)->weight_decay = (desc)->weight_decay; \
+    (to)->ddp = (desc)->ddp; \
+    (to)->stream = (desc)->stream; \
+    (to)->copies = (desc)->copies; \
+    (to)->copy_dtype = (desc)->copy_dtype; \
+  } while (0)
+
 CDDPDEF cddp_result cddp_sgd_create(cddp_optim **out, cddp_param *params, int count,
                                     const cddp_sgd_desc *desc) {
-  static cddp_adamw_desc none; /* never written */
+  cddp__optim_desc d;
   CDDP__CHECK(out != NULL, "out is NULL");
   *out = NULL;
   CDDP__CHECK(desc != NULL, "desc is NULL; the learning rate has no default");
-  return cddp__named(__func__, cddp__optim_create(out, &cddp__sgd, desc->momentum != 0, params,
-                                                  count, desc, &none));
+  CDDP__COPY_SETTINGS(&d, desc);
+  d.momentum = desc->momentum;
+  d.dampening = desc->dampening;
+  d.nesterov = desc->nesterov;
+  return cddp__named(__func__, cddp__optim_create(out, &cddp__sgd, d.momentum != 0, params, count,
+                                                  &d));
 }
 
 CDDPDEF cddp_result cddp_adamw_create(cddp_optim **out, cddp_param *params, int count,
                                       const cddp_adamw_desc *desc) {
-  cddp_adamw_desc a;
-  cddp_sgd_desc s;
+  cddp__optim_desc d;
   CDDP__CHECK(out != NULL, "out is NULL");
   *out = NULL;
   CDDP__CHECK(desc != NULL, "desc is NULL; the learning rate has no default");
-  a = *desc;
-  if (a.beta1 == 0) a.beta1 = 0.9;
-  if (a.beta2 == 0) a.beta2 = 0.999;
-  if (a.eps == 0) a.eps = 1e-8;
-  memset(&s, 0, sizeof s);
-  s.lr = a.lr;
-  s.weight_decay = a.weight_decay;
-  s.maximize = a.maximize;
-  s.ddp = a.ddp;
-  s.stream = a.stream;
-  s.copies = a.copies;
-  s.copy_dtype = a.copy_dtype;
-  s.lr_scales = a.lr_scales;
-  s.weight_decays = a.weight_decays;
-  s.master_weights = a.master_weights;
-  s.sharded_states = a.sharded_states;
-  return cddp__named(__func__, cddp__optim_create(out, &cddp__adamw, a.amsgrad ? 3 : 2, params,
-                                                  count, &s, &a));
+  CDDP__COPY_SETTINGS(&d, desc);
+  d.adamw = 1;
+  d.beta1 = desc->beta1 == 0 ? 0.9 : desc->beta1;
+  d.beta2 = desc->beta2 == 0 ? 0.999 : desc->beta2;
+  d.eps = desc->eps == 0 ? 1e-8 : desc->eps;
+  d.amsgrad = desc->amsgrad;
+  return cddp__named(__func__, cddp__optim_create(out, &cddp__adamw, desc->amsgrad ? 3 : 2, params,
+                                                  count, &d));
 }
+#undef CDDP__COPY_SETTINGS
 
 /* --- the store --- */
 
