@@ -27,6 +27,7 @@ export ASAN_OPTIONS=allocator_may_return_null=1:detect_stack_use_after_return=1
 export UBSAN_OPTIONS=print_stacktrace=1
 export TSAN_OPTIONS=die_after_fork=0:atexit_sleep_ms=0
 export OPENBLAS_NUM_THREADS=1
+TIMEFORMAT='%1U + %1S'
 export TEST_SLACK=${TEST_SLACK:-4} # what may take a second may take so many: others run beside it
 fixed= # sanitizers want fixed addresses: tests/variant.sh
 setarch -R true 2>/dev/null && fixed='setarch -R'
@@ -45,7 +46,7 @@ end_orphans() {
   done
 }
 
-# TEST: runs it; leaves build/log/NAME.log, and NAME.result with 'code tenths-of-a-second'.
+# TEST: runs it; leaves build/log/NAME.log, and NAME.result with 'code tenths-of-a-second CPU-seconds'.
 run() {
   local test=$1 name command log tmp start end code mark limit=${TEST_TIMEOUT:-300}
   name=$(name_of "$test")
@@ -59,7 +60,7 @@ run() {
   mkdir -p "$tmp" "${log%/*}"
   start=$(date +%s%N)
   # shellcheck disable=SC2086
-  { CDDP_TEST_MARK=$mark TMPDIR=$tmp timeout -k 5 "$limit" $command >"$log" 2>&1 </dev/null; } 2>/dev/null
+  { time CDDP_TEST_MARK=$mark TMPDIR=$tmp timeout -k 5 "$limit" $command >"$log" 2>&1 </dev/null; } 2>"$tmp.cpu"
   code=$? # of the braces: they keep bash from naming the signal that ended it
   end=$(date +%s%N)
   [ $code = 124 ] || [ $code = 137 ] && echo "no end after $limit s" >>"$log"
@@ -73,7 +74,8 @@ run() {
     code=1
   fi
   rm -rf "$tmp"
-  echo "$code $(((end - start) / 100000000))" >"build/log/$name.new" && mv "build/log/$name.new" "build/log/$name.result"
+  echo "$code $(((end - start) / 100000000)) $(tail -n 1 "$tmp.cpu")" >"build/log/$name.new" &&
+    mv "build/log/$name.new" "build/log/$name.result"
 }
 
 name_of() { # TEST: as it is called in what this prints
@@ -103,14 +105,14 @@ excerpt() { # FILE: its head, where sanitizers say what is wrong, and its tail, 
 }
 
 report() { # TEST: prints the line of one that has run, and counts it
-  local name log code tenths
+  local name log code tenths cpu
   name=$(name_of "$1")
   log=build/log/$name.log
-  read -r code tenths <"build/log/$name.result"
+  read -r code tenths cpu <"build/log/$name.result"
   rm -f "build/log/$name.result"
   if [ "$code" = 0 ]; then
     passed=$((passed + 1))
-    printf 'ok     %s %d.%d s\n' "$name" $((tenths / 10)) $((tenths % 10))
+    printf 'ok     %s %d.%d s (CPU %s s)\n' "$name" $((tenths / 10)) $((tenths % 10)) "$cpu"
   elif [ "$code" = 77 ]; then
     skip "$name" "$(sed -n 's/^SKIP: //p' "$log" | head -n 1)"
   else

@@ -1,13 +1,9 @@
 /* late.c - time as connections between hosts see it. A rank that is late to read, however long, is
-   no dead one. Compiled with one second for the twenty after which a host that answers nothing is
-   given up, so that a few seconds are very late. Hosts that are cut off: netns.sh. */
-#define _GNU_SOURCE
-#define CDDP_IMPLEMENTATION
-#define CDDP__UNANSWERED_S 1.0
-#define CDDP__POINT(name) nap_at(name)
-static void nap_at(const char *point);
+   no dead one. The 20 s after which a host that answers nothing is lost are 1 s here, so that a few
+   seconds are very late. Hosts that are cut off: netns.sh. */
 #include "../../cddp.h"
 
+#include "../inside.h"
 #include "../ranks.h"
 
 static bool naps; /* this rank, behind each send, before it looks at anything else */
@@ -102,6 +98,8 @@ static void test_stopped_midway(void) {
 }
 
 int main(void) {
+  inside_at_point = nap_at;
+  inside_unanswered_s = 1;
   setenv("CDDP_TIMEOUT_S", "120", 0);
   RUN(test_late_receiver);
   RUN(test_receiver_leaves);

@@ -175,8 +175,8 @@ static uint64_t training_hash(const training *m, const recipe *c) {
   uint64_t h = 1;
   int k;
   for (k = 0; k < c->count; k++) {
-    h = cddp__hash64(h, m->p[k].data, c->sizes[k] * cddp_dtype_size(c->dtypes[k]));
-    if (c->copies) h = cddp__hash64(h, m->copies[k], 2 * c->sizes[k]);
+    h = ranks_hash(h, m->p[k].data, c->sizes[k] * cddp_dtype_size(c->dtypes[k]));
+    if (c->copies) h = ranks_hash(h, m->copies[k], 2 * c->sizes[k]);
   }
   return h;
 }

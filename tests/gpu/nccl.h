@@ -15,9 +15,9 @@
 #define CDDP_CUDA
 #include "../../cddp.h"
 
+#include "../inside.h"
 #include "../ranks.h"
 #include "hostcuda/hostcuda.h"
-#include "nccl_cddp.h"
 
 #include <sys/time.h>
 
@@ -29,6 +29,13 @@ const char *__tsan_default_options(void) { return "atexit_sleep_ms=0"; }
 /* A thread of the double may be on its way out when its process ends. */
 const char *__lsan_default_suppressions(void);
 const char *__lsan_default_suppressions(void) { return "leak:__cxa_thread_atexit_impl"; }
+
+/* Small models have many chunks, and a checkpoint is copied in many pieces. */
+__attribute__((constructor)) static void small_chunks(void) {
+  inside_file_staging = 12288;
+  inside_warm_up = (size_t)1 << 18;
+  inside_shard_chunk = 700;
+}
 
 enum { MOST_RANKS = 8 }; /* the main tests run on 1 to 8 ranks */
 

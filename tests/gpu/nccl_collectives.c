@@ -302,9 +302,9 @@ static void test_means(void) {
 static void test_collectives(void) {
   int n;
   for (n = 1; n <= MOST_RANKS; n++) CHECK_OK(run(every_collective, NULL, n, NULL));
-  nccl_comm_min_ranks = 1;
+  inside_comm_min_ranks = 1;
   CHECK_OK(run(with_nccl, NULL, 1, NULL));
-  nccl_comm_min_ranks = 2;
+  inside_comm_min_ranks = 2;
   for (n = 1; n <= MOST_RANKS; n += RANKS_SLOW ? 5 : 2)
     CHECK_OK(run(every_collective, NULL, n, "cpu"));
 }
@@ -698,7 +698,7 @@ static void test_groups(void) {
   CHECK_OK(run(late_barrier, NULL, 3, "cpu"));
   CHECK_OK(run(barrier_beside_capture, NULL, 2, NULL));
   CHECK_OK(run(beyond_nccl, NULL, 3, NULL));
-  CHECK_OK(run(beyond_nccl, &nccl_comm_min_ranks, 3, "cpu"));
+  CHECK_OK(run(beyond_nccl, &inside_comm_min_ranks, 3, "cpu"));
   CHECK_OK(run(host_memory, NULL, 2, NULL));
   CHECK_OK(run(host_memory, NULL, 2, "cpu"));
 }

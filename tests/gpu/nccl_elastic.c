@@ -39,7 +39,7 @@ static bool made(cddp_result r) {
   return r == CDDP_OK;
 }
 
-/* nccl_at_point. */
+/* inside_at_point. */
 static void at_point(const char *name) {
   const sharding *c = __atomic_load_n(&elastic_now, __ATOMIC_ACQUIRE);
   if (c == NULL || !c->victims[elastic_rank]) return;
@@ -325,7 +325,7 @@ static void test_elastic_joins(void) {
 
 /* What shards need, and what a step with them needs. arg: the backend; NULL: NCCL. */
 static int shards_refused(cddp_group *g, void *arg) {
-  const cddp_kernels *kernels = nccl_kernels();
+  const cddp_kernels *kernels = inside_kernels();
   int rank = cddp_rank(g), shard = -1;
   cddp_ddp_desc desc;
   cddp_sgd_desc rule;
@@ -389,7 +389,7 @@ static void test_shards(void) {
 }
 
 int main(void) {
-  nccl_at_point = at_point;
+  inside_at_point = at_point;
   RUN(test_shards);
   RUN(test_elastic);
   RUN(test_elastic_joins);

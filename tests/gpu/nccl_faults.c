@@ -74,7 +74,7 @@ static void test_no_device(void) {
 
 /* On the CPU this build needs no driver, nor a word with CUDA; kernels or not. */
 static int without_driver(int rank, void *arg) {
-  const cddp_kernels *kernels = nccl_kernels();
+  const cddp_kernels *kernels = inside_kernels();
   float w[2][10], grad[10];
   cddp_sgd_desc rule;
   cddp_ddp *d = NULL;
@@ -260,7 +260,7 @@ static int die_before(cddp_group *g, scenario *o, outcome *f) {
     o->began = test_now();
     raise(SIGKILL);
   }
-  if (o->late) nccl_set_timeout(g, RANKS_WITHIN(0.05));
+  if (o->late) inside_set_timeout(g, RANKS_WITHIN(0.05));
   f->result = work_on(g, x, 1000);
   return 0;
 }
@@ -274,7 +274,7 @@ static int die_idle(cddp_group *g, scenario *o, outcome *f) {
     o->began = test_now();
     raise(SIGKILL);
   }
-  while (!nccl_rank_gone(g, o->victim)) ranks_sleep(0.001);
+  while (!inside_rank_gone(g, o->victim)) ranks_sleep(0.001);
   f->result = work_on(g, x, 1000);
   return 0;
 }
@@ -328,18 +328,18 @@ static int die_at_free(cddp_group *g, scenario *o, outcome *f) {
 }
 
 /* Rank 1 is stopped, and NCCL waits for it on rank 0 without end, but cddp for NCCL only
-   nccl_left_s. */
+   inside_left_s. */
 static int stop_there(cddp_group *g, scenario *o, outcome *f) {
   float *x = (float *)cddp_alloc(g, 4000);
   (void)o;
-  nccl_left_s = 0.2;
+  inside_left_s = 0.2;
   CHECK_OK(work_on(g, x, 10));
   (void)cddp_barrier(g);
   if (cddp_rank(g) == 1) {
     raise(SIGSTOP);
     while (true) ranks_sleep(1);
   }
-  nccl_set_timeout(g, RANKS_WITHIN(0.05));
+  inside_set_timeout(g, RANKS_WITHIN(0.05));
   f->result = work_on(g, x, 10);
   cddp_free(g, x);
   return 0;
@@ -405,10 +405,10 @@ static int stay_away(cddp_group *g, scenario *o, outcome *f) {
   float *x = (float *)cddp_alloc(g, 4000);
   CHECK_OK(work_on(g, x, 10));
   (void)cddp_barrier(g); /* what follows disturbs nobody's first call */
-  nccl_set_timeout(g, RANKS_WITHIN(0.05));
+  inside_set_timeout(g, RANKS_WITHIN(0.05));
   while (cddp_rank(g) == o->victim && f->result == CDDP_OK) {
     ranks_sleep(0.001);
-    f->result = nccl_check_group(g);
+    f->result = inside_check_group(g);
   }
   if (cddp_rank(g) != o->victim) f->result = work_on(g, x, 10);
   return 0;
@@ -487,20 +487,20 @@ static int free_at_once(cddp_group *g, scenario *o, outcome *f) {
 static int abort_waits(cddp_group *g, scenario *o, outcome *f) {
   double start, now;
   (void)o;
-  nccl_enter(g);
-  nccl_meet(g); /* before either rank breaks the group */
+  inside_enter_nccl(g);
+  inside_meet(g); /* before either rank breaks the group */
   start = test_now();
-  nccl_break(g, "a test breaks the group");
+  inside_break(g, "a test breaks the group");
   for (now = start; now < start + 0.1; now = test_now()) {
     bool called = hostcuda_calls("ncclCommAbort") != 0;
-    CHECK(!called || test_now() - start > 0.9 * nccl_calls_s);
+    CHECK(!called || test_now() - start > 0.9 * inside_calls_s);
     ranks_sleep(0.002);
   }
-  nccl_leave(g);
+  inside_leave_nccl(g);
   while (hostcuda_calls("ncclCommAbort") == 0 && test_now() - start < RANKS_WITHIN(10))
     ranks_sleep(0.002);
   CHECK_EQ(hostcuda_calls("ncclCommAbort"), 1);
-  f->result = nccl_check_group(g);
+  f->result = inside_check_group(g);
   return test_failures != 0;
 }
 
@@ -531,7 +531,7 @@ static int keep_going(cddp_group *g, scenario *o, outcome *f) {
   float *x = (float *)cddp_alloc(g, 4000);
   double start = test_now();
   (void)o;
-  nccl_set_timeout(g, RANKS_WITHIN(0.05));
+  inside_set_timeout(g, RANKS_WITHIN(0.05));
   while (f->result == CDDP_OK && test_now() < start + RANKS_WITHIN(5)) {
     f->result = cddp_all_reduce(g, x, 10, CDDP_F32, CDDP_SUM, NULL);
     ranks_sleep(0.01);

@@ -69,7 +69,8 @@ static int lone_graph(cddp_group *g, scenario *o, outcome *f) {
   CHECK_OK(cddp_all_reduce(g, x, 10, CDDP_F32, CDDP_SUM, NULL));
   CHECK(cudaStreamEndCapture(s, &graph) == cudaSuccess);
   CHECK(cudaGraphInstantiate(&exec, graph, 0) == cudaSuccess);
-  if (cddp_rank(g) == 0) nccl_set_timeout(g, RANKS_WITHIN(0.05)); /* before the barrier of rank 1 */
+  if (cddp_rank(g) == 0)
+    inside_set_timeout(g, RANKS_WITHIN(0.05)); /* before the barrier of rank 1 */
   if (cddp_rank(g) == 0) CHECK(cudaGraphLaunch(exec, s) == cudaSuccess);
   f->result = cddp_rank(g) == 0 ? cddp_synchronize(g) : cddp_barrier(g);
   (void)cudaStreamSynchronize(s); /* the watcher has ended it */
@@ -89,7 +90,7 @@ static int graph_over(cddp_group *g, scenario *o, outcome *f) {
   cudaGraph_t graph = NULL;
   cudaStream_t s;
   double until;
-  nccl_left_s = 0.1;
+  inside_left_s = 0.1;
   CHECK(cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking) == cudaSuccess);
   cddp_set_stream(g, s);
   CHECK(cudaStreamBeginCapture(s, cudaStreamCaptureModeThreadLocal) == cudaSuccess);
@@ -107,8 +108,8 @@ static int graph_over(cddp_group *g, scenario *o, outcome *f) {
   (void)cddp_barrier(g);
   if (cddp_rank(g) == 0 && o->victim != LEAVES) raise(SIGKILL);
   if (cddp_rank(g) != 0) {
-    while (!nccl_rank_gone(g, 0)) ranks_sleep(0.001);
-    for (until = test_now() + 2.5 * nccl_left_s; test_now() < until; ranks_sleep(0.01)) {}
+    while (!inside_rank_gone(g, 0)) ranks_sleep(0.001);
+    for (until = test_now() + 2.5 * inside_left_s; test_now() < until; ranks_sleep(0.01)) {}
     f->result = cddp_synchronize(g);
     keep_error(f);
   }
@@ -222,7 +223,7 @@ static int step_graph(cddp_group *g, scenario *o, outcome *f) {
   enum { MODEL_FIRST, ONE_LAUNCHES, DIES, WAITS };
   bool launches;
   captured c;
-  nccl_left_s = o->victim == DIES ? 30 : 0.2; /* nobody waits so long for what a graph holds up */
+  inside_left_s = o->victim == DIES ? 30 : 0.2; /* nobody waits so long for what a graph holds up */
   captured_open(&c, g);
   (void)cddp_barrier(g);
   if (cddp_rank(g) == 1 && o->victim == DIES) {
@@ -230,7 +231,7 @@ static int step_graph(cddp_group *g, scenario *o, outcome *f) {
     raise(SIGKILL);
   }
   launches = cddp_rank(g) == 0 || o->victim != ONE_LAUNCHES;
-  if (cddp_rank(g) == 0 && o->victim == ONE_LAUNCHES) nccl_set_timeout(g, RANKS_WITHIN(0.05));
+  if (cddp_rank(g) == 0 && o->victim == ONE_LAUNCHES) inside_set_timeout(g, RANKS_WITHIN(0.05));
   if (launches) CHECK(cudaGraphLaunch(c.exec, c.stream) == cudaSuccess);
   f->result = launches ? cddp_synchronize(g) : cddp_barrier(g);
   if (o->victim == WAITS) {

@@ -291,15 +291,15 @@ static int naps_little(cddp_group *g, void *arg) {
   double start;
   int i;
   (void)arg;
-  nccl_nanosleep = count_nap;
+  inside_nanosleep = count_nap;
   for (i = 0, naps = 1; i < 1000 && naps > 0; i++) { /* it may be held up between two clocks */
     naps = 0;
-    CHECK_OK(nccl_poll(g, test_now()));
+    CHECK_OK(inside_poll(g, test_now()));
   }
   CHECK_EQ(naps, 0);
   for (i = 0; i < 3; i++) {
     start = test_now() - waited[i];
-    CHECK_OK(nccl_poll(g, start));
+    CHECK_OK(inside_poll(g, start));
     CHECK_EQ(naps, i + 1);
     CHECK(nap_s > 0 && nap_s <= 1e-3 && 16 * nap_s <= test_now() - start);
   }
@@ -327,9 +327,9 @@ static int was_stopped(cddp_group *g, void *arg) {
   for (i = 0; i < 100; i++) { /* as many on both ranks */
     CHECK_OK(cddp_all_reduce(g, x, 10, CDDP_F32, CDDP_SUM, NULL));
     CHECK(cudaStreamSynchronize((cudaStream_t)cddp_stream(g)) == cudaSuccess);
-    if (stops < 8) stops += nccl_age_operation(g); /* if the poller has not been there yet */
-    while (nccl_busy(g) && nccl_check_group(g) == CDDP_OK) ranks_sleep(0.001);
-    CHECK_OK(nccl_check_group(g));
+    if (stops < 8) stops += inside_age_operation(g); /* if the poller has not been there yet */
+    while (inside_busy(g) && inside_check_group(g) == CDDP_OK) ranks_sleep(0.001);
+    CHECK_OK(inside_check_group(g));
   }
   CHECK_EQ(stops, 8);
   return 0;
@@ -421,7 +421,7 @@ static int join_refused(cddp_group *g, void *arg) {
 
 /* arg: the backend; NULL: NCCL. */
 static int refusals(cddp_group *g, void *arg) {
-  const cddp_kernels *kernels = nccl_kernels();
+  const cddp_kernels *kernels = inside_kernels();
   float host[64];
   cddp_ddp_desc desc;
   cddp_sgd_desc rule;
@@ -468,7 +468,7 @@ static int many_blocks(cddp_group *g, void *arg) {
   enum { COUNT = 1200000 };
   float *grad = (float *)cddp_alloc(g, COUNT * sizeof *grad);
   float *ones = (float *)malloc(COUNT * sizeof *ones);
-  const cddp_kernels *kernels = nccl_kernels();
+  const cddp_kernels *kernels = inside_kernels();
   double *scratch = (double *)cddp_alloc(g, kernels->scratch_bytes), sum;
   cddp_segment s;
   size_t i;
@@ -496,9 +496,9 @@ static void test_steps(void) {
   CHECK_OK(run(frugal, (void *)1, 2, NULL));
   CHECK_OK(run(thrifty, NULL, 2, NULL));
   CHECK_OK(run(strangers, NULL, 2, NULL));
-  nccl_comm_min_ranks = 1;
+  inside_comm_min_ranks = 1;
   CHECK_OK(run(naps_little, NULL, 1, NULL));
-  nccl_comm_min_ranks = 2;
+  inside_comm_min_ranks = 2;
   CHECK_OK(run(was_stopped, NULL, 2, NULL));
   CHECK_OK(run(leaves_unused, NULL, 3, NULL));
   CHECK_OK(run(join_refused, NULL, 2, NULL));

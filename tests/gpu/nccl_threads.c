@@ -75,7 +75,7 @@ static int one_leaves_a_model(cddp_group *g, void *arg) {
     left_models[arg != NULL] = d;
     return 1;
   }
-  while (!nccl_rank_gone(g, 1)) ranks_sleep(0.001);
+  while (!inside_rank_gone(g, 1)) ranks_sleep(0.001);
   ranks_sleep(0.05); /* watchers look meanwhile */
   r = cddp_ddp_ready(d, 1);
   if (r == CDDP_OK) r = cddp_ddp_ready(d, 0);
@@ -173,7 +173,7 @@ static int threads_of_a_process(int rank, void *arg) {
 }
 
 /* A process whose last group is gone ends with NCCL out of its way, which waits for rank 1 to
-   leave, too; not if that takes longer than nccl_left_s: then it ends in the middle of that. */
+   leave, too; not if that takes longer than inside_left_s: then it ends in the middle of that. */
 typedef struct leaving {
   double late, left; /* seconds */
 } leaving;
@@ -184,7 +184,7 @@ static int leave(int rank, void *arg) {
   cddp_group *g = NULL;
   double t;
   test_failures = 0;
-  nccl_left_s = l->left;
+  inside_left_s = l->left;
   memset(&d, 0, sizeof d);
   d.device = "cuda";
   CHECK_OK(cddp_init(&g, &d));
@@ -210,7 +210,7 @@ static void test_leaving(void) {
 }
 
 /* Rank 1 has left in good order while rank 0 waited for rank 2. That it waits for that rank again,
-   later than nccl_left_s after the first time, is no loss either. turn: 1 and 3: rank 2 may send.
+   later than inside_left_s after the first time, is no loss either. turn: 1 and 3: rank 2 may send.
    */
 static void go_to(int *turn, int next) { __atomic_store_n(turn, next, __ATOMIC_SEQ_CST); }
 
@@ -225,7 +225,7 @@ static int leave_first(int rank, void *arg) {
   cddp_group *g = NULL;
   void *x;
   test_failures = 0;
-  nccl_left_s = RANKS_WITHIN(RANKS_SLOW ? 0.2 : 0.5);
+  inside_left_s = RANKS_WITHIN(RANKS_SLOW ? 0.2 : 0.5);
   memset(&d, 0, sizeof d);
   d.device = "cuda";
   CHECK_OK(cddp_init(&g, &d));
@@ -233,13 +233,13 @@ static int leave_first(int rank, void *arg) {
   check_sum(g, 6);
   CHECK_OK(cddp_barrier(g));
   if (rank == 1) {
-    nccl_left_s = 0;
+    inside_left_s = 0;
     cddp_destroy(g);
     wait_until(turn, 4); /* its process goes on */
     return test_failures != 0;
   }
   x = cddp_alloc(g, 4);
-  while (!nccl_rank_gone(g, 1)) ranks_sleep(0.001);
+  while (!inside_rank_gone(g, 1)) ranks_sleep(0.001);
   for (i = 0; i < 2; i++) {
     if (rank == 0) go_to(turn, 2 * i + 1);
     if (rank == 2) wait_until(turn, 2 * i + 1);
@@ -247,7 +247,7 @@ static int leave_first(int rank, void *arg) {
     CHECK_OK(rank == 0 ? cddp_recv(g, x, 1, CDDP_F32, 2, 0, NULL)
                        : cddp_send(g, x, 1, CDDP_F32, 0, 0, NULL));
     CHECK_OK(cddp_synchronize(g));
-    ranks_sleep(i == 0 ? nccl_left_s : 0);
+    ranks_sleep(i == 0 ? inside_left_s : 0);
   }
   cddp_free(g, x);
   if (rank == 0) go_to(turn, 4);

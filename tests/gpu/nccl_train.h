@@ -181,8 +181,8 @@ RANKS_DEF void plan_parts(const plan *p, cddp_ddp *d, cddp_group *g, char **mome
                       momentum[part[i].param] + part[i].first * cddp_dtype_size(t), part[i].count,
                       NULL};
     if (!cddp_ddp_used(d, part[i].param)) continue;
-    CHECK(nccl_kernels()->sgd(&s, 1, t, &rule, 1, NULL, first[part[i].param] ? CDDP_SGD_FIRST : 0,
-                              cddp_stream(g)) == 0);
+    CHECK(inside_kernels()->sgd(&s, 1, t, &rule, 1, NULL, first[part[i].param] ? CDDP_SGD_FIRST : 0,
+                                cddp_stream(g)) == 0);
   }
   for (i = 0; i < PARAMS; i++)
     if (cddp_ddp_used(d, i)) first[i] = false;

@@ -8,23 +8,15 @@
 
    How: a plan names for each rank a step, a point and a count. From that step on, the rank dies
    when it has passed the point that many times. Points are CDDP__POINT of cddp.h, "sendmsg", and
-   three in this file, so the test compiles its own implementation. Each surviving rank writes the
-   hash of its weights to shared memory. Further tests: living ranks that are late or call something
-   else, and a rank that the others count as lost although it lives. */
-#define _GNU_SOURCE
-static void elastic_point(const char *name);
-#define CDDP__POINT(name) elastic_point(name)
-#include <sys/socket.h>
-static ssize_t send_and_pass(int fd, const struct msghdr *m, int flags) {
-  ssize_t n = sendmsg(fd, m, flags);
-  elastic_point("sendmsg");
-  return n;
-}
-#define sendmsg send_and_pass
-#define CDDP_IMPLEMENTATION
+   three in this file. Each surviving rank writes the hash of its weights to shared memory. Further
+   tests: living ranks that are late or call something else, and a rank that the others count as
+   lost although it lives. */
 #include "../../cddp.h"
 
+#include "../inside.h"
 #include "../ranks.h"
+
+#include <sys/resource.h>
 
 enum { HALVES = 3 /* from this one on: for AdamW with masters alone */, ROWS = 5, PARAMS = 7 };
 enum { STEPS = 5, MOST = 8 };
@@ -80,6 +72,15 @@ static void elastic_point(const char *name) {
   if (now_threads) pthread_exit(NULL);
   if (at->leaves) _exit(7);
   raise(SIGKILL);
+}
+
+/* In place of cddp's sendmsg: linked with --wrap=sendmsg. */
+ssize_t __real_sendmsg(int fd, const struct msghdr *m, int flags);
+ssize_t __wrap_sendmsg(int fd, const struct msghdr *m, int flags);
+ssize_t __wrap_sendmsg(int fd, const struct msghdr *m, int flags) {
+  ssize_t n = __real_sendmsg(fd, m, flags);
+  elastic_point("sendmsg");
+  return n;
 }
 
 typedef struct model {
@@ -604,7 +605,6 @@ static void save_alone(small *m) {
   cddp_param p = m->p;
   cddp_checkpoint_desc desc;
   cddp_sgd_desc o;
-  const cddp_optim *h = m->optim;
   CHECK(mkdtemp(directory) != NULL);
   snprintf(path, sizeof path, "%s/x", directory);
   memset(&desc, 0, sizeof desc);
@@ -617,9 +617,9 @@ static void save_alone(small *m) {
   o.momentum = 0.9;
   CHECK_OK(cddp_sgd_create(&desc.optim, &p, 1, &o));
   CHECK_OK(cddp_load(NULL, path, &p, 1, &desc));
-  memcpy(momentum, desc.optim->state[0], sizeof momentum);
+  memcpy(momentum, inside_state(desc.optim, 0), sizeof momentum);
   CHECK(memcmp(w, m->w, sizeof w) == 0 && momentum[99] != 0);
-  CHECK(memcmp(momentum, h->state[0], sizeof w) == 0);
+  CHECK(memcmp(momentum, inside_state(m->optim, 0), sizeof w) == 0);
   cddp_optim_destroy(desc.optim);
   CHECK(unlink(path) == 0 && rmdir(directory) == 0);
 }
@@ -636,16 +636,12 @@ static void take_descriptors(void) {
 
 /* Rank 0 counts rank 1 as lost and continues. Rank 1 fails alone, with CDDP_ABORTED. */
 static void taken_for_lost(small *m, int rank) {
-  struct cddp__elastic *elastic = m->ddp->elastic;
   while (rank == 0 && __atomic_load_n(&reports[1].passed, __ATOMIC_SEQ_CST) == 0) {
     while (small_shard(m) >= 0) {}
     CHECK_OK(cddp_ddp_step(m->ddp, m->optim));
   }
   if (rank == 0) return;
-  pthread_mutex_lock(&elastic->net->lock);
-  cddp__close_fd(&elastic->net->listener);
-  pthread_mutex_unlock(&elastic->net->lock);
-  cddp__break(m->ddp->control, cddp__fail(CDDP_PEER_LOST, "as if rank 1 was lost"));
+  inside_become_lost(m->ddp);
   ranks_sleep(0.2); /* rank 0 continues alone */
   while (small_shard(m) >= 0) {}
   expect(cddp_ddp_step(m->ddp, m->optim), CDDP_ABORTED, "counted rank 1's process as lost");
@@ -692,6 +688,15 @@ static void small_rank(cddp_group *g, small *m, int scene, int rank) {
   if (scene == LOST_IN_GROUP) save_alone(m);
 }
 
+static bool first_thread_has_ended(void) {
+  char text[256] = "";
+  FILE *f = fopen("/proc/self/stat", "r");
+  if (f == NULL) return false;
+  CHECK(fgets(text, sizeof text, f) != NULL);
+  fclose(f);
+  return strstr(text, ") Z ") != NULL;
+}
+
 static int scene_ranks(int scene) { return scene == LOST_IN_GROUP ? 3 : scene == ALONE ? 1 : 2; }
 
 static int small_life(int rank, void *arg) {
@@ -722,10 +727,7 @@ static int small_life(int rank, void *arg) {
   if (scene == NO_DESCRIPTORS && rank == 0) take_descriptors();
   if (scene == NO_FIRST_THREAD && rank == 1) { /* from now on it looks like an ended process */
     pass(1);
-    char state = 0;
-    uint64_t field;
-    while (cddp__process_stat((uint32_t)getpid(), 22, &state, &field) && state != 'Z')
-      ranks_sleep(0.001);
+    while (!first_thread_has_ended()) ranks_sleep(0.001);
   }
   small_rank(g, &m, scene, rank);
   reports[rank].hash = ranks_hash(RANKS_HASH, m.p.data, sizeof m.w);
@@ -875,7 +877,7 @@ static int life_asks(int rank, void *arg) {
   while (rank == 2 && __atomic_load_n(&a->running, __ATOMIC_SEQ_CST) < 2) ranks_sleep(0.001);
   CHECK_OK(r = cddp_init(&g, NULL));
   if (r != CDDP_OK) return 1;
-  if (rank == 2) g->host->job_info->table.lead.self.life = 0;
+  if (rank == 2) inside_forget_life(g);
   p.data = cddp_alloc(g, 400);
   CHECK_OK(r = cddp_ddp_create(&ddp, g, &p, 1, &desc));
   __atomic_add_fetch(&a->running, rank < 2, __ATOMIC_SEQ_CST);
@@ -892,8 +894,8 @@ static int life_asks(int rank, void *arg) {
     if (r == CDDP_PEER_LOST) r = CDDP_OK, stop = 0;
   }
   CHECK_OK(r);
-  CHECK_EQ((int)g->host->job_info->table.info.rank, rank);
-  CHECK_EQ((int)g->host->job_info->table.info.pid, (int)getpid());
+  CHECK_EQ(inside_table_rank(g), rank);
+  CHECK_EQ(inside_table_pid(g), (int)getpid());
   cddp_optim_destroy(sgd);
   cddp_ddp_destroy(ddp);
   cddp_free(g, p.data);
@@ -920,6 +922,7 @@ static void test_asks_again(void) {
 int main(int argc, char **argv) {
   uint64_t seed, last;
   reports = (report *)ranks_shared(MOST * sizeof *reports);
+  inside_at_point = elastic_point;
   if (argc == 3) {
     last = strtoull(argv[2], NULL, 10);
     seed = strcmp(argv[1], "--seed") == 0 || strcmp(argv[1], "--hosts-seed") == 0 ? last : 1;

@@ -1,7 +1,7 @@
 /* >>plan: slices and buckets, the latter against PyTorch's. */
-#define CDDP_IMPLEMENTATION
 #include "../../cddp.h"
 
+#include "../inside.h"
 #include "../peers/golden.h"
 #include "../test.h"
 
@@ -16,7 +16,7 @@ static void test_slices(void) {
         before = most = 0;
         least = SIZE_MAX;
         for (i = 0; i < parts; i++) {
-          cddp__slice(sizes[a], granules[b], parts, i, &begin, &end);
+          inside_slice(sizes[a], granules[b], parts, i, &begin, &end);
           CHECK(begin == before && end >= begin);
           CHECK(begin % granules[b] == 0 || begin == sizes[a]);
           if (end - begin < least) least = end - begin;
@@ -28,7 +28,7 @@ static void test_slices(void) {
       }
     }
   }
-  cddp__slice(SIZE_MAX, 64, 3, 2, &begin, &end);
+  inside_slice(SIZE_MAX, 64, 3, 2, &begin, &end);
   CHECK(end == SIZE_MAX);
 }
 
@@ -47,7 +47,7 @@ static void test_buckets_of_pytorch(void) {
       params[i].dtype = (cddp_dtype)*p++;
     }
     for (i = 0; i < n; i++) order[i] = (int)*p++;
-    buckets = cddp__plan_buckets(offsets, sorted, params, n, explicit_order ? order : NULL, limits,
+    buckets = inside_plan_buckets(offsets, sorted, params, n, explicit_order ? order : NULL, limits,
                                  limit_count);
     CHECK_EQ(buckets, *p);
     p++;
@@ -73,7 +73,7 @@ static void test_example(void) {
     params[i].dtype = i == 5 ? CDDP_F16 : CDDP_F32;
     params[i].count = bytes[i] / cddp_dtype_size(params[i].dtype);
   }
-  CHECK_EQ(cddp__plan_buckets(offsets, sorted, params, 7, NULL, limits, 2), 4);
+  CHECK_EQ(inside_plan_buckets(offsets, sorted, params, 7, NULL, limits, 2), 4);
   CHECK(memcmp(sorted, want, sizeof want) == 0);
   CHECK(memcmp(offsets, begin, sizeof begin) == 0);
 }
@@ -89,7 +89,7 @@ static void test_arrival_order(void) {
     params[i].dtype = i < 2 ? CDDP_F32 : CDDP_F64;
     params[i].count = 10;
   }
-  CHECK_EQ(cddp__plan_buckets(offsets, sorted, params, 4, order, limits, 1), 2);
+  CHECK_EQ(inside_plan_buckets(offsets, sorted, params, 4, order, limits, 1), 2);
   CHECK(memcmp(sorted, want, sizeof want) == 0);
 }
 
