@@ -1577,7 +1577,7 @@ CDDPDEF void cddp_register_kernels(const cddp_kernels *kernels); /* must stay wh
    payload: a small all_reduce is one exchange of cache lines. A collective (>>collectives) is
      - one round, if it is small;
      - two rounds around direct access, if the buffers are in shared memory;
-     - else a round for each chunk of 256 KiB (in an all_reduce of three or more ranks two).
+     - else a round for each chunk of at most 256 KiB (in an all_reduce of three or more ranks two).
 
    CANONICAL SUM. Sums over ranks follow one binary tree: tree(0..n) = tree(0..p) + tree(p..n),
    where p is the largest power of two below n: ((a+b)+(c+d)) for four ranks, ((a+b)+c) for three.
@@ -1680,6 +1680,7 @@ CDDPDEF void cddp_register_kernels(const cddp_kernels *kernels); /* must stay wh
 #define CDDP_ASSERT(c) ((void)0)
 #endif
 
+/* Asserts that a thread holds the lock: the caller, if no other thread does. */
 #define CDDP__HELD(lock) CDDP_ASSERT(pthread_mutex_trylock(lock) != 0)
 
 /* Tests define this macro to stop, delay or kill a rank at a named point. */
