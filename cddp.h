@@ -4993,7 +4993,7 @@ static bool cddp__client_step(cddp__server *server, cddp__client *client) {
   cddp__span in;
   int found;
   if (c->state == CDDP__CONNECTION_PROVING) (void)cddp__connection_progress(c);
-  if (c->challenge.state > CDDP__CHALLENGE_PROVEN) {
+  if (c->challenge.state > CDDP__CHALLENGE_PROVEN) { /* its end is near: 1 s to read the answer */
     if (!refused) cddp__add32(&server->unproven, 1);
     if (!refused) c->deadline = cddp__now() + 1;
     c->in.start = c->in.end;
@@ -11870,6 +11870,7 @@ static cddp_result cddp__flow_run(cddp__flow *f) {
   return r;
 }
 
+/* Decides how a call moves between the hosts. The chunk's sizes follow in the callers. */
 static cddp__flow cddp__flow_of(cddp_group *g, const cddp__call *c) {
   const cddp__hosts *hosts = g->hosts;
   const cddp__shape *s = &cddp__shapes[c->kind];
@@ -17372,7 +17373,7 @@ static void cddp__set_layout(cddp_ddp *d) {
   }
   d->layout.arena_bytes = d->layout.bytes + (size_t)d->layout.slots * d->layout.slot_stride +
                           pieces * sizeof(double) + 2 * slack;
-  d->layout.model_bytes = d->layout.dense;
+  d->layout.model_bytes = d->layout.dense; /* sparse gradients of elastic models follow */
   for (i = 0; i < d->count; i++) {
     cddp__tensor *t = &d->tensors[i];
     if (cddp__sparse_of(d, i) == NULL) continue;
@@ -21662,7 +21663,8 @@ static cddp__pass cddp__part_pass(cddp_ddp *d, cddp_optim *optim, int k, size_t 
 static void cddp__step_block(cddp__pass *pass, int i, const cddp__update *update, size_t at,
                              size_t n) {
   double clipped[CDDP__STEP_BLOCK / sizeof(double)];
-  size_t offset = at - pass->d->tensors[i].offset, first = offset / cddp__dtype_size(update->stored);
+  size_t offset = at - pass->d->tensors[i].offset;
+  size_t first = offset / cddp__dtype_size(update->stored);
   cddp__update_run(update, first, (char *)pass->d->params[i].data + offset,
                    cddp__block_gradient(pass, i, at, n, clipped), n);
   cddp__optim_copy(pass->s, i, first, n);
@@ -22969,8 +22971,8 @@ static cddp_result cddp__check_checkpoint(cddp__ckpt *ckpt, bool saves) {
   if (ckpt->sharded) owners = optim->desc.ddp->group;
   if (owners != NULL && owners != ckpt->g)
     return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "the ranks of the cddp_ddp's group have parts of the optimizer's states: pass "
-                      "that group, on all of its ranks");
+                      "the ranks of the cddp_ddp's group have parts of the optimizer's states: "
+                      "pass that group, on all of its ranks");
   if (desc->sampler != NULL && desc->sampler->desc.world_size <= 0)
     return cddp__fail(CDDP_INVALID_ARGUMENT,
                       "the sampler is not initialized; call cddp_sampler_init");
