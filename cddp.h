@@ -7771,6 +7771,7 @@ static int cddp__merge_shard(const cddp__shard_node *nodes, int count, cddp__sha
   *low = *high = at;
   for (size = 1; size < shards; size *= 2) { /* [begin, end) is the node of `size` shards */
     bool right = begin / size % 2 == 1;
+    /* [from, to) is its sibling, which nodes[k] must be; whole: their parent would be the root */
     int from = right ? begin - size : end;
     int to = right ? begin : begin + 2 * size < shards ? begin + 2 * size : shards;
     int k = right ? *low - 1 : *high;
@@ -11749,8 +11750,8 @@ static const void *cddp__subtree_sum(const cddp__flow *f, int subtree, int owner
   return space;
 }
 
-/* The sum of all ranks, from the other hosts' sums in f->in, where each byte per element takes
-   f->part bytes. This host's sums are written to their place there. */
+/* The sum of all ranks, from the other hosts' sums in f->in: those of a host begin at f->part times
+   the bytes per element of the hosts before it. This host's sums are written to their place. */
 static void cddp__sum_all(const cddp__flow *f, size_t begin, size_t n, void *result) {
   cddp__hosts *hosts = f->g->hosts;
   int i;
@@ -23862,7 +23863,7 @@ static cddp_result cddp__wait_children(cddp__spawn_job *job) {
    ends earlier could be lost. */
 static cddp_result cddp__spawn(const char *caller, int (*fn)(int rank, void *arg), void *arg,
                                int nprocs, bool elastic, int restarts) {
-  char bytes[CDDP__MAX_RANKS] = {0};
+  char bytes[CDDP__MAX_RANKS] = {0}; /* a child begins when it has read one */
   cddp__spawn_job job;
   uint64_t secret[2];
   cddp_result r;
