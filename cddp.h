@@ -18881,7 +18881,7 @@ static cddp_result cddp__gpu_meet(cddp_ddp *d, int kind, uint64_t check, bool *m
   int i;
   *met = capturing || (!d->meets && d->plan.rebuilt);
   if (!*met) return CDDP_OK;
-  if (d->rows.sparse != NULL || d->desc.uneven_inputs) /* meets, except in a capture */
+  if (d->rows.sparse != NULL || d->desc.uneven_inputs) /* d->meets is set: this is a capture */
     return cddp__fail(CDDP_UNSUPPORTED, "a step with sparse_rows or uneven_inputs waits for the "
                                         "other ranks and cannot be captured in a CUDA graph");
   if (capturing && !d->plan.rebuilt && !d->desc.find_unused_parameters)
