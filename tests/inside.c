@@ -88,7 +88,7 @@ const cddp_kernels *inside_kernels(void) { return cddp__registered_kernels; }
 
 cddp_result inside_poll(cddp_group *g, double start) {
   cddp__wait w;
-  cddp__wait_begin(&w, g->timeout_s, 0);
+  cddp__wait_begin(&w, g->timeout_s);
   w.since = start;
   return cddp__device_poll(cddp__device_of(g), &w, "a test");
 }
