@@ -1566,24 +1566,23 @@ CDDPDEF void cddp_register_kernels(const cddp_kernels *kernels); /* must stay wh
 #endif
 
 /* >>design ----------------------------------------------------------------------------------------
-   SHARED MEMORY. The ranks of a host share one memfd. Only they have it open, so nothing is left in
-   a file system when they end. Rank i allocates in its own window of the memfd (>>arena); its peers
-   map the parts that they need. Each group has a control block there: two operation headers, a slot
-   (state, posted sends) and two staging buffers for each rank.
+   The overview. The head of each room says how the room works.
 
-   ROUNDS. Ranks cooperate in a numbered sequence of rounds (>>round). In a round each rank
-   announces its call in a header (operation, count, dtype, root) and waits for the headers of all
-   others, so every rank finds a disagreement immediately. A header also has up to 40 bytes of
-   payload: a small all_reduce is one exchange of cache lines. A collective (>>collectives) is
-     - one round, if it is small;
+   SHARED MEMORY. The ranks of a host share one memfd. Only they have it open, so nothing is left in
+   a file system when they end (>>arena). Each group has a control block there (>>block): for each
+   rank two headers, a slot (its state, its posted sends) and two staging buffers.
+
+   ROUNDS. Everything that ranks do together is a sequence of rounds (>>round): each rank announces
+   its call in a header, waits for the headers of all others, and compares them. A collective
+   (>>collectives) is
+     - one round, if it is small: the values are in the headers;
      - two rounds around direct access, if the buffers are in shared memory;
      - else a round for each chunk of at most 256 KiB (in an all_reduce of three or more ranks two).
 
-   CANONICAL SUM. Sums over ranks follow one binary tree: tree(0..n) = tree(0..p) + tree(p..n),
-   where p is the largest power of two below n: ((a+b)+(c+d)) for four ranks, ((a+b)+c) for three.
-   Element i of a result depends on the inputs only, never on slices, sizes, timing or instruction
-   set. So the bits are equal on all ranks and in all runs. f16 and bf16 are widened to f32, summed,
-   and rounded once. AVG divides the sum.
+   CANONICAL SUM. Sums over ranks follow one binary tree (>>reduce): ((a+b)+(c+d)) for four ranks,
+   ((a+b)+c) for three. Element i of a result depends on the inputs only, never on slices, sizes,
+   timing or instruction set. So the bits are equal on all ranks and in all runs. f16 and bf16 are
+   widened to f32, summed, and rounded once. AVG divides the sum.
 
    THREADS. cddp runs on the threads that call it (rules for callers: >>fine-print), except:
      - an engine thread in a group that has operations with a work handle, or that reduces buckets.
@@ -1595,31 +1594,25 @@ CDDPDEF void cddp_register_kernels(const cddp_kernels *kernels); /* must stay wh
    watcher also takes p2p.lock and fail_lock. No lock is held during a wait for a peer. Memory that
    ranks share is accessed through cddp__atomic_*, or published by an access through it.
 
-   WAITING. A wait polls for tens of microseconds, then yields, then sleeps on a futex for at most
-   20 ms (>>round). Ranks beyond the number of cores never poll. At each wake-up the wait checks the
-   ranks that it waits for: their slots, and a lock that each process holds on the shared memory
-   while it lives. So waiting ranks notice a death within about 20 ms, or later if many ranks share
-   a core. Ranks that do not wait have no cost. A rank that has waited for long writes its operation
-   and call site into its slot (cddp__publish_wait), for time-out texts and to find two ranks that
-   wait for each other in different groups.
+   WAITING. A wait polls for tens of microseconds, then yields, then sleeps for at most 20 ms. At
+   each wake-up it checks the ranks that it waits for: their slots, and a lock that each process
+   holds on the shared memory while it lives. So waiting ranks notice a death within about 20 ms, or
+   later if many ranks share a core. Ranks that do not wait have no cost.
 
-   FAILURE. A rank that finds a lost peer, a disagreement or a passed deadline writes the text into
-   its slot. The first rank that stores its slot's number in the control block has broken the group,
-   and wakes all ranks (>>failure). A rank that fails for its own reasons (no memory) does the same,
-   unless it has not announced anything yet. Before a failed call returns, no peer may still write
-   to its buffers: see cddp__end_access, and cddp__arena_quarantine for peers that are stopped.
+   FAILURE. A lost peer, a disagreement or a passed deadline breaks the group on all ranks
+   (>>failure). A rank that fails for its own reasons (no memory) breaks it too, unless it has not
+   announced anything yet. Before a failed call returns, no peer may still write to its buffers: see
+   cddp__end_access, and cddp__arena_quarantine for peers that are stopped.
 
-   SEVERAL HOSTS. The ranks of each host cooperate as above, with a control block for each host.
-   Each host in a group has a leader. The leaders exchange the headers of a round. Large arrays are
-   sent in slices, one for each rank (>>hosts), on connections that are made at their first use
-   (>>links). Ranks send notices of a failure, and of how a rank of their host died. A host that is
-   cut off is noticed at the deadline, or 20 s after its last acknowledgement.
+   SEVERAL HOSTS. The ranks of each host cooperate as above, with a control block for each host. The
+   hosts' leaders exchange the headers of a round. Large arrays are sent in slices, one for each
+   rank (>>hosts), on connections that are made at their first use (>>links). A host that is cut off
+   is noticed at the deadline, or 20 s after its last acknowledgement.
 
-   DATA PARALLEL. Gradients are in one arena per rank, or where the caller has them if that memory
-   is shared. They never move (>>ddp). A model has private groups for buckets and for control, so
-   that collectives on the caller's group can be called between cddp_ddp_ready calls in any order.
-   With NCCL, buckets are calls of the caller's group. One engine serves host and device memory. The
-   differences are in a table of functions, cddp__ddp_memory.
+   DATA PARALLEL. A model (>>ddp) has private groups for buckets and for control, so that
+   collectives on the caller's group can be called between cddp_ddp_ready calls in any order. With
+   NCCL, buckets are calls of the caller's group. Host and device memory differ in a table of
+   functions, cddp__ddp_memory.
 
    DEVICES. A group on GPUs uses all of the above as its control plane. For device memory it also
    has a device context (>>device). cddp_group.backend is a struct of functions for its memory.
