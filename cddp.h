@@ -22728,8 +22728,8 @@ enum { /* sets of keys: bit i is key i */
 typedef struct cddp__ckpt {
   cddp_group *g; /* NULL: none */
   const cddp_allocator *allocator;
-  const char *path;
-  const cddp_param *params;
+  const char *path;         /* this and the next three: the caller's */
+  const cddp_param *params; /* [count] */
   int count;
   const cddp_checkpoint_desc *desc;
   cddp_checkpoint_desc none; /* the desc if the caller passed NULL */
@@ -22739,7 +22739,7 @@ typedef struct cddp__ckpt {
   cddp__st_item *items; /* the parameters, the learning rate, the optimizer's states; the names of
                            the states follow the array */
   size_t item_count;
-  double lr;
+  double lr;     /* the optimizer's learning rate; load: the file's */
   char *whole;   /* sharded: memory of the group for any one state, whole */
   char *staging; /* [2 * CDDP__FILE_STAGING] between file and device; NULL: not needed yet */
   /* save: */
