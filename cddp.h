@@ -2557,8 +2557,8 @@ static __thread cddp__site cddp__this_site, cddp__next_site;
 /* The engine that this thread runs; NULL on the program's threads. */
 static __thread cddp__engine *cddp__own_engine;
 
-/* Copies field by field, by atomic accesses, which compilers do not merge: a wide load of fields
-   just stored one by one stalls until the stores reach the cache. That is 10 % of a small call. */
+/* Copies field by field. Compilers do not merge atomic accesses. A merged, wide load would stall
+   until the fields just stored one by one reach the cache: 10 % of a small call. */
 static void cddp__copy_site(cddp__site *to, const cddp__site *from) {
   __atomic_store_n(&to->function, __atomic_load_n(&from->function, __ATOMIC_RELAXED),
                    __ATOMIC_RELAXED);
@@ -2818,8 +2818,8 @@ static uint64_t cddp__load64(const cddp__atomic_u64 *a) {
 static void cddp__store64(cddp__atomic_u64 *a, uint64_t v) { /* in order with all other accesses */
   __atomic_exchange_n(&a->v, v, __ATOMIC_SEQ_CST);
 }
-/* Stores v for a process that reads after this one has died: what was stored before v is visible
-   with it, and nothing stored after v is visible without it. Barriers for the compiler are enough,
+/* Stores v for a process that reads after this one has died. A reader that sees v also sees all
+   earlier stores; one that does not see v sees no later store. Barriers for the compiler are enough,
    because a process dies between two instructions. */
 static void cddp__note64(cddp__atomic_u64 *a, uint64_t v) {
   __atomic_signal_fence(__ATOMIC_SEQ_CST);
@@ -2852,7 +2852,7 @@ static double cddp__now(void) {
   return cddp__monotonic() - stopped;
 }
 
-/* Called after each sleep: adds to cddp__stopped if the process was stopped during the sleep, which
+/* Called after each sleep: adds to cddp__stopped if the process was stopped meanwhile. The sleep
    began at `start` of cddp__now and should have lasted at most `asked` seconds. If several threads
    slept, the first to wake sets the clock back; by that clock the other sleeps were short. */
 static void cddp__note_sleep(double start, double asked) {
@@ -7092,10 +7092,11 @@ typedef struct cddp__kernels {
 #define CDDP__SUM_8(IN, s) \
   (CDDP__SUM_4(IN, s##0, s##1, s##2, s##3) + CDDP__SUM_4(IN, s##4, s##5, s##6, s##7))
 
-/* cddp__sum_S_ISA: dst = the canonical sum of k = 2, 3, 4 or 8 sources, times factor; k = 3 divides
-   by factor instead, since 1/3 is not exact. cddp__all_S_ISA: each of k = 2, 4 or 8 buffers = the
-   same sum of all. Source 0 also stands for sources that are not read. F: the type of the
-   arithmetic. IN and OUT convert between T and F. */
+/* Two functions. Source 0 also stands for sources that are not read.
+     cddp__sum_S_ISA   dst = the canonical sum of k = 2, 3, 4 or 8 sources, times factor. k = 3
+                       divides by factor instead, since 1/3 is not exact
+     cddp__all_S_ISA   each of k = 2, 4 or 8 buffers = the canonical sum of all, times factor
+     F, IN, OUT        the type of the arithmetic; they convert to it from T, and back */
 #define CDDP__SUM_KERNELS(ISA, TARGET, T, S, F, IN, OUT) \
   TARGET static void cddp__sum_##S##_##ISA(void *dst, const void *const *s, int k, size_t n, \
                                            double factor) { \
@@ -7218,9 +7219,10 @@ typedef struct cddp__kernels {
   }
 
 /* One element of AdamW, with the arithmetic of PyTorch's vectorized kernel (FusedAdamKernel.cpp).
-   The bits of PyTorch 2.6.0 show which of its sums are fused multiply-adds. v: the gradient; x: the
-   weight; m, q: exp_avg, exp_avg_sq, whose new values a and b go to mo, qo; MAXIMUM: the code of
-   amsgrad, or empty. */
+   The bits of PyTorch 2.6.0 show which of its sums are fused multiply-adds.
+     v, x      the gradient; the weight
+     m, q      exp_avg and exp_avg_sq. Their new values a and b go to mo and qo
+     MAXIMUM   the code of amsgrad, or empty */
 #define CDDP__ADAMW_STEP(F, FMA, SQRT, MAXIMUM) \
   F a = m[i]; \
   F b = q[i]; \
@@ -7754,8 +7756,7 @@ static int cddp__node_width(const cddp__shard_node *node) {
 /* Merges *node, a new node of one shard, with nodes[*low .. *high) of the same rank, and replaces
    *node by the merged node. nodes: [count] in ascending order.
      slots, widths   receive those of the merged nodes and of the new one, in order
-   Never forms the root of the tree, whose halves are added when the mean is computed. Returns the
-   number of slots. */
+   Never forms the root of the tree: the mean adds its halves. Returns the number of slots. */
 static int cddp__merge_shard(const cddp__shard_node *nodes, int count, cddp__shard_node *node,
                             int shards, int *slots, int *widths, int *low, int *high) {
   const cddp__shard_node self = *node, *part;
