@@ -2819,7 +2819,7 @@ static void cddp__store64(cddp__atomic_u64 *a, uint64_t v) { /* in order with al
   __atomic_exchange_n(&a->v, v, __ATOMIC_SEQ_CST);
 }
 /* Stores v for a process that reads after this one has died. A reader that sees v also sees all
-   earlier stores; one that does not see v sees no later store. Barriers for the compiler are enough,
+   earlier stores. One that does not see v sees no later store. Barriers for the compiler suffice,
    because a process dies between two instructions. */
 static void cddp__note64(cddp__atomic_u64 *a, uint64_t v) {
   __atomic_signal_fence(__ATOMIC_SEQ_CST);
