@@ -11985,7 +11985,7 @@ static cddp_result cddp__hosts_run(cddp_group *g, const cddp__call *c) {
   cddp_result r;
   memset(&ref, 0, sizeof ref);
   cddp__buffer_bytes(g, c, &sent, &received);
-  if (f.adds) received = sent;
+  if (f.adds) received = sent; /* the view of a sum is the send buffer */
   if (received == 0 || (g->local_size == 1 && !cddp__overwrites(c)))
     ref.kind = CDDP__REF_UNUSED;
   else if (!cddp__overwrites(c))
@@ -14166,7 +14166,7 @@ static cddp_result cddp__group_build(cddp_group **out, cddp__host *host, int ran
   g->local_rank = g->slot_index[rank];
   g->slots = (cddp__slot *)(void *)(block + cddp__block_slots(size));
   g->staging = block + cddp__block_head(size, g->local_size);
-  bytes = CDDP__L2;
+  bytes = CDDP__L2; /* of this machine's second-level cache; 0: unknown */
   bytes = bytes == 0 || bytes >= CDDP__STAGING_L2 ? cddp__staging_bytes(size) : CDDP__STAGING_MIN;
   (void)cddp__swap32(&g->block->staging, 0, (uint32_t)bytes);
   g->staging_size = g->local_size == size ? cddp__load32(&g->block->staging) : 0;
