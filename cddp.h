@@ -2284,7 +2284,7 @@ typedef struct cddp__scratch {
 typedef struct cddp__layout {
   int *order;         /* [count] parameters in the order of the model; sparse ones come last */
   size_t dense;       /* bytes of the dense model, which is divided into parts */
-  size_t halves;      /* offset of f16 and bf16 in the model; a slot has these as f32 */
+  size_t starts[CDDP__TRAINED + 1]; /* offset of each dtype in it; the last is `dense` */
   size_t model_bytes; /* of the model; elastic: with sparse gradients, as dense ones */
   size_t bytes;       /* of the arena: gradients not in place; on a device sparse ones come last */
   size_t slot_stride; /* bytes from one slot to the next */
@@ -17328,13 +17328,19 @@ static size_t cddp__gather_slack(const cddp_ddp *d) {
   return CDDP__CACHE_LINE * (size_t)(d->desc.elastic ? d->shards.count : d->group->size);
 }
 
+/* Size of a range of the model in memory that has f32 for f16 and bf16, which come last in it. */
+static size_t cddp__wide_bytes(const cddp_ddp *d, size_t begin, size_t end) {
+  size_t halves = cddp__max(begin, d->layout.starts[CDDP_F16]);
+  return end - begin + (end > halves ? end - halves : 0);
+}
+
 /* Sets every parameter's offsets in the model and in the arena: dtype by dtype, last parameter
    first. Offsets in the model depend on the model alone, since norms do (cddp__count_pieces). */
 static void cddp__set_layout(cddp_ddp *d) {
   size_t slack = cddp__gathers(d) ? cddp__gather_slack(d) : 0, pieces = 0;
   int dtype, i, placed = 0;
   for (dtype = 0; dtype < CDDP__TRAINED; dtype++) {
-    if (dtype == CDDP_F16) d->layout.halves = d->layout.dense; /* f16 and bf16 come last */
+    d->layout.starts[dtype] = d->layout.dense;
     for (i = d->count - 1; i >= 0; i--) {
       cddp__tensor *t = &d->tensors[i];
       if ((int)d->params[i].dtype != dtype) continue;
@@ -17349,8 +17355,9 @@ static void cddp__set_layout(cddp_ddp *d) {
       if (cddp__sparse_of(d, i) == NULL) d->layout.order[placed++] = i;
     }
   }
+  d->layout.starts[CDDP__TRAINED] = d->layout.dense;
   d->layout.bytes += slack;
-  d->layout.slot_stride = 2 * d->layout.dense - d->layout.halves;
+  d->layout.slot_stride = cddp__wide_bytes(d, 0, d->layout.dense);
   for (i = 0; i < d->count; i++) {
     cddp__tensor *t = &d->tensors[i];
     cddp__tensor_slice(d, i, d->group->backend->on_device ? d->group->rank : d->group->local_rank,
@@ -17378,8 +17385,7 @@ static void cddp__set_layout(cddp_ddp *d) {
     t->bytes = d->params[i].count * cddp__dtype_size(d->params[i].dtype);
     d->layout.model_bytes += cddp__round_up(t->bytes, CDDP__CACHE_LINE);
   }
-  d->layout.state_stride =
-      2 * d->layout.model_bytes - cddp__min(d->layout.halves, d->layout.model_bytes);
+  d->layout.state_stride = cddp__wide_bytes(d, 0, d->layout.model_bytes);
   d->layout.state_stride = cddp__round_up(
       d->layout.state_stride,
       d->layout.state_stride < CDDP__HUGE_PAGE ? cddp__page_size() : CDDP__HUGE_PAGE);
@@ -17609,27 +17615,6 @@ static double cddp__mean_factor(const cddp_ddp *d, cddp_dtype dtype) {
 #define CDDP__SHARD_CHUNK ((size_t)8 << 20) /* CDDP__NODES_CHUNK on GPUs */
 #endif
 
-/* The range of all gradients of a dtype; false if there are none. */
-static bool cddp__range_of(const cddp_ddp *d, int dtype, cddp__range *range) {
-  int i;
-  range->begin = d->layout.dense;
-  range->end = 0;
-  for (i = 0; i < d->count; i++) {
-    const cddp__tensor *t = &d->tensors[i];
-    if ((int)d->params[i].dtype != dtype || t->padded_bytes == 0) continue;
-    range->begin = cddp__min(range->begin, t->offset);
-    range->end = cddp__max(range->end, t->offset + t->padded_bytes);
-  }
-  range->end = cddp__round_up(range->end, CDDP__CACHE_LINE);
-  return range->begin < range->end;
-}
-
-/* Size of a range of the arena in memory that has f32 for f16 and bf16. */
-static size_t cddp__wide_bytes(const cddp_ddp *d, size_t begin, size_t end) {
-  size_t halves = cddp__max(begin, d->layout.halves);
-  return end - begin + (end > halves ? end - halves : 0);
-}
-
 /* The address, in a slot of a rank of this host, of offset `at` of the model. */
 static char *cddp__slot_at(const cddp_ddp *d, int rank, int slot, size_t at) {
   return d->addresses.slots[rank] + (size_t)slot * d->layout.slot_stride +
@@ -17762,16 +17747,15 @@ static cddp_result cddp__gather_chunk(cddp_ddp *d, char *out, cddp_dtype dtype, 
 static cddp_result cddp__gather_nodes(cddp_ddp *d, char *out) {
   size_t ranks = (size_t)d->control->size, at, n, esize;
   size_t most = (d->group->backend->on_device ? CDDP__SHARD_CHUNK : CDDP__NODES_CHUNK) / ranks;
-  cddp__range range;
   cddp_result r = CDDP_OK;
   int dtype, i, nodes = 0;
   for (i = 0; i < d->shards.node_count; i++)
     if (d->shards.nodes[i].slot >= nodes) nodes = d->shards.nodes[i].slot + 1;
-  for (dtype = 0; r == CDDP_OK && dtype < CDDP__TRAINED; dtype++) {
-    if (!cddp__range_of(d, dtype, &range)) continue;
+  for (dtype = 0; dtype < CDDP__TRAINED; dtype++) {
+    size_t end = d->layout.starts[dtype + 1];
     esize = cddp__dtype_size((cddp_dtype)dtype);
-    for (at = range.begin; r == CDDP_OK && at < range.end; at += n * ranks * esize) {
-      n = ((range.end - at) / esize + ranks - 1) / ranks;
+    for (at = d->layout.starts[dtype]; r == CDDP_OK && at < end; at += n * ranks * esize) {
+      n = ((end - at) / esize + ranks - 1) / ranks;
       n = cddp__round_up(cddp__min(n, most), CDDP__CACHE_LINE / esize);
       r = cddp__gather_chunk(d, out + at, (cddp_dtype)dtype, at, n, nodes);
       CDDP__POINT("elastic piece");
@@ -18417,10 +18401,7 @@ static double cddp__clip_factor(cddp_ddp *d, double max_norm, double *const *sum
     if (s != NULL)
       sum += cddp__sum_squares(s->mean.values, s->mean.n * s->width, d->params[i].dtype);
     for (p = 0; p < parts && s == NULL; p++) {
-      cddp__slice(d->layout.dense, CDDP__BLOCK_BYTES, parts, p, &begin, &end);
-      begin = cddp__max(begin, t->offset);
-      end = cddp__min(end, t->offset + t->bytes);
-      if (begin >= end) continue;
+      if (!cddp__part_slice(d, i, parts, p, &begin, &end)) continue;
       k = t->first_piece + begin / CDDP__BLOCK_BYTES - t->offset / CDDP__BLOCK_BYTES;
       for (n = cddp__count_pieces(begin, end); n > 0; n--) sum += sums[p][k++];
     }
@@ -18516,43 +18497,14 @@ static void cddp__keep_mean(cddp__pass *x, int i, const cddp__update *u, size_t 
   CDDP__POINT("elastic mean");
 }
 
-/* Writes the mean rows within n elements of parameter i, from element `first`, into a gradient that
-   is zero elsewhere. Returns whether there are any; out NULL: does nothing else. */
-static bool cddp__dense_rows(const cddp_ddp *d, int i, size_t first, size_t n, char *out) {
-  const cddp__sparse *s = d->rows.sparse[i];
-  size_t esize = s->bytes / s->width, low = 0, high = s->mean.n, middle, from, to;
-  bool any;
-  while (low < high) {
-    middle = (low + high) / 2;
-    if ((size_t)s->mean.number[middle] < first / s->width) low = middle + 1;
-    else high = middle;
-  }
-  any = low < s->mean.n && (size_t)s->mean.number[low] * s->width < first + n;
-  if (out != NULL) memset(out, 0, n * esize);
-  for (; out != NULL && low < s->mean.n; low++) {
-    size_t row = (size_t)s->mean.number[low] * s->width;
-    from = cddp__max(row, first);
-    to = cddp__min(row + s->width, first + n);
-    if (row >= first + n) break;
-    memcpy(out + (from - first) * esize, s->mean.values + low * s->bytes + (from - row) * esize,
-           (to - from) * esize);
-  }
-  return any;
-}
-
-/* The gradient for the step of n elements of parameter i from offset `at`: in `buffer`,
-   or in place. */
+/* The gradient for the step of n elements of parameter i from offset `at`: in place, or a clipped
+   copy in `buffer`. That of an unused parameter stays as it is. */
 static const void *cddp__block_gradient(const cddp__pass *x, int i, size_t at, size_t n,
                                         void *buffer) {
   cddp_dtype dtype = x->d->params[i].dtype;
-  size_t esize = cddp__dtype_size(dtype);
-  bool used = x->d->step.used[i], there = x->averaged || !used;
-  if (cddp__sparse_of(x->d, i) != NULL) { /* cddp__clip_rows has clipped its rows */
-    (void)cddp__dense_rows(x->d, i, (at - x->d->tensors[i].offset) / esize, n, (char *)buffer);
-    return buffer;
-  }
-  if (there && !(used && x->clip != 1)) return cddp__mean_at(x, i, at);
-  if (there) memcpy(buffer, cddp__mean_at(x, i, at), n * esize);
+  const char *mean = cddp__mean_at(x, i, at);
+  if (!x->d->step.used[i] || (x->averaged && x->clip == 1)) return mean;
+  if (x->averaged) memcpy(buffer, mean, n * cddp__dtype_size(dtype));
   else cddp__mean_block(x->d, i, buffer, at, n);
   if (x->clip != 1) cddp__scale(buffer, n, dtype, x->clip);
   return buffer;
@@ -18580,7 +18532,7 @@ static void cddp__publish_block(const cddp_ddp *d, int i, const char *weights, s
     char *to = t->shared ? cddp__weights_of(d, k, i) + (at - t->offset) : NULL;
     char *gradient = cddp__gradient_at(d, k, i, at);
     if (to != NULL && to != weights) cddp__copy_near(to, weights, bytes);
-    if (t->padded_bytes > 0 && gradient != apart) cddp__copy_near(gradient, NULL, bytes);
+    if (gradient != apart) cddp__copy_near(gradient, NULL, bytes);
   }
   if (!t->shared) cddp__copy_near(apart, weights, bytes);
 }
@@ -18600,7 +18552,7 @@ static void cddp__fuse_block(cddp__pass *x, int i, const cddp__update *u, size_t
 
 /* --- passes and steps --- */
 
-/* Passes through the model from offset `begin` to `end`. */
+/* Passes through the dense model from offset `begin` to `end`. */
 static void cddp__walk(cddp__pass *x, size_t begin, size_t end) {
   cddp_ddp *d = x->d;
   bool steps = x->which == CDDP__PASS_WEIGHTS;
@@ -18612,7 +18564,6 @@ static void cddp__walk(cddp__pass *x, size_t begin, size_t end) {
     const cddp__tensor *t = &d->tensors[i = d->layout.order[j]];
     size_t at = cddp__max(begin, t->offset), high = cddp__min(end, t->offset + t->bytes), n;
     size_t esize = cddp__dtype_size(d->params[i].dtype), block = CDDP__BLOCK_BYTES;
-    bool rows = cddp__sparse_of(d, i) != NULL;
     if (at >= high || (x->s != NULL && cddp__optim_skips(x->s, i))) continue;
     if (!steps && !d->step.used[i]) continue;
     if (x->s != NULL && (steps || x->one_loop)) {
@@ -18627,9 +18578,6 @@ static void cddp__walk(cddp__pass *x, size_t begin, size_t end) {
     if (steps && x->loops) cddp__fuse_loop(x, i, &u);
     for (; at < high && !(steps && x->loops); at += n * esize) {
       n = cddp__min(block - at % block, high - at) / esize;
-      if (rows && (!steps || (x->s->states == 0 && t->shared &&
-                              !cddp__dense_rows(d, i, (at - t->offset) / esize, n, NULL))))
-        continue; /* no row is in it: it does not change */
       x->block(x, i, &u, at, n);
     }
   }
