@@ -7083,8 +7083,8 @@ typedef struct cddp__kernels {
     } \
   } while (0)
 
-/* In the macros below ISA is an instruction set, TARGET its attributes, T an element type and S the
-   type's name. */
+/* Each macro below defines functions named cddp__LOOP_S_ISA, which struct cddp__kernels describes.
+   ISA is an instruction set, TARGET its attributes, T an element type and S the type's name. */
 
 /* The canonical sums of element i of 2, 4 and 8 arrays. IN converts to the type of arithmetic. */
 #define CDDP__SUM_2(IN, a, b) (IN(a[i]) + IN(b[i]))
@@ -7092,11 +7092,9 @@ typedef struct cddp__kernels {
 #define CDDP__SUM_8(IN, s) \
   (CDDP__SUM_4(IN, s##0, s##1, s##2, s##3) + CDDP__SUM_4(IN, s##4, s##5, s##6, s##7))
 
-/* Two functions. Source 0 also stands for sources that are not read.
-     cddp__sum_S_ISA   dst = the canonical sum of k = 2, 3, 4 or 8 sources, times factor. k = 3
-                       divides by factor instead, since 1/3 is not exact
-     cddp__all_S_ISA   each of k = 2, 4 or 8 buffers = the canonical sum of all, times factor
-     F, IN, OUT        the type of the arithmetic; they convert to it from T, and back */
+/* cddp__sum_S_ISA, for k = 2, 3, 4 or 8 sources, and cddp__all_S_ISA, for k = 2, 4 or 8 buffers.
+   k = 3 divides by factor, since 1/3 is not exact; the others multiply by it. Source 0 also stands
+   for sources that are not read. F: the type of the arithmetic. IN, OUT: convert to it and back. */
 #define CDDP__SUM_KERNELS(ISA, TARGET, T, S, F, IN, OUT) \
   TARGET static void cddp__sum_##S##_##ISA(void *dst, const void *const *s, int k, size_t n, \
                                            double factor) { \
@@ -7313,7 +7311,9 @@ typedef struct cddp__kernels {
   CDDP__BITS_KERNEL(ISA, TARGET) \
   CDDP__HALF_KERNELS(ISA, TARGET, bf16)
 
-/* An instruction set's table, by cddp_dtype. WIDE: the set for the loops of CDDP__WIDE_KERNELS. */
+/* An instruction set's table: a row by cddp_dtype (U8 uses the loops of I8), with columns sum, all,
+   pair, bits, scale, mix, squares, adamw, sgd_loop, adamw_loop, widen, narrow. WIDE: the set for
+   the loops of CDDP__WIDE_KERNELS. */
 #define CDDP__FLOAT_ROW(ISA, S, WIDE, SGD, ADAMW) \
   {cddp__sum_##S##_##WIDE, cddp__all_##S##_##WIDE, cddp__pair_##S##_##ISA, NULL, \
    cddp__scale_##S##_##ISA, cddp__mix_##S##_##ISA, cddp__squares_##S##_##ISA, \
