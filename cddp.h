@@ -8105,6 +8105,8 @@ static void *cddp__staging_of(const cddp_group *g, int rank, uint32_t round) {
   return g->staging + (2 * (size_t)rank + (round & 1)) * g->staging_size;
 }
 
+static bool cddp__is_broken(const cddp_group *g) { return cddp__load32(&g->block->broken) != 0; }
+
 /* Returns whether a rank has announced the current round. */
 static bool cddp__has_announced(const cddp_group *g, int rank) {
   return cddp__load32(&cddp__op_header_of(g, rank, g->round)->seq) == g->round;
@@ -8164,7 +8166,7 @@ static void cddp__wake_all(cddp_group *g) {
 
 /* The text of the group's failure. Valid once the group is broken. */
 static const char *cddp__failure_text(const cddp_group *g) {
-  CDDP_ASSERT(cddp__load32(&g->block->broken) != 0);
+  CDDP_ASSERT(cddp__is_broken(g));
   return g->slots[cddp__load32(&g->block->broken) >> 8].failure;
 }
 
@@ -8187,7 +8189,7 @@ static cddp_result cddp__check_failure(cddp_group *g) {
 static bool cddp__publish_failure(cddp_group *g, cddp_result r) {
   bool first = false;
   pthread_mutex_lock(&g->fail_lock); /* the threads of this rank share the slot's text */
-  if (cddp__load32(&g->block->broken) == 0) {
+  if (!cddp__is_broken(g)) {
     memcpy(g->slots[g->local_rank].failure, cddp__error_text, CDDP__ERROR_MAX);
     CDDP__POINT("breaking");
     first = cddp__swap32(&g->block->broken, 0, (uint32_t)r | (uint32_t)g->local_rank << 8);
@@ -8236,7 +8238,7 @@ CDDP__INLINED void cddp__note_thread(cddp__host *host) {
 /* Called at the start of each call. Returns the group's failure, or CDDP_OK. */
 CDDP__INLINED cddp_result cddp__check_group(cddp_group *g) {
   cddp__note_thread(g->host);
-  if (CDDP__LIKELY(cddp__load32(&g->block->broken) == 0)) return CDDP_OK;
+  if (CDDP__LIKELY(!cddp__is_broken(g))) return CDDP_OK;
   return cddp__check_failure(g);
 }
 
@@ -8630,7 +8632,7 @@ static cddp__text cddp__describe_other_failure(const cddp_group *g) {
   const cddp_group *other;
   pthread_mutex_lock(&g->host->lock);
   for (other = g->host->groups; other != NULL && t.s[0] == 0; other = other->next)
-    if (other != g && cddp__load32(&other->block->broken) != 0)
+    if (other != g && cddp__is_broken(other))
       t = cddp__textf("; another group failed: %.400s", cddp__failure_text(other));
   pthread_mutex_unlock(&g->host->lock);
   return t;
@@ -8813,7 +8815,7 @@ static void cddp__wait_sleep(cddp_group *g, cddp__wait *w, cddp__atomic_u32 *sle
   if (sleep < CDDP__SLEEP_MIN_S) sleep = CDDP__SLEEP_MIN_S;
   if (sleep > CDDP__SLEEP_MAX_S) sleep = CDDP__SLEEP_MAX_S;
   cddp__add32(sleepers, 1);
-  if (cddp__load32(&g->block->broken) == 0 && cddp__load32(word) == value)
+  if (!cddp__is_broken(g) && cddp__load32(word) == value)
     cddp__futex_wait(word, value, sleep < left ? sleep : left);
   cddp__add32(sleepers, (uint32_t)-1);
 }
@@ -8922,7 +8924,7 @@ static cddp_result cddp__compare_headers(cddp_group *g) {
   cddp__wait_begin(&w, 0.1); /* for the other ranks' call sites; one may have just died */
   for (p = 0; p < g->size; p++)
     while (g->members[p] >= 0 && cddp__load32(&cddp__slot_of(g, p)->site_round) != g->round &&
-           cddp__load32(&g->block->broken) == 0 && cddp__wait_pause(&w)) {}
+           !cddp__is_broken(g) && cddp__wait_pause(&w)) {}
   cddp__fail(CDDP_MISMATCH, "ranks disagree in call %" PRIu64 " of the group: %s", g->calls,
              cddp__describe_rank(g, first, reference).s);
   for (p = 0, different = 0; p < g->size; p++) {
@@ -10987,7 +10989,7 @@ static void cddp__check_link_end(cddp_group *g, cddp__connection *link) {
   cddp__peer *p = &g->hosts->peers[link->rank];
   const cddp__connection *other = p->link[p->link[0] == link];
   if (link->state != CDDP__CONNECTION_ENDED || cddp__load32(&p->lost) != 0) return;
-  if (cddp__load32(&g->block->broken) == 0 && cddp__link_reconnect(g->hosts->net, link)) {
+  if (!cddp__is_broken(g) && cddp__link_reconnect(g->hosts->net, link)) {
     cddp__watch_link(g->hosts, link);
     return;
   }
@@ -11166,7 +11168,7 @@ static void cddp__hosts_query_arrivals(cddp_group *g) {
   cddp__send_arrivals(g, g->round);
   do {
     cddp__hosts_poll(g);
-  } while (cddp__load32(&g->block->broken) == 0 &&
+  } while (!cddp__is_broken(g) &&
            !cddp__has_announced(g, g->hosts->lowest_remote) && cddp__wait_pause(&w));
 }
 
@@ -11177,7 +11179,7 @@ static void cddp__early_notice(cddp_group *g, bool leaving) {
   const cddp__net *n = g->hosts->net;
   cddp__text text = {""}, how;
   int p;
-  if (cddp__load32(&g->block->broken) != 0 || cddp__load32(&g->block->cause.state) != 0) return;
+  if (cddp__is_broken(g) || cddp__load32(&g->block->cause.state) != 0) return;
   for (p = 0; p < g->size && text.s[0] == 0; p++) {
     if (p == g->rank || g->members[p] < 0 || !cddp__rank_gone(g, p) ||
         cddp__load32(&cddp__slot_of(g, p)->state) == CDDP__SLOT_LEFT)
@@ -12476,7 +12478,7 @@ static bool cddp__recv_directly(cddp_work *work) {
   bool alone;
   if (g->hosts != NULL || work->call.root == CDDP_ANY) return false;
   work->from = work->call.root;
-  for (i = 0; i < spin && cddp__load32(&g->block->broken) == 0; i++) {
+  for (i = 0; i < spin && !cddp__is_broken(g); i++) {
     if (cddp__scan_peer(g, work) != NULL) {
       pthread_mutex_lock(&g->p2p.lock);
       if (g->p2p.recvs == NULL && (p = cddp__find_send(g, work)) != NULL)
@@ -12500,7 +12502,7 @@ static bool cddp__recv_directly(cddp_work *work) {
 static bool cddp__serve_other(cddp_group *g) {
   char kept[CDDP__ERROR_MAX];
   bool served = false;
-  if (cddp__load32(&g->block->broken) != 0) return false;
+  if (cddp__is_broken(g)) return false;
   if (pthread_mutex_trylock(&g->p2p.lock) != 0) return false;
   if (g->hosts != NULL) (void)cddp__flush_links(g);
   if (g->p2p.recvs != NULL) {
@@ -12620,7 +12622,7 @@ static cddp_result cddp__message_wait(cddp_work *work, double limit) {
   int i, spin = cddp__spin_of(g->host) / CDDP__SPIN_MESSAGE;
   cddp__wait_begin(&w, limit >= 0 ? limit : g->timeout_s);
   w.yields = limit == 0 ? 0 : CDDP__YIELDS;
-  for (i = 0; i < spin && limit != 0 && cddp__load32(&g->block->broken) == 0; i++) {
+  for (i = 0; i < spin && limit != 0 && !cddp__is_broken(g); i++) {
     if (cddp__message_ready(work)) return CDDP_OK;
     if (g->hosts == NULL || i % CDDP__POLLS_A_YIELD != 0) cddp__pause();
     else if (!cddp__wait_yields(&w)) break;
@@ -12986,7 +12988,7 @@ static cddp_result cddp__mpi_start(const cddp_group *g) {
 static void cddp__mpi_leave(cddp_group *g) {
   int over = 1;
   pthread_mutex_lock(&cddp__mpi_lock);
-  if (cddp__load32(&g->block->broken) == 0 && MPI_Finalized(&over) == MPI_SUCCESS && !over)
+  if (!cddp__is_broken(g) && MPI_Finalized(&over) == MPI_SUCCESS && !over)
     MPI_Comm_free(&g->mpi->comm);
   pthread_mutex_unlock(&cddp__mpi_lock);
   cddp__free(&g->host->allocator, g->mpi);
@@ -13367,7 +13369,7 @@ static bool cddp__cpu_done(cddp_work *work) {
   cddp_group *g = work->group;
   bool done;
   if (work->run == NULL) {
-    if (cddp__load32(&g->block->broken) != 0) return true;
+    if (cddp__is_broken(g)) return true;
     if (work->call.kind == CDDP__KIND_SEND && work->send < 0) return true;
     if (cddp__message_ready(work)) return true;
     cddp__serve_idle(NULL);
@@ -13572,7 +13574,7 @@ static void cddp__reduce_slices(const cddp_group *g, const cddp__call *call, siz
   size_t begin, end, most = nontemporal ? sizeof sums : CDDP__CHECK_BYTES;
   int r;
   cddp__slice(n, CDDP__CACHE_LINE / call->esize, g->size, g->rank, &begin, &end);
-  for (; begin < end && cddp__load32(&g->block->broken) == 0; begin += n) {
+  for (; begin < end && !cddp__is_broken(g); begin += n) {
     n = cddp__min(end - begin, most / call->esize);
     for (r = 0; r < g->size; r++) g->slices[r] = (char *)bufs[r] + begin * call->esize;
     if (to == NULL)
@@ -13700,7 +13702,7 @@ static void cddp__broadcast_direct(const cddp_group *g, const cddp__call *call, 
     return;
   }
   cddp__slice(bytes, CDDP__CACHE_LINE, g->size, g->rank, &begin, &end);
-  for (; begin < end && cddp__load32(&g->block->broken) == 0; begin += n) {
+  for (; begin < end && !cddp__is_broken(g); begin += n) {
     n = cddp__min(end - begin, g->size == 2 ? CDDP__CHECK_BYTES : CDDP__STAGING_MIN);
     for (r = 0; r < g->size; r++)
       cddp__copy_by(bufs[r] + begin, bufs[call->root] + begin, n, bytes >= CDDP__NT_SHARE);
@@ -15973,7 +15975,7 @@ static void cddp__await_abort(cddp__device *device) {
 
 /* After an operation that failed with the group: waits until NCCL no longer uses its buffers. */
 static cddp_result cddp__release_buffers(cddp__device *device, cddp_result r) {
-  if (r == CDDP_OK || cddp__load32(&device->group->block->broken) == 0) return r;
+  if (r == CDDP_OK || !cddp__is_broken(device->group)) return r;
   cddp__device_end(device, CDDP__COMM_ABORTED);
   cddp__await_abort(device);
   return r;
@@ -16538,7 +16540,7 @@ static bool cddp__device_done(cddp_work *work) {
   if (cddp__use_device(device->index) != CDDP_OK) return true;
   if (cddp__capturing(cddp__main_stream(work->group))) return false; /* a query would end that */
   if (work->call.kind >= CDDP__KIND_SEND) (void)cddp__issue_messages(device, work);
-  if (work->event == NULL || cddp__load32(&work->group->block->broken) != 0) return true;
+  if (work->event == NULL || cddp__is_broken(work->group)) return true;
   e = cudaEventQuery((cudaEvent_t)work->event);
   if (e != cudaSuccess) (void)cudaGetLastError(); /* also set by cudaErrorNotReady */
   return e != cudaErrorNotReady;
@@ -16819,16 +16821,15 @@ static cddp_result cddp__device_before_split(cddp_group *g) {
    The remaining ranks must not see a failure, so nothing here breaks the group. */
 static void cddp__device_leave(cddp_group *g) {
   cddp__device *device = cddp__device_of(g);
-  const cddp__atomic_u32 *broken = &g->block->broken;
   cddp__wait w;
   cddp__wait_begin(&w, INFINITY);
   (void)cddp__use_device(device->index);
   (void)cddp__issue_messages(device, NULL);
-  while (cddp__load32(broken) == 0 && cddp__device_busy(device) > 0) {
+  while (!cddp__is_broken(g) && cddp__device_busy(device) > 0) {
     cddp__futex_wake(&device->state); /* the poller polls immediately */
     cddp__wait_pause(&w);
   }
-  if (cddp__load32(broken) == 0) cddp__device_end(device, CDDP__COMM_DESTROYED);
+  if (!cddp__is_broken(g)) cddp__device_end(device, CDDP__COMM_DESTROYED);
   cddp__device_stop(device);
 }
 
@@ -18258,7 +18259,7 @@ static cddp_result cddp__alloc_common(cddp_ddp *d, size_t bytes, enum cddp__exte
     r = cddp__consensus(g, r, NULL, 0, NULL);
   }
   /* If the group is broken another rank can be further and write to it: keep it. */
-  if (r != CDDP_OK && cddp__load32(&g->block->broken) == 0) cddp__arena_free(g->host, mine);
+  if (r != CDDP_OK && !cddp__is_broken(g)) cddp__arena_free(g->host, mine);
   *out = (char *)at;
   return r;
 }
@@ -20652,7 +20653,7 @@ static cddp_result cddp__reduce_in_memory(cddp_ddp *d) {
   d->shards.node_count = cddp__plan_nodes(d->shards.owner, d->shards.count, true, d->shards.nodes,
                                           d->shards.widths, &slots);
   for (i = 0; r == CDDP_OK && i < d->step.active_count; i++) r = cddp__map_sums(d, i, packets);
-  if (cddp__load32(&d->control->block->broken) != 0) /* by a rank that no longer publishes */
+  if (cddp__is_broken(d->control)) /* by a rank that no longer publishes */
     r = cddp__check_failure(d->control);
   if (r != CDDP_OK) return r;
   for (i = 0; i < d->shards.node_count; i++) {
