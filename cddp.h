@@ -8275,9 +8275,9 @@ static uint64_t cddp__boot_ticks(void) { /* the time now, in the unit of startti
 /* Returns whether a process of the host has ended. A living process holds a lock on its byte of the
    shared memory, unless the program has closed the descriptor, or the lock is not taken yet. */
 static bool cddp__process_gone(const cddp__host *host, int at) {
-  struct pollfd fd = {host->pidfds[at], POLLIN, 0};
+  struct pollfd fd = {host->pidfds[at], POLLIN, 0}; /* readable once the process has ended */
   struct flock lock;
-  uint64_t born;
+  uint64_t start;
   char state;
   if (fd.fd >= 0 && poll(&fd, 1, 0) != 1) return false;
   if (fd.fd >= 0 && (syscall(SYS_pidfd_send_signal, fd.fd, 0, NULL, 0) == 0 || errno != EBADF))
@@ -8288,8 +8288,9 @@ static bool cddp__process_gone(const cddp__host *host, int at) {
   lock.l_len = 1;
   if (at < host->size && fcntl(host->arena.fd, F_GETLK, &lock) == 0 && lock.l_type != F_UNLCK)
     return false;
-  if (cddp__process_stat(host->pids[at], 22, &state, &born)) /* born > met: another process's pid */
-    return state == 'Z' || state == 'X' || (at < host->size && born > host->started_before);
+  if (cddp__process_stat(host->pids[at], 22 /* starttime */, &state, &start))
+    return state == 'Z' || state == 'X' || /* a later start: another process has got its pid */
+           (at < host->size && start > host->started_before);
   return kill((pid_t)host->pids[at], 0) != 0 && errno == ESRCH;
 }
 
@@ -8326,9 +8327,10 @@ static bool cddp__exit_status(int pidfd, uint32_t pid, int *status) {
   } info;
   uint64_t code;
   char state;
-  bool zombie = cddp__process_stat(pid, 52, &state, &code) && state == 'Z';
-  if (zombie) *status = (int)code;
-  if (zombie) return true;
+  if (cddp__process_stat(pid, 52 /* exit_code */, &state, &code) && state == 'Z') {
+    *status = (int)code;
+    return true;
+  }
   memset(&info, 0, sizeof info);
   info.mask = 8; /* PIDFD_INFO_EXIT */
   if (pidfd < 0 || ioctl(pidfd, _IOWR(0xff, 11, struct cddp__pidfd_info), &info) != 0) return false;
