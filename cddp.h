@@ -8503,12 +8503,14 @@ static cddp__slot *cddp__wait_slot(const cddp_group *g, int rank) {
   return host->slots != NULL && at >= 0 && at < host->size ? &host->slots[at] : NULL;
 }
 
-/* Copies a text of n bytes from memory that another process can change meanwhile. */
+/* Copies a text of n bytes from memory that another process can change meanwhile. Zeros follow the
+   first NUL. */
 static void cddp__copy_text(char *to, const char *from, size_t n) {
-  char c = 1;
+  bool ended = false;
   size_t i;
   for (i = 0; i < n; i++) {
-    if (c != 0) c = i + 1 < n ? __atomic_load_n(&from[i], __ATOMIC_RELAXED) : 0;
+    char c = ended || i + 1 == n ? 0 : __atomic_load_n(&from[i], __ATOMIC_RELAXED);
+    ended = c == 0;
     __atomic_store_n(&to[i], c, __ATOMIC_RELAXED);
   }
 }
@@ -12354,20 +12356,20 @@ static cddp_result cddp__post_send(cddp_work *work, bool *fits) {
    miss an older send that was posted meanwhile in a request already passed. */
 static cddp__send_request *cddp__scan_peer(cddp_group *g, const cddp_work *work) {
   cddp__slot *slot = cddp__slot_of(g, work->from);
-  uint32_t i, n = CDDP__SENDS, left = cddp__load32(&slot->send_top);
+  uint32_t i, size = CDDP__SENDS /* of a block */, left = cddp__load32(&slot->send_top);
   cddp__send_request *best = NULL;
   int block;
-  for (block = 0; left > 0 && block < CDDP__SEND_BLOCKS; block++, n *= 2) {
+  for (block = 0; left > 0 && block < CDDP__SEND_BLOCKS; block++, size *= 2) {
     void *at = slot->sends;
     cddp__send_request *p;
     if (block > 0 && cddp__map_ref(g->host, &slot->more_sends[block], &at) != CDDP_OK) at = NULL;
-    for (p = (cddp__send_request *)at, i = 0; i < n && i < left && p != NULL; i++, p++) {
+    for (p = (cddp__send_request *)at, i = 0; i < size && i < left && p != NULL; i++, p++) {
       if (cddp__load32(&p->state) != CDDP__POSTED_TO(g->rank) ||
           cddp__load32(&p->tag) != (uint32_t)work->call.tag)
         continue;
       if (best == NULL || cddp__load64(&p->number) < cddp__load64(&best->number)) best = p;
     }
-    left -= left < n ? left : n;
+    left -= left < size ? left : size;
   }
   return best;
 }
