@@ -450,7 +450,7 @@ layout() { # the top level holds what the layout names; no binaries. Tracked fil
 
 unfinished() {
   # shellcheck disable=SC2046
-  grep -n -E '\b(T[O]DO|F[I]XME|X[X]X)\b|not implemente[d]' $(sources) tests/*.sh tests/*/*.sh build.ninja README.md |
+  grep -n -E '\b(T[O]DO|F[I]XME|X[X]X)\b|not implemente[d]' $(sources) tests/*.sh tests/*/*.sh build.ninja tests/*.ninja README.md |
     none "unfinished"
 }
 
@@ -474,7 +474,7 @@ readme() { # its C compiles; every file and target of ours that it names is ther
     [ -e "$word" ] || echo "no file $word"
   done | none "README.md"
   for word in $(grep -o -E '`(\$ )?ninja [a-z-]+|^ *(\$ )?ninja [a-z-]+' README.md | grep -o '[a-z-]*$' | sort -u); do
-    grep -q -E "^build ([^:]* )?$word:|^name = $word$" build.ninja || echo "no target $word"
+    grep -q -E "^build ([^:]* )?$word:|^name = $word$" build.ninja tests/suites.ninja || echo "no target $word"
   done | none "README.md: ninja"
   awk -v to="$work/block" '/^```/ { on = $0 == "```c"; n += on; next } on { print > (to n ".c") }' README.md
   compile_blocks | none "README.md: C"
@@ -538,18 +538,18 @@ END
   done
 }
 
-lists() { # what there is to run, tests/list.ninja or a script has; it runs in `ninja test` or `ninja all-tests`
+lists() { # what there is to run, tests/list.ninja or a script has; tests/suites.ninja says when it runs
   local f name
   for f in tests/{rooms,ranks,chaos,fuzz}/*.c tests/gpu/*.{c,cu}; do
     grep -q ": object $f " tests/list.ninja && continue # a part of others
     name=$(sed -n "s|^build \$dir/\([^:]*\): [a-z_]*program $f.*|\1|p" tests/list.ninja)
-    grep -q -E "build/[a-z]+/${name:-none}( |\$)" build.ninja || echo "$f"
-  done | none "not in tests/list.ninja, or its program not in build.ninja's lists"
+    grep -q -E "build/[a-z]+/${name:-none}( |\$)" tests/suites.ninja || echo "$f"
+  done | none "not in tests/list.ninja, or its program not in tests/suites.ninja"
   for f in tests/*.sh tests/{ranks,chaos,peers}/*.sh; do
-    grep -q "$f" build.ninja tests/nightly.sh || echo "$f"
-  done | none "not in build.ninja or tests/nightly.sh"
-  for name in $others; do grep -q -E "checks.sh:([^ ]*,)?$name(,| |\$)" build.ninja || echo "$name"; done |
-    none "tests/checks.sh: not in build.ninja's lists"
+    grep -q "$f" build.ninja tests/suites.ninja tests/nightly.sh || echo "$f"
+  done | none "not in tests/suites.ninja or tests/nightly.sh"
+  for name in $others; do grep -q -E "checks.sh:([^ ]*,)?$name(,| |\$)" tests/suites.ninja || echo "$name"; done |
+    none "tests/checks.sh: not in tests/suites.ninja"
 }
 
 # --- which ---

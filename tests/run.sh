@@ -1,6 +1,6 @@
 #!/bin/bash
-# Runs tests, side by side while cores are idle, and prints one line for each. build.ninja has the lists of `ninja check`, `ninja
-# test` and `ninja all-tests`.
+# Runs tests, side by side while cores are idle, and prints one line for each. tests/suites.ninja has the lists of `ninja
+# check`, `ninja test` and `ninja all-tests`.
 #
 #   tests/run.sh TEST...      build/VARIANT/NAME      a program that ninja has built
 #                             tests/SCRIPT.sh         a script
