@@ -370,6 +370,8 @@ cddptrace() {
   cat >victim.c <<'END'
 #define CDDP_IMPLEMENTATION
 #include "cddp.h"
+#include <signal.h>
+#include <stdlib.h>
 static int train(int rank, void *arg) {
   cddp_group *g;
   float x = 1;
