@@ -892,7 +892,7 @@ static void test_child_lives_on(void) {
   for (i = 0; i < 2; i++) {
     memset(shared, 0, sizeof *shared);
     setenv("TEST_HOSTS", "abc", 1);
-    setenv("CDDP_TIMEOUT_S", RANKS_SLOW ? "60" : "6", 1);
+    ranks_setenv("CDDP_TIMEOUT_S", (long)RANKS_WITHIN(6.0)); /* to meet, on a busy machine */
     ranks_script(lives[i], NULL, 3, 100, status);
     setenv("CDDP_TIMEOUT_S", RANKS_SLOW ? "120" : "30", 1);
     unsetenv("TEST_HOSTS");

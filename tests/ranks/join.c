@@ -408,7 +408,7 @@ static void test_many(void) {
     if (i == rounds / 3) memory = shared->memory;
   }
   fprintf(stderr, "  %zu KiB, in the end %zu KiB\n", memory >> 10, shared->memory >> 10);
-  CHECK(shared->memory < memory + memory / 4);
+  CHECK(shared->memory < 2 * memory); /* a leak of a round would make it 60 times */
   end_job(pids, 3);
 }
 
