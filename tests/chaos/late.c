@@ -1,6 +1,10 @@
-/* late.c - time as connections between hosts see it. A rank that is late to read, however long, is
-   no dead one. The 20 s after which a host that answers nothing is lost are 1 s here, so that a few
-   seconds are very late. Hosts that are cut off: netns.sh. */
+/* late.c - Time as connections between hosts see it: a rank that is late to read, however long, is
+   no dead one.
+
+   The 20 s after which a host that answers nothing is lost are 1 s here (inside.h), so that a few
+   seconds are very late. A receiver sleeps while small messages or one large message wait for it,
+   a rank is stopped in the middle of a collective, a receiver leaves before its sender has
+   looked: no rank may be taken for lost. Hosts that are really cut off: tests/ranks/netns.sh. */
 #include "../../cddp.h"
 
 #include "../inside.h"

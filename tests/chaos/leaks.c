@@ -1,7 +1,11 @@
 /* Starting and ending, many times over: no hang, no descriptor and no process may stay behind.
-   Files are the matter of tests/chaos/leaks.sh, which runs this program with 200 starts.
 
-     build/plain/leaks [starts of 8 ranks]      (rank file:///... : one rank, started by itself) */
+     build/plain/leaks [starts of 8 ranks]      (rank file:///... : one rank, started by itself)
+
+   Jobs start by every way there is (spawn, threads, the environment, a file), with groups and
+   models, small stacks and deadlines that pass, and end again; descriptors, threads, mappings and
+   processes are counted. Files are the matter of tests/chaos/leaks.sh, which runs this program
+   with 200 starts. */
 #define CDDP_IMPLEMENTATION
 #include "../../cddp.h"
 

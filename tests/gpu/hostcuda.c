@@ -1,6 +1,10 @@
-/* The test double of CUDA and NCCL is itself tested: streams, events, graphs, memory, failures;
-   NCCL between processes. What is asked of it is what the real ones do. Each test runs in a process
-   of its own, as CUDA does not survive a fork. */
+/* The test double of CUDA and NCCL (tests/gpu/hostcuda) is itself tested.
+
+   What is asked of it is what the real ones do: the order of streams and events, the legacy
+   stream, captured graphs, memory that the host cannot touch, contexts, injected errors; NCCL
+   between processes, with late, lost and aborted ranks. It must also fail where they fail: a test
+   double that forgives proves nothing. Each test runs in a process of its own, as CUDA does not
+   survive a fork. */
 #include "../../cddp.h"
 
 #include "../test.h"

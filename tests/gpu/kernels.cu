@@ -1,5 +1,9 @@
 /* The kernels of cddp_kernels.cuh against references in double precision, and SGD against cddp.h's
-   own to the last bit. The same file runs on the test double (g++) and on a GPU (nvcc,
+   own to the last bit.
+
+   Each kernel runs on arrays of many lengths and alignments, and in every dtype: sums, means and
+   scaling, norms, casts, the optimizers' updates, embedding and cross entropy of the examples. The
+   same file runs on the test double (compiled by g++, in ninja test) and on a GPU (nvcc,
    tests/gpu/gpu.sh). */
 #define CDDP_KERNELS_IMPLEMENTATION
 #include "../../cddp_kernels.cuh"

@@ -300,8 +300,9 @@ static void test_means(void) {
 }
 
 static void test_collectives(void) {
-  int n;
-  for (n = 1; n <= MOST_RANKS; n++) CHECK_OK(run(every_collective, NULL, n, NULL));
+  static const int ranks[] = {1, 2, 3, 4, 5, MOST_RANKS};
+  int i, n;
+  for (i = 0; i < 6; i++) CHECK_OK(run(every_collective, NULL, ranks[i], NULL));
   inside_comm_min_ranks = 1;
   CHECK_OK(run(with_nccl, NULL, 1, NULL));
   inside_comm_min_ranks = 2;

@@ -19,9 +19,11 @@ static int train_halves(cddp_group *g, void *arg) {
 }
 
 static void test_training(void) {
+  static const int ranks[] = {1, 2, 3, 5, MOST_RANKS};
   plan p;
-  int n;
-  for (n = 1; n <= MOST_RANKS; n++) {
+  int i, n;
+  for (i = 0; i < 5; i++) {
+    n = ranks[i];
     memset(&p, 0, sizeof p);
     p.steps = 4;
     p.cap_mb = 0.02;

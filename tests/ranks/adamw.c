@@ -1,5 +1,10 @@
-/* AdamW, and SGD with settings of its own for each parameter, in data-parallel steps: the bits of
-   one process's own loop over the mean gradient, which takes an optimizer for each parameter. */
+/* AdamW, and SGD with settings of its own for each parameter, in data-parallel steps.
+
+   The reference is a loop of one process over the mean gradient, with one optimizer for each
+   parameter: the weights of all ranks must have its bits. This is asked of fused steps and of
+   wait plus step, of unused parameters, shards, uneven inputs, several hosts, masters of half
+   precision, clipping, and of training that goes on from a checkpoint. Settings that ranks do not
+   share, and damaged checkpoints, are errors. */
 #define CDDP_IMPLEMENTATION
 #include "../../cddp.h"
 

@@ -1,6 +1,9 @@
-/* cddp_alloc and cddp_free: any number of allocations takes few memory mappings, in the rank and in
-   its peers, and the time of each does not depend on their number; memory is zero, nobody else's,
-   and goes back to the system. */
+/* cddp_alloc and cddp_free: shared memory that is cheap, private until used, and given back.
+
+   Any number of allocations takes few memory mappings, in the rank and in its peers, and the time
+   of each does not depend on their number. Memory is zero, belongs to one caller, and goes back
+   to the system. The tests allocate and free in random order, by many threads, alone and in
+   groups, at the limit of mappings, and count mappings, descriptors and resident bytes. */
 #include "../../cddp.h"
 #include "../ranks.h"
 

@@ -1,4 +1,9 @@
-/* >>safetensors and >>checkpoint: what is refused, what survives, who hears of a failure. Files of
+/* cddp_save and cddp_load: what is refused, what survives, and which ranks hear of a failure.
+
+   Files are written, changed byte by byte or field by field, and read again: a damaged file is an
+   error with a text, never another model. A rank is killed while it saves, a limit ends the file,
+   two processes write at once, descriptors or locks are missing: the old file must stay whole.
+   Optimizer states, sampler positions and shards resume on another number of ranks. Files of
    Python's safetensors: tests/peers/safetensors.sh. */
 #include "../../cddp.h"
 

@@ -1,5 +1,10 @@
-/* Every collective against references computed here: values, bits, memory kinds, asynchrony,
-   misuse, lost ranks. */
+/* Every collective against references computed here: values, bits, memory and failures.
+
+   A matrix of calls runs on 1 to 64 processes and threads: each kind, dtype, operation and size,
+   in memory of cddp_alloc and others, in place or not, asynchronous or not, several in flight.
+   Sums are compared bit by bit with the canonical tree, which is written down in ranks.h. Further
+   tests: NaN, rounding of half precision, misuse, ranks that call something else, that are late,
+   that stop in the middle of their writes, or that die. */
 #define CDDP_IMPLEMENTATION
 #include "../../cddp.h"
 #include "../ranks.h"

@@ -1,5 +1,11 @@
-/* Data parallel: buckets, means, unused parameters, hooks, clipping, and the fused step against
-   its three parts. */
+/* Data parallel (cddp_ddp): the mean of the gradients, and everything that a step can do with it.
+
+   Models with gradients of known values run on 1 to 16 processes and threads. Buckets must be
+   those of the limits, means must have the bits of a loop written here, and the fused step
+   (cddp_ddp_step) those of its parts: wait, clip, optimizer step, zero. Also: creation with
+   weights that differ, buffers, tied parameters, no_sync, unused and forgotten parameters,
+   communication hooks, clipping with NaN, steps beside the group's own calls, groups destroyed
+   first, dead and stopped ranks. */
 #define CDDP_IMPLEMENTATION
 #include "../../cddp.h"
 #include "../ranks.h"

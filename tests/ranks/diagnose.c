@@ -1,4 +1,10 @@
-/* What failures say: how a rank died, who called what and where, what the flight recorder keeps. */
+/* Error texts and the flight recorder: whoever reads a failure knows which rank did what.
+
+   Ranks are processes that disagree, do not come to a call, or die in many ways. The tests read
+   cddp_error() of the others: it must name both calls and their source lines, the parameter that
+   one rank forgot, where each rank waits, the signal or exit code of a dead rank, and must not
+   claim a deadlock that is none. The recorder's files (CDDP_RECORD) must outlive a killed rank
+   and know every kind of call. */
 #include "../../cddp.h"
 
 #include "../ranks.h"

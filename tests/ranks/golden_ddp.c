@@ -1,5 +1,9 @@
-/* ToyModel trained by cddp against the parameters PyTorch's DDP reached from the same start
-   (golden_ddp.h). */
+/* ToyModel trained by cddp has the parameters that PyTorch's DistributedDataParallel reached.
+
+   tests/peers/golden_ddp.py trained the model with torch.distributed from a fixed start and wrote
+   golden_ddp.h: the data of each rank, and losses and parameters after each step. Here the same
+   forward and backward passes run in C on the same number of ranks, as processes and as threads.
+   They may differ by rounding only. */
 #define CDDP_IMPLEMENTATION
 #include "../../cddp.h"
 #include "../peers/golden_ddp.h"

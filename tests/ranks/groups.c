@@ -1,4 +1,9 @@
-/* Sub-groups: split, rank lists, nesting, several used at once, and nothing left behind. */
+/* Sub-groups: cddp_group_split, cddp_group_new, groups of groups, and several in use at once.
+
+   Each rank adds its number in the world plus one: the sum tells whether the right ranks are in a
+   group. Groups are made in trees, in cycles of making and destroying, by many threads, and while
+   one of their members fails: the error must reach the group's ranks and no others. Descriptors,
+   mappings and threads are counted before and after: nothing may stay behind. */
 #define CDDP_IMPLEMENTATION
 #include "../../cddp.h"
 #include "../ranks.h"

@@ -1,6 +1,10 @@
-/* hosts.c - ranks of several hosts, as far as cddp can tell: CDDP_HOST_ID keeps them from sharing
-   memory, so they talk by TCP. What they compute must have the bits of one host. Real hosts are the
-   matter of tests/ranks/netns.sh. */
+/* hosts.c - Ranks of several hosts, as far as cddp can tell: CDDP_HOST_ID keeps them from sharing
+   memory, so they talk by TCP over 127.0.0.1.
+
+   TEST_HOSTS=aab puts three ranks on hosts a, a and b. What they compute must have the bits of
+   one host. Connections are cut, filled by strangers, stopped, refused for want of descriptors;
+   hosts and their leaders die at each moment: survivors must name the lost rank within seconds.
+   Real hosts, in network namespaces, are in tests/ranks/netns.sh. */
 #include "../../cddp.h"
 
 #include "../ranks.h"

@@ -1,5 +1,9 @@
-/* Gradients of the caller's in memory of cddp_alloc: they are reduced where they lie, with the bits
-   of those that cddp_ddp_create places. */
+/* Gradients of the caller's own, in memory of cddp_alloc, are reduced where they are.
+
+   A model whose gradients lie in shared memory of the caller is trained beside one whose
+   gradients cddp_ddp_create places: both must have the same bits, on one host and on several,
+   with hooks and in every layout: all gradients in one block, some of them, or on some ranks
+   only. Bytes between gradients must stay as they were. What cannot be reduced so is refused. */
 #include "../../cddp.h"
 #include "../ranks.h"
 

@@ -1,5 +1,12 @@
-/* cddp_init: variables, addresses, files, secrets, late and missing ranks, and the words of each
-   error. */
+/* cddp_init: variables, addresses, files, secrets; late, missing and wrong ranks; each error's
+   words.
+
+   A `member` is a process with its own environment, descriptor and delay; a test starts several
+   and reads what each was told. Ranks come in any order, twice, from another job, with another
+   secret or version, with too few descriptors, behind a blocked port, or never: the ranks that
+   are there must start, or fail in time with a text that names the rank, the address or the
+   variable. Namespaces stand for containers. Hosts are CDDP_HOST_ID; launchers' variables are
+   tests/rooms/discovery.c. */
 #define CDDP_IMPLEMENTATION
 #include "../../cddp.h"
 #include "../ranks.h"

@@ -1,5 +1,10 @@
-/* cddprun: it starts this program as ranks, which do what their second argument says. CDDPRUN in
-   the environment names another one. */
+/* cddprun, the launcher (examples/cddprun.c), with this program as its ranks.
+
+   A rank does what its second argument says: prints, exits, dies, hangs, writes without newline,
+   or trains an elastic model. The tests read cddprun's output, its exit code and its log files,
+   and look for processes left behind: the first failure is named and ends the others, signals are
+   passed on, restarts and --elastic replace ranks, two launches on one machine do not meet.
+   CDDPRUN in the environment names another cddprun. */
 #define CDDP_IMPLEMENTATION
 #include "../../cddp.h"
 #include "../ranks.h"

@@ -1,5 +1,9 @@
-/* Optimizers of the caller's own: cddp_ddp_reduce_scatter, a loop over this rank's partitions,
-   cddp_ddp_all_gather. SGD done that way has the bits of cddp_ddp_step. */
+/* Optimizers of the caller's own: cddp_ddp_reduce_scatter, a loop over this rank's partitions, and
+   cddp_ddp_all_gather.
+
+   SGD written that way must have the bits of cddp_ddp_step, for each number of ranks, on several
+   hosts, with hooks, clipping and shards. Partitions of all ranks must cover every element once.
+   Checkpoints hold the gathered states; calls out of order and ranks that leave are errors. */
 #define CDDP_IMPLEMENTATION
 #include "../../cddp.h"
 

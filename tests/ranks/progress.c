@@ -1,6 +1,10 @@
-/* Messages arrive while their receiver waits in any other call, of whichever group, model or
-   store. Ranks of several hosts that share cores yield them to each other. Time in which all ranks
-   are stopped counts against no deadline. */
+/* Progress: messages arrive while their receiver waits in any other call, of any group, model or
+   store.
+
+   Rank 0 waits in one call for something that a peer does only after its message was taken. No
+   order of groups may deadlock. Ranks of several hosts that share cores yield them to each other:
+   a measured exchange must not take time slices. Time in which all ranks are stopped counts
+   against no deadline. */
 #define CDDP_IMPLEMENTATION
 #include "../../cddp.h"
 #include "../ranks.h"

@@ -1,5 +1,9 @@
-/* sharded_states: each rank of all hosts keeps 1/world_size of an optimizer's states. The weights
-   and checkpoints have the bits of an optimizer without it. */
+/* sharded_states: each rank of all hosts keeps 1/world_size of an optimizer's states.
+
+   The same model is trained with whole and with sharded states of SGD and AdamW. Weights, and the
+   bytes of checkpoints, must be equal on 1 to 4 ranks of 1 to 4 hosts, with masters, clipping,
+   unused parameters, shards and uneven inputs. A checkpoint of either kind resumes as the other,
+   on another number of ranks. The memory that a rank allocates is measured. */
 #include "../../cddp.h"
 #include "../ranks.h"
 

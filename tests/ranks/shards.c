@@ -1,5 +1,9 @@
-/* Shards: the global batch in S parts, whatever the number of ranks. After every step the weights
-   must have the bits of S ranks without shards. */
+/* Shards: the global batch in S parts, whatever the number of ranks.
+
+   Gradients depend on the step and the shard alone. After every step the weights must have the
+   bits of S ranks without shards, for 1 to S ranks, in fused steps and by wait, with AdamW and
+   clipping. Each shard must be handed out once. Processes check the same over TCP and shared
+   memory. Calls that forget a shard or repeat one are errors. */
 #include "../../cddp.h"
 #include "../ranks.h"
 

@@ -1,5 +1,9 @@
-/* Uneven inputs (cddp_ddp_join) and gradients that are rows of a parameter. What comes out is
-   compared, bit for bit, with one model that is trained on means worked out here. */
+/* Uneven inputs (cddp_ddp_join), and gradients that are rows of a parameter (cddp_ddp_add_rows).
+
+   Ranks run out of data at different steps, or mark different rows of an embedding. The result is
+   compared, bit for bit, with one model that is trained on means worked out here. Also: hooks and
+   buffers in joined steps, ranks that die or leave while others join, few, many, repeated, wrong
+   and unused rows, rows of elastic models, and the memory that rows take. */
 #include "../../cddp.h"
 #include "../ranks.h"
 

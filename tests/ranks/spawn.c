@@ -1,5 +1,10 @@
-/* cddp_spawn and cddp_run_threads: exit codes and signals named, nobody left over, nothing
-   inherited twice. */
+/* cddp_spawn and cddp_run_threads: how ranks are started, and what is told of those that fail.
+
+   Each test starts ranks that succeed, exit with a code, die of a signal, ignore signals, write
+   to closed output, or leave other children; cddp_spawn must return in time, name the first
+   failure, and leave no process, descriptor or changed signal mask behind. A parent that dies
+   takes its ranks along. Nested starts, threads that exit, and systems without pidfds are tried
+   too. */
 #define CDDP_IMPLEMENTATION
 #include "../../cddp.h"
 #include "../ranks.h"

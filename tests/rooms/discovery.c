@@ -1,4 +1,9 @@
-/* discovery.c - rank, size and meeting place from what launchers set; and starts with them.
+/* discovery.c - Discovery: rank, size and addresses from what launchers set, and starts with them.
+
+   A case is a text of variables as torchrun, Open MPI, MPICH, Slurm, Flux and others set them; room
+   >>discovery must find the same rank, size, local rank and address, or the error that names the
+   variable. Then processes start with such variables: names taken by others, other users, two jobs,
+   sockets handed over. This file includes the implementation: it reads what was discovered.
 
    Build and run: cc -std=c11 -O1 -g tests/rooms/discovery.c -o discovery -lpthread -lm */
 #define CDDP_IMPLEMENTATION

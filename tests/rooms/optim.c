@@ -1,4 +1,10 @@
-/* >>optim: torch.optim.SGD to the last bit, and AdamW, with every instruction set. */
+/* Room >>optim: SGD and AdamW have PyTorch's bits, with every instruction set.
+
+   golden.h and golden_adamw.h are weights after steps of torch.optim (tests/peers/golden.py). SGD
+   must have them to the last bit, AdamW within rounding. The loops for plain code, AVX2 and
+   AVX-512 are compared with each other bit by bit, over whole arrays and pieces of them, in every
+   dtype, with copies and masters. Bad arguments and allocations that fail are errors. This file
+   includes the implementation: it calls the loops themselves. */
 #define CDDP_IMPLEMENTATION
 #include "../../cddp.h"
 

@@ -1,4 +1,8 @@
-/* >>plan: slices and buckets, the latter against PyTorch's. */
+/* Room >>plan: how bytes are cut into slices, and parameters into buckets.
+
+   Slices of every size, granule and number of parts must cover all elements once and differ by
+   one granule at most. Buckets are those that PyTorch computes for the same parameters and
+   limits: golden.h has 60 of its answers (tests/peers/golden.py). No ranks are needed. */
 #include "../../cddp.h"
 
 #include "../inside.h"

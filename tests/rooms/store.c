@@ -1,4 +1,11 @@
-/* store.c - sockets and store: TCP server and client, file.
+/* store.c - Store: the TCP server and client, which speak PyTorch's protocol, and the store in a
+   file.
+
+   Bytes on the wire must be those of PyTorch's TCPStore. Clients are many, slow, silent, hostile,
+   without the secret, or killed in the middle; servers are late, stopped, foreign or leave: every
+   call must end with the right answer, or with an error in time. Files are shared by processes that
+   die while they write. This file includes the implementation: it speaks for one side of a
+   connection, and replaces some system calls.
 
    Build and run: cc -std=c11 -O1 -g tests/rooms/store.c -o store -lpthread -lm */
 #define _GNU_SOURCE
