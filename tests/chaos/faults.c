@@ -197,14 +197,14 @@ static struct fault {
   bool tiny;                /* a byte a time */
   int busy;                 /* what renaming an open file gives; 0: it works */
   bool armed;
-  cddp__atomic_u32 counted; /* calls so far */
+  uint32_t counted; /* calls so far */
   int struck;               /* which call it was, or -1 */
 } fault;
 
 static bool strikes(int call) {
   uint32_t number;
   if (!__atomic_load_n(&fault.armed, __ATOMIC_RELAXED) || !(fault.calls >> call & 1)) return false;
-  number = cddp__add32(&fault.counted, 1);
+  number = __atomic_add_fetch(&fault.counted, 1, __ATOMIC_SEQ_CST);
   if (fault.onwards ? fault.number == 0 || number < fault.number : number != fault.number)
     return false;
   __atomic_store_n(&fault.struck, call, __ATOMIC_RELAXED);
@@ -525,7 +525,7 @@ static bool run_ranks(const char *name, uint32_t number) {
   memset(job->out, 0, sizeof job->out);
   fault.number = number;
   fault.struck = -1;
-  cddp__store32(&fault.counted, 0);
+  __atomic_store_n(&fault.counted, 0, __ATOMIC_SEQ_CST);
   job->port = ranks_free_port();
   if (job->threads) {
     cddp_result r;
@@ -702,7 +702,7 @@ static void test_memory_spawn(void) {
     cddp_result r;
     fault.number = number;
     fault.struck = -1;
-    cddp__store32(&fault.counted, 0);
+    __atomic_store_n(&fault.counted, 0, __ATOMIC_SEQ_CST);
     arm(true);
     r = cddp_spawn(do_nothing, NULL, 2);
     arm(false);
@@ -724,14 +724,14 @@ static void test_memory_sampler(void) {
   CHECK_OK(cddp_sampler_init(&s, &d));
   fault.calls = MEMORY;
   fault.number = 1;
-  cddp__store32(&fault.counted, 0);
+  __atomic_store_n(&fault.counted, 0, __ATOMIC_SEQ_CST);
   arm(true);
   CHECK(!cddp_sampler_next(&s, &index));
   CHECK_IS(s.result, CDDP_OUT_OF_MEMORY);
   CHECK(strncmp(cddp_error(), "cddp_sampler_next:", 18) == 0);
   CHECK(cddp_sampler_next(&s, &index)); /* the next one may have some again */
   cddp_sampler_set_epoch(&s, 1);
-  cddp__store32(&fault.counted, 0);
+  __atomic_store_n(&fault.counted, 0, __ATOMIC_SEQ_CST);
   CHECK_EQ(cddp_sampler_batch(&s, 0, 1, 3, batch), 0);
   CHECK_IS(s.result, CDDP_OUT_OF_MEMORY);
   CHECK(strncmp(cddp_error(), "cddp_sampler_batch:", 19) == 0);

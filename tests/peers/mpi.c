@@ -6,7 +6,7 @@
 #define CDDP_IMPLEMENTATION
 #include "../../cddp.h"
 
-#include "../test.h"
+#include "../ranks.h"
 
 #include <signal.h>
 
@@ -16,8 +16,8 @@ static void put(cddp_dtype t, void *p, size_t i, double v) {
   switch (t) {
   case CDDP_F32: ((float *)p)[i] = (float)v; break;
   case CDDP_F64: ((double *)p)[i] = v; break;
-  case CDDP_F16: ((uint16_t *)p)[i] = cddp__f32_to_f16((float)v); break;
-  case CDDP_BF16: ((uint16_t *)p)[i] = cddp__f32_to_bf16((float)v); break;
+  case CDDP_F16:
+  case CDDP_BF16: ranks_store(t, p, i, v); break;
   case CDDP_I8: ((int8_t *)p)[i] = (int8_t)v; break;
   case CDDP_U8: ((uint8_t *)p)[i] = (uint8_t)v; break;
   case CDDP_I32: ((int32_t *)p)[i] = (int32_t)v; break;
@@ -29,8 +29,8 @@ static double get(cddp_dtype t, const void *p, size_t i) {
   switch (t) {
   case CDDP_F32: return (double)((const float *)p)[i];
   case CDDP_F64: return ((const double *)p)[i];
-  case CDDP_F16: return (double)cddp__f16_to_f32(((const uint16_t *)p)[i]);
-  case CDDP_BF16: return (double)cddp__bf16_to_f32(((const uint16_t *)p)[i]);
+  case CDDP_F16:
+  case CDDP_BF16: return ranks_load(t, p, i);
   case CDDP_I8: return (double)((const int8_t *)p)[i];
   case CDDP_U8: return (double)((const uint8_t *)p)[i];
   case CDDP_I32: return (double)((const int32_t *)p)[i];
@@ -274,7 +274,7 @@ static void test_training(void) {
     }
   for (k = 0; k < 3; k++) CHECK(memcmp(w[0][k], w[1][k], sizeof w[0][k]) == 0);
   CHECK(w[0][0][5] != 0);
-  hash = cddp__hash64(1, w, sizeof w);
+  hash = ranks_hash(RANKS_HASH, w, sizeof w);
   CHECK_OK(cddp_all_gather(g, &hash, all, 1, CDDP_I64, NULL));
   for (r = 0; r < n; r++) CHECK(all[r] == hash);
   for (m = 0; m < 2; m++) {
