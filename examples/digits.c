@@ -32,7 +32,7 @@ static struct config {
   const char *data, *plot, *csv, *save, *resume;
 } config;
 
-static const option options[] = {
+static const option options[] = { /* name, type, variable, default, least, most, help */
     {"-n", INTEGER, &config.ranks, "2", 1, MOST, "ranks, as child processes"},
     {"--epochs", INTEGER, &config.epochs, "60", 1, MOST, "in all, with those of a checkpoint"},
     {"--batch", INTEGER, &config.batch, "32", 1, MOST, "images of a rank or shard in a step"},
@@ -65,26 +65,26 @@ typedef struct totals {
 
 static float uniform(double bound) { return (float)((2 * drand48() - 1) * bound); }
 
-/* Copies an image to x, with noise: some of a neighbouring pixel, then a random amount, is added to
-   each pixel. The noise depends on image, epoch and seed, and is the same on every rank. */
+/* Copies an image to x, its brightest pixel as 1, with noise: a share of a neighbouring pixel, then
+   a random amount. The noise depends on image, epoch and seed, and is the same on every rank. */
 static void load_image(const data_set *set, size_t image, int epoch, double noise, float *x) {
   int pixels = set->rows * set->columns;
   int neighbours[] = {-set->columns, -1, 1, set->columns};
   const unsigned char *pixel = set->images + image * (size_t)pixels;
   unsigned short seed[] = {image, epoch, config.seed};
-  srand48(jrand48(seed));
+  srand48(jrand48(seed)); /* one step mixes the three numbers */
   float share = fabsf(uniform(noise));
-  int neighbour = pixels + neighbours[lrand48() % 4];
+  int neighbour = pixels + neighbours[lrand48() % 4]; /* + pixels: k + neighbour is not negative */
   float brightest = 1;
   for (int k = 0; k < pixels; k++) brightest = fmaxf(brightest, pixel[k]);
   for (int k = 0; k < pixels; k++) {
     float mixed = (1 - share) * pixel[k] + share * pixel[(k + neighbour) % pixels];
     x[k] = mixed / brightest + uniform(0.6 * noise);
   }
-  x[pixels] = 1;
+  x[pixels] = 1; /* the input of the biases */
 }
 
-/* Sets y to the gradient of the mean cross-entropy of n rows of logits. */
+/* Turns n rows of logits into the gradient of their mean loss: (softmax - 1 at the label) / n. */
 static void cross_entropy(float *y, const int *labels, int n, totals *sum) {
   for (int i = 0; i < n; i++) {
     float *logits = y + i * CLASSES;
@@ -102,7 +102,7 @@ static void cross_entropy(float *y, const int *labels, int n, totals *sum) {
   sum->samples += n;
 }
 
-/* Runs batch b of the sampler's shard. y becomes the gradient. Returns the number of images. */
+/* Runs batch b of a shard of the sampler. y becomes the gradient. Returns the number of images. */
 static int forward(network *net, cddp_sampler *sampler, int shard, size_t b, const data_set *set,
                    int epoch, double noise, totals *sum) {
   size_t images[MOST];
@@ -114,26 +114,26 @@ static int forward(network *net, cddp_sampler *sampler, int shard, size_t b, con
   }
   int inputs = net->inputs, hidden = net->hidden;
   cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasTrans, n, hidden, inputs, 1, net->x, inputs,
-              net->w1, inputs, 0, net->h, hidden);
+              net->w1, inputs, 0, net->h, hidden); /* h = x w1^T */
   for (int i = 0; i < n * hidden; i++) net->h[i] = fmaxf(net->h[i], 0);
   cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasTrans, n, CLASSES, hidden, 1, net->h, hidden,
-              net->w2, hidden, 0, net->y, CLASSES);
+              net->w2, hidden, 0, net->y, CLASSES); /* y = h w2^T */
   cross_entropy(net->y, labels, n, sum);
   return n;
 }
 
-/* Adds to the gradients of w1 and w2. */
+/* Adds to the gradients of w1 and w2, which cddp_ddp_step sets to zero. */
 static cddp_result backward(network *net, cddp_ddp *ddp, float *dw1, float *dw2, int n) {
   int inputs = net->inputs, hidden = net->hidden;
   cblas_sgemm(CblasRowMajor, CblasTrans, CblasNoTrans, CLASSES, hidden, n, 1, net->y, CLASSES,
-              net->h, hidden, 1, dw2, hidden);
+              net->h, hidden, 1, dw2, hidden); /* dw2 += y^T h */
   cddp_result result = cddp_ddp_ready(ddp, 1); /* the ranks can average it while ... */
   if (result != CDDP_OK) return result;
   cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasNoTrans, n, hidden, CLASSES, 1, net->y, CLASSES,
-              net->w2, hidden, 0, net->dh, hidden);
+              net->w2, hidden, 0, net->dh, hidden); /* dh = y w2 */
   for (int i = 0; i < n * hidden; i++) net->dh[i] = net->h[i] > 0 ? net->dh[i] : 0;
   cblas_sgemm(CblasRowMajor, CblasTrans, CblasNoTrans, hidden, inputs, n, 1, net->dh, hidden,
-              net->x, inputs, 1, dw1, inputs);
+              net->x, inputs, 1, dw1, inputs); /* dw1 += dh^T x */
   return cddp_ddp_ready(ddp, 0); /* ... this one is computed */
 }
 
@@ -172,7 +172,7 @@ typedef struct trainer {
   progress bar;
 } trainer;
 
-/* One pass over the training images. Fills the epoch's loss, accuracy and learning rate. */
+/* One pass over the training images. The global batch grows with the shards: so do the steps. */
 static int train_epoch(trainer *t, int epoch, int rank) {
   double size = (double)cddp_sampler_size(&t->order); /* images of a shard */
   double lr = config.lr * t->shards * (config.epochs - epoch) / config.epochs; /* falls to 0 */
@@ -195,7 +195,7 @@ static int train_epoch(trainer *t, int epoch, int rank) {
   return 0;
 }
 
-/* Each rank tests its part of the test images. *accuracy is that of all ranks, in percent. */
+/* Each rank tests its shard of the test images. *accuracy is that of all ranks, in percent. */
 static int test(trainer *t, double *accuracy, int rank) {
   cddp_sampler_desc exact = {(size_t)testing.count, .rank = rank, .exact = true}; /* none twice */
   exact.world_size = cddp_world_size(t->g);
@@ -271,7 +271,7 @@ static int train(int rank, void *arg) {
   if (test(&t, &accuracy, rank)) return 1;
   if (rank == 0) printf("test accuracy: %.1f %%\n", accuracy);
   if (rank == 0 && !write_history()) return 1;
-  if (show_weights(t.g, t.net.w1, (t.params[0].count + t.params[1].count) * 4)) return 1;
+  if (show_weights(t.g, t.net.w1, (t.params[0].count + t.params[1].count) * 4)) return 1; /* hash */
 
   cddp_optim_destroy(t.sgd);
   cddp_ddp_destroy(t.ddp);

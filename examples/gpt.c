@@ -26,7 +26,7 @@
 #define TRY(call) \
   if ((call) != CDDP_OK) return fprintf(stderr, "rank %d: %s\n", rank, cddp_error()), 1
 
-static const option options[] = {
+static const option options[] = { /* name, type, variable, default, least, most, help */
     {"-n", INTEGER, &config.ranks, "2", 1, 1e6, "ranks, as child processes"},
     {"--steps", INTEGER, &config.steps, "800", 1, 1e6, "in all, with those of a checkpoint"},
     {"--stop", INTEGER, &config.stop, "1e6", 1, 1e6, "step to end after, as if interrupted"},
@@ -53,7 +53,8 @@ static const option options[] = {
 
 static const unsigned char *sequences[MAX_BATCH]; /* T bytes of text each, and the one after */
 
-/* torch.nn.Linear of n rows, with the weight p and the bias p + 1. Adds `add`, unless NULL. */
+/* torch.nn.Linear of n rows, with the weight p and the bias p + 1: out = in weight^T + bias. Adds
+   `add`, unless NULL. */
 static void linear(float *out, const float *add, const float *in, int n, int p) {
   int from = columns(p), to = rows(p);
   for (int i = 0; i < n; i++)
@@ -62,7 +63,8 @@ static void linear(float *out, const float *add, const float *in, int n, int p) 
               out, to);
 }
 
-/* Adds to the gradients of p and p + 1. Sets d_in. */
+/* d_ is a gradient. Adds d_out^T in to that of the weight p, and the sum of d_out's rows to that of
+   the bias p + 1. Sets d_in = d_out weight. */
 static void linear_backward(float *d_in, const float *d_out, const float *in, int n, int p) {
   int from = columns(p), to = rows(p);
   cblas_sgemm(CblasRowMajor, CblasTrans, CblasNoTrans, to, from, n, 1, d_out, to, in, from, 1,
@@ -94,7 +96,8 @@ static void layer_norm(float *out, const float *in, int n, int p) {
   }
 }
 
-/* Adds to the gradients of p and p + 1, and to d_in. */
+/* Adds to the gradients of p and p + 1, and to d_in. out = x weight + bias, and x depends on all of
+   its row, by the mean and by the deviation: the two sums. */
 static void layer_norm_backward(float *d_in, const float *d_out, const float *in, int n, int p) {
   int C = config.channels;
   float x[MAX_CHANNELS], d[MAX_CHANNELS]; /* the normalized row, and its gradient */
@@ -112,14 +115,16 @@ static void layer_norm_backward(float *d_in, const float *d_out, const float *in
   }
 }
 
-/* GELU, by GPT-2's formula with tanh(u): (1 + tanh(u)) / 2 is 1 / (1 + exp(-2 u)). */
+/* GELU, by GPT-2's formula: x (1 + tanh(u)) / 2, u = sqrt(2 / pi) (x + 0.044715 x^3). Here
+   (1 + tanh(u)) / 2 is s = 1 / (1 + exp(-2 u)), and 2 u = 1.595769 (x + ...). *slope is the
+   derivative, for backward; 0.134145 is 3 * 0.044715. */
 static float gelu(float x, float *slope) {
   float s = 1 / (1 + expf(-1.5957691216f * (x + 0.044715f * x * x * x)));
   *slope = s + x * s * (1 - s) * 1.5957691216f * (1 + 0.134145f * x * x);
   return x * s;
 }
 
-/* In place. Returns log(sum(exp(p))). */
+/* p becomes exp(p) / sum(exp(p)). Returns log(sum(exp(p))). */
 static float softmax(float *p, int n) {
   float highest = p[0], sum = 0;
   for (int k = 1; k < n; k++) highest = fmaxf(highest, p[k]);
@@ -131,7 +136,9 @@ static float softmax(float *p, int n) {
   return highest + logf(sum);
 }
 
-/* Head h of sequence b: mix = softmax(q k^T / sqrt(size)) v. A byte does not see later bytes. */
+/* Head h of sequence b: mix = a v, a = softmax(q k^T / sqrt(size)). A row of qkv has the C channels
+   of q, then those of k and v; a head has `size` of each. A byte does not see later bytes: row i of
+   a has numbers up to column i. */
 static void attention(const layer *l, int b, int h) {
   int T = config.context, C = config.channels, size = C / config.heads, row = 3 * C;
   const float *q = l->qkv + b * T * row + h * size, *k = q + C, *v = k + C;
@@ -146,7 +153,8 @@ static void attention(const layer *l, int b, int h) {
   cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasNoTrans, T, size, T, 1, a, T, v, row, 0, mix, C);
 }
 
-/* Given d_row, the gradient of mix, sets the head's part of d_qkv. */
+/* Given d_row, the gradient of mix, sets the head's part of d_qkv: d_v = a^T d_mix,
+   d_a = d_mix v^T, and, with d_a behind softmax, d_q = d_a k and d_k = d_a^T q, both scaled. */
 static void attention_backward(const layer *l, int b, int h) {
   int T = config.context, C = config.channels, size = C / config.heads, row = 3 * C;
   int at = b * T * row + h * size;
@@ -168,7 +176,8 @@ static void attention_backward(const layer *l, int b, int h) {
               d_k, row);
 }
 
-/* Sets logits: for each byte of the first B sequences, what the network expects after it. */
+/* Sets logits: for each byte of the first B sequences, what the network expects after it. The
+   embedding is the last layer's weight, too, as in GPT-2. */
 static void forward(int B) {
   int T = config.context, C = config.channels, n = B * T;
   for (int i = 0; i < n; i++) {
@@ -185,7 +194,7 @@ static void forward(int B) {
     linear(l->mid, l->in, l->mix, n, p + PROJECT);
     layer_norm(l->norm2, l->mid, n, p + LN_2);
     linear(l->up, NULL, l->norm2, n, p + UP);
-    for (int k = 0; k < n * 4 * C; k++) l->act[k] = gelu(l->up[k], &l->up[k]);
+    for (int k = 0; k < n * 4 * C; k++) l->act[k] = gelu(l->up[k], &l->up[k]); /* up: slopes now */
     linear(i + 1 < config.layers ? l[1].in : last, l->mid, l->act, n, p + DOWN);
   }
   layer_norm(norm_f, last, n, LN_F);
@@ -193,7 +202,8 @@ static void forward(int B) {
               C, 0, logits, BYTES);
 }
 
-/* Turns logits into their gradient. Returns the mean cross-entropy of the n bytes. */
+/* Returns the mean cross-entropy of the n bytes: log(sum(exp(logits))) - the right byte's logit.
+   Turns logits into its gradient: (softmax - 1 at the right byte) / n. */
 static double cross_entropy(int n) {
   int T = config.context;
   double loss = 0;
@@ -206,7 +216,9 @@ static double cross_entropy(int n) {
   return loss;
 }
 
-/* Adds to all gradients, the last layer's first. cddp_ddp_ready: the gradient can be averaged. */
+/* Adds to all gradients, the last layer's first. cddp_ddp_ready: the gradient can be averaged. The
+   residual stream's gradient d_stream goes through all layers, and each adds to it. The embedding's
+   gradient has two parts: as the last layer's weight, and for the bytes that were read. */
 static int backward(cddp_ddp *ddp, int rank) {
   int B = config.batch, T = config.context, C = config.channels, H = config.heads, n = B * T;
   cblas_sgemm(CblasRowMajor, CblasTrans, CblasNoTrans, BYTES, C, n, 1, logits, BYTES, norm_f, C, 1,
@@ -253,7 +265,8 @@ static const unsigned char *pick(uint64_t counter) {
   return gpt_text + (z ^ z >> 31) % (gpt_text_size - (size_t)config.context);
 }
 
-/* Prints what the network thinks likely after a line's end, byte by byte. */
+/* Prints what the network thinks likely after a line's end, byte by byte: the last T bytes run
+   forward, and the next byte is drawn with the probabilities behind the last of them. */
 static void write_text(int length) {
   int T = config.context;
   unsigned char *bytes = (unsigned char *)allocate((size_t)(T + length), 1);
@@ -313,7 +326,7 @@ static int train(int rank, void *arg) {
   int shards = config.shards > 0 ? config.shards : cddp_world_size(g);
   float *weights = (float *)cddp_alloc(g, gpt_bytes());
   TRY(weights ? CDDP_OK : CDDP_OUT_OF_MEMORY);
-  gpt_init(weights, weights);
+  gpt_init(weights, weights); /* (gpt.cu: on the GPU and in host memory) */
   gpt_allocate(floats);
 
   cddp_ddp_desc model = {
@@ -322,10 +335,10 @@ static int train(int rank, void *arg) {
   TRY(cddp_ddp_create(&ddp, g, params, param_count, &model));
   TRY(cddp_adamw_create(&adamw, params, param_count, &rule));
   cddp_checkpoint_desc file = {.shapes = shapes, .optim = adamw, .ddp = ddp};
-  if (config.resume && !getenv("CDDP_JOIN"))
+  if (config.resume && !getenv("CDDP_JOIN")) /* a joining process has the others' weights */
     TRY(cddp_load(g, config.resume, params, param_count, &file));
 
-  double(*history)[COLUMNS] = allocate((size_t)config.steps, sizeof *history);
+  double(*history)[COLUMNS] = allocate((size_t)config.steps, sizeof *history); /* zeros */
   int first = (int)cddp_ddp_steps(ddp), bytes = shards * config.batch * config.context;
   progress bar = {"step", "bytes", bytes, first, config.stop, progress_now(), 0};
   here = g;
@@ -337,7 +350,7 @@ static int train(int rank, void *arg) {
     TRY(cddp_ddp_step(ddp, adamw)); /* mean over shards, clipping, AdamW, zero gradients */
 
     int done = step + 1;
-    here = cddp_ddp_group(ddp);
+    here = cddp_ddp_group(ddp); /* not g: with --elastic ranks may be lost or have joined */
     cddp_result result = cddp_all_reduce(here, &row[LOSS], 1, CDDP_F64, CDDP_SUM, NULL);
     row[LOSS] /= shards;
     if (cddp_rank(here) == 0) progress_bar(&bar, done, row[LOSS]);
