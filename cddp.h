@@ -23062,16 +23062,17 @@ static void cddp__checkpoint_end(cddp__ckpt *ckpt) {
 static cddp_result cddp__compare_calls(cddp__ckpt *ckpt, cddp_result r) {
   uint64_t *all, h = (uint64_t)(ckpt->desc->ddp != NULL) << 2 |
                      (uint64_t)(ckpt->desc->sampler != NULL) << 1 | ckpt->desc->partial;
-  size_t i, n = ckpt->g != NULL ? (size_t)ckpt->g->size : 1;
+  size_t i, n;
+  if (ckpt->g == NULL) return r;
   for (i = 0; i < ckpt->item_count; i++) {
     const cddp__st_item *item = &ckpt->items[i];
     h = cddp__hash64(h, &item->bytes, sizeof item->bytes);
     h = cddp__hash64(h, item->type->name, strlen(item->type->name));
     h = cddp__hash64(h, item->name, strlen(item->name));
   }
+  n = (size_t)ckpt->g->size;
   all = (uint64_t *)cddp__calloc(ckpt->allocator, n, sizeof h);
-  if (all == NULL)
-    return ckpt->g != NULL ? cddp__break(ckpt->g, CDDP_OUT_OF_MEMORY) : CDDP_OUT_OF_MEMORY;
+  if (all == NULL) return cddp__break(ckpt->g, CDDP_OUT_OF_MEMORY);
   r = cddp__consensus(ckpt->g, r, &h, sizeof h, all);
   for (i = 0; r == CDDP_OK && i < n; i++)
     if (all[i] != all[0])
