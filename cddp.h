@@ -1637,7 +1637,8 @@ CDDPDEF void cddp_register_kernels(const cddp_kernels *kernels); /* must stay wh
        backend->start                  cddp__cpu_start; on a GPU cddp__device_start
          cddp__run_call, cddp__run_recorded
            cddp__run_short
-             cddp__round_of            writes this rank's header, with the value as its payload
+             cddp__round_of, cddp__run_round
+                                       writes this rank's header, with the value as its payload
                cddp__await_headers     polls the headers of the others, and compares them
              cddp__reduce              adds all values, in canonical order
      cddp_all_reduce of 25 MiB: as above up to cddp__run_recorded, then carrier->run
@@ -1656,15 +1657,16 @@ CDDPDEF void cddp_register_kernels(const cddp_kernels *kernels); /* must stay wh
            cddp__walk                  this rank's part of the model, by cddp__fuse_loop: mean of
                                        all gradients, optimizer step, weights to all ranks, zeros
            cddp__fetch_weights         a round; copies weights if they are not in shared memory
-         cddp__complete                next step: counters; after the first step new buckets
+           cddp__complete              next step: counters; after the first step new buckets
      A rank dies while others wait for it
        cddp__wait_slow                 wakes every 20 ms: cddp__wait_tick, then
          cddp__check_peers             cddp__rank_gone: slot, pidfd and lock of the awaited rank
            cddp__report_lost           the text: the rank, its pid, and cddp__describe_end
              cddp__break               the text into the slot, the group broken, all ranks woken
        cddp__end_access                waits until no peer uses this rank's memory; CDDP_PEER_LOST
-       cddp__elastic_regroup           elastic models instead: the members meet and make new groups,
-                                       cddp__elastic_next assigns the lost shards anew */
+       cddp__elastic_next              elastic models instead: cddp__elastic_regroup, in which the
+                                       members meet and make new groups; then it continues with the
+                                       lost rank's shards */
 
 /* >>config -------------------------------------------------------------------------------------
    Limits, sizes and compiler attributes that several rooms use. */
