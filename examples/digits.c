@@ -212,7 +212,7 @@ static int test(trainer *t, double *accuracy, int rank) {
 static bool write_history(void) {
   static const char *const names[] = {"loss", "training accuracy", "test accuracy",
                                       "learning rate"};
-  static const panel panels[] = {{"loss", LOSS, 1},
+  static const panel panels[] = {{"loss", LOSS, 1}, /* title, first curve, number of curves */
                                  {"accuracy, %", TRAINING_ACCURACY, 2},
                                  {"learning rate", LEARNING_RATE, 1}};
   curve c = {"Handwritten digits", "epoch", history[0], 0, config.epochs, COLUMNS, names};

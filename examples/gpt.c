@@ -293,6 +293,7 @@ enum { LOSS, LEARNING_RATE, COLUMNS };
 /* Writes the files of --plot and --csv. */
 static bool write_history(const double *history, int first) {
   static const char *const names[] = {"loss", "learning rate"};
+  /* title, first curve, number of curves */
   static const panel panels[] = {{"loss (nats per byte)", LOSS, 1},
                                  {"learning rate", LEARNING_RATE, 1}};
   curve c = {"GPT", "step", history, first, config.stop, COLUMNS, names};
