@@ -1587,7 +1587,7 @@ CDDPDEF void cddp_register_kernels(const cddp_kernels *kernels); /* must stay wh
    THREADS. cddp runs on the threads that call it (rules for callers: >>fine-print), except:
      - an engine thread in a group that has operations with a work handle, or that reduces buckets.
        It runs, in order, the operations that no thread waits for (>>work);
-     - a thread of rank 0 that serves the store during rendezvous;
+     - a thread of rank 0 that serves the store during rendezvous, if other hosts connect to it;
      - two threads of a group on GPUs (>>device).
    All of these block all signals. Locks, in the order in which they can be nested: cddp_ddp.lock,
    engine.lock; p2p.lock, host.lock; fail_lock; on GPUs device.issue_lock, then device.lock, and the
@@ -3520,7 +3520,7 @@ static size_t cddp__challenge_feed(cddp__challenge *challenge, const unsigned ch
    reading and writing parts of files.
    Owns: the table of sockets that a forked child closes. Touches nothing else but the system.
    Entry points: cddp__resolve, cddp__connect_address, cddp__listen_all, cddp__accept,
-   cddp__send_all, cddp__recv_all, cddp__register_socket, cddp__file_io.
+   cddp__wait_fd, cddp__register_socket, cddp__file_io.
    Conventions:
      1. All sockets are non-blocking. A function that waits takes a deadline (a time of cddp__now)
         and polls.
@@ -3614,104 +3614,6 @@ static cddp_result cddp__wait_fd(int fd, short events, double deadline) {
     if (cddp__now() >= deadline) return cddp__fail(CDDP_TIMEOUT, "timed out");
     cddp__serve_idle(NULL); /* safe: a store's client holds no lock but the store's */
   }
-}
-
-/* Sends size bytes from out, or receives them into in; the other pointer is NULL. */
-static cddp_result cddp__send_or_recv(int fd, const void *out, void *in, size_t size,
-                                      double deadline) {
-  size_t at = 0;
-  while (at < size) {
-    ssize_t n = in != NULL
-                    ? recv(fd, (char *)in + at, size - at, MSG_DONTWAIT)
-                    : send(fd, (const char *)out + at, size - at, MSG_NOSIGNAL | MSG_DONTWAIT);
-    if (n == 0 && in != NULL)
-      return cddp__fail(CDDP_NETWORK, "the other side closed the connection");
-    if (n >= 0) {
-      at += (size_t)n;
-    } else if (errno == EAGAIN) {
-      cddp_result r = cddp__wait_fd(fd, in != NULL ? POLLIN : POLLOUT, deadline);
-      if (r != CDDP_OK) return r;
-    } else if (errno != EINTR) {
-      return cddp__fail(CDDP_NETWORK, "%s: %s", in != NULL ? "recv" : "send", strerror(errno));
-    }
-  }
-  return CDDP_OK;
-}
-
-static cddp_result cddp__send_all(int fd, const void *data, size_t size, double deadline) {
-  return cddp__send_or_recv(fd, data, NULL, size, deadline);
-}
-
-static cddp_result cddp__recv_all(int fd, void *data, size_t size, double deadline) {
-  return cddp__send_or_recv(fd, NULL, data, size, deadline);
-}
-
-/* Waits for data, receives at most *n bytes, and sets *n to their number. */
-static cddp_result cddp__recv_some(int fd, void *data, size_t *n, double deadline) {
-  cddp_result r = cddp__wait_fd(fd, POLLIN, deadline);
-  ssize_t got = r == CDDP_OK ? recv(fd, data, *n, MSG_DONTWAIT) : 0;
-  while (r == CDDP_OK && got < 0 && (errno == EAGAIN || errno == EINTR)) {
-    r = cddp__wait_fd(fd, POLLIN, deadline);
-    got = recv(fd, data, *n, MSG_DONTWAIT);
-  }
-  *n = got > 0 ? (size_t)got : 0;
-  if (r != CDDP_OK || got > 0) return r;
-  return got == 0 ? cddp__fail(CDDP_NETWORK, "the other side closed the connection")
-                  : cddp__fail(CDDP_NETWORK, "recv: %s", strerror(errno));
-}
-
-/* Runs this end of a challenge that has begun, until it ends; the result is its state. bytes
-   receives the last *n bytes that arrived, for error texts. */
-static cddp_result cddp__challenge_run(cddp__challenge *challenge, int fd, unsigned char *bytes,
-                                       size_t *n, double deadline) {
-  cddp_result r = CDDP_OK;
-  while (r == CDDP_OK && (challenge->state == CDDP__CHALLENGE_ON || challenge->out_size > 0)) {
-    r = cddp__send_all(fd, challenge->out, challenge->out_size, deadline);
-    challenge->out_size = 0;
-    if (r != CDDP_OK || challenge->state != CDDP__CHALLENGE_ON) break;
-    *n = challenge->in_size == 0
-             ? 9
-             : sizeof challenge->in - challenge->in_size; /* a refusal has 9 bytes */
-    r = cddp__recv_some(fd, bytes, n, deadline);
-    if (r == CDDP_OK) cddp__challenge_feed(challenge, bytes, *n);
-  }
-  return r;
-}
-
-/* Sends bytes, or receives up to n, without blocking; returns the result of sendmsg or recvmsg. On
-   a Unix socket up to two descriptors travel with the bytes: those of fds that are not -1. fds is
-   NULL for none. Received descriptors replace those in fds, which are closed. */
-static ssize_t cddp__pass_fds(int fd, void *data, size_t n, int *fds, bool out) {
-  union {
-    struct cmsghdr head;
-    char space[CMSG_SPACE(2 * sizeof(int))];
-  } control;
-  size_t count = fds == NULL ? 0 : !out || fds[1] >= 0 ? 2 : fds[0] >= 0;
-  struct iovec io = {data, n};
-  struct msghdr m;
-  ssize_t done;
-  memset(&m, 0, sizeof m);
-  memset(&control, 0, sizeof control);
-  m.msg_iov = &io;
-  m.msg_iovlen = 1;
-  m.msg_control = control.space;
-  m.msg_controllen = count > 0 ? CMSG_SPACE(count * sizeof(int)) : 0;
-  if (out) {
-    control.head.cmsg_level = SOL_SOCKET;
-    control.head.cmsg_type = SCM_RIGHTS;
-    control.head.cmsg_len = CMSG_LEN(count * sizeof(int));
-    if (count > 0) memcpy(CMSG_DATA(&control.head), fds, count * sizeof(int));
-    return sendmsg(fd, &m, MSG_NOSIGNAL | MSG_DONTWAIT);
-  }
-  done = recvmsg(fd, &m, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
-  if (done <= 0 || m.msg_controllen < CMSG_LEN(sizeof(int)) || control.head.cmsg_type != SCM_RIGHTS)
-    return done;
-  cddp__close_fd(&fds[0]);
-  cddp__close_fd(&fds[1]);
-  memcpy(fds, CMSG_DATA(&control.head),
-         cddp__min(control.head.cmsg_len - CMSG_LEN(0), 2 * sizeof *fds));
-  for (count = 0; count < 2; count++) fds[count] = cddp__above_stdio(fds[count]);
-  return done;
 }
 
 /* Splits "host:port" or "[::1]:port". */
@@ -4566,11 +4468,11 @@ static cddp_result cddp__connection_exchange(cddp__connection *c, size_t n, doub
 }
 
 /* Waits until a connection can continue, a listening socket has a caller, or the time is `until`.
-   Sets `ready` of each connection. list[i] can be NULL, a listener -1. Callers accept at all of
-   their listeners afterwards. */
+   Sets `ready` of each connection, and listeners[i] to -1 unless it has a caller. list[i] can be
+   NULL, a listener -1. */
 static cddp_result cddp__connections_poll(const cddp_allocator *allocator,
                                           cddp__connection *const *list, size_t n,
-                                          const int *listeners, size_t listener_count,
+                                          int *listeners, size_t listener_count,
                                           double until) {
   struct pollfd few[32], *fds = few;
   size_t i, all = n + listener_count;
@@ -4590,6 +4492,8 @@ static cddp_result cddp__connections_poll(const cddp_allocator *allocator,
     r = cddp__fail_errno("poll");
   for (i = 0; i < n; i++)
     if (list[i] != NULL) list[i]->ready = fds[i].revents != 0;
+  for (; i < all; i++)
+    if (fds[i].revents == 0) listeners[i - n] = -1;
   if (fds != few) cddp__free(allocator, fds);
   return r;
 }
@@ -4748,6 +4652,7 @@ typedef struct cddp__server { /* Owner: its thread, between start and join */
   int fds[CDDP__ADDRESSES_MAX]; /* listening sockets; their shutdown wakes the thread */
   int fd_count;
   int reserve;            /* a spare descriptor: closed to accept a connection only to refuse it */
+  bool runs;              /* its thread has started */
   cddp__atomic_u32 ended; /* 1: the thread must return; set by cddp__store_close */
   cddp__atomic_u32 unproven;             /* connections that failed the challenge */
   cddp__entry *chains[CDDP__MAP_CHAINS]; /* the map */
@@ -5192,6 +5097,7 @@ typedef struct cddp__store_options {
   cddp_store_desc desc; /* timeout_s: above 0 */
   bool elect;           /* file://: the first process to open the file is the server, and is_server
                            is ignored. A server of tcp:// connects to itself before open returns */
+  bool idle;            /* not file://: the server only listens until cddp__server_run */
   int listen_fd;        /* listening socket of the server, owned by the caller; -1: bind one */
   bool reachable;       /* by other hosts, even if this host's name resolves to loopback here */
   int ranks;            /* that connect, for the server's limits; 0: not known */
@@ -5444,6 +5350,12 @@ static int cddp__url_scheme(const char *url, const char **name) {
   return scheme;
 }
 
+static cddp_result cddp__server_run(cddp__server *server) {
+  cddp_result r = cddp__thread_start(&server->thread, cddp__server_main, server, true);
+  server->runs = r == CDDP_OK;
+  return r;
+}
+
 /* Starts a server on store->addresses, or on the options' socket. Sets store->addresses to those
    that clients can connect to. */
 static cddp_result cddp__server_start(cddp_store *store, const cddp__store_options *options) {
@@ -5476,7 +5388,7 @@ static cddp_result cddp__server_start(cddp_store *store, const cddp__store_optio
   for (i = 0; i < server->fd_count && r == CDDP_OK; i++)
     if (!cddp__server_watch_fd(server, server->fds[i], EPOLL_CTL_ADD, EPOLLIN, (uint64_t)i))
       r = cddp__fail_errno("epoll");
-  if (r == CDDP_OK) r = cddp__thread_start(&server->thread, cddp__server_main, server, true);
+  if (r == CDDP_OK && (!options->idle || store->file >= 0)) r = cddp__server_run(server);
   if (r != CDDP_OK) cddp__server_free(server);
   if (r == CDDP_OK) store->server = server;
   store->server_pid = getpid();
@@ -5655,7 +5567,7 @@ static void cddp__store_close(cddp_store *store) {
   if (store->server != NULL && store->server_pid == getpid()) {
     cddp__store32(&store->server->ended, 1);
     for (i = 0; i < store->server->fd_count; i++) shutdown(store->server->fds[i], SHUT_RDWR);
-    pthread_join(store->server->thread, NULL);
+    if (store->server->runs) pthread_join(store->server->thread, NULL);
     cddp__server_free(store->server);
   }
   cddp__close_fd(&store->file);
@@ -5778,8 +5690,8 @@ static const char *cddp__backend_name(const cddp_group_desc *desc) { /* NULL: th
   return desc->backend != NULL ? desc->backend : cddp__env("CDDP_BACKEND");
 }
 
-/* A variable as a whole number in plain digits; strtol alone would accept " 1", "+1" and "01". *out
-   is unchanged if the variable is not set, or if name is NULL. */
+/* Sets *out to a variable, if it is set: a whole number in plain digits. strtol alone would accept
+   " 1", "+1" and "01". */
 static cddp_result cddp__env_int(const char *name, long low, long high, int *out) {
   const char *text = cddp__env(name), *digits = text;
   size_t n;
@@ -5838,12 +5750,11 @@ enum { CDDP__LAUNCHER_SCRIPT, CDDP__LAUNCHER_OPENMPI, CDDP__LAUNCHER_HYDRA, CDDP
 enum { CDDP__LAUNCHER_PALS = 6, CDDP__LAUNCHER_SLURM, CDDP__LAUNCHER_COUNT };
 
 /* Whether this process was started from the shell of an srun --pty, which gives task 0 a terminal.
-   Such a process inherits all variables of the task but is not a task.
-     a command of the shell     has its own process group, because the shell has job control; the
-                                task and the commands of its script have the session's group
-     a command after setsid     has another session than the task
-     a task of a step started   inherits SLURM_PTY_PORT but has its own SLURM_TASK_PID and no
-     from that shell            terminal: it is a task */
+   It inherits the task's variables but is not a task. A command of the shell has its own process
+   group, because the shell has job control; the task and the commands of its script have the
+   session's group. A command after setsid has another session than the task. A task of a step that
+   was started from that shell inherits SLURM_PTY_PORT, but has its own SLURM_TASK_PID and no
+   terminal. */
 static bool cddp__in_slurm_shell(void) {
   const char *task = cddp__env("SLURM_TASK_PID");
   int terminal, session = 0, device = 0;
@@ -5891,8 +5802,8 @@ static bool cddp__is_launched_by(int i) {
 }
 
 /* Rejects a rank without a size, and a size without a rank: as single processes, all ranks would
-   train on all data. Some launchers set a rank only: PMIx, ALPS, Hydra's -pmi-port, PALS with PMIx.
-   Slurm's variables beside those of PMIx can belong to a daemon. whole: a launcher has set both. */
+   train on all data. PMIx, ALPS, Hydra's -pmi-port and PALS with PMIx set a rank only; Slurm's
+   variables beside those of PMIx can belong to a daemon. whole: a launcher has set both. */
 static cddp_result cddp__check_rank_variables(bool whole) {
   static const char *const lone[] = {"PALS_RANKID", "PMIX_RANK", "ALPS_APP_PE", "PMI_ID"};
   int i;
@@ -5921,8 +5832,7 @@ static cddp_result cddp__check_rank_variables(bool whole) {
   return CDDP_OK;
 }
 
-/* Sets rank and size. If the launcher is not a script, RANK or WORLD_SIZE alone must not contradict
-   its variables. */
+/* Sets rank and size. RANK or WORLD_SIZE must not contradict another launcher's variables. */
 static cddp_result cddp__env_ranks(cddp__config *config) {
   const cddp__launcher *script = cddp__launchers, *l = script;
   int numbers[2] = {0, 1}, k;
@@ -5985,10 +5895,10 @@ static bool cddp__one_host(const cddp__config *config) {
   return nodes != NULL && strcmp(nodes, "1") == 0;
 }
 
-/* Hashes the variables that identify the launcher's job; 0 if it sets none.
-     here   all ranks are on this host, so that variables which differ between hosts are used too
-   Hydra sets no such variable. Its PMI_FD is one end of a socket pair, and the kernel knows the
-   process that created it: the proxy that started the ranks of this host. */
+/* Hashes the variables that identify the launcher's job; 0 if it sets none. here: all ranks are on
+   this host, so variables that differ between hosts count too. Hydra sets none, but its PMI_FD is
+   one end of a socket pair, and the kernel knows the process that created it: the proxy that
+   started the ranks of this host. */
 static uint64_t cddp__job_key(int launcher, bool here) {
   const char *fd = launcher == CDDP__LAUNCHER_HYDRA && here ? cddp__env("PMI_FD") : NULL;
   uint32_t maker[3];
@@ -6005,8 +5915,8 @@ static uint64_t cddp__job_key(int launcher, bool here) {
 
 static cddp__atomic_u32 cddp__listen_fd_user; /* pid of the process that used CDDP_LISTEN_FD */
 
-/* Finds the listening socket that the launcher bound and passed to rank 0. A process uses it once,
-   and only if the descriptor is still a socket that listens on this port. */
+/* Finds the listening socket that the launcher bound for rank 0. A process uses it once, and only
+   if the descriptor is still a socket that listens on this port. */
 static cddp_result cddp__env_listen_fd(cddp__config *config, int port) {
   cddp__address bound;
   socklen_t size = sizeof(int);
@@ -6022,9 +5932,9 @@ static cddp_result cddp__env_listen_fd(cddp__config *config, int port) {
   return CDDP_OK;
 }
 
-/* The node of rank 0 in a Slurm step on several nodes: the first node of the step's list. *out
-   stays empty if no list is set. The lists of heterogeneous jobs (pack jobs before Slurm 20.02) are
-   sorted, so that rank 0 can be on another node than the first. */
+/* The node of rank 0 in a Slurm step on several nodes: the first node of the step's list; "" if no
+   list is set. The lists of heterogeneous jobs (pack jobs before Slurm 20.02) are sorted, so rank 0
+   can be on another node. */
 static cddp_result cddp__slurm_host(cddp__config *config, char *out, size_t capacity) {
   static const char *const lists[] = {"SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST",
                                       "SLURM_NODELIST"};
@@ -6057,12 +5967,10 @@ static cddp_result cddp__slurm_host(cddp__config *config, char *out, size_t capa
 }
 
 /* Sets init_method: the address of rank 0, from MASTER_ADDR and MASTER_PORT. Under Slurm or mpirun
-   both can be unset:
-     on one host     the address is a Unix socket. Its name is a hash of the job. MASTER_PORT, if
-                     set, is hashed too, so that it separates two programs of one job.
-     several hosts   the host is Slurm's first node, and the port is derived from the job. It is
-                     below the range of ports that systems assign. Slurm jobs with numbers that
-                     differ by less than 99 have different ports in their first 100 steps.
+   both can be unset. On one host the address is then a Unix socket, named by a hash of the job and
+   of MASTER_PORT, which separates two programs of one job. On several hosts it is Slurm's first
+   node, and a port derived from the job, below the range of ports that systems assign. Slurm jobs
+   with numbers that differ by less than 99 have different ports in their first 100 steps.
    key: cddp__job_key. */
 static cddp_result cddp__env_master(cddp__config *config, uint64_t key) {
   const cddp__launcher *launcher = &cddp__launchers[config->launcher];
@@ -6136,8 +6044,7 @@ static cddp_result cddp__discover_timeout(double given, double *out) {
 }
 
 /* Sets the prefix of the job's keys: two jobs that use one store by mistake (the same port) must
-   not mix up their ranks. Jobs started by hand, and Hydra's on several hosts, have the same
-   prefix. */
+   not mix up their ranks. Jobs started by hand, and Hydra's on several hosts, share a prefix. */
 static void cddp__set_key_prefix(cddp__config *config, uint64_t key) {
   const char *run = cddp__env("TORCHELASTIC_RUN_ID"),
              *restart = cddp__env("TORCHELASTIC_RESTART_COUNT");
@@ -6234,14 +6141,13 @@ static cddp_result cddp__discover(cddp__config *config, const cddp_group_desc *d
         file, so that an allocation needs no lock between ranks.
      2. A window consists of segments, and a segment of extents of one size. An extent is one
         allocation. Sizes are whole pages, four per power of two. Each size has a list of free
-        extents. Their memory has been given back to the system.
-     3. A process maps whole segments: its own when it creates them, a peer's when it first needs a
-        buffer in it. They stay mapped until the host's memory is released. A new segment has half
-        as many extents as all earlier ones of its size, so that the number of mappings grows with
-        the logarithm of the number of allocations (vm.max_map_count).
-     4. A rank sends a cddp__ref (segment, offset) to let a peer find a buffer.
-   The kernel frees everything when the last process ends. If ranks are threads, a pointer is valid
-   for all of them, and nothing is mapped. */
+        extents, whose memory the system has.
+     3. A process maps whole segments, once: its own when it creates them, a peer's when it first
+        needs a buffer there. A new segment has half as many extents as all earlier ones of its
+        size, so that the number of mappings stays small (vm.max_map_count).
+     4. A rank sends a cddp__ref (segment, offset) to let a peer find a buffer. Between threads a
+        pointer is enough.
+   The kernel frees everything when the last process ends. */
 
 #ifndef MADV_COLLAPSE
 #define MADV_COLLAPSE 25
@@ -6391,9 +6297,8 @@ static int cddp__extent_list(uint64_t size) {
   return 4 * bits + (int)(size >> (bits - 2) & 3);
 }
 
-/* Creates a segment of extents of `size` bytes. If that does not fit, tries one extent of `size`,
-   then one of `bytes`. Returns the index of the free list that holds the extents, or -1 with the
-   error set. */
+/* Creates a segment of extents of `size` bytes; if that does not fit, of one extent of `size`, then
+   of one of `bytes`. Returns the index of their free list, or -1 with the error set. */
 static int cddp__segment_create(cddp__host *host, uint64_t size, uint64_t bytes) {
   uint64_t limit = (uint64_t)(host->arena.window + 2) << host->arena.window_bits, base;
   size_t n = cddp__max(1, host->arena.lists[cddp__extent_list(size)].extents / 2);
@@ -6500,8 +6405,8 @@ static void cddp__extent_release(cddp__host *host, cddp__extent *extent) {
 }
 
 /* Requests huge pages. MADV_COLLAPSE creates them on this core, even if the system's setting for
-   shared memory is "never", but only where at least one page exists. If it fails, ordinary pages
-   remain. The contents do not change, and other processes can write to the memory meanwhile. */
+   shared memory is "never", but only where a page exists. If it fails, ordinary pages remain.
+   Other processes can write to the memory meanwhile. */
 static void cddp__populate(char *address, uint64_t size, bool shared) {
   uint64_t whole = size / CDDP__HUGE_PAGE * CDDP__HUGE_PAGE, at;
   if (whole == 0) return;
@@ -6524,8 +6429,8 @@ static bool cddp__block_is_freed(const cddp__extent *extent) {
          cddp__load32(&extent->after->size) == 0 || cddp__block_is_left(extent->after);
 }
 
-/* Frees control blocks that all ranks of this host have left, and the extents that depend on them.
-   Each call checks the next 16 of the ring, since each allocation adds at most one. */
+/* Frees control blocks that all ranks of this host have left, and what is freed with them. Checks
+   the next 16 of the ring, since each allocation adds at most one. */
 static void cddp__arena_free_left_blocks(cddp__host *host) {
   int i;
   for (i = 0; i < 16 && host->arena.pending != NULL; i++) {
@@ -6574,8 +6479,8 @@ static void *cddp__arena_alloc(cddp__host *host, size_t bytes, enum cddp__extent
   return address;
 }
 
-/* Excludes all memory that peers write to from later allocations. Called after a failed operation
-   during which a peer was stopped: it can write to this rank's memory whenever it continues. */
+/* Excludes all memory that peers write to from later allocations. Called after an operation that
+   failed while a peer was stopped: it can write to this memory whenever it continues. */
 static void cddp__arena_quarantine(cddp__host *host) {
   cddp__extent *extent = NULL;
   size_t at = 0;
@@ -6630,9 +6535,8 @@ static bool cddp__ref_is_mapped_at(cddp__host *host, const cddp__ref *ref, const
   return same;
 }
 
-/* Frees p after all ranks of this host have left the group of this control block, as until then
-   they can read p. The first group's block is not an extent: then p lives as long as the host's
-   memory. */
+/* Frees p after all ranks of this host have left the group of this control block: until then they
+   can read p. With the first group's block, which is no extent, p lives as long as the host. */
 static void cddp__arena_free_with(cddp__host *host, const void *p,
                                   const cddp__control_block *block) {
   cddp__extent *extent;
@@ -6646,8 +6550,7 @@ static void cddp__arena_free_with(cddp__host *host, const void *p,
   pthread_mutex_unlock(&host->lock);
 }
 
-/* The reference to `bytes` bytes at p, for peers. Its kind is NONE if p is not shared memory; for
-   most of a program's private memory the address shows this without the lock. */
+/* The reference to `bytes` bytes at p, for peers. Its kind is NONE if p is not shared memory. */
 static cddp__ref cddp__ref_of(cddp__host *host, const void *p, size_t bytes) {
   cddp__ref ref;
   const cddp__extent *extent;
@@ -6658,6 +6561,7 @@ static cddp__ref cddp__ref_of(cddp__host *host, const void *p, size_t bytes) {
     ref.base = (uint64_t)(uintptr_t)p;
     return ref;
   }
+  /* Most private memory is outside these bounds, and needs no lock. */
   if ((uintptr_t)p < cddp__load64(&host->arena.lowest) ||
       (uintptr_t)p >= cddp__load64(&host->arena.highest))
     return ref;
@@ -6721,8 +6625,7 @@ static int cddp__container_cores(void) {
 }
 
 /* Adds the processors that this process can use to those of other ranks, and returns the number of
-   all. A launcher can bind each rank to other processors. If a container limits this process to the
-   time of `most` processors, the first `most` count. */
+   all: a launcher can bind each rank to other ones. most: the limit of its container. */
 static int cddp__count_cores(cddp__atomic_u64 *all, int most) {
   uint64_t mine[CDDP__PROCESSORS / 64], old;
   int n = 0, i;
@@ -6805,8 +6708,8 @@ static cddp__host *cddp__host_create(const cddp_allocator *allocator, const cddp
 }
 
 /* Creates the memfd: a window for the control block of the first group, one for each rank, and one
-   for each process that can join. The file is sparse, so its size uses no memory; a file size limit
-   makes the windows smaller. least: bytes that a window must have. */
+   for each process that can join. A file size limit makes the windows smaller; least: bytes that a
+   window must have. */
 static cddp_result cddp__create_memory(cddp__host *host, uint64_t least) {
   uint64_t windows = (uint64_t)host->size + 1;
   struct rlimit limit;
@@ -9453,20 +9356,18 @@ static cddp__net *cddp__net_new(const cddp_allocator *a, int size, int host_coun
 }
 
 /* >>rendezvous ---------------------------------------------------------------------------------
-   Job: form the first group. Every rank learns the address table (host, process id and port of each
-   rank), and the ranks of a host get their shared memory. Later: let processes join a running job.
+   Job: the ranks of a new job find each other, and fill the table of ranks, a cddp__net. Later:
+   processes join the running job.
+   Owns: the connections of the rendezvous; the store's keys RUN/meeting and RUN/blocked; a host's
+   cddp__job_info, with a socket name for each rank, held as long as the group lives.
+   Entry points: for cddp__start_job in >>groups, in this order: cddp__job_info_create,
+   cddp__rendezvous_init, cddp__claim_rank, cddp__serve_endpoint, cddp__collect_ranks,
+   cddp__confirm_table, cddp__rendezvous_end. For a process that joins: cddp__join_find. While the
+   group lives: cddp__join_listen, cddp__join_serve.
    Words: a node is a set of ranks that can share memory: they have the same host, user,
    CDDP_HOST_ID, and network, process and time namespace. The first rank of a node to start is its
-   coordinator, the others are its clients. The root is the coordinator of rank 0's node.
-   Owns: the sockets of the rendezvous, and the store's keys RUN/meeting and RUN/blocked; a host's
-   cddp__job_info, with a socket name for each rank, held as long as the group lives.
-   Entry points, called in this order by cddp__start_job in >>groups: cddp__job_info_create,
-   cddp__rendezvous_init, cddp__claim_rank, cddp__serve_endpoint, cddp__collect_ranks (fills the
-   table of ranks), cddp__confirm_table, cddp__rendezvous_end. For a process that joins:
-   cddp__join_find.
-   While the group lives: cddp__join_listen and cddp__join_serve.
-   How it works: the ranks form a tree. A client is connected to its coordinator by a Unix socket, a
-   coordinator to the root by TCP. A rank's parent is its coordinator, or the root.
+   coordinator, the others are its clients. The root is the coordinator of rank 0's node. The parent
+   of a client is its coordinator; the parent of a coordinator is the root, by TCP.
      1. A rank binds a Unix socket, with a name derived from its number and the job's endpoint. If
         the name is in use, two jobs have one endpoint or two processes have one rank: the new
         process fails. The process that has the name fails too, unless its rendezvous is complete.
@@ -9475,48 +9376,43 @@ static cddp__net *cddp__net_new(const cddp_allocator *a, int size, int host_coun
      3. RANK describes a rank to its parent, which forwards it to the root and answers WAIT. If the
         connection ends before WAIT, the parent was about to exit, and the rank starts again at 2.
         If it ends later, a rank is lost.
-     4. Unless all ranks are on its node, the root listens on a TCP port and writes its address and
-        a random token to the store, under RUN/meeting. Other coordinators read the key and connect.
-        The token shows that they have read the store, and therefore know the secret.
+     4. Rank 0 listens at the endpoint. When a coordinator of another node connects there, rank 0
+        starts the store, and sends STORE to the root. The root listens on a TCP port and writes its
+        address and a random token to the store, under RUN/meeting. The coordinator reads the key
+        and connects. The token shows that it has read the store, and therefore knows the secret.
+        If all ranks are on one node, nobody connects, and no store runs.
      5. The root compares the ranks' versions, world sizes, backends and floating-point modes. When
         all ranks have registered, it sends TABLE to its children. A coordinator adds the
         descriptors of the node's memory and of the client's listening socket for other nodes.
      6. READY tells the parent that a rank and all its clients have built the group of all ranks.
    Failures: the rank that fails sends FAIL, a result and a text, to its parent and its children. A
    connection that ends is a lost rank. A coordinator that cannot reach the root writes the reason
-   to the store, under RUN/blocked. If a rank does not match, the root reports it when all ranks
-   have connected, or CDDP__PROBLEM_S after it knows. A coordinator without a root does the same.
-   Ranks that have sent READY find the failure in the group.
-   Joining (CDDP_JOIN): no rank waits for the new process.
-     1. The process connects to every rank on its host, at a socket of ranks that have an elastic
-        model, and to MASTER_ADDR. In a job on several hosts, one rank of each host listens at
-        MASTER_PORT.
-     2. It proves that it knows the secret, and receives a cddp__join_table, which names the leader
-        of the model's ranks.
-     3. From a rank on its host it also receives the memory, and uses a window that no process has
-        used before. Otherwise it shares no memory with other ranks.
-     4. Its group is broken from the start. cddp_ddp_create continues: >>elastic. */
+   to the store, under RUN/blocked. If a rank does not match, the root, or a coordinator without
+   one, reports it when all ranks have connected, or CDDP__PROBLEM_S after it knows. Ranks that have
+   sent READY find the failure in the group. */
 
-#define CDDP__RENDEZVOUS_MAGIC 0x544d4443u /* "CDMT" */
 #define CDDP__PROBLEM_S 1.0 /* for missing ranks to connect after a rank did not match */
 #define CDDP__BLOCKED_S 6.0 /* for a connection between hosts; at most a third of the time-out */
-#define CDDP__UNREGISTERED_MAX 64 /* connections without RANK; the oldest beyond is closed */
+#define CDDP__RESOLVE_S 60  /* how long a MASTER_ADDR that does not resolve is tried again */
+#define CDDP__STORE_RESTART_S 2.0 /* for a lost store to return, as its ranks can restart */
 
+/* Messages are frames of type MESSAGE with this number, and a struct in memory as their body: all
+   hosts have the same byte order and version, else the frame's magic number or
+   cddp__rank_info.version differs. */
 enum {
-  CDDP__RENDEZVOUS_RANK = 1,
+  CDDP__RENDEZVOUS_RANK = 1, /* cddp__rank_info */
   CDDP__RENDEZVOUS_WAIT,
-  CDDP__RENDEZVOUS_TABLE,
-  CDDP__RENDEZVOUS_FAIL,
-  CDDP__RENDEZVOUS_READY
+  CDDP__RENDEZVOUS_STORE,
+  CDDP__RENDEZVOUS_TABLE, /* token, hosts and ranks of a cddp__net; to a joining process: a
+                             cddp__join_table */
+  CDDP__RENDEZVOUS_READY,
+  CDDP__RENDEZVOUS_FAIL /* cddp__rendezvous_failure, without the rest of its text */
 };
 
-/* Begins each message. Messages are copies of structs in memory: all hosts have the same byte order
-   and version, else the magic number or cddp__rank_info.version differs. */
-typedef struct cddp__rendezvous_head {
-  uint32_t magic, kind;
-  uint32_t result; /* of FAIL; its text follows */
-  uint32_t size;   /* bytes that follow */
-} cddp__rendezvous_head;
+typedef struct cddp__rendezvous_failure {
+  uint32_t result; /* cddp_result */
+  char text[CDDP__ERROR_MAX];
+} cddp__rendezvous_failure;
 
 /* A rank's description of itself. version, world_size, fp_mode and backend must be equal on all
    ranks. */
@@ -9548,23 +9444,18 @@ typedef struct cddp__join_table {
    follows the struct. */
 typedef struct cddp__job_info {
   cddp__join_table table;
-  char node[48];    /* name of the node's socket; the prefix of its ranks' socket names */
-  char master[256]; /* MASTER_ADDR, and */
-  int port;         /* MASTER_PORT, for joins from other hosts; 0: a launcher listens there */
-  uint32_t foreign; /* bit i: address i of MASTER_ADDR belongs to another job */
-  double timeout_s;
+  char node[48];      /* name of the node's socket; the prefix of its ranks' socket names */
   uint32_t node_hash; /* of node, not 0 */
-  char endpoint[96];  /* the rendezvous address, for error texts: "port 29500" */
+  bool here;          /* the endpoint is an address of this host */
+  char master[256];   /* MASTER_ADDR, and */
+  int port;           /* MASTER_PORT, for joins from other hosts; 0: a launcher listens there */
+  uint32_t foreign;   /* bit i: address i of MASTER_ADDR belongs to another job */
+  double timeout_s;
+  char endpoint[96];  /* where the ranks meet, for error texts: "port 29500" */
   int claim_fd;       /* this rank's socket on its host, held while the group lives; -1: none */
-  int port_fd;        /* the store's socket, which does not listen any more; -1: none. See
-                          cddp__rendezvous_end */
+  int port_fd;        /* rank 0's port, likewise: see cddp__rendezvous_end; -1: none */
   const char *secret; /* "": none; the proof then only rejects programs other than cddp */
 } cddp__job_info;
-
-typedef struct cddp__root_key { /* value of RUN/meeting */
-  struct sockaddr_in6 address;  /* of the root's listening socket, with the port */
-  unsigned char token[16];
-} cddp__root_key;
 
 typedef struct cddp__registration { /* a rank, or another process with a rank's number */
   cddp__rank_info info;
@@ -9574,39 +9465,47 @@ typedef struct cddp__registration { /* a rank, or another process with a rank's 
 } cddp__registration;
 
 typedef struct cddp__channel { /* a connection to the parent or a child */
-  int fd;
-  bool local;   /* a Unix socket, else TCP */
-  bool known;   /* the first RANK was received */
+  cddp__connection connection; /* deadline: for the first RANK */
+  bool known;                  /* the first RANK was received */
   bool awaited; /* its end is the loss of a rank: from a matching RANK, or WAIT, until READY */
   size_t first; /* registration of the first RANK */
-  double since; /* when it was accepted or connected, of cddp__now() */
-  size_t have;  /* received bytes of the current message */
-  unsigned char got[sizeof(cddp__rendezvous_head) + CDDP__ERROR_MAX];
 } cddp__channel;
 
-typedef struct cddp__rendezvous {
-  const cddp__config *at;
-  cddp__host *host;
-  cddp__job_info *job_info; /* the host's */
-  bool serves;              /* this process serves the store */
-  double deadline;
+/* How the coordinators of several nodes find the root. Step 4 above. */
+typedef struct cddp__root_search {
   char key[160], blocked_key[160]; /* RUN/meeting, RUN/blocked */
-  cddp_store *store;               /* NULL: not open */
-  bool stale;           /* RUN/meeting led to no root: the store can be an earlier job's */
-  double next_look;     /* when to ask the store again, of cddp__now() */
-  double pause;         /* seconds until the next look; for opening the store: seconds to try */
-  double store_lost_at; /* when the store's connection ended; 0: the store answers */
-  double closed_since;  /* cddp__store_options.closed_since */
-  cddp__text blocked;   /* why the store or the root could not be reached; "": it could */
-  double blocked_at;    /* since when the root could not be reached; 0: it could */
+  cddp_store *store;               /* NULL: not open. In rank 0's process: with the server */
+  bool wanted;      /* a coordinator has connected to the store: the root must write its address */
+  bool announced;   /* rank 0: its parent knows that */
+  bool stale;       /* RUN/meeting led to no root: the store can be an earlier job's */
+  double next_look; /* when to ask the store again, of cddp__now() */
+  double pause;     /* seconds between two looks */
+  double try_s;     /* seconds to try to open the store */
+  double lost_at;   /* when the store's connection ended; 0: the store answers */
+  double closed_since; /* cddp__store_options.closed_since */
+  cddp__text blocked;  /* why the store or the root could not be reached; "": it could */
+  double blocked_at;   /* since when the root could not be reached; 0: it could */
   unsigned char token[16];
-  cddp__address address;        /* of this host, for ranks of other nodes */
-  int node_socket, root_socket; /* listening: for clients, for coordinators; -1: not this rank */
-  cddp__channel parent;         /* to the coordinator or root; fd -1: none */
-  int fds[2]; /* received with TABLE: the memory, this rank's socket for links; -1: none */
+  int listener; /* the root's, for coordinators; -1: this rank is not the root */
+} cddp__root_search;
+
+typedef struct cddp__root_key { /* value of RUN/meeting */
+  struct sockaddr_in6 address;  /* of the root's listener, with the port */
+  unsigned char token[16];
+} cddp__root_key;
+
+typedef struct cddp__rendezvous {
+  const cddp__config *config;
+  cddp__host *host;
+  cddp__job_info *job; /* the host's */
+  double deadline;
+  bool serves; /* this process is rank 0, and no launcher serves the store */
+  cddp__root_search root;
+  cddp__address address; /* of this host, for ranks of other nodes */
+  int node_socket;       /* listening for clients; -1: this rank is a client */
+  cddp__channel parent;
   cddp__channel *children;
-  struct pollfd *poll; /* for all channels and listening sockets */
-  size_t child_count, child_capacity, poll_capacity;
+  size_t child_count, child_capacity;
   cddp__registration *registered; /* this rank and all below it, in order of registration */
   size_t registered_count, registered_capacity;
   size_t forwarded;    /* registrations sent to the parent */
@@ -9616,7 +9515,8 @@ typedef struct cddp__rendezvous {
   cddp__cause problem; /* why the first registration that does not match is refused */
   double problem_at;   /* when that happened, of cddp__now() */
   bool common;         /* the failure concerns all ranks: its text is sent unchanged */
-  cddp__net *net;      /* with the address table; NULL: the table is not complete */
+  int memory_fd;       /* a client: the memfd, received with TABLE; -1: not yet */
+  cddp__net *net;      /* the table of ranks; NULL: it is not complete */
 } cddp__rendezvous;
 
 /* Identifies this kernel and network namespace: ranks with the same text are on one machine. */
@@ -9632,10 +9532,11 @@ static void cddp__host_identity(char *out, size_t n) {
   snprintf(out, n, "%.60s.%llu", given != NULL ? given : boot, (unsigned long long)st.st_ino);
 }
 
-/* The name of the node's socket, equal for exactly the ranks of one node. With a secret ("": none)
-   strangers cannot predict it. Ranks can spell the job's endpoint in several ways. So an address of
-   this host is replaced by "here", and another host's name by the lowest of its addresses. */
-static void cddp__node_name(const cddp__config *at, const char *secret, char name[48]) {
+/* Sets the name of the node's socket, equal for exactly the ranks of one node. With a secret ("":
+   none) strangers cannot predict it. Ranks can spell the job's endpoint in several ways. So an
+   address of this host is replaced by "here", and another host's name by the lowest of its
+   addresses. Returns whether the endpoint is on this host. */
+static bool cddp__node_name(const cddp__config *config, const char *secret, char name[48]) {
   static const char hex[] = "0123456789abcdef";
   const char *given = cddp__env("CDDP_HOST_ID");
   cddp__address a[CDDP__ADDRESSES_MAX];
@@ -9645,24 +9546,25 @@ static void cddp__node_name(const cddp__config *at, const char *secret, char nam
   struct stat pids, times; /* their numbers and start times differ between namespaces */
   bool here = false;
   int n = 0, i;
-  snprintf(place, sizeof place, "%s", at->init_method);
-  if (at->port != 0) /* a name that does not resolve is reported when the store is opened */
-    (void)cddp__resolve(at->host, at->port, a, &n);
+  snprintf(place, sizeof place, "%s", config->init_method);
+  if (config->port != 0) /* a name that does not resolve is reported when the store is opened */
+    (void)cddp__resolve(config->host, config->port, a, &n);
   for (i = 0; i < n && !here; i++) {
     here = cddp__address_is_local(&a[i]);
     spelled = cddp__describe_address(&a[i]);
     if (i == 0 || strcmp(spelled.s, place) < 0) snprintf(place, sizeof place, "%s", spelled.s);
   }
-  if (here) snprintf(place, sizeof place, "here:%d", at->port);
+  if (here) snprintf(place, sizeof place, "here:%d", config->port);
   if (stat("/proc/self/ns/pid", &pids) != 0) pids.st_ino = 0;
   if (stat("/proc/self/ns/time", &times) != 0) times.st_ino = 0;
-  snprintf(text, sizeof text, "%s|%s|%.60s|%u|%llu|%llu", place, at->run,
+  snprintf(text, sizeof text, "%s|%s|%.60s|%u|%llu|%llu", place, config->run,
            given != NULL ? given : "", (unsigned)geteuid(), (unsigned long long)pids.st_ino,
            (unsigned long long)times.st_ino);
   cddp__mac(secret, "cddp node 1", text, strlen(text), mac);
   memcpy(name, "cddp-", 5);
   for (i = 0; i < 32; i++) name[5 + i] = hex[(mac[i / 2] >> (i % 2 ? 0 : 4)) & 15];
   name[37] = 0;
+  return here || strncmp(config->init_method, "unix:", 5) == 0;
 }
 
 /* Describes this process to the other ranks of its job, and to processes that join later. */
@@ -9686,7 +9588,7 @@ static cddp_result cddp__job_info_create(cddp__host *host, const cddp__config *c
     snprintf(job->endpoint, sizeof job->endpoint, "port %d", config->port);
   else
     snprintf(job->endpoint, sizeof job->endpoint, "%.80s", config->init_method);
-  cddp__node_name(config, job->secret, job->node);
+  job->here = cddp__node_name(config, job->secret, job->node);
   job->node_hash = (uint32_t)cddp__hash64(1, job->node, strlen(job->node)) | 1;
   info = &job->table.info;
   info->version = CDDP_VERSION;
@@ -9721,7 +9623,9 @@ static cddp__address cddp__rank_socket(const cddp__job_info *job, const char *pu
 }
 
 /* Fails with the cure if the error is a lack of descriptors, else with the name of the call. */
-static cddp_result cddp__fail_descriptors(const cddp__rendezvous *v, int error, const char *what) {
+static cddp_result cddp__fail_descriptors(const cddp__rendezvous *rdv, int error,
+                                          const char *what) {
+  int size = rdv->config->world_size;
   struct rlimit limit;
   errno = error;
   if ((error != EMFILE && error != ENFILE) || getrlimit(RLIMIT_NOFILE, &limit) != 0)
@@ -9730,8 +9634,8 @@ static cddp_result cddp__fail_descriptors(const cddp__rendezvous *v, int error, 
                     "%s: %s: the limit of this process is %llu open files (ulimit -n), and it "
                     "needs one for each rank on its host (the job has %d ranks); raise the limit: "
                     "ulimit -n %d",
-                    what, strerror(error), (unsigned long long)limit.rlim_cur, v->at->world_size,
-                    4 * v->at->world_size + 1024);
+                    what, strerror(error), (unsigned long long)limit.rlim_cur, size,
+                    4 * size + 1024);
 }
 
 /* --- two jobs at one endpoint --- */
@@ -9757,32 +9661,33 @@ static cddp__atomic_u32 cddp__last_node_hash;
    same rank and endpoint: it belongs to another job, or the launcher gave two processes one rank.
    This process fails, so that it does not disturb a running job. The connection to the other
    process notifies it if it is still in its rendezvous. */
-static cddp_result cddp__claim_rank(cddp__rendezvous *v) {
-  cddp__address a = cddp__rank_socket(v->job_info, "", v->at->rank);
-  char told;
-  int tries, status;
+static cddp_result cddp__claim_rank(cddp__rendezvous *rdv) {
+  cddp__job_info *job = rdv->job;
+  int rank = rdv->config->rank, tries, status;
+  const char *name = rdv->host->name;
+  cddp__address a = cddp__rank_socket(job, "", rank);
+  char answer;
   for (tries = 0; tries < 100; tries++) {
     uint32_t peer[3] = {0, 0, 0}, pid;
     bool ended;
-    int fd, error = cddp__listen_address(&a, &v->job_info->claim_fd);
+    int fd, error = cddp__listen_address(&a, &job->claim_fd);
     if (error == 0) return CDDP_OK;
     if (error != EADDRINUSE)
-      return cddp__fail_descriptors(v, error, "bind of an abstract Unix socket");
-    if (cddp__load32(&cddp__last_node_hash) == v->job_info->node_hash)
+      return cddp__fail_descriptors(rdv, error, "bind of an abstract Unix socket");
+    if (cddp__load32(&cddp__last_node_hash) == job->node_hash)
       return CDDP_OK; /* a rank of the previous group holds it until it leaves that group */
-    error = cddp__connect_address(&a, v->deadline, &fd);
+    error = cddp__connect_address(&a, rdv->deadline, &fd);
     if (error == 0) (void)cddp__peer_process(fd, peer);
     pid = peer[0];
     ended = error != 0 || (pid != 0 && ((kill((pid_t)pid, 0) != 0 && errno == ESRCH) ||
                                         cddp__exit_status(-1, pid, &status)));
-    if (error == EAGAIN || (error == 0 && recv(fd, &told, 1, MSG_DONTWAIT) == 1))
+    if (error == EAGAIN || (error == 0 && recv(fd, &answer, 1, MSG_DONTWAIT) == 1))
       ended = false; /* its queue is full; or it answered this connection, and has ended since */
     cddp__close_fd(&fd);
     if (error == CDDP__FOREIGN_USER || pid == (uint32_t)getpid())
       return CDDP_OK; /* another user's process, or this process itself */
     if (!ended) {
-      cddp_result r = cddp__fail_rank_taken(v->job_info, v->at->rank, pid, v->host->name,
-                                            (uint32_t)getpid(), v->host->name);
+      cddp_result r = cddp__fail_rank_taken(job, rank, pid, name, (uint32_t)getpid(), name);
       cddp__append(cddp__error_text, sizeof cddp__error_text,
                    ". If both jobs were started at the same time, the running job can contain "
                    "ranks of both: stop it too");
@@ -9810,118 +9715,125 @@ static uint32_t cddp__find_second_claim(const cddp__job_info *job) {
 /* --- registered ranks, and the settings they must share --- */
 
 /* NULL: no matching process has registered with this rank. */
-static cddp__registration *cddp__find_registered(const cddp__rendezvous *v, uint32_t rank) {
+static cddp__registration *cddp__find_registered(const cddp__rendezvous *rdv, uint32_t rank) {
   size_t i;
-  for (i = 0; i < v->registered_count; i++)
-    if (v->registered[i].fits && v->registered[i].info.rank == rank) return &v->registered[i];
+  for (i = 0; i < rdv->registered_count; i++)
+    if (rdv->registered[i].fits && rdv->registered[i].info.rank == rank) return &rdv->registered[i];
   return NULL;
 }
 
 /* Returns CDDP_OK if the two ranks can be in one group, else an error about the difference. */
-static cddp_result cddp__compare_ranks(const cddp__rank_info *own, const cddp__rank_info *i) {
-  if (i->version != own->version)
+static cddp_result cddp__compare_ranks(const cddp__rank_info *own, const cddp__rank_info *other) {
+  if (other->version != own->version)
     return cddp__fail(CDDP_MISMATCH,
                       "rank %u (pid %u) has version %u of cddp.h, rank %u has %u; build all alike",
-                      i->rank, i->pid, i->version, own->rank, own->version);
-  if (i->world_size != own->world_size || (i->rank >= own->world_size && !i->joins))
+                      other->rank, other->pid, other->version, own->rank, own->version);
+  if (other->world_size != own->world_size || (other->rank >= own->world_size && !other->joins))
     return cddp__fail(CDDP_MISMATCH,
                       "rank %u (pid %u) has world size %u, rank %u has %u: WORLD_SIZE must agree",
-                      i->rank, i->pid, i->world_size, own->rank, own->world_size);
-  if (strncmp(i->backend, own->backend, sizeof own->backend) != 0)
+                      other->rank, other->pid, other->world_size, own->rank, own->world_size);
+  if (strncmp(other->backend, own->backend, sizeof own->backend) != 0)
     return cddp__fail(CDDP_MISMATCH,
                       "rank %u (pid %u) has backend \"%.16s\", rank %u has \"%.16s\": CDDP_BACKEND "
                       "(or desc.backend and desc.device) must be the same for all",
-                      i->rank, i->pid, i->backend, own->rank, own->backend);
-  if (i->fp_mode == own->fp_mode) return CDDP_OK;
+                      other->rank, other->pid, other->backend, own->rank, own->backend);
+  if (other->fp_mode == own->fp_mode) return CDDP_OK;
   return cddp__fail(CDDP_MISMATCH,
                     "rank %u %s, rank %u %s: the floating-point modes must be the same. Is one "
                     "linked with -ffast-math? Set the mode before cddp_init",
-                    i->rank, cddp__describe_fp_mode(i->fp_mode).s, own->rank,
+                    other->rank, cddp__describe_fp_mode(other->fp_mode).s, own->rank,
                     cddp__describe_fp_mode(own->fp_mode).s);
 }
 
-/* Registers a rank. One that does not match is kept too, and sets v->problem. */
-static cddp_result cddp__register_rank(cddp__rendezvous *v, const cddp__rank_info *i, int node) {
-  const cddp__registration *other = cddp__find_registered(v, i->rank);
+/* Registers a rank. One that does not match is kept too, and sets rdv->problem. */
+static cddp_result cddp__register_rank(cddp__rendezvous *rdv, const cddp__rank_info *info,
+                                       int node) {
+  const cddp__registration *other = cddp__find_registered(rdv, info->rank);
+  cddp__registration *entry;
   cddp_result r =
-      v->registered_count > 0 ? cddp__compare_ranks(&v->registered[0].info, i) : CDDP_OK;
-  cddp__registration *m;
+      rdv->registered_count > 0 ? cddp__compare_ranks(&rdv->registered[0].info, info) : CDDP_OK;
   if (r == CDDP_OK && other != NULL)
-    r = cddp__fail_rank_taken(v->job_info, (int)i->rank, other->info.pid, other->info.host.name,
-                              i->pid, i->host.name);
-  if (r != CDDP_OK && !cddp__has_cause(&v->problem)) v->problem_at = cddp__now();
-  if (r != CDDP_OK) cddp__set_cause(&v->problem, r, cddp_error());
-  m = (cddp__registration *)cddp__grow_array(&v->host->allocator, v->registered,
-                                             &v->registered_capacity, v->registered_count + 1,
-                                             sizeof *m);
-  if (m == NULL) return CDDP_OUT_OF_MEMORY;
-  v->registered = m;
-  m += v->registered_count++;
-  m->info = *i;
-  m->node = node;
-  m->link_fd = -1;
-  m->fits = r == CDDP_OK;
-  if (node == 0 && i->rank == 0) v->with_rank_0 = true;
-  if (i->world_size > 0 && i->world_size < (uint32_t)v->expected) v->expected = (int)i->world_size;
+    r = cddp__fail_rank_taken(rdv->job, (int)info->rank, other->info.pid, other->info.host.name,
+                              info->pid, info->host.name);
+  if (r != CDDP_OK && cddp__set_cause(&rdv->problem, r, cddp_error()))
+    rdv->problem_at = cddp__now();
+  entry = (cddp__registration *)cddp__grow_array(&rdv->host->allocator, rdv->registered,
+                                                 &rdv->registered_capacity,
+                                                 rdv->registered_count + 1, sizeof *entry);
+  if (entry == NULL) return CDDP_OUT_OF_MEMORY;
+  rdv->registered = entry;
+  entry += rdv->registered_count++;
+  entry->info = *info;
+  entry->node = node;
+  entry->link_fd = -1;
+  entry->fits = r == CDDP_OK;
+  if (node == 0 && info->rank == 0) rdv->with_rank_0 = true;
+  if (info->world_size > 0 && info->world_size < (uint32_t)rdv->expected)
+    rdv->expected = (int)info->world_size;
   return CDDP_OK;
 }
 
 /* --- messages --- */
 
-/* Sends a message with the descriptors in fds, -1: none. fds can be NULL. */
-static cddp_result cddp__channel_send(int fd, int kind, cddp_result result, const void *data,
-                                      size_t size, int *fds, double deadline) {
-  cddp__rendezvous_head h = {CDDP__RENDEZVOUS_MAGIC, (uint32_t)kind, (uint32_t)result,
-                             (uint32_t)size};
-  cddp_result r = CDDP_OK;
-  ssize_t sent;
-  while ((sent = cddp__pass_fds(fd, &h, sizeof h, fds, true)) < 0 && r == CDDP_OK)
-    if (errno == EAGAIN)
-      r = cddp__wait_fd(fd, POLLOUT, deadline);
-    else if (errno != EINTR)
-      r = cddp__fail_errno("sendmsg to another rank");
-  if (sent >= 0) r = cddp__send_all(fd, (char *)&h + sent, sizeof h - (size_t)sent, deadline);
-  return r == CDDP_OK ? cddp__send_all(fd, data, size, deadline) : r;
+/* Sends a message and, on a Unix socket, the descriptors in fds (-1: none; NULL: none). */
+static cddp_result cddp__send_message(cddp__connection *c, uint32_t kind, const void *body,
+                                      size_t size, const int *fds, double deadline) {
+  cddp_result r;
+  if (fds != NULL) memcpy(c->pass, fds, sizeof c->pass);
+  r = cddp__connection_post(c, CDDP__FRAME_MESSAGE, kind, body, size);
+  return r == CDDP_OK ? cddp__connection_exchange(c, 0, deadline) : r;
 }
 
-/* Reads a message, of TABLE the head only, without blocking. Returns 1 if it is complete, 0 if not,
-   -1 if the connection has ended or the bytes are no message. fds receives descriptors; it can be
-   NULL. */
-static int cddp__channel_read(cddp__channel *c, cddp__rendezvous_head *h, int *fds) {
-  for (;;) {
-    size_t want = sizeof *h;
-    ssize_t n;
-    if (c->have >= sizeof *h) {
-      memcpy(h, c->got, sizeof *h);
-      if (h->kind != CDDP__RENDEZVOUS_TABLE) want += h->size;
-      if (h->magic != CDDP__RENDEZVOUS_MAGIC || want > sizeof c->got) return -1;
-      if (c->have == want) {
-        c->have = 0;
-        return 1;
-      }
-    }
-    n = cddp__pass_fds(c->fd, c->got + c->have, want - c->have, fds, false);
-    if (n < 0 && errno == EINTR) continue;
-    if (n <= 0) return n < 0 && errno == EAGAIN ? 0 : -1;
-    c->have += (size_t)n;
-  }
+/* The next complete message, which the caller frees; NULL: none. */
+static cddp__message *cddp__receive_message(cddp__connection *c, size_t most) {
+  cddp__message *m;
+  (void)cddp__connection_progress(c);
+  m = cddp__connection_receive(c, most);
+  if (m == NULL && c->got >= sizeof c->in_head && c->in_head.type == CDDP__FRAME_PIECE)
+    cddp__connection_end(c, EPROTO); /* it would be received by other functions */
+  return m;
 }
 
-static void cddp__channel_init(cddp__channel *c, int fd, bool local) {
-  memset(c, 0, sizeof *c);
-  c->fd = fd;
-  c->local = local;
-  c->since = cddp__now();
+static cddp_result cddp__send_failure(cddp__connection *c, cddp_result result, const char *text,
+                                      double deadline) {
+  cddp__rendezvous_failure failure;
+  failure.result = (uint32_t)result;
+  snprintf(failure.text, sizeof failure.text, "%s", text);
+  return cddp__send_message(c, CDDP__RENDEZVOUS_FAIL, &failure,
+                            offsetof(cddp__rendezvous_failure, text) + strlen(failure.text), NULL,
+                            deadline);
 }
 
-static cddp_result cddp__report_channel_lost(const cddp__rendezvous *v, const cddp__channel *c) {
-  const cddp__rank_info *i = &v->registered[c->first].info;
-  if (c == &v->parent)
+/* Fails as another rank's FAIL says. */
+static cddp_result cddp__fail_from_message(cddp__rendezvous *rdv, const cddp__message *m) {
+  cddp__rendezvous_failure failure = {CDDP_MISMATCH, ""};
+  bool known;
+  memcpy(&failure, m + 1, cddp__min((size_t)m->head.size, sizeof failure - 1));
+  failure.text[sizeof failure.text - 1] = 0;
+  known = failure.result > CDDP_OK && failure.result < CDDP__RESULT_COUNT;
+  rdv->common = true;
+  return cddp__fail(known ? (cddp_result)failure.result : CDDP_MISMATCH, "%s",
+                    failure.text[0] != 0 ? failure.text
+                                         : "another rank failed during the rendezvous");
+}
+
+static cddp_result cddp__report_channel_lost(const cddp__rendezvous *rdv,
+                                             const cddp__channel *channel) {
+  const cddp__rank_info *info = &rdv->registered[channel->first].info;
+  if (channel == &rdv->parent)
     return cddp__fail(CDDP_PEER_LOST,
                       "the rank that coordinates %s ranks at %s died during the rendezvous",
-                      c->local ? "this host's" : "all hosts'", v->job_info->endpoint);
+                      channel->connection.local ? "this host's" : "all hosts'", rdv->job->endpoint);
   return cddp__fail(CDDP_PEER_LOST, "rank %u (pid %u on %s) died or exited during the rendezvous",
-                    i->rank, i->pid, i->host.name);
+                    info->rank, info->pid, info->host.name);
+}
+
+static void cddp__channel_init(cddp__rendezvous *rdv, cddp__channel *channel, int fd, bool local,
+                               bool caller) {
+  memset(channel, 0, sizeof *channel);
+  cddp__connection_begin(&channel->connection, &rdv->host->allocator, fd, caller);
+  channel->connection.local = local;
+  channel->connection.deadline = cddp__now() + CDDP__GREETING_S;
 }
 
 /* The address at which other hosts reach this host. With CDDP_IFNAME: the first address of that
@@ -9945,75 +9857,8 @@ static cddp_result cddp__own_address(int fd, cddp__address *out) {
   return CDDP_OK;
 }
 
-/* --- children --- */
-
-static void cddp__remove_child(cddp__rendezvous *v, size_t k) { /* the last child moves to k */
-  cddp__close_fd(&v->children[k].fd);
-  v->children[k] = v->children[--v->child_count];
-}
-
-/* Accepts the connections at a listening socket. If too many connections have not sent RANK, or few
-   descriptors are left for other hosts, the oldest of these is closed: a rank sends RANK
-   immediately. */
-static cddp_result cddp__accept_channels(cddp__rendezvous *v, int listener) {
-  int tries;
-  for (tries = 0; tries < 64; tries++) {
-    int fd = cddp__accept(listener), error = fd < 0 ? errno : 0;
-    bool none = error == EMFILE || error == ENFILE;
-    bool few = none || !cddp__has_spare_fd(fd, false);
-    size_t i, oldest = 0, silent = 0;
-    cddp__channel *below;
-    if (error == EINTR || error == ECONNABORTED) continue;
-    if (error == EAGAIN) return CDDP_OK;
-    for (i = 0; i < v->child_count; i++)
-      if (!v->children[i].known &&
-          (silent++ == 0 || v->children[i].since < v->children[oldest].since))
-        oldest = i;
-    if ((none || error == 0) &&
-        silent >= (few && listener != v->node_socket ? 1 : CDDP__UNREGISTERED_MAX))
-      cddp__remove_child(v, oldest);
-    else if (error != 0)
-      return cddp__fail_descriptors(v, error, "accept of another rank");
-    if (none) continue;
-    if (few) fd = cddp__lower_fd(fd); /* else every second connection would use one more */
-    below = (cddp__channel *)cddp__grow_array(&v->host->allocator, v->children, &v->child_capacity,
-                                              v->child_count + 1, sizeof *below);
-    if (below == NULL) {
-      cddp__close_fd(&fd);
-      return CDDP_OUT_OF_MEMORY;
-    }
-    v->children = below;
-    cddp__channel_init(&below[v->child_count++], fd, listener == v->node_socket);
-    if (few) return CDDP_OK; /* its RANK is read before the next connection is accepted */
-  }
-  return CDDP_OK;
-}
-
-/* Whether the sender of a channel's first RANK is admitted. By TCP it must know the token. A rank
-   of another user on this machine is refused with a text; the rendezvous continues without it. */
-static bool cddp__admit_rank(const cddp__rendezvous *v, const cddp__channel *c,
-                             const cddp__rank_info *i) {
-  const cddp__rank_info *own = &v->registered[0].info;
-  if (!c->local && !cddp__same_bytes(i->token, v->token, sizeof v->token)) return false;
-  if (!c->local && i->machine == own->machine && i->user != own->user) {
-    char text[CDDP__ERROR_MAX];
-    int n = snprintf(text, sizeof text,
-                     "rank %u at %s runs as another user (uid %u). If it belongs to another job, "
-                     "give this job a port of its own (MASTER_PORT); otherwise start all ranks as "
-                     "the same user. CDDP_SECRET keeps other users out",
-                     own->rank, v->job_info->endpoint, own->user);
-    (void)cddp__channel_send(c->fd, CDDP__RENDEZVOUS_FAIL, CDDP_UNAUTHORIZED, text, (size_t)n, NULL,
-                             cddp__now());
-    return false;
-  }
-  return cddp__channel_send(c->fd, CDDP__RENDEZVOUS_WAIT, CDDP_OK, NULL, 0, NULL, cddp__now()) ==
-         CDDP_OK;
-}
-
-/* --- the parent --- */
-
 /* Listens on a free port of an address for ranks on other hosts. */
-static cddp_result cddp__listen_for_others(const cddp__rendezvous *v, const cddp__address *at,
+static cddp_result cddp__listen_for_others(const cddp__rendezvous *rdv, const cddp__address *at,
                                            int *fd, int *port) {
   cddp__address a = *at;
   int count;
@@ -10021,128 +9866,232 @@ static cddp_result cddp__listen_for_others(const cddp__rendezvous *v, const cddp
   cddp__address_set_port(&a, 0);
   r = cddp__listen_all(&a, 1, fd, &count);
   *port = cddp__address_port(&a);
-  if (r == CDDP_SYSTEM) return cddp__fail_descriptors(v, errno, "socket");
+  if (r == CDDP_SYSTEM) return cddp__fail_descriptors(rdv, errno, "socket");
   return r == CDDP_OK ? r : cddp__fail_in(r, "cannot listen for ranks on other hosts: ");
 }
 
 /* Opens a listening socket for the links of a rank on this node, unless it has one. Writes the
    address and the port into the rank's info. */
-static cddp_result cddp__listen_for_links(cddp__rendezvous *v, cddp__registration *m) {
-  m->info.host.address = v->address.v6;
-  return m->link_fd >= 0 ? CDDP_OK
-                         : cddp__listen_for_others(v, &v->address, &m->link_fd, &m->info.port);
+static cddp_result cddp__listen_for_links(cddp__rendezvous *rdv, cddp__registration *entry) {
+  entry->info.host.address = rdv->address.v6;
+  if (entry->link_fd >= 0) return CDDP_OK;
+  return cddp__listen_for_others(rdv, &rdv->address, &entry->link_fd, &entry->info.port);
 }
 
-/* Receives an address table of `size` bytes. A coordinator has sent with it the descriptors of the
-   memory and, with several hosts, of this rank's listening socket for links. */
-static cddp_result cddp__receive_table(cddp__rendezvous *v, size_t size) {
-  int ranks = v->at->world_size;
-  size_t least = cddp__table_bytes(ranks, 0),
-         hosts = size > least ? (size - least) / sizeof(cddp__host_entry) : 0;
-  cddp_result r;
-  if (hosts == 0 || hosts > (size_t)ranks || size != cddp__table_bytes(ranks, (int)hosts))
-    return cddp__fail(CDDP_MISMATCH, "the rank table has a wrong size");
-  v->net = cddp__net_new(&v->host->allocator, ranks, (int)hosts);
-  if (v->net == NULL) return CDDP_OUT_OF_MEMORY;
-  r = cddp__recv_all(v->parent.fd, v->net->token, size, v->deadline + 0.5);
-  if (r != CDDP_OK || !v->parent.local) return r;
-  if (v->fds[0] < 0 || (hosts > 1 && v->fds[1] < 0))
-    return cddp__fail_descriptors(v, EMFILE, "recvmsg of the shared memory");
-  v->registered[0].link_fd = cddp__register_socket(v->fds[1]);
-  v->fds[1] = -1;
+/* --- the children --- */
+
+static void cddp__remove_child(cddp__rendezvous *rdv, size_t k) { /* the last child moves to k */
+  cddp__connection_close(&rdv->children[k].connection);
+  rdv->children[k] = rdv->children[--rdv->child_count];
+}
+
+/* Accepts the connections at a listening socket. If too many connections have not sent RANK, or few
+   descriptors are left for other hosts, the oldest of these is closed: a rank sends RANK
+   immediately. */
+static cddp_result cddp__accept_channels(cddp__rendezvous *rdv, int listener) {
+  bool local = listener == rdv->node_socket;
+  size_t most = (size_t)cddp__unproven_most(rdv->config->world_size);
+  int tries;
+  for (tries = 0; tries < 64 && listener >= 0; tries++) {
+    int fd = cddp__accept(listener), error = fd < 0 ? errno : 0;
+    bool none = error == EMFILE || error == ENFILE;
+    bool few = none || (error == 0 && !cddp__has_spare_fd(fd, false));
+    size_t i, oldest = 0, silent = 0;
+    cddp__channel *children;
+    if (error == EINTR || error == ECONNABORTED) continue;
+    if (error == EAGAIN) return CDDP_OK;
+    for (i = 0; i < rdv->child_count; i++) {
+      const cddp__channel *child = &rdv->children[i];
+      if (!child->known &&
+          (silent++ == 0 || child->connection.deadline < rdv->children[oldest].connection.deadline))
+        oldest = i;
+    }
+    if ((none || error == 0) && silent >= (few && !local ? 1 : most))
+      cddp__remove_child(rdv, oldest);
+    else if (error != 0)
+      return cddp__fail_descriptors(rdv, error, "accept of another rank");
+    if (none) continue;
+    if (few) fd = cddp__lower_fd(fd); /* else every second connection would use one more */
+    children = (cddp__channel *)cddp__grow_array(&rdv->host->allocator, rdv->children,
+                                                 &rdv->child_capacity, rdv->child_count + 1,
+                                                 sizeof *children);
+    if (children == NULL) {
+      cddp__close_fd(&fd);
+      return CDDP_OUT_OF_MEMORY;
+    }
+    rdv->children = children;
+    cddp__channel_init(rdv, &children[rdv->child_count++], fd, local, false);
+    if (few) return CDDP_OK; /* its RANK is read before the next connection is accepted */
+  }
   return CDDP_OK;
 }
 
-/* Receives the messages of a channel. Closes it if it has ended or does not belong to a rank. */
-static cddp_result cddp__channel_receive(cddp__rendezvous *v, cddp__channel *c) {
-  bool up = c == &v->parent;
-  char text[CDDP__ERROR_MAX + 1] = "another rank failed during the rendezvous without a text";
+/* Whether the sender of a channel's first RANK is admitted. By TCP it must know the token. A rank
+   of another user on this machine is refused with a text; the rendezvous continues without it. */
+static bool cddp__admit_rank(const cddp__rendezvous *rdv, cddp__connection *c,
+                             const cddp__rank_info *info) {
+  const cddp__rank_info *own = &rdv->registered[0].info;
+  cddp__text text;
+  if (!c->local && !cddp__same_bytes(info->token, rdv->root.token, sizeof info->token))
+    return false;
+  if (c->local || info->machine != own->machine || info->user == own->user)
+    return cddp__send_message(c, CDDP__RENDEZVOUS_WAIT, NULL, 0, NULL, cddp__now()) == CDDP_OK;
+  text = cddp__textf("rank %u at %s runs as another user (uid %u). If it belongs to another job, "
+                     "give this job a port of its own (MASTER_PORT); otherwise start all ranks as "
+                     "the same user. CDDP_SECRET keeps other users out",
+                     own->rank, rdv->job->endpoint, own->user);
+  (void)cddp__send_failure(c, CDDP_UNAUTHORIZED, text.s, cddp__now());
+  return false;
+}
+
+/* Another node's coordinator has connected to the store: the root must write its address there. */
+static void cddp__want_root(cddp__rendezvous *rdv) {
+  rdv->root.wanted = true;
+  rdv->root.next_look = 0;
+}
+
+/* A child's RANK: of itself, or of a rank below it. Sets *admitted. */
+static cddp_result cddp__receive_rank(cddp__rendezvous *rdv, cddp__channel *child,
+                                      const cddp__message *m, bool *admitted) {
+  cddp__connection *c = &child->connection;
   cddp__rank_info info;
-  cddp__rendezvous_head h;
-  cddp_result r;
-  int got, node;
-  while ((got = cddp__channel_read(c, &h, up ? v->fds : NULL)) > 0) {
-    if (h.kind == CDDP__RENDEZVOUS_FAIL && (up || c->awaited)) {
-      r = h.result > CDDP_OK && h.result < CDDP__RESULT_COUNT ? (cddp_result)h.result
-                                                              : CDDP_MISMATCH;
-      if (h.size > 0 && c->got[sizeof h] != 0) {
-        memcpy(text, c->got + sizeof h, h.size);
-        text[h.size] = 0;
-      }
-      v->common = true;
-      return cddp__fail(r, "%s", text);
-    }
-    if (h.kind == CDDP__RENDEZVOUS_WAIT && up) {
-      c->awaited = true;
-    } else if (h.kind == CDDP__RENDEZVOUS_TABLE && up && v->net == NULL) {
-      r = cddp__receive_table(v, h.size);
-      return r == CDDP_NETWORK ? cddp__report_channel_lost(v, c) : r;
-    } else if (h.kind == CDDP__RENDEZVOUS_READY && !up && c->awaited) {
-      c->awaited = false;
-    } else if (h.kind == CDDP__RENDEZVOUS_RANK && !up && h.size == sizeof info) {
-      memcpy(&info, c->got + sizeof h, sizeof info);
-      info.host.name[sizeof info.host.name - 1] = 0;
-      info.joins = 0; /* joining processes do not take part in a rendezvous */
-      if (!c->known && !cddp__admit_rank(v, c, &info)) break;
-      if (!c->local && (v->nodes == 1 || cddp__address_is_loopback(&v->address)) &&
-          (r = cddp__own_address(c->fd, &v->address)) != CDDP_OK)
-        return r;
-      node = c->local ? 0 : c->known ? v->registered[c->first].node : v->nodes++;
-      if ((r = cddp__register_rank(v, &info, node)) != CDDP_OK) return r;
-      if (c->known) continue;
-      c->known = true;
-      c->first = v->registered_count - 1;
-      c->awaited = v->registered[c->first].fits;
-    } else {
-      break;
-    }
+  int node;
+  cddp_result r = CDDP_OK;
+  memcpy(&info, m + 1, sizeof info);
+  info.host.name[sizeof info.host.name - 1] = 0;
+  info.joins = 0; /* joining processes do not take part in a rendezvous */
+  *admitted = child->known || cddp__admit_rank(rdv, c, &info);
+  if (!*admitted) return CDDP_OK;
+  if (!c->local && (rdv->nodes == 1 || cddp__address_is_loopback(&rdv->address)))
+    r = cddp__own_address(c->fd, &rdv->address);
+  node = c->local ? 0 : child->known ? rdv->registered[child->first].node : rdv->nodes++;
+  if (r == CDDP_OK) r = cddp__register_rank(rdv, &info, node);
+  if (r != CDDP_OK || child->known) return r;
+  child->known = true;
+  child->first = rdv->registered_count - 1;
+  child->awaited = rdv->registered[child->first].fits;
+  return CDDP_OK;
+}
+
+/* Handles a child's messages. Ends the connection if it is not a rank's. */
+static cddp_result cddp__receive_from_child(cddp__rendezvous *rdv, cddp__channel *child) {
+  cddp__connection *c = &child->connection;
+  cddp__message *m;
+  cddp_result r = CDDP_OK;
+  while (r == CDDP_OK && (m = cddp__receive_message(c, sizeof(cddp__rendezvous_failure))) != NULL) {
+    uint32_t kind = m->head.number;
+    bool valid = kind == CDDP__RENDEZVOUS_STORE ? child->known : child->awaited;
+    if (kind == CDDP__RENDEZVOUS_RANK && m->head.size == sizeof(cddp__rank_info))
+      r = cddp__receive_rank(rdv, child, m, &valid);
+    else if (kind == CDDP__RENDEZVOUS_FAIL && valid)
+      r = cddp__fail_from_message(rdv, m);
+    else if (kind == CDDP__RENDEZVOUS_STORE && valid) /* from rank 0, matching or not */
+      cddp__want_root(rdv);
+    else if (kind == CDDP__RENDEZVOUS_READY && valid)
+      child->awaited = false;
+    else
+      valid = false;
+    if (!valid) cddp__connection_end(c, EPROTO);
+    cddp__free(c->in.allocator, m);
   }
-  if (got != 0 && c->awaited) return cddp__report_channel_lost(v, c);
-  if (got != 0) cddp__close_fd(&c->fd);
-  if (got == 0 || !up) return CDDP_OK;
-  v->forwarded = 0; /* the parent was about to exit: this rank connects to a new one */
-  v->stale = true;
+  if (r != CDDP_OK || c->state != CDDP__CONNECTION_ENDED || !child->awaited) return r;
+  return cddp__report_channel_lost(rdv, child);
+}
+
+/* --- the parent --- */
+
+/* Takes the table of ranks from a TABLE. A coordinator has sent with it the descriptors of the
+   memory and, with several hosts, of this rank's listening socket for links. */
+static cddp_result cddp__take_table(cddp__rendezvous *rdv, const cddp__message *m) {
+  cddp__connection *c = &rdv->parent.connection;
+  int ranks = rdv->config->world_size;
+  size_t size = (size_t)m->head.size, least = cddp__table_bytes(ranks, 0),
+         hosts = size > least ? (size - least) / sizeof(cddp__host_entry) : 0;
+  if (hosts == 0 || hosts > (size_t)ranks || size != cddp__table_bytes(ranks, (int)hosts))
+    return cddp__fail(CDDP_MISMATCH, "the rank table has a wrong size");
+  rdv->net = cddp__net_new(&rdv->host->allocator, ranks, (int)hosts);
+  if (rdv->net == NULL) return CDDP_OUT_OF_MEMORY;
+  memcpy(rdv->net->token, m + 1, size);
+  if (!c->local) return CDDP_OK;
+  if (c->fds[0] < 0 || (hosts > 1 && c->fds[1] < 0))
+    return cddp__fail_descriptors(rdv, EMFILE, "recvmsg of the shared memory");
+  rdv->memory_fd = c->fds[0];
+  rdv->registered[0].link_fd = cddp__register_socket(c->fds[1]);
+  c->fds[0] = c->fds[1] = -1;
+  return CDDP_OK;
+}
+
+/* Handles the parent's messages. If it ends before WAIT, this rank looks for another one. */
+static cddp_result cddp__receive_from_parent(cddp__rendezvous *rdv) {
+  cddp__connection *c = &rdv->parent.connection;
+  int ranks = rdv->config->world_size;
+  size_t most = cddp__max(cddp__table_bytes(ranks, ranks), sizeof(cddp__rendezvous_failure));
+  cddp__message *m;
+  cddp_result r = CDDP_OK;
+  while (r == CDDP_OK && (m = cddp__receive_message(c, most)) != NULL) {
+    if (m->head.number == CDDP__RENDEZVOUS_FAIL)
+      r = cddp__fail_from_message(rdv, m);
+    else if (m->head.number == CDDP__RENDEZVOUS_WAIT)
+      rdv->parent.awaited = true;
+    else if (m->head.number == CDDP__RENDEZVOUS_TABLE && rdv->net == NULL)
+      r = cddp__take_table(rdv, m);
+    else
+      cddp__connection_end(c, EPROTO);
+    cddp__free(c->in.allocator, m);
+  }
+  if (r != CDDP_OK || c->state != CDDP__CONNECTION_ENDED) return r;
+  if (rdv->parent.awaited) return cddp__report_channel_lost(rdv, &rdv->parent);
+  cddp__connection_close(c);
+  rdv->forwarded = 0;
+  rdv->root.announced = false;
+  rdv->root.stale = true;
   cddp__sleep(0.001);
   return CDDP_OK;
 }
 
+/* Whether a connection has bytes, or has ended: a failed send ends it too. */
+static bool cddp__has_news(const cddp__connection *c) {
+  return c->fd >= 0 && (c->ready || c->state == CDDP__CONNECTION_ENDED);
+}
+
 /* Waits until a time, at most 50 ms, and handles messages, new and lost connections, and claims of
-   this rank's socket name. */
-static cddp_result cddp__poll_channels(cddp__rendezvous *v, double until) {
-  int more[4] = {v->node_socket, v->root_socket, v->job_info->claim_fd, v->parent.fd};
-  size_t i, n = v->child_count;
-  struct pollfd *fds = (struct pollfd *)cddp__grow_array(&v->host->allocator, v->poll,
-                                                         &v->poll_capacity, n + 4, sizeof *fds);
+   this rank's socket name. In rank 0 the store starts when it is called. */
+static cddp_result cddp__poll_channels(cddp__rendezvous *rdv, double until) {
+  const cddp_allocator *allocator = &rdv->host->allocator;
+  cddp__server *server = rdv->root.store != NULL ? rdv->root.store->server : NULL;
+  int listeners[3 + CDDP__ADDRESSES_MAX] = {rdv->node_socket, rdv->root.listener,
+                                            rdv->job->claim_fd};
+  size_t i, n = rdv->child_count, listener_count = 3;
+  cddp__connection **list =
+      (cddp__connection **)cddp__calloc(allocator, n + 1, sizeof(cddp__connection *));
+  bool called = false;
   uint32_t pid;
-  double now;
-  cddp_result r = CDDP_OK;
-  if (fds == NULL) return CDDP_OUT_OF_MEMORY;
-  v->poll = fds;
-  for (i = 0; i < n + 4; i++) {
-    fds[i].fd = i < n ? v->children[i].fd : more[i - n];
-    fds[i].events = POLLIN;
-    fds[i].revents = 0;
-  }
-  if (cddp__poll(fds, n + 4, cddp__poll_ms(until, 50)) < 0 && errno != EINTR)
-    return cddp__fail_errno("poll");
-  now = cddp__now();
+  cddp_result r;
+  if (list == NULL) return CDDP_OUT_OF_MEMORY;
+  for (i = 0; i < n; i++) list[i] = &rdv->children[i].connection;
+  list[n] = &rdv->parent.connection;
+  if (server != NULL && !server->runs && rdv->net == NULL)
+    for (i = 0; i < (size_t)server->fd_count; i++) listeners[listener_count++] = server->fds[i];
+  r = cddp__connections_poll(allocator, list, n + 1, listeners, listener_count,
+                             cddp__earlier_deadline(0.05, until));
+  cddp__free(allocator, list);
   for (i = n; i-- > 0 && r == CDDP_OK;) { /* backwards: removing a child moves the last one */
-    cddp__channel *c = &v->children[i];
-    if (!c->known && now - c->since > CDDP__GREETING_S)
-      cddp__close_fd(&c->fd);
-    else if (fds[i].revents != 0)
-      r = cddp__channel_receive(v, c);
-    if (c->fd < 0) cddp__remove_child(v, i);
+    cddp__channel *child = &rdv->children[i];
+    const cddp__connection *c = &child->connection;
+    if (cddp__has_news(c)) r = cddp__receive_from_child(rdv, child);
+    if (c->state == CDDP__CONNECTION_ENDED || (!child->known && cddp__now() > c->deadline))
+      cddp__remove_child(rdv, i);
   }
-  if (r == CDDP_OK && fds[n + 2].revents != 0 &&
-      (pid = cddp__find_second_claim(v->job_info)) != 0) {
-    cddp__rank_info info = v->registered[0].info;
+  if (r == CDDP_OK && listeners[2] >= 0 && (pid = cddp__find_second_claim(rdv->job)) != 0) {
+    cddp__rank_info info = rdv->registered[0].info;
     info.pid = pid; /* another process with this rank */
-    r = cddp__register_rank(v, &info, 0);
+    r = cddp__register_rank(rdv, &info, 0);
   }
-  if (r == CDDP_OK && fds[n + 3].revents != 0) r = cddp__channel_receive(v, &v->parent);
-  for (i = 0; i < 2 && r == CDDP_OK; i++)
-    if (fds[n + i].revents != 0) r = cddp__accept_channels(v, more[i]);
+  if (r == CDDP_OK && cddp__has_news(&rdv->parent.connection)) r = cddp__receive_from_parent(rdv);
+  for (i = 3; i < listener_count; i++) called = called || listeners[i] >= 0;
+  if (called) cddp__want_root(rdv);
+  if (called && r == CDDP_OK) r = cddp__server_run(server);
+  for (i = 0; i < 2 && r == CDDP_OK; i++) r = cddp__accept_channels(rdv, listeners[i]);
   return r;
 }
 
@@ -10151,338 +10100,373 @@ static cddp_result cddp__poll_channels(cddp__rendezvous *v, double until) {
 /* The root listens for other coordinators and writes its address to the store. It listens on the
    address of its connection to the store. If the store is on this host or has several addresses, it
    listens on all addresses, of IPv6 and IPv4. */
-static cddp_result cddp__open_root(cddp__rendezvous *v) {
+static cddp_result cddp__open_root(cddp__rendezvous *rdv) {
+  cddp__root_search *root = &rdv->root;
   cddp__root_key value;
   struct sockaddr_in6 in;
   cddp__address a;
   int port;
-  cddp_result r = cddp__random(v->token, sizeof v->token);
-  if (r == CDDP_OK) r = cddp__own_address(v->store->connection.fd, &v->address);
+  cddp_result r = cddp__random(root->token, sizeof root->token);
+  if (r == CDDP_OK) r = cddp__own_address(root->store->connection.fd, &rdv->address);
   if (r != CDDP_OK) return r;
-  a = v->address;
-  if ((cddp__address_is_loopback(&a) || v->store->address_count > 1) && !cddp__one_host(v->at) &&
-      cddp__env("CDDP_IFNAME") == NULL) {
+  a = rdv->address;
+  if ((cddp__address_is_loopback(&a) || root->store->address_count > 1) &&
+      !cddp__one_host(rdv->config) && cddp__env("CDDP_IFNAME") == NULL) {
     memset(&in, 0, sizeof in);
     in.sin6_family = AF_INET6;
     a = cddp__internet_address(&in); /* "::", which accepts IPv4 too */
-    if (cddp__listen_for_others(v, &a, &v->root_socket, &port) != CDDP_OK) {
-      a = v->address;
+    if (cddp__listen_for_others(rdv, &a, &root->listener, &port) != CDDP_OK) {
+      a = rdv->address;
       cddp__address_to_all(&a);
     }
   }
-  if (v->root_socket < 0 && (r = cddp__listen_for_others(v, &a, &v->root_socket, &port)) != CDDP_OK)
+  if (root->listener < 0 &&
+      (r = cddp__listen_for_others(rdv, &a, &root->listener, &port)) != CDDP_OK)
     return r;
-  cddp__address_set_port(&v->address, port);
-  memcpy(value.token, v->token, sizeof value.token);
-  value.address = v->address.v6;
-  return cddp_store_set(v->store, v->key, &value, sizeof value);
+  cddp__address_set_port(&rdv->address, port);
+  memcpy(value.token, root->token, sizeof value.token);
+  value.address = rdv->address.v6;
+  return cddp_store_set(root->store, root->key, &value, sizeof value);
 }
 
-static void cddp__close_store(cddp__rendezvous *v) {
-  cddp__store_close(v->store);
-  v->store = NULL;
-  v->pause = 0.25;
+static void cddp__close_store(cddp__rendezvous *rdv) {
+  cddp__store_close(rdv->root.store);
+  rdv->root.store = NULL;
+  rdv->root.try_s = 0.25;
 }
 
 /* Fails because a port on another host cannot be reached. The text names both ends and the cure. */
-static cddp_result cddp__fail_blocked(const cddp__rendezvous *v, const cddp__address *a,
+static cddp_result cddp__fail_blocked(const cddp__rendezvous *rdv, const cddp__address *a,
                                       const char *listener, int error) {
+  const char *here = rdv->host->name;
   return cddp__fail(CDDP_NETWORK,
                     "rank %d (pid %d on %s) cannot connect to %s, where %s listens: %s. A firewall "
                     "or a missing route blocks it%s: let %s connect to this port. "
                     "CDDP_PORTS=first-last limits the ports to open",
-                    v->at->rank, (int)getpid(), v->host->name, cddp__describe_address(a).s,
-                    listener, strerror(error),
-                    error == ECONNREFUSED ? ", unless that process just ended" : "", v->host->name);
+                    rdv->config->rank, (int)getpid(), here, cddp__describe_address(a).s, listener,
+                    strerror(error),
+                    error == ECONNREFUSED ? ", unless that process just ended" : "", here);
 }
 
 /* Seconds that a connection to another host may take before its port counts as blocked. */
-static double cddp__blocked_s(const cddp__rendezvous *v) {
-  return v->at->timeout_s < 3 * CDDP__BLOCKED_S ? v->at->timeout_s / 3 : CDDP__BLOCKED_S;
+static double cddp__blocked_s(const cddp__rendezvous *rdv) {
+  double third = rdv->config->timeout_s / 3;
+  return third < CDDP__BLOCKED_S ? third : CDDP__BLOCKED_S;
 }
 
 /* Called when the root cannot be reached at its address in the store. If that lasts, this rank
    writes the reason to the store for the root, and fails with CDDP_MISMATCH. If a launcher serves
    the store, the rank keeps trying, since the address can be an earlier job's. */
-static cddp_result cddp__report_blocked(cddp__rendezvous *v, const cddp__address *a, int error) {
-  if (v->blocked_at == 0) v->blocked_at = cddp__now();
-  cddp__fail_blocked(v, a, "the process that coordinates the rendezvous", error);
-  v->blocked = cddp__textf("%s", cddp_error());
-  if (v->at->client_only || cddp__now() <= v->blocked_at + cddp__blocked_s(v)) return CDDP_OK;
-  (void)cddp_store_set(v->store, v->blocked_key, v->blocked.s, strlen(v->blocked.s));
-  return cddp__fail(CDDP_MISMATCH, "%s", v->blocked.s);
+static cddp_result cddp__report_blocked(cddp__rendezvous *rdv, const cddp__address *a, int error) {
+  cddp__root_search *root = &rdv->root;
+  if (root->blocked_at == 0) root->blocked_at = cddp__now();
+  cddp__fail_blocked(rdv, a, "the process that coordinates the rendezvous", error);
+  root->blocked = cddp__textf("%s", cddp_error());
+  if (rdv->config->client_only || cddp__now() <= root->blocked_at + cddp__blocked_s(rdv))
+    return CDDP_OK;
+  (void)cddp_store_set(root->store, root->blocked_key, root->blocked.s, strlen(root->blocked.s));
+  return cddp__fail(CDDP_MISMATCH, "%s", root->blocked.s);
 }
 
 /* The root: fails if another host has written to the store that it cannot reach the root. */
-static cddp_result cddp__check_blocked(cddp__rendezvous *v) {
-  const char *key = v->blocked_key;
+static cddp_result cddp__check_blocked(cddp__rendezvous *rdv) {
+  cddp__root_search *root = &rdv->root;
+  const char *key = root->blocked_key;
   char text[CDDP__ERROR_MAX];
   size_t n = 0;
   bool there = false;
-  if (v->store == NULL || cddp__now() < v->next_look) return CDDP_OK;
-  v->next_look = cddp__now() + 0.5;
-  v->store->timeout_s = 0.2;
-  if (cddp_store_check(v->store, &key, 1, &there) != CDDP_OK || !there ||
-      cddp_store_get(v->store, key, text, sizeof text - 1, &n) != CDDP_OK || n == 0 || text[0] == 0)
+  if (root->store == NULL || cddp__now() < root->next_look) return CDDP_OK;
+  root->next_look = cddp__now() + 0.5;
+  root->store->timeout_s = 0.2;
+  if (cddp_store_check(root->store, &key, 1, &there) != CDDP_OK || !there ||
+      cddp_store_get(root->store, key, text, sizeof text - 1, &n) != CDDP_OK || n == 0 ||
+      text[0] == 0)
     return CDDP_OK;
   text[n] = 0;
-  v->common = true;
+  rdv->common = true;
   return cddp__fail(CDDP_NETWORK, "%s", text);
 }
 
 /* Connects to the root at the address in the store. */
-static cddp_result cddp__connect_root(cddp__rendezvous *v) {
+static cddp_result cddp__connect_root(cddp__rendezvous *rdv) {
+  cddp__root_search *root = &rdv->root;
+  double most = rdv->config->timeout_s < 8 ? rdv->config->timeout_s / 4 : 2;
   cddp__root_key value;
   cddp__address a, store, here;
-  double most = v->at->timeout_s < 8 ? v->at->timeout_s / 4 : 2;
+  bool other_host; /* the store's connection leads to another host */
   size_t n = 0;
   int fd, error;
-  cddp_result r = cddp_store_get(v->store, v->key, &value, sizeof value, &n);
+  cddp_result r = cddp_store_get(root->store, root->key, &value, sizeof value, &n);
   if (r == CDDP_NETWORK) return r;
-  v->stale = true;                                       /* until the root has answered */
+  root->stale = true;                                    /* until the root has answered */
   if (r != CDDP_OK || n != sizeof value) return CDDP_OK; /* another program wrote the key */
-  if ((r = cddp__own_address(v->store->connection.fd, &here)) != CDDP_OK) return r;
+  if ((r = cddp__own_address(root->store->connection.fd, &here)) != CDDP_OK) return r;
   a = cddp__internet_address(&value.address);
   cddp__set_scope(&a.v6, &here);
   memset(&store, 0, sizeof store);
   store.size = sizeof store.sa;
-  if (cddp__address_is_loopback(&a) &&
-      getpeername(v->store->connection.fd, &store.any, &store.size) == 0 &&
-      store.sa.ss_family != AF_UNIX && !cddp__address_is_loopback(&store)) {
-    cddp__address_set_port(&store, cddp__address_port(&a)); /* the root is on the store's host */
-    a = store;
-  }
-  error = cddp__connect_address(&a, cddp__earlier_deadline(most, v->deadline), &fd);
-  store.size = sizeof store.sa; /* a second try, at the store's address */
-  if (error != 0 && getpeername(v->store->connection.fd, &store.any, &store.size) == 0 &&
-      store.sa.ss_family != AF_UNIX && !cddp__address_same_host(&a, &store)) {
-    cddp__address_set_port(&store, cddp__address_port(&a));
-    if (cddp__connect_address(&store, cddp__earlier_deadline(most, v->deadline), &fd) == 0)
-      error = 0;
-  }
+  other_host = getpeername(root->store->connection.fd, &store.any, &store.size) == 0 &&
+               store.sa.ss_family != AF_UNIX;
+  cddp__address_set_port(&store, cddp__address_port(&a));
+  if (other_host && cddp__address_is_loopback(&a) && !cddp__address_is_loopback(&store))
+    a = store; /* the root is on the store's host */
+  error = cddp__connect_address(&a, cddp__earlier_deadline(most, rdv->deadline), &fd);
+  if (error != 0 && other_host && !cddp__address_same_host(&a, &store) &&
+      cddp__connect_address(&store, cddp__earlier_deadline(most, rdv->deadline), &fd) == 0)
+    error = 0;
   if (error == EMFILE || error == ENFILE)
-    return cddp__fail_descriptors(v, error, "connection to another host");
-  if (error != 0) return cddp__report_blocked(v, &a, error);
-  v->blocked.s[0] = 0;
-  v->blocked_at = 0;
-  cddp__channel_init(&v->parent, fd, false);
-  memcpy(v->token, value.token, sizeof v->token);
-  cddp__close_store(v);
-  return cddp__own_address(fd, &v->address);
+    return cddp__fail_descriptors(rdv, error, "connection to another host");
+  if (error != 0) return cddp__report_blocked(rdv, &a, error);
+  root->blocked.s[0] = 0;
+  root->blocked_at = 0;
+  cddp__channel_init(rdv, &rdv->parent, fd, false, true);
+  memcpy(root->token, value.token, sizeof root->token);
+  cddp__close_store(rdv);
+  return cddp__own_address(fd, &rdv->address);
 }
 
-static cddp_result cddp__open_store(cddp__rendezvous *v, double deadline) {
-  const cddp__config *at = v->at;
+static cddp_result cddp__open_store(cddp__rendezvous *rdv, double deadline) {
+  const cddp__config *config = rdv->config;
   cddp__store_options o;
   cddp_result r;
   memset(&o, 0, sizeof o);
-  o.desc.init_method = at->init_method;
-  o.desc.is_server = v->serves;
-  o.desc.timeout_s = at->timeout_s;
-  o.desc.secret = v->job_info->secret;
-  o.desc.allocator = v->host->allocator;
-  o.listen_fd = v->serves ? at->listen_fd : -1;
-  o.reachable = !cddp__one_host(at);
-  o.ranks = at->world_size;
+  o.desc.init_method = config->init_method;
+  o.desc.is_server = rdv->serves;
+  o.desc.timeout_s = config->timeout_s;
+  o.desc.secret = rdv->job->secret;
+  o.desc.allocator = rdv->host->allocator;
+  o.idle = rdv->serves;
+  o.listen_fd = rdv->serves ? config->listen_fd : -1;
+  o.reachable = !cddp__one_host(config);
+  o.ranks = config->world_size;
   o.deadline = deadline;
-  o.closed_since = &v->closed_since;
-  r = cddp__store_open(&v->store, &o);
-  if (r == CDDP_MISMATCH && at->port != 0)
+  o.closed_since = &rdv->root.closed_since;
+  r = cddp__store_open(&rdv->root.store, &o);
+  if (r == CDDP_MISMATCH && config->port != 0)
     cddp__append(cddp__error_text, sizeof cddp__error_text,
                  "; set MASTER_PORT to a free port, the same on all ranks");
-  if ((r == CDDP_NETWORK || r == CDDP_TIMEOUT || r == CDDP_MISMATCH) && at->port_name != NULL)
-    cddp__append(cddp__error_text, sizeof cddp__error_text, " (host from %s, port %s%s)",
-                 at->host_name, at->port_name,
-                 at->client_only ? "; TORCHELASTIC_USE_AGENT_STORE says that a launcher serves it"
-                                 : "");
+  if ((r == CDDP_NETWORK || r == CDDP_TIMEOUT || r == CDDP_MISMATCH) && config->port_name != NULL)
+    cddp__append(
+        cddp__error_text, sizeof cddp__error_text, " (host from %s, port %s%s)", config->host_name,
+        config->port_name,
+        config->client_only ? "; TORCHELASTIC_USE_AGENT_STORE says that a launcher serves it" : "");
   return r;
 }
 
-#define CDDP__RESOLVE_S 60        /* how long a MASTER_ADDR that does not resolve is tried again */
-#define CDDP__STORE_RESTART_S 2.0 /* for a lost store to return, as its ranks can restart */
-
-/* A coordinator that has not found all ranks on its node connects to the root, or becomes the root.
-   Asks the store from time to time. Opening the store is tried for an increasing time, up to ten
-   seconds; between the tries the caller serves the clients. */
-static cddp_result cddp__find_root(cddp__rendezvous *v) {
-  double most = 0.02 + 1e-5 * v->at->world_size;
-  const char *key = v->key;
-  cddp__address own;
-  bool there = false, wrong = cddp__has_cause(&v->problem); /* then the store gets 0.25 s */
-  cddp_result r;
-  if (v->root_socket >= 0) return cddp__check_blocked(v);
-  if (cddp__now() < v->next_look) return CDDP_OK;
-  if (v->store == NULL) {
-    r = cddp__open_store(v, cddp__earlier_deadline(wrong ? 0.25 : v->pause, v->deadline));
-    if (r == CDDP_OK)
-      v->pause = 0.002;
-    else if (v->pause < 5)
-      v->pause *= 2;
-    v->next_look = cddp__now() + (r == CDDP_OK ? 0 : 0.02); /* meanwhile clients are served */
-    if (r == CDDP_MISMATCH) return CDDP_NETWORK;
-    if (r == CDDP_NETWORK && !v->serves && v->next_look + 0.5 < v->deadline &&
-        v->next_look < v->deadline - v->at->timeout_s + CDDP__RESOLVE_S) {
-      v->next_look += 0.25; /* the name does not resolve yet */
-      return CDDP_OK;
-    }
-    if (r != CDDP_TIMEOUT) return r;
-    if (v->store_lost_at > 0 && cddp__now() > v->store_lost_at + CDDP__STORE_RESTART_S)
-      return cddp__fail(CDDP_PEER_LOST,
-                        "the store at %s closed its connection during the rendezvous: the process "
-                        "that serves it (rank 0, unless a launcher does) died or exited",
-                        v->job_info->endpoint);
-    v->blocked = cddp__textf("rank %d on %s: %s", v->at->rank, v->host->name, cddp_error());
-    return CDDP_OK;
-  }
-  v->store->timeout_s = v->deadline - cddp__now();
-  if (v->store->timeout_s < 0.2) v->store->timeout_s = 0.2; /* cddp__fail_missing_ranks says more */
-  r = cddp_store_check(v->store, &key, 1, &there);          /* a server connects to itself */
-  if (r == CDDP_OK) v->store_lost_at = 0;
-  if (r == CDDP_OK && v->blocked_at == 0) v->blocked.s[0] = 0;
-  if (r == CDDP_OK && v->with_rank_0)
-    r = cddp__open_root(v);
-  else if (r == CDDP_OK && there)
-    r = cddp__connect_root(v);
-  v->next_look = cddp__now() + v->pause;
-  v->pause = 2 * v->pause < most ? 2 * v->pause : most;
+/* Opens the store as a client. Each try is longer than the one before, up to ten seconds; between
+   the tries the caller serves this rank's clients. */
+static cddp_result cddp__try_store(cddp__rendezvous *rdv) {
+  cddp__root_search *root = &rdv->root;
+  double seconds = cddp__has_cause(&rdv->problem) ? 0.25 : root->try_s;
+  double start = rdv->deadline - rdv->config->timeout_s;
+  cddp_result r = cddp__open_store(rdv, cddp__earlier_deadline(seconds, rdv->deadline));
+  root->next_look = cddp__now();
+  root->pause = 0.002;
+  if (r == CDDP_OK) return CDDP_OK;
+  root->next_look += 0.02; /* meanwhile clients are served */
+  if (root->try_s < 5) root->try_s *= 2;
   if (r == CDDP_MISMATCH) return CDDP_NETWORK;
-  if (r == CDDP_NETWORK && v->serves && cddp__interface_addresses(NULL, &own, 1) == 0) {
-    v->next_look = v->deadline; /* this host has no network, so all ranks are on it */
+  if (r == CDDP_NETWORK && root->next_look + 0.5 < rdv->deadline &&
+      root->next_look < start + CDDP__RESOLVE_S) {
+    root->next_look += 0.25; /* the name does not resolve yet */
     return CDDP_OK;
   }
-  if (r != CDDP_NETWORK || v->serves) return r;
-  cddp__close_store(v);
-  if (!v->stale) v->store_lost_at = cddp__now(); /* a stale store was an earlier job's */
+  if (r != CDDP_TIMEOUT) return r;
+  if (root->lost_at > 0 && cddp__now() > root->lost_at + CDDP__STORE_RESTART_S)
+    return cddp__fail(CDDP_PEER_LOST,
+                      "the store at %s closed its connection during the rendezvous: the process "
+                      "that serves it (rank 0, unless a launcher does) died or exited",
+                      rdv->job->endpoint);
+  root->blocked =
+      cddp__textf("rank %d on %s: %s", rdv->config->rank, rdv->host->name, cddp_error());
+  return CDDP_OK;
+}
+
+/* A coordinator that has not found all ranks on its node connects to the root, or becomes the root
+   when another coordinator wants it. Asks the store from time to time. */
+static cddp_result cddp__find_root(cddp__rendezvous *rdv) {
+  cddp__root_search *root = &rdv->root;
+  double most = 0.02 + 1e-5 * rdv->config->world_size; /* seconds between two looks */
+  const char *key = root->key;
+  bool there = false;
+  cddp_result r;
+  if (root->listener >= 0) return cddp__check_blocked(rdv);
+  if (rdv->with_rank_0 && !root->wanted) return CDDP_OK;
+  if (cddp__now() < root->next_look) return CDDP_OK;
+  if (root->store == NULL) return cddp__try_store(rdv);
+  root->store->timeout_s = rdv->deadline - cddp__now();
+  if (root->store->timeout_s < 0.2)
+    root->store->timeout_s = 0.2;                     /* then the caller's text counts */
+  r = cddp_store_check(root->store, &key, 1, &there); /* a server connects to itself */
+  if (r == CDDP_OK) root->lost_at = 0;
+  if (r == CDDP_OK && root->blocked_at == 0) root->blocked.s[0] = 0;
+  if (r == CDDP_OK && rdv->with_rank_0)
+    r = cddp__open_root(rdv);
+  else if (r == CDDP_OK && there)
+    r = cddp__connect_root(rdv);
+  root->next_look = cddp__now() + root->pause;
+  root->pause = 2 * root->pause < most ? 2 * root->pause : most;
+  if (r == CDDP_MISMATCH) return CDDP_NETWORK;
+  if (r != CDDP_NETWORK || rdv->serves) return r;
+  cddp__close_store(rdv);
+  if (!root->stale) root->lost_at = cddp__now(); /* a stale store was an earlier job's */
   return CDDP_OK;
 }
 
 /* This process has RANK 0, but MASTER_ADDR is no address of its host. If a process at MASTER_ADDR
    has RANK 0 too (for example --node-rank 0 on two hosts), registering there makes all its ranks
    fail with a text that names both processes. Otherwise this rank's error text stays. */
-static cddp_result cddp__ask_other_root(cddp__rendezvous *v, cddp_result r) {
-  cddp__rank_info *own = &v->registered[0].info;
+static cddp_result cddp__ask_other_root(cddp__rendezvous *rdv, cddp_result r) {
+  cddp__rank_info *own = &rdv->registered[0].info;
+  cddp__connection *c = &rdv->parent.connection;
+  double deadline = cddp__earlier_deadline(3 * CDDP__PROBLEM_S, rdv->deadline);
   cddp__address a[CDDP__ADDRESSES_MAX];
   char text[CDDP__ERROR_MAX];
   cddp_result answer = CDDP_OK;
   int n = 0;
   snprintf(text, sizeof text, "%s", cddp_error());
-  v->serves = false;
-  (void)cddp__resolve(v->at->host, v->at->port, a, &n);
+  rdv->serves = false;
+  (void)cddp__resolve(rdv->config->host, rdv->config->port, a, &n);
   if (n > 0 && !cddp__address_is_local(&a[0]) &&
-      cddp__open_store(v, cddp__earlier_deadline(1, v->deadline)) == CDDP_OK) {
-    v->store->timeout_s = 1;
-    (void)cddp__connect_root(v);
+      cddp__open_store(rdv, cddp__earlier_deadline(1, rdv->deadline)) == CDDP_OK) {
+    rdv->root.store->timeout_s = 1;
+    (void)cddp__connect_root(rdv);
   }
-  if (v->parent.fd >= 0) {
-    memcpy(own->token, v->token, sizeof v->token);
-    (void)cddp__channel_send(v->parent.fd, CDDP__RENDEZVOUS_RANK, CDDP_OK, own, sizeof *own, NULL,
-                             v->deadline);
+  if (c->fd >= 0) {
+    memcpy(own->token, rdv->root.token, sizeof own->token);
+    (void)cddp__send_message(c, CDDP__RENDEZVOUS_RANK, own, sizeof *own, NULL, deadline);
   }
-  while (answer == CDDP_OK && v->parent.fd >= 0 &&
-         cddp__wait_fd(v->parent.fd, POLLIN,
-                       cddp__earlier_deadline(3 * CDDP__PROBLEM_S, v->deadline)) == CDDP_OK)
-    answer = cddp__channel_receive(v, &v->parent);
+  while (answer == CDDP_OK && c->fd >= 0 && cddp__wait_fd(c->fd, POLLIN, deadline) == CDDP_OK)
+    answer = cddp__receive_from_parent(rdv);
   return answer == CDDP_INVALID_ARGUMENT ? answer : cddp__fail(r, "%s", text);
 }
 
-/* --- the rendezvous --- */
+/* --- the steps of a rendezvous --- */
+
+/* Begins a rendezvous: registers this rank. */
+static cddp_result cddp__rendezvous_init(cddp__rendezvous *rdv, const cddp__config *config,
+                                         cddp__host *host) {
+  cddp__root_search *root = &rdv->root;
+  memset(rdv, 0, sizeof *rdv);
+  rdv->config = config;
+  rdv->host = host;
+  rdv->job = host->job_info;
+  rdv->deadline = cddp__now() + config->timeout_s;
+  cddp__channel_init(rdv, &rdv->parent, -1, true, true);
+  rdv->memory_fd = rdv->node_socket = root->listener = -1;
+  rdv->nodes = 1;
+  rdv->expected = config->world_size;
+  rdv->serves = config->rank == 0 && !config->client_only;
+  snprintf(root->key, sizeof root->key, "%s/meeting", config->run);
+  snprintf(root->blocked_key, sizeof root->blocked_key, "%s/blocked", config->run);
+  /* Nobody can tell that the store is wanted if a launcher or a file leads to it. */
+  root->wanted = config->client_only || strncmp(config->init_method, "file:", 5) == 0;
+  root->try_s = 0.25;
+  root->pause = 0.002;
+  root->next_look = cddp__now() + (root->wanted ? 0.002 : 0); /* all ranks may be on this node */
+  if (!root->wanted && rdv->job->here && cddp__env("CDDP_HOST_ID") == NULL)
+    root->next_look += 0.02 + 1e-3 * config->world_size; /* rank 0 will be, if it starts soon */
+  return cddp__register_rank(rdv, &rdv->job->table.info, 0);
+}
+
+/* Rank 0 listens at the job's endpoint, unless a launcher does. The store behind it starts when it
+   is called; that of file:// starts now. */
+static cddp_result cddp__serve_endpoint(cddp__rendezvous *rdv) {
+  const cddp__config *config = rdv->config;
+  cddp_result r;
+  if (!rdv->serves) return CDDP_OK;
+  if (config->listen_fd >= 0) cddp__store32(&cddp__listen_fd_user, (uint32_t)getpid());
+  r = cddp__open_store(rdv, rdv->deadline);
+  if (r != CDDP_OK && config->listen_fd_lost)
+    r = cddp__fail_in(r,
+                      "descriptor %s (CDDP_LISTEN_FD) of the launcher is closed: a "
+                      "program between the launcher and this process has closed it; ",
+                      getenv("CDDP_LISTEN_FD"));
+  else if (r == CDDP_NETWORK && config->port != 0)
+    r = cddp__ask_other_root(rdv, r);
+  return r;
+}
 
 /* Binds the node's socket, or connects to the rank that has bound it. */
-static cddp_result cddp__connect_node(cddp__rendezvous *v) {
+static cddp_result cddp__connect_node(cddp__rendezvous *rdv) {
   cddp__address a;
   int error, fd;
   CDDP__POINT("store");
-  cddp__unix_name(&a, v->job_info->node);
-  error = cddp__listen_address(&a, &v->node_socket);
+  cddp__unix_name(&a, rdv->job->node);
+  error = cddp__listen_address(&a, &rdv->node_socket);
   if (error == 0) {
     CDDP__POINT("lead");
     return CDDP_OK;
   }
   if (error != EADDRINUSE)
-    return cddp__fail_descriptors(v, error, "bind of an abstract Unix socket");
-  error = cddp__connect_address(&a, v->deadline, &fd);
+    return cddp__fail_descriptors(rdv, error, "bind of an abstract Unix socket");
+  error = cddp__connect_address(&a, rdv->deadline, &fd);
   if (error == CDDP__FOREIGN_USER)
     return cddp__fail(CDDP_UNAUTHORIZED,
                       "a process of another user holds the socket name at which the ranks of this "
                       "host connect; set CDDP_SECRET, or another MASTER_PORT");
   if (error == 0) {
     CDDP__POINT("follow");
-    cddp__channel_init(&v->parent, fd, true);
+    cddp__channel_init(rdv, &rdv->parent, fd, true, true);
   } else if (error == ECONNREFUSED || error == EAGAIN || error == EINTR) {
     cddp__sleep(0.001); /* the coordinator does not listen yet, or has just ended */
   } else {
-    return cddp__fail_descriptors(v, error, "connect to an abstract Unix socket");
+    return cddp__fail_descriptors(rdv, error, "connect to an abstract Unix socket");
   }
   return CDDP_OK;
 }
 
-/* The root: builds the address table when all ranks have registered. */
-static cddp_result cddp__build_table(cddp__rendezvous *v) {
-  size_t i;
+/* Sends the parent what it does not know yet: ranks, and that the store is wanted. An error of a
+   send shows when the parent's answer is read. After a failure of this rank FAIL follows, which the
+   parent accepts only after RANK. */
+static cddp_result cddp__inform_parent(cddp__rendezvous *rdv) {
+  cddp__connection *c = &rdv->parent.connection;
   cddp_result r = CDDP_OK;
-  for (i = 0; i < v->registered_count && v->nodes > 1 && r == CDDP_OK; i++)
-    if (v->registered[i].node == 0) r = cddp__listen_for_links(v, &v->registered[i]);
-  if (r != CDDP_OK) return r;
-  v->net = cddp__net_new(&v->host->allocator, v->at->world_size, v->nodes);
-  if (v->net == NULL) return CDDP_OUT_OF_MEMORY;
-  for (i = 0; i < v->registered_count; i++) {
-    const cddp__rank_info *info = &v->registered[i].info;
-    cddp__rank_entry *p = &v->net->ranks[info->rank];
-    p->host = v->registered[i].node;
-    p->pid = info->pid;
-    p->port = info->port;
-    v->net->hosts[p->host] = info->host;
+  while (r == CDDP_OK && rdv->forwarded < rdv->registered_count) {
+    cddp__registration *entry = &rdv->registered[rdv->forwarded++];
+    cddp__text why;
+    memcpy(entry->info.token, rdv->root.token, sizeof entry->info.token);
+    if (!c->local && entry->fits) r = cddp__listen_for_links(rdv, entry);
+    why = cddp__textf("%s", cddp_error());
+    CDDP__POINT("hello");
+    (void)cddp__send_message(c, CDDP__RENDEZVOUS_RANK, &entry->info, sizeof entry->info, NULL,
+                             rdv->deadline);
+    if (r != CDDP_OK) cddp__fail(r, "%s", why.s);
+    CDDP__POINT("greeted");
   }
-  return cddp__random(v->net->token, 16);
+  if (r == CDDP_OK && rdv->serves && rdv->root.wanted && !rdv->root.announced) {
+    rdv->root.announced = true;
+    (void)cddp__send_message(c, CDDP__RENDEZVOUS_STORE, NULL, 0, NULL, rdv->deadline);
+  }
+  return r;
 }
 
-/* Fails with CDDP_TIMEOUT. The text names the missing ranks that this rank knows of. */
-static cddp_result cddp__fail_missing_ranks(cddp__rendezvous *v) {
-  const cddp__config *at = v->at;
-  const char *starter = at->launcher != CDDP__LAUNCHER_SCRIPT ? cddp__launchers[at->launcher].name
-                        : cddp__env("TORCHELASTIC_RESTART_COUNT") != NULL ? "torchrun or cddprun"
-                        : v->at->launcher_secret                          ? "cddp_spawn"
-                                                                          : NULL;
-  bool missing[CDDP__MAX_RANKS];
-  int rank, n = 0, size = at->world_size;
-  if (v->blocked.s[0] != 0)
-    return cddp__fail(v->blocked_at > 0 ? CDDP_NETWORK : CDDP_TIMEOUT, "timed out after %g s: %s",
-                      at->timeout_s, v->blocked.s);
-  if (!v->with_rank_0 || v->node_socket < 0) /* not the root */
-    return cddp__fail(CDDP_TIMEOUT,
-                      "timed out after %g s: not all %d ranks connected to %s; %d of them are on "
-                      "this host%s",
-                      at->timeout_s, size, v->job_info->endpoint, (int)v->registered_count,
-                      v->parent.fd < 0 ? ", rank 0 did not connect" : "");
-  memset(missing, 0, sizeof missing); /* or gcc -O3 warns */
-  for (rank = 0; rank < size; rank++)
-    n += missing[rank] = cddp__find_registered(v, (uint32_t)rank) == NULL;
-  for (rank = 0; !missing[rank];) rank++;
-  if (starter != NULL)
-    return cddp__fail(CDDP_TIMEOUT,
-                      "timed out after %g s: rank%s %s of the %d that %s started did not call "
-                      "cddp_init%s: look at %s output; if %s only slow, raise CDDP_TIMEOUT_S",
-                      at->timeout_s, n > 1 ? "s" : "", cddp__list_ranks(missing, size, 128).s, size,
-                      starter, cddp__one_host(at) ? "" : ", or could not connect",
-                      n > 1 ? "their" : "its", n > 1 ? "they are" : "it is");
-  return cddp__fail(CDDP_TIMEOUT,
-                    "timed out after %g s: rank%s %s of %d (%s) did not connect to %s: start "
-                    "%s%.0d, or raise CDDP_TIMEOUT_S%s",
-                    at->timeout_s, n > 1 ? "s" : "", cddp__list_ranks(missing, size, 128).s, size,
-                    at->launched ? "WORLD_SIZE" : "world_size",
-                    at->port != 0 ? at->init_method + strlen("tcp://") : at->init_method,
-                    n > 1 ? "each with its RANK" : "it with RANK=", n > 1 ? 0 : rank,
-                    cddp__one_host(at) ? ""
-                                       : "; the output of a rank that runs says what it cannot "
-                                         "connect to");
+/* The root: builds the table when all ranks have registered. */
+static cddp_result cddp__build_table(cddp__rendezvous *rdv) {
+  size_t i;
+  cddp_result r = CDDP_OK;
+  for (i = 0; i < rdv->registered_count && rdv->nodes > 1 && r == CDDP_OK; i++)
+    if (rdv->registered[i].node == 0) r = cddp__listen_for_links(rdv, &rdv->registered[i]);
+  if (r != CDDP_OK) return r;
+  rdv->net = cddp__net_new(&rdv->host->allocator, rdv->config->world_size, rdv->nodes);
+  if (rdv->net == NULL) return CDDP_OUT_OF_MEMORY;
+  for (i = 0; i < rdv->registered_count; i++) {
+    const cddp__rank_info *info = &rdv->registered[i].info;
+    cddp__rank_entry *p = &rdv->net->ranks[info->rank];
+    p->host = rdv->registered[i].node;
+    p->pid = info->pid;
+    p->port = info->port;
+    rdv->net->hosts[p->host] = info->host;
+  }
+  return cddp__random(rdv->net->token, 16);
 }
 
 /* Completes the table in this rank: its host, the ranks' numbers on their hosts, the secret for
    links. A damaged table is an error. */
-static cddp_result cddp__check_table(cddp__rendezvous *v) {
-  cddp__net *net = v->net;
+static cddp_result cddp__check_table(cddp__rendezvous *rdv) {
+  cddp__net *net = rdv->net;
   int i;
-  net->rank = v->at->rank;
+  net->rank = rdv->config->rank;
   for (i = 0; i < net->host_count; i++) {
     net->hosts[i].name[sizeof net->hosts[i].name - 1] = 0;
     net->hosts[i].size = 0;
@@ -10495,20 +10479,21 @@ static cddp_result cddp__check_table(cddp__rendezvous *v) {
     p->index = net->hosts[p->host].size++;
   }
   net->host = net->ranks[net->rank].host;
-  net->listener = v->registered[0].link_fd;
-  v->registered[0].link_fd = -1;
-  if (v->at->secret[0] == 0 || v->at->launcher_secret || net->host_count == 1) return CDDP_OK;
-  net->secret = cddp__strdup(&v->host->allocator, v->at->secret);
+  net->listener = rdv->registered[0].link_fd;
+  rdv->registered[0].link_fd = -1;
+  if (rdv->job->secret[0] == 0 || rdv->config->launcher_secret || net->host_count == 1)
+    return CDDP_OK;
+  net->secret = cddp__strdup(&rdv->host->allocator, rdv->job->secret);
   return net->secret != NULL ? CDDP_OK : CDDP_OUT_OF_MEMORY;
 }
 
 /* Coordinators: checks that the ports of up to 32 ranks on other hosts can be reached. All ranks
    wait for the coordinators, so a blocked port is reported to all. Without this check one rank
    would find out when it makes a link, much later. A lack of descriptors is reported then. */
-static cddp_result cddp__check_ports(cddp__rendezvous *v) {
+static cddp_result cddp__check_ports(cddp__rendezvous *rdv) {
   enum { MOST = 32 };
-  const cddp__net *net = v->net;
-  double deadline = cddp__now() + cddp__blocked_s(v);
+  const cddp__net *net = rdv->net;
+  double deadline = cddp__now() + cddp__blocked_s(rdv);
   cddp__connection *links[MOST];
   cddp__address a;
   cddp__text listener;
@@ -10528,219 +10513,230 @@ static cddp_result cddp__check_ports(cddp__rendezvous *v) {
     if (r == CDDP_OK && error == 0 && cddp__wait_fd(l->fd, POLLOUT, deadline) != CDDP_OK)
       error = ETIMEDOUT;
     if (r == CDDP_OK && error == 0) (void)getsockopt(l->fd, SOL_SOCKET, SO_ERROR, &error, &size);
-    if (r == CDDP_OK && error == ECONNREFUSED) r = cddp__poll_channels(v, cddp__now() + 0.05);
+    if (r == CDDP_OK && error == ECONNREFUSED) r = cddp__poll_channels(rdv, cddp__now() + 0.05);
     if (r == CDDP_OK && error != 0) {
       a = cddp__internet_address(&net->hosts[home->host].address);
       cddp__address_set_port(&a, home->port);
       listener =
           cddp__textf("rank %d (pid %u on %s)", l->peer, home->pid, net->hosts[home->host].name);
-      v->common = true;
-      r = cddp__fail_blocked(v, &a, listener.s, error);
+      rdv->common = true;
+      r = cddp__fail_blocked(rdv, &a, listener.s, error);
     }
     cddp__link_free(links[i]);
   }
   return r;
 }
 
+/* Fails with CDDP_TIMEOUT. The text names the missing ranks that this rank knows of. */
+static cddp_result cddp__fail_missing_ranks(cddp__rendezvous *rdv) {
+  const cddp__config *config = rdv->config;
+  const char *starter = config->launcher != CDDP__LAUNCHER_SCRIPT
+                            ? cddp__launchers[config->launcher].name
+                        : cddp__env("TORCHELASTIC_RESTART_COUNT") != NULL ? "torchrun or cddprun"
+                        : config->launcher_secret                         ? "cddp_spawn"
+                                                                          : NULL;
+  const char *blocked = rdv->root.blocked.s;
+  bool missing[CDDP__MAX_RANKS], one_host = cddp__one_host(config);
+  int rank, n = 0, size = config->world_size;
+  double seconds = config->timeout_s;
+  cddp__text list;
+  if (blocked[0] != 0)
+    return cddp__fail(rdv->root.blocked_at > 0 ? CDDP_NETWORK : CDDP_TIMEOUT,
+                      "timed out after %g s: %s", seconds, blocked);
+  if (!rdv->with_rank_0 || rdv->node_socket < 0) /* not the root */
+    return cddp__fail(CDDP_TIMEOUT,
+                      "timed out after %g s: not all %d ranks connected to %s; %d of them are on "
+                      "this host%s",
+                      seconds, size, rdv->job->endpoint, (int)rdv->registered_count,
+                      rdv->parent.connection.fd < 0 ? ", rank 0 did not connect" : "");
+  memset(missing, 0, sizeof missing); /* or gcc -O3 warns */
+  for (rank = 0; rank < size; rank++)
+    n += missing[rank] = cddp__find_registered(rdv, (uint32_t)rank) == NULL;
+  for (rank = 0; !missing[rank];) rank++;
+  list = cddp__list_ranks(missing, size, 128);
+  if (starter != NULL)
+    return cddp__fail(CDDP_TIMEOUT,
+                      "timed out after %g s: rank%s %s of the %d that %s started did not call "
+                      "cddp_init%s: look at %s output; if %s only slow, raise CDDP_TIMEOUT_S",
+                      seconds, n > 1 ? "s" : "", list.s, size, starter,
+                      one_host ? "" : ", or could not connect", n > 1 ? "their" : "its",
+                      n > 1 ? "they are" : "it is");
+  return cddp__fail(
+      CDDP_TIMEOUT,
+      "timed out after %g s: rank%s %s of %d (%s) did not connect to %s: start "
+      "%s%.0d, or raise CDDP_TIMEOUT_S%s",
+      seconds, n > 1 ? "s" : "", list.s, size, config->launched ? "WORLD_SIZE" : "world_size",
+      config->port != 0 ? config->init_method + strlen("tcp://") : config->init_method,
+      n > 1 ? "each with its RANK" : "it with RANK=", n > 1 ? 0 : rank,
+      one_host ? "" : "; the output of a rank that runs says what it cannot connect to");
+}
+
 /* Registers this rank and those below it with the parent, until this rank has an error or the
-   address table, v->net. The root has the earliest deadline, since it knows the missing ranks. */
-static cddp_result cddp__collect_ranks(cddp__rendezvous *v) {
+   table, rdv->net. The root has the earliest deadline, since it knows the missing ranks. */
+static cddp_result cddp__collect_ranks(cddp__rendezvous *rdv) {
+  const cddp__connection *up = &rdv->parent.connection;
+  cddp__root_search *root = &rdv->root;
   cddp_result r = CDDP_OK;
-  v->pause = 0.25;
-  v->next_look = cddp__now() + (v->store != NULL ? 0.002 : 0); /* all ranks may be on this host */
-  while (r == CDDP_OK && v->net == NULL) {
-    double until = v->deadline + 0.5;
+  while (r == CDDP_OK && rdv->net == NULL) {
+    double until = rdv->deadline + 0.5;
     bool late, all, wrong;
-    cddp__text why;
-    if (v->parent.fd < 0 && v->node_socket < 0) r = cddp__connect_node(v);
-    while (r == CDDP_OK && v->parent.fd >= 0 && v->forwarded < v->registered_count) {
-      cddp__registration *m = &v->registered[v->forwarded++]; /* the parent does not know it yet */
-      memcpy(m->info.token, v->token, sizeof v->token);
-      if (!v->parent.local && m->fits) r = cddp__listen_for_links(v, m);
-      why = cddp__textf("%s", cddp_error());
-      CDDP__POINT("hello");
-      /* An error of this send shows when the parent's answer is read. After a failure FAIL follows,
-         which the parent accepts only after RANK. */
-      (void)cddp__channel_send(v->parent.fd, CDDP__RENDEZVOUS_RANK, CDDP_OK, &m->info,
-                               sizeof m->info, NULL, v->deadline);
-      if (r != CDDP_OK) cddp__fail(r, "%s", why.s);
-      CDDP__POINT("greeted");
-    }
-    if (v->parent.fd < 0)
-      until = v->root_socket < 0 && v->next_look < v->deadline ? v->next_look : v->deadline;
-    if (r == CDDP_OK) r = cddp__poll_channels(v, until);
-    if (r != CDDP_OK || v->net != NULL) break;
-    late = cddp__now() >= v->deadline + (v->parent.fd < 0 ? 0 : v->parent.local ? 0.5 : 0.25);
-    all = v->with_rank_0 && v->node_socket >= 0 && v->registered_count >= (size_t)v->expected;
-    wrong = cddp__has_cause(&v->problem) && v->parent.fd < 0; /* else the parent decides */
-    if (late || (wrong && (all || cddp__now() > v->problem_at + CDDP__PROBLEM_S))) {
-      v->common = true;
-      r = cddp__check_cause(&v->problem);
-      return r != CDDP_OK ? r : cddp__fail_missing_ranks(v);
+    if (up->fd < 0 && rdv->node_socket < 0) r = cddp__connect_node(rdv);
+    if (r == CDDP_OK && up->fd >= 0) r = cddp__inform_parent(rdv);
+    if (up->fd < 0) until = rdv->deadline;
+    if (up->fd < 0 && root->listener < 0 && root->next_look < until &&
+        (root->wanted || !rdv->with_rank_0))
+      until = root->next_look;
+    if (r == CDDP_OK) r = cddp__poll_channels(rdv, until);
+    if (r != CDDP_OK || rdv->net != NULL) break;
+    late = cddp__now() >= rdv->deadline + (up->fd < 0 ? 0 : up->local ? 0.5 : 0.25);
+    all =
+        rdv->with_rank_0 && rdv->node_socket >= 0 && rdv->registered_count >= (size_t)rdv->expected;
+    wrong = cddp__has_cause(&rdv->problem) && up->fd < 0; /* else the parent decides */
+    if (late || (wrong && (all || cddp__now() > rdv->problem_at + CDDP__PROBLEM_S))) {
+      rdv->common = true;
+      r = cddp__check_cause(&rdv->problem);
+      return r != CDDP_OK ? r : cddp__fail_missing_ranks(rdv);
     }
     if (all)
-      r = cddp__build_table(v);
-    else if (v->node_socket >= 0 && v->parent.fd < 0)
-      r = cddp__find_root(v);
+      r = cddp__build_table(rdv);
+    else if (rdv->node_socket >= 0 && up->fd < 0)
+      r = cddp__find_root(rdv);
   }
-  if (r == CDDP_OK) r = cddp__check_table(v);
-  if (r == CDDP_OK && v->node_socket >= 0 && v->net->host_count > 1) r = cddp__check_ports(v);
+  if (r == CDDP_OK) r = cddp__check_table(rdv);
+  if (r == CDDP_OK && rdv->node_socket >= 0 && rdv->net->host_count > 1) r = cddp__check_ports(rdv);
   return r;
 }
 
 /* Sends the table to the children, with the memory to those on this host. Waits until they have
    built their groups, and reports that to the parent. */
-static cddp_result cddp__confirm_table(cddp__rendezvous *v) {
-  double deadline = v->deadline + 1;
+static cddp_result cddp__confirm_table(cddp__rendezvous *rdv) {
+  const cddp__net *net = rdv->net;
+  double deadline = rdv->deadline + 1;
   cddp_result r = CDDP_OK;
   size_t i;
-  if (v->node_socket >= 0 && v->net->host_count > 1 &&
+  if (rdv->node_socket >= 0 && net->host_count > 1 &&
       deadline < cddp__now() + CDDP__BLOCKED_S + 1) /* the other coordinators check their ports */
     deadline = cddp__now() + CDDP__BLOCKED_S + 1;
-  for (i = 0; i < v->child_count && r == CDDP_OK; i++) {
-    cddp__channel *c = &v->children[i];
-    int *link_fd = &v->registered[c->first].link_fd, fds[2] = {v->host->arena.fd, *link_fd};
-    if (!c->awaited) continue;
+  for (i = 0; i < rdv->child_count && r == CDDP_OK; i++) {
+    cddp__channel *child = &rdv->children[i];
+    int *link_fd = &rdv->registered[child->first].link_fd;
+    int fds[2] = {rdv->host->arena.fd, *link_fd};
+    if (!child->awaited) continue;
     CDDP__POINT("welcome");
-    if (cddp__channel_send(c->fd, CDDP__RENDEZVOUS_TABLE, CDDP_OK, v->net->token,
-                           cddp__table_bytes(v->net->size, v->net->host_count),
-                           c->local ? fds : NULL, cddp__now() + 5) != CDDP_OK)
-      r = cddp__report_channel_lost(v, c);
+    if (cddp__send_message(&child->connection, CDDP__RENDEZVOUS_TABLE, net->token,
+                           cddp__table_bytes(net->size, net->host_count),
+                           child->connection.local ? fds : NULL, cddp__now() + 5) != CDDP_OK)
+      r = cddp__report_channel_lost(rdv, child);
     cddp__close_fd(link_fd);
   }
-  for (i = 0; i < v->child_count && r == CDDP_OK;) {
-    bool waits = v->children[i].awaited;
-    if (waits && cddp__now() >= deadline) r = cddp__report_channel_lost(v, &v->children[i]);
-    if (waits && r == CDDP_OK) r = cddp__poll_channels(v, deadline);
-    i = waits ? 0 : i + 1; /* channels may have moved */
+  for (i = 0; i < rdv->child_count && r == CDDP_OK;) {
+    bool waits = rdv->children[i].awaited;
+    if (waits && cddp__now() >= deadline) r = cddp__report_channel_lost(rdv, &rdv->children[i]);
+    if (waits && r == CDDP_OK) r = cddp__poll_channels(rdv, deadline);
+    i = waits ? 0 : i + 1; /* children may have moved */
   }
-  if (r != CDDP_OK || v->parent.fd < 0 ||
-      cddp__channel_send(v->parent.fd, CDDP__RENDEZVOUS_READY, CDDP_OK, NULL, 0, NULL, deadline) ==
-          CDDP_OK)
+  if (r != CDDP_OK || rdv->parent.connection.fd < 0 ||
+      cddp__send_message(&rdv->parent.connection, CDDP__RENDEZVOUS_READY, NULL, 0, NULL,
+                         deadline) == CDDP_OK)
     return r;
-  r = cddp__channel_receive(v, &v->parent); /* the parent can have sent FAIL */
-  return r == CDDP_OK ? cddp__report_channel_lost(v, &v->parent) : r;
+  r = cddp__receive_from_parent(rdv); /* the parent can have sent FAIL */
+  return r == CDDP_OK ? cddp__report_channel_lost(rdv, &rdv->parent) : r;
 }
 
 /* Sends FAIL. By TCP it waits up to 0.2 s for the other side to close: closing a socket with unread
    bytes would reset the connection, and FAIL could be lost. */
-static void cddp__channel_fail(int fd, bool local, cddp_result r, const char *text) {
+static void cddp__channel_fail(cddp__connection *c, bool local, cddp_result r, const char *text) {
   double deadline = cddp__now() + 0.2;
   char rest[256];
-  (void)cddp__channel_send(fd, CDDP__RENDEZVOUS_FAIL, r, text, strlen(text), NULL,
-                           cddp__now() + 0.1);
-  if (local || shutdown(fd, SHUT_WR) != 0) return;
-  while (cddp__wait_fd(fd, POLLIN, deadline) == CDDP_OK &&
-         recv(fd, rest, sizeof rest, MSG_DONTWAIT) > 0) {}
+  (void)cddp__send_failure(c, r, text, cddp__now() + 0.1);
+  if (local || shutdown(c->fd, SHUT_WR) != 0) return;
+  while (cddp__wait_fd(c->fd, POLLIN, deadline) == CDDP_OK &&
+         recv(c->fd, rest, sizeof rest, MSG_DONTWAIT) > 0) {}
 }
 
 /* Whether the process at the other end, on this host, has registered before: it has received FAIL
    and connects for its next rendezvous. */
-static bool cddp__registered_before(const cddp__rendezvous *v, const cddp__channel *c) {
+static bool cddp__registered_before(const cddp__rendezvous *rdv, const cddp__channel *child) {
   uint32_t peer[3];
   size_t i;
-  if (c->known || !c->local || !cddp__peer_process(c->fd, peer)) return false;
-  for (i = 0; i < v->registered_count; i++)
-    if (v->registered[i].node == 0 && v->registered[i].info.pid == peer[0]) return true;
+  if (child->known || !child->connection.local || !cddp__peer_process(child->connection.fd, peer))
+    return false;
+  for (i = 0; i < rdv->registered_count; i++)
+    if (rdv->registered[i].node == 0 && rdv->registered[i].info.pid == peer[0]) return true;
   return false;
 }
 
 /* Reports a failure to the parent, to the children, to ranks that have just connected, and to ranks
    that have built the group already. With CDDP_OK: to children that do not match. */
-static void cddp__report_failure(cddp__rendezvous *v, cddp_group *g, cddp_result r) {
-  char text[CDDP__ERROR_MAX], far[CDDP__ERROR_MAX];
-  cddp_result told = r != CDDP_OK ? r : cddp__check_cause(&v->problem);
+static void cddp__report_failure(cddp__rendezvous *rdv, cddp_group *g, cddp_result r) {
+  char text[CDDP__ERROR_MAX], far[CDDP__ERROR_MAX]; /* for this host's ranks, and others */
+  cddp_result result = r != CDDP_OK ? r : cddp__check_cause(&rdv->problem);
+  cddp__connection *up = &rdv->parent.connection;
   int rounds = 0;
   size_t k;
   snprintf(text, sizeof text, "%s", cddp_error());
   snprintf(far, sizeof far, "%s", text);
-  if (r != CDDP_OK && !v->common)
-    snprintf(far, sizeof far, "rank %d failed during the rendezvous: %.430s", v->at->rank, text);
-  if (v->parent.fd >= 0 && r != CDDP_OK) cddp__channel_fail(v->parent.fd, v->parent.local, r, far);
+  if (r != CDDP_OK && !rdv->common)
+    snprintf(far, sizeof far, "rank %d failed during the rendezvous: %.430s", rdv->config->rank,
+             text);
+  if (up->fd >= 0 && r != CDDP_OK) cddp__channel_fail(up, up->local, r, far);
   do {
-    for (k = v->child_count; k-- > 0;) {
-      const cddp__channel *c = &v->children[k];
-      if (r == CDDP_OK && (!c->known || v->registered[c->first].fits)) continue;
-      if (!cddp__registered_before(v, c))
-        cddp__channel_fail(c->fd, c->local || !c->known, told, c->local ? text : far);
-      cddp__remove_child(v, k); /* new connections need its descriptor */
+    for (k = rdv->child_count; k-- > 0;) {
+      cddp__channel *child = &rdv->children[k];
+      bool local = child->connection.local;
+      if (r == CDDP_OK && (!child->known || rdv->registered[child->first].fits)) continue;
+      if (!cddp__registered_before(rdv, child))
+        cddp__channel_fail(&child->connection, local || !child->known, result, local ? text : far);
+      cddp__remove_child(rdv, k); /* new connections need its descriptor */
     }
     if (r == CDDP_OK) return;
-    if (v->node_socket >= 0) (void)cddp__accept_channels(v, v->node_socket);
-  } while (v->child_count > 0 && rounds++ < CDDP__MAX_RANKS);
+    (void)cddp__accept_channels(rdv, rdv->node_socket);
+  } while (rdv->child_count > 0 && rounds++ < CDDP__MAX_RANKS);
   if (g != NULL) cddp__break(g, cddp__fail(r, "%s", far));
-  if (v->host->net != NULL)
-    cddp__send_notices(v->host->net, 0, NULL, v->net->size, (uint32_t)r, far);
+  if (rdv->host->net != NULL)
+    cddp__send_notices(rdv->host->net, 0, NULL, rdv->net->size, (uint32_t)r, far);
   cddp__fail(r, "%s", text);
 }
 
-/* Begins a rendezvous: registers this rank. */
-static cddp_result cddp__rendezvous_init(cddp__rendezvous *v, const cddp__config *at,
-                                         cddp__host *host) {
-  memset(v, 0, sizeof *v);
-  v->at = at;
-  v->host = host;
-  v->job_info = host->job_info;
-  v->deadline = cddp__now() + at->timeout_s;
-  v->parent.fd = v->fds[0] = v->fds[1] = v->node_socket = v->root_socket = -1;
-  v->nodes = 1;
-  v->expected = at->world_size;
-  v->serves = at->rank == 0 && !at->client_only;
-  snprintf(v->key, sizeof v->key, "%s/meeting", at->run);
-  snprintf(v->blocked_key, sizeof v->blocked_key, "%s/blocked", at->run);
-  return cddp__register_rank(v, &v->job_info->table.info, 0);
-}
-
-/* Rank 0 serves the store at the job's endpoint, unless a launcher does. */
-static cddp_result cddp__serve_endpoint(cddp__rendezvous *v) {
-  const cddp__config *at = v->at;
-  cddp_result r;
-  if (!v->serves) return CDDP_OK;
-  if (at->listen_fd >= 0) cddp__store32(&cddp__listen_fd_user, (uint32_t)getpid());
-  r = cddp__open_store(v, v->deadline);
-  if (r != CDDP_OK && at->listen_fd_lost)
-    r = cddp__fail_in(r,
-                      "descriptor %s (CDDP_LISTEN_FD) of the launcher is closed: a "
-                      "program between the launcher and this process has closed it; ",
-                      getenv("CDDP_LISTEN_FD"));
-  else if (r == CDDP_NETWORK && at->port != 0)
-    r = cddp__ask_other_root(v, r);
-  return r;
-}
-
-/* Ends a rendezvous with result r: reports a failure to the other ranks. After a success this rank
-   keeps its socket name; and rank 0 its port, without listening, while the group lives: else the
-   system could give the port to the next job that asks for a free one, and the two jobs would have
-   one endpoint. */
-static cddp_result cddp__rendezvous_end(cddp__rendezvous *v, cddp_group *g, cddp_result r) {
-  const cddp_allocator *a = &v->host->allocator;
-  const cddp__server *server = v->store != NULL ? v->store->server : NULL; /* in this process */
+/* Ends a rendezvous with result r: reports a failure to the other ranks. After a success rank 0
+   keeps its port, without listening, while the group lives: else the system could give the port to
+   the next job that asks for a free one, and the two jobs would have one endpoint. */
+static cddp_result cddp__rendezvous_end(cddp__rendezvous *rdv, cddp_group *g, cddp_result r) {
+  const cddp_allocator *allocator = &rdv->host->allocator;
+  const cddp__server *server = rdv->root.store != NULL ? rdv->root.store->server : NULL;
   uint32_t refused = server != NULL ? cddp__load32(&server->unproven) : 0;
   size_t i;
-  cddp__report_failure(v, g, r);
+  cddp__report_failure(rdv, g, r);
   if (r == CDDP_TIMEOUT && refused > 0)
     r = cddp__fail_in(r, "%u connection%s with another CDDP_SECRET, or none, %s refused; ", refused,
                       refused > 1 ? "s" : "", refused > 1 ? "were" : "was");
-  if (r == CDDP_OK) cddp__store32(&cddp__last_node_hash, v->job_info->node_hash);
+  if (r == CDDP_OK) cddp__store32(&cddp__last_node_hash, rdv->job->node_hash);
   if (r == CDDP_OK && server != NULL)
-    v->job_info->port_fd =
+    rdv->job->port_fd =
         cddp__register_socket(fcntl(server->fds[0], F_DUPFD_CLOEXEC, STDERR_FILENO + 1));
-  while (v->child_count > 0) cddp__remove_child(v, v->child_count - 1);
-  for (i = 0; i < v->registered_count; i++) cddp__close_fd(&v->registered[i].link_fd);
-  cddp__close_fd(&v->parent.fd);
-  cddp__close_fd(&v->fds[0]);
-  cddp__close_fd(&v->fds[1]);
-  cddp__close_fd(&v->node_socket);
-  cddp__close_fd(&v->root_socket);
-  cddp__close_store(v); /* the server stops listening */
-  if (v->net != v->host->net) cddp__net_release(v->net);
-  cddp__free(a, v->children);
-  cddp__free(a, v->poll);
-  cddp__free(a, v->registered);
+  while (rdv->child_count > 0) cddp__remove_child(rdv, rdv->child_count - 1);
+  for (i = 0; i < rdv->registered_count; i++) cddp__close_fd(&rdv->registered[i].link_fd);
+  cddp__connection_close(&rdv->parent.connection);
+  cddp__close_fd(&rdv->memory_fd);
+  cddp__close_fd(&rdv->node_socket);
+  cddp__close_fd(&rdv->root.listener);
+  cddp__close_store(rdv); /* the server stops listening */
+  if (rdv->net != rdv->host->net) cddp__net_release(rdv->net);
+  cddp__free(allocator, rdv->children);
+  cddp__free(allocator, rdv->registered);
   return r;
 }
 
-/* --- joining a running job --- */
+/* --- joining a running job ---
+   CDDP_JOIN: no rank waits for the new process.
+     1. The process connects to every rank on its host, at a socket of ranks that have an elastic
+        model, and to MASTER_ADDR. In a job on several hosts, one rank of each host listens at
+        MASTER_PORT.
+     2. It proves that it knows the secret, and receives a cddp__join_table, which names the leader
+        of the model's ranks.
+     3. From a rank on its host it also receives the memory, and uses a window that no process has
+        used before. Otherwise it shares no memory with other ranks.
+     4. Its group is broken from the start. cddp_ddp_create continues: >>elastic. */
 
 #define CDDP__JOB_GONE_S 2.0 /* without any rank, after which the job counts as ended */
 #define CDDP__JOIN_CALLS 64  /* connections of a joining process at the same time */
@@ -10748,123 +10744,118 @@ static cddp_result cddp__rendezvous_end(cddp__rendezvous *v, cddp_group *g, cddp
 /* Opens the sockets for joining processes, which cddp__join_serve answers. Processes on other hosts
    connect to MASTER_PORT; one rank of each host listens there. The system holds back connections
    that send nothing (TCP_DEFER_ACCEPT), since each would cost the time of a proof. */
-static void cddp__join_listen(cddp__host *h) {
+static void cddp__join_listen(cddp__host *host) {
+  const cddp__job_info *job = host->job_info;
   cddp__address a;
   int seconds = 5, error = 0;
-  if (h->job_info == NULL) return;
-  if (h->net != NULL && h->job_info->port != 0 && h->joins.tcp_fd < 0) {
-    a = cddp__internet_address(&h->net->hosts[h->net->host].address);
+  if (job == NULL) return;
+  if (host->net != NULL && job->port != 0 && host->joins.tcp_fd < 0) {
+    a = cddp__internet_address(&host->net->hosts[host->net->host].address);
     if (!cddp__address_is_loopback(&a)) cddp__address_to_all(&a);
-    cddp__address_set_port(&a, h->job_info->port);
-    if (cddp__listen_address(&a, &h->joins.tcp_fd) == 0)
-      setsockopt(h->joins.tcp_fd, IPPROTO_TCP, TCP_DEFER_ACCEPT, &seconds, sizeof seconds);
+    cddp__address_set_port(&a, job->port);
+    if (cddp__listen_address(&a, &host->joins.tcp_fd) == 0)
+      setsockopt(host->joins.tcp_fd, IPPROTO_TCP, TCP_DEFER_ACCEPT, &seconds, sizeof seconds);
   }
-  a = cddp__rank_socket(h->job_info, "join-", (int)h->job_info->table.info.rank);
-  if (h->joins.fd < 0) error = cddp__listen_address(&a, &h->joins.fd);
+  a = cddp__rank_socket(job, "join-", (int)job->table.info.rank);
+  if (host->joins.fd < 0) error = cddp__listen_address(&a, &host->joins.fd);
   if (error != 0)
-    cddp__log(&h->logger, 1, "no process can join through this rank: %s", strerror(error));
-}
-
-/* Runs this end's part of a challenge that has begun. */
-static cddp_result cddp__run_challenge(cddp__challenge *c, int fd, double deadline) {
-  unsigned char bytes[sizeof c->in];
-  size_t n = 0;
-  cddp_result r = cddp__challenge_run(c, fd, bytes, &n, deadline);
-  if (r != CDDP_OK || c->state == CDDP__CHALLENGE_PROVEN) return r;
-  return cddp__fail(CDDP_UNAUTHORIZED, "the other process does not know the secret of the job");
+    cddp__log(&host->logger, 1, "no process can join through this rank: %s", strerror(error));
 }
 
 /* Answers joining processes. They prove the secret immediately; for other callers this rank waits
    at most 0.1 s. Afterwards it pauses for ten times as long as the answers took. So slow or
    repeated callers cost at most a tenth of this rank's time. */
-static void cddp__join_serve(cddp__host *h) {
-  int doors[2] = {h->joins.fd, h->joins.tcp_fd}, fds[2] = {h->arena.fd, -1}, k, fd;
+static void cddp__join_serve(cddp__host *host) {
+  int listeners[2] = {host->joins.fd, host->joins.tcp_fd}, fds[2] = {host->arena.fd, -1}, k, fd;
   double now = cddp__now(), begin = now;
-  cddp__challenge c;
-  if ((doors[0] < 0 && doors[1] < 0) || now < h->joins.pause_end) return;
+  if ((listeners[0] < 0 && listeners[1] < 0) || now < host->joins.pause_end) return;
   for (k = 0; k < 2; k++)
-    while (now < begin + 0.05 && doors[k] >= 0 && (fd = cddp__accept(doors[k])) >= 0) {
-      cddp__join_table *table = &h->job_info->table;
+    while (now < begin + 0.05 && listeners[k] >= 0 && (fd = cddp__accept(listeners[k])) >= 0) {
+      cddp__join_table *table = &host->job_info->table;
+      cddp__connection c;
       table->info.fp_mode = cddp__fp_mode();
-      table->job = h->record != NULL ? h->record->job : 0;
-      table->local_size = h->size;
-      if (cddp__challenge_begin(&c, h->job_info->secret, "join", false, NULL, 0) == CDDP_OK &&
-          cddp__run_challenge(&c, fd, now + 0.1) == CDDP_OK)
-        (void)cddp__channel_send(fd, CDDP__RENDEZVOUS_TABLE, CDDP_OK, table, sizeof *table,
-                                 k == 0 && h->arena.fd >= 0 ? fds : NULL, now + 0.1);
+      table->job = host->record != NULL ? host->record->job : 0;
+      table->local_size = host->size;
+      cddp__connection_begin(&c, &host->allocator, fd, false);
+      c.local = k == 0;
+      if (cddp__connection_challenge(&c, host->job_info->secret, "join", NULL, 0) == CDDP_OK)
+        (void)cddp__send_message(&c, CDDP__RENDEZVOUS_TABLE, table, sizeof *table, fds, now + 0.1);
       CDDP__POINT("elastic told");
-      cddp__close_fd(&fd);
+      cddp__connection_close(&c);
       now = cddp__now();
     }
-  h->joins.pause_end = begin + 10 * (now - begin);
+  host->joins.pause_end = begin + 10 * (now - begin);
 }
 
-typedef struct cddp__join_call { /* a connection to a rank of the job */
-  int fd;
-  int rank; /* on this host; -1 - i: the rank that listens at address i of MASTER_ADDR */
-  cddp__challenge challenge;
-} cddp__join_call;
-
 /* Tries to connect to all ranks on this host and to all addresses of MASTER_ADDR. Skips those in
-   `calls`, and adds those that listen. blocked: the last error of a connection to MASTER_ADDR. */
-static cddp_result cddp__join_call_ranks(const cddp__job_info *job, cddp__join_call *calls,
+   `calls`, and adds those that listen. A call's peer is the rank on this host, or -1 - i for the
+   rank that listens at address i of MASTER_ADDR. blocked: the last error of a connection to
+   MASTER_ADDR. */
+static cddp_result cddp__join_call_ranks(const cddp__host *host, cddp__connection *calls,
                                          int *count, cddp__text *blocked) {
+  const cddp__job_info *job = host->job_info;
   cddp__address a[CDDP__ADDRESSES_MAX];
-  int n = 0, rank, i, error;
+  int n = 0, rank, i, fd, error;
   cddp_result r = CDDP_OK;
   if (job->port != 0) (void)cddp__resolve(job->master, job->port, a, &n);
   for (rank = -n; rank < CDDP__MAX_RANKS && *count < CDDP__JOIN_CALLS && r == CDDP_OK; rank++) {
-    cddp__join_call *c = &calls[*count];
+    cddp__connection *c = &calls[*count];
     cddp__address at = rank < 0 ? a[-1 - rank] : cddp__rank_socket(job, "join-", rank);
-    for (i = 0; i < *count && calls[i].rank != rank; i++) {}
+    for (i = 0; i < *count && calls[i].peer != rank; i++) {}
     if (i < *count || (rank < 0 && (job->foreign >> (-1 - rank) & 1) != 0)) continue;
-    error = cddp__connect_address(&at, cddp__now() + (rank < 0 ? 0.5 : 0), &c->fd);
+    error = cddp__connect_address(&at, cddp__now() + (rank < 0 ? 0.5 : 0), &fd);
     if (rank < 0 && error > 0)
       *blocked = cddp__textf("%s: %s", cddp__describe_address(&at).s, strerror(error));
     if (error != 0) continue;
-    c->rank = rank;
     ++*count;
-    r = cddp__challenge_begin(&c->challenge, job->secret, "join", true, NULL, 0);
-    if (r == CDDP_OK)
-      (void)cddp__send_all(c->fd, c->challenge.out, c->challenge.out_size, cddp__now());
-    c->challenge.out_size = 0;
+    cddp__connection_begin(c, &host->allocator, fd, true);
+    c->local = rank >= 0;
+    c->peer = rank;
+    r = cddp__connection_challenge(c, job->secret, "join", NULL, 0);
+    (void)cddp__connection_progress(c);
   }
   return r;
 }
 
-/* Receives a rank's answer and its descriptors. CDDP_NETWORK: the rank can have ended, try others.
-   */
-static cddp_result cddp__join_receive(cddp__job_info *job, cddp__join_call *call, int fds[2],
+/* Continues a call. CDDP_OK: the rank has answered, and *fd is its memory or -1. CDDP_NETWORK: not
+   yet, or the connection has ended: others may answer. */
+static cddp_result cddp__join_receive(cddp__job_info *job, cddp__connection *c, int *fd,
                                       cddp__join_table *table) {
-  double deadline = cddp__now() + 1;
-  cddp__rendezvous_head head;
   cddp__address here;
-  cddp_result r = cddp__run_challenge(&call->challenge, call->fd, deadline);
-  if (r == CDDP_OK) r = cddp__wait_fd(call->fd, POLLIN, deadline);
-  if (r == CDDP_OK &&
-      (cddp__pass_fds(call->fd, &head, sizeof head, fds, false) != (ssize_t)sizeof head ||
-       head.magic != CDDP__RENDEZVOUS_MAGIC || head.kind != CDDP__RENDEZVOUS_TABLE ||
-       head.size != sizeof *table))
-    r = cddp__fail(CDDP_NETWORK, "the rank closed the connection");
-  if (r == CDDP_OK) r = cddp__recv_all(call->fd, table, sizeof *table, deadline);
-  if (r == CDDP_OK && call->rank < 0 && cddp__local_address(call->fd, &here))
+  cddp__message *m = cddp__receive_message(c, sizeof *table);
+  bool valid;
+  if (m == NULL && c->state == CDDP__CONNECTION_ENDED &&
+      c->challenge.state > CDDP__CHALLENGE_PROVEN) { /* another job's rank, or a stranger */
+    if (c->peer >= 0)
+      return cddp__fail(CDDP_UNAUTHORIZED, "the other process does not know the secret of the job");
+    job->foreign |= 1u << (-1 - c->peer);
+  }
+  if (m == NULL) return CDDP_NETWORK;
+  valid = m->head.number == CDDP__RENDEZVOUS_TABLE && m->head.size == sizeof *table;
+  if (valid) memcpy(table, m + 1, sizeof *table);
+  cddp__free(c->in.allocator, m);
+  if (!valid) cddp__connection_end(c, EPROTO);
+  if (!valid) return CDDP_NETWORK;
+  if (c->peer < 0 && cddp__local_address(c->fd, &here))
     cddp__set_scope(&table->lead.self.address, &here);
-  if (call->rank < 0 && r == CDDP_UNAUTHORIZED) job->foreign |= 1u << (-1 - call->rank);
-  return r == CDDP_TIMEOUT || (call->rank < 0 && r == CDDP_UNAUTHORIZED) ? CDDP_NETWORK : r;
+  *fd = c->fds[0];
+  c->fds[0] = -1;
+  return CDDP_OK;
 }
 
 /* CDDP_OK while the search for the job continues, else why it ends. called: ranks that listen.
    seen: when a rank was last found, that is, one that listens, or a process that holds the socket
    name of a rank of the first group. */
-static cddp_result cddp__join_check_time(const cddp__host *h, int called, double deadline,
+static cddp_result cddp__join_check_time(const cddp__host *host, int called, double deadline,
                                          double *seen, const char *blocked) {
-  const cddp__rank_info *own = &h->job_info->table.info;
-  bool there = called > 0, far = h->job_info->port != 0;
-  bool has_model = h->job_info->table.lead.model.params != 0; /* found before: its ranks listen */
+  const cddp__rank_info *own = &host->job_info->table.info;
+  bool there = called > 0, far = host->job_info->port != 0;
+  bool has_model =
+      host->job_info->table.lead.model.params != 0; /* found before: its ranks listen */
   double now = cddp__now();
   int rank, fd;
   for (rank = 0; rank < (int)own->world_size && !there && !has_model; rank++) {
-    cddp__address a = cddp__rank_socket(h->job_info, "", rank);
+    cddp__address a = cddp__rank_socket(host->job_info, "", rank);
     if (rank == (int)own->rank) continue;
     there = cddp__listen_address(&a, &fd) == EADDRINUSE;
     cddp__close_fd(&fd);
@@ -10874,8 +10865,8 @@ static cddp_result cddp__join_check_time(const cddp__host *h, int called, double
     return cddp__fail(CDDP_PEER_LOST,
                       "CDDP_JOIN: found no rank of a job at %s on this host (%s)%s%s%s%s%s: the "
                       "job has ended, or has not started, or has another CDDP_SECRET%s",
-                      h->job_info->endpoint, h->name, far ? " or at " : "",
-                      far ? h->job_info->master : "", blocked[0] != 0 ? " (" : "", blocked,
+                      host->job_info->endpoint, host->name, far ? " or at " : "",
+                      far ? host->job_info->master : "", blocked[0] != 0 ? " (" : "", blocked,
                       blocked[0] != 0 ? ")" : "",
                       far ? ", or a firewall blocks this port; if the job runs, set MASTER_ADDR to "
                             "a host where one of its ranks runs"
@@ -10886,36 +10877,37 @@ static cddp_result cddp__join_check_time(const cddp__host *h, int called, double
                                  "called cddp_ddp_next_shard or cddp_ddp_step"
                                : "CDDP_JOIN: timed out after %g s: ranks run at %s, but none has "
                                  "an elastic model: set elastic in cddp_ddp_desc",
-                    h->job_info->timeout_s, h->job_info->endpoint);
+                    host->job_info->timeout_s, host->job_info->endpoint);
 }
 
-/* Connects to ranks of the job until one has answered. */
-static cddp_result cddp__find_job(cddp__host *h, double deadline, int fds[2],
+/* Connects to ranks of the job until one has answered. *fd: the memory of its ranks here; -1: the
+   rank that answered is on another host. */
+static cddp_result cddp__find_job(cddp__host *host, double deadline, int *fd,
                                   cddp__join_table *table) {
-  cddp__join_call calls[CDDP__JOIN_CALLS];
-  struct pollfd polled[CDDP__JOIN_CALLS];
+  cddp__connection *list[CDDP__JOIN_CALLS],
+      *calls = (cddp__connection *)cddp__calloc(&host->allocator, CDDP__JOIN_CALLS, sizeof *calls);
   double seen = cddp__now();
   cddp__text blocked = {""};
   int count = 0, i;
-  cddp_result r = CDDP_NETWORK;
+  cddp_result r = calls != NULL ? CDDP_NETWORK : CDDP_OUT_OF_MEMORY;
+  *fd = -1;
   while (r == CDDP_NETWORK) {
-    r = cddp__join_call_ranks(h->job_info, calls, &count, &blocked);
-    if (r == CDDP_OK) r = cddp__join_check_time(h, count, deadline, &seen, blocked.s);
-    if (r != CDDP_OK) break;
-    for (i = 0; i < count; i++) {
-      polled[i].fd = calls[i].fd;
-      polled[i].events = POLLIN;
-    }
-    (void)cddp__poll(polled, (size_t)count, cddp__poll_ms(deadline, 100));
-    r = CDDP_NETWORK;
+    r = cddp__join_call_ranks(host, calls, &count, &blocked);
+    if (r == CDDP_OK) r = cddp__join_check_time(host, count, deadline, &seen, blocked.s);
+    for (i = 0; i < count; i++) list[i] = &calls[i];
+    if (r == CDDP_OK)
+      r = cddp__connections_poll(&host->allocator, list, (size_t)count, NULL, 0,
+                                 cddp__earlier_deadline(0.1, deadline));
+    if (r == CDDP_OK) r = CDDP_NETWORK;
     for (i = count; i-- > 0 && r == CDDP_NETWORK;) {
-      if (polled[i].revents == 0) continue;
-      r = cddp__join_receive(h->job_info, &calls[i], fds, table);
-      cddp__close_fd(&calls[i].fd);
+      if (calls[i].ready) r = cddp__join_receive(host->job_info, &calls[i], fd, table);
+      if (calls[i].state != CDDP__CONNECTION_ENDED) continue;
+      cddp__connection_close(&calls[i]);
       calls[i] = calls[--count];
     }
   }
-  for (i = 0; i < count; i++) cddp__close_fd(&calls[i].fd);
+  for (i = 0; i < count; i++) cddp__connection_close(&calls[i]);
+  cddp__free(&host->allocator, calls);
   return r;
 }
 
@@ -10924,14 +10916,12 @@ static cddp_result cddp__find_job(cddp__host *h, double deadline, int fds[2],
 static cddp_result cddp__join_find(cddp__host *host, int *fd) {
   cddp__job_info *job = host->job_info;
   cddp__join_table table;
-  int fds[2] = {-1, -1};
-  cddp_result r = cddp__find_job(host, cddp__now() + job->timeout_s, fds, &table);
+  cddp_result r = cddp__find_job(host, cddp__now() + job->timeout_s, fd, &table);
   if (r == CDDP_OK) r = cddp__compare_ranks(&table.info, &job->table.info);
   if (r != CDDP_OK) {
-    cddp__close_fd(&fds[0]);
+    cddp__close_fd(fd);
     return r;
   }
-  *fd = fds[0];
   table.info = job->table.info;
   job->table = table;
   return CDDP_OK;
@@ -14439,23 +14429,23 @@ static void cddp__host_set_ranks(cddp__host *host, cddp__net *table) {
 /* Starts a job of several ranks: they find each other, share the memory of their host, and create
    the group of all ranks. After a failure *out can be a group too, which the caller destroys. */
 static cddp_result cddp__start_job(cddp_group **out, cddp__config *config, cddp__host *host) {
-  cddp__rendezvous v;
+  cddp__rendezvous rdv;
   int next;
-  cddp_result r = cddp__rendezvous_init(&v, config, host);
-  if (r == CDDP_OK) r = cddp__claim_rank(&v);
-  if (r == CDDP_OK) r = cddp__serve_endpoint(&v);
+  cddp_result r = cddp__rendezvous_init(&rdv, config, host);
+  if (r == CDDP_OK) r = cddp__claim_rank(&rdv);
+  if (r == CDDP_OK) r = cddp__serve_endpoint(&rdv);
   cddp__close_fd(&config->listen_fd);
-  if (r == CDDP_OK) r = cddp__collect_ranks(&v);
-  if (r == CDDP_OK) cddp__host_set_ranks(host, v.net);
-  if (r == CDDP_OK && v.fds[0] >= 0) { /* the first rank of the host has sent its memfd */
-    cddp__open_memory(host, v.fds[0], host->size);
-    v.fds[0] = -1;
+  if (r == CDDP_OK) r = cddp__collect_ranks(&rdv);
+  if (r == CDDP_OK) cddp__host_set_ranks(host, rdv.net);
+  if (r == CDDP_OK && rdv.memory_fd >= 0) { /* from the first rank of this host */
+    cddp__open_memory(host, rdv.memory_fd, host->size);
+    rdv.memory_fd = -1;
   } else if (r == CDDP_OK && host->size > 1) {
     r = cddp__create_memory(host, CDDP__HUGE_PAGE + cddp__block_bytes(host->size, host->size));
   }
   if (r == CDDP_OK) r = cddp__world_group(out, host, config);
-  if (r == CDDP_OK) r = cddp__confirm_table(&v);
-  r = cddp__rendezvous_end(&v, *out, r);
+  if (r == CDDP_OK) r = cddp__confirm_table(&rdv);
+  r = cddp__rendezvous_end(&rdv, *out, r);
   if (r != CDDP_OK) return r;
   /* For cddp__wait_tick. If seccomp forbids pidfd_open, only the next rank's parent process can
      know that it has ended. */
@@ -21224,14 +21214,14 @@ static cddp_result cddp__elastic_find_leader(cddp_ddp *d, double deadline) {
   const cddp__elastic_leader_info *lead = &host->job_info->table.lead;
   cddp__join_table table; /* of another rank: only `lead` is valid for this rank */
   cddp_result r = CDDP_OK;
-  int fds[2] = {-1, -1}, p;
+  int fd = -1, p;
   if (lead->self.life == 0) {
-    r = cddp__find_job(host, deadline, fds, &table);
+    r = cddp__find_job(host, deadline, &fd, &table);
     if (r == CDDP_OK && memcmp(table.lead.token, lead->token, sizeof lead->token) != 0)
       r = cddp__fail(CDDP_PEER_LOST, "CDDP_JOIN: the model has ended before this rank joined it");
     if (r == CDDP_OK) host->job_info->table.lead = table.lead;
   }
-  cddp__close_fd(&fds[0]);
+  cddp__close_fd(&fd);
   if (r != CDDP_OK) return r;
   if (lead->self.number < 0 || lead->self.number >= d->shards.count || lead->self.host < 0 ||
       lead->self.host >= elastic->net->host_count)
@@ -23602,16 +23592,13 @@ CDDPDEF const char *cddp_safetensors_metadata(const cddp_safetensors *file, cons
    Job: starts ranks as processes (cddp_spawn) or as threads (cddp_run_threads).
    Owns: the children of cddp_spawn and their pidfds; the groups and threads of cddp_run_threads.
    Entry points: the public functions.
-   Processes:
-     1. All children are forked and wait on a pipe, so that they begin together.
-     2. The parent sleeps in poll(2) on their pidfds. It reaps ended children by their pids, because
-        other children belong to the program.
-     3. After the first failure the other children have 1 s to report the failure themselves. Then
-        they get SIGTERM, and 5 s later SIGKILL. In an elastic job the failed child is forked again
-        instead.
-   Threads:
-     1. All groups are created in one block of memory before the first thread starts.
-     2. A thread marks its slot as dead if its function fails. This ends the others' waits. */
+   Processes: all children are forked and wait on a pipe, so that they begin together. The parent
+   sleeps in poll(2) on their pidfds. It reaps ended children by their pids, because other children
+   belong to the program. After the first failure the other children have 1 s to report the failure
+   themselves. Then they get SIGTERM, and 5 s later SIGKILL. In an elastic job the failed child is
+   forked again instead.
+   Threads: all groups are created in one block of memory before the first thread starts. A thread
+   marks its slot as dead if its function fails. This ends the others' waits. */
 
 #define CDDP__NOTICE_S 1.0 /* time in which the other ranks report a failure themselves */
 #define CDDP__GRACE_S 5.0  /* between SIGTERM and SIGKILL */
@@ -23643,15 +23630,11 @@ static void cddp__setenv_int(const char *name, int value) {
   setenv(name, text, 1);
 }
 
-/* OpenMP and OpenBLAS, if the program is linked with them.
-     fork                GNU's runtime keeps its threads for the next parallel region. A forked
-                         child,
-                         in which they do not exist, would wait for them forever. So the parent
-                         calls omp_pause_resource_all before it forks, which ends them. clang's
-                         runtime and OpenBLAS's own threads handle fork themselves.
-     number of threads   GNU's runtime and OpenBLAS read OMP_NUM_THREADS when the program starts, so
-                         a
-                         child also sets the number by a call. */
+/* OpenMP and OpenBLAS, if the program is linked with them. GNU's OpenMP keeps its threads for the
+   next parallel region. A forked child would wait forever for them, so the parent ends them before
+   it forks (omp_pause_resource_all). clang's runtime and OpenBLAS handle fork themselves. GNU's
+   OpenMP and OpenBLAS read OMP_NUM_THREADS when the program starts, so a child also sets the number
+   of threads by a call. */
 #define CDDP__WEAK(result, name, arguments, symbol) \
   static result name arguments __attribute__((weakref(symbol)))
 CDDP__WEAK(int, cddp__omp_pause, (int), "omp_pause_resource_all");
@@ -23717,8 +23700,8 @@ static void cddp__spawn_note_failure(cddp__spawn_job *job, cddp_result r, double
   job->deadline = cddp__now() + seconds;
 }
 
-/* Reaps the children that have ended. If several have ended, one that was killed by a signal counts
-   as the first failure: the survivors of a killed rank exit because of it. */
+/* Reaps the children that have ended. If several have, one that a signal has killed counts as the
+   first failure: the survivors of a killed rank exit because of it. */
 static void cddp__reap_children(cddp__spawn_job *job) {
   bool fresh = job->next_signal == 0, known;
   cddp__wait w;
@@ -24843,6 +24826,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *store, int64_t *count) {
               Final errors (WORLD_SIZE differs, one RANK twice) do not wait for missing ranks.
               A rank without a size, MASTER_ADDR without RANK, and numbers such as "+1" are errors.
               On one host MASTER_PORT keeps two programs of a job step apart.
+              No store runs while all ranks are on one host; rank 0 still binds MASTER_PORT.
               A command behind setsid in a shell of srun --pty is no rank.
               Threads that run your functions have stacks of at least 8 MiB.
               cddp_alloc's time does not depend on the number of allocations; fewer mappings.

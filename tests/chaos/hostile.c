@@ -3,11 +3,23 @@
    Four ranks meet while strangers hold connections to everything that listens: the store's port and
    the coordinator's Unix socket. They say nothing, garbage, HTTP, half of a frame or of a hello, or
    a byte now and then. The ranks that come after them must be ready within a second of what it
-   takes without them. (What the store does with each kind of stranger, with secrets and with
-   replayed proofs is in store.c.) */
+   takes without them. Without strangers no store runs. (What the store does with each kind of
+   stranger, with secrets and with replayed proofs is in store.c.) */
 #define _GNU_SOURCE
+#include <pthread.h>
+
+static int threads_started;
+
+static int count_thread(pthread_t *thread, const pthread_attr_t *attributes, void *(*run)(void *),
+                        void *arg) {
+  threads_started++;
+  return pthread_create(thread, attributes, run, arg);
+}
+
 #define CDDP_IMPLEMENTATION
+#define pthread_create count_thread
 #include "../../cddp.h"
+#undef pthread_create
 
 #include "../ranks.h"
 
@@ -24,6 +36,7 @@ static struct shared {
   double timeout_s;
   rlim_t files;        /* that rank 0 may have open; 0: as the test */
   double ready[RANKS]; /* test_now() when cddp_init returned */
+  int threads[RANKS];  /* that cddp_init started */
   int ranks[RANKS];    /* which rank each process says it is */
   cddp_result result[RANKS];
   char text[RANKS][CDDP__ERROR_MAX];
@@ -49,6 +62,7 @@ static int life(int slot, void *arg) {
   d.secret = shared->secret ? "sesame" : "";
   shared->result[slot] = cddp_init(&g, &d);
   shared->ready[slot] = test_now();
+  shared->threads[slot] = threads_started;
   if (g != NULL) shared->result[slot] = cddp_all_reduce(g, &x, 1, CDDP_F32, CDDP_SUM, NULL);
   snprintf(shared->text[slot], CDDP__ERROR_MAX, "%s", cddp_error());
   cddp_destroy(g);
@@ -107,8 +121,9 @@ static int to_coordinator(double seconds) {
 static void speak(int fd, int i) {
   static const char http[] = "GET / HTTP/1.1\r\nHost: localhost\r\n\r\n";
   static const unsigned char frame[] = {0, 0xce, 0xf7, 0x85, 0x3c, 1, 9, 0, 0, 0, 0, 0, 0, 0, 'k'};
-  static const unsigned char hello[] = {'C', 'D', 'M', 'T', 1, 0, 0, 0, 0, 0, 0, 0,
-                                        sizeof(cddp__rank_info), 0, 0, 0, 1, 2, 3};
+  static const unsigned char hello[] = {'C', 'D', 'F', 'R', CDDP__FRAME_MESSAGE, 0, 0, 0,
+                                        CDDP__RENDEZVOUS_RANK, 0, 0, 0, CDDP_U8, 0, 0, 0,
+                                        sizeof(cddp__rank_info), 0, 0, 0, 0, 0, 0, 0, 1, 2, 3};
   unsigned char noise[200];
   size_t k;
   ssize_t sent = 0;
@@ -238,15 +253,14 @@ static void test_dropped(void) {
 
 static void test_no_such_rank(void) {
   struct {
-    cddp__rendezvous_head head;
+    cddp__frame_head head;
     cddp__rank_info info;
   } m;
   pid_t pids[RANKS];
   int status[RANKS], fd, i, n = RANKS - 1;
   memset(&m, 0, sizeof m);
-  m.head.magic = CDDP__RENDEZVOUS_MAGIC;
-  m.head.kind = CDDP__RENDEZVOUS_RANK;
-  m.head.size = sizeof m.info;
+  m.head = cddp__frame_head_of(CDDP__FRAME_MESSAGE, CDDP__RENDEZVOUS_RANK, CDDP_U8, sizeof m.info,
+                               sizeof m.info);
   m.info.version = CDDP_VERSION;
   m.info.world_size = RANKS;
   m.info.rank = 0x10000000;
@@ -265,10 +279,31 @@ static void test_no_such_rank(void) {
   close(fd);
 }
 
+/* --- no store: all ranks are on this host, and nobody connects to rank 0's port --- */
+
+static void test_no_store(void) {
+  pid_t pids[RANKS];
+  int status[RANKS], i, stranger;
+  for (i = 0; i < 2; i++) {
+    prepare(false);
+    pids[0] = ranks_fork(life, 0, NULL);
+    close(to_coordinator(10)); /* rank 0 is the coordinator: no other rank looks for it */
+    stranger = i == 1 ? to_port(shared->port) : -1;
+    for (int k = 1; k < RANKS; k++) pids[k] = ranks_fork(life, k, NULL);
+    ranks_join(pids, RANKS, RANKS_WITHIN(20), status);
+    CHECK(ranks_exited_well(status, RANKS));
+    CHECK_EQ(shared->threads[0], stranger >= 0);
+    for (int k = 1; k < RANKS; k++) CHECK_EQ(shared->threads[k], 0);
+    if (stranger >= 0) close(stranger);
+  }
+}
+
 /* --- a coordinator that ends half-way through the table that it sends --- */
 
 static void test_half_table(void) {
-  cddp__rendezvous_head h = {CDDP__RENDEZVOUS_MAGIC, CDDP__RENDEZVOUS_WAIT, 0, 0};
+  size_t bytes = cddp__table_bytes(RANKS, 1);
+  cddp__frame_head h =
+      cddp__frame_head_of(CDDP__FRAME_MESSAGE, CDDP__RENDEZVOUS_WAIT, CDDP_U8, 0, 0);
   cddp__address a;
   pid_t pid;
   int listener, fd, status;
@@ -280,8 +315,7 @@ static void test_half_table(void) {
   while ((fd = accept(listener, NULL, NULL)) < 0) ranks_sleep(0.001);
   CHECK_EQ(recv(fd, rank, sizeof rank, MSG_WAITALL), sizeof rank);
   CHECK_EQ(send(fd, &h, sizeof h, MSG_NOSIGNAL), sizeof h);
-  h.kind = CDDP__RENDEZVOUS_TABLE;
-  h.size = (uint32_t)cddp__table_bytes(RANKS, 1);
+  h = cddp__frame_head_of(CDDP__FRAME_MESSAGE, CDDP__RENDEZVOUS_TABLE, CDDP_U8, bytes, bytes);
   CHECK_EQ(send(fd, &h, sizeof h, MSG_NOSIGNAL), sizeof h);
   CHECK_EQ(send(fd, part, sizeof part, MSG_NOSIGNAL), sizeof part);
   close(fd);
@@ -317,6 +351,7 @@ static int serve_poison(int rank, void *arg) {
   cddp_store_desc d;
   cddp_store *s = NULL;
   cddp__root_key key;
+  cddp__connection c;
   cddp__address a;
   char url[64];
   int listener, port, fd;
@@ -337,8 +372,8 @@ static int serve_poison(int rank, void *arg) {
   __atomic_store_n(&shared->serves, test_failures == 0 ? 1 : -1, __ATOMIC_SEQ_CST);
   while (cddp__wait_fd(listener, POLLIN, cddp__now() + 60) == CDDP_OK) {
     if ((fd = cddp__accept(listener)) < 0) continue;
-    (void)cddp__channel_send(fd, CDDP__RENDEZVOUS_FAIL, CDDP_TIMEOUT, poison, sizeof poison - 1,
-                             NULL, cddp__now() + 1);
+    cddp__connection_begin(&c, NULL, fd, false);
+    (void)cddp__send_failure(&c, CDDP_TIMEOUT, poison, cddp__now() + 1);
   }
   return 1;
 }
@@ -423,6 +458,7 @@ int main(void) {
   RUN(test_start);
   RUN(test_storm);
   RUN(test_no_such_rank);
+  RUN(test_no_store);
   RUN(test_half_table);
   RUN(test_double);
   RUN(test_dropped);

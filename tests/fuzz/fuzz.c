@@ -170,6 +170,7 @@ static struct world {
   size_t file_size, file_capacity;
   struct cddp__rendezvous *meeting;
   int coming;                         /* connections that wait to be accepted */
+  int called_at;                      /* the meeting: at this listener; 0: at any */
   const char *names[16];              /* environment */
   char *values[16];
   int variables;
@@ -396,7 +397,7 @@ static int fake_nanosleep(const struct timespec *t, struct timespec *left) {
   return 0;
 }
 
-static long fake_accept(void);
+static long fake_accept(int listener);
 
 static long fake_syscall(long number, ...) {
   va_list args;
@@ -406,7 +407,7 @@ static long fake_syscall(long number, ...) {
   p = va_arg(args, unsigned char *);
   n = va_arg(args, size_t);
   va_end(args);
-  if (number == SYS_accept4) return fake_accept();
+  if (number == SYS_accept4) return fake_accept((int)(uintptr_t)p);
   if (number == SYS_memfd_create) return world_fd();
   if (number == SYS_futex) return 0;
   if (number == SYS_sched_getaffinity) return 0;
@@ -746,14 +747,14 @@ static void target_file(input *in) {
 
 static int last_client;
 
-static long fake_accept(void) {
+static long fake_accept(int listener) {
   unsigned kind;
   int fd;
-  if (w.coming-- <= 0) {
-    w.coming = 0;
+  if (w.coming <= 0 || (w.called_at != 0 && w.called_at != listener)) {
     errno = EAGAIN;
     return -1;
   }
+  w.coming--;
   fd = world_fd();
   kind = take(&w.script);
   w.stranger = kind == 7;
@@ -764,23 +765,25 @@ static long fake_accept(void) {
 /* A message that is right but for its rank and world size, or another kind of message. */
 static void say_rank(fake_fd *f) {
   unsigned rank = take(&w.script), size = take(&w.script);
-  cddp__rendezvous_head head = {CDDP__RENDEZVOUS_MAGIC, CDDP__RENDEZVOUS_RANK, 0,
-                                sizeof(cddp__rank_info)};
+  uint32_t kind = size / 16 == 14   ? CDDP__RENDEZVOUS_READY
+                  : size / 16 == 13 ? CDDP__RENDEZVOUS_FAIL
+                                    : CDDP__RENDEZVOUS_RANK;
+  size_t bytes = kind == CDDP__RENDEZVOUS_READY ? 0 : sizeof(cddp__rank_info);
+  cddp__frame_head head = cddp__frame_head_of(CDDP__FRAME_MESSAGE, kind, CDDP_U8, bytes, bytes);
   cddp__rank_info info = w.meeting->registered[0].info;
   info.rank = rank == 255 ? UINT32_MAX : rank;
-  memcpy(info.token, w.meeting->token, sizeof info.token);
+  memcpy(info.token, w.meeting->root.token, sizeof info.token);
   if (size % 16 != 0) info.world_size = size % 16;
   if (size / 16 == 15) info.user++;
-  if (size / 16 == 14) head.kind = CDDP__RENDEZVOUS_READY, head.size = 0;
-  if (size / 16 == 13) head.kind = CDDP__RENDEZVOUS_FAIL, head.result = rank;
+  if (kind == CDDP__RENDEZVOUS_FAIL) info.version = rank; /* its result */
   memcpy(f->extra, &head, sizeof head);
   memcpy(f->extra + sizeof head, &info, sizeof info);
-  f->extra_size = sizeof head + head.size;
+  f->extra_size = sizeof head + bytes;
   f->extra_at = 0;
 }
 
-/* poll in the coordinator's loop, where after its connections come the node's socket, the root's,
-   that of claims and the one to the root: the next thing that happens; false when nothing does any
+/* poll in the coordinator's loop, where after its connections come the one to the root, the node's
+   socket, the root's and that of claims: the next thing that happens; false when nothing does any
    more. */
 static bool next_event(struct pollfd *fds, nfds_t n) {
   unsigned op = take(&w.script);
@@ -793,7 +796,9 @@ static bool next_event(struct pollfd *fds, nfds_t n) {
   case 0: return w.script.n > 0;
   case 1:
   case 2:
-    fds[n - (op % 8 == 1 || fds[n - 3].fd < 0 ? 4 : 3)].revents = POLLIN;
+    i = n - (op % 8 == 1 || fds[n - 2].fd < 0 ? 3 : 2);
+    fds[i].revents = POLLIN;
+    w.called_at = fds[i].fd;
     w.coming = 1;
     break;
   case 3:
@@ -869,31 +874,32 @@ static void target_meeting(input *in) {
   m.host = cddp__host_create(&a, NULL, at.world_size, at.rank);
   r = m.host != NULL ? cddp__job_info_create(m.host, &at) : CDDP_OUT_OF_MEMORY;
   if (r == CDDP_OK) r = cddp__rendezvous_init(&m, &at, m.host);
-  m.store = (cddp_store *)cddp__calloc(&a, 1, sizeof *m.store);
-  if (m.host != NULL && m.host->job_info != NULL && m.store != NULL) {
+  m.root.store = (cddp_store *)cddp__calloc(&a, 1, sizeof *m.root.store);
+  if (m.host != NULL && m.host->job_info != NULL && m.root.store != NULL) {
     m.serves = false;
-    m.store->allocator = a;
-    m.store->timeout_s = 20;
-    m.store->name = cddp__strdup(&a, "store");
-    m.store->file = -1;
-    cddp__connection_begin(&m.store->connection, &m.store->allocator, world_fd(), true);
-    w.store = m.store->connection.fd;
-    pthread_mutex_init(&m.store->lock, NULL);
+    m.root.wanted = true;
+    m.root.store->allocator = a;
+    m.root.store->timeout_s = 20;
+    m.root.store->name = cddp__strdup(&a, "store");
+    m.root.store->file = -1;
+    cddp__connection_begin(&m.root.store->connection, &m.root.store->allocator, world_fd(), true);
+    w.store = m.root.store->connection.fd;
+    pthread_mutex_init(&m.root.store->lock, NULL);
     w.meeting = &m;
     w.script = *in;
     if (settings & 64) { /* what a client hears */
       fd = world_fd();
       fd_of(fd)->in = *in;
       fd_of(fd)->ended = !w.silent;
-      cddp__channel_init(&m.parent, fd, true);
+      cddp__channel_init(&m, &m.parent, fd, true, true);
     } else {
       m.node_socket = world_fd();
     }
     if (r == CDDP_OK) r = cddp__collect_ranks(&m);
     if (r == CDDP_OK) cddp__host_set_ranks(m.host, m.net);
-    if (r == CDDP_OK && m.fds[0] >= 0) {
-      cddp__open_memory(m.host, m.fds[0], m.host->size);
-      m.fds[0] = -1;
+    if (r == CDDP_OK && m.memory_fd >= 0) {
+      cddp__open_memory(m.host, m.memory_fd, m.host->size);
+      m.memory_fd = -1;
     } else if (r == CDDP_OK && m.host->size > 1) {
       r = cddp__create_memory(m.host, 0);
     }
@@ -903,8 +909,8 @@ static void target_meeting(input *in) {
     (void)cddp__rendezvous_end(&m, g, r);
     if (g != NULL) cddp__group_leave(g);
   } else {
-    cddp__free(&a, m.store);
-    m.store = NULL;
+    cddp__free(&a, m.root.store);
+    m.root.store = NULL;
   }
   cddp__host_release(m.host);
   w.meeting = NULL;
