@@ -5710,7 +5710,8 @@ static cddp_result cddp__env_int(const char *name, long low, long high, int *out
   return CDDP_OK;
 }
 
-/* The launchers' variables, in order of precedence. mpirun precedes schedulers, because inside an
+/* The launchers: name, {rank, size, local size, its other name}, cure, {variables that identify a
+   job}. In order of precedence. mpirun precedes schedulers, because inside an
    allocation the scheduler's variables describe mpirun's daemon. Sources: flux-environment(7);
    MVAPICH2's guide, "MPIRUN_RSH Parameters"; PyTorch Lightning's LSFEnvironment for JSM; Slurm's
    mpi/cray_shasta and scripts of Aurora's users for PALS. */
@@ -5817,9 +5818,11 @@ static cddp_result cddp__check_rank_variables(bool whole) {
   for (i = 0; i < CDDP__LAUNCHER_COUNT && !whole; i++) {
     const char *rank = cddp__launchers[i].variables[CDDP__VAR_RANK],
                *size = cddp__launchers[i].variables[CDDP__VAR_SIZE];
-    bool sized = cddp__env(rank) == NULL && cddp__env(size) != NULL && i < CDDP__LAUNCHER_PALS;
-    const char *set = sized ? size : rank, *other = sized ? rank : size;
-    if (!sized && (i == CDDP__LAUNCHER_PALS || !cddp__is_launched_by(i))) continue;
+    bool pals = i == CDDP__LAUNCHER_PALS; /* PMI_SIZE, its size, is Hydra's too */
+    bool lacks_rank = cddp__env(rank) == NULL && cddp__env(size) != NULL && !pals &&
+                      i != CDDP__LAUNCHER_SLURM; /* salloc sets Slurm's size */
+    const char *set = lacks_rank ? size : rank, *other = lacks_rank ? rank : size;
+    if (!lacks_rank && (pals || !cddp__is_launched_by(i))) continue;
     if (i != CDDP__LAUNCHER_SCRIPT)
       return cddp__fail(CDDP_INVALID_ARGUMENT,
                         "%s is set but %s is not; %s sets both: unset it for a single process", set,
@@ -5834,33 +5837,36 @@ static cddp_result cddp__check_rank_variables(bool whole) {
 
 /* Sets rank and size. RANK or WORLD_SIZE must not contradict another launcher's variables. */
 static cddp_result cddp__env_ranks(cddp__config *config) {
-  const cddp__launcher *script = cddp__launchers, *l = script;
-  int numbers[2] = {0, 1}, k;
+  const cddp__launcher *script = cddp__launchers, *end = script + CDDP__LAUNCHER_COUNT,
+                       *launcher = script;
+  int numbers[2] = {0, 1}, k; /* rank and size of a single process; k: CDDP__VAR_RANK or _SIZE */
   cddp_result r = CDDP_OK;
-  while (l < script + CDDP__LAUNCHER_COUNT && (!cddp__is_launched_by((int)(l - script)) ||
-                                               cddp__env(l->variables[CDDP__VAR_SIZE]) == NULL))
-    l++;
-  config->launched = l < script + CDDP__LAUNCHER_COUNT;
-  config->launcher = config->launched ? (int)(l - script) : CDDP__LAUNCHER_SCRIPT;
+  while (launcher < end && (!cddp__is_launched_by((int)(launcher - script)) ||
+                            cddp__env(launcher->variables[CDDP__VAR_SIZE]) == NULL))
+    launcher++;
+  config->launched = launcher < end;
+  config->launcher = config->launched ? (int)(launcher - script) : CDDP__LAUNCHER_SCRIPT;
   if (!config->launched || config->launcher == CDDP__LAUNCHER_SLURM)
     r = cddp__check_rank_variables(config->launched);
   for (k = 1; k >= 0 && config->launched && r == CDDP_OK; k--) {
-    const char *name = l->variables[k], *plain = script->variables[k];
-    int plainly;
-    r = cddp__env_int(name, k, k == CDDP__VAR_SIZE ? CDDP__MAX_RANKS : INT_MAX, &numbers[k]);
-    plainly = numbers[k];
-    if (r == CDDP_OK) (void)cddp__env_int(plain, 0, INT_MAX, &plainly);
-    if (r == CDDP_OK && plainly != numbers[k])
+    const char *name = launcher->variables[k], *plain = script->variables[k];
+    bool size = k == CDDP__VAR_SIZE;
+    int of_script;
+    r = cddp__env_int(name, size ? 1 : 0, size ? CDDP__MAX_RANKS : INT_MAX, &numbers[k]);
+    of_script = numbers[k]; /* unless it is set */
+    if (r == CDDP_OK) (void)cddp__env_int(plain, 0, INT_MAX, &of_script);
+    if (r == CDDP_OK && of_script != numbers[k])
       r = cddp__fail(CDDP_INVALID_ARGUMENT,
                      "%s is %d but %s is %d (set by %s); unset %s, or set RANK and WORLD_SIZE both",
-                     plain, plainly, name, numbers[k], l->name, plain);
+                     plain, of_script, name, numbers[k], launcher->name, plain);
   }
   config->rank = numbers[CDDP__VAR_RANK];
   config->world_size = numbers[CDDP__VAR_SIZE];
   if (r != CDDP_OK || config->rank < config->world_size || config->joins) return r;
   return cddp__fail(CDDP_INVALID_ARGUMENT, "%s is %d but %s is %d; ranks go from 0 to %d",
-                    l->variables[CDDP__VAR_RANK], config->rank, l->variables[CDDP__VAR_SIZE],
-                    config->world_size, config->world_size - 1);
+                    launcher->variables[CDDP__VAR_RANK], config->rank,
+                    launcher->variables[CDDP__VAR_SIZE], config->world_size,
+                    config->world_size - 1);
 }
 
 /* The first host of a Slurm node list: "n[03-07,9]x[1-2],m" gives n03x1. Returns false if the text
@@ -6072,9 +6078,11 @@ static void cddp__discover_secret(cddp__config *config, const char *given) {
   if (config->secret == NULL) config->secret = "";
 }
 
+/* Sets the launch configuration, from the caller's desc and the environment. */
 static cddp_result cddp__discover(cddp__config *config, const cddp_group_desc *desc) {
   const char *method = desc->init_method ? desc->init_method : "env://", *name;
   const char *backend = cddp__backend_name(desc);
+  bool given = desc->world_size > 0; /* by the caller; else by the environment */
   bool cuda = desc->device != NULL && strncmp(desc->device, "cuda", 4) == 0;
   uint64_t key;
   int k, first, last;
@@ -6090,17 +6098,17 @@ static cddp_result cddp__discover(cddp__config *config, const cddp_group_desc *d
   r = cddp__discover_timeout(desc->timeout_s, &config->timeout_s);
   if (r == CDDP_OK) r = cddp__port_range(&first, &last); /* only checks it, on one host too */
   if (r == CDDP_OK) r = cddp__env_int("CDDP_JOIN", 0, 1, &config->joins);
-  if (r == CDDP_OK && desc->world_size > 0 &&
+  if (r == CDDP_OK && given &&
       (desc->rank < 0 || (desc->rank >= desc->world_size && !config->joins)))
     return cddp__fail(CDDP_INVALID_ARGUMENT,
                       "rank is %d but world_size is %d; ranks go from 0 to %d", desc->rank,
                       desc->world_size, desc->world_size - 1);
-  if (r == CDDP_OK && desc->world_size <= 0) r = cddp__env_ranks(config);
-  if (r == CDDP_OK && config->joins && desc->world_size <= 0 && !config->launched)
+  if (r == CDDP_OK && !given) r = cddp__env_ranks(config);
+  if (r == CDDP_OK && config->joins && !given && !config->launched)
     return cddp__fail(CDDP_INVALID_ARGUMENT,
                       "CDDP_JOIN is 1, but RANK and WORLD_SIZE are not set: set WORLD_SIZE, "
                       "MASTER_ADDR and MASTER_PORT of the running job, and the RANK to join as");
-  if (r == CDDP_OK && desc->world_size <= 0 && !config->launched && strcmp(method, "env://") == 0 &&
+  if (r == CDDP_OK && !given && !config->launched && strcmp(method, "env://") == 0 &&
       (cddp__env("MASTER_ADDR") != NULL || cddp__env("MASTER_PORT") != NULL)) {
     name = cddp__env("MASTER_ADDR") != NULL ? "MASTER_ADDR" : "MASTER_PORT";
     return cddp__fail(CDDP_INVALID_ARGUMENT,
