@@ -11663,12 +11663,14 @@ typedef struct cddp__flow {
   size_t begin, n;
   size_t part; /* the most elements of a piece of a part */
   long pieces, ahead;
-  bool one, adds;      /* the call is in one buffer; A are sums */
-  bool each;           /* every two ranks exchange their own bytes: no rank acts for its host */
-  bool hidden;         /* this rank's view is in scratch */
-  bool whole;          /* short all_reduce: each host adds up the whole array, in equal slices */
-  int root_host, root; /* -1 without one; the root's number if it is on this host, else -1 */
-  int half;            /* of the scratch, 0 or 1: used by this chunk */
+  bool one_buffer;  /* the call has one array, not a share for each rank */
+  bool reduces;     /* frames A are sums */
+  bool pairwise;    /* every two ranks exchange their own bytes: no rank acts for its host */
+  bool whole;       /* short all_reduce: each host adds up the whole array, in equal slices */
+  bool in_scratch;  /* this rank's view is */
+  int scratch_half; /* 0 or 1: the half of the scratch that this chunk uses */
+  int root_host;    /* -1: the call has no root */
+  int local_root;   /* the root's number on this host; -1: it is elsewhere, or there is none */
   char *out, *in, *result; /* in hosts.stage; out and result have CDDP__SLOTS areas each */
   size_t out_bytes;        /* of one area of out */
   char *sums;              /* in out: where the next frame's sums are written */
@@ -11676,7 +11678,7 @@ typedef struct cddp__flow {
 
 /* Number of shares in a rank's view. */
 static size_t cddp__view_shares(const cddp__flow *f) {
-  return f->adds ? cddp__send_shares(f->g, f->c) : cddp__recv_shares(f->g, f->c);
+  return f->reduces ? cddp__send_shares(f->g, f->c) : cddp__recv_shares(f->g, f->c);
 }
 
 /* The share for or of rank p in the view of local rank t, in its buffer or its scratch. If the call
@@ -11686,9 +11688,9 @@ static char *cddp__view_of(const cddp__flow *f, int t, int p) {
   const cddp__call *c = f->c;
   size_t at = cddp__view_shares(f) > 1 ? (size_t)p : 0;
   if (f->g->buffers[t] == NULL)
-    return hosts->scratch[t] + ((size_t)f->half * CDDP__SCRATCH + at * f->n * c->esize);
+    return hosts->scratch[t] + ((size_t)f->scratch_half * CDDP__SCRATCH + at * f->n * c->esize);
   at *= c->count;
-  if (c->shares != NULL && f->each && t != f->g->local_rank)
+  if (c->shares != NULL && f->pairwise && t != f->g->local_rank)
     at = c->shares[cddp__rank_on(hosts, hosts->mine, t)].there;
   else if (c->shares != NULL)
     at = c->shares[p].in_at;
@@ -11697,7 +11699,7 @@ static char *cddp__view_of(const cddp__flow *f, int t, int p) {
 
 /* The same in the root's view, if the root is on this host, else in this rank's view. */
 static char *cddp__local_view(const cddp__flow *f, int p, size_t begin) {
-  int t = f->root >= 0 ? f->root : f->g->local_rank;
+  int t = f->local_root >= 0 ? f->local_root : f->g->local_rank;
   return cddp__view_of(f, t, p) + begin * f->c->esize;
 }
 
@@ -11714,8 +11716,8 @@ static size_t cddp__piece_of(const cddp__flow *f, int rank, long k, size_t *begi
   size_t end = f->n, granule = CDDP__CACHE_LINE / f->c->esize;
   int host_count = f->whole ? 1 : hosts->count;
   *begin = 0;
-  if (f->one && p->number >= hosts->min_locals) return 0;
-  if (f->one)
+  if (f->one_buffer && p->number >= hosts->min_locals) return 0;
+  if (f->one_buffer)
     cddp__slice(f->n, granule, hosts->min_locals * host_count,
                 p->number * host_count + (f->whole ? 0 : p->host), begin, &end);
   *begin = cddp__min(*begin + (size_t)k * f->part, end);
@@ -11727,8 +11729,8 @@ static bool cddp__sends_frames(const cddp__flow *f, int from, int to, bool back)
   const cddp__hosts *hosts = f->g->hosts;
   const cddp__shape *s = &cddp__shapes[f->c->kind];
   int other = back ? to : from, host = hosts->peers[other].host;
-  if (f->one ? back && f->whole : s->scatters == back) return false;
-  if (f->each) return cddp__sends(f->c, from) && cddp__receives(f->c, to);
+  if (f->one_buffer ? back && f->whole : s->scatters == back) return false;
+  if (f->pairwise) return cddp__sends(f->c, from) && cddp__receives(f->c, to);
   if (other != cddp__acting_rank(hosts, host, back ? from : to)) return false;
   if (s->from_root) return back != (host == f->root_host);
   return !back || !s->to_root || host == f->root_host;
@@ -11771,10 +11773,11 @@ static void cddp__sum_all(const cddp__flow *f, size_t begin, size_t n, void *res
 /* The complete piece of this rank's part; in its receiver's buffer if that is on this host. */
 static char *cddp__own_piece(const cddp__flow *f, long k, size_t begin) {
   const cddp__call *c = f->c;
-  if (f->one && f->root < 0 && cddp__shapes[c->kind].to_root)
+  if (f->one_buffer && f->local_root < 0 && cddp__shapes[c->kind].to_root)
     return f->result + (size_t)(k % CDDP__SLOTS) * f->part * c->esize;
-  if (f->one) return cddp__local_view(f, 0, begin);
-  return (f->adds ? (char *)c->recv : (char *)(uintptr_t)c->send) + (f->begin + begin) * c->esize;
+  if (f->one_buffer) return cddp__local_view(f, 0, begin);
+  return (f->reduces ? (char *)c->recv : (char *)(uintptr_t)c->send) +
+         (f->begin + begin) * c->esize;
 }
 
 /* The bytes of a frame to or from rank p, of n elements from `begin` on of a part's piece k. This
@@ -11785,9 +11788,9 @@ static const char *cddp__frame_at(cddp__flow *f, int p, long k, size_t begin, si
   const cddp__hosts *hosts = g->hosts;
   char *sums = f->sums, *to;
   int i;
-  if (f->each && out) return cddp__share_for(f->c, p) + (f->begin + begin) * f->c->esize;
+  if (f->pairwise && out) return cddp__share_for(f->c, p) + (f->begin + begin) * f->c->esize;
   if (back && out) return cddp__own_piece(f, k, begin);
-  if (back || !f->adds) return cddp__local_view(f, p, begin);
+  if (back || !f->reduces) return cddp__local_view(f, p, begin);
   if (!out) return f->in + f->part * hosts->nodes[hosts->peers[p].host].bytes_at;
   if (g->local_size == 1) return cddp__local_view(f, p, begin);
   f->sums += f->part * hosts->nodes[hosts->mine].bytes;
@@ -11811,10 +11814,10 @@ static void cddp__post_piece(cddp__flow *f, long k, bool back, bool out) {
   f->sums = f->out + (size_t)(k % CDDP__SLOTS) * f->out_bytes;
   for (i = 0; i < g->size; i++) {
     p = (me + i) % g->size;
-    if (g->members[p] >= 0 && !(f->each && out)) continue;
+    if (g->members[p] >= 0 && !(f->pairwise && out)) continue;
     if (!cddp__sends_frames(f, out ? me : p, out ? p : me, back)) continue;
     if ((n = cddp__piece_of(f, back == out ? me : p, k, &begin)) == 0) continue;
-    if (f->adds && !back)
+    if (f->reduces && !back)
       bytes = n * hosts->nodes[out ? hosts->mine : hosts->peers[p].host].bytes;
     else
       bytes = out ? cddp__bytes_for(f->c, p, f->begin + begin, n)
@@ -11849,7 +11852,7 @@ static void cddp__copy_to_views(const cddp__flow *f, long k) {
    after a round that follows it. */
 static cddp_result cddp__flow_run(cddp__flow *f) {
   const cddp__shape *shape = &cddp__shapes[f->c->kind];
-  bool spreads = !f->each && !shape->to_root && !shape->scatters;
+  bool spreads = !f->pairwise && !shape->to_root && !shape->scatters;
   cddp_group *g = f->g;
   long s, done, last = f->pieces + f->ahead;
   cddp_result r = CDDP_OK;
@@ -11863,7 +11866,7 @@ static cddp_result cddp__flow_run(cddp__flow *f) {
     cddp__post_piece(f, done, true, false);
     /* bytes that the next step, or the sum of whole arrays, overwrites must have been sent */
     r = cddp__deliver(g, s == last || f->whole ? LONG_MAX : s + 2 - CDDP__SLOTS);
-    if (r == CDDP_OK && f->adds && s >= 0 && s < f->pieces &&
+    if (r == CDDP_OK && f->reduces && s >= 0 && s < f->pieces &&
         (n = cddp__piece_of(f, g->rank, s, &begin)) > 0)
       cddp__sum_all(f, begin, n, cddp__own_piece(f, s, begin));
     if (r == CDDP_OK && spreads && done >= 0) cddp__copy_to_views(f, done);
@@ -11879,11 +11882,11 @@ static cddp__flow cddp__flow_of(cddp_group *g, const cddp__call *c) {
   memset(&f, 0, sizeof f);
   f.g = g;
   f.c = c;
-  f.one = cddp__in_one_buffer(c);
-  f.adds = s->reduces;
-  f.each = !s->reduces && (s->scatters || (s->gathers && s->to_root));
+  f.one_buffer = cddp__in_one_buffer(c);
+  f.reduces = s->reduces;
+  f.pairwise = !s->reduces && (s->scatters || (s->gathers && s->to_root));
   f.root_host = c->root >= 0 ? hosts->peers[c->root].host : -1;
-  f.root = f.root_host == hosts->mine ? hosts->peers[c->root].number : -1;
+  f.local_root = f.root_host == hosts->mine ? hosts->peers[c->root].number : -1;
   return f;
 }
 
@@ -11897,15 +11900,15 @@ static cddp_result cddp__move_chunk(cddp__flow *f) {
   size_t in, bytes;
   f->whole = f->c->kind == CDDP__KIND_ALL_REDUCE && f->n / lanes * all <= most;
   if (!f->whole) lanes *= host_count;
-  if (f->one) longest = ((f->n + granule - 1) / granule + lanes - 1) / lanes * granule;
+  if (f->one_buffer) longest = ((f->n + granule - 1) / granule + lanes - 1) / lanes * granule;
   f->part = longest;
-  if (!f->whole && (f->one || f->adds))
+  if (!f->whole && (f->one_buffer || f->reduces))
     f->part = cddp__min(longest,
                         cddp__min(CDDP__PIECE, CDDP__PIECE_MOST / host_count) * host_count / all);
   f->part = cddp__round_up(cddp__max(f->part, 1), granule);
   f->pieces = (long)((longest + f->part - 1) / f->part);
   f->ahead = f->pieces > CDDP__AHEAD ? CDDP__AHEAD : f->pieces - 1;
-  if (!f->adds) return cddp__flow_run(f);
+  if (!f->reduces) return cddp__flow_run(f);
   /* Memory for sums in transit: out, of others' parts; in, from other hosts; this rank's result. */
   most = ((size_t)hosts->max_locals + mine - 1) / mine; /* parts that this rank acts for, a host */
   f->out_bytes = f->part * hosts->nodes[hosts->mine].bytes * host_count * most;
@@ -11926,9 +11929,9 @@ static cddp_result cddp__move_chunk(cddp__flow *f) {
 
 /* --- a call --- */
 
-/* Finds the views of this host's ranks from the refs of the current round. *hidden: the view of
-   some rank, on any host, is in scratch. */
-static cddp_result cddp__find_views(const cddp__flow *f, bool *hidden) {
+/* Finds the views of this host's ranks from the refs of the current round. *any_scratch: the view
+   of some rank, on any host, is in scratch. */
+static cddp_result cddp__find_views(const cddp__flow *f, bool *any_scratch) {
   cddp_group *g = f->g;
   cddp__hosts *hosts = g->hosts;
   cddp_result r = CDDP_OK;
@@ -11937,7 +11940,7 @@ static cddp_result cddp__find_views(const cddp__flow *f, bool *hidden) {
     const cddp__ref *ref = &cddp__op_header_of(g, p, g->round)->u.ref;
     void *at = NULL;
     bool scratch = ref->kind == CDDP__REF_NONE;
-    *hidden = *hidden || scratch;
+    *any_scratch = *any_scratch || scratch;
     if (g->members[p] < 0) continue;
     if (scratch) ref = &cddp__slot_of(g, p)->scratch;
     if (ref->kind == CDDP__REF_NONE)
@@ -11945,7 +11948,7 @@ static cddp_result cddp__find_views(const cddp__flow *f, bool *hidden) {
     else if (ref->kind != CDDP__REF_UNUSED && (p != g->rank || scratch))
       r = cddp__map_ref(g->host, ref, &at);
     else if (p == g->rank)
-      at = f->adds ? (void *)(uintptr_t)f->c->send : f->c->recv;
+      at = f->reduces ? (void *)(uintptr_t)f->c->send : f->c->recv;
     t = hosts->peers[p].number;
     if (scratch) hosts->scratch[t] = (char *)at;
     g->buffers[t] = scratch ? NULL : at; /* NULL: cddp__view_of takes the scratch */
@@ -11958,21 +11961,23 @@ static cddp_result cddp__piece_round(cddp_group *g, const cddp__call *c) {
   return cddp__run_round(g, false, c, CDDP__PHASE_CHUNK, NULL, 0);
 }
 
-/* Runs a chunk of a call. hidden: some rank's view is in scratch; its contribution is copied there
-   first. After the second round no other rank accesses this rank's view. */
-static cddp_result cddp__run_chunk(cddp__flow *f, bool hidden) {
+/* Runs a chunk of a call. any_scratch: some rank's view is in scratch; it copies its contribution
+   there first. After the second round no other rank accesses this rank's view. */
+static cddp_result cddp__run_chunk(cddp__flow *f, bool any_scratch) {
   cddp_group *g = f->g;
   const cddp__call *c = f->c;
-  bool read = f->one || f->adds;
+  bool read = f->one_buffer || f->reduces;
   int p, shares = (int)cddp__view_shares(f);
   size_t at = f->begin * c->esize;
   cddp_result r = CDDP_OK;
-  for (p = 0; f->hidden && read && cddp__is_read(c, g->rank) && p < shares; p++)
+  for (p = 0; f->in_scratch && read && cddp__is_read(c, g->rank) && p < shares; p++)
     memcpy(cddp__view_of(f, g->local_rank, p), cddp__share_for(c, p) + at, f->n * c->esize);
-  if (hidden && read) r = cddp__piece_round(g, c);
+  if (any_scratch && read) r = cddp__piece_round(g, c);
   if (r == CDDP_OK) r = cddp__move_chunk(f);
   if (r == CDDP_OK) r = cddp__piece_round(g, c);
-  if (r != CDDP_OK || !f->hidden || !cddp__is_written(c, g->rank) || (f->adds && !f->one)) return r;
+  if (r != CDDP_OK || !f->in_scratch || !cddp__is_written(c, g->rank) ||
+      (f->reduces && !f->one_buffer))
+    return r;
   for (p = 0; p < shares; p++)
     cddp__copy(cddp__share_from(c, p) + at, cddp__view_of(f, g->local_rank, p),
                cddp__bytes_from(c, p, f->begin, f->n));
@@ -11986,29 +11991,29 @@ static cddp_result cddp__hosts_run(cddp_group *g, const cddp__call *c) {
   cddp__flow f = cddp__flow_of(g, c);
   char **scratch = &g->hosts->scratch[g->local_rank];
   size_t most = SIZE_MAX, sent, received;
-  bool hidden = false;
+  bool any_scratch = false;
   cddp__ref ref;
   cddp_result r;
   memset(&ref, 0, sizeof ref);
   cddp__buffer_bytes(g, c, &sent, &received);
-  if (f.adds) received = sent; /* the view of a sum is the send buffer */
+  if (f.reduces) received = sent; /* the view of a sum is the send buffer */
   if (received == 0 || (g->local_size == 1 && !cddp__overwrites(c)))
     ref.kind = CDDP__REF_UNUSED;
   else if (!cddp__overwrites(c))
-    ref = cddp__ref_of(g->host, f.adds ? c->send : c->recv, received);
-  f.hidden = ref.kind == CDDP__REF_NONE;
-  if (f.hidden && *scratch == NULL) {
+    ref = cddp__ref_of(g->host, f.reduces ? c->send : c->recv, received);
+  f.in_scratch = ref.kind == CDDP__REF_NONE;
+  if (f.in_scratch && *scratch == NULL) {
     *scratch = (char *)cddp__arena_alloc(g->host, 2 * CDDP__SCRATCH, CDDP__EXTENT_MESSAGE);
     if (*scratch != NULL)
       cddp__slot_of(g, g->rank)->scratch = cddp__ref_of(g->host, *scratch, 2 * CDDP__SCRATCH);
   }
   r = cddp__round_of(g, c, CDDP__PHASE_REFS, &ref, sizeof ref);
   if (r == CDDP_OK) r = cddp__begin_access(g);
-  if (r == CDDP_OK) r = cddp__find_views(&f, &hidden);
-  if (hidden) most = CDDP__SCRATCH / (cddp__view_shares(&f) * c->esize);
-  for (; r == CDDP_OK && f.begin < c->count; f.begin += f.n, f.half ^= 1) {
+  if (r == CDDP_OK) r = cddp__find_views(&f, &any_scratch);
+  if (any_scratch) most = CDDP__SCRATCH / (cddp__view_shares(&f) * c->esize);
+  for (; r == CDDP_OK && f.begin < c->count; f.begin += f.n, f.scratch_half ^= 1) {
     f.n = cddp__min(most, c->count - f.begin);
-    r = cddp__run_chunk(&f, hidden);
+    r = cddp__run_chunk(&f, any_scratch);
   }
   return cddp__end_access(g, r);
 }
@@ -12027,9 +12032,10 @@ static cddp_result cddp__hosts_average(cddp_group *g, const cddp__call *c, void 
   return r;
 }
 
+/* neither foreign nor shared */
 static const cddp__carrier cddp__hosts_carrier = {
-    false, false, /* not foreign, not shared */
-    cddp__hosts_run, cddp__hosts_average, cddp__nothing_to_split, cddp__nothing_to_leave};
+    false, false, cddp__hosts_run, cddp__hosts_average, cddp__nothing_to_split,
+    cddp__nothing_to_leave};
 
 /* --- creation and end of a group --- */
 
