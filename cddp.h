@@ -4175,7 +4175,7 @@ struct cddp__connection {
 
 /* The most connections that have not proved anything, for a listener of a job of so many ranks. All
    ranks can call at the same time. The oldest one beyond is closed; its rank connects again. */
-static int cddp__unproven_most(int ranks) { return 256 + 4 * ranks; }
+static int cddp__unproven_most(int ranks) { return 128 + 4 * ranks; }
 
 /* Initializes a connection that owns fd. It is UP until the owner sets another state. */
 static void cddp__connection_begin(cddp__connection *c, const cddp_allocator *allocator, int fd,
@@ -4943,7 +4943,7 @@ static void cddp__client_run(cddp__server *server, cddp__client *client) {
   }
   if (cddp__buffer_size(&c->in) == 0) cddp__buffer_clear(&c->in, CDDP__BUFFER_KEEP);
   left = cddp__buffer_size(&c->out);
-  events = left > CDDP__SERVER_PAUSE ? EPOLLOUT : left > 0 ? EPOLLIN | EPOLLOUT : EPOLLIN;
+  events = left > CDDP__SERVER_PAUSE ? EPOLLOUT : (uint32_t)cddp__connection_events(c);
   if (c->fd < 0 || events == client->events) return;
   client->events = events;
   if (!cddp__server_watch_fd(server, c->fd, EPOLL_CTL_MOD, events, (uint64_t)(uintptr_t)client))

@@ -15,12 +15,16 @@
 
 static ssize_t faulty_send(int fd, const void *p, size_t n, int flags);
 static ssize_t faulty_recv(int fd, void *p, size_t n, int flags);
+static ssize_t faulty_sendmsg(int fd, const struct msghdr *m, int flags);
+static ssize_t faulty_recvmsg(int fd, struct msghdr *m, int flags);
 static ssize_t faulty_pread(int fd, void *p, size_t n, off_t offset);
 static ssize_t faulty_pwrite(int fd, const void *p, size_t n, off_t offset);
 static int raced_listen(int fd, int backlog);
 static int (*const real_listen)(int fd, int backlog) = listen;
 #define send(fd, p, n, flags) faulty_send(fd, p, n, flags)
 #define recv(fd, p, n, flags) faulty_recv(fd, p, n, flags)
+#define sendmsg(fd, m, flags) faulty_sendmsg(fd, m, flags)
+#define recvmsg(fd, m, flags) faulty_recvmsg(fd, m, flags)
 #define pread(fd, p, n, offset) faulty_pread(fd, p, n, offset)
 #define pwrite(fd, p, n, offset) faulty_pwrite(fd, p, n, offset)
 #define listen raced_listen
@@ -32,6 +36,8 @@ static int (*const real_listen)(int fd, int backlog) = listen;
 #include "../../cddp.h"
 #undef send
 #undef recv
+#undef sendmsg
+#undef recvmsg
 #undef pread
 #undef pwrite
 
@@ -87,6 +93,32 @@ static ssize_t faulty_send(int fd, const void *p, size_t n, int flags) {
 static ssize_t faulty_recv(int fd, void *p, size_t n, int flags) {
   ssize_t take = fault(n, false);
   return take < 0 ? take : recv(fd, p, (size_t)take, flags);
+}
+
+/* The message's first part, cut to what the fault allows; without a fault all of it. */
+static struct msghdr cut(const struct msghdr *m, struct iovec *first, ssize_t take) {
+  struct msghdr part = *m;
+  *first = m->msg_iov[0];
+  if ((size_t)take == first->iov_len) return part;
+  first->iov_len = (size_t)take;
+  part.msg_iov = first;
+  part.msg_iovlen = 1;
+  return part;
+}
+static ssize_t faulty_sendmsg(int fd, const struct msghdr *m, int flags) {
+  ssize_t take = fault(m->msg_iov[0].iov_len, false);
+  struct iovec first;
+  struct msghdr part = cut(m, &first, take < 0 ? 0 : take);
+  return take < 0 ? take : sendmsg(fd, &part, flags);
+}
+static ssize_t faulty_recvmsg(int fd, struct msghdr *m, int flags) {
+  ssize_t take = fault(m->msg_iov[0].iov_len, false), n;
+  struct iovec first;
+  struct msghdr part = cut(m, &first, take < 0 ? 0 : take);
+  if (take < 0) return take;
+  n = recvmsg(fd, &part, flags);
+  m->msg_controllen = part.msg_controllen;
+  return n;
 }
 static bool file_fault(ssize_t *take) { /* files know no EAGAIN */
   if (*take < 0 && errno == EAGAIN) errno = EINTR;
@@ -1098,6 +1130,87 @@ static void test_no_descriptors(void) {
   cddp_store_destroy(s);
 }
 
+/* --- connections ------------------------------------------------------------------------------ */
+
+/* Two ends of a Unix socket. secrets NULL: nothing to prove. */
+static void two_ends(cddp__connection c[2], const char *const *secrets) {
+  static const cddp_allocator a;
+  int fds[2], i;
+  CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, fds), 0);
+  for (i = 0; i < 2; i++) {
+    cddp__connection_begin(&c[i], &a, fds[i], i == 0);
+    c[i].local = true;
+    if (secrets != NULL) CHECK_OK(cddp__connection_challenge(&c[i], secrets[i], "test", NULL, 0));
+  }
+}
+
+/* Continues both ends until end 1 has a frame of at most `most` bytes, or none can arrive. */
+static cddp__message *frame_of(cddp__connection c[2], size_t most) {
+  cddp__message *m = NULL;
+  int turns;
+  for (turns = 0; turns < 20000 && m == NULL; turns++) {
+    cddp__add32(&fault_calls, (uint32_t)turns % 3); /* else one end could get all EAGAINs */
+    (void)cddp__connection_progress(&c[0]);
+    if (cddp__connection_progress(&c[1])) m = cddp__connection_receive(&c[1], most);
+  }
+  return m;
+}
+
+static void close_ends(cddp__connection c[2]) {
+  cddp__connection_close(&c[0]);
+  cddp__connection_close(&c[1]);
+}
+
+static void test_connection(void) {
+  static const char *const same[] = {"s", "s"}, *const different[] = {"s", "t"};
+  static char body[3000];
+  cddp__connection c[2], *list[3] = {&c[0], NULL, &c[1]};
+  cddp__message *m;
+  int tiny, file;
+  memset(body, 'b', sizeof body);
+  for (tiny = 0; tiny < 2; tiny++) { /* a frame that is posted first follows the proof */
+    two_ends(c, same);
+    CHECK_OK(cddp__connection_post(&c[0], CDDP__FRAME_MESSAGE, 7, body, sizeof body));
+    set_fault(tiny ? FAULT_TINY : FAULT_NONE, 0, 0);
+    m = frame_of(c, sizeof body);
+    set_fault(FAULT_NONE, 0, 0);
+    CHECK(m != NULL && m->head.number == 7 && m->head.size == sizeof body);
+    if (m != NULL) CHECK(memcmp(m + 1, body, sizeof body) == 0);
+    free(m);
+    CHECK(cddp__connection_is_idle(&c[0]));
+    cddp__connection_say_bye(&c[0], false);
+    CHECK(frame_of(c, 0) == NULL && c[1].error == CDDP__LEFT);
+    close_ends(c);
+  }
+  two_ends(c, different);
+  CHECK(frame_of(c, 0) == NULL);
+  CHECK(c[0].challenge.state == CDDP__CHALLENGE_REFUSED && c[0].challenge.why == 'W');
+  CHECK(c[0].early && c[1].early && c[1].challenge.state == CDDP__CHALLENGE_WRONG);
+  close_ends(c);
+  two_ends(c, NULL); /* a frame beyond the limit ends the connection before memory is allocated */
+  CHECK_OK(cddp__connection_post(&c[0], CDDP__FRAME_MESSAGE, 0, body, 100));
+  CHECK(frame_of(c, 99) == NULL && c[1].error == EPROTO && c[1].message == NULL);
+  close_ends(c);
+  two_ends(c, NULL); /* descriptors, poll, and a peer that ends in the middle of a frame */
+  c[0].pass[0] = file = open("/dev/null", O_RDONLY);
+  CHECK_OK(cddp__connections_poll(NULL, list, 3, NULL, 0, cddp__now()));
+  CHECK(!c[1].ready);
+  CHECK_OK(cddp__connection_post(&c[0], CDDP__FRAME_MESSAGE, 0, body, 1));
+  (void)cddp__connection_progress(&c[0]);
+  CHECK_OK(cddp__connections_poll(NULL, list, 3, NULL, 0, cddp__now() + 10));
+  CHECK(c[1].ready);
+  m = frame_of(c, 1);
+  CHECK(m != NULL && c[1].fds[0] >= 0 && c[1].fds[0] != file && c[1].fds[1] < 0);
+  CHECK(c[0].pass[0] < 0 && fcntl(file, F_GETFD) >= 0);
+  free(m);
+  close(file);
+  CHECK_EQ(send(c[0].fd, body, 10, 0), 10);
+  shutdown(c[0].fd, SHUT_WR);
+  CHECK(frame_of(c, 1) == NULL && c[1].state == CDDP__CONNECTION_ENDED && c[1].error == 0);
+  CHECK(cddp__connection_exchange(&c[1], 1, cddp__now() + 1) == CDDP_NETWORK);
+  close_ends(c);
+}
+
 /* --- secrets -------------------------------------------------------------------------------- */
 
 /* The message with the proof of either end, over the nonces of both. */
@@ -2038,6 +2151,7 @@ int main(void) {
   RUN(test_trickle);
   RUN(test_no_reader);
   RUN(test_no_descriptors);
+  RUN(test_connection);
   RUN(test_challenge);
   RUN(test_secret);
   RUN(test_impostor);
