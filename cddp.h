@@ -13400,30 +13400,19 @@ static bool cddp__cpu_done(cddp_work *work) {
    one, from the size and from the refs of all ranks' buffers.
      one round   Up to CDDP__ROUND_MAX bytes (several hosts: up to CDDP__PIGGYBACK in all). Each
                  rank writes its share to its header (up to 40 bytes) or staging buffer, and reads
-                 the shares that it needs. So a small all_reduce is one exchange of cache lines, and
-                 every rank adds all values, in the same order.
+                 the shares that it needs. Every rank adds all values, in the same order.
      direct      All buffers that other ranks need are in shared memory. One round announces the
                  addresses, each rank reads (all_reduce: also writes) its peers' buffers in place,
                  and one round ends the access. In an all_reduce rank r reads the r-th slice of
                  every buffer once and writes the result to every buffer: the fewest bytes possible.
-                 A broadcast between shared buffers is divided in the same way, so that all cores
-                 copy.
      staged      Other memory. The shares pass through the staging buffers chunk by chunk, one round
-                 a chunk. The staging buffers stay in the cache, so main memory sees one read and
-                 one write. If one side copies while the other side waits, a short share is split
-                 into small chunks, so that both sides work at the same time.
-                 all_reduce on three or more ranks: each rank adds up a slice of a long chunk, and
-                 reads the other slices after a second round. The first chunk is already in the
-                 staging buffers when the ranks announce their buffers, so unshared memory costs no
-                 additional round.
-
-   Non-temporal copies: two cores with a common last-level cache read each other's lines fast. Two
-   cores on different dies take 3 to 8 times as long, unless the lines are in memory. So ranks
-   regularly time some chunks of each kind with both copies, and use non-temporal copies
-   (cddp__copy_nontemporal) if these are a fifth faster; a smaller gain can be chance. A long share
-   always goes to the user's buffer by non-temporal copies: that saves a read of each line. The
-   kernel's copies between processes (process_vm_readv) are slower than the better of the two on
-   every machine measured, so they are not used. */
+                 a chunk. The staging buffers stay in the cache. The first chunk is already there
+                 when the ranks announce their buffers. An all_reduce on three or more ranks: each
+                 adds up a slice of a long chunk, and reads the other slices after a second round.
+   Non-temporal copies: two cores with a common last-level cache read each other's lines fast. Cores
+   on different dies take 3 to 8 times as long, unless the lines are in memory. So ranks regularly
+   time some chunks of each kind with both copies, and use non-temporal ones if these are a fifth
+   faster; less can be chance. (process_vm_readv was slower on every machine measured.) */
 
 #define CDDP__NT_MIN ((size_t)16 << 10) /* smallest chunk with non-temporal copies, bytes */
 #define CDDP__NT_LARGE ((size_t)64 << 10) /* chunks from here on have timings of their own */
@@ -13435,8 +13424,7 @@ static bool cddp__cpu_done(cddp_work *work) {
 /* Oversubscribed: the bytes, on all ranks, that a rank reads in the time of a second round
    (cddp__exchange_slices). */
 #define CDDP__OVERSUBSCRIBED_READ ((size_t)384 << 10)
-/* Bytes of a staging buffer that are prefetched for the next call's write. memcpy itself prefetches
-   larger ones. */
+/* Bytes of a staging buffer to prefetch for the next call. memcpy itself prefetches larger ones. */
 #define CDDP__PREFETCH_MAX ((size_t)2 << 10)
 #define CDDP__PIPELINE_CHUNKS 16 /* chunks of a one-sided call, if they have STAGING_MIN or more */
 #define CDDP__SLICES_MIN ((size_t)16 << 10) /* bytes of a chunk; up to here one round is faster */
@@ -13456,14 +13444,14 @@ static char *cddp__chunk_memory(const cddp_group *g, uint32_t round, const cddp_
                       : (char *)cddp__staging_of(g, 0, round);
 }
 
-/* Returns whether some ranks only copy while the others wait for them. */
+/* Returns whether some ranks only copy while the others wait. */
 static bool cddp__is_one_sided(const cddp__call *call) {
   return cddp__shapes[call->kind].from_root || cddp__shapes[call->kind].to_root;
 }
 
 /* The timing of such a chunk. NULL: it is copied through the cache, as it is small, or its reader
-   can run on the same core. So is the only chunk of a one-sided call: its writer can start the next
-   call before the reader reads, and would time only its own half. */
+   can run on the same core, or it is the only chunk of a one-sided call, whose writer would time
+   only its own half. */
 static cddp__copy_timing *cddp__timing_of(cddp_group *g, const cddp__call *call,
                                           const cddp__chunk *chunk) {
   size_t bytes = chunk->n * call->esize * cddp__send_shares(g, call);
@@ -13490,9 +13478,8 @@ static void cddp__clock_chunk(cddp__copy_timing *timing, int sign) {
   if (cddp__is_timed(timing)) timing->clock += sign * cddp__now();
 }
 
-/* Ends the timing of a chunk that this rank has read. The first two of a row are not counted: they
-   find the buffers as the other kind of copy has left them. Of the rest the fastest counts, since
-   other causes can slow a chunk down. */
+/* Ends the timing of a chunk that this rank has read. The first two of a row do not count: they
+   find the buffers as the other kind of copy has left them. Of the rest the fastest counts. */
 static void cddp__record_timing(cddp__copy_timing *timing, size_t bytes) {
   uint32_t n = timing->chunks % CDDP__TIMING_RUNS;
   double *least = &timing->seconds[cddp__uses_nontemporal(timing)];
@@ -13509,8 +13496,8 @@ static bool cddp__is_sliced(const cddp_group *g, const cddp__call *call, const c
   return g->size > 2 && g->hosts == NULL;
 }
 
-/* Writes this rank's shares of the chunk to its memory. A separate function: inlined into the
-   caller's loop it is a tenth slower for 1 KiB. */
+/* Writes this rank's shares of the chunk to its memory. Inlined into the caller's loop it would be
+   a tenth slower for 1 KiB. */
 static void cddp__write_shares(cddp_group *g, const cddp__call *call, const cddp__chunk *chunk) {
   size_t bytes = chunk->n * call->esize, shares = cddp__send_shares(g, call), apart, begin, end, r;
   char *space = cddp__chunk_memory(g, g->round + 1, chunk, &apart);
@@ -13575,8 +13562,8 @@ static void cddp__read_staged(const cddp_group *g, const cddp__call *call,
   cddp__read_result(g, call, chunk, g->slices);
 }
 
-/* Adds up this rank's slice of n elements, block by block, and writes it to `to`, or to all buffers
-   if `to` is NULL. nontemporal: with non-temporal copies. */
+/* Adds up this rank's slice of n elements, block by block, and writes it to `to`; NULL: to all
+   buffers. nontemporal: with non-temporal copies. */
 static void cddp__reduce_slices(const cddp_group *g, const cddp__call *call, size_t n,
                                 void *const *bufs, char *to, bool nontemporal) {
   cddp_dtype dtype = (cddp_dtype)call->dtype;
@@ -13596,9 +13583,8 @@ static void cddp__reduce_slices(const cddp_group *g, const cddp__call *call, siz
   }
 }
 
-/* Reads this rank's result of an all_reduce's chunk in two steps: it adds up its slice of the
-   chunk, and reads the other slices once all ranks have added theirs. Each value is then read
-   twice, not by every rank. */
+/* Reads this rank's result of an all_reduce's chunk: adds up its slice of the chunk, and reads the
+   other slices once all ranks have added theirs. Each value is read twice, not by every rank. */
 static cddp_result cddp__exchange_slices(cddp_group *g, const cddp__call *call,
                                          const cddp__chunk *chunk, bool nontemporal) {
   size_t apart, begin, end;
@@ -13633,7 +13619,7 @@ static cddp__chunk cddp__chunk_at(const cddp_group *g, const cddp__call *call, s
 }
 
 /* Runs a call chunk by chunk: each rank writes its shares, a round, each rank reads its result.
-   written: all ranks have already written the first chunk, and its round is complete. */
+   written: the first chunk's round is complete. */
 static cddp_result cddp__run_staged(cddp_group *g, const cddp__call *call, bool written) {
   cddp__copy_timing *timing;
   cddp__chunk k;
@@ -13700,9 +13686,8 @@ static cddp_result cddp__run_short(cddp_group *g, const cddp__call *call) {
   return CDDP_OK;
 }
 
-/* Broadcast. If every rank's buffer is shared, this rank copies its slice of the root's array to
-   all ranks, in blocks that stay in the cache for the next copy. Otherwise this rank copies the
-   whole array for itself. */
+/* If every rank's buffer is shared, this rank copies its slice of the root's array to all ranks, in
+   blocks that stay in the cache for the next copy. Else it copies the whole array for itself. */
 static void cddp__broadcast_direct(const cddp_group *g, const cddp__call *call, char *const *bufs) {
   size_t begin, end, n, bytes = call->count * call->esize;
   int r;
@@ -13719,8 +13704,7 @@ static void cddp__broadcast_direct(const cddp_group *g, const cddp__call *call, 
   }
 }
 
-/* The direct copies. bufs[r]: rank r's buffer, if it is read. Copies to peers' memory stop when the
-   group breaks. */
+/* bufs[r]: rank r's buffer, if it is read. Copies to peers' memory stop when the group breaks. */
 static cddp_result cddp__copy_direct(cddp_group *g, const cddp__call *call, void *const *bufs) {
   const cddp__shape *shape = &cddp__shapes[call->kind];
   cddp__chunk all = {0, call->count, false};
@@ -13758,7 +13742,7 @@ static cddp__ref cddp__call_ref(cddp_group *g, const cddp__call *call) {
 }
 
 /* Runs a call directly if all buffers that other ranks read are in shared memory, else staged. A
-   rank with another buffer writes its first chunk before the round; if no buffer is shared, the
+   rank with another buffer writes its first chunk before the round. If no buffer is shared, the
    round serves this chunk too. */
 static cddp_result cddp__run_large(cddp_group *g, const cddp__call *call) {
   cddp__ref ref = cddp__call_ref(g, call);
@@ -13790,9 +13774,9 @@ static cddp_result cddp__run_large(cddp_group *g, const cddp__call *call) {
   return cddp__end_access(g, r);
 }
 
-/* The largest number of bytes of a rank's shares for one round. Half as many for an all_gather, as
-   its ranks copy as many from their own shares. Between hosts each rank receives all shares: half
-   as many for calls in which a rank needs only one of them. */
+/* The most bytes of a rank's shares for one round. Half as many for an all_gather, whose ranks copy
+   as many from their own shares. Between hosts each rank receives all shares: half as many for
+   calls in which it needs only one. */
 static size_t cddp__round_limit(const cddp_group *g, const cddp__call *call) {
   const cddp__shape *shape = &cddp__shapes[call->kind];
   bool less =
@@ -13845,14 +13829,6 @@ static cddp_result cddp__exchange_counts(cddp_group *g, cddp__call *call, bool *
   return r;
 }
 
-/* Runs a collective with counts: the ranks exchange the counts first. */
-static cddp_result cddp__run_counted(cddp_group *g, const cddp__call *call) {
-  cddp__call sized = *call;
-  bool host = true;
-  cddp_result r = cddp__exchange_counts(g, &sized, &host);
-  return r == CDDP_OK && sized.count > 0 ? cddp__run_sized(g, &sized) : r;
-}
-
 CDDP__INLINED uint64_t cddp__record_call(const cddp_group *g, const cddp__call *call) {
   size_t count = call->kind != CDDP__KIND_BARRIER ? call->count : 0, sent;
   if (CDDP__LIKELY(g->host->record == NULL)) return 0;
@@ -13875,6 +13851,8 @@ static uint64_t cddp__record_begin(const cddp_group *g, int kind, uint64_t seque
 /* Runs a collective on the calling thread. record: from cddp__record_call. */
 static cddp_result cddp__run_recorded(cddp_group *g, const cddp__call *call, uint64_t record) {
   size_t element = call->esize * cddp__send_shares(g, call);
+  cddp__call sized;
+  bool host = true;
   cddp_result r = cddp__check_group(g);
   if (r != CDDP_OK) goto done;
   g->calls++;
@@ -13888,8 +13866,12 @@ static cddp_result cddp__run_recorded(cddp_group *g, const cddp__call *call, uin
     r = cddp__run_short(g, call);
   } else if (call->count * element <= cddp__round_limit(g, call)) {
     r = cddp__run_staged(g, call, false);
+  } else if (call->shares == NULL) {
+    r = (g->carrier->run)(g, call);
   } else {
-    r = call->shares != NULL ? cddp__run_counted(g, call) : (g->carrier->run)(g, call);
+    sized = *call;
+    r = cddp__exchange_counts(g, &sized, &host);
+    if (r == CDDP_OK && sized.count > 0) r = cddp__run_sized(g, &sized);
   }
 done:
   cddp__record_finish(g, record, r);
@@ -13900,7 +13882,7 @@ static cddp_result cddp__run_call(cddp_group *g, const cddp__call *call) {
   return cddp__run_recorded(g, call, cddp__record_call(g, call));
 }
 
-static cddp_result cddp__run_work_call(cddp_work *work) {
+static cddp_result cddp__run_work(cddp_work *work) {
   return cddp__run_recorded(work->group, &work->call, work->record);
 }
 
@@ -13910,7 +13892,7 @@ static cddp_result cddp__run_simple(cddp_group *g, int kind, const void *send, v
   return cddp__run_call(g, &c);
 }
 
-/* Broadcasts of many arrays in host memory: small arrays are collected to a packet, since a round
+/* Broadcasts of many arrays in host memory. Small ones are collected to a packet, since a round
    takes longer than their bytes. */
 typedef struct cddp__packet {
   cddp_group *g;
@@ -13959,8 +13941,8 @@ static cddp_result cddp__packet_add(cddp__packet *p, void *data, size_t count, c
   return r;
 }
 
-/* Collective: all ranks return the failure of the lowest rank that has one, with its text. Without
-   a failure `all` receives each rank's n bytes of payload. */
+/* Collective: all ranks return the failure of the lowest rank with one, and its text. Without a
+   failure `all` receives each rank's n bytes of payload. */
 static cddp_result cddp__consensus(cddp_group *g, cddp_result mine, const void *payload, size_t n,
                                    void *all) {
   size_t each = n + 4; /* a result and the payload */
@@ -14016,7 +13998,7 @@ static cddp_result cddp__start_work(cddp_group *g, const cddp__call *call, cddp_
     if (started == NULL) return CDDP_OUT_OF_MEMORY;
   }
   started->call = *call;
-  started->run = cddp__run_work_call;
+  started->run = cddp__run_work;
   if (call->shares != NULL) {
     started->call.shares = (cddp__counted_share *)(void *)(started + 1);
     memcpy(started->call.shares, call->shares, (size_t)g->size * sizeof *call->shares);
@@ -14083,8 +14065,8 @@ static void cddp__use_host_memory(cddp_group *g) {
   g->carrier = &cddp__shm_carrier;
 }
 
-/* Describes an error in a call's buffers; NULL: none. Used buffers must not be NULL. They must not
-   overlap, except in place as the call's comment says. */
+/* Describes an error in a call's buffers; NULL: none. Used buffers must not be NULL, and must not
+   overlap, except in place. */
 static const char *cddp__buffer_error(const cddp_group *g, const cddp__call *call) {
   uintptr_t send = (uintptr_t)call->send, recv = (uintptr_t)call->recv, own;
   bool in_place = false;
@@ -15503,49 +15485,28 @@ static cddp_result cddp__optim_new(cddp_optim **out, const cddp__algorithm *algo
 }
 
 /* >>device -------------------------------------------------------------------------------------
-   Job: run the operations of groups of ranks with GPUs: with NCCL, or through host memory
-   (backend "cpu").
+   Job: run the operations of groups with GPUs: by NCCL, or through host memory (backend "cpu").
    Owns: a group's device context: streams, events, communicator, scratch memory, two threads.
    Touches: the group's slots, where each rank logs its calls on device memory; the group's failure.
    Entry points: cddp__nccl_backend, cddp__staged_backend; cddp__give_device; for data parallel
    cddp__issue, cddp__log_call, cddp__stream_after and cddp__device_scratch.
-
-   HOW AN OPERATION RUNS
-     1. The call is logged: its number, the call itself, and a hash of all calls so far.
-     2. It is issued to a stream. Operations are issued one at a time (device.issue_lock).
-     3. An event follows it on the stream (cddp__mark_operation). A ring of these events shows how
-        far the device is, and since when the oldest operation runs.
-
-   COMMUNICATORS are non-blocking, so that no call of NCCL can hang the host. Each call is polled
-   until it is done, while this rank also checks the group and the deadline. Before NCCL connects,
-   ranks exchange their devices over the control plane, which finds errors that NCCL only writes to
-   a log. Each group gets a new id from its rank 0: ncclCommSplit would need as many exchanges. A
-   model uses its group's communicator, so that NCCL has one order of operations and one set of
-   buffers. Operations that a misused model leaves on its streams are ended by an abort only, which
-   breaks the group.
-
-   TWO THREADS of a context check it every few milliseconds.
-   - The watcher finds that the group is broken, NCCL has failed, a process has died, ranks of the
-     host have made different calls, or an operation is late. Then it breaks the group and aborts
-     the communicator, which ends the operations on the streams of all ranks. It can also be asked
-     to destroy the communicator in good order. Both can block: ncclCommAbort waits for streams and
-     CUDA graphs, ncclCommDestroy for the other ranks of the host. So the watcher can outlive the
-     group. From CDDP__COMM_DETACHED on it accesses the context only.
-   - The watcher must not wait for CUDA's lock. Another thread can hold this lock (in cudaFree,
-     cudaMalloc or a kernel's first launch) while it waits for an operation that only an abort ends.
-     So the watcher, once it has bound its device, calls no function of CUDA, and only those of NCCL
-     that access host memory.
-   - The poller asks CUDA: which events have completed, and whether the device has failed. The
-     watcher reads the poller's latest answer. While the poller is blocked, operations count as
-     running.
-
-   HOW CALLS ARE COMPARED: at the latest call that two ranks have both made. Equal hashes mean that
-   all calls up to this one were equal. No rank waits for the comparison. A model's calls are in the
-   log of its group. Ranks of different hosts compare in cddp_barrier and cddp_group_split, which
-   synchronize them anyway.
-
-   A MODEL THAT OUTLIVES ITS GROUP frees its memory through the group's context. cddp_destroy ends
-   the communicator and both threads. The rest of the context is freed with the group's memory. */
+   How an operation runs:
+     1. Its call is logged, with a hash of all calls so far. Ranks of a host compare the hashes at
+        the latest call that both have made. Ranks of different hosts compare them in cddp_barrier
+        and cddp_group_split, which synchronize the ranks anyway.
+     2. It is issued to a stream, one operation at a time (device.issue_lock).
+     3. An event follows it. A ring of these events shows since when the oldest operation runs.
+   The communicator is non-blocking, so that no call of NCCL can hang the host: a call is polled
+   until it is done, and meanwhile this rank checks the group and the deadline. A group and its
+   models share it, so that NCCL has one order of operations and one set of buffers.
+   Two threads of a context check it every few milliseconds:
+     watcher   Finds that the group is broken, NCCL has failed, a rank has died, ranks have made
+               different calls, or an operation is late. Then it breaks the group and aborts the
+               communicator, which ends the operations on the streams of all ranks. Once its device
+               is bound it calls no function of CUDA: another thread can hold CUDA's lock (in
+               cudaFree, cudaMalloc) while it waits for an operation that only an abort ends.
+     poller    Asks CUDA which events have completed, and whether the device has failed. While CUDA
+               blocks it, operations count as running. */
 
 static const cddp_kernels *cddp__registered_kernels; /* of this version; NULL: not registered */
 
@@ -15553,7 +15514,7 @@ static const cddp_kernels *cddp__registered_kernels; /* of this version; NULL: n
 enum {
   CDDP__MARKER_COUNT = 16,
   CDDP__SPARE_EVENTS = 32,
-  CDDP__CALL_HASHES = 4096,
+  CDDP__CALL_HASHES = 4096, /* ranks can be that many calls apart; a power of two */
   CDDP__SEVERAL_DEVICES = 1000000
 };
 
@@ -15564,18 +15525,17 @@ enum {
   CDDP__COMM_ABORTED,   /* to be ended immediately */
   CDDP__COMM_HOW_MASK = 3,
   CDDP__COMM_DETACHED = 4, /* the watcher accesses the context only, no longer the group */
-  CDDP__COMM_DONE = 8      /* NCCL has released the context; added again when the group has */
+  CDDP__COMM_DONE = 8      /* added by the watcher and by the group: the second frees the context */
 };
 
-/* The event behind an operation. Guarded by the context's lock. */
+/* The event behind an operation. */
 typedef struct cddp__marker {
   void *event;
   double since; /* time of recording */
 } cddp__marker;
 
-/* A group's device context: its GPU, streams and communicator. issue_lock: held while an operation
-   is issued. lock: held briefly, never during a call of CUDA or NCCL; the watcher takes it too. It
-   guards the fields marked "lock". */
+/* A group's device context. issue_lock: held while an operation is issued. lock: guards the fields
+   marked "lock"; never held during a call of CUDA or NCCL, as the watcher takes it too. */
 typedef struct cddp__device {
   cddp_group *group;
   int index;           /* of the GPU: cuda:index */
@@ -15588,13 +15548,12 @@ typedef struct cddp__device {
   pthread_t poller;
   pid_t pid;                 /* the process that has the threads; 0: no threads */
   cddp__atomic_u32 captured; /* 1: a CUDA graph may have captured its operations and replay them */
-  cddp__marker markers[CDDP__MARKER_COUNT]; /* a ring: number n is at n % CDDP__MARKER_COUNT */
+  cddp__marker markers[CDDP__MARKER_COUNT]; /* a ring: n is at n % CDDP__MARKER_COUNT; lock */
   uint32_t issued, seen; /* number of markers; number of those seen completed, oldest first; lock */
   double left_since;     /* watcher; when it first saw that a peer had left; 0: none has left */
   double left_oldest;    /* watcher; start of the oldest operation at its last check */
   int late_checks;       /* watcher; number of checks in a row at which an operation was late */
-  uint64_t hashes[CDDP__CALL_HASHES]; /* of all calls up to each of the latest calls, a ring; lock.
-                                         Ranks can be that many calls apart. A power of two */
+  uint64_t hashes[CDDP__CALL_HASHES]; /* of all calls up to each of the latest, a ring; lock */
   cddp_work *messages; /* sends and receives to be issued together, oldest first; issue_lock */
   cudaEvent_t spare[CDDP__SPARE_EVENTS]; /* events for reuse; lock */
   int spares;
@@ -15604,8 +15563,7 @@ typedef struct cddp__device {
 /* Data about its device that every rank announces when a group is created. */
 typedef struct cddp__device_report {
   int32_t device, kernels;
-  char gpu[40];  /* uuid of a GPU or of a MIG partition; "": ranks can share one. NCCL sees the
-                    GPU of a partition */
+  char gpu[40];  /* uuid of a GPU or of a MIG partition; "": ranks can share it */
   char host[96]; /* identity of the machine */
 } cddp__device_report;
 
@@ -15654,8 +15612,8 @@ static cudaStream_t cddp__main_stream(const cddp_group *g) { return (cudaStream_
 static cddp__atomic_u32 cddp__device_groups; /* 1 + the device of all groups of this process so far,
                                                 or CDDP__SEVERAL_DEVICES; 0: no groups */
 
-/* Returns whether memory can be on a device. Called before the first call of CUDA, which would
-   initialize CUDA, or fail, in a process that does not use it. */
+/* Returns whether memory can be on a device. In a process that does not use CUDA a call of it would
+   initialize it, or fail. */
 static bool cddp__cuda_in_use(void) {
   int version = 0;
   if (cddp__load32(&cddp__device_groups) != 0) return true;
@@ -15671,27 +15629,25 @@ static bool cddp__capturing(cudaStream_t stream) {
   return false;
 }
 
-/* Fails if the stream is being captured. what: the call and why it cannot be in a graph, as
-   text. */
+/* Fails if the stream is being captured. what: the call, and why it cannot be in a graph. */
 static cddp_result cddp__refuse_capture(cudaStream_t stream, cddp_result r, const char *what) {
   if (!cddp__capturing(stream)) return CDDP_OK;
   return cddp__fail(r, "%s and cannot be captured in a CUDA graph", what);
 }
 
-/* At the start of a call: makes the group's device current, and checks that its stream is
-   usable. */
+/* Starts a call: makes the group's device current, and checks that its stream is usable. */
 static cddp_result cddp__device_enter(const cddp_group *g) {
   enum cudaStreamCaptureStatus status;
   cddp_result r = cddp__use_device(cddp__device_of(g)->index);
   if (r != CDDP_OK || cudaStreamIsCapturing(cddp__main_stream(g), &status) == cudaSuccess) return r;
-  /* This error alone is about captures. The operation itself reports every other one. */
-  if (cudaGetLastError() != cudaErrorStreamCaptureImplicit) return CDDP_OK;
+  if (cudaGetLastError() != cudaErrorStreamCaptureImplicit)
+    return CDDP_OK; /* the operation itself reports this error */
   return cddp__fail(CDDP_INVALID_ARGUMENT,
                     "a stream is being captured in a CUDA graph, and the group uses the default "
                     "stream, which no call may use then: give the captured one to cddp_set_stream");
 }
 
-/* Records an event behind the present end of the stream. cddp__event_release takes it back. */
+/* Records an event behind the work that is now on the stream. */
 static cddp_result cddp__event_acquire(cddp__device *device, cudaStream_t stream, void **out) {
   cudaEvent_t event = NULL;
   cddp_result r = CDDP_OK;
@@ -15718,8 +15674,8 @@ static void cddp__event_release(cddp__device *device, void **from) {
 /* Makes `to` wait for everything that is now on `from`. */
 static cddp_result cddp__stream_after(cddp__device *device, cudaStream_t to, cudaStream_t from) {
   void *event = NULL;
-  cddp_result r = CDDP_OK;
-  if (to == from) return r;
+  cddp_result r;
+  if (to == from) return CDDP_OK;
   r = cddp__event_acquire(device, from, &event);
   if (r == CDDP_OK) r = CDDP__CUDA(cudaStreamWaitEvent, to, (cudaEvent_t)event, 0);
   cddp__event_release(device, &event);
@@ -15776,34 +15732,33 @@ static cddp_result cddp__memory_of(int device, const void *p, const char *what, 
                     what, attributes.device, device);
 }
 
-/* *device: the call's buffers are on the device. Fails if one of two buffers is and one is not. */
-static cddp_result cddp__memory_of_call(const cddp__device *p, const cddp__call *call,
-                                        bool *device) {
-  bool one = cddp__in_one_buffer(call), sends, receives, here;
+/* *here: the call's buffers are on the device. Without a buffer: true. */
+static cddp_result cddp__memory_of_call(const cddp__device *p, const cddp__call *call, bool *here) {
+  const char *send = cddp__in_one_buffer(call) ? "buf" : "send";
+  const char *recv = cddp__in_one_buffer(call) ? "buf" : "recv";
   size_t sent, received;
+  bool sends, receives, both;
   cddp_result r = CDDP_OK;
-  *device = true;
+  *here = true;
   cddp__buffer_bytes(p->group, call, &sent, &received);
   sends = sent > 0 && call->send != NULL;
   receives = received > 0 && call->recv != NULL && !(sends && call->recv == call->send);
-  if (sends) r = cddp__memory_of(p->index, call->send, one ? "buf" : "send", device);
-  if (r != CDDP_OK || !receives) return r;
-  r = cddp__memory_of(p->index, call->recv, one ? "buf" : "recv", &here);
-  if (r == CDDP_OK && sends && here != *device)
-    return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "send and recv must both be on the device, or both in host memory");
-  *device = here;
-  return r;
+  both = sends && receives;
+  if (sends) r = cddp__memory_of(p->index, call->send, send, here);
+  sends = *here;
+  if (r == CDDP_OK && receives) r = cddp__memory_of(p->index, call->recv, recv, here);
+  if (r != CDDP_OK || !both || sends == *here) return r;
+  return cddp__fail(CDDP_INVALID_ARGUMENT,
+                    "send and recv must both be on the device, or both in host memory");
 }
 
-/* The time at which the oldest unfinished operation of the group was issued, as last polled. Leaves
-   out operations in CUDA graphs. 0: none is unfinished. */
+/* The time at which the oldest unfinished operation was issued, as last polled; 0: none is
+   unfinished. Operations in CUDA graphs do not count. */
 static double cddp__device_busy(cddp__device *device) {
-  double since;
+  double since = 0;
   pthread_mutex_lock(&device->lock);
-  since = device->issued != device->seen
-              ? device->markers[device->seen % CDDP__MARKER_COUNT].since
-              : 0;
+  if (device->issued != device->seen)
+    since = device->markers[device->seen % CDDP__MARKER_COUNT].since;
   pthread_mutex_unlock(&device->lock);
   return since;
 }
@@ -15858,8 +15813,7 @@ static void cddp__log_call(cddp__device *p, const cddp__call *call, bool device)
   pthread_mutex_unlock(&p->lock);
 }
 
-/* Copies a rank's log entry of call n (a rank of this host). Returns false if it was
-   overwritten. */
+/* Copies the log entry of call n of a rank of this host. Returns false if it was overwritten. */
 static bool cddp__read_logged(const cddp_group *g, int rank, uint32_t n, cddp__logged_call *out) {
   cddp__logged_call *from = &cddp__slot_of(g, rank)->call_log[n & (CDDP__CALL_LOG - 1)];
   if (cddp__load32(&from->number) != n) return false;
@@ -15871,7 +15825,8 @@ static bool cddp__read_logged(const cddp_group *g, int rank, uint32_t n, cddp__l
 }
 
 static cddp__text cddp__describe_logged(const cddp__logged_call *c) {
-  return cddp__describe_call(c->what.call, c->what.count, c->what.root);
+  return cddp__textf("%s%s", cddp__describe_call(c->what.call, c->what.count, c->what.root).s,
+                     c->site);
 }
 
 /* Breaks the group: the calls of this rank and `rank` on this host differ in call n or before. */
@@ -15886,10 +15841,9 @@ static cddp_result cddp__break_mismatch(cddp__device *device, int rank, uint32_t
     if (!cddp__read_logged(g, first, i, &a) || !cddp__read_logged(g, second, i, &b)) continue;
     if (memcmp(&a.what, &b.what, sizeof a.what) == 0) continue;
     cddp__fail(CDDP_MISMATCH,
-               "ranks disagree in call %" PRIu32 " of the group: rank %d called %s%s, rank %d "
-               "called %s%s%s",
-               i, first, cddp__describe_logged(&a).s, a.site, second,
-               cddp__describe_logged(&b).s, b.site,
+               "ranks disagree in call %" PRIu32 " of the group: rank %d called %s, rank %d "
+               "called %s%s",
+               i, first, cddp__describe_logged(&a).s, second, cddp__describe_logged(&b).s,
                a.what.call == b.what.call && (a.what.call & 255) == CDDP__KIND_DDP_STEP
                    ? " with other settings: learning rate, momentum or others"
                    : "");
@@ -15929,8 +15883,8 @@ static bool cddp__comm_alive(const cddp__device *device) {
   return cddp__load32(&device->state) == CDDP__COMM_ALIVE;
 }
 
-/* NCCL's state of the communicator. Only one thread at a time may ask: two would both free NCCL's
-   data of an operation that has ended. issue_lock held. */
+/* NCCL's state of the communicator. issue_lock held: two threads that ask would both free NCCL's
+   data of an operation that has ended. */
 static ncclResult_t cddp__comm_state(const cddp__device *device) {
   ncclComm_t comm = __atomic_load_n(&device->comm, __ATOMIC_RELAXED);
   ncclResult_t e = ncclSuccess;
@@ -15938,7 +15892,7 @@ static ncclResult_t cddp__comm_state(const cddp__device *device) {
   return ncclInternalError;
 }
 
-/* Called by the group and, after NCCL's end, by the watcher. The second call frees the context. */
+/* Called by the group, and by the watcher after NCCL's end. The second call frees the context. */
 static void cddp__device_release(cddp__device *device) {
   if (cddp__add32(&device->state, CDDP__COMM_DONE) < 2 * CDDP__COMM_DONE) return;
   pthread_mutex_destroy(&device->issue_lock);
@@ -15946,11 +15900,10 @@ static void cddp__device_release(cddp__device *device) {
   cddp__free(NULL, device);
 }
 
-/* Ends the communicator, on the watcher's thread. First it waits for a thread that is inside NCCL;
-   later threads that take issue_lock find the communicator no longer alive. An abort must start
-   with NCCL's flags, before any call of CUDA, which might wait for the aborted operations. If
-   ncclCommDestroy fails, NCCL's group is still open. It is closed first, because an abort inside an
-   open group has no effect. */
+/* Ends the communicator, on the watcher's thread, after a thread that is inside NCCL has left it.
+   Later threads that take issue_lock find the communicator no longer alive. ncclCommAbort and
+   ncclCommDestroy can block: they wait for streams and CUDA graphs, or for the other ranks of the
+   host. A failed ncclCommDestroy leaves NCCL's group open, in which an abort has no effect. */
 static void cddp__comm_end(cddp__device *device, bool aborts) {
   cddp__wait w;
   ncclComm_t comm;
@@ -15968,14 +15921,14 @@ static void cddp__comm_end(cddp__device *device, bool aborts) {
   ncclCommAbort(comm);
 }
 
-/* Tells the watcher to end the communicator. how: CDDP__COMM_ABORTED ends all operations on this
-   rank's streams immediately; the group must be broken before. Never waits. */
+/* Tells the watcher to end the communicator. how: CDDP__COMM_ABORTED also ends all operations on
+   this rank's streams; the group must be broken before. Never waits. */
 static void cddp__device_end(cddp__device *device, uint32_t how) {
   if (cddp__swap32(&device->state, CDDP__COMM_ALIVE, how)) cddp__futex_wake(&device->state);
 }
 
-/* After an abort: waits a short time until NCCL's threads no longer use the operations' memory.
-   If a CUDA graph has captured operations, the rest of the abort waits for the graph instead. */
+/* After an abort: waits a short time until NCCL's threads no longer use the operations' memory. If
+   a CUDA graph has captured operations, the abort itself waits for the graph. */
 static void cddp__await_abort(cddp__device *device) {
   cddp__wait w;
   cddp__wait_begin(&w, cddp__load32(&device->captured) != 0 ? 0.1 : CDDP__GRACE_LEFT_S);
@@ -15994,8 +15947,7 @@ static cddp_result cddp__release_buffers(cddp__device *device, cddp_result r) {
 /* --- the watcher --- */
 
 /* In a group of several hosts: receives notices of failures. The hosts' leaders watch each other in
-   a ring, by connections that end when a leader ends. Other ranks are watched by the ranks of their
-   host. Never waits. Called by any thread. */
+   a ring, by connections that end when a leader ends. Never waits. Called by any thread. */
 static void cddp__watch_hosts(cddp_group *g) {
   cddp__hosts *hosts = g->hosts;
   if (hosts == NULL) return;
@@ -16007,8 +15959,8 @@ static void cddp__watch_hosts(cddp_group *g) {
   pthread_mutex_unlock(&g->p2p.lock);
 }
 
-/* Breaks the group after a failure of NCCL. A death of a rank causes various errors, some of which
-   show before the death. So the death, or another rank's failure, gets some time to show first. */
+/* Breaks the group after a failure of NCCL. The death of a rank causes various errors, some of them
+   before the death shows: so the death, or another rank's failure, gets some time to show. */
 static cddp_result cddp__break_nccl(cddp__device *device, ncclResult_t e, const char *what) {
   bool mine = e == ncclInvalidArgument || e == ncclInvalidUsage;
   cddp_group *g = device->group;
@@ -16048,17 +16000,17 @@ static cddp_result cddp__check_late_operations(cddp__device *device) {
   known = cddp__read_logged(g, g->rank, cddp__logged_calls(device), &latest);
   cddp__fail(CDDP_TIMEOUT,
              "timed out after %g s: an operation of rank %d on cuda:%d has not ended%s%s%s; the "
-             "rank's latest is %s%s",
+             "rank's latest is %s",
              g->timeout_s, g->rank, device->index, q < g->size ? "; behind it in calls: " : "",
              q < g->size ? cddp__name_rank(g, q).s : "", q < g->size ? ", and perhaps others" : "",
-             known ? cddp__describe_logged(&latest).s : "none", known ? latest.site : "");
+             known ? cddp__describe_logged(&latest).s : "none");
   return cddp__break(g, CDDP_TIMEOUT);
 }
 
 /* Breaks the group if operations wait for a rank that has ended or left. A rank that ended after
-   the same number of calls may have done its part. So unfinished operations get some time, and more
-   time if the rank left in good order. CUDA does not tell whether a captured graph runs. With a
-   rank that died the graph would never end; a rank that left has seen the end of its own graph.
+   the same number of calls may have done its part: unfinished operations get some time, and more if
+   the rank left in good order. CUDA does not tell whether a captured graph runs. With a rank that
+   died the graph would never end; a rank that left has seen the end of its own graph.
    inside: a thread waits for NCCL, and thus possibly for other ranks. */
 static cddp_result cddp__check_lost_peers(cddp__device *device, bool inside) {
   double oldest = cddp__device_busy(device);
@@ -16083,16 +16035,16 @@ static cddp_result cddp__check_lost_peers(cddp__device *device, bool inside) {
   return CDDP_OK;
 }
 
-/* Called first by both threads. CUDA calls of NCCL or the thread then use this device (on another
-   device they would create a context), and become part of no other thread's graph. */
+/* Called first by both threads. Their CUDA calls then use this device (on another one they would
+   create a context), and become part of no other thread's graph. */
 static void cddp__bind_device(const cddp__device *device) {
   enum cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
   (void)cudaSetDevice(device->index);
   cudaThreadExchangeStreamCaptureMode(&mode);
 }
 
-/* The watcher. Results of streams after an abort are undefined, so a caller that asks then must see
-   the failure: the group is broken before the abort. */
+/* The watcher. It breaks the group before the abort, because results on streams are undefined
+   afterwards: a caller must see the failure. */
 static void *cddp__watch_main(void *context) {
   cddp__device *device = (cddp__device *)context;
   cddp__bind_device(device);
@@ -16120,8 +16072,7 @@ static void *cddp__watch_main(void *context) {
   return NULL;
 }
 
-/* The poller: checks which operations have ended, oldest first, and breaks the group if the device
-   has failed. Can wait for a thread that holds CUDA's lock. */
+/* The poller: checks which operations have ended, oldest first. */
 static void *cddp__poll_main(void *context) {
   cddp__device *device = (cddp__device *)context;
   cddp__bind_device(device);
@@ -16148,7 +16099,6 @@ static void *cddp__poll_main(void *context) {
   return NULL;
 }
 
-/* Starts both threads, before the communicator exists. */
 static cddp_result cddp__start_watching(cddp__device *device) {
   pthread_t watcher;
   cddp_result r;
@@ -16170,7 +16120,7 @@ static cddp_result cddp__start_watching(cddp__device *device) {
   return r;
 }
 
-/* Called when the process may end soon. If no context is left, waits for NCCL's threads to end. */
+/* Called when the process may end soon: if no context is left, waits for NCCL's threads to end. */
 static void cddp__await_watchers(void) {
   cddp__wait w;
   cddp__wait_begin(&w, CDDP__GRACE_LEFT_S);
@@ -16178,7 +16128,7 @@ static void cddp__await_watchers(void) {
   while (cddp__load32(&cddp__watchers) != 0 && cddp__wait_pause(&w)) {}
 }
 
-/* Records a marker behind an operation just enqueued. If all are in use, replaces the newest. */
+/* Records a marker behind an operation. If all are in use, replaces the newest. */
 static cddp_result cddp__mark_operation(cddp__device *device, cudaStream_t stream) {
   void *event, *older;
   cddp__marker *marker;
@@ -16210,7 +16160,7 @@ static void cddp__scratch_free(cddp__scratch *scratch) {
 }
 
 /* Aborts unfinished operations, and waits until both threads no longer use the group and the device
-   has no more work. The poller may be waiting for CUDA: the abort ends that wait. */
+   has no more work. An abort ends the poller's wait for CUDA. */
 static void cddp__device_stop(cddp__device *device) {
   cddp__wait w;
   cddp__wait_begin(&w, INFINITY);
@@ -16235,20 +16185,18 @@ static void cddp__device_delete(cddp__device *device) {
   cddp__device_release(device);
 }
 
-/* Returns device memory for an operation. A new piece has at least twice the size. Old pieces are
+/* Returns device memory for an operation. Each new piece is at least twice as large; old pieces are
    kept, since operations and CUDA graphs may still use them. */
 static cddp_result cddp__device_scratch(cddp__scratch *scratch, size_t bytes, void **out) {
-  cddp_result r = CDDP_OK;
   if (scratch->bytes < bytes) {
     CDDP_ASSERT(scratch->count < CDDP__SCRATCH_PIECES);
     bytes = cddp__max(bytes, 2 * scratch->bytes);
-    r = CDDP__CUDA(cudaMalloc, &scratch->at[scratch->count], bytes);
-    if (r != CDDP_OK) return r;
+    CDDP__TRY(CDDP__CUDA(cudaMalloc, &scratch->at[scratch->count], bytes));
     scratch->bytes = bytes;
     scratch->count++;
   }
   *out = scratch->count > 0 ? scratch->at[scratch->count - 1] : NULL;
-  return r;
+  return CDDP_OK;
 }
 
 static void *cddp__device_alloc(cddp_group *g, size_t bytes) {
@@ -16258,7 +16206,7 @@ static void *cddp__device_alloc(cddp_group *g, size_t bytes) {
   return r == CDDP_OK ? p : NULL;
 }
 
-/* cudaFree waits for the current device, and would create a context on a wrong one. */
+/* cudaFree waits for the current device, and creates a context on a wrong one. */
 static void cddp__free_on(int device, void *p) {
   if (p == NULL) return;
   (void)cddp__use_device(device);
@@ -16269,8 +16217,8 @@ static void cddp__device_free(const cddp_group *g, void *p) {
   cddp__free_on(cddp__device_of(g)->index, p);
 }
 
-/* Waits on the host for the stream, or for an event on it, while the group is healthy. The deadline
-   is for operations in a CUDA graph: the watcher has no event behind them. */
+/* Waits on the host for the event, or (NULL) for the stream, while the group is healthy. The
+   deadline is for operations in a CUDA graph: the watcher has no event behind them. */
 static cddp_result cddp__await_stream(cddp__device *device, cudaStream_t stream,
                                       cudaEvent_t event) {
   enum cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
@@ -16289,7 +16237,7 @@ static cddp_result cddp__await_stream(cddp__device *device, cudaStream_t stream,
   return cddp__cuda_result(e, "work on the group's stream");
 }
 
-/* Copies between host memory and a device's memory. Returns when the copy is complete. */
+/* Copies between host memory and device memory. Returns when the copy is complete. */
 static cddp_result cddp__transfer(cddp_group *g, void *to, const void *from, size_t bytes) {
   cudaStream_t side;
   cddp_result r;
@@ -16301,9 +16249,8 @@ static cddp_result cddp__transfer(cddp_group *g, void *to, const void *from, siz
   return r == CDDP_OK ? CDDP__CUDA(cudaStreamSynchronize, side) : r;
 }
 
-/* --- operations through the host ---
+/* --- operations through the host, for ranks that share a GPU ---
 
-   For ranks that share a GPU. Not fast.
      1. Once the stream has reached the call, the rank's data is copied to shared host memory.
      2. The CPU's collective or message runs there.
      3. The result is copied back to the device; with a work handle, in cddp_wait. */
@@ -16313,8 +16260,7 @@ static cddp_result cddp__refuse_staged_capture(cudaStream_t stream) {
                               "with backend \"cpu\" a call waits on the host");
 }
 
-/* Copies the received data to the device after a call on work->stage with result r, and
-   frees the stage. */
+/* After a call on work->stage with result r: copies the received data to the device. */
 static cddp_result cddp__unstage(cddp_work *work, cddp_result r) {
   cddp_group *g = work->group;
   size_t sent, received;
@@ -16389,21 +16335,12 @@ static ncclResult_t cddp__nccl_post_shares(const cddp__device *device, const cdd
 }
 
 /* Returns whether NCCL computes a sum for a mean, and a kernel multiplies by 1/n afterwards. NCCL's
-   own mean multiplies by 1/n in the operands' type before it adds. In bf16 the error is up to 0.2 %
-   unless n is a power of two, and NVLink's switches, which can only add, are not used. f16 uses
-   NCCL's mean, since sums could exceed 65,504; there the error of 1/n is at most the rounding. */
+   own mean multiplies by 1/n in the operands' type first: in bf16 the error is up to 0.2 %, and
+   NVLink's switches, which can only add, are not used. In f16 sums could exceed 65,504, and the
+   error of 1/n is at most the rounding. */
 static bool cddp__averages_by_sum(const cddp__device *device, const cddp__call *call) {
   return call->op == CDDP_AVG && device->kernels != NULL && call->dtype <= CDDP_BF16 &&
          call->dtype != CDDP_F16;
-}
-
-/* The multiplication by 1/n after NCCL's sum. */
-static cddp_result cddp__scale_mean(const cddp__device *device, const cddp__call *call,
-                                    cudaStream_t stream) {
-  if (!cddp__averages_by_sum(device, call) || !cddp__receives(call, device->group->rank))
-    return CDDP_OK;
-  return cddp__device_scale(call->recv, call->count, (cddp_dtype)call->dtype,
-                            1.0 / device->group->size, (void *)stream);
 }
 
 static ncclResult_t cddp__nccl_post(const cddp__device *device, const cddp__call *call,
@@ -16433,10 +16370,10 @@ static ncclResult_t cddp__nccl_post(const cddp__device *device, const cddp__call
   }
 }
 
-/* Polls until NCCL has done the operation that returned e. ncclSuccess in e means nothing: up to
-   NCCL 2.23 single operations return it too early. Up to 2.25 ncclCommGetAsyncError does not finish
-   NCCL's work in this thread, which would delay another communicator; ncclCommCount does. The
-   watcher checks the other ranks meanwhile. */
+/* Polls until NCCL has done the operation that returned e; the watcher checks the other ranks.
+   ncclSuccess in e means nothing: up to NCCL 2.23 single operations return it too early. Up to 2.25
+   ncclCommGetAsyncError leaves work of NCCL to this thread, which would delay another communicator;
+   ncclCommCount does it. */
 static cddp_result cddp__await_nccl(cddp__device *device, ncclResult_t e, const char *what) {
   cddp_result r = CDDP_OK;
   cddp__wait w;
@@ -16472,11 +16409,14 @@ static cddp_result cddp__issue_held(cddp__device *device, const cddp__call *call
   end = ncclGroupEnd();
   if (e == ncclSuccess || e == ncclInProgress) e = end;
   r = cddp__await_nccl(device, e, cddp__shapes[call->kind].name);
-  for (i = 0; r == CDDP_OK && i < n; i++) r = cddp__scale_mean(device, &call[i], stream);
+  for (i = 0; r == CDDP_OK && i < n; i++)
+    if (cddp__averages_by_sum(device, &call[i]) && cddp__receives(&call[i], device->group->rank))
+      r = cddp__device_scale(call[i].recv, call[i].count, (cddp_dtype)call[i].dtype,
+                             1.0 / device->group->size, (void *)stream);
   return r == CDDP_OK ? cddp__mark_operation(device, stream) : r;
 }
 
-/* Issues operations on device memory, in order, behind all work that is now on the stream. */
+/* Issues operations on device memory, in order, behind the work on the stream. */
 static cddp_result cddp__issue(cddp__device *device, const cddp__call *call, int n,
                                cudaStream_t stream) {
   bool enqueues = device->group->backend->enqueues, by_nccl = enqueues && device->comm != NULL;
@@ -16513,8 +16453,8 @@ static cddp_result cddp__device_work(cddp_group *g, const cddp__call *call,
   return r;
 }
 
-/* Issues the sends and receives that were posted with a handle. A failure breaks the group, and
-   their waits return it. only: do nothing if another thread has issued this one; NULL: any. */
+/* Issues the posted sends and receives together. A failure breaks the group, and their waits return
+   it. only: do nothing if another thread has issued this one; NULL: any. */
 static cddp_result cddp__issue_messages(cddp__device *device, const cddp_work *only) {
   const cddp_allocator *allocator = &device->group->host->allocator;
   cddp__call *calls = NULL;
@@ -16592,8 +16532,8 @@ static cddp_result cddp__run_barrier(cddp_work *work) {
   return r == CDDP_OK ? cddp__compare_logs(device) : r;
 }
 
-/* Waits on the host for the work on the group's stream, then for the other ranks. Ranks of several
-   hosts compare the hashes of their calls as the barrier's count. */
+/* Waits on the host for the group's stream, then for the other ranks. Ranks of several hosts
+   compare the hashes of their calls as the barrier's count. */
 static cddp_result cddp__device_barrier(cddp_group *g, const cddp__call *call, cddp_work **work) {
   cddp__device *device = cddp__device_of(g);
   cudaStream_t stream = cddp__main_stream(g);
@@ -16618,8 +16558,8 @@ static cddp_result cddp__device_barrier(cddp_group *g, const cddp__call *call, c
   return r;
 }
 
-/* Exchanges the counts before NCCL transfers the data. A rank without data has no buffer that would
-   show where the other ranks' buffers are: these may be in host memory. */
+/* Exchanges the counts before NCCL transfers the data. To a rank without data no buffer shows where
+   the others' are: they may be in host memory. */
 static cddp_result cddp__counts_on_device(cddp_group *g, cddp__call *call) {
   bool host = false;
   size_t sent, received;
@@ -16638,8 +16578,8 @@ static cddp_result cddp__counts_on_device(cddp_group *g, cddp__call *call) {
   return r;
 }
 
-/* Runs a collective with NCCL on the group's stream, or with a handle on the side stream. A
-   collective that needs a copy also uses the side stream: all of these share one scratch memory. */
+/* Runs a collective with NCCL on the group's stream. With a handle, or if it needs a copy in the
+   context's scratch memory, it runs on the side stream. */
 static cddp_result cddp__nccl_call(cddp_group *g, const cddp__call *given, cddp_work **work) {
   cddp__device *device = cddp__device_of(g);
   bool copied = g->size > 1 && cddp__overwrites(given);
@@ -16663,7 +16603,7 @@ static cddp_result cddp__nccl_call(cddp_group *g, const cddp__call *given, cddp_
   return r;
 }
 
-/* A message with NCCL. With a handle it waits for others; without one it is issued with them. */
+/* Posts a message for NCCL. Without a handle it is issued now, together with all posted ones. */
 static cddp_result cddp__nccl_message(cddp_group *g, const cddp__call *call, cddp_work **work) {
   cddp__device *device = cddp__device_of(g);
   cddp_work **link, *w;
@@ -16720,8 +16660,8 @@ static cddp_result cddp__device_synchronize(cddp_group *g) {
 
 /* --- contexts: connected, left --- */
 
-/* Collective. Runs sums and means of several sizes. NCCL connects the ranks at the first use of an
-   algorithm, while the host waits. That happens here, and not in the first training step. */
+/* Collective: runs sums and means of several sizes, because NCCL connects ranks at the first use of
+   an algorithm, while the host waits: better here than in the first training step. */
 static cddp_result cddp__warm_up(cddp__device *device) {
   cddp__call call;
   void *room = NULL;
@@ -16816,8 +16756,7 @@ static cddp_result cddp__device_open_like(const cddp_group *from, cddp_group *g)
   return cddp__device_open(g, like->index, from->backend, like->kernels, true);
 }
 
-/* Called by every rank of g before it is split: checks that all ranks have made the same calls, and
-   waits for the work on the device. */
+/* Before a split: waits for the device, and checks that all ranks have made the same calls. */
 static cddp_result cddp__device_before_split(cddp_group *g) {
   cddp__call call = cddp__make_call(CDDP__KIND_BARRIER, NULL, NULL, 0, CDDP_F32, CDDP_SUM, -1);
   cddp__device *device = cddp__device_of(g);
@@ -16828,7 +16767,7 @@ static cddp_result cddp__device_before_split(cddp_group *g) {
 }
 
 /* Ends the communicator in good order: first this rank finishes operations that peers still need.
-   The remaining ranks must not see a failure, so nothing here breaks the group. */
+   Nothing here breaks the group, since the remaining ranks must not see a failure. */
 static void cddp__device_leave(cddp_group *g) {
   cddp__device *device = cddp__device_of(g);
   cddp__wait w;
@@ -16843,7 +16782,7 @@ static void cddp__device_leave(cddp_group *g) {
   cddp__device_stop(device);
 }
 
-/* Called last: models that outlived the group needed its device to free their memory. */
+/* Models that outlive the group need its context to free their memory, until now. */
 static void cddp__device_close(cddp_group *g) {
   (void)cddp__use_device(cddp__device_of(g)->index);
   cddp__device_delete(cddp__device_of(g));
@@ -16889,7 +16828,7 @@ static cddp_result cddp__pick_device(const cddp_group *g, const cddp_group_desc 
                     g->rank, *device, count, count);
 }
 
-/* Chooses this rank's device, and fills in what the rank tells the others about it. */
+/* Chooses this rank's device, and describes it for the other ranks. */
 static cddp_result cddp__report_device(const cddp_group *g, const cddp_group_desc *desc, bool nccl,
                                        cddp__device_report *out) {
   const char *blocking = getenv("NCCL_COMM_BLOCKING"), *id = getenv("NCCL_HOSTID");
@@ -16959,9 +16898,9 @@ static cddp_result cddp__give_device(cddp_group *g, const cddp_group_desc *desc)
   return CDDP_OK;
 }
 
-/* Returns whether p is device memory. The question creates a CUDA context on the current device. So
-   the group's device becomes current. Without a group, if the thread has not chosen a device, the
-   device that all groups of the process use becomes current. */
+/* Returns whether p is device memory. CUDA's answer creates a context on the current device, so
+   first the group's device becomes current; without a group, in a thread that has chosen no device,
+   the device of all groups of the process. */
 static bool cddp__on_device(const cddp_group *g, const void *p) {
   struct cudaPointerAttributes attributes;
   uint32_t only = cddp__load32(&cddp__device_groups);
