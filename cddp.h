@@ -12749,17 +12749,16 @@ static cddp_result cddp__finish_recv(cddp_work *work, double limit) {
 
 #ifdef CDDP_MPI
 /* >>mpi ----------------------------------------------------------------------------------------
-   Job: run collectives by the cluster's MPI, for backend "mpi", if they do not fit into a round.
+   Job: run collectives that do not fit into a round by the cluster's MPI, for backend "mpi".
    Owns: the group's communicator, and cddp__mpi_lock, under which one thread at a time calls MPI.
-   Touches: the caller's buffers.
    Entry points: cddp__mpi_carrier; cddp__mpi_start and _split for the first group.
    How it works:
      1. Ranks connect, compare their calls and detect lost peers in rounds, as without MPI.
-     2. After the round of a large call each rank starts the nonblocking MPI collective on the
-        group's communicator, and tests it. Meanwhile it checks its peers and the deadline.
+     2. After the round of a large call each rank starts the nonblocking MPI collective, and tests
+        it. Meanwhile it checks its peers and the deadline.
      3. A second round ends the call, so that a rank that is done and exits is not reported as lost.
-   MPI determines the order of sums. After a failure the started operation cannot be withdrawn from
-   MPI: its buffers, and copies made for it, stay allocated. send and recv do not use MPI. */
+   MPI determines the order of sums. After a failure MPI still uses the started operation's buffers:
+   copies made for it stay allocated. send and recv do not use MPI. */
 
 #define CDDP__MPI_MAX_COUNT ((size_t)1 << 24) /* elements at a time: MPI's counts are int */
 
@@ -12851,8 +12850,8 @@ static cddp_result cddp__mpi_reduce(cddp_group *g, const cddp__call *call, const
   return CDDP_OK;
 }
 
-/* Moves elements [begin, begin + n) of each share, in a call that does not reduce. The MPI type has
-   n elements and the extent of a share, so that it steps from one rank's share to the next. */
+/* Moves elements [begin, begin + n) of each share. The MPI type has n elements and the extent of a
+   share, so that it steps from one rank's share to the next. */
 static cddp_result cddp__mpi_move(cddp_group *g, const cddp__call *call, const char *send,
                                   size_t begin, size_t n) {
   const char *from = send + begin * call->esize;
@@ -12880,8 +12879,8 @@ static cddp_result cddp__mpi_move(cddp_group *g, const cddp__call *call, const c
   return cddp__mpi_wait(g, call, code, &q);
 }
 
-/* The same for a call with counts. Each pair of ranks has an MPI type with the position of its
-   elements. */
+/* The same for a call with counts: an MPI type for each pair of ranks has its elements' position.
+   */
 static cddp_result cddp__mpi_move_counted(cddp_group *g, const cddp__call *call, const char *send,
                                           size_t begin, size_t n) {
   size_t each = 2 * sizeof(int) + 2 * sizeof(MPI_Datatype), size = (size_t)g->size;
@@ -13004,8 +13003,8 @@ static void cddp__mpi_leave(cddp_group *g) {
   cddp__free(&g->host->allocator, g->mpi);
 }
 
-/* Creates the communicator of `to`, of the ranks of `from` with this color. A rank with a negative
-   color is no member, and its `to` is NULL. from NULL: all processes of MPI. */
+/* Creates the communicator of `to`, of the ranks of `from` with this color; from NULL: all
+   processes of MPI. `to` is NULL on ranks with a negative color, which are no members. */
 static cddp_result cddp__mpi_split(const cddp_group *from, cddp_group *to, int color, int key) {
   MPI_Comm comm = MPI_COMM_NULL, parent = from != NULL ? from->mpi->comm : MPI_COMM_WORLD;
   int code;
@@ -13030,24 +13029,21 @@ static const cddp__carrier cddp__mpi_carrier = {
 #endif /* CDDP_MPI */
 
 /* >>work ------------------------------------------------------------------------------------------
-   Job: run asynchronous operations.
+   Job: run asynchronous operations. (Sends and receives need no thread: >>p2p.)
    Owns: cddp_work, and the engine of a group. Lock: engine.lock.
    Touches: the `works` counter of a slot.
-   Entry points: cddp__work_new, cddp__engine_push and _drain, cddp__work_wait and _done.
+   Entry points: cddp__work_new, cddp__engine_push and _drain, cddp__work_wait.
    How it works:
-     1. A collective with a handle is put into its group's queue. If no other is in flight, it is
-        held outside the queue, which needs no lock.
+     1. A collective with a handle goes into its group's queue. If no other is in flight, it is held
+        outside the queue, which needs no lock.
      2. A thread that waits for a collective that has not started runs the queue up to it, or the
         held one. The cost is that of a call without a handle.
      3. Operations that no thread waits for are run by the engine, a thread that the first operation
-        starts. It polls the queue every CDDP__ENGINE_POLL_S, and less often while there is nothing
-        to run. It runs operations that were in the queue at the previous poll. After
-        CDDP__ENGINE_IDLE_POLLS without a new operation it sleeps. So most operations wake no
-        thread.
-     4. Buckets of a cddp_ddp are due immediately: the engine starts them without waiting for a
-        poll.
-     5. A collective without a handle first waits, as in 2, until the queue is empty.
-   Sends and receives need no thread, see >>p2p. */
+        starts. It polls the queue every CDDP__ENGINE_POLL_S, less often while it is empty, and
+        runs operations that were there at the previous poll. After CDDP__ENGINE_IDLE_POLLS without
+        a new operation it sleeps. So most operations wake no thread.
+     4. Buckets of a cddp_ddp are due immediately, not at the next poll.
+     5. A collective without a handle first waits, as in 2, until the queue is empty. */
 
 #define CDDP__ENGINE_POLL_S 2e-4 /* so long an operation is left to a waiting thread */
 #define CDDP__ENGINE_POLL_MAX_S 1.6e-3 /* longest poll interval: polls take time from the ranks */
@@ -13103,9 +13099,9 @@ static void cddp__engine_append(cddp__engine *engine, cddp_work *work) {
   engine->last = work;
 }
 
-/* Moves the held operation to the queue. It is counted in engine->works before it is no longer
-   held, so that peers always see an operation in flight. Returns whether a thread runs an
-   operation: then no other may start. lock held. */
+/* Moves the held operation to the queue; it is counted in engine->works before it is no longer
+   held, so that peers always see it in flight. Returns whether a thread runs an operation: then no
+   other may start. lock held. */
 static bool cddp__engine_enqueue_held(cddp__engine *engine) {
   if (cddp__load32(&engine->held) == CDDP__OWN_HELD) {
     cddp__add32(engine->works, 1);
@@ -13157,8 +13153,8 @@ static bool cddp__engine_run_held(cddp__engine *engine) {
   return true;
 }
 
-/* The engine's thread. It announces in `asleep` that it will sleep, and sleeps only after another
-   look at the queue. So an operation of a thread that still saw it awake is found by that look. */
+/* The engine's thread. It announces in `asleep` that it will sleep, and checks the queue once more:
+   this check finds an operation of a thread that still saw it awake. */
 static void *cddp__engine_main(void *arg) {
   cddp_group *g = (cddp_group *)arg;
   cddp__engine *engine = &g->engine;
@@ -13195,9 +13191,7 @@ static void cddp__engine_make_due(cddp__engine *engine) {
   if (!busy) pthread_cond_signal(&engine->work);
 }
 
-/* Passes the work to its group's engine, and starts the engine's thread on first use. If no other
-   operation is in flight, this one stays outside the queue (engine->held): the thread that waits
-   for it takes it without a lock. */
+/* Passes the work to its group's engine, whose thread starts on first use. */
 static cddp_result cddp__engine_push(cddp_work *work) {
   cddp__engine *engine = &work->group->engine;
   cddp_result r = CDDP_OK;
@@ -13229,7 +13223,7 @@ static cddp_result cddp__engine_push(cddp_work *work) {
 }
 
 /* Waits until work (NULL: all operations) has finished. Returns false at the deadline. Without a
-   deadline this thread itself runs the operations before it, and then it. */
+   deadline (INFINITY) this thread itself runs the operations up to it. */
 static bool cddp__engine_wait(cddp__engine *engine, cddp_work *work, double deadline) {
   bool ok = true, forever = !(deadline < INFINITY);
   uint32_t held = cddp__load32(&engine->held); /* must be read before engine->works */
@@ -13317,57 +13311,46 @@ static cddp_result cddp__work_wait(cddp_work *work, double limit) {
   return r;
 }
 
-/* Sends or receives a message in host memory. If work is not NULL, only starts to, and sets
-   *work. */
+/* Sends or receives a message in host memory. work: only starts to, and sets *work. */
 static cddp_result cddp__start_message(cddp_group *g, const cddp__call *call, cddp_work **work) {
-  bool receives = call->kind == CDDP__KIND_RECV;
-  cddp_work own, *started;
-  uint64_t record;
+  bool waits = work == NULL;
+  cddp_work own, *w = &own;
   cddp_result r = cddp__check_group(g);
   if (r != CDDP_OK) return r;
-  cddp__work_init(&own, g);
-  record = cddp__record_new(g, cddp__shapes[call->kind].name, call->count, call->dtype, -1,
-                            call->root == CDDP_ANY ? -1 : call->root);
-  if (cddp__record_at(g, record) != NULL) cddp__record_at(g, record)->tag = call->tag;
-  cddp__record_start(g, record, 0);
-  own.call = *call;
-  own.record = record;
-  if (!receives && work == NULL) {
-    r = cddp__start_send(&own, false);
-    if (r == CDDP_OK) r = cddp__finish_send(&own, -1);
-  } else if (receives && work == NULL && cddp__recv_directly(&own)) {
-    r = cddp__end_recv(&own, CDDP_OK);
-  } else if ((started = cddp__work_new(g, 0)) == NULL) {
-    r = CDDP_OUT_OF_MEMORY;
+  if (waits) cddp__work_init(w, g);
+  else if ((w = cddp__work_new(g, 0)) == NULL) return CDDP_OUT_OF_MEMORY;
+  w->call = *call;
+  w->record = cddp__record_new(g, cddp__shapes[call->kind].name, call->count, call->dtype, -1,
+                               call->root == CDDP_ANY ? -1 : call->root);
+  if (cddp__record_at(g, w->record) != NULL) cddp__record_at(g, w->record)->tag = call->tag;
+  cddp__record_start(g, w->record, 0);
+  if (call->kind == CDDP__KIND_SEND) {
+    r = cddp__start_send(w, !waits);
+    if (r == CDDP_OK && waits) r = cddp__finish_send(w, -1);
+  } else if (waits && cddp__recv_directly(w)) {
+    r = cddp__end_recv(w, CDDP_OK);
   } else {
-    started->call = *call;
-    started->record = record;
-    if (receives) cddp__post_recv(g, started);
-    if (receives && work == NULL) return cddp__work_wait(started, -1);
-    if (receives || (r = cddp__start_send(started, true)) == CDDP_OK) {
-      *work = started;
-      return CDDP_OK;
-    }
-    cddp__free(&g->host->allocator, started);
+    cddp__post_recv(g, w);
+    if (waits) r = cddp__finish_recv(w, -1);
   }
-  cddp__record_finish(g, record, r);
+  if (r == CDDP_OK && !waits) {
+    *work = w;
+    return r;
+  }
+  cddp__record_finish(g, w->record, r);
+  if (!waits) cddp__work_free(w);
   return r;
 }
 
 CDDPDEF cddp_result cddp_cancel(cddp_work *work) {
   const char *why;
   CDDP__CHECK(work != NULL, "the work is NULL");
-  why = work->call.kind == CDDP__KIND_SEND
-            ? "it is a send, and only a receive's message can be canceled"
-            : "it is a collective, and only a receive of a message can be canceled";
-  if (work->on_stream) {
-    why = "it uses device memory";
-  } else if (work->call.kind == CDDP__KIND_RECV) {
-    if (cddp__abort_recv(work)) {
-      (void)cddp__work_wait(work, -1);
-      return CDDP_OK;
-    }
-    why = "its message has arrived, or it has failed";
+  if (work->on_stream) why = "it uses device memory";
+  else if (work->call.kind != CDDP__KIND_RECV) why = "only a receive can be canceled";
+  else if (!cddp__abort_recv(work)) why = "its message has arrived, or it has failed";
+  else {
+    (void)cddp__work_wait(work, -1); /* fails, as the receive has been aborted */
+    return CDDP_OK;
   }
   return cddp__fail(CDDP_UNSUPPORTED,
                     "cddp_cancel: cannot cancel the operation: %s. The work is still valid: call "
@@ -14117,8 +14100,7 @@ static cddp_result cddp__check_call(const cddp_group *g, const cddp__call *call)
 
 /* >>groups ----------------------------------------------------------------------------------------
    Job: create, split and destroy groups.
-   Owns: the groups that it creates. Their control blocks belong to >>arena, which frees them.
-   Touches: a group before other rooms know it, and after they have left it.
+   Owns: the groups that it creates. Their control blocks belong to >>arena.
    Entry points: cddp__init, cddp__split_group, cddp__split, cddp__group_leave;
    cddp__group_build and cddp__host_release for ranks that are threads and for elastic models.
    How a group is split:
@@ -14222,8 +14204,8 @@ static int cddp__members_of_color(const cddp_group *g, int color, int *members) 
   return n;
 }
 
-/* Allocates the control block on the first member of each host and maps it on the others. On
-   failure of this rank *block is NULL and the error is set. */
+/* Allocates the control block on the first member of each host and maps it on the others. If this
+   rank fails, *block is NULL and the error is set. */
 static cddp_result cddp__share_block(cddp_group *g, const int *members, int n, cddp__ref *ref,
                                      char **block) {
   void *p = NULL;
@@ -14256,7 +14238,7 @@ static cddp_result cddp__share_block(cddp_group *g, const int *members, int n, c
   return CDDP_OK;
 }
 
-/* Adds (1) or removes (-1) a model of the group, or (0) records that the group is left. Frees a
+/* Adds (1) or removes (-1) a model of the group, or (0) records that this rank has left it. Frees a
    group that is left and has no models. */
 static void cddp__group_hold(cddp_group *g, int models) {
   cddp__host *host = g->host;
@@ -14273,8 +14255,8 @@ static void cddp__group_hold(cddp_group *g, int models) {
   cddp__host_release(host);
 }
 
-/* Leaves the group. Peers that wait for this rank from now on fail. The group's memory stays while
-   models use it. Keeps this thread's error text. */
+/* Leaves the group: peers that wait for this rank then fail. The group's memory stays while models
+   use it. Keeps this thread's error text. */
 static void cddp__group_leave(cddp_group *g) {
   cddp__slot *slot = cddp__slot_of(g, g->rank);
   cddp__host *host = g->host;
@@ -16945,14 +16927,13 @@ static cddp_result cddp__transfer(cddp_group *g, void *to, const void *from, siz
 #endif
 
 /* >>kernels ------------------------------------------------------------------------------------
-   Job: call the kernels of cddp_kernels.cuh: optimizer steps, copies of weights, type conversions.
+   Job: call the kernels of cddp_kernels.cuh: optimizer steps and copies of weights.
    Owns: the states of a cddp_optim with parameters on a device.
-   Touches: parameters, gradients, copies and buckets on the device.
+   Touches: parameters, gradients and copies on the device.
    Entry points: cddp__attach_optim; cddp__device_optim; cddp__device_step and cddp__device_copies
    for the step of a cddp_ddp.
    How it works:
-     1. The one .cu file that includes cddp_kernels.cuh registers the kernels before main. Their
-        presence is checked when an object that needs them is created, and by calls without one.
+     1. The one .cu file that includes cddp_kernels.cuh registers the kernels before main.
      2. One launch updates all parameters of a dtype that have the same settings.
      3. The states are one piece of memory, allocated with the cddp_optim. It never moves, because a
         CUDA graph may have recorded its address. */
@@ -16982,9 +16963,9 @@ static cudaStream_t cddp__optim_stream(const cddp_optim *optim, const cddp_ddp *
   return d != NULL ? cddp__main_stream(d->group) : (cudaStream_t)optim->desc.stream;
 }
 
-/* Updates the weights that this rank keeps states for, with one launch for all parameters of the
-   same dtype, settings and number of steps. In cddp_ddp_step the gradients are in the arena. There
-   sparse gradients, and all gradients if they are clipped, are already means. */
+/* Updates the weights that this rank keeps states for. d: in cddp_ddp_step, with the gradients in
+   its arena. factors: by dtype, to make them means. Sparse gradients, and all if they are clipped,
+   are means already. */
 static cddp_result cddp__device_step(cddp_optim *optim, const cddp_ddp *d, const double *factors) {
   cudaStream_t stream = cddp__optim_stream(optim, d);
   cddp_segment *segments = optim->segments;
@@ -17068,8 +17049,7 @@ static cddp_result cddp__device_clear(const cddp_optim *optim, void *p, size_t b
   return r == CDDP_OK && waits ? CDDP__CUDA(cudaStreamSynchronize, stream) : r;
 }
 
-/* Allocates zeroed states of this rank's parts, in one piece of device memory that never moves: a
-   CUDA graph may have recorded the address of a state. */
+/* Allocates zeroed states of this rank's parts. */
 static cddp_result cddp__states_alloc(cddp_optim *optim) {
   size_t bytes = 0;
   cddp_result r;
@@ -23901,10 +23881,9 @@ CDDPDEF cddp_result cddp_run_threads(int (*fn)(cddp_group *g, void *arg), void *
 
 /* >>public ---------------------------------------------------------------------------------------
    Job: the public functions that are not in the room of their subject.
-   Owns and touches nothing.
-   Each function checks its arguments first, so that CDDP_INVALID_ARGUMENT has an error text and no
-   effect. Then it calls the room that does the work. A function for which >>api-diagnostics defines
-   a macro (call sites) has its name in parentheses here, so that the macro is not expanded. */
+   Each checks its arguments first, so that CDDP_INVALID_ARGUMENT has an error text and no effect.
+   Then it calls the room that does the work. A function for which >>api-diagnostics defines a macro
+   (call sites) has its name in parentheses here, so that the macro is not expanded. */
 
 /* --- results, dtypes, launchers --- */
 
