@@ -11479,6 +11479,21 @@ static int cddp__rank_on(const cddp__hosts *hosts, int host, int i) {
   return hosts->ranks[hosts->nodes[host].first + i];
 }
 
+#ifdef CDDP_CUDA
+/* In a group of several hosts: receives notices of failures. The hosts' leaders watch each other in
+   a ring, by connections that end when a leader ends. Never waits. Called by any thread. */
+static void cddp__watch_hosts(cddp_group *g) {
+  cddp__hosts *hosts = g->hosts;
+  if (hosts == NULL) return;
+  cddp__hosts_poll(g);
+  if (g->local_rank != 0) return;
+  pthread_mutex_lock(&g->p2p.lock);
+  cddp__hosts_serve(g);
+  (void)cddp__find_link(g, cddp__rank_on(hosts, (hosts->mine + 1) % hosts->count, 0), true);
+  pthread_mutex_unlock(&g->p2p.lock);
+}
+#endif
+
 /* The header of the i-th rank of a host, in the leader's copy. */
 static cddp__op_header *cddp__header_in(const cddp__hosts *hosts, int host, int i) {
   return (cddp__op_header *)(void *)(hosts->headers + hosts->nodes[host].headers_at) + i;
@@ -14756,8 +14771,6 @@ typedef struct cddp__optim_backend {
   bool on_device;
   cddp_result (*step)(cddp_optim *o); /* cddp_optim_step, after its checks */
   cddp_result (*copy)(const cddp_optim *o); /* writes all copies from data */
-  /* Makes sure that parameter i has states. On a device it has had them from the start. */
-  cddp_result (*allocate)(cddp_optim *o, int i);
   /* waits: returns when the zeros are visible to all streams. */
   cddp_result (*zero)(const cddp_optim *o, void *p, size_t bytes, bool waits);
   void (*leave)(cddp_optim *o);
@@ -15259,7 +15272,6 @@ static void cddp__cpu_leave(cddp_optim *optim) {
 static const cddp__optim_backend cddp__cpu_optim = {false, /* not on_device */
                                                     cddp__cpu_step,
                                                     cddp__cpu_copies,
-                                                    cddp__need_states,
                                                     cddp__cpu_zero,
                                                     cddp__cpu_leave};
 
@@ -15290,7 +15302,7 @@ static cddp_result cddp__optim_prepare(cddp_optim *optim) {
     if (!cddp__dtype_trains(p->dtype))
       return cddp__fail(CDDP_INVALID_ARGUMENT, "parameter \"%s\" now has dtype %d",
                         cddp__param_name(p, i).s, (int)p->dtype);
-    r = (optim->backend->allocate)(optim, i);
+    r = cddp__need_states(optim, i);
   }
   return r;
 }
@@ -15556,9 +15568,7 @@ typedef struct cddp__device_report {
 #define CDDP__GRACE_LEFT_S 2.0 /* time to finish operations after a peer has left the group */
 #endif
 #define CDDP__GRACE_ENDED_S 0.05 /* the same after a peer has ended; the poller polls meanwhile */
-#ifndef CDDP__LATE_CHECKS
 #define CDDP__LATE_CHECKS 20 /* a process that was stopped checks its device before it times out */
-#endif
 #define CDDP__LATE_S 0.5 /* extra time of other threads: the watcher's text says more */
 #ifndef CDDP__COMM_MIN_RANKS
 #define CDDP__COMM_MIN_RANKS 2 /* smallest group that gets a communicator; tests define 1 */
@@ -15927,19 +15937,6 @@ static cddp_result cddp__release_buffers(cddp__device *device, cddp_result r) {
 }
 
 /* --- the watcher --- */
-
-/* In a group of several hosts: receives notices of failures. The hosts' leaders watch each other in
-   a ring, by connections that end when a leader ends. Never waits. Called by any thread. */
-static void cddp__watch_hosts(cddp_group *g) {
-  cddp__hosts *hosts = g->hosts;
-  if (hosts == NULL) return;
-  cddp__hosts_poll(g);
-  if (g->local_rank != 0) return;
-  pthread_mutex_lock(&g->p2p.lock);
-  cddp__hosts_serve(g);
-  (void)cddp__find_link(g, cddp__rank_on(hosts, (hosts->mine + 1) % hosts->count, 0), true);
-  pthread_mutex_unlock(&g->p2p.lock);
-}
 
 /* Breaks the group after a failure of NCCL. The death of a rank causes various errors, some of them
    before the death shows: so the death, or another rank's failure, gets some time to show. */
@@ -16782,13 +16779,18 @@ static void cddp__device_close(cddp_group *g) {
 static const cddp__backend cddp__nccl_backend = {true, true, CDDP__DEVICE_FUNCTIONS};
 static const cddp__backend cddp__staged_backend = {true, false, CDDP__DEVICE_FUNCTIONS};
 
-/* Chooses this rank's device. */
-static cddp_result cddp__pick_device(const cddp_group *g, const cddp_group_desc *desc, bool nccl,
-                                     int *device) {
-  bool certain = desc->device[4] == ':';
-  int count = 0, version = 0, local = -1;
-  cddp_result r;
+/* Chooses this rank's device, and describes it for the other ranks. */
+static cddp_result cddp__choose_device(const cddp_group *g, const cddp_group_desc *desc, bool nccl,
+                                       cddp__device_report *out) {
+  const char *blocking = getenv("NCCL_COMM_BLOCKING"), *id = getenv("NCCL_HOSTID");
+  const char *several = getenv("NCCL_MULTI_RANK_GPU_ENABLE");
+  bool certain = desc->device[4] == ':', may_share;
+  int device, count = 0, version = 0, local = -1, i;
+  struct cudaDeviceProp about;
+  cddp_result r = CDDP_OK;
   cudaError_t e = cudaGetDeviceCount(&count);
+  memset(out, 0, sizeof *out);
+  memset(&about, 0, sizeof about);
   if (e != cudaSuccess || count == 0) {
     (void)cudaGetLastError();
     (void)cudaRuntimeGetVersion(&version);
@@ -16798,36 +16800,23 @@ static cddp_result cddp__pick_device(const cddp_group *g, const cddp_group_desc 
                       "it forked (cddp_spawn must come first); device \"cpu\" needs no GPU",
                       cudaGetErrorString(e), version / 1000, version % 1000 / 10);
   }
-  if ((!g->host->threads || g->size == 1) && /* else LOCAL_RANK is the process's, not a thread's */
-      (r = cddp__env_int("LOCAL_RANK", 0, INT_MAX, &local)) != CDDP_OK)
-    return r;
-  *device = certain ? atoi(desc->device + 5) : local >= 0 ? local : g->local_rank;
-  if (!certain && (!nccl || count == 1)) *device %= count; /* count 1: only its own is visible */
-  if (*device < count) return CDDP_OK;
-  return cddp__fail(CDDP_INVALID_ARGUMENT,
-                    "rank %d needs cuda:%d, but the GPUs visible here are %d, from cuda:0 on: "
-                    "start at most %d ranks here, or let them share with backend \"cpu\"",
-                    g->rank, *device, count, count);
-}
-
-/* Chooses this rank's device, and describes it for the other ranks. */
-static cddp_result cddp__report_device(const cddp_group *g, const cddp_group_desc *desc, bool nccl,
-                                       cddp__device_report *out) {
-  const char *blocking = getenv("NCCL_COMM_BLOCKING"), *id = getenv("NCCL_HOSTID");
-  const char *several = getenv("NCCL_MULTI_RANK_GPU_ENABLE");
-  struct cudaDeviceProp about;
-  cddp_result r;
-  int device = 0, version = 0, i;
-  bool may_share = ncclGetVersion(&version) == ncclSuccess && version >= 23000 &&
-                   several != NULL && strcmp(several, "1") == 0;
-  memset(out, 0, sizeof *out);
-  memset(&about, 0, sizeof about);
-  r = cddp__pick_device(g, desc, nccl, &device);
-  if (r == CDDP_OK && nccl && blocking != NULL && strcmp(blocking, "1") == 0)
-    r = cddp__fail(CDDP_INVALID_ARGUMENT,
-                   "NCCL_COMM_BLOCKING=1 makes NCCL's calls block without a deadline: unset it");
-  if (r == CDDP_OK) r = CDDP__CUDA(cudaSetDevice, device);
+  if (!g->host->threads || g->size == 1) /* else LOCAL_RANK is the process's, not a thread's */
+    r = cddp__env_int("LOCAL_RANK", 0, INT_MAX, &local);
+  if (r != CDDP_OK) return r;
+  device = certain ? atoi(desc->device + 5) : local >= 0 ? local : g->local_rank;
+  if (!certain && (!nccl || count == 1)) device %= count; /* count 1: only its own is visible */
+  if (device >= count)
+    return cddp__fail(CDDP_INVALID_ARGUMENT,
+                      "rank %d needs cuda:%d, but the GPUs visible here are %d, from cuda:0 on: "
+                      "start at most %d ranks here, or let them share with backend \"cpu\"",
+                      g->rank, device, count, count);
+  if (nccl && blocking != NULL && strcmp(blocking, "1") == 0)
+    return cddp__fail(CDDP_INVALID_ARGUMENT,
+                      "NCCL_COMM_BLOCKING=1 makes NCCL's calls block without a deadline: unset it");
+  r = CDDP__CUDA(cudaSetDevice, device);
   if (r == CDDP_OK) r = CDDP__CUDA(cudaGetDeviceProperties, &about, device);
+  may_share = ncclGetVersion(&version) == ncclSuccess && version >= 23000 && several != NULL &&
+              strcmp(several, "1") == 0;
   for (i = 0; i < 16 && !may_share; i++) /* the uuid of a GPU, or of a part of one */
     snprintf(out->gpu + 2 * i, 3, "%02x", (unsigned char)about.uuid.bytes[i]);
   out->device = device;
@@ -16849,7 +16838,7 @@ static cddp_result cddp__give_device(cddp_group *g, const cddp_group_desc *desc)
   cddp_result r;
   all = (cddp__device_report *)cddp__malloc(allocator, (size_t)g->size * sizeof *all);
   if (all == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
-  r = cddp__report_device(g, desc, nccl, &mine);
+  r = cddp__choose_device(g, desc, nccl, &mine);
   if (joins) all[0] = mine;
   else r = cddp__consensus(g, r, &mine, sizeof mine, all);
   for (i = 0; r == CDDP_OK && i < n; i++) {
@@ -17039,10 +17028,6 @@ static cddp_result cddp__device_write_copies(const cddp_optim *optim) {
   return cddp__device_copies(optim, NULL);
 }
 
-static cddp_result cddp__device_has_states(cddp_optim *optim, int i) {
-  return (void)optim, (void)i, CDDP_OK;
-}
-
 static cddp_result cddp__device_clear(const cddp_optim *optim, void *p, size_t bytes, bool waits) {
   cudaStream_t stream = cddp__optim_stream(optim, NULL);
   cddp_result r = cddp__device_zero(p, bytes, stream);
@@ -17077,7 +17062,6 @@ static void cddp__states_free(cddp_optim *optim) {
 static const cddp__optim_backend cddp__device_optim = {true, /* on_device */
                                                        cddp__device_step_copies,
                                                        cddp__device_write_copies,
-                                                       cddp__device_has_states,
                                                        cddp__device_clear,
                                                        cddp__states_free};
 #endif
@@ -21817,7 +21801,7 @@ static cddp_result cddp__elastic_restore(cddp_ddp *d, cddp_optim *optim) {
   for (i = 0; r == CDDP_OK && i < optim->count; i++) {
     optim->steps[i] = d->tensors[i].restored_steps;
     optim->fresh[i] = optim->steps[i] == 0;
-    if (optim->steps[i] > 0) r = (optim->backend->allocate)(optim, i);
+    if (optim->steps[i] > 0) r = cddp__need_states(optim, i);
   }
   if (r == CDDP_OK)
     r = cddp__copy_states(d, optim, elastic->states, 0, d->layout.model_bytes, false);
