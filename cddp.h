@@ -13361,7 +13361,8 @@ CDDPDEF cddp_result cddp_cancel(cddp_work *work) {
   const char *why;
   CDDP__CHECK(work != NULL, "the work is NULL");
   if (work->on_stream) why = "it uses device memory";
-  else if (work->call.kind != CDDP__KIND_RECV) why = "only a receive can be canceled";
+  else if (work->call.kind != CDDP__KIND_RECV)
+    why = "only the receive of a message can be canceled, no send and no collective";
   else if (!cddp__abort_recv(work)) why = "its message has arrived, or it has failed";
   else {
     (void)cddp__work_wait(work, -1); /* fails, as the receive has been aborted */
