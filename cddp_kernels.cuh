@@ -153,6 +153,7 @@ cudaError_t cddp_cuda_linear_backward(cublasHandle_t blas, const float *x, const
 #endif
 
 enum { CDDP__CU_THREADS = 256, CDDP__CU_UNROLL = 4, CDDP__CU_PIECES = 64 };
+#define CDDP__CU_KERNEL static __global__ void __launch_bounds__(CDDP__CU_THREADS)
 
 /* An element's type, the type of its arithmetic, and the conversions between them. */
 template <typename T> struct cddp__cu_type;
@@ -229,8 +230,8 @@ static thread_local bool cddp__cu_loads;
 
 /* Launches a kernel and returns the error of this launch; errors of earlier calls stay pending. */
 template <typename... P, typename... A>
-static cudaError_t cddp__cu_launch(void (*kernel)(P...), dim3 grid, unsigned threads,
-                                cudaStream_t stream, A... arguments) {
+static cudaError_t cddp__cu_launch_threads(void (*kernel)(P...), dim3 grid, unsigned threads,
+                                           cudaStream_t stream, A... arguments) {
   cudaLaunchConfig_t c;
   cudaFuncAttributes about;
   if (cddp__cu_loads) return cudaFuncGetAttributes(&about, (const void *)kernel);
@@ -240,11 +241,21 @@ static cudaError_t cddp__cu_launch(void (*kernel)(P...), dim3 grid, unsigned thr
   c.stream = stream;
   return cudaLaunchKernelEx(&c, kernel, static_cast<P>(arguments)...);
 }
+template <typename... P, typename... A>
+static cudaError_t cddp__cu_launch(void (*kernel)(P...), dim3 grid, cudaStream_t stream,
+                                   A... arguments) {
+  return cddp__cu_launch_threads(kernel, grid, CDDP__CU_THREADS, stream, arguments...);
+}
 
 /* Blocks for n elements, `each` per block, at most `most`: kernels stride over the grid. */
 static unsigned cddp__cu_blocks(size_t n, size_t each, size_t most) {
   size_t blocks = n / each + (n % each != 0);
   return (unsigned)(blocks < most ? blocks : most);
+}
+
+/* Blocks for n elements, of which a thread processes four or more. */
+static unsigned cddp__cu_grid(size_t n) {
+  return cddp__cu_blocks(n, 4 * CDDP__CU_THREADS, 1u << 16);
 }
 
 static bool cddp__cu_is_float(cddp_dtype d) { return (unsigned)d <= (unsigned)CDDP_BF16; }
@@ -321,8 +332,7 @@ static __device__ void cddp__cu_do_packs(const cddp__cu_piece &p, size_t first, 
 }
 
 template <typename T, typename Op>
-static __global__ void __launch_bounds__(CDDP__CU_THREADS)
-    cddp__cu_segments_kernel(const cddp__cu_pieces s, const Op given) {
+CDDP__CU_KERNEL cddp__cu_segments_kernel(const cddp__cu_pieces s, const Op given) {
   const size_t N = 16 / sizeof(T), chunk = (size_t)CDDP__CU_THREADS * CDDP__CU_UNROLL * N;
   Op op = given;
   op.begin();
@@ -386,9 +396,7 @@ template <typename T, typename Op>
 static cudaError_t cddp__cu_flush(cddp__cu_pieces *t, const Op &op, cudaStream_t stream) {
   unsigned blocks = cddp__cu_blocks(t->chunks, 1, Op::BLOCKS);
   cudaError_t e = cudaSuccess;
-  if (t->count > 0)
-    e = cddp__cu_launch(cddp__cu_segments_kernel<T, Op>, dim3(blocks), CDDP__CU_THREADS, stream, *t,
-                        op);
+  if (t->count > 0) e = cddp__cu_launch(cddp__cu_segments_kernel<T, Op>, blocks, stream, *t, op);
   if (t->count > 0 && e == cudaSuccess) e = op.launched(blocks, stream);
   t->count = 0;
   t->chunks = 0;
@@ -857,8 +865,7 @@ static __device__ void cddp__cu_sum_pack(const cddp__cu_nodes &s, void *out, siz
 }
 
 template <typename Out, typename Last>
-static __global__ void __launch_bounds__(CDDP__CU_THREADS)
-    cddp__cu_sum_kernel(const cddp__cu_nodes s, void *out) {
+CDDP__CU_KERNEL cddp__cu_sum_kernel(const cddp__cu_nodes s, void *out) {
   const size_t N = 16 / sizeof(typename cddp__cu_type<Out>::C);
   size_t packs = s.packed ? s.elements / N : 0, i;
   for (i = cddp__cu_thread(); i < packs; i += cddp__cu_all_threads())
@@ -871,9 +878,8 @@ template <typename T>
 static cudaError_t cddp__cu_sum_as(void *out, const cddp__cu_nodes &s, cudaStream_t stream) {
   typedef typename cddp__cu_type<T>::C C;
   dim3 blocks(cddp__cu_blocks(s.elements, CDDP__CU_THREADS * (16 / sizeof(C)), 8192));
-  if (s.divisor != 0)
-    return cddp__cu_launch(cddp__cu_sum_kernel<T, C>, blocks, CDDP__CU_THREADS, stream, s, out);
-  return cddp__cu_launch(cddp__cu_sum_kernel<C, T>, blocks, CDDP__CU_THREADS, stream, s, out);
+  if (s.divisor != 0) return cddp__cu_launch(cddp__cu_sum_kernel<T, C>, blocks, stream, s, out);
+  return cddp__cu_launch(cddp__cu_sum_kernel<C, T>, blocks, stream, s, out);
 }
 
 static int cddp__cu_sum(void *out, cddp_dtype dtype, const void *const *nodes, const int *widths,
@@ -907,12 +913,17 @@ static int cddp__cu_sum(void *out, cddp_dtype dtype, const void *const *nodes, c
    How it works: each block writes its sum to scratch (block b to index 2 + b). A second launch, of
    one block, adds these sums. The number of blocks depends only on the sizes, not on the device. */
 
-static __global__ void __launch_bounds__(CDDP__CU_THREADS)
-    cddp__cu_finish_kernel(double *to, const double *partial, int n, double factor, bool add) {
+CDDP__CU_KERNEL cddp__cu_finish_kernel(double *to, const double *partial, int n, double factor) {
   double sum = 0;
   for (int i = (int)threadIdx.x; i < n; i += CDDP__CU_THREADS) sum += partial[i];
   sum = cddp__cu_block_sum(sum) * factor;
-  if (threadIdx.x == 0) *to = add ? *to + sum : sum;
+  if (threadIdx.x == 0) *to += sum;
+}
+
+/* *to += factor times the sum of the blocks' sums. */
+static cudaError_t cddp__cu_finish(double *to, const double *partial, unsigned blocks,
+                                   double factor, cudaStream_t stream) {
+  return cddp__cu_launch(cddp__cu_finish_kernel, 1, stream, to, partial, (int)blocks, factor);
 }
 
 /* Squares of all elements; scratch[0] grows after each launch. */
@@ -930,8 +941,7 @@ template <typename T> struct cddp__cu_squares_op : cddp__cu_no_copy {
     if (threadIdx.x == 0) scratch[2 + blockIdx.x] = all;
   }
   cudaError_t launched(unsigned blocks, cudaStream_t stream) const {
-    return cddp__cu_launch(cddp__cu_finish_kernel, dim3(1), CDDP__CU_THREADS, stream, scratch,
-                           scratch + 2, (int)blocks, 1.0, true);
+    return cddp__cu_finish(scratch, scratch + 2, blocks, 1, stream);
   }
 };
 
@@ -958,7 +968,7 @@ static __global__ void cddp__cu_factor_kernel(double *scratch, double max_norm) 
 
 extern "C" cudaError_t cddp_cuda_factor(double *scratch, double max_norm, cudaStream_t stream) {
   if (scratch == NULL) return cudaErrorInvalidValue;
-  return cddp__cu_launch(cddp__cu_factor_kernel, dim3(1), 1, stream, scratch, max_norm);
+  return cddp__cu_launch_threads(cddp__cu_factor_kernel, 1, 1, stream, scratch, max_norm);
 }
 
 /* >>arrays ------------------------------------------------------------------------------------- */
@@ -983,8 +993,7 @@ template <> struct cddp__cu_conversion<double, double> {
 };
 
 template <typename To, typename From>
-static __global__ void __launch_bounds__(CDDP__CU_THREADS)
-    cddp__cu_convert_kernel(To *to, const From *from, size_t n, bool packed) {
+CDDP__CU_KERNEL cddp__cu_convert_kernel(To *to, const From *from, size_t n, bool packed) {
   const size_t N = 16 / (sizeof(To) > sizeof(From) ? sizeof(To) : sizeof(From));
   size_t packs = packed ? n / N : 0;
   for (size_t i = cddp__cu_thread(); i < packs; i += cddp__cu_all_threads()) {
@@ -1003,9 +1012,8 @@ template <typename To, typename From>
 static cudaError_t cddp__cu_convert_from(void *to, const void *from, size_t n,
                                          cudaStream_t stream) {
   bool packed = ((uintptr_t)to | (uintptr_t)from) % 16 == 0;
-  return cddp__cu_launch(cddp__cu_convert_kernel<To, From>,
-                         dim3(cddp__cu_blocks(n, 4 * CDDP__CU_THREADS, 1u << 16)), CDDP__CU_THREADS,
-                         stream, (To *)to, (const From *)from, n, packed);
+  return cddp__cu_launch(cddp__cu_convert_kernel<To, From>, cddp__cu_grid(n), stream, (To *)to,
+                         (const From *)from, n, packed);
 }
 
 template <typename To>
@@ -1028,18 +1036,14 @@ extern "C" cudaError_t cddp_cuda_convert(void *to, cddp_dtype to_dtype, const vo
   return CDDP__CU_DISPATCH_TYPE(to_dtype, cddp__cu_convert_to, to, from, from_dtype, n, stream);
 }
 
-template <typename T>
-static __global__ void __launch_bounds__(CDDP__CU_THREADS)
-    cddp__cu_fill_kernel(T *x, size_t n, double value) {
+template <typename T> CDDP__CU_KERNEL cddp__cu_fill_kernel(T *x, size_t n, double value) {
   T v = cddp__cu_conversion<T, double>::of(value);
   for (size_t i = cddp__cu_thread(); i < n; i += cddp__cu_all_threads()) x[i] = v;
 }
 
 template <typename T>
 static cudaError_t cddp__cu_fill(void *x, size_t n, double value, cudaStream_t stream) {
-  return cddp__cu_launch(cddp__cu_fill_kernel<T>,
-                         dim3(cddp__cu_blocks(n, 4 * CDDP__CU_THREADS, 1u << 16)), CDDP__CU_THREADS,
-                         stream, (T *)x, n, value);
+  return cddp__cu_launch(cddp__cu_fill_kernel<T>, cddp__cu_grid(n), stream, (T *)x, n, value);
 }
 
 extern "C" cudaError_t cddp_cuda_fill(void *x, cddp_dtype dtype, size_t n, double value,
@@ -1050,8 +1054,7 @@ extern "C" cudaError_t cddp_cuda_fill(void *x, cddp_dtype dtype, size_t n, doubl
   return CDDP__CU_DISPATCH_TYPE(dtype, cddp__cu_fill, x, n, value, stream);
 }
 
-static __global__ void __launch_bounds__(CDDP__CU_THREADS)
-    cddp__cu_uniform_kernel(float *x, size_t n, float bound, uint64_t seed) {
+CDDP__CU_KERNEL cddp__cu_uniform_kernel(float *x, size_t n, float bound, uint64_t seed) {
   for (size_t i = cddp__cu_thread(); i < n; i += cddp__cu_all_threads()) { /* splitmix64 */
     uint64_t z = (seed << 32) + seed + ((uint64_t)i + 1) * 0x9e3779b97f4a7c15u;
     z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
@@ -1065,15 +1068,12 @@ extern "C" cudaError_t cddp_cuda_uniform(float *x, size_t n, float bound, uint64
                                          cudaStream_t stream) {
   if (n == 0) return cudaSuccess;
   if (x == NULL) return cudaErrorInvalidValue;
-  return cddp__cu_launch(cddp__cu_uniform_kernel,
-                         dim3(cddp__cu_blocks(n, 4 * CDDP__CU_THREADS, 1u << 16)), CDDP__CU_THREADS,
-                         stream, x, n, bound, seed);
+  return cddp__cu_launch(cddp__cu_uniform_kernel, cddp__cu_grid(n), stream, x, n, bound, seed);
 }
 
 /* >>layers ------------------------------------------------------------------------------------- */
 
-static __global__ void __launch_bounds__(CDDP__CU_THREADS)
-    cddp__cu_relu_backward_kernel(float *dy, const float *y, size_t n) {
+CDDP__CU_KERNEL cddp__cu_relu_backward_kernel(float *dy, const float *y, size_t n) {
   for (size_t i = cddp__cu_thread(); i < n; i += cddp__cu_all_threads())
     dy[i] = y[i] > 0 ? dy[i] : 0.0f;
 }
@@ -1082,14 +1082,11 @@ extern "C" cudaError_t cddp_cuda_relu_backward(float *dy, const float *y, size_t
                                                cudaStream_t stream) {
   if (n == 0) return cudaSuccess;
   if (dy == NULL || y == NULL) return cudaErrorInvalidValue;
-  return cddp__cu_launch(cddp__cu_relu_backward_kernel,
-                         dim3(cddp__cu_blocks(n, 4 * CDDP__CU_THREADS, 1u << 16)), CDDP__CU_THREADS,
-                         stream, dy, y, n);
+  return cddp__cu_launch(cddp__cu_relu_backward_kernel, cddp__cu_grid(n), stream, dy, y, n);
 }
 
-static __global__ void __launch_bounds__(CDDP__CU_THREADS)
-    cddp__cu_mse_kernel(const float *y, const float *target, float *dy, double *partial, size_t n,
-                     float factor) {
+CDDP__CU_KERNEL cddp__cu_mse_kernel(const float *y, const float *target, float *dy, double *partial,
+                                    size_t n, float factor) {
   double sum = 0;
   for (size_t i = cddp__cu_thread(); i < n; i += cddp__cu_all_threads()) {
     float error = y[i] - target[i];
@@ -1107,11 +1104,10 @@ extern "C" cudaError_t cddp_cuda_mse(const float *y, const float *target, float 
   if (n == 0) return cudaSuccess;
   if (y == NULL || target == NULL || stats == NULL || scratch == NULL)
     return cudaErrorInvalidValue;
-  e = cddp__cu_launch(cddp__cu_mse_kernel, dim3(blocks), CDDP__CU_THREADS, stream, y, target, dy,
-                   scratch + 2, n, 2.0f / (float)n);
+  e = cddp__cu_launch(cddp__cu_mse_kernel, blocks, stream, y, target, dy, scratch + 2, n,
+                      2.0f / (float)n);
   if (e != cudaSuccess) return e;
-  return cddp__cu_launch(cddp__cu_finish_kernel, dim3(1), CDDP__CU_THREADS, stream, stats,
-                         scratch + 2, (int)blocks, 1.0 / (double)n, true);
+  return cddp__cu_finish(stats, scratch + 2, blocks, 1.0 / (double)n, stream);
 }
 
 /* A warp processes a row in three passes: the maximum and its index; the sum of exp(y - maximum);
@@ -1137,9 +1133,9 @@ static __device__ double cddp__cu_row_loss(const float *y, float *dy, int label,
   return (double)(top - target) + (double)logf(sum);
 }
 
-static __global__ void __launch_bounds__(CDDP__CU_THREADS)
-    cddp__cu_cross_entropy_kernel(const float *y, const int32_t *labels, float *dy, double *partial,
-                               int64_t rows, int classes, float share) {
+CDDP__CU_KERNEL cddp__cu_cross_entropy_kernel(const float *y, const int32_t *labels, float *dy,
+                                              double *partial, int64_t rows, int classes,
+                                              float share) {
   const int64_t warps = (int64_t)gridDim.x * (CDDP__CU_THREADS / 32);
   double loss = 0, hits = 0;
   for (int64_t r = (int64_t)(cddp__cu_thread() / 32); r < rows; r += warps) {
@@ -1162,20 +1158,15 @@ extern "C" cudaError_t cddp_cuda_cross_entropy(const float *y, const int32_t *la
   if (rows < 0 || classes < 1 || y == NULL || labels == NULL || stats == NULL || scratch == NULL)
     return cudaErrorInvalidValue;
   blocks = cddp__cu_blocks((size_t)rows, CDDP__CU_THREADS / 32, CDDP_CUDA_BLOCKS);
-  e = cddp__cu_launch(cddp__cu_cross_entropy_kernel, dim3(blocks), CDDP__CU_THREADS, stream, y,
-                      labels, dy, scratch + 2, rows, classes, 1.0f / (float)rows);
-  if (e == cudaSuccess)
-    e = cddp__cu_launch(cddp__cu_finish_kernel, dim3(1), CDDP__CU_THREADS, stream, stats,
-                        scratch + 2, (int)blocks, 1.0 / (double)rows, true);
-  if (e == cudaSuccess)
-    e = cddp__cu_launch(cddp__cu_finish_kernel, dim3(1), CDDP__CU_THREADS, stream, stats + 1,
-                     scratch + 2 + CDDP_CUDA_BLOCKS, (int)blocks, 1.0, true);
-  return e;
+  e = cddp__cu_launch(cddp__cu_cross_entropy_kernel, blocks, stream, y, labels, dy, scratch + 2,
+                      rows, classes, 1.0f / (float)rows);
+  if (e == cudaSuccess) e = cddp__cu_finish(stats, scratch + 2, blocks, 1.0 / (double)rows, stream);
+  if (e != cudaSuccess) return e;
+  return cddp__cu_finish(stats + 1, scratch + 2 + CDDP_CUDA_BLOCKS, blocks, 1, stream);
 }
 
-static __global__ void __launch_bounds__(CDDP__CU_THREADS)
-    cddp__cu_embedding_kernel(const float *table, const int32_t *ids, float *out, int64_t n,
-                           int vocabulary, int width) {
+CDDP__CU_KERNEL cddp__cu_embedding_kernel(const float *table, const int32_t *ids, float *out,
+                                          int64_t n, int vocabulary, int width) {
   for (int64_t i = blockIdx.x; i < n; i += gridDim.x) {
     bool known = (unsigned)ids[i] < (unsigned)vocabulary;
     const float *row = table + (known ? (int64_t)ids[i] * width : 0);
@@ -1190,8 +1181,8 @@ extern "C" cudaError_t cddp_cuda_embedding(const float *table, const int32_t *id
   if (n == 0 || width == 0) return cudaSuccess;
   if (n < 0 || width < 0 || vocabulary < 0 || table == NULL || ids == NULL || out == NULL)
     return cudaErrorInvalidValue;
-  return cddp__cu_launch(cddp__cu_embedding_kernel, dim3(cddp__cu_blocks((size_t)n, 1, 1u << 16)),
-                      CDDP__CU_THREADS, stream, table, ids, out, n, vocabulary, width);
+  return cddp__cu_launch(cddp__cu_embedding_kernel, cddp__cu_blocks((size_t)n, 1, 1u << 16), stream,
+                         table, ids, out, n, vocabulary, width);
 }
 
 /* How the backward pass of an embedding works:
@@ -1201,8 +1192,7 @@ extern "C" cudaError_t cddp_cuda_embedding(const float *table, const int32_t *id
      4. One block adds up a row of dtable, in the order of its keys. */
 enum { CDDP__CU_RUN = 32, CDDP__CU_ROWS = 8 };
 
-static __global__ void __launch_bounds__(CDDP__CU_THREADS)
-    cddp__cu_runs_kernel(const int32_t *ids, uint64_t *keys, size_t n) {
+CDDP__CU_KERNEL cddp__cu_runs_kernel(const int32_t *ids, uint64_t *keys, size_t n) {
   const size_t each = cddp__cu_all_threads() * CDDP__CU_RUN;
   for (size_t at = cddp__cu_thread() * CDDP__CU_RUN; at < n; at += each) {
     size_t end = at + CDDP__CU_RUN < n ? at + CDDP__CU_RUN : n;
@@ -1217,8 +1207,7 @@ static __global__ void __launch_bounds__(CDDP__CU_THREADS)
 
 /* Merges pairs of runs of `run` keys to runs of twice that. The first `before` keys of a merged
    pair consist of keys from both runs: the bisection finds how many are from the first run. */
-static __global__ void __launch_bounds__(CDDP__CU_THREADS)
-    cddp__cu_merge_kernel(const uint64_t *from, uint64_t *to, size_t n, size_t run) {
+CDDP__CU_KERNEL cddp__cu_merge_kernel(const uint64_t *from, uint64_t *to, size_t n, size_t run) {
   const size_t each = cddp__cu_all_threads() * CDDP__CU_RUN;
   for (size_t at = cddp__cu_thread() * CDDP__CU_RUN; at < n; at += each) {
     size_t begin = at - at % (2 * run), before = at - begin;
@@ -1249,9 +1238,8 @@ static __device__ size_t cddp__cu_row_end(const uint64_t *keys, size_t i, size_t
 }
 
 /* The additions of one sum depend on each other, so CDDP__CU_ROWS loads are started before them. */
-static __global__ void __launch_bounds__(CDDP__CU_THREADS)
-    cddp__cu_rows_kernel(const float *dout, const uint64_t *keys, float *dtable, size_t n,
-                         int vocabulary, int width) {
+CDDP__CU_KERNEL cddp__cu_rows_kernel(const float *dout, const uint64_t *keys, float *dtable,
+                                     size_t n, int vocabulary, int width) {
   for (size_t i = blockIdx.x; i < n; i += gridDim.x) {
     size_t id = (size_t)(keys[i] >> 32), end;
     if (id >= (size_t)vocabulary || (i > 0 && keys[i - 1] >> 32 == id)) continue;
@@ -1283,23 +1271,21 @@ extern "C" cudaError_t cddp_cuda_embedding_backward(const float *dout, const int
       ids == NULL || dtable == NULL || order == NULL)
     return cudaErrorInvalidValue;
   other = keys + count;
-  e = cddp__cu_launch(cddp__cu_runs_kernel, blocks, CDDP__CU_THREADS, stream, ids, keys, count);
+  e = cddp__cu_launch(cddp__cu_runs_kernel, blocks, stream, ids, keys, count);
   for (run = CDDP__CU_RUN; e == cudaSuccess && run < count; run *= 2) {
     uint64_t *from = keys;
-    e = cddp__cu_launch(cddp__cu_merge_kernel, blocks, CDDP__CU_THREADS, stream, from, other, count,
-                        run);
+    e = cddp__cu_launch(cddp__cu_merge_kernel, blocks, stream, from, other, count, run);
     keys = other;
     other = from;
   }
   if (e != cudaSuccess) return e;
-  return cddp__cu_launch(cddp__cu_rows_kernel, dim3(cddp__cu_blocks(count, 1, 1u << 16)),
-                         CDDP__CU_THREADS, stream, dout, keys, dtable, count, vocabulary, width);
+  return cddp__cu_launch(cddp__cu_rows_kernel, cddp__cu_blocks(count, 1, 1u << 16), stream, dout,
+                         keys, dtable, count, vocabulary, width);
 }
 
 #ifndef CDDP_KERNELS_NO_CUBLAS
 
-static __global__ void __launch_bounds__(CDDP__CU_THREADS)
-    cddp__cu_bias_kernel(float *y, const float *b, int rows, int out, bool relu) {
+CDDP__CU_KERNEL cddp__cu_bias_kernel(float *y, const float *b, int rows, int out, bool relu) {
   int64_t c = (int64_t)cddp__cu_thread();
   if (c >= out) return;
   for (int r = (int)blockIdx.y; r < rows; r += (int)gridDim.y) {
@@ -1327,9 +1313,9 @@ extern "C" cudaError_t cddp_cuda_linear(cublasHandle_t blas, const float *x, con
     return cudaErrorUnknown;
   if (b == NULL && !relu) return cudaSuccess;
   return cddp__cu_launch(cddp__cu_bias_kernel,
-                      dim3(cddp__cu_blocks((size_t)out, CDDP__CU_THREADS, 1u << 30),
-                           cddp__cu_blocks((size_t)rows, 4, 65535)),
-                      CDDP__CU_THREADS, stream, y, b, rows, out, relu);
+                         dim3(cddp__cu_blocks((size_t)out, CDDP__CU_THREADS, 1u << 30),
+                              cddp__cu_blocks((size_t)rows, 4, 65535)),
+                         stream, y, b, rows, out, relu);
 }
 
 /* A block sums 32 columns. Each of its warps adds every 32nd row, with four loads in flight; then
@@ -1369,8 +1355,9 @@ extern "C" cudaError_t cddp_cuda_linear_backward(cublasHandle_t blas, const floa
                                 &zero, dx, in) != CUBLAS_STATUS_SUCCESS)
     return cudaErrorUnknown;
   if (db == NULL) return cudaSuccess;
-  return cddp__cu_launch(cddp__cu_columns_kernel, dim3(cddp__cu_blocks((size_t)out, 32, 1u << 30)),
-                      32 * CDDP__CU_COLUMN_WARPS, stream, dy, db, rows, out);
+  return cddp__cu_launch_threads(cddp__cu_columns_kernel,
+                                 cddp__cu_blocks((size_t)out, 32, 1u << 30),
+                                 32 * CDDP__CU_COLUMN_WARPS, stream, dy, db, rows, out);
 }
 
 #endif /* CDDP_KERNELS_NO_CUBLAS */
