@@ -13885,9 +13885,13 @@ static cddp_result cddp__run_work(cddp_work *work) {
   return cddp__run_recorded(work->group, &work->call, work->record);
 }
 
-static cddp_result cddp__run_simple(cddp_group *g, int kind, const void *send, void *recv,
-                                    size_t count, cddp_dtype dtype, int root) {
-  cddp__call c = cddp__make_call(kind, send, recv, count, dtype, CDDP_SUM, root);
+static cddp_result cddp__broadcast(cddp_group *g, void *data, size_t bytes, int root) {
+  cddp__call c = cddp__make_call(CDDP__KIND_BROADCAST, data, data, bytes, CDDP_U8, CDDP_SUM, root);
+  return cddp__run_call(g, &c);
+}
+
+static cddp_result cddp__all_gather(cddp_group *g, const void *mine, void *all, size_t bytes) {
+  cddp__call c = cddp__make_call(CDDP__KIND_ALL_GATHER, mine, all, bytes, CDDP_U8, CDDP_SUM, -1);
   return cddp__run_call(g, &c);
 }
 
@@ -13918,7 +13922,7 @@ static cddp_result cddp__packet_send(cddp__packet *p) {
   if (p->count == 0) return CDDP_OK;
   for (i = 0; i < p->count && gives; at += p->sizes[i++])
     memcpy(p->bytes + at, p->to[i], p->sizes[i]);
-  r = cddp__run_simple(p->g, CDDP__KIND_BROADCAST, p->bytes, p->bytes, p->used, CDDP_U8, p->root);
+  r = cddp__broadcast(p->g, p->bytes, p->used, p->root);
   for (i = 0; i < p->count && !gives && r == CDDP_OK; at += p->sizes[i++])
     memcpy(p->to[i], p->bytes + at, p->sizes[i]);
   p->count = 0;
@@ -13929,9 +13933,9 @@ static cddp_result cddp__packet_send(cddp__packet *p) {
 /* Collective: all ranks add the same sizes in the same order. */
 static cddp_result cddp__packet_add(cddp__packet *p, void *data, size_t count, cddp_dtype dtype) {
   size_t bytes = count * cddp__dtype_size(dtype);
+  cddp__call c = cddp__make_call(CDDP__KIND_BROADCAST, data, data, count, dtype, CDDP_SUM, p->root);
   cddp_result r = CDDP_OK;
-  if (bytes > sizeof p->bytes / 4)
-    return cddp__run_simple(p->g, CDDP__KIND_BROADCAST, data, data, count, dtype, p->root);
+  if (bytes > sizeof p->bytes / 4) return cddp__run_call(p->g, &c);
   if (bytes == 0) return CDDP_OK;
   if (p->count == 256 || bytes > sizeof p->bytes - p->used) r = cddp__packet_send(p);
   p->to[p->count] = data;
@@ -13958,13 +13962,13 @@ static cddp_result cddp__consensus(cddp_group *g, cddp_result mine, const void *
   own = votes + each * (size_t)g->size;
   cddp__put32(own, (uint32_t)mine);
   if (n > 0) memcpy(own + 4, payload, n);
-  r = cddp__run_simple(g, CDDP__KIND_ALL_GATHER, own, votes, each, CDDP_U8, -1);
+  r = cddp__all_gather(g, own, votes, each);
   for (p = 0; r == CDDP_OK && p < g->size; p++) {
     const char *vote = votes + (size_t)p * each;
     cddp_result theirs = (cddp_result)cddp__get32(vote);
     if (n > 0) memcpy((char *)all + (size_t)p * n, vote + 4, n);
     if (theirs == CDDP_OK) continue;
-    r = cddp__run_simple(g, CDDP__KIND_BROADCAST, text, text, sizeof text, CDDP_U8, p);
+    r = cddp__broadcast(g, text, sizeof text, p);
     if (r != CDDP_OK) break;
     r = p == g->rank ? cddp__fail(theirs, "%s", text) : cddp__fail(theirs, "rank %d: %s", p, text);
   }
@@ -16678,7 +16682,7 @@ static cddp_result cddp__nccl_connect(cddp__device *device) {
     r = cddp__fail(CDDP_NCCL, "ncclGetUniqueId: %s (%.300s)", ncclGetErrorString(e),
                    ncclGetLastError(NULL));
   if ((r = cddp__consensus(g, r, NULL, 0, NULL)) != CDDP_OK) return r;
-  r = cddp__run_simple(g, CDDP__KIND_BROADCAST, &id, &id, sizeof id, CDDP_U8, 0);
+  r = cddp__broadcast(g, &id, sizeof id, 0);
   if (r != CDDP_OK) return r;
   config.blocking = 0;
   pthread_mutex_lock(&device->issue_lock);
@@ -17395,7 +17399,7 @@ static cddp_result cddp__map_params(cddp_ddp *d) {
   if (mine == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
   all = mine + n;
   for (j = 0; j < n; j++) mine[j] = cddp__param_ref(d, (int)(j / 2), j % 2 != 0);
-  r = cddp__run_simple(g, CDDP__KIND_ALL_GATHER, mine, all, n * sizeof *mine, CDDP_U8, -1);
+  r = cddp__all_gather(g, mine, all, n * sizeof *mine);
   for (j = 0; r == CDDP_OK && j < n; j++) {
     for (k = 0; k < g->size && all[(size_t)k * n + j].kind != CDDP__REF_NONE;) k++;
     if (k < g->size) continue;
@@ -17788,7 +17792,7 @@ static cddp_result cddp__gather_rows(cddp_ddp *d, size_t longest) {
   if (all == NULL) return CDDP_OUT_OF_MEMORY;
   own = all + longest * (size_t)g->size;
   if (d->rows.bytes > 0) memcpy(own, d->rows.packet, d->rows.bytes);
-  r = cddp__run_simple(g, CDDP__KIND_ALL_GATHER, own, all, longest, CDDP_U8, -1);
+  r = cddp__all_gather(g, own, all, longest);
   for (k = 0; k < g->size; k++) packets[k] = all + (size_t)k * longest;
   if (r == CDDP_OK) r = cddp__merge_packets(d, packets);
   cddp__free(a, all);
@@ -19134,13 +19138,13 @@ static cddp_result cddp__break_settings(cddp_ddp *d, const cddp_optim *s, int fi
     mine[CDDP__SETTING_SHARED] = s->share != NULL;
   }
   if (g->rank == first) memcpy(theirs, mine, n * sizeof *mine);
-  r = cddp__run_simple(g, CDDP__KIND_BROADCAST, theirs, theirs, n, CDDP_F64, first);
+  r = cddp__broadcast(g, theirs, n * sizeof *theirs, first);
   for (k = s == NULL ? n : d->uneven.joined != 0; k < n;
        k++) /* joined: its lr follows the other ranks */
     if (memcmp(&mine[k], &theirs[k], sizeof *mine) != 0) break;
   if (k < n) mine[1] = mine[k];
   mine[0] = (double)k;
-  if (r == CDDP_OK) r = cddp__run_simple(g, CDDP__KIND_ALL_GATHER, mine, found, 2, CDDP_F64, -1);
+  if (r == CDDP_OK) r = cddp__all_gather(g, mine, found, 2 * sizeof *mine);
   for (p = 0; r == CDDP_OK && p < g->size; p++) at = cddp__min(at, (size_t)found[2 * p]);
   CDDP_ASSERT(r != CDDP_OK || at < n);
   if (r == CDDP_OK) {
@@ -19244,7 +19248,7 @@ static cddp_result cddp__settle_unused(cddp_ddp *d) {
   for (i = 0; i < n; i++)
     mine[i] = d->uneven.joined != 0 ? CDDP__FLAG_JOINED
               : d->tensors[i].ready || (d->desc.find_unused_parameters && d->tensors[i].noted);
-  r = cddp__run_simple(d->control, CDDP__KIND_ALL_GATHER, mine, d->scratch.flags, n, CDDP_U8, -1);
+  r = cddp__all_gather(d->control, mine, d->scratch.flags, n);
   if (r != CDDP_OK) return r;
   if (!d->desc.find_unused_parameters) return cddp__name_missing(d);
   pthread_mutex_lock(&d->lock);
@@ -19349,8 +19353,8 @@ static cddp_result cddp__complete(cddp_ddp *d, bool stepping) {
   d->shards.current = -1;
   d->steps++;
   if (!d->plan.rebuilt && !d->desc.find_unused_parameters) {
-    r = cddp__run_simple(d->control, CDDP__KIND_BROADCAST, d->plan.arrival, d->plan.arrival,
-                         (size_t)d->count, CDDP_I32, d->step.active[0]);
+    r = cddp__broadcast(d->control, d->plan.arrival,
+                        (size_t)d->count * sizeof *d->plan.arrival, d->step.active[0]);
     if (r == CDDP_OK) cddp__set_plan(d, d->plan.arrival);
     d->plan.rebuilt = r == CDDP_OK;
   }
@@ -19379,11 +19383,9 @@ static cddp_result cddp__catch_up(cddp_ddp *d, cddp_optim *s, int root) {
   d->uneven.out_of_date = false;
   r = cddp__share_arrays(d, d->params, d->count, root);
   if (r != CDDP_OK || s == NULL) return r;
-  r = cddp__run_simple(d->control, CDDP__KIND_BROADCAST, s->steps, s->steps, (size_t)d->count,
-                       CDDP_F32, root);
+  r = cddp__broadcast(d->control, s->steps, (size_t)d->count * sizeof *s->steps, root);
   if (r == CDDP_OK)
-    r = cddp__run_simple(d->control, CDDP__KIND_BROADCAST, s->fresh, s->fresh, (size_t)d->count,
-                         CDDP_U8, root);
+    r = cddp__broadcast(d->control, s->fresh, (size_t)d->count, root);
   for (k = 0; r == CDDP_OK && k < s->count * s->states && !s->sharded; k++) {
     cddp_param p = d->params[k % s->count];
     if (s->steps[k % s->count] == 0) continue;
@@ -19701,8 +19703,7 @@ static cddp_result cddp__agree_on_params(cddp_ddp *d) {
   theirs = (cddp__model_info *)cddp__calloc(&g->host->allocator, (size_t)count + 1, sizeof *theirs);
   if (theirs == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
   for (i = -1; g->rank == 0 && i < d->count; i++) cddp__describe(d, i, &theirs[i + 1]);
-  r = cddp__run_simple(g, CDDP__KIND_BROADCAST, theirs, theirs,
-                       ((size_t)count + 1) * sizeof *theirs, CDDP_U8, 0);
+  r = cddp__broadcast(g, theirs, ((size_t)count + 1) * sizeof *theirs, 0);
   for (i = -1; r == CDDP_OK && i < d->count; i++) {
     char what[32] = "the model has";
     const char *at = mine.text, *same = at; /* the first setting that differs */
@@ -23270,7 +23271,7 @@ static cddp_result cddp__match_numbers(cddp__ckpt *ckpt) {
 /* Broadcasts rank 0's bytes to all ranks. */
 static cddp_result cddp__broadcast_bytes(const cddp__ckpt *ckpt, void *data, size_t bytes) {
   if (ckpt->g == NULL) return CDDP_OK;
-  return cddp__run_simple(ckpt->g, CDDP__KIND_BROADCAST, data, data, bytes, CDDP_U8, 0);
+  return cddp__broadcast(ckpt->g, data, bytes, 0);
 }
 
 /* Reads the header on rank 0, broadcasts it, and checks on each rank that it contains everything
