@@ -14063,11 +14063,6 @@ static const cddp__carrier cddp__shm_carrier = {
     false,           true, /* not foreign, but shared: no `average` */
     cddp__run_large, NULL, cddp__nothing_to_split, cddp__nothing_to_leave};
 
-static void cddp__use_host_memory(cddp_group *g) {
-  g->backend = &cddp__cpu_backend;
-  g->carrier = &cddp__shm_carrier;
-}
-
 /* Describes an error in a call's buffers; NULL: none. Used buffers must not be NULL, and must not
    overlap, except in place. */
 static const char *cddp__buffer_error(const cddp_group *g, const cddp__call *call) {
@@ -14166,7 +14161,8 @@ static cddp_result cddp__group_build(cddp_group **out, cddp__host *host, int ran
   bytes = bytes == 0 || bytes >= CDDP__STAGING_L2 ? cddp__staging_bytes(size) : CDDP__STAGING_MIN;
   (void)cddp__swap32(&g->block->staging, 0, (uint32_t)bytes);
   g->staging_size = g->local_size == size ? cddp__load32(&g->block->staging) : 0;
-  cddp__use_host_memory(g);
+  g->backend = &cddp__cpu_backend;
+  g->carrier = &cddp__shm_carrier;
   (void)cddp__swap32(&g->block->cores, 0, (uint32_t)host->cores);
   cddp__set_wait_policy(g);
   g->yields = CDDP__YIELDS;
