@@ -15730,17 +15730,15 @@ static cddp_result cddp__memory_of_call(const cddp__device *p, const cddp__call 
   const char *send = cddp__in_one_buffer(call) ? "buf" : "send";
   const char *recv = cddp__in_one_buffer(call) ? "buf" : "recv";
   size_t sent, received;
-  bool sends, receives, both;
+  bool sends, receives, from = true, to = true;
   cddp_result r = CDDP_OK;
-  *here = true;
   cddp__buffer_bytes(p->group, call, &sent, &received);
   sends = sent > 0 && call->send != NULL;
   receives = received > 0 && call->recv != NULL && !(sends && call->recv == call->send);
-  both = sends && receives;
-  if (sends) r = cddp__memory_of(p->index, call->send, send, here);
-  sends = *here;
-  if (r == CDDP_OK && receives) r = cddp__memory_of(p->index, call->recv, recv, here);
-  if (r != CDDP_OK || !both || sends == *here) return r;
+  if (sends) r = cddp__memory_of(p->index, call->send, send, &from);
+  if (r == CDDP_OK && receives) r = cddp__memory_of(p->index, call->recv, recv, &to);
+  *here = from && to;
+  if (r != CDDP_OK || !sends || !receives || from == to) return r;
   return cddp__fail(CDDP_INVALID_ARGUMENT,
                     "send and recv must both be on the device, or both in host memory");
 }
