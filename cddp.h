@@ -9186,7 +9186,8 @@ static void cddp__send_notices(const cddp__net *n, uint64_t group, const int *wo
   unsigned char body[CDDP__NOTICE_BYTES];
   char kept[CDDP__ERROR_MAX];
   double deadline, batch_s = 0.3; /* for the first batch, as hosts can be silent; later: 0.1 s */
-  int p = 0, count, i;
+  size_t count, i;
+  int p = 0;
   bool busy;
   memcpy(kept, cddp__error_text, sizeof kept);
   memset(body, 0, sizeof body);
@@ -9210,7 +9211,7 @@ static void cddp__send_notices(const cddp__net *n, uint64_t group, const int *wo
                (links[i]->state != CDDP__CONNECTION_ENDED && cddp__buffer_size(&links[i]->out) > 0);
       }
       if (busy)
-        (void)cddp__connections_poll(&n->allocator, links, (size_t)count, NULL, 0, deadline);
+        (void)cddp__connections_poll(&n->allocator, links, count, NULL, 0, deadline);
     } while (busy && cddp__now() < deadline);
     while (count > 0) cddp__link_free(links[--count]);
   }
