@@ -1859,7 +1859,7 @@ typedef struct cddp__slot {
      Writer: the waiting thread. */
   cddp__atomic_u64 wait; /* high half: low half of the group's id; low half: its round; UINT64_MAX:
                             a message; 0: no thread has waited for long */
-  cddp__atomic_u32 failed;                 /* 1: the last wait ended in a failure */
+  cddp__atomic_u32 failed;                 /* 1: that wait ended in a failure, for the same texts */
   cddp__atomic_u32 multithreaded;          /* 1: several threads of the rank use cddp */
   char where[CDDP__WHERE_MAX];             /* can change while it is read: cddp__copy_text */
   cddp__ref more_sends[CDDP__SEND_BLOCKS]; /* published by send_top; [0] is unused */
@@ -1868,7 +1868,8 @@ typedef struct cddp__slot {
 } cddp__slot;
 enum { CDDP__SLOT_EMPTY, CDDP__SLOT_TAKEN, CDDP__SLOT_LEFT, CDDP__SLOT_DEAD };
 
-/* The root cause of later failures. Written once, by the first thread that knows it. */
+/* Why calls will fail: a loss that this process has been told of, before its group is broken.
+   Shared if in a control block. Written once, by the first thread that knows it. */
 typedef struct cddp__cause {
   cddp__atomic_u32 state; /* 0: none; 1: being written; 2 + a cddp_result: `text` is valid */
   char text[CDDP__ERROR_MAX];
@@ -2348,7 +2349,7 @@ typedef struct cddp__shards {
   cddp__shard_node *own_nodes; /* [own_node_count] this rank's sums of ended shards, ascending */
   int own_node_count;
   cddp__shard_node *nodes; /* [node_count] nodes of all ranks, ascending */
-  int *widths;             /* [node_count] for cddp__reduce_nodes */
+  int *widths;             /* [node_count] shards of each node */
   int node_count;
 } cddp__shards;
 
@@ -5582,6 +5583,7 @@ static cddp_result cddp__store_connect(cddp_store *store, const cddp__store_opti
   double pause = 0.001, now;
   uint64_t jitter;
   cddp_result r;
+  /* file://: until it serves itself, the process looks into the file for a server, or serves. */
   while ((r = store->scheme == CDDP__URL_FILE && store->server == NULL
                   ? cddp__file_store_try(store, options)
                   : cddp__store_try_addresses(store, options->deadline)) == CDDP_NETWORK &&
@@ -6530,13 +6532,14 @@ static void cddp__arena_free_block(cddp__host *host, const cddp__ref *ref, uint3
   pthread_mutex_unlock(&host->lock);
 }
 
-/* Whether ref refers to the peer's buffer that this process has mapped at p. */
+/* Whether ref refers to the peer's buffer that this process has mapped at p. If not, the mapping
+   has been replaced, and p must not be read. */
 static bool cddp__ref_is_mapped_at(cddp__host *host, const cddp__ref *ref, const void *p) {
   const cddp__segment *segment;
   size_t at;
   bool same;
   pthread_mutex_lock(&host->lock);
-  segment = cddp__segment_find(&host->arena.peers, ref->base, &at);
+  segment = cddp__segment_find(&host->arena.peers, ref->base, &at); /* the last at or below base */
   same = ref->kind == CDDP__REF_EXTENT && segment != NULL && segment->base == ref->base &&
          segment->address + ref->offset == (const char *)p;
   pthread_mutex_unlock(&host->lock);
@@ -16782,7 +16785,7 @@ static const cddp__backend cddp__staged_backend = {true, false, CDDP__DEVICE_FUN
 /* Chooses this rank's device, and describes it for the other ranks. */
 static cddp_result cddp__choose_device(const cddp_group *g, const cddp_group_desc *desc, bool nccl,
                                        cddp__device_report *out) {
-  const char *blocking = getenv("NCCL_COMM_BLOCKING"), *id = getenv("NCCL_HOSTID");
+  const char *blocking = getenv("NCCL_COMM_BLOCKING"), *nccl_host = getenv("NCCL_HOSTID");
   const char *several = getenv("NCCL_MULTI_RANK_GPU_ENABLE");
   bool certain = desc->device[4] == ':', may_share;
   int device, count = 0, version = 0, local = -1, i;
@@ -16822,8 +16825,8 @@ static cddp_result cddp__choose_device(const cddp_group *g, const cddp_group_des
   out->device = device;
   out->kernels = cddp__registered_kernels != NULL;
   cddp__host_identity(out->host, sizeof out->host);
-  if (id != NULL) /* NCCL uses it as the host's name, so ranks can share a GPU in tests */
-    snprintf(out->host, sizeof out->host, "%s", id);
+  if (nccl_host != NULL) /* NCCL's name of the host: with different names, tests share a GPU */
+    snprintf(out->host, sizeof out->host, "%s", nccl_host);
   return r;
 }
 
@@ -17643,12 +17646,12 @@ static cddp_result cddp__gather_chunk(cddp_ddp *d, char *out, cddp_dtype dtype, 
                             CDDP_SUM, -1);
     r = cddp__call_all(d, &nodes);
   }
-  CDDP__POINT("elastic exchanged");
-  for (i = 0; i < d->shards.node_count; i++)
+  CDDP__POINT("elastic exchanged"); /* for tests: elastic models take this path too */
+  for (i = 0; i < d->shards.node_count; i++) /* scratch: a part for each slot and rank */
     d->scratch.sources[i] = ranks == 1 ? cddp__slot_at(d, d->me, d->shards.own_nodes[i].slot, at)
                                : (char *)scratch + ((size_t)d->shards.nodes[i].slot * ranks +
                                                     (size_t)d->shards.nodes[i].rank) * part;
-  if (r == CDDP_OK)
+  if (r == CDDP_OK) /* the mean: a sum divided by the number of shards */
     r = (d->memory->sum)(mine, dtype, d->scratch.sources, d->shards.widths, d->shards.node_count,
                          d->shards.count, n, d->group->stream);
   return r == CDDP_OK && ranks > 1 ? cddp__call_all(d, &means) : r;
