@@ -13210,7 +13210,7 @@ static void cddp__engine_make_due(cddp__engine *engine) {
   if (!busy) pthread_cond_signal(&engine->work);
 }
 
-/* Passes the work to its group's engine, whose thread starts on first use. */
+/* Passes the work to its group's engine. The engine's thread starts on first use. */
 static cddp_result cddp__engine_push(cddp_work *work) {
   cddp__engine *engine = &work->group->engine;
   cddp_result r = CDDP_OK;
@@ -13245,7 +13245,7 @@ static cddp_result cddp__engine_push(cddp_work *work) {
    deadline (INFINITY) this thread itself runs the operations up to it. */
 static bool cddp__engine_wait(cddp__engine *engine, cddp_work *work, double deadline) {
   bool ok = true, forever = !(deadline < INFINITY);
-  uint32_t held = cddp__load32(&engine->held); /* must be read before engine->works */
+  uint32_t held = cddp__load32(&engine->held); /* first: a held work is counted before it moves */
   double until;
   if (work == NULL && held != CDDP__OWN_HELD && held != CDDP__OWN_RUNS &&
       cddp__load32(engine->works) == 0)
@@ -13452,8 +13452,8 @@ static bool cddp__is_one_sided(const cddp__call *call) {
   return cddp__shapes[call->kind].from_root || cddp__shapes[call->kind].to_root;
 }
 
-/* The timing of such a chunk. NULL: it is copied through the cache, as it is small, or its reader
-   can run on the same core, or it is the only chunk of a one-sided call, whose writer would time
+/* The timing of such a chunk. NULL: it is copied through the cache, because it is small, or its
+   reader can run on the same core. So is the only chunk of a one-sided call: the writer would time
    only its own half. */
 static cddp__copy_timing *cddp__timing_of(cddp_group *g, const cddp__call *call,
                                           const cddp__chunk *chunk) {
@@ -13689,8 +13689,8 @@ static cddp_result cddp__run_short(cddp_group *g, const cddp__call *call) {
   return CDDP_OK;
 }
 
-/* If every rank's buffer is shared, this rank copies its slice of the root's array to all ranks, in
-   blocks that stay in the cache for the next copy. Else it copies the whole array for itself. */
+/* If every rank's buffer is shared, this rank copies its slice of the root's array to all ranks.
+   Blocks stay in the cache for the next copy. Else it copies the whole array for itself. */
 static void cddp__broadcast_direct(const cddp_group *g, const cddp__call *call, char *const *bufs) {
   size_t begin, end, n, bytes = call->count * call->esize;
   int r;
@@ -15495,15 +15495,15 @@ static cddp_result cddp__optim_new(cddp_optim **out, const cddp__algorithm *algo
         and cddp_group_split, which synchronize the ranks anyway.
      2. It is issued to a stream, one operation at a time (device.issue_lock).
      3. An event follows it. A ring of these events shows since when the oldest operation runs.
-   The communicator is non-blocking, so that no call of NCCL can hang the host: a call is polled
+   The communicator is non-blocking, so that no call of NCCL can hang the host. A call is polled
    until it is done, and meanwhile this rank checks the group and the deadline. A group and its
    models share it, so that NCCL has one order of operations and one set of buffers.
    Two threads of a context check it every few milliseconds:
      watcher   Finds that the group is broken, NCCL has failed, a rank has died, ranks have made
                different calls, or an operation is late. Then it breaks the group and aborts the
                communicator, which ends the operations on the streams of all ranks. Once its device
-               is bound it calls no function of CUDA: another thread can hold CUDA's lock (in
-               cudaFree, cudaMalloc) while it waits for an operation that only an abort ends.
+               is bound it calls no function of CUDA. Another thread can hold CUDA's lock, in
+               cudaFree or cudaMalloc, until an operation ends that only an abort can end.
      poller    Asks CUDA which events have completed, and whether the device has failed. While CUDA
                blocks it, operations count as running. */
 
@@ -15534,7 +15534,7 @@ typedef struct cddp__marker {
 } cddp__marker;
 
 /* A group's device context. issue_lock: held while an operation is issued. lock: guards the fields
-   marked "lock"; never held during a call of CUDA or NCCL, as the watcher takes it too. */
+   marked "lock". The watcher takes it, so it is never held during a call of CUDA or NCCL. */
 typedef struct cddp__device {
   cddp_group *group;
   int index;           /* of the GPU: cuda:index */
@@ -15896,9 +15896,9 @@ static void cddp__device_release(cddp__device *device) {
 }
 
 /* Ends the communicator, on the watcher's thread, after a thread that is inside NCCL has left it.
-   Later threads that take issue_lock find the communicator no longer alive. ncclCommAbort and
-   ncclCommDestroy can block: they wait for streams and CUDA graphs, or for the other ranks of the
-   host. A failed ncclCommDestroy leaves NCCL's group open, in which an abort has no effect. */
+   Later threads that take issue_lock find the communicator no longer alive. ncclCommAbort can block
+   until streams and CUDA graphs end, ncclCommDestroy until the other ranks of the host call it. A
+   failed ncclCommDestroy leaves NCCL's group open, in which an abort has no effect. */
 static void cddp__comm_end(cddp__device *device, bool aborts) {
   cddp__wait w;
   ncclComm_t comm;
@@ -15989,11 +15989,11 @@ static cddp_result cddp__check_late_operations(cddp__device *device) {
   return cddp__break(g, CDDP_TIMEOUT);
 }
 
-/* Breaks the group if operations wait for a rank that has ended or left. A rank that ended after
-   the same number of calls may have done its part: unfinished operations get some time, and more if
-   the rank left in good order. CUDA does not tell whether a captured graph runs. With a rank that
-   died the graph would never end; a rank that left has seen the end of its own graph.
-   inside: a thread waits for NCCL, and thus possibly for other ranks. */
+/* Breaks the group if operations wait for a rank that has ended or left. If that rank made the same
+   number of calls, its part may be done: unfinished operations get some time, and more if the rank
+   left in good order. CUDA does not tell whether a captured graph runs. After a death the graph
+   would never end. A rank leaves only after the end of its graph. inside: a thread waits for NCCL,
+   and thus possibly for other ranks. */
 static cddp_result cddp__check_lost_peers(cddp__device *device, bool inside) {
   double oldest = cddp__device_busy(device);
   bool waits = inside || oldest > 0, counts = false;
@@ -16278,8 +16278,7 @@ static cddp_result cddp__stage_call(cddp__device *device, const cddp__call *call
   if (r != CDDP_OK && !message) r = cddp__break(g, r);
   inner.send = stage;
   inner.recv = stage + second;
-  if (r == CDDP_OK)
-    r = cddp__cpu_start(g, &inner, work != NULL ? &w : NULL);
+  if (r == CDDP_OK) r = cddp__cpu_start(g, &inner, work != NULL ? &w : NULL);
   if (w != NULL) *work = w;
   else w = &now;
   w->context = call->recv;
@@ -16642,8 +16641,8 @@ static cddp_result cddp__device_synchronize(cddp_group *g) {
 
 /* --- contexts: connected, left --- */
 
-/* Collective: runs sums and means of several sizes, because NCCL connects ranks at the first use of
-   an algorithm, while the host waits: better here than in the first training step. */
+/* Collective: runs sums and means of several sizes. NCCL connects ranks at the first use of an
+   algorithm, while the host waits. Without this call the first training step would wait. */
 static cddp_result cddp__warm_up(cddp__device *device) {
   cddp__call call;
   void *room = NULL;
@@ -16663,8 +16662,7 @@ static cddp_result cddp__warm_up(cddp__device *device) {
   if (room != NULL) cudaFree(room);
   if (r != CDDP_OK) return r;
   /* A rank that ends after this call must not end the warm-up of the others. */
-  return cddp__round(device->group, CDDP__KIND_GROUP_NEW, CDDP__PHASE_CONNECTED, 0,
-                     NULL, 0);
+  return cddp__round(device->group, CDDP__KIND_GROUP_NEW, CDDP__PHASE_CONNECTED, 0, NULL, 0);
 }
 
 /* Collective: creates a communicator over all ranks of the context's group. */
@@ -16872,9 +16870,9 @@ static cddp_result cddp__give_device(cddp_group *g, const cddp_group_desc *desc)
   return CDDP_OK;
 }
 
-/* Returns whether p is device memory. CUDA's answer creates a context on the current device, so
-   first the group's device becomes current; without a group, in a thread that has chosen no device,
-   the device of all groups of the process. */
+/* Returns whether p is device memory. CUDA's answer creates a context on the current device, so the
+   group's device becomes current first. Without a group, in a thread that has chosen no device, it
+   is the device of all groups of the process. */
 static bool cddp__on_device(const cddp_group *g, const void *p) {
   struct cudaPointerAttributes attributes;
   uint32_t only = cddp__load32(&cddp__device_groups);
