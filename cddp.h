@@ -14782,7 +14782,6 @@ typedef struct cddp__optim_backend {
 } cddp__optim_backend;
 
 struct cddp_optim { /* owner: the thread that calls cddp_optim_* or cddp_ddp_step */
-  cddp_allocator allocator;
   cddp_param *params;  /* [count], the caller's */
   int count;
   const cddp__algorithm *algorithm;
@@ -15053,8 +15052,8 @@ static void cddp__update_run(const cddp__update *update, size_t first, void *wei
 
 static bool cddp__dtype_trains(cddp_dtype d) { return (unsigned)d <= (unsigned)CDDP_BF16; }
 
-static cddp__text cddp__param_name(const cddp_param *p, int index) {
-  return p->name != NULL ? cddp__textf("%s", p->name) : cddp__textf("#%d", index);
+static cddp__text cddp__param_name(const cddp_param *params, int i) {
+  return params[i].name != NULL ? cddp__textf("%s", params[i].name) : cddp__textf("#%d", i);
 }
 
 enum { CDDP__RULE_NAME = 1, CDDP__RULE_DATA = 2, CDDP__RULE_TRAINED = 4 };
@@ -15066,20 +15065,19 @@ static cddp_result cddp__check_params(const cddp_param *params, int count, int r
     return cddp__fail(CDDP_INVALID_ARGUMENT, "params is NULL or count %d is negative", count);
   for (i = 0; i < count; i++) {
     const cddp_param *p = &params[i];
-    const char *wrong = NULL;
-    if ((rules & CDDP__RULE_NAME) != 0 && p->name == NULL)
-      wrong = "needs a name: files identify parameters by name";
-    else if ((rules & CDDP__RULE_TRAINED) != 0 && !cddp__dtype_trains(p->dtype))
-      wrong = "must be f32, f64, f16 or bf16";
-    else if (!cddp__dtype_ok(p->dtype))
-      wrong = "has a dtype that is no cddp_dtype";
-    else if (p->count > SIZE_MAX / 64)
-      wrong = "has too many elements";
-    else if ((rules & CDDP__RULE_DATA) != 0 && p->data == NULL && p->count > 0)
-      wrong = "has data NULL";
+    const char *wrong =
+        (rules & CDDP__RULE_NAME) != 0 && p->name == NULL
+            ? "needs a name: files identify parameters by name"
+        : (rules & CDDP__RULE_TRAINED) != 0 && !cddp__dtype_trains(p->dtype)
+            ? "must be f32, f64, f16 or bf16"
+        : !cddp__dtype_ok(p->dtype)   ? "has a dtype that is no cddp_dtype"
+        : p->count > SIZE_MAX / 64    ? "has too many elements"
+        : (rules & CDDP__RULE_DATA) != 0 && p->data == NULL && p->count > 0
+            ? "has data NULL"
+            : NULL;
     if (wrong != NULL)
-      return cddp__fail(CDDP_INVALID_ARGUMENT, "parameter \"%s\" %s",
-                        cddp__param_name(p, i).s, wrong);
+      return cddp__fail(CDDP_INVALID_ARGUMENT, "parameter \"%s\" %s", cddp__param_name(params, i).s,
+                        wrong);
   }
   return CDDP_OK;
 }
@@ -15091,11 +15089,11 @@ static cddp_result cddp__check_sparse(const cddp_param *params, int count, const
     if (params[i].count == 0 || params[i].count % rows[i] != 0)
       return cddp__fail(CDDP_INVALID_ARGUMENT,
                         "parameter \"%s\" cannot have %zu sparse rows, with %zu elements",
-                        cddp__param_name(&params[i], i).s, rows[i], params[i].count);
+                        cddp__param_name(params, i).s, rows[i], params[i].count);
     if (params[i].grad != NULL)
       return cddp__fail(CDDP_INVALID_ARGUMENT,
                         "parameter \"%s\" has sparse rows; its grad must be NULL",
-                        cddp__param_name(&params[i], i).s);
+                        cddp__param_name(params, i).s);
   }
   return CDDP_OK;
 }
@@ -15146,8 +15144,8 @@ static cddp_result cddp__check_own_memory(const cddp_param *params, int count,
     if (y->begin >= x->end) continue;
     r = cddp__fail(
         CDDP_INVALID_ARGUMENT, "%s of parameter \"%.100s\" and %s of \"%.100s\" %s; %s",
-        first->what, cddp__param_name(&params[first->param], first->param).s,
-        second->what, cddp__param_name(&params[second->param], second->param).s,
+        first->what, cddp__param_name(params, first->param).s,
+        second->what, cddp__param_name(params, second->param).s,
         x->begin == y->begin && x->end == y->end ? "are the same memory" : "overlap",
         tied ? "list tied weights once, and let both backward passes add to the one gradient"
              : "each must have its own memory");
@@ -15211,7 +15209,7 @@ static cddp_result cddp__check_rows(const cddp_optim *optim, int i) {
   return cddp__fail(CDDP_UNSUPPORTED,
                     "parameter \"%s\" has a sparse gradient, which does not support %s: use a "
                     "dense gradient, or %s",
-                    cddp__param_name(&optim->params[i], i).s,
+                    cddp__param_name(optim->params, i).s,
                     optim->algorithm->wide ? optim->algorithm->name : "weight_decay",
                     optim->algorithm->wide ? "use SGD" : "set weight_decay to 0");
 }
@@ -15221,15 +15219,15 @@ static cddp__sparse *cddp__optim_sparse(const cddp_optim *optim, int i) { /* NUL
 }
 
 /* Allocates parameter i's states, zeroed. Existing states stay. Large states are on huge pages: a
-   step takes up to a third less. */
+   step takes up to a third less. Their alignment can cost a huge page of addresses. */
 static cddp_result cddp__need_states(cddp_optim *optim, int i) {
   size_t n = optim->parts[i].count, bytes = n * cddp__dtype_size(cddp__state_type(optim, i));
   int k;
   for (k = i; n > 0 && k < optim->count * optim->states; k += optim->count) {
     if (optim->state[k] != NULL || !cddp__has_state(optim, k / optim->count, i)) continue;
-    if (optim->allocator.alloc != NULL || bytes < CDDP__HUGE_PAGE ||
+    if (bytes < 4 * CDDP__HUGE_PAGE ||
         posix_memalign(&optim->state[k], CDDP__HUGE_PAGE, bytes) != 0)
-      optim->state[k] = cddp__malloc(&optim->allocator, bytes);
+      optim->state[k] = cddp__malloc(NULL, bytes);
     else
       cddp__populate((char *)optim->state[k], bytes, false);
     if (optim->state[k] == NULL) return CDDP_OUT_OF_MEMORY;
@@ -15271,7 +15269,7 @@ static cddp_result cddp__cpu_zero(const cddp_optim *optim, void *p, size_t bytes
 static void cddp__cpu_leave(cddp_optim *optim) {
   int i;
   for (i = 0; i < optim->count * optim->states; i++)
-    cddp__free(&optim->allocator, optim->state[i]);
+    cddp__free(NULL, optim->state[i]);
 }
 
 static const cddp__optim_backend cddp__cpu_optim = {false, /* not on_device */
@@ -15295,18 +15293,20 @@ static cddp_result cddp__optim_prepare(cddp_optim *optim) {
   for (i = 0; r == CDDP_OK && i < optim->count; i++) {
     const cddp_param *p = &optim->params[i];
     bool sparse = cddp__optim_sparse(optim, i) != NULL;
+    const char *wrong =
+        p->data == NULL ? "has no data"
+        : p->grad == NULL && !sparse
+            ? "has no gradient: set grad, let cddp_ddp_create allocate it, or (sparse rows) set "
+              "ddp in cddp_sgd_desc"
+            : NULL;
     if (cddp__optim_skips(optim, i)) continue;
-    if (sparse && (r = cddp__check_rows(optim, i)) != CDDP_OK) return r;
-    if (p->data == NULL)
-      return cddp__fail(CDDP_INVALID_ARGUMENT, "parameter \"%s\" has no data",
-                        cddp__param_name(p, i).s);
-    if (p->grad == NULL && !sparse)
-      return cddp__fail(CDDP_INVALID_ARGUMENT,
-                        "parameter \"%s\" has no gradient: set grad, let cddp_ddp_create allocate "
-                        "it, or (sparse rows) set ddp in cddp_sgd_desc", cddp__param_name(p, i).s);
+    if (sparse) CDDP__TRY(cddp__check_rows(optim, i));
+    if (wrong != NULL)
+      return cddp__fail(CDDP_INVALID_ARGUMENT, "parameter \"%s\" %s",
+                        cddp__param_name(optim->params, i).s, wrong);
     if (!cddp__dtype_trains(p->dtype))
       return cddp__fail(CDDP_INVALID_ARGUMENT, "parameter \"%s\" now has dtype %d",
-                        cddp__param_name(p, i).s, (int)p->dtype);
+                        cddp__param_name(optim->params, i).s, (int)p->dtype);
     r = cddp__need_states(optim, i);
   }
   return r;
@@ -15366,13 +15366,11 @@ CDDPDEF cddp_result cddp_optim_write_copies(cddp_optim *optim) {
 }
 
 CDDPDEF void cddp_optim_destroy(cddp_optim *optim) {
-  cddp_allocator a;
   if (optim == NULL) return;
   if (optim->share != NULL) optim->drop(optim);
   if (optim->known != NULL) *optim->known = NULL;
   (optim->backend->leave)(optim);
-  a = optim->allocator;
-  cddp__free(&a, optim);
+  cddp__free(NULL, optim);
 }
 
 static cddp_result cddp__check_number(const char *what, double x, double below) {
@@ -15410,7 +15408,7 @@ static cddp_result cddp__check_settings(const cddp_param *params, int count,
     return cddp__fail(CDDP_UNSUPPORTED, "sharded_states and %s in cddp_ddp_desc exclude each other",
                       d->ddp->desc.elastic ? "elastic" : "sparse_rows");
   for (i = 0; r == CDDP_OK && i < count; i++) {
-    cddp__text name = cddp__param_name(&params[i], i);
+    cddp__text name = cddp__param_name(params, i);
     cddp_dtype dtype = params[i].dtype;
     if (d->copies != NULL && d->copies[i] != NULL && dtype != CDDP_F32)
       return cddp__fail(CDDP_INVALID_ARGUMENT,
@@ -17056,7 +17054,7 @@ static cddp_result cddp__states_alloc(cddp_optim *optim) {
 }
 
 static void cddp__states_free(cddp_optim *optim) {
-  cddp__free(&optim->allocator, optim->segments);
+  cddp__free(NULL, optim->segments);
   cddp__free_on(optim->device, optim->flat);
 }
 
@@ -17089,7 +17087,7 @@ static cddp_result cddp__attach_optim(cddp_optim *optim) {
   if ((r = CDDP__CUDA(cudaPointerGetAttributes, &about, on_device)) != CDDP_OK) return r;
   optim->device = d != NULL ? cddp__device_of(d->group)->index : about.device;
   if ((r = cddp__need_kernels(optim->algorithm->name)) != CDDP_OK) return r;
-  optim->segments = (cddp_segment *)cddp__malloc(&optim->allocator,
+  optim->segments = (cddp_segment *)cddp__malloc(NULL,
                                                  (size_t)optim->count * sizeof *optim->segments);
   if (optim->segments == NULL) return CDDP_OUT_OF_MEMORY;
   optim->backend = &cddp__device_optim;
@@ -18046,7 +18044,7 @@ static cddp_result cddp__run_bucket(cddp_work *w) { /* on the engine's thread */
   if (r == CDDP_OK) return r;
   if (hooked) return cddp__break(g, r); /* else calls of later buckets would match this one's */
   return cddp__fail_in(r, "bucket %d (parameter \"%.60s\"%s): ", (int)(b - d->plan.buckets),
-                       cddp__param_name(&d->params[first], first).s,
+                       cddp__param_name(d->params, first).s,
                        b->count > 1 ? " and others" : "");
 }
 
@@ -18140,7 +18138,7 @@ static void cddp__share_states(cddp_ddp *d, cddp_optim *o, char *states) {
   o->drop = cddp__share_free;
   for (j = 0; j < o->count * o->states; j++) {
     if (cddp__sparse_of(d, j % o->count) != NULL) continue;
-    cddp__free(&o->allocator, o->state[j]);
+    cddp__free(NULL, o->state[j]);
     o->state[j] = NULL;
   }
 }
@@ -18153,49 +18151,38 @@ static cddp_result cddp__unshare_states(cddp_optim *o) {
   return cddp__copy_states(o->share, o, o->common, 0, o->share->layout.model_bytes, false);
 }
 
-/* Collective: allocates memory that the ranks of a host share; the first of them owns it. */
-static cddp_result cddp__alloc_common(cddp_ddp *d, size_t bytes, enum cddp__extent_use use,
-                                       char **out) {
+/* Collective: shares the states of an optimizer at its first fused step. The first rank of a host
+   owns them. Each rank asks for huge pages for its part. */
+static cddp_result cddp__share_create(cddp_ddp *d, cddp_optim *o) {
   cddp_group *g = d->control;
-  void *mine = g->local_rank == 0 ? cddp__arena_alloc(g->host, bytes, use) : NULL, *at = mine;
+  size_t bytes = (size_t)o->states * d->layout.state_stride, begin, end, from, to;
+  void *mine = g->local_rank == 0 ? cddp__arena_alloc(g->host, bytes, CDDP__EXTENT_STATES) : NULL;
+  void *states = mine;
   cddp__ref ref;
   cddp_result r;
   int k = 0;
   memset(&ref, 0, sizeof ref);
   if (mine != NULL) ref = cddp__ref_of(g->host, mine, bytes);
-  r = cddp__round(g, CDDP__KIND_DDP_CREATE, CDDP__PHASE_BLOCK, 0, &ref,
-                  sizeof ref);
+  r = cddp__round(g, CDDP__KIND_DDP_CREATE, CDDP__PHASE_BLOCK, 0, &ref, sizeof ref);
   if (r == CDDP_OK) {
     while (g->members[k] < 0) k++; /* this host's first: a sub-group can lack its rank 0 */
     ref = cddp__op_header_of(g, k, g->round)->u.ref;
-    if (ref.kind != CDDP__REF_NONE) r = cddp__map_ref(g->host, &ref, &at);
+    if (ref.kind != CDDP__REF_NONE) r = cddp__map_ref(g->host, &ref, &states);
     else if (k == g->rank) r = CDDP_OUT_OF_MEMORY; /* its text is set */
     r = cddp__consensus(g, r, NULL, 0, NULL);
   }
   /* If the group is broken another rank can be further and write to it: keep it. */
   if (r != CDDP_OK && !cddp__is_broken(g)) cddp__arena_free(g->host, mine);
-  *out = (char *)at;
-  return r;
-}
-
-/* Collective: shares the states of an optimizer at its first fused step. Each rank asks for huge
-   pages for its part. */
-static cddp_result cddp__share_create(cddp_ddp *d, cddp_optim *o) {
-  size_t begin, end, from, to;
-  char *states;
-  cddp_result r = cddp__alloc_common(d, (size_t)o->states * d->layout.state_stride,
-                                     CDDP__EXTENT_STATES, &states);
-  int k;
   if (r != CDDP_OK) return r;
-  cddp__part_of(d, d->group->local_rank, &begin, &end);
+  cddp__part_of(d, g->local_rank, &begin, &end);
   from = (o->desc.master_weights != 0 ? cddp__wide_bytes(d, 0, begin) : begin) / CDDP__HUGE_PAGE;
   to = (o->desc.master_weights != 0 ? cddp__wide_bytes(d, 0, end) : end) / CDDP__HUGE_PAGE;
   if (end == d->layout.dense) to = d->layout.state_stride / CDDP__HUGE_PAGE;
   for (k = 0; k < o->states; k++)
-    cddp__populate(states + (size_t)k * d->layout.state_stride + from * CDDP__HUGE_PAGE,
-                   (to - from) * CDDP__HUGE_PAGE, d->group->host->arena.fd >= 0);
-  (void)cddp__copy_states(d, o, states, begin, end, true);
-  cddp__share_states(d, o, states);
+    cddp__populate((char *)states + (size_t)k * d->layout.state_stride + from * CDDP__HUGE_PAGE,
+                   (to - from) * CDDP__HUGE_PAGE, g->host->arena.fd >= 0);
+  (void)cddp__copy_states(d, o, (char *)states, begin, end, true);
+  cddp__share_states(d, o, (char *)states);
   return CDDP_OK;
 }
 
@@ -18751,7 +18738,7 @@ static cddp_result cddp__gpu_meet(cddp_ddp *d, int kind, uint64_t check, bool *m
       return cddp__fail(CDDP_INVALID_ARGUMENT,
                         "gradient \"%s\" was not marked ready on rank %d; call cddp_ddp_ready for "
                         "every parameter, or set find_unused_parameters",
-                        cddp__param_name(&d->params[i], i).s, d->group->rank);
+                        cddp__param_name(d->params, i).s, d->group->rank);
   if (capturing) return CDDP_OK;
   note = cddp__make_call(kind, NULL, NULL, check, CDDP_F32, CDDP_SUM, -1);
   cddp__log_call(cddp__device_of(d->comm), &note, true);
@@ -18927,7 +18914,7 @@ static cddp_result cddp__check_on_device(const cddp_ddp *d) {
     const cddp_param *p = &d->params[k / 2];
     const void *at = k % 2 == 0 ? p->data : p->grad;
     cddp__text what = cddp__textf("%s of parameter \"%.60s\"", k % 2 == 0 ? "data" : "grad",
-                                  cddp__param_name(p, k / 2).s);
+                                  cddp__param_name(d->params, k / 2).s);
     if (at == NULL || p->count == 0) continue;
     r = cddp__memory_of(device, at, what.s, &here);
     if (r == CDDP_OK && !here)
@@ -19085,7 +19072,7 @@ CDDPDEF cddp_result cddp_ddp_ready(cddp_ddp *d, int param) {
     cddp__fail(CDDP_INVALID_ARGUMENT,
                "cddp_ddp_ready: parameter \"%s\" was marked ready twice in one step on rank %d; "
                "call it once, when its gradient is complete",
-               cddp__param_name(&d->params[param], param).s, d->group->rank);
+               cddp__param_name(d->params, param).s, d->group->rank);
     return cddp__fail_model(d, CDDP_INVALID_ARGUMENT);
   }
   g = d->comm != NULL ? d->comm : d->group; /* a joining process has none yet */
@@ -19148,7 +19135,7 @@ static cddp_result cddp__break_settings(cddp_ddp *d, const cddp_optim *s, int fi
     bool scale = at < CDDP__SETTING_COUNT + count;
     cddp__text name =
         cddp__textf("%s of parameter \"%.100s\"", scale ? "lr_scales" : "weight_decay",
-                    cddp__param_name(&d->params[i], i).s);
+                    cddp__param_name(d->params, i).s);
     cddp__fail(CDDP_MISMATCH, "ranks disagree: %s is %s on rank %d",
                at < CDDP__SETTING_COUNT ? cddp__setting_names[at] : name.s,
                cddp__describe_number(theirs[at]).s, first);
@@ -19194,7 +19181,7 @@ static cddp_result cddp__ddp_meet(cddp_ddp *d, int kind, uint64_t check, const c
   if (r != CDDP_OK) return r;
   d->step.active_count = 0;
   for (p = 0; p < g->size; p++) {
-    memcpy(&m, cddp__op_header_of(g, p, g->round)->u.bytes, sizeof m);
+    m = cddp__header_of(d, p);
     *missing += m.missing;
     if (m.settings != 0 && settings == 0) first = p, settings = m.settings;
     differ = differ || (m.settings != 0 && m.settings != settings);
@@ -19220,7 +19207,7 @@ static cddp_result cddp__name_missing(const cddp_ddp *d) {
     for (at = (size_t)i, absent = 0; at < all; at += n) absent += d->scratch.flags[at] == 0;
     if (absent == 0) continue;
     cddp__append(list, sizeof list, "%s\"%.60s\"", shown++ ? ", " : "",
-                 cddp__param_name(&d->params[i], i).s);
+                 cddp__param_name(d->params, i).s);
     if (absent == d->step.active_count) continue;
     r = CDDP_MISMATCH;
     for (at = (size_t)i; d->scratch.flags[at] != 0;) at += n;
@@ -19269,46 +19256,20 @@ static cddp_result cddp__settle_unused(cddp_ddp *d) {
 
 /* --- after the meeting --- */
 
-/* Divides the sums in buckets, which makes them means. */
-static cddp_result cddp__scale_gradients(cddp_ddp *d) {
-  cddp__range range;
-  cddp_result r = CDDP_OK;
-  int i = 0;
-  while (r == CDDP_OK && cddp__next_range(d, d->layout.order, d->count, &i, &range)) {
-    cddp_dtype dtype = d->params[range.first].dtype;
-    double factor = cddp__mean_factor(d, dtype);
-    if (factor != 1 && range.begin < range.end)
-      r = (d->memory->scale)(cddp__gradient_at(d, d->me, range.first, range.begin),
-                           (range.end - range.begin) / cddp__dtype_size(dtype), dtype, factor,
-                           d->group->stream);
-  }
-  return r;
-}
-
 /* Whether a step needs only this rank's part of the mean. */
 static bool cddp__needs_part_only(int kind, const cddp_optim *s) {
   return kind == CDDP__KIND_DDP_SCATTER || (s != NULL && s->sharded);
 }
 
-/* Collective: gathers the ranks' parts of the reduced gradients on all ranks. */
-static cddp_result cddp__gather_gradients(cddp_ddp *d) {
-  size_t begin, end;
-  int k, n = 0;
-  for (k = 0; k < d->group->size; k++) {
-    cddp__part_of(d, k, &begin, &end);
-    if (begin < end)
-      d->gpu.calls[n++] = cddp__make_call(CDDP__KIND_BROADCAST, d->arena + begin, d->arena + begin,
-                                      end - begin, CDDP_U8, CDDP_SUM, k);
-  }
-  return (d->memory->broadcast)(d, n);
-}
-
-/* Starts the remaining buckets; the work that follows runs after all of them. If an optimizer's
-   kernel follows, that divides the sums, unless they are clipped first. */
+/* Starts the remaining buckets; the work that follows runs after all of them. If only parts of the
+   mean were reduced but s needs all, all ranks gather them. The sums in buckets are divided here,
+   unless an optimizer's kernel on a device does it. */
 static cddp_result cddp__finish_buckets(cddp_ddp *d, int kind, const cddp_optim *s) {
-  bool stepping = s != NULL;
+  bool kernel = s != NULL && d->group->backend->on_device && !(d->desc.max_grad_norm > 0);
+  size_t begin, end;
+  cddp__range range;
   cddp_result r;
-  int i;
+  int i, k, n = 0;
   pthread_mutex_lock(&d->lock);
   for (i = 0; i < d->count && d->uneven.joined != 0; i++) { /* this rank has no gradients */
     cddp__tensor *t = &d->tensors[i];
@@ -19318,11 +19279,25 @@ static cddp_result cddp__finish_buckets(cddp_ddp *d, int kind, const cddp_optim 
   r = cddp__launch_buckets(d);
   pthread_mutex_unlock(&d->lock);
   if (r == CDDP_OK) r = d->memory->fence(d);
-  if (r == CDDP_OK && d->step.scatters && !cddp__needs_part_only(kind, s))
-    r = cddp__gather_gradients(d);
-  if (r != CDDP_OK || (stepping && d->group->backend->on_device && !(d->desc.max_grad_norm > 0)))
-    return r;
-  return cddp__scale_gradients(d);
+  if (r == CDDP_OK && d->step.scatters && !cddp__needs_part_only(kind, s)) {
+    for (k = 0; k < d->group->size; k++) {
+      cddp__part_of(d, k, &begin, &end);
+      if (begin < end)
+        d->gpu.calls[n++] = cddp__make_call(CDDP__KIND_BROADCAST, d->arena + begin,
+                                            d->arena + begin, end - begin, CDDP_U8, CDDP_SUM, k);
+    }
+    r = (d->memory->broadcast)(d, n);
+  }
+  for (i = 0; r == CDDP_OK && !kernel &&
+              cddp__next_range(d, d->layout.order, d->count, &i, &range);) {
+    cddp_dtype dtype = d->params[range.first].dtype;
+    double factor = cddp__mean_factor(d, dtype);
+    if (factor != 1 && range.begin < range.end)
+      r = (d->memory->scale)(cddp__gradient_at(d, d->me, range.first, range.begin),
+                             (range.end - range.begin) / cddp__dtype_size(dtype), dtype, factor,
+                             d->group->stream);
+  }
+  return r;
 }
 
 /* Whether the buckets of the next step are reduced as they fill. After a cddp_ddp_step (stepped) on
@@ -19588,7 +19563,7 @@ CDDPDEF cddp_result (cddp_ddp_join)(cddp_ddp *d, cddp_optim *s) {
   for (i = 0; i < d->count && !cddp__has_cause(&d->failure); i++)
     CDDP__CHECK(!d->tensors[i].ready && !d->tensors[i].noted,
                 "parameter \"%s\" is ready; end the step that it belongs to first",
-                cddp__param_name(&d->params[i], i).s);
+                cddp__param_name(d->params, i).s);
   CDDP__TRY(cddp__check_cause(&d->failure));
   record = cddp__record_begin(d->control, CDDP__KIND_DDP_JOIN, d->control->calls + 1, 0);
   if ((r = d->memory->use(d->group)) == CDDP_OK) r = cddp__clear_gradients(d, NULL, false);
@@ -19615,9 +19590,9 @@ CDDPDEF cddp_result (cddp_ddp_join)(cddp_ddp *d, cddp_optim *s) {
      3. Rank 0's weights and buffers go to all ranks.
    A process that joins an elastic model takes no part in collectives: see cddp__elastic_join. */
 
-/* Describes the model as a whole. max_grad_norm is hashed as a number, since the decimal point of
-   its text depends on the locale. Elastic models have no buckets. */
-static void cddp__describe_whole(const cddp_ddp *d, cddp__model_info *out) {
+/* Describes the settings of the model. max_grad_norm is hashed as a number, since the decimal point
+   of its text depends on the locale. Elastic models have no buckets. */
+static void cddp__describe_settings(const cddp_ddp *d, cddp__model_info *out) {
   const cddp_ddp_desc *s = &d->desc;
   const char *hook = s->comm_hook == NULL                      ? ""
                      : s->comm_hook == cddp_bf16_compress_hook ? ", bf16_compress_hook"
@@ -19643,31 +19618,31 @@ static void cddp__describe_whole(const cddp_ddp *d, cddp__model_info *out) {
   cddp__append(out->text, sizeof out->text, ", max_grad_norm %.17g", s->max_grad_norm);
 }
 
-/* Describes parameter i, or (-1) the model as a whole. */
-static void cddp__describe(const cddp_ddp *d, int i, cddp__model_info *out) {
-  const cddp_param *p = i >= 0 ? &d->params[i] : NULL;
-  const char *name = p != NULL && p->name != NULL ? p->name : "";
-  memset(out, 0, sizeof *out);
-  if (p == NULL) {
-    cddp__describe_whole(d, out);
-    return;
+/* Describes parameter i, or (-1) the settings. */
+static cddp__model_info cddp__describe(const cddp_ddp *d, int i) {
+  cddp__model_info info;
+  const char *name = i >= 0 && d->params[i].name != NULL ? d->params[i].name : "";
+  memset(&info, 0, sizeof info);
+  if (i < 0) {
+    cddp__describe_settings(d, &info);
+    return info;
   }
-  snprintf(out->text, sizeof out->text, "\"%.100s\" (%zu %s", name, p->count,
-           cddp__dtype_names[p->dtype]);
+  snprintf(info.text, sizeof info.text, "\"%.100s\" (%zu %s", name, d->params[i].count,
+           cddp__dtype_names[d->params[i].dtype]);
   if (cddp__sparse_of(d, i) != NULL)
-    cddp__append(out->text, sizeof out->text, ", %zu sparse rows", d->rows.sparse[i]->rows);
-  cddp__append(out->text, sizeof out->text, ")");
-  out->hash = cddp__hash64(strlen(name), name, strlen(name));
-  out->hash = cddp__hash64(out->hash, out->text, strlen(out->text));
+    cddp__append(info.text, sizeof info.text, ", %zu sparse rows", d->rows.sparse[i]->rows);
+  cddp__append(info.text, sizeof info.text, ")");
+  info.hash = cddp__hash64(strlen(name), name, strlen(name));
+  info.hash = cddp__hash64(info.hash, info.text, strlen(info.text));
+  return info;
 }
 
 /* The description that must be the same on all ranks of the model. */
 static cddp__model_info cddp__model_of(const cddp_ddp *d) {
-  cddp__model_info model, info;
+  cddp__model_info model = cddp__describe(d, -1);
   int i;
-  cddp__describe(d, -1, &model);
   for (i = 0; i < d->count; i++) {
-    cddp__describe(d, i, &info);
+    cddp__model_info info = cddp__describe(d, i);
     model.params = cddp__hash64(model.params, &info, sizeof info);
   }
   return model;
@@ -19698,12 +19673,12 @@ static cddp_result cddp__agree_on_params(cddp_ddp *d) {
   memcpy(&count, cddp__op_header_of(g, 0, g->round)->u.bytes, sizeof count);
   theirs = (cddp__model_info *)cddp__calloc(&g->host->allocator, (size_t)count + 1, sizeof *theirs);
   if (theirs == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
-  for (i = -1; g->rank == 0 && i < d->count; i++) cddp__describe(d, i, &theirs[i + 1]);
+  for (i = -1; g->rank == 0 && i < d->count; i++) theirs[i + 1] = cddp__describe(d, i);
   r = cddp__broadcast(g, theirs, ((size_t)count + 1) * sizeof *theirs, 0);
   for (i = -1; r == CDDP_OK && i < d->count; i++) {
     char what[32] = "the model has";
     const char *at = mine.text, *same = at; /* the first setting that differs */
-    cddp__describe(d, i, &mine);
+    mine = cddp__describe(d, i);
     if (mine.hash == theirs[i + 1].hash) continue;
     if (i >= 0) snprintf(what, sizeof what, "parameter %d is", i);
     for (; i < 0 && *at != 0 && *at == theirs[0].text[at - mine.text]; at++)
@@ -19863,43 +19838,41 @@ static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
 
 /* --- the ranks create it --- */
 
+/* Checks the settings for shards and elastic models. */
 static cddp_result cddp__check_shards(const cddp_ddp *d) {
   const cddp_group *g = d->group;
-  /* No peer would see the end of this rank's thread. */
-  bool messages = g->backend->on_device && g->size > 1;
-  const char *other = d->desc.comm_hook != NULL          ? "comm_hook"
+  bool gpus = g->backend->on_device;
+  int shards = d->shards.count, sums = d->desc.elastic ? shards : d->shards.node_count;
+  const char *other = d->desc.comm_hook != NULL        ? "comm_hook"
                       : d->desc.find_unused_parameters ? "find_unused_parameters"
                       : d->desc.uneven_inputs          ? "uneven_inputs"
                                                        : NULL;
-  const char *lacks = !d->desc.elastic                          ? NULL
-                      : g->id != 0                              ? "a group of cddp_group_split"
-                      : g->host->elastic             ? "another elastic model"
-                      : d->shards.count > CDDP__JOINS                 ? "more than 1,024 shards"
-                      : other != NULL                           ? other
-                      : messages && g->host->threads ? "ranks that are threads and have GPUs"
-                      : g->carrier->foreign                     ? "MPI"
-                                                                : NULL;
-  if (lacks != NULL)
+  const char *lacks = g->id != 0              ? "a group of cddp_group_split"
+                      : g->host->elastic      ? "another elastic model"
+                      : shards > CDDP__JOINS  ? "more than 1,024 shards"
+                      : other != NULL         ? other
+                      : gpus && g->size > 1 && g->host->threads
+                          ? "ranks that are threads and have GPUs" /* peers see no thread's end */
+                      : g->carrier->foreign ? "MPI"
+                                            : NULL;
+  if (d->desc.elastic && lacks != NULL)
     return cddp__fail(CDDP_UNSUPPORTED, "elastic in cddp_ddp_desc and %s exclude each other",
                       lacks);
   if (d->desc.shards == 0) return CDDP_OK;
-  if (d->desc.shards < d->group->size && !g->host->joined)
+  if (d->desc.shards < g->size && !g->host->joined)
     return cddp__fail(CDDP_INVALID_ARGUMENT,
                       "shards in cddp_ddp_desc is %d, but the group has %d ranks; each rank needs "
                       "at least one",
-                      d->desc.shards, d->group->size);
+                      d->desc.shards, g->size);
   if (other != NULL)
     return cddp__fail(CDDP_UNSUPPORTED,
                       "shards and %s in cddp_ddp_desc exclude each other: the mean is over all "
                       "shards, in one order",
                       other);
-  if (d->desc.elastic && d->group->backend->on_device && d->shards.count > CDDP_NODES)
-    return cddp__fail(CDDP_UNSUPPORTED, "elastic ranks with GPUs have at most %d shards, not %d",
-                      CDDP_NODES, d->shards.count);
-  if (d->shards.spread && d->group->backend->on_device && d->shards.node_count > CDDP_NODES)
+  if (gpus && (d->desc.elastic || d->shards.spread) && sums > CDDP_NODES)
     return cddp__fail(CDDP_UNSUPPORTED,
                       "%d shards on %d ranks leave %d sums of shards to add; GPUs add at most %d",
-                      d->shards.count, d->group->size, d->shards.node_count, CDDP_NODES);
+                      shards, g->size, sums, CDDP_NODES);
   return CDDP_OK;
 }
 
@@ -19960,8 +19933,7 @@ static cddp_result cddp__ddp_setup(cddp_ddp *d, bool joins) {
     for (k = 0; r == CDDP_OK && k < g->local_size; k++) cddp__set_rank_addresses(d, k, arenas[k]);
   }
   if (r == CDDP_OK && !joins) r = cddp__share_arrays(d, d->params, d->count, 0);
-  if (r == CDDP_OK && !joins)
-    r = cddp__share_arrays(d, d->desc.buffers, d->desc.buffer_count, 0);
+  if (r == CDDP_OK && !joins) r = cddp__share_arrays(d, d->desc.buffers, d->desc.buffer_count, 0);
   if (r != CDDP_OK) return r;
   cddp__set_plan(d, NULL);
   cddp__reset_step(d);
@@ -22958,7 +22930,7 @@ static void cddp__checkpoint_end(cddp__ckpt *ckpt) {
   if (ckpt->whole != NULL) cddp_free(ckpt->g, ckpt->whole);
   for (i = 0; i < ckpt->item_count; i++) /* states that a failed load did not commit */
     if (ckpt->items[i].from != NULL && ckpt->items[i].place != NULL && !optim->backend->on_device)
-      cddp__free(&optim->allocator, ckpt->items[i].data);
+      cddp__free(NULL, ckpt->items[i].data);
   cddp__free(ckpt->allocator, ckpt->items);
   cddp__free(ckpt->allocator, ckpt->staging);
   cddp__buffer_clear(&ckpt->header, 0);
@@ -23221,7 +23193,7 @@ static cddp_result cddp__match_items(cddp__ckpt *ckpt) {
     if (item->data == &ckpt->lr) ckpt->has_lr = true;
     if (r == CDDP_OK && item->place != NULL) {
       item->data = optim->backend->on_device ? *item->place
-                                          : cddp__calloc(&optim->allocator, 1,
+                                          : cddp__calloc(NULL, 1,
                                                          cddp__kept_bytes(ckpt, item));
       if (item->data == NULL) r = CDDP_OUT_OF_MEMORY;
     }
@@ -23407,7 +23379,7 @@ static cddp_result cddp__commit_states(cddp__ckpt *ckpt) {
           found || (item[-1].param == item->param && optim->steps[item->param] > 0);
     if (cddp__is_master(optim, item->state)) optim->fresh[item->param] = !found;
     if (!optim->backend->on_device) {
-      cddp__free(&optim->allocator, *item->place);
+      cddp__free(NULL, *item->place);
       *item->place = item->data;
       item->data = NULL;
     } else if (!found) {
@@ -24278,7 +24250,7 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard) {
       cddp__fail(CDDP_INVALID_ARGUMENT,
                  "cddp_ddp_next_shard: gradient \"%s\" of shard %d was not marked ready on rank "
                  "%d; call cddp_ddp_ready for every parameter first",
-                 cddp__param_name(&d->params[i], i).s, d->shards.current, d->group->rank);
+                 cddp__param_name(d->params, i).s, d->shards.current, d->group->rank);
     r = CDDP_INVALID_ARGUMENT;
   }
   if (r == CDDP_OK) r = d->memory->use(d->group);
@@ -24316,12 +24288,12 @@ CDDPDEF cddp_result cddp_ddp_add_rows(cddp_ddp *d, int param, const int64_t *row
               d->count - 1);
   s = cddp__sparse_of(d, param);
   CDDP__CHECK(s != NULL, "parameter \"%s\" is dense; set sparse_rows in cddp_ddp_desc",
-              cddp__param_name(&d->params[param], param).s);
+              cddp__param_name(d->params, param).s);
   CDDP__CHECK(n == 0 || (rows != NULL && values != NULL), "rows or values is NULL");
   for (i = 0; i < n; i++)
     CDDP__CHECK(rows[i] >= 0 && (uint64_t)rows[i] < s->rows,
                 "row %" PRId64 " of parameter \"%s\", which has rows 0 to %zu", rows[i],
-                cddp__param_name(&d->params[param], param).s, s->rows - 1);
+                cddp__param_name(d->params, param).s, s->rows - 1);
   CDDP__CHECK(n <= SIZE_MAX / 4 / (s->bytes + 64), "n exceeds the address space");
   r = cddp__from_device(d->group, &values, n * s->bytes, &copy);
   if (r == CDDP_OK)
