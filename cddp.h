@@ -3404,7 +3404,7 @@ static bool cddp__same_bytes(const void *a, const void *b, size_t n) {
 
 enum cddp__challenge_state {
   CDDP__CHALLENGE_ON,      /* needs more bytes */
-  CDDP__CHALLENGE_PROVEN,  /* both ends know the secret */
+  CDDP__CHALLENGE_PROVEN,  /* both ends know the secret; the states behind it are failures */
   CDDP__CHALLENGE_REFUSED, /* the called end has sent a letter: `why` */
   CDDP__CHALLENGE_WRONG,   /* the other end does not know the secret */
   CDDP__CHALLENGE_NOT_CDDP /* the other end uses another protocol */
@@ -6183,7 +6183,7 @@ typedef struct cddp__extent {
   bool quarantined; /* never allocated again: cddp__arena_quarantine */
   uint32_t after_generation;        /* generation of `after`, which tells whether it was freed */
   const cddp__control_block *after; /* freed once all ranks have left this; NULL: by a call */
-  struct cddp__extent *next, *previous; /* FREE: next in its list; pending: the ring host.pending */
+  struct cddp__extent *next, *previous; /* FREE: in its list; pending: in host.arena.pending */
 } cddp__extent;
 
 /* A range of a rank's window, mapped in this process; private memory if ranks are threads. */
@@ -6378,8 +6378,8 @@ static cddp__extent *cddp__next_extent(const cddp__host *host, cddp__extent *ext
   return NULL;
 }
 
-/* Whether the extent is in the ring host.pending: a control block, or an extent to be freed with
-   one. */
+/* Whether the extent is in the ring host.arena.pending: a control block, or an extent to be freed
+   with one. */
 static bool cddp__extent_is_pending(const cddp__extent *extent) {
   return extent->use == CDDP__EXTENT_BLOCK || extent->use == CDDP__EXTENT_BLOCK_LAZY ||
          extent->after != NULL;
@@ -7045,7 +7045,8 @@ typedef struct cddp__kernels {
     } \
   }
 
-/* FMA: a * b + c with one rounding. */
+/* FMA: a * b + c with one rounding. mix: dst = factor_p * p + factor_q * q, for SGD; the first
+   product is rounded. */
 #define CDDP__SCALE_KERNELS(ISA, TARGET, T, S, FMA) \
   TARGET static void cddp__scale_##S##_##ISA(void *p, size_t n, double factor, bool divide) { \
     CDDP__STRICT_FP \
@@ -9487,7 +9488,8 @@ typedef struct cddp__channel { /* a connection to the parent or a child */
 typedef struct cddp__root_search {
   char key[160], blocked_key[160]; /* RUN/meeting, RUN/blocked */
   cddp_store *store;               /* NULL: not open. In rank 0's process: with the server */
-  bool wanted;      /* a coordinator has connected to the store: the root must write its address */
+  bool wanted;      /* the root must write its address: a coordinator has connected to the store,
+                       or the root would not know, because another program serves the store */
   bool announced;   /* rank 0: its parent knows that */
   bool stale;       /* RUN/meeting led to no root: the store can be an earlier job's */
   double next_look; /* when to ask the store again, of cddp__now() */
@@ -9527,7 +9529,7 @@ typedef struct cddp__rendezvous {
   cddp__cause problem; /* why the first registration that does not match is refused */
   double problem_at;   /* when that happened, of cddp__now() */
   bool common;         /* the failure concerns all ranks: its text is sent unchanged */
-  int memory_fd;       /* a client: the memfd, received with TABLE; -1: not yet */
+  int memory_fd;       /* a client: the memfd, received with TABLE; -1: not yet, or mapped */
   cddp__net *net;      /* the table of ranks; NULL: it is not complete */
 } cddp__rendezvous;
 
@@ -10595,6 +10597,7 @@ static cddp_result cddp__collect_ranks(cddp__rendezvous *rdv) {
     if (up->fd < 0 && rdv->node_socket < 0) r = cddp__connect_node(rdv);
     if (r == CDDP_OK && up->fd >= 0) r = cddp__inform_parent(rdv);
     if (up->fd < 0) until = rdv->deadline;
+    /* wakes in time for cddp__find_root to read the store */
     if (up->fd < 0 && root->listener < 0 && root->next_look < until &&
         (root->wanted || !rdv->with_rank_0))
       until = root->next_look;
@@ -10840,7 +10843,7 @@ static cddp_result cddp__join_receive(cddp__job_info *job, cddp__connection *c, 
       c->challenge.state > CDDP__CHALLENGE_PROVEN) { /* another job's rank, or a stranger */
     if (c->peer >= 0)
       return cddp__fail(CDDP_UNAUTHORIZED, "the other process does not know the secret of the job");
-    job->foreign |= 1u << (-1 - c->peer);
+    job->foreign |= 1u << (-1 - c->peer); /* peer -1 - i: address i of MASTER_ADDR */
   }
   if (m == NULL) return CDDP_NETWORK;
   valid = m->head.number == CDDP__RENDEZVOUS_TABLE && m->head.size == sizeof *table;
@@ -13597,6 +13600,7 @@ static cddp_result cddp__exchange_slices(cddp_group *g, const cddp__call *call,
   cddp_result result;
   int r;
   for (r = 0; r < g->size; r++) g->buffers[r] = space + (size_t)r * apart;
+  /* cddp__write_shares did not copy this rank's own slice to its staging buffer. */
   g->buffers[g->rank] = (char *)(uintptr_t)call->send + chunk->begin * call->esize;
   cddp__reduce_slices(g, call, chunk->n, g->buffers, sums + (size_t)g->rank * apart, nontemporal);
   result = cddp__round_of(g, call, CDDP__PHASE_CHUNK, NULL, 0);
@@ -14489,13 +14493,13 @@ static cddp_result cddp__first_round(cddp_group *g) {
   unsigned char job[8];
   cddp_result r;
   cddp__put64(job, cddp__record_job());
-  (void)cddp__count_cores(g->block->processors, host->container_cores);
+  (void)cddp__count_cores(g->block->processors, host->container_cores); /* adds this rank's */
   r = cddp__hosts_attach(g, host->net, NULL);
   if (r == CDDP_OK)
     r = cddp__round(g, CDDP__KIND_BARRIER, CDDP__PHASE_CALL, 0, job, sizeof job);
   if (r != CDDP_OK) return r;
   host->cores = cddp__count_cores(g->block->processors, host->container_cores);
-  cddp__store32(&g->block->cores, (uint32_t)host->cores);
+  cddp__store32(&g->block->cores, (uint32_t)host->cores); /* all ranks store the same number */
   cddp__set_wait_policy(g);
   return cddp__record_open(&host->record, cddp__get64(cddp__op_header_of(g, 0, g->round)->u.bytes),
                            g->rank, g->size, 0);
@@ -19584,9 +19588,9 @@ CDDPDEF cddp_result (cddp_ddp_join)(cddp_ddp *d, cddp_optim *s) {
    Job: creates and destroys a cddp_ddp.
    Entry points: cddp__ddp_new, then the collective cddp__ddp_setup; cddp__ddp_free.
    How cddp__ddp_setup works:
-     1. It splits off the private group d->control. All ranks check their descs there, and compare
-        their models with rank 0's: each error names the first rank that differs.
-     2. It creates the other groups, maps weights and gradients, lays out and maps the arenas.
+     1. It splits off the private group d->control, on which ranks check their shards, and d->comm.
+     2. All ranks compare their descs and models with rank 0's: each error names the first rank that
+        differs. Then it maps weights and gradients, lays out and maps the arenas.
      3. Rank 0's weights and buffers go to all ranks.
    A process that joins an elastic model takes no part in collectives: see cddp__elastic_join. */
 
@@ -19897,7 +19901,8 @@ static void cddp__place_partitions(cddp_ddp *d) {
 
 /* The group that reduces buckets. It is the caller's if buckets are enqueued, so that NCCL has one
    order of calls and one set of connections. Otherwise it is private, also in an elastic model,
-   which creates its groups again after each loss. */
+   which creates its groups again after each loss. check: a number that no other split of d->group
+   passes, so that ranks that differ are found; see cddp__split. */
 static cddp_result cddp__ddp_group(const cddp_ddp *d, uint64_t check, cddp_group **out) {
   cddp_group *g = d->group;
   if (!g->backend->enqueues || d->desc.elastic) return cddp__split_group(g, 0, g->rank, check, out);
@@ -19920,7 +19925,7 @@ static cddp_result cddp__ddp_setup(cddp_ddp *d, bool joins) {
     if (r != CDDP_OK) return r;
     r = cddp__agree_on_params(d);
     if (r == CDDP_OK && d->desc.comm_hook != NULL)
-      r = cddp__ddp_group(d, CDDP__KIND_DDP_CREATE + 1, &d->hooks);
+      r = cddp__ddp_group(d, CDDP__KIND_DDP_CREATE + 1, &d->hooks); /* not comm's check */
     if (r == CDDP_OK && !g->backend->on_device) r = cddp__map_params(d);
   }
   if (r != CDDP_OK) return r;
@@ -23177,9 +23182,9 @@ static cddp_result cddp__match_items(cddp__ckpt *ckpt) {
     const cddp_tensor_info *tensor = cddp__st_find(ckpt->file, item->name);
     bool master = item->place != NULL && cddp__is_master(optim, item->state);
     if (item->param < 0 || item->param != first->param) first = item;
-    /* A state is in the file, with the others of its parameter, if a step has created it. A master
-       can be missing alone. */
     if (item->param >= 0 && !ckpt->has_lr) continue; /* partial: the file has no optimizer */
+    /* A state is in the file, with the others of its parameter, if a step has created it. A master
+       can be missing alone: cddp_save leaves out one that differs from its weights. */
     if (tensor == NULL) {
       if (!partial && !master && (item->param < 0 || first->from != NULL))
         r = cddp__fail_missing("tensor", item->name);
