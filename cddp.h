@@ -19947,167 +19947,55 @@ static cddp_result cddp__ddp_setup(cddp_ddp *d, bool joins) {
 }
 
 /* >>elastic ---------------------------------------------------------------------------------------
-   Elastic models: training continues when ranks fail and when processes join.
+   Elastic models: every rank holds all weights and states, so training continues with any of them.
+   After a loss, or when a process joins, the living ranks meet, create new groups, divide the lost
+   shards, and finish the step.
    Job: the membership, the assignment of shards, reductions and updates of an elastic model.
    Owns: a cddp__elastic with its own listening socket; of a cddp_ddp, `control` and `comm`, which
    are created again for each epoch. Touches: the fields of a cddp_ddp that >>ddp uses.
    Entry points: cddp__elastic_create, or cddp__elastic_join in a joining process;
    cddp__elastic_next, _step, _restore and _free; cddp_ddp_group. Thread: the one that trains.
-   How a step works:
-     1. Each rank has all weights and all optimizer states. It sums the gradients of its shards into
-        nodes of the canonical tree. The last node can stay in the gradients; the other nodes are in
-        slots. The sparse rows of a shard are packed when the shard ends.
-     2. A rank without shards left enters the reduction, which begins with a round of all members.
-        A rank has finished the update of a step before it enters the reduction of the next one.
-     3. On one host, each rank reads the nodes of all ranks in place. It computes the mean of its
-        part of the model, and for a clip the squares of that part, in its own memory. A second
-        round completes the reduction. Then each rank reads all parts in place: nothing is copied.
-        Between hosts and on GPUs, each rank receives all nodes of its part in messages and computes
-        the part's mean. The ranks then gather the parts, so each rank has the whole mean.
-     4. Each rank computes the whole update: it steps all its weights and states by the mean and
-        clears its gradients. `done` counts completed reductions. It differs by at most 1 between
-        members.
-   How the members meet after a loss, that is, when an operation of a group fails with
-   CDDP_PEER_LOST:
-     1. One member leads: of the living members with the oldest epoch, that with the lowest number.
-        Each other member connects to it (>>links) and sends a report: its number of reductions, the
-        shards with sums there, memory for control blocks.
-     2. The leader waits until each member has reported or is lost. It detects a loss by connecting:
-        the system refuses or closes the connection. A member that is computing reports later.
-     3. The leader sends the table of all reports. The table determines the members and their order,
-        the epoch, the members that lack a reduction, and the shards with lost sums. These shards
-        are divided among the members. If the leader dies, the next member leads.
-     4. Each member creates the table's two groups and confirms them to the leader. When all have
-        confirmed, the leader tells all to continue.
-     5. The members that lack the last mean receive it. On one host they can already read it.
-   A split network: if a member's host does not answer, the members that reported must be more than
-   half of the last group. Otherwise they fail. So two halves never train separately. The rule also
-   holds for an address of which all members were lost by resets, since a firewall sends resets,
-   too. Therefore each member reports which processes it has seen end (`ended`): the system of such
-   a process closed a connection, and did not reset it.
+   How it works:
+     1. Membership: a member has a number in 0 .. shards - 1, which is also its rank in `net`. The
+        k-th rank of the groups is member order[k]. Each new group begins an epoch.
+     2. A rank sums the gradients of its shards into nodes of the canonical tree. The last node can
+        stay in the gradients; the others are in slots (memory for one node each).
+     3. A rank without shards left enters the reduction: cddp__elastic_reduce. It needs all members.
+     4. Then the rank updates all its weights and states by the mean, and needs no other rank.
+        `done` counts completed reductions. It differs by at most 1 between members.
+     5. If an operation fails with CDDP_PEER_LOST, the members meet: cddp__elastic_regroup. Each
+        sends a report to the leader, which answers with the table of all reports. The table
+        determines everything else: members, ranks, epoch, lost sums, missing means.
    A rank that destroys the model, or fails for a local reason, stops listening and is lost to the
-   others. A living rank that the others count as lost gets CDDP_ABORTED when it connects.
-   How a process joins: it asks a rank on its host, or a rank at MASTER_ADDR, for the leader, and
-   sends the leader a report without weights. A rank on its host also gives it the host's shared
-   memory (>>rendezvous); without that the process counts as a host with one rank. When the leader
-   has no shards left, it starts a meeting as after a loss and gives the process a member number. A
-   member with the most reductions broadcasts its weights and states as a snapshot. A member number
-   is a rank in `net`, through which all groups after the first connect.
-   CRASH SAFETY. In a step on one host, no rank writes to memory that another rank owns. Until the
-   second round completes a reduction, all ranks keep their nodes. The shards of a lost rank are
-   computed again and give the same sums. A completed reduction means that all ranks have read all
-   nodes and rows, and that all parts of the mean exist. A part stays unchanged until all members
-   have entered the next reduction, even if its rank dies, since the memory belongs to the host
-   (>>arena). A rank that dies in its update changes nothing that others read. A dead process's
-   memory is freed in a later step, after that process has ended.
-   The broadcasts of a meeting can write to other ranks' memory (>>collectives). They write only
-   bytes that the receiver does not use before the broadcast completes, or that it already has. */
-
-/* --- elastic models --- */
+   others. A living rank that the others count as lost gets CDDP_ABORTED when it connects. */
 
 /* A rank's call in the update of a step, as it is in shared memory and in messages. */
 typedef struct cddp__elastic_call {
-  uint32_t kind;    /* CDDP__KIND_DDP_STEP, _WAIT */
-  uint32_t fp_mode; /* cddp__fp_mode */
+  uint32_t kind;     /* CDDP__KIND_DDP_STEP, _WAIT; 0: none yet */
+  uint32_t fp_mode;  /* cddp__fp_mode */
   uint64_t settings; /* of the cddp_optim without its lr; 0: a wait */
   double lr;
-  uint64_t steps;   /* cddp_ddp_steps before it */
+  uint64_t steps; /* cddp_ddp_steps before it */
 } cddp__elastic_call;
-
-static cddp__elastic_call cddp__update_call(const cddp_ddp *d, const cddp_optim *s) {
-  cddp__elastic_call c;
-  c.kind = s != NULL ? CDDP__KIND_DDP_STEP : CDDP__KIND_DDP_WAIT;
-  c.fp_mode = cddp__fp_mode();
-  c.settings = s != NULL ? cddp__optim_settings(s) : 0;
-  c.lr = s != NULL ? s->desc.lr : 0;
-  c.steps = d->steps;
-  return c;
-}
-
-/* Fails unless another rank has made the same call. */
-static cddp_result cddp__compare_update(const cddp_ddp *d, const cddp__elastic_call *mine,
-                                        const cddp__elastic_call *c, cddp__text who) {
-  if (c->kind != mine->kind)
-    return cddp__fail(CDDP_MISMATCH,
-                      "ranks disagree in step %" PRIu64 ": rank %d called %s, %s called %s",
-                      mine->steps, d->group->rank, cddp__shapes[mine->kind].name, who.s,
-                      cddp__shapes[c->kind].name);
-  if (c->steps != mine->steps)
-    return cddp__fail(CDDP_MISMATCH,
-                      "ranks disagree: rank %d is in step %" PRIu64 ", %s in step %" PRIu64
-                      "; load the same checkpoint on all ranks",
-                      d->group->rank, mine->steps, who.s, c->steps);
-  if (c->lr != mine->lr)
-    return cddp__fail(CDDP_MISMATCH,
-                      "ranks disagree in step %" PRIu64 ": %s is %s on rank %d, %s on %s",
-                      mine->steps, cddp__setting_names[CDDP__SETTING_LR],
-                      cddp__describe_number(mine->lr).s, d->group->rank,
-                      cddp__describe_number(c->lr).s, who.s);
-  if (c->settings == mine->settings && c->fp_mode == mine->fp_mode) return CDDP_OK;
-  return cddp__fail(CDDP_MISMATCH,
-                    "ranks disagree in step %" PRIu64 ": %s called %s with other %s than rank %d",
-                    mine->steps, who.s, cddp__shapes[c->kind].name,
-                    c->fp_mode == mine->fp_mode
-                        ? "settings (momentum, betas, weight_decay or others)"
-                        : "floating-point settings",
-                    d->group->rank);
-}
-
-static void cddp__log_lost(const cddp_ddp *d, cddp__text who, int rank, const char *how) {
-  cddp__log(&d->group->host->logger, 1, "%s is lost%s; the others do its shards of step %" PRIu64,
-            who.s, how, d->steps);
-  cddp__record_event(d->group, "lost", (uint64_t)rank, CDDP_PEER_LOST);
-}
-
-static cddp_result cddp__join_taken(cddp__text who) {
-  return cddp__fail(CDDP_INVALID_ARGUMENT,
-                    "CDDP_JOIN: %s is in the job; give each process its own RANK", who.s);
-}
-
-static cddp_result cddp__join_full(const cddp_ddp *d, int living) {
-  return cddp__fail(CDDP_UNSUPPORTED,
-                    "CDDP_JOIN: the job is full: each of its %d shards has one of its %d ranks",
-                    d->shards.count, living);
-}
-
-/* The data of an optimizer (NULL: none) that a joining rank receives. counts (or NULL) receives the
-   number of steps of each parameter. */
-static cddp__snapshot cddp__optim_snapshot(const cddp_optim *o, float *counts) {
-  cddp__snapshot out;
-  memset(&out, 0, sizeof out);
-  if (o == NULL) return out;
-  out.known = true;
-  memcpy(out.settings, &o->desc, sizeof out.settings);
-  out.weight_decay = o->count > 0 ? o->desc.weight_decays[0] : 0;
-  out.lr_scales = cddp__hash64(1, o->desc.lr_scales, (size_t)o->count * sizeof(double));
-  out.weight_decays = cddp__hash64(1, o->desc.weight_decays, (size_t)o->count * sizeof(double));
-  if (cddp__most_steps(o) == 0) return out;
-  out.states = o->states;
-  out.stepped = true;
-  if (counts != NULL) memcpy(counts, o->steps, (size_t)o->count * sizeof *counts);
-  return out;
-}
-
-static void cddp__take_snapshot(cddp_ddp *d, const cddp__snapshot *from, const float *counts) {
-  int i;
-  d->snapshot = *from;
-  for (i = 0; i < d->count; i++) d->tensors[i].restored_steps = counts[i];
-}
 
 /* Joining processes that can wait for the next meeting. Further ones are disconnected and retry. */
 #define CDDP__JOIN_REQUESTS 64
 
-/* shared: addresses of the memory that a rank of an elastic model publishes to the ranks on its
-   host. The addresses of its weights [params] follow, then the slots of its nodes [shards], in
-   order. Writer: its rank, before it enters a reduction. The others read the memory; `scratch`, the
-   weights and `self` are published only so that the others can free them if the rank dies. */
+/* shared: addresses of the memory of a rank, for the other ranks on its host: those below, then of
+   its weights [params]; then the slots of its nodes [shards], in order. Writer: its rank, before it
+   enters a reduction. The others read the memory up to SCRATCH; they have the other addresses to
+   free the memory if the rank dies. */
+enum {
+  CDDP__PUBLISHED_ARENA, /* gradients; the squares of its part of the mean follow */
+  CDDP__PUBLISHED_MEAN,  /* the mean, of which the rank writes its part */
+  CDDP__PUBLISHED_SUMS,  /* its slots */
+  CDDP__PUBLISHED_ROWS,  /* packed sparse rows */
+  CDDP__PUBLISHED_SCRATCH,
+  CDDP__PUBLISHED_SELF, /* this struct */
+  CDDP__PUBLISHED_WEIGHTS
+};
 typedef struct cddp__published {
-  cddp__ref arena; /* gradients; the squares of its part of the mean follow */
-  cddp__ref sums;  /* slots */
-  cddp__ref mean;  /* the mean, of which the rank writes its part */
-  cddp__ref rows;  /* packed sparse rows */
-  cddp__ref scratch;
-  cddp__ref self; /* this struct */
+  cddp__ref refs[CDDP__PUBLISHED_WEIGHTS];
 } cddp__published;
 
 /* Memory of a lost rank, or the control block of a group that lost a rank. It is freed when all
@@ -20121,39 +20009,43 @@ typedef struct cddp__retired {
 /* The membership of an elastic model, and what a rank has done in the current step. Owner: the
    thread that trains. */
 struct cddp__elastic {
+  /* the membership: */
   cddp__net *net; /* connections among the members; a rank there is a member number */
   cddp__elastic_member *members; /* [shards + 1] by number; the last: a process that is joining */
   int me;                        /* this rank's member number; `shards` while it joins */
   int leader;                    /* number of the member that sent the last table */
   int *order;                    /* [active_count] member numbers of the group's ranks, by rank */
   uint64_t epoch;                /* of the membership: how many groups there have been */
-  uint64_t step;                 /* waits and steps since creation */
-  uint64_t done;                 /* completed reductions */
-  int *indices;                  /* [shards] scratch */
-  char *slot_area;               /* this rank's slots */
-  char *mean;                    /* the last reduction's mean, or this rank's part of it */
-  bool one_host;                 /* all members are on this host and read each other's memory */
-  bool holds_shard;              /* the gradients hold the sum of a shard that has ended */
-  int mean_parts;                /* number of parts of the last mean */
-  bool in_parts;                 /* each rank of its group has one part; false: this rank has all */
-  char **means;                  /* [mean_parts] the memory of each, addressed by model offset */
-  double **squares;              /* [mean_parts] the squares of each */
-  cddp__published *own;          /* this rank's; NULL: on a GPU */
-  cddp__published **published;   /* [shards] by member number; NULL: on another host, or on a GPU */
+  cddp_group *broken_comm; /* the first comm that broke in this step, for cddp_ddp_group; NULL */
+  /* this rank's sums and the last mean: */
+  uint64_t step;    /* waits and steps since creation */
+  uint64_t done;    /* completed reductions: `step`, or `step` + 1 before the update */
+  char *slot_area;  /* this rank's slots */
+  char *mean;       /* the last reduction's mean, or this rank's part of it */
+  bool holds_shard; /* the gradients hold the sum of a shard that has ended */
+  bool in_parts;    /* each rank of its group has one part; false: this rank has all */
+  int mean_parts;   /* number of parts of the last mean; 1 if not in_parts */
+  char **means;     /* [mean_parts] the memory of each, addressed by model offset */
+  double **squares; /* [mean_parts] the squares of each */
+  cddp__elastic_call last_update; /* this rank's last update; kind 0: none since it joined */
+  /* memory of the ranks on this host: */
+  bool one_host;               /* all members are on this host and read each other's memory */
+  cddp__published *own;        /* this rank's; NULL: on a GPU */
+  cddp__published **published; /* [shards] by member number; NULL: on another host, or on a GPU */
   cddp__retired *retired;
   size_t retired_count, retired_capacity;
-  cddp__connection **links;      /* [shards + JOIN_REQUESTS] during a meeting: to the leader, or to
-                                   the members that reported; at [shards] joining processes begin */
-  cddp__message **reports; /* [shards + JOIN_REQUESTS] the reports from these links */
-  int request_count;       /* joining processes that wait for the next meeting */
-  void *blocks[2];         /* during a meeting: for control blocks of the next groups; NULL */
-  int attempts;            /* meetings since the last reduction */
-  int unreachable;         /* a member on a host that did not answer; -1: none */
-  unsigned char *ended;    /* [shards] 1: a member saw its process end since the last table */
-  cddp__elastic_call last_update; /* this rank's last update; kind 0: none since it joined */
-  cddp_group *broken_comm; /* the first comm that broke in this step, for cddp_ddp_group; NULL */
-  bool empty;              /* this rank joins, and has no weights yet */
-  char *states;            /* the snapshot's optimizer states, until a cddp_optim takes them */
+  /* a meeting: */
+  cddp__connection **links; /* [shards + JOIN_REQUESTS] to the leader, or to the members that
+                               reported; at [shards] joining processes begin */
+  cddp__message **reports;  /* [shards + JOIN_REQUESTS] the reports from these links */
+  int request_count;        /* joining processes that wait for the next meeting */
+  int attempts;             /* meetings since the last reduction */
+  int unreachable;          /* a member on a host that did not answer; -1: none */
+  unsigned char *ended;     /* [shards] 1: a member saw its process end since the last table */
+  void *blocks[2];          /* for the control blocks of the next groups; NULL */
+  /* a joining process: */
+  bool empty;   /* it has no weights yet */
+  char *states; /* the snapshot's optimizer states, until a cddp_optim takes them */
 };
 
 /* A rank's report to the leader of a meeting. A float for each parameter follows: the number of
@@ -20170,6 +20062,37 @@ typedef struct cddp__elastic_report {
   cddp__ref blocks[2]; /* for control blocks; those of the lowest rank on a host are used */
 } cddp__elastic_report;
 
+/* --- the membership --- */
+
+static cddp__text cddp__elastic_name(const cddp__elastic *elastic, int member) {
+  return cddp__textf("rank %d (pid %u)", elastic->members[member].rank,
+                     elastic->members[member].pid);
+}
+
+/* Enters a member and its address, which cddp__link_connect uses. */
+static void cddp__elastic_set_member(cddp__elastic *elastic, const cddp__elastic_member *member) {
+  cddp__host_entry *host = &elastic->net->hosts[member->host];
+  cddp__rank_entry *rank = &elastic->net->ranks[member->number];
+  elastic->members[member->number] = *member;
+  host->address = member->address;
+  snprintf(host->name, sizeof host->name, "%.67s", member->name);
+  rank->host = member->host;
+  rank->pid = member->pid;
+  rank->port = member->port;
+}
+
+/* The member that leads a meeting: of the members with the oldest epoch, that with the lowest
+   number; -1: no member lives. So ranks agree on the leader even if one of them does not know of a
+   member that joined last. */
+static int cddp__elastic_choose_leader(const cddp_ddp *d) {
+  const cddp__elastic_member *members = d->elastic->members;
+  int p, lowest = -1;
+  for (p = 0; p < d->shards.count; p++)
+    if (members[p].life != 0 && (lowest < 0 || members[p].since < members[lowest].since))
+      lowest = p;
+  return lowest;
+}
+
 static void cddp__elastic_drop_report(cddp__elastic *elastic, int p) {
   cddp__link_free(elastic->links[p]);
   cddp__free(&elastic->net->allocator, elastic->reports[p]);
@@ -20177,7 +20100,6 @@ static void cddp__elastic_drop_report(cddp__elastic *elastic, int p) {
   elastic->reports[p] = NULL;
 }
 
-/* Ends all connections. A joining process asks again. */
 static void cddp__elastic_disconnect(cddp_ddp *d) {
   int k;
   for (k = 0; k < d->shards.count + d->elastic->request_count; k++)
@@ -20199,51 +20121,7 @@ static void cddp__elastic_close(cddp_ddp *d) {
   pthread_mutex_unlock(&net->lock);
 }
 
-static size_t cddp__report_bytes(const cddp_ddp *d) {
-  return cddp__round_up(sizeof(cddp__elastic_report) + (size_t)d->count * sizeof(float) +
-                            2 * (size_t)d->shards.count,
-                        sizeof(uint64_t));
-}
-
-static cddp__text cddp__elastic_name(const cddp__elastic *elastic, int member) {
-  return cddp__textf("rank %d (pid %u)", elastic->members[member].rank,
-                     elastic->members[member].pid);
-}
-
-/* The k-th report in a message. */
-static cddp__elastic_report *cddp__report_at(const cddp_ddp *d, cddp__message *m, int k) {
-  return (cddp__elastic_report *)(void *)((char *)(m + 1) + (size_t)k * cddp__report_bytes(d));
-}
-
-/* For each shard, whether the reporting rank has its sum. */
-static unsigned char *cddp__report_sums(const cddp_ddp *d, cddp__elastic_report *report) {
-  return (unsigned char *)((float *)(report + 1) + d->count);
-}
-
-/* Enters a member and its address, which cddp__link_connect uses. */
-static void cddp__elastic_set_member(cddp__elastic *elastic, int member,
-                                     const cddp__elastic_member *member_info) {
-  cddp__host_entry *entry = &elastic->net->hosts[member_info->host];
-  elastic->members[member] = *member_info;
-  entry->address = member_info->address;
-  snprintf(entry->name, sizeof entry->name, "%.67s", member_info->name);
-  elastic->net->ranks[member].host = member_info->host;
-  elastic->net->ranks[member].pid = member_info->pid;
-  elastic->net->ranks[member].port = member_info->port;
-}
-
-/* The member that leads a meeting: of the members with the oldest epoch, that with the lowest
-   number; -1: no member lives. So ranks agree on the leader even if one of them does not know of a
-   member that joined last. */
-static int cddp__elastic_choose_leader(const cddp_ddp *d) {
-  const cddp__elastic_member *m = d->elastic->members;
-  int p, lowest = -1;
-  for (p = 0; p < d->shards.count; p++)
-    if (m[p].life != 0 && (lowest < 0 || m[p].since < m[lowest].since)) lowest = p;
-  return lowest;
-}
-
-/* --- nodes --- */
+/* --- sums of shards --- */
 
 /* Zeroed memory of the gradients' kind: shared memory, or the device's. */
 static char *cddp__elastic_allocate(cddp_ddp *d, size_t bytes, enum cddp__extent_use use) {
@@ -20280,7 +20158,6 @@ static cddp_result cddp__elastic_grow_slots(cddp_ddp *d, int slots) {
   return r;
 }
 
-/* Discards the sums of this rank's shards. */
 static void cddp__elastic_drop_sums(cddp_ddp *d) {
   d->shards.own_node_count = 0;
   d->rows.bytes = 0;
@@ -20294,14 +20171,14 @@ static void cddp__elastic_assign_shards(cddp_ddp *d) {
 
 /* Clears the gradients for another shard. The sum that they hold moves into a slot. */
 static cddp_result cddp__elastic_clear_gradients(cddp_ddp *d) {
-  int slot = cddp__free_slot(d->shards.own_nodes, d->shards.own_node_count), i = 0, arena = -1,
-      one = 1;
+  cddp__shard_node *nodes = d->shards.own_nodes;
+  int slot = cddp__free_slot(nodes, d->shards.own_node_count), i = 0, arena = -1, one = 1;
   cddp_result r = CDDP_OK;
-  while (i < d->shards.own_node_count && d->shards.own_nodes[i].slot >= 0) i++;
+  while (i < d->shards.own_node_count && nodes[i].slot >= 0) i++;
   if (i < d->shards.own_node_count) {
     r = cddp__elastic_grow_slots(d, slot + 1);
     if (r == CDDP_OK) r = cddp__merge_nodes(d, slot, &arena, &one, 1, false);
-    if (r == CDDP_OK) d->shards.own_nodes[i].slot = slot;
+    if (r == CDDP_OK) nodes[i].slot = slot;
   }
   if (r == CDDP_OK) r = (d->memory->zero)(d->arena, d->layout.bytes, d->group->stream);
   if (r == CDDP_OK) r = cddp__clear_own(d);
@@ -20309,38 +20186,64 @@ static cddp_result cddp__elastic_clear_gradients(cddp_ddp *d) {
   return r;
 }
 
-/* --- memory of the ranks on a host --- */
+/* A shard that this rank must still compute; -1: none. */
+static int cddp__elastic_find_shard(const cddp_ddp *d) {
+  const int *owner = d->shards.owner;
+  int i;
+  for (i = 0; i < d->shards.count; i++)
+    if (i != d->shards.current && owner[i] < d->step.active_count &&
+        d->elastic->order[owner[i]] == d->elastic->me &&
+        !cddp__nodes_contain(d->shards.own_nodes, d->shards.own_node_count, i))
+      return i;
+  return -1;
+}
+
+/* Makes the current shard's sum a node. On one host the last shard's sum can stay in the gradients,
+   where the other ranks read it. */
+static cddp_result cddp__elastic_finish_shard(cddp_ddp *d) {
+  bool more = !d->elastic->one_host || cddp__elastic_find_shard(d) >= 0;
+  cddp_result r = CDDP_OK;
+  if (d->rows.sparse != NULL) r = cddp__keep_rows(d, d->shards.current);
+  CDDP__POINT("elastic shard end");
+  if (r == CDDP_OK && (more || d->shards.own_node_count > 0))
+    r = cddp__elastic_grow_slots(d, d->shards.own_node_count + 1);
+  if (r == CDDP_OK) r = cddp__keep_node(d, d->shards.current, more);
+  d->elastic->holds_shard = !more;
+  CDDP__POINT("elastic shard stored");
+  return r;
+}
+
+/* --- memory of the ranks on a host ---
+   In a step on one host, no rank writes to memory that another rank owns. Until a reduction is
+   complete, all ranks keep their nodes, and the shards of a lost rank, computed again, give the
+   same sums. After it the parts of the mean are unchanged until all members have entered the next
+   reduction, even if a rank dies, since the memory belongs to the host (>>arena). A rank that dies
+   in its update changes nothing that others read.
+   The broadcasts of a meeting can write to other ranks' memory (>>collectives). They write only
+   bytes that the receiver does not use before the broadcast completes, or that it already has. */
 
 /* Records memory that has lost its owner or its use, for cddp__free_retired. */
 static void cddp__retire_memory(cddp_ddp *d, const cddp__ref *ref, uint32_t block_generation) {
   cddp__elastic *elastic = d->elastic;
-  cddp__retired *list;
+  cddp__retired retired = {*ref, block_generation, elastic->step}, *list;
   if (ref->kind != CDDP__REF_EXTENT) return;
   list = (cddp__retired *)cddp__grow_array(&elastic->net->allocator, elastic->retired,
                                            &elastic->retired_capacity, elastic->retired_count + 1,
                                            sizeof *list);
   if (list == NULL) return; /* the memory is never freed */
   elastic->retired = list;
-  list[elastic->retired_count].ref = *ref;
-  list[elastic->retired_count].block_generation = block_generation;
-  list[elastic->retired_count++].step = elastic->step;
+  list[elastic->retired_count++] = retired;
 }
 
 static void cddp__retire_member(cddp_ddp *d, int member) {
-  cddp__published *published = d->elastic->published[member], copy;
-  const cddp__ref *weights = (const cddp__ref *)(published + 1);
+  cddp__published *published = d->elastic->published[member];
   int i;
   d->elastic->published[member] = NULL;
-  if (published == NULL || !cddp__ref_is_mapped_at(d->group->host, &published->self, published))
+  if (published == NULL ||
+      !cddp__ref_is_mapped_at(d->group->host, &published->refs[CDDP__PUBLISHED_SELF], published))
     return;
-  copy = *published;
-  for (i = 0; i < d->count; i++) cddp__retire_memory(d, &weights[i], 0);
-  cddp__retire_memory(d, &copy.arena, 0);
-  cddp__retire_memory(d, &copy.sums, 0);
-  cddp__retire_memory(d, &copy.mean, 0);
-  cddp__retire_memory(d, &copy.rows, 0);
-  cddp__retire_memory(d, &copy.scratch, 0);
-  cddp__retire_memory(d, &copy.self, 0);
+  for (i = 0; i < CDDP__PUBLISHED_WEIGHTS + d->count; i++)
+    cddp__retire_memory(d, (const cddp__ref *)published + i, 0);
 }
 
 /* Frees the memory that was retired in earlier steps. The caller has seen all members in this step.
@@ -20367,11 +20270,12 @@ static void cddp__free_retired(cddp_ddp *d) {
   elastic->retired_count = remaining;
 }
 
+/* The slots of a rank's nodes. */
 static int32_t *cddp__published_slots(const cddp_ddp *d, cddp__published *published) {
   return (int32_t *)(void *)((cddp__ref *)(void *)(published + 1) + d->count);
 }
 
-/* Creates this rank's cddp__published, with the addresses that never change. */
+/* Publishes the addresses that never change. */
 static cddp_result cddp__create_published(cddp_ddp *d) {
   cddp__host *host = d->group->host;
   size_t bytes = sizeof(cddp__published) + (size_t)d->count * sizeof(cddp__ref) +
@@ -20384,97 +20288,140 @@ static cddp_result cddp__create_published(cddp_ddp *d) {
   for (i = 0; i < d->count; i++)
     weights[i] = cddp__ref_of(host, d->params[i].data,
                               d->params[i].count * cddp__dtype_size(d->params[i].dtype));
-  own->self = cddp__ref_of(host, own, bytes);
-  own->arena = cddp__ref_of(host, d->arena, d->layout.arena_bytes);
-  own->mean = cddp__ref_of(host, d->elastic->mean, d->layout.dense);
+  own->refs[CDDP__PUBLISHED_SELF] = cddp__ref_of(host, own, bytes);
+  own->refs[CDDP__PUBLISHED_ARENA] = cddp__ref_of(host, d->arena, d->layout.arena_bytes);
+  own->refs[CDDP__PUBLISHED_MEAN] = cddp__ref_of(host, d->elastic->mean, d->layout.dense);
   return CDDP_OK;
 }
 
-/* Writes `ref` so that a rank that reads it after this process has died sees all of it, or none. */
-static void cddp__publish_ref(cddp__ref *out, cddp__ref ref) {
+/* Publishes an address. A rank that reads it after this process has died sees all of it, or none.
+ */
+static void cddp__publish_ref(cddp__published *own, int which, const void *memory, size_t bytes,
+                              cddp__host *host) {
+  cddp__ref ref = cddp__ref_of(host, memory, bytes);
   uint32_t kind = ref.kind;
-  out->kind = ref.kind = CDDP__REF_NONE;
+  own->refs[which].kind = ref.kind = CDDP__REF_NONE;
   __atomic_signal_fence(__ATOMIC_SEQ_CST);
-  *out = ref;
+  own->refs[which] = ref;
   __atomic_signal_fence(__ATOMIC_SEQ_CST);
-  out->kind = kind;
+  own->refs[which].kind = kind;
 }
 
 /* Publishes the addresses of this rank's sums, before it enters a reduction. */
 static void cddp__publish_sums(cddp_ddp *d) {
-  cddp__elastic *elastic = d->elastic;
+  cddp__published *own = d->elastic->own;
   cddp__host *host = d->group->host;
-  int32_t *slots = cddp__published_slots(d, elastic->own);
+  int32_t *slots = cddp__published_slots(d, own);
   int i;
   for (i = 0; i < d->shards.own_node_count; i++) slots[i] = d->shards.own_nodes[i].slot;
-  cddp__publish_ref(
-      &elastic->own->sums,
-      cddp__ref_of(host, elastic->slot_area, (size_t)d->layout.slots * d->layout.slot_stride));
-  cddp__publish_ref(&elastic->own->rows, cddp__ref_of(host, d->rows.packet, d->rows.capacity));
-  cddp__publish_ref(&elastic->own->scratch,
-                    cddp__ref_of(host, d->scratch.memory, d->scratch.bytes));
+  cddp__publish_ref(own, CDDP__PUBLISHED_SUMS, d->elastic->slot_area,
+                    (size_t)d->layout.slots * d->layout.slot_stride, host);
+  cddp__publish_ref(own, CDDP__PUBLISHED_ROWS, d->rows.packet, d->rows.capacity, host);
+  cddp__publish_ref(own, CDDP__PUBLISHED_SCRATCH, d->scratch.memory, d->scratch.bytes, host);
 }
 
-/* Maps the memory that rank k of the group has published. */
+/* Maps the memory that rank k of the group has published. packets[k] receives its rows. */
 static cddp_result cddp__map_sums(cddp_ddp *d, int k, char **packets) {
   cddp__elastic *elastic = d->elastic;
-  cddp__host *host = d->group->host;
-  cddp__published *published = elastic->published[elastic->order[k]];
-  void *arena = d->arena, *sums = elastic->slot_area, *mean = elastic->mean, *rows = d->rows.packet;
+  const cddp__ref *refs = elastic->published[elastic->order[k]]->refs;
+  void *at[CDDP__PUBLISHED_SCRATCH] = {d->arena, elastic->mean, elastic->slot_area, d->rows.packet};
   cddp_result r = CDDP_OK;
-  if (k != d->me) r = cddp__map_ref(host, &published->arena, &arena);
-  if (k != d->me && r == CDDP_OK) r = cddp__map_ref(host, &published->mean, &mean);
-  if (k != d->me && r == CDDP_OK && published->sums.kind != CDDP__REF_NONE)
-    r = cddp__map_ref(host, &published->sums, &sums);
-  if (k != d->me && r == CDDP_OK && published->rows.kind != CDDP__REF_NONE)
-    r = cddp__map_ref(host, &published->rows, &rows);
+  int i;
+  for (i = 0; k != d->me && r == CDDP_OK && i < CDDP__PUBLISHED_SCRATCH; i++)
+    if (i < CDDP__PUBLISHED_SUMS || refs[i].kind != CDDP__REF_NONE) /* it can have no slots, rows */
+      r = cddp__map_ref(d->group->host, &refs[i], &at[i]);
   if (r != CDDP_OK) return r;
-  cddp__set_gradient_addresses(d, k, (char *)arena);
-  d->addresses.slots[k] = (char *)sums;
-  elastic->means[k] = (char *)mean;
-  elastic->squares[k] = (double *)(void *)((char *)arena + d->layout.bytes);
-  packets[k] = (char *)rows;
+  cddp__set_gradient_addresses(d, k, (char *)at[CDDP__PUBLISHED_ARENA]);
+  d->addresses.slots[k] = (char *)at[CDDP__PUBLISHED_SUMS];
+  elastic->means[k] = (char *)at[CDDP__PUBLISHED_MEAN];
+  elastic->squares[k] = (double *)(void *)((char *)at[CDDP__PUBLISHED_ARENA] + d->layout.bytes);
+  packets[k] = (char *)at[CDDP__PUBLISHED_ROWS];
   return CDDP_OK;
 }
 
-/* Connects the members' new groups and exchanges the addresses of each cddp__published. Both groups
-   connect, because a system resets the connections of a dead process that hold unread bytes. At any
-   time at least one of the two has no unread bytes, so the system closes it without a reset. */
-static cddp_result cddp__elastic_connect(cddp_ddp *d) {
+/* --- the reduction ---
+   It begins with a round of all members. A rank has finished the update of a step before it enters
+   the reduction of the next one. */
+
+static cddp__elastic_call cddp__update_call(const cddp_ddp *d, const cddp_optim *s) {
+  cddp__elastic_call c;
+  c.kind = s != NULL ? CDDP__KIND_DDP_STEP : CDDP__KIND_DDP_WAIT;
+  c.fp_mode = cddp__fp_mode();
+  c.settings = s != NULL ? cddp__optim_settings(s) : 0;
+  c.lr = s != NULL ? s->desc.lr : 0;
+  c.steps = d->steps;
+  return c;
+}
+
+/* Fails unless another rank has made the same call. */
+static cddp_result cddp__compare_update(const cddp_ddp *d, const cddp__elastic_call *other,
+                                        int other_member) {
+  const cddp__elastic_call *mine = &d->elastic->last_update;
+  cddp__text name = cddp__elastic_name(d->elastic, other_member);
+  if (other->kind != mine->kind)
+    return cddp__fail(CDDP_MISMATCH,
+                      "ranks disagree in step %" PRIu64 ": rank %d called %s, %s called %s",
+                      mine->steps, d->group->rank, cddp__shapes[mine->kind].name, name.s,
+                      cddp__shapes[other->kind].name);
+  if (other->steps != mine->steps)
+    return cddp__fail(CDDP_MISMATCH,
+                      "ranks disagree: rank %d is in step %" PRIu64 ", %s in step %" PRIu64
+                      "; load the same checkpoint on all ranks",
+                      d->group->rank, mine->steps, name.s, other->steps);
+  if (other->lr != mine->lr)
+    return cddp__fail(
+        CDDP_MISMATCH, "ranks disagree in step %" PRIu64 ": %s is %s on rank %d, %s on %s",
+        mine->steps, cddp__setting_names[CDDP__SETTING_LR], cddp__describe_number(mine->lr).s,
+        d->group->rank, cddp__describe_number(other->lr).s, name.s);
+  if (other->settings == mine->settings && other->fp_mode == mine->fp_mode) return CDDP_OK;
+  return cddp__fail(
+      CDDP_MISMATCH, "ranks disagree in step %" PRIu64 ": %s called %s with other %s than rank %d",
+      mine->steps, name.s, cddp__shapes[other->kind].name,
+      other->fp_mode == mine->fp_mode ? "settings (momentum, betas, weight_decay or others)"
+                                      : "floating-point settings",
+      d->group->rank);
+}
+
+typedef struct cddp__reduction_header { /* the payload of its first round */
+  uint64_t rows_bytes; /* ddp.rows.bytes */
+  cddp__elastic_call last_update;
+} cddp__reduction_header;
+
+static cddp__reduction_header cddp__reduction_header_of(const cddp_ddp *d, int k) {
+  cddp__reduction_header header;
+  memcpy(&header, cddp__op_header_of(d->control, k, d->control->round)->u.bytes, sizeof header);
+  return header;
+}
+
+/* Checks that all members have called the same update. The call of the oldest member that has made
+   one counts. A member that differs from it and joined later fails alone: the others count it as
+   lost. Else all fail. */
+static cddp_result cddp__elastic_compare_updates(cddp_ddp *d) {
   cddp__elastic *elastic = d->elastic;
-  cddp_group *g = d->control;
-  size_t begin, end;
-  cddp__ref ref;
-  cddp_result r;
-  int k;
-  memset(&ref, 0, sizeof ref);
-  if (elastic->own != NULL) ref = cddp__ref_of(d->group->host, elastic->own, sizeof *elastic->own);
-  r = cddp__round(g, CDDP__KIND_GROUP_NEW, CDDP__PHASE_CONNECTED, 0, &ref,
-                  sizeof ref);
-  if (r == CDDP_OK)
-    r = cddp__round(d->comm, CDDP__KIND_GROUP_NEW, CDDP__PHASE_CONNECTED, 0, NULL,
-                    0);
-  for (k = 0; k < g->size && r == CDDP_OK && elastic->own != NULL; k++) {
-    void *at = elastic->own;
-    if (g->members[k] < 0) continue;
-    ref = cddp__op_header_of(g, k, g->round)->u.ref;
-    if (k != g->rank) r = cddp__map_ref(d->group->host, &ref, &at);
-    elastic->published[elastic->order[k]] = (cddp__published *)at;
+  const cddp__elastic_member *members = elastic->members;
+  cddp__elastic_call call, job = elastic->last_update;
+  int k, member, oldest = -1;
+  cddp_result r = CDDP_OK;
+  for (k = 0; k < d->step.active_count; k++) {
+    call = cddp__reduction_header_of(d, k).last_update;
+    member = elastic->order[k];
+    if (call.kind == 0 || (oldest >= 0 && members[member].since >= members[oldest].since)) continue;
+    oldest = member;
+    job = call;
   }
-  elastic->one_host = elastic->own != NULL && g->hosts == NULL;
-  d->me = g->rank;
-  cddp__set_rank_addresses(d, d->me, d->arena);
-  d->addresses.squares[d->me] = (double *)(void *)(d->arena + d->layout.bytes);
-  d->addresses.slots[d->me] = elastic->slot_area;
-  if (r != CDDP_OK || !elastic->one_host) return r;
-  cddp__slice(d->layout.dense, CDDP__HUGE_PAGE, g->size, g->rank, &begin, &end);
-  cddp__populate(elastic->mean + begin, end - begin, d->group->host->arena.fd >= 0);
-  return CDDP_OK;
+  if (oldest < 0) return CDDP_OK;
+  if (elastic->last_update.kind == 0) elastic->last_update = job;
+  r = cddp__compare_update(d, &job, oldest);
+  if (r != CDDP_OK && members[elastic->me].since > members[oldest].since) return r;
+  for (k = 0; r == CDDP_OK && k < d->step.active_count; k++) {
+    call = cddp__reduction_header_of(d, k).last_update;
+    member = elastic->order[k];
+    if (call.kind != 0 && members[member].since <= members[oldest].since)
+      r = cddp__compare_update(d, &call, member);
+  }
+  return r == CDDP_OK ? r : cddp__break(d->control, r); /* on all ranks */
 }
 
-/* --- the reduction --- */
-
-/* Waits for the device, and returns whether its work has succeeded. */
 static cddp_result cddp__elastic_await_device(cddp_ddp *d) {
 #ifdef CDDP_CUDA
   if (d->group->backend->on_device)
@@ -20484,67 +20431,21 @@ static cddp_result cddp__elastic_await_device(cddp_ddp *d) {
   return CDDP_OK;
 }
 
-/* A rank's header payload as it enters a reduction. */
-typedef struct cddp__reduction_header {
-  uint64_t rows; /* ddp.rows_bytes */
-  cddp__elastic_call last_update;
-} cddp__reduction_header;
-
-/* Checks that all members have called the same update. The oldest member's call counts. A member
-   that differs from it and joined later fails alone: the others count it as lost. */
-static cddp_result cddp__elastic_compare_updates(cddp_ddp *d) {
-  cddp__elastic *elastic = d->elastic;
-  const cddp__elastic_member *m = elastic->members, *first = NULL, *other = NULL;
-  cddp__reduction_header header;
-  cddp__elastic_call job;
-  cddp_result r = CDDP_OK;
-  int k;
-  for (k = 0; k < d->step.active_count; k++) { /* the oldest member that has called an update */
-    memcpy(&header, cddp__op_header_of(d->control, k, d->control->round)->u.bytes, sizeof header);
-    if (header.last_update.kind == 0 ||
-        (first != NULL && m[elastic->order[k]].since >= first->since))
-      continue;
-    first = &m[elastic->order[k]];
-    job = header.last_update;
-  }
-  if (first == NULL) return CDDP_OK;
-  if (elastic->last_update.kind == 0) elastic->last_update = job;
-  r = cddp__compare_update(d, &elastic->last_update, &job,
-                           cddp__elastic_name(elastic, first->number));
-  if (r != CDDP_OK && m[elastic->me].since > first->since) return r;
-  for (k = 0; r == CDDP_OK && k < d->step.active_count; k++) {
-    memcpy(&header, cddp__op_header_of(d->control, k, d->control->round)->u.bytes, sizeof header);
-    if (header.last_update.kind == 0) continue;
-    r = cddp__compare_update(d, &elastic->last_update, &header.last_update,
-                             cddp__elastic_name(elastic, elastic->order[k]));
-    if (r == CDDP_OK || m[elastic->order[k]].since <= first->since) continue;
-    other = &m[elastic->order[k]];
-    r = CDDP_OK;
-  }
-  if (r != CDDP_OK) return cddp__break(d->control, r); /* on all ranks */
-  if (other == NULL) return CDDP_OK;
-  return cddp__fail(CDDP_PEER_LOST,
-                    "%s was removed: its last update differs from the other ranks' updates",
-                    cddp__elastic_name(elastic, other->number).s);
-}
-
-/* The mean on one host: each rank reads the nodes of all ranks in place, and computes its part in
-   its own memory, where the others read it. The mean exists when all ranks have reached the last
-   round. */
+/* The mean on one host: each rank reads the nodes of all ranks in place, and computes its part, and
+   for a clip the part's squares, in its own memory, where the others read it. The second round
+   completes the reduction: then all nodes and rows have been read, and all parts exist. */
 static cddp_result cddp__reduce_in_memory(cddp_ddp *d) {
   cddp__elastic *elastic = d->elastic;
   char **packets = (char **)d->scratch.buffers;
   cddp__pass pass = cddp__pass_of(d, NULL, false);
   size_t begin, end;
   cddp_result r = CDDP_OK;
-  int i, slots;
-  d->shards.node_count = cddp__plan_nodes(d->shards.owner, d->shards.count, true, d->shards.nodes,
-                                          d->shards.widths, &slots);
+  int i;
   for (i = 0; r == CDDP_OK && i < d->step.active_count; i++) r = cddp__map_sums(d, i, packets);
   if (cddp__is_broken(d->control)) /* by a rank that no longer publishes */
     r = cddp__check_failure(d->control);
   if (r != CDDP_OK) return r;
-  for (i = 0; i < d->shards.node_count; i++) {
+  for (i = 0; i < d->shards.node_count; i++) { /* the plan counts the nodes of each rank */
     cddp__shard_node *node = &d->shards.nodes[i];
     node->slot =
         cddp__published_slots(d, elastic->published[elastic->order[node->rank]])[node->slot];
@@ -20562,38 +20463,36 @@ static cddp_result cddp__reduce_in_memory(cddp_ddp *d) {
   cddp__slice(d->layout.dense, CDDP__BLOCK_BYTES, elastic->mean_parts, d->me, &begin, &end);
   cddp__walk(&pass, begin, end);
   CDDP__POINT("elastic exchanged");
-  return cddp__round(d->control, CDDP__KIND_DDP_NEXT, CDDP__PHASE_DONE, 0, NULL,
-                     0);
+  return cddp__round(d->control, CDDP__KIND_DDP_NEXT, CDDP__PHASE_DONE, 0, NULL, 0);
 }
 
-/* The mean by messages: each rank gets all of it. longest: bytes of the largest rank's rows. */
-static cddp_result cddp__reduce_by_messages(cddp_ddp *d, size_t longest) {
-  cddp__elastic *elastic = d->elastic;
-  cddp_result r = CDDP_OK;
-  int slots; /* not used: cddp__elastic_grow_slots has made them */
+static void cddp__set_whole_mean(cddp__elastic *elastic) {
   elastic->mean_parts = 1;
   elastic->in_parts = false;
   elastic->means[0] = elastic->mean;
-  if (d->rows.sparse != NULL) {
-    r = cddp__gather_rows(d, longest);
-    CDDP__POINT("elastic rows gathered");
-  }
+}
+
+/* The mean between hosts and on GPUs: each rank receives all nodes of its part in messages and
+   computes the part's mean. Then the ranks gather the parts. longest: bytes of the largest rank's
+   rows. */
+static cddp_result cddp__reduce_by_messages(cddp_ddp *d, size_t longest) {
+  cddp_result r = CDDP_OK;
+  cddp__set_whole_mean(d->elastic);
+  if (d->rows.sparse != NULL) r = cddp__gather_rows(d, longest);
+  CDDP__POINT("elastic rows gathered");
   if (r == CDDP_OK && d->layout.dense == 0) /* no later exchange waits for all ranks */
-    r = cddp__round(d->control, CDDP__KIND_DDP_NEXT, CDDP__PHASE_ROWS_DONE, 0,
-                    NULL, 0);
-  d->shards.node_count = cddp__plan_nodes(d->shards.owner, d->shards.count, true, d->shards.nodes,
-                                          d->shards.widths, &slots);
-  if (r == CDDP_OK) r = cddp__gather_nodes(d, elastic->mean);
+    r = cddp__round(d->control, CDDP__KIND_DDP_NEXT, CDDP__PHASE_ROWS_DONE, 0, NULL, 0);
+  if (r == CDDP_OK) r = cddp__gather_nodes(d, d->elastic->mean);
   return r == CDDP_OK ? cddp__elastic_await_device(d) : r;
 }
 
-/* Enters the reduction: compares the last updates of all members and computes the mean. */
+/* The reduction: compares the last updates of all members and computes the mean. */
 static cddp_result cddp__elastic_reduce(cddp_ddp *d) {
   cddp__elastic *elastic = d->elastic;
-  cddp__reduction_header mine = {d->rows.bytes, elastic->last_update}, theirs;
-  size_t rows = 0; /* bytes, of the rank with the most */
+  cddp__reduction_header mine = {d->rows.bytes, elastic->last_update};
+  size_t longest = 0;
   cddp_result r = CDDP_OK;
-  int k;
+  int k, slots; /* slots: not used, since this rank has grown its own */
   CDDP_ASSERT(elastic->done == elastic->step); /* the update of the last step is finished */
   if (!elastic->one_host && elastic->holds_shard) r = cddp__elastic_clear_gradients(d);
   if (!elastic->one_host && r == CDDP_OK)
@@ -20601,17 +20500,17 @@ static cddp_result cddp__elastic_reduce(cddp_ddp *d) {
   if (r != CDDP_OK) return r;
   if (elastic->own != NULL) cddp__publish_sums(d);
   CDDP__POINT("elastic meet");
-  r = cddp__round(d->control, CDDP__KIND_DDP_NEXT, CDDP__PHASE_CALL, elastic->done,
-                  &mine, sizeof mine);
-  for (k = 0; r == CDDP_OK && k < d->step.active_count; k++) {
-    memcpy(&theirs, cddp__op_header_of(d->control, k, d->control->round)->u.bytes, sizeof theirs);
-    rows = cddp__max(rows, (size_t)theirs.rows);
-  }
+  r = cddp__round(d->control, CDDP__KIND_DDP_NEXT, CDDP__PHASE_CALL, elastic->done, &mine,
+                  sizeof mine);
+  for (k = 0; r == CDDP_OK && k < d->step.active_count; k++)
+    longest = cddp__max(longest, (size_t)cddp__reduction_header_of(d, k).rows_bytes);
   if (r == CDDP_OK) r = cddp__elastic_compare_updates(d);
   CDDP__POINT("elastic met");
-  if (r == CDDP_OK) cddp__free_retired(d);
-  if (r == CDDP_OK)
-    r = elastic->one_host ? cddp__reduce_in_memory(d) : cddp__reduce_by_messages(d, rows);
+  if (r != CDDP_OK) return r;
+  cddp__free_retired(d);
+  d->shards.node_count = cddp__plan_nodes(d->shards.owner, d->shards.count, true, d->shards.nodes,
+                                          d->shards.widths, &slots);
+  r = elastic->one_host ? cddp__reduce_in_memory(d) : cddp__reduce_by_messages(d, longest);
   if (r != CDDP_OK) return r;
   elastic->done++;
   elastic->attempts = 0;
@@ -20620,30 +20519,91 @@ static cddp_result cddp__elastic_reduce(cddp_ddp *d) {
   return CDDP_OK;
 }
 
-/* --- the members meet --- */
+/* --- a meeting: reports and the table ---
+     1. One member leads: of the living members with the oldest epoch, that with the lowest number.
+        Each other member connects to it (>>links) and sends a report: its number of reductions, the
+        shards with sums there, memory for control blocks.
+     2. The leader waits until each member has reported or is lost. It detects a loss by connecting:
+        the system refuses or closes the connection. A member that is computing reports later.
+     3. The leader admits joining processes and sends the table of all reports. If the leader dies,
+        the next member leads.
+     4. Each member creates the table's two groups and confirms them to the leader. When all have
+        confirmed, the leader tells all to continue.
+     5. The members that lack the last mean receive it. On one host they can already read it. The
+        joining processes receive the weights and states of a member with the most reductions.
+   A split network: if a member's host does not answer, the members that reported must be more than
+   half of the last group. Otherwise they fail. So two halves never train separately. The rule also
+   holds for an address of which all members were lost by resets, since a firewall sends resets,
+   too. Therefore each member reports which processes it has seen end (`ended`): the system of such
+   a process closed a connection, and did not reset it.
+   A joining process asks a rank on its host, or a rank at MASTER_ADDR, for the leader, and sends
+   the leader a report without weights. A rank on its host also gives it the host's shared memory
+   (>>rendezvous); without that the process counts as a host with one rank. A leader without shards
+   left starts a meeting for it. */
 
-/* This rank's report, with room for a frame's head. Allocates the next groups' control blocks,
-   large enough for the largest number of ranks. */
+static size_t cddp__report_bytes(const cddp_ddp *d) {
+  return cddp__round_up(sizeof(cddp__elastic_report) + (size_t)d->count * sizeof(float) +
+                            2 * (size_t)d->shards.count,
+                        sizeof(uint64_t));
+}
+
+static cddp__elastic_report *cddp__report_at(const cddp_ddp *d, cddp__message *message, int k) {
+  return (cddp__elastic_report *)(void *)((char *)(message + 1) +
+                                          (size_t)k * cddp__report_bytes(d));
+}
+
+/* For each shard, whether the reporting rank has its sum. cddp__elastic.ended follows. */
+static unsigned char *cddp__report_sums(const cddp_ddp *d, cddp__elastic_report *report) {
+  return (unsigned char *)((float *)(report + 1) + d->count);
+}
+
+/* The data of an optimizer (NULL: none) that a joining rank receives. counts (or NULL) receives the
+   number of steps of each parameter. */
+static cddp__snapshot cddp__optim_snapshot(const cddp_optim *o, float *counts) {
+  cddp__snapshot out;
+  memset(&out, 0, sizeof out);
+  if (o == NULL) return out;
+  out.known = true;
+  memcpy(out.settings, &o->desc, sizeof out.settings);
+  out.weight_decay = o->count > 0 ? o->desc.weight_decays[0] : 0;
+  out.lr_scales = cddp__hash64(1, o->desc.lr_scales, (size_t)o->count * sizeof(double));
+  out.weight_decays = cddp__hash64(1, o->desc.weight_decays, (size_t)o->count * sizeof(double));
+  if (cddp__most_steps(o) == 0) return out;
+  out.states = o->states;
+  out.stepped = true;
+  if (counts != NULL) memcpy(counts, o->steps, (size_t)o->count * sizeof *counts);
+  return out;
+}
+
+/* This rank's report, as a message. Allocates the next groups' control blocks, large enough for the
+   largest number of ranks. */
 static cddp_result cddp__elastic_create_report(cddp_ddp *d, cddp__message **out) {
   cddp__elastic *elastic = d->elastic;
   cddp__host *host = d->group->host;
   size_t bytes = cddp__report_bytes(d), block = 0;
-  cddp__message *m = (cddp__message *)cddp__calloc(&host->allocator, 1, sizeof *m + bytes);
+  cddp__message *message =
+      (cddp__message *)cddp__calloc(&host->allocator, 1, sizeof *message + bytes);
   cddp__elastic_report *report;
   unsigned char *sums;
+  float *counts;
   int i;
-  *out = m;
-  if (m == NULL) return CDDP_OUT_OF_MEMORY;
-  m->head.size = bytes;
-  report = cddp__report_at(d, m, 0);
+  *out = message;
+  if (message == NULL) return CDDP_OUT_OF_MEMORY;
+  message->head.size = bytes;
+  report = cddp__report_at(d, message, 0);
+  counts = (float *)(report + 1);
   sums = cddp__report_sums(d, report);
   report->epoch = elastic->epoch;
   report->done = elastic->done;
   report->steps = d->steps;
   report->empty = elastic->empty;
   report->in_parts = elastic->in_parts;
-  report->optim = cddp__optim_snapshot(d->optim, (float *)(report + 1));
   report->self = elastic->members[elastic->me];
+  report->optim = d->snapshot;
+  if (d->snapshot.known || d->snapshot.stepped) /* its optimizer has not taken the states yet */
+    for (i = 0; i < d->count; i++) counts[i] = d->tensors[i].restored_steps;
+  else
+    report->optim = cddp__optim_snapshot(d->optim, counts);
   for (i = 0; i < d->shards.count; i++)
     sums[i] = cddp__nodes_contain(d->shards.own_nodes, d->shards.own_node_count, i);
   memcpy(sums + d->shards.count, elastic->ended, (size_t)d->shards.count);
@@ -20654,37 +20614,6 @@ static cddp_result cddp__elastic_create_report(cddp_ddp *d, cddp__message **out)
     report->blocks[i] = cddp__ref_of(host, elastic->blocks[i], block);
   }
   return CDDP_OK;
-}
-
-/* Records which members' processes have ended, before their links are freed. Such a process closed
-   a link without a reset, and did not announce that it lives; a firewall can only reset links. If
-   one of a member's links was reset, this waits up to 20 ms for the end of another one. */
-static void cddp__elastic_record_ends(cddp_ddp *d) {
-  cddp_group *groups[2] = {d->control, d->comm};
-  bool again;
-  cddp__connection *link;
-  cddp__wait w;
-  int i;
-  cddp__wait_begin(&w, 0.02);
-  do {
-    for (again = false, i = 0; i < 2; i++) {
-      if (groups[i] == NULL || groups[i]->hosts == NULL) continue;
-      pthread_mutex_lock(&groups[i]->p2p.lock);
-      for (link = groups[i]->hosts->links; link != NULL; link = link->next) {
-        unsigned char *ended = &d->elastic->ended[d->elastic->order[link->rank]], next;
-        ssize_t n = 1;
-        if (link->state == CDDP__CONNECTION_UP)
-          n = recv(link->fd, &next, 1, MSG_PEEK | MSG_DONTWAIT);
-        if (n <= 0 && (n == 0 || errno != EAGAIN)) cddp__connection_end(link, n == 0 ? 0 : errno);
-        if (link->state != CDDP__CONNECTION_ENDED) continue;
-        if (link->error == 0 && !link->peer_failed && link->got == 0 &&
-            cddp__buffer_size(&link->in) == 0)
-          *ended = 1;
-        again = again || (link->error > 0 && *ended == 0);
-      }
-      pthread_mutex_unlock(&groups[i]->p2p.lock);
-    }
-  } while (again && cddp__wait_pause(&w));
 }
 
 /* Whether a member's connection has ended. Sets `unreachable` if its host does not answer. */
@@ -20710,56 +20639,41 @@ static void cddp__elastic_remove_member(cddp_ddp *d, int member, const char *how
   cddp__elastic *elastic = d->elastic;
   elastic->members[member].life = 0;
   cddp__retire_member(d, member);
-  if (elastic->me ==
-      d->shards.count) { /* joining: the members might not have detected the loss yet */
+  if (elastic->me == d->shards.count) { /* joining: the members might not know of the loss yet */
     cddp__sleep(0.01);
     return;
   }
   CDDP__POINT("elastic lost");
-  cddp__log_lost(d, cddp__elastic_name(elastic, member), elastic->members[member].rank, how);
+  cddp__log(&d->group->host->logger, 1, "%s is lost%s; the others do its shards of step %" PRIu64,
+            cddp__elastic_name(elastic, member).s, how, d->steps);
+  cddp__record_event(d->group, "lost", (uint64_t)elastic->members[member].rank, CDDP_PEER_LOST);
 }
 
-/* Waits at most 5 ms for data on these connections, or (listener >= 0) for a new connection. */
-static void cddp__elastic_poll(int listener, cddp__connection *const *links, int n) {
-  struct pollfd fds[64];
-  int i, count = 1;
-  fds[0].fd = listener;
-  fds[0].events = POLLIN;
-  for (i = 0; i < n && count < 64; i++) {
-    if (links[i] == NULL || links[i]->state == CDDP__CONNECTION_ENDED) continue;
-    fds[count].fd = links[i]->fd;
-    fds[count++].events = links[i]->state == CDDP__CONNECTION_NEW ? POLLOUT : POLLIN;
-  }
-  (void)cddp__poll(fds, (size_t)count, 5);
+/* Waits at most 5 ms for data on these connections, or (accepts) for a new one. */
+static void cddp__elastic_poll(cddp_ddp *d, cddp__connection *const *links, int n, bool accepts) {
+  const cddp__net *net = d->elastic->net;
+  int listener = net->listener;
+  (void)cddp__connections_poll(&net->allocator, links, (size_t)n, &listener, accepts,
+                               cddp__now() + 0.005);
   cddp__serve_idle(NULL);
 }
 
 /* Sends this thread's error text to a process that cannot be a member, and ends the connection. */
 static void cddp__elastic_refuse(cddp_ddp *d, cddp__connection *link, cddp_result r) {
   (void)cddp__connection_post(link, CDDP__FRAME_MESSAGE, (uint32_t)r, cddp__error_text,
-                        strlen(cddp__error_text) + 1);
+                              strlen(cddp__error_text) + 1);
   (void)cddp__link_progress(d->elastic->net, link);
   cddp__link_close(link);
 }
 
-/* Refuses a living rank that the members count as lost. Preserves this thread's error text. */
-static void cddp__elastic_refuse_lost(cddp_ddp *d, cddp__connection *link, int rank) {
-  char text[CDDP__ERROR_MAX];
-  memcpy(text, cddp__error_text, sizeof text);
-  cddp__fail(CDDP_ABORTED,
-             "the other ranks counted rank %d's process as lost and continue without it", rank);
-  cddp__elastic_refuse(d, link, CDDP_ABORTED);
-  memcpy(cddp__error_text, text, sizeof text);
-}
-
 /* Stores or discards a complete report and its connection. The report is a member's (in a meeting)
    or a joining process's. After a leader's death a process can be a member and not know it. */
-static void cddp__elastic_handle_report(cddp_ddp *d, cddp__connection *link, cddp__message *m,
+static void cddp__elastic_handle_report(cddp_ddp *d, cddp__connection *link, cddp__message *message,
                                         bool meeting) {
   cddp__elastic *elastic = d->elastic;
-  cddp__elastic_report *report = cddp__report_at(d, m, 0);
+  cddp__elastic_report *report = cddp__report_at(d, message, 0);
   cddp__elastic_member *self = &report->self;
-  bool sound = m->head.size == cddp__report_bytes(d) && self->life != 0;
+  bool sound = message->head.size == cddp__report_bytes(d) && self->life != 0;
   int p = 0, k;
   while (sound && p < d->shards.count && elastic->members[p].life != self->life) p++;
   link->next = NULL;
@@ -20776,15 +20690,23 @@ static void cddp__elastic_handle_report(cddp_ddp *d, cddp__connection *link, cdd
       if (cddp__report_at(d, elastic->reports[k], 0)->self.life == self->life)
         cddp__connection_end(elastic->links[k], 0);
   } else {
-    if (sound && p == d->shards.count && cddp__report_at(d, m, 0)->empty == 0)
-      cddp__elastic_refuse_lost(d, link, self->rank);
-    else
+    if (sound && p == d->shards.count && report->empty == 0) {
+      char text[CDDP__ERROR_MAX]; /* the caller's error */
+      memcpy(text, cddp__error_text, sizeof text);
+      cddp__elastic_refuse(d, link,
+                           cddp__fail(CDDP_ABORTED,
+                                      "the other ranks counted rank %d's process as lost and "
+                                      "continue without it",
+                                      self->rank));
+      memcpy(cddp__error_text, text, sizeof text);
+    } else {
       cddp__link_free(link);
-    cddp__free(&elastic->net->allocator, m);
+    }
+    cddp__free(&elastic->net->allocator, message);
     return;
   }
   elastic->links[p] = link;
-  elastic->reports[p] = m;
+  elastic->reports[p] = message;
 }
 
 /* Accepts connections and receives reports: at any time those of joining processes and of processes
@@ -20793,134 +20715,136 @@ static void cddp__elastic_accept_reports(cddp_ddp *d, bool meeting) {
   cddp__elastic *elastic = d->elastic;
   cddp__net *net = elastic->net;
   cddp__connection **at, *link;
-  cddp__message *m;
   cddp__net_serve(d->group->host, net);
   pthread_mutex_lock(&net->lock);
   for (at = &net->incoming; (link = *at) != NULL;) {
-    bool called = cddp__link_is_for(link, elastic->members[elastic->me].life);
-    m = called &&
-                (meeting || link->peer == d->shards.count || elastic->members[link->peer].life == 0)
-            ? cddp__connection_receive(link, cddp__report_bytes(d))
-            : NULL;
-    if (m == NULL && link->state != CDDP__CONNECTION_ENDED) {
+    cddp__message *message = NULL;
+    if (cddp__link_is_for(link, elastic->members[elastic->me].life) &&
+        (meeting || link->peer == d->shards.count || elastic->members[link->peer].life == 0))
+      message = cddp__connection_receive(link, cddp__report_bytes(d));
+    if (message == NULL && link->state != CDDP__CONNECTION_ENDED) {
       at = &link->next;
       continue;
     }
     *at = link->next;
-    if (m != NULL)
-      cddp__elastic_handle_report(d, link, m, meeting);
+    if (message != NULL)
+      cddp__elastic_handle_report(d, link, message, meeting);
     else
       cddp__link_free(link);
   }
   pthread_mutex_unlock(&net->lock);
 }
 
-/* Sets the answer to joining processes: the leader, and its address as seen from this host. */
-static void cddp__elastic_publish_leader(cddp_ddp *d) {
-  const cddp__net *net = d->elastic->net;
-  cddp__join_table *table = &d->group->host->job_info->table;
-  cddp__address here = cddp__internet_address(&net->hosts[net->host].address);
-  table->lead.self = d->elastic->members[cddp__elastic_choose_leader(d)];
+/* Answers joining processes: with the model, its leader, and the leader's address as seen from this
+   host. In a meeting, too: if the leader that admitted a rank has died, that rank asks for the
+   leader, and the members wait for that rank. */
+static void cddp__elastic_answer_joins(cddp_ddp *d) {
+  const cddp__elastic *elastic = d->elastic;
+  const cddp__net *net = elastic->net;
+  cddp__host *host = d->group->host;
+  cddp__join_table *table;
+  cddp__address here;
+  if (host->job_info == NULL || elastic->me == d->shards.count) return;
+  here = cddp__internet_address(&net->hosts[net->host].address);
+  table = &host->job_info->table;
+  table->lead.self = elastic->members[cddp__elastic_choose_leader(d)];
   cddp__set_scope(&table->lead.self.address, &here);
+  memcpy(table->lead.token, net->token, sizeof table->lead.token);
+  table->lead.model = cddp__model_of(d);
   table->address = here.v6;
   table->host = net->host;
   table->shards = d->shards.count;
-}
-
-/* Answers joining processes while this rank waits in a meeting. If the leader that admitted a rank
-   has died, that rank asks for the leader, and the members wait for that rank. */
-static void cddp__elastic_answer_joins(cddp_ddp *d) {
-  cddp__host *host = d->group->host;
-  if (host->job_info == NULL || d->elastic->me == d->shards.count) return;
-  cddp__elastic_publish_leader(d);
+  table->life = (int)elastic->epoch + 1;
+  cddp__join_listen(host);
   cddp__join_serve(host);
 }
 
-/* The leader: waits until each member has reported or is lost. */
 static cddp_result cddp__elastic_await_reports(cddp_ddp *d, double deadline, int *report_count) {
   cddp__elastic *elastic = d->elastic;
   cddp__connection **links = elastic->links;
-  cddp__message **reports = elastic->reports;
-  int waiting = 1, late = -1, p;
-  while (waiting > 0) {
+  int waiting, late = -1, p;
+  for (;;) {
     cddp__elastic_answer_joins(d);
     cddp__elastic_accept_reports(d, true);
     for (p = waiting = 0, *report_count = 1; p < d->shards.count; p++) {
+      cddp_result r = CDDP_OK;
       if (p == elastic->me || elastic->members[p].life == 0) continue;
-      if (links[p] == NULL) {
-        cddp_result r = cddp__link_connect(elastic->net, p, CDDP__LINK_FRAMES,
-                                           elastic->members[p].life, &links[p]);
-        if (r != CDDP_OK) return r;
-      }
-      (void)cddp__link_progress(elastic->net, links[p]);
-      if (links[p]->state == CDDP__CONNECTION_UP) /* no message follows; a read detects its end */
+      if (links[p] == NULL)
+        r = cddp__link_connect(elastic->net, p, CDDP__LINK_FRAMES, elastic->members[p].life,
+                               &links[p]);
+      if (r != CDDP_OK) return r;
+      if (cddp__link_progress(elastic->net, links[p])) /* no message follows: to detect its end */
         cddp__free(&elastic->net->allocator, cddp__connection_receive(links[p], 0));
       if (cddp__elastic_link_ended(d, p, links[p])) {
-        cddp__free(&elastic->net->allocator, reports[p]);
-        reports[p] = NULL;
+        cddp__free(&elastic->net->allocator, elastic->reports[p]);
+        elastic->reports[p] = NULL;
         cddp__elastic_remove_member(d, p,
                                     elastic->unreachable == p ? ": its host does not answer" : "");
-        continue;
+      } else if (elastic->reports[p] != NULL) {
+        ++*report_count;
+      } else if (waiting++ == 0) {
+        late = p;
       }
-      *report_count += reports[p] != NULL;
-      if (reports[p] == NULL && waiting++ == 0) late = p;
     }
-    if (waiting > 0 && cddp__now() > deadline)
+    if (waiting == 0) return CDDP_OK;
+    if (cddp__now() > deadline)
       return cddp__fail(CDDP_TIMEOUT,
                         "timed out after %g s: after a loss in step %" PRIu64 ", %s did not call "
                         "cddp_ddp_next_shard",
                         d->group->timeout_s, d->steps, cddp__elastic_name(elastic, late).s);
-    if (waiting > 0) cddp__elastic_poll(elastic->net->listener, links, d->shards.count);
+    cddp__elastic_poll(d, links, d->shards.count, true);
   }
-  return CDDP_OK;
 }
 
 /* Finds a member number for a joining process: that of a lost process with the same rank, else the
    lowest free one. */
 static cddp_result cddp__elastic_find_number(const cddp_ddp *d, const cddp__elastic_member *self,
-                                             int *member) {
+                                             int *number) {
   const cddp__elastic *elastic = d->elastic;
-  int p, living = 0;
-  *member = -1;
+  int p;
+  *number = -1;
   for (p = d->shards.count - 1; p >= 0; p--) {
-    const cddp__elastic_member *m = &elastic->members[p];
-    living += m->life != 0;
-    if (m->life == 0 &&
-        (*member < 0 || elastic->members[*member].rank != self->rank || m->rank == self->rank))
-      *member = p;
-    if (m->life == 0 || (m->rank != self->rank && (m->gpu != self->gpu || m->gpu == 0))) continue;
-    return m->rank == self->rank
-               ? cddp__join_taken(cddp__elastic_name(elastic, p))
-               : cddp__fail(
-                     CDDP_INVALID_ARGUMENT,
-                     "CDDP_JOIN: %s uses the GPU of rank %d, but NCCL needs one GPU for each "
-                     "rank: set another device",
-                     cddp__elastic_name(elastic, p).s, self->rank);
+    const cddp__elastic_member *member = &elastic->members[p];
+    if (member->life == 0) {
+      if (*number < 0 || elastic->members[*number].rank != self->rank || member->rank == self->rank)
+        *number = p;
+    } else if (member->rank == self->rank) {
+      return cddp__fail(CDDP_INVALID_ARGUMENT,
+                        "CDDP_JOIN: %s is in the job; give each process its own RANK",
+                        cddp__elastic_name(elastic, p).s);
+    } else if (member->gpu == self->gpu && member->gpu != 0) {
+      return cddp__fail(CDDP_INVALID_ARGUMENT,
+                        "CDDP_JOIN: %s uses the GPU of rank %d, but NCCL needs one GPU for each "
+                        "rank: set another device",
+                        cddp__elastic_name(elastic, p).s, self->rank);
+    }
   }
-  if (*member >= 0) return CDDP_OK;
-  return cddp__join_full(d, living);
+  if (*number >= 0) return CDDP_OK;
+  return cddp__fail(CDDP_UNSUPPORTED,
+                    "CDDP_JOIN: the job is full: each of its %d shards has one of its %d ranks",
+                    d->shards.count, d->shards.count);
 }
 
 /* Makes each joining process a member and adds its report to the members', or refuses it. */
 static void cddp__elastic_admit_joining(cddp_ddp *d) {
   cddp__elastic *elastic = d->elastic;
-  int k, member;
+  int k, number;
   for (k = d->shards.count; k < d->shards.count + elastic->request_count; k++) {
     cddp__connection *link = elastic->links[k];
-    cddp__elastic_report *report = cddp__report_at(d, elastic->reports[k], 0);
-    cddp_result r = cddp__elastic_find_number(d, &report->self, &member);
+    cddp__elastic_member *self = &cddp__report_at(d, elastic->reports[k], 0)->self;
+    cddp_result r = cddp__elastic_find_number(d, self, &number);
     CDDP__POINT("elastic number");
     cddp__free(&elastic->net->allocator,
                cddp__connection_receive(link, 0)); /* a read detects its end */
     if (r == CDDP_OK && link->state != CDDP__CONNECTION_ENDED) {
-      report->self.number = member;
-      if (report->self.host >= 2 * d->shards.count) /* it shares no memory with the members */
-        report->self.host = d->shards.count + member;
-      report->self.since = elastic->epoch + 1;
-      cddp__elastic_set_member(elastic, member, &report->self);
-      cddp__elastic_drop_report(elastic, member); /* of a member lost in this meeting */
-      elastic->reports[member] = elastic->reports[k];
-      elastic->links[member] = link;
+      self->number = number;
+      if (self->host >= 2 * d->shards.count) /* it shares no memory with the members */
+        self->host = d->shards.count + number;
+      self->since = elastic->epoch + 1;
+      cddp__elastic_set_member(elastic, self);
+      cddp__elastic_drop_report(elastic, number); /* of a member lost in this meeting */
+      elastic->reports[number] = elastic->reports[k];
+      elastic->links[number] = link;
     } else {
       cddp__elastic_refuse(d, link, r);
       cddp__free(&elastic->net->allocator, elastic->reports[k]);
@@ -20933,38 +20857,37 @@ static void cddp__elastic_admit_joining(cddp_ddp *d) {
 
 /* Sends all reports as one message to each process that reported. */
 static cddp_result cddp__elastic_send_table(cddp_ddp *d, cddp__message **table) {
-  cddp__net *net = d->elastic->net;
+  const cddp__net *net = d->elastic->net;
   cddp__connection **links = d->elastic->links;
-  cddp__message **reports = d->elastic->reports;
+  cddp__message **reports = d->elastic->reports, *all;
   size_t bytes = cddp__report_bytes(d);
   cddp_result r = CDDP_OK;
-  cddp__message *m;
-  cddp__wait w;
+  cddp__wait wait;
   bool busy;
   int p;
-  *table = m =
-      (cddp__message *)cddp__malloc(&net->allocator, sizeof *m + (size_t)d->shards.count * bytes);
-  if (m == NULL) return CDDP_OUT_OF_MEMORY;
-  for (m->head.size = 0, p = 0; p < d->shards.count; p++) {
+  *table = all =
+      (cddp__message *)cddp__malloc(&net->allocator, sizeof *all + (size_t)d->shards.count * bytes);
+  if (all == NULL) return CDDP_OUT_OF_MEMORY;
+  for (all->head.size = 0, p = 0; p < d->shards.count; p++) {
     if (reports[p] == NULL) continue;
-    memcpy((char *)(m + 1) + m->head.size, reports[p] + 1, bytes);
-    m->head.size += bytes;
+    memcpy((char *)(all + 1) + all->head.size, reports[p] + 1, bytes);
+    all->head.size += bytes;
   }
   for (p = 0; p < d->shards.count && r == CDDP_OK; p++) {
     if (links[p] == NULL || reports[p] == NULL) continue;
-    r = cddp__connection_post(links[p], CDDP__FRAME_MESSAGE, 0, m + 1, m->head.size);
+    r = cddp__connection_post(links[p], CDDP__FRAME_MESSAGE, CDDP_OK, all + 1, all->head.size);
     CDDP__POINT("elastic answer");
     (void)cddp__link_progress(net, links[p]);
   }
-  cddp__wait_begin(&w, CDDP__UNANSWERED_S);
+  cddp__wait_begin(&wait, CDDP__UNANSWERED_S);
   do {
     for (p = 0, busy = false; p < d->shards.count; p++) {
       if (links[p] == NULL || reports[p] == NULL) continue;
       (void)cddp__link_progress(net, links[p]);
-      busy = busy || (links[p]->state != CDDP__CONNECTION_ENDED &&
-                      cddp__buffer_size(&links[p]->out) > 0);
+      busy = busy ||
+             (links[p]->state != CDDP__CONNECTION_ENDED && cddp__buffer_size(&links[p]->out) > 0);
     }
-  } while (busy && cddp__wait_pause(&w));
+  } while (busy && cddp__wait_pause(&wait));
   return r;
 }
 
@@ -20974,15 +20897,15 @@ static int cddp__elastic_find_cut_off(const cddp_ddp *d) {
   const cddp__elastic *elastic = d->elastic;
   int i, k;
   for (i = 0; i < d->step.active_count; i++) {
-    const cddp__elastic_member *lost = &elastic->members[elastic->order[i]], *m;
-    cddp__address a = cddp__internet_address(&lost->address);
+    int lost = elastic->order[i], other;
+    cddp__address address = cddp__internet_address(&elastic->members[lost].address);
     for (k = 0; k < d->step.active_count; k++) {
-      m = &elastic->members[elastic->order[k]];
-      if ((elastic->reports[elastic->order[k]] != NULL || elastic->ended[elastic->order[k]] != 0) &&
-          memcmp(&m->address, &a.any, a.size) == 0)
+      other = elastic->order[k];
+      if ((elastic->reports[other] != NULL || elastic->ended[other] != 0) &&
+          memcmp(&elastic->members[other].address, &address.any, address.size) == 0)
         break;
     }
-    if (k == d->step.active_count) return elastic->order[i];
+    if (k == d->step.active_count) return lost;
   }
   return -1;
 }
@@ -20996,8 +20919,7 @@ static cddp_result cddp__elastic_lead_meeting(cddp_ddp *d, cddp__message *mine, 
   elastic->reports[elastic->me] = mine;
   r = cddp__elastic_await_reports(d, deadline, &report_count);
   p = elastic->unreachable >= 0 ? elastic->unreachable : cddp__elastic_find_cut_off(d);
-  if (r == CDDP_OK && p >= 0 &&
-      2 * report_count <= d->step.active_count) /* the others can be half, too */
+  if (r == CDDP_OK && p >= 0 && 2 * report_count <= d->step.active_count)
     r = cddp__fail(CDDP_PEER_LOST,
                    "the host of %s does not answer, and %d of %d ranks cannot continue: more than "
                    "half are needed, as the others could also continue%s",
@@ -21007,8 +20929,7 @@ static cddp_result cddp__elastic_lead_meeting(cddp_ddp *d, cddp__message *mine, 
   if (r == CDDP_OK) cddp__elastic_admit_joining(d);
   if (r == CDDP_OK) r = cddp__elastic_send_table(d, table);
   elastic->reports[elastic->me] = NULL;
-  for (p = 0; p < d->shards.count;
-       p++) { /* the other links stay, for cddp__elastic_confirm_groups */
+  for (p = 0; p < d->shards.count; p++) { /* links with reports stay, for confirm_groups */
     if (elastic->reports[p] == NULL) cddp__elastic_drop_report(elastic, p);
     cddp__free(&elastic->net->allocator, elastic->reports[p]);
     elastic->reports[p] = NULL;
@@ -21020,28 +20941,23 @@ static cddp_result cddp__elastic_lead_meeting(cddp_ddp *d, cddp__message *mine, 
 static cddp_result cddp__elastic_send_report(cddp_ddp *d, int leader, const cddp__message *mine,
                                              double deadline, cddp__message **table) {
   cddp__elastic *elastic = d->elastic;
-  cddp__net *net = elastic->net;
-  cddp__connection *link;
+  cddp__connection **link = &elastic->links[leader];
   cddp_result r;
   cddp__elastic_drop_report(elastic, leader);
-  r = cddp__link_connect(net, leader, CDDP__LINK_FRAMES, elastic->members[leader].life,
-                         &elastic->links[leader]);
-  *table = NULL;
-  if (r != CDDP_OK) return r;
-  elastic->leader = leader;
-  link = elastic->links[leader];
-  r = cddp__connection_post(link, CDDP__FRAME_MESSAGE, 0, mine + 1, mine->head.size);
+  r = cddp__link_connect(elastic->net, leader, CDDP__LINK_FRAMES, elastic->members[leader].life,
+                         link);
+  if (r == CDDP_OK)
+    r = cddp__connection_post(*link, CDDP__FRAME_MESSAGE, CDDP_OK, mine + 1, mine->head.size);
   while (r == CDDP_OK) {
     cddp__elastic_answer_joins(d);
-    (void)cddp__link_progress(net, link);
     CDDP__POINT("elastic report");
-    if (link->state == CDDP__CONNECTION_UP)
-      *table = cddp__connection_receive(link, (size_t)d->shards.count * cddp__report_bytes(d));
-    if (*table != NULL && (*table)->head.number == 0) return CDDP_OK;
+    if (cddp__link_progress(elastic->net, *link))
+      *table = cddp__connection_receive(*link, (size_t)d->shards.count * cddp__report_bytes(d));
+    if (*table != NULL && (*table)->head.number == CDDP_OK) return CDDP_OK;
     if (*table != NULL) /* the leader refuses this rank */
       r = cddp__fail((cddp_result)(*table)->head.number, "%.*s", (int)(*table)->head.size,
                      (const char *)(*table + 1));
-    else if (cddp__elastic_link_ended(d, leader, link))
+    else if (cddp__elastic_link_ended(d, leader, *link))
       break;
     else if (cddp__now() > deadline)
       r = cddp__fail(CDDP_TIMEOUT,
@@ -21049,33 +20965,82 @@ static cddp_result cddp__elastic_send_report(cddp_ddp *d, int leader, const cddp
                      "not received the reports of all ranks",
                      d->group->timeout_s, d->steps, cddp__elastic_name(elastic, leader).s);
     else
-      cddp__elastic_poll(-1, &link, 1);
+      cddp__elastic_poll(d, link, 1, false);
   }
   cddp__elastic_drop_report(elastic, leader);
   return r;
 }
 
-/* Waits for a member's confirmation; false: the member is lost, late, or asks to meet again. */
+/* Asks the ranks on this host and at MASTER_ADDR for the leader of the model that this rank joins.
+   The leader is then the only member known here. */
+static cddp_result cddp__elastic_find_leader(cddp_ddp *d, double deadline) {
+  cddp__elastic *elastic = d->elastic;
+  cddp__host *host = d->group->host;
+  cddp__elastic_leader_info *lead = &host->job_info->table.lead;
+  cddp__join_table table; /* of another rank: only `lead` is valid for this rank */
+  cddp_result r = CDDP_OK;
+  int fd = -1, p;
+  if (lead->self.life == 0) {
+    r = cddp__find_job(host, deadline, &fd, &table);
+    cddp__close_fd(&fd);
+    if (r == CDDP_OK && memcmp(table.lead.token, lead->token, sizeof lead->token) != 0)
+      r = cddp__fail(CDDP_PEER_LOST, "CDDP_JOIN: the model has ended before this rank joined it");
+    if (r != CDDP_OK) return r;
+    *lead = table.lead;
+  }
+  if (lead->self.number < 0 || lead->self.number >= d->shards.count || lead->self.host < 0 ||
+      lead->self.host >= elastic->net->host_count)
+    return cddp__fail(CDDP_MISMATCH, "CDDP_JOIN: the answer of a rank of the job is damaged");
+  for (p = 0; p < d->shards.count; p++) elastic->members[p].life = 0;
+  memcpy(elastic->net->token, lead->token, sizeof lead->token);
+  cddp__elastic_set_member(elastic, &lead->self);
+  lead->self.life = 0; /* the next time it asks again */
+  return CDDP_OK;
+}
+
+/* All living members meet; *table receives their reports. */
+static cddp_result cddp__elastic_gather_reports(cddp_ddp *d, cddp__message **table) {
+  cddp__elastic *elastic = d->elastic;
+  double deadline = cddp__now() + d->group->timeout_s;
+  cddp__message *mine = NULL;
+  cddp_result r = cddp__elastic_create_report(d, &mine);
+  elastic->unreachable = -1;
+  while (r == CDDP_OK && *table == NULL) {
+    int leader = elastic->leader = cddp__elastic_choose_leader(d);
+    if (leader < 0)
+      r = cddp__elastic_find_leader(d, deadline);
+    else if (leader == elastic->me)
+      r = cddp__elastic_lead_meeting(d, mine, deadline, table);
+    else if ((r = cddp__elastic_send_report(d, leader, mine, deadline + 1, table)) == CDDP_OK &&
+             *table == NULL)
+      cddp__elastic_remove_member(d, leader, "");
+  }
+  cddp__free(&elastic->net->allocator, mine);
+  return r;
+}
+
+/* Waits for a member's confirmation. Returns false if the member is lost, late, or asks to meet
+   again. */
 static bool cddp__elastic_await_confirmation(cddp_ddp *d, int member, double deadline) {
   cddp__elastic *elastic = d->elastic;
   cddp__connection *link = elastic->links[member];
-  cddp__message *m = NULL;
+  cddp__message *message = NULL;
   bool confirmed;
-  while (link != NULL && (m = cddp__connection_receive(link, 1)) == NULL) {
+  while (link != NULL && (message = cddp__connection_receive(link, 0)) == NULL) {
     if (cddp__now() > deadline) cddp__connection_end(link, ETIMEDOUT);
     if (cddp__elastic_link_ended(d, member, link)) break;
-    cddp__elastic_poll(-1, &link, 1);
+    cddp__elastic_poll(d, &link, 1, false);
   }
-  if (m == NULL && elastic->unreachable < 0)
+  if (message == NULL && elastic->unreachable < 0)
     elastic->ended[member] = 1; /* it has just answered, so its host lives */
-  confirmed = m != NULL && m->head.size == 1 && *(const char *)(m + 1) == 'g';
-  cddp__free(&elastic->net->allocator, m);
+  confirmed = message != NULL && message->head.number == CDDP_OK;
+  cddp__free(&elastic->net->allocator, message);
   return confirmed;
 }
 
 /* The new groups are used only when all members have created them. Each member confirms this to the
-   leader. Then the leader tells all to continue ("g"), or, if a member was lost, to meet again
-   ("a"), which is CDDP_PEER_LOST. */
+   leader. Then the leader tells all to continue (CDDP_OK) or, if a member was lost, to meet again
+   (CDDP_PEER_LOST). */
 static cddp_result cddp__elastic_confirm_groups(cddp_ddp *d) {
   cddp__elastic *elastic = d->elastic;
   bool leads = elastic->leader == elastic->me, all = true;
@@ -21088,7 +21053,8 @@ static cddp_result cddp__elastic_confirm_groups(cddp_ddp *d) {
       all = false;
   for (p = 0; r == CDDP_OK && p < d->shards.count; p++) { /* a member's only link: to the leader */
     if (elastic->links[p] == NULL) continue;
-    r = cddp__connection_post(elastic->links[p], CDDP__FRAME_MESSAGE, 0, all ? "g" : "a", 1);
+    r = cddp__connection_post(elastic->links[p], CDDP__FRAME_MESSAGE,
+                              (uint32_t)(all ? CDDP_OK : CDDP_PEER_LOST), NULL, 0);
     CDDP__POINT("elastic go");
     (void)cddp__link_progress(elastic->net, elastic->links[p]);
   }
@@ -21098,59 +21064,73 @@ static cddp_result cddp__elastic_confirm_groups(cddp_ddp *d) {
   return cddp__fail(CDDP_PEER_LOST, "a rank was lost while the ranks formed new groups");
 }
 
-/* Asks the ranks on this host and at MASTER_ADDR for the leader of the model that this rank joins.
-   The leader is then the only member known here. */
-static cddp_result cddp__elastic_find_leader(cddp_ddp *d, double deadline) {
-  cddp__elastic *elastic = d->elastic;
-  cddp__host *host = d->group->host;
-  const cddp__elastic_leader_info *lead = &host->job_info->table.lead;
-  cddp__join_table table; /* of another rank: only `lead` is valid for this rank */
-  cddp_result r = CDDP_OK;
-  int fd = -1, p;
-  if (lead->self.life == 0) {
-    r = cddp__find_job(host, deadline, &fd, &table);
-    if (r == CDDP_OK && memcmp(table.lead.token, lead->token, sizeof lead->token) != 0)
-      r = cddp__fail(CDDP_PEER_LOST, "CDDP_JOIN: the model has ended before this rank joined it");
-    if (r == CDDP_OK) host->job_info->table.lead = table.lead;
-  }
-  cddp__close_fd(&fd);
-  if (r != CDDP_OK) return r;
-  if (lead->self.number < 0 || lead->self.number >= d->shards.count || lead->self.host < 0 ||
-      lead->self.host >= elastic->net->host_count)
-    return cddp__fail(CDDP_MISMATCH, "CDDP_JOIN: the answer of a rank of the job is damaged");
-  for (p = 0; p < d->shards.count; p++) elastic->members[p].life = 0;
-  memcpy(elastic->net->token, lead->token, sizeof lead->token);
-  cddp__elastic_set_member(elastic, lead->self.number, &lead->self);
-  host->job_info->table.lead.self.life = 0; /* the next time it asks again */
-  return CDDP_OK;
-}
+/* --- a meeting: the groups of the members --- */
 
-/* All living members meet; *table receives their reports. */
-static cddp_result cddp__elastic_gather_reports(cddp_ddp *d, cddp__message **table) {
-  cddp__elastic *elastic = d->elastic;
-  double deadline = cddp__now() + d->group->timeout_s;
-  cddp__message *mine = NULL;
-  cddp_result r = cddp__elastic_create_report(d, &mine);
-  int leader;
-  *table = NULL;
-  elastic->unreachable = -1;
-  while (r == CDDP_OK && *table == NULL) {
-    leader = cddp__elastic_choose_leader(d);
-    if (leader < 0) {
-      r = cddp__elastic_find_leader(d, deadline);
-    } else if (leader == elastic->me) {
-      elastic->leader = elastic->me;
-      r = cddp__elastic_lead_meeting(d, mine, deadline, table);
-    } else {
-      r = cddp__elastic_send_report(d, leader, mine, deadline + 1, table);
-      if (r == CDDP_OK && *table == NULL) cddp__elastic_remove_member(d, leader, "");
+/* Records which members' processes have ended, before their links are freed. Such a process closed
+   a link without a reset, and did not announce that it lives; a firewall can only reset links. If
+   one of a member's links was reset, this waits up to 20 ms for the end of another one. */
+static void cddp__elastic_record_ends(cddp_ddp *d) {
+  cddp_group *groups[2] = {d->control, d->comm};
+  bool again;
+  cddp__connection *link;
+  cddp__wait wait;
+  int i;
+  cddp__wait_begin(&wait, 0.02);
+  do {
+    for (again = false, i = 0; i < 2; i++) {
+      if (groups[i] == NULL || groups[i]->hosts == NULL) continue;
+      pthread_mutex_lock(&groups[i]->p2p.lock);
+      for (link = groups[i]->hosts->links; link != NULL; link = link->next) {
+        unsigned char *ended = &d->elastic->ended[d->elastic->order[link->rank]], next;
+        ssize_t n = 1;
+        if (link->state == CDDP__CONNECTION_UP)
+          n = recv(link->fd, &next, 1, MSG_PEEK | MSG_DONTWAIT);
+        if (n <= 0 && (n == 0 || errno != EAGAIN)) cddp__connection_end(link, n == 0 ? 0 : errno);
+        if (link->state != CDDP__CONNECTION_ENDED) continue;
+        if (link->error == 0 && !link->peer_failed && link->got == 0 &&
+            cddp__buffer_size(&link->in) == 0)
+          *ended = 1;
+        again = again || (link->error > 0 && *ended == 0);
+      }
+      pthread_mutex_unlock(&groups[i]->p2p.lock);
     }
-  }
-  cddp__free(&elastic->net->allocator, mine);
-  return r;
+  } while (again && cddp__wait_pause(&wait));
 }
 
-/* --- the groups of the living members --- */
+/* Leaves a broken group. A lost rank cannot leave, so the control block is retired. */
+static void cddp__elastic_leave_group(cddp_ddp *d, cddp_group *g) {
+  cddp__retire_memory(d, &g->block_ref, g->block_generation);
+  cddp__group_leave(g);
+}
+
+static void cddp__elastic_leave_broken(cddp_ddp *d) {
+  if (d->elastic->broken_comm != NULL) cddp__elastic_leave_group(d, d->elastic->broken_comm);
+  d->elastic->broken_comm = NULL;
+}
+
+/* Leaves both groups. The first comm of a step stays as `broken_comm`; no thread uses it any more.
+   Preserves this thread's error text. */
+static void cddp__elastic_leave_groups(cddp_ddp *d) {
+  cddp_group *groups[2] = {d->control, d->comm}, *g;
+  char text[CDDP__ERROR_MAX];
+  int i;
+  memcpy(text, cddp__error_text, sizeof text);
+  cddp__elastic_record_ends(d);
+  for (i = 0; i < 2; i++) {
+    if ((g = groups[i]) == NULL) continue;
+    if (g->size > 1) (void)cddp__break(g, cddp__fail(CDDP_PEER_LOST, "%s", text));
+    if (i == 0 || d->elastic->broken_comm != NULL) {
+      cddp__elastic_leave_group(d, g);
+      continue;
+    }
+    d->elastic->broken_comm = g;
+    cddp__engine_drain(g);
+    (g->backend->leave)(g);
+    (g->backend->close)(g);
+  }
+  d->control = d->comm = NULL;
+  memcpy(cddp__error_text, text, sizeof text);
+}
 
 /* Registers a process on this host that this process has not met in a rendezvous. */
 static void cddp__register_process(cddp__host *host, int at, uint32_t pid) {
@@ -21166,21 +21146,20 @@ static cddp_result cddp__elastic_create_group(cddp_ddp *d, cddp__message *table,
                                               cddp_group **out) {
   cddp__elastic *elastic = d->elastic;
   cddp__host *host = d->group->host;
-  int *indices = elastic->indices, k, rank = 0, here = 0, lowest = -1;
-  cddp__elastic_report *report;
+  int indices[CDDP__MAX_RANKS], k, rank = 0, here = 0, lowest = -1;
   cddp__ref ref;
   uint64_t id[3];
   void *block = NULL;
   cddp_result r;
   for (k = 0; k < d->step.active_count; k++) {
-    report = cddp__report_at(d, table, k);
-    indices[k] = report->self.host == elastic->members[elastic->me].host ? report->self.index : -1;
-    if (indices[k] >= 0) cddp__register_process(host, indices[k], report->self.pid);
+    const cddp__elastic_member *member = &cddp__report_at(d, table, k)->self;
+    indices[k] = member->host == elastic->members[elastic->me].host ? member->index : -1;
+    if (indices[k] >= 0) cddp__register_process(host, indices[k], member->pid);
     if (indices[k] >= 0 && here++ == 0) lowest = k;
     if (elastic->order[k] == elastic->me) rank = k;
   }
   ref = cddp__report_at(d, table, lowest)->blocks[which];
-  if (elastic->order[lowest] == elastic->me) {
+  if (lowest == rank) {
     block = elastic->blocks[which];
     elastic->blocks[which] = NULL; /* the group owns it */
     cddp__store32(&((cddp__control_block *)block)->size, (uint32_t)here);
@@ -21199,42 +21178,39 @@ static cddp_result cddp__elastic_create_group(cddp_ddp *d, cddp__message *table,
   return r;
 }
 
-/* Leaves a broken group. A lost rank cannot leave, so the control block is retired. */
-static void cddp__elastic_leave_group(cddp_ddp *d, cddp_group *g) {
-  cddp__retire_memory(d, &g->block_ref, g->block_generation);
-  cddp__group_leave(g);
-}
-
-static void cddp__elastic_leave_broken(cddp_ddp *d) {
-  if (d->elastic->broken_comm != NULL) cddp__elastic_leave_group(d, d->elastic->broken_comm);
-  d->elastic->broken_comm = NULL;
-}
-
-/* Leaves both groups. The first comm of a step stays as `broken_comm`; no thread uses it any more.
-   Preserves this thread's error text. */
-static void cddp__elastic_leave_groups(cddp_ddp *d) {
-  cddp_group *groups[2], *g;
-  char text[CDDP__ERROR_MAX];
-  int i;
-  groups[0] = d->control;
-  groups[1] = d->comm;
-  memcpy(text, cddp__error_text, sizeof text);
-  cddp__elastic_record_ends(d);
-  for (i = 0; i < 2; i++) {
-    if (groups[i] == NULL) continue;
-    cddp__fail(CDDP_PEER_LOST, "%s", text);
-    if (groups[i]->size > 1) (void)cddp__break(groups[i], CDDP_PEER_LOST);
-    if (i == 0 || d->elastic->broken_comm != NULL) {
-      cddp__elastic_leave_group(d, groups[i]);
-      continue;
-    }
-    g = d->elastic->broken_comm = groups[i];
-    cddp__engine_drain(g);
-    (g->backend->leave)(g);
-    (g->backend->close)(g);
+/* Connects the members' new groups and exchanges the addresses of each cddp__published. Both groups
+   connect, because a system resets the connections of a dead process that hold unread bytes. At any
+   time at least one of the two has no unread bytes, so the system closes it without a reset. */
+static cddp_result cddp__elastic_connect(cddp_ddp *d) {
+  cddp__elastic *elastic = d->elastic;
+  cddp_group *g = d->control;
+  size_t begin, end;
+  cddp__ref ref;
+  cddp_result r;
+  int k;
+  memset(&ref, 0, sizeof ref);
+  if (elastic->own != NULL) ref = cddp__ref_of(d->group->host, elastic->own, sizeof *elastic->own);
+  r = cddp__round(g, CDDP__KIND_GROUP_NEW, CDDP__PHASE_CONNECTED, 0, &ref, sizeof ref);
+  if (r == CDDP_OK)
+    r = cddp__round(d->comm, CDDP__KIND_GROUP_NEW, CDDP__PHASE_CONNECTED, 0, NULL, 0);
+  for (k = 0; k < g->size && r == CDDP_OK && elastic->own != NULL; k++) {
+    void *at = elastic->own;
+    if (g->members[k] < 0) continue;
+    ref = cddp__op_header_of(g, k, g->round)->u.ref;
+    if (k != g->rank) r = cddp__map_ref(d->group->host, &ref, &at);
+    elastic->published[elastic->order[k]] = (cddp__published *)at;
   }
-  d->control = d->comm = NULL;
-  memcpy(cddp__error_text, text, sizeof text);
+  elastic->one_host = elastic->own != NULL && g->hosts == NULL;
+  d->me = g->rank;
+  cddp__set_rank_addresses(d, d->me, d->arena);
+  d->addresses.squares[d->me] = (double *)(void *)(d->arena + d->layout.bytes);
+  d->addresses.slots[d->me] = elastic->slot_area;
+  if (r != CDDP_OK || !elastic->one_host || d->layout.dense < CDDP__HUGE_PAGE) return r;
+  cddp__slice(d->layout.dense, CDDP__BLOCK_BYTES, g->size, g->rank, &begin, &end); /* its part */
+  begin = begin / CDDP__HUGE_PAGE * CDDP__HUGE_PAGE; /* the memory is whole huge pages */
+  cddp__populate(elastic->mean + begin, cddp__round_up(end, CDDP__HUGE_PAGE) - begin,
+                 d->group->host->arena.fd >= 0);
+  return CDDP_OK;
 }
 
 /* Applies the table: sets the members and the epoch, and assigns the shards without a sum on any
@@ -21244,39 +21220,36 @@ static cddp__elastic_report *cddp__elastic_apply_table(cddp_ddp *d, cddp__messag
   cddp__elastic *elastic = d->elastic;
   cddp__elastic_report *from = NULL, *report;
   uint64_t life = elastic->members[elastic->me].life, furthest;
-  bool listed;
-  int k, i, p, left = 0, assigned = 0;
+  int *owner = d->shards.owner, k, i, p, left = 0, assigned = 0;
   d->step.active_count = (int)(table->head.size / cddp__report_bytes(d));
   for (k = 0; k < d->step.active_count; k++) {
     report = cddp__report_at(d, table, k);
     p = elastic->order[k] = report->self.number;
     d->step.active[k] = k;
-    cddp__elastic_set_member(elastic, p, &report->self);
+    cddp__elastic_set_member(elastic, &report->self);
     if (report->self.life == life) elastic->me = elastic->net->rank = p;
     elastic->epoch = cddp__max(elastic->epoch, report->epoch + 1);
-    if (report->empty != 0 || (from != NULL && report->done <= from->done)) continue;
-    from = report;
+    if (report->empty == 0 && (from == NULL || report->done > from->done)) from = report;
   }
   elastic->net->host = elastic->members[elastic->me].host;
   memset(elastic->ended, 0, (size_t)d->shards.count);
   for (p = 0; p < d->shards.count; p++) {
-    for (k = 0, listed = false; k < d->step.active_count; k++)
-      listed = listed || elastic->order[k] == p;
-    if (!listed && elastic->members[p].life != 0) cddp__elastic_remove_member(d, p, "");
+    for (k = 0; k < d->step.active_count && elastic->order[k] != p; k++) {}
+    if (k == d->step.active_count && elastic->members[p].life != 0)
+      cddp__elastic_remove_member(d, p, "");
   }
   furthest = from != NULL ? from->done : 0;
   if (elastic->done < furthest) cddp__elastic_drop_sums(d); /* others have the mean of that step */
   for (i = 0; i < d->shards.count; i++) {
-    d->shards.owner[i] = -1;
+    owner[i] = -1;
     for (k = 0; k < d->step.active_count; k++) {
       report = cddp__report_at(d, table, k);
-      if (report->done == furthest && cddp__report_sums(d, report)[i] != 0) d->shards.owner[i] = k;
+      if (report->done == furthest && cddp__report_sums(d, report)[i] != 0) owner[i] = k;
     }
-    left += d->shards.owner[i] < 0;
+    left += owner[i] < 0;
   }
   for (i = 0; i < d->shards.count; i++)
-    if (d->shards.owner[i] < 0)
-      d->shards.owner[i] = (int)((int64_t)assigned++ * d->step.active_count / left);
+    if (owner[i] < 0) owner[i] = (int)((int64_t)assigned++ * d->step.active_count / left);
   cddp__record_event(d->group, "assigned", (uint64_t)d->step.active_count, CDDP_OK);
   return from;
 }
@@ -21284,16 +21257,16 @@ static cddp__elastic_report *cddp__elastic_apply_table(cddp_ddp *d, cddp__messag
 /* Broadcasts rank `source`'s bytes to the joining ranks. The others only pass them on. */
 static cddp_result cddp__elastic_broadcast(cddp_ddp *d, int source, void *data, size_t bytes) {
   cddp__elastic *elastic = d->elastic;
+  bool takes_part = elastic->empty || elastic->order[source] == elastic->me;
   size_t most = CDDP__NODES_CHUNK * sizeof(double), at, n;
   void *passing = NULL;
   cddp_result r = d->memory->scratch(d, most, &passing);
   for (at = 0; r == CDDP_OK && at < bytes; at += n) {
-    void *piece =
-        elastic->empty || elastic->order[source] == elastic->me ? (char *)data + at : passing;
-    cddp__call send;
+    void *chunk = takes_part ? (char *)data + at : passing;
+    cddp__call call;
     n = cddp__min(bytes - at, most);
-    send = cddp__make_call(CDDP__KIND_BROADCAST, piece, piece, n, CDDP_U8, CDDP_SUM, source);
-    r = cddp__call_all(d, &send);
+    call = cddp__make_call(CDDP__KIND_BROADCAST, chunk, chunk, n, CDDP_U8, CDDP_SUM, source);
+    r = cddp__call_all(d, &call);
     CDDP__POINT("elastic passed");
   }
   return r;
@@ -21305,28 +21278,29 @@ static cddp_result cddp__elastic_send_snapshot(cddp_ddp *d, cddp__elastic_report
   cddp__elastic *elastic = d->elastic;
   size_t bytes = (size_t)from->optim.states * d->layout.state_stride;
   bool gives = elastic->order[source] == elastic->me;
-  char *states = NULL;
+  char *states = elastic->states; /* not NULL: of a rank that has joined in this step */
   cddp_result r = CDDP_OK;
   int i;
-  if ((gives || elastic->empty) && bytes > 0 &&
-      (states = cddp__elastic_allocate(d, bytes, CDDP__EXTENT_MESSAGE)) == NULL)
-    return CDDP_OUT_OF_MEMORY;
-  if (gives && bytes > 0)
-    r = cddp__copy_states(d, d->optim, states, 0, d->layout.model_bytes, true);
+  CDDP_ASSERT(!elastic->empty || states == NULL);
+  if ((gives || elastic->empty) && bytes > 0 && states == NULL) {
+    states = cddp__elastic_allocate(d, bytes, CDDP__EXTENT_MESSAGE);
+    if (states == NULL) return CDDP_OUT_OF_MEMORY;
+    if (gives) r = cddp__copy_states(d, d->optim, states, 0, d->layout.model_bytes, true);
+  }
   for (i = 0; r == CDDP_OK && i < d->count; i++)
     r = cddp__elastic_broadcast(d, source, d->params[i].data, d->tensors[i].bytes);
   if (r == CDDP_OK) r = cddp__elastic_broadcast(d, source, states, bytes);
   if (r == CDDP_OK) r = cddp__elastic_await_device(d);
-  if (r != CDDP_OK || !elastic->empty) {
-    cddp__elastic_release(d, states);
-    return r;
+  if (r == CDDP_OK && elastic->empty) {
+    elastic->states = states;
+    d->snapshot = from->optim;
+    for (i = 0; i < d->count; i++) d->tensors[i].restored_steps = ((float *)(from + 1))[i];
+    elastic->step = from->done;
+    d->steps = from->steps;
+    elastic->empty = false;
   }
-  elastic->states = states;
-  cddp__take_snapshot(d, &from->optim, (float *)(from + 1));
-  elastic->step = from->done;
-  d->steps = from->steps;
-  elastic->empty = false;
-  return CDDP_OK;
+  if (states != elastic->states) cddp__elastic_release(d, states);
+  return r;
 }
 
 /* Gives the last mean to the members that lack it, and a snapshot to the joining ranks. The other
@@ -21345,14 +21319,10 @@ static cddp_result cddp__elastic_synchronize(cddp_ddp *d, cddp__message *table,
     joins = joins || report->empty != 0;
   }
   if (behind && d->layout.dense > 0 && from->in_parts == 0) { /* else all can read its parts */
-    cddp__call send = cddp__make_call(CDDP__KIND_BROADCAST, elastic->mean, elastic->mean,
+    cddp__call call = cddp__make_call(CDDP__KIND_BROADCAST, elastic->mean, elastic->mean,
                                       d->layout.dense, CDDP_U8, CDDP_SUM, source);
-    r = cddp__call_all(d, &send);
-    if (elastic->done < from->done) {
-      elastic->mean_parts = 1;
-      elastic->in_parts = false;
-      elastic->means[0] = elastic->mean;
-    }
+    r = cddp__call_all(d, &call);
+    if (elastic->done < from->done) cddp__set_whole_mean(elastic);
   }
   if (r == CDDP_OK && joins) r = cddp__elastic_send_snapshot(d, from, source);
   if (elastic->one_host) { /* steps on one host need no scratch */
@@ -21365,19 +21335,6 @@ static cddp_result cddp__elastic_synchronize(cddp_ddp *d, cddp__message *table,
   elastic->done = from->done;
   if (elastic->done == elastic->step) cddp__elastic_leave_broken(d);
   return CDDP_OK;
-}
-
-/* Lets processes join through this rank: it answers them with the leader and the model. */
-static void cddp__elastic_open_joins(cddp_ddp *d) {
-  cddp__elastic *elastic = d->elastic;
-  cddp__host *host = d->group->host;
-  if (host->job_info == NULL) return;
-  cddp__elastic_publish_leader(d);
-  host->job_info->table.life = (int)elastic->epoch + 1;
-  memcpy(host->job_info->table.lead.token, elastic->net->token,
-         sizeof host->job_info->table.lead.token);
-  host->job_info->table.lead.model = cddp__model_of(d);
-  cddp__join_listen(host);
 }
 
 /* The groups are broken, or do not exist yet: the living members meet, create new groups, and
@@ -21396,7 +21353,7 @@ static cddp_result cddp__elastic_regroup(cddp_ddp *d) {
   cddp__elastic_leave_groups(d);
   r = cddp__elastic_gather_reports(d, &table);
   if (r == CDDP_OK) from = cddp__elastic_apply_table(d, table);
-  if (r == CDDP_PEER_LOST) r = CDDP_ABORTED;
+  if (r == CDDP_PEER_LOST) r = CDDP_ABORTED; /* the members are gone or out of reach */
   CDDP__POINT("elastic table");
   if (r == CDDP_OK && from == NULL) { /* only joining ranks: the members can be elsewhere */
     for (i = 0; i < d->shards.count; i++) elastic->members[i].life = 0;
@@ -21417,54 +21374,26 @@ static cddp_result cddp__elastic_regroup(cddp_ddp *d) {
   if (r == CDDP_OK) r = cddp__elastic_synchronize(d, table, from);
   cddp__free(&elastic->net->allocator, table);
   if (r != CDDP_OK) return r;
-  cddp__elastic_open_joins(d);
+  cddp__join_listen(d->group->host);
+  cddp__elastic_answer_joins(d);
   cddp__log(&d->group->host->logger, 1, "%d ranks continue with step %" PRIu64,
             d->step.active_count, elastic->done);
   return CDDP_OK;
 }
 
-/* --- shards and steps --- */
-
-/* A shard that this rank must still compute; -1: none. */
-static int cddp__elastic_find_shard(const cddp_ddp *d) {
-  const cddp__elastic *elastic = d->elastic;
-  int i;
-  for (i = 0; i < d->shards.count; i++)
-    if (i != d->shards.current && d->shards.owner[i] < d->step.active_count &&
-        elastic->order[d->shards.owner[i]] == elastic->me &&
-        !cddp__nodes_contain(d->shards.own_nodes, d->shards.own_node_count, i))
-      return i;
-  return -1;
-}
-
-/* Makes the current shard's sum a node. On one host the last shard's sum can stay in the gradients,
-   where the other ranks read it. */
-static cddp_result cddp__elastic_finish_shard(cddp_ddp *d) {
-  bool more = !d->elastic->one_host || cddp__elastic_find_shard(d) >= 0;
-  cddp_result r = CDDP_OK;
-  if (d->rows.sparse != NULL) r = cddp__keep_rows(d, d->shards.current);
-  CDDP__POINT("elastic shard end");
-  if (r == CDDP_OK && (more || d->shards.own_node_count > 0))
-    r = cddp__elastic_grow_slots(d, d->shards.own_node_count + 1);
-  if (r == CDDP_OK) r = cddp__keep_node(d, d->shards.current, more);
-  d->elastic->holds_shard = !more;
-  CDDP__POINT("elastic shard stored");
-  return r;
-}
-
 /* Sets d->shards.current to the next shard; -1: the reduction is complete, and the mean exists. */
 static cddp_result cddp__elastic_next(cddp_ddp *d) {
   cddp__elastic *elastic = d->elastic;
+  int shard = d->shards.current;
   cddp_result r = CDDP_OK;
   if (elastic->done == elastic->step) cddp__elastic_leave_broken(d);
   cddp__join_serve(d->group->host);
-  if (d->shards.current >= 0 && elastic->done == elastic->step) r = cddp__elastic_finish_shard(d);
-  if (d->shards.current >= 0) cddp__reset_step(d);
+  if (shard >= 0 && elastic->done == elastic->step) r = cddp__elastic_finish_shard(d);
+  if (shard >= 0) cddp__reset_step(d);
   d->shards.current = -1;
   while (r == CDDP_OK && elastic->done == elastic->step) {
-    int shard = cddp__elastic_find_shard(d);
-    if (shard >= 0 && elastic->holds_shard) r = cddp__elastic_clear_gradients(d);
-    if (shard >= 0) {
+    if ((shard = cddp__elastic_find_shard(d)) >= 0) {
+      if (elastic->holds_shard) r = cddp__elastic_clear_gradients(d);
       if (r == CDDP_OK) d->shards.current = shard;
       return r;
     }
@@ -21539,206 +21468,32 @@ static cddp_result cddp__step_own_weights(cddp_ddp *d, cddp_optim *optim) {
   return cddp__clear_gradients(d, optim, false);
 }
 
-/* Copies the mean to the gradients. */
-static cddp_result cddp__copy_means(cddp_ddp *d) {
+/* The update of cddp_ddp_step, or (optim NULL) of cddp_ddp_wait. Needs no other rank. */
+static cddp_result cddp__elastic_update(cddp_ddp *d, cddp_optim *optim) {
+  bool on_device = d->group->backend->on_device;
   cddp_result r = CDDP_OK;
   size_t begin, end;
   int k;
-  for (k = 0; r == CDDP_OK && k < d->elastic->mean_parts; k++) {
-    cddp__pass pass = cddp__part_pass(d, NULL, k, &begin, &end);
-    r = (d->memory->copy)(d->arena + begin, pass.means + begin, end - begin, d->group->stream);
-  }
-  return r;
-}
-
-/* The update of cddp_ddp_step, or (optim NULL) of cddp_ddp_wait. Needs no other rank. */
-static cddp_result cddp__elastic_update(cddp_ddp *d, cddp_optim *optim) {
-  bool gpu = d->group->backend->on_device;
-  cddp_result r = CDDP_OK;
   CDDP__POINT("elastic update");
   d->elastic->last_update = cddp__update_call(d, optim);
   memset(d->step.used, 1, (size_t)d->count);
-  if (gpu || optim == NULL) r = cddp__copy_means(d);
-  if (r == CDDP_OK && optim == NULL) r = cddp__return_gradients(d);
-  if (r == CDDP_OK && optim != NULL && gpu) r = (d->memory->step)(d, optim, true, true);
-  if (r == CDDP_OK && optim != NULL)
-    r = gpu ? cddp__clear_gradients(d, optim, true) : cddp__step_own_weights(d, optim);
+  for (k = 0; (on_device || optim == NULL) && r == CDDP_OK && k < d->elastic->mean_parts; k++) {
+    cddp__pass pass = cddp__part_pass(d, NULL, k, &begin, &end);
+    r = (d->memory->copy)(d->arena + begin, pass.means + begin, end - begin, d->group->stream);
+  }
+  if (r == CDDP_OK && optim == NULL) {
+    r = cddp__return_gradients(d);
+  } else if (r == CDDP_OK && on_device) {
+    r = (d->memory->step)(d, optim, true, true);
+    if (r == CDDP_OK) r = cddp__clear_gradients(d, optim, true);
+  } else if (r == CDDP_OK) {
+    r = cddp__step_own_weights(d, optim);
+  }
   d->elastic->holds_shard = false;
   CDDP__POINT("elastic updated");
   if (r == CDDP_OK) d->elastic->step++;
   return r;
 }
-
-/* --- creation, joining and destruction --- */
-
-/* Other ranks can still read this rank's published addresses, its part of the last mean, and its
-   squares. They are freed when all ranks have left the group; without a group, never. Memory that
-   other threads of this process can read is never freed. */
-static void cddp__defer_free_published(cddp_ddp *d) {
-  cddp__elastic *elastic = d->elastic;
-  cddp__host *host = d->group->host;
-  if (d->step.active_count == 1 || elastic->own == NULL) return;
-  if (d->control != NULL) {
-    cddp__arena_free_with(host, elastic->own, d->control->block);
-    cddp__arena_free_with(host, elastic->mean, d->control->block);
-    cddp__arena_free_with(host, d->arena, d->control->block);
-  }
-  elastic->own = NULL;
-  elastic->mean = d->arena = NULL;
-  if (host->threads) elastic->slot_area = d->rows.packet = NULL;
-}
-
-static void cddp__elastic_free(cddp_ddp *d) {
-  cddp__elastic *elastic = d->elastic;
-  if (elastic == NULL) return;
-  cddp__defer_free_published(d);
-  if (elastic->net != NULL) {
-    cddp__elastic_leave_broken(d);
-    cddp__elastic_close(d);
-    cddp__free(&elastic->net->allocator, elastic->retired);
-  }
-  d->group->host->elastic = false;
-  if (d->group->host->joined)
-    d->group->host->job_info->table.lead.model.params = 0; /* a process joins only once */
-  (void)d->memory->use(d->group);
-  cddp__elastic_release(d, elastic->mean);
-  cddp__elastic_release(d, elastic->slot_area);
-  cddp__elastic_release(d, elastic->states);
-  cddp__arena_free(d->group->host, elastic->own);
-  cddp__net_release(elastic->net);
-  cddp__free(&d->group->host->allocator, elastic);
-  d->elastic = NULL;
-}
-
-/* Describes this rank as a member, and opens its listening socket. */
-static cddp_result cddp__elastic_describe_self(cddp_ddp *d, cddp__elastic_member *self) {
-  cddp__elastic *elastic = d->elastic;
-  const cddp__host *host = d->group->host;
-  const cddp__elastic_member *lead =
-      host->job_info != NULL ? &host->job_info->table.lead.self : NULL;
-  cddp__address a;
-  int fd = -1, count;
-  cddp_result r = CDDP_OK;
-  memset(self, 0, sizeof *self);
-  if (host->joined) { /* a datagram socket finds the local address without sending anything */
-    a = cddp__internet_address(&lead->address);
-    cddp__address_set_port(&a, lead->port);
-    fd = socket(a.sa.ss_family, SOCK_DGRAM | SOCK_CLOEXEC, 0);
-    if (fd >= 0 && connect(fd, &a.any, a.size) != 0) cddp__close_fd(&fd);
-  }
-  if (host->net != NULL)
-    a = cddp__internet_address(&host->net->hosts[host->net->host].address);
-  else if (host->joined && host->arena.fd >= 0)
-    a = cddp__internet_address(&host->job_info->table.address);
-  else
-    r = cddp__own_address(fd, &a);
-  cddp__close_fd(&fd);
-  if (r != CDDP_OK) return r;
-  cddp__address_set_port(&a, 0);
-  self->address = a.v6;
-  self->number = elastic->me;
-  self->host = host->net != NULL ? host->net->host : 0;
-  if (host->joined)
-    self->host = host->arena.fd >= 0 ? host->job_info->table.host : 2 * d->shards.count;
-  if ((r = cddp__listen_all(&a, 1, &elastic->net->listener, &count)) != CDDP_OK)
-    return cddp__fail_in(r, "cannot listen for the other ranks of an elastic model: ");
-  self->port = cddp__address_port(&a);
-  self->rank = d->group->rank;
-  self->index = host->index;
-  self->pid = (uint32_t)getpid();
-  snprintf(self->name, sizeof self->name, "%s", host->name);
-#ifdef CDDP_CUDA
-  if (d->group->backend->on_device) self->gpu = cddp__device_of(d->group)->gpu;
-#endif
-  return cddp__random(&self->life, sizeof self->life);
-}
-
-/* Creates the membership, with this rank alone. */
-static cddp_result cddp__elastic_new(cddp_ddp *d) {
-  cddp__host *host = d->group->host;
-  const cddp_allocator *a = &host->allocator;
-  size_t n = (size_t)d->shards.count, links = n + CDDP__JOIN_REQUESTS;
-  const char *secret =
-      host->job_info != NULL && host->job_info->secret[0] != 0 ? host->job_info->secret : NULL;
-  cddp__elastic *elastic = (cddp__elastic *)cddp__calloc(
-      a, 1,
-      sizeof *elastic + sizeof *elastic->members +
-          n * (sizeof *elastic->members + 3 * sizeof(void *) + 2 * sizeof(int) + 1) +
-          2 * links * sizeof(void *));
-  if (elastic == NULL) return CDDP_OUT_OF_MEMORY;
-  host->elastic = true;
-  d->elastic = elastic;
-  elastic->members = (cddp__elastic_member *)(void *)(elastic + 1);
-  elastic->links = (cddp__connection **)(void *)(elastic->members + n + 1);
-  elastic->reports = (cddp__message **)(void *)(elastic->links + links);
-  elastic->means = (char **)(void *)(elastic->reports + links);
-  elastic->squares = (double **)(void *)(elastic->means + n);
-  elastic->published = (cddp__published **)(void *)(elastic->squares + n);
-  elastic->order = (int *)(void *)(elastic->published + n);
-  elastic->indices = elastic->order + n;
-  elastic->ended = (unsigned char *)(elastic->indices + n);
-  elastic->empty = host->joined;
-  elastic->me = host->joined ? d->shards.count : d->group->rank;
-  elastic->net = cddp__net_new(a, d->shards.count + 1, 2 * d->shards.count + 1);
-  if (elastic->net == NULL) return CDDP_OUT_OF_MEMORY;
-  elastic->net->rank = elastic->me;
-  if (secret != NULL && (elastic->net->secret = cddp__strdup(a, secret)) == NULL)
-    return CDDP_OUT_OF_MEMORY;
-  elastic->mean =
-      cddp__elastic_allocate(d, d->layout.dense + cddp__gather_slack(d), CDDP__EXTENT_MEAN);
-  if (elastic->mean == NULL) return CDDP_OUT_OF_MEMORY;
-  return !d->group->backend->on_device ? cddp__create_published(d) : CDDP_OK;
-}
-
-/* Collective over d->control: all ranks exchange their descriptions as members. */
-static cddp_result cddp__elastic_create(cddp_ddp *d) {
-  cddp_group *g = d->control;
-  size_t n = (size_t)g->size;
-  cddp__elastic_leader_info mine, *all;
-  cddp_result r = cddp__elastic_new(d);
-  int k;
-  CDDP__POINT("elastic enter");
-  memset(&mine, 0, sizeof mine);
-  if (r == CDDP_OK) r = cddp__elastic_describe_self(d, &mine.self);
-  if (r == CDDP_OK) r = cddp__random(mine.token, sizeof mine.token);
-  all = (cddp__elastic_leader_info *)cddp__malloc(&g->host->allocator, n * sizeof *all);
-  if (all == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
-  r = cddp__consensus(g, r, &mine, sizeof mine, all);
-  for (k = 0; r == CDDP_OK && k < g->size; k++) {
-    cddp__elastic_set_member(d->elastic, k, &all[k].self);
-    d->elastic->order[k] = k;
-  }
-  if (r == CDDP_OK) {
-    memcpy(d->elastic->net->token, all[0].token, sizeof all[0].token);
-    d->elastic->net->host = all[d->elastic->me].self.host;
-    d->step.active_count = g->size;
-    cddp__elastic_assign_shards(d);
-  }
-  cddp__free(&g->host->allocator, all);
-  if (r == CDDP_OK) r = cddp__consensus(g, cddp__elastic_connect(d), NULL, 0, NULL);
-  if (r == CDDP_OK) cddp__elastic_open_joins(d);
-  return r;
-}
-
-/* In a joining process: becomes a member and receives the weights. Meets only the members of the
-   model; it is not a collective over a group. */
-static cddp_result cddp__elastic_join(cddp_ddp *d) {
-  const cddp__elastic_leader_info *lead = &d->group->host->job_info->table.lead;
-  cddp__elastic_member self;
-  cddp_result r = cddp__join_compare(d, &lead->model);
-  if (r == CDDP_OK) r = cddp__elastic_new(d);
-  if (r == CDDP_OK) r = cddp__elastic_describe_self(d, &self);
-  if (r != CDDP_OK) return r;
-  cddp__elastic_set_member(d->elastic, d->elastic->me, &self);
-  d->elastic->net->host = self.host;
-  do r = cddp__elastic_regroup(d);
-  while (r == CDDP_PEER_LOST);
-  if (r == CDDP_ABORTED) r = CDDP_PEER_LOST; /* the members' failure is not an error of this rank */
-  if (r == CDDP_OK) cddp__record_event(d->group, "joined", d->steps, CDDP_OK);
-  return r;
-}
-
-/* --- the update, for the caller --- */
 
 /* Compares a joined rank's optimizer with the job's. The error names the first difference. */
 static cddp_result cddp__compare_settings(const cddp_ddp *d, const cddp__snapshot *mine) {
@@ -21815,19 +21570,182 @@ static cddp_result cddp__elastic_step(cddp_ddp *d, cddp_optim *optim) {
   return r;
 }
 
+/* --- creation, joining and destruction --- */
+
+static void cddp__elastic_free(cddp_ddp *d) {
+  cddp__elastic *elastic = d->elastic;
+  cddp__host *host = d->group->host;
+  if (elastic == NULL) return;
+  /* Other ranks can still read this rank's published addresses, its part of the last mean, and its
+     squares. They are freed when all ranks have left the group; without a group, never. Memory that
+     other threads of this process can read is never freed. */
+  if (d->step.active_count != 1 && elastic->own != NULL) {
+    if (d->control != NULL) {
+      cddp__arena_free_with(host, elastic->own, d->control->block);
+      cddp__arena_free_with(host, elastic->mean, d->control->block);
+      cddp__arena_free_with(host, d->arena, d->control->block);
+    }
+    elastic->own = NULL;
+    elastic->mean = d->arena = NULL;
+    if (host->threads) elastic->slot_area = d->rows.packet = NULL;
+  }
+  if (elastic->net != NULL) {
+    cddp__elastic_leave_broken(d);
+    cddp__elastic_close(d);
+    cddp__free(&elastic->net->allocator, elastic->retired);
+  }
+  host->elastic = false;
+  if (host->joined) host->job_info->table.lead.model.params = 0; /* a process joins only once */
+  (void)d->memory->use(d->group);
+  cddp__elastic_release(d, elastic->mean);
+  cddp__elastic_release(d, elastic->slot_area);
+  cddp__elastic_release(d, elastic->states);
+  cddp__arena_free(host, elastic->own);
+  cddp__net_release(elastic->net);
+  cddp__free(&host->allocator, elastic);
+  d->elastic = NULL;
+}
+
+/* Describes this rank as a member, and opens its listening socket. */
+static cddp_result cddp__elastic_describe_self(cddp_ddp *d, cddp__elastic_member *self) {
+  cddp__elastic *elastic = d->elastic;
+  const cddp__host *host = d->group->host;
+  const cddp__elastic_member *lead =
+      host->job_info != NULL ? &host->job_info->table.lead.self : NULL;
+  cddp__address a;
+  int fd = -1, count;
+  cddp_result r = CDDP_OK;
+  memset(self, 0, sizeof *self);
+  if (host->joined) { /* a datagram socket finds the local address without sending anything */
+    a = cddp__internet_address(&lead->address);
+    cddp__address_set_port(&a, lead->port);
+    fd = socket(a.sa.ss_family, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+    if (fd >= 0 && connect(fd, &a.any, a.size) != 0) cddp__close_fd(&fd);
+  }
+  if (host->net != NULL)
+    a = cddp__internet_address(&host->net->hosts[host->net->host].address);
+  else if (host->joined && host->arena.fd >= 0)
+    a = cddp__internet_address(&host->job_info->table.address);
+  else
+    r = cddp__own_address(fd, &a);
+  cddp__close_fd(&fd);
+  if (r != CDDP_OK) return r;
+  cddp__address_set_port(&a, 0);
+  self->address = a.v6;
+  self->number = elastic->me;
+  self->host = host->net != NULL ? host->net->host : 0;
+  if (host->joined)
+    self->host = host->arena.fd >= 0 ? host->job_info->table.host : 2 * d->shards.count;
+  if ((r = cddp__listen_all(&a, 1, &elastic->net->listener, &count)) != CDDP_OK)
+    return cddp__fail_in(r, "cannot listen for the other ranks of an elastic model: ");
+  self->port = cddp__address_port(&a);
+  self->rank = d->group->rank;
+  self->index = host->index;
+  self->pid = (uint32_t)getpid();
+  snprintf(self->name, sizeof self->name, "%s", host->name);
+#ifdef CDDP_CUDA
+  if (d->group->backend->on_device) self->gpu = cddp__device_of(d->group)->gpu;
+#endif
+  return cddp__random(&self->life, sizeof self->life);
+}
+
+/* Creates the membership, with this rank alone. */
+static cddp_result cddp__elastic_new(cddp_ddp *d) {
+  cddp__host *host = d->group->host;
+  const cddp_allocator *a = &host->allocator;
+  size_t n = (size_t)d->shards.count, links = n + CDDP__JOIN_REQUESTS;
+  const char *secret =
+      host->job_info != NULL && host->job_info->secret[0] != 0 ? host->job_info->secret : NULL;
+  cddp__elastic *elastic = (cddp__elastic *)cddp__calloc(
+      a, 1,
+      sizeof *elastic + sizeof *elastic->members +
+          n * (sizeof *elastic->members + 3 * sizeof(void *) + sizeof(int) + 1) +
+          2 * links * sizeof(void *));
+  if (elastic == NULL) return CDDP_OUT_OF_MEMORY;
+  host->elastic = true;
+  d->elastic = elastic;
+  elastic->members = (cddp__elastic_member *)(void *)(elastic + 1);
+  elastic->links = (cddp__connection **)(void *)(elastic->members + n + 1);
+  elastic->reports = (cddp__message **)(void *)(elastic->links + links);
+  elastic->means = (char **)(void *)(elastic->reports + links);
+  elastic->squares = (double **)(void *)(elastic->means + n);
+  elastic->published = (cddp__published **)(void *)(elastic->squares + n);
+  elastic->order = (int *)(void *)(elastic->published + n);
+  elastic->ended = (unsigned char *)(elastic->order + n);
+  elastic->empty = host->joined;
+  elastic->me = host->joined ? d->shards.count : d->group->rank;
+  elastic->net = cddp__net_new(a, d->shards.count + 1, 2 * d->shards.count + 1);
+  if (elastic->net == NULL) return CDDP_OUT_OF_MEMORY;
+  elastic->net->rank = elastic->me;
+  if (secret != NULL && (elastic->net->secret = cddp__strdup(a, secret)) == NULL)
+    return CDDP_OUT_OF_MEMORY;
+  elastic->mean =
+      cddp__elastic_allocate(d, d->layout.dense + cddp__gather_slack(d), CDDP__EXTENT_MEAN);
+  if (elastic->mean == NULL) return CDDP_OUT_OF_MEMORY;
+  return !d->group->backend->on_device ? cddp__create_published(d) : CDDP_OK;
+}
+
+/* Collective over d->control: all ranks exchange their descriptions as members. */
+static cddp_result cddp__elastic_create(cddp_ddp *d) {
+  cddp_group *g = d->control;
+  size_t n = (size_t)g->size;
+  cddp__elastic_leader_info mine, *all;
+  cddp_result r = cddp__elastic_new(d);
+  int k;
+  CDDP__POINT("elastic enter");
+  memset(&mine, 0, sizeof mine);
+  if (r == CDDP_OK) r = cddp__elastic_describe_self(d, &mine.self);
+  if (r == CDDP_OK) r = cddp__random(mine.token, sizeof mine.token);
+  all = (cddp__elastic_leader_info *)cddp__malloc(&g->host->allocator, n * sizeof *all);
+  if (all == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
+  r = cddp__consensus(g, r, &mine, sizeof mine, all);
+  for (k = 0; r == CDDP_OK && k < g->size; k++) {
+    cddp__elastic_set_member(d->elastic, &all[k].self);
+    d->elastic->order[k] = k;
+  }
+  if (r == CDDP_OK) {
+    memcpy(d->elastic->net->token, all[0].token, sizeof all[0].token);
+    d->elastic->net->host = all[d->elastic->me].self.host;
+    d->step.active_count = g->size;
+    cddp__elastic_assign_shards(d);
+  }
+  cddp__free(&g->host->allocator, all);
+  if (r == CDDP_OK) r = cddp__consensus(g, cddp__elastic_connect(d), NULL, 0, NULL);
+  if (r != CDDP_OK) return r;
+  cddp__join_listen(g->host);
+  cddp__elastic_answer_joins(d);
+  return CDDP_OK;
+}
+
+/* In a joining process: becomes a member and receives the weights. Meets only the members of the
+   model; it is not a collective over a group. */
+static cddp_result cddp__elastic_join(cddp_ddp *d) {
+  const cddp__elastic_leader_info *lead = &d->group->host->job_info->table.lead;
+  cddp__elastic_member self;
+  cddp_result r = cddp__join_compare(d, &lead->model);
+  if (r == CDDP_OK) r = cddp__elastic_new(d);
+  if (r == CDDP_OK) r = cddp__elastic_describe_self(d, &self);
+  if (r != CDDP_OK) return r;
+  cddp__elastic_set_member(d->elastic, &self);
+  d->elastic->net->host = self.host;
+  do r = cddp__elastic_regroup(d);
+  while (r == CDDP_PEER_LOST);
+  if (r == CDDP_ABORTED) r = CDDP_PEER_LOST; /* the members' failure is not an error of this rank */
+  if (r == CDDP_OK) cddp__record_event(d->group, "joined", d->steps, CDDP_OK);
+  return r;
+}
+
 CDDPDEF cddp_group *cddp_ddp_group(cddp_ddp *d) {
   cddp__enter_call(__func__);
-  if (d == NULL) {
+  if (d == NULL)
     cddp__fail(CDDP_INVALID_ARGUMENT, "cddp_ddp_group: the cddp_ddp is NULL");
-    return NULL;
-  }
-  if (!d->desc.elastic && cddp__load32(&d->group->left) == 0) return d->group;
-  if (!d->desc.elastic) {
+  else if (d->desc.elastic && cddp__check_cause(&d->failure) == CDDP_OK)
+    return d->elastic->broken_comm != NULL ? d->elastic->broken_comm : d->comm;
+  else if (!d->desc.elastic && cddp__load32(&d->group->left) == 0)
+    return d->group;
+  else if (!d->desc.elastic)
     cddp__fail(CDDP_INVALID_ARGUMENT, "cddp_ddp_group: the group of the cddp_ddp was destroyed");
-    return NULL;
-  }
-  if (cddp__check_cause(&d->failure) != CDDP_OK) return NULL;
-  return d->elastic->broken_comm != NULL ? d->elastic->broken_comm : d->comm;
+  return NULL;
 }
 /* >>sampler ------------------------------------------------------------------------------------
    Job: torch.utils.data.DistributedSampler, with the same generator and the same shuffle.

@@ -1060,6 +1060,73 @@ static void test_lacks(void) {
   check_lacks("abc");
 }
 
+/* --- a joined rank without an optimizer gives a snapshot --- */
+
+typedef struct replacements {
+  pid_t second; /* the first process of rank 1 */
+  int joining;  /* 1: its replacement joins */
+  int steps;    /* of the job, when that is known */
+  int good;     /* ranks with the right weights */
+} replacements;
+
+static int without_optimizer(int rank, void *arg) {
+  replacements *all = (replacements *)arg;
+  bool joins = getenv("CDDP_JOIN") != NULL;
+  float weights[COUNT] = {0}, speed = 0, expected = 0;
+  cddp_group *g = NULL;
+  cddp_ddp *ddp = NULL;
+  cddp_optim *optim = NULL;
+  cddp_param p = {0};
+  cddp_ddp_desc desc = {0};
+  cddp_sgd_desc sgd = {0};
+  int shard, i, step;
+  p.data = weights;
+  p.count = COUNT;
+  desc.elastic = true;
+  desc.shards = SHARDS;
+  sgd.lr = 0.0625;
+  sgd.momentum = 0.5;
+  if (!joins && rank == 1) all->second = getpid();
+  if (joins && rank == 1) bump(&all->joining);
+  CHECK_OK(cddp_init(&g, NULL));
+  CHECK_OK(cddp_ddp_create(&ddp, g, &p, 1, &desc));
+  if (joins && rank == 0) { /* a second process joins in the same step */
+    kill(all->second, SIGKILL);
+    await(&all->joining, 1);
+    ranks_sleep(RANKS_SLOW ? 2 : 0.5);
+  }
+  if (joins && rank == 1)
+    __atomic_store_n(&all->steps, (int)cddp_ddp_steps(ddp) + 5, __ATOMIC_SEQ_CST);
+  CHECK_OK(cddp_sgd_create(&optim, &p, 1, &sgd)); /* without `ddp`: it is the model's at its step */
+  while (test_failures == 0 && (step = (int)cddp_ddp_steps(ddp)) < look(&all->steps)) {
+    while (cddp_ddp_next_shard(ddp, &shard)) {
+      if (!joins && rank == 0 && step == 4) raise(SIGKILL);
+      for (i = 0; i < COUNT; i++) ((float *)p.grad)[i] += (float)(shard + 1);
+      CHECK_OK(cddp_ddp_ready(ddp, 0));
+    }
+    CHECK_OK(cddp_ddp_step(ddp, optim));
+  }
+  for (step = 0; step < look(&all->steps); step++) { /* products are exact, sums rounded once */
+    speed = 0.5f * speed + 2;
+    expected -= 0.0625f * speed;
+  }
+  CHECK(weights[0] == expected && weights[COUNT - 1] == expected);
+  cddp_optim_destroy(optim);
+  cddp_ddp_destroy(ddp);
+  cddp_destroy(g);
+  if (test_failures == 0) bump(&all->good);
+  return test_failures != 0;
+}
+
+/* Rank 0 is lost. Its replacement has the states, but no cddp_optim yet, when rank 1 is lost and
+   replaced. The second replacement must have the states, too. */
+static void test_without_optimizer(void) {
+  replacements *all = (replacements *)ranks_shared(sizeof *all);
+  all->steps = INT_MAX;
+  CHECK_OK(cddp_spawn_elastic(without_optimizer, all, SHARDS, 2));
+  CHECK_EQ(all->good, SHARDS);
+}
+
 int main(void) {
   shared = (shared_state *)ranks_shared(sizeof *shared);
   RUN(test_comes);
@@ -1078,6 +1145,7 @@ int main(void) {
   RUN(test_other_optimizer);
   RUN(test_other_settings);
   RUN(test_other_settings_early);
+  RUN(test_without_optimizer);
   if (!RANKS_SLOW) RUN(test_lacks); /* a sanitizer needs terabytes of addresses */
   return TEST_END();
 }
