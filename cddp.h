@@ -15769,13 +15769,13 @@ static cddp_result cddp__device_poll(cddp__device *device, cddp__wait *w, const 
   w->yields = w->now - w->since < CDDP__YIELD_S || cddp__serve_idle(g);
   w->deadline = w->since + g->timeout_s + (cddp__device_busy(device) > 0 ? CDDP__LATE_S : 0);
   if (cddp__wait_pause(w)) return CDDP_OK;
-  cddp__fail(CDDP_TIMEOUT, "timed out after %g s: on rank %d, cuda:%d, %s has not ended%s",
-             g->timeout_s, g->rank, device->index, what,
-             g->hosts == NULL ? ""
-                              : ": not all ranks called it, or NCCL cannot connect the hosts: set "
-                                "NCCL_SOCKET_IFNAME to the interface between them; NCCL_DEBUG=INFO "
-                                "shows the connections");
-  return cddp__break(g, CDDP_TIMEOUT);
+  r = cddp__fail(CDDP_TIMEOUT, "timed out after %g s: on rank %d, cuda:%d, %s has not ended%s",
+                 g->timeout_s, g->rank, device->index, what,
+                 g->hosts == NULL ? ""
+                                  : ": not all ranks called it, or NCCL cannot connect the hosts: "
+                                    "set NCCL_SOCKET_IFNAME to the interface between them; "
+                                    "NCCL_DEBUG=INFO shows the connections");
+  return cddp__break(g, r);
 }
 
 /* --- the log of calls --- */
@@ -24157,27 +24157,22 @@ CDDPDEF cddp_result (cddp_ddp_create)(cddp_ddp **out, cddp_group *g, cddp_param 
 }
 
 CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard) {
-  cddp_result r = CDDP_OK;
+  cddp_result r;
   int i = 0;
   if (d == NULL || shard == NULL || cddp__has_cause(&d->failure)) return false;
-  if (!d->desc.elastic && d->shards.taken == d->shards.own_count && !d->no_sync)
-    return false;
+  if (!d->desc.elastic && d->shards.taken == d->shards.own_count && !d->no_sync) return false;
   while (d->shards.current >= 0 && i < d->count && d->tensors[i].ready) i++; /* all must be ready */
-  if (d->no_sync || (d->shards.current >= 0 && i < d->count)) {
-    if (d->no_sync)
-      cddp__fail(CDDP_INVALID_ARGUMENT,
-                 "cddp_ddp_next_shard: no_sync is on on rank %d; turn it off before the last "
-                 "cddp_ddp_ready of a shard",
-                 d->group->rank);
-    else
-      cddp__fail(CDDP_INVALID_ARGUMENT,
-                 "cddp_ddp_next_shard: gradient \"%s\" of shard %d was not marked ready on rank "
-                 "%d; call cddp_ddp_ready for every parameter first",
-                 cddp__param_name(d->params, i).s, d->shards.current, d->group->rank);
-    r = CDDP_INVALID_ARGUMENT;
-  }
-  if (r == CDDP_OK) r = d->memory->use(d->group);
-  if (r == CDDP_OK)
+  if (d->no_sync)
+    r = cddp__fail(CDDP_INVALID_ARGUMENT,
+                   "cddp_ddp_next_shard: no_sync is on on rank %d; turn it off before the last "
+                   "cddp_ddp_ready of a shard",
+                   d->group->rank);
+  else if (d->shards.current >= 0 && i < d->count)
+    r = cddp__fail(CDDP_INVALID_ARGUMENT,
+                   "cddp_ddp_next_shard: gradient \"%s\" of shard %d was not marked ready on rank "
+                   "%d; call cddp_ddp_ready for every parameter first",
+                   cddp__param_name(&d->params[i], i).s, d->shards.current, d->group->rank);
+  else if ((r = (d->memory->use)(d->group)) == CDDP_OK)
     r = d->elastic != NULL ? cddp__elastic_next(d) : cddp__next_of_rank(d);
   if (r != CDDP_OK) (void)cddp__fail_model(d, r);
   if (r != CDDP_OK || d->shards.current < 0) return false;
