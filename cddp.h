@@ -1719,7 +1719,9 @@ CDDPDEF void cddp_register_kernels(const cddp_kernels *kernels); /* must stay wh
      cddp_group   a group of ranks; uses a cddp__host
        cddp__control_block   in shared memory; with two cddp__op_header and a cddp__slot per rank
        cddp__engine          the thread that runs operations called with a handle (cddp_work)
-       cddp__carrier         moves large arrays; cddp__backend: those on a device
+       cddp__p2p             messages between its ranks
+       cddp__backend         runs its operations, on host memory or on a device
+       cddp__carrier         moves large arrays in host memory
        cddp__hosts           the group's ranks on other hosts
      cddp_ddp     a model on a cddp_group, with private groups
        cddp__tensor          a parameter; cddp__bucket_state: parameters reduced together
