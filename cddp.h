@@ -24173,7 +24173,7 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard) {
     r = cddp__fail(CDDP_INVALID_ARGUMENT,
                    "cddp_ddp_next_shard: gradient \"%s\" of shard %d was not marked ready on rank "
                    "%d; call cddp_ddp_ready for every parameter first",
-                   cddp__param_name(&d->params[i], i).s, d->shards.current, d->group->rank);
+                   cddp__param_name(d->params, i).s, d->shards.current, d->group->rank);
   else if ((r = (d->memory->use)(d->group)) == CDDP_OK)
     r = d->elastic != NULL ? cddp__elastic_next(d) : cddp__next_of_rank(d);
   if (r != CDDP_OK) (void)cddp__fail_model(d, r);
