@@ -2,6 +2,10 @@
 # Checks that read and compile the sources. Each is one test of tests/run.sh.
 #
 #   tests/checks.sh symbols       runs one: exit code 0 = good, 77 = skipped, 'SKIP: reason' says why
+#
+# Compiling: cddp.h in all its modes, by gcc, clang and nvcc, in C99 to C++17, with the strictest warnings;
+# what it exports; programs that get its use wrong. Reading: columns, the length of functions, rooms and
+# contents, the layout of the repository, the C of README and manual, and that each test is in a list.
 set -u
 cd "$(dirname "$0")/.." || exit 1
 top=$PWD

@@ -2,6 +2,11 @@
 # Builds each example by the command in its top comment, runs it, and reads what it prints.
 #
 #   tests/examples.sh toy         one
+#
+# --help must list the options that the source has. Runs on several numbers of ranks, as children and as
+# a launcher's, must print the same losses and hashes; pictures and tables must hold the numbers that were
+# printed; killed and resumed runs must end as if nothing had happened. digits is built by exactly its
+# command; the others link the implementation that ninja has compiled. gpu: those for GPUs, on the double.
 set -u
 cd "$(dirname "$0")/.." || exit 1
 top=$PWD

@@ -1,5 +1,12 @@
-/* Ranks for tests: one function on n processes or n threads, and the small tools several tests
-   need. Included after cddp.h; brings test.h with it. */
+/* ranks.h - ranks for tests, and the small tools that several tests need.
+
+     CHECK_OK(ranks_run(fn, arg, 4, false));     fn(group, arg) on 4 processes; true: on threads
+     ranks_script(fn, arg, 4, seconds, status);  fn(rank, arg) on 4 processes, which call cddp_init
+
+   TEST_HOSTS=aab in the environment puts three ranks on hosts a, a and b (CDDP_HOST_ID). Further:
+   test data (ranks_mix), hashes, deadlines that a slow machine gets more of (RANKS_WITHIN), ports,
+   counts of descriptors and threads, and the tests' own half precision and canonical sum, written
+   from the manual. Included after cddp.h; brings test.h with it. */
 #ifndef RANKS_H
 #define RANKS_H
 

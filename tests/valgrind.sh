@@ -1,5 +1,10 @@
 #!/bin/bash
-# Runs a test under valgrind: tests/valgrind.sh groups
+# A test program under valgrind: reads of uninitialised memory, and memory that is lost at the end.
+#
+#   tests/valgrind.sh groups      build/plain/groups, which ninja has built
+#
+# Forked ranks are watched too, but silent: their findings are in their exit codes. Skipped where
+# valgrind is not installed.
 set -u
 cd "$(dirname "$0")/.." || exit 1
 command -v valgrind >/dev/null || { echo "SKIP: valgrind is not installed"; exit 77; }

@@ -1,6 +1,9 @@
-/* training.h - what tests of elastic models train: a random model whose weights after each step
-   follow from its recipe alone, whoever computes them, so that one hash tells whether all is well.
-   Included after ranks.h. */
+/* training.h - what tests of elastic models train.
+
+   A recipe draws a random model: dtypes, sizes, sparse rows, an optimizer, clipping, copies. Its
+   gradients depend on step and shard alone, so the weights after each step follow from the recipe,
+   whoever computes them: one hash tells whether all is well. The reference is one rank without
+   failures. Included after ranks.h. */
 #ifndef TRAINING_H
 #define TRAINING_H
 

@@ -1,7 +1,11 @@
 /* mpi.c - backend "mpi". Run by tests/peers/mpirun.sh under each mpirun there is, as 4 ranks:
 
      mpi         collectives, sub-groups, training, mismatch
-     mpi die     rank 1 is killed in an all_reduce; the others must hear of it soon */
+     mpi die     rank 1 is killed in an all_reduce; the others must hear of it soon
+
+   Collectives of each kind and dtype are compared with sums computed here, of small whole numbers,
+   which are exact in any order. Training by two models at once must give both, and all ranks, the
+   same weights. */
 #define CDDP_MPI
 #define CDDP_IMPLEMENTATION
 #include "../../cddp.h"

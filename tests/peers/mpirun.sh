@@ -1,7 +1,10 @@
 #!/bin/bash
-# Examples as ranks of the mpirun of Open MPI and of MPICH, on this host; where its mpicc is there too,
-# backend "mpi" (tests/peers/mpi.c). A launcher that is not installed is named and left out; without any the
-# test is skipped.
+# Examples as ranks of the mpirun of Open MPI and of MPICH, on this host; backend "mpi".
+#
+# Ranks must find each other by what each launcher sets, in two jobs at a time, with two programs, and
+# through one port; the weights are those of spawned ranks; survivors of a killed rank are told. Where the
+# launcher's mpicc is there, tests/peers/mpi.c runs collectives and training through MPI. A launcher that
+# is not installed is named and left out; without any the test is skipped.
 set -u
 cd "$(dirname "$0")/../.." || exit 1
 

@@ -1,7 +1,9 @@
 #!/bin/bash
-# Checkpoints and Python: files of the safetensors package load here, ours load there and are, byte for
-# byte, what it writes itself. Needs its numpy flavour; with PyTorch beside it a model and its optimizer
-# too. $PYTHON, or python3. Skipped without.
+# Checkpoints and Python's safetensors package: each loads what the other has saved.
+#
+# Files of the package, in every dtype, load in C; ours load in Python and are, byte for byte, what the
+# package writes itself. With PyTorch beside it a model and its optimizer's momentum go there and back.
+# Needs $PYTHON, or python3, with safetensors and numpy; skipped without.
 set -u
 cd "$(dirname "$0")/../.." || exit 1
 python=${PYTHON:-python3}

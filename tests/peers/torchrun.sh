@@ -1,6 +1,10 @@
 #!/bin/bash
-# A C program as the ranks of PyTorch's torchrun, whose agent serves the store. Needs a torchrun of
-# PyTorch 2.2 or later: $TORCHRUN, or the one in PATH, with its python beside it. Skipped without.
+# A C program as the ranks of PyTorch's torchrun, whose agent serves the store.
+#
+# Three ranks must meet in the agent's store, with MASTER_ADDR and with --standalone, in rank 0's own
+# store, and again after a restart, when the first attempt's keys are still there. The other way round, a PyTorch program runs as
+# the ranks of cddprun. Needs a torchrun of PyTorch 2.2 or later: $TORCHRUN, or the one in PATH, with its
+# python beside it; skipped without.
 set -u
 cd "$(dirname "$0")/../.." || exit 1
 torchrun=${TORCHRUN:-$(command -v torchrun)}

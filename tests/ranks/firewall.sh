@@ -1,7 +1,10 @@
 #!/bin/bash
-# Two hosts with a firewall between them (network namespaces; rules that drop packets, or reject them
-# by ICMP): a port that cannot be reached is named, with both ends and the cure. init test_blocked has
-# connections that are refused. Needs root and ip; skipped without.
+# Two hosts with a firewall between them: a port that cannot be reached is named.
+#
+# The hosts are network namespaces; routing rules drop packets to some ports, or reject them by ICMP.
+# Each rank must name the port, both ends and the cure, within its deadline, and must not say that the
+# other rank is late or dead. Connections that are refused: test_blocked of tests/ranks/init.c. Needs root
+# and ip; skipped without.
 set -u
 cd "$(dirname "$0")/../.." || exit 1
 

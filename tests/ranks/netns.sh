@@ -1,7 +1,10 @@
 #!/bin/bash
 # Ranks on two hosts: network namespaces with names of their own and two links (veth) between them.
-# Needs root and ip; skipped without. Delay and loss, for which not every kernel has netem, come from a
-# relay between two tun devices.
+#
+# Two ranks on each host train to the weights of one host, by names, by IPv6 and by link-local addresses;
+# CDDP_IFNAME takes the second link. A link that is slow or loses packets (a relay between two tun devices:
+# not every kernel has netem) costs time only. A cut link, or a host whose firewall answers with RST, is
+# named by both sides in time; elastic halves never train apart. Needs root and ip; skipped without.
 set -u
 cd "$(dirname "$0")/../.." || exit 1
 
