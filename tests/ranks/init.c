@@ -1091,7 +1091,7 @@ static void keep_meeting(int ranks, void *hosts) {
 
 static void test_again(void) {
   int two_hosts = 1;
-  ranks_setenv("CDDP_TIMEOUT_S", RANKS_SLOW ? 30 : 5);
+  ranks_setenv("CDDP_TIMEOUT_S", (long)RANKS_WITHIN(5.0));
   keep_meeting(4, NULL);
   keep_meeting(2, &two_hosts);
   keep_meeting(3, &two_hosts);

@@ -1024,7 +1024,7 @@ static void test_strangers(void) {
     close(fds[i]);
     check_alive(c);
   }
-  CHECK(test_now() - start < 2.5);
+  CHECK(test_now() - start < 10);
   talk(idle, "0D 01 02 03 04", "01 02 03 04"); /* idle is fine */
   for (i = 0; i < 200; i++) {
     unsigned char noise[64];
@@ -1052,7 +1052,7 @@ static void test_trickle(void) { /* a byte now and then does not keep a command 
   for (i = 0; i < 30 && !hangs_up(fd, 0.1); i++) {
     if (send(fd, "x", 1, MSG_NOSIGNAL) < 0) break;
   }
-  CHECK(test_now() - start < 2);
+  CHECK(test_now() - start < 8);
   CHECK(test_now() - start > 0.5);
   close(fd);
   cddp_store_destroy(s);
@@ -1437,7 +1437,7 @@ static void test_addresses(void) {
   snprintf(url, sizeof url, "tcp://127.0.0.1:%d", port); /* nobody there any more */
   start = test_now();
   CHECK_IS(open_as(url, false, 0.3, &t), CDDP_TIMEOUT);
-  CHECK(test_now() - start >= 0.3 && test_now() - start < 2);
+  CHECK(test_now() - start >= 0.3 && test_now() - start < 8);
   CHECK(error_says(url + 6) && error_says("refused") && error_says("rank 0"));
   CHECK_OK(open_as(url, true, 5, &t)); /* a port can be used again at once */
   cddp_store_destroy(t);
@@ -1481,7 +1481,7 @@ static void test_late_server(void) {
     pthread_join(t[i], NULL);
     cddp_store_destroy(j[i].store);
   }
-  CHECK(test_now() - start < 1);
+  CHECK(test_now() - start < 4);
   cddp_store_destroy(s);
 }
 
@@ -1913,7 +1913,7 @@ static void keep_descriptors(void) {
   CHECK_EQ(read(ready[0], &byte, 1), 1);
   start = test_now();
   CHECK_OK(join(&c, port, NULL, 10));
-  CHECK(test_now() - start < 2);
+  CHECK(test_now() - start < 8);
   for (i = 0; i < 100; i++) {
     int k, fds[16];
     for (k = 0; k < 16; k++) failed += (fds[k] = open("/dev/null", O_RDONLY)) < 0;
