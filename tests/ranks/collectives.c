@@ -961,12 +961,12 @@ static int run_test_does_not_block(cddp_group *g, void *arg) {
   int32_t *buf = (int32_t *)malloc(n * 4);
   cddp_work *w;
   bool done = true;
-  double before;
+  double entered;
   (void)arg;
   CHECK(buf != NULL);
   if (buf == NULL) return 1;
   for (i = 0; i < n; i++) buf[i] = rank + 1;
-  before = test_now();
+  entered = test_now();
   CHECK_OK(cddp_barrier(g));
   if (rank == 1) ranks_sleep(0.4);
   {
@@ -975,7 +975,7 @@ static int run_test_does_not_block(cddp_group *g, void *arg) {
     CHECK(test_now() - t < RANKS_WITHIN(0.2));
     if (rank != 1 && !RANKS_SLOW) {
       CHECK_OK(cddp_test(w, &done));
-      if (test_now() - before < 0.4) CHECK(!done); /* rank 1 still sleeps */
+      if (test_now() - entered < 0.4) CHECK(!done); /* rank 1 still sleeps */
     }
   }
   CHECK_OK(cddp_wait(w));
