@@ -2503,7 +2503,7 @@ typedef struct cddp__hosts {
   struct cddp__delivery *deliveries; /* [size * CDDP__FRAMES] posted frames, then free entries */
   int delivery_count;
   double looked;                 /* leaders: when a round last read notices, of cddp__now() */
-  long step;                     /* of a slice; posted frames belong to this step */
+  long step; /* of cddp__flow_run; posted frames get it: cddp__deliver awaits those of older steps */
   const void **pointers, **sums; /* [size] sources of a reduction */
   unsigned char *headers; /* leaders: headers of all hosts with their shares, this host's first */
   int lowest_remote;      /* the lowest rank on another host */
@@ -5674,7 +5674,7 @@ typedef struct cddp__config {
   char init_method[1200]; /* "tcp://host:port", "unix://name" or "file:///path"; "" for one rank */
   char host[256];         /* of "tcp://host:port" */
   int port;               /* of "tcp://host:port"; 0: init_method has another scheme */
-  const char *host_name, *port_name; /* sources of both, for error texts; NULL: init_method */
+  const char *host_name, *port_name; /* sources of both, for error texts; NULL: the caller's init_method */
   bool client_only;                  /* torchrun's agent serves the store, so rank 0 must not */
   int listen_fd;        /* a socket that cddp_spawn or cddprun bound for rank 0, or -1 */
   bool listen_fd_lost;  /* CDDP_LISTEN_FD names no such socket any more */
@@ -6074,6 +6074,7 @@ static void cddp__discover_secret(cddp__config *config, const char *given) {
   const char *of_launcher = cddp__env("CDDP_JOB_SECRET"), *port = cddp__env("MASTER_PORT");
   size_t digits = port != NULL ? strlen(port) : 0;
   config->secret = given != NULL ? given : cddp__env("CDDP_SECRET");
+  /* Not for an init_method of the caller, nor for torchrun's store, which cannot prove a secret. */
   config->launcher_secret = config->secret == NULL && of_launcher != NULL && digits > 0 &&
                             config->port_name != NULL && !config->client_only &&
                             strncmp(of_launcher, port, digits) == 0 && of_launcher[digits] == ':' &&
@@ -12756,8 +12757,9 @@ static cddp_result cddp__end_recv(cddp_work *work, cddp_result r) {
   return r;
 }
 
-/* Waits for a posted receive and removes it from the list. A failure of the receive itself has
-   broken the group. limit: see cddp__finish_send. */
+/* Waits for a posted receive, and removes it from the list unless `limit` has passed: seconds;
+   negative: the group's deadline. A failure of the receive itself, other than cddp_cancel, has
+   broken the group. */
 static cddp_result cddp__finish_recv(cddp_work *work, double limit) {
   cddp_group *g = work->group;
   cddp_work **at = &g->p2p.recvs;
@@ -18485,6 +18487,7 @@ static void cddp__walk(cddp__pass *x, size_t begin, size_t end) {
     }
     if (steps && x->loops) cddp__fuse_loop(x, i, &u);
     for (; at < high && !(steps && x->loops); at += n * esize) {
+      /* Ends at a multiple of block: a sum of squares is of whole pieces, see cddp__add_squares. */
       n = cddp__min(block - at % block, high - at) / esize;
       x->block(x, i, &u, at, n);
     }
@@ -19166,11 +19169,11 @@ static cddp_result cddp__ddp_meet(cddp_ddp *d, int kind, uint64_t check, const c
                               uint64_t *missing) {
   cddp_group *g = d->control;
   cddp__step_header m;
-  uint64_t settings = 0, lead = 0;
+  uint64_t settings = 0, active_settings = 0;
   double lr = 0;
   bool met = false, differ = false;
   cddp_result r = d->memory->use(d->group);
-  int p, first = -1;
+  int p, first_optim = -1; /* the first rank with a cddp_optim */
   *missing = 0;
   if (r == CDDP_OK && d->memory->meet != NULL) r = d->memory->meet(d, kind, check, &met);
   if (r != CDDP_OK || met) return r;
@@ -19189,14 +19192,15 @@ static cddp_result cddp__ddp_meet(cddp_ddp *d, int kind, uint64_t check, const c
   for (p = 0; p < g->size; p++) {
     m = cddp__header_of(d, p);
     *missing += m.missing;
-    if (m.settings != 0 && settings == 0) first = p, settings = m.settings;
+    if (m.settings != 0 && settings == 0) first_optim = p, settings = m.settings;
     differ = differ || (m.settings != 0 && m.settings != settings);
     if (m.joined != 0) continue;
-    if (d->step.active_count == 0) lr = m.lr, lead = m.settings;
+    if (d->step.active_count == 0) lr = m.lr, active_settings = m.settings;
     differ = differ || m.lr != lr;
     d->step.active[d->step.active_count++] = p;
   }
-  if (differ) return cddp__break_settings(d, s, lead != 0 ? d->step.active[0] : first);
+  if (differ)
+    return cddp__break_settings(d, s, active_settings != 0 ? d->step.active[0] : first_optim);
   if (d->step.active_count > 0 && d->step.active_count < g->size) d->uneven.had_joined = true;
   return CDDP_OK;
 }
