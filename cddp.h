@@ -2503,7 +2503,7 @@ typedef struct cddp__hosts {
   struct cddp__delivery *deliveries; /* [size * CDDP__FRAMES] posted frames, then free entries */
   int delivery_count;
   double looked;                 /* leaders: when a round last read notices, of cddp__now() */
-  long step; /* of cddp__flow_run; posted frames get it: cddp__deliver awaits those of older steps */
+  long step; /* of cddp__flow_run; posted frames get it: cddp__deliver awaits older ones */
   const void **pointers, **sums; /* [size] sources of a reduction */
   unsigned char *headers; /* leaders: headers of all hosts with their shares, this host's first */
   int lowest_remote;      /* the lowest rank on another host */
@@ -5674,7 +5674,7 @@ typedef struct cddp__config {
   char init_method[1200]; /* "tcp://host:port", "unix://name" or "file:///path"; "" for one rank */
   char host[256];         /* of "tcp://host:port" */
   int port;               /* of "tcp://host:port"; 0: init_method has another scheme */
-  const char *host_name, *port_name; /* sources of both, for error texts; NULL: the caller's init_method */
+  const char *host_name, *port_name; /* sources of both; NULL: an init_method of the caller */
   bool client_only;                  /* torchrun's agent serves the store, so rank 0 must not */
   int listen_fd;        /* a socket that cddp_spawn or cddprun bound for rank 0, or -1 */
   bool listen_fd_lost;  /* CDDP_LISTEN_FD names no such socket any more */
