@@ -17126,10 +17126,9 @@ static cddp_result cddp__attach_optim(cddp_optim *optim) {
         If buckets are reduced early, a bucket's reduction begins when it and all buckets before it
         are full (>>ddp-buckets).
      3. cddp_ddp_next_shard ends a shard, if a rank has several (>>ddp-shards).
-     4. cddp_ddp_step: the ranks meet in one round of d->control, which compares flags and settings.
-        Then cddp__finish takes means and updates weights: by buckets and d->memory->step, which is
-        one pass on a host (>>ddp-host), or a kernel (>>ddp-device).
-     5. cddp__complete prepares the next step. After the first, the buckets are planned again. */
+     4. cddp_ddp_step (>>ddp-step): the ranks meet in one round of d->control. They finish the
+        reduction, and update the weights: in one pass on a host (>>ddp-host), or by a kernel
+        (>>ddp-device). Then the next step begins. */
 
 /* Functions for one kind of memory, host or device. stream: NULL on a host. A NULL function has
    nothing to do. */
@@ -17547,21 +17546,21 @@ static char *cddp__node_at(const cddp_ddp *d, int rank, int slot, int i, size_t 
   return slot < 0 ? cddp__gradient_at(d, rank, i, at) : cddp__slot_at(d, rank, slot, at);
 }
 
-/* Writes the mean over all shards of n elements of parameter `param`, from offset `at` of the
-   model. sources: [shards]. */
-static void cddp__reduce_shards(const cddp_ddp *d, void *out, const void **sources, int param,
+/* Writes the mean over all shards of n elements of parameter i, from offset `at` of the model.
+   sources: [shards]. */
+static void cddp__reduce_shards(const cddp_ddp *d, void *out, const void **sources, int i,
                                 size_t at, size_t n) {
-  cddp_dtype dtype = d->params[param].dtype;
+  const cddp__shards *all = &d->shards;
+  cddp_dtype dtype = d->params[i].dtype;
   bool leaves = true; /* all nodes are single shards in gradients */
-  int i;
-  for (i = 0; i < d->shards.node_count; i++) {
-    sources[i] = cddp__node_at(d, d->shards.nodes[i].rank, d->shards.nodes[i].slot, param, at);
-    leaves = leaves && d->shards.nodes[i].slot < 0;
+  int k;
+  for (k = 0; k < all->node_count; k++) {
+    sources[k] = cddp__node_at(d, all->nodes[k].rank, all->nodes[k].slot, i, at);
+    leaves = leaves && all->nodes[k].slot < 0;
   }
-  if (leaves) cddp__reduce(out, sources, d->shards.count, n, dtype, CDDP_AVG);
+  if (leaves) cddp__reduce(out, sources, all->count, n, dtype, CDDP_AVG);
   else
-    cddp__reduce_nodes(out, sources, d->shards.widths, d->shards.node_count, d->shards.count, n,
-                       dtype, CDDP_AVG);
+    cddp__reduce_nodes(out, sources, all->widths, all->node_count, all->count, n, dtype, CDDP_AVG);
 }
 
 /* Sums nodes of this rank, which together form one node, into the slot `out`. widths: for
@@ -17581,7 +17580,7 @@ static cddp_result cddp__merge_nodes(cddp_ddp *d, int out, const int *slots, con
       n = cddp__min(block, (range.end - at) / esize);
       for (k = 0; k < count; k++) nodes[k] = cddp__node_at(d, d->me, slots[k], range.first, at);
       r = (d->memory->sum)(cddp__slot_at(d, d->me, out, at), dtype, nodes, widths, count, 0, n,
-                         stream);
+                           stream);
       if (r == CDDP_OK && clear)
         r = (d->memory->zero)(cddp__gradient_at(d, d->me, range.first, at), n * esize, stream);
     }
@@ -17604,13 +17603,11 @@ static cddp_result cddp__clear_own(cddp_ddp *d) {
    without it the shard can stay in the gradients, where peers read it. */
 static cddp_result cddp__keep_node(cddp_ddp *d, int shard, bool more) {
   int slots[CDDP__FOLD_DEPTH + 1], widths[CDDP__FOLD_DEPTH + 1], low, high, at = 0;
-  int free_slot = cddp__free_slot(d->shards.own_nodes, d->shards.own_node_count);
-  cddp__shard_node node = {shard, 1, -1, 0};
-  int n = cddp__merge_shard(d->shards.own_nodes, d->shards.own_node_count, &node, d->shards.count,
-                            slots, widths, &low, &high);
+  cddp__shard_node *own = d->shards.own_nodes, node = {shard, 1, -1, 0};
+  int *count = &d->shards.own_node_count, free_slot = cddp__free_slot(own, *count);
+  int n = cddp__merge_shard(own, *count, &node, d->shards.count, slots, widths, &low, &high);
   cddp_result r = CDDP_OK;
-  if (more || n > 1 || cddp__gathers(d))
-    node.slot = low < high ? d->shards.own_nodes[low].slot : free_slot;
+  if (more || n > 1 || cddp__gathers(d)) node.slot = low < high ? own[low].slot : free_slot;
   while (slots[at] >= 0) at++;
   if (at < n - 1 && node.slot != free_slot) { /* the shard must come last if a sum is one of them */
     r = cddp__merge_nodes(d, free_slot, &slots[at], &widths[at], 1, more);
@@ -17621,10 +17618,9 @@ static cddp_result cddp__keep_node(cddp_ddp *d, int shard, bool more) {
   if (r == CDDP_OK && node.slot >= 0)
     r = cddp__merge_nodes(d, node.slot, slots, widths, n, more && at >= 0);
   if (r == CDDP_OK && more) r = cddp__clear_own(d);
-  memmove(d->shards.own_nodes + low + 1, d->shards.own_nodes + high,
-          (size_t)(d->shards.own_node_count - high) * sizeof *d->shards.own_nodes);
-  d->shards.own_nodes[low] = node;
-  d->shards.own_node_count += 1 - (high - low);
+  memmove(own + low + 1, own + high, (size_t)(*count - high) * sizeof *own);
+  own[low] = node;
+  *count += 1 - (high - low);
   return r;
 }
 
@@ -17748,7 +17744,7 @@ static cddp_result cddp__place_rows(cddp_ddp *d) {
       for (end = k + 1; end < s->mean.n && s->mean.number[end] == s->mean.number[end - 1] + 1;)
         end++;
       r = (d->memory->copy)(at + (size_t)s->mean.number[k] * s->bytes,
-                          s->mean.values + k * s->bytes, (end - k) * s->bytes, stream);
+                            s->mean.values + k * s->bytes, (end - k) * s->bytes, stream);
     }
   }
   return r;
@@ -17868,7 +17864,7 @@ static int cddp__by_offset(const void *a, const void *b) {
 static void cddp__set_plan(cddp_ddp *d, const int *order) {
   int b, i, k, n;
   d->plan.count = cddp__plan_buckets(d->plan.offsets, d->plan.params, d->params, d->count, order,
-                                       d->plan.limits, 2);
+                                     d->plan.limits, 2);
   memcpy(d->plan.sorted, d->plan.params, (size_t)d->count * sizeof *d->plan.params);
   for (b = 0; b < d->plan.count; b++) {
     cddp__bucket_state *s = &d->plan.buckets[b];
@@ -18083,11 +18079,11 @@ static cddp_result cddp__await_buckets(cddp_ddp *d) {
    Owns: the shared states of the optimizers in d->shares; optim.parts.
    Entry points: cddp__share_create, cddp__share_gather; cddp__place_states, cddp__gather_state;
    cddp__copy_states.
-   Shared states: from the first cddp_ddp_step on, the ranks of a host have one copy of the states,
-   in the order of the model. Each rank steps its part. cddp_ddp_wait makes them whole again on each
-   rank, since cddp_optim_step needs all of them.
-   Sharded states (optim.sharded, by desc.sharded_states): each rank of the group has the states of
-   its part alone, in private memory. The ranks of a single host share states instead. */
+   Shared states: from the first cddp_ddp_step on the ranks of a host have one copy, in the order of
+   the model. Each rank steps its part. cddp_ddp_wait makes them whole again on each rank, for
+   cddp_optim_step.
+   Sharded states (optim.sharded): each rank of the group has the states of its part alone, in
+   private memory. The ranks of a single host share states instead. */
 
 /* The address of state k of element n of parameter i. */
 static char *cddp__state_at(const cddp_ddp *d, const cddp_optim *o, char *states, int k, int i,
@@ -18120,7 +18116,7 @@ static cddp_result cddp__copy_states(const cddp_ddp *d, const cddp_optim *o, cha
                                        (high - low) / esize);
     else
       r = (d->memory->copy)(share ? common : own, share ? own : common, (high - low) / esize * size,
-                          d->group->stream);
+                            d->group->stream);
   }
   return r;
 }
@@ -18705,14 +18701,12 @@ static const cddp__ddp_memory cddp__host_memory = {
    How a step works:
      1. With NCCL a bucket's all-reduce is a call of the caller's group, on that group's side
         stream, after an event of the backward pass. The caller's stream then waits for the side
-        stream, and one kernel updates all weights and zeroes the gradients.
-     2. The host waits for no device, and for other ranks only if d->meets. Every rank has complete
-        optimizer states.
-     3. Without NCCL the steps are the same, except that the engine of a private group reduces the
-        buckets, by all-reduces through host memory.
-     4. Sharded states: if the last step needed only parts of the mean, NCCL reduces a bucket to the
-        ranks whose parts are in it (d->step.scatters). A step that needs the whole mean gathers it.
-   */
+        stream, and one kernel updates all weights and zeroes the gradients. The host waits for no
+        device, and for other ranks only if d->meets.
+     2. Without NCCL the engine of a private group reduces the buckets through host memory.
+     3. Every rank has complete states, or (sharded) those of its part. If the last step needed only
+        parts of the mean, NCCL reduces a bucket to the ranks whose parts are in it
+        (d->step.scatters). A step that needs the whole mean gathers it. */
 
 #ifdef CDDP_CUDA
 static cddp_result cddp__gpu_use(const cddp_group *g) {
@@ -18917,7 +18911,7 @@ static cddp_result cddp__check_on_device(const cddp_ddp *d) {
   bool here;
   const char *needs = d->desc.max_grad_norm > 0      ? "max_grad_norm in cddp_ddp_desc"
                       : d->shards.spread || d->desc.elastic ? "shards in cddp_ddp_desc"
-                                                     : NULL;
+                                                            : NULL;
   cddp_result r = needs != NULL ? cddp__need_kernels(needs) : CDDP_OK;
   for (k = 0; r == CDDP_OK && k < 2 * d->count; k++) {
     const cddp_param *p = &d->params[k / 2];
@@ -18980,16 +18974,13 @@ static const cddp__ddp_memory cddp__gpu_memory = {
    Job: a step from cddp_ddp_ready to the next step, for host and device memory.
    Owns: the step in progress (d->step), the ready flags. Touches: the optimizer of the step.
    Entry points: cddp_ddp_ready, cddp__next_of_rank, cddp__ddp_meet, cddp__ddp_step, cddp__publish.
-   How it works:
-     1. cddp_ddp_ready counts down the bucket of the gradient.
-     2. cddp__ddp_step ends the last shard. cddp__ddp_meet exchanges a cddp__step_header: the
-        number of gradients that are not ready, the optimizer's settings, uneven inputs.
-     3. cddp__finish follows, also on ranks in cddp_ddp_join. If gradients are missing the ranks
-        exchange their flags (cddp__settle_unused). The remaining buckets are reduced
-        (cddp__finish_buckets). Ranks that missed steps catch up. Sparse rows are merged. Then
-        d->memory->step updates the weights, or a wait returns the means to the caller.
-     4. cddp__complete counts the step and resets it.
-     A failure before the end of a step fails the model on all ranks. */
+   How cddp__ddp_step works, after a rank's last shard has ended:
+     1. cddp__ddp_meet compares the optimizers, and counts the gradients that are not ready.
+     2. cddp__finish, also on ranks in cddp_ddp_join: if gradients are missing the ranks exchange
+        their flags. The remaining buckets are reduced. Ranks that missed steps catch up. Sparse
+        rows are merged. d->memory->step updates the weights, or a wait returns the means.
+     3. cddp__complete prepares the next step. After the first one the buckets are planned again.
+   A failure before the end of a step fails the model on all ranks. */
 
 /* Payload of the round in which the ranks of a cddp_ddp meet during a step. */
 typedef struct cddp__step_header {
@@ -19131,8 +19122,8 @@ static cddp_result cddp__break_settings(cddp_ddp *d, const cddp_optim *s, int fi
   }
   if (g->rank == first) memcpy(theirs, mine, n * sizeof *mine);
   r = cddp__broadcast(g, theirs, n * sizeof *theirs, first);
-  for (k = s == NULL ? n : d->uneven.joined != 0; k < n;
-       k++) /* joined: its lr follows the other ranks */
+  k = s == NULL ? n : d->uneven.joined != 0 ? CDDP__SETTING_LR + 1 : 0; /* a joined rank's lr */
+  for (; k < n; k++)                                                     /* follows the others' */
     if (memcmp(&mine[k], &theirs[k], sizeof *mine) != 0) break;
   if (k < n) mine[1] = mine[k];
   mine[0] = (double)k;
@@ -19166,7 +19157,7 @@ static cddp_result cddp__break_settings(cddp_ddp *d, const cddp_optim *s, int fi
    joined. s: the cddp_optim of the call, or NULL. Its settings must be the same on all ranks that
    have one, and its learning rate on all ranks that have not joined. */
 static cddp_result cddp__ddp_meet(cddp_ddp *d, int kind, uint64_t check, const cddp_optim *s,
-                              uint64_t *missing) {
+                                  uint64_t *missing) {
   cddp_group *g = d->control;
   cddp__step_header m;
   uint64_t settings = 0, active_settings = 0;
@@ -19254,7 +19245,7 @@ static cddp_result cddp__settle_unused(cddp_ddp *d) {
       r = cddp__fetch_gradient(d, (int)i);
     } else {
       r = (d->memory->zero)(cddp__gradient_at(d, d->me, (int)i, t->offset), t->padded_bytes,
-                          d->group->stream);
+                            d->group->stream);
       if (cddp__sparse_of(d, (int)i) != NULL) d->rows.sparse[i]->added.n = 0;
     }
     t->ready = true;
@@ -19469,8 +19460,8 @@ static cddp_result cddp__ddp_step(cddp_ddp *d, int kind, cddp_optim *s) {
                    d->group->rank, d->shards.own_count - d->shards.taken, d->shards.own_count);
   } else {
     r = d->memory->use(d->group);
-    if (r == CDDP_OK && d->shards.spread &&
-        d->plan.arrived == d->count) /* else the meeting will fail */
+    /* if gradients are missing the meeting will fail */
+    if (r == CDDP_OK && d->shards.spread && d->plan.arrived == d->count)
       r = cddp__end_shard(d, false);
     if (r == CDDP_OK)
       r = cddp__ddp_meet(d, kind, s != NULL ? s->check | (uint64_t)(s->share != NULL) : 0, s,
@@ -19505,13 +19496,11 @@ static cddp_result cddp__publish(cddp_ddp *d) {
 /* >>ddp-uneven ------------------------------------------------------------------------------------
    Job: cddp_ddp_join, uneven inputs. Owns: d->uneven.
    How it works:
-     1. Each meeting announces which ranks have joined (cddp__step_header), so that all ranks divide
-        by the same number. The first round of a bucket announces it too, since it can precede the
-        meeting.
-     2. A rank that has joined announces ddp_join, which matches any call that begins with a
-        meeting. It reads which call the others made and takes part, with gradients that are not
-        counted.
-     3. After a cddp_ddp_wait the others step without this rank, so its weights become out of date.
+     1. A rank that has joined announces ddp_join in each meeting. That matches any call that begins
+        with a meeting. The rank reads which call the others made and takes part. Its gradients do
+        not count: all ranks divide by the number of the others. The first round of a bucket
+        announces the rank too, since it can precede the meeting.
+     2. After a cddp_ddp_wait the others step without this rank, so its weights become out of date.
         Before the next cddp_ddp_step weights and states come from a rank that has data. If all
         ranks have joined they come from the last one to join. */
 
@@ -19816,7 +19805,7 @@ static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
   d->meets = !g->backend->enqueues;
   d->shards.count = desc->shards > g->size || g->host->joined ? desc->shards : g->size;
   d->shards.spread = !desc->elastic && /* NCCL's own order is not the canonical one */
-              (d->shards.count > g->size || (desc->shards > 0 && !d->meets));
+                     (d->shards.count > g->size || (desc->shards > 0 && !d->meets));
   cddp__rank_shards(d->shards.count, g->size, g->rank, &i, &d->shards.own_count);
   cddp__assign_shards(d->shards.owner, d->shards.count, g->size);
   if (desc->elastic) d->shards.own_count = 1;
