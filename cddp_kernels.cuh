@@ -288,15 +288,18 @@ static_assert(sizeof(cddp__cu_pieces) <= 3900, "a kernel's parameters take up to
 /* Bits for the arrays of a segment, in an operation's READS and WRITES. */
 enum { CDDP__CU_DATA = 1, CDDP__CU_GRAD = 2, CDDP__CU_MOMENTUM = 4 };
 
-/* The defaults of an operation: any number of blocks; a thread loads all its packs of a chunk at
-   the same time (operations that need many registers load fewer); every launch reads and writes all
-   arrays of READS and WRITES; no code runs after a block's last chunk or after a launch. */
+/* The defaults of an operation. */
 struct cddp__cu_each {
-  enum { BLOCKS = 1 << 30, AT_ONCE = CDDP__CU_UNROLL };
+  enum {
+    BLOCKS = 1 << 30,         /* largest number of blocks */
+    AT_ONCE = CDDP__CU_UNROLL /* packs that a thread loads together; fewer if registers are short */
+  };
+  /* Returns false if this launch leaves the array out, though READS or WRITES has it. */
   __device__ bool reads_momentum() const { return true; }
   __device__ bool writes_momentum() const { return true; }
   __device__ bool writes_grad() const { return true; }
-  __device__ void end() const {}
+  __device__ void end() const {} /* called after a block's last chunk */
+  /* Called on the host after a launch. */
   cudaError_t launched(unsigned, cudaStream_t) const { return cudaSuccess; }
 };
 
