@@ -20685,18 +20685,14 @@ static void cddp__elastic_handle_report(cddp_ddp *d, cddp__connection *link, cdd
       if (cddp__report_at(d, elastic->reports[k], 0)->self.life == self->life)
         cddp__connection_end(elastic->links[k], 0);
   } else {
-    if (sound && p == d->shards.count && report->empty == 0) {
-      char text[CDDP__ERROR_MAX]; /* the caller's error */
-      memcpy(text, cddp__error_text, sizeof text);
+    if (sound && p == d->shards.count && report->empty == 0)
       cddp__elastic_refuse(d, link,
                            cddp__fail(CDDP_ABORTED,
                                       "the other ranks counted rank %d's process as lost and "
                                       "continue without it",
                                       self->rank));
-      memcpy(cddp__error_text, text, sizeof text);
-    } else {
+    else
       cddp__link_free(link);
-    }
     cddp__free(&elastic->net->allocator, message);
     return;
   }
@@ -20932,6 +20928,21 @@ static cddp_result cddp__elastic_lead_meeting(cddp_ddp *d, cddp__message *mine, 
   return r;
 }
 
+/* Waits for a member's next message. NULL: the member is lost, or the deadline has passed. */
+static cddp__message *cddp__elastic_receive(cddp_ddp *d, int member, size_t most,
+                                            double deadline) {
+  cddp__connection *link = d->elastic->links[member];
+  cddp__message *message = NULL;
+  while (link != NULL && cddp__now() < deadline) {
+    cddp__elastic_answer_joins(d);
+    CDDP__POINT("elastic report");
+    if (cddp__link_progress(d->elastic->net, link)) message = cddp__connection_receive(link, most);
+    if (message != NULL || cddp__elastic_link_ended(d, member, link)) break;
+    cddp__elastic_poll(d, &link, 1, false);
+  }
+  return message;
+}
+
 /* Reports to the leader and waits for the table; *table NULL: the leader is lost. */
 static cddp_result cddp__elastic_send_report(cddp_ddp *d, int leader, const cddp__message *mine,
                                              double deadline, cddp__message **table) {
@@ -20943,25 +20954,18 @@ static cddp_result cddp__elastic_send_report(cddp_ddp *d, int leader, const cddp
                          link);
   if (r == CDDP_OK)
     r = cddp__connection_post(*link, CDDP__FRAME_MESSAGE, CDDP_OK, mine + 1, mine->head.size);
-  while (r == CDDP_OK) {
-    cddp__elastic_answer_joins(d);
-    CDDP__POINT("elastic report");
-    if (cddp__link_progress(elastic->net, *link))
-      *table = cddp__connection_receive(*link, (size_t)d->shards.count * cddp__report_bytes(d));
-    if (*table != NULL && (*table)->head.number == CDDP_OK) return CDDP_OK;
-    if (*table != NULL) /* the leader refuses this rank */
-      r = cddp__fail((cddp_result)(*table)->head.number, "%.*s", (int)(*table)->head.size,
-                     (const char *)(*table + 1));
-    else if (cddp__elastic_link_ended(d, leader, *link))
-      break;
-    else if (cddp__now() > deadline)
-      r = cddp__fail(CDDP_TIMEOUT,
-                     "timed out after %g s: after a loss in step %" PRIu64 ", the leader, %s, has "
-                     "not received the reports of all ranks",
-                     d->group->timeout_s, d->steps, cddp__elastic_name(elastic, leader).s);
-    else
-      cddp__elastic_poll(d, link, 1, false);
-  }
+  if (r == CDDP_OK)
+    *table =
+        cddp__elastic_receive(d, leader, (size_t)d->shards.count * cddp__report_bytes(d), deadline);
+  if (*table != NULL && (*table)->head.number == CDDP_OK) return CDDP_OK;
+  if (*table != NULL) /* the leader refuses this rank */
+    r = cddp__fail((cddp_result)(*table)->head.number, "%.*s", (int)(*table)->head.size,
+                   (const char *)(*table + 1));
+  else if (r == CDDP_OK && cddp__now() >= deadline)
+    r = cddp__fail(CDDP_TIMEOUT,
+                   "timed out after %g s: after a loss in step %" PRIu64 ", the leader, %s, has "
+                   "not received the reports of all ranks",
+                   d->group->timeout_s, d->steps, cddp__elastic_name(elastic, leader).s);
   cddp__elastic_drop_report(elastic, leader);
   return r;
 }
@@ -21018,17 +21022,10 @@ static cddp_result cddp__elastic_gather_reports(cddp_ddp *d, cddp__message **tab
    again. */
 static bool cddp__elastic_await_confirmation(cddp_ddp *d, int member, double deadline) {
   cddp__elastic *elastic = d->elastic;
-  cddp__connection *link = elastic->links[member];
-  cddp__message *message = NULL;
-  bool confirmed;
-  while (link != NULL && (message = cddp__connection_receive(link, 0)) == NULL) {
-    if (cddp__now() > deadline) cddp__connection_end(link, ETIMEDOUT);
-    if (cddp__elastic_link_ended(d, member, link)) break;
-    cddp__elastic_poll(d, &link, 1, false);
-  }
-  if (message == NULL && elastic->unreachable < 0)
+  cddp__message *message = cddp__elastic_receive(d, member, 0, deadline);
+  bool confirmed = message != NULL && message->head.number == CDDP_OK;
+  if (message == NULL && elastic->unreachable < 0 && cddp__now() < deadline)
     elastic->ended[member] = 1; /* it has just answered, so its host lives */
-  confirmed = message != NULL && message->head.number == CDDP_OK;
   cddp__free(&elastic->net->allocator, message);
   return confirmed;
 }
@@ -21104,7 +21101,7 @@ static void cddp__elastic_leave_broken(cddp_ddp *d) {
 }
 
 /* Leaves both groups. The first comm of a step stays as `broken_comm`; no thread uses it any more.
-   Preserves this thread's error text. */
+ */
 static void cddp__elastic_leave_groups(cddp_ddp *d) {
   cddp_group *groups[2] = {d->control, d->comm}, *g;
   char text[CDDP__ERROR_MAX];
@@ -21124,7 +21121,6 @@ static void cddp__elastic_leave_groups(cddp_ddp *d) {
     (g->backend->close)(g);
   }
   d->control = d->comm = NULL;
-  memcpy(cddp__error_text, text, sizeof text);
 }
 
 /* Registers a process on this host that this process has not met in a rendezvous. */
