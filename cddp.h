@@ -6165,6 +6165,7 @@ static cddp_result cddp__discover(cddp__config *config, const cddp_group_desc *d
 #ifndef MADV_COLLAPSE
 #define MADV_COLLAPSE 25
 #endif
+#define CDDP__WINDOW_BITS 40 /* a window has 1 TiB, unless a file size limit makes it smaller */
 
 /* The use of an extent. */
 enum cddp__extent_use {
@@ -6333,7 +6334,9 @@ static int cddp__segment_create(cddp__host *host, uint64_t size, uint64_t bytes)
                "cddp_alloc: %" PRIu64 " bytes do not fit into the %" PRIu64
                " bytes that this rank can share%s",
                size, (uint64_t)1 << host->arena.window_bits,
-               host->arena.window_bits < 40 ? "; raise the file size limit (ulimit -f)" : "");
+               host->arena.window_bits < CDDP__WINDOW_BITS
+                   ? "; raise the file size limit (ulimit -f)"
+                   : "");
   else if (address == NULL)
     (void)cddp__fail_mapping("cddp_alloc", size);
   segment = address != NULL ? cddp__segment_add(host, base, n * size, address, n) : NULL;
@@ -6661,6 +6664,13 @@ static int cddp__count_cores(cddp__atomic_u64 *all, int most) {
 
 /* --- a process's host object --- */
 
+/* Sets this rank's window, before its first allocation. */
+static void cddp__set_window(cddp__host *host, int window, int bits) {
+  host->arena.window = window;
+  host->arena.window_bits = bits;
+  host->arena.window_end = (uint64_t)(window + 1) << bits;
+}
+
 static void cddp__host_free(cddp__host *host) {
   cddp_allocator a = host->allocator;
   size_t j;
@@ -6703,9 +6713,8 @@ static cddp__host *cddp__host_create(const cddp_allocator *allocator, const cddp
   pthread_mutex_init(&host->lock, NULL);
   host->arena.fd = host->joins.fd = host->joins.tcp_fd = -1;
   host->size = size;
-  host->index = host->arena.window = index;
-  host->arena.window_bits = 40;
-  host->arena.window_end = (uint64_t)(index + 1) << host->arena.window_bits;
+  host->index = index;
+  cddp__set_window(host, index, CDDP__WINDOW_BITS);
   memset(processors, 0, sizeof processors);
   host->container_cores = cddp__container_cores();
   host->cores = cddp__count_cores(processors, host->container_cores);
@@ -6726,49 +6735,47 @@ static cddp__host *cddp__host_create(const cddp_allocator *allocator, const cddp
    window must have. */
 static cddp_result cddp__create_memory(cddp__host *host, uint64_t least) {
   uint64_t windows = (uint64_t)host->size + 1;
+  int bits = CDDP__WINDOW_BITS, fd;
   struct rlimit limit;
   if (getrlimit(RLIMIT_FSIZE, &limit) != 0) limit.rlim_cur = RLIM_INFINITY;
   if (limit.rlim_cur == RLIM_INFINITY)
     windows += CDDP__JOINS;
   else
-    while (host->arena.window_bits > 12 &&
-           windows << host->arena.window_bits > (uint64_t)limit.rlim_cur)
-      host->arena.window_bits--;
-  if ((uint64_t)1 << host->arena.window_bits < least)
+    while (bits > 12 && windows << bits > (uint64_t)limit.rlim_cur) bits--;
+  if ((uint64_t)1 << bits < least)
     return cddp__fail(CDDP_SYSTEM,
                       "the file size limit of %llu bytes (ulimit -f) is too small for the memory "
                       "that %d ranks share; raise it: ulimit -f unlimited",
                       (unsigned long long)limit.rlim_cur, host->size);
-  host->arena.fd = cddp__above_stdio(
+  fd = cddp__above_stdio(
       (int)syscall(SYS_memfd_create, "cddp", 3u /* MFD_CLOEXEC | MFD_ALLOW_SEALING */));
-  if (host->arena.fd < 0 && (errno == EMFILE || errno == ENFILE))
+  if (fd < 0 && (errno == EMFILE || errno == ENFILE))
     return cddp__fail(CDDP_SYSTEM, "memfd_create: %s; raise the limit (ulimit -n)",
                       strerror(errno));
-  if (host->arena.fd < 0)
+  if (fd < 0)
     return cddp__fail(CDDP_SYSTEM,
                       "memfd_create: %s: the ranks on a host share memory through it. If a "
                       "container forbids it, allow it (Docker: --security-opt seccomp=unconfined), "
                       "or give each rank its own CDDP_HOST_ID: the ranks then use TCP",
                       strerror(errno));
-  if (ftruncate(host->arena.fd, (off_t)(windows << host->arena.window_bits)) != 0)
+  host->arena.fd = fd;
+  cddp__set_window(host, host->arena.window, bits);
+  if (ftruncate(fd, (off_t)(windows << bits)) != 0)
     return cddp__fail_errno("ftruncate of shared memory");
-  fcntl(host->arena.fd, 1033 /* F_ADD_SEALS */,
+  fcntl(fd, 1033 /* F_ADD_SEALS */,
         2 | 4 /* SHRINK | GROW: no peer can remove pages that this rank uses */);
-  (void)fstat(host->arena.fd, &host->arena.memory);
-  host->arena.window_end = (uint64_t)(host->arena.window + 1) << host->arena.window_bits;
+  (void)fstat(fd, &host->arena.memory);
   return CDDP_OK;
 }
 
 /* Uses the memfd that another rank has created for `size` ranks. The host owns fd from now on. */
 static void cddp__open_memory(cddp__host *host, int fd, int size) {
-  uint64_t windows = (uint64_t)size + 1;
+  uint64_t windows = (uint64_t)size + 1; /* those for joining processes exist only at full size */
+  int bits = 12;
   host->arena.fd = fd;
   (void)fstat(fd, &host->arena.memory);
-  host->arena.window_bits = 12;
-  while (host->arena.window_bits < 40 &&
-         windows << host->arena.window_bits < (uint64_t)host->arena.memory.st_size)
-    host->arena.window_bits++;
-  host->arena.window_end = (uint64_t)(host->arena.window + 1) << host->arena.window_bits;
+  while (bits < CDDP__WINDOW_BITS && windows << bits < (uint64_t)host->arena.memory.st_size) bits++;
+  cddp__set_window(host, host->arena.window, bits);
 }
 
 /* The same in a process that joins a job of local_size ranks here. It reserves a window that no
@@ -6783,8 +6790,7 @@ static cddp_result cddp__join_memory(cddp__host *host, int fd, int local_size) {
   joins = cddp__add32(&first->joins, 1);
   host->cores = cddp__count_cores(first->processors, host->container_cores);
   munmap(first, page);
-  host->arena.window = local_size + (int)joins - 1;
-  host->arena.window_end = (uint64_t)(host->arena.window + 1) << host->arena.window_bits;
+  cddp__set_window(host, local_size + (int)joins - 1, host->arena.window_bits);
   if (joins <= CDDP__JOINS && (uint64_t)(host->arena.window + 2) << host->arena.window_bits <=
                                   (uint64_t)host->arena.memory.st_size)
     return CDDP_OK;
@@ -14427,8 +14433,8 @@ static void cddp__host_set_ranks(cddp__host *host, cddp__net *table) {
     if (table->ranks[i].host == table->host)
       host->pids[table->ranks[i].index] = table->ranks[i].pid;
   host->size = table->hosts[table->host].size;
-  host->index = host->arena.window = table->ranks[table->rank].index;
-  host->arena.window_end = (uint64_t)(host->arena.window + 1) << host->arena.window_bits;
+  host->index = table->ranks[table->rank].index;
+  cddp__set_window(host, host->index, host->arena.window_bits);
   if (table->host_count > 1) host->net = table;
 }
 
