@@ -9382,36 +9382,23 @@ static cddp__net *cddp__net_new(const cddp_allocator *a, int size, int host_coun
    processes join the running job.
    Owns: the connections of the rendezvous; the store's keys RUN/meeting and RUN/blocked; a host's
    cddp__job_info, with a socket name for each rank, held as long as the group lives.
-   Entry points: for cddp__start_job in >>groups, in this order: cddp__job_info_create,
-   cddp__rendezvous_init, cddp__claim_rank, cddp__serve_endpoint, cddp__collect_ranks,
-   cddp__confirm_table, cddp__rendezvous_end. For a process that joins: cddp__join_find. While the
-   group lives: cddp__join_listen, cddp__join_serve.
+   Entry points: the steps of cddp__start_job and cddp__join_job (>>groups); while the group lives
+   cddp__join_listen and cddp__join_serve.
    Words: a node is a set of ranks that can share memory: they have the same host, user,
-   CDDP_HOST_ID, and network, process and time namespace. The first rank of a node to start is its
-   coordinator, the others are its clients. The root is the coordinator of rank 0's node. The parent
-   of a client is its coordinator; the parent of a coordinator is the root, by TCP.
-     1. A rank binds a Unix socket, with a name derived from its number and the job's endpoint. If
-        the name is in use, two jobs have one endpoint or two processes have one rank: the new
-        process fails. The process that has the name fails too, unless its rendezvous is complete.
-     2. The rank binds its node's socket and becomes the coordinator. If that socket is in use, the
-        rank connects to it and becomes a client.
+   CDDP_HOST_ID, and network, process and time namespace. Its first rank to start is its
+   coordinator, the others are its clients. The root is the coordinator of rank 0's node. A client's
+   parent is its coordinator; a coordinator's parent is the root, by TCP.
+     1. A rank binds a Unix socket, named after its number and the job's endpoint. If the name is in
+        use, two jobs have one endpoint or two processes have one rank: cddp__claim_rank fails.
+     2. The rank binds its node's socket as the coordinator, or connects to it as a client.
      3. RANK describes a rank to its parent, which forwards it to the root and answers WAIT. If the
         connection ends before WAIT, the parent was about to exit, and the rank starts again at 2.
         If it ends later, a rank is lost.
-     4. Rank 0 listens at the endpoint. When a coordinator of another node connects there, rank 0
-        starts the store, and sends STORE to the root. The root listens on a TCP port and writes its
-        address and a random token to the store, under RUN/meeting. The coordinator reads the key
-        and connects. The token shows that it has read the store, and therefore knows the secret.
-        If all ranks are on one node, nobody connects, and no store runs.
-     5. The root compares the ranks' versions, world sizes, backends and floating-point modes. When
-        all ranks have registered, it sends TABLE to its children. A coordinator adds the
-        descriptors of the node's memory and of the client's listening socket for other nodes.
-     6. READY tells the parent that a rank and all its clients have built the group of all ranks.
-   Failures: the rank that fails sends FAIL, a result and a text, to its parent and its children. A
-   connection that ends is a lost rank. A coordinator that cannot reach the root writes the reason
-   to the store, under RUN/blocked. If a rank does not match, the root, or a coordinator without
-   one, reports it when all ranks have connected, or CDDP__PROBLEM_S after it knows. Ranks that have
-   sent READY find the failure in the group. */
+     4. When all ranks have registered with the root, it sends TABLE to its children. A coordinator
+        adds the descriptors of the node's memory and of the client's socket for links.
+     5. READY tells the parent that a rank and all its clients have built the group of all ranks.
+   A rank that fails sends FAIL, a result and a text, to its parent and its children. Ranks that
+   have sent READY find the failure in the group. */
 
 #define CDDP__PROBLEM_S 1.0 /* for missing ranks to connect after a rank did not match */
 #define CDDP__BLOCKED_S 6.0 /* for a connection between hosts; at most a third of the time-out */
@@ -9424,7 +9411,7 @@ static cddp__net *cddp__net_new(const cddp_allocator *a, int size, int host_coun
 enum {
   CDDP__RENDEZVOUS_RANK = 1, /* cddp__rank_info */
   CDDP__RENDEZVOUS_WAIT,
-  CDDP__RENDEZVOUS_STORE,
+  CDDP__RENDEZVOUS_STORE, /* from rank 0: a coordinator has connected to the store */
   CDDP__RENDEZVOUS_TABLE, /* token, hosts and ranks of a cddp__net; to a joining process: a
                              cddp__join_table */
   CDDP__RENDEZVOUS_READY,
@@ -9493,7 +9480,7 @@ typedef struct cddp__channel { /* a connection to the parent or a child */
   size_t first; /* registration of the first RANK */
 } cddp__channel;
 
-/* How the coordinators of several nodes find the root. Step 4 above. */
+/* How the coordinators of several nodes find the root. */
 typedef struct cddp__root_search {
   char key[160], blocked_key[160]; /* RUN/meeting, RUN/blocked */
   cddp_store *store;               /* NULL: not open. In rank 0's process: with the server */
@@ -10118,11 +10105,17 @@ static cddp_result cddp__poll_channels(cddp__rendezvous *rdv, double until) {
   return r;
 }
 
-/* --- how a coordinator finds the root, or becomes the root: the store's key RUN/meeting --- */
+/* --- how a coordinator finds the root, or becomes the root ---
+   Rank 0 listens at the job's endpoint. When another node's coordinator connects there, rank 0
+   starts the store, and sends STORE to the root. The root listens on a TCP port, and writes its
+   address and a random token to the store, under RUN/meeting. The coordinator reads the key and
+   connects. The token shows that it has read the store, and therefore knows the secret. If it
+   cannot reach the root, it writes the reason to the store, under RUN/blocked. If all ranks are on
+   one node, nobody connects to rank 0, and no store runs. */
 
-/* The root listens for other coordinators and writes its address to the store. It listens on the
-   address of its connection to the store. If the store is on this host or has several addresses, it
-   listens on all addresses, of IPv6 and IPv4. */
+/* The root listens for other coordinators and writes its address to the store: that of its
+   connection to the store. If the store is on this host or has several addresses, it listens on all
+   addresses, of IPv6 and IPv4. */
 static cddp_result cddp__open_root(cddp__rendezvous *rdv) {
   cddp__root_search *root = &rdv->root;
   cddp__root_key value;
@@ -10595,7 +10588,9 @@ static cddp_result cddp__fail_missing_ranks(cddp__rendezvous *rdv) {
 }
 
 /* Registers this rank and those below it with the parent, until this rank has an error or the
-   table, rdv->net. The root has the earliest deadline, since it knows the missing ranks. */
+   table, rdv->net. The root has the earliest deadline, since it knows the missing ranks. If a rank
+   does not match, the root, or a coordinator without one, waits CDDP__PROBLEM_S for the other ranks
+   before it fails, so that all get the error. */
 static cddp_result cddp__collect_ranks(cddp__rendezvous *rdv) {
   const cddp__connection *up = &rdv->parent.connection;
   cddp__root_search *root = &rdv->root;
@@ -10678,8 +10673,8 @@ static void cddp__channel_fail(cddp__connection *c, bool local, cddp_result r, c
          recv(c->fd, rest, sizeof rest, MSG_DONTWAIT) > 0) {}
 }
 
-/* Whether the process at the other end, on this host, has registered before: it has received FAIL
-   and connects for its next rendezvous. */
+/* Whether the process at the other end has registered before: it has received FAIL, and connects
+   for its next rendezvous. */
 static bool cddp__registered_before(const cddp__rendezvous *rdv, const cddp__channel *child) {
   uint32_t peer[3];
   size_t i;
@@ -10765,9 +10760,9 @@ static cddp_result cddp__rendezvous_end(cddp__rendezvous *rdv, cddp_group *g, cd
 #define CDDP__JOB_GONE_S 2.0 /* without any rank, after which the job counts as ended */
 #define CDDP__JOIN_CALLS 64  /* connections of a joining process at the same time */
 
-/* Opens the sockets for joining processes, which cddp__join_serve answers. Processes on other hosts
-   connect to MASTER_PORT; one rank of each host listens there. The system holds back connections
-   that send nothing (TCP_DEFER_ACCEPT), since each would cost the time of a proof. */
+/* Opens the sockets for joining processes: at this rank's socket name and, for other hosts, at
+   MASTER_PORT on one rank of each host. The system holds back connections that send nothing
+   (TCP_DEFER_ACCEPT), since each would cost the time of a proof. */
 static void cddp__join_listen(cddp__host *host) {
   const cddp__job_info *job = host->job_info;
   cddp__address a;
@@ -10811,10 +10806,9 @@ static void cddp__join_serve(cddp__host *host) {
   host->joins.pause_end = begin + 10 * (now - begin);
 }
 
-/* Tries to connect to all ranks on this host and to all addresses of MASTER_ADDR. Skips those in
-   `calls`, and adds those that listen. A call's peer is the rank on this host, or -1 - i for the
-   rank that listens at address i of MASTER_ADDR. blocked: the last error of a connection to
-   MASTER_ADDR. */
+/* Connects to the ranks on this host, and to the addresses of MASTER_ADDR, that listen and are not
+   in `calls` yet. A call's peer is the rank on this host, or -1 - i for address i of MASTER_ADDR.
+   blocked: the last error of a connection to MASTER_ADDR. */
 static cddp_result cddp__join_call_ranks(const cddp__host *host, cddp__connection *calls,
                                          int *count, cddp__text *blocked) {
   const cddp__job_info *job = host->job_info;
