@@ -9484,14 +9484,14 @@ typedef struct cddp__channel { /* a connection to the parent or a child */
 typedef struct cddp__root_search {
   char key[160], blocked_key[160]; /* RUN/meeting, RUN/blocked */
   cddp_store *store;               /* NULL: not open. In rank 0's process: with the server */
-  bool wanted;      /* the root must write its address: a coordinator has connected to the store,
+  bool wanted;         /* the root must write its address: a coordinator has connected to the store,
                        or the root would not know, because another program serves the store */
-  bool announced;   /* rank 0: its parent knows that */
-  bool stale;       /* RUN/meeting led to no root: the store can be an earlier job's */
-  double next_look; /* when to ask the store again, of cddp__now() */
-  double pause;     /* seconds between two looks */
-  double try_s;     /* seconds to try to open the store */
-  double lost_at;   /* when the store's connection ended; 0: the store answers */
+  bool announced;      /* rank 0: its parent knows that */
+  bool stale;          /* RUN/meeting led to no root: the store can be an earlier job's */
+  double next_look;    /* when to ask the store again, of cddp__now() */
+  double pause;        /* seconds between two looks */
+  double try_s;        /* seconds to try to open the store */
+  double lost_at;      /* when the store's connection ended; 0: the store answers */
   double closed_since; /* cddp__store_options.closed_since */
   cddp__text blocked;  /* why the store or the root could not be reached; "": it could */
   double blocked_at;   /* since when the root could not be reached; 0: it could */
@@ -10381,7 +10381,7 @@ static cddp_result cddp__rendezvous_init(cddp__rendezvous *rdv, const cddp__conf
   root->pause = 0.002;
   root->next_look = cddp__now() + (root->wanted ? 0.002 : 0); /* all ranks may be on this node */
   if (!root->wanted && rdv->job->here && cddp__env("CDDP_HOST_ID") == NULL)
-    root->next_look += 0.02 + 1e-3 * config->world_size; /* rank 0 will be, if it starts soon */
+    root->next_look += 0.1 + 4e-3 * config->world_size; /* rank 0 will be, if it starts soon */
   return cddp__register_rank(rdv, &rdv->job->table.info, 0);
 }
 
