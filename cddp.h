@@ -6966,8 +6966,6 @@ typedef struct cddp__scalars {
 typedef struct cddp__fused_args {
   cddp__f32 *gradients[4], *weights[4]; /* weights: this rank's first */
   cddp__f32 *states[CDDP__STATES];
-  cddp__f32 *results[CDDP__STATES]; /* ranks == 0: receive the new states; weights[1] receives the
-                                       new weights */
   const cddp__scalars *scalars;
   float mean; /* factor of the sum of gradients: sign / ranks */
   float clip; /* factor of that mean, from gradient clipping; 1: none */
@@ -7145,15 +7143,15 @@ typedef struct cddp__kernels {
 /* One element of AdamW, with the arithmetic of PyTorch's vectorized kernel (FusedAdamKernel.cpp).
    The bits of PyTorch 2.6.0 show which of its sums are fused multiply-adds.
      v, x      the gradient; the weight
-     m, q      exp_avg and exp_avg_sq. Their new values a and b go to mo and qo
+     m, q      exp_avg and exp_avg_sq; a and b are their new values
      MAXIMUM   the code of amsgrad, or empty */
 #define CDDP__ADAMW_STEP(F, FMA, SQRT, MAXIMUM) \
   F a = m[i]; \
   F b = q[i]; \
   a = FMA(lerp, v - a, near ? a : v); \
   b = FMA(take * v, v, b * keep); \
-  mo[i] = a; \
-  qo[i] = b; \
+  m[i] = a; \
+  q[i] = b; \
   MAXIMUM; \
   x = x * decay + step * a / (SQRT(b) / root + eps)
 #define CDDP__ADAMW_SCALARS(F, s) \
@@ -7168,7 +7166,7 @@ typedef struct cddp__kernels {
                                              const cddp__scalars *s) { \
     CDDP__STRICT_FP \
     T *w = (T *)weights, *m = (T *)states[0], *q = (T *)states[1], *most = (T *)states[2]; \
-    T *mo = m, *qo = q, sign = (T)s->sign; \
+    T sign = (T)s->sign; \
     const T *g = (const T *)gradient; \
     CDDP__ADAMW_SCALARS(T, s); \
     if (most == NULL) \
@@ -7187,7 +7185,7 @@ typedef struct cddp__kernels {
   v = decays ? __builtin_fmaf(decay, x, v) : v; \
   v = __builtin_fmaf(take, v, y); \
   x = __builtin_fmaf(step, v, x); \
-  mo[i] = v
+  m[i] = v
 #define CDDP__SGD_SCALARS(s) \
   float keep = (float)(s)->keep, take = (float)(s)->take; \
   float decay = (float)(s)->decay, step = (float)(s)->step; \
@@ -7195,19 +7193,19 @@ typedef struct cddp__kernels {
 
 /* Mean, step, copy to the ranks, zero the gradients. One loop reads and writes each array once, so
    that the memory is always busy. STEP computes x, the new weight, from x and v, the mean gradient,
-   and the new states mo, qo from m, q. ranks == 0: one rank, with its results in other arrays. */
+   and the new states m, q. */
 #define CDDP__FUSED(SUM, STEP, OTHERS) \
-  CDDP__EACH(float v = (SUM) * mean * clip; float x = w0[i]; STEP; wo[i] = x; g0[i] = 0; OTHERS)
+  CDDP__EACH(float v = (SUM) * mean * clip; float x = w0[i]; STEP; w0[i] = x; g0[i] = 0; OTHERS)
 #define CDDP__FUSED_KERNEL(ISA, TARGET, NAME, SCALARS, STEP) \
   TARGET static void cddp__##NAME##_loop_##ISA(const cddp__fused_args *s, int ranks, size_t n) {\
     CDDP__STRICT_FP \
-    cddp__f32 *m = s->states[0], *mo = ranks == 0 ? s->results[0] : m, *w0 = s->weights[0]; \
-    cddp__f32 *q = s->states[1], *qo = ranks == 0 ? s->results[1] : q, *w1 = s->weights[1]; \
-    cddp__f32 *g0 = s->gradients[0], *g1 = s->gradients[1], *wo = ranks == 0 ? w1 : w0; \
+    cddp__f32 *m = s->states[0], *q = s->states[1]; \
+    cddp__f32 *w0 = s->weights[0], *w1 = s->weights[1]; \
+    cddp__f32 *g0 = s->gradients[0], *g1 = s->gradients[1]; \
     float mean = s->mean, clip = s->clip; \
     SCALARS(s->scalars); \
-    (void)(q == qo); /* SGD has no second state */ \
-    if (ranks < 2) CDDP__FUSED(g0[i], STEP, ); \
+    (void)q; /* SGD has no second state */ \
+    if (ranks == 1) CDDP__FUSED(g0[i], STEP, ); \
     else CDDP__FUSED((g0[i] + g1[i]), STEP, w1[i] = x; g1[i] = 0); \
   }
 #define CDDP__ADAMW_LOOP_SCALARS(s) CDDP__ADAMW_SCALARS(float, s)
@@ -7531,7 +7529,7 @@ static void cddp__reduce_all(void *const *bufs, int nbufs, size_t n, cddp_dtype 
   }
 }
 
-/* Runs `loop`, a data-parallel step of n elements, for 0, 1, 2 or 4 ranks. Four ranks have more
+/* Runs `loop`, a data-parallel step of n elements, for 1, 2 or 4 ranks. Four ranks have more
    arrays than the first-level cache has ways. So these arrays are processed one after the other, in
    chunks short enough for libc's memcpy to use the cache. */
 static void cddp__fuse(void (*loop)(const cddp__fused_args *s, int ranks, size_t n),
