@@ -19974,10 +19974,10 @@ typedef struct cddp__elastic_call {
 /* Joining processes that can wait for the next meeting. Further ones are disconnected and retry. */
 #define CDDP__JOIN_REQUESTS 64
 
-/* shared: addresses of the memory of a rank, for the other ranks on its host: those below, then of
-   its weights [params]; then the slots of its nodes [shards], in order. Writer: its rank, before it
-   enters a reduction. The others read the memory up to SCRATCH; they have the other addresses to
-   free the memory if the rank dies. */
+/* shared: addresses of a rank's memory, for the other ranks on its host. The addresses of its
+   weights [params] follow, then the slots of its nodes [shards], in order. Writer: its rank, before
+   it enters a reduction. The others read the memory before SCRATCH. They have the other addresses
+   only to free that memory if the rank dies. */
 enum {
   CDDP__PUBLISHED_ARENA, /* gradients; the squares of its part of the mean follow */
   CDDP__PUBLISHED_MEAN,  /* the mean, of which the rank writes its part */
@@ -20208,10 +20208,10 @@ static cddp_result cddp__elastic_finish_shard(cddp_ddp *d) {
 
 /* --- memory of the ranks on a host ---
    In a step on one host, no rank writes to memory that another rank owns. Until a reduction is
-   complete, all ranks keep their nodes, and the shards of a lost rank, computed again, give the
-   same sums. After it the parts of the mean are unchanged until all members have entered the next
-   reduction, even if a rank dies, since the memory belongs to the host (>>arena). A rank that dies
-   in its update changes nothing that others read.
+   complete, all ranks keep their nodes. The shards of a lost rank are computed again and give the
+   same sums. After a reduction the parts of the mean stay until all members have entered the next
+   one. They also stay if their rank dies, since the memory belongs to the host (>>arena). A rank
+   that dies in its update changes nothing that others read.
    The broadcasts of a meeting can write to other ranks' memory (>>collectives). They write only
    bytes that the receiver does not use before the broadcast completes, or that it already has. */
 
@@ -20336,14 +20336,14 @@ static cddp_result cddp__map_sums(cddp_ddp *d, int k, char **packets) {
    It begins with a round of all members. A rank has finished the update of a step before it enters
    the reduction of the next one. */
 
-static cddp__elastic_call cddp__update_call(const cddp_ddp *d, const cddp_optim *s) {
-  cddp__elastic_call c;
-  c.kind = s != NULL ? CDDP__KIND_DDP_STEP : CDDP__KIND_DDP_WAIT;
-  c.fp_mode = cddp__fp_mode();
-  c.settings = s != NULL ? cddp__optim_settings(s) : 0;
-  c.lr = s != NULL ? s->desc.lr : 0;
-  c.steps = d->steps;
-  return c;
+static cddp__elastic_call cddp__update_call(const cddp_ddp *d, const cddp_optim *optim) {
+  cddp__elastic_call call;
+  call.kind = optim != NULL ? CDDP__KIND_DDP_STEP : CDDP__KIND_DDP_WAIT;
+  call.fp_mode = cddp__fp_mode();
+  call.settings = optim != NULL ? cddp__optim_settings(optim) : 0;
+  call.lr = optim != NULL ? optim->desc.lr : 0;
+  call.steps = d->steps;
+  return call;
 }
 
 /* Fails unless another rank has made the same call. */
@@ -20424,8 +20424,8 @@ static cddp_result cddp__elastic_await_device(cddp_ddp *d) {
   return CDDP_OK;
 }
 
-/* The mean on one host: each rank reads the nodes of all ranks in place, and computes its part, and
-   for a clip the part's squares, in its own memory, where the others read it. The second round
+/* The mean on one host. Each rank reads the nodes of all ranks in place. It computes its part, and
+   for a clip the part's squares, in its own memory, where the others read them. The second round
    completes the reduction: then all nodes and rows have been read, and all parts exist. */
 static cddp_result cddp__reduce_in_memory(cddp_ddp *d) {
   cddp__elastic *elastic = d->elastic;
@@ -21601,33 +21601,33 @@ static cddp_result cddp__elastic_describe_self(cddp_ddp *d, cddp__elastic_member
   const cddp__host *host = d->group->host;
   const cddp__elastic_member *lead =
       host->job_info != NULL ? &host->job_info->table.lead.self : NULL;
-  cddp__address a;
+  cddp__address address;
   int fd = -1, count;
   cddp_result r = CDDP_OK;
   memset(self, 0, sizeof *self);
   if (host->joined) { /* a datagram socket finds the local address without sending anything */
-    a = cddp__internet_address(&lead->address);
-    cddp__address_set_port(&a, lead->port);
-    fd = socket(a.sa.ss_family, SOCK_DGRAM | SOCK_CLOEXEC, 0);
-    if (fd >= 0 && connect(fd, &a.any, a.size) != 0) cddp__close_fd(&fd);
+    address = cddp__internet_address(&lead->address);
+    cddp__address_set_port(&address, lead->port);
+    fd = socket(address.sa.ss_family, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+    if (fd >= 0 && connect(fd, &address.any, address.size) != 0) cddp__close_fd(&fd);
   }
   if (host->net != NULL)
-    a = cddp__internet_address(&host->net->hosts[host->net->host].address);
+    address = cddp__internet_address(&host->net->hosts[host->net->host].address);
   else if (host->joined && host->arena.fd >= 0)
-    a = cddp__internet_address(&host->job_info->table.address);
+    address = cddp__internet_address(&host->job_info->table.address);
   else
-    r = cddp__own_address(fd, &a);
+    r = cddp__own_address(fd, &address);
   cddp__close_fd(&fd);
   if (r != CDDP_OK) return r;
-  cddp__address_set_port(&a, 0);
-  self->address = a.v6;
+  cddp__address_set_port(&address, 0);
+  self->address = address.v6;
   self->number = elastic->me;
   self->host = host->net != NULL ? host->net->host : 0;
   if (host->joined)
     self->host = host->arena.fd >= 0 ? host->job_info->table.host : 2 * d->shards.count;
-  if ((r = cddp__listen_all(&a, 1, &elastic->net->listener, &count)) != CDDP_OK)
+  if ((r = cddp__listen_all(&address, 1, &elastic->net->listener, &count)) != CDDP_OK)
     return cddp__fail_in(r, "cannot listen for the other ranks of an elastic model: ");
-  self->port = cddp__address_port(&a);
+  self->port = cddp__address_port(&address);
   self->rank = d->group->rank;
   self->index = host->index;
   self->pid = (uint32_t)getpid();
@@ -21641,12 +21641,12 @@ static cddp_result cddp__elastic_describe_self(cddp_ddp *d, cddp__elastic_member
 /* Creates the membership, with this rank alone. */
 static cddp_result cddp__elastic_new(cddp_ddp *d) {
   cddp__host *host = d->group->host;
-  const cddp_allocator *a = &host->allocator;
+  const cddp_allocator *allocator = &host->allocator;
   size_t n = (size_t)d->shards.count, links = n + CDDP__JOIN_REQUESTS;
   const char *secret =
       host->job_info != NULL && host->job_info->secret[0] != 0 ? host->job_info->secret : NULL;
   cddp__elastic *elastic = (cddp__elastic *)cddp__calloc(
-      a, 1,
+      allocator, 1,
       sizeof *elastic + sizeof *elastic->members +
           n * (sizeof *elastic->members + 3 * sizeof(void *) + sizeof(int) + 1) +
           2 * links * sizeof(void *));
@@ -21663,10 +21663,10 @@ static cddp_result cddp__elastic_new(cddp_ddp *d) {
   elastic->ended = (unsigned char *)(elastic->order + n);
   elastic->empty = host->joined;
   elastic->me = host->joined ? d->shards.count : d->group->rank;
-  elastic->net = cddp__net_new(a, d->shards.count + 1, 2 * d->shards.count + 1);
+  elastic->net = cddp__net_new(allocator, d->shards.count + 1, 2 * d->shards.count + 1);
   if (elastic->net == NULL) return CDDP_OUT_OF_MEMORY;
   elastic->net->rank = elastic->me;
-  if (secret != NULL && (elastic->net->secret = cddp__strdup(a, secret)) == NULL)
+  if (secret != NULL && (elastic->net->secret = cddp__strdup(allocator, secret)) == NULL)
     return CDDP_OUT_OF_MEMORY;
   elastic->mean =
       cddp__elastic_allocate(d, d->layout.dense + cddp__gather_slack(d), CDDP__EXTENT_MEAN);
