@@ -909,6 +909,7 @@ static void target_meeting(input *in) {
     (void)cddp__rendezvous_end(&m, g, r);
     if (g != NULL) cddp__group_leave(g);
   } else {
+    if (m.host != NULL && m.host->job_info != NULL) cddp__free(&a, m.registered);
     cddp__free(&a, m.root.store);
     m.root.store = NULL;
   }
