@@ -6759,12 +6759,12 @@ static cddp_result cddp__create_memory(cddp__host *host, uint64_t least) {
                       "or give each rank its own CDDP_HOST_ID: the ranks then use TCP",
                       strerror(errno));
   host->arena.fd = fd;
+  (void)fstat(fd, &host->arena.memory); /* cddp__host_free closes no other file of this number */
   cddp__set_window(host, host->arena.window, bits);
   if (ftruncate(fd, (off_t)(windows << bits)) != 0)
     return cddp__fail_errno("ftruncate of shared memory");
   fcntl(fd, 1033 /* F_ADD_SEALS */,
         2 | 4 /* SHRINK | GROW: no peer can remove pages that this rank uses */);
-  (void)fstat(fd, &host->arena.memory);
   return CDDP_OK;
 }
 
