@@ -2390,7 +2390,7 @@ typedef struct cddp__ddp_scratch {
 typedef struct cddp__elastic cddp__elastic; /* >>elastic */
 typedef struct cddp__ddp_memory cddp__ddp_memory; /* >>ddp */
 struct cddp_ddp { /* followed by its arrays, see cddp__ddp_arrays */
-  uint64_t id;    /* unique in this process, from 1 */
+  uint32_t id;         /* unique in this process, from 1 */
   cddp_group *group;   /* of the caller */
   cddp_group *comm;    /* its engine reduces buckets; with NCCL the caller's group */
   cddp_group *control; /* rounds of waits and steps, on the caller's thread */
@@ -14793,7 +14793,7 @@ struct cddp_optim { /* owner: the thread that calls cddp_optim_* or cddp_ddp_ste
   const cddp__algorithm *algorithm;
   cddp__optim_desc desc;
   uint64_t settings, check; /* hashes of its numbers without lr, with lr; never 0; bit 0 is clear */
-  uint64_t paired;     /* id of the cddp_ddp last checked for compatibility; 0: none */
+  uint32_t paired;     /* id of the cddp_ddp last checked for compatibility; 0: none */
   int states;          /* of each parameter; with master_weights the last one is its master */
   void **state;        /* [states][count] each as long as its part; NULL: not allocated */
   cddp_partition *parts; /* [count] of which this rank keeps states: param, first and count */
@@ -17905,15 +17905,19 @@ static void cddp__reduce_slice(cddp_ddp *d, const cddp__bucket_state *b) {
     if (low >= high) continue;
     mean = cddp__gradient_at(d, d->me, range.first, from);
     n = (high - low) / cddp__dtype_size(dtype);
-    if (d->shards.spread)
+    if (d->shards.spread) {
       cddp__reduce_shards(d, mean, (const void **)(void *)d->scratch.buffers, range.first, from, n);
-    for (k = 0; !d->shards.spread && k < g->size; k++)
-      if (cddp__op_header_of(g, k, g->round)->u.bytes[0] == 0)
-        d->scratch.buffers[active++] = cddp__gradient_at(d, k, range.first, from);
-    if (active == g->size) cddp__reduce_all(d->scratch.buffers, active, n, dtype, CDDP_AVG);
-    else if (!d->shards.spread)
+    } else {
+      for (k = 0; k < g->size; k++)
+        if (cddp__op_header_of(g, k, g->round)->u.bytes[0] == 0)
+          d->scratch.buffers[active++] = cddp__gradient_at(d, k, range.first, from);
+      if (active == g->size) { /* writes the mean to all of them */
+        cddp__reduce_all(d->scratch.buffers, active, n, dtype, CDDP_AVG);
+        continue;
+      }
       cddp__reduce(mean, (const void *const *)d->scratch.buffers, active, n, dtype, CDDP_AVG);
-    for (k = 0; k < g->size && active < g->size; k++)
+    }
+    for (k = 0; k < g->size; k++)
       if (k != g->rank) memcpy(cddp__gradient_at(d, k, range.first, from), mean, high - low);
   }
 }
@@ -19689,7 +19693,7 @@ static cddp_result cddp__agree_on_params(cddp_ddp *d) {
 
 /* --- the object --- */
 
-static uint64_t cddp__models_made; /* in this process */
+static cddp__atomic_u32 cddp__models_made; /* in this process */
 
 static void cddp__ddp_free(cddp_ddp *d) { /* keeps this thread's error text */
   cddp__host *h = d->group->host;
@@ -19791,7 +19795,7 @@ static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
   (void)cddp__ddp_arrays(d, (char *)(d + 1), g, count, desc);
   d->group = g;
   cddp__group_hold(g, 1);
-  d->id = __atomic_add_fetch(&cddp__models_made, 1, __ATOMIC_RELAXED);
+  d->id = cddp__add32(&cddp__models_made, 1);
   d->params = params;
   d->count = count;
   d->desc = *desc;
