@@ -6171,7 +6171,7 @@ static cddp_result cddp__discover(cddp__config *config, const cddp_group_desc *d
 enum cddp__extent_use {
   CDDP__EXTENT_FREE,
   CDDP__EXTENT_USER,       /* cddp_alloc, gradients; peers write to it: cddp__arena_quarantine */
-  CDDP__EXTENT_MESSAGE,    /* cddp's buffers */
+  CDDP__EXTENT_BUFFER,     /* cddp's buffers that peers only read */
   CDDP__EXTENT_BLOCK,      /* a group's control block; freed after all its ranks have left */
   CDDP__EXTENT_BLOCK_LAZY, /* the same. From here on: memory is allocated at the first access */
   CDDP__EXTENT_MEAN,       /* cddp's means of gradients */
@@ -10861,7 +10861,8 @@ static cddp_result cddp__join_receive(cddp__job_info *job, cddp__connection *c, 
 
 /* CDDP_OK while the search for the job continues, else why it ends. called: ranks that listen.
    seen: when a rank was last found, that is, one that listens, or a process that holds the socket
-   name of a rank of the first group. */
+   name of a rank of the first group. blocked: the last error of a connection to MASTER_ADDR,
+   or "". */
 static cddp_result cddp__join_check_time(const cddp__host *host, int called, double deadline,
                                          double *seen, const char *blocked) {
   const cddp__rank_info *own = &host->job_info->table.info;
@@ -12026,7 +12027,7 @@ static cddp_result cddp__hosts_run(cddp_group *g, const cddp__call *c) {
     ref = cddp__ref_of(g->host, f.reduces ? c->send : c->recv, received);
   f.in_scratch = ref.kind == CDDP__REF_NONE;
   if (f.in_scratch && *scratch == NULL) {
-    *scratch = (char *)cddp__arena_alloc(g->host, 2 * CDDP__SCRATCH, CDDP__EXTENT_MESSAGE);
+    *scratch = (char *)cddp__arena_alloc(g->host, 2 * CDDP__SCRATCH, CDDP__EXTENT_USER);
     if (*scratch != NULL)
       cddp__slot_of(g, g->rank)->scratch = cddp__ref_of(g->host, *scratch, 2 * CDDP__SCRATCH);
   }
@@ -12179,8 +12180,8 @@ static void cddp__hosts_leave(cddp_group *g) {
   pthread_mutex_lock(&net->lock);
   net->left[net->left_count++ % CDDP__LEFT_GROUPS] = g->id + 1;
   pthread_mutex_unlock(&net->lock);
-  cddp__net_serve(g->host, net);
-  cddp__claim_links(g);
+  cddp__net_serve(g->host, net); /* ends connections to this group that come late: net.left */
+  cddp__claim_links(g);          /* those that another thread accepted before */
   for (; (link = hosts->links) != NULL; cddp__link_close(link)) hosts->links = link->next;
   for (; (m = hosts->stored) != NULL; cddp__free(&net->allocator, m)) hosts->stored = m->next;
   cddp__arena_free(g->host, hosts->scratch[g->local_rank]);
@@ -12237,7 +12238,7 @@ static int cddp__grow_sends(cddp_group *g) {
     cddp__fail(CDDP_OUT_OF_MEMORY, "%d messages are already in flight: receive some first", count);
     return -1;
   }
-  if ((p = cddp__arena_alloc(g->host, bytes, CDDP__EXTENT_MESSAGE)) == NULL) return -1;
+  if ((p = cddp__arena_alloc(g->host, bytes, CDDP__EXTENT_USER)) == NULL) return -1;
   g->p2p.sends[block] = (cddp__send_request *)p;
   g->p2p.send_blocks++;
   cddp__slot_of(g, g->rank)->more_sends[block] = cddp__ref_of(g->host, g->p2p.sends[block], bytes);
@@ -12300,7 +12301,7 @@ static cddp_result cddp__stage(cddp_group *g, cddp__send_request *p, const void 
     size = cddp__round_up(cddp__max(bytes, 1), size);
     cddp__arena_free(g->host, p->stage);
     p->stage_size = 0;
-    p->stage = cddp__arena_alloc(g->host, size, CDDP__EXTENT_MESSAGE);
+    p->stage = cddp__arena_alloc(g->host, size, CDDP__EXTENT_BUFFER);
     if (p->stage == NULL) return CDDP_OUT_OF_MEMORY;
     p->stage_size = size;
   }
@@ -14445,6 +14446,7 @@ static cddp_result cddp__start_job(cddp_group **out, cddp__config *config, cddp_
     cddp__open_memory(host, rdv.memory_fd, host->size);
     rdv.memory_fd = -1;
   } else if (r == CDDP_OK && host->size > 1) {
+    /* A window holds at least the host's control block, and a huge page for other allocations. */
     r = cddp__create_memory(host, CDDP__HUGE_PAGE + cddp__block_bytes(host->size, host->size));
   }
   if (r == CDDP_OK) r = cddp__world_group(out, host, config);
@@ -17282,7 +17284,7 @@ static void cddp__set_layout(cddp_ddp *d) {
                        &t->begin, &t->end);
     t->first_piece = pieces;
     pieces += cddp__count_pieces(t->offset, t->offset + t->bytes);
-    t->used = true;
+    t->used = true; /* both until cddp__settle_unused finds that no rank used it */
     d->step.used[i] = 1;
   }
   for (i = 0; i < d->count && d->group->backend->on_device; i++) { /* behind the dense gradients */
@@ -17715,7 +17717,7 @@ static cddp_result cddp__keep_rows(cddp_ddp *d, int shard) {
   char *more = d->rows.packet;
   if (bytes > d->rows.capacity) {
     bytes = cddp__max(bytes, 2 * d->rows.capacity);
-    if ((more = (char *)cddp__arena_alloc(h, bytes, CDDP__EXTENT_MESSAGE)) == NULL)
+    if ((more = (char *)cddp__arena_alloc(h, bytes, CDDP__EXTENT_BUFFER)) == NULL)
       return CDDP_OUT_OF_MEMORY;
     if (d->rows.bytes > 0) memcpy(more, d->rows.packet, d->rows.bytes);
     cddp__arena_free(h, d->rows.packet);
@@ -18658,7 +18660,7 @@ static cddp_result cddp__host_zero(void *p, size_t bytes, void *stream) {
 
 static cddp_result cddp__host_alloc(cddp_ddp *d) {
   d->arena = (char *)cddp__arena_alloc(d->group->host, d->layout.arena_bytes,
-                                       d->desc.elastic ? CDDP__EXTENT_MESSAGE : CDDP__EXTENT_USER);
+                                       d->desc.elastic ? CDDP__EXTENT_BUFFER : CDDP__EXTENT_USER);
   return d->arena != NULL
              ? CDDP_OK
              : cddp__fail_in(CDDP_OUT_OF_MEMORY, "%zu bytes of gradients: ", d->layout.arena_bytes);
@@ -20145,7 +20147,7 @@ static cddp_result cddp__elastic_grow_slots(cddp_ddp *d, int slots) {
   cddp_result r = CDDP_OK;
   if (slots <= d->layout.slots) return CDDP_OK;
   p = cddp__elastic_allocate(d, (size_t)slots * d->layout.slot_stride + 2 * cddp__gather_slack(d),
-                             CDDP__EXTENT_MESSAGE);
+                             CDDP__EXTENT_BUFFER);
   if (p == NULL) return CDDP_OUT_OF_MEMORY;
   if (elastic->slot_area != NULL)
     r = (d->memory->copy)(p, elastic->slot_area, bytes, d->group->stream);
@@ -20277,7 +20279,7 @@ static cddp_result cddp__create_published(cddp_ddp *d) {
   cddp__host *host = d->group->host;
   size_t bytes = sizeof(cddp__published) + (size_t)d->count * sizeof(cddp__ref) +
                  (size_t)d->shards.count * sizeof(int32_t);
-  cddp__published *own = (cddp__published *)cddp__arena_alloc(host, bytes, CDDP__EXTENT_MESSAGE);
+  cddp__published *own = (cddp__published *)cddp__arena_alloc(host, bytes, CDDP__EXTENT_BUFFER);
   cddp__ref *weights = (cddp__ref *)(own + 1);
   int i;
   d->elastic->own = own;
@@ -21276,7 +21278,7 @@ static cddp_result cddp__elastic_send_snapshot(cddp_ddp *d, cddp__elastic_report
   int i;
   CDDP_ASSERT(!elastic->empty || states == NULL);
   if ((gives || elastic->empty) && bytes > 0 && states == NULL) {
-    states = cddp__elastic_allocate(d, bytes, CDDP__EXTENT_MESSAGE);
+    states = cddp__elastic_allocate(d, bytes, CDDP__EXTENT_BUFFER);
     if (states == NULL) return CDDP_OUT_OF_MEMORY;
     if (gives) r = cddp__copy_states(d, d->optim, states, 0, d->layout.model_bytes, true);
   }
