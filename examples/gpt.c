@@ -6,7 +6,10 @@
      ./gpt -n 4 --shards 4 --text FILE           4 shards: the same weights on 1, 2, 3 or 4 ranks
      ./gpt -n 4 --shards 4 --save FILE           a checkpoint each 100 steps; see also --resume
      ./gpt -n 4 --shards 4 --elastic 9           survives lost ranks; up to 9 are started again
-   --help lists all options. Run it in the folder that contains examples/, or name --text.
+   --help lists all options. Run it in the folder that contains examples/, or name --text. OpenBLAS
+   is required (Debian: libopenblas-dev). The training takes about half a minute on 2 cores. It
+   shows a bar on a terminal, or a line each 50 steps; then a hash of each rank's weights, and the
+   text that the network writes.
 
    The network and the names in checkpoints are GPT-2's, the shapes torch.nn.Linear's. gpt.h has the
    parameters; digits.c is the simpler example to read first. As in the literature, B is the number
@@ -17,13 +20,13 @@
 #include "gpt.h"
 #include "options.h"
 #include "progress.h"
-#include <cblas.h> /* Debian: libopenblas-dev */
+#include <cblas.h>
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-#define TRY(call) \
+#define TRY(call) /* in functions that have the variable rank */ \
   if ((call) != CDDP_OK) return fprintf(stderr, "rank %d: %s\n", rank, cddp_error()), 1
 
 static const option options[] = { /* name, type, variable, default, least, most, help */
@@ -63,8 +66,8 @@ static void linear(float *out, const float *add, const float *in, int n, int p) 
               out, to);
 }
 
-/* d_ is a gradient. Adds d_out^T in to that of the weight p, and the sum of d_out's rows to that of
-   the bias p + 1. Sets d_in = d_out weight. */
+/* d_ is a gradient. grad(p) += d_out^T in; grad(p + 1) += the sum of d_out's rows;
+   d_in = d_out weight. */
 static void linear_backward(float *d_in, const float *d_out, const float *in, int n, int p) {
   int from = columns(p), to = rows(p);
   cblas_sgemm(CblasRowMajor, CblasTrans, CblasNoTrans, to, from, n, 1, d_out, to, in, from, 1,
@@ -153,8 +156,8 @@ static void attention(const layer *l, int b, int h) {
   cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasNoTrans, T, size, T, 1, a, T, v, row, 0, mix, C);
 }
 
-/* Given d_row, the gradient of mix, sets the head's part of d_qkv: d_v = a^T d_mix,
-   d_a = d_mix v^T, and, with d_a behind softmax, d_q = d_a k and d_k = d_a^T q, both scaled. */
+/* Given d_row, the gradient of mix, sets the head's part of d_qkv: d_v = a^T d_mix;
+   d_a = d_mix v^T, taken back through softmax; d_q = d_a k and d_k = d_a^T q, both scaled. */
 static void attention_backward(const layer *l, int b, int h) {
   int T = config.context, C = config.channels, size = C / config.heads, row = 3 * C;
   int at = b * T * row + h * size;
@@ -165,7 +168,7 @@ static void attention_backward(const layer *l, int b, int h) {
   cblas_sgemm(CblasRowMajor, CblasTrans, CblasNoTrans, T, size, T, 1, a, T, d_mix, C, 0, d_v, row);
   cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasTrans, T, T, size, 1, d_mix, C, v, row, 0,
               d_attention, T);
-  for (int i = 0; i < T; i++) { /* of softmax */
+  for (int i = 0; i < T; i++) { /* back through softmax */
     float *d = d_attention + i * T, dot = 0;
     for (int j = 0; j <= i; j++) dot += d[j] * a[i * T + j];
     for (int j = 0; j < T; j++) d[j] = a[i * T + j] * (d[j] - dot);
@@ -257,7 +260,7 @@ static int backward(cddp_ddp *ddp, int rank) {
 
 /* --- Text --- */
 
-/* A random sequence of the text, which follows from the counter alone (splitmix64). */
+/* A random sequence of the text. It follows from --seed and the counter alone (splitmix64). */
 static const unsigned char *pick(uint64_t counter) {
   uint64_t z = (uint64_t)config.seed * 0xd1342543de82ef95u + (counter + 1) * 0x9e3779b97f4a7c15u;
   z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
@@ -272,9 +275,9 @@ static void write_text(int length) {
   unsigned char *bytes = (unsigned char *)allocate((size_t)(T + length), 1);
   bytes[0] = '\n';
   for (int i = 0; i < length; i++) {
-    int seen = i < T ? i : T - 1, next = 0;
-    float *p = logits + seen * BYTES, left = (float)drand48();
-    sequences[0] = bytes + i - seen;
+    int newest = i < T ? i : T - 1, next = 0; /* newest: of the sequence's bytes, an index */
+    float *p = logits + newest * BYTES, left = (float)drand48();
+    sequences[0] = bytes + i - newest;
     forward(1);
     for (int k = 0; k < BYTES; k++) p[k] /= 0.8f; /* the temperature */
     softmax(p, BYTES);
@@ -296,7 +299,13 @@ static bool write_history(const double *history, int first) {
   /* title, first curve, number of curves */
   static const panel panels[] = {{"loss (nats per byte)", LOSS, 1},
                                  {"learning rate", LEARNING_RATE, 1}};
-  curve c = {"GPT", "step", history, first, config.stop, COLUMNS, names};
+  curve c = {.title = "GPT",
+             .unit = "step",
+             .values = history,
+             .first = first,
+             .rows = config.stop,
+             .columns = COLUMNS,
+             .names = names};
   if (config.csv && !curve_write_csv(&c, config.csv)) return false;
   return !config.plot || curve_write_svg(&c, panels, 2, config.plot);
 }
@@ -314,10 +323,29 @@ static int train_shards(cddp_ddp *ddp, int step, int shards, double *loss, int r
   return 0;
 }
 
+/* Sums the loss over the ranks, and shows the mean. Each rank calls it after a step. */
+static cddp_result report(cddp_group *alive, progress *bar, int done, int shards, double *loss) {
+  cddp_result result = cddp_all_reduce(alive, loss, 1, CDDP_F64, CDDP_SUM, NULL);
+  *loss = result == CDDP_OK ? *loss / shards : NAN; /* unknown: a lost rank had a part of it */
+  if (result != CDDP_OK || cddp_rank(alive) != 0) return result;
+  progress_bar(bar, done, *loss);
+  if (!isatty(STDOUT_FILENO) && (done % 50 == 0 || done == config.stop)) /* else: the bar */
+    printf("step %d/%d  loss %.4f  %.0f bytes/s\n", done, config.stop, *loss,
+           progress_speed(bar, done));
+  return CDDP_OK;
+}
+
+/* Saves a checkpoint each 100 steps, and after the last one. All ranks call it, and rank 0 writes:
+   without --elastic the ranks of a host share AdamW's states, and each has updated its part. */
+static cddp_result save_step(cddp_group *alive, int done, const cddp_checkpoint_desc *file) {
+  if (!config.save || (done % 100 != 0 && done < config.stop)) return CDDP_OK;
+  return cddp_save(alive, config.save, params, param_count, file);
+}
+
 static float *floats(long n) { return (float *)allocate((size_t)n, sizeof(float)); }
 
 static int train(int rank, void *arg) {
-  cddp_group *g, *here; /* here: the ranks that are not lost */
+  cddp_group *g, *alive; /* alive: the ranks that are not lost */
   cddp_ddp *ddp;
   cddp_optim *adamw;
   (void)arg;
@@ -340,9 +368,14 @@ static int train(int rank, void *arg) {
     TRY(cddp_load(g, config.resume, params, param_count, &file));
 
   double(*history)[COLUMNS] = allocate((size_t)config.steps, sizeof *history); /* zeros */
-  int first = (int)cddp_ddp_steps(ddp), bytes = shards * config.batch * config.context;
-  progress bar = {"step", "bytes", bytes, first, config.stop, progress_now(), 0};
-  here = g;
+  int first = (int)cddp_ddp_steps(ddp);
+  progress bar = {.unit = "step",
+                  .samples = "bytes",
+                  .samples_each = (double)shards * config.batch * config.context,
+                  .first = first,
+                  .last = config.stop,
+                  .start = progress_now()};
+  alive = g;
   for (int step = first; step < config.stop; step = (int)cddp_ddp_steps(ddp)) {
     double *row = history[step];
     row[LEARNING_RATE] = gpt_learning_rate(step);
@@ -350,26 +383,18 @@ static int train(int rank, void *arg) {
     if (train_shards(ddp, step, shards, &row[LOSS], rank)) return 1;
     TRY(cddp_ddp_step(ddp, adamw)); /* mean over shards, clipping, AdamW, zero gradients */
 
-    int done = step + 1;
-    here = cddp_ddp_group(ddp); /* not g: with --elastic ranks may be lost or have joined */
-    cddp_result result = cddp_all_reduce(here, &row[LOSS], 1, CDDP_F64, CDDP_SUM, NULL);
-    row[LOSS] /= shards;
-    if (cddp_rank(here) == 0) progress_bar(&bar, done, row[LOSS]);
-    if (cddp_rank(here) == 0 && !isatty(STDOUT_FILENO) && (done % 50 == 0 || done == config.stop))
-      printf("step %d/%d  loss %.4f  %.0f bytes/s\n", done, config.steps, row[LOSS],
-             progress_speed(&bar, done));
+    alive = cddp_ddp_group(ddp); /* not g: with --elastic ranks may be lost or have joined */
+    cddp_result result = report(alive, &bar, step + 1, shards, &row[LOSS]);
+    if (result == CDDP_OK) result = save_step(alive, step + 1, &file);
     /* A lost rank is an error of the last save only: the next step continues without the rank. */
-    bool save = config.save && (done % 100 == 0 || done == config.stop);
-    if (result == CDDP_OK && save)
-      result = cddp_save(here, config.save, params, param_count, &file);
-    if (result == CDDP_PEER_LOST && !(save && done == config.stop)) continue;
-    TRY(result);
+    bool last_save = config.save && step + 1 == config.stop;
+    if (result != CDDP_PEER_LOST || last_save) TRY(result);
   }
 
-  if (cddp_rank(here) == 0 && !write_history(history[0], first)) return 1;
-  cddp_result result = show_weights(here, weights, gpt_bytes());
+  if (cddp_rank(alive) == 0 && !write_history(history[0], first)) return 1;
+  cddp_result result = show_weights(alive, weights, gpt_bytes());
   if (result != CDDP_OK && !(result == CDDP_PEER_LOST && model.elastic)) return 1;
-  if (cddp_rank(here) == 0) write_text(config.sample);
+  if (cddp_rank(alive) == 0) write_text(config.sample);
   cddp_optim_destroy(adamw);
   cddp_ddp_destroy(ddp);
   cddp_free(g, weights);
@@ -380,9 +405,7 @@ static int train(int rank, void *arg) {
 int main(int argc, char **argv) {
   int code = options_read(options, sizeof options / sizeof *options, argc, argv);
   if (code >= 0) return code;
-  if (config.channels % config.heads != 0)
-    return fprintf(stderr, "--channels must be a multiple of --heads\n"), 1;
-  if (!gpt_load_text()) return 1;
+  if (!gpt_check_options() || !gpt_load_text()) return 1;
   if (config.stop > config.steps) config.stop = config.steps;
   setvbuf(stdout, NULL, _IOLBF, 0); /* whole lines, also into a file that the ranks share */
 

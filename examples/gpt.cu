@@ -397,7 +397,7 @@ static int train(int rank, void *group_desc) {
     TRY(cddp_synchronize(g)); /* waits for the GPU, and returns what failed there */
     CUDA(cudaMemcpy(&loss, stats, sizeof loss, cudaMemcpyDefault));
     TRY(cddp_all_reduce(g, &loss, 1, CDDP_F64, CDDP_AVG, NULL)); /* of host memory */
-    if (rank == 0) printf("step %d/%d  loss %.4f\n", done, config.steps, loss);
+    if (rank == 0) printf("step %d/%d  loss %.4f\n", done, config.stop, loss);
     if (config.save) TRY(cddp_save(g, config.save, params, param_count, &file));
   }
 
@@ -414,9 +414,7 @@ static int train(int rank, void *group_desc) {
 int main(int argc, char **argv) {
   int code = options_read(options, sizeof options / sizeof *options, argc, argv);
   if (code >= 0) return code;
-  if (config.channels % config.heads != 0)
-    return fprintf(stderr, "--channels must be a multiple of --heads\n"), 1;
-  if (!gpt_load_text()) return 1;
+  if (!gpt_check_options() || !gpt_load_text()) return 1;
   if (config.stop > config.steps) config.stop = config.steps;
   setvbuf(stdout, NULL, _IOLBF, 0); /* whole lines, also into a file that the ranks share */
   cddp_group_desc desc = cddp_group_desc();

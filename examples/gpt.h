@@ -6,6 +6,7 @@
 #ifndef GPT_H
 #define GPT_H
 
+#include <limits.h>
 #include <math.h>
 #include <stdbool.h>
 #include <stdio.h>
@@ -72,10 +73,26 @@ static inline double normal(void) { /* Box and Muller's method */
   return radius * cos(6.283185307 * drand48());
 }
 
+/* Checks the options that depend on each other. Returns false after it has printed the error. */
+static inline bool gpt_check_options(void) {
+  double n = (double)config.batch * config.context, C = config.channels;
+  double largest =
+      fmax(fmax(n * 4 * C, n * BYTES), fmax(n * config.heads * config.context, 4 * C * C));
+  if (config.channels % config.heads != 0)
+    fprintf(stderr, "--channels must be a multiple of --heads\n");
+  else if (largest > INT_MAX) /* indices are ints */
+    fprintf(stderr,
+            "an array of the network has %.0f numbers, more than %d: use a smaller --batch, "
+            "--context or --channels\n",
+            largest, INT_MAX);
+  else return true;
+  return false;
+}
+
 /* Bytes of all parameters. */
 static inline size_t gpt_bytes(void) {
-  int C = config.channels;
-  return (size_t)(C * (BYTES + config.context + 2 + config.layers * (12 * C + 13))) * sizeof(float);
+  size_t C = (size_t)config.channels, context = (size_t)config.context;
+  return C * (BYTES + context + 2 + (size_t)config.layers * (12 * C + 13)) * sizeof(float);
 }
 
 /* Describes parameter i, which is at `data`, and writes its first values to `host`: matrices are
@@ -94,7 +111,7 @@ static inline void gpt_param_init(int i, float *data, float *host) {
 
   params[i].name = label;
   params[i].data = data;
-  params[i].count = (size_t)(high * (wide > 0 ? wide : 1));
+  params[i].count = (size_t)high * (size_t)(wide > 0 ? wide : 1);
   params[i].dtype = CDDP_F32;
   shapes[i].dims = wide > 0 ? 2 : 1;
   shapes[i].size[0] = (uint64_t)high;
@@ -132,9 +149,15 @@ typedef struct layer { /* what forward keeps for backward: a row for each byte o
 
 static layer layers[MAX_LAYERS];
 static float *last;   /* [B * T][C] the residual stream after all layers */
-static float *norm_f;   /* [B * T][C] LayerNorm of it */
+static float *norm_f; /* [B * T][C] LayerNorm of it */
 static float *logits; /* [B * T][BYTES] what the network expects after each byte */
-static float *d_stream, *d_row, *d_qkv, *d_up, *d_attention; /* gradients */
+
+/* Gradients, of one layer after the other. */
+static float *d_stream;    /* [B * T][C] of the residual stream */
+static float *d_row;       /* [B * T][C] of what a layer reads: norm1, norm2, mix, norm_f */
+static float *d_qkv;       /* [B * T][3 * C] */
+static float *d_up;        /* [B * T][4 * C] */
+static float *d_attention; /* [B][heads][T][T]; gpt.c computes one [T][T] at a time */
 
 /* Memory for all of these, by a function that gives n floats. */
 static inline void gpt_allocate(float *(*floats)(long n)) {
@@ -172,7 +195,7 @@ static inline double gpt_learning_rate(int step) {
 static unsigned char *gpt_text; /* what the network learns */
 static size_t gpt_text_size;
 
-/* Reads the text. Returns false after it has printed the error. */
+/* Reads the text, at most MAX_TEXT bytes. Returns false after it has printed the error. */
 static inline bool gpt_load_text(void) {
   FILE *f = fopen(config.text, "rb");
   if (!f) {
@@ -181,10 +204,13 @@ static inline bool gpt_load_text(void) {
   }
   gpt_text = (unsigned char *)allocate(MAX_TEXT, 1);
   gpt_text_size = fread(gpt_text, 1, MAX_TEXT, f);
-  bool failed = ferror(f) || gpt_text_size <= (size_t)config.context;
+  bool failed = ferror(f);
+  if (failed) perror(config.text); /* a folder, for example */
   fclose(f);
-  if (failed) fprintf(stderr, "%s: shorter than --context\n", config.text);
-  return !failed;
+  if (failed) return false;
+  bool enough = gpt_text_size > (size_t)config.context; /* a sequence, and the byte after it */
+  if (!enough) fprintf(stderr, "%s: not longer than --context\n", config.text);
+  return enough;
 }
 
 #endif
