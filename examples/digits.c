@@ -5,23 +5,25 @@
      ./digits -n 4 --plot curve.svg --csv curve.csv  4 ranks; a picture and a table of the training
      ./digits --save FILE                            a checkpoint after each epoch
      ./digits -n 3 --resume FILE                     continues from the checkpoint, on 3 ranks
-   --help lists all options. Run it in the folder that contains examples/, or name --data.
+   --help lists all options. Run it in the folder that contains examples/, or name --data. OpenBLAS
+   is required (Debian: libopenblas-dev). The training takes about a second. It shows a bar on a
+   terminal, or a line each epoch; then the test accuracy and a hash of each rank's weights.
 
-   The network is Linear, ReLU, Linear. An epoch shows each image once, with random noise. The same
-   options give the same weights. With --shards 8 the weights are the same on 1 to 8 ranks. */
+   The network is Linear (with bias), ReLU, Linear (without). An epoch shows each image once (a few
+   twice if the shards do not divide them), with random noise. The same options give the same
+   weights. With --shards 8 the weights are the same on 1 to 8 ranks. */
 #define CDDP_IMPLEMENTATION /* in one file of a program, before its other includes */
 #include "../cddp.h"
 
 #include "idx.h"
 #include "options.h"
 #include "progress.h"
-#include <cblas.h> /* Debian: libopenblas-dev */
+#include <cblas.h>
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 
-#define TRY(call) \
+#define TRY(call) /* in functions that have the variable rank */ \
   if ((call) != CDDP_OK) return fprintf(stderr, "rank %d: %s\n", rank, cddp_error()), 1
 
 enum { CLASSES = 10, MOST = 4096 /* of any option that is a number */ };
@@ -31,6 +33,7 @@ static struct config {
   double lr, momentum;
   const char *data, *plot, *csv, *save, *resume;
 } config;
+static data_set training, testing;
 
 static const option options[] = { /* name, type, variable, default, least, most, help */
     {"-n", INTEGER, &config.ranks, "2", 1, MOST, "ranks, as child processes"},
@@ -48,8 +51,6 @@ static const option options[] = { /* name, type, variable, default, least, most,
     {"--resume", TEXT, &config.resume, NULL, 0, 0, "checkpoint to continue from"},
 };
 
-static data_set training, testing;
-
 /* --- Network: logits = w2 relu(w1 x) --- */
 
 typedef struct network {
@@ -59,14 +60,14 @@ typedef struct network {
   float *dh;          /* the gradient of h; the gradient of y is in y */
 } network;
 
-typedef struct totals {
-  double loss, correct, samples;
-} totals; /* of an epoch */
+typedef struct totals {          /* of an epoch */
+  double loss, correct, samples; /* cddp_all_reduce sums them as an array of 3 */
+} totals;
 
 static float uniform(double bound) { return (float)((2 * drand48() - 1) * bound); }
 
-/* Copies an image to x, its brightest pixel as 1, with noise: a share of a neighbouring pixel, then
-   a random amount. The noise depends on image, epoch and seed, and is the same on every rank. */
+/* Copies an image to x, its brightest pixel as 1, with noise: a share of a neighbouring pixel, up
+   to `noise`, and a random amount, up to 0.6 of that. Image, epoch and seed determine both. */
 static void load_image(const data_set *set, size_t image, int epoch, double noise, float *x) {
   int pixels = set->rows * set->columns;
   int neighbours[] = {-set->columns, -1, 1, set->columns};
@@ -76,9 +77,9 @@ static void load_image(const data_set *set, size_t image, int epoch, double nois
   float share = fabsf(uniform(noise));
   int neighbour = pixels + neighbours[lrand48() % 4]; /* + pixels: k + neighbour is not negative */
   float brightest = 1;
-  for (int k = 0; k < pixels; k++) brightest = fmaxf(brightest, pixel[k]);
+  for (int k = 0; k < pixels; k++) brightest = fmaxf(brightest, pixel[k]); /* not 0 */
   for (int k = 0; k < pixels; k++) {
-    float mixed = (1 - share) * pixel[k] + share * pixel[(k + neighbour) % pixels];
+    float mixed = (1 - share) * pixel[k] + share * pixel[(k + neighbour) % pixels]; /* wraps */
     x[k] = mixed / brightest + uniform(0.6 * noise);
   }
   x[pixels] = 1; /* the input of the biases */
@@ -127,7 +128,7 @@ static cddp_result backward(network *net, cddp_ddp *ddp, float *dw1, float *dw2,
   int inputs = net->inputs, hidden = net->hidden;
   cblas_sgemm(CblasRowMajor, CblasTrans, CblasNoTrans, CLASSES, hidden, n, 1, net->y, CLASSES,
               net->h, hidden, 1, dw2, hidden); /* dw2 += y^T h */
-  cddp_result result = cddp_ddp_ready(ddp, 1); /* the ranks can average it while ... */
+  cddp_result result = cddp_ddp_ready(ddp, 1); /* complete; if large, averaged while ... */
   if (result != CDDP_OK) return result;
   cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasNoTrans, n, hidden, CLASSES, 1, net->y, CLASSES,
               net->w2, hidden, 0, net->dh, hidden); /* dh = y w2 */
@@ -172,15 +173,15 @@ typedef struct trainer {
   progress bar;
 } trainer;
 
-/* One pass over the training images. The global batch grows with the shards: so do the steps. */
+/* One pass over the training images. S shards: 1/S of the steps, at S times the learning rate. */
 static int train_epoch(trainer *t, int epoch, int rank) {
   double size = (double)cddp_sampler_size(&t->order); /* images of a shard */
-  double lr = config.lr * t->shards * (config.epochs - epoch) / config.epochs; /* falls to 0 */
+  double lr = config.lr * t->shards * (config.epochs - epoch) / config.epochs; /* falls linearly */
   totals sum = {0};
   TRY(cddp_optim_set_lr(t->sgd, lr));
   for (int b = 0; b * config.batch < size; b++) {
     int shard;
-    while (cddp_ddp_next_shard(t->ddp, &shard)) {
+    while (cddp_ddp_next_shard(t->ddp, &shard)) { /* this rank's; 0.6: the noise */
       int n = forward(&t->net, &t->order, shard, (size_t)b, &training, epoch, 0.6, &sum);
       TRY(backward(&t->net, t->ddp, (float *)t->params[0].grad, (float *)t->params[1].grad, n));
     }
@@ -228,7 +229,7 @@ static int trainer_create(trainer *t, int rank) {
   t->params[0] = (cddp_param){"w1", t->net.w1, NULL, n1, CDDP_F32};
   t->params[1] = (cddp_param){"w2", t->net.w2, NULL, n2, CDDP_F32};
   t->params[2] = (cddp_param){"history", history, NULL, MOST * COLUMNS, CDDP_F64};
-  cddp_ddp_desc model = {.shards = config.shards}; /* 0: one for each rank */
+  cddp_ddp_desc model = {.shards = config.shards}; /* 0: one a rank; --resume accepts any number */
   cddp_sgd_desc rule = {.momentum = config.momentum};
   cddp_sampler_desc shuffled = {.dataset_size = (size_t)training.count,
                                 .world_size = t->shards,
@@ -243,9 +244,8 @@ static int trainer_create(trainer *t, int rank) {
 static int train(int rank, void *arg) {
   trainer t = {0};
   double accuracy;
-  (void)arg;
   openblas_set_num_threads(1); /* a rank has one core */
-  TRY(cddp_init(&t.g, NULL));  /* RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say where */
+  TRY(cddp_init(&t.g, arg));   /* NULL: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say where */
   if (rank == 0 && !(curve_can_write(config.plot) && curve_can_write(config.csv))) return 1;
   if (trainer_create(&t, rank)) return 1;
 
@@ -260,11 +260,11 @@ static int train(int rank, void *arg) {
   for (int epoch = first; epoch < config.epochs; epoch++) {
     if (train_epoch(&t, epoch, rank)) return 1;
     if (test(&t, &history[epoch][TEST_ACCURACY], rank)) return 1;
-    if (rank == 0 && !isatty(STDOUT_FILENO))
+    if (rank == 0 && !isatty(STDOUT_FILENO)) /* a terminal shows the bar instead */
       printf("epoch %2d/%d  loss %.4f  training accuracy %.1f %%  test accuracy %.1f %%\n",
              epoch + 1, config.epochs, history[epoch][LOSS], history[epoch][TRAINING_ACCURACY],
              history[epoch][TEST_ACCURACY]);
-    cddp_sampler_set_epoch(&t.order, (uint64_t)epoch + 1); /* a new order */
+    cddp_sampler_set_epoch(&t.order, (uint64_t)epoch + 1); /* before the save, which stores it */
     if (config.save) TRY(cddp_save(t.g, config.save, t.params, 3, &file));
   }
 
