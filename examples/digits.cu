@@ -249,7 +249,7 @@ static int train(int rank, void *group_desc) {
   TRY(cddp_sampler_init(&test_images, &exact)); /* no image twice */
 
   for (int epoch = 0; epoch < config.epochs; epoch++) {
-    double lr = config.lr * world * (config.epochs - epoch) / config.epochs; /* falls to 0 */
+    double lr = config.lr * world * (config.epochs - epoch) / config.epochs; /* falls linearly */
     cddp_sampler_set_epoch(&images, (uint64_t)epoch); /* a new order */
     TRY(cddp_optim_set_lr(sgd, lr));
     if (train_epoch(&net, g, ddp, sgd, params, &images, &loss)) return 1;
