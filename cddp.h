@@ -4232,9 +4232,11 @@ static ssize_t cddp__connection_call(cddp__connection *c, struct iovec *io, size
     struct cmsghdr head;
     char space[CMSG_SPACE(2 * sizeof(int))];
   } control;
-  size_t fds = !out ? 2 : c->pass[1] >= 0 ? 2 : c->pass[0] >= 0;
+  size_t fds = 2; /* to receive */
   struct msghdr m;
   ssize_t n;
+  if (out) /* none with bytes of the proof: the peer need not know the secret */
+    fds = c->state != CDDP__CONNECTION_UP ? 0 : c->pass[1] >= 0 ? 2 : c->pass[0] >= 0;
   memset(&m, 0, sizeof m);
   m.msg_iov = io;
   m.msg_iovlen = count;
@@ -4255,7 +4257,7 @@ static ssize_t cddp__connection_call(cddp__connection *c, struct iovec *io, size
   if (n <= 0) cddp__connection_end(c, n == 0 ? 0 : errno);
   if (n <= 0 || !c->local) return n;
   if (out) {
-    c->pass[0] = c->pass[1] = -1;
+    if (fds > 0) c->pass[0] = c->pass[1] = -1;
   } else if (m.msg_controllen >= CMSG_LEN(sizeof(int)) && control.head.cmsg_type == SCM_RIGHTS) {
     fds = cddp__min((control.head.cmsg_len - CMSG_LEN(0)) / sizeof(int), 2);
     cddp__close_fd(&c->fds[0]);
@@ -4464,8 +4466,8 @@ static cddp_result cddp__connection_exchange(cddp__connection *c, size_t n, doub
       r = cddp__fail(CDDP_NETWORK, "%s", strerror(c->error));
     else if (c->state == CDDP__CONNECTION_ENDED)
       r = cddp__fail(CDDP_NETWORK, "the other side closed the connection");
-    else
-      r = cddp__wait_fd(c->fd, cddp__connection_events(c), deadline);
+    else /* not for bytes to read while others wait to be sent: they would end every wait at once */
+      r = cddp__wait_fd(c->fd, cddp__connection_events(c) & POLLOUT ? POLLOUT : POLLIN, deadline);
   }
   return r;
 }
@@ -4938,7 +4940,7 @@ static void cddp__client_run(cddp__server *server, cddp__client *client) {
     left = cddp__buffer_size(&c->out);
     more = left > CDDP__SERVER_PAUSE;
     if (c->fd < 0 || c->challenge.state > CDDP__CHALLENGE_PROVEN) break;
-    (void)cddp__connection_progress(c);
+    if (c->state == CDDP__CONNECTION_UP) (void)cddp__connection_progress(c); /* a proof: _step */
     if (cddp__buffer_size(&c->out) < left && client->greeted)
       c->deadline = cddp__now() + CDDP__COMMAND_S;
     if (c->state == CDDP__CONNECTION_ENDED) cddp__client_close(server, client);
@@ -7186,29 +7188,30 @@ typedef struct cddp__kernels {
   v = __builtin_fmaf(take, v, y); \
   x = __builtin_fmaf(step, v, x); \
   m[i] = v
-#define CDDP__SGD_SCALARS(s) \
-  float keep = (float)(s)->keep, take = (float)(s)->take; \
-  float decay = (float)(s)->decay, step = (float)(s)->step; \
-  bool decays = (s)->decay != 0
+#define CDDP__SGD_LOCALS(scalars, states) \
+  float keep = (float)(scalars)->keep, take = (float)(scalars)->take; \
+  float decay = (float)(scalars)->decay, step = (float)(scalars)->step; \
+  bool decays = (scalars)->decay != 0
 
 /* Mean, step, copy to the ranks, zero the gradients. One loop reads and writes each array once, so
    that the memory is always busy. STEP computes x, the new weight, from x and v, the mean gradient,
-   and the new states m, q. */
+   and the new states: m, and q of AdamW. LOCALS declares what STEP uses. */
 #define CDDP__FUSED(SUM, STEP, OTHERS) \
   CDDP__EACH(float v = (SUM) * mean * clip; float x = w0[i]; STEP; w0[i] = x; g0[i] = 0; OTHERS)
-#define CDDP__FUSED_KERNEL(ISA, TARGET, NAME, SCALARS, STEP) \
+#define CDDP__FUSED_KERNEL(ISA, TARGET, NAME, LOCALS, STEP) \
   TARGET static void cddp__##NAME##_loop_##ISA(const cddp__fused_args *s, int ranks, size_t n) {\
     CDDP__STRICT_FP \
-    cddp__f32 *m = s->states[0], *q = s->states[1]; \
+    cddp__f32 *m = s->states[0]; \
     cddp__f32 *w0 = s->weights[0], *w1 = s->weights[1]; \
     cddp__f32 *g0 = s->gradients[0], *g1 = s->gradients[1]; \
     float mean = s->mean, clip = s->clip; \
-    SCALARS(s->scalars); \
-    (void)q; /* SGD has no second state */ \
+    LOCALS(s->scalars, s->states); \
     if (ranks == 1) CDDP__FUSED(g0[i], STEP, ); \
     else CDDP__FUSED((g0[i] + g1[i]), STEP, w1[i] = x; g1[i] = 0); \
   }
-#define CDDP__ADAMW_LOOP_SCALARS(s) CDDP__ADAMW_SCALARS(float, s)
+#define CDDP__ADAMW_LOCALS(scalars, states) \
+  cddp__f32 *q = (states)[1]; \
+  CDDP__ADAMW_SCALARS(float, scalars)
 
 /* The loops that are faster with AVX-512 (by 4 to 20 % on Zen 4 and 5); memory and caches limit the
    others. FUSED: attributes of the loops with fused multiply-adds. */
@@ -7216,8 +7219,8 @@ typedef struct cddp__kernels {
   CDDP__SUM_KERNELS(ISA, TARGET, cddp__f32, f32, float, , ) \
   CDDP__SUM_KERNELS(ISA, TARGET, cddp__u16, bf16, float, cddp__bf16_to_f32, cddp__f32_to_bf16) \
   CDDP__ADAMW_KERNEL(ISA, FUSED, cddp__f32, f32, __builtin_fmaf, sqrtf) \
-  CDDP__FUSED_KERNEL(ISA, FUSED, sgd, CDDP__SGD_SCALARS, CDDP__SGD_STEP) \
-  CDDP__FUSED_KERNEL(ISA, FUSED, adamw, CDDP__ADAMW_LOOP_SCALARS, \
+  CDDP__FUSED_KERNEL(ISA, FUSED, sgd, CDDP__SGD_LOCALS, CDDP__SGD_STEP) \
+  CDDP__FUSED_KERNEL(ISA, FUSED, adamw, CDDP__ADAMW_LOCALS, \
                      CDDP__ADAMW_STEP(float, __builtin_fmaf, sqrtf, ))
 #define CDDP__KERNELS(ISA, TARGET, FUSED) \
   CDDP__WIDE_KERNELS(ISA, TARGET, FUSED) \
@@ -9399,6 +9402,7 @@ static cddp__net *cddp__net_new(const cddp_allocator *a, int size, int host_coun
    have sent READY find the failure in the group. */
 
 #define CDDP__PROBLEM_S 1.0 /* for missing ranks to connect after a rank did not match */
+#define CDDP__RENDEZVOUS_TURN 64 /* messages of a connection before the others have their turn */
 #define CDDP__BLOCKED_S 6.0 /* for a connection between hosts; at most a third of the time-out */
 #define CDDP__RESOLVE_S 60  /* how long a MASTER_ADDR that does not resolve is tried again */
 #define CDDP__STORE_RESTART_S 2.0 /* for a lost store to return, as its ranks can restart */
@@ -9796,6 +9800,8 @@ static cddp_result cddp__send_message(cddp__connection *c, uint32_t kind, const 
 static cddp__message *cddp__receive_message(cddp__connection *c, size_t most) {
   cddp__message *m;
   (void)cddp__connection_progress(c);
+  /* Bytes before the end of the proof, or after it has failed, are no frames. */
+  if (c->state == CDDP__CONNECTION_PROVING || c->early) return NULL;
   m = cddp__connection_receive(c, most);
   if (m == NULL && c->got >= sizeof c->in_head && c->in_head.type == CDDP__FRAME_PIECE)
     cddp__connection_end(c, EPROTO); /* it would be received by other functions */
@@ -9986,7 +9992,9 @@ static cddp_result cddp__receive_from_child(cddp__rendezvous *rdv, cddp__channel
   cddp__connection *c = &child->connection;
   cddp__message *m;
   cddp_result r = CDDP_OK;
-  while (r == CDDP_OK && (m = cddp__receive_message(c, sizeof(cddp__rendezvous_failure))) != NULL) {
+  int left = CDDP__RENDEZVOUS_TURN;
+  while (r == CDDP_OK && left-- > 0 &&
+         (m = cddp__receive_message(c, sizeof(cddp__rendezvous_failure))) != NULL) {
     uint32_t kind = m->head.number;
     bool valid = kind == CDDP__RENDEZVOUS_STORE ? child->known : child->awaited;
     if (kind == CDDP__RENDEZVOUS_RANK && m->head.size == sizeof(cddp__rank_info))
@@ -9999,7 +10007,7 @@ static cddp_result cddp__receive_from_child(cddp__rendezvous *rdv, cddp__channel
       child->awaited = false;
     else
       valid = false;
-    if (!valid) cddp__connection_end(c, EPROTO);
+    if (!valid) cddp__connection_end(c, EPROTO), left = 0;
     cddp__free(c->in.allocator, m);
   }
   if (r != CDDP_OK || c->state != CDDP__CONNECTION_ENDED || !child->awaited) return r;
@@ -10036,7 +10044,8 @@ static cddp_result cddp__receive_from_parent(cddp__rendezvous *rdv) {
   size_t most = cddp__max(cddp__table_bytes(ranks, ranks), sizeof(cddp__rendezvous_failure));
   cddp__message *m;
   cddp_result r = CDDP_OK;
-  while (r == CDDP_OK && (m = cddp__receive_message(c, most)) != NULL) {
+  int left = CDDP__RENDEZVOUS_TURN;
+  while (r == CDDP_OK && left-- > 0 && (m = cddp__receive_message(c, most)) != NULL) {
     if (m->head.number == CDDP__RENDEZVOUS_FAIL)
       r = cddp__fail_from_message(rdv, m);
     else if (m->head.number == CDDP__RENDEZVOUS_WAIT)
@@ -10044,7 +10053,7 @@ static cddp_result cddp__receive_from_parent(cddp__rendezvous *rdv) {
     else if (m->head.number == CDDP__RENDEZVOUS_TABLE && rdv->net == NULL)
       r = cddp__take_table(rdv, m);
     else
-      cddp__connection_end(c, EPROTO);
+      cddp__connection_end(c, EPROTO), left = 0;
     cddp__free(c->in.allocator, m);
   }
   if (r != CDDP_OK || c->state != CDDP__CONNECTION_ENDED) return r;
@@ -10379,7 +10388,8 @@ static cddp_result cddp__rendezvous_init(cddp__rendezvous *rdv, const cddp__conf
   root->pause = 0.002;
   root->next_look = cddp__now() + (root->wanted ? 0.002 : 0); /* all ranks may be on this node */
   if (!root->wanted && rdv->job->here && cddp__env("CDDP_HOST_ID") == NULL)
-    root->next_look += 0.1 + 4e-3 * config->world_size; /* rank 0 will be, if it starts soon */
+    root->next_look = cddp__earlier_deadline(0.1 + 4e-3 * config->world_size, /* rank 0 will be, */
+                                             cddp__now() + config->timeout_s / 8); /* if soon */
   return cddp__register_rank(rdv, &rdv->job->table.info, 0);
 }
 
@@ -13315,6 +13325,7 @@ static cddp_result cddp__fail_unfinished(const cddp_work *work, double limit) {
 
 static cddp_result cddp__cpu_wait(cddp_work *work, double limit) {
   double deadline = limit >= 0 ? cddp__now() + limit : INFINITY;
+  if (work->on_stream) return cddp__check_group(work->group); /* a loss has closed its device */
   if (work->call.kind == CDDP__KIND_RECV) return cddp__finish_recv(work, limit);
   if (work->run == NULL) return cddp__finish_send(work, limit);
   if (!cddp__engine_wait(&work->group->engine, work, deadline))
@@ -13388,7 +13399,7 @@ static bool cddp__cpu_done(cddp_work *work) {
   cddp_group *g = work->group;
   bool done;
   if (work->run == NULL) {
-    if (cddp__is_broken(g)) return true;
+    if (work->on_stream || cddp__is_broken(g)) return true;
     if (work->call.kind == CDDP__KIND_SEND && work->send < 0) return true;
     if (cddp__message_ready(work)) return true;
     cddp__serve_idle(NULL);
@@ -21278,7 +21289,7 @@ static cddp_result cddp__elastic_send_snapshot(cddp_ddp *d, cddp__elastic_report
   int i;
   CDDP_ASSERT(!elastic->empty || states == NULL);
   if ((gives || elastic->empty) && bytes > 0 && states == NULL) {
-    states = cddp__elastic_allocate(d, bytes, CDDP__EXTENT_BUFFER);
+    states = cddp__elastic_allocate(d, bytes, CDDP__EXTENT_USER); /* peers write to it */
     if (states == NULL) return CDDP_OUT_OF_MEMORY;
     if (gives) r = cddp__copy_states(d, d->optim, states, 0, d->layout.model_bytes, true);
   }
@@ -21351,6 +21362,11 @@ static cddp_result cddp__elastic_regroup(cddp_ddp *d) {
   if (r == CDDP_PEER_LOST) r = CDDP_ABORTED; /* the members are gone or out of reach */
   CDDP__POINT("elastic table");
   if (r == CDDP_OK && from == NULL) { /* only joining ranks: the members can be elsewhere */
+    if (d->group->host->job_info != NULL) { /* cddp__elastic_find_leader must not find this rank */
+      d->group->host->job_info->table.lead.self.life = 0;
+      cddp__close_fd(&d->group->host->joins.fd);
+      cddp__close_fd(&d->group->host->joins.tcp_fd);
+    }
     for (i = 0; i < d->shards.count; i++) elastic->members[i].life = 0;
     elastic->me = elastic->net->rank = d->shards.count;
     cddp__elastic_disconnect(d);

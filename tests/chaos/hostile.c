@@ -298,6 +298,30 @@ static void test_no_store(void) {
   }
 }
 
+/* --- a stranger that sends the coordinator well-formed messages without an end --- */
+
+static int stream_messages(int slot, void *arg) {
+  cddp__frame_head h[1000]; /* many in a call: faster than they can be received */
+  int fd = to_coordinator(10), i;
+  (void)slot, (void)arg;
+  for (i = 0; i < 1000; i++) h[i] = cddp__frame_head_of(CDDP__FRAME_MESSAGE, 0, CDDP_U8, 0, 0);
+  while (send(fd, h, sizeof h, MSG_NOSIGNAL) > 0 || errno == EAGAIN) {}
+  close(fd);
+  return 0;
+}
+
+static void test_stream(void) {
+  pid_t pids[RANKS + 1];
+  int status[RANKS + 1], k;
+  prepare(false);
+  pids[0] = ranks_fork(life, 0, NULL);
+  pids[RANKS] = ranks_fork(stream_messages, 0, NULL);
+  ranks_sleep(0.3);
+  for (k = 1; k < RANKS; k++) pids[k] = ranks_fork(life, k, NULL);
+  ranks_join(pids, RANKS + 1, RANKS_WITHIN(20), status);
+  CHECK(ranks_exited_well(status, RANKS + 1));
+}
+
 /* --- a coordinator that ends half-way through the table that it sends --- */
 
 static void test_half_table(void) {
@@ -459,6 +483,7 @@ int main(void) {
   RUN(test_storm);
   RUN(test_no_such_rank);
   RUN(test_no_store);
+  RUN(test_stream);
   RUN(test_half_table);
   RUN(test_double);
   RUN(test_dropped);
