@@ -9402,7 +9402,6 @@ static cddp__net *cddp__net_new(const cddp_allocator *a, int size, int host_coun
    have sent READY find the failure in the group. */
 
 #define CDDP__PROBLEM_S 1.0 /* for missing ranks to connect after a rank did not match */
-#define CDDP__RENDEZVOUS_TURN 64 /* messages of a connection before the others have their turn */
 #define CDDP__BLOCKED_S 6.0 /* for a connection between hosts; at most a third of the time-out */
 #define CDDP__RESOLVE_S 60  /* how long a MASTER_ADDR that does not resolve is tried again */
 #define CDDP__STORE_RESTART_S 2.0 /* for a lost store to return, as its ranks can restart */
@@ -9992,11 +9991,11 @@ static cddp_result cddp__receive_from_child(cddp__rendezvous *rdv, cddp__channel
   cddp__connection *c = &child->connection;
   cddp__message *m;
   cddp_result r = CDDP_OK;
-  int left = CDDP__RENDEZVOUS_TURN;
-  while (r == CDDP_OK && left-- > 0 &&
+  bool valid = true; /* else the loop ends: a stranger can send without a pause */
+  while (r == CDDP_OK && valid &&
          (m = cddp__receive_message(c, sizeof(cddp__rendezvous_failure))) != NULL) {
     uint32_t kind = m->head.number;
-    bool valid = kind == CDDP__RENDEZVOUS_STORE ? child->known : child->awaited;
+    valid = kind == CDDP__RENDEZVOUS_STORE ? child->known : child->awaited;
     if (kind == CDDP__RENDEZVOUS_RANK && m->head.size == sizeof(cddp__rank_info))
       r = cddp__receive_rank(rdv, child, m, &valid);
     else if (kind == CDDP__RENDEZVOUS_FAIL && valid)
@@ -10007,7 +10006,7 @@ static cddp_result cddp__receive_from_child(cddp__rendezvous *rdv, cddp__channel
       child->awaited = false;
     else
       valid = false;
-    if (!valid) cddp__connection_end(c, EPROTO), left = 0;
+    if (!valid) cddp__connection_end(c, EPROTO);
     cddp__free(c->in.allocator, m);
   }
   if (r != CDDP_OK || c->state != CDDP__CONNECTION_ENDED || !child->awaited) return r;
@@ -10044,8 +10043,8 @@ static cddp_result cddp__receive_from_parent(cddp__rendezvous *rdv) {
   size_t most = cddp__max(cddp__table_bytes(ranks, ranks), sizeof(cddp__rendezvous_failure));
   cddp__message *m;
   cddp_result r = CDDP_OK;
-  int left = CDDP__RENDEZVOUS_TURN;
-  while (r == CDDP_OK && left-- > 0 && (m = cddp__receive_message(c, most)) != NULL) {
+  bool valid = true;
+  while (r == CDDP_OK && valid && (m = cddp__receive_message(c, most)) != NULL) {
     if (m->head.number == CDDP__RENDEZVOUS_FAIL)
       r = cddp__fail_from_message(rdv, m);
     else if (m->head.number == CDDP__RENDEZVOUS_WAIT)
@@ -10053,7 +10052,8 @@ static cddp_result cddp__receive_from_parent(cddp__rendezvous *rdv) {
     else if (m->head.number == CDDP__RENDEZVOUS_TABLE && rdv->net == NULL)
       r = cddp__take_table(rdv, m);
     else
-      cddp__connection_end(c, EPROTO), left = 0;
+      valid = false;
+    if (!valid) cddp__connection_end(c, EPROTO);
     cddp__free(c->in.allocator, m);
   }
   if (r != CDDP_OK || c->state != CDDP__CONNECTION_ENDED) return r;
@@ -13242,7 +13242,7 @@ static cddp_result cddp__engine_push(cddp_work *work) {
     cddp__store32(&engine->held, CDDP__OWN_HELD);
     if (CDDP__LIKELY(cddp__load32(&engine->asleep) == 0)) return CDDP_OK;
     pthread_mutex_lock(&engine->lock);
-    (void)cddp__engine_enqueue_held(engine);
+    (void)cddp__engine_enqueue_held(engine); /* its thread sleeps, and cannot see it held */
   } else {
     pthread_mutex_lock(&engine->lock);
     (void)cddp__engine_enqueue_held(engine); /* the older operation comes first */

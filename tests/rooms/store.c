@@ -1163,7 +1163,9 @@ static void close_ends(cddp__connection c[2]) {
 
 static void test_connection(void) {
   static const char *const same[] = {"s", "s"}, *const different[] = {"s", "t"};
-  static char body[3000];
+  static char body[3000], large[1 << 20];
+  cddp__frame_head head = cddp__frame_head_of(CDDP__FRAME_MESSAGE, 0, CDDP_U8, 0, 0);
+  unsigned char forged[1 + sizeof head] = {'x'};
   cddp__connection c[2], *list[3] = {&c[0], NULL, &c[1]};
   cddp__message *m;
   int tiny, file;
@@ -1186,6 +1188,27 @@ static void test_connection(void) {
   CHECK(frame_of(c, 0) == NULL);
   CHECK(c[0].challenge.state == CDDP__CHALLENGE_REFUSED && c[0].challenge.why == 'W');
   CHECK(c[0].early && c[1].early && c[1].challenge.state == CDDP__CHALLENGE_WRONG);
+  close_ends(c);
+  two_ends(c, same); /* descriptors wait for the proof */
+  c[0].pass[0] = file = open("/dev/null", O_RDONLY);
+  CHECK_OK(cddp__connection_post(&c[0], CDDP__FRAME_MESSAGE, 0, body, 1));
+  CHECK(!cddp__connection_progress(&c[0]) && !cddp__connection_progress(&c[1]));
+  CHECK(c[1].fds[0] < 0 && c[0].pass[0] == file);
+  m = frame_of(c, 1);
+  CHECK(m != NULL && c[1].fds[0] >= 0);
+  free(m);
+  close(file);
+  close_ends(c);
+  two_ends(c, same); /* no frame is read behind bytes that are no proof */
+  memcpy(forged + 1, &head, sizeof head);
+  CHECK_EQ(send(c[0].fd, forged, sizeof forged, 0), sizeof forged);
+  CHECK(cddp__receive_message(&c[1], 100) == NULL && c[1].early);
+  CHECK(cddp__receive_message(&c[1], 100) == NULL);
+  close_ends(c);
+  two_ends(c, NULL); /* unread bytes do not end the deadline of a send */
+  CHECK_OK(cddp__connection_post(&c[0], CDDP__FRAME_MESSAGE, 0, large, sizeof large));
+  CHECK_EQ(send(c[1].fd, body, 1, 0), 1);
+  CHECK_IS(cddp__connection_exchange(&c[0], 0, cddp__now() + 0.2), CDDP_TIMEOUT);
   close_ends(c);
   two_ends(c, NULL); /* a frame beyond the limit ends the connection before memory is allocated */
   CHECK_OK(cddp__connection_post(&c[0], CDDP__FRAME_MESSAGE, 0, body, 100));
