@@ -2674,12 +2674,15 @@ static cddp_result cddp__named(const char *function, cddp_result r) {
   return r == CDDP_OK ? r : cddp__fail_in(r, "%s: ", function);
 }
 
+/* The result of a call with an invalid argument, and its error text. */
+#define CDDP__REFUSE(...) cddp__fail(CDDP_INVALID_ARGUMENT, __VA_ARGS__)
+
 /* Checks an argument. If the condition is false, the enclosing function returns
    CDDP_INVALID_ARGUMENT with its own name and this text. */
 #define CDDP__CHECK(condition, ...) \
   do { \
     if (CDDP__UNLIKELY(!(condition))) \
-      return cddp__named(__func__, cddp__fail(CDDP_INVALID_ARGUMENT, __VA_ARGS__)); \
+      return cddp__named(__func__, CDDP__REFUSE(__VA_ARGS__)); \
   } while (0)
 
 /* The same for a check that is a function. */
@@ -3627,10 +3630,8 @@ static cddp_result cddp__host_port(const char *text, char host[256], int *port) 
                      digits, &end);
   *port = found == 2 ? atoi(digits) : 0;
   if (found == 2 && text[end] == 0 && *port <= 65535) return CDDP_OK;
-  return cddp__fail(CDDP_INVALID_ARGUMENT,
-                    "'%.80s' is not host:port (or [address]:port for IPv6) with a port from 0 to "
-                    "65535",
-                    text);
+  return CDDP__REFUSE(
+      "'%.80s' is not host:port (or [address]:port for IPv6) with a port from 0 to 65535", text);
 }
 
 /* "127.0.0.1:29500", "[::1]:29500" or "the abstract Unix socket @name". */
@@ -3748,10 +3749,9 @@ static cddp_result cddp__resolve(const char *host, int port, cddp__address *out,
   *count = n;
   if (n > 0) return CDDP_OK;
   if (unzoned)
-    return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "'%s' is a link-local address: it needs a zone, the name of this host's "
-                      "interface on that link, as in %s%%eth0",
-                      host, host);
+    return CDDP__REFUSE("'%s' is a link-local address: it needs a zone, the name of this host's "
+                        "interface on that link, as in %s%%eth0",
+                        host, host);
   return cddp__fail(CDDP_NETWORK,
                     "the host name '%s' does not resolve: %s; correct it, add it to /etc/hosts, or "
                     "set MASTER_ADDR to an address of rank 0's host",
@@ -3901,10 +3901,9 @@ static cddp_result cddp__port_range(int *first, int *last) {
     *last = atoi(digits[1]);
   }
   if (*first > 0 && *first <= *last && *last <= 65535) return CDDP_OK;
-  return cddp__fail(CDDP_INVALID_ARGUMENT,
-                    "CDDP_PORTS is \"%s\"; it must be the first and the last port that cddp may "
-                    "listen on, from 1 to 65535, as in 41000-41099",
-                    text);
+  return CDDP__REFUSE("CDDP_PORTS is \"%s\"; it must be the first and the last port that cddp may "
+                      "listen on, from 1 to 65535, as in 41000-41099",
+                      text);
 }
 
 /* Listens on all given addresses, with one port for all of them.
@@ -5166,10 +5165,9 @@ static cddp_result cddp__store_greet(cddp_store *store, const char *text, double
                       "raise its limit (ulimit -n)",
                       strerror(EMFILE));
   if (challenge->state == CDDP__CHALLENGE_REFUSED && challenge->why == 'J')
-    return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "two jobs use %s: an elastic job runs there. Give this job a MASTER_PORT of "
-                      "its own, or set CDDP_JOIN=1 to join that one",
-                      text);
+    return CDDP__REFUSE("two jobs use %s: an elastic job runs there. Give this job a MASTER_PORT "
+                        "of its own, or set CDDP_JOIN=1 to join that one",
+                        text);
   if (challenge->state != CDDP__CHALLENGE_NOT_CDDP)
     return cddp__fail(
         CDDP_UNAUTHORIZED, "%s; set one CDDP_SECRET (or desc's secret) on all ranks, or on none",
@@ -5273,8 +5271,7 @@ static cddp_result cddp__store_exchange(cddp_store *store, cddp__request *reques
   cddp__buffer_add_number(out, request->number, command->tail);
   if (request->code == CDDP__STORE_SET) cddp__buffer_add_number(out, CDDP__STORE_GETNUMKEYS, 1);
   if (cddp__buffer_size(out) > CDDP__COMMAND_MAX)
-    return cddp__fail(CDDP_INVALID_ARGUMENT, "the keys of one call exceed %u MiB",
-                      CDDP__COMMAND_MAX >> 20);
+    return CDDP__REFUSE("the keys of one call exceed %u MiB", CDDP__COMMAND_MAX >> 20);
   if ((r = cddp__connection_exchange(c, answer, deadline)) != CDDP_OK) return r;
   memcpy(number, c->in.data + c->in.start, answer);
   c->in.start += answer;
@@ -5310,10 +5307,9 @@ static cddp_result cddp__store_run(cddp_store *store, cddp__request *request, do
     if (reply.size > 0 && reply.size <= request->capacity)
       memcpy(request->out, reply.data, reply.size);
     if (reply.size > request->capacity && (request->out != NULL || request->capacity > 0))
-      r = cddp__fail(CDDP_INVALID_ARGUMENT,
-                     "the value of '%.64s' does not fit into the buffer: its size is %zu, the "
-                     "buffer's %zu",
-                     request->keys[0], reply.size, request->capacity);
+      r = CDDP__REFUSE(
+          "the value of '%.64s' does not fit into the buffer: its size is %zu, the buffer's %zu",
+          request->keys[0], reply.size, request->capacity);
   }
   if (cddp__buffer_size(&c->in) == 0) cddp__buffer_clear(&c->in, CDDP__BUFFER_KEEP);
   pthread_mutex_unlock(&store->lock);
@@ -5426,9 +5422,8 @@ static cddp_result cddp__store_open_url(cddp_store *store, const cddp__store_opt
   }
   r = cddp__host_port(store->name, host, &port);
   if (r == CDDP_OK && port == 0 && !options->desc.is_server)
-    r = cddp__fail(CDDP_INVALID_ARGUMENT,
-                   "port 0 in 'tcp://%s' is for the server only, which then gets a free port",
-                   store->name);
+    r = CDDP__REFUSE("port 0 in 'tcp://%s' is for the server only, which then gets a free port",
+                     store->name);
   if (r == CDDP_OK && options->listen_fd < 0)
     r = cddp__resolve(host, port, store->addresses, &store->address_count);
   if (r == CDDP_OK && options->desc.is_server && options->reachable)
@@ -5631,10 +5626,9 @@ static cddp_result cddp__store_open(cddp_store **out, const cddp__store_options 
     if ((store->proof = cddp__strdup(&o.desc.allocator, o.desc.secret)) == NULL)
       r = CDDP_OUT_OF_MEMORY;
   if ((store->scheme = cddp__url_scheme(o.desc.init_method, &name)) == CDDP__URL_NONE)
-    r = cddp__fail(CDDP_INVALID_ARGUMENT,
-                   "'%.128s' is not a store's URL; write tcp://host:port, unix://name or "
-                   "file:///absolute/path",
-                   o.desc.init_method);
+    r = CDDP__REFUSE("'%.128s' is not a store's URL; write tcp://host:port, unix://name or "
+                     "file:///absolute/path",
+                     o.desc.init_method);
   else if ((store->name = cddp__strdup(&o.desc.allocator, name)) == NULL)
     r = CDDP_OUT_OF_MEMORY;
   if (r == CDDP_OK && store->scheme != CDDP__URL_FILE) r = cddp__store_open_url(store, &o);
@@ -5706,12 +5700,11 @@ static cddp_result cddp__env_int(const char *name, long low, long high, int *out
   digits += *text == '-';
   n = strspn(digits, "0123456789");
   if (n == 0 || digits[n] != 0 || (digits[0] == '0' && strcmp(text, "0") != 0))
-    return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "%s is \"%.200s\", which is not a whole number in plain digits", name, text);
+    return CDDP__REFUSE("%s is \"%.200s\", which is not a whole number in plain digits", name,
+                        text);
   v = strtol(text, NULL, 10); /* LONG_MAX or LONG_MIN if out of range */
   if (v < low || v > high)
-    return cddp__fail(CDDP_INVALID_ARGUMENT, "%s is %.200s; it must be from %ld to %ld", name, text,
-                      low, high);
+    return CDDP__REFUSE("%s is %.200s; it must be from %ld to %ld", name, text, low, high);
   *out = (int)v;
   return CDDP_OK;
 }
@@ -5816,11 +5809,10 @@ static cddp_result cddp__check_rank_variables(bool whole) {
   int i;
   for (i = 0; i < 4 && (whole || cddp__env("RANK") == NULL); i++)
     if (cddp__env(lone[i]) != NULL && !cddp__is_set_by_slurm(lone[i]))
-      return cddp__fail(CDDP_INVALID_ARGUMENT,
-                        "%s is %.20s, but its launcher does not tell the number of ranks. "
-                        "Export RANK=$%s, WORLD_SIZE (that number), MASTER_ADDR (rank 0's host) "
-                        "and MASTER_PORT (a free port there); for one process unset %s",
-                        lone[i], cddp__env(lone[i]), lone[i], lone[i]);
+      return CDDP__REFUSE("%s is %.20s, but its launcher does not tell the number of ranks. Export "
+                          "RANK=$%s, WORLD_SIZE (that number), MASTER_ADDR (rank 0's host) and "
+                          "MASTER_PORT (a free port there); for one process unset %s",
+                          lone[i], cddp__env(lone[i]), lone[i], lone[i]);
   for (i = 0; i < CDDP__LAUNCHER_COUNT && !whole; i++) {
     const char *rank = cddp__launchers[i].variables[CDDP__VAR_RANK],
                *size = cddp__launchers[i].variables[CDDP__VAR_SIZE];
@@ -5830,13 +5822,11 @@ static cddp_result cddp__check_rank_variables(bool whole) {
     const char *set = lacks_rank ? size : rank, *other = lacks_rank ? rank : size;
     if (!lacks_rank && (pals || !cddp__is_launched_by(i))) continue;
     if (i != CDDP__LAUNCHER_SCRIPT)
-      return cddp__fail(CDDP_INVALID_ARGUMENT,
-                        "%s is set but %s is not; %s sets both: unset it for a single process", set,
-                        other, cddp__launchers[i].name);
-    return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "%s is set but %s is not. For one process unset %s; for several set %s, "
-                      "MASTER_ADDR and MASTER_PORT too, as torchrun and cddprun do",
-                      set, other, set, other);
+      return CDDP__REFUSE("%s is set but %s is not; %s sets both: unset it for a single process",
+                          set, other, cddp__launchers[i].name);
+    return CDDP__REFUSE("%s is set but %s is not. For one process unset %s; for several set %s, "
+                        "MASTER_ADDR and MASTER_PORT too, as torchrun and cddprun do",
+                        set, other, set, other);
   }
   return CDDP_OK;
 }
@@ -5862,17 +5852,17 @@ static cddp_result cddp__env_ranks(cddp__config *config) {
     of_script = numbers[k]; /* unless it is set */
     if (r == CDDP_OK) (void)cddp__env_int(plain, 0, INT_MAX, &of_script);
     if (r == CDDP_OK && of_script != numbers[k])
-      r = cddp__fail(CDDP_INVALID_ARGUMENT,
-                     "%s is %d but %s is %d (set by %s); unset %s, or set RANK and WORLD_SIZE both",
-                     plain, of_script, name, numbers[k], launcher->name, plain);
+      r = CDDP__REFUSE(
+          "%s is %d but %s is %d (set by %s); unset %s, or set RANK and WORLD_SIZE both", plain,
+          of_script, name, numbers[k], launcher->name, plain);
   }
   config->rank = numbers[CDDP__VAR_RANK];
   config->world_size = numbers[CDDP__VAR_SIZE];
   if (r != CDDP_OK || config->rank < config->world_size || config->joins) return r;
-  return cddp__fail(CDDP_INVALID_ARGUMENT, "%s is %d but %s is %d; ranks go from 0 to %d",
-                    launcher->variables[CDDP__VAR_RANK], config->rank,
-                    launcher->variables[CDDP__VAR_SIZE], config->world_size,
-                    config->world_size - 1);
+  return CDDP__REFUSE("%s is %d but %s is %d; ranks go from 0 to %d",
+                      launcher->variables[CDDP__VAR_RANK], config->rank,
+                      launcher->variables[CDDP__VAR_SIZE], config->world_size,
+                      config->world_size - 1);
 }
 
 /* The first host of a Slurm node list: "n[03-07,9]x[1-2],m" gives n03x1. Returns false if the text
@@ -5958,23 +5948,20 @@ static cddp_result cddp__slurm_host(cddp__config *config, char *out, size_t capa
   if (cddp__env("SLURM_HET_SIZE") != NULL) how = "heterogeneous job (SLURM_HET_SIZE)";
   if (cddp__env("SLURM_PACK_SIZE") != NULL) how = "heterogeneous job (SLURM_PACK_SIZE)";
   if (how != NULL)
-    return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "Slurm's %s does not tell the ranks on which node rank 0 is; add "
-                      "--export=ALL,MASTER_ADDR=HOST to srun's command, HOST being rank 0's",
-                      how);
+    return CDDP__REFUSE("Slurm's %s does not tell the ranks on which node rank 0 is; add "
+                        "--export=ALL,MASTER_ADDR=HOST to srun's command, HOST being rank 0's",
+                        how);
   for (i = 0; i < 3 && list == NULL; i++)
     if (cddp__env(lists[i]) != NULL) list = lists[i];
   if (list == NULL) return CDDP_OK;
   config->host_name = list;
   if (!cddp__first_host(cddp__env(list), out, capacity))
-    return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "%s is \"%.200s\", not a node list; set MASTER_ADDR to rank 0's host", list,
-                      cddp__env(list));
+    return CDDP__REFUSE("%s is \"%.200s\", not a node list; set MASTER_ADDR to rank 0's host", list,
+                        cddp__env(list));
   if (config->rank == 0 && here != NULL && strcmp(here, out) != 0)
-    return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "rank 0 is on node %s, but the other ranks look for it on %s, the first of "
-                      "%s; add --export=ALL,MASTER_ADDR=%s to srun's command",
-                      here, out, list, here);
+    return CDDP__REFUSE("rank 0 is on node %s, but the other ranks look for it on %s, the first of "
+                        "%s; add --export=ALL,MASTER_ADDR=%s to srun's command",
+                        here, out, list, here);
   return CDDP_OK;
 }
 
@@ -6015,23 +6002,20 @@ static cddp_result cddp__env_master(cddp__config *config, uint64_t key) {
     port = 20000 + (int)(cddp__hash64(0, space, strlen(space)) % 9973);
   }
   if ((host == NULL || port == 0) && script)
-    return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "RANK and WORLD_SIZE are set but %s is not: set MASTER_ADDR to rank 0's host "
-                      "and MASTER_PORT to a free port there, the same for all ranks",
-                      host == NULL ? "MASTER_ADDR" : "MASTER_PORT");
+    return CDDP__REFUSE("RANK and WORLD_SIZE are set but %s is not: set MASTER_ADDR to rank 0's "
+                        "host and MASTER_PORT to a free port there, the same for all ranks",
+                        host == NULL ? "MASTER_ADDR" : "MASTER_PORT");
   if (host == NULL || port == 0)
-    return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "%s is not set, and %s does not tell its %d ranks the address of rank 0: add "
-                      "%s to its command (HOST is rank 0's host), or unset %s to run without %s",
-                      host == NULL ? "MASTER_ADDR" : "MASTER_PORT", launcher->name,
-                      config->world_size, launcher->cure, launcher->variables[CDDP__VAR_RANK],
-                      launcher->name);
+    return CDDP__REFUSE(
+        "%s is not set, and %s does not tell its %d ranks the address of rank 0: add %s to its "
+        "command (HOST is rank 0's host), or unset %s to run without %s",
+        host == NULL ? "MASTER_ADDR" : "MASTER_PORT", launcher->name, config->world_size,
+        launcher->cure, launcher->variables[CDDP__VAR_RANK], launcher->name);
   if (host[0] == '[' ? host[strlen(host) - 1] != ']'
                      : strchr(host, ':') != NULL && strchr(host, ':') == strrchr(host, ':'))
-    return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "the host name '%.200s' does not resolve: MASTER_ADDR must be a name or an "
-                      "address without a port; set the port in MASTER_PORT",
-                      host);
+    return CDDP__REFUSE("the host name '%.200s' does not resolve: MASTER_ADDR must be a name or an "
+                        "address without a port; set the port in MASTER_PORT",
+                        host);
   snprintf(config->init_method, sizeof config->init_method,
            strchr(host, ':') && host[0] != '[' ? "tcp://[%s]:%d" : "tcp://%s:%d", host, port);
   config->client_only = script && agent != NULL && strcmp(agent, "True") == 0;
@@ -6049,10 +6033,9 @@ static cddp_result cddp__discover_timeout(double given, double *out) {
     for (c++; *c >= '0' && *c <= '9'; c++) value += (unit /= 10) * (*c - '0');
   *out = value;
   if (*c == 0 && value > 0 && value <= 1e9) return CDDP_OK;
-  return cddp__fail(CDDP_INVALID_ARGUMENT,
-                    "CDDP_TIMEOUT_S is \"%s\"; it must be seconds above 0, "
-                    "such as 600 or 2.5, and at most 1e9",
-                    text);
+  return CDDP__REFUSE(
+      "CDDP_TIMEOUT_S is \"%s\"; it must be seconds above 0, such as 600 or 2.5, and at most 1e9",
+      text);
 }
 
 /* Sets the prefix of the job's keys: two jobs that use one store by mistake (the same port) must
@@ -6107,21 +6090,18 @@ static cddp_result cddp__discover(cddp__config *config, const cddp_group_desc *d
   if (r == CDDP_OK) r = cddp__env_int("CDDP_JOIN", 0, 1, &config->joins);
   if (r == CDDP_OK && given &&
       (desc->rank < 0 || (desc->rank >= desc->world_size && !config->joins)))
-    return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "rank is %d but world_size is %d; ranks go from 0 to %d", desc->rank,
-                      desc->world_size, desc->world_size - 1);
+    return CDDP__REFUSE("rank is %d but world_size is %d; ranks go from 0 to %d", desc->rank,
+                        desc->world_size, desc->world_size - 1);
   if (r == CDDP_OK && !given) r = cddp__env_ranks(config);
   if (r == CDDP_OK && config->joins && !given && !config->launched)
-    return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "CDDP_JOIN is 1, but RANK and WORLD_SIZE are not set: set WORLD_SIZE, "
-                      "MASTER_ADDR and MASTER_PORT of the running job, and the RANK to join as");
+    return CDDP__REFUSE("CDDP_JOIN is 1, but RANK and WORLD_SIZE are not set: set WORLD_SIZE, "
+                        "MASTER_ADDR and MASTER_PORT of the running job, and the RANK to join as");
   if (r == CDDP_OK && !given && !config->launched && strcmp(method, "env://") == 0 &&
       (cddp__env("MASTER_ADDR") != NULL || cddp__env("MASTER_PORT") != NULL)) {
     name = cddp__env("MASTER_ADDR") != NULL ? "MASTER_ADDR" : "MASTER_PORT";
-    return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "%s is set, but RANK and WORLD_SIZE are not set. For one process unset %s; "
-                      "for several set RANK and WORLD_SIZE too, as torchrun and cddprun do",
-                      name, name);
+    return CDDP__REFUSE("%s is set, but RANK and WORLD_SIZE are not set. For one process unset %s; "
+                        "for several set RANK and WORLD_SIZE too, as torchrun and cddprun do",
+                        name, name);
   }
   for (k = 3; k >= CDDP__VAR_LOCAL_SIZE && r == CDDP_OK; k--) /* 3: its other name */
     r = cddp__env_int(cddp__launchers[config->launcher].variables[k], 1, INT_MAX,
@@ -6133,10 +6113,9 @@ static cddp_result cddp__discover(cddp__config *config, const cddp_group_desc *d
     r = cddp__env_master(config, key);
   else if (cddp__url_scheme(method, &name) == CDDP__URL_NONE ||
            strlen(method) >= sizeof config->init_method)
-    return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "init_method \"%.128s\" is not one of env://, tcp://host:port, unix://name, "
-                      "file:///absolute/path, or is longer than %zu bytes",
-                      method, sizeof config->init_method - 1);
+    return CDDP__REFUSE("init_method \"%.128s\" is not one of env://, tcp://host:port, "
+                        "unix://name, file:///absolute/path, or is longer than %zu bytes",
+                        method, sizeof config->init_method - 1);
   else
     snprintf(config->init_method, sizeof config->init_method, "%s", method);
   if (r == CDDP_OK && cddp__url_scheme(config->init_method, &name) == CDDP__URL_TCP)
@@ -9653,15 +9632,14 @@ static cddp_result cddp__fail_descriptors(const cddp__rendezvous *rdv, int error
 
 static cddp_result cddp__fail_rank_taken(const cddp__job_info *job, int rank, uint32_t pid,
                                          const char *name, uint32_t other, const char *other_name) {
-  return cddp__fail(CDDP_INVALID_ARGUMENT,
-                    "two jobs use %s at the same time, or two processes have the same RANK: rank "
-                    "%d is taken twice, by pid %u on %s and pid %u on %s. Give each job %s of its "
-                    "own",
-                    job->endpoint, rank, pid, name, other, other_name,
-                    strncmp(job->endpoint, "port ", 5) == 0 ? "a MASTER_PORT"
-                    : strncmp(job->endpoint, "unix://cddp-", 12) == 0
-                        ? "a MASTER_PORT, or a MASTER_ADDR and a MASTER_PORT,"
-                        : "an init_method");
+  return CDDP__REFUSE(
+      "two jobs use %s at the same time, or two processes have the same RANK: rank %d is taken "
+      "twice, by pid %u on %s and pid %u on %s. Give each job %s of its own",
+      job->endpoint, rank, pid, name, other, other_name,
+      strncmp(job->endpoint, "port ", 5) == 0 ? "a MASTER_PORT"
+      : strncmp(job->endpoint, "unix://cddp-", 12) == 0
+          ? "a MASTER_PORT, or a MASTER_ADDR and a MASTER_PORT,"
+          : "an init_method");
 }
 
 /* node_hash of this process's last rendezvous. Survivors of a group form a new group with other
@@ -9861,10 +9839,9 @@ static cddp_result cddp__own_address(int fd, cddp__address *out) {
   if (name == NULL) return CDDP_OK;
   n = cddp__interface_addresses(name, list, CDDP__ADDRESSES_MAX);
   if (n == 0)
-    return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "CDDP_IFNAME is \"%.40s\", but this host has no such interface that is up "
-                      "and has an address; `ip addr` lists them",
-                      name);
+    return CDDP__REFUSE("CDDP_IFNAME is \"%.40s\", but this host has no such interface that is up "
+                        "and has an address; `ip addr` lists them",
+                        name);
   for (i = 0; i < n && list[i].sa.ss_family != out->sa.ss_family; i++) {}
   *out = list[i < n ? i : 0];
   return CDDP_OK;
@@ -14113,16 +14090,16 @@ static cddp_result cddp__check_call(const cddp_group *g, const cddp__call *call)
   const cddp__shape *shape = &cddp__shapes[call->kind];
   bool one = cddp__in_one_buffer(call), message = call->kind >= CDDP__KIND_SEND;
   const char *wrong = NULL;
-  if (g == NULL) return cddp__fail(CDDP_INVALID_ARGUMENT, "the group is NULL");
+  if (g == NULL) return CDDP__REFUSE("the group is NULL");
   if ((message || shape->from_root || shape->to_root) &&
       (call->root < 0 || call->root >= g->size) &&
       (call->root != CDDP_ANY || call->kind != CDDP__KIND_RECV))
-    return cddp__fail(CDDP_INVALID_ARGUMENT, "%s is %d; the group has ranks 0 to %d",
-                      message ? "peer" : "root", call->root, g->size - 1);
+    return CDDP__REFUSE("%s is %d; the group has ranks 0 to %d", message ? "peer" : "root",
+                        call->root, g->size - 1);
   if (call->count > SIZE_MAX / 16 / CDDP__MAX_RANKS && /* small calls do without the divisions */
       call->shares == NULL &&
       call->count > SIZE_MAX / 2 / call->esize / (one ? 1 : (size_t)g->size))
-    return cddp__fail(CDDP_INVALID_ARGUMENT, "count %zu is beyond the address space", call->count);
+    return CDDP__REFUSE("count %zu is beyond the address space", call->count);
   if (!cddp__dtype_ok((cddp_dtype)call->dtype))
     wrong = "dtype is not a cddp_dtype";
   else if (call->op > CDDP_MAX && (call->op > CDDP_BXOR || call->dtype <= CDDP_BF16))
@@ -14132,7 +14109,7 @@ static cddp_result cddp__check_call(const cddp_group *g, const cddp__call *call)
     wrong = "tag is negative";
   else if (call->count > 0 && (!one || call->send == NULL))
     wrong = cddp__buffer_error(g, call);
-  return wrong == NULL ? CDDP_OK : cddp__fail(CDDP_INVALID_ARGUMENT, "%s", wrong);
+  return wrong == NULL ? CDDP_OK : CDDP__REFUSE("%s", wrong);
 }
 
 /* >>groups ----------------------------------------------------------------------------------------
@@ -15081,7 +15058,7 @@ enum { CDDP__RULE_NAME = 1, CDDP__RULE_DATA = 2, CDDP__RULE_TRAINED = 4 };
 static cddp_result cddp__check_params(const cddp_param *params, int count, int rules) {
   int i;
   if (count < 0 || (count > 0 && params == NULL))
-    return cddp__fail(CDDP_INVALID_ARGUMENT, "params is NULL or count %d is negative", count);
+    return CDDP__REFUSE("params is NULL or count %d is negative", count);
   for (i = 0; i < count; i++) {
     const cddp_param *p = &params[i];
     const char *wrong =
@@ -15095,8 +15072,7 @@ static cddp_result cddp__check_params(const cddp_param *params, int count, int r
             ? "has data NULL"
             : NULL;
     if (wrong != NULL)
-      return cddp__fail(CDDP_INVALID_ARGUMENT, "parameter \"%s\" %s", cddp__param_name(params, i).s,
-                        wrong);
+      return CDDP__REFUSE("parameter \"%s\" %s", cddp__param_name(params, i).s, wrong);
   }
   return CDDP_OK;
 }
@@ -15106,13 +15082,11 @@ static cddp_result cddp__check_sparse(const cddp_param *params, int count, const
   for (i = 0; rows != NULL && i < count; i++) {
     if (rows[i] == 0) continue;
     if (params[i].count == 0 || params[i].count % rows[i] != 0)
-      return cddp__fail(CDDP_INVALID_ARGUMENT,
-                        "parameter \"%s\" cannot have %zu sparse rows, with %zu elements",
-                        cddp__param_name(params, i).s, rows[i], params[i].count);
+      return CDDP__REFUSE("parameter \"%s\" cannot have %zu sparse rows, with %zu elements",
+                          cddp__param_name(params, i).s, rows[i], params[i].count);
     if (params[i].grad != NULL)
-      return cddp__fail(CDDP_INVALID_ARGUMENT,
-                        "parameter \"%s\" has sparse rows; its grad must be NULL",
-                        cddp__param_name(params, i).s);
+      return CDDP__REFUSE("parameter \"%s\" has sparse rows; its grad must be NULL",
+                          cddp__param_name(params, i).s);
   }
   return CDDP_OK;
 }
@@ -15302,13 +15276,11 @@ static cddp_result cddp__optim_prepare(cddp_optim *optim) {
   cddp_result r = CDDP_OK;
   int i;
   if (optim->desc.sharded_states != 0)
-    return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "with sharded_states each rank has states of its part only; call "
-                      "cddp_ddp_step in place of cddp_ddp_wait and cddp_optim_step");
+    return CDDP__REFUSE("with sharded_states each rank has states of its part only; call "
+                        "cddp_ddp_step in place of cddp_ddp_wait and cddp_optim_step");
   if (optim->share != NULL)
-    return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "after cddp_ddp_step each rank has the states of its partition only: call "
-                      "cddp_ddp_wait before cddp_optim_step");
+    return CDDP__REFUSE("after cddp_ddp_step each rank has the states of its partition only: call "
+                        "cddp_ddp_wait before cddp_optim_step");
   for (i = 0; r == CDDP_OK && i < optim->count; i++) {
     const cddp_param *p = &optim->params[i];
     bool sparse = cddp__optim_sparse(optim, i) != NULL;
@@ -15321,11 +15293,10 @@ static cddp_result cddp__optim_prepare(cddp_optim *optim) {
     if (cddp__optim_skips(optim, i)) continue;
     if (sparse) CDDP__TRY(cddp__check_rows(optim, i));
     if (wrong != NULL)
-      return cddp__fail(CDDP_INVALID_ARGUMENT, "parameter \"%s\" %s",
-                        cddp__param_name(optim->params, i).s, wrong);
+      return CDDP__REFUSE("parameter \"%s\" %s", cddp__param_name(optim->params, i).s, wrong);
     if (!cddp__dtype_trains(p->dtype))
-      return cddp__fail(CDDP_INVALID_ARGUMENT, "parameter \"%s\" now has dtype %d",
-                        cddp__param_name(optim->params, i).s, (int)p->dtype);
+      return CDDP__REFUSE("parameter \"%s\" now has dtype %d", cddp__param_name(optim->params, i).s,
+                          (int)p->dtype);
     r = cddp__need_states(optim, i);
   }
   return r;
@@ -15394,8 +15365,8 @@ CDDPDEF void cddp_optim_destroy(cddp_optim *optim) {
 
 static cddp_result cddp__check_number(const char *what, double x, double below) {
   if (x >= 0 && x < below && x <= DBL_MAX) return CDDP_OK;
-  return cddp__fail(CDDP_INVALID_ARGUMENT, "%s is %g; it must be finite and at least 0%s", what, x,
-                    below <= 1 ? ", and below 1" : "");
+  return CDDP__REFUSE("%s is %g; it must be finite and at least 0%s", what, x,
+                      below <= 1 ? ", and below 1" : "");
 }
 
 static cddp_result cddp__check_settings(const cddp_param *params, int count,
@@ -15410,19 +15381,16 @@ static cddp_result cddp__check_settings(const cddp_param *params, int count,
   if (r == CDDP_OK) r = cddp__check_number("eps", d->eps, INFINITY);
   if (r != CDDP_OK) return r;
   if (!(fabs(d->dampening) <= DBL_MAX))
-    return cddp__fail(CDDP_INVALID_ARGUMENT, "dampening is %g; it must be finite", d->dampening);
+    return CDDP__REFUSE("dampening is %g; it must be finite", d->dampening);
   if (d->nesterov != 0 && (!(d->momentum > 0) || d->dampening != 0))
-    return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "nesterov needs momentum > 0 and dampening 0; they are %g and %g",
-                      d->momentum, d->dampening);
+    return CDDP__REFUSE("nesterov needs momentum > 0 and dampening 0; they are %g and %g",
+                        d->momentum, d->dampening);
   if (d->copies != NULL && !cddp__dtype_half(d->copy_dtype))
-    return cddp__fail(CDDP_INVALID_ARGUMENT, "copy_dtype is %d; it must be CDDP_F16 or CDDP_BF16",
-                      (int)d->copy_dtype);
+    return CDDP__REFUSE("copy_dtype is %d; it must be CDDP_F16 or CDDP_BF16", (int)d->copy_dtype);
   if (d->ddp != NULL && (d->ddp->params != params || d->ddp->count != count))
-    return cddp__fail(CDDP_INVALID_ARGUMENT, "desc.ddp was created with other parameters");
+    return CDDP__REFUSE("desc.ddp was created with other parameters");
   if (d->sharded_states != 0 && d->ddp == NULL)
-    return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "sharded_states divides the states among the ranks of a cddp_ddp: set ddp");
+    return CDDP__REFUSE("sharded_states divides the states among the ranks of a cddp_ddp: set ddp");
   if (d->sharded_states != 0 && (d->ddp->desc.elastic || d->ddp->rows.sparse != NULL))
     return cddp__fail(CDDP_UNSUPPORTED, "sharded_states and %s in cddp_ddp_desc exclude each other",
                       d->ddp->desc.elastic ? "elastic" : "sparse_rows");
@@ -15430,9 +15398,8 @@ static cddp_result cddp__check_settings(const cddp_param *params, int count,
     cddp__text name = cddp__param_name(params, i);
     cddp_dtype dtype = params[i].dtype;
     if (d->copies != NULL && d->copies[i] != NULL && dtype != CDDP_F32)
-      return cddp__fail(CDDP_INVALID_ARGUMENT,
-                        "parameter \"%s\" is %s; only f32 weights have copies", name.s,
-                        cddp__dtype_names[dtype]);
+      return CDDP__REFUSE("parameter \"%s\" is %s; only f32 weights have copies", name.s,
+                          cddp__dtype_names[dtype]);
     if (algorithm->wide && cddp__dtype_half(dtype) && d->master_weights == 0)
       return cddp__fail(CDDP_UNSUPPORTED,
                         "parameter \"%s\" is %s, but %s supports f32 and f64: set master_weights, "
@@ -15656,9 +15623,9 @@ static cddp_result cddp__device_enter(const cddp_group *g) {
   if (r != CDDP_OK || cudaStreamIsCapturing(cddp__main_stream(g), &status) == cudaSuccess) return r;
   if (cudaGetLastError() != cudaErrorStreamCaptureImplicit)
     return CDDP_OK; /* the operation itself reports this error */
-  return cddp__fail(CDDP_INVALID_ARGUMENT,
-                    "a stream is being captured in a CUDA graph, and the group uses the default "
-                    "stream, which no call may use then: give the captured one to cddp_set_stream");
+  return CDDP__REFUSE(
+      "a stream is being captured in a CUDA graph, and the group uses the default stream, which no "
+      "call may use then: give the captured one to cddp_set_stream");
 }
 
 /* Records an event behind the work that is now on the stream. */
@@ -15742,8 +15709,8 @@ static cddp_result cddp__memory_of(int device, const void *p, const char *what, 
   bool managed = r == CDDP_OK && attributes.type == cudaMemoryTypeManaged;
   *here = managed || (r == CDDP_OK && attributes.type == cudaMemoryTypeDevice);
   if (!*here || managed || attributes.device == device) return r;
-  return cddp__fail(CDDP_INVALID_ARGUMENT, "%s is on cuda:%d, but this rank's device is cuda:%d",
-                    what, attributes.device, device);
+  return CDDP__REFUSE("%s is on cuda:%d, but this rank's device is cuda:%d", what,
+                      attributes.device, device);
 }
 
 /* *here: the call's buffers are on the device. Without a buffer: true. */
@@ -15760,8 +15727,7 @@ static cddp_result cddp__memory_of_call(const cddp__device *p, const cddp__call 
   if (r == CDDP_OK && receives) r = cddp__memory_of(p->index, call->recv, recv, &to);
   *here = from && to;
   if (r != CDDP_OK || !sends || !receives || from == to) return r;
-  return cddp__fail(CDDP_INVALID_ARGUMENT,
-                    "send and recv must both be on the device, or both in host memory");
+  return CDDP__REFUSE("send and recv must both be on the device, or both in host memory");
 }
 
 /* The time at which the oldest unfinished operation was issued, as last polled; 0: none is
@@ -16394,9 +16360,8 @@ static cddp_result cddp__issue_held(cddp__device *device, const cddp__call *call
   cddp_result r;
   int i;
   if (stream == cudaStreamPerThread) /* NCCL enqueues in its own thread */
-    return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "the group's stream is cudaStreamPerThread, which is "
-                      "another stream in NCCL's thread: create one with cudaStreamCreate");
+    return CDDP__REFUSE("the group's stream is cudaStreamPerThread, which is another stream in "
+                        "NCCL's thread: create one with cudaStreamCreate");
   if (!cddp__comm_alive(device)) {
     if ((r = cddp__check_failure(device->group)) != CDDP_OK) return r;
     return cddp__fail(CDDP_ABORTED, "the group's communicator has been ended");
@@ -16824,13 +16789,12 @@ static cddp_result cddp__choose_device(const cddp_group *g, const cddp_group_des
   device = certain ? atoi(desc->device + 5) : local >= 0 ? local : g->local_rank;
   if (!certain && (!nccl || count == 1)) device %= count; /* count 1: only its own is visible */
   if (device >= count)
-    return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "rank %d needs cuda:%d, but the GPUs visible here are %d, from cuda:0 on: "
-                      "start at most %d ranks here, or let them share with backend \"cpu\"",
-                      g->rank, device, count, count);
+    return CDDP__REFUSE("rank %d needs cuda:%d, but the GPUs visible here are %d, from cuda:0 on: "
+                        "start at most %d ranks here, or let them share with backend \"cpu\"",
+                        g->rank, device, count, count);
   if (nccl && blocking != NULL && strcmp(blocking, "1") == 0)
-    return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "NCCL_COMM_BLOCKING=1 makes NCCL's calls block without a deadline: unset it");
+    return CDDP__REFUSE(
+        "NCCL_COMM_BLOCKING=1 makes NCCL's calls block without a deadline: unset it");
   r = CDDP__CUDA(cudaSetDevice, device);
   if (r == CDDP_OK) r = CDDP__CUDA(cudaGetDeviceProperties, &about, device);
   may_share = ncclGetVersion(&version) == ncclSuccess && version >= 23000 && several != NULL &&
@@ -16865,12 +16829,11 @@ static cddp_result cddp__give_device(cddp_group *g, const cddp_group_desc *desc)
       if (all[i].gpu[0] == 0 || strcmp(all[i].gpu, all[k].gpu) != 0 ||
           strcmp(all[i].host, all[k].host) != 0)
         continue;
-      r = cddp__fail(CDDP_INVALID_ARGUMENT,
-                     "%s and %s both have cuda:%d (%s), but NCCL needs a GPU for each rank: set "
-                     "device to \"cuda\" for cuda:LOCAL_RANK, start fewer ranks, or let them "
-                     "share with backend \"cpu\" or, from NCCL 2.30 on, with "
-                     "NCCL_MULTI_RANK_GPU_ENABLE=1",
-                     cddp__name_rank(g, k).s, cddp__name_rank(g, i).s, all[i].device, all[i].gpu);
+      r = CDDP__REFUSE(
+          "%s and %s both have cuda:%d (%s), but NCCL needs a GPU for each rank: set device to "
+          "\"cuda\" for cuda:LOCAL_RANK, start fewer ranks, or let them share with backend \"cpu\" "
+          "or, from NCCL 2.30 on, with NCCL_MULTI_RANK_GPU_ENABLE=1",
+          cddp__name_rank(g, k).s, cddp__name_rank(g, i).s, all[i].device, all[i].gpu);
     }
   }
   cddp__free(allocator, all);
@@ -16989,9 +16952,8 @@ static cddp_result cddp__device_step(cddp_optim *optim, const cddp_ddp *d, const
                         "%s cannot be captured in a CUDA graph, which would repeat one step number",
                         optim->algorithm->name);
     if (capturing && optim->states > 0 && optim->steps[i] == 0)
-      return cddp__fail(CDDP_INVALID_ARGUMENT,
-                        "take two steps before you capture one in a CUDA graph: the first starts "
-                        "momentum");
+      return CDDP__REFUSE(
+          "take two steps before you capture one in a CUDA graph: the first starts momentum");
     for (n = 0, j = i; j >= 0; j--) {
       size_t from = optim->parts[j].first * cddp__dtype_size(optim->params[j].dtype);
       if (optim->launched[j] || !cddp__same_launch(optim, d, i, j)) continue;
@@ -17099,9 +17061,8 @@ static cddp_result cddp__attach_optim(cddp_optim *optim) {
     else if (at != NULL) on_host = at;
   }
   if (on_device != NULL && on_host != NULL)
-    return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "some parameters are on a GPU and others in host memory: a cddp_optim needs "
-                      "all in one place");
+    return CDDP__REFUSE("some parameters are on a GPU and others in host memory: a cddp_optim "
+                        "needs all in one place");
   if (on_device == NULL) return CDDP_OK;
   if ((r = CDDP__CUDA(cudaPointerGetAttributes, &about, on_device)) != CDDP_OK) return r;
   optim->device = d != NULL ? cddp__device_of(d->group)->index : about.device;
@@ -18726,8 +18687,8 @@ static const cddp__ddp_memory cddp__host_memory = {
 #ifdef CDDP_CUDA
 static cddp_result cddp__gpu_use(const cddp_group *g) {
   if (cddp__load32(&g->left) == 0) return cddp__device_enter(g);
-  return cddp__fail(CDDP_INVALID_ARGUMENT, "the group of the cddp_ddp was destroyed: call "
-                                           "cddp_ddp_destroy before cddp_destroy");
+  return CDDP__REFUSE(
+      "the group of the cddp_ddp was destroyed: call cddp_ddp_destroy before cddp_destroy");
 }
 
 static cddp_result cddp__gpu_scratch(cddp_ddp *d, size_t bytes, void **out) {
@@ -18747,16 +18708,14 @@ static cddp_result cddp__gpu_meet(cddp_ddp *d, int kind, uint64_t check, bool *m
     return cddp__fail(CDDP_UNSUPPORTED, "a step with sparse_rows or uneven_inputs waits for the "
                                         "other ranks and cannot be captured in a CUDA graph");
   if (capturing && !d->plan.rebuilt && !d->desc.find_unused_parameters)
-    return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "take two steps before you capture one in a CUDA graph: the first arranges "
-                      "the buckets");
+    return CDDP__REFUSE(
+        "take two steps before you capture one in a CUDA graph: the first arranges the buckets");
   if ((r = cddp__check_group(d->control)) != CDDP_OK) return r;
   for (i = 0; i < d->count; i++)
     if (!d->tensors[i].ready)
-      return cddp__fail(CDDP_INVALID_ARGUMENT,
-                        "gradient \"%s\" was not marked ready on rank %d; call cddp_ddp_ready for "
-                        "every parameter, or set find_unused_parameters",
-                        cddp__param_name(d->params, i).s, d->group->rank);
+      return CDDP__REFUSE("gradient \"%s\" was not marked ready on rank %d; call cddp_ddp_ready "
+                          "for every parameter, or set find_unused_parameters",
+                          cddp__param_name(d->params, i).s, d->group->rank);
   if (capturing) return CDDP_OK;
   note = cddp__make_call(kind, NULL, NULL, check, CDDP_F32, CDDP_SUM, -1);
   cddp__log_call(cddp__device_of(d->comm), &note, true);
@@ -18936,10 +18895,9 @@ static cddp_result cddp__check_on_device(const cddp_ddp *d) {
     if (at == NULL || p->count == 0) continue;
     r = cddp__memory_of(device, at, what.s, &here);
     if (r == CDDP_OK && !here)
-      r = cddp__fail(CDDP_INVALID_ARGUMENT,
-                     "%s is in host memory, but the group's device is cuda:%d; allocate it with "
-                     "cddp_alloc or cudaMalloc",
-                     what.s, device);
+      r = CDDP__REFUSE("%s is in host memory, but the group's device is cuda:%d; allocate it with "
+                       "cddp_alloc or cudaMalloc",
+                       what.s, device);
   }
   return r;
 }
@@ -19084,10 +19042,9 @@ CDDPDEF cddp_result cddp_ddp_ready(cddp_ddp *d, int param) {
   }
   pthread_mutex_unlock(&d->lock);
   if (twice) {
-    cddp__fail(CDDP_INVALID_ARGUMENT,
-               "cddp_ddp_ready: parameter \"%s\" was marked ready twice in one step on rank %d; "
-               "call it once, when its gradient is complete",
-               cddp__param_name(d->params, param).s, d->group->rank);
+    CDDP__REFUSE("cddp_ddp_ready: parameter \"%s\" was marked ready twice in one step on rank %d; "
+                 "call it once, when its gradient is complete",
+                 cddp__param_name(d->params, param).s, d->group->rank);
     return cddp__fail_model(d, CDDP_INVALID_ARGUMENT);
   }
   g = d->comm != NULL ? d->comm : d->group; /* a joining process has none yet */
@@ -19451,7 +19408,7 @@ static cddp_result cddp__check_pair(const cddp_ddp *d, cddp_optim *s) {
           ? "the cddp_optim was made with another cddp_ddp in its desc.ddp"
       : d->no_sync ? "no_sync is on; switch it off for the backward pass that is stepped"
                    : NULL;
-  if (wrong != NULL) return cddp__fail(CDDP_INVALID_ARGUMENT, "%s", wrong);
+  if (wrong != NULL) return CDDP__REFUSE("%s", wrong);
   for (i = 0; i < d->count && s->paired != d->id; i++)
     if (cddp__sparse_of(d, i) != NULL && (r = cddp__check_rows(s, i)) != CDDP_OK) return r;
   s->paired = d->id;
@@ -19464,15 +19421,14 @@ static cddp_result cddp__ddp_step(cddp_ddp *d, int kind, cddp_optim *s) {
   cddp_result r;
   if ((r = cddp__check_cause(&d->failure)) != CDDP_OK) return r;
   if (d->step.scattered)
-    return cddp__fail(CDDP_INVALID_ARGUMENT, "call cddp_ddp_all_gather first: it completes the "
-                                             "step that cddp_ddp_reduce_scatter began");
+    return CDDP__REFUSE(
+        "call cddp_ddp_all_gather first: it completes the step that cddp_ddp_reduce_scatter began");
   if (s == NULL && d->no_sync) return CDDP_OK;
   record = cddp__record_begin(d->control, kind, d->control->calls + 1, 0);
   if (d->desc.shards > 0 && d->shards.taken < d->shards.own_count) {
-    r = cddp__fail(CDDP_INVALID_ARGUMENT,
-                   "rank %d still has %d of its %d shards of this step to do; call "
-                   "cddp_ddp_next_shard until it returns false",
-                   d->group->rank, d->shards.own_count - d->shards.taken, d->shards.own_count);
+    r = CDDP__REFUSE("rank %d still has %d of its %d shards of this step to do; call "
+                     "cddp_ddp_next_shard until it returns false",
+                     d->group->rank, d->shards.own_count - d->shards.taken, d->shards.own_count);
   } else {
     r = d->memory->use(d->group);
     /* if gradients are missing the meeting will fail */
@@ -19874,10 +19830,9 @@ static cddp_result cddp__check_shards(const cddp_ddp *d) {
                       lacks);
   if (d->desc.shards == 0) return CDDP_OK;
   if (d->desc.shards < g->size && !g->host->joined)
-    return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "shards in cddp_ddp_desc is %d, but the group has %d ranks; each rank needs "
-                      "at least one",
-                      d->desc.shards, g->size);
+    return CDDP__REFUSE(
+        "shards in cddp_ddp_desc is %d, but the group has %d ranks; each rank needs at least one",
+        d->desc.shards, g->size);
   if (other != NULL)
     return cddp__fail(CDDP_UNSUPPORTED,
                       "shards and %s in cddp_ddp_desc exclude each other: the mean is over all "
@@ -20815,14 +20770,12 @@ static cddp_result cddp__elastic_find_number(const cddp_ddp *d, const cddp__elas
       if (*number < 0 || elastic->members[*number].rank != self->rank || member->rank == self->rank)
         *number = p;
     } else if (member->rank == self->rank) {
-      return cddp__fail(CDDP_INVALID_ARGUMENT,
-                        "CDDP_JOIN: %s is in the job; give each process its own RANK",
-                        cddp__elastic_name(elastic, p).s);
+      return CDDP__REFUSE("CDDP_JOIN: %s is in the job; give each process its own RANK",
+                          cddp__elastic_name(elastic, p).s);
     } else if (member->gpu == self->gpu && member->gpu != 0) {
-      return cddp__fail(CDDP_INVALID_ARGUMENT,
-                        "CDDP_JOIN: %s uses the GPU of rank %d, but NCCL needs one GPU for each "
-                        "rank: set another device",
-                        cddp__elastic_name(elastic, p).s, self->rank);
+      return CDDP__REFUSE("CDDP_JOIN: %s uses the GPU of rank %d, but NCCL needs one GPU for each "
+                          "rank: set another device",
+                          cddp__elastic_name(elastic, p).s, self->rank);
     }
   }
   if (*number >= 0) return CDDP_OK;
@@ -21564,10 +21517,9 @@ static cddp_result cddp__elastic_step(cddp_ddp *d, cddp_optim *optim) {
                               d->steps, 0);
   r = d->memory->use(d->group);
   if (r == CDDP_OK && (d->shards.current >= 0 || elastic->done == elastic->step))
-    r = cddp__fail(CDDP_INVALID_ARGUMENT,
-                   "rank %d called the update of step %" PRIu64 " before all shards are done; "
-                   "call cddp_ddp_next_shard until it returns false",
-                   d->group->rank, d->steps);
+    r = CDDP__REFUSE("rank %d called the update of step %" PRIu64
+                     " before all shards are done; call cddp_ddp_next_shard until it returns false",
+                     d->group->rank, d->steps);
   if (r == CDDP_OK && optim != NULL && optim != d->optim) r = cddp__elastic_restore(d, optim);
   if (r == CDDP_OK) r = cddp__elastic_update(d, optim);
   if (r == CDDP_OK) {
@@ -21749,13 +21701,13 @@ static cddp_result cddp__elastic_join(cddp_ddp *d) {
 CDDPDEF cddp_group *cddp_ddp_group(cddp_ddp *d) {
   cddp__enter_call(__func__);
   if (d == NULL)
-    cddp__fail(CDDP_INVALID_ARGUMENT, "cddp_ddp_group: the cddp_ddp is NULL");
+    CDDP__REFUSE("cddp_ddp_group: the cddp_ddp is NULL");
   else if (d->desc.elastic && cddp__check_cause(&d->failure) == CDDP_OK)
     return d->elastic->broken_comm != NULL ? d->elastic->broken_comm : d->comm;
   else if (!d->desc.elastic && cddp__load32(&d->group->left) == 0)
     return d->group;
   else if (!d->desc.elastic)
-    cddp__fail(CDDP_INVALID_ARGUMENT, "cddp_ddp_group: the group of the cddp_ddp was destroyed");
+    CDDP__REFUSE("cddp_ddp_group: the group of the cddp_ddp was destroyed");
   return NULL;
 }
 /* >>sampler ------------------------------------------------------------------------------------
@@ -22700,8 +22652,7 @@ static cddp_result cddp__check_checkpoint(cddp__ckpt *ckpt, bool saves) {
   uint64_t elements, bytes;
   cddp_result r;
   int i;
-  if (ckpt->path == NULL || ckpt->path[0] == 0)
-    return cddp__fail(CDDP_INVALID_ARGUMENT, "the path is NULL or empty");
+  if (ckpt->path == NULL || ckpt->path[0] == 0) return CDDP__REFUSE("the path is NULL or empty");
   r = cddp__check_params(ckpt->params, ckpt->count, CDDP__RULE_NAME | CDDP__RULE_DATA);
   if (r != CDDP_OK) return r;
   ckpt->sharded = optim != NULL && optim->sharded;
@@ -22713,38 +22664,33 @@ static cddp_result cddp__check_checkpoint(cddp__ckpt *ckpt, bool saves) {
     if (p->count > 0 && cddp__on_device(ckpt->g, p->data)) ckpt->device = true;
     if (s == NULL || s->dims == 0) continue;
     if (s->dims < -1 || s->dims > 8)
-      return cddp__fail(CDDP_INVALID_ARGUMENT,
-                        "shape %d has %d dimensions; at most 8 are supported", i, s->dims);
+      return CDDP__REFUSE("shape %d has %d dimensions; at most 8 are supported", i, s->dims);
     if (!cddp__st_size(s->size, s->dims > 0 ? s->dims : 0, 64, &elements, &bytes) ||
         elements != p->count)
-      return cddp__fail(CDDP_INVALID_ARGUMENT,
-                        "the shape of parameter \"%s\" does not match its count, %zu", p->name,
-                        p->count);
+      return CDDP__REFUSE("the shape of parameter \"%s\" does not match its count, %zu", p->name,
+                          p->count);
   }
   if (ckpt->device && ckpt->g != NULL && ckpt->g->size > 1 && !ckpt->g->backend->on_device)
-    return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "parameters are on a GPU, but the group has device \"cpu\"; pass a group "
-                      "with device \"cuda\", or NULL");
+    return CDDP__REFUSE("parameters are on a GPU, but the group has device \"cpu\"; pass a group "
+                        "with device \"cuda\", or NULL");
   if (optim != NULL) r = cddp__check_params(optim->params, optim->count, CDDP__RULE_NAME);
   if (r != CDDP_OK) return r;
   if (optim != NULL && optim->share != NULL && optim->share->group->size > 1)
     owners = optim->share->group;
   if (ckpt->sharded) owners = optim->desc.ddp->group;
   if (owners != NULL && owners != ckpt->g)
-    return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "the ranks of the cddp_ddp's group have parts of the optimizer's states: "
-                      "pass that group, on all of its ranks");
+    return CDDP__REFUSE("the ranks of the cddp_ddp's group have parts of the optimizer's states: "
+                        "pass that group, on all of its ranks");
   if (desc->sampler != NULL && desc->sampler->desc.world_size <= 0)
-    return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "the sampler is not initialized; call cddp_sampler_init");
+    return CDDP__REFUSE("the sampler is not initialized; call cddp_sampler_init");
   if (desc->metadata_count < 0 || (desc->metadata_count > 0 && desc->metadata == NULL))
-    return cddp__fail(CDDP_INVALID_ARGUMENT, "metadata is NULL or metadata_count negative");
+    return CDDP__REFUSE("metadata is NULL or metadata_count negative");
   for (i = 0; i < desc->metadata_count; i++) {
     const cddp_metadata *m = &desc->metadata[i];
     if (m->key == NULL || (saves && (m->value == NULL || strncmp(m->key, "cddp.", 5) == 0)))
-      return cddp__fail(CDDP_INVALID_ARGUMENT,
-                        "metadata %d, \"%s\", has no key or no value, or begins with cddp., which "
-                        "is reserved", i, m->key != NULL ? m->key : "");
+      return CDDP__REFUSE(
+          "metadata %d, \"%s\", has no key or no value, or begins with cddp., which is reserved", i,
+          m->key != NULL ? m->key : "");
   }
   return CDDP_OK;
 }
@@ -23007,9 +22953,8 @@ static cddp_result cddp__save_header(cddp__ckpt *ckpt) {
   if (ckpt->header.failed) return CDDP_OUT_OF_MEMORY;
   n = cddp__buffer_size(&ckpt->header) - 8;
   if (n > CDDP__HEADER_MAX)
-    return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "names and metadata make a header of %zu bytes; %u are allowed", n,
-                      CDDP__HEADER_MAX);
+    return CDDP__REFUSE("names and metadata make a header of %zu bytes; %u are allowed", n,
+                        CDDP__HEADER_MAX);
   if ((file = cddp__st_new(ckpt->allocator, n)) == NULL) return CDDP_OUT_OF_MEMORY;
   memcpy(file->text, ckpt->header.data + 8, n);
   file->data_bytes = data_bytes;
@@ -23069,9 +23014,8 @@ CDDPDEF cddp_result (cddp_save)(cddp_group *g, const char *path, const cddp_para
 /* --- loading --- */
 
 static cddp_result cddp__fail_missing(const char *what, const char *name) {
-  return cddp__fail(CDDP_INVALID_ARGUMENT,
-                    "the file has no %s \"%s\"; set partial to load only what it has", what,
-                    name);
+  return CDDP__REFUSE("the file has no %s \"%s\"; set partial to load only what it has", what,
+                      name);
 }
 
 /* Checks that the file's tensor has the item's size, dtype and shape. */
@@ -23080,18 +23024,17 @@ static cddp_result cddp__check_tensor(const cddp__st_item *item, const cddp_tens
   bool converts = tensor->dtype >= 0 && cddp__dtype_trains((cddp_dtype)tensor->dtype) &&
                   cddp__dtype_trains(dtype);
   if (tensor->count != item->count)
-    return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "\"%.60s\" has %" PRIu64 " elements in the file, the parameter has %zu",
-                      tensor->name, tensor->count, item->count);
+    return CDDP__REFUSE("\"%.60s\" has %" PRIu64 " elements in the file, the parameter has %zu",
+                        tensor->name, tensor->count, item->count);
   if (tensor->dtype != (int)dtype && !converts)
-    return cddp__fail(CDDP_INVALID_ARGUMENT, "\"%.60s\" is %s in the file, the parameter is %s",
-                      tensor->name, tensor->type, cddp__dtype_names[dtype]);
+    return CDDP__REFUSE("\"%.60s\" is %s in the file, the parameter is %s", tensor->name,
+                        tensor->type, cddp__dtype_names[dtype]);
   if (item->param < 0 && !item->any_shape &&
       (item->shape.dims != tensor->dims ||
        memcmp(item->shape.size, tensor->shape, (size_t)tensor->dims * sizeof *tensor->shape) != 0))
-    return cddp__fail(CDDP_INVALID_ARGUMENT, "\"%.60s\" has shape %s in the file, the parameter %s",
-                      tensor->name, cddp__describe_shape(tensor->shape, tensor->dims).s,
-                      cddp__describe_shape(item->shape.size, item->shape.dims).s);
+    return CDDP__REFUSE("\"%.60s\" has shape %s in the file, the parameter %s", tensor->name,
+                        cddp__describe_shape(tensor->shape, tensor->dims).s,
+                        cddp__describe_shape(item->shape.size, item->shape.dims).s);
   return CDDP_OK;
 }
 
@@ -23135,11 +23078,10 @@ static cddp_result cddp__match_items(cddp__ckpt *ckpt) {
   }
   for (i = 0; r == CDDP_OK && !partial && i < ckpt->file->count; i++)
     if (!taken[i] && (optim != NULL || strncmp(ckpt->file->tensors[i].name, "optimizer.", 10) != 0))
-      r = cddp__fail(CDDP_INVALID_ARGUMENT,
-                     "the file has a tensor \"%.60s\", which is not among the parameters%s; set "
-                     "partial to ignore it",
-                     ckpt->file->tensors[i].name,
-                     optim != NULL ? " or this optimizer's states" : "");
+      r = CDDP__REFUSE("the file has a tensor \"%.60s\", which is not among the parameters%s; set "
+                       "partial to ignore it",
+                       ckpt->file->tensors[i].name,
+                       optim != NULL ? " or this optimizer's states" : "");
   cddp__free(ckpt->allocator, taken);
   return r;
 }
@@ -23161,10 +23103,9 @@ static cddp_result cddp__match_numbers(cddp__ckpt *ckpt) {
     if (text[0] < '0' || text[0] > '9' || *rest != 0 || errno != 0)
       return cddp__fail(CDDP_IO, "its metadata \"%s\" is not a number", key);
     if (v[i] != own[i] && (epoch || (i == CDDP__META_SHARDS && v[i] != 0 && own[i] != 0)))
-      return cddp__fail(CDDP_INVALID_ARGUMENT,
-                        "%s is %" PRIu64 " in the file, %" PRIu64 " here; %s", key, v[i], own[i],
-                        epoch ? "it was saved in the middle of an epoch, which cannot continue"
-                              : "set cddp_ddp_desc.shards to the file's number, or to 0");
+      return CDDP__REFUSE("%s is %" PRIu64 " in the file, %" PRIu64 " here; %s", key, v[i], own[i],
+                          epoch ? "it was saved in the middle of an epoch, which cannot continue"
+                                : "set cddp_ddp_desc.shards to the file's number, or to 0");
     ckpt->found |= 1u << i;
   }
   return CDDP_OK;
@@ -23200,8 +23141,8 @@ static cddp_result cddp__load_header(cddp__ckpt *ckpt, cddp_result r) {
     if (value != NULL) needed += strlen(value) + 1;
   }
   if (needed > 0 && (desc->text == NULL || desc->text_size < needed))
-    r = cddp__fail(CDDP_INVALID_ARGUMENT, "text has %zu bytes; the metadata's values need %zu",
-                   desc->text != NULL ? desc->text_size : 0, needed);
+    r = CDDP__REFUSE("text has %zu bytes; the metadata's values need %zu",
+                     desc->text != NULL ? desc->text_size : 0, needed);
   return cddp__consensus(ckpt->g, r, NULL, 0, NULL);
 }
 
@@ -23622,12 +23563,12 @@ static cddp_result cddp__spawn(const char *caller, int (*fn)(int rank, void *arg
   uint64_t secret[2];
   cddp_result r;
   int i;
-  if (fn == NULL) return cddp__named(caller, cddp__fail(CDDP_INVALID_ARGUMENT, "fn is NULL"));
+  if (fn == NULL) return cddp__named(caller, CDDP__REFUSE("fn is NULL"));
   if (nprocs < 1 || nprocs > CDDP__MAX_RANKS || restarts < 0)
-    return cddp__named(caller, cddp__fail(CDDP_INVALID_ARGUMENT,
-                                          "nprocs is %d and max_restarts %d; they must be from 1 "
-                                          "to %d, and 0 or more",
-                                          nprocs, restarts, CDDP__MAX_RANKS));
+    return cddp__named(
+        caller,
+        CDDP__REFUSE("nprocs is %d and max_restarts %d; they must be from 1 to %d, and 0 or more",
+                     nprocs, restarts, CDDP__MAX_RANKS));
   memset(&job, 0, sizeof job);
   job.fn = fn;
   job.arg = arg;
@@ -23809,13 +23750,12 @@ static cddp_result cddp__check_device(const cddp_group_desc *desc) {
                           (device[4] == 0 || device[4] == ':')
                     : strcmp(device, "cpu") == 0;
   if (!known || (!nccl && !mpi && strcmp(backend, "cpu") != 0) || (cuda ? mpi : nccl))
-    return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "device \"%s\" with backend \"%s\"%s: the device can be \"cpu\", \"cuda\" or "
-                      "one GPU, as in \"cuda:0\"; the backend \"cpu\" (PyTorch's gloo), \"mpi\" "
-                      "(with device \"cpu\") or \"nccl\" (with \"cuda\")",
-                      device, backend,
-                      desc->backend == NULL && cddp__backend_name(desc) != NULL ? " (CDDP_BACKEND)"
-                                                                                : "");
+    return CDDP__REFUSE(
+        "device \"%s\" with backend \"%s\"%s: the device can be \"cpu\", \"cuda\" or one GPU, as "
+        "in \"cuda:0\"; the backend \"cpu\" (PyTorch's gloo), \"mpi\" (with device \"cpu\") or "
+        "\"nccl\" (with \"cuda\")",
+        device, backend,
+        desc->backend == NULL && cddp__backend_name(desc) != NULL ? " (CDDP_BACKEND)" : "");
   if ((cuda && !CDDP__HAS_CUDA) || (mpi && !CDDP__HAS_MPI))
     return cddp__fail(CDDP_UNSUPPORTED,
                       "this build has no %s%s; compile cddp's implementation with %s, or %s",
@@ -23829,7 +23769,7 @@ static cddp_result cddp__check_device(const cddp_group_desc *desc) {
 
 static cddp_result cddp__check_allocator(const cddp_allocator *allocator) {
   if ((allocator->alloc == NULL) == (allocator->free == NULL)) return CDDP_OK;
-  return cddp__fail(CDDP_INVALID_ARGUMENT, "allocator needs both alloc and free, or neither");
+  return CDDP__REFUSE("allocator needs both alloc and free, or neither");
 }
 
 CDDPDEF cddp_result cddp_init(cddp_group **out, const cddp_group_desc *desc) {
@@ -23905,7 +23845,7 @@ CDDPDEF int cddp_local_rank(const cddp_group *g) { return g != NULL ? g->local_r
 CDDPDEF int cddp_local_world_size(const cddp_group *g) { return g != NULL ? g->local_size : -1; }
 
 CDDPDEF void *cddp_alloc(cddp_group *g, size_t bytes) {
-  if (g == NULL) cddp__fail(CDDP_INVALID_ARGUMENT, "cddp_alloc: the group is NULL");
+  if (g == NULL) CDDP__REFUSE("cddp_alloc: the group is NULL");
   if (g == NULL) return NULL;
   return (g->backend->alloc)(g, bytes);
 }
@@ -24028,8 +23968,8 @@ static cddp_result cddp__start_with_counts(const char *function, cddp_group *g, 
   cddp__enter_call(function);
   if (work != NULL) *work = NULL;
   if (g == NULL || recv_counts == NULL || (scatters && send_counts == NULL))
-    return cddp__named(function, cddp__fail(CDDP_INVALID_ARGUMENT, "%s is NULL",
-                                            g == NULL ? "the group" : "an array of counts"));
+    return cddp__named(function,
+                       CDDP__REFUSE("%s is NULL", g == NULL ? "the group" : "an array of counts"));
   parts = (cddp__counted_share *)cddp__malloc(&g->host->allocator, cddp__shares_bytes(g));
   if (parts == NULL) return CDDP_OUT_OF_MEMORY;
   for (p = 0; p < g->size; p++) {
@@ -24047,8 +23987,7 @@ static cddp_result cddp__start_with_counts(const char *function, cddp_group *g, 
   c->count = g->size > 1 ? CDDP__COUNTED : received;
   c->shares = g->size > 1 ? parts : NULL;
   r = p == g->size ? cddp__check_call(g, c)
-                   : cddp__fail(CDDP_INVALID_ARGUMENT,
-                                "the counts up to rank %d's exceed the address space", p);
+                   : CDDP__REFUSE("the counts up to rank %d's exceed the address space", p);
   if (r != CDDP_OK)
     r = cddp__named(function, r);
   else if (g->size == 1 && sent != received)
@@ -24174,15 +24113,13 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard) {
   if (!d->desc.elastic && d->shards.taken == d->shards.own_count && !d->no_sync) return false;
   while (d->shards.current >= 0 && i < d->count && d->tensors[i].ready) i++; /* all must be ready */
   if (d->no_sync)
-    r = cddp__fail(CDDP_INVALID_ARGUMENT,
-                   "cddp_ddp_next_shard: no_sync is on on rank %d; turn it off before the last "
-                   "cddp_ddp_ready of a shard",
-                   d->group->rank);
+    r = CDDP__REFUSE("cddp_ddp_next_shard: no_sync is on on rank %d; turn it off before the last "
+                     "cddp_ddp_ready of a shard",
+                     d->group->rank);
   else if (d->shards.current >= 0 && i < d->count)
-    r = cddp__fail(CDDP_INVALID_ARGUMENT,
-                   "cddp_ddp_next_shard: gradient \"%s\" of shard %d was not marked ready on rank "
-                   "%d; call cddp_ddp_ready for every parameter first",
-                   cddp__param_name(d->params, i).s, d->shards.current, d->group->rank);
+    r = CDDP__REFUSE("cddp_ddp_next_shard: gradient \"%s\" of shard %d was not marked ready on "
+                     "rank %d; call cddp_ddp_ready for every parameter first",
+                     cddp__param_name(d->params, i).s, d->shards.current, d->group->rank);
   else if ((r = (d->memory->use)(d->group)) == CDDP_OK)
     r = d->elastic != NULL ? cddp__elastic_next(d) : cddp__next_of_rank(d);
   if (r != CDDP_OK) (void)cddp__fail_model(d, r);
@@ -24454,20 +24391,19 @@ static cddp_result cddp__check_request(const cddp_store *store, const cddp__requ
                      : request->out == NULL && request->capacity > 0 ? "value is NULL"
                                                                      : NULL;
   int i;
-  if (null != NULL) return cddp__fail(CDDP_INVALID_ARGUMENT, "%s", null);
+  if (null != NULL) return CDDP__REFUSE("%s", null);
   if (request->count < 0 || (unsigned)request->count > CDDP__KEYS_MAX)
-    return cddp__fail(CDDP_INVALID_ARGUMENT, "count is %d; it must be from 0 to %u", request->count,
-                      CDDP__KEYS_MAX);
+    return CDDP__REFUSE("count is %d; it must be from 0 to %u", request->count, CDDP__KEYS_MAX);
   for (i = 0; i < request->count; i++) {
-    if (request->keys[i] == NULL) return cddp__fail(CDDP_INVALID_ARGUMENT, "the key is NULL");
+    if (request->keys[i] == NULL) return CDDP__REFUSE("the key is NULL");
     if (strlen(request->keys[i]) >= CDDP__KEY_MAX) /* with the prefix "/" */
-      return cddp__fail(CDDP_INVALID_ARGUMENT, "the key '%.32s...' has more than %u bytes",
-                        request->keys[i], CDDP__KEY_MAX - 1u);
+      return CDDP__REFUSE("the key '%.32s...' has more than %u bytes", request->keys[i],
+                          CDDP__KEY_MAX - 1u);
   }
   for (i = 0; i < 2; i++)
     if (request->values[i].size > (request->values[i].data != NULL ? CDDP__VALUE_MAX : 0))
-      return cddp__fail(CDDP_INVALID_ARGUMENT, "a value is NULL, or its size of %zu exceeds %u",
-                        request->values[i].size, CDDP__VALUE_MAX);
+      return CDDP__REFUSE("a value is NULL, or its size of %zu exceeds %u", request->values[i].size,
+                          CDDP__VALUE_MAX);
   return CDDP_OK;
 }
 
