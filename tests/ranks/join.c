@@ -26,6 +26,7 @@ typedef struct process_config { /* how a process differs from the usual one */
   bool plain;  /* not elastic */
   bool leaves; /* rank 1 destroys its model after three steps, and keeps its weights */
   bool rows;   /* there is a second parameter, with sparse rows */
+  int orphan;  /* kills the job's only member behind cddp_init (1) or cddp_ddp_create (2) */
   bool bare;   /* has no stdin and no stdout, like a daemon */
   bool waits;  /* waits for shared->left before its first step */
   bool apart;  /* its optimizer is created without `ddp` */
@@ -41,6 +42,7 @@ typedef struct process_config { /* how a process differs from the usual one */
 
 typedef struct shared_state {
   int port, stop, running, joined, left;
+  pid_t member; /* see process_config.orphan */
   uint64_t steps; /* of the job, about */
   size_t memory; /* bytes that the job's ranks share */
   cddp_result result;
@@ -81,6 +83,11 @@ static size_t shared_bytes(void) {
   return bytes;
 }
 
+static void kill_member(void) {
+  kill(shared->member, SIGKILL);
+  while (kill(shared->member, 0) == 0) ranks_sleep(0.001); /* until the test has waited for it */
+}
+
 static cddp_result model_open(model *m, const process_config *v) {
   static const size_t rows[2] = {0, ROWS};
   cddp_ddp_desc desc;
@@ -100,6 +107,7 @@ static cddp_result model_open(model *m, const process_config *v) {
   desc.shards = v->shards;
   desc.elastic = !v->plain;
   if ((r = cddp_init(&m->g, NULL)) != CDDP_OK) return r;
+  if (v->orphan == 1) kill_member();
   CHECK_EQ(cddp_rank(m->g), v->rank);
   m->p.data = cddp_alloc(m->g, v->count * sizeof(float));
   if (v->rows) {
@@ -110,6 +118,7 @@ static cddp_result model_open(model *m, const process_config *v) {
     desc.sparse_rows = rows;
   }
   if ((r = cddp_ddp_create(&m->ddp, m->g, &m->p, 1 + v->rows, &desc)) != CDDP_OK) return r;
+  if (v->orphan == 2) kill_member();
   o.ddp = a.ddp = v->apart ? NULL : m->ddp;
   if (v->adamw) return cddp_adamw_create(&m->sgd, &m->p, 1, &a);
   return cddp_sgd_create(&m->sgd, &m->p, 1 + v->rows, &o);
@@ -663,6 +672,30 @@ static void test_nobody(void) {
   end_job(pids, 2);
 }
 
+/* The only member dies while a process joins. Before cddp_ddp_create that process finds no job;
+   after it that process is a member, and continues alone with the job's weights. */
+static void test_orphan(void) {
+  process_config first = usual(), v = usual();
+  pid_t pids[2];
+  int status;
+  first.join = NULL;
+  first.world_size = v.world_size = 1;
+  v.rank = 1;
+  v.lacks = true; /* makes three steps */
+  v.spare = (size_t)1 << 40;
+  for (v.orphan = 1; v.orphan <= 2; v.orphan++) {
+    begin_job(pids, &first);
+    shared->member = pids[0];
+    pids[1] = ranks_fork(refused, 0, &v);
+    waitpid(pids[0], &status, 0);
+    CHECK(WIFSIGNALED(status));
+    ranks_join(pids + 1, 1, RANKS_WITHIN(30.0), &status);
+    CHECK_EQ(status, 0);
+    CHECK_IS(shared->result, v.orphan == 1 ? CDDP_PEER_LOST : CDDP_OK);
+    CHECK(shared->took < RANKS_WITHIN(6.0));
+  }
+}
+
 /* The same on several hosts: rank 2 joins on the host of rank 0, or on a new host. */
 static void test_hosts(void) {
   setenv("TEST_HOSTS", "ab", 1);
@@ -1138,6 +1171,7 @@ int main(void) {
   RUN(test_strangers);
   RUN(test_stalling);
   RUN(test_nobody);
+  RUN(test_orphan);
   RUN(test_hosts);
   RUN(test_master_gone);
   RUN(test_changed_weights);
