@@ -5106,7 +5106,7 @@ typedef struct cddp__store_options {
   bool reachable;       /* by other hosts, even if this host's name resolves to loopback here */
   int ranks;            /* that connect, for the server's limits; 0: not known */
   double deadline;      /* for opening; a time of cddp__now */
-  double *closed_since; /* NULL, or the store's closed_since, kept between two calls */
+  double closed_since;  /* the store's, kept between two calls */
 } cddp__store_options;
 
 struct cddp_store {
@@ -5409,16 +5409,17 @@ static void cddp__add_interface_addresses(cddp_store *store, const char *host) {
                                                     CDDP__ADDRESSES_MAX - store->address_count);
 }
 
-/* Finds the addresses of tcp://host:port or unix://name; with is_server, starts the server there.
-   unix:// is for ranks of one host, if the launcher gives no address: it needs no free port. */
-static cddp_result cddp__store_open_url(cddp_store *store, const cddp__store_options *options) {
+/* Finds the addresses of a server of tcp://host:port or unix://name. unix:// is for ranks of one
+   host, if the launcher gives no address: it needs no free port. */
+static cddp_result cddp__store_find(cddp_store *store, const cddp__store_options *options) {
   char host[256];
   int port;
   cddp_result r;
+  if (store->scheme == CDDP__URL_FILE) return CDDP_OK;
   store->address_count = 1;
   if (store->scheme == CDDP__URL_UNIX) {
     cddp__unix_name(&store->addresses[0], store->name);
-    return options->desc.is_server ? cddp__server_start(store, options) : CDDP_OK;
+    return CDDP_OK;
   }
   r = cddp__host_port(store->name, host, &port);
   if (r == CDDP_OK && port == 0 && !options->desc.is_server)
@@ -5426,9 +5427,18 @@ static cddp_result cddp__store_open_url(cddp_store *store, const cddp__store_opt
                      store->name);
   if (r == CDDP_OK && options->listen_fd < 0)
     r = cddp__resolve(host, port, store->addresses, &store->address_count);
-  if (r == CDDP_OK && options->desc.is_server && options->reachable)
+  return r;
+}
+
+/* Starts the server of tcp://host:port or unix://name at the addresses that were found. */
+static cddp_result cddp__store_serve(cddp_store *store, const cddp__store_options *options) {
+  char host[256];
+  int port = 1;
+  cddp_result r = CDDP_OK;
+  if (store->scheme == CDDP__URL_TCP) r = cddp__host_port(store->name, host, &port);
+  if (store->scheme == CDDP__URL_TCP && options->reachable)
     cddp__add_interface_addresses(store, host);
-  if (r == CDDP_OK && options->desc.is_server) r = cddp__server_start(store, options);
+  if (r == CDDP_OK) r = cddp__server_start(store, options);
   if (r != CDDP_OK || port != 0) return r;
   cddp__free(&store->allocator, store->name); /* error texts name the port that the system chose */
   store->name = cddp__strdup(&store->allocator, cddp__describe_address(&store->addresses[0]).s);
@@ -5485,8 +5495,8 @@ static cddp_result cddp__file_store_proof(cddp_store *store, const cddp__store_o
   return CDDP_OK;
 }
 
-/* Makes this process the server, with the file locked, for this host on a Unix socket, for other
-   hosts on a port that the system chooses. */
+/* Makes this process, which has locked the file, the server: for this host on a Unix socket, for
+   other hosts on a port that the system chooses. */
 static cddp_result cddp__file_store_serve(cddp_store *store, const cddp__store_options *options) {
   cddp__file_store_record record;
   uint64_t word[4];
@@ -5506,12 +5516,11 @@ static cddp_result cddp__file_store_serve(cddp_store *store, const cddp__store_o
   record.count = (uint32_t)store->address_count;
   memcpy(record.addresses, store->addresses, record.count * sizeof *store->addresses);
   if (ftruncate(store->file, 0) != 0) return cddp__fail(CDDP_IO, "ftruncate: %s", strerror(errno));
-  r = cddp__file_io(store->file, true, &record, sizeof record, 0);
-  return r == CDDP_OK ? cddp__store_try_addresses(store, options->deadline) : r;
+  return cddp__file_io(store->file, true, &record, sizeof record, 0);
 }
 
-/* Opens the file once: becomes the server, or connects to the server. Results: see
-   cddp__store_try_addresses. */
+/* Opens the file once. Locks it in store->file if this process must serve it, else connects to its
+   server. Results: see cddp__store_try_addresses. */
 static cddp_result cddp__file_store_try(cddp_store *store, const cddp__store_options *options) {
   const int flags = O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY;
   bool may_serve = options->desc.is_server || options->elect, locked, named;
@@ -5530,7 +5539,7 @@ static cddp_result cddp__file_store_try(cddp_store *store, const cddp__store_opt
   if (r == CDDP_OK) r = cddp__file_store_read(fd, &record);
   if (r == CDDP_OK && locked && may_serve && named) { /* this store removes it at its end */
     store->file = fd;
-    return cddp__file_store_serve(store, options);
+    return CDDP_OK;
   }
   if (r == CDDP_OK && options->desc.is_server && !options->elect) {
     r = cddp__fail(CDDP_NETWORK, "another job is using the file; choose another path");
@@ -5555,21 +5564,36 @@ static cddp_result cddp__file_store_try(cddp_store *store, const cddp__store_opt
 
 /* --- all of them --- */
 
-/* Stops the server too, except in a forked child, which lacks its thread. The file is removed
-   first, so that a process that opens the path now starts a new store. */
-static void cddp__store_close(cddp_store *store) {
-  cddp_allocator a;
-  int i;
-  if (store == NULL) return;
-  a = store->allocator;
-  if (store->file >= 0 && cddp__file_has_name(store->file, store->name)) unlink(store->name);
+/* Creates a store that is not open. Sets the options' secret, if it is not given. *out is not NULL
+   after some failures. */
+static cddp_result cddp__store_new(cddp_store **out, cddp__store_options *options) {
+  const cddp_store_desc *desc = &options->desc;
+  const char *name;
+  cddp_store *store = (cddp_store *)cddp__calloc(&desc->allocator, 1, sizeof *store);
+  *out = store;
+  if (store == NULL) return CDDP_OUT_OF_MEMORY;
+  pthread_mutex_init(&store->lock, NULL);
+  store->allocator = desc->allocator;
+  store->timeout_s = desc->timeout_s;
+  store->closed_since = options->closed_since;
+  store->file = -1;
+  cddp__connection_begin(&store->connection, &store->allocator, -1, true);
+  if (desc->secret == NULL) options->desc.secret = getenv("CDDP_SECRET");
+  if (desc->secret != NULL && desc->secret[0] != 0)
+    if ((store->proof = cddp__strdup(&desc->allocator, desc->secret)) == NULL)
+      return CDDP_OUT_OF_MEMORY;
+  if ((store->scheme = cddp__url_scheme(desc->init_method, &name)) == CDDP__URL_NONE)
+    return CDDP__REFUSE("'%.128s' is not a store's URL; write tcp://host:port, unix://name or "
+                        "file:///absolute/path",
+                        desc->init_method);
+  store->name = cddp__strdup(&desc->allocator, name);
+  return store->name != NULL ? CDDP_OK : CDDP_OUT_OF_MEMORY;
+}
+
+/* Frees a store without a server. */
+static void cddp__store_free(cddp_store *store) {
+  cddp_allocator a = store->allocator;
   cddp__connection_close(&store->connection);
-  if (store->server != NULL && store->server_pid == getpid()) {
-    cddp__store32(&store->server->ended, 1);
-    for (i = 0; i < store->server->fd_count; i++) shutdown(store->server->fds[i], SHUT_RDWR);
-    if (store->server->runs) pthread_join(store->server->thread, NULL);
-    cddp__server_free(store->server);
-  }
   cddp__close_fd(&store->file);
   pthread_mutex_destroy(&store->lock);
   cddp__free(&a, store->name);
@@ -5577,13 +5601,28 @@ static void cddp__store_close(cddp_store *store) {
   cddp__free(&a, store);
 }
 
+/* Stops the server too, except in a forked child, which lacks its thread. The file is removed
+   first, so that a process that opens the path now starts a new store. */
+static void cddp__store_close(cddp_store *store) {
+  int i;
+  if (store == NULL) return;
+  if (store->file >= 0 && cddp__file_has_name(store->file, store->name)) unlink(store->name);
+  if (store->server != NULL && store->server_pid == getpid()) {
+    cddp__store32(&store->server->ended, 1);
+    for (i = 0; i < store->server->fd_count; i++) shutdown(store->server->fds[i], SHUT_RDWR);
+    if (store->server->runs) pthread_join(store->server->thread, NULL);
+    cddp__server_free(store->server);
+  }
+  cddp__store_free(store);
+}
+
 /* Connects, and retries until the deadline, because ranks can start long before the server. */
 static cddp_result cddp__store_connect(cddp_store *store, const cddp__store_options *options) {
   double pause = 0.001, now;
   uint64_t jitter;
   cddp_result r;
-  /* file://: until it serves itself, the process looks into the file for a server, or serves. */
-  while ((r = store->scheme == CDDP__URL_FILE && store->server == NULL
+  /* file://: until it serves itself, the process looks into the file for a server. */
+  while ((r = store->scheme == CDDP__URL_FILE && store->file < 0
                   ? cddp__file_store_try(store, options)
                   : cddp__store_try_addresses(store, options->deadline)) == CDDP_NETWORK &&
          (now = cddp__now()) < options->deadline) {
@@ -5607,35 +5646,38 @@ static cddp_result cddp__store_connect(cddp_store *store, const cddp__store_opti
                        store->name, store->timeout_s);
 }
 
-/* *out is NULL on failure. CDDP_MISMATCH: another program listens at the address. */
-static cddp_result cddp__store_open(cddp_store **out, const cddp__store_options *options) {
-  cddp__store_options o = *options;
-  const char *name;
-  cddp_store *store = (cddp_store *)cddp__calloc(&o.desc.allocator, 1, sizeof *store);
-  cddp_result r = CDDP_OK;
+/* Opens a store whose server is in another process. *out is NULL on failure. CDDP_MISMATCH: another
+   program listens at the address. */
+static cddp_result cddp__store_open_client(cddp_store **out, cddp__store_options *options) {
+  cddp_result r;
+  CDDP_ASSERT(!options->desc.is_server && !options->elect);
+  r = cddp__store_new(out, options);
+  if (r == CDDP_OK) r = cddp__store_find(*out, options);
+  if (r == CDDP_OK) r = cddp__store_connect(*out, options);
+  if (*out != NULL) options->closed_since = (*out)->closed_since;
+  if (r == CDDP_OK || *out == NULL) return r;
+  cddp__store_free(*out);
   *out = NULL;
-  if (store == NULL) return CDDP_OUT_OF_MEMORY;
-  pthread_mutex_init(&store->lock, NULL);
-  store->allocator = o.desc.allocator;
-  store->timeout_s = o.desc.timeout_s;
-  store->file = -1;
-  cddp__connection_begin(&store->connection, &store->allocator, -1, true);
-  if (o.closed_since != NULL) store->closed_since = *o.closed_since;
-  if (o.desc.secret == NULL) o.desc.secret = getenv("CDDP_SECRET");
-  if (o.desc.secret != NULL && o.desc.secret[0] != 0)
-    if ((store->proof = cddp__strdup(&o.desc.allocator, o.desc.secret)) == NULL)
-      r = CDDP_OUT_OF_MEMORY;
-  if ((store->scheme = cddp__url_scheme(o.desc.init_method, &name)) == CDDP__URL_NONE)
-    r = CDDP__REFUSE("'%.128s' is not a store's URL; write tcp://host:port, unix://name or "
-                     "file:///absolute/path",
-                     o.desc.init_method);
-  else if ((store->name = cddp__strdup(&o.desc.allocator, name)) == NULL)
-    r = CDDP_OUT_OF_MEMORY;
-  if (r == CDDP_OK && store->scheme != CDDP__URL_FILE) r = cddp__store_open_url(store, &o);
-  if (r == CDDP_OK && (store->server == NULL || o.elect)) r = cddp__store_connect(store, &o);
-  if (r == CDDP_OK) *out = store;
-  if (o.closed_since != NULL) *o.closed_since = store->closed_since;
-  if (r != CDDP_OK) cddp__store_close(store);
+  return r;
+}
+
+/* The same, with the server if the options say so. */
+static cddp_result cddp__store_open(cddp_store **out, cddp__store_options *options) {
+  cddp_result r = cddp__store_new(out, options);
+  cddp_store *store = *out;
+  if (r == CDDP_OK) r = cddp__store_find(store, options);
+  if (r == CDDP_OK && store->scheme != CDDP__URL_FILE && options->desc.is_server)
+    r = cddp__store_serve(store, options);
+  if (r == CDDP_OK && (store->server == NULL || options->elect))
+    r = cddp__store_connect(store, options);
+  if (r == CDDP_OK && store->file >= 0) {
+    r = cddp__file_store_serve(store, options);
+    r = r == CDDP_OK ? cddp__store_connect(store, options) : cddp__store_error(store, r);
+  }
+  if (store != NULL) options->closed_since = store->closed_since;
+  if (r == CDDP_OK) return CDDP_OK;
+  cddp__store_close(store);
+  *out = NULL;
   return r;
 }
 
@@ -10240,8 +10282,10 @@ static cddp_result cddp__open_store(cddp__rendezvous *rdv, double deadline) {
   o.reachable = !cddp__one_host(config);
   o.ranks = config->world_size;
   o.deadline = deadline;
-  o.closed_since = &rdv->root.closed_since;
-  r = cddp__store_open(&rdv->root.store, &o);
+  o.closed_since = rdv->root.closed_since;
+  r = o.desc.is_server ? cddp__store_open(&rdv->root.store, &o)
+                       : cddp__store_open_client(&rdv->root.store, &o);
+  rdv->root.closed_since = o.closed_since;
   if (r == CDDP_MISMATCH && config->port != 0)
     cddp__append(cddp__error_text, sizeof cddp__error_text,
                  "; set MASTER_PORT to a free port, the same on all ranks");
