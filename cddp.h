@@ -6,9 +6,8 @@
        #define CDDP_IMPLEMENTATION
        #include "cddp.h"
 
-   A separate file, cddp.c, is best: it compiles once. A project in C++11 or 14 can compile that
-   file as C. Every other file includes "cddp.h". A training loop becomes data parallel by six
-   calls:
+   A separate file, cddp.c, is best: it compiles once. Every other file includes "cddp.h". A
+   training loop becomes data parallel by six calls:
 
        #define TRY(call) \
          if ((call) != CDDP_OK) return fprintf(stderr, "rank %d: %s\n", rank, cddp_error()), 1
@@ -39,8 +38,8 @@
        }
 
    All ranks end with the same weights, bit for bit. Give each rank its own data, and its own seed
-   for dropout and augmentation, such as seed + cddp_rank(g). Give all ranks the same seed for
-   weights and for cddp_sampler.
+   for dropout and augmentation, such as seed + cddp_rank(g). cddp_sampler needs one seed on all
+   ranks.
 
    A call that fails returns a cddp_result other than CDDP_OK (0), and cddp_error() explains it.
    cddp never prints, exits, aborts or installs a signal handler.
@@ -55,7 +54,7 @@
    REQUIREMENTS: Linux 5.3 or later, 64-bit, little-endian, gcc or clang. The declarations are C99
    and C++11. The implementation links libc and threads only. -ffast-math suits your code; in this
    file it costs exact NaN, subnormal and PyTorch bits, and clang's -ffp-contract=fast the PyTorch
-   bits. With -Ofast in the whole program all ranks still have the same weights.
+   bits. The ranks' weights stay equal.
 
    ENVIRONMENT
      RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT   as torchrun sets them
@@ -225,11 +224,9 @@ typedef struct cddp_store cddp_store; /* a key-value store: torch.distributed.St
 
    A group is a set of ranks that call collectives together. cddp_init makes the first one, of all
    ranks. A group that failed because of a peer is broken: each further call returns that failure
-   immediately, and cddp_destroy does not block. The process can then create a new group.
-
-   THREADS. Different threads can use different groups at the same time. Calls that are collective
-   over one group come from one thread at a time, in the same order on every rank. (Fine print:
-   threads.) */
+   immediately, and cddp_destroy does not block. The process can then create a new group. Threads
+   can use different groups at the same time. Calls that are collective over one group come from one
+   thread at a time, in the same order on every rank. Fine print: threads. */
 
 /* Memory and logging functions. NULL means malloc and free, and no log. log gets one line without a
    newline; level 0 = error, 1 = warning, 2 = info. Any thread can call them. */
@@ -264,9 +261,8 @@ typedef struct cddp_group_desc {
      unix://name     an abstract Unix socket: one host, no port, no file
      file:///path    a file that all hosts see and that only this job uses
    Errors: CDDP_TIMEOUT lists the missing ranks; CDDP_MISMATCH names a rank with another version,
-   world size or backend; CDDP_UNAUTHORIZED: the secrets differ; CDDP_NETWORK;
-   CDDP_INVALID_ARGUMENT. Fine print: addresses, several hosts, firewalls, secrets, two jobs on one
-   port, backend mpi. */
+   world size or backend; CDDP_UNAUTHORIZED: the secrets differ. Fine print: addresses, several
+   hosts, firewalls, secrets, two jobs on one port, backend mpi. */
 CDDP_CHECKED CDDPDEF cddp_result cddp_init(cddp_group **out, const cddp_group_desc *desc);
 
 /* The rank that a launcher gave this process and that cddp_init(&g, NULL) will use. Returns -1
@@ -280,7 +276,7 @@ CDDPDEF int cddp_launcher_rank(void);
 CDDPDEF cddp_result cddp_group_split(cddp_group *g, int color, int key, cddp_group **out);
 
 /* Collective over g. The listed ranks of g form a group in this order. Every rank of g passes the
-   same list; a rank that is not listed gets *out = NULL. Like torch.distributed.new_group. */
+   same list; the others get *out = NULL. Like torch.distributed.new_group. */
 CDDPDEF cddp_result cddp_group_new(cddp_group *g, const int *ranks, int count, cddp_group **out);
 
 /* Leaves the group and frees it. Local; NULL is fine. Ranks that still wait for this one get
@@ -296,8 +292,8 @@ CDDPDEF int cddp_local_world_size(const cddp_group *g); /* ranks of the group on
 
 /* Allocates memory that is reduced without a copy: shared with the ranks on this host,
    page-aligned, contents undefined. On GPUs device memory. NULL on failure, with a cddp_error.
-   Local, any thread. Free it with its group, after every operation on it and before the group's
-   destruction. Not for forked children. Fine print: shared memory. */
+   Local, any thread. Free it after every operation on it and before its group is destroyed. Fine
+   print: shared memory, fork. */
 CDDPDEF void *cddp_alloc(cddp_group *g, size_t bytes);
 CDDPDEF void cddp_free(cddp_group *g, void *p);
 
@@ -312,16 +308,15 @@ CDDPDEF void cddp_free(cddp_group *g, void *p);
      TRY(cddp_wait(work));                                          // now x is the sum
 
    Every rank of the group makes the same call with the same count, dtype, op and root, in the same
-   order. Counts are elements, not bytes; 0 is fine. Buffers are contiguous, in any memory, aligned
-   to their element; memory from cddp_alloc saves a copy. send and recv must not overlap, except
-   where a comment allows "in place".
+   order. Counts are elements; 0 is fine. Buffers are contiguous and aligned to their element;
+   memory from cddp_alloc saves a copy. send and recv must not overlap, except where a comment says
+   "in place".
 
    WORK. With work NULL a call returns when its result is complete. With work set it returns
    immediately, and the buffers belong to the operation until cddp_wait. Operations of one group
    start in the order of their calls.
 
-   RESULTS. A reduction gives the same bits on every rank and in every run (>>design). On a GPU each
-   call is a separate launch: a cddp_ddp puts many small arrays into buckets.
+   RESULTS. A reduction gives the same bits on every rank and in every run (>>design).
 
      error                   cause
      CDDP_INVALID_ARGUMENT   this rank's arguments are wrong; nothing was sent
@@ -333,7 +328,7 @@ CDDPDEF void cddp_free(cddp_group *g, void *p);
 /* buf[count] of every rank becomes the reduction of all ranks' buf. */
 CDDPDEF cddp_result cddp_all_reduce(cddp_group *g, void *buf, size_t count, cddp_dtype dtype,
                                     cddp_op op, cddp_work **work);
-/* Like all_reduce, but only root's buf receives the result. The other ranks' buf stays as it is. */
+/* Like all_reduce, but only root's buf changes. */
 CDDPDEF cddp_result cddp_reduce(cddp_group *g, void *buf, size_t count, cddp_dtype dtype,
                                 cddp_op op, int root, cddp_work **work);
 /* root's buf[count] is copied to every rank's buf. */
@@ -360,14 +355,13 @@ CDDPDEF cddp_result cddp_all_to_all(cddp_group *g, const void *send, void *recv,
                                     size_t count_per_rank, cddp_dtype dtype, cddp_work **work);
 /* Like all_gather, with counts[world_size]: recv holds every rank's send[counts[rank]], ordered by
    rank, without gaps. All ranks pass the same counts. A buffer of 0 elements can be NULL. In place:
-   send = recv + the sum of the counts before this rank's. counts is the caller's again after the
-   call. */
+   send = recv + the sum of the counts before this rank's. */
 CDDPDEF cddp_result cddp_all_gather_v(cddp_group *g, const void *send, void *recv,
                                       const size_t *counts, cddp_dtype dtype, cddp_work **work);
 /* Like all_to_all, with counts[world_size]: send holds send_counts[r] elements for rank r, and recv
    receives recv_counts[r] from it, ordered by rank, without gaps. Not in place. Counts that do not
    match are CDDP_MISMATCH on all ranks, and no element moves. With NCCL the host waits for the
-   exchange of counts, and a CUDA graph keeps its counts. all_to_all_single with split sizes. */
+   exchange of counts. Like all_to_all_single with split sizes. */
 CDDPDEF cddp_result cddp_all_to_all_v(cddp_group *g, const void *send, const size_t *send_counts,
                                       void *recv, const size_t *recv_counts, cddp_dtype dtype,
                                       cddp_work **work);
@@ -397,18 +391,17 @@ CDDPDEF cddp_result cddp_recv(cddp_group *g, void *buf, size_t count, cddp_dtype
    cddp_wait_for), as a rank of that call's group; -1 before the first. Not for NCCL's messages. */
 CDDPDEF int cddp_source(void);
 
-/* Blocks until the operation is complete, frees w, and returns the operation's result. Handles can
-   be waited for in any order, each by one thread, any thread. */
+/* Blocks until the operation is complete, frees w, and returns its result. Any order, any
+   thread. */
 CDDPDEF cddp_result cddp_wait(cddp_work *w);
 /* Like cddp_wait, for at most timeout_s seconds (0: only looks). CDDP_TIMEOUT leaves w valid: the
    operation continues, its group is not broken, and cddp_wait, cddp_wait_for or cddp_cancel must
-   follow. Every other result has freed w, except CDDP_INVALID_ARGUMENT for a timeout_s that is
-   negative or NaN. On a device the host waits. Like torch.distributed's work.wait(timeout). */
+   follow. CDDP_INVALID_ARGUMENT, for a timeout_s that is negative or NaN, leaves w valid too. Every
+   other result has freed w. On a device the host waits. Like work.wait(timeout). */
 CDDPDEF cddp_result cddp_wait_for(cddp_work *w, double timeout_s);
-/* Ends a cddp_recv before its message arrives, and frees w. The buffer is the caller's again, and
-   the message goes to the next recv. CDDP_UNSUPPORTED leaves w valid: the message has arrived, or w
-   is a send, a collective or one of NCCL's. Never blocks. No thread may be waiting for w. Like
-   MPI_Cancel. */
+/* Ends a cddp_recv before its message arrives, and frees w. The message goes to the next recv.
+   CDDP_UNSUPPORTED leaves w valid: the message has arrived, or w is a send, a collective or one of
+   NCCL's. Never blocks. No thread may be waiting for w. Like MPI_Cancel. */
 CDDPDEF cddp_result cddp_cancel(cddp_work *w);
 /* *done = whether the operation has ended, with or without success. Never blocks; cddp_wait must
    follow. */
@@ -425,26 +418,18 @@ CDDPDEF cddp_result cddp_test(cddp_work *w, bool *done);
        TRY(cddp_ddp_step(ddp, sgd));                    // mean over ranks, update, zero gradients
      }
 
-   A training step has three parts: the backward pass adds to the gradients, cddp_ddp_ready says
-   that a gradient is complete, and cddp_ddp_step (or cddp_ddp_wait and an optimizer of your own)
-   finishes it. Gradients are averaged in buckets. Between hosts and on GPUs a bucket is reduced
-   while the backward pass computes the next ones. On one CPU host cddp_ddp_step reduces, updates
-   and copies in one pass.
+   Gradients are averaged in buckets. Between hosts and on GPUs a bucket is reduced while the
+   backward pass computes the next ones. On one CPU host cddp_ddp_step reduces, updates and copies
+   in one pass.
 
-   AN EXISTING TRAINER keeps its loop, its gradients and its optimizer:
-     for (int i = 0; i < n; i++)
-       p[i].data = weights[i], p[i].grad = grads[i], p[i].count = sizes[i];
-     TRY(cddp_init(&g, NULL));
-     TRY(cddp_ddp_create(&ddp, g, p, n, NULL));               // p: cddp_param [n] = {0}
-     ...                                                      // in the loop, after backward:
-     for (int i = 0; i < n; i++) TRY(cddp_ddp_ready(ddp, i));
-     TRY(cddp_ddp_wait(ddp));                                 // grads: the mean over all ranks
-     update(weights, grads);                                  // yours, the same on all ranks
+   AN EXISTING TRAINER keeps its loop, its gradients and its optimizer. Set data, grad and count of
+   each cddp_param to its arrays, and write instead of cddp_ddp_step:
+     TRY(cddp_ddp_wait(ddp));                           // grads: the mean over all ranks
+     update(weights, grads);                            // yours, the same on all ranks
    You zero the gradients, as before. Other changes that a trainer may need:
      your trainer                       change
      update walks one flat block        set each grad to its place there, before cddp_ddp_create
      k micro-batches a step             add each gradient / k; call cddp_ddp_ready in the last one
-                                        only. cddp_ddp_no_sync is not needed
      loss sums over the batch           cddp divides by the number of ranks: multiply the learning
                                         rate by it
      updates without gradients          average the weights after each step, by cddp_all_reduce with
@@ -454,7 +439,7 @@ CDDPDEF cddp_result cddp_test(cddp_work *w, bool *done);
    Fine print: a trainer like llm.c. */
 
 typedef struct cddp_param {
-  const char *name; /* for messages, files and comparison; NULL is fine. Must stay as the params */
+  const char *name; /* for messages and files; NULL is fine. Must stay as the params */
   void *data;       /* count weights; in memory of cddp_alloc cddp_ddp_step updates them in place.
                        NULL is fine if count is 0 */
   void *grad;       /* count sums that backward adds to; NULL: cddp_ddp_create sets it, zeroed */
@@ -463,9 +448,8 @@ typedef struct cddp_param {
 } cddp_param;
 
 /* The argument of a communication hook: the gradients of one bucket of this rank, contiguous and
-   not yet averaged. On success data must hold the mean over the ranks of group, with the same bits
-   on all of them. Each parameter begins at a multiple of 64 bytes; the gaps are zero and are
-   counted. */
+   not yet averaged. The hook replaces them by the mean over the ranks of group, with the same bits
+   on all. Each parameter begins at a multiple of 64 bytes; the gaps are zero and are counted. */
 typedef struct cddp_bucket {
   int index, bucket_count; /* buckets are handled in the order of their index on every rank */
   void *data;              /* count elements; shared memory, as from cddp_alloc(group, ...) */
@@ -509,29 +493,29 @@ typedef struct cddp_ddp_desc {
    the first difference), copies rank 0's data to all ranks, and assigns gradients to buckets like
    PyTorch. Collective over g. Destroy the model before g. Like DistributedDataParallel(module).
      params   must stay in place until cddp_ddp_destroy, and so must data and grad: a
-              std::vector<cddp_param> must not grow after this call. Memory can be of any kind.
-              Overlapping parameters are CDDP_INVALID_ARGUMENT
+              std::vector<cddp_param> must not grow after this call. Overlaps are
+              CDDP_INVALID_ARGUMENT
    Tied weights, such as an embedding and the output layer, are one cddp_param: both layers add to
    its gradient, and cddp_ddp_ready follows the later one. Fine print: gradients in memory, models
    and groups. */
 CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_create(cddp_ddp **out, cddp_group *g, cddp_param *params,
                                                  int count, const cddp_ddp_desc *desc);
 
-/* Frees the model. Local; NULL is fine. Gradients that cddp_ddp_create allocated are freed, and
-   their pointers become NULL. An optimizer without desc.ddp can continue with another cddp_ddp on
-   the same params; its states begin anew if d had failed. */
+/* Frees the model, and gradients that cddp_ddp_create allocated: their pointers become NULL. Local;
+   NULL is fine. An optimizer without desc.ddp can continue with another cddp_ddp on the same
+   params; its states begin anew if d had failed. */
 CDDPDEF void cddp_ddp_destroy(cddp_ddp *d);
 
 /* Says that params[param].grad is complete. When all gradients of a bucket are, cddp starts to
    reduce it. Never blocks on a peer. Any order, any thread, once for each parameter in a shard. A
    second call in one shard is CDDP_INVALID_ARGUMENT, here and from cddp_ddp_wait or _step on all
-   ranks. Under no_sync it only notes that the parameter was used. Like autograd's hook in DDP. */
+   ranks. Like autograd's hook in DDP. */
 CDDPDEF cddp_result cddp_ddp_ready(cddp_ddp *d, int param);
 
-/* Blocks until every gradient is the mean over the ranks of what each rank has added. Collective.
-   An optimizer of your own runs after it. Like the end of loss.backward(). A parameter without
-   ready() is CDDP_INVALID_ARGUMENT, or CDDP_MISMATCH if it was ready on other ranks. After an error
-   the model is broken; the group is broken only if a peer was lost. */
+/* Blocks until every gradient is the mean over the ranks. Collective. An optimizer of your own runs
+   after it. Like the end of loss.backward(). A parameter without ready() is CDDP_INVALID_ARGUMENT,
+   or CDDP_MISMATCH if it was ready on other ranks. After an error the model is broken; the group is
+   broken only if a peer was lost. */
 CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_wait(cddp_ddp *d);
 
 /* cddp_ddp_wait, cddp_optim_step and zero gradients in one pass, with the bits of the three calls
@@ -541,8 +525,8 @@ CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_wait(cddp_ddp *d);
    sharded_states is set. */
 CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_step(cddp_ddp *d, cddp_optim *s);
 
-/* How many cddp_ddp_wait and cddp_ddp_step the model has completed, the same on all ranks; 0 for
-   NULL. Checkpoints with cddp_checkpoint_desc.ddp contain it. */
+/* The number of completed cddp_ddp_wait and cddp_ddp_step, the same on all ranks; 0 for NULL.
+   Checkpoints with cddp_checkpoint_desc.ddp contain it. */
 CDDPDEF uint64_t cddp_ddp_steps(const cddp_ddp *d);
 
 /* on: gradients accumulate locally, and cddp does not divide them by the number of micro-batches.
@@ -562,19 +546,18 @@ CDDPDEF cddp_result cddp_ddp_grad_norm(cddp_ddp *d, double *norm);
 
 /* Copies rank 0's buffers (cddp_ddp_desc.buffers) to all ranks. Collective. After cddp_ddp_join the
    source is the first rank that still has data. With uneven_inputs on a GPU call it between two
-   steps, before the first cddp_ddp_ready. DDP does this before each forward pass. */
+   steps. DDP does this before each forward pass. */
 CDDPDEF cddp_result cddp_ddp_sync_buffers(cddp_ddp *d);
 
-/* Whether any rank used the parameter, as of the last cddp_ddp_wait or _step; false for a bad
-   argument. */
+/* Whether any rank used the parameter in the last step; false for a bad argument. */
 CDDPDEF bool cddp_ddp_used(const cddp_ddp *d, int param);
 
 /* UNEVEN INPUTS. A rank that has no more data calls this while the others continue, once an epoch.
    It then participates in their cddp_ddp_wait, _step and _sync_buffers with zero weight until every
    rank has called it: each mean is over the ranks that have data. s is the loop's optimizer, or
-   NULL. Its learning rate follows the others'. On return all ranks have the same weights, buffers
-   and states of s. Other collectives of the loop are not joined. Like PyTorch's
-   join(divide_by_initial_world_size=False). Fine print: uneven inputs. */
+   NULL. On return all ranks have the same weights, buffers, states and learning rate of s. Other
+   collectives of the loop are not joined. Like PyTorch's join(divide_by_initial_world_size=False).
+   Fine print: uneven inputs. */
 CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_join(cddp_ddp *d, cddp_optim *s);
 
 /* The number of ranks in the mean of the last cddp_ddp_wait or _step: those that had not joined. */
@@ -584,8 +567,8 @@ CDDPDEF int cddp_ddp_present(const cddp_ddp *d);
    values[i * width ..] to row rows[i], with width = count / sparse_rows. Rows can repeat, and n can
    differ between ranks. The values are copied. cddp_ddp_ready follows as for other parameters. Only
    these rows are sent, and the mean has the bits of a dense one. grad stays NULL. Any thread, one
-   at a time for a parameter. SGD only, without weight_decay, like torch.optim.SGD: without momentum
-   other rows stay as they are. On a GPU values can be in either memory, rows in the host's. Like
+   at a time for a parameter. SGD only, without weight_decay: without momentum other rows stay as
+   they are. On a GPU values can be in either memory, rows in the host's. Like
    nn.Embedding(sparse=True). */
 CDDPDEF cddp_result cddp_ddp_add_rows(cddp_ddp *d, int param, const int64_t *rows,
                                       const void *values, size_t n);
@@ -596,14 +579,14 @@ CDDPDEF cddp_result cddp_ddp_add_rows(cddp_ddp *d, int param, const int64_t *row
 CDDPDEF size_t cddp_ddp_rows(const cddp_ddp *d, int param, const int64_t **rows,
                              const void **values);
 
-/* The buckets in use: their number, and the parameters of bucket i (at most capacity ints are
-   written; returns how many it has, -1 for a bad argument). They change once, after the first wait
-   or step, to rank 0's order of ready() calls. */
+/* The buckets: their number, and the parameters of one (writes at most capacity ints; returns how
+   many it has, -1 for a bad argument). They change once, after the first step, to rank 0's order of
+   ready() calls. */
 CDDPDEF int cddp_ddp_bucket_count(const cddp_ddp *d);
 CDDPDEF int cddp_ddp_bucket_params(const cddp_ddp *d, int bucket, int *params, int capacity);
 
 /* PARTITIONS let an optimizer of your own update this rank's part of the weights, with a part of
-   the states, like torch.distributed.optim.ZeroRedundancyOptimizer and stage 1 of ZeRO:
+   the states, like ZeroRedundancyOptimizer and stage 1 of ZeRO:
      const cddp_partition *part;
      int n = cddp_ddp_partitions(ddp, &part);          // once
      ...                                               // backward, cddp_ddp_ready
@@ -621,22 +604,21 @@ typedef struct cddp_partition {
                    gradient of your own only if that is not copied */
 } cddp_partition;
 
-/* This rank's partitions: returns their number; the array stays valid until cddp_ddp_destroy. */
+/* Returns the number of this rank's partitions. The array is valid until cddp_ddp_destroy. */
 CDDPDEF int cddp_ddp_partitions(const cddp_ddp *d, const cddp_partition **out);
 
-/* Blocks until this rank's partitions have the mean gradient, scaled by max_grad_norm if that is
-   set. Other gradients are undefined. Collective; errors as of cddp_ddp_wait. cddp_ddp_all_gather
-   must follow before any other step. CDDP_MISMATCH if a rank is in cddp_ddp_join. */
+/* Blocks until this rank's partitions have the mean gradient, clipped if max_grad_norm is set.
+   Other gradients are undefined. Collective; errors as of cddp_ddp_wait. cddp_ddp_all_gather must
+   follow before any other step. CDDP_MISMATCH if a rank is in cddp_ddp_join. */
 CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_reduce_scatter(cddp_ddp *d);
 
-/* Sends the weights of all partitions to all ranks and zeroes the gradients. Collective. The step
-   counts as completed. CDDP_INVALID_ARGUMENT without cddp_ddp_reduce_scatter before. */
+/* Sends the weights of all partitions to all ranks, zeroes the gradients and completes the step.
+   Collective. CDDP_INVALID_ARGUMENT without cddp_ddp_reduce_scatter before. */
 CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_all_gather(cddp_ddp *d);
 
 /* For checkpoints: states[i] is an array as long as parameter i, of any dtype (data NULL: none), in
    which each rank has filled its partitions. On return all ranks have the whole array, which
-   cddp_save writes like a parameter. After cddp_load each rank takes its part, on any number of
-   ranks. Collective. */
+   cddp_save writes like a parameter. Collective. */
 CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_gather_states(cddp_ddp *d, const cddp_param *states);
 
 /* >>api-optim -------------------------------------------------------------------------------------
@@ -648,8 +630,8 @@ CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_gather_states(cddp_ddp *d, const cddp_
      cddp_optim_set_lr(adamw, schedule(step));      // the same on all ranks, before the step
      TRY(cddp_ddp_step(ddp, adamw));                // or cddp_ddp_wait, then cddp_optim_step
 
-   PARAMETER GROUPS, PyTorch's param_groups, are two arrays: lr_scales and weight_decays give each
-   parameter its own settings, such as no decay for vectors. cddp copies the arrays.
+   PARAMETER GROUPS, PyTorch's param_groups, are two arrays, which cddp copies: lr_scales and
+   weight_decays give each parameter its own settings, such as no decay for vectors.
 
    MIXED PRECISION. The forward and backward pass read f16 or bf16 weights; the optimizer updates
    f32 masters.
@@ -659,10 +641,9 @@ CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_gather_states(cddp_ddp *d, const cddp_
    Fine print: mixed precision.
 
    SHARDED STATES, like ZeroRedundancyOptimizer and stage 1 of ZeRO: with sharded_states (and ddp)
-   each rank keeps 1/world_size of the states and masters, on GPUs and over several hosts too.
-   cddp_ddp_step then sends each rank's new weights to all ranks. The bits are the same, except that
-   NCCL can sum in another order on 3 ranks or more. Checkpoints are whole. cddp_optim_step is
-   CDDP_INVALID_ARGUMENT; elastic and sparse_rows are CDDP_UNSUPPORTED. */
+   each rank keeps 1/world_size of the states and masters, on GPUs and over several hosts too. The
+   bits are the same, except that NCCL can sum in another order on 3 ranks or more. Checkpoints are
+   whole. cddp_optim_step is CDDP_INVALID_ARGUMENT; elastic and sparse_rows are CDDP_UNSUPPORTED. */
 
 typedef struct cddp_sgd_desc {
   double lr;           /* learning rate, >= 0. No default: 0 trains nothing, without an error */
@@ -700,8 +681,7 @@ typedef struct cddp_adamw_desc {
 } cddp_adamw_desc;
 
 /* torch.optim.SGD, bit for bit. Call it after cddp_ddp_create if a grad was NULL; params must stay
-   in place. Momentum is allocated at the first step that needs it, on a GPU immediately. A GPU
-   needs cddp_kernels.cuh. */
+   in place. A GPU needs cddp_kernels.cuh. */
 CDDP_CHECKED CDDPDEF cddp_result cddp_sgd_create(cddp_optim **out, cddp_param *params, int count,
                                                  const cddp_sgd_desc *desc);
 
@@ -761,8 +741,8 @@ CDDPDEF size_t cddp_sampler_size(const cddp_sampler *s);
 CDDPDEF bool cddp_sampler_next(cddp_sampler *s, size_t *index);
 /* The indices of batch number `batch` (from 0) of one shard of the epoch. Each batch has `size`
    samples; the last one can have fewer. Returns their number, 0 after the last batch. The sampler's
-   world_size is the number of shards. Any batch at any time; cddp_sampler_next and checkpoints are
-   not affected. Returns 0 with s->result != CDDP_OK for a bad argument, or without memory. Like
+   world_size is the number of shards. Any batch at any time; cddp_sampler_next is not affected.
+   Returns 0 with s->result != CDDP_OK for a bad argument, or without memory. Like
    BatchSampler(DistributedSampler(data, shards, shard), size, drop_last=False). */
 CDDPDEF size_t cddp_sampler_batch(cddp_sampler *s, int shard, size_t batch, size_t size,
                                   size_t *indices);
@@ -781,25 +761,23 @@ CDDPDEF void cddp_sampler_destroy(cddp_sampler *s); /* for an epoch that ends ea
        TRY(cddp_ddp_step(ddp, optim));                 // the mean over all 8 shards
      }
 
-   The global batch of a step is split into S shards. Shards are divided among the ranks, and their
-   gradients are summed in a fixed order that depends on S alone. After each step the weights have
-   the same bits on 1 to S ranks, if the program's work on a shard depends on the step and the shard
-   alone. Each rank computes consecutive shards: 8 shards on 3 ranks are 3, 3 and 2.
+   The global batch of a step is split into S shards. Shards are divided among the ranks: 8 shards
+   on 3 ranks are 3, 3 and 2 consecutive ones. Their gradients are summed in a fixed order that
+   depends on S alone. So the weights have the same bits on 1 to S ranks, if the program's work on a
+   shard depends on the step and the shard alone.
 
    With an optimizer of your own call cddp_ddp_wait instead of cddp_ddp_step, and zero the gradients
-   after your update: otherwise the first shard of the next step adds to old ones.
+   after your update.
 
-   With shards = 0 the same loop runs, with one shard for each rank. A run can turn shards on or off
-   at a checkpoint; a checkpoint of a run with S shards refuses another S. With sequential data
-   loaders open one for each shard on each rank, and advance all of them in each step. Fine print:
+   With shards = 0 the same loop runs, with one shard for each rank. With sequential data loaders
+   open one for each shard on each rank, and advance all of them in each step. Fine print:
    shards. */
 
 /* *shard = the next shard of this rank in this step. Returns false when none is left: cddp_ddp_wait
    or _step must follow. Call it after cddp_ddp_ready has returned for every parameter of the
    current shard; a missing call, or no_sync, breaks the model. cddp zeroes the gradients before
-   each shard except the first, which begins with the gradients that the last step left: zero after
-   cddp_ddp_step. After a failure it returns false, and cddp_ddp_wait or _step returns the error.
-   Never blocks on a peer. */
+   each shard except the first. After a failure it returns false, and cddp_ddp_wait or _step returns
+   the error. Never blocks on a peer. */
 CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
 
 /* >>api-elastic -----------------------------------------------------------------------------------
@@ -813,15 +791,14 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
 
    Ranks can fail and new ranks can join while training continues. When a process dies, the
    surviving ranks compute its shards and finish the step. The weights are the same, bit for bit, as
-   in a run without failures. Training continues as long as one rank lives. The learning rate and
-   the data of a step must depend on t and the shard alone: see cddp_sampler_batch. Set the learning
-   rate before the first cddp_ddp_next_shard of a step.
+   in a run without failures. Training continues as long as one rank lives. The data of a step
+   (cddp_sampler_batch) and the learning rate must depend on t and the shard alone. Set the rate
+   before the first cddp_ddp_next_shard of a step.
 
    JOINING. To replace or add a rank, start a process with the job's variables (CDDP_SECRET too) and
    CDDP_JOIN=1. Its RANK is that of a lost process, or any number that no living rank has. It
    receives the weights, the states of cddp's optimizer and the step count between two steps.
-   cddprun --elastic and cddp_spawn_elastic replace ranks automatically. With shards = 0 there can
-   be as many ranks as at the start.
+   cddprun --elastic and cddp_spawn_elastic replace ranks automatically.
 
      error of a joining process   cause
      CDDP_PEER_LOST               the job has ended or cannot be found
@@ -830,8 +807,8 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
      CDDP_INVALID_ARGUMENT        a living process already has this RANK or this GPU
      CDDP_TIMEOUT                 no rank has an elastic model, or none reaches the end of a step
 
-   YOUR OWN OPTIMIZER (after cddp_ddp_wait) must not keep states in elastic training: a joining
-   process does not receive them, and its weights would differ without an error.
+   YOUR OWN OPTIMIZER must not keep states: a joining process does not receive them, and its weights
+   would differ without an error.
 
    CHECKPOINTS. Between two steps one rank writes:
      if (cddp_rank(cddp_ddp_group(ddp)) == 0) TRY(cddp_save(NULL, path, p, n, &c));
@@ -841,9 +818,9 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
    Fine print: elastic training, limits of elastic training. */
 
 /* The ranks that computed the last step; before the first step the ranks that created the model.
-   The group belongs to d and changes when ranks are lost or join: ask for it in or after each step,
-   at the same place on all ranks. If one of its ranks is lost, its calls return CDDP_PEER_LOST, and
-   the next step has another group. NULL on failure, with a cddp_error. */
+   The group belongs to d and changes when ranks are lost or join: ask for it in each step, at the
+   same place on all ranks. If one of its ranks is lost, its calls return CDDP_PEER_LOST, and the
+   next step has another group. NULL on failure, with a cddp_error. */
 CDDPDEF cddp_group *cddp_ddp_group(cddp_ddp *d);
 
 /* >>api-checkpoints -------------------------------------------------------------------------------
@@ -859,8 +836,8 @@ CDDPDEF cddp_group *cddp_ddp_group(cddp_ddp *d);
      TRY(cddp_save(g, path, p, n, &c));                 // all ranks call it; rank 0 writes
 
    Files have the safetensors format: PyTorch's load_file reads them, and cddp_load reads PyTorch's.
-   Save and load between steps only, when no gradient is marked ready. States of an optimizer of
-   your own are more entries of p, here alone: {"momentum", m, NULL, count, CDDP_F32}. */
+   Save and load between steps only. States of an optimizer of your own are more entries of p, here
+   alone: {"momentum", m, NULL, count, CDDP_F32}. */
 
 typedef struct cddp_shape {
   int dims;         /* at most 8; 0: one, as long as the parameter; -1: a scalar, [] */
@@ -898,10 +875,10 @@ CDDP_CHECKED CDDPDEF cddp_result cddp_save(cddp_group *g, const char *path,
 
 /* Rank 0 reads the file, and all ranks get its values. f32, f64, f16 and bf16 are converted to each
    other. The number of ranks can differ from that of cddp_save. Collective over g; g NULL: this
-   process alone. Like load_file and load_state_dict. The file is not trusted: all of it is checked
-   before a weight changes. CDDP_IO: the file is damaged; CDDP_INVALID_ARGUMENT: it has other
-   tensors or settings. All ranks get the same result. A sampler continues with the next sample of
-   its epoch: start the loop at cddp_sampler_epoch(). Fine print: checkpoint files. */
+   process alone. Like load_file and load_state_dict. The file is checked before a weight changes. A
+   sampler continues with the next sample of its epoch: start the loop at cddp_sampler_epoch(). All
+   ranks get the same result: CDDP_IO: the file is damaged; CDDP_INVALID_ARGUMENT: it has other
+   tensors or settings. Fine print: checkpoint files. */
 CDDP_CHECKED CDDPDEF cddp_result cddp_load(cddp_group *g, const char *path, cddp_param *params,
                                            int count, const cddp_checkpoint_desc *desc);
 
@@ -941,25 +918,23 @@ CDDPDEF const char *cddp_safetensors_metadata(const cddp_safetensors *f, const c
    examples/cddprun.c starts programs as ranks, on one or more hosts. */
 
 /* Forks nprocs processes that call fn(rank, arg), and waits for them. fn's return value (0 .. 255)
-   is the exit code; 0 is success. When one fails, the others have 1 s to notice, then receive
-   SIGTERM and 5 s later SIGKILL; CDDP_PEER_LOST names the first one: rank, exit code or signal.
-   Children end with their parent. Call it before other threads exist. Like
-   torch.multiprocessing.spawn. Fine print: forked ranks. */
+   is the exit code; 0 is success. When one fails, the others receive SIGTERM after 1 s and SIGKILL
+   5 s later; CDDP_PEER_LOST names the first one: rank, exit code or signal. Children end with their
+   parent. Call it before other threads exist. Like torch.multiprocessing.spawn. Fine print: forked
+   ranks. */
 CDDPDEF cddp_result cddp_spawn(int (*fn)(int rank, void *arg), void *arg, int nprocs);
 
 /* cddp_spawn for elastic training: when a rank fails the others continue. The rank is forked again,
-   with CDDP_JOIN=1, at most max_restarts times in all. If a replacement cannot be forked, the
-   others continue without it. Returns CDDP_OK if any rank has returned 0; after that no rank is
-   forked. If all have failed, CDDP_PEER_LOST names the last one. Like torchrun --max-restarts,
-   except that the other ranks do not restart. */
+   with CDDP_JOIN=1, at most max_restarts times in all. Returns CDDP_OK if any rank has returned 0;
+   after that no rank is forked. If all have failed, CDDP_PEER_LOST names the last one. Like
+   torchrun --max-restarts, except that the other ranks do not restart. */
 CDDPDEF cddp_result cddp_spawn_elastic(int (*fn)(int rank, void *arg), void *arg, int nprocs,
                                        int max_restarts);
 
 /* Calls fn on n threads, each with its own rank of one group, and waits for them. Groups that fn
    has not destroyed are destroyed. fn returns 0 for success. When one fails, or calls pthread_exit,
-   the others' waits end with CDDP_PEER_LOST. No memory is copied between ranks. On GPUs fn begins
-   with cddp_set_device. fn, hooks and other callbacks have stacks of at least 8 MiB. Like
-   nn.DataParallel. */
+   the others' waits end with CDDP_PEER_LOST. On GPUs fn begins with cddp_set_device. fn, hooks and
+   other callbacks have stacks of at least 8 MiB. Like nn.DataParallel. */
 CDDPDEF cddp_result cddp_run_threads(int (*fn)(cddp_group *g, void *arg), void *arg, int n);
 
 /* >>api-gpus --------------------------------------------------------------------------------------
@@ -974,10 +949,9 @@ CDDPDEF cddp_result cddp_run_threads(int (*fn)(cddp_group *g, void *arg), void *
      ...                                              // the same calls as on the CPU
      TRY(cddp_synchronize(g));                        // instead of cudaStreamSynchronize
 
-   Compile with nvcc -O3 -arch=native, or name the GPU's architecture (-arch=sm_90). If a program
-   has no code for its GPU, the driver compiles all kernels in cddp_init, for some seconds on each
-   rank. A rank has one GPU, and cddp's calls make it the thread's current device. Without CDDP_CUDA
-   device "cuda" is CDDP_UNSUPPORTED.
+   Compile with nvcc -O3 -arch=native, or name the GPU's architecture (-arch=sm_90); otherwise the
+   driver compiles all kernels in cddp_init, for some seconds. A rank has one GPU, and cddp's calls
+   make it the thread's current device. Without CDDP_CUDA device "cuda" is CDDP_UNSUPPORTED.
 
      backend   ranks and GPUs            what it does
      "nccl"    one GPU for each rank     enqueues collectives, messages and steps in stream order;
@@ -988,12 +962,11 @@ CDDPDEF cddp_result cddp_run_threads(int (*fn)(cddp_group *g, void *arg), void *
    STREAMS. A call with work NULL runs on the group's stream. A call with a handle runs on a stream
    of cddp that waits for what the group's stream holds now; cddp_wait(work) makes the group's
    stream, not the host, wait for it. Buffers belong to the operation until the stream has passed
-   it. Host memory can be passed to collectives and messages too, on all ranks alike: the CPU
-   backend handles it.
+   it. Host memory can be passed to collectives and messages too, on all ranks alike.
 
-   MODELS use the communicator of their group. A misused model therefore breaks its group: ranks
-   made different calls, forgot a gradient, or stepped with different settings. (On CPUs, and with
-   backend "cpu", the model fails alone.)
+   MODELS use the communicator of their group. So a misused model (ranks made different calls,
+   forgot a gradient, or stepped with different settings) breaks its group. On CPUs, and with
+   backend "cpu", the model fails alone.
 
    CUDA GRAPHS. A whole step with SGD can be captured after two eager steps like it, on a stream
    other than the default one. The learning rate is the captured one. Destroy graphs before the
@@ -1004,9 +977,9 @@ CDDPDEF cddp_result cddp_run_threads(int (*fn)(cddp_group *g, void *arg), void *
    calls of a step call others only if all ranks mark gradients in one order. With several groups on
    a GPU, NCCL_LAUNCH_ORDER_IMPLICIT=1 (NCCL 2.26) keeps the order on the GPU too.
 
-   TESTED on one NVIDIA H200 (CUDA 13.0, NCCL 2.28.3), also with 2 and 4 ranks that share it.
-   Several GPUs and several hosts with GPUs have been tested only on a test double of CUDA and NCCL.
-   See tests/gpu/gpu-results.md; tests/gpu/gpu.sh tests this machine's GPU. Fine print: GPUs. */
+   TESTED on one NVIDIA H200, also with 2 and 4 ranks that share it. Several GPUs and several hosts
+   with GPUs have been tested only on a test double of CUDA and NCCL (tests/gpu/gpu-results.md).
+   tests/gpu/gpu.sh tests this machine's GPU. Fine print: GPUs. */
 
 /* Gives g, which has no device yet, a device and a backend, as cddp_init does for desc.device and
    desc.backend (NULL = "nccl"). Collective over g, before its first cddp_alloc. For the groups of
@@ -1015,12 +988,12 @@ CDDPDEF cddp_result cddp_set_device(cddp_group *g, const char *device, const cha
 
 /* Sets the CUDA stream (a cudaStream_t) of g's operations, its models and their optimizers. NULL =
    the legacy default stream. Call it between steps; the stream must exist until another is set. New
-   sub-groups inherit it. cudaStreamPerThread is refused. The CPU ignores it. */
+   sub-groups have it too. cudaStreamPerThread is refused. The CPU ignores it. */
 CDDPDEF void cddp_set_stream(cddp_group *g, void *stream);
 CDDPDEF void *cddp_stream(const cddp_group *g); /* g's; in a communication hook bucket->group's */
 
-/* Blocks until everything on g's stream is done, or returns the failure that prevents it. Use it
-   instead of cudaStreamSynchronize. On the CPU it waits for asynchronous collectives. */
+/* Blocks until everything on g's stream is done, or returns the failure that prevents it. On the
+   CPU it waits for asynchronous collectives. */
 CDDPDEF cddp_result cddp_synchronize(cddp_group *g);
 
 /* >>api-diagnostics -------------------------------------------------------------------------------
@@ -1034,9 +1007,9 @@ CDDPDEF cddp_result cddp_synchronize(cddp_group *g);
    place: (cddp_barrier)(cddp_at(g, file, line)).
 
    FLIGHT RECORDER. With CDDP_RECORD=dir each rank keeps its last 1,024 operations in
-   dir/cddp-JOB-RANK.rec, which survives SIGKILL. cddp creates the folder dir, but not the folders
-   above it. examples/cddptrace.c merges the files into a report (which ranks are late, missing or
-   lost, and in which call) and a trace for Perfetto. Fine print: flight recorder. */
+   dir/cddp-JOB-RANK.rec, which survives SIGKILL. cddp creates dir itself. examples/cddptrace.c
+   merges the files into a report (which ranks are late, missing or lost, and in which call) and a
+   trace for Perfetto. Fine print: flight recorder. */
 
 /* Return their first argument, and set the place of this thread's next call on it. */
 CDDPDEF cddp_group *cddp_at(cddp_group *g, const char *file, int line);
@@ -1052,9 +1025,9 @@ CDDPDEF cddp_ddp *cddp_ddp_at(cddp_ddp *d, const char *file, int line);
      cddp_store_destroy(store);
 
    A key-value store in the protocol of c10d's TCPStore: a torch.distributed.TCPStore of PyTorch 2.2
-   or later can use a server made here, and the other way round. Keys end with NUL and have at most
-   8,191 bytes. Values are any bytes, at most 8 MiB. A server holds at most 512 MiB. Any thread; one
-   operation at a time for each store. A cddp_group does not need one. Fine print: stores. */
+   or later can use a server made here, and the other way round. Keys have at most 8,191 bytes,
+   values 8 MiB, a server 512 MiB. Any thread; one operation at a time for each store. A cddp_group
+   does not need one. Fine print: stores. */
 typedef struct cddp_store_desc {
   const char *init_method;  /* "tcp://host:port", "unix://name" or "file:///absolute/path" */
   bool is_server;           /* tcp, unix: also serve, from a thread, on host's addresses; port 0:
@@ -1069,8 +1042,8 @@ CDDPDEF void cddp_store_destroy(cddp_store *s); /* NULL is fine */
 CDDPDEF int cddp_store_port(const cddp_store *s); /* the TCP port in use; 0 for a file */
 CDDPDEF cddp_result cddp_store_set(cddp_store *s, const char *key, const void *value, size_t size);
 /* Waits for key, then copies its value and sets *size to its length. CDDP_INVALID_ARGUMENT if the
-   length exceeds capacity; nothing is copied then. value NULL with capacity 0 asks for the length
-   and returns CDDP_OK. */
+   length exceeds capacity; nothing is copied then. value NULL with capacity 0 asks for the
+   length. */
 CDDPDEF cddp_result cddp_store_get(cddp_store *s, const char *key, void *value, size_t capacity,
                                    size_t *size);
 /* Adds amount to the decimal number at key (absent = 0) in one atomic step. *total, unless NULL, is
@@ -1079,8 +1052,8 @@ CDDPDEF cddp_result cddp_store_add(cddp_store *s, const char *key, int64_t amoun
 /* Stores desired if the value equals expected (expected_size 0: if key is absent). value[capacity]
    and *size receive the value that key has afterwards, or expected if key is absent and was
    expected to exist. *swapped: the value is desired now, also if it was before, as with TCPStore:
-   to elect one process, let each write different bytes (its rank). CDDP_INVALID_ARGUMENT if the
-   value exceeds capacity; *swapped and *size are right nevertheless. */
+   to elect one process, let each write its rank. CDDP_INVALID_ARGUMENT if the value exceeds
+   capacity; *swapped and *size are right nevertheless. */
 CDDPDEF cddp_result cddp_store_compare_set(cddp_store *s, const char *key, const void *expected,
                                            size_t expected_size, const void *desired,
                                            size_t desired_size, void *value, size_t capacity,
@@ -1106,88 +1079,78 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
      - run steps of a cddp_ddp beside collectives of its group
      - use a store, and read with cddp_safetensors_*.
    The other functions of a cddp_ddp, a cddp_optim and a sampler are for one thread at a time. Do
-   not destroy what another thread uses. Do not cancel (pthread_cancel) a thread in a call of cddp:
-   cddp_cancel and timeout_s end receives. Signals do not disturb calls; a signal handler must not
-   call cddp or leave a call by longjmp.
+   not destroy an object that another thread uses. Do not cancel (pthread_cancel) a thread in a call
+   of cddp: cddp_cancel and timeout_s end receives. A signal handler must not call cddp or leave a
+   call by longjmp.
 
    STOPPED PEERS. A call returns its failure when its buffers are the caller's again. The exception
    is a peer on this host that is stopped for 5 s more (SIGSTOP, a frozen container): when it
    continues, it can write to memory of cddp_alloc and to gradients that the failed call used. Free
    such memory (cddp does not allocate it again), and create its models and buffers anew.
 
-   STOPPED JOBS. Time in which a process was stopped for more than 0.5 s (SIGSTOP, Slurm's suspend,
-   a paused virtual machine) does not count against its own deadlines. A whole job can be stopped
-   for any time and continued. Ranks that run still time out if a rank is stopped.
+   STOPPED JOBS. A whole job can be stopped for any time and continued (SIGSTOP, Slurm's suspend, a
+   paused virtual machine): stops of more than 0.5 s do not count against a process's own deadlines.
+   Ranks that run time out if another rank is stopped.
 
-   FORK AND EXEC. A group or store does not survive fork(): the child can use none of its calls, and
-   its copies of cddp's sockets are closed. A forked data loader that calls cddp, or reads memory of
-   cddp_alloc of a group of several ranks, gets SIGSEGV: give it a copy in malloc'ed memory. Other
-   hosts notice a rank that executes another program immediately, ranks on its own host at the
-   deadline. Do not close descriptors that cddp opened (closefrom, close_range): calls that need
-   them fail.
+   FORK AND EXEC. A group or store does not survive fork(): the child cannot use it. A forked data
+   loader that calls cddp, or reads memory of cddp_alloc of a group of several ranks, gets SIGSEGV:
+   give it a copy in malloc'ed memory. Ranks on the same host notice a rank that executes another
+   program only at the deadline. Do not close descriptors that cddp opened (closefrom, close_range).
 
-   ADDRESSES. RANK, WORLD_SIZE and the other numbers are plain digits. If some of the variables are
-   set and others are missing, cddp_init returns CDDP_INVALID_ARGUMENT. Rank 0 listens at
-   MASTER_ADDR:MASTER_PORT until all ranks have connected. MASTER_ADDR must be an address or name of
-   its own host, not of a service or a NAT. A name that means loopback there, such as Debian's
-   127.0.1.1, makes rank 0 listen on all addresses; "localhost" is this host alone. Ranks other than
-   0 resolve a name again for a minute. While the group lives no other process gets the port.
+   ADDRESSES. Rank 0 listens at MASTER_ADDR:MASTER_PORT until all ranks have connected, and keeps
+   the port while the group lives. MASTER_ADDR must be an address or name of rank 0's host, not of a
+   service or a NAT. A name that means loopback there, such as Debian's 127.0.1.1, makes rank 0
+   listen on all addresses; "localhost" is this host alone. The other ranks resolve a name again for
+   a minute. Ranks on one host need no network, not even loopback.
 
-   Ranks on one host need no network, not even loopback.
-
-   LAUNCHERS. The variables of srun, mpirun (Open MPI, MPICH, Intel MPI, MVAPICH2), flux run, jsrun
-   and PALS's mpiexec work too. On one host their ranks connect without a port; MASTER_PORT keeps
-   two programs of one step apart. aprun, and launchers with PMIx alone, tell a rank but no size:
-   export RANK, WORLD_SIZE and the rest.
+   LAUNCHERS. The ranks of srun, mpirun (Open MPI, MPICH, Intel MPI, MVAPICH2), flux run, jsrun and
+   PALS's mpiexec connect without a port on one host; MASTER_PORT keeps two programs of one step
+   apart. aprun, and launchers with PMIx alone, tell a rank but no size: export RANK, WORLD_SIZE and
+   the rest.
 
    On several hosts MASTER_ADDR and MASTER_PORT are needed, except with srun: its ranks connect at
    the step's first host, on a port derived from job and step unless MASTER_PORT is set. (srun -m
    arbitrary and heterogeneous jobs need --export=ALL,MASTER_ADDR=HOST, with rank 0's host.)
 
    FILE. A file:// path must be on a file system with locks. Rank 0 writes its address and a key
-   into it: processes that cannot read the file cannot connect. It holds a lock until all ranks have
-   connected, then removes the file. A file that a crashed job left is recognised and reused.
-   Refused: symbolic links, files with several names, files of other users, and files that others
-   can write.
+   into it: processes that cannot read the file cannot connect. It removes the file when all ranks
+   have connected. A file that a crashed job left is recognised and reused. Refused: symbolic links,
+   files with several names, files of other users, and files that others can write.
 
    SEVERAL HOSTS. Each host has any number of ranks, which share memory. Hosts connect by TCP over
-   the interface on the route to rank 0, unencrypted. Ranks in different process or time namespaces
-   (containers of one pod) count as ranks on different hosts. Hosts learn of a dead rank within
-   0.5 s.
+   the interface on the route to rank 0. Ranks in different process or time namespaces (containers
+   of one pod) count as ranks on different hosts. Hosts learn of a dead rank within 0.5 s.
 
    FIREWALLS. The hosts must accept connections from each other at MASTER_PORT (on rank 0's host)
    and at the ports that ranks listen on. CDDP_PORTS=41000-41099, set for all ranks, limits the
-   latter to a range that a firewall can open. A host needs a port for each of its ranks, a second
-   one for each elastic rank, and rank 0's host one more. MASTER_PORT need not be in the range.
-
-   If a port cannot be reached, all ranks fail with CDDP_NETWORK within about 15 s, and the text
-   names both ends. If it is MASTER_PORT itself, only the ranks that cannot reach it know, after
-   timeout_s.
+   latter. A host needs a port for each of its ranks, a second one for each elastic rank, and rank
+   0's host one more. MASTER_PORT need not be in the range. If a port cannot be reached, all ranks
+   fail with CDDP_NETWORK within about 15 s, and the text names both ends. If it is MASTER_PORT
+   itself, only the ranks that cannot reach it fail, after timeout_s.
 
    SECRETS. Without a secret, anyone who can reach rank 0's port can read and modify rendezvous
    messages, or impersonate a rank. During the rendezvous strangers cost rank 0 at most 1.5 GiB of
-   memory, and never its last descriptors. With a secret, both ends of a connection prove that they
-   know it, without sending it. The secret stops strangers who can connect. It does not stop an
-   attacker who can read or change the traffic: nothing is encrypted or signed after the proofs. An
-   impostor of rank 0 learns enough to test guesses; use 128 random bits:
+   memory. With a secret, both ends of a connection prove that they know it, without sending it.
+   That stops strangers who can connect. It does not stop an attacker who can read or change the
+   traffic: nothing is encrypted or signed. An impostor of rank 0 learns enough to test guesses; use
+   128 random bits:
 
      CDDP_SECRET=$(head -c 16 /dev/urandom | base64)
 
-   TWO JOBS ON ONE PORT. Give each job its own port (MASTER_PORT). A running job is not
-   disturbed by a second start on its port. A process of the second start fails with
-   CDDP_INVALID_ARGUMENT if a living process of its user has its RANK there; so do ranks there that
-   are still in their rendezvous. The jobs of launchers are also kept apart by their job's identity.
-   Ranks started by hand, and Hydra's on several hosts, are not: two jobs that start at the same
-   time can form one group out of ranks of both.
+   TWO JOBS ON ONE PORT. Give each job its own port (MASTER_PORT). A second start on a running job's
+   port does not disturb the job, and fails with CDDP_INVALID_ARGUMENT if a living process of its
+   user has its RANK there. Launchers' jobs are also kept apart by their identity. Ranks started by
+   hand, and Hydra's on several hosts, are not: two jobs that start at the same time can form one
+   group out of ranks of both.
 
    BACKEND MPI is for a fabric that only MPI supports: built by mpicc -DCDDP_MPI and started by
    mpirun. Large collectives and gradients use MPI, with MPI's summation order and NaN rules.
-   Everything else uses shared memory and TCP: mismatches and dead ranks are found as usual. A
-   time-out inside an operation of MPI cannot tell which rank is late.
+   Everything else uses shared memory and TCP. A time-out inside an operation of MPI cannot tell
+   which rank is late.
 
    FLOATING-POINT MODE. An operation uses the mode (FTZ, DAZ, rounding) of the calling thread. It
-   must be the same on all ranks: CDDP_MISMATCH. Ranks change it between the same calls; the first
-   call after the change can still use the old mode if it moves 4 KiB or less.
+   must be the same on all ranks: CDDP_MISMATCH. The first call after a change can still use the old
+   mode if it moves 4 KiB or less.
 
    SHARED MEMORY. A file size limit (ulimit -f) also limits what a rank shares by cddp_alloc: to the
    largest power of two that is at most the limit / (local ranks + 1). Memory is on huge pages,
@@ -1199,18 +1162,17 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    in different groups, such as one in cddp_save and one in a model's step. Such a deadlock is found
    if each rank uses cddp from one thread, and without a comm_hook of the program's own; otherwise,
    and between hosts, it is a time-out. The text of a time-out shows the call in which each late
-   rank of the host waits, and other groups of it that have failed. Hosts tell each other which of
-   their ranks are waiting (with more than 64 ranks: if the host's lowest one is).
+   rank of the host waits, and other groups of it that have failed.
 
    MESSAGES. Between threads a receiver reads long messages in place from any memory. The send of a
    copied message blocks while 128 messages of this rank in this group, or 256 MiB of copies, are in
-   transit; to other hosts only the latter counts. Receives for one tag are served in the order of
-   their calls, those with CDDP_ANY among them. Data that the network does not take immediately is
-   sent in later calls of cddp: a rank that computes for a long time delays it.
+   transit; to other hosts only the latter counts. Receives for one tag, also with CDDP_ANY, are
+   served in the order of their calls. Data that the network does not take immediately is sent in
+   later calls of cddp: a rank that computes for a long time delays it.
 
    GRADIENTS IN MEMORY. Gradients that were NULL are in one block: first those of F32, then F64,
    F16, BF16; of each dtype the last parameter first, each at a multiple of 64 bytes, zero between.
-   Your own gradients can be anywhere; nothing around them is touched.
+   Your own gradients can be anywhere.
      your gradients are                             and in each step cddp
      from cddp_alloc of g on all ranks (between     reduces them in place: do not write to them
      threads, or with one rank: in any memory)      between cddp_ddp_ready and the wait or step
@@ -1224,52 +1186,49 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    MODELS AND GROUPS. If a group is destroyed before its models, the models keep its memory. On CPUs
    they continue to work; on GPUs their calls fail, except cddp_ddp_destroy.
 
-   UNEVEN INPUTS. A hook's result is scaled by world size / ranks with data, so it must be linear.
-   Have other collectives outside the loop. A short batch weighs as much as a full one, unless you
-   multiply its loss by its samples / a full batch's.
+   UNEVEN INPUTS. A hook's result is scaled by world size / ranks with data, so it must be linear. A
+   short batch weighs as much as a full one, unless you multiply its loss by its samples / a full
+   batch's.
 
-   PARTITIONS. A partition is a stretch of one parameter. The partitions of a host's ranks cover
-   each element of each dense gradient once. Each host updates all of them, so on several hosts the
-   result of `update` must not depend on the machine. You can skip a parameter that no rank used
-   (cddp_ddp_used). Parameters with sparse_rows have no partition: every rank updates them itself,
-   by cddp_ddp_rows. Copies in half precision are yours to write, after cddp_ddp_all_gather.
-
-   On GPUs the partitions of all ranks cover each element once, and all is in stream order: with
-   NCCL no call waits on the host. NCCL reduces a bucket only to the ranks with partitions in it
-   if the previous step was of this kind too, without max_grad_norm; otherwise to all ranks.
+   PARTITIONS. A partition is a stretch of one parameter. The partitions of a host's ranks (on GPUs:
+   of all ranks) cover each element of each dense gradient once. Each host updates all of them, so
+   on several hosts the result of `update` must not depend on the machine. You can skip a parameter
+   that no rank used (cddp_ddp_used). Parameters with sparse_rows have no partition: every rank
+   updates them itself, by cddp_ddp_rows. Write half-precision copies yourself, after
+   cddp_ddp_all_gather. On GPUs the calls are in stream order.
 
    SHARDS. With more shards than ranks nothing is reduced during the backward pass. A rank with k
-   shards needs memory for ceil(log2 k) + 1 more copies of the gradients (f16 and bf16 in f32); over
-   several hosts, with MPI and on GPUs one more, with NCCL also if there are as many shards as
-   ranks. GPUs need cddp_kernels.cuh; their sums have the CPU's bits. find_unused_parameters,
-   uneven_inputs, comm_hook and cddp_ddp_join are CDDP_UNSUPPORTED with shards.
+   shards needs memory for ceil(log2 k) + 1 more copies of the gradients (f16 and bf16 in f32), over
+   several hosts, with MPI and on GPUs one more. GPUs need cddp_kernels.cuh; their sums have the
+   CPU's bits. find_unused_parameters, uneven_inputs, comm_hook and cddp_ddp_join are
+   CDDP_UNSUPPORTED with shards. A run can turn shards on or off at a checkpoint; a checkpoint of a
+   run with S shards refuses another S.
 
-   ELASTIC TRAINING. Memory and time: each rank holds all weights and optimizer states, and updates
-   all of them. On one host, 2 ranks that train an MLP of 5.8 million weights take 1.1 to 1.2 times
-   as long as without elastic. A rank needs memory for one more copy of the gradients, for the sums
-   of its shards if it has several, and with sparse_rows for the rows of its shards, over several
-   hosts of all shards.
+   ELASTIC TRAINING. Memory and time: each rank holds all optimizer states, and updates all weights.
+   On one host, 2 ranks that train an MLP of 5.8 million weights take 1.1 to 1.2 times as long as
+   without elastic. A rank needs memory for one more copy of the gradients, and for the sums (with
+   sparse_rows the rows) of its shards.
 
    Losses: a rank can be killed at any instruction. If it is lost before cddp_ddp_next_shard returns
-   false, that call returns its shards to the other ranks. Later the others have the mean and need
-   nothing of it. A rank with a local failure (memory, descriptors) ends alone, and its text begins
-   with "rank N:"; to the others it is lost. Every rank must call next_shard within timeout_s of the
-   others. The calls of a step are compared in the next reduction: CDDP_MISMATCH on all ranks or, if
-   a rank that joined later differs, on that rank alone.
+   false, that call returns its shards to the other ranks. A rank with a local failure (memory,
+   descriptors) ends alone, and its text begins with "rank N:"; to the others it is lost. Every rank
+   must call next_shard within timeout_s of the others. The calls of a step are compared in the next
+   reduction: CDDP_MISMATCH on all ranks or, if a rank that joined later differs, on that rank
+   alone.
 
    Over hosts: whole hosts can fail, and the last rank continues. A host is lost if it does not
-   answer for 20 s, or if all connections to it were reset, as by a firewall, and no process there
-   is known to have ended. Then the other ranks continue if they are more than half. Otherwise they
-   end with CDDP_ABORTED, so that a job never continues in two halves.
+   answer for 20 s, or if all connections to it were reset, as by a firewall. Then the other ranks
+   continue if they are more than half. Otherwise they end with CDDP_ABORTED, so that a job never
+   continues in two halves.
 
    Joins: a joining process asks the ranks on its host, then MASTER_ADDR. On every host one rank
    listens at MASTER_PORT. If all ranks at MASTER_ADDR are lost, set it to a host where a rank
-   lives. If a launcher such as torchrun serves the store there, a rank must live on the host. A
-   process that joins a host with one rank or none shares no memory there and uses TCP. A job that
-   began on one host is joined from that host only.
+   lives. If torchrun serves the store there, a rank must live on the host. A process that joins a
+   host with one rank or none shares no memory there and uses TCP. A job that began on one host is
+   joined from that host only.
 
-   Checkpoints: if the rank that writes is lost in that step, no rank writes. After the last step
-   let each rank write to its own path.
+   Checkpoints: if the rank that writes is lost, no rank writes. After the last step let each rank
+   write to its own path.
 
    LIMITS OF ELASTIC TRAINING.
      - Only the group of cddp_init can have an elastic model. A process has one at a time.
@@ -1282,28 +1241,26 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
      - A joining process does not get buffers: broadcast them in cddp_ddp_group.
      - Change weights yourself only between two steps, in the same way on all ranks.
 
-   MIXED PRECISION. With copies, params hold the masters and f32 gradients, which are reduced in
-   f32. copies[i] is in the same kind of memory as data. Creation, cddp_optim_step, cddp_ddp_step,
-   cddp_ddp_join and cddp_load (with desc.optim) write data, rounded to nearest, to it. The array is
-   copied; the memory must stay. Checkpoints hold the masters.
+   MIXED PRECISION. With copies, params hold the masters and f32 gradients. copies[i] is in the same
+   kind of memory as data, and must stay. Creation, cddp_optim_step, cddp_ddp_step, cddp_ddp_join
+   and cddp_load (with desc.optim) write data, rounded to nearest, to it. Checkpoints hold the
+   masters.
 
    With master_weights, gradients are summed in f32 and rounded once (with NCCL as NCCL does). With
    cddp_ddp_step each rank keeps its share of the masters and states, and 2 bytes a weight are sent
    instead of 4. Masters begin as the weights at the first step, and anew after
-   cddp_optim_write_copies. In a checkpoint they are optimizer.master.NAME. f32 and f64 parameters
-   have none.
+   cddp_optim_write_copies. In a checkpoint they are optimizer.master.NAME.
 
    ADAMW. At a parameter's end the scalar loop of PyTorch's kernel can round differently; f64
    differs by roundings. A parameter's steps are those in which a rank used it. In a checkpoint the
    state of parameter NAME is optimizer.exp_avg.NAME, .exp_avg_sq.NAME, .max_exp_avg_sq.NAME
    (amsgrad) and .step.NAME.
 
-   CHECKPOINT FILES. States that are distributed over the ranks, as after cddp_ddp_step, are written
-   whole. A GPU's memory is read after the group's stream has finished (g NULL: the device). A
-   failure leaves at most path.tmp, which the next call replaces. If syncing the folder fails
-   afterwards, the text says that the new file is in place. A file system that cannot sync, such as
-   some FUSE mounts, decides itself when the file is on the disk. Without flock(), as on Lustre
-   without -o flock, concurrent saves are not noticed.
+   CHECKPOINT FILES. States that are distributed over the ranks are written whole. A GPU's memory is
+   read after the group's stream has finished (g NULL: the device). A failure leaves at most
+   path.tmp, which the next call replaces. A file system that cannot sync, such as some FUSE mounts,
+   decides itself when the file is on the disk. Without flock(), as on Lustre without -o flock,
+   concurrent saves are not noticed.
 
    The new file has the old one's mode, and the user and group of this process. If reading fails
    after the checks, rank 0's params can be partly overwritten. States of another optimizer are
@@ -1319,8 +1276,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    Leave SIGCHLD at its default during the call, and wait for no child that is not yours: otherwise,
    before Linux 6.15, exit codes are lost (CDDP_SYSTEM at the end). Threads of OpenMP (GCC 9 or
    later, clang) and OpenBLAS can exist between parallel regions. Children run no atexit handlers of
-   the parent unless fn calls exit(), and leave nothing behind (except LLVM's OpenMP: a file of 1
-   KiB in /dev/shm).
+   the parent unless fn calls exit().
 
    GPUS. The host waits for other ranks
      - when groups and models are created, and in a model's first step
@@ -1329,7 +1285,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
      - in each step with find_unused_parameters, uneven_inputs or sparse_rows.
    The first launch of a kernel that is not cddp's can wait for the device, unless
    CUDA_MODULE_LOADING=EAGER is set. Ranks can share a GPU, or parts of one (MIG), from NCCL 2.30 on
-   if all have NCCL_MULTI_RANK_GPU_ENABLE=1. NCCL_* variables are left to NCCL.
+   if all have NCCL_MULTI_RANK_GPU_ENABLE=1.
 
    NCCL 2.23 or later is recommended: in older versions the calling thread runs an operation, and
    the abort after a failure can free memory under it if it does not return for 0.5 s. Without
@@ -1337,39 +1293,38 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    device "cuda" is LOCAL_RANK modulo the number of GPUs.
 
    Messages in device memory match in the order of calls between two ranks; tags are not compared.
-   Messages with a handle are sent together, at the group's next call that is not another of them,
-   or at their cddp_wait or cddp_test: an exchange posts all, then waits.
+   Messages with a handle are sent together, at the group's next other call, or at their cddp_wait
+   or cddp_test: an exchange posts all, then waits.
 
-   NCCL's sums have equal bits on all ranks; another number of ranks or GPUs, or another version of
-   NCCL, can give other bits (cddp_ddp_desc.shards avoids that). MIN and MAX can ignore a NaN. Means
-   of floats are sums that a kernel multiplies by 1/world_size. Means of f16, and all means without
+   NCCL's sums have equal bits on all ranks; another number of ranks, or another version of NCCL,
+   can give other bits (cddp_ddp_desc.shards avoids that). MIN and MAX can ignore a NaN. Means of
+   floats are sums that a kernel multiplies by 1/world_size. Means of f16, and all means without
    cddp_kernels.cuh, are NCCL's, which in bf16 are off by up to 0.2 %, in f16 by 0.03 %, unless
    world_size is a power of two.
 
-   Two threads watch NCCL's and the device's errors, the other processes, their order of calls, and
-   timeout_s (from the enqueueing of an operation; for an operation in a CUDA graph from the
-   beginning of cddp_synchronize or cddp_barrier). Calls of ranks on different hosts are compared in
-   cddp_barrier and cddp_group_split.
+   timeout_s counts from the enqueueing of an operation, in a CUDA graph from the beginning of
+   cddp_synchronize or cddp_barrier. Calls of ranks on different hosts are compared in cddp_barrier
+   and cddp_group_split.
 
    A failure breaks the group on all ranks and aborts its communicator: streams then end with
    undefined results, and cddp_synchronize, cddp_wait and every later call return the failure.
    cddp_destroy waits for the device while the group is healthy. With a process's last group it also
-   waits until NCCL has destroyed its communicators: 0.3 to 0.5 s, at most 2 s. A process that ends
-   without it, while others have a graph with the group's operations, counts as lost.
+   waits until NCCL has destroyed its communicators, at most 2 s. A process that ends without it,
+   while others have a graph with the group's operations, counts as lost.
 
    While capturing, ranks are not compared: all must capture and launch alike, in mode thread-local
    or relaxed. CUDA does not survive a fork: cddp_spawn comes first. In a program with
-   cddp_kernels.cuh, an optimizer without desc.ddp, cddp_save and cddp_load ask CUDA where memory
-   is. That creates a CUDA context, on a machine with GPUs also for device "cpu".
+   cddp_kernels.cuh, an optimizer without desc.ddp, cddp_save and cddp_load create a CUDA context,
+   also for device "cpu".
 
    FLIGHT RECORDER. >>api-layouts has the file's format. A process that joined later has
    dir/cddp-JOB-RANK.joinN.rec. The file is mapped: you can copy or remove a running job's file, but
    truncating it (> file, copytruncate) ends the rank by SIGBUS.
 
-   STORES. With file:// the first process that opens the path serves from a thread, over an abstract
-   Unix socket and, for other hosts, a TCP port (of CDDP_PORTS, if set). Its cddp_store_destroy, or
-   its death, ends the store, and operations of other processes fail with CDDP_NETWORK. PyTorch's
-   commands queue_*, list_keys and barrier are missing.
+   STORES. With file:// the first process that opens the path serves, for other hosts on a TCP port
+   (of CDDP_PORTS, if set). Its cddp_store_destroy, or its death, ends the store, and operations of
+   other processes fail with CDDP_NETWORK. PyTorch's commands queue_*, list_keys and barrier are
+   missing.
 
    A TRAINER LIKE LLM.C. Its train_gpt2.c keeps 16 arrays of weights and 16 of gradients:
      gpt2_build_from_checkpoint(&model, "gpt2_124M.bin");
@@ -1385,13 +1340,11 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
      TRY(cddp_all_reduce(g, &model.mean_loss, 1, CDDP_F32, CDDP_AVG, NULL)); // to print it
    In gpt2_backward "if (model->grads_memory == NULL)" becomes "if (model->grads_acts_memory ==
    NULL)". The allocations of grads_memory, m_memory and v_memory are removed. 2 ranks with B = 4
-   have the losses of 1 with B = 8, because should_shuffle, the loader's last argument, is 0: llm.c
-   seeds its shuffle by the rank.
+   have the losses of 1 with B = 8 if should_shuffle, the loader's last argument, is 0.
 
-   To keep gpt2_update, leave its memory as it is, set each p[i].grad to its place in grads_memory
-   before cddp_ddp_create, and call cddp_ddp_wait instead of cddp_ddp_step. To overlap communication
-   with the backward pass, keep grads_memory, from cddp_alloc, and list each layer's part of a
-   tensor as a cddp_param with its place there as grad.
+   To keep gpt2_update, set each p[i].grad to its place in grads_memory before cddp_ddp_create, and
+   call cddp_ddp_wait instead of cddp_ddp_step. To overlap communication with the backward pass,
+   take grads_memory from cddp_alloc, and list each layer's part of a tensor as a cddp_param.
 
    Its train_gpt2.cu has all that zero.cuh does, written by hand. There
      multi_gpu_config_init             cddp_init with device "cuda", then cddp_set_stream to
@@ -1403,9 +1356,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
      gpt2_update and its ncclAllGather cddp_ddp_step with master_weights, and weight_decays of 0 for
                                        vectors; m, v and master memory are removed. cddp rounds to
                                        nearest, not at random
-     multi_gpu_cpu_float_sum           cddp_all_reduce of host memory
-     save_state, load_state            cddp_save and cddp_load with desc.optim
-     -z 1, stage 1 of ZeRO             sharded_states */
+     save_state, load_state            cddp_save and cddp_load with desc.optim */
 
 /* >>api-layouts -----------------------------------------------------------------------------------
    Structs for tools: the flight recorder's files, and the kernels of cddp_kernels.cuh. */
@@ -24608,81 +24559,43 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *store, int64_t *count) {
      Changed  Elastic models have one engine, by messages. A step of 2 ranks on one host takes 1.1
               to 1.2 times as long as a plain one (1.03 before); each rank holds all states.
               Elastic: a rank with a local failure, or that joins with other settings, ends alone.
-              Elastic: a process that joins on a host with several ranks shares their memory.
               Elastic: different calls in an update are found in the next step.
               The implementation has your compile options in all parts: gcc -O2 takes 7 s, not 4.
               It compiles as strict C++11 and C++14, C99 -pedantic, and behind <tgmath.h>.
               Big-endian and 32-bit targets are compile-time errors.
-              C++: arguments of collective calls can contain the commas of a template.
               NCCL: a model uses its group's communicator. A misused model breaks its group.
-              60 CUDA kernels instead of 112 compile in a third of the time.
-              A port that a firewall blocks is named, with both ends, within seconds.
-              A foreign program at MASTER_PORT is named within seconds.
-              Final errors (WORLD_SIZE differs, one RANK twice) do not wait for missing ranks.
+              A blocked port, or a foreign program at MASTER_PORT, is named within seconds.
               A rank without a size, MASTER_ADDR without RANK, and numbers such as "+1" are errors.
               On one host MASTER_PORT keeps two programs of a job step apart.
               No store runs while all ranks are on one host; rank 0 still binds MASTER_PORT.
               A command behind setsid in a shell of srun --pty is no rank.
-              Threads that run your functions have stacks of at least 8 MiB.
-              cddp_alloc's time does not depend on the number of allocations; fewer mappings.
               closefrom in a program gives errors instead of SIGBUS and "dead" peers.
-              cddprun: --nnodes needs --node-rank; ranks that exited early with 0 are named.
-              A cddp_init that succeeds leaves cddp_error() as it was.
-              Error texts show control characters escaped. CDDP_RECORD=dir makes the folder.
+              cddprun: --nnodes needs --node-rank.
      Mended   A second start on a job's port ended the job in its first 10 s. Now it fails itself.
               Checkpoints on file systems that cannot sync, or cannot rename an open file (FUSE).
-              A save that fails early left path.tmp. Signals during flock and fsync ended a save.
               A file of a run without shards did not load in a run with shards.
-              Ranks of several hosts that share cores (containers) did not yield them.
               A job that was stopped for longer than timeout_s failed when it was continued.
               Messages waited while their receiver was in another group, a model or a store.
-              Settings of optimizers that differ between ranks were not named.
               A group that was destroyed before its models was used after it had been freed.
-              GPUs: a thread of cddp_run_threads that failed with a live model crashed others.
               Elastic over hosts: reset connections could let both halves of a job continue.
               CDDP_SECRET between hosts: first messages of many senders could get lost.
 
    0.3 (2026-11)
-     New      cddp_wait_for and cddp_cancel; CDDP_CHECKED: compilers warn about ignored failures.
-              Shards: the same bits on any number of ranks, on CPUs and GPUs.
+     New      Shards: the same bits on any number of ranks, on CPUs and GPUs.
               Elastic models: ranks die and others join, on several hosts and GPUs too.
               cddp_spawn_elastic, cddprun --elastic.
               Uneven inputs and sparse gradients on GPUs.
-              CDDP_BAND, CDDP_BOR, CDDP_BXOR; CDDP_ANY and cddp_source; cddp_barrier_async.
-              cddp_all_gather_v, cddp_all_to_all_v.
-              AdamW; lr_scales and weight_decays; max_grad_norm and cddp_ddp_grad_norm.
-              master_weights: f16 and bf16 weights and gradients, f32 masters.
-              Partitions, for optimizers of your own in parts.
-              Gradients of your own in memory of cddp_alloc are reduced in place.
+              AdamW, parameter groups, clipping in cddp_ddp_step, master_weights, partitions.
+              cddp_all_gather_v, cddp_all_to_all_v, cddp_barrier_async, cddp_wait_for, cddp_cancel.
+              cddp_cancel; CDDP_BAND, CDDP_BOR, CDDP_BXOR; CDDP_ANY, cddp_source; CDDP_CHECKED.
+     Removed  cddp_launch: use examples/cddprun.c. cddp_sgd_desc.separate_mul_add.
+              PyTorch 1.x's store dialect, CDDP_STORE_PROTO, queues, barriers and lists of keys.
      Changed  Secrets are proven by keyed BLAKE2s.
-              Ranks of a host connect by their own socket, with one connection to the store.
-              GPUs: buckets are reduced during backward; one kernel updates all weights.
-              GPUs: momentum is allocated with the optimizer and never moves.
               Ranks that disagree over a cddp_ddp break it, not its group.
               file:// ends with its first process, honours the secret, trusts no links.
-              Time-outs name all late ranks, and where they wait.
-              Cores of two dies exchange memory that is not shared 3 to 8 times faster.
-     Gone     cddp_launch: use examples/cddprun.c.
-              PyTorch 1.x's store dialect, CDDP_STORE_PROTO, queues, barriers and lists of keys.
-              cddp_sgd_desc.separate_mul_add.
-     Mended   Messages of 1 MiB and more between hosts took four times as long.
-              A rank's first message to another host could get lost.
-              A send waited for messages to other ranks that were never received.
-              An operation with a handle did not have its caller's floating-point mode.
-              Groups split or destroyed by several threads concurrently; messages of a leaving rank.
+     Mended   A rank's first message to another host could get lost.
               A stopped rank that was continued wrote into buffers of others.
-              Ranks that wait for each other in different groups get CDDP_MISMATCH.
-              Parameters that share memory, and a second ready() in a step, are refused.
-              100,000 parameters; infinite bucket_cap_mb, lr and momentum.
-              GPUs: first calls of a thread were for cuda:0, not for the rank's device.
-              Rendezvous: repeated ones, names that resolve late, 1,000 ranks with few descriptors.
-              Another backend, world size or secret on a rank is reported immediately.
-              An all_gather whose neighbour left immediately could give wrong bytes between hosts.
-              A refused checkpoint leaves the model as it was; scalars have the shape [].
-              cddp_save refuses links and devices, and trusts no other user's path.tmp.
-              Ranks that were pinned, or had fewer cores than they saw, were slow.
-              Hosts without a network; SIGCHLD ignored; pidfd_open denied; OpenMP before a spawn.
-              Interactive Slurm jobs; ranks without stdin, stdout and stderr. */
+              An all_gather between hosts could give wrong bytes if its neighbour had left. */
 
 /* >>license ---------------------------------------------------------------------------------------
 
