@@ -1519,13 +1519,12 @@ CDDPDEF void cddp_register_kernels(const cddp_kernels *kernels); /* must stay wh
 /* >>design ----------------------------------------------------------------------------------------
    The overview. The head of each room says how the room works.
 
-   SHARED MEMORY. The ranks of a host share one memfd. Only they have it open, so nothing is left in
-   a file system when they end (>>arena). Each group has a control block there (>>block): for each
-   rank two headers, a slot (its state, its posted sends) and two staging buffers.
+   SHARED MEMORY. The ranks of a host share one memfd, so nothing is left in a file system when they
+   end (>>arena). Each group has a control block there (>>block): for each rank two headers, a slot
+   (its state, its posted sends) and two staging buffers.
 
    ROUNDS. Everything that ranks do together is a sequence of rounds (>>round): each rank announces
-   its call in a header, waits for the headers of all others, and compares them. A collective
-   (>>collectives) is
+   its call in a header, waits for the headers of all others, and compares them. A collective is
      - one round, if it is small: the values are in the headers;
      - two rounds around direct access, if the buffers are in shared memory;
      - else a round for each chunk of at most 256 KiB (in an all_reduce of three or more ranks two).
@@ -1535,7 +1534,7 @@ CDDPDEF void cddp_register_kernels(const cddp_kernels *kernels); /* must stay wh
    timing or instruction set. So the bits are equal on all ranks and in all runs. f16 and bf16 are
    widened to f32, summed, and rounded once. AVG divides the sum.
 
-   THREADS. cddp runs on the threads that call it (rules for callers: >>fine-print), except:
+   THREADS. cddp runs on the threads that call it, except:
      - an engine thread in a group that has operations with a work handle, or that reduces buckets.
        It runs, in order, the operations that no thread waits for (>>work);
      - a thread of rank 0 that serves the store during rendezvous, if other hosts connect to it;
@@ -1548,7 +1547,7 @@ CDDPDEF void cddp_register_kernels(const cddp_kernels *kernels); /* must stay wh
    WAITING. A wait polls for tens of microseconds, then yields, then sleeps for at most 20 ms. At
    each wake-up it checks the ranks that it waits for: their slots, and a lock that each process
    holds on the shared memory while it lives. So waiting ranks notice a death within about 20 ms, or
-   later if many ranks share a core. Ranks that do not wait have no cost.
+   later if many ranks share a core.
 
    FAILURE. A lost peer, a disagreement or a passed deadline breaks the group on all ranks
    (>>failure). A rank that fails for its own reasons (no memory) breaks it too, unless it has not
@@ -1557,8 +1556,7 @@ CDDPDEF void cddp_register_kernels(const cddp_kernels *kernels); /* must stay wh
 
    SEVERAL HOSTS. The ranks of each host cooperate as above, with a control block for each host. The
    hosts' leaders exchange the headers of a round. Large arrays are sent in slices, one for each
-   rank (>>hosts), on connections that are made at their first use (>>links). A host that is cut off
-   is noticed at the deadline, or 20 s after its last acknowledgement.
+   rank (>>hosts), on connections that are made at their first use (>>links).
 
    DATA PARALLEL. A model (>>ddp) has private groups for buckets and for control, so that
    collectives on the caller's group can be called between cddp_ddp_ready calls in any order. With
@@ -1566,22 +1564,20 @@ CDDPDEF void cddp_register_kernels(const cddp_kernels *kernels); /* must stay wh
    functions, cddp__ddp_memory.
 
    DEVICES. A group on GPUs uses all of the above as its control plane. For device memory it also
-   has a device context (>>device). cddp_group.backend is a struct of functions for its memory.
+   has a device context (>>device).
 
    MAP: the functions of five typical calls, in order. A name on the next level is called by the
    name above it.
      cddp_init, ranks find each other
        cddp__init
-         cddp__discover                launch configuration: environment, srun, mpirun, init_method
+         cddp__discover                launch configuration
          cddp__host_create             this process's host object, without peers
          cddp__start_job
            cddp__collect_ranks         rendezvous: fills the table of ranks
            cddp__create_memory         first rank of a host; cddp__open_memory: the others
            cddp__world_group           maps the control block; cddp__group_build makes the group
            cddp__confirm_table         sends the table to clients, and waits for their groups
-         cddp__first_round
-           cddp__hosts_attach          several hosts: leaders, peers; connections come later
-           cddp__round                 all ranks are connected
+         cddp__first_round             cddp__hosts_attach: leaders, peers; then cddp__round
        cddp__give_device               device "cuda": GPU and communicator
      cddp_all_reduce of 4 bytes, 1 round
        cddp__start_operation           checks the arguments
@@ -1613,11 +1609,10 @@ CDDPDEF void cddp_register_kernels(const cddp_kernels *kernels); /* must stay wh
        cddp__wait_slow                 wakes every 20 ms: cddp__wait_tick, then
          cddp__check_peers             cddp__rank_gone: slot, pidfd and lock of the awaited rank
            cddp__report_lost           the text: the rank, its pid, and cddp__describe_end
-             cddp__break               the text into the slot, the group broken, all ranks woken
+             cddp__break               breaks the group, wakes all ranks
        cddp__end_access                waits until no peer uses this rank's memory; CDDP_PEER_LOST
-       cddp__elastic_next              elastic models instead: cddp__elastic_regroup, in which the
-                                       members meet and make new groups; then it continues with the
-                                       lost rank's shards */
+       cddp__elastic_next              elastic models: cddp__elastic_regroup makes new groups; the
+                                       survivors compute the lost rank's shards */
 
 /* >>config -------------------------------------------------------------------------------------
    Limits, sizes and compiler attributes that several rooms use. */
@@ -1660,16 +1655,15 @@ CDDPDEF void cddp_register_kernels(const cddp_kernels *kernels); /* must stay wh
 #define CDDP__OWN_LINE __attribute__((aligned(CDDP__CACHE_LINE))) /* begins a cache line */
 
 /* >>structs ------------------------------------------------------------------------------------
-   Structs that several rooms use.
-   "shared" in a comment: the struct is in memory that the ranks of a host share. Each cache line
-   has one writer. A pointer in it is valid for its writer only. It begins as all zero bytes.
-   A call of a function pointer has parentheses, (l->log)(...): the program can have a macro log().
-   Objects of a process:
-     cddp__host   the ranks of this process's host: their shared memory and processes
+   Structs that several rooms use. "shared" in a comment: the struct is in memory that the ranks of
+   a host share, and begins as zeros. Each cache line has one writer. A pointer in it is valid for
+   its writer only. A call of a function pointer has parentheses, (l->log)(...): the program can
+   have a macro log(). Objects of a process:
+     cddp__host   the ranks of this process's host
        cddp__net    the other hosts, and connections from them
      cddp_group   a group of ranks; uses a cddp__host
-       cddp__control_block   in shared memory; with two cddp__op_header and a cddp__slot per rank
-       cddp__engine          the thread that runs operations called with a handle (cddp_work)
+       cddp__control_block   with two cddp__op_header and a cddp__slot for each rank
+       cddp__engine          the thread that runs operations with a handle (cddp_work)
        cddp__p2p             messages between its ranks
        cddp__backend         runs its operations, on host memory or on a device
        cddp__carrier         moves large arrays in host memory
@@ -1701,35 +1695,35 @@ typedef struct cddp__text {
 
 /* A reference to a buffer that is valid in every process of the host: cddp__map_ref. */
 typedef struct cddp__ref {
-  uint64_t base;   /* EXTENT: its segment's offset in the memfd, bytes; POINTER: the address */
-  uint64_t size;   /* of the segment, bytes */
-  uint64_t offset; /* of the buffer in the segment, bytes */
-  uint32_t pages;  /* number of pages that the buffer touches */
+  uint64_t base;   /* EXTENT: its segment's offset in the memfd; POINTER: the address */
+  uint64_t size;   /* bytes of the segment */
+  uint64_t offset; /* of the buffer in the segment */
+  uint32_t pages;  /* number that the buffer touches */
   uint32_t kind;   /* CDDP__REF_* */
 } cddp__ref;
 enum { CDDP__REF_NONE, CDDP__REF_UNUSED, CDDP__REF_EXTENT, CDDP__REF_POINTER };
 
-#define CDDP__PAYLOAD 40 /* payload bytes in a header */
+#define CDDP__PAYLOAD 40 /* bytes in a header */
 
 /* The purpose of a round within an operation. Ranks compare it. */
 enum cddp__phase {
-  CDDP__PHASE_CALL,      /* the call itself; there is nothing else to exchange */
+  CDDP__PHASE_CALL,      /* the call itself */
   CDDP__PHASE_STAGED,    /* the ranks' shares are in headers or staging buffers */
   CDDP__PHASE_REFS,      /* the headers have the addresses of the ranks' buffers */
   CDDP__PHASE_CHUNK,     /* the ranks of a host have written, or read, a chunk */
-  CDDP__PHASE_DONE,      /* this rank has finished reading the others' buffers */
+  CDDP__PHASE_DONE,      /* this rank has read the others' buffers */
   CDDP__PHASE_BLOCK,     /* the headers have the address of a new group's control block */
   CDDP__PHASE_CONNECTED, /* connections or a communicator are established */
-  CDDP__PHASE_ROWS,      /* the headers have the number of bytes of the ranks' rows */
-  CDDP__PHASE_ROWS_DONE, /* this rank has read the other ranks' rows */
+  CDDP__PHASE_ROWS,      /* the headers have the bytes of the ranks' rows */
+  CDDP__PHASE_ROWS_DONE, /* this rank has read the others' rows */
   CDDP__PHASE_GRADIENTS, /* this rank's gradients are complete: peers can read them */
   CDDP__PHASE_WEIGHTS,   /* this rank has copied others' weights: they can clear the arena */
-  CDDP__PHASE_NORM,      /* the squares of this rank's part of the gradients are complete */
+  CDDP__PHASE_NORM,      /* the squares of this rank's part are complete */
   CDDP__PHASE_HOST = 15  /* records only: a device group's call on host memory */
 };
 
 /* shared: a rank's announcement of one round. The rank writes it, seq last. Each rank has two, used
-   alternately, since a rank is at most one round ahead of a reader: see >>round. */
+   alternately: see >>round. */
 typedef struct cddp__op_header {
   cddp__atomic_u32 seq; /* number of the round; readers sleep on it */
   uint32_t call;        /* cddp__call_code */
@@ -1745,19 +1739,19 @@ typedef struct cddp__op_header {
 } cddp__op_header;
 
 /* shared: a posted send. Both sides write state in turn; the sender writes the rest. Only the rank
-   named in a posted send's state may read the rest. An unlocked read can see the tag and number of
-   the sender's next send, if another thread has just taken this one. */
+   named in state may read the rest. An unlocked read can see the tag and number of the sender's
+   next send, if another thread has just taken this one. */
 typedef struct cddp__send_request {
   cddp__atomic_u32 state CDDP__OWN_LINE; /* CDDP__SEND_*; POSTED: with the receiver, _POSTED_TO */
   cddp__atomic_u32 tag;
   uint32_t dtype;
-  uint64_t count;          /* elements */
+  uint64_t count;
   cddp__atomic_u64 number; /* order of posting at the sender */
   union {
     unsigned char bytes[sizeof(cddp__ref)]; /* of a message that fits: one cache line has it all */
     cddp__ref ref;                          /* of a longer one */
   } u;
-  void *stage CDDP__OWN_LINE; /* memory for copies, kept for reuse; only the sender accesses it */
+  void *stage CDDP__OWN_LINE; /* memory for copies, kept for reuse; the sender's */
   size_t stage_size;
   bool staged; /* the message is a copy, and its call has returned: free when state is DONE */
 } cddp__send_request;
@@ -1773,7 +1767,7 @@ enum {
 #define CDDP__SENDS 128 /* sends in flight per rank and group; one more without a handle blocks */
 #define CDDP__SEND_BLOCKS 16 /* blocks of send requests: block i has CDDP__SENDS << i */
 #define CDDP__SITE_MAX 124 /* bytes of a call site's text */
-#define CDDP__WHERE_MAX 160 /* bytes of the text of the place where a rank waits */
+#define CDDP__WHERE_MAX 160 /* bytes of slot.where */
 
 /* shared: one call on device memory, for the watchers of the other ranks. Written by its rank. */
 typedef struct cddp__logged_call {
@@ -1794,15 +1788,14 @@ typedef struct cddp__slot {
   cddp__atomic_u32 state CDDP__OWN_LINE; /* CDDP__SLOT_*; also: the creator of ranks as threads */
   cddp__atomic_u32 inside; /* 1: between cddp__begin_access and cddp__end_access */
   cddp__atomic_u64 awaits CDDP__OWN_LINE; /* high half: ms of cddp__monotonic() at its last check;
-                                             low half: 1 + the rank of another host for which it
-                                             waits then; 0: none */
-  cddp__atomic_u32 events;   /* peers increment it after they change a send for this rank: if this
-                                rank sleeps; in a group of several hosts always */
+                                             low half: 0, or 1 + the awaited rank of another host */
+  cddp__atomic_u32 events;   /* peers increment it after they change a send for this rank, if it
+                                sleeps or hosts are several */
   cddp__atomic_u32 waiting;  /* threads of this rank that sleep on `events` */
-  cddp__atomic_u32 send_top; /* only sends below this index can be in use */
+  cddp__atomic_u32 send_top; /* sends in use are below this index */
   cddp__atomic_u32 calls;    /* number of logged calls on device memory */
   cddp__atomic_u32 works;    /* operations queued or running in its engine */
-  cddp__atomic_u32 ended;    /* in the job's first group: bit 16, and the process's wait status; 0:
+  cddp__atomic_u32 ended;    /* the job's first group: bit 16, and the process's wait status; 0:
                                 unknown. Writer: the left neighbour on the host */
   cddp__send_request sends[CDDP__SENDS];
   cddp__atomic_u32 site_round; /* the round to which `site` belongs; written as the rank fails */
@@ -1812,7 +1805,7 @@ typedef struct cddp__slot {
      Writer: the waiting thread. */
   cddp__atomic_u64 wait; /* high half: low half of the group's id; low half: its round; UINT64_MAX:
                             a message; 0: no thread has waited for long */
-  cddp__atomic_u32 failed;                 /* 1: that wait ended in a failure, for the same texts */
+  cddp__atomic_u32 failed;                 /* 1: that wait ended in a failure */
   cddp__atomic_u32 multithreaded;          /* 1: several threads of the rank use cddp */
   char where[CDDP__WHERE_MAX];             /* can change while it is read: cddp__copy_text */
   cddp__ref more_sends[CDDP__SEND_BLOCKS]; /* published by send_top; [0] is unused */
@@ -1821,8 +1814,8 @@ typedef struct cddp__slot {
 } cddp__slot;
 enum { CDDP__SLOT_EMPTY, CDDP__SLOT_TAKEN, CDDP__SLOT_LEFT, CDDP__SLOT_DEAD };
 
-/* Why calls will fail: a loss that this process has been told of, before its group is broken.
-   Shared if in a control block. Written once, by the first thread that knows it. */
+/* Why calls will fail: a loss that this process knows of before its group is broken. Shared if in a
+   control block. Written once, by the first thread that knows it. */
 typedef struct cddp__cause {
   cddp__atomic_u32 state; /* 0: none; 1: being written; 2 + a cddp_result: `text` is valid */
   char text[CDDP__ERROR_MAX];
@@ -1836,45 +1829,45 @@ typedef struct cddp__control_block {
   cddp__atomic_u32 broken CDDP__OWN_LINE; /* 0, or a cddp_result | the slot with the text << 8 */
   cddp__atomic_u32 left;   /* ranks of the host that have destroyed the group */
   cddp__atomic_u32 generation; /* of its extent; a change means that the block was freed */
-  cddp__atomic_u32 size;    /* number of ranks that must leave before it is freed; 0: unknown yet */
+  cddp__atomic_u32 size;    /* ranks that must leave before it is freed; 0: unknown yet */
   cddp__atomic_u32 staging; /* bytes of a staging buffer, as chosen by the first rank */
   cddp__atomic_u32 cores;   /* of the first rank; later: usable by all ranks of the host together */
-  cddp__atomic_u32 joins;   /* job's first group: number of processes that have joined so far */
-  cddp__atomic_u64 processors[CDDP__PROCESSORS / 64]; /* set bits: usable; job's first group */
-  cddp__cause cause;         /* of expected losses, as told by other hosts */
-  cddp__atomic_u32 reported; /* the last round for which this host has reported its arrivals */
+  cddp__atomic_u32 joins;   /* job's first group: processes that have joined so far */
+  cddp__atomic_u64 processors[CDDP__PROCESSORS / 64]; /* usable ones; job's first group */
+  cddp__cause cause;         /* of losses that other hosts have reported */
+  cddp__atomic_u32 reported; /* last round whose arrivals this host has reported */
 } cddp__control_block;
 
 /* --- hosts, groups and calls --- */
 
-struct cddp__segments { /* mapped segments, sorted */
+struct cddp__segments { /* mapped, sorted */
   struct cddp__segment **list;
   size_t count, capacity;
 };
-struct cddp__extents { /* extents of one size */
-  struct cddp__extent *free; /* a list */
-  size_t extents;            /* in all segments, free or not */
+struct cddp__extents { /* of one size */
+  struct cddp__extent *free;
+  size_t extents; /* free or not */
 };
 
 /* The memory that this rank shares. */
 typedef struct cddp__arena {
-  int fd;              /* the memfd; -1 for threads and a single rank without shared memory */
-  struct stat memory;  /* identifies the memfd: the program can close fd and reuse its number */
-  int window;          /* number of this rank's window: index, or another one if it joined */
+  int fd;              /* the memfd; -1: threads, or one rank alone */
+  struct stat memory;  /* of the memfd: the program can close fd and reuse its number */
+  int window;          /* this rank's: its index, or another number if it joined */
   int window_bits;     /* window i is [(i + 1) << bits, (i + 2) << bits) of the memfd */
-  uint64_t window_end; /* end of the used part of this rank's window, offset in the memfd */
-  cddp__atomic_u64 lowest, highest; /* bounds of the addresses of all own extents, freed ones too */
+  uint64_t window_end; /* end of the used part of the window */
+  cddp__atomic_u64 lowest, highest; /* bounds of all own extents, freed ones too */
   uint32_t generation;              /* the last number given to an extent */
   struct cddp__segments own, peers; /* own: sorted by address; peers: by offset in the memfd */
   struct cddp__extents lists[CDDP__EXTENT_SIZES]; /* by cddp__extent_list */
   struct cddp__extent *pending; /* control blocks and extents to be freed with one: a ring */
 } cddp__arena;
 
-/* The listeners for processes that join a job with an elastic model. */
+/* The listeners for processes that join. */
 struct cddp__join_listeners {
   int fd;           /* for processes of this host; -1: no elastic model */
   int tcp_fd;       /* for those of other hosts; -1: none, or another rank listens */
-  double pause_end; /* until that time of cddp__now() no joining process is answered */
+  double pause_end; /* until then no joining process is answered */
 };
 
 /* The ranks of one host, which share memory. Created by cddp_init or cddp_run_threads; used by the
@@ -1887,24 +1880,24 @@ typedef struct cddp__host {
   struct cddp__host *lead; /* itself; if ranks are threads: rank 0's host, which counts for all */
   struct cddp__host *sibling; /* if ranks are threads: a list of the hosts that lead frees */
   cddp__arena arena;
-  struct cddp__net *net;      /* the other hosts; NULL: none */
-  cddp_record_header *record; /* flight recorder; NULL: off */
+  struct cddp__net *net;      /* NULL: no other hosts */
+  cddp_record_header *record; /* NULL: off */
   char name[72];              /* of the machine */
   int cores;           /* usable by all ranks together; before the rendezvous by this rank */
-  int container_cores; /* limit of processor time of this rank's container, in cores */
+  int container_cores; /* limit of this rank's container */
   /* The ranks. */
   bool threads;            /* ranks are threads of this process: any pointer is shared */
-  int size, index;         /* number of ranks; this rank's number among them */
+  int size, index;         /* number of ranks; this one's */
   uint32_t *pids;          /* [size + CDDP__JOINS] */
   int *pidfds;             /* [size + CDDP__JOINS]; -1 except for the next rank and joined ones */
-  uint64_t started_before; /* end of the rendezvous, clock ticks since boot: processes are older */
+  uint64_t started_before; /* clock ticks since boot at the rendezvous' end: processes are older */
   /* The rendezvous and joins. */
-  bool joined;                     /* this process joined with CDDP_JOIN, without a rendezvous */
+  bool joined;                     /* this process joined with CDDP_JOIN */
   bool elastic;                    /* this rank has an elastic model */
   struct cddp__job_info *job_info; /* NULL: no process can join */
   struct cddp__join_listeners joins;
   /* Waits of this rank. */
-  struct cddp_group *groups; /* of this rank, a list by next; lock */
+  struct cddp_group *groups; /* of this rank, by next; lock */
   struct cddp__slot *slots;  /* [size] of the job's first group; NULL: it was freed */
   uintptr_t user;            /* a thread that uses cddp: the address of one of its variables */
   cddp__atomic_u32 shown;    /* 1: this rank's slot shows a thread's wait; it writes the next */
@@ -1917,22 +1910,22 @@ typedef struct cddp__call {
   int root;          /* -1: the call has no root; messages: the peer */
   const void *send;
   void *recv;
-  size_t count; /* elements; per rank in calls with a share for each rank */
+  size_t count; /* per rank in calls with a share for each rank */
   size_t esize; /* bytes of an element */
-  int tag;      /* messages */
+  int tag;
   struct cddp__counted_share *shares; /* [size] in a call with counts; NULL: all have `count` */
 } cddp__call;
 #define CDDP__COUNTED SIZE_MAX /* count of a call with counts, until its ranks know the largest */
 
-/* Calls with counts: a rank's shares for another rank and from it. All numbers are elements. */
+/* Calls with counts: a rank's shares for another rank and from it, in elements. */
 typedef struct cddp__counted_share {
-  size_t out, out_at; /* this rank's share for the other; its position in the send buffer */
-  size_t in, in_at;   /* the other's share for this rank; its position in the receive buffer */
-  size_t there;       /* its position in the other's send buffer; in a group of several hosts the
-                         position of this rank's share in the other's receive buffer */
+  size_t out, out_at; /* for the other rank; position in the send buffer */
+  size_t in, in_at;   /* from it; position in the receive buffer */
+  size_t there;       /* position of `in` in the other's send buffer; over several hosts of `out` in
+                         its receive buffer */
 } cddp__counted_share;
-/* The kinds of calls: their names in texts, and which data they move (struct cddp__shape):
-   reduces, scatters, gathers, from_root, to_root. Rounds never compare those behind COUNT. */
+/* The kinds of calls: names in texts, and which data they move (struct cddp__shape). Rounds never
+   compare those behind COUNT. */
 #define CDDP__KINDS(X) \
   X(BARRIER, "barrier", 0, 0, 0, 0, 0) \
   X(ALL_REDUCE, "all_reduce", 1, 0, 0, 0, 0) \
@@ -1962,15 +1955,15 @@ typedef struct cddp__counted_share {
 enum { CDDP__KINDS(CDDP__X) };
 #undef CDDP__X
 
-/* The functions of a group for the memory of its operations: host memory, or the memory of a device
-   and host memory. Every group has one: cddp__cpu_backend, or one of >>device. */
+/* The functions of a group for the memory of its operations. Every group has one:
+   cddp__cpu_backend, or one of >>device, which also handles host memory. */
 typedef struct cddp__backend {
   bool on_device; /* `alloc` and models' gradients: memory of a device */
   bool enqueues;  /* operations on device memory run on streams, without the host (NCCL) */
   /* Runs an operation with checked arguments. work: starts it, and sets *work. */
   cddp_result (*start)(cddp_group *g, const cddp__call *c, cddp_work **work);
-  /* Waits for an operation, at most `limit` seconds; negative: without a limit. CDDP_TIMEOUT after
-     a limit: the operation continues. Any other result is the operation's. */
+  /* Waits at most `limit` seconds; negative: without a limit. CDDP_TIMEOUT after a limit: the
+     operation continues. Any other result is the operation's. */
   cddp_result (*wait)(cddp_work *w, double limit);
   bool (*done)(cddp_work *w);
   cddp_result (*synchronize)(cddp_group *g);
@@ -1984,12 +1977,11 @@ typedef struct cddp__backend {
   void (*close)(cddp_group *g); /* after leave, when the group's memory is freed */
 } cddp__backend;
 
-/* The carrier of a group's collectives in host memory that do not fit into a round: shared memory,
-   connections between hosts, or MPI. Every group has one. */
+/* Carries a group's collectives in host memory that do not fit into a round: by shared memory,
+   connections between hosts, or MPI. */
 typedef struct cddp__carrier {
-  bool foreign; /* another library, which always reduces over all ranks: cddp_ddp_join cannot
-                   leave ranks out */
-  bool shared;  /* every rank can read all ranks' gradients, so `average` is not called */
+  bool foreign; /* another library, which reduces over all ranks, also those in cddp_ddp_join */
+  bool shared;  /* every rank can read all gradients: `average` is not called */
   cddp_result (*run)(cddp_group *g, const cddp__call *c);
   /* The mean of the ranks' c->count elements, to c->recv. arrays: those of the ranks of this
      host. */
@@ -1998,9 +1990,8 @@ typedef struct cddp__carrier {
   void (*leave)(cddp_group *g);
 } cddp__carrier;
 
-/* An operation in flight. Collectives: in the queue of the group's engine; engine.lock. Sends:
-   until the receiver takes the message. Receives: in the group's list, in order of posting;
-   p2p.lock. */
+/* An operation in flight. Collectives: in the engine's queue; engine.lock. Sends: until the
+   receiver takes the message. Receives: in the group's list, in order of posting; p2p.lock. */
 struct cddp_work {
   struct cddp_work *next;
   cddp_group *group;
@@ -2011,9 +2002,9 @@ struct cddp_work {
   uint32_t fp_mode; /* 1 + its caller's cddp__fp_mode */
   uint64_t record;  /* number of its record */
   bool done;     /* engine.lock; receives: p2p.lock */
-  bool filling;  /* receive: the message is being read into its buffer; p2p.lock */
-  bool anywhere; /* true: a waiting thread may run it; false: only the engine's thread */
-  uint32_t tick; /* engine.tick when the operation was pushed */
+  bool filling;  /* receive: the message is being read; p2p.lock */
+  bool anywhere; /* a waiting thread may run it, not only the engine's */
+  uint32_t tick; /* engine.tick when it was pushed */
   cddp_result result;
   int send; /* send: index of its request; -1: none, or the message was copied */
   int from; /* receive: the message's sender; with CDDP_ANY a candidate until done; p2p.lock */
@@ -2023,8 +2014,8 @@ struct cddp_work {
   char text[CDDP__ERROR_MAX]; /* valid when result is a failure; must be the last field */
 };
 
-/* Runs the asynchronous operations of one group in order, on its own thread, which the first of
-   them starts, or on a thread that waits. lock guards all fields but the atomic ones, thread,
+/* Runs the asynchronous operations of a group in order, on its own thread, which the first of them
+   starts, or on a thread that waits. lock guards all fields but the atomic ones, thread,
    started. */
 typedef struct cddp__engine {
   cddp__atomic_u32 held;  /* where `own` is: CDDP__OWN_* */
@@ -2033,19 +2024,19 @@ typedef struct cddp__engine {
   cddp__atomic_u32 idle;   /* polls since the last operation was pushed */
   cddp__atomic_u32 asleep; /* 1: the thread waits for `work` without a limit, or is about to */
   cddp__atomic_u32 waiters; /* threads that wait for `changed` */
-  cddp__atomic_u32 awaited; /* 1: one of them waits without a limit and has nothing else to run */
+  cddp__atomic_u32 awaited; /* 1: one of them has nothing else to run and no limit */
   pthread_mutex_t lock;
   pthread_cond_t changed; /* for waiting threads: an operation has finished */
   pthread_cond_t work;    /* for the engine's thread: an operation is due, or stop is set */
   pthread_t thread;
   bool started, stop;
-  bool busy; /* an operation from the queue is running */
+  bool busy; /* an operation of the queue is running */
   cddp_work *first, *last;
   cddp_work own; /* for one collective at a time, without an allocation */
 } cddp__engine;
 
-/* The state of an engine's own work. The thread that calls collectives takes it when it is free;
-   the thread that has waited for it frees it. */
+/* The state of an engine's own work. The thread that calls collectives takes it; the thread that
+   has waited for it frees it. */
 enum {
   CDDP__OWN_FREE,
   CDDP__OWN_HELD, /* the only operation in flight, outside the queue */
@@ -2055,16 +2046,16 @@ enum {
 
 /* How fast ranks copy chunks of one kind of collective and of similar sizes: >>collectives. */
 typedef struct cddp__copy_timing {
-  double seconds[2]; /* per byte of a chunk: [0] cached copies, [1] non-temporal copies */
+  double seconds[2]; /* per byte: [0] cached copies, [1] non-temporal copies */
   double clock;      /* seconds of the chunk being timed, so far */
   uint32_t chunks;   /* so far; the same on all ranks */
 } cddp__copy_timing;
 
-/* The messages between this rank and others in a group: >>p2p. */
+/* The messages of a group: >>p2p. */
 typedef struct cddp__p2p {
   pthread_mutex_t lock;  /* guards all other fields, except next_served */
   cddp_work *recvs;      /* pending receives, oldest first */
-  int next_any;          /* the rank that the next receive from CDDP_ANY checks first */
+  int next_any;          /* the rank that the next CDDP_ANY checks first */
   uint64_t send_number;  /* of the last posted send */
   uint64_t sends_open;   /* upper bound on the sends in flight; each scan refreshes it */
   uint64_t sends_staged; /* the same for the bytes of their copies */
@@ -2074,8 +2065,8 @@ typedef struct cddp__p2p {
   struct cddp_group *next_served; /* the next group in that list; served_lock */
 } cddp__p2p;
 
-/* A group, as one of its ranks sees it. Constant after creation, unless the heading of a field's
-   lines says otherwise. */
+/* A group, as one of its ranks sees it. Constant after creation, unless a heading says
+   otherwise. */
 struct cddp_group { /* followed by its arrays, see cddp__group_build */
   /* Ranks. */
   cddp__host *host;
@@ -2083,14 +2074,14 @@ struct cddp_group { /* followed by its arrays, see cddp__group_build */
   int rank, size;
   int *members;               /* [size] each rank's index on this host; -1: on another host */
   int *world;                 /* [size] each rank's rank in the job; NULL in a job on one host */
-  int local_size, local_rank; /* ranks of the group on this host; this rank's index among them */
-  int *slot_index;            /* [size] index of each rank's slot */
-  struct cddp__hosts *hosts;  /* NULL: all ranks are on this host. Written under host.lock */
+  int local_size, local_rank; /* ranks of the group on this host; this rank's index */
+  int *slot_index;            /* [size] */
+  struct cddp__hosts *hosts;  /* NULL: one host. Written under host.lock */
   double timeout_s;
 
   /* Functions, and their data. */
   const cddp__carrier *carrier;
-  struct cddp__mpi *mpi; /* of the MPI carrier; else NULL */
+  struct cddp__mpi *mpi; /* of the MPI carrier, or NULL */
   const cddp__backend *backend;
   void *device; /* on a device: its context, a cddp__device */
   void *stream; /* the caller's stream on the device, a cudaStream_t: cddp_set_stream */
@@ -2103,16 +2094,16 @@ struct cddp_group { /* followed by its arrays, see cddp__group_build */
   cddp__ref block_ref;
   uint32_t block_generation; /* of the control block when the group was created */
 
-  /* How this rank waits. An engine's thread changes spin and yields while it runs an operation. */
+  /* How this rank waits. An engine's thread changes spin and yields. */
   int spin, yields;    /* polls before yielding, yields before sleeping */
   bool oversubscribed; /* more ranks than cores */
-  size_t round_max;    /* largest shares for a single round, bytes; the carrier moves larger ones */
+  size_t round_max;    /* bytes of the largest share in a single round */
 
   /* Rounds. Owner: the thread that runs a collective. */
   uint32_t round;
-  uint32_t arrive_target;   /* the value of arrivals at which this round is complete */
+  uint32_t arrive_target;   /* arrivals when this round is complete */
   uint64_t calls;           /* collectives so far, for error texts */
-  void **buffers, **slices; /* [size] scratch of the running collective: the ranks' buffers */
+  void **buffers, **slices; /* [size] scratch: the ranks' buffers */
   cddp__copy_timing timings[CDDP__KIND_COUNT][2]; /* of small and of large chunks */
 
   /* Operations in flight. Each has a lock of its own. */
@@ -2134,37 +2125,36 @@ struct cddp_group { /* followed by its arrays, see cddp__group_build */
 /* A node of the canonical tree over the shards of a step: the sum of a rank's shards. */
 typedef struct cddp__shard_node {
   int32_t first, width; /* shards */
-  int32_t slot;         /* index of the sum among the rank's slots; -1: one shard, in the rank's
-                           gradients */
+  int32_t slot;         /* of the sum among the rank's slots; -1: one shard, in its gradients */
   int32_t rank;         /* in lists of all ranks' nodes */
 } cddp__shard_node;
 
-/* Where the gradient of a parameter is that ranks reduce. */
+/* Where ranks reduce the gradient of a parameter. */
 enum cddp__storage {
-  CDDP__STORAGE_COPIED,   /* in the arena, copied from params[i].grad, which the caller owns */
+  CDDP__STORAGE_COPIED,   /* in the arena, copied from params[i].grad, the caller's */
   CDDP__STORAGE_PLACED,   /* in the arena; params[i].grad points to it */
-  CDDP__STORAGE_IN_PLACE, /* at params[i].grad, which the caller owns, on all ranks */
+  CDDP__STORAGE_IN_PLACE, /* at params[i].grad, the caller's, on all ranks */
 };
 
 /* One parameter of a cddp_ddp. Offsets count in the model: all gradients side by side, also those
-   that are not in the arena. All fields are the same on every rank, except begin and end. */
+   that are not in the arena. Fields are the same on every rank, except begin and end. */
 typedef struct cddp__tensor {
   enum cddp__storage storage;
   size_t offset, bytes;
-  size_t arena_offset; /* offset in the arena; equals `offset` if no gradient is in place */
-  size_t padded_bytes; /* bytes, in the arena rounded up to a cache line; the padding stays zero */
-  size_t begin, end;   /* this rank updates these bytes of the model; end <= begin: none */
+  size_t arena_offset; /* equals `offset` if no gradient is in place */
+  size_t padded_bytes; /* in the arena up to a cache line; the padding stays zero */
+  size_t begin, end;   /* bytes that this rank updates; end <= begin: none */
   size_t first_piece;  /* index of its first element in d->squares */
-  size_t dense; /* sparse, on a device: offset in the arena of the mean as a dense gradient */
+  size_t dense; /* sparse, on a device: arena offset of the mean as a dense gradient */
   bool ready;   /* cddp_ddp_ready was called in this step; lock */
-  bool noted;   /* cddp_ddp_ready was called under no_sync since the last step; lock */
+  bool noted;   /* the same under no_sync, since the last step; lock */
   bool used;    /* by a rank, in the step that is being reduced */
   bool shared;  /* the weights of all ranks are in shared memory */
-  float restored_steps; /* in a rank that joined: steps of the parameter in the snapshot */
+  float restored_steps; /* in a rank that joined: its steps in the snapshot */
   int bucket;
 } cddp__tensor;
 
-#define CDDP__TRAINED (CDDP_BF16 + 1) /* number of dtypes that a parameter can have */
+#define CDDP__TRAINED (CDDP_BF16 + 1) /* number of dtypes of parameters */
 
 /* --- elastic models --- */
 
@@ -2174,21 +2164,21 @@ typedef struct cddp__model_info {
   char text[176];        /* describes the hashed data */
 } cddp__model_info;
 
-/* An optimizer's settings, from a cddp_sgd_desc or cddp_adamw_desc. All ranks must have the same
-   numbers, which come first, all doubles (a flag is 0 or 1): they are compared as one array. */
+/* An optimizer's settings, from a cddp_sgd_desc or cddp_adamw_desc. The numbers are first, all
+   doubles (a flag is 0 or 1): ranks compare them as one array. */
 typedef struct cddp__optim_desc {
   double lr;     /* can change, and is not part of a hash; like: */
-  double shared; /* only in the exchange of settings: the states are shared */
+  double shared; /* only in the exchange: the states are shared */
   double adamw;  /* 0: SGD */
   double momentum, dampening;
   double beta1, beta2, eps;
   double nesterov, maximize, amsgrad;
   double master_weights, sharded_states;
-  const double *lr_scales, *weight_decays; /* [count] numbers too, one array, in a cddp_optim */
+  const double *lr_scales, *weight_decays; /* [count] in a cddp_optim one array */
   double weight_decay;                     /* if weight_decays is NULL; not in a cddp_optim */
   cddp_ddp *ddp;
   void *stream;
-  void *const *copies; /* [count], or NULL; in a cddp_optim its own array */
+  void *const *copies; /* [count] or NULL; in a cddp_optim its own */
   cddp_dtype copy_dtype;
 } cddp__optim_desc;
 enum {
@@ -2204,7 +2194,7 @@ typedef struct cddp__snapshot {
   uint64_t lr_scales, weight_decays;             /* hashes */
   int32_t states;                                /* number of states of each parameter */
   bool known;     /* false: the members have no cddp_optim yet; only `stepped` is valid */
-  bool stepped;   /* false: it has made no step, so it has no states */
+  bool stepped;   /* false: no step, so no states */
 } cddp__snapshot;
 
 /* A rank of an elastic model, in the format of messages: >>elastic. */
@@ -2212,8 +2202,8 @@ typedef struct cddp__elastic_member {
   struct sockaddr_in6 address; /* where it listens; or a sockaddr_in */
   int32_t port, rank;          /* rank: in the job */
   uint32_t pid;
-  int32_t number;      /* its member number: its index among the members */
-  int32_t host, index; /* index of its host in `net`; index of its process on that host */
+  int32_t number;      /* its index among the members */
+  int32_t host, index; /* of its host in `net`; of its process on that host */
   uint64_t life;       /* random number of the process; 0: no process */
   uint64_t since;      /* the epoch in which it became a member; the oldest members lead */
   uint64_t gpu;        /* hash of its GPU's uuid; 0: none, or ranks can share it */
@@ -2222,7 +2212,7 @@ typedef struct cddp__elastic_member {
 
 typedef struct cddp__elastic_leader_info {
   cddp__elastic_member self;
-  unsigned char token[16]; /* token of the model: that of the first rank */
+  unsigned char token[16]; /* of the model: that of the first rank */
   cddp__model_info model;
 } cddp__elastic_leader_info;
 
@@ -2235,71 +2225,70 @@ typedef struct cddp__scratch {
   size_t bytes; /* of the last piece */
 } cddp__scratch;
 
-/* Sizes of the model, which has all gradients side by side, and of this rank's gradient memory.
-   Written by cddp__set_layout; in an elastic model `slots` grows later. */
+/* Sizes of the model and of this rank's gradient memory. Written by cddp__set_layout; in an elastic
+   model `slots` grows later. */
 typedef struct cddp__layout {
   int *order;         /* [count] parameters in the order of the model; sparse ones come last */
-  size_t dense;       /* bytes of the dense model, which is divided into parts */
+  size_t dense;       /* bytes of the dense model */
   size_t starts[CDDP__TRAINED + 1]; /* offset of each dtype in it; the last is `dense` */
-  size_t model_bytes; /* of the model; elastic: with sparse gradients, as dense ones */
-  size_t bytes;       /* of the arena: gradients not in place; on a device sparse ones come last */
+  size_t model_bytes; /* elastic: with sparse gradients, as dense ones */
+  size_t bytes;       /* of the arena's gradients; on a device sparse ones are last */
   size_t slot_stride; /* bytes from one slot to the next */
-  int slots;          /* of each rank; elastic: slots that this rank has used so far */
-  size_t arena_bytes; /* of the arena with the slots and squares that follow it */
-  size_t state_stride; /* bytes from one optimizer state of the model to the next */
+  int slots;          /* of each rank; elastic: used by this rank so far */
+  size_t arena_bytes; /* with the slots and squares that follow */
+  size_t state_stride; /* from one optimizer state to the next */
 } cddp__layout;
 
-/* Memory of the ranks of this host, at its addresses in this process. Written at creation; elastic:
-   as groups and slots change. Peers write to it between cddp__begin_access and cddp__end_access. */
+/* Memory of this host's ranks, as mapped in this process. Written at creation; elastic: as groups
+   and slots change. Peers write to it between cddp__begin_access and cddp__end_access. */
 typedef struct cddp__addresses {
   char **gradients; /* [ranks][count] */
   char **weights;   /* [ranks][count] if tensor.shared */
   char **slots;     /* [ranks] the first slot */
-  double **squares; /* [ranks] sums of squares of the pieces of the rank's part */
+  double **squares; /* [ranks] of the pieces of the rank's part */
 } cddp__addresses;
 
 typedef struct cddp__bucket_state cddp__bucket_state; /* >>ddp-buckets */
 
-/* The buckets, and the gradients that are ready. ddp.lock guards all fields except limits; the
-   training thread writes the plan between two steps. */
+/* The buckets, and the gradients that are ready. ddp.lock; the training thread writes the plan
+   between two steps. */
 typedef struct cddp__plan {
   size_t limits[2]; /* bytes of the first bucket, and of the others */
   int *offsets, *params; /* see cddp__plan_buckets */
   cddp__bucket_state *buckets; /* [count] */
   int count;
-  int *sorted;  /* [parameters] memory of buckets[].sorted */
+  int *sorted;  /* memory of buckets[].sorted */
   int next;     /* the first bucket that is not launched */
-  int *arrival; /* [arrived] parameters in the order of cddp_ddp_ready */
+  int *arrival; /* [arrived] order of cddp_ddp_ready */
   int arrived;
-  bool rebuilt; /* planned again, in the order of arrival: no later step does it */
+  bool rebuilt; /* planned again, once, in the order of arrival */
 } cddp__plan;
 
-/* The step in progress. Written by the training thread when buckets are at rest: at the meeting, at
-   the end of the step before, and by a clip. */
+/* The step in progress. Written by the training thread when buckets are at rest. */
 typedef struct cddp__step {
-  bool early;    /* buckets are reduced when they are full; false: when the step needs them */
-  bool sums;     /* buckets become sums, and the optimizer's kernel divides */
+  bool early;    /* buckets are reduced when full; false: when the step needs them */
+  bool sums;     /* buckets become sums; the optimizer's kernel divides */
   bool scatters; /* NCCL reduces a bucket to the ranks that step it, as the last step needed */
   bool scattered;      /* the next call must be cddp_ddp_all_gather */
-  int *active;         /* [active_count] ranks with inputs (not in cddp_ddp_join), as of the last
-                          meeting; elastic: the members of this step */
+  int *active;         /* [active_count] ranks not in cddp_ddp_join, as of the last meeting;
+                          elastic: members of this step */
   int active_count;
   int present;         /* active_count of the last completed step */
-  unsigned char *used; /* [count] as of the last wait or step; cddp_optim reads it */
+  unsigned char *used; /* [count] in the last wait or step; cddp_optim reads it */
   double norm;         /* of the last clip, on a host */
-  bool has_norm;       /* a clip has computed a norm */
+  bool has_norm;
 } cddp__step;
 
 /* The shards of a step, and the sums of this rank's. Written by the training thread; the engine
-   reads it in a step. */
+   reads it. */
 typedef struct cddp__shards {
   int count;     /* in each step: desc.shards, or one per rank */
-  int *owner;    /* [count] the rank, or elastic member, that computes the shard */
+  int *owner;    /* [count] rank, or elastic member */
   int own_count; /* this rank's; elastic: 1 */
-  int taken;     /* number that cddp_ddp_next_shard has returned; not elastic */
-  int current;   /* the shard that this rank is computing; -1: none */
-  bool spread;   /* more shards than ranks: slots hold sums, and the fields below are used */
-  cddp__shard_node *own_nodes; /* [own_node_count] this rank's sums of ended shards, ascending */
+  int taken;     /* returned by cddp_ddp_next_shard; not elastic */
+  int current;   /* being computed; -1: none */
+  bool spread;   /* more shards than ranks: slots hold sums, for: */
+  cddp__shard_node *own_nodes; /* this rank's sums of ended shards, ascending */
   int own_node_count;
   cddp__shard_node *nodes; /* [node_count] nodes of all ranks, ascending */
   int *widths;             /* [node_count] shards of each node */
@@ -2314,7 +2303,7 @@ typedef struct cddp__row_gradients {
   size_t bytes, capacity;       /* of the packet: in use; allocated */
 } cddp__row_gradients;
 
-/* cddp_ddp_join. Written by the training thread; the engine reads `joined` in a step. */
+/* cddp_ddp_join. Written by the training thread; the engine reads `joined`. */
 typedef struct cddp__uneven {
   uint32_t joined;  /* this rank's CDDP__STEP_JOINED* */
   bool had_joined;  /* a rank was in cddp_ddp_join since all last were */
@@ -2342,15 +2331,15 @@ typedef struct cddp__elastic cddp__elastic; /* >>elastic */
 typedef struct cddp__ddp_memory cddp__ddp_memory; /* >>ddp */
 struct cddp_ddp { /* followed by its arrays, see cddp__ddp_arrays */
   uint32_t id;         /* unique in this process, from 1 */
-  cddp_group *group;   /* of the caller */
+  cddp_group *group;   /* the caller's */
   cddp_group *comm;    /* its engine reduces buckets; with NCCL the caller's group */
   cddp_group *control; /* rounds of waits and steps, on the caller's thread */
   cddp_group *hooks;   /* passed to communication hooks, on the engine's thread; NULL: no hook */
-  cddp_param *params;  /* of the caller */
+  cddp_param *params;  /* the caller's */
   int count;
   cddp_ddp_desc desc;
-  const cddp__ddp_memory *memory; /* functions for the memory of gradients: host or device */
-  bool meets; /* ranks synchronize on the host in each step; false: only until plan.rebuilt */
+  const cddp__ddp_memory *memory; /* host or device */
+  bool meets; /* ranks meet on the host in each step, not only until plan.rebuilt */
   int me;     /* this rank's index in `addresses`: local rank, or elastic member; -1: none */
   cddp__tensor *tensors; /* [count] */
   char *arena;           /* this rank's gradients, on a host in shared memory: see layout */
@@ -2364,14 +2353,14 @@ struct cddp_ddp { /* followed by its arrays, see cddp__ddp_arrays */
   cddp__gpu_work gpu;
   cddp__ddp_scratch scratch;
   pthread_mutex_t lock;
-  bool no_sync;   /* cddp_ddp_no_sync; lock */
-  uint64_t steps; /* number of completed steps */
-  cddp_partition *partitions; /* [partition_count] this rank's, at most one a parameter */
+  bool no_sync;   /* lock */
+  uint64_t steps; /* completed */
+  cddp_partition *partitions; /* this rank's, at most one a parameter */
   int partition_count;
-  cddp_optim *shares;      /* optimizers with states in shared memory: a list, by next */
+  cddp_optim *shares;      /* those with states in shared memory, by next */
   cddp__elastic *elastic;  /* NULL: not elastic */
-  cddp_optim *optim;       /* elastic: the optimizer that steps the model; NULL: none yet */
-  cddp__snapshot snapshot; /* elastic: in a rank that joined, for its `optim` */
+  cddp_optim *optim;       /* elastic: steps the model; NULL: none yet */
+  cddp__snapshot snapshot; /* for the `optim` of a rank that joined */
   cddp__cause failure;     /* the result of all later calls; written under lock */
 };
 
@@ -2380,7 +2369,7 @@ struct cddp_ddp { /* followed by its arrays, see cddp__ddp_arrays */
 typedef struct cddp__connection cddp__connection; /* >>connections, as is */
 typedef struct cddp__message cddp__message;       /* a received frame */
 
-#define CDDP__LEFT_GROUPS 256 /* number of left groups that are known, for late connections */
+#define CDDP__LEFT_GROUPS 256 /* remembered, for late connections */
 
 /* Where a rank of the job runs. */
 typedef struct cddp__rank_entry {
@@ -2393,26 +2382,25 @@ typedef struct cddp__rank_entry {
 typedef struct cddp__host_entry {
   struct sockaddr_in6 address; /* without a port; or a sockaddr_in: cddp__internet_address */
   char name[68];
-  int size; /* number of ranks */
+  int size;
 } cddp__host_entry;
 
-/* The other hosts, as found by rendezvous. Constant, except the fields that lock guards, and
-   `uses`. The last user frees it. */
+/* The other hosts, as found by rendezvous. Constant, except the fields that lock guards. The last
+   user frees it. */
 typedef struct cddp__net {
   cddp_allocator allocator;
-  cddp__atomic_u32 uses; /* number of users: the host or an elastic model; groups, which can live
-                            longer */
+  cddp__atomic_u32 uses; /* the host or an elastic model; groups, which can live longer */
   int rank, size; /* of the job */
   int host, host_count;
-  unsigned char *token;    /* [16] of the job; a process that knows it has it from the store */
-  cddp__host_entry *hosts; /* [host_count] behind the token; the rank table follows the hosts */
-  cddp__rank_entry *ranks; /* [size] the rank table, sent by the host of rank 0 */
+  unsigned char *token;    /* [16] of the job; a process gets it from the store */
+  cddp__host_entry *hosts; /* [host_count] behind the token; `ranks` follows */
+  cddp__rank_entry *ranks; /* [size] the rank table, from rank 0 */
   char *secret;            /* NULL: none */
   int listener;
   cddp__cause loss;                /* set when a group of this rank has lost a rank */
   cddp__atomic_u32 starved;        /* EMFILE or ENFILE: no descriptor to accept a caller; else 0 */
   pthread_mutex_t lock;            /* guards the rest */
-  cddp__connection *incoming;      /* links that no group has claimed yet; newest first */
+  cddp__connection *incoming;      /* links that no group has claimed; newest first */
   uint64_t left[CDDP__LEFT_GROUPS]; /* 1 + ids of groups that this rank has left, a ring */
   uint32_t left_count;
 } cddp__net;
@@ -2421,16 +2409,15 @@ typedef struct cddp__net {
 typedef struct cddp__group_node {
   int first, size;        /* its ranks: hosts.ranks[first] .. */
   size_t headers_at;      /* offset of its headers and their shares in hosts.headers */
-  size_t came;            /* bytes of them that its leader has sent so far */
-  size_t bytes, bytes_at; /* of an element's subtrees there; sum of this over earlier hosts */
+  size_t came;            /* bytes of them received so far */
+  size_t bytes, bytes_at; /* of an element's subtrees there; sum over earlier hosts */
 } cddp__group_node;
 
 /* A rank of a group, as seen by another rank. */
 typedef struct cddp__peer {
-  int host, number;      /* index of its host in the group; its index among the ranks there */
-  cddp__connection *link[2]; /* this rank sends on the first and reads from both. Two, if both ends
-                                have connected at the same time. NULL: none. Any thread may read
-                                these */
+  int host, number;      /* of its host in the group; among the ranks there */
+  cddp__connection *link[2]; /* this rank sends on the first and reads from both: two, if both ends
+                                connected at the same time. Any thread may read these */
   uint64_t pass[2];      /* hosts.pass at which a frame from it, to it could not move; p2p.lock */
   cddp__atomic_u32 lost; /* 1: a connection to it has ended; any thread. Stored last, after: */
   double lost_at;
@@ -2438,33 +2425,33 @@ typedef struct cddp__peer {
 } cddp__peer;
 #define CDDP__LEFT (-1) /* in connection.error: the other side said BYE */
 
-/* Data of a group that spans hosts. Host 0 of a group is the host of its rank 0, and so on. Owner
-   of the fields that change, unless stated: the thread that runs the group's collectives. */
+/* Data of a group that spans hosts. Host 0 is that of rank 0. Owner of the fields that change,
+   unless stated: the thread that runs the group's collectives. */
 typedef struct cddp__hosts {
   cddp__net *net;
-  int count, mine;            /* number of hosts of the group; index of this host */
-  int max_locals, min_locals; /* largest and smallest number of ranks of the group on a host */
+  int count, mine;            /* hosts of the group; index of this one */
+  int max_locals, min_locals; /* number of ranks of the group on a host */
   cddp__peer *peers;          /* [size] */
   cddp__group_node *nodes;    /* [count] */
   int *ranks;                 /* [size] sorted by host */
   struct cddp__subtree *subtrees; /* of the canonical tree, by rank */
   int subtree_count;
   int *widths;              /* [subtree_count] leaves of each subtree */
-  int *leaves, leaf_count;  /* ranks that are summed: those that are not in cddp_ddp_join */
+  int *leaves, leaf_count;  /* ranks that are summed: those not in cddp_ddp_join */
   struct cddp__delivery *deliveries; /* [size * CDDP__FRAMES] posted frames, then free entries */
   int delivery_count;
-  double looked;                 /* leaders: when a round last read notices, of cddp__now() */
+  double looked;                 /* leaders: when a round last read notices */
   long step; /* of cddp__flow_run; posted frames get it: cddp__deliver awaits older ones */
   const void **pointers, **sums; /* [size] sources of a reduction */
-  unsigned char *headers; /* leaders: headers of all hosts with their shares, this host's first */
+  unsigned char *headers; /* leaders: headers and shares of all hosts, this host's first */
   int lowest_remote;      /* the lowest rank on another host */
-  bool local_only;        /* the current round is one of this host only */
+  bool local_only;        /* the current round is this host's */
   char *stage;            /* bytes in transit to and from other hosts */
   size_t stage_size;
   char **scratch;    /* [local_size] shared: chunks of private buffers; NULL: none yet */
-  cddp__connection *links; /* to ranks of other hosts; p2p.lock, as are the fields up to `pass` */
-  cddp__message *stored, **stored_end; /* messages that no receive waits for yet, oldest first */
-  size_t stored_bytes;                 /* of all of them */
+  cddp__connection *links; /* to other hosts; p2p.lock, as the fields up to `pass` */
+  cddp__message *stored, **stored_end; /* messages without a receive, oldest first */
+  size_t stored_bytes;
   uint64_t pass;         /* number of the current pass through the deliveries */
   bool polling;          /* a thread of this rank polls for all threads that wait */
   int wake_fd;           /* an eventfd that wakes it */
