@@ -265,9 +265,9 @@ typedef struct cddp_group_desc {
    hosts, firewalls, secrets, two jobs on one port, backend mpi. */
 CDDP_CHECKED CDDPDEF cddp_result cddp_init(cddp_group **out, const cddp_group_desc *desc);
 
-/* The rank that a launcher gave this process and that cddp_init(&g, NULL) will use. Returns -1
-   without a launcher, and in an interactive shell of Slurm (srun --pty bash). Returns 0 if the
-   launcher's variables are wrong: cddp_init then explains them. */
+/* The rank that a launcher gave this process and that cddp_init(&g, NULL) will use. -1: no
+   launcher, or an interactive shell of Slurm (srun --pty bash). 0 if the launcher's variables are
+   wrong: cddp_init then explains them. */
 CDDPDEF int cddp_launcher_rank(void);
 
 /* Collective over g. Ranks that pass the same color (>= 0) form a group, ordered by (key, rank in
@@ -281,8 +281,7 @@ CDDPDEF cddp_result cddp_group_new(cddp_group *g, const int *ranks, int count, c
 
 /* Leaves the group and frees it. Local; NULL is fine. Ranks that still wait for this one get
    CDDP_PEER_LOST. Blocks while messages to other hosts still move, at most a second after the last
-   one did. Wait for asynchronous operations first. Models on the group keep its memory until their
-   own destruction. */
+   one did. Wait for asynchronous operations first. */
 CDDPDEF void cddp_destroy(cddp_group *g);
 
 CDDPDEF int cddp_rank(const cddp_group *g);             /* 0 .. world_size - 1; -1 for NULL */
@@ -428,13 +427,12 @@ CDDPDEF cddp_result cddp_test(cddp_work *w, bool *done);
      update(weights, grads);                            // yours, the same on all ranks
    You zero the gradients, as before. Other changes that a trainer may need:
      your trainer                       change
-     update walks one flat block        set each grad to its place there, before cddp_ddp_create
+     update walks one flat block        set each grad to its place there
      k micro-batches a step             add each gradient / k; call cddp_ddp_ready in the last one
      loss sums over the batch           cddp divides by the number of ranks: multiply the learning
                                         rate by it
-     updates without gradients          average the weights after each step, by cddp_all_reduce with
-                                        CDDP_AVG
-     collectives without a cddp_ddp     broadcast rank 0's weights: only cddp_ddp_create does it
+     updates without gradients          broadcast rank 0's weights once; average them after each
+                                        step by cddp_all_reduce with CDDP_AVG
      rank 0 prints, evaluates, writes   the others wait in their next call, for at most timeout_s
    Fine print: a trainer like llm.c. */
 
@@ -460,8 +458,8 @@ typedef struct cddp_bucket {
   int param_count;
 } cddp_bucket;
 
-/* Called on a thread of cddp, one bucket at a time, on every rank. On GPUs with NCCL it is called
-   by cddp_ddp_ready, _wait or _step; data is device memory, and the hook enqueues its work on
+/* Called on a thread of cddp, one bucket at a time. On GPUs with NCCL cddp_ddp_ready, _wait or
+   _step call it; data is device memory, and the hook enqueues its work on
    cddp_stream(bucket->group). Like DDP's register_comm_hook. Example: examples/powersgd.c. */
 typedef cddp_result (*cddp_comm_hook)(cddp_bucket *bucket, void *user_data);
 
@@ -476,22 +474,22 @@ typedef struct cddp_ddp_desc {
                                   ready on no rank is not updated */
   cddp_comm_hook comm_hook;    /* NULL = all_reduce with CDDP_AVG */
   void *comm_hook_data;        /* its user_data */
-  cddp_param *buffers;         /* state that is not trained (running means); grad is ignored;
-                                  any dtype; the array must stay as the params */
+  cddp_param *buffers;         /* state that is not trained (running means), any dtype; the array
+                                  must stay as the params */
   int buffer_count;            /* broadcast from rank 0 at creation and by cddp_ddp_sync_buffers */
-  bool uneven_inputs;          /* cddp_ddp_join needs it on GPUs with NCCL, where it costs a wait of
-                                  the hosts for each other in each step */
+  bool uneven_inputs; /* for cddp_ddp_join on GPUs with NCCL; the ranks then wait for each other in
+                         each step */
   const size_t *sparse_rows;   /* [count] 0 = dense; else rows: cddp_ddp_add_rows; NULL = all 0 */
   int shards;                  /* see >>api-shards; at least the number of ranks, at most 4,096;
                                   0 = one for each rank */
   bool elastic;                /* see >>api-elastic; shards is the largest number of ranks */
-  double max_grad_norm;        /* cddp_ddp_step clips as cddp_ddp_clip_grad_norm does; 0 = it does
-                                  not, INFINITY = only for cddp_ddp_grad_norm */
+  double max_grad_norm;        /* cddp_ddp_step clips as cddp_ddp_clip_grad_norm does; 0 = no,
+                                  INFINITY = only cddp_ddp_grad_norm */
 } cddp_ddp_desc;
 
 /* Creates a model: compares names, counts, dtypes and settings with rank 0's (CDDP_MISMATCH names
-   the first difference), copies rank 0's data to all ranks, and assigns gradients to buckets like
-   PyTorch. Collective over g. Destroy the model before g. Like DistributedDataParallel(module).
+   the first difference), and copies rank 0's data to all ranks. Collective over g. Destroy the
+   model before g. Like DistributedDataParallel(module).
      params   must stay in place until cddp_ddp_destroy, and so must data and grad: a
               std::vector<cddp_param> must not grow after this call. Overlaps are
               CDDP_INVALID_ARGUMENT
@@ -521,16 +519,16 @@ CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_wait(cddp_ddp *d);
 /* cddp_ddp_wait, cddp_optim_step and zero gradients in one pass, with the bits of the three calls
    (NaNs can differ). Each rank reduces its share, updates it, and writes the new weights for all
    ranks on its host; it keeps 1/world_size of the optimizer's states. Collective. s must have been
-   created for the same params array. On GPUs every rank updates all weights by one kernel, unless
-   sharded_states is set. */
+   created for the same params array. On GPUs every rank updates all weights, unless sharded_states
+   is set. */
 CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_step(cddp_ddp *d, cddp_optim *s);
 
 /* The number of completed cddp_ddp_wait and cddp_ddp_step, the same on all ranks; 0 for NULL.
    Checkpoints with cddp_checkpoint_desc.ddp contain it. */
 CDDPDEF uint64_t cddp_ddp_steps(const cddp_ddp *d);
 
-/* on: gradients accumulate locally, and cddp does not divide them by the number of micro-batches.
-   off: the next step sends all. While on, cddp_ddp_wait returns immediately and cddp_ddp_step is
+/* on: gradients accumulate locally (divide them by the number of micro-batches yourself). off: the
+   next step sends all. While on, cddp_ddp_wait returns immediately and cddp_ddp_step is
    CDDP_INVALID_ARGUMENT. The same call on every rank, between steps. Like DDP's no_sync(). */
 CDDPDEF void cddp_ddp_no_sync(cddp_ddp *d, bool on);
 
@@ -796,9 +794,9 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
    before the first cddp_ddp_next_shard of a step.
 
    JOINING. To replace or add a rank, start a process with the job's variables (CDDP_SECRET too) and
-   CDDP_JOIN=1. Its RANK is that of a lost process, or any number that no living rank has. It
-   receives the weights, the states of cddp's optimizer and the step count between two steps.
-   cddprun --elastic and cddp_spawn_elastic replace ranks automatically.
+   CDDP_JOIN=1. Its RANK is any number that no living rank has. It receives the weights, the states
+   of cddp's optimizer and the step count between two steps. cddprun --elastic and
+   cddp_spawn_elastic replace ranks automatically.
 
      error of a joining process   cause
      CDDP_PEER_LOST               the job has ended or cannot be found
@@ -864,11 +862,11 @@ typedef struct cddp_checkpoint_desc {
 } cddp_checkpoint_desc;
 
 /* Rank 0 writes its params (any dtype, each with a name), and the parts that desc names, to a
-   temporary file, syncs it, and renames it over `path`. A failure, a full disk or a kill leaves the
-   old file as it was. Blocks until the file is on the disk, at most timeout_s. Collective over g; g
-   NULL: this process alone. Like safetensors' save_file. All ranks get the same result: CDDP_IO if
-   `path` is a symbolic link or a device, if another process is saving to it, or if the file system
-   fails; CDDP_MISMATCH if parameters or options differ. Fine print: checkpoint files. */
+   temporary file, syncs it, and renames it over `path`. A failure or a kill leaves the old file.
+   Blocks until the file is on the disk, at most timeout_s. Collective over g; g NULL: this process
+   alone. Like safetensors' save_file. All ranks get the same result: CDDP_IO if `path` is a
+   symbolic link or a device, if another process is saving to it, or if the file system fails;
+   CDDP_MISMATCH if parameters or options differ. Fine print: checkpoint files. */
 CDDP_CHECKED CDDPDEF cddp_result cddp_save(cddp_group *g, const char *path,
                                            const cddp_param *params, int count,
                                            const cddp_checkpoint_desc *desc);
@@ -1083,10 +1081,10 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    of cddp: cddp_cancel and timeout_s end receives. A signal handler must not call cddp or leave a
    call by longjmp.
 
-   STOPPED PEERS. A call returns its failure when its buffers are the caller's again. The exception
-   is a peer on this host that is stopped for 5 s more (SIGSTOP, a frozen container): when it
-   continues, it can write to memory of cddp_alloc and to gradients that the failed call used. Free
-   such memory (cddp does not allocate it again), and create its models and buffers anew.
+   STOPPED PEERS. When a call has failed, its buffers are the caller's again. The exception is a
+   peer on this host that is stopped for 5 s more (SIGSTOP, a frozen container): when it continues,
+   it can write to memory of cddp_alloc and to gradients that the call used. Free such memory (cddp
+   does not allocate it again), and create its models and buffers anew.
 
    STOPPED JOBS. A whole job can be stopped for any time and continued (SIGSTOP, Slurm's suspend, a
    paused virtual machine): stops of more than 0.5 s do not count against a process's own deadlines.
@@ -1155,8 +1153,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    SHARED MEMORY. A file size limit (ulimit -f) also limits what a rank shares by cddp_alloc: to the
    largest power of two that is at most the limit / (local ranks + 1). Memory is on huge pages,
    which are allocated immediately, if MADV_COLLAPSE makes them (Linux 6.1) or
-   /sys/kernel/mm/transparent_hugepage/shmem_enabled is advise. Do not call cddp_init while another
-   thread changes the environment.
+   /sys/kernel/mm/transparent_hugepage/shmem_enabled is advise.
 
    MISMATCHES AND DEADLOCKS. CDDP_MISMATCH also means that two ranks on one host wait for each other
    in different groups, such as one in cddp_save and one in a model's step. Such a deadlock is found
@@ -1180,8 +1177,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
      a comm_hook; over several hosts or with MPI
      those below 1 MiB, or all with several shards
 
-   Buckets are assigned like PyTorch's after its first rebuild (a sparse parameter counts as if it
-   were dense).
+   Buckets are assigned like PyTorch's after its first rebuild.
 
    MODELS AND GROUPS. If a group is destroyed before its models, the models keep its memory. On CPUs
    they continue to work; on GPUs their calls fail, except cddp_ddp_destroy.
@@ -1252,9 +1248,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    cddp_optim_write_copies. In a checkpoint they are optimizer.master.NAME.
 
    ADAMW. At a parameter's end the scalar loop of PyTorch's kernel can round differently; f64
-   differs by roundings. A parameter's steps are those in which a rank used it. In a checkpoint the
-   state of parameter NAME is optimizer.exp_avg.NAME, .exp_avg_sq.NAME, .max_exp_avg_sq.NAME
-   (amsgrad) and .step.NAME.
+   differs by roundings. In a checkpoint the state of parameter NAME is optimizer.exp_avg.NAME,
+   .exp_avg_sq.NAME, .max_exp_avg_sq.NAME (amsgrad) and .step.NAME.
 
    CHECKPOINT FILES. States that are distributed over the ranks are written whole. A GPU's memory is
    read after the group's stream has finished (g NULL: the device). A failure leaves at most
@@ -1262,10 +1257,10 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    decides itself when the file is on the disk. Without flock(), as on Lustre without -o flock,
    concurrent saves are not noticed.
 
-   The new file has the old one's mode, and the user and group of this process. If reading fails
-   after the checks, rank 0's params can be partly overwritten. States of another optimizer are
-   refused; with partial the learning rate is taken, and the states begin anew. A sampler's first
-   cddp_sampler_set_epoch after cddp_load does not rewind.
+   The new file has the old one's mode. If reading fails after the checks, rank 0's params can be
+   partly overwritten. States of another optimizer are refused; with partial the learning rate is
+   taken, and the states begin anew. A sampler's first cddp_sampler_set_epoch after cddp_load does
+   not rewind.
 
    FORKED RANKS. cddp_spawn sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and
    MASTER_PORT; without CDDP_SECRET also a random CDDP_JOB_SECRET, which keeps other users of the
@@ -1287,10 +1282,9 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    CUDA_MODULE_LOADING=EAGER is set. Ranks can share a GPU, or parts of one (MIG), from NCCL 2.30 on
    if all have NCCL_MULTI_RANK_GPU_ENABLE=1.
 
-   NCCL 2.23 or later is recommended: in older versions the calling thread runs an operation, and
-   the abort after a failure can free memory under it if it does not return for 0.5 s. Without
-   LOCAL_RANK a rank's position among the ranks of its host selects the GPU; with backend "cpu"
-   device "cuda" is LOCAL_RANK modulo the number of GPUs.
+   NCCL 2.23 or later is recommended: in older versions the abort after a failure can crash an
+   operation that does not return for 0.5 s. Without LOCAL_RANK a rank's position among the ranks of
+   its host selects the GPU; with backend "cpu" LOCAL_RANK is taken modulo the number of GPUs.
 
    Messages in device memory match in the order of calls between two ranks; tags are not compared.
    Messages with a handle are sent together, at the group's next other call, or at their cddp_wait
@@ -1298,9 +1292,9 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 
    NCCL's sums have equal bits on all ranks; another number of ranks, or another version of NCCL,
    can give other bits (cddp_ddp_desc.shards avoids that). MIN and MAX can ignore a NaN. Means of
-   floats are sums that a kernel multiplies by 1/world_size. Means of f16, and all means without
-   cddp_kernels.cuh, are NCCL's, which in bf16 are off by up to 0.2 %, in f16 by 0.03 %, unless
-   world_size is a power of two.
+   f16, and all means without cddp_kernels.cuh, are NCCL's: unless world_size is a power of two they
+   are off by up to 0.2 % in bf16, 0.03 % in f16. Other means of floats are the sum times
+   1/world_size.
 
    timeout_s counts from the enqueueing of an operation, in a CUDA graph from the beginning of
    cddp_synchronize or cddp_barrier. Calls of ranks on different hosts are compared in cddp_barrier
@@ -1318,8 +1312,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    also for device "cpu".
 
    FLIGHT RECORDER. >>api-layouts has the file's format. A process that joined later has
-   dir/cddp-JOB-RANK.joinN.rec. The file is mapped: you can copy or remove a running job's file, but
-   truncating it (> file, copytruncate) ends the rank by SIGBUS.
+   dir/cddp-JOB-RANK.joinN.rec. You can copy or remove a running job's file, but truncating it
+   (copytruncate) ends the rank by SIGBUS.
 
    STORES. With file:// the first process that opens the path serves, for other hosts on a TCP port
    (of CDDP_PORTS, if set). Its cddp_store_destroy, or its death, ends the store, and operations of
@@ -1346,16 +1340,13 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    call cddp_ddp_wait instead of cddp_ddp_step. To overlap communication with the backward pass,
    take grads_memory from cddp_alloc, and list each layer's part of a tensor as a cddp_param.
 
-   Its train_gpt2.cu has all that zero.cuh does, written by hand. There
-     multi_gpu_config_init             cddp_init with device "cuda", then cddp_set_stream to
-                                       main_stream; MPI, the ids and their exchange are removed
+   Its train_gpt2.cu does all this by hand. There
+     multi_gpu_config_init             cddp_init with device "cuda", cddp_set_stream(g, main_stream)
      params and gradients of floatX    a cddp_param for each layer's part of a tensor, CDDP_BF16
-     multi_gpu_async_reduce_gradient   cddp_ddp_ready for each of its pointers, in the last
-                                       micro-step; cddp_ddp_no_sync(ddp, true) before, or no ready
+     multi_gpu_async_reduce_gradient   cddp_ddp_ready for each pointer, in the last micro-step
      gpt2_calculate_grad_norm          max_grad_norm = 1; cddp_ddp_grad_norm, if it is printed
      gpt2_update and its ncclAllGather cddp_ddp_step with master_weights, and weight_decays of 0 for
-                                       vectors; m, v and master memory are removed. cddp rounds to
-                                       nearest, not at random
+                                       vectors. cddp rounds to nearest, not at random
      save_state, load_state            cddp_save and cddp_load with desc.optim */
 
 /* >>api-layouts -----------------------------------------------------------------------------------
