@@ -13022,25 +13022,22 @@ static const cddp__carrier cddp__mpi_carrier = {
      1. A collective with a handle goes into its group's queue. If no other is in flight, it is held
         outside the queue, which needs no lock.
      2. A thread that waits for a collective that has not started runs the queue up to it, or the
-        held one. The cost is that of a call without a handle.
+        held one, at the cost of a call without a handle.
      3. Operations that no thread waits for are run by the engine, a thread that the first operation
-        starts. It polls the queue every CDDP__ENGINE_POLL_S, less often while it is empty, and
-        runs operations that were there at the previous poll. After CDDP__ENGINE_IDLE_POLLS without
-        a new operation it sleeps. So most operations wake no thread.
+        starts. It polls the queue and runs operations that were there at the previous poll. After
+        CDDP__ENGINE_IDLE_POLLS without a new one it sleeps. So most operations wake no thread.
      4. Buckets of a cddp_ddp are due immediately, not at the next poll.
      5. A collective without a handle first waits, as in 2, until the queue is empty. */
 
 #define CDDP__ENGINE_POLL_S 2e-4 /* so long an operation is left to a waiting thread */
-#define CDDP__ENGINE_POLL_MAX_S 1.6e-3 /* longest poll interval: polls take time from the ranks */
+#define CDDP__ENGINE_POLL_MAX_S 1.6e-3 /* while the queue is empty: polls take the ranks' time */
 #define CDDP__ENGINE_IDLE_POLLS 10 /* polls without a new operation before the engine sleeps */
 #define CDDP__ENGINE_SPIN 250    /* polls of a round by an engine that shares its core */
 
 static void cddp__work_free(cddp_work *work) {
-  cddp__engine *engine = &work->group->engine;
-  if (work == &engine->own)
-    cddp__store32(&engine->held, CDDP__OWN_FREE);
-  else
-    cddp__free(&work->group->host->allocator, work);
+  cddp_group *g = work->group;
+  if (work == &g->engine.own) cddp__store32(&g->engine.held, CDDP__OWN_FREE);
+  else cddp__free(&g->host->allocator, work);
 }
 
 static void cddp__work_init(cddp_work *work, cddp_group *g) {
@@ -13084,9 +13081,8 @@ static void cddp__engine_append(cddp__engine *engine, cddp_work *work) {
   engine->last = work;
 }
 
-/* Moves the held operation to the queue; it is counted in engine->works before it is no longer
-   held, so that peers always see it in flight. Returns whether a thread runs an operation: then no
-   other may start. lock held. */
+/* Moves the held operation to the queue. It is counted in engine->works before: peers always see it
+   in flight. Returns whether a thread runs an operation: then no other may start. lock held. */
 static bool cddp__engine_enqueue_held(cddp__engine *engine) {
   if (cddp__load32(&engine->held) == CDDP__OWN_HELD) {
     cddp__add32(engine->works, 1);
@@ -13098,8 +13094,7 @@ static bool cddp__engine_enqueue_held(cddp__engine *engine) {
   return engine->busy || cddp__load32(&engine->held) == CDDP__OWN_RUNS;
 }
 
-/* Runs the first operation of the queue on this thread. lock held; released during the
-   operation. */
+/* Runs the queue's first operation on this thread. lock held; released during the operation. */
 static void cddp__engine_run(cddp__engine *engine) {
   cddp_work *work = engine->first;
   cddp_group *g = work->group;
@@ -13124,7 +13119,7 @@ static void cddp__engine_run(cddp__engine *engine) {
   if (engine->first != NULL) pthread_cond_signal(&engine->work);
 }
 
-/* If the engine's own work is held, runs it on this thread, which waits for it. Takes no lock. */
+/* If the engine's own work is held, runs it on this thread, which waits for it, without a lock. */
 static bool cddp__engine_run_held(cddp__engine *engine) {
   if (!cddp__swap32(&engine->held, CDDP__OWN_HELD, CDDP__OWN_RUNS)) return false;
   cddp__work_run(&engine->own);
@@ -13138,8 +13133,8 @@ static bool cddp__engine_run_held(cddp__engine *engine) {
   return true;
 }
 
-/* The engine's thread. It announces in `asleep` that it will sleep, and checks the queue once more:
-   this check finds an operation of a thread that still saw it awake. */
+/* It announces in `asleep` that it will sleep, and checks the queue once more: this finds an
+   operation of a thread that still saw it awake. */
 static void *cddp__engine_main(void *arg) {
   cddp_group *g = (cddp_group *)arg;
   cddp__engine *engine = &g->engine;
@@ -13176,7 +13171,6 @@ static void cddp__engine_make_due(cddp__engine *engine) {
   if (!busy) pthread_cond_signal(&engine->work);
 }
 
-/* Passes the work to its group's engine. The engine's thread starts on first use. */
 static cddp_result cddp__engine_push(cddp_work *work) {
   cddp__engine *engine = &work->group->engine;
   cddp_result r = CDDP_OK;
@@ -13241,7 +13235,7 @@ static bool cddp__engine_wait(cddp__engine *engine, cddp_work *work, double dead
   return ok;
 }
 
-/* Waits until all asynchronous collectives of g have finished. */
+/* Waits for all asynchronous collectives of g. */
 static void cddp__engine_drain(cddp_group *g) {
   cddp__engine *engine = &g->engine;
   if (!engine->started) return; /* written only by the thread that calls this group's collectives */
@@ -13266,8 +13260,8 @@ static void cddp__engine_stop(cddp_group *g) {
   engine->started = false;
 }
 
-/* Fails because an operation has not finished within `limit`. */
-static cddp_result cddp__fail_unfinished(const cddp_work *work, double limit) {
+static cddp_result cddp__fail_unfinished
+(const cddp_work *work, double limit) {
   return cddp__fail(CDDP_TIMEOUT,
                     "cddp_wait_for: %s on rank %d has not finished after %g s; it continues",
                     cddp__shapes[work->call.kind].name, work->group->rank, limit);
@@ -13366,23 +13360,21 @@ static bool cddp__cpu_done(cddp_work *work) {
    Owns: the bytes in headers and staging buffers.
    Touches: peers' buffers, between cddp__begin_access and cddp__end_access.
    Entry points: cddp__cpu_start (with or without a handle), cddp__run_call.
-   How it works: every collective is one of three sequences of rounds. All ranks choose the same
-   one, from the size and from the refs of all ranks' buffers.
+   How it works: a collective is one of three sequences of rounds, chosen by its size and by where
+   all ranks' buffers are.
      one round   Up to CDDP__ROUND_MAX bytes (several hosts: up to CDDP__PIGGYBACK in all). Each
-                 rank writes its share to its header (up to 40 bytes) or staging buffer, and reads
-                 the shares that it needs. Every rank adds all values, in the same order.
-     direct      All buffers that other ranks need are in shared memory. One round announces the
-                 addresses, each rank reads (all_reduce: also writes) its peers' buffers in place,
-                 and one round ends the access. In an all_reduce rank r reads the r-th slice of
-                 every buffer once and writes the result to every buffer: the fewest bytes possible.
-     staged      Other memory. The shares pass through the staging buffers chunk by chunk, one round
-                 a chunk. The staging buffers stay in the cache. The first chunk is already there
-                 when the ranks announce their buffers. An all_reduce on three or more ranks: each
-                 adds up a slice of a long chunk, and reads the other slices after a second round.
-   Non-temporal copies: two cores with a common last-level cache read each other's lines fast. Cores
-   on different dies take 3 to 8 times as long, unless the lines are in memory. So ranks regularly
-   time some chunks of each kind with both copies, and use non-temporal ones if these are a fifth
-   faster; less can be chance. (process_vm_readv was slower on every machine measured.) */
+                 rank writes its share to its header or staging buffer, and reads the shares that
+                 it needs. Every rank adds all values, in the same order.
+     direct      All buffers that other ranks need are in shared memory. One round announces their
+                 addresses, each rank reads (all_reduce: also writes) them in place, and one round
+                 ends the access. In an all_reduce rank r reads the r-th slice of every buffer
+                 once and writes the result to every buffer: the fewest bytes possible.
+     staged      Other memory. The shares pass through the staging buffers, which stay in the
+                 cache, one round a chunk. An all_reduce on three or more ranks: each adds up a
+                 slice of a long chunk, and reads the other slices after a second round.
+   Non-temporal copies: cores on different dies read each other's lines 3 to 8 times slower than
+   cores with a common cache, unless the lines are in memory. So ranks regularly time some chunks of
+   each kind with both copies, and use non-temporal ones if these are a fifth faster. */
 
 #define CDDP__NT_MIN ((size_t)16 << 10) /* smallest chunk with non-temporal copies, bytes */
 #define CDDP__NT_LARGE ((size_t)64 << 10) /* chunks from here on have timings of their own */
@@ -13391,16 +13383,14 @@ static bool cddp__cpu_done(cddp_work *work) {
 #define CDDP__TIMING_RUNS 4u   /* chunks timed with each kind of copy: cached, then non-temporal */
 #define CDDP__NT_BLOCK 4096 /* bytes of a sum between two non-temporal copies */
 #define CDDP__CHECK_BYTES ((size_t)1 << 20) /* written to a peer between checks of the group */
-/* Oversubscribed: the bytes, on all ranks, that a rank reads in the time of a second round
-   (cddp__exchange_slices). */
+/* Oversubscribed: bytes that a rank reads in the time of a second round. */
 #define CDDP__OVERSUBSCRIBED_READ ((size_t)384 << 10)
 /* Bytes of a staging buffer to prefetch for the next call. memcpy itself prefetches larger ones. */
 #define CDDP__PREFETCH_MAX ((size_t)2 << 10)
 #define CDDP__PIPELINE_CHUNKS 16 /* chunks of a one-sided call, if they have STAGING_MIN or more */
 #define CDDP__SLICES_MIN ((size_t)16 << 10) /* bytes of a chunk; up to here one round is faster */
 
-/* A call's elements [begin, begin + n) of each share, as they pass through headers or staging
-   buffers. */
+/* A call's elements [begin, begin + n) of each share. */
 typedef struct cddp__chunk {
   size_t begin, n;
   bool in_header; /* small enough for the headers */
@@ -13414,14 +13404,13 @@ static char *cddp__chunk_memory(const cddp_group *g, uint32_t round, const cddp_
                       : (char *)cddp__staging_of(g, 0, round);
 }
 
-/* Returns whether some ranks only copy while the others wait. */
+/* Some ranks only copy while the others wait. */
 static bool cddp__is_one_sided(const cddp__call *call) {
   return cddp__shapes[call->kind].from_root || cddp__shapes[call->kind].to_root;
 }
 
-/* The timing of such a chunk. NULL: it is copied through the cache, because it is small, or its
-   reader can run on the same core. So is the only chunk of a one-sided call: the writer would time
-   only its own half. */
+/* The timing of such a chunk. NULL: it is small, or its reader can run on the same core, or it is
+   the only chunk of a one-sided call, whose writer would time only its own half. */
 static cddp__copy_timing *cddp__timing_of(cddp_group *g, const cddp__call *call,
                                           const cddp__chunk *chunk) {
   size_t bytes = chunk->n * call->esize * cddp__send_shares(g, call);
@@ -13431,25 +13420,23 @@ static cddp__copy_timing *cddp__timing_of(cddp_group *g, const cddp__call *call,
   return &g->timings[call->kind][bytes >= CDDP__NT_LARGE];
 }
 
-/* Returns whether the next chunk is timed. */
 static bool cddp__is_timed(const cddp__copy_timing *timing) {
   return timing != NULL && timing->chunks % CDDP__TIMING_PERIOD < 2 * CDDP__TIMING_RUNS;
 }
 
-/* Returns whether ranks copy the next chunk with non-temporal stores. */
 static bool cddp__uses_nontemporal(const cddp__copy_timing *timing) {
   if (CDDP__LIKELY(timing == NULL)) return false;
   if (cddp__is_timed(timing)) return timing->chunks % CDDP__TIMING_PERIOD >= CDDP__TIMING_RUNS;
   return timing->seconds[1] < 0.8 * timing->seconds[0];
 }
 
-/* Starts (-1) or stops (1) the clock of a chunk that is timed. */
+/* Starts (-1) or stops (1) the clock. */
 static void cddp__clock_chunk(cddp__copy_timing *timing, int sign) {
   if (cddp__is_timed(timing)) timing->clock += sign * cddp__now();
 }
 
-/* Ends the timing of a chunk that this rank has read. The first two of a row do not count: they
-   find the buffers as the other kind of copy has left them. Of the rest the fastest counts. */
+/* Ends the timing of a chunk. The first two of a row do not count: they find the buffers as the
+   other kind of copy has left them. Of the rest the fastest counts. */
 static void cddp__record_timing(cddp__copy_timing *timing, size_t bytes) {
   uint32_t n = timing->chunks % CDDP__TIMING_RUNS;
   double *least = &timing->seconds[cddp__uses_nontemporal(timing)];
@@ -13458,7 +13445,7 @@ static void cddp__record_timing(cddp__copy_timing *timing, size_t bytes) {
   timing->chunks++;
 }
 
-/* Returns whether each rank adds up a slice of such a chunk (cddp__exchange_slices). */
+/* Each rank adds up a slice of such a chunk (cddp__exchange_slices). */
 static bool cddp__is_sliced(const cddp_group *g, const cddp__call *call, const cddp__chunk *chunk) {
   size_t bytes = chunk->n * call->esize;
   if (CDDP__LIKELY(bytes <= CDDP__SLICES_MIN) || call->kind != CDDP__KIND_ALL_REDUCE) return false;
@@ -13466,8 +13453,7 @@ static bool cddp__is_sliced(const cddp_group *g, const cddp__call *call, const c
   return g->size > 2 && g->hosts == NULL;
 }
 
-/* Writes this rank's shares of the chunk to its memory. Inlined into the caller's loop it would be
-   a tenth slower for 1 KiB. */
+/* Writes this rank's shares of the chunk to its header or staging buffer. */
 static void cddp__write_shares(cddp_group *g, const cddp__call *call, const cddp__chunk *chunk) {
   size_t bytes = chunk->n * call->esize, shares = cddp__send_shares(g, call), apart, begin, end, r;
   char *space = cddp__chunk_memory(g, g->round + 1, chunk, &apart);
@@ -13518,7 +13504,7 @@ static void cddp__read_result(const cddp_group *g, const cddp__call *call, const
                   call->count * call->esize >= CDDP__NT_SHARE);
 }
 
-/* Reads this rank's result of the chunk from all ranks' headers or staging buffers. */
+/* The same from all ranks' headers or staging buffers. */
 static void cddp__read_staged(const cddp_group *g, const cddp__call *call,
                               const cddp__chunk *chunk) {
   size_t apart, r;
@@ -13533,7 +13519,7 @@ static void cddp__read_staged(const cddp_group *g, const cddp__call *call,
 }
 
 /* Adds up this rank's slice of n elements, block by block, and writes it to `to`; NULL: to all
-   buffers. nontemporal: with non-temporal copies. */
+   buffers. */
 static void cddp__reduce_slices(const cddp_group *g, const cddp__call *call, size_t n,
                                 void *const *bufs, char *to, bool nontemporal) {
   cddp_dtype dtype = (cddp_dtype)call->dtype;
@@ -13553,8 +13539,8 @@ static void cddp__reduce_slices(const cddp_group *g, const cddp__call *call, siz
   }
 }
 
-/* Reads this rank's result of an all_reduce's chunk: adds up its slice of the chunk, and reads the
-   other slices once all ranks have added theirs. Each value is read twice, not by every rank. */
+/* Adds up this rank's slice of an all_reduce's chunk, and reads the other slices once all ranks
+   have added theirs. Each value is read twice, not by every rank. */
 static cddp_result cddp__exchange_slices(cddp_group *g, const cddp__call *call,
                                          const cddp__chunk *chunk, bool nontemporal) {
   size_t apart, begin, end;
@@ -13589,8 +13575,7 @@ static cddp__chunk cddp__chunk_at(const cddp_group *g, const cddp__call *call, s
   return k;
 }
 
-/* Runs a call chunk by chunk: each rank writes its shares, a round, each rank reads its result.
-   written: the first chunk's round is complete. */
+/* Runs a call chunk by chunk. written: the first chunk's round is complete. */
 static cddp_result cddp__run_staged(cddp_group *g, const cddp__call *call, bool written) {
   cddp__copy_timing *timing;
   cddp__chunk k;
@@ -13619,7 +13604,7 @@ static cddp_result cddp__run_staged(cddp_group *g, const cddp__call *call, bool 
   return r;
 }
 
-/* Returns whether cddp__run_short can run the call: one chunk, copied through the cache. */
+/* One chunk, copied through the cache. */
 CDDP__INLINED bool cddp__is_short(const cddp_group *g, const cddp__call *call) {
   size_t bytes = call->count * call->esize;
   return (call->kind == CDDP__KIND_ALL_REDUCE || call->kind == CDDP__KIND_BROADCAST) &&
@@ -13675,7 +13660,7 @@ static void cddp__broadcast_direct(const cddp_group *g, const cddp__call *call, 
   }
 }
 
-/* bufs[r]: rank r's buffer, if it is read. Copies to peers' memory stop when the group breaks. */
+/* bufs[r]: rank r's buffer, if it is read. */
 static cddp_result cddp__copy_direct(cddp_group *g, const cddp__call *call, void *const *bufs) {
   const cddp__shape *shape = &cddp__shapes[call->kind];
   cddp__chunk all = {0, call->count, false};
@@ -13713,7 +13698,7 @@ static cddp__ref cddp__call_ref(cddp_group *g, const cddp__call *call) {
 }
 
 /* Runs a call directly if all buffers that other ranks read are in shared memory, else staged. A
-   rank with another buffer writes its first chunk before the round. If no buffer is shared, the
+   rank with private memory writes its first chunk before the round. If no buffer is shared, the
    round serves this chunk too. */
 static cddp_result cddp__run_large(cddp_group *g, const cddp__call *call) {
   cddp__ref ref = cddp__call_ref(g, call);
@@ -13745,19 +13730,16 @@ static cddp_result cddp__run_large(cddp_group *g, const cddp__call *call) {
   return cddp__end_access(g, r);
 }
 
-/* The most bytes of a rank's shares for one round. Half as many for an all_gather, whose ranks copy
-   as many from their own shares. Between hosts each rank receives all shares: half as many for
-   calls in which it needs only one. */
-static size_t cddp__round_limit(const cddp_group *g, const cddp__call *call) {
-  const cddp__shape *shape = &cddp__shapes[call->kind];
-  bool less =
-      g->hosts != NULL ? shape->scatters : shape->gathers && !shape->scatters && !g->oversubscribed;
-  return less ? g->round_max / 2 : g->round_max;
-}
-
+/* Runs a call in one round if that is fast. An all_gather's ranks also copy from their own shares;
+   between hosts each rank receives all shares, also if it needs only one: half the bytes then. */
 static cddp_result cddp__run_sized(cddp_group *g, const cddp__call *call) {
-  size_t element = call->esize * cddp__send_shares(g, call);
-  if (call->count <= cddp__round_limit(g, call) / element) return cddp__run_staged(g, call, false);
+  const cddp__shape *shape = &cddp__shapes[call->kind];
+  size_t element = call->esize * cddp__send_shares(g, call), most = g->round_max;
+  if (g->hosts != NULL ? shape->scatters
+                       : shape->gathers && !shape->scatters && !g->oversubscribed)
+    most /= 2;
+  if (call->count <= most && call->count * element <= most) /* without a slow division */
+    return cddp__run_staged(g, call, false);
   return (g->carrier->run)(g, call);
 }
 
@@ -13774,11 +13756,11 @@ static cddp_result cddp__exchange_counts(cddp_group *g, cddp__call *call, bool *
   for (p = 0; p < g->size; p++)
     most = cddp__max(most, cddp__max(call->shares[p].out, call->shares[p].in));
   for (p = 0; p < g->size; p++) {
-    told[CDDP__COUNT_FIELDS * p] = call->shares[p].out;
-    told[CDDP__COUNT_FIELDS * p + 1] =
-        g->hosts == NULL ? call->shares[p].out_at : call->shares[p].in_at;
-    told[CDDP__COUNT_FIELDS * p + 2] = most;
-    told[CDDP__COUNT_FIELDS * p + 3] = *host;
+    uint64_t *to = told + CDDP__COUNT_FIELDS * p;
+    to[0] = call->shares[p].out;
+    to[1] = g->hosts == NULL ? call->shares[p].out_at : call->shares[p].in_at;
+    to[2] = most;
+    to[3] = *host;
   }
   x.shares = NULL;
   x.count = CDDP__COUNT_FIELDS * sizeof *told / call->esize;
@@ -13821,7 +13803,6 @@ static uint64_t cddp__record_begin(const cddp_group *g, int kind, uint64_t seque
 
 /* Runs a collective on the calling thread. record: from cddp__record_call. */
 static cddp_result cddp__run_recorded(cddp_group *g, const cddp__call *call, uint64_t record) {
-  size_t element = call->esize * cddp__send_shares(g, call);
   cddp__call sized;
   bool host = true;
   cddp_result r = cddp__check_group(g);
@@ -13835,10 +13816,8 @@ static cddp_result cddp__run_recorded(cddp_group *g, const cddp__call *call, uin
     cddp__copy(call->recv, call->send, call->count * call->esize);
   } else if (cddp__is_short(g, call)) {
     r = cddp__run_short(g, call);
-  } else if (call->count * element <= cddp__round_limit(g, call)) {
-    r = cddp__run_staged(g, call, false);
   } else if (call->shares == NULL) {
-    r = (g->carrier->run)(g, call);
+    r = cddp__run_sized(g, call);
   } else {
     sized = *call;
     r = cddp__exchange_counts(g, &sized, &host);
@@ -13885,7 +13864,7 @@ static void cddp__packet_begin(cddp__packet *p, cddp_group *g, int root) {
   p->used = 0;
 }
 
-/* Broadcasts the packet. Must be called after the last cddp__packet_add. */
+/* Must be called after the last cddp__packet_add. */
 static cddp_result cddp__packet_send(cddp__packet *p) {
   bool gives = p->g->rank == p->root;
   size_t at = 0;
@@ -13897,8 +13876,7 @@ static cddp_result cddp__packet_send(cddp__packet *p) {
   r = cddp__broadcast(p->g, p->bytes, p->used, p->root);
   for (i = 0; i < p->count && !gives && r == CDDP_OK; at += p->sizes[i++])
     memcpy(p->to[i], p->bytes + at, p->sizes[i]);
-  p->count = 0;
-  p->used = 0;
+  cddp__packet_begin(p, p->g, p->root);
   return r;
 }
 
@@ -13916,8 +13894,8 @@ static cddp_result cddp__packet_add(cddp__packet *p, void *data, size_t count, c
   return r;
 }
 
-/* Collective: all ranks return the failure of the lowest rank with one, and its text. Without a
-   failure `all` receives each rank's n bytes of payload. */
+/* Collective: all ranks return the lowest failing rank's result and text. Without a failure `all`
+   receives each rank's n bytes of payload. */
 static cddp_result cddp__consensus(cddp_group *g, cddp_result mine, const void *payload, size_t n,
                                    void *all) {
   size_t each = n + 4; /* a result and the payload */
@@ -14017,26 +13995,16 @@ static cddp_result cddp__cpu_open(const cddp_group *from, cddp_group *g) {
   return (void)from, (void)g, CDDP_OK;
 }
 
-static const cddp__backend cddp__cpu_backend = {false, /* not on_device */
-                                                false, /* enqueues nothing */
-                                                cddp__cpu_start,
-                                                cddp__cpu_wait,
-                                                cddp__cpu_done,
-                                                cddp__cpu_synchronize,
-                                                cddp__cpu_alloc,
-                                                cddp__cpu_free,
-                                                cddp__cpu_convert,
-                                                cddp__cpu_prepare,
-                                                cddp__cpu_open,
-                                                cddp__nothing_to_leave,  /* leave */
-                                                cddp__nothing_to_leave}; /* close */
+static const cddp__backend cddp__cpu_backend = {
+    false /* not on_device */, false /* enqueues nothing */, cddp__cpu_start, cddp__cpu_wait,
+    cddp__cpu_done, cddp__cpu_synchronize, cddp__cpu_alloc, cddp__cpu_free, cddp__cpu_convert,
+    cddp__cpu_prepare, cddp__cpu_open, cddp__nothing_to_leave, cddp__nothing_to_leave};
 
 static const cddp__carrier cddp__shm_carrier = {
-    false,           true, /* not foreign, but shared: no `average` */
-    cddp__run_large, NULL, cddp__nothing_to_split, cddp__nothing_to_leave};
+    false /* not foreign */, true /* shared: no `average` */, cddp__run_large, NULL,
+    cddp__nothing_to_split, cddp__nothing_to_leave};
 
-/* Describes an error in a call's buffers; NULL: none. Used buffers must not be NULL, and must not
-   overlap, except in place. */
+/* NULL: no error. Used buffers must not be NULL, and must not overlap, except in place. */
 static const char *cddp__buffer_error(const cddp_group *g, const cddp__call *call) {
   uintptr_t send = (uintptr_t)call->send, recv = (uintptr_t)call->recv, own;
   bool in_place = false;
@@ -14054,9 +14022,9 @@ static const char *cddp__buffer_error(const cddp_group *g, const cddp__call *cal
     in_place = sent > received   ? recv == send + own
                : sent < received ? send == recv + own
                                  : send == recv;
-  return in_place ? NULL
-                  : "send and recv overlap, but not as in-place calls do: see the "
-                    "function's comment in cddp.h";
+  if (in_place) return NULL;
+  return "send and recv overlap, but not as in-place calls do: see the function's comment in "
+         "cddp.h";
 }
 
 static cddp_result cddp__check_call(const cddp_group *g, const cddp__call *call) {
@@ -17054,7 +17022,7 @@ static cddp_result cddp__attach_optim(cddp_optim *optim) {
 
 /* >>ddp -------------------------------------------------------------------------------------------
    Distributed data parallel training, for gradients in host memory and on devices, in nine rooms.
-   Job of this room: the memory of a model, collectives on it, and the failure of a model.
+   Job of this room: the memory of a model, collectives on it, and its failure.
    Owns: a cddp_ddp, its gradients and its private groups. Touches: the caller's parameters.
    Entry points: cddp__set_layout, cddp__map_params, cddp__gradient_at, cddp__next_range;
    cddp__share_arrays; cddp__fail_model.
@@ -17062,29 +17030,25 @@ static cddp_result cddp__attach_optim(cddp_optim *optim) {
    cddp__run_bucket (the engine of d->comm). d->lock guards the data of several threads.
    The model is the sequence of all gradients, dtype by dtype, last parameter first. An offset into
    it determines an element's part, piece (cddp__count_pieces), place in a slot, and states. A
-   gradient is in its rank's arena, or in the caller's memory if all ranks can map that. It never
-   moves.
+   gradient is in its rank's arena, or in the caller's memory if all ranks can map that.
    The life of a model:
      1. cddp_ddp_create (>>ddp-create): the ranks compare their models, map each other's memory, and
         receive rank 0's weights.
      2. cddp_ddp_ready (>>ddp-step) marks a gradient, and copies it to the arena if it is not there.
-        If buckets are reduced early, a bucket's reduction begins when it and all buckets before it
-        are full (>>ddp-buckets).
+        A bucket reduced early begins when it and all before it are full (>>ddp-buckets).
      3. cddp_ddp_next_shard ends a shard, if a rank has several (>>ddp-shards).
-     4. cddp_ddp_step (>>ddp-step): the ranks meet in one round of d->control. They finish the
-        reduction, and update the weights: in one pass on a host (>>ddp-host), or by a kernel
-        (>>ddp-device). Then the next step begins. */
+     4. cddp_ddp_step (>>ddp-step): the ranks meet in one round of d->control, finish the reduction,
+        and update the weights: in one pass on a host (>>ddp-host), or by a kernel (>>ddp-device). */
 
-/* Functions for one kind of memory, host or device. stream: NULL on a host. A NULL function has
-   nothing to do. */
+/* Functions for one kind of memory, host or device. stream: NULL on a host. */
 struct cddp__ddp_memory {
   cddp_result (*use)(const cddp_group *g); /* selects its device for this thread */
   cddp_result (*copy)(void *to, const void *from, size_t bytes, void *stream);
   cddp_result (*zero)(void *p, size_t bytes, void *stream);
-  cddp_result (*alloc)(cddp_ddp *d); /* the arena, zeroed, and other memory that it needs */
-  void (*free)(cddp_ddp *d);         /* all except host memory */
+  cddp_result (*alloc)(cddp_ddp *d); /* the arena, zeroed */
+  void (*free)(cddp_ddp *d);         /* NULL: all is host memory */
   cddp_result (*scratch)(cddp_ddp *d, size_t bytes, void **out); /* one contiguous bucket */
-  /* *met: the hosts need not meet before this wait or step. */
+  /* *met: the hosts need not meet before this wait or step. NULL: they must. */
   cddp_result (*meet)(cddp_ddp *d, int kind, uint64_t check, bool *met);
   cddp_result (*begin_bucket)(cddp_ddp *d, cddp__bucket_state *b); /* lock held */
   cddp_result (*reduce_bucket)(cddp_ddp *d, cddp__bucket_state *b);
@@ -17096,17 +17060,14 @@ struct cddp__ddp_memory {
   cddp_result (*scale)(void *p, size_t n, cddp_dtype dtype, double factor, void *stream);
   cddp_result (*clip)(cddp_ddp *d, double max_norm, double *norm);
   cddp_result (*norm)(cddp_ddp *d, double *norm); /* of the last clip; NULL: d->step.norm */
-  /* Updates the weights. s NULL: takes the mean of this rank's part, for the caller's own
-     optimizer. averaged: gradients are means already. wrote: see cddp__host_step. */
+  /* Updates the weights. s NULL: takes the mean of this rank's part for the caller's optimizer. */
   cddp_result (*step)(cddp_ddp *d, cddp_optim *s, bool averaged, bool wrote);
-  /* Sends each rank's part of the weights to all ranks, after a step of the caller's own optimizer.
-     NULL: cddp__share_arrays does it. */
+  /* Sends each rank's part of the weights to all ranks. NULL: cddp__share_arrays does it. */
   cddp_result (*publish)(cddp_ddp *d);
 };
-enum { CDDP__ROOT_OWNERS = -1, CDDP__ROOT_ALL_OWNERS = -2 }; /* roots: see cddp__share_arrays */
+enum { CDDP__ROOT_OWNERS = -1, CDDP__ROOT_ALL_OWNERS = -2 }; /* roots of cddp__share_arrays */
 
-/* Records the first failure, which all later calls return. Several threads can fail at the same
-   time. */
+/* Records the first failure, which all later calls return. */
 static cddp_result cddp__ddp_fail(cddp_ddp *d, cddp_result r) {
   pthread_mutex_lock(&d->lock);
   cddp__set_cause(&d->failure, r, cddp__error_text);
@@ -17115,7 +17076,7 @@ static cddp_result cddp__ddp_fail(cddp_ddp *d, cddp_result r) {
   return r;
 }
 
-/* Waits for the buckets that are in the engine. With NCCL there are none. */
+/* With NCCL there are none in the engine. */
 static void cddp__drain_buckets(const cddp_ddp *d) {
   if (d->comm != NULL && d->comm != d->group) cddp__engine_drain(d->comm);
 }
@@ -17124,7 +17085,7 @@ static void cddp__drain_buckets(const cddp_ddp *d) {
    rank (elastic: not this rank) can use the model any more. With NCCL that includes the caller's
    group. */
 static cddp_result cddp__fail_model(cddp_ddp *d, cddp_result r) {
-  cddp_group *groups[3];
+  cddp_group *groups[] = {d->control, d->comm, d->hooks};
   int i;
   if (d->elastic != NULL) cddp__elastic_close(d);
   if (d->elastic != NULL && r != CDDP_INVALID_ARGUMENT && r != CDDP_MISMATCH && r != CDDP_TIMEOUT)
@@ -17132,9 +17093,6 @@ static cddp_result cddp__fail_model(cddp_ddp *d, cddp_result r) {
   r = cddp__ddp_fail(d, r);
   if (d->elastic != NULL) /* the other ranks count this rank as lost */
     r = cddp__fail(CDDP_PEER_LOST, "rank %d has failed: %s", d->group->rank, d->failure.text);
-  groups[0] = d->control;
-  groups[1] = d->comm;
-  groups[2] = d->hooks;
   for (i = 0; i < 3; i++)
     if (groups[i] != NULL && cddp__load32(&groups[i]->left) == 0) cddp__break(groups[i], r);
   cddp__drain_buckets(d);
@@ -17148,8 +17106,8 @@ static size_t cddp__dense_count(const cddp_ddp *d, int i) {
   return cddp__sparse_of(d, i) == NULL ? d->params[i].count : 0;
 }
 
-/* The arena is divided into equal parts, one for each rank of the host, on GPUs for each rank of
-   the group. Each rank updates its part. No piece (cddp__count_pieces) is in two parts. */
+/* Each rank of the host, on GPUs of the group, updates one of equal parts of the model. No piece
+   (cddp__count_pieces) is in two parts. */
 static int cddp__part_count(const cddp_ddp *d) {
   return d->group->backend->on_device ? d->group->size : d->group->local_size;
 }
@@ -17158,15 +17116,14 @@ static void cddp__part_of(const cddp_ddp *d, int rank, size_t *begin, size_t *en
   cddp__slice(d->layout.dense, CDDP__BLOCK_BYTES, cddp__part_count(d), rank, begin, end);
 }
 
-/* Number of pieces in a range of the arena, cut at multiples of CDDP__BLOCK_BYTES. Squares are
+/* Number of pieces in a range of the model, cut at multiples of CDDP__BLOCK_BYTES. Squares are
    summed by piece, so that a norm depends on the model alone and not on the parts. */
 static size_t cddp__count_pieces(size_t begin, size_t end) {
   if (begin >= end) return 0;
   return (end - 1) / CDDP__BLOCK_BYTES - begin / CDDP__BLOCK_BYTES + 1;
 }
 
-/* The bytes of the arena that belong to parameter i and to one of `parts` equal parts; false if
-   there are none. */
+/* The bytes of the model that belong to parameter i and to one of `parts` parts; false: none. */
 static bool cddp__part_slice(const cddp_ddp *d, int i, int parts, int part, size_t *begin,
                              size_t *end) {
   const cddp__tensor *t = &d->tensors[i];
@@ -17176,19 +17133,13 @@ static bool cddp__part_slice(const cddp_ddp *d, int i, int parts, int part, size
   return *begin < *end;
 }
 
-/* The same for a rank's part. rank: its index among the group's ranks on this host, here and below.
-   */
-static bool cddp__tensor_slice(const cddp_ddp *d, int i, int rank, size_t *begin, size_t *end) {
-  return cddp__part_slice(d, i, cddp__part_count(d), rank, begin, end);
-}
-
 /* Whether ranks that cannot read each other's memory sum shards: cddp__gather_nodes. */
 static bool cddp__gathers(const cddp_ddp *d) {
   return d->shards.spread && (!d->group->carrier->shared || d->group->backend->on_device);
 }
 
 /* Bytes behind the gradients of a dtype that cddp__gather_nodes can write. In slots, where elements
-   can be twice as wide, it reads twice that many. */
+   can be twice as wide, it reads twice as many. */
 static size_t cddp__gather_slack(const cddp_ddp *d) {
   return CDDP__CACHE_LINE * (size_t)(d->desc.elastic ? d->shards.count : d->group->size);
 }
@@ -17199,8 +17150,7 @@ static size_t cddp__wide_bytes(const cddp_ddp *d, size_t begin, size_t end) {
   return end - begin + (end > halves ? end - halves : 0);
 }
 
-/* Sets every parameter's offsets in the model and in the arena: dtype by dtype, last parameter
-   first. Offsets in the model depend on the model alone, since norms do (cddp__count_pieces). */
+/* Offsets in the model depend on the model alone, since norms do (cddp__count_pieces). */
 static void cddp__set_layout(cddp_ddp *d) {
   size_t slack = cddp__gathers(d) ? cddp__gather_slack(d) : 0, pieces = 0;
   int dtype, i, placed = 0;
@@ -17225,8 +17175,9 @@ static void cddp__set_layout(cddp_ddp *d) {
   d->layout.slot_stride = cddp__wide_bytes(d, 0, d->layout.dense);
   for (i = 0; i < d->count; i++) {
     cddp__tensor *t = &d->tensors[i];
-    cddp__tensor_slice(d, i, d->group->backend->on_device ? d->group->rank : d->group->local_rank,
-                       &t->begin, &t->end);
+    cddp__part_slice(d, i, cddp__part_count(d),
+                     d->group->backend->on_device ? d->group->rank : d->group->local_rank,
+                     &t->begin, &t->end);
     t->first_piece = pieces;
     pieces += cddp__count_pieces(t->offset, t->offset + t->bytes);
     t->used = true; /* both until cddp__settle_unused finds that no rank used it */
@@ -17268,22 +17219,22 @@ static cddp_result cddp__exchange_refs(cddp_group *g, int kind, const void *p, s
   if (p != NULL) ref = cddp__ref_of(g->host, p, bytes);
   r = cddp__round(g, kind, CDDP__PHASE_REFS, bytes, &ref, sizeof ref);
   if (r != CDDP_OK) return r;
-  for (k = 0; k < g->size; k++)
+  for (k = 0; r == CDDP_OK && k < g->size; k++)
     if (cddp__op_header_of(g, k, g->round)->u.ref.kind == CDDP__REF_NONE)
-      return cddp__break(g, cddp__fail(CDDP_ABORTED,
-                                       "rank %d has revoked its shared memory after a failure: "
-                                       "create the group and the model again",
-                                       k));
-  for (k = 0; k < g->size; k++) {
+      r = cddp__fail(CDDP_ABORTED,
+                     "rank %d has revoked its shared memory after a failure: create the group and "
+                     "the model again",
+                     k);
+  for (k = 0; r == CDDP_OK && k < g->size; k++) {
     if (g->members[k] < 0) continue;
-    if ((r = cddp__map_ref(g->host, &cddp__op_header_of(g, k, g->round)->u.ref, &at)) != CDDP_OK)
-      return cddp__break(g, r);
+    r = cddp__map_ref(g->host, &cddp__op_header_of(g, k, g->round)->u.ref, &at);
     *out++ = (char *)at;
   }
-  return CDDP_OK;
+  return r == CDDP_OK ? r : cddp__break(g, r);
 }
 
-/* The gradient element at offset `at` of the model, of parameter i, of a rank of this host. */
+/* The gradient element at offset `at` of the model, of parameter i. rank: the index of a rank among
+   those of this host, here and below. */
 static char *cddp__gradient_at(const cddp_ddp *d, int rank, int i, size_t at) {
   return d->addresses.gradients[(size_t)rank * (size_t)d->count + (size_t)i] +
          (at - d->tensors[i].offset);
@@ -17302,7 +17253,7 @@ static void cddp__set_gradient_addresses(cddp_ddp *d, int rank, char *arena) {
           arena + d->tensors[i].arena_offset;
 }
 
-/* The same with the memory behind the arena: slots, and squares of the rank's part. */
+/* The same with the memory behind the arena. */
 static void cddp__set_rank_addresses(cddp_ddp *d, int rank, char *arena) {
   cddp__set_gradient_addresses(d, rank, arena);
   d->addresses.slots[rank] = arena + d->layout.bytes;
@@ -17332,8 +17283,8 @@ static cddp__ref cddp__param_ref(const cddp_ddp *d, int i, bool gradient) {
   return ref;
 }
 
-/* Collective: finds the weights and the caller's gradients that all ranks of all hosts have in
-   shared memory, and the addresses of those on this host. */
+/* Collective: finds the weights and the caller's gradients that all ranks have in shared memory,
+   and the addresses of those on this host. */
 static cddp_result cddp__map_params(cddp_ddp *d) {
   cddp_group *g = d->control;
   size_t n = 2 * (size_t)d->count, j;
@@ -17364,10 +17315,10 @@ static cddp_result cddp__map_params(cddp_ddp *d) {
   return r;
 }
 
-/* Adjacent gradients. */
+/* Adjacent gradients: bytes of the model; in a bucket end - begin excludes gaps. */
 typedef struct cddp__range {
-  int first;         /* the parameter at `begin` */
-  size_t begin, end; /* bytes of the model; in a bucket end - begin excludes gaps */
+  int first; /* the parameter at `begin` */
+  size_t begin, end;
 } cddp__range;
 
 /* The next range of used parameters of a dtype, from sorted[*i] on, that are adjacent on all ranks
@@ -17396,7 +17347,7 @@ static bool cddp__next_range(const cddp_ddp *d, const int *sorted, int count, in
 
 /* --- collectives on the memory of a model --- */
 
-/* A collective of all ranks on the memory of the gradients. */
+/* A collective on the memory of the gradients. */
 static cddp_result cddp__call_all(cddp_ddp *d, const cddp__call *c) {
   cddp_group *g = d->group->backend->on_device ? d->comm : d->control;
   g->stream = d->group->stream; /* cddp_set_stream */
@@ -17408,9 +17359,9 @@ static cddp_result cddp__control_barrier(cddp_ddp *d, int kind, enum cddp__phase
   return cddp__host_round(d->control, kind, phase, 0);
 }
 
-/* Collective: sends arrays from root to all ranks. CDDP__ROOT_OWNERS: each rank has its part of
-   arrays with the shape of the parameters. Every host has all parts; those of the first host are
-   sent. CDDP__ROOT_ALL_OWNERS: each part is on one rank of the group. */
+/* Collective: sends arrays from root to all ranks. CDDP__ROOT_OWNERS: each rank of a host has its
+   part of arrays with the shape of the parameters; the first host's are sent. CDDP__ROOT_ALL_OWNERS:
+   each part is on one rank of the group. */
 static cddp_result cddp__share_arrays(cddp_ddp *d, const cddp_param *arrays, int count, int root) {
   bool by_host = root == CDDP__ROOT_OWNERS && !d->group->backend->on_device, owners = root < 0;
   const cddp__hosts *x = by_host ? d->control->hosts : NULL;
@@ -17449,8 +17400,8 @@ static cddp_result cddp__share_arrays(cddp_ddp *d, const cddp_param *arrays, int
 /* The factor that turns the contents of the arena after the reduction into the mean over the ranks
    with data. The arena then has a sum, a sum divided by the number of all ranks, or that mean. */
 static double cddp__mean_factor(const cddp_ddp *d, cddp_dtype dtype) {
-  bool by_all =
-      d->desc.comm_hook != NULL || d->comm->carrier->foreign || d->group->backend->on_device;
+  bool by_all = d->desc.comm_hook != NULL || d->comm->carrier->foreign ||
+                d->group->backend->on_device;
   if (d->desc.elastic) return 1; /* the arena has the mean of the shards */
   if (d->step.sums && dtype != CDDP_F16) return 1.0 / d->step.active_count;
   return by_all ? (double)d->group->size / d->step.active_count : 1;
@@ -17466,16 +17417,15 @@ static double cddp__mean_factor(const cddp_ddp *d, cddp_dtype dtype) {
         gradients into a slot. It is added to the earlier sums with which it forms a node of the
         canonical tree over all shards (cddp__merge_shard, >>plan). The last shard can stay in the
         gradients. Which nodes each rank then has, and where, is known since creation.
-     2. Buckets wait for the step. It takes the mean over the nodes of all ranks in place of their
-        gradients (cddp__reduce_shards).
+     2. The step takes the mean over the nodes of all ranks (cddp__reduce_shards).
      3. Ranks that cannot read each other's memory have all nodes in slots. Each rank receives all
         nodes of one part of the model and takes their mean; then the ranks gather the parts
-        (cddp__gather_nodes). NCCL does the same even with one shard a rank, since its own summation
-        order is not the canonical one.
+        (cddp__gather_nodes). NCCL does the same even with one shard a rank: its own summation order
+        is not the canonical one.
      4. Sparse rows are packed shard by shard, and merged as if each shard were a rank. */
 
 #define CDDP__BLOCK ((size_t)2048) /* elements that a loop on a host processes at a time */
-#define CDDP__NODES_CHUNK ((size_t)512 << 10) /* elements whose nodes are exchanged in one call */
+#define CDDP__NODES_CHUNK ((size_t)512 << 10) /* elements exchanged in one call */
 #ifndef CDDP__SHARD_CHUNK /* tests set less */
 #define CDDP__SHARD_CHUNK ((size_t)8 << 20) /* CDDP__NODES_CHUNK on GPUs */
 #endif
@@ -17500,16 +17450,17 @@ static void cddp__reduce_shards(const cddp_ddp *d, void *out, const void **sourc
   bool leaves = true; /* all nodes are single shards in gradients */
   int k;
   for (k = 0; k < all->node_count; k++) {
-    sources[k] = cddp__node_at(d, all->nodes[k].rank, all->nodes[k].slot, i, at);
-    leaves = leaves && all->nodes[k].slot < 0;
+    const cddp__shard_node *node = &all->nodes[k];
+    sources[k] = cddp__node_at(d, node->rank, node->slot, i, at);
+    leaves = leaves && node->slot < 0;
   }
   if (leaves) cddp__reduce(out, sources, all->count, n, dtype, CDDP_AVG);
   else
     cddp__reduce_nodes(out, sources, all->widths, all->node_count, all->count, n, dtype, CDDP_AVG);
 }
 
-/* Sums nodes of this rank, which together form one node, into the slot `out`. widths: for
-   cddp__reduce_nodes. clear: zeroes the gradients. */
+/* Sums nodes of this rank, which together form one node, into the slot `out`. clear: zeroes the
+   gradients. */
 static cddp_result cddp__merge_nodes(cddp_ddp *d, int out, const int *slots, const int *widths,
                                      int count, bool clear) {
   size_t block = d->group->backend->on_device ? SIZE_MAX : CDDP__BLOCK, at, n;
@@ -17533,7 +17484,7 @@ static cddp_result cddp__merge_nodes(cddp_ddp *d, int out, const int *slots, con
   return r;
 }
 
-/* Zeroes the caller's gradients that have been copied, for the next shard. */
+/* Zeroes the caller's gradients that have been copied. */
 static cddp_result cddp__clear_own(cddp_ddp *d) {
   cddp_result r = CDDP_OK;
   int i;
@@ -17569,9 +17520,8 @@ static cddp_result cddp__keep_node(cddp_ddp *d, int shard, bool more) {
   return r;
 }
 
-/* Takes the mean over the shards of n elements a rank, from offset `at` of the model, and writes it
-   to `out`. Ranks exchange nodes, of which one rank has `most`. Each rank then has all nodes of its
-   n elements and takes their mean; then the ranks gather the means. */
+/* Takes the mean over the shards of n elements a rank, from offset `at` of the model, into `out`.
+   The ranks exchange nodes, at most `most` each: each gets all nodes of its n elements. */
 static cddp_result cddp__gather_chunk(cddp_ddp *d, char *out, cddp_dtype dtype, size_t at, size_t n,
                                       int most) {
   cddp_dtype wide = cddp__compute_type(dtype);
@@ -17602,10 +17552,9 @@ static cddp_result cddp__gather_chunk(cddp_ddp *d, char *out, cddp_dtype dtype, 
   return r == CDDP_OK && ranks > 1 ? cddp__call_all(d, &means) : r;
 }
 
-/* For ranks that cannot read each other's memory: takes the mean of all nodes, d->shards.nodes,
-   into `out`, a buffer laid out as the arena. If the number of ranks does not divide the number of
-   elements of a dtype, `out` is written, and slots are read, past the end of the dtype
-   (cddp__gather_slack). The means of the next dtype are written later. */
+/* Takes the mean of all nodes, d->shards.nodes, into `out`, a buffer laid out as the arena. If the
+   number of ranks does not divide the number of elements of a dtype, `out` is written, and slots
+   are read, past its end (cddp__gather_slack). The means of the next dtype are written later. */
 static cddp_result cddp__gather_nodes(cddp_ddp *d, char *out) {
   size_t ranks = (size_t)d->control->size, at, n, esize;
   size_t most = (d->group->backend->on_device ? CDDP__SHARD_CHUNK : CDDP__NODES_CHUNK) / ranks;
@@ -17635,8 +17584,7 @@ typedef struct cddp__shard_rows {
   unsigned char pad[CDDP__CACHE_LINE - 16];
 } cddp__shard_rows;
 
-/* Packs the added rows of `shard` into packet; NULL: writes nothing. Returns the number of bytes.
-   */
+/* Packs the added rows of `shard` into packet, unless it is NULL. Returns the number of bytes. */
 static size_t cddp__pack_rows(cddp_ddp *d, int shard, char *packet) {
   cddp__shard_rows *head = (cddp__shard_rows *)(void *)packet;
   size_t bytes = sizeof *head, n;
@@ -17695,8 +17643,7 @@ static cddp_result cddp__place_rows(cddp_ddp *d) {
   return r;
 }
 
-/* Writes the mean of the rows in d->rows.lists, one for each shard that has rows, to the memory
-   that the optimizer reads. */
+/* Takes the mean of the rows in d->rows.lists, one for each shard that has rows. */
 static cddp_result cddp__merge_rows(cddp_ddp *d) {
   cddp_result r = CDDP_OK;
   int i, n = 0;
@@ -17723,8 +17670,7 @@ static cddp_result cddp__merge_packets(cddp_ddp *d, char **packets) {
   return cddp__merge_rows(d);
 }
 
-/* The same for ranks that cannot read each other's memory: gathers all packets on all ranks, each
-   padded to the longest. */
+/* The same for ranks that cannot read each other's memory. longest: bytes of a packet. */
 static cddp_result cddp__gather_rows(cddp_ddp *d, size_t longest) {
   cddp_group *g = d->control;
   const cddp_allocator *a = &g->host->allocator;
@@ -17768,9 +17714,8 @@ static cddp_result cddp__exchange_rows(cddp_ddp *d, int kind) {
   return r;
 }
 
-/* --- the end of a shard --- */
-
 /* Completes the shard that this rank is computing. */
+
 static cddp_result cddp__end_shard(cddp_ddp *d, bool more) {
   cddp_result r = d->rows.sparse != NULL ? cddp__keep_rows(d, d->shards.current) : CDDP_OK;
   return r == CDDP_OK ? cddp__keep_node(d, d->shards.current, more) : r;
@@ -17786,8 +17731,7 @@ static cddp_result cddp__end_shard(cddp_ddp *d, bool more) {
         reverse order of declaration, the second the order in which gradients became ready.
      2. On a host the engine reduces a bucket in two rounds: after the first every rank has filled
         the bucket, after the second every rank has reduced its slice of it.
-     3. A communication hook replaces the reduction. It gets a contiguous bucket, if needed a copy.
-   */
+     3. A communication hook gets a contiguous bucket, if needed a copy, instead. */
 
 /* Parameters whose gradients are reduced together. */
 struct cddp__bucket_state {
@@ -17805,7 +17749,7 @@ static int cddp__by_offset(const void *a, const void *b) {
   return x < y ? 1 : x > y ? -1 : 0;
 }
 
-/* Plans the buckets again. order: of arrival; NULL: reverse order of declaration. */
+/* order: of arrival; NULL: reverse order of declaration. */
 static void cddp__set_plan(cddp_ddp *d, const int *order) {
   int b, i, k, n;
   d->plan.count = cddp__plan_buckets(d->plan.offsets, d->plan.params, d->params, d->count, order,
@@ -17835,7 +17779,7 @@ static size_t cddp__bucket_bytes(const cddp_ddp *d, const cddp__bucket_state *b)
   return bytes;
 }
 
-/* Takes this rank's slice of the bucket: writes the mean over all ranks that have data to the
+/* Writes the mean of this rank's slice of the bucket, over all ranks that have data, to the
    gradients of all ranks. The bucket's first round announces which ranks have joined. */
 static void cddp__reduce_slice(cddp_ddp *d, const cddp__bucket_state *b) {
   cddp_dtype dtype = d->params[b->sorted[0]].dtype;
@@ -17869,8 +17813,7 @@ static void cddp__reduce_slice(cddp_ddp *d, const cddp__bucket_state *b) {
   }
 }
 
-/* Collective: all ranks get the mean of the bucket. The carrier takes it if ranks cannot read each
-   other's memory. */
+/* Collective: all ranks get the mean of the bucket. */
 static cddp_result cddp__reduce_bucket(cddp_ddp *d, cddp__bucket_state *b) {
   cddp_group *g = d->comm;
   cddp__call c = cddp__make_call(CDDP__KIND_ALL_REDUCE, NULL, NULL, 0,
@@ -17886,7 +17829,7 @@ static cddp_result cddp__reduce_bucket(cddp_ddp *d, cddp__bucket_state *b) {
   r = cddp__round(g, CDDP__KIND_DDP_BUCKET, CDDP__PHASE_CALL, index, &joined, 1);
   if (r == CDDP_OK && (r = cddp__begin_access(g)) == CDDP_OK) {
     if (g->carrier->shared) cddp__reduce_slice(d, b);
-    while (r == CDDP_OK && !g->carrier->shared &&
+    while (r == CDDP_OK && !g->carrier->shared && /* ranks cannot read each other's memory */
            cddp__next_range(d, b->sorted, b->count, &i, &range)) {
       for (k = 0; k < g->local_size; k++)
         d->scratch.buffers[k] = cddp__gradient_at(d, k, range.first, range.begin);
@@ -17937,17 +17880,15 @@ static cddp_result cddp__compress_hook(cddp_bucket *b, cddp_dtype small) {
 #endif
   if (host) copy = cddp__arena_alloc(b->group->host, b->count * 2, CDDP__EXTENT_USER);
   if (r == CDDP_OK && copy == NULL) r = CDDP_OUT_OF_MEMORY;
-  if (r == CDDP_OK)
-    r = (backend->convert)(b->group, copy, small, b->data, b->dtype, b->count);
+  if (r == CDDP_OK) r = (backend->convert)(b->group, copy, small, b->data, b->dtype, b->count);
   c = cddp__average_call(copy, b->count, small);
   if (r == CDDP_OK) r = (backend->start)(b->group, &c, NULL);
-  if (r == CDDP_OK)
-    r = (backend->convert)(b->group, b->data, b->dtype, copy, small, b->count);
+  if (r == CDDP_OK) r = (backend->convert)(b->group, b->data, b->dtype, copy, small, b->count);
   if (host) cddp__arena_free(b->group->host, copy);
   return r;
 }
 
-/* Calls the hook on the bucket: in place if its parameters are adjacent, else in scratch. */
+/* In place if the bucket's parameters are adjacent, else in scratch. */
 static cddp_result cddp__hook_bucket(cddp_ddp *d, cddp__bucket_state *b) {
   char first = cddp__error_text[0]; /* of an older text, not the hook's */
   size_t bytes = cddp__bucket_bytes(d, b);
@@ -17978,9 +17919,9 @@ static cddp_result cddp__hook_bucket(cddp_ddp *d, cddp__bucket_state *b) {
     if (cddp__error_text[0] == 0) cddp__error_text[0] = first;
   }
   if (r == CDDP_OK && packed) r = cddp__pack(d, b, bucket.data, true);
-  return r == CDDP_OK ? r
-                      : cddp__fail_in(r, "communication hook on bucket %d of rank %d: ",
-                                      bucket.index, d->group->rank);
+  if (r == CDDP_OK) return r;
+  return cddp__fail_in(r, "communication hook on bucket %d of rank %d: ", bucket.index,
+                       d->group->rank);
 }
 
 /* --- buckets in the engine --- */
@@ -17990,18 +17931,16 @@ static cddp_result cddp__run_bucket(cddp_work *w) { /* on the engine's thread */
   cddp_ddp *d = b->ddp;
   bool hooked = d->desc.comm_hook != NULL;
   cddp_group *g = hooked ? d->hooks : d->comm;
-  int first = b->sorted[0];
-  cddp_result r;
-  if ((r = cddp__check_group(g)) == CDDP_OK) r = d->memory->use(d->group);
+  cddp_result r = cddp__check_group(g);
+  if (r == CDDP_OK) r = d->memory->use(d->group);
   if (r == CDDP_OK) r = hooked ? cddp__hook_bucket(d, b) : d->memory->reduce_bucket(d, b);
   if (r == CDDP_OK) return r;
   if (hooked) return cddp__break(g, r); /* else calls of later buckets would match this one's */
   return cddp__fail_in(r, "bucket %d (parameter \"%.60s\"%s): ", (int)(b - d->plan.buckets),
-                       cddp__param_name(d->params, first).s,
+                       cddp__param_name(d->params, b->sorted[0]).s,
                        b->count > 1 ? " and others" : "");
 }
 
-/* Queues the bucket in the engine. */
 static cddp_result cddp__push_bucket(cddp_ddp *d, cddp__bucket_state *b) {
   memset(&b->work, 0, sizeof b->work);
   b->work.group = d->comm;
@@ -18032,7 +17971,7 @@ static cddp_result cddp__await_buckets(cddp_ddp *d) {
    the model. Each rank steps its part. cddp_ddp_wait makes them whole again on each rank, for
    cddp_optim_step.
    Sharded states (optim.sharded): each rank of the group has the states of its part alone, in
-   private memory. The ranks of a single host share states instead. */
+   private memory, unless all are on one host. */
 
 /* The address of state k of element n of parameter i. */
 static char *cddp__state_at(const cddp_ddp *d, const cddp_optim *o, char *states, int k, int i,
@@ -18043,7 +17982,7 @@ static char *cddp__state_at(const cddp_ddp *d, const cddp_optim *o, char *states
          n * cddp__dtype_size(cddp__state_type(o, i));
 }
 
-/* Copies the states of [begin, end) of the arena between the shared states and those of o alone. */
+/* Copies the states of [begin, end) of the model between the shared states and those of o alone. */
 static cddp_result cddp__copy_states(const cddp_ddp *d, const cddp_optim *o, char *states,
                                      size_t begin, size_t end, bool share) {
   cddp_result r = CDDP_OK;
@@ -18054,11 +17993,12 @@ static cddp_result cddp__copy_states(const cddp_ddp *d, const cddp_optim *o, cha
     size_t size = cddp__dtype_size(cddp__state_type(o, i));
     size_t low = cddp__max(begin, t->offset), high = cddp__min(end, t->offset + t->bytes), n;
     char *own = (char *)o->state[j], *common;
-    bool anew = share && cddp__is_master(o, j / o->count) && o->fresh[i] && o->steps[i] > 0;
-    if ((own == NULL && !anew) || low >= high || !cddp__has_state(o, j / o->count, i)) continue;
+    int k = j / o->count;
+    bool anew = share && cddp__is_master(o, k) && o->fresh[i] && o->steps[i] > 0;
+    if ((own == NULL && !anew) || low >= high || !cddp__has_state(o, k, i)) continue;
     n = (low - t->offset) / esize;
     if (own != NULL) own += n * size;
-    common = cddp__state_at(d, o, states, j / o->count, i, n);
+    common = cddp__state_at(d, o, states, k, i, n);
     if (anew) /* receivers do not know that it starts as the weights */
       r = (d->group->backend->convert)(d->group, common, CDDP_F32,
                                        (char *)o->params[i].data + n * esize, o->params[i].dtype,
@@ -18080,7 +18020,6 @@ static void cddp__share_free(cddp_optim *s) {
   cddp__arena_free(d->group->host, s->common_own);
 }
 
-/* Makes o use the shared states from now on. */
 static void cddp__share_states(cddp_ddp *d, cddp_optim *o, char *states) {
   int j;
   o->common = states;
@@ -18104,8 +18043,8 @@ static cddp_result cddp__unshare_states(cddp_optim *o) {
   return cddp__copy_states(o->share, o, o->common, 0, o->share->layout.model_bytes, false);
 }
 
-/* Collective: shares the states of an optimizer at its first fused step. The first rank of a host
-   owns them. Each rank asks for huge pages for its part. */
+/* Collective, at the first fused step of an optimizer. The first rank of a host owns its states.
+   Each rank asks for huge pages for its part. */
 static cddp_result cddp__share_create(cddp_ddp *d, cddp_optim *o) {
   cddp_group *g = d->control;
   size_t bytes = (size_t)o->states * d->layout.state_stride, begin, end, from, to;
@@ -18150,7 +18089,7 @@ static cddp_result cddp__share_gather(cddp_optim *o) {
   return r;
 }
 
-/* --- sharded states: of all elements each rank of the group keeps those in its part alone --- */
+/* --- sharded states --- */
 
 /* Sets which states s keeps. d: its desc.ddp. Ranks of a single host share states anyway. */
 static void cddp__place_states(const cddp_ddp *d, cddp_optim *s) {
@@ -18197,10 +18136,10 @@ static cddp_result cddp__gather_state(const cddp_optim *s, int k, int i, char *w
    calls cddp__walk with blocks of its own.
    How a step works:
      1. Gradients that are not reduced yet need one pass (cddp__walk). Each rank takes its part of
-        the model block by block: it sums the block over all ranks, updates it with the shared
-        states, writes the new weights to every rank, and zeroes the gradients. The block stays in
-        the first-level cache. For f32, one or two states and 1, 2 or 4 ranks one loop does all of
-        this (cddp__fuse_loop). So the buckets of the next step are not reduced before that step.
+        the model block by block, in the first-level cache: it sums the block over all ranks,
+        updates it with the shared states, writes the new weights to every rank, and zeroes the
+        gradients. For f32, one or two states and 1, 2 or 4 ranks one loop does all of this
+        (cddp__fuse_loop). So the buckets of the next step are not reduced before that step.
      2. Weights in private memory reach the other ranks through the gradients' memory.
      3. max_grad_norm adds a pass before this one. Each rank stores the mean of its part in its own
         gradients, and the sums of squares of the part's pieces behind its arena. After a round
@@ -18211,8 +18150,9 @@ static cddp_result cddp__gather_state(const cddp_optim *s, int k, int i, char *w
 
 #define CDDP__STEP_BLOCK 8192 /* largest block in bytes; several fit into the second-level cache */
 
-/* A pass through a part of the model, block by block, for its means or for new weights. */
-enum { CDDP__PASS_MEANS, CDDP__PASS_WEIGHTS };
+/* A pass through a part of the model, block by block. */
+enum
+ { CDDP__PASS_MEANS, CDDP__PASS_WEIGHTS };
 typedef struct cddp__pass {
   cddp_ddp *d;
   cddp_optim *s;   /* NULL: takes means only */
@@ -18222,15 +18162,14 @@ typedef struct cddp__pass {
   bool averaged;   /* means are in place, except those that one loop takes */
   bool squares;    /* sums the means' squares */
   double clip;     /* factor of the means; 1: none */
-  bool one_loop;   /* all ranks have gradients, and cddp__update.loop supports their number */
+  bool one_loop;   /* cddp__update.loop supports the number of ranks, and all have gradients */
   bool loops;      /* it processes the current parameter */
   bool alone;      /* the optimizer's states are this rank's alone */
 } cddp__pass;
 
 /* --- norms --- */
 
-/* Adds the squares of bytes [begin, end) of the model, all of parameter i and at `grad`, to this
-   rank's sums of their pieces. */
+/* Sets this rank's sums of squares of the pieces [begin, end) of the model, all of parameter i. */
 static void cddp__add_squares(cddp_ddp *d, int i, const char *grad, size_t begin, size_t end) {
   const cddp__tensor *t = &d->tensors[i];
   double *sums = d->addresses.squares[d->me] + t->first_piece;
@@ -18243,8 +18182,7 @@ static void cddp__add_squares(cddp_ddp *d, int i, const char *grad, size_t begin
   }
 }
 
-/* Returns the factor of a clip and sets d->step.norm. sums: the squares of each part of the model,
-   which is divided into `parts`. */
+/* Returns the factor of a clip and sets d->step.norm. sums[parts]: the squares of each part. */
 static double cddp__clip_factor(cddp_ddp *d, double max_norm, double *const *sums, int parts) {
   size_t begin, end, k, n;
   double sum = 0, factor;
@@ -18295,7 +18233,7 @@ static cddp_result cddp__host_clip(cddp_ddp *d, double max_norm, double *norm) {
 
 /* --- blocks --- */
 
-/* Updates this rank's part of parameter i in one loop, block by block to copy it from the cache. */
+/* Updates this rank's part of parameter i, block by block to copy it from the cache. */
 static void cddp__fuse_loop(const cddp__pass *x, int i, const cddp__update *u) {
   const cddp_ddp *d = x->d;
   const cddp__tensor *t = &d->tensors[i];
@@ -18324,7 +18262,7 @@ static void cddp__fuse_loop(const cddp__pass *x, int i, const cddp__update *u) {
   }
 }
 
-/* Takes the mean of n elements of parameter i from offset `at`, into out. */
+/* Takes the mean of n elements of parameter i from offset `at`. */
 static void cddp__mean_block(cddp_ddp *d, int i, void *out, size_t at, size_t n) {
   int k;
   if (d->shards.spread || d->desc.elastic) {
@@ -18336,12 +18274,11 @@ static void cddp__mean_block(cddp_ddp *d, int i, void *out, size_t at, size_t n)
   cddp__reduce(out, d->scratch.sources, d->step.active_count, n, d->params[i].dtype, CDDP_AVG);
 }
 
-/* The address of the pass's mean of parameter i from offset `at`. */
 static char *cddp__mean_at(const cddp__pass *x, int i, size_t at) {
   return x->means != NULL ? x->means + at : cddp__gradient_at(x->d, x->d->me, i, at);
 }
 
-/* Processes a block of CDDP__PASS_MEANS. Repeating it gives the same result. */
+/* A block of CDDP__PASS_MEANS. Repeating it gives the same result. */
 static void cddp__keep_mean(cddp__pass *x, int i, const cddp__update *u, size_t at, size_t n) {
   double passing[CDDP__BLOCK_BYTES / sizeof(double)];
   char *mean = x->loops ? (char *)passing : cddp__mean_at(x, i, at);
@@ -18352,8 +18289,8 @@ static void cddp__keep_mean(cddp__pass *x, int i, const cddp__update *u, size_t 
   CDDP__POINT("elastic mean");
 }
 
-/* The gradient for the step of n elements of parameter i from offset `at`: in place, or a clipped
-   copy in `buffer`. That of an unused parameter stays as it is. */
+/* The gradient of n elements of parameter i from offset `at`: in place, or a clipped copy in
+   `buffer`. That of an unused parameter stays as it is. */
 static const void *cddp__block_gradient(const cddp__pass *x, int i, size_t at, size_t n,
                                         void *buffer) {
   cddp_dtype dtype = x->d->params[i].dtype;
@@ -18365,8 +18302,7 @@ static const void *cddp__block_gradient(const cddp__pass *x, int i, size_t at, s
   return buffer;
 }
 
-/* Copies between addresses in the cache; libc uses non-temporal copies from 2 KiB on. from NULL:
-   zeroes. */
+/* Copies in the cache; libc uses non-temporal copies from 2 KiB on. from NULL: zeroes. */
 static void cddp__copy_near(char *to, const char *from, size_t bytes) {
   size_t at, n;
   for (at = 0; at < bytes; at += n) {
@@ -18377,8 +18313,8 @@ static void cddp__copy_near(char *to, const char *from, size_t bytes) {
 }
 
 /* Writes `bytes` of new weights of parameter i, from offset `at`, to all ranks of the host, and
-   zeroes its gradients there. Private weights go to `apart`, this rank's gradients, from which the
-   other ranks copy them. */
+   zeroes its gradients. Private weights go to `apart`, this rank's gradients, from which the others
+   copy them. */
 static void cddp__publish_block(const cddp_ddp *d, int i, const char *weights, size_t at,
                                 size_t bytes, char *apart) {
   const cddp__tensor *t = &d->tensors[i];
@@ -18392,7 +18328,7 @@ static void cddp__publish_block(const cddp_ddp *d, int i, const char *weights, s
   if (!t->shared) cddp__copy_near(apart, weights, bytes);
 }
 
-/* Processes a block of CDDP__PASS_WEIGHTS: reduces, steps and publishes it. */
+/* A block of CDDP__PASS_WEIGHTS: reduces, steps and publishes it. */
 static void cddp__fuse_block(cddp__pass *x, int i, const cddp__update *u, size_t at, size_t n) {
   double sum[CDDP__STEP_BLOCK / sizeof(double)];
   const cddp_ddp *d = x->d;
@@ -18407,7 +18343,7 @@ static void cddp__fuse_block(cddp__pass *x, int i, const cddp__update *u, size_t
 
 /* --- passes and steps --- */
 
-/* Passes through the dense model from offset `begin` to `end`. */
+/* Passes through bytes [begin, end) of the dense model. */
 static void cddp__walk(cddp__pass *x, size_t begin, size_t end) {
   cddp_ddp *d = x->d;
   bool steps = x->which == CDDP__PASS_WEIGHTS;
@@ -18471,8 +18407,7 @@ static cddp_result cddp__mean_part(cddp__pass *x, int kind) {
 }
 
 /* After this rank has published its part: waits until all ranks have. Private weights are copied
-   from the other ranks' gradients, which are then zeroed; copies of gradients follow. s NULL: the
-   caller's own optimizer. */
+   from the other ranks' gradients, which are then zeroed. s NULL: the caller's own optimizer. */
 static cddp_result cddp__fetch_weights(cddp_ddp *d, const cddp_optim *s) {
   int i, p, kind = s != NULL ? CDDP__KIND_DDP_STEP : CDDP__KIND_DDP_GATHER;
   cddp_result r = cddp__control_barrier(d, kind, CDDP__PHASE_DONE);
@@ -18487,7 +18422,7 @@ static cddp_result cddp__fetch_weights(cddp_ddp *d, const cddp_optim *s) {
     any = any || fetched;
     for (p = 0; p < d->group->local_size; p++) {
       size_t esize = cddp__dtype_size(d->params[i].dtype);
-      if (p == d->me || !cddp__tensor_slice(d, i, p, &begin, &end)) continue;
+      if (p == d->me || !cddp__part_slice(d, i, d->group->local_size, p, &begin, &end)) continue;
       at = begin - t->offset;
       if (fetched)
         memcpy((char *)d->params[i].data + at, cddp__gradient_at(d, p, i, begin), end - begin);
@@ -18534,9 +18469,8 @@ static cddp_result cddp__sharded_step(const cddp__pass *x) {
 }
 
 /* Takes the means of this rank's part. s not NULL: updates that part of all weights and fetches the
-   other parts, between two rounds of the control group. averaged: gradients are means already.
-   wrote: ranks have written to their gradients since the last round, so reading them needs another.
-   */
+   other parts. averaged: gradients are means already. wrote: ranks have written to their gradients
+   since the last round, so reading them needs another. */
 static cddp_result cddp__host_step(cddp_ddp *d, cddp_optim *s, bool averaged, bool wrote) {
   int i, size = d->group->local_size, kind = s ? CDDP__KIND_DDP_STEP : CDDP__KIND_DDP_SCATTER;
   size_t begin, end;
@@ -18570,8 +18504,7 @@ static cddp_result cddp__host_step(cddp_ddp *d, cddp_optim *s, bool averaged, bo
 
 /* Sends the weights that this rank has stepped, and receives those of the other ranks. */
 static cddp_result cddp__host_publish(cddp_ddp *d) {
-  cddp_result r = cddp__round(d->control, CDDP__KIND_DDP_GATHER, CDDP__PHASE_CALL,
-                              0, NULL, 0);
+  cddp_result r = cddp__round(d->control, CDDP__KIND_DDP_GATHER, CDDP__PHASE_CALL, 0, NULL, 0);
   int i;
   if (r == CDDP_OK) r = cddp__begin_access(d->control);
   if (r != CDDP_OK) return r;
@@ -18586,10 +18519,7 @@ static cddp_result cddp__host_publish(cddp_ddp *d) {
 
 /* --- the other functions of host memory --- */
 
-static cddp_result cddp__host_use(const cddp_group *g) {
-  (void)g;
-  return CDDP_OK;
-}
+static cddp_result cddp__host_use(const cddp_group *g) { return (void)g, CDDP_OK; }
 
 static cddp_result cddp__host_copy(void *to, const void *from, size_t bytes, void *stream) {
   (void)stream;
@@ -18604,11 +18534,11 @@ static cddp_result cddp__host_zero(void *p, size_t bytes, void *stream) {
 }
 
 static cddp_result cddp__host_alloc(cddp_ddp *d) {
-  d->arena = (char *)cddp__arena_alloc(d->group->host, d->layout.arena_bytes,
+  size_t bytes = d->layout.arena_bytes;
+  d->arena = (char *)cddp__arena_alloc(d->group->host, bytes,
                                        d->desc.elastic ? CDDP__EXTENT_BUFFER : CDDP__EXTENT_USER);
-  return d->arena != NULL
-             ? CDDP_OK
-             : cddp__fail_in(CDDP_OUT_OF_MEMORY, "%zu bytes of gradients: ", d->layout.arena_bytes);
+  if (d->arena != NULL) return CDDP_OK;
+  return cddp__fail_in(CDDP_OUT_OF_MEMORY, "%zu bytes of gradients: ", bytes);
 }
 
 static cddp_result cddp__host_scratch(cddp_ddp *d, size_t bytes, void **out) {
