@@ -3905,22 +3905,18 @@ static cddp_result cddp__listen_any(int *fd, int *port) {
 static cddp_result cddp__file_io(int fd, bool write, void *data, uint64_t size, uint64_t at) {
   char *p = (char *)data;
   while (size > 0) {
-    size_t most = (size_t)(size < 1u << 30 ? size : 1u << 30);
+    uint64_t allowed = write ? cddp__file_allowance(at) : size; /* 0: errno is EFBIG */
+    size_t most = (size_t)(size < allowed ? size : allowed);
     ssize_t n = -1;
-    /* writes only as far as ulimit -f allows: SIGXFSZ would end the process */
-    if (write) most = (size_t)(cddp__file_allowance(at) < most ? cddp__file_allowance(at) : most);
-    if (!write)
-      n = pread(fd, p, most, (off_t)at);
-    else if (most > 0) /* else errno is EFBIG */
-      n = pwrite(fd, p, most, (off_t)at);
+    if (most > 1u << 30) most = 1u << 30;
+    if (most > 0) n = write ? pwrite(fd, p, most, (off_t)at) : pread(fd, p, most, (off_t)at);
     if (n < 0 && errno == EINTR) continue;
-    if (n <= 0 && write)
-      return cddp__fail(CDDP_IO, "write, after %" PRIu64 " bytes: %s%s", at,
-                        n == 0 ? "nothing was written" : strerror(errno),
-                        n == 0 ? "" : cddp__size_advice(errno));
     if (n <= 0)
-      return cddp__fail(CDDP_IO, "read: %s",
-                        n == 0 ? "the file became shorter during the read" : strerror(errno));
+      return cddp__fail(CDDP_IO, "%s, after %" PRIu64 " bytes: %s%s", write ? "write" : "read", at,
+                        n < 0   ? strerror(errno)
+                        : write ? "nothing was written"
+                                : "the file became shorter during the read",
+                        n < 0 ? cddp__size_advice(errno) : "");
     p += n;
     size -= (uint64_t)n;
     at += (uint64_t)n;
@@ -4463,14 +4459,12 @@ static bool cddp__has_spare_fd(int fd, bool serves) {
 
 #define CDDP__COMMAND_MAX (64u << 20) /* bytes of one command or reply, all strings together */
 #define CDDP__BUFFER_MAX (CDDP__COMMAND_MAX + CDDP__VALUE_MAX) /* of a client, each way */
-#define CDDP__SERVER_PAUSE (256u << 10)       /* bytes of unread output above which commands wait */
 #define CDDP__SERVER_MEMORY ((size_t)1 << 30) /* bytes of all clients' buffers together */
 #ifndef CDDP__STORE_MEMORY
 #define CDDP__STORE_MEMORY ((size_t)512 << 20) /* bytes of a server's keys and values */
 #endif
 
-/* Kinds of answers. A value is the size of the number in the answer; a STRING follows its length of
-   8 bytes. */
+/* Kinds of answers: the value is the size of a number, and STRING has its length before it. */
 enum cddp__answer {
   CDDP__ANSWER_NONE,
   CDDP__ANSWER_BYTE = 1,
@@ -4512,7 +4506,7 @@ static const struct cddp__command {
 static const char cddp__greeting[] = "\0\xce\xf7\x85\x3c"
                                      "\5\1\0\0\0\0\0\0\0\4\0\0\0\0\0\0\0\r\n\r\n";
 
-/* The string at *p in a complete command (cddp__parser_scan); moves *p behind it. */
+/* The string at *p in a complete command; moves *p behind it. */
 static cddp__span cddp__parse_string(const unsigned char **p) {
   cddp__span s = cddp__span_of(*p + 8, (size_t)cddp__get64(*p));
   *p = s.data + s.size;
@@ -4535,10 +4529,9 @@ typedef struct cddp__parser {
 
 enum cddp__parse_result { CDDP__PARSE_PARTIAL, CDDP__PARSE_COMPLETE, CDDP__PARSE_INVALID };
 
-/* Parses the command in the n bytes at p, which begin with its code byte. If it is complete,
-   parser->scanned is its size. If not, the next call, with more bytes at p, continues after the
-   last complete string. A new command needs a zeroed parser. Each length is checked against its
-   limit before memory is reserved for it. */
+/* Parses the command in the n bytes at p. COMPLETE: parser->scanned is its size. PARTIAL: the next
+   call, with more bytes at p, continues after the last complete string. A new command needs a
+   zeroed parser. */
 static int cddp__parser_scan(cddp__parser *parser, const unsigned char *p, size_t n) {
   const struct cddp__command *c;
   uint64_t size = 1;
@@ -4569,7 +4562,7 @@ static int cddp__parser_scan(cddp__parser *parser, const unsigned char *p, size_
 
 /* --- the map --- */
 
-#define CDDP__MAP_CHAINS 8192u /* a power of two: the largest jobs have a few entries per chain */
+#define CDDP__MAP_CHAINS 8192u /* the largest jobs have a few entries per chain */
 
 typedef struct cddp__entry { /* the key's bytes follow the struct */
   struct cddp__entry *next;  /* in its hash chain */
@@ -4594,14 +4587,13 @@ typedef struct cddp__server { /* Owner: its thread, between start and join */
   size_t stored;                         /* bytes of the map's entries */
   struct cddp__client *clients;          /* a list, newest first */
   int ranks;                             /* cddp__store_options.ranks */
-  int blocked;                           /* clients that are in a WAIT */
-  int silent;                            /* clients that have not yet sent a valid VALIDATE */
+  int blocked;                           /* clients in a WAIT */
   bool unsettled;  /* a connection or a WAIT has ended since cddp__server_settle */
   double checked;  /* time at which deadlines were last checked */
   size_t buffered; /* capacity of all clients' buffers, bytes */
 } cddp__server;
 
-/* The pointer in the hash chain to the key's entry, or the NULL at the chain's end. */
+/* The link in the hash chain that leads to the key's entry, or the NULL at the chain's end. */
 static cddp__entry **cddp__map_link(cddp__server *server, cddp__span key) {
   cddp__entry **link =
       &server->chains[cddp__hash64(server->seed, key.data, key.size) % CDDP__MAP_CHAINS];
@@ -4610,7 +4602,7 @@ static cddp__entry **cddp__map_link(cddp__server *server, cddp__span key) {
   return link;
 }
 
-/* Whether the key exists. *value is its value, or empty. */
+/* Whether the key exists. *value is empty if not. */
 static bool cddp__map_get(cddp__server *server, cddp__span key, cddp__span *value) {
   const cddp__entry *entry = *cddp__map_link(server, key);
   *value = entry != NULL ? cddp__buffer_span(&entry->value) : cddp__span_of(NULL, 0);
@@ -4678,8 +4670,8 @@ static bool cddp__map_add(cddp__server *server, cddp__span key, uint64_t amount,
 
 enum cddp__command_result { CDDP__COMMAND_FAILED, CDDP__COMMAND_DONE, CDDP__COMMAND_WAITS };
 
-/* Executes a complete command and adds its answer to out. head: its code byte. FAILED: memory is
-   exhausted, or c10d does not answer the command either; the connection must be closed. */
+/* Executes the command at head, and adds its answer to out. FAILED: memory is exhausted, or c10d
+   does not answer the command either; the connection must be closed. */
 static int cddp__server_execute(cddp__server *server, cddp__parser *parser,
                                 const unsigned char *head, cddp__buffer *out) {
   const struct cddp__command *c = &cddp__commands[parser->code];
@@ -4746,10 +4738,9 @@ static int cddp__server_execute(cddp__server *server, cddp__parser *parser,
 }
 
 /* --- the server ---
-   One thread with level-triggered epoll: poll(2) is slow with thousands of clients. Each client has
-   its own limits and deadlines, and an error closes only its connection. After a command that
-   created a key, all waiting commands are executed again. A connection that was closed meanwhile,
-   or a WAIT that has ended, is only marked; cddp__server_settle handles it after all events. */
+   One thread with level-triggered epoll: poll(2) is slow with thousands of clients. After a command
+   that created a key, all waiting commands are executed again. A connection that was closed
+   meanwhile, or a WAIT that has ended, is only marked: cddp__server_settle handles it. */
 #ifndef CDDP__GREETING_S
 #define CDDP__GREETING_S 5.0 /* time for the challenge and the first command, or a rank's number */
 #endif
@@ -4768,8 +4759,8 @@ typedef struct cddp__client { /* Owner: the server's thread */
   cddp__parser parser;        /* of the command at the head of c.in */
 } cddp__client;
 
-/* Sets the events of fd that epoll watches. what: returned with each event; an index of the
-   server's fds, or the address of a cddp__client. */
+/* Sets the events of fd that epoll watches. what: an index of the server's fds, or the address of a
+   cddp__client. */
 static bool cddp__server_watch_fd(const cddp__server *server, int fd, int how, uint32_t events,
                                   uint64_t what) {
   struct epoll_event event;
@@ -4778,20 +4769,19 @@ static bool cddp__server_watch_fd(const cddp__server *server, int fd, int how, u
   return epoll_ctl(server->epoll, how, fd, &event) == 0;
 }
 
-/* Closes the connection. cddp__server_settle frees the client. */
+/* cddp__server_settle frees the client. */
 static void cddp__client_close(cddp__server *server, cddp__client *client) {
   server->blocked -= client->blocked;
   client->blocked = false;
   server->unsettled = true;
   if (client->c.fd >= 0) { /* a forked child can have a copy, which close would leave connected */
-    server->silent -= !client->greeted;
     cddp__server_watch_fd(server, client->c.fd, EPOLL_CTL_DEL, 0, 0);
     shutdown(client->c.fd, SHUT_RDWR);
   }
   cddp__connection_close(&client->c);
 }
 
-/* Records that the command at the head of the input waits, or removes the finished command. */
+/* Notes that the command at the head of the input waits, or removes the finished command. */
 static void cddp__client_advance(cddp__server *server, cddp__client *client, bool blocked) {
   server->blocked += blocked - client->blocked;
   client->blocked = blocked;
@@ -4809,31 +4799,25 @@ static void cddp__client_execute(cddp__server *server, cddp__client *client) {
     cddp__client_close(server, client);
     return;
   }
-  server->silent -= !client->greeted;
   client->greeted = true;
   c->deadline = cddp__now() + CDDP__COMMAND_S;
   cddp__client_advance(server, client, ran == CDDP__COMMAND_WAITS);
 }
 
-/* Handles the input once: challenge, then one command. Returns false if more input is needed. A
-   refused client stays for a second, to read the reason. During a WAIT only CANCEL_WAIT is
-   executed, which ends the WAIT; other commands stay in the input. */
+/* Handles the challenge, then one command. Returns false if more input is needed. During a WAIT
+   only CANCEL_WAIT is executed, which ends the WAIT. */
 static bool cddp__client_step(cddp__server *server, cddp__client *client) {
   cddp__connection *c = &client->c;
-  bool refused = c->challenge.state > CDDP__CHALLENGE_PROVEN;
   size_t keys = server->keys;
   cddp__client *other;
   cddp__span in;
   int found;
   if (c->state == CDDP__CONNECTION_PROVING) (void)cddp__connection_progress(c);
-  if (c->challenge.state > CDDP__CHALLENGE_PROVEN) { /* its end is near: 1 s to read the answer */
-    if (!refused) cddp__add32(&server->unproven, 1);
-    if (!refused) c->deadline = cddp__now() + 1;
-    c->in.start = c->in.end;
-    return false;
+  if (c->state == CDDP__CONNECTION_ENDED) {
+    if (c->challenge.state > CDDP__CHALLENGE_PROVEN) cddp__add32(&server->unproven, 1);
+    cddp__client_close(server, client);
   }
   in = cddp__buffer_span(&c->in);
-  if (c->state == CDDP__CONNECTION_ENDED) cddp__client_close(server, client);
   if (in.size == 0 || c->state != CDDP__CONNECTION_UP) return false;
   if (client->blocked) {
     if (in.size == client->parser.scanned ||
@@ -4856,18 +4840,16 @@ static bool cddp__client_step(cddp__server *server, cddp__client *client) {
   return found == CDDP__PARSE_COMPLETE && c->fd >= 0;
 }
 
-/* Executes the received commands while the client reads the answers. Then sets the events that
-   epoll watches. */
+/* Executes the received commands, each after the client has read the answer to the one before. Then
+   sets the events that epoll watches. */
 static void cddp__client_run(cddp__server *server, cddp__client *client) {
   cddp__connection *c = &client->c;
   bool more = true;
-  size_t left;
   uint32_t events;
   while (more && c->fd >= 0) {
-    while (cddp__buffer_size(&c->out) <= CDDP__SERVER_PAUSE && cddp__client_step(server, client)) {}
+    size_t left = cddp__buffer_size(&c->out);
+    if (left == 0) more = cddp__client_step(server, client);
     left = cddp__buffer_size(&c->out);
-    more = left > CDDP__SERVER_PAUSE;
-    if (c->fd < 0 || c->challenge.state > CDDP__CHALLENGE_PROVEN) break;
     if (c->state == CDDP__CONNECTION_UP) (void)cddp__connection_progress(c); /* a proof: _step */
     if (cddp__buffer_size(&c->out) < left && client->greeted)
       c->deadline = cddp__now() + CDDP__COMMAND_S;
@@ -4875,15 +4857,14 @@ static void cddp__client_run(cddp__server *server, cddp__client *client) {
     more = more && cddp__buffer_size(&c->out) == 0;
   }
   if (cddp__buffer_size(&c->in) == 0) cddp__buffer_clear(&c->in, CDDP__BUFFER_KEEP);
-  left = cddp__buffer_size(&c->out);
-  events = left > CDDP__SERVER_PAUSE ? EPOLLOUT : (uint32_t)cddp__connection_events(c);
+  events = cddp__buffer_size(&c->out) > 0 ? EPOLLOUT : (uint32_t)cddp__connection_events(c);
   if (c->fd < 0 || events == client->events) return;
   client->events = events;
   if (!cddp__server_watch_fd(server, c->fd, EPOLL_CTL_MOD, events, (uint64_t)(uintptr_t)client))
     cddp__client_close(server, client);
 }
 
-/* Reads once if bytes have arrived, within the limits of memory, and continues the client. */
+/* Reads once, within the limits of memory, and continues the client. */
 static void cddp__client_event(cddp__server *server, cddp__client *client, uint32_t events) {
   cddp__connection *c = &client->c;
   bool idle = cddp__buffer_size(&c->in) + cddp__buffer_size(&c->out) == 0;
@@ -4903,8 +4884,8 @@ static void cddp__client_event(cddp__server *server, cddp__client *client, uint3
     cddp__client_run(server, client);
 }
 
-/* Ends an iteration of the loop: closes clients past their deadline, continues those with a WAIT
-   that has ended, and frees closed ones. */
+/* Closes clients past their deadline, continues those with a WAIT that has ended, and frees closed
+   ones. */
 static void cddp__server_settle(cddp__server *server) {
   double now = cddp__now();
   bool tick = now >= server->checked + CDDP__SERVER_CHECK_MS * 1e-3;
@@ -4932,16 +4913,19 @@ static void cddp__server_settle(cddp__server *server) {
 }
 
 /* Creates a client with the connection fd. If too few descriptors remain for the program (not
-   `spare`), or too many clients have not sent VALIDATE, it replaces the oldest of those. A client
-   that has passed the challenge is never closed; if all have, the new one is refused. */
+   `spare`), or too many clients have not sent VALIDATE, it replaces the oldest of those, but none
+   that has passed the challenge. If there is none to replace, the new one is refused. */
 static void cddp__server_add_client(cddp__server *server, int fd, bool spare) {
   static const char refusal[] = CDDP__AUTH_REFUSAL "D";
   cddp__client *client, *oldest = NULL;
-  if (!spare || server->silent >= cddp__unproven_most(server->ranks)) {
-    for (client = server->clients; client != NULL; client = client->next)
-      if (client->c.fd >= 0 && !client->greeted &&
-          (server->secret == NULL || client->c.challenge.state != CDDP__CHALLENGE_PROVEN))
-        oldest = client;
+  int silent = 0; /* clients that have not sent VALIDATE */
+  for (client = server->clients; client != NULL; client = client->next) {
+    if (client->c.fd < 0 || client->greeted) continue;
+    silent++;
+    if (server->secret == NULL || client->c.challenge.state != CDDP__CHALLENGE_PROVEN)
+      oldest = client;
+  }
+  if (!spare || silent >= cddp__unproven_most(server->ranks)) {
     if (oldest == NULL) {
       if (!spare) (void)!send(fd, refusal, sizeof refusal - 1, MSG_NOSIGNAL | MSG_DONTWAIT);
       cddp__close_fd(&fd);
@@ -4960,15 +4944,14 @@ static void cddp__server_add_client(cddp__server *server, int fd, bool spare) {
   client->c.deadline = cddp__now() + CDDP__GREETING_S;
   client->next = server->clients;
   server->clients = client;
-  server->silent++;
   client->events = EPOLLIN;
   if (cddp__connection_challenge(&client->c, server->secret, "store", NULL, 0) != CDDP_OK ||
       !cddp__server_watch_fd(server, fd, EPOLL_CTL_ADD, EPOLLIN, (uint64_t)(uintptr_t)client))
     cddp__client_close(server, client);
 }
 
-/* Accepts up to 64 connections. If no descriptor is left, the reserve is closed for long enough to
-   accept a connection and to send the refusal. */
+/* Accepts up to 64 connections. If no descriptor is left, the reserve is closed meanwhile, to accept
+   a connection and send the refusal. */
 static void cddp__server_accept(cddp__server *server, int listener) {
   int i, fd = 0;
   for (i = 0; i < 64 && fd >= 0; i++) {
@@ -5039,7 +5022,7 @@ typedef struct cddp__store_options {
 } cddp__store_options;
 
 struct cddp_store {
-  pthread_mutex_t lock; /* one operation at a time; guards all below */
+  pthread_mutex_t lock; /* held during an operation; guards all below */
   cddp_allocator allocator;
   double timeout_s;                             /* of operations without a deadline */
   int scheme;                                   /* CDDP__URL_TCP ... */
@@ -5057,7 +5040,7 @@ struct cddp_store {
 #define CDDP__CLOSED_S 4.0 /* retry time for a server that closes connections without an answer */
 
 /* Proves the secret, if there is one, to the server at the address `text`, sends the greeting, and
-   reads its answer of one byte: a store is at the other end and accepts this process.
+   reads the answer of one byte.
      CDDP_NETWORK    the connection was closed without an answer
      CDDP_MISMATCH   the program at the other end is not a store
      CDDP_TIMEOUT    no answer: another program, or a server that is not ready yet */
@@ -5115,9 +5098,9 @@ static cddp_result cddp__store_greet(cddp_store *store, const char *text, double
                     k > 0 ? "'" : "");
 }
 
-/* Tries each address once. CDDP_NETWORK: a retry can succeed; other errors are final, as those of
-   cddp__store_greet. A server that exits, or a proxy for a server that has not started, closes
-   connections for a moment. A program that does so for CDDP__CLOSED_S is not a store. */
+/* Tries each address once. CDDP_NETWORK: a retry can succeed. A server that exits, or a proxy for a
+   server that has not started, closes connections for a moment. A program that does so for
+   CDDP__CLOSED_S is not a store. */
 static cddp_result cddp__store_try_addresses(cddp_store *store, double deadline) {
   bool closed = false;
   cddp_result r = CDDP_NETWORK;
@@ -5178,7 +5161,7 @@ static cddp_result cddp__store_error(const cddp_store *store, cddp_result r) {
 }
 
 /* Sends the request and receives the answer; a string is then at the start of connection.in. SET
-   has no answer, so a GETNUMKEYS follows it: its answer shows that the SET was executed. */
+   has no answer: that of a GETNUMKEYS behind it shows that the SET was executed. */
 static cddp_result cddp__store_exchange(cddp_store *store, cddp__request *request,
                                         double deadline) {
   const struct cddp__command *command = &cddp__commands[request->code];
@@ -5213,8 +5196,8 @@ static cddp_result cddp__store_exchange(cddp_store *store, cddp__request *reques
   return cddp__connection_exchange(c, (size_t)request->number, deadline);
 }
 
-/* Runs one operation under the lock. deadline: 0 = now + the store's timeout. After a failure the
-   next operation connects again, as the rest of the answer could still arrive. */
+/* Runs one operation. deadline 0: the store's timeout. After a failure the next operation connects
+   again, as the rest of the answer could still arrive. */
 static cddp_result cddp__store_run(cddp_store *store, cddp__request *request, double deadline) {
   cddp__connection *c = &store->connection;
   cddp__span reply;
@@ -5286,8 +5269,7 @@ static cddp_result cddp__server_run(cddp__server *server) {
   return r;
 }
 
-/* Starts a server on store->addresses, or on the options' socket. Sets store->addresses to those
-   that clients can connect to. */
+/* Starts a server on store->addresses, or on the options' socket. */
 static cddp_result cddp__server_start(cddp_store *store, const cddp__store_options *options) {
   cddp__server *server = (cddp__server *)cddp__calloc(&options->desc.allocator, 1, sizeof *server);
   cddp_result r = CDDP_OK;
@@ -5325,8 +5307,8 @@ static cddp_result cddp__server_start(cddp_store *store, const cddp__store_optio
   return r;
 }
 
-/* On a host its own name can resolve to loopback only (127.0.1.1 in Debian's /etc/hosts). For other
-   hosts this adds the addresses of all interfaces. */
+/* A host's own name can resolve to loopback only (127.0.1.1 in Debian's /etc/hosts). This adds the
+   addresses that other hosts can reach. */
 static void cddp__add_interface_addresses(cddp_store *store, const char *host) {
   int i;
   if (strcmp(host, "localhost") == 0 || strchr(host, ':') != NULL ||
@@ -5387,8 +5369,8 @@ typedef struct cddp__file_store_record { /* the file. All hosts of a job have th
   cddp__address addresses[CDDP__ADDRESSES_MAX];
 } cddp__file_store_record;
 
-/* Reads the file; record->count is 0 if it is incomplete. Fails if no store has written the file,
-   or if others own it or can write to it: it could direct this job to any address. */
+/* Reads the file; record->count is 0 if it is incomplete. A file that others own or can write to
+   could direct this job to any address. */
 static cddp_result cddp__file_store_read(int fd, cddp__file_store_record *record) {
   struct stat st;
   const char *why;
@@ -5412,19 +5394,13 @@ static cddp_result cddp__file_store_read(int fd, cddp__file_store_record *record
   return CDDP_OK;
 }
 
-/* Sets store->proof to the file's key and the user's secret. */
-static cddp_result cddp__file_store_proof(cddp_store *store, const cddp__store_options *options,
-                                          const char *key) {
-  const char *secret = options->desc.secret != NULL ? options->desc.secret : "";
-  size_t size = 32 + 1 + strlen(secret) + 1;
-  cddp__free(&store->allocator, store->proof);
-  store->proof = (char *)cddp__malloc(&store->allocator, size);
-  if (store->proof == NULL) return CDDP_OUT_OF_MEMORY;
-  snprintf(store->proof, size, "%.32s %s", key, secret);
-  return CDDP_OK;
+/* Puts the file's key before the user's secret. */
+static void cddp__file_store_prove(cddp_store *store, const char *key) {
+  snprintf(store->proof, 33, "%32.32s", key);
+  store->proof[32] = ' ';
 }
 
-/* Makes this process, which has locked the file, the server: for this host on a Unix socket, for
+/* This process has locked the file, and becomes the server: for this host on a Unix socket, for
    other hosts on a port that the system chooses. */
 static cddp_result cddp__file_store_serve(cddp_store *store, const cddp__store_options *options) {
   cddp__file_store_record record;
@@ -5439,7 +5415,7 @@ static cddp_result cddp__file_store_serve(cddp_store *store, const cddp__store_o
   store->address_count = 1;
   if (options->reachable || options->elect)
     store->address_count += cddp__interface_addresses(NULL, store->addresses + 1, 8);
-  if (r == CDDP_OK) r = cddp__file_store_proof(store, options, record.key);
+  cddp__file_store_prove(store, record.key);
   if (r == CDDP_OK) r = cddp__server_start(store, options);
   if (r != CDDP_OK) return r == CDDP_NETWORK ? CDDP_SYSTEM : r; /* a retry would be useless */
   record.count = (uint32_t)store->address_count;
@@ -5476,13 +5452,13 @@ static cddp_result cddp__file_store_try(cddp_store *store, const cddp__store_opt
     r = cddp__fail(CDDP_NETWORK, "the file has no server: rank 0, or the first process to open it, "
                                  "has not started or is suspended");
   } else if (r == CDDP_OK) {
-    r = cddp__file_store_proof(store, options, record.key);
+    cddp__file_store_prove(store, record.key);
     store->address_count = (int)record.count;
     memcpy(store->addresses, record.addresses, sizeof store->addresses);
     for (i = 0; i < store->address_count; i++)
       store->addresses[i].size =
           (socklen_t)cddp__min(store->addresses[i].size, sizeof store->addresses[i].sa);
-    if (r == CDDP_OK) r = cddp__store_try_addresses(store, options->deadline);
+    r = cddp__store_try_addresses(store, options->deadline);
     if (r != CDDP_OK &&
         (!cddp__file_has_name(fd, store->name) || flock(fd, LOCK_NB | LOCK_SH) == 0))
       r = CDDP_NETWORK; /* its server has ended, and another program can have its port */
@@ -5493,11 +5469,10 @@ static cddp_result cddp__file_store_try(cddp_store *store, const cddp__store_opt
 
 /* --- all of them --- */
 
-/* Creates a store that is not open. Sets the options' secret, if it is not given. *out is not NULL
-   after some failures. */
-static cddp_result cddp__store_new(cddp_store **out, cddp__store_options *options) {
+/* Creates a store that is not open. *out is not NULL after some failures. */
+static cddp_result cddp__store_new(cddp_store **out, const cddp__store_options *options) {
   const cddp_store_desc *desc = &options->desc;
-  const char *name;
+  const char *name, *secret = desc->secret != NULL ? desc->secret : getenv("CDDP_SECRET");
   cddp_store *store = (cddp_store *)cddp__calloc(&desc->allocator, 1, sizeof *store);
   *out = store;
   if (store == NULL) return CDDP_OUT_OF_MEMORY;
@@ -5507,14 +5482,17 @@ static cddp_result cddp__store_new(cddp_store **out, cddp__store_options *option
   store->closed_since = options->closed_since;
   store->file = -1;
   cddp__connection_begin(&store->connection, &store->allocator, -1, true);
-  if (desc->secret == NULL) options->desc.secret = getenv("CDDP_SECRET");
-  if (desc->secret != NULL && desc->secret[0] != 0)
-    if ((store->proof = cddp__strdup(&desc->allocator, desc->secret)) == NULL)
-      return CDDP_OUT_OF_MEMORY;
   if ((store->scheme = cddp__url_scheme(desc->init_method, &name)) == CDDP__URL_NONE)
     return CDDP__REFUSE("'%.128s' is not a store's URL; write tcp://host:port, unix://name or "
                         "file:///absolute/path",
                         desc->init_method);
+  if (secret == NULL) secret = "";
+  if (secret[0] != 0 || store->scheme == CDDP__URL_FILE) {
+    size_t key = store->scheme == CDDP__URL_FILE ? 33 : 0; /* see cddp__file_store_prove */
+    store->proof = (char *)cddp__malloc(&desc->allocator, key + strlen(secret) + 1);
+    if (store->proof == NULL) return CDDP_OUT_OF_MEMORY;
+    memcpy(store->proof + key, secret, strlen(secret) + 1);
+  }
   store->name = cddp__strdup(&desc->allocator, name);
   return store->name != NULL ? CDDP_OK : CDDP_OUT_OF_MEMORY;
 }
@@ -5547,18 +5525,14 @@ static void cddp__store_close(cddp_store *store) {
 
 /* Connects, and retries until the deadline, because ranks can start long before the server. */
 static cddp_result cddp__store_connect(cddp_store *store, const cddp__store_options *options) {
-  double pause = 0.001, now;
-  uint64_t jitter;
+  double pause = 0.001, jitter = 0.5 + (double)(getpid() % 1024) / 1024;
   cddp_result r;
   /* file://: until it serves itself, the process looks into the file for a server. */
   while ((r = store->scheme == CDDP__URL_FILE && store->file < 0
                   ? cddp__file_store_try(store, options)
                   : cddp__store_try_addresses(store, options->deadline)) == CDDP_NETWORK &&
-         (now = cddp__now()) < options->deadline) {
-    jitter = cddp__hash64((uint64_t)getpid(), &now, sizeof now);
-    cddp__sleep(
-        cddp__earlier_deadline(pause * (0.5 + (double)(jitter % 1024) / 1024), options->deadline) -
-        now);
+         cddp__now() < options->deadline) {
+    cddp__sleep(cddp__earlier_deadline(pause * jitter, options->deadline) - cddp__now());
     pause = pause < 0.125 ? pause * 2 : 0.25;
   }
   if (r == CDDP_TIMEOUT)
