@@ -3934,8 +3934,8 @@ static bool cddp__file_has_name(int fd, const char *path) {
 }
 
 /* >>connections --------------------------------------------------------------------------------
-   Job: one type of connection for the store, the rendezvous, joins, links and elastic models: the
-   proof of a secret, a queue of bytes to send, frames that are half read, and poll(2) over many.
+   Job: the connections of the store, the rendezvous, joins, links and elastic models: the proof of
+   a secret, a queue of bytes to send, half-read frames, and poll(2) over many.
    Owns: of a cddp__connection the descriptor, both buffers and a half-read frame. The struct itself
    belongs to the caller, which also locks it: no function here takes a lock.
    Entry points: cddp__connection_begin, _challenge, _progress, _post, _receive, _exchange, _end and
@@ -3949,9 +3949,9 @@ static bool cddp__file_has_name(int fd, const char *path) {
    the next call returns immediately. So a caller looks at `state` once, after its last call.
    Bytes to send wait in `out`, and only an UP connection sends them: what is posted earlier follows
    the proof. Received bytes are in `in` until they are parsed. Large bodies skip both buffers.
-   A hostile peer can send anything, slowly, or nothing. Until its proof is complete it occupies a
-   descriptor, 4 KiB and its place among cddp__unproven_most connections. Then the size of each
-   frame is limited by its reader before memory is allocated. */
+   Until its proof is complete a hostile peer occupies a descriptor, 4 KiB and its place among
+   cddp__unproven_most connections. Then the reader limits the size of each frame before it
+   allocates. */
 
 typedef struct cddp__span { /* bytes in memory that the span does not own */
   const unsigned char *data;
@@ -4443,11 +4443,11 @@ static bool cddp__has_spare_fd(int fd, bool serves) {
    Owns: a server's thread, map and clients; a store's connection and file. Touches no group.
    Entry points: cddp__store_open, cddp__store_close, cddp__store_run, cddp__store_wait.
    How it works:
-     1. The protocol is that of c10d's TCPStore in PyTorch 2.2 and later. The schemes tcp://,
-        unix:// and file:// differ only in how a client finds the server.
+     1. The protocol is that of c10d's TCPStore in PyTorch 2.2 and later. tcp://, unix:// and
+        file:// differ only in how a client finds the server.
      2. A client sends one command at a time and reads its answer, under the store's lock.
-     3. The server executes each command: cddp__server_execute. A WAIT for a missing key stays at
-        the head of its client's input and is executed again after keys have been created.
+     3. The server executes each command. A WAIT for a missing key stays at the head of its client's
+        input and is executed again after keys have been created.
    Format of a command:
      code        1 byte
      count       8 bytes, in counted commands only; number of items, else 1
@@ -5591,7 +5591,7 @@ static cddp_result cddp__store_open(cddp_store **out, cddp__store_options *optio
    Entry points: cddp__discover; cddp__env, cddp__env_ranks and cddp__one_host for other rooms.
    How it works:
      1. A table lists the variables of each launcher. The first launcher that has set both a rank
-        and a size is the one that counts; the variables of all others are ignored.
+        and a size counts.
      2. MASTER_ADDR and MASTER_PORT give the address of rank 0. Without them, variables that
         identify the launcher's job are hashed to the name of a Unix socket, or to a port. */
 
@@ -6078,14 +6078,14 @@ static cddp_result cddp__discover(cddp__config *config, const cddp_group_desc *d
    How it works:
      1. The ranks of a host hold one memfd, a sparse file. Rank i allocates in its own window of the
         file, so that an allocation needs no lock between ranks.
-     2. A window consists of segments, and a segment of extents of one size. An extent is one
-        allocation. Sizes are whole pages, four per power of two. Each size has a list of free
-        extents, whose memory the system has.
+     2. A window consists of segments, and a segment of extents of one size: the allocations. Sizes
+        are whole pages, four per power of two. Each size has a list of free extents, whose memory
+        the system has.
      3. A process maps whole segments, once: its own when it creates them, a peer's when it first
         needs a buffer there. A new segment has half as many extents as all earlier ones of its
         size, so that the number of mappings stays small (vm.max_map_count).
-     4. A rank sends a cddp__ref (segment, offset) to let a peer find a buffer. Between threads a
-        pointer is enough.
+     4. A cddp__ref (segment, offset) lets a peer find a buffer. Between threads a pointer is
+        enough.
    The kernel frees everything when the last process ends. */
 
 #ifndef MADV_COLLAPSE
@@ -6753,11 +6753,11 @@ static void cddp__share_memory(cddp__host *host) {
         each instruction set.
      2. An instruction set has a table of loops with one row for each element type.
         cddp__pick_kernels returns the table of the best instruction set of this machine.
-     3. Rare cases (more sources, other operations on half precision) combine these loops. They work
-        on blocks that fit into the first-level cache.
+     3. Rare cases (more sources, other operations on half precision) combine these loops, on blocks
+        that fit into the first-level cache.
      4. Order: the sum of sources 0 .. n - 1 is that of 0 .. p - 1 plus that of p .. n - 1, where p
         is the largest power of two below n. These sums form the canonical tree. Its leaves are the
-        values of ranks, or of shards; an inner node is the sum of its leaves.
+        values of ranks, or of shards.
    All instruction sets give the same bits: each element sees the same operations in the same order,
    and compiler options cannot contract a * b + c or reorder sums here. */
 
@@ -7566,8 +7566,8 @@ static void cddp__convert(void *dst, cddp_dtype to, const void *src, cddp_dtype 
         the fewest possible nodes.
    How buckets work:
      1. Parameters are taken in order. Each dtype has one open bucket.
-     2. A bucket is closed when its bytes reach the dtype's current limit. The first limit is for a
-        dtype's first bucket, the last limit for all further ones.
+     2. A bucket is closed when its bytes reach the limit: the first one for a dtype's first bucket,
+        the last one for all further ones.
      3. Buckets are ordered by closing, or by their smallest parameter index. */
 
 /* Slice `part` of n elements. Slices are cut at multiples of granule, and their sizes differ by at
@@ -7733,9 +7733,9 @@ static int cddp__plan_buckets(int *offsets, int *sorted, const cddp_param *param
         buffer has one share, or one share of each rank. If both have one share, they are the same
         buffer.
      3. All ranks send, or only the root. All ranks receive, or only the root.
-     4. In a call with counts (all_gather_v, all_to_all_v) shares have different lengths. The ranks
-        first exchange these. The collective then runs with the longest length for all, and each
-        rank moves only the existing bytes. */
+     4. In a call with counts (all_gather_v, all_to_all_v) the ranks first exchange the lengths. The
+        collective then runs with the longest one for all, and each rank moves only the existing
+        bytes. */
 
 typedef struct cddp__shape {
   const char *name;
@@ -7884,8 +7884,8 @@ static cddp__text cddp__describe_call(uint32_t code, uint64_t count, int root) {
    Owns: nothing. The functions compute sizes and addresses.
    Entry points: cddp__block_bytes, cddp__staging_bytes; the functions that return a part's address.
    Layout: the control block, headers, reported rounds, slots, staging buffers. Every rank reads all
-   headers. They are contiguous because those of a thousand ranks then fill 32 pages, while a single
-   slot takes several pages. Ranks of other hosts share one slot, which stays empty. */
+   headers, so they are contiguous: those of a thousand ranks fill 32 pages. Ranks of other hosts
+   share one slot, which stays empty. */
 
 #define CDDP__HEADERS_AT ((size_t)4096) /* offset of the headers */
 /* Bytes of a staging buffer; fewer where many ranks share the last cache. A core with 1 MiB of L2
@@ -7978,8 +7978,8 @@ static bool cddp__has_announced(const cddp_group *g, int rank) {
      2. It wakes all sleeping ranks. From then on every call of every rank returns this failure.
      3. A process's pidfd, its lock on the shared memory and /proc show whether it has ended. A rank
         that leaves in good order says so in its slot.
-     4. A rank that has waited for long writes its operation and call site into its slot, for the
-        time-out texts of its peers and for the deadlock check. */
+     4. A rank that has waited for long writes its operation and call site into its slot, for its
+        peers' error texts and for the deadlock check. */
 
 /* --- reporting a failure to all ranks --- */
 
@@ -8577,19 +8577,17 @@ static cddp_result cddp__break_late(cddp_group *g, int late) {
    Entry points: cddp__round and cddp__round_of; cddp__wait_tick and cddp__wait_sleep in waits for
    ranks (the struct is in >>base).
    How it works:
-     1. Everything that ranks do together is a sequence of rounds, numbered per group. A rank writes
-        its header (the call, its count, up to 40 bytes of payload), and then the round's number
-        into the header's seq.
-     2. The round is complete when all headers have its number. Each rank compares all headers. So
-        ranks that made different calls all find out, without extra messages.
+     1. A rank writes its header (the call, its count, up to 40 bytes of payload), and then the
+        round's number into the header's seq.
+     2. The round is complete when all headers have its number. Each rank compares all headers, so
+        ranks that made different calls all find out.
      3. There are two sets of headers and staging buffers, used alternately. A rank writes those of
         round s + 2 only after every rank has announced s + 1, that is, has finished reading s.
    How ranks wait:
      1. With one core per rank, ranks poll the headers, then yield, then sleep on the seq of a
         header that is missing.
      2. With more ranks than cores (oversubscribed), ranks count arrivals. The last rank to arrive
-        wakes all others with one call. So 64 ranks on 2 cores switch once per round instead of 63
-        times. */
+        wakes all others with one call. */
 
 /* Up to this many bytes per share one round is faster than two rounds around direct copies. */
 #define CDDP__ROUND_MAX ((size_t)4 << 10)
@@ -8924,19 +8922,19 @@ static void cddp__set_wait_policy(cddp_group *g) {
    cddp__link_check_timeout; cddp__send_notices. A link is a cddp__connection (>>connections).
    How it works:
      1. Each rank listens on one port, at the address by which its host reaches the other hosts. Two
-        ranks of a group have one link, made when it is first used, or two if both connect at the
-        same time.
-     2. The connecting rank sends a hello: purpose, both ranks, the group, and the token. Only the
-        job's ranks know the token, from the store. With a secret both ends then prove that they
-        know it. Then frames follow. A rank that leaves a group sends BYE.
-     3. A NOTICE, which tells why a group has failed, has its own connection: a result, a text,
-        and one proof over these and the hello. It needs no answer, so it reaches ranks that do not
-        accept now, through the system's queue of connections.
+        ranks of a group have one link, made at its first use, or two if both connect at the same
+        time.
+     2. The connecting rank sends a hello: purpose, both ranks, the group, and the token, which only
+        the job's ranks know. With a secret both ends then prove that they know it. Then frames
+        follow. A rank that leaves a group sends BYE.
+     3. A NOTICE, which tells why a group has failed, has its own connection: a result, a text, and
+        one proof over these and the hello. It needs no answer, so it also reaches ranks that do not
+        accept now.
    A rank that waits in any group accepts connections and keeps them until their group claims them.
-   A connection with an invalid hello is closed immediately. A silent one can belong to a rank that
-   computes before it sends. It is closed when there are too many, or after CDDP__STRANGER_S when
-   few descriptors are left. A link that ends before it is up has carried no frame, so its caller
-   connects again. When a link has ended, the rank is lost: >>hosts. */
+   A silent connection can belong to a rank that computes before it sends. It is closed when there
+   are too many, or after CDDP__STRANGER_S when few descriptors are left. A link that ends before it
+   is up has carried no frame, so its caller connects again. When a link has ended, the rank is
+   lost: >>hosts. */
 
 #define CDDP__RECONNECT_S 0.05 /* between attempts, if the peer ends a link before it is up */
 #ifndef CDDP__STRANGER_S
@@ -9310,20 +9308,18 @@ static cddp__net *cddp__net_new(const cddp_allocator *a, int size, int host_coun
    Entry points: the steps of cddp__start_job and cddp__join_job (>>groups); while the group lives
    cddp__join_listen and cddp__join_serve.
    Words: a node is a set of ranks that can share memory: they have the same host, user,
-   CDDP_HOST_ID, and network, process and time namespace. Its first rank to start is its
-   coordinator, the others are its clients. The root is the coordinator of rank 0's node. A client's
-   parent is its coordinator; a coordinator's parent is the root, by TCP.
+   CDDP_HOST_ID and namespaces. Its first rank to start is its coordinator, the others are its
+   clients. The root is the coordinator of rank 0's node. A client's parent is its coordinator; a
+   coordinator's parent is the root, by TCP.
      1. A rank binds a Unix socket, named after its number and the job's endpoint. If the name is in
         use, two jobs have one endpoint or two processes have one rank: cddp__claim_rank fails.
      2. The rank binds its node's socket as the coordinator, or connects to it as a client.
      3. RANK describes a rank to its parent, which forwards it to the root and answers WAIT. If the
-        connection ends before WAIT, the parent was about to exit, and the rank starts again at 2.
-        If it ends later, a rank is lost.
+        connection ends before WAIT, the rank starts again at 2. If it ends later, a rank is lost.
      4. When all ranks have registered with the root, it sends TABLE to its children. A coordinator
         adds the descriptors of the node's memory and of the client's socket for links.
      5. READY tells the parent that a rank and all its clients have built the group of all ranks.
-   A rank that fails sends FAIL, a result and a text, to its parent and its children. Ranks that
-   have sent READY find the failure in the group. */
+   A rank that fails sends FAIL, a result and a text, to its parent and its children. */
 
 #define CDDP__PROBLEM_S 1.0 /* for missing ranks to connect after a rank did not match */
 #define CDDP__BLOCKED_S 6.0 /* for a connection between hosts; at most a third of the time-out */
@@ -10880,7 +10876,7 @@ static cddp_result cddp__join_find(cddp__host *host, int *fd) {
 
 /* >>hosts --------------------------------------------------------------------------------------
    Job: carry the headers of a round, the bytes of collectives and messages, and failures between
-   the hosts of a group. tests/bench/scale.md computes the costs for 4,096 ranks on 512 hosts.
+   the hosts of a group. tests/bench/scale.md computes the costs.
    Owns: cddp__hosts, its links and its scratch. Lock of links: p2p.lock. Also the headers and
    staging buffers of remote ranks in this host's control block.
    Entry points: those in >>hooks; its carrier, cddp__hosts_run and _average; for messages
@@ -10888,16 +10884,16 @@ static cddp_result cddp__join_find(cddp__host *host, int *fd) {
    Rounds: the leader of a host, its lowest rank in the group, waits until all ranks there have
    announced the round. It exchanges their headers with the other leaders and writes those of remote
    ranks into the control block. All ranks then compare all headers, as on one host. Up to
-   CDDP__DIRECT_HOSTS leaders exchange directly: the ranks' shares of a short collective travel with
-   the headers, so it costs as much as a barrier. More leaders take turns and forward headers.
+   CDDP__DIRECT_HOSTS leaders exchange directly: the shares of a short collective travel with the
+   headers. More leaders take turns and forward headers.
    Collectives that do not fit into headers or staging buffers:
      1. A round announces each rank's VIEW: its receive buffer, or of a sum its send buffer. All
         ranks on the host read its contribution there and write its result there. If they cannot,
         the view is in shared scratch, and the call moves in chunks that fit there.
      2. Each rank OWNS a part of a chunk: its share if each rank has one, else a slice.
-     3. A: all hosts send the owner their contributions, sums of their ranks' views or bytes. B: the
-        owner sends its part to the hosts. all_reduce, reduce and broadcast use A and B;
-        reduce_scatter, scatter and all_to_all use A; the gathers use B.
+     3. A: all hosts send the owner their contributions, sums or bytes. B: the owner sends its part
+        to the hosts. all_reduce, reduce and broadcast use A and B; reduce_scatter, scatter and
+        all_to_all A; the gathers B.
      4. One rank acts for its host, so that bytes for several ranks travel once. Parts move in
         pieces: while one piece is added up, others are in transit. */
 
@@ -12137,11 +12133,8 @@ static void cddp__hosts_leave(cddp_group *g) {
         send returns immediately; the shortest are copied into the request.
      2. The receiver scans the sender's requests, copies the bytes and marks the request done.
      3. Each side increments the other's events if the other sleeps on them.
-     4. A thread that waits, in any group, serves the pending receives of its process. So an
-        exchange of messages needs no additional thread.
-     5. A receive without a handle polls the requests itself before it is put into the list.
-   A message of 4 bytes costs two transfers of a cache line: the request moves from the previous
-   receiver to the sender, and on to the receiver. */
+     4. A thread that waits, in any group, serves the pending receives of its process.
+     5. A receive without a handle polls the requests itself before it is put into the list. */
 
 #define CDDP__EAGER_MAX ((size_t)64 << 10) /* messages up to here are always copied, bytes */
 #define CDDP__SPIN_MESSAGE 4 /* a scan for a message takes as long as 4 polls of a header */
@@ -13341,8 +13334,8 @@ static bool cddp__cpu_done(cddp_work *work) {
                  it needs. Every rank adds all values, in the same order.
      direct      All buffers that other ranks need are in shared memory. One round announces their
                  addresses, each rank reads (all_reduce: also writes) them in place, and one round
-                 ends the access. In an all_reduce rank r reads the r-th slice of every buffer
-                 once and writes the result to every buffer: the fewest bytes possible.
+                 ends the access. In an all_reduce rank r reads the r-th slice of every buffer once
+                 and writes the result to every buffer.
      staged      Other memory. The shares pass through the staging buffers, which stay in the
                  cache, one round a chunk. An all_reduce on three or more ranks: each adds up a
                  slice of a long chunk, and reads the other slices after a second round.
@@ -14640,8 +14633,8 @@ static cddp_result cddp__rows_merge(const cddp_allocator *allocator, cddp__spars
 }
 /* >>optim --------------------------------------------------------------------------------------
    Job: the optimizers: torch.optim.SGD, bit for bit, and AdamW.
-   Owns: a cddp_optim and its states, except states that ranks share (>>ddp-states) or that are on a
-   device (>>kernels). Touches: the caller's parameters, gradients and copies.
+   Owns: a cddp_optim and its states, except shared ones (>>ddp-states) and those on a device
+   (>>kernels). Touches: the caller's parameters, gradients and copies.
    Entry points: the public functions; for a cddp_ddp's step cddp__update_of, _update_run and
    cddp__optim_rows.
    How it works:
@@ -14654,9 +14647,9 @@ static cddp_result cddp__rows_merge(const cddp_allocator *allocator, cddp__spars
         of weights is rounded from its masters.
    SGD: every a + s * b is one fused multiply-add, as in PyTorch's AVX2 kernels. f16 and bf16
    compute each operation in f32 and round its result, as PyTorch's vector loops do. (For bf16
-   PyTorch's scalar loops, which process the last elements of each thread's chunk, also round the
-   product.) AdamW: the operations of PyTorch's fused CPU kernel, see CDDP__ADAMW_STEP. Powers of
-   beta1 and beta2 are computed by multiplication, as the results of pow depend on the libm. */
+   PyTorch's scalar loops, at the end of each thread's chunk, also round the product.) AdamW: the
+   operations of PyTorch's fused CPU kernel, see CDDP__ADAMW_STEP. Powers of beta1 and beta2 are
+   computed by multiplication, as the results of pow depend on the libm. */
 
 typedef struct cddp__update cddp__update;
 
@@ -16820,8 +16813,8 @@ static cddp_result cddp__transfer(cddp_group *g, void *to, const void *from, siz
    How it works:
      1. The one .cu file that includes cddp_kernels.cuh registers the kernels before main.
      2. One launch updates all parameters of a dtype that have the same settings.
-     3. The states are one piece of memory, allocated with the cddp_optim. It never moves, because a
-        CUDA graph may have recorded its address. */
+     3. The states are one piece of memory. It never moves, because a CUDA graph may have recorded
+        its address. */
 
 #ifdef CDDP_CUDA
 /* The address of parameter i's gradient on the device. d is NULL in cddp_optim_step. */
@@ -17007,12 +17000,12 @@ static cddp_result cddp__attach_optim(cddp_optim *optim) {
    gradient is in its rank's arena, or in the caller's memory if all ranks can map that.
    The life of a model:
      1. cddp_ddp_create (>>ddp-create): the ranks compare their models, map each other's memory, and
-        receive rank 0's weights.
+        get rank 0's weights.
      2. cddp_ddp_ready (>>ddp-step) marks a gradient, and copies it to the arena if it is not there.
         A bucket reduced early begins when it and all before it are full (>>ddp-buckets).
      3. cddp_ddp_next_shard ends a shard, if a rank has several (>>ddp-shards).
      4. cddp_ddp_step (>>ddp-step): the ranks meet in one round of d->control, finish the reduction,
-        and update the weights: in one pass on a host (>>ddp-host), or by a kernel (>>ddp-device). */
+        and update the weights: in one pass on a host (>>ddp-host), or a kernel (>>ddp-device). */
 
 /* Functions for one kind of memory, host or device. stream: NULL on a host. */
 struct cddp__ddp_memory {
@@ -18113,7 +18106,7 @@ static cddp_result cddp__gather_state(const cddp_optim *s, int k, int i, char *w
         the model block by block, in the first-level cache: it sums the block over all ranks,
         updates it with the shared states, writes the new weights to every rank, and zeroes the
         gradients. For f32, one or two states and 1, 2 or 4 ranks one loop does all of this
-        (cddp__fuse_loop). So the buckets of the next step are not reduced before that step.
+        (cddp__fuse_loop).
      2. Weights in private memory reach the other ranks through the gradients' memory.
      3. max_grad_norm adds a pass before this one. Each rank stores the mean of its part in its own
         gradients, and the sums of squares of the part's pieces behind its arena. After a round
@@ -19789,9 +19782,9 @@ static cddp_result cddp__ddp_setup(cddp_ddp *d, bool joins) {
 }
 
 /* >>elastic ---------------------------------------------------------------------------------------
-   Elastic models: every rank holds all weights and states, so training continues with any of them.
-   After a loss, or when a process joins, the living ranks meet, create new groups, divide the lost
-   shards, and finish the step.
+   Every rank holds all weights and states, so training continues with any of them. After a loss, or
+   when a process joins, the living ranks meet, create new groups, divide the lost shards, and
+   finish the step.
    Job: the membership, the assignment of shards, reductions and updates of an elastic model.
    Owns: a cddp__elastic with its own listening socket; of a cddp_ddp, `control` and `comm`, which
    are created again for each epoch. Touches: the fields of a cddp_ddp that >>ddp uses.
@@ -19801,7 +19794,7 @@ static cddp_result cddp__ddp_setup(cddp_ddp *d, bool joins) {
      1. Membership: a member has a number in 0 .. shards - 1, which is also its rank in `net`. The
         k-th rank of the groups is member order[k]. Each new group begins an epoch.
      2. A rank sums the gradients of its shards into nodes of the canonical tree. The last node can
-        stay in the gradients; the others are in slots (memory for one node each).
+        stay in the gradients; the others are in slots.
      3. A rank without shards left enters the reduction: cddp__elastic_reduce. It needs all members.
      4. Then the rank updates all its weights and states by the mean, and needs no other rank.
         `done` counts completed reductions. It differs by at most 1 between members.
@@ -21593,10 +21586,10 @@ CDDPDEF cddp_group *cddp_ddp_group(cddp_ddp *d) {
    Entry points: the public functions; cddp__sampler_begin, for a checkpoint.
    How it works:
      1. Of W ranks (or shards), a rank gets the indices at positions rank, rank + W, ... of the
-        permutation. A resumed epoch starts after the samples that were used before the checkpoint.
+        permutation, in a resumed epoch of the rest.
      2. For shares of equal size the permutation is repeated from its start.
-     3. The permutation is computed for the first index of an epoch. It is freed when another epoch
-        is set, or when cddp_sampler_next has returned the last index. */
+     3. The permutation is computed for the first index of an epoch, and freed after its last
+        one. */
 
 /* PyTorch's generator on the CPU, the Mersenne Twister MT19937. */
 typedef struct cddp__mt19937 {
@@ -21779,11 +21772,11 @@ CDDPDEF void cddp_sampler_destroy(cddp_sampler *sampler) {
    Owns: cddp_safetensors. Touches no file: >>checkpoint reads and writes files.
    Entry points: cddp__st_new, _parse, _find, _value; for writing cddp__st_write.
    How it works (the text is not trusted):
-     1. The whole text must be UTF-8. Memory is allocated once, for the largest number of items that
-        a text of this length can contain; numbers in the text do not influence it.
+     1. The text must be UTF-8. Memory is allocated once, for the largest number of items that a
+        text of this length can contain.
      2. A cursor reads the text once and stops at the first error. Everything outside of the format
         is an error. Strings are decoded in place, which never lengthens them, and get a NUL where
-        their closing quote was, so that names point into the text.
+        their closing quote was.
      3. The tensors are sorted by position: each must begin where the previous one ends, and the
         last one must end with the file. Then they are sorted by name, to find equal names.
    Each computation of a size checks for overflow. */
@@ -22293,8 +22286,7 @@ static uint64_t cddp__st_write(const cddp_allocator *allocator, cddp__buffer *bu
         unless a process of this user holds its lock.
      2. Rank 0 writes the header and all tensors. It reads the other ranks' parts of the states in
         their memory, or (sharded_states) all ranks gather one state after the other.
-     3. Rank 0 syncs PATH.tmp, renames it over PATH and syncs the directory. A reader of PATH sees
-        either the old file or the new one, and both are complete.
+     3. Rank 0 syncs PATH.tmp, renames it over PATH and syncs the directory.
    Loading:
      1. Rank 0 reads the header and broadcasts its text.
      2. Each rank parses the text and looks up its tensors, so that all ranks get the same result.
@@ -23233,7 +23225,7 @@ CDDPDEF const char *cddp_safetensors_metadata(const cddp_safetensors *file, cons
    Entry points: the public functions.
    Processes: all children are forked and wait on a pipe, so that they begin together. The parent
    sleeps in poll(2) on their pidfds. It reaps ended children by their pids, because other children
-   belong to the program. After the first failure the other children have 1 s to report the failure
+   belong to the program. After the first failure the other children have 1 s to report it
    themselves. Then they get SIGTERM, and 5 s later SIGKILL. In an elastic job the failed child is
    forked again instead.
    Threads: all groups are created in one block of memory before the first thread starts. A thread
@@ -23586,9 +23578,8 @@ CDDPDEF cddp_result cddp_run_threads(int (*fn)(cddp_group *g, void *arg), void *
 }
 
 /* >>public ---------------------------------------------------------------------------------------
-   Job: the public functions that are not in the room of their subject.
-   Each checks its arguments first, so that CDDP_INVALID_ARGUMENT has an error text and no effect.
-   Then it calls the room that does the work. A function for which >>api-diagnostics defines a macro
+   Job: the public functions that are not in the room of their subject. Each checks its arguments,
+   then calls the room that does the work. A function for which >>api-diagnostics defines a macro
    (call sites) has its name in parentheses here, so that the macro is not expanded. */
 
 /* --- results, dtypes, launchers --- */
