@@ -17327,8 +17327,9 @@ static cddp_result cddp__control_barrier(cddp_ddp *d, int kind, enum cddp__phase
 }
 
 /* Collective: sends arrays from root to all ranks. CDDP__ROOT_OWNERS: each rank of a host has its
-   part of arrays with the shape of the parameters; the first host's are sent. CDDP__ROOT_ALL_OWNERS:
-   each part is on one rank of the group. */
+   part of arrays with the shape of the parameters; the first host's parts are sent.
+   CDDP__ROOT_ALL_OWNERS: each part is on one rank of the group. */
+
 static cddp_result cddp__share_arrays(cddp_ddp *d, const cddp_param *arrays, int count, int root) {
   bool by_host = root == CDDP__ROOT_OWNERS && !d->group->backend->on_device, owners = root < 0;
   const cddp__hosts *x = by_host ? d->control->hosts : NULL;
