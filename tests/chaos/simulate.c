@@ -1143,7 +1143,7 @@ static void judge_elastic(void) {
     JUDGE(s->threads == 0);
     finished += s->state == FINISHED;
     if (s->state == FINISHED || s->state == GOING) JUDGE(s->failed_op == -1);
-    else if (s->fired) JUDGE(s->joins && s->result == CDDP_OUT_OF_MEMORY);
+    else if (s->fired && s->result == CDDP_OUT_OF_MEMORY) JUDGE(s->joins);
     else JUDGE(s->joins && s->begin == 0 && (says(s, "has ended") || says(s, "is full")));
     if (s->state == FINISHED) JUDGE(s->steps == (uint64_t)p->model.steps);
   }
