@@ -2181,7 +2181,7 @@ enum {
 
 /* Data of the members' cddp_optim for a joining rank, except the states. */
 typedef struct cddp__snapshot {
-  double settings[CDDP__SETTING_COUNT], weight_decay; /* weight_decay: of the first parameter */
+  double settings[CDDP__SETTING_COUNT + 1]; /* the last: weight_decay of the first parameter */
   uint64_t lr_scales, weight_decays;             /* hashes */
   int32_t states;                                /* number of states of each parameter */
   bool known;     /* false: the members have no cddp_optim yet; only `stepped` is valid */
@@ -6071,16 +6071,14 @@ static cddp_result cddp__discover(cddp__config *config, const cddp_group_desc *d
 /* >>arena -----------------------------------------------------------------------------------------
    Job: allocates memory that the ranks of a host share, and maps that of other ranks.
    Owns: the memfd and the segments of a cddp__host, under host.lock.
-   Touches: a control block's count of ranks that have left, to free the block.
    Entry points: cddp__arena_alloc, _free and _quarantine; cddp__ref_of and cddp__map_ref;
-   cddp__host_create, cddp__host_free, and the functions that give a host its memory:
-   cddp__create_memory in its first rank, cddp__open_memory in the others, cddp__join_memory.
+   cddp__host_create and _free; cddp__create_memory in a host's first rank, cddp__open_memory in the
+   others, cddp__join_memory.
    How it works:
      1. The ranks of a host hold one memfd, a sparse file. Rank i allocates in its own window of the
         file, so that an allocation needs no lock between ranks.
-     2. A window consists of segments, and a segment of extents of one size: the allocations. Sizes
-        are whole pages, four per power of two. Each size has a list of free extents, whose memory
-        the system has.
+     2. A window consists of segments, and a segment of extents of one size. An extent is one
+        allocation. Sizes are whole pages, four per power of two. A free extent has no memory.
      3. A process maps whole segments, once: its own when it creates them, a peer's when it first
         needs a buffer there. A new segment has half as many extents as all earlier ones of its
         size, so that the number of mappings stays small (vm.max_map_count).
@@ -6108,12 +6106,12 @@ enum cddp__extent_use {
 typedef struct cddp__extent {
   struct cddp__segment *segment;
   enum cddp__extent_use use;
-  bool is_private;  /* this process has a private copy and peers see the old memory; never allocated
-                      again */
+  bool is_private;  /* allocated before cddp__share_memory; never again */
   bool quarantined; /* never allocated again: cddp__arena_quarantine */
-  uint32_t after_generation;        /* generation of `after`, which tells whether it was freed */
-  const cddp__control_block *after; /* freed once all ranks have left this; NULL: by a call */
-  struct cddp__extent *next, *previous; /* FREE: in its list; pending: in host.arena.pending */
+  uint32_t after_generation; /* generation of `after`, which tells whether it was freed */
+  const cddp__control_block *after; /* freed once all ranks have left this block, which can be its
+                                       own; NULL: freed by a call */
+  struct cddp__extent *next, *previous; /* FREE: in its list; with `after`: in arena.pending */
 } cddp__extent;
 
 /* A range of a rank's window, mapped in this process; private memory if ranks are threads. */
@@ -6127,8 +6125,8 @@ typedef struct cddp__segment {
 
 static size_t cddp__page_size(void) { return (size_t)sysconf(_SC_PAGESIZE); }
 
-/* Maps size bytes at an address that allows huge pages: of the memfd from offset base, or with fd
-   -1 private memory, for threads and single ranks. */
+/* Maps size bytes at an address that allows huge pages: of the memfd from offset base, or (fd -1)
+   private memory. */
 static char *cddp__map_memory(int fd, uint64_t base, uint64_t size) {
   size_t align = size >= CDDP__HUGE_PAGE ? CDDP__HUGE_PAGE : cddp__page_size();
   size_t span = (size_t)size + align;
@@ -6172,14 +6170,14 @@ static cddp_result cddp__fail_mapping(const char *what, uint64_t bytes) {
                     strerror(errno), cure);
 }
 
-/* Frees the memory of a range of the memfd, which then reads as zero. Returns false on failure. */
+/* Frees the memory of a range of the memfd, which then reads as zero. */
 static bool cddp__arena_punch(const cddp__host *host, uint64_t base, uint64_t size) {
   return cddp__memfd_is_open(host) &&
          syscall(SYS_fallocate, host->arena.fd, 3 /* PUNCH_HOLE | KEEP_SIZE */, (off_t)base,
                  (off_t)size) == 0;
 }
 
-/* Frees the memory of the pages of a buffer of an owner that has ended. */
+/* The same for the pages of a buffer of an owner that has ended. */
 static bool cddp__ref_punch(const cddp__host *host, const cddp__ref *ref) {
   uint64_t page = cddp__page_size();
   return cddp__arena_punch(host, ref->base + ref->offset / page * page, ref->pages * page);
@@ -6203,8 +6201,8 @@ static cddp__segment *cddp__segment_find(const struct cddp__segments *table, uin
   return low > 0 ? table->list[low - 1] : NULL;
 }
 
-/* Adds a mapped segment: an own one with `extents` extents, or a peer's (0). Returns NULL with the
-   error set, and unmaps it, if memory is exhausted. */
+/* Adds a mapped segment: an own one with `extents` extents, or a peer's (0). Unmaps it and returns
+   NULL if memory is exhausted. */
 static cddp__segment *cddp__segment_add(cddp__host *host, uint64_t base, uint64_t size,
                                         char *address, size_t extents) {
   struct cddp__segments *table = extents > 0 ? &host->arena.own : &host->arena.peers;
@@ -6298,8 +6296,8 @@ static char *cddp__extent_address(const cddp__extent *extent) {
   return segment->address + (size_t)(extent - segment->extents) * segment->extent_size;
 }
 
-/* Enumerates this rank's extents in use: returns the next one after extent, in segment *at.
-   Begins with NULL and 0; ends with NULL. */
+/* This rank's extent in use after `extent`, which is in segment *at. Begins with NULL and 0; ends
+   with NULL. */
 static cddp__extent *cddp__next_extent(const cddp__host *host, cddp__extent *extent, size_t *at) {
   for (; *at < host->arena.own.count; ++*at, extent = NULL) {
     const cddp__segment *segment = host->arena.own.list[*at];
@@ -6310,25 +6308,24 @@ static cddp__extent *cddp__next_extent(const cddp__host *host, cddp__extent *ext
   return NULL;
 }
 
-/* Whether the extent is in the ring host.arena.pending: a control block, or an extent to be freed
-   with one. */
-static bool cddp__extent_is_pending(const cddp__extent *extent) {
-  return extent->use == CDDP__EXTENT_BLOCK || extent->use == CDDP__EXTENT_BLOCK_LAZY ||
-         extent->after != NULL;
-}
-
-static void cddp__extent_set_pending(cddp__host *host, cddp__extent *extent) {
-  if (host->arena.pending == NULL) host->arena.pending = extent->previous = extent;
-  extent->next = host->arena.pending;
-  extent->previous = extent->next->previous;
-  extent->previous->next = extent->next->previous = extent;
+/* Frees the extent after all ranks of this host have left the group of `after`. */
+static void cddp__extent_free_after(cddp__host *host, cddp__extent *extent,
+                                    const cddp__control_block *after) {
+  if (extent->after == NULL) { /* it enters the ring */
+    if (host->arena.pending == NULL) host->arena.pending = extent->previous = extent;
+    extent->next = host->arena.pending;
+    extent->previous = extent->next->previous;
+    extent->previous->next = extent->next->previous = extent;
+  }
+  extent->after = after;
+  extent->after_generation = cddp__load32(&after->generation);
 }
 
 /* Frees an extent: its memory goes back to the system, the extent to its free list. */
 static void cddp__extent_release(cddp__host *host, cddp__extent *extent) {
   const cddp__segment *segment = extent->segment;
   char *address = cddp__extent_address(extent);
-  if (cddp__extent_is_pending(extent)) {
+  if (extent->after != NULL) {
     extent->previous->next = extent->next;
     extent->next->previous = extent->previous;
     if (host->arena.pending == extent)
@@ -6358,29 +6355,18 @@ static void cddp__populate(char *address, uint64_t size, bool shared) {
   madvise(address, (size_t)whole, MADV_COLLAPSE);
 }
 
-/* Whether all ranks of this host have left the group of a control block. */
-static bool cddp__block_is_left(const cddp__control_block *block) {
-  uint32_t size = cddp__load32(&block->size);
-  return size != 0 && cddp__load32(&block->left) == size;
-}
-
-/* Whether the extent's control block was freed, or all ranks have left it. The memory of a freed
-   block is zero or holds another block. */
-static bool cddp__block_is_freed(const cddp__extent *extent) {
-  return cddp__load32(&extent->after->generation) != extent->after_generation ||
-         cddp__load32(&extent->after->size) == 0 || cddp__block_is_left(extent->after);
-}
-
 /* Frees control blocks that all ranks of this host have left, and what is freed with them. Checks
    the next 16 of the ring, since each allocation adds at most one. */
 static void cddp__arena_free_left_blocks(cddp__host *host) {
   int i;
   for (i = 0; i < 16 && host->arena.pending != NULL; i++) {
     cddp__extent *extent = host->arena.pending;
-    const void *block = cddp__extent_address(extent);
+    const cddp__control_block *after = extent->after;
+    uint32_t size = cddp__load32(&after->size); /* 0: a block that no group uses yet */
     host->arena.pending = extent->next;
-    if (extent->after != NULL ? cddp__block_is_freed(extent)
-                              : cddp__block_is_left((const cddp__control_block *)block))
+    /* The memory of a freed block is zero or holds another block. */
+    if (cddp__load32(&after->generation) != extent->after_generation ||
+        (size != 0 && cddp__load32(&after->left) == size))
       cddp__extent_release(host, extent);
   }
 }
@@ -6389,6 +6375,7 @@ static void cddp__arena_free_left_blocks(cddp__host *host) {
 static void *cddp__arena_alloc(cddp__host *host, size_t bytes, enum cddp__extent_use use) {
   size_t page = bytes >= CDDP__HUGE_PAGE ? CDDP__HUGE_PAGE : cddp__page_size(), whole, size;
   cddp__extent *extent;
+  cddp__control_block *block;
   char *address = NULL;
   int list;
   if (bytes > SIZE_MAX / 4) {
@@ -6411,18 +6398,18 @@ static void *cddp__arena_alloc(cddp__host *host, size_t bytes, enum cddp__extent
     address = cddp__extent_address(extent);
     if (use < CDDP__EXTENT_BLOCK_LAZY) cddp__populate(address, whole, host->arena.fd >= 0);
     extent->use = use;
-    if (cddp__extent_is_pending(extent)) {
-      cddp__store32(&((cddp__control_block *)(void *)address)->generation,
-                    ++host->arena.generation);
-      cddp__extent_set_pending(host, extent);
+    if (use == CDDP__EXTENT_BLOCK || use == CDDP__EXTENT_BLOCK_LAZY) {
+      block = (cddp__control_block *)(void *)address;
+      cddp__store32(&block->generation, ++host->arena.generation);
+      cddp__extent_free_after(host, extent, block);
     }
   }
   pthread_mutex_unlock(&host->lock);
   return address;
 }
 
-/* Excludes all memory that peers write to from later allocations. Called after an operation that
-   failed while a peer was stopped: it can write to this memory whenever it continues. */
+/* Excludes all memory that peers write to from later allocations: an operation has failed while a
+   peer was stopped, which can write to this memory when it continues. */
 static void cddp__arena_quarantine(cddp__host *host) {
   cddp__extent *extent = NULL;
   size_t at = 0;
@@ -6448,8 +6435,7 @@ static bool cddp__arena_free(cddp__host *host, void *p) {
   return own;
 }
 
-/* Frees this rank's control block at ref, unless it has been freed already: then its memory is zero
-   or holds another block, with another generation. */
+/* Frees this rank's control block at ref, unless it has been freed already. */
 static void cddp__arena_free_block(cddp__host *host, const cddp__ref *ref, uint32_t generation) {
   cddp__extent *extent = NULL;
   size_t i;
@@ -6457,39 +6443,35 @@ static void cddp__arena_free_block(cddp__host *host, const cddp__ref *ref, uint3
   for (i = 0; i < host->arena.own.count; i++)
     if (host->arena.own.list[i]->base == ref->base)
       extent = cddp__extent_of(host, host->arena.own.list[i]->address + ref->offset);
-  if (extent != NULL && cddp__extent_is_pending(extent) && extent->after == NULL &&
-      cddp__load32(&((cddp__control_block *)(void *)cddp__extent_address(extent))->generation) ==
-          generation)
+  if (extent != NULL && (const char *)extent->after == cddp__extent_address(extent) &&
+      extent->after_generation == generation)
     cddp__extent_release(host, extent);
   pthread_mutex_unlock(&host->lock);
 }
 
-/* Whether ref refers to the peer's buffer that this process has mapped at p. If not, the mapping
-   has been replaced, and p must not be read. */
+/* Whether ref, which is in a peer's memory, refers to the buffer that this process has mapped at p.
+   If not, the peer has freed the buffer and uses the memory again. */
 static bool cddp__ref_is_mapped_at(cddp__host *host, const cddp__ref *ref, const void *p) {
   const cddp__segment *segment;
   size_t at;
   bool same;
   pthread_mutex_lock(&host->lock);
-  segment = cddp__segment_find(&host->arena.peers, ref->base, &at); /* the last at or below base */
+  segment = cddp__segment_find(&host->arena.peers, ref->base, &at);
   same = ref->kind == CDDP__REF_EXTENT && segment != NULL && segment->base == ref->base &&
          segment->address + ref->offset == (const char *)p;
   pthread_mutex_unlock(&host->lock);
   return same;
 }
 
-/* Frees p after all ranks of this host have left the group of this control block: until then they
-   can read p. With the first group's block, which is no extent, p lives as long as the host. */
+/* Frees p when all ranks of this host have left the group of this control block, and no longer read
+   p. With the first group's block, which is no extent, p lives as long as the host. */
 static void cddp__arena_free_with(cddp__host *host, const void *p,
                                   const cddp__control_block *block) {
   cddp__extent *extent;
   pthread_mutex_lock(&host->lock);
   if (p != NULL && cddp__load32(&block->generation) != 0 && cddp__load32(&block->size) != 0 &&
-      (extent = cddp__extent_of(host, p)) != NULL) {
-    if (!cddp__extent_is_pending(extent)) cddp__extent_set_pending(host, extent);
-    extent->after = block;
-    extent->after_generation = cddp__load32(&block->generation);
-  }
+      (extent = cddp__extent_of(host, p)) != NULL)
+    cddp__extent_free_after(host, extent, block);
   pthread_mutex_unlock(&host->lock);
 }
 
@@ -6523,7 +6505,7 @@ static cddp__ref cddp__ref_of(cddp__host *host, const void *p, size_t bytes) {
   return ref;
 }
 
-/* Sets *out to this process's address of the buffer; maps its segment if necessary. */
+/* *out: this process's address of the buffer, whose segment is mapped if necessary. */
 static cddp_result cddp__map_ref(cddp__host *host, const cddp__ref *ref, void **out) {
   cddp__segment *segment;
   char *address;
@@ -6547,8 +6529,8 @@ static cddp_result cddp__map_ref(cddp__host *host, const cddp__ref *ref, void **
   return segment != NULL ? CDDP_OK : CDDP_OUT_OF_MEMORY;
 }
 
-/* The limit of processor time of this process's container, in cores, rounded up (docker --cpus, a
-   pod's limit). INT_MAX if there is none. */
+/* The container's limit of processor time (docker --cpus, a pod's limit) in cores, rounded up;
+   INT_MAX: none. */
 static int cddp__container_cores(void) {
   static const char *const names[] = {"cpu.max", "cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"};
   long long n[3][2] = {{0, 0}, {0, 0}, {0, 0}}, quota, period; /* cgroup v2 has both in one file */
@@ -6567,8 +6549,8 @@ static int cddp__container_cores(void) {
                                                              : INT_MAX;
 }
 
-/* Adds the processors that this process can use to those of other ranks, and returns the number of
-   all: a launcher can bind each rank to other ones. most: the limit of its container. */
+/* Adds this process's processors to those of other ranks, and returns the number of all: a launcher
+   can bind each rank to other ones. most: the limit of its container. */
 static int cddp__count_cores(cddp__atomic_u64 *all, int most) {
   uint64_t mine[CDDP__PROCESSORS / 64], old;
   int n = 0, i;
@@ -6625,8 +6607,7 @@ static void cddp__host_free(cddp__host *host) {
   cddp__free(&a, host);
 }
 
-/* A host that shares nothing yet: this rank is number `index` of `size`. Without a rendezvous that
-   is all. NULL: out of memory. */
+/* A host that shares nothing yet: this rank is number `index` of `size`. NULL: out of memory. */
 static cddp__host *cddp__host_create(const cddp_allocator *allocator, const cddp_logger *logger,
                                      int size, int index) {
   cddp__host *host = (cddp__host *)cddp__calloc(allocator, 1, sizeof *host);
@@ -6656,9 +6637,8 @@ static cddp__host *cddp__host_create(const cddp_allocator *allocator, const cddp
   return NULL;
 }
 
-/* Creates the memfd: a window for the control block of the first group, one for each rank, and one
-   for each process that can join. A file size limit makes the windows smaller; least: bytes that a
-   window must have. */
+/* Creates the memfd: a window for the first group's control block, one for each rank, and one for
+   each process that can join. A file size limit makes the windows smaller; least: their minimum. */
 static cddp_result cddp__create_memory(cddp__host *host, uint64_t least) {
   uint64_t windows = (uint64_t)host->size + 1;
   int bits = CDDP__WINDOW_BITS, fd;
@@ -6704,8 +6684,7 @@ static void cddp__open_memory(cddp__host *host, int fd, int size) {
   cddp__set_window(host, host->arena.window, bits);
 }
 
-/* The same in a process that joins a job of local_size ranks here. It reserves a window that no
-   process has used before. */
+/* The same in a process that joins a job of local_size ranks here. It takes a new window. */
 static cddp_result cddp__join_memory(cddp__host *host, int fd, int local_size) {
   size_t page = cddp__page_size();
   uint32_t joins;
@@ -6726,8 +6705,7 @@ static cddp_result cddp__join_memory(cddp__host *host, int fd, int local_size) {
                     CDDP__JOINS);
 }
 
-/* Makes the memory of a job of one rank shareable from now on, for processes that join. Memory
-   allocated before stays private. */
+/* Makes later memory of a job of one rank shareable, for processes that join. */
 static void cddp__share_memory(cddp__host *host) {
   struct rlimit limit;
   cddp__extent *extent = NULL;
@@ -7553,26 +7531,21 @@ static void cddp__convert(void *dst, cddp_dtype to, const void *src, cddp_dtype 
 #endif
 
 /* >>plan ---------------------------------------------------------------------------------------
-   Job: divide work among ranks: slices of an array, shards of a batch, and buckets of parameters,
-   as PyTorch's compute_bucket_assignment_by_size assigns them.
-   Owns: nothing. The functions are pure.
-   Entry points: cddp__slice; cddp__rank_shards, cddp__merge_shard, cddp__plan_nodes;
-   cddp__plan_buckets.
+   Job: divides work among ranks: slices of an array, shards of a batch, and buckets of parameters,
+   as PyTorch's compute_bucket_assignment_by_size assigns them. The functions are pure.
    How sums of shards work:
      1. In the canonical tree over S shards (>>reduce) a node has 2^j shards, from a multiple of 2^j
         on; the last node of a level can be cut short by S.
-     2. A rank adds up its shards in order, as a binary counter does: a new shard becomes a node,
-        and while the two last nodes are the halves of a larger node, they are merged. So a rank has
-        the fewest possible nodes.
+     2. A rank adds up its shards as a binary counter does: a new shard becomes a node, and while
+        the two last nodes are the halves of a larger node, they are merged.
    How buckets work:
      1. Parameters are taken in order. Each dtype has one open bucket.
-     2. A bucket is closed when its bytes reach the limit: the first one for a dtype's first bucket,
-        the last one for all further ones.
+     2. A bucket is closed when its bytes reach the dtype's current limit: the k-th limit for its
+        k-th bucket, the last limit for all further ones.
      3. Buckets are ordered by closing, or by their smallest parameter index. */
 
-/* Slice `part` of n elements. Slices are cut at multiples of granule, and their sizes differ by at
-   most a granule. The last slices are the larger ones, since the end of the array can cut the last
-   one short. */
+/* Slice `part` of n elements. Slices are cut at multiples of granule. The last ones are the larger
+   ones, by a granule, since the end of the array can cut the last one short. */
 static void cddp__slice(size_t n, size_t granule, int parts, int part, size_t *begin,
                         size_t *end) {
   size_t grains = n / granule + (n % granule != 0), i = (size_t)part;
@@ -7646,7 +7619,6 @@ static int cddp__free_slot(const cddp__shard_node *nodes, int count) {
   return slot;
 }
 
-/* Returns whether one of the nodes includes the shard. */
 static bool cddp__nodes_contain(const cddp__shard_node *nodes, int count, int shard) {
   int i;
   for (i = 0; i < count; i++)
@@ -14442,10 +14414,8 @@ static cddp_result cddp__init(cddp_group **out, const cddp_group_desc *d) {
 /* >>sparse -------------------------------------------------------------------------------------
    Job: gradients that consist of rows of a parameter, as those of an embedding.
    Owns: a cddp__sparse and its lists of rows. Touches: the packets in its arguments.
-   Entry points: cddp__sparse_new and _free; cddp__rows_add during backward; cddp__rows_pack and
-   cddp__rows_merge for the step.
    How it works:
-     1. Backward appends pairs (row number, values) in any order.
+     1. Backward appends pairs (row number, values) in any order: cddp__rows_add.
      2. When a shard ends, its rank sorts the pairs by number, adds up those with the same number in
         the order of their arrival, and writes the result to a packet that its peers read.
      3. At the step each rank merges the sorted lists of all shards. A row's mean is the canonical
@@ -14461,7 +14431,7 @@ typedef struct cddp__rows {
   size_t n, capacity;
   int64_t *number;   /* [capacity] */
   char *values;      /* [capacity] rows of `bytes` bytes */
-  cddp__row_order *order; /* [capacity] scratch for sorting */
+  cddp__row_order *order; /* [capacity] scratch */
 } cddp__rows;
 
 /* A parameter with a sparse gradient. Owner: its cddp_ddp; used by one thread at a time. */
@@ -14501,15 +14471,17 @@ static void cddp__rows_free(const cddp_allocator *allocator, cddp__rows *r) {
 static cddp_result cddp__rows_reserve(const cddp_allocator *allocator, cddp__rows *r, size_t n,
                                       size_t bytes) {
   size_t room[3] = {r->capacity, r->capacity, r->capacity};
-  void *grown[3];
+  void *grown;
   if (n <= r->capacity) return CDDP_OK;
-  grown[0] = cddp__grow_array(allocator, r->number, &room[0], n, sizeof *r->number);
-  grown[1] = cddp__grow_array(allocator, r->values, &room[1], n, bytes);
-  grown[2] = cddp__grow_array(allocator, r->order, &room[2], n, sizeof *r->order);
-  if (grown[0] != NULL) r->number = (int64_t *)grown[0];
-  if (grown[1] != NULL) r->values = (char *)grown[1];
-  if (grown[2] != NULL) r->order = (cddp__row_order *)grown[2];
-  if (grown[0] == NULL || grown[1] == NULL || grown[2] == NULL) return CDDP_OUT_OF_MEMORY;
+  grown = cddp__grow_array(allocator, r->number, &room[0], n, sizeof *r->number);
+  if (grown == NULL) return CDDP_OUT_OF_MEMORY;
+  r->number = (int64_t *)grown;
+  grown = cddp__grow_array(allocator, r->values, &room[1], n, bytes);
+  if (grown == NULL) return CDDP_OUT_OF_MEMORY;
+  r->values = (char *)grown;
+  grown = cddp__grow_array(allocator, r->order, &room[2], n, sizeof *r->order);
+  if (grown == NULL) return CDDP_OUT_OF_MEMORY;
+  r->order = (cddp__row_order *)grown;
   r->capacity = room[0];
   return CDDP_OK;
 }
@@ -14557,8 +14529,7 @@ static size_t cddp__row_list_bytes(const cddp__sparse *sparse, size_t n) {
          cddp__round_up(n * sparse->bytes, CDDP__CACHE_LINE);
 }
 
-/* Starts the list at list->packet, with memory for `bound` rows. list->packet moves to the next
-   list. */
+/* Starts the list at list->packet, with memory for `bound` rows, and moves it to the next list. */
 static void cddp__row_list_open(const cddp__sparse *sparse, cddp__row_list *list, size_t bound) {
   char *at = list->packet + sizeof(cddp__row_head);
   list->number = (const int64_t *)(const void *)at;
@@ -19783,17 +19754,14 @@ static cddp_result cddp__ddp_setup(cddp_ddp *d, bool joins) {
 }
 
 /* >>elastic ---------------------------------------------------------------------------------------
-   Every rank holds all weights and states, so training continues with any of them. After a loss, or
-   when a process joins, the living ranks meet, create new groups, divide the lost shards, and
-   finish the step.
    Job: the membership, the assignment of shards, reductions and updates of an elastic model.
-   Owns: a cddp__elastic with its own listening socket; of a cddp_ddp, `control` and `comm`, which
-   are created again for each epoch. Touches: the fields of a cddp_ddp that >>ddp uses.
+   Owns: a cddp__elastic with its own listening socket; `control` and `comm` of its cddp_ddp.
+   Touches: the fields of a cddp_ddp that >>ddp uses.
    Entry points: cddp__elastic_create, or cddp__elastic_join in a joining process;
    cddp__elastic_next, _step, _restore and _free; cddp_ddp_group. Thread: the one that trains.
-   How it works:
+   How it works: every rank holds all weights and states, so any of them can continue.
      1. Membership: a member has a number in 0 .. shards - 1, which is also its rank in `net`. The
-        k-th rank of the groups is member order[k]. Each new group begins an epoch.
+        k-th rank of the groups is member order[k]. Each new pair of groups begins an epoch.
      2. A rank sums the gradients of its shards into nodes of the canonical tree. The last node can
         stay in the gradients; the others are in slots.
      3. A rank without shards left enters the reduction: cddp__elastic_reduce. It needs all members.
@@ -19805,7 +19773,7 @@ static cddp_result cddp__ddp_setup(cddp_ddp *d, bool joins) {
    A rank that destroys the model, or fails for a local reason, stops listening and is lost to the
    others. A living rank that the others count as lost gets CDDP_ABORTED when it connects. */
 
-/* A rank's call in the update of a step, as it is in shared memory and in messages. */
+/* A rank's call in the update of a step. */
 typedef struct cddp__elastic_call {
   uint32_t kind;     /* CDDP__KIND_DDP_STEP, _WAIT; 0: none yet */
   uint32_t fp_mode;  /* cddp__fp_mode */
@@ -19814,13 +19782,11 @@ typedef struct cddp__elastic_call {
   uint64_t steps; /* cddp_ddp_steps before it */
 } cddp__elastic_call;
 
-/* Joining processes that can wait for the next meeting. Further ones are disconnected and retry. */
-#define CDDP__JOIN_REQUESTS 64
+#define CDDP__JOIN_REQUESTS 64 /* joining processes that can wait for a meeting; others retry */
 
 /* shared: addresses of a rank's memory, for the other ranks on its host. The addresses of its
    weights [params] follow, then the slots of its nodes [shards], in order. Writer: its rank, before
-   it enters a reduction. The others read the memory before SCRATCH. They have the other addresses
-   only to free that memory if the rank dies. */
+   it enters a reduction. From SCRATCH on they serve only to free the memory if the rank dies. */
 enum {
   CDDP__PUBLISHED_ARENA, /* gradients; the squares of its part of the mean follow */
   CDDP__PUBLISHED_MEAN,  /* the mean, of which the rank writes its part */
@@ -19834,8 +19800,7 @@ typedef struct cddp__published {
   cddp__ref refs[CDDP__PUBLISHED_WEIGHTS];
 } cddp__published;
 
-/* Memory of a lost rank, or the control block of a group that lost a rank. It is freed when all
-   members have reached a later step. */
+/* Memory of a lost rank, or the control block of a group that lost a rank. */
 typedef struct cddp__retired {
   cddp__ref ref;
   uint32_t block_generation; /* of a control block; else 0 */
@@ -19851,7 +19816,7 @@ struct cddp__elastic {
   int me;                        /* this rank's member number; `shards` while it joins */
   int leader;                    /* number of the member that sent the last table */
   int *order;                    /* [active_count] member numbers of the group's ranks, by rank */
-  uint64_t epoch;                /* of the membership: how many groups there have been */
+  uint64_t epoch;                /* number of pairs of groups so far */
   cddp_group *broken_comm; /* the first comm that broke in this step, for cddp_ddp_group; NULL */
   /* this rank's sums and the last mean: */
   uint64_t step;    /* waits and steps since creation */
@@ -19860,7 +19825,7 @@ struct cddp__elastic {
   char *mean;       /* the last reduction's mean, or this rank's part of it */
   bool holds_shard; /* the gradients hold the sum of a shard that has ended */
   bool in_parts;    /* each rank of its group has one part; false: this rank has all */
-  int mean_parts;   /* number of parts of the last mean; 1 if not in_parts */
+  int mean_parts;   /* of the last mean; 1 if not in_parts */
   char **means;     /* [mean_parts] the memory of each, addressed by model offset */
   double **squares; /* [mean_parts] the squares of each */
   cddp__elastic_call last_update; /* this rank's last update; kind 0: none since it joined */
@@ -19884,9 +19849,9 @@ struct cddp__elastic {
   char *states; /* the snapshot's optimizer states, until a cddp_optim takes them */
 };
 
-/* A rank's report to the leader of a meeting. A float for each parameter follows: the number of
-   steps that its cddp_optim has made with it. Then follows a byte for each shard (1: the rank has
-   its sum), and cddp__elastic.ended. */
+/* A rank's report to the leader of a meeting. A float for each parameter follows: its steps in the
+   cddp_optim. Then follows a byte for each shard (1: the rank has its sum), and
+   cddp__elastic.ended. */
 typedef struct cddp__elastic_report {
   uint64_t epoch;       /* of its last group */
   uint64_t done;        /* completed reductions */
@@ -19917,9 +19882,8 @@ static void cddp__elastic_set_member(cddp__elastic *elastic, const cddp__elastic
   rank->port = member->port;
 }
 
-/* The member that leads a meeting: of the members with the oldest epoch, that with the lowest
-   number; -1: no member lives. So ranks agree on the leader even if one of them does not know of a
-   member that joined last. */
+/* The member that leads a meeting; -1: no member lives. It is one of the oldest members, so ranks
+   agree on it even if one of them does not know of a member that joined last. */
 static int cddp__elastic_choose_leader(const cddp_ddp *d) {
   const cddp__elastic_member *members = d->elastic->members;
   int p, lowest = -1;
@@ -19959,7 +19923,7 @@ static void cddp__elastic_close(cddp_ddp *d) {
 
 /* --- sums of shards --- */
 
-/* Zeroed memory of the gradients' kind: shared memory, or the device's. */
+/* Zeroed memory: shared, or the device's. */
 static char *cddp__elastic_allocate(cddp_ddp *d, size_t bytes, enum cddp__extent_use use) {
   char *p;
   if (!d->group->backend->on_device) return (char *)cddp__arena_alloc(d->group->host, bytes, use);
@@ -19967,13 +19931,6 @@ static char *cddp__elastic_allocate(cddp_ddp *d, size_t bytes, enum cddp__extent
   if (p != NULL && (d->memory->zero)(p, bytes, d->group->stream) == CDDP_OK) return p;
   if (p != NULL) (d->group->backend->free)(d->group, p);
   return NULL;
-}
-
-static void cddp__elastic_release(cddp_ddp *d, char *memory) {
-  if (!d->group->backend->on_device)
-    cddp__arena_free(d->group->host, memory);
-  else
-    (d->group->backend->free)(d->group, memory);
 }
 
 /* Makes sure that this rank has that many slots. */
@@ -19988,7 +19945,7 @@ static cddp_result cddp__elastic_grow_slots(cddp_ddp *d, int slots) {
   if (p == NULL) return CDDP_OUT_OF_MEMORY;
   if (elastic->slot_area != NULL)
     r = (d->memory->copy)(p, elastic->slot_area, bytes, d->group->stream);
-  cddp__elastic_release(d, elastic->slot_area);
+  (d->group->backend->free)(d->group, elastic->slot_area);
   elastic->slot_area = d->addresses.slots[d->me] = p;
   d->layout.slots = slots;
   return r;
@@ -20034,8 +19991,8 @@ static int cddp__elastic_find_shard(const cddp_ddp *d) {
   return -1;
 }
 
-/* Makes the current shard's sum a node. On one host the last shard's sum can stay in the gradients,
-   where the other ranks read it. */
+/* Makes the current shard's sum a node. On one host the last one can stay in the gradients, where
+   the other ranks read it. */
 static cddp_result cddp__elastic_finish_shard(cddp_ddp *d) {
   bool more = !d->elastic->one_host || cddp__elastic_find_shard(d) >= 0;
   cddp_result r = CDDP_OK;
@@ -20050,15 +20007,13 @@ static cddp_result cddp__elastic_finish_shard(cddp_ddp *d) {
 }
 
 /* --- memory of the ranks on a host ---
-   In a step on one host, no rank writes to memory that another rank owns. Until a reduction is
-   complete, all ranks keep their nodes. The shards of a lost rank are computed again and give the
-   same sums. After a reduction the parts of the mean stay until all members have entered the next
-   one. They also stay if their rank dies, since the memory belongs to the host (>>arena). A rank
-   that dies in its update changes nothing that others read.
+   In a step on one host, no rank writes to memory that another rank owns. All ranks keep their
+   nodes until a reduction is complete. The parts of the mean stay until all members have entered
+   the next one, also if their rank dies: the memory belongs to the host (>>arena). A rank that dies
+   in its update changes nothing that others read.
    The broadcasts of a meeting can write to other ranks' memory (>>collectives). They write only
    bytes that the receiver does not use before the broadcast completes, or that it already has. */
 
-/* Records memory that has lost its owner or its use, for cddp__free_retired. */
 static void cddp__retire_memory(cddp_ddp *d, const cddp__ref *ref, uint32_t block_generation) {
   cddp__elastic *elastic = d->elastic;
   cddp__retired retired = {*ref, block_generation, elastic->step}, *list;
@@ -20082,9 +20037,9 @@ static void cddp__retire_member(cddp_ddp *d, int member) {
     cddp__retire_memory(d, (const cddp__ref *)published + i, 0);
 }
 
-/* Frees the memory that was retired in earlier steps. The caller has seen all members in this step.
-   Each member frees its own memory. The memory of a former member is freed after its process has
-   ended, since no process uses that window again. */
+/* Frees the memory that was retired in earlier steps, which all members have left. Each member
+   frees its own memory. The memory of a former member is freed after its process has ended, since
+   no process uses that window again. */
 static void cddp__free_retired(cddp_ddp *d) {
   cddp__elastic *elastic = d->elastic;
   cddp__host *host = d->group->host;
@@ -20130,8 +20085,7 @@ static cddp_result cddp__create_published(cddp_ddp *d) {
   return CDDP_OK;
 }
 
-/* Publishes an address. A rank that reads it after this process has died sees all of it, or none.
- */
+/* A rank that reads the address after this process has died sees all of it, or none. */
 static void cddp__publish_ref(cddp__published *own, int which, const void *memory, size_t bytes,
                               cddp__host *host) {
   cddp__ref ref = cddp__ref_of(host, memory, bytes);
@@ -20143,7 +20097,6 @@ static void cddp__publish_ref(cddp__published *own, int which, const void *memor
   own->refs[which].kind = kind;
 }
 
-/* Publishes the addresses of this rank's sums, before it enters a reduction. */
 static void cddp__publish_sums(cddp_ddp *d) {
   cddp__published *own = d->elastic->own;
   cddp__host *host = d->group->host;
@@ -20175,9 +20128,7 @@ static cddp_result cddp__map_sums(cddp_ddp *d, int k, char **packets) {
   return CDDP_OK;
 }
 
-/* --- the reduction ---
-   It begins with a round of all members. A rank has finished the update of a step before it enters
-   the reduction of the next one. */
+/* --- the reduction --- */
 
 static cddp__elastic_call cddp__update_call(const cddp_ddp *d, const cddp_optim *optim) {
   cddp__elastic_call call;
@@ -20189,33 +20140,33 @@ static cddp__elastic_call cddp__update_call(const cddp_ddp *d, const cddp_optim 
   return call;
 }
 
-/* Fails unless another rank has made the same call. */
+/* Fails unless this rank and a member have made the same call. */
 static cddp_result cddp__compare_update(const cddp_ddp *d, const cddp__elastic_call *other,
-                                        int other_member) {
+                                        int member) {
   const cddp__elastic_call *mine = &d->elastic->last_update;
-  cddp__text name = cddp__elastic_name(d->elastic, other_member);
+  cddp__text name = cddp__elastic_name(d->elastic, member);
+  int rank = d->group->rank;
   if (other->kind != mine->kind)
-    return cddp__fail(CDDP_MISMATCH,
-                      "ranks disagree in step %" PRIu64 ": rank %d called %s, %s called %s",
-                      mine->steps, d->group->rank, cddp__shapes[mine->kind].name, name.s,
-                      cddp__shapes[other->kind].name);
-  if (other->steps != mine->steps)
-    return cddp__fail(CDDP_MISMATCH,
-                      "ranks disagree: rank %d is in step %" PRIu64 ", %s in step %" PRIu64
-                      "; load the same checkpoint on all ranks",
-                      d->group->rank, mine->steps, name.s, other->steps);
-  if (other->lr != mine->lr)
-    return cddp__fail(
-        CDDP_MISMATCH, "ranks disagree in step %" PRIu64 ": %s is %s on rank %d, %s on %s",
-        mine->steps, cddp__setting_names[CDDP__SETTING_LR], cddp__describe_number(mine->lr).s,
-        d->group->rank, cddp__describe_number(other->lr).s, name.s);
-  if (other->settings == mine->settings && other->fp_mode == mine->fp_mode) return CDDP_OK;
-  return cddp__fail(
-      CDDP_MISMATCH, "ranks disagree in step %" PRIu64 ": %s called %s with other %s than rank %d",
-      mine->steps, name.s, cddp__shapes[other->kind].name,
-      other->fp_mode == mine->fp_mode ? "settings (momentum, betas, weight_decay or others)"
-                                      : "floating-point settings",
-      d->group->rank);
+    cddp__fail(CDDP_MISMATCH, "rank %d called %s, %s called %s", rank,
+               cddp__shapes[mine->kind].name, name.s, cddp__shapes[other->kind].name);
+  else if (other->steps != mine->steps)
+    cddp__fail(CDDP_MISMATCH,
+               "%s is in step %" PRIu64 ", not rank %d; load the same checkpoint on all ranks",
+               name.s, other->steps, rank);
+  else if (other->lr != mine->lr)
+    cddp__fail(CDDP_MISMATCH, "%s is %s on rank %d, %s on %s",
+               cddp__setting_names[CDDP__SETTING_LR], cddp__describe_number(mine->lr).s, rank,
+               cddp__describe_number(other->lr).s, name.s);
+  else if (other->settings != mine->settings || other->fp_mode != mine->fp_mode)
+    cddp__fail(CDDP_MISMATCH, "%s called %s with other %s than rank %d", name.s,
+               cddp__shapes[other->kind].name,
+               other->fp_mode != mine->fp_mode
+                   ? "floating-point settings"
+                   : "settings (momentum, betas, weight_decay or others)",
+               rank);
+  else
+    return CDDP_OK;
+  return cddp__fail_in(CDDP_MISMATCH, "ranks disagree in step %" PRIu64 ": ", mine->steps);
 }
 
 typedef struct cddp__reduction_header { /* the payload of its first round */
@@ -20230,8 +20181,7 @@ static cddp__reduction_header cddp__reduction_header_of(const cddp_ddp *d, int k
 }
 
 /* Checks that all members have called the same update. The call of the oldest member that has made
-   one counts. A member that differs from it and joined later fails alone: the others count it as
-   lost. Else all fail. */
+   one counts. A member that differs and joined later fails alone, as a lost one. Else all fail. */
 static cddp_result cddp__elastic_compare_updates(cddp_ddp *d) {
   cddp__elastic *elastic = d->elastic;
   const cddp__elastic_member *members = elastic->members;
@@ -20268,8 +20218,8 @@ static cddp_result cddp__elastic_await_device(cddp_ddp *d) {
 }
 
 /* The mean on one host. Each rank reads the nodes of all ranks in place. It computes its part, and
-   for a clip the part's squares, in its own memory, where the others read them. The second round
-   completes the reduction: then all nodes and rows have been read, and all parts exist. */
+   for a clip the part's squares, in its own memory, where the others read them. After the second
+   round all nodes and rows have been read, and all parts exist. */
 static cddp_result cddp__reduce_in_memory(cddp_ddp *d) {
   cddp__elastic *elastic = d->elastic;
   char **packets = (char **)d->scratch.buffers;
@@ -20309,8 +20259,7 @@ static void cddp__set_whole_mean(cddp__elastic *elastic) {
 }
 
 /* The mean between hosts and on GPUs: each rank receives all nodes of its part in messages and
-   computes the part's mean. Then the ranks gather the parts. longest: bytes of the largest rank's
-   rows. */
+   computes the part's mean. Then the ranks gather the parts. longest: bytes of the most rows. */
 static cddp_result cddp__reduce_by_messages(cddp_ddp *d, size_t longest) {
   cddp_result r = CDDP_OK;
   cddp__set_whole_mean(d->elastic);
@@ -20322,14 +20271,13 @@ static cddp_result cddp__reduce_by_messages(cddp_ddp *d, size_t longest) {
   return r == CDDP_OK ? cddp__elastic_await_device(d) : r;
 }
 
-/* The reduction: compares the last updates of all members and computes the mean. */
 static cddp_result cddp__elastic_reduce(cddp_ddp *d) {
   cddp__elastic *elastic = d->elastic;
   cddp__reduction_header mine = {d->rows.bytes, elastic->last_update};
   size_t longest = 0;
   cddp_result r = CDDP_OK;
   int k, slots; /* slots: not used, since this rank has grown its own */
-  CDDP_ASSERT(elastic->done == elastic->step); /* the update of the last step is finished */
+  CDDP_ASSERT(elastic->done == elastic->step); /* the last update is finished */
   if (!elastic->one_host && elastic->holds_shard) r = cddp__elastic_clear_gradients(d);
   if (!elastic->one_host && r == CDDP_OK)
     r = cddp__elastic_grow_slots(d, 1); /* others read slot 0 */
@@ -20356,26 +20304,24 @@ static cddp_result cddp__elastic_reduce(cddp_ddp *d) {
 }
 
 /* --- a meeting: reports and the table ---
-     1. One member leads: of the living members with the oldest epoch, that with the lowest number.
-        Each other member connects to it (>>links) and sends a report: its number of reductions, the
-        shards with sums there, memory for control blocks.
+     1. Of the living members with the oldest epoch, that with the lowest number leads. Each other
+        member connects to it (>>links) and sends a report.
      2. The leader waits until each member has reported or is lost. It detects a loss by connecting:
         the system refuses or closes the connection. A member that is computing reports later.
-     3. The leader admits joining processes and sends the table of all reports. If the leader dies,
-        the next member leads.
+     3. The leader admits joining processes and sends the table of all reports. If it dies, the next
+        member leads.
      4. Each member creates the table's two groups and confirms them to the leader. When all have
         confirmed, the leader tells all to continue.
-     5. The members that lack the last mean receive it. On one host they can already read it. The
-        joining processes receive the weights and states of a member with the most reductions.
+     5. The members that lack the last mean receive it, unless they can read it. The joining
+        processes receive the weights and states of a member with the most reductions.
    A split network: if a member's host does not answer, the members that reported must be more than
-   half of the last group. Otherwise they fail. So two halves never train separately. The rule also
-   holds for an address of which all members were lost by resets, since a firewall sends resets,
-   too. Therefore each member reports which processes it has seen end (`ended`): the system of such
-   a process closed a connection, and did not reset it.
-   A joining process asks a rank on its host, or a rank at MASTER_ADDR, for the leader, and sends
-   the leader a report without weights. A rank on its host also gives it the host's shared memory
-   (>>rendezvous); without that the process counts as a host with one rank. A leader without shards
-   left starts a meeting for it. */
+   half of the last group, so that two halves never train separately. The rule also holds for an
+   address of which all members were lost by resets, as a firewall sends. Therefore each member
+   reports which processes it has seen end (`ended`): the system of such a process closed a
+   connection, and did not reset it.
+   A joining process asks a rank on its host or at MASTER_ADDR for the leader (>>rendezvous), and
+   sends the leader a report without weights. If it got no shared memory, it counts as a host with
+   one rank. A leader without shards left starts a meeting for it. */
 
 static size_t cddp__report_bytes(const cddp_ddp *d) {
   return cddp__round_up(sizeof(cddp__elastic_report) + (size_t)d->count * sizeof(float) +
@@ -20388,7 +20334,6 @@ static cddp__elastic_report *cddp__report_at(const cddp_ddp *d, cddp__message *m
                                           (size_t)k * cddp__report_bytes(d));
 }
 
-/* For each shard, whether the reporting rank has its sum. cddp__elastic.ended follows. */
 static unsigned char *cddp__report_sums(const cddp_ddp *d, cddp__elastic_report *report) {
   return (unsigned char *)((float *)(report + 1) + d->count);
 }
@@ -20400,8 +20345,8 @@ static cddp__snapshot cddp__optim_snapshot(const cddp_optim *o, float *counts) {
   memset(&out, 0, sizeof out);
   if (o == NULL) return out;
   out.known = true;
-  memcpy(out.settings, &o->desc, sizeof out.settings);
-  out.weight_decay = o->count > 0 ? o->desc.weight_decays[0] : 0;
+  memcpy(out.settings, &o->desc, CDDP__SETTING_COUNT * sizeof *out.settings);
+  if (o->count > 0) out.settings[CDDP__SETTING_COUNT] = o->desc.weight_decays[0];
   out.lr_scales = cddp__hash64(1, o->desc.lr_scales, (size_t)o->count * sizeof(double));
   out.weight_decays = cddp__hash64(1, o->desc.weight_decays, (size_t)o->count * sizeof(double));
   if (cddp__most_steps(o) == 0) return out;
@@ -20411,8 +20356,8 @@ static cddp__snapshot cddp__optim_snapshot(const cddp_optim *o, float *counts) {
   return out;
 }
 
-/* This rank's report, as a message. Allocates the next groups' control blocks, large enough for the
-   largest number of ranks. */
+/* This rank's report, as a message. Allocates the next groups' control blocks, for any number of
+   ranks. */
 static cddp_result cddp__elastic_create_report(cddp_ddp *d, cddp__message **out) {
   cddp__elastic *elastic = d->elastic;
   cddp__host *host = d->group->host;
@@ -20452,7 +20397,7 @@ static cddp_result cddp__elastic_create_report(cddp_ddp *d, cddp__message **out)
   return CDDP_OK;
 }
 
-/* Whether a member's connection has ended. Sets `unreachable` if its host does not answer. */
+/* Whether a member's connection has ended. */
 static bool cddp__elastic_link_ended(cddp_ddp *d, int member, cddp__connection *link) {
   cddp__elastic *elastic = d->elastic;
   const cddp__host *host = d->group->host;
@@ -20471,17 +20416,18 @@ static bool cddp__elastic_link_ended(cddp_ddp *d, int member, cddp__connection *
   return true;
 }
 
-static void cddp__elastic_remove_member(cddp_ddp *d, int member, const char *how) {
+static void cddp__elastic_remove_member(cddp_ddp *d, int member) {
   cddp__elastic *elastic = d->elastic;
   elastic->members[member].life = 0;
   cddp__retire_member(d, member);
-  if (elastic->me == d->shards.count) { /* joining: the members might not know of the loss yet */
+  if (elastic->me == d->shards.count) { /* joining: the members might not know yet */
     cddp__sleep(0.01);
     return;
   }
   CDDP__POINT("elastic lost");
   cddp__log(&d->group->host->logger, 1, "%s is lost%s; the others do its shards of step %" PRIu64,
-            cddp__elastic_name(elastic, member).s, how, d->steps);
+            cddp__elastic_name(elastic, member).s,
+            elastic->unreachable == member ? ": its host does not answer" : "", d->steps);
   cddp__record_event(d->group, "lost", (uint64_t)elastic->members[member].rank, CDDP_PEER_LOST);
 }
 
@@ -20502,8 +20448,8 @@ static void cddp__elastic_refuse(cddp_ddp *d, cddp__connection *link, cddp_resul
   cddp__link_close(link);
 }
 
-/* Stores or discards a complete report and its connection. The report is a member's (in a meeting)
-   or a joining process's. After a leader's death a process can be a member and not know it. */
+/* Stores or discards a complete report and its connection. After a leader's death a joining process
+   can be a member and not know it. */
 static void cddp__elastic_handle_report(cddp_ddp *d, cddp__connection *link, cddp__message *message,
                                         bool meeting) {
   cddp__elastic *elastic = d->elastic;
@@ -20541,8 +20487,8 @@ static void cddp__elastic_handle_report(cddp_ddp *d, cddp__connection *link, cdd
   elastic->reports[p] = message;
 }
 
-/* Accepts connections and receives reports: at any time those of joining processes and of processes
-   that count as lost, in a meeting also the members'. */
+/* Receives reports: those of joining processes and of processes that count as lost, in a meeting
+   also the members'. */
 static void cddp__elastic_accept_reports(cddp_ddp *d, bool meeting) {
   cddp__elastic *elastic = d->elastic;
   cddp__net *net = elastic->net;
@@ -20568,8 +20514,8 @@ static void cddp__elastic_accept_reports(cddp_ddp *d, bool meeting) {
 }
 
 /* Answers joining processes: with the model, its leader, and the leader's address as seen from this
-   host. In a meeting, too: if the leader that admitted a rank has died, that rank asks for the
-   leader, and the members wait for that rank. */
+   host. In a meeting, too: the members wait for a rank whose leader has died and that asks for the
+   new one. */
 static void cddp__elastic_answer_joins(cddp_ddp *d) {
   const cddp__elastic *elastic = d->elastic;
   const cddp__net *net = elastic->net;
@@ -20591,14 +20537,14 @@ static void cddp__elastic_answer_joins(cddp_ddp *d) {
   cddp__join_serve(host);
 }
 
-static cddp_result cddp__elastic_await_reports(cddp_ddp *d, double deadline, int *report_count) {
+static cddp_result cddp__elastic_await_reports(cddp_ddp *d, double deadline) {
   cddp__elastic *elastic = d->elastic;
   cddp__connection **links = elastic->links;
   int waiting, late = -1, p;
   for (;;) {
     cddp__elastic_answer_joins(d);
     cddp__elastic_accept_reports(d, true);
-    for (p = waiting = 0, *report_count = 1; p < d->shards.count; p++) {
+    for (p = waiting = 0; p < d->shards.count; p++) {
       cddp_result r = CDDP_OK;
       if (p == elastic->me || elastic->members[p].life == 0) continue;
       if (links[p] == NULL)
@@ -20610,11 +20556,8 @@ static cddp_result cddp__elastic_await_reports(cddp_ddp *d, double deadline, int
       if (cddp__elastic_link_ended(d, p, links[p])) {
         cddp__free(&elastic->net->allocator, elastic->reports[p]);
         elastic->reports[p] = NULL;
-        cddp__elastic_remove_member(d, p,
-                                    elastic->unreachable == p ? ": its host does not answer" : "");
-      } else if (elastic->reports[p] != NULL) {
-        ++*report_count;
-      } else if (waiting++ == 0) {
+        cddp__elastic_remove_member(d, p);
+      } else if (elastic->reports[p] == NULL && waiting++ == 0) {
         late = p;
       }
     }
@@ -20628,8 +20571,8 @@ static cddp_result cddp__elastic_await_reports(cddp_ddp *d, double deadline, int
   }
 }
 
-/* Finds a member number for a joining process: that of a lost process with the same rank, else the
-   lowest free one. */
+/* *number: for a joining process, that of a lost one with the same rank, else the lowest free
+   one. */
 static cddp_result cddp__elastic_find_number(const cddp_ddp *d, const cddp__elastic_member *self,
                                              int *number) {
   const cddp__elastic *elastic = d->elastic;
@@ -20655,7 +20598,7 @@ static cddp_result cddp__elastic_find_number(const cddp_ddp *d, const cddp__elas
                     d->shards.count, d->shards.count);
 }
 
-/* Makes each joining process a member and adds its report to the members', or refuses it. */
+/* Makes each joining process a member, or refuses it. */
 static void cddp__elastic_admit_joining(cddp_ddp *d) {
   cddp__elastic *elastic = d->elastic;
   int k, number;
@@ -20664,8 +20607,7 @@ static void cddp__elastic_admit_joining(cddp_ddp *d) {
     cddp__elastic_member *self = &cddp__report_at(d, elastic->reports[k], 0)->self;
     cddp_result r = cddp__elastic_find_number(d, self, &number);
     CDDP__POINT("elastic number");
-    cddp__free(&elastic->net->allocator,
-               cddp__connection_receive(link, 0)); /* a read detects its end */
+    cddp__free(&elastic->net->allocator, cddp__connection_receive(link, 0)); /* detects its end */
     if (r == CDDP_OK && link->state != CDDP__CONNECTION_ENDED) {
       self->number = number;
       if (self->host >= 2 * d->shards.count) /* it shares no memory with the members */
@@ -20725,17 +20667,17 @@ static cddp_result cddp__elastic_send_table(cddp_ddp *d, cddp__message **table) 
    none. A firewall could have reset the links to that address. */
 static int cddp__elastic_find_cut_off(const cddp_ddp *d) {
   const cddp__elastic *elastic = d->elastic;
-  int i, k;
-  for (i = 0; i < d->step.active_count; i++) {
+  int n = d->step.active_count, i, k;
+  for (i = 0; i < n; i++) {
     int lost = elastic->order[i], other;
     cddp__address address = cddp__internet_address(&elastic->members[lost].address);
-    for (k = 0; k < d->step.active_count; k++) {
+    for (k = 0; k < n; k++) {
       other = elastic->order[k];
       if ((elastic->reports[other] != NULL || elastic->ended[other] != 0) &&
           memcmp(&elastic->members[other].address, &address.any, address.size) == 0)
         break;
     }
-    if (k == d->step.active_count) return lost;
+    if (k == n) return lost;
   }
   return -1;
 }
@@ -20745,9 +20687,10 @@ static cddp_result cddp__elastic_lead_meeting(cddp_ddp *d, cddp__message *mine, 
                                               cddp__message **table) {
   cddp__elastic *elastic = d->elastic;
   cddp_result r;
-  int report_count, p;
+  int report_count = 0, p;
   elastic->reports[elastic->me] = mine;
-  r = cddp__elastic_await_reports(d, deadline, &report_count);
+  r = cddp__elastic_await_reports(d, deadline);
+  for (p = 0; p < d->shards.count; p++) report_count += elastic->reports[p] != NULL;
   p = elastic->unreachable >= 0 ? elastic->unreachable : cddp__elastic_find_cut_off(d);
   if (r == CDDP_OK && p >= 0 && 2 * report_count <= d->step.active_count)
     r = cddp__fail(CDDP_PEER_LOST,
@@ -20809,8 +20752,8 @@ static cddp_result cddp__elastic_send_report(cddp_ddp *d, int leader, const cddp
   return r;
 }
 
-/* Asks the ranks on this host and at MASTER_ADDR for the leader of the model that this rank joins.
-   The leader is then the only member known here. */
+/* Asks the ranks on this host and at MASTER_ADDR for the leader of the model that this rank joins,
+   which is then the only member known here. */
 static cddp_result cddp__elastic_find_leader(cddp_ddp *d, double deadline) {
   cddp__elastic *elastic = d->elastic;
   cddp__host *host = d->group->host;
@@ -20851,14 +20794,13 @@ static cddp_result cddp__elastic_gather_reports(cddp_ddp *d, cddp__message **tab
       r = cddp__elastic_lead_meeting(d, mine, deadline, table);
     else if ((r = cddp__elastic_send_report(d, leader, mine, deadline + 1, table)) == CDDP_OK &&
              *table == NULL)
-      cddp__elastic_remove_member(d, leader, "");
+      cddp__elastic_remove_member(d, leader);
   }
   cddp__free(&elastic->net->allocator, mine);
   return r;
 }
 
-/* Waits for a member's confirmation. Returns false if the member is lost, late, or asks to meet
-   again. */
+/* Waits for a member's confirmation. false: the member is lost, late, or asks to meet again. */
 static bool cddp__elastic_await_confirmation(cddp_ddp *d, int member, double deadline) {
   cddp__elastic *elastic = d->elastic;
   cddp__message *message = cddp__elastic_receive(d, member, 0, deadline);
@@ -20869,9 +20811,8 @@ static bool cddp__elastic_await_confirmation(cddp_ddp *d, int member, double dea
   return confirmed;
 }
 
-/* The new groups are used only when all members have created them. Each member confirms this to the
-   leader. Then the leader tells all to continue (CDDP_OK) or, if a member was lost, to meet again
-   (CDDP_PEER_LOST). */
+/* Members confirm their groups to the leader, which tells all to continue (CDDP_OK) or, if a member
+   was lost, to meet again (CDDP_PEER_LOST). */
 static cddp_result cddp__elastic_confirm_groups(cddp_ddp *d) {
   cddp__elastic *elastic = d->elastic;
   bool leads = elastic->leader == elastic->me, all = true;
@@ -20897,9 +20838,9 @@ static cddp_result cddp__elastic_confirm_groups(cddp_ddp *d) {
 
 /* --- a meeting: the groups of the members --- */
 
-/* Records which members' processes have ended, before their links are freed. Such a process closed
-   a link without a reset, and did not announce that it lives; a firewall can only reset links. If
-   one of a member's links was reset, this waits up to 20 ms for the end of another one. */
+/* Records which members' processes have ended: such a process closed a link without a reset, and
+   did not announce that it lives; a firewall can only reset links. If one of a member's links was
+   reset, this waits up to 20 ms for the end of another one. */
 static void cddp__elastic_record_ends(cddp_ddp *d) {
   cddp_group *groups[2] = {d->control, d->comm};
   bool again;
@@ -20928,7 +20869,7 @@ static void cddp__elastic_record_ends(cddp_ddp *d) {
   } while (again && cddp__wait_pause(&wait));
 }
 
-/* Leaves a broken group. A lost rank cannot leave, so the control block is retired. */
+/* A lost rank cannot leave the group, so the control block is retired. */
 static void cddp__elastic_leave_group(cddp_ddp *d, cddp_group *g) {
   cddp__retire_memory(d, &g->block_ref, g->block_generation);
   cddp__group_leave(g);
@@ -20939,8 +20880,7 @@ static void cddp__elastic_leave_broken(cddp_ddp *d) {
   d->elastic->broken_comm = NULL;
 }
 
-/* Leaves both groups. The first comm of a step stays as `broken_comm`; no thread uses it any more.
- */
+/* Leaves both groups. The first comm of a step stays as `broken_comm`, which no thread uses. */
 static void cddp__elastic_leave_groups(cddp_ddp *d) {
   cddp_group *groups[2] = {d->control, d->comm}, *g;
   char text[CDDP__ERROR_MAX];
@@ -20962,7 +20902,7 @@ static void cddp__elastic_leave_groups(cddp_ddp *d) {
   d->control = d->comm = NULL;
 }
 
-/* Registers a process on this host that this process has not met in a rendezvous. */
+/* Registers a process on this host, unless that was done in a rendezvous. */
 static void cddp__register_process(cddp__host *host, int at, uint32_t pid) {
   if (host->threads || at == host->index || host->pids[at] == pid) return;
   cddp__close_fd(&host->pidfds[at]);
@@ -21009,8 +20949,8 @@ static cddp_result cddp__elastic_create_group(cddp_ddp *d, cddp__message *table,
 }
 
 /* Connects the members' new groups and exchanges the addresses of each cddp__published. Both groups
-   connect, because a system resets the connections of a dead process that hold unread bytes. At any
-   time at least one of the two has no unread bytes, so the system closes it without a reset. */
+   connect, because a system resets the connections of a dead process that hold unread bytes. Always
+   at least one of the two has none, so the system closes it without a reset. */
 static cddp_result cddp__elastic_connect(cddp_ddp *d) {
   cddp__elastic *elastic = d->elastic;
   cddp_group *g = d->control;
@@ -21043,9 +20983,8 @@ static cddp_result cddp__elastic_connect(cddp_ddp *d) {
   return CDDP_OK;
 }
 
-/* Applies the table: sets the members and the epoch, and assigns the shards without a sum on any
-   member. Returns the report of the first member with the most reductions; NULL: all ranks are
-   joining. */
+/* Sets the members and the epoch, and assigns the shards without a sum on any member. Returns the
+   report of the first member with the most reductions; NULL: all ranks are joining. */
 static cddp__elastic_report *cddp__elastic_apply_table(cddp_ddp *d, cddp__message *table) {
   cddp__elastic *elastic = d->elastic;
   cddp__elastic_report *from = NULL, *report;
@@ -21066,7 +21005,7 @@ static cddp__elastic_report *cddp__elastic_apply_table(cddp_ddp *d, cddp__messag
   for (p = 0; p < d->shards.count; p++) {
     for (k = 0; k < d->step.active_count && elastic->order[k] != p; k++) {}
     if (k == d->step.active_count && elastic->members[p].life != 0)
-      cddp__elastic_remove_member(d, p, "");
+      cddp__elastic_remove_member(d, p);
   }
   furthest = from != NULL ? from->done : 0;
   if (elastic->done < furthest) cddp__elastic_drop_sums(d); /* others have the mean of that step */
@@ -21084,7 +21023,7 @@ static cddp__elastic_report *cddp__elastic_apply_table(cddp_ddp *d, cddp__messag
   return from;
 }
 
-/* Broadcasts rank `source`'s bytes to the joining ranks. The others only pass them on. */
+/* Broadcasts rank `source`'s bytes to the joining ranks. The others pass them on. */
 static cddp_result cddp__elastic_broadcast(cddp_ddp *d, int source, void *data, size_t bytes) {
   cddp__elastic *elastic = d->elastic;
   bool takes_part = elastic->empty || elastic->order[source] == elastic->me;
@@ -21129,13 +21068,13 @@ static cddp_result cddp__elastic_send_snapshot(cddp_ddp *d, cddp__elastic_report
     d->steps = from->steps;
     elastic->empty = false;
   }
-  if (states != elastic->states) cddp__elastic_release(d, states);
+  if (states != elastic->states) (d->group->backend->free)(d->group, states);
   return r;
 }
 
-/* Gives the last mean to the members that lack it, and a snapshot to the joining ranks. The other
-   members have passed that step, so operations in its group can no longer complete. Therefore that
-   group stays broken until the next step, on the members that lacked the mean, too. */
+/* Gives the last mean to the members that lack it, and a snapshot to the joining ranks. The others
+   have passed that step, so operations in its group can no longer complete. Therefore that group
+   stays broken until the next step, on the members that lacked the mean, too. */
 static cddp_result cddp__elastic_synchronize(cddp_ddp *d, cddp__message *table,
                                              cddp__elastic_report *from) {
   cddp__elastic *elastic = d->elastic;
@@ -21155,11 +21094,6 @@ static cddp_result cddp__elastic_synchronize(cddp_ddp *d, cddp__message *table,
     if (elastic->done < from->done) cddp__set_whole_mean(elastic);
   }
   if (r == CDDP_OK && joins) r = cddp__elastic_send_snapshot(d, from, source);
-  if (elastic->one_host) { /* steps on one host need no scratch */
-    cddp__arena_free(d->group->host, d->scratch.memory);
-    d->scratch.memory = NULL;
-    d->scratch.bytes = 0;
-  }
   if (r == CDDP_OK && behind) r = cddp__elastic_await_device(d);
   if (r != CDDP_OK) return r;
   elastic->done = from->done;
@@ -21167,10 +21101,11 @@ static cddp_result cddp__elastic_synchronize(cddp_ddp *d, cddp__message *table,
   return CDDP_OK;
 }
 
-/* The groups are broken, or do not exist yet: the living members meet, create new groups, and
-   continue from the member with the most reductions. CDDP_PEER_LOST: another member was lost. */
+/* The living members meet, create new groups, and continue from the member with the most
+   reductions. CDDP_PEER_LOST: another member was lost. */
 static cddp_result cddp__elastic_regroup(cddp_ddp *d) {
   cddp__elastic *elastic = d->elastic;
+  cddp__host *host = d->group->host;
   cddp__elastic_report *from = NULL;
   cddp__message *table = NULL;
   cddp_result r;
@@ -21186,10 +21121,10 @@ static cddp_result cddp__elastic_regroup(cddp_ddp *d) {
   if (r == CDDP_PEER_LOST) r = CDDP_ABORTED; /* the members are gone or out of reach */
   CDDP__POINT("elastic table");
   if (r == CDDP_OK && from == NULL) { /* only joining ranks: the members can be elsewhere */
-    if (d->group->host->job_info != NULL) { /* cddp__elastic_find_leader must not find this rank */
-      d->group->host->job_info->table.lead.self.life = 0;
-      cddp__close_fd(&d->group->host->joins.fd);
-      cddp__close_fd(&d->group->host->joins.tcp_fd);
+    if (host->job_info != NULL) { /* cddp__elastic_find_leader must not find this rank */
+      host->job_info->table.lead.self.life = 0;
+      cddp__close_fd(&host->joins.fd);
+      cddp__close_fd(&host->joins.tcp_fd);
     }
     for (i = 0; i < d->shards.count; i++) elastic->members[i].life = 0;
     elastic->me = elastic->net->rank = d->shards.count;
@@ -21202,17 +21137,17 @@ static cddp_result cddp__elastic_regroup(cddp_ddp *d) {
   if (r == CDDP_OK) r = cddp__elastic_connect(d); /* all ranks have created both groups */
   if (r == CDDP_OK) r = (d->group->backend->open)(d->group, d->comm);
   for (i = 0; i < 2; i++) {
-    cddp__arena_free(d->group->host, elastic->blocks[i]);
+    cddp__arena_free(host, elastic->blocks[i]);
     elastic->blocks[i] = NULL;
   }
   CDDP__POINT("elastic grouped");
   if (r == CDDP_OK) r = cddp__elastic_synchronize(d, table, from);
   cddp__free(&elastic->net->allocator, table);
   if (r != CDDP_OK) return r;
-  cddp__join_listen(d->group->host);
+  cddp__join_listen(host);
   cddp__elastic_answer_joins(d);
-  cddp__log(&d->group->host->logger, 1, "%d ranks continue with step %" PRIu64,
-            d->step.active_count, elastic->done);
+  cddp__log(&host->logger, 1, "%d ranks continue with step %" PRIu64, d->step.active_count,
+            elastic->done);
   return CDDP_OK;
 }
 
@@ -21266,7 +21201,6 @@ static void cddp__step_block(cddp__pass *pass, int i, const cddp__update *update
   cddp__optim_copy(pass->s, i, first, n);
 }
 
-/* Steps all weights of this rank, in host memory. */
 static cddp_result cddp__step_own_weights(cddp_ddp *d, cddp_optim *optim) {
   cddp__sparse *const *sparse = optim->sparse; /* NULL: created without `ddp` */
   cddp__elastic *elastic = d->elastic;
@@ -21303,7 +21237,7 @@ static cddp_result cddp__step_own_weights(cddp_ddp *d, cddp_optim *optim) {
   return cddp__clear_gradients(d, optim, false);
 }
 
-/* The update of cddp_ddp_step, or (optim NULL) of cddp_ddp_wait. Needs no other rank. */
+/* The update of cddp_ddp_step, or (optim NULL) of cddp_ddp_wait. */
 static cddp_result cddp__elastic_update(cddp_ddp *d, cddp_optim *optim) {
   bool on_device = d->group->backend->on_device;
   cddp_result r = CDDP_OK;
@@ -21333,15 +21267,13 @@ static cddp_result cddp__elastic_update(cddp_ddp *d, cddp_optim *optim) {
 /* Compares a joined rank's optimizer with the job's. The error names the first difference. */
 static cddp_result cddp__compare_settings(const cddp_ddp *d, const cddp__snapshot *mine) {
   const cddp__snapshot *job = &d->snapshot;
-  int i = CDDP__SETTING_FIXED;
-  while (i < CDDP__SETTING_COUNT && mine->settings[i] == job->settings[i]) i++;
-  if (i < CDDP__SETTING_COUNT || mine->weight_decay != job->weight_decay)
-    return cddp__fail(
-        CDDP_MISMATCH, "CDDP_JOIN: %s is %s on rank %d, %s in the job",
-        i < CDDP__SETTING_COUNT ? cddp__setting_names[i] : "weight_decay",
-        cddp__describe_number(i < CDDP__SETTING_COUNT ? mine->settings[i] : mine->weight_decay).s,
-        d->group->rank,
-        cddp__describe_number(i < CDDP__SETTING_COUNT ? job->settings[i] : job->weight_decay).s);
+  int i;
+  for (i = CDDP__SETTING_FIXED; i <= CDDP__SETTING_COUNT; i++)
+    if (mine->settings[i] != job->settings[i])
+      return cddp__fail(CDDP_MISMATCH, "CDDP_JOIN: %s is %s on rank %d, %s in the job",
+                        i < CDDP__SETTING_COUNT ? cddp__setting_names[i] : "weight_decay",
+                        cddp__describe_number(mine->settings[i]).s, d->group->rank,
+                        cddp__describe_number(job->settings[i]).s);
   if (mine->lr_scales == job->lr_scales && mine->weight_decays == job->weight_decays)
     return CDDP_OK;
   return cddp__fail(CDDP_MISMATCH, "CDDP_JOIN: %s on rank %d differ from those of the job",
@@ -21372,7 +21304,7 @@ static cddp_result cddp__elastic_restore(cddp_ddp *d, cddp_optim *optim) {
     r = cddp__copy_states(d, optim, elastic->states, 0, d->layout.model_bytes, false);
   from->stepped = false;
   if (r == CDDP_OK) r = cddp__elastic_await_device(d);
-  cddp__elastic_release(d, elastic->states);
+  (d->group->backend->free)(d->group, elastic->states);
   elastic->states = NULL;
   return r;
 }
@@ -21408,11 +21340,11 @@ static cddp_result cddp__elastic_step(cddp_ddp *d, cddp_optim *optim) {
 
 static void cddp__elastic_free(cddp_ddp *d) {
   cddp__elastic *elastic = d->elastic;
+  const cddp__backend *backend = d->group->backend;
   cddp__host *host = d->group->host;
   if (elastic == NULL) return;
-  /* Other ranks can still read this rank's published addresses, its part of the last mean, and its
-     squares. They are freed when all ranks have left the group; without a group, never. Memory that
-     other threads of this process can read is never freed. */
+  /* What other ranks can still read is freed when all ranks have left the group; without a group,
+     never. Memory that other threads of this process can read is never freed. */
   if (d->step.active_count != 1 && elastic->own != NULL) {
     if (d->control != NULL) {
       cddp__arena_free_with(host, elastic->own, d->control->block);
@@ -21431,9 +21363,9 @@ static void cddp__elastic_free(cddp_ddp *d) {
   host->elastic = false;
   if (host->joined) host->job_info->table.lead.model.params = 0; /* a process joins only once */
   (void)d->memory->use(d->group);
-  cddp__elastic_release(d, elastic->mean);
-  cddp__elastic_release(d, elastic->slot_area);
-  cddp__elastic_release(d, elastic->states);
+  (backend->free)(d->group, elastic->mean);
+  (backend->free)(d->group, elastic->slot_area);
+  (backend->free)(d->group, elastic->states);
   cddp__arena_free(host, elastic->own);
   cddp__net_release(elastic->net);
   cddp__free(&host->allocator, elastic);
@@ -21444,32 +21376,32 @@ static void cddp__elastic_free(cddp_ddp *d) {
 static cddp_result cddp__elastic_describe_self(cddp_ddp *d, cddp__elastic_member *self) {
   cddp__elastic *elastic = d->elastic;
   const cddp__host *host = d->group->host;
-  const cddp__elastic_member *lead =
-      host->job_info != NULL ? &host->job_info->table.lead.self : NULL;
+  const cddp__join_table *table = host->joined ? &host->job_info->table : NULL;
   cddp__address address;
   int fd = -1, count;
   cddp_result r = CDDP_OK;
   memset(self, 0, sizeof *self);
-  if (host->joined) { /* a datagram socket finds the local address without sending anything */
-    address = cddp__internet_address(&lead->address);
-    cddp__address_set_port(&address, lead->port);
-    fd = socket(address.sa.ss_family, SOCK_DGRAM | SOCK_CLOEXEC, 0);
-    if (fd >= 0 && connect(fd, &address.any, address.size) != 0) cddp__close_fd(&fd);
-  }
-  if (host->net != NULL)
+  if (host->net != NULL) {
     address = cddp__internet_address(&host->net->hosts[host->net->host].address);
-  else if (host->joined && host->arena.fd >= 0)
-    address = cddp__internet_address(&host->job_info->table.address);
-  else
+    self->host = host->net->host;
+  } else if (host->joined && host->arena.fd >= 0) {
+    address = cddp__internet_address(&table->address);
+    self->host = table->host;
+  } else {
+    if (host->joined) { /* a datagram socket finds the local address without sending anything */
+      address = cddp__internet_address(&table->lead.self.address);
+      cddp__address_set_port(&address, table->lead.self.port);
+      fd = socket(address.sa.ss_family, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+      if (fd >= 0 && connect(fd, &address.any, address.size) != 0) cddp__close_fd(&fd);
+      self->host = 2 * d->shards.count;
+    }
     r = cddp__own_address(fd, &address);
-  cddp__close_fd(&fd);
+    cddp__close_fd(&fd);
+  }
   if (r != CDDP_OK) return r;
   cddp__address_set_port(&address, 0);
   self->address = address.v6;
   self->number = elastic->me;
-  self->host = host->net != NULL ? host->net->host : 0;
-  if (host->joined)
-    self->host = host->arena.fd >= 0 ? host->job_info->table.host : 2 * d->shards.count;
   if ((r = cddp__listen_all(&address, 1, &elastic->net->listener, &count)) != CDDP_OK)
     return cddp__fail_in(r, "cannot listen for the other ranks of an elastic model: ");
   self->port = cddp__address_port(&address);
@@ -21551,8 +21483,7 @@ static cddp_result cddp__elastic_create(cddp_ddp *d) {
   return CDDP_OK;
 }
 
-/* In a joining process: becomes a member and receives the weights. Meets only the members of the
-   model; it is not a collective over a group. */
+/* In a joining process: becomes a member and receives the weights. */
 static cddp_result cddp__elastic_join(cddp_ddp *d) {
   const cddp__elastic_leader_info *lead = &d->group->host->job_info->table.lead;
   cddp__elastic_member self;
@@ -21573,26 +21504,23 @@ CDDPDEF cddp_group *cddp_ddp_group(cddp_ddp *d) {
   cddp__enter_call(__func__);
   if (d == NULL)
     CDDP__REFUSE("cddp_ddp_group: the cddp_ddp is NULL");
-  else if (d->desc.elastic && cddp__check_cause(&d->failure) == CDDP_OK)
-    return d->elastic->broken_comm != NULL ? d->elastic->broken_comm : d->comm;
-  else if (!d->desc.elastic && cddp__load32(&d->group->left) == 0)
-    return d->group;
-  else if (!d->desc.elastic)
+  else if (!d->desc.elastic && cddp__load32(&d->group->left) != 0)
     CDDP__REFUSE("cddp_ddp_group: the group of the cddp_ddp was destroyed");
+  else if (!d->desc.elastic)
+    return d->group;
+  else if (cddp__check_cause(&d->failure) == CDDP_OK)
+    return d->elastic->broken_comm != NULL ? d->elastic->broken_comm : d->comm;
   return NULL;
 }
 /* >>sampler ------------------------------------------------------------------------------------
    Job: torch.utils.data.DistributedSampler, with the same generator and the same shuffle.
-   Owns: a cddp_sampler's permutation. Touches nothing else.
+   Owns: a cddp_sampler's permutation.
    Entry points: the public functions; cddp__sampler_begin, for a checkpoint.
-   How it works:
-     1. Of W ranks (or shards), a rank gets the indices at positions rank, rank + W, ... of the
-        permutation, in a resumed epoch of the rest.
-     2. For shares of equal size the permutation is repeated from its start.
-     3. The permutation is computed for the first index of an epoch, and freed after its last
-        one. */
+   How it works: of W ranks (or shards), a rank gets the indices at positions rank, rank + W, ... of
+   the permutation, which repeats if shares must be equal. It is computed for the first index of an
+   epoch, and freed when another epoch is set or cddp_sampler_next has returned the last index. */
 
-/* PyTorch's generator on the CPU, the Mersenne Twister MT19937. */
+/* PyTorch's generator on the CPU. */
 typedef struct cddp__mt19937 {
   uint32_t state[624];
   int next; /* index of the next state word to return; 624: compute new ones */
@@ -23223,12 +23151,10 @@ CDDPDEF const char *cddp_safetensors_metadata(const cddp_safetensors *file, cons
 /* >>spawn --------------------------------------------------------------------------------------
    Job: starts ranks as processes (cddp_spawn) or as threads (cddp_run_threads).
    Owns: the children of cddp_spawn and their pidfds; the groups and threads of cddp_run_threads.
-   Entry points: the public functions.
    Processes: all children are forked and wait on a pipe, so that they begin together. The parent
-   sleeps in poll(2) on their pidfds. It reaps ended children by their pids, because other children
-   belong to the program. After the first failure the other children have 1 s to report it
-   themselves. Then they get SIGTERM, and 5 s later SIGKILL. In an elastic job the failed child is
-   forked again instead.
+   sleeps in poll(2) on their pidfds. It reaps them by their pids, because other children belong to
+   the program. After the first failure the other children have 1 s to report the failure. Then they
+   get SIGTERM, and 5 s later SIGKILL. In an elastic job the failed child is forked again instead.
    Threads: all groups are created in one block of memory before the first thread starts. A thread
    marks its slot as dead if its function fails. This ends the others' waits. */
 
@@ -23262,11 +23188,10 @@ static void cddp__setenv_int(const char *name, int value) {
   setenv(name, text, 1);
 }
 
-/* OpenMP and OpenBLAS, if the program is linked with them. GNU's OpenMP keeps its threads for the
-   next parallel region. A forked child would wait forever for them, so the parent ends them before
-   it forks (omp_pause_resource_all). clang's runtime and OpenBLAS handle fork themselves. GNU's
-   OpenMP and OpenBLAS read OMP_NUM_THREADS when the program starts, so a child also sets the number
-   of threads by a call. */
+/* OpenMP and OpenBLAS, if the program is linked with them. GNU's OpenMP keeps its threads. A forked
+   child would wait forever for them, so the parent ends them before it forks
+   (omp_pause_resource_all). GNU's OpenMP and OpenBLAS read OMP_NUM_THREADS when the program starts,
+   so a child also sets the number of threads by a call. */
 #define CDDP__WEAK(result, name, arguments, symbol) \
   static result name arguments __attribute__((weakref(symbol)))
 CDDP__WEAK(int, cddp__omp_pause, (int), "omp_pause_resource_all");
@@ -23332,8 +23257,8 @@ static void cddp__spawn_note_failure(cddp__spawn_job *job, cddp_result r, double
   job->deadline = cddp__now() + seconds;
 }
 
-/* Reaps the children that have ended. If several have, one that a signal has killed counts as the
-   first failure: the survivors of a killed rank exit because of it. */
+/* Reaps the children that have ended. Of several, one that a signal has killed counts as the first
+   failure: the survivors of a killed rank exit because of it. */
 static void cddp__reap_children(cddp__spawn_job *job) {
   bool fresh = job->next_signal == 0, known;
   cddp__wait w;
@@ -23381,7 +23306,7 @@ static cddp_result cddp__fork_child(cddp__spawn_job *job, int i, bool joins) {
 }
 
 /* Opens the child's pidfd. The child must not have begun, because its exit status can be available
-   only through the pidfd. All children must have been forked, so that none inherits the pidfd. */
+   only there. All children must have been forked, so that none inherits the pidfd. */
 static cddp_result cddp__open_child_pidfd(cddp__spawn_job *job, int i) {
   job->fds[i].events = POLLIN;
   job->fds[i].fd = (int)syscall(SYS_pidfd_open, job->pids[i], 0u);
@@ -23393,8 +23318,8 @@ static cddp_result cddp__open_child_pidfd(cddp__spawn_job *job, int i) {
   return CDDP_OK;
 }
 
-/* Waits until all children have ended. Forks a lost child of an elastic job again, if other
-   children live that it can join. */
+/* Waits until all children have ended. Forks a lost child of an elastic job again, if others live
+   that it can join. */
 static cddp_result cddp__wait_children(cddp__spawn_job *job) {
   int i, ms;
   while (job->alive > 0) {
@@ -23424,8 +23349,6 @@ static cddp_result cddp__wait_children(cddp__spawn_job *job) {
   return job->result == CDDP_OK ? CDDP_OK : cddp__fail(job->result, "%s", job->text);
 }
 
-/* Forks all children and lets them begin when all have a pidfd: the exit status of a child that
-   ends earlier could be lost. */
 static cddp_result cddp__spawn(const char *caller, int (*fn)(int rank, void *arg), void *arg,
                                int nprocs, bool elastic, int restarts) {
   char bytes[CDDP__MAX_RANKS] = {0}; /* a child begins when it has read one */
@@ -23498,7 +23421,7 @@ typedef struct cddp__thread_rank {
   char text[CDDP__ERROR_MAX]; /* the thread's last error, for the caller's error text */
 } cddp__thread_rank;
 
-/* Cleanup after a thread's fn, also after pthread_exit: if fn failed, ends the others' waits. */
+/* After a thread's fn, also after pthread_exit: if fn failed, ends the others' waits. */
 static void cddp__thread_rank_end(void *p) {
   cddp__thread_rank *thread = (cddp__thread_rank *)p;
   const cddp_group *g;
@@ -23560,8 +23483,7 @@ CDDPDEF cddp_result cddp_run_threads(int (*fn)(cddp_group *g, void *arg), void *
                            false);
     if (r == CDDP_OK) started++;
   }
-  for (i = started; thread != NULL && i < n;
-       i++) /* if a thread cannot start, the others lose a peer */
+  for (i = started; thread != NULL && i < n; i++) /* the others lose a peer */
     if (thread[i].group != NULL) cddp__group_leave(thread[i].group);
   for (i = 0; i < started; i++) pthread_join(thread[i].thread, NULL);
   if (r == CDDP_OK && cddp__load32(&first) != 0) {
