@@ -29,13 +29,7 @@
          cddp_optim_destroy(sgd); cddp_ddp_destroy(ddp); cddp_free(g, w); cddp_destroy(g);   // 6
          return 0;
        }
-       int main(void) {
-         int rank = cddp_launcher_rank();                // of torchrun, mpirun, srun, ...; or -1
-         if (rank >= 0) return train(rank, NULL);
-         if (cddp_spawn(train, NULL, 2) == CDDP_OK) return 0; // no launcher: forks two ranks
-         fprintf(stderr, "%s\n", cddp_error());
-         return 1;
-       }
+   main calls train in each process of a launcher, or cddp_spawn(train, NULL, 2): >>api-launch.
 
    All ranks end with the same weights, bit for bit. Give each rank its own data, and its own seed
    for dropout and augmentation, such as seed + cddp_rank(g). cddp_sampler needs one seed on all
@@ -1230,8 +1224,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
      - Only the group of cddp_init can have an elastic model. A process has one at a time.
      - Ranks that are threads cannot be elastic on GPUs, and no process can join them.
      - No process can join a job of one host that runs with a file size limit (ulimit -f).
-     - Not with comm_hook, find_unused_parameters, uneven_inputs, or MPI: MPI ends all ranks when
-       one is lost.
+     - Not with comm_hook, find_unused_parameters, uneven_inputs or MPI.
      - cddp_ddp_sync_buffers, _reduce_scatter, _all_gather and _gather_states return
        CDDP_UNSUPPORTED.
      - A joining process does not get buffers: broadcast them in cddp_ddp_group.
@@ -1515,15 +1508,12 @@ CDDPDEF void cddp_register_kernels(const cddp_kernels *kernels); /* must stay wh
    (its state, its posted sends) and two staging buffers.
 
    ROUNDS. Everything that ranks do together is a sequence of rounds (>>round): each rank announces
-   its call in a header, waits for the headers of all others, and compares them. A collective is
-     - one round, if it is small: the values are in the headers;
-     - two rounds around direct access, if the buffers are in shared memory;
-     - else a round for each chunk of at most 256 KiB (in an all_reduce of three or more ranks two).
+   its call in a header, waits for the headers of all others, and compares them. A small collective
+   is one round, a large one several (>>collectives).
 
    CANONICAL SUM. Sums over ranks follow one binary tree (>>reduce): ((a+b)+(c+d)) for four ranks,
    ((a+b)+c) for three. Element i of a result depends on the inputs only, never on slices, sizes,
-   timing or instruction set. So the bits are equal on all ranks and in all runs. f16 and bf16 are
-   widened to f32, summed, and rounded once. AVG divides the sum.
+   timing or instruction set. So the bits are equal on all ranks and in all runs.
 
    THREADS. cddp runs on the threads that call it, except:
      - an engine thread in a group that has operations with a work handle, or that reduces buckets.
@@ -1545,9 +1535,9 @@ CDDPDEF void cddp_register_kernels(const cddp_kernels *kernels); /* must stay wh
    announced anything yet. Before a failed call returns, no peer may still write to its buffers: see
    cddp__end_access, and cddp__arena_quarantine for peers that are stopped.
 
-   SEVERAL HOSTS. The ranks of each host cooperate as above, with a control block for each host. The
-   hosts' leaders exchange the headers of a round. Large arrays are sent in slices, one for each
-   rank (>>hosts), on connections that are made at their first use (>>links).
+   SEVERAL HOSTS. Each host has a control block. The hosts' leaders exchange the headers of a round.
+   Large arrays are sent in slices, one for each rank (>>hosts), on connections that are made at
+   their first use (>>links).
 
    DATA PARALLEL. A model (>>ddp) has private groups for buckets and for control, so that
    collectives on the caller's group can be called between cddp_ddp_ready calls in any order. With
@@ -1581,21 +1571,16 @@ CDDPDEF void cddp_register_kernels(const cddp_kernels *kernels); /* must stay wh
              cddp__reduce              adds all values, in canonical order
      cddp_all_reduce of 25 MiB: as above up to cddp__run_recorded, then carrier->run
        cddp__run_large                 a round announces where the buffers are
-         cddp__copy_direct             shared memory: cddp__reduce_slices adds this rank's slice of
-                                       all buffers and writes the sums to all; then one more round
+         cddp__copy_direct             shared memory: cddp__reduce_slices, then one more round
          cddp__run_staged              other memory, by chunks: cddp__write_shares, a round,
                                        cddp__exchange_slices or cddp__read_staged
-     Training step of a model on one host, 2 rounds
-       cddp_ddp_ready                  marks a gradient. In models that use cddp_ddp_wait it starts
-                                       full buckets: cddp__launch_buckets, then, on the engine,
-                                       cddp__run_bucket
+     Training step of a model on one host, 2 rounds: >>ddp-step and >>ddp-host
        cddp_ddp_step, cddp__run_step, cddp__ddp_step
          cddp__ddp_meet                a round: settings, missing gradients
          cddp__finish, cddp__host_step
-           cddp__walk                  this rank's part of the model, by cddp__fuse_loop: mean of
-                                       all gradients, optimizer step, weights to all ranks, zeros
+           cddp__walk                  this rank's part of the model
            cddp__fetch_weights         a round; copies weights if they are not in shared memory
-           cddp__complete              next step: counters; after the first step new buckets
+           cddp__complete              next step
      A rank dies while others wait for it
        cddp__wait_slow                 wakes every 20 ms: cddp__wait_tick, then
          cddp__check_peers             cddp__rank_gone: slot, pidfd and lock of the awaited rank
