@@ -161,7 +161,7 @@ extern "C" {
   X(CDDP_NETWORK, "network error")                 /* resolve, bind, connect; connection lost */ \
   X(CDDP_TIMEOUT, "timed out")                     /* the text names the missing ranks */ \
   X(CDDP_PEER_LOST, "peer lost")                   /* a rank died or left; the text names it */ \
-  X(CDDP_MISMATCH, "ranks disagree")               /* on the operation, count, dtype, op, root */ \
+  X(CDDP_MISMATCH, "ranks disagree")               /* the text shows both calls and lines */ \
   X(CDDP_UNAUTHORIZED, "unauthorized")             /* wrong or missing secret */ \
   X(CDDP_ABORTED, "aborted")                       /* the operation was ended from outside */ \
   X(CDDP_UNSUPPORTED, "unsupported")               /* in this build, machine or situation */ \
@@ -249,8 +249,8 @@ typedef struct cddp_group_desc {
 /* Connects to the other ranks and creates the group of all of them. Blocks until every rank has
    connected, at most timeout_s. Ranks can start in any order. desc NULL = all defaults. Like
    torch.distributed.init_process_group.
-     env://          the variables of torchrun, cddprun or a script, or those of srun, mpirun, flux,
-                     jsrun and PALS. Without any of them the group has one rank
+     env://          the variables of torchrun, cddprun, a script or another launcher (fine print:
+                     launchers). Without any of them the group has one rank
      tcp://h:p       rank 0 listens there; rank and world_size come from desc or the environment
      unix://name     an abstract Unix socket: one host, no port, no file
      file:///path    a file that all hosts see and that only this job uses
@@ -309,14 +309,9 @@ CDDPDEF void cddp_free(cddp_group *g, void *p);
    immediately, and the buffers belong to the operation until cddp_wait. Operations of one group
    start in the order of their calls.
 
-   RESULTS. A reduction gives the same bits on every rank and in every run (>>design).
-
-     error                   cause
-     CDDP_INVALID_ARGUMENT   this rank's arguments are wrong; nothing was sent
-     CDDP_MISMATCH           the ranks made different calls; the text shows both, with source lines
-     CDDP_PEER_LOST          a rank died or left; the text names it
-     CDDP_TIMEOUT            ranks did not make the call within timeout_s; the text names them
-   Fine print: mismatches and deadlocks. */
+   RESULTS. A reduction gives the same bits on every rank and in every run (>>design). All calls can
+   return CDDP_INVALID_ARGUMENT, CDDP_MISMATCH, CDDP_PEER_LOST and CDDP_TIMEOUT. Fine print:
+   mismatches and deadlocks. */
 
 /* buf[count] of every rank becomes the reduction of all ranks' buf. */
 CDDPDEF cddp_result cddp_all_reduce(cddp_group *g, void *buf, size_t count, cddp_dtype dtype,
@@ -358,8 +353,8 @@ CDDPDEF cddp_result cddp_all_gather_v(cddp_group *g, const void *send, void *rec
 CDDPDEF cddp_result cddp_all_to_all_v(cddp_group *g, const void *send, const size_t *send_counts,
                                       void *recv, const size_t *recv_counts, cddp_dtype dtype,
                                       cddp_work **work);
-/* Blocks until every rank has called it. CDDP_TIMEOUT names every rank that did not: "rank 3 (pid
-   17 on node1), ranks 6-9". Like monitored_barrier with wait_all_ranks. */
+/* Blocks until every rank has called it. CDDP_TIMEOUT names every rank that did not. Like
+   monitored_barrier with wait_all_ranks. */
 CDDPDEF cddp_result cddp_barrier(cddp_group *g);
 /* Returns immediately; cddp_wait(*work) blocks until every rank has called either barrier. On a GPU
    a rank arrives when everything on its group's stream is done, and cddp_wait blocks the host. Like
@@ -380,8 +375,8 @@ CDDPDEF cddp_result cddp_recv(cddp_group *g, void *buf, size_t count, cddp_dtype
    one rank keep their order. CDDP_PEER_LOST if a rank has died, or all others have left.
    CDDP_UNSUPPORTED for device memory with NCCL. Like recv(tensor) without src. */
 #define CDDP_ANY INT32_MIN
-/* The sender of the message that this thread received last (by cddp_recv, cddp_wait or
-   cddp_wait_for), as a rank of that call's group; -1 before the first. Not for NCCL's messages. */
+/* The sender of the message that this thread received last, as a rank of that call's group; -1
+   before the first. Not for NCCL's messages. */
 CDDPDEF int cddp_source(void);
 
 /* Blocks until the operation is complete, frees w, and returns its result. Any order, any
@@ -528,12 +523,11 @@ CDDPDEF void cddp_ddp_no_sync(cddp_ddp *d, bool on);
 
 /* After cddp_ddp_wait: scales all gradients so that their global 2-norm is at most max_norm (> 0).
    *norm, unless NULL, is the norm before. Local; the same bits on every rank. A norm of NaN makes
-   all gradients NaN, except with max_norm INFINITY, which scales nothing. Like
-   torch.nn.utils.clip_grad_norm_. */
+   all gradients NaN, except with max_norm INFINITY. Like torch.nn.utils.clip_grad_norm_. */
 CDDPDEF cddp_result cddp_ddp_clip_grad_norm(cddp_ddp *d, double max_norm, double *norm);
 
-/* *norm = the global 2-norm that the last clipping found before it scaled. CDDP_INVALID_ARGUMENT if
-   there was none. Local. On a GPU it waits for the stream. */
+/* *norm = the global 2-norm before the last clipping. CDDP_INVALID_ARGUMENT if there was none.
+   Local. On a GPU it waits for the stream. */
 CDDPDEF cddp_result cddp_ddp_grad_norm(cddp_ddp *d, double *norm);
 
 /* Copies rank 0's buffers (cddp_ddp_desc.buffers) to all ranks. Collective. After cddp_ddp_join the
@@ -565,9 +559,9 @@ CDDPDEF int cddp_ddp_present(const cddp_ddp *d);
 CDDPDEF cddp_result cddp_ddp_add_rows(cddp_ddp *d, int param, const int64_t *rows,
                                       const void *values, size_t n);
 
-/* After cddp_ddp_wait, for an optimizer of your own: the rows of the mean gradient, ascending, each
-   once. Returns their number. The arrays are valid until the next wait, step or
-   cddp_optim_zero_grad. On a GPU they are in host memory, before any clipping. */
+/* After cddp_ddp_wait, for an optimizer of your own: the rows of the mean gradient, ascending.
+   Returns their number. The arrays are valid until the next wait, step or cddp_optim_zero_grad. On
+   a GPU they are in host memory, before any clipping. */
 CDDPDEF size_t cddp_ddp_rows(const cddp_ddp *d, int param, const int64_t **rows,
                              const void **values);
 
@@ -952,9 +946,9 @@ CDDPDEF cddp_result cddp_run_threads(int (*fn)(cddp_group *g, void *arg), void *
                                          return when done; no CUDA graphs
 
    STREAMS. A call with work NULL runs on the group's stream. A call with a handle runs on a stream
-   of cddp that waits for what the group's stream holds now; cddp_wait(work) makes the group's
-   stream, not the host, wait for it. Buffers belong to the operation until the stream has passed
-   it. Host memory can be passed to collectives and messages too, on all ranks alike.
+   of cddp, after the group's stream; cddp_wait(work) makes the group's stream, not the host, wait
+   for it. Buffers belong to the operation until the stream has passed it. Host memory can be passed
+   to collectives and messages too, on all ranks alike.
 
    MODELS use the communicator of their group. So a misused model (ranks made different calls,
    forgot a gradient, or stepped with different settings) breaks its group. On CPUs, and with
@@ -973,9 +967,9 @@ CDDPDEF cddp_result cddp_run_threads(int (*fn)(cddp_group *g, void *arg), void *
    with GPUs have been tested only on a test double of CUDA and NCCL (tests/gpu/gpu-results.md).
    tests/gpu/gpu.sh tests this machine's GPU. Fine print: GPUs. */
 
-/* Gives g, which has no device yet, a device and a backend, as cddp_init does for desc.device and
-   desc.backend (NULL = "nccl"). Collective over g, before its first cddp_alloc. For the groups of
-   cddp_run_threads, where "cuda" is cuda:rank. After a failure g is as before, or broken. */
+/* Gives g a device and a backend, as cddp_init does for desc.device and desc.backend (NULL =
+   "nccl"). Collective over g, before its first cddp_alloc. For the groups of cddp_run_threads,
+   where "cuda" is cuda:rank. After a failure g is as before, or broken. */
 CDDPDEF cddp_result cddp_set_device(cddp_group *g, const char *device, const char *backend);
 
 /* Sets the CUDA stream (a cudaStream_t) of g's operations, its models and their optimizers. NULL =
@@ -993,17 +987,17 @@ CDDPDEF cddp_result cddp_synchronize(cddp_group *g);
      rank 2 (pid 19617 on vm) was killed by signal 9 (Killed); rank 1 was waiting for it in
      all_reduce(count 1, f32, sum) at train.c:11, call 4 of the group
 
-   CALL SITES. Error texts of collective calls show the file and line of each rank's call (of ranks
-   on this host). Macros of the functions' own names, at the end of this file, pass them. Define
-   CDDP_NO_CALL_SITES before this header to leave the macros out. A wrapper can pass its caller's
-   place: (cddp_barrier)(cddp_at(g, file, line)).
+   CALL SITES. Error texts of collective calls show the file and line of each call on this host.
+   Macros with the functions' names, at the end of this file, pass them; CDDP_NO_CALL_SITES, defined
+   before this header, leaves them out. A wrapper can pass its caller's place:
+   (cddp_barrier)(cddp_at(g, file, line)).
 
    FLIGHT RECORDER. With CDDP_RECORD=dir each rank keeps its last 1,024 operations in
    dir/cddp-JOB-RANK.rec, which survives SIGKILL. cddp creates dir itself. examples/cddptrace.c
    merges the files into a report (which ranks are late, missing or lost, and in which call) and a
    trace for Perfetto. Fine print: flight recorder. */
 
-/* Return their first argument, and set the place of this thread's next call on it. */
+/* Return the first argument, and set the place of this thread's next call on it. */
 CDDPDEF cddp_group *cddp_at(cddp_group *g, const char *file, int line);
 CDDPDEF cddp_ddp *cddp_ddp_at(cddp_ddp *d, const char *file, int line);
 
@@ -1710,7 +1704,6 @@ typedef struct cddp__op_header {
     unsigned char bytes[CDDP__PAYLOAD];
     cddp__ref ref;
     int32_t split[2]; /* of a new group: color and key */
-    uint64_t align;
   } u;
 } cddp__op_header;
 
