@@ -3923,13 +3923,12 @@ static bool cddp__file_has_name(int fd, const char *path) {
      PROVING   both ends prove that they know the secret (CHALLENGE in >>bytes)
      UP        bytes and frames are sent and received
      ENDED     `error` tells why. The descriptor stays open until _close: other threads can poll it
-   Nothing blocks, except _exchange, which has a deadline. A call that fails ends the connection;
-   the next call returns immediately. So a caller looks at `state` once, after its last call.
+   Nothing blocks, except _exchange, which has a deadline. A call that fails ends the connection. So
+   a caller looks at `state` once, after its last call.
    Bytes to send wait in `out`, and only an UP connection sends them: what is posted earlier follows
    the proof. Received bytes are in `in` until they are parsed. Large bodies skip both buffers.
    Until its proof is complete a hostile peer occupies a descriptor, 4 KiB and its place among
-   cddp__unproven_most connections. Then the reader limits the size of each frame before it
-   allocates. */
+   cddp__unproven_most connections. The reader limits each frame's size before it allocates. */
 
 typedef struct cddp__span { /* bytes in memory that the span does not own */
   const unsigned char *data;
@@ -8872,8 +8871,7 @@ static void cddp__set_wait_policy(cddp_group *g) {
    cddp__link_check_timeout; cddp__send_notices. A link is a cddp__connection (>>connections).
    How it works:
      1. Each rank listens on one port, at the address by which its host reaches the other hosts. Two
-        ranks of a group have one link, made at its first use, or two if both connect at the same
-        time.
+        ranks of a group have one link, from its first use on; two if both connect together.
      2. The connecting rank sends a hello: purpose, both ranks, the group, and the token, which only
         the job's ranks know. With a secret both ends then prove that they know it. Then frames
         follow. A rank that leaves a group sends BYE.
@@ -8883,8 +8881,8 @@ static void cddp__set_wait_policy(cddp_group *g) {
    A rank that waits in any group accepts connections and keeps them until their group claims them.
    A silent connection can belong to a rank that computes before it sends. It is closed when there
    are too many, or after CDDP__STRANGER_S when few descriptors are left. A link that ends before it
-   is up has carried no frame, so its caller connects again. When a link has ended, the rank is
-   lost: >>hosts. */
+   is up has carried no frame, so its caller connects again. If it ends later, the rank is lost:
+   >>hosts. */
 
 #define CDDP__RECONNECT_S 0.05 /* between attempts, if the peer ends a link before it is up */
 #ifndef CDDP__STRANGER_S
@@ -10833,13 +10831,13 @@ static cddp_result cddp__join_find(cddp__host *host, int *fd) {
    cddp__hosts_post, _can_post, _serve and _pause; cddp__hosts_attach and cddp__hosts_leave.
    Rounds: the leader of a host, its lowest rank in the group, waits until all ranks there have
    announced the round. It exchanges their headers with the other leaders and writes those of remote
-   ranks into the control block. All ranks then compare all headers, as on one host. Up to
-   CDDP__DIRECT_HOSTS leaders exchange directly: the shares of a short collective travel with the
-   headers. More leaders take turns and forward headers.
+   ranks into the control block, where all ranks compare them. Up to CDDP__DIRECT_HOSTS leaders
+   exchange directly: the shares of a short collective travel with the headers. More leaders forward
+   headers.
    Collectives that do not fit into headers or staging buffers:
      1. A round announces each rank's VIEW: its receive buffer, or of a sum its send buffer. All
         ranks on the host read its contribution there and write its result there. If they cannot,
-        the view is in shared scratch, and the call moves in chunks that fit there.
+        the view is a chunk in shared scratch.
      2. Each rank OWNS a part of a chunk: its share if each rank has one, else a slice.
      3. A: all hosts send the owner their contributions, sums or bytes. B: the owner sends its part
         to the hosts. all_reduce, reduce and broadcast use A and B; reduce_scatter, scatter and
@@ -15332,13 +15330,13 @@ static cddp_result cddp__optim_new(cddp_optim **out, const cddp__algorithm *algo
    cddp__issue, cddp__log_call, cddp__stream_after and cddp__device_scratch.
    How an operation runs:
      1. Its call is logged, with a hash of all calls so far. Ranks of a host compare the hashes at
-        the latest call that both have made. Ranks of different hosts compare them in cddp_barrier
-        and cddp_group_split, which synchronize the ranks anyway.
+        the latest call that both have made, ranks of different hosts in cddp_barrier and
+        cddp_group_split.
      2. It is issued to a stream, one operation at a time (device.issue_lock).
      3. An event follows it. A ring of these events shows since when the oldest operation runs.
    The communicator is non-blocking, so that no call of NCCL can hang the host. A call is polled
    until it is done, and meanwhile this rank checks the group and the deadline. A group and its
-   models share it, so that NCCL has one order of operations and one set of buffers.
+   models share it.
    Two threads of a context check it every few milliseconds:
      watcher   Finds that the group is broken, NCCL has failed, a rank has died, ranks have made
                different calls, or an operation is late. Then it breaks the group and aborts the
@@ -16948,8 +16946,7 @@ static cddp_result cddp__attach_optim(cddp_optim *optim) {
    it determines an element's part, piece (cddp__count_pieces), place in a slot, and states. A
    gradient is in its rank's arena, or in the caller's memory if all ranks can map that.
    The life of a model:
-     1. cddp_ddp_create (>>ddp-create): the ranks compare their models, map each other's memory, and
-        get rank 0's weights.
+     1. cddp_ddp_create (>>ddp-create): ranks compare their models and map each other's memory.
      2. cddp_ddp_ready (>>ddp-step) marks a gradient, and copies it to the arena if it is not there.
         A bucket reduced early begins when it and all before it are full (>>ddp-buckets).
      3. cddp_ddp_next_shard ends a shard, if a rank has several (>>ddp-shards).
@@ -17885,10 +17882,9 @@ static cddp_result cddp__await_buckets(cddp_ddp *d) {
    Entry points: cddp__share_create, cddp__share_gather; cddp__place_states, cddp__gather_state;
    cddp__copy_states.
    Shared states: from the first cddp_ddp_step on the ranks of a host have one copy, in the order of
-   the model. Each rank steps its part. cddp_ddp_wait makes them whole again on each rank, for
-   cddp_optim_step.
-   Sharded states (optim.sharded): each rank of the group has the states of its part alone, in
-   private memory, unless all are on one host. */
+   the model. cddp_ddp_wait makes them whole again on each rank, for cddp_optim_step.
+   Sharded states (optim.sharded): each rank has the states of its part alone, in private memory,
+   unless all are on one host. */
 
 /* The address of state k of element n of parameter i. */
 static char *cddp__state_at(const cddp_ddp *d, const cddp_optim *o, char *states, int k, int i,
@@ -22189,17 +22185,16 @@ static uint64_t cddp__st_write(const cddp_allocator *allocator, cddp__buffer *bu
    Entry points: the public functions.
    Both calls begin with a list of the checkpoint's tensors, which the ranks compare.
    Saving:
-     1. Rank 0 creates PATH.tmp and locks it. It is always a new file. An old one is removed first,
-        unless a process of this user holds its lock.
+     1. Rank 0 creates PATH.tmp and locks it. An old one is removed first, unless a process of this
+        user holds its lock.
      2. Rank 0 writes the header and all tensors. It reads the other ranks' parts of the states in
-        their memory, or (sharded_states) all ranks gather one state after the other.
+        their memory, or (sharded_states) the ranks gather them.
      3. Rank 0 syncs PATH.tmp, renames it over PATH and syncs the directory.
    Loading:
      1. Rank 0 reads the header and broadcasts its text.
      2. Each rank parses the text and looks up its tensors, so that all ranks get the same result.
      3. Rank 0 reads the tensors and broadcasts them.
-   After each step cddp__consensus makes the first failure the result on all ranks. Device memory is
-   copied in chunks, through a staging buffer in host memory. */
+   After each step cddp__consensus makes the first failure the result on all ranks. */
 
 /* Keys of metadata that are numbers: the sampler's, then the cddp_ddp's. */
 static const char *const cddp__meta_keys[] = {
