@@ -219,8 +219,8 @@ typedef struct cddp_store cddp_store; /* a key-value store: torch.distributed.St
    A group is a set of ranks that call collectives together. cddp_init makes the first one, of all
    ranks. A group that failed because of a peer is broken: each further call returns that failure
    immediately, and cddp_destroy does not block. The process can then create a new group. Threads
-   can use different groups at the same time. Calls that are collective over one group come from one
-   thread at a time, in the same order on every rank. Fine print: threads. */
+   can use different groups at the same time. Collective calls on one group come from one thread at
+   a time, in the same order on every rank. Fine print: threads. */
 
 /* Memory and logging functions. NULL means malloc and free, and no log. log gets one line without a
    newline; level 0 = error, 1 = warning, 2 = info. Any thread can call them. */
@@ -452,7 +452,7 @@ typedef struct cddp_bucket {
    cddp_stream(bucket->group). Like DDP's register_comm_hook. Example: examples/powersgd.c. */
 typedef cddp_result (*cddp_comm_hook)(cddp_bucket *bucket, void *user_data);
 
-/* Hooks that send f32 and f64 gradients as bf16 or fp16. The mean is rounded to that type. */
+/* Hooks that send f32 and f64 gradients as bf16 or fp16, and round the mean to that type. */
 CDDPDEF cddp_result cddp_bf16_compress_hook(cddp_bucket *bucket, void *user_data);
 CDDPDEF cddp_result cddp_fp16_compress_hook(cddp_bucket *bucket, void *user_data);
 
@@ -466,8 +466,8 @@ typedef struct cddp_ddp_desc {
   cddp_param *buffers;         /* state that is not trained (running means), any dtype; the array
                                   must stay as the params */
   int buffer_count;            /* broadcast from rank 0 at creation and by cddp_ddp_sync_buffers */
-  bool uneven_inputs; /* for cddp_ddp_join on GPUs with NCCL; the ranks then wait for each other in
-                         each step */
+  bool uneven_inputs;          /* for cddp_ddp_join on GPUs with NCCL; ranks then wait for each
+                                  other in each step */
   const size_t *sparse_rows;   /* [count] 0 = dense; else rows: cddp_ddp_add_rows; NULL = all 0 */
   int shards;                  /* see >>api-shards; at least the number of ranks, at most 4,096;
                                   0 = one for each rank */
@@ -805,8 +805,8 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
 
 /* The ranks that computed the last step; before the first step the ranks that created the model.
    The group belongs to d and changes when ranks are lost or join: ask for it in each step, at the
-   same place on all ranks. If one of its ranks is lost, its calls return CDDP_PEER_LOST, and the
-   next step has another group. NULL on failure, with a cddp_error. */
+   same place on all ranks. If one of its ranks is lost, its calls return CDDP_PEER_LOST. NULL on
+   failure, with a cddp_error. */
 CDDPDEF cddp_group *cddp_ddp_group(cddp_ddp *d);
 
 /* >>api-checkpoints -------------------------------------------------------------------------------
@@ -860,11 +860,11 @@ CDDP_CHECKED CDDPDEF cddp_result cddp_save(cddp_group *g, const char *path,
                                            const cddp_checkpoint_desc *desc);
 
 /* Rank 0 reads the file, and all ranks get its values. f32, f64, f16 and bf16 are converted to each
-   other. The number of ranks can differ from that of cddp_save. Collective over g; g NULL: this
-   process alone. Like load_file and load_state_dict. The file is checked before a weight changes. A
-   sampler continues with the next sample of its epoch: start the loop at cddp_sampler_epoch(). All
-   ranks get the same result: CDDP_IO: the file is damaged; CDDP_INVALID_ARGUMENT: it has other
-   tensors or settings. Fine print: checkpoint files. */
+   other. The number of ranks can differ. Collective over g; g NULL: this process alone. Like
+   load_file and load_state_dict. The file is checked before a weight changes. A sampler continues
+   with the next sample of its epoch: start the loop at cddp_sampler_epoch(). All ranks get the same
+   result: CDDP_IO: the file is damaged; CDDP_INVALID_ARGUMENT: it has other tensors or settings.
+   Fine print: checkpoint files. */
 CDDP_CHECKED CDDPDEF cddp_result cddp_load(cddp_group *g, const char *path, cddp_param *params,
                                            int count, const cddp_checkpoint_desc *desc);
 
@@ -1039,7 +1039,7 @@ CDDPDEF cddp_result cddp_store_add(cddp_store *s, const char *key, int64_t amoun
    and *size receive the value that key has afterwards, or expected if key is absent and was
    expected to exist. *swapped: the value is desired now, also if it was before, as with TCPStore:
    to elect one process, let each write its rank. CDDP_INVALID_ARGUMENT if the value exceeds
-   capacity; *swapped and *size are right nevertheless. */
+   capacity. */
 CDDPDEF cddp_result cddp_store_compare_set(cddp_store *s, const char *key, const void *expected,
                                            size_t expected_size, const void *desired,
                                            size_t desired_size, void *value, size_t capacity,
@@ -1057,7 +1057,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    Rare cases, by topic.
 
    THREADS. At the same time the threads of a rank can
-     - use different groups in any way: split, use and destroy them
+     - use different groups
      - beside a collective of another thread on the same group: send, receive, allocate, free, ask
        for rank and size; wait for, test and cancel handles, each its own
      - call cddp_ddp_ready and cddp_ddp_add_rows, each for another parameter, but not beside the
@@ -1103,9 +1103,9 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    have connected. A file that a crashed job left is recognised and reused. Refused: symbolic links,
    files with several names, files of other users, and files that others can write.
 
-   SEVERAL HOSTS. Each host has any number of ranks, which share memory. Hosts connect by TCP over
-   the interface on the route to rank 0. Ranks in different process or time namespaces (containers
-   of one pod) count as ranks on different hosts. Hosts learn of a dead rank within 0.5 s.
+   SEVERAL HOSTS. Hosts connect by TCP over the interface on the route to rank 0. Ranks in different
+   process or time namespaces (containers of one pod) count as ranks on different hosts. Hosts learn
+   of a dead rank within 0.5 s.
 
    FIREWALLS. The hosts must accept connections from each other at MASTER_PORT (on rank 0's host)
    and at the ports that ranks listen on. CDDP_PORTS=41000-41099, set for all ranks, limits the
@@ -1140,16 +1140,15 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 
    SHARED MEMORY. A file size limit (ulimit -f) also limits what a rank shares by cddp_alloc: to the
    largest power of two that is at most the limit / (local ranks + 1). Memory is on huge pages,
-   which are allocated immediately, if MADV_COLLAPSE makes them (Linux 6.1) or
+   allocated immediately, on Linux 6.1 or later, or if
    /sys/kernel/mm/transparent_hugepage/shmem_enabled is advise.
 
    MISMATCHES AND DEADLOCKS. CDDP_MISMATCH also means that two ranks on one host wait for each other
    in different groups, such as one in cddp_save and one in a model's step. Such a deadlock is found
    if each rank uses cddp from one thread, and without a comm_hook of the program's own; otherwise,
-   and between hosts, it is a time-out. The text of a time-out shows the call in which each late
-   rank of the host waits, and other groups of it that have failed.
+   and between hosts, it is a time-out.
 
-   MESSAGES. Between threads a receiver reads long messages in place from any memory. The send of a
+   MESSAGES. Between threads long messages from any memory block until received. The send of a
    copied message blocks while 128 messages of this rank in this group, or 256 MiB of copies, are in
    transit; to other hosts only the latter counts. Receives for one tag, also with CDDP_ANY, are
    served in the order of their calls. Data that the network does not take immediately is sent in
@@ -1195,10 +1194,9 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 
    Losses: a rank can be killed at any instruction. If it is lost before cddp_ddp_next_shard returns
    false, that call returns its shards to the other ranks. A rank with a local failure (memory,
-   descriptors) ends alone, and its text begins with "rank N:"; to the others it is lost. Every rank
-   must call next_shard within timeout_s of the others. The calls of a step are compared in the next
-   reduction: CDDP_MISMATCH on all ranks or, if a rank that joined later differs, on that rank
-   alone.
+   descriptors) ends alone, with a text that begins with "rank N:"; to the others it is lost. Every
+   rank must call next_shard within timeout_s of the others. The calls of a step are compared in the
+   next reduction: CDDP_MISMATCH on all ranks, or alone on one that joined later.
 
    Over hosts: whole hosts can fail, and the last rank continues. A host is lost if it does not
    answer for 20 s, or if all connections to it were reset, as by a firewall. Then the other ranks
@@ -1229,19 +1227,17 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    and cddp_load (with desc.optim) write data, rounded to nearest, to it. Checkpoints hold the
    masters.
 
-   With master_weights, gradients are summed in f32 and rounded once (with NCCL as NCCL does). With
-   cddp_ddp_step each rank keeps its share of the masters and states, and 2 bytes a weight are sent
-   instead of 4. Masters begin as the weights at the first step, and anew after
-   cddp_optim_write_copies. In a checkpoint they are optimizer.master.NAME.
+   With master_weights, gradients are summed in f32 and rounded once (with NCCL as NCCL does).
+   cddp_ddp_step sends 2 bytes a weight instead of 4. Masters begin as the weights at the first
+   step, and anew after cddp_optim_write_copies. In a checkpoint they are optimizer.master.NAME.
 
    ADAMW. At a parameter's end the scalar loop of PyTorch's kernel can round differently; f64
    differs by roundings. In a checkpoint the state of parameter NAME is optimizer.exp_avg.NAME,
    .exp_avg_sq.NAME, .max_exp_avg_sq.NAME (amsgrad) and .step.NAME.
 
-   CHECKPOINT FILES. States that are distributed over the ranks are written whole. A GPU's memory is
-   read after the group's stream has finished (g NULL: the device). A failure leaves at most
-   path.tmp, which the next call replaces. A file system that cannot sync, such as some FUSE mounts,
-   decides itself when the file is on the disk. Without flock(), as on Lustre without -o flock,
+   CHECKPOINT FILES. A GPU's memory is read after the group's stream has finished (g NULL: the
+   device). A failure leaves at most path.tmp, which the next call replaces. Some FUSE mounts cannot
+   sync: they decide when the file is on the disk. Without flock() (Lustre without -o flock)
    concurrent saves are not noticed.
 
    The new file has the old one's mode. If reading fails after the checks, rank 0's params can be
@@ -1249,11 +1245,10 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    taken, and the states begin anew. A sampler's first cddp_sampler_set_epoch after cddp_load does
    not rewind.
 
-   FORKED RANKS. cddp_spawn sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and
-   MASTER_PORT; without CDDP_SECRET also a random CDDP_JOB_SECRET, which keeps other users of the
-   host out; with several ranks OMP_NUM_THREADS=1 if unset (OpenMP and OpenBLAS are told too, unless
-   the program has set a number of threads). stdout is line-buffered: lines of up to 4,000 bytes
-   stay whole in files and pipes.
+   FORKED RANKS. cddp_spawn sets torchrun's variables; without CDDP_SECRET also a random
+   CDDP_JOB_SECRET, which keeps other users of the host out; with several ranks OMP_NUM_THREADS=1 if
+   unset (OpenMP and OpenBLAS are told too, unless the program has set a number of threads). stdout
+   is line-buffered: lines of up to 4,000 bytes stay whole in files and pipes.
 
    Leave SIGCHLD at its default during the call, and wait for no child that is not yours: otherwise,
    before Linux 6.15, exit codes are lost (CDDP_SYSTEM at the end). Threads of OpenMP (GCC 9 or
@@ -4927,8 +4922,8 @@ static void cddp__server_add_client(cddp__server *server, int fd, bool spare) {
     cddp__client_close(server, client);
 }
 
-/* Accepts up to 64 connections. If no descriptor is left, the reserve is closed meanwhile, to accept
-   a connection and send the refusal. */
+/* Accepts up to 64 connections. If no descriptor is left, the reserve is closed meanwhile,
+   to accept a connection and send the refusal. */
 static void cddp__server_accept(cddp__server *server, int listener) {
   int i, fd = 0;
   for (i = 0; i < 64 && fd >= 0; i++) {
