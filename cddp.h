@@ -417,13 +417,13 @@ CDDPDEF cddp_result cddp_test(cddp_work *w, bool *done);
    You zero the gradients, as before. Other changes that a trainer may need:
      your trainer                       change
      update walks one flat block        set each grad to its place there
-     k micro-batches a step             add each gradient / k; call cddp_ddp_ready in the last one
+     k micro-batches a step             add each gradient / k; cddp_ddp_ready in the last one only
      loss sums over the batch           cddp divides by the number of ranks: multiply the learning
                                         rate by it
      updates without gradients          broadcast rank 0's weights once; average them after each
                                         step by cddp_all_reduce with CDDP_AVG
      rank 0 prints, evaluates, writes   the others wait in their next call, for at most timeout_s
-   Fine print: a trainer like llm.c. */
+   examples/llmc.md shows it for llm.c. */
 
 typedef struct cddp_param {
   const char *name; /* for messages and files; NULL is fine. Must stay as the params */
@@ -1300,36 +1300,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    STORES. With file:// the first process that opens the path serves, for other hosts on a TCP port
    (of CDDP_PORTS, if set). Its cddp_store_destroy, or its death, ends the store, and operations of
    other processes fail with CDDP_NETWORK. PyTorch's commands queue_*, list_keys and barrier are
-   missing.
-
-   A TRAINER LIKE LLM.C. Its train_gpt2.c keeps 16 arrays of weights and 16 of gradients:
-     gpt2_build_from_checkpoint(&model, "gpt2_124M.bin");
-     for (int i = 0; i < NUM_PARAMETER_TENSORS; i++) // p: cddp_param [NUM_PARAMETER_TENSORS] = {0}
-       p[i].data = ((float **)&model.params)[i], p[i].count = model.param_sizes[i];
-     TRY(cddp_ddp_create(&ddp, g, p, NUM_PARAMETER_TENSORS, NULL));
-     for (int i = 0; i < NUM_PARAMETER_TENSORS; i++) ((float **)&model.grads)[i] = p[i].grad;
-     TRY(cddp_adamw_create(&adamw, p, NUM_PARAMETER_TENSORS, &o)); // o.lr = 1e-4
-     dataloader_init(&train_loader, train_tokens, B, T, cddp_rank(g), cddp_world_size(g), 0);
-   and in the loop, instead of gpt2_update:
-     for (int i = NUM_PARAMETER_TENSORS - 1; i >= 0; i--) TRY(cddp_ddp_ready(ddp, i));
-     TRY(cddp_ddp_step(ddp, adamw));
-     TRY(cddp_all_reduce(g, &model.mean_loss, 1, CDDP_F32, CDDP_AVG, NULL)); // to print it
-   In gpt2_backward "if (model->grads_memory == NULL)" becomes "if (model->grads_acts_memory ==
-   NULL)". The allocations of grads_memory, m_memory and v_memory are removed. 2 ranks with B = 4
-   have the losses of 1 with B = 8 if should_shuffle, the loader's last argument, is 0.
-
-   To keep gpt2_update, set each p[i].grad to its place in grads_memory before cddp_ddp_create, and
-   call cddp_ddp_wait instead of cddp_ddp_step. To overlap communication with the backward pass,
-   take grads_memory from cddp_alloc, and list each layer's part of a tensor as a cddp_param.
-
-   Its train_gpt2.cu does all this by hand. There
-     multi_gpu_config_init             cddp_init with device "cuda", cddp_set_stream(g, main_stream)
-     params and gradients of floatX    a cddp_param for each layer's part of a tensor, CDDP_BF16
-     multi_gpu_async_reduce_gradient   cddp_ddp_ready for each pointer, in the last micro-step
-     gpt2_calculate_grad_norm          max_grad_norm = 1; cddp_ddp_grad_norm, if it is printed
-     gpt2_update and its ncclAllGather cddp_ddp_step with master_weights, and weight_decays of 0 for
-                                       vectors. cddp rounds to nearest, not at random
-     save_state, load_state            cddp_save and cddp_load with desc.optim */
+   missing. */
 
 /* >>api-layouts -----------------------------------------------------------------------------------
    Structs for tools: the flight recorder's files, and the kernels of cddp_kernels.cuh. */
