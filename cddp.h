@@ -2423,20 +2423,19 @@ static void cddp__elastic_close(cddp_ddp *d);
      1. A function that fails writes a sentence with cddp__fail and returns the result. Its callers
         can put a prefix before the sentence: cddp__fail_in.
      2. A deadline is a time of cddp__now.
-     3. Scalars that threads or processes share have type cddp__atomic_u32 or cddp__atomic_u64. Only
-        the functions of this room access them. */
+     3. Only functions of this room access scalars that threads or processes share. */
 
 static __thread char cddp__error_text[CDDP__ERROR_MAX];
 
-/* cddp__this_site: where the program made the public call that this thread executes.
-   cddp__next_site: set by the macro of a public call, before the call begins. */
+/* Where the program made the public call that this thread executes; and where it makes the next,
+   set by the call's macro. */
 static __thread cddp__site cddp__this_site, cddp__next_site;
 
 /* The engine that this thread runs; NULL on the program's threads. */
 static __thread cddp__engine *cddp__own_engine;
 
-/* Copies field by field. Compilers do not merge atomic accesses. A merged, wide load would stall
-   until the fields just stored one by one reach the cache: 10 % of a small call. */
+/* Compilers do not merge atomic accesses. A merged, wide load would stall until the fields just
+   stored one by one reach the cache: 10 % of a small call. */
 static void cddp__copy_site(cddp__site *to, const cddp__site *from) {
   __atomic_store_n(&to->function, __atomic_load_n(&from->function, __ATOMIC_RELAXED),
                    __ATOMIC_RELAXED);
@@ -2444,7 +2443,7 @@ static void cddp__copy_site(cddp__site *to, const cddp__site *from) {
   __atomic_store_n(&to->line, __atomic_load_n(&from->line, __ATOMIC_RELAXED), __ATOMIC_RELAXED);
 }
 
-/* Begins a public call: takes the call site that the call's macro noted. */
+/* Begins a public call. */
 static void cddp__enter_call(const char *function) {
   cddp__copy_site(&cddp__this_site, &cddp__next_site);
   cddp__this_site.function = function;
@@ -2462,9 +2461,9 @@ static const char *const cddp__result_texts[] = {
 #undef CDDP__TEXT
 };
 
-/* Escapes control characters in this thread's error text, as \r or \x1b, because a terminal would
-   execute them. They can come from a file, from another process, or from a variable (CR at the end
-   of its line). Those from U+0080 to U+009F have two bytes in UTF-8. */
+/* Escapes control characters in this thread's error text, as \r or \x1b: a terminal would execute
+   them. They can come from a file, another process, or a variable. Those from U+0080 to U+009F have
+   two bytes in UTF-8. */
 static void cddp__escape_controls(void) {
   char raw[CDDP__ERROR_MAX], *to = cddp__error_text;
   const unsigned char *c;
@@ -2528,7 +2527,7 @@ static cddp__text cddp__describe_site(void) {
   return cddp__textf(" at %s%s:%d", cut > 0 ? "..." : "", file + cut, cddp__this_site.line);
 }
 
-/* Puts a prefix before the error text that a lower room wrote: "cddp_init: " + text. */
+/* Puts a prefix before the error text: "cddp_init: " + text. */
 CDDP__PRINTF(2, 3)
 static cddp_result cddp__fail_in(cddp_result r, const char *format, ...) {
   char inner[CDDP__ERROR_MAX];
@@ -2569,7 +2568,7 @@ static cddp_result cddp__fail_errno(const char *what) {
   return cddp__fail(CDDP_SYSTEM, "%s: %s", what, strerror(errno));
 }
 
-/* Sends one line to the program's logger, if it has one. level 0 = error, 1 = warning, 2 = info. */
+/* level 0: error, 1: warning, 2: info. */
 CDDP__PRINTF(3, 4)
 static void cddp__log(const cddp_logger *logger, int level, const char *format, ...) {
   char line[CDDP__ERROR_MAX];
@@ -2622,8 +2621,8 @@ static size_t cddp__min(size_t a, size_t b) { return a < b ? a : b; }
 static size_t cddp__max(size_t a, size_t b) { return a > b ? a : b; }
 static size_t cddp__round_up(size_t n, size_t step) { return (n + step - 1) / step * step; }
 
-/* Returns p, or a larger copy of it, with a capacity of at least `needed` elements. Returns NULL if
-   memory is exhausted; p is unchanged then. */
+/* Returns p, or a larger copy, with a capacity of at least `needed` elements. NULL: memory is
+   exhausted, and p is unchanged. */
 static void *cddp__grow_array(const cddp_allocator *allocator, void *p, size_t *capacity,
                               size_t needed, size_t size) {
   size_t more = cddp__max(needed, *capacity * 2 + 8);
@@ -2647,8 +2646,8 @@ static void cddp__stream_store(char *to, const char *from, size_t n) { /* to, n:
 }
 #endif
 
-/* A non-temporal copy: writes to memory and bypasses this core's cache, so that another core reads
-   the lines from memory and need not fetch them from this cache. (x86-64; elsewhere memcpy.) */
+/* Bypasses this core's cache, from which another core would have to fetch the lines. (x86-64;
+   elsewhere memcpy.) */
 static void cddp__copy_nontemporal(void *to, const void *from, size_t n) {
   char *t = (char *)to;
   const char *f = (const char *)from;
@@ -2674,8 +2673,8 @@ static void cddp__copy_by(void *to, const void *from, size_t n, bool nontemporal
 
 /* --- atomics --- */
 
-/* A 32-bit store has release order. Loads, exchanges and adds are sequentially consistent: a thread
-   that adds to a counter, loads another scalar and then sleeps depends on that order on ARM too. */
+/* A 32-bit store has release order. All else is sequentially consistent: a thread that adds to a
+   counter, loads another scalar and then sleeps depends on that order on ARM too. */
 static uint32_t cddp__load32(const cddp__atomic_u32 *a) {
   return __atomic_load_n(&a->v, __ATOMIC_SEQ_CST);
 }
@@ -2699,9 +2698,9 @@ static uint64_t cddp__load64(const cddp__atomic_u64 *a) {
 static void cddp__store64(cddp__atomic_u64 *a, uint64_t v) { /* in order with all other accesses */
   __atomic_exchange_n(&a->v, v, __ATOMIC_SEQ_CST);
 }
-/* Stores v for a process that reads after this one has died. A reader that sees v also sees all
-   earlier stores. One that does not see v sees no later store. Barriers for the compiler suffice,
-   because a process dies between two instructions. */
+/* Stores v for a process that reads after this one has died. A reader that sees v sees all earlier
+   stores; one that does not see v sees no later store. Barriers for the compiler suffice, because a
+   process dies between two instructions. */
 static void cddp__note64(cddp__atomic_u64 *a, uint64_t v) {
   __atomic_signal_fence(__ATOMIC_SEQ_CST);
   __atomic_store_n(&a->v, v, __ATOMIC_RELEASE);
@@ -2714,7 +2713,7 @@ static bool cddp__swap64(cddp__atomic_u64 *a, uint64_t expected, uint64_t desire
 
 /* --- the clock --- */
 
-/* A sleep that overruns its time by this much shows that the process was stopped. Busy cores delay
+/* A sleep that overruns its time by this much shows that the process was stopped: busy cores delay
    a thread by less. */
 #define CDDP__STOP_S 0.5
 
@@ -2734,8 +2733,8 @@ static double cddp__now(void) {
 }
 
 /* Called after each sleep: adds to cddp__stopped if the process was stopped meanwhile. The sleep
-   began at `start` of cddp__now and should have lasted at most `asked` seconds. If several threads
-   slept, the first to wake sets the clock back; by that clock the other sleeps were short. */
+   began at `start` of cddp__now and should have lasted at most `asked` seconds. The first of
+   several threads to wake sets the clock back; by that clock the other sleeps were short. */
 static void cddp__note_sleep(double start, double asked) {
   uint64_t stopped;
   double more;
@@ -2760,13 +2759,13 @@ static void cddp__sleep(double seconds) {
   cddp__note_sleep(start, seconds);
 }
 
-/* The end of `seconds` from now, or the deadline if that is earlier. */
+/* `seconds` from now, or the deadline if that is earlier. */
 static double cddp__earlier_deadline(double seconds, double deadline) {
   double end = cddp__now() + seconds;
   return end < deadline ? end : deadline;
 }
 
-/* Milliseconds until the deadline, for poll(2): rounded up, at most max_ms; 0: it has passed. */
+/* Milliseconds until the deadline, rounded up, at most max_ms; 0: it has passed. */
 static int cddp__poll_ms(double deadline, int max_ms) {
   double left = (deadline - cddp__now()) * 1e3;
   if (left <= 0) return 0;
@@ -2794,8 +2793,8 @@ static void cddp__pause(void) {
 #endif
 }
 
-/* Prefetches a cache line for writing. On x86 the compiler's builtin would prefetch it for reading.
-   A processor without prefetchw ignores the instruction. */
+/* Prefetches a cache line for writing; the compiler's builtin would do it for reading on x86. A
+   processor without prefetchw ignores the instruction. */
 static void cddp__prefetch_to_write(void *p) {
 #if defined(__x86_64__)
   __asm__ __volatile__("prefetchw %0" : : "m"(*(char *)p));
@@ -2804,9 +2803,9 @@ static void cddp__prefetch_to_write(void *p) {
 #endif
 }
 
-/* The bits of this thread's floating-point mode that change results, in the encoding below; 0: the
-   default (round to nearest, keep subnormals), or another processor. Ranks compare their modes,
-   because with different modes their weights would diverge. */
+/* The bits of this thread's floating-point mode that change results; 0: the default (round to
+   nearest, keep subnormals), or another processor. With different modes the ranks' weights would
+   diverge. */
 enum {
   CDDP__FP_ROUNDING = 3, /* 1: downward, 2: upward, 3: towards zero */
   CDDP__FP_FTZ = 4,      /* subnormal results become 0 */
@@ -2831,7 +2830,7 @@ static uint32_t cddp__fp_mode(void) {
   return mode;
 }
 
-/* Sets the mode and keeps all other bits of the control register, which enable traps. */
+/* Keeps all other bits of the control register, which enable traps. */
 static void cddp__set_fp_mode(uint32_t mode) {
 #if defined(__x86_64__)
   uint32_t csr = __builtin_ia32_stmxcsr() & ~0xe040u;
@@ -2853,7 +2852,7 @@ static void cddp__set_fp_mode(uint32_t mode) {
 #endif
 }
 
-/* The mode for an error text: "rounds upward, flushes subnormals (FTZ, DAZ)". */
+/* "rounds upward, flushes subnormals (FTZ, DAZ)" */
 static cddp__text cddp__describe_fp_mode(uint32_t mode) {
   static const char *const rounding[] = {"to nearest", "downward", "upward", "towards zero"};
   static const char *const flushing[] = {"keeps subnormals", "flushes subnormal results (FTZ)",
@@ -2862,8 +2861,8 @@ static cddp__text cddp__describe_fp_mode(uint32_t mode) {
   return cddp__textf("rounds %s, %s", rounding[mode & CDDP__FP_ROUNDING], flushing[mode >> 2 & 3]);
 }
 
-/* Sleeps while *a == value, until woken, for at most `seconds`. It can return early without a
-   reason. Works between processes and between threads. */
+/* Sleeps while *a == value, until woken, for at most `seconds`. It can return early. Works between
+   processes too. */
 static void cddp__futex_wait(cddp__atomic_u32 *a, uint32_t value, double seconds) {
   struct timespec t = cddp__timespec(seconds);
   double start = cddp__now();
@@ -2883,8 +2882,7 @@ static void cddp__cond_init(pthread_cond_t *c) { /* for timed waits on CLOCK_MON
   pthread_condattr_destroy(&a);
 }
 
-/* Waits on c until woken or until the deadline, a time of cddp__now. Returns false if the deadline
-   has passed. */
+/* Returns false if the deadline has passed. */
 static bool cddp__cond_wait_until(pthread_cond_t *c, pthread_mutex_t *lock, double deadline) {
   double start, left;
   struct timespec t;
@@ -2899,9 +2897,9 @@ static bool cddp__cond_wait_until(pthread_cond_t *c, pthread_mutex_t *lock, doub
   return e != ETIMEDOUT;
 }
 
-/* Starts a thread with a stack that is large enough for the user's callbacks. The default can be
-   64 KiB (ulimit -s 64) or 128 KiB (musl). quiet: the thread blocks all signals, so that the
-   program's handlers run on the program's own threads. */
+/* Starts a thread with a stack for the user's callbacks: the default can be 64 KiB (ulimit -s 64)
+   or 128 KiB (musl). quiet: the thread blocks all signals, so that the program's handlers run on
+   the program's own threads. */
 static cddp_result cddp__thread_start(pthread_t *thread, void *(*fn)(void *), void *arg,
                                       bool quiet) {
   pthread_attr_t a;
@@ -2934,7 +2932,7 @@ static cddp_result cddp__thread_start(pthread_t *thread, void *(*fn)(void *), vo
 #define CDDP__YIELDS_MAX_S 5e-3 /* of yields before the first sleep */
 
 /* A deadline with back-off: the longer a wait has lasted, the longer are its sleeps. Owner: the
-   waiting thread. Times are of cddp__now. */
+   waiting thread. */
 typedef struct cddp__wait {
   double deadline;   /* when the wait fails */
   double since;      /* when the wait began, or last made progress */
@@ -2952,8 +2950,8 @@ static void cddp__wait_begin(cddp__wait *w, double seconds) {
   w->due = w->late = false;
 }
 
-/* Reads the clock. A long gap since the last reading means that the process was stopped (SIGSTOP):
-   cddp__note_sleep then excludes this time from all deadlines. */
+/* A long gap since the last reading means that the process was stopped (SIGSTOP): cddp__note_sleep
+   then excludes this time from all deadlines. */
 static void cddp__wait_read_clock(cddp__wait *w) {
   cddp__note_sleep(w->now, CDDP__SLEEP_MAX_S);
   w->now = cddp__now();
@@ -2962,13 +2960,13 @@ static void cddp__wait_read_clock(cddp__wait *w) {
   if (w->due) w->next_check = w->now + CDDP__SLEEP_MAX_S;
 }
 
-/* Whether a wait has used up its yields, or CDDP__YIELDS_MAX_S: with 300 processes that can run on
-   two cores, a single yield lasts for a quarter of a second. */
+/* Whether a wait has used up its yields, or CDDP__YIELDS_MAX_S: with 300 runnable processes on two
+   cores, a single yield lasts for a quarter of a second. */
 static bool cddp__wait_sleeps(cddp__wait *w) {
   return w->yields-- <= 0 || cddp__now() - w->since > CDDP__YIELDS_MAX_S;
 }
 
-/* Yields the core, unless all yields are used up: then it returns false, and the caller sleeps. */
+/* Yields the core, or returns false: the caller sleeps. */
 static bool cddp__wait_yields(cddp__wait *w) {
   if (cddp__wait_sleeps(w)) return false;
   sched_yield();
@@ -2991,8 +2989,8 @@ static bool cddp__wait_pause(cddp__wait *w) {
 
 /* --- files --- */
 
-/* Number of bytes that this process is allowed to write from offset `at` of a file; 0 with errno
-   EFBIG: none. A write beyond the limit (ulimit -f) would raise SIGXFSZ and end the process. */
+/* Number of bytes that this process can write from offset `at` of a file; 0 with errno EFBIG: none.
+   A write beyond the limit (ulimit -f) would raise SIGXFSZ and end the process. */
 static uint64_t cddp__file_allowance(uint64_t at) {
   struct rlimit limit;
   if (getrlimit(RLIMIT_FSIZE, &limit) != 0) return UINT64_MAX - at;
@@ -3006,8 +3004,7 @@ static const char *cddp__size_advice(int e) {
 }
 
 /* >>record -------------------------------------------------------------------------------------
-   Job: the flight recorder. Each rank has a mapped file, so that the kernel keeps the records even
-   if the rank is killed.
+   Job: the flight recorder, in a mapped file: the kernel keeps the records if the rank is killed.
    Owns: cddp__host.record. Touches nothing else.
    Entry points: cddp__record_open; cddp__record_new, _start and _finish, or _event for all three.
    How it works:
@@ -3028,11 +3025,9 @@ static uint64_t cddp__record_job(void) {
   return (uint64_t)cddp__nanoseconds(CLOCK_REALTIME) ^ (uint64_t)getpid() << 44;
 }
 
-/* Opens the recorder if CDDP_RECORD is set, else sets *out to NULL.
-     life   0; for a process that joined, its number. It becomes part of the file's name, because an
-            earlier process of the rank can have a file.
-   The file gets its full size now, so that a disk that is full later cannot kill the program
-   (SIGBUS). */
+/* Opens the recorder if CDDP_RECORD is set, else sets *out to NULL. life: 0; for a process that
+   joined, its number, because an earlier process of the rank can have a file. The file gets its
+   full size now: a full disk cannot kill the program later (SIGBUS). */
 static cddp_result cddp__record_open(cddp_record_header **out, uint64_t job, int rank, int size,
                                      int life) {
   const char *dir = getenv("CDDP_RECORD");
@@ -3076,8 +3071,7 @@ static cddp_result cddp__record_open(cddp_record_header **out, uint64_t job, int
   return CDDP_OK;
 }
 
-/* The record of an operation. NULL if the recorder is off (number 0), or if a newer operation has
-   reused the entry. */
+/* NULL if the recorder is off (number 0), or if a newer operation has reused the entry. */
 static cddp_record *cddp__record_at(const cddp_group *g, uint64_t number) {
   cddp_record *record;
   if (CDDP__LIKELY(number == 0)) return NULL;
@@ -3085,8 +3079,8 @@ static cddp_record *cddp__record_at(const cddp_group *g, uint64_t number) {
   return __atomic_load_n(&record->number, __ATOMIC_ACQUIRE) == number ? record : NULL;
 }
 
-/* Records that an operation of g was requested. Returns its number, or 0 if the recorder is off.
-   what: its name, at most 15 bytes. */
+/* An operation of g was requested. Returns its number, or 0 if the recorder is off. what: its name,
+   at most 15 bytes. */
 static uint64_t cddp__record_new(const cddp_group *g, const char *what, uint64_t count, int dtype,
                                  int op, int root) {
   cddp_record_header *header = g->host->record;
@@ -3130,7 +3124,7 @@ CDDP__INLINED void cddp__record_finish(const cddp_group *g, uint64_t number, cdd
   record->ended = cddp__nanoseconds(CLOCK_MONOTONIC);
 }
 
-/* Records an event: an operation that starts and ends now. */
+/* An operation that starts and ends now. */
 static void cddp__record_event(const cddp_group *g, const char *what, uint64_t count,
                                cddp_result result) {
   cddp__record_finish(g, cddp__record_new(g, what, count, -1, -1, -1), result);
@@ -3138,7 +3132,7 @@ static void cddp__record_event(const cddp_group *g, const char *what, uint64_t c
 
 /* >>bytes ----------------------------------------------------------------------------------------
    Job: little-endian numbers, hashes, random bytes, and the proof of a shared secret.
-   Owns and touches nothing. All functions are pure, except cddp__random and _challenge_begin.
+   Owns and touches nothing.
    Entry points: cddp__put32 to cddp__get64, cddp__hash64, cddp__random, cddp__mac;
    cddp__challenge_begin and _feed (see CHALLENGE below). */
 
@@ -3178,7 +3172,7 @@ static cddp_result cddp__random(void *p, size_t n) {
   return got == (long)n ? CDDP_OK : cddp__fail_errno("getrandom");
 }
 
-/* BLAKE2s (RFC 7693), which takes a key and needs no HMAC around it. */
+/* BLAKE2s (RFC 7693) takes a key and needs no HMAC around it. */
 static const uint32_t cddp__blake2s_start[8] = {0x6a09e667u, 0xbb67ae85u, 0x3c6ef372u, 0xa54ff53au,
                                                 0x510e527fu, 0x9b05688cu, 0x1f83d9abu, 0x5be0cd19u};
 
@@ -3237,7 +3231,7 @@ static void cddp__blake2s(const void *key, size_t key_size, const void *data, si
   for (take = 0; take < 8; take++) cddp__put32(out + 4 * take, h[take]);
 }
 
-/* A message authentication code of a label and data: proves that its author knows the secret. */
+/* A code of a label and data, which proves that its author knows the secret. */
 static void cddp__mac(const char *secret, const char *label, const void *data, size_t n,
                       unsigned char mac[32]) {
   unsigned char key[32], of_data[32];
@@ -3246,7 +3240,7 @@ static void cddp__mac(const char *secret, const char *label, const void *data, s
   cddp__blake2s(of_data, sizeof of_data, label, strlen(label), mac);
 }
 
-/* Compares in constant time, so that the time does not reveal where the first difference is. */
+/* In constant time, which does not reveal where the first difference is. */
 static bool cddp__same_bytes(const void *a, const void *b, size_t n) {
   const volatile unsigned char *p = (const volatile unsigned char *)a;
   const volatile unsigned char *q = (const volatile unsigned char *)b;
@@ -3259,10 +3253,9 @@ static bool cddp__same_bytes(const void *a, const void *b, size_t n) {
 /* CHALLENGE. Both ends of a connection prove that they know the same secret, without revealing it.
      caller: HELLO, nonce                       called: CHALLENGE, nonce
      caller: PROOF, MAC(caller's label, ...)    called: ACCEPT, MAC(called end's label, ...)
-   Each end sends a fresh nonce, so that a recording of an earlier connection is useless. The labels
-   name the end and the purpose, so that a proof is valid in one place only. A stranger that
-   connects receives a nonce and nothing to test guesses on. Later data on the connection is neither
-   encrypted nor signed.
+   Fresh nonces make a recording of an earlier connection useless. The labels name the end and the
+   purpose: a proof is valid in one place only. A stranger receives a nonce and nothing to test
+   guesses on. Later data on the connection is neither encrypted nor signed.
    Instead of an answer the called end can send REFUSAL and a letter:
      S  this end requires a secret          N  this end has no secret
      W  the secrets differ                  D  this end has no file descriptor left
@@ -3308,7 +3301,7 @@ static void cddp__challenge_queue(cddp__challenge *challenge, const char *tag, c
   challenge->out_size = 8 + n;
 }
 
-/* The proof of the caller or the called end: a code of its label and of what proofs cover. */
+/* The proof of the caller or the called end. */
 static void cddp__challenge_prove(const cddp__challenge *challenge, bool caller,
                                   unsigned char proof[CDDP__PROOF_SIZE]) {
   char label[64];
@@ -3316,8 +3309,8 @@ static void cddp__challenge_prove(const cddp__challenge *challenge, bool caller,
   cddp__mac(challenge->secret, label, challenge->covered, challenge->covered_size, proof);
 }
 
-/* context: at most 64 bytes that the proofs cover as well; both ends must have the same; NULL:
-   none. */
+/* secret: NULL only at a called end, which then refuses a caller with one. context: at most 64
+   bytes that the proofs cover as well, the same at both ends. */
 static cddp_result cddp__challenge_begin(cddp__challenge *challenge, const char *secret,
                                          const char *purpose, bool caller, const void *context,
                                          size_t context_size) {
@@ -3364,8 +3357,7 @@ static void cddp__challenge_message(cddp__challenge *challenge) {
                           strcmp(challenge->purpose, "join") == 0 ? "J" : "W", 1);
 }
 
-/* Consumes received bytes and returns how many. The remaining bytes do not belong to the
-   challenge. */
+/* Consumes received bytes and returns how many: those that belong to the challenge. */
 static size_t cddp__challenge_feed(cddp__challenge *challenge, const unsigned char *p, size_t n) {
   static const char *const tags[2][2] = {{CDDP__AUTH_HELLO, CDDP__AUTH_PROOF},
                                          {CDDP__AUTH_CHALLENGE, CDDP__AUTH_ACCEPT}};
@@ -3400,11 +3392,8 @@ static size_t cddp__challenge_feed(cddp__challenge *challenge, const unsigned ch
    Owns: the table of sockets that a forked child closes. Touches nothing else but the system.
    Entry points: cddp__resolve, cddp__connect_address, cddp__listen_all, cddp__accept,
    cddp__wait_fd, cddp__register_socket, cddp__file_io.
-   Conventions:
-     1. All sockets are non-blocking. A function that waits takes a deadline (a time of cddp__now)
-        and polls.
-     2. A function for one of several addresses returns 0 or an errno. All other functions return a
-        result and write an error text. */
+   All sockets are non-blocking. A function for one of several addresses returns 0 or an errno. All
+   other functions return a result and write an error text. */
 
 typedef struct cddp__address { /* a socket address */
   __extension__ union {
@@ -3422,7 +3411,7 @@ typedef struct cddp__address { /* a socket address */
 /* FORK. While a forked child lives, its copy of a connection hides from the other side that the
    rank has died. So the child replaces each socket in this table with an unconnected one. The
    descriptor numbers stay in use, because the child's copy of a group or store can still use or
-   close them. glibc removes the fork handler when the library that contains it is unloaded. */
+   close them. */
 #define CDDP__OWN_SOCKETS (1 << 17)                        /* descriptors in the table */
 static uint32_t cddp__own_sockets[CDDP__OWN_SOCKETS / 32]; /* bits; atomic, for any thread */
 
@@ -3444,7 +3433,7 @@ static void cddp__in_forked_child(void) { /* async-signal-safe */
 
 static void cddp__watch_forks(void) { (void)pthread_atfork(NULL, NULL, cddp__in_forked_child); }
 
-/* Adds fd, if not negative, to the table of sockets that forked children close. Returns fd. */
+/* Adds fd, if not negative, to the table. Returns fd. */
 static int cddp__register_socket(int fd) {
   static pthread_once_t once = PTHREAD_ONCE_INIT;
   pthread_once(&once, cddp__watch_forks);
@@ -3469,8 +3458,8 @@ static int cddp__lower_fd(int fd) {
   return low;
 }
 
-/* Moves fd to a descriptor above 2 and returns it; -1 and errno on failure. In a program that was
-   started with stdout closed, its output must not reach a peer or the ranks' shared memory. */
+/* Moves fd to a descriptor above 2 and returns it; -1 and errno on failure. The output of a program
+   that was started with stdout closed must not reach a peer or shared memory. */
 static int cddp__above_stdio(int fd) {
   int low = fd, error;
   if (fd < 0 || fd > STDERR_FILENO) return fd;
@@ -3483,7 +3472,6 @@ static int cddp__above_stdio(int fd) {
 
 #define CDDP__POLL_MS 20 /* of one poll; pending receives are served between two polls */
 
-/* Waits until poll(2) reports an event of fd. */
 static cddp_result cddp__wait_fd(int fd, short events, double deadline) {
   for (;;) {
     struct pollfd p = {fd, events, 0};
@@ -3536,7 +3524,7 @@ static bool cddp__address_same_host(const cddp__address *a, const cddp__address 
          a->v6.sin6_scope_id == b->v6.sin6_scope_id;
 }
 
-/* Replaces the address with the wildcard of its family: 0.0.0.0 or ::. */
+/* Makes the address the wildcard of its family: 0.0.0.0 or ::. */
 static void cddp__address_to_all(cddp__address *address) {
   if (address->sa.ss_family == AF_INET6)
     memset(&address->v6.sin6_addr, 0, sizeof address->v6.sin6_addr);
@@ -3548,14 +3536,14 @@ static bool cddp__address_is_loopback(const cddp__address *address) {
   return address->sa.ss_family == AF_INET && ntohl(address->v4.sin_addr.s_addr) >> 24 == 127;
 }
 
-/* Replaces the scope in a link-local address, an interface number of the host that wrote it, with
-   that of `here`, this host's address on the same link. */
+/* The scope of a link-local address is an interface number of the host that wrote it. Replaces it
+   with that of `here`, this host's address on the same link. */
 static void cddp__set_scope(struct sockaddr_in6 *in, const cddp__address *here) {
   if (in->sin6_family == AF_INET6 && IN6_IS_ADDR_LINKLOCAL(&in->sin6_addr))
     in->sin6_scope_id = here->sa.ss_family == AF_INET6 ? here->v6.sin6_scope_id : 0;
 }
 
-/* An address from received bytes, which are not trusted: a family other than IPv6 becomes IPv4. */
+/* From received bytes, which are not trusted: a family other than IPv6 becomes IPv4. */
 static cddp__address cddp__internet_address(const struct sockaddr_in6 *in) {
   cddp__address a;
   memset(&a, 0, sizeof a);
@@ -3574,7 +3562,7 @@ static cddp__address cddp__loopback_address(void) { /* 127.0.0.1 */
   return a;
 }
 
-/* An abstract Unix socket: reachable on this host only, without a file. Its name follows a NUL. */
+/* An abstract Unix socket, which has no file. Its name follows a NUL. */
 static void cddp__unix_name(cddp__address *address, const char *name) {
   size_t n = cddp__min(strlen(name), sizeof address->un.sun_path - 1);
   memset(address, 0, sizeof *address);
@@ -3634,8 +3622,8 @@ static cddp_result cddp__resolve(const char *host, int port, cddp__address *out,
                                     : "it has no IPv4 or IPv6 address");
 }
 
-/* This host's addresses on the interface `name`, if it is up. name NULL: on all interfaces that are
-   up, without loopback and link-local IPv6 addresses. Returns their number. */
+/* This host's addresses on the interface `name`; NULL: on all, without loopback and link-local IPv6
+   addresses. Interfaces that are down do not count. Returns the number of addresses. */
 static int cddp__interface_addresses(const char *name, cddp__address *out, int capacity) {
   struct ifaddrs *list = NULL, *i;
   int n = 0;
@@ -3688,7 +3676,7 @@ static bool cddp__peer_process(int fd, uint32_t out[3]) {
 #define CDDP__FOREIGN_USER (-1) /* instead of an errno: the other end is another user's process */
 
 /* Prepares a connection. Returns 0, CDDP__FOREIGN_USER or an errno: any user can bind or connect to
-   an abstract name, so the process at the other end must belong to this user. */
+   an abstract name. */
 static int cddp__stream_ready(int fd) {
   cddp__address a;
   uint32_t peer[3];
@@ -3704,8 +3692,8 @@ static int cddp__socket(int family) {
       cddp__above_stdio(socket(family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0)));
 }
 
-/* Accepts the next connection without blocking; -1 and errno on failure, ECONNABORTED also if
-   cddp__stream_ready refuses the process. */
+/* Accepts the next connection; -1 and errno on failure, ECONNABORTED also if cddp__stream_ready
+   refuses the process. */
 static int cddp__accept(int listener) {
   int fd = cddp__register_socket(cddp__above_stdio(
       (int)syscall(SYS_accept4, listener, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC)));
@@ -3715,8 +3703,8 @@ static int cddp__accept(int listener) {
   return -1;
 }
 
-/* Whether a TCP connection is connected to itself: no process listens on this host's port, and the
-   system has chosen the same port for the near end. */
+/* Whether a TCP connection is connected to itself: no process listens, and the system has chosen
+   the same port for the near end. */
 static bool cddp__connected_to_itself(int fd) {
   cddp__address here, there;
   memset(&there, 0, sizeof there);
@@ -3726,7 +3714,7 @@ static bool cddp__connected_to_itself(int fd) {
          cddp__address_port(&here) == cddp__address_port(&there);
 }
 
-/* Tries to connect once. Returns 0, CDDP__FOREIGN_USER or an errno; *out is then -1. */
+/* Returns 0, CDDP__FOREIGN_USER or an errno; *out is then -1. */
 static int cddp__connect_address(const cddp__address *address, double deadline, int *out) {
   int error = 0, fd = cddp__socket(address->sa.ss_family);
   socklen_t size = sizeof error;
@@ -3746,7 +3734,7 @@ static int cddp__connect_address(const cddp__address *address, double deadline, 
   return error;
 }
 
-/* Creates a listening socket. Returns 0 or an errno. "::" accepts IPv4 too. */
+/* Returns 0 or an errno. "::" accepts IPv4 too. */
 static int cddp__listen_address(const cddp__address *address, int *out) {
   int on = 1, error, fd = cddp__socket(address->sa.ss_family);
   *out = fd;
@@ -3782,23 +3770,23 @@ static cddp_result cddp__port_range(int *first, int *last) {
 /* Listens on all given addresses, with one port for all of them.
      port 0          One of CDDP_PORTS, or the system chooses it. If it is in use at one of the
                      addresses, the next one is tried.
-     port in use     Tried three times: Linux refuses both of two processes that listen at the same
-                     moment, so each retries after a time that depends on its process id.
+     port in use     Each is tried three times: Linux refuses both of two processes that listen at
+                     the same moment, so each waits for a time that depends on its process id.
      not this host's Skipped if another address works (example: ::1 on a host without IPv6). */
 static cddp_result cddp__listen_all(cddp__address *address, int count, int *fds, int *fd_count) {
-  int asked = cddp__address_port(&address[0]), first = 0, last = 0, error = 0, port, tries, turn, i,
-      n, e;
+  int asked = cddp__address_port(&address[0]), first = asked, last = asked, turn = (int)getpid();
+  int error = 0, port, ports, tries, i, n, e;
   cddp__address bound;
   cddp__text text = {""};
   if (asked == 0 && address[0].sa.ss_family != AF_UNIX &&
       cddp__port_range(&first, &last) != CDDP_OK)
     return CDDP_INVALID_ARGUMENT;
-  tries = first > 0 ? 3 * (last - first + 1) : asked == 0 ? 32 : 3;
-  turn = (int)getpid();
+  ports = last - first + 1;
+  tries = first > 0 ? 3 * ports : 32;
   do {
-    if (error != 0 && (asked != 0 || (first > 0 && tries % (last - first + 1) == 0)))
+    if (error != 0 && first > 0 && tries % ports == 0)
       cddp__sleep(1e-3 + 1e-6 * (double)(getpid() % 4096));
-    port = first > 0 ? first + turn++ % (last - first + 1) : asked;
+    port = first > 0 ? first + turn++ % ports : 0;
     for (i = n = error = 0; i < count && error != EADDRINUSE; i++) {
       cddp__address_set_port(&address[i], port);
       if ((e = cddp__listen_address(&address[i], &fds[n])) != 0) {
@@ -3811,10 +3799,9 @@ static cddp_result cddp__listen_all(cddp__address *address, int count, int *fds,
     *fd_count = n;
     for (i = 0; i < count; i++) cddp__address_set_port(&address[i], port);
     if (n > 0 && error != EADDRINUSE) return CDDP_OK;
-    while (n > 0) cddp__close_fd(&fds[--n]);
-    *fd_count = 0;
+    while (*fd_count > 0) cddp__close_fd(&fds[--*fd_count]);
   } while (error == EADDRINUSE && --tries > 0);
-  if (error == EADDRINUSE && first > 0)
+  if (error == EADDRINUSE && asked == 0 && first > 0)
     return cddp__fail(CDDP_NETWORK,
                       "all ports of CDDP_PORTS=%d-%d are in use (the last one tried is %s): give "
                       "it more ports. On each host every rank needs a port, an elastic rank two, "
@@ -3833,7 +3820,7 @@ static cddp_result cddp__listen_all(cddp__address *address, int count, int *fds,
   return error == EMFILE || error == ENFILE ? CDDP_SYSTEM : CDDP_NETWORK;
 }
 
-/* A listening socket on 127.0.0.1 and any port of CDDP_PORTS. Forked children keep it open. */
+/* Listens on 127.0.0.1 and a free port. Forked children keep the socket open. */
 static cddp_result cddp__listen_any(int *fd, int *port) {
   cddp__address a = cddp__loopback_address();
   int own = -1, count = 0;
@@ -3868,8 +3855,7 @@ static cddp_result cddp__file_io(int fd, bool write, void *data, uint64_t size, 
   return CDDP_OK;
 }
 
-/* Whether path still names the file that fd refers to. If not, errno is ENOENT, or the errno of a
-   call that failed. */
+/* Whether path still names the file fd. If not, errno is ENOENT or that of a failed call. */
 static bool cddp__file_has_name(int fd, const char *path) {
   struct stat a, b;
   if (fstat(fd, &a) != 0 || lstat(path, &b) != 0) return false;
@@ -3880,8 +3866,8 @@ static bool cddp__file_has_name(int fd, const char *path) {
 /* >>connections --------------------------------------------------------------------------------
    Job: the connections of the store, the rendezvous, joins, links and elastic models: the proof of
    a secret, a queue of bytes to send, half-read frames, and poll(2) over many.
-   Owns: of a cddp__connection the descriptor, both buffers and a half-read frame. The struct itself
-   belongs to the caller, which also locks it: no function here takes a lock.
+   Owns: of a cddp__connection the descriptor, both buffers and a half-read frame. The caller owns
+   and locks the struct.
    Entry points: cddp__connection_begin, _challenge, _progress, _post, _receive, _exchange, _end and
    _close; cddp__connections_poll.
    States:
@@ -3928,9 +3914,9 @@ static cddp__span cddp__buffer_span(const cddp__buffer *buffer) { /* NULL + 0 is
                        cddp__buffer_size(buffer));
 }
 
-/* Reserves `more` bytes behind the end. Returns false if memory is exhausted. If at least as many
-   bytes were consumed as are in use, the latter move to the front; else they move to a new block of
-   twice the size. So the total cost of moves is linear. */
+/* Reserves `more` bytes behind the end. Returns false if memory is exhausted. The bytes in use move
+   to the front if at least as many were consumed, else to a new block of twice the size: so the
+   total cost of moves is linear. */
 static bool cddp__buffer_reserve(cddp__buffer *buffer, size_t more) {
   size_t size = cddp__buffer_size(buffer), capacity = cddp__max(buffer->capacity, 256);
   unsigned char *data = buffer->data;
@@ -3979,8 +3965,7 @@ static void cddp__buffer_clear(cddp__buffer *buffer, size_t keep) {
   buffer->capacity = 0;
 }
 
-/* The head of each frame. A frame is this struct and `size` bytes. Hosts with another byte order or
-   version have another magic number. */
+/* A frame is this struct and `size` bytes. With another byte order the magic number differs. */
 typedef struct cddp__frame_head {
   uint32_t magic, type; /* CDDP__FRAME_* */
   uint32_t number;      /* MESSAGE: its tag, or what the owner defines; else the group's round */
@@ -4043,11 +4028,11 @@ struct cddp__connection {
   cddp__hello hello;
 };
 
-/* The most connections that have not proved anything, for a listener of a job of so many ranks. All
-   ranks can call at the same time. The oldest one beyond is closed; its rank connects again. */
+/* The most unproven connections of a listener in a job of so many ranks, which can all call at the
+   same time. The oldest one beyond is closed; its rank connects again. */
 static int cddp__unproven_most(int ranks) { return 128 + 4 * ranks; }
 
-/* Initializes a connection that owns fd. It is UP until the owner sets another state. */
+/* The connection owns fd. It is UP until the owner sets another state. */
 static void cddp__connection_begin(cddp__connection *c, const cddp_allocator *allocator, int fd,
                                    bool caller) {
   memset(c, 0, sizeof *c);
@@ -4079,8 +4064,7 @@ static void cddp__connection_close(cddp__connection *c) {
   c->message = NULL;
 }
 
-/* Both ends prove the secret next. Only the called end's secret can be NULL: it has none, and
-   refuses a caller with one. context: see cddp__challenge_begin. */
+/* Both ends prove the secret next. See cddp__challenge_begin. */
 static cddp_result cddp__connection_challenge(cddp__connection *c, const char *secret,
                                               const char *purpose, const void *context, size_t n) {
   cddp_result r = cddp__challenge_begin(&c->challenge, secret, purpose, c->caller, context, n);
@@ -4136,8 +4120,8 @@ static ssize_t cddp__connection_call(cddp__connection *c, struct iovec *io, size
   return n;
 }
 
-/* Receives once into `in`, which can hold at least `most` more bytes then. Returns 1 if bytes have
-   arrived, 0 if not, -1 if the connection has ended. */
+/* Receives once into `in`, with space for `most` bytes or more. Returns 1 if bytes have arrived, 0
+   if not, -1 if the connection has ended. */
 static int cddp__connection_fill(cddp__connection *c, size_t most) {
   struct iovec io;
   ssize_t n;
@@ -4153,9 +4137,8 @@ static int cddp__connection_fill(cddp__connection *c, size_t most) {
   return n > 0 ? 1 : c->state == CDDP__CONNECTION_ENDED ? -1 : 0;
 }
 
-/* Bytes of a part of a collective's piece. With its head it fills two packets as the system passes
-   them to the network, of 45 segments of 1,448 bytes each. Longer parts left a few hundred bytes
-   for a third packet, and took a sixth more time. */
+/* Bytes of a part of a collective's piece. With its head it fills two packets of 45 segments of
+   1,448 bytes. A few hundred bytes more, in a third packet, took a sixth more time. */
 #define CDDP__PIECE ((size_t)2035 * CDDP__CACHE_LINE)
 #define CDDP__PART_BYTES (CDDP__PIECE + sizeof(cddp__frame_head)) /* with the head */
 /* Bytes passed to the system in one call. With BBR, 1 MiB in one call takes four times as long: its
@@ -4163,9 +4146,9 @@ static int cddp__connection_fill(cddp__connection *c, size_t most) {
 #define CDDP__SEND_BYTES (2 * CDDP__PART_BYTES)
 
 /* Sends or receives the rest of a frame: its head (NULL: none) and `size` bytes at data, of which
-   *done are done, and at most `most` bytes in this call. Returns 1 if the frame is complete, 0 if
-   it would block or `most` bytes are done, -1 if the connection has ended. Reads ahead into `in`,
-   so that a short frame, or a piece and the head of the next one, takes one system call. */
+   *done are done; at most `most` bytes. Returns 1 if the frame is complete, 0 if not yet, -1 if the
+   connection has ended. Reads ahead into `in`: a short frame, or a piece and the head of the next
+   one, takes one system call. */
 static int cddp__connection_io(cddp__connection *c, const cddp__frame_head *head, const void *data,
                                size_t size, size_t *done, size_t most, bool out) {
   size_t before = head != NULL ? sizeof *head : 0, end = before + size;
@@ -4200,7 +4183,7 @@ static int cddp__connection_io(cddp__connection *c, const cddp__frame_head *head
 }
 
 /* Continues the proof, and sends waiting bytes as far as the system accepts them. Returns whether
-   the connection is UP. After a refusal challenge.state is neither ON nor PROVEN. */
+   the connection is UP. */
 static bool cddp__connection_progress(cddp__connection *c) {
   cddp__challenge *challenge = &c->challenge;
   cddp__buffer *b = &c->out;
@@ -4235,7 +4218,7 @@ static cddp__frame_head cddp__frame_head_of(int type, uint32_t number, int dtype
   return h;
 }
 
-/* Appends a frame of bytes to the queue. CDDP_OUT_OF_MEMORY ends the connection. */
+/* Appends a frame to the queue. CDDP_OUT_OF_MEMORY ends the connection. */
 static cddp_result cddp__connection_post(cddp__connection *c, int type, uint32_t number,
                                          const void *body, size_t size) {
   cddp__frame_head head = cddp__frame_head_of(type, number, CDDP_U8, size, size);
@@ -4268,9 +4251,8 @@ static bool cddp__connection_peek(cddp__connection *c) {
          cddp__connection_io(c, &c->in_head, NULL, 0, &c->got, SIZE_MAX, false) > 0;
 }
 
-/* Returns the next complete frame, of at most `most` bytes; the caller frees it with the
-   connection's allocator. NULL: it is incomplete, or the connection has ended, or the next frame is
-   a piece: its head is then in in_head. */
+/* Returns the next complete frame, of at most `most` bytes, which the caller frees. NULL: none yet,
+   or the connection has ended, or the next frame is a piece, whose head is in in_head. */
 static cddp__message *cddp__connection_receive(cddp__connection *c, size_t most) {
   const cddp__frame_head *head = &c->in_head;
   cddp__message *m;
@@ -4309,7 +4291,6 @@ static cddp__message *cddp__connection_receive(cddp__connection *c, size_t most)
   return m;
 }
 
-/* The events of poll(2) that a connection waits for. */
 static short cddp__connection_events(const cddp__connection *c) {
   bool sends = c->state == CDDP__CONNECTION_NEW       ? c->caller
                : c->state == CDDP__CONNECTION_PROVING ? c->challenge.out_size > 0
@@ -4317,8 +4298,8 @@ static short cddp__connection_events(const cddp__connection *c) {
   return (short)(POLLIN | (sends ? POLLOUT : 0));
 }
 
-/* Blocks until the queue is sent and `in` holds at least n bytes. The error text does not name the
-   peer; callers add it as a prefix. */
+/* Blocks until the queue is sent and `in` holds at least n bytes. Callers put the peer's name in
+   front of the error text. */
 static cddp_result cddp__connection_exchange(cddp__connection *c, size_t n, double deadline) {
   cddp_result r = c->out.failed ? CDDP_OUT_OF_MEMORY : CDDP_OK;
   while (r == CDDP_OK) {
@@ -4339,18 +4320,16 @@ static cddp_result cddp__connection_exchange(cddp__connection *c, size_t n, doub
   return r;
 }
 
-/* Waits until a connection can continue, a listening socket has a caller, or the time is `until`.
-   Sets `ready` of each connection, and listeners[i] to -1 unless it has a caller. list[i] can be
-   NULL, a listener -1. */
+/* Waits until a connection can continue, a listener has a caller, or the time is `until`. Sets
+   `ready` of each connection, and listeners[i] to -1 unless it has a caller. list[i] can be NULL, a
+   listener -1. */
 static cddp_result cddp__connections_poll(const cddp_allocator *allocator,
                                           cddp__connection *const *list, size_t n,
                                           int *listeners, size_t listener_count,
                                           double until) {
-  struct pollfd few[32], *fds = few;
   size_t i, all = n + listener_count;
+  struct pollfd *fds = (struct pollfd *)cddp__malloc(allocator, all * sizeof *fds);
   cddp_result r = CDDP_OK;
-  if (all > sizeof few / sizeof *few)
-    fds = (struct pollfd *)cddp__malloc(allocator, all * sizeof *fds);
   if (fds == NULL) return CDDP_OUT_OF_MEMORY;
   for (i = 0; i < all; i++) {
     const cddp__connection *c = i < n ? list[i] : NULL;
@@ -4366,7 +4345,7 @@ static cddp_result cddp__connections_poll(const cddp_allocator *allocator,
     if (list[i] != NULL) list[i]->ready = fds[i].revents != 0;
   for (; i < all; i++)
     if (fds[i].revents == 0) listeners[i - n] = -1;
-  if (fds != few) cddp__free(allocator, fds);
+  cddp__free(allocator, fds);
   return r;
 }
 
@@ -4893,8 +4872,8 @@ static void cddp__server_add_client(cddp__server *server, int fd, bool spare) {
     cddp__client_close(server, client);
 }
 
-/* Accepts up to 64 connections. If no descriptor is left, the reserve is closed meanwhile,
-   to accept a connection and send the refusal. */
+/* Accepts up to 64 connections. If no descriptor is left, the reserve is closed meanwhile, to
+   accept a connection and send the refusal. */
 static void cddp__server_accept(cddp__server *server, int listener) {
   int i, fd = 0;
   for (i = 0; i < 64 && fd >= 0; i++) {
