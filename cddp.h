@@ -41,8 +41,9 @@
    COMPILE OPTIONS, defined before the implementation:
      CDDP_STATIC   all public functions become static: a private copy for this file
      CDDP_ASSERT   your assert macro for internal invariants; default: nothing
-     CDDP_CUDA     device "cuda" (>>api-gpus): needs cuda_runtime.h and nccl.h (2.19 or later), but
-                   not nvcc; link with -lnccl -lcudart too
+     CDDP_CUDA     device "cuda" (>>api-gpus): needs cddp_kernels.cuh beside this file, and
+                   cuda_runtime.h and nccl.h (2.19 or later), but not nvcc; link with -lnccl
+                   -lcudart too
      CDDP_MPI      backend "mpi": compile with mpicc; MPI carries large collectives
 
    REQUIREMENTS: Linux 5.3 or later, 64-bit, little-endian, gcc or clang. The declarations are C99
@@ -70,7 +71,7 @@
      >>api-checkpoints  save and load               >>api-launch        spawn, threads as ranks
      >>api-gpus         CUDA and NCCL               >>api-diagnostics   errors, flight recorder
      >>api-store        key-value store             >>fine-print        rare cases, by topic
-     >>api-layouts      structs for tools
+     >>api-layouts      structs for tools           (GPUs: rooms of cddp_kernels.cuh)
      The implementation
      >>design       how it works: memory, steps, the canonical sum, threads, failure
      >>config       limits and tunables             >>structs      private structs and their owners
@@ -86,16 +87,15 @@
      >>p2p          send and recv                   >>mpi          collectives by MPI
      >>work         asynchronous operations         >>collectives  all_reduce and the others
      >>groups       creation, split, destruction    >>sparse       gradients that are rows (pure)
-     >>optim        SGD and AdamW                   >>device       groups of ranks with GPUs
-     >>kernels      optimizers on devices           >>ddp          a model's memory and failure
+     >>optim        SGD and AdamW                   >>ddp          a model's memory and failure
      >>ddp-shards   more shards than ranks; rows    >>ddp-buckets  reduction during backward
      >>ddp-states   optimizer states of all ranks   >>ddp-host     steps in host memory
-     >>ddp-device   steps on GPUs                   >>ddp-step     ready, wait and step
-     >>ddp-uneven   cddp_ddp_join                   >>ddp-create   creation and destruction
-     >>elastic      membership; ranks fail and join >>sampler      DistributedSampler
-     >>safetensors  a file's header (pure)          >>checkpoint   save and load
-     >>spawn        processes and threads as ranks  >>public       arguments; public functions
-     >>history      changes                         >>license      the terms
+     >>ddp-step     ready, wait and step            >>ddp-uneven   cddp_ddp_join
+     >>ddp-create   creation and destruction        >>elastic      membership; ranks fail and join
+     >>sampler      DistributedSampler              >>safetensors  a file's header (pure)
+     >>checkpoint   save and load                   >>spawn        processes and threads as ranks
+     >>public       arguments; public functions     >>history      changes
+     >>license      the terms
 */
 
 #if defined(CDDP_IMPLEMENTATION) && !defined(CDDP_IMPLEMENTATION_DONE) /* macros for libc */
@@ -935,9 +935,11 @@ CDDPDEF cddp_result cddp_run_threads(int (*fn)(cddp_group *g, void *arg), void *
      ...                                              // the same calls as on the CPU
      TRY(cddp_synchronize(g));                        // instead of cudaStreamSynchronize
 
-   Compile with nvcc -O3 -arch=native, or name the GPU's architecture (-arch=sm_90); otherwise the
-   driver compiles all kernels in cddp_init, for some seconds. A rank has one GPU, and cddp's calls
-   make it the thread's current device. Without CDDP_CUDA device "cuda" is CDDP_UNSUPPORTED.
+   Keep cddp_kernels.cuh beside cddp.h: it has all code for GPUs, and says how a program of C or C++
+   files uses it. Compile with nvcc -O3 -arch=native, or name the GPU's architecture (-arch=sm_90);
+   otherwise the driver compiles all kernels in cddp_init, for some seconds. A rank has one GPU, and
+   cddp's calls make it the thread's current device. Without CDDP_CUDA device "cuda" is
+   CDDP_UNSUPPORTED.
 
      backend   ranks and GPUs            what it does
      "nccl"    one GPU for each rank     enqueues collectives, messages and steps in stream order;
@@ -1303,7 +1305,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    missing. */
 
 /* >>api-layouts -----------------------------------------------------------------------------------
-   Structs for tools: the flight recorder's files, and the kernels of cddp_kernels.cuh. */
+   Structs for tools: the flight recorder's files, and a step of AdamW. */
 
 /* The flight recorder's file: a header, then a ring of records, in the machine's byte order. */
 #define CDDP_RECORDS 1024 /* records in the ring; number n is at index (n - 1) % CDDP_RECORDS */
@@ -1336,16 +1338,6 @@ typedef struct cddp_record_header {
   char host[72];       /* with a NUL */
 } cddp_record_header;
 
-/* Device code for optimizers, clipping and compression, registered by cddp_kernels.cuh before main
-   when one .cu file of the program includes it. Segments are in host memory, the caller's again
-   after the return; all functions enqueue on stream (a cudaStream_t) and return a cudaError_t. */
-typedef struct cddp_segment { /* a stretch of a parameter, in device memory */
-  void *data;     /* weights; NULL where not needed */
-  void *grad;
-  void *momentum; /* AdamW: exp_avg; NULL: none */
-  size_t count;   /* elements */
-  void *master;   /* NULL: none. Else data and grad are f16 or bf16, this and momentum f32 */
-} cddp_segment;
 typedef struct cddp_adamw_step { /* of AdamW's step number t, from 1 */
   double step;   /* -lr / (1 - beta1^t) */
   double decay;  /* 1 - lr * weight_decay */
@@ -1358,41 +1350,10 @@ typedef struct cddp_adamw_step { /* of AdamW's step number t, from 1 */
   size_t stride; /* bytes from exp_avg to exp_avg_sq, and from there to max_exp_avg_sq: a multiple
                     of 16, with masters of 32 */
 } cddp_adamw_step;
-enum {
-  CDDP_SGD_FIRST = 1, /* momentum has no value yet */
-  CDDP_SGD_ZERO = 2   /* then grad = 0 */
-};
-typedef struct cddp_kernels {
-  int version;          /* CDDP_VERSION of the header they were compiled with */
-  size_t scratch_bytes; /* device memory for squares, factor and scale */
-  int (*load)(void);    /* loads all kernels to the thread's device */
-  /* The gradient is grad * factor, rounded to dtype, then (clip not NULL) * clip[1], rounded. */
-  int (*sgd)(const cddp_segment *s, int n, cddp_dtype dtype, const cddp_sgd_desc *rule,
-             double factor, const double *clip, unsigned flags, void *stream);
-  int (*adamw)(const cddp_segment *s, int n, cddp_dtype dtype, const cddp_adamw_step *rule,
-               double factor, const double *clip, unsigned flags, void *stream); /* F32, F64;
-                                                                        F16, BF16 with masters */
-  /* copies[i][count] = data of segment i, f32, as f16 or bf16 */
-  int (*copies)(const cddp_segment *s, void *const *copies, int n, cddp_dtype copy_dtype,
-                void *stream);
-  int (*convert)(void *to, cddp_dtype to_dtype, const void *from, cddp_dtype from_dtype, size_t n,
-                 void *stream);
-  /* scratch[0] = (add: +=) the sum of all grad squared, in an order that is always the same */
-  int (*squares)(const cddp_segment *s, int n, cddp_dtype dtype, double *scratch, bool add,
-                 void *stream);
-  /* scratch[1] = min(1, max_norm / (sqrt(scratch[0]) + 1e-6)) */
-  int (*factor)(double *scratch, double max_norm, void *stream);
-  /* grad *= scratch[1], or factor if scratch is NULL */
-  int (*scale)(const cddp_segment *s, int n, cddp_dtype dtype, double factor,
-               const double *scratch, void *stream);
-  /* out[count] = the canonical sum of n nodes, 1 to CDDP_NODES, of widths[i] shards each; a width's
-     sign does not count. Nodes are in the type of computing: f64, or f32 for all others. With
-     divisor 0 so is out, but the last node is of dtype; else out = sum / divisor, of dtype. */
-  int (*sum)(void *out, cddp_dtype dtype, const void *const *nodes, const int *widths, int n,
-             int divisor, size_t count, void *stream);
-} cddp_kernels;
-#define CDDP_NODES 256
-CDDPDEF void cddp_register_kernels(const cddp_kernels *kernels); /* must stay where it is */
+
+/* Called before main by cddp_kernels.cuh, with the kernels of the program's GPU code. */
+struct cddp_kernels;
+CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels); /* must stay where it is */
 
 #ifdef __cplusplus
 }
@@ -1451,11 +1412,6 @@ CDDPDEF void cddp_register_kernels(const cddp_kernels *kernels); /* must stay wh
 
 #ifdef CDDP_CUDA
 #define CDDP__HAS_CUDA true
-#include <cuda_runtime.h>
-#include <nccl.h>
-#if NCCL_VERSION_CODE < 21900 /* 2.18 can crash when another thread aborts a communicator */
-#error "cddp.h: CDDP_CUDA needs NCCL 2.19 or later"
-#endif
 #else
 #define CDDP__HAS_CUDA false
 #endif
@@ -1479,7 +1435,7 @@ CDDPDEF void cddp_register_kernels(const cddp_kernels *kernels); /* must stay wh
      - an engine thread in a group that has operations with a work handle, or that reduces buckets.
        It runs, in order, the operations that no thread waits for (>>work);
      - a thread of rank 0 that serves the store during rendezvous, if other hosts connect to it;
-     - two threads of a group on GPUs (>>device).
+     - two threads of a group on GPUs.
    All of these block all signals. Locks, in the order in which they can be nested: cddp_ddp.lock,
    engine.lock; p2p.lock, host.lock; fail_lock; on GPUs device.issue_lock, then device.lock, and the
    watcher also takes p2p.lock and fail_lock. No lock is held during a wait for a peer. Memory that
@@ -1505,7 +1461,9 @@ CDDPDEF void cddp_register_kernels(const cddp_kernels *kernels); /* must stay wh
    functions, cddp__ddp_memory.
 
    DEVICES. A group on GPUs uses all of the above as its control plane. For device memory it also
-   has a device context (>>device).
+   has a device context. The code is in cddp_kernels.cuh, which the end of >>public includes. It is
+   called by >>hooks, and by structs of functions: cddp__backend, cddp__ddp_memory,
+   cddp__optim_backend.
 
    MAP: the functions of five typical calls, in order. A name on the next level is called by the
    name above it.
@@ -1891,7 +1849,7 @@ enum { CDDP__KINDS(CDDP__X) };
 #undef CDDP__X
 
 /* The functions of a group for the memory of its operations. Every group has one:
-   cddp__cpu_backend, or one of >>device, which also handles host memory. */
+   cddp__cpu_backend, or one of cddp_kernels.cuh, which also handles host memory. */
 typedef struct cddp__backend {
   bool on_device; /* `alloc` and models' gradients: memory of a device */
   bool enqueues;  /* operations on device memory run on streams, without the host (NCCL) */
@@ -1910,6 +1868,9 @@ typedef struct cddp__backend {
   cddp_result (*open)(const cddp_group *from, cddp_group *g); /* collective over g, a new group */
   void (*leave)(cddp_group *g);
   void (*close)(cddp_group *g); /* after leave, when the group's memory is freed */
+  /* Memory for the next operation of the thread that calls collectives. NULL: alloc and free. */
+  cddp_result (*scratch)(const cddp_group *g, size_t bytes, void **out);
+  const struct cddp__ddp_memory *memory; /* models' functions; NULL: cddp__host_memory */
 } cddp__backend;
 
 /* Carries a group's collectives in host memory that do not fit into a round: by shared memory,
@@ -2020,6 +1981,7 @@ struct cddp_group { /* followed by its arrays, see cddp__group_build */
   const cddp__backend *backend;
   void *device; /* on a device: its context, a cddp__device */
   void *stream; /* the caller's stream on the device, a cudaStream_t: cddp_set_stream */
+  uint64_t gpu; /* of the first group: hash of the GPU's uuid; 0: none, or ranks can share it */
 
   /* The control block, in shared memory. */
   cddp__control_block *block; /* behind it headers, slots, staging buffers */
@@ -2151,15 +2113,6 @@ typedef struct cddp__elastic_leader_info {
   cddp__model_info model;
 } cddp__elastic_leader_info;
 
-/* Device memory for temporary use. The last piece is the largest. Owner: a device context, or a
-   cddp_ddp. */
-enum { CDDP__SCRATCH_PIECES = 64 };
-typedef struct cddp__scratch {
-  void *at[CDDP__SCRATCH_PIECES];
-  int count;
-  size_t bytes; /* of the last piece */
-} cddp__scratch;
-
 /* Sizes of the model and of this rank's gradient memory. Written by cddp__set_layout; in an elastic
    model `slots` grows later. */
 typedef struct cddp__layout {
@@ -2202,7 +2155,8 @@ typedef struct cddp__plan {
 /* The step in progress. Written by the training thread when buckets are at rest. */
 typedef struct cddp__step {
   bool early;    /* buckets are reduced when full; false: when the step needs them */
-  bool sums;     /* buckets become sums; the optimizer's kernel divides */
+  bool divides;  /* the optimizer's kernel can divide sums, which buckets then become; constant */
+  bool sums;     /* it does in this step */
   bool scatters; /* NCCL reduces a bucket to the ranks that step it, as the last step needed */
   bool scattered;      /* the next call must be cddp_ddp_all_gather */
   int *active;         /* [active_count] ranks not in cddp_ddp_join, as of the last meeting;
@@ -2245,19 +2199,12 @@ typedef struct cddp__uneven {
   bool out_of_date; /* the weights of such a rank are old */
 } cddp__uneven;
 
-/* Memory for the gradients of a GPU; lock, or the thread that steps. */
-typedef struct cddp__gpu_work {
-  cddp__call *calls;      /* [count + buffers + ranks] scratch */
-  cddp_segment *segments; /* [count] scratch */
-  double *clip;           /* device memory: squared norm, factor, scratch */
-  cddp__scratch scratch;  /* device memory: a bucket for a hook, or nodes of all ranks */
-} cddp__gpu_work;
-
 /* Memory that a function uses and leaves. */
 typedef struct cddp__ddp_scratch {
   void **buffers;       /* [shards] the engine's thread */
   const void **sources; /* [shards] the training thread */
   unsigned char *flags; /* [ranks + 1][count] ready flags; the training thread */
+  cddp__call *calls;    /* [count + buffers + ranks] on a device: lock, or the thread that steps */
   char *memory;         /* shared memory: a bucket for a hook, or nodes of all ranks */
   size_t bytes;         /* of it */
 } cddp__ddp_scratch;
@@ -2285,7 +2232,7 @@ struct cddp_ddp { /* followed by its arrays, see cddp__ddp_arrays */
   cddp__shards shards;
   cddp__row_gradients rows;
   cddp__uneven uneven;
-  cddp__gpu_work gpu;
+  struct cddp__gpu_work *gpu; /* of cddp_kernels.cuh; NULL on a host */
   cddp__ddp_scratch scratch;
   pthread_mutex_t lock;
   bool no_sync;   /* lock */
@@ -2414,6 +2361,18 @@ static void cddp__send_notices(const cddp__net *n, uint64_t group, const int *wo
 
 /* >>elastic: closes this rank's listeners and connections: the other members count it as lost. */
 static void cddp__elastic_close(cddp_ddp *d);
+
+/* cddp_kernels.cuh; without CDDP_CUDA the end of >>public. _give_device, collective: creates the
+   device context of a group that has none. _on_device returns whether p is device memory.
+   _await_device waits for the group's stream. A group without a device, or NULL, has the current
+   device. _transfer copies between host and device memory, and returns when the copy is complete.
+   _attach_optim selects the backend of a cddp_optim. _await_watchers waits for NCCL's threads. */
+static cddp_result cddp__give_device(cddp_group *g, const cddp_group_desc *desc);
+static bool cddp__on_device(const cddp_group *g, const void *p);
+static cddp_result cddp__await_device(cddp_group *g);
+static cddp_result cddp__transfer(cddp_group *g, void *to, const void *from, size_t bytes);
+static cddp_result cddp__attach_optim(cddp_optim *optim);
+static void cddp__await_watchers(void);
 
 /* >>base -----------------------------------------------------------------------------------------
    Job: error texts, memory, the clock, atomics and threads, for every room.
@@ -11311,21 +11270,6 @@ static int cddp__rank_on(const cddp__hosts *hosts, int host, int i) {
   return hosts->ranks[hosts->nodes[host].first + i];
 }
 
-#ifdef CDDP_CUDA
-/* In a group of several hosts: receives notices of failures. The hosts' leaders watch each other in
-   a ring, by connections that end when a leader ends. Never waits. Called by any thread. */
-static void cddp__watch_hosts(cddp_group *g) {
-  cddp__hosts *hosts = g->hosts;
-  if (hosts == NULL) return;
-  cddp__hosts_poll(g);
-  if (g->local_rank != 0) return;
-  pthread_mutex_lock(&g->p2p.lock);
-  cddp__hosts_serve(g);
-  (void)cddp__find_link(g, cddp__rank_on(hosts, (hosts->mine + 1) % hosts->count, 0), true);
-  pthread_mutex_unlock(&g->p2p.lock);
-}
-#endif
-
 /* The header of the i-th rank of a host, in the leader's copy. */
 static cddp__op_header *cddp__header_in(const cddp__hosts *hosts, int host, int i) {
   return (cddp__op_header *)(void *)(hosts->headers + hosts->nodes[host].headers_at) + i;
@@ -13858,7 +13802,8 @@ static cddp_result cddp__cpu_open(const cddp_group *from, cddp_group *g) {
 static const cddp__backend cddp__cpu_backend = {
     false /* not on_device */, false /* enqueues nothing */, cddp__cpu_start, cddp__cpu_wait,
     cddp__cpu_done, cddp__cpu_synchronize, cddp__cpu_alloc, cddp__cpu_free, cddp__cpu_convert,
-    cddp__cpu_prepare, cddp__cpu_open, cddp__nothing_to_leave, cddp__nothing_to_leave};
+    cddp__cpu_prepare, cddp__cpu_open, cddp__nothing_to_leave, cddp__nothing_to_leave,
+    NULL /* scratch */, NULL /* memory */};
 
 static const cddp__carrier cddp__shm_carrier = {
     false /* not foreign */, true /* shared: no `average` */, cddp__run_large, NULL,
@@ -14526,7 +14471,7 @@ static cddp_result cddp__rows_merge(const cddp_allocator *allocator, cddp__spars
 /* >>optim --------------------------------------------------------------------------------------
    Job: the optimizers: torch.optim.SGD, bit for bit, and AdamW.
    Owns: a cddp_optim and its states, except shared ones (>>ddp-states) and those on a device
-   (>>kernels). Touches: the caller's parameters, gradients and copies.
+   (cddp_kernels.cuh). Touches: the caller's parameters, gradients and copies.
    Entry points: the public functions; for a cddp_ddp's step cddp__update_of, _update_run and
    cddp__optim_rows.
    How it works:
@@ -14556,9 +14501,6 @@ typedef struct cddp__algorithm {
   /* Steps a block of n elements. All arrays have the type of the arithmetic. */
   void (*block)(const cddp__update *u, void *weights, const void *gradient, void *const *states,
                 size_t n);
-  /* Steps n segments on a device. Their parameters have the same scalars as parameter i. */
-  int (*launch)(const cddp_optim *o, int i, const cddp_kernels *k, const cddp_segment *segments,
-                int n, double factor, const double *clip, unsigned flags, void *stream);
 } cddp__algorithm;
 
 static const char *const cddp__setting_names[CDDP__SETTING_COUNT] = {
@@ -14567,7 +14509,7 @@ static const char *const cddp__setting_names[CDDP__SETTING_COUNT] = {
     "master_weights", "sharded_states"};
 
 /* The functions of an optimizer for the memory of its parameters: cddp__cpu_optim, or
-   cddp__device_optim of >>kernels. */
+   cddp__device_optim of cddp_kernels.cuh. */
 typedef struct cddp__optim_backend {
   bool on_device;
   cddp_result (*step)(cddp_optim *o); /* cddp_optim_step, after its checks */
@@ -14602,8 +14544,7 @@ struct cddp_optim { /* owner: the thread that calls cddp_optim_* or cddp_ddp_ste
   const cddp__optim_backend *backend;
   int device;                         /* number of the device; unused in host memory */
   void *flat;                         /* all states on the device in one allocation; NULL: none */
-  bool *launched;                     /* [count] scratch of a step on a device */
-  cddp_segment *segments;             /* [count] scratch of a step on a device */
+  struct cddp_segment *segments;      /* [count] scratch of a step on a device */
   bool *fresh;                        /* [count] the master must be initialized from the weights */
 };
 
@@ -14700,24 +14641,9 @@ static void cddp__sgd_block(const cddp__update *update, void *p, const void *g, 
   cddp__sgd_add(update, p, p, d, n, s->step);
 }
 
-static int cddp__sgd_launch(const cddp_optim *optim, int i, const cddp_kernels *k,
-                            const cddp_segment *segments, int n, double factor,
-                            const double *clip, unsigned flags, void *stream) {
-  cddp_sgd_desc d;
-  memset(&d, 0, sizeof d);
-  d.lr = optim->desc.lr * optim->desc.lr_scales[i];
-  d.momentum = optim->desc.momentum;
-  d.dampening = optim->desc.dampening;
-  d.weight_decay = optim->desc.weight_decays[i];
-  d.nesterov = optim->desc.nesterov != 0;
-  d.maximize = optim->desc.maximize != 0;
-  if (d.momentum != 0 && optim->steps[i] == 0) flags |= (unsigned)CDDP_SGD_FIRST;
-  return k->sgd(segments, n, optim->params[i].dtype, &d, factor, clip, flags, stream);
-}
-
 static const cddp__algorithm cddp__sgd = {"SGD", {"momentum_buffer", NULL, NULL},
                                           false, false, /* no step numbers; all dtypes; rows */
-                                          cddp__sgd_begin, cddp__sgd_block, cddp__sgd_launch};
+                                          cddp__sgd_begin, cddp__sgd_block};
 
 /* --- AdamW --- */
 
@@ -14750,23 +14676,10 @@ static void cddp__adamw_block(const cddp__update *update, void *weights, const v
   update->kernels[update->dtype].adamw(weights, gradient, states, n, &update->scalars);
 }
 
-static int cddp__adamw_launch(const cddp_optim *optim, int i, const cddp_kernels *k,
-                              const cddp_segment *segments, int n, double factor,
-                              const double *clip, unsigned flags, void *stream) {
-  cddp_adamw_step *a;
-  cddp__update u;
-  memset(&u, 0, sizeof u);
-  u.kernels = cddp__pick_kernels();
-  cddp__adamw_begin(optim, i, &u);
-  a = &u.scalars.adamw;
-  a->stride = (size_t)((char *)optim->state[optim->count + i] - (char *)optim->state[i]);
-  return k->adamw(segments, n, optim->params[i].dtype, a, factor, clip, flags, stream);
-}
-
 static const cddp__algorithm cddp__adamw = {
     "AdamW", {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"},
     true, true, /* step numbers; f32 and f64 with dense gradients only */
-    cddp__adamw_begin, cddp__adamw_block, cddp__adamw_launch};
+    cddp__adamw_begin, cddp__adamw_block};
 
 /* --- a step of a range of a parameter, with any optimizer --- */
 
@@ -15227,7 +15140,7 @@ static cddp_result cddp__optim_new(cddp_optim **out, const cddp__algorithm *algo
   if (r == CDDP_OK) r = cddp__check_settings(params, count, algorithm, d);
   if (r != CDDP_OK) return r;
   optim = (cddp_optim *)cddp__calloc(
-      NULL, 1, sizeof *optim + n * (2 * sizeof(double) + sizeof(float) + 2 * sizeof(bool)) +
+      NULL, 1, sizeof *optim + n * (2 * sizeof(double) + sizeof(float) + sizeof(bool)) +
                 n * sizeof *optim->parts + pointers * sizeof(void *));
   if ((*out = optim) == NULL) return CDDP_OUT_OF_MEMORY;
   optim->backend = &cddp__cpu_optim; /* until cddp__attach_optim */
@@ -15241,8 +15154,7 @@ static cddp_result cddp__optim_new(cddp_optim **out, const cddp__algorithm *algo
   decays = scales + n;
   optim->state = (void **)(void *)(decays + n);
   optim->steps = (float *)(void *)(optim->state + pointers);
-  optim->launched = (bool *)(void *)(optim->steps + n);
-  optim->fresh = optim->launched + n;
+  optim->fresh = (bool *)(void *)(optim->steps + n);
   memset(optim->fresh, true, n * sizeof *optim->fresh);
   if (d->copies != NULL)
     optim->desc.copies =
@@ -15267,1618 +15179,6 @@ static cddp_result cddp__optim_new(cddp_optim **out, const cddp__algorithm *algo
   return CDDP_OK;
 }
 
-/* >>device -------------------------------------------------------------------------------------
-   Job: run the operations of groups with GPUs: by NCCL, or through host memory (backend "cpu").
-   Owns: a group's device context: streams, events, communicator, scratch memory, two threads.
-   Touches: the group's slots, where each rank logs its calls on device memory; the group's failure.
-   Entry points: cddp__nccl_backend, cddp__staged_backend; cddp__give_device; for data parallel
-   cddp__issue, cddp__log_call, cddp__stream_after and cddp__device_scratch.
-   How an operation runs:
-     1. Its call is logged, with a hash of all calls so far. Ranks of a host compare the hashes at
-        the latest call that both have made, ranks of different hosts in cddp_barrier and
-        cddp_group_split.
-     2. It is issued to a stream, one operation at a time (device.issue_lock).
-     3. An event follows it. A ring of these events shows since when the oldest operation runs.
-   The communicator is non-blocking, so that no call of NCCL can hang the host. A call is polled
-   until it is done, and meanwhile this rank checks the group and the deadline. A group and its
-   models share it.
-   Two threads of a context check it every few milliseconds:
-     watcher   Finds that the group is broken, NCCL has failed, a rank has died, ranks have made
-               different calls, or an operation is late. Then it breaks the group and aborts the
-               communicator, which ends the operations on the streams of all ranks. Once its device
-               is bound it calls no function of CUDA. Another thread can hold CUDA's lock, in
-               cudaFree or cudaMalloc, until an operation ends that only an abort can end.
-     poller    Asks CUDA which events have completed, and whether the device has failed. While CUDA
-               blocks it, operations count as running. */
-
-static const cddp_kernels *cddp__registered_kernels; /* of this version; NULL: not registered */
-
-#ifdef CDDP_CUDA
-enum {
-  CDDP__MARKER_COUNT = 16,
-  CDDP__SPARE_EVENTS = 32,
-  CDDP__CALL_HASHES = 4096, /* ranks can be that many calls apart; a power of two */
-  CDDP__SEVERAL_DEVICES = 1000000
-};
-
-/* State of a watched communicator: alive; then how it ends; then DETACHED and DONE are added. */
-enum {
-  CDDP__COMM_ALIVE,
-  CDDP__COMM_DESTROYED, /* to be ended in good order */
-  CDDP__COMM_ABORTED,   /* to be ended immediately */
-  CDDP__COMM_HOW_MASK = 3,
-  CDDP__COMM_DETACHED = 4, /* the watcher accesses the context only, no longer the group */
-  CDDP__COMM_DONE = 8      /* added by the watcher and by the group: the second frees the context */
-};
-
-/* The event behind an operation. */
-typedef struct cddp__marker {
-  void *event;
-  double since; /* time of recording */
-} cddp__marker;
-
-/* A group's device context. issue_lock: held while an operation is issued. lock: guards the fields
-   marked "lock". The watcher takes it, so it is never held during a call of CUDA or NCCL. */
-typedef struct cddp__device {
-  cddp_group *group;
-  int index;           /* of the GPU: cuda:index */
-  uint64_t gpu;        /* of the job's first group: hash of its uuid; 0: ranks can share it */
-  cudaStream_t side;   /* operations with a work handle, buckets; high priority */
-  pthread_mutex_t issue_lock, lock;
-  const cddp_kernels *kernels; /* if all ranks have kernels; else NULL */
-  ncclComm_t comm;        /* NULL: a single rank, or no NCCL; NCCL's thread writes it at creation */
-  cddp__atomic_u32 state; /* CDDP__COMM_*; both threads sleep on it */
-  pthread_t poller;
-  pid_t pid;                 /* the process that has the threads; 0: no threads */
-  cddp__atomic_u32 captured; /* 1: a CUDA graph may have captured its operations and replay them */
-  cddp__marker markers[CDDP__MARKER_COUNT]; /* a ring: n is at n % CDDP__MARKER_COUNT; lock */
-  uint32_t issued, seen; /* number of markers; number of those seen completed, oldest first; lock */
-  double left_since;     /* watcher; when it first saw that a peer had left; 0: none has left */
-  double left_oldest;    /* watcher; start of the oldest operation at its last check */
-  int late_checks;       /* watcher; number of checks in a row at which an operation was late */
-  uint64_t hashes[CDDP__CALL_HASHES]; /* of all calls up to each of the latest, a ring; lock */
-  cddp_work *messages; /* sends and receives to be issued together, oldest first; issue_lock */
-  cudaEvent_t spare[CDDP__SPARE_EVENTS]; /* events for reuse; lock */
-  int spares;
-  cddp__scratch scratch; /* used on `side`; owner: the thread that calls collectives */
-} cddp__device;
-
-/* Data about its device that every rank announces when a group is created. */
-typedef struct cddp__device_report {
-  int32_t device, kernels;
-  char gpu[40];  /* uuid of a GPU or of a MIG partition; "": ranks can share it */
-  char host[96]; /* identity of the machine */
-} cddp__device_report;
-
-#define CDDP__WATCH_INTERVAL_S 0.005 /* between two checks of the watcher, and of the poller */
-#define CDDP__YIELD_S 3e-4 /* of yields before the first sleep: NCCL takes 0.1 ms for a call */
-#define CDDP__CALLS_S 0.5  /* time for other threads to return from NCCL before an abort */
-#ifndef CDDP__GRACE_LEFT_S
-#define CDDP__GRACE_LEFT_S 2.0 /* time to finish operations after a peer has left the group */
-#endif
-#define CDDP__GRACE_ENDED_S 0.05 /* the same after a peer has ended; the poller polls meanwhile */
-#define CDDP__LATE_CHECKS 20 /* a process that was stopped checks its device before it times out */
-#define CDDP__LATE_S 0.5 /* extra time of other threads: the watcher's text says more */
-#ifndef CDDP__COMM_MIN_RANKS
-#define CDDP__COMM_MIN_RANKS 2 /* smallest group that gets a communicator; tests define 1 */
-#endif
-#ifndef CDDP__WARM_UP
-#define CDDP__WARM_UP ((size_t)8 << 20) /* bytes of the largest operation of a warm-up */
-#endif
-
-/* The result of a CUDA call or of a kernel launcher. */
-static cddp_result cddp__cuda_result(int code, const char *what) {
-  cudaError_t e = (cudaError_t)code;
-  if (CDDP__LIKELY(e == cudaSuccess)) return CDDP_OK;
-  (void)cudaGetLastError(); /* else the program's next check would return it */
-  return cddp__fail(CDDP_CUDA, "%s: %s (%s)%s", what, cudaGetErrorString(e), cudaGetErrorName(e),
-                    e == cudaErrorDevicesUnavailable
-                        ? ": another process uses the GPU, and its compute mode allows one; end "
-                          "that process, or set the mode to default (nvidia-smi -c 0)"
-                        : "");
-}
-
-#define CDDP__CUDA(function, ...) cddp__cuda_result(function(__VA_ARGS__), #function)
-
-/* Makes the device the thread's current device, unless it already is. */
-static cddp_result cddp__use_device(int device) {
-  int now = -1;
-  if (cudaGetDevice(&now) == cudaSuccess && now == device) return CDDP_OK;
-  return CDDP__CUDA(cudaSetDevice, device);
-}
-
-static cddp__device *cddp__device_of(const cddp_group *g) { return (cddp__device *)g->device; }
-static cudaStream_t cddp__main_stream(const cddp_group *g) { return (cudaStream_t)g->stream; }
-
-static cddp__atomic_u32 cddp__device_groups; /* 1 + the device of all groups of this process so far,
-                                                or CDDP__SEVERAL_DEVICES; 0: no groups */
-
-/* Returns whether memory can be on a device. In a process that does not use CUDA a call of it would
-   initialize it, or fail. */
-static bool cddp__cuda_in_use(void) {
-  int version = 0;
-  if (cddp__load32(&cddp__device_groups) != 0) return true;
-  return cddp__registered_kernels != NULL && cudaDriverGetVersion(&version) == cudaSuccess &&
-         version > 0; /* 0: no driver */
-}
-
-static bool cddp__capturing(cudaStream_t stream) {
-  enum cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  if (cudaStreamIsCapturing(stream, &status) == cudaSuccess)
-    return status != cudaStreamCaptureStatusNone;
-  (void)cudaGetLastError(); /* the default stream, while another stream is captured */
-  return false;
-}
-
-/* Fails if the stream is being captured. what: the call, and why it cannot be in a graph. */
-static cddp_result cddp__refuse_capture(cudaStream_t stream, cddp_result r, const char *what) {
-  if (!cddp__capturing(stream)) return CDDP_OK;
-  return cddp__fail(r, "%s and cannot be captured in a CUDA graph", what);
-}
-
-/* Starts a call: makes the group's device current, and checks that its stream is usable. */
-static cddp_result cddp__device_enter(const cddp_group *g) {
-  enum cudaStreamCaptureStatus status;
-  cddp_result r = cddp__use_device(cddp__device_of(g)->index);
-  if (r != CDDP_OK || cudaStreamIsCapturing(cddp__main_stream(g), &status) == cudaSuccess) return r;
-  if (cudaGetLastError() != cudaErrorStreamCaptureImplicit)
-    return CDDP_OK; /* the operation itself reports this error */
-  return CDDP__REFUSE(
-      "a stream is being captured in a CUDA graph, and the group uses the default stream, which no "
-      "call may use then: give the captured one to cddp_set_stream");
-}
-
-/* Records an event behind the work that is now on the stream. */
-static cddp_result cddp__event_acquire(cddp__device *device, cudaStream_t stream, void **out) {
-  cudaEvent_t event = NULL;
-  cddp_result r = CDDP_OK;
-  pthread_mutex_lock(&device->lock);
-  if (device->spares > 0) event = device->spare[--device->spares];
-  pthread_mutex_unlock(&device->lock);
-  if (event == NULL) r = CDDP__CUDA(cudaEventCreateWithFlags, &event, cudaEventDisableTiming);
-  *out = (void *)event;
-  return r == CDDP_OK ? CDDP__CUDA(cudaEventRecord, event, stream) : r;
-}
-
-static void cddp__event_release(cddp__device *device, void **from) {
-  cudaEvent_t event = (cudaEvent_t)*from;
-  *from = NULL;
-  pthread_mutex_lock(&device->lock);
-  if (event != NULL && device->spares < CDDP__SPARE_EVENTS) {
-    device->spare[device->spares++] = event;
-    event = NULL;
-  }
-  pthread_mutex_unlock(&device->lock);
-  if (event != NULL) cudaEventDestroy(event);
-}
-
-/* Makes `to` wait for everything that is now on `from`. */
-static cddp_result cddp__stream_after(cddp__device *device, cudaStream_t to, cudaStream_t from) {
-  void *event = NULL;
-  cddp_result r;
-  if (to == from) return CDDP_OK;
-  r = cddp__event_acquire(device, from, &event);
-  if (r == CDDP_OK) r = CDDP__CUDA(cudaStreamWaitEvent, to, (cudaEvent_t)event, 0);
-  cddp__event_release(device, &event);
-  return r;
-}
-
-static cddp_result cddp__device_copy(void *to, const void *from, size_t bytes, void *stream) {
-  if (bytes == 0 || to == from) return CDDP_OK;
-  return CDDP__CUDA(cudaMemcpyAsync, to, from, bytes, cudaMemcpyDefault, (cudaStream_t)stream);
-}
-
-static cddp_result cddp__device_zero(void *p, size_t bytes, void *stream) {
-  if (bytes == 0) return CDDP_OK;
-  return CDDP__CUDA(cudaMemsetAsync, p, 0, bytes, (cudaStream_t)stream);
-}
-
-static cddp_result cddp__need_kernels(const char *what) {
-  if (cddp__registered_kernels != NULL) return CDDP_OK;
-  return cddp__fail(CDDP_UNSUPPORTED,
-                    "%s on a GPU: cddp's kernels are missing, or another version's; include "
-                    "cddp_kernels.cuh in one .cu file",
-                    what);
-}
-
-static cddp_result cddp__device_convert(const cddp_group *g, void *to, cddp_dtype to_dtype,
-                                        const void *from, cddp_dtype from_dtype, size_t n) {
-  cddp_result r = cddp__need_kernels("gradient compression");
-  if (r != CDDP_OK) return r;
-  return cddp__cuda_result(
-      (cddp__registered_kernels->convert)(to, to_dtype, from, from_dtype, n, g->stream),
-      "the kernel that compresses");
-}
-
-static cddp_result cddp__device_scale(void *p, size_t n, cddp_dtype dtype, double factor,
-                                      void *stream) {
-  cddp_result r = cddp__need_kernels("a mean over fewer ranks, as some have joined,");
-  cddp_segment s;
-  memset(&s, 0, sizeof s);
-  s.grad = p;
-  s.count = n;
-  if (r != CDDP_OK) return r;
-  return cddp__cuda_result((cddp__registered_kernels->scale)(&s, 1, dtype, factor, NULL, stream),
-                           "the kernel that scales");
-}
-
-/* *here: p is on the rank's device, not in host memory. Fails if p is on another device. */
-static cddp_result cddp__memory_of(int device, const void *p, const char *what, bool *here) {
-  struct cudaPointerAttributes attributes;
-  cddp_result r = CDDP__CUDA(cudaPointerGetAttributes, &attributes, p);
-  bool managed = r == CDDP_OK && attributes.type == cudaMemoryTypeManaged;
-  *here = managed || (r == CDDP_OK && attributes.type == cudaMemoryTypeDevice);
-  if (!*here || managed || attributes.device == device) return r;
-  return CDDP__REFUSE("%s is on cuda:%d, but this rank's device is cuda:%d", what,
-                      attributes.device, device);
-}
-
-/* *here: the call's buffers are on the device. Without a buffer: true. */
-static cddp_result cddp__memory_of_call(const cddp__device *p, const cddp__call *call, bool *here) {
-  const char *send = cddp__in_one_buffer(call) ? "buf" : "send";
-  const char *recv = cddp__in_one_buffer(call) ? "buf" : "recv";
-  size_t sent, received;
-  bool sends, receives, from = true, to = true;
-  cddp_result r = CDDP_OK;
-  cddp__buffer_bytes(p->group, call, &sent, &received);
-  sends = sent > 0 && call->send != NULL;
-  receives = received > 0 && call->recv != NULL && !(sends && call->recv == call->send);
-  if (sends) r = cddp__memory_of(p->index, call->send, send, &from);
-  if (r == CDDP_OK && receives) r = cddp__memory_of(p->index, call->recv, recv, &to);
-  *here = from && to;
-  if (r != CDDP_OK || !sends || !receives || from == to) return r;
-  return CDDP__REFUSE("send and recv must both be on the device, or both in host memory");
-}
-
-/* The time at which the oldest unfinished operation was issued, as last polled; 0: none is
-   unfinished. Operations in CUDA graphs do not count. */
-static double cddp__device_busy(cddp__device *device) {
-  double since = 0;
-  pthread_mutex_lock(&device->lock);
-  if (device->issued != device->seen)
-    since = device->markers[device->seen % CDDP__MARKER_COUNT].since;
-  pthread_mutex_unlock(&device->lock);
-  return since;
-}
-
-/* One poll of the host's wait for `what`. Fails if the group is broken or the deadline has passed.
-   Yields for as long as most waits take before it sleeps. */
-static cddp_result cddp__device_poll(cddp__device *device, cddp__wait *w, const char *what) {
-  cddp_group *g = device->group;
-  cddp_result r = cddp__check_group(g);
-  if (r != CDDP_OK) return r;
-  w->yields = w->now - w->since < CDDP__YIELD_S || cddp__serve_idle(g);
-  w->deadline = w->since + g->timeout_s + (cddp__device_busy(device) > 0 ? CDDP__LATE_S : 0);
-  if (cddp__wait_pause(w)) return CDDP_OK;
-  r = cddp__fail(CDDP_TIMEOUT, "timed out after %g s: on rank %d, cuda:%d, %s has not ended%s",
-                 g->timeout_s, g->rank, device->index, what,
-                 g->hosts == NULL ? ""
-                                  : ": not all ranks called it, or NCCL cannot connect the hosts: "
-                                    "set NCCL_SOCKET_IFNAME to the interface between them; "
-                                    "NCCL_DEBUG=INFO shows the connections");
-  return cddp__break(g, r);
-}
-
-/* --- the log of calls --- */
-
-/* Number of calls that this rank has logged. Read under lock, or by the thread that logs. */
-static uint32_t cddp__logged_calls(const cddp__device *device) {
-  return cddp__load32(&cddp__slot_of(device->group, device->group->rank)->calls);
-}
-
-/* Appends a call of this rank to the context's log. */
-static void cddp__log_call(cddp__device *p, const cddp__call *call, bool device) {
-  cddp__slot *slot = cddp__slot_of(p->group, p->group->rank);
-  cddp__logged_call *to;
-  uint64_t hash;
-  uint32_t n;
-  /* Calls through the host are compared in their rounds. */
-  if (p->group->size == 1 || !p->group->backend->enqueues) return;
-  pthread_mutex_lock(&p->lock);
-  n = cddp__logged_calls(p) + 1;
-  hash = p->hashes[(n - 1) & (CDDP__CALL_HASHES - 1)];
-  to = &slot->call_log[n & (CDDP__CALL_LOG - 1)];
-  cddp__exchange32(&to->number, 0); /* used as a fence, for gcc's tsan; see cddp__read_logged */
-  to->what.call = cddp__call_code(call, device ? 0 : CDDP__PHASE_HOST);
-  to->what.count = call->count;
-  to->what.root = (int32_t)call->root;
-  to->hash = hash = cddp__hash64(hash, &to->what, sizeof to->what);
-  p->hashes[n & (CDDP__CALL_HASHES - 1)] = hash;
-  cddp__copy_text(to->site, call->kind != CDDP__KIND_DDP_BUCKET ? cddp__describe_site().s : "",
-                  sizeof to->site);
-  cddp__store32(&to->number, n);
-  cddp__store32(&slot->calls, n);
-  pthread_mutex_unlock(&p->lock);
-}
-
-/* Copies the log entry of call n of a rank of this host. Returns false if it was overwritten. */
-static bool cddp__read_logged(const cddp_group *g, int rank, uint32_t n, cddp__logged_call *out) {
-  cddp__logged_call *from = &cddp__slot_of(g, rank)->call_log[n & (CDDP__CALL_LOG - 1)];
-  if (cddp__load32(&from->number) != n) return false;
-  out->what = from->what;
-  out->hash = from->hash;
-  memcpy(out->site, from->site, sizeof out->site - 1);
-  out->site[sizeof out->site - 1] = 0;
-  return cddp__add32(&from->number, 0) == n;
-}
-
-static cddp__text cddp__describe_logged(const cddp__logged_call *c) {
-  return cddp__textf("%s%s", cddp__describe_call(c->what.call, c->what.count, c->what.root).s,
-                     c->site);
-}
-
-/* Breaks the group: the calls of this rank and `rank` on this host differ in call n or before. */
-static cddp_result cddp__break_mismatch(cddp__device *device, int rank, uint32_t n) {
-  cddp_group *g = device->group;
-  int first = g->rank < rank ? g->rank : rank, second = g->rank + rank - first;
-  cddp__logged_call a, b;
-  uint32_t i;
-  cddp__fail(CDDP_MISMATCH, "ranks %d and %d disagree in call %" PRIu32 " of the group or before",
-             first, second, n);
-  for (i = n < CDDP__CALL_LOG ? 1 : n - CDDP__CALL_LOG + 1; i <= n; i++) {
-    if (!cddp__read_logged(g, first, i, &a) || !cddp__read_logged(g, second, i, &b)) continue;
-    if (memcmp(&a.what, &b.what, sizeof a.what) == 0) continue;
-    cddp__fail(CDDP_MISMATCH,
-               "ranks disagree in call %" PRIu32 " of the group: rank %d called %s, rank %d "
-               "called %s%s",
-               i, first, cddp__describe_logged(&a).s, second, cddp__describe_logged(&b).s,
-               a.what.call == b.what.call && (a.what.call & 255) == CDDP__KIND_DDP_STEP
-                   ? " with other settings: learning rate, momentum or others"
-                   : "");
-    break;
-  }
-  return cddp__break(g, CDDP_MISMATCH);
-}
-
-/* Compares the calls of this host's ranks so far, without waiting for any rank. */
-static cddp_result cddp__compare_logs(cddp__device *device) {
-  cddp_group *g = device->group;
-  cddp__logged_call theirs;
-  int q;
-  for (q = 0; q < g->size; q++) {
-    uint32_t n, behind;
-    uint64_t mine;
-    if (q == g->rank || g->members[q] < 0) continue;
-    n = cddp__load32(&cddp__slot_of(g, q)->calls);
-    pthread_mutex_lock(&device->lock);
-    behind = cddp__logged_calls(device) - n;
-    if ((int32_t)behind < 0) n += behind, behind = 0;
-    mine = device->hashes[n & (CDDP__CALL_HASHES - 1)];
-    pthread_mutex_unlock(&device->lock);
-    if (n == 0 || behind >= CDDP__CALL_HASHES || !cddp__read_logged(g, q, n, &theirs)) continue;
-    if (theirs.hash != mine) return cddp__break_mismatch(device, q, n);
-  }
-  return CDDP_OK;
-}
-
-/* --- the end of a communicator --- */
-
-/* In this process: contexts with threads; watchers that have not ended. */
-static cddp__atomic_u32 cddp__watched, cddp__watchers;
-
-/* Returns whether NCCL may be called with the communicator. issue_lock held. */
-static bool cddp__comm_alive(const cddp__device *device) {
-  return cddp__load32(&device->state) == CDDP__COMM_ALIVE;
-}
-
-/* NCCL's state of the communicator. issue_lock held: two threads that ask would both free NCCL's
-   data of an operation that has ended. */
-static ncclResult_t cddp__comm_state(const cddp__device *device) {
-  ncclComm_t comm = __atomic_load_n(&device->comm, __ATOMIC_RELAXED);
-  ncclResult_t e = ncclSuccess;
-  if (comm == NULL || ncclCommGetAsyncError(comm, &e) == ncclSuccess) return e;
-  return ncclInternalError;
-}
-
-/* Called by the group, and by the watcher after NCCL's end. The second call frees the context. */
-static void cddp__device_release(cddp__device *device) {
-  if (cddp__add32(&device->state, CDDP__COMM_DONE) < 2 * CDDP__COMM_DONE) return;
-  pthread_mutex_destroy(&device->issue_lock);
-  pthread_mutex_destroy(&device->lock);
-  cddp__free(NULL, device);
-}
-
-/* Ends the communicator, on the watcher's thread, after a thread that is inside NCCL has left it.
-   Later threads that take issue_lock find the communicator no longer alive. ncclCommAbort can block
-   until streams and CUDA graphs end, ncclCommDestroy until the other ranks of the host call it. A
-   failed ncclCommDestroy leaves NCCL's group open, in which an abort has no effect. */
-static void cddp__comm_end(cddp__device *device, bool aborts) {
-  cddp__wait w;
-  ncclComm_t comm;
-  bool inside;
-  cddp__wait_begin(&w, CDDP__CALLS_S);
-  while ((inside = pthread_mutex_trylock(&device->issue_lock) != 0) && cddp__wait_pause(&w))
-    if (__atomic_load_n(&device->comm, __ATOMIC_RELAXED) == NULL)
-      cddp__wait_begin(&w, CDDP__CALLS_S); /* the call that creates it is running */
-  if (!inside) pthread_mutex_unlock(&device->issue_lock);
-  if ((comm = __atomic_load_n(&device->comm, __ATOMIC_RELAXED)) == NULL) return;
-  if (!aborts && cddp__comm_state(device) == ncclSuccess) {
-    if (ncclCommDestroy(comm) == ncclSuccess) return;
-    (void)ncclGroupEnd();
-  }
-  ncclCommAbort(comm);
-}
-
-/* Tells the watcher to end the communicator. how: CDDP__COMM_ABORTED also ends all operations on
-   this rank's streams; the group must be broken before. Never waits. */
-static void cddp__device_end(cddp__device *device, uint32_t how) {
-  if (cddp__swap32(&device->state, CDDP__COMM_ALIVE, how)) cddp__futex_wake(&device->state);
-}
-
-/* After an abort: waits a short time until NCCL's threads no longer use the operations' memory. If
-   a CUDA graph has captured operations, the abort itself waits for the graph. */
-static void cddp__await_abort(cddp__device *device) {
-  cddp__wait w;
-  cddp__wait_begin(&w, cddp__load32(&device->captured) != 0 ? 0.1 : CDDP__GRACE_LEFT_S);
-  if ((cddp__load32(&device->state) & CDDP__COMM_HOW_MASK) != CDDP__COMM_ABORTED) return;
-  while (cddp__load32(&device->state) < CDDP__COMM_DONE && cddp__wait_pause(&w)) {}
-}
-
-/* After an operation that failed with the group: waits until NCCL no longer uses its buffers. */
-static cddp_result cddp__release_buffers(cddp__device *device, cddp_result r) {
-  if (r == CDDP_OK || !cddp__is_broken(device->group)) return r;
-  cddp__device_end(device, CDDP__COMM_ABORTED);
-  cddp__await_abort(device);
-  return r;
-}
-
-/* --- the watcher --- */
-
-/* Breaks the group after a failure of NCCL. The death of a rank causes various errors, some of them
-   before the death shows: so the death, or another rank's failure, gets some time to show. */
-static cddp_result cddp__break_nccl(cddp__device *device, ncclResult_t e, const char *what) {
-  bool mine = e == ncclInvalidArgument || e == ncclInvalidUsage;
-  cddp_group *g = device->group;
-  cddp__text text = cddp__textf("rank %d: %s: %s (%.300s)", g->rank, what, ncclGetErrorString(e),
-                                ncclGetLastError(NULL));
-  cddp__wait w;
-  cddp_result r;
-  int q;
-  cddp__wait_begin(&w, mine ? 0.01 : CDDP__REMOTE_CAUSE_LONG_S);
-  do {
-    cddp__watch_hosts(g);
-    if ((r = cddp__check_failure(g)) != CDDP_OK) return r;
-    for (q = 0; q < g->size; q++)
-      if (q != g->rank && cddp__rank_gone(g, q)) return cddp__report_lost(g, q, what);
-  } while (cddp__wait_pause(&w));
-  return cddp__break(g, cddp__fail(CDDP_NCCL, "%s", text.s));
-}
-
-/* By how many calls a rank of this host is behind. 0 for ranks of other hosts: unknown. */
-static int cddp__calls_behind(const cddp__device *device, int rank) {
-  const cddp_group *g = device->group;
-  if (g->members[rank] < 0) return 0;
-  return (int)(cddp__logged_calls(device) - cddp__load32(&cddp__slot_of(g, rank)->calls));
-}
-
-/* Breaks the group if its oldest unfinished operation is late. */
-static cddp_result cddp__check_late_operations(cddp__device *device) {
-  cddp_group *g = device->group;
-  cddp__logged_call latest;
-  double since = cddp__device_busy(device);
-  bool known;
-  int q = 0;
-  device->late_checks =
-      since > 0 && cddp__now() - since > g->timeout_s ? device->late_checks + 1 : 0;
-  if (device->late_checks <= CDDP__LATE_CHECKS) return CDDP_OK;
-  while (q < g->size && cddp__calls_behind(device, q) <= 0) q++;
-  known = cddp__read_logged(g, g->rank, cddp__logged_calls(device), &latest);
-  cddp__fail(CDDP_TIMEOUT,
-             "timed out after %g s: an operation of rank %d on cuda:%d has not ended%s%s%s; the "
-             "rank's latest is %s",
-             g->timeout_s, g->rank, device->index, q < g->size ? "; behind it in calls: " : "",
-             q < g->size ? cddp__name_rank(g, q).s : "", q < g->size ? ", and perhaps others" : "",
-             known ? cddp__describe_logged(&latest).s : "none");
-  return cddp__break(g, CDDP_TIMEOUT);
-}
-
-/* Breaks the group if operations wait for a rank that has ended or left. If that rank made the same
-   number of calls, its part may be done: unfinished operations get some time, and more if the rank
-   left in good order. CUDA does not tell whether a captured graph runs. After a death the graph
-   would never end. A rank leaves only after the end of its graph. inside: a thread waits for NCCL,
-   and thus possibly for other ranks. */
-static cddp_result cddp__check_lost_peers(cddp__device *device, bool inside) {
-  double oldest = cddp__device_busy(device);
-  bool waits = inside || oldest > 0, counts = false;
-  cddp_group *g = device->group;
-  int q;
-  if (oldest != device->left_oldest) device->left_since = 0; /* there is progress */
-  device->left_oldest = oldest;
-  for (q = 0; q < g->size; q++) {
-    bool behind, left;
-    if (q == g->rank || !cddp__rank_gone(g, q)) continue;
-    left = cddp__rank_left(g, q);
-    behind = cddp__calls_behind(device, q) > 0;
-    if (!behind && !waits && (left || cddp__load32(&device->captured) == 0)) continue;
-    counts = true;
-    if (device->left_since == 0) device->left_since = cddp__now();
-    if (!behind && cddp__now() - device->left_since < (left ? g->timeout_s : CDDP__GRACE_ENDED_S))
-      continue;
-    return cddp__report_lost(g, q, cddp__textf("operations with it on cuda:%d", device->index).s);
-  }
-  if (!counts) device->left_since = 0;
-  return CDDP_OK;
-}
-
-/* Called first by both threads. Their CUDA calls then use this device (on another one they would
-   create a context), and become part of no other thread's graph. */
-static void cddp__bind_device(const cddp__device *device) {
-  enum cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-  (void)cudaSetDevice(device->index);
-  cudaThreadExchangeStreamCaptureMode(&mode);
-}
-
-/* The watcher. It breaks the group before the abort, because results on streams are undefined
-   afterwards: a caller must see the failure. */
-static void *cddp__watch_main(void *context) {
-  cddp__device *device = (cddp__device *)context;
-  cddp__bind_device(device);
-  while (cddp__load32(&device->state) == CDDP__COMM_ALIVE) {
-    bool inside = pthread_mutex_trylock(&device->issue_lock) != 0; /* its holder asks NCCL */
-    ncclResult_t e = inside ? ncclSuccess : cddp__comm_state(device);
-    cddp_result r;
-    if (!inside) pthread_mutex_unlock(&device->issue_lock);
-    cddp__watch_hosts(device->group);
-    r = cddp__check_failure(device->group);
-    if (r == CDDP_OK) r = cddp__compare_logs(device);
-    if (r == CDDP_OK) r = cddp__check_lost_peers(device, inside);
-    if (r == CDDP_OK && e != ncclSuccess && e != ncclInProgress)
-      r = cddp__break_nccl(device, e, "an asynchronous NCCL operation");
-    if (r == CDDP_OK) r = cddp__check_late_operations(device);
-    if (r != CDDP_OK)
-      cddp__device_end(device, CDDP__COMM_ABORTED);
-    else
-      cddp__futex_wait(&device->state, CDDP__COMM_ALIVE, CDDP__WATCH_INTERVAL_S);
-  }
-  cddp__comm_end(device, cddp__add32(&device->state, CDDP__COMM_DETACHED) ==
-                             CDDP__COMM_DETACHED + CDDP__COMM_ABORTED);
-  cddp__device_release(device);
-  cddp__add32(&cddp__watchers, (uint32_t)-1);
-  return NULL;
-}
-
-/* The poller: checks which operations have ended, oldest first. */
-static void *cddp__poll_main(void *context) {
-  cddp__device *device = (cddp__device *)context;
-  cddp__bind_device(device);
-  while (cddp__load32(&device->state) == CDDP__COMM_ALIVE) {
-    bool busy = cddp__device_busy(device) > 0;
-    /* only this thread changes seen */
-    void **oldest = &device->markers[device->seen % CDDP__MARKER_COUNT].event;
-    cudaError_t e = busy ? cudaEventQuery((cudaEvent_t)*oldest) : cudaErrorNotReady;
-    if (busy && e != cudaSuccess) (void)cudaGetLastError(); /* also set by cudaErrorNotReady */
-    if (e == cudaErrorNotReady) {
-      cddp__futex_wait(&device->state, CDDP__COMM_ALIVE, CDDP__WATCH_INTERVAL_S);
-      continue;
-    }
-    if (e != cudaSuccess && e != cudaErrorCudartUnloading) {
-      cddp__fail(CDDP_CUDA, "rank %d: cuda:%d failed during the group's operations: %s (%s)",
-                 device->group->rank, device->index, cudaGetErrorString(e), cudaGetErrorName(e));
-      (void)cddp__break(device->group, CDDP_CUDA);
-    }
-    cddp__event_release(device, oldest);
-    pthread_mutex_lock(&device->lock);
-    device->seen++;
-    pthread_mutex_unlock(&device->lock);
-  }
-  return NULL;
-}
-
-static cddp_result cddp__start_watching(cddp__device *device) {
-  pthread_t watcher;
-  cddp_result r;
-  cddp__store32(&device->state, CDDP__COMM_ALIVE);
-  r = cddp__thread_start(&device->poller, cddp__poll_main, device, true);
-  if (r == CDDP_OK &&
-      (r = cddp__thread_start(&watcher, cddp__watch_main, device, true)) != CDDP_OK) {
-    cddp__device_end(device, CDDP__COMM_ABORTED);
-    pthread_join(device->poller, NULL);
-  }
-  if (r != CDDP_OK) {
-    cddp__store32(&device->state, CDDP__COMM_DONE);
-    return r;
-  }
-  pthread_detach(watcher);
-  device->pid = getpid();
-  cddp__add32(&cddp__watched, 1);
-  cddp__add32(&cddp__watchers, 1);
-  return r;
-}
-
-/* Called when the process may end soon: if no context is left, waits for NCCL's threads to end. */
-static void cddp__await_watchers(void) {
-  cddp__wait w;
-  cddp__wait_begin(&w, CDDP__GRACE_LEFT_S);
-  if (cddp__load32(&cddp__watched) != 0) return;
-  while (cddp__load32(&cddp__watchers) != 0 && cddp__wait_pause(&w)) {}
-}
-
-/* Records a marker behind an operation. If all are in use, replaces the newest. */
-static cddp_result cddp__mark_operation(cddp__device *device, cudaStream_t stream) {
-  void *event, *older;
-  cddp__marker *marker;
-  cddp_result r;
-  if (cddp__capturing(stream)) {
-    cddp__store32(&device->captured, 1); /* no event shows when a replay ends */
-    return CDDP_OK;
-  }
-  if ((r = cddp__event_acquire(device, stream, &event)) != CDDP_OK) {
-    cddp__event_release(device, &event);
-    return r;
-  }
-  pthread_mutex_lock(&device->lock);
-  if (device->issued - device->seen < CDDP__MARKER_COUNT) device->issued++;
-  marker = &device->markers[(device->issued - 1) % CDDP__MARKER_COUNT];
-  older = marker->event;
-  marker->event = event;
-  marker->since = cddp__now();
-  pthread_mutex_unlock(&device->lock);
-  cddp__event_release(device, &older);
-  return CDDP_OK;
-}
-
-/* --- device contexts --- */
-
-static void cddp__scratch_free(cddp__scratch *scratch) {
-  while (scratch->count > 0) cudaFree(scratch->at[--scratch->count]);
-  scratch->bytes = 0;
-}
-
-/* Aborts unfinished operations, and waits until both threads no longer use the group and the device
-   has no more work. An abort ends the poller's wait for CUDA. */
-static void cddp__device_stop(cddp__device *device) {
-  cddp__wait w;
-  cddp__wait_begin(&w, INFINITY);
-  if (device->pid == getpid()) { /* else: no threads, or this is a forked child */
-    cddp__device_end(device, CDDP__COMM_ABORTED);
-    while ((cddp__load32(&device->state) & CDDP__COMM_DETACHED) == 0) cddp__wait_pause(&w);
-    pthread_join(device->poller, NULL);
-    cddp__add32(&cddp__watched, (uint32_t)-1);
-    cddp__await_abort(device);
-  }
-  device->pid = 0;
-  if (device->side != NULL) (void)cudaStreamSynchronize(device->side);
-}
-
-static void cddp__device_delete(cddp__device *device) {
-  int i;
-  cddp__device_stop(device);
-  cddp__scratch_free(&device->scratch);
-  for (i = 0; i < CDDP__MARKER_COUNT; i++) cddp__event_release(device, &device->markers[i].event);
-  while (device->spares > 0) cudaEventDestroy(device->spare[--device->spares]);
-  if (device->side != NULL) cudaStreamDestroy(device->side);
-  cddp__device_release(device);
-}
-
-/* Returns device memory for an operation. Each new piece is at least twice as large; old pieces are
-   kept, since operations and CUDA graphs may still use them. */
-static cddp_result cddp__device_scratch(cddp__scratch *scratch, size_t bytes, void **out) {
-  if (scratch->bytes < bytes) {
-    CDDP_ASSERT(scratch->count < CDDP__SCRATCH_PIECES);
-    bytes = cddp__max(bytes, 2 * scratch->bytes);
-    CDDP__TRY(CDDP__CUDA(cudaMalloc, &scratch->at[scratch->count], bytes));
-    scratch->bytes = bytes;
-    scratch->count++;
-  }
-  *out = scratch->count > 0 ? scratch->at[scratch->count - 1] : NULL;
-  return CDDP_OK;
-}
-
-static void *cddp__device_alloc(cddp_group *g, size_t bytes) {
-  void *p = NULL;
-  cddp_result r = cddp__use_device(cddp__device_of(g)->index);
-  if (r == CDDP_OK) r = CDDP__CUDA(cudaMalloc, &p, bytes > 0 ? bytes : 1);
-  return r == CDDP_OK ? p : NULL;
-}
-
-/* cudaFree waits for the current device, and creates a context on a wrong one. */
-static void cddp__free_on(int device, void *p) {
-  if (p == NULL) return;
-  (void)cddp__use_device(device);
-  if (cudaFree(p) != cudaSuccess) (void)cudaGetLastError();
-}
-
-static void cddp__device_free(const cddp_group *g, void *p) {
-  cddp__free_on(cddp__device_of(g)->index, p);
-}
-
-/* Waits on the host for the event, or (NULL) for the stream, while the group is healthy. The
-   deadline is for operations in a CUDA graph: the watcher has no event behind them. */
-static cddp_result cddp__await_stream(cddp__device *device, cudaStream_t stream,
-                                      cudaEvent_t event) {
-  enum cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-  cudaError_t e;
-  cddp_result r = CDDP_OK;
-  cddp__wait w;
-  cddp__wait_begin(&w, INFINITY);
-  cudaThreadExchangeStreamCaptureMode(&mode); /* else a query would end another thread's capture */
-  while ((e = event != NULL ? cudaEventQuery(event) : cudaStreamQuery(stream)) ==
-         cudaErrorNotReady) {
-    (void)cudaGetLastError(); /* also set by cudaErrorNotReady */
-    if ((r = cddp__device_poll(device, &w, "work on the stream")) != CDDP_OK) break;
-  }
-  cudaThreadExchangeStreamCaptureMode(&mode);
-  if (r != CDDP_OK || (r = cddp__check_group(device->group)) != CDDP_OK) return r;
-  return cddp__cuda_result(e, "work on the group's stream");
-}
-
-/* Copies between host memory and device memory. Returns when the copy is complete. */
-static cddp_result cddp__transfer(cddp_group *g, void *to, const void *from, size_t bytes) {
-  cudaStream_t side;
-  cddp_result r;
-  if (g == NULL || !g->backend->on_device)
-    return CDDP__CUDA(cudaMemcpy, to, from, bytes, cudaMemcpyDefault);
-  side = cddp__device_of(g)->side;
-  r = cddp__use_device(cddp__device_of(g)->index);
-  if (r == CDDP_OK) r = cddp__device_copy(to, from, bytes, (void *)side);
-  return r == CDDP_OK ? CDDP__CUDA(cudaStreamSynchronize, side) : r;
-}
-
-/* --- operations through the host, for ranks that share a GPU ---
-
-     1. Once the stream has reached the call, the rank's data is copied to shared host memory.
-     2. The CPU's collective or message runs there.
-     3. The result is copied back to the device; with a work handle, in cddp_wait. */
-
-static cddp_result cddp__refuse_staged_capture(cudaStream_t stream) {
-  return cddp__refuse_capture(stream, CDDP_UNSUPPORTED,
-                              "with backend \"cpu\" a call waits on the host");
-}
-
-/* After a call on work->stage with result r: copies the received data to the device. */
-static cddp_result cddp__unstage(cddp_work *work, cddp_result r) {
-  cddp_group *g = work->group;
-  size_t sent, received;
-  cddp__buffer_bytes(g, &work->call, &sent, &received);
-  if (r == CDDP_OK && work->call.kind != CDDP__KIND_SEND &&
-      cddp__is_written(&work->call, g->rank)) {
-    r = cddp__transfer(g, work->context, work->call.recv, received);
-    if (r != CDDP_OK) r = cddp__break(g, r);
-  }
-  cddp__arena_free(g->host, work->stage);
-  work->stage = NULL;
-  return r;
-}
-
-/* Runs a collective or message through host memory. */
-static cddp_result cddp__stage_call(cddp__device *device, const cddp__call *call,
-                                    cudaStream_t stream, cddp_work **work) {
-  bool message = call->kind >= CDDP__KIND_SEND;
-  cddp_group *g = device->group;
-  size_t sends, recvs, second;
-  cddp_work now, *w = NULL;
-  cddp__call inner = *call;
-  char *stage;
-  cddp_result r = cddp__refuse_staged_capture(stream);
-  if (r != CDDP_OK || call->count == 0) return r;
-  cddp__buffer_bytes(g, call, &sends, &recvs);
-  second = cddp__in_one_buffer(call) ? 0 : cddp__round_up(sends, CDDP__CACHE_LINE);
-  stage = (char *)cddp__arena_alloc(g->host, second + recvs, CDDP__EXTENT_USER);
-  if (stage == NULL) return message ? CDDP_OUT_OF_MEMORY : cddp__break(g, CDDP_OUT_OF_MEMORY);
-  r = cddp__stream_after(device, device->side, stream);
-  if (r == CDDP_OK && call->kind != CDDP__KIND_RECV && cddp__sends(call, g->rank))
-    r = cddp__transfer(g, stage, call->send, sends);
-  if (r != CDDP_OK && !message) r = cddp__break(g, r);
-  inner.send = stage;
-  inner.recv = stage + second;
-  if (r == CDDP_OK) r = cddp__cpu_start(g, &inner, work != NULL ? &w : NULL);
-  if (w != NULL) *work = w;
-  else w = &now;
-  w->context = call->recv;
-  w->stage = stage;
-  if (w != &now) return CDDP_OK;
-  now.group = g;
-  now.call = inner;
-  return cddp__unstage(&now, r);
-}
-
-/* --- operations by NCCL --- */
-
-/* Sends and receives the shares of gather, scatter, all_to_all and calls with counts. Called inside
-   an NCCL group. */
-static ncclResult_t cddp__nccl_post_shares(const cddp__device *device, const cddp__call *call,
-                                           ncclDataType_t type, cudaStream_t stream) {
-  int me = device->group->rank, q;
-  ncclResult_t e = ncclSuccess;
-  for (q = 0; q < device->group->size && e == ncclSuccess; q++) {
-    bool goes = cddp__sends(call, me) && cddp__receives(call, q);
-    bool comes = cddp__sends(call, q) && cddp__receives(call, me);
-    size_t out = goes ? cddp__bytes_for(call, q, 0, call->count) : 0;
-    size_t in = comes ? cddp__bytes_from(call, q, 0, call->count) : 0;
-    const char *from = out > 0 ? cddp__share_for(call, q) : NULL;
-    char *to = in > 0 ? cddp__share_from(call, q) : NULL;
-    if (q == me) {
-      if (cddp__device_copy(to, from, out, stream) != CDDP_OK) e = ncclUnhandledCudaError;
-      continue;
-    }
-    if (out > 0) e = ncclSend(from, out / call->esize, type, q, device->comm, stream);
-    if (in > 0 && e == ncclSuccess)
-      e = ncclRecv(to, in / call->esize, type, q, device->comm, stream);
-  }
-  return e;
-}
-
-/* Returns whether NCCL computes a sum for a mean, and a kernel multiplies by 1/n afterwards. NCCL's
-   own mean multiplies by 1/n in the operands' type first: in bf16 the error is up to 0.2 %, and
-   NVLink's switches, which can only add, are not used. In f16 sums could exceed 65,504, and the
-   error of 1/n is at most the rounding. */
-static bool cddp__averages_by_sum(const cddp__device *device, const cddp__call *call) {
-  return call->op == CDDP_AVG && device->kernels != NULL && call->dtype <= CDDP_BF16 &&
-         call->dtype != CDDP_F16;
-}
-
-static ncclResult_t cddp__nccl_post(const cddp__device *device, const cddp__call *call,
-                                    cudaStream_t stream) {
-  static const int types[] = {7, 8, 6, 9, 0, 1, 2, 4}; /* ncclDataType_t; some lack bf16's name */
-  static const ncclRedOp_t ops[] = {ncclSum, ncclAvg, ncclProd, ncclMin, ncclMax};
-  ncclDataType_t type = (ncclDataType_t)types[call->dtype];
-  ncclRedOp_t op = cddp__averages_by_sum(device, call) ? ncclSum : ops[call->op];
-  ncclComm_t comm = device->comm;
-  switch (call->kind) {
-  case CDDP__KIND_ALL_REDUCE:
-    return ncclAllReduce(call->send, call->recv, call->count, type, op, comm, stream);
-  case CDDP__KIND_REDUCE:
-    return ncclReduce(call->send, call->recv, call->count, type, op, call->root, comm, stream);
-  case CDDP__KIND_BROADCAST:
-    return ncclBroadcast(call->send, call->recv, call->count, type, call->root, comm, stream);
-  case CDDP__KIND_ALL_GATHER:
-    return ncclAllGather(call->send, call->recv, call->count, type, comm, stream);
-  case CDDP__KIND_REDUCE_SCATTER:
-    return ncclReduceScatter(call->send, call->recv, call->count, type, op, comm, stream);
-  case CDDP__KIND_SEND:
-    return ncclSend(call->send, call->count, type, call->root, comm, stream);
-  case CDDP__KIND_RECV:
-    return ncclRecv(call->recv, call->count, type, call->root, comm, stream);
-  default:
-    return cddp__nccl_post_shares(device, call, type, stream);
-  }
-}
-
-/* Polls until NCCL has done the operation that returned e; the watcher checks the other ranks.
-   ncclSuccess in e means nothing: up to NCCL 2.23 single operations return it too early. Up to 2.25
-   ncclCommGetAsyncError leaves work of NCCL to this thread, which would delay another communicator;
-   ncclCommCount does it. */
-static cddp_result cddp__await_nccl(cddp__device *device, ncclResult_t e, const char *what) {
-  cddp_result r = CDDP_OK;
-  cddp__wait w;
-  int ranks;
-  cddp__wait_begin(&w, INFINITY);
-  if (e == ncclSuccess) e = ncclInProgress;
-  while (r == CDDP_OK && e == ncclInProgress && cddp__comm_alive(device)) {
-    e = cddp__comm_state(device);
-    if (e == ncclSuccess) e = ncclCommCount(device->comm, &ranks);
-    if (e == ncclInProgress) r = cddp__device_poll(device, &w, what);
-  }
-  if (r == CDDP_OK && !cddp__comm_alive(device)) return cddp__check_failure(device->group);
-  return r != CDDP_OK || CDDP__LIKELY(e == ncclSuccess) ? r : cddp__break_nccl(device, e, what);
-}
-
-/* Enqueues n operations on the stream as one NCCL group. issue_lock held. */
-static cddp_result cddp__issue_held(cddp__device *device, const cddp__call *call, int n,
-                                    cudaStream_t stream) {
-  ncclResult_t e, end;
-  cddp_result r;
-  int i;
-  if (stream == cudaStreamPerThread) /* NCCL enqueues in its own thread */
-    return CDDP__REFUSE("the group's stream is cudaStreamPerThread, which is another stream in "
-                        "NCCL's thread: create one with cudaStreamCreate");
-  if (!cddp__comm_alive(device)) {
-    if ((r = cddp__check_failure(device->group)) != CDDP_OK) return r;
-    return cddp__fail(CDDP_ABORTED, "the group's communicator has been ended");
-  }
-  e = ncclGroupStart();
-  for (i = 0; i < n && (e == ncclSuccess || e == ncclInProgress); i++)
-    e = cddp__nccl_post(device, &call[i], stream);
-  end = ncclGroupEnd();
-  if (e == ncclSuccess || e == ncclInProgress) e = end;
-  r = cddp__await_nccl(device, e, cddp__shapes[call->kind].name);
-  for (i = 0; r == CDDP_OK && i < n; i++)
-    if (cddp__averages_by_sum(device, &call[i]) && cddp__receives(&call[i], device->group->rank))
-      r = cddp__device_scale(call[i].recv, call[i].count, (cddp_dtype)call[i].dtype,
-                             1.0 / device->group->size, (void *)stream);
-  return r == CDDP_OK ? cddp__mark_operation(device, stream) : r;
-}
-
-/* Issues operations on device memory, in order, behind the work on the stream. */
-static cddp_result cddp__issue(cddp__device *device, const cddp__call *call, int n,
-                               cudaStream_t stream) {
-  bool enqueues = device->group->backend->enqueues, by_nccl = enqueues && device->comm != NULL;
-  cddp_result r = CDDP_OK;
-  int i;
-  for (i = 0; r == CDDP_OK && i < n && !by_nccl; i++)
-    r = enqueues
-            ? cddp__device_copy(call[i].recv, call[i].send, call[i].count * call[i].esize, stream)
-            : cddp__stage_call(device, &call[i], stream, NULL);
-  if (n == 0 || !by_nccl) return r;
-  pthread_mutex_lock(&device->issue_lock);
-  r = cddp__issue_held(device, call, n, stream);
-  pthread_mutex_unlock(&device->issue_lock);
-  return cddp__release_buffers(device, r);
-}
-
-/* --- handles and messages --- */
-
-/* Creates a handle for an operation that is on *stream, or (NULL) not yet on a stream. */
-static cddp_result cddp__device_work(cddp_group *g, const cddp__call *call,
-                                     const cudaStream_t *stream, cddp_work **out) {
-  cddp_work *work = cddp__work_new(g, 0);
-  cddp_result r = CDDP_OK;
-  if (work == NULL) return CDDP_OUT_OF_MEMORY;
-  work->on_stream = true;
-  work->call = *call;
-  if (stream != NULL) r = cddp__event_acquire(cddp__device_of(g), *stream, &work->event);
-  if (r == CDDP_OK) {
-    *out = work;
-    return r;
-  }
-  cddp__event_release(cddp__device_of(g), &work->event);
-  cddp__work_free(work);
-  return r;
-}
-
-/* Issues the posted sends and receives together. A failure breaks the group, and their waits return
-   it. only: do nothing if another thread has issued this one; NULL: any. */
-static cddp_result cddp__issue_messages(cddp__device *device, const cddp_work *only) {
-  const cddp_allocator *allocator = &device->group->host->allocator;
-  cddp__call *calls = NULL;
-  cddp_result r = CDDP_OK;
-  cddp_work *work;
-  int n = 0;
-  pthread_mutex_lock(&device->issue_lock);
-  if (only == NULL || !only->done)
-    for (work = device->messages; work != NULL; work = work->next) n++;
-  if (n > 0) {
-    calls = (cddp__call *)cddp__malloc(allocator, (size_t)n * sizeof *calls);
-    r = calls == NULL ? CDDP_OUT_OF_MEMORY
-                      : cddp__stream_after(device, device->side, cddp__main_stream(device->group));
-    for (n = 0, work = device->messages; r == CDDP_OK && work != NULL; work = work->next)
-      calls[n++] = work->call;
-    if (r == CDDP_OK) r = cddp__issue_held(device, calls, n, device->side);
-    while ((work = device->messages) != NULL) {
-      device->messages = work->next;
-      if (r == CDDP_OK) r = cddp__event_acquire(device, device->side, &work->event);
-      work->done = true;
-    }
-    if (r != CDDP_OK) r = cddp__break(device->group, r); /* the other ranks wait for these */
-    cddp__free(allocator, calls);
-  }
-  pthread_mutex_unlock(&device->issue_lock);
-  return cddp__release_buffers(device, r);
-}
-
-static bool cddp__device_done(cddp_work *work) {
-  cddp__device *device = cddp__device_of(work->group);
-  cudaError_t e;
-  if (!work->on_stream) return cddp__cpu_done(work);
-  if (cddp__use_device(device->index) != CDDP_OK) return true;
-  if (cddp__capturing(cddp__main_stream(work->group))) return false; /* a query would end that */
-  if (work->call.kind >= CDDP__KIND_SEND) (void)cddp__issue_messages(device, work);
-  if (work->event == NULL || cddp__is_broken(work->group)) return true;
-  e = cudaEventQuery((cudaEvent_t)work->event);
-  if (e != cudaSuccess) (void)cudaGetLastError(); /* also set by cudaErrorNotReady */
-  return e != cudaErrorNotReady;
-}
-
-/* Without a limit only the group's stream waits for the operation. CUDA cannot wait with a limit:
-   the host asks repeatedly. */
-static cddp_result cddp__device_wait(cddp_work *work, double limit) {
-  cddp_group *g = work->group;
-  cddp__device *device = cddp__device_of(g);
-  cddp__wait w;
-  cddp_result r;
-  if (!work->on_stream) {
-    r = cddp__cpu_wait(work, limit);
-    if (work->stage == NULL || (r == CDDP_TIMEOUT && limit >= 0)) return r;
-    return cddp__unstage(work, r);
-  }
-  cddp__wait_begin(&w, limit);
-  while (limit >= 0 && !cddp__device_done(work))
-    if (!cddp__wait_pause(&w)) return cddp__fail_unfinished(work, limit);
-  r = cddp__use_device(device->index); /* the default stream is the current device's */
-  if (work->call.kind >= CDDP__KIND_SEND) (void)cddp__issue_messages(device, work);
-  if (r == CDDP_OK) r = cddp__check_group(g);
-  if (r == CDDP_OK && work->event != NULL)
-    r = CDDP__CUDA(cudaStreamWaitEvent, cddp__main_stream(g), (cudaEvent_t)work->event, 0);
-  cddp__event_release(device, &work->event);
-  return r;
-}
-
-/* --- the calls of a group --- */
-
-/* Runs on the group's engine thread. */
-static cddp_result cddp__run_barrier(cddp_work *work) {
-  cddp__device *device = cddp__device_of(work->group);
-  cddp_result r = cddp__use_device(device->index);
-  if (r == CDDP_OK) r = cddp__await_stream(device, NULL, (cudaEvent_t)work->event);
-  cddp__event_release(device, &work->event);
-  if (r == CDDP_OK) r = cddp__run_recorded(work->group, &work->call, work->record);
-  return r == CDDP_OK ? cddp__compare_logs(device) : r;
-}
-
-/* Waits on the host for the group's stream, then for the other ranks. Ranks of several hosts
-   compare the hashes of their calls as the barrier's count. */
-static cddp_result cddp__device_barrier(cddp_group *g, const cddp__call *call, cddp_work **work) {
-  cddp__device *device = cddp__device_of(g);
-  cudaStream_t stream = cddp__main_stream(g);
-  cddp_work *w;
-  cddp_result r =
-      cddp__refuse_capture(stream, CDDP_INVALID_ARGUMENT, "a barrier waits on the host");
-  if (r == CDDP_OK) r = cddp__device_work(g, call, &stream, &w);
-  if (r != CDDP_OK) return r;
-  w->on_stream = false; /* the engine runs it on the host */
-  w->run = cddp__run_barrier;
-  pthread_mutex_lock(&device->lock);
-  if (g->hosts != NULL && g->backend->enqueues)
-    w->call.count = (size_t)device->hashes[cddp__logged_calls(device) & (CDDP__CALL_HASHES - 1)];
-  pthread_mutex_unlock(&device->lock);
-  if ((r = cddp__enqueue(w)) == CDDP_OK) {
-    if (work == NULL) return cddp__work_wait(w, -1);
-    *work = w;
-    return r;
-  }
-  cddp__event_release(device, &w->event);
-  cddp__work_free(w);
-  return r;
-}
-
-/* Exchanges the counts before NCCL transfers the data. To a rank without data no buffer shows where
-   the others' are: they may be in host memory. */
-static cddp_result cddp__counts_on_device(cddp_group *g, cddp__call *call) {
-  bool host = false;
-  size_t sent, received;
-  cddp_result r;
-  cddp__engine_drain(g);
-  r = cddp__exchange_counts(g, call, &host);
-  if (r != CDDP_OK || !host) return r;
-  cddp__buffer_bytes(g, call, &sent, &received);
-  if (sent + received > 0)
-    return cddp__fail(CDDP_MISMATCH,
-                      "ranks disagree: rank %d's buffers in %s are on its device, "
-                      "another rank's in host memory",
-                      g->rank, cddp__shapes[call->kind].name);
-  r = cddp__run_sized(g, call);
-  call->count = 0;
-  return r;
-}
-
-/* Runs a collective with NCCL on the group's stream. With a handle, or if it needs a copy in the
-   context's scratch memory, it runs on the side stream. */
-static cddp_result cddp__nccl_call(cddp_group *g, const cddp__call *given, cddp_work **work) {
-  cddp__device *device = cddp__device_of(g);
-  bool copied = g->size > 1 && cddp__overwrites(given);
-  cudaStream_t home = cddp__main_stream(g), s = work != NULL || copied ? device->side : home;
-  uint64_t record = cddp__record_call(g, given);
-  cddp__call call = *given;
-  size_t bytes = call.count * call.esize * (size_t)g->size;
-  void *copy;
-  cddp_result r = call.shares != NULL ? cddp__counts_on_device(g, &call) : CDDP_OK;
-  if (r == CDDP_OK) r = cddp__stream_after(device, s, home);
-  if (r == CDDP_OK && copied &&
-      (r = cddp__device_scratch(&device->scratch, bytes, &copy)) == CDDP_OK) {
-    r = cddp__device_copy(copy, call.send, bytes, s);
-    call.send = copy;
-  }
-  if (r == CDDP_OK && call.count > 0) r = cddp__issue(device, &call, 1, s);
-  if (r == CDDP_OK)
-    r = work != NULL ? cddp__device_work(g, &call, &s, work) : cddp__stream_after(device, home, s);
-  if (r != CDDP_OK && g->size > 1) r = cddp__break(g, r); /* the other ranks wait for this call */
-  cddp__record_finish(g, record, r);                      /* the device may still be working */
-  return r;
-}
-
-/* Posts a message for NCCL. Without a handle it is issued now, together with all posted ones. */
-static cddp_result cddp__nccl_message(cddp_group *g, const cddp__call *call, cddp_work **work) {
-  cddp__device *device = cddp__device_of(g);
-  cddp_work **link, *w;
-  cddp_result r;
-  if (call->root == CDDP_ANY)
-    return cddp__fail(CDDP_UNSUPPORTED, "CDDP_ANY is not supported for device memory: name the "
-                                        "sending rank, or receive in host memory");
-  if (device->comm == NULL || (work == NULL && call->root == g->rank))
-    return cddp__fail(device->comm == NULL ? CDDP_UNSUPPORTED : CDDP_INVALID_ARGUMENT,
-                      "rank %d sends device memory to itself: with NCCL that needs a group of two "
-                      "ranks, and a work handle for both send and recv",
-                      g->rank);
-  if ((r = cddp__device_work(g, call, NULL, &w)) != CDDP_OK) return r;
-  pthread_mutex_lock(&device->issue_lock);
-  for (link = &device->messages; *link != NULL; link = &(*link)->next) {}
-  *link = w;
-  pthread_mutex_unlock(&device->issue_lock);
-  if (work == NULL) return cddp__work_wait(w, -1);
-  *work = w;
-  return CDDP_OK;
-}
-
-static cddp_result cddp__device_start(cddp_group *g, const cddp__call *call, cddp_work **work) {
-  cddp__device *device = cddp__device_of(g);
-  bool message = call->kind >= CDDP__KIND_SEND, enqueues = g->backend->enqueues, here;
-  size_t sent, received;
-  cddp_result r;
-  if (work != NULL) *work = NULL;
-  if ((r = cddp__device_enter(g)) != CDDP_OK) return r;
-  if ((r = cddp__memory_of_call(device, call, &here)) != CDDP_OK) return r;
-  cddp__buffer_bytes(g, call, &sent, &received);
-  here = here && (sent + received > 0 || (enqueues && !message));
-  if (!message && (r = cddp__issue_messages(device, NULL)) != CDDP_OK) return r;
-  if (call->kind == CDDP__KIND_BARRIER) return cddp__device_barrier(g, call, work);
-  if ((r = cddp__check_group(g)) != CDDP_OK) return r;
-  if (here && enqueues && call->op > CDDP_MAX)
-    return cddp__fail(CDDP_UNSUPPORTED, "NCCL has no bitwise operations: reduce integers in host "
-                                        "memory, or in a group with backend \"cpu\"");
-  if (!message) cddp__log_call(device, call, here || call->shares != NULL);
-  if (!here) return cddp__cpu_start(g, call, work);
-  if (!enqueues) return cddp__stage_call(device, call, cddp__main_stream(g), work);
-  return message ? cddp__nccl_message(g, call, work) : cddp__nccl_call(g, call, work);
-}
-
-static cddp_result cddp__device_synchronize(cddp_group *g) {
-  cddp__device *device = cddp__device_of(g);
-  cddp_result r;
-  cddp__engine_drain(g);
-  if ((r = cddp__device_enter(g)) != CDDP_OK) return r;
-  if ((r = cddp__issue_messages(device, NULL)) != CDDP_OK) return r;
-  if ((r = cddp__check_group(g)) != CDDP_OK) return r;
-  return cddp__await_stream(device, cddp__main_stream(g), NULL);
-}
-
-/* --- contexts: connected, left --- */
-
-/* Collective: runs sums and means of several sizes. NCCL connects ranks at the first use of an
-   algorithm, while the host waits. Without this call the first training step would wait. */
-static cddp_result cddp__warm_up(cddp__device *device) {
-  cddp__call call;
-  void *room = NULL;
-  size_t bytes;
-  int mean;
-  cddp_result r = CDDP__CUDA(cudaMalloc, &room, CDDP__WARM_UP);
-  if (r == CDDP_OK) r = cddp__device_zero(room, CDDP__WARM_UP, device->side);
-  for (bytes = 8; bytes <= CDDP__WARM_UP; bytes *= 32) {
-    for (mean = 0; r == CDDP_OK && mean < 2; mean++) {
-      call = cddp__make_call(CDDP__KIND_ALL_REDUCE, room, room, bytes / (mean ? 2 : 4),
-                             mean ? CDDP_F16 : CDDP_F32, mean ? CDDP_AVG : CDDP_SUM, -1);
-      r = cddp__issue(device, &call, 1, device->side);
-    }
-  }
-  if (r == CDDP_OK) r = cddp__await_stream(device, device->side, NULL);
-  if (r != CDDP_OK) r = cddp__break(device->group, r);
-  if (room != NULL) cudaFree(room);
-  if (r != CDDP_OK) return r;
-  /* A rank that ends after this call must not end the warm-up of the others. */
-  return cddp__round(device->group, CDDP__KIND_GROUP_NEW, CDDP__PHASE_CONNECTED, 0, NULL, 0);
-}
-
-/* Collective: creates a communicator over all ranks of the context's group. */
-static cddp_result cddp__nccl_connect(cddp__device *device) {
-  cddp_group *g = device->group;
-  ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
-  ncclUniqueId id;
-  ncclResult_t e = ncclSuccess;
-  cddp_result r;
-  cddp__watch_hosts(g); /* from now on leaders notice each other's end */
-  r = cddp__start_watching(device);
-  if (r == CDDP_OK && g->rank == 0 && (e = ncclGetUniqueId(&id)) != ncclSuccess)
-    r = cddp__fail(CDDP_NCCL, "ncclGetUniqueId: %s (%.300s)", ncclGetErrorString(e),
-                   ncclGetLastError(NULL));
-  if ((r = cddp__consensus(g, r, NULL, 0, NULL)) != CDDP_OK) return r;
-  r = cddp__broadcast(g, &id, sizeof id, 0);
-  if (r != CDDP_OK) return r;
-  config.blocking = 0;
-  pthread_mutex_lock(&device->issue_lock);
-  if (cddp__comm_alive(device)) {
-    e = ncclCommInitRankConfig(&device->comm, g->size, id, g->rank, &config);
-    r = cddp__await_nccl(device, e, "ncclCommInitRankConfig");
-  } else {
-    r = cddp__check_failure(g);
-  }
-  pthread_mutex_unlock(&device->issue_lock);
-  return r == CDDP_OK ? cddp__warm_up(device) : r;
-}
-
-/* Collective over g: creates its device context. connects: with a communicator, unless g is too
-   small or the backend needs none. */
-static cddp_result cddp__device_open(cddp_group *g, int device, const cddp__backend *backend,
-                                     const cddp_kernels *kernels, bool connects) {
-  cddp__device *p = (cddp__device *)cddp__calloc(NULL, 1, sizeof *p); /* can outlive g */
-  int least = 0, greatest = 0;
-  cddp_result r;
-  if (p == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
-  /* notes whether all groups of the process are on one device */
-  if (!cddp__swap32(&cddp__device_groups, 0, (uint32_t)device + 1) &&
-      cddp__load32(&cddp__device_groups) != (uint32_t)device + 1)
-    cddp__store32(&cddp__device_groups, CDDP__SEVERAL_DEVICES);
-  p->state.v = CDDP__COMM_DONE; /* no communicator */
-  p->group = g;
-  p->index = device;
-  g->backend = backend;
-  p->kernels = kernels;
-  pthread_mutex_init(&p->issue_lock, NULL);
-  pthread_mutex_init(&p->lock, NULL);
-  r = cddp__use_device(device);
-  if (r == CDDP_OK) r = CDDP__CUDA(cudaDeviceGetStreamPriorityRange, &least, &greatest);
-  if (r == CDDP_OK)
-    r = CDDP__CUDA(cudaStreamCreateWithPriority, &p->side, cudaStreamNonBlocking, greatest);
-  for (; r == CDDP_OK && p->spares < CDDP__SPARE_EVENTS; p->spares += r == CDDP_OK)
-    r = CDDP__CUDA(cudaEventCreateWithFlags, &p->spare[p->spares], cudaEventDisableTiming);
-  if (r != CDDP_OK) r = cddp__break(g, r);
-  else if (connects && backend->enqueues && g->size >= CDDP__COMM_MIN_RANKS)
-    r = cddp__nccl_connect(p);
-  if (r == CDDP_OK) {
-    g->device = p;
-    return r;
-  }
-  g->backend = &cddp__cpu_backend;
-  cddp__device_delete(p);
-  return r;
-}
-
-/* Collective over g, which has no context yet: creates one like that of group `from`. */
-static cddp_result cddp__device_open_like(const cddp_group *from, cddp_group *g) {
-  const cddp__device *like = cddp__device_of(from);
-  g->stream = from->stream;
-  return cddp__device_open(g, like->index, from->backend, like->kernels, true);
-}
-
-/* Before a split: waits for the device, and checks that all ranks have made the same calls. */
-static cddp_result cddp__device_before_split(cddp_group *g) {
-  cddp__call call = cddp__make_call(CDDP__KIND_BARRIER, NULL, NULL, 0, CDDP_F32, CDDP_SUM, -1);
-  cddp__device *device = cddp__device_of(g);
-  cddp_result r = cddp__device_synchronize(g);
-  if (r == CDDP_OK && device->comm != NULL) r = cddp__await_stream(device, device->side, NULL);
-  if (r == CDDP_OK) r = cddp__device_barrier(g, &call, NULL);
-  return r == CDDP_OK ? r : cddp__break(g, r); /* the other ranks wait in the split */
-}
-
-/* Ends the communicator in good order: first this rank finishes operations that peers still need.
-   Nothing here breaks the group, since the remaining ranks must not see a failure. */
-static void cddp__device_leave(cddp_group *g) {
-  cddp__device *device = cddp__device_of(g);
-  cddp__wait w;
-  cddp__wait_begin(&w, INFINITY);
-  (void)cddp__use_device(device->index);
-  (void)cddp__issue_messages(device, NULL);
-  while (!cddp__is_broken(g) && cddp__device_busy(device) > 0) {
-    cddp__futex_wake(&device->state); /* the poller polls immediately */
-    cddp__wait_pause(&w);
-  }
-  if (!cddp__is_broken(g)) cddp__device_end(device, CDDP__COMM_DESTROYED);
-  cddp__device_stop(device);
-}
-
-/* Models that outlive the group need its context to free their memory, until now. */
-static void cddp__device_close(cddp_group *g) {
-  (void)cddp__use_device(cddp__device_of(g)->index);
-  cddp__device_delete(cddp__device_of(g));
-  g->backend = &cddp__cpu_backend;
-  g->device = NULL;
-}
-
-/* --- choice of the device --- */
-
-#define CDDP__DEVICE_FUNCTIONS \
-  cddp__device_start, cddp__device_wait, cddp__device_done, cddp__device_synchronize, \
-      cddp__device_alloc, cddp__device_free, cddp__device_convert, cddp__device_before_split, \
-      cddp__device_open_like, cddp__device_leave, cddp__device_close
-/* on_device, enqueues, functions */
-static const cddp__backend cddp__nccl_backend = {true, true, CDDP__DEVICE_FUNCTIONS};
-static const cddp__backend cddp__staged_backend = {true, false, CDDP__DEVICE_FUNCTIONS};
-
-/* Chooses this rank's device, and describes it for the other ranks. */
-static cddp_result cddp__choose_device(const cddp_group *g, const cddp_group_desc *desc, bool nccl,
-                                       cddp__device_report *out) {
-  const char *blocking = getenv("NCCL_COMM_BLOCKING"), *nccl_host = getenv("NCCL_HOSTID");
-  const char *several = getenv("NCCL_MULTI_RANK_GPU_ENABLE");
-  bool certain = desc->device[4] == ':', may_share;
-  int device, count = 0, version = 0, local = -1, i;
-  struct cudaDeviceProp about;
-  cddp_result r = CDDP_OK;
-  cudaError_t e = cudaGetDeviceCount(&count);
-  memset(out, 0, sizeof *out);
-  memset(&about, 0, sizeof about);
-  if (e != cudaSuccess || count == 0) {
-    (void)cudaGetLastError();
-    (void)cudaRuntimeGetVersion(&version);
-    return cddp__fail(CDDP_CUDA,
-                      "CUDA finds no GPU here (%s): the NVIDIA driver is missing or too old for "
-                      "CUDA %d.%d, CUDA_VISIBLE_DEVICES hides all, or the process used CUDA before "
-                      "it forked (cddp_spawn must come first); device \"cpu\" needs no GPU",
-                      cudaGetErrorString(e), version / 1000, version % 1000 / 10);
-  }
-  if (!g->host->threads || g->size == 1) /* else LOCAL_RANK is the process's, not a thread's */
-    r = cddp__env_int("LOCAL_RANK", 0, INT_MAX, &local);
-  if (r != CDDP_OK) return r;
-  device = certain ? atoi(desc->device + 5) : local >= 0 ? local : g->local_rank;
-  if (!certain && (!nccl || count == 1)) device %= count; /* count 1: only its own is visible */
-  if (device >= count)
-    return CDDP__REFUSE("rank %d needs cuda:%d, but the GPUs visible here are %d, from cuda:0 on: "
-                        "start at most %d ranks here, or let them share with backend \"cpu\"",
-                        g->rank, device, count, count);
-  if (nccl && blocking != NULL && strcmp(blocking, "1") == 0)
-    return CDDP__REFUSE(
-        "NCCL_COMM_BLOCKING=1 makes NCCL's calls block without a deadline: unset it");
-  r = CDDP__CUDA(cudaSetDevice, device);
-  if (r == CDDP_OK) r = CDDP__CUDA(cudaGetDeviceProperties, &about, device);
-  may_share = ncclGetVersion(&version) == ncclSuccess && version >= 23000 && several != NULL &&
-              strcmp(several, "1") == 0;
-  for (i = 0; i < 16 && !may_share; i++) /* the uuid of a GPU, or of a part of one */
-    snprintf(out->gpu + 2 * i, 3, "%02x", (unsigned char)about.uuid.bytes[i]);
-  out->device = device;
-  out->kernels = cddp__registered_kernels != NULL;
-  cddp__host_identity(out->host, sizeof out->host);
-  if (nccl_host != NULL) /* NCCL's name of the host: with different names, tests share a GPU */
-    snprintf(out->host, sizeof out->host, "%s", nccl_host);
-  return r;
-}
-
-/* Collective: creates the device context of a group that has none. */
-static cddp_result cddp__give_device(cddp_group *g, const cddp_group_desc *desc) {
-  const cddp_allocator *allocator = &g->host->allocator;
-  const char *backend = cddp__backend_name(desc);
-  bool nccl = backend == NULL || strcmp(backend, "nccl") == 0;
-  cddp__device_report mine, *all;
-  bool kernels = true, joins = g->host->joined; /* a joining rank is alone: no exchange */
-  int n = joins ? 1 : g->size, i, k;
-  cddp_result r;
-  all = (cddp__device_report *)cddp__malloc(allocator, (size_t)g->size * sizeof *all);
-  if (all == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
-  r = cddp__choose_device(g, desc, nccl, &mine);
-  if (joins) all[0] = mine;
-  else r = cddp__consensus(g, r, &mine, sizeof mine, all);
-  for (i = 0; r == CDDP_OK && i < n; i++) {
-    kernels = kernels && all[i].kernels != 0;
-    for (k = 0; r == CDDP_OK && nccl && k < i; k++) { /* the same result on every rank */
-      if (all[i].gpu[0] == 0 || strcmp(all[i].gpu, all[k].gpu) != 0 ||
-          strcmp(all[i].host, all[k].host) != 0)
-        continue;
-      r = CDDP__REFUSE(
-          "%s and %s both have cuda:%d (%s), but NCCL needs a GPU for each rank: set device to "
-          "\"cuda\" for cuda:LOCAL_RANK, start fewer ranks, or let them share with backend \"cpu\" "
-          "or, from NCCL 2.30 on, with NCCL_MULTI_RANK_GPU_ENABLE=1",
-          cddp__name_rank(g, k).s, cddp__name_rank(g, i).s, all[i].device, all[i].gpu);
-    }
-  }
-  cddp__free(allocator, all);
-  if (r != CDDP_OK) return r;
-  if (mine.kernels != 0)
-    r = cddp__cuda_result((cddp__registered_kernels->load)(), "loading kernels");
-  if (r != CDDP_OK) return cddp__break(g, r);
-  r = cddp__device_open(g, mine.device, nccl ? &cddp__nccl_backend : &cddp__staged_backend,
-                        kernels ? cddp__registered_kernels : NULL, !joins);
-  if (r != CDDP_OK) return r;
-  if (nccl && mine.gpu[0] != 0)
-    cddp__device_of(g)->gpu =
-        cddp__hash64(1, mine.gpu, sizeof mine - offsetof(cddp__device_report, gpu));
-  return CDDP_OK;
-}
-
-/* Returns whether p is device memory. CUDA's answer creates a context on the current device, so the
-   group's device becomes current first. Without a group, in a thread that has chosen no device, it
-   is the device of all groups of the process. */
-static bool cddp__on_device(const cddp_group *g, const void *p) {
-  struct cudaPointerAttributes attributes;
-  uint32_t only = cddp__load32(&cddp__device_groups);
-  int now = -1;
-  if (p == NULL || !cddp__cuda_in_use()) return false;
-  if (g != NULL && g->backend->on_device)
-    (void)cddp__use_device(cddp__device_of(g)->index);
-  else if (only > 1 && only != CDDP__SEVERAL_DEVICES && cudaGetDevice(&now) == cudaSuccess &&
-           now == 0)
-    (void)cddp__use_device((int)only - 1);
-  if (cudaPointerGetAttributes(&attributes, p) == cudaSuccess)
-    return attributes.type == cudaMemoryTypeDevice || attributes.type == cudaMemoryTypeManaged;
-  (void)cudaGetLastError(); /* no device: no device memory */
-  return false;
-}
-
-/* Waits for the work on the group's stream. Without a group on a device: for all work on the
-   current device. */
-static cddp_result cddp__await_device(cddp_group *g) {
-  cddp_result r;
-  if (g == NULL || !g->backend->on_device)
-    return cddp__cuda_result(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
-  r = cddp__refuse_capture(cddp__main_stream(g), CDDP_INVALID_ARGUMENT,
-                           "a checkpoint waits on the host");
-  return r == CDDP_OK ? cddp__device_synchronize(g) : r;
-}
-
-#else
-static cddp_result cddp__give_device(cddp_group *g, const cddp_group_desc *desc) {
-  (void)g, (void)desc;
-  return cddp__fail(CDDP_UNSUPPORTED, "this build has no CUDA");
-}
-static bool cddp__on_device(const cddp_group *g, const void *p) {
-  return (void)g, (void)p, false;
-}
-static void cddp__await_watchers(void) {}
-static cddp_result cddp__await_device(cddp_group *g) { return (void)g, CDDP_OK; }
-static cddp_result cddp__transfer(cddp_group *g, void *to, const void *from, size_t bytes) {
-  (void)g, memcpy(to, from, bytes);
-  return CDDP_OK;
-}
-#endif
-
-/* >>kernels ------------------------------------------------------------------------------------
-   Job: call the kernels of cddp_kernels.cuh: optimizer steps and copies of weights.
-   Owns: the states of a cddp_optim with parameters on a device.
-   Touches: parameters, gradients and copies on the device.
-   Entry points: cddp__attach_optim; cddp__device_optim; cddp__device_step and cddp__device_copies
-   for the step of a cddp_ddp.
-   How it works:
-     1. The one .cu file that includes cddp_kernels.cuh registers the kernels before main.
-     2. One launch updates all parameters of a dtype that have the same settings.
-     3. The states are one piece of memory. It never moves, because a CUDA graph may have recorded
-        its address. */
-
-#ifdef CDDP_CUDA
-/* The address of parameter i's gradient on the device. d is NULL in cddp_optim_step. */
-static void *cddp__device_gradient(const cddp_optim *optim, const cddp_ddp *d, int i) {
-  if (d == NULL && cddp__optim_sparse(optim, i) == NULL) return optim->params[i].grad;
-  if (d == NULL) d = optim->desc.ddp;
-  return d->arena + (cddp__sparse_of(d, i) != NULL ? d->tensors[i].dense : d->tensors[i].offset);
-}
-
-/* Returns whether one launch can update parameters i and j. d is NULL in cddp_optim_step. */
-static bool cddp__same_launch(const cddp_optim *optim, const cddp_ddp *d, int i, int j) {
-  bool steps = optim->algorithm->counts ? optim->steps[i] == optim->steps[j]
-                                        : (optim->steps[i] == 0) == (optim->steps[j] == 0);
-  return steps && optim->params[i].dtype == optim->params[j].dtype &&
-         optim->desc.lr_scales[i] == optim->desc.lr_scales[j] &&
-         optim->desc.weight_decays[i] == optim->desc.weight_decays[j] &&
-         (d == NULL || (cddp__sparse_of(d, i) == NULL) == (cddp__sparse_of(d, j) == NULL));
-}
-
-/* The stream of the cddp_ddp's group, or of the desc. Makes the optimizer's device current. */
-static cudaStream_t cddp__optim_stream(const cddp_optim *optim, const cddp_ddp *d) {
-  (void)cddp__use_device(optim->device);
-  if (d == NULL) d = optim->desc.ddp;
-  return d != NULL ? cddp__main_stream(d->group) : (cudaStream_t)optim->desc.stream;
-}
-
-/* Updates the weights that this rank keeps states for. d: in cddp_ddp_step, with the gradients in
-   its arena. factors: by dtype, to make them means. Sparse gradients, and all if they are clipped,
-   are means already. */
-static cddp_result cddp__device_step(cddp_optim *optim, const cddp_ddp *d, const double *factors) {
-  cudaStream_t stream = cddp__optim_stream(optim, d);
-  cddp_segment *segments = optim->segments;
-  bool capturing = cddp__capturing(stream), clips = d != NULL && d->desc.max_grad_norm > 0;
-  const cddp_kernels *kernels = cddp__registered_kernels;
-  cddp_result r = CDDP_OK;
-  int i, j, n;
-  for (i = 0; i < optim->count; i++) optim->launched[i] = cddp__optim_skips(optim, i);
-  for (i = optim->count - 1; r == CDDP_OK && i >= 0; i--) { /* ascending in a cddp_ddp's arena */
-    bool sum = d != NULL && cddp__sparse_of(d, i) == NULL && !clips; /* the kernel divides it */
-    if (optim->launched[i]) continue;
-    if (capturing && optim->algorithm->counts)
-      return cddp__fail(CDDP_UNSUPPORTED,
-                        "%s cannot be captured in a CUDA graph, which would repeat one step number",
-                        optim->algorithm->name);
-    if (capturing && optim->states > 0 && optim->steps[i] == 0)
-      return CDDP__REFUSE(
-          "take two steps before you capture one in a CUDA graph: the first starts momentum");
-    for (n = 0, j = i; j >= 0; j--) {
-      size_t from = optim->parts[j].first * cddp__dtype_size(optim->params[j].dtype);
-      if (optim->launched[j] || !cddp__same_launch(optim, d, i, j)) continue;
-      optim->launched[j] = true;
-      if (optim->parts[j].count == 0) continue;
-      segments[n].data = (char *)optim->params[j].data + from;
-      segments[n].grad = (char *)cddp__device_gradient(optim, d, j) + from;
-      segments[n].momentum =
-          optim->states > (optim->desc.master_weights != 0) ? optim->state[j] : NULL;
-      segments[n].master = NULL;
-      if (optim->desc.master_weights != 0 && cddp__has_state(optim, optim->states - 1, j))
-        segments[n].master = optim->state[(optim->states - 1) * optim->count + j];
-      if (segments[n].master != NULL && optim->fresh[j] && r == CDDP_OK)
-        r = cddp__cuda_result(kernels->convert(segments[n].master, CDDP_F32, segments[n].data,
-                                               optim->params[j].dtype, optim->parts[j].count,
-                                               (void *)stream),
-                              "the kernel that begins masters");
-      segments[n++].count = optim->parts[j].count;
-    }
-    if (r != CDDP_OK || n == 0) continue;
-    r = cddp__cuda_result(
-        optim->algorithm->launch(optim, i, kernels, segments, n,
-                                 sum ? factors[optim->params[i].dtype] : 1,
-                                 clips && d->step.used[i] ? d->gpu.clip : NULL,
-                                 d != NULL ? (unsigned)CDDP_SGD_ZERO : 0, (void *)stream),
-        "the optimizer's kernel");
-  }
-  return r;
-}
-
-static cddp_result cddp__device_copies(const cddp_optim *optim, const cddp_ddp *d) {
-  cudaStream_t stream = cddp__optim_stream(optim, d);
-  int i;
-  if (optim->desc.copies == NULL) return CDDP_OK;
-  memset(optim->segments, 0, (size_t)optim->count * sizeof *optim->segments);
-  for (i = 0; i < optim->count; i++) {
-    optim->segments[i].data = optim->params[i].data;
-    optim->segments[i].count = optim->desc.copies[i] != NULL ? optim->params[i].count : 0;
-  }
-  return cddp__cuda_result(cddp__registered_kernels->copies(optim->segments, optim->desc.copies,
-                                                            optim->count, optim->desc.copy_dtype,
-                                                            (void *)stream),
-                           "the kernel that copies weights");
-}
-
-static cddp_result cddp__device_step_copies(cddp_optim *optim) {
-  cddp_result r = cddp__device_step(optim, NULL, NULL);
-  return r == CDDP_OK ? cddp__device_copies(optim, NULL) : r;
-}
-
-static cddp_result cddp__device_write_copies(const cddp_optim *optim) {
-  return cddp__device_copies(optim, NULL);
-}
-
-static cddp_result cddp__device_clear(const cddp_optim *optim, void *p, size_t bytes, bool waits) {
-  cudaStream_t stream = cddp__optim_stream(optim, NULL);
-  cddp_result r = cddp__device_zero(p, bytes, stream);
-  return r == CDDP_OK && waits ? CDDP__CUDA(cudaStreamSynchronize, stream) : r;
-}
-
-/* Allocates zeroed states of this rank's parts. */
-static cddp_result cddp__states_alloc(cddp_optim *optim) {
-  size_t bytes = 0;
-  cddp_result r;
-  int i, k;
-  for (k = 0; k < optim->count * optim->states; k++) {
-    i = k % optim->count;
-    optim->state[k] = (void *)(uintptr_t)bytes;
-    if (cddp__has_state(optim, k / optim->count, i))
-      bytes += cddp__round_up(
-          optim->parts[i].count * cddp__dtype_size(cddp__state_type(optim, i)), 256);
-  }
-  (void)cddp__use_device(optim->device);
-  r = cddp__cuda_result(cudaMalloc(&optim->flat, bytes > 0 ? bytes : 1), "cudaMalloc of states");
-  if (r != CDDP_OK) return r;
-  for (k = 0; k < optim->count * optim->states; k++)
-    optim->state[k] = (char *)optim->flat + (uintptr_t)optim->state[k];
-  return cddp__device_clear(optim, optim->flat, bytes, true);
-}
-
-static void cddp__states_free(cddp_optim *optim) {
-  cddp__free(NULL, optim->segments);
-  cddp__free_on(optim->device, optim->flat);
-}
-
-static const cddp__optim_backend cddp__device_optim = {true, /* on_device */
-                                                       cddp__device_step_copies,
-                                                       cddp__device_write_copies,
-                                                       cddp__device_clear,
-                                                       cddp__states_free};
-#endif
-
-/* Selects the backend of a cddp_optim: the device's if its parameters are on a device. */
-static cddp_result cddp__attach_optim(cddp_optim *optim) {
-#ifdef CDDP_CUDA
-  const cddp_ddp *d = optim->desc.ddp;
-  struct cudaPointerAttributes about;
-  const void *on_device = NULL, *on_host = NULL;
-  cddp_result r;
-  int i;
-  if (d != NULL ? !d->group->backend->on_device : !cddp__cuda_in_use()) return CDDP_OK;
-  for (i = 0; i < optim->count; i++) {
-    const void *at = optim->params[i].count > 0 ? optim->params[i].data : NULL;
-    if (cddp__on_device(d != NULL ? d->group : NULL, at)) on_device = at;
-    else if (at != NULL) on_host = at;
-  }
-  if (on_device != NULL && on_host != NULL)
-    return CDDP__REFUSE("some parameters are on a GPU and others in host memory: a cddp_optim "
-                        "needs all in one place");
-  if (on_device == NULL) return CDDP_OK;
-  if ((r = CDDP__CUDA(cudaPointerGetAttributes, &about, on_device)) != CDDP_OK) return r;
-  optim->device = d != NULL ? cddp__device_of(d->group)->index : about.device;
-  if ((r = cddp__need_kernels(optim->algorithm->name)) != CDDP_OK) return r;
-  optim->segments = (cddp_segment *)cddp__malloc(NULL,
-                                                 (size_t)optim->count * sizeof *optim->segments);
-  if (optim->segments == NULL) return CDDP_OUT_OF_MEMORY;
-  optim->backend = &cddp__device_optim;
-  if (optim->states == 0) return CDDP_OK;
-  return cddp__states_alloc(optim); /* zeroed before a step on any stream */
-#else
-  (void)optim;
-  return CDDP_OK;
-#endif
-}
-
 /* >>ddp -------------------------------------------------------------------------------------------
    Distributed data parallel training, for gradients in host memory and on devices, in nine rooms.
    Job of this room: the memory of a model, collectives on it, and its failure.
@@ -16896,7 +15196,7 @@ static cddp_result cddp__attach_optim(cddp_optim *optim) {
         A bucket reduced early begins when it and all before it are full (>>ddp-buckets).
      3. cddp_ddp_next_shard ends a shard, if a rank has several (>>ddp-shards).
      4. cddp_ddp_step (>>ddp-step): the ranks meet in one round of d->control, finish the reduction,
-        and update the weights: in one pass on a host (>>ddp-host), or a kernel (>>ddp-device). */
+        and update the weights: in one pass on a host (>>ddp-host), or a kernel. */
 
 /* Functions for one kind of memory, host or device. stream: NULL on a host. */
 struct cddp__ddp_memory {
@@ -16914,7 +15214,8 @@ struct cddp__ddp_memory {
   cddp_result (*sum)(void *out, cddp_dtype dtype, const void *const *nodes, const int *widths,
                      int count, int divisor, size_t n, void *stream);
   cddp_result (*fence)(cddp_ddp *d); /* the caller's stream waits for all buckets */
-  cddp_result (*broadcast)(cddp_ddp *d, int n); /* first n of d->gpu.calls together; NULL: unused */
+  cddp_result (*await)(cddp_ddp *d); /* the host waits for the caller's stream */
+  cddp_result (*broadcast)(cddp_ddp *d, int n); /* the first n d->scratch.calls together */
   cddp_result (*scale)(void *p, size_t n, cddp_dtype dtype, double factor, void *stream);
   cddp_result (*clip)(cddp_ddp *d, double max_norm, double *norm);
   cddp_result (*norm)(cddp_ddp *d, double *norm); /* of the last clip; NULL: d->step.norm */
@@ -17229,7 +15530,7 @@ static cddp_result cddp__share_arrays(cddp_ddp *d, const cddp_param *arrays, int
   cddp_result r = CDDP_OK;
   cddp__packet packet;
   cddp__call c;
-  if (d->group->backend->on_device) cddp__drain_buckets(d); /* they use d->gpu.calls too */
+  if (d->group->backend->on_device) cddp__drain_buckets(d); /* they use d->scratch.calls too */
   for (; r == CDDP_OK && part <= last; part++) {
     cddp__packet_begin(&packet, d->control,
                        owners && x != NULL ? cddp__rank_on(x, 0, part) : part);
@@ -17248,7 +15549,7 @@ static cddp_result cddp__share_arrays(cddp_ddp *d, const cddp_param *arrays, int
                           part);
       if (!d->group->backend->on_device)
         r = cddp__packet_add(&packet, at, c.count, arrays[i].dtype);
-      else if (cddp__on_device(d->group, at)) d->gpu.calls[n++] = c;
+      else if (cddp__on_device(d->group, at)) d->scratch.calls[n++] = c;
       else r = (d->comm->backend->start)(d->comm, &c, NULL);
     }
     if (r == CDDP_OK) r = cddp__packet_send(&packet);
@@ -17729,21 +16030,17 @@ static cddp__call cddp__average_call(void *buf, size_t count, cddp_dtype dtype) 
 static cddp_result cddp__compress_hook(cddp_bucket *b, cddp_dtype small) {
   cddp__call c = cddp__average_call(b->data, b->count, b->dtype);
   const cddp__backend *backend = b->group->backend;
-  bool host = !backend->on_device;
   void *copy = NULL;
   cddp_result r = CDDP_OK;
   if (cddp__dtype_size(b->dtype) <= 2) return (backend->start)(b->group, &c, NULL);
-#ifdef CDDP_CUDA
-  if (!host)
-    r = cddp__device_scratch(&cddp__device_of(b->group)->scratch, 2 * b->count, &copy);
-#endif
-  if (host) copy = cddp__arena_alloc(b->group->host, b->count * 2, CDDP__EXTENT_USER);
+  if (backend->scratch != NULL) r = (backend->scratch)(b->group, 2 * b->count, &copy);
+  else copy = cddp__arena_alloc(b->group->host, b->count * 2, CDDP__EXTENT_USER);
   if (r == CDDP_OK && copy == NULL) r = CDDP_OUT_OF_MEMORY;
   if (r == CDDP_OK) r = (backend->convert)(b->group, copy, small, b->data, b->dtype, b->count);
   c = cddp__average_call(copy, b->count, small);
   if (r == CDDP_OK) r = (backend->start)(b->group, &c, NULL);
   if (r == CDDP_OK) r = (backend->convert)(b->group, b->data, b->dtype, copy, small, b->count);
-  if (host) cddp__arena_free(b->group->host, copy);
+  if (backend->scratch == NULL) cddp__arena_free(b->group->host, copy);
   return r;
 }
 
@@ -18429,280 +16726,8 @@ static cddp_result cddp__host_scale(void *p, size_t n, cddp_dtype dtype, double 
 static const cddp__ddp_memory cddp__host_memory = {
     cddp__host_use, cddp__host_copy, cddp__host_zero, cddp__host_alloc, NULL /* free */,
     cddp__host_scratch, NULL /* meet: always */, cddp__push_bucket, cddp__reduce_bucket,
-    cddp__host_sum, cddp__await_buckets, NULL /* broadcast */, cddp__host_scale, cddp__host_clip,
-    NULL /* norm */, cddp__host_step, cddp__host_publish};
-
-/* >>ddp-device ------------------------------------------------------------------------------------
-   Job: the same on gradients in device memory.
-   Owns: the arena on the device, and d->gpu. Entry points: cddp__gpu_memory.
-   How a step works:
-     1. With NCCL a bucket's all-reduce is a call of the caller's group, on that group's side
-        stream, after an event of the backward pass. The caller's stream then waits for the side
-        stream, and one kernel updates all weights and zeroes the gradients. The host waits for no
-        device, and for other ranks only if d->meets.
-     2. Without NCCL the engine of a private group reduces the buckets through host memory.
-     3. Every rank has complete states, or (sharded) those of its part. If the last step needed only
-        parts of the mean, NCCL reduces a bucket to the ranks whose parts are in it
-        (d->step.scatters). A step that needs the whole mean gathers it. */
-
-#ifdef CDDP_CUDA
-static cddp_result cddp__gpu_use(const cddp_group *g) {
-  if (cddp__load32(&g->left) == 0) return cddp__device_enter(g);
-  return CDDP__REFUSE(
-      "the group of the cddp_ddp was destroyed: call cddp_ddp_destroy before cddp_destroy");
-}
-
-static cddp_result cddp__gpu_scratch(cddp_ddp *d, size_t bytes, void **out) {
-  return cddp__device_scratch(&d->gpu.scratch, bytes, out);
-}
-
-/* *met: the ranks need not meet on the host. With NCCL the watchers compare the ranks' calls.
-   During a capture of a graph ranks are not compared. */
-static cddp_result cddp__gpu_meet(cddp_ddp *d, int kind, uint64_t check, bool *met) {
-  bool capturing = cddp__capturing(cddp__main_stream(d->group));
-  cddp__call note;
-  cddp_result r;
-  int i;
-  *met = capturing || (!d->meets && d->plan.rebuilt);
-  if (!*met) return CDDP_OK;
-  if (d->rows.sparse != NULL || d->desc.uneven_inputs) /* d->meets is set: this is a capture */
-    return cddp__fail(CDDP_UNSUPPORTED, "a step with sparse_rows or uneven_inputs waits for the "
-                                        "other ranks and cannot be captured in a CUDA graph");
-  if (capturing && !d->plan.rebuilt && !d->desc.find_unused_parameters)
-    return CDDP__REFUSE(
-        "take two steps before you capture one in a CUDA graph: the first arranges the buckets");
-  if ((r = cddp__check_group(d->control)) != CDDP_OK) return r;
-  for (i = 0; i < d->count; i++)
-    if (!d->tensors[i].ready)
-      return CDDP__REFUSE("gradient \"%s\" was not marked ready on rank %d; call cddp_ddp_ready "
-                          "for every parameter, or set find_unused_parameters",
-                          cddp__param_name(d->params, i).s, d->group->rank);
-  if (capturing) return CDDP_OK;
-  note = cddp__make_call(kind, NULL, NULL, check, CDDP_F32, CDDP_SUM, -1);
-  cddp__log_call(cddp__device_of(d->comm), &note, true);
-  d->control->calls++;
-  return CDDP_OK;
-}
-
-/* The bucket's all-reduce on the side stream, or (d->step.scatters) a reduce to each rank that has
-   a part of the bucket. It is a sum if cddp_ddp_step's kernel follows, which divides with the same
-   result, bit for bit. f16: see cddp__averages_by_sum. */
-static cddp_result cddp__gpu_reduce(cddp_ddp *d, cddp__bucket_state *b) {
-  cddp__device *p = cddp__device_of(d->comm);
-  cddp_dtype dtype = d->params[b->sorted[0]].dtype;
-  cddp__call note = cddp__make_call(CDDP__KIND_DDP_BUCKET, NULL, NULL,
-                                    (size_t)(b - d->plan.buckets), dtype, CDDP_SUM, -1);
-  size_t begin, end;
-  cddp__range range;
-  int i = 0, n = 0, k, parts = d->step.scatters ? d->group->size : 1;
-  cddp__log_call(p, &note, true);
-  while (cddp__next_range(d, b->sorted, b->count, &i, &range))
-    for (k = 0; k < parts; k++) {
-      cddp__slice(d->layout.dense, CDDP__BLOCK_BYTES, parts, k, &begin, &end);
-      begin = cddp__max(begin, range.begin);
-      end = cddp__min(end, range.end);
-      if (begin >= end) continue;
-      d->gpu.calls[n] = cddp__average_call(d->arena + begin, (end - begin) / note.esize, dtype);
-      if (d->step.scatters) d->gpu.calls[n].kind = CDDP__KIND_REDUCE, d->gpu.calls[n].root = k;
-      if (d->step.sums && dtype != CDDP_F16) d->gpu.calls[n].op = CDDP_SUM;
-      n++;
-    }
-  return cddp__issue(p, d->gpu.calls, n, p->side);
-}
-
-static cddp_result cddp__gpu_sum(void *out, cddp_dtype dtype, const void *const *nodes,
-                                 const int *widths, int count, int divisor, size_t n,
-                                 void *stream) {
-  if (divisor == 0 && widths[count - 1] != 1 && dtype != CDDP_F64) dtype = CDDP_F32; /* in slots */
-  return cddp__cuda_result(
-      (cddp__registered_kernels->sum)(out, dtype, nodes, widths, count, divisor, n, stream),
-      "the kernel that adds shards");
-}
-
-/* Reduces a bucket after the work that is on the caller's stream now and after the messages that it
-   has posted. Through host memory the engine does it and waits. */
-static cddp_result cddp__gpu_begin(cddp_ddp *d, cddp__bucket_state *b) {
-  cddp__device *p = cddp__device_of(d->comm);
-  void *caller_stream = d->group->stream;
-  cddp_result r = d->group->backend->enqueues
-                      ? cddp__issue_messages(p, NULL)
-                      : cddp__refuse_staged_capture(cddp__main_stream(d->group));
-  if (r == CDDP_OK) r = cddp__stream_after(p, p->side, cddp__main_stream(d->group));
-  if (r != CDDP_OK) return r;
-  if (!d->group->backend->enqueues) return cddp__push_bucket(d, b);
-  if (d->desc.comm_hook == NULL) return cddp__gpu_reduce(d, b);
-  d->hooks->stream = (void *)p->side; /* for the hook */
-  r = cddp__hook_bucket(d, b);
-  d->hooks->stream = caller_stream;
-  return r;
-}
-
-/* Makes the caller's stream wait until all buckets are reduced. */
-static cddp_result cddp__gpu_fence(cddp_ddp *d) {
-  cddp__device *p = cddp__device_of(d->comm);
-  cddp_result r = cddp__await_buckets(d);
-  if (r != CDDP_OK || (d->group->size == 1 && d->desc.comm_hook == NULL)) return r;
-  if ((r = cddp__check_group(d->comm)) != CDDP_OK) return r;
-  return cddp__stream_after(p, cddp__main_stream(d->group), p->side);
-}
-
-/* Broadcasts d->gpu.calls in one NCCL group. */
-static cddp_result cddp__gpu_broadcast(cddp_ddp *d, int n) {
-  cddp__device *p = cddp__device_of(d->comm);
-  cddp_result r = cddp__check_group(d->comm);
-  bool here;
-  int i;
-  if (r == CDDP_OK) r = cddp__issue_messages(p, NULL);
-  for (i = 0; r == CDDP_OK && i < n; i++) {
-    r = cddp__memory_of_call(p, &d->gpu.calls[i], &here);
-    if (r == CDDP_OK) cddp__log_call(p, &d->gpu.calls[i], true);
-  }
-  return r == CDDP_OK ? cddp__issue(p, d->gpu.calls, n, cddp__main_stream(d->group)) : r;
-}
-
-/* Lists the gradients of a dtype: all, as buckets have left them; this rank's part of those; or the
-   caller's, as of the last step. Returns their number. */
-enum { CDDP__LIST_NONE, CDDP__LIST_ALL, CDDP__LIST_PART, CDDP__LIST_CALLERS };
-static int cddp__gpu_list(cddp_ddp *d, int dtype, int which) {
-  bool part = which == CDDP__LIST_PART;
-  int i, n = 0;
-  for (i = d->count - 1; i >= 0; i--) {
-    const cddp_param *p = &d->params[i];
-    const cddp__tensor *t = &d->tensors[i];
-    cddp_segment *s = &d->gpu.segments[n];
-    if ((int)p->dtype != dtype || p->count == 0 || !d->step.used[i] || (part && t->begin >= t->end))
-      continue;
-    memset(s, 0, sizeof *s);
-    s->grad = part                                                         ? d->arena + t->begin
-              : which == CDDP__LIST_CALLERS && t->storage == CDDP__STORAGE_COPIED ? p->grad
-                                                     : cddp__device_gradient(NULL, d, i);
-    s->count = part ? (t->end - t->begin) / cddp__dtype_size(p->dtype) : p->count;
-    n++;
-  }
-  return n;
-}
-
-/* clip[0] = the sum of squares of the gradients that `which` lists, clip[1] = the factor;
-   multiplies the gradients that `multiplied` lists. */
-static cddp_result cddp__gpu_clip_by(cddp_ddp *d, double max_norm, int which, int multiplied) {
-  const cddp_kernels *k = cddp__registered_kernels;
-  void *stream = d->group->stream;
-  int dtype, n, e = 0;
-  cddp_result r = cddp__device_zero(d->gpu.clip, sizeof *d->gpu.clip, stream);
-  if (r != CDDP_OK) return r;
-  for (dtype = 0; e == 0 && dtype < CDDP__TRAINED; dtype++)
-    if ((n = cddp__gpu_list(d, dtype, which)) > 0)
-      e = k->squares(d->gpu.segments, n, (cddp_dtype)dtype, d->gpu.clip, true, stream);
-  if (e == 0) e = k->factor(d->gpu.clip, max_norm, stream);
-  d->step.has_norm = e == 0;
-  for (dtype = 0; e == 0 && multiplied != CDDP__LIST_NONE && dtype < CDDP__TRAINED; dtype++)
-    if ((n = cddp__gpu_list(d, dtype, multiplied)) > 0)
-      e = (k->scale)(d->gpu.segments, n, (cddp_dtype)dtype, 1, d->gpu.clip, stream);
-  return cddp__cuda_result(e, "the kernels that clip");
-}
-
-static cddp_result cddp__gpu_norm(cddp_ddp *d, double *norm) {
-  double sum = 0;
-  cddp_result r =
-      cddp__refuse_capture(cddp__main_stream(d->group), CDDP_INVALID_ARGUMENT,
-                           "a norm (not one asked of cddp_ddp_grad_norm later) is waited "
-                           "for");
-  if (r == CDDP_OK) r = d->group->backend->synchronize(d->group);
-  if (r == CDDP_OK) r = cddp__transfer(d->group, &sum, d->gpu.clip, sizeof sum);
-  *norm = (sqrt)(sum);
-  return r;
-}
-
-static cddp_result cddp__gpu_clip(cddp_ddp *d, double max_norm, double *norm) {
-  cddp_result r;
-  if ((r = cddp__check_cause(&d->failure)) != CDDP_OK) return r;
-  if (norm != NULL && cddp__capturing(cddp__main_stream(d->group))) return cddp__gpu_norm(d, norm);
-  if ((r = cddp__need_kernels("cddp_ddp_clip_grad_norm")) != CDDP_OK) return r;
-  r = cddp__gpu_clip_by(d, max_norm, CDDP__LIST_CALLERS, CDDP__LIST_CALLERS);
-  return r == CDDP_OK && norm != NULL ? cddp__gpu_norm(d, norm) : r;
-}
-
-/* Ignores averaged and wrote: the stream has reduced the buckets before this call, and peers do not
-   read the arena. */
-static cddp_result cddp__gpu_step(cddp_ddp *d, cddp_optim *s, bool averaged, bool wrote) {
-  double most = d->desc.max_grad_norm, factors[CDDP__TRAINED];
-  int dtype;
-  cddp_result r = CDDP_OK;
-  (void)averaged, (void)wrote;
-  if (most > 0)
-    r = cddp__gpu_clip_by(d, most, CDDP__LIST_ALL, s == NULL ? CDDP__LIST_PART : CDDP__LIST_NONE);
-  if (r != CDDP_OK || s == NULL) return r;
-  for (dtype = 0; dtype < CDDP__TRAINED; dtype++)
-    factors[dtype] = cddp__mean_factor(d, (cddp_dtype)dtype);
-  r = cddp__device_step(s, d, factors);
-  if (r == CDDP_OK && s->sharded)
-    r = cddp__share_arrays(d, d->params, d->count, CDDP__ROOT_ALL_OWNERS);
-  return r == CDDP_OK ? cddp__device_copies(s, d) : r;
-}
-
-/* Fails unless all parameters are in the memory of the group's device. */
-static cddp_result cddp__check_on_device(const cddp_ddp *d) {
-  int device = cddp__device_of(d->group)->index, k;
-  bool here;
-  const char *needs = d->desc.max_grad_norm > 0      ? "max_grad_norm in cddp_ddp_desc"
-                      : d->shards.spread || d->desc.elastic ? "shards in cddp_ddp_desc"
-                                                            : NULL;
-  cddp_result r = needs != NULL ? cddp__need_kernels(needs) : CDDP_OK;
-  for (k = 0; r == CDDP_OK && k < 2 * d->count; k++) {
-    const cddp_param *p = &d->params[k / 2];
-    const void *at = k % 2 == 0 ? p->data : p->grad;
-    cddp__text what = cddp__textf("%s of parameter \"%.60s\"", k % 2 == 0 ? "data" : "grad",
-                                  cddp__param_name(d->params, k / 2).s);
-    if (at == NULL || p->count == 0) continue;
-    r = cddp__memory_of(device, at, what.s, &here);
-    if (r == CDDP_OK && !here)
-      r = CDDP__REFUSE("%s is in host memory, but the group's device is cuda:%d; allocate it with "
-                       "cddp_alloc or cudaMalloc",
-                       what.s, device);
-  }
-  return r;
-}
-
-/* Allocates the arena and, behind it, the memory of a clip. */
-static cddp_result cddp__gpu_alloc(cddp_ddp *d) {
-  const cddp_kernels *k = cddp__registered_kernels;
-  void *p = NULL;
-  cddp_result r = cddp__check_on_device(d);
-  if (r == CDDP_OK)
-    r = cddp__cuda_result(
-        cudaMalloc(&p, d->layout.arena_bytes + (k != NULL ? k->scratch_bytes : 1)),
-        "cudaMalloc of gradients");
-  if (r != CDDP_OK) return r;
-  d->arena = (char *)p;
-  d->gpu.clip = (double *)(void *)(d->arena + d->layout.arena_bytes);
-  if (d->hooks != NULL && d->hooks != d->group)
-    d->hooks->stream = (void *)cddp__device_of(d->comm)->side;
-  return cddp__device_zero(p, d->layout.bytes, d->group->stream);
-}
-
-static void cddp__gpu_free(cddp_ddp *d) {
-  cddp__device *p = d->comm != NULL ? cddp__device_of(d->comm) : NULL;
-  (void)cddp__use_device(cddp__device_of(d->group)->index);
-  if (p != NULL) {
-    cddp__drain_buckets(d);
-    if (cddp__load32(&d->group->left) == 0)
-      (void)cddp__await_stream(cddp__device_of(d->group), cddp__main_stream(d->group), NULL);
-    if (cddp__load32(&d->comm->left) == 0)
-      (void)cddp__release_buffers(p, cddp__await_stream(p, p->side, NULL));
-    (void)cudaStreamSynchronize(p->side); /* with the work queued at a failure */
-  }
-  (void)cudaStreamSynchronize(cddp__main_stream(d->group));
-  cddp__scratch_free(&d->gpu.scratch);
-  cddp__device_free(d->group, d->arena);
-  d->arena = NULL;
-}
-
-static const cddp__ddp_memory cddp__gpu_memory = {
-    cddp__gpu_use, cddp__device_copy, cddp__device_zero, cddp__gpu_alloc, cddp__gpu_free,
-    cddp__gpu_scratch, cddp__gpu_meet, cddp__gpu_begin, cddp__gpu_reduce, cddp__gpu_sum,
-    cddp__gpu_fence, cddp__gpu_broadcast, cddp__device_scale, cddp__gpu_clip, cddp__gpu_norm,
-    cddp__gpu_step, NULL /* publish */};
-#endif
+    cddp__host_sum, cddp__await_buckets, NULL /* await */, NULL /* broadcast: unused */,
+    cddp__host_scale, cddp__host_clip, NULL /* norm */, cddp__host_step, cddp__host_publish};
 
 /* >>ddp-step --------------------------------------------------------------------------------------
    Job: a step from cddp_ddp_ready to the next step, for host and device memory.
@@ -19017,7 +17042,7 @@ static cddp_result cddp__finish_buckets(cddp_ddp *d, int kind, const cddp_optim 
     for (k = 0; k < d->group->size; k++) {
       cddp__part_of(d, k, &begin, &end);
       if (begin < end)
-        d->gpu.calls[n++] = cddp__make_call(CDDP__KIND_BROADCAST, d->arena + begin,
+        d->scratch.calls[n++] = cddp__make_call(CDDP__KIND_BROADCAST, d->arena + begin,
                                             d->arena + begin, end - begin, CDDP_U8, CDDP_SUM, k);
     }
     r = (d->memory->broadcast)(d, n);
@@ -19048,11 +17073,7 @@ static bool cddp__reduces_early(const cddp_ddp *d, bool stepped) {
 static cddp_result cddp__complete(cddp_ddp *d, bool stepping) {
   cddp_result r = CDDP_OK;
   d->step.early = cddp__reduces_early(d, stepping);
-#ifdef CDDP_CUDA
-  d->step.sums = stepping && d->group->backend->enqueues &&
-                 cddp__device_of(d->comm)->kernels != NULL && d->desc.comm_hook == NULL &&
-                 d->group->size > 1 && !(d->desc.max_grad_norm > 0) && !d->shards.spread;
-#endif
+  d->step.sums = stepping && d->step.divides;
   d->step.present = d->step.active_count;
   d->shards.taken = d->shards.own_node_count = 0;
   d->shards.current = -1;
@@ -19501,8 +17522,7 @@ static size_t cddp__ddp_arrays(cddp_ddp *d, char *base, const cddp_group *g, int
   CDDP__TAKE(d->shards.widths, shards);
   CDDP__TAKE(d->rows.sparse, n);
   CDDP__TAKE(d->rows.lists, shards);
-  CDDP__TAKE(d->gpu.calls, n + (size_t)desc->buffer_count + size);
-  CDDP__TAKE(d->gpu.segments, n);
+  CDDP__TAKE(d->scratch.calls, n + (size_t)desc->buffer_count + size);
   CDDP__TAKE(d->scratch.buffers, shards);
   CDDP__TAKE(d->scratch.sources, shards);
   CDDP__TAKE(d->scratch.flags, n * (size + 1));
@@ -19530,10 +17550,7 @@ static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
   d->count = count;
   d->desc = *desc;
   d->me = g->local_rank;
-  d->memory = &cddp__host_memory;
-#ifdef CDDP_CUDA
-  if (g->backend->on_device) d->memory = &cddp__gpu_memory;
-#endif
+  d->memory = g->backend->memory != NULL ? g->backend->memory : &cddp__host_memory;
   d->meets = !g->backend->enqueues;
   d->shards.count = desc->shards > g->size || g->host->joined ? desc->shards : g->size;
   d->shards.spread = !desc->elastic && /* NCCL's own order is not the canonical one */
@@ -19573,14 +17590,13 @@ static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
 static cddp_result cddp__check_shards(const cddp_ddp *d) {
   const cddp_group *g = d->group;
   bool gpus = g->backend->on_device;
-  int shards = d->shards.count, sums = d->desc.elastic ? shards : d->shards.node_count;
   const char *other = d->desc.comm_hook != NULL        ? "comm_hook"
                       : d->desc.find_unused_parameters ? "find_unused_parameters"
                       : d->desc.uneven_inputs          ? "uneven_inputs"
                                                        : NULL;
   const char *lacks = g->id != 0              ? "a group of cddp_group_split"
                       : g->host->elastic      ? "another elastic model"
-                      : shards > CDDP__JOINS  ? "more than 1,024 shards"
+                      : d->shards.count > CDDP__JOINS ? "more than 1,024 shards"
                       : other != NULL         ? other
                       : gpus && g->size > 1 && g->host->threads
                           ? "ranks that are threads and have GPUs" /* peers see no thread's end */
@@ -19599,10 +17615,6 @@ static cddp_result cddp__check_shards(const cddp_ddp *d) {
                       "shards and %s in cddp_ddp_desc exclude each other: the mean is over all "
                       "shards, in one order",
                       other);
-  if (gpus && (d->desc.elastic || d->shards.spread) && sums > CDDP_NODES)
-    return cddp__fail(CDDP_UNSUPPORTED,
-                      "%d shards on %d ranks leave %d sums of shards to add; GPUs add at most %d",
-                      shards, g->size, sums, CDDP_NODES);
   return CDDP_OK;
 }
 
@@ -20128,12 +18140,7 @@ static cddp_result cddp__elastic_compare_updates(cddp_ddp *d) {
 }
 
 static cddp_result cddp__elastic_await_device(cddp_ddp *d) {
-#ifdef CDDP_CUDA
-  if (d->group->backend->on_device)
-    return cddp__await_stream(cddp__device_of(d->comm), cddp__main_stream(d->group), NULL);
-#endif
-  (void)d;
-  return CDDP_OK;
+  return d->memory->await != NULL ? (d->memory->await)(d) : CDDP_OK;
 }
 
 /* The mean on one host. Each rank reads the nodes of all ranks in place. It computes its part, and
@@ -21328,9 +19335,7 @@ static cddp_result cddp__elastic_describe_self(cddp_ddp *d, cddp__elastic_member
   self->index = host->index;
   self->pid = (uint32_t)getpid();
   snprintf(self->name, sizeof self->name, "%s", host->name);
-#ifdef CDDP_CUDA
-  if (d->group->backend->on_device) self->gpu = cddp__device_of(d->group)->gpu;
-#endif
+  self->gpu = d->group->gpu;
   return cddp__random(&self->life, sizeof self->life);
 }
 
@@ -23592,11 +21597,6 @@ CDDPDEF cddp_result cddp_synchronize(cddp_group *g) {
   return (g->backend->synchronize)(g);
 }
 
-CDDPDEF void cddp_register_kernels(const cddp_kernels *kernels) {
-  cddp__registered_kernels =
-      kernels != NULL && kernels->version == CDDP_VERSION ? kernels : NULL;
-}
-
 /* --- collectives --- */
 
 static cddp_result cddp__start_operation(const char *function, cddp_group *g, const cddp__call *c,
@@ -24222,6 +22222,30 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *store, int64_t *count) {
   if (r == CDDP_OK) *count = (int64_t)q.number;
   return r;
 }
+
+/* --- GPUs --- */
+
+#ifdef CDDP_CUDA
+#define CDDP__DEVICE_ROOMS /* the file's rooms for GPUs, without its kernels */
+#include "cddp_kernels.cuh"
+#undef CDDP__DEVICE_ROOMS
+#else
+static cddp_result cddp__give_device(cddp_group *g, const cddp_group_desc *desc) {
+  (void)g, (void)desc;
+  return cddp__fail(CDDP_UNSUPPORTED, "this build has no CUDA");
+}
+static bool cddp__on_device(const cddp_group *g, const void *p) {
+  return (void)g, (void)p, false;
+}
+static cddp_result cddp__await_device(cddp_group *g) { return (void)g, CDDP_OK; }
+static cddp_result cddp__transfer(cddp_group *g, void *to, const void *from, size_t bytes) {
+  (void)g, memcpy(to, from, bytes);
+  return CDDP_OK;
+}
+static cddp_result cddp__attach_optim(cddp_optim *optim) { return (void)optim, CDDP_OK; }
+static void cddp__await_watchers(void) {}
+CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels) { (void)kernels; }
+#endif
 #endif /* CDDP_IMPLEMENTATION_DONE */
 #endif /* CDDP_IMPLEMENTATION */
 
@@ -24278,6 +22302,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *store, int64_t *count) {
               It compiles as strict C++11 and C++14, C99 -pedantic, and behind <tgmath.h>.
               Big-endian and 32-bit targets are compile-time errors.
               NCCL: a model uses its group's communicator. A misused model breaks its group.
+              All code for GPUs is in cddp_kernels.cuh, which must be beside cddp.h: with CDDP_CUDA
+              cddp.h includes it. It declares cddp_segment and cddp_kernels.
               A blocked port, or a foreign program at MASTER_PORT, is named within seconds.
               A rank without a size, MASTER_ADDR without RANK, and numbers such as "+1" are errors.
               On one host MASTER_PORT keeps two programs of a job step apart.

@@ -238,6 +238,38 @@ cuda-examples() {
 
 nccl_found() { echo '#include <nccl.h>' >"$work/nccl.cu" && nvcc -E "$work/nccl.cu" >/dev/null 2>&1; }
 
+# CDDP_CUDA without nvcc: cc and c++ compile cddp.h beside cddp_kernels.cuh, and need no cuBLAS. The kernels' declarations
+# can follow in the same file. The object exports what a build without CDDP_CUDA exports.
+cuda() {
+  local c
+  exported() { nm -g --defined-only "$1" | grep -o 'cddp_.*'; } # the double's headers have names of their own
+  mkdir "$work/alone" && cp cddp.h cddp_kernels.cuh "$work/alone" && cd "$work/alone" || exit 1
+  { echo '#define CDDP_CUDA' && implement; } >one.c
+  { cat one.c && echo '#undef CDDP_IMPLEMENTATION
+#define CDDP_KERNELS_NO_CUBLAS
+#include "cddp_kernels.cuh"
+cudaError_t f(float *x, cudaStream_t s);
+cudaError_t f(float *x, cudaStream_t s) { return cddp_cuda_fill(x, CDDP_F32, 1, 0, s); }'; } >two.c
+  { echo '#define CDDP_STATIC' && cat one.c; } >static.c
+  implement >cpu.c
+  cc -O0 -w -c cpu.c -o cpu.o || exit 1
+  for c in "gcc $strict_c" "g++ $strict_cxx -xc++" "clang $strict_c" "clang++ $strict_cxx -xc++"; do
+    command -v "${c%% *}" >/dev/null || continue
+    c="$c -isystem $top/tests/gpu/hostcuda"
+    $c -fsyntax-only two.c || fail "${c%% *}: cddp_kernels.cuh behind cddp.h"
+    [ "${c#g}" != "$c" ] || continue
+    $c -M one.c | grep cublas && fail "${c%% *}: CDDP_CUDA includes cuBLAS"
+    $c -c one.c -o one.o || fail "${c%% *}"
+    diff <(exported cpu.o) <(exported one.o) ||
+      fail "${c%% *}: exports differ without CDDP_CUDA (<) and with it (>)"
+    $c -c static.c -o static.o || fail "${c%% *}: CDDP_STATIC"
+    exported static.o | none "CDDP_STATIC exports"
+  done
+  rm cddp_kernels.cuh
+  cc -I"$top/tests/gpu/hostcuda" -c one.c -o one.o 2>out && fail "compiles without cddp_kernels.cuh"
+  grep -q 'cddp_kernels.cuh: No such file' out || fail "does not name the missing file: $(head -n 3 out)"
+}
+
 aarch64() {
   installed aarch64-linux-gnu-gcc
   implementation aarch64-linux-gnu-gcc
@@ -410,33 +442,37 @@ lines() { # at most 100 columns, no tabs, no blanks at the end, a newline at the
   for f in $(sources); do [ -z "$(tail -c 1 "$f")" ] || echo "$f"; done | none "no newline at the end"
 }
 
-# The functions of cddp.h are at most 60 lines long and none is declared ahead, but for the list in room
-# >>hooks. A chunk runs from a line that begins in column 0 to the one that ends it: '}' after an open body,
+# The functions of cddp.h and cddp_kernels.cuh are at most 80 lines long and none is declared ahead, but for the list
+# in room >>hooks. A chunk runs from a line that begins in column 0 to the one that ends it: '}' after an open body,
 # ';' or '}' otherwise.
 functions() {
   awk '
+    FNR == 1 { open = 0 }
     /^\/\* >>[a-z0-9_]+ -/ { room = $2 }
     /^[#\/ }]/ && !open || /^$/ { next }
-    !open && /^[A-Za-z_]/ { open = 1; start = NR; head = $0; body = 0 }
+    !open && /^[A-Za-z_]/ { open = 1; start = FNR; head = $0; body = 0 }
     open && !body && /\{[^}]*$/ { body = 1 }
     open && (body && /^\}/ || !body && /[;}][ ]*(\/\*.*)?$/) {
-      where = "cddp.h:" start ": " head
+      where = FILENAME ":" start ": " head
       if (!body && room != ">>hooks" && head ~ /^(static |CDDP)/ && head ~ /cddp__[a-z0-9_]+\(/ && $0 ~ /\);/ && $0 !~ /[={]/)
         print "forward declaration: " where
-      if (body && head ~ /\(/ && head !~ /^(typedef|enum|struct|union|extern)/ && NR - start >= 80)
-        print "function of " NR - start + 1 " lines: " where
+      if (body && head ~ /\(/ && head !~ /^(typedef|enum|struct|union|extern)/ && FNR - start >= 80)
+        print "function of " FNR - start + 1 " lines: " where
       open = 0
-    }' cddp.h | none "style"
+    }' cddp.h cddp_kernels.cuh | none "style"
 }
 
-contents() { # each >>mark of the contents has one room, in that order
-  awk '/CONTENTS/ { on = 1 } on { print } on && /\*\// { exit }' cddp.h |
-    grep -o -E '>>[a-z0-9_-]+ +[^ ]' | cut -d' ' -f1 >"$work/listed" # '... of >>api' ends its line
-  sed -n 's|^/\* \(>>[a-z0-9_-]*\) -.*|\1|p' cddp.h >"$work/rooms"
-  [ -s "$work/listed" ] || fail "no contents: a line CONTENTS, then >>marks, each with a word on it"
-  diff "$work/listed" "$work/rooms" >"$work/diff" ||
-    fail "contents (<) and rooms (>, lines '/* >>name ---') differ:
+contents() { # each >>mark of a file's contents has one room, in that order
+  local f
+  for f in cddp.h cddp_kernels.cuh; do
+    awk '/CONTENTS/ { on = 1 } on { print } on && /\*\// { exit }' $f |
+      grep -o -E '>>[a-z0-9_-]+ +[^ ]' | cut -d' ' -f1 >"$work/listed" # '... of >>api' ends its line
+    sed -n 's|^/\* \(>>[a-z0-9_-]*\) -.*|\1|p' $f >"$work/rooms"
+    [ -s "$work/listed" ] || fail "$f: no contents: a line CONTENTS, then >>marks, each with a word on it"
+    diff "$work/listed" "$work/rooms" >"$work/diff" ||
+      fail "$f: contents (<) and rooms (>, lines '/* >>name ---') differ:
 $(cat "$work/diff")"
+  done
 }
 
 layout() { # the top level holds what the layout names; no binaries. Tracked files count: users build beside them
@@ -559,7 +595,7 @@ lists() { # what there is to run, tests/list.ninja or a script has; tests/suites
 # --- which ---
 
 compilers="cc g++ clang clang++"
-others="openmp stdio-first any-order ignored targets standards macros commas symbols lines functions contents layout unfinished short-examples readme manual lists"
+others="openmp stdio-first any-order cuda ignored targets standards macros commas symbols lines functions contents layout unfinished short-examples readme manual lists"
 per_compiler="implementation declarations static two-files alone" # ...-COMPILER
 
 case ${1:-} in

@@ -84,7 +84,7 @@ void inside_set_timeout(cddp_group *g, double seconds) {
   g->timeout_s = seconds;
 }
 
-const cddp_kernels *inside_kernels(void) { return cddp__registered_kernels; }
+const struct cddp_kernels *inside_kernels(void) { return cddp__registered_kernels; }
 
 cddp_result inside_poll(cddp_group *g, double start) {
   cddp__wait w;

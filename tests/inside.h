@@ -42,7 +42,7 @@ extern int (*inside_nanosleep)(const struct timespec *t, struct timespec *left);
 /* The deadline of operations that begin from here on; cddp_init and cddp_destroy keep theirs. */
 void inside_set_timeout(cddp_group *g, double seconds);
 /* The kernels of cddp_kernels.cuh. */
-const cddp_kernels *inside_kernels(void);
+const struct cddp_kernels *inside_kernels(void);
 /* One look at the device by a thread that has waited since `start`: it may yield or sleep. */
 cddp_result inside_poll(cddp_group *g, double start);
 /* Makes the oldest operation that no look has found at its end ten deadlines older; false: none. */

@@ -12,8 +12,8 @@
 #ifndef NCCL_H
 #define NCCL_H
 
-#define CDDP_CUDA
-#include "../../cddp.h"
+#define CDDP_KERNELS_NO_CUBLAS
+#include "../../cddp_kernels.cuh"
 
 #include "../inside.h"
 #include "../ranks.h"

@@ -118,7 +118,7 @@ typedef struct stranger {
   cddp_optim *s, *alone;
   cddp_group *both;
   cddp_param p[2];
-  char path[64], own_path[80];
+  char path[256], own_path[272];
   cddp_work *w;
   float *x;
   int call;
@@ -253,7 +253,7 @@ static int strangers(cddp_group *g, void *arg) {
   memset(&desc, 0, sizeof desc);
   desc.sparse_rows = rows;
   CHECK_OK(cddp_ddp_create(&c.sparse, g, &table, 1, &desc));
-  snprintf(c.path, sizeof c.path, "%.40s/cddp-strangers-%d", tmp != NULL ? tmp : "/tmp",
+  snprintf(c.path, sizeof c.path, "%.200s/cddp-strangers-%d", tmp != NULL ? tmp : "/tmp",
            (int)getppid());
   snprintf(c.own_path, sizeof c.own_path, "%s-%d", c.path, cddp_rank(g));
   for (c.call = 0; c.call < 31; c.call++) {
