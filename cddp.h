@@ -13640,8 +13640,12 @@ static cddp_result cddp__run_work(cddp_work *work) {
   return cddp__run_recorded(work->group, &work->call, work->record);
 }
 
+static cddp__call cddp__broadcast_call(void *data, size_t count, cddp_dtype dtype, int root) {
+  return cddp__make_call(CDDP__KIND_BROADCAST, data, data, count, dtype, CDDP_SUM, root);
+}
+
 static cddp_result cddp__broadcast(cddp_group *g, void *data, size_t bytes, int root) {
-  cddp__call c = cddp__make_call(CDDP__KIND_BROADCAST, data, data, bytes, CDDP_U8, CDDP_SUM, root);
+  cddp__call c = cddp__broadcast_call(data, bytes, CDDP_U8, root);
   return cddp__run_call(g, &c);
 }
 
@@ -13687,7 +13691,7 @@ static cddp_result cddp__packet_send(cddp__packet *p) {
 /* Collective: all ranks add the same sizes in the same order. */
 static cddp_result cddp__packet_add(cddp__packet *p, void *data, size_t count, cddp_dtype dtype) {
   size_t bytes = count * cddp__dtype_size(dtype);
-  cddp__call c = cddp__make_call(CDDP__KIND_BROADCAST, data, data, count, dtype, CDDP_SUM, p->root);
+  cddp__call c = cddp__broadcast_call(data, count, dtype, p->root);
   cddp_result r = CDDP_OK;
   if (bytes > sizeof p->bytes / 4) return cddp__run_call(p->g, &c);
   if (bytes == 0) return CDDP_OK;
@@ -15545,8 +15549,7 @@ static cddp_result cddp__share_arrays(cddp_ddp *d, const cddp_param *arrays, int
       }
       if (at == NULL || begin >= end) continue;
       at += begin * cddp__dtype_size(arrays[i].dtype);
-      c = cddp__make_call(CDDP__KIND_BROADCAST, at, at, end - begin, arrays[i].dtype, CDDP_SUM,
-                          part);
+      c = cddp__broadcast_call(at, end - begin, arrays[i].dtype, part);
       if (!d->group->backend->on_device)
         r = cddp__packet_add(&packet, at, c.count, arrays[i].dtype);
       else if (cddp__on_device(d->group, at)) d->scratch.calls[n++] = c;
@@ -15803,11 +15806,19 @@ static cddp_result cddp__place_rows(cddp_ddp *d) {
   return r;
 }
 
-/* Takes the mean of the rows in d->rows.lists, one for each shard that has rows. */
-static cddp_result cddp__merge_rows(cddp_ddp *d) {
+/* Takes the mean of the rows in the ranks' packets [ranks]. */
+static cddp_result cddp__merge_packets(cddp_ddp *d, char **packets) {
+  cddp__shard_rows *head;
   cddp_result r = CDDP_OK;
   int i, n = 0;
-  for (i = 0; i < d->shards.count; i++)
+  for (i = 0; i < d->shards.count; i++) d->rows.lists[i].packet = NULL;
+  for (i = 0; i < d->shards.count; i++) { /* a rank's order can differ */
+    head = (cddp__shard_rows *)(void *)packets[d->shards.owner[i]];
+    packets[d->shards.owner[i]] += head->bytes;
+    if (head->shard < (uint64_t)d->shards.count)
+      d->rows.lists[head->shard].packet = (char *)(head + 1);
+  }
+  for (i = 0; i < d->shards.count; i++) /* those of shards without rows go */
     if (d->rows.lists[i].packet != NULL) d->rows.lists[n++].packet = d->rows.lists[i].packet;
   for (i = 0; r == CDDP_OK && i < d->count; i++)
     if (cddp__sparse_of(d, i) != NULL)
@@ -15816,19 +15827,6 @@ static cddp_result cddp__merge_rows(cddp_ddp *d) {
   return r == CDDP_OK && d->group->backend->on_device ? cddp__place_rows(d) : r;
 }
 
-/* The same for the rows in the ranks' packets [ranks]. */
-static cddp_result cddp__merge_packets(cddp_ddp *d, char **packets) {
-  cddp__shard_rows *head;
-  int i;
-  for (i = 0; i < d->shards.count; i++) d->rows.lists[i].packet = NULL;
-  for (i = 0; i < d->shards.count; i++) { /* a rank's order can differ */
-    head = (cddp__shard_rows *)(void *)packets[d->shards.owner[i]];
-    packets[d->shards.owner[i]] += head->bytes;
-    if (head->shard < (uint64_t)d->shards.count)
-      d->rows.lists[head->shard].packet = (char *)(head + 1);
-  }
-  return cddp__merge_rows(d);
-}
 
 /* The same for ranks that cannot read each other's memory. longest: bytes of a packet. */
 static cddp_result cddp__gather_rows(cddp_ddp *d, size_t longest) {
@@ -15898,7 +15896,6 @@ struct cddp__bucket_state {
   int remaining; /* parameters not yet ready; guarded by lock */
   int *sorted;   /* its parameters by offset; memory of plan_order */
   int count;
-  bool launched;  /* guarded by lock */
   cddp_work work; /* its reduction in the engine */
   cddp_ddp *ddp;
 };
@@ -16110,10 +16107,9 @@ static cddp_result cddp__push_bucket(cddp_ddp *d, cddp__bucket_state *b) {
 static cddp_result cddp__await_buckets(cddp_ddp *d) {
   int b;
   cddp__drain_buckets(d);
-  for (b = 0; b < d->plan.count; b++) {
+  for (b = 0; b < d->plan.next; b++) {
     cddp_work *w = &d->plan.buckets[b].work;
-    if (d->plan.buckets[b].launched && w->result != CDDP_OK)
-      return cddp__fail(w->result, "%s", w->text);
+    if (w->result != CDDP_OK) return cddp__fail(w->result, "%s", w->text);
   }
   return CDDP_OK;
 }
@@ -16276,8 +16272,7 @@ static cddp_result cddp__gather_state(const cddp_optim *s, int k, int i, char *w
     char *at;
     if (!cddp__part_slice(d, i, d->group->size, p, &begin, &end)) continue;
     at = whole + (begin - d->tensors[i].offset) / esize * size;
-    c = cddp__make_call(CDDP__KIND_BROADCAST, at, at, (end - begin) / esize,
-                        cddp__state_type(s, i), CDDP_SUM, p);
+    c = cddp__broadcast_call(at, (end - begin) / esize, cddp__state_type(s, i), p);
     r = cddp__call_all(d, &c);
   }
   return r;
@@ -16306,16 +16301,13 @@ static cddp_result cddp__gather_state(const cddp_optim *s, int k, int i, char *w
 #define CDDP__STEP_BLOCK 8192 /* largest block in bytes; several fit into the second-level cache */
 
 /* A pass through a part of the model, block by block. */
-enum
- { CDDP__PASS_MEANS, CDDP__PASS_WEIGHTS };
 typedef struct cddp__pass {
   cddp_ddp *d;
   cddp_optim *s;   /* NULL: takes means only */
-  int which;       /* CDDP__PASS_* */
+  /* Steps n elements of parameter i from offset `at`. NULL: the pass takes means. */
   void (*block)(struct cddp__pass *x, int i, const cddp__update *u, size_t at, size_t n);
   char *means;     /* the means, by offset; NULL: in this rank's gradients */
   bool averaged;   /* means are in place, except those that one loop takes */
-  bool squares;    /* sums the means' squares */
   double clip;     /* factor of the means; 1: none */
   bool one_loop;   /* cddp__update.loop supports the number of ranks, and all have gradients */
   bool loops;      /* it processes the current parameter */
@@ -16433,13 +16425,12 @@ static char *cddp__mean_at(const cddp__pass *x, int i, size_t at) {
   return x->means != NULL ? x->means + at : cddp__gradient_at(x->d, x->d->me, i, at);
 }
 
-/* A block of CDDP__PASS_MEANS. Repeating it gives the same result. */
-static void cddp__keep_mean(cddp__pass *x, int i, const cddp__update *u, size_t at, size_t n) {
+/* A block of a pass for means, and for a clip their squares. Repeating it gives the same result. */
+static void cddp__keep_mean(cddp__pass *x, int i, size_t at, size_t n) {
   double passing[CDDP__BLOCK_BYTES / sizeof(double)];
   char *mean = x->loops ? (char *)passing : cddp__mean_at(x, i, at);
-  (void)u;
   if (!x->averaged) cddp__mean_block(x->d, i, mean, at, n);
-  if (x->squares)
+  if (x->d->desc.max_grad_norm > 0)
     cddp__add_squares(x->d, i, mean, at, at + n * cddp__dtype_size(x->d->params[i].dtype));
   CDDP__POINT("elastic mean");
 }
@@ -16483,7 +16474,7 @@ static void cddp__publish_block(const cddp_ddp *d, int i, const char *weights, s
   if (!t->shared) cddp__copy_near(apart, weights, bytes);
 }
 
-/* A block of CDDP__PASS_WEIGHTS: reduces, steps and publishes it. */
+/* Reduces, steps and publishes a block. */
 static void cddp__fuse_block(cddp__pass *x, int i, const cddp__update *u, size_t at, size_t n) {
   double sum[CDDP__STEP_BLOCK / sizeof(double)];
   const cddp_ddp *d = x->d;
@@ -16501,7 +16492,7 @@ static void cddp__fuse_block(cddp__pass *x, int i, const cddp__update *u, size_t
 /* Passes through bytes [begin, end) of the dense model. */
 static void cddp__walk(cddp__pass *x, size_t begin, size_t end) {
   cddp_ddp *d = x->d;
-  bool steps = x->which == CDDP__PASS_WEIGHTS;
+  bool steps = x->block != NULL;
   void *states[CDDP__STATES + 1];
   cddp__update u;
   int i, j, k;
@@ -16525,7 +16516,8 @@ static void cddp__walk(cddp__pass *x, size_t begin, size_t end) {
     for (; at < high && !(steps && x->loops); at += n * esize) {
       /* Ends at a multiple of block: a sum of squares is of whole pieces, see cddp__add_squares. */
       n = cddp__min(block - at % block, high - at) / esize;
-      x->block(x, i, &u, at, n);
+      if (steps) x->block(x, i, &u, at, n);
+      else cddp__keep_mean(x, i, at, n);
     }
   }
 }
@@ -16546,13 +16538,10 @@ static cddp_result cddp__mean_part(cddp__pass *x, int kind) {
   cddp_ddp *d = x->d;
   size_t begin, end;
   cddp_result r;
-  x->which = CDDP__PASS_MEANS;
-  x->block = cddp__keep_mean;
-  x->squares = d->desc.max_grad_norm > 0;
   cddp__part_of(d, d->group->local_rank, &begin, &end);
   cddp__walk(x, begin, end);
   x->averaged = true;
-  if (!x->squares) return CDDP_OK;
+  if (!(d->desc.max_grad_norm > 0)) return CDDP_OK;
   r = cddp__control_barrier(d, kind, CDDP__PHASE_NORM);
   if (r == CDDP_OK)
     x->clip =
@@ -16645,7 +16634,6 @@ static cddp_result cddp__host_step(cddp_ddp *d, cddp_optim *s, bool averaged, bo
   if (s == NULL) return cddp__end_access(d->control, r);
   CDDP__POINT("fuse");
   if (s->sharded) return cddp__sharded_step(&x);
-  x.which = CDDP__PASS_WEIGHTS;
   x.block = cddp__fuse_block;
   cddp__part_of(d, d->me, &begin, &end);
   cddp__walk(&x, begin, end);
@@ -16758,10 +16746,7 @@ static void cddp__reset_step(cddp_ddp *d) {
     d->tensors[i].ready = d->tensors[i].noted = false;
     d->tensors[i].used = true;
   }
-  for (i = 0; i < d->plan.count; i++) {
-    d->plan.buckets[i].remaining = d->plan.buckets[i].count;
-    d->plan.buckets[i].launched = false;
-  }
+  for (i = 0; i < d->plan.count; i++) d->plan.buckets[i].remaining = d->plan.buckets[i].count;
   d->plan.next = 0;
   d->plan.arrived = 0;
   pthread_mutex_unlock(&d->lock);
@@ -16786,7 +16771,6 @@ static cddp_result cddp__launch_buckets(cddp_ddp *d) {
   while (r == CDDP_OK && d->plan.next < d->plan.count) {
     cddp__bucket_state *b = &d->plan.buckets[d->plan.next];
     if (b->remaining > 0) break;
-    b->launched = true;
     d->plan.next++;
     r = d->memory->begin_bucket(d, b);
   }
@@ -16848,10 +16832,9 @@ CDDPDEF cddp_result cddp_ddp_ready(cddp_ddp *d, int param) {
 
 /* --- the meeting --- */
 
-/* The settings that must agree between ranks, except lr. Whether states are in `shares` must agree
-   too. */
+/* The settings that must agree between ranks, except lr. s NULL: 0. */
 static uint64_t cddp__optim_settings(const cddp_optim *s) {
-  return s->settings | (uint64_t)(s->share != NULL);
+  return s != NULL ? s->settings | (uint64_t)(s->share != NULL) : 0;
 }
 
 static cddp__step_header cddp__header_of(const cddp_ddp *d, int rank) { /* as of the last meeting */
@@ -16914,11 +16897,11 @@ static cddp_result cddp__break_settings(cddp_ddp *d, const cddp_optim *s, int fi
    that are not ready, summed over ranks. The round compares the calls, except of ranks that have
    joined. s: the cddp_optim of the call, or NULL. Its settings must be the same on all ranks that
    have one, and its learning rate on all ranks that have not joined. */
-static cddp_result cddp__ddp_meet(cddp_ddp *d, int kind, uint64_t check, const cddp_optim *s,
-                                  uint64_t *missing) {
+static cddp_result cddp__ddp_meet(cddp_ddp *d, int kind, const cddp_optim *s, uint64_t *missing) {
   cddp_group *g = d->control;
   cddp__step_header m;
   uint64_t settings = 0, active_settings = 0;
+  uint64_t check = s != NULL ? s->check | (uint64_t)(s->share != NULL) : 0;
   double lr = 0;
   bool met = false, differ = false;
   cddp_result r = d->memory->use(d->group);
@@ -16931,7 +16914,7 @@ static cddp_result cddp__ddp_meet(cddp_ddp *d, int kind, uint64_t check, const c
   pthread_mutex_lock(&d->lock);
   if (d->uneven.joined == 0) m.missing = (uint64_t)(d->count - d->plan.arrived);
   pthread_mutex_unlock(&d->lock);
-  m.settings = s != NULL ? cddp__optim_settings(s) : 0;
+  m.settings = cddp__optim_settings(s);
   m.lr = s != NULL ? s->desc.lr : 0;
   m.joined = d->uneven.joined;
   g->calls++;
@@ -17042,8 +17025,7 @@ static cddp_result cddp__finish_buckets(cddp_ddp *d, int kind, const cddp_optim 
     for (k = 0; k < d->group->size; k++) {
       cddp__part_of(d, k, &begin, &end);
       if (begin < end)
-        d->scratch.calls[n++] = cddp__make_call(CDDP__KIND_BROADCAST, d->arena + begin,
-                                            d->arena + begin, end - begin, CDDP_U8, CDDP_SUM, k);
+        d->scratch.calls[n++] = cddp__broadcast_call(d->arena + begin, end - begin, CDDP_U8, k);
     }
     r = (d->memory->broadcast)(d, n);
   }
@@ -17216,9 +17198,7 @@ static cddp_result cddp__ddp_step(cddp_ddp *d, int kind, cddp_optim *s) {
     /* if gradients are missing the meeting will fail */
     if (r == CDDP_OK && d->shards.spread && d->plan.arrived == d->count)
       r = cddp__end_shard(d, false);
-    if (r == CDDP_OK)
-      r = cddp__ddp_meet(d, kind, s != NULL ? s->check | (uint64_t)(s->share != NULL) : 0, s,
-                         &missing);
+    if (r == CDDP_OK) r = cddp__ddp_meet(d, kind, s, &missing);
   }
   r = r == CDDP_OK ? cddp__finish(d, kind, s, missing) : cddp__fail_model(d, r);
   cddp__record_finish(d->control, record, r);
@@ -17321,7 +17301,7 @@ CDDPDEF cddp_result (cddp_ddp_join)(cddp_ddp *d, cddp_optim *s) {
   if ((r = d->memory->use(d->group)) == CDDP_OK) r = cddp__clear_gradients(d, NULL, false);
   for (d->uneven.joined = CDDP__STEP_JOINED_NOW; r == CDDP_OK;
        d->uneven.joined = CDDP__STEP_JOINED) {
-    r = cddp__ddp_meet(d, CDDP__KIND_DDP_JOIN, 0, s, &missing);
+    r = cddp__ddp_meet(d, CDDP__KIND_DDP_JOIN, s, &missing);
     if (r != CDDP_OK || d->step.active_count == 0) break;
     r = cddp__match_call(d, s, missing);
   }
@@ -18065,7 +18045,7 @@ static cddp__elastic_call cddp__update_call(const cddp_ddp *d, const cddp_optim 
   cddp__elastic_call call;
   call.kind = optim != NULL ? CDDP__KIND_DDP_STEP : CDDP__KIND_DDP_WAIT;
   call.fp_mode = cddp__fp_mode();
-  call.settings = optim != NULL ? cddp__optim_settings(optim) : 0;
+  call.settings = cddp__optim_settings(optim);
   call.lr = optim != NULL ? optim->desc.lr : 0;
   call.steps = d->steps;
   return call;
@@ -18168,10 +18148,7 @@ static cddp_result cddp__reduce_in_memory(cddp_ddp *d) {
   if (d->rows.sparse != NULL) r = cddp__merge_packets(d, packets);
   if (r != CDDP_OK) return r;
   CDDP__POINT("elastic rows gathered");
-  pass.which = CDDP__PASS_MEANS;
-  pass.block = cddp__keep_mean;
   pass.means = elastic->mean;
-  pass.squares = d->desc.max_grad_norm > 0;
   cddp__slice(d->layout.dense, CDDP__BLOCK_BYTES, elastic->mean_parts, d->me, &begin, &end);
   cddp__walk(&pass, begin, end);
   CDDP__POINT("elastic exchanged");
@@ -18960,7 +18937,7 @@ static cddp_result cddp__elastic_broadcast(cddp_ddp *d, int source, void *data, 
     void *chunk = takes_part ? (char *)data + at : passing;
     cddp__call call;
     n = cddp__min(bytes - at, most);
-    call = cddp__make_call(CDDP__KIND_BROADCAST, chunk, chunk, n, CDDP_U8, CDDP_SUM, source);
+    call = cddp__broadcast_call(chunk, n, CDDP_U8, source);
     r = cddp__call_all(d, &call);
     CDDP__POINT("elastic passed");
   }
@@ -19014,8 +18991,7 @@ static cddp_result cddp__elastic_synchronize(cddp_ddp *d, cddp__message *table,
     joins = joins || report->empty != 0;
   }
   if (behind && d->layout.dense > 0 && from->in_parts == 0) { /* else all can read its parts */
-    cddp__call call = cddp__make_call(CDDP__KIND_BROADCAST, elastic->mean, elastic->mean,
-                                      d->layout.dense, CDDP_U8, CDDP_SUM, source);
+    cddp__call call = cddp__broadcast_call(elastic->mean, d->layout.dense, CDDP_U8, source);
     r = cddp__call_all(d, &call);
     if (elastic->done < from->done) cddp__set_whole_mean(elastic);
   }
@@ -19116,7 +19092,7 @@ static cddp__pass cddp__part_pass(cddp_ddp *d, cddp_optim *optim, int k, size_t 
   return pass;
 }
 
-/* A block of CDDP__PASS_WEIGHTS: steps this rank's own weights by the mean. */
+/* A block of a pass: steps this rank's own weights by the mean. */
 static void cddp__step_block(cddp__pass *pass, int i, const cddp__update *update, size_t at,
                              size_t n) {
   double clipped[CDDP__STEP_BLOCK / sizeof(double)];
@@ -19141,8 +19117,6 @@ static cddp_result cddp__step_own_weights(cddp_ddp *d, cddp_optim *optim) {
   if (r != CDDP_OK) return r;
   if (d->desc.max_grad_norm > 0 && !elastic->in_parts) {
     pass = cddp__part_pass(d, optim, 0, &begin, &end);
-    pass.block = cddp__keep_mean;
-    pass.squares = true;
     cddp__walk(&pass, begin, end);
     elastic->squares[0] = d->addresses.squares[d->me];
   }
@@ -19152,7 +19126,6 @@ static cddp_result cddp__step_own_weights(cddp_ddp *d, cddp_optim *optim) {
   }
   for (k = 0; k < elastic->mean_parts; k++) {
     pass = cddp__part_pass(d, optim, k, &begin, &end);
-    pass.which = CDDP__PASS_WEIGHTS;
     pass.block = cddp__step_block;
     pass.clip = clip;
     cddp__walk(&pass, begin, end);
@@ -20880,8 +20853,7 @@ static cddp_result cddp__broadcast_tensors(cddp__ckpt *ckpt) {
     if (item->from == NULL || (ckpt->sharded && item->place != NULL)) continue;
     dtype = (cddp_dtype)item->type->dtype;
     if (ckpt->device) {
-      call = cddp__make_call(CDDP__KIND_BROADCAST, item->data, item->data, item->count, dtype,
-                             CDDP_SUM, 0);
+      call = cddp__broadcast_call(item->data, item->count, dtype, 0);
       r = (ckpt->g->backend->start)(ckpt->g, &call, NULL);
     } else {
       r = cddp__packet_add(&p, item->data, item->count, dtype);
@@ -20903,8 +20875,8 @@ static cddp_result cddp__load_states(cddp__ckpt *ckpt) {
   for (i = 0; r == CDDP_OK && i < ckpt->item_count; i++) {
     cddp__st_item item = ckpt->items[i];
     cddp_dtype dtype = (cddp_dtype)item.type->dtype;
-    cddp__call call = cddp__make_call(CDDP__KIND_BROADCAST, whole, whole, item.count, dtype,
-                                      CDDP_SUM, 0);
+    cddp__call call = cddp__broadcast_call(whole, item.count, dtype, 0);
+
     void *part = item.data;
     if (item.from == NULL || item.place == NULL) continue;
     item.data = whole;
@@ -21981,7 +21953,7 @@ CDDPDEF cddp_result (cddp_ddp_sync_buffers)(cddp_ddp *d) {
                       "buffers in cddp_ddp_group");
   CDDP__TRY(d->memory->use(d->group));
   if (d->meets) /* else no rank has joined */
-    CDDP__TRY(cddp__ddp_meet(d, CDDP__KIND_DDP_BUFFERS, 0, NULL, &missing));
+    CDDP__TRY(cddp__ddp_meet(d, CDDP__KIND_DDP_BUFFERS, NULL, &missing));
   return cddp__share_arrays(d, d->desc.buffers, d->desc.buffer_count, d->step.active[0]);
 }
 
