@@ -2967,7 +2967,7 @@ static const char *cddp__size_advice(int e) {
    Owns: cddp__host.record. Touches nothing else.
    Entry points: cddp__record_open; cddp__record_new, _start and _finish, or _event for all three.
    How it works:
-     1. An operation takes the next number, and with it an entry of the ring, and fills it in.
+     1. An operation takes the next number, and with it an entry of the ring.
      2. Start, end and result are added later, unless a newer operation has reused the entry.
    Any thread can record. Without CDDP_RECORD each entry point only tests a NULL pointer. */
 
@@ -3347,7 +3347,7 @@ static size_t cddp__challenge_feed(cddp__challenge *challenge, const unsigned ch
 
 /* >>sockets ------------------------------------------------------------------------------------
    Job: addresses of hosts and abstract Unix sockets; connecting, listening, sending, receiving;
-   reading and writing parts of files.
+   parts of files.
    Owns: the table of sockets that a forked child closes. Touches nothing else but the system.
    Entry points: cddp__resolve, cddp__connect_address, cddp__listen_all, cddp__accept,
    cddp__wait_fd, cddp__register_socket, cddp__file_io.
@@ -5473,8 +5473,8 @@ static cddp_result cddp__store_open(cddp_store **out, cddp__store_options *optio
    How it works:
      1. A table lists the variables of each launcher. The first launcher that has set both a rank
         and a size counts.
-     2. MASTER_ADDR and MASTER_PORT give the address of rank 0. Without them, variables that
-        identify the launcher's job are hashed to the name of a Unix socket, or to a port. */
+     2. Without MASTER_ADDR and MASTER_PORT, variables that identify the launcher's job are hashed
+        to the name of a Unix socket, or to a port. */
 
 enum { CDDP__VAR_RANK, CDDP__VAR_SIZE, CDDP__VAR_LOCAL_SIZE }; /* index in variables[] */
 
@@ -5956,13 +5956,13 @@ static cddp_result cddp__discover(cddp__config *config, const cddp_group_desc *d
    cddp__host_create and _free; cddp__create_memory in a host's first rank, cddp__open_memory in the
    others, cddp__join_memory.
    How it works:
-     1. The ranks of a host hold one memfd, a sparse file. Rank i allocates in its own window of the
-        file, so that an allocation needs no lock between ranks.
+     1. The ranks of a host hold one memfd, a sparse file. Rank i allocates in its own window of it,
+        so an allocation needs no lock between ranks.
      2. A window consists of segments, and a segment of extents of one size. An extent is one
         allocation. Sizes are whole pages, four per power of two. A free extent has no memory.
      3. A process maps whole segments, once: its own when it creates them, a peer's when it first
         needs a buffer there. A new segment has half as many extents as all earlier ones of its
-        size, so that the number of mappings stays small (vm.max_map_count).
+        size, so mappings stay few (vm.max_map_count).
      4. A cddp__ref (segment, offset) lets a peer find a buffer. Between threads a pointer is
         enough.
    The kernel frees everything when the last process ends. */
@@ -6617,8 +6617,8 @@ static void cddp__share_memory(cddp__host *host) {
      4. Order: the sum of sources 0 .. n - 1 is that of 0 .. p - 1 plus that of p .. n - 1, where p
         is the largest power of two below n. These sums form the canonical tree. Its leaves are the
         values of ranks, or of shards.
-   All instruction sets give the same bits: each element sees the same operations in the same order,
-   and compiler options cannot contract a * b + c or reorder sums here. */
+   All instruction sets give the same bits: compiler options cannot contract a * b + c or reorder
+   sums here. */
 
 /* The caller's elements can have any type, such as _Float16. These types can alias all of them. */
 typedef float __attribute__((may_alias)) cddp__f32;
@@ -7818,7 +7818,7 @@ static bool cddp__has_announced(const cddp_group *g, int rank) {
 
 /* >>failure ---------------------------------------------------------------------------------------
    Job: report a failure to all ranks of a group, and find out about a rank that others wait for:
-   whether and how it has ended, where it waits, whether two ranks wait for each other.
+   how it has ended, where it waits, whether two ranks wait for each other.
    Owns: in the control block `broken` and `cause`; in a slot state, inside, failure, site and wait;
    in the group `failed`. Lock: fail_lock. Calls other hosts through >>hooks.
    Entry points: cddp__break; cddp__check_group; cddp__check_peers and cddp__report_lost for ranks
@@ -7827,8 +7827,8 @@ static bool cddp__has_announced(const cddp_group *g, int rank) {
    texts.
    How it works:
      1. The first rank to notice a failure writes its text into its own slot. Then it stores result
-        and slot number in block->broken with a compare-and-swap. This breaks the group.
-     2. It wakes all sleeping ranks. From then on every call of every rank returns this failure.
+        and slot number in block->broken, which breaks the group.
+     2. It wakes all sleeping ranks. Every later call returns this failure.
      3. A process's pidfd, its lock on the shared memory and /proc show whether it has ended. A rank
         that leaves in good order says so in its slot.
      4. A rank that has waited for long writes its operation and call site into its slot, for its
@@ -11966,8 +11966,8 @@ static void cddp__hosts_leave(cddp_group *g) {
    cddp__serve_idle.
    How it works:
      1. The sender posts a send request (receiver, tag, address of the bytes) in its own slot. Large
-        buffers in shared memory are read in place. Other messages are copied first, so that their
-        send returns immediately; the shortest are copied into the request.
+        buffers in shared memory are read in place. Other messages are copied first; the shortest
+        into the request.
      2. The receiver scans the sender's requests, copies the bytes and marks the request done.
      3. Each side increments the other's events if the other sleeps on them.
      4. A thread that waits, in any group, serves the pending receives of its process.
@@ -12545,9 +12545,9 @@ static cddp_result cddp__finish_recv(cddp_work *work, double limit) {
      1. Ranks connect, compare their calls and detect lost peers in rounds, as without MPI.
      2. After the round of a large call each rank starts the nonblocking MPI collective, and tests
         it. Meanwhile it checks its peers and the deadline.
-     3. A second round ends the call, so that a rank that is done and exits is not reported as lost.
-   MPI determines the order of sums. After a failure MPI still uses the started operation's buffers:
-   copies made for it stay allocated. send and recv do not use MPI. */
+     3. A second round ends the call, so that a rank that exits is not reported as lost.
+   After a failure MPI still uses the started operation's buffers: copies made for it stay
+   allocated. send and recv do not use MPI. */
 
 #define CDDP__MPI_MAX_COUNT ((size_t)1 << 24) /* elements at a time: MPI's counts are int */
 
@@ -14286,10 +14286,10 @@ static cddp_result cddp__init(cddp_group **out, const cddp_group_desc *d) {
    Owns: a cddp__sparse and its lists of rows. Touches: the packets in its arguments.
    How it works:
      1. Backward appends pairs (row number, values) in any order: cddp__rows_add.
-     2. When a shard ends, its rank sorts the pairs by number, adds up those with the same number in
-        the order of their arrival, and writes the result to a packet that its peers read.
-     3. At the step each rank merges the sorted lists of all shards. A row's mean is the canonical
-        sum; a shard without the row counts as zeros. So the bits are those of a dense gradient. */
+     2. When a shard ends, its rank sorts the pairs by number, adds up equal ones in the order of
+        their arrival, and writes the result to a packet that its peers read.
+     3. At the step each rank merges the sorted lists of all shards. A shard without a row counts as
+        zeros, so the bits are those of a dense gradient. */
 
 typedef struct cddp__row_order {
   int64_t number;
@@ -14479,10 +14479,10 @@ static cddp_result cddp__rows_merge(const cddp_allocator *allocator, cddp__spars
    Entry points: the public functions; for a cddp_ddp's step cddp__update_of, _update_run and
    cddp__optim_rows.
    How it works:
-     1. An optimizer is a table, cddp__algorithm: the states of a parameter (arrays of the
-        parameter's length), the scalars of a step, and a function that steps one block.
-     2. The new value of an element depends only on its own values and the scalars, so any range of
-        a parameter can be stepped separately.
+     1. An optimizer is a table, cddp__algorithm: the states of a parameter, the scalars of a step,
+        and a function that steps one block.
+     2. An element's new value depends only on its own values and the scalars, so any range can be
+        stepped separately.
      3. Scalars are computed in double and rounded once to the type of the arithmetic.
      4. With master_weights only weights and gradients are f16 or bf16, all else is f32. Each block
         of weights is rounded from its masters.
@@ -15579,7 +15579,7 @@ static double cddp__mean_factor(const cddp_ddp *d, cddp_dtype dtype) {
      1. A slot is as large as the model, with f32 for f16 and bf16. A completed shard moves from the
         gradients into a slot. It is added to the earlier sums with which it forms a node of the
         canonical tree over all shards (cddp__merge_shard, >>plan). The last shard can stay in the
-        gradients. Which nodes each rank then has, and where, is known since creation.
+        gradients. Each rank's nodes are known since creation.
      2. The step takes the mean over the nodes of all ranks (cddp__reduce_shards).
      3. Ranks that cannot read each other's memory have all nodes in slots. Each rank receives all
         nodes of one part of the model and takes their mean; then the ranks gather the parts
@@ -16291,9 +16291,9 @@ static cddp_result cddp__gather_state(const cddp_optim *s, int k, int i, char *w
         gradients. For f32, one or two states and 1, 2 or 4 ranks one loop does all of this
         (cddp__fuse_loop).
      2. Weights in private memory reach the other ranks through the gradients' memory.
-     3. max_grad_norm adds a pass before this one. Each rank stores the mean of its part in its own
-        gradients, and the sums of squares of the part's pieces behind its arena. After a round
-        every rank adds all sums in the model's order.
+     3. max_grad_norm adds a pass before this one: the mean of the rank's part into its gradients,
+        and the sums of squares of the part's pieces behind its arena. After a round every rank adds
+        all sums in the model's order.
      4. cddp_ddp_reduce_scatter is the pass for the means alone. cddp_ddp_all_gather does what
         follows the update of a block.
      5. Sharded states: the rank steps its part by the means, and sends the weights to all ranks. */
@@ -17230,9 +17230,9 @@ static cddp_result cddp__publish(cddp_ddp *d) {
    Job: cddp_ddp_join, uneven inputs. Owns: d->uneven.
    How it works:
      1. A rank that has joined announces ddp_join in each meeting. That matches any call that begins
-        with a meeting. The rank reads which call the others made and takes part. Its gradients do
-        not count: all ranks divide by the number of the others. The first round of a bucket
-        announces the rank too, since it can precede the meeting.
+        with a meeting. The rank reads which call the others made. Its gradients do not count: all
+        ranks divide by the number of the others. The first round of a bucket announces the rank
+        too, since it can precede the meeting.
      2. After a cddp_ddp_wait the others step without this rank, so its weights become out of date.
         Before the next cddp_ddp_step weights and states come from a rank that has data. If all
         ranks have joined they come from the last one to join. */
@@ -19603,8 +19603,8 @@ CDDPDEF void cddp_sampler_destroy(cddp_sampler *sampler) {
      2. A cursor reads the text once and stops at the first error. Everything outside of the format
         is an error. Strings are decoded in place, which never lengthens them, and get a NUL where
         their closing quote was.
-     3. The tensors are sorted by position: each must begin where the previous one ends, and the
-        last one must end with the file. Then they are sorted by name, to find equal names.
+     3. The tensors are sorted by position: each must begin where the previous one ends, the last
+        must end with the file. Then they are sorted by name, to find equal names.
    Each computation of a size checks for overflow. */
 
 #define CDDP__HEADER_MAX 100000000u /* bytes of JSON, as in the reference implementation */
@@ -21050,8 +21050,8 @@ CDDPDEF const char *cddp_safetensors_metadata(const cddp_safetensors *file, cons
    sleeps in poll(2) on their pidfds. It reaps them by their pids, because other children belong to
    the program. After the first failure the other children have 1 s to report the failure. Then they
    get SIGTERM, and 5 s later SIGKILL. In an elastic job the failed child is forked again instead.
-   Threads: all groups are created in one block of memory before the first thread starts. A thread
-   marks its slot as dead if its function fails. This ends the others' waits. */
+   Threads: all groups are created before the first thread starts. A thread marks its slot as dead
+   if its function fails: the others' waits end. */
 
 #define CDDP__NOTICE_S 1.0 /* time in which the other ranks report a failure themselves */
 #define CDDP__GRACE_S 5.0  /* between SIGTERM and SIGKILL */
@@ -22265,7 +22265,7 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels) { (void)k
      Removed  pthread_cancel of a thread in cddp_recv: use cddp_cancel or timeout_s.
               Private memory after a stopped peer's failure: such memory is not reused.
               Owner and group of the old file in cddp_save; its mode stays.
-              Heterogeneous Slurm jobs without --export=ALL,MASTER_ADDR=HOST (rank 0's host).
+              Heterogeneous Slurm jobs without MASTER_ADDR (fine print: launchers).
      Changed  Elastic models have one engine, by messages. A step of 2 ranks on one host takes 1.1
               to 1.2 times as long as a plain one (1.03 before); each rank holds all states.
               Elastic: a rank with a local failure, or that joins with other settings, ends alone.
@@ -22276,12 +22276,9 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels) { (void)k
               NCCL: a model uses its group's communicator. A misused model breaks its group.
               All code for GPUs is in cddp_kernels.cuh, which must be beside cddp.h: with CDDP_CUDA
               cddp.h includes it. It declares cddp_segment and cddp_kernels.
-              A blocked port, or a foreign program at MASTER_PORT, is named within seconds.
               A rank without a size, MASTER_ADDR without RANK, and numbers such as "+1" are errors.
               On one host MASTER_PORT keeps two programs of a job step apart.
               No store runs while all ranks are on one host; rank 0 still binds MASTER_PORT.
-              A command behind setsid in a shell of srun --pty is no rank.
-              closefrom in a program gives errors instead of SIGBUS and "dead" peers.
               cddprun: --nnodes needs --node-rank.
      Mended   A second start on a job's port ended the job in its first 10 s. Now it fails itself.
               Checkpoints on file systems that cannot sync, or cannot rename an open file (FUSE).
