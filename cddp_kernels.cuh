@@ -43,6 +43,70 @@
    double[2] in device memory: the mean loss and the number of rows classified correctly are ADDED
    to it, so that a loop can read it once an epoch. Zero it with cudaMemsetAsync.
 
+   GROUPS AND MODELS ON GPUS (the basics: >>api-gpus in cddp.h)
+
+   MODELS use the communicator of their group. So a misused model (ranks made different calls,
+   forgot a gradient, or stepped with different settings) breaks its group. On CPUs, and with
+   backend "cpu", the model fails alone.
+
+   CUDA GRAPHS. A whole step with SGD can be captured after two eager steps like it, on a stream
+   other than the default one. The learning rate is the captured one. Destroy graphs before the
+   model, the optimizer and the group: graphs use their memory.
+
+   ORDER. Call the operations of all groups of a GPU from one thread at a time, in the same order on
+   every rank. A model's ready(), wait() and step() are operations of its group: between two ready()
+   calls of a step call others only if all ranks mark gradients in one order. With several groups on
+   a GPU, NCCL_LAUNCH_ORDER_IMPLICIT=1 (NCCL 2.26) keeps the order on the GPU too.
+
+   TESTED on one NVIDIA H200, also with 2 and 4 ranks that share it. Several GPUs and several hosts
+   with GPUs have been tested only on a test double of CUDA and NCCL (tests/gpu/gpu-results.md).
+   tests/gpu/gpu.sh tests this machine's GPU.
+
+   WAITS. The host waits for other ranks
+     - when groups and models are created, and in a model's first step
+     - in the first message to or from a rank, and in the first use of an algorithm of another
+       collective than all_reduce
+     - in each step with find_unused_parameters, uneven_inputs or sparse_rows.
+   The first launch of a kernel that is not cddp's can wait for the device, unless
+   CUDA_MODULE_LOADING=EAGER is set. Ranks can share a GPU, or parts of one (MIG), from NCCL 2.30 on
+   if all have NCCL_MULTI_RANK_GPU_ENABLE=1.
+
+   VERSIONS. NCCL 2.23 or later is recommended: in older versions the abort after a failure can
+   crash an operation that does not return for 0.5 s. Without LOCAL_RANK a rank's position among the
+   ranks of its host selects the GPU; with backend "cpu" LOCAL_RANK is taken modulo the number of
+   GPUs.
+
+   MESSAGES in device memory match in the order of calls between two ranks; tags are not compared.
+   Messages with a handle are sent together, at the group's next other call, or at their cddp_wait
+   or cddp_test: an exchange posts all, then waits.
+
+   SUMS. NCCL's sums have equal bits on all ranks; another number of ranks, or another version of
+   NCCL, can give other bits (cddp_ddp_desc.shards avoids that). MIN and MAX can ignore a NaN. Means
+   of f16, and all means without the kernels, are NCCL's: unless world_size is a power of two they
+   are off by up to 0.2 % in bf16, 0.03 % in f16. Other means of floats are the sum times
+   1/world_size.
+
+   TIME-OUTS. Two threads watch NCCL's and the device's errors, the other processes, their order of
+   calls, and timeout_s. It counts from the enqueueing of an operation, in a CUDA graph from the
+   beginning of cddp_synchronize or cddp_barrier. Calls of ranks on different hosts are compared in
+   cddp_barrier and cddp_group_split.
+
+   FAILURES. A failure breaks the group on all ranks and aborts its communicator: streams then end
+   with undefined results, and cddp_synchronize, cddp_wait and every later call return the failure.
+   cddp_destroy waits for the device while the group is healthy. With a process's last group it also
+   waits until NCCL has destroyed its communicators, at most 2 s. A process that ends without it,
+   while others have a graph with the group's operations, counts as lost.
+
+   PARTITIONS. NCCL reduces a bucket only to the ranks with partitions in it if the previous step
+   was of this kind too, without max_grad_norm; otherwise to all ranks. With shards, NCCL needs one
+   more copy of the gradients, even with one shard for each rank.
+
+   CAPTURING. Ranks are not compared: all must capture and launch alike, in mode thread-local or
+   relaxed. A graph keeps the counts of cddp_all_to_all_v.
+
+   CONTEXTS. CUDA does not survive a fork: cddp_spawn comes first. In a program with the kernels, an
+   optimizer without desc.ddp, cddp_save and cddp_load create a CUDA context, also for device "cpu".
+
    CONTENTS: search for the mark
      >>layouts       what cddp.h asks of kernels    >>declarations  the functions
      Kernels
