@@ -7509,17 +7509,15 @@ static int cddp__plan_buckets(int *offsets, int *sorted, const cddp_param *param
 }
 
 /* >>shape --------------------------------------------------------------------------------------
-   Job: describe which data each collective moves, in one table for all backends and the argument
-   checks, and a call in error texts. Owns: nothing. Entry points: all functions of the room.
+   Job: describe which data each collective moves, for all backends and argument checks, and
+   describe calls in error texts. Owns: nothing. Entry points: all functions of the room.
    How it works:
      1. The caller's buffers consist of shares of `count` elements.
-     2. A rank's send buffer has one share for all ranks, or one share for each rank. Its receive
-        buffer has one share, or one share of each rank. If both have one share, they are the same
-        buffer.
+     2. A send buffer has one share for all ranks, or one for each rank. A receive buffer has one
+        share, or one of each rank. If both have one share, they are the same buffer.
      3. All ranks send, or only the root. All ranks receive, or only the root.
-     4. In a call with counts (all_gather_v, all_to_all_v) the ranks first exchange the lengths. The
-        collective then runs with the longest one for all, and each rank moves only the existing
-        bytes. */
+     4. In a call with counts (all_gather_v, all_to_all_v) the ranks first exchange the lengths of
+        their shares. The collective runs with the longest; only existing bytes move. */
 
 typedef struct cddp__shape {
   const char *name;
@@ -7534,7 +7532,6 @@ static const cddp__shape cddp__shapes[] = {CDDP__KINDS(CDDP__X)};
 
 static cddp__call cddp__make_call(int kind, const void *send, void *recv, size_t count,
                                   cddp_dtype dtype, cddp_op op, int root) {
-  /* Field by field: a copy of the whole struct would stall 10 ns on the bytes just written. */
   cddp__call c = {(uint8_t)kind, (uint8_t)((unsigned)dtype > 255 ? 255 : dtype),
                   (uint8_t)((unsigned)op > 255 ? 255 : op), root, send, recv, count,
                   cddp__dtype_ok(dtype) ? cddp__dtype_size(dtype) : 1, 0, NULL};
@@ -7591,19 +7588,13 @@ static char *cddp__share_from(const cddp__call *call, int from) {
   return (char *)call->recv + at * call->esize;
 }
 
-/* Bytes of the elements [begin, begin + n) that exist in a share of count elements. */
-static size_t cddp__range_bytes(const cddp__call *call, size_t count, size_t begin, size_t n) {
+/* Bytes of the elements [begin, begin + n) of the share that this rank sends to another (out), or
+   receives from it. In a call with counts some of them do not exist. */
+static size_t cddp__share_bytes(const cddp__call *call, int rank, bool out, size_t begin,
+                                size_t n) {
+  size_t count = begin + n;
+  if (call->shares != NULL) count = out ? call->shares[rank].out : call->shares[rank].in;
   return begin < count ? cddp__min(n, count - begin) * call->esize : 0;
-}
-/* The same in the share that this rank sends to `to`. Without counts all shares have n elements. */
-static size_t cddp__bytes_for(const cddp__call *call, int to, size_t begin, size_t n) {
-  return call->shares == NULL ? n * call->esize
-                              : cddp__range_bytes(call, call->shares[to].out, begin, n);
-}
-/* The same in the share that this rank receives from `from`. */
-static size_t cddp__bytes_from(const cddp__call *call, int from, size_t begin, size_t n) {
-  return call->shares == NULL ? n * call->esize
-                              : cddp__range_bytes(call, call->shares[from].in, begin, n);
 }
 
 /* Bytes of a call's counted shares and, behind them, of the memory for the exchange of counts. */
@@ -7613,8 +7604,7 @@ static size_t cddp__shares_bytes(const cddp_group *g) {
   return (size_t)g->size * (sizeof(cddp__counted_share) + counts);
 }
 
-/* The bytes of the send and recv buffers that a collective uses on this rank. If they are one
-   buffer, both are its size. */
+/* The bytes of the send and recv buffers that a collective uses on this rank. */
 static void cddp__buffer_bytes(const cddp_group *g, const cddp__call *call, size_t *sent,
                                size_t *received) {
   bool one = cddp__in_one_buffer(call);
@@ -7636,7 +7626,7 @@ static const char *const cddp__dtype_names[] = {"f32", "f64", "f16", "bf16",
 static const char *const cddp__op_names[] = {"sum", "avg",  "prod", "min",
                                              "max", "band", "bor",  "bxor"};
 
-/* A call and its phase in 32 bits, for headers and logs, and the parts of such a code. */
+/* A call and its phase in 32 bits, for headers and logs. */
 static uint32_t cddp__call_code(const cddp__call *call, uint32_t phase) {
   return (uint32_t)call->kind | (uint32_t)call->dtype << 8 | (uint32_t)call->op << 16 |
          (phase << 24);
@@ -7665,22 +7655,20 @@ static cddp__text cddp__describe_call(uint32_t code, uint64_t count, int root) {
 
 /* >>block -----------------------------------------------------------------------------------------
    Job: the layout of a group's control block in shared memory, and the sizes of its parts.
-   Owns: nothing. The functions compute sizes and addresses.
+   Owns: nothing.
    Entry points: cddp__block_bytes, cddp__staging_bytes; the functions that return a part's address.
    Layout: the control block, headers, reported rounds, slots, staging buffers. Every rank reads all
-   headers, so they are contiguous: those of a thousand ranks fill 32 pages. Ranks of other hosts
-   share one slot, which stays empty. */
+   headers, so they are contiguous. Ranks of other hosts share one slot, which stays empty. */
 
 #define CDDP__HEADERS_AT ((size_t)4096) /* offset of the headers */
-/* Bytes of a staging buffer; fewer where many ranks share the last cache. A core with 1 MiB of L2
-   writes chunks of 256 KiB to the last cache; peers read them there in 2/3 of the time that chunks
-   of 64 KiB take. With 512 KiB of L2, chunks of 64 KiB are faster. */
+/* Bytes of a staging buffer; fewer where many ranks share the last cache. With 1 MiB of L2, peers
+   read chunks of 256 KiB in 2/3 of the time that chunks of 64 KiB take; with 512 KiB in more. */
 #define CDDP__STAGING ((size_t)256 << 10)
 #define CDDP__STAGING_MIN ((size_t)64 << 10)
 #define CDDP__STAGING_L2 ((size_t)1 << 20)  /* with an L2 of this size or unknown: CDDP__STAGING */
 #define CDDP__STAGING_ALL ((size_t)4 << 20) /* limit for the sum over all ranks of a group */
-/* Shares that travel between hosts with a round's headers: bytes of all ranks together. Two ranks
-   use twice as many bytes, since no other algorithm transfers fewer bytes between two ranks. */
+/* Shares that travel between hosts with a round's headers: bytes of all ranks together. Twice as
+   many for two ranks: no other algorithm transfers fewer bytes between two. */
 #define CDDP__PIGGYBACK ((size_t)64 << 10)
 
 #ifndef CDDP__L2 /* tests define it, with a value for each rank */
@@ -7709,7 +7697,7 @@ static size_t cddp__piggyback_bytes(int size) {
   return size == 2 ? 2 * CDDP__PIGGYBACK : CDDP__PIGGYBACK;
 }
 
-/* Offsets of the slots and of the staging buffers; bytes of everything, which fit any page size. */
+/* Offsets of the slots and of the staging buffers; bytes of everything. */
 static size_t cddp__block_slots(int size) {
   size_t headers = (size_t)size * (2 * sizeof(cddp__op_header) + sizeof(cddp__atomic_u32));
   CDDP_ASSERT(sizeof(cddp__control_block) <= CDDP__HEADERS_AT);
@@ -7725,7 +7713,7 @@ static size_t cddp__block_bytes(int size, int local_size) {
          2 * (local_size < size ? cddp__piggyback_bytes(size) : local);
 }
 
-/* The parts of a rank. Headers and staging buffers: those of a round with this number. */
+/* The parts of a rank. Headers and staging buffers: of this round. */
 static cddp__slot *cddp__slot_of(const cddp_group *g, int rank) {
   return g->slots + g->slot_index[rank];
 }
@@ -7753,16 +7741,14 @@ static bool cddp__has_announced(const cddp_group *g, int rank) {
    Owns: in the control block `broken` and `cause`; in a slot state, inside, failure, site and wait;
    in the group `failed`. Lock: fail_lock. Calls other hosts through >>hooks.
    Entry points: cddp__break; cddp__check_group; cddp__check_peers and cddp__report_lost for ranks
-   that have ended, cddp__break_late for ranks that are late; cddp__begin_access and
-   cddp__end_access around accesses to peers' memory; cddp__describe_* and cddp__name_rank for error
-   texts.
+   that have ended, cddp__break_late for late ones; cddp__begin_access and _end_access around
+   accesses to peers' memory; cddp__describe_* and cddp__name_rank for error texts.
    How it works:
-     1. The first rank to notice a failure writes its text into its own slot. Then it stores result
-        and slot number in block->broken, which breaks the group.
-     2. It wakes all sleeping ranks. Every later call returns this failure.
-     3. A process's pidfd, its lock on the shared memory and /proc show whether it has ended. A rank
+     1. The first rank to notice a failure writes its text into its own slot, and swaps result and
+        slot number into block->broken. From then on every call of every rank returns this failure.
+     2. A process's pidfd, its lock on the shared memory and /proc show whether it has ended. A rank
         that leaves in good order says so in its slot.
-     4. A rank that has waited for long writes its operation and call site into its slot, for its
+     3. A rank that has waited for long writes its operation and call site into its slot, for its
         peers' error texts and for the deadlock check. */
 
 /* --- reporting a failure to all ranks --- */
@@ -7777,14 +7763,14 @@ static bool cddp__set_cause(cddp__cause *cause, cddp_result r, const char *text)
 
 static bool cddp__has_cause(const cddp__cause *cause) { return cddp__load32(&cause->state) >= 2; }
 
-/* Returns the stored failure, and makes its text this thread's error. CDDP_OK: there is none. */
+/* Returns the stored failure, if there is one, and makes its text this thread's error. */
 static cddp_result cddp__check_cause(const cddp__cause *cause) {
   if (CDDP__LIKELY(!cddp__has_cause(cause))) return CDDP_OK;
   return cddp__fail((cddp_result)(cddp__load32(&cause->state) - 2), "%s", cause->text);
 }
 
-/* Wakes all sleeping ranks. Of other hosts' headers, only the lowest rank's can have sleepers. The
-   addition of 0 is a full fence: threads that begin to sleep later see `broken`. */
+/* Wakes all sleeping ranks. Of other hosts' headers, only the lowest rank's has sleepers. Adding 0
+   is a full fence: threads that begin to sleep later see `broken`. */
 static void cddp__wake_all(cddp_group *g) {
   bool sleepers = cddp__add32(&g->block->sleepers, 0) != 0;
   int p;
@@ -7799,7 +7785,6 @@ static void cddp__wake_all(cddp_group *g) {
   }
 }
 
-/* The text of the group's failure. Valid once the group is broken. */
 static const char *cddp__failure_text(const cddp_group *g) {
   CDDP_ASSERT(cddp__is_broken(g));
   return g->slots[cddp__load32(&g->block->broken) >> 8].failure;
@@ -7833,8 +7818,7 @@ static bool cddp__publish_failure(cddp_group *g, cddp_result r) {
   return first;
 }
 
-/* Wakes all ranks after a failure was published. notify_hosts: the other hosts do not notice the
-   failure themselves. */
+/* notify_hosts: the other hosts do not notice the published failure themselves. */
 static void cddp__announce_failure(cddp_group *g, bool notify_hosts) {
   cddp__wake_all(g);
   cddp__log(&g->host->logger, 0, "%s", cddp__failure_text(g));
@@ -7853,8 +7837,8 @@ static cddp_result cddp__break(cddp_group *g, cddp_result r) {
   return cddp__break_here(g, r, true);
 }
 
-/* Marks this rank as one with several threads that use cddp. If one of them waits, another can end
-   the wait: peers must not conclude that the rank is blocked. */
+/* Marks this rank: several of its threads use cddp. If one of them waits, another can end the wait,
+   so peers must not conclude that the rank is blocked. */
 static void cddp__mark_multithreaded(const cddp__host *host) {
   if (host->slots != NULL) cddp__store32(&host->slots[host->index].multithreaded, 1);
 }
@@ -7870,7 +7854,7 @@ CDDP__INLINED void cddp__note_thread(cddp__host *host) {
     cddp__mark_multithreaded(host);
 }
 
-/* Called at the start of each call. Returns the group's failure, or CDDP_OK. */
+/* Called at the start of each call. */
 CDDP__INLINED cddp_result cddp__check_group(cddp_group *g) {
   cddp__note_thread(g->host);
   if (CDDP__LIKELY(!cddp__is_broken(g))) return CDDP_OK;
@@ -7882,8 +7866,8 @@ CDDP__INLINED cddp_result cddp__check_group(cddp_group *g) {
 #define CDDP__REMOTE_CAUSE_S 0.1      /* time for another host's notice of a failure to arrive */
 #define CDDP__REMOTE_CAUSE_LONG_S 0.5 /* the same if other ranks may have seen how a rank ended */
 
-/* Reads field `number` of /proc/PID/stat, as numbered in proc(5), and field 3, the letter of the
-   process's state. Returns false if there is no such process. */
+/* Reads field `number` of /proc/PID/stat (proc(5)), and the letter of the process's state. Returns
+   false if there is no such process. */
 static bool cddp__process_stat(uint32_t pid, int number, char *state, uint64_t *value) {
   char path[32], text[1024], *at;
   ssize_t n;
@@ -7907,7 +7891,7 @@ static uint64_t cddp__boot_ticks(void) { /* the time now, in the unit of startti
   return (uint64_t)(((double)t.tv_sec + 1e-9 * (double)t.tv_nsec) * (double)sysconf(_SC_CLK_TCK));
 }
 
-/* Returns whether a process of the host has ended. A living process holds a lock on its byte of the
+/* Returns whether a process has ended. A living process of the host holds a lock on its byte of the
    shared memory, unless the program has closed the descriptor, or the lock is not taken yet. */
 static bool cddp__process_gone(const cddp__host *host, int at) {
   struct pollfd fd = {host->pidfds[at], POLLIN, 0}; /* readable once the process has ended */
@@ -7929,8 +7913,8 @@ static bool cddp__process_gone(const cddp__host *host, int at) {
   return kill((pid_t)host->pids[at], 0) != 0 && errno == ESRCH;
 }
 
-/* Returns whether a rank of another host has ended and the notice of the cause has arrived, or has
-   had time to. No notice follows a BYE. A rank alone on its host has no neighbour to send one. */
+/* Returns whether a rank of another host has ended, and the notice of the cause has arrived or has
+   had time to. No notice follows a BYE, or the end of a rank alone on its host. */
 static bool cddp__remote_gone(const cddp_group *g, int rank) {
   const cddp__peer *peer = &g->hosts->peers[rank];
   bool brief;
@@ -7940,7 +7924,7 @@ static bool cddp__remote_gone(const cddp_group *g, int rank) {
          cddp__now() >= peer->lost_at + (brief ? CDDP__REMOTE_CAUSE_S : CDDP__REMOTE_CAUSE_LONG_S);
 }
 
-/* Returns whether the rank's process has ended or the rank has left the group. */
+/* Returns whether the rank has ended or left the group. */
 static bool cddp__rank_gone(const cddp_group *g, int rank) {
   uint32_t state = cddp__load32(&cddp__slot_of(g, rank)->state);
   if (g->members[rank] < 0) return cddp__remote_gone(g, rank);
@@ -7952,8 +7936,8 @@ static bool cddp__rank_gone(const cddp_group *g, int rank) {
   return cddp__process_gone(g->host, g->members[rank]);
 }
 
-/* Reads the wait status of a process that has ended: a zombie's from /proc, that of a reaped
-   process from its pidfd (-1: none), since Linux 6.15. */
+/* Reads the wait status of a process that has ended: a zombie's from /proc, that of a reaped one
+   from its pidfd (Linux 6.15). */
 static bool cddp__exit_status(int pidfd, uint32_t pid, int *status) {
   struct cddp__pidfd_info { /* struct pidfd_info of the kernel, first version */
     uint64_t mask, cgroup;
@@ -7973,7 +7957,7 @@ static bool cddp__exit_status(int pidfd, uint32_t pid, int *status) {
   return (info.mask & 8) != 0;
 }
 
-/* Describes a wait status, for example "was killed by signal 9 (Killed)". */
+/* Example: "was killed by signal 9 (Killed)" */
 static cddp__text cddp__describe_status(int status) {
   const char *name = WIFSIGNALED(status) ? strsignal(WTERMSIG(status)) : NULL;
   if (!WIFSIGNALED(status)) return cddp__textf("exited with code %d", WEXITSTATUS(status));
@@ -7992,13 +7976,12 @@ static cddp__text cddp__name_rank(const cddp_group *g, int rank) {
                      g->host->name);
 }
 
-/* Returns whether a rank that has ended left the group by cddp_destroy. */
 static bool cddp__rank_left(const cddp_group *g, int rank) {
   if (g->members[rank] < 0) return g->hosts->peers[rank].error == CDDP__LEFT;
   return cddp__load32(&cddp__slot_of(g, rank)->state) == CDDP__SLOT_LEFT;
 }
 
-/* Describes how a rank of another host has ended, from the end of the connection to it. */
+/* Describes the end of the connection to a rank of another host. */
 static cddp__text cddp__describe_remote_end(const cddp_group *g, int rank) {
   const cddp__net *net = g->hosts->net;
   const cddp__rank_entry *entry = &net->ranks[g->world[rank]];
@@ -8016,7 +7999,6 @@ static cddp__text cddp__describe_remote_end(const cddp_group *g, int rank) {
                      cddp__describe_address(&address).s, strerror(error));
 }
 
-/* Describes how a rank has ended. */
 static cddp__text cddp__describe_end(const cddp_group *g, int rank) {
   const cddp__host *host = g->host;
   int status, at = g->members[rank];
@@ -8029,8 +8011,8 @@ static cddp__text cddp__describe_end(const cddp_group *g, int rank) {
     return cddp__textf("ended: its thread function returned");
   if (cddp__exit_status(host->pidfds[at], host->pids[at], &status))
     return cddp__describe_status(status);
-  /* One process of the host watches that process, and soon stores its status: cddp__wait_tick.
-     slots == NULL: this rank joined (CDDP_JOIN). */
+  /* Its left neighbour on the host soon stores its status: cddp__wait_tick. slots == NULL: this
+     rank joined (CDDP_JOIN). */
   cddp__wait_begin(&w, 2.5 * CDDP__SLEEP_MAX_S);
   while (host->slots != NULL && at < host->size &&
          (ended = cddp__load32(&host->slots[at].ended)) == 0 && cddp__wait_pause(&w)) {}
@@ -8048,8 +8030,8 @@ static cddp__text cddp__describe_current_call(const cddp_group *g) {
 
 /* Breaks the group over the loss of a rank.
      doing   the operation that this rank was in; NULL: the round in which it waited for that rank
-   A rank that left, or that is on another host, may have ended because of a third rank. So a notice
-   from another host is preferred as the cause, and the text also names a process that has died. */
+   A rank that left, or that is on another host, may have ended because of a third rank: a notice is
+   preferred as the cause, and the text also names a process that has died. */
 static cddp_result cddp__report_lost(cddp_group *g, int rank, const char *doing) {
   const cddp__cause *cause = &g->block->cause;
   bool left = g->members[rank] >= 0 && cddp__rank_left(g, rank);
@@ -8071,9 +8053,8 @@ static cddp_result cddp__report_lost(cddp_group *g, int rank, const char *doing)
   return cddp__break(g, CDDP_PEER_LOST);
 }
 
-/* Returns whether this rank's round still needs rank p. In an oversubscribed group p can have died
-   between its header and its arrival. While the headers of other hosts are missing, or frames are
-   in transit, all ranks of this host are needed. */
+/* Returns whether this rank's round still needs rank p: its header; if oversubscribed, its arrival;
+   while headers of other hosts are missing, or frames are in transit, all ranks of this host. */
 static bool cddp__rank_needed(const cddp_group *g, int p) {
   if (!cddp__has_announced(g, p)) return true;
   if (g->oversubscribed && cddp__load32(&g->block->release) != g->round) return true;
@@ -8082,7 +8063,7 @@ static bool cddp__rank_needed(const cddp_group *g, int p) {
          (!g->hosts->local_only && !cddp__has_announced(g, g->hosts->lowest_remote));
 }
 
-/* Breaks the group if a rank that this round needs has ended or left. */
+/* Breaks the group if a rank of this host that the round needs has ended or left. */
 static cddp_result cddp__check_peers(cddp_group *g) {
   int p;
   if (g->block_ref.kind == CDDP__REF_EXTENT &&
@@ -8099,17 +8080,17 @@ static cddp_result cddp__check_peers(cddp_group *g) {
 
 /* --- access to peers' memory --- */
 
-/* Begins an access to peers' memory. Both sides use full fences: either a failing rank sees this
-   rank's `inside`, or this rank sees the failure. */
+/* Both sides use full fences: a failing rank sees this rank's `inside`, or this rank sees the
+   failure. */
 static cddp_result cddp__begin_access(cddp_group *g) {
   cddp__exchange32(&cddp__slot_of(g, g->rank)->inside, 1);
   CDDP__POINT("inside");
   return cddp__check_group(g);
 }
 
-/* Returns r. After a failure it first waits until no peer is inside, because only then can the
-   caller reuse its buffers. The failure ends the peers' waits and copies. A peer that is stopped
-   stays inside: after 5 s this rank quarantines its shared memory. */
+/* Returns r. After a failure, which ends the peers' waits and copies, it first waits until no peer
+   is inside: only then can the caller reuse its buffers. A stopped peer stays inside: after 5 s
+   this rank quarantines its shared memory. */
 static cddp_result cddp__end_access(cddp_group *g, cddp_result r) {
   cddp__atomic_u32 *inside = &cddp__slot_of(g, g->rank)->inside;
   cddp__wait w;
@@ -8131,15 +8112,15 @@ static cddp_result cddp__end_access(cddp_group *g, cddp_result r) {
 
 /* --- where ranks wait, published for the ranks of the same host --- */
 
-/* The slot in which a rank publishes its waits; NULL: none (on another host, or joined). */
+/* Where a rank publishes its waits; NULL: nowhere (on another host, or joined). */
 static cddp__slot *cddp__wait_slot(const cddp_group *g, int rank) {
   const cddp__host *host = g->host;
   int at = g->members[rank];
   return host->slots != NULL && at >= 0 && at < host->size ? &host->slots[at] : NULL;
 }
 
-/* Copies a text of n bytes from memory that another process can change meanwhile. Zeros follow the
-   first NUL. */
+/* Copies a text of n bytes that another process can change meanwhile. Zeros follow the first NUL.
+   */
 static void cddp__copy_text(char *to, const char *from, size_t n) {
   bool ended = false;
   size_t i;
@@ -8150,12 +8131,11 @@ static void cddp__copy_text(char *to, const char *from, size_t n) {
   }
 }
 
-/* The number of a rank in the job. */
 static int cddp__job_rank(const cddp_group *g, int rank) {
   return g->world != NULL ? g->world[rank] : g->members[rank];
 }
 
-/* Example: "; rank 1 waits in cddp_ddp_step at train.c:71". Empty if the place is unknown. */
+/* Example: "; rank 1 waits in cddp_ddp_step at train.c:71" */
 static cddp__text cddp__describe_wait(const cddp_group *g, int rank) {
   const cddp__slot *slot = cddp__wait_slot(g, rank);
   bool waits = slot != NULL && cddp__load64(&slot->wait) != 0;
@@ -8172,8 +8152,8 @@ static cddp__text cddp__describe_wait(const cddp_group *g, int rank) {
   return t;
 }
 
-/* Returns whether slot->works counts all operations of this rank in flight. It does not count one
-   in state CDDP__OWN_HELD, which the engine's thread soon puts into the queue. */
+/* Returns whether slot->works counts all operations of this rank in flight: all except those in
+   state CDDP__OWN_HELD, which the engine's thread soon puts into the queue. */
 static bool cddp__works_visible(cddp__host *host) {
   const cddp_group *g;
   bool all = true;
@@ -8184,10 +8164,9 @@ static bool cddp__works_visible(cddp__host *host) {
   return all;
 }
 
-/* Publishes that this thread waits in g. Returns false if another thread's wait is published, or if
-   this rank may continue in another thread. An engine's thread publishes while its caller waits for
-   the engine.
-     where   the operation; NULL: the group's round */
+/* Publishes that this thread waits in g, in the operation `where`; NULL: in the group's round.
+   Returns false if another thread's wait is published, or if this rank may continue in another
+   thread. An engine's thread publishes while its caller waits for the engine. */
 static bool cddp__publish_wait(cddp_group *g, const char *where) {
   const cddp__op_header *header = cddp__op_header_of(g, g->rank, g->round);
   cddp__engine *engine = cddp__own_engine;
@@ -8206,7 +8185,7 @@ static bool cddp__publish_wait(cddp_group *g, const char *where) {
   return true;
 }
 
-/* Ends the published wait. failed: it ended in a failure, which time-out texts mention. */
+/* failed: the wait ended in a failure, which time-out texts mention. */
 static void cddp__clear_wait(cddp_group *g, bool failed) {
   cddp__slot *slot = cddp__wait_slot(g, g->rank);
   if (slot == NULL) return;
@@ -8219,30 +8198,29 @@ static void cddp__clear_wait(cddp_group *g, bool failed) {
 
 /* Breaks g and `in`: this rank waits for p in g, and p waits for this rank in `in`. */
 static cddp_result cddp__break_deadlock(cddp_group *g, cddp_group *in, int p) {
-  int rank = cddp__job_rank(g, g->rank), other = cddp__job_rank(g, p);
+  bool swap = cddp__job_rank(g, p) < cddp__job_rank(g, g->rank); /* all ranks make one text */
+  int low = swap ? p : g->rank, high = swap ? g->rank : p;
   char here[CDDP__WHERE_MAX], there[CDDP__WHERE_MAX];
   cddp_result r;
   bool first;
-  cddp__copy_text(here, cddp__wait_slot(g, g->rank)->where, sizeof here);
-  cddp__copy_text(there, cddp__wait_slot(g, p)->where, sizeof there);
+  cddp__copy_text(here, cddp__wait_slot(g, low)->where, sizeof here);
+  cddp__copy_text(there, cddp__wait_slot(g, high)->where, sizeof there);
   r = cddp__fail(CDDP_MISMATCH,
                  "ranks disagree: rank %d waits in %s, rank %d in %s, each for the other; make the "
                  "same calls in the same order on all ranks",
-                 rank < other ? rank : other, rank < other ? here : there,
-                 rank < other ? other : rank, rank < other ? there : here);
-  /* Both groups are broken before any rank wakes. A rank that wakes may leave the other group, and
-     that would be reported as a loss. */
+                 cddp__job_rank(g, low), here, cddp__job_rank(g, high), there);
+  /* Both groups are broken before any rank wakes: a rank that wakes may leave the other group. */
   first = cddp__publish_failure(in, r);
   if (cddp__publish_failure(g, r)) cddp__announce_failure(g, true);
   if (first) cddp__announce_failure(in, true);
   return cddp__check_failure(g);
 }
 
-/* Called at intervals during a long wait that is published. Neither rank can continue if
+/* Called at intervals during a published wait. Neither rank can continue if
      - a rank p that this rank waits for waits for a round of another group, `in`,
      - this rank has not announced that round, and
-     - both ranks have one thread, and their engines have no operation that could end the waits.
-   The wait of p is read first: so it still holds when the other conditions are checked. */
+     - both ranks have one thread, and no operation in their engines.
+   The wait of p is read first, so it still holds when the other conditions are checked. */
 static cddp_result cddp__check_deadlock(cddp_group *g) {
   int p;
   for (p = 0; p < g->size && cddp__load32(&cddp__wait_slot(g, g->rank)->multithreaded) == 0; p++) {
@@ -8265,7 +8243,7 @@ static cddp_result cddp__check_deadlock(cddp_group *g) {
 
 /* --- ranks that are late --- */
 
-/* "; another group failed: ..." for time-out texts: late ranks may have waited there. */
+/* For time-out texts: late ranks may have waited in another group, which has failed. */
 static cddp__text cddp__describe_other_failure(const cddp_group *g) {
   cddp__text t = {""};
   const cddp_group *other;
@@ -8295,9 +8273,9 @@ static cddp__text cddp__list_ranks(const bool *set, int size, size_t n) {
   return t;
 }
 
-/* Finds the ranks that are late for this rank's round, and returns their number. A late rank of
-   this host that has waited for a rank of another host within the last 500 ms is not the cause: the
-   awaited rank counts instead. A rank of another host counts unless its host has reported it. */
+/* Finds the ranks that are late for this rank's round, and returns their number. Instead of a late
+   rank of this host that has waited for a rank of another host within the last 500 ms, the awaited
+   rank counts. A rank of another host counts unless its host has reported it. */
 static int cddp__find_late(const cddp_group *g, bool *set) {
   uint32_t now_ms = (uint32_t)(uint64_t)(cddp__monotonic() * 1000);
   bool all = g->hosts != NULL && !g->hosts->local_only;
@@ -8318,8 +8296,8 @@ static int cddp__find_late(const cddp_group *g, bool *set) {
   return n;
 }
 
-/* After the deadline: asks the other hosts for their late ranks, then breaks the group with the
-   names of all late ranks. Does nothing if the missing headers arrive meanwhile.
+/* After the deadline: breaks the group with the names of all late ranks, unless the missing headers
+   arrive meanwhile.
      late   a rank of another host with missing frames, or -1 */
 static cddp_result cddp__break_late(cddp_group *g, int late) {
   bool set[CDDP__MAX_RANKS], far = false;
@@ -8358,8 +8336,7 @@ static cddp_result cddp__break_late(cddp_group *g, int late) {
    Job: let the ranks of a group announce their calls to each other, compare them, and wait.
    Owns: in the control block the headers, arrivals, release and sleepers; in the group round, spin
    and yields. Calls other hosts, and serves receives, through >>hooks.
-   Entry points: cddp__round and cddp__round_of; cddp__wait_tick and cddp__wait_sleep in waits for
-   ranks (the struct is in >>base).
+   Entry points: cddp__round and cddp__round_of; cddp__wait_tick and cddp__wait_sleep.
    How it works:
      1. A rank writes its header (the call, its count, up to 40 bytes of payload), and then the
         round's number into the header's seq.
@@ -8381,9 +8358,9 @@ static cddp_result cddp__break_late(cddp_group *g, int late) {
 
 /* --- groups with work for every waiting thread --- */
 
-/* The groups of this process that have posted a receive, or that span hosts, linked by next_served.
-   Each waiting thread serves them all. A thread that holds served_lock takes p2p.lock by trylock,
-   since another thread can hold the two in the opposite order. */
+/* The groups of this process that have posted a receive, or that span hosts: every waiting thread
+   serves them all. A thread that holds served_lock takes p2p.lock by trylock, since another thread
+   can hold the two in the opposite order. */
 static pthread_mutex_t cddp__served_lock = PTHREAD_MUTEX_INITIALIZER;
 static cddp_group *cddp__served;
 
@@ -8396,7 +8373,7 @@ static void cddp__register_fork_handler(void) {
   (void)pthread_atfork(NULL, NULL, cddp__reset_served);
 }
 
-/* Makes every wait of the process serve g. The caller holds p2p.lock, or g is still private. */
+/* The caller holds p2p.lock, or g is still private. */
 static void cddp__serve_in_waits(cddp_group *g) {
   static pthread_once_t once = PTHREAD_ONCE_INIT;
   if (g->p2p.is_served) return;
@@ -8410,23 +8387,18 @@ static void cddp__serve_in_waits(cddp_group *g) {
 
 /* Called before g is freed. After it returns no other thread serves g. */
 static void cddp__stop_serving(cddp_group *g) {
-  cddp_group *s;
+  cddp_group **at = &cddp__served;
   if (!g->p2p.is_served) return;
   pthread_mutex_lock(&cddp__served_lock);
-  if (cddp__served == g) {
-    __atomic_store_n(&cddp__served, g->p2p.next_served, __ATOMIC_RELEASE);
-  } else {
-    for (s = cddp__served; s->p2p.next_served != g; s = s->p2p.next_served) {}
-    s->p2p.next_served = g->p2p.next_served;
-  }
+  while (*at != g) at = &(*at)->p2p.next_served;
+  __atomic_store_n(at, g->p2p.next_served, __ATOMIC_RELEASE);
   pthread_mutex_unlock(&cddp__served_lock);
 }
 
 /* --- waits for ranks --- */
 
-/* The work of every wait between two sleeps: returns the group's failure, reads the clock, and
-   serves receives. If w->due, the caller checks whether the awaited rank has ended. If w->late, the
-   caller fails with its own text. */
+/* The work of every wait between two sleeps. Returns the group's failure. If w->due, the caller
+   checks whether the awaited rank has ended. If w->late, it fails with its own text. */
 static cddp_result cddp__wait_tick(cddp_group *g, cddp__wait *w) {
   const cddp__host *host = g->host;
   int next = (host->index + 1) % host->size, status;
@@ -8435,8 +8407,8 @@ static cddp_result cddp__wait_tick(cddp_group *g, cddp__wait *w) {
   cddp__wait_read_clock(w);
   if (cddp__serve_idle(g)) w->since = w->now; /* more messages are likely to follow */
   if (!w->due) return CDDP_OK;
-  /* Each process has a pidfd of its right neighbour, and stores for all ranks how that process has
-     ended. Later the status is lost: the system discards it once the parent has read it. */
+  /* Each process stores for all ranks how its right neighbour has ended: the system discards the
+     status once the parent has read it. */
   if (host->slots != NULL && host->pidfds[next] >= 0 &&
       cddp__load32(&host->slots[next].ended) == 0 && cddp__process_gone(host, next) &&
       cddp__exit_status(host->pidfds[next], host->pids[next], &status))
@@ -8457,8 +8429,8 @@ static void cddp__wait_sleep(cddp_group *g, cddp__wait *w, cddp__atomic_u32 *sle
   cddp__add32(sleepers, (uint32_t)-1);
 }
 
-/* Notifies a rank that a send or a message for it has changed, after a full fence by the caller. On
-   one host only a rank with `waiting` set is notified: it checks once more after setting it. */
+/* Notifies a rank that a send or a message for it has changed, after a full fence by the caller. A
+   rank of a group on one host checks once more after it has set `waiting`. */
 static void cddp__notify(cddp_group *g, int rank) {
   cddp__slot *slot = cddp__slot_of(g, rank);
   if (CDDP__LIKELY(g->hosts == NULL && cddp__load32(&slot->waiting) == 0)) return;
@@ -8466,7 +8438,6 @@ static void cddp__notify(cddp_group *g, int rank) {
   if (cddp__load32(&slot->waiting) != 0) cddp__futex_wake(&slot->events);
 }
 
-/* Waits until *word == want after the polls of cddp__wait_word. Publishes a wait that gets long. */
 static cddp_result cddp__wait_slow(cddp_group *g, cddp__atomic_u32 *word, uint32_t want) {
   bool shown = false;
   cddp_result r = CDDP_OK;
@@ -8504,8 +8475,7 @@ static bool cddp__is_uneven_join(const cddp__op_header *a) {
   return cddp__code_kind(a->call) == CDDP__KIND_DDP_JOIN;
 }
 
-/* Returns whether both headers have the same call, or `header` that of a rank without inputs
-   (cddp_ddp_join). */
+/* Returns whether both headers have the same call, or `header` that of a rank without inputs. */
 static bool cddp__calls_match(const cddp__op_header *reference, const cddp__op_header *header) {
   uint32_t kind = cddp__code_kind(reference->call);
   bool joinable = cddp__code_phase(reference->call) == CDDP__PHASE_CALL &&
@@ -8517,8 +8487,8 @@ static bool cddp__calls_match(const cddp__op_header *reference, const cddp__op_h
          reference->root == header->root;
 }
 
-/* Example: "rank 1 called all_reduce(count 4, f32, sum) at train.c:120". If this text equals that
-   of the reference, the difference follows: other settings, or another floating-point mode. */
+/* Example: "rank 1 called all_reduce(count 4, f32, sum) at train.c:120". If the call is the same as
+   the reference's, the difference follows. */
 static cddp__text cddp__describe_rank(const cddp_group *g, int rank,
                                       const cddp__op_header *reference) {
   const cddp__op_header *header = cddp__op_header_of(g, rank, g->round);
@@ -8543,8 +8513,8 @@ static cddp__text cddp__describe_rank(const cddp_group *g, int rank,
   return t;
 }
 
-/* Called when headers differ. All are compared with the first that is not in cddp_ddp_join (uneven
-   inputs, which may differ), so every rank finds the same result. */
+/* All headers are compared with the first that is not in cddp_ddp_join (uneven inputs, which may
+   differ), so every rank finds the same result. */
 static cddp_result cddp__compare_headers(cddp_group *g) {
   cddp__slot *mine = cddp__slot_of(g, g->rank);
   const cddp__op_header *reference;
@@ -8576,8 +8546,8 @@ static cddp_result cddp__compare_headers(cddp_group *g) {
 
 /* --- rounds --- */
 
-/* Counts this rank's arrival at a round of an oversubscribed group, and waits for the release. The
-   last rank of this host to arrive releases all. */
+/* Counts this rank's arrival at a round of an oversubscribed group, and waits for the release by
+   the last rank of this host to arrive. */
 static cddp_result cddp__arrive(cddp_group *g) {
   uint32_t n = cddp__add32(&g->block->arrivals, 1);
   g->arrive_target += (uint32_t)g->local_size;
@@ -8591,8 +8561,8 @@ static cddp_result cddp__arrive(cddp_group *g) {
   return CDDP_OK;
 }
 
-/* Waits until the other ranks of this host, or all ranks, have announced the round. Compares their
-   headers with this rank's. The leader has already received the headers of other hosts. */
+/* Waits until the other ranks of this host, or all ranks, have announced the round, and compares
+   their headers with this rank's. */
 static cddp_result cddp__await_headers(cddp_group *g, const cddp__call *call, uint32_t code,
                                        uint32_t fp_mode, bool all) {
   cddp__op_header *header = cddp__op_header_of(g, 0, g->round);
@@ -8610,16 +8580,16 @@ static cddp_result cddp__await_headers(cddp_group *g, const cddp__call *call, ui
 }
 
 /* 1 + this thread's cddp__fp_mode after its last round; 0: no round yet. Reading the mode takes a
-   quarter of the time of a small call. So a small call announces the mode of the previous round,
-   and reads it again while its header is on the way to the peers. */
+   quarter of the time of a small call: it announces the mode of the previous round, and reads it
+   again while its header is on the way to the peers. */
 static __thread uint32_t cddp__last_fp_mode;
 
-/* Starts the group's next round: announces it, and waits until the other ranks have announced it.
-     everywhere   true: all ranks take part, and the round fails with CDDP_MISMATCH if they made
-                  different calls; false: the ranks of this host. The other hosts make such a round
-                  too, at their own time: round numbers stay equal
-     payload      at most CDDP__PAYLOAD bytes for the other ranks; NULL: none, or the caller has
-                  already filled this rank's next header or staging buffer
+/* Announces the group's next round, and waits until the other ranks have announced it.
+     everywhere   true: all ranks take part, and different calls are a CDDP_MISMATCH; false: the
+                  ranks of this host. The other hosts make such a round too, at their own time:
+                  round numbers stay equal
+     payload      at most CDDP__PAYLOAD bytes; NULL: none, or the caller has already filled this
+                  rank's next header or staging buffer
    Afterwards this rank can read the headers and staging buffers of these ranks, until it announces
    the next round but one. */
 CDDP__INLINED cddp_result cddp__run_round(cddp_group *g, bool everywhere, const cddp__call *call,
@@ -8665,8 +8635,7 @@ static cddp_result cddp__round_of(cddp_group *g, const cddp__call *call, enum cd
   return cddp__run_round(g, true, call, phase, payload, bytes);
 }
 
-/* Rounds that are no collective of the user, of all ranks and of this host's. All ranks compare
-   `count`. */
+/* Rounds that are no collective of the user, of all ranks and of this host's. */
 static cddp_result cddp__round(cddp_group *g, int kind, enum cddp__phase phase, uint64_t count,
                                const void *payload, size_t bytes) {
   cddp__call call = cddp__make_call(kind, NULL, NULL, (size_t)count, CDDP_F32, CDDP_SUM, -1);
@@ -8685,12 +8654,12 @@ static cddp_result cddp__nothing_to_split(const cddp_group *from, cddp_group *to
 }
 static void cddp__nothing_to_leave(cddp_group *g) { (void)g; }
 
-/* Polls before a rank yields. Engine threads of a group poll less: see g->spin. */
+/* Polls before a rank yields. */
 static int cddp__spin_of(const cddp__host *host) {
   return host->size > host->cores ? 0 : CDDP__SPIN;
 }
 
-/* Decides how ranks wait. The result is the same for all ranks of a host. */
+/* The result is the same for all ranks of a host. */
 static void cddp__set_wait_policy(cddp_group *g) {
   g->oversubscribed = (uint32_t)g->local_size > cddp__load32(&g->block->cores);
   if (g->hosts == NULL)
@@ -8705,19 +8674,18 @@ static void cddp__set_wait_policy(cddp_group *g) {
    Entry points: cddp__net_serve; cddp__link_connect, cddp__link_progress, cddp__link_close,
    cddp__link_check_timeout; cddp__send_notices. A link is a cddp__connection (>>connections).
    How it works:
-     1. Each rank listens on one port, at the address by which its host reaches the other hosts. Two
-        ranks of a group have one link, from its first use on; two if both connect together.
+     1. Each rank listens on one port. Two ranks of a group have one link, made when it is first
+        used, or two if both connect at the same time.
      2. The connecting rank sends a hello: purpose, both ranks, the group, and the token, which only
-        the job's ranks know. With a secret both ends then prove that they know it. Then frames
-        follow. A rank that leaves a group sends BYE.
-     3. A NOTICE, which tells why a group has failed, has its own connection: a result, a text, and
-        one proof over these and the hello. It needs no answer, so it also reaches ranks that do not
-        accept now.
+        the job's ranks know, from the store. With a secret both ends then prove that they know it.
+        Frames follow. A rank that leaves a group sends BYE.
+     3. A NOTICE, which tells why a group has failed, has its own connection: a result, a text,
+        and one proof over these and the hello. It needs no answer, so it reaches ranks that do not
+        accept now, through the system's queue of connections.
    A rank that waits in any group accepts connections and keeps them until their group claims them.
-   A silent connection can belong to a rank that computes before it sends. It is closed when there
-   are too many, or after CDDP__STRANGER_S when few descriptors are left. A link that ends before it
-   is up has carried no frame, so its caller connects again. If it ends later, the rank is lost:
-   >>hosts. */
+   A silent one can belong to a rank that computes before it sends. It is closed when there are too
+   many, or after CDDP__STRANGER_S when few descriptors are left. A link that ends before it is up
+   has carried no frame, so its caller connects again. Later the rank is lost: >>hosts. */
 
 #define CDDP__RECONNECT_S 0.05 /* between attempts, if the peer ends a link before it is up */
 #ifndef CDDP__STRANGER_S
@@ -8735,8 +8703,8 @@ static void cddp__set_wait_policy(cddp_group *g) {
 #define CDDP__LINK_READ_AHEAD 4096 /* bytes beyond those due that are read in the same call */
 enum { CDDP__LINK_FRAMES, CDDP__LINK_NOTICE }; /* purposes */
 
-/* Creates a link that owns a socket. Its hello (of the caller: its connection) is due within
-   `seconds`. Lock: net.lock until its group has claimed it, then p2p.lock. */
+/* The new link owns the socket. Its hello (of the caller: its connection) is due within `seconds`.
+   Lock: net.lock until its group has claimed it, then p2p.lock. */
 static cddp__connection *cddp__link_new(const cddp__net *n, int fd, bool caller, double seconds) {
   cddp__connection *c = (cddp__connection *)cddp__calloc(&n->allocator, 1, sizeof *c);
   int idle = CDDP__UNANSWERED_S > 4 ? (int)(CDDP__UNANSWERED_S / 4) : 1, count = 3;
@@ -8768,10 +8736,10 @@ static void cddp__link_free(cddp__connection *c) {
 }
 
 static void cddp__links_free(cddp__connection *c) {
-  while (c != NULL) {
-    cddp__connection *next = c->next;
+  cddp__connection *next;
+  for (; c != NULL; c = next) {
+    next = c->next;
     cddp__link_free(c);
-    c = next;
   }
 }
 
@@ -8800,8 +8768,7 @@ static void cddp__link_write_hello(const cddp__net *n, cddp__connection *c, int 
   memcpy(h->token, n->token, sizeof h->token);
 }
 
-/* Continues a link without blocking: hello, proof, bytes that wait to be sent. Returns whether it
-   is UP. The caller's hello is sent, or fails, when the connection is made. */
+/* Continues a link without blocking: hello, proof, waiting bytes. Returns whether it is UP. */
 static bool cddp__link_progress(const cddp__net *n, cddp__connection *c) {
   cddp__hello *h = &c->hello;
   if (c->state == CDDP__CONNECTION_NEW) {
@@ -8824,8 +8791,8 @@ static bool cddp__link_progress(const cddp__net *n, cddp__connection *c) {
   return cddp__connection_progress(c);
 }
 
-/* Starts a link to a rank of the job. Fails without memory or a socket: *out is then NULL. A link
-   that cannot be made ends with its error. */
+/* Fails without memory or a socket: *out is then NULL. A link that cannot be made ends with its
+   error. */
 static cddp_result cddp__link_connect(const cddp__net *n, int peer, int purpose, uint64_t group,
                                       cddp__connection **out) {
   const cddp__rank_entry *entry = &n->ranks[peer];
@@ -8847,8 +8814,8 @@ static cddp_result cddp__link_connect(const cddp__net *n, int peer, int purpose,
   return CDDP_OK;
 }
 
-/* Connects a link again if its peer closed it without a message before it was up, as a peer with
-   too many connections does. Returns whether the link is tried again, now or soon. */
+/* Connects a link again if its peer, which may have too many connections, closed it before it was
+   up. Returns whether the link is tried again, now or soon. */
 static bool cddp__link_reconnect(const cddp__net *n, cddp__connection *c) {
   double now = cddp__now();
   cddp__connection *fresh;
@@ -8868,7 +8835,6 @@ static bool cddp__link_reconnect(const cddp__net *n, cddp__connection *c) {
   return true;
 }
 
-/* Says BYE, closes and frees a link. */
 static void cddp__link_close(cddp__connection *c) {
   char rest[4096];
   cddp__connection_say_bye(c, false);
@@ -8878,7 +8844,7 @@ static void cddp__link_close(cddp__connection *c) {
 
 /* --- failure notices --- */
 
-/* The proof in a notice, over the hello, the result and the text. Without a secret: a checksum. */
+/* Over the hello, the result and the text. Without a secret: a checksum. */
 static void cddp__notice_proof(const cddp__net *n, const cddp__connection *c,
                                const unsigned char *body, unsigned char proof[CDDP__PROOF_SIZE]) {
   unsigned char all[sizeof c->hello + CDDP__NOTICE_PROOF_AT];
@@ -8887,8 +8853,8 @@ static void cddp__notice_proof(const cddp__net *n, const cddp__connection *c,
   cddp__mac(n->secret != NULL ? n->secret : "", "cddp link 1 notice", all, sizeof all, proof);
 }
 
-/* Whether a rank of a group gets a notice: all ranks on other hosts; in a group of more than 64
-   ranks only the lowest rank of each host. world: the group's ranks in the job; NULL: the same. */
+/* A notice is for all ranks on other hosts; in a group of more than 64 ranks only for the lowest
+   rank of each host. world: the group's ranks in the job; NULL: the same. */
 static bool cddp__gets_notice(const cddp__net *n, const int *world, int size, int rank) {
   int host = n->ranks[world != NULL ? world[rank] : rank].host, p;
   if (host == n->host || size <= 64) return host != n->host;
@@ -8896,8 +8862,6 @@ static bool cddp__gets_notice(const cddp__net *n, const int *world, int size, in
   return p == rank;
 }
 
-/* Sends a notice to the ranks on other hosts: why the group is broken, or the cause of losses that
-   will follow. */
 static void cddp__send_notices(const cddp__net *n, uint64_t group, const int *world, int size,
                                uint32_t code, const char *text) {
   enum { MOST = 32 };
@@ -8952,8 +8916,7 @@ static void cddp__send_arrivals(cddp_group *g, uint32_t round) {
                        cddp__textf("%" PRIu32 " %s", round, list.s).s);
 }
 
-/* Records another host's list: a round, and ranks as cddp__list_ranks prints them. Answers with
-   this host's list. */
+/* Records another host's list, and answers with this host's. */
 static void cddp__record_arrivals(cddp_group *g, const char *text) {
   char *at;
   uint32_t round = (uint32_t)strtoul(text, &at, 10);
@@ -8967,8 +8930,7 @@ static void cddp__record_arrivals(cddp_group *g, const char *text) {
   cddp__send_arrivals(g, round);
 }
 
-/* Receives a notice without blocking. A complete one ends its link and, if it is valid, breaks the
-   group here too; an early one sets the cause of later losses. net.lock held. */
+/* Receives a notice without blocking. A complete one ends its link. net.lock held. */
 static void cddp__notice_receive(cddp__host *h, const cddp__net *n, cddp__connection *c) {
   unsigned char *body, proof[CDDP__PROOF_SIZE];
   char kept[CDDP__ERROR_MAX];
@@ -9001,14 +8963,12 @@ static void cddp__notice_receive(cddp__host *h, const cddp__net *n, cddp__connec
 
 /* --- incoming connections --- */
 
-/* Whether a link is UP and was made for a group. */
 static bool cddp__link_is_for(const cddp__connection *c, uint64_t group) {
   return c->state == CDDP__CONNECTION_UP && c->hello.purpose == CDDP__LINK_FRAMES &&
          c->hello.group == group;
 }
 
-/* Accepts connections, continues their proofs, and receives notices. Returns immediately if another
-   thread is in this function. */
+/* Accepts connections, continues their proofs, and receives notices, unless another thread does. */
 static void cddp__net_serve(cddp__host *h, cddp__net *n) {
   cddp__connection **at, *c;
   int silent = 0, proving = 0, most = cddp__unproven_most(n->size), i, fd;
@@ -10685,17 +10645,15 @@ static cddp_result cddp__join_find(cddp__host *host, int *fd) {
 #define CDDP__ARRIVALS_S 0.3 /* for hosts to answer which of their ranks have reached a round */
 #define CDDP__HEADER_BYTES sizeof(cddp__op_header) /* on the wire too */
 #define CDDP__PIECE_MOST ((size_t)2 << 20) /* bytes of all parts of a piece; of one: CDDP__PIECE */
-/* Limit for slice bytes times hosts, up to which every host sends its sums to all hosts and adds up
-   the whole array: one turn less. It is higher for two hosts, where this moves no more bytes. */
+/* Up to this many slice bytes times hosts, every host sends its sums to all hosts and adds up the
+   whole array: one turn less. For two hosts this moves no more bytes. */
 #define CDDP__WHOLE_MOST ((size_t)32 << 10)
 #define CDDP__WHOLE_MOST_OF_TWO ((size_t)256 << 10)
 #define CDDP__AHEAD 2 /* pieces sent before the first result is received */
 /* Polls of the links before a rank with its own core sleeps: about one millisecond. With a tenth of
    that, most waits for a piece ended in a sleep, and long calls took several times as long. */
 #define CDDP__POLLS 3000
-/* Polls between two yields of the core. Ranks that count as several hosts can share cores without
-   knowing it, as in containers. A yield on an idle core costs less than a poll. */
-#define CDDP__POLLS_A_YIELD 4
+#define CDDP__POLLS_A_YIELD 4 /* containers that count as hosts can share cores */
 #define CDDP__SLOTS (CDDP__AHEAD + 1)
 #define CDDP__FRAMES (4 * CDDP__SLOTS)       /* the most posted for one rank at a time */
 #define CDDP__STAGED_MAX ((size_t)256 << 20) /* bytes in copies per group before a send waits */
@@ -10703,20 +10661,20 @@ static cddp_result cddp__join_find(cddp__host *host, int *fd) {
 
 /* --- links --- */
 
-static void cddp__watch_link(const cddp__hosts *hosts, const cddp__connection *link) {
+static bool cddp__watch_fd(const cddp__hosts *hosts, int fd, uint32_t events) {
   struct epoll_event event;
   memset(&event, 0, sizeof event);
-  event.events = EPOLLIN | EPOLLOUT | EPOLLET;
-  (void)epoll_ctl(hosts->epoll, EPOLL_CTL_ADD, link->fd, &event);
+  event.events = events | EPOLLET;
+  return epoll_ctl(hosts->epoll, EPOLL_CTL_ADD, fd, &event) == 0;
 }
 
-/* If a link has ended: connects it again, or records the peer as lost, once. */
+/* If a link has ended: connects it again, or records the loss of the peer. */
 static void cddp__check_link_end(cddp_group *g, cddp__connection *link) {
   cddp__peer *p = &g->hosts->peers[link->rank];
   const cddp__connection *other = p->link[p->link[0] == link];
   if (link->state != CDDP__CONNECTION_ENDED || cddp__load32(&p->lost) != 0) return;
   if (!cddp__is_broken(g) && cddp__link_reconnect(g->hosts->net, link)) {
-    cddp__watch_link(g->hosts, link);
+    (void)cddp__watch_fd(g->hosts, link->fd, EPOLLIN | EPOLLOUT);
     return;
   }
   if (link->error <= 0 && other != NULL && other->state == CDDP__CONNECTION_UP)
@@ -10726,8 +10684,7 @@ static void cddp__check_link_end(cddp_group *g, cddp__connection *link) {
   cddp__store32(&p->lost, 1);
 }
 
-/* Adds a link to its peer. Frees it if the peer is no remote rank of the group, or has two links.
-   p2p.lock held. */
+/* Frees the link if its peer is no remote rank of the group, or has two. p2p.lock held. */
 static void cddp__add_link(cddp_group *g, cddp__connection *link) {
   cddp__hosts *hosts = g->hosts;
   cddp__connection **at;
@@ -10739,11 +10696,11 @@ static void cddp__add_link(cddp_group *g, cddp__connection *link) {
   }
   link->next = hosts->links;
   hosts->links = link;
-  cddp__watch_link(hosts, link);
+  (void)cddp__watch_fd(hosts, link->fd, EPOLLIN | EPOLLOUT);
   __atomic_store_n(&at[at[0] != NULL], link, __ATOMIC_RELEASE);
 }
 
-/* Takes the group's incoming links over from the net. p2p.lock held. */
+/* p2p.lock held. */
 static void cddp__claim_links(cddp_group *g) {
   cddp__net *n = g->hosts->net;
   cddp__connection **at, *link;
@@ -10759,8 +10716,8 @@ static void cddp__claim_links(cddp_group *g) {
   pthread_mutex_unlock(&n->lock);
 }
 
-/* Finds the link on which this rank sends to another rank: peer.link[0]. call: makes it if there is
-   none. p2p.lock held. */
+/* Makes sure that this rank has a link to another one in peer.link[0]. call: it connects if the
+   other rank has not. p2p.lock held. */
 static cddp_result cddp__find_link(cddp_group *g, int rank, bool call) {
   cddp__peer *p = &g->hosts->peers[rank];
   cddp_result r = CDDP_OK;
@@ -10772,7 +10729,7 @@ static cddp_result cddp__find_link(cddp_group *g, int rank, bool call) {
   return r;
 }
 
-/* Whether this rank waits for a frame or a message from a rank. p2p.lock held. */
+/* p2p.lock held. */
 static bool cddp__is_awaited(const cddp_group *g, int rank) {
   const cddp_work *q;
   if (g->hosts->peers[rank].pass[0] == g->hosts->pass) return true;
@@ -10782,8 +10739,8 @@ static bool cddp__is_awaited(const cddp_group *g, int rank) {
 }
 
 /* The receive into whose buffer a message can go directly: the oldest one that matches its head, if
-   no stored message is older. NULL: none, or another length, or it receives from any rank, so that
-   another rank's message can arrive first. p2p.lock held. */
+   no stored message is older. NULL: none, or it receives from any rank: another rank's message can
+   arrive first. p2p.lock held. */
 static cddp_work *cddp__recv_for(const cddp_group *g, int from, const cddp__frame_head *head) {
   const cddp__message *m;
   cddp_work *q = g->p2p.recvs;
@@ -10800,10 +10757,10 @@ static cddp_work *cddp__recv_for(const cddp_group *g, int from, const cddp__fram
   return q;
 }
 
-/* Continues a link without blocking: bytes that wait to be sent, and received frames up to the next
-   piece. A frame goes to the receive with its buffer, or is stored. A link from which no call
-   awaits anything is not read while CDDP__STAGED_MAX bytes are stored. Received bytes wake this
-   rank's threads. p2p.lock held. */
+/* Sends waiting bytes, and receives frames up to the next piece, without blocking. A frame goes to
+   the receive with its buffer, or is stored. A link from which no call awaits anything is not read
+   while CDDP__STAGED_MAX bytes are stored. Received bytes wake this rank's threads. p2p.lock
+   held. */
 static void cddp__read_link(cddp_group *g, cddp__connection *link, bool awaited) {
   cddp__hosts *hosts = g->hosts;
   size_t got = link->got;
@@ -10852,7 +10809,6 @@ static size_t cddp__flush_links(cddp_group *g) {
   return left;
 }
 
-/* Accepts connections, receives notices, and sends waiting bytes of all groups. */
 static void cddp__hosts_poll(cddp_group *g) {
   cddp__host *h = g->host;
   cddp__net_serve(h, g->hosts->net);
@@ -10868,10 +10824,9 @@ static void cddp__hosts_poll(cddp_group *g) {
 /* --- failure ---
    The rank that breaks the group sends a notice. Every rank that knows of the failure ends its
    links. Only a rank's own host knows how it died, so a rank waits CDDP__REMOTE_CAUSE_LONG_S for a
-   notice after a link has ended. An early notice, in a healthy group, breaks nothing; but a call
-   that fails later because of the loss names the dead rank. */
+   notice after a link has ended. */
 
-/* Ends this rank's links. BYE tells that its process lives: cddp__elastic_record_ends. */
+/* BYE tells that this process lives: cddp__elastic_record_ends. */
 static void cddp__hosts_disconnect(cddp_group *g) {
   int p;
   if (pthread_mutex_trylock(&g->p2p.lock) == 0) {
@@ -10898,9 +10853,9 @@ static void cddp__hosts_query_arrivals(cddp_group *g) {
            !cddp__has_announced(g, g->hosts->lowest_remote) && cddp__wait_pause(&w));
 }
 
-/* In a healthy group: sends the other hosts an early notice if a rank on this host has died. With
-   `leaving` also if another group has failed because of a loss. An exit with code 0 is reported
-   only if this rank leaves too: otherwise it can be an orderly exit. */
+/* In a healthy group: sends the other hosts an early notice if a rank on this host has died, or, if
+   `leaving`, another group has failed because of a loss. It breaks nothing, but later calls that
+   fail name the dead rank. An exit with code 0 can be orderly, unless this rank leaves too. */
 static void cddp__early_notice(cddp_group *g, bool leaving) {
   const cddp__net *n = g->hosts->net;
   cddp__text text = {""}, how;
@@ -10925,8 +10880,8 @@ static void cddp__early_notice(cddp_group *g, bool leaving) {
 
 /* Sleeps at most 5 ms, until a thread that waits for a rank, or CDDP_ANY, can continue: a link is
    ready, a process connects to this rank, or its `events` have changed. One of this rank's threads
-   polls for all; the others sleep until it has woken up. If w->due, the thread also connects to the
-   awaited ranks on other hosts: the end of a link shows the end of a rank. */
+   polls for all. If w->due, it connects to the awaited ranks on other hosts: the end of a link
+   shows the end of a rank. */
 static void cddp__hosts_pause(cddp_group *g, cddp__wait *w, int peer, uint32_t events) {
   cddp__hosts *hosts = g->hosts;
   cddp__slot *slot = cddp__slot_of(g, g->rank);
@@ -10959,9 +10914,9 @@ static void cddp__hosts_pause(cddp_group *g, cddp__wait *w, int peer, uint32_t e
 
 /* --- send and recv --- */
 
-/* Whether a message of `bytes` bytes can be posted: the link is made, and no more bytes wait than
-   this message or CDDP__STAGED_MAX. If the rank has left and no bytes wait here, it has received
-   all earlier messages: no loss. p2p.lock held. */
+/* Whether a message can be posted: the link is made, and no more bytes wait than this message or
+   CDDP__STAGED_MAX. A rank that has left has received all earlier messages if no bytes wait here.
+   p2p.lock held. */
 static bool cddp__hosts_can_post(cddp_group *g, int peer, size_t bytes) {
   const cddp__connection *link;
   if (cddp__find_link(g, peer, true) != CDDP_OK) return false;
@@ -10972,8 +10927,8 @@ static bool cddp__hosts_can_post(cddp_group *g, int peer, size_t bytes) {
   return cddp__flush_links(g) <= cddp__max(CDDP__STAGED_MAX, bytes + sizeof(cddp__frame_head));
 }
 
-/* Sends a message to a rank on another host as far as the system accepts it. The rest is copied,
-   and sent in later calls of any group, before later pieces of a collective. */
+/* Sends a message as far as the system accepts it. The rest is copied, and sent in later calls of
+   any group, before later pieces of a collective. */
 static cddp_result cddp__hosts_post(cddp_group *g, const cddp__call *c) {
   size_t bytes = c->count * c->esize, sent = 0, skip;
   cddp__frame_head head =
@@ -11002,8 +10957,7 @@ done:
   return r;
 }
 
-/* Detaches a receive from the message that arrives in its buffer. The message continues in separate
-   memory. p2p.lock held. */
+/* The message that arrives in a receive's buffer continues in memory of its own. p2p.lock held. */
 static void cddp__hosts_detach_receive(cddp_group *g, cddp_work *q) {
   const cddp__net *n = g->hosts->net;
   cddp__message *m = NULL;
@@ -11024,8 +10978,7 @@ static void cddp__hosts_detach_receive(cddp_group *g, cddp_work *q) {
   q->filling = false;
 }
 
-/* Removes the oldest stored frame of a type from a rank, with a tag (-1: any). NULL: none. p2p.lock
-   held. */
+/* Removes the oldest stored frame of a type from a rank, with a tag (-1: any). p2p.lock held. */
 static cddp__message *cddp__take_message(cddp_group *g, uint32_t type, int from, int tag) {
   cddp__hosts *hosts = g->hosts;
   cddp__message **at = &hosts->stored, *m;
@@ -11039,7 +10992,7 @@ static cddp__message *cddp__take_message(cddp_group *g, uint32_t type, int from,
   return m;
 }
 
-/* Sends and receives messages as far as possible without waiting. p2p.lock held. */
+/* p2p.lock held. */
 static void cddp__hosts_serve(cddp_group *g) {
   cddp__connection *link;
   cddp__claim_links(g);
@@ -11058,7 +11011,7 @@ typedef struct cddp__delivery {
   long step;   /* of a sent frame: in which it was posted */
 } cddp__delivery;
 
-/* Posts a frame of `size` bytes. The frames of one rank move in the order of their posting. */
+/* The frames of one rank move in the order of their posting. */
 static void cddp__post_frame(cddp_group *g, int type, bool out, int rank, const void *data,
                              size_t size) {
   cddp__delivery *it = &g->hosts->deliveries[g->hosts->delivery_count++];
@@ -11108,8 +11061,8 @@ static bool cddp__move_frame(cddp_group *g, const cddp__delivery *it, cddp__conn
   return true;
 }
 
-/* Continues the posted frames. Returns a rank with an incomplete frame, a lost one if there is one,
-   not counting frames to send that were posted in step `due` or later; -1: none. *r: the error of a
+/* Continues the posted frames. Returns a rank with an incomplete frame, preferably a lost one, not
+   counting frames to send that were posted in step `due` or later; -1: none. *r: the error of a
    link that cannot be made now. p2p.lock held. */
 static int cddp__move_frames(cddp_group *g, long due, bool *moved, cddp_result *r) {
   cddp__hosts *hosts = g->hosts;
@@ -11140,7 +11093,7 @@ static int cddp__move_frames(cddp_group *g, long due, bool *moved, cddp_result *
   return late;
 }
 
-/* Called when no frame has moved for long: sleeps, and checks the peers. */
+/* Sleeps until a frame can move, and checks the peers. */
 static cddp_result cddp__await_frames(cddp_group *g, cddp__wait *w, int late, uint32_t events) {
   cddp__slot *slot = cddp__slot_of(g, g->rank);
   cddp_result r = cddp__wait_tick(g, w);
@@ -11162,9 +11115,9 @@ static cddp_result cddp__await_frames(cddp_group *g, cddp__wait *w, int late, ui
   return w->late ? cddp__break_late(g, late) : CDDP_OK;
 }
 
-/* Moves posted frames until all awaited frames are received, and all frames posted in a step before
-   `due` are sent. The deadline restarts when bytes move. It is CDDP__REMOTE_CAUSE_S longer than the
-   group's, so that ranks that know more about a late rank report it first. */
+/* Moves posted frames until all awaited ones are received, and those posted before step `due` are
+   sent. The deadline restarts when bytes move. It is CDDP__REMOTE_CAUSE_S longer than the group's,
+   so that ranks that know more about a late rank report it first. */
 static cddp_result cddp__deliver(cddp_group *g, long due) {
   cddp__slot *slot = cddp__slot_of(g, g->rank);
   bool moved = true, polls = g->spin >= CDDP__SPIN; /* this rank has its own core */
@@ -11201,12 +11154,11 @@ static int cddp__rank_on(const cddp__hosts *hosts, int host, int i) {
   return hosts->ranks[hosts->nodes[host].first + i];
 }
 
-/* The header of the i-th rank of a host, in the leader's copy. */
 static cddp__op_header *cddp__header_in(const cddp__hosts *hosts, int host, int i) {
   return (cddp__op_header *)(void *)(hosts->headers + hosts->nodes[host].headers_at) + i;
 }
 
-/* Bytes of a rank's staging buffer that travel with a round's headers, computed from one header. */
+/* Bytes of a rank's staging buffer that travel with a round's headers, by one of them. */
 static size_t cddp__piggyback_of_header(const cddp_group *g, const cddp__op_header *header,
                                         int rank) {
   uint32_t kind = cddp__code_kind(header->call), dtype = cddp__code_dtype(header->call);
@@ -11239,9 +11191,9 @@ static size_t cddp__piggyback_copy(cddp_group *g, int host, bool out) {
   return sum;
 }
 
-/* The leaders' exchange. Before each turn a leader has the headers of d consecutive hosts, its own
-   first. In the turn it receives d more from each of CDDP__DIRECT_HOSTS - 1 leaders. A host in
-   another call can send another number of bytes; all ranks find the mismatch in its headers. */
+/* Before each turn a leader has the headers of d consecutive hosts, its own first. In the turn it
+   receives d more from each of CDDP__DIRECT_HOSTS - 1 leaders. A host in another call can send
+   another number of bytes; all ranks find the mismatch in its headers. */
 static cddp_result cddp__exchange_headers(cddp_group *g) {
   cddp__hosts *hosts = g->hosts;
   size_t have = cddp__piggyback_copy(g, hosts->mine, true), most;
@@ -11265,9 +11217,7 @@ static cddp_result cddp__exchange_headers(cddp_group *g) {
   return r;
 }
 
-/* The leader waits until the other ranks of its host have announced the round, exchanges the
-   headers with the other leaders, and writes those of the other hosts, with their shares, into the
-   control block. */
+/* Rounds: see the room's head. */
 static cddp_result cddp__hosts_exchange(cddp_group *g) {
   cddp__hosts *hosts = g->hosts;
   cddp_result r = CDDP_OK;
@@ -11290,9 +11240,8 @@ static cddp_result cddp__hosts_exchange(cddp_group *g) {
   if ((r = cddp__exchange_headers(g)) != CDDP_OK) return r;
   for (i = 0; i < hosts->count && hosts->count <= CDDP__DIRECT_HOSTS; i++)
     if (i != hosts->mine && cddp__piggyback_copy(g, i, false) != hosts->nodes[i].came)
-      return cddp__break(g, cddp__fail(CDDP_NETWORK,
-                                       "rank %d sent rank %d a message of a wrong length",
-                                       cddp__rank_on(hosts, i, 0), g->rank));
+      return cddp__break(g, cddp__fail(CDDP_NETWORK, "rank %d sent headers of a wrong length",
+                                       cddp__rank_on(hosts, i, 0)));
   for (p = g->size - 1; p >= 0; p--) { /* lowest_remote last: this host's ranks wait for it first */
     cddp__op_header *header = cddp__op_header_of(g, p, g->round);
     const cddp__op_header *in =
@@ -11314,8 +11263,7 @@ static cddp_result cddp__hosts_exchange(cddp_group *g) {
 /* --- sums ---
    A host adds up each subtree of the canonical tree with all its ranks there, and sends these sums:
    of several f16 or bf16 elements unrounded, as f32. The owner adds up the rest of the tree, so the
-   bits are those of one host. A host with consecutive, aligned ranks has one such subtree; ranks
-   scattered over hosts have many, and send more bytes. */
+   bits are those of one host. A host with consecutive, aligned ranks has one such subtree. */
 
 /* A largest subtree of the canonical tree on one host: its leaves [low, high) are all on that host,
    but those of its parent node are not. */
@@ -11325,8 +11273,7 @@ typedef struct cddp__subtree {
   size_t at; /* offset of its sum among its host's sums, in bytes per element */
 } cddp__subtree;
 
-/* Finds the subtrees of the canonical tree over leaves [low, high) that are each on one host. For
-   two and more leaves it finds at least two. */
+/* Finds those over leaves [low, high): for two and more leaves at least two. */
 static void cddp__find_subtrees(cddp__hosts *hosts, int low, int high) {
   int host = hosts->peers[hosts->leaves[low]].host, r, half = 1;
   for (r = low; r < high && hosts->peers[hosts->leaves[r]].host == host; r++) {}
@@ -11343,8 +11290,7 @@ static void cddp__find_subtrees(cddp__hosts *hosts, int low, int high) {
   cddp__find_subtrees(hosts, low + half, high);
 }
 
-/* Sets the ranks to sum over: all ranks; with `present` all except those that have joined, as their
-   headers of this round show (uneven inputs). */
+/* Sets the ranks to sum over: with `present` all except those that have joined (uneven inputs). */
 static void cddp__set_leaves(const cddp_group *g, cddp__hosts *hosts, bool present) {
   int p;
   hosts->leaf_count = hosts->subtree_count = 0;
@@ -11354,8 +11300,8 @@ static void cddp__set_leaves(const cddp_group *g, cddp__hosts *hosts, bool prese
   cddp__find_subtrees(hosts, 0, hosts->leaf_count);
 }
 
-/* Computes, in bytes per element, the size of every host's sums and the offset of each sum. Sums of
-   several ranks are first, since their unrounded elements can be wider. Returns the total size. */
+/* Sets, in bytes per element, the sizes of the hosts' sums and the offset of each sum. Sums of
+   several ranks are first, since their unrounded elements can be wider. Returns the total. */
 static size_t cddp__count_bytes(cddp__hosts *hosts, const cddp__call *c) {
   size_t wide = c->dtype == CDDP_F16 || c->dtype == CDDP_BF16 ? 4 : c->esize, sum = 0;
   int i, pass;
@@ -11378,7 +11324,7 @@ static size_t cddp__count_bytes(cddp__hosts *hosts, const cddp__call *c) {
      1. sends (A) piece s + ahead of others' parts and (B) piece s - 1 of this rank's part,
      2. receives (A) piece s of this rank's part, and adds it up,
      3. receives (B) piece s - ahead - 1 of others' parts.
-   So a link carries A0 A1 A2 (A3 B0) (A4 B1) .., without empty and unneeded frames. */
+   So a link carries A0 A1 A2 (A3 B0) (A4 B1) .. */
 typedef struct cddp__flow {
   cddp_group *g;
   const cddp__call *c;
@@ -11398,13 +11344,11 @@ typedef struct cddp__flow {
   char *sums;              /* in out: where the next frame's sums are written */
 } cddp__flow;
 
-/* Number of shares in a rank's view. */
 static size_t cddp__view_shares(const cddp__flow *f) {
   return f->reduces ? cddp__send_shares(f->g, f->c) : cddp__recv_shares(f->g, f->c);
 }
 
-/* The share for or of rank p in the view of local rank t, in its buffer or its scratch. If the call
-   is in one buffer, the array. */
+/* The share for or of rank p in the view of local rank t; in one buffer, the array. */
 static char *cddp__view_of(const cddp__flow *f, int t, int p) {
   const cddp__hosts *hosts = f->g->hosts;
   const cddp__call *c = f->c;
@@ -11425,8 +11369,7 @@ static char *cddp__local_view(const cddp__flow *f, int p, size_t begin) {
   return cddp__view_of(f, t, p) + begin * f->c->esize;
 }
 
-/* The rank that acts for its host towards the owner of a part. The ranks of a host share this work
-   by the owner's number. On the owner's own host it is the owner. */
+/* The rank that acts for its host towards the owner of a part: on the owner's host, the owner. */
 static int cddp__acting_rank(const cddp__hosts *hosts, int host, int owner) {
   return cddp__rank_on(hosts, host, hosts->peers[owner].number % hosts->nodes[host].size);
 }
@@ -11458,7 +11401,7 @@ static bool cddp__sends_frames(const cddp__flow *f, int from, int to, bool back)
   return !back || !s->to_root || host == f->root_host;
 }
 
-/* The sum of one of this host's subtrees, of n elements from `begin` on of an owner's part:
+/* Returns the sum of one of this host's subtrees, of n elements from `begin` on of an owner's part:
    `space`, or a single rank's own memory. */
 static const void *cddp__subtree_sum(const cddp__flow *f, int subtree, int owner, size_t begin,
                                      size_t n, void *space) {
@@ -11502,8 +11445,8 @@ static char *cddp__own_piece(const cddp__flow *f, long k, size_t begin) {
          (f->begin + begin) * c->esize;
 }
 
-/* The bytes of a frame to or from rank p, of n elements from `begin` on of a part's piece k. This
-   host's sums for the owner p are computed first, and are stored one after the other. */
+/* Returns the memory of a frame to or from rank p, of n elements from `begin` on of a part's piece
+   k. This host's sums for the owner p are computed into it. */
 static const char *cddp__frame_at(cddp__flow *f, int p, long k, size_t begin, size_t n, bool back,
                                   bool out) {
   const cddp_group *g = f->g;
@@ -11524,8 +11467,8 @@ static const char *cddp__frame_at(cddp__flow *f, int p, long k, size_t begin, si
   return sums;
 }
 
-/* Posts the frames A, or (back) B, of piece k, if the piece exists. No rank sends a frame without
-   bytes. Bytes for a single rank of this host are received into that rank's view. */
+/* Posts the frames A, or (back) B, of piece k, if it exists. Bytes of a pair of ranks of this host
+   are copied. */
 static void cddp__post_piece(cddp__flow *f, long k, bool back, bool out) {
   cddp_group *g = f->g;
   const cddp__hosts *hosts = g->hosts;
@@ -11542,8 +11485,7 @@ static void cddp__post_piece(cddp__flow *f, long k, bool back, bool out) {
     if (f->reduces && !back)
       bytes = n * hosts->nodes[out ? hosts->mine : hosts->peers[p].host].bytes;
     else
-      bytes = out ? cddp__bytes_for(f->c, p, f->begin + begin, n)
-                  : cddp__bytes_from(f->c, p, f->begin + begin, n);
+      bytes = cddp__share_bytes(f->c, p, out, f->begin + begin, n);
     if (bytes == 0) continue;
     at = cddp__frame_at(f, p, k, begin, n, back, out);
     if (g->members[p] < 0)
@@ -11563,15 +11505,14 @@ static void cddp__copy_to_views(const cddp__flow *f, long k) {
   for (p = 0; p < g->size; p++) {
     if (cddp__acting_rank(hosts, hosts->mine, p) != g->rank || (f->whole && p != g->rank)) continue;
     n = cddp__piece_of(f, p, k, &begin);
-    if (n == 0 || (bytes = cddp__bytes_from(f->c, p, f->begin + begin, n)) == 0) continue;
+    if (n == 0 || (bytes = cddp__share_bytes(f->c, p, false, f->begin + begin, n)) == 0) continue;
     from = p == g->rank ? cddp__own_piece(f, k, begin) : cddp__local_view(f, p, begin);
     for (t = 0; t < g->local_size; t++)
       cddp__copy(cddp__view_of(f, t, p) + begin * f->c->esize, from, bytes);
   }
 }
 
-/* Moves a chunk. Before the call this host's ranks must see its sources. All ranks see the results
-   after a round that follows it. */
+/* Moves a chunk, whose sources this host's ranks see. They see the results after a round. */
 static cddp_result cddp__flow_run(cddp__flow *f) {
   const cddp__shape *shape = &cddp__shapes[f->c->kind];
   bool spreads = !f->pairwise && !shape->to_root && !shape->scatters;
@@ -11596,7 +11537,7 @@ static cddp_result cddp__flow_run(cddp__flow *f) {
   return r;
 }
 
-/* Decides how a call moves between the hosts. The chunk's sizes follow in the callers. */
+/* How a call moves between the hosts, except the sizes of chunks. */
 static cddp__flow cddp__flow_of(cddp_group *g, const cddp__call *c) {
   const cddp__hosts *hosts = g->hosts;
   const cddp__shape *s = &cddp__shapes[c->kind];
@@ -11651,8 +11592,8 @@ static cddp_result cddp__move_chunk(cddp__flow *f) {
 
 /* --- a call --- */
 
-/* Finds the views of this host's ranks from the refs of the current round. *any_scratch: the view
-   of some rank, on any host, is in scratch. */
+/* Finds the views of this host's ranks. *any_scratch: some rank's view, on any host, is in scratch.
+   */
 static cddp_result cddp__find_views(const cddp__flow *f, bool *any_scratch) {
   cddp_group *g = f->g;
   cddp__hosts *hosts = g->hosts;
@@ -11678,13 +11619,13 @@ static cddp_result cddp__find_views(const cddp__flow *f, bool *any_scratch) {
   return r == CDDP_OK ? r : cddp__break(g, r);
 }
 
-/* A local round. The other hosts make one too, at their own time: round numbers stay equal. */
+/* A round of this host. */
 static cddp_result cddp__piece_round(cddp_group *g, const cddp__call *c) {
   return cddp__run_round(g, false, c, CDDP__PHASE_CHUNK, NULL, 0);
 }
 
-/* Runs a chunk of a call. any_scratch: some rank's view is in scratch; it copies its contribution
-   there first. After the second round no other rank accesses this rank's view. */
+/* A rank whose view is in scratch copies its contribution there first. After the second round no
+   other rank accesses this rank's view. */
 static cddp_result cddp__run_chunk(cddp__flow *f, bool any_scratch) {
   cddp_group *g = f->g;
   const cddp__call *c = f->c;
@@ -11702,13 +11643,13 @@ static cddp_result cddp__run_chunk(cddp__flow *f, bool any_scratch) {
     return r;
   for (p = 0; p < shares; p++)
     cddp__copy(cddp__share_from(c, p) + at, cddp__view_of(f, g->local_rank, p),
-               cddp__bytes_from(c, p, f->begin, f->n));
+               cddp__share_bytes(c, p, false, f->begin, f->n));
   return CDDP_OK;
 }
 
-/* Announces this rank's view and runs the call. UNUSED: only this rank needs the view. NONE: the
-   view must be in scratch, since other ranks on this host cannot access the buffer, or since
-   receiving would overwrite bytes to send. */
+/* Announces this rank's view and runs the call. UNUSED: only this rank needs the view. NONE: it is
+   in scratch, since other ranks cannot access the buffer, or receiving would overwrite bytes to
+   send. */
 static cddp_result cddp__hosts_run(cddp_group *g, const cddp__call *c) {
   cddp__flow f = cddp__flow_of(g, c);
   char **scratch = &g->hosts->scratch[g->local_rank];
@@ -11761,8 +11702,7 @@ static const cddp__carrier cddp__hosts_carrier = {
 
 /* --- creation and end of a group --- */
 
-/* Numbers the hosts by their lowest ranks and lists the ranks of each. index: an element for each
-   host of the job, all 0. */
+/* Numbers the hosts by their lowest ranks. index: [hosts of the job], all 0. */
 static void cddp__sort_hosts(cddp_group *g, cddp__hosts *hosts, int *index) {
   int p, h, first = 0;
   size_t at = 0;
@@ -11817,13 +11757,11 @@ static cddp__hosts *cddp__hosts_new(const cddp_group *g) {
   return hosts;
 }
 
-/* Sets the ranks of a new group in the job (world NULL: the same numbers). If they are on several
-   hosts, prepares the group for that. net NULL: the job has one host. */
+/* Sets the job's ranks of a new group (world NULL: the same numbers). If they are on several hosts,
+   prepares the group for that. net NULL: the job has one host. */
 static cddp_result cddp__hosts_attach(cddp_group *g, cddp__net *net, const int *world) {
-  struct epoll_event event;
-  cddp_result r;
+  cddp_result r = CDDP_OK;
   cddp__hosts *hosts;
-  bool watched;
   int p;
   if (net == NULL) return CDDP_OK;
   g->world = (int *)cddp__calloc(&g->host->allocator, (size_t)g->size + (size_t)net->host_count,
@@ -11838,12 +11776,9 @@ static cddp_result cddp__hosts_attach(cddp_group *g, cddp__net *net, const int *
   hosts->stored_end = &hosts->stored;
   hosts->wake_fd = cddp__above_stdio(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   hosts->epoll = cddp__above_stdio(epoll_create1(EPOLL_CLOEXEC));
-  memset(&event, 0, sizeof event);
-  event.events = EPOLLIN | EPOLLET;
-  watched = hosts->wake_fd >= 0 && hosts->epoll >= 0 && /* else errno is set */
-            epoll_ctl(hosts->epoll, EPOLL_CTL_ADD, hosts->wake_fd, &event) == 0 &&
-            epoll_ctl(hosts->epoll, EPOLL_CTL_ADD, net->listener, &event) == 0;
-  r = watched ? CDDP_OK : cddp__fail_errno("eventfd or epoll");
+  if (hosts->wake_fd < 0 || hosts->epoll < 0 || !cddp__watch_fd(hosts, hosts->wake_fd, EPOLLIN) ||
+      !cddp__watch_fd(hosts, net->listener, EPOLLIN))
+    r = cddp__fail_errno("eventfd or epoll");
   cddp__sort_hosts(g, hosts, g->world + g->size);
   cddp__set_leaves(g, hosts, false);
   g->round_max = cddp__max(g->staging_size, CDDP__PAYLOAD);
@@ -11855,8 +11790,8 @@ static cddp_result cddp__hosts_attach(cddp_group *g, cddp__net *net, const int *
   return r;
 }
 
-/* When this rank leaves the group: closes all links. Waiting bytes of messages are sent first, as
-   long as the system accepts some within each second. */
+/* Closes all links. Waiting bytes are sent first, as long as the system accepts some within each
+   second. */
 static void cddp__hosts_leave(cddp_group *g) {
   cddp__hosts *hosts = g->hosts;
   cddp__net *net;
@@ -11923,7 +11858,7 @@ static bool cddp__send_open(const cddp__send_request *p) {
   return state == CDDP__SEND_POSTED || state == CDDP__SEND_TAKEN;
 }
 
-/* Allocates more send requests. Returns the first new index; -1: error set. */
+/* Returns the first new index; -1: error set. */
 static int cddp__grow_sends(cddp_group *g) {
   int block = g->p2p.send_blocks, count = cddp__send_count(g);
   size_t bytes = ((size_t)CDDP__SENDS << block) * sizeof(cddp__send_request);
@@ -11940,8 +11875,8 @@ static int cddp__grow_sends(cddp_group *g) {
   return count;
 }
 
-/* Returns whether a send request is free. Frees it if its receiver is done and its call has
-   returned. p2p.lock held. */
+/* Returns whether a send request is free. Frees that of a copy which its receiver has taken.
+   p2p.lock held. */
 static bool cddp__send_is_free(cddp__send_request *p) {
   if (!p->staged || cddp__send_open(p)) return cddp__load32(&p->state) == CDDP__SEND_FREE;
   p->staged = false;
@@ -11949,8 +11884,8 @@ static bool cddp__send_is_free(cddp__send_request *p) {
   return true;
 }
 
-/* Scans all send requests: frees those that are done and copies beyond CDDP__STAGED_MAX, and counts
-   the rest. Returns the free request whose memory fits `bytes` best; -1: none. */
+/* Frees requests that are done and the memory of copies beyond CDDP__STAGED_MAX, and counts the
+   sends in flight. Returns the free request whose memory fits `bytes` best; -1: none. */
 static int cddp__scan_sends(cddp_group *g, size_t bytes) {
   size_t kept = 0, size = 0;
   int i, best = -1, n = cddp__send_count(g);
@@ -11979,14 +11914,13 @@ static int cddp__scan_sends(cddp_group *g, size_t bytes) {
   return best;
 }
 
-/* Returns whether the sends in flight are within the limits. The last one, of `bytes`, can have any
-   size. p2p.lock held. */
+/* Returns whether the sends in flight are within the limits. The last one can have any size.
+   p2p.lock held. */
 static bool cddp__sends_fit(const cddp_group *g, size_t bytes) {
   return g->p2p.sends_open <= CDDP__SENDS &&
          g->p2p.sends_staged <= cddp__max(CDDP__STAGED_MAX, bytes);
 }
 
-/* Copies the message to the request's own memory. */
 static cddp_result cddp__stage(cddp_group *g, cddp__send_request *p, const void *buf,
                                size_t bytes) {
   CDDP__HELD(&g->p2p.lock);
@@ -12020,20 +11954,23 @@ static int cddp__lost_peer(const cddp_work *work) {
   return n == g->size ? gone : -1;
 }
 
+/* Example: "recv from it, tag 7" */
+static cddp__text cddp__describe_message(const cddp_work *work, const char *peer) {
+  return cddp__textf("%s %s, tag %d", work->call.kind == CDDP__KIND_RECV ? "recv from" : "send to",
+                     work->call.root == CDDP_ANY ? "any rank" : peer, work->call.tag);
+}
+
 /* Breaks the group if the peer of a send or recv is lost. */
 static cddp_result cddp__check_peer(const cddp_work *work) {
-  const char *doing = work->call.kind == CDDP__KIND_SEND ? "send to it"
-                      : work->call.root == CDDP_ANY      ? "recv from any rank"
-                                                      : "recv from it";
   int gone = cddp__lost_peer(work);
   if (gone < 0) return CDDP_OK;
-  return cddp__report_lost(work->group, gone, cddp__textf("%s, tag %d", doing, work->call.tag).s);
+  return cddp__report_lost(work->group, gone, cddp__describe_message(work, "it").s);
 }
 
 /* Posts a send to a rank of this host. Sets work->send if the buffer stays in use.
      fits    receives cddp__sends_fit
-   Fails if the message is a copy and the receiver exited without taking it. That check follows the
-   post, because a receiver that takes the message marks it before it exits. */
+   Fails if the message is a copy and the receiver has exited without taking it. (That check follows
+   the post: a receiver marks a message that it takes before it exits.) */
 static cddp_result cddp__post_send(cddp_work *work, bool *fits) {
   cddp_group *g = work->group;
   const cddp__call *call = &work->call;
@@ -12077,8 +12014,8 @@ static cddp_result cddp__post_send(cddp_work *work, bool *fits) {
   return lost ? cddp__check_peer(work) : r;
 }
 
-/* Scans the sends of rank work->from for the oldest one to this rank with work's tag. A scan can
-   miss an older send that was posted meanwhile in a request already passed. */
+/* Returns the oldest send of rank work->from to this rank with work's tag. It can miss one that was
+   posted meanwhile in a request already passed. */
 static cddp__send_request *cddp__scan_peer(cddp_group *g, const cddp_work *work) {
   cddp__slot *slot = cddp__slot_of(g, work->from);
   uint32_t i, size = CDDP__SENDS /* of a block */, left = cddp__load32(&slot->send_top);
@@ -12099,13 +12036,12 @@ static cddp__send_request *cddp__scan_peer(cddp_group *g, const cddp_work *work)
   return best;
 }
 
-/* Returns the oldest send that matches work, or NULL. Every send older than one that the first scan
-   saw is visible to the second scan. */
+/* Every send that is older than one that the first scan saw is visible to the second. */
 static cddp__send_request *cddp__find_send(cddp_group *g, const cddp_work *work) {
   return cddp__scan_peer(g, work) != NULL ? cddp__scan_peer(g, work) : NULL;
 }
 
-/* Returns whether a message of that count and dtype matches the receive. If not, it fails. */
+/* Fails a receive that the message does not match. */
 static bool cddp__recv_fits(cddp_group *g, cddp_work *work, uint64_t count, uint32_t dtype) {
   const cddp__call *call = &work->call;
   if (count == call->count && dtype == call->dtype) return true;
@@ -12119,8 +12055,8 @@ static bool cddp__recv_fits(cddp_group *g, cddp_work *work, uint64_t count, uint
   return false;
 }
 
-/* Copies the message of a send, or refuses it if it does not match. Does nothing if its sender has
-   just withdrawn it. */
+/* Copies the message of a send, or refuses it if it does not match, unless its sender has just
+   withdrawn it. */
 static void cddp__take_send(cddp_group *g, cddp_work *work, cddp__send_request *p) {
   size_t bytes = work->call.count * work->call.esize;
   void *from = p->u.bytes;
@@ -12152,7 +12088,6 @@ static void cddp__take_send(cddp_group *g, cddp_work *work, cddp__send_request *
   cddp__notify(g, work->from);
 }
 
-/* Completes a receive from another host with the oldest message of its tag, if one has arrived. */
 static void cddp__take_remote(cddp_group *g, cddp_work *work) {
   cddp__message *m = cddp__take_message(g, CDDP__FRAME_MESSAGE, work->from, work->call.tag);
   if (m == NULL) return;
@@ -12174,7 +12109,7 @@ static bool cddp__is_claimed(const cddp_group *g, const cddp_work *work) {
   return false;
 }
 
-/* Completes receives of arrived messages, the oldest first. Returns whether there was one. */
+/* Completes receives, the oldest first. Returns whether a message had arrived. */
 static bool cddp__serve_recvs(cddp_group *g) {
   bool served = false;
   cddp_work *work;
@@ -12208,55 +12143,41 @@ static bool cddp__recv_directly(cddp_work *work) {
   if (g->hosts != NULL || work->call.root == CDDP_ANY) return false;
   work->from = work->call.root;
   for (i = 0; i < spin && !cddp__is_broken(g); i++) {
-    if (cddp__scan_peer(g, work) != NULL) {
-      pthread_mutex_lock(&g->p2p.lock);
-      if (g->p2p.recvs == NULL && (p = cddp__find_send(g, work)) != NULL)
-        cddp__take_send(g, work, p); /* another thread may have taken an older message meanwhile */
-      pthread_mutex_unlock(&g->p2p.lock);
-      return work->done;
-    }
-    if (i == 0) {
+    bool came = cddp__scan_peer(g, work) != NULL;
+    if (came || i == 0) {
       pthread_mutex_lock(&g->p2p.lock);
       alone = g->p2p.recvs == NULL;
+      if (came && alone && (p = cddp__find_send(g, work)) != NULL)
+        cddp__take_send(g, work, p); /* another thread may have taken an older message meanwhile */
       pthread_mutex_unlock(&g->p2p.lock);
-      if (!alone) return false;
+      if (came || !alone) return work->done;
     }
     cddp__pause();
   }
   return false;
 }
 
-/* Serves a healthy group in which this thread does not wait: sends queued bytes and completes
-   receives. This thread's error text stays. */
-static bool cddp__serve_other(cddp_group *g) {
+/* For each healthy group of the list: sends queued bytes and completes receives. The thread's error
+   text stays. */
+static bool cddp__serve_idle(cddp_group *g) {
   char kept[CDDP__ERROR_MAX];
   bool served = false;
-  if (cddp__is_broken(g)) return false;
-  if (pthread_mutex_trylock(&g->p2p.lock) != 0) return false;
-  if (g->hosts != NULL) (void)cddp__flush_links(g);
-  if (g->p2p.recvs != NULL) {
-    memcpy(kept, cddp__error_text, sizeof kept);
-    if (g->hosts != NULL) cddp__net_serve(g->host, g->hosts->net);
-    served = cddp__serve_recvs(g);
-    memcpy(cddp__error_text, kept, sizeof kept);
-  }
-  pthread_mutex_unlock(&g->p2p.lock);
-  return served;
-}
-
-static bool cddp__serve_idle(cddp_group *g) {
-  bool served = false;
-  cddp_group *other;
+  cddp_group *s;
   if (g != NULL && g->hosts != NULL) cddp__hosts_poll(g);
-  if (g != NULL && pthread_mutex_trylock(&g->p2p.lock) == 0) {
-    if (g->p2p.recvs != NULL || g->hosts != NULL) served = cddp__serve_recvs(g);
-    pthread_mutex_unlock(&g->p2p.lock);
-  }
   if (__atomic_load_n(&cddp__served, __ATOMIC_ACQUIRE) == NULL ||
       pthread_mutex_trylock(&cddp__served_lock) != 0)
-    return served;
-  for (other = cddp__served; other != NULL; other = other->p2p.next_served)
-    if (other != g && cddp__serve_other(other)) served = true;
+    return false;
+  memcpy(kept, cddp__error_text, sizeof kept);
+  for (s = cddp__served; s != NULL; s = s->p2p.next_served) {
+    bool polls = s != g && s->hosts != NULL; /* cddp__hosts_poll has served the links of g */
+    if (cddp__is_broken(s) || pthread_mutex_trylock(&s->p2p.lock) != 0) continue;
+    if (polls) (void)cddp__flush_links(s);
+    if (polls && s->p2p.recvs != NULL) cddp__net_serve(s->host, s->hosts->net);
+    if (s->p2p.recvs != NULL || (s == g && s->hosts != NULL))
+      served = cddp__serve_recvs(s) || served;
+    pthread_mutex_unlock(&s->p2p.lock);
+  }
+  memcpy(cddp__error_text, kept, sizeof kept);
   pthread_mutex_unlock(&cddp__served_lock);
   return served;
 }
@@ -12312,16 +12233,15 @@ static cddp_result cddp__check_receivers(cddp_group *g) {
    ranks do not see. */
 static cddp_result cddp__message_timeout(const cddp_work *work, double limit) {
   cddp_group *g = work->group;
-  bool receives = work->call.kind == CDDP__KIND_RECV, any = work->call.root == CDDP_ANY;
-  const char *what = receives ? "recv from" : "send to";
-  cddp__text peer = any ? cddp__textf("any rank") : cddp__name_rank(g, work->call.root);
+  bool any = work->call.root == CDDP_ANY;
+  cddp__text peer = any ? cddp__textf("%s", "") : cddp__name_rank(g, work->call.root);
+  cddp__text what = cddp__describe_message(work, peer.s);
   if (limit >= 0)
     return cddp__fail(CDDP_TIMEOUT,
-                      "cddp_wait_for: %s %s, tag %d, on rank %d has not finished after %g s; it "
-                      "continues",
-                      what, peer.s, work->call.tag, g->rank, limit);
-  cddp__fail(CDDP_TIMEOUT, "timed out after %g s: %s %s, tag %d, on rank %d: no matching %s%s",
-             g->timeout_s, what, peer.s, work->call.tag, g->rank, receives ? "send" : "recv",
+                      "cddp_wait_for: %s, on rank %d has not finished after %g s; it continues",
+                      what.s, g->rank, limit);
+  cddp__fail(CDDP_TIMEOUT, "timed out after %g s: %s, on rank %d: no matching %s%s", g->timeout_s,
+             what.s, g->rank, work->call.kind == CDDP__KIND_RECV ? "send" : "recv",
              any ? "" : cddp__describe_wait(g, work->call.root).s);
   return cddp__break(g, CDDP_TIMEOUT);
 }
@@ -12331,13 +12251,11 @@ static cddp_result cddp__message_timeout(const cddp_work *work, double limit) {
 static bool cddp__show_message_wait(const cddp_work *work) {
   cddp_group *g = work->group;
   const cddp__slot *slot = cddp__wait_slot(g, g->rank);
-  const char *what = work->call.kind == CDDP__KIND_RECV ? "recv from" : "send to";
-  cddp__text peer = cddp__textf("any rank"), where;
+  int peer = work->call.root == CDDP_ANY ? CDDP_ANY : cddp__job_rank(g, work->call.root);
+  cddp__text where;
   if (slot == NULL || cddp__load32(&slot->multithreaded) != 0) return false;
-  if (work->call.root != CDDP_ANY)
-    peer = cddp__textf("rank %d", cddp__job_rank(g, work->call.root));
-  where = cddp__textf("cddp_%s %.20s, tag %d", what, peer.s, work->call.tag);
-  return cddp__publish_wait(g, where.s);
+  where = cddp__describe_message(work, cddp__textf("rank %d", peer).s);
+  return cddp__publish_wait(g, cddp__textf("cddp_%.150s", where.s).s);
 }
 
 /* Waits until cddp__message_ready, and checks the peer meanwhile.
@@ -12473,12 +12391,11 @@ static cddp_result cddp__finish_recv(cddp_work *work, double limit) {
    Owns: the group's communicator, and cddp__mpi_lock, under which one thread at a time calls MPI.
    Entry points: cddp__mpi_carrier; cddp__mpi_start and _split for the first group.
    How it works:
-     1. Ranks connect, compare their calls and detect lost peers in rounds, as without MPI.
-     2. After the round of a large call each rank starts the nonblocking MPI collective, and tests
-        it. Meanwhile it checks its peers and the deadline.
-     3. A second round ends the call, so that a rank that exits is not reported as lost.
-   After a failure MPI still uses the started operation's buffers: copies made for it stay
-   allocated. send and recv do not use MPI. */
+     1. Rounds work as without MPI. After the round of a large call each rank starts the nonblocking
+        MPI collective, and tests it. Meanwhile it checks its peers and the deadline.
+     2. A second round ends the call, so that a rank that is done and exits is not reported as lost.
+   MPI determines the order of sums. After a failure MPI still uses the started operation's buffers:
+   copies made for it stay allocated. send and recv do not use MPI. */
 
 #define CDDP__MPI_MAX_COUNT ((size_t)1 << 24) /* elements at a time: MPI's counts are int */
 
@@ -12497,13 +12414,14 @@ static cddp_result cddp__mpi_fail(int code, const char *what) {
   return cddp__fail(CDDP_MPI, "%s: %s", what, text);
 }
 
-/* Waits for the MPI operation of a call. code: MPI's result when the operation was started. */
+/* Unlocks cddp__mpi_lock, and waits for the operation that was started with result `code`. */
 static cddp_result cddp__mpi_wait(cddp_group *g, const cddp__call *call, int code,
                                   MPI_Request *request) {
   cddp__op_header *mine;
   cddp_result r = CDDP_OK;
   cddp__wait w;
   int i, p, done = 0;
+  pthread_mutex_unlock(&cddp__mpi_lock);
   cddp__wait_begin(&w, g->timeout_s);
   g->round++; /* a rank that has not announced the next round is still in this operation, or lost */
   /* For error texts only: seq is not set, so no peer takes this header for a call. */
@@ -12537,7 +12455,7 @@ static MPI_Datatype cddp__mpi_type(int dtype) { /* f16 and bf16: as bits */
   return types[dtype];
 }
 
-/* Reduces n elements of send to recv: on all ranks (root -1) or on root. send can be recv. */
+/* Reduces n elements to all ranks (root -1) or to root. send can be recv. */
 static cddp_result cddp__mpi_reduce(cddp_group *g, const cddp__call *call, const void *send,
                                     void *recv, size_t n, int root) {
   const MPI_Op ops[] = {MPI_SUM, MPI_SUM,  MPI_PROD, MPI_MIN,
@@ -12560,7 +12478,6 @@ static cddp_result cddp__mpi_reduce(cddp_group *g, const cddp__call *call, const
   code = root < 0 ? MPI_Iallreduce(in, out, (int)n, type, ops[call->op], g->mpi->comm, &request)
                   : MPI_Ireduce(in, gets ? out : NULL, (int)n, type, ops[call->op], root,
                                 g->mpi->comm, &request);
-  pthread_mutex_unlock(&cddp__mpi_lock);
   r = cddp__mpi_wait(g, call, code, &request);
   if (r != CDDP_OK) return r; /* MPI still uses a copy */
   if (gets && call->op == CDDP_AVG)
@@ -12595,12 +12512,10 @@ static cddp_result cddp__mpi_move(cddp_group *g, const cddp__call *call, const c
   default: code = MPI_Ialltoall(from, 1, p, to, 1, p, comm, &q);
   }
   MPI_Type_free(&p); /* MPI frees it after the operation */
-  pthread_mutex_unlock(&cddp__mpi_lock);
   return cddp__mpi_wait(g, call, code, &q);
 }
 
-/* The same for a call with counts: an MPI type for each pair of ranks has its elements' position.
-   */
+/* The same for a call with counts: an MPI type per pair of ranks has its elements' position. */
 static cddp_result cddp__mpi_move_counted(cddp_group *g, const cddp__call *call, const char *send,
                                           size_t begin, size_t n) {
   size_t each = 2 * sizeof(int) + 2 * sizeof(MPI_Datatype), size = (size_t)g->size;
@@ -12616,17 +12531,16 @@ static cddp_result cddp__mpi_move_counted(cddp_group *g, const cddp__call *call,
     const cddp__counted_share *p = &call->shares[q];
     ones[q] = 1;
     at = (MPI_Aint)((p->out_at + begin) * call->esize);
-    length = (int)(cddp__bytes_for(call, q, begin, n) / call->esize);
+    length = (int)(cddp__share_bytes(call, q, true, begin, n) / call->esize);
     MPI_Type_create_hindexed(1, &length, &at, type, &out[q]);
     at = (MPI_Aint)((p->in_at + begin) * call->esize);
-    length = (int)(cddp__bytes_from(call, q, begin, n) / call->esize);
+    length = (int)(cddp__share_bytes(call, q, false, begin, n) / call->esize);
     MPI_Type_create_hindexed(1, &length, &at, type, &in[q]);
     MPI_Type_commit(&out[q]);
     MPI_Type_commit(&in[q]);
   }
   code =
       MPI_Ialltoallw(send, ones, zeros, out, call->recv, ones, zeros, in, g->mpi->comm, &request);
-  pthread_mutex_unlock(&cddp__mpi_lock);
   if ((r = cddp__mpi_wait(g, call, code, &request)) != CDDP_OK) return r; /* MPI still uses out */
   pthread_mutex_lock(&cddp__mpi_lock);
   for (q = 0; q < 2 * g->size; q++) MPI_Type_free(&out[q]);
@@ -12635,8 +12549,7 @@ static cddp_result cddp__mpi_move_counted(cddp_group *g, const cddp__call *call,
   return CDDP_OK;
 }
 
-/* Moves or reduces the call's data on all ranks, CDDP__MPI_MAX_COUNT elements of a share at a
-   time. */
+/* Moves or reduces CDDP__MPI_MAX_COUNT elements of a share at a time. */
 static cddp_result cddp__mpi_data(cddp_group *g, const cddp__call *call, void *const *arrays) {
   const char *send = (const char *)call->send;
   size_t begin, n;
@@ -12723,8 +12636,8 @@ static void cddp__mpi_leave(cddp_group *g) {
   cddp__free(&g->host->allocator, g->mpi);
 }
 
-/* Creates the communicator of `to`, of the ranks of `from` with this color; from NULL: all
-   processes of MPI. `to` is NULL on ranks with a negative color, which are no members. */
+/* The communicator of `to` has the ranks of `from` with this color; from NULL: all processes of
+   MPI. `to` is NULL on ranks with a negative color, which are no members. */
 static cddp_result cddp__mpi_split(const cddp_group *from, cddp_group *to, int color, int key) {
   MPI_Comm comm = MPI_COMM_NULL, parent = from != NULL ? from->mpi->comm : MPI_COMM_WORLD;
   int code;
@@ -13204,7 +13117,7 @@ static void cddp__write_shares(cddp_group *g, const cddp__call *call, const cddp
   if (CDDP__UNLIKELY(call->shares != NULL)) {
     for (r = 0; r < shares; r++, space += bytes)
       memcpy(space, cddp__share_for(call, (int)r) + chunk->begin * call->esize,
-             cddp__bytes_for(call, (int)r, chunk->begin, chunk->n));
+             cddp__share_bytes(call, (int)r, true, chunk->begin, chunk->n));
     return;
   }
   if (cddp__is_sliced(g, call, chunk)) { /* other ranks do not read this rank's own slice */
@@ -13235,7 +13148,7 @@ static void cddp__read_result(const cddp_group *g, const cddp__call *call, const
   }
   for (i = 0; i < n; i++, r = r + 1 < g->size ? r + 1 : 0)
     cddp__copy_by(cddp__share_from(call, r) + at, from[r],
-                  cddp__bytes_from(call, r, chunk->begin, chunk->n),
+                  cddp__share_bytes(call, r, false, chunk->begin, chunk->n),
                   call->count * call->esize >= CDDP__NT_SHARE);
 }
 

@@ -2414,8 +2414,8 @@ static ncclResult_t cddp__nccl_post_shares(const cddp__device *device, const cdd
   for (q = 0; q < device->group->size && e == ncclSuccess; q++) {
     bool goes = cddp__sends(call, me) && cddp__receives(call, q);
     bool comes = cddp__sends(call, q) && cddp__receives(call, me);
-    size_t out = goes ? cddp__bytes_for(call, q, 0, call->count) : 0;
-    size_t in = comes ? cddp__bytes_from(call, q, 0, call->count) : 0;
+    size_t out = goes ? cddp__share_bytes(call, q, true, 0, call->count) : 0;
+    size_t in = comes ? cddp__share_bytes(call, q, false, 0, call->count) : 0;
     const char *from = out > 0 ? cddp__share_for(call, q) : NULL;
     char *to = in > 0 ? cddp__share_from(call, q) : NULL;
     if (q == me) {
