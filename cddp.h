@@ -2042,7 +2042,7 @@ typedef struct cddp__snapshot {
 } cddp__snapshot;
 
 /* A rank of an elastic model, in the format of messages: >>elastic. */
-typedef struct cddp__elastic_member {
+typedef struct cddp__member {
   struct sockaddr_in6 address; /* where it listens; or a sockaddr_in */
   int32_t port, rank;          /* rank: in the job */
   uint32_t pid;
@@ -2052,10 +2052,10 @@ typedef struct cddp__elastic_member {
   uint64_t since;      /* the epoch in which it became a member; the oldest members lead */
   uint64_t gpu;        /* hash of its GPU's uuid; 0: none, or ranks can share it */
   char name[72];       /* of its host */
-} cddp__elastic_member;
+} cddp__member;
 
 typedef struct cddp__elastic_leader_info {
-  cddp__elastic_member self;
+  cddp__member self;
   unsigned char token[16]; /* of the model: that of the first rank */
   cddp__model_info model;
 } cddp__elastic_leader_info;
@@ -5910,8 +5910,7 @@ enum cddp__extent_use {
   CDDP__EXTENT_BUFFER,     /* cddp's buffers that peers only read */
   CDDP__EXTENT_BLOCK,      /* a group's control block; freed after all its ranks have left */
   CDDP__EXTENT_BLOCK_LAZY, /* the same. From here on: memory is allocated at the first access */
-  CDDP__EXTENT_MEAN,       /* cddp's means of gradients */
-  CDDP__EXTENT_STATES      /* an optimizer's states; peers write to it */
+  CDDP__EXTENT_LAZY        /* as USER: means of gradients, an optimizer's states */
 };
 
 /* An allocation, or a free extent. */
@@ -5932,7 +5931,6 @@ typedef struct cddp__segment {
   char *address;
   cddp__extent *extents; /* [size / extent_size] of an own segment; NULL: a peer's segment */
   size_t extent_size;    /* bytes */
-  int list;              /* of free extents of that size */
 } cddp__segment;
 
 static size_t cddp__page_size(void) { return (size_t)sysconf(_SC_PAGESIZE); }
@@ -6041,7 +6039,6 @@ static cddp__segment *cddp__segment_add(cddp__host *host, uint64_t base, uint64_
   return segment;
 }
 
-/* The index of the free list for extents of this size. */
 static int cddp__extent_list(uint64_t size) {
   int bits = 63 - __builtin_clzll(size);
   return 4 * bits + (int)(size >> (bits - 2) & 3);
@@ -6079,7 +6076,6 @@ static int cddp__segment_create(cddp__host *host, uint64_t size, uint64_t bytes)
   if (segment == NULL) return -1;
   list = cddp__extent_list(size);
   segment->extent_size = (size_t)size;
-  segment->list = list;
   host->arena.window_end = base + n * size;
   host->arena.lists[list].extents += n;
   while (n-- > 0) {
@@ -6133,10 +6129,11 @@ static void cddp__extent_free_after(cddp__host *host, cddp__extent *extent,
   extent->after_generation = cddp__load32(&after->generation);
 }
 
-/* Frees an extent: its memory goes back to the system, the extent to its free list. */
+/* The memory goes back to the system, the extent to its free list. */
 static void cddp__extent_release(cddp__host *host, cddp__extent *extent) {
   const cddp__segment *segment = extent->segment;
   char *address = cddp__extent_address(extent);
+  int list;
   if (extent->after != NULL) {
     extent->previous->next = extent->next;
     extent->next->previous = extent->previous;
@@ -6151,8 +6148,9 @@ static void cddp__extent_release(cddp__host *host, cddp__extent *extent) {
           : madvise(address, segment->extent_size, MADV_DONTNEED) != 0)
     memset(address, 0, segment->extent_size); /* else a new block would contain old rounds */
   if (extent->is_private || extent->quarantined) return;
-  extent->next = host->arena.lists[segment->list].free;
-  host->arena.lists[segment->list].free = extent;
+  list = cddp__extent_list(segment->extent_size);
+  extent->next = host->arena.lists[list].free;
+  host->arena.lists[list].free = extent;
 }
 
 /* Requests huge pages. MADV_COLLAPSE creates them on this core, even if the system's setting for
@@ -6227,8 +6225,7 @@ static void cddp__arena_quarantine(cddp__host *host) {
   size_t at = 0;
   pthread_mutex_lock(&host->lock);
   while (host->arena.fd >= 0 && (extent = cddp__next_extent(host, extent, &at)) != NULL)
-    if (extent->use == CDDP__EXTENT_USER || extent->use == CDDP__EXTENT_MEAN ||
-        extent->use == CDDP__EXTENT_STATES)
+    if (extent->use == CDDP__EXTENT_USER || extent->use == CDDP__EXTENT_LAZY)
       extent->quarantined = true;
   pthread_mutex_unlock(&host->lock);
 }
@@ -6392,15 +6389,16 @@ static void cddp__set_window(cddp__host *host, int window, int bits) {
 }
 
 static void cddp__host_free(cddp__host *host) {
+  const struct cddp__segments *tables[2] = {&host->arena.own, &host->arena.peers};
   cddp_allocator a = host->allocator;
   size_t j;
   int i;
-  for (j = 0; j < host->arena.own.count + host->arena.peers.count; j++) {
-    cddp__segment *segment = j < host->arena.own.count
-                                 ? host->arena.own.list[j]
-                                 : host->arena.peers.list[j - host->arena.own.count];
-    munmap(segment->address, (size_t)segment->size);
-    cddp__free(&a, segment);
+  for (i = 0; i < 2; i++) {
+    for (j = 0; j < tables[i]->count; j++) {
+      munmap(tables[i]->list[j]->address, (size_t)tables[i]->list[j]->size);
+      cddp__free(&a, tables[i]->list[j]);
+    }
+    cddp__free(&a, tables[i]->list);
   }
   for (i = 0; host->pidfds != NULL && i < host->size + CDDP__JOINS; i++)
     if (host->pidfds[i] >= 0) close(host->pidfds[i]);
@@ -6412,8 +6410,6 @@ static void cddp__host_free(cddp__host *host) {
     munmap(host->record, CDDP__RECORD_BYTES);
   }
   pthread_mutex_destroy(&host->lock);
-  cddp__free(&a, host->arena.own.list);
-  cddp__free(&a, host->arena.peers.list);
   cddp__free(&a, host->pidfds);
   cddp__free(&a, host->pids);
   cddp__free(&a, host);
@@ -6449,6 +6445,16 @@ static cddp__host *cddp__host_create(const cddp_allocator *allocator, const cddp
   return NULL;
 }
 
+/* Uses the memfd for `size` ranks, which the host owns from now on. */
+static void cddp__open_memory(cddp__host *host, int fd, int size) {
+  uint64_t windows = (uint64_t)size + 1; /* those for joining processes exist only at full size */
+  int bits = 12;
+  host->arena.fd = fd;
+  (void)fstat(fd, &host->arena.memory); /* cddp__host_free closes no other file of this number */
+  while (bits < CDDP__WINDOW_BITS && windows << bits < (uint64_t)host->arena.memory.st_size) bits++;
+  cddp__set_window(host, host->arena.window, bits);
+}
+
 /* Creates the memfd: a window for the first group's control block, one for each rank, and one for
    each process that can join. A file size limit makes the windows smaller; least: their minimum. */
 static cddp_result cddp__create_memory(cddp__host *host, uint64_t least) {
@@ -6467,33 +6473,22 @@ static cddp_result cddp__create_memory(cddp__host *host, uint64_t least) {
                       (unsigned long long)limit.rlim_cur, host->size);
   fd = cddp__above_stdio(
       (int)syscall(SYS_memfd_create, "cddp", 3u /* MFD_CLOEXEC | MFD_ALLOW_SEALING */));
-  if (fd < 0 && (errno == EMFILE || errno == ENFILE))
-    return cddp__fail(CDDP_SYSTEM, "memfd_create: %s; raise the limit (ulimit -n)",
-                      strerror(errno));
   if (fd < 0)
-    return cddp__fail(CDDP_SYSTEM,
-                      "memfd_create: %s: the ranks on a host share memory through it. If a "
-                      "container forbids it, allow it (Docker: --security-opt seccomp=unconfined), "
-                      "or give each rank its own CDDP_HOST_ID: the ranks then use TCP",
-                      strerror(errno));
-  host->arena.fd = fd;
-  (void)fstat(fd, &host->arena.memory); /* cddp__host_free closes no other file of this number */
-  cddp__set_window(host, host->arena.window, bits);
-  if (ftruncate(fd, (off_t)(windows << bits)) != 0)
-    return cddp__fail_errno("ftruncate of shared memory");
+    return cddp__fail(CDDP_SYSTEM, "memfd_create: %s%s", strerror(errno),
+                      errno == EMFILE || errno == ENFILE
+                          ? "; raise the limit (ulimit -n)"
+                          : ": the ranks on a host share memory through it. If a container forbids "
+                            "it, allow it (Docker: --security-opt seccomp=unconfined), or give "
+                            "each rank its own CDDP_HOST_ID: the ranks then use TCP");
+  if (ftruncate(fd, (off_t)(windows << bits)) != 0) {
+    (void)cddp__fail_errno("ftruncate of shared memory");
+    close(fd);
+    return CDDP_SYSTEM;
+  }
   fcntl(fd, 1033 /* F_ADD_SEALS */,
         2 | 4 /* SHRINK | GROW: no peer can remove pages that this rank uses */);
+  cddp__open_memory(host, fd, host->size);
   return CDDP_OK;
-}
-
-/* Uses the memfd that another rank has created for `size` ranks. The host owns fd from now on. */
-static void cddp__open_memory(cddp__host *host, int fd, int size) {
-  uint64_t windows = (uint64_t)size + 1; /* those for joining processes exist only at full size */
-  int bits = 12;
-  host->arena.fd = fd;
-  (void)fstat(fd, &host->arena.memory);
-  while (bits < CDDP__WINDOW_BITS && windows << bits < (uint64_t)host->arena.memory.st_size) bits++;
-  cddp__set_window(host, host->arena.window, bits);
 }
 
 /* The same in a process that joins a job of local_size ranks here. It takes a new window. */
@@ -16043,7 +16038,7 @@ static cddp_result cddp__unshare_states(cddp_optim *o) {
 static cddp_result cddp__share_create(cddp_ddp *d, cddp_optim *o) {
   cddp_group *g = d->control;
   size_t bytes = (size_t)o->states * d->layout.state_stride, begin, end, from, to;
-  void *mine = g->local_rank == 0 ? cddp__arena_alloc(g->host, bytes, CDDP__EXTENT_STATES) : NULL;
+  void *mine = g->local_rank == 0 ? cddp__arena_alloc(g->host, bytes, CDDP__EXTENT_LAZY) : NULL;
   void *states = mine;
   cddp__ref ref;
   cddp_result r;
@@ -17562,16 +17557,15 @@ typedef struct cddp__retired {
   uint64_t step;             /* in which it was retired */
 } cddp__retired;
 
-/* The membership of an elastic model, and what a rank has done in the current step. Owner: the
-   thread that trains. */
+/* The membership, and what a rank has done in the current step. Owner: the thread that trains. */
 struct cddp__elastic {
   /* the membership: */
-  cddp__net *net; /* connections among the members; a rank there is a member number */
-  cddp__elastic_member *members; /* [shards + 1] by number; the last: a process that is joining */
-  int me;                        /* this rank's member number; `shards` while it joins */
-  int leader;                    /* number of the member that sent the last table */
-  int *order;                    /* [active_count] member numbers of the group's ranks, by rank */
-  uint64_t epoch;                /* number of pairs of groups so far */
+  cddp__net *net;          /* connections among the members; a rank there is a member number */
+  cddp__member *members;   /* [shards + 1] by number; the last: a process that is joining */
+  int me;                  /* this rank's member number; `shards` while it joins */
+  int leader;              /* number of the member that sent the last table */
+  int *order;              /* [active_count] member numbers of the group's ranks, by rank */
+  uint64_t epoch;          /* number of pairs of groups so far */
   cddp_group *broken_comm; /* the first comm that broke in this step, for cddp_ddp_group; NULL */
   /* this rank's sums and the last mean: */
   uint64_t step;    /* waits and steps since creation */
@@ -17604,29 +17598,28 @@ struct cddp__elastic {
   char *states; /* the snapshot's optimizer states, until a cddp_optim takes them */
 };
 
-/* A rank's report to the leader of a meeting. A float for each parameter follows: its steps in the
-   cddp_optim. Then follows a byte for each shard (1: the rank has its sum), and
-   cddp__elastic.ended. */
-typedef struct cddp__elastic_report {
+/* A rank's report to the leader of a meeting. Its optimizer's steps follow, a float for each
+   parameter, then a byte for each shard (1: the rank has its sum), and cddp__elastic.ended. */
+typedef struct cddp__report {
   uint64_t epoch;       /* of its last group */
   uint64_t done;        /* completed reductions */
   uint64_t steps;       /* cddp_ddp_steps */
   cddp__snapshot optim; /* of its cddp_optim */
   int32_t empty;        /* 1: it joins, and has no weights yet */
   int32_t in_parts;     /* cddp__elastic.in_parts */
-  cddp__elastic_member self;
+  cddp__member self;
   cddp__ref blocks[2]; /* for control blocks; those of the lowest rank on a host are used */
-} cddp__elastic_report;
+} cddp__report;
 
 /* --- the membership --- */
 
-static cddp__text cddp__elastic_name(const cddp__elastic *elastic, int member) {
+static cddp__text cddp__member_name(const cddp__elastic *elastic, int member) {
   return cddp__textf("rank %d (pid %u)", elastic->members[member].rank,
                      elastic->members[member].pid);
 }
 
 /* Enters a member and its address, which cddp__link_connect uses. */
-static void cddp__elastic_set_member(cddp__elastic *elastic, const cddp__elastic_member *member) {
+static void cddp__set_member(cddp__elastic *elastic, const cddp__member *member) {
   cddp__host_entry *host = &elastic->net->hosts[member->host];
   cddp__rank_entry *rank = &elastic->net->ranks[member->number];
   elastic->members[member->number] = *member;
@@ -17640,7 +17633,7 @@ static void cddp__elastic_set_member(cddp__elastic *elastic, const cddp__elastic
 /* The member that leads a meeting; -1: no member lives. It is one of the oldest members, so ranks
    agree on it even if one of them does not know of a member that joined last. */
 static int cddp__elastic_choose_leader(const cddp_ddp *d) {
-  const cddp__elastic_member *members = d->elastic->members;
+  const cddp__member *members = d->elastic->members;
   int p, lowest = -1;
   for (p = 0; p < d->shards.count; p++)
     if (members[p].life != 0 && (lowest < 0 || members[p].since < members[lowest].since))
@@ -17648,7 +17641,7 @@ static int cddp__elastic_choose_leader(const cddp_ddp *d) {
   return lowest;
 }
 
-static void cddp__elastic_drop_report(cddp__elastic *elastic, int p) {
+static void cddp__drop_report(cddp__elastic *elastic, int p) {
   cddp__link_free(elastic->links[p]);
   cddp__free(&elastic->net->allocator, elastic->reports[p]);
   elastic->links[p] = NULL;
@@ -17658,7 +17651,7 @@ static void cddp__elastic_drop_report(cddp__elastic *elastic, int p) {
 static void cddp__elastic_disconnect(cddp_ddp *d) {
   int k;
   for (k = 0; k < d->shards.count + d->elastic->request_count; k++)
-    cddp__elastic_drop_report(d->elastic, k);
+    cddp__drop_report(d->elastic, k);
   d->elastic->request_count = 0;
 }
 
@@ -17689,7 +17682,7 @@ static char *cddp__elastic_allocate(cddp_ddp *d, size_t bytes, enum cddp__extent
 }
 
 /* Makes sure that this rank has that many slots. */
-static cddp_result cddp__elastic_grow_slots(cddp_ddp *d, int slots) {
+static cddp_result cddp__grow_slots(cddp_ddp *d, int slots) {
   cddp__elastic *elastic = d->elastic;
   size_t bytes = (size_t)d->layout.slots * d->layout.slot_stride;
   char *p;
@@ -17706,14 +17699,14 @@ static cddp_result cddp__elastic_grow_slots(cddp_ddp *d, int slots) {
   return r;
 }
 
-static void cddp__elastic_drop_sums(cddp_ddp *d) {
+static void cddp__drop_sums(cddp_ddp *d) {
   d->shards.own_node_count = 0;
   d->rows.bytes = 0;
 }
 
 /* Begins a step: divides all shards among all members. */
 static void cddp__elastic_assign_shards(cddp_ddp *d) {
-  cddp__elastic_drop_sums(d);
+  cddp__drop_sums(d);
   cddp__assign_shards(d->shards.owner, d->shards.count, d->step.active_count);
 }
 
@@ -17724,7 +17717,7 @@ static cddp_result cddp__elastic_clear_gradients(cddp_ddp *d) {
   cddp_result r = CDDP_OK;
   while (i < d->shards.own_node_count && nodes[i].slot >= 0) i++;
   if (i < d->shards.own_node_count) {
-    r = cddp__elastic_grow_slots(d, slot + 1);
+    r = cddp__grow_slots(d, slot + 1);
     if (r == CDDP_OK) r = cddp__merge_nodes(d, slot, &arena, &one, 1, false);
     if (r == CDDP_OK) nodes[i].slot = slot;
   }
@@ -17735,7 +17728,7 @@ static cddp_result cddp__elastic_clear_gradients(cddp_ddp *d) {
 }
 
 /* A shard that this rank must still compute; -1: none. */
-static int cddp__elastic_find_shard(const cddp_ddp *d) {
+static int cddp__find_shard(const cddp_ddp *d) {
   const int *owner = d->shards.owner;
   int i;
   for (i = 0; i < d->shards.count; i++)
@@ -17748,13 +17741,13 @@ static int cddp__elastic_find_shard(const cddp_ddp *d) {
 
 /* Makes the current shard's sum a node. On one host the last one can stay in the gradients, where
    the other ranks read it. */
-static cddp_result cddp__elastic_finish_shard(cddp_ddp *d) {
-  bool more = !d->elastic->one_host || cddp__elastic_find_shard(d) >= 0;
+static cddp_result cddp__finish_shard(cddp_ddp *d) {
+  bool more = !d->elastic->one_host || cddp__find_shard(d) >= 0;
   cddp_result r = CDDP_OK;
   if (d->rows.sparse != NULL) r = cddp__keep_rows(d, d->shards.current);
   CDDP__POINT("elastic shard end");
   if (r == CDDP_OK && (more || d->shards.own_node_count > 0))
-    r = cddp__elastic_grow_slots(d, d->shards.own_node_count + 1);
+    r = cddp__grow_slots(d, d->shards.own_node_count + 1);
   if (r == CDDP_OK) r = cddp__keep_node(d, d->shards.current, more);
   d->elastic->holds_shard = !more;
   CDDP__POINT("elastic shard stored");
@@ -17885,21 +17878,11 @@ static cddp_result cddp__map_sums(cddp_ddp *d, int k, char **packets) {
 
 /* --- the reduction --- */
 
-static cddp__elastic_call cddp__update_call(const cddp_ddp *d, const cddp_optim *optim) {
-  cddp__elastic_call call;
-  call.kind = optim != NULL ? CDDP__KIND_DDP_STEP : CDDP__KIND_DDP_WAIT;
-  call.fp_mode = cddp__fp_mode();
-  call.settings = cddp__optim_settings(optim);
-  call.lr = optim != NULL ? optim->desc.lr : 0;
-  call.steps = d->steps;
-  return call;
-}
-
 /* Fails unless this rank and a member have made the same call. */
 static cddp_result cddp__compare_update(const cddp_ddp *d, const cddp__elastic_call *other,
                                         int member) {
   const cddp__elastic_call *mine = &d->elastic->last_update;
-  cddp__text name = cddp__elastic_name(d->elastic, member);
+  cddp__text name = cddp__member_name(d->elastic, member);
   int rank = d->group->rank;
   if (other->kind != mine->kind)
     cddp__fail(CDDP_MISMATCH, "rank %d called %s, %s called %s", rank,
@@ -17937,9 +17920,9 @@ static cddp__reduction_header cddp__reduction_header_of(const cddp_ddp *d, int k
 
 /* Checks that all members have called the same update. The call of the oldest member that has made
    one counts. A member that differs and joined later fails alone, as a lost one. Else all fail. */
-static cddp_result cddp__elastic_compare_updates(cddp_ddp *d) {
+static cddp_result cddp__compare_updates(cddp_ddp *d) {
   cddp__elastic *elastic = d->elastic;
-  const cddp__elastic_member *members = elastic->members;
+  const cddp__member *members = elastic->members;
   cddp__elastic_call call, job = elastic->last_update;
   int k, member, oldest = -1;
   cddp_result r = CDDP_OK;
@@ -18026,8 +18009,7 @@ static cddp_result cddp__elastic_reduce(cddp_ddp *d) {
   int k, slots; /* slots: not used, since this rank has grown its own */
   CDDP_ASSERT(elastic->done == elastic->step); /* the last update is finished */
   if (!elastic->one_host && elastic->holds_shard) r = cddp__elastic_clear_gradients(d);
-  if (!elastic->one_host && r == CDDP_OK)
-    r = cddp__elastic_grow_slots(d, 1); /* others read slot 0 */
+  if (!elastic->one_host && r == CDDP_OK) r = cddp__grow_slots(d, 1); /* others read slot 0 */
   if (r != CDDP_OK) return r;
   if (elastic->own != NULL) cddp__publish_sums(d);
   CDDP__POINT("elastic meet");
@@ -18035,7 +18017,7 @@ static cddp_result cddp__elastic_reduce(cddp_ddp *d) {
                   sizeof mine);
   for (k = 0; r == CDDP_OK && k < d->step.active_count; k++)
     longest = cddp__max(longest, (size_t)cddp__reduction_header_of(d, k).rows_bytes);
-  if (r == CDDP_OK) r = cddp__elastic_compare_updates(d);
+  if (r == CDDP_OK) r = cddp__compare_updates(d);
   CDDP__POINT("elastic met");
   if (r != CDDP_OK) return r;
   cddp__free_retired(d);
@@ -18071,22 +18053,21 @@ static cddp_result cddp__elastic_reduce(cddp_ddp *d) {
    one rank. A leader without shards left starts a meeting for it. */
 
 static size_t cddp__report_bytes(const cddp_ddp *d) {
-  return cddp__round_up(sizeof(cddp__elastic_report) + (size_t)d->count * sizeof(float) +
+  return cddp__round_up(sizeof(cddp__report) + (size_t)d->count * sizeof(float) +
                             2 * (size_t)d->shards.count,
                         sizeof(uint64_t));
 }
 
-static cddp__elastic_report *cddp__report_at(const cddp_ddp *d, cddp__message *message, int k) {
-  return (cddp__elastic_report *)(void *)((char *)(message + 1) +
-                                          (size_t)k * cddp__report_bytes(d));
+static cddp__report *cddp__report_at(const cddp_ddp *d, cddp__message *message, int k) {
+  return (cddp__report *)(void *)((char *)(message + 1) + (size_t)k * cddp__report_bytes(d));
 }
 
-static unsigned char *cddp__report_sums(const cddp_ddp *d, cddp__elastic_report *report) {
+static unsigned char *cddp__report_sums(const cddp_ddp *d, cddp__report *report) {
   return (unsigned char *)((float *)(report + 1) + d->count);
 }
 
-/* The data of an optimizer (NULL: none) that a joining rank receives. counts (or NULL) receives the
-   number of steps of each parameter. */
+/* The data of an optimizer (NULL: none) for a joining rank. counts (or NULL) receives the number of
+   steps of each parameter. */
 static cddp__snapshot cddp__optim_snapshot(const cddp_optim *o, float *counts) {
   cddp__snapshot out;
   memset(&out, 0, sizeof out);
@@ -18103,15 +18084,14 @@ static cddp__snapshot cddp__optim_snapshot(const cddp_optim *o, float *counts) {
   return out;
 }
 
-/* This rank's report, as a message. Allocates the next groups' control blocks, for any number of
-   ranks. */
-static cddp_result cddp__elastic_create_report(cddp_ddp *d, cddp__message **out) {
+/* This rank's report. Allocates the next groups' control blocks, for any number of ranks. */
+static cddp_result cddp__create_report(cddp_ddp *d, cddp__message **out) {
   cddp__elastic *elastic = d->elastic;
   cddp__host *host = d->group->host;
   size_t bytes = cddp__report_bytes(d), block = 0;
   cddp__message *message =
       (cddp__message *)cddp__calloc(&host->allocator, 1, sizeof *message + bytes);
-  cddp__elastic_report *report;
+  cddp__report *report;
   unsigned char *sums;
   float *counts;
   int i;
@@ -18163,7 +18143,7 @@ static bool cddp__elastic_link_ended(cddp_ddp *d, int member, cddp__connection *
   return true;
 }
 
-static void cddp__elastic_remove_member(cddp_ddp *d, int member) {
+static void cddp__remove_member(cddp_ddp *d, int member) {
   cddp__elastic *elastic = d->elastic;
   elastic->members[member].life = 0;
   cddp__retire_member(d, member);
@@ -18173,7 +18153,7 @@ static void cddp__elastic_remove_member(cddp_ddp *d, int member) {
   }
   CDDP__POINT("elastic lost");
   cddp__log(&d->group->host->logger, 1, "%s is lost%s; the others do its shards of step %" PRIu64,
-            cddp__elastic_name(elastic, member).s,
+            cddp__member_name(elastic, member).s,
             elastic->unreachable == member ? ": its host does not answer" : "", d->steps);
   cddp__record_event(d->group, "lost", (uint64_t)elastic->members[member].rank, CDDP_PEER_LOST);
 }
@@ -18187,7 +18167,7 @@ static void cddp__elastic_poll(cddp_ddp *d, cddp__connection *const *links, int 
   cddp__serve_idle(NULL);
 }
 
-/* Sends this thread's error text to a process that cannot be a member, and ends the connection. */
+/* Sends this thread's error text to a process that cannot be a member. */
 static void cddp__elastic_refuse(cddp_ddp *d, cddp__connection *link, cddp_result r) {
   (void)cddp__connection_post(link, CDDP__FRAME_MESSAGE, (uint32_t)r, cddp__error_text,
                               strlen(cddp__error_text) + 1);
@@ -18195,31 +18175,31 @@ static void cddp__elastic_refuse(cddp_ddp *d, cddp__connection *link, cddp_resul
   cddp__link_close(link);
 }
 
-/* Stores or discards a complete report and its connection. After a leader's death a joining process
-   can be a member and not know it. */
-static void cddp__elastic_handle_report(cddp_ddp *d, cddp__connection *link, cddp__message *message,
-                                        bool meeting) {
+/* Stores or discards a report and its connection. After a leader's death a joining process can be a
+   member and not know it. */
+static void cddp__handle_report(cddp_ddp *d, cddp__connection *link, cddp__message *message,
+                                bool meeting) {
   cddp__elastic *elastic = d->elastic;
-  cddp__elastic_report *report = cddp__report_at(d, message, 0);
-  cddp__elastic_member *self = &report->self;
+  cddp__report *report = cddp__report_at(d, message, 0);
+  cddp__member *self = &report->self;
+  int shards = d->shards.count, p = 0, k;
   bool sound = message->head.size == cddp__report_bytes(d) && self->life != 0;
-  int p = 0, k;
-  while (sound && p < d->shards.count && elastic->members[p].life != self->life) p++;
+  while (sound && p < shards && elastic->members[p].life != self->life) p++;
   link->next = NULL;
-  if (sound && p < d->shards.count && meeting) {
+  if (sound && p < shards && meeting) {
     *self = elastic->members[p];
-    cddp__elastic_drop_report(elastic, p);
-    for (k = 0; k < d->shards.count; k++) /* only members that the sender knew */
-      if (cddp__report_sums(d, report)[d->shards.count + k] == 1 &&
+    cddp__drop_report(elastic, p);
+    for (k = 0; k < shards; k++) /* only members that the sender knew */
+      if (cddp__report_sums(d, report)[shards + k] == 1 &&
           elastic->members[k].since <= report->epoch)
         elastic->ended[k] = 1;
   } else if (sound && report->empty != 0 && elastic->request_count < CDDP__JOIN_REQUESTS) {
-    p = d->shards.count + elastic->request_count++;
-    for (k = d->shards.count; k < p; k++) /* an earlier request of this process */
+    p = shards + elastic->request_count++;
+    for (k = shards; k < p; k++) /* an earlier request of this process */
       if (cddp__report_at(d, elastic->reports[k], 0)->self.life == self->life)
         cddp__connection_end(elastic->links[k], 0);
   } else {
-    if (sound && p == d->shards.count && report->empty == 0)
+    if (sound && p == shards && report->empty == 0)
       cddp__elastic_refuse(d, link,
                            cddp__fail(CDDP_ABORTED,
                                       "the other ranks counted rank %d's process as lost and "
@@ -18236,7 +18216,7 @@ static void cddp__elastic_handle_report(cddp_ddp *d, cddp__connection *link, cdd
 
 /* Receives reports: those of joining processes and of processes that count as lost, in a meeting
    also the members'. */
-static void cddp__elastic_accept_reports(cddp_ddp *d, bool meeting) {
+static void cddp__accept_reports(cddp_ddp *d, bool meeting) {
   cddp__elastic *elastic = d->elastic;
   cddp__net *net = elastic->net;
   cddp__connection **at, *link;
@@ -18253,17 +18233,16 @@ static void cddp__elastic_accept_reports(cddp_ddp *d, bool meeting) {
     }
     *at = link->next;
     if (message != NULL)
-      cddp__elastic_handle_report(d, link, message, meeting);
+      cddp__handle_report(d, link, message, meeting);
     else
       cddp__link_free(link);
   }
   pthread_mutex_unlock(&net->lock);
 }
 
-/* Answers joining processes: with the model, its leader, and the leader's address as seen from this
-   host. In a meeting, too: the members wait for a rank whose leader has died and that asks for the
-   new one. */
-static void cddp__elastic_answer_joins(cddp_ddp *d) {
+/* Answers joining processes. In a meeting, too: the members wait for a rank whose leader has died
+   and that asks for the new one. */
+static void cddp__answer_joins(cddp_ddp *d) {
   const cddp__elastic *elastic = d->elastic;
   const cddp__net *net = elastic->net;
   cddp__host *host = d->group->host;
@@ -18273,7 +18252,7 @@ static void cddp__elastic_answer_joins(cddp_ddp *d) {
   here = cddp__internet_address(&net->hosts[net->host].address);
   table = &host->job_info->table;
   table->lead.self = elastic->members[cddp__elastic_choose_leader(d)];
-  cddp__set_scope(&table->lead.self.address, &here);
+  cddp__set_scope(&table->lead.self.address, &here); /* as seen from this host */
   memcpy(table->lead.token, net->token, sizeof table->lead.token);
   table->lead.model = cddp__model_of(d);
   table->address = here.v6;
@@ -18284,13 +18263,13 @@ static void cddp__elastic_answer_joins(cddp_ddp *d) {
   cddp__join_serve(host);
 }
 
-static cddp_result cddp__elastic_await_reports(cddp_ddp *d, double deadline) {
+static cddp_result cddp__await_reports(cddp_ddp *d, double deadline) {
   cddp__elastic *elastic = d->elastic;
   cddp__connection **links = elastic->links;
   int waiting, late = -1, p;
   for (;;) {
-    cddp__elastic_answer_joins(d);
-    cddp__elastic_accept_reports(d, true);
+    cddp__answer_joins(d);
+    cddp__accept_reports(d, true);
     for (p = waiting = 0; p < d->shards.count; p++) {
       cddp_result r = CDDP_OK;
       if (p == elastic->me || elastic->members[p].life == 0) continue;
@@ -18303,7 +18282,7 @@ static cddp_result cddp__elastic_await_reports(cddp_ddp *d, double deadline) {
       if (cddp__elastic_link_ended(d, p, links[p])) {
         cddp__free(&elastic->net->allocator, elastic->reports[p]);
         elastic->reports[p] = NULL;
-        cddp__elastic_remove_member(d, p);
+        cddp__remove_member(d, p);
       } else if (elastic->reports[p] == NULL && waiting++ == 0) {
         late = p;
       }
@@ -18313,30 +18292,30 @@ static cddp_result cddp__elastic_await_reports(cddp_ddp *d, double deadline) {
       return cddp__fail(CDDP_TIMEOUT,
                         "timed out after %g s: after a loss in step %" PRIu64 ", %s did not call "
                         "cddp_ddp_next_shard",
-                        d->group->timeout_s, d->steps, cddp__elastic_name(elastic, late).s);
+                        d->group->timeout_s, d->steps, cddp__member_name(elastic, late).s);
     cddp__elastic_poll(d, links, d->shards.count, true);
   }
 }
 
 /* *number: for a joining process, that of a lost one with the same rank, else the lowest free
    one. */
-static cddp_result cddp__elastic_find_number(const cddp_ddp *d, const cddp__elastic_member *self,
+static cddp_result cddp__elastic_find_number(const cddp_ddp *d, const cddp__member *self,
                                              int *number) {
   const cddp__elastic *elastic = d->elastic;
   int p;
   *number = -1;
   for (p = d->shards.count - 1; p >= 0; p--) {
-    const cddp__elastic_member *member = &elastic->members[p];
+    const cddp__member *member = &elastic->members[p];
     if (member->life == 0) {
       if (*number < 0 || elastic->members[*number].rank != self->rank || member->rank == self->rank)
         *number = p;
     } else if (member->rank == self->rank) {
       return CDDP__REFUSE("CDDP_JOIN: %s is in the job; give each process its own RANK",
-                          cddp__elastic_name(elastic, p).s);
+                          cddp__member_name(elastic, p).s);
     } else if (member->gpu == self->gpu && member->gpu != 0) {
       return CDDP__REFUSE("CDDP_JOIN: %s uses the GPU of rank %d, but NCCL needs one GPU for each "
                           "rank: set another device",
-                          cddp__elastic_name(elastic, p).s, self->rank);
+                          cddp__member_name(elastic, p).s, self->rank);
     }
   }
   if (*number >= 0) return CDDP_OK;
@@ -18346,12 +18325,12 @@ static cddp_result cddp__elastic_find_number(const cddp_ddp *d, const cddp__elas
 }
 
 /* Makes each joining process a member, or refuses it. */
-static void cddp__elastic_admit_joining(cddp_ddp *d) {
+static void cddp__admit_joining(cddp_ddp *d) {
   cddp__elastic *elastic = d->elastic;
   int k, number;
   for (k = d->shards.count; k < d->shards.count + elastic->request_count; k++) {
     cddp__connection *link = elastic->links[k];
-    cddp__elastic_member *self = &cddp__report_at(d, elastic->reports[k], 0)->self;
+    cddp__member *self = &cddp__report_at(d, elastic->reports[k], 0)->self;
     cddp_result r = cddp__elastic_find_number(d, self, &number);
     CDDP__POINT("elastic number");
     cddp__free(&elastic->net->allocator, cddp__connection_receive(link, 0)); /* detects its end */
@@ -18360,8 +18339,8 @@ static void cddp__elastic_admit_joining(cddp_ddp *d) {
       if (self->host >= 2 * d->shards.count) /* it shares no memory with the members */
         self->host = d->shards.count + number;
       self->since = elastic->epoch + 1;
-      cddp__elastic_set_member(elastic, self);
-      cddp__elastic_drop_report(elastic, number); /* of a member lost in this meeting */
+      cddp__set_member(elastic, self);
+      cddp__drop_report(elastic, number); /* of a member lost in this meeting */
       elastic->reports[number] = elastic->reports[k];
       elastic->links[number] = link;
     } else {
@@ -18410,9 +18389,9 @@ static cddp_result cddp__elastic_send_table(cddp_ddp *d, cddp__message **table) 
   return r;
 }
 
-/* A lost member at an address without a reporting member and without a process in `ended`; -1:
-   none. A firewall could have reset the links to that address. */
-static int cddp__elastic_find_cut_off(const cddp_ddp *d) {
+/* A lost member at an address without a reporting member or a process in `ended`; -1: none. A
+   firewall could have reset the links to that address. */
+static int cddp__find_cut_off(const cddp_ddp *d) {
   const cddp__elastic *elastic = d->elastic;
   int n = d->step.active_count, i, k;
   for (i = 0; i < n; i++) {
@@ -18429,41 +18408,40 @@ static int cddp__elastic_find_cut_off(const cddp_ddp *d) {
   return -1;
 }
 
-/* The leader's meeting: gathers all reports, admits joining processes and sends the table. */
-static cddp_result cddp__elastic_lead_meeting(cddp_ddp *d, cddp__message *mine, double deadline,
-                                              cddp__message **table) {
+static cddp_result cddp__lead_meeting(cddp_ddp *d, cddp__message *mine, double deadline,
+                                      cddp__message **table) {
   cddp__elastic *elastic = d->elastic;
+  cddp__message **reports = elastic->reports;
   cddp_result r;
   int report_count = 0, p;
-  elastic->reports[elastic->me] = mine;
-  r = cddp__elastic_await_reports(d, deadline);
-  for (p = 0; p < d->shards.count; p++) report_count += elastic->reports[p] != NULL;
-  p = elastic->unreachable >= 0 ? elastic->unreachable : cddp__elastic_find_cut_off(d);
+  reports[elastic->me] = mine;
+  r = cddp__await_reports(d, deadline);
+  for (p = 0; p < d->shards.count; p++) report_count += reports[p] != NULL;
+  p = elastic->unreachable >= 0 ? elastic->unreachable : cddp__find_cut_off(d);
   if (r == CDDP_OK && p >= 0 && 2 * report_count <= d->step.active_count)
     r = cddp__fail(CDDP_PEER_LOST,
                    "the host of %s does not answer, and %d of %d ranks cannot continue: more than "
                    "half are needed, as the others could also continue%s",
-                   cddp__elastic_name(elastic, p).s, report_count, d->step.active_count,
+                   cddp__member_name(elastic, p).s, report_count, d->step.active_count,
                    elastic->unreachable >= 0 ? ""
                                              : ". All connections were reset, as by a firewall");
-  if (r == CDDP_OK) cddp__elastic_admit_joining(d);
+  if (r == CDDP_OK) cddp__admit_joining(d);
   if (r == CDDP_OK) r = cddp__elastic_send_table(d, table);
-  elastic->reports[elastic->me] = NULL;
+  reports[elastic->me] = NULL;
   for (p = 0; p < d->shards.count; p++) { /* links with reports stay, for confirm_groups */
-    if (elastic->reports[p] == NULL) cddp__elastic_drop_report(elastic, p);
-    cddp__free(&elastic->net->allocator, elastic->reports[p]);
-    elastic->reports[p] = NULL;
+    if (reports[p] == NULL) cddp__drop_report(elastic, p);
+    cddp__free(&elastic->net->allocator, reports[p]);
+    reports[p] = NULL;
   }
   return r;
 }
 
 /* Waits for a member's next message. NULL: the member is lost, or the deadline has passed. */
-static cddp__message *cddp__elastic_receive(cddp_ddp *d, int member, size_t most,
-                                            double deadline) {
+static cddp__message *cddp__elastic_receive(cddp_ddp *d, int member, size_t most, double deadline) {
   cddp__connection *link = d->elastic->links[member];
   cddp__message *message = NULL;
   while (link != NULL && cddp__now() < deadline) {
-    cddp__elastic_answer_joins(d);
+    cddp__answer_joins(d);
     CDDP__POINT("elastic report");
     if (cddp__link_progress(d->elastic->net, link)) message = cddp__connection_receive(link, most);
     if (message != NULL || cddp__elastic_link_ended(d, member, link)) break;
@@ -18473,12 +18451,12 @@ static cddp__message *cddp__elastic_receive(cddp_ddp *d, int member, size_t most
 }
 
 /* Reports to the leader and waits for the table; *table NULL: the leader is lost. */
-static cddp_result cddp__elastic_send_report(cddp_ddp *d, int leader, const cddp__message *mine,
-                                             double deadline, cddp__message **table) {
+static cddp_result cddp__send_report(cddp_ddp *d, int leader, const cddp__message *mine,
+                                     double deadline, cddp__message **table) {
   cddp__elastic *elastic = d->elastic;
   cddp__connection **link = &elastic->links[leader];
   cddp_result r;
-  cddp__elastic_drop_report(elastic, leader);
+  cddp__drop_report(elastic, leader);
   r = cddp__link_connect(elastic->net, leader, CDDP__LINK_FRAMES, elastic->members[leader].life,
                          link);
   if (r == CDDP_OK)
@@ -18494,20 +18472,19 @@ static cddp_result cddp__elastic_send_report(cddp_ddp *d, int leader, const cddp
     r = cddp__fail(CDDP_TIMEOUT,
                    "timed out after %g s: after a loss in step %" PRIu64 ", the leader, %s, has "
                    "not received the reports of all ranks",
-                   d->group->timeout_s, d->steps, cddp__elastic_name(elastic, leader).s);
-  cddp__elastic_drop_report(elastic, leader);
+                   d->group->timeout_s, d->steps, cddp__member_name(elastic, leader).s);
+  cddp__drop_report(elastic, leader);
   return r;
 }
 
-/* Asks the ranks on this host and at MASTER_ADDR for the leader of the model that this rank joins,
-   which is then the only member known here. */
+/* No member is known: asks ranks of the job for the leader. */
 static cddp_result cddp__elastic_find_leader(cddp_ddp *d, double deadline) {
   cddp__elastic *elastic = d->elastic;
   cddp__host *host = d->group->host;
   cddp__elastic_leader_info *lead = &host->job_info->table.lead;
   cddp__join_table table; /* of another rank: only `lead` is valid for this rank */
   cddp_result r = CDDP_OK;
-  int fd = -1, p;
+  int fd = -1;
   if (lead->self.life == 0) {
     r = cddp__find_job(host, deadline, &fd, &table);
     cddp__close_fd(&fd);
@@ -18519,36 +18496,35 @@ static cddp_result cddp__elastic_find_leader(cddp_ddp *d, double deadline) {
   if (lead->self.number < 0 || lead->self.number >= d->shards.count || lead->self.host < 0 ||
       lead->self.host >= elastic->net->host_count)
     return cddp__fail(CDDP_MISMATCH, "CDDP_JOIN: the answer of a rank of the job is damaged");
-  for (p = 0; p < d->shards.count; p++) elastic->members[p].life = 0;
   memcpy(elastic->net->token, lead->token, sizeof lead->token);
-  cddp__elastic_set_member(elastic, &lead->self);
+  cddp__set_member(elastic, &lead->self);
   lead->self.life = 0; /* the next time it asks again */
   return CDDP_OK;
 }
 
 /* All living members meet; *table receives their reports. */
-static cddp_result cddp__elastic_gather_reports(cddp_ddp *d, cddp__message **table) {
+static cddp_result cddp__gather_reports(cddp_ddp *d, cddp__message **table) {
   cddp__elastic *elastic = d->elastic;
   double deadline = cddp__now() + d->group->timeout_s;
   cddp__message *mine = NULL;
-  cddp_result r = cddp__elastic_create_report(d, &mine);
+  cddp_result r = cddp__create_report(d, &mine);
   elastic->unreachable = -1;
   while (r == CDDP_OK && *table == NULL) {
     int leader = elastic->leader = cddp__elastic_choose_leader(d);
     if (leader < 0)
       r = cddp__elastic_find_leader(d, deadline);
     else if (leader == elastic->me)
-      r = cddp__elastic_lead_meeting(d, mine, deadline, table);
-    else if ((r = cddp__elastic_send_report(d, leader, mine, deadline + 1, table)) == CDDP_OK &&
+      r = cddp__lead_meeting(d, mine, deadline, table);
+    else if ((r = cddp__send_report(d, leader, mine, deadline + 1, table)) == CDDP_OK &&
              *table == NULL)
-      cddp__elastic_remove_member(d, leader);
+      cddp__remove_member(d, leader);
   }
   cddp__free(&elastic->net->allocator, mine);
   return r;
 }
 
-/* Waits for a member's confirmation. false: the member is lost, late, or asks to meet again. */
-static bool cddp__elastic_await_confirmation(cddp_ddp *d, int member, double deadline) {
+/* false: the member is lost, late, or asks to meet again. */
+static bool cddp__await_confirmation(cddp_ddp *d, int member, double deadline) {
   cddp__elastic *elastic = d->elastic;
   cddp__message *message = cddp__elastic_receive(d, member, 0, deadline);
   bool confirmed = message != NULL && message->head.number == CDDP_OK;
@@ -18560,7 +18536,7 @@ static bool cddp__elastic_await_confirmation(cddp_ddp *d, int member, double dea
 
 /* Members confirm their groups to the leader, which tells all to continue (CDDP_OK) or, if a member
    was lost, to meet again (CDDP_PEER_LOST). */
-static cddp_result cddp__elastic_confirm_groups(cddp_ddp *d) {
+static cddp_result cddp__confirm_groups(cddp_ddp *d) {
   cddp__elastic *elastic = d->elastic;
   bool leads = elastic->leader == elastic->me, all = true;
   double deadline = cddp__now() + d->group->timeout_s;
@@ -18568,7 +18544,7 @@ static cddp_result cddp__elastic_confirm_groups(cddp_ddp *d) {
   int p;
   for (p = 0; leads && p < d->step.active_count; p++)
     if (elastic->order[p] != elastic->me &&
-        !cddp__elastic_await_confirmation(d, elastic->order[p], deadline))
+        !cddp__await_confirmation(d, elastic->order[p], deadline))
       all = false;
   for (p = 0; r == CDDP_OK && p < d->shards.count; p++) { /* a member's only link: to the leader */
     if (elastic->links[p] == NULL) continue;
@@ -18577,7 +18553,7 @@ static cddp_result cddp__elastic_confirm_groups(cddp_ddp *d) {
     CDDP__POINT("elastic go");
     (void)cddp__link_progress(elastic->net, elastic->links[p]);
   }
-  if (r == CDDP_OK && !leads) all = cddp__elastic_await_confirmation(d, elastic->leader, deadline);
+  if (r == CDDP_OK && !leads) all = cddp__await_confirmation(d, elastic->leader, deadline);
   cddp__elastic_disconnect(d);
   if (r != CDDP_OK || all) return r;
   return cddp__fail(CDDP_PEER_LOST, "a rank was lost while the ranks formed new groups");
@@ -18622,7 +18598,7 @@ static void cddp__elastic_leave_group(cddp_ddp *d, cddp_group *g) {
   cddp__group_leave(g);
 }
 
-static void cddp__elastic_leave_broken(cddp_ddp *d) {
+static void cddp__leave_broken(cddp_ddp *d) {
   if (d->elastic->broken_comm != NULL) cddp__elastic_leave_group(d, d->elastic->broken_comm);
   d->elastic->broken_comm = NULL;
 }
@@ -18658,7 +18634,7 @@ static void cddp__register_process(cddp__host *host, int at, uint32_t pid) {
   host->pidfds[at] = cddp__above_stdio((int)syscall(SYS_pidfd_open, (pid_t)pid, 0u));
 }
 
-/* Creates a group of the table's members. which: 0, control; 1, comm. */
+/* which: 0, control; 1, comm. */
 static cddp_result cddp__elastic_create_group(cddp_ddp *d, cddp__message *table, int which,
                                               cddp_group **out) {
   cddp__elastic *elastic = d->elastic;
@@ -18669,7 +18645,7 @@ static cddp_result cddp__elastic_create_group(cddp_ddp *d, cddp__message *table,
   void *block = NULL;
   cddp_result r;
   for (k = 0; k < d->step.active_count; k++) {
-    const cddp__elastic_member *member = &cddp__report_at(d, table, k)->self;
+    const cddp__member *member = &cddp__report_at(d, table, k)->self;
     indices[k] = member->host == elastic->members[elastic->me].host ? member->index : -1;
     if (indices[k] >= 0) cddp__register_process(host, indices[k], member->pid);
     if (indices[k] >= 0 && here++ == 0) lowest = k;
@@ -18732,17 +18708,17 @@ static cddp_result cddp__elastic_connect(cddp_ddp *d) {
 
 /* Sets the members and the epoch, and assigns the shards without a sum on any member. Returns the
    report of the first member with the most reductions; NULL: all ranks are joining. */
-static cddp__elastic_report *cddp__elastic_apply_table(cddp_ddp *d, cddp__message *table) {
+static cddp__report *cddp__elastic_apply_table(cddp_ddp *d, cddp__message *table) {
   cddp__elastic *elastic = d->elastic;
-  cddp__elastic_report *from = NULL, *report;
+  cddp__report *from = NULL, *report;
+  int ranks = d->step.active_count = (int)(table->head.size / cddp__report_bytes(d));
   uint64_t life = elastic->members[elastic->me].life, furthest;
   int *owner = d->shards.owner, k, i, p, left = 0, assigned = 0;
-  d->step.active_count = (int)(table->head.size / cddp__report_bytes(d));
-  for (k = 0; k < d->step.active_count; k++) {
+  for (k = 0; k < ranks; k++) {
     report = cddp__report_at(d, table, k);
     p = elastic->order[k] = report->self.number;
     d->step.active[k] = k;
-    cddp__elastic_set_member(elastic, &report->self);
+    cddp__set_member(elastic, &report->self);
     if (report->self.life == life) elastic->me = elastic->net->rank = p;
     elastic->epoch = cddp__max(elastic->epoch, report->epoch + 1);
     if (report->empty == 0 && (from == NULL || report->done > from->done)) from = report;
@@ -18750,23 +18726,22 @@ static cddp__elastic_report *cddp__elastic_apply_table(cddp_ddp *d, cddp__messag
   elastic->net->host = elastic->members[elastic->me].host;
   memset(elastic->ended, 0, (size_t)d->shards.count);
   for (p = 0; p < d->shards.count; p++) {
-    for (k = 0; k < d->step.active_count && elastic->order[k] != p; k++) {}
-    if (k == d->step.active_count && elastic->members[p].life != 0)
-      cddp__elastic_remove_member(d, p);
+    for (k = 0; k < ranks && elastic->order[k] != p; k++) {}
+    if (k == ranks && elastic->members[p].life != 0) cddp__remove_member(d, p);
   }
   furthest = from != NULL ? from->done : 0;
-  if (elastic->done < furthest) cddp__elastic_drop_sums(d); /* others have the mean of that step */
+  if (elastic->done < furthest) cddp__drop_sums(d); /* others have the mean of that step */
   for (i = 0; i < d->shards.count; i++) {
     owner[i] = -1;
-    for (k = 0; k < d->step.active_count; k++) {
+    for (k = 0; k < ranks; k++) {
       report = cddp__report_at(d, table, k);
       if (report->done == furthest && cddp__report_sums(d, report)[i] != 0) owner[i] = k;
     }
     left += owner[i] < 0;
   }
   for (i = 0; i < d->shards.count; i++)
-    if (owner[i] < 0) owner[i] = (int)((int64_t)assigned++ * d->step.active_count / left);
-  cddp__record_event(d->group, "assigned", (uint64_t)d->step.active_count, CDDP_OK);
+    if (owner[i] < 0) owner[i] = (int)((int64_t)assigned++ * ranks / left);
+  cddp__record_event(d->group, "assigned", (uint64_t)ranks, CDDP_OK);
   return from;
 }
 
@@ -18789,8 +18764,7 @@ static cddp_result cddp__elastic_broadcast(cddp_ddp *d, int source, void *data, 
 }
 
 /* Broadcasts a snapshot: the weights and states of rank `source`. from: its report. */
-static cddp_result cddp__elastic_send_snapshot(cddp_ddp *d, cddp__elastic_report *from,
-                                               int source) {
+static cddp_result cddp__send_snapshot(cddp_ddp *d, cddp__report *from, int source) {
   cddp__elastic *elastic = d->elastic;
   size_t bytes = (size_t)from->optim.states * d->layout.state_stride;
   bool gives = elastic->order[source] == elastic->me;
@@ -18823,13 +18797,13 @@ static cddp_result cddp__elastic_send_snapshot(cddp_ddp *d, cddp__elastic_report
    have passed that step, so operations in its group can no longer complete. Therefore that group
    stays broken until the next step, on the members that lacked the mean, too. */
 static cddp_result cddp__elastic_synchronize(cddp_ddp *d, cddp__message *table,
-                                             cddp__elastic_report *from) {
+                                             cddp__report *from) {
   cddp__elastic *elastic = d->elastic;
   bool behind = false, joins = false;
   int source = 0, k;
   cddp_result r = CDDP_OK;
   for (k = 0; k < d->step.active_count; k++) {
-    cddp__elastic_report *report = cddp__report_at(d, table, k);
+    cddp__report *report = cddp__report_at(d, table, k);
     if (report == from) source = k;
     behind = behind || (report->empty == 0 && report->done < from->done);
     joins = joins || report->empty != 0;
@@ -18839,11 +18813,11 @@ static cddp_result cddp__elastic_synchronize(cddp_ddp *d, cddp__message *table,
     r = cddp__call_all(d, &call);
     if (elastic->done < from->done) cddp__set_whole_mean(elastic);
   }
-  if (r == CDDP_OK && joins) r = cddp__elastic_send_snapshot(d, from, source);
+  if (r == CDDP_OK && joins) r = cddp__send_snapshot(d, from, source);
   if (r == CDDP_OK && behind) r = cddp__elastic_await_device(d);
   if (r != CDDP_OK) return r;
   elastic->done = from->done;
-  if (elastic->done == elastic->step) cddp__elastic_leave_broken(d);
+  if (elastic->done == elastic->step) cddp__leave_broken(d);
   return CDDP_OK;
 }
 
@@ -18852,7 +18826,7 @@ static cddp_result cddp__elastic_synchronize(cddp_ddp *d, cddp__message *table,
 static cddp_result cddp__elastic_regroup(cddp_ddp *d) {
   cddp__elastic *elastic = d->elastic;
   cddp__host *host = d->group->host;
-  cddp__elastic_report *from = NULL;
+  cddp__report *from = NULL;
   cddp__message *table = NULL;
   cddp_result r;
   int i;
@@ -18862,7 +18836,7 @@ static cddp_result cddp__elastic_regroup(cddp_ddp *d) {
                       " and could not complete it",
                       elastic->attempts - 1, d->steps);
   cddp__elastic_leave_groups(d);
-  r = cddp__elastic_gather_reports(d, &table);
+  r = cddp__gather_reports(d, &table);
   if (r == CDDP_OK) from = cddp__elastic_apply_table(d, table);
   if (r == CDDP_PEER_LOST) r = CDDP_ABORTED; /* the members are gone or out of reach */
   CDDP__POINT("elastic table");
@@ -18879,7 +18853,7 @@ static cddp_result cddp__elastic_regroup(cddp_ddp *d) {
   }
   if (r == CDDP_OK) r = cddp__elastic_create_group(d, table, 0, &d->control);
   if (r == CDDP_OK) r = cddp__elastic_create_group(d, table, 1, &d->comm);
-  if (r == CDDP_OK) r = cddp__elastic_confirm_groups(d);
+  if (r == CDDP_OK) r = cddp__confirm_groups(d);
   if (r == CDDP_OK) r = cddp__elastic_connect(d); /* all ranks have created both groups */
   if (r == CDDP_OK) r = (d->group->backend->open)(d->group, d->comm);
   for (i = 0; i < 2; i++) {
@@ -18891,7 +18865,7 @@ static cddp_result cddp__elastic_regroup(cddp_ddp *d) {
   cddp__free(&elastic->net->allocator, table);
   if (r != CDDP_OK) return r;
   cddp__join_listen(host);
-  cddp__elastic_answer_joins(d);
+  cddp__answer_joins(d);
   cddp__log(&host->logger, 1, "%d ranks continue with step %" PRIu64, d->step.active_count,
             elastic->done);
   return CDDP_OK;
@@ -18902,18 +18876,18 @@ static cddp_result cddp__elastic_next(cddp_ddp *d) {
   cddp__elastic *elastic = d->elastic;
   int shard = d->shards.current;
   cddp_result r = CDDP_OK;
-  if (elastic->done == elastic->step) cddp__elastic_leave_broken(d);
+  if (elastic->done == elastic->step) cddp__leave_broken(d);
   cddp__join_serve(d->group->host);
-  if (shard >= 0 && elastic->done == elastic->step) r = cddp__elastic_finish_shard(d);
+  if (shard >= 0 && elastic->done == elastic->step) r = cddp__finish_shard(d);
   if (shard >= 0) cddp__reset_step(d);
   d->shards.current = -1;
   while (r == CDDP_OK && elastic->done == elastic->step) {
-    if ((shard = cddp__elastic_find_shard(d)) >= 0) {
+    if ((shard = cddp__find_shard(d)) >= 0) {
       if (elastic->holds_shard) r = cddp__elastic_clear_gradients(d);
       if (r == CDDP_OK) d->shards.current = shard;
       return r;
     }
-    cddp__elastic_accept_reports(d, false);
+    cddp__accept_reports(d, false);
     if (cddp__elastic_choose_leader(d) != elastic->me) cddp__elastic_disconnect(d);
     if (elastic->request_count > 0 && elastic->attempts == 0) /* at most one such meeting a step */
       r = cddp__fail(CDDP_PEER_LOST, "the ranks form new groups, as a process joins");
@@ -18936,7 +18910,7 @@ static cddp__pass cddp__part_pass(cddp_ddp *d, cddp_optim *optim, int k, size_t 
   return pass;
 }
 
-/* A block of a pass: steps this rank's own weights by the mean. */
+/* A block of a pass: steps this rank's weights by the mean. */
 static void cddp__step_block(cddp__pass *pass, int i, const cddp__update *update, size_t at,
                              size_t n) {
   double clipped[CDDP__STEP_BLOCK / sizeof(double)];
@@ -18982,12 +18956,17 @@ static cddp_result cddp__step_own_weights(cddp_ddp *d, cddp_optim *optim) {
 
 /* The update of cddp_ddp_step, or (optim NULL) of cddp_ddp_wait. */
 static cddp_result cddp__elastic_update(cddp_ddp *d, cddp_optim *optim) {
+  cddp__elastic_call *call = &d->elastic->last_update;
   bool on_device = d->group->backend->on_device;
   cddp_result r = CDDP_OK;
   size_t begin, end;
   int k;
   CDDP__POINT("elastic update");
-  d->elastic->last_update = cddp__update_call(d, optim);
+  call->kind = optim != NULL ? CDDP__KIND_DDP_STEP : CDDP__KIND_DDP_WAIT;
+  call->fp_mode = cddp__fp_mode();
+  call->settings = cddp__optim_settings(optim);
+  call->lr = optim != NULL ? optim->desc.lr : 0;
+  call->steps = d->steps;
   memset(d->step.used, 1, (size_t)d->count);
   for (k = 0; (on_device || optim == NULL) && r == CDDP_OK && k < d->elastic->mean_parts; k++) {
     cddp__pass pass = cddp__part_pass(d, NULL, k, &begin, &end);
@@ -19007,7 +18986,7 @@ static cddp_result cddp__elastic_update(cddp_ddp *d, cddp_optim *optim) {
   return r;
 }
 
-/* Compares a joined rank's optimizer with the job's. The error names the first difference. */
+/* Compares a joined rank's optimizer with the job's. */
 static cddp_result cddp__compare_settings(const cddp_ddp *d, const cddp__snapshot *mine) {
   const cddp__snapshot *job = &d->snapshot;
   int i;
@@ -19024,7 +19003,7 @@ static cddp_result cddp__compare_settings(const cddp_ddp *d, const cddp__snapsho
                     d->group->rank);
 }
 
-/* Makes `optim` the optimizer of d. In a joined rank it receives the snapshot's states. */
+/* Makes `optim` the optimizer of d. In a joined rank it gets the snapshot's states. */
 static cddp_result cddp__elastic_restore(cddp_ddp *d, cddp_optim *optim) {
   cddp__snapshot *from = &d->snapshot, mine = cddp__optim_snapshot(optim, NULL);
   cddp__elastic *elastic = d->elastic;
@@ -19099,7 +19078,7 @@ static void cddp__elastic_free(cddp_ddp *d) {
     if (host->threads) elastic->slot_area = d->rows.packet = NULL;
   }
   if (elastic->net != NULL) {
-    cddp__elastic_leave_broken(d);
+    cddp__leave_broken(d);
     cddp__elastic_close(d);
     cddp__free(&elastic->net->allocator, elastic->retired);
   }
@@ -19115,8 +19094,8 @@ static void cddp__elastic_free(cddp_ddp *d) {
   d->elastic = NULL;
 }
 
-/* Describes this rank as a member, and opens its listening socket. */
-static cddp_result cddp__elastic_describe_self(cddp_ddp *d, cddp__elastic_member *self) {
+/* Also opens this rank's listening socket. */
+static cddp_result cddp__describe_self(cddp_ddp *d, cddp__member *self) {
   cddp__elastic *elastic = d->elastic;
   const cddp__host *host = d->group->host;
   const cddp__join_table *table = host->joined ? &host->job_info->table : NULL;
@@ -19171,7 +19150,7 @@ static cddp_result cddp__elastic_new(cddp_ddp *d) {
   if (elastic == NULL) return CDDP_OUT_OF_MEMORY;
   host->elastic = true;
   d->elastic = elastic;
-  elastic->members = (cddp__elastic_member *)(void *)(elastic + 1);
+  elastic->members = (cddp__member *)(void *)(elastic + 1);
   elastic->links = (cddp__connection **)(void *)(elastic->members + n + 1);
   elastic->reports = (cddp__message **)(void *)(elastic->links + links);
   elastic->means = (char **)(void *)(elastic->reports + links);
@@ -19187,12 +19166,12 @@ static cddp_result cddp__elastic_new(cddp_ddp *d) {
   if (secret != NULL && (elastic->net->secret = cddp__strdup(allocator, secret)) == NULL)
     return CDDP_OUT_OF_MEMORY;
   elastic->mean =
-      cddp__elastic_allocate(d, d->layout.dense + cddp__gather_slack(d), CDDP__EXTENT_MEAN);
+      cddp__elastic_allocate(d, d->layout.dense + cddp__gather_slack(d), CDDP__EXTENT_LAZY);
   if (elastic->mean == NULL) return CDDP_OUT_OF_MEMORY;
   return !d->group->backend->on_device ? cddp__create_published(d) : CDDP_OK;
 }
 
-/* Collective over d->control: all ranks exchange their descriptions as members. */
+/* Collective over d->control. */
 static cddp_result cddp__elastic_create(cddp_ddp *d) {
   cddp_group *g = d->control;
   size_t n = (size_t)g->size;
@@ -19201,13 +19180,13 @@ static cddp_result cddp__elastic_create(cddp_ddp *d) {
   int k;
   CDDP__POINT("elastic enter");
   memset(&mine, 0, sizeof mine);
-  if (r == CDDP_OK) r = cddp__elastic_describe_self(d, &mine.self);
+  if (r == CDDP_OK) r = cddp__describe_self(d, &mine.self);
   if (r == CDDP_OK) r = cddp__random(mine.token, sizeof mine.token);
   all = (cddp__elastic_leader_info *)cddp__malloc(&g->host->allocator, n * sizeof *all);
   if (all == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
   r = cddp__consensus(g, r, &mine, sizeof mine, all);
   for (k = 0; r == CDDP_OK && k < g->size; k++) {
-    cddp__elastic_set_member(d->elastic, &all[k].self);
+    cddp__set_member(d->elastic, &all[k].self);
     d->elastic->order[k] = k;
   }
   if (r == CDDP_OK) {
@@ -19220,19 +19199,19 @@ static cddp_result cddp__elastic_create(cddp_ddp *d) {
   if (r == CDDP_OK) r = cddp__consensus(g, cddp__elastic_connect(d), NULL, 0, NULL);
   if (r != CDDP_OK) return r;
   cddp__join_listen(g->host);
-  cddp__elastic_answer_joins(d);
+  cddp__answer_joins(d);
   return CDDP_OK;
 }
 
 /* In a joining process: becomes a member and receives the weights. */
 static cddp_result cddp__elastic_join(cddp_ddp *d) {
   const cddp__elastic_leader_info *lead = &d->group->host->job_info->table.lead;
-  cddp__elastic_member self;
+  cddp__member self;
   cddp_result r = cddp__join_compare(d, &lead->model);
   if (r == CDDP_OK) r = cddp__elastic_new(d);
-  if (r == CDDP_OK) r = cddp__elastic_describe_self(d, &self);
+  if (r == CDDP_OK) r = cddp__describe_self(d, &self);
   if (r != CDDP_OK) return r;
-  cddp__elastic_set_member(d->elastic, &self);
+  cddp__set_member(d->elastic, &self);
   d->elastic->net->host = self.host;
   do r = cddp__elastic_regroup(d);
   while (r == CDDP_PEER_LOST);
@@ -20988,7 +20967,7 @@ static void cddp__run_child(const cddp__spawn_job *job, int rank, bool joins) {
   _exit(code >= 0 && code <= 255 ? code : 255);
 }
 
-/* Keeps the first failure; the other children get SIGTERM after `seconds`. */
+/* The other children get SIGTERM after `seconds`. */
 static void cddp__spawn_note_failure(cddp__spawn_job *job, cddp_result r, double seconds) {
   job->result = r;
   snprintf(job->text, sizeof job->text, "%s", cddp__error_text);
@@ -21189,7 +21168,7 @@ static void *cddp__thread_rank_main(void *p) {
 
 CDDPDEF cddp_result cddp_run_threads(int (*fn)(cddp_group *g, void *arg), void *arg, int n) {
   cddp__thread_rank *thread, *failed;
-  char *block, text[32];
+  char *block;
   cddp__atomic_u32 first = {0};
   uint64_t job = cddp__record_job();
   double timeout_s;
@@ -21227,9 +21206,9 @@ CDDPDEF cddp_result cddp_run_threads(int (*fn)(cddp_group *g, void *arg), void *
   for (i = 0; i < started; i++) pthread_join(thread[i].thread, NULL);
   if (r == CDDP_OK && cddp__load32(&first) != 0) {
     failed = &thread[cddp__load32(&first) - 1];
-    snprintf(text, sizeof text, "returned %d", failed->code);
     r = cddp__fail(CDDP_PEER_LOST, "rank %d (a thread) %s%s%s", (int)(failed - thread),
-                   failed->returned ? text : "did not return: pthread_exit or pthread_cancel",
+                   failed->returned ? cddp__textf("returned %d", failed->code).s
+                                    : "did not return: pthread_exit or pthread_cancel",
                    failed->text[0] ? "; its last error: " : "", failed->text);
   }
   for (i = 0; thread != NULL && i < n; i++) cddp__host_release(thread[i].host);
