@@ -1575,8 +1575,7 @@ static struct cddp__cu_registers {
    Job: run the operations of groups with GPUs: by NCCL, or through host memory (backend "cpu").
    Owns: a group's device context: streams, events, communicator, scratch memory, two threads.
    Touches: the group's slots, where each rank logs its calls on device memory; the group's failure.
-   Entry points: cddp__nccl_backend, cddp__staged_backend; cddp__give_device; for data parallel
-   cddp__issue, cddp__log_call, cddp__stream_after and cddp__device_scratch.
+   Entry points: those of CDDP__DEVICE_FUNCTIONS; cddp__issue, cddp__log_call, cddp__stream_after.
    How an operation runs:
      1. Its call is logged, with a hash of all calls so far. Ranks of a host compare the hashes at
         the latest call that both have made, ranks of different hosts in cddp_barrier and
@@ -1584,16 +1583,13 @@ static struct cddp__cu_registers {
      2. It is issued to a stream, one operation at a time (device.issue_lock).
      3. An event follows it. A ring of these events shows since when the oldest operation runs.
    The communicator is non-blocking, so that no call of NCCL can hang the host. A call is polled
-   until it is done, and meanwhile this rank checks the group and the deadline. A group and its
-   models share it, so that NCCL has one order of operations and one set of buffers.
+   until it is done, and meanwhile this rank checks the group and the deadline.
    Two threads of a context check it every few milliseconds:
      watcher   Finds that the group is broken, NCCL has failed, a rank has died, ranks have made
                different calls, or an operation is late. Then it breaks the group and aborts the
-               communicator, which ends the operations on the streams of all ranks. Once its device
-               is bound it calls no function of CUDA. Another thread can hold CUDA's lock, in
-               cudaFree or cudaMalloc, until an operation ends that only an abort can end.
-     poller    Asks CUDA which events have completed, and whether the device has failed. While CUDA
-               blocks it, operations count as running. */
+               communicator, which ends the operations on all ranks. It calls no function of
+               CUDA: another thread can hold CUDA's lock until an abort ends an operation.
+     poller    Asks CUDA which events have completed, and whether the device has failed. */
 
 static const cddp_kernels *cddp__registered_kernels; /* of this version; NULL: not registered */
 
@@ -1746,18 +1742,6 @@ static cddp_result cddp__device_enter(const cddp_group *g) {
       "call may use then: give the captured one to cddp_set_stream");
 }
 
-/* Records an event behind the work that is now on the stream. */
-static cddp_result cddp__event_acquire(cddp__device *device, cudaStream_t stream, void **out) {
-  cudaEvent_t event = NULL;
-  cddp_result r = CDDP_OK;
-  pthread_mutex_lock(&device->lock);
-  if (device->spares > 0) event = device->spare[--device->spares];
-  pthread_mutex_unlock(&device->lock);
-  if (event == NULL) r = CDDP__CUDA(cudaEventCreateWithFlags, &event, cudaEventDisableTiming);
-  *out = (void *)event;
-  return r == CDDP_OK ? CDDP__CUDA(cudaEventRecord, event, stream) : r;
-}
-
 static void cddp__event_release(cddp__device *device, void **from) {
   cudaEvent_t event = (cudaEvent_t)*from;
   *from = NULL;
@@ -1770,13 +1754,27 @@ static void cddp__event_release(cddp__device *device, void **from) {
   if (event != NULL) cudaEventDestroy(event);
 }
 
+/* Records an event behind the work that is now on the stream. */
+static cddp_result cddp__event_acquire(cddp__device *device, cudaStream_t stream, void **out) {
+  cudaEvent_t event = NULL;
+  cddp_result r = CDDP_OK;
+  pthread_mutex_lock(&device->lock);
+  if (device->spares > 0) event = device->spare[--device->spares];
+  pthread_mutex_unlock(&device->lock);
+  if (event == NULL) r = CDDP__CUDA(cudaEventCreateWithFlags, &event, cudaEventDisableTiming);
+  *out = (void *)event;
+  if (r == CDDP_OK) r = CDDP__CUDA(cudaEventRecord, event, stream);
+  if (r != CDDP_OK) cddp__event_release(device, out);
+  return r;
+}
+
 /* Makes `to` wait for everything that is now on `from`. */
 static cddp_result cddp__stream_after(cddp__device *device, cudaStream_t to, cudaStream_t from) {
-  void *event = NULL;
+  void *event;
   cddp_result r;
   if (to == from) return CDDP_OK;
-  r = cddp__event_acquire(device, from, &event);
-  if (r == CDDP_OK) r = CDDP__CUDA(cudaStreamWaitEvent, to, (cudaEvent_t)event, 0);
+  if ((r = cddp__event_acquire(device, from, &event)) != CDDP_OK) return r;
+  r = CDDP__CUDA(cudaStreamWaitEvent, to, (cudaEvent_t)event, 0);
   cddp__event_release(device, &event);
   return r;
 }
@@ -1812,10 +1810,10 @@ static cddp_result cddp__device_scale(void *p, size_t n, cddp_dtype dtype, doubl
                                       void *stream) {
   cddp_result r = cddp__need_kernels("a mean over fewer ranks, as some have joined,");
   cddp_segment s;
+  if (r != CDDP_OK) return r;
   memset(&s, 0, sizeof s);
   s.grad = p;
   s.count = n;
-  if (r != CDDP_OK) return r;
   return cddp__cuda_result((cddp__registered_kernels->scale)(&s, 1, dtype, factor, NULL, stream),
                            "the kernel that scales");
 }
@@ -2233,10 +2231,7 @@ static cddp_result cddp__mark_operation(cddp__device *device, cudaStream_t strea
     cddp__store32(&device->captured, 1); /* no event shows when a replay ends */
     return CDDP_OK;
   }
-  if ((r = cddp__event_acquire(device, stream, &event)) != CDDP_OK) {
-    cddp__event_release(device, &event);
-    return r;
-  }
+  if ((r = cddp__event_acquire(device, stream, &event)) != CDDP_OK) return r;
   pthread_mutex_lock(&device->lock);
   if (device->issued - device->seen < CDDP__MARKER_COUNT) device->issued++;
   marker = &device->markers[(device->issued - 1) % CDDP__MARKER_COUNT];
@@ -2284,10 +2279,11 @@ static void cddp__device_delete(cddp__device *device) {
 /* Returns device memory for an operation. Each new piece is at least twice as large; old pieces are
    kept, since operations and CUDA graphs may still use them. */
 static cddp_result cddp__device_scratch(cddp__scratch *scratch, size_t bytes, void **out) {
+  cddp_result r;
   if (scratch->bytes < bytes) {
     CDDP_ASSERT(scratch->count < CDDP__SCRATCH_PIECES);
     bytes = cddp__max(bytes, 2 * scratch->bytes);
-    CDDP__TRY(CDDP__CUDA(cudaMalloc, &scratch->at[scratch->count], bytes));
+    if ((r = CDDP__CUDA(cudaMalloc, &scratch->at[scratch->count], bytes)) != CDDP_OK) return r;
     scratch->bytes = bytes;
     scratch->count++;
   }
@@ -2538,12 +2534,8 @@ static cddp_result cddp__device_work(cddp_group *g, const cddp__call *call,
   work->on_stream = true;
   work->call = *call;
   if (stream != NULL) r = cddp__event_acquire(cddp__device_of(g), *stream, &work->event);
-  if (r == CDDP_OK) {
-    *out = work;
-    return r;
-  }
-  cddp__event_release(cddp__device_of(g), &work->event);
-  cddp__work_free(work);
+  if (r == CDDP_OK) *out = work;
+  else cddp__work_free(work);
   return r;
 }
 
@@ -2919,33 +2911,30 @@ static cudaStream_t cddp__optim_stream(const cddp_optim *optim, const cddp_ddp *
   return d != NULL ? cddp__main_stream(d->group) : (cudaStream_t)optim->desc.stream;
 }
 
-/* Both step n segments. Their parameters have the same scalars as parameter i. */
-static int cddp__sgd_launch(const cddp_optim *optim, int i, const cddp_kernels *k,
-                            const cddp_segment *segments, int n, double factor,
-                            const double *clip, unsigned flags, void *stream) {
-  cddp_sgd_desc d;
-  memset(&d, 0, sizeof d);
-  d.lr = optim->desc.lr * optim->desc.lr_scales[i];
-  d.momentum = optim->desc.momentum;
-  d.dampening = optim->desc.dampening;
-  d.weight_decay = optim->desc.weight_decays[i];
-  d.nesterov = optim->desc.nesterov != 0;
-  d.maximize = optim->desc.maximize != 0;
-  if (d.momentum != 0 && optim->steps[i] == 0) flags |= (unsigned)CDDP_SGD_FIRST;
-  return k->sgd(segments, n, optim->params[i].dtype, &d, factor, clip, flags, stream);
-}
-
-static int cddp__adamw_launch(const cddp_optim *optim, int i, const cddp_kernels *k,
-                              const cddp_segment *segments, int n, double factor,
-                              const double *clip, unsigned flags, void *stream) {
-  cddp_adamw_step *a;
-  cddp__update u;
-  memset(&u, 0, sizeof u);
-  u.kernels = cddp__pick_kernels();
-  cddp__adamw_begin(optim, i, &u);
-  a = &u.scalars.adamw;
-  a->stride = (size_t)((char *)optim->state[optim->count + i] - (char *)optim->state[i]);
-  return k->adamw(segments, n, optim->params[i].dtype, a, factor, clip, flags, stream);
+/* Steps n segments. Their parameters have the same scalars as parameter i. */
+static int cddp__launch_step(const cddp_optim *optim, int i, const cddp_segment *segments, int n,
+                             double factor, const double *clip, unsigned flags, void *stream) {
+  const cddp_kernels *k = cddp__registered_kernels;
+  cddp_dtype dtype = optim->params[i].dtype;
+  cddp_sgd_desc sgd;
+  cddp__update update;
+  if (optim->algorithm == &cddp__adamw) {
+    memset(&update, 0, sizeof update);
+    update.kernels = cddp__pick_kernels();
+    cddp__adamw_begin(optim, i, &update);
+    update.scalars.adamw.stride =
+        (size_t)((char *)optim->state[optim->count + i] - (char *)optim->state[i]);
+    return k->adamw(segments, n, dtype, &update.scalars.adamw, factor, clip, flags, stream);
+  }
+  memset(&sgd, 0, sizeof sgd);
+  sgd.lr = optim->desc.lr * optim->desc.lr_scales[i];
+  sgd.momentum = optim->desc.momentum;
+  sgd.dampening = optim->desc.dampening;
+  sgd.weight_decay = optim->desc.weight_decays[i];
+  sgd.nesterov = optim->desc.nesterov != 0;
+  sgd.maximize = optim->desc.maximize != 0;
+  if (sgd.momentum != 0 && optim->steps[i] == 0) flags |= (unsigned)CDDP_SGD_FIRST;
+  return k->sgd(segments, n, dtype, &sgd, factor, clip, flags, stream);
 }
 
 /* Updates the weights that this rank keeps states for. d: in cddp_ddp_step, with the gradients in
@@ -2953,9 +2942,6 @@ static int cddp__adamw_launch(const cddp_optim *optim, int i, const cddp_kernels
    are means already. */
 static cddp_result cddp__device_step(cddp_optim *optim, const cddp_ddp *d, const double *factors) {
   cudaStream_t stream = cddp__optim_stream(optim, d);
-  int (*launch)(const cddp_optim *o, int i, const cddp_kernels *k, const cddp_segment *s, int n,
-                double factor, const double *clip, unsigned flags, void *stream) =
-      optim->algorithm == &cddp__sgd ? cddp__sgd_launch : cddp__adamw_launch;
   cddp_segment *segments = optim->segments;
   bool *launched = (bool *)(segments + optim->count);
   bool capturing = cddp__capturing(stream), clips = d != NULL && d->desc.max_grad_norm > 0;
@@ -2994,9 +2980,9 @@ static cddp_result cddp__device_step(cddp_optim *optim, const cddp_ddp *d, const
     }
     if (r != CDDP_OK || n == 0) continue;
     r = cddp__cuda_result(
-        launch(optim, i, kernels, segments, n, sum ? factors[optim->params[i].dtype] : 1,
-               clips && d->step.used[i] ? d->gpu->clip : NULL,
-               d != NULL ? (unsigned)CDDP_SGD_ZERO : 0, (void *)stream),
+        cddp__launch_step(optim, i, segments, n, sum ? factors[optim->params[i].dtype] : 1,
+                          clips && d->step.used[i] ? d->gpu->clip : NULL,
+                          d != NULL ? (unsigned)CDDP_SGD_ZERO : 0, (void *)stream),
         "the optimizer's kernel");
   }
   return r;
