@@ -286,7 +286,7 @@ CDDPDEF int cddp_local_world_size(const cddp_group *g); /* ranks of the group on
 /* Allocates memory that is reduced without a copy: shared with the ranks on this host,
    page-aligned, contents undefined. On GPUs device memory. NULL on failure, with a cddp_error.
    Local, any thread. Free it after every operation on it and before its group is destroyed. Fine
-   print: shared memory, fork. */
+   print: shared memory, fork and exec. */
 CDDPDEF void *cddp_alloc(cddp_group *g, size_t bytes);
 CDDPDEF void cddp_free(cddp_group *g, void *p);
 
