@@ -4680,17 +4680,15 @@ static void cddp__client_run(cddp__server *server, cddp__client *client) {
 static void cddp__client_event(cddp__server *server, cddp__client *client, uint32_t events) {
   cddp__connection *c = &client->c;
   bool idle = cddp__buffer_size(&c->in) + cddp__buffer_size(&c->out) == 0;
-  bool full = c->in.capacity - c->in.end < 256 &&
-              (cddp__buffer_size(&c->in) > CDDP__BUFFER_MAX ||
-               server->buffered + cddp__max(c->in.capacity, 512) > CDDP__SERVER_MEMORY);
   int got = 0;
   if (c->fd < 0) return;
   if (events & EPOLLIN)
-    got = full ? -1 : cddp__connection_fill(c, 256);
+    got = cddp__connection_fill(c, 256);
   else if (events & (EPOLLHUP | EPOLLERR))
     got = -1;
   if (got > 0 && idle && client->greeted) c->deadline = cddp__now() + CDDP__COMMAND_S;
-  if (got < 0)
+  if (got < 0 || cddp__buffer_size(&c->in) > CDDP__BUFFER_MAX ||
+      server->buffered > CDDP__SERVER_MEMORY)
     cddp__client_close(server, client);
   else
     cddp__client_run(server, client);
@@ -5000,12 +4998,11 @@ static cddp_result cddp__store_exchange(cddp_store *store, cddp__request *reques
   memcpy(number, c->in.data + c->in.start, answer);
   c->in.start += answer;
   request->number = cddp__get64(number);
-  if (request->number > (request->code == CDDP__STORE_WAIT ? 0 : CDDP__COMMAND_MAX) &&
-      (request->code == CDDP__STORE_WAIT || command->answer == CDDP__ANSWER_STRING))
-    return cddp__fail(CDDP_NETWORK, "the answer is %" PRIu64 " instead of a %s", request->number,
-                      request->code == CDDP__STORE_WAIT ? "0" : "value's size");
-  if (command->answer != CDDP__ANSWER_STRING) return CDDP_OK;
-  return cddp__connection_exchange(c, (size_t)request->number, deadline);
+  if (command->answer == CDDP__ANSWER_STRING && request->number <= CDDP__COMMAND_MAX)
+    return cddp__connection_exchange(c, (size_t)request->number, deadline);
+  if (command->answer != CDDP__ANSWER_STRING && request->code != CDDP__STORE_WAIT) return CDDP_OK;
+  if (request->number == 0) return CDDP_OK;
+  return cddp__fail(CDDP_NETWORK, "the answer %" PRIu64 " is not valid", request->number);
 }
 
 /* Runs one operation. deadline 0: the store's timeout. After a failure the next operation connects
@@ -5028,9 +5025,9 @@ static cddp_result cddp__store_run(cddp_store *store, cddp__request *request, do
     c->in.start += reply.size;
     request->equal = cddp__span_equal(reply, request->values[1]);
     if (request->size != NULL) *request->size = reply.size;
-    if (reply.size > 0 && reply.size <= request->capacity)
-      memcpy(request->out, reply.data, reply.size);
-    if (reply.size > request->capacity && (request->out != NULL || request->capacity > 0))
+    if (reply.size <= request->capacity)
+      cddp__copy(request->out, reply.data, reply.size);
+    else if (request->out != NULL || request->capacity > 0)
       r = CDDP__REFUSE(
           "the value of '%.64s' does not fit into the buffer: its size is %zu, the buffer's %zu",
           request->keys[0], reply.size, request->capacity);
