@@ -1127,7 +1127,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 
    SHARED MEMORY. A file size limit (ulimit -f) also limits what a rank shares by cddp_alloc: to the
    largest power of two that is at most the limit / (local ranks + 1). Memory is on huge pages,
-   allocated immediately, on Linux 6.1 or later, or if
+   allocated immediately, if MADV_COLLAPSE makes them (Linux 6.1), or if
    /sys/kernel/mm/transparent_hugepage/shmem_enabled is advise.
 
    MISMATCHES AND DEADLOCKS. CDDP_MISMATCH also means that two ranks on one host wait for each other
@@ -1183,7 +1183,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    false, that call returns its shards to the other ranks. A rank with a local failure (memory,
    descriptors) ends alone, with a text that begins with "rank N:"; to the others it is lost. Every
    rank must call next_shard within timeout_s of the others. The calls of a step are compared in the
-   next reduction: CDDP_MISMATCH on all ranks, or alone on one that joined later.
+   next reduction: CDDP_MISMATCH on all ranks, or only on a rank that joined later and differs.
 
    Over hosts: whole hosts can fail, and the last rank continues. A host is lost if it does not
    answer for 20 s, or if all connections to it were reset, as by a firewall. Then the other ranks
@@ -10610,8 +10610,8 @@ static cddp_result cddp__join_find(cddp__host *host, int *fd) {
 }
 
 /* >>hosts --------------------------------------------------------------------------------------
-   Job: carry the headers of a round, the bytes of collectives and messages, and failures between
-   the hosts of a group. tests/bench/scale.md computes the costs.
+   Job: carry headers, collectives, messages and failures between hosts. Costs:
+   tests/bench/scale.md.
    Owns: cddp__hosts, its links and its scratch. Lock of links: p2p.lock. Also the headers and
    staging buffers of remote ranks in this host's control block.
    Entry points: those in >>hooks; its carrier, cddp__hosts_run and _average; for messages
@@ -10619,7 +10619,7 @@ static cddp_result cddp__join_find(cddp__host *host, int *fd) {
    Rounds: the leader of a host, its lowest rank in the group, waits until all ranks there have
    announced the round. It exchanges their headers with the other leaders and writes those of remote
    ranks into the control block, where all ranks compare them. Up to CDDP__DIRECT_HOSTS leaders
-   exchange directly: the shares of a short collective travel with the headers. More leaders forward
+   exchange directly: the shares of a short collective travel with them. More leaders forward
    headers.
    Collectives that do not fit into headers or staging buffers:
      1. A round announces each rank's VIEW: its receive buffer, or of a sum its send buffer. All
