@@ -10610,8 +10610,7 @@ static cddp_result cddp__join_find(cddp__host *host, int *fd) {
 }
 
 /* >>hosts --------------------------------------------------------------------------------------
-   Job: carry headers, collectives, messages and failures between hosts. Costs:
-   tests/bench/scale.md.
+   Job: carry headers, collectives, messages and failures between hosts (tests/bench/scale.md).
    Owns: cddp__hosts, its links and its scratch. Lock of links: p2p.lock. Also the headers and
    staging buffers of remote ranks in this host's control block.
    Entry points: those in >>hooks; its carrier, cddp__hosts_run and _average; for messages
@@ -10619,8 +10618,7 @@ static cddp_result cddp__join_find(cddp__host *host, int *fd) {
    Rounds: the leader of a host, its lowest rank in the group, waits until all ranks there have
    announced the round. It exchanges their headers with the other leaders and writes those of remote
    ranks into the control block, where all ranks compare them. Up to CDDP__DIRECT_HOSTS leaders
-   exchange directly: the shares of a short collective travel with them. More leaders forward
-   headers.
+   exchange directly: the shares of a short collective travel with them. More leaders forward them.
    Collectives that do not fit into headers or staging buffers:
      1. A round announces each rank's VIEW: its receive buffer, or of a sum its send buffer. All
         ranks on the host read its contribution there and write its result there. If they cannot,
