@@ -1675,7 +1675,7 @@ typedef struct cddp__control_block {
   cddp__atomic_u32 joins;   /* job's first group: processes that have joined so far */
   cddp__atomic_u64 processors[CDDP__PROCESSORS / 64]; /* usable ones; job's first group */
   cddp__cause cause;         /* of losses that other hosts have reported */
-  cddp__atomic_u32 reported; /* last round whose arrivals this host has reported */
+  cddp__atomic_u32 reported; /* last round that this host has reported */
 } cddp__control_block;
 
 /* --- hosts, groups and calls --- */
