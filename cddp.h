@@ -15055,6 +15055,7 @@ struct cddp__ddp_memory {
   cddp_result (*await)(cddp_ddp *d); /* the host waits for the caller's stream */
   cddp_result (*broadcast)(cddp_ddp *d, int n); /* the first n d->scratch.calls together */
   cddp_result (*scale)(void *p, size_t n, cddp_dtype dtype, double factor, void *stream);
+  cddp_result (*place_rows)(cddp_ddp *d); /* the mean of sparse rows as dense gradients, or NULL */
   cddp_result (*clip)(cddp_ddp *d, double max_norm, double *norm);
   cddp_result (*norm)(cddp_ddp *d, double *norm); /* of the last clip; NULL: d->step.norm */
   /* Updates the weights. s NULL: takes the mean of this rank's part for the caller's optimizer. */
@@ -15619,27 +15620,6 @@ static cddp_result cddp__keep_rows(cddp_ddp *d, int shard) {
   return CDDP_OK;
 }
 
-/* On a device: writes the mean rows into gradients that are zero elsewhere, for its kernels. */
-static cddp_result cddp__place_rows(cddp_ddp *d) {
-  void *stream = d->group->stream;
-  cddp_result r = CDDP_OK;
-  size_t k, end;
-  int i;
-  for (i = 0; r == CDDP_OK && i < d->count; i++) {
-    const cddp__sparse *s = cddp__sparse_of(d, i);
-    char *at = d->arena + d->tensors[i].dense;
-    if (s == NULL) continue;
-    r = (d->memory->zero)(at, s->rows * s->bytes, stream);
-    for (k = 0; r == CDDP_OK && k < s->mean.n; k = end) {
-      for (end = k + 1; end < s->mean.n && s->mean.number[end] == s->mean.number[end - 1] + 1;)
-        end++;
-      r = (d->memory->copy)(at + (size_t)s->mean.number[k] * s->bytes,
-                            s->mean.values + k * s->bytes, (end - k) * s->bytes, stream);
-    }
-  }
-  return r;
-}
-
 /* Takes the mean of the rows in the ranks' packets [ranks]. */
 static cddp_result cddp__merge_packets(cddp_ddp *d, char **packets) {
   cddp__shard_rows *head;
@@ -15658,7 +15638,7 @@ static cddp_result cddp__merge_packets(cddp_ddp *d, char **packets) {
     if (cddp__sparse_of(d, i) != NULL)
       r = cddp__rows_merge(&d->group->host->allocator, d->rows.sparse[i], d->rows.lists, n,
                            d->scratch.sources, d->params[i].dtype);
-  return r == CDDP_OK && d->group->backend->on_device ? cddp__place_rows(d) : r;
+  return r == CDDP_OK && d->memory->place_rows != NULL ? (d->memory->place_rows)(d) : r;
 }
 
 
@@ -16549,7 +16529,8 @@ static const cddp__ddp_memory cddp__host_memory = {
     cddp__host_use, cddp__host_copy, cddp__host_zero, cddp__host_alloc, NULL /* free */,
     cddp__host_scratch, NULL /* meet: always */, cddp__push_bucket, cddp__reduce_bucket,
     cddp__host_sum, cddp__await_buckets, NULL /* await */, NULL /* broadcast: unused */,
-    cddp__host_scale, cddp__host_clip, NULL /* norm */, cddp__host_step, cddp__host_publish};
+    cddp__host_scale, NULL /* place_rows */, cddp__host_clip, NULL /* norm */, cddp__host_step,
+    cddp__host_publish};
 
 /* >>ddp-step --------------------------------------------------------------------------------------
    Job: a step from cddp_ddp_ready to the next step, for host and device memory.

@@ -3183,6 +3183,27 @@ static cddp_result cddp__gpu_broadcast(cddp_ddp *d, int n) {
   return r == CDDP_OK ? cddp__issue(p, d->scratch.calls, n, cddp__main_stream(d->group)) : r;
 }
 
+/* Writes the mean rows into gradients that are zero elsewhere, for the kernels. */
+static cddp_result cddp__gpu_place_rows(cddp_ddp *d) {
+  void *stream = d->group->stream;
+  cddp_result r = CDDP_OK;
+  size_t k, end;
+  int i;
+  for (i = 0; r == CDDP_OK && i < d->count; i++) {
+    const cddp__sparse *s = cddp__sparse_of(d, i);
+    char *at = d->arena + d->tensors[i].dense;
+    if (s == NULL) continue;
+    r = cddp__device_zero(at, s->rows * s->bytes, stream);
+    for (k = 0; r == CDDP_OK && k < s->mean.n; k = end) {
+      for (end = k + 1; end < s->mean.n && s->mean.number[end] == s->mean.number[end - 1] + 1;)
+        end++;
+      r = cddp__device_copy(at + (size_t)s->mean.number[k] * s->bytes,
+                            s->mean.values + k * s->bytes, (end - k) * s->bytes, stream);
+    }
+  }
+  return r;
+}
+
 /* Lists the gradients of a dtype: all, as buckets have left them; this rank's part of those; or the
    caller's, as of the last step. Returns their number. */
 enum { CDDP__LIST_NONE, CDDP__LIST_ALL, CDDP__LIST_PART, CDDP__LIST_CALLERS };
@@ -3337,8 +3358,8 @@ static void cddp__gpu_free(cddp_ddp *d) {
 static const cddp__ddp_memory cddp__gpu_memory = {
     cddp__gpu_use, cddp__device_copy, cddp__device_zero, cddp__gpu_alloc, cddp__gpu_free,
     cddp__gpu_scratch, cddp__gpu_meet, cddp__gpu_begin, cddp__gpu_reduce, cddp__gpu_sum,
-    cddp__gpu_fence, cddp__gpu_await, cddp__gpu_broadcast, cddp__device_scale, cddp__gpu_clip,
-    cddp__gpu_norm, cddp__gpu_step, NULL /* publish */};
+    cddp__gpu_fence, cddp__gpu_await, cddp__gpu_broadcast, cddp__device_scale, cddp__gpu_place_rows,
+    cddp__gpu_clip, cddp__gpu_norm, cddp__gpu_step, NULL /* publish */};
 
 /* >>gpus ------------------------------------------------------------------------------------------
    Job: the functions that cddp.h calls (its >>hooks): the choice of a GPU, and its memory.

@@ -102,7 +102,7 @@ memory=$(ask memory.total) # MiB
 [[ $memory =~ ^[0-9]+$ ]] || memory=0
 cores=$(nproc)
 [ "$cores" -gt 1 ] || cores=2 # two ranks wait for each other
-id=$(git describe --always --dirty 2>/dev/null) || id="cddp.h $(sha256sum cddp.h | cut -c 1-8)"
+id=$(git describe --always --dirty 2>/dev/null) || id="files $(cat cddp.h cddp_kernels.cuh | sha256sum | cut -c 1-8)"
 mkdir -p $out/rows $out/log $out/lib $out/bin
 
 # Whether nvcc finds a library and its header.
