@@ -2750,21 +2750,21 @@ static cddp_result cddp__device_synchronize(cddp_group *g) {
    algorithm, while the host waits. Without this call the first training step would wait. */
 static cddp_result cddp__warm_up(cddp__device *device) {
   cddp__call call;
-  void *room = NULL;
+  void *buffer = NULL;
   size_t bytes;
   int mean;
-  cddp_result r = CDDP__CUDA(cudaMalloc, &room, CDDP__WARM_UP);
-  if (r == CDDP_OK) r = cddp__device_zero(room, CDDP__WARM_UP, device->side);
+  cddp_result r = CDDP__CUDA(cudaMalloc, &buffer, CDDP__WARM_UP);
+  if (r == CDDP_OK) r = cddp__device_zero(buffer, CDDP__WARM_UP, device->side);
   for (bytes = 8; bytes <= CDDP__WARM_UP; bytes *= 32) {
     for (mean = 0; r == CDDP_OK && mean < 2; mean++) {
-      call = cddp__make_call(CDDP__KIND_ALL_REDUCE, room, room, bytes / (mean ? 2 : 4),
+      call = cddp__make_call(CDDP__KIND_ALL_REDUCE, buffer, buffer, bytes / (mean ? 2 : 4),
                              mean ? CDDP_F16 : CDDP_F32, mean ? CDDP_AVG : CDDP_SUM, -1);
       r = cddp__issue(device, &call, 1, device->side);
     }
   }
   if (r == CDDP_OK) r = cddp__await_stream(device, device->side, NULL);
   if (r != CDDP_OK) r = cddp__break(device->group, r);
-  if (room != NULL) cudaFree(room);
+  if (buffer != NULL) cudaFree(buffer);
   if (r != CDDP_OK) return r;
   /* A rank that ends after this call must not end the warm-up of the others. */
   return cddp__round(device->group, CDDP__KIND_GROUP_NEW, CDDP__PHASE_CONNECTED, 0, NULL, 0);
@@ -2876,15 +2876,14 @@ static void cddp__device_close(cddp_group *g) {
 }
 
 /* >>kernels ------------------------------------------------------------------------------------
-   Job: call the kernels of cddp_kernels.cuh: optimizer steps and copies of weights.
+   Job: call the kernels: optimizer steps and copies of weights.
    Owns: the states of a cddp_optim with parameters on a device.
    Touches: parameters, gradients and copies on the device.
-   Entry points: cddp__attach_optim; cddp__device_optim; cddp__device_step and cddp__device_copies
+   Entry points: cddp__states_alloc; cddp__device_optim; cddp__device_step and cddp__device_copies
    for the step of a cddp_ddp.
    How it works:
-     1. The one .cu file that includes cddp_kernels.cuh registers the kernels before main.
-     2. One launch updates all parameters of a dtype that have the same settings.
-     3. The states are one piece of memory. It never moves, because a CUDA graph may have recorded
+     1. One launch updates all parameters of a dtype that have the same settings.
+     2. The states are one piece of memory. It never moves, because a CUDA graph may have recorded
         its address. */
 
 /* The address of parameter i's gradient on the device. d is NULL in cddp_optim_step. */
@@ -3051,8 +3050,8 @@ static const cddp__optim_backend cddp__device_optim = {true, /* on_device */
                                                        cddp__states_free};
 
 /* >>ddp-device ------------------------------------------------------------------------------------
-   Job: the same on gradients in device memory.
-   Owns: the arena on the device, and d->gpu-> Entry points: cddp__gpu_memory.
+   Job: a model's gradients and steps in device memory: what >>ddp-host of cddp.h does on a host.
+   Owns: the arena on the device, and d->gpu. Entry points: cddp__gpu_memory.
    How a step works:
      1. With NCCL a bucket's all-reduce is a call of the caller's group, on that group's side
         stream, after an event of the backward pass. The caller's stream then waits for the side
@@ -3155,7 +3154,6 @@ static cddp_result cddp__gpu_begin(cddp_ddp *d, cddp__bucket_state *b) {
   return r;
 }
 
-/* Makes the caller's stream wait until all buckets are reduced. */
 static cddp_result cddp__gpu_fence(cddp_ddp *d) {
   cddp__device *p = cddp__device_of(d->comm);
   cddp_result r = cddp__await_buckets(d);
@@ -3164,7 +3162,6 @@ static cddp_result cddp__gpu_fence(cddp_ddp *d) {
   return cddp__stream_after(p, cddp__main_stream(d->group), p->side);
 }
 
-/* Waits on the host for the caller's stream. */
 static cddp_result cddp__gpu_await(cddp_ddp *d) {
   return cddp__await_stream(cddp__device_of(d->comm), cddp__main_stream(d->group), NULL);
 }
@@ -3362,8 +3359,8 @@ static const cddp__ddp_memory cddp__gpu_memory = {
     cddp__gpu_clip, cddp__gpu_norm, cddp__gpu_step, NULL /* publish */};
 
 /* >>gpus ------------------------------------------------------------------------------------------
-   Job: the functions that cddp.h calls (its >>hooks): the choice of a GPU, and its memory.
-   Owns: the groups' backends for devices. */
+   Job: the functions of cddp.h's >>hooks (cddp__transfer and cddp__await_watchers: >>device).
+   Owns: the backends of groups on devices. */
 
 static cddp_result cddp__group_scratch(const cddp_group *g, size_t bytes, void **out) {
   return cddp__device_scratch(&cddp__device_of(g)->scratch, bytes, out);
@@ -3374,7 +3371,7 @@ static cddp_result cddp__group_scratch(const cddp_group *g, size_t bytes, void *
       cddp__device_alloc, cddp__device_free, cddp__device_convert, cddp__device_before_split, \
       cddp__device_open_like, cddp__device_leave, cddp__device_close, cddp__group_scratch, \
       &cddp__gpu_memory
-/* on_device, enqueues, functions */
+/* on_device, enqueues, functions, models' functions */
 static const cddp__backend cddp__nccl_backend = {true, true, CDDP__DEVICE_FUNCTIONS};
 static const cddp__backend cddp__staged_backend = {true, false, CDDP__DEVICE_FUNCTIONS};
 

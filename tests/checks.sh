@@ -481,7 +481,7 @@ layout() { # the top level holds what the layout names; no binaries. Tracked fil
   files=$(git ls-files --cached 2>/dev/null)
   echo "$files" | cut -d/ -f1 | sort -u | grep -v -x -E "$allowed|" | none "not in the layout"
   echo "$files" | grep -E '\.(o|a|so|out|exe)$|(^|/)core(\.|$)' | none "build products"
-  for f in cddp.h build.ninja README.md LICENSE; do [ -f $f ] || echo $f; done | none "missing"
+  for f in cddp.h cddp_kernels.cuh build.ninja README.md LICENSE; do [ -f $f ] || echo $f; done | none "missing"
   for f in $(grep -h -o -E '^ *(cc|nvcc) .* -o [a-z_]+|--plot [a-z]+\.svg|--csv [a-z]+\.csv|-o [a-z]+\.json' examples/*.c* README.md |
     sed 's/.* //' | sort -u); do
     grep -q -x "/$f" .gitignore || echo "/$f"
