@@ -3166,7 +3166,7 @@ static bool cddp__same_bytes(const void *a, const void *b, size_t n) {
 enum cddp__challenge_state {
   CDDP__CHALLENGE_ON,      /* needs more bytes */
   CDDP__CHALLENGE_PROVEN,  /* both ends know the secret; the states behind it are failures */
-  CDDP__CHALLENGE_REFUSED, /* the called end has sent a letter: `why` */
+  CDDP__CHALLENGE_REFUSED, /* the called end has sent `why` */
   CDDP__CHALLENGE_WRONG,   /* the other end does not know the secret */
   CDDP__CHALLENGE_NOT_CDDP /* the other end uses another protocol */
 };
@@ -3189,6 +3189,11 @@ static void cddp__challenge_queue(cddp__challenge *challenge, const char *tag, c
   memcpy(challenge->out, tag, 8);
   memcpy(challenge->out + 8, data, n);
   challenge->out_size = 8 + n;
+}
+
+static void cddp__challenge_refuse(cddp__challenge *challenge, const char *letter) {
+  bool join = strcmp(challenge->purpose, "join") == 0;
+  cddp__challenge_queue(challenge, CDDP__AUTH_REFUSAL, join ? "J" : letter, 1);
 }
 
 /* The proof of the caller or the called end. */
@@ -3243,8 +3248,7 @@ static void cddp__challenge_message(cddp__challenge *challenge) {
   if (challenge->state == CDDP__CHALLENGE_PROVEN)
     cddp__challenge_queue(challenge, CDDP__AUTH_ACCEPT, proof, sizeof proof);
   else
-    cddp__challenge_queue(challenge, CDDP__AUTH_REFUSAL,
-                          strcmp(challenge->purpose, "join") == 0 ? "J" : "W", 1);
+    cddp__challenge_refuse(challenge, "W");
 }
 
 /* Consumes received bytes and returns how many: those that belong to the challenge. */
@@ -3265,9 +3269,7 @@ static size_t cddp__challenge_feed(cddp__challenge *challenge, const unsigned ch
       if (challenge->in_size == sizeof challenge->in) cddp__challenge_message(challenge);
     } else if (!challenge->caller || memcmp(challenge->in, CDDP__AUTH_REFUSAL, k) != 0) {
       challenge->state = CDDP__CHALLENGE_NOT_CDDP;
-      if (!challenge->caller)
-        cddp__challenge_queue(challenge, CDDP__AUTH_REFUSAL,
-                              strcmp(challenge->purpose, "join") == 0 ? "J" : "S", 1);
+      if (!challenge->caller) cddp__challenge_refuse(challenge, "S");
     } else if (challenge->in_size == 9) {
       challenge->state = CDDP__CHALLENGE_REFUSED;
       challenge->why = (char)challenge->in[8];
@@ -3339,7 +3341,7 @@ static void cddp__close_fd(int *fd) {
   *fd = -1;
 }
 
-/* Moves a connection to a lower descriptor if one is free, and returns the descriptor. */
+/* Moves a connection to a lower descriptor if one is free. */
 static int cddp__lower_fd(int fd) {
   int low = fcntl(fd, F_DUPFD_CLOEXEC, STDERR_FILENO + 1), high = low > fd ? low : fd;
   if (low < 0) return fd;
@@ -3373,7 +3375,7 @@ static cddp_result cddp__wait_fd(int fd, short events, double deadline) {
   }
 }
 
-/* Splits "host:port" or "[::1]:port". */
+/* "host:port" or "[::1]:port" */
 static cddp_result cddp__host_port(const char *text, char host[256], int *port) {
   char digits[6];
   int end = 0;
@@ -3640,7 +3642,7 @@ static int cddp__listen_address(const cddp__address *address, int *out) {
   return error;
 }
 
-/* CDDP_PORTS=first-last: the ports to listen on if the caller asks for no other; 0, 0: unset. */
+/* CDDP_PORTS=first-last: the ports to listen on for port 0; 0, 0: unset. */
 static cddp_result cddp__port_range(int *first, int *last) {
   const char *text = getenv("CDDP_PORTS");
   char digits[2][6] = {"", ""};
@@ -3722,7 +3724,6 @@ static cddp_result cddp__listen_any(int *fd, int *port) {
   return r;
 }
 
-/* Reads or writes `size` bytes at offset `at` of the file. */
 static cddp_result cddp__file_io(int fd, bool write, void *data, uint64_t size, uint64_t at) {
   char *p = (char *)data;
   while (size > 0) {
@@ -4126,7 +4127,7 @@ static bool cddp__connection_is_idle(const cddp__connection *c) {
   return c->state == CDDP__CONNECTION_UP && c->sent == 0 && cddp__buffer_size(&c->out) == 0;
 }
 
-/* Sends BYE, unless a frame is partly sent. BYE is short: it is sent completely or not at all. */
+/* Sends BYE, unless a frame is partly sent. It is too short to be sent in part. */
 static void cddp__connection_say_bye(cddp__connection *c, bool broken) {
   cddp__frame_head bye = cddp__frame_head_of(CDDP__FRAME_BYE, broken, CDDP_U8, 0, 0);
   if (cddp__connection_is_idle(c) &&
@@ -4239,9 +4240,9 @@ static cddp_result cddp__connections_poll(const cddp_allocator *allocator,
   return r;
 }
 
-/* Whether a new connection can use the descriptor fd: cddp leaves some descriptors for the program.
-   serves: true for the store's server. It leaves half as many, so that it still has descriptors
-   when the rendezvous in the same process has none. */
+/* Whether a new connection can use the descriptor fd: some are left for the program. serves: by the
+   store's server, which leaves half as many: it still has descriptors when the rendezvous in the
+   same process has none. */
 static bool cddp__has_spare_fd(int fd, bool serves) {
   struct rlimit limit;
   rlim_t left;
@@ -4312,8 +4313,8 @@ static const struct cddp__command {
 } cddp__commands[CDDP__STORE_CODES] = {CDDP__COMMANDS(CDDP__X)};
 #undef CDDP__X
 
-/* A client's first bytes: VALIDATE, and a CHECK, whose answer shows that the server is a store. The
-   key of the CHECK is a line of text: a web server would answer it in its own protocol. */
+/* A client's first bytes: VALIDATE, and a CHECK, whose answer shows that the server is a store. Its
+   key is a line of text, which a web server answers too. */
 #define CDDP__VALIDATE_SIZE 5
 static const char cddp__greeting[] = "\0\xce\xf7\x85\x3c"
                                      "\5\1\0\0\0\0\0\0\0\4\0\0\0\0\0\0\0\r\n\r\n";
@@ -4325,7 +4326,6 @@ static cddp__span cddp__parse_string(const unsigned char **p) {
   return s;
 }
 
-/* Adds a string: its length and its bytes. */
 static void cddp__buffer_add_string(cddp__buffer *buffer, cddp__span s) {
   cddp__buffer_add_number(buffer, s.size, 8);
   cddp__buffer_add(buffer, s.data, s.size);
@@ -4336,7 +4336,7 @@ typedef struct cddp__parser {
   size_t scanned;   /* bytes that were parsed and are valid */
   uint64_t strings; /* strings that are not yet parsed */
   unsigned code;    /* cddp__code */
-  size_t missing;   /* WAIT: offset of the first key that was missing; 0 = not executed yet */
+  size_t missing;   /* WAIT: offset of the first missing key; 0 = not executed yet */
 } cddp__parser;
 
 enum cddp__parse_result { CDDP__PARSE_PARTIAL, CDDP__PARSE_COMPLETE, CDDP__PARSE_INVALID };
@@ -4355,7 +4355,7 @@ static int cddp__parser_scan(cddp__parser *parser, const unsigned char *p, size_
     if (c->counted && n < 9) return CDDP__PARSE_PARTIAL;
     if (c->counted) size = cddp__get64(p + 1);
     if (size > CDDP__KEYS_MAX) return CDDP__PARSE_INVALID;
-    parser->strings = size * c->strings; /* keys and values that follow, each with its length */
+    parser->strings = size * c->strings;
     parser->scanned = c->counted ? 9 : 1;
   }
   for (; parser->strings > 0; parser->strings--) {
@@ -4433,8 +4433,8 @@ static bool cddp__map_drop(cddp__server *server, cddp__entry **link) {
   return true;
 }
 
-/* Sets the key's value, or (append) appends to it. Returns false, and changes nothing, if memory is
-   exhausted or the value would be too long. */
+/* Sets the key's value or appends to it. Returns false, and changes nothing, if memory is exhausted
+   or the value would be too long. */
 static bool cddp__map_put(cddp__server *server, cddp__span key, cddp__span value, bool append) {
   cddp__entry **link = cddp__map_link(server, key), *e = *link;
   size_t old = e != NULL ? e->value.end : 0, size = (append ? old : 0) + value.size;
@@ -4602,7 +4602,6 @@ static void cddp__client_advance(cddp__server *server, cddp__client *client, boo
   memset(&client->parser, 0, sizeof client->parser);
 }
 
-/* Executes the complete command at the head of the input, for the first time or again. */
 static void cddp__client_execute(cddp__server *server, cddp__client *client) {
   cddp__connection *c = &client->c;
   int ran = cddp__server_execute(server, &client->parser, c->in.data + c->in.start, &c->out);
@@ -4676,7 +4675,7 @@ static void cddp__client_run(cddp__server *server, cddp__client *client) {
     cddp__client_close(server, client);
 }
 
-/* Reads once, within the limits of memory, and continues the client. */
+/* Reads once, and continues the client. */
 static void cddp__client_event(cddp__server *server, cddp__client *client, uint32_t events) {
   cddp__connection *c = &client->c;
   bool idle = cddp__buffer_size(&c->in) + cddp__buffer_size(&c->out) == 0;
@@ -4965,7 +4964,7 @@ static cddp__request cddp__request_of(unsigned code, const char *const *keys, in
   return q;
 }
 
-/* Puts the store's name before an error text. Only opening a store returns CDDP_MISMATCH. */
+/* Only opening a store returns CDDP_MISMATCH. */
 static cddp_result cddp__store_error(const cddp_store *store, cddp_result r) {
   return cddp__fail_in(r == CDDP_MISMATCH ? CDDP_NETWORK : r, "store at %s: ", store->name);
 }
