@@ -6354,11 +6354,11 @@ static int cddp__container_cores(void) {
                                                              : INT_MAX;
 }
 
-/* Adds this process's processors to those of other ranks, and returns the number of all: a launcher
-   can bind each rank to other ones. most: the limit of its container. */
-static int cddp__count_cores(cddp__atomic_u64 *all, int most) {
+/* Adds this process's processors to those of other ranks, and sets host->cores to their number: a
+   launcher can bind each rank to other ones. */
+static void cddp__count_cores(cddp__host *host, cddp__atomic_u64 *all) {
   uint64_t mine[CDDP__PROCESSORS / 64], old;
-  int n = 0, i;
+  int most = host->container_cores, n = 0, i;
   memset(mine, 0, sizeof mine);
   (void)syscall(SYS_sched_getaffinity, 0, sizeof mine, mine);
   for (i = 0; i < CDDP__PROCESSORS / 64; i++) {
@@ -6372,7 +6372,7 @@ static int cddp__count_cores(cddp__atomic_u64 *all, int most) {
     n += __builtin_popcountll(old);
   }
   if (n == 0) n = (int)sysconf(_SC_NPROCESSORS_ONLN);
-  return n > 0 ? n : 1;
+  host->cores = n > 0 ? n : 1;
 }
 
 /* --- a process's host object --- */
@@ -6428,7 +6428,7 @@ static cddp__host *cddp__host_create(const cddp_allocator *allocator, const cddp
   cddp__set_window(host, index, CDDP__WINDOW_BITS);
   memset(processors, 0, sizeof processors);
   host->container_cores = cddp__container_cores();
-  host->cores = cddp__count_cores(processors, host->container_cores);
+  cddp__count_cores(host, processors);
   host->refs = 1;
   host->lead = host;
   gethostname(host->name, sizeof host->name - 1);
@@ -6496,7 +6496,7 @@ static cddp_result cddp__join_memory(cddp__host *host, int fd, int local_size) {
   first = (cddp__control_block *)(void *)cddp__map_memory(fd, 0, page);
   if (first == NULL) return cddp__fail_errno("mmap of the job's shared memory");
   joins = cddp__add32(&first->joins, 1);
-  host->cores = cddp__count_cores(first->processors, host->container_cores);
+  cddp__count_cores(host, first->processors);
   munmap(first, page);
   cddp__set_window(host, local_size + (int)joins - 1, host->arena.window_bits);
   if (joins <= CDDP__JOINS && (uint64_t)(host->arena.window + 2) << host->arena.window_bits <=
@@ -14068,12 +14068,12 @@ static cddp_result cddp__first_round(cddp_group *g) {
   unsigned char job[8];
   cddp_result r;
   cddp__put64(job, cddp__record_job());
-  (void)cddp__count_cores(g->block->processors, host->container_cores); /* adds this rank's */
+  cddp__count_cores(host, g->block->processors); /* adds this rank's */
   r = cddp__hosts_attach(g, host->net, NULL);
   if (r == CDDP_OK)
     r = cddp__round(g, CDDP__KIND_BARRIER, CDDP__PHASE_CALL, 0, job, sizeof job);
   if (r != CDDP_OK) return r;
-  host->cores = cddp__count_cores(g->block->processors, host->container_cores);
+  cddp__count_cores(host, g->block->processors);
   cddp__store32(&g->block->cores, (uint32_t)host->cores); /* all ranks store the same number */
   cddp__set_wait_policy(g);
   return cddp__record_open(&host->record, cddp__get64(cddp__op_header_of(g, 0, g->round)->u.bytes),
@@ -18657,7 +18657,7 @@ static cddp_result cddp__elastic_connect(cddp_ddp *d) {
   cddp_result r;
   int k;
   memset(&ref, 0, sizeof ref);
-  if (elastic->own != NULL) ref = cddp__ref_of(d->group->host, elastic->own, sizeof *elastic->own);
+  if (elastic->own != NULL) ref = elastic->own->refs[CDDP__PUBLISHED_SELF];
   r = cddp__round(g, CDDP__KIND_GROUP_NEW, CDDP__PHASE_CONNECTED, 0, &ref, sizeof ref);
   if (r == CDDP_OK)
     r = cddp__round(d->comm, CDDP__KIND_GROUP_NEW, CDDP__PHASE_CONNECTED, 0, NULL, 0);
@@ -18670,7 +18670,7 @@ static cddp_result cddp__elastic_connect(cddp_ddp *d) {
   }
   elastic->one_host = elastic->own != NULL && g->hosts == NULL;
   d->me = g->rank;
-  cddp__set_rank_addresses(d, d->me, d->arena);
+  cddp__set_gradient_addresses(d, d->me, d->arena);
   d->addresses.squares[d->me] = (double *)(void *)(d->arena + d->layout.bytes);
   d->addresses.slots[d->me] = elastic->slot_area;
   if (r != CDDP_OK || !elastic->one_host || d->layout.dense < CDDP__HUGE_PAGE) return r;
@@ -18839,7 +18839,6 @@ static cddp_result cddp__elastic_regroup(cddp_ddp *d) {
   if (r == CDDP_OK) r = cddp__elastic_synchronize(d, table, from);
   cddp__free(&elastic->net->allocator, table);
   if (r != CDDP_OK) return r;
-  cddp__join_listen(host);
   cddp__answer_joins(d);
   cddp__log(&host->logger, 1, "%d ranks continue with step %" PRIu64, d->step.active_count,
             elastic->done);
@@ -19118,10 +19117,8 @@ static cddp_result cddp__elastic_new(cddp_ddp *d) {
   const char *secret =
       host->job_info != NULL && host->job_info->secret[0] != 0 ? host->job_info->secret : NULL;
   cddp__elastic *elastic = (cddp__elastic *)cddp__calloc(
-      allocator, 1,
-      sizeof *elastic + sizeof *elastic->members +
-          n * (sizeof *elastic->members + 3 * sizeof(void *) + sizeof(int) + 1) +
-          2 * links * sizeof(void *));
+      allocator, 1, /* `order` and `ended` count as one pointer */
+      sizeof *elastic + links * (sizeof *elastic->members + 6 * sizeof(void *)));
   if (elastic == NULL) return CDDP_OUT_OF_MEMORY;
   host->elastic = true;
   d->elastic = elastic;
@@ -19173,7 +19170,6 @@ static cddp_result cddp__elastic_create(cddp_ddp *d) {
   cddp__free(&g->host->allocator, all);
   if (r == CDDP_OK) r = cddp__consensus(g, cddp__elastic_connect(d), NULL, 0, NULL);
   if (r != CDDP_OK) return r;
-  cddp__join_listen(g->host);
   cddp__answer_joins(d);
   return CDDP_OK;
 }
