@@ -2827,10 +2827,10 @@ static cddp_result cddp__device_open(cddp_group *g, int device, const cddp__back
     r = cddp__nccl_connect(p);
   if (r == CDDP_OK) {
     g->device = p;
-    return r;
+  } else {
+    g->backend = &cddp__cpu_backend;
+    cddp__device_delete(p);
   }
-  g->backend = &cddp__cpu_backend;
-  cddp__device_delete(p);
   return r;
 }
 
@@ -3043,11 +3043,9 @@ static void cddp__states_free(cddp_optim *optim) {
   cddp__free_on(optim->device, optim->flat);
 }
 
-static const cddp__optim_backend cddp__device_optim = {true, /* on_device */
-                                                       cddp__device_step_copies,
-                                                       cddp__device_write_copies,
-                                                       cddp__device_clear,
-                                                       cddp__states_free};
+static const cddp__optim_backend cddp__device_optim = {
+    true /* on_device */, cddp__device_step_copies, cddp__device_write_copies, cddp__device_clear,
+    cddp__states_free};
 
 /* >>ddp-device ------------------------------------------------------------------------------------
    Job: a model's gradients and steps in device memory: what >>ddp-host of cddp.h does on a host.
@@ -3214,9 +3212,8 @@ static int cddp__gpu_list(cddp_ddp *d, int dtype, int which) {
     if ((int)p->dtype != dtype || p->count == 0 || !d->step.used[i] || (part && t->begin >= t->end))
       continue;
     memset(s, 0, sizeof *s);
-    s->grad = part                                                         ? d->arena + t->begin
-              : which == CDDP__LIST_CALLERS && t->storage == CDDP__STORAGE_COPIED ? p->grad
-                                                     : cddp__device_gradient(NULL, d, i);
+    s->grad = part ? d->arena + t->begin : cddp__device_gradient(NULL, d, i);
+    if (which == CDDP__LIST_CALLERS && t->storage == CDDP__STORAGE_COPIED) s->grad = p->grad;
     s->count = part ? (t->end - t->begin) / cddp__dtype_size(p->dtype) : p->count;
     n++;
   }
@@ -3246,8 +3243,7 @@ static cddp_result cddp__gpu_norm(cddp_ddp *d, double *norm) {
   double sum = 0;
   cddp_result r =
       cddp__refuse_capture(cddp__main_stream(d->group), CDDP_INVALID_ARGUMENT,
-                           "a norm (not one asked of cddp_ddp_grad_norm later) is waited "
-                           "for");
+                           "a norm (not one asked of cddp_ddp_grad_norm later) is waited for");
   if (r == CDDP_OK) r = d->group->backend->synchronize(d->group);
   if (r == CDDP_OK) r = cddp__transfer(d->group, &sum, d->gpu->clip, sizeof sum);
   *norm = (sqrt)(sum);
@@ -3456,10 +3452,9 @@ static cddp_result cddp__give_device(cddp_group *g, const cddp_group_desc *desc)
   if (r != CDDP_OK) return cddp__break(g, r);
   r = cddp__device_open(g, mine.device, nccl ? &cddp__nccl_backend : &cddp__staged_backend,
                         kernels ? cddp__registered_kernels : NULL, !joins);
-  if (r != CDDP_OK) return r;
-  if (nccl && mine.gpu[0] != 0)
+  if (r == CDDP_OK && nccl && mine.gpu[0] != 0)
     g->gpu = cddp__hash64(1, mine.gpu, sizeof mine - offsetof(cddp__device_report, gpu));
-  return CDDP_OK;
+  return r;
 }
 
 /* Returns whether p is device memory. CUDA's answer creates a context on the current device, so the
