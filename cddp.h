@@ -1730,7 +1730,6 @@ typedef struct cddp__host {
   int size, index;         /* number of ranks; this one's */
   uint32_t *pids;          /* [size + CDDP__JOINS] */
   int *pidfds;             /* [size + CDDP__JOINS]; -1 except for the next rank and joined ones */
-  uint64_t started_before; /* clock ticks since boot at the rendezvous' end: processes are older */
   /* The rendezvous and joins. */
   bool joined;                     /* this process joined with CDDP_JOIN */
   bool elastic;                    /* this rank has an elastic model */
@@ -7857,29 +7856,24 @@ CDDP__INLINED cddp_result cddp__check_group(cddp_group *g) {
 #define CDDP__REMOTE_CAUSE_S 0.1      /* time for another host's notice of a failure to arrive */
 #define CDDP__REMOTE_CAUSE_LONG_S 0.5 /* the same if other ranks may have seen how a rank ended */
 
-/* Reads field `number` of /proc/PID/stat (proc(5)), and the letter of the process's state. Returns
-   false if there is no such process. */
-static bool cddp__process_stat(uint32_t pid, int number, char *state, uint64_t *value) {
-  char path[32], text[1024], *at;
+/* Returns the letter of a process's state from /proc/PID/stat; 0: there is no such process.
+   *status: the wait status of a zombie; -1: unknown. */
+static char cddp__process_state(uint32_t pid, int *status) {
+  char path[32], text[1024], state, *at;
   ssize_t n;
   int fd, field;
   snprintf(path, sizeof path, "/proc/%u/stat", pid);
-  if ((fd = open(path, O_RDONLY | O_CLOEXEC)) < 0) return false;
+  if ((fd = open(path, O_RDONLY | O_CLOEXEC)) < 0) return 0;
   n = read(fd, text, sizeof text - 1);
   close(fd);
   text[n > 0 ? n : 0] = 0;
   at = strrchr(text, ')'); /* end of the name, which can contain anything */
-  if (at == NULL || at[1] != ' ') return false;
-  *state = at[2];
-  for (field = 2; field < number && at != NULL; field++) at = strchr(at + 1, ' ');
-  if (at != NULL) *value = strtoull(at, NULL, 10);
-  return at != NULL;
-}
-
-static uint64_t cddp__boot_ticks(void) { /* the time now, in the unit of starttime in proc(5) */
-  struct timespec t;
-  clock_gettime(CLOCK_BOOTTIME, &t);
-  return (uint64_t)(((double)t.tv_sec + 1e-9 * (double)t.tv_nsec) * (double)sysconf(_SC_CLK_TCK));
+  if (at == NULL || at[1] != ' ') return 0;
+  state = at[2];
+  for (field = 2; field < 52 /* exit_code: proc(5) */ && at != NULL; field++)
+    at = strchr(at + 1, ' ');
+  *status = at != NULL ? atoi(at) : -1;
+  return state;
 }
 
 /* Returns whether a process has ended. A living process of the host holds a lock on its byte of the
@@ -7887,7 +7881,7 @@ static uint64_t cddp__boot_ticks(void) { /* the time now, in the unit of startti
 static bool cddp__process_gone(const cddp__host *host, int at) {
   struct pollfd fd = {host->pidfds[at], POLLIN, 0}; /* readable once the process has ended */
   struct flock lock;
-  uint64_t start;
+  int status;
   char state;
   if (fd.fd >= 0 && poll(&fd, 1, 0) != 1) return false;
   if (fd.fd >= 0 && (syscall(SYS_pidfd_send_signal, fd.fd, 0, NULL, 0) == 0 || errno != EBADF))
@@ -7898,9 +7892,8 @@ static bool cddp__process_gone(const cddp__host *host, int at) {
   lock.l_len = 1;
   if (at < host->size && fcntl(host->arena.fd, F_GETLK, &lock) == 0 && lock.l_type != F_UNLCK)
     return false;
-  if (cddp__process_stat(host->pids[at], 22 /* starttime */, &state, &start))
-    return state == 'Z' || state == 'X' || /* a later start: another process has got its pid */
-           (at < host->size && start > host->started_before);
+  if ((state = cddp__process_state(host->pids[at], &status)) != 0)
+    return state == 'Z' || state == 'X';
   return kill((pid_t)host->pids[at], 0) != 0 && errno == ESRCH;
 }
 
@@ -7935,12 +7928,7 @@ static bool cddp__exit_status(int pidfd, uint32_t pid, int *status) {
     uint32_t ids[11];
     int32_t exit_code;
   } info;
-  uint64_t code;
-  char state;
-  if (cddp__process_stat(pid, 52 /* exit_code */, &state, &code) && state == 'Z') {
-    *status = (int)code;
-    return true;
-  }
+  if (cddp__process_state(pid, status) == 'Z' && *status >= 0) return true;
   memset(&info, 0, sizeof info);
   info.mask = 8; /* PIDFD_INFO_EXIT */
   if (pidfd < 0 || ioctl(pidfd, _IOWR(0xff, 11, struct cddp__pidfd_info), &info) != 0) return false;
@@ -7950,21 +7938,19 @@ static bool cddp__exit_status(int pidfd, uint32_t pid, int *status) {
 
 /* Example: "was killed by signal 9 (Killed)" */
 static cddp__text cddp__describe_status(int status) {
-  const char *name = WIFSIGNALED(status) ? strsignal(WTERMSIG(status)) : NULL;
   if (!WIFSIGNALED(status)) return cddp__textf("exited with code %d", WEXITSTATUS(status));
-  return cddp__textf("was killed by signal %d (%s)%s", WTERMSIG(status), name != NULL ? name : "?",
-                     WCOREDUMP(status) ? ", core dumped" : "");
+  return cddp__textf("was killed by signal %d (%s)%s", WTERMSIG(status),
+                     strsignal(WTERMSIG(status)), WCOREDUMP(status) ? ", core dumped" : "");
 }
 
 static cddp__text cddp__name_rank(const cddp_group *g, int rank) {
   const cddp__net *net = g->hosts != NULL ? g->hosts->net : NULL;
+  const cddp__rank_entry *entry = net != NULL ? &net->ranks[g->world[rank]] : NULL;
   if (g->host->threads && net == NULL)
     return cddp__textf("rank %d (a thread of pid %d)", rank, (int)getpid());
-  if (net != NULL)
-    return cddp__textf("rank %d (pid %u on %s)", rank, net->ranks[g->world[rank]].pid,
-                       net->hosts[net->ranks[g->world[rank]].host].name);
-  return cddp__textf("rank %d (pid %u on %s)", rank, g->host->pids[g->members[rank]],
-                     g->host->name);
+  return cddp__textf("rank %d (pid %u on %s)", rank,
+                     net != NULL ? entry->pid : g->host->pids[g->members[rank]],
+                     net != NULL ? net->hosts[entry->host].name : g->host->name);
 }
 
 static bool cddp__rank_left(const cddp_group *g, int rank) {
@@ -7978,16 +7964,16 @@ static cddp__text cddp__describe_remote_end(const cddp_group *g, int rank) {
   const cddp__rank_entry *entry = &net->ranks[g->world[rank]];
   cddp__address address = cddp__internet_address(&net->hosts[entry->host].address);
   int error = g->hosts->peers[rank].error; /* errno; 0: the rank has closed the connection */
+  cddp__text at;
   cddp__address_set_port(&address, entry->port);
+  at = cddp__describe_address(&address);
   if (error == 0 || error == ECONNRESET || error == EPIPE)
     return cddp__textf("closed its connection: it died, or its group failed");
   if (error == ECONNREFUSED)
-    return cddp__textf("does not listen at %s: it has ended, or a firewall blocks this port",
-                       cddp__describe_address(&address).s);
+    return cddp__textf("does not listen at %s: it has ended, or a firewall blocks this port", at.s);
   if (error == EPROTO)
     return cddp__textf("sent bytes that are not a cddp message, or a message out of order");
-  return cddp__textf("lost its connection (it listens at %s): %s",
-                     cddp__describe_address(&address).s, strerror(error));
+  return cddp__textf("lost its connection (it listens at %s): %s", at.s, strerror(error));
 }
 
 static cddp__text cddp__describe_end(const cddp_group *g, int rank) {
@@ -8302,10 +8288,8 @@ static cddp_result cddp__break_late(cddp_group *g, int late) {
     if (r != CDDP_OK || cddp__has_announced(g, g->hosts->lowest_remote)) return r;
   }
   n = cddp__find_late(g, set);
-  if (n == 0) { /* all have announced the round, but a rank does not finish it */
-    snprintf(names, sizeof names, "%s", late < 0 ? "a rank" : "");
-    if (late >= 0) set[late] = true;
-  }
+  if (n == 0 && late >= 0) set[late] = true; /* it does not finish the round that all announced */
+  if (n == 0 && late < 0) cddp__append(names, sizeof names, "a rank");
   for (p = 0; p < g->size && named < 3; p++) {
     if (!set[p]) continue;
     far = far || g->members[p] < 0;
@@ -10892,7 +10876,7 @@ static void cddp__hosts_pause(cddp_group *g, cddp__wait *w, int peer, uint32_t e
     return;
   }
   start = cddp__now();
-  if (epoll_wait(hosts->epoll, news, 16, ms) < 0) {} /* an error only shortens the sleep */
+  (void)epoll_wait(hosts->epoll, news, 16, ms); /* an error only shortens the sleep */
   cddp__note_sleep(start, 1e-3 * ms);
   pthread_mutex_lock(&g->p2p.lock);
   hosts->polling = false;
@@ -11020,9 +11004,9 @@ static bool cddp__move_frame(cddp_group *g, const cddp__delivery *it, cddp__conn
   cddp__hosts *hosts = g->hosts;
   cddp__message *m;
   if (it->out) {
-    if (!cddp__link_progress(hosts->net, link)) return false;
-    if (link->sent == 0 && cddp__buffer_size(&link->out) > 0)
-      return false; /* earlier bytes first */
+    if (!cddp__link_progress(hosts->net, link) ||
+        (link->sent == 0 && cddp__buffer_size(&link->out) > 0)) /* earlier bytes first */
+      return false;
     if (link->sent == 0) link->out_head = head;
     if (cddp__connection_io(link, &link->out_head, data, it->size, &link->sent, CDDP__PART_BYTES,
                             true) <= 0)
@@ -11039,8 +11023,8 @@ static bool cddp__move_frame(cddp_group *g, const cddp__delivery *it, cddp__conn
     cddp__free(&hosts->net->allocator, m);
     return true;
   }
-  if (link->state != CDDP__CONNECTION_UP) return false;
-  if (link->message != NULL || link->got < sizeof head) return false; /* no head of a piece yet */
+  if (link->state != CDDP__CONNECTION_UP || link->message != NULL || link->got < sizeof head)
+    return false; /* no head of a piece yet */
   if (memcmp(&link->in_head, &head, sizeof head) != 0) cddp__connection_end(link, EPROTO);
   if (link->state != CDDP__CONNECTION_UP ||
       cddp__connection_io(link, &link->in_head, data, it->size, &link->got, CDDP__PART_BYTES,
@@ -12510,29 +12494,26 @@ static cddp_result cddp__mpi_move_counted(cddp_group *g, const cddp__call *call,
   size_t each = 2 * sizeof(int) + 2 * sizeof(MPI_Datatype), size = (size_t)g->size;
   MPI_Datatype *out = (MPI_Datatype *)cddp__calloc(&g->host->allocator, size, each);
   MPI_Datatype *in = out + size, type = cddp__mpi_type(call->dtype);
-  int *ones = (int *)(void *)(in + size), *zeros = ones + size, q, code, length;
+  int *ones = (int *)(void *)(in + size), *zeros = ones + size, i, code, length;
   MPI_Request request = MPI_REQUEST_NULL;
   MPI_Aint at;
   cddp_result r;
   if (out == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
   pthread_mutex_lock(&cddp__mpi_lock);
-  for (q = 0; q < g->size; q++) {
-    const cddp__counted_share *p = &call->shares[q];
-    ones[q] = 1;
-    at = (MPI_Aint)((p->out_at + begin) * call->esize);
-    length = (int)(cddp__share_bytes(call, q, true, begin, n) / call->esize);
-    MPI_Type_create_hindexed(1, &length, &at, type, &out[q]);
-    at = (MPI_Aint)((p->in_at + begin) * call->esize);
-    length = (int)(cddp__share_bytes(call, q, false, begin, n) / call->esize);
-    MPI_Type_create_hindexed(1, &length, &at, type, &in[q]);
-    MPI_Type_commit(&out[q]);
-    MPI_Type_commit(&in[q]);
+  for (i = 0; i < 2 * g->size; i++) {
+    bool sends = i < g->size;
+    const cddp__counted_share *p = &call->shares[i % g->size];
+    ones[i % g->size] = 1;
+    at = (MPI_Aint)(((sends ? p->out_at : p->in_at) + begin) * call->esize);
+    length = (int)(cddp__share_bytes(call, i % g->size, sends, begin, n) / call->esize);
+    MPI_Type_create_hindexed(1, &length, &at, type, &out[i]);
+    MPI_Type_commit(&out[i]);
   }
   code =
       MPI_Ialltoallw(send, ones, zeros, out, call->recv, ones, zeros, in, g->mpi->comm, &request);
   if ((r = cddp__mpi_wait(g, call, code, &request)) != CDDP_OK) return r; /* MPI still uses out */
   pthread_mutex_lock(&cddp__mpi_lock);
-  for (q = 0; q < 2 * g->size; q++) MPI_Type_free(&out[q]);
+  for (i = 0; i < 2 * g->size; i++) MPI_Type_free(&out[i]);
   pthread_mutex_unlock(&cddp__mpi_lock);
   cddp__free(&g->host->allocator, out);
   return CDDP_OK;
@@ -14026,7 +14007,6 @@ static cddp_result cddp__start_job(cddp_group **out, cddp__config *config, cddp_
   if (r != CDDP_OK) return r;
   /* For cddp__wait_tick. If seccomp forbids pidfd_open, only the next rank's parent process can
      know that it has ended. */
-  host->started_before = cddp__boot_ticks();
   next = (host->index + 1) % host->size;
   if (next != host->index)
     host->pidfds[next] =
@@ -18605,7 +18585,6 @@ static void cddp__register_process(cddp__host *host, int at, uint32_t pid) {
   if (host->threads || at == host->index || host->pids[at] == pid) return;
   cddp__close_fd(&host->pidfds[at]);
   host->pids[at] = pid;
-  host->started_before = cddp__boot_ticks(); /* without pidfds: an upper bound on its start */
   host->pidfds[at] = cddp__above_stdio((int)syscall(SYS_pidfd_open, (pid_t)pid, 0u));
 }
 
