@@ -1493,6 +1493,8 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels); /* must 
 #define CDDP__LIKELY(c) __builtin_expect(!!(c), 1)
 #define CDDP__UNLIKELY(c) __builtin_expect(!!(c), 0)
 #define CDDP__INLINED static inline __attribute__((always_inline))
+/* A small function off the fast paths with many callers: a copy in each costs compile time. */
+#define CDDP__OUT_OF_LINE static __attribute__((noinline))
 #define CDDP__OWN_LINE __attribute__((aligned(CDDP__CACHE_LINE))) /* begins a cache line */
 
 /* >>structs ------------------------------------------------------------------------------------
@@ -2507,7 +2509,7 @@ static void *cddp__calloc(const cddp_allocator *allocator, size_t count, size_t 
   return p;
 }
 
-static void cddp__free(const cddp_allocator *allocator, void *p) {
+CDDP__OUT_OF_LINE void cddp__free(const cddp_allocator *allocator, void *p) {
   if (p == NULL) return;
   if (allocator != NULL && allocator->free != NULL)
     (allocator->free)(p, allocator->user_data);
@@ -2632,7 +2634,7 @@ static double cddp__monotonic(void) { /* seconds, the same for all processes of 
 }
 
 /* The clock of all deadlines, in seconds: it stands still while this process is stopped. */
-static double cddp__now(void) {
+CDDP__OUT_OF_LINE double cddp__now(void) {
   double stopped = 1e-9 * (double)cddp__load64(&cddp__stopped); /* read first: a stop may follow */
   return cddp__monotonic() - stopped;
 }
@@ -3333,7 +3335,7 @@ static int cddp__register_socket(int fd) {
   return fd;
 }
 
-static void cddp__close_fd(int *fd) {
+CDDP__OUT_OF_LINE void cddp__close_fd(int *fd) {
   if (*fd >= 0 && *fd < CDDP__OWN_SOCKETS) /* first: another thread can get the number next */
     __atomic_fetch_and(&cddp__own_sockets[*fd / 32], ~(1u << (*fd % 32)), __ATOMIC_ACQ_REL);
   if (*fd >= 0) close(*fd);
@@ -6550,8 +6552,8 @@ typedef uint16_t __attribute__((may_alias)) cddp__u16;
 typedef int32_t __attribute__((may_alias)) cddp__i32;
 typedef int64_t __attribute__((may_alias)) cddp__i64;
 
-/* FAST: the compiler vectorizes the loops. SCALAR: it must not, since baseline x86 has no vector
-   fma. */
+/* FAST: the compiler vectorizes the loops. SCALAR: it does not, and compiles faster; baseline x86
+   has no vector fma. */
 #if defined(__clang__)
 #define CDDP__FAST
 #define CDDP__SCALAR
@@ -6576,17 +6578,18 @@ typedef int64_t __attribute__((may_alias)) cddp__i64;
 #endif
 #endif
 
-/* The attributes of each instruction set's functions. `base` is the compiler's own target. */
+/* The attributes of each instruction set's functions. `base` is the compiler's own target; with
+   dispatch it serves only x86 processors without AVX2, from before 2013. */
 #if defined(__x86_64__) && !defined(CDDP__NO_DISPATCH)
 #include <cpuid.h>
 #define CDDP__DISPATCH 1
 #define CDDP__AVX2 __attribute__((target("avx2,fma,f16c"))) CDDP__FAST
 #define CDDP__AVX512 \
   __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c" CDDP__WIDE))) CDDP__FAST
-#define CDDP__BASE_FUSED CDDP__SCALAR
+#define CDDP__BASE CDDP__SCALAR
 #else
 #define CDDP__DISPATCH 0
-#define CDDP__BASE_FUSED CDDP__FAST
+#define CDDP__BASE CDDP__FAST
 #endif
 
 /* const: a square root that sets no errno can be vectorized. nvcc declares these differently. */
@@ -6660,12 +6663,12 @@ CDDP__INLINED uint16_t cddp__f32_to_bf16(float x) {
 typedef struct cddp__scalars {
   double sign; /* factor of the gradient: -1 to maximize */
   cddp_adamw_step adamw;
-  double step;   /* SGD, like the rest: -lr */
-  double decay;  /* weight_decay; 0: none */
-  double keep;   /* factor of the momentum */
-  double take;   /* factor of the gradient that is added to the momentum */
+  double step;  /* SGD, like the rest: -lr */
+  double decay; /* weight_decay */
+  double keep;  /* factor of the momentum */
+  double take;  /* factor of the gradient that is added to the momentum */
   bool nesterov;
-  bool first;    /* the momentum is set to the gradient */
+  bool first; /* the momentum is set to the gradient */
 } cddp__scalars;
 
 /* A range of a data-parallel step: gradients and weights of 1, 2 or 4 ranks, one set of states. */
@@ -6677,7 +6680,7 @@ typedef struct cddp__fused_args {
   float clip; /* factor of that mean, from gradient clipping; 1: none */
 } cddp__fused_args;
 
-/* The loops for one element type; NULL: this type has no such loop. */
+/* The loops for one element type; NULL: this type has none. */
 typedef struct cddp__kernels {
   /* d = canonical sum of k sources, scaled by f: see CDDP__SUM_KERNELS. F32, F64, BF16 */
   void (*sum)(void *d, const void *const *s, int k, size_t n, double f);
@@ -6712,8 +6715,8 @@ typedef struct cddp__kernels {
     } \
   } while (0)
 
-/* Each macro below defines functions named cddp__LOOP_S_ISA, which struct cddp__kernels describes.
-   ISA is an instruction set, TARGET its attributes, T an element type and S the type's name. */
+/* Each macro below defines functions cddp__LOOP_S_ISA, which struct cddp__kernels describes. ISA is
+   an instruction set, TARGET its attributes, T an element type and S the type's name. */
 
 /* The canonical sums of element i of 2, 4 and 8 arrays. IN converts to the type of arithmetic. */
 #define CDDP__SUM_2(IN, a, b) (IN(a[i]) + IN(b[i]))
@@ -6918,22 +6921,22 @@ typedef struct cddp__kernels {
   CDDP__ADAMW_SCALARS(float, scalars)
 
 /* The loops that are faster with AVX-512 (by 4 to 20 % on Zen 4 and 5); memory and caches limit the
-   others. FUSED: attributes of the loops with fused multiply-adds. */
-#define CDDP__WIDE_KERNELS(ISA, TARGET, FUSED) \
+   others. */
+#define CDDP__WIDE_KERNELS(ISA, TARGET) \
   CDDP__SUM_KERNELS(ISA, TARGET, cddp__f32, f32, float, , ) \
   CDDP__SUM_KERNELS(ISA, TARGET, cddp__u16, bf16, float, cddp__bf16_to_f32, cddp__f32_to_bf16) \
-  CDDP__ADAMW_KERNEL(ISA, FUSED, cddp__f32, f32, __builtin_fmaf, sqrtf) \
-  CDDP__FUSED_KERNEL(ISA, FUSED, sgd, CDDP__SGD_LOCALS, CDDP__SGD_STEP) \
-  CDDP__FUSED_KERNEL(ISA, FUSED, adamw, CDDP__ADAMW_LOCALS, \
+  CDDP__ADAMW_KERNEL(ISA, TARGET, cddp__f32, f32, __builtin_fmaf, sqrtf) \
+  CDDP__FUSED_KERNEL(ISA, TARGET, sgd, CDDP__SGD_LOCALS, CDDP__SGD_STEP) \
+  CDDP__FUSED_KERNEL(ISA, TARGET, adamw, CDDP__ADAMW_LOCALS, \
                      CDDP__ADAMW_STEP(float, __builtin_fmaf, sqrtf, ))
-#define CDDP__KERNELS(ISA, TARGET, FUSED) \
-  CDDP__WIDE_KERNELS(ISA, TARGET, FUSED) \
+#define CDDP__KERNELS(ISA, TARGET) \
+  CDDP__WIDE_KERNELS(ISA, TARGET) \
   CDDP__SUM_KERNELS(ISA, TARGET, cddp__f64, f64, double, , ) \
   CDDP__SCALE_KERNELS(ISA, TARGET, cddp__f32, f32, __builtin_fmaf) \
   CDDP__SCALE_KERNELS(ISA, TARGET, cddp__f64, f64, __builtin_fma) \
   CDDP__SQUARES_KERNEL(ISA, TARGET, cddp__f32, f32) \
   CDDP__SQUARES_KERNEL(ISA, TARGET, cddp__f64, f64) \
-  CDDP__ADAMW_KERNEL(ISA, FUSED, cddp__f64, f64, __builtin_fma, (sqrt)) \
+  CDDP__ADAMW_KERNEL(ISA, TARGET, cddp__f64, f64, __builtin_fma, (sqrt)) \
   CDDP__PAIR_KERNEL(ISA, TARGET, cddp__f32, f32) \
   CDDP__PAIR_KERNEL(ISA, TARGET, cddp__f64, f64) \
   CDDP__INT_KERNEL(ISA, TARGET, cddp__i8, i8, uint8_t) \
@@ -6965,8 +6968,8 @@ typedef struct cddp__kernels {
    CDDP__INT_ROW(ISA, i32), \
    CDDP__INT_ROW(ISA, i64)}
 
-CDDP__KERNELS(base, CDDP__FAST, CDDP__BASE_FUSED)
-CDDP__HALF_KERNELS(base, CDDP__FAST, f16)
+CDDP__KERNELS(base, CDDP__BASE)
+CDDP__HALF_KERNELS(base, CDDP__BASE, f16)
 static const cddp__kernels cddp__kernels_base[] = CDDP__TABLE(base, base);
 
 #if CDDP__DISPATCH
@@ -7000,9 +7003,9 @@ CDDP__AVX2 static void cddp__narrow_f16_avx2(void *dst, const cddp__f32 *s, size
   cddp__narrow_f16_base(d + i, s + i, n - i);
 }
 
-CDDP__KERNELS(avx2, CDDP__AVX2, CDDP__AVX2)
+CDDP__KERNELS(avx2, CDDP__AVX2)
 static const cddp__kernels cddp__kernels_avx2[] = CDDP__TABLE(avx2, avx2);
-CDDP__WIDE_KERNELS(avx512, CDDP__AVX512, CDDP__AVX512)
+CDDP__WIDE_KERNELS(avx512, CDDP__AVX512)
 static const cddp__kernels cddp__kernels_avx512[] = CDDP__TABLE(avx2, avx512);
 #endif
 
@@ -7042,6 +7045,7 @@ static const cddp__kernels *cddp__pick_kernels(void) {
 }
 
 #define CDDP__BLOCK_BYTES 4096 /* of a block: small enough for the first-level cache */
+#define CDDP__BLOCK_FLOATS (CDDP__BLOCK_BYTES / sizeof(float))
 #define CDDP__FOLD_BYTES 20480 /* of all partial results: a thread's stack may have only 64 KiB */
 
 /* One reduction: the values that are the same for all its blocks. */
@@ -7108,9 +7112,7 @@ static void cddp__divide(void *p, size_t n, int k, cddp_dtype dtype) {
 /* d = a op b, in the compute type. `last`: the root of the tree, which also scales the result. */
 static void cddp__fold_pair(const cddp__fold *fold, void *d, const void *a, const void *b, size_t n,
                             bool last) {
-  const void *s[2];
-  s[0] = a;
-  s[1] = b;
+  const void *s[] = {a, b};
   if (fold->sums) (fold->math->sum)(d, s, 2, n, last && !fold->divide ? fold->factor : 1.0);
   else if (fold->op >= CDDP_BAND) (fold->math->bits)(d, a, b, n * fold->csize, fold->op);
   else fold->math->pair(d, a, b, n, fold->op, fold->flip);
@@ -7126,12 +7128,11 @@ static const void *cddp__fold_leaf(const cddp__fold *fold, void *buf, int first,
   if (fold->widths != NULL && fold->widths[first] != 1)
     return (const char *)fold->srcs[first] + at * fold->csize;
   for (i = 0; i < k; i++) s[i] = (const char *)fold->srcs[first + i] + at * fold->esize;
+  if (k == 1 && fold->kernels == fold->math) return s[0];
   if (k > 1)
     (fold->math->sum)(buf, s, k, n, 1.0);
-  else if (fold->kernels != fold->math)
-    fold->kernels->widen((cddp__f32 *)buf, s[0], n);
   else
-    return s[0];
+    fold->kernels->widen((cddp__f32 *)buf, s[0], n);
   return buf;
 }
 
@@ -7200,8 +7201,7 @@ static void cddp__reduce_nodes(void *dst, const void *const *srcs, const int *wi
   cddp__fold f;
   cddp__fold_init(&f, srcs, nsrcs, ranks, dtype, op);
   f.widths = widths;
-  if (cddp__fold_direct(&f)) (f.kernels->sum)(dst, srcs, nsrcs, n, f.factor);
-  else cddp__fold_range(&f, dst, 0, n);
+  cddp__fold_range(&f, dst, 0, n);
 }
 
 /* dst[i] = the canonical tree over srcs[..][i], one source per rank: 1 .. CDDP__MAX_RANKS. */
@@ -7237,7 +7237,7 @@ static void cddp__reduce_all(void *const *bufs, int nbufs, size_t n, cddp_dtype 
 }
 
 /* Runs `loop`, a data-parallel step of n elements, for 1, 2 or 4 ranks. Four ranks have more
-   arrays than the first-level cache has ways. So these arrays are processed one after the other, in
+   arrays than the first-level cache has ways: these arrays are processed one after the other, in
    chunks short enough for libc's memcpy to use the cache. */
 static void cddp__fuse(void (*loop)(const cddp__fused_args *s, int ranks, size_t n),
                        const cddp__fused_args *s, int ranks, size_t n) {
@@ -7264,15 +7264,12 @@ static void cddp__fuse(void (*loop)(const cddp__fused_args *s, int ranks, size_t
 /* p[i] *= factor, with one rounding. factor is first rounded to the compute type. Floats only. */
 static void cddp__scale(void *p, size_t n, cddp_dtype dtype, double factor) {
   const cddp__kernels *k = cddp__pick_kernels();
-  float buf[CDDP__BLOCK_BYTES / sizeof(float)];
+  float buf[CDDP__BLOCK_FLOATS];
   size_t at, m;
-  if (k[dtype].scale != NULL) {
-    (k[dtype].scale)(p, n, factor, false);
-    return;
-  }
-  for (at = 0; at < n; at += m) {
+  if (k[dtype].scale != NULL) (k[dtype].scale)(p, n, factor, false);
+  for (at = 0; k[dtype].scale == NULL && at < n; at += m) {
     char *q = (char *)p + at * 2;
-    m = cddp__min(CDDP__BLOCK_BYTES / sizeof(float), n - at);
+    m = cddp__min(CDDP__BLOCK_FLOATS, n - at);
     k[dtype].widen(buf, q, m);
     (k[CDDP_F32].scale)(buf, m, factor, false);
     k[dtype].narrow(q, buf, m);
@@ -7282,14 +7279,15 @@ static void cddp__scale(void *p, size_t n, cddp_dtype dtype, double factor) {
 /* The sum of squares in double, in an order that depends only on n. Floats only. */
 static double cddp__sum_squares(const void *p, size_t n, cddp_dtype dtype) {
   const cddp__kernels *k = cddp__pick_kernels();
-  float buf[CDDP__BLOCK_BYTES / sizeof(float)];
+  bool half = cddp__dtype_half(dtype);
+  float buf[CDDP__BLOCK_FLOATS];
   double sum = 0;
-  size_t at, m, esize = cddp__dtype_size(dtype);
+  size_t at, m;
   for (at = 0; at < n; at += m) {
-    const void *q = (const char *)p + at * esize;
-    m = cddp__min(CDDP__BLOCK_BYTES / sizeof(float), n - at);
-    if (k[dtype].widen != NULL) k[dtype].widen(buf, q, m);
-    sum += k[cddp__compute_type(dtype)].squares(k[dtype].widen != NULL ? buf : q, m);
+    const void *q = (const char *)p + at * cddp__dtype_size(dtype);
+    m = cddp__min(CDDP__BLOCK_FLOATS, n - at);
+    if (half) k[dtype].widen(buf, q, m);
+    sum += k[cddp__compute_type(dtype)].squares(half ? buf : q, m);
   }
   return sum;
 }
@@ -7308,7 +7306,7 @@ static float cddp__round_odd(double x) {
    can src and dst overlap. */
 static void cddp__convert(void *dst, cddp_dtype to, const void *src, cddp_dtype from, size_t n) {
   const cddp__kernels *k = cddp__pick_kernels();
-  float buf[CDDP__BLOCK_BYTES / sizeof(float)];
+  float buf[CDDP__BLOCK_FLOATS];
   size_t at, m, i, to_size = cddp__dtype_size(to), from_size = cddp__dtype_size(from);
   if (to == from && n > 0) memmove(dst, src, n * to_size);
   for (at = 0; to != from && at < n; at += m) { /* via f32, in buf if neither type is f32 */
@@ -7316,7 +7314,7 @@ static void cddp__convert(void *dst, cddp_dtype to, const void *src, cddp_dtype 
     const cddp__f64 *s64 = (const cddp__f64 *)src + at;
     cddp__f32 *mid = to == CDDP_F32 ? (cddp__f32 *)d : (cddp__f32 *)buf;
     const cddp__f32 *s = from == CDDP_F32 ? (const cddp__f32 *)src + at : mid;
-    m = cddp__min(CDDP__BLOCK_BYTES / sizeof(float), n - at);
+    m = cddp__min(CDDP__BLOCK_FLOATS, n - at);
     if (from == CDDP_F64)
       for (i = 0; i < m; i++) mid[i] = to == CDDP_F32 ? (float)s64[i] : cddp__round_odd(s64[i]);
     else if (from != CDDP_F32)
@@ -14403,7 +14401,7 @@ static double cddp__sgd_scalar(cddp_dtype dtype, double x) {
 
 /* Rounds the result of one operation to half precision if the weights have it. */
 static void cddp__sgd_round(const cddp__update *update, void *d, size_t n) {
-  uint16_t rounded[CDDP__BLOCK_BYTES / sizeof(float)];
+  uint16_t rounded[CDDP__BLOCK_FLOATS];
   if (!cddp__dtype_half(update->dtype)) return;
   update->kernels[update->dtype].narrow(rounded, (cddp__f32 *)d, n);
   update->kernels[update->dtype].widen((cddp__f32 *)d, rounded, n);
@@ -14538,7 +14536,7 @@ static cddp__update cddp__update_of(const cddp_optim *optim, int i, void *const 
    place of the weights, and the states are f32 too. */
 static void cddp__half_block(const cddp__update *update, void *master, void *weights,
                              const void *gradient, void *const *states, size_t n) {
-  float wide[2 + CDDP__STATES][CDDP__BLOCK_BYTES / sizeof(float)];
+  float wide[2 + CDDP__STATES][CDDP__BLOCK_FLOATS];
   const cddp__kernels *half = &update->kernels[update->stored];
   cddp__f32 *w = master != NULL ? (cddp__f32 *)master : wide[0];
   void *s[CDDP__STATES];
@@ -14630,13 +14628,11 @@ typedef struct cddp__owned {
 
 static int cddp__by_address(const void *x, const void *y) {
   const cddp__owned *a = (const cddp__owned *)x, *b = (const cddp__owned *)y;
-  if (a->begin != b->begin) return a->begin < b->begin ? -1 : 1;
-  return a->param < b->param ? -1 : a->param > b->param;
+  return a->begin != b->begin ? (a->begin < b->begin ? -1 : 1) : a->param - b->param;
 }
 
 /* Checks that parameters share no weights, gradients or copies. A fused step would update shared
-   memory twice, or on two ranks at the same time. copies: NULL, or [count] of 2 bytes an
-   element. */
+   memory twice, or on two ranks at the same time. copies: NULL, or [count], of 2-byte elements. */
 static cddp_result cddp__check_own_memory(const cddp_param *params, int count,
                                           void *const *copies, const cddp_allocator *allocator) {
   static const char *const what[] = {"data", "grad", "copy"};
@@ -14646,15 +14642,12 @@ static cddp_result cddp__check_own_memory(const cddp_param *params, int count,
   int i, j;
   if (list == NULL) return CDDP_OUT_OF_MEMORY;
   for (i = 0; i < count; i++) {
-    const void *memory[3];
-    memory[0] = params[i].data;
-    memory[1] = params[i].grad;
-    memory[2] = copies != NULL ? copies[i] : NULL;
+    const cddp_param *p = &params[i];
+    const void *memory[] = {p->data, p->grad, copies != NULL ? copies[i] : NULL};
     for (j = 0; j < 3; j++) {
-      if (memory[j] == NULL || params[i].count == 0) continue;
+      if (memory[j] == NULL || p->count == 0) continue;
       list[n].begin = (uintptr_t)memory[j];
-      list[n].end = (uintptr_t)memory[j] +
-                    params[i].count * (j == 2 ? 2 : cddp__dtype_size(params[i].dtype));
+      list[n].end = list[n].begin + p->count * (j == 2 ? 2 : cddp__dtype_size(p->dtype));
       list[n].what = what[j];
       list[n++].param = i;
     }
@@ -14683,9 +14676,13 @@ static bool cddp__optim_skips(const cddp_optim *optim, int i) {
   return optim->params[i].count == 0 || (optim->used != NULL && !optim->used[i]);
 }
 
+static bool cddp__has_copy(const cddp_optim *optim, int i) {
+  return optim->desc.copies != NULL && optim->desc.copies[i] != NULL;
+}
+
 /* Updates elements [from, from + n) of parameter i's copy, if it has one. */
 static void cddp__optim_copy(const cddp_optim *optim, int i, size_t from, size_t n) {
-  if (optim->desc.copies != NULL && optim->desc.copies[i] != NULL)
+  if (cddp__has_copy(optim, i))
     cddp__convert((uint16_t *)optim->desc.copies[i] + from, optim->desc.copy_dtype,
                   (const float *)optim->params[i].data + from, CDDP_F32, n);
 }
@@ -14703,9 +14700,8 @@ static void cddp__optim_dense(cddp_optim *optim, int i) {
   const cddp_param *p = &optim->params[i];
   cddp__update u = cddp__update_of(optim, i, optim->state + i, optim->count);
   size_t size = cddp__dtype_size(p->dtype), at, n;
-  bool copied = optim->desc.copies != NULL && optim->desc.copies[i] != NULL;
   for (at = 0; at < p->count; at += n) {
-    n = copied ? cddp__min(p->count - at, (size_t)CDDP__BLOCK_BYTES / sizeof(float)) : p->count;
+    n = cddp__has_copy(optim, i) ? cddp__min(p->count - at, CDDP__BLOCK_FLOATS) : p->count;
     cddp__update_run(&u, at, (char *)p->data + at * size, (char *)p->grad + at * size, n);
     cddp__optim_copy(optim, i, at, n);
   }
@@ -14791,15 +14787,12 @@ static cddp_result cddp__cpu_zero(const cddp_optim *optim, void *p, size_t bytes
 
 static void cddp__cpu_leave(cddp_optim *optim) {
   int i;
-  for (i = 0; i < optim->count * optim->states; i++)
-    cddp__free(NULL, optim->state[i]);
+  for (i = 0; i < optim->count * optim->states; i++) cddp__free(NULL, optim->state[i]);
 }
 
 static const cddp__optim_backend cddp__cpu_optim = {false, /* not on_device */
-                                                    cddp__cpu_step,
-                                                    cddp__cpu_copies,
-                                                    cddp__cpu_zero,
-                                                    cddp__cpu_leave};
+                                                    cddp__cpu_step, cddp__cpu_copies,
+                                                    cddp__cpu_zero, cddp__cpu_leave};
 
 /* Checks and allocates everything before the step, so that a failed step changes nothing. */
 static cddp_result cddp__optim_prepare(cddp_optim *optim) {
@@ -14902,13 +14895,12 @@ static cddp_result cddp__check_number(const char *what, double x, double below) 
 static cddp_result cddp__check_settings(const cddp_param *params, int count,
                                         const cddp__algorithm *algorithm,
                                         const cddp__optim_desc *d) {
-  cddp_result r = cddp__check_number("lr", d->lr, INFINITY);
+  static const char *const names[] = {"lr", "momentum", "weight_decay", "eps", "beta1", "beta2"};
+  const double numbers[] = {d->lr, d->momentum, d->weight_decay, d->eps, d->beta1, d->beta2};
+  cddp_result r = CDDP_OK;
   int i;
-  if (r == CDDP_OK) r = cddp__check_number("momentum", d->momentum, INFINITY);
-  if (r == CDDP_OK) r = cddp__check_number("weight_decay", d->weight_decay, INFINITY);
-  if (r == CDDP_OK) r = cddp__check_number("beta1", d->beta1, 1.0);
-  if (r == CDDP_OK) r = cddp__check_number("beta2", d->beta2, 1.0);
-  if (r == CDDP_OK) r = cddp__check_number("eps", d->eps, INFINITY);
+  for (i = 0; r == CDDP_OK && i < 6; i++)
+    r = cddp__check_number(names[i], numbers[i], i < 4 ? INFINITY : 1.0);
   if (r != CDDP_OK) return r;
   if (!(fabs(d->dampening) <= DBL_MAX))
     return CDDP__REFUSE("dampening is %g; it must be finite", d->dampening);
