@@ -12669,7 +12669,6 @@ static cddp_work *cddp__work_new(cddp_group *g, size_t more) {
   return work;
 }
 
-/* Runs an operation with the call site and the floating-point mode of its caller. */
 static void cddp__work_run(cddp_work *work) {
   uint32_t fp_mode = cddp__fp_mode();
   bool other = work->fp_mode != 1 + fp_mode;
@@ -12687,7 +12686,7 @@ static void cddp__work_run(cddp_work *work) {
   cddp__last_fp_mode = 1 + fp_mode;
 }
 
-/* Appends an operation to the queue. It is already counted in engine->works. lock held. */
+/* It is already counted in engine->works. lock held. */
 static void cddp__engine_append(cddp__engine *engine, cddp_work *work) {
   work->next = NULL;
   if (engine->first != NULL)
@@ -12778,7 +12777,7 @@ static void *cddp__engine_main(void *arg) {
   return NULL;
 }
 
-/* Makes all queued operations due immediately. lock held. */
+/* All queued operations. lock held. */
 static void cddp__engine_make_due(cddp__engine *engine) {
   bool busy = cddp__engine_enqueue_held(engine);
   if (engine->first == NULL) return;
@@ -12817,8 +12816,8 @@ static cddp_result cddp__engine_push(cddp_work *work) {
   return r;
 }
 
-/* Waits until work (NULL: all operations) has finished. Returns false at the deadline. Without a
-   deadline (INFINITY) this thread itself runs the operations up to it. */
+/* work NULL: all operations. Returns false at the deadline. Without one (INFINITY) this thread
+   itself runs the operations up to it. */
 static bool cddp__engine_wait(cddp__engine *engine, cddp_work *work, double deadline) {
   bool ok = true, forever = !(deadline < INFINITY);
   uint32_t held = cddp__load32(&engine->held); /* first: a held work is counted before it moves */
@@ -12851,7 +12850,6 @@ static bool cddp__engine_wait(cddp__engine *engine, cddp_work *work, double dead
   return ok;
 }
 
-/* Waits for all asynchronous collectives of g. */
 static void cddp__engine_drain(cddp_group *g) {
   cddp__engine *engine = &g->engine;
   if (!engine->started) return; /* written only by the thread that calls this group's collectives */
@@ -12859,7 +12857,7 @@ static void cddp__engine_drain(cddp_group *g) {
   cddp__engine_wait(engine, NULL, INFINITY);
 }
 
-/* Stops the engine. Queued operations fail, and so does the group. */
+/* Queued operations fail, and so does the group. */
 static void cddp__engine_stop(cddp_group *g) {
   cddp__engine *engine = &g->engine;
   bool busy;
@@ -12893,9 +12891,8 @@ static cddp_result cddp__cpu_wait(cddp_work *work, double limit) {
   return work->result == CDDP_OK ? CDDP_OK : cddp__fail(work->result, "%s", work->text);
 }
 
-/* Waits for an operation and frees it.
-     limit   seconds to wait at most; on CDDP_TIMEOUT the handle stays valid. Negative: no limit but
-             the group's deadline */
+/* Waits at most `limit` seconds, negative: until the group's deadline. Frees the work, unless the
+   limit has passed. */
 static cddp_result cddp__work_wait(cddp_work *work, double limit) {
   cddp_group *g = work->group;
   cddp_result r;
@@ -12907,7 +12904,7 @@ static cddp_result cddp__work_wait(cddp_work *work, double limit) {
   return r;
 }
 
-/* Sends or receives a message in host memory. work: only starts to, and sets *work. */
+/* work: only starts to, and sets *work. */
 static cddp_result cddp__start_message(cddp_group *g, const cddp__call *call, cddp_work **work) {
   bool waits = work == NULL;
   cddp_work own, *w = &own;
@@ -13177,7 +13174,6 @@ static cddp_result cddp__exchange_slices(cddp_group *g, const cddp__call *call,
   return result;
 }
 
-/* The chunk of the call that starts at element `begin`. */
 static cddp__chunk cddp__chunk_at(const cddp_group *g, const cddp__call *call, size_t begin) {
   size_t element = call->esize * cddp__send_shares(g, call);
   size_t room = cddp__max(g->staging_size, CDDP__PAYLOAD), all = call->count * element;
@@ -13417,7 +13413,7 @@ static uint64_t cddp__record_begin(const cddp_group *g, int kind, uint64_t seque
   return record;
 }
 
-/* Runs a collective on the calling thread. record: from cddp__record_call. */
+/* record: from cddp__record_call. */
 static cddp_result cddp__run_recorded(cddp_group *g, const cddp__call *call, uint64_t record) {
   cddp__call sized;
   bool host = true;
@@ -13546,7 +13542,6 @@ static cddp_result cddp__consensus(cddp_group *g, cddp_result mine, const void *
   return r;
 }
 
-/* Passes a collective to the engine. */
 static cddp_result cddp__enqueue(cddp_work *work) {
   work->anywhere = true;
   work->fp_mode = 1 + cddp__fp_mode();
@@ -13582,8 +13577,6 @@ static cddp_result cddp__start_work(cddp_group *g, const cddp__call *call, cddp_
     cddp__work_free(started);
   return r;
 }
-
-/* --- functions of groups in host memory --- */
 
 static cddp_result cddp__cpu_start(cddp_group *g, const cddp__call *call, cddp_work **work) {
   if (call->kind >= CDDP__KIND_SEND) return cddp__start_message(g, call, work);
@@ -15022,7 +15015,8 @@ struct cddp__ddp_memory {
   /* Sums n elements of nodes, like cddp_kernels.sum. */
   cddp_result (*sum)(void *out, cddp_dtype dtype, const void *const *nodes, const int *widths,
                      int count, int divisor, size_t n, void *stream);
-  cddp_result (*fence)(cddp_ddp *d); /* the caller's stream waits for all buckets */
+  /* The caller's stream waits for all buckets. part: it needs only this rank's part of the mean. */
+  cddp_result (*fence)(cddp_ddp *d, bool part);
   cddp_result (*await)(cddp_ddp *d); /* the host waits for the caller's stream */
   cddp_result (*broadcast)(cddp_ddp *d, int n); /* the first n d->scratch.calls together */
   cddp_result (*scale)(void *p, size_t n, cddp_dtype dtype, double factor, void *stream);
@@ -15142,8 +15136,10 @@ static void cddp__set_layout(cddp_ddp *d) {
   d->layout.starts[CDDP__TRAINED] = d->layout.dense;
   d->layout.bytes += slack;
   d->layout.slot_stride = cddp__wide_bytes(d, 0, d->layout.dense);
+  d->layout.model_bytes = d->layout.dense; /* sparse gradients of elastic models follow */
   for (i = 0; i < d->count; i++) {
     cddp__tensor *t = &d->tensors[i];
+    const cddp__sparse *s = cddp__sparse_of(d, i);
     cddp__part_slice(d, i, cddp__part_count(d),
                      d->group->backend->on_device ? d->group->rank : d->group->local_rank,
                      &t->begin, &t->end);
@@ -15151,25 +15147,18 @@ static void cddp__set_layout(cddp_ddp *d) {
     pieces += cddp__count_pieces(t->offset, t->offset + t->bytes);
     t->used = true; /* both until cddp__settle_unused finds that no rank used it */
     d->step.used[i] = 1;
-  }
-  for (i = 0; i < d->count && d->group->backend->on_device; i++) { /* behind the dense gradients */
-    d->tensors[i].dense = d->layout.bytes;
-    if (cddp__sparse_of(d, i) != NULL)
-      d->layout.bytes +=
-          cddp__round_up(d->rows.sparse[i]->rows * d->rows.sparse[i]->bytes, CDDP__CACHE_LINE);
-  }
-  d->layout.arena_bytes = d->layout.bytes + (size_t)d->layout.slots * d->layout.slot_stride +
-                          pieces * sizeof(double) + 2 * slack;
-  d->layout.model_bytes = d->layout.dense; /* sparse gradients of elastic models follow */
-  for (i = 0; i < d->count; i++) {
-    cddp__tensor *t = &d->tensors[i];
-    if (cddp__sparse_of(d, i) == NULL) continue;
+    if (s == NULL) continue;
     d->layout.order[placed++] = i;
+    t->dense = d->layout.bytes; /* behind the dense gradients */
+    if (d->group->backend->on_device)
+      d->layout.bytes += cddp__round_up(s->rows * s->bytes, CDDP__CACHE_LINE);
     if (!d->desc.elastic) continue;
     t->offset = d->layout.model_bytes;
     t->bytes = d->params[i].count * cddp__dtype_size(d->params[i].dtype);
     d->layout.model_bytes += cddp__round_up(t->bytes, CDDP__CACHE_LINE);
   }
+  d->layout.arena_bytes = d->layout.bytes + (size_t)d->layout.slots * d->layout.slot_stride +
+                          pieces * sizeof(double) + 2 * slack;
   d->layout.state_stride = cddp__wide_bytes(d, 0, d->layout.model_bytes);
   d->layout.state_stride = cddp__round_up(
       d->layout.state_stride,
@@ -15213,7 +15202,7 @@ static char *cddp__weights_of(const cddp_ddp *d, int rank, int i) {
   return d->addresses.weights[(size_t)rank * (size_t)d->count + (size_t)i];
 }
 
-/* Sets the gradient addresses of a rank whose arena is mapped at `arena`. */
+/* arena: the rank's, as it is mapped here. */
 static void cddp__set_gradient_addresses(cddp_ddp *d, int rank, char *arena) {
   int i;
   for (i = 0; i < d->count; i++)
@@ -15316,7 +15305,6 @@ static bool cddp__next_range(const cddp_ddp *d, const int *sorted, int count, in
 
 /* --- collectives on the memory of a model --- */
 
-/* A collective on the memory of the gradients. */
 static cddp_result cddp__call_all(cddp_ddp *d, const cddp__call *c) {
   cddp_group *g = d->group->backend->on_device ? d->comm : d->control;
   g->stream = d->group->stream; /* cddp_set_stream */
@@ -15544,8 +15532,6 @@ static cddp_result cddp__gather_nodes(cddp_ddp *d, char *out) {
   return r;
 }
 
-/* --- rows of shards --- */
-
 /* The head of a shard's rows in a packet. */
 typedef struct cddp__shard_rows {
   uint64_t shard; /* the number of shards: of a rank that has joined, without rows */
@@ -15612,7 +15598,6 @@ static cddp_result cddp__merge_packets(cddp_ddp *d, char **packets) {
   return r == CDDP_OK && d->memory->place_rows != NULL ? (d->memory->place_rows)(d) : r;
 }
 
-
 /* The same for ranks that cannot read each other's memory. longest: bytes of a packet. */
 static cddp_result cddp__gather_rows(cddp_ddp *d, size_t longest) {
   cddp_group *g = d->control;
@@ -15657,7 +15642,6 @@ static cddp_result cddp__exchange_rows(cddp_ddp *d, int kind) {
   return r;
 }
 
-/* Completes the shard that this rank is computing. */
 
 static cddp_result cddp__end_shard(cddp_ddp *d, bool more) {
   cddp_result r = d->rows.sparse != NULL ? cddp__keep_rows(d, d->shards.current) : CDDP_OK;
@@ -15889,8 +15873,9 @@ static cddp_result cddp__push_bucket(cddp_ddp *d, cddp__bucket_state *b) {
 }
 
 /* Waits for the engine and returns the first failure. */
-static cddp_result cddp__await_buckets(cddp_ddp *d) {
+static cddp_result cddp__await_buckets(cddp_ddp *d, bool part) {
   int b;
+  (void)part;
   cddp__drain_buckets(d);
   for (b = 0; b < d->plan.next; b++) {
     cddp_work *w = &d->plan.buckets[b].work;
@@ -15956,21 +15941,6 @@ static void cddp__share_free(cddp_optim *s) {
   cddp__arena_free(d->group->host, s->common_own);
 }
 
-static void cddp__share_states(cddp_ddp *d, cddp_optim *o, char *states) {
-  int j;
-  o->common = states;
-  o->common_own = d->group->local_rank > 0 ? NULL : states;
-  o->next = d->shares;
-  d->shares = o;
-  o->share = d;
-  o->drop = cddp__share_free;
-  for (j = 0; j < o->count * o->states; j++) {
-    if (cddp__sparse_of(d, j % o->count) != NULL) continue;
-    cddp__free(NULL, o->state[j]);
-    o->state[j] = NULL;
-  }
-}
-
 /* Local: makes the states whole again, for steps that are not fused. */
 static cddp_result cddp__unshare_states(cddp_optim *o) {
   int i;
@@ -16010,7 +15980,17 @@ static cddp_result cddp__share_create(cddp_ddp *d, cddp_optim *o) {
     cddp__populate((char *)states + (size_t)k * d->layout.state_stride + from * CDDP__HUGE_PAGE,
                    (to - from) * CDDP__HUGE_PAGE, g->host->arena.fd >= 0);
   (void)cddp__copy_states(d, o, (char *)states, begin, end, true);
-  cddp__share_states(d, o, (char *)states);
+  o->common = (char *)states;
+  o->common_own = g->local_rank > 0 ? NULL : o->common;
+  o->next = d->shares;
+  d->shares = o;
+  o->share = d;
+  o->drop = cddp__share_free;
+  for (k = 0; k < o->count * o->states; k++) {
+    if (cddp__sparse_of(d, k % o->count) != NULL) continue;
+    cddp__free(NULL, o->state[k]);
+    o->state[k] = NULL;
+  }
   return CDDP_OK;
 }
 
@@ -16024,8 +16004,6 @@ static cddp_result cddp__share_gather(cddp_optim *o) {
   if (r == CDDP_OK) cddp__share_free(o);
   return r;
 }
-
-/* --- sharded states --- */
 
 /* Sets which states s keeps. d: its desc.ddp. Ranks of a single host share states anyway. */
 static void cddp__place_states(const cddp_ddp *d, cddp_optim *s) {
@@ -16067,8 +16045,7 @@ static cddp_result cddp__gather_state(const cddp_optim *s, int k, int i, char *w
    Job: wait, step and reduce_scatter on gradients in host memory.
    Owns: the sums of squares behind the arena. Touches: parameters and gradients of all ranks of the
    host, between cddp__begin_access and cddp__end_access; the optimizer of a step.
-   Entry points: cddp__host_memory, above all cddp__host_step and cddp__host_publish. >>elastic
-   calls cddp__walk with blocks of its own.
+   Entry points: cddp__host_memory, above all cddp__host_step and cddp__host_publish; cddp__walk.
    How a step works:
      1. Gradients that are not reduced yet need one pass (cddp__walk). Each rank takes its part of
         the model block by block, in the first-level cache: it sums the block over all ranks,
@@ -16085,21 +16062,18 @@ static cddp_result cddp__gather_state(const cddp_optim *s, int k, int i, char *w
 
 #define CDDP__STEP_BLOCK 8192 /* largest block in bytes; several fit into the second-level cache */
 
-/* A pass through a part of the model, block by block. */
+/* A pass through a part of the model. A block is n elements of parameter i from offset `at`. */
 typedef struct cddp__pass {
   cddp_ddp *d;
   cddp_optim *s;   /* NULL: takes means only */
-  /* Steps n elements of parameter i from offset `at`. NULL: the pass takes means. */
-  void (*block)(struct cddp__pass *x, int i, const cddp__update *u, size_t at, size_t n);
+  bool steps;      /* false: takes means */
   char *means;     /* the means, by offset; NULL: in this rank's gradients */
   bool averaged;   /* means are in place, except those that one loop takes */
   double clip;     /* factor of the means; 1: none */
   bool one_loop;   /* cddp__update.loop supports the number of ranks, and all have gradients */
   bool loops;      /* it processes the current parameter */
-  bool alone;      /* the optimizer's states are this rank's alone */
+  bool alone;      /* the optimizer's states are this rank's alone, and so are new weights */
 } cddp__pass;
-
-/* --- norms --- */
 
 /* Sets this rank's sums of squares of the pieces [begin, end) of the model, all of parameter i. */
 static void cddp__add_squares(cddp_ddp *d, int i, const char *grad, size_t begin, size_t end) {
@@ -16163,8 +16137,6 @@ static cddp_result cddp__host_clip(cddp_ddp *d, double max_norm, double *norm) {
   return CDDP_OK;
 }
 
-/* --- blocks --- */
-
 /* Updates this rank's part of parameter i, block by block to copy it from the cache. */
 static void cddp__fuse_loop(const cddp__pass *x, int i, const cddp__update *u) {
   const cddp_ddp *d = x->d;
@@ -16176,7 +16148,8 @@ static void cddp__fuse_loop(const cddp__pass *x, int i, const cddp__update *u) {
   args.scalars = &u->scalars;
   args.mean = (float)u->scalars.sign / (float)size;
   args.clip = (float)x->clip;
-  for (k = 0; k < CDDP__STATES; k++) args.states[k] = (cddp__f32 *)(void *)u->states[k];
+  for (k = 0; k < CDDP__STATES; k++)
+    args.states[k] = u->states[k] != NULL ? (cddp__f32 *)(void *)u->states[k] + at : NULL;
   args.weights[0] = (cddp__f32 *)d->params[i].data + at;
   for (k = 0; k < size; k++) {
     args.gradients[k] = (cddp__f32 *)(void *)cddp__gradient_at(d, k, i, t->begin);
@@ -16194,7 +16167,7 @@ static void cddp__fuse_loop(const cddp__pass *x, int i, const cddp__update *u) {
   }
 }
 
-/* Takes the mean of n elements of parameter i from offset `at`. */
+/* Takes the mean of a block. */
 static void cddp__mean_block(cddp_ddp *d, int i, void *out, size_t at, size_t n) {
   int k;
   if (d->shards.spread || d->desc.elastic) {
@@ -16211,7 +16184,7 @@ static char *cddp__mean_at(const cddp__pass *x, int i, size_t at) {
 }
 
 /* A block of a pass for means, and for a clip their squares. Repeating it gives the same result. */
-static void cddp__keep_mean(cddp__pass *x, int i, size_t at, size_t n) {
+static void cddp__keep_mean(const cddp__pass *x, int i, size_t at, size_t n) {
   double passing[CDDP__BLOCK_BYTES / sizeof(double)];
   char *mean = x->loops ? (char *)passing : cddp__mean_at(x, i, at);
   if (!x->averaged) cddp__mean_block(x->d, i, mean, at, n);
@@ -16220,8 +16193,8 @@ static void cddp__keep_mean(cddp__pass *x, int i, size_t at, size_t n) {
   CDDP__POINT("elastic mean");
 }
 
-/* The gradient of n elements of parameter i from offset `at`: in place, or a clipped copy in
-   `buffer`. That of an unused parameter stays as it is. */
+/* The gradient of a block: in place, or a clipped copy in `buffer`. That of an unused parameter
+   stays as it is. */
 static const void *cddp__block_gradient(const cddp__pass *x, int i, size_t at, size_t n,
                                         void *buffer) {
   cddp_dtype dtype = x->d->params[i].dtype;
@@ -16260,24 +16233,24 @@ static void cddp__publish_block(const cddp_ddp *d, int i, const char *weights, s
 }
 
 /* Reduces, steps and publishes a block. */
-static void cddp__fuse_block(cddp__pass *x, int i, const cddp__update *u, size_t at, size_t n) {
+static void cddp__fuse_block(const cddp__pass *x, int i, const cddp__update *u, size_t at,
+                             size_t n) {
   double sum[CDDP__STEP_BLOCK / sizeof(double)];
   const cddp_ddp *d = x->d;
   const cddp__tensor *t = &d->tensors[i];
-  size_t esize = cddp__dtype_size(u->stored);
+  size_t esize = cddp__dtype_size(u->stored), first = (at - t->offset) / esize;
   char *weights = (char *)d->params[i].data + (at - t->offset);
-  cddp__update_run(u, (at - t->begin) / esize, weights, cddp__block_gradient(x, i, at, n, sum), n);
-  cddp__publish_block(d, i, weights, at, n * esize,
-                      t->shared ? NULL : cddp__gradient_at(d, d->me, i, at));
-  cddp__optim_copy(x->s, i, (at - t->offset) / esize, n);
+  cddp__update_run(u, first - x->s->parts[i].first, weights,
+                   cddp__block_gradient(x, i, at, n, sum), n);
+  if (!x->alone)
+    cddp__publish_block(d, i, weights, at, n * esize,
+                        t->shared ? NULL : cddp__gradient_at(d, d->me, i, at));
+  cddp__optim_copy(x->s, i, first, n);
 }
 
-/* --- passes and steps --- */
-
-/* Passes through bytes [begin, end) of the dense model. */
 static void cddp__walk(cddp__pass *x, size_t begin, size_t end) {
   cddp_ddp *d = x->d;
-  bool steps = x->block != NULL;
+  bool steps = x->steps;
   void *states[CDDP__STATES + 1];
   cddp__update u;
   int i, j, k;
@@ -16291,8 +16264,7 @@ static void cddp__walk(cddp__pass *x, size_t begin, size_t end) {
     if (x->s != NULL && (steps || x->one_loop)) {
       for (k = 0; k < x->s->states; k++)
         states[k] = x->alone ? x->s->state[k * x->s->count + i]
-                             : cddp__state_at(d, x->s, x->s->common, k, i,
-                                              (t->begin - t->offset) / esize);
+                             : cddp__state_at(d, x->s, x->s->common, k, i, 0);
       u = cddp__update_of(x->s, i, states, 1);
       block = steps ? CDDP__STEP_BLOCK : block;
       x->loops = x->one_loop && u.loop != NULL && u.stored == CDDP_F32 && t->used && t->shared;
@@ -16301,7 +16273,7 @@ static void cddp__walk(cddp__pass *x, size_t begin, size_t end) {
     for (; at < high && !(steps && x->loops); at += n * esize) {
       /* Ends at a multiple of block: a sum of squares is of whole pieces, see cddp__add_squares. */
       n = cddp__min(block - at % block, high - at) / esize;
-      if (steps) x->block(x, i, &u, at, n);
+      if (steps) cddp__fuse_block(x, i, &u, at, n);
       else cddp__keep_mean(x, i, at, n);
     }
   }
@@ -16367,32 +16339,20 @@ static cddp_result cddp__fetch_weights(cddp_ddp *d, const cddp_optim *s) {
   return r == CDDP_OK ? cddp__end_access(d->control, r) : r;
 }
 
-/* Updates this rank's part of the weights, by the means in its gradients, and sends it to all ranks
-   of all hosts. */
-static cddp_result cddp__sharded_step(const cddp__pass *x) {
-  double buffer[CDDP__BLOCK_BYTES / sizeof(double)];
+static cddp_result cddp__sharded_step(cddp__pass *x) {
   cddp_optim *s = x->s;
   cddp_ddp *d = x->d;
-  size_t at, n, low, esize;
+  size_t begin, end;
   cddp_result r = CDDP_OK;
   int i;
-  CDDP_ASSERT(x->averaged);
+  CDDP_ASSERT(x->averaged && !x->one_loop);
   for (i = 0; r == CDDP_OK && i < d->count; i++)
     if (!cddp__optim_skips(s, i)) r = cddp__need_states(s, i);
-  for (i = 0; r == CDDP_OK && i < d->count; i++) {
-    const cddp_partition *p = &s->parts[i];
-    cddp__update u;
-    if (cddp__optim_skips(s, i) || p->count == 0) continue;
-    u = cddp__update_of(s, i, s->state + i, s->count);
-    esize = cddp__dtype_size(u.stored);
-    for (at = 0; at < p->count; at += n) {
-      low = (p->first + at) * esize;
-      n = cddp__min(CDDP__BLOCK_BYTES / esize, p->count - at);
-      cddp__update_run(&u, at, (char *)d->params[i].data + low,
-                       cddp__block_gradient(x, i, d->tensors[i].offset + low, n, buffer), n);
-    }
-  }
-  if (r == CDDP_OK) r = cddp__end_access(d->control, r);
+  if (r != CDDP_OK) return r;
+  x->alone = true;
+  cddp__slice(d->layout.dense, CDDP__BLOCK_BYTES, d->group->size, d->group->rank, &begin, &end);
+  cddp__walk(x, begin, end);
+  r = cddp__end_access(d->control, r);
   if (r == CDDP_OK) r = cddp__share_arrays(d, d->params, d->count, CDDP__ROOT_ALL_OWNERS);
   return r == CDDP_OK ? (s->backend->copy)(s) : r;
 }
@@ -16418,8 +16378,8 @@ static cddp_result cddp__host_step(cddp_ddp *d, cddp_optim *s, bool averaged, bo
   }
   if (s == NULL) return cddp__end_access(d->control, r);
   CDDP__POINT("fuse");
+  x.steps = true;
   if (s->sharded) return cddp__sharded_step(&x);
-  x.block = cddp__fuse_block;
   cddp__part_of(d, d->me, &begin, &end);
   cddp__walk(&x, begin, end);
   for (i = 0; i < d->count; i++) { /* rows: every rank updates its own copy of the weights */
@@ -16444,8 +16404,6 @@ static cddp_result cddp__host_publish(cddp_ddp *d) {
   }
   return cddp__fetch_weights(d, NULL);
 }
-
-/* --- the other functions of host memory --- */
 
 static cddp_result cddp__host_use(const cddp_group *g) { return (void)g, CDDP_OK; }
 
@@ -16524,7 +16482,7 @@ typedef struct cddp__step_header {
 } cddp__step_header;
 enum { CDDP__STEP_JOINED = 1, CDDP__STEP_JOINED_NOW };
 
-/* Resets the state of a step, before its first cddp_ddp_ready. */
+/* Before the first cddp_ddp_ready of a step. */
 static void cddp__reset_step(cddp_ddp *d) {
   int i;
   pthread_mutex_lock(&d->lock);
@@ -16538,7 +16496,7 @@ static void cddp__reset_step(cddp_ddp *d) {
   pthread_mutex_unlock(&d->lock);
 }
 
-/* Sets d->shards.current to the next shard of this rank, after it has completed the one before. */
+/* Completes the shard, if any, and sets d->shards.current to this rank's next one. */
 static cddp_result cddp__next_of_rank(cddp_ddp *d) {
   cddp_result r = d->shards.current >= 0 ? cddp__end_shard(d, true) : CDDP_OK;
   int first, count;
@@ -16547,8 +16505,6 @@ static cddp_result cddp__next_of_rank(cddp_ddp *d) {
   d->shards.current = first + d->shards.taken++;
   return r;
 }
-
-/* --- ready --- */
 
 /* Starts every full bucket whose predecessors have started. lock held. */
 static cddp_result cddp__launch_buckets(cddp_ddp *d) {
@@ -16616,8 +16572,6 @@ CDDPDEF cddp_result cddp_ddp_ready(cddp_ddp *d, int param) {
   return r == CDDP_OK ? r : cddp__fail_model(d, r); /* the bucket counts as started */
 }
 
-/* --- the meeting --- */
-
 /* The settings that must agree between ranks, except lr. s NULL: 0. */
 static uint64_t cddp__optim_settings(const cddp_optim *s) {
   return s != NULL ? s->settings | (uint64_t)(s->share != NULL) : 0;
@@ -16629,8 +16583,8 @@ static cddp__step_header cddp__header_of(const cddp_ddp *d, int rank) { /* as of
   return m;
 }
 
-/* Breaks the group on all ranks if optimizers differ from that of rank `first`; the error names the
-   first setting that differs. s: this rank's optimizer, or NULL. */
+/* Breaks the group on all ranks: an optimizer differs from that of rank `first`. The error names
+   the first setting that differs. s: this rank's optimizer, or NULL. */
 static cddp_result cddp__break_settings(cddp_ddp *d, const cddp_optim *s, int first) {
   cddp_group *g = d->control;
   cddp__text here = cddp__describe_current_call(g);
@@ -16679,10 +16633,9 @@ static cddp_result cddp__break_settings(cddp_ddp *d, const cddp_optim *s, int fi
   return r;
 }
 
-/* All ranks meet, unless d->memory->meet makes that unnecessary. *missing: number of parameters
-   that are not ready, summed over ranks. The round compares the calls, except of ranks that have
-   joined. s: the cddp_optim of the call, or NULL. Its settings must be the same on all ranks that
-   have one, and its learning rate on all ranks that have not joined. */
+/* All ranks meet and compare their calls, unless d->memory->meet makes that unnecessary. *missing:
+   parameters that are not ready, summed over ranks. The settings of s (or NULL) must be the same on
+   all ranks that have one, its learning rate on all ranks that have not joined. */
 static cddp_result cddp__ddp_meet(cddp_ddp *d, int kind, const cddp_optim *s, uint64_t *missing) {
   cddp_group *g = d->control;
   cddp__step_header m;
@@ -16723,9 +16676,7 @@ static cddp_result cddp__ddp_meet(cddp_ddp *d, int kind, const cddp_optim *s, ui
   return CDDP_OK;
 }
 
-/* --- unused parameters --- */
-
-/* Returns the error for parameters that were not ready, with the name of the first. */
+/* The error for parameters that were not ready. */
 static cddp_result cddp__name_missing(const cddp_ddp *d) {
   int i, absent, shown = 0;
   size_t n = (size_t)d->count, all = n * (size_t)d->group->size, at;
@@ -16782,22 +16733,17 @@ static cddp_result cddp__settle_unused(cddp_ddp *d) {
   return r;
 }
 
-/* --- after the meeting --- */
-
-/* Whether a step needs only this rank's part of the mean. */
 static bool cddp__needs_part_only(int kind, const cddp_optim *s) {
   return kind == CDDP__KIND_DDP_SCATTER || (s != NULL && s->sharded);
 }
 
-/* Starts the remaining buckets; the work that follows runs after all of them. If only parts of the
-   mean were reduced but s needs all, all ranks gather them. The sums in buckets are divided here,
-   unless an optimizer's kernel on a device does it. */
+/* Starts the remaining buckets; the work that follows runs after all of them. The sums in buckets
+   are divided here, unless an optimizer's kernel on a device does it. */
 static cddp_result cddp__finish_buckets(cddp_ddp *d, int kind, const cddp_optim *s) {
   bool kernel = s != NULL && d->group->backend->on_device && !(d->desc.max_grad_norm > 0);
-  size_t begin, end;
   cddp__range range;
   cddp_result r;
-  int i, k, n = 0;
+  int i;
   pthread_mutex_lock(&d->lock);
   for (i = 0; i < d->count && d->uneven.joined != 0; i++) { /* this rank has no gradients */
     cddp__tensor *t = &d->tensors[i];
@@ -16806,16 +16752,9 @@ static cddp_result cddp__finish_buckets(cddp_ddp *d, int kind, const cddp_optim 
   }
   r = cddp__launch_buckets(d);
   pthread_mutex_unlock(&d->lock);
-  if (r == CDDP_OK) r = d->memory->fence(d);
-  if (r == CDDP_OK && d->step.scatters && !cddp__needs_part_only(kind, s)) {
-    for (k = 0; k < d->group->size; k++) {
-      cddp__part_of(d, k, &begin, &end);
-      if (begin < end)
-        d->scratch.calls[n++] = cddp__broadcast_call(d->arena + begin, end - begin, CDDP_U8, k);
-    }
-    r = (d->memory->broadcast)(d, n);
-  }
-  for (i = 0; r == CDDP_OK && !kernel &&
+  if (r == CDDP_OK) r = d->memory->fence(d, cddp__needs_part_only(kind, s));
+  for (i = 0; r == CDDP_OK
+ && !kernel &&
               cddp__next_range(d, d->layout.order, d->count, &i, &range);) {
     cddp_dtype dtype = d->params[range.first].dtype;
     double factor = cddp__mean_factor(d, dtype);
@@ -16867,8 +16806,8 @@ static cddp_result cddp__return_gradients(cddp_ddp *d) {
   return r;
 }
 
-/* Collective: sends root's weights and states to ranks that had joined and missed steps.
-   Sharded states never miss a step. */
+/* Collective: sends root's weights and states to ranks that had joined and missed steps. Sharded
+   states never miss one. */
 static cddp_result cddp__catch_up(cddp_ddp *d, cddp_optim *s, int root) {
   cddp_result r;
   int k;
@@ -16892,9 +16831,9 @@ static cddp_result cddp__catch_up(cddp_ddp *d, cddp_optim *s, int root) {
   return r == CDDP_OK ? (s->backend->copy)(s) : r;
 }
 
-/* Ends an update by s (NULL: none): counts the step and zeroes the gradients that the update did
-   not zero. cleared: it has zeroed the reduced gradients, except those that s skipped. Otherwise
-   all are zeroed here, also for a hook, which gets the arena of a rank that has joined as it is. */
+/* Ends an update by s (NULL: none): counts the step and zeroes the gradients. cleared: the update
+   has zeroed the reduced ones, except those that s skipped. A hook gets the arena of a rank that
+   has joined as it is. */
 static cddp_result cddp__clear_gradients(cddp_ddp *d, cddp_optim *s, bool cleared) {
   void *stream = d->group->stream;
   cddp_result r = cleared ? CDDP_OK : (d->memory->zero)(d->arena, d->layout.bytes, stream);
@@ -16913,8 +16852,7 @@ static cddp_result cddp__clear_gradients(cddp_ddp *d, cddp_optim *s, bool cleare
   return r;
 }
 
-/* The part of a step, or (s NULL) of a wait or reduce_scatter, after the meeting, also on ranks
-   that have joined. */
+/* After the meeting, also on ranks that have joined. s NULL: a wait or reduce_scatter. */
 static cddp_result cddp__finish(cddp_ddp *d, int kind, cddp_optim *s, uint64_t missing) {
   bool gathers = cddp__gathers(d);
   bool waits = kind == CDDP__KIND_DDP_WAIT; /* all ranks need the whole mean */
@@ -16942,8 +16880,6 @@ static cddp_result cddp__finish(cddp_ddp *d, int kind, cddp_optim *s, uint64_t m
   if (!d->step.scattered) r = cddp__complete(d, s != NULL);
   return r == CDDP_OK ? r : cddp__ddp_fail(d, r);
 }
-
-/* --- wait, step and all_gather --- */
 
 /* Whether s can step d: made for the same parameters, not in use by another cddp_ddp. */
 static cddp_result cddp__check_pair(const cddp_ddp *d, cddp_optim *s) {
@@ -16991,8 +16927,7 @@ static cddp_result cddp__ddp_step(cddp_ddp *d, int kind, cddp_optim *s) {
   return r;
 }
 
-/* Completes the step of cddp_ddp_reduce_scatter, after the caller has stepped this rank's
-   partitions. */
+/* Completes the step of cddp_ddp_reduce_scatter. */
 static cddp_result cddp__publish(cddp_ddp *d) {
   cddp_group *g = d->control;
   uint64_t record;
@@ -17023,7 +16958,7 @@ static cddp_result cddp__publish(cddp_ddp *d) {
         Before the next cddp_ddp_step weights and states come from a rank that has data. If all
         ranks have joined they come from the last one to join. */
 
-/* Takes part in the call of the other ranks; in a step with this rank's cddp_optim s. */
+/* s: for a step. */
 static cddp_result cddp__match_call(cddp_ddp *d, cddp_optim *s, uint64_t missing) {
   int lead = d->step.active[0];
   uint32_t kind = cddp__code_kind(cddp__op_header_of(d->control, lead, d->control->round)->call);
@@ -17044,7 +16979,7 @@ static cddp_result cddp__match_call(cddp_ddp *d, cddp_optim *s, uint64_t missing
   return cddp__finish(d, (int)kind, s, missing);
 }
 
-/* Collective, after all ranks have joined: sends the state of the last one to join, the newest. */
+/* Collective, after all ranks have joined: sends the state of the last one to join. */
 static cddp_result cddp__end_join(cddp_ddp *d, cddp_optim *s) {
   int p, last = 0;
   cddp_result r;
@@ -17108,8 +17043,7 @@ CDDPDEF cddp_result (cddp_ddp_join)(cddp_ddp *d, cddp_optim *s) {
      3. Rank 0's weights and buffers go to all ranks.
    A process that joins an elastic model takes no part in collectives: see cddp__elastic_join. */
 
-/* Describes the settings of the model. max_grad_norm is hashed as a number, since the decimal point
-   of its text depends on the locale. Elastic models have no buckets. */
+/* max_grad_norm is hashed as a number: the decimal point of its text depends on the locale. */
 static void cddp__describe_settings(const cddp_ddp *d, cddp__model_info *out) {
   const cddp_ddp_desc *s = &d->desc;
   const char *hook = s->comm_hook == NULL                      ? ""
@@ -17136,7 +17070,7 @@ static void cddp__describe_settings(const cddp_ddp *d, cddp__model_info *out) {
   cddp__append(out->text, sizeof out->text, ", max_grad_norm %.17g", s->max_grad_norm);
 }
 
-/* Describes parameter i, or (-1) the settings. */
+/* Of parameter i, or (-1) of the settings. */
 static cddp__model_info cddp__describe(const cddp_ddp *d, int i) {
   cddp__model_info info;
   const char *name = i >= 0 && d->params[i].name != NULL ? d->params[i].name : "";
@@ -17155,7 +17089,6 @@ static cddp__model_info cddp__describe(const cddp_ddp *d, int i) {
   return info;
 }
 
-/* The description that must be the same on all ranks of the model. */
 static cddp__model_info cddp__model_of(const cddp_ddp *d) {
   cddp__model_info model = cddp__describe(d, -1);
   int i;
@@ -17166,7 +17099,6 @@ static cddp__model_info cddp__model_of(const cddp_ddp *d) {
   return model;
 }
 
-/* Fails if this rank's model differs from that of the job. */
 static cddp_result cddp__join_compare(const cddp_ddp *d, const cddp__model_info *job) {
   cddp__model_info model = cddp__model_of(d);
   if (model.hash != job->hash)
@@ -17207,8 +17139,6 @@ static cddp_result cddp__agree_on_params(cddp_ddp *d) {
   cddp__free(&g->host->allocator, theirs);
   return cddp__consensus(g, r, NULL, 0, NULL);
 }
-
-/* --- the object --- */
 
 static cddp__atomic_u32 cddp__models_made; /* in this process */
 
@@ -17350,9 +17280,6 @@ static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
   return d;
 }
 
-/* --- the ranks create it --- */
-
-/* Checks the settings for shards and elastic models. */
 static cddp_result cddp__check_shards(const cddp_ddp *d) {
   const cddp_group *g = d->group;
   bool gpus = g->backend->on_device;
@@ -17384,7 +17311,7 @@ static cddp_result cddp__check_shards(const cddp_ddp *d) {
   return CDDP_OK;
 }
 
-/* Sets this rank's part of each parameter, and the address of its gradient. */
+/* Sets the addresses of placed gradients too. */
 static void cddp__place_partitions(cddp_ddp *d) {
   int i;
   for (i = 0; i < d->count; i++) {
@@ -17403,10 +17330,10 @@ static void cddp__place_partitions(cddp_ddp *d) {
   }
 }
 
-/* The group that reduces buckets. It is the caller's if buckets are enqueued, so that NCCL has one
-   order of calls and one set of connections. Otherwise it is private, also in an elastic model,
-   which creates its groups again after each loss. check: a number that no other split of d->group
-   passes, so that ranks that differ are found; see cddp__split. */
+/* The group that reduces buckets: the caller's if buckets are enqueued, so that NCCL has one order
+   of calls and one set of connections; else private, also in an elastic model, which creates its
+   groups again after each loss. check: no other split of d->group passes this number; see
+   cddp__split. */
 static cddp_result cddp__ddp_group(const cddp_ddp *d, uint64_t check, cddp_group **out) {
   cddp_group *g = d->group;
   if (!g->backend->enqueues || d->desc.elastic) return cddp__split_group(g, 0, g->rank, check, out);
@@ -18855,17 +18782,6 @@ static cddp__pass cddp__part_pass(cddp_ddp *d, cddp_optim *optim, int k, size_t 
   return pass;
 }
 
-/* A block of a pass: steps this rank's weights by the mean. */
-static void cddp__step_block(cddp__pass *pass, int i, const cddp__update *update, size_t at,
-                             size_t n) {
-  double clipped[CDDP__STEP_BLOCK / sizeof(double)];
-  size_t offset = at - pass->d->tensors[i].offset;
-  size_t first = offset / cddp__dtype_size(update->stored);
-  cddp__update_run(update, first, (char *)pass->d->params[i].data + offset,
-                   cddp__block_gradient(pass, i, at, n, clipped), n);
-  cddp__optim_copy(pass->s, i, first, n);
-}
-
 static cddp_result cddp__step_own_weights(cddp_ddp *d, cddp_optim *optim) {
   cddp__sparse *const *sparse = optim->sparse; /* NULL: created without `ddp` */
   cddp__elastic *elastic = d->elastic;
@@ -18889,7 +18805,7 @@ static cddp_result cddp__step_own_weights(cddp_ddp *d, cddp_optim *optim) {
   }
   for (k = 0; k < elastic->mean_parts; k++) {
     pass = cddp__part_pass(d, optim, k, &begin, &end);
-    pass.block = cddp__step_block;
+    pass.steps = true;
     pass.clip = clip;
     cddp__walk(&pass, begin, end);
   }
@@ -20641,7 +20557,6 @@ static cddp_result cddp__load_states(cddp__ckpt *ckpt) {
     cddp__st_item item = ckpt->items[i];
     cddp_dtype dtype = (cddp_dtype)item.type->dtype;
     cddp__call call = cddp__broadcast_call(whole, item.count, dtype, 0);
-
     void *part = item.data;
     if (item.from == NULL || item.place == NULL) continue;
     item.data = whole;
@@ -21189,7 +21104,6 @@ CDDPDEF int cddp_launcher_rank(void) {
 
 /* --- groups --- */
 
-/* Checks that device and backend are valid, compatible, and part of this build. */
 static cddp_result cddp__check_device(const cddp_group_desc *desc) {
   const char *device = desc->device != NULL ? desc->device : "cpu";
   const char *backend = cddp__backend_name(desc) != NULL ? cddp__backend_name(desc) : "cpu";
@@ -21576,24 +21490,11 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard) {
 
 CDDPDEF uint64_t cddp_ddp_steps(const cddp_ddp *d) { return d != NULL ? d->steps : 0; }
 
-/* If *data is device memory: waits for the group's stream, copies it to host memory, and sets *data
-   to the copy. The caller frees *copy. */
-static cddp_result cddp__from_device(cddp_group *g, const void **data, size_t bytes, void **copy) {
-  cddp_result r;
-  if (bytes == 0 || !cddp__on_device(g, *data)) return CDDP_OK;
-  if ((r = cddp__await_device(g)) != CDDP_OK) return r;
-  *copy = cddp__malloc(&g->host->allocator, bytes);
-  if (*copy == NULL) return CDDP_OUT_OF_MEMORY;
-  r = cddp__transfer(g, *copy, *data, bytes);
-  *data = *copy;
-  return r;
-}
-
 CDDPDEF cddp_result cddp_ddp_add_rows(cddp_ddp *d, int param, const int64_t *rows,
                                       const void *values, size_t n) {
   void *copy = NULL;
   cddp__sparse *s;
-  cddp_result r;
+  cddp_result r = CDDP_OK;
   size_t i;
   CDDP__CHECK(d != NULL, "the cddp_ddp is NULL");
   CDDP__CHECK(param >= 0 && param < d->count, "param is %d; it must be from 0 to %d", param,
@@ -21607,7 +21508,13 @@ CDDPDEF cddp_result cddp_ddp_add_rows(cddp_ddp *d, int param, const int64_t *row
                 "row %" PRId64 " of parameter \"%s\", which has rows 0 to %zu", rows[i],
                 cddp__param_name(d->params, param).s, s->rows - 1);
   CDDP__CHECK(n <= SIZE_MAX / 4 / (s->bytes + 64), "n exceeds the address space");
-  r = cddp__from_device(d->group, &values, n * s->bytes, &copy);
+  if (n > 0 && cddp__on_device(d->group, values)) {
+    if ((r = cddp__await_device(d->group)) != CDDP_OK) return r;
+    copy = cddp__malloc(&d->group->host->allocator, n * s->bytes);
+    if (copy == NULL) return CDDP_OUT_OF_MEMORY;
+    r = cddp__transfer(d->group, copy, values, n * s->bytes);
+    values = copy;
+  }
   if (r == CDDP_OK)
     r = cddp__rows_add(&d->group->host->allocator, &s->added, s->bytes, rows, values, n);
   cddp__free(&d->group->host->allocator, copy);
@@ -21646,7 +21553,6 @@ CDDPDEF int cddp_ddp_partitions(const cddp_ddp *d, const cddp_partition **out) {
   return d != NULL ? d->partition_count : 0;
 }
 
-/* Rejects elastic models, which do not support partitions. */
 static cddp_result cddp__check_partitions(const cddp_ddp *d) {
   CDDP__CHECK(d != NULL, "the cddp_ddp is NULL");
   if (!d->desc.elastic) return CDDP_OK;
@@ -21760,7 +21666,7 @@ CDDPDEF cddp_result cddp_fp16_compress_hook(cddp_bucket *bucket, void *user_data
 
 /* --- optimizers --- */
 
-/* Creates an optimizer and attaches it to its device or elastic model. *out is NULL on failure. */
+/* *out is NULL on failure. */
 static cddp_result cddp__optim_create(cddp_optim **out, const cddp__algorithm *algorithm,
                                       int states, cddp_param *params, int count,
                                       const cddp__optim_desc *desc) {
@@ -21778,7 +21684,7 @@ static cddp_result cddp__optim_create(cddp_optim **out, const cddp__algorithm *a
   return r;
 }
 
-/* Copies the settings that a cddp_sgd_desc and a cddp_adamw_desc have in common. */
+/* The settings that both descs have. */
 #define CDDP__COPY_SETTINGS(to, desc) \
   do { \
     memset(to, 0, sizeof *(to)); \
@@ -21828,7 +21734,7 @@ CDDPDEF cddp_result cddp_adamw_create(cddp_optim **out, cddp_param *params, int 
 
 /* --- the store --- */
 
-/* Checks a command's arguments. answer: the caller's pointer for the answer. */
+/* answer: the caller's pointer for the answer. */
 static cddp_result cddp__check_request(const cddp_store *store, const cddp__request *request,
                                        const void *answer) {
   const char *null = store == NULL                                 ? "the store is NULL"

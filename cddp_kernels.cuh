@@ -3152,18 +3152,6 @@ static cddp_result cddp__gpu_begin(cddp_ddp *d, cddp__bucket_state *b) {
   return r;
 }
 
-static cddp_result cddp__gpu_fence(cddp_ddp *d) {
-  cddp__device *p = cddp__device_of(d->comm);
-  cddp_result r = cddp__await_buckets(d);
-  if (r != CDDP_OK || (d->group->size == 1 && d->desc.comm_hook == NULL)) return r;
-  if ((r = cddp__check_group(d->comm)) != CDDP_OK) return r;
-  return cddp__stream_after(p, cddp__main_stream(d->group), p->side);
-}
-
-static cddp_result cddp__gpu_await(cddp_ddp *d) {
-  return cddp__await_stream(cddp__device_of(d->comm), cddp__main_stream(d->group), NULL);
-}
-
 /* Broadcasts d->scratch.calls in one NCCL group. */
 static cddp_result cddp__gpu_broadcast(cddp_ddp *d, int n) {
   cddp__device *p = cddp__device_of(d->comm);
@@ -3178,25 +3166,28 @@ static cddp_result cddp__gpu_broadcast(cddp_ddp *d, int n) {
   return r == CDDP_OK ? cddp__issue(p, d->scratch.calls, n, cddp__main_stream(d->group)) : r;
 }
 
-/* Writes the mean rows into gradients that are zero elsewhere, for the kernels. */
-static cddp_result cddp__gpu_place_rows(cddp_ddp *d) {
-  void *stream = d->group->stream;
-  cddp_result r = CDDP_OK;
-  size_t k, end;
-  int i;
-  for (i = 0; r == CDDP_OK && i < d->count; i++) {
-    const cddp__sparse *s = cddp__sparse_of(d, i);
-    char *at = d->arena + d->tensors[i].dense;
-    if (s == NULL) continue;
-    r = cddp__device_zero(at, s->rows * s->bytes, stream);
-    for (k = 0; r == CDDP_OK && k < s->mean.n; k = end) {
-      for (end = k + 1; end < s->mean.n && s->mean.number[end] == s->mean.number[end - 1] + 1;)
-        end++;
-      r = cddp__device_copy(at + (size_t)s->mean.number[k] * s->bytes,
-                            s->mean.values + k * s->bytes, (end - k) * s->bytes, stream);
-    }
+/* Makes the caller's stream wait until all buckets are reduced. If only parts of the mean were
+   reduced but it needs all, all ranks gather them. */
+static cddp_result cddp__gpu_fence(cddp_ddp *d, bool part) {
+  cddp__device *p = cddp__device_of(d->comm);
+  size_t begin, end;
+  cddp_result r = cddp__await_buckets(d, part);
+  int k, n = 0;
+  if (r != CDDP_OK || (d->group->size == 1 && d->desc.comm_hook == NULL)) return r;
+  if ((r = cddp__check_group(d->comm)) != CDDP_OK) return r;
+  r = cddp__stream_after(p, cddp__main_stream(d->group), p->side);
+  if (r != CDDP_OK || part || !d->step.scatters) return r;
+  for (k = 0; k < d->group->size; k++) {
+    cddp__part_of(d, k, &begin, &end);
+    if (begin < end)
+      d->scratch.calls[n++] = cddp__broadcast_call(d->arena + begin, end - begin, CDDP_U8, k);
   }
-  return r;
+  return cddp__gpu_broadcast(d, n);
+}
+
+/* Waits on the host for the caller's stream. */
+static cddp_result cddp__gpu_await(cddp_ddp *d) {
+  return cddp__await_stream(cddp__device_of(d->comm), cddp__main_stream(d->group), NULL);
 }
 
 /* Lists the gradients of a dtype: all, as buckets have left them; this rank's part of those; or the
@@ -3346,6 +3337,27 @@ static void cddp__gpu_free(cddp_ddp *d) {
   cddp__free(&d->group->host->allocator, d->gpu);
   cddp__device_free(d->group, d->arena);
   d->arena = NULL;
+}
+
+/* Writes the mean rows into gradients that are zero elsewhere, for the kernels. */
+static cddp_result cddp__gpu_place_rows(cddp_ddp *d) {
+  void *stream = d->group->stream;
+  cddp_result r = CDDP_OK;
+  size_t k, end;
+  int i;
+  for (i = 0; r == CDDP_OK && i < d->count; i++) {
+    const cddp__sparse *s = cddp__sparse_of(d, i);
+    char *at = d->arena + d->tensors[i].dense;
+    if (s == NULL) continue;
+    r = cddp__device_zero(at, s->rows * s->bytes, stream);
+    for (k = 0; r == CDDP_OK && k < s->mean.n; k = end) {
+      for (end = k + 1; end < s->mean.n && s->mean.number[end] == s->mean.number[end - 1] + 1;)
+        end++;
+      r = cddp__device_copy(at + (size_t)s->mean.number[k] * s->bytes,
+                            s->mean.values + k * s->bytes, (end - k) * s->bytes, stream);
+    }
+  }
+  return r;
 }
 
 static const cddp__ddp_memory cddp__gpu_memory = {
