@@ -13223,7 +13223,7 @@ CDDP__INLINED bool cddp__is_short(const cddp_group *g, const cddp__call *call) {
          bytes <= g->round_max && bytes < CDDP__NT_MIN;
 }
 
-/* The same as cddp__run_staged, with fewer instructions: each one counts here. */
+/* cddp__run_staged with fewer instructions: each one counts here. */
 static cddp_result cddp__run_short(cddp_group *g, const cddp__call *call) {
   size_t bytes = call->count * call->esize, apart, i;
   cddp__chunk all = {0, call->count, bytes <= CDDP__PAYLOAD};
@@ -13254,8 +13254,8 @@ static cddp_result cddp__run_short(cddp_group *g, const cddp__call *call) {
   return CDDP_OK;
 }
 
-/* If every rank's buffer is shared, this rank copies its slice of the root's array to all ranks.
-   Blocks stay in the cache for the next copy. Else it copies the whole array for itself. */
+/* If every rank's buffer is shared, this rank copies its slice of the root's array to all ranks, in
+   blocks that stay in the cache. Else it copies the whole array for itself. */
 static void cddp__broadcast_direct(const cddp_group *g, const cddp__call *call, char *const *bufs) {
   size_t begin, end, n, bytes = call->count * call->esize;
   int r;
@@ -13355,9 +13355,9 @@ static cddp_result cddp__run_sized(cddp_group *g, const cddp__call *call) {
   return (g->carrier->run)(g, call);
 }
 
-/* The ranks of a call with counts exchange the lengths and positions of their shares, and check
-   them. call->count becomes the largest length.
-     host   in: whether this rank's buffers are in host memory; out: whether any rank's are */
+/* The ranks of a call with counts exchange and check the lengths and positions of their shares.
+   call->count becomes the largest length. *host: this rank's buffers are in host memory; out: any
+   rank's. */
 static cddp_result cddp__exchange_counts(cddp_group *g, cddp__call *call, bool *host) {
   uint64_t *told = (uint64_t *)(void *)(call->shares + g->size);
   uint64_t *heard = told + CDDP__COUNT_FIELDS * g->size;
@@ -15354,8 +15354,8 @@ static cddp_result cddp__share_arrays(cddp_ddp *d, const cddp_param *arrays, int
   return r == CDDP_OK && n > 0 ? d->memory->broadcast(d, n) : r;
 }
 
-/* The factor that turns the contents of the arena after the reduction into the mean over the ranks
-   with data. The arena then has a sum, a sum divided by the number of all ranks, or that mean. */
+/* The factor that makes the mean over the ranks with data of what the reduction left in the arena:
+   a sum, a sum divided by the number of all ranks, or that mean. */
 static double cddp__mean_factor(const cddp_ddp *d, cddp_dtype dtype) {
   bool by_all = d->desc.comm_hook != NULL || d->comm->carrier->foreign ||
                 d->group->backend->on_device;
@@ -15477,8 +15477,8 @@ static cddp_result cddp__keep_node(cddp_ddp *d, int shard, bool more) {
   return r;
 }
 
-/* Takes the mean over the shards of n elements a rank, from offset `at` of the model, into `out`.
-   The ranks exchange nodes, at most `most` each: each gets all nodes of its n elements. */
+/* Takes the mean of n elements a rank, from offset `at` of the model, into `out`. The ranks
+   exchange nodes, at most `most` each: each gets all nodes of its n elements. */
 static cddp_result cddp__gather_chunk(cddp_ddp *d, char *out, cddp_dtype dtype, size_t at, size_t n,
                                       int most) {
   cddp_dtype wide = cddp__compute_type(dtype);
@@ -16390,7 +16390,6 @@ static cddp_result cddp__host_step(cddp_ddp *d, cddp_optim *s, bool averaged, bo
   return cddp__fetch_weights(d, s);
 }
 
-/* Sends the weights that this rank has stepped, and receives those of the other ranks. */
 static cddp_result cddp__host_publish(cddp_ddp *d) {
   cddp_result r = cddp__round(d->control, CDDP__KIND_DDP_GATHER, CDDP__PHASE_CALL, 0, NULL, 0);
   int i;
@@ -16473,7 +16472,7 @@ static const cddp__ddp_memory cddp__host_memory = {
      3. cddp__complete prepares the next step. After the first one the buckets are planned again.
    A failure before the end of a step fails the model on all ranks. */
 
-/* Payload of the round in which the ranks of a cddp_ddp meet during a step. */
+/* Payload of a step's meeting. */
 typedef struct cddp__step_header {
   uint64_t missing;  /* parameters that are not ready on this rank */
   uint64_t settings; /* of the cddp_optim without its lr; 0: none */
@@ -16519,7 +16518,7 @@ static cddp_result cddp__launch_buckets(cddp_ddp *d) {
   return r;
 }
 
-/* Copies the caller's gradient of parameter i to the arena, unless it is reduced in place. */
+/* To the arena, unless it is reduced in place. */
 static cddp_result cddp__fetch_gradient(cddp_ddp *d, int i) {
   const cddp__tensor *t = &d->tensors[i];
   if (t->storage != CDDP__STORAGE_COPIED) return CDDP_OK;
@@ -16701,8 +16700,8 @@ static cddp_result cddp__name_missing(const cddp_ddp *d) {
 
 #define CDDP__FLAG_JOINED 2 /* the rank has joined: its parameters are not missing */
 
-/* Collective, if parameters are not ready. With find_unused_parameters decides which gradients
-   count as zero and which parameters do not change; without it fails on every rank. */
+/* Collective, if parameters are not ready. With find_unused_parameters their gradients count as
+   zero, and parameters that no rank used do not change; without it every rank fails. */
 static cddp_result cddp__settle_unused(cddp_ddp *d) {
   size_t n = (size_t)d->count, i, p;
   unsigned char *mine = d->scratch.flags + n * (size_t)d->group->size;
@@ -16775,8 +16774,8 @@ static bool cddp__reduces_early(const cddp_ddp *d, bool stepped) {
   return !one_pass || (g->size > 1 && !stepped);
 }
 
-/* Completes a step. After the first one, buckets follow the order in which gradients arrived on
-   rank 0, or on the first rank that has data. */
+/* After the first step buckets follow the order in which gradients arrived on the first rank with
+   data. */
 static cddp_result cddp__complete(cddp_ddp *d, bool stepping) {
   cddp_result r = CDDP_OK;
   d->step.early = cddp__reduces_early(d, stepping);
@@ -17111,7 +17110,7 @@ static cddp_result cddp__join_compare(const cddp_ddp *d, const cddp__model_info 
                     d->group->rank);
 }
 
-/* Collective: every rank's error names the first rank with a model other than rank 0's. */
+/* Collective: every rank's error names the first rank that differs from rank 0. */
 static cddp_result cddp__agree_on_params(cddp_ddp *d) {
   cddp_group *g = d->control;
   uint64_t count = (uint64_t)d->count;
@@ -21315,8 +21314,8 @@ CDDPDEF cddp_result (cddp_all_to_all)(cddp_group *g, const void *send, void *rec
   return cddp__start_operation(__func__, g, &c, work);
 }
 
-/* Starts an operation with counts [world_size]. send_counts NULL: this rank sends the same share to
-   all ranks; its size is recv_counts[g->rank]. */
+/* send_counts NULL: this rank sends the same share, of recv_counts[g->rank] elements, to all ranks.
+   */
 static cddp_result cddp__start_with_counts(const char *function, cddp_group *g, cddp__call *c,
                                        const size_t *send_counts, const size_t *recv_counts,
                                        cddp_work **work) {
