@@ -8552,11 +8552,6 @@ static cddp_result cddp__await_headers(cddp_group *g, const cddp__call *call, ui
   return CDDP__LIKELY(same) || !all ? CDDP_OK : cddp__compare_headers(g);
 }
 
-/* 1 + this thread's cddp__fp_mode after its last round; 0: no round yet. Reading the mode takes a
-   quarter of the time of a small call: it announces the mode of the previous round, and reads it
-   again while its header is on the way to the peers. */
-static __thread uint32_t cddp__last_fp_mode;
-
 /* Announces the group's next round, and waits until the other ranks have announced it.
      everywhere   true: all ranks take part, and different calls are a CDDP_MISMATCH; false: the
                   ranks of this host. The other hosts make such a round too, at their own time:
@@ -8572,17 +8567,12 @@ CDDP__INLINED cddp_result cddp__run_round(cddp_group *g, bool everywhere, const 
   bool all = everywhere || g->hosts == NULL;
   bool adds = all && (call->kind >= CDDP__KIND_DDP_CREATE ||
                       (cddp__shapes[call->kind].reduces && call->dtype <= CDDP_BF16));
-  uint32_t code = cddp__call_code(call, phase), fp_mode = 0;
+  uint32_t code = cddp__call_code(call, phase), fp_mode = adds ? cddp__fp_mode() : 0;
   cddp_result r;
   CDDP_ASSERT(payload == NULL || bytes <= CDDP__PAYLOAD);
   CDDP__POINT("begin");
   g->round++;
   if (payload != NULL) memcpy(mine->u.bytes, payload, bytes);
-  if (adds)
-    fp_mode = phase == CDDP__PHASE_STAGED && call->count * call->esize <= CDDP__ROUND_MAX &&
-                      cddp__last_fp_mode != 0
-                  ? cddp__last_fp_mode - 1
-                  : cddp__fp_mode();
   mine->call = code;
   mine->count = call->count;
   mine->root = (int32_t)call->root;
@@ -8590,7 +8580,6 @@ CDDP__INLINED cddp_result cddp__run_round(cddp_group *g, bool everywhere, const 
   CDDP__POINT("announce");
   cddp__exchange32(&mine->seq, g->round); /* full fence before `sleepers` is read */
   CDDP__POINT("announced");
-  if (adds) cddp__last_fp_mode = 1 + cddp__fp_mode();
   if (CDDP__UNLIKELY(g->hosts != NULL)) {
     g->hosts->local_only = !all;
     if (all && (r = cddp__hosts_exchange(g)) != CDDP_OK) return r;
@@ -12677,13 +12666,10 @@ static void cddp__work_run(cddp_work *work) {
   cddp__copy_site(&site, &cddp__this_site);
   cddp__copy_site(&cddp__this_site, &work->site);
   if (CDDP__UNLIKELY(other)) cddp__set_fp_mode(work->fp_mode - 1);
-  cddp__last_fp_mode = work->fp_mode;
   work->result = (work->run)(work);
   if (work->result != CDDP_OK) snprintf(work->text, sizeof work->text, "%s", cddp__error_text);
   cddp__copy_site(&cddp__this_site, &site);
-  if (CDDP__LIKELY(!other)) return;
-  cddp__set_fp_mode(fp_mode);
-  cddp__last_fp_mode = 1 + fp_mode;
+  if (CDDP__UNLIKELY(other)) cddp__set_fp_mode(fp_mode);
 }
 
 /* It is already counted in engine->works. lock held. */
@@ -12844,7 +12830,6 @@ static bool cddp__engine_wait(cddp__engine *engine, cddp_work *work, double dead
     ok = cddp__cond_wait_until(&engine->changed, &engine->lock, until) || until < deadline;
   }
   ok = ok || (work != NULL && work->done);
-  cddp__last_fp_mode = 1 + cddp__fp_mode(); /* the engine may have run rounds in the meantime */
   cddp__add32(&engine->waiters, (uint32_t)-1);
   pthread_mutex_unlock(&engine->lock);
   return ok;
