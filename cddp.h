@@ -6543,7 +6543,7 @@ static void cddp__share_memory(cddp__host *host) {
    All instruction sets give the same bits: compiler options cannot contract a * b + c or reorder
    sums here. */
 
-/* The caller's elements can have any type, such as _Float16. These types can alias all of them. */
+/* These types can alias the caller's elements of any type, such as _Float16. */
 typedef float __attribute__((may_alias)) cddp__f32;
 typedef double __attribute__((may_alias)) cddp__f64;
 typedef int8_t __attribute__((may_alias)) cddp__i8;
@@ -6901,8 +6901,8 @@ typedef struct cddp__kernels {
   bool decays = (scalars)->decay != 0
 
 /* Mean, step, copy to the ranks, zero the gradients. One loop reads and writes each array once, so
-   that the memory is always busy. STEP computes x, the new weight, from x and v, the mean gradient,
-   and the new states: m, and q of AdamW. LOCALS declares what STEP uses. */
+   that the memory is always busy. STEP computes the new states and x, the new weight, from x and v,
+   the mean gradient. LOCALS declares what STEP uses. */
 #define CDDP__FUSED(SUM, STEP, OTHERS) \
   CDDP__EACH(float v = (SUM) * mean * clip; float x = w0[i]; STEP; w0[i] = x; g0[i] = 0; OTHERS)
 #define CDDP__FUSED_KERNEL(ISA, TARGET, NAME, LOCALS, STEP) \
@@ -6945,9 +6945,8 @@ typedef struct cddp__kernels {
   CDDP__BITS_KERNEL(ISA, TARGET) \
   CDDP__HALF_KERNELS(ISA, TARGET, bf16)
 
-/* An instruction set's table: a row by cddp_dtype (U8 uses the loops of I8), with columns sum, all,
-   pair, bits, scale, mix, squares, adamw, sgd_loop, adamw_loop, widen, narrow. WIDE: the set for
-   the loops of CDDP__WIDE_KERNELS. */
+/* An instruction set's table: a row by cddp_dtype (U8 uses the loops of I8), with the columns of
+   cddp__kernels. WIDE: the set for the loops of CDDP__WIDE_KERNELS. */
 #define CDDP__FLOAT_ROW(ISA, S, WIDE, SGD, ADAMW) \
   {cddp__sum_##S##_##WIDE, cddp__all_##S##_##WIDE, cddp__pair_##S##_##ISA, NULL, \
    cddp__scale_##S##_##ISA, cddp__mix_##S##_##ISA, cddp__squares_##S##_##ISA, \
@@ -7136,7 +7135,7 @@ static const void *cddp__fold_leaf(const cddp__fold *fold, void *buf, int first,
   return buf;
 }
 
-/* Bytes of a block: CDDP__BLOCK_BYTES for up to 15 sources; more share CDDP__FOLD_BYTES. */
+/* Bytes of a block. More than 15 sources share CDDP__FOLD_BYTES. */
 static size_t cddp__fold_bytes(const cddp__fold *fold) {
   size_t levels = 2;
   int n;
@@ -7217,7 +7216,7 @@ static void cddp__reduce(void *dst, const void *const *srcs, int nsrcs, size_t n
     cddp__reduce_nodes(dst, srcs, NULL, nsrcs, nsrcs, n, dtype, op);
 }
 
-/* Like cddp__reduce, with the result in every buffer. Memory is read and written once. */
+/* Like cddp__reduce, with the result in every buffer. */
 static void cddp__reduce_all(void *const *bufs, int nbufs, size_t n, cddp_dtype dtype, cddp_op op) {
   cddp__fold f;
   size_t at, m;
@@ -7292,8 +7291,8 @@ static double cddp__sum_squares(const void *p, size_t n, cddp_dtype dtype) {
   return sum;
 }
 
-/* x rounded to odd: truncated towards zero, with the last bit set if the value is inexact. Rounded
-   once more, to half precision, it gives the same value as a direct conversion of x. */
+/* x truncated towards zero, with the last bit set if the value is inexact. Rounded once more, to
+   half precision, it gives the same value as a direct conversion of x. */
 static float cddp__round_odd(double x) {
   float y = (float)x;
   uint32_t u = cddp__f32_bits(y);
@@ -14327,7 +14326,7 @@ struct cddp_optim { /* owner: the thread that calls cddp_optim_* or cddp_ddp_ste
                           not initialized */
   const unsigned char *used; /* [count] 0: skip the parameter; NULL: use all. The cddp_ddp's */
   cddp__sparse *const *sparse; /* [count] NULL: dense; NULL array: all dense. The cddp_ddp's */
-  cddp_ddp *share;     /* the model. Its ranks on this host share the states; each rank steps its
+  cddp_ddp *share; /* the model whose ranks on this host share the states; each rank steps its
                           partition. NULL: this rank has all states itself */
   void (*drop)(cddp_optim *o); /* ends the sharing; set, like the next field, along with share */
   char *common;        /* the shared states: cddp__state_at */
@@ -14510,8 +14509,8 @@ static cddp__update cddp__update_of(const cddp_optim *optim, int i, void *const 
   return u;
 }
 
-/* Steps a block of F16 or BF16: widens, computes, narrows. If there is a master, it is stepped in
-   place of the weights, and the states are f32 too. */
+/* Steps a block of F16 or BF16: widens, computes, narrows. With a master, which is stepped in place
+   of the weights, the states are f32 too. */
 static void cddp__half_block(const cddp__update *update, void *master, void *weights,
                              const void *gradient, void *const *states, size_t n) {
   float wide[2 + CDDP__STATES][CDDP__BLOCK_FLOATS];
@@ -14672,8 +14671,7 @@ static cddp_result cddp__cpu_copies(const cddp_optim *optim) {
   return CDDP_OK;
 }
 
-/* Steps a parameter with a dense gradient. Its copy is written while the weights are in the
-   cache. */
+/* Steps a parameter with a dense gradient. Its copy is written while the cache has the weights. */
 static void cddp__optim_dense(cddp_optim *optim, int i) {
   const cddp_param *p = &optim->params[i];
   cddp__update u = cddp__update_of(optim, i, optim->state + i, optim->count);
@@ -14685,8 +14683,8 @@ static void cddp__optim_dense(cddp_optim *optim, int i) {
   }
 }
 
-/* Steps a parameter with a sparse gradient, like one with a dense gradient that is zero elsewhere.
-   An optimizer without states does not read the other rows: they do not change. */
+/* Steps a parameter with a sparse gradient, like a dense one that is zero elsewhere. An optimizer
+   without states does not read the other rows: they do not change. */
 static void cddp__optim_rows(cddp_optim *optim, int i, const cddp__sparse *sparse) {
   const cddp_param *p = &optim->params[i];
   cddp__update u = cddp__update_of(optim, i, optim->state + i, optim->count);
@@ -14716,7 +14714,7 @@ static cddp__sparse *cddp__optim_sparse(const cddp_optim *optim, int i) { /* NUL
 }
 
 /* Allocates parameter i's states, zeroed. Existing states stay. Large states are on huge pages: a
-   step takes up to a third less. Their alignment can cost a huge page of addresses. */
+   step takes up to a third less. */
 static cddp_result cddp__need_states(cddp_optim *optim, int i) {
   size_t n = optim->parts[i].count, bytes = n * cddp__dtype_size(cddp__state_type(optim, i));
   int k;
@@ -19281,7 +19279,7 @@ typedef struct cddp__st_type {
   int dtype; /* cddp_dtype; -1: none */
 } cddp__st_type;
 
-/* The order in which the reference implementation stores tensors, so that all are aligned. */
+/* In the reference implementation's order, in which all tensors are aligned. */
 static const cddp__st_type cddp__st_types[] = {
     {"U64", 64, -1},        {"I64", 64, CDDP_I64},  {"F64", 64, CDDP_F64}, {"C64", 64, -1},
     {"F32", 32, CDDP_F32},  {"U32", 32, -1},        {"I32", 32, CDDP_I32}, {"BF16", 16, CDDP_BF16},
@@ -19310,8 +19308,7 @@ struct cddp_safetensors { /* constant once it is open */
   int fd; /* the open file; -1: none */
 };
 
-/* A file with a header of text_size bytes. The caller writes the header to `text`. NULL if memory
-   is exhausted. */
+/* The caller writes the header, of text_size bytes, to `text`. NULL if memory is exhausted. */
 static cddp_safetensors *cddp__st_new(const cddp_allocator *allocator, size_t text_size) {
   cddp_safetensors *file =
       (cddp_safetensors *)cddp__malloc(allocator, sizeof *file + text_size + 1);
@@ -19378,8 +19375,8 @@ static bool cddp__json_next(cddp__json *json, char c) {
   return true;
 }
 
-/* Skips to item n of a list or an object: over the opening bracket or a comma. Returns false after
-   the closing bracket, or after an error. */
+/* Skips to item n of a list or an object: over the opening bracket or a comma. Returns false at the
+   end, or after an error. */
 static bool cddp__json_item(cddp__json *json, const char *brackets, size_t n, const char *what) {
   if (n == 0 && !cddp__json_next(json, brackets[0]))
     cddp__json_fail(json, cddp__textf("%s is expected", what).s);
@@ -19398,8 +19395,7 @@ static bool cddp__json_hex(cddp__json *json, uint32_t *v) { /* four digits */
   return true;
 }
 
-/* Decodes the escape sequence at the cursor to `to` and returns the end of the result; NULL if it
-   is invalid. */
+/* Decodes an escape sequence to `to` and returns the end of the result; NULL if it is invalid. */
 static char *cddp__json_escape(cddp__json *json, char *to) {
   static const char letters[] = "\"\\/bfnrt", meant[] = "\"\\/\b\f\n\r\t";
   static const unsigned char lead[] = {0, 0xc0, 0xe0, 0xf0}; /* marks the first of 1 + i bytes */
@@ -19429,13 +19425,12 @@ static const char *cddp__json_string(cddp__json *json) { /* "" after a failure *
   char *to, *string;
   if (!cddp__json_next(json, '"')) cddp__json_fail(json, "a string is expected");
   for (to = string = json->at; json->at < json->end && *json->at != '"';) {
-    if ((unsigned char)*json->at < 0x20) {
+    if ((unsigned char)*json->at < 0x20)
       cddp__json_fail(json, "a control character in a string");
-    } else if (*json->at != '\\') {
+    else if (*json->at != '\\')
       *to++ = *json->at++;
-    } else if (json->at + 1 == json->end || (to = cddp__json_escape(json, to)) == NULL) {
+    else if (json->at + 1 == json->end || (to = cddp__json_escape(json, to)) == NULL)
       cddp__json_fail(json, "an escape sequence is invalid, or is a NUL");
-    }
   }
   if (json->at == json->end) cddp__json_fail(json, "a string does not end");
   if (json->result != CDDP_OK) return "";
@@ -19461,10 +19456,8 @@ static size_t cddp__json_numbers(cddp__json *json, uint64_t *v, size_t max) {
     number = strtoull(json->at, &after, 10);
     if (*json->at < '0' || *json->at > '9' || (*json->at == '0' && after > json->at + 1))
       cddp__json_fail(json, "a whole number from 0 on is expected");
-    else if (errno != 0)
-      cddp__json_fail(json, "a number exceeds 64 bits");
-    else if (n == max)
-      cddp__json_fail(json, "a list is too long");
+    if (errno != 0) cddp__json_fail(json, "a number exceeds 64 bits");
+    if (n == max) cddp__json_fail(json, "a list is too long");
     if (json->result != CDDP_OK) return n;
     v[n] = number;
     json->at = after;
@@ -19517,10 +19510,8 @@ static void cddp__st_tensor(cddp_safetensors *file, cddp__json *json, const char
   for (n = 0; cddp__json_item(json, "{}", n, "a tensor's object"); n++) {
     const char *key = cddp__json_key(json);
     for (k = 0; k < 3 && strcmp(key, fields[k]) != 0; k++) {}
-    if (k == 3)
-      cddp__json_fail(json, cddp__textf("\"%.60s\" is not a field of a tensor", key).s);
-    else if ((seen & 1u << k) != 0)
-      cddp__json_fail(json, cddp__textf("%s occurs twice", key).s);
+    if (k == 3) cddp__json_fail(json, cddp__textf("\"%.60s\" is not a field of a tensor", key).s);
+    if ((seen & 1u << k) != 0) cddp__json_fail(json, cddp__textf("%s occurs twice", key).s);
     if (k == 0 && (type = cddp__st_find_type(cddp__json_string(json))) == NULL)
       cddp__json_fail(json, "its dtype is not one of the format's");
     if (k == 1) tensor->dims = (int)cddp__json_numbers(json, shape, CDDP__DIMS_MAX);
@@ -19713,7 +19704,7 @@ static void cddp__st_add(cddp__buffer *buffer, const char *text) {
   cddp__buffer_add(buffer, text, strlen(text));
 }
 
-/* Adds a JSON string. It can be invalid UTF-8: the header is parsed again before it is saved. */
+/* Adds a JSON string. The UTF-8 is checked when the header is parsed before it is saved. */
 static void cddp__st_quote(cddp__buffer *buffer, const char *s) {
   static const char meant[] = "\"\\\b\f\n\r\t", letters[] = "\"\\bfnrt";
   for (cddp__st_add(buffer, "\""); *s != 0; s++) {
@@ -19806,16 +19797,15 @@ enum { /* sets of keys: bit i is key i */
 typedef struct cddp__ckpt {
   cddp_group *g; /* NULL: none */
   const cddp_allocator *allocator;
-  const char *path;         /* this and the next three: the caller's */
+  const char *path;         /* to desc: the caller's */
   const cddp_param *params; /* [count] */
   int count;
   const cddp_checkpoint_desc *desc;
   cddp_checkpoint_desc none; /* the desc if the caller passed NULL */
   bool first;                /* this is rank 0 */
-  bool device;               /* some tensor can be in device memory */
-  bool sharded;              /* sharded_states: each rank has only its parts of the states */
-  cddp__st_item *items; /* the parameters, the learning rate, the optimizer's states; the names of
-                           the states follow the array */
+  bool device;               /* a tensor can be in device memory */
+  bool sharded;              /* each rank has only its parts of the states */
+  cddp__st_item *items; /* parameters, learning rate, states; the states' names follow the array */
   size_t item_count;
   double lr;     /* the optimizer's learning rate; load: the file's */
   char *whole;   /* sharded: memory of the group for any one state, whole */
@@ -19874,8 +19864,8 @@ static bool cddp__lock_temporary(int fd) {
   return true;
 }
 
-/* Removes a temporary file that a killed process left, or that another user made. If a process of
-   this user has locked it, a checkpoint is being written. */
+/* Removes a temporary file that a killed process or another user left. If a process of this user
+   has locked it, a checkpoint is being written. */
 static cddp_result cddp__remove_temporary(const char *name) {
   struct stat st;
   cddp_result r = CDDP_OK;
@@ -19898,8 +19888,8 @@ static cddp_result cddp__remove_temporary(const char *name) {
   return r;
 }
 
-/* Creates the temporary file and locks it. If it will replace a file, other users cannot open or
-   lock it before it is complete. */
+/* Creates the temporary file and locks it. If it will replace a file, other users cannot open it
+   before it is complete. */
 static cddp_result cddp__open_temporary(cddp__ckpt *ckpt) {
   char *name = ckpt->temporary;
   struct stat old;
@@ -20083,17 +20073,14 @@ static const char *cddp__state_name(const cddp_optim *optim, int k) {
   return cddp__is_master(optim, k) ? "master" : optim->algorithm->states[k];
 }
 
-/* Lists the parameters and, with an optimizer, its learning rate and states. */
 static cddp_result cddp__list_items(cddp__ckpt *ckpt) {
   const cddp_optim *optim = ckpt->desc->optim;
   const cddp_shape *shapes = ckpt->desc->shapes;
   int i, k, states = optim != NULL ? optim->states + optim->algorithm->counts : 0;
   size_t names = 0, n = (size_t)ckpt->count + 1;
   char *name;
-  for (i = 0; optim != NULL && i < optim->count; i++)
-    for (k = 0; k < states; k++, n++)
-      names += strlen("optimizer..") + strlen(cddp__state_name(optim, k)) +
-               strlen(optim->params[i].name) + 1;
+  for (i = 0; optim != NULL && i < optim->count; i++, n += (size_t)states)
+    names += (size_t)states * (sizeof "optimizer.momentum_buffer." + strlen(optim->params[i].name));
   ckpt->items = (cddp__st_item *)cddp__calloc(ckpt->allocator, 1, n * sizeof *ckpt->items + names);
   if (ckpt->items == NULL) return CDDP_OUT_OF_MEMORY;
   name = (char *)(ckpt->items + n);
@@ -20104,12 +20091,12 @@ static cddp_result cddp__list_items(cddp__ckpt *ckpt) {
   ckpt->lr = optim->desc.lr;
   cddp__add_item(ckpt, "optimizer.lr", CDDP_F64, 1, NULL, &ckpt->lr)->shape.dims = 0;
   if (optim->params != ckpt->params || optim->count > ckpt->count)
-    shapes = NULL; /* of other parameters: the optimizer's states have one dimension each */
+    shapes = NULL; /* they are of other parameters */
   for (i = 0; i < optim->count; i++) {
     const cddp_param *p = &optim->params[i];
     for (k = 0; k < states && p->count > 0; k++) {
       cddp__st_item *item;
-      if (k == optim->states) { /* the step count: one number, read into the optimizer directly */
+      if (k == optim->states) { /* the step count, read into the optimizer directly */
         item = cddp__add_item(ckpt, name, CDDP_F32, 1, NULL, &optim->steps[i]);
         item->shape.dims = 0;
       } else {
@@ -20126,7 +20113,6 @@ static cddp_result cddp__list_items(cddp__ckpt *ckpt) {
   return CDDP_OK;
 }
 
-/* Checks the arguments and lists the items. */
 static cddp_result cddp__checkpoint_begin(cddp__ckpt *ckpt, bool saves, cddp_group *g,
                                           const char *path, const cddp_param *params, int count,
                                           const cddp_checkpoint_desc *desc) {
@@ -20152,8 +20138,7 @@ static cddp_result cddp__alloc_whole(cddp__ckpt *ckpt) {
   cddp_result r = CDDP_OK;
   for (i = 0; i < ckpt->item_count; i++)
     if (ckpt->items[i].place != NULL) most = cddp__max(most, (size_t)ckpt->items[i].bytes);
-  if (most > 0) ckpt->whole = (char *)cddp_alloc(ckpt->g, most);
-  if (most > 0 && ckpt->whole == NULL) r = CDDP_OUT_OF_MEMORY;
+  if (most > 0 && (ckpt->whole = (char *)cddp_alloc(ckpt->g, most)) == NULL) r = CDDP_OUT_OF_MEMORY;
   return cddp__consensus(ckpt->g, r, NULL, 0, NULL);
 }
 
@@ -20254,9 +20239,8 @@ static unsigned cddp__collect_numbers(const cddp_checkpoint_desc *desc, uint64_t
 
 /* --- saving --- */
 
-/* Sets the addresses of the states: the optimizer's own ones, or those that the ranks of a host
-   share. Removes states that no step has created yet, and masters that do not match the weights:
-   the next step copies the weights to them. */
+/* Sets the states' addresses. Removes states that no step has created yet, and masters that do not
+   match the weights: the next step copies the weights to them. */
 static void cddp__select_states(cddp__ckpt *ckpt) {
   const cddp_optim *optim = ckpt->desc->optim;
   size_t i, n = 0;
@@ -20323,8 +20307,8 @@ static cddp_result cddp__save_header(cddp__ckpt *ckpt) {
                       : cddp__fail_in(CDDP_INVALID_ARGUMENT, "names or metadata are invalid: ");
 }
 
-/* Writes all items. Collective if states are sharded: after an error of rank 0's file it gathers
-   the rest nevertheless, because the other ranks do. */
+/* Collective if states are sharded: after an error of rank 0's file it gathers the rest
+   nevertheless, because the other ranks do. */
 static cddp_result cddp__save_items(cddp__ckpt *ckpt, cddp_result r) {
   cddp_result gathered = CDDP_OK;
   size_t i;
@@ -20398,9 +20382,9 @@ static cddp_result cddp__check_tensor(const cddp__st_item *item, const cddp_tens
 }
 
 /* Finds the items in the file. Allocates memory for states, which cddp__commit_states gives to the
-   optimizer after everything was read; on a device states are read into the optimizer's memory.
-   Unless partial is set, the file must not contain other tensors, except an optimizer's states for
-   a caller without an optimizer. */
+   optimizer after everything was read; on a device they are read into the optimizer's memory.
+   Unless partial is set, the file must contain no other tensors, except the states of an optimizer
+   if the caller has none. */
 static cddp_result cddp__match_items(cddp__ckpt *ckpt) {
   const cddp_optim *optim = ckpt->desc->optim;
   bool partial = ckpt->desc->partial;
@@ -20414,8 +20398,8 @@ static cddp_result cddp__match_items(cddp__ckpt *ckpt) {
     bool master = item->place != NULL && cddp__is_master(optim, item->state);
     if (item->param < 0 || item->param != first->param) first = item;
     if (item->param >= 0 && !ckpt->has_lr) continue; /* partial: the file has no optimizer */
-    /* A state is in the file, with the others of its parameter, if a step has created it. A master
-       can be missing alone: cddp_save leaves out one that differs from its weights. */
+    /* A parameter's states are all in the file, or none. A master can be missing alone: cddp_save
+       leaves out one that differs from its weights. */
     if (tensor == NULL) {
       if (!partial && !master && (item->param < 0 || first->from != NULL))
         r = cddp__fail_missing("tensor", item->name);
@@ -20428,9 +20412,9 @@ static cddp_result cddp__match_items(cddp__ckpt *ckpt) {
     taken[tensor - ckpt->file->tensors] = true;
     if (item->data == &ckpt->lr) ckpt->has_lr = true;
     if (r == CDDP_OK && item->place != NULL) {
-      item->data = optim->backend->on_device ? *item->place
-                                          : cddp__calloc(NULL, 1,
-                                                         cddp__kept_bytes(ckpt, item));
+      item->data = *item->place;
+      if (!optim->backend->on_device)
+        item->data = cddp__calloc(NULL, 1, cddp__kept_bytes(ckpt, item));
       if (item->data == NULL) r = CDDP_OUT_OF_MEMORY;
     }
     item->from = tensor;
@@ -20445,8 +20429,8 @@ static cddp_result cddp__match_items(cddp__ckpt *ckpt) {
   return r;
 }
 
-/* Reads the file's numbers. If both runs set shards, they must be equal. If the file was saved in
-   the middle of an epoch, the sampler must have the same dataset size, seed and shuffle. */
+/* Reads the file's numbers. If both runs set shards, these must be equal. In the middle of an epoch
+   the sampler must have the same dataset size, seed and shuffle. */
 static cddp_result cddp__match_numbers(cddp__ckpt *ckpt) {
   uint64_t own[CDDP__META_COUNT], *v = ckpt->numbers;
   unsigned asked = cddp__collect_numbers(ckpt->desc, own);
@@ -20472,12 +20456,11 @@ static cddp_result cddp__match_numbers(cddp__ckpt *ckpt) {
 
 /* Broadcasts rank 0's bytes to all ranks. */
 static cddp_result cddp__broadcast_bytes(const cddp__ckpt *ckpt, void *data, size_t bytes) {
-  if (ckpt->g == NULL) return CDDP_OK;
-  return cddp__broadcast(ckpt->g, data, bytes, 0);
+  return ckpt->g != NULL ? cddp__broadcast(ckpt->g, data, bytes, 0) : CDDP_OK;
 }
 
-/* Reads the header on rank 0, broadcasts it, and checks on each rank that it contains everything
-   that the caller wants. Changes nothing outside of ckpt. */
+/* Reads the header on rank 0, broadcasts it, and checks on each rank that it contains what the
+   caller wants. Changes nothing outside of ckpt. */
 static cddp_result cddp__load_header(cddp__ckpt *ckpt, cddp_result r) {
   const cddp_checkpoint_desc *desc = ckpt->desc;
   uint64_t sizes[2] = {0, 0}; /* of the text and the data */
@@ -20513,16 +20496,13 @@ static cddp_result cddp__broadcast_tensors(cddp__ckpt *ckpt) {
   cddp__packet_begin(&p, ckpt->g, 0);
   for (i = 0; r == CDDP_OK && i < ckpt->item_count; i++) {
     cddp__st_item *item = &ckpt->items[i];
-    cddp_dtype dtype;
-    cddp__call call;
+    cddp_dtype dtype = (cddp_dtype)item->type->dtype;
+    cddp__call call = cddp__broadcast_call(item->data, item->count, dtype, 0);
     if (item->from == NULL || (ckpt->sharded && item->place != NULL)) continue;
-    dtype = (cddp_dtype)item->type->dtype;
-    if (ckpt->device) {
-      call = cddp__broadcast_call(item->data, item->count, dtype, 0);
+    if (ckpt->device)
       r = (ckpt->g->backend->start)(ckpt->g, &call, NULL);
-    } else {
+    else
       r = cddp__packet_add(&p, item->data, item->count, dtype);
-    }
   }
   if (r != CDDP_OK) return r;
   /* on a device: cudaMemcpy can return before its copy is complete */
@@ -20575,14 +20555,13 @@ static cddp_result cddp__check_numbers(cddp__ckpt *ckpt) {
   return r;
 }
 
-/* Reads the tensors on rank 0 and broadcasts them. */
 static cddp_result cddp__load_tensors(cddp__ckpt *ckpt) {
   cddp_result r = ckpt->first ? cddp__check_numbers(ckpt) : CDDP_OK;
   size_t i;
   for (i = 0; r == CDDP_OK && ckpt->first && i < ckpt->item_count; i++) {
     const cddp__st_item *item = &ckpt->items[i];
-    if (item->from == NULL || (ckpt->sharded && item->place != NULL)) continue;
-    r = cddp__copy_item(ckpt, item);
+    if (item->from != NULL && (!ckpt->sharded || item->place == NULL))
+      r = cddp__copy_item(ckpt, item);
   }
   r = cddp__consensus(ckpt->g, r, NULL, 0, NULL);
   if (r == CDDP_OK && ckpt->sharded) r = cddp__load_states(ckpt);
@@ -20657,17 +20636,14 @@ CDDPDEF cddp_result (cddp_load)(cddp_group *g, const char *path, cddp_param *par
 /* --- the safetensors API --- */
 
 CDDPDEF cddp_result cddp_safetensors_open(cddp_safetensors **out, const char *path) {
-  cddp_safetensors *file;
   cddp_result r;
   CDDP__CHECK(out != NULL, "out is NULL");
   *out = NULL;
   CDDP__CHECK(path != NULL, "path is NULL");
-  r = cddp__st_open(&file, NULL, path);
-  if (r == CDDP_OK) r = cddp__st_parse(file);
-  if (r == CDDP_OK)
-    *out = file;
-  else
-    cddp_safetensors_close(file);
+  r = cddp__st_open(out, NULL, path);
+  if (r == CDDP_OK && (r = cddp__st_parse(*out)) == CDDP_OK) return r;
+  cddp_safetensors_close(*out);
+  *out = NULL;
   return cddp__fail_on_file(__func__, path, r);
 }
 
