@@ -1096,17 +1096,17 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 
    FIREWALLS. The hosts must accept connections from each other at MASTER_PORT (on rank 0's host)
    and at the ports that ranks listen on. CDDP_PORTS=41000-41099, set for all ranks, limits the
-   latter. A host needs a port for each of its ranks, a second one for each elastic rank, and rank
-   0's host one more. MASTER_PORT need not be in the range. If a port cannot be reached, all ranks
-   fail with CDDP_NETWORK within about 15 s, and the text names both ends. If it is MASTER_PORT
-   itself, only the ranks that cannot reach it fail, after timeout_s.
+   latter. A host needs a port for each of its ranks, a second one for each elastic rank, and, with
+   torchrun or file://, rank 0's host one more. MASTER_PORT need not be in the range. If a port
+   cannot be reached, all ranks fail with CDDP_NETWORK within about 15 s, and the text names both
+   ends. If it is MASTER_PORT itself, only the ranks that cannot reach it fail, after timeout_s.
 
    SECRETS. Without a secret, anyone who can reach rank 0's port can read and modify rendezvous
-   messages, or impersonate a rank. During the rendezvous strangers cost rank 0 at most 1.5 GiB of
-   memory. With a secret, both ends of a connection prove that they know it, without sending it.
-   That stops strangers who can connect. It does not stop an attacker who can read or change the
-   traffic: nothing is encrypted or signed. An impostor of rank 0 learns enough to test guesses; use
-   128 random bits:
+   messages, or impersonate a rank. During the rendezvous strangers occupy at most 128 + 4 *
+   WORLD_SIZE connections of rank 0's host, each with a few KiB. With a secret, both ends of a
+   connection prove that they know it, without sending it. That stops strangers who can connect. It
+   does not stop an attacker who can read or change the traffic: nothing is encrypted or signed. An
+   impostor of rank 0 learns enough to test guesses; use 128 random bits:
 
      CDDP_SECRET=$(head -c 16 /dev/urandom | base64)
 
@@ -1381,7 +1381,6 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels); /* must 
    THREADS. cddp runs on the threads that call it, except:
      - an engine thread in a group that has operations with a work handle, or that reduces buckets.
        It runs, in order, the operations that no thread waits for (>>work);
-     - a thread of rank 0 that serves the store during rendezvous, if other hosts connect to it;
      - two threads of a group on GPUs.
    All of these block all signals. Locks, in the order in which they can be nested: cddp_ddp.lock,
    engine.lock; p2p.lock, host.lock; fail_lock; on GPUs device.issue_lock, then device.lock, and the
@@ -3671,7 +3670,7 @@ static cddp_result cddp__listen_all(cddp__address *address, int count, int *fds,
   int error = 0, port, ports, tries, i, n, e;
   cddp__address bound;
   cddp__text text = {""};
-  if (asked == 0 && address[0].sa.ss_family != AF_UNIX &&
+  if (asked == 0 && address[count > 1].sa.ss_family != AF_UNIX && /* a Unix socket comes first */
       cddp__port_range(&first, &last) != CDDP_OK)
     return CDDP_INVALID_ARGUMENT;
   ports = last - first + 1;
@@ -3698,7 +3697,7 @@ static cddp_result cddp__listen_all(cddp__address *address, int count, int *fds,
     return cddp__fail(CDDP_NETWORK,
                       "all ports of CDDP_PORTS=%d-%d are in use (the last one tried is %s): give "
                       "it more ports. On each host every rank needs a port, an elastic rank two, "
-                      "and rank 0's host one more",
+                      "and with torchrun or file:// rank 0's host one more",
                       first, last, text.s);
   cddp__fail(error == EMFILE || error == ENFILE ? CDDP_SYSTEM : CDDP_NETWORK,
              "cannot listen on %s: %s%s", text.s, strerror(error),
@@ -4391,9 +4390,7 @@ typedef struct cddp__server { /* Owner: its thread, between start and join */
   int fds[CDDP__ADDRESSES_MAX]; /* listening sockets; their shutdown wakes the thread */
   int fd_count;
   int reserve;            /* a spare descriptor: closed to accept a connection only to refuse it */
-  bool runs;              /* its thread has started */
   cddp__atomic_u32 ended; /* 1: the thread must return; set by cddp__store_close */
-  cddp__atomic_u32 unproven;             /* connections that failed the challenge */
   cddp__entry *chains[CDDP__MAP_CHAINS]; /* the map */
   uint64_t seed;                         /* of the map's hash */
   size_t keys;                           /* in the map */
@@ -4626,7 +4623,6 @@ static bool cddp__client_step(cddp__server *server, cddp__client *client) {
   int found;
   if (c->state == CDDP__CONNECTION_PROVING) (void)cddp__connection_progress(c);
   if (c->state == CDDP__CONNECTION_ENDED) {
-    if (c->challenge.state > CDDP__CHALLENGE_PROVEN) cddp__add32(&server->unproven, 1);
     cddp__client_close(server, client);
   }
   in = cddp__buffer_span(&c->in);
@@ -4823,7 +4819,6 @@ typedef struct cddp__store_options {
   cddp_store_desc desc; /* timeout_s: above 0 */
   bool elect;           /* file://: the first process to open the file is the server, and is_server
                            is ignored. A server of tcp:// connects to itself before open returns */
-  bool idle;            /* not file://: the server only listens until cddp__server_run */
   int listen_fd;        /* listening socket of the server, owned by the caller; -1: bind one */
   bool reachable;       /* by other hosts, even if this host's name resolves to loopback here */
   int ranks;            /* that connect, for the server's limits; 0: not known */
@@ -4849,38 +4844,13 @@ struct cddp_store {
 
 #define CDDP__CLOSED_S 4.0 /* retry time for a server that closes connections without an answer */
 
-/* Proves the secret, if there is one, to the server at the address `text`, sends the greeting, and
-   reads the answer of one byte.
-     CDDP_NETWORK    the connection was closed without an answer
-     CDDP_MISMATCH   the program at the other end is not a store
-     CDDP_TIMEOUT    no answer: another program, or a server that is not ready yet */
-static cddp_result cddp__store_greet(cddp_store *store, const char *text, double deadline) {
-  cddp__connection *c = &store->connection;
-  cddp__challenge *challenge = &c->challenge;
+/* Fails because the program at the address `text` has refused this process, or has not proved that
+   it knows the secret. CDDP_MISMATCH: it is neither cddp nor a store. */
+static cddp_result cddp__fail_refused(const cddp__connection *c, const char *text) {
+  const cddp__challenge *challenge = &c->challenge;
+  bool rendezvous = challenge->purpose != NULL && strcmp(challenge->purpose, "rendezvous") == 0;
   char line[81] = "";
-  cddp__span in;
   size_t k;
-  cddp_result r = CDDP_OK;
-  if (store->proof != NULL) r = cddp__connection_challenge(c, store->proof, "store", NULL, 0);
-  cddp__buffer_add(&c->out, cddp__greeting, sizeof cddp__greeting - 1);
-  if (r == CDDP_OK) r = cddp__connection_exchange(c, 1, deadline);
-  if (r == CDDP_OK) {
-    in = cddp__buffer_span(&c->in);
-    if (in.size == 1 && in.data[0] <= 1) { /* the answer to CHECK */
-      c->in.start++;
-      return CDDP_OK;
-    }
-    if (in.size < 9 && in.data[0] == CDDP__AUTH_REFUSAL[0])
-      (void)cddp__connection_exchange(c, 9, cddp__earlier_deadline(1, deadline));
-    (void)cddp__connection_fill(c, sizeof line); /* more of another program's text */
-    in = cddp__buffer_span(&c->in);
-    challenge->state = CDDP__CHALLENGE_NOT_CDDP;
-    if (in.size >= 9 && memcmp(in.data, CDDP__AUTH_REFUSAL, 8) == 0) {
-      challenge->state = CDDP__CHALLENGE_REFUSED;
-      challenge->why = (char)in.data[8];
-    }
-  }
-  if (challenge->state <= CDDP__CHALLENGE_PROVEN) return r;
   if (challenge->state == CDDP__CHALLENGE_REFUSED && challenge->why == 'D')
     return cddp__fail(CDDP_SYSTEM,
                       "%s: the server's process has no file descriptor left for another rank; "
@@ -4890,11 +4860,18 @@ static cddp_result cddp__store_greet(cddp_store *store, const char *text, double
     return CDDP__REFUSE("two jobs use %s: an elastic job runs there. Give this job a MASTER_PORT "
                         "of its own, or set CDDP_JOIN=1 to join that one",
                         text);
+  if (challenge->state == CDDP__CHALLENGE_REFUSED && challenge->why == 'N' && rendezvous)
+    return cddp__fail(CDDP_MISMATCH,
+                      "the program at %s is neither cddp's rank 0 nor a launcher's store, but a "
+                      "cddp_store: another program uses this port",
+                      text);
   if (challenge->state != CDDP__CHALLENGE_NOT_CDDP)
     return cddp__fail(
         CDDP_UNAUTHORIZED, "%s; set one CDDP_SECRET (or desc's secret) on all ranks, or on none",
-        challenge->why == 'S'   ? "the server has a secret and this process has none"
-        : challenge->why == 'W' ? "the server has another secret"
+        challenge->why == 'S' || (rendezvous && challenge->why == 'W' && challenge->secret[0] == 0)
+            ? "the server has a secret and this process has none"
+        : challenge->why == 'W'
+            ? rendezvous ? "rank 0 has another secret, or none" : "the server has another secret"
         : challenge->why == 'N' ? "this process has a secret and the server has none"
                                 : "the program that answers does not know the secret");
   memcpy(line, c->in.data,
@@ -4908,9 +4885,62 @@ static cddp_result cddp__store_greet(cddp_store *store, const char *text, double
                     k > 0 ? "'" : "");
 }
 
-/* Tries each address once. CDDP_NETWORK: a retry can succeed. A server that exits, or a proxy for a
-   server that has not started, closes connections for a moment. A program that does so for
-   CDDP__CLOSED_S is not a store. */
+/* Proves the secret, if there is one, to the server at the address `text`, sends the greeting, and
+   reads the answer of one byte.
+     CDDP_NETWORK    the connection was closed without an answer
+     CDDP_MISMATCH   the program at the other end is not a store
+     CDDP_TIMEOUT    no answer: another program, or a server that is not ready yet */
+static cddp_result cddp__store_greet(cddp_store *store, const char *text, double deadline) {
+  cddp__connection *c = &store->connection;
+  cddp__challenge *challenge = &c->challenge;
+  cddp__span in;
+  cddp_result r = CDDP_OK;
+  if (store->proof != NULL) r = cddp__connection_challenge(c, store->proof, "store", NULL, 0);
+  cddp__buffer_add(&c->out, cddp__greeting, sizeof cddp__greeting - 1);
+  if (r == CDDP_OK) r = cddp__connection_exchange(c, 1, deadline);
+  if (r == CDDP_OK) {
+    in = cddp__buffer_span(&c->in);
+    if (in.size == 1 && in.data[0] <= 1) { /* the answer to CHECK */
+      c->in.start++;
+      return CDDP_OK;
+    }
+    if (in.size < 9 && in.data[0] == CDDP__AUTH_REFUSAL[0])
+      (void)cddp__connection_exchange(c, 9, cddp__earlier_deadline(1, deadline));
+    (void)cddp__connection_fill(c, 80); /* more of another program's text */
+    in = cddp__buffer_span(&c->in);
+    challenge->state = CDDP__CHALLENGE_NOT_CDDP;
+    if (in.size >= 9 && memcmp(in.data, CDDP__AUTH_REFUSAL, 8) == 0) {
+      challenge->state = CDDP__CHALLENGE_REFUSED;
+      challenge->why = (char)in.data[8];
+    }
+  }
+  return challenge->state <= CDDP__CHALLENGE_PROVEN ? r : cddp__fail_refused(c, text);
+}
+
+/* Fails because connect(2) to the address failed, or, if error is 0 or ECONNRESET, because the
+   other side closed the connection without an answer. CDDP_NETWORK: a retry can succeed. A server
+   that exits, or a proxy for a server that has not started, closes connections for a moment. A
+   program that does so for CDDP__CLOSED_S, since *closed_since, is not cddp. */
+static cddp_result cddp__fail_connect(const cddp__address *address, int error,
+                                      double *closed_since) {
+  cddp__text text = cddp__describe_address(address);
+  if (error == CDDP__FOREIGN_USER)
+    return cddp__fail(CDDP_MISMATCH,
+                      "connect to %s: another user's process listens there; set MASTER_ADDR and "
+                      "MASTER_PORT for all ranks to connect over TCP",
+                      text.s);
+  if (error != 0 && error != ECONNRESET)
+    return cddp__fail(error == EMFILE || error == ENFILE ? CDDP_SYSTEM : CDDP_NETWORK,
+                      "connect to %s: %s", text.s, strerror(error));
+  if (*closed_since == 0) *closed_since = cddp__now();
+  return cddp__fail(cddp__now() < *closed_since + CDDP__CLOSED_S ? CDDP_NETWORK : CDDP_MISMATCH,
+                    "the program at %s is neither cddp nor a TCPStore server (it closes "
+                    "connections without an answer): another program uses this port",
+                    text.s);
+}
+
+/* Tries each address once. CDDP_NETWORK: a retry can succeed; other errors are final, as those of
+   cddp__store_greet. */
 static cddp_result cddp__store_try_addresses(cddp_store *store, double deadline) {
   bool closed = false;
   cddp_result r = CDDP_NETWORK;
@@ -4922,23 +4952,9 @@ static cddp_result cddp__store_try_addresses(cddp_store *store, double deadline)
       cddp__connection_begin(&store->connection, &store->allocator, fd, true);
       r = cddp__store_greet(store, cddp__describe_address(address).s, deadline);
     }
-    if ((error == 0 && r == CDDP_NETWORK) || error == ECONNRESET) {
-      closed = true;
-      if (store->closed_since == 0) store->closed_since = cddp__now();
-      r = cddp__fail(cddp__now() < store->closed_since + CDDP__CLOSED_S ? CDDP_NETWORK
-                                                                        : CDDP_MISMATCH,
-                     "the program at %s is neither cddp nor a TCPStore server (it closes "
-                     "connections without an answer): another program uses this port",
-                     cddp__describe_address(address).s);
-    } else if (error != 0)
-      r = cddp__fail(error == CDDP__FOREIGN_USER          ? CDDP_MISMATCH
-                     : error == EMFILE || error == ENFILE ? CDDP_SYSTEM
-                                                          : CDDP_NETWORK,
-                     "connect to %s: %s", cddp__describe_address(address).s,
-                     error != CDDP__FOREIGN_USER
-                         ? strerror(error)
-                         : "another user's process listens there; set MASTER_ADDR and MASTER_PORT "
-                           "for all ranks to connect over TCP");
+    closed = closed || (error == 0 && r == CDDP_NETWORK) || error == ECONNRESET;
+    if (error != 0 || r == CDDP_NETWORK)
+      r = cddp__fail_connect(address, error, &store->closed_since);
     if (error == 0 && r != CDDP_OK) cddp__connection_close(&store->connection);
   }
   if (!closed && r != CDDP_TIMEOUT && error != ETIMEDOUT) store->closed_since = 0;
@@ -5072,35 +5088,37 @@ static int cddp__url_scheme(const char *url, const char **name) {
   return scheme;
 }
 
-static cddp_result cddp__server_run(cddp__server *server) {
-  cddp_result r = cddp__thread_start(&server->thread, cddp__server_main, server, true);
-  server->runs = r == CDDP_OK;
-  return r;
+/* Listens at the addresses, or duplicates the launcher's listening socket and sets address[0]. */
+static cddp_result cddp__listen_at(cddp__address *address, int count, int listen_fd, int *fds,
+                                   int *fd_count) {
+  cddp_result r;
+  if (listen_fd < 0) {
+    r = cddp__listen_all(address, count, fds, fd_count);
+    if (r == CDDP_NETWORK && address[0].sa.ss_family == AF_UNIX)
+      cddp__append(cddp__error_text, sizeof cddp__error_text,
+                   "; another process has this name: set MASTER_ADDR and MASTER_PORT for all ranks "
+                   "to connect over TCP");
+    return r;
+  }
+  *fd_count = 1;
+  fds[0] = cddp__register_socket(fcntl(listen_fd, F_DUPFD_CLOEXEC, STDERR_FILENO + 1));
+  if (fds[0] < 0 || fcntl(fds[0], F_SETFL, O_RDWR | O_NONBLOCK) != 0 ||
+      !cddp__local_address(fds[0], &address[0]))
+    return cddp__fail_errno("the launcher's listening socket");
+  return CDDP_OK;
 }
 
 /* Starts a server on store->addresses, or on the options' socket. */
 static cddp_result cddp__server_start(cddp_store *store, const cddp__store_options *options) {
   cddp__server *server = (cddp__server *)cddp__calloc(&options->desc.allocator, 1, sizeof *server);
   cddp_result r = CDDP_OK;
-  int i, *fd;
+  int i;
   if (server == NULL) return CDDP_OUT_OF_MEMORY;
   server->allocator = options->desc.allocator;
   server->secret = store->proof;
   server->ranks = options->ranks;
-  fd = server->fds;
-  if (options->listen_fd < 0) {
-    r = cddp__listen_all(store->addresses, store->address_count, server->fds, &server->fd_count);
-    if (r == CDDP_NETWORK && store->addresses[0].sa.ss_family == AF_UNIX)
-      cddp__append(cddp__error_text, sizeof cddp__error_text,
-                   "; another process has this name: set MASTER_ADDR and MASTER_PORT for all ranks "
-                   "to connect over TCP");
-  } else {
-    server->fd_count = 1;
-    *fd = cddp__register_socket(fcntl(options->listen_fd, F_DUPFD_CLOEXEC, STDERR_FILENO + 1));
-    if (*fd < 0 || fcntl(*fd, F_SETFL, O_RDWR | O_NONBLOCK) != 0 ||
-        !cddp__local_address(*fd, &store->addresses[0]))
-      r = cddp__fail_errno("the launcher's listening socket");
-  }
+  r = cddp__listen_at(store->addresses, store->address_count, options->listen_fd, server->fds,
+                      &server->fd_count);
   server->epoll = cddp__above_stdio(epoll_create1(EPOLL_CLOEXEC));
   server->reserve =
       server->epoll < 0 ? -1 : fcntl(server->epoll, F_DUPFD_CLOEXEC, STDERR_FILENO + 1);
@@ -5109,7 +5127,7 @@ static cddp_result cddp__server_start(cddp_store *store, const cddp__store_optio
   for (i = 0; i < server->fd_count && r == CDDP_OK; i++)
     if (!cddp__server_watch_fd(server, server->fds[i], EPOLL_CTL_ADD, EPOLLIN, (uint64_t)i))
       r = cddp__fail_errno("epoll");
-  if (r == CDDP_OK && (!options->idle || store->file >= 0)) r = cddp__server_run(server);
+  if (r == CDDP_OK) r = cddp__thread_start(&server->thread, cddp__server_main, server, true);
   if (r != CDDP_OK) cddp__server_free(server);
   if (r == CDDP_OK) store->server = server;
   store->server_pid = getpid();
@@ -5118,15 +5136,14 @@ static cddp_result cddp__server_start(cddp_store *store, const cddp__store_optio
 
 /* A host's own name can resolve to loopback only (127.0.1.1 in Debian's /etc/hosts). This adds the
    addresses that other hosts can reach. */
-static void cddp__add_interface_addresses(cddp_store *store, const char *host) {
+static void cddp__add_interface_addresses(cddp__address *address, int *count, const char *host) {
   int i;
   if (strcmp(host, "localhost") == 0 || strchr(host, ':') != NULL ||
       host[strspn(host, "0123456789.")] == 0) /* the user chose one address */
     return;
-  for (i = 0; i < store->address_count; i++)
-    if (!cddp__address_is_loopback(&store->addresses[i])) return;
-  store->address_count += cddp__interface_addresses(NULL, store->addresses + store->address_count,
-                                                    CDDP__ADDRESSES_MAX - store->address_count);
+  for (i = 0; i < *count; i++)
+    if (!cddp__address_is_loopback(&address[i])) return;
+  *count += cddp__interface_addresses(NULL, address + *count, CDDP__ADDRESSES_MAX - *count);
 }
 
 /* Finds the addresses of a server of tcp://host:port or unix://name. unix:// is for ranks of one
@@ -5157,7 +5174,7 @@ static cddp_result cddp__store_serve(cddp_store *store, const cddp__store_option
   cddp_result r = CDDP_OK;
   if (store->scheme == CDDP__URL_TCP) r = cddp__host_port(store->name, host, &port);
   if (store->scheme == CDDP__URL_TCP && options->reachable)
-    cddp__add_interface_addresses(store, host);
+    cddp__add_interface_addresses(store->addresses, &store->address_count, host);
   if (r == CDDP_OK) r = cddp__server_start(store, options);
   if (r != CDDP_OK || port != 0) return r;
   cddp__free(&store->allocator, store->name); /* error texts name the port that the system chose */
@@ -5209,69 +5226,91 @@ static void cddp__file_store_prove(cddp_store *store, const char *key) {
   store->proof[32] = ' ';
 }
 
-/* This process has locked the file, and becomes the server: for this host on a Unix socket, for
-   other hosts on a port that the system chooses. */
+/* Begins the record of a server: its key, and the addresses where it must listen. For this host
+   that is a Unix socket; for other hosts (reachable) a port that the system chooses. */
+static cddp_result cddp__file_record_new(cddp__file_store_record *record, bool reachable) {
+  uint64_t word[4];
+  cddp_result r = cddp__random(word, sizeof word);
+  memset(record, 0, sizeof *record);
+  memcpy(record->magic, CDDP__FILE_MAGIC, sizeof CDDP__FILE_MAGIC);
+  snprintf(record->key, sizeof record->key, "%016" PRIx64 "%016" PRIx64, word[0], word[1]);
+  cddp__unix_name(&record->addresses[0],
+                  cddp__textf("cddp-file-%016" PRIx64 "%016" PRIx64, word[2], word[3]).s);
+  record->count = 1;
+  if (reachable)
+    record->count += (uint32_t)cddp__interface_addresses(NULL, record->addresses + 1, 8);
+  return r;
+}
+
+/* Writes the record to the locked file: clients can connect. */
+static cddp_result cddp__file_record_write(int file, cddp__file_store_record *record) {
+  if (ftruncate(file, 0) != 0) return cddp__fail(CDDP_IO, "ftruncate: %s", strerror(errno));
+  return cddp__file_io(file, true, record, sizeof *record, 0);
+}
+
+/* Makes this process, which has locked the file, the server. */
 static cddp_result cddp__file_store_serve(cddp_store *store, const cddp__store_options *options) {
   cddp__file_store_record record;
-  uint64_t word[4];
-  char name[64];
-  cddp_result r = cddp__random(word, sizeof word);
-  memset(&record, 0, sizeof record);
-  memcpy(record.magic, CDDP__FILE_MAGIC, sizeof CDDP__FILE_MAGIC);
-  snprintf(record.key, sizeof record.key, "%016" PRIx64 "%016" PRIx64, word[0], word[1]);
-  snprintf(name, sizeof name, "cddp-file-%016" PRIx64 "%016" PRIx64, word[2], word[3]);
-  cddp__unix_name(&store->addresses[0], name);
-  store->address_count = 1;
-  if (options->reachable || options->elect)
-    store->address_count += cddp__interface_addresses(NULL, store->addresses + 1, 8);
+  cddp_result r = cddp__file_record_new(&record, options->reachable || options->elect);
+  store->address_count = (int)record.count;
+  memcpy(store->addresses, record.addresses, sizeof store->addresses);
   cddp__file_store_prove(store, record.key);
   if (r == CDDP_OK) r = cddp__server_start(store, options);
   if (r != CDDP_OK) return r == CDDP_NETWORK ? CDDP_SYSTEM : r; /* a retry would be useless */
-  record.count = (uint32_t)store->address_count;
-  memcpy(record.addresses, store->addresses, record.count * sizeof *store->addresses);
-  if (ftruncate(store->file, 0) != 0) return cddp__fail(CDDP_IO, "ftruncate: %s", strerror(errno));
-  return cddp__file_io(store->file, true, &record, sizeof record, 0);
+  memcpy(record.addresses, store->addresses, sizeof store->addresses);
+  return cddp__file_record_write(store->file, &record);
+}
+
+/* Opens the file once. Locks it in store->file if this process must serve it. Else sets *record to
+   that of a server that runs, and *fd, which the caller closes. After CDDP_NETWORK a retry can
+   succeed. */
+static cddp_result cddp__file_store_look(cddp_store *store, const cddp__store_options *options,
+                                         cddp__file_store_record *record, int *fd) {
+  const int flags = O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY;
+  bool may_serve = options->desc.is_server || options->elect, locked, named;
+  uint32_t i;
+  cddp_result r = CDDP_OK;
+  *fd = cddp__register_socket(cddp__above_stdio(open(store->name, flags, 0600)));
+  if (*fd < 0)
+    return cddp__fail(CDDP_IO, "cannot open the file: %s; %s", strerror(errno),
+                      errno == ELOOP ? "it must not be a symbolic link"
+                                     : "its directory must exist and be writable");
+  locked = flock(*fd, LOCK_NB | (may_serve ? LOCK_EX : LOCK_SH)) == 0; /* flock has no deadline */
+  if (!locked && errno != EWOULDBLOCK && errno != EINTR)
+    r = cddp__fail(CDDP_IO, "flock: %s; put the file on a file system that supports locks",
+                   strerror(errno));
+  named = cddp__file_has_name(*fd, store->name); /* else another process removed it */
+  if (r == CDDP_OK) r = cddp__file_store_read(*fd, record);
+  if (r == CDDP_OK && locked && may_serve && named) { /* this store removes it at its end */
+    store->file = *fd;
+    *fd = -1;
+    return CDDP_OK;
+  }
+  if (r == CDDP_OK && options->desc.is_server && !options->elect)
+    r = cddp__fail(CDDP_NETWORK, "another job is using the file; choose another path");
+  else if (r == CDDP_OK && (locked || !named || record->count == 0))
+    r = cddp__fail(CDDP_NETWORK, "the file has no server: rank 0, or the first process to open it, "
+                                 "has not started or is suspended");
+  for (i = 0; r == CDDP_OK && i < record->count; i++)
+    record->addresses[i].size =
+        (socklen_t)cddp__min(record->addresses[i].size, sizeof record->addresses[i].sa);
+  if (r != CDDP_OK) cddp__close_fd(fd);
+  return r;
 }
 
 /* Opens the file once. Locks it in store->file if this process must serve it, else connects to its
    server. Results: see cddp__store_try_addresses. */
 static cddp_result cddp__file_store_try(cddp_store *store, const cddp__store_options *options) {
-  const int flags = O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY;
-  bool may_serve = options->desc.is_server || options->elect, locked, named;
-  int fd = cddp__register_socket(cddp__above_stdio(open(store->name, flags, 0600))), i;
   cddp__file_store_record record;
-  cddp_result r = CDDP_OK;
-  if (fd < 0)
-    return cddp__fail(CDDP_IO, "cannot open the file: %s; %s", strerror(errno),
-                      errno == ELOOP ? "it must not be a symbolic link"
-                                     : "its directory must exist and be writable");
-  locked = flock(fd, LOCK_NB | (may_serve ? LOCK_EX : LOCK_SH)) == 0; /* flock has no deadline */
-  if (!locked && errno != EWOULDBLOCK && errno != EINTR)
-    r = cddp__fail(CDDP_IO, "flock: %s; put the file on a file system that supports locks",
-                   strerror(errno));
-  named = cddp__file_has_name(fd, store->name); /* else another process removed it */
-  if (r == CDDP_OK) r = cddp__file_store_read(fd, &record);
-  if (r == CDDP_OK && locked && may_serve && named) { /* this store removes it at its end */
-    store->file = fd;
-    return CDDP_OK;
-  }
-  if (r == CDDP_OK && options->desc.is_server && !options->elect) {
-    r = cddp__fail(CDDP_NETWORK, "another job is using the file; choose another path");
-  } else if (r == CDDP_OK && (locked || !named || record.count == 0)) {
-    r = cddp__fail(CDDP_NETWORK, "the file has no server: rank 0, or the first process to open it, "
-                                 "has not started or is suspended");
-  } else if (r == CDDP_OK) {
-    cddp__file_store_prove(store, record.key);
-    store->address_count = (int)record.count;
-    memcpy(store->addresses, record.addresses, sizeof store->addresses);
-    for (i = 0; i < store->address_count; i++)
-      store->addresses[i].size =
-          (socklen_t)cddp__min(store->addresses[i].size, sizeof store->addresses[i].sa);
-    r = cddp__store_try_addresses(store, options->deadline);
-    if (r != CDDP_OK &&
-        (!cddp__file_has_name(fd, store->name) || flock(fd, LOCK_NB | LOCK_SH) == 0))
-      r = CDDP_NETWORK; /* its server has ended, and another program can have its port */
-  }
+  int fd;
+  cddp_result r = cddp__file_store_look(store, options, &record, &fd);
+  if (r != CDDP_OK || fd < 0) return r;
+  cddp__file_store_prove(store, record.key);
+  store->address_count = (int)record.count;
+  memcpy(store->addresses, record.addresses, sizeof store->addresses);
+  r = cddp__store_try_addresses(store, options->deadline);
+  if (r != CDDP_OK && (!cddp__file_has_name(fd, store->name) || flock(fd, LOCK_NB | LOCK_SH) == 0))
+    r = CDDP_NETWORK; /* its server has ended, and another program can have its port */
   cddp__close_fd(&fd);
   return r;
 }
@@ -5326,7 +5365,7 @@ static void cddp__store_close(cddp_store *store) {
   if (store->server != NULL && store->server_pid == getpid()) {
     cddp__store32(&store->server->ended, 1);
     for (i = 0; i < store->server->fd_count; i++) shutdown(store->server->fds[i], SHUT_RDWR);
-    if (store->server->runs) pthread_join(store->server->thread, NULL);
+    pthread_join(store->server->thread, NULL);
     cddp__server_free(store->server);
   }
   cddp__store_free(store);
@@ -9007,8 +9046,9 @@ static cddp__net *cddp__net_new(const cddp_allocator *a, int size, int host_coun
 /* >>rendezvous ---------------------------------------------------------------------------------
    Job: the ranks of a new job find each other, and fill the table of ranks, a cddp__net. Later:
    processes join the running job.
-   Owns: the connections of the rendezvous; the store's keys RUN/meeting and RUN/blocked; a host's
-   cddp__job_info, with a socket name for each rank, held as long as the group lives.
+   Owns: the connections of the rendezvous; rank 0's port; with a launcher's store its key
+   RUN/meeting; a host's cddp__job_info, with a socket name for each rank, held as long as the group
+   lives.
    Entry points: the steps of cddp__start_job and cddp__join_job (>>groups); while the group lives
    cddp__join_listen and cddp__join_serve.
    Words: a node is a set of ranks that can share memory: they have the same host, user,
@@ -9028,7 +9068,6 @@ static cddp__net *cddp__net_new(const cddp_allocator *a, int size, int host_coun
 #define CDDP__PROBLEM_S 1.0 /* for missing ranks to connect after a rank did not match */
 #define CDDP__BLOCKED_S 6.0 /* for a connection between hosts; at most a third of the time-out */
 #define CDDP__RESOLVE_S 60  /* how long a MASTER_ADDR that does not resolve is tried again */
-#define CDDP__STORE_RESTART_S 2.0 /* for a lost store to return, as its ranks can restart */
 
 /* Messages are frames of type MESSAGE with this number, and a struct in memory as their body: all
    hosts have the same byte order and version, else the frame's magic number or
@@ -9036,7 +9075,8 @@ static cddp__net *cddp__net_new(const cddp_allocator *a, int size, int host_coun
 enum {
   CDDP__RENDEZVOUS_RANK = 1, /* cddp__rank_info */
   CDDP__RENDEZVOUS_WAIT,
-  CDDP__RENDEZVOUS_STORE, /* from rank 0: a coordinator has connected to the store */
+  CDDP__RENDEZVOUS_PORT,  /* from rank 0, with a descriptor: a socket that listens for coordinators;
+                            cddp__root_search.token */
   CDDP__RENDEZVOUS_TABLE, /* token, hosts and ranks of a cddp__net; to a joining process: a
                              cddp__join_table */
   CDDP__RENDEZVOUS_READY,
@@ -9057,7 +9097,7 @@ typedef struct cddp__rank_info {
   uint32_t user;
   uint32_t joins;          /* 1: by CDDP_JOIN */
   uint64_t machine;        /* a hash of cddp__host_identity */
-  unsigned char token[16]; /* from RUN/meeting; by TCP only */
+  uint64_t run;            /* a hash of cddp__config.run */
   char backend[16];
   cddp__host_entry host;
 } cddp__rank_info;
@@ -9087,7 +9127,7 @@ typedef struct cddp__job_info {
   double timeout_s;
   char endpoint[96];  /* where the ranks meet, for error texts: "port 29500" */
   int claim_fd;       /* this rank's socket on its host, held while the group lives; -1: none */
-  int port_fd;        /* rank 0's port, likewise: see cddp__rendezvous_end; -1: none */
+  int port_fd;        /* rank 0's port, likewise: see cddp__close_port; -1: none */
   const char *secret; /* "": none; the proof then only rejects programs other than cddp */
 } cddp__job_info;
 
@@ -9107,26 +9147,28 @@ typedef struct cddp__channel { /* a connection to the parent or a child */
 
 /* How the coordinators of several nodes find the root. */
 typedef struct cddp__root_search {
-  char key[160], blocked_key[160]; /* RUN/meeting, RUN/blocked */
-  cddp_store *store;               /* NULL: not open. In rank 0's process: with the server */
-  bool wanted;         /* the root must write its address: a coordinator has connected to the store,
-                       or the root would not know, because another program serves the store */
-  bool announced;      /* rank 0: its parent knows that */
-  bool stale;          /* RUN/meeting led to no root: the store can be an earlier job's */
-  double next_look;    /* when to ask the store again, of cddp__now() */
+  int fds[CDDP__ADDRESSES_MAX]; /* sockets that listen for coordinators: in rank 0 and the root */
+  int fd_count;
+  char key[160];     /* RUN/meeting */
+  cddp_store *store; /* a launcher's, or the file, locked by rank 0; NULL: none, or not open */
+  /* Both ends prove this too. It shows that a coordinator has read the store or the file; else 0 */
+  unsigned char token[32];
+  cddp__address addresses[CDDP__ADDRESSES_MAX]; /* of the root, in order */
+  int address_count, next;                      /* of these, the next one to connect to */
+  double resolved_at;                           /* when MASTER_ADDR was resolved, of cddp__now() */
+  double next_look;    /* when to look for the root again, of cddp__now() */
   double pause;        /* seconds between two looks */
-  double try_s;        /* seconds to try to open the store */
-  double lost_at;      /* when the store's connection ended; 0: the store answers */
-  double closed_since; /* cddp__store_options.closed_since */
-  cddp__text blocked;  /* why the store or the root could not be reached; "": it could */
-  double blocked_at;   /* since when the root could not be reached; 0: it could */
-  unsigned char token[16];
-  int listener; /* the root's, for coordinators; -1: this rank is not the root */
+  double try_s;        /* for the next connection */
+  double closed_since; /* connections were closed without an answer: cddp__fail_connect */
+  bool closed;         /* the last one was */
+  cddp__text blocked;  /* why the root cannot be reached; "": it can, or is not looked for */
+  bool stops;          /* blocked is about the root's own port: the ranks end with CDDP_NETWORK */
+  int refused;         /* the root: connections without the proof of the secret */
 } cddp__root_search;
 
 typedef struct cddp__root_key { /* value of RUN/meeting */
   struct sockaddr_in6 address;  /* of the root's listener, with the port */
-  unsigned char token[16];
+  unsigned char token[32];
 } cddp__root_key;
 
 typedef struct cddp__rendezvous {
@@ -9134,7 +9176,6 @@ typedef struct cddp__rendezvous {
   cddp__host *host;
   cddp__job_info *job; /* the host's */
   double deadline;
-  bool serves; /* this process is rank 0, and no launcher serves the store */
   cddp__root_search root;
   cddp__address address; /* of this host, for ranks of other nodes */
   int node_socket;       /* listening for clients; -1: this rank is a client */
@@ -9235,6 +9276,7 @@ static cddp_result cddp__job_info_create(cddp__host *host, const cddp__config *c
   info->joins = (uint32_t)config->joins;
   cddp__host_identity(machine, sizeof machine);
   info->machine = cddp__hash64(0, machine, strlen(machine));
+  info->run = cddp__hash64(0, config->run, strlen(config->run));
   memcpy(info->backend, config->backend, sizeof info->backend);
   snprintf(info->host.name, sizeof info->host.name, "%.67s", host->name);
   return CDDP_OK;
@@ -9470,6 +9512,9 @@ static void cddp__channel_init(cddp__rendezvous *rdv, cddp__channel *channel, in
   cddp__connection_begin(&channel->connection, &rdv->host->allocator, fd, caller);
   channel->connection.local = local;
   channel->connection.deadline = cddp__now() + CDDP__GREETING_S;
+  if (!local && fd >= 0) /* if this fails, the connection has ended */
+    (void)cddp__connection_challenge(&channel->connection, rdv->job->secret, "rendezvous",
+                                     rdv->root.token, sizeof rdv->root.token);
 }
 
 /* The address at which other hosts reach this host. With CDDP_IFNAME: the first address of that
@@ -9520,9 +9565,10 @@ static void cddp__remove_child(cddp__rendezvous *rdv, size_t k) { /* the last ch
   rdv->children[k] = rdv->children[--rdv->child_count];
 }
 
-/* Accepts the connections at a listening socket. If too many connections have not sent RANK, or few
-   descriptors are left for other hosts, the oldest of these is closed: a rank sends RANK
-   immediately. */
+#define CDDP__FEW 8 /* connections of other hosts without a proof, if few descriptors are left */
+
+/* Accepts the connections at a listening socket. If too many connections have not sent RANK, the
+   oldest of these is closed: a rank proves the secret and sends RANK immediately. */
 static cddp_result cddp__accept_channels(cddp__rendezvous *rdv, int listener) {
   bool local = listener == rdv->node_socket;
   size_t most = (size_t)cddp__unproven_most(rdv->config->world_size);
@@ -9534,14 +9580,14 @@ static cddp_result cddp__accept_channels(cddp__rendezvous *rdv, int listener) {
     size_t i, oldest = 0, silent = 0;
     cddp__channel *children;
     if (error == EINTR || error == ECONNABORTED) continue;
-    if (error == EAGAIN) return CDDP_OK;
+    if (error == EAGAIN || error == EINVAL) return CDDP_OK; /* EINVAL: rank 0 has closed its port */
     for (i = 0; i < rdv->child_count; i++) {
       const cddp__channel *child = &rdv->children[i];
       if (!child->known &&
           (silent++ == 0 || child->connection.deadline < rdv->children[oldest].connection.deadline))
         oldest = i;
     }
-    if ((none || error == 0) && silent >= (few && !local ? 1 : most))
+    if ((none || error == 0) && silent >= (!few || local ? most : none ? 1 : CDDP__FEW))
       cddp__remove_child(rdv, oldest);
     else if (error != 0)
       return cddp__fail_descriptors(rdv, error, "accept of another rank");
@@ -9561,14 +9607,14 @@ static cddp_result cddp__accept_channels(cddp__rendezvous *rdv, int listener) {
   return CDDP_OK;
 }
 
-/* Whether the sender of a channel's first RANK is admitted. By TCP it must know the token. A rank
-   of another user on this machine is refused with a text; the rendezvous continues without it. */
+/* Whether the sender of a channel's first RANK is admitted. The connection of a rank of another
+   job, such as one that restarts before this job has ended, is closed: it connects again. A rank of
+   another user on this machine is refused with a text. The rendezvous continues without both. */
 static bool cddp__admit_rank(const cddp__rendezvous *rdv, cddp__connection *c,
                              const cddp__rank_info *info) {
   const cddp__rank_info *own = &rdv->registered[0].info;
   cddp__text text;
-  if (!c->local && !cddp__same_bytes(info->token, rdv->root.token, sizeof info->token))
-    return false;
+  if (!c->local && info->run != own->run) return false;
   if (c->local || info->machine != own->machine || info->user == own->user)
     return cddp__send_message(c, CDDP__RENDEZVOUS_WAIT, NULL, 0, NULL, cddp__now()) == CDDP_OK;
   text = cddp__textf("rank %u at %s runs as another user (uid %u). If it belongs to another job, "
@@ -9579,10 +9625,21 @@ static bool cddp__admit_rank(const cddp__rendezvous *rdv, cddp__connection *c,
   return false;
 }
 
-/* Another node's coordinator has connected to the store: the root must write its address there. */
-static void cddp__want_root(cddp__rendezvous *rdv) {
-  rdv->root.wanted = true;
-  rdv->root.next_look = 0;
+/* Rank 0's PORT: a socket that listens for other coordinators. This rank is the root. */
+static cddp_result cddp__receive_port(cddp__rendezvous *rdv, cddp__connection *c,
+                                      const cddp__message *m) {
+  cddp__root_search *root = &rdv->root;
+  if (c->fds[0] < 0)
+    return cddp__fail_descriptors(rdv, EMFILE, "recvmsg of rank 0's listening socket");
+  memcpy(root->token, m + 1, sizeof root->token);
+  root->fds[root->fd_count++] = cddp__register_socket(c->fds[0]);
+  c->fds[0] = -1;
+  return CDDP_OK;
+}
+
+static void cddp__close_parent(cddp__rendezvous *rdv) {
+  cddp__connection_close(&rdv->parent.connection);
+  rdv->forwarded = 0; /* the next one is told all */
 }
 
 /* A child's RANK: of itself, or of a rank below it. Sets *admitted. */
@@ -9605,6 +9662,10 @@ static cddp_result cddp__receive_rank(cddp__rendezvous *rdv, cddp__channel *chil
   child->known = true;
   child->first = rdv->registered_count - 1;
   child->awaited = rdv->registered[child->first].fits;
+  /* This rank is the root: it does not connect to another one, or to itself. */
+  if (!c->local || info.rank != 0 || rdv->parent.awaited) return CDDP_OK;
+  cddp__close_parent(rdv);
+  rdv->root.blocked.s[0] = 0;
   return CDDP_OK;
 }
 
@@ -9617,13 +9678,15 @@ static cddp_result cddp__receive_from_child(cddp__rendezvous *rdv, cddp__channel
   while (r == CDDP_OK && valid &&
          (m = cddp__receive_message(c, sizeof(cddp__rendezvous_failure))) != NULL) {
     uint32_t kind = m->head.number;
-    valid = kind == CDDP__RENDEZVOUS_STORE ? child->known : child->awaited;
+    valid = kind == CDDP__RENDEZVOUS_PORT ? child->known : child->awaited;
     if (kind == CDDP__RENDEZVOUS_RANK && m->head.size == sizeof(cddp__rank_info))
       r = cddp__receive_rank(rdv, child, m, &valid);
     else if (kind == CDDP__RENDEZVOUS_FAIL && valid)
       r = cddp__fail_from_message(rdv, m);
-    else if (kind == CDDP__RENDEZVOUS_STORE && valid) /* from rank 0, matching or not */
-      cddp__want_root(rdv);
+    else if (kind == CDDP__RENDEZVOUS_PORT && valid && c->local && /* of rank 0, matching or not */
+             m->head.size == sizeof rdv->root.token && rdv->root.fd_count < CDDP__ADDRESSES_MAX &&
+             rdv->registered[child->first].info.rank == 0)
+      r = cddp__receive_port(rdv, c, m);
     else if (kind == CDDP__RENDEZVOUS_READY && valid)
       child->awaited = false;
     else
@@ -9658,128 +9721,6 @@ static cddp_result cddp__take_table(cddp__rendezvous *rdv, const cddp__message *
   return CDDP_OK;
 }
 
-/* Handles the parent's messages. If it ends before WAIT, this rank looks for another one. */
-static cddp_result cddp__receive_from_parent(cddp__rendezvous *rdv) {
-  cddp__connection *c = &rdv->parent.connection;
-  int ranks = rdv->config->world_size;
-  size_t most = cddp__max(cddp__table_bytes(ranks, ranks), sizeof(cddp__rendezvous_failure));
-  cddp__message *m;
-  cddp_result r = CDDP_OK;
-  bool valid = true;
-  while (r == CDDP_OK && valid && (m = cddp__receive_message(c, most)) != NULL) {
-    if (m->head.number == CDDP__RENDEZVOUS_FAIL)
-      r = cddp__fail_from_message(rdv, m);
-    else if (m->head.number == CDDP__RENDEZVOUS_WAIT)
-      rdv->parent.awaited = true;
-    else if (m->head.number == CDDP__RENDEZVOUS_TABLE && rdv->net == NULL)
-      r = cddp__take_table(rdv, m);
-    else
-      valid = false;
-    if (!valid) cddp__connection_end(c, EPROTO);
-    cddp__free(c->in.allocator, m);
-  }
-  if (r != CDDP_OK || c->state != CDDP__CONNECTION_ENDED) return r;
-  if (rdv->parent.awaited) return cddp__report_channel_lost(rdv, &rdv->parent);
-  cddp__connection_close(c);
-  rdv->forwarded = 0;
-  rdv->root.announced = false;
-  rdv->root.stale = true;
-  cddp__sleep(0.001);
-  return CDDP_OK;
-}
-
-/* Whether a connection has bytes, or has ended: a failed send ends it too. */
-static bool cddp__has_news(const cddp__connection *c) {
-  return c->fd >= 0 && (c->ready || c->state == CDDP__CONNECTION_ENDED);
-}
-
-/* Waits until a time, at most 50 ms, and handles messages, new and lost connections, and claims of
-   this rank's socket name. In rank 0 the store starts when it is called. */
-static cddp_result cddp__poll_channels(cddp__rendezvous *rdv, double until) {
-  const cddp_allocator *allocator = &rdv->host->allocator;
-  cddp__server *server = rdv->root.store != NULL ? rdv->root.store->server : NULL;
-  int listeners[3 + CDDP__ADDRESSES_MAX] = {rdv->node_socket, rdv->root.listener,
-                                            rdv->job->claim_fd};
-  size_t i, n = rdv->child_count, listener_count = 3;
-  cddp__connection **list =
-      (cddp__connection **)cddp__calloc(allocator, n + 1, sizeof(cddp__connection *));
-  bool called = false;
-  uint32_t pid;
-  cddp_result r;
-  if (list == NULL) return CDDP_OUT_OF_MEMORY;
-  for (i = 0; i < n; i++) list[i] = &rdv->children[i].connection;
-  list[n] = &rdv->parent.connection;
-  if (server != NULL && !server->runs && rdv->net == NULL)
-    for (i = 0; i < (size_t)server->fd_count; i++) listeners[listener_count++] = server->fds[i];
-  r = cddp__connections_poll(allocator, list, n + 1, listeners, listener_count,
-                             cddp__earlier_deadline(0.05, until));
-  cddp__free(allocator, list);
-  for (i = n; i-- > 0 && r == CDDP_OK;) { /* backwards: removing a child moves the last one */
-    cddp__channel *child = &rdv->children[i];
-    const cddp__connection *c = &child->connection;
-    if (cddp__has_news(c)) r = cddp__receive_from_child(rdv, child);
-    if (c->state == CDDP__CONNECTION_ENDED || (!child->known && cddp__now() > c->deadline))
-      cddp__remove_child(rdv, i);
-  }
-  if (r == CDDP_OK && listeners[2] >= 0 && (pid = cddp__find_second_claim(rdv->job)) != 0) {
-    cddp__rank_info info = rdv->registered[0].info;
-    info.pid = pid; /* another process with this rank */
-    r = cddp__register_rank(rdv, &info, 0);
-  }
-  if (r == CDDP_OK && cddp__has_news(&rdv->parent.connection)) r = cddp__receive_from_parent(rdv);
-  for (i = 3; i < listener_count; i++) called = called || listeners[i] >= 0;
-  if (called) cddp__want_root(rdv);
-  if (called && r == CDDP_OK) r = cddp__server_run(server);
-  for (i = 0; i < 2 && r == CDDP_OK; i++) r = cddp__accept_channels(rdv, listeners[i]);
-  return r;
-}
-
-/* --- how a coordinator finds the root, or becomes the root ---
-   Rank 0 listens at the job's endpoint. When another node's coordinator connects there, rank 0
-   starts the store, and sends STORE to the root. The root listens on a TCP port, and writes its
-   address and a random token to the store, under RUN/meeting. The coordinator reads the key and
-   connects. The token shows that it has read the store, and therefore knows the secret. If it
-   cannot reach the root, it writes the reason to the store, under RUN/blocked. If all ranks are on
-   one node, nobody connects to rank 0, and no store runs. */
-
-/* The root listens for other coordinators and writes its address to the store: that of its
-   connection to the store. If the store is on this host or has several addresses, it listens on all
-   addresses, of IPv6 and IPv4. */
-static cddp_result cddp__open_root(cddp__rendezvous *rdv) {
-  cddp__root_search *root = &rdv->root;
-  cddp__root_key value;
-  struct sockaddr_in6 in;
-  cddp__address a;
-  int port;
-  cddp_result r = cddp__random(root->token, sizeof root->token);
-  if (r == CDDP_OK) r = cddp__own_address(root->store->connection.fd, &rdv->address);
-  if (r != CDDP_OK) return r;
-  a = rdv->address;
-  if ((cddp__address_is_loopback(&a) || root->store->address_count > 1) &&
-      !cddp__one_host(rdv->config) && cddp__env("CDDP_IFNAME") == NULL) {
-    memset(&in, 0, sizeof in);
-    in.sin6_family = AF_INET6;
-    a = cddp__internet_address(&in); /* "::", which accepts IPv4 too */
-    if (cddp__listen_for_others(rdv, &a, &root->listener, &port) != CDDP_OK) {
-      a = rdv->address;
-      cddp__address_to_all(&a);
-    }
-  }
-  if (root->listener < 0 &&
-      (r = cddp__listen_for_others(rdv, &a, &root->listener, &port)) != CDDP_OK)
-    return r;
-  cddp__address_set_port(&rdv->address, port);
-  memcpy(value.token, root->token, sizeof value.token);
-  value.address = rdv->address.v6;
-  return cddp_store_set(root->store, root->key, &value, sizeof value);
-}
-
-static void cddp__close_store(cddp__rendezvous *rdv) {
-  cddp__store_close(rdv->root.store);
-  rdv->root.store = NULL;
-  rdv->root.try_s = 0.25;
-}
-
 /* Fails because a port on another host cannot be reached. The text names both ends and the cure. */
 static cddp_result cddp__fail_blocked(const cddp__rendezvous *rdv, const cddp__address *a,
                                       const char *listener, int error) {
@@ -9799,193 +9740,424 @@ static double cddp__blocked_s(const cddp__rendezvous *rdv) {
   return third < CDDP__BLOCKED_S ? third : CDDP__BLOCKED_S;
 }
 
-/* Called when the root cannot be reached at its address in the store. If that lasts, this rank
-   writes the reason to the store for the root, and fails with CDDP_MISMATCH. If a launcher serves
-   the store, the rank keeps trying, since the address can be an earlier job's. */
-static cddp_result cddp__report_blocked(cddp__rendezvous *rdv, const cddp__address *a, int error) {
-  cddp__root_search *root = &rdv->root;
-  if (root->blocked_at == 0) root->blocked_at = cddp__now();
-  cddp__fail_blocked(rdv, a, "the process that coordinates the rendezvous", error);
-  root->blocked = cddp__textf("%s", cddp_error());
-  if (rdv->config->client_only || cddp__now() <= root->blocked_at + cddp__blocked_s(rdv))
-    return CDDP_OK;
-  (void)cddp_store_set(root->store, root->blocked_key, root->blocked.s, strlen(root->blocked.s));
-  return cddp__fail(CDDP_MISMATCH, "%s", root->blocked.s);
+/* Where rank 0 listens, for error texts. */
+static const char *cddp__endpoint_name(const cddp__config *config) {
+  return config->init_method + (config->port != 0 ? strlen("tcp://") : 0);
 }
 
-/* The root: fails if another host has written to the store that it cannot reach the root. */
-static cddp_result cddp__check_blocked(cddp__rendezvous *rdv) {
-  cddp__root_search *root = &rdv->root;
-  const char *key = root->blocked_key;
-  char text[CDDP__ERROR_MAX];
-  size_t n = 0;
-  bool there = false;
-  if (root->store == NULL || cddp__now() < root->next_look) return CDDP_OK;
-  root->next_look = cddp__now() + 0.5;
-  root->store->timeout_s = 0.2;
-  if (cddp_store_check(root->store, &key, 1, &there) != CDDP_OK || !there ||
-      cddp_store_get(root->store, key, text, sizeof text - 1, &n) != CDDP_OK || n == 0 ||
-      text[0] == 0)
-    return CDDP_OK;
-  text[n] = 0;
-  rdv->common = true;
-  return cddp__fail(CDDP_NETWORK, "%s", text);
-}
-
-/* Connects to the root at the address in the store. */
-static cddp_result cddp__connect_root(cddp__rendezvous *rdv) {
-  cddp__root_search *root = &rdv->root;
-  double most = rdv->config->timeout_s < 8 ? rdv->config->timeout_s / 4 : 2;
-  cddp__root_key value;
-  cddp__address a, store, here;
-  bool other_host; /* the store's connection leads to another host */
-  size_t n = 0;
-  int fd, error;
-  cddp_result r = cddp_store_get(root->store, root->key, &value, sizeof value, &n);
-  if (r == CDDP_NETWORK) return r;
-  root->stale = true;                                    /* until the root has answered */
-  if (r != CDDP_OK || n != sizeof value) return CDDP_OK; /* another program wrote the key */
-  if ((r = cddp__own_address(root->store->connection.fd, &here)) != CDDP_OK) return r;
-  a = cddp__internet_address(&value.address);
-  cddp__set_scope(&a.v6, &here);
-  memset(&store, 0, sizeof store);
-  store.size = sizeof store.sa;
-  other_host = getpeername(root->store->connection.fd, &store.any, &store.size) == 0 &&
-               store.sa.ss_family != AF_UNIX;
-  cddp__address_set_port(&store, cddp__address_port(&a));
-  if (other_host && cddp__address_is_loopback(&a) && !cddp__address_is_loopback(&store))
-    a = store; /* the root is on the store's host */
-  error = cddp__connect_address(&a, cddp__earlier_deadline(most, rdv->deadline), &fd);
-  if (error != 0 && other_host && !cddp__address_same_host(&a, &store) &&
-      cddp__connect_address(&store, cddp__earlier_deadline(most, rdv->deadline), &fd) == 0)
-    error = 0;
-  if (error == EMFILE || error == ENFILE)
-    return cddp__fail_descriptors(rdv, error, "connection to another host");
-  if (error != 0) return cddp__report_blocked(rdv, &a, error);
-  root->blocked.s[0] = 0;
-  root->blocked_at = 0;
-  cddp__channel_init(rdv, &rdv->parent, fd, false, true);
-  memcpy(root->token, value.token, sizeof root->token);
-  cddp__close_store(rdv);
-  return cddp__own_address(fd, &rdv->address);
-}
-
-static cddp_result cddp__open_store(cddp__rendezvous *rdv, double deadline) {
-  const cddp__config *config = rdv->config;
-  cddp__store_options o;
-  cddp_result r;
-  memset(&o, 0, sizeof o);
-  o.desc.init_method = config->init_method;
-  o.desc.is_server = rdv->serves;
-  o.desc.timeout_s = config->timeout_s;
-  o.desc.secret = rdv->job->secret;
-  o.desc.allocator = rdv->host->allocator;
-  o.idle = rdv->serves;
-  o.listen_fd = rdv->serves ? config->listen_fd : -1;
-  o.reachable = !cddp__one_host(config);
-  o.ranks = config->world_size;
-  o.deadline = deadline;
-  o.closed_since = rdv->root.closed_since;
-  r = o.desc.is_server ? cddp__store_open(&rdv->root.store, &o)
-                       : cddp__store_open_client(&rdv->root.store, &o);
-  rdv->root.closed_since = o.closed_since;
-  if (r == CDDP_MISMATCH && config->port != 0)
-    cddp__append(cddp__error_text, sizeof cddp__error_text,
-                 "; set MASTER_PORT to a free port, the same on all ranks");
-  if ((r == CDDP_NETWORK || r == CDDP_TIMEOUT || r == CDDP_MISMATCH) && config->port_name != NULL)
+/* Appends the sources of the job's endpoint to an error text about it. */
+static void cddp__append_origin(const cddp__config *config, cddp_result r) {
+  if (config->port_name != NULL && (r == CDDP_NETWORK || r == CDDP_TIMEOUT || r == CDDP_MISMATCH))
     cddp__append(
         cddp__error_text, sizeof cddp__error_text, " (host from %s, port %s%s)", config->host_name,
         config->port_name,
         config->client_only ? "; TORCHELASTIC_USE_AGENT_STORE says that a launcher serves it" : "");
+}
+
+/* A try to reach the store or the root takes longer than the one before, up to 8 s. Between the
+   tries this rank's clients are served. */
+static double cddp__try_deadline(const cddp__rendezvous *rdv) {
+  double seconds = cddp__has_cause(&rdv->problem) ? 0.25 : rdv->root.try_s;
+  return cddp__earlier_deadline(seconds, rdv->deadline);
+}
+
+/* The options of the job's store: the launcher's, or the file. */
+static cddp__store_options cddp__store_options_of(const cddp__rendezvous *rdv) {
+  cddp__store_options o;
+  memset(&o, 0, sizeof o);
+  o.desc.init_method = rdv->config->init_method;
+  o.desc.is_server = rdv->config->rank == 0 && !rdv->config->client_only;
+  o.desc.timeout_s = rdv->config->timeout_s;
+  o.desc.secret = rdv->job->secret;
+  o.desc.allocator = rdv->host->allocator;
+  o.listen_fd = -1;
+  o.deadline = cddp__try_deadline(rdv);
+  o.closed_since = rdv->root.closed_since;
+  return o;
+}
+
+/* After a failure with the text of cddp_error: fails with r, or, if another try can succeed (r is
+   CDDP_NETWORK or CDDP_TIMEOUT), sets the time of the next try. */
+static cddp_result cddp__look_again(cddp__rendezvous *rdv, cddp_result r, bool stops) {
+  const cddp__config *config = rdv->config;
+  cddp__root_search *root = &rdv->root;
+  double now = cddp__now();
+  uint64_t jitter = cddp__hash64((uint64_t)getpid(), &now, sizeof now) % 1024;
+  if (r == CDDP_MISMATCH && config->port != 0)
+    cddp__append(cddp__error_text, sizeof cddp__error_text,
+                 "; set MASTER_PORT to a free port, the same on all ranks");
+  cddp__append_origin(config, r);
+  if (r != CDDP_NETWORK && r != CDDP_TIMEOUT) return r == CDDP_MISMATCH ? CDDP_NETWORK : r;
+  root->blocked = cddp__textf("rank %d on %s: %s", config->rank, rdv->host->name, cddp_error());
+  root->stops = stops;
+  root->next_look = now;
+  if (root->next < root->address_count) return CDDP_OK; /* another address of the same host */
+  root->next_look += root->pause * (0.5 + (double)jitter / 1024);
+  root->pause = root->pause < 0.125 ? 2 * root->pause : 0.25;
+  return CDDP_OK;
+}
+
+/* Reads the root's addresses from the file. */
+static cddp_result cddp__read_root_file(cddp__rendezvous *rdv) {
+  cddp__root_search *root = &rdv->root;
+  cddp__store_options o = cddp__store_options_of(rdv);
+  cddp__file_store_record record;
+  int fd;
+  cddp_result r = root->store == NULL ? cddp__store_new(&root->store, &o) : CDDP_OK;
+  if (r == CDDP_OK) r = cddp__file_store_look(root->store, &o, &record, &fd);
+  if (r != CDDP_OK) return cddp__fail_in(r, "%s: ", rdv->config->init_method);
+  cddp__close_fd(&fd);
+  memcpy(root->token, record.key, sizeof root->token);
+  memcpy(root->addresses, record.addresses, sizeof root->addresses);
+  root->address_count = (int)record.count;
+  return CDDP_OK;
+}
+
+/* The connection to the root has ended before WAIT, or connect(2) has failed with an error. If the
+   address is in a store or a file, it can be that of an earlier job. */
+static cddp_result cddp__lose_root(cddp__rendezvous *rdv, int error) {
+  cddp__root_search *root = &rdv->root;
+  const cddp__address *a = &root->addresses[root->next - 1];
+  const cddp__challenge *challenge = &rdv->parent.connection.challenge;
+  unsigned char token[sizeof root->token];
+  bool stops = root->store != NULL && error != 0;
+  cddp_result r = CDDP_NETWORK;
+  if (error == EMFILE || error == ENFILE)
+    return cddp__fail_descriptors(rdv, error, "connection to another host");
+  if (error == 0 && challenge->state > CDDP__CHALLENGE_PROVEN) {
+    r = cddp__fail_refused(&rdv->parent.connection, cddp__describe_address(a).s);
+  } else if (error == 0 && challenge->state == CDDP__CHALLENGE_PROVEN) {
+    cddp__fail(r, "the process at %s belongs to another job, or has just ended",
+               cddp__describe_address(a).s);
+  } else {
+    root->closed = root->closed || error == 0 || error == ECONNRESET;
+    r = cddp__fail_connect(a, error, &root->closed_since);
+  }
+  memcpy(token, root->token, sizeof token);
+  if (r != CDDP_NETWORK && root->store != NULL &&
+      (rdv->config->client_only || cddp__read_root_file(rdv) != CDDP_OK ||
+       memcmp(token, root->token, sizeof token) != 0))
+    r = CDDP_NETWORK;
+  if (stops)
+    cddp__fail_blocked(rdv, a, "the process that coordinates the rendezvous", error);
+  else if (r == CDDP_NETWORK)
+    cddp__fail_in(r,
+                  "no connection to rank 0 at %s: rank 0 has not started, the address is wrong, or "
+                  "a firewall blocks the port. Last error: ",
+                  cddp__endpoint_name(rdv->config));
+  if (root->next >= root->address_count) {
+    if (!root->closed) root->closed_since = 0;
+    root->closed = false;
+  }
+  cddp__close_parent(rdv);
+  return cddp__look_again(rdv, r, stops);
+}
+
+/* Handles the parent's messages. If it ends before WAIT, this rank looks for another one. */
+static cddp_result cddp__receive_from_parent(cddp__rendezvous *rdv) {
+  cddp__connection *c = &rdv->parent.connection;
+  int ranks = rdv->config->world_size;
+  size_t most = cddp__max(cddp__table_bytes(ranks, ranks), sizeof(cddp__rendezvous_failure));
+  cddp__message *m;
+  cddp_result r = CDDP_OK;
+  bool valid = true;
+  while (r == CDDP_OK && valid && (m = cddp__receive_message(c, most)) != NULL) {
+    if (m->head.number == CDDP__RENDEZVOUS_FAIL) {
+      r = cddp__fail_from_message(rdv, m);
+    } else if (m->head.number == CDDP__RENDEZVOUS_WAIT) {
+      rdv->parent.awaited = true;
+      rdv->root.blocked.s[0] = 0;
+    } else if (m->head.number == CDDP__RENDEZVOUS_TABLE && rdv->net == NULL) {
+      r = cddp__take_table(rdv, m);
+    } else {
+      valid = false;
+    }
+    if (!valid) cddp__connection_end(c, EPROTO);
+    cddp__free(c->in.allocator, m);
+  }
+  if (r != CDDP_OK || c->state != CDDP__CONNECTION_ENDED) return r;
+  if (rdv->parent.awaited) return cddp__report_channel_lost(rdv, &rdv->parent);
+  if (!c->local) return cddp__lose_root(rdv, 0);
+  cddp__close_parent(rdv);
+  cddp__sleep(0.001);
+  return CDDP_OK;
+}
+
+/* Whether a connection has bytes, or has ended: a failed send ends it too. */
+static bool cddp__has_news(const cddp__connection *c) {
+  return c->fd >= 0 && (c->ready || c->state == CDDP__CONNECTION_ENDED);
+}
+
+/* Waits until a time, at most 50 ms, and handles messages, new and lost connections, and claims of
+   this rank's socket name. */
+static cddp_result cddp__poll_channels(cddp__rendezvous *rdv, double until) {
+  const cddp_allocator *allocator = &rdv->host->allocator;
+  int listeners[2 + CDDP__ADDRESSES_MAX] = {rdv->job->claim_fd, rdv->node_socket};
+  size_t i, n = rdv->child_count, listener_count = 2;
+  cddp__connection **list =
+      (cddp__connection **)cddp__calloc(allocator, n + 1, sizeof(cddp__connection *));
+  uint32_t pid;
+  cddp_result r;
+  if (list == NULL) return CDDP_OUT_OF_MEMORY;
+  for (i = 0; i < n; i++) list[i] = &rdv->children[i].connection;
+  list[n] = &rdv->parent.connection;
+  if (rdv->node_socket >= 0 && rdv->net == NULL) /* else rank 0's coordinator listens */
+    for (i = 0; i < (size_t)rdv->root.fd_count; i++) listeners[listener_count++] = rdv->root.fds[i];
+  r = cddp__connections_poll(allocator, list, n + 1, listeners, listener_count,
+                             cddp__earlier_deadline(0.05, until));
+  cddp__free(allocator, list);
+  for (i = n; i-- > 0 && r == CDDP_OK;) { /* backwards: removing a child moves the last one */
+    cddp__channel *child = &rdv->children[i];
+    const cddp__connection *c = &child->connection;
+    if (cddp__has_news(c)) r = cddp__receive_from_child(rdv, child);
+    if (c->state != CDDP__CONNECTION_ENDED && (child->known || cddp__now() <= c->deadline))
+      continue;
+    rdv->root.refused += c->challenge.state == CDDP__CHALLENGE_WRONG;
+    cddp__remove_child(rdv, i);
+  }
+  if (r == CDDP_OK && listeners[0] >= 0 && (pid = cddp__find_second_claim(rdv->job)) != 0) {
+    cddp__rank_info info = rdv->registered[0].info;
+    info.pid = pid; /* another process with this rank */
+    r = cddp__register_rank(rdv, &info, 0);
+  }
+  if (r == CDDP_OK && cddp__has_news(&rdv->parent.connection)) r = cddp__receive_from_parent(rdv);
+  for (i = 1; i < listener_count && r == CDDP_OK; i++) r = cddp__accept_channels(rdv, listeners[i]);
   return r;
 }
 
-/* Opens the store as a client. Each try is longer than the one before, up to ten seconds; between
-   the tries the caller serves this rank's clients. */
-static cddp_result cddp__try_store(cddp__rendezvous *rdv) {
+/* --- how a coordinator finds the root, or becomes the root ---
+   Rank 0 listens at the job's endpoint. If it is a client, it passes the socket to its coordinator,
+   which is the root: PORT. Coordinators of other nodes connect to MASTER_ADDR, and both ends prove
+   the secret. If all ranks are on one node, nobody connects.
+     file://            Rank 0 listens on free ports. It writes their addresses and a random token
+                        to the file, which it locks during the rendezvous.
+     launcher's store   Another program listens at MASTER_PORT, and serves a store there. The root
+                        listens on a free port, and writes its address and a token to the store. */
+
+/* The root of a job with a launcher's store: listens for other coordinators, and writes its address
+   to the store: that of its connection to the store. If the store is on this host or has several
+   addresses, it listens on all addresses, of IPv6 and IPv4. */
+static cddp_result cddp__publish_root(cddp__rendezvous *rdv) {
   cddp__root_search *root = &rdv->root;
-  double seconds = cddp__has_cause(&rdv->problem) ? 0.25 : root->try_s;
-  double start = rdv->deadline - rdv->config->timeout_s;
-  cddp_result r = cddp__open_store(rdv, cddp__earlier_deadline(seconds, rdv->deadline));
-  root->next_look = cddp__now();
-  root->pause = 0.002;
-  if (r == CDDP_OK) return CDDP_OK;
-  root->next_look += 0.02; /* meanwhile clients are served */
-  if (root->try_s < 5) root->try_s *= 2;
-  if (r == CDDP_MISMATCH) return CDDP_NETWORK;
-  if (r == CDDP_NETWORK && root->next_look + 0.5 < rdv->deadline &&
-      root->next_look < start + CDDP__RESOLVE_S) {
-    root->next_look += 0.25; /* the name does not resolve yet */
-    return CDDP_OK;
+  cddp__root_key value;
+  struct sockaddr_in6 in;
+  cddp__address a;
+  int port;
+  cddp_result r = cddp__random(root->token, sizeof root->token);
+  if (r == CDDP_OK) r = cddp__own_address(root->store->connection.fd, &rdv->address);
+  if (r != CDDP_OK) return r;
+  a = rdv->address;
+  if ((cddp__address_is_loopback(&a) || root->store->address_count > 1) &&
+      !cddp__one_host(rdv->config) && cddp__env("CDDP_IFNAME") == NULL) {
+    memset(&in, 0, sizeof in);
+    in.sin6_family = AF_INET6;
+    a = cddp__internet_address(&in); /* "::", which accepts IPv4 too */
+    if (cddp__listen_for_others(rdv, &a, &root->fds[0], &port) == CDDP_OK) {
+      root->fd_count = 1;
+    } else {
+      a = rdv->address;
+      cddp__address_to_all(&a);
+    }
   }
-  if (r != CDDP_TIMEOUT) return r;
-  if (root->lost_at > 0 && cddp__now() > root->lost_at + CDDP__STORE_RESTART_S)
-    return cddp__fail(CDDP_PEER_LOST,
-                      "the store at %s closed its connection during the rendezvous: the process "
-                      "that serves it (rank 0, unless a launcher does) died or exited",
-                      rdv->job->endpoint);
-  root->blocked =
-      cddp__textf("rank %d on %s: %s", rdv->config->rank, rdv->host->name, cddp_error());
-  return CDDP_OK;
+  if (root->fd_count == 0) {
+    r = cddp__listen_for_others(rdv, &a, &root->fds[0], &port);
+    if (r != CDDP_OK) return r;
+    root->fd_count = 1;
+  }
+  cddp__address_set_port(&rdv->address, port);
+  memcpy(value.token, root->token, sizeof value.token);
+  value.address = rdv->address.v6;
+  r = cddp_store_set(root->store, root->key, &value, sizeof value);
+  if (r == CDDP_OK) return r;
+  cddp__close_fd(&root->fds[0]); /* it is published later */
+  root->fd_count = 0;
+  return r;
 }
 
-/* A coordinator that has not found all ranks on its node connects to the root, or becomes the root
-   when another coordinator wants it. Asks the store from time to time. */
+/* Opens the launcher's store, or asks it for the root's address. Between two tries the caller
+   serves this rank's clients. */
+static cddp_result cddp__ask_store(cddp__rendezvous *rdv) {
+  cddp__root_search *root = &rdv->root;
+  const char *key = root->key;
+  cddp__store_options o = cddp__store_options_of(rdv);
+  cddp__address *a = root->addresses, here;
+  cddp__root_key value;
+  socklen_t size = sizeof a[1].sa;
+  size_t n = 0;
+  bool there = false;
+  cddp_result r = CDDP_OK;
+  if (root->store == NULL) {
+    r = cddp__store_open_client(&root->store, &o);
+    root->closed_since = o.closed_since;
+    if (root->try_s < 8) root->try_s *= 2;
+  }
+  if (r != CDDP_OK) return r;
+  root->try_s = 0.25;
+  root->store->timeout_s = rdv->deadline - cddp__now();
+  if (root->store->timeout_s < 0.2) root->store->timeout_s = 0.2; /* the caller's text counts */
+  if (rdv->with_rank_0) {
+    r = cddp__publish_root(rdv);
+  } else {
+    r = cddp_store_check(root->store, &key, 1, &there);
+    if (r == CDDP_OK && there) r = cddp_store_get(root->store, key, &value, sizeof value, &n);
+  }
+  if (r == CDDP_OK && n == sizeof value && cddp__local_address(root->store->connection.fd, &here)) {
+    memcpy(root->token, value.token, sizeof root->token);
+    root->address_count = 1;
+    a[0] = cddp__internet_address(&value.address);
+    cddp__set_scope(&a[0].v6, &here);
+    memset(&a[1], 0, sizeof a[1]); /* the root can be on the store's host, with another address */
+    if (getpeername(root->store->connection.fd, &a[1].any, &size) == 0) root->address_count = 2;
+    a[1].size = size;
+    cddp__address_set_port(&a[1], cddp__address_port(&a[0]));
+    if (cddp__address_is_loopback(&a[0])) a[0] = a[1];
+  }
+  if (r == CDDP_OK) return CDDP_OK;
+  if (r == CDDP_NETWORK || r == CDDP_TIMEOUT) {
+    cddp__store_free(root->store);
+    root->store = NULL;
+  }
+  return r;
+}
+
+/* Sets the root's addresses: none yet if it has not written them to a store. */
+static cddp_result cddp__find_addresses(cddp__rendezvous *rdv) {
+  const cddp__config *config = rdv->config;
+  cddp__root_search *root = &rdv->root;
+  const char *name;
+  int scheme = cddp__url_scheme(config->init_method, &name);
+  cddp_result r = CDDP_OK;
+  if (config->client_only) return cddp__ask_store(rdv);
+  if (scheme == CDDP__URL_FILE) return cddp__read_root_file(rdv);
+  if (scheme == CDDP__URL_UNIX) {
+    root->address_count = 1;
+    cddp__unix_name(&root->addresses[0], name);
+  } else if (root->address_count == 0 || cddp__now() > root->resolved_at + 5) {
+    r = cddp__resolve(config->host, config->port, root->addresses, &root->address_count);
+    root->resolved_at = cddp__now();
+  }
+  return r;
+}
+
+/* A coordinator that has not found all ranks on its node connects to the root. Of a job with a
+   launcher's store: or becomes the root. */
 static cddp_result cddp__find_root(cddp__rendezvous *rdv) {
   cddp__root_search *root = &rdv->root;
-  double most = 0.02 + 1e-5 * rdv->config->world_size; /* seconds between two looks */
-  const char *key = root->key;
-  bool there = false;
-  cddp_result r;
-  if (root->listener >= 0) return cddp__check_blocked(rdv);
-  if (rdv->with_rank_0 && !root->wanted) return CDDP_OK;
+  double start = rdv->deadline - rdv->config->timeout_s, deadline = cddp__try_deadline(rdv),
+         most = 0.02 + 1e-5 * rdv->config->world_size; /* seconds between two looks into a store */
+  int fd, error;
+  cddp_result r = CDDP_OK;
   if (cddp__now() < root->next_look) return CDDP_OK;
-  if (root->store == NULL) return cddp__try_store(rdv);
-  root->store->timeout_s = rdv->deadline - cddp__now();
-  if (root->store->timeout_s < 0.2)
-    root->store->timeout_s = 0.2;                     /* then the caller's text counts */
-  r = cddp_store_check(root->store, &key, 1, &there); /* a server connects to itself */
-  if (r == CDDP_OK) root->lost_at = 0;
-  if (r == CDDP_OK && root->blocked_at == 0) root->blocked.s[0] = 0;
-  if (r == CDDP_OK && rdv->with_rank_0)
-    r = cddp__open_root(rdv);
-  else if (r == CDDP_OK && there)
-    r = cddp__connect_root(rdv);
-  root->next_look = cddp__now() + root->pause;
-  root->pause = 2 * root->pause < most ? 2 * root->pause : most;
-  if (r == CDDP_MISMATCH) return CDDP_NETWORK;
-  if (r != CDDP_NETWORK || rdv->serves) return r;
-  cddp__close_store(rdv);
-  if (!root->stale) root->lost_at = cddp__now(); /* a stale store was an earlier job's */
-  return CDDP_OK;
+  if (root->next >= root->address_count) {
+    root->next = 0;
+    r = cddp__find_addresses(rdv);
+    if (r == CDDP_NETWORK && root->address_count == 0 && root->store == NULL &&
+        (cddp__now() + 0.5 > rdv->deadline || cddp__now() > start + CDDP__RESOLVE_S)) {
+      cddp__append_origin(rdv->config, r); /* the name does not resolve */
+      return r;
+    }
+    if (r != CDDP_OK) return cddp__look_again(rdv, r, false);
+    root->blocked.s[0] = 0;
+  }
+  if (root->fd_count > 0) return CDDP_OK; /* this rank's address is in the store */
+  if (root->address_count == 0) {         /* the root's is not */
+    root->next_look = cddp__now() + root->pause;
+    root->pause = 2 * root->pause < most ? 2 * root->pause : most;
+    return CDDP_OK;
+  }
+  if (root->try_s < 8) root->try_s *= 2;
+  error = cddp__connect_address(&root->addresses[root->next++], deadline, &fd);
+  if (error != 0) return cddp__lose_root(rdv, error);
+  cddp__channel_init(rdv, &rdv->parent, fd, false, true);
+  root->stops = false;
+  root->blocked = cddp__textf(
+      "the program at %s accepted a connection and sent nothing: it is another program, or rank 0 "
+      "has not yet called cddp_init or is suspended",
+      cddp__describe_address(&root->addresses[root->next - 1]).s);
+  return cddp__own_address(fd, &rdv->address);
 }
 
 /* This process has RANK 0, but MASTER_ADDR is no address of its host. If a process at MASTER_ADDR
    has RANK 0 too (for example --node-rank 0 on two hosts), registering there makes all its ranks
    fail with a text that names both processes. Otherwise this rank's error text stays. */
 static cddp_result cddp__ask_other_root(cddp__rendezvous *rdv, cddp_result r) {
-  cddp__rank_info *own = &rdv->registered[0].info;
+  const cddp__rank_info *own = &rdv->registered[0].info;
+  cddp__root_search *root = &rdv->root;
   cddp__connection *c = &rdv->parent.connection;
   double deadline = cddp__earlier_deadline(3 * CDDP__PROBLEM_S, rdv->deadline);
-  cddp__address a[CDDP__ADDRESSES_MAX];
   char text[CDDP__ERROR_MAX];
   cddp_result answer = CDDP_OK;
-  int n = 0;
   snprintf(text, sizeof text, "%s", cddp_error());
-  rdv->serves = false;
-  (void)cddp__resolve(rdv->config->host, rdv->config->port, a, &n);
-  if (n > 0 && !cddp__address_is_local(&a[0]) &&
-      cddp__open_store(rdv, cddp__earlier_deadline(1, rdv->deadline)) == CDDP_OK) {
-    rdv->root.store->timeout_s = 1;
-    (void)cddp__connect_root(rdv);
-  }
-  if (c->fd >= 0) {
-    memcpy(own->token, rdv->root.token, sizeof own->token);
+  root->try_s = 1;
+  root->next_look = 0;
+  if (cddp__find_addresses(rdv) == CDDP_OK && !cddp__address_is_local(&root->addresses[0]))
+    answer = cddp__find_root(rdv);
+  if (c->fd >= 0)
     (void)cddp__send_message(c, CDDP__RENDEZVOUS_RANK, own, sizeof *own, NULL, deadline);
-  }
   while (answer == CDDP_OK && c->fd >= 0 && cddp__wait_fd(c->fd, POLLIN, deadline) == CDDP_OK)
     answer = cddp__receive_from_parent(rdv);
   return answer == CDDP_INVALID_ARGUMENT ? answer : cddp__fail(r, "%s", text);
+}
+
+/* Rank 0 locks the file and listens on free ports, whose addresses it writes to the file. */
+static cddp_result cddp__serve_file(cddp__rendezvous *rdv) {
+  cddp__root_search *root = &rdv->root;
+  cddp__store_options o = cddp__store_options_of(rdv);
+  cddp__file_store_record record;
+  int fd;
+  cddp_result r = cddp__store_new(&root->store, &o);
+  if (r == CDDP_OK) r = cddp__file_store_look(root->store, &o, &record, &fd);
+  while (r == CDDP_NETWORK && cddp__now() < rdv->deadline) {
+    cddp__sleep(0.01); /* another process reads the file, or another job uses it */
+    r = cddp__file_store_look(root->store, &o, &record, &fd);
+  }
+  if (r == CDDP_OK) r = cddp__file_record_new(&record, !cddp__one_host(rdv->config));
+  if (r == CDDP_OK)
+    r = cddp__listen_at(record.addresses, (int)record.count, -1, root->fds, &root->fd_count);
+  if (r == CDDP_OK) r = cddp__file_record_write(root->store->file, &record);
+  if (r == CDDP_OK) memcpy(root->token, record.key, sizeof root->token);
+  return r == CDDP_OK ? r : cddp__fail_in(r, "%s: ", rdv->config->init_method);
+}
+
+/* Rank 0 listens at the job's endpoint, unless a launcher does. */
+static cddp_result cddp__serve_endpoint(cddp__rendezvous *rdv) {
+  const cddp__config *config = rdv->config;
+  cddp__root_search *root = &rdv->root;
+  cddp_result r = CDDP_OK;
+  if (config->rank != 0 || config->client_only) return CDDP_OK;
+  if (strncmp(config->init_method, "file:", 5) == 0) return cddp__serve_file(rdv);
+  if (config->listen_fd >= 0) cddp__store32(&cddp__listen_fd_user, (uint32_t)getpid());
+  if (config->listen_fd < 0) r = cddp__find_addresses(rdv);
+  if (r == CDDP_OK && config->port != 0 && config->listen_fd < 0 && !cddp__one_host(config))
+    cddp__add_interface_addresses(root->addresses, &root->address_count, config->host);
+  if (r == CDDP_OK)
+    r = cddp__listen_at(root->addresses, root->address_count, config->listen_fd, root->fds,
+                        &root->fd_count);
+  cddp__append_origin(config, r);
+  if (r != CDDP_OK && config->listen_fd_lost)
+    r = cddp__fail_in(r,
+                      "descriptor %s (CDDP_LISTEN_FD) of the launcher is closed: a "
+                      "program between the launcher and this process has closed it; ",
+                      getenv("CDDP_LISTEN_FD"));
+  else if (r == CDDP_NETWORK && config->port != 0)
+    r = cddp__ask_other_root(rdv, r);
+  return r;
+}
+
+/* Closes the sockets for coordinators. After a success rank 0 keeps its port, without listening,
+   while the group lives: else the system could give the port to the next job that asks for a free
+   one, and the two jobs would have one endpoint. shutdown(2) ends the root's copy too. */
+static void cddp__close_port(cddp__rendezvous *rdv, bool keep) {
+  cddp__root_search *root = &rdv->root;
+  bool own = rdv->config->rank == 0;
+  while (root->fd_count > 0) {
+    int *fd = &root->fds[--root->fd_count];
+    if (own) shutdown(*fd, SHUT_RDWR);
+    if (own && keep && root->fd_count == 0)
+      rdv->job->port_fd = *fd;
+    else
+      cddp__close_fd(fd);
+  }
 }
 
 /* --- the steps of a rendezvous --- */
@@ -10000,39 +10172,17 @@ static cddp_result cddp__rendezvous_init(cddp__rendezvous *rdv, const cddp__conf
   rdv->job = host->job_info;
   rdv->deadline = cddp__now() + config->timeout_s;
   cddp__channel_init(rdv, &rdv->parent, -1, true, true);
-  rdv->memory_fd = rdv->node_socket = root->listener = -1;
+  rdv->memory_fd = rdv->node_socket = -1;
   rdv->nodes = 1;
   rdv->expected = config->world_size;
-  rdv->serves = config->rank == 0 && !config->client_only;
   snprintf(root->key, sizeof root->key, "%s/meeting", config->run);
-  snprintf(root->blocked_key, sizeof root->blocked_key, "%s/blocked", config->run);
-  /* Nobody can tell that the store is wanted if a launcher or a file leads to it. */
-  root->wanted = config->client_only || strncmp(config->init_method, "file:", 5) == 0;
   root->try_s = 0.25;
   root->pause = 0.002;
-  root->next_look = cddp__now() + (root->wanted ? 0.002 : 0); /* all ranks may be on this node */
-  if (!root->wanted && rdv->job->here && cddp__env("CDDP_HOST_ID") == NULL)
+  root->next_look = cddp__now() + 0.002; /* all ranks can be on this node */
+  if (!config->client_only && rdv->job->here && cddp__env("CDDP_HOST_ID") == NULL)
     root->next_look = cddp__earlier_deadline(0.1 + 4e-3 * config->world_size, /* rank 0 will be, */
                                              cddp__now() + config->timeout_s / 8); /* if soon */
   return cddp__register_rank(rdv, &rdv->job->table.info, 0);
-}
-
-/* Rank 0 listens at the job's endpoint, unless a launcher does. The store behind it starts when it
-   is called; that of file:// starts now. */
-static cddp_result cddp__serve_endpoint(cddp__rendezvous *rdv) {
-  const cddp__config *config = rdv->config;
-  cddp_result r;
-  if (!rdv->serves) return CDDP_OK;
-  if (config->listen_fd >= 0) cddp__store32(&cddp__listen_fd_user, (uint32_t)getpid());
-  r = cddp__open_store(rdv, rdv->deadline);
-  if (r != CDDP_OK && config->listen_fd_lost)
-    r = cddp__fail_in(r,
-                      "descriptor %s (CDDP_LISTEN_FD) of the launcher is closed: a "
-                      "program between the launcher and this process has closed it; ",
-                      getenv("CDDP_LISTEN_FD"));
-  else if (r == CDDP_NETWORK && config->port != 0)
-    r = cddp__ask_other_root(rdv, r);
-  return r;
 }
 
 /* Binds the node's socket, or connects to the rank that has bound it. */
@@ -10064,27 +10214,28 @@ static cddp_result cddp__connect_node(cddp__rendezvous *rdv) {
   return CDDP_OK;
 }
 
-/* Sends the parent what it does not know yet: ranks, and that the store is wanted. An error of a
-   send shows when the parent's answer is read. After a failure of this rank FAIL follows, which the
-   parent accepts only after RANK. */
+/* Sends the parent the ranks that it does not know yet, and rank 0's port. An error of a send shows
+   when the parent's answer is read. After a failure of this rank FAIL follows, which the parent
+   accepts only after RANK. */
 static cddp_result cddp__inform_parent(cddp__rendezvous *rdv) {
   cddp__connection *c = &rdv->parent.connection;
   cddp_result r = CDDP_OK;
   while (r == CDDP_OK && rdv->forwarded < rdv->registered_count) {
     cddp__registration *entry = &rdv->registered[rdv->forwarded++];
     cddp__text why;
-    memcpy(entry->info.token, rdv->root.token, sizeof entry->info.token);
+    int k;
     if (!c->local && entry->fits) r = cddp__listen_for_links(rdv, entry);
     why = cddp__textf("%s", cddp_error());
     CDDP__POINT("hello");
     (void)cddp__send_message(c, CDDP__RENDEZVOUS_RANK, &entry->info, sizeof entry->info, NULL,
                              rdv->deadline);
+    for (k = 0; k < rdv->root.fd_count && entry == rdv->registered && c->local; k++) {
+      int fds[2] = {rdv->root.fds[k], -1};
+      (void)cddp__send_message(c, CDDP__RENDEZVOUS_PORT, rdv->root.token, sizeof rdv->root.token,
+                               fds, rdv->deadline);
+    }
     if (r != CDDP_OK) cddp__fail(r, "%s", why.s);
     CDDP__POINT("greeted");
-  }
-  if (r == CDDP_OK && rdv->serves && rdv->root.wanted && !rdv->root.announced) {
-    rdv->root.announced = true;
-    (void)cddp__send_message(c, CDDP__RENDEZVOUS_STORE, NULL, 0, NULL, rdv->deadline);
   }
   return r;
 }
@@ -10187,10 +10338,10 @@ static cddp_result cddp__fail_missing_ranks(cddp__rendezvous *rdv) {
   bool missing[CDDP__MAX_RANKS], one_host = cddp__one_host(config);
   int rank, n = 0, size = config->world_size;
   double seconds = config->timeout_s;
-  cddp__text list;
+  cddp__text list, refused;
   if (blocked[0] != 0)
-    return cddp__fail(rdv->root.blocked_at > 0 ? CDDP_NETWORK : CDDP_TIMEOUT,
-                      "timed out after %g s: %s", seconds, blocked);
+    return cddp__fail(rdv->root.stops ? CDDP_NETWORK : CDDP_TIMEOUT, "timed out after %g s: %s",
+                      seconds, blocked);
   if (!rdv->with_rank_0 || rdv->node_socket < 0) /* not the root */
     return cddp__fail(CDDP_TIMEOUT,
                       "timed out after %g s: not all %d ranks connected to %s; %d of them are on "
@@ -10202,21 +10353,26 @@ static cddp_result cddp__fail_missing_ranks(cddp__rendezvous *rdv) {
     n += missing[rank] = cddp__find_registered(rdv, (uint32_t)rank) == NULL;
   for (rank = 0; !missing[rank];) rank++;
   list = cddp__list_ranks(missing, size, 128);
+  refused = rdv->root.refused > 0
+                ? cddp__textf("%d connection%s with another CDDP_SECRET, or none, %s refused; ",
+                              rdv->root.refused, rdv->root.refused > 1 ? "s" : "",
+                              rdv->root.refused > 1 ? "were" : "was")
+                : cddp__textf("%s", "");
   if (starter != NULL)
     return cddp__fail(CDDP_TIMEOUT,
-                      "timed out after %g s: rank%s %s of the %d that %s started did not call "
+                      "%stimed out after %g s: rank%s %s of the %d that %s started did not call "
                       "cddp_init%s: look at %s output; if %s only slow, raise CDDP_TIMEOUT_S",
-                      seconds, n > 1 ? "s" : "", list.s, size, starter,
+                      refused.s, seconds, n > 1 ? "s" : "", list.s, size, starter,
                       one_host ? "" : ", or could not connect", n > 1 ? "their" : "its",
                       n > 1 ? "they are" : "it is");
-  return cddp__fail(
-      CDDP_TIMEOUT,
-      "timed out after %g s: rank%s %s of %d (%s) did not connect to %s: start "
-      "%s%.0d, or raise CDDP_TIMEOUT_S%s",
-      seconds, n > 1 ? "s" : "", list.s, size, config->launched ? "WORLD_SIZE" : "world_size",
-      config->port != 0 ? config->init_method + strlen("tcp://") : config->init_method,
-      n > 1 ? "each with its RANK" : "it with RANK=", n > 1 ? 0 : rank,
-      one_host ? "" : "; the output of a rank that runs says what it cannot connect to");
+  return cddp__fail(CDDP_TIMEOUT,
+                    "%stimed out after %g s: rank%s %s of %d (%s) did not connect to %s: start "
+                    "%s%.0d, or raise CDDP_TIMEOUT_S%s",
+                    refused.s, seconds, n > 1 ? "s" : "", list.s, size,
+                    config->launched ? "WORLD_SIZE" : "world_size", cddp__endpoint_name(config),
+                    n > 1 ? "each with its RANK" : "it with RANK=", n > 1 ? 0 : rank,
+                    one_host ? ""
+                             : "; the output of a rank that runs says what it cannot connect to");
 }
 
 /* Registers this rank and those below it with the parent, until this rank has an error or the
@@ -10229,20 +10385,20 @@ static cddp_result cddp__collect_ranks(cddp__rendezvous *rdv) {
   cddp_result r = CDDP_OK;
   while (r == CDDP_OK && rdv->net == NULL) {
     double until = rdv->deadline + 0.5;
-    bool late, all, wrong;
+    bool late, all, wrong, looks, alone;
     if (up->fd < 0 && rdv->node_socket < 0) r = cddp__connect_node(rdv);
-    if (r == CDDP_OK && up->fd >= 0) r = cddp__inform_parent(rdv);
-    if (up->fd < 0) until = rdv->deadline;
-    /* wakes in time for cddp__find_root to read the store */
-    if (up->fd < 0 && root->listener < 0 && root->next_look < until &&
-        (root->wanted || !rdv->with_rank_0))
-      until = root->next_look;
+    alone = up->fd < 0 || up->state == CDDP__CONNECTION_PROVING;
+    if (r == CDDP_OK && !alone) r = cddp__inform_parent(rdv);
+    looks = up->fd < 0 && rdv->node_socket >= 0 &&
+            (rdv->with_rank_0 ? rdv->config->client_only && root->fd_count == 0 : true);
+    if (alone) until = rdv->deadline;
+    if (looks && root->next_look < until) until = root->next_look;
     if (r == CDDP_OK) r = cddp__poll_channels(rdv, until);
     if (r != CDDP_OK || rdv->net != NULL) break;
     late = cddp__now() >= rdv->deadline + (up->fd < 0 ? 0 : up->local ? 0.5 : 0.25);
     all =
         rdv->with_rank_0 && rdv->node_socket >= 0 && rdv->registered_count >= (size_t)rdv->expected;
-    wrong = cddp__has_cause(&rdv->problem) && up->fd < 0; /* else the parent decides */
+    wrong = cddp__has_cause(&rdv->problem) && alone; /* else the parent decides */
     if (late || (wrong && (all || cddp__now() > rdv->problem_at + CDDP__PROBLEM_S))) {
       rdv->common = true;
       r = cddp__check_cause(&rdv->problem);
@@ -10250,7 +10406,7 @@ static cddp_result cddp__collect_ranks(cddp__rendezvous *rdv) {
     }
     if (all)
       r = cddp__build_table(rdv);
-    else if (rdv->node_socket >= 0 && up->fd < 0)
+    else if (looks && up->fd < 0)
       r = cddp__find_root(rdv);
   }
   if (r == CDDP_OK) r = cddp__check_table(rdv);
@@ -10299,6 +10455,7 @@ static cddp_result cddp__confirm_table(cddp__rendezvous *rdv) {
 static void cddp__channel_fail(cddp__connection *c, bool local, cddp_result r, const char *text) {
   double deadline = cddp__now() + 0.2;
   char rest[256];
+  if (c->state == CDDP__CONNECTION_PROVING) return; /* perhaps a stranger, who would not answer */
   (void)cddp__send_failure(c, r, text, cddp__now() + 0.1);
   if (local || shutdown(c->fd, SHUT_WR) != 0) return;
   while (cddp__wait_fd(c->fd, POLLIN, deadline) == CDDP_OK &&
@@ -10349,29 +10506,23 @@ static void cddp__report_failure(cddp__rendezvous *rdv, cddp_group *g, cddp_resu
   cddp__fail(r, "%s", text);
 }
 
-/* Ends a rendezvous with result r: reports a failure to the other ranks. After a success rank 0
-   keeps its port, without listening, while the group lives: else the system could give the port to
-   the next job that asks for a free one, and the two jobs would have one endpoint. */
+/* Ends a rendezvous with result r: reports a failure to the other ranks. */
 static cddp_result cddp__rendezvous_end(cddp__rendezvous *rdv, cddp_group *g, cddp_result r) {
   const cddp_allocator *allocator = &rdv->host->allocator;
-  const cddp__server *server = rdv->root.store != NULL ? rdv->root.store->server : NULL;
-  uint32_t refused = server != NULL ? cddp__load32(&server->unproven) : 0;
+  cddp_store *store = rdv->root.store;
   size_t i;
+  if (rdv->config->rank != 0) cddp__close_port(rdv, false); /* a restarted rank 0 can bind it */
   cddp__report_failure(rdv, g, r);
-  if (r == CDDP_TIMEOUT && refused > 0)
-    r = cddp__fail_in(r, "%u connection%s with another CDDP_SECRET, or none, %s refused; ", refused,
-                      refused > 1 ? "s" : "", refused > 1 ? "were" : "was");
   if (r == CDDP_OK) cddp__store32(&cddp__last_node_hash, rdv->job->node_hash);
-  if (r == CDDP_OK && server != NULL)
-    rdv->job->port_fd =
-        cddp__register_socket(fcntl(server->fds[0], F_DUPFD_CLOEXEC, STDERR_FILENO + 1));
   while (rdv->child_count > 0) cddp__remove_child(rdv, rdv->child_count - 1);
   for (i = 0; i < rdv->registered_count; i++) cddp__close_fd(&rdv->registered[i].link_fd);
   cddp__connection_close(&rdv->parent.connection);
   cddp__close_fd(&rdv->memory_fd);
   cddp__close_fd(&rdv->node_socket);
-  cddp__close_fd(&rdv->root.listener);
-  cddp__close_store(rdv); /* the server stops listening */
+  if (store != NULL && store->file >= 0 && cddp__file_has_name(store->file, store->name))
+    unlink(store->name);
+  cddp__close_port(rdv, r == CDDP_OK && !rdv->config->client_only);
+  if (store != NULL) cddp__store_free(store);
   if (rdv->net != rdv->host->net) cddp__net_release(rdv->net);
   cddp__free(allocator, rdv->children);
   cddp__free(allocator, rdv->registered);
@@ -21909,7 +22060,7 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels) { (void)k
               cddp.h includes it. It declares cddp_segment and cddp_kernels.
               A rank without a size, MASTER_ADDR without RANK, and numbers such as "+1" are errors.
               On one host MASTER_PORT keeps two programs of a job step apart.
-              No store runs while all ranks are on one host; rank 0 still binds MASTER_PORT.
+              cddp_init starts no store: rank 0 answers the other hosts at MASTER_PORT itself.
               cddprun: --nnodes needs --node-rank.
      Mended   A second start on a job's port ended the job in its first 10 s. Now it fails itself.
               Checkpoints on file systems that cannot sync, or cannot rename an open file (FUSE).

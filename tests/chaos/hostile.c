@@ -1,9 +1,9 @@
 /* hostile.c - a job that starts among hostile connections.
 
-   Four ranks meet while strangers hold connections to everything that listens: the store's port and
+   Four ranks meet while strangers hold connections to everything that listens: rank 0's port and
    the coordinator's Unix socket. They say nothing, garbage, HTTP, half of a frame or of a hello, or
    a byte now and then. The ranks that come after them must be ready within a second of what it
-   takes without them. Without strangers no store runs. (What the store does with each kind of
+   takes without them. (What the store does with each kind of
    stranger, with secrets and with replayed proofs is in store.c.) */
 #define _GNU_SOURCE
 #include <pthread.h>
@@ -140,7 +140,7 @@ static void speak(int fd, int i) {
   (void)sent; /* hung up on already */
 }
 
-/* Ranks 0 and 1 wait; `count` strangers come to the store and to the coordinator; then the others.
+/* Ranks 0 and 1 wait; `count` strangers come to rank 0's port and the coordinator; then the others.
    Returns the time from their start until all are ready. */
 static double start_among(int count, bool secret) {
   pid_t pids[RANKS];
@@ -279,9 +279,9 @@ static void test_no_such_rank(void) {
   close(fd);
 }
 
-/* --- no store: all ranks are on this host, and nobody connects to rank 0's port --- */
+/* --- the rendezvous needs no thread, whoever connects to rank 0's port --- */
 
-static void test_no_store(void) {
+static void test_no_thread(void) {
   pid_t pids[RANKS];
   int status[RANKS], i, stranger;
   for (i = 0; i < 2; i++) {
@@ -292,8 +292,7 @@ static void test_no_store(void) {
     for (int k = 1; k < RANKS; k++) pids[k] = ranks_fork(life, k, NULL);
     ranks_join(pids, RANKS, RANKS_WITHIN(20), status);
     CHECK(ranks_exited_well(status, RANKS));
-    CHECK_EQ(shared->threads[0], stranger >= 0);
-    for (int k = 1; k < RANKS; k++) CHECK_EQ(shared->threads[k], 0);
+    for (int k = 0; k < RANKS; k++) CHECK_EQ(shared->threads[k], 0);
     if (stranger >= 0) close(stranger);
   }
 }
@@ -370,37 +369,25 @@ static void test_double(void) {
   }
 }
 
-/* --- a text of a false rank, to which the store has led, is shown, and no terminal obeys it --- */
+/* --- a text of a false root is shown, and no terminal obeys it --- */
 
 static const char poison[] = "\033]0;owned\007\033[2Jbad\302\233news";
 
-/* A store whose key is hostile, in a process of its own: the rank is forked while it serves. */
+/* A false root, in a process of its own. */
 static int serve_poison(int rank, void *arg) {
-  cddp_store_desc d;
-  cddp_store *s = NULL;
-  cddp__root_key key;
+  static const unsigned char token[sizeof ((cddp__root_search *)0)->token];
   cddp__connection c;
-  cddp__address a;
-  char url[64];
-  int listener, port, fd;
+  cddp__address a = cddp__loopback_address();
+  int listener, fd;
   (void)rank;
   (void)arg;
-  snprintf(url, sizeof url, "tcp://127.0.0.1:%d", shared->port);
-  memset(&d, 0, sizeof d);
-  memset(&key, 0, sizeof key);
-  CHECK_OK(cddp__listen_any(&listener, &port));
-  CHECK(cddp__local_address(listener, &a));
-  key.address = a.v6;
-  d.init_method = url;
-  d.is_server = true;
-  d.timeout_s = 10;
-  d.secret = "";
-  CHECK_OK(cddp_store_create(&s, &d));
-  CHECK_OK(cddp_store_set(s, "cddp/0/0/meeting", &key, sizeof key));
+  cddp__address_set_port(&a, shared->port);
+  CHECK_EQ(cddp__listen_address(&a, &listener), 0);
   __atomic_store_n(&shared->serves, test_failures == 0 ? 1 : -1, __ATOMIC_SEQ_CST);
   while (cddp__wait_fd(listener, POLLIN, cddp__now() + 60) == CDDP_OK) {
     if ((fd = cddp__accept(listener)) < 0) continue;
     cddp__connection_begin(&c, NULL, fd, false);
+    CHECK_OK(cddp__connection_challenge(&c, "", "rendezvous", token, sizeof token));
     (void)cddp__send_failure(&c, CDDP_TIMEOUT, poison, cddp__now() + 1);
   }
   return 1;
@@ -429,31 +416,17 @@ static void test_poison(void) {
 /* --- strangers at the port where the root waits for other hosts' ranks --- */
 
 static void strangers_at_the_root(rlim_t files) {
-  cddp_store_desc d;
-  cddp_store *s = NULL;
-  cddp__root_key key;
-  cddp__address a;
   pid_t pids[RANKS];
   int status[RANKS], fds[150], i, r;
-  size_t n = 0;
-  char url[64];
   double begin;
   prepare(false);
   shared->files = files;
   setenv("CDDP_HOST_ID", "a", 1);
   pids[0] = ranks_fork(life, 0, NULL);
-  snprintf(url, sizeof url, "tcp://127.0.0.1:%d", shared->port);
-  memset(&d, 0, sizeof d);
-  d.init_method = url;
-  d.timeout_s = RANKS_WITHIN(5);
-  d.secret = "";
-  CHECK_OK(cddp_store_create(&s, &d));
-  if (s != NULL) CHECK_OK(cddp_store_get(s, "cddp/0/0/meeting", &key, sizeof key, &n));
-  CHECK_EQ(n, sizeof key);
-  cddp_store_destroy(s);
-  a = cddp__internet_address(&key.address);
+  for (i = 0; i < 1000 && (fds[0] = to_port(shared->port)) < 0; i++) ranks_sleep(0.001);
+  close(fds[0]);
   for (i = 0; i < 150; i++) {
-    fds[i] = to_port(cddp__address_port(&a));
+    fds[i] = to_port(shared->port);
     CHECK(fds[i] >= 0);
     speak(fds[i], i);
   }
@@ -486,7 +459,7 @@ int main(void) {
   RUN(test_start);
   RUN(test_storm);
   RUN(test_no_such_rank);
-  RUN(test_no_store);
+  RUN(test_no_thread);
   RUN(test_stream);
   RUN(test_half_table);
   RUN(test_double);

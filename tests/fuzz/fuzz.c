@@ -765,14 +765,18 @@ static long fake_accept(int listener) {
 /* A message that is right but for its rank and world size, or another kind of message. */
 static void say_rank(fake_fd *f) {
   unsigned rank = take(&w.script), size = take(&w.script);
+  size_t i;
   uint32_t kind = size / 16 == 14   ? CDDP__RENDEZVOUS_READY
                   : size / 16 == 13 ? CDDP__RENDEZVOUS_FAIL
                                     : CDDP__RENDEZVOUS_RANK;
   size_t bytes = kind == CDDP__RENDEZVOUS_READY ? 0 : sizeof(cddp__rank_info);
   cddp__frame_head head = cddp__frame_head_of(CDDP__FRAME_MESSAGE, kind, CDDP_U8, bytes, bytes);
   cddp__rank_info info = w.meeting->registered[0].info;
+  for (i = 0; i < w.meeting->child_count; i++) { /* a process of another host knows the secret */
+    cddp__connection *c = &w.meeting->children[i].connection;
+    if (c->state == CDDP__CONNECTION_PROVING && fd_of(c->fd) == f) c->state = CDDP__CONNECTION_UP;
+  }
   info.rank = rank == 255 ? UINT32_MAX : rank;
-  memcpy(info.token, w.meeting->root.token, sizeof info.token);
   if (size % 16 != 0) info.world_size = size % 16;
   if (size / 16 == 15) info.user++;
   if (kind == CDDP__RENDEZVOUS_FAIL) info.version = rank; /* its result */
@@ -782,21 +786,21 @@ static void say_rank(fake_fd *f) {
   f->extra_at = 0;
 }
 
-/* poll in the coordinator's loop, where after its connections come the one to the root, the node's
-   socket, the root's and that of claims: the next thing that happens; false when nothing does any
+/* poll in the coordinator's loop, where after its connections come the one to the root, the socket
+   of claims, the node's and the root's: the next thing that happens; false when nothing does any
    more. */
 static bool next_event(struct pollfd *fds, nfds_t n) {
   unsigned op = take(&w.script);
-  nfds_t i, k = op / 8 % 8;
+  nfds_t i, k = op / 8 % 8, roots = w.meeting->net == NULL ? (nfds_t)w.meeting->root.fd_count : 0;
   fake_fd *f = NULL;
   for (i = 0; i < n; i++) fds[i].revents = 0;
-  for (i = 0; i + 4 < n && f == NULL; i++) /* the k-th connection */
+  for (i = 0; i + 3 + roots < n && f == NULL; i++) /* the k-th connection */
     if (k-- == 0 || fds[i].fd == last_client) f = fd_of(fds[i].fd);
   switch (op % 8) {
   case 0: return w.script.n > 0;
   case 1:
   case 2:
-    i = n - (op % 8 == 1 || fds[n - 2].fd < 0 ? 3 : 2);
+    i = n - 1 - (op % 8 == 1 ? roots : 0);
     fds[i].revents = POLLIN;
     w.called_at = fds[i].fd;
     w.coming = 1;
@@ -876,8 +880,7 @@ static void target_meeting(input *in) {
   if (r == CDDP_OK) r = cddp__rendezvous_init(&m, &at, m.host);
   m.root.store = (cddp_store *)cddp__calloc(&a, 1, sizeof *m.root.store);
   if (m.host != NULL && m.host->job_info != NULL && m.root.store != NULL) {
-    m.serves = false;
-    m.root.wanted = true;
+    at.client_only = true; /* a launcher serves the store */
     m.root.store->allocator = a;
     m.root.store->timeout_s = 20;
     m.root.store->name = cddp__strdup(&a, "store");

@@ -111,11 +111,9 @@ blocked() {
 }
 
 for kind in blackhole unreachable; do
-  firewall 0 40000-60999 $kind
-  blocked "the root's port, $kind" 25 'connect to 10.99.0.1:5[0-9]+' 'on node1'
-  firewall 0 40000-60999 $kind
-  CDDP_TIMEOUT_S=5 blocked "the root's port, $kind, 5 s" 10 'connect to 10.99.0.1:5[0-9]+' 'on node1'
   export CDDP_PORTS=41000-41009
+  firewall 0 41000-41009 $kind
+  blocked "rank 0's port, $kind" 15 'connect to 10.99.0.1:4100[0-9], where rank 0' 'rank 1 .*on node1'
   firewall 1 41000-41009 $kind
   blocked "a worker's port, $kind" 15 'connect to 10.99.0.2:4100[0-9], where rank 1' 'rank 0 .*on node0'
   firewall 1 41000-41009 $kind
