@@ -4240,15 +4240,11 @@ static cddp_result cddp__connections_poll(const cddp_allocator *allocator,
   return r;
 }
 
-/* Whether a new connection can use the descriptor fd: some are left for the program. serves: by the
-   store's server, which leaves half as many: it still has descriptors when the rendezvous in the
-   same process has none. */
-static bool cddp__has_spare_fd(int fd, bool serves) {
+/* Whether a new connection can use the descriptor fd: some are left for the program. */
+static bool cddp__has_spare_fd(int fd) {
   struct rlimit limit;
-  rlim_t left;
   if (getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur > INT_MAX) return true;
-  left = limit.rlim_cur < 256 ? limit.rlim_cur / 4 : 64;
-  return (rlim_t)fd + (serves ? left / 2 : left) < limit.rlim_cur;
+  return (rlim_t)fd + (limit.rlim_cur < 256 ? limit.rlim_cur / 4 : 64) < limit.rlim_cur;
 }
 
 /* >>store --------------------------------------------------------------------------------------
@@ -4396,7 +4392,6 @@ typedef struct cddp__server { /* Owner: its thread, between start and join */
   size_t keys;                           /* in the map */
   size_t stored;                         /* bytes of the map's entries */
   struct cddp__client *clients;          /* a list, newest first */
-  int ranks;                             /* cddp__store_options.ranks */
   int blocked;                           /* clients in a WAIT */
   bool unsettled;  /* a connection or a WAIT has ended since cddp__server_settle */
   double checked;  /* time at which deadlines were last checked */
@@ -4731,7 +4726,7 @@ static void cddp__server_add_client(cddp__server *server, int fd, bool spare) {
     if (server->secret == NULL || client->c.challenge.state != CDDP__CHALLENGE_PROVEN)
       oldest = client;
   }
-  if (!spare || silent >= cddp__unproven_most(server->ranks)) {
+  if (!spare || silent >= cddp__unproven_most(0)) {
     if (oldest == NULL) {
       if (!spare) (void)!send(fd, refusal, sizeof refusal - 1, MSG_NOSIGNAL | MSG_DONTWAIT);
       cddp__close_fd(&fd);
@@ -4769,7 +4764,7 @@ static void cddp__server_accept(cddp__server *server, int listener) {
       fd = cddp__accept(listener);
     }
     if (fd >= 0)
-      cddp__server_add_client(server, fd, !none && cddp__has_spare_fd(fd, true));
+      cddp__server_add_client(server, fd, !none && cddp__has_spare_fd(fd));
     else if (errno != EAGAIN && errno != EINTR && errno != ECONNABORTED)
       cddp__sleep(0.01);
     if (server->reserve < 0)
@@ -4818,10 +4813,7 @@ static void cddp__server_free(cddp__server *server) {
 typedef struct cddp__store_options {
   cddp_store_desc desc; /* timeout_s: above 0 */
   bool elect;           /* file://: the first process to open the file is the server, and is_server
-                           is ignored. A server of tcp:// connects to itself before open returns */
-  int listen_fd;        /* listening socket of the server, owned by the caller; -1: bind one */
-  bool reachable;       /* by other hosts, even if this host's name resolves to loopback here */
-  int ranks;            /* that connect, for the server's limits; 0: not known */
+                           is ignored */
   double deadline;      /* for opening; a time of cddp__now */
   double closed_since;  /* the store's, kept between two calls */
 } cddp__store_options;
@@ -5116,9 +5108,7 @@ static cddp_result cddp__server_start(cddp_store *store, const cddp__store_optio
   if (server == NULL) return CDDP_OUT_OF_MEMORY;
   server->allocator = options->desc.allocator;
   server->secret = store->proof;
-  server->ranks = options->ranks;
-  r = cddp__listen_at(store->addresses, store->address_count, options->listen_fd, server->fds,
-                      &server->fd_count);
+  r = cddp__listen_at(store->addresses, store->address_count, -1, server->fds, &server->fd_count);
   server->epoll = cddp__above_stdio(epoll_create1(EPOLL_CLOEXEC));
   server->reserve =
       server->epoll < 0 ? -1 : fcntl(server->epoll, F_DUPFD_CLOEXEC, STDERR_FILENO + 1);
@@ -5162,21 +5152,14 @@ static cddp_result cddp__store_find(cddp_store *store, const cddp__store_options
   if (r == CDDP_OK && port == 0 && !options->desc.is_server)
     r = CDDP__REFUSE("port 0 in 'tcp://%s' is for the server only, which then gets a free port",
                      store->name);
-  if (r == CDDP_OK && options->listen_fd < 0)
-    r = cddp__resolve(host, port, store->addresses, &store->address_count);
-  return r;
+  return r == CDDP_OK ? cddp__resolve(host, port, store->addresses, &store->address_count) : r;
 }
 
 /* Starts the server of tcp://host:port or unix://name at the addresses that were found. */
 static cddp_result cddp__store_serve(cddp_store *store, const cddp__store_options *options) {
-  char host[256];
-  int port = 1;
-  cddp_result r = CDDP_OK;
-  if (store->scheme == CDDP__URL_TCP) r = cddp__host_port(store->name, host, &port);
-  if (store->scheme == CDDP__URL_TCP && options->reachable)
-    cddp__add_interface_addresses(store->addresses, &store->address_count, host);
-  if (r == CDDP_OK) r = cddp__server_start(store, options);
-  if (r != CDDP_OK || port != 0) return r;
+  bool any = store->scheme == CDDP__URL_TCP && cddp__address_port(&store->addresses[0]) == 0;
+  cddp_result r = cddp__server_start(store, options);
+  if (r != CDDP_OK || !any) return r;
   cddp__free(&store->allocator, store->name); /* error texts name the port that the system chose */
   store->name = cddp__strdup(&store->allocator, cddp__describe_address(&store->addresses[0]).s);
   return store->name != NULL ? CDDP_OK : CDDP_OUT_OF_MEMORY;
@@ -5251,7 +5234,7 @@ static cddp_result cddp__file_record_write(int file, cddp__file_store_record *re
 /* Makes this process, which has locked the file, the server. */
 static cddp_result cddp__file_store_serve(cddp_store *store, const cddp__store_options *options) {
   cddp__file_store_record record;
-  cddp_result r = cddp__file_record_new(&record, options->reachable || options->elect);
+  cddp_result r = cddp__file_record_new(&record, true);
   store->address_count = (int)record.count;
   memcpy(store->addresses, record.addresses, sizeof store->addresses);
   cddp__file_store_prove(store, record.key);
@@ -5419,8 +5402,7 @@ static cddp_result cddp__store_open(cddp_store **out, cddp__store_options *optio
   if (r == CDDP_OK) r = cddp__store_find(store, options);
   if (r == CDDP_OK && store->scheme != CDDP__URL_FILE && options->desc.is_server)
     r = cddp__store_serve(store, options);
-  if (r == CDDP_OK && (store->server == NULL || options->elect))
-    r = cddp__store_connect(store, options);
+  if (r == CDDP_OK) r = cddp__store_connect(store, options);
   if (r == CDDP_OK && store->file >= 0) {
     r = cddp__file_store_serve(store, options);
     r = r == CDDP_OK ? cddp__store_connect(store, options) : cddp__store_error(store, r);
@@ -8978,7 +8960,7 @@ static void cddp__net_serve(cddp__host *h, cddp__net *n) {
     if ((fd = cddp__accept(n->listener)) < 0 && (errno == EINTR || errno == ECONNABORTED)) continue;
     none = fd < 0 && (errno == EMFILE || errno == ENFILE);
     cddp__store32(&n->starved, none ? (uint32_t)errno : 0);
-    few = few || none || (fd >= 0 && !cddp__has_spare_fd(fd, false));
+    few = few || none || (fd >= 0 && !cddp__has_spare_fd(fd));
     if (fd < 0 || (c = cddp__link_new(n, fd, false, CDDP__STRANGER_S)) == NULL) break;
     c->next = n->incoming;
     n->incoming = c;
@@ -9576,7 +9558,7 @@ static cddp_result cddp__accept_channels(cddp__rendezvous *rdv, int listener) {
   for (tries = 0; tries < 64 && listener >= 0; tries++) {
     int fd = cddp__accept(listener), error = fd < 0 ? errno : 0;
     bool none = error == EMFILE || error == ENFILE;
-    bool few = none || (error == 0 && !cddp__has_spare_fd(fd, false));
+    bool few = none || (error == 0 && !cddp__has_spare_fd(fd));
     size_t i, oldest = 0, silent = 0;
     cddp__channel *children;
     if (error == EINTR || error == ECONNABORTED) continue;
@@ -9770,7 +9752,6 @@ static cddp__store_options cddp__store_options_of(const cddp__rendezvous *rdv) {
   o.desc.timeout_s = rdv->config->timeout_s;
   o.desc.secret = rdv->job->secret;
   o.desc.allocator = rdv->host->allocator;
-  o.listen_fd = -1;
   o.deadline = cddp__try_deadline(rdv);
   o.closed_since = rdv->root.closed_since;
   return o;
@@ -21893,7 +21874,6 @@ CDDPDEF cddp_result cddp_store_create(cddp_store **out, const cddp_store_desc *d
   o.desc = *desc;
   CDDP__TRY(cddp__discover_timeout(desc->timeout_s, &o.desc.timeout_s));
   o.elect = true;
-  o.listen_fd = -1;
   o.deadline = cddp__now() + o.desc.timeout_s;
   r = cddp__store_open(out, &o);
   return r == CDDP_MISMATCH ? CDDP_NETWORK : r;

@@ -459,7 +459,7 @@ static cddp__client *open_conn(cddp__server *v) {
   const cddp__client *before = v->clients;
   int fd = world_fd();
   if (fd < 0) return NULL;
-  cddp__server_add_client(v, fd, cddp__has_spare_fd(fd, true));
+  cddp__server_add_client(v, fd, cddp__has_spare_fd(fd));
   return v->clients != before ? v->clients : NULL;
 }
 
@@ -609,7 +609,6 @@ static cddp_result open_store(cddp_store **s, const char *method, const char *se
   cddp__store_options o;
   memset(&o, 0, sizeof o);
   o.desc.init_method = method;
-  o.listen_fd = -1;
   o.deadline = w.now + 3;
   o.desc.timeout_s = 3;
   o.desc.secret = secret;

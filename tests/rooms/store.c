@@ -1402,7 +1402,6 @@ static cddp_result open_as(const char *url, bool server, double timeout_s, cddp_
   memset(&o, 0, sizeof o);
   o.desc.init_method = url;
   o.desc.is_server = server;
-  o.listen_fd = -1;
   o.deadline = cddp__now() + timeout_s;
   o.desc.timeout_s = timeout_s;
   return cddp__store_open(s, &o);
@@ -1505,26 +1504,6 @@ static void test_late_server(void) {
     cddp_store_destroy(j[i].store);
   }
   CHECK(test_now() - start < 4);
-  cddp_store_destroy(s);
-}
-
-static void test_adopted_socket(void) {
-  int fd, port;
-  char url[64];
-  cddp__store_options o;
-  cddp_store *s = NULL;
-  CHECK_OK(cddp__listen_any(&fd, &port));
-  memset(&o, 0, sizeof o);
-  snprintf(url, sizeof url, "tcp://127.0.0.1:%d", port);
-  o.desc.init_method = url;
-  o.desc.is_server = true;
-  o.listen_fd = fd;
-  o.desc.timeout_s = 5;
-  o.deadline = cddp__now() + 5;
-  CHECK_OK(cddp__store_open(&s, &o));
-  close(fd); /* the store has a descriptor of its own */
-  CHECK_EQ(cddp_store_port(s), port);
-  check_alive(s);
   cddp_store_destroy(s);
 }
 
@@ -2181,7 +2160,6 @@ int main(void) {
   RUN(test_scopes);
   RUN(test_addresses);
   RUN(test_late_server);
-  RUN(test_adopted_socket);
   RUN(test_server_leaves);
   RUN(test_stale_file);
   RUN(test_killed_writers);
