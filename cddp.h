@@ -7738,7 +7738,6 @@ static void *cddp__staging_of(const cddp_group *g, int rank, uint32_t round) {
 
 static bool cddp__is_broken(const cddp_group *g) { return cddp__load32(&g->block->broken) != 0; }
 
-/* Returns whether a rank has announced the current round. */
 static bool cddp__has_announced(const cddp_group *g, int rank) {
   return cddp__load32(&cddp__op_header_of(g, rank, g->round)->seq) == g->round;
 }
@@ -7926,7 +7925,6 @@ static bool cddp__remote_gone(const cddp_group *g, int rank) {
          cddp__now() >= peer->lost_at + (brief ? CDDP__REMOTE_CAUSE_S : CDDP__REMOTE_CAUSE_LONG_S);
 }
 
-/* Returns whether the rank has ended or left the group. */
 static bool cddp__rank_gone(const cddp_group *g, int rank) {
   uint32_t state = cddp__load32(&cddp__slot_of(g, rank)->state);
   if (g->members[rank] < 0) return cddp__remote_gone(g, rank);
@@ -11115,7 +11113,7 @@ static void cddp__post_frame(cddp_group *g, int type, bool out, int rank, const 
   it->step = g->hosts->step;
 }
 
-/* Continues a frame on a link. Returns whether it is complete. */
+/* Returns whether the frame is complete. */
 static bool cddp__move_frame(cddp_group *g, const cddp__delivery *it, cddp__connection *link) {
   cddp__frame_head head = cddp__frame_head_of(it->type, g->round, CDDP_U8, it->size, it->size);
   void *data = (void *)(uintptr_t)it->data;
@@ -11265,8 +11263,8 @@ static size_t cddp__piggyback_of_header(const cddp_group *g, const cddp__op_head
   return element * (size_t)header->count;
 }
 
-/* Copies the shares that travel with a host's headers from its ranks' staging buffers to the memory
-   behind the headers (out), or back. Returns the sum of their bytes. */
+/* Copies the shares of a host's ranks from their staging buffers behind their headers (out), or
+   back. Returns the bytes of both. */
 static size_t cddp__piggyback_copy(cddp_group *g, int host, bool out) {
   cddp__hosts *hosts = g->hosts;
   char *headers = (char *)cddp__header_in(hosts, host, 0);
@@ -11710,7 +11708,6 @@ static cddp_result cddp__find_views(const cddp__flow *f, bool *any_scratch) {
   return r == CDDP_OK ? r : cddp__break(g, r);
 }
 
-/* A round of this host. */
 static cddp_result cddp__piece_round(cddp_group *g, const cddp__call *c) {
   return cddp__run_round(g, false, c, CDDP__PHASE_CHUNK, NULL, 0);
 }
@@ -12051,7 +12048,6 @@ static cddp__text cddp__describe_message(const cddp_work *work, const char *peer
                      work->call.root == CDDP_ANY ? "any rank" : peer, work->call.tag);
 }
 
-/* Breaks the group if the peer of a send or recv is lost. */
 static cddp_result cddp__check_peer(const cddp_work *work) {
   int gone = cddp__lost_peer(work);
   if (gone < 0) return CDDP_OK;
@@ -12431,7 +12427,7 @@ static cddp_result cddp__finish_send(cddp_work *work, double limit) {
   return r;
 }
 
-/* Aborts a receive. Returns false if its message has arrived or it has failed. */
+/* Returns false if the message has arrived or the receive has failed. */
 static bool cddp__abort_recv(cddp_work *work) {
   bool open;
   pthread_mutex_lock(&work->group->p2p.lock);
