@@ -5484,14 +5484,12 @@ static cddp_result cddp__env_int(const char *name, long low, long high, int *out
   return CDDP_OK;
 }
 
-/* The launchers: name, {rank, size, local size, its other name}, cure, {variables that identify a
-   job}. In order of precedence. mpirun precedes schedulers, because inside an
+/* In order of precedence: name, {rank, size, local size, its other name}, cure, {variables that
+   identify a job; from the fourth on, on one node}. mpirun precedes schedulers, because inside an
    allocation the scheduler's variables describe mpirun's daemon. Sources: flux-environment(7);
    MVAPICH2's guide, "MPIRUN_RSH Parameters"; PyTorch Lightning's LSFEnvironment for JSM; Slurm's
    mpi/cray_shasta and scripts of Aurora's users for PALS. */
 static const cddp__launcher cddp__launchers[] = {
-    /* name, {variables: rank, size, local size, its other name}, cure, {variables that identify the
-       job; then, from the fourth on, those of one node} */
     {"torchrun, cddprun or a script", {"RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}, "", {NULL}},
     {"Open MPI's mpirun",
      {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"},
@@ -14184,7 +14182,10 @@ static cddp_result cddp__init(cddp_group **out, const cddp_group_desc *d) {
   if (r == CDDP_OK && !config.joins) r = cddp__first_round(g);
 #ifdef CDDP_MPI
   if (r == CDDP_OK && !config.joins && strcmp(config.backend, "mpi") == 0) {
-    r = cddp__consensus(g, cddp__mpi_start(g), NULL, 0, NULL);
+    r = cddp__mpi_start(g);
+    if (r != CDDP_OK) /* else the others wait for this rank in MPI */
+      r = cddp__break(g, cddp__fail_in(r, "rank %d: ", g->rank));
+    if (r == CDDP_OK) r = cddp__round(g, CDDP__KIND_BARRIER, CDDP__PHASE_CALL, 0, NULL, 0);
     if (r == CDDP_OK) r = cddp__mpi_split(NULL, g, 0, g->rank);
     if (r == CDDP_OK) g->carrier = &cddp__mpi_carrier;
   }
