@@ -2709,46 +2709,62 @@ static void cddp__prefetch_to_write(void *p) {
 #endif
 }
 
-/* The floating-point mode: the bits of this thread's control register that change results; 0: the
-   default (round to nearest, keep subnormals), or another processor. With different modes the
-   ranks' weights would diverge. */
-#if defined(__x86_64__)
-#define CDDP__FP_BITS 0xe040u /* rounding, FTZ; DAZ */
-static uint32_t cddp__fp_mode(void) { return __builtin_ia32_stmxcsr() & CDDP__FP_BITS; }
-static void cddp__set_fp_mode(uint32_t mode) {
-  __builtin_ia32_ldmxcsr((__builtin_ia32_stmxcsr() & ~CDDP__FP_BITS) | mode);
-}
-#elif defined(__aarch64__)
-#define CDDP__FP_BITS 0x1c00001u /* FZ, rounding; FIZ, of Armv8.7 */
+/* The bits of this thread's floating-point mode that change results; 0: the default (round to
+   nearest, keep subnormals), or another processor. With different modes the ranks' weights would
+   diverge. */
+enum {
+  CDDP__FP_ROUNDING = 3, /* 1: downward, 2: upward, 3: towards zero */
+  CDDP__FP_FTZ = 4,      /* subnormal results become 0 */
+  CDDP__FP_DAZ = 8       /* subnormal operands count as 0 */
+};
 static uint32_t cddp__fp_mode(void) {
-  uint64_t fpcr;
-  __asm__ __volatile__("mrs %0, fpcr" : "=r"(fpcr));
-  return (uint32_t)fpcr & CDDP__FP_BITS;
-}
-static void cddp__set_fp_mode(uint32_t mode) {
-  uint64_t fpcr;
-  __asm__ __volatile__("mrs %0, fpcr" : "=r"(fpcr));
-  fpcr = (fpcr & ~(uint64_t)CDDP__FP_BITS) | mode;
-  __asm__ __volatile__("msr fpcr, %0" : : "r"(fpcr));
-}
-#else
-static uint32_t cddp__fp_mode(void) { return 0; }
-static void cddp__set_fp_mode(uint32_t mode) { (void)mode; }
+  uint32_t mode = 0;
+#if defined(__x86_64__)
+  uint32_t csr = __builtin_ia32_stmxcsr();
+  if (CDDP__LIKELY((csr & 0xe040) == 0)) return 0;
+  mode = csr >> 13 & 3;
+  if (csr >> 15 & 1) mode |= CDDP__FP_FTZ;
+  if (csr >> 6 & 1) mode |= CDDP__FP_DAZ;
+#elif defined(__aarch64__)
+  static const unsigned char rounding[4] = {0, 2, 1, 3}; /* FPCR counts upward before downward */
+  uint64_t csr;
+  __asm__ __volatile__("mrs %0, fpcr" : "=r"(csr));
+  mode = rounding[csr >> 22 & 3];
+  if (csr >> 24 & 1) mode |= CDDP__FP_FTZ | CDDP__FP_DAZ;
+  if (csr & 1) mode |= CDDP__FP_DAZ; /* FIZ, Armv8.7 */
 #endif
+  return mode;
+}
+
+/* Keeps all other bits of the control register, which enable traps. */
+static void cddp__set_fp_mode(uint32_t mode) {
+#if defined(__x86_64__)
+  uint32_t csr = __builtin_ia32_stmxcsr() & ~0xe040u;
+  csr |= (mode & CDDP__FP_ROUNDING) << 13;
+  if (mode & CDDP__FP_FTZ) csr |= 1u << 15;
+  if (mode & CDDP__FP_DAZ) csr |= 1u << 6;
+  __builtin_ia32_ldmxcsr(csr);
+#elif defined(__aarch64__)
+  static const unsigned char rounding[4] = {0, 2, 1, 3};
+  uint64_t csr;
+  __asm__ __volatile__("mrs %0, fpcr" : "=r"(csr));
+  csr &= ~((uint64_t)7 << 22 | 1);
+  csr |= (uint64_t)rounding[mode & CDDP__FP_ROUNDING] << 22;
+  if (mode & CDDP__FP_FTZ) csr |= (uint64_t)1 << 24;
+  else if (mode & CDDP__FP_DAZ) csr |= 1;
+  __asm__ __volatile__("msr fpcr, %0" : : "r"(csr));
+#else
+  (void)mode;
+#endif
+}
 
 /* "rounds upward, flushes subnormals (FTZ, DAZ)" */
 static cddp__text cddp__describe_fp_mode(uint32_t mode) {
+  static const char *const rounding[] = {"to nearest", "downward", "upward", "towards zero"};
   static const char *const flushing[] = {"keeps subnormals", "flushes subnormal results (FTZ)",
                                          "takes subnormal operands for 0 (DAZ)",
                                          "flushes subnormals (FTZ, DAZ)"};
-#if defined(__aarch64__)
-  static const char *const rounding[] = {"to nearest", "upward", "downward", "towards zero"};
-  uint32_t way = mode >> 22 & 3, ftz = mode >> 24 & 1, daz = ftz | (mode & 1);
-#else
-  static const char *const rounding[] = {"to nearest", "downward", "upward", "towards zero"};
-  uint32_t way = mode >> 13 & 3, ftz = mode >> 15 & 1, daz = mode >> 6 & 1;
-#endif
-  return cddp__textf("rounds %s, %s", rounding[way], flushing[ftz + 2 * daz]);
+  return cddp__textf("rounds %s, %s", rounding[mode & CDDP__FP_ROUNDING], flushing[mode >> 2 & 3]);
 }
 
 /* Sleeps while *a == value, until woken, for at most `seconds`. It can return early. Works between
