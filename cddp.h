@@ -1731,6 +1731,7 @@ typedef struct cddp__host {
   int size, index;         /* number of ranks; this one's */
   uint32_t *pids;          /* [size + CDDP__JOINS] */
   int *pidfds;             /* [size + CDDP__JOINS]; -1 except for the next rank and joined ones */
+  uint64_t started_before; /* clock ticks since boot at the rendezvous' end: processes are older */
   /* The rendezvous and joins. */
   bool joined;                     /* this process joined with CDDP_JOIN */
   bool elastic;                    /* this rank has an elastic model */
@@ -7887,24 +7888,29 @@ CDDP__INLINED cddp_result cddp__check_group(cddp_group *g) {
 #define CDDP__REMOTE_CAUSE_S 0.1      /* time for another host's notice of a failure to arrive */
 #define CDDP__REMOTE_CAUSE_LONG_S 0.5 /* the same if other ranks may have seen how a rank ended */
 
-/* Returns the letter of a process's state from /proc/PID/stat; 0: there is no such process.
-   *status: the wait status of a zombie; -1: unknown. */
-static char cddp__process_state(uint32_t pid, int *status) {
-  char path[32], text[1024], state, *at;
+/* Reads field `number` of /proc/PID/stat (proc(5)), and the letter of the process's state. Returns
+   false if there is no such process. */
+static bool cddp__process_stat(uint32_t pid, int number, char *state, uint64_t *value) {
+  char path[32], text[1024], *at;
   ssize_t n;
   int fd, field;
   snprintf(path, sizeof path, "/proc/%u/stat", pid);
-  if ((fd = open(path, O_RDONLY | O_CLOEXEC)) < 0) return 0;
+  if ((fd = open(path, O_RDONLY | O_CLOEXEC)) < 0) return false;
   n = read(fd, text, sizeof text - 1);
   close(fd);
   text[n > 0 ? n : 0] = 0;
   at = strrchr(text, ')'); /* end of the name, which can contain anything */
-  if (at == NULL || at[1] != ' ') return 0;
-  state = at[2];
-  for (field = 2; field < 52 /* exit_code: proc(5) */ && at != NULL; field++)
-    at = strchr(at + 1, ' ');
-  *status = at != NULL ? atoi(at) : -1;
-  return state;
+  if (at == NULL || at[1] != ' ') return false;
+  *state = at[2];
+  for (field = 2; field < number && at != NULL; field++) at = strchr(at + 1, ' ');
+  if (at != NULL) *value = strtoull(at, NULL, 10);
+  return at != NULL;
+}
+
+static uint64_t cddp__boot_ticks(void) { /* the time now, in the unit of starttime in proc(5) */
+  struct timespec t;
+  clock_gettime(CLOCK_BOOTTIME, &t);
+  return (uint64_t)(((double)t.tv_sec + 1e-9 * (double)t.tv_nsec) * (double)sysconf(_SC_CLK_TCK));
 }
 
 /* Returns whether a process has ended. A living process of the host holds a lock on its byte of the
@@ -7912,7 +7918,7 @@ static char cddp__process_state(uint32_t pid, int *status) {
 static bool cddp__process_gone(const cddp__host *host, int at) {
   struct pollfd fd = {host->pidfds[at], POLLIN, 0}; /* readable once the process has ended */
   struct flock lock;
-  int status;
+  uint64_t start;
   char state;
   if (fd.fd >= 0 && poll(&fd, 1, 0) != 1) return false;
   if (fd.fd >= 0 && (syscall(SYS_pidfd_send_signal, fd.fd, 0, NULL, 0) == 0 || errno != EBADF))
@@ -7923,8 +7929,9 @@ static bool cddp__process_gone(const cddp__host *host, int at) {
   lock.l_len = 1;
   if (at < host->size && fcntl(host->arena.fd, F_GETLK, &lock) == 0 && lock.l_type != F_UNLCK)
     return false;
-  if ((state = cddp__process_state(host->pids[at], &status)) != 0)
-    return state == 'Z' || state == 'X';
+  if (cddp__process_stat(host->pids[at], 22 /* starttime */, &state, &start))
+    return state == 'Z' || state == 'X' || /* a later start: another process has got its pid */
+           (at < host->size && start > host->started_before);
   return kill((pid_t)host->pids[at], 0) != 0 && errno == ESRCH;
 }
 
@@ -7958,7 +7965,12 @@ static bool cddp__exit_status(int pidfd, uint32_t pid, int *status) {
     uint32_t ids[11];
     int32_t exit_code;
   } info;
-  if (cddp__process_state(pid, status) == 'Z' && *status >= 0) return true;
+  uint64_t code;
+  char state;
+  if (cddp__process_stat(pid, 52 /* exit_code */, &state, &code) && state == 'Z') {
+    *status = (int)code;
+    return true;
+  }
   memset(&info, 0, sizeof info);
   info.mask = 8; /* PIDFD_INFO_EXIT */
   if (pidfd < 0 || ioctl(pidfd, _IOWR(0xff, 11, struct cddp__pidfd_info), &info) != 0) return false;
@@ -14124,6 +14136,7 @@ static cddp_result cddp__start_job(cddp_group **out, cddp__config *config, cddp_
   if (r != CDDP_OK) return r;
   /* For cddp__wait_tick. If seccomp forbids pidfd_open, only the next rank's parent process can
      know that it has ended. */
+  host->started_before = cddp__boot_ticks();
   next = (host->index + 1) % host->size;
   if (next != host->index)
     host->pidfds[next] =
@@ -18631,6 +18644,7 @@ static void cddp__register_process(cddp__host *host, int at, uint32_t pid) {
   if (host->threads || at == host->index || host->pids[at] == pid) return;
   cddp__close_fd(&host->pidfds[at]);
   host->pids[at] = pid;
+  host->started_before = cddp__boot_ticks(); /* without pidfds: an upper bound on its start */
   host->pidfds[at] = cddp__above_stdio((int)syscall(SYS_pidfd_open, (pid_t)pid, 0u));
 }
 
