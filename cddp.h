@@ -753,7 +753,7 @@ CDDPDEF void cddp_sampler_destroy(cddp_sampler *s); /* for an epoch that ends ea
    shard depends on the step and the shard alone.
 
    With an optimizer of your own call cddp_ddp_wait instead of cddp_ddp_step, and zero the gradients
-   after your update.
+   after your update: otherwise the first shard of the next step adds to the old ones.
 
    With shards = 0 the same loop runs, with one shard for each rank. With sequential data loaders
    open one for each shard on each rank, and advance all of them in each step. Fine print:
@@ -784,7 +784,8 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
    JOINING. To replace or add a rank, start a process with the job's variables (CDDP_SECRET too) and
    CDDP_JOIN=1. Its RANK is any number that no living rank has. It receives the weights, the states
    of cddp's optimizer and the step count between two steps. cddprun --elastic and
-   cddp_spawn_elastic replace ranks automatically.
+   cddp_spawn_elastic replace ranks automatically. With shards = 0 there can be as many ranks as at
+   the start.
 
      error of a joining process   cause
      CDDP_PEER_LOST               the job has ended or cannot be found
@@ -1026,7 +1027,7 @@ CDDPDEF cddp_result cddp_store_add(cddp_store *s, const char *key, int64_t amoun
    and *size receive the value that key has afterwards, or expected if key is absent and was
    expected to exist. *swapped: the value is desired now, also if it was before, as with TCPStore:
    to elect one process, let each write its rank. CDDP_INVALID_ARGUMENT if the value exceeds
-   capacity. */
+   capacity; *swapped and *size are right nevertheless. */
 CDDPDEF cddp_result cddp_store_compare_set(cddp_store *s, const char *key, const void *expected,
                                            size_t expected_size, const void *desired,
                                            size_t desired_size, void *value, size_t capacity,
@@ -1054,7 +1055,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    The other functions of a cddp_ddp, a cddp_optim and a sampler are for one thread at a time. Do
    not destroy an object that another thread uses. Do not cancel (pthread_cancel) a thread in a call
    of cddp: cddp_cancel and timeout_s end receives. A signal handler must not call cddp or leave a
-   call by longjmp.
+   call by longjmp. Do not call cddp_init while another thread changes the environment.
 
    STOPPED PEERS. When a call has failed, its buffers are the caller's again. The exception is a
    peer on this host that is stopped for 5 s more (SIGSTOP, a frozen container): when it continues,
@@ -4235,9 +4236,11 @@ static cddp_result cddp__connections_poll(const cddp_allocator *allocator,
                                           cddp__connection *const *list, size_t n,
                                           int *listeners, size_t listener_count,
                                           double until) {
+  struct pollfd few[32], *fds = few; /* few: a wait for some peers needs no memory */
   size_t i, all = n + listener_count;
-  struct pollfd *fds = (struct pollfd *)cddp__malloc(allocator, all * sizeof *fds);
   cddp_result r = CDDP_OK;
+  if (all > sizeof few / sizeof *few)
+    fds = (struct pollfd *)cddp__malloc(allocator, all * sizeof *fds);
   if (fds == NULL) return CDDP_OUT_OF_MEMORY;
   for (i = 0; i < all; i++) {
     const cddp__connection *c = i < n ? list[i] : NULL;
@@ -4253,7 +4256,7 @@ static cddp_result cddp__connections_poll(const cddp_allocator *allocator,
     if (list[i] != NULL) list[i]->ready = fds[i].revents != 0;
   for (; i < all; i++)
     if (fds[i].revents == 0) listeners[i - n] = -1;
-  cddp__free(allocator, fds);
+  if (fds != few) cddp__free(allocator, fds);
   return r;
 }
 
@@ -5373,7 +5376,9 @@ static void cddp__store_close(cddp_store *store) {
 
 /* Connects, and retries until the deadline, because ranks can start long before the server. */
 static cddp_result cddp__store_connect(cddp_store *store, const cddp__store_options *options) {
-  double pause = 0.001, jitter = 0.5 + (double)(getpid() % 1024) / 1024;
+  double pause = 0.001, begin = cddp__now();
+  uint64_t number = cddp__hash64((uint64_t)getpid(), &begin, sizeof begin) % 1024;
+  double jitter = 0.5 + (double)number / 1024; /* ranks do not retry in step */
   cddp_result r;
   /* file://: until it serves itself, the process looks into the file for a server. */
   while ((r = store->scheme == CDDP__URL_FILE && store->file < 0
@@ -16893,8 +16898,7 @@ static cddp_result cddp__finish_buckets(cddp_ddp *d, int kind, const cddp_optim 
   r = cddp__launch_buckets(d);
   pthread_mutex_unlock(&d->lock);
   if (r == CDDP_OK) r = d->memory->fence(d, cddp__needs_part_only(kind, s));
-  for (i = 0; r == CDDP_OK
- && !kernel &&
+  for (i = 0; r == CDDP_OK && !kernel &&
               cddp__next_range(d, d->layout.order, d->count, &i, &range);) {
     cddp_dtype dtype = d->params[range.first].dtype;
     double factor = cddp__mean_factor(d, dtype);
@@ -17903,7 +17907,7 @@ static cddp_result cddp__compare_update(const cddp_ddp *d, const cddp__elastic_c
                cddp__shapes[mine->kind].name, name.s, cddp__shapes[other->kind].name);
   else if (other->steps != mine->steps)
     cddp__fail(CDDP_MISMATCH,
-               "%s is in step %" PRIu64 ", not rank %d; load the same checkpoint on all ranks",
+               "%s is in step %" PRIu64 ", rank %d in another; load the same checkpoint on all ranks",
                name.s, other->steps, rank);
   else if (other->lr != mine->lr)
     cddp__fail(CDDP_MISMATCH, "%s is %s on rank %d, %s on %s",

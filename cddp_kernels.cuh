@@ -1587,8 +1587,9 @@ static struct cddp__cu_registers {
    Two threads of a context check it every few milliseconds:
      watcher   Finds that the group is broken, NCCL has failed, a rank has died, ranks have made
                different calls, or an operation is late. Then it breaks the group and aborts the
-               communicator, which ends the operations on all ranks. It calls no function of
-               CUDA: another thread can hold CUDA's lock until an abort ends an operation.
+               communicator, which ends the operations on all ranks. Once its device is bound
+               it calls no function of CUDA: another thread can hold CUDA's lock until an abort
+               ends an operation.
      poller    Asks CUDA which events have completed, and whether the device has failed. */
 
 static const cddp_kernels *cddp__registered_kernels; /* of this version; NULL: not registered */
