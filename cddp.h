@@ -5121,12 +5121,12 @@ static cddp_result cddp__listen_at(cddp__address *address, int count, int listen
 }
 
 /* Starts a server on store->addresses, or on the options' socket. */
-static cddp_result cddp__server_start(cddp_store *store, const cddp__store_options *options) {
-  cddp__server *server = (cddp__server *)cddp__calloc(&options->desc.allocator, 1, sizeof *server);
+static cddp_result cddp__server_start(cddp_store *store) {
+  cddp__server *server = (cddp__server *)cddp__calloc(&store->allocator, 1, sizeof *server);
   cddp_result r = CDDP_OK;
   int i;
   if (server == NULL) return CDDP_OUT_OF_MEMORY;
-  server->allocator = options->desc.allocator;
+  server->allocator = store->allocator;
   server->secret = store->proof;
   r = cddp__listen_at(store->addresses, store->address_count, -1, server->fds, &server->fd_count);
   server->epoll = cddp__above_stdio(epoll_create1(EPOLL_CLOEXEC));
@@ -5176,9 +5176,9 @@ static cddp_result cddp__store_find(cddp_store *store, const cddp__store_options
 }
 
 /* Starts the server of tcp://host:port or unix://name at the addresses that were found. */
-static cddp_result cddp__store_serve(cddp_store *store, const cddp__store_options *options) {
+static cddp_result cddp__store_serve(cddp_store *store) {
   bool any = store->scheme == CDDP__URL_TCP && cddp__address_port(&store->addresses[0]) == 0;
-  cddp_result r = cddp__server_start(store, options);
+  cddp_result r = cddp__server_start(store);
   if (r != CDDP_OK || !any) return r;
   cddp__free(&store->allocator, store->name); /* error texts name the port that the system chose */
   store->name = cddp__strdup(&store->allocator, cddp__describe_address(&store->addresses[0]).s);
@@ -5252,13 +5252,13 @@ static cddp_result cddp__file_record_write(int file, cddp__file_store_record *re
 }
 
 /* Makes this process, which has locked the file, the server. */
-static cddp_result cddp__file_store_serve(cddp_store *store, const cddp__store_options *options) {
+static cddp_result cddp__file_store_serve(cddp_store *store) {
   cddp__file_store_record record;
   cddp_result r = cddp__file_record_new(&record, true);
   store->address_count = (int)record.count;
   memcpy(store->addresses, record.addresses, sizeof store->addresses);
   cddp__file_store_prove(store, record.key);
-  if (r == CDDP_OK) r = cddp__server_start(store, options);
+  if (r == CDDP_OK) r = cddp__server_start(store);
   if (r != CDDP_OK) return r == CDDP_NETWORK ? CDDP_SYSTEM : r; /* a retry would be useless */
   memcpy(record.addresses, store->addresses, sizeof store->addresses);
   return cddp__file_record_write(store->file, &record);
@@ -5423,10 +5423,10 @@ static cddp_result cddp__store_open(cddp_store **out, cddp__store_options *optio
   cddp_store *store = *out;
   if (r == CDDP_OK) r = cddp__store_find(store, options);
   if (r == CDDP_OK && store->scheme != CDDP__URL_FILE && options->desc.is_server)
-    r = cddp__store_serve(store, options);
+    r = cddp__store_serve(store);
   if (r == CDDP_OK) r = cddp__store_connect(store, options);
   if (r == CDDP_OK && store->file >= 0) {
-    r = cddp__file_store_serve(store, options);
+    r = cddp__file_store_serve(store);
     r = r == CDDP_OK ? cddp__store_connect(store, options) : cddp__store_error(store, r);
   }
   if (store != NULL) options->closed_since = store->closed_since;
