@@ -9949,6 +9949,8 @@ static cddp_result cddp__poll_channels(cddp__rendezvous *rdv, double until) {
    addresses, it listens on all addresses, of IPv6 and IPv4. */
 static cddp_result cddp__publish_root(cddp__rendezvous *rdv) {
   cddp__root_search *root = &rdv->root;
+  const char *key = root->key;
+  cddp__request q = cddp__request_of(CDDP__STORE_SET, &key, 1);
   cddp__root_key value;
   struct sockaddr_in6 in;
   cddp__address a;
@@ -9977,7 +9979,8 @@ static cddp_result cddp__publish_root(cddp__rendezvous *rdv) {
   cddp__address_set_port(&rdv->address, port);
   memcpy(value.token, root->token, sizeof value.token);
   value.address = rdv->address.v6;
-  r = cddp_store_set(root->store, root->key, &value, sizeof value);
+  q.values[0] = cddp__span_of(&value, sizeof value);
+  r = cddp__store_run(root->store, &q, 0);
   if (r == CDDP_OK) return r;
   cddp__close_fd(&root->fds[0]); /* it is published later */
   root->fd_count = 0;
@@ -9991,6 +9994,7 @@ static cddp_result cddp__ask_store(cddp__rendezvous *rdv) {
   const char *key = root->key;
   cddp__store_options o = cddp__store_options_of(rdv);
   cddp__address *a = root->addresses, here;
+  cddp__request q;
   cddp__root_key value;
   socklen_t size = sizeof a[1].sa;
   size_t n = 0;
@@ -10008,8 +10012,15 @@ static cddp_result cddp__ask_store(cddp__rendezvous *rdv) {
   if (rdv->with_rank_0) {
     r = cddp__publish_root(rdv);
   } else {
-    r = cddp_store_check(root->store, &key, 1, &there);
-    if (r == CDDP_OK && there) r = cddp_store_get(root->store, key, &value, sizeof value, &n);
+    q = cddp__request_of(CDDP__STORE_CHECK, &key, 1);
+    r = cddp__store_run(root->store, &q, 0);
+    there = r == CDDP_OK && q.number == 0;
+    q = cddp__request_of(CDDP__STORE_GET, &key, 1);
+    q.out = &value;
+    q.capacity = sizeof value;
+    q.size = &n;
+    if (there) r = cddp__store_run(root->store, &q, 0);
+    if (r == CDDP_INVALID_ARGUMENT) r = CDDP_OK; /* another program's value, with another size */
   }
   if (r == CDDP_OK && n == sizeof value && cddp__local_address(root->store->connection.fd, &here)) {
     memcpy(root->token, value.token, sizeof root->token);
