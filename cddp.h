@@ -17918,7 +17918,8 @@ static cddp_result cddp__compare_update(const cddp_ddp *d, const cddp__elastic_c
                cddp__shapes[mine->kind].name, name.s, cddp__shapes[other->kind].name);
   else if (other->steps != mine->steps)
     cddp__fail(CDDP_MISMATCH,
-               "%s is in step %" PRIu64 ", rank %d in another; load the same checkpoint on all ranks",
+               "%s is in step %" PRIu64 ", rank %d in another; load the same checkpoint on all "
+               "ranks",
                name.s, other->steps, rank);
   else if (other->lr != mine->lr)
     cddp__fail(CDDP_MISMATCH, "%s is %s on rank %d, %s on %s",
