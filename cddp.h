@@ -1422,8 +1422,7 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels); /* must 
            cddp__collect_ranks         rendezvous: fills the table of ranks
            cddp__create_memory         first rank of a host; cddp__open_memory: the others
            cddp__world_group           maps the control block; cddp__group_build makes the group
-           cddp__confirm_table         sends the table to clients, and waits for their groups
-         cddp__first_round             cddp__hosts_attach: leaders, peers; then cddp__round
+           cddp__confirm_table         sends the table to clients; waits until all have the group
        cddp__give_device               device "cuda": GPU and communicator
      cddp_all_reduce of 4 bytes, 1 round
        cddp__start_operation           checks the arguments
@@ -9074,6 +9073,7 @@ static cddp__net *cddp__net_new(const cddp_allocator *a, int size, int host_coun
      4. When all ranks have registered with the root, it sends TABLE to its children. A coordinator
         adds the descriptors of the node's memory and of the client's socket for links.
      5. READY tells the parent that a rank and all its clients have built the group of all ranks.
+        When all ranks have, the root sends READY to its children, and they to theirs.
    A rank that fails sends FAIL, a result and a text, to its parent and its children. */
 
 #define CDDP__PROBLEM_S 1.0 /* for missing ranks to connect after a rank did not match */
@@ -9090,7 +9090,7 @@ enum {
                             cddp__root_search.token */
   CDDP__RENDEZVOUS_TABLE, /* token, hosts and ranks of a cddp__net; to a joining process: a
                              cddp__join_table */
-  CDDP__RENDEZVOUS_READY,
+  CDDP__RENDEZVOUS_READY, /* from a child: all below it are ready; from the parent: all ranks are */
   CDDP__RENDEZVOUS_FAIL /* cddp__rendezvous_failure, without the rest of its text */
 };
 
@@ -9152,7 +9152,7 @@ typedef struct cddp__registration { /* a rank, or another process with a rank's 
 typedef struct cddp__channel { /* a connection to the parent or a child */
   cddp__connection connection; /* deadline: for the first RANK */
   bool known;                  /* the first RANK was received */
-  bool awaited; /* its end is the loss of a rank: from a matching RANK, or WAIT, until READY */
+  bool awaited; /* its end is the loss of a rank: from a matching RANK, or WAIT, until its READY */
   size_t first; /* registration of the first RANK */
 } cddp__channel;
 
@@ -9879,6 +9879,8 @@ static cddp_result cddp__receive_from_parent(cddp__rendezvous *rdv) {
       rdv->root.blocked.s[0] = 0;
     } else if (m->head.number == CDDP__RENDEZVOUS_TABLE && rdv->net == NULL) {
       r = cddp__take_table(rdv, m);
+    } else if (m->head.number == CDDP__RENDEZVOUS_READY && rdv->net != NULL) {
+      rdv->parent.awaited = false;
     } else {
       valid = false;
     }
@@ -9887,6 +9889,7 @@ static cddp_result cddp__receive_from_parent(cddp__rendezvous *rdv) {
   }
   if (r != CDDP_OK || c->state != CDDP__CONNECTION_ENDED) return r;
   if (rdv->parent.awaited) return cddp__report_channel_lost(rdv, &rdv->parent);
+  if (rdv->net != NULL) return CDDP_OK; /* all ranks are ready */
   if (!c->local) return cddp__lose_root(rdv, 0);
   cddp__close_parent(rdv);
   cddp__sleep(0.001);
@@ -10435,16 +10438,16 @@ static cddp_result cddp__collect_ranks(cddp__rendezvous *rdv) {
   return r;
 }
 
-/* Sends the table to the children, with the memory to those on this host. Waits until they have
-   built their groups, and reports that to the parent. */
+/* Sends the table to the children, with the memory to those on this host. Waits until all ranks
+   have built their groups. The ranks nearer to the root have the earlier deadline. */
 static cddp_result cddp__confirm_table(cddp__rendezvous *rdv) {
   const cddp__net *net = rdv->net;
+  cddp__connection *up = &rdv->parent.connection;
   double deadline = rdv->deadline + 1;
   cddp_result r = CDDP_OK;
   size_t i;
-  if (rdv->node_socket >= 0 && net->host_count > 1 &&
-      deadline < cddp__now() + CDDP__BLOCKED_S + 1) /* the other coordinators check their ports */
-    deadline = cddp__now() + CDDP__BLOCKED_S + 1;
+  if (net->host_count > 1 && deadline < cddp__now() + CDDP__BLOCKED_S + 1)
+    deadline = cddp__now() + CDDP__BLOCKED_S + 1; /* other coordinators check their ports */
   for (i = 0; i < rdv->child_count && r == CDDP_OK; i++) {
     cddp__channel *child = &rdv->children[i];
     int *link_fd = &rdv->registered[child->first].link_fd;
@@ -10463,12 +10466,21 @@ static cddp_result cddp__confirm_table(cddp__rendezvous *rdv) {
     if (waits && r == CDDP_OK) r = cddp__poll_channels(rdv, deadline);
     i = waits ? 0 : i + 1; /* children may have moved */
   }
-  if (r != CDDP_OK || rdv->parent.connection.fd < 0 ||
-      cddp__send_message(&rdv->parent.connection, CDDP__RENDEZVOUS_READY, NULL, 0, NULL,
-                         deadline) == CDDP_OK)
-    return r;
-  r = cddp__receive_from_parent(rdv); /* the parent can have sent FAIL */
-  return r == CDDP_OK ? cddp__report_channel_lost(rdv, &rdv->parent) : r;
+  if (r == CDDP_OK && up->fd >= 0 &&
+      cddp__send_message(up, CDDP__RENDEZVOUS_READY, NULL, 0, NULL, deadline) != CDDP_OK) {
+    r = cddp__receive_from_parent(rdv); /* the parent can have sent FAIL */
+    if (r == CDDP_OK) r = cddp__report_channel_lost(rdv, &rdv->parent);
+  }
+  deadline += up->local ? 1 : 0.5;
+  while (r == CDDP_OK && up->fd >= 0 && rdv->parent.awaited) {
+    if (cddp__now() >= deadline) r = cddp__report_channel_lost(rdv, &rdv->parent);
+    else r = cddp__poll_channels(rdv, deadline);
+  }
+  for (i = 0; i < rdv->child_count && r == CDDP_OK; i++)
+    if (rdv->children[i].known) /* if it has ended, the group finds that */
+      (void)cddp__send_message(&rdv->children[i].connection, CDDP__RENDEZVOUS_READY, NULL, 0, NULL,
+                               cddp__now());
+  return r;
 }
 
 /* Sends FAIL. By TCP it waits up to 0.2 s for the other side to close: closing a socket with unread
@@ -14093,7 +14105,7 @@ static cddp_result cddp__split_group(cddp_group *g, int color, int key, uint64_t
 }
 
 /* Creates the group of all ranks. Its control block is at the start of the shared memory; a process
-   that has joined has its own. */
+   that has joined has its own. After a failure *out can be a group too. */
 static cddp_result cddp__world_group(cddp_group **out, cddp__host *host,
                                      const cddp__config *config) {
   int fd = host->joined ? -1 : host->arena.fd,
@@ -14112,6 +14124,12 @@ static cddp_result cddp__world_group(cddp_group **out, cddp__host *host,
   if (block == NULL) return cddp__fail_mapping("the group's shared memory", bytes);
   r = cddp__group_build(out, host, config->rank, size, NULL, block, config->timeout_s);
   if (r != CDDP_OK) munmap(block, bytes);
+  if (r != CDDP_OK || host->joined) return r;
+  cddp__count_cores(host, (*out)->block->processors); /* adds this rank's */
+  r = cddp__hosts_attach(*out, host->net, NULL);
+#ifdef CDDP_MPI
+  if (r == CDDP_OK && strcmp(config->backend, "mpi") == 0) r = cddp__mpi_start(*out);
+#endif
   return r;
 }
 
@@ -14129,8 +14147,10 @@ static void cddp__host_set_ranks(cddp__host *host, cddp__net *table) {
 }
 
 /* Starts a job of several ranks: they find each other, share the memory of their host, and create
-   the group of all ranks. After a failure *out can be a group too, which the caller destroys. */
-static cddp_result cddp__start_job(cddp_group **out, cddp__config *config, cddp__host *host) {
+   the group of all ranks. *job: their number for it. After a failure *out can be a group too, which
+   the caller destroys. */
+static cddp_result cddp__start_job(cddp_group **out, cddp__config *config, cddp__host *host,
+                                   uint64_t *job) {
   cddp__rendezvous rdv;
   int next;
   cddp_result r = cddp__rendezvous_init(&rdv, config, host);
@@ -14148,6 +14168,7 @@ static cddp_result cddp__start_job(cddp_group **out, cddp__config *config, cddp_
   }
   if (r == CDDP_OK) r = cddp__world_group(out, host, config);
   if (r == CDDP_OK) r = cddp__confirm_table(&rdv);
+  if (r == CDDP_OK) *job = cddp__hash64(0, rdv.net->token, 16);
   r = cddp__rendezvous_end(&rdv, *out, r);
   if (r != CDDP_OK) return r;
   /* For cddp__wait_tick. If seccomp forbids pidfd_open, only the next rank's parent process can
@@ -14187,29 +14208,11 @@ static cddp_result cddp__join_job(cddp_group **out, const cddp__config *config, 
   return r;
 }
 
-/* The first round of all ranks: they agree on the job's number for records, which is rank 0's, and
-   on the number of cores. */
-static cddp_result cddp__first_round(cddp_group *g) {
-  cddp__host *host = g->host;
-  unsigned char job[8];
-  cddp_result r;
-  cddp__put64(job, cddp__record_job());
-  cddp__count_cores(host, g->block->processors); /* adds this rank's */
-  r = cddp__hosts_attach(g, host->net, NULL);
-  if (r == CDDP_OK)
-    r = cddp__round(g, CDDP__KIND_BARRIER, CDDP__PHASE_CALL, 0, job, sizeof job);
-  if (r != CDDP_OK) return r;
-  cddp__count_cores(host, g->block->processors);
-  cddp__store32(&g->block->cores, (uint32_t)host->cores); /* all ranks store the same number */
-  cddp__set_wait_policy(g);
-  return cddp__record_open(&host->record, cddp__get64(cddp__op_header_of(g, 0, g->round)->u.bytes),
-                           g->rank, g->size, 0);
-}
-
 static cddp_result cddp__init(cddp_group **out, const cddp_group_desc *d) {
   cddp__config config;
   cddp__host *host;
   cddp_group *g = NULL;
+  uint64_t job = cddp__record_job(); /* of a job of one rank */
   int size;
   cddp_result r = cddp__discover(&config, d);
   if (r != CDDP_OK) return r;
@@ -14222,16 +14225,17 @@ static cddp_result cddp__init(cddp_group **out, const cddp_group_desc *d) {
   if (r == CDDP_OK)
     r = config.joins    ? cddp__join_job(&g, &config, host)
         : host->threads ? cddp__world_group(&g, host, &config)
-                        : cddp__start_job(&g, &config, host);
+                        : cddp__start_job(&g, &config, host, &job);
   cddp__host_release(host); /* the group has it */
-  if (r == CDDP_OK && !config.joins) r = cddp__first_round(g);
+  if (r == CDDP_OK && !config.joins) {
+    cddp__count_cores(host, g->block->processors); /* all ranks have added theirs */
+    cddp__store32(&g->block->cores, (uint32_t)host->cores);
+    cddp__set_wait_policy(g);
+    r = cddp__record_open(&host->record, job, g->rank, g->size, 0);
+  }
 #ifdef CDDP_MPI
   if (r == CDDP_OK && !config.joins && strcmp(config.backend, "mpi") == 0) {
-    r = cddp__mpi_start(g);
-    if (r != CDDP_OK) /* else the others wait for this rank in MPI */
-      r = cddp__break(g, cddp__fail_in(r, "rank %d: ", g->rank));
-    if (r == CDDP_OK) r = cddp__round(g, CDDP__KIND_BARRIER, CDDP__PHASE_CALL, 0, NULL, 0);
-    if (r == CDDP_OK) r = cddp__mpi_split(NULL, g, 0, g->rank);
+    r = cddp__mpi_split(NULL, g, 0, g->rank);
     if (r == CDDP_OK) g->carrier = &cddp__mpi_carrier;
   }
 #endif
