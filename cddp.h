@@ -3061,7 +3061,7 @@ static uint64_t cddp__get64(const void *p) {
 }
 
 /* FNV-1a; start with h = 0. */
-static uint64_t cddp__hash64(uint64_t h, const void *data, size_t n) {
+CDDP__OUT_OF_LINE uint64_t cddp__hash64(uint64_t h, const void *data, size_t n) {
   const unsigned char *b = (const unsigned char *)data;
   size_t i;
   h ^= 0xcbf29ce484222325ull;
@@ -3952,7 +3952,7 @@ static void cddp__connection_begin(cddp__connection *c, const cddp_allocator *al
 }
 
 /* Ends the connection, once. The first error counts. Bytes that the system holds are still sent. */
-static void cddp__connection_end(cddp__connection *c, int error) {
+CDDP__OUT_OF_LINE void cddp__connection_end(cddp__connection *c, int error) {
   if (c->state == CDDP__CONNECTION_ENDED) return;
   c->early = c->state != CDDP__CONNECTION_UP;
   c->state = CDDP__CONNECTION_ENDED;
