@@ -1422,7 +1422,7 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels); /* must 
            cddp__collect_ranks         rendezvous: fills the table of ranks
            cddp__create_memory         first rank of a host; cddp__open_memory: the others
            cddp__world_group           maps the control block; cddp__group_build makes the group
-           cddp__confirm_table         sends the table to clients; waits until all have the group
+           cddp__send_table            to clients; cddp__await_ready waits until all have the group
        cddp__give_device               device "cuda": GPU and communicator
      cddp_all_reduce of 4 bytes, 1 round
        cddp__start_operation           checks the arguments
@@ -10438,16 +10438,11 @@ static cddp_result cddp__collect_ranks(cddp__rendezvous *rdv) {
   return r;
 }
 
-/* Sends the table to the children, with the memory to those on this host. Waits until all ranks
-   have built their groups. The ranks nearer to the root have the earlier deadline. */
-static cddp_result cddp__confirm_table(cddp__rendezvous *rdv) {
+/* Sends the table to the children, with the memory to those on this host. */
+static cddp_result cddp__send_table(cddp__rendezvous *rdv) {
   const cddp__net *net = rdv->net;
-  cddp__connection *up = &rdv->parent.connection;
-  double deadline = rdv->deadline + 1;
   cddp_result r = CDDP_OK;
   size_t i;
-  if (net->host_count > 1 && deadline < cddp__now() + CDDP__BLOCKED_S + 1)
-    deadline = cddp__now() + CDDP__BLOCKED_S + 1; /* other coordinators check their ports */
   for (i = 0; i < rdv->child_count && r == CDDP_OK; i++) {
     cddp__channel *child = &rdv->children[i];
     int *link_fd = &rdv->registered[child->first].link_fd;
@@ -10460,6 +10455,18 @@ static cddp_result cddp__confirm_table(cddp__rendezvous *rdv) {
       r = cddp__report_channel_lost(rdv, child);
     cddp__close_fd(link_fd);
   }
+  return r;
+}
+
+/* Waits until all ranks have built their groups. The ranks nearer to the root have the earlier
+   deadline. */
+static cddp_result cddp__await_ready(cddp__rendezvous *rdv) {
+  cddp__connection *up = &rdv->parent.connection;
+  double deadline = rdv->deadline + 1;
+  cddp_result r = CDDP_OK;
+  size_t i;
+  if (rdv->net->host_count > 1 && deadline < cddp__now() + CDDP__BLOCKED_S + 1)
+    deadline = cddp__now() + CDDP__BLOCKED_S + 1; /* other coordinators check their ports */
   for (i = 0; i < rdv->child_count && r == CDDP_OK;) {
     bool waits = rdv->children[i].awaited;
     if (waits && cddp__now() >= deadline) r = cddp__report_channel_lost(rdv, &rdv->children[i]);
@@ -14126,11 +14133,7 @@ static cddp_result cddp__world_group(cddp_group **out, cddp__host *host,
   if (r != CDDP_OK) munmap(block, bytes);
   if (r != CDDP_OK || host->joined) return r;
   cddp__count_cores(host, (*out)->block->processors); /* adds this rank's */
-  r = cddp__hosts_attach(*out, host->net, NULL);
-#ifdef CDDP_MPI
-  if (r == CDDP_OK && strcmp(config->backend, "mpi") == 0) r = cddp__mpi_start(*out);
-#endif
-  return r;
+  return cddp__hosts_attach(*out, host->net, NULL);
 }
 
 /* The host's part of the table of ranks: the processes here. If there are other hosts, the host
@@ -14167,7 +14170,11 @@ static cddp_result cddp__start_job(cddp_group **out, cddp__config *config, cddp_
     r = cddp__create_memory(host, CDDP__HUGE_PAGE + cddp__block_bytes(host->size, host->size));
   }
   if (r == CDDP_OK) r = cddp__world_group(out, host, config);
-  if (r == CDDP_OK) r = cddp__confirm_table(&rdv);
+  if (r == CDDP_OK) r = cddp__send_table(&rdv);
+#ifdef CDDP_MPI /* its start waits for all ranks, which need the table to get there */
+  if (r == CDDP_OK && strcmp(config->backend, "mpi") == 0) r = cddp__mpi_start(*out);
+#endif
+  if (r == CDDP_OK) r = cddp__await_ready(&rdv);
   if (r == CDDP_OK) *job = cddp__hash64(0, rdv.net->token, 16);
   r = cddp__rendezvous_end(&rdv, *out, r);
   if (r != CDDP_OK) return r;
@@ -14235,7 +14242,8 @@ static cddp_result cddp__init(cddp_group **out, const cddp_group_desc *d) {
   }
 #ifdef CDDP_MPI
   if (r == CDDP_OK && !config.joins && strcmp(config.backend, "mpi") == 0) {
-    r = cddp__mpi_split(NULL, g, 0, g->rank);
+    if (g->size == 1) r = cddp__mpi_start(g); /* else started with the job */
+    if (r == CDDP_OK) r = cddp__mpi_split(NULL, g, 0, g->rank);
     if (r == CDDP_OK) g->carrier = &cddp__mpi_carrier;
   }
 #endif

@@ -906,7 +906,8 @@ static void target_meeting(input *in) {
       r = cddp__create_memory(m.host, 0);
     }
     if (r == CDDP_OK) r = cddp__world_group(&g, m.host, &at);
-    if (r == CDDP_OK) r = cddp__confirm_table(&m);
+    if (r == CDDP_OK) r = cddp__send_table(&m);
+    if (r == CDDP_OK) r = cddp__await_ready(&m);
     must_say(r);
     (void)cddp__rendezvous_end(&m, g, r);
     if (g != NULL) cddp__group_leave(g);
