@@ -1069,19 +1069,17 @@ static void target_link(input *in) {
   h = link_host(&a, settings & 1);
   if (h != NULL && h->net != NULL && (!(settings & 1) || h->net->secret != NULL) &&
       cddp__world_group(&k.g, h, &at) == CDDP_OK) {
-    if (cddp__hosts_attach(k.g, h->net, NULL) == CDDP_OK) {
-      w.tiny = settings & 2;
-      while (in->n > 0) link_event(&k, in);
-      few_descriptors = !(settings & 4); /* whoever has said nothing is dropped for the next one */
-      w.coming = few_descriptors;
-      w.now += 6;
-      cddp__hosts_poll(k.g);
-      REQUIRE(!few_descriptors || callers(h->net, false) <= 1);
-      few_descriptors = false;
-      k.g->p2p.recvs = NULL;
-    }
-    cddp__group_leave(k.g);
+    w.tiny = settings & 2;
+    while (in->n > 0) link_event(&k, in);
+    few_descriptors = !(settings & 4); /* whoever has said nothing is dropped for the next one */
+    w.coming = few_descriptors;
+    w.now += 6;
+    cddp__hosts_poll(k.g);
+    REQUIRE(!few_descriptors || callers(h->net, false) <= 1);
+    few_descriptors = false;
+    k.g->p2p.recvs = NULL;
   }
+  if (k.g != NULL) cddp__group_leave(k.g);
   cddp__host_release(h);
   world_end();
 }
