@@ -466,8 +466,8 @@ typedef struct cddp_ddp_desc {
   cddp_param *buffers;         /* state that is not trained (running means), any dtype; the array
                                   must stay as the params */
   int buffer_count;            /* broadcast from rank 0 at creation and by cddp_ddp_sync_buffers */
-  bool uneven_inputs;          /* for cddp_ddp_join on GPUs with NCCL; ranks then wait for each
-                                  other in each step */
+  bool uneven_inputs;          /* needed for cddp_ddp_join on GPUs with NCCL; ranks then wait for
+                                  each other in each step */
   const size_t *sparse_rows;   /* [count] 0 = dense; else rows: cddp_ddp_add_rows; NULL = all 0 */
   int shards;                  /* see >>api-shards; at least the number of ranks, at most 4,096;
                                   0 = one for each rank */
@@ -3751,7 +3751,7 @@ static cddp_result cddp__file_io(int fd, bool write, void *data, uint64_t size, 
     if (most > 0) n = write ? pwrite(fd, p, most, (off_t)at) : pread(fd, p, most, (off_t)at);
     if (n < 0 && errno == EINTR) continue;
     if (n <= 0)
-      return cddp__fail(CDDP_IO, "%s, after %" PRIu64 " bytes: %s%s", write ? "write" : "read", at,
+      return cddp__fail(CDDP_IO, "%s, at byte %" PRIu64 ": %s%s", write ? "write" : "read", at,
                         n < 0   ? strerror(errno)
                         : write ? "nothing was written"
                                 : "the file became shorter during the read",
@@ -7627,7 +7627,7 @@ static size_t cddp__share_bytes(const cddp__call *call, int rank, bool out, size
 /* Bytes of a call's counted shares and, behind them, of the memory for the exchange of counts. */
 #define CDDP__COUNT_FIELDS 4 /* numbers that a rank sends to each rank: cddp__exchange_counts */
 static size_t cddp__shares_bytes(const cddp_group *g) {
-  size_t counts = 2 * CDDP__COUNT_FIELDS * sizeof(uint64_t);
+  size_t counts = 2 * CDDP__COUNT_FIELDS * sizeof(uint64_t); /* 2: those sent, those received */
   return (size_t)g->size * (sizeof(cddp__counted_share) + counts);
 }
 
@@ -7771,7 +7771,8 @@ static bool cddp__has_announced(const cddp_group *g, int rank) {
    accesses to peers' memory; cddp__describe_* and cddp__name_rank for error texts.
    How it works:
      1. The first rank to notice a failure writes its text into its own slot, and swaps result and
-        slot number into block->broken. From then on every call of every rank returns this failure.
+        slot number into block->broken, if that is 0. From then on every call of every rank returns
+        it.
      2. A process's pidfd, its lock on the shared memory and /proc show whether it has ended. A rank
         that leaves in good order says so in its slot.
      3. A rank that has waited for long writes its operation and call site into its slot, for its
@@ -10034,7 +10035,7 @@ static cddp_result cddp__ask_store(cddp__rendezvous *rdv) {
     if (getpeername(root->store->connection.fd, &a[1].any, &size) == 0) root->address_count = 2;
     a[1].size = size;
     cddp__address_set_port(&a[1], cddp__address_port(&a[0]));
-    if (cddp__address_is_loopback(&a[0])) a[0] = a[1];
+    if (cddp__address_is_loopback(&a[0])) a[0] = a[1]; /* the root is there, and used loopback */
   }
   if (r == CDDP_OK) return CDDP_OK;
   if (r == CDDP_NETWORK || r == CDDP_TIMEOUT) {
@@ -11792,7 +11793,7 @@ static cddp_result cddp__run_chunk(cddp__flow *f, bool any_scratch) {
     return r;
   for (p = 0; p < shares; p++)
     cddp__copy(cddp__share_from(c, p) + at, cddp__view_of(f, g->local_rank, p),
-               cddp__share_bytes(c, p, false, f->begin, f->n));
+               cddp__share_bytes(c, p, false, f->begin, f->n)); /* false: received from p */
   return CDDP_OK;
 }
 
@@ -12922,8 +12923,8 @@ static bool cddp__engine_run_held(cddp__engine *engine) {
   return true;
 }
 
-/* It announces in `asleep` that it will sleep, and checks the queue once more: this finds an
-   operation of a thread that still saw it awake. */
+/* The engine's thread. It announces in `asleep` that it will sleep, and checks the queue once more:
+   this finds an operation of a thread that still saw it awake. */
 static void *cddp__engine_main(void *arg) {
   cddp_group *g = (cddp_group *)arg;
   cddp__engine *engine = &g->engine;
@@ -19422,7 +19423,7 @@ CDDPDEF size_t cddp_sampler_batch(cddp_sampler *sampler, int shard, size_t batch
   sampler->result = CDDP_INVALID_ARGUMENT;
   world = (size_t)sampler->desc.world_size;
   if (shard < 0 || (size_t)shard >= world || size == 0 || indices == NULL) {
-    cddp__fail(sampler->result, "%s: shard is %d, of %zu; size is 0 or indices is NULL", __func__,
+    cddp__fail(sampler->result, "%s: shard is %d, of %zu, or size is 0, or indices is NULL", __func__,
                shard, world);
     return 0;
   }
@@ -20957,7 +20958,7 @@ static void cddp__run_child(const cddp__spawn_job *job, int rank, bool joins) {
   unsetenv("TORCHELASTIC_USE_AGENT_STORE");
   unsetenv("CDDP_LISTEN_FD");
   unsetenv("CDDP_JOIN");
-  if (joins)
+  if (joins) /* the parent has closed listen_fd */
     setenv("CDDP_JOIN", "1", 1);
   else if (rank == 0)
     cddp__setenv_int("CDDP_LISTEN_FD", job->listen_fd);

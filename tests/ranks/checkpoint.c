@@ -1097,7 +1097,7 @@ static int no_space(int rank, void *arg) {
   if (rank == 2) pthread_sigmask(SIG_BLOCK, &xfsz, NULL);
   limit_files(10000);
   CHECK_IS(save_value(2, 10000), CDDP_IO);
-  CHECK(strstr(cddp_error(), "write, after 10000 bytes: File too large") != NULL);
+  CHECK(strstr(cddp_error(), "write, at byte 10000: File too large") != NULL);
   CHECK(strstr(cddp_error(), "ulimit -f") != NULL);
   pthread_sigmask(SIG_BLOCK, NULL, &after);
   CHECK(sigpending(&pending) == 0);
