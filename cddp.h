@@ -19423,8 +19423,8 @@ CDDPDEF size_t cddp_sampler_batch(cddp_sampler *sampler, int shard, size_t batch
   sampler->result = CDDP_INVALID_ARGUMENT;
   world = (size_t)sampler->desc.world_size;
   if (shard < 0 || (size_t)shard >= world || size == 0 || indices == NULL) {
-    cddp__fail(sampler->result, "%s: shard is %d, of %zu, or size is 0, or indices is NULL", __func__,
-               shard, world);
+    cddp__fail(sampler->result, "%s: shard is %d, of %zu, or size is 0, or indices is NULL",
+               __func__, shard, world);
     return 0;
   }
   sampler->result = CDDP_OK;
