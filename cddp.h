@@ -9510,12 +9510,24 @@ static cddp_result cddp__fail_from_message(cddp__rendezvous *rdv, const cddp__me
 static cddp_result cddp__report_channel_lost(const cddp__rendezvous *rdv,
                                              const cddp__channel *channel) {
   const cddp__rank_info *info = &rdv->registered[channel->first].info;
-  if (channel == &rdv->parent)
-    return cddp__fail(CDDP_PEER_LOST,
-                      "the rank that coordinates %s ranks at %s died during the rendezvous",
-                      channel->connection.local ? "this host's" : "all hosts'", rdv->job->endpoint);
-  return cddp__fail(CDDP_PEER_LOST, "rank %u (pid %u on %s) died or exited during the rendezvous",
-                    info->rank, info->pid, info->host.name);
+  const cddp__net *net = rdv->net;
+  bool local = channel->connection.local;
+  uint32_t peer[3];
+  int i;
+  if (channel != &rdv->parent)
+    return cddp__fail(CDDP_PEER_LOST, "rank %u (pid %u on %s) died or exited during the rendezvous",
+                      info->rank, info->pid, info->host.name);
+  if (net != NULL && local && cddp__peer_process(channel->connection.fd, peer))
+    for (i = 0; i < net->size; i++)
+      if (net->ranks[i].host == net->host && net->ranks[i].pid == peer[0])
+        return cddp__fail(CDDP_PEER_LOST,
+                          "rank %d (pid %u on %s) died or exited during the rendezvous", i, peer[0],
+                          rdv->host->name);
+  return cddp__fail(CDDP_PEER_LOST,
+                    "the rank that coordinates %s ranks at %s died during the rendezvous%s%s",
+                    local ? "this host's" : "all hosts'", rdv->job->endpoint,
+                    net != NULL ? ", or its host " : "",
+                    net != NULL ? net->hosts[net->ranks[0].host].name : "");
 }
 
 static void cddp__channel_init(cddp__rendezvous *rdv, cddp__channel *channel, int fd, bool local,
@@ -9678,6 +9690,7 @@ static cddp_result cddp__receive_rank(cddp__rendezvous *rdv, cddp__channel *chil
   if (!c->local || info.rank != 0 || rdv->parent.awaited) return CDDP_OK;
   cddp__close_parent(rdv);
   rdv->root.blocked.s[0] = 0;
+  rdv->root.next = rdv->root.address_count; /* it publishes its own address in a launcher's store */
   return CDDP_OK;
 }
 
@@ -9699,7 +9712,7 @@ static cddp_result cddp__receive_from_child(cddp__rendezvous *rdv, cddp__channel
              m->head.size == sizeof rdv->root.token && rdv->root.fd_count < CDDP__ADDRESSES_MAX &&
              rdv->registered[child->first].info.rank == 0)
       r = cddp__receive_port(rdv, c, m);
-    else if (kind == CDDP__RENDEZVOUS_READY && valid)
+    else if (kind == CDDP__RENDEZVOUS_READY && valid && rdv->net != NULL)
       child->awaited = false;
     else
       valid = false;
@@ -9935,6 +9948,9 @@ static cddp_result cddp__poll_channels(cddp__rendezvous *rdv, double until) {
     r = cddp__register_rank(rdv, &info, 0);
   }
   if (r == CDDP_OK && cddp__has_news(&rdv->parent.connection)) r = cddp__receive_from_parent(rdv);
+  if (r == CDDP_OK && rdv->parent.connection.state == CDDP__CONNECTION_PROVING &&
+      cddp__now() > rdv->parent.connection.deadline)
+    cddp__close_parent(rdv); /* it is silent: the next address is tried, or this one again */
   for (i = 1; i < listener_count && r == CDDP_OK; i++) r = cddp__accept_channels(rdv, listeners[i]);
   return r;
 }
@@ -10094,12 +10110,12 @@ static cddp_result cddp__find_root(cddp__rendezvous *rdv) {
   error = cddp__connect_address(&root->addresses[root->next++], deadline, &fd);
   if (error != 0) return cddp__lose_root(rdv, error);
   cddp__channel_init(rdv, &rdv->parent, fd, false, true);
-  root->stops = false;
-  root->blocked = cddp__textf(
-      "the program at %s accepted a connection and sent nothing: it is another program, or rank 0 "
-      "has not yet called cddp_init or is suspended",
-      cddp__describe_address(&root->addresses[root->next - 1]).s);
-  return cddp__own_address(fd, &rdv->address);
+  r = cddp__fail(CDDP_NETWORK,
+                 "the program at %s accepted a connection and sent nothing: it is another program, "
+                 "or rank 0 has not yet called cddp_init or is suspended",
+                 cddp__describe_address(&root->addresses[root->next - 1]).s);
+  r = cddp__look_again(rdv, r, false); /* the text for the case that it stays silent */
+  return r == CDDP_OK ? cddp__own_address(fd, &rdv->address) : r;
 }
 
 /* This process has RANK 0, but MASTER_ADDR is no address of its host. If a process at MASTER_ADDR
@@ -10174,10 +10190,14 @@ static cddp_result cddp__serve_endpoint(cddp__rendezvous *rdv) {
    one, and the two jobs would have one endpoint. shutdown(2) ends the root's copy too. */
 static void cddp__close_port(cddp__rendezvous *rdv, bool keep) {
   cddp__root_search *root = &rdv->root;
-  bool own = rdv->config->rank == 0;
+  bool own = rdv->config->rank == 0, named;
+  cddp__address a;
   while (root->fd_count > 0) {
     int *fd = &root->fds[--root->fd_count];
+    named = cddp__local_address(*fd, &a);
     if (own) shutdown(*fd, SHUT_RDWR);
+    if (own && keep && named && a.sa.ss_family != AF_UNIX)
+      (void)!bind(*fd, &a.any, a.size); /* shutdown(2) gives back a port of the system's choice */
     if (own && keep && root->fd_count == 0)
       rdv->job->port_fd = *fd;
     else
@@ -10452,15 +10472,17 @@ static cddp_result cddp__send_table(cddp__rendezvous *rdv) {
     CDDP__POINT("welcome");
     if (cddp__send_message(&child->connection, CDDP__RENDEZVOUS_TABLE, net->token,
                            cddp__table_bytes(net->size, net->host_count),
-                           child->connection.local ? fds : NULL, cddp__now() + 5) != CDDP_OK)
-      r = cddp__report_channel_lost(rdv, child);
+                           child->connection.local ? fds : NULL, cddp__now() + 5) != CDDP_OK) {
+      r = cddp__receive_from_child(rdv, child); /* it can have sent FAIL */
+      if (r == CDDP_OK) r = cddp__report_channel_lost(rdv, child);
+    }
     cddp__close_fd(link_fd);
   }
   return r;
 }
 
-/* Waits until all ranks have built their groups. The ranks nearer to the root have the earlier
-   deadline. */
+/* Waits until all ranks are ready for the next step. Ranks nearer to the root know more, so they
+   have the earlier deadline. */
 static cddp_result cddp__await_ready(cddp__rendezvous *rdv) {
   cddp__connection *up = &rdv->parent.connection;
   double deadline = rdv->deadline + 1;
@@ -10468,6 +10490,11 @@ static cddp_result cddp__await_ready(cddp__rendezvous *rdv) {
   size_t i;
   if (rdv->net->host_count > 1 && deadline < cddp__now() + CDDP__BLOCKED_S + 1)
     deadline = cddp__now() + CDDP__BLOCKED_S + 1; /* other coordinators check their ports */
+  rdv->parent.awaited = up->fd >= 0;
+  for (i = 0; i < rdv->child_count; i++) {
+    cddp__channel *child = &rdv->children[i];
+    child->awaited = child->known && rdv->registered[child->first].fits;
+  }
   for (i = 0; i < rdv->child_count && r == CDDP_OK;) {
     bool waits = rdv->children[i].awaited;
     if (waits && cddp__now() >= deadline) r = cddp__report_channel_lost(rdv, &rdv->children[i]);
@@ -10479,15 +10506,25 @@ static cddp_result cddp__await_ready(cddp__rendezvous *rdv) {
     r = cddp__receive_from_parent(rdv); /* the parent can have sent FAIL */
     if (r == CDDP_OK) r = cddp__report_channel_lost(rdv, &rdv->parent);
   }
+  /* The parent can have started later: it knows which rank is not ready, and fails first. */
+  if (deadline < cddp__now() + rdv->config->timeout_s + 1)
+    deadline = cddp__now() + rdv->config->timeout_s + 1;
   deadline += up->local ? 1 : 0.5;
-  while (r == CDDP_OK && up->fd >= 0 && rdv->parent.awaited) {
-    if (cddp__now() >= deadline) r = cddp__report_channel_lost(rdv, &rdv->parent);
-    else r = cddp__poll_channels(rdv, deadline);
+  while (r == CDDP_OK && rdv->parent.awaited) {
+    if (cddp__now() < deadline)
+      r = cddp__poll_channels(rdv, deadline);
+    else
+      r = cddp__fail(CDDP_TIMEOUT,
+                     "timed out after %g s: all ranks have connected to %s, but not all have "
+                     "created their group",
+                     rdv->config->timeout_s, rdv->job->endpoint);
   }
-  for (i = 0; i < rdv->child_count && r == CDDP_OK; i++)
-    if (rdv->children[i].known) /* if it has ended, the group finds that */
-      (void)cddp__send_message(&rdv->children[i].connection, CDDP__RENDEZVOUS_READY, NULL, 0, NULL,
+  for (i = 0; i < rdv->child_count && r == CDDP_OK; i++) {
+    cddp__channel *child = &rdv->children[i];
+    if (child->known && rdv->registered[child->first].fits) /* if it died, the group finds that */
+      (void)cddp__send_message(&child->connection, CDDP__RENDEZVOUS_READY, NULL, 0, NULL,
                                cddp__now());
+  }
   return r;
 }
 
@@ -14172,10 +14209,13 @@ static cddp_result cddp__start_job(cddp_group **out, cddp__config *config, cddp_
   }
   if (r == CDDP_OK) r = cddp__world_group(out, host, config);
   if (r == CDDP_OK) r = cddp__send_table(&rdv);
-#ifdef CDDP_MPI /* its start waits for all ranks, which need the table to get there */
-  if (r == CDDP_OK && strcmp(config->backend, "mpi") == 0) r = cddp__mpi_start(*out);
-#endif
   if (r == CDDP_OK) r = cddp__await_ready(&rdv);
+#ifdef CDDP_MPI /* MPI's start can wait for all ranks, for ever: all must come to it, and from it */
+  if (r == CDDP_OK && strcmp(config->backend, "mpi") == 0) {
+    r = cddp__mpi_start(*out);
+    if (r == CDDP_OK) r = cddp__await_ready(&rdv);
+  }
+#endif
   if (r == CDDP_OK) *job = cddp__hash64(0, rdv.net->token, 16);
   r = cddp__rendezvous_end(&rdv, *out, r);
   if (r != CDDP_OK) return r;

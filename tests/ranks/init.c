@@ -912,6 +912,28 @@ static void test_late_name(void) {
   check_joined(m, 2);
 }
 
+/* A program at rank 0's port accepts a rank's connection and keeps it, without a word, and rank 0
+   comes later: as if rank 0's host had been started anew. The rank connects again. */
+static void test_silent_root(void) {
+  member m[2];
+  pid_t pid[2];
+  int status[2], listener, silent;
+  prepare(m, 2);
+  setenv("CDDP_HOST_ID", "b", 1);
+  pid[1] = start_member(&m[1]);
+  listener = listen_at(m[0].port); /* now, so that rank 1's process has no copy of it */
+  silent = accept(listener, NULL, NULL);
+  CHECK(silent >= 0);
+  close(listener);
+  setenv("CDDP_HOST_ID", "a", 1);
+  pid[0] = start_member(&m[0]);
+  unsetenv("CDDP_HOST_ID");
+  ranks_join(pid, 2, 30, status);
+  CHECK(ranks_exited_well(status, 2));
+  check_joined(m, 2);
+  close(silent);
+}
+
 static void test_localhost(void) { /* a name with several addresses, or one of either family */
   member m[3];
   int i;
@@ -2126,6 +2148,7 @@ int main(void) {
   RUN(test_descriptors_between_hosts);
   RUN(test_unknown_host);
   RUN(test_late_name);
+  RUN(test_silent_root);
   RUN(test_localhost);
   RUN(test_spellings);
   RUN(test_tcp);
