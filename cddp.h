@@ -13434,8 +13434,9 @@ CDDP__INLINED bool cddp__is_short(const cddp_group *g, const cddp__call *call) {
          bytes <= g->round_max && bytes < CDDP__NT_MIN;
 }
 
-/* cddp__run_staged with fewer instructions: each one counts here. */
-static cddp_result cddp__run_short(cddp_group *g, const cddp__call *call) {
+/* cddp__run_staged with fewer instructions: each one counts here. Inlined by GCC into the caller's
+   branches it takes a seventh longer for 1 KiB. */
+CDDP__OUT_OF_LINE cddp_result cddp__run_short(cddp_group *g, const cddp__call *call) {
   size_t bytes = call->count * call->esize, apart, i;
   cddp__chunk all = {0, call->count, bytes <= CDDP__PAYLOAD};
   const void **srcs = (const void **)(void *)g->slices;
