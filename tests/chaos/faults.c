@@ -763,8 +763,9 @@ static void test_tiny(void) { /* a byte a call */
 
 static void test_descriptors(void) {
   prepare(2, false, true);
-  /* A rank makes five calls or more. Under a sanitizer only every fifth call fails. */
-  CHECK(for_every("EMFILE", run_nothing, 0, DESCRIPTORS, EMFILE, false) > (RANKS_SLOW ? 0 : 4));
+  /* A rank makes four to six calls: without a store they depend on which rank comes first. Under a
+     sanitizer only every fifth call fails. */
+  CHECK(for_every("EMFILE", run_nothing, 0, DESCRIPTORS, EMFILE, false) > (RANKS_SLOW ? 0 : 3));
 }
 
 static void test_resets(void) {
