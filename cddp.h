@@ -3846,6 +3846,8 @@ static bool cddp__buffer_reserve(cddp__buffer *buffer, size_t more) {
   return true;
 }
 
+/* Appends bytes. Without memory it sets `failed`, and later calls do nothing: so a message can be
+   built by many calls, and checked once. */
 static void cddp__buffer_add(cddp__buffer *buffer, const void *data, size_t size) {
   if (buffer->failed || !cddp__buffer_reserve(buffer, size)) {
     buffer->failed = true;
@@ -7983,7 +7985,7 @@ static bool cddp__exit_status(int pidfd, uint32_t pid, int *status) {
   return (info.mask & 8) != 0;
 }
 
-/* Example: "was killed by signal 9 (Killed)" */
+/* How a process ended, from its wait status, for error texts: "was killed by signal 9 (Killed)". */
 static cddp__text cddp__describe_status(int status) {
   if (!WIFSIGNALED(status)) return cddp__textf("exited with code %d", WEXITSTATUS(status));
   return cddp__textf("was killed by signal %d (%s)%s", WTERMSIG(status),
@@ -16601,6 +16603,8 @@ static cddp_result cddp__host_step(cddp_ddp *d, cddp_optim *s, bool averaged, bo
   return cddp__fetch_weights(d, s);
 }
 
+/* cddp_ddp_all_gather in host memory: copies the weights of this rank's partitions to all ranks on
+   this host, zeroes the gradients, and fetches the other partitions' weights. */
 static cddp_result cddp__host_publish(cddp_ddp *d) {
   cddp_result r = cddp__round(d->control, CDDP__KIND_DDP_GATHER, CDDP__PHASE_CALL, 0, NULL, 0);
   int i;
