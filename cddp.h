@@ -10082,6 +10082,13 @@ static cddp_result cddp__find_addresses(cddp__rendezvous *rdv) {
   return r;
 }
 
+/* Whether this rank is a coordinator that has to find the root or, with a launcher's store, to
+   publish itself as the root. */
+static bool cddp__looks_for_root(const cddp__rendezvous *rdv) {
+  return rdv->node_socket >= 0 && rdv->parent.connection.fd < 0 &&
+         (!rdv->with_rank_0 || (rdv->config->client_only && rdv->root.fd_count == 0));
+}
+
 /* A coordinator that has not found all ranks on its node connects to the root. Of a job with a
    launcher's store: or becomes the root. */
 static cddp_result cddp__find_root(cddp__rendezvous *rdv) {
@@ -10428,18 +10435,15 @@ static cddp_result cddp__fail_missing_ranks(cddp__rendezvous *rdv) {
    before it fails, so that all get the error. */
 static cddp_result cddp__collect_ranks(cddp__rendezvous *rdv) {
   const cddp__connection *up = &rdv->parent.connection;
-  cddp__root_search *root = &rdv->root;
   cddp_result r = CDDP_OK;
   while (r == CDDP_OK && rdv->net == NULL) {
     double until = rdv->deadline + 0.5;
-    bool late, all, wrong, looks, alone;
+    bool late, all, wrong, alone;
     if (up->fd < 0 && rdv->node_socket < 0) r = cddp__connect_node(rdv);
     alone = up->fd < 0 || up->state == CDDP__CONNECTION_PROVING;
     if (r == CDDP_OK && !alone) r = cddp__inform_parent(rdv);
-    looks = up->fd < 0 && rdv->node_socket >= 0 &&
-            (rdv->with_rank_0 ? rdv->config->client_only && root->fd_count == 0 : true);
     if (alone) until = rdv->deadline;
-    if (looks && root->next_look < until) until = root->next_look;
+    if (cddp__looks_for_root(rdv) && rdv->root.next_look < until) until = rdv->root.next_look;
     if (r == CDDP_OK) r = cddp__poll_channels(rdv, until);
     if (r != CDDP_OK || rdv->net != NULL) break;
     late = cddp__now() >= rdv->deadline + (up->fd < 0 ? 0 : up->local ? 0.5 : 0.25);
@@ -10453,7 +10457,7 @@ static cddp_result cddp__collect_ranks(cddp__rendezvous *rdv) {
     }
     if (all)
       r = cddp__build_table(rdv);
-    else if (looks && up->fd < 0)
+    else if (cddp__looks_for_root(rdv)) /* rank 0 can have registered just now */
       r = cddp__find_root(rdv);
   }
   if (r == CDDP_OK) r = cddp__check_table(rdv);

@@ -32,10 +32,10 @@ typedef struct seen {
   double seconds;
   int sum, rank, world, fds, threads; /* fds and threads: more than before, after cddp_destroy */
   bool out_is_null;
-  int jobs; /* bits: which jobs its ranks are of */
+  int jobs;        /* bits: which jobs its ranks are of */
   cddp_result end; /* how its steps ended, and what that said */
   char end_text[512];
-  int local; /* ranks that share memory */
+  int local;       /* ranks that share memory */
   char ready[256]; /* what its logger was told once it was a member */
 } seen;
 
@@ -47,17 +47,18 @@ typedef struct member {
   const char *name, *value; /* one more variable, or one taken away (value NULL) */
   cddp_group_desc desc;
   bool null_desc;
-  bool dies; /* by SIGKILL, once it is a member */
-  int fp;    /* floating-point mode: 1 rounds upward, 2 flushes subnormals to 0 */
-  rlim_t files, file_size;   /* limits; 0: as they are */
-  int denied;                /* number of a system call that gives EPERM; 0: none */
-  uid_t user;                /* 0: as this process */
-  int job;                   /* which of two at once; 0: there is one */
-  double stays;              /* s that it goes on making steps */
-  int pinned;                /* to one core: the first that it may use is 1; 0: to none */
-  int blocked, free_calls;   /* a firewall: 1 refuses its connections to ports other than
+  bool dies;               /* by SIGKILL, once it is a member */
+  int fp;                  /* floating-point mode: 1 rounds upward, 2 flushes subnormals to 0 */
+  rlim_t files, file_size; /* limits; 0: as they are */
+  int denied;              /* number of a system call that gives EPERM; 0: none */
+  uid_t user;              /* 0: as this process */
+  int job;                 /* which of two at once; 0: there is one */
+  double stays;            /* s that it goes on making steps */
+  int pinned;              /* to one core: the first that it may use is 1; 0: to none */
+  int blocked, free_calls; /* a firewall: 1 refuses its connections to ports other than
                                 MASTER_PORT, 2 drops them; after so many */
-  const char *limit;         /* of its container's processor time, as cgroups write it; or NULL */
+  pid_t suspends;          /* a process, see connect; 0: none */
+  const char *limit;       /* of its container's processor time, as cgroups write it; or NULL */
   seen *seen;
 } member;
 
@@ -156,6 +157,10 @@ static void note_ready(int level, const char *line, void *user_data) {
 /* A firewall before this process. What is dropped goes to a socket whose queue is full. */
 static int blocked, free_calls, open_port, full_port;
 
+/* A process to which this one connects on this host, and which is suspended while this one sends
+   its first message: it finds all that has happened in this time at once. 0: none. */
+static pid_t suspends;
+
 int connect(int fd, const struct sockaddr *a, socklen_t n) {
   const struct sockaddr_in *in = (const struct sockaddr_in *)(const void *)a;
   if (blocked != 0 && a->sa_family == AF_INET && ntohs(in->sin_port) != open_port &&
@@ -165,7 +170,24 @@ int connect(int fd, const struct sockaddr *a, socklen_t n) {
     errno = ECONNREFUSED;
     return blocked == 1 ? -1 : (int)syscall(SYS_connect, fd, &full, sizeof full);
   }
-  return (int)syscall(SYS_connect, fd, a, n);
+  if (syscall(SYS_connect, fd, a, n) != 0) return -1;
+  if (suspends > 0 && a->sa_family == AF_UNIX) {
+    ranks_sleep(0.005); /* it accepts */
+    kill(suspends, SIGSTOP);
+  }
+  return 0;
+}
+
+ssize_t sendmsg(int fd, const struct msghdr *message, int flags) {
+  ssize_t n = syscall(SYS_sendmsg, fd, message, flags);
+  pid_t pid = suspends;
+  suspends = 0;
+  if (pid > 0) {
+    ranks_sleep(0.5); /* a coordinator looks for the root every 0.4 s at least */
+    kill(pid, SIGCONT);
+    ranks_sleep(0.05);
+  }
+  return n;
 }
 
 static int join_group(int slot, void *arg) {
@@ -190,6 +212,7 @@ static int join_group(int slot, void *arg) {
   blocked = m->blocked;
   free_calls = m->free_calls;
   open_port = m->port;
+  suspends = m->suspends;
   deny(m->denied);
   m->desc.logger.log = note_ready;
   m->desc.logger.user_data = s;
@@ -581,7 +604,7 @@ static void test_other_program(void) {
       {NULL, "HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n", 0, true, false},
       {"220 \r\n", NULL, 0, false, false},
       {NULL, "\25\3\3\0\2\2\106", 7, true, false}, /* TLS: an alert */
-      {settings, NULL, 21, false, false},               /* HTTP/2 */
+      {settings, NULL, 21, false, false},          /* HTTP/2 */
       {NULL, NULL, 0, true, false},
       {NULL, NULL, 0, true, true},
   };
@@ -655,7 +678,8 @@ static int listening(int *ports, int most) {
     FILE *f = fopen(tables[t], "r");
     while (f != NULL && fgets(line, sizeof line, f) != NULL) {
       if (sscanf(line, " %*[^:]: %*[^:]:%x %*[^:]:%*x %x %*s %*s %*s %*s %*s %lu", &port, &state,
-                 &number) != 3 || state != 10)
+                 &number) != 3 ||
+          state != 10)
         continue;
       snprintf(inode, sizeof inode, "socket:[%lu]", number);
       for (fd = 0; fd < 256 && n < most; fd++) {
@@ -679,8 +703,10 @@ static void note_ports(seen *s, int port, int first, int last) {
   int ports[32], n = listening(ports, 32), i;
   for (i = 0; i < n; i++) {
     bool inside = ports[i] >= first && ports[i] <= last;
-    if (inside) s->threads++;
-    else if (ports[i] != port) s->fds++;
+    if (inside)
+      s->threads++;
+    else if (ports[i] != port)
+      s->fds++;
   }
 }
 
@@ -761,10 +787,10 @@ static void test_ports(void) {
 
 /* A range that is none is an error on any number of hosts; a range that is used up names itself. */
 static void test_wrong_ports(void) {
-  static const char *const wrong[] = {"x",           "41000",       "41000-",  "-41000",
-                                      "0-10",        "41010-41000", "1-65536", " 41000-41010",
-                                      "41000-41010 ", "41000,41010", "+1-2",   "100000-100001",
-                                      "0x10-0x20",   "41000--41010"};
+  static const char *const wrong[] = {
+      "x",           "41000",         "41000-",       "-41000",       "0-10",
+      "41010-41000", "1-65536",       " 41000-41010", "41000-41010 ", "41000,41010",
+      "+1-2",        "100000-100001", "0x10-0x20",    "41000--41010"};
   int first = 50 * (ranks_free_port() / 50 + 200), fd[2], status[2], i, k;
   char text[32];
   member m[2];
@@ -804,8 +830,10 @@ static void test_blocked(void) {
     const char *hosts;
     int who, free_calls; /* the rank behind the firewall */
     const char *from, *to;
-  } cases[] = {{"ab", 1, 0, "rank 1 (", "rank 0 ("},   {"ab", 0, 0, "rank 0 (", "rank 1 ("},
-               {"abc", 2, 1, "rank 2 (", "127.0.0.1"}, {"aabb", 0, 0, "127.0.0.1", "(pid"},
+  } cases[] = {{"ab", 1, 0, "rank 1 (", "rank 0 ("},
+               {"ab", 0, 0, "rank 0 (", "rank 1 ("},
+               {"abc", 2, 1, "rank 2 (", "127.0.0.1"},
+               {"aabb", 0, 0, "127.0.0.1", "(pid"},
                {"aabb", 3, 0, "127.0.0.1", "(pid"}};
   static const char *const wrong[] = {"did not", "died", "late", "it has ended", "gave up"};
   enum { CASES = sizeof cases / sizeof *cases };
@@ -1052,6 +1080,23 @@ static void test_any_order(void) {
     launch(m, 8, 30);
     check_joined(m, 8);
   }
+}
+
+/* Rank 0 registers with its coordinator just as that would connect to rank 0's port: it does not
+   connect to itself. */
+static void test_rank_0_on_this_host(void) {
+  member m[4];
+  pid_t pid[4];
+  int status[4];
+  prepare(m, 4);
+  start_on("a", &m[1], 1, &pid[1]);
+  ranks_sleep(0.2);
+  m[0].suspends = pid[1];
+  start_on("a", m, 1, pid);
+  start_on("bb", &m[2], 2, &pid[2]);
+  ranks_join(pid, 4, 30, status);
+  CHECK(ranks_exited_well(status, 4));
+  check_joined(m, 4);
 }
 
 static void test_never_comes(void) {
@@ -2154,6 +2199,7 @@ int main(void) {
   RUN(test_tcp);
   RUN(test_late);
   RUN(test_any_order);
+  RUN(test_rank_0_on_this_host);
   RUN(test_never_comes);
   RUN(test_again);
   RUN(test_duplicate);
