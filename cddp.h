@@ -3719,6 +3719,8 @@ static cddp_result cddp__listen_all(cddp__address *address, int count, int *fds,
   cddp__fail(error == EMFILE || error == ENFILE ? CDDP_SYSTEM : CDDP_NETWORK,
              "cannot listen on %s: %s%s", text.s, strerror(error),
              count == 0 || address[0].sa.ss_family == AF_UNIX ? ""
+             : error == EADDRINUSE && asked == 0
+                 ? "; no port of this host is free"
              : error == EADDRINUSE
                  ? "; another program uses this port: set MASTER_PORT to a free one, the same for "
                    "all ranks"
