@@ -10505,8 +10505,16 @@ static cddp_result cddp__await_ready(cddp__rendezvous *rdv) {
   }
   for (i = 0; i < rdv->child_count && r == CDDP_OK;) {
     bool waits = rdv->children[i].awaited;
-    if (waits && cddp__now() >= deadline) r = cddp__report_channel_lost(rdv, &rdv->children[i]);
-    if (waits && r == CDDP_OK) r = cddp__poll_channels(rdv, deadline);
+    const cddp__rank_info *info = &rdv->registered[rdv->children[i].first].info;
+    if (waits && cddp__now() >= deadline)
+      r = cddp__fail(CDDP_TIMEOUT,
+                     "timed out after %g s: rank %u (pid %u on %s)%s has connected to %s and is "
+                     "not ready: it is suspended or slow",
+                     rdv->config->timeout_s, info->rank, info->pid, info->host.name,
+                     rdv->children[i].connection.local ? "" : ", or a rank of its host,",
+                     rdv->job->endpoint);
+    else if (waits)
+      r = cddp__poll_channels(rdv, deadline);
     i = waits ? 0 : i + 1; /* children may have moved */
   }
   if (r == CDDP_OK && up->fd >= 0 &&

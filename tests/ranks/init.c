@@ -57,7 +57,7 @@ typedef struct member {
   int pinned;              /* to one core: the first that it may use is 1; 0: to none */
   int blocked, free_calls; /* a firewall: 1 refuses its connections to ports other than
                                 MASTER_PORT, 2 drops them; after so many */
-  pid_t suspends;          /* a process, see connect; 0: none */
+  pid_t suspends;          /* see the function connect; 0: none */
   const char *limit;       /* of its container's processor time, as cgroups write it; or NULL */
   seen *seen;
 } member;
@@ -158,7 +158,8 @@ static void note_ready(int level, const char *line, void *user_data) {
 static int blocked, free_calls, open_port, full_port;
 
 /* A process to which this one connects on this host, and which is suspended while this one sends
-   its first message: it finds all that has happened in this time at once. 0: none. */
+   its first message: it finds all that has happened in this time at once. 0: none. -1: this process
+   is suspended after that message. */
 static pid_t suspends;
 
 int connect(int fd, const struct sockaddr *a, socklen_t n) {
@@ -182,6 +183,7 @@ ssize_t sendmsg(int fd, const struct msghdr *message, int flags) {
   ssize_t n = syscall(SYS_sendmsg, fd, message, flags);
   pid_t pid = suspends;
   suspends = 0;
+  if (pid < 0) raise(SIGSTOP);
   if (pid > 0) {
     ranks_sleep(0.5); /* a coordinator looks for the root every 0.4 s at least */
     kill(pid, SIGCONT);
@@ -1097,6 +1099,27 @@ static void test_rank_0_on_this_host(void) {
   ranks_join(pid, 4, 30, status);
   CHECK(ranks_exited_well(status, 4));
   check_joined(m, 4);
+}
+
+/* A rank is suspended after it has registered: nobody calls it dead. */
+static void test_suspended_rank(void) {
+  member m[2];
+  pid_t pid[2];
+  int status[2];
+  prepare(m, 2);
+  m[0].desc.timeout_s = m[1].desc.timeout_s = 1;
+  m[1].suspends = -1;
+  pid[0] = start_member(&m[0]);
+  ranks_sleep(0.1);
+  pid[1] = start_member(&m[1]);
+  ranks_sleep(4);
+  kill(pid[1], SIGCONT);
+  ranks_join(pid, 2, 30, status);
+  CHECK(ranks_exited_well(status, 2));
+  CHECK_SEEN(&m[0], CDDP_TIMEOUT, "rank 1 (", "suspended");
+  CHECK(!says(&m[0], "died"));
+  CHECK(m[0].seen->seconds < 2 + RANKS_WITHIN(1.0));
+  CHECK_SEEN(&m[1], CDDP_TIMEOUT, "rank 1 (", "suspended");
 }
 
 static void test_never_comes(void) {
@@ -2200,6 +2223,7 @@ int main(void) {
   RUN(test_late);
   RUN(test_any_order);
   RUN(test_rank_0_on_this_host);
+  RUN(test_suspended_rank);
   RUN(test_never_comes);
   RUN(test_again);
   RUN(test_duplicate);
