@@ -1123,8 +1123,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    which rank is late.
 
    FLOATING-POINT MODE. An operation uses the mode (FTZ, DAZ, rounding) of the calling thread. It
-   must be the same on all ranks: CDDP_MISMATCH. The first call after a change can still use the old
-   mode if it moves 4 KiB or less.
+   must be the same on all ranks: CDDP_MISMATCH.
 
    SHARED MEMORY. A file size limit (ulimit -f) also limits what a rank shares by cddp_alloc: to the
    largest power of two that is at most the limit / (local ranks + 1). Memory is on huge pages,
@@ -1140,7 +1139,10 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    copied message blocks while 128 messages of this rank in this group, or 256 MiB of copies, are in
    transit; to other hosts only the latter counts. Receives for one tag, also with CDDP_ANY, are
    served in the order of their calls. Data that the network does not take immediately is sent in
-   later calls of cddp: a rank that computes for a long time delays it.
+   later calls of cddp: a rank that computes for a long time delays it. Over several hosts call
+   cddp_barrier before cddp_destroy if ranks only send and receive: a rank that has ended without it
+   can count as lost in another rank's receive, and with CDDP_SECRET its first message to a rank that
+   computes can be lost.
 
    GRADIENTS IN MEMORY. Gradients that were NULL are in one block: first those of F32, then F64,
    F16, BF16; of each dtype the last parameter first, each at a multiple of 64 bytes, zero between.
@@ -4738,30 +4740,37 @@ static void cddp__server_settle(cddp__server *server) {
 
 /* Creates a client with the connection fd. If too few descriptors remain for the program (not
    `spare`), or too many clients have not sent VALIDATE, it replaces the oldest of those, but none
-   that has passed the challenge. If there is none to replace, the new one is refused. */
-static void cddp__server_add_client(cddp__server *server, int fd, bool spare) {
+   that has passed the challenge, or whose VALIDATE has arrived and was not read yet. If there is
+   none to replace, the new one is refused. Returns false if a client had to be replaced: the others
+   are served before more connections are accepted. */
+static bool cddp__server_add_client(cddp__server *server, int fd, bool spare) {
   static const char refusal[] = CDDP__AUTH_REFUSAL "D";
-  cddp__client *client, *oldest = NULL;
-  int silent = 0; /* clients that have not sent VALIDATE */
-  for (client = server->clients; client != NULL; client = client->next) {
-    if (client->c.fd < 0 || client->greeted) continue;
-    silent++;
-    if (server->secret == NULL || client->c.challenge.state != CDDP__CHALLENGE_PROVEN)
-      oldest = client;
-  }
-  if (!spare || silent >= cddp__unproven_most(0)) {
-    if (oldest == NULL) {
-      if (!spare) (void)!send(fd, refusal, sizeof refusal - 1, MSG_NOSIGNAL | MSG_DONTWAIT);
-      cddp__close_fd(&fd);
-      return;
+  cddp__client *client, *oldest;
+  int silent; /* clients that have not sent VALIDATE */
+  bool full;
+  do {
+    oldest = NULL;
+    silent = 0;
+    for (client = server->clients; client != NULL; client = client->next) {
+      if (client->c.fd < 0 || client->greeted) continue;
+      silent++;
+      if (server->secret == NULL || client->c.challenge.state != CDDP__CHALLENGE_PROVEN)
+        oldest = client;
     }
-    cddp__client_close(server, oldest);
-    if (!spare) fd = cddp__lower_fd(fd);
+    full = !spare || silent >= cddp__unproven_most(0);
+    if (full && oldest != NULL) cddp__client_event(server, oldest, EPOLLIN);
+  } while (full && oldest != NULL && oldest->greeted);
+  if (full && oldest == NULL) {
+    if (!spare) (void)!send(fd, refusal, sizeof refusal - 1, MSG_NOSIGNAL | MSG_DONTWAIT);
+    cddp__close_fd(&fd);
+    return false;
   }
+  if (full) cddp__client_close(server, oldest);
+  if (!spare) fd = cddp__lower_fd(fd);
   client = (cddp__client *)cddp__calloc(&server->allocator, 1, sizeof *client);
   if (client == NULL) {
     cddp__close_fd(&fd);
-    return;
+    return false;
   }
   cddp__connection_begin(&client->c, &server->allocator, fd, false);
   client->c.in.total = client->c.out.total = &server->buffered;
@@ -4772,13 +4781,15 @@ static void cddp__server_add_client(cddp__server *server, int fd, bool spare) {
   if (cddp__connection_challenge(&client->c, server->secret, "store", NULL, 0) != CDDP_OK ||
       !cddp__server_watch_fd(server, fd, EPOLL_CTL_ADD, EPOLLIN, (uint64_t)(uintptr_t)client))
     cddp__client_close(server, client);
+  return !full;
 }
 
 /* Accepts up to 64 connections. If no descriptor is left, the reserve is closed meanwhile, to
    accept a connection and send the refusal. */
 static void cddp__server_accept(cddp__server *server, int listener) {
   int i, fd = 0;
-  for (i = 0; i < 64 && fd >= 0; i++) {
+  bool more = true;
+  for (i = 0; i < 64 && fd >= 0 && more; i++) {
     bool none;
     fd = cddp__accept(listener);
     none = fd < 0 && (errno == EMFILE || errno == ENFILE) && server->reserve >= 0;
@@ -4787,7 +4798,7 @@ static void cddp__server_accept(cddp__server *server, int listener) {
       fd = cddp__accept(listener);
     }
     if (fd >= 0)
-      cddp__server_add_client(server, fd, !none && cddp__has_spare_fd(fd));
+      more = cddp__server_add_client(server, fd, !none && cddp__has_spare_fd(fd));
     else if (errno != EAGAIN && errno != EINTR && errno != ECONNABORTED)
       cddp__sleep(0.01);
     if (server->reserve < 0)
@@ -14230,6 +14241,7 @@ static cddp_result cddp__start_job(cddp_group **out, cddp__config *config, cddp_
 #ifdef CDDP_MPI /* MPI's start can wait for all ranks, for ever: all must come to it, and from it */
   if (r == CDDP_OK && strcmp(config->backend, "mpi") == 0) {
     r = cddp__mpi_start(*out);
+    rdv.deadline = cddp__now() + config->timeout_s; /* MPI can have started slowly */
     if (r == CDDP_OK) r = cddp__await_ready(&rdv);
   }
 #endif

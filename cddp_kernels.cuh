@@ -2055,7 +2055,8 @@ static cddp_result cddp__release_buffers(cddp__device *device, cddp_result r) {
 /* --- the watcher --- */
 
 /* Breaks the group after a failure of NCCL. The death of a rank causes various errors, some of them
-   before the death shows: so the death, or another rank's failure, gets some time to show. */
+   before the death shows: so the death, or another rank's failure, gets some time to show. On a
+   busy host the end of a process took more than half a second to show. */
 static cddp_result cddp__break_nccl(cddp__device *device, ncclResult_t e, const char *what) {
   bool mine = e == ncclInvalidArgument || e == ncclInvalidUsage;
   cddp_group *g = device->group;
@@ -2064,7 +2065,7 @@ static cddp_result cddp__break_nccl(cddp__device *device, ncclResult_t e, const 
   cddp__wait w;
   cddp_result r;
   int q;
-  cddp__wait_begin(&w, mine ? 0.01 : CDDP__REMOTE_CAUSE_LONG_S);
+  cddp__wait_begin(&w, mine ? 0.01 : 2);
   do {
     cddp__watch_hosts(g);
     if ((r = cddp__check_failure(g)) != CDDP_OK) return r;

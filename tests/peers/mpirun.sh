@@ -115,6 +115,8 @@ through_mpi() { # LAUNCHER
   "$cc" -std=c11 -O1 tests/peers/mpi.c -o "$work/mpi.$1" -lpthread -lm || fail "$1: mpi.c does not compile"
   launch "$1" 4 "$work/mpi.$1" >"$out" 2>&1 || { cat "$out"; fail "$1: backend mpi failed"; }
   expect "$out" 4 '^ok mpi '
+  launch "$1" 4 "$work/mpi.$1" slow >"$out" 2>&1 || { cat "$out"; fail "$1: a slow start of MPI failed"; }
+  expect "$out" 4 '^ok mpi '
   [ "$1" = mpich ] || survivors_are_told
   launch "$1" 2 "$work/mpi.$1" >"$out" 2>&1 && fail "$1: mpi.c passed with 2 ranks, not 4"
   one_backend "$1"
