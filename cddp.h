@@ -9458,6 +9458,10 @@ static cddp_result cddp__register_rank(cddp__rendezvous *rdv, const cddp__rank_i
   if (r == CDDP_OK && other != NULL)
     r = cddp__fail_rank_taken(rdv->job, (int)info->rank, other->info.pid, other->info.host.name,
                               info->pid, info->host.name);
+  if (r == CDDP_OK && rdv->net != NULL) /* the job is complete without this process */
+    r = cddp__fail_rank_taken(rdv->job, (int)info->rank, rdv->net->ranks[info->rank].pid,
+                              rdv->net->hosts[rdv->net->ranks[info->rank].host].name, info->pid,
+                              info->host.name);
   if (r != CDDP_OK && cddp__set_cause(&rdv->problem, r, cddp_error()))
     rdv->problem_at = cddp__now();
   entry = (cddp__registration *)cddp__grow_array(&rdv->host->allocator, rdv->registered,
@@ -9677,7 +9681,9 @@ static cddp_result cddp__receive_port(cddp__rendezvous *rdv, cddp__connection *c
 }
 
 static void cddp__close_parent(cddp__rendezvous *rdv) {
+  size_t i;
   cddp__connection_close(&rdv->parent.connection);
+  for (i = 0; i < rdv->registered_count; i++) cddp__close_fd(&rdv->registered[i].link_fd);
   rdv->forwarded = 0; /* the next one is told all */
 }
 
@@ -10459,11 +10465,12 @@ static cddp_result cddp__collect_ranks(cddp__rendezvous *rdv) {
     if (cddp__looks_for_root(rdv) && rdv->root.next_look < until) until = rdv->root.next_look;
     if (r == CDDP_OK) r = cddp__poll_channels(rdv, until);
     if (r != CDDP_OK || rdv->net != NULL) break;
+    alone = up->fd < 0 || up->state == CDDP__CONNECTION_PROVING; /* the poll can have changed it */
     late = cddp__now() >= rdv->deadline + (up->fd < 0 ? 0 : up->local ? 0.5 : 0.25);
-    all =
-        rdv->with_rank_0 && rdv->node_socket >= 0 && rdv->registered_count >= (size_t)rdv->expected;
+    all = up->fd < 0 && rdv->with_rank_0 && rdv->node_socket >= 0 &&
+          rdv->registered_count >= (size_t)rdv->expected;
     wrong = cddp__has_cause(&rdv->problem) && alone; /* else the parent decides */
-    if (late || (wrong && (all || cddp__now() > rdv->problem_at + CDDP__PROBLEM_S))) {
+    if ((late && !all) || (wrong && (all || cddp__now() > rdv->problem_at + CDDP__PROBLEM_S))) {
       rdv->common = true;
       r = cddp__check_cause(&rdv->problem);
       return r != CDDP_OK ? r : cddp__fail_missing_ranks(rdv);

@@ -1122,6 +1122,45 @@ static void test_suspended_rank(void) {
   CHECK_SEEN(&m[1], CDDP_TIMEOUT, "rank 1 (", "suspended");
 }
 
+/* The last rank registers just before the deadline, when the root is suspended: the job starts. */
+static void test_last_moment(void) {
+  member m[2];
+  pid_t pid[2];
+  int status[2];
+  prepare(m, 2);
+  m[0].desc.timeout_s = 2;
+  pid[0] = start_member(&m[0]);
+  ranks_sleep(1.6);
+  m[1].suspends = pid[0];
+  pid[1] = start_member(&m[1]);
+  ranks_join(pid, 2, 30, status);
+  CHECK(ranks_exited_well(status, 2));
+  check_joined(m, 2);
+}
+
+/* Two hosts have a process with RANK 1. The second one comes when all ranks have registered, and one
+   is not ready: it is refused, and the job starts. */
+static void test_late_duplicate(void) {
+  member m[5];
+  pid_t pid[5];
+  int status[5];
+  prepare(m, 5);
+  m[4].rank = 1;
+  m[0].world = m[1].world = m[2].world = m[3].world = m[4].world = 4;
+  start_on("aab", m, 3, pid);
+  ranks_sleep(0.3);
+  m[3].suspends = -1;
+  start_on("b", &m[3], 1, &pid[3]);
+  ranks_sleep(0.5);
+  start_on("b", &m[4], 1, &pid[4]);
+  ranks_sleep(0.3);
+  kill(pid[3], SIGCONT);
+  ranks_join(pid, 5, 60, status);
+  CHECK(ranks_exited_well(status, 5));
+  check_joined(m, 4);
+  CHECK_SEEN(&m[4], CDDP_INVALID_ARGUMENT, "rank 1 is taken twice", "two processes");
+}
+
 static void test_never_comes(void) {
   member m[4];
   int i;
@@ -2224,6 +2263,8 @@ int main(void) {
   RUN(test_any_order);
   RUN(test_rank_0_on_this_host);
   RUN(test_suspended_rank);
+  RUN(test_last_moment);
+  RUN(test_late_duplicate);
   RUN(test_never_comes);
   RUN(test_again);
   RUN(test_duplicate);
