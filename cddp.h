@@ -1139,10 +1139,11 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    copied message blocks while 128 messages of this rank in this group, or 256 MiB of copies, are in
    transit; to other hosts only the latter counts. Receives for one tag, also with CDDP_ANY, are
    served in the order of their calls. Data that the network does not take immediately is sent in
-   later calls of cddp: a rank that computes for a long time delays it. Over several hosts call
-   cddp_barrier before cddp_destroy if ranks only send and receive: a rank that has ended without it
-   can count as lost in another rank's receive, and with CDDP_SECRET its first message to a rank that
-   computes can be lost.
+   later calls of cddp: a rank that computes for a long time delays it.
+
+   Over several hosts call cddp_barrier before cddp_destroy if ranks only send and receive. Without
+   it a rank that has ended can count as lost in another rank's receive. With CDDP_SECRET its first
+   message to a rank that computes can be lost.
 
    GRADIENTS IN MEMORY. Gradients that were NULL are in one block: first those of F32, then F64,
    F16, BF16; of each dtype the last parameter first, each at a multiple of 64 bytes, zero between.
@@ -4739,10 +4740,10 @@ static void cddp__server_settle(cddp__server *server) {
 }
 
 /* Creates a client with the connection fd. If too few descriptors remain for the program (not
-   `spare`), or too many clients have not sent VALIDATE, it replaces the oldest of those, but none
-   that has passed the challenge, or whose VALIDATE has arrived and was not read yet. If there is
-   none to replace, the new one is refused. Returns false if a client had to be replaced: the others
-   are served before more connections are accepted. */
+   `spare`), or too many clients have not sent VALIDATE, it replaces the oldest of those. A client
+   that has passed the challenge is not replaced. The oldest client's input is read first, since its
+   VALIDATE can wait there. If there is none to replace, the new one is refused. Returns false if a
+   client had to be replaced: the others are served before more connections are accepted. */
 static bool cddp__server_add_client(cddp__server *server, int fd, bool spare) {
   static const char refusal[] = CDDP__AUTH_REFUSAL "D";
   cddp__client *client, *oldest;
