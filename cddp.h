@@ -22185,6 +22185,7 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels) { (void)k
               A group that was destroyed before its models was used after it had been freed.
               Elastic over hosts: reset connections could let both halves of a job continue.
               CDDP_SECRET between hosts: first messages of many senders could get lost.
+              cddp_store: when many clients connected at once, a busy server could close some.
 
    0.3 (2026-11)
      New      Shards: the same bits on any number of ranks, on CPUs and GPUs.
