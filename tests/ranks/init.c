@@ -1138,8 +1138,8 @@ static void test_last_moment(void) {
   check_joined(m, 2);
 }
 
-/* Two hosts have a process with RANK 1. The second one comes when all ranks have registered, and one
-   is not ready: it is refused, and the job starts. */
+/* Two hosts have a process with RANK 1. The second one starts when all ranks have registered, and
+   one is not ready: it is refused, and the job starts. */
 static void test_late_duplicate(void) {
   member m[5];
   pid_t pid[5];
