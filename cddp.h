@@ -4722,8 +4722,9 @@ static void cddp__server_settle(cddp__server *server) {
     cddp__connection *c = &client->c;
     bool runs = client->greeted && cddp__buffer_size(&c->out) == 0; /* else it must greet or read */
     double more = runs ? (double)cddp__buffer_size(&c->in) / 65536 : 0;
-    if (now >= c->deadline + more && (!runs || (more > 0 && !client->blocked)))
-      cddp__client_close(server, client);
+    if (now < c->deadline + more || (runs && (more == 0 || client->blocked))) continue;
+    if (!client->greeted) cddp__client_event(server, client, EPOLLIN); /* VALIDATE can wait */
+    if (!client->greeted || now >= c->deadline) cddp__client_close(server, client);
   }
   while (server->unsettled) {
     server->unsettled = false;
@@ -4740,38 +4741,31 @@ static void cddp__server_settle(cddp__server *server) {
 }
 
 /* Creates a client with the connection fd. If too few descriptors remain for the program (not
-   `spare`), or too many clients have not sent VALIDATE, it replaces the oldest of those. A client
-   that has passed the challenge is not replaced. The oldest client's input is read first, since its
-   VALIDATE can wait there. If there is none to replace, the new one is refused. Returns false if a
-   client had to be replaced: the others are served before more connections are accepted. */
-static bool cddp__server_add_client(cddp__server *server, int fd, bool spare) {
+   `spare`), or too many clients have not sent VALIDATE, it replaces the oldest of those, but none
+   that has passed the challenge. If there is none to replace, the new one is refused. */
+static void cddp__server_add_client(cddp__server *server, int fd, bool spare) {
   static const char refusal[] = CDDP__AUTH_REFUSAL "D";
-  cddp__client *client, *oldest;
-  int silent; /* clients that have not sent VALIDATE */
-  bool full;
-  do {
-    oldest = NULL;
-    silent = 0;
-    for (client = server->clients; client != NULL; client = client->next) {
-      if (client->c.fd < 0 || client->greeted) continue;
-      silent++;
-      if (server->secret == NULL || client->c.challenge.state != CDDP__CHALLENGE_PROVEN)
-        oldest = client;
-    }
-    full = !spare || silent >= cddp__unproven_most(0);
-    if (full && oldest != NULL) cddp__client_event(server, oldest, EPOLLIN);
-  } while (full && oldest != NULL && oldest->greeted);
-  if (full && oldest == NULL) {
-    if (!spare) (void)!send(fd, refusal, sizeof refusal - 1, MSG_NOSIGNAL | MSG_DONTWAIT);
-    cddp__close_fd(&fd);
-    return false;
+  cddp__client *client, *oldest = NULL;
+  int silent = 0; /* clients that have not sent VALIDATE */
+  for (client = server->clients; client != NULL; client = client->next) {
+    if (client->c.fd < 0 || client->greeted) continue;
+    silent++;
+    if (server->secret == NULL || client->c.challenge.state != CDDP__CHALLENGE_PROVEN)
+      oldest = client;
   }
-  if (full) cddp__client_close(server, oldest);
-  if (!spare) fd = cddp__lower_fd(fd);
+  if (!spare || silent >= cddp__unproven_most(0)) {
+    if (oldest == NULL) {
+      if (!spare) (void)!send(fd, refusal, sizeof refusal - 1, MSG_NOSIGNAL | MSG_DONTWAIT);
+      cddp__close_fd(&fd);
+      return;
+    }
+    cddp__client_close(server, oldest);
+    if (!spare) fd = cddp__lower_fd(fd);
+  }
   client = (cddp__client *)cddp__calloc(&server->allocator, 1, sizeof *client);
   if (client == NULL) {
     cddp__close_fd(&fd);
-    return false;
+    return;
   }
   cddp__connection_begin(&client->c, &server->allocator, fd, false);
   client->c.in.total = client->c.out.total = &server->buffered;
@@ -4782,15 +4776,13 @@ static bool cddp__server_add_client(cddp__server *server, int fd, bool spare) {
   if (cddp__connection_challenge(&client->c, server->secret, "store", NULL, 0) != CDDP_OK ||
       !cddp__server_watch_fd(server, fd, EPOLL_CTL_ADD, EPOLLIN, (uint64_t)(uintptr_t)client))
     cddp__client_close(server, client);
-  return !full;
 }
 
 /* Accepts up to 64 connections. If no descriptor is left, the reserve is closed meanwhile, to
    accept a connection and send the refusal. */
 static void cddp__server_accept(cddp__server *server, int listener) {
   int i, fd = 0;
-  bool more = true;
-  for (i = 0; i < 64 && fd >= 0 && more; i++) {
+  for (i = 0; i < 64 && fd >= 0; i++) {
     bool none;
     fd = cddp__accept(listener);
     none = fd < 0 && (errno == EMFILE || errno == ENFILE) && server->reserve >= 0;
@@ -4799,7 +4791,7 @@ static void cddp__server_accept(cddp__server *server, int listener) {
       fd = cddp__accept(listener);
     }
     if (fd >= 0)
-      more = cddp__server_add_client(server, fd, !none && cddp__has_spare_fd(fd));
+      cddp__server_add_client(server, fd, !none && cddp__has_spare_fd(fd));
     else if (errno != EAGAIN && errno != EINTR && errno != ECONNABORTED)
       cddp__sleep(0.01);
     if (server->reserve < 0)
@@ -22185,7 +22177,6 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels) { (void)k
               A group that was destroyed before its models was used after it had been freed.
               Elastic over hosts: reset connections could let both halves of a job continue.
               CDDP_SECRET between hosts: first messages of many senders could get lost.
-              cddp_store: when many clients connected at once, a busy server could close some.
 
    0.3 (2026-11)
      New      Shards: the same bits on any number of ranks, on CPUs and GPUs.

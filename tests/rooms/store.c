@@ -811,6 +811,36 @@ test_thousands(void) { /* idle clients cost the server a descriptor each, and no
   cddp_store_destroy(s);
 }
 
+/* The server is suspended after it has accepted clients. Their first commands arrive in time, but it
+   continues after their deadline: all are served. */
+static void test_suspended_server(void) {
+  enum { N = 120 }; /* fewer than may be silent */
+  int fds[N], ends[2], port = 0, i;
+  pid_t pid;
+  CHECK_EQ(pipe(ends), 0);
+  pid = fork();
+  if (pid == 0) {
+    port = cddp_store_port(serve(NULL));
+    (void)!write(ends[1], &port, sizeof port);
+    for (;;) pause();
+  }
+  CHECK_EQ(read(ends[0], &port, sizeof port), sizeof port);
+  for (i = 0; i < N; i++) fds[i] = raw_connect(port);
+  cddp__sleep(0.05);
+  kill(pid, SIGSTOP);
+  for (i = 0; i < N; i++) talk(fds[i], "00 CE F7 85 3C 0D 01 02 03 04", "");
+  cddp__sleep(CDDP__GREETING_S + 0.06);
+  kill(pid, SIGCONT);
+  for (i = 0; i < N; i++) {
+    talk(fds[i], "", "01 02 03 04");
+    close(fds[i]);
+  }
+  kill(pid, SIGKILL);
+  waitpid(pid, NULL, 0);
+  close(ends[0]);
+  close(ends[1]);
+}
+
 /* --- faults --------------------------------------------------------------------------------- */
 
 static void
@@ -2146,6 +2176,7 @@ int main(void) {
   RUN(test_waiting);
   RUN(test_many_clients);
   RUN(test_thousands);
+  RUN(test_suspended_server);
   RUN(test_tiny_io);
   RUN(test_reset);
   RUN(test_full_disk);
