@@ -811,8 +811,8 @@ test_thousands(void) { /* idle clients cost the server a descriptor each, and no
   cddp_store_destroy(s);
 }
 
-/* The server is suspended after it has accepted clients. Their first commands arrive in time, but it
-   continues after their deadline: all are served. */
+/* The server is suspended after it has accepted clients. Their first commands arrive in time, but
+   it continues after their deadline: all are served. */
 static void test_suspended_server(void) {
   enum { N = 120 }; /* fewer than may be silent */
   int fds[N], ends[2], port = 0, i;
