@@ -6032,7 +6032,7 @@ static bool cddp__arena_punch(const cddp__host *host, uint64_t base, uint64_t si
                  (off_t)size) == 0;
 }
 
-/* The same for the pages of a buffer of an owner that has ended. */
+/* The same for the whole pages of a buffer whose owner, another process, has ended. */
 static bool cddp__ref_punch(const cddp__host *host, const cddp__ref *ref) {
   uint64_t page = cddp__page_size();
   return cddp__arena_punch(host, ref->base + ref->offset / page * page, ref->pages * page);
