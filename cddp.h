@@ -1,4 +1,4 @@
-/* cddp.h - v1.0 - data-parallel training for C, C++ and CUDA programs
+/* cddp.h - v1.1 - data-parallel training for C, C++ and CUDA programs
    Public domain or MIT, at your choice (end of file). No warranty; use at your own risk.
 
    Do this in ONE C or C++ file, before its other includes, and link with -lpthread -lm:
@@ -132,7 +132,7 @@
 #define CDDP_CUDA CDDP_CUDA
 #endif
 
-#define CDDP_VERSION 10000 /* major * 10000 + minor * 100 + patch */
+#define CDDP_VERSION 10100 /* major * 10000 + minor * 100 + patch */
 
 #ifdef CDDP_STATIC
 #define CDDPDEF static __attribute__((unused))
@@ -22146,7 +22146,14 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels) { (void)k
 #endif
 
 /* >>history ---------------------------------------------------------------------------------------
-   1.0 (not released)
+   1.1 (not released)
+     Mended, elastic
+     Mended, start-up
+     Mended, launchers
+     Mended, texts and tools
+     GPUs
+
+   1.0 (2026-11)
      New      sharded_states: each rank keeps 1/world_size of the optimizer's states (ZeRO stage 1).
               CDDP_PORTS limits the ports that cddp listens on, so that a firewall can open them.
               Ranks of flux run, mpirun_rsh, jsrun and PALS's mpiexec are found.

@@ -1,4 +1,4 @@
-/* cddp_kernels.cuh - GPUs for cddp.h - v1.0
+/* cddp_kernels.cuh - GPUs for cddp.h - v1.1
    Public domain or MIT, at your choice (end of cddp.h). No warranty; use at your own risk.
 
    Keep this file beside cddp.h. A program in one .cu file (nvcc -O3 -arch=native train.cu -lnccl
