@@ -2017,7 +2017,7 @@ typedef struct cddp__model_info {
 typedef struct cddp__optim_desc {
   double lr;     /* can change, and is not part of a hash; like: */
   double shared; /* only in the exchange: the states are shared */
-  double adamw;  /* 0: SGD */
+  double algorithm; /* CDDP__SGD or another */
   double momentum, dampening;
   double beta1, beta2, eps;
   double nesterov, maximize, amsgrad;
@@ -14538,8 +14538,10 @@ static cddp_result cddp__rows_merge(const cddp_allocator *allocator, cddp__spars
 
 typedef struct cddp__update cddp__update;
 
-/* An optimizer's arithmetic. */
+/* An optimizer's arithmetic. A device has its own kernels: cddp__launch_of in cddp_kernels.cuh. */
+enum { CDDP__SGD, CDDP__ADAMW };
 typedef struct cddp__algorithm {
+  int number; /* CDDP__SGD or another: ranks compare it */
   const char *name;
   const char *states[CDDP__STATES]; /* the states' names in files */
   bool counts; /* a step depends on its number, which checkpoints then include */
@@ -14552,9 +14554,9 @@ typedef struct cddp__algorithm {
 } cddp__algorithm;
 
 static const char *const cddp__setting_names[CDDP__SETTING_COUNT] = {
-    "learning rate (lr)", "sharing of states (cddp_load on one rank alone ends it)", "AdamW",
-    "momentum", "dampening", "beta1", "beta2", "eps", "nesterov", "maximize", "amsgrad",
-    "master_weights", "sharded_states"};
+    "learning rate (lr)", "sharing of states (cddp_load on one rank alone ends it)",
+    "the algorithm (0: SGD, 1: AdamW)", "momentum", "dampening", "beta1", "beta2", "eps",
+    "nesterov", "maximize", "amsgrad", "master_weights", "sharded_states"};
 
 /* The functions of an optimizer for the memory of its parameters: cddp__cpu_optim, or
    cddp__device_optim of cddp_kernels.cuh. */
@@ -14689,7 +14691,7 @@ static void cddp__sgd_block(const cddp__update *update, void *p, const void *g, 
   cddp__sgd_add(update, p, p, d, n, s->step);
 }
 
-static const cddp__algorithm cddp__sgd = {"SGD", {"momentum_buffer", NULL, NULL},
+static const cddp__algorithm cddp__sgd = {CDDP__SGD, "SGD", {"momentum_buffer", NULL, NULL},
                                           false, false, /* no step numbers; all dtypes; rows */
                                           cddp__sgd_begin, cddp__sgd_block};
 
@@ -14725,7 +14727,7 @@ static void cddp__adamw_block(const cddp__update *update, void *weights, const v
 }
 
 static const cddp__algorithm cddp__adamw = {
-    "AdamW", {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"},
+    CDDP__ADAMW, "AdamW", {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"},
     true, true, /* step numbers; f32 and f64 with dense gradients only */
     cddp__adamw_begin, cddp__adamw_block};
 
@@ -15189,6 +15191,7 @@ static cddp_result cddp__optim_new(cddp_optim **out, const cddp__algorithm *algo
   optim->count = count;
   optim->algorithm = algorithm;
   optim->desc = *d;
+  optim->desc.algorithm = algorithm->number;
   optim->states = (int)arrays;
   optim->parts = (cddp_partition *)(void *)(optim + 1);
   scales = (double *)(void *)(optim->parts + n);
@@ -15212,7 +15215,7 @@ static cddp_result cddp__optim_new(cddp_optim **out, const cddp__algorithm *algo
     optim->used = d->ddp->step.used;
     optim->sparse = d->ddp->rows.sparse;
   }
-  optim->settings = cddp__hash64(0, &d->lr + CDDP__SETTING_FIXED,
+  optim->settings = cddp__hash64(0, &optim->desc.lr + CDDP__SETTING_FIXED,
                                  (CDDP__SETTING_COUNT - CDDP__SETTING_FIXED) * sizeof(double));
   optim->settings = cddp__hash64(optim->settings, scales, 2 * n * sizeof *scales);
   optim->settings = (optim->settings & ~(uint64_t)1) | 2;
@@ -21941,7 +21944,6 @@ CDDPDEF cddp_result cddp_adamw_create(cddp_optim **out, cddp_param *params, int 
   *out = NULL;
   CDDP__CHECK(desc != NULL, "desc is NULL; the learning rate has no default");
   CDDP__COPY_SETTINGS(&d, desc);
-  d.adamw = 1;
   d.beta1 = desc->beta1 == 0 ? 0.9 : desc->beta1;
   d.beta2 = desc->beta2 == 0 ? 0.999 : desc->beta2;
   d.eps = desc->eps == 0 ? 1e-8 : desc->eps;

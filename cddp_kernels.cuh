@@ -2913,20 +2913,24 @@ static cudaStream_t cddp__optim_stream(const cddp_optim *optim, const cddp_ddp *
 }
 
 /* Steps n segments. Their parameters have the same scalars as parameter i. */
-static int cddp__launch_step(const cddp_optim *optim, int i, const cddp_segment *segments, int n,
-                             double factor, const double *clip, unsigned flags, void *stream) {
-  const cddp_kernels *k = cddp__registered_kernels;
-  cddp_dtype dtype = optim->params[i].dtype;
-  cddp_sgd_desc sgd;
+typedef int cddp__launch(const cddp_optim *optim, int i, const cddp_segment *segments, int n,
+                         double factor, const double *clip, unsigned flags, void *stream);
+
+static int cddp__launch_adamw(const cddp_optim *optim, int i, const cddp_segment *segments, int n,
+                              double factor, const double *clip, unsigned flags, void *stream) {
   cddp__update update;
-  if (optim->algorithm == &cddp__adamw) {
-    memset(&update, 0, sizeof update);
-    update.kernels = cddp__pick_kernels();
-    cddp__adamw_begin(optim, i, &update);
-    update.scalars.adamw.stride =
-        (size_t)((char *)optim->state[optim->count + i] - (char *)optim->state[i]);
-    return k->adamw(segments, n, dtype, &update.scalars.adamw, factor, clip, flags, stream);
-  }
+  memset(&update, 0, sizeof update);
+  update.kernels = cddp__pick_kernels();
+  cddp__adamw_begin(optim, i, &update);
+  update.scalars.adamw.stride =
+      (size_t)((char *)optim->state[optim->count + i] - (char *)optim->state[i]);
+  return cddp__registered_kernels->adamw(segments, n, optim->params[i].dtype,
+                                         &update.scalars.adamw, factor, clip, flags, stream);
+}
+
+static int cddp__launch_sgd(const cddp_optim *optim, int i, const cddp_segment *segments, int n,
+                            double factor, const double *clip, unsigned flags, void *stream) {
+  cddp_sgd_desc sgd;
   memset(&sgd, 0, sizeof sgd);
   sgd.lr = optim->desc.lr * optim->desc.lr_scales[i];
   sgd.momentum = optim->desc.momentum;
@@ -2935,7 +2939,14 @@ static int cddp__launch_step(const cddp_optim *optim, int i, const cddp_segment 
   sgd.nesterov = optim->desc.nesterov != 0;
   sgd.maximize = optim->desc.maximize != 0;
   if (sgd.momentum != 0 && optim->steps[i] == 0) flags |= (unsigned)CDDP_SGD_FIRST;
-  return k->sgd(segments, n, dtype, &sgd, factor, clip, flags, stream);
+  return cddp__registered_kernels->sgd(segments, n, optim->params[i].dtype, &sgd, factor, clip,
+                                       flags, stream);
+}
+
+/* The function that launches the algorithm's kernels; NULL: it has none. */
+static cddp__launch *cddp__launch_of(const cddp__algorithm *algorithm) {
+  if (algorithm == &cddp__sgd) return cddp__launch_sgd;
+  return algorithm == &cddp__adamw ? cddp__launch_adamw : NULL;
 }
 
 /* Updates the weights that this rank keeps states for. d: in cddp_ddp_step, with the gradients in
@@ -2981,9 +2992,10 @@ static cddp_result cddp__device_step(cddp_optim *optim, const cddp_ddp *d, const
     }
     if (r != CDDP_OK || n == 0) continue;
     r = cddp__cuda_result(
-        cddp__launch_step(optim, i, segments, n, sum ? factors[optim->params[i].dtype] : 1,
-                          clips && d->step.used[i] ? d->gpu->clip : NULL,
-                          d != NULL ? (unsigned)CDDP_SGD_ZERO : 0, (void *)stream),
+        cddp__launch_of(optim->algorithm)(
+            optim, i, segments, n, sum ? factors[optim->params[i].dtype] : 1,
+            clips && d->step.used[i] ? d->gpu->clip : NULL,
+            d != NULL ? (unsigned)CDDP_SGD_ZERO : 0, (void *)stream),
         "the optimizer's kernel");
   }
   return r;
@@ -3520,6 +3532,9 @@ static cddp_result cddp__attach_optim(cddp_optim *optim) {
   if (on_device == NULL) return CDDP_OK;
   if ((r = CDDP__CUDA(cudaPointerGetAttributes, &about, on_device)) != CDDP_OK) return r;
   optim->device = d != NULL ? cddp__device_of(d->group)->index : about.device;
+  if (cddp__launch_of(optim->algorithm) == NULL)
+    return cddp__fail(CDDP_UNSUPPORTED, "%s has no kernel for GPUs: its parameters must be in host "
+                      "memory", optim->algorithm->name);
   if ((r = cddp__need_kernels(optim->algorithm->name)) != CDDP_OK) return r;
   optim->segments = (cddp_segment *)cddp__malloc( /* and launched: cddp__device_step */
       NULL, (size_t)optim->count * (sizeof *optim->segments + sizeof(bool)));

@@ -57,6 +57,20 @@ void inside_become_lost(cddp_ddp *ddp) {
   cddp__break(ddp->control, cddp__fail(CDDP_PEER_LOST, "as if this rank was lost"));
 }
 
+/* A third algorithm: SGD's arithmetic on a host, under another name. */
+cddp_result inside_third_create(cddp_optim **out, cddp_param *params, int count, double lr,
+                                cddp_ddp *ddp) {
+  static cddp__algorithm third;
+  cddp__optim_desc d;
+  third = cddp__sgd;
+  third.number = 2;
+  third.name = "Third";
+  memset(&d, 0, sizeof d);
+  d.lr = lr;
+  d.ddp = ddp;
+  return cddp__optim_create(out, &third, 0, params, count, &d);
+}
+
 float *inside_state(cddp_optim *optim, int param) { return (float *)optim->state[param]; }
 
 void inside_forget_life(cddp_group *g) { g->host->job_info->table.lead.self.life = 0; }

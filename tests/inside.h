@@ -19,6 +19,9 @@ bool inside_rank_gone(cddp_group *g, int rank);
 cddp_result inside_check_group(cddp_group *g);
 /* This rank of an elastic model becomes one that the others count as lost, although it lives. */
 void inside_become_lost(cddp_ddp *ddp);
+/* An optimizer of an algorithm that cddp.h does not have, as one that is added later. */
+cddp_result inside_third_create(cddp_optim **out, cddp_param *params, int count, double lr,
+                                cddp_ddp *ddp);
 /* The momentum of an f32 parameter. */
 float *inside_state(cddp_optim *optim, int param);
 /* A joining process's copy of the address table: the process forgets the process that leads its

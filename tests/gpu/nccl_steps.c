@@ -452,6 +452,10 @@ static int refusals(cddp_group *g, void *arg) {
   CHECK(strstr(cddp_error(), "include cddp_kernels.cuh") != NULL);
   CHECK_IS(cddp_ddp_clip_grad_norm(d, 1, NULL), CDDP_UNSUPPORTED);
   cddp_register_kernels(kernels);
+  for (i = 0; i < 2; i++) { /* an algorithm without kernels is not stepped by another's */
+    CHECK_IS(inside_third_create(&none, p, 2, 0.1, i ? d : NULL), CDDP_UNSUPPORTED);
+    CHECK(none == NULL && strstr(cddp_error(), "Third has no kernel for GPUs") != NULL);
+  }
   CHECK_OK(cddp_ddp_step(d, s));
   CHECK_OK(cddp_ddp_ready(d, 0)); /* one is missing */
   CHECK_IS(cddp_ddp_wait(d), CDDP_INVALID_ARGUMENT);

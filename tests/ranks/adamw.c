@@ -809,7 +809,7 @@ static int run_settings(cddp_group *g, void *arg) {
       {"beta2 is 0.999 on rank 0, 0.95 on rank 2", false},
       {"eps is 1e-08 on rank 0, 1e-06 on rank 2", false},
       {"amsgrad is 0 on rank 0, 1 on rank 2", false},
-      {"AdamW is 0 on rank 0, 1 on rank 2", false},
+      {"(0: SGD, 1: AdamW) is 0 on rank 0, 1 on rank 2", false},
       {"lr) is 0.1 on rank 0, 0.2 on rank 1, 0.4 on rank 2, and 1 more differ", true},
       {"learning rate (lr) is 0.1 on rank 0, 0.2 on rank 2", true},
   };

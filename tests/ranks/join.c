@@ -874,7 +874,7 @@ static int half_life(int rank, void *arg) {
   prctl(PR_SET_PDEATHSIG, SIGKILL);
   if (kind->other && kind->joins) {
     CHECK_EQ(r, CDDP_MISMATCH);
-    CHECK(strstr(cddp_error(), "AdamW is 0 on rank 2, 1 in the job"));
+    CHECK(strstr(cddp_error(), "(0: SGD, 1: AdamW) is 0 on rank 2, 1 in the job"));
     bump(&shared->joined);
     goto leave;
   }
@@ -963,7 +963,7 @@ static const char *differ(process_config *v, int n) {
   case 5: return v->sgd.weight_decay = 0.25, "weight_decay is 0.25 on rank 2, 0 in the job";
   case 6: return v->sgd.weight_decays = two, "weight_decay is 2";
   case 7: return v->sgd.lr_scales = two, "lr_scales";
-  case 8: return v->adamw = true, "AdamW is 1 on rank 2, 0 in the job";
+  case 8: return v->adamw = true, "(0: SGD, 1: AdamW) is 1 on rank 2, 0 in the job";
   case 9: return v->before = other_rate, "learning rate";
   case 10: return v->before = own_update, "called ddp_wait";
   default: return NULL;
@@ -977,7 +977,7 @@ static const char *differ_adamw(process_config *v, int n) {
   case 2: return v->adam.eps = 0.5, "eps";
   case 3: return v->adam.amsgrad = true, "amsgrad";
   case 4: return v->adam.weight_decay = 0.5, "weight_decay is 0.5";
-  case 5: return v->adamw = false, "AdamW is 0";
+  case 5: return v->adamw = false, "(0: SGD, 1: AdamW) is 0";
   default: return NULL;
   }
 }
