@@ -5955,7 +5955,7 @@ enum cddp__extent_use {
   CDDP__EXTENT_BUFFER,     /* cddp's buffers that peers only read */
   CDDP__EXTENT_BLOCK,      /* a group's control block; freed after all its ranks have left */
   CDDP__EXTENT_BLOCK_LAZY, /* the same. From here on: memory is allocated at the first access */
-  CDDP__EXTENT_LAZY        /* as USER: means of gradients, an optimizer's states */
+  CDDP__EXTENT_LAZY        /* as USER: means of gradients, an optimizer's states; cddp__commit */
 };
 
 /* An allocation, or a free extent. */
@@ -6036,6 +6036,29 @@ static bool cddp__arena_punch(const cddp__host *host, uint64_t base, uint64_t si
 static bool cddp__ref_punch(const cddp__host *host, const cddp__ref *ref) {
   uint64_t page = cddp__page_size();
   return cddp__arena_punch(host, ref->base + ref->offset / page * page, ref->pages * page);
+}
+
+/* Allocates the pages of a range of the memfd. Otherwise a write would end the process by SIGBUS if
+   memory is short. In pieces: in older kernels a signal undoes the whole call that it interrupts.
+   Returns false with errno set if memory is short. Where the system does not support the call, the
+   first access allocates. */
+static bool cddp__arena_commit(const cddp__host *host, uint64_t base, uint64_t size) {
+  const uint64_t piece = (uint64_t)16 << 20, end = base + size;
+  for (; base < end; base += cddp__min(piece, end - base))
+    while (syscall(SYS_fallocate, host->arena.fd, 0, (off_t)base,
+                   (off_t)cddp__min(piece, end - base)) != 0) {
+      if (errno == ENOMEM || errno == ENOSPC) return false;
+      if (errno != EINTR) return true;
+    }
+  return true;
+}
+
+/* Sets the error text after cddp__arena_commit has failed. */
+static cddp_result cddp__fail_commit(const char *what, uint64_t bytes) {
+  return cddp__fail(CDDP_OUT_OF_MEMORY,
+                    "%s: %" PRIu64 " bytes of shared memory: %s: free memory, or raise the limit "
+                    "of vm.overcommit_memory=2 (sysctl vm.overcommit_ratio)",
+                    what, bytes, strerror(errno));
 }
 
 /* The last segment that begins at or before key, which is an address for host.own and an offset in
@@ -6149,6 +6172,11 @@ static char *cddp__extent_address(const cddp__extent *extent) {
   return segment->address + (size_t)(extent - segment->extents) * segment->extent_size;
 }
 
+static uint64_t cddp__extent_base(const cddp__extent *extent) { /* its offset in the memfd */
+  const cddp__segment *segment = extent->segment;
+  return segment->base + (uint64_t)(extent - segment->extents) * segment->extent_size;
+}
+
 /* This rank's extent in use after `extent`, which is in segment *at. Begins with NULL and 0; ends
    with NULL. */
 static cddp__extent *cddp__next_extent(const cddp__host *host, cddp__extent *extent, size_t *at) {
@@ -6188,8 +6216,7 @@ static void cddp__extent_release(cddp__host *host, cddp__extent *extent) {
   extent->use = CDDP__EXTENT_FREE;
   extent->after = NULL;
   if (host->arena.fd >= 0 && !extent->is_private
-          ? !cddp__arena_punch(host, segment->base + (uint64_t)(address - segment->address),
-                               segment->extent_size)
+          ? !cddp__arena_punch(host, cddp__extent_base(extent), segment->extent_size)
           : madvise(address, segment->extent_size, MADV_DONTNEED) != 0)
     memset(address, 0, segment->extent_size); /* else a new block would contain old rounds */
   if (extent->is_private || extent->quarantined) return;
@@ -6198,16 +6225,24 @@ static void cddp__extent_release(cddp__host *host, cddp__extent *extent) {
   host->arena.lists[list].free = extent;
 }
 
-/* Requests huge pages. MADV_COLLAPSE creates them on this core, even if the system's setting for
-   shared memory is "never", but only where a page exists. If it fails, ordinary pages remain.
-   Other processes can write to the memory meanwhile. */
-static void cddp__populate(char *address, uint64_t size, bool shared) {
+/* Requests huge pages for private memory, which the first access creates. */
+static void cddp__request_huge_pages(char *address, uint64_t size) {
+  uint64_t whole = size / CDDP__HUGE_PAGE * CDDP__HUGE_PAGE;
+  if (whole > 0) madvise(address, (size_t)whole, MADV_HUGEPAGE);
+}
+
+/* Allocates the pages of a range of shared memory that is mapped at `address`; base: its offset in
+   the memfd. MADV_COLLAPSE creates huge pages on this core, even if the system's setting for shared
+   memory is "never", but only where a page exists. If it fails, ordinary pages remain. Other
+   processes can write to the memory meanwhile. Returns false with errno set if memory is short. */
+static bool cddp__populate(const cddp__host *host, char *address, uint64_t base, uint64_t size) {
   uint64_t whole = size / CDDP__HUGE_PAGE * CDDP__HUGE_PAGE, at;
-  if (whole == 0) return;
-  madvise(address, (size_t)whole, MADV_HUGEPAGE);
-  if (!shared) return; /* the first access creates one */
-  for (at = 0; at < whole; at += CDDP__HUGE_PAGE) (void)((volatile char *)address)[at];
-  madvise(address, (size_t)whole, MADV_COLLAPSE);
+  if ((uintptr_t)address % CDDP__HUGE_PAGE != 0) whole = 0;
+  cddp__request_huge_pages(address, whole);
+  for (at = 0; at < whole; at += CDDP__HUGE_PAGE)
+    if (!cddp__arena_commit(host, base + at, 1)) return false;
+  if (whole > 0) madvise(address, (size_t)whole, MADV_COLLAPSE);
+  return cddp__arena_commit(host, base, size);
 }
 
 /* Frees control blocks that all ranks of this host have left, and what is freed with them. Checks
@@ -6251,9 +6286,17 @@ static void *cddp__arena_alloc(cddp__host *host, size_t bytes, enum cddp__extent
     extent = host->arena.lists[list].free;
     host->arena.lists[list].free = extent->next;
     address = cddp__extent_address(extent);
-    if (use < CDDP__EXTENT_BLOCK_LAZY) cddp__populate(address, whole, host->arena.fd >= 0);
     extent->use = use;
-    if (use == CDDP__EXTENT_BLOCK || use == CDDP__EXTENT_BLOCK_LAZY) {
+    if (host->arena.fd < 0) {
+      if (use != CDDP__EXTENT_BLOCK_LAZY) cddp__request_huge_pages(address, whole);
+    } else if (use < CDDP__EXTENT_BLOCK_LAZY &&
+               !cddp__populate(host, address, cddp__extent_base(extent),
+                               use == CDDP__EXTENT_BLOCK && page < CDDP__HUGE_PAGE ? 0 : whole)) {
+      (void)cddp__fail_commit("cddp_alloc", whole);
+      cddp__extent_release(host, extent);
+      address = NULL;
+    }
+    if (address != NULL && (use == CDDP__EXTENT_BLOCK || use == CDDP__EXTENT_BLOCK_LAZY)) {
       block = (cddp__control_block *)(void *)address;
       cddp__store32(&block->generation, ++host->arena.generation);
       cddp__extent_free_after(host, extent, block);
@@ -6381,6 +6424,27 @@ static cddp_result cddp__map_ref(cddp__host *host, const cddp__ref *ref, void **
   *out = segment != NULL ? segment->address + ref->offset : NULL;
   pthread_mutex_unlock(&host->lock);
   return segment != NULL ? CDDP_OK : CDDP_OUT_OF_MEMORY;
+}
+
+/* Allocates the pages of a part of lazy memory, own or a peer's, before this rank writes to it. */
+static cddp_result cddp__commit(cddp__host *host, char *p, size_t bytes) {
+  const struct cddp__segments *tables[2] = {&host->arena.own, &host->arena.peers};
+  const cddp__segment *segment = NULL;
+  uint64_t at = 0;
+  size_t page = cddp__page_size(), i, k;
+  bytes += (uintptr_t)p % page; /* whole pages */
+  p -= (uintptr_t)p % page;
+  if (host->arena.fd < 0 || bytes == 0) return CDDP_OK;
+  pthread_mutex_lock(&host->lock);
+  for (k = 0; k < 2; k++)
+    for (i = 0; i < tables[k]->count; i++)
+      if ((uintptr_t)p - (uintptr_t)tables[k]->list[i]->address < tables[k]->list[i]->size)
+        segment = tables[k]->list[i];
+  if (segment != NULL) at = segment->base + (uint64_t)(p - segment->address);
+  pthread_mutex_unlock(&host->lock);
+  CDDP_ASSERT(segment != NULL);
+  if (cddp__populate(host, p, at, cddp__round_up(bytes, page))) return CDDP_OK;
+  return cddp__fail_commit("the memory of a model", bytes);
 }
 
 /* The container's limit of processor time (docker --cpus, a pod's limit) in cores, rounded up;
@@ -6569,6 +6633,8 @@ static void cddp__share_memory(cddp__host *host) {
     return;
   }
   while ((extent = cddp__next_extent(host, extent, &at)) != NULL) extent->is_private = true;
+  for (at = 0; at < host->arena.own.count; at++) /* their offsets belong to shared segments now */
+    host->arena.own.list[at]->base = UINT64_MAX;
   memset(host->arena.lists, 0, sizeof host->arena.lists);
   host->threads = false;
 }
@@ -8985,6 +9051,12 @@ static void cddp__notice_receive(cddp__host *h, const cddp__net *n, cddp__connec
 static bool cddp__link_is_for(const cddp__connection *c, uint64_t group) {
   return c->state == CDDP__CONNECTION_UP && c->hello.purpose == CDDP__LINK_FRAMES &&
          c->hello.group == group;
+}
+
+/* Ends a link that its peer has closed: what it sent last is not needed. */
+static void cddp__link_check_end(cddp__connection *c) {
+  struct pollfd fd = {c->fd, POLLRDHUP, 0};
+  if (poll(&fd, 1, 0) == 1) cddp__connection_end(c, 0);
 }
 
 /* Accepts connections, continues their proofs, and receives notices, unless another thread does. */
@@ -14982,7 +15054,7 @@ static cddp_result cddp__need_states(cddp_optim *optim, int i) {
         posix_memalign(&optim->state[k], CDDP__HUGE_PAGE, bytes) != 0)
       optim->state[k] = cddp__malloc(NULL, bytes);
     else
-      cddp__populate((char *)optim->state[k], bytes, false);
+      cddp__request_huge_pages((char *)optim->state[k], bytes);
     if (optim->state[k] == NULL) return CDDP_OUT_OF_MEMORY;
     memset(optim->state[k], 0, bytes);
   }
@@ -16191,11 +16263,27 @@ static cddp_result cddp__unshare_states(cddp_optim *o) {
   return cddp__copy_states(o->share, o, o->common, 0, o->share->layout.model_bytes, false);
 }
 
-/* Collective, at the first fused step of an optimizer. The first rank of a host owns its states.
-   Each rank asks for huge pages for its part. */
+/* Allocates the pages of this rank's part of the states: whole huge pages of a large model. */
+static cddp_result cddp__share_commit(cddp_ddp *d, const cddp_optim *o, char *states) {
+  size_t stride = d->layout.state_stride, from, to,
+         unit = stride < CDDP__HUGE_PAGE ? cddp__page_size() : CDDP__HUGE_PAGE;
+  cddp_result r = CDDP_OK;
+  int k;
+  cddp__part_of(d, d->group->local_rank, &from, &to);
+  if (to == d->layout.dense) to = stride; /* with the sparse ones */
+  else if (o->desc.master_weights != 0) to = cddp__wide_bytes(d, 0, to);
+  if (o->desc.master_weights != 0) from = cddp__wide_bytes(d, 0, from);
+  from = from / unit * unit;
+  to = cddp__min(stride, cddp__round_up(to, unit));
+  for (k = 0; k < o->states && r == CDDP_OK && from < to; k++)
+    r = cddp__commit(d->group->host, states + (size_t)k * stride + from, to - from);
+  return r;
+}
+
+/* Collective, at the first fused step of an optimizer. The first rank of a host owns its states. */
 static cddp_result cddp__share_create(cddp_ddp *d, cddp_optim *o) {
   cddp_group *g = d->control;
-  size_t bytes = (size_t)o->states * d->layout.state_stride, begin, end, from, to;
+  size_t bytes = (size_t)o->states * d->layout.state_stride, begin, end;
   void *mine = g->local_rank == 0 ? cddp__arena_alloc(g->host, bytes, CDDP__EXTENT_LAZY) : NULL;
   void *states = mine;
   cddp__ref ref;
@@ -16209,18 +16297,14 @@ static cddp_result cddp__share_create(cddp_ddp *d, cddp_optim *o) {
     ref = cddp__op_header_of(g, k, g->round)->u.ref;
     if (ref.kind != CDDP__REF_NONE) r = cddp__map_ref(g->host, &ref, &states);
     else if (k == g->rank) r = CDDP_OUT_OF_MEMORY; /* its text is set */
+    if (r == CDDP_OK && ref.kind == CDDP__REF_EXTENT)
+      r = cddp__share_commit(d, o, (char *)states);
     r = cddp__consensus(g, r, NULL, 0, NULL);
   }
   /* If the group is broken another rank can be further and write to it: keep it. */
   if (r != CDDP_OK && !cddp__is_broken(g)) cddp__arena_free(g->host, mine);
   if (r != CDDP_OK) return r;
   cddp__part_of(d, g->local_rank, &begin, &end);
-  from = (o->desc.master_weights != 0 ? cddp__wide_bytes(d, 0, begin) : begin) / CDDP__HUGE_PAGE;
-  to = (o->desc.master_weights != 0 ? cddp__wide_bytes(d, 0, end) : end) / CDDP__HUGE_PAGE;
-  if (end == d->layout.dense) to = d->layout.state_stride / CDDP__HUGE_PAGE;
-  for (k = 0; k < o->states; k++)
-    cddp__populate((char *)states + (size_t)k * d->layout.state_stride + from * CDDP__HUGE_PAGE,
-                   (to - from) * CDDP__HUGE_PAGE, g->host->arena.fd >= 0);
   (void)cddp__copy_states(d, o, (char *)states, begin, end, true);
   o->common = (char *)states;
   o->common_own = g->local_rank > 0 ? NULL : o->common;
@@ -17901,27 +17985,38 @@ static void cddp__retire_member(cddp_ddp *d, int member) {
     cddp__retire_memory(d, (const cddp__ref *)published + i, 0);
 }
 
+/* Whether the process with this window on this host is a member. */
+static bool cddp__is_member_here(const cddp_ddp *d, int window) {
+  const cddp__member *members = d->elastic->members;
+  int p = 0;
+  while (p < d->shards.count && (members[p].life == 0 || members[p].index != window ||
+                                 members[p].host != members[d->elastic->me].host))
+    p++;
+  return p < d->shards.count;
+}
+
 /* Frees the memory that was retired in earlier steps, which all members have left. Each member
    frees its own memory. The memory of a former member is freed after its process has ended, since
-   no process uses that window again. */
+   no process uses that window again. Then its pidfd, which joined processes have, is closed. */
 static void cddp__free_retired(cddp_ddp *d) {
   cddp__elastic *elastic = d->elastic;
   cddp__host *host = d->group->host;
-  size_t i, remaining = 0;
+  size_t i, remaining = 0, most = (size_t)host->size + CDDP__JOINS;
   for (i = 0; i < elastic->retired_count; i++) {
     const cddp__retired retired = elastic->retired[i];
-    int owner = (int)(retired.ref.base >> host->arena.window_bits) - 1, p = 0;
-    while (p < d->shards.count &&
-           (elastic->members[p].life == 0 || elastic->members[p].index != owner ||
-            elastic->members[p].host != elastic->members[elastic->me].host))
-      p++;
-    if (retired.step >= elastic->step || (p == d->shards.count && !cddp__process_gone(host, owner)))
+    int owner = (int)(retired.ref.base >> host->arena.window_bits) - 1;
+    bool ended = !cddp__is_member_here(d, owner);
+    if (retired.step >= elastic->step || (ended && !cddp__process_gone(host, owner)))
       elastic->retired[remaining++] = retired;
     else if (owner == host->arena.window)
       cddp__arena_free_block(host, &retired.ref, retired.block_generation);
-    else if (p == d->shards.count && host->arena.fd >= 0)
+    else if (ended && host->arena.fd >= 0)
       (void)cddp__ref_punch(host, &retired.ref);
   }
+  for (i = (size_t)host->size; i < most && elastic->retired_count > 0 && remaining == 0; i++)
+    if (host->pidfds[i] >= 0 && !cddp__is_member_here(d, (int)i) &&
+        cddp__process_gone(host, (int)i))
+      cddp__close_fd(&host->pidfds[i]);
   elastic->retired_count = remaining;
 }
 
@@ -18344,6 +18439,8 @@ static void cddp__accept_reports(cddp_ddp *d, bool meeting) {
     if (cddp__link_is_for(link, elastic->members[elastic->me].life) &&
         (meeting || link->peer == d->shards.count || elastic->members[link->peer].life == 0))
       message = cddp__connection_receive(link, cddp__report_bytes(d));
+    else if (cddp__link_is_for(link, elastic->members[elastic->me].life))
+      cddp__link_check_end(link);
     if (message == NULL && link->state != CDDP__CONNECTION_ENDED) {
       at = &link->next;
       continue;
@@ -18788,6 +18885,11 @@ static cddp_result cddp__elastic_create_group(cddp_ddp *d, cddp__message *table,
   return r;
 }
 
+/* Allocates the pages of the whole mean, which this rank can receive in messages. */
+static cddp_result cddp__commit_mean(cddp_ddp *d) {
+  return cddp__commit(d->group->host, d->elastic->mean, d->layout.dense + cddp__gather_slack(d));
+}
+
 /* Connects the members' new groups and exchanges the addresses of each cddp__published. Both groups
    connect, because a system resets the connections of a dead process that hold unread bytes. Always
    at least one of the two has none, so the system closes it without a reset. */
@@ -18815,12 +18917,14 @@ static cddp_result cddp__elastic_connect(cddp_ddp *d) {
   cddp__set_gradient_addresses(d, d->me, d->arena);
   d->addresses.squares[d->me] = (double *)(void *)(d->arena + d->layout.bytes);
   d->addresses.slots[d->me] = elastic->slot_area;
-  if (r != CDDP_OK || !elastic->one_host || d->layout.dense < CDDP__HUGE_PAGE) return r;
+  if (r != CDDP_OK || elastic->own == NULL || d->layout.dense == 0) return r;
+  if (!elastic->one_host) return cddp__commit_mean(d);
   cddp__slice(d->layout.dense, CDDP__BLOCK_BYTES, g->size, g->rank, &begin, &end); /* its part */
-  begin = begin / CDDP__HUGE_PAGE * CDDP__HUGE_PAGE; /* the memory is whole huge pages */
-  cddp__populate(elastic->mean + begin, cddp__round_up(end, CDDP__HUGE_PAGE) - begin,
-                 d->group->host->arena.fd >= 0);
-  return CDDP_OK;
+  if (d->layout.dense >= CDDP__HUGE_PAGE) { /* the memory is whole huge pages */
+    begin = begin / CDDP__HUGE_PAGE * CDDP__HUGE_PAGE;
+    end = cddp__round_up(end, CDDP__HUGE_PAGE);
+  }
+  return begin < end ? cddp__commit(d->group->host, elastic->mean + begin, end - begin) : r;
 }
 
 /* Sets the members and the epoch, and assigns the shards without a sum on any member. Returns the
@@ -18927,7 +19031,8 @@ static cddp_result cddp__elastic_synchronize(cddp_ddp *d, cddp__message *table,
   }
   if (behind && d->layout.dense > 0 && from->in_parts == 0) { /* else all can read its parts */
     cddp__call call = cddp__broadcast_call(elastic->mean, d->layout.dense, CDDP_U8, source);
-    r = cddp__call_all(d, &call);
+    if (elastic->own != NULL) r = cddp__commit_mean(d);
+    if (r == CDDP_OK) r = cddp__call_all(d, &call);
     if (elastic->done < from->done) cddp__set_whole_mean(elastic);
   }
   if (r == CDDP_OK && joins) r = cddp__send_snapshot(d, from, source);

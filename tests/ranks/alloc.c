@@ -7,6 +7,11 @@
 #include "../../cddp.h"
 #include "../ranks.h"
 
+#include <linux/filter.h>
+#include <linux/seccomp.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
+
 enum { MANY = 200000, STEPS = 6000, LIVE = 700 };
 
 static double now(void) {
@@ -263,6 +268,135 @@ static void test_wrong_addresses(void) {
   CHECK_OK(ranks_run(wrong_body, NULL, 2, true));
 }
 
+/* ELASTIC MODELS ------------------------------------------------------------------------------- */
+
+/* Elastic models of weights of any size, beside other allocations. */
+typedef struct weights {
+  size_t bytes; /* of the weights */
+  float fill;
+  bool own;   /* malloc's memory, else cddp_alloc's */
+  bool first; /* allocated before all others */
+  int models; /* one after the other, on the same weights */
+} weights;
+
+/* Bytes that none of cddp's calls may change. */
+static unsigned char *guard(cddp_group *g, size_t bytes, int fill) {
+  unsigned char *p = (unsigned char *)cddp_alloc(g, bytes);
+  CHECK(p != NULL && ranks_zero(p, bytes));
+  if (p != NULL) memset(p, fill, bytes);
+  return p;
+}
+
+static bool intact(const unsigned char *p, size_t bytes, int fill) {
+  return p[0] == fill && memcmp(p, p + 1, bytes - 1) == 0;
+}
+
+static bool all_are(const float *w, size_t n, float x) {
+  size_t i;
+  for (i = 0; i < n && w[i] == x;) i++;
+  return i == n;
+}
+
+/* Each model takes two steps with gradients of 1. */
+static void train_weights(cddp_group *g, cddp_param *p, float *x) {
+  cddp_ddp_desc desc;
+  cddp_adamw_desc adamw;
+  cddp_sgd_desc sgd;
+  cddp_ddp *d = NULL;
+  cddp_optim *o = NULL, *other = NULL;
+  int shard, t;
+  size_t i;
+  memset(&desc, 0, sizeof desc);
+  memset(&sgd, 0, sizeof sgd);
+  memset(&adamw, 0, sizeof adamw);
+  desc.elastic = true;
+  desc.shards = cddp_world_size(g) + 1;
+  CHECK_OK(cddp_ddp_create(&d, g, p, 1, &desc));
+  CHECK(all_are((float *)p->data, p->count, *x));
+  sgd.lr = adamw.lr = 0.125;
+  sgd.momentum = 0.5;
+  if (d == NULL) return;
+  CHECK_OK(cddp_sgd_create(&o, p, 1, &sgd));
+  CHECK_OK(cddp_adamw_create(&other, p, 1, &adamw));
+  for (t = 0; t < 2; t++) {
+    while (cddp_ddp_next_shard(d, &shard)) {
+      for (i = 0; i < p->count; i++) ((float *)p->grad)[i] += 1;
+      if (cddp_ddp_ready(d, 0) != CDDP_OK) break;
+    }
+    CHECK_OK(cddp_ddp_step(d, o));
+    *x -= 0.125f * (t == 0 ? 1.0f : 1.5f);
+    CHECK(all_are((float *)p->data, p->count, *x));
+  }
+  cddp_optim_destroy(other);
+  cddp_optim_destroy(o);
+  cddp_ddp_destroy(d);
+}
+
+static int weights_body(cddp_group *g, void *arg) {
+  static const size_t sizes[] = {100, 70000, (2 << 20) - 4096, 2 << 20, 5 << 20};
+  enum { GUARDS = sizeof sizes / sizeof *sizes };
+  const weights *v = (const weights *)arg;
+  unsigned char *before[GUARDS], *after[GUARDS];
+  cddp_param p;
+  float x = v->fill;
+  size_t i;
+  int k;
+  memset(&p, 0, sizeof p);
+  p.name = "w";
+  p.count = v->bytes / sizeof(float);
+  for (k = 0; k < GUARDS && !v->first; k++) before[k] = guard(g, sizes[k], 17 + k);
+  p.data = v->own ? malloc(v->bytes) : cddp_alloc(g, v->bytes);
+  CHECK(p.data != NULL);
+  if (p.data == NULL) return 1;
+  for (k = 0; k < GUARDS && v->first; k++) before[k] = guard(g, sizes[k], 17 + k);
+  for (i = 0; i < p.count; i++) ((float *)p.data)[i] = x;
+  for (k = 0; k < v->models && test_failures == 0; k++) train_weights(g, &p, &x);
+  for (k = 0; k < GUARDS; k++) after[k] = guard(g, sizes[k], 27 + k);
+  for (k = 0; k < GUARDS; k++) {
+    CHECK(intact(before[k], sizes[k], 17 + k) && intact(after[k], sizes[k], 27 + k));
+    cddp_free(g, before[k]);
+  }
+  CHECK(all_are((float *)p.data, p.count, x));
+  if (v->own) free(p.data);
+  else cddp_free(g, p.data);
+  return test_failures != 0;
+}
+
+/* As a launcher starts it, so that processes could join a job of one rank too. */
+static int weights_rank(int rank, void *arg) {
+  cddp_group *g;
+  int r;
+  (void)rank;
+  CHECK_OK(cddp_init(&g, NULL));
+  if (g == NULL) return 1;
+  r = weights_body(g, arg);
+  cddp_destroy(g);
+  return r;
+}
+
+static void test_elastic_weights(void) {
+  static const size_t sizes[] = {4,          12000,     (2 << 20) - 4, 2 << 20,
+                                 (2 << 20) + 4, 2000000, 4 << 20,       16 << 20, 64 << 20};
+  static const float fills[] = {0, 0.3f, 1};
+  enum { SIZES = sizeof sizes / sizeof *sizes };
+  int status[6], i, k, n;
+  weights v;
+  memset(&v, 0, sizeof v);
+  for (n = 1; n <= 6; n++)
+    for (i = 0; i < (n == 1 && !RANKS_SLOW ? SIZES : SIZES - 2); i++) {
+      if (n > 1 && i % 5 != n % 5) continue; /* each size with some numbers of ranks */
+      v.bytes = sizes[i];
+      v.fill = fills[(i + n) % 3];
+      v.models = sizes[i] < ((size_t)8 << 20) ? 2 : 1;
+      for (k = 0; k < (n == 1 && v.models == 2 ? 3 : 1); k++) {
+        v.own = k == 2;
+        v.first = k == 0;
+        ranks_script(weights_rank, &v, n, RANKS_WITHIN(60.0), status);
+        CHECK(ranks_exited_well(status, n));
+      }
+    }
+}
+
 /* LIMITS --------------------------------------------------------------------------------------- */
 
 /* Takes all mappings that a process may have: pages that differ in turn. */
@@ -304,6 +438,60 @@ static void test_out_of_mappings(void) {
   if (f != NULL) fclose(f);
   if (most > 130000 || RANKS_SLOW) return; /* too many to take; a sanitizer needs some */
   CHECK_OK(ranks_run(limit_body, NULL, 2, false));
+}
+
+/* Makes fallocate fail with `error`, as where memory is short: with vm.overcommit_memory=2, or in a
+   full tmpfs. Holes can still be made. */
+static bool deny_memory(int error) {
+  struct sock_filter code[] = {
+      BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, nr)),
+      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_fallocate, 0, 3),
+      BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, args[1])),
+      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, 0, 0, 1),
+      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | (unsigned)error),
+      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+  };
+  struct sock_fprog program = {sizeof code / sizeof *code, code};
+  return prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0 &&
+         prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program) == 0;
+}
+
+/* Rank 0 has no memory left: that is NULL and a text, for any size, and rank 0 goes on with what it
+   has. The other ranks do not notice. */
+static int short_body(cddp_group *g, void *arg) {
+  static const size_t sizes[] = {1, 4096, 100000, (2 << 20) - 1, 2 << 20, 40 << 20};
+  enum { COUNT = 50000 };
+  int before = test_failures;
+  float *had = (float *)cddp_alloc(g, COUNT * sizeof *had), x;
+  bool is_short = cddp_rank(g) == 0;
+  unsigned char *p;
+  size_t i;
+  CHECK(had != NULL);
+  CHECK_OK(cddp_barrier(g));
+  if (is_short) CHECK(deny_memory(*(int *)arg));
+  for (i = 0; i < sizeof sizes / sizeof *sizes; i++) {
+    p = (unsigned char *)cddp_alloc(g, sizes[i]);
+    CHECK((p == NULL) == is_short);
+    if (is_short) CHECK(strstr(cddp_error(), strerror(*(int *)arg)) != NULL);
+    if (is_short) CHECK(strstr(cddp_error(), "cddp_alloc") != NULL);
+    if (p == NULL) continue;
+    memset(p, 1, sizes[i]);
+    cddp_free(g, p);
+  }
+  for (i = 0; i < COUNT; i++) had[i] = 1;
+  CHECK_OK(cddp_all_reduce(g, had, COUNT, CDDP_F32, CDDP_SUM, NULL));
+  x = (float)cddp_world_size(g);
+  CHECK(all_are(had, COUNT, x));
+  cddp_free(g, had);
+  CHECK_OK(cddp_barrier(g));
+  return test_failures != before;
+}
+
+static void test_short_memory(void) {
+  static int errors[] = {ENOMEM, ENOSPC};
+  int i, n;
+  for (i = 0; i < 2; i++)
+    for (n = 2; n <= 3; n++) CHECK_OK(ranks_run(short_body, &errors[i], n, false));
 }
 
 /* The program closes descriptors that are not its own, and its files get their numbers. */
@@ -362,6 +550,8 @@ int main(void) {
   RUN(test_many_threads);
   RUN(test_out_of_mappings);
   RUN(test_closed_descriptors);
+  RUN(test_short_memory);
+  RUN(test_elastic_weights);
   RUN(test_models);
   return TEST_END();
 }
