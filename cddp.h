@@ -1125,10 +1125,11 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    FLOATING-POINT MODE. An operation uses the mode (FTZ, DAZ, rounding) of the calling thread. It
    must be the same on all ranks: CDDP_MISMATCH.
 
-   SHARED MEMORY. A file size limit (ulimit -f) also limits what a rank shares by cddp_alloc: to the
-   largest power of two that is at most the limit / (local ranks + 1). Memory is on huge pages,
-   allocated immediately, if MADV_COLLAPSE makes them (Linux 6.1), or if
-   /sys/kernel/mm/transparent_hugepage/shmem_enabled is advise.
+   SHARED MEMORY. cddp_alloc allocates the memory immediately, so too little memory is NULL with a
+   cddp_error, also with vm.overcommit_memory=2. The limit of a cgroup still kills the process. A
+   file size limit (ulimit -f) also limits what a rank shares: to the largest power of two that is
+   at most the limit / (local ranks + 1). Memory is on huge pages if MADV_COLLAPSE makes them (Linux
+   6.1), or if /sys/kernel/mm/transparent_hugepage/shmem_enabled is advise.
 
    MISMATCHES AND DEADLOCKS. CDDP_MISMATCH also means that two ranks on one host wait for each other
    in different groups, such as one in cddp_save and one in a model's step. Such a deadlock is found
@@ -22255,9 +22256,12 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels) { (void)k
 /* >>history ---------------------------------------------------------------------------------------
    1.1 (not released)
      Mended, elastic
+              One rank with 2 MiB of weights from cddp_alloc: the model's creation changed them.
+              Each joined process cost the others descriptors, until they failed.
      Mended, start-up
      Mended, launchers
      Mended, texts and tools
+              Too little memory (vm.overcommit_memory=2) is an error of cddp_alloc, not SIGBUS.
      GPUs
 
    1.0 (2026-11)

@@ -36,11 +36,19 @@ typedef struct process_config { /* how a process differs from the usual one */
   int (*before)(cddp_optim *o); /* before each step; 1: the step is cddp_ddp_wait */
   const char *secret, *join;
   double timeout_s;
+  int descriptors;   /* its limit of open files; 0: the usual one */
   bool lacks, early; /* it can allocate only `spare` more bytes, from its first step on; */
   size_t spare;      /* early: from the beginning */
 } process_config;
 
+typedef struct resources { /* of a rank */
+  int descriptors, mappings;
+  size_t kib; /* of the memory that its host's ranks share */
+} resources;
+
 typedef struct shared_state {
+  int asked, answers;   /* number of the last question for resources; answers to it */
+  resources use[8];     /* by rank */
   int port, stop, running, joined, left;
   pid_t member; /* see process_config.orphan */
   uint64_t steps; /* of the job, about */
@@ -81,6 +89,34 @@ static size_t shared_bytes(void) {
   }
   if (d != NULL) closedir(d);
   return bytes;
+}
+
+static int mappings(void) {
+  FILE *f = fopen("/proc/self/maps", "r");
+  int n = 0, c;
+  while (f != NULL && (c = getc(f)) != EOF) n += c == '\n';
+  if (f != NULL) fclose(f);
+  return n;
+}
+
+/* Answers ask_resources. */
+static void tell_resources(int rank, int *told) {
+  resources *use = &shared->use[rank];
+  if (*told == look(&shared->asked)) return;
+  *told = look(&shared->asked);
+  use->descriptors = ranks_open_fds();
+  use->mappings = mappings();
+  use->kib = shared_bytes() >> 10;
+  bump(&shared->answers);
+}
+
+/* Asks the n living ranks of a job what they have open, and waits for the answers. */
+static void ask_resources(int n) {
+  double until = test_now() + RANKS_WITHIN(20.0);
+  __atomic_store_n(&shared->answers, 0, __ATOMIC_SEQ_CST);
+  bump(&shared->asked);
+  while (look(&shared->answers) < n && test_now() < until) ranks_sleep(0.001);
+  CHECK_EQ(look(&shared->answers), n);
 }
 
 static void kill_member(void) {
@@ -179,6 +215,13 @@ static void leave(model *m) {
   CHECK(right(m, steps));
 }
 
+static void limit_descriptors(int most) {
+  struct rlimit limit;
+  CHECK(getrlimit(RLIMIT_NOFILE, &limit) == 0);
+  limit.rlim_cur = limit.rlim_max = (rlim_t)most;
+  CHECK(setrlimit(RLIMIT_NOFILE, &limit) == 0);
+}
+
 /* A rank of the job. It trains until the test says stop, which all ranks see in the same step. */
 static int life(int rank, void *arg) {
   process_config v = *(const process_config *)arg;
@@ -186,9 +229,11 @@ static int life(int rank, void *arg) {
   cddp_result r;
   model m;
   float stop = 0;
+  int told = look(&shared->asked);
   bool counted = false;
   (void)rank;
   prctl(PR_SET_PDEATHSIG, SIGKILL);
+  if (v.descriptors > 0) limit_descriptors(v.descriptors);
   v.rank = v.join == NULL ? rank : v.rank;
   if (v.bare) CHECK(close(STDIN_FILENO) == 0 && close(STDOUT_FILENO) == 0);
   if ((r = model_open(&m, &v)) == CDDP_OK && v.join == NULL) bump(&shared->running);
@@ -202,6 +247,7 @@ static int life(int rank, void *arg) {
     }
     if ((r = one_step(&m)) != CDDP_OK) break;
     shared->steps = cddp_ddp_steps(m.ddp);
+    if (v.rank < 8) tell_resources(v.rank, &told);
     if (v.rows && v.rank == 0) shared->memory = shared_bytes();
     stop = (float)look(&shared->stop);
     g = cddp_ddp_group(m.ddp);
@@ -419,6 +465,79 @@ static void test_many(void) {
   fprintf(stderr, "  %zu KiB, in the end %zu KiB\n", memory >> 10, shared->memory >> 10);
   CHECK(shared->memory < 2 * memory); /* a leak of a round would make it 60 times */
   end_job(pids, 3);
+}
+
+/* Rank 1 dies and is replaced `rounds` times. The others must not keep anything of these processes:
+   with few descriptors they live as long as with many. */
+static void replace_rank(int rounds, const char *hosts) {
+  process_config first = usual(), v;
+  resources begin[3];
+  pid_t pids[3];
+  int i, k, status;
+  memset(begin, 0, sizeof begin);
+  if (hosts != NULL) setenv("TEST_HOSTS", hosts, 1);
+  first.join = NULL;
+  first.world_size = 3;
+  first.descriptors = 64;
+  begin_job(pids, &first);
+  for (i = 0; i < rounds && test_failures == 0; i++) {
+    double until = test_now() + RANKS_WITHIN(20.0);
+    kill(pids[1], SIGKILL);
+    waitpid(pids[1], &status, 0);
+    v = first;
+    v.rank = 1;
+    v.join = "1";
+    pids[1] = ranks_fork(life, 1, &v);
+    while (look(&shared->joined) <= i && test_now() < until) ranks_sleep(0.0005);
+    CHECK_EQ(look(&shared->joined), i + 1);
+    if (i == 1) {
+      ask_resources(3);
+      memcpy(begin, shared->use, sizeof begin);
+    }
+  }
+  ask_resources(3);
+  for (k = 0; k < 3; k += 2) {
+    fprintf(stderr, "  %s: rank %d: %d descriptors, in the end %d\n",
+            hosts != NULL ? hosts : "a", k, begin[k].descriptors, shared->use[k].descriptors);
+    CHECK(shared->use[k].descriptors <= begin[k].descriptors + 2);
+  }
+  end_job(pids, 3);
+  unsetenv("TEST_HOSTS");
+}
+
+static void test_descriptors(void) {
+  bool is_long = getenv("ROUNDS") != NULL;
+  int rounds = is_long ? atoi(getenv("ROUNDS")) : 6;
+  replace_rank(rounds, NULL);
+  replace_rank(rounds, "aab");
+  if (is_long) replace_rank(rounds, "abc");
+}
+
+/* Rank after rank dies, and none is replaced. */
+static void test_descriptors_of_lost_ranks(void) {
+  static const char *const hosts[] = {"", "aab", "abcdef"};
+  enum { RANKS = 6 };
+  process_config v = usual();
+  resources use[RANKS];
+  pid_t pids[RANKS];
+  int i, k, status, left;
+  v.join = NULL;
+  v.world_size = v.shards = RANKS;
+  for (i = 0; i < 3; i++) {
+    setenv("TEST_HOSTS", hosts[i], 1);
+    begin_job(pids, &v);
+    ask_resources(RANKS);
+    memcpy(use, shared->use, sizeof use);
+    for (left = RANKS - 1; left > 1; left--) {
+      kill(pids[left], SIGKILL);
+      waitpid(pids[left], &status, 0);
+      ranks_sleep(0.02);
+      ask_resources(left);
+      for (k = 0; k < left; k++) CHECK(shared->use[k].descriptors <= use[k].descriptors);
+    }
+    end_job(pids, 2);
+  }
+  unsetenv("TEST_HOSTS");
 }
 
 static uint64_t trained; /* steps of this rank's last model */
@@ -1167,6 +1286,8 @@ int main(void) {
   RUN(test_leaves);
   RUN(test_alone);
   RUN(test_many);
+  RUN(test_descriptors);
+  RUN(test_descriptors_of_lost_ranks);
   RUN(test_two_models);
   RUN(test_strangers);
   RUN(test_stalling);
