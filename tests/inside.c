@@ -77,6 +77,16 @@ void inside_forget_life(cddp_group *g) { g->host->job_info->table.lead.self.life
 int inside_table_rank(cddp_group *g) { return (int)g->host->job_info->table.info.rank; }
 int inside_table_pid(cddp_group *g) { return (int)g->host->job_info->table.info.pid; }
 
+const size_t inside_thresholds[] = {
+    CDDP__CACHE_LINE,     CDDP__PREFETCH_MAX, CDDP__ROUND_MAX,       CDDP__ROUND_MAX_OVERSUBSCRIBED,
+    CDDP__BLOCK_BYTES,    CDDP__STEP_BLOCK,   CDDP__NT_MIN,          CDDP__SLICES_MIN,
+    CDDP__WHOLE_MOST,     CDDP__NT_LARGE,     CDDP__EAGER_MAX,       CDDP__STAGING_MIN,
+    CDDP__PIGGYBACK,      CDDP__PIECE,        CDDP__STAGING,         CDDP__WHOLE_MOST_OF_TWO,
+    CDDP__CHECK_BYTES,    CDDP__SCRATCH,      CDDP__IN_PLACE_BYTES,  CDDP__OVERSUBSCRIBED_READ,
+    CDDP__HUGE_PAGE,      CDDP__PIECE_MOST,   4 * CDDP__NODES_CHUNK, CDDP__STAGING_ALL,
+    4 * CDDP__HUGE_PAGE,  CDDP__NT_SHARE,     4 * CDDP__BLOCK,       2 * CDDP__NT_SHARE};
+const int inside_threshold_count = sizeof inside_thresholds / sizeof *inside_thresholds;
+
 void inside_slice(size_t n, size_t granule, int parts, int part, size_t *begin, size_t *end) {
   cddp__slice(n, granule, parts, part, begin, end);
 }

@@ -30,6 +30,10 @@ void inside_forget_life(cddp_group *g);
 int inside_table_rank(cddp_group *g);
 int inside_table_pid(cddp_group *g);
 
+/* Sizes in bytes at which cddp.h chooses another way, in no order. */
+extern const size_t inside_thresholds[];
+extern const int inside_threshold_count;
+
 /* Room >>plan. */
 void inside_slice(size_t n, size_t granule, int parts, int part, size_t *begin, size_t *end);
 int inside_plan_buckets(int *offsets, int *sorted, const cddp_param *params, int count,

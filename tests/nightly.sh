@@ -3,7 +3,7 @@
 #
 #   tests/nightly.sh [FUZZ_SECONDS]     seconds for each fuzz target; 600
 #
-# A failure names its seed; `build/plain/simulate SEED`, `build/plain/kills --seed SEED` and
+# A failure names its seed; `build/plain/programs --seed SEED`, `build/plain/simulate SEED`, `build/plain/kills --seed SEED` and
 # `build/plain/elastic --seeds 1 --seed SEED` run it again.
 set -u
 cd "$(dirname "$0")/.." || exit 1
@@ -28,6 +28,7 @@ fixed=()
 setarch -R true 2>/dev/null && fixed=(setarch -R)
 export ASAN_OPTIONS=allocator_may_return_null=1:detect_stack_use_after_return=1
 export TSAN_OPTIONS=die_after_fork=0
+run programs build/plain/programs --seed 10000 --seconds 3600
 run kills build/plain/kills --seeds 1000
 run elastic build/plain/elastic --seeds 3000 --seed 10000
 run elastic-sweep build/plain/elastic --sweep 6
@@ -38,6 +39,8 @@ run join-descriptors env ROUNDS=600 ONLY=test_descriptors build/plain/join
 run simulate build/plain/simulate --seeds 10000
 run faults build/plain/faults --thorough
 run late env LATE=40 ONLY=test_late_receiver build/plain/hosts
+[ -s build/asan/missing ] || run programs-asan "${fixed[@]+"${fixed[@]}"}" build/asan/programs --seed 40000 --seconds 600
+[ -s build/tsan/missing ] || run programs-tsan "${fixed[@]+"${fixed[@]}"}" build/tsan/programs --seed 60000 --seconds 600
 [ -s build/asan/missing ] || run kills-asan "${fixed[@]+"${fixed[@]}"}" build/asan/kills --seeds 100
 [ -s build/asan/missing ] || run elastic-asan "${fixed[@]+"${fixed[@]}"}" build/asan/elastic --seeds 300 --seed 20000
 [ -s build/asan/missing ] || run simulate-asan "${fixed[@]+"${fixed[@]}"}" build/asan/simulate --seeds 1000 100000

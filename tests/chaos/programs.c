@@ -1,0 +1,1819 @@
+/* programs.c - random programs over the whole library, judged by plain loops.
+
+     build/plain/programs                      a minute of programs, as 'ninja all-tests' does
+     build/plain/programs --seconds 3600       an hour of them
+     build/plain/programs --seed 17            seed 17 alone, with what each rank did
+     build/plain/programs --seed 1 --count 300 seeds 1 to 300
+     --set NAME=VALUE,...                      changes the program: a failure prints these
+     --hosts 0|1                               only programs on one host, or only on several
+     --jobs N                                  N programs at a time
+     --reduce 0                                leaves failing programs as they are
+   The last line is 'N programs, N failed'. Each failure is a line with its seed, and a smaller
+   program that fails too, as a list of calls. The exit code is 0 or 1.
+
+   A seed is a `program`: a world (ranks, hosts, processes or threads), a model (memory, sizes
+   around the thresholds of cddp.h, dtypes), an optimizer, a loop, and events (deaths, stops,
+   processes that join, a system call that fails). settle() removes what cddp does not allow.
+
+   The judge computes what each rank must hold after each step: reference(). Gradients depend on
+   step, shard and element alone, and repeat after PERIOD elements, so that the reference is short
+   however large a parameter is. Each rank compares all bits after each step, and so does a process
+   that joins. Every rank must end as the events say, in time, and leave no descriptor, mapping,
+   thread or process behind.
+
+   To add a feature: a field of `program` in FIELDS (so it can be printed, set and reduced), its
+   draw, its limits in settle(), its effect in reference(), its calls in the life of a rank. */
+#include "../../cddp.h"
+
+#include "../inside.h"
+#include "../ranks.h"
+
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/prctl.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+
+enum { RANKS = 6, PARAMS = 5, SHARDS = 24, EVENTS = 8, PROCESSES = 64, MOST_STEPS = 160 };
+enum { PERIOD = 1021 }; /* elements after which weights and gradients repeat; a prime */
+#define LIMIT_S 20.0    /* of a program; cddp's own deadline is half of it */
+
+/* --- a program --- */
+
+enum { SGD, ADAMW, OWN, OPTIMS };
+enum { STEP, WAIT, BY_TURNS, PARTITIONS, FINISHES };
+enum { MALLOCED, SHARED, MEMORIES };
+enum { PLACED, OWN_MALLOCED, OWN_SHARED, GRADS };
+enum { NO_CLIP, CLIPS, CLIPS_NOTHING, CLIPS_AFTER_WAIT, CLIP_KINDS };
+enum { NOTHING, KILL_AT_POINT, KILL_AT_STEP, KILL_OUTSIDE, STOP, JOIN, REFUSED, EVENT_KINDS };
+enum { SAME_RANK, OTHER_COUNT, OTHER_OPTIMIZER, OTHER_SECRET, MISFITS };
+
+typedef struct parameter {
+  int count, dtype, memory, grad;
+} parameter;
+
+typedef struct event {
+  int kind, rank, step;
+  int arg; /* points, place, milliseconds, the point at which a joining process dies, misfit */
+} event;
+
+typedef struct program {
+  uint64_t seed;
+  int ranks, hosts, threads, secret;
+  int count;
+  parameter p[PARAMS];
+  int shards, elastic, looped, rows, width, buckets, clip, hook, unused;
+  int optim, momentum, nesterov, decay, amsgrad, maximize, masters, copies, groups, apart, sharded;
+  int steps, finish, micro, between, pause, jitter;
+  int churn;                    /* a rank is killed and replaced so many times */
+  int restart, restart_ranks;   /* saved at this step, loaded by so many ranks */
+  event e[EVENTS];
+  int fault, fault_nth, fault_rank, fault_delay;
+} program;
+
+/* X(name, field, the least value) in the order in which a failing program is reduced. */
+#define EVENT_FIELDS(X, n) \
+  X("event" #n, e[n].kind, 0) X("event_rank" #n, e[n].rank, 0) X("event_step" #n, e[n].step, 0) \
+  X("event_arg" #n, e[n].arg, 0)
+#define PARAM_FIELDS(X, n) \
+  X("size" #n, p[n].count, 1) X("dtype" #n, p[n].dtype, 0) X("memory" #n, p[n].memory, 0) \
+  X("grad" #n, p[n].grad, 0)
+#define FIELDS(X) \
+  X("fault", fault, 0) X("churn", churn, 0) X("restart", restart, 0) X("hosts", hosts, 0) \
+  EVENT_FIELDS(X, 7) EVENT_FIELDS(X, 6) EVENT_FIELDS(X, 5) EVENT_FIELDS(X, 4) EVENT_FIELDS(X, 3) \
+  EVENT_FIELDS(X, 2) EVENT_FIELDS(X, 1) EVENT_FIELDS(X, 0) \
+  X("ranks", ranks, 1) X("params", count, 1) X("steps", steps, 1) \
+  PARAM_FIELDS(X, 0) PARAM_FIELDS(X, 1) PARAM_FIELDS(X, 2) PARAM_FIELDS(X, 3) PARAM_FIELDS(X, 4) \
+  X("elastic", elastic, 0) X("threads", threads, 0) X("shards", shards, 0) \
+  X("looped", looped, 0) X("secret", secret, 0) X("rows", rows, 0) X("width", width, 1) \
+  X("buckets", buckets, 0) X("clip", clip, 0) X("hook", hook, 0) X("unused", unused, 0) \
+  X("finish", finish, 0) X("optim", optim, 0) X("momentum", momentum, 0) \
+  X("nesterov", nesterov, 0) X("decay", decay, 0) X("amsgrad", amsgrad, 0) \
+  X("maximize", maximize, 0) X("masters", masters, 0) X("copies", copies, 0) \
+  X("groups", groups, 0) X("apart", apart, 0) X("sharded", sharded, 0) X("micro", micro, 1) \
+  X("between", between, 0) X("pause", pause, 0) X("jitter", jitter, 0) \
+  X("restart_ranks", restart_ranks, 1) X("fault_nth", fault_nth, 1) \
+  X("fault_rank", fault_rank, 0) X("fault_delay", fault_delay, 0)
+
+typedef struct field {
+  const char *name;
+  size_t at;
+  int least;
+} field;
+
+static const field fields[] = {
+#define FIELD(name, member, least) {name, offsetof(program, member), least},
+    FIELDS(FIELD)
+#undef FIELD
+};
+enum { FIELD_COUNT = sizeof fields / sizeof *fields };
+
+static int *field_of(program *p, const field *f) { return (int *)(void *)((char *)p + f->at); }
+
+static const char *const host_plans[] = {NULL, "ab", "aab", "abc"};
+enum { HOST_PLANS = 4 };
+
+/* The shards of a step: the ranks' number if the program sets none. */
+static int shards_of(const program *p, uint64_t t) {
+  if (p->shards > 0) return p->shards;
+  return p->restart > 0 && t >= (uint64_t)p->restart ? p->restart_ranks : p->ranks;
+}
+
+static bool is_half(int dtype) { return dtype == CDDP_F16 || dtype == CDDP_BF16; }
+static bool has_rows(const program *p, int k) { return k == 0 && p->rows > 0; }
+static bool steps_fused(const program *p, uint64_t t) {
+  return p->finish == STEP || (p->finish == BY_TURNS && t % 2 == 0);
+}
+
+static int events_of(const program *p, int kind) {
+  int i, n = 0;
+  for (i = 0; i < EVENTS; i++) n += p->e[i].kind == kind;
+  return n;
+}
+
+static int joins_of(const program *p) {
+  return events_of(p, JOIN) + events_of(p, REFUSED) + p->churn;
+}
+
+/* While processes join, the job goes on for at most so many steps. */
+static int last_step(const program *p) {
+  int most = p->steps + 30 * joins_of(p);
+  return most < MOST_STEPS ? most : MOST_STEPS;
+}
+
+static void no_more_than(int *value, int most) {
+  if (*value > most) *value = most;
+}
+
+/* Events and faults need processes, and all but a death an elastic model. */
+static void settle_events(program *p) {
+  int i;
+  if (p->churn > 0 && (p->ranks < 2 || p->threads || !p->elastic)) p->churn = 0;
+  if (p->churn > 0) {
+    memset(p->e, 0, sizeof p->e);
+    p->fault = p->jitter = 0;
+    no_more_than(&p->churn, 12);
+  }
+  for (i = 0; i < EVENTS; i++) {
+    event *e = &p->e[i];
+    if (p->threads || e->kind >= EVENT_KINDS || p->restart > 0) e->kind = NOTHING;
+    if (!p->elastic && e->kind != KILL_AT_STEP && e->kind != KILL_OUTSIDE) e->kind = NOTHING;
+    if (e->kind == REFUSED && e->arg == OTHER_SECRET && !p->secret) e->arg = SAME_RANK;
+    if (e->kind == REFUSED && e->arg == OTHER_OPTIMIZER && p->optim == OWN) e->arg = OTHER_COUNT;
+    no_more_than(&e->step, p->steps - 1);
+  }
+  if (p->threads || p->restart > 0) p->fault = 0;
+  no_more_than(&p->fault_rank, p->ranks - 1);
+}
+
+static void settle_model(program *p) {
+  int k;
+  if (p->elastic) p->hook = p->unused = p->sharded = 0, p->looped = 1, p->micro = 1;
+  if (p->elastic && p->finish == PARTITIONS) p->finish = WAIT;
+  if (p->shards > 0) p->hook = p->unused = 0, p->looped = 1, p->micro = 1;
+  if (p->shards > 0 && p->shards < p->ranks) p->shards = p->ranks;
+  if (p->shards > 0 && p->restart > 0 && p->shards < p->restart_ranks)
+    p->shards = p->restart_ranks;
+  if (p->finish == PARTITIONS) p->optim = OWN, p->rows = p->unused = 0, p->micro = 1;
+  if (p->optim == OWN && p->finish != PARTITIONS) p->finish = WAIT;
+  if (p->optim == ADAMW) p->rows = 0;
+  if (p->rows > 0) p->decay = p->groups = p->sharded = p->hook = 0;
+  if (p->rows > 0) p->p[0].count = p->rows * p->width, p->p[0].grad = PLACED;
+  if (p->sharded) p->finish = STEP, p->apart = 0;
+  if (p->unused || p->rows > 0) p->apart = 0;
+  if (p->optim == OWN) p->masters = p->copies = p->apart = p->sharded = p->groups = 0;
+  if (p->looped || p->unused || p->micro < 1) p->micro = 1;
+  if (p->optim != SGD) p->nesterov = 0;
+  if (p->momentum == 0) p->nesterov = 0;
+  if (p->micro > 1 && steps_fused(p, 1)) p->clip = NO_CLIP;
+  if (p->clip == CLIPS_AFTER_WAIT && p->finish != WAIT) p->clip = CLIPS;
+  /* The norm has the bits of any order of additions only if all squares are short numbers. */
+  if (p->clip != NO_CLIP && (p->micro > 1 || (shards_of(p, 0) & (shards_of(p, 0) - 1)) != 0 ||
+                             (shards_of(p, MOST_STEPS) & (shards_of(p, MOST_STEPS) - 1)) != 0))
+    p->clip = CLIPS_NOTHING;
+  for (k = 0; k < p->count; k++) {
+    if (p->optim == ADAMW && is_half(p->p[k].dtype)) p->masters = 1;
+    if (p->copies && p->p[k].dtype != CDDP_F32) p->copies = 0;
+  }
+}
+
+/* Makes any program one that cddp must run without an error but those of its events. */
+static void settle(program *p) {
+  no_more_than(&p->ranks, RANKS);
+  no_more_than(&p->restart_ranks, RANKS);
+  no_more_than(&p->count, PARAMS);
+  no_more_than(&p->steps, 20);
+  no_more_than(&p->shards, SHARDS);
+  if (p->restart >= p->steps) p->restart = 0;
+  if (p->restart > 0 && (p->elastic || p->optim == OWN)) p->restart = 0;
+  if (p->restart > 0) p->restart_ranks = p->restart_ranks < 1 ? 1 : p->restart_ranks;
+  if (p->ranks < 2 || p->threads) p->hosts = 0;
+  settle_model(p);
+  settle_events(p);
+  /* A joining process does not receive the states of an optimizer of the program's own. */
+  if (p->optim == OWN && joins_of(p) > 0) p->momentum = 0;
+}
+
+/* --- what a seed means --- */
+
+static int draw_count(uint64_t *k, uint64_t seed, int class, int dtype) {
+#define DRAW(n) ((int)(ranks_mix(seed, ++*k, 20) % (uint64_t)(n)))
+  static const int tiny[] = {1, 2, 7, 77, 300, 1000, 2048, 2049};
+  static const size_t least[] = {0, 0, (size_t)8 << 10, (size_t)1 << 20, (size_t)4 << 20};
+  static const size_t most[] = {0, (size_t)16 << 10, (size_t)512 << 10, (size_t)4 << 20,
+                                (size_t)64 << 20};
+  size_t size = cddp_dtype_size((cddp_dtype)dtype), bytes = 0;
+  int tries;
+  if (class == 0 || DRAW(3) == 0) return tiny[DRAW(8)];
+  for (tries = 0; tries < 64; tries++) {
+    bytes = inside_thresholds[DRAW(inside_threshold_count)];
+    bytes = DRAW(4) == 0 ? bytes * 2 : DRAW(4) == 0 ? bytes / 2 : bytes;
+    if (bytes >= least[class] && bytes <= most[class]) break;
+  }
+  if (tries == 64) return tiny[DRAW(8)];
+  bytes = bytes / size + (size_t)DRAW(3);
+  return bytes < 2 ? 1 : (int)bytes - 1;
+}
+
+static void draw_params(program *p, uint64_t *k, uint64_t seed) {
+  int class = DRAW(16), types = DRAW(6), memory = DRAW(3), grads = DRAW(4), i;
+  class = class < 7 ? 0 : class < 11 ? 1 : class < 14 ? 2 : DRAW(24) > 0 ? 3 : 4;
+  p->count = class == 4 ? 1 : class == 3 ? 1 + DRAW(2) : 1 + DRAW(PARAMS);
+  for (i = 0; i < PARAMS; i++) {
+    parameter *q = &p->p[i];
+    q->dtype = types < 3 ? CDDP_F32 : types == 3 ? DRAW(2) : types == 4 ? 2 + DRAW(2) : DRAW(4);
+    q->memory = memory < 2 ? memory : DRAW(MEMORIES);
+    q->grad = grads < 2 ? PLACED : grads == 2 ? 1 + DRAW(2) : DRAW(GRADS);
+    q->count = draw_count(k, seed, class, q->dtype);
+  }
+  p->steps = class >= 3 ? 1 + DRAW(3) : 2 + DRAW(6);
+}
+
+static void draw_events(program *p, uint64_t *k, uint64_t seed) {
+  int n = DRAW(3) == 0 ? 0 : DRAW(2) ? 1 : 1 + DRAW(EVENTS - 1), i;
+  if (p->elastic && DRAW(4) == 0) n = 0;
+  if (!p->elastic && DRAW(6) > 0) n = 0;
+  for (i = 0; i < n; i++) {
+    event *e = &p->e[i];
+    int kind = DRAW(16);
+    e->kind = kind < 3 ? KILL_AT_POINT : kind < 6 ? KILL_AT_STEP : kind < 8 ? KILL_OUTSIDE
+            : kind < 9 ? STOP : kind < 14 ? JOIN : REFUSED;
+    e->rank = DRAW(p->ranks);
+    e->step = DRAW(p->steps);
+    e->arg = e->kind == KILL_AT_POINT  ? 1 + DRAW(40 * p->ranks)
+             : e->kind == KILL_AT_STEP ? DRAW(4)
+             : e->kind == REFUSED      ? DRAW(MISFITS)
+             : e->kind == JOIN         ? (DRAW(5) == 0 ? 1 + DRAW(60) : 0)
+                                       : DRAW(60);
+    if (e->kind == JOIN && DRAW(3) == 0) e->rank = p->ranks + DRAW(80);
+  }
+  if (p->elastic && DRAW(20) == 0) p->churn = 6 + DRAW(4);
+}
+
+static program draw(uint64_t seed) {
+  uint64_t count = 0, *k = &count;
+  program p;
+  memset(&p, 0, sizeof p);
+  p.seed = seed;
+  p.ranks = 1 + DRAW(RANKS);
+  if (p.ranks > 3 && DRAW(2)) p.ranks -= 3;
+  p.elastic = DRAW(2);
+  p.threads = DRAW(p.elastic ? 10 : 3) == 0;
+  p.hosts = DRAW(4) == 0 ? 1 + DRAW(HOST_PLANS - 1) : 0;
+  p.secret = DRAW(5) == 0;
+  draw_params(&p, k, seed);
+  p.shards = DRAW(3);
+  p.shards = p.shards == 0 ? 0 : p.shards == 1 ? p.ranks : p.ranks + DRAW(6);
+  p.looped = DRAW(2);
+  p.rows = DRAW(8) == 0 ? 1 + DRAW(300) : 0;
+  p.width = 1 + DRAW(3);
+  p.buckets = DRAW(3);
+  p.clip = DRAW(3) == 0 ? 1 + DRAW(CLIP_KINDS - 1) : NO_CLIP;
+  p.hook = DRAW(8) == 0;
+  p.unused = DRAW(6) == 0;
+  p.optim = DRAW(8) == 0 ? OWN : DRAW(2);
+  p.momentum = DRAW(3);
+  p.nesterov = DRAW(4) == 0;
+  p.decay = DRAW(3) == 0;
+  p.amsgrad = DRAW(3) == 0;
+  p.maximize = DRAW(8) == 0;
+  p.masters = DRAW(3) == 0;
+  p.copies = DRAW(4) == 0;
+  p.groups = DRAW(4) == 0;
+  p.apart = DRAW(3) == 0;
+  p.sharded = DRAW(6) == 0;
+  p.finish = DRAW(2) ? STEP : DRAW(FINISHES);
+  p.micro = DRAW(6) == 0 ? 2 + DRAW(2) : 1;
+  p.between = DRAW(3) == 0 ? 1 + DRAW(7) : 0;
+  p.pause = DRAW(3) == 0 ? DRAW(600) : 0;
+  p.jitter = DRAW(4) == 0 ? 1 + DRAW(2000) : 0;
+  p.restart = DRAW(8) == 0 ? 1 + DRAW(p.steps) : 0;
+  p.restart_ranks = 1 + DRAW(RANKS);
+  draw_events(&p, k, seed);
+  p.fault = DRAW(10) == 0 ? 1 + DRAW(20) : 0;
+  p.fault_nth = 1 + DRAW(100);
+  if (DRAW(2)) p.fault_nth = 1 + p.fault_nth / 10;
+  p.fault_rank = DRAW(p.ranks);
+  p.fault_delay = DRAW(4) == 0 ? 1 + DRAW(60) : 0;
+#undef DRAW
+  settle(&p);
+  return p;
+}
+
+/* --- values: weights and gradients --- */
+
+/* [exact][dtype]: PERIOD values twice, as elements and as numbers. exact: so short that all sums
+   of their squares are exact. */
+static unsigned char noise[2][4][2 * PERIOD * 8];
+static double numbers[2][4][PERIOD];
+
+static void make_noise(void) {
+  int exact, dtype, i;
+  for (exact = 0; exact < 2; exact++)
+    for (dtype = 0; dtype < 4; dtype++)
+      for (i = 0; i < 2 * PERIOD; i++) {
+        double x = (double)(int64_t)(ranks_mix(21, (uint64_t)(i % PERIOD), 3) >> 11) * 0x1p-52 - 1;
+        ranks_store((cddp_dtype)dtype, noise[exact][dtype], (size_t)i,
+                    exact ? round(32 * x) / 16 : x);
+        if (i < PERIOD)
+          numbers[exact][dtype][i] = ranks_load((cddp_dtype)dtype, noise[exact][dtype], (size_t)i);
+      }
+}
+
+static bool is_exact(const program *p) { return p->clip != NO_CLIP; }
+static int begin_of_weights(int k) { return 100 * k % PERIOD; }
+
+/* Where the gradient of a micro-batch of a shard begins in the noise. */
+static int begin_of_gradient(const program *p, uint64_t t, int shard, int k, int micro) {
+  return (int)(ranks_mix(p->seed, t * SHARDS + (uint64_t)shard, (uint64_t)(8 * k + micro)) %
+               PERIOD);
+}
+
+static bool is_ready(const program *p, uint64_t t, int shard, int k) {
+  uint64_t h = ranks_mix(p->seed ^ 5, t, (uint64_t)k);
+  if (!p->unused || h % 3 > 0) return true;
+  return h % 2 == 0 && ranks_mix(h, (uint64_t)shard, 2) % 2 == 0; /* nowhere, or not everywhere */
+}
+
+/* The rows that a shard adds: `first`, first + 1, ... Their number. */
+static int rows_of(const program *p, uint64_t t, int shard, int *first) {
+  uint64_t h = ranks_mix(p->seed ^ 9, t, (uint64_t)shard);
+  int n = (int)(h % 4);
+  *first = (int)(h / 4 % (uint64_t)p->rows);
+  return n < p->rows ? n : p->rows;
+}
+
+static double learning_rate(uint64_t t) { return 0.25 / (double)(1 + t % 3); }
+
+/* --- the reference: what every rank must hold after each step --- */
+
+static int compute_type(int dtype) { return dtype == CDDP_F64 ? CDDP_F64 : CDDP_F32; }
+
+/* A result of +, -, *, / or sqrt on numbers of the type: a double rounds it correctly. */
+static double in(int type, double x) { return type == CDDP_F64 ? x : (double)(float)x; }
+
+static double narrow(int dtype, double x) {
+  if (dtype == CDDP_F16) return (double)ranks_from_f16(ranks_to_f16((float)x));
+  if (dtype == CDDP_BF16) return (double)ranks_from_bf16(ranks_to_bf16((float)x));
+  return in(dtype, x);
+}
+
+static double fused(int type, double a, double b, double x) { /* a * b + x, rounded once */
+  return type == CDDP_F64 ? fma(a, b, x) : (double)fmaf((float)a, (float)b, (float)x);
+}
+
+/* The canonical sum of x[n]. */
+static double sum_of(int type, const double *x, int n) {
+  int half = n > 1 ? ranks_split(n) : 0;
+  if (n == 1) return x[0];
+  return in(type, sum_of(type, x, half) + sum_of(type, x + half, n - half));
+}
+
+typedef struct rule { /* of one step of one parameter */
+  bool adamw, momentum, nesterov, first, amsgrad, half;
+  int type; /* of the states; f16 and bf16 without masters compute in f32 and round each result */
+  double sign, rate, decay, keep, take;
+  int steps; /* of this parameter so far */
+} rule;
+
+static double scales(const program *p, int k) { return p->groups ? 1 - 0.25 * (k % 3) : 1; }
+static double decays(const program *p, int k) {
+  return !p->decay ? 0 : p->groups && k % 2 == 1 ? 0 : 0.0625;
+}
+
+static rule rule_of(const program *p, int k, uint64_t t, int steps) {
+  rule u;
+  memset(&u, 0, sizeof u);
+  u.adamw = p->optim == ADAMW;
+  u.type = p->masters ? compute_type(p->p[k].dtype) : p->p[k].dtype;
+  u.sign = p->maximize && p->optim != OWN ? -1 : 1;
+  u.rate = learning_rate(t) * scales(p, k);
+  u.decay = p->optim != OWN ? decays(p, k) : 0;
+  u.momentum = p->momentum > 0;
+  u.keep = p->momentum == 1 ? 0.9 : 0.5;
+  u.take = p->momentum == 2 && !p->nesterov && p->optim != OWN ? 0.75 : 1;
+  u.nesterov = p->nesterov;
+  u.first = steps == 0;
+  u.amsgrad = p->amsgrad;
+  u.steps = steps;
+  return u;
+}
+
+static double plus(int type, double a, double b, double f) { /* a + f * b of SGD */
+  return narrow(type, fused(compute_type(type), narrow(type, f), b, a));
+}
+
+static double power(double x, int n) { /* by squaring, as the header says */
+  double y = 1;
+  for (; n > 0; n /= 2, x *= x)
+    if (n % 2 == 1) y *= x;
+  return y;
+}
+
+static double sgd(const rule *u, double w, double g, double *m) {
+  double d = narrow(u->type, g * u->sign);
+  int type = compute_type(u->type);
+  if (u->decay != 0) d = plus(u->type, d, w, u->decay);
+  if (u->momentum) {
+    double kept = narrow(u->type, in(type, in(type, u->keep) * *m));
+    *m = u->first ? d : plus(u->type, kept, d, u->take);
+    d = u->nesterov ? plus(u->type, d, *m, u->keep) : *m;
+  }
+  return plus(u->type, w, d, -u->rate);
+}
+
+static double adamw(const rule *u, double w, double g, double *m, double *q, double *most) {
+  double beta1 = 0.9, beta2 = 0.999, lerp, b;
+  int c = u->type, t = u->steps + 1;
+  double root = in(c, sqrt(1 - power(beta2, t))), step = in(c, -u->rate / (1 - power(beta1, t)));
+  double keep = in(c, beta2), take = in(c, 1 - beta2);
+  g = in(c, g * u->sign);
+  lerp = in(c, 1 - beta1);
+  *m = fused(c, lerp, in(c, g - *m), *m);
+  b = *q = fused(c, in(c, take * g), g, in(c, *q * keep));
+  if (u->amsgrad) b = *most = b > *most ? b : *most;
+  b = in(c, in(c, in(c, sqrt(b)) / root) + in(c, 1e-8));
+  return in(c, in(c, w * in(c, 1 - u->rate * u->decay)) + in(c, in(c, step * *m) / b));
+}
+
+static double update(const rule *u, double w, double g, double *m, double *q, double *most) {
+  return u->adamw ? adamw(u, w, g, m, q, most) : sgd(u, w, g, m);
+}
+
+typedef struct column { /* a parameter: the elements that repeat */
+  int n, steps;
+  double w[PERIOD], mean[PERIOD], m[PERIOD], q[PERIOD], most[PERIOD];
+} column;
+
+static int columns_of(const program *p, int k) {
+  return p->p[k].count < PERIOD ? p->p[k].count : PERIOD;
+}
+
+/* A shard's gradient, in the parameter's type. */
+static void gradient_of(const program *p, uint64_t t, int shard, int k, double *g) {
+  const double *x = numbers[is_exact(p)][p->p[k].dtype];
+  int n = columns_of(p, k), begin = begin_of_gradient(p, t, shard, k, 0), j, i, first;
+  memset(g, 0, (size_t)n * sizeof *g);
+  if (!is_ready(p, t, shard, k)) return;
+  if (has_rows(p, k)) {
+    for (j = rows_of(p, t, shard, &first) - 1; j >= 0; j--)
+      for (i = 0; i < p->width; i++)
+        g[(first + j) % p->rows * p->width + i] = x[(begin + j * p->width + i) % PERIOD];
+    return;
+  }
+  for (j = 0; j < p->micro; j++) {
+    begin = begin_of_gradient(p, t, shard, k, j);
+    for (i = 0; i < n; i++)
+      g[i] = j == 0 ? x[(begin + i) % PERIOD]
+                    : narrow(p->p[k].dtype, g[i] + x[(begin + i) % PERIOD]);
+  }
+}
+
+static bool is_used(const program *p, uint64_t t, int k) {
+  int s;
+  for (s = 0; s < shards_of(p, t) && !is_ready(p, t, s, k);) s++;
+  return s < shards_of(p, t);
+}
+
+static double clip_limit(const program *p) { return p->clip == CLIPS_NOTHING ? 1e9 : 2; }
+
+/* The factor of a clip. */
+static double clip_of(const program *p, uint64_t t, const column *columns, double *norm) {
+  double sum = 0, factor;
+  int k, i;
+  for (k = 0; k < p->count; k++) {
+    const column *c = &columns[k];
+    for (i = 0; i < c->n && is_used(p, t, k); i++) {
+      int times = p->p[k].count / c->n + (i < p->p[k].count % c->n);
+      sum += times * (c->mean[i] * c->mean[i]);
+    }
+  }
+  *norm = sqrt(sum);
+  factor = clip_limit(p) / (*norm + 1e-6);
+  return factor < 1 ? factor : 1;
+}
+
+static void reference_step(const program *p, uint64_t t, column *columns, double *norm) {
+  int shards = shards_of(p, t), k, i, s;
+  static double gradients[SHARDS][PERIOD];
+  double x[SHARDS], factor;
+  for (k = 0; k < p->count; k++) {
+    int type = compute_type(p->p[k].dtype);
+    for (s = 0; s < shards; s++) gradient_of(p, t, s, k, gradients[s]);
+    for (i = 0; i < columns[k].n; i++) {
+      for (s = 0; s < shards; s++) x[s] = gradients[s][i];
+      columns[k].mean[i] = narrow(p->p[k].dtype, in(type, sum_of(type, x, shards) / shards));
+    }
+  }
+  factor = p->clip != NO_CLIP ? clip_of(p, t, columns, norm) : 1;
+  for (k = 0; k < p->count; k++) {
+    column *c = &columns[k];
+    int dtype = p->p[k].dtype, type = compute_type(dtype);
+    rule u = rule_of(p, k, t, c->steps);
+    if (!is_used(p, t, k)) continue;
+    for (i = 0; i < c->n; i++) {
+      double g = narrow(dtype, in(type, c->mean[i] * in(type, factor)));
+      c->w[i] = update(&u, c->w[i], g, &c->m[i], &c->q[i], &c->most[i]);
+    }
+    c->steps++;
+  }
+}
+
+/* --- what the judge and all ranks share --- */
+
+enum { UNUSED, STARTING, RUNNING, DYING, ENDED };
+typedef struct process { /* written by itself, but for state */
+  int state;             /* atomic */
+  int rank, event;       /* event: with which it joins; -1: one of the first ranks */
+  bool joins;
+  pid_t pid;
+  cddp_result result;
+  int wrong; /* complaints; text has the first */
+  uint64_t begin, steps;
+  double ended;
+  int fds[16]; /* open after so many joins, with all ranks */
+  char text[600];
+} process;
+
+typedef struct shared_state {
+  program p;
+  int phase, port;
+  int created;    /* first ranks with a model; events begin when all have one */
+  int alive;      /* ranks that can finish the job; never 0 */
+  int reached;    /* a step that some rank has begun */
+  int joins_left; /* that have neither joined nor ended yet */
+  int joined;
+  int last_join;  /* the step in which the last one took part first */
+  int done[EVENTS];
+  int points, due; /* points of all ranks; the one at which the next KILL_AT_POINT happens */
+  int struck;      /* the fault has happened */
+  int decided[MOST_STEPS + 1]; /* 1: the job goes on after so many steps, 2: it ends */
+  int process_count;
+  process processes[PROCESSES];
+  double norms[MOST_STEPS + 1];
+  unsigned char want[MOST_STEPS + 1][PARAMS][PERIOD * 8];
+  char path[256]; /* of the checkpoint */
+} shared_state;
+
+static shared_state *shared;
+static bool verbose;
+static __thread process *me; /* NULL in the judge */
+static __thread uint64_t my_dice;
+
+#define LOAD(x) __atomic_load_n(&(x), __ATOMIC_SEQ_CST)
+#define STORE(x, v) __atomic_store_n(&(x), v, __ATOMIC_SEQ_CST)
+#define ADD(x, n) __atomic_add_fetch(&(x), n, __ATOMIC_SEQ_CST)
+static bool swap(int *x, int old, int now) {
+  return __atomic_compare_exchange_n(x, &old, now, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+}
+
+static void keep(const column *c, int dtype, unsigned char *want) {
+  int i;
+  for (i = 0; i < c->n; i++) ranks_store((cddp_dtype)dtype, want, (size_t)i, c->w[i]);
+}
+
+/* Fills shared->want. With masters a column has the master, which starts as the weight. */
+static void reference(const program *p) {
+  static column columns[PARAMS];
+  int t, k, i;
+  memset(columns, 0, sizeof columns);
+  for (k = 0; k < p->count; k++) {
+    columns[k].n = columns_of(p, k);
+    for (i = 0; i < columns[k].n; i++)
+      columns[k].w[i] = numbers[is_exact(p)][p->p[k].dtype][(begin_of_weights(k) + i) % PERIOD];
+    keep(&columns[k], p->p[k].dtype, shared->want[0][k]);
+  }
+  for (t = 0; t < last_step(p); t++) {
+    reference_step(p, (uint64_t)t, columns, &shared->norms[t + 1]);
+    for (k = 0; k < p->count; k++) keep(&columns[k], p->p[k].dtype, shared->want[t + 1][k]);
+  }
+}
+
+/* --- faults: one call of one rank fails, or takes its time --- */
+
+static struct { int call, nth, delay; } armed; /* of this process */
+
+static bool strikes(int call, int error) {
+  if (LOAD(armed.call) != call || ADD(armed.nth, -1) != 0) return false;
+  STORE(shared->struck, 1);
+  if (armed.delay > 0) ranks_sleep(armed.delay * 1e-3);
+  errno = error;
+  return armed.delay == 0;
+}
+
+/* Linked by --wrap: calls of cddp.h (and of this file) come here. */
+#define CALLS(X) \
+  X(1, EMFILE, socket, (int a, int b, int c), (a, b, c), int, -1) \
+  X(2, ENOMEM, mmap, (void *a, size_t b, int c, int d, int e, off_t f), (a, b, c, d, e, f), \
+    void *, MAP_FAILED) \
+  X(3, EIO, fstat, (int a, struct stat *b), (a, b), int, -1) \
+  X(4, ENOMEM, malloc, (size_t a), (a), void *, NULL) \
+  X(5, ENOMEM, calloc, (size_t a, size_t b), (a, b), void *, NULL) \
+  X(6, ENOBUFS, sendmsg, (int a, const struct msghdr *b, int c), (a, b, c), ssize_t, -1) \
+  X(7, ENOMEM, recvmsg, (int a, struct msghdr *b, int c), (a, b, c), ssize_t, -1) \
+  X(8, ENOBUFS, send, (int a, const void *b, size_t c, int d), (a, b, c, d), ssize_t, -1) \
+  X(9, ENOMEM, recv, (int a, void *b, size_t c, int d), (a, b, c, d), ssize_t, -1) \
+  X(10, EMFILE, epoll_create1, (int a), (a), int, -1) \
+  X(11, ENOMEM, epoll_ctl, (int a, int b, int c, struct epoll_event *d), (a, b, c, d), int, -1) \
+  X(12, EMFILE, eventfd, (unsigned a, int b), (a, b), int, -1) \
+  X(13, EAGAIN, pthread_create, \
+    (pthread_t *a, const pthread_attr_t *b, void *(*c)(void *), void *d), (a, b, c, d), int, \
+    EAGAIN) \
+  X(14, ENOSPC, ftruncate, (int a, off_t b), (a, b), int, -1)
+#define WRAP(n, error, name, parameters, arguments, type, failed) \
+  type __real_##name parameters; \
+  type __wrap_##name parameters; \
+  type __wrap_##name parameters { \
+    return strikes(n, error) ? failed : __real_##name arguments; \
+  }
+CALLS(WRAP)
+#define CALL_NAME(n, error, name, parameters, arguments, type, failed) #name,
+static const char *const call_names[] = {"none", CALLS(CALL_NAME) "accept4", "fallocate",
+                                         "memfd_create", "pidfd_open"};
+enum { SYSCALLS = 15, CALL_NAMES = sizeof call_names / sizeof *call_names };
+
+long __real_syscall(long number, ...);
+long __wrap_syscall(long number, ...);
+long __wrap_syscall(long number, ...) {
+  static const long numbers_of[] = {SYS_accept4, SYS_fallocate, SYS_memfd_create, SYS_pidfd_open};
+  static const int errors[] = {EMFILE, ENOSPC, EMFILE, EMFILE};
+  long a[6];
+  va_list args;
+  int i;
+  va_start(args, number);
+  for (i = 0; i < 6; i++) a[i] = va_arg(args, long);
+  va_end(args);
+  for (i = 0; i < 4; i++)
+    if (number == numbers_of[i] && strikes(SYSCALLS + i, errors[i])) return -1;
+  return __real_syscall(number, a[0], a[1], a[2], a[3], a[4], a[5]);
+}
+
+/* --- permission to die: never for the last rank that could finish the job --- */
+
+static bool is_victim(const process *q) {
+  return shared->p.fault > 0 && !q->joins && q->rank == shared->p.fault_rank;
+}
+
+static bool may_die(process *q) {
+  int alive;
+  if (LOAD(shared->created) < shared->p.ranks) return false;
+  if (swap(&q->state, STARTING, DYING)) return true; /* joining: the others do not need it */
+  do alive = LOAD(shared->alive);
+  while (alive > 1 && !swap(&shared->alive, alive, alive - 1));
+  if (alive <= 1) return false;
+  if (swap(&q->state, RUNNING, DYING)) return true;
+  ADD(shared->alive, 1);
+  return false;
+}
+
+static void die(void) {
+  if (may_die(me)) raise(SIGKILL);
+}
+
+static void set_due(void) { /* of the next KILL_AT_POINT */
+  int i;
+  for (i = 0; i < EVENTS; i++)
+    if (shared->p.e[i].kind == KILL_AT_POINT && !LOAD(shared->done[i])) {
+      STORE(shared->due, LOAD(shared->points) + shared->p.e[i].arg);
+      return;
+    }
+  STORE(shared->due, 0);
+}
+
+static void at_point(const char *name) {
+  const program *p = &shared->p;
+  int due, i;
+  (void)name;
+  if (me == NULL) return;
+  if (p->jitter > 0 && (my_dice = ranks_mix(my_dice, 1, 2)) % 16 == 0)
+    ranks_sleep((double)(my_dice / 16 % (uint64_t)p->jitter) * 1e-6);
+  if (p->threads || LOAD(shared->created) < p->ranks) return;
+  if (me->event >= 0 && p->e[me->event].kind == JOIN && p->e[me->event].arg > 0 &&
+      ++me->fds[15] == p->e[me->event].arg)
+    die();
+  if ((due = LOAD(shared->due)) == 0 || ADD(shared->points, 1) < due) return;
+  if (!swap(&shared->due, due, 0)) return;
+  for (i = 0; i < EVENTS && (p->e[i].kind != KILL_AT_POINT || LOAD(shared->done[i]));) i++;
+  if (i < EVENTS) STORE(shared->done[i], 1);
+  set_due();
+  die();
+}
+
+/* --- the life of a rank --- */
+
+typedef struct model {
+  const program *p;
+  int rank;
+  cddp_group *g;
+  cddp_ddp *ddp;
+  cddp_optim *optim;
+  cddp_param params[PARAMS];
+  void *copies[PARAMS];
+  void *own[PARAMS]; /* momentum of the program's own optimizer */
+  int own_steps[PARAMS];
+} model;
+
+__attribute__((format(printf, 1, 2))) static void complain(const char *format, ...) {
+  va_list args;
+  if (me->wrong++ > 0) return;
+  va_start(args, format);
+  vsnprintf(me->text, sizeof me->text, format, args);
+  va_end(args);
+}
+
+static void at_step(model *m, uint64_t t, int place) { /* where KILL_AT_STEP happens */
+  const program *p = m->p;
+  int i;
+  for (i = 0; i < EVENTS; i++) {
+    const event *e = &p->e[i];
+    if (e->kind != KILL_AT_STEP || e->rank != m->rank || e->step != (int)t || e->arg != place)
+      continue;
+    while (LOAD(shared->created) < p->ranks) ranks_sleep(1e-4);
+    if (swap(&shared->done[i], 0, 1)) die();
+  }
+}
+
+static cddp_result mean_hook(cddp_bucket *bucket, void *data) {
+  (void)data;
+  return cddp_all_reduce(bucket->group, bucket->data, bucket->count, bucket->dtype, CDDP_AVG,
+                         NULL);
+}
+
+/* Fills n elements from place `from` of the noise on. */
+static void fill(const program *p, void *to, int dtype, int count, int from) {
+  size_t size = cddp_dtype_size((cddp_dtype)dtype), at, n, all = (size_t)count;
+  const unsigned char *x = noise[is_exact(p)][dtype] + (size_t)from * size;
+  for (at = 0; at < all; at += n) {
+    n = all - at < PERIOD ? all - at : PERIOD;
+    memcpy((char *)to + at * size, x, n * size);
+  }
+}
+
+static bool create_memory(model *m, int k) {
+  const parameter *q = &m->p->p[k];
+  static const char *const names[PARAMS] = {"a", "b", "c", "d", "e"};
+  cddp_param *to = &m->params[k];
+  size_t bytes = (size_t)q->count * cddp_dtype_size((cddp_dtype)q->dtype);
+  to->name = names[k];
+  to->count = (size_t)q->count;
+  to->dtype = (cddp_dtype)q->dtype;
+  to->data = q->memory == SHARED ? cddp_alloc(m->g, bytes) : malloc(bytes);
+  if (to->data == NULL) return false;
+  if (q->grad == OWN_MALLOCED) to->grad = calloc(1, bytes);
+  if (q->grad == OWN_SHARED && (to->grad = cddp_alloc(m->g, bytes)) != NULL)
+    memset(to->grad, 0, bytes);
+  if (q->grad != PLACED && to->grad == NULL) return false;
+  if (m->p->copies && (m->copies[k] = calloc(1, 2 * to->count)) == NULL) return false;
+  if (m->p->optim == OWN && (m->own[k] = calloc(1, bytes)) == NULL) return false;
+  fill(m->p, to->data, q->dtype, q->count,
+       (begin_of_weights(k) + (m->rank == 0 && !me->joins ? 0 : 500)) % PERIOD);
+  return true;
+}
+
+static cddp_result create_optimizer(model *m, bool misfit) {
+  static __thread double rates[PARAMS], decay[PARAMS];
+  const program *p = m->p;
+  cddp_sgd_desc s;
+  cddp_adamw_desc a;
+  int k;
+  memset(&s, 0, sizeof s);
+  memset(&a, 0, sizeof a);
+  for (k = 0; k < p->count; k++) rates[k] = scales(p, k), decay[k] = decays(p, k);
+  s.ddp = a.ddp = p->apart ? NULL : m->ddp;
+  s.maximize = a.maximize = p->maximize;
+  s.copies = a.copies = p->copies ? m->copies : NULL;
+  s.copy_dtype = a.copy_dtype = CDDP_BF16;
+  s.lr_scales = a.lr_scales = p->groups ? rates : NULL;
+  s.weight_decays = a.weight_decays = p->groups ? decay : NULL;
+  s.weight_decay = a.weight_decay = decays(p, 0);
+  s.master_weights = a.master_weights = p->masters;
+  s.sharded_states = a.sharded_states = p->sharded;
+  s.momentum = p->momentum == 0 ? 0 : p->momentum == 1 ? 0.9 : 0.5;
+  s.nesterov = p->nesterov;
+  s.dampening = p->momentum == 2 && !p->nesterov ? 0.25 : 0;
+  a.amsgrad = p->amsgrad;
+  if (misfit) s.momentum = 0.875, s.dampening = 0, a.beta1 = 0.875;
+  if (p->optim == ADAMW) return cddp_adamw_create(&m->optim, m->params, p->count, &a);
+  return cddp_sgd_create(&m->optim, m->params, p->count, &s);
+}
+
+static cddp_result create_model(model *m) {
+  const program *p = m->p;
+  const event *e = me->event >= 0 ? &p->e[me->event] : NULL;
+  int misfit = e != NULL && e->kind == REFUSED ? e->arg : -1, k;
+  size_t rows[PARAMS] = {0};
+  cddp_ddp_desc desc;
+  cddp_result r;
+  memset(&desc, 0, sizeof desc);
+  for (k = 0; k < p->count; k++)
+    if (!create_memory(m, k)) return CDDP_OUT_OF_MEMORY;
+  rows[0] = (size_t)p->rows;
+  if (misfit == OTHER_COUNT) m->params[0].count -= 1, m->params[0].dtype ^= 1;
+  desc.shards = p->shards;
+  desc.elastic = p->elastic;
+  desc.sparse_rows = p->rows > 0 ? rows : NULL;
+  desc.bucket_cap_mb = p->buckets == 0 ? 0 : p->buckets == 1 ? 0.001 : 0.1;
+  desc.max_grad_norm = p->clip == NO_CLIP || p->clip == CLIPS_AFTER_WAIT ? 0 : clip_limit(p);
+  desc.comm_hook = p->hook ? mean_hook : NULL;
+  desc.find_unused_parameters = p->unused;
+  r = cddp_ddp_create(&m->ddp, m->g, m->params, p->count, &desc);
+  if (r != CDDP_OK || p->optim == OWN) return r;
+  return create_optimizer(m, misfit == OTHER_OPTIMIZER);
+}
+
+static void destroy_model(model *m) {
+  int k;
+  cddp_optim_destroy(m->optim);
+  cddp_ddp_destroy(m->ddp);
+  for (k = 0; k < m->p->count; k++) {
+    const parameter *q = &m->p->p[k];
+    if (q->memory == SHARED && m->g != NULL) cddp_free(m->g, m->params[k].data);
+    if (q->memory != SHARED) free(m->params[k].data);
+    if (q->grad == OWN_SHARED && m->g != NULL) cddp_free(m->g, m->params[k].grad);
+    if (q->grad == OWN_MALLOCED) free(m->params[k].grad);
+    free(m->copies[k]);
+    free(m->own[k]);
+  }
+}
+
+/* All weights have the bits of the reference after t steps. */
+static void check_weights(const model *m, uint64_t t) {
+  int k;
+  size_t at, n, i;
+  for (k = 0; k < m->p->count; k++) {
+    const cddp_param *q = &m->params[k];
+    size_t size = cddp_dtype_size(q->dtype);
+    const char *have = (const char *)q->data, *want = (const char *)shared->want[t][k];
+    for (at = 0; at < q->count; at += n) {
+      n = q->count - at < PERIOD ? q->count - at : PERIOD;
+      if (memcmp(have + at * size, want, n * size) == 0) continue;
+      for (i = 0; memcmp(have + (at + i) * size, want + i * size, size) == 0;) i++;
+      complain("after %" PRIu64 " steps element %zu of parameter %d is %.17g, not %.17g", t,
+               at + i, k, ranks_load(q->dtype, have, at + i), ranks_load(q->dtype, want, i));
+      return;
+    }
+    n = q->count < 100000 ? q->count : 100000;
+    if (m->p->copies && !ranks_is_copy(CDDP_BF16, m->copies[k], q->data, n))
+      complain("after %" PRIu64 " steps parameter %d is not what its copy has", t, k);
+  }
+}
+
+static void add_noise(const program *p, const cddp_param *q, int from) {
+  const unsigned char *table = noise[is_exact(p)][q->dtype];
+  size_t at, n, i;
+  for (at = 0; at < q->count; at += n) {
+    n = q->count - at < PERIOD ? q->count - at : PERIOD;
+    if (q->dtype == CDDP_F32) {
+      float *g = (float *)q->grad + at;
+      const float *x = (const float *)(const void *)table + from;
+      for (i = 0; i < n; i++) g[i] += x[i];
+    } else if (q->dtype == CDDP_F64) {
+      double *g = (double *)q->grad + at;
+      const double *x = (const double *)(const void *)table + from;
+      for (i = 0; i < n; i++) g[i] += x[i];
+    } else {
+      for (i = 0; i < n; i++)
+        ranks_store(q->dtype, q->grad, at + i,
+                    ranks_load(q->dtype, q->grad, at + i) +
+                        ranks_load(q->dtype, table, (size_t)from + i));
+    }
+  }
+}
+
+static cddp_result add_rows(model *m, uint64_t t, int shard) {
+  const program *p = m->p;
+  size_t size = cddp_dtype_size(m->params[0].dtype);
+  int from = begin_of_gradient(p, t, shard, 0, 0), first, n = rows_of(p, t, shard, &first), j;
+  int64_t rows[4];
+  for (j = 0; j < n; j++) rows[j] = (first + j) % p->rows;
+  return cddp_ddp_add_rows(m->ddp, 0, rows,
+                           noise[is_exact(p)][m->params[0].dtype] + (size_t)from * size, (size_t)n);
+}
+
+/* Forward and backward pass of a micro-batch of a shard. */
+static cddp_result backward(model *m, uint64_t t, int shard, int micro) {
+  const program *p = m->p;
+  cddp_result r = CDDP_OK;
+  int k;
+  if (p->pause > 0)
+    ranks_sleep((double)(ranks_mix(my_dice, t, (uint64_t)shard) % (uint64_t)p->pause) * 1e-6);
+  for (k = p->count - 1; k >= 0 && r == CDDP_OK; k--) {
+    if (!is_ready(p, t, shard, k)) continue;
+    if (has_rows(p, k)) r = add_rows(m, t, shard);
+    else add_noise(p, &m->params[k], begin_of_gradient(p, t, shard, k, micro));
+    if (r == CDDP_OK) r = cddp_ddp_ready(m->ddp, k);
+    if (k == p->count - 1) at_step(m, t, 1);
+  }
+  return r;
+}
+
+static void zero_gradients(model *m) {
+  int k;
+  for (k = 0; k < m->p->count; k++)
+    if (!has_rows(m->p, k))
+      memset(m->params[k].grad, 0, m->params[k].count * cddp_dtype_size(m->params[k].dtype));
+}
+
+/* The program's own SGD on n elements from `first` of parameter k on. */
+static void own_update(model *m, uint64_t t, int k, size_t first, size_t n) {
+  cddp_dtype dtype = m->params[k].dtype;
+  rule u = rule_of(m->p, k, t, m->own_steps[k]);
+  size_t i;
+  for (i = first; i < first + n; i++) {
+    double v = ranks_load(dtype, m->own[k], i), w = ranks_load(dtype, m->params[k].data, i);
+    w = sgd(&u, w, ranks_load(dtype, m->params[k].grad, i), &v);
+    ranks_store(dtype, m->own[k], i, v);
+    ranks_store(dtype, m->params[k].data, i, w);
+  }
+}
+
+/* The same on rows: those without a gradient have zeros. */
+static void own_rows(model *m, uint64_t t) {
+  const cddp_param *q = &m->params[0];
+  const int64_t *rows;
+  const void *values;
+  size_t n = cddp_ddp_rows(m->ddp, 0, &rows, &values), width = (size_t)m->p->width, i, j = 0;
+  rule u = rule_of(m->p, 0, t, m->own_steps[0]);
+  for (i = 0; i < q->count; i++) {
+    double v = ranks_load(q->dtype, m->own[0], i), w = ranks_load(q->dtype, q->data, i), g = 0;
+    while (j < n && (size_t)rows[j] < i / width) j++;
+    if (j < n && (size_t)rows[j] == i / width)
+      g = ranks_load(q->dtype, values, j * width + i % width);
+    w = sgd(&u, w, g, &v);
+    ranks_store(q->dtype, m->own[0], i, v);
+    ranks_store(q->dtype, q->data, i, w);
+  }
+}
+
+static cddp_result own_step(model *m, uint64_t t) {
+  int k;
+  for (k = 0; k < m->p->count; k++) {
+    if (!cddp_ddp_used(m->ddp, k)) continue;
+    if (has_rows(m->p, k)) own_rows(m, t);
+    else own_update(m, t, k, 0, m->params[k].count);
+    m->own_steps[k]++;
+  }
+  zero_gradients(m);
+  return CDDP_OK;
+}
+
+static cddp_result partition_step(model *m, uint64_t t) {
+  const cddp_partition *part;
+  int n = cddp_ddp_partitions(m->ddp, &part), i, k;
+  cddp_result r = cddp_ddp_reduce_scatter(m->ddp);
+  for (i = 0; r == CDDP_OK && i < n; i++) {
+    const cddp_param *q = &m->params[part[i].param];
+    char *data = (char *)q->data + part[i].first * cddp_dtype_size(q->dtype);
+    cddp_param kept = *q;
+    if (part[i].data != data) complain("partition %d is not in its parameter", i);
+    m->params[part[i].param].grad = (char *)part[i].grad - (data - (char *)q->data);
+    own_update(m, t, part[i].param, part[i].first, part[i].count);
+    m->params[part[i].param] = kept;
+  }
+  for (k = 0; k < m->p->count; k++) m->own_steps[k]++;
+  return r == CDDP_OK ? cddp_ddp_all_gather(m->ddp) : r;
+}
+
+static cddp_result check_norm(model *m, uint64_t t, cddp_result r) {
+  double norm = 0;
+  if (r != CDDP_OK || m->p->clip == NO_CLIP) return r;
+  if ((r = cddp_ddp_grad_norm(m->ddp, &norm)) != CDDP_OK) return r;
+  if (m->p->clip == CLIPS && norm != shared->norms[t + 1])
+    complain("the norm of step %" PRIu64 " is %.17g, not %.17g", t, norm, shared->norms[t + 1]);
+  return r;
+}
+
+static cddp_result finish_step(model *m, uint64_t t) {
+  cddp_result r;
+  at_step(m, t, 2);
+  if (m->p->finish == PARTITIONS) return check_norm(m, t, partition_step(m, t));
+  if (steps_fused(m->p, t)) return check_norm(m, t, cddp_ddp_step(m->ddp, m->optim));
+  if ((r = cddp_ddp_wait(m->ddp)) != CDDP_OK) return r;
+  if (m->p->clip == CLIPS_AFTER_WAIT)
+    r = cddp_ddp_clip_grad_norm(m->ddp, clip_limit(m->p), NULL);
+  else if (m->p->clip != NO_CLIP) /* max_grad_norm is for cddp_ddp_step */
+    r = cddp_ddp_clip_grad_norm(m->ddp, clip_limit(m->p), NULL);
+  if ((r = check_norm(m, t, r)) != CDDP_OK) return r;
+  if (m->optim == NULL) return own_step(m, t);
+  if ((r = cddp_optim_step(m->optim)) != CDDP_OK) return r;
+  return cddp_optim_zero_grad(m->optim);
+}
+
+static cddp_result train_step(model *m, uint64_t t) {
+  const program *p = m->p;
+  cddp_result r = CDDP_OK;
+  int shard = -1, micro;
+  at_step(m, t, 0);
+  if (m->optim != NULL) r = cddp_optim_set_lr(m->optim, learning_rate(t));
+  if (!p->looped) {
+    for (micro = 0; micro < p->micro && r == CDDP_OK; micro++) {
+      cddp_ddp_no_sync(m->ddp, micro + 1 < p->micro);
+      r = backward(m, t, m->rank, micro);
+      if (r == CDDP_OK && micro + 1 < p->micro) r = cddp_ddp_wait(m->ddp);
+    }
+    return r == CDDP_OK ? finish_step(m, t) : r;
+  }
+  while (r == CDDP_OK && cddp_ddp_next_shard(m->ddp, &shard)) r = backward(m, t, shard, 0);
+  r = finish_step(m, t); /* it says why an earlier call failed */
+  return r;
+}
+
+/* --- between two steps: other calls on the ranks' group --- */
+
+static cddp_result reduce_some(cddp_group *g, uint64_t h) {
+  enum { MOST = 6000 };
+  static const size_t counts[] = {0, 1, 3, 17, 1000, 4097, MOST};
+  static __thread double x[MOST];
+  size_t n = counts[h % 7], i;
+  cddp_dtype dtype = (cddp_dtype)(h / 7 % 2);
+  double each[RANKS + PROCESSES], want;
+  int size = cddp_world_size(g), rank = cddp_rank(g), k;
+  cddp_result r;
+  for (i = 0; i < n; i++)
+    ranks_store(dtype, x, i, numbers[0][dtype][((size_t)(97 * rank) + i) % PERIOD]);
+  if ((r = cddp_all_reduce(g, x, n, dtype, CDDP_SUM, NULL)) != CDDP_OK) return r;
+  for (i = 0; i < n; i += 1 + n / 7) {
+    for (k = 0; k < size; k++) each[k] = numbers[0][dtype][((size_t)(97 * k) + i) % PERIOD];
+    want = sum_of(dtype, each, size);
+    if (ranks_load(dtype, x, i) != want)
+      complain("all_reduce of %zu: element %zu is %.17g, not %.17g", n, i, ranks_load(dtype, x, i),
+               want);
+  }
+  return CDDP_OK;
+}
+
+static cddp_result move_some(cddp_group *g, uint64_t h) {
+  enum { MOST = 3000 };
+  static __thread int32_t mine[MOST * RANKS], all[MOST * (RANKS + 8)];
+  int size = cddp_world_size(g), rank = cddp_rank(g), kind = (int)(h % 4), k;
+  size_t n = h / 4 % 3 == 0 ? MOST : 1 + h / 12 % 70, i;
+  cddp_result r;
+  if (size > RANKS) return CDDP_OK;
+  for (i = 0; i < n * (size_t)size; i++) mine[i] = (int32_t)(rank * 1000000 + (int)i);
+  if (kind == 0) r = cddp_all_gather(g, mine, all, n, CDDP_I32, NULL);
+  else if (kind == 1) r = cddp_all_to_all(g, mine, all, n, CDDP_I32, NULL);
+  else if (kind == 2) r = cddp_broadcast(g, mine, n, CDDP_I32, size - 1, NULL);
+  else r = cddp_reduce_scatter(g, mine, all, n, CDDP_I32, CDDP_MAX, NULL);
+  if (r != CDDP_OK) return r;
+  for (k = 0; k < size; k++)
+    for (i = 0; i < n; i += 1 + n / 5) {
+      int32_t want = kind == 0   ? k * 1000000 + (int)i
+                     : kind == 1 ? k * 1000000 + rank * (int)n + (int)i
+                     : kind == 2 ? (size - 1) * 1000000 + (int)i
+                                 : (size - 1) * 1000000 + rank * (int)n + (int)i;
+      if ((kind == 2 ? mine[i] : all[kind == 3 ? i : (size_t)k * n + i]) != want)
+        complain("collective %d of %zu: element %zu of rank %d is wrong", kind, n, i, k);
+    }
+  return CDDP_OK;
+}
+
+static cddp_result send_ring(cddp_group *g, uint64_t h) {
+  enum { MOST = 40000 };
+  static __thread float out[MOST], into[MOST];
+  int size = cddp_world_size(g), rank = cddp_rank(g);
+  size_t n = h % 3 == 0 ? MOST : 1 + h / 3 % 500;
+  cddp_work *w = NULL;
+  cddp_result r, end;
+  out[0] = (float)rank, out[n - 1] = (float)rank;
+  r = cddp_send(g, out, n, CDDP_F32, (rank + 1) % size, 3, &w);
+  if (r == CDDP_OK) r = cddp_recv(g, into, n, CDDP_F32, (rank + size - 1) % size, 3, NULL);
+  end = w != NULL ? cddp_wait(w) : CDDP_OK;
+  if (r != CDDP_OK || end != CDDP_OK) return r != CDDP_OK ? r : end;
+  if (into[0] != (float)((rank + size - 1) % size) || into[n - 1] != into[0])
+    complain("a message of %zu is wrong", n);
+  return CDDP_OK;
+}
+
+static cddp_result use_subgroup(cddp_group *g, uint64_t h) {
+  cddp_group *part = NULL;
+  int size = cddp_world_size(g), rank = cddp_rank(g), colors = 1 + (int)(h % 3), k, want = 0;
+  int32_t x = 1 + rank;
+  cddp_result r = cddp_group_split(g, rank % colors, 0, &part);
+  if (r == CDDP_OK) r = cddp_all_reduce(part, &x, 1, CDDP_I32, CDDP_SUM, NULL);
+  for (k = rank % colors; k < size; k += colors) want += 1 + k;
+  if (r == CDDP_OK && x != want) complain("a sub-group's sum is %d, not %d", (int)x, want);
+  cddp_destroy(part);
+  return r;
+}
+
+static cddp_result allocate(cddp_group *g, uint64_t h) {
+  size_t bytes = 1 + (size_t)(h % 3 == 0 ? h % 3000000 : h % 9000);
+  char *x = (char *)cddp_alloc(g, bytes);
+  if (x == NULL) return CDDP_OUT_OF_MEMORY;
+  x[0] = x[bytes - 1] = 1;
+  cddp_free(g, x);
+  return CDDP_OK;
+}
+
+/* Saves, changes the weights, loads. */
+static cddp_result save_and_load(model *m) {
+  cddp_checkpoint_desc c;
+  cddp_result r;
+  int k;
+  memset(&c, 0, sizeof c);
+  c.optim = m->optim;
+  c.ddp = m->ddp;
+  r = cddp_save(m->g, shared->path, m->params, m->p->count, &c);
+  for (k = 0; k < m->p->count; k++)
+    memset(m->params[k].data, 0, m->params[k].count * cddp_dtype_size(m->params[k].dtype));
+  return r == CDDP_OK ? cddp_load(m->g, shared->path, m->params, m->p->count, &c) : r;
+}
+
+static cddp_result between_steps(model *m, uint64_t t) {
+  const program *p = m->p;
+  uint64_t h = ranks_mix(p->seed ^ 3, t, 1);
+  cddp_group *g = p->elastic ? cddp_ddp_group(m->ddp) : m->g;
+  cddp_result r;
+  if (p->between == 0 || h % 3 == 0) return CDDP_OK;
+  h /= 3;
+  if (g == NULL) return CDDP_ABORTED;
+  switch (p->between == 7 ? 1 + (int)(h % 5) : p->between) {
+  case 1: r = reduce_some(g, h / 5); break;
+  case 2: r = move_some(g, h / 5); break;
+  case 3: r = send_ring(g, h / 5); break;
+  case 4: r = p->elastic ? reduce_some(g, h / 5) : use_subgroup(g, h / 5); break;
+  case 5: return allocate(m->g, h / 5);
+  default: r = p->elastic ? CDDP_OK : save_and_load(m); break;
+  }
+  return p->elastic && r == CDDP_PEER_LOST ? CDDP_OK : r;
+}
+
+/* --- from cddp_init to cddp_destroy --- */
+
+/* Whether the job goes on after t steps: the first rank that asks decides. */
+static bool goes_on(const program *p, uint64_t t) {
+  uint64_t since = (uint64_t)LOAD(shared->last_join);
+  bool more;
+  if (p->restart > 0 && shared->phase == 0) return t < (uint64_t)p->restart;
+  if (t < (uint64_t)p->steps) return true;
+  if (LOAD(shared->decided[t]) == 0) {
+    more = LOAD(shared->joins_left) > 0 || t < since + 2;
+    more = more && t < (uint64_t)last_step(p) && joins_of(p) > 0;
+    (void)swap(&shared->decided[t], 0, more ? 1 : 2);
+  }
+  if (LOAD(shared->decided[t]) == 1 && LOAD(shared->joins_left) > 0)
+    ranks_sleep(fmin(0.002 * (double)(t - since), 0.06)); /* the process needs time */
+  return LOAD(shared->decided[t]) == 1;
+}
+
+static void count_descriptors(model *m) {
+  int joined = LOAD(shared->joined);
+  if (m->p->churn > 0 && joined < 15 && cddp_world_size(cddp_ddp_group(m->ddp)) == m->p->ranks)
+    me->fds[joined] = ranks_open_fds();
+}
+
+static cddp_result resume(model *m) {
+  cddp_checkpoint_desc c;
+  memset(&c, 0, sizeof c);
+  c.optim = m->optim;
+  c.ddp = m->ddp;
+  if (shared->phase == 0) return CDDP_OK;
+  return cddp_load(m->g, shared->path, m->params, m->p->count, &c);
+}
+
+static cddp_result suspend(model *m, cddp_result r) {
+  cddp_checkpoint_desc c;
+  memset(&c, 0, sizeof c);
+  c.optim = m->optim;
+  c.ddp = m->ddp;
+  if (r != CDDP_OK || shared->phase > 0 || m->p->restart == 0) return r;
+  return cddp_save(m->g, shared->path, m->params, m->p->count, &c);
+}
+
+static void announce(model *m) { /* the model exists */
+  if (!me->joins) {
+    if (!is_victim(me)) ADD(shared->alive, 1);
+    STORE(me->state, RUNNING);
+    if (is_victim(me)) armed.nth = m->p->fault_nth, armed.delay = m->p->fault_delay;
+    if (is_victim(me)) STORE(armed.call, m->p->fault);
+    ADD(shared->created, 1);
+    return;
+  }
+  if (!swap(&me->state, STARTING, RUNNING)) pause(); /* it is being killed */
+  ADD(shared->alive, 1);
+  STORE(shared->last_join, (int)cddp_ddp_steps(m->ddp));
+  ADD(shared->joined, 1);
+}
+
+static cddp_result train(model *m) {
+  const program *p = m->p;
+  cddp_result r = create_model(m);
+  uint64_t t = 0;
+  if (r == CDDP_OK) r = resume(m);
+  if (r == CDDP_OK) announce(m);
+  if (r == CDDP_OK) me->begin = t = cddp_ddp_steps(m->ddp);
+  if (r == CDDP_OK && t > MOST_STEPS) complain("%" PRIu64 " steps at the start", t), r = CDDP_IO;
+  if (r == CDDP_OK) check_weights(m, t);
+  while (r == CDDP_OK && me->wrong == 0 && goes_on(p, t)) {
+    if (LOAD(shared->reached) < (int)t) STORE(shared->reached, (int)t);
+    if ((r = train_step(m, t)) != CDDP_OK) break;
+    at_step(m, t, 3);
+    if (cddp_ddp_steps(m->ddp) != ++t)
+      complain("%" PRIu64 " steps, not %" PRIu64, cddp_ddp_steps(m->ddp), t);
+    check_weights(m, t);
+    if (p->churn > 0) count_descriptors(m);
+    r = between_steps(m, t);
+  }
+  r = suspend(m, r);
+  me->steps = t;
+  return r;
+}
+
+/* Everything between the program's begin and its end. g: of a thread; NULL: cddp_init. */
+static void live(cddp_group *g, int rank) {
+  const program *p = &shared->p;
+  int fds = ranks_open_fds();
+  cddp_result r = CDDP_OK;
+  model m;
+  memset(&m, 0, sizeof m);
+  m.p = p;
+  m.g = g;
+  m.rank = rank;
+  my_dice = ranks_mix(p->seed, (uint64_t)rank, (uint64_t)me->event);
+  if (g == NULL) r = cddp_init(&m.g, NULL);
+  if (r == CDDP_OK && cddp_world_size(m.g) != (shared->phase > 0 ? p->restart_ranks : p->ranks))
+    complain("cddp_world_size is %d", cddp_world_size(m.g));
+  if (r == CDDP_OK && cddp_rank(m.g) != rank) complain("cddp_rank is %d", cddp_rank(m.g));
+  if (r == CDDP_OK) r = train(&m);
+  if (r != CDDP_OK && me->wrong == 0) snprintf(me->text, sizeof me->text, "%s", cddp_error());
+  me->result = r;
+  me->ended = test_now();
+  STORE(armed.call, 0);
+  if (!p->threads && !swap(&me->state, RUNNING, ENDED) && !swap(&me->state, STARTING, ENDED))
+    pause(); /* it is being killed */
+  destroy_model(&m);
+  cddp_destroy(m.g);
+  if (g != NULL) return;
+  if (ranks_open_fds() != fds) complain("%d descriptors left", ranks_open_fds() - fds);
+  if (!ranks_threads_left(1)) complain("%d threads left", ranks_threads() - 1);
+}
+
+/* Mappings of memory that processes share. */
+static int shared_mappings(void) {
+  FILE *f = fopen("/proc/self/maps", "r");
+  char line[512];
+  int n = 0;
+  while (f != NULL && fgets(line, sizeof line, f) != NULL) n += strstr(line, " rw-s ") != NULL;
+  if (f != NULL) fclose(f);
+  return n;
+}
+
+static int thread_life(cddp_group *g, void *arg) {
+  (void)arg;
+  me = &shared->processes[cddp_rank(g)];
+  live(g, cddp_rank(g));
+  return 0;
+}
+
+/* All ranks as threads of this process. */
+static int threads_life(int count, void *arg) {
+  int fds = ranks_open_fds(), mappings = shared_mappings();
+  cddp_result r;
+  (void)arg;
+  prctl(PR_SET_PDEATHSIG, SIGKILL);
+  setenv("CDDP_TIMEOUT_S", "10", 1);
+  r = cddp_run_threads(thread_life, NULL, count);
+  me = &shared->processes[0];
+  if (r != CDDP_OK) complain("cddp_run_threads: %s", cddp_error());
+  if (ranks_open_fds() != fds) complain("%d descriptors left", ranks_open_fds() - fds);
+  if (shared_mappings() != mappings) complain("%d mappings left", shared_mappings() - mappings);
+  if (!ranks_threads_left(1)) complain("%d threads left", ranks_threads() - 1);
+  return 0;
+}
+
+static int process_life(int number, void *arg) {
+  const program *p = &shared->p;
+  int mappings = shared_mappings();
+  (void)arg;
+  prctl(PR_SET_PDEATHSIG, SIGKILL);
+  me = &shared->processes[number];
+  me->pid = getpid();
+  if (p->hosts > 0) setenv("TEST_HOSTS", host_plans[p->hosts], 1);
+  ranks_environment(me->rank, shared->phase > 0 ? p->restart_ranks : p->ranks, shared->port);
+  ranks_setenv("CDDP_TIMEOUT_S", (long)(LIMIT_S / 2 * ranks_slack()));
+  if (me->joins) setenv("CDDP_JOIN", "1", 1);
+  if (p->secret) setenv("CDDP_SECRET", "of these programs", 1);
+  if (p->secret && me->event >= 0 && p->e[me->event].kind == REFUSED &&
+      p->e[me->event].arg == OTHER_SECRET)
+    setenv("CDDP_SECRET", "another", 1);
+  live(NULL, me->rank);
+  if (shared_mappings() != mappings) complain("%d mappings left", shared_mappings() - mappings);
+  return 0;
+}
+
+/* --- the judge --- */
+
+typedef struct watch { /* what the judge does next, and when */
+  bool settled[PROCESSES]; /* a joining process is a member, or has ended */
+  bool ended[PROCESSES];
+  int status[PROCESSES];
+  double strike[EVENTS]; /* when an event from outside happens; 0: not set */
+  pid_t stopped;
+  double go_on;
+  int churned, churner; /* processes that joined so far; the one that joined last, -1: none */
+} watch;
+
+static int start(int rank, int number) {
+  int i = shared->process_count;
+  process *q = &shared->processes[i];
+  if (i == PROCESSES) return -1;
+  memset(q, 0, sizeof *q);
+  q->rank = rank;
+  q->event = number;
+  q->joins = number != -1;
+  q->state = STARTING;
+  shared->process_count++;
+  q->pid = shared->p.threads ? 0 : ranks_fork(process_life, i, NULL);
+  if (q->pid < 0) exit(1);
+  return i;
+}
+
+static bool lives(const process *q) {
+  int state = LOAD(q->state);
+  return state == STARTING || state == RUNNING;
+}
+
+/* The living process with that rank; NULL: none. */
+static process *find(int rank) {
+  int i;
+  for (i = 0; i < shared->process_count; i++)
+    if (shared->processes[i].rank == rank && lives(&shared->processes[i]))
+      return &shared->processes[i];
+  return NULL;
+}
+
+static bool job_has_ended(void) {
+  int i;
+  for (i = 0; i < shared->process_count; i++)
+    if (LOAD(shared->processes[i].state) == ENDED && !shared->processes[i].joins) return true;
+  return false;
+}
+
+/* Starts a process that joins, or that is to be refused. */
+static void start_joining(const event *e, int number) {
+  int rank = e->rank;
+  if (e->kind == REFUSED && e->arg == SAME_RANK) {
+    for (rank = 0; rank < shared->p.ranks && find(rank) == NULL;) rank++;
+    if (rank == shared->p.ranks || shared->p.fault > 0 || events_of(&shared->p, NOTHING) !=
+        EVENTS - 1) rank = -1; /* who could die is no living rank for sure */
+  } else {
+    while (find(rank) != NULL) rank++;
+  }
+  if (rank < 0 || start(rank, number) < 0) ADD(shared->joins_left, -1);
+}
+
+static void strike(watch *w, int i, double now) {
+  const program *p = &shared->p;
+  const event *e = &p->e[i];
+  process *q;
+  if (LOAD(shared->created) < p->ranks || LOAD(shared->reached) < e->step) return;
+  if (w->strike[i] == 0) w->strike[i] = now + (e->kind == STOP ? 0 : e->arg * 2e-5);
+  if (now < w->strike[i] || (e->kind == STOP && w->stopped != 0)) return;
+  STORE(shared->done[i], 1);
+  q = find(e->rank);
+  if (e->kind == JOIN || e->kind == REFUSED) start_joining(e, i);
+  else if (q != NULL && e->kind == KILL_OUTSIDE && may_die(q)) kill(q->pid, SIGKILL);
+  else if (q != NULL && e->kind == STOP && LOAD(q->state) == RUNNING) {
+    kill(q->pid, SIGSTOP);
+    w->stopped = q->pid;
+    w->go_on = now + e->arg * 1e-3;
+  }
+}
+
+/* Kills the last rank and lets another process take its place, again and again. */
+static void churn(watch *w) {
+  const program *p = &shared->p;
+  process *q;
+  if (w->churned == p->churn || LOAD(shared->created) < p->ranks) return;
+  if (w->churner >= 0 && LOAD(shared->reached) < LOAD(shared->last_join) + 2) return;
+  if ((q = find(p->ranks - 1)) != NULL) {
+    if (LOAD(q->state) != RUNNING || w->churner == -2) return;
+    if (may_die(q)) kill(q->pid, SIGKILL), w->churner = -2;
+    return;
+  }
+  w->churner = start(p->ranks - 1, -2);
+  if (w->churner < 0) ADD(shared->joins_left, -1);
+  w->churned++;
+}
+
+static void act(watch *w, double now) {
+  int i;
+  if (job_has_ended()) STORE(shared->joins_left, 0);
+  if (w->stopped != 0 && now >= w->go_on) {
+    kill(w->stopped, SIGCONT);
+    w->stopped = 0;
+  }
+  for (i = 0; i < EVENTS; i++) {
+    int kind = shared->p.e[i].kind;
+    if (kind >= KILL_OUTSIDE && !LOAD(shared->done[i]) && !job_has_ended()) strike(w, i, now);
+  }
+  if (shared->p.churn > 0 && !job_has_ended()) churn(w);
+}
+
+/* Whether a process may have ended with an error: an event explains it. */
+static bool excused(const process *q) {
+  const program *p = &shared->p;
+  const event *e = q->event >= 0 ? &p->e[q->event] : NULL;
+  bool lost = false;
+  int i, members = 0;
+  for (i = 0; i < shared->process_count; i++) {
+    const process *other = &shared->processes[i];
+    lost = lost || other->state == DYING || (other != q && other->result != CDDP_OK &&
+                                             (is_victim(other) || other->wrong > 0));
+    members += other->state != DYING && other != q;
+    /* The job had ended before it could join. */
+    if (q->joins && q->begin == 0 && q->result == CDDP_PEER_LOST && !other->joins &&
+        other->result == CDDP_OK && other->state == ENDED && other->ended < q->ended)
+      return true;
+  }
+  if (is_victim(q) && shared->struck) return true;
+  if (!p->elastic) return lost && q->result == CDDP_PEER_LOST;
+  if (q->joins && q->result == CDDP_UNSUPPORTED && strstr(q->text, "full") != NULL)
+    return members >= shards_of(p, 0);
+  if (e == NULL || e->kind != REFUSED) return false;
+  if (e->arg == SAME_RANK) return q->result == CDDP_INVALID_ARGUMENT;
+  if (e->arg == OTHER_SECRET)
+    return q->result == CDDP_UNAUTHORIZED || q->result == CDDP_PEER_LOST;
+  return q->result == CDDP_MISMATCH;
+}
+
+static void describe_process(char *text, size_t size, const process *q, int status) {
+  static const char *const states[] = {"unused", "starting", "running", "killed", "ended"};
+  snprintf(text, size,
+           "rank %d%s %s, status 0x%x, %s, steps %" PRIu64 " to %" PRIu64 ": %s", q->rank,
+           q->joins ? " (joins)" : "", states[q->state], (unsigned)status,
+           cddp_result_name(q->result), q->begin, q->steps, q->text);
+}
+
+/* What is wrong with a process that has ended; text is "" if nothing is. */
+static bool judge(const process *q, int status, char *text, size_t size) {
+  bool killed = WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL;
+  int first = 0, i;
+  text[0] = 0;
+  describe_process(text, size, q, status);
+  if (verbose && shared->p.churn > 0)
+    for (i = 0; i < 15 && !q->joins; i++) fprintf(stderr, " %d", q->fds[i]);
+  if (q->state == DYING) return killed;
+  if (status != 0 || q->wrong > 0) return false;
+  if (q->result != CDDP_OK) return excused(q) && q->text[0] != 0;
+  if (q->event >= 0 && shared->p.e[q->event].kind == REFUSED) return false;
+  for (i = 1; i < 15 && !q->joins; i++) {
+    if (q->fds[i] == 0) continue;
+    if (first == 0) first = i;
+    if (i < first + 4 || q->fds[i] - q->fds[first] < i - first) continue;
+    snprintf(text, size, "rank %d: %d descriptors after %d joins, %d after %d", q->rank,
+             q->fds[first], first, q->fds[i], i);
+    return false;
+  }
+  return true;
+}
+
+typedef struct verdict {
+  bool failed;
+  char text[900];
+} verdict;
+
+static void fail(verdict *v, const char *text) {
+  if (!v->failed) snprintf(v->text, sizeof v->text, "%s", text);
+  v->failed = true;
+}
+
+
+
+/* Waits for all processes, with the events that come from outside. */
+static bool await_processes(watch *w) {
+  double until = test_now() + LIMIT_S * ranks_slack(), now;
+  int i, left = 1;
+  while (left > 0 && (now = test_now()) < until) {
+    act(w, now);
+    for (i = left = 0; i < shared->process_count; i++) {
+      process *q = &shared->processes[i];
+      if (!w->ended[i] && waitpid(q->pid, &w->status[i], WNOHANG) == q->pid) w->ended[i] = true;
+      if (q->joins && !w->settled[i] && (w->ended[i] || LOAD(q->state) != STARTING)) {
+        w->settled[i] = true;
+        ADD(shared->joins_left, -1);
+      }
+      if (w->ended[i] && w->stopped == q->pid) w->stopped = 0;
+      left += !w->ended[i];
+    }
+    if (left > 0) ranks_sleep(2e-4);
+  }
+  return left == 0;
+}
+
+static void end_processes(watch *w) {
+  int i;
+  for (i = 0; i < shared->process_count; i++) {
+    if (w->ended[i]) continue;
+    kill(shared->processes[i].pid, SIGKILL);
+    waitpid(shared->processes[i].pid, &w->status[i], 0);
+  }
+}
+
+static void judge_phase(watch *w, bool hung, verdict *v) {
+  char text[900];
+  int i, finished = 0, able = 0;
+  for (i = 0; i < shared->process_count; i++) {
+    const process *q = &shared->processes[i];
+    bool good = judge(q, w->status[i], text, sizeof text);
+    if (verbose) fprintf(stderr, "    %s\n", text);
+    if (hung && !w->ended[i]) fail(v, text);
+    else if (!hung && !good) fail(v, text);
+    finished += q->state == ENDED && q->result == CDDP_OK;
+    able += !q->joins && !is_victim(q);
+  }
+  if (!hung && finished == 0 && able > 0 && !v->failed &&
+      (shared->p.elastic || events_of(&shared->p, NOTHING) == EVENTS) && !shared->struck)
+    fail(v, "no rank has finished");
+}
+
+static void run_threads(watch *w, int n, verdict *v) {
+  pid_t pid;
+  int i, status = -1;
+  for (i = 0; i < n; i++) (void)start(i, -1);
+  pid = ranks_fork(threads_life, n, NULL);
+  ranks_join(&pid, 1, LIMIT_S * ranks_slack(), &status);
+  for (i = 0; i < n; i++) {
+    w->status[i] = 0;
+    shared->processes[i].state = ENDED;
+  }
+  if (status != 0) fail(v, status == -1 ? "HANGS (threads)" : "the process of the threads failed");
+}
+
+static void run_phase(const program *p, int phase, verdict *v) {
+  int n = phase == 0 ? p->ranks : p->restart_ranks, i;
+  bool hung = false;
+  watch w;
+  memset(&w, 0, sizeof w);
+  w.churner = -1;
+  shared->phase = phase;
+  shared->created = shared->alive = shared->process_count = 0;
+  shared->joins_left = joins_of(p);
+  set_due();
+  if (p->threads) {
+    run_threads(&w, n, v);
+  } else {
+    shared->port = ranks_free_port();
+    for (i = 0; i < n; i++) (void)start(i, -1);
+    hung = !await_processes(&w);
+    end_processes(&w);
+  }
+  judge_phase(&w, hung, v);
+  if (hung && v->failed && strncmp(v->text, "HANGS", 5) != 0) {
+    char text[900];
+    snprintf(text, sizeof text, "HANGS: %.800s", v->text);
+    snprintf(v->text, sizeof v->text, "%s", text);
+  }
+}
+
+static verdict run_program(const program *p) {
+  verdict v;
+  const char *tmp = getenv("TMPDIR");
+  int fds = ranks_open_fds();
+  memset(&v, 0, sizeof v);
+  memset(shared, 0, offsetof(shared_state, want));
+  shared->p = *p;
+  snprintf(shared->path, sizeof shared->path, "%s/programs-%d.safetensors",
+           tmp != NULL ? tmp : "/tmp", (int)getpid());
+  reference(p);
+  run_phase(p, 0, &v);
+  if (p->restart > 0 && !v.failed) run_phase(p, 1, &v);
+  unlink(shared->path);
+  if (!ranks_no_children()) fail(&v, "a process is left");
+  if (ranks_open_fds() != fds) fail(&v, "the judge has descriptors left");
+  return v;
+}
+
+/* --- a failure: the smallest program that fails too --- */
+
+static void print_program(const program *p) {
+  static const char *const dtypes[] = {"f32", "f64", "f16", "bf16"};
+  static const char *const memories[] = {"malloc", "cddp_alloc"};
+  static const char *const grads[] = {"NULL", "malloc", "cddp_alloc"};
+  static const char *const finishes[] = {"cddp_ddp_step", "cddp_ddp_wait, update",
+                                         "cddp_ddp_step and cddp_ddp_wait by turns",
+                                         "cddp_ddp_reduce_scatter, update, cddp_ddp_all_gather"};
+  static const char *const places[] = {"before its first shard", "after its first cddp_ddp_ready",
+                                       "before the step's last call", "after the step"};
+  static const char *const misfits[] = {"the RANK of a living one", "another count",
+                                        "another optimizer", "another secret"};
+  int k;
+  printf("    %d ranks as %s%s%s%s\n", p->ranks, p->threads ? "threads" : "processes",
+         p->hosts > 0 ? ", CDDP_HOST_ID " : "", p->hosts > 0 ? host_plans[p->hosts] : "",
+         p->secret ? ", CDDP_SECRET" : "");
+  for (k = 0; k < p->count; k++)
+    printf("    parameter %d: %d %s, data %s, grad %s%s\n", k, p->p[k].count,
+           dtypes[p->p[k].dtype], memories[p->p[k].memory], grads[p->p[k].grad],
+           has_rows(p, k) ? ", sparse rows" : "");
+  printf("    cddp_ddp_create: shards %d%s%s%s%s%s\n", p->shards, p->elastic ? ", elastic" : "",
+         p->hook ? ", comm_hook" : "", p->unused ? ", find_unused_parameters" : "",
+         p->buckets ? ", small buckets" : "", p->clip ? ", clips" : "");
+  printf("    %s momentum %d%s%s%s%s%s%s%s%s%s\n",
+         p->optim == SGD ? "cddp_sgd_create" : p->optim == ADAMW ? "cddp_adamw_create" : "own SGD",
+         p->momentum, p->nesterov ? ", nesterov" : "", p->decay ? ", weight_decay" : "",
+         p->amsgrad ? ", amsgrad" : "", p->maximize ? ", maximize" : "",
+         p->masters ? ", master_weights" : "", p->copies ? ", copies" : "",
+         p->groups ? ", groups" : "", p->sharded ? ", sharded_states" : "",
+         p->apart ? ", without ddp" : "");
+  printf("    %d steps: %s%s%s", p->steps, p->looped ? "cddp_ddp_next_shard, " : "",
+         p->micro > 1 ? "no_sync, " : "", finishes[p->finish]);
+  printf(p->between > 0 ? "; other calls of kind %d between steps\n" : "\n", p->between);
+  for (k = 0; k < EVENTS; k++) {
+    const event *e = &p->e[k];
+    if (e->kind == KILL_AT_POINT) printf("    a rank dies at a point, %d later\n", e->arg);
+    if (e->kind == KILL_AT_STEP)
+      printf("    rank %d dies in step %d, %s\n", e->rank, e->step, places[e->arg % 4]);
+    if (e->kind == KILL_OUTSIDE) printf("    rank %d is killed in step %d\n", e->rank, e->step);
+    if (e->kind == STOP)
+      printf("    rank %d is stopped in step %d for %d ms\n", e->rank, e->step, e->arg);
+    if (e->kind == JOIN)
+      printf("    a process joins in step %d as rank %d%s\n", e->step, e->rank,
+             e->arg > 0 ? ", and dies at a point" : "");
+    if (e->kind == REFUSED)
+      printf("    a process with %s is refused in step %d\n", misfits[e->arg % 4], e->step);
+  }
+  if (p->churn > 0) printf("    the last rank is killed and replaced %d times\n", p->churn);
+  if (p->restart > 0)
+    printf("    saved after step %d, loaded by %d ranks\n", p->restart, p->restart_ranks);
+  if (p->fault > 0)
+    printf("    call %d of %s %s in rank %d\n", p->fault_nth, call_names[p->fault % CALL_NAMES],
+           p->fault_delay > 0 ? "is late" : "fails", p->fault_rank);
+}
+
+static void print_again(const program *p) {
+  program first = draw(p->seed), now = *p;
+  int i;
+  const char *separator = " --set ";
+  printf("    again: programs --seed %" PRIu64, p->seed);
+  for (i = 0; i < FIELD_COUNT; i++)
+    if (*field_of(&first, &fields[i]) != *field_of(&now, &fields[i])) {
+      printf("%s%s=%d", separator, fields[i].name, *field_of(&now, &fields[i]));
+      separator = ",";
+    }
+  printf("\n");
+}
+
+static bool still_fails(program *p, verdict *v) {
+  int tries;
+  settle(p);
+  for (tries = 0; tries < 2; tries++) {
+    verdict now = run_program(p);
+    if (now.failed) return *v = now, true;
+  }
+  return false;
+}
+
+/* Each field as small as the failure allows, for a minute. */
+static void reduce(program *p, verdict *v) {
+  double until = test_now() + 60;
+  bool changed = true;
+  int i, way;
+  while (changed) {
+    changed = false;
+    for (i = 0; i < FIELD_COUNT; i++)
+      for (way = 0; way < 3; way++) {
+        program smaller = *p;
+        int *value = field_of(&smaller, &fields[i]), old = *value;
+        if (old <= fields[i].least || test_now() > until) break;
+        *value = way == 0   ? fields[i].least
+                 : way == 1 ? (old + fields[i].least) / 2
+                            : old - 1;
+        settle(&smaller);
+        if (memcmp(&smaller, p, sizeof smaller) == 0 || !still_fails(&smaller, v)) continue;
+        *p = smaller;
+        changed = true;
+        break;
+      }
+  }
+}
+
+/* --- the command line --- */
+
+static struct {
+  uint64_t seed, count;
+  double seconds;
+  int hosts, jobs, reduce;
+  const char *set;
+} options;
+
+static bool set_fields(program *p, const char *text) {
+  char name[32];
+  int value, n, i;
+  while (text != NULL && sscanf(text, "%31[^=]=%d%n", name, &value, &n) == 2) {
+    for (i = 0; i < FIELD_COUNT && strcmp(fields[i].name, name) != 0;) i++;
+    if (i == FIELD_COUNT) return fprintf(stderr, "no field %s\n", name), false;
+    *field_of(p, &fields[i]) = value;
+    text += n;
+    text += *text == ',';
+  }
+  settle(p);
+  return true;
+}
+
+static bool run_seed(uint64_t seed) {
+  program p = draw(seed);
+  verdict v;
+  if (options.hosts == 0) p.hosts = 0;
+  if (options.hosts == 1 && p.hosts == 0) p.hosts = 1 + (int)(seed % (HOST_PLANS - 1));
+  settle(&p);
+  if (!set_fields(&p, options.set)) exit(2);
+  if (verbose) print_program(&p);
+  v = run_program(&p);
+  if (!v.failed) return true;
+  printf("seed %" PRIu64 " FAILS: %s\n", seed, v.text);
+  if (options.reduce) {
+    bool loud = verbose;
+    verbose = false;
+    fflush(stdout);
+    reduce(&p, &v);
+    verbose = loud;
+    printf("  seed %" PRIu64 " reduced: %s\n", seed, v.text);
+  }
+  print_program(&p);
+  print_again(&p);
+  fflush(stdout);
+  return false;
+}
+
+static struct { int programs, failed; } *totals; /* of all jobs */
+
+/* Runs seeds job, job + jobs, ... */
+static int run_seeds(int job, void *arg) {
+  double until = test_now() + options.seconds;
+  uint64_t i;
+  (void)arg;
+  prctl(PR_SET_PDEATHSIG, SIGKILL);
+  shared = (shared_state *)ranks_shared(sizeof *shared);
+  (void)ranks_free_port(); /* its descriptor stays */
+  for (i = (uint64_t)job; i < options.count && test_now() < until; i += (uint64_t)options.jobs) {
+    bool good = run_seed(options.seed + i);
+    ADD(totals->failed, !good);
+    ADD(totals->programs, 1);
+  }
+  return 0;
+}
+
+static bool parse(int argc, char **argv) {
+  bool timed = false, alone = false;
+  int i;
+  options.seed = 1;
+  options.count = UINT64_MAX;
+  options.seconds = 60;
+  options.hosts = -1;
+  options.jobs = options.reduce = 1;
+  for (i = 1; i + 1 < argc; i += 2) {
+    const char *value = argv[i + 1];
+    if (strcmp(argv[i], "--seed") == 0) {
+      options.seed = strtoull(value, NULL, 10);
+      alone = true;
+    } else if (strcmp(argv[i], "--count") == 0) options.count = strtoull(value, NULL, 10);
+    else if (strcmp(argv[i], "--seconds") == 0) options.seconds = atof(value);
+    else if (strcmp(argv[i], "--hosts") == 0) options.hosts = atoi(value);
+    else if (strcmp(argv[i], "--jobs") == 0) options.jobs = atoi(value);
+    else if (strcmp(argv[i], "--reduce") == 0) options.reduce = atoi(value);
+    else if (strcmp(argv[i], "--set") == 0) options.set = value;
+    else return false;
+  }
+  for (i = 1; i < argc; i++) timed = timed || strcmp(argv[i], "--seconds") == 0;
+  if (alone && !timed && options.count == UINT64_MAX) options.count = 1;
+  if (!timed && options.count != UINT64_MAX) options.seconds = 1e9;
+  return argc % 2 == 1 && options.jobs >= 1;
+}
+
+int main(int argc, char **argv) {
+  int i, status;
+  if (!parse(argc, argv)) {
+    fprintf(stderr, "programs [--seed N] [--count N] [--seconds S] [--hosts 0|1] [--jobs N]\n");
+    return 2;
+  }
+  verbose = options.count == 1;
+  totals = ranks_shared(sizeof *totals);
+  inside_at_point = at_point;
+  make_noise();
+  if (options.jobs == 1) (void)run_seeds(0, NULL);
+  for (i = 0; i < options.jobs && options.jobs > 1; i++) (void)ranks_fork(run_seeds, i, NULL);
+  while (options.jobs > 1 && wait(&status) > 0)
+    if (status != 0) ADD(totals->failed, 1);
+  printf("%d programs, %d failed\n", totals->programs, totals->failed);
+  return totals->failed > 0;
+}
