@@ -2372,22 +2372,31 @@ static const char *const cddp__result_texts[] = {
 #undef CDDP__TEXT
 };
 
+/* The number of bytes of the UTF-8 character at c; 0: it is a control character, or damaged. */
+static int cddp__printable(const unsigned char *c) {
+  static const uint32_t least[5] = {0, ' ', 0xa0, 0x800, 0x10000};
+  int n = c[0] < 0x80 ? 1 : c[0] < 0xc0 ? 0 : c[0] < 0xe0 ? 2 : c[0] < 0xf0 ? 3 : 4, i;
+  uint32_t u = n <= 1 ? c[0] : c[0] & (0x7fu >> n);
+  for (i = 1; i < n && (c[i] & 0xc0) == 0x80; i++) u = u << 6 | (c[i] & 63u);
+  return i >= n && u >= least[n] && u != 127 && u >> 11 != 27 && u < 0x110000 ? n : 0;
+}
+
 /* Escapes control characters in this thread's error text, as \r or \x1b: a terminal would execute
-   them. They can come from a file, another process, or a variable. Those from U+0080 to U+009F have
-   two bytes in UTF-8. */
+   them. Bytes that are not UTF-8 are escaped too. Both can come from a file, another process, or a
+   variable. */
 static void cddp__escape_controls(void) {
   char raw[CDDP__ERROR_MAX], *to = cddp__error_text;
   const unsigned char *c;
+  int n;
   memcpy(raw, cddp__error_text, sizeof raw);
-  for (c = (unsigned char *)raw; *c != 0 && to < cddp__error_text + CDDP__ERROR_MAX - 5; c++) {
-    if (c[0] == 0xc2 && c[1] >= 0x80 && c[1] < 0xa0)
-      to += snprintf(to, 5, "\\x%02x", (unsigned)*++c);
-    else if (*c >= ' ' && *c != 127)
-      *to++ = (char)*c;
+  for (c = (unsigned char *)raw; *c != 0 && to < cddp__error_text + CDDP__ERROR_MAX - 5;) {
+    if ((n = cddp__printable(c)) > 0)
+      to += snprintf(to, 5, "%.*s", n, (const char *)c);
     else if (*c >= 7 && *c <= 13)
       to += snprintf(to, 5, "\\%c", "abtnvfr"[*c - 7]);
     else
       to += snprintf(to, 5, "\\x%02x", (unsigned)*c);
+    c += n > 0 ? n : 1;
   }
   *to = 0;
 }
@@ -5152,13 +5161,17 @@ static cddp_result cddp__server_start(cddp_store *store) {
   return r;
 }
 
+/* Whether the user chose one address of a host, not a name that means several. */
+static bool cddp__is_exact_address(const char *host) {
+  return strcmp(host, "localhost") == 0 || strchr(host, ':') != NULL ||
+         host[strspn(host, "0123456789.")] == 0;
+}
+
 /* A host's own name can resolve to loopback only (127.0.1.1 in Debian's /etc/hosts). This adds the
    addresses that other hosts can reach. */
 static void cddp__add_interface_addresses(cddp__address *address, int *count, const char *host) {
   int i;
-  if (strcmp(host, "localhost") == 0 || strchr(host, ':') != NULL ||
-      host[strspn(host, "0123456789.")] == 0) /* the user chose one address */
-    return;
+  if (cddp__is_exact_address(host)) return;
   for (i = 0; i < *count; i++)
     if (!cddp__address_is_loopback(&address[i])) return;
   *count += cddp__interface_addresses(NULL, address + *count, CDDP__ADDRESSES_MAX - *count);
@@ -9234,7 +9247,10 @@ typedef struct cddp__registration { /* a rank, or another process with a rank's 
 typedef struct cddp__channel { /* a connection to the parent or a child */
   cddp__connection connection; /* deadline: for the first RANK */
   bool known;                  /* the first RANK was received */
-  bool awaited; /* its end is the loss of a rank: from a matching RANK, or WAIT, until its READY */
+  bool ready;   /* a child's READY was received */
+  bool told;    /* FAIL was sent by TCP */
+  bool awaited; /* its end is the loss of a rank: from a matching RANK, or WAIT, until the READY
+                   of the parent */
   size_t first; /* registration of the first RANK */
 } cddp__channel;
 
@@ -9279,7 +9295,7 @@ typedef struct cddp__rendezvous {
   size_t registered_count, registered_capacity;
   size_t forwarded;    /* registrations sent to the parent */
   int nodes;           /* that have sent RANK, and this rank's node */
-  int expected;        /* number of ranks, by the smallest WORLD_SIZE */
+  uint32_t expected;   /* number of ranks, by the largest WORLD_SIZE */
   bool with_rank_0;    /* rank 0 is on this node, matching or not */
   cddp__cause problem; /* why the first registration that does not match is refused */
   double problem_at;   /* when that happened, of cddp__now() */
@@ -9301,11 +9317,22 @@ static void cddp__host_identity(char *out, size_t n) {
   snprintf(out, n, "%.60s.%llu", given != NULL ? given : boot, (unsigned long long)st.st_ino);
 }
 
+/* Appends the sources of the job's endpoint to an error text about it. */
+static void cddp__append_origin(const cddp__config *config, cddp_result r) {
+  if (config->port_name != NULL && (r == CDDP_NETWORK || r == CDDP_TIMEOUT || r == CDDP_MISMATCH))
+    cddp__append(
+        cddp__error_text, sizeof cddp__error_text, " (host from %s, port %s%s)", config->host_name,
+        config->port_name,
+        config->client_only ? "; TORCHELASTIC_USE_AGENT_STORE says that a launcher serves it" : "");
+}
+
 /* Sets the name of the node's socket, equal for exactly the ranks of one node. With a secret ("":
    none) strangers cannot predict it. Ranks can spell the job's endpoint in several ways. So an
    address of this host is replaced by "here", and another host's name by the lowest of its
-   addresses. Returns whether the endpoint is on this host. */
-static bool cddp__node_name(const cddp__config *config, const char *secret, char name[48]) {
+   addresses. Returns whether the endpoint is on this host. The name must resolve: ranks with
+   different names would count as hosts. Ranks other than 0 try it again, for the name can be new. */
+static cddp_result cddp__node_name(const cddp__config *config, const char *secret, char name[48],
+                                   bool *out) {
   static const char hex[] = "0123456789abcdef";
   const char *given = cddp__env("CDDP_HOST_ID");
   cddp__address a[CDDP__ADDRESSES_MAX];
@@ -9313,11 +9340,18 @@ static bool cddp__node_name(const cddp__config *config, const char *secret, char
   cddp__text spelled;
   unsigned char mac[32];
   struct stat pids, times; /* their numbers and start times differ between namespaces */
-  bool here = false;
+  bool here = false, once = config->rank == 0 && !config->client_only && config->listen_fd < 0;
+  double give_up = cddp__earlier_deadline(once ? 0 : CDDP__RESOLVE_S,
+                                          cddp__now() + config->timeout_s);
   int n = 0, i;
+  cddp_result r = CDDP_OK;
+  while (config->port != 0 &&
+         (r = cddp__resolve(config->host, config->port, a, &n)) == CDDP_NETWORK &&
+         cddp__now() < give_up)
+    cddp__sleep(0.1);
+  cddp__append_origin(config, r);
+  if (r != CDDP_OK) return r;
   snprintf(place, sizeof place, "%s", config->init_method);
-  if (config->port != 0) /* a name that does not resolve is reported when the store is opened */
-    (void)cddp__resolve(config->host, config->port, a, &n);
   for (i = 0; i < n && !here; i++) {
     here = cddp__address_is_local(&a[i]);
     spelled = cddp__describe_address(&a[i]);
@@ -9333,7 +9367,8 @@ static bool cddp__node_name(const cddp__config *config, const char *secret, char
   memcpy(name, "cddp-", 5);
   for (i = 0; i < 32; i++) name[5 + i] = hex[(mac[i / 2] >> (i % 2 ? 0 : 4)) & 15];
   name[37] = 0;
-  return here || strncmp(config->init_method, "unix:", 5) == 0;
+  *out = here || strncmp(config->init_method, "unix:", 5) == 0;
+  return CDDP_OK;
 }
 
 /* Describes this process to the other ranks of its job, and to processes that join later. */
@@ -9343,6 +9378,7 @@ static cddp_result cddp__job_info_create(cddp__host *host, const cddp__config *c
       (cddp__job_info *)cddp__calloc(&host->allocator, 1, sizeof(cddp__job_info) + n);
   cddp__rank_info *info;
   char machine[128];
+  cddp_result r;
   host->job_info = job;
   if (job == NULL) return CDDP_OUT_OF_MEMORY;
   job->claim_fd = job->port_fd = -1;
@@ -9357,7 +9393,8 @@ static cddp_result cddp__job_info_create(cddp__host *host, const cddp__config *c
     snprintf(job->endpoint, sizeof job->endpoint, "port %d", config->port);
   else
     snprintf(job->endpoint, sizeof job->endpoint, "%.80s", config->init_method);
-  job->here = cddp__node_name(config, job->secret, job->node);
+  r = cddp__node_name(config, job->secret, job->node, &job->here);
+  if (r != CDDP_OK) return r;
   job->node_hash = (uint32_t)cddp__hash64(1, job->node, strlen(job->node)) | 1;
   info = &job->table.info;
   info->version = CDDP_VERSION;
@@ -9471,7 +9508,8 @@ static cddp_result cddp__claim_rank(cddp__rendezvous *rdv) {
    it has the same rank; 0: none. */
 static uint32_t cddp__find_second_claim(const cddp__job_info *job) {
   uint32_t peer[3], pid = 0;
-  while (pid == 0 && job->claim_fd >= 0) {
+  int tries;
+  for (tries = 0; tries < 64 && pid == 0 && job->claim_fd >= 0; tries++) {
     int fd = cddp__accept(job->claim_fd);
     if (fd < 0 && errno != ECONNABORTED) break;
     if (fd >= 0 && cddp__peer_process(fd, peer) && peer[0] != (uint32_t)getpid()) pid = peer[0];
@@ -9497,10 +9535,13 @@ static cddp_result cddp__compare_ranks(const cddp__rank_info *own, const cddp__r
     return cddp__fail(CDDP_MISMATCH,
                       "rank %u (pid %u) has version %u of cddp.h, rank %u has %u; build all alike",
                       other->rank, other->pid, other->version, own->rank, own->version);
-  if (other->world_size != own->world_size || (other->rank >= own->world_size && !other->joins))
+  if (other->world_size != own->world_size)
     return cddp__fail(CDDP_MISMATCH,
                       "rank %u (pid %u) has world size %u, rank %u has %u: WORLD_SIZE must agree",
                       other->rank, other->pid, other->world_size, own->rank, own->world_size);
+  if (other->rank >= own->world_size && !other->joins)
+    return cddp__fail(CDDP_MISMATCH, "rank %u (pid %u) is not below the world size, %u",
+                      other->rank, other->pid, own->world_size);
   if (strncmp(other->backend, own->backend, sizeof own->backend) != 0)
     return cddp__fail(CDDP_MISMATCH,
                       "rank %u (pid %u) has backend \"%.16s\", rank %u has \"%.16s\": CDDP_BACKEND "
@@ -9512,6 +9553,11 @@ static cddp_result cddp__compare_ranks(const cddp__rank_info *own, const cddp__r
                     "linked with -ffast-math? Set the mode before cddp_init",
                     other->rank, cddp__describe_fp_mode(other->fp_mode).s, own->rank,
                     cddp__describe_fp_mode(own->fp_mode).s);
+}
+
+/* A rank is refused with this result and the text of cddp_error. The first one counts. */
+static void cddp__note_problem(cddp__rendezvous *rdv, cddp_result r) {
+  if (cddp__set_cause(&rdv->problem, r, cddp_error())) rdv->problem_at = cddp__now();
 }
 
 /* Registers a rank. One that does not match is kept too, and sets rdv->problem. */
@@ -9528,8 +9574,7 @@ static cddp_result cddp__register_rank(cddp__rendezvous *rdv, const cddp__rank_i
     r = cddp__fail_rank_taken(rdv->job, (int)info->rank, rdv->net->ranks[info->rank].pid,
                               rdv->net->hosts[rdv->net->ranks[info->rank].host].name, info->pid,
                               info->host.name);
-  if (r != CDDP_OK && cddp__set_cause(&rdv->problem, r, cddp_error()))
-    rdv->problem_at = cddp__now();
+  if (r != CDDP_OK) cddp__note_problem(rdv, r);
   entry = (cddp__registration *)cddp__grow_array(&rdv->host->allocator, rdv->registered,
                                                  &rdv->registered_capacity,
                                                  rdv->registered_count + 1, sizeof *entry);
@@ -9541,8 +9586,7 @@ static cddp_result cddp__register_rank(cddp__rendezvous *rdv, const cddp__rank_i
   entry->link_fd = -1;
   entry->fits = r == CDDP_OK;
   if (node == 0 && info->rank == 0) rdv->with_rank_0 = true;
-  if (info->world_size > 0 && info->world_size < (uint32_t)rdv->expected)
-    rdv->expected = (int)info->world_size;
+  if (info->world_size > rdv->expected) rdv->expected = info->world_size;
   return CDDP_OK;
 }
 
@@ -9646,25 +9690,43 @@ static cddp_result cddp__own_address(int fd, cddp__address *out) {
   return CDDP_OK;
 }
 
-/* Listens on a free port of an address for ranks on other hosts. */
+/* Listens on a free port of an address for ranks on other hosts. wide: those can reach this host by
+   another one, so if the job can span hosts, it listens on all addresses, of IPv6 and IPv4. */
 static cddp_result cddp__listen_for_others(const cddp__rendezvous *rdv, const cddp__address *at,
-                                           int *fd, int *port) {
+                                           bool wide, int *fd, int *port) {
+  struct sockaddr_in6 in;
   cddp__address a = *at;
   int count;
-  cddp_result r;
+  cddp_result r = CDDP_NETWORK;
   cddp__address_set_port(&a, 0);
-  r = cddp__listen_all(&a, 1, fd, &count);
+  if (wide && !cddp__one_host(rdv->config) && cddp__env("CDDP_IFNAME") == NULL) {
+    memset(&in, 0, sizeof in);
+    in.sin6_family = AF_INET6;
+    a = cddp__internet_address(&in); /* "::", which accepts IPv4 too */
+    r = cddp__listen_all(&a, 1, fd, &count);
+    if (r == CDDP_NETWORK) {
+      a = *at;
+      cddp__address_to_all(&a);
+      cddp__address_set_port(&a, 0);
+    }
+  }
+  if (r == CDDP_NETWORK) r = cddp__listen_all(&a, 1, fd, &count);
   *port = cddp__address_port(&a);
   if (r == CDDP_SYSTEM) return cddp__fail_descriptors(rdv, errno, "socket");
   return r == CDDP_OK ? r : cddp__fail_in(r, "cannot listen for ranks on other hosts: ");
 }
 
 /* Opens a listening socket for the links of a rank on this node, unless it has one. Writes the
-   address and the port into the rank's info. */
+   address and the port into the rank's info. A host that has reached the root by loopback, by a
+   name or a file, can be the root's own: the root replaces its address, in cddp__build_table. */
 static cddp_result cddp__listen_for_links(cddp__rendezvous *rdv, cddp__registration *entry) {
+  const char *method = rdv->config->init_method;
+  bool wide = cddp__address_is_loopback(&rdv->address) &&
+              (rdv->config->port != 0 ? !cddp__is_exact_address(rdv->config->host)
+                                      : strncmp(method, "file:", 5) == 0);
   entry->info.host.address = rdv->address.v6;
   if (entry->link_fd >= 0) return CDDP_OK;
-  return cddp__listen_for_others(rdv, &rdv->address, &entry->link_fd, &entry->info.port);
+  return cddp__listen_for_others(rdv, &rdv->address, wide, &entry->link_fd, &entry->info.port);
 }
 
 /* --- the children --- */
@@ -9763,7 +9825,8 @@ static cddp_result cddp__receive_rank(cddp__rendezvous *rdv, cddp__channel *chil
   memcpy(&info, m + 1, sizeof info);
   info.host.name[sizeof info.host.name - 1] = 0;
   info.joins = 0; /* joining processes do not take part in a rendezvous */
-  *admitted = child->known || cddp__admit_rank(rdv, c, &info);
+  *admitted = info.pid != 0 && info.port >= 0 && info.port <= 65535 &&
+              (child->known || cddp__admit_rank(rdv, c, &info));
   if (!*admitted) return CDDP_OK;
   if (!c->local && (rdv->nodes == 1 || cddp__address_is_loopback(&rdv->address)))
     r = cddp__own_address(c->fd, &rdv->address);
@@ -9781,17 +9844,20 @@ static cddp_result cddp__receive_rank(cddp__rendezvous *rdv, cddp__channel *chil
   return CDDP_OK;
 }
 
-/* Handles a child's messages. Ends the connection if it is not a rank's. */
+/* Handles a child's messages. Ends the connection if it is not a rank's. The loop ends, although a
+   stranger can send without a pause: each message is valid a limited number of times. */
 static cddp_result cddp__receive_from_child(cddp__rendezvous *rdv, cddp__channel *child) {
   cddp__connection *c = &child->connection;
   cddp__message *m;
   cddp_result r = CDDP_OK;
-  bool valid = true; /* else the loop ends: a stranger can send without a pause */
+  bool valid = true;
   while (r == CDDP_OK && valid &&
          (m = cddp__receive_message(c, sizeof(cddp__rendezvous_failure))) != NULL) {
     uint32_t kind = m->head.number;
+    bool full = rdv->registered_count > 2 * CDDP__MAX_RANKS; /* no job has so many */
+    if (kind == CDDP__RENDEZVOUS_RANK && full) child->awaited = false;
     valid = kind == CDDP__RENDEZVOUS_PORT ? child->known : child->awaited;
-    if (kind == CDDP__RENDEZVOUS_RANK && m->head.size == sizeof(cddp__rank_info))
+    if (kind == CDDP__RENDEZVOUS_RANK && m->head.size == sizeof(cddp__rank_info) && !full)
       r = cddp__receive_rank(rdv, child, m, &valid);
     else if (kind == CDDP__RENDEZVOUS_FAIL && valid)
       r = cddp__fail_from_message(rdv, m);
@@ -9799,8 +9865,8 @@ static cddp_result cddp__receive_from_child(cddp__rendezvous *rdv, cddp__channel
              m->head.size == sizeof rdv->root.token && rdv->root.fd_count < CDDP__ADDRESSES_MAX &&
              rdv->registered[child->first].info.rank == 0)
       r = cddp__receive_port(rdv, c, m);
-    else if (kind == CDDP__RENDEZVOUS_READY && valid && rdv->net != NULL)
-      child->awaited = false;
+    else if (kind == CDDP__RENDEZVOUS_READY && valid && rdv->net != NULL && !child->ready)
+      child->ready = true;
     else
       valid = false;
     if (!valid) cddp__connection_end(c, EPROTO);
@@ -9811,6 +9877,26 @@ static cddp_result cddp__receive_from_child(cddp__rendezvous *rdv, cddp__channel
 }
 
 /* --- the parent --- */
+
+/* Checks a table of ranks, and completes it: this rank and its host, the ranks' numbers on their
+   hosts. */
+static bool cddp__check_table(cddp__net *net, int rank) {
+  int i;
+  net->rank = rank;
+  for (i = 0; i < net->host_count; i++) {
+    net->hosts[i].name[sizeof net->hosts[i].name - 1] = 0;
+    net->hosts[i].size = 0;
+  }
+  for (i = 0; i < net->size; i++) {
+    cddp__rank_entry *p = &net->ranks[i];
+    if (p->host < 0 || p->host >= net->host_count || p->pid == 0 || p->port < 0 || p->port > 65535)
+      return false;
+    p->index = net->hosts[p->host].size++;
+  }
+  for (i = 0; i < net->host_count && net->hosts[i].size > 0; i++) {}
+  net->host = net->ranks[rank].host;
+  return i == net->host_count && net->ranks[rank].pid == (uint32_t)getpid();
+}
 
 /* Takes the table of ranks from a TABLE. A coordinator has sent with it the descriptors of the
    memory and, with several hosts, of this rank's listening socket for links. */
@@ -9824,6 +9910,11 @@ static cddp_result cddp__take_table(cddp__rendezvous *rdv, const cddp__message *
   rdv->net = cddp__net_new(&rdv->host->allocator, ranks, (int)hosts);
   if (rdv->net == NULL) return CDDP_OUT_OF_MEMORY;
   memcpy(rdv->net->token, m + 1, size);
+  if (!cddp__check_table(rdv->net, rdv->config->rank)) {
+    cddp__net_release(rdv->net);
+    rdv->net = NULL;
+    return cddp__fail(CDDP_MISMATCH, "the rank table is damaged");
+  }
   if (!c->local) return CDDP_OK;
   if (c->fds[0] < 0 || (hosts > 1 && c->fds[1] < 0))
     return cddp__fail_descriptors(rdv, EMFILE, "recvmsg of the shared memory");
@@ -9840,10 +9931,13 @@ static cddp_result cddp__fail_blocked(const cddp__rendezvous *rdv, const cddp__a
   return cddp__fail(CDDP_NETWORK,
                     "rank %d (pid %d on %s) cannot connect to %s, where %s listens: %s. A firewall "
                     "or a missing route blocks it%s: let %s connect to this port. "
-                    "CDDP_PORTS=first-last limits the ports to open",
+                    "CDDP_PORTS=first-last limits the ports to open%s",
                     rdv->config->rank, (int)getpid(), here, cddp__describe_address(a).s, listener,
                     strerror(error),
-                    error == ECONNREFUSED ? ", unless that process just ended" : "", here);
+                    error == ECONNREFUSED ? ", unless that process just ended" : "", here,
+                    error == EINVAL ? ". Or this host's address is a loopback address to cddp: set "
+                                      "CDDP_IFNAME to the interface that reaches the other hosts"
+                                    : "");
 }
 
 /* Seconds that a connection to another host may take before its port counts as blocked. */
@@ -9855,15 +9949,6 @@ static double cddp__blocked_s(const cddp__rendezvous *rdv) {
 /* Where rank 0 listens, for error texts. */
 static const char *cddp__endpoint_name(const cddp__config *config) {
   return config->init_method + (config->port != 0 ? strlen("tcp://") : 0);
-}
-
-/* Appends the sources of the job's endpoint to an error text about it. */
-static void cddp__append_origin(const cddp__config *config, cddp_result r) {
-  if (config->port_name != NULL && (r == CDDP_NETWORK || r == CDDP_TIMEOUT || r == CDDP_MISMATCH))
-    cddp__append(
-        cddp__error_text, sizeof cddp__error_text, " (host from %s, port %s%s)", config->host_name,
-        config->port_name,
-        config->client_only ? "; TORCHELASTIC_USE_AGENT_STORE says that a launcher serves it" : "");
 }
 
 /* A try to reach the store or the root takes longer than the one before, up to 8 s. Between the
@@ -9928,7 +10013,7 @@ static cddp_result cddp__read_root_file(cddp__rendezvous *rdv) {
    address is in a store or a file, it can be that of an earlier job. */
 static cddp_result cddp__lose_root(cddp__rendezvous *rdv, int error) {
   cddp__root_search *root = &rdv->root;
-  const cddp__address *a = &root->addresses[root->next - 1];
+  const cddp__address at = root->addresses[root->next - 1], *a = &at; /* the file can replace it */
   const cddp__challenge *challenge = &rdv->parent.connection.challenge;
   unsigned char token[sizeof root->token];
   bool stops = root->store != NULL && error != 0;
@@ -9964,7 +10049,8 @@ static cddp_result cddp__lose_root(cddp__rendezvous *rdv, int error) {
   return cddp__look_again(rdv, r, stops);
 }
 
-/* Handles the parent's messages. If it ends before WAIT, this rank looks for another one. */
+/* Handles the parent's messages. If it ends before WAIT, this rank looks for another one. The loop
+   ends: each message is valid a limited number of times. */
 static cddp_result cddp__receive_from_parent(cddp__rendezvous *rdv) {
   cddp__connection *c = &rdv->parent.connection;
   int ranks = rdv->config->world_size;
@@ -9975,12 +10061,13 @@ static cddp_result cddp__receive_from_parent(cddp__rendezvous *rdv) {
   while (r == CDDP_OK && valid && (m = cddp__receive_message(c, most)) != NULL) {
     if (m->head.number == CDDP__RENDEZVOUS_FAIL) {
       r = cddp__fail_from_message(rdv, m);
-    } else if (m->head.number == CDDP__RENDEZVOUS_WAIT) {
+    } else if (m->head.number == CDDP__RENDEZVOUS_WAIT && !rdv->parent.awaited) {
       rdv->parent.awaited = true;
       rdv->root.blocked.s[0] = 0;
     } else if (m->head.number == CDDP__RENDEZVOUS_TABLE && rdv->net == NULL) {
       r = cddp__take_table(rdv, m);
-    } else if (m->head.number == CDDP__RENDEZVOUS_READY && rdv->net != NULL) {
+    } else if (m->head.number == CDDP__RENDEZVOUS_READY && rdv->net != NULL &&
+               rdv->parent.awaited) {
       rdv->parent.awaited = false;
     } else {
       valid = false;
@@ -10059,30 +10146,16 @@ static cddp_result cddp__publish_root(cddp__rendezvous *rdv) {
   const char *key = root->key;
   cddp__request q = cddp__request_of(CDDP__STORE_SET, &key, 1);
   cddp__root_key value;
-  struct sockaddr_in6 in;
-  cddp__address a;
   int port;
   cddp_result r = cddp__random(root->token, sizeof root->token);
   if (r == CDDP_OK) r = cddp__own_address(root->store->connection.fd, &rdv->address);
+  if (r == CDDP_OK)
+    r = cddp__listen_for_others(
+        rdv, &rdv->address,
+        cddp__address_is_loopback(&rdv->address) || root->store->address_count > 1, &root->fds[0],
+        &port);
   if (r != CDDP_OK) return r;
-  a = rdv->address;
-  if ((cddp__address_is_loopback(&a) || root->store->address_count > 1) &&
-      !cddp__one_host(rdv->config) && cddp__env("CDDP_IFNAME") == NULL) {
-    memset(&in, 0, sizeof in);
-    in.sin6_family = AF_INET6;
-    a = cddp__internet_address(&in); /* "::", which accepts IPv4 too */
-    if (cddp__listen_for_others(rdv, &a, &root->fds[0], &port) == CDDP_OK) {
-      root->fd_count = 1;
-    } else {
-      a = rdv->address;
-      cddp__address_to_all(&a);
-    }
-  }
-  if (root->fd_count == 0) {
-    r = cddp__listen_for_others(rdv, &a, &root->fds[0], &port);
-    if (r != CDDP_OK) return r;
-    root->fd_count = 1;
-  }
+  root->fd_count = 1;
   cddp__address_set_port(&rdv->address, port);
   memcpy(value.token, root->token, sizeof value.token);
   value.address = rdv->address.v6;
@@ -10313,7 +10386,7 @@ static cddp_result cddp__rendezvous_init(cddp__rendezvous *rdv, const cddp__conf
   cddp__channel_init(rdv, &rdv->parent, -1, true, true);
   rdv->memory_fd = rdv->node_socket = -1;
   rdv->nodes = 1;
-  rdv->expected = config->world_size;
+  rdv->expected = (uint32_t)config->world_size;
   snprintf(root->key, sizeof root->key, "%s/meeting", config->run);
   root->try_s = 0.25;
   root->pause = 0.002;
@@ -10379,8 +10452,10 @@ static cddp_result cddp__inform_parent(cddp__rendezvous *rdv) {
   return r;
 }
 
-/* The root: builds the table when all ranks have registered. */
+/* The root: builds the table when all ranks have registered. A node that reached the root by
+   loopback is on its host (containers of one pod), and gets its address. */
 static cddp_result cddp__build_table(cddp__rendezvous *rdv) {
+  cddp__address a;
   size_t i;
   cddp_result r = CDDP_OK;
   for (i = 0; i < rdv->registered_count && rdv->nodes > 1 && r == CDDP_OK; i++)
@@ -10395,28 +10470,31 @@ static cddp_result cddp__build_table(cddp__rendezvous *rdv) {
     p->pid = info->pid;
     p->port = info->port;
     rdv->net->hosts[p->host] = info->host;
+    a = cddp__internet_address(&info->host.address);
+    if (cddp__address_is_loopback(&a)) rdv->net->hosts[p->host].address = rdv->address.v6;
   }
+  (void)cddp__check_table(rdv->net, rdv->config->rank); /* only completes it */
   return cddp__random(rdv->net->token, 16);
 }
 
-/* Completes the table in this rank: its host, the ranks' numbers on their hosts, the secret for
-   links. A damaged table is an error. */
-static cddp_result cddp__check_table(cddp__rendezvous *rdv) {
+/* Completes a checked table in this rank: its listening socket, the secret for links. A rank below
+   this one can be in the table as another process on another host: two processes have one rank. */
+static cddp_result cddp__use_table(cddp__rendezvous *rdv) {
   cddp__net *net = rdv->net;
-  int i;
-  net->rank = rdv->config->rank;
-  for (i = 0; i < net->host_count; i++) {
-    net->hosts[i].name[sizeof net->hosts[i].name - 1] = 0;
-    net->hosts[i].size = 0;
+  size_t i;
+  for (i = 0; i < rdv->registered_count; i++) {
+    cddp__registration *entry = &rdv->registered[i];
+    const cddp__rank_entry *p = &net->ranks[entry->info.rank % (uint32_t)net->size];
+    if (!entry->fits || entry->node != 0 || (p->host == net->host && p->pid == entry->info.pid))
+      continue;
+    entry->fits = false;
+    cddp__note_problem(rdv, cddp__fail_rank_taken(rdv->job, (int)entry->info.rank, p->pid,
+                                                  net->hosts[p->host].name, entry->info.pid,
+                                                  entry->info.host.name));
   }
-  for (i = 0; i < net->size; i++) {
-    cddp__rank_entry *p = &net->ranks[i];
-    if (p->host < 0 || p->host >= net->host_count || p->pid == 0 ||
-        (i == net->rank && p->pid != (uint32_t)getpid()))
-      return cddp__fail(CDDP_MISMATCH, "the rank table is damaged");
-    p->index = net->hosts[p->host].size++;
-  }
-  net->host = net->ranks[net->rank].host;
+  for (i = 0; i < rdv->child_count; i++)
+    rdv->children[i].awaited =
+        rdv->children[i].known && rdv->registered[rdv->children[i].first].fits;
   net->listener = rdv->registered[0].link_fd;
   rdv->registered[0].link_fd = -1;
   if (rdv->job->secret[0] == 0 || rdv->config->launcher_secret || net->host_count == 1)
@@ -10431,7 +10509,8 @@ static cddp_result cddp__check_table(cddp__rendezvous *rdv) {
 static cddp_result cddp__check_ports(cddp__rendezvous *rdv) {
   enum { MOST = 32 };
   const cddp__net *net = rdv->net;
-  double deadline = cddp__now() + cddp__blocked_s(rdv);
+  double deadline = cddp__now() + cddp__blocked_s(rdv),
+         refused = cddp__earlier_deadline(1, deadline);
   cddp__connection *links[MOST];
   cddp__address a;
   cddp__text listener;
@@ -10451,7 +10530,8 @@ static cddp_result cddp__check_ports(cddp__rendezvous *rdv) {
     if (r == CDDP_OK && error == 0 && cddp__wait_fd(l->fd, POLLOUT, deadline) != CDDP_OK)
       error = ETIMEDOUT;
     if (r == CDDP_OK && error == 0) (void)getsockopt(l->fd, SOL_SOCKET, SO_ERROR, &error, &size);
-    if (r == CDDP_OK && error == ECONNREFUSED) r = cddp__poll_channels(rdv, cddp__now() + 0.05);
+    while (r == CDDP_OK && error == ECONNREFUSED && cddp__now() < refused)
+      r = cddp__poll_channels(rdv, refused); /* if that rank has died, FAIL says so */
     if (r == CDDP_OK && error != 0) {
       a = cddp__internet_address(&net->hosts[home->host].address);
       cddp__address_set_port(&a, home->port);
@@ -10514,6 +10594,23 @@ static cddp_result cddp__fail_missing_ranks(cddp__rendezvous *rdv) {
                              : "; the output of a rank that runs says what it cannot connect to");
 }
 
+/* Whether all ranks have registered. After a problem those that do not match count too: each number
+   below the largest WORLD_SIZE. */
+static bool cddp__all_registered(const cddp__rendezvous *rdv) {
+  bool found[CDDP__MAX_RANKS];
+  uint32_t count = 0, rank;
+  size_t i;
+  if (rdv->registered_count < rdv->expected || rdv->expected > CDDP__MAX_RANKS) return false;
+  memset(found, 0, sizeof found);
+  for (i = 0; i < rdv->registered_count; i++) {
+    rank = rdv->registered[i].info.rank;
+    if (rank >= rdv->expected || found[rank]) continue;
+    found[rank] = true;
+    count++;
+  }
+  return count == rdv->expected;
+}
+
 /* Registers this rank and those below it with the parent, until this rank has an error or the
    table, rdv->net. The root has the earliest deadline, since it knows the missing ranks. If a rank
    does not match, the root, or a coordinator without one, waits CDDP__PROBLEM_S for the other ranks
@@ -10533,8 +10630,7 @@ static cddp_result cddp__collect_ranks(cddp__rendezvous *rdv) {
     if (r != CDDP_OK || rdv->net != NULL) break;
     alone = up->fd < 0 || up->state == CDDP__CONNECTION_PROVING; /* the poll can have changed it */
     late = cddp__now() >= rdv->deadline + (up->fd < 0 ? 0 : up->local ? 0.5 : 0.25);
-    all = up->fd < 0 && rdv->with_rank_0 && rdv->node_socket >= 0 &&
-          rdv->registered_count >= (size_t)rdv->expected;
+    all = up->fd < 0 && rdv->with_rank_0 && rdv->node_socket >= 0 && cddp__all_registered(rdv);
     wrong = cddp__has_cause(&rdv->problem) && alone; /* else the parent decides */
     if ((late && !all) || (wrong && (all || cddp__now() > rdv->problem_at + CDDP__PROBLEM_S))) {
       rdv->common = true;
@@ -10546,12 +10642,13 @@ static cddp_result cddp__collect_ranks(cddp__rendezvous *rdv) {
     else if (cddp__looks_for_root(rdv)) /* rank 0 can have registered just now */
       r = cddp__find_root(rdv);
   }
-  if (r == CDDP_OK) r = cddp__check_table(rdv);
+  if (r == CDDP_OK) r = cddp__use_table(rdv);
   if (r == CDDP_OK && rdv->node_socket >= 0 && rdv->net->host_count > 1) r = cddp__check_ports(rdv);
   return r;
 }
 
-/* Sends the table to the children, with the memory to those on this host. */
+/* Sends the table to the children, with the memory to those on this host. Bytes that a child does
+   not take yet are sent while this rank waits for READY. */
 static cddp_result cddp__send_table(cddp__rendezvous *rdv) {
   const cddp__net *net = rdv->net;
   cddp_result r = CDDP_OK;
@@ -10562,13 +10659,13 @@ static cddp_result cddp__send_table(cddp__rendezvous *rdv) {
     int fds[2] = {rdv->host->arena.fd, *link_fd};
     if (!child->awaited) continue;
     CDDP__POINT("welcome");
-    if (cddp__send_message(&child->connection, CDDP__RENDEZVOUS_TABLE, net->token,
-                           cddp__table_bytes(net->size, net->host_count),
-                           child->connection.local ? fds : NULL, cddp__now() + 5) != CDDP_OK) {
+    memcpy(child->connection.pass, fds, sizeof fds);
+    r = cddp__connection_post(&child->connection, CDDP__FRAME_MESSAGE, CDDP__RENDEZVOUS_TABLE,
+                              net->token, cddp__table_bytes(net->size, net->host_count));
+    (void)cddp__connection_progress(&child->connection);
+    if (r == CDDP_OK && child->connection.state == CDDP__CONNECTION_ENDED)
       r = cddp__receive_from_child(rdv, child); /* it can have sent FAIL */
-      if (r == CDDP_OK) r = cddp__report_channel_lost(rdv, child);
-    }
-    cddp__close_fd(link_fd);
+    if (child->connection.pass[0] < 0) cddp__close_fd(link_fd);
   }
   return r;
 }
@@ -10583,12 +10680,8 @@ static cddp_result cddp__await_ready(cddp__rendezvous *rdv) {
   if (rdv->net->host_count > 1 && deadline < cddp__now() + CDDP__BLOCKED_S + 1)
     deadline = cddp__now() + CDDP__BLOCKED_S + 1; /* other coordinators check their ports */
   rdv->parent.awaited = up->fd >= 0;
-  for (i = 0; i < rdv->child_count; i++) {
-    cddp__channel *child = &rdv->children[i];
-    child->awaited = child->known && rdv->registered[child->first].fits;
-  }
   for (i = 0; i < rdv->child_count && r == CDDP_OK;) {
-    bool waits = rdv->children[i].awaited;
+    bool waits = rdv->children[i].awaited && !rdv->children[i].ready;
     const cddp__rank_info *info = &rdv->registered[rdv->children[i].first].info;
     if (waits && cddp__now() >= deadline)
       r = cddp__fail(CDDP_TIMEOUT,
@@ -10619,25 +10712,33 @@ static cddp_result cddp__await_ready(cddp__rendezvous *rdv) {
                      "created their group",
                      rdv->config->timeout_s, rdv->job->endpoint);
   }
+  CDDP__POINT("all ready");
+  if (r == CDDP_OK && up->fd < 0) r = cddp__poll_channels(rdv, 0); /* a child can have failed */
   for (i = 0; i < rdv->child_count && r == CDDP_OK; i++) {
     cddp__channel *child = &rdv->children[i];
-    if (child->known && rdv->registered[child->first].fits) /* if it died, the group finds that */
+    if (child->awaited) /* if it died, the group finds that */
       (void)cddp__send_message(&child->connection, CDDP__RENDEZVOUS_READY, NULL, 0, NULL,
                                cddp__now());
+    child->ready = false; /* MPI's start is followed by another READY */
   }
   return r;
 }
 
-/* Sends FAIL. By TCP it waits up to 0.2 s for the other side to close: closing a socket with unread
-   bytes would reset the connection, and FAIL could be lost. */
-static void cddp__channel_fail(cddp__connection *c, bool local, cddp_result r, const char *text) {
-  double deadline = cddp__now() + 0.2;
-  char rest[256];
+/* Sends FAIL, after which nothing follows. */
+static void cddp__channel_fail(cddp__channel *channel, cddp_result r, const char *text) {
+  cddp__connection *c = &channel->connection;
   if (c->state == CDDP__CONNECTION_PROVING) return; /* perhaps a stranger, who would not answer */
   (void)cddp__send_failure(c, r, text, cddp__now() + 0.1);
-  if (local || shutdown(c->fd, SHUT_WR) != 0) return;
-  while (cddp__wait_fd(c->fd, POLLIN, deadline) == CDDP_OK &&
-         recv(c->fd, rest, sizeof rest, MSG_DONTWAIT) > 0) {}
+  channel->told = !c->local && shutdown(c->fd, SHUT_WR) == 0;
+}
+
+/* Waits until the other side of a TCP connection has received FAIL and closed it. Closing a socket
+   with unread bytes would reset the connection, and FAIL could be lost. */
+static void cddp__channel_drain(const cddp__channel *channel, double deadline) {
+  char rest[4096];
+  while (channel->told && cddp__now() < deadline &&
+         cddp__wait_fd(channel->connection.fd, POLLIN, deadline) == CDDP_OK &&
+         recv(channel->connection.fd, rest, sizeof rest, MSG_DONTWAIT) > 0) {}
 }
 
 /* Whether the process at the other end has registered before: it has received FAIL, and connects
@@ -10657,27 +10758,31 @@ static bool cddp__registered_before(const cddp__rendezvous *rdv, const cddp__cha
 static void cddp__report_failure(cddp__rendezvous *rdv, cddp_group *g, cddp_result r) {
   char text[CDDP__ERROR_MAX], far[CDDP__ERROR_MAX]; /* for this host's ranks, and others */
   cddp_result result = r != CDDP_OK ? r : cddp__check_cause(&rdv->problem);
-  cddp__connection *up = &rdv->parent.connection;
+  double deadline;
   int rounds = 0;
-  size_t k;
+  size_t k, told;
   snprintf(text, sizeof text, "%s", cddp_error());
   snprintf(far, sizeof far, "%s", text);
   if (r != CDDP_OK && !rdv->common)
     snprintf(far, sizeof far, "rank %d failed during the rendezvous: %.430s", rdv->config->rank,
              text);
-  if (up->fd >= 0 && r != CDDP_OK) cddp__channel_fail(up, up->local, r, far);
+  if (rdv->parent.connection.fd >= 0 && r != CDDP_OK) cddp__channel_fail(&rdv->parent, r, far);
   do {
-    for (k = rdv->child_count; k-- > 0;) {
+    for (told = 0, k = rdv->child_count; k-- > 0;) {
       cddp__channel *child = &rdv->children[k];
-      bool local = child->connection.local;
-      if (r == CDDP_OK && (!child->known || rdv->registered[child->first].fits)) continue;
+      told += child->told;
+      if (child->told || (r == CDDP_OK && (!child->known || rdv->registered[child->first].fits)))
+        continue;
       if (!cddp__registered_before(rdv, child))
-        cddp__channel_fail(&child->connection, local || !child->known, result, local ? text : far);
-      cddp__remove_child(rdv, k); /* new connections need its descriptor */
+        cddp__channel_fail(child, result, child->connection.local ? text : far);
+      if (!child->told) cddp__remove_child(rdv, k); /* new connections need its descriptor */
     }
-    if (r == CDDP_OK) return;
-    (void)cddp__accept_channels(rdv, rdv->node_socket);
-  } while (rdv->child_count > 0 && rounds++ < CDDP__MAX_RANKS);
+    if (r != CDDP_OK) (void)cddp__accept_channels(rdv, rdv->node_socket);
+  } while (r != CDDP_OK && rdv->child_count > told && rounds++ < CDDP__MAX_RANKS);
+  deadline = cddp__now() + 0.2;
+  cddp__channel_drain(&rdv->parent, deadline);
+  for (k = 0; k < rdv->child_count; k++) cddp__channel_drain(&rdv->children[k], deadline);
+  if (r == CDDP_OK) return;
   if (g != NULL) cddp__break(g, cddp__fail(r, "%s", far));
   if (rdv->host->net != NULL)
     cddp__send_notices(rdv->host->net, 0, NULL, rdv->net->size, (uint32_t)r, far);
@@ -14376,6 +14481,8 @@ static cddp_result cddp__init(cddp_group **out, const cddp_group_desc *d) {
     r = config.joins    ? cddp__join_job(&g, &config, host)
         : host->threads ? cddp__world_group(&g, host, &config)
                         : cddp__start_job(&g, &config, host, &job);
+  if (config.listen_fd >= 0) cddp__store32(&cddp__listen_fd_user, (uint32_t)getpid());
+  cddp__close_fd(&config.listen_fd); /* of a job of one rank */
   cddp__host_release(host); /* the group has it */
   if (r == CDDP_OK && !config.joins) {
     cddp__count_cores(host, g->block->processors); /* all ranks have added theirs */
@@ -22259,6 +22366,14 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels) { (void)k
               One rank with 2 MiB of weights from cddp_alloc: the model's creation changed them.
               Each joined process cost the others descriptors, until they failed.
      Mended, start-up
+              A damaged rank table crashed the rank that received it (SIGSEGV).
+              One wrong rank (its number twice, another WORLD_SIZE) left others to their time-outs.
+              A peer that sent without a pause held a rank beyond its time-out, and used its memory.
+              Rank 0 could return CDDP_OK when all others had failed, if it had been suspended.
+              A rank whose first look-ups of MASTER_ADDR failed counted as a host of its own.
+              Containers of a pod with another host, where MASTER_ADDR means 127.0.1.1, can start.
+              A second process of a rank could fail a job that was complete, with a wrong text.
+              A rank killed during cddp_init was reported as a blocked port.
      Mended, launchers
      Mended, texts and tools
               Too little memory (vm.overcommit_memory=2) is an error of cddp_alloc, not SIGBUS.

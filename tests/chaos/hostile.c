@@ -97,12 +97,14 @@ static cddp__address coordinator(void) {
   cddp__address a;
   cddp__config at;
   char name[48];
+  bool here;
   memset(&at, 0, sizeof at);
   snprintf(at.init_method, sizeof at.init_method, "tcp://127.0.0.1:%d", shared->port);
   snprintf(at.host, sizeof at.host, "127.0.0.1");
   at.port = shared->port;
   snprintf(at.run, sizeof at.run, "cddp/0/0");
-  cddp__node_name(&at, shared->secret ? "sesame" : "", name);
+  at.listen_fd = -1;
+  CHECK_OK(cddp__node_name(&at, shared->secret ? "sesame" : "", name, &here));
   cddp__unix_name(&a, name);
   return a;
 }
@@ -352,6 +354,207 @@ static void test_half_table(void) {
   CHECK(strstr(shared->text[1], "died during the rendezvous") != NULL);
 }
 
+/* --- a coordinator that sends a damaged table, and ends --- */
+
+enum { HOST_HUGE, HOST_NEGATIVE, HOST_EMPTY, NO_PID, FOREIGN_PID, NO_PORT, NO_END, DAMAGES };
+
+static void test_damaged_table(void) {
+  static struct {
+    unsigned char token[16];
+    cddp__host_entry hosts[2];
+    cddp__rank_entry ranks[RANKS];
+  } table;
+  cddp__rank_info info;
+  cddp__address a;
+  pid_t pid;
+  int listener, fd, status, kind, i;
+  for (kind = 0; kind < DAMAGES; kind++) {
+    cddp__frame_head h =
+        cddp__frame_head_of(CDDP__FRAME_MESSAGE, CDDP__RENDEZVOUS_WAIT, CDDP_U8, 0, 0);
+    prepare(false);
+    a = coordinator();
+    CHECK_EQ(cddp__listen_address(&a, &listener), 0);
+    pid = ranks_fork(life, 1, NULL);
+    while ((fd = accept(listener, NULL, NULL)) < 0) ranks_sleep(0.001);
+    CHECK_EQ(recv(fd, &info, sizeof h, MSG_WAITALL), sizeof h);
+    CHECK_EQ(recv(fd, &info, sizeof info, MSG_WAITALL), sizeof info);
+    memset(&table, 0, sizeof table);
+    memset(table.hosts[1].name, 'A', sizeof table.hosts[1].name);
+    for (i = 0; i < RANKS; i++) {
+      table.ranks[i].host = i == 1;
+      table.ranks[i].pid = i == 1 ? info.pid : 1;
+      table.ranks[i].port = 1;
+    }
+    if (kind == HOST_HUGE) table.ranks[0].host = 0x7ffffff;
+    if (kind == HOST_NEGATIVE) table.ranks[0].host = -0x7ffffff;
+    if (kind == HOST_EMPTY) table.ranks[1].host = 0;
+    if (kind == NO_PID) table.ranks[2].pid = 0;
+    if (kind == FOREIGN_PID) table.ranks[1].pid++;
+    if (kind == NO_PORT) table.ranks[3].port = 65536;
+    if (kind == NO_END) table.ranks[0].host = 1, table.ranks[1].host = 0; /* the name is shown */
+    CHECK_EQ(send(fd, &h, sizeof h, MSG_NOSIGNAL), sizeof h);
+    h = cddp__frame_head_of(CDDP__FRAME_MESSAGE, CDDP__RENDEZVOUS_TABLE, CDDP_U8, sizeof table,
+                            sizeof table);
+    CHECK_EQ(send(fd, &h, sizeof h, MSG_NOSIGNAL | MSG_MORE), sizeof h);
+    CHECK_EQ(send(fd, &table, sizeof table, MSG_NOSIGNAL), sizeof table);
+    close(fd);
+    close(listener);
+    ranks_join(&pid, 1, RANKS_WITHIN(20), &status);
+    if (kind != NO_END) {
+      CHECK_IS(shared->result[1], CDDP_MISMATCH);
+      CHECK(strstr(shared->text[1], "the rank table is damaged") != NULL);
+    } else { /* without descriptors */
+      CHECK_IS(shared->result[1], CDDP_SYSTEM);
+    }
+  }
+}
+
+/* --- peers that send without a pause: the time-out holds, and memory stays --- */
+
+static long peak_kib(pid_t pid) {
+  char path[64], line[128];
+  long kib = -1;
+  FILE *f;
+  snprintf(path, sizeof path, "/proc/%d/status", (int)pid);
+  f = fopen(path, "r");
+  while (f != NULL && fgets(line, sizeof line, f) != NULL) (void)sscanf(line, "VmHWM: %ld", &kib);
+  if (f != NULL) fclose(f);
+  return kib;
+}
+
+/* Sends a frame without a pause until the other end closes, at most for some seconds. */
+static void flood(int fd, const void *frame, size_t size) {
+  double end = test_now() + RANKS_WITHIN(6);
+  char many[1 << 16];
+  size_t n = 0;
+  struct pollfd p;
+  for (; n + size <= sizeof many; n += size) memcpy(many + n, frame, size);
+  p.fd = fd;
+  p.events = POLLOUT;
+  while (test_now() < end && poll(&p, 1, 100) >= 0 &&
+         (send(fd, many, n, MSG_NOSIGNAL) > 0 || errno == EAGAIN)) {}
+}
+
+typedef struct rank_frame {
+  cddp__frame_head head;
+  cddp__rank_info info;
+} rank_frame;
+
+/* The RANK of a rank of this job, as a stranger can guess it. */
+static rank_frame rank_frame_of(uint32_t rank) {
+  rank_frame m;
+  memset(&m, 0, sizeof m);
+  m.head = cddp__frame_head_of(CDDP__FRAME_MESSAGE, CDDP__RENDEZVOUS_RANK, CDDP_U8, sizeof m.info,
+                               sizeof m.info);
+  m.info.version = CDDP_VERSION;
+  m.info.world_size = RANKS;
+  m.info.rank = rank;
+  m.info.pid = 7;
+  m.info.run = cddp__hash64(0, "cddp/0/0", strlen("cddp/0/0"));
+  snprintf(m.info.backend, sizeof m.info.backend, "cpu");
+  return m;
+}
+
+/* slot: the number that it repeats, or RANKS: all numbers, and beyond; RANKS + 1: garbage. */
+static int flood_root(int slot, void *arg) {
+  static const unsigned char token[sizeof ((cddp__root_search *)0)->token];
+  cddp__connection c;
+  rank_frame m;
+  int fd = to_port(shared->port);
+  uint32_t k;
+  (void)arg;
+  prctl(PR_SET_PDEATHSIG, SIGKILL);
+  CHECK(fd >= 0 && fcntl(fd, F_SETFL, O_NONBLOCK) == 0);
+  cddp__connection_begin(&c, NULL, fd, true);
+  CHECK_OK(cddp__connection_challenge(&c, "", "rendezvous", token, sizeof token));
+  while (!cddp__connection_progress(&c) && c.state != CDDP__CONNECTION_ENDED) ranks_sleep(0.001);
+  for (k = 1; slot == RANKS && k < 20000; k++) {
+    m = rank_frame_of(k);
+    if (cddp__send_message(&c, CDDP__RENDEZVOUS_RANK, &m.info, sizeof m.info, NULL,
+                           cddp__now() + 5) != CDDP_OK)
+      break;
+  }
+  m = rank_frame_of((uint32_t)slot);
+  if (slot <= RANKS) flood(fd, &m, sizeof m);
+  else flood(fd, "garbage", 7);
+  return test_failures != 0;
+}
+
+/* Strangers flood rank 0. */
+static void test_flood_root(void) {
+  pid_t pids[4];
+  int status[4], slot, k;
+  for (slot = 1; slot <= RANKS + 1; slot += slot == 1 ? RANKS - 1 : 1) {
+    double begin = test_now();
+    long before, after = 0, kib;
+    prepare(false);
+    shared->timeout_s = 2;
+    setenv("CDDP_HOST_ID", "a", 1);
+    pids[0] = ranks_fork(life, 0, NULL);
+    unsetenv("CDDP_HOST_ID");
+    for (k = 0; k < 1000 && ranks_port_is_free(shared->port); k++) ranks_sleep(0.001);
+    before = peak_kib(pids[0]);
+    for (k = 1; k < 4; k++) pids[k] = ranks_fork(flood_root, slot, NULL);
+    while (test_now() < begin + RANKS_WITHIN(12) && waitpid(pids[0], status, WNOHANG) == 0) {
+      if ((kib = peak_kib(pids[0])) > after) after = kib;
+      ranks_sleep(0.005);
+    }
+    CHECK(shared->ready[0] > 0);
+    fprintf(stderr, "  %d: rank 0 ended after %.2f s with %ld KiB more: %s\n", slot,
+            shared->ready[0] - begin, after - before, shared->text[0]);
+    CHECK(shared->ready[0] - begin < 2 * 1.1 + RANKS_WITHIN(0.3));
+    if (!RANKS_SLOW) CHECK(after - before < 8192);
+    CHECK_IS(shared->result[0], slot < RANKS    ? CDDP_INVALID_ARGUMENT
+                                : slot == RANKS ? CDDP_MISMATCH
+                                                : CDDP_TIMEOUT);
+    for (k = 1; k < 4; k++) kill(pids[k], SIGKILL);
+    ranks_join(pids + 1, 3, 5, status);
+  }
+}
+
+/* A false root floods a rank with messages that it knows. */
+static int flood_rank(int slot, void *arg) {
+  static const unsigned char token[sizeof ((cddp__root_search *)0)->token];
+  uint32_t kind = slot == 0 ? CDDP__RENDEZVOUS_WAIT : CDDP__RENDEZVOUS_READY;
+  cddp__frame_head h = cddp__frame_head_of(CDDP__FRAME_MESSAGE, kind, CDDP_U8, 0, 0);
+  cddp__connection c;
+  cddp__address a = cddp__loopback_address();
+  int listener, fd;
+  (void)arg;
+  prctl(PR_SET_PDEATHSIG, SIGKILL);
+  cddp__address_set_port(&a, shared->port);
+  CHECK_EQ(cddp__listen_address(&a, &listener), 0);
+  __atomic_store_n(&shared->serves, test_failures == 0 ? 1 : -1, __ATOMIC_SEQ_CST);
+  while (cddp__wait_fd(listener, POLLIN, cddp__now() + 60) == CDDP_OK) {
+    if ((fd = cddp__accept(listener)) < 0) continue;
+    cddp__connection_begin(&c, NULL, fd, false);
+    CHECK_OK(cddp__connection_challenge(&c, "", "rendezvous", token, sizeof token));
+    while (!cddp__connection_progress(&c) && c.state != CDDP__CONNECTION_ENDED) ranks_sleep(0.001);
+    flood(fd, &h, sizeof h);
+  }
+  return 1;
+}
+
+static void test_flood_rank(void) {
+  pid_t pids[2];
+  int status, slot;
+  for (slot = 0; slot < 2; slot++) {
+    double begin;
+    prepare(false);
+    shared->timeout_s = 2;
+    pids[1] = ranks_fork(flood_rank, slot, NULL);
+    while (__atomic_load_n(&shared->serves, __ATOMIC_SEQ_CST) == 0) ranks_sleep(0.01);
+    CHECK_EQ(shared->serves, 1);
+    begin = test_now();
+    pids[0] = ranks_fork(life, 1, NULL);
+    ranks_join(pids, 1, RANKS_WITHIN(20), &status);
+    CHECK(shared->result[1] != CDDP_OK && shared->ready[1] > 0);
+    CHECK(shared->ready[1] - begin < 2 * 1.1 + RANKS_WITHIN(0.3));
+    kill(pids[1], SIGKILL);
+    waitpid(pids[1], &status, 0);
+  }
+}
+
 /* --- a rank that is there twice: as soon as enough processes have come, all hear of it --- */
 
 static void test_double(void) {
@@ -371,7 +574,8 @@ static void test_double(void) {
 
 /* --- a text of a false root is shown, and no terminal obeys it --- */
 
-static const char poison[] = "\033]0;owned\007\033[2Jbad\302\233news";
+static const char poison[] = "\033]0;owned\007\033[2Jbad\302\233news"
+                             "\377\300\200\355\240\200\341\200gr\303\274n\342\202\254\360\237\230\200end\303";
 
 /* A false root, in a process of its own. */
 static int serve_poison(int rank, void *arg) {
@@ -407,8 +611,11 @@ static void test_poison(void) {
   ranks_join(&pid, 1, RANKS_WITHIN(20), &status);
   CHECK(shared->result[1] != CDDP_OK);
   CHECK(strstr(shared->text[1], "bad") != NULL && strstr(shared->text[1], "news") != NULL);
+  CHECK(strstr(shared->text[1], "gr\303\274n\342\202\254\360\237\230\200end") != NULL);
+  CHECK(strstr(shared->text[1], "\\xff\\xc0\\x80\\xed\\xa0\\x80\\xe1\\x80gr") != NULL);
   for (c = shared->text[1]; *c != 0; c++)
-    CHECK((unsigned char)*c >= 32 && *c != 127 && (unsigned char)*c != 0x9b);
+    CHECK((unsigned char)*c >= 32 && *c != 127 && (unsigned char)*c != 0x9b &&
+          (unsigned char)*c != 0xff);
   kill(server, SIGKILL);
   CHECK_EQ(waitpid(server, NULL, 0), server);
 }
@@ -462,6 +669,9 @@ int main(void) {
   RUN(test_no_thread);
   RUN(test_stream);
   RUN(test_half_table);
+  RUN(test_damaged_table);
+  RUN(test_flood_root);
+  RUN(test_flood_rank);
   RUN(test_double);
   RUN(test_dropped);
   RUN(test_root);

@@ -9,6 +9,7 @@
    tests/rooms/discovery.c. */
 #define CDDP_IMPLEMENTATION
 #include "../../cddp.h"
+#include "../inside.h"
 #include "../ranks.h"
 
 #include <dlfcn.h>
@@ -58,6 +59,8 @@ typedef struct member {
   int blocked, free_calls; /* a firewall: 1 refuses its connections to ports other than
                                 MASTER_PORT, 2 drops them; after so many */
   pid_t suspends;          /* see the function connect; 0: none */
+  const char *stops_at;    /* where it suspends itself, once: a CDDP__POINT; NULL: nowhere */
+  double named;            /* seconds from its start until "late.invalid" resolves */
   const char *limit;       /* of its container's processor time, as cgroups write it; or NULL */
   seen *seen;
 } member;
@@ -192,6 +195,15 @@ ssize_t sendmsg(int fd, const struct msghdr *message, int flags) {
   return n;
 }
 
+static const char *stops_at;
+static double named_at; /* "late.invalid" is this host, but only from then on */
+
+static void at_point(const char *name) {
+  if (stops_at == NULL || strcmp(name, stops_at) != 0) return;
+  stops_at = NULL;
+  raise(SIGSTOP);
+}
+
 static int join_group(int slot, void *arg) {
   member *m = (member *)arg;
   seen *s = m->seen;
@@ -215,6 +227,9 @@ static int join_group(int slot, void *arg) {
   free_calls = m->free_calls;
   open_port = m->port;
   suspends = m->suspends;
+  stops_at = m->stops_at;
+  inside_at_point = at_point;
+  named_at = test_now() + m->named;
   deny(m->denied);
   m->desc.logger.log = note_ready;
   m->desc.logger.user_data = s;
@@ -439,6 +454,25 @@ static void test_alone(void) {
   m.world = 1; /* WORLD_SIZE=1 with everything set */
   launch(&m, 1, 20);
   check_joined(&m, 1);
+}
+
+/* A launcher that bound the port for rank 0 of one rank: its socket does not stay open. */
+static void test_alone_with_a_launcher(void) {
+  member m;
+  pid_t pid;
+  int status, fd;
+  char number[16];
+  prepare(&m, 1);
+  fd = listen_at(m.port);
+  snprintf(number, sizeof number, "%d", fd);
+  m.name = "CDDP_LISTEN_FD";
+  m.value = number;
+  pid = start_member(&m);
+  ranks_join(&pid, 1, 30, &status);
+  close(fd);
+  CHECK_EQ(status, 0);
+  check_joined(&m, 1);
+  CHECK_EQ(m.seen->fds, -1);
 }
 
 static void test_no_group(void) {
@@ -912,9 +946,6 @@ static void test_unknown_host(void) {
   }
 }
 
-/* "late.invalid" is this host, but only from then on. */
-static double named_at;
-
 int getaddrinfo(const char *host, const char *service, const struct addrinfo *hints,
                 struct addrinfo **list) {
   __typeof__(getaddrinfo) *real = (__typeof__(getaddrinfo) *)dlsym(RTLD_NEXT, "getaddrinfo");
@@ -928,7 +959,7 @@ static void test_late_name(void) {
   pid_t pid[2];
   int status[2], i;
   prepare(m, 2);
-  named_at = test_now() + 0.5;
+  m[1].named = 0.5;
   m[0].delay = 0.55;
   for (i = 0; i < 2; i++) {
     m[i].name = "MASTER_ADDR";
@@ -940,6 +971,23 @@ static void test_late_name(void) {
   ranks_join(pid, 2, 30, status);
   CHECK(ranks_exited_well(status, 2));
   check_joined(m, 2);
+}
+
+/* A rank whose first look-ups fail belongs to its host all the same, whichever rank it is. */
+static void test_late_name_on_one_host(void) {
+  member m[4];
+  int late, i;
+  for (late = 1; late < 4; late++) {
+    prepare(m, 4);
+    for (i = 0; i < 4; i++) {
+      m[i].name = "MASTER_ADDR";
+      m[i].value = "late.invalid";
+    }
+    m[late].named = 0.3;
+    launch(m, 4, 30);
+    check_joined(m, 4);
+    for (i = 0; i < 4; i++) CHECK_EQ(m[i].seen->local, 4);
+  }
 }
 
 /* A program at rank 0's port accepts a rank's connection and keeps it, without a word, and rank 0
@@ -1161,6 +1209,79 @@ static void test_late_duplicate(void) {
   CHECK_SEEN(&m[4], CDDP_INVALID_ARGUMENT, "rank 1 is taken twice", "two processes");
 }
 
+/* The same in the instant in which the other host's coordinator receives the table: the second
+   process has registered with it alone. The job starts. */
+static void test_duplicate_with_the_table(void) {
+  member m[4];
+  pid_t pid[4];
+  int status[4];
+  prepare(m, 4);
+  m[0].world = m[1].world = m[2].world = m[3].world = 3;
+  m[3].rank = 2;
+  m[3].stops_at = "hello";
+  start_on("ab", m, 2, pid);
+  ranks_sleep(0.2);
+  start_on("b", &m[3], 1, &pid[3]);
+  ranks_sleep(0.2); /* it has connected to rank 1 */
+  kill(pid[1], SIGSTOP);
+  kill(pid[3], SIGCONT);
+  start_on("a", &m[2], 1, &pid[2]);
+  ranks_sleep(0.3);
+  kill(pid[1], SIGCONT);
+  ranks_join(pid, 4, 60, status);
+  CHECK(ranks_exited_well(status, 4));
+  check_joined(m, 3);
+  CHECK_SEEN(&m[3], CDDP_INVALID_ARGUMENT, "rank 2 is taken twice", "two processes");
+}
+
+/* Rank 0 is suspended when all are ready, until the others have timed out, or rank 3 was killed: it
+   fails too. */
+static void test_nobody_left(void) {
+  static const char *const hosts[] = {"aaaa", "aaaa", "abab", "abac"};
+  enum { JOBS = 4 };
+  member m[4 * JOBS];
+  pid_t pid[4 * JOBS];
+  int status[4 * JOBS], k, i;
+  for (k = 0; k < JOBS; k++) {
+    prepare(m + 4 * k, 4);
+    for (i = 4 * k; i < 4 * k + 4; i++) {
+      m[i].seen = &shared_seen[i];
+      if (k == 0) m[i].desc.timeout_s = 0.3;
+    }
+    m[4 * k].stops_at = "all ready";
+    start_on(hosts[k], m + 4 * k, 1, pid + 4 * k);
+  }
+  ranks_sleep(0.1); /* rank 0 is its host's coordinator */
+  for (k = 0; k < JOBS; k++) start_on(hosts[k] + 1, m + 4 * k + 1, 3, pid + 4 * k + 1);
+  ranks_sleep(RANKS_SLOW ? 4 : 0.9);
+  for (k = 1; k < JOBS; k++) kill(pid[4 * k + 3], SIGKILL);
+  ranks_sleep(RANKS_SLOW ? 3 : 2);
+  for (k = 0; k < JOBS; k++) kill(pid[4 * k], SIGCONT);
+  ranks_join(pid, 4 * JOBS, 60, status);
+  for (i = 0; i < 4; i++) CHECK_SEEN(&m[i], CDDP_TIMEOUT, "timed out", "");
+  for (k = 1; k < JOBS; k++)
+    for (i = 4 * k; i < 4 * k + 3; i++) CHECK_SEEN(&m[i], CDDP_PEER_LOST, "rank 3 (", "died");
+}
+
+/* A rank is killed after the table was sent, and another one finds its port closed first. */
+static void test_killed_behind_the_table(void) {
+  member m[3];
+  pid_t pid[3];
+  int status[3];
+  prepare(m, 3);
+  m[2].stops_at = "greeted";
+  start_on("abc", m, 3, pid);
+  ranks_sleep(0.5); /* rank 1 has the table */
+  kill(pid[0], SIGSTOP);
+  kill(pid[1], SIGKILL);
+  kill(pid[2], SIGCONT);
+  ranks_sleep(0.2);
+  kill(pid[0], SIGCONT);
+  ranks_join(pid, 3, 60, status);
+  CHECK_SEEN(&m[0], CDDP_PEER_LOST, "rank 1 (", "died");
+  CHECK_SEEN(&m[2], CDDP_PEER_LOST, "rank 1 (", "died");
+}
+
 static void test_never_comes(void) {
   member m[4];
   int i;
@@ -1322,6 +1443,42 @@ static void test_known_errors(void) {
     k = i / (3 * HOSTS);
     CHECK_SEEN(&m[i], k == 1 ? CDDP_INVALID_ARGUMENT : CDDP_MISMATCH, words[k], "");
     CHECK(m[i].seen->seconds < RANKS_WITHIN(3.0));
+  }
+}
+
+/* One wrong rank among ranks that start one after the other, far from their time-outs: a number
+   twice, or another WORLD_SIZE. All others end soon, with the text about that rank. */
+static void test_one_wrong_rank(void) {
+  static const char *const hosts[] = {"aaaaaaa", "aabaaba", "abcabca"};
+  enum { CASES = 3, HOSTS = 3, RANKS = 7 };
+  member m[CASES * HOSTS * RANKS];
+  pid_t pid[CASES * HOSTS * RANKS];
+  int status[RANKS], i, k, at;
+  for (at = 0; at < CASES * HOSTS; at++) {
+    member *job = m + at * RANKS;
+    k = at / HOSTS;
+    prepare(job, RANKS);
+    for (i = 0; i < RANKS; i++) {
+      job[i].world = k == 0 ? 6 : 7;
+      job[i].desc.timeout_s = 60;
+      job[i].seen = &shared_seen[at * RANKS + i];
+      job[i].delay = 0.07 * i;
+    }
+    if (k == 0) job[2].rank = 0, job[0].rank = 2, job[3].rank = 2, job[6].rank = 3; /* 2 twice */
+    if (k == 1) job[1].world = 2;
+    if (k == 2) job[1].world = 9;
+    start_on(hosts[at % HOSTS], job, RANKS, pid + at * RANKS);
+  }
+  for (at = 0; at < CASES * HOSTS; at++) {
+    ranks_join(pid + at * RANKS, RANKS, 70, status);
+    CHECK(ranks_exited_well(status, RANKS));
+    for (i = at * RANKS; i < (at + 1) * RANKS; i++) {
+      if (at < HOSTS)
+        CHECK_SEEN(&m[i], CDDP_INVALID_ARGUMENT, "rank 2 is taken twice", "");
+      else
+        CHECK_SEEN(&m[i], CDDP_MISMATCH, "WORLD_SIZE", at < 2 * HOSTS ? "world size 2" : "size 9");
+      CHECK(m[i].seen->seconds < RANKS_WITHIN(3.0));
+    }
   }
 }
 
@@ -2241,6 +2398,7 @@ int main(void) {
   shared_seen = (seen *)ranks_shared(64 * sizeof *shared_seen);
   RUN(test_no_group);
   RUN(test_alone);
+  RUN(test_alone_with_a_launcher);
   RUN(test_pinned);
   RUN(test_container);
   RUN(test_missing);
@@ -2255,6 +2413,7 @@ int main(void) {
   RUN(test_descriptors_between_hosts);
   RUN(test_unknown_host);
   RUN(test_late_name);
+  RUN(test_late_name_on_one_host);
   RUN(test_silent_root);
   RUN(test_localhost);
   RUN(test_spellings);
@@ -2265,11 +2424,15 @@ int main(void) {
   RUN(test_suspended_rank);
   RUN(test_last_moment);
   RUN(test_late_duplicate);
+  RUN(test_duplicate_with_the_table);
+  RUN(test_nobody_left);
+  RUN(test_killed_behind_the_table);
   RUN(test_never_comes);
   RUN(test_again);
   RUN(test_duplicate);
   RUN(test_world_sizes_differ);
   RUN(test_known_errors);
+  RUN(test_one_wrong_rank);
   RUN(test_wrong_variables);
   RUN(test_fp_modes_differ);
   RUN(test_fp_modes_change);
