@@ -9329,10 +9329,10 @@ static void cddp__append_origin(const cddp__config *config, cddp_result r) {
 /* Sets the name of the node's socket, equal for exactly the ranks of one node. With a secret ("":
    none) strangers cannot predict it. Ranks can spell the job's endpoint in several ways. So an
    address of this host is replaced by "here", and another host's name by the lowest of its
-   addresses. Returns whether the endpoint is on this host. The name must resolve: ranks with
-   different names would count as hosts. Ranks other than 0 try it again, for the name can be new. */
+   addresses. The name must resolve, else ranks of one host could have different names. Ranks other
+   than 0 try it again. *on_host: whether the endpoint is on this host. */
 static cddp_result cddp__node_name(const cddp__config *config, const char *secret, char name[48],
-                                   bool *out) {
+                                   bool *on_host) {
   static const char hex[] = "0123456789abcdef";
   const char *given = cddp__env("CDDP_HOST_ID");
   cddp__address a[CDDP__ADDRESSES_MAX];
@@ -9367,7 +9367,7 @@ static cddp_result cddp__node_name(const cddp__config *config, const char *secre
   memcpy(name, "cddp-", 5);
   for (i = 0; i < 32; i++) name[5 + i] = hex[(mac[i / 2] >> (i % 2 ? 0 : 4)) & 15];
   name[37] = 0;
-  *out = here || strncmp(config->init_method, "unix:", 5) == 0;
+  *on_host = here || strncmp(config->init_method, "unix:", 5) == 0;
   return CDDP_OK;
 }
 

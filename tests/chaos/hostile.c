@@ -35,7 +35,7 @@ static struct shared {
   int serves;          /* 1: serve_poison is ready; -1: it failed */
   double timeout_s;
   rlim_t files;        /* that rank 0 may have open; 0: as the test */
-  double ready[RANKS]; /* test_now() when cddp_init returned */
+  double began[RANKS], ready[RANKS]; /* test_now() when cddp_init was called, and returned */
   int threads[RANKS];  /* that cddp_init started */
   int ranks[RANKS];    /* which rank each process says it is */
   cddp_result result[RANKS];
@@ -60,6 +60,7 @@ static int life(int slot, void *arg) {
   d.world_size = RANKS;
   d.timeout_s = shared->timeout_s;
   d.secret = shared->secret ? "sesame" : "";
+  shared->began[slot] = test_now();
   shared->result[slot] = cddp_init(&g, &d);
   shared->ready[slot] = test_now();
   shared->threads[slot] = threads_started;
@@ -428,6 +429,7 @@ static void flood(int fd, const void *frame, size_t size) {
   char many[1 << 16];
   size_t n = 0;
   struct pollfd p;
+  CHECK(nice(19) != -1); /* ranks get their turns */
   for (; n + size <= sizeof many; n += size) memcpy(many + n, frame, size);
   p.fd = fd;
   p.events = POLLOUT;
@@ -501,8 +503,8 @@ static void test_flood_root(void) {
     }
     CHECK(shared->ready[0] > 0);
     fprintf(stderr, "  %d: rank 0 ended after %.2f s with %ld KiB more: %s\n", slot,
-            shared->ready[0] - begin, after - before, shared->text[0]);
-    CHECK(shared->ready[0] - begin < 2 * 1.1 + RANKS_WITHIN(0.3));
+            shared->ready[0] - shared->began[0], after - before, shared->text[0]);
+    CHECK(shared->ready[0] - shared->began[0] < 2 * 1.1 + RANKS_WITHIN(0.3));
     if (!RANKS_SLOW) CHECK(after - before < 8192);
     CHECK_IS(shared->result[0], slot < RANKS    ? CDDP_INVALID_ARGUMENT
                                 : slot == RANKS ? CDDP_MISMATCH
@@ -539,17 +541,15 @@ static void test_flood_rank(void) {
   pid_t pids[2];
   int status, slot;
   for (slot = 0; slot < 2; slot++) {
-    double begin;
     prepare(false);
     shared->timeout_s = 2;
     pids[1] = ranks_fork(flood_rank, slot, NULL);
     while (__atomic_load_n(&shared->serves, __ATOMIC_SEQ_CST) == 0) ranks_sleep(0.01);
     CHECK_EQ(shared->serves, 1);
-    begin = test_now();
     pids[0] = ranks_fork(life, 1, NULL);
     ranks_join(pids, 1, RANKS_WITHIN(20), &status);
     CHECK(shared->result[1] != CDDP_OK && shared->ready[1] > 0);
-    CHECK(shared->ready[1] - begin < 2 * 1.1 + RANKS_WITHIN(0.3));
+    CHECK(shared->ready[1] - shared->began[1] < 2 * 1.1 + RANKS_WITHIN(0.3));
     kill(pids[1], SIGKILL);
     waitpid(pids[1], &status, 0);
   }
@@ -575,7 +575,8 @@ static void test_double(void) {
 /* --- a text of a false root is shown, and no terminal obeys it --- */
 
 static const char poison[] = "\033]0;owned\007\033[2Jbad\302\233news"
-                             "\377\300\200\355\240\200\341\200gr\303\274n\342\202\254\360\237\230\200end\303";
+                             "\377\300\200\355\240\200\341\200"
+                             "gr\303\274n\342\202\254\360\237\230\200end\303";
 
 /* A false root, in a process of its own. */
 static int serve_poison(int rank, void *arg) {

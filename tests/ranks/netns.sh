@@ -49,8 +49,9 @@ on_host() { # HOST COMMAND...
   shift
   # shellcheck disable=SC2016
   exec ip netns exec "$net-$h" unshare --uts --mount sh -c \
-    'hostname "$1" && mount --bind "$2" /etc/hosts && { [ -z "$3" ] || mount -t tmpfs none /proc; } && shift 3 &&
-    exec "$@"' sh "node$h" "$work/hosts$h" "${no_proc:-}" "$@"
+    'hostname "$1" && mount --bind "$2" /etc/hosts && { [ -z "$3" ] || mount -t tmpfs none /proc; } &&
+    if [ "$4" = 1 ]; then shift 4; exec unshare --pid --fork --kill-child --mount-proc "$@"; fi && shift 4 && exec "$@"' \
+    sh "node$h" "$work/hosts$h" "${no_proc:-}" "${container:-}" "$@"
 }
 
 launch() { # MASTER PROGRAM...: two ranks on each host, output in out0 and out1; codes in code0 and code1
@@ -80,10 +81,17 @@ cat >"$work/loop.c" <<'END'
 int main(int argc, char **argv) {
   static float x[100000];
   struct timespec t;
+  cddp_group_desc desc = {0};
   cddp_group *g;
   cddp_result r;
   int i;
-  if (cddp_init(&g, NULL)) return printf("%s\n", cddp_error()), 1;
+  const char *url = getenv("POD_URL"); /* else from the environment */
+  if (url != NULL && url[0] != 0) {
+    desc.init_method = url;
+    desc.rank = atoi(getenv("RANK"));
+    desc.world_size = atoi(getenv("WORLD_SIZE"));
+  }
+  if (cddp_init(&g, &desc)) return printf("%s\n", cddp_error()), 1;
   for (i = 0; (r = cddp_all_reduce(g, x, i % 2 ? 100000 : 1, CDDP_F32, CDDP_SUM, NULL)) == 0; i++) {
     if (argc == 1 && i == 50) return cddp_destroy(g), printf("rank well\n"), 0;
     if (argc == 2 && i == 20 && cddp_rank(g) == 3) fclose(fopen(argv[1], "w"));
@@ -180,6 +188,35 @@ fi
 
 # Without /proc nothing names a machine but its host name: two must not take each other for one.
 no_proc=1 adds "no /proc" 10.99.0.1
+
+# --- containers of one pod: a host's ranks in process namespaces of their own, with another host. MASTER_ADDR means
+# 127.0.1.1 to them and an address to the other host; or all read a file ---
+
+pod() { # NAME HOSTS URL: rank i on the i-th digit's host; on host 0 each in a container
+  local name=$1 hosts=$2 url=$3 rank h
+  rm -f "$work"/out?
+  for ((rank = 0; rank < ${#hosts}; rank++)); do
+    h=${hosts:rank:1}
+    (export RANK=$rank WORLD_SIZE=${#hosts} MASTER_ADDR=node0 MASTER_PORT=29500 POD_URL=$url
+      container=$((h == 0)) on_host "$h" timeout -k 5 30 "$work/loop" >"$work/out$rank" 2>&1) &
+    jobs[rank]=$!
+  done
+  for ((rank = 0; rank < ${#hosts}; rank++)); do
+    wait "${jobs[rank]}" && grep -q 'rank well' "$work/out$rank" || { cat "$work"/out?; fail "$name: rank $rank"; }
+  done
+  jobs=()
+  echo "$name: ok"
+}
+
+if unshare --pid --fork true 2>"$work/log"; then
+  for hosts in 001 010 0011 0010; do
+    pod "a pod and another host ($hosts)" $hosts ""
+    pod "a pod and another host, by file:// ($hosts)" $hosts "file://$work/pod"
+  done
+  pod "a pod alone" 000 ""
+else
+  echo "no process namespaces here, pods left out: $(head -n 1 "$work/log")"
+fi
 
 # --- CDDP_IFNAME: bytes between ranks take the second link ---
 
