@@ -418,8 +418,9 @@ CDDPDEF cddp_result cddp_test(cddp_work *w, bool *done);
      your trainer                       change
      update walks one flat block        set each grad to its place there
      k micro-batches a step             add each gradient / k; cddp_ddp_ready in the last one only
-     loss sums over the batch           cddp divides by the number of ranks: multiply the learning
-                                        rate by it
+     loss sums over the batch           cddp divides by the number of ranks: multiply the gradients
+                                        by it after cddp_ddp_wait. A larger learning rate does the
+                                        same for SGD without weight decay only
      updates without gradients          broadcast rank 0's weights once; average them after each
                                         step by cddp_all_reduce with CDDP_AVG
      rank 0 prints, evaluates, writes   the others wait in their next call, for at most timeout_s
@@ -465,7 +466,8 @@ typedef struct cddp_ddp_desc {
   void *comm_hook_data;        /* its user_data */
   cddp_param *buffers;         /* state that is not trained (running means), any dtype; the array
                                   must stay as the params */
-  int buffer_count;            /* broadcast from rank 0 at creation and by cddp_ddp_sync_buffers */
+  int buffer_count;            /* broadcast from rank 0 at creation and by cddp_ddp_sync_buffers;
+                                  elastic: sent to joining processes */
   bool uneven_inputs;          /* needed for cddp_ddp_join on GPUs with NCCL; ranks then wait for
                                   each other in each step */
   const size_t *sparse_rows;   /* [count] 0 = dense; else rows: cddp_ddp_add_rows; NULL = all 0 */
@@ -771,7 +773,11 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
      desc.elastic = true, desc.shards = 8;             // shards: the largest number of ranks
      TRY(cddp_ddp_create(&ddp, g, p, n, &desc));
      for (uint64_t t = cddp_ddp_steps(ddp); t < STEPS; t = cddp_ddp_steps(ddp)) {
-       while (cddp_ddp_next_shard(ddp, &shard)) { ... batch `shard` of step t ... }
+       int shard;
+       while (cddp_ddp_next_shard(ddp, &shard)) {
+         forward_backward(t, shard);                   // batch `shard` of step t
+         for (int i = n - 1; i >= 0; i--) TRY(cddp_ddp_ready(ddp, i));
+       }
        TRY(cddp_ddp_step(ddp, optim));
      }
 
@@ -783,9 +789,12 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
 
    JOINING. To replace or add a rank, start a process with the job's variables (CDDP_SECRET too) and
    CDDP_JOIN=1. Its RANK is any number that no living rank has. It receives the weights, the states
-   of cddp's optimizer and the step count between two steps. cddprun --elastic and
-   cddp_spawn_elastic replace ranks automatically. With shards = 0 there can be as many ranks as at
-   the start.
+   of cddp's optimizer, the buffers and the step count between two steps. cddprun --elastic and
+   cddp_spawn_elastic replace ranks automatically.
+
+   In a joining process cddp_rank(g) is its RANK, and cddp_world_size(g) the number of ranks that
+   started the job. With shards = 0 that is the number of shards. Collectives of g are
+   CDDP_UNSUPPORTED: use cddp_ddp_group.
 
      error of a joining process   cause
      CDDP_PEER_LOST               the job has ended or cannot be found
@@ -794,12 +803,17 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
      CDDP_INVALID_ARGUMENT        a living process already has this RANK or this GPU
      CDDP_TIMEOUT                 no rank has an elastic model, or none reaches the end of a step
 
-   YOUR OWN OPTIMIZER must not keep states: a joining process does not receive them, and its weights
-   would differ without an error.
+   YOUR OWN OPTIMIZER lists its states as buffers. It runs after cddp_ddp_wait, on every rank:
+     cddp_param states[] = {{"m", m, NULL, count, CDDP_F32}, {"v", v, NULL, count, CDDP_F32}};
+     desc.buffers = states, desc.buffer_count = 2;     // before cddp_ddp_create
+   A joining process receives them with the weights. Otherwise cddp does not change them. Its own
+   count of steps is a state, too, unless it is cddp_ddp_steps. A state that is not listed would
+   differ in a joining process, and so would the weights, without an error.
 
-   CHECKPOINTS. Between two steps one rank writes:
-     if (cddp_rank(cddp_ddp_group(ddp)) == 0) TRY(cddp_save(NULL, path, p, n, &c));
-   The job's first ranks call cddp_load together. A joining process (CDDP_JOIN is set) skips it.
+   CHECKPOINTS. All ranks call cddp_save in cddp_ddp_group, between two steps:
+     cddp_result r = cddp_save(cddp_ddp_group(ddp), path, p, n, &c);
+     if (r != CDDP_PEER_LOST) TRY(r);                  // else the next save writes the file
+   The job's first ranks call cddp_load together. A joining process (CDDP_JOIN is 1) skips it.
 
    A process that is suspended (SIGSTOP) is waited for until timeout_s; it does not count as lost.
    Fine print: elastic training, limits of elastic training. */
@@ -1201,8 +1215,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    host with one rank or none shares no memory there and uses TCP. A job that began on one host is
    joined from that host only.
 
-   Checkpoints: if the rank that writes is lost, no rank writes. After the last step let each rank
-   write to its own path.
+   Checkpoints: if a rank is lost during cddp_save, the old file can remain. If that happens after
+   the last step, save again, with g NULL and another path on each rank.
 
    LIMITS OF ELASTIC TRAINING.
      - Only the group of cddp_init can have an elastic model. A process has one at a time.
@@ -1211,7 +1225,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
      - Not with comm_hook, find_unused_parameters, uneven_inputs or MPI.
      - cddp_ddp_sync_buffers, _reduce_scatter, _all_gather and _gather_states return
        CDDP_UNSUPPORTED.
-     - A joining process does not get buffers: broadcast them in cddp_ddp_group.
+     - The states of one cddp_optim are sent, of that which stepped last with all parameters. In a
+       joining process one with states for a part of them is CDDP_UNSUPPORTED.
      - Change weights yourself only between two steps, in the same way on all ranks.
 
    MIXED PRECISION. With copies, params hold the masters and f32 gradients. copies[i] is in the same
@@ -2000,6 +2015,7 @@ typedef struct cddp__tensor {
   bool used;    /* by a rank, in the step that is being reduced */
   bool shared;  /* the weights of all ranks are in shared memory */
   float restored_steps; /* in a rank that joined: its steps in the snapshot */
+  const void *data;     /* elastic: param.data, for other threads: cddp__elastic_pair */
   int bucket;
 } cddp__tensor;
 
@@ -2112,7 +2128,7 @@ typedef struct cddp__step {
   bool scatters; /* NCCL reduces a bucket to the ranks that step it, as the last step needed */
   bool scattered;      /* the next call must be cddp_ddp_all_gather */
   int *active;         /* [active_count] ranks not in cddp_ddp_join, as of the last meeting;
-                          elastic: members of this step */
+                          elastic: all ranks of the epoch's groups */
   int active_count;
   int present;         /* active_count of the last completed step */
   unsigned char *used; /* [count] in the last wait or step; cddp_optim reads it */
@@ -2124,7 +2140,7 @@ typedef struct cddp__step {
    reads it. */
 typedef struct cddp__shards {
   int count;     /* in each step: desc.shards, or one per rank */
-  int *owner;    /* [count] rank, or elastic member */
+  int *owner;    /* [count] rank; elastic: rank in the epoch's groups */
   int own_count; /* this rank's; elastic: 1 */
   int taken;     /* returned by cddp_ddp_next_shard; not elastic */
   int current;   /* being computed; -1: none */
@@ -2174,7 +2190,8 @@ struct cddp_ddp { /* followed by its arrays, see cddp__ddp_arrays */
   cddp_ddp_desc desc;
   const cddp__ddp_memory *memory; /* host or device */
   bool meets; /* ranks meet on the host in each step, not only until plan.rebuilt */
-  int me;     /* this rank's index in `addresses`: local rank, or elastic member; -1: none */
+  int me;     /* this rank's index in `addresses`: local rank; elastic: rank in the epoch's groups;
+                 -1: none */
   cddp__tensor *tensors; /* [count] */
   char *arena;           /* this rank's gradients, on a host in shared memory: see layout */
   cddp__layout layout;
@@ -2311,8 +2328,11 @@ static void cddp__hosts_query_arrivals(cddp_group *g);
 static void cddp__send_notices(const cddp__net *n, uint64_t group, const int *world, int size,
                                uint32_t code, const char *text);
 
-/* >>elastic: closes this rank's listeners and connections: the other members count it as lost. */
+/* >>elastic. _close closes this rank's listeners and connections: the other members count it as
+   lost. _pair makes `optim` the optimizer of the elastic model with its parameters, if there is
+   one. */
 static void cddp__elastic_close(cddp_ddp *d);
+static cddp_result cddp__elastic_pair(cddp_optim *optim);
 
 /* cddp_kernels.cuh; without CDDP_CUDA the end of >>public. _give_device, collective: creates the
    device context of a group that has none. _on_device returns whether p is device memory.
@@ -7936,7 +7956,6 @@ static bool cddp__publish_failure(cddp_group *g, cddp_result r) {
 /* notify_hosts: the other hosts do not notice the published failure themselves. */
 static void cddp__announce_failure(cddp_group *g, bool notify_hosts) {
   cddp__wake_all(g);
-  cddp__log(&g->host->logger, 0, "%s", cddp__failure_text(g));
   if (notify_hosts && g->hosts != NULL)
     cddp__send_notices(g->hosts->net, g->id, g->world, g->size,
                        cddp__load32(&g->block->broken) & 255, cddp__failure_text(g));
@@ -7944,7 +7963,10 @@ static void cddp__announce_failure(cddp_group *g, bool notify_hosts) {
 
 /* Breaks the group with this thread's error, unless it is broken. Returns the group's failure. */
 static cddp_result cddp__break_here(cddp_group *g, cddp_result r, bool notify_hosts) {
-  if (cddp__publish_failure(g, r)) cddp__announce_failure(g, notify_hosts);
+  if (cddp__publish_failure(g, r)) {
+    cddp__log(&g->host->logger, 0, "%s", cddp__failure_text(g));
+    cddp__announce_failure(g, notify_hosts);
+  }
   return cddp__check_failure(g);
 }
 
@@ -8323,7 +8345,10 @@ static cddp_result cddp__break_deadlock(cddp_group *g, cddp_group *in, int p) {
                  cddp__job_rank(g, low), here, cddp__job_rank(g, high), there);
   /* Both groups are broken before any rank wakes: a rank that wakes may leave the other group. */
   first = cddp__publish_failure(in, r);
-  if (cddp__publish_failure(g, r)) cddp__announce_failure(g, true);
+  if (cddp__publish_failure(g, r)) {
+    cddp__log(&g->host->logger, 0, "%s", cddp__failure_text(g));
+    cddp__announce_failure(g, true);
+  }
   if (first) cddp__announce_failure(in, true);
   return cddp__check_failure(g);
 }
@@ -8557,6 +8582,7 @@ static cddp_result cddp__wait_slow(cddp_group *g, cddp__atomic_u32 *word, uint32
   w.yields = g->yields;
   while (r == CDDP_OK && (v = cddp__load32(word)) != want) {
     if (cddp__wait_yields(&w)) continue;
+    CDDP__POINT("waits");
     r = cddp__wait_tick(g, &w);
     if (r == CDDP_OK && w.due && cddp__load32(word) != want) {
       r = cddp__check_peers(g);
@@ -15242,6 +15268,7 @@ static cddp_result cddp__optim_prepare(cddp_optim *optim) {
 CDDPDEF cddp_result cddp_optim_step(cddp_optim *optim) {
   int i;
   CDDP__CHECK(optim != NULL, "the cddp_optim is NULL");
+  if (optim->known == NULL) CDDP__TRY(cddp__elastic_pair(optim)); /* created before the model */
   CDDP__TRY(cddp__optim_prepare(optim));
   CDDP__TRY((optim->backend->step)(optim));
   for (i = 0; i < optim->count; i++)
@@ -17493,7 +17520,8 @@ static void cddp__describe_settings(const cddp_ddp *d, cddp__model_info *out) {
     all += bytes;
   }
   snprintf(out->text, sizeof out->text, "%d parameter%s, %d shards%s%s%s", d->count,
-           d->count == 1 ? "" : "s", s->shards, s->elastic ? ", elastic" : "",
+           d->count == 1 ? "" : "s", s->elastic ? d->shards.count : s->shards,
+           s->elastic ? ", elastic" : "",
            s->find_unused_parameters ? ", find_unused_parameters" : "", hook);
   if (!s->elastic)
     cddp__append(out->text, sizeof out->text, ", buckets of %zu and %zu bytes", d->plan.limits[0],
@@ -17882,6 +17910,9 @@ struct cddp__elastic {
   char *mean;       /* the last reduction's mean, or this rank's part of it */
   bool holds_shard; /* the gradients hold the sum of a shard that has ended */
   bool in_parts;    /* each rank of its group has one part; false: this rank has all */
+  bool has_mean;    /* false: this rank has joined, and has no mean yet */
+  bool repeats;     /* the ranks with the last mean are lost: the group reduces that step again */
+  bool ahead;       /* it repeats a reduction that this rank, which has joined, does not need */
   int mean_parts;   /* of the last mean; 1 if not in_parts */
   char **means;     /* [mean_parts] the memory of each, addressed by model offset */
   double **squares; /* [mean_parts] the squares of each */
@@ -17904,6 +17935,7 @@ struct cddp__elastic {
   /* a joining process: */
   bool empty;   /* it has no weights yet */
   char *states; /* the snapshot's optimizer states, until a cddp_optim takes them */
+  cddp_ddp *next; /* in cddp__elastic_models */
 };
 
 /* A rank's report to the leader of a meeting. Its optimizer's steps follow, a float for each
@@ -17915,6 +17947,7 @@ typedef struct cddp__report {
   cddp__snapshot optim; /* of its cddp_optim */
   int32_t empty;        /* 1: it joins, and has no weights yet */
   int32_t in_parts;     /* cddp__elastic.in_parts */
+  int32_t has_mean;     /* cddp__elastic.has_mean */
   cddp__member self;
   cddp__ref blocks[2]; /* for control blocks; those of the lowest rank on a host are used */
 } cddp__report;
@@ -18253,7 +18286,7 @@ static cddp_result cddp__compare_updates(cddp_ddp *d) {
     oldest = member;
     job = call;
   }
-  if (oldest < 0) return CDDP_OK;
+  if (oldest < 0 || elastic->ahead) return CDDP_OK;
   if (elastic->last_update.kind == 0) elastic->last_update = job;
   r = cddp__compare_update(d, &job, oldest);
   if (r != CDDP_OK && members[elastic->me].since > members[oldest].since) return r;
@@ -18333,8 +18366,8 @@ static cddp_result cddp__elastic_reduce(cddp_ddp *d) {
   if (r != CDDP_OK) return r;
   if (elastic->own != NULL) cddp__publish_sums(d);
   CDDP__POINT("elastic meet");
-  r = cddp__round(d->control, CDDP__KIND_DDP_NEXT, CDDP__PHASE_CALL, elastic->done, &mine,
-                  sizeof mine);
+  r = cddp__round(d->control, CDDP__KIND_DDP_NEXT, CDDP__PHASE_CALL,
+                  elastic->done - elastic->ahead, &mine, sizeof mine);
   for (k = 0; r == CDDP_OK && k < d->step.active_count; k++)
     longest = cddp__max(longest, (size_t)cddp__reduction_header_of(d, k).rows_bytes);
   if (r == CDDP_OK) r = cddp__compare_updates(d);
@@ -18345,7 +18378,9 @@ static cddp_result cddp__elastic_reduce(cddp_ddp *d) {
                                           d->shards.widths, &slots);
   r = elastic->one_host ? cddp__reduce_in_memory(d) : cddp__reduce_by_messages(d, longest);
   if (r != CDDP_OK) return r;
-  elastic->done++;
+  elastic->done += !elastic->ahead;
+  elastic->repeats = elastic->ahead = false;
+  elastic->has_mean = true;
   elastic->attempts = 0;
   cddp__elastic_assign_shards(d);
   CDDP__POINT("elastic reduced");
@@ -18362,7 +18397,9 @@ static cddp_result cddp__elastic_reduce(cddp_ddp *d) {
      4. Each member creates the table's two groups and confirms them to the leader. When all have
         confirmed, the leader tells all to continue.
      5. The members that lack the last mean receive it, unless they can read it. The joining
-        processes receive the weights and states of a member with the most reductions.
+        processes receive the weights, states and buffers of a member with the most reductions.
+        If only processes that have joined have made the last reduction, no rank has its mean:
+        the others make it again (`repeats`). It has the same bits, whoever makes it.
    A split network: if a member's host does not answer, the members that reported must be more than
    half of the last group, so that two halves never train separately. The rule also holds for an
    address of which all members were lost by resets, as a firewall sends. Therefore each member
@@ -18426,6 +18463,7 @@ static cddp_result cddp__create_report(cddp_ddp *d, cddp__message **out) {
   report->steps = d->steps;
   report->empty = elastic->empty;
   report->in_parts = elastic->in_parts;
+  report->has_mean = elastic->has_mean;
   report->self = elastic->members[elastic->me];
   report->optim = d->snapshot;
   if (d->snapshot.known || d->snapshot.stepped) /* its optimizer has not taken the states yet */
@@ -18925,7 +18963,8 @@ static void cddp__leave_broken(cddp_ddp *d) {
   d->elastic->broken_comm = NULL;
 }
 
-/* Leaves both groups. The first comm of a step stays as `broken_comm`, which no thread uses. */
+/* Leaves both groups. The first comm of a step stays as `broken_comm`, which no thread uses. The
+   rank that noticed the loss has logged it. */
 static void cddp__elastic_leave_groups(cddp_ddp *d) {
   cddp_group *groups[2] = {d->control, d->comm}, *g;
   char text[CDDP__ERROR_MAX];
@@ -18934,7 +18973,8 @@ static void cddp__elastic_leave_groups(cddp_ddp *d) {
   cddp__elastic_record_ends(d);
   for (i = 0; i < 2; i++) {
     if ((g = groups[i]) == NULL) continue;
-    if (g->size > 1) (void)cddp__break(g, cddp__fail(CDDP_PEER_LOST, "%s", text));
+    if (g->size > 1 && cddp__publish_failure(g, cddp__fail(CDDP_PEER_LOST, "%s", text)))
+      cddp__announce_failure(g, true);
     if (i == 0 || d->elastic->broken_comm != NULL) {
       cddp__elastic_leave_group(d, g);
       continue;
@@ -19035,14 +19075,34 @@ static cddp_result cddp__elastic_connect(cddp_ddp *d) {
   return begin < end ? cddp__commit(d->group->host, elastic->mean + begin, end - begin) : r;
 }
 
-/* Sets the members and the epoch, and assigns the shards without a sum on any member. Returns the
-   report of the first member with the most reductions; NULL: all ranks are joining. */
+/* Assigns the shards of reduction number `next` that have no sum on any member. */
+static void cddp__assign_missing_shards(cddp_ddp *d, cddp__message *table, uint64_t next) {
+  int *owner = d->shards.owner, able[CDDP__MAX_RANKS], count = 0, left = 0, assigned = 0, i, k;
+  for (k = 0; k < d->step.active_count; k++) {
+    const cddp__report *report = cddp__report_at(d, table, k);
+    if (!d->elastic->repeats || (report->empty == 0 && report->done == next)) able[count++] = k;
+  }
+  for (i = 0; i < d->shards.count; i++) {
+    owner[i] = -1;
+    for (k = 0; k < d->step.active_count; k++) {
+      cddp__report *report = cddp__report_at(d, table, k);
+      if (report->done == next && cddp__report_sums(d, report)[i] != 0) owner[i] = k;
+    }
+    left += owner[i] < 0;
+  }
+  for (i = 0; i < d->shards.count; i++)
+    if (owner[i] < 0) owner[i] = able[(int64_t)assigned++ * count / left];
+}
+
+/* Sets the members, the epoch and the owners of shards. Returns the report of the first member with
+   the most reductions, of those one that has the last mean if there is one; NULL: all ranks are
+   joining. */
 static cddp__report *cddp__elastic_apply_table(cddp_ddp *d, cddp__message *table) {
   cddp__elastic *elastic = d->elastic;
   cddp__report *from = NULL, *report;
   int ranks = d->step.active_count = (int)(table->head.size / cddp__report_bytes(d));
-  uint64_t life = elastic->members[elastic->me].life, furthest;
-  int *owner = d->shards.owner, k, i, p, left = 0, assigned = 0;
+  uint64_t life = elastic->members[elastic->me].life, next;
+  int k, p;
   for (k = 0; k < ranks; k++) {
     report = cddp__report_at(d, table, k);
     p = elastic->order[k] = report->self.number;
@@ -19050,7 +19110,10 @@ static cddp__report *cddp__elastic_apply_table(cddp_ddp *d, cddp__message *table
     cddp__set_member(elastic, &report->self);
     if (report->self.life == life) elastic->me = elastic->net->rank = p;
     elastic->epoch = cddp__max(elastic->epoch, report->epoch + 1);
-    if (report->empty == 0 && (from == NULL || report->done > from->done)) from = report;
+    if (report->empty == 0 &&
+        (from == NULL || report->done > from->done ||
+         (report->done == from->done && report->has_mean > from->has_mean)))
+      from = report;
   }
   elastic->net->host = elastic->members[elastic->me].host;
   memset(elastic->ended, 0, (size_t)d->shards.count);
@@ -19058,18 +19121,15 @@ static cddp__report *cddp__elastic_apply_table(cddp_ddp *d, cddp__message *table
     for (k = 0; k < ranks && elastic->order[k] != p; k++) {}
     if (k == ranks && elastic->members[p].life != 0) cddp__remove_member(d, p);
   }
-  furthest = from != NULL ? from->done : 0;
-  if (elastic->done < furthest) cddp__drop_sums(d); /* others have the mean of that step */
-  for (i = 0; i < d->shards.count; i++) {
-    owner[i] = -1;
-    for (k = 0; k < ranks; k++) {
-      report = cddp__report_at(d, table, k);
-      if (report->done == furthest && cddp__report_sums(d, report)[i] != 0) owner[i] = k;
-    }
-    left += owner[i] < 0;
+  elastic->repeats = false;
+  for (k = 0; from != NULL && from->has_mean == 0 && k < ranks; k++) {
+    report = cddp__report_at(d, table, k);
+    if (report->empty == 0 && report->done < from->done) elastic->repeats = true;
   }
-  for (i = 0; i < d->shards.count; i++)
-    if (owner[i] < 0) owner[i] = (int)((int64_t)assigned++ * ranks / left);
+  next = (from != NULL ? from->done : 0) - elastic->repeats;
+  elastic->ahead = elastic->repeats && (elastic->empty || elastic->done > next);
+  if (elastic->done != next) cddp__drop_sums(d); /* of a step whose mean exists, or the next one */
+  cddp__assign_missing_shards(d, table, next);
   cddp__record_event(d->group, "assigned", (uint64_t)ranks, CDDP_OK);
   return from;
 }
@@ -19077,10 +19137,14 @@ static cddp__report *cddp__elastic_apply_table(cddp_ddp *d, cddp__message *table
 /* Broadcasts rank `source`'s bytes to the joining ranks. The others pass them on. */
 static cddp_result cddp__elastic_broadcast(cddp_ddp *d, int source, void *data, size_t bytes) {
   cddp__elastic *elastic = d->elastic;
+  const cddp_allocator *allocator = &d->group->host->allocator;
   bool takes_part = elastic->empty || elastic->order[source] == elastic->me;
+  bool other = d->group->backend->on_device && data != NULL && !cddp__on_device(d->group, data);
   size_t most = CDDP__NODES_CHUNK * sizeof(double), at, n;
-  void *passing = NULL;
-  cddp_result r = d->memory->scratch(d, most, &passing);
+  void *passing = NULL, *host = other ? cddp__malloc(allocator, most) : NULL;
+  cddp_result r = other ? host != NULL ? CDDP_OK : CDDP_OUT_OF_MEMORY
+                        : d->memory->scratch(d, most, &passing);
+  if (other) passing = host;
   for (at = 0; r == CDDP_OK && at < bytes; at += n) {
     void *chunk = takes_part ? (char *)data + at : passing;
     cddp__call call;
@@ -19089,10 +19153,11 @@ static cddp_result cddp__elastic_broadcast(cddp_ddp *d, int source, void *data, 
     r = cddp__call_all(d, &call);
     CDDP__POINT("elastic passed");
   }
+  cddp__free(allocator, host);
   return r;
 }
 
-/* Broadcasts a snapshot: the weights and states of rank `source`. from: its report. */
+/* Broadcasts a snapshot: the weights, buffers and states of rank `source`. from: its report. */
 static cddp_result cddp__send_snapshot(cddp_ddp *d, cddp__report *from, int source) {
   cddp__elastic *elastic = d->elastic;
   size_t bytes = (size_t)from->optim.states * d->layout.state_stride;
@@ -19108,6 +19173,10 @@ static cddp_result cddp__send_snapshot(cddp_ddp *d, cddp__report *from, int sour
   }
   for (i = 0; r == CDDP_OK && i < d->count; i++)
     r = cddp__elastic_broadcast(d, source, d->params[i].data, d->tensors[i].bytes);
+  for (i = 0; r == CDDP_OK && i < d->desc.buffer_count; i++) {
+    const cddp_param *p = &d->desc.buffers[i];
+    r = cddp__elastic_broadcast(d, source, p->data, p->count * cddp__dtype_size(p->dtype));
+  }
   if (r == CDDP_OK) r = cddp__elastic_broadcast(d, source, states, bytes);
   if (r == CDDP_OK) r = cddp__elastic_await_device(d);
   if (r == CDDP_OK && elastic->empty) {
@@ -19124,30 +19193,33 @@ static cddp_result cddp__send_snapshot(cddp_ddp *d, cddp__report *from, int sour
 
 /* Gives the last mean to the members that lack it, and a snapshot to the joining ranks. The others
    have passed that step, so operations in its group can no longer complete. Therefore that group
-   stays broken until the next step, on the members that lacked the mean, too. */
+   stays broken until the next step, on the members that lacked the mean or make it again, too. */
 static cddp_result cddp__elastic_synchronize(cddp_ddp *d, cddp__message *table,
                                              cddp__report *from) {
   cddp__elastic *elastic = d->elastic;
-  bool behind = false, joins = false;
+  bool lacks = !elastic->empty && elastic->done < from->done && !elastic->repeats;
+  bool has_mean = lacks || (!elastic->empty && elastic->has_mean), behind = false, joins = false;
   int source = 0, k;
   cddp_result r = CDDP_OK;
   for (k = 0; k < d->step.active_count; k++) {
     cddp__report *report = cddp__report_at(d, table, k);
     if (report == from) source = k;
-    behind = behind || (report->empty == 0 && report->done < from->done);
+    behind = behind || (report->empty == 0 && report->done < from->done && !elastic->repeats);
     joins = joins || report->empty != 0;
   }
   if (behind && d->layout.dense > 0 && from->in_parts == 0) { /* else all can read its parts */
     cddp__call call = cddp__broadcast_call(elastic->mean, d->layout.dense, CDDP_U8, source);
     if (elastic->own != NULL) r = cddp__commit_mean(d);
     if (r == CDDP_OK) r = cddp__call_all(d, &call);
-    if (elastic->done < from->done) cddp__set_whole_mean(elastic);
+    if (lacks) cddp__set_whole_mean(elastic);
+    has_mean = true;
   }
   if (r == CDDP_OK && joins) r = cddp__send_snapshot(d, from, source);
   if (r == CDDP_OK && behind) r = cddp__elastic_await_device(d);
   if (r != CDDP_OK) return r;
-  elastic->done = from->done;
-  if (elastic->done == elastic->step) cddp__leave_broken(d);
+  elastic->has_mean = has_mean;
+  if (elastic->ahead || !elastic->repeats) elastic->done = from->done;
+  if (elastic->done == elastic->step && !elastic->repeats) cddp__leave_broken(d);
   return CDDP_OK;
 }
 
@@ -19195,8 +19267,9 @@ static cddp_result cddp__elastic_regroup(cddp_ddp *d) {
   cddp__free(&elastic->net->allocator, table);
   if (r != CDDP_OK) return r;
   cddp__answer_joins(d);
-  cddp__log(&host->logger, 1, "%d ranks continue with step %" PRIu64, d->step.active_count,
-            elastic->done);
+  cddp__log(&host->logger, 1, "%d rank%s with step %" PRIu64, d->step.active_count,
+            d->step.active_count == 1 ? " continues" : "s continue",
+            d->steps + elastic->done - elastic->step);
   return CDDP_OK;
 }
 
@@ -19205,7 +19278,7 @@ static cddp_result cddp__elastic_next(cddp_ddp *d) {
   cddp__elastic *elastic = d->elastic;
   int shard = d->shards.current;
   cddp_result r = CDDP_OK;
-  if (elastic->done == elastic->step) cddp__leave_broken(d);
+  if (elastic->done == elastic->step && !elastic->repeats) cddp__leave_broken(d);
   cddp__join_serve(d->group->host);
   if (shard >= 0 && elastic->done == elastic->step) r = cddp__finish_shard(d);
   if (shard >= 0) cddp__reset_step(d);
@@ -19349,6 +19422,71 @@ static cddp_result cddp__elastic_restore(cddp_ddp *d, cddp_optim *optim) {
   return r;
 }
 
+/* The elastic models of this process. An optimizer that was created without desc.ddp finds its
+   model here, and in a joining process its states. */
+static pthread_mutex_t cddp__elastic_models_lock = PTHREAD_MUTEX_INITIALIZER;
+static cddp_ddp *cddp__elastic_models; /* by elastic.next */
+
+static void cddp__forget_elastic_models(void) { /* in a forked child: they are its parent's */
+  pthread_mutex_init(&cddp__elastic_models_lock, NULL);
+  __atomic_store_n(&cddp__elastic_models, NULL, __ATOMIC_RELEASE);
+}
+
+static void cddp__register_elastic_fork_handler(void) {
+  (void)pthread_atfork(NULL, NULL, cddp__forget_elastic_models);
+}
+
+static void cddp__elastic_register(cddp_ddp *d) {
+  static pthread_once_t once = PTHREAD_ONCE_INIT;
+  int i;
+  for (i = 0; i < d->count; i++) d->tensors[i].data = d->params[i].data;
+  pthread_once(&once, cddp__register_elastic_fork_handler);
+  pthread_mutex_lock(&cddp__elastic_models_lock);
+  d->elastic->next = cddp__elastic_models;
+  __atomic_store_n(&cddp__elastic_models, d, __ATOMIC_RELEASE);
+  pthread_mutex_unlock(&cddp__elastic_models_lock);
+}
+
+static void cddp__elastic_unregister(cddp_ddp *d) {
+  cddp_ddp **at = &cddp__elastic_models;
+  pthread_mutex_lock(&cddp__elastic_models_lock);
+  while (*at != NULL && *at != d) at = &(*at)->elastic->next;
+  if (*at == d) __atomic_store_n(at, d->elastic->next, __ATOMIC_RELEASE);
+  pthread_mutex_unlock(&cddp__elastic_models_lock);
+}
+
+/* Whether the optimizer's parameters are those of d, in the same order. */
+static bool cddp__has_params_of(const cddp_optim *optim, const cddp_ddp *d) {
+  int i = 0;
+  while (i < d->count && i < optim->count && optim->params[i].data == d->tensors[i].data) i++;
+  return i == d->count && i == optim->count;
+}
+
+static bool cddp__has_param_of(const cddp_optim *optim, const cddp_ddp *d) {
+  int i, k;
+  for (i = 0; i < optim->count; i++)
+    for (k = 0; k < d->count; k++)
+      if (optim->params[i].count > 0 && optim->params[i].data == d->tensors[k].data) return true;
+  return false;
+}
+
+static cddp_result cddp__elastic_pair(cddp_optim *optim) {
+  cddp_ddp *d, *model = NULL;
+  bool some = false; /* a joined process: other optimizers of the job have the other parameters */
+  if (__atomic_load_n(&cddp__elastic_models, __ATOMIC_ACQUIRE) == NULL) return CDDP_OK;
+  pthread_mutex_lock(&cddp__elastic_models_lock);
+  for (d = cddp__elastic_models; d != NULL && model == NULL; d = d->elastic->next)
+    if (cddp__has_params_of(optim, d)) model = d;
+    else some |= d->group->host->joined && optim->states > 0 && cddp__has_param_of(optim, d);
+  pthread_mutex_unlock(&cddp__elastic_models_lock);
+  if (model != NULL) return cddp__elastic_restore(model, optim);
+  if (!some) return CDDP_OK;
+  return cddp__fail(CDDP_UNSUPPORTED,
+                    "CDDP_JOIN: the job sends the states of one optimizer with all parameters of "
+                    "the elastic model, in its order; this optimizer has %d parameters",
+                    optim->count);
+}
+
 /* cddp_ddp_step, or (optim NULL) cddp_ddp_wait, of an elastic model. */
 static cddp_result cddp__elastic_step(cddp_ddp *d, cddp_optim *optim) {
   cddp__elastic *elastic = d->elastic;
@@ -19383,6 +19521,7 @@ static void cddp__elastic_free(cddp_ddp *d) {
   const cddp__backend *backend = d->group->backend;
   cddp__host *host = d->group->host;
   if (elastic == NULL) return;
+  cddp__elastic_unregister(d);
   /* What other ranks can still read is freed when all ranks have left the group; without a group,
      never. Memory that other threads of this process can read is never freed. */
   if (d->step.active_count != 1 && elastic->own != NULL) {
@@ -21640,7 +21779,10 @@ CDDPDEF void cddp_destroy(cddp_group *g) {
 }
 
 CDDPDEF int cddp_rank(const cddp_group *g) { return g != NULL ? g->rank : -1; }
-CDDPDEF int cddp_world_size(const cddp_group *g) { return g != NULL ? g->size : -1; }
+CDDPDEF int cddp_world_size(const cddp_group *g) {
+  if (g == NULL) return -1;
+  return g->host->joined && g->id == 0 ? (int)g->host->job_info->table.info.world_size : g->size;
+}
 CDDPDEF int cddp_local_rank(const cddp_group *g) { return g != NULL ? g->local_rank : -1; }
 CDDPDEF int cddp_local_world_size(const cddp_group *g) { return g != NULL ? g->local_size : -1; }
 
@@ -21891,12 +22033,14 @@ CDDPDEF cddp_result (cddp_ddp_create)(cddp_ddp **out, cddp_group *g, cddp_param 
   if (joins && given.shards == 0) given.shards = g->host->job_info->table.shards;
   if (desc->elastic && !joins) cddp__share_memory(g->host);
   if ((d = cddp__ddp_new(g, params, count, &given)) == NULL) return CDDP_OUT_OF_MEMORY;
+  d->desc.shards = desc->shards; /* in all ranks' checkpoints: what the program has set */
   r = cddp__ddp_setup(d, joins);
   if (r == CDDP_OK && desc->elastic) r = joins ? cddp__elastic_join(d) : cddp__elastic_create(d);
   if (r != CDDP_OK) {
     cddp_ddp_destroy(d);
     return cddp__named(__func__, r);
   }
+  if (desc->elastic) cddp__elastic_register(d);
   *out = d;
   return CDDP_OK;
 }
@@ -22110,8 +22254,7 @@ static cddp_result cddp__optim_create(cddp_optim **out, const cddp__algorithm *a
   r = cddp__check_own_memory(params, count, desc->copies, NULL);
   if (desc->ddp != NULL) cddp__place_states(desc->ddp, *out);
   if (r == CDDP_OK) r = cddp__attach_optim(*out);
-  if (r == CDDP_OK && desc->ddp != NULL && desc->ddp->desc.elastic)
-    r = cddp__elastic_restore(desc->ddp, *out);
+  if (r == CDDP_OK) r = cddp__elastic_pair(*out);
   if (r == CDDP_OK) r = ((*out)->backend->copy)(*out);
   if (r == CDDP_OK) return r;
   cddp_optim_destroy(*out);
@@ -22365,6 +22508,9 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels) { (void)k
      Mended, elastic
               One rank with 2 MiB of weights from cddp_alloc: the model's creation changed them.
               Each joined process cost the others descriptors, until they failed.
+              With shards = 0 no process could join. cddp_world_size of a joining one was wrong.
+              A joining process gets buffers, and the states of an optimizer created without `ddp`.
+              The log of a loss names the right step, and tells a failure once.
      Mended, start-up
               A damaged rank table crashed the rank that received it (SIGSEGV).
               One wrong rank (its number twice, another WORLD_SIZE) left others to their time-outs.

@@ -364,11 +364,14 @@ static int train(int rank, void *arg) {
   TRY(cddp_ddp_create(&ddp, g, params, param_count, &model));
   TRY(cddp_adamw_create(&adamw, params, param_count, &rule));
   cddp_checkpoint_desc file = {.shapes = shapes, .optim = adamw, .ddp = ddp};
-  if (config.resume && !getenv("CDDP_JOIN")) /* a joining process has the others' weights */
+  const char *joins = getenv("CDDP_JOIN"); /* 1: a joining process has the others' weights */
+  if (config.resume && !(joins && strcmp(joins, "1") == 0))
     TRY(cddp_load(g, config.resume, params, param_count, &file));
 
   double(*history)[COLUMNS] = allocate((size_t)config.steps, sizeof *history); /* zeros */
   int first = (int)cddp_ddp_steps(ddp);
+  if (first >= config.stop && rank == 0)
+    fprintf(stderr, "nothing to train: the checkpoint is of step %d\n", first);
   progress bar = {.unit = "step",
                   .samples = "bytes",
                   .samples_each = (double)shards * config.batch * config.context,

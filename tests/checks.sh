@@ -568,7 +568,7 @@ END
         case $f in *-gpus.c) echo 'extern cddp_group_desc desc;' ;; *) echo 'extern cddp_ddp_desc desc;' ;; esac
         echo 'int block(void);'
         echo 'int block(void) {'
-        sed -E 's/\{ \.\.\. .*\}$/{ }/; s/^ +\.\.\.( .*)?$//; s/backward\(\.\.\.\)/backward()/; s/forward_backward\(step, shard\)/forward_backward_of(step, shard)/
+        sed -E 's/\{ \.\.\. .*\}$/{ }/; s/^ +\.\.\.( .*)?$//; s/backward\(\.\.\.\)/backward()/; s/forward_backward\((step|t), shard\)/forward_backward_of(step, shard)/
           /#define CDDP_IMPLEMENTATION|#include "cddp_kernels/d' "$f"
         echo 'return 0; }'
       } >"$f.whole"

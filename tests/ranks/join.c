@@ -64,6 +64,12 @@ static int look(const int *p) { return __atomic_load_n(p, __ATOMIC_SEQ_CST); }
 static void bump(int *p) { __atomic_add_fetch(p, 1, __ATOMIC_SEQ_CST); }
 static bool error_contains(const char *text) { return strstr(shared->text, text) != NULL; }
 
+static void await(const int *p, int value) {
+  double until = test_now() + RANKS_WITHIN(20.0);
+  while (look(p) < value && test_now() < until) ranks_sleep(0.001);
+  CHECK(look(p) >= value);
+}
+
 typedef struct model {
   cddp_param p, table; /* in this order in memory: they are the model's parameters */
   bool rows, adamw;
@@ -145,6 +151,7 @@ static cddp_result model_open(model *m, const process_config *v) {
   if ((r = cddp_init(&m->g, NULL)) != CDDP_OK) return r;
   if (v->orphan == 1) kill_member();
   CHECK_EQ(cddp_rank(m->g), v->rank);
+  CHECK_EQ(cddp_world_size(m->g), v->world_size);
   m->p.data = cddp_alloc(m->g, v->count * sizeof(float));
   if (v->rows) {
     m->rows = true;
@@ -415,6 +422,36 @@ static void test_leaves(void) {
   end_job(pids, 3);
 }
 
+/* Without a number of shards the job has one for each first rank, also in a process that replaces
+   one with an unused RANK. */
+static void test_no_shards(void) {
+  static const char *const hosts[] = {NULL, "ab", "abc", NULL, NULL};
+  static const int ranks[] = {2, 2, 3, 4, 6};
+  pid_t pids[6];
+  int i, status;
+  for (i = 0; i < 5; i++) {
+    process_config first = usual(), v, late;
+    if (hosts[i] != NULL) setenv("TEST_HOSTS", hosts[i], 1);
+    first.shards = 0;
+    first.world_size = ranks[i];
+    v = late = first;
+    first.join = NULL;
+    begin_job(pids, &first);
+    late.rank = 10;
+    refuse(&late);
+    CHECK_IS(shared->result, CDDP_UNSUPPORTED);
+    CHECK(error_contains("full"));
+    kill(pids[ranks[i] - 1], SIGKILL);
+    waitpid(pids[ranks[i] - 1], &status, 0);
+    v.rank = 76 + ranks[i] - 1; /* TEST_HOSTS: on the host of the lost one, or on a new one */
+    pids[ranks[i] - 1] = ranks_fork(life, v.rank, &v);
+    await(&shared->joined, 1);
+    end_job(pids, ranks[i]);
+    CHECK_EQ(shared->took, ranks[i]);
+    unsetenv("TEST_HOSTS");
+  }
+}
+
 /* A job that began as one rank. All others join later and continue without it. */
 static void test_alone(void) {
   process_config first = usual(), v[2];
@@ -540,6 +577,79 @@ static void test_descriptors_of_lost_ranks(void) {
   unsetenv("TEST_HOSTS");
 }
 
+/* --- the log of a loss, after a checkpoint was loaded --- */
+
+typedef struct logging {
+  bool loads; /* the second of two jobs, in which rank 1 is killed in step 4 */
+  char path[64], lines[4096];
+  int port, failures; /* lines of level 0 */
+} logging;
+
+static void log_line(int level, const char *text, void *user) {
+  logging *log = (logging *)user;
+  size_t n = strlen(log->lines);
+  log->failures += level == 0;
+  snprintf(log->lines + n, sizeof log->lines - n, "%s\n", text);
+}
+
+static int log_life(int rank, void *arg) {
+  logging *log = (logging *)arg;
+  float w[8] = {0};
+  cddp_param p = {"w", w, NULL, 8, CDDP_F32};
+  cddp_group_desc desc;
+  cddp_ddp_desc with;
+  cddp_sgd_desc o;
+  cddp_checkpoint_desc file;
+  cddp_group *g;
+  int shard;
+  memset(&desc, 0, sizeof desc);
+  memset(&with, 0, sizeof with);
+  memset(&o, 0, sizeof o);
+  memset(&file, 0, sizeof file);
+  ranks_environment(rank, 2, log->port);
+  if (rank == 0) desc.logger.log = log_line;
+  desc.logger.user_data = log;
+  with.shards = 4;
+  with.elastic = true;
+  o.lr = 0.125;
+  CHECK_OK(cddp_init(&g, &desc));
+  CHECK_OK(cddp_ddp_create(&file.ddp, g, &p, 1, &with));
+  CHECK_OK(cddp_sgd_create(&file.optim, &p, 1, &o));
+  if (log->loads) CHECK_OK(cddp_load(g, log->path, &p, 1, &file));
+  while (test_failures == 0 && cddp_ddp_steps(file.ddp) < (log->loads ? 6 : 3)) {
+    while (cddp_ddp_next_shard(file.ddp, &shard)) {
+      if (rank == 1 && cddp_ddp_steps(file.ddp) == 4) raise(SIGKILL);
+      CHECK_OK(cddp_ddp_ready(file.ddp, 0));
+    }
+    CHECK_OK(cddp_ddp_step(file.ddp, file.optim));
+  }
+  if (!log->loads) CHECK_OK(cddp_save(g, log->path, &p, 1, &file));
+  cddp_optim_destroy(file.optim);
+  cddp_ddp_destroy(file.ddp);
+  cddp_destroy(g);
+  return 0;
+}
+
+static void test_log(void) {
+  logging *log = (logging *)ranks_shared(sizeof *log);
+  int status[2], loads;
+  pid_t pids[2];
+  snprintf(log->path, sizeof log->path, "/tmp/cddp-log-%d.safetensors", (int)getpid());
+  for (loads = 0; loads < 2; loads++) {
+    log->loads = loads != 0;
+    log->port = ranks_free_port();
+    pids[0] = ranks_fork(log_life, 0, log);
+    pids[1] = ranks_fork(log_life, 1, log);
+    ranks_join(pids, 2, RANKS_WITHIN(20.0), status);
+    CHECK(status[0] == 0 && (loads ? WIFSIGNALED(status[1]) : status[1] == 0));
+  }
+  CHECK(strstr(log->lines, "is lost; the others do its shards of step 4\n") != NULL);
+  CHECK(strstr(log->lines, "1 rank continues with step 4\n") != NULL);
+  CHECK_EQ(log->failures, 1);
+  if (log->failures != 1) fprintf(stderr, "%s", log->lines);
+  unlink(log->path);
+}
+
 static uint64_t trained; /* steps of this rank's last model */
 
 /* Steps of a rank, until all know that the test has seen enough; then the model goes. */
@@ -560,12 +670,6 @@ static cddp_result train(model *m, bool joins) {
   m->sgd = NULL;
   m->ddp = NULL;
   return r;
-}
-
-static void await(const int *p, int value) {
-  double until = test_now() + RANKS_WITHIN(20.0);
-  while (look(p) < value && test_now() < until) ranks_sleep(0.001);
-  CHECK(look(p) >= value);
 }
 
 enum { PIECES = 24 };
@@ -1249,13 +1353,13 @@ static int without_optimizer(int rank, void *arg) {
   }
   if (joins && rank == 1)
     __atomic_store_n(&all->steps, (int)cddp_ddp_steps(ddp) + 5, __ATOMIC_SEQ_CST);
-  CHECK_OK(cddp_sgd_create(&optim, &p, 1, &sgd)); /* without `ddp`: it is the model's at its step */
   while (test_failures == 0 && (step = (int)cddp_ddp_steps(ddp)) < look(&all->steps)) {
     while (cddp_ddp_next_shard(ddp, &shard)) {
       if (!joins && rank == 0 && step == 4) raise(SIGKILL);
       for (i = 0; i < COUNT; i++) ((float *)p.grad)[i] += (float)(shard + 1);
       CHECK_OK(cddp_ddp_ready(ddp, 0));
     }
+    if (optim == NULL) CHECK_OK(cddp_sgd_create(&optim, &p, 1, &sgd)); /* before the first step */
     CHECK_OK(cddp_ddp_step(ddp, optim));
   }
   for (step = 0; step < look(&all->steps); step++) { /* products are exact, sums rounded once */
@@ -1284,7 +1388,9 @@ int main(void) {
   RUN(test_comes);
   RUN(test_no_stdio);
   RUN(test_leaves);
+  RUN(test_no_shards);
   RUN(test_alone);
+  RUN(test_log);
   RUN(test_many);
   RUN(test_descriptors);
   RUN(test_descriptors_of_lost_ranks);
