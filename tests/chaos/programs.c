@@ -35,8 +35,9 @@
 #include <sys/syscall.h>
 
 enum { RANKS = 6, PARAMS = 5, SHARDS = 24, EVENTS = 8, PROCESSES = 64, MOST_STEPS = 160 };
+enum { BUFFER = 37 }; /* elements */
 enum { PERIOD = 1021 }; /* elements after which weights and gradients repeat; a prime */
-#define LIMIT_S 20.0    /* of a program; cddp's own deadline is half of it */
+#define LIMIT_S 60.0    /* of a program; cddp's own deadline is half of it */
 
 /* --- a program --- */
 
@@ -64,7 +65,9 @@ typedef struct program {
   parameter p[PARAMS];
   int shards, elastic, looped, rows, width, buckets, clip, hook, unused;
   int optim, momentum, nesterov, decay, amsgrad, maximize, masters, copies, groups, apart, sharded;
-  int steps, finish, micro, between, pause, jitter;
+  int steps, finish, micro, between, pause, jitter, buffers;
+  int uneven;                   /* the second half of the ranks has data for so many steps */
+  int illegal;                  /* what all ranks must refuse */
   int churn;                    /* a rank is killed and replaced so many times */
   int restart, restart_ranks;   /* saved at this step, loaded by so many ranks */
   event e[EVENTS];
@@ -92,6 +95,7 @@ typedef struct program {
   X("maximize", maximize, 0) X("masters", masters, 0) X("copies", copies, 0) \
   X("groups", groups, 0) X("apart", apart, 0) X("sharded", sharded, 0) X("micro", micro, 1) \
   X("between", between, 0) X("pause", pause, 0) X("jitter", jitter, 0) \
+  X("buffers", buffers, 0) X("uneven", uneven, 0) X("illegal", illegal, 0) \
   X("restart_ranks", restart_ranks, 1) X("fault_nth", fault_nth, 1) \
   X("fault_rank", fault_rank, 0) X("fault_delay", fault_delay, 0)
 
@@ -117,6 +121,11 @@ enum { HOST_PLANS = 4 };
 static int shards_of(const program *p, uint64_t t) {
   if (p->shards > 0) return p->shards;
   return p->restart > 0 && t >= (uint64_t)p->restart ? p->restart_ranks : p->ranks;
+}
+
+/* The shards of a step that have data. */
+static int present_of(const program *p, uint64_t t) {
+  return p->uneven > 0 && t >= (uint64_t)p->uneven ? p->ranks / 2 : shards_of(p, t);
 }
 
 static bool is_half(int dtype) { return dtype == CDDP_F16 || dtype == CDDP_BF16; }
@@ -197,6 +206,16 @@ static void settle_model(program *p) {
   }
 }
 
+static void settle_uneven(program *p) {
+  if (p->elastic || p->shards > 0 || p->finish == PARTITIONS || p->restart > 0 || p->ranks < 2)
+    p->uneven = 0;
+  if (p->uneven == 0) return;
+  /* Means over 1, 2 or 4 ranks have the same bits by division and by multiplication. */
+  p->ranks = p->ranks < 4 ? 2 : 4;
+  p->looped = p->unused = p->between = p->hook = 0, p->micro = 1;
+  no_more_than(&p->uneven, p->steps);
+}
+
 /* Makes any program one that cddp must run without an error but those of its events. */
 static void settle(program *p) {
   no_more_than(&p->ranks, RANKS);
@@ -205,9 +224,12 @@ static void settle(program *p) {
   no_more_than(&p->steps, 20);
   no_more_than(&p->shards, SHARDS);
   if (p->restart >= p->steps) p->restart = 0;
-  if (p->restart > 0 && (p->elastic || p->optim == OWN)) p->restart = 0;
+  if (p->restart > 0 && (p->finish == PARTITIONS || (p->optim == OWN && p->unused)))
+    p->restart = 0;
   if (p->restart > 0) p->restart_ranks = p->restart_ranks < 1 ? 1 : p->restart_ranks;
   if (p->ranks < 2 || p->threads) p->hosts = 0;
+  if (p->hosts == 2 && p->ranks < 3) p->hosts = 1; /* or all ranks are on one host */
+  settle_uneven(p);
   settle_model(p);
   settle_events(p);
   /* A joining process does not receive the states of an optimizer of the program's own. */
@@ -272,6 +294,7 @@ static void draw_events(program *p, uint64_t *k, uint64_t seed) {
 
 static program draw(uint64_t seed) {
   uint64_t count = 0, *k = &count;
+  bool few;
   program p;
   memset(&p, 0, sizeof p);
   p.seed = seed;
@@ -307,12 +330,15 @@ static program draw(uint64_t seed) {
   p.between = DRAW(3) == 0 ? 1 + DRAW(7) : 0;
   p.pause = DRAW(3) == 0 ? DRAW(600) : 0;
   p.jitter = DRAW(4) == 0 ? 1 + DRAW(2000) : 0;
+  p.buffers = DRAW(4) == 0;
+  p.uneven = DRAW(6) == 0 ? 1 + DRAW(p.steps) : 0;
   p.restart = DRAW(8) == 0 ? 1 + DRAW(p.steps) : 0;
   p.restart_ranks = 1 + DRAW(RANKS);
   draw_events(&p, k, seed);
-  p.fault = DRAW(10) == 0 ? 1 + DRAW(20) : 0;
+  few = DRAW(4) > 0;
+  p.fault = DRAW(p.elastic ? 5 : 12) == 0 ? 1 + (few ? DRAW(9) : DRAW(18)) : 0;
   p.fault_nth = 1 + DRAW(100);
-  if (DRAW(2)) p.fault_nth = 1 + p.fault_nth / 10;
+  if (DRAW(4) > 0) p.fault_nth = 1 + p.fault_nth / 10;
   p.fault_rank = DRAW(p.ranks);
   p.fault_delay = DRAW(4) == 0 ? 1 + DRAW(60) : 0;
 #undef DRAW
@@ -334,7 +360,7 @@ static void make_noise(void) {
       for (i = 0; i < 2 * PERIOD; i++) {
         double x = (double)(int64_t)(ranks_mix(21, (uint64_t)(i % PERIOD), 3) >> 11) * 0x1p-52 - 1;
         ranks_store((cddp_dtype)dtype, noise[exact][dtype], (size_t)i,
-                    exact ? round(32 * x) / 16 : x);
+                    exact ? round(32 * x) / 16 + 0.0 : x); /* no -0 */
         if (i < PERIOD)
           numbers[exact][dtype][i] = ranks_load((cddp_dtype)dtype, noise[exact][dtype], (size_t)i);
       }
@@ -491,8 +517,8 @@ static void gradient_of(const program *p, uint64_t t, int shard, int k, double *
 
 static bool is_used(const program *p, uint64_t t, int k) {
   int s;
-  for (s = 0; s < shards_of(p, t) && !is_ready(p, t, s, k);) s++;
-  return s < shards_of(p, t);
+  for (s = 0; s < present_of(p, t) && !is_ready(p, t, s, k);) s++;
+  return s < present_of(p, t);
 }
 
 static double clip_limit(const program *p) { return p->clip == CLIPS_NOTHING ? 1e9 : 2; }
@@ -514,7 +540,7 @@ static double clip_of(const program *p, uint64_t t, const column *columns, doubl
 }
 
 static void reference_step(const program *p, uint64_t t, column *columns, double *norm) {
-  int shards = shards_of(p, t), k, i, s;
+  int shards = present_of(p, t), k, i, s;
   static double gradients[SHARDS][PERIOD];
   double x[SHARDS], factor;
   for (k = 0; k < p->count; k++) {
@@ -576,6 +602,7 @@ typedef struct shared_state {
 } shared_state;
 
 static shared_state *shared;
+static struct { int programs, failed, deaths, joined, refused, faults; } *totals; /* of all jobs */
 static bool verbose;
 static __thread process *me; /* NULL in the judge */
 static __thread uint64_t my_dice;
@@ -729,6 +756,9 @@ typedef struct model {
   cddp_optim *optim;
   cddp_param params[PARAMS];
   void *copies[PARAMS];
+  int64_t counts[BUFFER];
+  float running[3 * BUFFER];
+  cddp_param buffers[2];
   void *own[PARAMS]; /* momentum of the program's own optimizer */
   int own_steps[PARAMS];
 } model;
@@ -817,6 +847,34 @@ static cddp_result create_optimizer(model *m, bool misfit) {
   return cddp_sgd_create(&m->optim, m->params, p->count, &s);
 }
 
+/* Buffers as rank 0 has them at a step; other ranks have something else until the next call. */
+static void write_buffers(model *m, uint64_t t) {
+  int i;
+  for (i = 0; i < BUFFER; i++) m->counts[i] = m->rank == 0 ? (int64_t)t * 100 + i : -1;
+  for (i = 0; i < 3 * BUFFER; i++) m->running[i] = m->rank == 0 ? (float)((int)t + i) : -1;
+}
+
+static void check_buffers(const model *m, uint64_t t) {
+  int i;
+  for (i = 0; i < 3 * BUFFER; i++)
+    if ((i < BUFFER && m->counts[i] != (int64_t)t * 100 + i) ||
+        m->running[i] != (float)((int)t + i)) {
+      complain("a buffer of step %" PRIu64 " is not rank 0's", t);
+      return;
+    }
+}
+
+static void describe_buffers(model *m) {
+  m->buffers[0].name = "counts";
+  m->buffers[0].data = m->counts;
+  m->buffers[0].count = BUFFER;
+  m->buffers[0].dtype = CDDP_I64;
+  m->buffers[1].name = "running";
+  m->buffers[1].data = m->running;
+  m->buffers[1].count = 3 * BUFFER;
+  write_buffers(m, 0);
+}
+
 static cddp_result create_model(model *m) {
   const program *p = m->p;
   const event *e = me->event >= 0 ? &p->e[me->event] : NULL;
@@ -836,7 +894,13 @@ static cddp_result create_model(model *m) {
   desc.max_grad_norm = p->clip == NO_CLIP || p->clip == CLIPS_AFTER_WAIT ? 0 : clip_limit(p);
   desc.comm_hook = p->hook ? mean_hook : NULL;
   desc.find_unused_parameters = p->unused;
+  if (p->buffers) {
+    describe_buffers(m);
+    desc.buffers = m->buffers;
+    desc.buffer_count = 2;
+  }
   r = cddp_ddp_create(&m->ddp, m->g, m->params, p->count, &desc);
+  if (r == CDDP_OK && p->buffers && !me->joins) check_buffers(m, 0);
   if (r != CDDP_OK || p->optim == OWN) return r;
   return create_optimizer(m, misfit == OTHER_OPTIMIZER);
 }
@@ -1024,6 +1088,11 @@ static cddp_result train_step(model *m, uint64_t t) {
   cddp_result r = CDDP_OK;
   int shard = -1, micro;
   at_step(m, t, 0);
+  if (p->buffers && !p->elastic && p->uneven == 0) {
+    write_buffers(m, t);
+    if ((r = cddp_ddp_sync_buffers(m->ddp)) != CDDP_OK) return r;
+    check_buffers(m, t);
+  }
   if (m->optim != NULL) r = cddp_optim_set_lr(m->optim, learning_rate(t));
   if (!p->looped) {
     for (micro = 0; micro < p->micro && r == CDDP_OK; micro++) {
@@ -1125,24 +1194,45 @@ static cddp_result allocate(cddp_group *g, uint64_t h) {
   return CDDP_OK;
 }
 
-/* Saves, changes the weights, loads. */
-static cddp_result save_and_load(model *m) {
+static cddp_group *group_of(model *m) {
+  return m->p->elastic ? cddp_ddp_group(m->ddp) : m->g;
+}
+
+/* Saves or loads the weights, and the states of an optimizer of the program's own. */
+static cddp_result checkpoint(model *m, cddp_group *g, bool save) {
+  static const char *const names[PARAMS] = {"ma", "mb", "mc", "md", "me"};
+  cddp_param all[2 * PARAMS];
   cddp_checkpoint_desc c;
   cddp_result r;
-  int k;
+  int n = m->p->count, k;
   memset(&c, 0, sizeof c);
   c.optim = m->optim;
   c.ddp = m->ddp;
-  r = cddp_save(m->g, shared->path, m->params, m->p->count, &c);
+  memcpy(all, m->params, sizeof m->params);
+  for (k = 0; m->p->optim == OWN && k < m->p->count; k++) {
+    all[n] = m->params[k];
+    all[n].name = names[k];
+    all[n++].data = m->own[k];
+  }
+  r = save ? cddp_save(g, shared->path, all, n, &c) : cddp_load(g, shared->path, all, n, &c);
+  for (k = 0; k < m->p->count && !save && shared->phase > 0; k++)
+    m->own_steps[k] = (int)cddp_ddp_steps(m->ddp); /* each parameter was in each step */
+  return r;
+}
+
+/* Saves, changes the weights, loads. */
+static cddp_result save_and_load(model *m) {
+  cddp_result r = checkpoint(m, m->g, true);
+  int k;
   for (k = 0; k < m->p->count; k++)
     memset(m->params[k].data, 0, m->params[k].count * cddp_dtype_size(m->params[k].dtype));
-  return r == CDDP_OK ? cddp_load(m->g, shared->path, m->params, m->p->count, &c) : r;
+  return r == CDDP_OK ? checkpoint(m, m->g, false) : r;
 }
 
 static cddp_result between_steps(model *m, uint64_t t) {
   const program *p = m->p;
   uint64_t h = ranks_mix(p->seed ^ 3, t, 1);
-  cddp_group *g = p->elastic ? cddp_ddp_group(m->ddp) : m->g;
+  cddp_group *g = group_of(m);
   cddp_result r;
   if (p->between == 0 || h % 3 == 0) return CDDP_OK;
   h /= 3;
@@ -1182,24 +1272,6 @@ static void count_descriptors(model *m) {
     me->fds[joined] = ranks_open_fds();
 }
 
-static cddp_result resume(model *m) {
-  cddp_checkpoint_desc c;
-  memset(&c, 0, sizeof c);
-  c.optim = m->optim;
-  c.ddp = m->ddp;
-  if (shared->phase == 0) return CDDP_OK;
-  return cddp_load(m->g, shared->path, m->params, m->p->count, &c);
-}
-
-static cddp_result suspend(model *m, cddp_result r) {
-  cddp_checkpoint_desc c;
-  memset(&c, 0, sizeof c);
-  c.optim = m->optim;
-  c.ddp = m->ddp;
-  if (r != CDDP_OK || shared->phase > 0 || m->p->restart == 0) return r;
-  return cddp_save(m->g, shared->path, m->params, m->p->count, &c);
-}
-
 static void announce(model *m) { /* the model exists */
   if (!me->joins) {
     if (!is_victim(me)) ADD(shared->alive, 1);
@@ -1219,12 +1291,13 @@ static cddp_result train(model *m) {
   const program *p = m->p;
   cddp_result r = create_model(m);
   uint64_t t = 0;
-  if (r == CDDP_OK) r = resume(m);
+  if (r == CDDP_OK && shared->phase > 0) r = checkpoint(m, group_of(m), false);
   if (r == CDDP_OK) announce(m);
   if (r == CDDP_OK) me->begin = t = cddp_ddp_steps(m->ddp);
   if (r == CDDP_OK && t > MOST_STEPS) complain("%" PRIu64 " steps at the start", t), r = CDDP_IO;
   if (r == CDDP_OK) check_weights(m, t);
   while (r == CDDP_OK && me->wrong == 0 && goes_on(p, t)) {
+    if (p->uneven > 0 && t >= (uint64_t)p->uneven && m->rank >= p->ranks / 2) break;
     if (LOAD(shared->reached) < (int)t) STORE(shared->reached, (int)t);
     if ((r = train_step(m, t)) != CDDP_OK) break;
     at_step(m, t, 3);
@@ -1234,7 +1307,13 @@ static cddp_result train(model *m) {
     if (p->churn > 0) count_descriptors(m);
     r = between_steps(m, t);
   }
-  r = suspend(m, r);
+  if (r == CDDP_OK && p->uneven > 0) {
+    r = cddp_ddp_join(m->ddp, m->optim);
+    if (r == CDDP_OK) check_weights(m, t = (uint64_t)p->steps);
+    if (r == CDDP_OK && cddp_ddp_steps(m->ddp) != t)
+      complain("%" PRIu64 " steps after cddp_ddp_join", cddp_ddp_steps(m->ddp));
+  }
+  if (r == CDDP_OK && shared->phase == 0 && p->restart > 0) r = checkpoint(m, group_of(m), true);
   me->steps = t;
   return r;
 }
@@ -1540,6 +1619,9 @@ static void judge_phase(watch *w, bool hung, verdict *v) {
     if (hung && !w->ended[i]) fail(v, text);
     else if (!hung && !good) fail(v, text);
     finished += q->state == ENDED && q->result == CDDP_OK;
+    ADD(totals->deaths, q->state == DYING);
+    ADD(totals->joined, q->joins && q->state == ENDED && q->result == CDDP_OK);
+    ADD(totals->refused, q->joins && q->state == ENDED && q->result != CDDP_OK);
     able += !q->joins && !is_victim(q);
   }
   if (!hung && finished == 0 && able > 0 && !v->failed &&
@@ -1599,6 +1681,7 @@ static verdict run_program(const program *p) {
   run_phase(p, 0, &v);
   if (p->restart > 0 && !v.failed) run_phase(p, 1, &v);
   unlink(shared->path);
+  ADD(totals->faults, shared->struck);
   if (!ranks_no_children()) fail(&v, "a process is left");
   if (ranks_open_fds() != fds) fail(&v, "the judge has descriptors left");
   return v;
@@ -1628,6 +1711,9 @@ static void print_program(const program *p) {
   printf("    cddp_ddp_create: shards %d%s%s%s%s%s\n", p->shards, p->elastic ? ", elastic" : "",
          p->hook ? ", comm_hook" : "", p->unused ? ", find_unused_parameters" : "",
          p->buckets ? ", small buckets" : "", p->clip ? ", clips" : "");
+  if (p->buffers) printf("    buffers\n");
+  if (p->uneven > 0)
+    printf("    ranks from %d on call cddp_ddp_join after %d steps\n", p->ranks / 2, p->uneven);
   printf("    %s momentum %d%s%s%s%s%s%s%s%s%s\n",
          p->optim == SGD ? "cddp_sgd_create" : p->optim == ADAMW ? "cddp_adamw_create" : "own SGD",
          p->momentum, p->nesterov ? ", nesterov" : "", p->decay ? ", weight_decay" : "",
@@ -1755,7 +1841,7 @@ static bool run_seed(uint64_t seed) {
   return false;
 }
 
-static struct { int programs, failed; } *totals; /* of all jobs */
+
 
 /* Runs seeds job, job + jobs, ... */
 static int run_seeds(int job, void *arg) {
@@ -1814,6 +1900,8 @@ int main(int argc, char **argv) {
   for (i = 0; i < options.jobs && options.jobs > 1; i++) (void)ranks_fork(run_seeds, i, NULL);
   while (options.jobs > 1 && wait(&status) > 0)
     if (status != 0) ADD(totals->failed, 1);
+  printf("%d ranks died, %d joined, %d were refused; %d faults\n", totals->deaths, totals->joined,
+         totals->refused, totals->faults);
   printf("%d programs, %d failed\n", totals->programs, totals->failed);
   return totals->failed > 0;
 }
