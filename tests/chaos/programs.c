@@ -46,8 +46,14 @@ enum { STEP, WAIT, BY_TURNS, PARTITIONS, FINISHES };
 enum { MALLOCED, SHARED, MEMORIES };
 enum { PLACED, OWN_MALLOCED, OWN_SHARED, GRADS };
 enum { NO_CLIP, CLIPS, CLIPS_NOTHING, CLIPS_AFTER_WAIT, CLIP_KINDS };
-enum { NOTHING, KILL_AT_POINT, KILL_AT_STEP, KILL_OUTSIDE, STOP, JOIN, REFUSED, EVENT_KINDS };
+enum { NOTHING, KILL_AT_POINT, KILL_AT_STEP, KILL_EARLY, KILL_OUTSIDE, STOP, JOIN, REFUSED,
+       EVENT_KINDS };
 enum { SAME_RANK, OTHER_COUNT, OTHER_OPTIMIZER, OTHER_SECRET, MISFITS };
+
+enum { LEGAL, ELASTIC_HOOK, ELASTIC_UNUSED, ELASTIC_UNEVEN, SHARDS_HOOK, SHARDS_UNUSED, FEW_SHARDS,
+       MANY_SHARDS, OVERLAP, NO_DATA, LAST_COUNT, LAST_DTYPE, LAST_SHARDS, SHARDED_ELASTIC,
+       SHARDED_ROWS, ADAMW_HALF, ADAMW_ROWS, NEGATIVE, LAST_RATE, LAST_MOMENTUM, SHARDED_APART,
+       READY_TWICE, NOT_READY, GATHER_ALONE, LAST_WAITS, NO_SYNC_STEP, ILLEGALS };
 
 typedef struct parameter {
   int count, dtype, memory, grad;
@@ -55,12 +61,12 @@ typedef struct parameter {
 
 typedef struct event {
   int kind, rank, step;
-  int arg; /* points, place, milliseconds, the point at which a joining process dies, misfit */
+  int arg; /* points, place, 0: before cddp_init, 1: before cddp_ddp_create, milliseconds, the point at which a joining process dies, misfit */
 } event;
 
 typedef struct program {
   uint64_t seed;
-  int ranks, hosts, threads, secret;
+  int ranks, hosts, threads, secret, supervised; /* by cddp_spawn_elastic */
   int count;
   parameter p[PARAMS];
   int shards, elastic, looped, rows, width, buckets, clip, hook, unused;
@@ -87,7 +93,7 @@ typedef struct program {
   EVENT_FIELDS(X, 2) EVENT_FIELDS(X, 1) EVENT_FIELDS(X, 0) \
   X("ranks", ranks, 1) X("params", count, 1) X("steps", steps, 1) \
   PARAM_FIELDS(X, 0) PARAM_FIELDS(X, 1) PARAM_FIELDS(X, 2) PARAM_FIELDS(X, 3) PARAM_FIELDS(X, 4) \
-  X("elastic", elastic, 0) X("threads", threads, 0) X("shards", shards, 0) \
+  X("supervised", supervised, 0) X("elastic", elastic, 0) X("threads", threads, 0) X("shards", shards, 0) \
   X("looped", looped, 0) X("secret", secret, 0) X("rows", rows, 0) X("width", width, 1) \
   X("buckets", buckets, 0) X("clip", clip, 0) X("hook", hook, 0) X("unused", unused, 0) \
   X("finish", finish, 0) X("optim", optim, 0) X("momentum", momentum, 0) \
@@ -141,7 +147,8 @@ static int events_of(const program *p, int kind) {
 }
 
 static int joins_of(const program *p) {
-  return events_of(p, JOIN) + events_of(p, REFUSED) + p->churn;
+  int replaced = p->supervised ? events_of(p, KILL_AT_POINT) + events_of(p, KILL_AT_STEP) : 0;
+  return events_of(p, JOIN) + events_of(p, REFUSED) + p->churn + replaced;
 }
 
 /* While processes join, the job goes on for at most so many steps. */
@@ -157,6 +164,7 @@ static void no_more_than(int *value, int most) {
 /* Events and faults need processes, and all but a death an elastic model. */
 static void settle_events(program *p) {
   int i;
+  if (p->supervised) p->churn = 0;
   if (p->churn > 0 && (p->ranks < 2 || p->threads || !p->elastic)) p->churn = 0;
   if (p->churn > 0) {
     memset(p->e, 0, sizeof p->e);
@@ -166,12 +174,13 @@ static void settle_events(program *p) {
   for (i = 0; i < EVENTS; i++) {
     event *e = &p->e[i];
     if (p->threads || e->kind >= EVENT_KINDS || p->restart > 0) e->kind = NOTHING;
+    if (p->supervised ? e->kind > KILL_EARLY : e->kind == KILL_EARLY) e->kind = NOTHING;
     if (!p->elastic && e->kind != KILL_AT_STEP && e->kind != KILL_OUTSIDE) e->kind = NOTHING;
     if (e->kind == REFUSED && e->arg == OTHER_SECRET && !p->secret) e->arg = SAME_RANK;
     if (e->kind == REFUSED && e->arg == OTHER_OPTIMIZER && p->optim == OWN) e->arg = OTHER_COUNT;
     no_more_than(&e->step, p->steps - 1);
   }
-  if (p->threads || p->restart > 0) p->fault = 0;
+  if (p->threads || p->restart > 0 || p->supervised) p->fault = 0;
   no_more_than(&p->fault_rank, p->ranks - 1);
 }
 
@@ -216,6 +225,18 @@ static void settle_uneven(program *p) {
   no_more_than(&p->uneven, p->steps);
 }
 
+static void settle_illegal(program *p) {
+  if (p->illegal >= ILLEGALS) p->illegal = LEGAL;
+  if (p->illegal == LEGAL) return;
+  if (p->ranks < 2 && p->illegal != OVERLAP) p->ranks = 2;
+  if (p->illegal == OVERLAP && p->count < 2) p->count = 2;
+  if (p->illegal == LAST_DTYPE || p->illegal == ADAMW_HALF) p->p[0].dtype = CDDP_F16;
+  memset(p->e, 0, sizeof p->e);
+  p->fault = p->churn = p->restart = p->uneven = p->elastic = p->rows = p->shards = 0;
+  p->optim = SGD;
+  p->finish = STEP;
+}
+
 /* Makes any program one that cddp must run without an error but those of its events. */
 static void settle(program *p) {
   no_more_than(&p->ranks, RANKS);
@@ -223,11 +244,12 @@ static void settle(program *p) {
   no_more_than(&p->count, PARAMS);
   no_more_than(&p->steps, 20);
   no_more_than(&p->shards, SHARDS);
+  settle_illegal(p);
   if (p->restart >= p->steps) p->restart = 0;
-  if (p->restart > 0 && (p->finish == PARTITIONS || (p->optim == OWN && p->unused)))
-    p->restart = 0;
+  if (p->restart > 0 && p->optim == OWN && p->unused) p->restart = 0;
   if (p->restart > 0) p->restart_ranks = p->restart_ranks < 1 ? 1 : p->restart_ranks;
-  if (p->ranks < 2 || p->threads) p->hosts = 0;
+  if (!p->elastic || p->threads || p->restart > 0) p->supervised = 0;
+  if (p->ranks < 2 || p->threads || p->supervised) p->hosts = 0;
   if (p->hosts == 2 && p->ranks < 3) p->hosts = 1; /* or all ranks are on one host */
   settle_uneven(p);
   settle_model(p);
@@ -278,16 +300,24 @@ static void draw_events(program *p, uint64_t *k, uint64_t seed) {
   for (i = 0; i < n; i++) {
     event *e = &p->e[i];
     int kind = DRAW(16);
-    e->kind = kind < 3 ? KILL_AT_POINT : kind < 6 ? KILL_AT_STEP : kind < 8 ? KILL_OUTSIDE
+    if (p->supervised) kind /= 2;
+    if (p->supervised && kind == 7) kind = 16;
+    e->kind = kind == 16 ? KILL_EARLY : kind < 3 ? KILL_AT_POINT : kind < 6 ? KILL_AT_STEP : kind < 8 ? KILL_OUTSIDE
             : kind < 9 ? STOP : kind < 14 ? JOIN : REFUSED;
     e->rank = DRAW(p->ranks);
     e->step = DRAW(p->steps);
     e->arg = e->kind == KILL_AT_POINT  ? 1 + DRAW(40 * p->ranks)
              : e->kind == KILL_AT_STEP ? DRAW(4)
+             : e->kind == KILL_EARLY   ? DRAW(2)
              : e->kind == REFUSED      ? DRAW(MISFITS)
              : e->kind == JOIN         ? (DRAW(5) == 0 ? 1 + DRAW(60) : 0)
                                        : DRAW(60);
     if (e->kind == JOIN && DRAW(3) == 0) e->rank = p->ranks + DRAW(80);
+  }
+  for (i = 0; i < n; i++) { /* most processes that join find a free place */
+    if (p->e[i].kind == JOIN && p->shards <= p->ranks && DRAW(3) > 0)
+      p->shards = p->ranks + 1 + DRAW(3);
+    if (p->e[i].kind >= JOIN && i > 0 && DRAW(2)) p->e[i].step = p->e[i - 1].step;
   }
   if (p->elastic && DRAW(20) == 0) p->churn = 6 + DRAW(4);
 }
@@ -302,6 +332,7 @@ static program draw(uint64_t seed) {
   if (p.ranks > 3 && DRAW(2)) p.ranks -= 3;
   p.elastic = DRAW(2);
   p.threads = DRAW(p.elastic ? 10 : 3) == 0;
+  p.supervised = DRAW(20) == 0;
   p.hosts = DRAW(4) == 0 ? 1 + DRAW(HOST_PLANS - 1) : 0;
   p.secret = DRAW(5) == 0;
   draw_params(&p, k, seed);
@@ -330,6 +361,7 @@ static program draw(uint64_t seed) {
   p.between = DRAW(3) == 0 ? 1 + DRAW(7) : 0;
   p.pause = DRAW(3) == 0 ? DRAW(600) : 0;
   p.jitter = DRAW(4) == 0 ? 1 + DRAW(2000) : 0;
+  p.illegal = DRAW(16) == 0 ? 1 + DRAW(ILLEGALS - 1) : LEGAL;
   p.buffers = DRAW(4) == 0;
   p.uneven = DRAW(6) == 0 ? 1 + DRAW(p.steps) : 0;
   p.restart = DRAW(8) == 0 ? 1 + DRAW(p.steps) : 0;
@@ -599,6 +631,7 @@ typedef struct shared_state {
   double norms[MOST_STEPS + 1];
   unsigned char want[MOST_STEPS + 1][PARAMS][PERIOD * 8];
   char path[256]; /* of the checkpoint */
+  char text[600]; /* of cddp_spawn_elastic's failure */
 } shared_state;
 
 static shared_state *shared;
@@ -714,7 +747,20 @@ static bool may_die(process *q) {
 }
 
 static void die(void) {
-  if (may_die(me)) raise(SIGKILL);
+  if (!may_die(me)) return;
+  if (shared->p.supervised) ADD(shared->joins_left, 1); /* another one takes its place */
+  raise(SIGKILL);
+}
+
+static void die_early(int place) { /* before there is a model, in a job with a supervisor */
+  int i;
+  for (i = 0; i < EVENTS; i++) {
+    const event *e = &shared->p.e[i];
+    if (e->kind != KILL_EARLY || e->rank != me->rank || e->arg != place || me->joins) continue;
+    if (!swap(&shared->done[i], 0, 1)) continue;
+    STORE(me->state, DYING);
+    raise(SIGKILL);
+  }
 }
 
 static void set_due(void) { /* of the next KILL_AT_POINT */
@@ -759,6 +805,7 @@ typedef struct model {
   int64_t counts[BUFFER];
   float running[3 * BUFFER];
   cddp_param buffers[2];
+  void *kept; /* the first parameter's data in an illegal program */
   void *own[PARAMS]; /* momentum of the program's own optimizer */
   int own_steps[PARAMS];
 } model;
@@ -909,6 +956,7 @@ static void destroy_model(model *m) {
   int k;
   cddp_optim_destroy(m->optim);
   cddp_ddp_destroy(m->ddp);
+  if (m->p->illegal) m->params[0].data = m->kept;
   for (k = 0; k < m->p->count; k++) {
     const parameter *q = &m->p->p[k];
     if (q->memory == SHARED && m->g != NULL) cddp_free(m->g, m->params[k].data);
@@ -1203,7 +1251,7 @@ static cddp_result checkpoint(model *m, cddp_group *g, bool save) {
   static const char *const names[PARAMS] = {"ma", "mb", "mc", "md", "me"};
   cddp_param all[2 * PARAMS];
   cddp_checkpoint_desc c;
-  cddp_result r;
+  cddp_result r = CDDP_OK;
   int n = m->p->count, k;
   memset(&c, 0, sizeof c);
   c.optim = m->optim;
@@ -1214,6 +1262,8 @@ static cddp_result checkpoint(model *m, cddp_group *g, bool save) {
     all[n].name = names[k];
     all[n++].data = m->own[k];
   }
+  if (save && m->p->finish == PARTITIONS) r = cddp_ddp_gather_states(m->ddp, all + m->p->count);
+  if (r != CDDP_OK) return r;
   r = save ? cddp_save(g, shared->path, all, n, &c) : cddp_load(g, shared->path, all, n, &c);
   for (k = 0; k < m->p->count && !save && shared->phase > 0; k++)
     m->own_steps[k] = (int)cddp_ddp_steps(m->ddp); /* each parameter was in each step */
@@ -1246,6 +1296,119 @@ static cddp_result between_steps(model *m, uint64_t t) {
   default: r = p->elastic ? CDDP_OK : save_and_load(m); break;
   }
   return p->elastic && r == CDDP_PEER_LOST ? CDDP_OK : r;
+}
+
+/* --- what all ranks must refuse, in a group that can be used afterwards --- */
+
+static const struct {
+  const char *name;
+  cddp_result one, other; /* results that it may have */
+} illegal[ILLEGALS] = {
+    {"nothing", CDDP_OK, CDDP_OK},
+    {"elastic and comm_hook", CDDP_UNSUPPORTED, CDDP_UNSUPPORTED},
+    {"elastic and find_unused_parameters", CDDP_UNSUPPORTED, CDDP_UNSUPPORTED},
+    {"elastic and uneven_inputs", CDDP_UNSUPPORTED, CDDP_UNSUPPORTED},
+    {"shards and comm_hook", CDDP_UNSUPPORTED, CDDP_UNSUPPORTED},
+    {"shards and find_unused_parameters", CDDP_UNSUPPORTED, CDDP_UNSUPPORTED},
+    {"fewer shards than ranks", CDDP_INVALID_ARGUMENT, CDDP_INVALID_ARGUMENT},
+    {"5,000 shards", CDDP_INVALID_ARGUMENT, CDDP_INVALID_ARGUMENT},
+    {"one array for two parameters", CDDP_INVALID_ARGUMENT, CDDP_INVALID_ARGUMENT},
+    {"data NULL", CDDP_INVALID_ARGUMENT, CDDP_INVALID_ARGUMENT},
+    {"another count on the last rank", CDDP_MISMATCH, CDDP_MISMATCH},
+    {"another dtype on the last rank", CDDP_MISMATCH, CDDP_MISMATCH},
+    {"another number of shards on the last rank", CDDP_MISMATCH, CDDP_MISMATCH},
+    {"elastic and sharded_states", CDDP_UNSUPPORTED, CDDP_UNSUPPORTED},
+    {"sparse_rows and sharded_states", CDDP_UNSUPPORTED, CDDP_UNSUPPORTED},
+    {"AdamW with f16 and no masters", CDDP_UNSUPPORTED, CDDP_UNSUPPORTED},
+    {"AdamW with sparse_rows", CDDP_UNSUPPORTED, CDDP_UNSUPPORTED},
+    {"a negative rate", CDDP_INVALID_ARGUMENT, CDDP_INVALID_ARGUMENT},
+    {"another rate on the last rank", CDDP_MISMATCH, CDDP_MISMATCH},
+    {"another momentum on the last rank", CDDP_MISMATCH, CDDP_MISMATCH},
+    {"sharded_states and cddp_optim_step", CDDP_INVALID_ARGUMENT, CDDP_INVALID_ARGUMENT},
+    {"cddp_ddp_ready twice on the last rank", CDDP_INVALID_ARGUMENT, CDDP_INVALID_ARGUMENT},
+    {"no cddp_ddp_ready on the last rank", CDDP_INVALID_ARGUMENT, CDDP_MISMATCH},
+    {"cddp_ddp_all_gather alone", CDDP_INVALID_ARGUMENT, CDDP_INVALID_ARGUMENT},
+    {"cddp_ddp_wait on the last rank, cddp_ddp_step elsewhere", CDDP_MISMATCH, CDDP_MISMATCH},
+    {"cddp_ddp_step with no_sync", CDDP_INVALID_ARGUMENT, CDDP_INVALID_ARGUMENT}};
+
+/* Up to its refusal by cddp_ddp_create. */
+static cddp_result illegal_model(model *m, int kind, bool last) {
+  const program *p = m->p;
+  size_t rows[PARAMS] = {0};
+  cddp_ddp_desc desc;
+  int k;
+  memset(&desc, 0, sizeof desc);
+  for (k = 0; k < p->count; k++)
+    if (!create_memory(m, k)) return CDDP_OUT_OF_MEMORY;
+  desc.elastic = kind == ELASTIC_HOOK || kind == ELASTIC_UNUSED || kind == ELASTIC_UNEVEN ||
+                 kind == SHARDED_ELASTIC;
+  desc.shards = kind == FEW_SHARDS                            ? p->ranks - 1
+                : kind == MANY_SHARDS                         ? 5000
+                : kind == SHARDS_HOOK || kind == SHARDS_UNUSED ? p->ranks
+                : kind == LAST_SHARDS                         ? p->ranks + last
+                                                              : 0;
+  if (kind == ELASTIC_HOOK || kind == SHARDS_HOOK) desc.comm_hook = mean_hook;
+  desc.find_unused_parameters = kind == ELASTIC_UNUSED || kind == SHARDS_UNUSED;
+  desc.uneven_inputs = kind == ELASTIC_UNEVEN;
+  if (kind == SHARDED_ROWS || kind == ADAMW_ROWS) {
+    rows[0] = 1;
+    desc.sparse_rows = rows;
+    if (p->p[0].grad == OWN_SHARED) cddp_free(m->g, m->params[0].grad);
+    if (p->p[0].grad == OWN_MALLOCED) free(m->params[0].grad);
+    m->params[0].grad = NULL;
+  }
+  m->kept = m->params[0].data;
+  if (kind == OVERLAP) m->params[0].data = m->params[1].data;
+  if (kind == NO_DATA) m->params[0].data = NULL;
+  if (kind == LAST_COUNT) m->params[0].count -= last;
+  if (kind == LAST_DTYPE && last) m->params[0].dtype = CDDP_BF16;
+  return cddp_ddp_create(&m->ddp, m->g, m->params, p->count, &desc);
+}
+
+static cddp_result illegal_optimizer(model *m, int kind, bool last) {
+  cddp_sgd_desc s;
+  cddp_adamw_desc a;
+  memset(&s, 0, sizeof s);
+  memset(&a, 0, sizeof a);
+  s.lr = a.lr = kind == NEGATIVE ? -1 : kind == LAST_RATE && last ? 0.5 : 0.25;
+  s.momentum = kind == LAST_MOMENTUM && last ? 0.5 : 0.25;
+  s.ddp = a.ddp = m->ddp;
+  s.sharded_states = kind == SHARDED_ELASTIC || kind == SHARDED_ROWS || kind == SHARDED_APART;
+  if (kind == ADAMW_HALF || kind == ADAMW_ROWS)
+    return cddp_adamw_create(&m->optim, m->params, m->p->count, &a);
+  return cddp_sgd_create(&m->optim, m->params, m->p->count, &s);
+}
+
+static cddp_result illegal_step(model *m, int kind, bool last) {
+  cddp_result r = CDDP_OK;
+  int k;
+  if (kind == GATHER_ALONE) return cddp_ddp_all_gather(m->ddp);
+  cddp_ddp_no_sync(m->ddp, kind == NO_SYNC_STEP);
+  for (k = m->p->count - 1; k >= 0 && r == CDDP_OK; k--)
+    if (k > 0 || kind != NOT_READY || !last) r = cddp_ddp_ready(m->ddp, k);
+  if (r == CDDP_OK && kind == READY_TWICE && last &&
+      cddp_ddp_ready(m->ddp, 0) != CDDP_INVALID_ARGUMENT)
+    complain("a second cddp_ddp_ready was not refused");
+  if (r != CDDP_OK) return r;
+  if (kind == SHARDED_APART && (r = cddp_ddp_wait(m->ddp)) == CDDP_OK)
+    return cddp_optim_step(m->optim);
+  if (kind == LAST_WAITS && last) return cddp_ddp_wait(m->ddp);
+  return cddp_ddp_step(m->ddp, m->optim);
+}
+
+static cddp_result refuse(model *m) {
+  int kind = m->p->illegal, size = cddp_world_size(m->g);
+  bool last = m->rank == size - 1;
+  int32_t x = 1;
+  cddp_result r = illegal_model(m, kind, last);
+  if (r == CDDP_OK) r = illegal_optimizer(m, kind, last);
+  if (r == CDDP_OK) r = illegal_step(m, kind, last);
+  if (r != illegal[kind].one && r != illegal[kind].other)
+    complain("%s: %s: %s", illegal[kind].name, cddp_result_name(r), r ? cddp_error() : "");
+  if (cddp_error()[0] == 0) complain("%s: no text", illegal[kind].name);
+  if ((r = cddp_all_reduce(m->g, &x, 1, CDDP_I32, CDDP_SUM, NULL)) == CDDP_OK && x != size)
+    complain("after %s the sum is %d, not %d", illegal[kind].name, (int)x, size);
+  return r;
 }
 
 /* --- from cddp_init to cddp_destroy --- */
@@ -1285,12 +1448,14 @@ static void announce(model *m) { /* the model exists */
   ADD(shared->alive, 1);
   STORE(shared->last_join, (int)cddp_ddp_steps(m->ddp));
   ADD(shared->joined, 1);
+  if (m->p->supervised) ADD(shared->joins_left, -1);
 }
 
 static cddp_result train(model *m) {
   const program *p = m->p;
-  cddp_result r = create_model(m);
+  cddp_result r = p->illegal ? refuse(m) : create_model(m);
   uint64_t t = 0;
+  if (p->illegal) return r;
   if (r == CDDP_OK && shared->phase > 0) r = checkpoint(m, group_of(m), false);
   if (r == CDDP_OK) announce(m);
   if (r == CDDP_OK) me->begin = t = cddp_ddp_steps(m->ddp);
@@ -1329,7 +1494,9 @@ static void live(cddp_group *g, int rank) {
   m.g = g;
   m.rank = rank;
   my_dice = ranks_mix(p->seed, (uint64_t)rank, (uint64_t)me->event);
+  die_early(0);
   if (g == NULL) r = cddp_init(&m.g, NULL);
+  if (r == CDDP_OK) die_early(1);
   if (r == CDDP_OK && cddp_world_size(m.g) != (shared->phase > 0 ? p->restart_ranks : p->ranks))
     complain("cddp_world_size is %d", cddp_world_size(m.g));
   if (r == CDDP_OK && cddp_rank(m.g) != rank) complain("cddp_rank is %d", cddp_rank(m.g));
@@ -1343,6 +1510,7 @@ static void live(cddp_group *g, int rank) {
   destroy_model(&m);
   cddp_destroy(m.g);
   if (g != NULL) return;
+  if (p->supervised && rank == 0 && !me->joins) fds--; /* the supervisor's socket for rank 0 */
   if (ranks_open_fds() != fds) complain("%d descriptors left", ranks_open_fds() - fds);
   if (!ranks_threads_left(1)) complain("%d threads left", ranks_threads() - 1);
 }
@@ -1398,6 +1566,32 @@ static int process_life(int number, void *arg) {
   live(NULL, me->rank);
   if (shared_mappings() != mappings) complain("%d mappings left", shared_mappings() - mappings);
   return 0;
+}
+
+/* A rank of cddp_spawn_elastic. */
+static int supervised_life(int rank, void *arg) {
+  int number = ADD(shared->process_count, 1) - 1;
+  const char *join = getenv("CDDP_JOIN");
+  (void)arg;
+  if (number >= PROCESSES) return 1;
+  me = &shared->processes[number];
+  me->pid = getpid();
+  me->rank = rank;
+  me->joins = join != NULL && strcmp(join, "1") == 0;
+  me->event = -1;
+  STORE(me->state, STARTING);
+  live(NULL, rank);
+  return me->result != CDDP_OK || me->wrong > 0;
+}
+
+static int supervisor_life(int count, void *arg) {
+  cddp_result r;
+  (void)arg;
+  prctl(PR_SET_PDEATHSIG, SIGKILL);
+  ranks_setenv("CDDP_TIMEOUT_S", (long)(LIMIT_S / 2 * ranks_slack()));
+  r = cddp_spawn_elastic(supervised_life, NULL, count, 2 * EVENTS);
+  if (r != CDDP_OK) snprintf(shared->text, sizeof shared->text, "%s", cddp_error());
+  return r != CDDP_OK;
 }
 
 /* --- the judge --- */
@@ -1642,6 +1836,33 @@ static void run_threads(watch *w, int n, verdict *v) {
   if (status != 0) fail(v, status == -1 ? "HANGS (threads)" : "the process of the threads failed");
 }
 
+static bool died_early(void) {
+  int i;
+  for (i = 0; i < EVENTS && (shared->p.e[i].kind != KILL_EARLY || !shared->done[i]);) i++;
+  return i < EVENTS;
+}
+
+static void run_supervised(watch *w, int n, verdict *v) {
+  char text[900];
+  int i, status = -1;
+  pid_t pid = ranks_fork(supervisor_life, n, NULL);
+  ranks_join(&pid, 1, LIMIT_S * ranks_slack(), &status);
+  no_more_than(&shared->process_count, PROCESSES);
+  if (status != 0) {
+    snprintf(text, sizeof text, "cddp_spawn_elastic%s: %s", status == -1 ? " HANGS" : "",
+             shared->text);
+    fail(v, text);
+  }
+  for (i = 0; i < shared->process_count; i++) {
+    process *q = &shared->processes[i];
+    w->status[i] = q->state == DYING ? SIGKILL : 0;
+    /* Before there was a model, a death ends them all. */
+    if (died_early() && q->begin == 0 && q->steps == 0 && q->wrong == 0 && q->result != CDDP_OK)
+      q->state = DYING, w->status[i] = SIGKILL;
+    if (died_early() && q->state == STARTING) q->state = DYING, w->status[i] = SIGKILL;
+  }
+}
+
 static void run_phase(const program *p, int phase, verdict *v) {
   int n = phase == 0 ? p->ranks : p->restart_ranks, i;
   bool hung = false;
@@ -1652,7 +1873,10 @@ static void run_phase(const program *p, int phase, verdict *v) {
   shared->created = shared->alive = shared->process_count = 0;
   shared->joins_left = joins_of(p);
   set_due();
-  if (p->threads) {
+  if (p->supervised) {
+    shared->joins_left = 0;
+    run_supervised(&w, n, v);
+  } else if (p->threads) {
     run_threads(&w, n, v);
   } else {
     shared->port = ranks_free_port();
@@ -1701,7 +1925,10 @@ static void print_program(const program *p) {
   static const char *const misfits[] = {"the RANK of a living one", "another count",
                                         "another optimizer", "another secret"};
   int k;
-  printf("    %d ranks as %s%s%s%s\n", p->ranks, p->threads ? "threads" : "processes",
+  printf("    %d ranks as %s%s%s%s\n", p->ranks,
+         p->supervised ? "processes of cddp_spawn_elastic"
+         : p->threads  ? "threads"
+                       : "processes",
          p->hosts > 0 ? ", CDDP_HOST_ID " : "", p->hosts > 0 ? host_plans[p->hosts] : "",
          p->secret ? ", CDDP_SECRET" : "");
   for (k = 0; k < p->count; k++)
@@ -1711,6 +1938,7 @@ static void print_program(const program *p) {
   printf("    cddp_ddp_create: shards %d%s%s%s%s%s\n", p->shards, p->elastic ? ", elastic" : "",
          p->hook ? ", comm_hook" : "", p->unused ? ", find_unused_parameters" : "",
          p->buckets ? ", small buckets" : "", p->clip ? ", clips" : "");
+  if (p->illegal) printf("    refused by all: %s\n", illegal[p->illegal].name);
   if (p->buffers) printf("    buffers\n");
   if (p->uneven > 0)
     printf("    ranks from %d on call cddp_ddp_join after %d steps\n", p->ranks / 2, p->uneven);
@@ -1729,6 +1957,9 @@ static void print_program(const program *p) {
     if (e->kind == KILL_AT_POINT) printf("    a rank dies at a point, %d later\n", e->arg);
     if (e->kind == KILL_AT_STEP)
       printf("    rank %d dies in step %d, %s\n", e->rank, e->step, places[e->arg % 4]);
+    if (e->kind == KILL_EARLY)
+      printf("    rank %d dies before %s\n", e->rank,
+             e->arg == 0 ? "cddp_init" : "cddp_ddp_create");
     if (e->kind == KILL_OUTSIDE) printf("    rank %d is killed in step %d\n", e->rank, e->step);
     if (e->kind == STOP)
       printf("    rank %d is stopped in step %d for %d ms\n", e->rank, e->step, e->arg);
