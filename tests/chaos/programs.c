@@ -195,7 +195,7 @@ static void settle_model(program *p) {
   if (p->finish == PARTITIONS) p->optim = OWN, p->rows = p->unused = 0, p->micro = 1;
   if (p->optim == OWN && p->finish != PARTITIONS) p->finish = WAIT;
   if (p->optim == ADAMW) p->rows = 0;
-  if (p->rows > 0) p->decay = p->groups = p->sharded = p->hook = 0;
+  if (p->rows > 0) p->decay = p->groups = p->sharded = p->hook = 0, p->micro = 1;
   if (p->rows > 0) p->p[0].count = p->rows * p->width, p->p[0].grad = PLACED;
   if (p->sharded) p->finish = STEP, p->apart = 0;
   if (p->unused || p->rows > 0) p->apart = 0;
@@ -933,7 +933,8 @@ static cddp_result create_model(model *m) {
   for (k = 0; k < p->count; k++)
     if (!create_memory(m, k)) return CDDP_OUT_OF_MEMORY;
   rows[0] = (size_t)p->rows;
-  if (misfit == OTHER_COUNT) m->params[0].count -= 1, m->params[0].dtype ^= 1;
+  if (misfit == OTHER_COUNT && p->rows == 0) m->params[0].count -= 1;
+  if (misfit == OTHER_COUNT && p->rows > 0) m->params[0].dtype ^= 1;
   desc.shards = p->shards;
   desc.elastic = p->elastic;
   desc.sparse_rows = p->rows > 0 ? rows : NULL;
