@@ -254,8 +254,6 @@ static void settle(program *p) {
   settle_uneven(p);
   settle_model(p);
   settle_events(p);
-  /* A joining process does not receive the states of an optimizer of the program's own. */
-  if (p->optim == OWN && joins_of(p) > 0) p->momentum = 0;
 }
 
 /* --- what a seed means --- */
@@ -804,10 +802,11 @@ typedef struct model {
   void *copies[PARAMS];
   int64_t counts[BUFFER];
   float running[3 * BUFFER];
-  cddp_param buffers[2];
+  cddp_param buffers[3 + PARAMS];
+  int buffer_count;
   void *kept; /* the first parameter's data in an illegal program */
   void *own[PARAMS]; /* momentum of the program's own optimizer */
-  int own_steps[PARAMS];
+  int32_t own_steps[PARAMS];
 } model;
 
 __attribute__((format(printf, 1, 2))) static void complain(const char *format, ...) {
@@ -894,11 +893,13 @@ static cddp_result create_optimizer(model *m, bool misfit) {
   return cddp_sgd_create(&m->optim, m->params, p->count, &s);
 }
 
-/* Buffers as rank 0 has them at a step; other ranks have something else until the next call. */
+/* Buffers as rank 0 has them at a step; other ranks have something else until the next call. All
+   ranks of an elastic model compute them, and a joining process receives them. */
 static void write_buffers(model *m, uint64_t t) {
+  bool right = m->p->elastic ? t > 0 || !me->joins : m->rank == 0;
   int i;
-  for (i = 0; i < BUFFER; i++) m->counts[i] = m->rank == 0 ? (int64_t)t * 100 + i : -1;
-  for (i = 0; i < 3 * BUFFER; i++) m->running[i] = m->rank == 0 ? (float)((int)t + i) : -1;
+  for (i = 0; i < BUFFER; i++) m->counts[i] = right ? (int64_t)t * 100 + i : -1;
+  for (i = 0; i < 3 * BUFFER; i++) m->running[i] = right ? (float)((int)t + i) : -1;
 }
 
 static void check_buffers(const model *m, uint64_t t) {
@@ -911,15 +912,26 @@ static void check_buffers(const model *m, uint64_t t) {
     }
 }
 
+static void add_buffer(model *m, const char *name, void *data, size_t count, cddp_dtype dtype) {
+  cddp_param *b = &m->buffers[m->buffer_count++];
+  b->name = name;
+  b->data = data;
+  b->count = count;
+  b->dtype = dtype;
+}
+
+/* Those of the program, and the states of its own optimizer. */
 static void describe_buffers(model *m) {
-  m->buffers[0].name = "counts";
-  m->buffers[0].data = m->counts;
-  m->buffers[0].count = BUFFER;
-  m->buffers[0].dtype = CDDP_I64;
-  m->buffers[1].name = "running";
-  m->buffers[1].data = m->running;
-  m->buffers[1].count = 3 * BUFFER;
-  write_buffers(m, 0);
+  int k;
+  if (m->p->buffers) {
+    add_buffer(m, "counts", m->counts, BUFFER, CDDP_I64);
+    add_buffer(m, "running", m->running, 3 * BUFFER, CDDP_F32);
+    write_buffers(m, 0);
+  }
+  if (m->p->optim != OWN || !m->p->elastic) return;
+  add_buffer(m, "steps", m->own_steps, PARAMS, CDDP_I32);
+  for (k = 0; k < m->p->count; k++)
+    add_buffer(m, m->params[k].name, m->own[k], m->params[k].count, m->params[k].dtype);
 }
 
 static cddp_result create_model(model *m) {
@@ -942,11 +954,9 @@ static cddp_result create_model(model *m) {
   desc.max_grad_norm = p->clip == NO_CLIP || p->clip == CLIPS_AFTER_WAIT ? 0 : clip_limit(p);
   desc.comm_hook = p->hook ? mean_hook : NULL;
   desc.find_unused_parameters = p->unused;
-  if (p->buffers) {
-    describe_buffers(m);
-    desc.buffers = m->buffers;
-    desc.buffer_count = 2;
-  }
+  describe_buffers(m);
+  desc.buffers = m->buffers;
+  desc.buffer_count = m->buffer_count;
   r = cddp_ddp_create(&m->ddp, m->g, m->params, p->count, &desc);
   if (r == CDDP_OK && p->buffers && !me->joins) check_buffers(m, 0);
   if (r != CDDP_OK || p->optim == OWN) return r;
@@ -1462,6 +1472,8 @@ static cddp_result train(model *m) {
   if (r == CDDP_OK) me->begin = t = cddp_ddp_steps(m->ddp);
   if (r == CDDP_OK && t > MOST_STEPS) complain("%" PRIu64 " steps at the start", t), r = CDDP_IO;
   if (r == CDDP_OK) check_weights(m, t);
+  if (p->buffers && shared->phase > 0) write_buffers(m, t); /* not in the checkpoint */
+  if (r == CDDP_OK && p->buffers && p->elastic) check_buffers(m, t);
   while (r == CDDP_OK && me->wrong == 0 && goes_on(p, t)) {
     if (p->uneven > 0 && t >= (uint64_t)p->uneven && m->rank >= p->ranks / 2) break;
     if (LOAD(shared->reached) < (int)t) STORE(shared->reached, (int)t);
@@ -1470,6 +1482,7 @@ static cddp_result train(model *m) {
     if (cddp_ddp_steps(m->ddp) != ++t)
       complain("%" PRIu64 " steps, not %" PRIu64, cddp_ddp_steps(m->ddp), t);
     check_weights(m, t);
+    if (p->buffers && p->elastic) write_buffers(m, t);
     if (p->churn > 0) count_descriptors(m);
     r = between_steps(m, t);
   }
