@@ -39,7 +39,8 @@
    cddp never prints, exits, aborts or installs a signal handler.
 
    COMPILE OPTIONS, defined before the implementation:
-     CDDP_STATIC   all public functions become static: a private copy for this file
+     CDDP_STATIC   all public functions become static: a private copy for this file, which with
+                   CDDP_CUDA is the .cu file with the kernels
      CDDP_ASSERT   your assert macro for internal invariants; default: nothing
      CDDP_CUDA     device "cuda" (>>api-gpus): needs cddp_kernels.cuh beside this file, and
                    cuda_runtime.h and nccl.h (2.19 or later), but not nvcc; link with -lnccl
@@ -975,7 +976,8 @@ CDDPDEF cddp_result cddp_run_threads(int (*fn)(cddp_group *g, void *arg), void *
 CDDPDEF cddp_result cddp_set_device(cddp_group *g, const char *device, const char *backend);
 
 /* Sets the CUDA stream (a cudaStream_t) of g's operations, its models and their optimizers. NULL =
-   the legacy default stream. Call it between steps; the stream must exist until another is set. New
+   the legacy default stream. The new stream waits for the work on the old one, unless one of them
+   is being captured. Call it between steps; the stream must exist until another is set. New
    sub-groups have it too. cudaStreamPerThread is refused. The CPU ignores it. */
 CDDPDEF void cddp_set_stream(cddp_group *g, void *stream);
 CDDPDEF void *cddp_stream(const cddp_group *g); /* g's; in a communication hook bucket->group's */
@@ -1064,7 +1066,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
        for rank and size; wait for, test and cancel handles, each its own
      - call cddp_ddp_ready and cddp_ddp_add_rows, each for another parameter, but not beside the
        other functions of that cddp_ddp
-     - run steps of a cddp_ddp beside collectives of its group
+     - run steps of a cddp_ddp beside collectives of its group (on GPUs the ranks' order of all
+       calls must be the same: ORDER at the head of cddp_kernels.cuh)
      - use a store, and read with cddp_safetensors_*.
    The other functions of a cddp_ddp, a cddp_optim and a sampler are for one thread at a time. Do
    not destroy an object that another thread uses. Do not cancel (pthread_cancel) a thread in a call
@@ -1641,6 +1644,7 @@ typedef struct cddp__logged_call {
   char site[96]; /* text of the call site; "": unknown */
 } cddp__logged_call;
 #define CDDP__CALL_LOG 64 /* calls kept per rank and group, a power of two */
+#define CDDP__COUNTED_PEERS 64 /* ranks whose messages on device memory are counted */
 
 /* shared: a rank's entry in the control block of its host. The rank writes it, except where another
    writer is named. */
@@ -1671,6 +1675,7 @@ typedef struct cddp__slot {
   cddp__ref more_sends[CDDP__SEND_BLOCKS]; /* published by send_top; [0] is unused */
   cddp__ref scratch;                       /* between hosts: copies of private buffers */
   cddp__logged_call call_log[CDDP__CALL_LOG];
+  cddp__atomic_u32 sent[CDDP__COUNTED_PEERS]; /* messages on device memory to these ranks */
 } cddp__slot;
 enum { CDDP__SLOT_EMPTY, CDDP__SLOT_TAKEN, CDDP__SLOT_LEFT, CDDP__SLOT_DEAD };
 
@@ -2335,11 +2340,13 @@ static void cddp__elastic_close(cddp_ddp *d);
 static cddp_result cddp__elastic_pair(cddp_optim *optim);
 
 /* cddp_kernels.cuh; without CDDP_CUDA the end of >>public. _give_device, collective: creates the
-   device context of a group that has none. _on_device returns whether p is device memory.
+   device context of a group that has none. _follow_stream makes a stream wait for the group's.
+   _on_device returns whether p is device memory.
    _await_device waits for the group's stream. A group without a device, or NULL, has the current
    device. _transfer copies between host and device memory, and returns when the copy is complete.
    _attach_optim selects the backend of a cddp_optim. _await_watchers waits for NCCL's threads. */
 static cddp_result cddp__give_device(cddp_group *g, const cddp_group_desc *desc);
+static void cddp__follow_stream(cddp_group *g, void *stream);
 static bool cddp__on_device(const cddp_group *g, const void *p);
 static cddp_result cddp__await_device(cddp_group *g);
 static cddp_result cddp__transfer(cddp_group *g, void *to, const void *from, size_t bytes);
@@ -7679,6 +7686,7 @@ static bool cddp__in_one_buffer(const cddp__call *call) {
 static bool cddp__sends(const cddp__call *call, int rank) {
   return !cddp__shapes[call->kind].from_root || rank == call->root;
 }
+static bool cddp__is_message(const cddp__call *call) { return call->kind >= CDDP__KIND_SEND; }
 static bool cddp__receives(const cddp__call *call, int rank) {
   return !cddp__shapes[call->kind].to_root || rank == call->root;
 }
@@ -7898,7 +7906,10 @@ static bool cddp__set_cause(cddp__cause *cause, cddp_result r, const char *text)
 
 static bool cddp__has_cause(const cddp__cause *cause) { return cddp__load32(&cause->state) >= 2; }
 
-/* Returns the stored failure, if there is one, and makes its text this thread's error. */
+/* Three checks return a failure and make its text this thread's error:
+     cddp__check_cause     of a stored cause, for example a model's; CDDP_OK: there is none
+     cddp__check_failure   of a group; CDDP_OK: it is healthy
+     cddp__check_group     the same at the start of a call and in waits: also notes the thread */
 static cddp_result cddp__check_cause(const cddp__cause *cause) {
   if (CDDP__LIKELY(!cddp__has_cause(cause))) return CDDP_OK;
   return cddp__fail((cddp_result)(cddp__load32(&cause->state) - 2), "%s", cause->text);
@@ -7925,7 +7936,6 @@ static const char *cddp__failure_text(const cddp_group *g) {
   return g->slots[cddp__load32(&g->block->broken) >> 8].failure;
 }
 
-/* Returns the group's failure, and makes its text this thread's error. CDDP_OK: healthy. */
 static cddp_result cddp__check_failure(cddp_group *g) {
   cddp_result r = (cddp_result)(cddp__load32(&g->block->broken) & 255); /* upper bits: the slot */
   cddp__net *net;
@@ -7991,7 +8001,6 @@ CDDP__INLINED void cddp__note_thread(cddp__host *host) {
     cddp__mark_multithreaded(host);
 }
 
-/* Called at the start of each call. */
 CDDP__INLINED cddp_result cddp__check_group(cddp_group *g) {
   cddp__note_thread(g->host);
   if (CDDP__LIKELY(!cddp__is_broken(g))) return CDDP_OK;
@@ -8061,6 +8070,7 @@ static bool cddp__remote_gone(const cddp_group *g, int rank) {
          cddp__now() >= peer->lost_at + (brief ? CDDP__REMOTE_CAUSE_S : CDDP__REMOTE_CAUSE_LONG_S);
 }
 
+/* Returns whether a rank takes part in no further call: it has left the group, or has ended. */
 static bool cddp__rank_gone(const cddp_group *g, int rank) {
   uint32_t state = cddp__load32(&cddp__slot_of(g, rank)->state);
   if (g->members[rank] < 0) return cddp__remote_gone(g, rank);
@@ -8110,6 +8120,7 @@ static cddp__text cddp__name_rank(const cddp_group *g, int rank) {
                      net != NULL ? net->hosts[entry->host].name : g->host->name);
 }
 
+/* Returns whether a rank has left the group in good order (cddp_destroy). Then it is gone, too. */
 static bool cddp__rank_left(const cddp_group *g, int rank) {
   if (g->members[rank] < 0) return g->hosts->peers[rank].error == CDDP__LEFT;
   return cddp__load32(&cddp__slot_of(g, rank)->state) == CDDP__SLOT_LEFT;
@@ -14022,7 +14033,7 @@ static cddp_result cddp__start_work(cddp_group *g, const cddp__call *call, cddp_
 }
 
 static cddp_result cddp__cpu_start(cddp_group *g, const cddp__call *call, cddp_work **work) {
-  if (call->kind >= CDDP__KIND_SEND) return cddp__start_message(g, call, work);
+  if (cddp__is_message(call)) return cddp__start_message(g, call, work);
   if (work != NULL) return cddp__start_work(g, call, work);
   cddp__engine_drain(g);
   return cddp__run_call(g, call);
@@ -14084,9 +14095,43 @@ static const char *cddp__buffer_error(const cddp_group *g, const cddp__call *cal
          "cddp.h";
 }
 
+/* Returns whether the host can read p, which is false for device memory. The kernel reads the mask
+   first; then it refuses `how`. */
+static bool cddp__host_reads(const void *p) {
+  uintptr_t word = (uintptr_t)p & ~(uintptr_t)7; /* does not cross into the next page */
+  return syscall(SYS_rt_sigprocmask, -1, word, NULL, 8) == 0 || errno != EFAULT;
+}
+
+#define CDDP__NO_HOST_MEMORY "is not memory of the host: if it is on a GPU, the group needs " \
+                             "device \"cuda\" in cddp_group_desc"
+
+/* NULL: no error. In a build with CUDA a program can pass device memory to a group without it. */
+static const char *cddp__memory_error(const cddp_group *g, const cddp__call *call) {
+  size_t sent = 0, received = 0;
+#ifdef CDDP_CUDA
+  if (!g->backend->on_device) cddp__buffer_bytes(g, call, &sent, &received);
+#endif
+  (void)g;
+  if (sent > 0 && !cddp__host_reads(call->send)) return "send " CDDP__NO_HOST_MEMORY;
+  if (received > 0 && !cddp__host_reads(call->recv)) return "recv " CDDP__NO_HOST_MEMORY;
+  return NULL;
+}
+
+static cddp_result cddp__check_memory(const cddp_group *g, const cddp_param *params, int count) {
+  int k;
+  for (k = 0; k < 2 * count && !g->backend->on_device; k++) {
+    const cddp_param *p = &params[k / 2];
+    const void *at = k % 2 == 0 ? p->data : p->grad;
+    if (p->count > 0 && at != NULL && !cddp__host_reads(at))
+      return CDDP__REFUSE("%s of parameter \"%.60s\" " CDDP__NO_HOST_MEMORY,
+                          k % 2 == 0 ? "data" : "grad", p->name != NULL ? p->name : "");
+  }
+  return CDDP_OK;
+}
+
 static cddp_result cddp__check_call(const cddp_group *g, const cddp__call *call) {
   const cddp__shape *shape = &cddp__shapes[call->kind];
-  bool one = cddp__in_one_buffer(call), message = call->kind >= CDDP__KIND_SEND;
+  bool one = cddp__in_one_buffer(call), message = cddp__is_message(call);
   const char *wrong = NULL;
   if (g == NULL) return CDDP__REFUSE("the group is NULL");
   if ((message || shape->from_root || shape->to_root) &&
@@ -14107,6 +14152,7 @@ static cddp_result cddp__check_call(const cddp_group *g, const cddp__call *call)
     wrong = "tag is negative";
   else if (call->count > 0 && (!one || call->send == NULL))
     wrong = cddp__buffer_error(g, call);
+  if (wrong == NULL && call->count > 0) wrong = cddp__memory_error(g, call);
   return wrong == NULL ? CDDP_OK : CDDP__REFUSE("%s", wrong);
 }
 
@@ -16486,6 +16532,7 @@ static cddp_result cddp__gather_state(const cddp_optim *s, int k, int i, char *w
   cddp_ddp *d = s->desc.ddp;
   size_t size = cddp__dtype_size(cddp__state_type(s, i)), begin, end;
   size_t esize = cddp__dtype_size(d->params[i].dtype);
+  bool device = d->group->backend->on_device;
   cddp_result r = CDDP_OK;
   int p;
   if (s->parts[i].count > 0)
@@ -16499,7 +16546,10 @@ static cddp_result cddp__gather_state(const cddp_optim *s, int k, int i, char *w
     c = cddp__broadcast_call(at, (end - begin) / esize, cddp__state_type(s, i), p);
     r = cddp__call_all(d, &c);
   }
-  return r;
+  if (r == CDDP_OK && device) r = cddp__await_device(d->group);
+  if (r == CDDP_OK) return r;
+  r = cddp__fail_in(r, "rank %d: ", d->group->rank);
+  return cddp__break(device ? d->comm : d->control, r); /* the other ranks wait for this one */
 }
 
 /* >>ddp-host --------------------------------------------------------------------------------------
@@ -20931,7 +20981,6 @@ static cddp_result cddp__save_items(cddp__ckpt *ckpt, cddp_result r) {
     CDDP__POINT("save");
     if (ckpt->sharded && item->place != NULL) {
       gathered = cddp__gather_state(ckpt->desc->optim, item->state, item->param, ckpt->whole);
-      if (gathered == CDDP_OK && ckpt->device) gathered = cddp__await_device(ckpt->g);
       if (r == CDDP_OK) r = gathered;
     }
     if (ckpt->first && r == CDDP_OK) r = cddp__copy_item(ckpt, item);
@@ -21813,7 +21862,9 @@ CDDPDEF cddp_result cddp_set_device(cddp_group *g, const char *device, const cha
 }
 
 CDDPDEF void cddp_set_stream(cddp_group *g, void *stream) {
-  if (g != NULL && g->backend->on_device) g->stream = stream;
+  if (g == NULL || !g->backend->on_device) return;
+  cddp__follow_stream(g, stream);
+  g->stream = stream;
 }
 
 CDDPDEF void *cddp_stream(const cddp_group *g) {
@@ -22016,6 +22067,8 @@ CDDPDEF cddp_result (cddp_ddp_create)(cddp_ddp **out, cddp_group *g, cddp_param 
   CDDP__CHECK(count != 0, "there are no parameters");
   CDDP__TRY(cddp__check_params(params, count, CDDP__RULE_DATA | CDDP__RULE_TRAINED));
   CDDP__TRY(cddp__check_params(desc->buffers, desc->buffer_count, CDDP__RULE_DATA));
+  CDDP__TRY(cddp__check_memory(g, params, count));
+  CDDP__TRY(cddp__check_memory(g, desc->buffers, desc->buffer_count));
   CDDP__TRY(cddp__check_sparse(params, count, desc->sparse_rows));
   CDDP__CHECK(desc->bucket_cap_mb >= 0 && desc->first_bucket_mb >= 0,
               "bucket_cap_mb and first_bucket_mb must be 0 or more");
@@ -22453,6 +22506,7 @@ static cddp_result cddp__give_device(cddp_group *g, const cddp_group_desc *desc)
   (void)g, (void)desc;
   return cddp__fail(CDDP_UNSUPPORTED, "this build has no CUDA");
 }
+static void cddp__follow_stream(cddp_group *g, void *stream) { (void)g, (void)stream; }
 static bool cddp__on_device(const cddp_group *g, const void *p) {
   return (void)g, (void)p, false;
 }

@@ -14,8 +14,9 @@
        #include "cddp_kernels.cuh"
 
    The file has two parts:
-   - Kernels, compiled by nvcc, for optimizers, clipping and compression. Their table registers
-     itself before main. Without it groups have collectives, but models have no steps on GPUs.
+   - Kernels for optimizers, clipping, compression and layers, compiled by nvcc as C++17 (its
+     default) or later. Their table registers itself before main. Without it groups have
+     collectives, but models have no steps on GPUs.
    - Groups and models on GPUs, by NCCL, in C11 and C++11. The implementation of cddp.h includes
      this part if CDDP_CUDA is defined; no nvcc is needed.
 
@@ -185,7 +186,8 @@ typedef struct cddp_kernels {
              int divisor, size_t count, void *stream);
 } cddp_kernels;
 #define CDDP_NODES 256
-/* >>declarations ------------------------------------------------------------------------------- */
+/* >>declarations ----------------------------------------------------------------------------------
+   The functions that programs call. */
 
 #define CDDP_CUDA_BLOCKS 1024 /* largest number of partial sums of a reduction */
 #define CDDP_CUDA_SCRATCH_BYTES ((2 + 2 * CDDP_CUDA_BLOCKS) * sizeof(double))
@@ -274,13 +276,18 @@ cudaError_t cddp_cuda_linear_backward(cublasHandle_t blas, const float *x, const
 #if defined(CDDP_KERNELS_IMPLEMENTATION) && !defined(CDDP_KERNELS_IMPLEMENTATION_DONE) && \
     !defined(CDDP__DEVICE_ROOMS)
 #define CDDP_KERNELS_IMPLEMENTATION_DONE
+#if defined(CDDP_STATIC) && !defined(CDDP_IMPLEMENTATION)
+#error "CDDP_STATIC: the file that implements cddp.h must be the .cu file with the kernels"
+#endif
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <math.h>
 #include <string.h>
 
-/* >>primitives --------------------------------------------------------------------------------- */
+/* >>primitives ------------------------------------------------------------------------------------
+   Job: element types, packs of 16 bytes, sums over a block, launches.
+   Touches: nothing. Entry points: all of it, for the rooms of kernels. */
 
 #ifdef __CUDACC__
 #define CDDP__CU_UNROLLED _Pragma("unroll")
@@ -422,7 +429,7 @@ typedef struct cddp__cu_pieces {
 static_assert(sizeof(cddp__cu_pieces) <= 3900, "a kernel's parameters take up to 4 KiB");
 
 /* Bits for the arrays of a segment, in an operation's READS and WRITES. */
-enum { CDDP__CU_DATA = 1, CDDP__CU_GRAD = 2, CDDP__CU_MOMENTUM = 4 };
+constexpr unsigned CDDP__CU_DATA = 1, CDDP__CU_GRAD = 2, CDDP__CU_MOMENTUM = 4;
 
 /* The defaults of an operation. */
 struct cddp__cu_each {
@@ -510,6 +517,7 @@ static int cddp__cu_offset(const cddp_segment *s, const void *copy, size_t size)
     if (offset >= 0 && mine != offset) return -1;
     offset = mine;
   }
+  /* A pack has four f32, and 8 bytes of copies in half precision. */
   if (copy != NULL && offset >= 0 && (uintptr_t)copy % 8 != (uintptr_t)offset / size * 2) return -1;
   return offset;
 }
@@ -664,6 +672,9 @@ template <> double cddp__cu_scalar<__half>(double x) {
   return nearbyint(y / unit) * unit;
 }
 
+/* The rule's numbers as PyTorch rounds them: the factors of an addition (alpha) to T, those of a
+   multiplication alone (mul_) to the type of the arithmetic. clip: device memory whose second
+   number is the factor of clipping, read by the kernel; NULL: none. */
 template <typename T>
 static cddp__cu_rule<typename cddp__cu_type<T>::C>
 cddp__cu_make_rule(const cddp_sgd_desc *d, double factor, const double *clip, unsigned flags) {
@@ -813,7 +824,7 @@ template <typename T> struct cddp__cu_adamw_op : cddp__cu_no_copy {
   enum {
     READS = CDDP__CU_DATA | CDDP__CU_GRAD | CDDP__CU_MOMENTUM,
     WRITES = READS,
-    AT_ONCE = sizeof(T) == 8 ? 2 : CDDP__CU_UNROLL
+    AT_ONCE = sizeof(T) == 8 ? 2 : CDDP__CU_UNROLL /* three arrays of f64: registers are short */
   };
   T factor, clip, step, decay, lerp, keep, take, root, eps;
   bool near, amsgrad, zeroes;
@@ -1110,7 +1121,8 @@ extern "C" cudaError_t cddp_cuda_factor(double *scratch, double max_norm, cudaSt
   return cddp__cu_launch_threads(cddp__cu_factor_kernel, 1, 1, stream, scratch, max_norm);
 }
 
-/* >>arrays ------------------------------------------------------------------------------------- */
+/* >>arrays ----------------------------------------------------------------------------------------
+   Job: convert and fill arrays. Entry points: cddp_cuda_convert, _fill, _uniform. */
 
 template <typename To, typename From> struct cddp__cu_conversion {
   static __device__ To of(From x) {
@@ -1210,7 +1222,10 @@ extern "C" cudaError_t cddp_cuda_uniform(float *x, size_t n, float bound, uint64
   return cddp__cu_launch(cddp__cu_uniform_kernel, cddp__cu_grid(n), stream, x, n, bound, seed);
 }
 
-/* >>layers ------------------------------------------------------------------------------------- */
+/* >>layers ----------------------------------------------------------------------------------------
+   Job: losses, activations, embedding and linear layer of the examples, for other programs too.
+   Entry points: cddp_cuda_relu_backward, _mse, _cross_entropy, _embedding, _linear, and their
+   backward passes. */
 
 CDDP__CU_KERNEL cddp__cu_relu_backward_kernel(float *dy, const float *y, size_t n) {
   for (size_t i = cddp__cu_thread(); i < n; i += cddp__cu_all_threads())
@@ -1403,7 +1418,7 @@ extern "C" cudaError_t cddp_cuda_embedding_backward(const float *dout, const int
                                                     cudaStream_t stream) {
   uint64_t *keys = (uint64_t *)order, *other;
   size_t run, count = (size_t)n;
-  dim3 blocks(cddp__cu_blocks(count, CDDP__CU_RUN * CDDP__CU_THREADS, 1u << 16));
+  dim3 blocks(cddp__cu_blocks(count, (size_t)CDDP__CU_RUN * CDDP__CU_THREADS, 1u << 16));
   cudaError_t e;
   if (n == 0 || width == 0) return cudaSuccess;
   if (n < 0 || n > (int64_t)1 << 32 || width < 0 || vocabulary < 0 || dout == NULL ||
@@ -1574,8 +1589,16 @@ static struct cddp__cu_registers {
 /* >>device -------------------------------------------------------------------------------------
    Job: run the operations of groups with GPUs: by NCCL, or through host memory (backend "cpu").
    Owns: a group's device context: streams, events, communicator, scratch memory, two threads.
-   Touches: the group's slots, where each rank logs its calls on device memory; the group's failure.
-   Entry points: those of CDDP__DEVICE_FUNCTIONS; cddp__issue, cddp__log_call, cddp__stream_after.
+   Touches: the group's slots, where each rank logs its calls on device memory; the group's failure;
+   its engine (barriers); its links to other hosts (p2p.lock); the arena (copies on the host).
+   Entry points: those of CDDP__DEVICE_FUNCTIONS; cddp__transfer and cddp__await_watchers of
+   >>hooks. The rooms below use
+     contexts   cddp__device_open, _of, _enter, cddp__use_device, cddp__main_stream
+     streams    cddp__stream_after, _await_stream, _capturing, _refuse_capture, _release_buffers
+     memory     cddp__memory_of, _memory_of_call, _device_scratch, _scratch_free, _free_on,
+                cddp__device_copy, _zero, _scale
+     calls      cddp__log_call, _issue, _issue_messages, _break_waiting
+     results    cddp__cuda_result, cddp__need_kernels
    How an operation runs:
      1. Its call is logged, with a hash of all calls so far. Ranks of a host compare the hashes at
         the latest call that both have made, ranks of different hosts in cddp_barrier and
@@ -1587,9 +1610,9 @@ static struct cddp__cu_registers {
    Two threads of a context check it every few milliseconds:
      watcher   Finds that the group is broken, NCCL has failed, a rank has died, ranks have made
                different calls, or an operation is late. Then it breaks the group and aborts the
-               communicator, which ends the operations on all ranks. Once its device is bound
-               it calls no function of CUDA: another thread can hold CUDA's lock until an abort
-               ends an operation.
+               communicator, which ends the operations on all ranks. Between the binding of its
+               device and the abort it calls no function of CUDA: another thread can hold CUDA's
+               lock until an abort ends an operation.
      poller    Asks CUDA which events have completed, and whether the device has failed. */
 
 static const cddp_kernels *cddp__registered_kernels; /* of this version; NULL: not registered */
@@ -1598,6 +1621,7 @@ enum {
   CDDP__MARKER_COUNT = 16,
   CDDP__SPARE_EVENTS = 32,
   CDDP__CALL_HASHES = 4096, /* ranks can be that many calls apart; a power of two */
+  CDDP__UNCOUNTED = 1 << 30, /* added for a send in a CUDA graph, which can be sent many times */
   CDDP__SEVERAL_DEVICES = 1000000
 };
 
@@ -1648,11 +1672,13 @@ typedef struct cddp__device {
   cddp__atomic_u32 captured; /* 1: a CUDA graph may have captured its operations and replay them */
   cddp__marker markers[CDDP__MARKER_COUNT]; /* a ring: n is at n % CDDP__MARKER_COUNT; lock */
   uint32_t issued, seen; /* number of markers; number of those seen completed, oldest first; lock */
-  double left_since;     /* watcher; when it first saw that a peer had left; 0: none has left */
-  double left_oldest;    /* watcher; start of the oldest operation at its last check */
+  double gone_since;     /* watcher; when it first saw that a peer had left or ended; 0: none has */
+  double gone_oldest;    /* watcher; start of the oldest operation at its last check */
   int late_checks;       /* watcher; number of checks in a row at which an operation was late */
   uint64_t hashes[CDDP__CALL_HASHES]; /* of all calls up to each of the latest, a ring; lock */
   cddp_work *messages; /* sends and receives to be issued together, oldest first; issue_lock */
+  cddp__atomic_u32 received[CDDP__COUNTED_PEERS]; /* messages asked of these ranks; those in CUDA
+                                                     graphs do not count */
   cudaEvent_t spare[CDDP__SPARE_EVENTS]; /* events for reuse; lock */
   int spares;
   cddp__scratch scratch; /* used on `side`; owner: the thread that calls collectives */
@@ -1667,11 +1693,16 @@ typedef struct cddp__device_report {
 
 #define CDDP__WATCH_INTERVAL_S 0.005 /* between two checks of the watcher, and of the poller */
 #define CDDP__YIELD_S 3e-4 /* of yields before the first sleep: NCCL takes 0.1 ms for a call */
+/* Time for the cause of an error of NCCL to show: the death of a rank, or another rank's failure.
+   On a busy host the end of a process took more than half a second to show. */
+#define CDDP__CAUSE_S 2.0
+#define CDDP__CAUSE_ARGUMENTS_S 0.01 /* the same if NCCL refuses this rank's arguments */
 #define CDDP__CALLS_S 0.5  /* time for other threads to return from NCCL before an abort */
-#ifndef CDDP__GRACE_LEFT_S
-#define CDDP__GRACE_LEFT_S 2.0 /* time to finish operations after a peer has left the group */
+#ifndef CDDP__AWAIT_END_S
+#define CDDP__AWAIT_END_S 2.0 /* longest wait for NCCL's threads to end */
 #endif
-#define CDDP__GRACE_ENDED_S 0.05 /* the same after a peer has ended; the poller polls meanwhile */
+#define CDDP__AWAIT_GRAPH_S 0.1 /* the same if a CUDA graph may hold them up */
+#define CDDP__GRACE_ENDED_S 0.05 /* for operations with a peer that has ended; the poller polls */
 #define CDDP__LATE_CHECKS 20 /* a process that was stopped checks its device before it times out */
 #define CDDP__LATE_S 0.5 /* extra time of other threads: the watcher's text says more */
 #ifndef CDDP__COMM_MIN_RANKS
@@ -1715,6 +1746,16 @@ static bool cddp__cuda_in_use(void) {
   if (cddp__load32(&cddp__device_groups) != 0) return true;
   return cddp__registered_kernels != NULL && cudaDriverGetVersion(&version) == cudaSuccess &&
          version > 0; /* 0: no driver */
+}
+
+/* A call of CUDA between these two cannot invalidate the capture of another stream. */
+static enum cudaStreamCaptureMode cddp__relax_capture(void) {
+  enum cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+  (void)cudaThreadExchangeStreamCaptureMode(&mode);
+  return mode;
+}
+static void cddp__restore_capture(enum cudaStreamCaptureMode mode) {
+  (void)cudaThreadExchangeStreamCaptureMode(&mode);
 }
 
 static bool cddp__capturing(cudaStream_t stream) {
@@ -1902,13 +1943,13 @@ static void cddp__log_call(cddp__device *p, const cddp__call *call, bool device)
   cddp__logged_call *to;
   uint64_t hash;
   uint32_t n;
-  /* Calls through the host are compared in their rounds. */
+  /* With backend "cpu" all calls go through the host, where their rounds compare them. */
   if (p->group->size == 1 || !p->group->backend->enqueues) return;
   pthread_mutex_lock(&p->lock);
   n = cddp__logged_calls(p) + 1;
   hash = p->hashes[(n - 1) & (CDDP__CALL_HASHES - 1)];
   to = &slot->call_log[n & (CDDP__CALL_LOG - 1)];
-  cddp__exchange32(&to->number, 0); /* used as a fence, for gcc's tsan; see cddp__read_logged */
+  cddp__exchange32(&to->number, 0); /* invalid, before `what` changes: see cddp__read_logged */
   to->what.call = cddp__call_code(call, device ? 0 : CDDP__PHASE_HOST);
   to->what.count = call->count;
   to->what.root = (int32_t)call->root;
@@ -1921,7 +1962,10 @@ static void cddp__log_call(cddp__device *p, const cddp__call *call, bool device)
   pthread_mutex_unlock(&p->lock);
 }
 
-/* Copies the log entry of call n of a rank of this host. Returns false if it was overwritten. */
+/* Copies the log entry of call n of a rank of this host. Returns false if it was overwritten: the
+   writer invalidates the number before it writes the entry, and the reader reads the number again
+   after the entry. Both accesses are read-modify-writes, which order the others around them: gcc's
+   tsan does not know fences. */
 static bool cddp__read_logged(const cddp_group *g, int rank, uint32_t n, cddp__logged_call *out) {
   cddp__logged_call *from = &cddp__slot_of(g, rank)->call_log[n & (CDDP__CALL_LOG - 1)];
   if (cddp__load32(&from->number) != n) return false;
@@ -1960,7 +2004,9 @@ static cddp_result cddp__break_mismatch(cddp__device *device, int rank, uint32_t
   return cddp__break(g, CDDP_MISMATCH);
 }
 
-/* Compares the calls of this host's ranks so far, without waiting for any rank. */
+/* Compares the calls of this host's ranks so far, without waiting for any rank: the hashes of all
+   calls up to the latest that both ranks have made. A rank's log has its last 64 hashes, its own
+   memory the last 4,096. So if one rank is more than 64 calls ahead, only that rank can compare. */
 static cddp_result cddp__compare_logs(cddp__device *device) {
   cddp_group *g = device->group;
   cddp__logged_call theirs;
@@ -1972,7 +2018,7 @@ static cddp_result cddp__compare_logs(cddp__device *device) {
     n = cddp__load32(&cddp__slot_of(g, q)->calls);
     pthread_mutex_lock(&device->lock);
     behind = cddp__logged_calls(device) - n;
-    if ((int32_t)behind < 0) n += behind, behind = 0;
+    if ((int32_t)behind < 0) n += behind, behind = 0; /* the other is ahead: compare at mine */
     mine = device->hashes[n & (CDDP__CALL_HASHES - 1)];
     pthread_mutex_unlock(&device->lock);
     if (n == 0 || behind >= CDDP__CALL_HASHES || !cddp__read_logged(g, q, n, &theirs)) continue;
@@ -1991,8 +2037,9 @@ static bool cddp__comm_alive(const cddp__device *device) {
   return cddp__load32(&device->state) == CDDP__COMM_ALIVE;
 }
 
-/* NCCL's state of the communicator. issue_lock held: two threads that ask would both free NCCL's
-   data of an operation that has ended. */
+/* NCCL's state of the communicator. Two threads that ask would both free NCCL's data of an
+   operation that has ended. So the caller holds issue_lock, or is the watcher after the
+   communicator's life: then no other thread asks. */
 static ncclResult_t cddp__comm_state(const cddp__device *device) {
   ncclComm_t comm = __atomic_load_n(&device->comm, __ATOMIC_RELAXED);
   ncclResult_t e = ncclSuccess;
@@ -2039,7 +2086,8 @@ static void cddp__device_end(cddp__device *device, uint32_t how) {
    a CUDA graph has captured operations, the abort itself waits for the graph. */
 static void cddp__await_abort(cddp__device *device) {
   cddp__wait w;
-  cddp__wait_begin(&w, cddp__load32(&device->captured) != 0 ? 0.1 : CDDP__GRACE_LEFT_S);
+  bool graph = cddp__load32(&device->captured) != 0;
+  cddp__wait_begin(&w, graph ? CDDP__AWAIT_GRAPH_S : CDDP__AWAIT_END_S);
   if ((cddp__load32(&device->state) & CDDP__COMM_HOW_MASK) != CDDP__COMM_ABORTED) return;
   while (cddp__load32(&device->state) < CDDP__COMM_DONE && cddp__wait_pause(&w)) {}
 }
@@ -2055,17 +2103,16 @@ static cddp_result cddp__release_buffers(cddp__device *device, cddp_result r) {
 /* --- the watcher --- */
 
 /* Breaks the group after a failure of NCCL. The death of a rank causes various errors, some of them
-   before the death shows: so the death, or another rank's failure, gets some time to show. On a
-   busy host the end of a process took more than half a second to show. */
+   before the death shows. */
 static cddp_result cddp__break_nccl(cddp__device *device, ncclResult_t e, const char *what) {
-  bool mine = e == ncclInvalidArgument || e == ncclInvalidUsage;
+  bool arguments = e == ncclInvalidArgument || e == ncclInvalidUsage;
   cddp_group *g = device->group;
   cddp__text text = cddp__textf("rank %d: %s: %s (%.300s)", g->rank, what, ncclGetErrorString(e),
                                 ncclGetLastError(NULL));
   cddp__wait w;
   cddp_result r;
   int q;
-  cddp__wait_begin(&w, mine ? 0.01 : 2);
+  cddp__wait_begin(&w, arguments ? CDDP__CAUSE_ARGUMENTS_S : CDDP__CAUSE_S);
   do {
     cddp__watch_hosts(g);
     if ((r = cddp__check_failure(g)) != CDDP_OK) return r;
@@ -2103,40 +2150,65 @@ static cddp_result cddp__check_late_operations(cddp__device *device) {
   return cddp__break(g, CDDP_TIMEOUT);
 }
 
-/* Breaks the group if operations wait for a rank that has ended or left. If that rank made the same
-   number of calls, its part may be done: unfinished operations get some time, and more if the rank
-   left in good order. CUDA does not tell whether a captured graph runs. After a death the graph
-   would never end. A rank leaves only after the end of its graph. inside: a thread waits for NCCL,
-   and thus possibly for other ranks. */
+/* Counts a message on device memory. The sender's count is shared, the receiver's is not. */
+static void cddp__count_message(cddp__device *device, const cddp__call *call) {
+  bool captured = cddp__capturing(cddp__main_stream(device->group));
+  if (call->root >= CDDP__COUNTED_PEERS || device->group->rank >= CDDP__COUNTED_PEERS) return;
+  if (call->kind == CDDP__KIND_SEND)
+    cddp__add32(&cddp__slot_of(device->group, device->group->rank)->sent[call->root],
+                captured ? CDDP__UNCOUNTED : 1);
+  else if (!captured)
+    cddp__add32(&device->received[call->root], 1);
+}
+
+/* Returns whether this rank waits for a message that `rank`, which has left, has not sent. Of ranks
+   on other hosts the number of messages is unknown. */
+static bool cddp__lacks_message(const cddp__device *device, int rank) {
+  const cddp_group *g = device->group;
+  if (g->members[rank] < 0 || rank >= CDDP__COUNTED_PEERS || g->rank >= CDDP__COUNTED_PEERS)
+    return false;
+  return (int32_t)(cddp__load32(&device->received[rank]) -
+                   cddp__load32(&cddp__slot_of(g, rank)->sent[g->rank])) > 0;
+}
+
+/* Breaks the group if operations need a rank that has ended, or left in good order. inside: a
+   thread waits for NCCL, and thus possibly for other ranks.
+     That rank                                      this rank
+     made fewer calls, or left without a send       breaks the group immediately
+     made as many; operations are unfinished        waits GRACE_ENDED_S or, if the rank left,
+                                                    timeout_s: its part may be done
+     made as many; nothing is unfinished, but a     does the same if the rank ended: CUDA does not
+     CUDA graph was captured                        tell whether the graph runs. It would never end.
+                                                    A rank leaves only after the end of its graph
+     made as many; nothing is unfinished            continues */
 static cddp_result cddp__check_lost_peers(cddp__device *device, bool inside) {
   double oldest = cddp__device_busy(device);
   bool waits = inside || oldest > 0, counts = false;
   cddp_group *g = device->group;
   int q;
-  if (oldest != device->left_oldest) device->left_since = 0; /* there is progress */
-  device->left_oldest = oldest;
+  if (oldest != device->gone_oldest) device->gone_since = 0; /* there is progress */
+  device->gone_oldest = oldest;
   for (q = 0; q < g->size; q++) {
     bool behind, left;
     if (q == g->rank || !cddp__rank_gone(g, q)) continue;
     left = cddp__rank_left(g, q);
-    behind = cddp__calls_behind(device, q) > 0;
+    behind = cddp__calls_behind(device, q) > 0 || (left && cddp__lacks_message(device, q));
     if (!behind && !waits && (left || cddp__load32(&device->captured) == 0)) continue;
     counts = true;
-    if (device->left_since == 0) device->left_since = cddp__now();
-    if (!behind && cddp__now() - device->left_since < (left ? g->timeout_s : CDDP__GRACE_ENDED_S))
+    if (device->gone_since == 0) device->gone_since = cddp__now();
+    if (!behind && cddp__now() - device->gone_since < (left ? g->timeout_s : CDDP__GRACE_ENDED_S))
       continue;
     return cddp__report_lost(g, q, cddp__textf("operations with it on cuda:%d", device->index).s);
   }
-  if (!counts) device->left_since = 0;
+  if (!counts) device->gone_since = 0;
   return CDDP_OK;
 }
 
 /* Called first by both threads. Their CUDA calls then use this device (on another one they would
    create a context), and become part of no other thread's graph. */
 static void cddp__bind_device(const cddp__device *device) {
-  enum cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
   (void)cudaSetDevice(device->index);
-  cudaThreadExchangeStreamCaptureMode(&mode);
+  (void)cddp__relax_capture();
 }
 
 /* The watcher. It breaks the group before the abort, because results on streams are undefined
@@ -2219,7 +2291,7 @@ static cddp_result cddp__start_watching(cddp__device *device) {
 /* Called when the process may end soon: if no context is left, waits for NCCL's threads to end. */
 static void cddp__await_watchers(void) {
   cddp__wait w;
-  cddp__wait_begin(&w, CDDP__GRACE_LEFT_S);
+  cddp__wait_begin(&w, CDDP__AWAIT_END_S);
   if (cddp__load32(&cddp__watched) != 0) return;
   while (cddp__load32(&cddp__watchers) != 0 && cddp__wait_pause(&w)) {}
 }
@@ -2279,13 +2351,17 @@ static void cddp__device_delete(cddp__device *device) {
 }
 
 /* Returns device memory for an operation. Each new piece is at least twice as large; old pieces are
-   kept, since operations and CUDA graphs may still use them. */
+   kept, since operations and CUDA graphs may still use them. Also called in a capture. */
 static cddp_result cddp__device_scratch(cddp__scratch *scratch, size_t bytes, void **out) {
+  enum cudaStreamCaptureMode mode;
   cddp_result r;
   if (scratch->bytes < bytes) {
     CDDP_ASSERT(scratch->count < CDDP__SCRATCH_PIECES);
     bytes = cddp__max(bytes, 2 * scratch->bytes);
-    if ((r = CDDP__CUDA(cudaMalloc, &scratch->at[scratch->count], bytes)) != CDDP_OK) return r;
+    mode = cddp__relax_capture();
+    r = CDDP__CUDA(cudaMalloc, &scratch->at[scratch->count], bytes);
+    cddp__restore_capture(mode);
+    if (r != CDDP_OK) return r;
     scratch->bytes = bytes;
     scratch->count++;
   }
@@ -2315,18 +2391,17 @@ static void cddp__device_free(const cddp_group *g, void *p) {
    deadline is for operations in a CUDA graph: the watcher has no event behind them. */
 static cddp_result cddp__await_stream(cddp__device *device, cudaStream_t stream,
                                       cudaEvent_t event) {
-  enum cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+  enum cudaStreamCaptureMode mode = cddp__relax_capture();
   cudaError_t e;
   cddp_result r = CDDP_OK;
   cddp__wait w;
   cddp__wait_begin(&w, INFINITY);
-  cudaThreadExchangeStreamCaptureMode(&mode); /* else a query would end another thread's capture */
   while ((e = event != NULL ? cudaEventQuery(event) : cudaStreamQuery(stream)) ==
          cudaErrorNotReady) {
     (void)cudaGetLastError(); /* also set by cudaErrorNotReady */
     if ((r = cddp__device_poll(device, &w, "work on the stream")) != CDDP_OK) break;
   }
-  cudaThreadExchangeStreamCaptureMode(&mode);
+  cddp__restore_capture(mode);
   if (r != CDDP_OK || (r = cddp__check_group(device->group)) != CDDP_OK) return r;
   return cddp__cuda_result((int)e, "work on the group's stream");
 }
@@ -2341,6 +2416,12 @@ static cddp_result cddp__transfer(cddp_group *g, void *to, const void *from, siz
   r = cddp__use_device(cddp__device_of(g)->index);
   if (r == CDDP_OK) r = cddp__device_copy(to, from, bytes, (void *)side);
   return r == CDDP_OK ? CDDP__CUDA(cudaStreamSynchronize, side) : r;
+}
+
+/* Breaks the group, as its other ranks wait for this one. An error of CUDA does not name a rank. */
+static cddp_result cddp__break_waiting(cddp_group *g, cddp_result r) {
+  if (r == CDDP_CUDA) r = cddp__fail_in(r, "rank %d: ", g->rank);
+  return cddp__break(g, r);
 }
 
 /* --- operations through the host, for ranks that share a GPU ---
@@ -2362,7 +2443,7 @@ static cddp_result cddp__unstage(cddp_work *work, cddp_result r) {
   if (r == CDDP_OK && work->call.kind != CDDP__KIND_SEND &&
       cddp__is_written(&work->call, g->rank)) {
     r = cddp__transfer(g, work->context, work->call.recv, received);
-    if (r != CDDP_OK) r = cddp__break(g, r);
+    if (r != CDDP_OK) r = cddp__break_waiting(g, r);
   }
   cddp__arena_free(g->host, work->stage);
   work->stage = NULL;
@@ -2372,7 +2453,7 @@ static cddp_result cddp__unstage(cddp_work *work, cddp_result r) {
 /* Runs a collective or message through host memory. */
 static cddp_result cddp__stage_call(cddp__device *device, const cddp__call *call,
                                     cudaStream_t stream, cddp_work **work) {
-  bool message = call->kind >= CDDP__KIND_SEND;
+  bool message = cddp__is_message(call);
   cddp_group *g = device->group;
   size_t sends, recvs, second;
   cddp_work now, *w = NULL;
@@ -2387,7 +2468,7 @@ static cddp_result cddp__stage_call(cddp__device *device, const cddp__call *call
   r = cddp__stream_after(device, device->side, stream);
   if (r == CDDP_OK && call->kind != CDDP__KIND_RECV && cddp__sends(call, g->rank))
     r = cddp__transfer(g, stage, call->send, sends);
-  if (r != CDDP_OK && !message) r = cddp__break(g, r);
+  if (r != CDDP_OK && !message) r = cddp__break_waiting(g, r);
   inner.send = stage;
   inner.recv = stage + second;
   if (r == CDDP_OK) r = cddp__cpu_start(g, &inner, work != NULL ? &w : NULL);
@@ -2403,8 +2484,8 @@ static cddp_result cddp__stage_call(cddp__device *device, const cddp__call *call
 
 /* --- operations by NCCL --- */
 
-/* Sends and receives the shares of gather, scatter, all_to_all and calls with counts. Called inside
-   an NCCL group. */
+/* Sends and receives the shares of gather, scatter, all_to_all and calls with counts, except the
+   rank's own (cddp__copy_own_share). Called inside an NCCL group. */
 static ncclResult_t cddp__nccl_post_shares(const cddp__device *device, const cddp__call *call,
                                            ncclDataType_t type, cudaStream_t stream) {
   int me = device->group->rank, q;
@@ -2416,15 +2497,25 @@ static ncclResult_t cddp__nccl_post_shares(const cddp__device *device, const cdd
     size_t in = comes ? cddp__share_bytes(call, q, false, 0, call->count) : 0;
     const char *from = out > 0 ? cddp__share_for(call, q) : NULL;
     char *to = in > 0 ? cddp__share_from(call, q) : NULL;
-    if (q == me) {
-      if (cddp__device_copy(to, from, out, stream) != CDDP_OK) e = ncclUnhandledCudaError;
-      continue;
-    }
+    if (q == me) continue;
     if (out > 0) e = ncclSend(from, out / call->esize, type, q, device->comm, stream);
     if (in > 0 && e == ncclSuccess)
       e = ncclRecv(to, in / call->esize, type, q, device->comm, stream);
   }
   return e;
+}
+
+static cddp_result cddp__copy_own_share(const cddp__device *device, const cddp__call *call,
+                                        cudaStream_t stream) {
+  int me = device->group->rank;
+  size_t bytes;
+  if (call->kind != CDDP__KIND_GATHER && call->kind != CDDP__KIND_SCATTER &&
+      call->kind != CDDP__KIND_ALL_TO_ALL && call->shares == NULL)
+    return CDDP_OK;
+  if (!cddp__sends(call, me) || !cddp__receives(call, me)) return CDDP_OK;
+  bytes = cddp__share_bytes(call, me, true, 0, call->count);
+  if (bytes == 0) return CDDP_OK;
+  return cddp__device_copy(cddp__share_from(call, me), cddp__share_for(call, me), bytes, stream);
 }
 
 /* Returns whether NCCL computes a sum for a mean, and a kernel multiplies by 1/n afterwards. NCCL's
@@ -2495,6 +2586,8 @@ static cddp_result cddp__issue_held(cddp__device *device, const cddp__call *call
     if ((r = cddp__check_failure(device->group)) != CDDP_OK) return r;
     return cddp__fail(CDDP_ABORTED, "the group's communicator has been ended");
   }
+  for (i = 0; i < n; i++)
+    if ((r = cddp__copy_own_share(device, &call[i], stream)) != CDDP_OK) return r;
   e = ncclGroupStart();
   for (i = 0; i < n && (e == ncclSuccess || e == ncclInProgress); i++)
     e = cddp__nccl_post(device, &call[i], stream);
@@ -2564,7 +2657,7 @@ static cddp_result cddp__issue_messages(cddp__device *device, const cddp_work *o
       if (r == CDDP_OK) r = cddp__event_acquire(device, device->side, &work->event);
       work->done = true;
     }
-    if (r != CDDP_OK) r = cddp__break(device->group, r); /* the other ranks wait for these */
+    if (r != CDDP_OK) r = cddp__break_waiting(device->group, r);
     cddp__free(allocator, calls);
   }
   pthread_mutex_unlock(&device->issue_lock);
@@ -2573,13 +2666,16 @@ static cddp_result cddp__issue_messages(cddp__device *device, const cddp_work *o
 
 static bool cddp__device_done(cddp_work *work) {
   cddp__device *device = cddp__device_of(work->group);
+  enum cudaStreamCaptureMode mode;
   cudaError_t e;
   if (!work->on_stream) return cddp__cpu_done(work);
   if (cddp__use_device(device->index) != CDDP_OK) return true;
   if (cddp__capturing(cddp__main_stream(work->group))) return false; /* a query would end that */
-  if (work->call.kind >= CDDP__KIND_SEND) (void)cddp__issue_messages(device, work);
+  if (cddp__is_message(&work->call)) (void)cddp__issue_messages(device, work);
   if (work->event == NULL || cddp__is_broken(work->group)) return true;
+  mode = cddp__relax_capture();
   e = cudaEventQuery((cudaEvent_t)work->event);
+  cddp__restore_capture(mode);
   if (e != cudaSuccess) (void)cudaGetLastError(); /* also set by cudaErrorNotReady */
   return e != cudaErrorNotReady;
 }
@@ -2600,7 +2696,7 @@ static cddp_result cddp__device_wait(cddp_work *work, double limit) {
   while (limit >= 0 && !cddp__device_done(work))
     if (!cddp__wait_pause(&w)) return cddp__fail_unfinished(work, limit);
   r = cddp__use_device(device->index); /* the default stream is the current device's */
-  if (work->call.kind >= CDDP__KIND_SEND) (void)cddp__issue_messages(device, work);
+  if (cddp__is_message(&work->call)) (void)cddp__issue_messages(device, work);
   if (r == CDDP_OK) r = cddp__check_group(g);
   if (r == CDDP_OK && work->event != NULL)
     r = CDDP__CUDA(cudaStreamWaitEvent, cddp__main_stream(g), (cudaEvent_t)work->event, 0);
@@ -2686,8 +2782,8 @@ static cddp_result cddp__nccl_call(cddp_group *g, const cddp__call *given, cddp_
   if (r == CDDP_OK && call.count > 0) r = cddp__issue(device, &call, 1, s);
   if (r == CDDP_OK)
     r = work != NULL ? cddp__device_work(g, &call, &s, work) : cddp__stream_after(device, home, s);
-  if (r != CDDP_OK && g->size > 1) r = cddp__break(g, r); /* the other ranks wait for this call */
-  cddp__record_finish(g, record, r);                      /* the device may still be working */
+  if (r != CDDP_OK && g->size > 1) r = cddp__break_waiting(g, r);
+  cddp__record_finish(g, record, r); /* the device may still be working */
   return r;
 }
 
@@ -2705,6 +2801,7 @@ static cddp_result cddp__nccl_message(cddp_group *g, const cddp__call *call, cdd
                       "ranks, and a work handle for both send and recv",
                       g->rank);
   if ((r = cddp__device_work(g, call, NULL, &w)) != CDDP_OK) return r;
+  cddp__count_message(device, call);
   pthread_mutex_lock(&device->issue_lock);
   for (link = &device->messages; *link != NULL; link = &(*link)->next) {}
   *link = w;
@@ -2716,13 +2813,15 @@ static cddp_result cddp__nccl_message(cddp_group *g, const cddp__call *call, cdd
 
 static cddp_result cddp__device_start(cddp_group *g, const cddp__call *call, cddp_work **work) {
   cddp__device *device = cddp__device_of(g);
-  bool message = call->kind >= CDDP__KIND_SEND, enqueues = g->backend->enqueues, here;
+  bool message = cddp__is_message(call), enqueues = g->backend->enqueues, here;
   size_t sent, received;
   cddp_result r;
   if (work != NULL) *work = NULL;
   if ((r = cddp__device_enter(g)) != CDDP_OK) return r;
   if ((r = cddp__memory_of_call(device, call, &here)) != CDDP_OK) return r;
   cddp__buffer_bytes(g, call, &sent, &received);
+  /* A call without data has no buffers that show where it runs. Messages, and all calls with
+     backend "cpu", then run on the host, which compares them; NCCL's collectives are logged. */
   here = here && (sent + received > 0 || (enqueues && !message));
   if (!message && (r = cddp__issue_messages(device, NULL)) != CDDP_OK) return r;
   if (call->kind == CDDP__KIND_BARRIER) return cddp__device_barrier(g, call, work);
@@ -2741,9 +2840,11 @@ static cddp_result cddp__device_synchronize(cddp_group *g) {
   cddp_result r;
   cddp__engine_drain(g);
   if ((r = cddp__device_enter(g)) != CDDP_OK) return r;
-  if ((r = cddp__issue_messages(device, NULL)) != CDDP_OK) return r;
-  if ((r = cddp__check_group(g)) != CDDP_OK) return r;
-  return cddp__await_stream(device, cddp__main_stream(g), NULL);
+  r = cddp__refuse_capture(cddp__main_stream(g), CDDP_INVALID_ARGUMENT,
+                           "cddp_synchronize waits on the host");
+  if (r == CDDP_OK) r = cddp__issue_messages(device, NULL);
+  if (r == CDDP_OK) r = cddp__check_group(g);
+  return r == CDDP_OK ? cddp__await_stream(device, cddp__main_stream(g), NULL) : r;
 }
 
 /* --- contexts: connected, left --- */
@@ -2772,6 +2873,13 @@ static cddp_result cddp__warm_up(cddp__device *device) {
   return cddp__round(device->group, CDDP__KIND_GROUP_NEW, CDDP__PHASE_CONNECTED, 0, NULL, 0);
 }
 
+static cddp_result cddp__check_blocking(void) {
+  const char *blocking = getenv("NCCL_COMM_BLOCKING");
+  if (blocking == NULL || strcmp(blocking, "1") != 0) return CDDP_OK;
+  return CDDP__REFUSE("NCCL_COMM_BLOCKING=1 makes NCCL's calls block without a deadline: remove it "
+                      "from the environment, and from NCCL's configuration files");
+}
+
 /* Collective: creates a communicator over all ranks of the context's group. */
 static cddp_result cddp__nccl_connect(cddp__device *device) {
   cddp_group *g = device->group;
@@ -2784,6 +2892,7 @@ static cddp_result cddp__nccl_connect(cddp__device *device) {
   if (r == CDDP_OK && g->rank == 0 && (e = ncclGetUniqueId(&id)) != ncclSuccess)
     r = cddp__fail(CDDP_NCCL, "ncclGetUniqueId: %s (%.300s)", ncclGetErrorString(e),
                    ncclGetLastError(NULL));
+  if (r == CDDP_OK) r = cddp__check_blocking(); /* NCCL has now read its configuration files */
   if ((r = cddp__consensus(g, r, NULL, 0, NULL)) != CDDP_OK) return r;
   r = cddp__broadcast(g, &id, sizeof id, 0);
   if (r != CDDP_OK) return r;
@@ -2847,7 +2956,12 @@ static cddp_result cddp__device_open_like(const cddp_group *from, cddp_group *g)
 static cddp_result cddp__device_before_split(cddp_group *g) {
   cddp__call call = cddp__make_call(CDDP__KIND_BARRIER, NULL, NULL, 0, CDDP_F32, CDDP_SUM, -1);
   cddp__device *device = cddp__device_of(g);
-  cddp_result r = cddp__device_synchronize(g);
+  cddp_result r = cddp__device_enter(g);
+  if (r == CDDP_OK)
+    r = cddp__refuse_capture(cddp__main_stream(g), CDDP_INVALID_ARGUMENT,
+                             "the creation of a group waits on the host");
+  if (r != CDDP_OK) return r; /* on all ranks, which must capture alike */
+  r = cddp__device_synchronize(g);
   if (r == CDDP_OK && device->comm != NULL) r = cddp__await_stream(device, device->side, NULL);
   if (r == CDDP_OK) r = cddp__device_barrier(g, &call, NULL);
   return r == CDDP_OK ? r : cddp__break(g, r); /* the other ranks wait in the split */
@@ -2869,7 +2983,8 @@ static void cddp__device_leave(cddp_group *g) {
   cddp__device_stop(device);
 }
 
-/* Models that outlive the group need its context to free their memory, until now. */
+/* Called when the last model of a left group is destroyed: a model frees its memory by the group's
+   context. */
 static void cddp__device_close(cddp_group *g) {
   (void)cddp__use_device(cddp__device_of(g)->index);
   cddp__device_delete(cddp__device_of(g));
@@ -3400,7 +3515,7 @@ static const cddp__backend cddp__staged_backend = {true, false, CDDP__DEVICE_FUN
 /* Chooses this rank's device, and describes it for the other ranks. */
 static cddp_result cddp__choose_device(const cddp_group *g, const cddp_group_desc *desc, bool nccl,
                                        cddp__device_report *out) {
-  const char *blocking = getenv("NCCL_COMM_BLOCKING"), *nccl_host = getenv("NCCL_HOSTID");
+  const char *nccl_host = getenv("NCCL_HOSTID");
   const char *several = getenv("NCCL_MULTI_RANK_GPU_ENABLE");
   bool certain = desc->device[4] == ':', may_share;
   int device, count = 0, version = 0, local = -1, i;
@@ -3427,10 +3542,8 @@ static cddp_result cddp__choose_device(const cddp_group *g, const cddp_group_des
     return CDDP__REFUSE("rank %d needs cuda:%d, but the GPUs visible here are %d, from cuda:0 on: "
                         "start at most %d ranks here, or let them share with backend \"cpu\"",
                         g->rank, device, count, count);
-  if (nccl && blocking != NULL && strcmp(blocking, "1") == 0)
-    return CDDP__REFUSE(
-        "NCCL_COMM_BLOCKING=1 makes NCCL's calls block without a deadline: unset it");
-  r = CDDP__CUDA(cudaSetDevice, device);
+  if (nccl) r = cddp__check_blocking();
+  if (r == CDDP_OK) r = CDDP__CUDA(cudaSetDevice, device);
   if (r == CDDP_OK) r = CDDP__CUDA(cudaGetDeviceProperties, &about, device);
   may_share = ncclGetVersion(&version) == ncclSuccess && version >= 23000 && several != NULL &&
               strcmp(several, "1") == 0;
@@ -3542,6 +3655,21 @@ static cddp_result cddp__attach_optim(cddp_optim *optim) {
   optim->backend = &cddp__device_optim;
   if (optim->states == 0) return CDDP_OK;
   return cddp__states_alloc(optim); /* zeroed before a step on any stream */
+}
+
+/* cddp_set_stream: the new stream waits for the work on the old one. A stream that is captured can
+   neither wait for others nor be waited for. */
+static void cddp__follow_stream(cddp_group *g, void *stream) {
+  cudaStream_t streams[2] = {cddp__main_stream(g), (cudaStream_t)stream};
+  enum cudaStreamCaptureStatus status;
+  int i;
+  if (cddp__use_device(cddp__device_of(g)->index) != CDDP_OK) return; /* the next call returns it */
+  for (i = 0; i < 2; i++)
+    if (cudaStreamIsCapturing(streams[i], &status) != cudaSuccess ||
+        status != cudaStreamCaptureStatusNone)
+      break;
+  if (i == 2) (void)cddp__stream_after(cddp__device_of(g), streams[1], streams[0]);
+  (void)cudaGetLastError();
 }
 
 CDDPDEF void cddp_register_kernels(const cddp_kernels *kernels) {

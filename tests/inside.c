@@ -22,7 +22,7 @@ static void at_point(const char *name) {
 #define CDDP__UNANSWERED_S inside_unanswered_s
 
 #ifdef CDDP_CUDA
-double inside_left_s = 2;
+double inside_await_end_s = 2;
 int inside_comm_min_ranks = 2;
 size_t inside_file_staging = (size_t)4 << 20;
 size_t inside_warm_up = (size_t)8 << 20;
@@ -33,7 +33,7 @@ static int sleep_or_test(const struct timespec *t, struct timespec *left) {
   return inside_nanosleep != NULL ? inside_nanosleep(t, left) : nanosleep(t, left);
 }
 
-#define CDDP__GRACE_LEFT_S inside_left_s
+#define CDDP__AWAIT_END_S inside_await_end_s
 #define CDDP__COMM_MIN_RANKS inside_comm_min_ranks
 #define CDDP__FILE_STAGING inside_file_staging
 #define CDDP__WARM_UP inside_warm_up

@@ -40,7 +40,7 @@ int inside_plan_buckets(int *offsets, int *sorted, const cddp_param *params, int
                         const int *order, const size_t *limits, int limit_count);
 
 #ifdef CDDP_CUDA
-extern double inside_left_s;      /* CDDP__GRACE_LEFT_S: 2 */
+extern double inside_await_end_s;      /* CDDP__AWAIT_END_S: 2 */
 extern int inside_comm_min_ranks; /* CDDP__COMM_MIN_RANKS: 2 */
 extern size_t inside_file_staging, inside_warm_up,
     inside_shard_chunk; /* bytes, as cddp.h has them */

@@ -240,6 +240,20 @@ static void graphs(int rank) {
   CUDA(cudaStreamBeginCapture(a, cudaStreamCaptureModeGlobal)); /* what voids a capture */
   CHECK_EQ(cudaStreamSynchronize(a), cudaErrorStreamCaptureUnsupported);
   CHECK_EQ(cudaStreamEndCapture(a, &graph), cudaErrorStreamCaptureInvalidated);
+  CUDA(cudaStreamBeginCapture(a, cudaStreamCaptureModeRelaxed)); /* a query does so in any mode */
+  CHECK_EQ(cudaStreamQuery(a), cudaErrorStreamCaptureUnsupported);
+  CHECK_EQ(cudaStreamEndCapture(a, &graph), cudaErrorStreamCaptureInvalidated);
+  CUDA(cudaStreamBeginCapture(a, cudaStreamCaptureModeRelaxed));
+  CHECK_EQ(cudaStreamQuery(b), cudaSuccess);
+  CUDA(cudaStreamSynchronize(b));
+  CHECK_EQ(cudaDeviceSynchronize(), cudaErrorStreamCaptureUnsupported);
+  CHECK_EQ(cudaStreamEndCapture(a, &graph), cudaErrorStreamCaptureInvalidated);
+  CUDA(cudaStreamBeginCapture(a, cudaStreamCaptureModeRelaxed));
+  CUDA(cudaStreamBeginCapture(b, cudaStreamCaptureModeRelaxed));
+  CUDA(cudaEventRecord(fork_event, a));
+  CHECK_EQ(cudaStreamWaitEvent(b, fork_event, 0), cudaErrorStreamCaptureMerge); /* voids both */
+  CHECK_EQ(cudaStreamEndCapture(a, &graph), cudaErrorStreamCaptureInvalidated);
+  CHECK_EQ(cudaStreamEndCapture(b, &graph), cudaErrorStreamCaptureInvalidated);
   CUDA(cudaStreamBeginCapture(a, cudaStreamCaptureModeGlobal));
   CUDA(cudaEventRecord(fork_event, a));
   CUDA(cudaStreamWaitEvent(b, fork_event, 0));
@@ -815,6 +829,12 @@ static void captured_legacy(int rank) {
   CUDA(cudaStreamBeginCapture(blocking, cudaStreamCaptureModeGlobal));
   CHECK_EQ(cudaStreamIsCapturing(NULL, &status), cudaErrorStreamCaptureImplicit);
   CUDA(cudaStreamEndCapture(blocking, &graph));
+  CUDA(cudaStreamBeginCapture(blocking, cudaStreamCaptureModeRelaxed));
+  CHECK_EQ(cudaStreamQuery(NULL), cudaErrorStreamCaptureImplicit);
+  CHECK_EQ(cudaStreamEndCapture(blocking, &graph), cudaErrorStreamCaptureInvalidated);
+  CUDA(cudaStreamBeginCapture(blocking, cudaStreamCaptureModeRelaxed));
+  CHECK_EQ(cudaStreamSynchronize(NULL), cudaErrorStreamCaptureImplicit);
+  CHECK_EQ(cudaStreamEndCapture(blocking, &graph), cudaErrorStreamCaptureInvalidated);
   CUDA(cudaStreamBeginCapture(s, cudaStreamCaptureModeRelaxed));
   CUDA(cudaStreamIsCapturing(NULL, &status));
   CUDA(cudaEventRecord(e, s));

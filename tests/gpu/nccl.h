@@ -223,6 +223,7 @@ typedef struct scenario {
   int (*fn)(cddp_group *g, struct scenario *o, outcome *f);
   const char *device, *backend, *environment, *value; /* value: of the variable, set in all ranks */
   int victim;                                         /* the rank that does it */
+  int way;
   double timeout_s, began;
   double fuse; /* seconds after which the victim dies, wherever it is */
   bool ends;   /* NCCL has let go of all communicators at the end */

@@ -328,11 +328,11 @@ static int die_at_free(cddp_group *g, scenario *o, outcome *f) {
 }
 
 /* Rank 1 is stopped, and NCCL waits for it on rank 0 without end, but cddp for NCCL only
-   inside_left_s. */
+   inside_await_end_s. */
 static int stop_there(cddp_group *g, scenario *o, outcome *f) {
   float *x = (float *)cddp_alloc(g, 4000);
   (void)o;
-  inside_left_s = 0.2;
+  inside_await_end_s = 0.2;
   CHECK_OK(work_on(g, x, 10));
   (void)cddp_barrier(g);
   if (cddp_rank(g) == 1) {
@@ -398,6 +398,57 @@ static void test_lost(void) {
   run_scenario(o, 2);
   check_outcome(o, 1, CDDP_PEER_LOST, "rank 0 (pid ");
   check_outcome(o, 1, CDDP_PEER_LOST, "left the group");
+}
+
+/* The last rank leaves; rank 0 waits for a message from it. way: 1: they have exchanged messages
+   before, 2: with a handle, 4: the rank sends one message before it leaves, which arrives. */
+enum { LEFT_KNOWN = 1, LEFT_HANDLE = 2, LEFT_SENT = 4, LEFT_WAYS = 8 };
+static int left_message(cddp_group *g, scenario *o, outcome *f) {
+  enum { COUNT = 100000 };
+  float *x = (float *)cddp_alloc(g, 4 * COUNT);
+  size_t counts[] = {1, COUNT};
+  int last = cddp_world_size(g) - 1, k;
+  cddp_work *w = NULL;
+  check_sum(g, (last + 1) * (last + 2) / 2.0);
+  for (k = 0; k < 4 && (o->way & LEFT_KNOWN); k++) {
+    if (cddp_rank(g) == (k % 2 != 0 ? 0 : last))
+      CHECK_OK(cddp_send(g, x, counts[k / 2], CDDP_F32, k % 2 != 0 ? last : 0, 0, NULL));
+    if (cddp_rank(g) == (k % 2 != 0 ? last : 0))
+      CHECK_OK(cddp_recv(g, x, counts[k / 2], CDDP_F32, k % 2 != 0 ? 0 : last, 0, NULL));
+  }
+  CHECK_OK(cddp_barrier(g));
+  if (cddp_rank(g) == last && (o->way & LEFT_SENT)) {
+    fill_on((cudaStream_t)cddp_stream(g), x, COUNT, 7, false);
+    CHECK_OK(cddp_send(g, x, COUNT, CDDP_F32, 0, 0, NULL));
+  }
+  if (cddp_rank(g) != 0) return 0;
+  if (o->way & LEFT_SENT) {
+    ranks_sleep(0.05);
+    CHECK_OK(cddp_recv(g, x, COUNT, CDDP_F32, last, 0, NULL));
+    check_fill(g, x, COUNT, 7);
+  } else if (o->way & LEFT_HANDLE) { /* else it may leave before or after rank 0 waits */
+    while (!inside_rank_gone(g, last)) ranks_sleep(0.001);
+  }
+  o->began = test_now();
+  f->result = cddp_recv(g, x, 10, CDDP_F32, last, 0, o->way & LEFT_HANDLE ? &w : NULL);
+  if (w != NULL) f->result = cddp_wait(w);
+  if (f->result == CDDP_OK) f->result = cddp_synchronize(g);
+  return test_failures != 0;
+}
+
+static void test_left_messages(void) {
+  scenario *o = (scenario *)ranks_shared(LEFT_WAYS * sizeof *o);
+  int n, k;
+  for (n = 2; n <= 4; n++) {
+    memset(o, 0, LEFT_WAYS * sizeof *o);
+    for (k = 0; k < LEFT_WAYS; k++) o[k].fn = left_message, o[k].way = k;
+    run_scenarios(o, LEFT_WAYS, n);
+    for (k = 0; k < LEFT_WAYS; k++) {
+      check_outcome(&o[k], 0, CDDP_PEER_LOST, "left the group (cddp_destroy)");
+      CHECK(o[k].outcomes[0].when - o[k].began < RANKS_WITHIN(3));
+    }
+  }
+  munmap(o, LEFT_WAYS * sizeof *o);
 }
 
 /* The victim does not come to the others' second operation. */
@@ -524,6 +575,213 @@ static void test_device_failures(void) {
   o->fn = abort_waits;
   run_scenario(o, 2);
   for (i = 0; i < 2; i++) check_outcome(o, i, CDDP_ABORTED, "a test breaks the group");
+}
+
+/* A checkpoint of sharded states: every rank's copies are counted, then one of them fails. */
+static uint64_t *save_copies; /* shared: [rank][0]: copies before cddp_save, [1]: after it */
+static int save_sharded(cddp_group *g, scenario *o, outcome *f) {
+  const char *tmp = getenv("TMPDIR");
+  cddp_checkpoint_desc file;
+  cddp_adamw_desc rule;
+  cddp_ddp *d = NULL;
+  cddp_optim *s = NULL;
+  cddp_param p[3];
+  char path[300];
+  int i;
+  memset(&rule, 0, sizeof rule);
+  memset(&file, 0, sizeof file);
+  model_of(g, p, 3, 5000);
+  for (i = 0; i < 3; i++) p[i].name = i == 0 ? "a" : i == 1 ? "b" : "c";
+  f->result = cddp_ddp_create(&d, g, p, 3, NULL);
+  rule.ddp = d;
+  rule.sharded_states = true;
+  if (f->result == CDDP_OK) f->result = cddp_adamw_create(&s, p, 3, &rule);
+  for (i = 2; f->result == CDDP_OK && i >= 0; i--) f->result = cddp_ddp_ready(d, i);
+  if (f->result == CDDP_OK) f->result = cddp_ddp_step(d, s);
+  if (f->result == CDDP_OK) f->result = cddp_synchronize(g);
+  file.optim = s;
+  snprintf(path, sizeof path, "%.200s/cddp-save-%d-%d", tmp != NULL ? tmp : "/tmp", (int)getppid(),
+           o->way);
+  if (o->value == NULL) save_copies[2 * cddp_rank(g)] = hostcuda_calls("cudaMemcpyAsync");
+  o->began = test_now();
+  if (f->result == CDDP_OK) f->result = cddp_save(g, path, p, 3, &file);
+  f->when = test_now();
+  if (o->value == NULL) save_copies[2 * cddp_rank(g) + 1] = hostcuda_calls("cudaMemcpyAsync");
+  keep_error(f);
+  cddp_optim_destroy(s);
+  cddp_ddp_destroy(d);
+  (void)unlink(path);
+  return 0;
+}
+
+static void check_failed_saves(int n, const char *backend, int stride) {
+  enum { MOST = 40, AT_ONCE = 8 };
+  scenario *o = (scenario *)ranks_shared(MOST * sizeof *o);
+  char values[MOST][64], says[32];
+  int count = 0, rank, i, k;
+  uint64_t c;
+  save_copies = (uint64_t *)ranks_shared(16 * sizeof *save_copies);
+  o[0].fn = save_sharded;
+  o[0].backend = backend;
+  run_scenario(&o[0], n);
+  for (i = 0; i < n; i++) check_outcome(&o[0], i, CDDP_OK, "");
+  for (rank = 0; rank < n; rank++)
+    for (c = save_copies[2 * rank] + 1; c <= save_copies[2 * rank + 1] && count < MOST;
+         c += (uint64_t)stride) {
+      memset(&o[count], 0, sizeof *o);
+      snprintf(values[count], sizeof values[0], "cudaMemcpyAsync:%d:700@%d", (int)c, rank);
+      o[count].fn = save_sharded;
+      o[count].backend = backend;
+      o[count].environment = "HOSTCUDA_FAIL";
+      o[count].value = values[count];
+      o[count].victim = rank;
+      o[count].way = count;
+      count++;
+    }
+  CHECK(count >= n);
+  for (k = 0; k < count; k += AT_ONCE)
+    run_scenarios(&o[k], count - k < AT_ONCE ? count - k : AT_ONCE, n);
+  for (k = 0; k < count; k++) {
+    snprintf(says, sizeof says, "rank %d", o[k].victim);
+    for (i = 0; i < n; i++) {
+      check_outcome(&o[k], i, CDDP_CUDA, i == o[k].victim ? "cudaMemcpyAsync" : says);
+      CHECK(o[k].outcomes[i].when - o[k].began < RANKS_WITHIN(5));
+    }
+  }
+  munmap(o, MOST * sizeof *o);
+}
+
+static void test_failed_saves(void) {
+  check_failed_saves(2, NULL, RANKS_SLOW ? 4 : 1);
+  if (RANKS_SLOW) return;
+  check_failed_saves(3, NULL, 4);
+  check_failed_saves(2, "cpu", 4);
+}
+
+/* The copy of the rank's own share fails: all ranks learn of CUDA's error. */
+static int own_share(cddp_group *g, scenario *o, outcome *f) {
+  size_t counts[] = {100, 100, 100};
+  float *x = (float *)cddp_alloc(g, 4000), *y = (float *)cddp_alloc(g, 4000);
+  f->result = o->way == 0   ? cddp_gather(g, x, y, 100, CDDP_F32, 1, NULL)
+              : o->way == 1 ? cddp_scatter(g, x, y, 100, CDDP_F32, 1, NULL)
+              : o->way == 2 ? cddp_all_to_all(g, x, y, 100, CDDP_F32, NULL)
+              : o->way == 3 ? cddp_all_to_all_v(g, x, counts, y, counts, CDDP_F32, NULL)
+                            : cddp_all_gather_v(g, x, y, counts, CDDP_F32, NULL);
+  if (f->result == CDDP_OK) f->result = cddp_synchronize(g);
+  return test_failures != 0;
+}
+
+static void test_own_shares(void) {
+  enum { WAYS = 5 };
+  scenario *o = (scenario *)ranks_shared(WAYS * sizeof *o);
+  int n, i, k;
+  for (n = 2; n <= 3; n++) {
+    memset(o, 0, WAYS * sizeof *o);
+    for (k = 0; k < WAYS; k++) {
+      o[k].fn = own_share;
+      o[k].way = k;
+      o[k].environment = "HOSTCUDA_FAIL";
+      o[k].value = "cudaMemcpyAsync:1:700@1";
+    }
+    run_scenarios(o, WAYS, n);
+    for (k = 0; k < WAYS; k++)
+      for (i = 0; i < n; i++)
+        check_outcome(&o[k], i, CDDP_CUDA, "rank 1: cudaMemcpyAsync: an illegal memory access");
+  }
+  munmap(o, WAYS * sizeof *o);
+}
+
+/* NCCL_COMM_BLOCKING=1 in a file that NCCL reads. */
+static void test_blocking_setting(void) {
+  const char *tmp = getenv("TMPDIR");
+  scenario *o = scenario_new(leave_early);
+  char path[300];
+  FILE *file;
+  int n, i;
+  snprintf(path, sizeof path, "%.200s/cddp-nccl-%d.conf", tmp != NULL ? tmp : "/tmp",
+           (int)getpid());
+  file = fopen(path, "w");
+  CHECK(file != NULL && fputs("# a comment\nNCCL_COMM_BLOCKING=1\n", file) >= 0);
+  if (file != NULL) fclose(file);
+  for (n = 2; n <= 3; n++) {
+    memset(o, 0, sizeof *o);
+    o->fn = leave_early;
+    o->environment = "NCCL_CONF_FILE";
+    o->value = path;
+    run_scenario(o, n);
+    for (i = 0; i < n; i++)
+      check_outcome(o, i, CDDP_INVALID_ARGUMENT, "NCCL_COMM_BLOCKING=1 makes NCCL's calls block");
+  }
+  (void)unlink(path);
+}
+
+/* A group without a device, in a program with CUDA, refuses memory that the host cannot read. Where
+   the processor has no protection keys, pages without access stand in for device memory. */
+static int device_memory(int rank, void *arg) {
+  void *own = mmap(NULL, 1 << 20, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  char *bad = arg != NULL ? (char *)on_device(NULL, 1 << 20) : (char *)own;
+  float *good, host[100] = {0};
+  size_t counts[] = {1, 1, 1};
+  cddp_group *g = NULL;
+  cddp_work *w = NULL;
+  cddp_ddp_desc desc;
+  cddp_ddp *d = NULL;
+  cddp_param p[2];
+  int peer, k;
+  test_failures = 0;
+  CHECK_OK(cddp_init(&g, NULL));
+  peer = (rank + 1) % cddp_world_size(g);
+  good = (float *)cddp_alloc(g, 4000);
+  for (k = 0; k < 12; k++) {
+    size_t n = k % 2 == 0 ? 1 : 30000;
+    void *at = k == 11 ? bad + (1 << 20) - 4 : bad; /* the last word before a guard page */
+    cddp_result r =
+        k < 2    ? cddp_all_reduce(g, at, n, CDDP_F32, CDDP_SUM, NULL)
+        : k < 4  ? cddp_all_reduce(g, at, n, CDDP_F32, CDDP_SUM, &w)
+        : k == 4 ? cddp_broadcast(g, at, n, CDDP_F32, 0, NULL)
+        : k == 5 ? cddp_all_gather(g, host, at, 1, CDDP_F32, NULL)
+        : k == 6 ? cddp_reduce_scatter(g, at, host, 1, CDDP_F32, CDDP_SUM, NULL)
+        : k == 7 ? cddp_all_to_all(g, at, host, 1, CDDP_F32, NULL)
+        : k == 8 ? cddp_all_gather_v(g, at, host, counts, CDDP_F32, NULL)
+        : k == 9 ? cddp_send(g, at, n, CDDP_F32, peer, 0, NULL)
+        : k == 10 ? cddp_recv(g, at, n, CDDP_F32, peer, 0, NULL)
+                  : cddp_all_reduce(g, at, 1, CDDP_F32, CDDP_SUM, NULL);
+    CHECK_IS(r, CDDP_INVALID_ARGUMENT);
+    CHECK(strstr(cddp_error(), "device \"cuda\"") != NULL && w == NULL);
+  }
+  for (k = 0; k < 3; k++) { /* weights, gradient, buffer */
+    memset(p, 0, sizeof p);
+    memset(&desc, 0, sizeof desc);
+    p[0].data = k == 0 ? (void *)bad : (void *)good;
+    p[0].grad = k == 1 ? bad : NULL;
+    p[0].count = 100;
+    p[1].data = bad;
+    p[1].count = 10;
+    desc.buffers = k == 2 ? &p[1] : NULL;
+    desc.buffer_count = k == 2;
+    CHECK_IS(cddp_ddp_create(&d, g, p, 1, &desc), CDDP_INVALID_ARGUMENT);
+    CHECK(strstr(cddp_error(), k == 1 ? "grad of" : "data of") != NULL);
+    CHECK(strstr(cddp_error(), "device \"cuda\"") != NULL);
+  }
+  memset(p, 0, sizeof p); /* the group is as before */
+  p[0].data = good;
+  p[0].count = 100;
+  CHECK_OK(cddp_ddp_create(&d, g, p, 1, NULL));
+  cddp_ddp_destroy(d);
+  host[0] = 1;
+  CHECK_OK(cddp_all_reduce(g, host, 1, CDDP_F32, CDDP_SUM, NULL));
+  CHECK_EQ((int)host[0], cddp_world_size(g));
+  cddp_destroy(g);
+  munmap(own, 1 << 20);
+  return test_failures != 0;
+}
+
+static void test_device_memory(void) {
+  int n;
+  for (n = 1; n <= 3; n++) {
+    CHECK_OK(cddp_spawn(device_memory, NULL, n));
+    if (hostcuda_protects()) CHECK_OK(cddp_spawn(device_memory, (void *)1, n));
+  }
 }
 
 /* One operation never ends, and others follow all the time: its deadline is its own. */
@@ -657,6 +915,11 @@ int main(void) {
   RUN(test_no_driver);
   RUN(test_mismatch);
   RUN(test_lost);
+  RUN(test_left_messages);
+  RUN(test_failed_saves);
+  RUN(test_own_shares);
+  RUN(test_blocking_setting);
+  RUN(test_device_memory);
   RUN(test_stopped);
   RUN(test_failing_hosts);
   RUN(test_stall);

@@ -8,6 +8,8 @@
    any order that the edges allow. */
 #include "nccl_train.h"
 
+#include <pthread.h>
+
 static int captured_adamw(cddp_group *g, void *arg) {
   plan p;
   cddp_param params[PARAMS];
@@ -90,7 +92,7 @@ static int graph_over(cddp_group *g, scenario *o, outcome *f) {
   cudaGraph_t graph = NULL;
   cudaStream_t s;
   double until;
-  inside_left_s = 0.1;
+  inside_await_end_s = 0.1;
   CHECK(cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking) == cudaSuccess);
   cddp_set_stream(g, s);
   CHECK(cudaStreamBeginCapture(s, cudaStreamCaptureModeThreadLocal) == cudaSuccess);
@@ -109,7 +111,7 @@ static int graph_over(cddp_group *g, scenario *o, outcome *f) {
   if (cddp_rank(g) == 0 && o->victim != LEAVES) raise(SIGKILL);
   if (cddp_rank(g) != 0) {
     while (!inside_rank_gone(g, 0)) ranks_sleep(0.001);
-    for (until = test_now() + 2.5 * inside_left_s; test_now() < until; ranks_sleep(0.01)) {}
+    for (until = test_now() + 2.5 * inside_await_end_s; test_now() < until; ranks_sleep(0.01)) {}
     f->result = cddp_synchronize(g);
     keep_error(f);
   }
@@ -223,7 +225,7 @@ static int step_graph(cddp_group *g, scenario *o, outcome *f) {
   enum { MODEL_FIRST, ONE_LAUNCHES, DIES, WAITS };
   bool launches;
   captured c;
-  inside_left_s = o->victim == DIES ? 30 : 0.2; /* nobody waits so long for what a graph holds up */
+  inside_await_end_s = o->victim == DIES ? 30 : 0.2; /* nobody waits so long for what a graph holds up */
   captured_open(&c, g);
   (void)cddp_barrier(g);
   if (cddp_rank(g) == 1 && o->victim == DIES) {
@@ -319,8 +321,135 @@ static void test_graph_failures(void) {
   CHECK(o->outcomes[0].when - o->began < RANKS_WITHIN(2));
 }
 
+/* --- calls beside a capture --- */
+
+/* Rank 0 asks for an operation that the last rank has not begun, while a stream of the program is
+   captured: by this thread in mode thread-local, or by another one in mode global. */
+typedef struct asking {
+  cddp_work *work;
+  bool waits, done; /* waits: cddp_wait_for, else cddp_test */
+  cddp_result result;
+} asking;
+
+static void *ask(void *arg) {
+  asking *a = (asking *)arg;
+  a->result = a->waits ? cddp_wait_for(a->work, 0.02) : cddp_test(a->work, &a->done);
+  return NULL;
+}
+
+static int asks_in_capture(cddp_group *g, void *arg) {
+  int how = (int)(uintptr_t)arg, last = cddp_world_size(g) - 1, i;
+  bool elsewhere = how & 2;
+  float *x = (float *)cddp_alloc(g, 400);
+  cudaGraph_t graph = NULL;
+  cudaStream_t s;
+  pthread_t thread;
+  int32_t go = 1;
+  asking a;
+  memset(&a, 0, sizeof a);
+  a.waits = how & 1;
+  check_sum(g, (last + 1) * (last + 2) / 2.0);
+  CHECK(cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking) == cudaSuccess);
+  if (cddp_rank(g) == last) CHECK_OK(cddp_recv(g, &go, 1, CDDP_I32, 0, 5, NULL));
+  CHECK_OK(cddp_all_reduce(g, x, 100, CDDP_F32, CDDP_SUM, &a.work));
+  for (i = 0; cddp_rank(g) == 0 && i < 2; i++) {
+    CHECK(cudaStreamBeginCapture(s, elsewhere ? cudaStreamCaptureModeGlobal
+                                              : cudaStreamCaptureModeThreadLocal) == cudaSuccess);
+    if (elsewhere && pthread_create(&thread, NULL, ask, &a) == 0) pthread_join(thread, NULL);
+    else ask(&a);
+    CHECK(cudaStreamEndCapture(s, &graph) == cudaSuccess);
+    if (graph != NULL) cudaGraphDestroy(graph);
+    CHECK_IS(a.result, a.waits ? CDDP_TIMEOUT : CDDP_OK);
+    CHECK(!a.done);
+  }
+  if (cddp_rank(g) == 0) CHECK_OK(cddp_send(g, &go, 1, CDDP_I32, last, 5, NULL));
+  CHECK_OK(cddp_wait(a.work));
+  CHECK_OK(cddp_synchronize(g));
+  cudaStreamDestroy(s);
+  return 0;
+}
+
+/* The first in-place all_to_all of a group, and a larger one: they need scratch memory. */
+static int scratch_in_capture(cddp_group *g, void *arg) {
+  size_t counts[] = {1, 1000, 100000};
+  int n = cddp_world_size(g), me = cddp_rank(g), q, k;
+  float *x = (float *)cddp_alloc(g, 4 * (size_t)n * counts[2]), *host;
+  cudaStream_t s;
+  (void)arg;
+  check_sum(g, n * (n + 1) / 2);
+  CHECK(cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking) == cudaSuccess);
+  cddp_set_stream(g, s);
+  CHECK_OK(cddp_barrier(g));
+  host = (float *)malloc(4 * (size_t)n * counts[2]);
+  for (k = 0; k < 3; k++) {
+    cudaGraph_t graph = NULL;
+    cudaGraphExec_t exec = NULL;
+    CHECK(cudaStreamBeginCapture(s, cudaStreamCaptureModeThreadLocal) == cudaSuccess);
+    for (q = 0; q < n; q++)
+      fill_on(s, x + (size_t)q * counts[k], counts[k], (float)(100 * me + q), false);
+    CHECK_OK(cddp_all_to_all(g, x, x, counts[k], CDDP_F32, NULL));
+    CHECK(cudaStreamEndCapture(s, &graph) == cudaSuccess);
+    CHECK(cudaGraphInstantiate(&exec, graph, 0) == cudaSuccess);
+    CHECK(cudaGraphLaunch(exec, s) == cudaSuccess);
+    to_host(g, host, x, 4 * (size_t)n * counts[k]);
+    for (q = 0; q < n; q++) {
+      CHECK_EQ((int)host[(size_t)q * counts[k]], 100 * q + me);
+      CHECK_EQ((int)host[(size_t)(q + 1) * counts[k] - 1], 100 * q + me);
+    }
+    CHECK_OK(cddp_barrier(g));
+    if (exec != NULL) cudaGraphExecDestroy(exec);
+    if (graph != NULL) cudaGraphDestroy(graph);
+  }
+  free(host);
+  cddp_set_stream(g, NULL);
+  cudaStreamDestroy(s);
+  return 0;
+}
+
+/* Calls that wait on the host are refused while the group's stream is captured: the capture stays
+   valid, the group healthy. */
+static int waits_in_capture(cddp_group *g, void *arg) {
+  static const char *const says[] = {"cddp_synchronize", "barrier", "the creation of a group"};
+  cddp_group *half = NULL;
+  int n = cddp_world_size(g), k;
+  cudaGraph_t graph;
+  cudaStream_t s;
+  cddp_result r;
+  (void)arg;
+  check_sum(g, n * (n + 1) / 2);
+  CHECK(cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking) == cudaSuccess);
+  cddp_set_stream(g, s);
+  for (k = 0; k < 6; k++) {
+    CHECK(cudaStreamBeginCapture(s, k < 3 ? cudaStreamCaptureModeThreadLocal
+                                          : cudaStreamCaptureModeRelaxed) == cudaSuccess);
+    r = k % 3 == 0   ? cddp_synchronize(g)
+        : k % 3 == 1 ? cddp_barrier(g)
+                     : cddp_group_split(g, 0, 0, &half);
+    CHECK_IS(r, CDDP_INVALID_ARGUMENT);
+    CHECK(strstr(cddp_error(), says[k % 3]) != NULL && half == NULL);
+    graph = NULL;
+    CHECK(cudaStreamEndCapture(s, &graph) == cudaSuccess);
+    if (graph != NULL) cudaGraphDestroy(graph);
+    check_sum(g, n * (n + 1) / 2);
+  }
+  CHECK_OK(cddp_group_split(g, 0, 0, &half));
+  check_sum(half, n * (n + 1) / 2);
+  cddp_destroy(half);
+  cddp_set_stream(g, NULL);
+  cudaStreamDestroy(s);
+  return 0;
+}
+
+static void test_beside_captures(void) {
+  int n;
+  for (n = 0; n < 4; n++) CHECK_OK(run(asks_in_capture, (void *)(uintptr_t)n, 2 + n % 2, NULL));
+  for (n = 1; n <= 3; n++) CHECK_OK(run(scratch_in_capture, NULL, n, NULL));
+  for (n = 1; n <= 3; n++) CHECK_OK(run(waits_in_capture, NULL, n, NULL));
+}
+
 int main(void) {
   RUN(test_graph);
+  RUN(test_beside_captures);
   RUN(test_captured_adamw);
   RUN(test_step_graphs);
   RUN(test_graph_failures);

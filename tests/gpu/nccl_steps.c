@@ -490,6 +490,124 @@ static int many_blocks(cddp_group *g, void *arg) {
   return 0;
 }
 
+/* --- cddp_set_stream: the new stream is behind the old one --- */
+
+/* A model is made while the default stream has work, and trains on another stream. */
+static int new_stream(cddp_group *g, void *arg) {
+  enum { COUNT = 100000 };
+  int n = cddp_world_size(g), me = cddp_rank(g), i;
+  float *junk = (float *)on_device(NULL, COUNT * sizeof *junk);
+  cddp_sgd_desc rule;
+  cddp_ddp *d = NULL;
+  cddp_optim *o = NULL;
+  cudaStream_t s;
+  cddp_param p;
+  (void)arg;
+  memset(&rule, 0, sizeof rule);
+  rule.lr = 1;
+  CHECK(cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking) == cudaSuccess);
+  model_of(g, &p, 1, COUNT);
+  CHECK(cudaDeviceSynchronize() == cudaSuccess);
+  for (i = 0; i < 60; i++) fill_on(NULL, junk, COUNT, 1, false);
+  CHECK_OK(cddp_ddp_create(&d, g, &p, 1, NULL));
+  rule.ddp = d;
+  CHECK_OK(cddp_sgd_create(&o, &p, 1, &rule));
+  cddp_set_stream(g, s);
+  fill_on(s, (float *)p.grad, COUNT, (float)(me + 1), false);
+  CHECK_OK(cddp_ddp_ready(d, 0));
+  CHECK_OK(cddp_ddp_step(d, o));
+  check_fill(g, (float *)p.data, COUNT, -(n + 1) / 2.0);
+  CHECK(cudaDeviceSynchronize() == cudaSuccess);
+  cddp_optim_destroy(o);
+  cddp_ddp_destroy(d);
+  cddp_set_stream(g, NULL);
+  cudaStreamDestroy(s);
+  return 0;
+}
+
+/* Another stream for each step, also the default one. */
+static int alternate_streams(cddp_group *g, void *arg) {
+  enum { COUNT = 100000, STEPS = 9 };
+  int n = cddp_world_size(g), me = cddp_rank(g), k;
+  cudaStream_t s[3] = {NULL, NULL, NULL};
+  cddp_sgd_desc rule;
+  cddp_ddp *d = NULL;
+  cddp_optim *o = NULL;
+  cddp_param p;
+  (void)arg;
+  memset(&rule, 0, sizeof rule);
+  rule.lr = 1;
+  for (k = 0; k < 2; k++)
+    CHECK(cudaStreamCreateWithFlags(&s[k], cudaStreamNonBlocking) == cudaSuccess);
+  model_of(g, &p, 1, COUNT);
+  CHECK(cudaDeviceSynchronize() == cudaSuccess);
+  CHECK_OK(cddp_ddp_create(&d, g, &p, 1, NULL));
+  rule.ddp = d;
+  CHECK_OK(cddp_sgd_create(&o, &p, 1, &rule));
+  for (k = 0; k < STEPS; k++) {
+    cddp_set_stream(g, s[k % 3]);
+    fill_on(s[k % 3], (float *)p.data, COUNT, 1, true); /* reads the weights of the last step */
+    fill_on(s[k % 3], (float *)p.grad, COUNT, (float)(me + 1), false);
+    CHECK_OK(cddp_ddp_ready(d, 0));
+    CHECK_OK(cddp_ddp_step(d, o));
+  }
+  check_fill(g, (float *)p.data, COUNT, -STEPS * (n + 1) / 2.0);
+  CHECK(cudaDeviceSynchronize() == cudaSuccess);
+  cddp_optim_destroy(o);
+  cddp_ddp_destroy(d);
+  cddp_set_stream(g, NULL);
+  for (k = 0; k < 2; k++) cudaStreamDestroy(s[k]);
+  return 0;
+}
+
+/* Handles and collectives of the old stream are done for the new one. While another stream is
+   captured, cddp_set_stream does not end the capture. */
+static int change_stream(cddp_group *g, void *arg) {
+  enum { COUNT = 50000 };
+  float *x = (float *)on_device(NULL, COUNT * sizeof *x), *y = (float *)cddp_alloc(g, 4 * COUNT);
+  int n = cddp_world_size(g), me = cddp_rank(g), k;
+  cudaStream_t a, b;
+  cudaGraph_t graph;
+  cddp_work *w;
+  (void)arg;
+  CHECK(cudaStreamCreateWithFlags(&a, cudaStreamNonBlocking) == cudaSuccess);
+  CHECK(cudaStreamCreate(&b) == cudaSuccess); /* blocking: the default stream waits for it */
+  for (k = 0; k < 4; k++) {
+    cddp_set_stream(g, a);
+    fill_on(a, x, COUNT, (float)(me + k), false);
+    CHECK_OK(cddp_all_reduce(g, x, COUNT, CDDP_F32, CDDP_SUM, k % 2 != 0 ? &w : NULL));
+    if (k % 2 != 0) CHECK_OK(cddp_wait(w));
+    cddp_set_stream(g, b);
+    CHECK(cudaMemcpyAsync(y, x, 4 * COUNT, cudaMemcpyDeviceToDevice, b) == cudaSuccess);
+    check_fill(g, y, COUNT, n * (n - 1) / 2 + n * k);
+    cddp_set_stream(g, NULL);
+    graph = NULL;
+    CHECK(cudaStreamBeginCapture(b, cudaStreamCaptureModeThreadLocal) == cudaSuccess);
+    if (k % 2 == 0) cddp_set_stream(g, a); /* from the default stream: unusable now */
+    cddp_set_stream(g, b);
+    CHECK_OK(cddp_all_reduce(g, x, COUNT, CDDP_F32, CDDP_SUM, NULL));
+    cddp_set_stream(g, a);
+    CHECK(cudaStreamEndCapture(b, &graph) == cudaSuccess);
+    if (graph != NULL) cudaGraphDestroy(graph);
+  }
+  CHECK_OK(cddp_synchronize(g));
+  CHECK(cudaDeviceSynchronize() == cudaSuccess);
+  cddp_set_stream(g, NULL);
+  cudaStreamDestroy(a);
+  cudaStreamDestroy(b);
+  cudaFree(x);
+  return 0;
+}
+
+static void test_set_stream(void) {
+  int n;
+  for (n = 1; n <= 4; n *= 2) {
+    CHECK_OK(run(new_stream, NULL, n, NULL));
+    CHECK_OK(run(alternate_streams, NULL, n, NULL));
+    CHECK_OK(run(change_stream, NULL, n, NULL));
+  }
+}
+
 static void test_steps(void) {
   static char cpu[] = "cpu";
   CHECK_OK(run(many_blocks, NULL, 1, NULL));
@@ -511,6 +629,7 @@ static void test_steps(void) {
 }
 
 int main(void) {
+  RUN(test_set_stream);
   RUN(test_steps);
   return TEST_END();
 }

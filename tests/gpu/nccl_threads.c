@@ -3,7 +3,7 @@
 
    Threads must train to the bits of processes, and a thread that fails must not take the others'
    GPUs along. A group that is destroyed before its model leaves a model whose calls fail and which
-   can be destroyed. A rank that leaves waits for NCCL's end for as long as CDDP__GRACE_LEFT_S
+   can be destroyed. A rank that leaves waits for NCCL's end for as long as CDDP__AWAIT_END_S
    allows and no longer, and its leaving is not a loss to ranks that wait for others. */
 #include "nccl_train.h"
 
@@ -173,7 +173,7 @@ static int threads_of_a_process(int rank, void *arg) {
 }
 
 /* A process whose last group is gone ends with NCCL out of its way, which waits for rank 1 to
-   leave, too; not if that takes longer than inside_left_s: then it ends in the middle of that. */
+   leave, too; not if that takes longer than inside_await_end_s: then it ends in the middle of that. */
 typedef struct leaving {
   double late, left; /* seconds */
 } leaving;
@@ -184,7 +184,7 @@ static int leave(int rank, void *arg) {
   cddp_group *g = NULL;
   double t;
   test_failures = 0;
-  inside_left_s = l->left;
+  inside_await_end_s = l->left;
   memset(&d, 0, sizeof d);
   d.device = "cuda";
   CHECK_OK(cddp_init(&g, &d));
@@ -210,7 +210,7 @@ static void test_leaving(void) {
 }
 
 /* Rank 1 has left in good order while rank 0 waited for rank 2. That it waits for that rank again,
-   later than inside_left_s after the first time, is no loss either. turn: 1 and 3: rank 2 may send.
+   later than inside_await_end_s after the first time, is no loss either. turn: 1 and 3: rank 2 may send.
    */
 static void go_to(int *turn, int next) { __atomic_store_n(turn, next, __ATOMIC_SEQ_CST); }
 
@@ -225,7 +225,7 @@ static int leave_first(int rank, void *arg) {
   cddp_group *g = NULL;
   void *x;
   test_failures = 0;
-  inside_left_s = RANKS_WITHIN(RANKS_SLOW ? 0.2 : 0.5);
+  inside_await_end_s = RANKS_WITHIN(RANKS_SLOW ? 0.2 : 0.5);
   memset(&d, 0, sizeof d);
   d.device = "cuda";
   CHECK_OK(cddp_init(&g, &d));
@@ -233,7 +233,7 @@ static int leave_first(int rank, void *arg) {
   check_sum(g, 6);
   CHECK_OK(cddp_barrier(g));
   if (rank == 1) {
-    inside_left_s = 0;
+    inside_await_end_s = 0;
     cddp_destroy(g);
     wait_until(turn, 4); /* its process goes on */
     return test_failures != 0;
@@ -247,7 +247,7 @@ static int leave_first(int rank, void *arg) {
     CHECK_OK(rank == 0 ? cddp_recv(g, x, 1, CDDP_F32, 2, 0, NULL)
                        : cddp_send(g, x, 1, CDDP_F32, 0, 0, NULL));
     CHECK_OK(cddp_synchronize(g));
-    ranks_sleep(i == 0 ? inside_left_s : 0);
+    ranks_sleep(i == 0 ? inside_await_end_s : 0);
   }
   cddp_free(g, x);
   if (rank == 0) go_to(turn, 4);

@@ -252,6 +252,12 @@ void hostcuda_context(int device) {
   pthread_mutex_unlock(&g.contexts[device]);
 }
 
+bool hostcuda_protects(void) { /* does not count as a process's first call of CUDA */
+  int key = number("HOSTCUDA_PROTECT", 1) != 0 ? pkey_alloc(0, 0) : -1;
+  if (key >= 0) pkey_free(key);
+  return key >= 0;
+}
+
 int hostcuda_contexts(void) {
   int i, n = 0;
   for (i = 0; i < MAX_DEVICES; i++) n += __atomic_load_n(&g.context[i], __ATOMIC_RELAXED);
@@ -657,17 +663,25 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
   return unlocked(cudaSuccess);
 }
 
+/* A stream that is captured can be neither waited for nor asked, in any mode, and the legacy stream
+   cannot while a blocking stream is captured: the capture is void. g.lock is held. */
+static cudaError_t awaitable(cudaStream_t s) {
+  capture *c;
+  if (s == NULL) return cudaErrorInvalidResourceHandle;
+  c = s->capture != NULL ? s->capture : obstacle(s);
+  if (c == NULL) return cudaSuccess;
+  c->invalid = true;
+  return s->capture != NULL ? cudaErrorStreamCaptureUnsupported : cudaErrorStreamCaptureImplicit;
+}
+
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
   cudaStream_t s;
+  cudaError_t e;
   ENTER("cudaStreamSynchronize");
   lock();
   s = find(stream);
-  if (s == NULL) return unlocked(cudaErrorInvalidResourceHandle);
-  if (s->capture != NULL) {
-    s->capture->invalid = true;
-    return unlocked(cudaErrorStreamCaptureUnsupported);
-  }
-  return unlocked(drained(s));
+  e = awaitable(s);
+  return unlocked(e == cudaSuccess ? drained(s) : e);
 }
 
 cudaError_t cudaStreamQuery(cudaStream_t stream) {
@@ -677,8 +691,8 @@ cudaError_t cudaStreamQuery(cudaStream_t stream) {
   SAFE();
   lock();
   s = find(stream);
-  if (s == NULL) e = cudaErrorInvalidResourceHandle;
-  else e = s->done == s->enqueued ? cudaSuccess : cudaErrorNotReady;
+  e = awaitable(s);
+  if (e == cudaSuccess && s->done != s->enqueued) e = cudaErrorNotReady;
   return unlocked(e);
 }
 
@@ -710,8 +724,15 @@ static cudaError_t drain_locked(void) {
 }
 
 cudaError_t cudaDeviceSynchronize(void) {
+  cudaError_t e = cudaSuccess;
+  cudaStream_t s;
   ENTER("cudaDeviceSynchronize");
   SAFE();
+  lock();
+  for (s = g.streams; s != NULL; s = s->next) /* in any mode */
+    if (s->device == t_device && s->capture != NULL) e = awaitable(s);
+  unlock();
+  REQUIRE(e == cudaSuccess, e);
   return hostcuda_leave(drain_device());
 }
 
@@ -846,8 +867,12 @@ static cudaError_t wait_in_capture(cudaStream_t s, cudaEvent_t event) { /* g.loc
   capture *c = live_capture(event);
   int i;
   if (c == NULL) return cudaErrorCapturedEvent; /* its capture is over */
-  if (is_legacy(s)) return cudaErrorStreamCaptureImplicit;
-  if (s->capture != NULL && s->capture != c) return cudaErrorStreamCaptureMerge;
+  if (is_legacy(s) || (s->capture != NULL && s->capture != c)) {
+    c->invalid = true;
+    if (is_legacy(s)) return cudaErrorStreamCaptureImplicit;
+    s->capture->invalid = true;
+    return cudaErrorStreamCaptureMerge;
+  }
   if (s->capture == NULL) s->last.count = 0;
   s->capture = c;
   for (i = 0; i < event->at.count; i++) add_dep(&s->last, event->at.node[i]);
@@ -918,6 +943,8 @@ cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t start, cudaEvent_t end) 
   if (((start->flags | end->flags) & cudaEventDisableTiming) != 0 || start->recorded == 0 ||
       end->recorded == 0)
     e = cudaErrorInvalidResourceHandle;
+  else if (askable(start) != cudaSuccess || askable(end) != cudaSuccess)
+    e = cudaErrorCapturedEvent;
   else if (start->completed < start->recorded || end->completed < end->recorded)
     e = cudaErrorNotReady;
   else

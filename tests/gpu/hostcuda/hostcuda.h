@@ -66,6 +66,7 @@ extern "C" {
    streams have executed. */
 uint64_t hostcuda_calls(const char *name);
 size_t hostcuda_bytes(void);        /* of device memory that this process has allocated */
+bool hostcuda_protects(void);       /* the host cannot read device memory here */
 int hostcuda_contexts(void);        /* devices on which this process has a context */
 int hostnccl_communicators(void); /* those of this process that have not been reclaimed */
 /* NCCL's thread comes to the process's next collective, of up to 64 KiB, a moment after the abort:

@@ -966,8 +966,19 @@ ncclResult_t ncclGetVersion(int *version) {
   return ncclSuccess;
 }
 
+/* As NCCL does at its first call that needs settings: the file's become variables of the process. */
+static void read_settings(void) {
+  const char *path = getenv("NCCL_CONF_FILE");
+  FILE *f = path != NULL ? fopen(path, "r") : NULL;
+  char line[256], name[128], value[128];
+  while (f != NULL && fgets(line, sizeof line, f) != NULL)
+    if (sscanf(line, "%127[^=#]=%127s", name, value) == 2) setenv(name, value, 0);
+  if (f != NULL) fclose(f);
+}
+
 ncclResult_t ncclGetUniqueId(ncclUniqueId *id) {
   ENTER("ncclGetUniqueId");
+  read_settings();
   if (id == NULL) return refuse(ncclInvalidArgument, "id is NULL");
   return make_id(id);
 }
