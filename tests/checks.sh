@@ -236,6 +236,21 @@ cuda-examples() {
     [ "$(wc -l <"$work/out")" = 1 ] || fail "no sentence about the GPU: $(cat "$work/out")"
 }
 
+# tests/gpu/gpu.sh suite compiles and links with the real CUDA and NCCL, for all architectures; a program of it says that
+# there is no GPU. The suite has all tests, but those that gpu.sh names.
+gpu-suite() {
+  local name
+  installed nvcc
+  nccl_found || skip "nvcc finds no nccl.h"
+  for name in $(sed -n 's/^  .*RUN(\(test_[a-z_]*\));.*/\1/p' tests/gpu/nccl_*.c | sort -u); do
+    grep -q -E "^(  suite_tests .* |# Left out:.* )$name( |,|;|\$)" tests/gpu/gpu.sh || echo "$name"
+  done | none "not in tests/gpu/gpu.sh suite"
+  GPU_BUILD=$work/gpu GPU_ARCH=all GPU_SECONDS=0 SUITE_FLAGS="${cuda_flags##*"-I$top"} -Xptxas -O0 -Xcicc -O1 --threads 3" \
+    tests/gpu/gpu.sh build-suite >"$work/out" 2>&1 || fail "$(cat "$work/out")"
+  CUDA_VISIBLE_DEVICES='' ONLY=test_graph "$work/gpu/bin/nccl_graphs" >"$work/out" 2>&1 && fail "runs on no GPU"
+  grep -q 'cddp_init: CUDA finds no GPU here' "$work/out" || fail "no sentence about the GPU: $(cat "$work/out")"
+}
+
 nccl_found() { echo '#include <nccl.h>' >"$work/nccl.cu" && nvcc -E "$work/nccl.cu" >/dev/null 2>&1; }
 
 # CDDP_CUDA without nvcc: cc and c++ compile cddp.h beside cddp_kernels.cuh, and need no cuBLAS. The kernels' declarations
@@ -265,6 +280,14 @@ cudaError_t f(float *x, cudaStream_t s) { return cddp_cuda_fill(x, CDDP_F32, 1, 
     $c -c static.c -o static.o || fail "${c%% *}: CDDP_STATIC"
     exported static.o | none "CDDP_STATIC exports"
   done
+  for c in "g++ -std=c++20" "clang++ -std=c++17"; do # the kernels, of which C++17 is the least
+    command -v "${c%% *}" >/dev/null || continue
+    $c -Wall -Wextra -Werror -isystem "$top/tests/gpu/hostcuda" -DCDDP_KERNELS_IMPLEMENTATION -fsyntax-only \
+      -xc++ cddp_kernels.cuh || fail "$c: the kernels"
+  done
+  g++ -isystem "$top/tests/gpu/hostcuda" -DCDDP_STATIC -DCDDP_KERNELS_IMPLEMENTATION -fsyntax-only -xc++ \
+    cddp_kernels.cuh >out 2>&1 && fail "CDDP_STATIC in two files compiles"
+  grep -q 'error.*CDDP_STATIC: the file that implements cddp.h must be' out || fail "CDDP_STATIC: $(head -n 3 out)"
   rm cddp_kernels.cuh
   cc -I"$top/tests/gpu/hostcuda" -c one.c -o one.o 2>out && fail "compiles without cddp_kernels.cuh"
   grep -q 'cddp_kernels.cuh: No such file' out || fail "does not name the missing file: $(head -n 3 out)"
@@ -582,6 +605,7 @@ lists() { # what there is to run, tests/list.ninja or a script has; tests/suites
   local f name
   for f in tests/{rooms,ranks,chaos,fuzz}/*.c tests/gpu/*.{c,cu}; do
     grep -q ": object $f " tests/list.ninja && continue # a part of others
+    [ "$f" = tests/gpu/real.c ] && continue             # of tests/gpu/gpu.sh suite
     name=$(sed -n "s|^build \$dir/\([^:]*\): [a-z_]*program $f.*|\1|p" tests/list.ninja)
     grep -q -E "build/[a-z]+/${name:-none}( |\$)" tests/suites.ninja || echo "$f"
   done | none "not in tests/list.ninja, or its program not in tests/suites.ninja"
@@ -595,11 +619,11 @@ lists() { # what there is to run, tests/list.ninja or a script has; tests/suites
 # --- which ---
 
 compilers="cc g++ clang clang++"
-others="openmp stdio-first any-order cuda ignored targets standards macros commas symbols lines functions contents layout unfinished short-examples readme manual lists"
+others="openmp stdio-first any-order cuda gpu-suite ignored targets standards macros commas symbols lines functions contents layout unfinished short-examples readme manual lists"
 per_compiler="implementation declarations static two-files alone" # ...-COMPILER
 
 case ${1:-} in
-cuda-full | cuda-examples) "$1" || exit 1 ;;
+cuda-full | cuda-examples | gpu-suite) "$1" || exit 1 ;;
 implementation-* | declarations-* | static-* | two-files-* | alone-*)
   what=${1%-*}
   "${what//-/_}" "${1##*-}" || exit 1

@@ -9,10 +9,15 @@
 #   tests/gpu/gpu.sh bench        measures
 #   tests/gpu/gpu.sh checks       the other checks
 #   tests/gpu/gpu.sh sanitize     compute-sanitizer
+#   tests/gpu/gpu.sh suite        tests/gpu/nccl_*.c, the tests of the double, on the real CUDA and NCCL: a call of its own,
+#                                 in nine minutes
+#   tests/gpu/gpu.sh double       the suite on the double, as ninja has built it, with one GPU that all ranks share
 #   tests/gpu/gpu.sh table        the table of all calls so far, whose rows add up
+#   tests/gpu/gpu.sh coverage     what has run where, of gpu-results.md and of the table: a table for gpu-results.md
 #
 # Each part builds first what is missing. `GPU_ARCH=sm_90 tests/gpu/gpu.sh build` needs no GPU: it compiles for
-# that architecture, and build/gpu/bin can then be copied to a machine that has one.
+# that architecture, and build/gpu/bin can then be copied to a machine that has one. `build-suite` is the same for
+# what the suite needs. If OUT is set, the logs and rows are left there in one archive, gpu-logs.tar.gz.
 #
 # A call ends within GPU_SECONDS, 540: it starts nothing that would end later. Without a limit: GPU_SECONDS=0.
 # A row for which no time was left says 'skip'.
@@ -25,7 +30,7 @@
 set -u
 GPU_ARCH=${GPU_ARCH:-}
 cd "$(dirname "$0")/../.." || exit 1
-out=build/gpu
+out=${GPU_BUILD:-build/gpu} double=
 
 die() { # SENTENCE
   trap - EXIT
@@ -35,10 +40,12 @@ die() { # SENTENCE
 
 case ${1:-all} in
 all) phases="build quick bench checks sanitize" ;;
-build) phases=build ;;
+build | build-suite) phases=$1 ;;
 quick | bench | checks | sanitize) phases="build $1" ;;
-table) phases= ;;
-*) echo "usage: tests/gpu/gpu.sh [build|quick|bench|checks|sanitize|table]" >&2 && exit 2 ;;
+suite) phases="build-suite suite" ;;
+double) phases=suite double=1 out=build/gpu-double GPU_SECONDS=0 ;;
+table | coverage) phases= ;;
+*) echo "usage: tests/gpu/gpu.sh [build|quick|bench|checks|sanitize|build-suite|suite|double|table|coverage]" >&2 && exit 2 ;;
 esac
 GPU_SECONDS=${GPU_SECONDS:-540}
 
@@ -74,36 +81,40 @@ table() {
 }
 
 if [ -z "$phases" ]; then
-  table
+  "$1"
   exit
 fi
 
 # --- what is there ---
 
-for d in "${CUDA_HOME:-/usr/local/cuda}"/bin /usr/local/cuda-*/bin; do
-  command -v nvcc >/dev/null || [ ! -x "$d/nvcc" ] || PATH=$PATH:$d
-done
-command -v nvidia-smi >/dev/null || PATH=$PATH:/usr/local/nvidia/bin
-command -v nvcc >/dev/null ||
-  die "nvcc is not installed: install NVIDIA's CUDA toolkit, or add its bin directory to PATH"
-cuda=$(readlink -f "$(command -v nvcc)")
-cuda=${cuda%/bin/*}
-gpus=$(timeout 60 nvidia-smi -L 2>/dev/null | grep -c '^GPU') # not the lines of MIG's parts
-[ "$gpus" -gt 0 ] || [ "$phases$GPU_ARCH" = "build${GPU_ARCH:-none}" ] ||
-  die "nvidia-smi finds no GPU here: this needs a machine with an NVIDIA GPU and its driver"
+id=$(git describe --always --dirty 2>/dev/null) || id="files $(cat cddp.h cddp_kernels.cuh | sha256sum | cut -c 1-8)"
+bin=$out/bin cores=$(nproc) memory=0 most=1
+[ "$cores" -gt 1 ] || cores=2 # two ranks wait for each other
+mkdir -p $out/rows $out/log $out/lib $out/bin
+
+find_gpu() {
+  local d
+  for d in "${CUDA_HOME:-/usr/local/cuda}"/bin /usr/local/cuda-*/bin; do
+    command -v nvcc >/dev/null || [ ! -x "$d/nvcc" ] || PATH=$PATH:$d
+  done
+  command -v nvidia-smi >/dev/null || PATH=$PATH:/usr/local/nvidia/bin
+  command -v nvcc >/dev/null ||
+    die "nvcc is not installed: install NVIDIA's CUDA toolkit, or add its bin directory to PATH"
+  cuda=$(readlink -f "$(command -v nvcc)")
+  cuda=${cuda%/bin/*}
+  gpus=$(timeout 60 nvidia-smi -L 2>/dev/null | grep -c '^GPU') # not the lines of MIG's parts
+  [ "$gpus" -gt 0 ] || { [[ $phases = build* && $phases != *\ * ]] && [ -n "$GPU_ARCH" ]; } ||
+    die "nvidia-smi finds no GPU here: this needs a machine with an NVIDIA GPU and its driver"
+
+  gpu=$(ask name,driver_version)
+  arch=$(ask compute_cap | tr -d .)
+  [[ $arch =~ ^[0-9]+$ ]] && arch=sm_$arch || arch=native
+  arch=${GPU_ARCH:-$arch}
+  memory=$(ask memory.total) # MiB
+  [[ $memory =~ ^[0-9]+$ ]] || memory=0
+}
 
 ask() { timeout 60 nvidia-smi --query-gpu="$1" --format=csv,noheader,nounits 2>/dev/null | head -n 1; }
-
-gpu=$(ask name,driver_version)
-arch=$(ask compute_cap | tr -d .)
-[[ $arch =~ ^[0-9]+$ ]] && arch=sm_$arch || arch=native
-arch=${GPU_ARCH:-$arch}
-memory=$(ask memory.total) # MiB
-[[ $memory =~ ^[0-9]+$ ]] || memory=0
-cores=$(nproc)
-[ "$cores" -gt 1 ] || cores=2 # two ranks wait for each other
-id=$(git describe --always --dirty 2>/dev/null) || id="files $(cat cddp.h cddp_kernels.cuh | sha256sum | cut -c 1-8)"
-mkdir -p $out/rows $out/log $out/lib $out/bin
 
 # Whether nvcc finds a library and its header.
 links() { # LIBRARY HEADER
@@ -212,6 +223,7 @@ judge() { # NUMBER of a command that has ended: makes its row
   elif [ -n "$behind" ]; then why="left processes behind: $behind"
   elif [ -n "${musts[$1]}" ] && ! grep -q -a -E "${musts[$1]}" "$log"; then why="no line says ${musts[$1]}"
   else state=ok; fi
+  [ "$state" = ok ] && why+=$(sed -n 's/^  skip of [a-z_]*: /; not on a GPU: /p' "$log" | tr -d '\n')
   [ "$state" = ok ] || [[ ${softs[$1]} != 1* ]] || state=warn
   if [[ $why = "no end"* && ${softs[$1]} = *cut ]]; then state=skip; fi # it may need the time it did not get
   if [ "$state" != ok ] && grep -q -a 'Device not supported' "$log"; then
@@ -279,6 +291,7 @@ finish() {
   done
   marked "$$-" | xargs -r kill 2>/dev/null
   end_marked "$$-" >/dev/null
+  [ -z "${OUT:-}" ] || tar -czf "$OUT/gpu-logs.tar.gz" -C "$out" log rows
   table || [ "$code" != 0 ] || code=1
   exit "$code"
 }
@@ -303,9 +316,88 @@ build() {
   collect
 }
 
+# --- the suite: tests/gpu/nccl_*.c with tests/gpu/real.c in place of the double ---
+
+# Left out: test_no_device, test_no_driver and test_stall steer the double; test_threads needs several GPUs.
+suite_programs="elastic collectives faults threads sharded graphs steps ddp"
+
+# PROGRAM OUTPUT: compiles it, and links the three objects that all have.
+link_suite() {
+  local wraps
+  wraps=$(sed -n 's/^  X(\(cuda\|nccl\)[A-Za-z_]*, \([A-Za-z]*\),.*/-Xlinker --wrap=\2/p' tests/gpu/real.c)
+  # shellcheck disable=SC2086
+  "${CC:-cc}" -std=c11 -O0 -D_GNU_SOURCE -DCDDP_IMPLEMENTATION_DONE -isystem "$cuda/include" \
+    -c "tests/gpu/nccl_$1.c" -o "$out/suite/nccl_$1.o" &&
+    nvcc "$out/suite/nccl_$1.o" "$out"/suite/{inside,real,kernels}.o -o "$2" $wraps -lnccl -lpthread -lm
+}
+
+build_suite() {
+  local name hash flags kernels
+  kernels="-O3 -std=c++17 ${SUITE_FLAGS:--arch=$arch}" # tests/checks.sh: several architectures, not optimised
+  flags="$kernels $(cat tests/gpu/*.[ch] tests/gpu/hostcuda/hostcuda.h tests/*.h tests/inside.c cddp.h \
+    cddp_kernels.cuh tests/gpu/gpu.sh | sha256sum)"
+  mkdir -p "$out/suite"
+  for name in $suite_programs; do
+    [ "$flags" = "$(cat "$out/bin/nccl_$name.stamp" 2>/dev/null)" ] || name=missing && break
+  done
+  [ "$name" = missing ] || { row ok "build the suite" "is there already" && return; }
+  rm -f "$out"/bin/nccl_*.stamp
+  # shellcheck disable=SC2086
+  start "build the suite's kernels" 550 nvcc $kernels -x cu -DCDDP_KERNELS_IMPLEMENTATION -DCDDP_KERNELS_NO_CUBLAS \
+    -c cddp_kernels.cuh -o "$out/suite/kernels.o"
+  start "build the suite's cddp.h" 550 "${CC:-cc}" -std=c11 -O1 -D_GNU_SOURCE -DCDDP_CUDA -DCDDP__NO_DISPATCH \
+    -isystem "$cuda/include" -c tests/inside.c -o "$out/suite/inside.o"
+  start "build the suite's real.c" 550 "${CC:-cc}" -std=c11 -O1 -Wall -Wextra -Werror -isystem "$cuda/include" \
+    -c tests/gpu/real.c -o "$out/suite/real.o"
+  collect
+  for name in $suite_programs; do
+    echo "$flags" >"$out/bin/nccl_$name.next"
+    made=$out/bin/nccl_$name start "build nccl_$name" 550 bash -c "$(declare -f link_suite); out=$out cuda=$cuda; \
+      link_suite $name $out/bin/nccl_$name"
+  done
+  collect
+}
+
+# PROGRAM TEST...: rows of their own. The ranks share the GPU, unless there are as many as most tests have ranks.
+suite_tests() {
+  local program=$1 test
+  shift
+  for test in "$@"; do
+    start "$test, $suite_where" "${SUITE_LIMIT:-150}" env "ONLY=$test" TEST_SLACK=4 "${suite_way[@]}" \
+      "$bin/nccl_$program"
+  done
+}
+
+# What is worth most comes first: the time may not do for all. A process takes a second for the start of CUDA; several
+# tests at a time wait side by side.
+suite() {
+  local cores=${SUITE_JOBS:-4} suite_way suite_where
+  if [ -n "$double" ]; then
+    cores=$(nproc) suite_way=(TEST_SHARE=1 HOSTCUDA_DEVICES=1) suite_where="the double" bin=build/plain
+  elif [ "$most" -ge 8 ]; then suite_way=() suite_where="$most GPUs"
+  elif [[ $libraries =~ NCCL\ 2\.([0-9]+) ]] && [ "${BASH_REMATCH[1]}" -ge 30 ]; then
+    suite_way=(TEST_SHARE=1) suite_where="one GPU"
+  else suite_way=(TEST_SHARE=1 "${apart[@]:1}") suite_where="one GPU"; fi
+  suite_tests elastic test_elastic test_shards test_elastic_joins
+  suite_tests collectives test_groups # messages, groups that are split, counts
+  suite_tests faults test_left_messages test_lost test_mismatch test_failed_saves
+  suite_tests sharded test_sharded_states test_parts
+  suite_tests faults test_stopped test_own_shares test_injection test_blocking_setting test_device_memory
+  suite_tests collectives test_collectives test_means test_streams
+  suite_tests graphs test_beside_captures test_graph test_step_graphs test_graph_failures test_captured_adamw
+  suite_tests steps test_set_stream test_steps
+  suite_tests threads test_destroyed_first test_left_first test_leaving
+  [ -z "$double" ] || { collect && return; } # on the double ninja test runs the rest
+  suite_tests ddp test_uneven_and_sparse test_training_masters test_adamw test_checkpoints test_beside_a_model
+  suite_tests ddp test_training test_training_options test_training_staged
+  suite_tests collectives test_hosts test_blocking_launches
+  suite_tests faults test_failing_hosts test_device_failures
+  suite_tests ddp test_training_over_hosts test_blocking_launches
+  collect
+}
+
 # --- checks ---
 
-bin=$out/bin
 # For ranks that share a GPU: they are to find no way to each other but sockets.
 apart=(env NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 NCCL_MNNVL_ENABLE=0 NCCL_IB_DISABLE=1)
 
@@ -467,13 +559,18 @@ trap finish EXIT
 trap 'exit 129' HUP
 trap 'exit 130' INT
 trap 'exit 143' TERM
-find_libraries
+if [ -z "$double" ]; then
+  find_gpu
+  find_libraries
+else echo "$id|the double, $id" >$out/rows/head; fi
 
 begin_phase() { phase=$1 rows=0 && rm -f "$out/rows/$1"-*; }
 
 for p in $phases; do
   case $p in
   build) begin_phase 1 && build ;;
+  build-suite) begin_phase 6 && build_suite ;;
+  suite) begin_phase 7 && { [ -n "$double" ] || count_gpus; } && suite ;;
   quick) begin_phase 2 && count_gpus && quick ;;
   bench) begin_phase 3 && count_gpus && bench ;;
   checks) begin_phase 4 && count_gpus && checks ;;

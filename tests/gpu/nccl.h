@@ -7,6 +7,9 @@
      CHECK_OK(run_on("aab", sum, NULL, NULL));             3 processes on hosts a, a and b
      CHECK_OK(run_threads(sum, NULL, 4, NULL));            4 threads of one process
 
+   On a GPU (tests/gpu/gpu.sh suite) real.c stands for the double, and the ranks share cuda:0
+   (TEST_SHARE=1). What needs the double, or a GPU for each rank, asks on_double or own_gpus first.
+
    A `scenario` is the description of ranks that fail: scenario.fn runs on each rank and leaves in
    its `outcome` the error and the time at which the rank learned of it. */
 #ifndef NCCL_H
@@ -18,6 +21,8 @@
 #include "../inside.h"
 #include "../ranks.h"
 #include "hostcuda/hostcuda.h"
+
+#include <nccl.h> /* of hostcuda, or the real one */
 
 #include <sys/time.h>
 
@@ -37,7 +42,28 @@ __attribute__((constructor)) static void small_chunks(void) {
   inside_shard_chunk = 700;
 }
 
+#ifdef HOSTCUDA
 enum { MOST_RANKS = 8 }; /* the main tests run on 1 to 8 ranks */
+#else
+enum { MOST_RANKS = 4 }; /* each process takes a second for the start of CUDA */
+#endif
+
+/* Whether the test can go on; else it says why not. */
+RANKS_DEF bool goes_on(bool can, const char *why) {
+  if (!can) fprintf(stderr, "  skip of %s: %s\n", test_running, why);
+  test_count(); /* a test without checks fails */
+  return can;
+}
+
+RANKS_DEF bool on_double(const char *what) {
+#ifdef HOSTCUDA
+  return goes_on(true, what);
+#else
+  return goes_on(false, what);
+#endif
+}
+
+RANKS_DEF bool own_gpus(const char *what) { return goes_on(getenv("TEST_SHARE") == NULL, what); }
 
 /* --- ranks with a device --- */
 
@@ -50,14 +76,30 @@ typedef struct job {
 
 /* TEST_HOSTS=aab: see ranks.h. Each host's GPUs are then given out from cuda:0 on, and NCCL, which
    goes by a name of its own, takes them for hosts too. */
-RANKS_DEF void place(int rank) {
-  const char *hosts = getenv("TEST_HOSTS");
+RANKS_DEF void place_on_host(int rank) {
   int i, local = 0;
-  if (hosts == NULL) return;
+  if (getenv("TEST_HOSTS") == NULL) return;
   ranks_place(rank);
   for (i = 0; i < rank; i++) local += ranks_together(i, rank);
   ranks_setenv("LOCAL_RANK", local);
   setenv("NCCL_HOSTID", getenv("CDDP_HOST_ID"), 1);
+}
+
+/* TEST_SHARE=1: all ranks share cuda:0. NCCL supports that from 2.30 on. Before, each rank gets a
+   host's name of its own: NCCL then takes the ranks for those of several hosts. */
+RANKS_DEF bool shares_by_name(void) {
+  int version = 0;
+  return ncclGetVersion(&version) != ncclSuccess || version < 23000;
+}
+
+RANKS_DEF void place(int rank) {
+  char name[32];
+  place_on_host(rank);
+  if (getenv("TEST_SHARE") == NULL) return;
+  ranks_setenv("LOCAL_RANK", 0);
+  snprintf(name, sizeof name, "rank-%d", rank);
+  if (shares_by_name()) setenv("NCCL_HOSTID", name, 1);
+  else setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1", 1);
 }
 
 RANKS_DEF int rank_process(int rank, void *p) {
@@ -237,11 +279,11 @@ RANKS_DEF int scenario_rank(int rank, void *p) {
   cddp_group_desc d;
   cddp_group *g = NULL;
   memset(&d, 0, sizeof d);
+  if (o->environment != NULL) setenv(o->environment, o->value, 1); /* place calls NCCL */
   place(rank);
   d.device = o->device != NULL ? o->device : "cuda";
   d.backend = o->backend;
   d.timeout_s = o->timeout_s;
-  if (o->environment != NULL) setenv(o->environment, o->value, 1);
   if (o->fuse > 0 && rank == o->victim) {
     struct itimerval t;
     memset(&t, 0, sizeof t);

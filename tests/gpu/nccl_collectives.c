@@ -729,8 +729,10 @@ static int on_threads(int rank, void *arg) {
 }
 
 static void test_threads(void) {
-  pid_t pid = ranks_fork(on_threads, 0, NULL);
+  pid_t pid;
   int status = -1;
+  if (!own_gpus("threads of a process cannot share a GPU")) return;
+  pid = ranks_fork(on_threads, 0, NULL);
   ranks_join(&pid, 1, RANKS_WITHIN(20), &status);
   CHECK_EQ(status, 0);
 }

@@ -11,6 +11,8 @@ static void test_no_device(void) {
   static const char *const wrong[] = {"01", "+1", "1x", " 1", "-1"};
   scenario *o = scenario_new(NULL);
   int i;
+  if (!on_double("it changes the number of GPUs") || !own_gpus("it has ranks of several"))
+    return;
   o->environment = "LOCAL_RANK";
   for (i = 0; i < 5; i++) {
     o->value = wrong[i];
@@ -117,6 +119,7 @@ static int without_driver(int rank, void *arg) {
 }
 
 static void test_no_driver(void) {
+  if (!on_double("CUDA has a driver")) return;
   int status[2];
   setenv("HOSTCUDA_DEVICES", "no-driver", 1);
   ranks_script(without_driver, NULL, 2, RANKS_WITHIN(20), status);
@@ -358,6 +361,16 @@ static void test_stopped(void) {
   ranks_join(pid + 1, 1, RANKS_WITHIN(10), status + 1);
 }
 
+/* Rank 1 dies while communicators connect. */
+static void lose_at_start(scenario *o) {
+  if (!on_double("no call of NCCL waits on demand")) return;
+  memset(o, 0, sizeof *o);
+  o->victim = 1;
+  o->fuse = RANKS_SLOW ? 0.9 : 0.3; /* on a busy machine it dies before they do: no matter */
+  o->environment = "HOSTNCCL_FAIL";
+  o->value = "init:1@1";
+}
+
 static int leave_early(cddp_group *g, scenario *o, outcome *f) {
   float *x = (float *)cddp_alloc(g, 4000);
   CHECK_OK(work_on(g, x, 10));
@@ -384,20 +397,17 @@ static void test_lost(void) {
       }
     }
   }
-  memset(o, 0, sizeof *o); /* while communicators connect */
-  o->victim = 1;
-  o->fuse = RANKS_SLOW ? 0.9 : 0.3; /* on a busy machine it dies before they do: no matter */
-  o->environment = "HOSTNCCL_FAIL";
-  o->value = "init:1@1";
-  run_scenario(o, 3);
-  check_outcome(o, 0, CDDP_PEER_LOST, "rank 1 (pid ");
-  check_outcome(o, 2, CDDP_PEER_LOST, "rank 1 (pid ");
-  CHECK(o->outcomes[0].when - o->began < RANKS_WITHIN(2));
   memset(o, 0, sizeof *o);
   o->fn = leave_early;
   run_scenario(o, 2);
   check_outcome(o, 1, CDDP_PEER_LOST, "rank 0 (pid ");
   check_outcome(o, 1, CDDP_PEER_LOST, "left the group");
+  lose_at_start(o);
+  if (o->environment == NULL) return;
+  run_scenario(o, 3);
+  check_outcome(o, 0, CDDP_PEER_LOST, "rank 1 (pid ");
+  check_outcome(o, 2, CDDP_PEER_LOST, "rank 1 (pid ");
+  CHECK(o->outcomes[0].when - o->began < RANKS_WITHIN(2));
 }
 
 /* The last rank leaves; rank 0 waits for a message from it. way: 1: they have exchanged messages
@@ -505,11 +515,8 @@ static void test_failing_hosts(void) {
   o->fn = disagree_step; /* in the learning rate: a cddp_ddp's calls count as the group's */
   run_scenario_on(o, "ab");
   for (i = 0; i < 2; i++) check_outcome(o, i, CDDP_MISMATCH, "and its cddp_ddps");
-  memset(o, 0, sizeof *o); /* while communicators connect */
-  o->victim = 1;
-  o->fuse = RANKS_SLOW ? 0.9 : 0.3;
-  o->environment = "HOSTNCCL_FAIL";
-  o->value = "init:1@1";
+  lose_at_start(o);
+  if (o->environment == NULL) return;
   run_scenario_on(o, "aba");
   for (i = 0; i < 3; i += 2) check_outcome(o, i, CDDP_PEER_LOST, "rank 1 (pid ");
 }
@@ -566,7 +573,9 @@ static void test_device_failures(void) {
   o->value = "cudaEventQuery:1:700@1";
   run_scenario(o, 2);
   for (i = 0; i < 2; i++)
-    check_outcome(o, i, CDDP_CUDA, "rank 1: cuda:1 failed during the group's");
+    check_outcome(o, i, CDDP_CUDA,
+                  getenv("TEST_SHARE") != NULL ? "rank 1: cuda:0 failed during the group's"
+                                               : "rank 1: cuda:1 failed during the group's");
   memset(o, 0, sizeof *o);
   o->fn = free_at_once;
   run_scenario(o, 2);
@@ -719,7 +728,7 @@ static void test_blocking_setting(void) {
    the processor has no protection keys, pages without access stand in for device memory. */
 static int device_memory(int rank, void *arg) {
   void *own = mmap(NULL, 1 << 20, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  char *bad = arg != NULL ? (char *)on_device(NULL, 1 << 20) : (char *)own;
+  char *bad = (char *)(arg != NULL ? hostcuda_unreadable(1 << 20) : own);
   float *good, host[100] = {0};
   size_t counts[] = {1, 1, 1};
   cddp_group *g = NULL;
@@ -729,6 +738,7 @@ static int device_memory(int rank, void *arg) {
   cddp_param p[2];
   int peer, k;
   test_failures = 0;
+  if (bad == NULL) bad = (char *)own;
   CHECK_OK(cddp_init(&g, NULL));
   peer = (rank + 1) % cddp_world_size(g);
   good = (float *)cddp_alloc(g, 4000);
@@ -780,7 +790,7 @@ static void test_device_memory(void) {
   int n;
   for (n = 1; n <= 3; n++) {
     CHECK_OK(cddp_spawn(device_memory, NULL, n));
-    if (hostcuda_protects()) CHECK_OK(cddp_spawn(device_memory, (void *)1, n));
+    CHECK_OK(cddp_spawn(device_memory, (void *)1, n));
   }
 }
 
@@ -818,6 +828,7 @@ static void test_stall(void) {
   enum { CASES = sizeof cases / sizeof *cases, HALVES = CASES - 1 };
   scenario *o = (scenario *)ranks_shared(CASES * sizeof *o);
   int i, k;
+  if (!on_double("no call of NCCL stalls on demand")) return;
   for (k = 0; k < CASES; k++) {
     o[k].fn = cases[k].fn;
     o[k].victim = -1;
@@ -889,6 +900,7 @@ static void test_injection(void) {
   enum { CASES = sizeof cases / sizeof *cases, AT_ONCE = 8 };
   scenario *all = (scenario *)ranks_shared(CASES * sizeof *all), *o = all;
   int i, k, n = 0, rank;
+  bool names;
   for (i = 0; i < CASES; i += RANKS_SLOW ? 3 : 1, n++) {
     o[n].fn = everything;
     o[n].victim = -1;
@@ -900,8 +912,13 @@ static void test_injection(void) {
   for (i = 0; i < CASES; i += RANKS_SLOW ? 3 : 1, o++) {
     rank = cases[i].fail[strlen(cases[i].fail) - 1] - '0';
     test_count();
+#ifdef HOSTCUDA
+    names = true;
+#else
+    names = strncmp(cases[i].fail, "nccl", 4) != 0; /* the double's own texts name its functions */
+#endif
     if (o->outcomes[rank].result != cases[i].result ||
-        strstr(o->outcomes[rank].text, cases[i].says) == NULL ||
+        (names && strstr(o->outcomes[rank].text, cases[i].says) == NULL) ||
         (cases[i].result != CDDP_OK) != (o->outcomes[!rank].result != CDDP_OK))
       test_fail(__FILE__, __LINE__, "%s: rank %d: %s \"%s\", the other: %s \"%s\"", cases[i].fail,
                 rank, cddp_result_name(o->outcomes[rank].result), o->outcomes[rank].text,

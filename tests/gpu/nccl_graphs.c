@@ -225,7 +225,7 @@ static int step_graph(cddp_group *g, scenario *o, outcome *f) {
   enum { MODEL_FIRST, ONE_LAUNCHES, DIES, WAITS };
   bool launches;
   captured c;
-  inside_await_end_s = o->victim == DIES ? 30 : 0.2; /* nobody waits so long for what a graph holds up */
+  inside_await_end_s = o->victim == DIES ? 30 : 0.2; /* no rank waits that long for a graph */
   captured_open(&c, g);
   (void)cddp_barrier(g);
   if (cddp_rank(g) == 1 && o->victim == DIES) {

@@ -619,7 +619,7 @@ static void test_steps(void) {
   CHECK_OK(run(thrifty, NULL, 2, NULL));
   CHECK_OK(run(strangers, NULL, 2, NULL));
   inside_comm_min_ranks = 1;
-  CHECK_OK(run(naps_little, NULL, 1, NULL));
+  if (on_double("NCCL is not busy on demand")) CHECK_OK(run(naps_little, NULL, 1, NULL));
   inside_comm_min_ranks = 2;
   CHECK_OK(run(was_stopped, NULL, 2, NULL));
   CHECK_OK(run(leaves_unused, NULL, 3, NULL));

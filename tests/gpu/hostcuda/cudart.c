@@ -252,10 +252,9 @@ void hostcuda_context(int device) {
   pthread_mutex_unlock(&g.contexts[device]);
 }
 
-bool hostcuda_protects(void) { /* does not count as a process's first call of CUDA */
-  int key = number("HOSTCUDA_PROTECT", 1) != 0 ? pkey_alloc(0, 0) : -1;
-  if (key >= 0) pkey_free(key);
-  return key >= 0;
+void *hostcuda_unreadable(size_t bytes) {
+  void *p = NULL;
+  return cudaMalloc(&p, bytes) == cudaSuccess && g.protects ? p : NULL;
 }
 
 int hostcuda_contexts(void) {

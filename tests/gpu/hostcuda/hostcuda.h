@@ -55,8 +55,9 @@
 #define HOSTCUDA_H
 
 #include <stdbool.h>
+#include <stdint.h>
 
-#include "cuda_runtime.h"
+#include <cuda_runtime.h> /* of this folder; for tests/gpu/real.c the real one */
 
 #ifdef __cplusplus
 extern "C" {
@@ -66,7 +67,7 @@ extern "C" {
    streams have executed. */
 uint64_t hostcuda_calls(const char *name);
 size_t hostcuda_bytes(void);        /* of device memory that this process has allocated */
-bool hostcuda_protects(void);       /* the host cannot read device memory here */
+void *hostcuda_unreadable(size_t bytes); /* device memory that the host cannot read; NULL: it can */
 int hostcuda_contexts(void);        /* devices on which this process has a context */
 int hostnccl_communicators(void); /* those of this process that have not been reclaimed */
 /* NCCL's thread comes to the process's next collective, of up to 64 KiB, a moment after the abort:
