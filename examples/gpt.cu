@@ -4,6 +4,7 @@
      ./gpt                                      1 rank on a GPU
      ./gpt -n 2 --save FILE                     2 ranks, each on its own GPU; a checkpoint
      ./gpt -n 2 --backend cpu                   2 ranks that can share a GPU: slower, for tests
+     ./gpt -n 2 --shards 2 --elastic 9          survives lost ranks; up to 9 are started again
    --help lists all options.
 
    gpt.c, with as many --shards as here are ranks, has the same losses, up to rounding. It needs no
@@ -29,6 +30,7 @@ static const option options[] = {
     {"--layers", INTEGER, &config.layers, "4", 1, MAX_LAYERS, "of the network"},
     {"--heads", INTEGER, &config.heads, "4", 1, 1e6, "of attention"},
     {"--channels", INTEGER, &config.channels, "128", 1, 1e6, "a multiple of --heads"},
+    {"--shards", INTEGER, &config.shards, "0", 0, 4096, "of the global batch; 0: one a rank"},
     {"--seed", INTEGER, &config.seed, "1", 0, 1e9, "of weights and batches"},
     {"--lr", REAL, &config.lr, "2e-3", 0, 1e6, "highest learning rate"},
     {"--decay", REAL, &config.decay, "0.1", 0, 1e6, "weight decay"},
@@ -36,6 +38,7 @@ static const option options[] = {
     {"--text", TEXT, &config.text, "examples/data/shakespeare.txt", 0, 0, "file to learn"},
     {"--save", TEXT, &config.save, NULL, 0, 0, "checkpoint each 50 steps, and at the end"},
     {"--resume", TEXT, &config.resume, NULL, 0, 0, "checkpoint to continue from"},
+    {"--elastic", INTEGER, &config.elastic, "-1", -1, 1e6, "lost ranks to start again; -1: none"},
     {"--backend", TEXT, &config.backend, NULL, 0, 0, "nccl, or cpu: ranks can share a GPU"},
 };
 
@@ -320,7 +323,6 @@ static void forward(void) {
 static int backward(cddp_ddp *ddp, int rank) {
   int B = config.batch, T = config.context, C = config.channels, n = B * T;
   long size = (long)n * C;
-  CUDA(cudaMemsetAsync(stats, 0, 2 * sizeof *stats, NULL));
   CUDA(cddp_cuda_cross_entropy(logits, labels, logits, stats, scratch, n, BYTES, NULL));
   CUDA(cddp_cuda_linear_backward(blas, norm_f, weight(EMBEDDING), logits, d_row, grad(EMBEDDING),
                                  NULL, n, C, BYTES, NULL));
@@ -348,18 +350,38 @@ static int backward(cddp_ddp *ddp, int rank) {
   return 0;
 }
 
-/* Copies the rank's batch of a step from the text. */
-static void pick_batch(int step, int rank, int world) {
-  int B = config.batch, T = config.context;
-  uint64_t places = gpt_text_size - (size_t)T, first = (uint64_t)(((long)step * world + rank) * B);
-  launch(pick, B * T, device_text, places, (uint64_t)config.seed, first, bytes, labels, B * T, T);
+/* Forward and backward of this rank's shards of a step. stats[0] = the sum of their losses. */
+static int train_shards(cddp_ddp *ddp, int step, int shards, int rank) {
+  int B = config.batch, T = config.context, shard;
+  uint64_t places = gpt_text_size - (size_t)T, seed = (uint64_t)config.seed;
+  CUDA(cudaMemsetAsync(stats, 0, 2 * sizeof *stats, NULL));
+  while (cddp_ddp_next_shard(ddp, &shard)) {
+    uint64_t first = (uint64_t)(((long)step * shards + shard) * B); /* the same on any rank */
+    launch(pick, B * T, device_text, places, seed, first, bytes, labels, B * T, T);
+    forward();
+    if (backward(ddp, rank)) return 1;
+  }
+  return 0;
+}
+
+/* Waits for the GPU, and shows the mean loss over the shards. */
+static cddp_result report(cddp_group *alive, int done, int shards) {
+  double loss;
+  cddp_result result = cddp_synchronize(alive); /* returns what failed on the GPU */
+  CUDA(cudaMemcpy(&loss, stats, sizeof loss, cudaMemcpyDefault));
+  if (result == CDDP_OK) /* of host memory */
+    result = cddp_all_reduce(alive, &loss, 1, CDDP_F64, CDDP_SUM, NULL);
+  if (result == CDDP_OK && cddp_rank(alive) == 0)
+    printf("step %d/%d  loss %.4f\n", done, config.stop, loss / shards);
+  return result;
 }
 
 static int train(int rank, void *group_desc) {
-  cddp_group *g;
+  cddp_group *g, *alive; /* alive: the ranks that are not lost */
   cddp_ddp *ddp;
   cddp_optim *adamw;
   TRY(cddp_init(&g, (const cddp_group_desc *)group_desc)); /* makes rank's GPU the current one */
+  int shards = config.shards > 0 ? config.shards : cddp_world_size(g);
   if (cublasCreate(&blas) != CUBLAS_STATUS_SUCCESS)
     return fprintf(stderr, "rank %d: no cuBLAS\n", rank), 1;
   float *weights = (float *)cddp_alloc(g, gpt_bytes()); /* on the device */
@@ -372,6 +394,8 @@ static int train(int rank, void *group_desc) {
 
   cddp_ddp_desc model = cddp_ddp_desc();
   model.max_grad_norm = config.clip;
+  model.shards = config.shards;
+  model.elastic = config.elastic >= 0;
   cddp_adamw_desc rule = cddp_adamw_desc();
   rule.beta2 = 0.99;
   rule.weight_decays = decays;
@@ -382,27 +406,27 @@ static int train(int rank, void *group_desc) {
   file.shapes = shapes;
   file.optim = adamw;
   file.ddp = ddp;
-  if (config.resume) TRY(cddp_load(g, config.resume, params, param_count, &file));
+  if (config.resume && !getenv("CDDP_JOIN")) /* a joining process has the others' weights */
+    TRY(cddp_load(g, config.resume, params, param_count, &file));
 
-  for (int step = (int)cddp_ddp_steps(ddp); step < config.stop; step++) {
-    pick_batch(step, rank, cddp_world_size(g));
-    forward();
-    if (backward(ddp, rank)) return 1;
+  for (int step; (step = (int)cddp_ddp_steps(ddp)) < config.stop;) {
     TRY(cddp_optim_set_lr(adamw, gpt_learning_rate(step)));
+    if (train_shards(ddp, step, shards, rank)) return 1;
     TRY(cddp_ddp_step(ddp, adamw)); /* enqueues the mean, clipping, AdamW, zero gradients */
     int done = step + 1;
     if (done % 50 != 0 && done < config.stop) continue; /* the host does not wait for the GPU */
 
-    double loss;
-    TRY(cddp_synchronize(g)); /* waits for the GPU, and returns what failed there */
-    CUDA(cudaMemcpy(&loss, stats, sizeof loss, cudaMemcpyDefault));
-    TRY(cddp_all_reduce(g, &loss, 1, CDDP_F64, CDDP_AVG, NULL)); /* of host memory */
-    if (rank == 0) printf("step %d/%d  loss %.4f\n", done, config.stop, loss);
-    if (config.save) TRY(cddp_save(g, config.save, params, param_count, &file));
+    alive = cddp_ddp_group(ddp); /* not g: with --elastic ranks may be lost or have joined */
+    cddp_result result = report(alive, done, shards);
+    if (result == CDDP_OK && config.save)
+      result = cddp_save(alive, config.save, params, param_count, &file);
+    bool last_save = config.save && done == config.stop; /* the next step goes on without a rank */
+    if (result != CDDP_PEER_LOST || !model.elastic || last_save) TRY(result);
   }
 
   CUDA(cudaMemcpy(host, weights, gpt_bytes(), cudaMemcpyDefault));
-  if (show_weights(g, host, gpt_bytes())) return 1;
+  cddp_result result = show_weights(cddp_ddp_group(ddp), host, gpt_bytes());
+  if (result != CDDP_OK && !(result == CDDP_PEER_LOST && model.elastic)) return 1;
   cddp_optim_destroy(adamw);
   cddp_ddp_destroy(ddp);
   cddp_free(g, weights);
@@ -425,7 +449,9 @@ int main(int argc, char **argv) {
   if (rank == 0 && option_given("-n", argc, argv))
     fprintf(stderr, "-n %d is ignored: the launcher sets the number of ranks\n", config.ranks);
   if (rank >= 0) return train(rank, &desc);
-  cddp_result result = cddp_spawn(train, &desc, config.ranks); /* forks the ranks: no CUDA before */
+  int n = config.ranks, restarts = config.elastic; /* forks the ranks: no CUDA before */
+  cddp_result result = restarts < 0 ? cddp_spawn(train, &desc, n)
+                                    : cddp_spawn_elastic(train, &desc, n, restarts);
   if (result == CDDP_OK) return 0;
   if (result != CDDP_PEER_LOST) fprintf(stderr, "%s\n", cddp_error());
   return 1; /* a rank that failed has printed its error */

@@ -523,6 +523,26 @@ gpt_gpu() {
   expect 2 "^rank [01] $(cat "$work/hash")\$"
 }
 
+# Two ranks share a GPU, one of them is killed and joins again: the weights of a run that nobody disturbs. Its GPU is free
+# again when the process has ended.
+gpu_elastic() {
+  local small=(--batch 1 --context 2 --layers 1 --heads 1 --channels 4 --steps 80 --shards 2) pid i
+  cd "$top" && [ -x build/plain/gpt.cu ] || {
+    echo "SKIP: not built: ninja on_double"
+    exit 77
+  }
+  export HOSTCUDA_DELAY_US=0 HOSTCUDA_DEVICES=1 HOSTNCCL_VERSION=23000 NCCL_MULTI_RANK_GPU_ENABLE=1
+  run build/plain/gpt.cu "${small[@]}"
+  grep -o 'weights [0-9a-f]*$' "$work/out" >"$work/hash"
+  build/plain/gpt.cu -n 2 "${small[@]}" --elastic 1 >"$work/out" 2>&1 &
+  pid=$!
+  for ((i = 0; i < 5000; i++)); do grep -q '^step 50/' "$work/out" && break; sleep 0.02; done
+  kill -9 "$(pgrep -P $pid | tail -n 1)"
+  wait $pid || fail "--elastic 1: exit code $?: $(cat "$work/out")"
+  cat "$work/out"
+  expect 2 "^rank [01] $(cat "$work/hash")\$"
+}
+
 no_gpu() { # COMMAND...: says in one line that there is none, and exits with 1
   "$@" >"$work/out" 2>&1
   local code=$?
@@ -532,6 +552,6 @@ no_gpu() { # COMMAND...: says in one line that there is none, and exits with 1
 }
 
 case ${1:-} in
-toy | linear | collectives | embedding | powersgd | sync_batchnorm | mesh | data_parallel | model_parallel | digits | gpt | elastic | cddptrace | cddprun | gpu) "$1" ;;
+toy | linear | collectives | embedding | powersgd | sync_batchnorm | mesh | data_parallel | model_parallel | digits | gpt | elastic | cddptrace | cddprun | gpu | gpu_elastic) "$1" ;;
 *) fail "usage: $0 NAME" ;;
 esac

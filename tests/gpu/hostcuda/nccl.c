@@ -966,7 +966,7 @@ ncclResult_t ncclGetVersion(int *version) {
   return ncclSuccess;
 }
 
-/* As NCCL does at its first call that needs settings: the file's become variables of the process. */
+/* As NCCL does at its first call that needs settings: the file's become the process's variables. */
 static void read_settings(void) {
   const char *path = getenv("NCCL_CONF_FILE");
   FILE *f = path != NULL ? fopen(path, "r") : NULL;
