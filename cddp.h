@@ -22577,7 +22577,10 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels) { (void)k
      Mended, launchers
      Mended, texts and tools
               Too little memory (vm.overcommit_memory=2) is an error of cddp_alloc, not SIGBUS.
-     GPUs
+     GPUs     Calls beside a CUDA graph's capture no longer end it, nor call unfinished work done.
+              cddp_set_stream orders the new stream behind the old one.
+              A receive from a rank that has left, and a failed copy in cddp_save, end at once.
+              A group without a device refuses device memory. gpt.cu has --shards and --elastic.
 
    1.0 (2026-11)
      New      sharded_states: each rank keeps 1/world_size of the optimizer's states (ZeRO stage 1).

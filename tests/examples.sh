@@ -526,13 +526,13 @@ gpt_gpu() {
 # Two ranks share a GPU, one of them is killed and joins again: the weights of a run that nobody disturbs. Its GPU is free
 # again when the process has ended.
 gpu_elastic() {
-  local small=(--batch 1 --context 2 --layers 1 --heads 1 --channels 4 --steps 80 --shards 2) pid i
+  local small=(--batch 1 --context 2 --layers 1 --heads 1 --channels 4 --steps 60 --shards 2) pid i
   cd "$top" && [ -x build/plain/gpt.cu ] || {
     echo "SKIP: not built: ninja on_double"
     exit 77
   }
   export HOSTCUDA_DELAY_US=0 HOSTCUDA_DEVICES=1 HOSTNCCL_VERSION=23000 NCCL_MULTI_RANK_GPU_ENABLE=1
-  run build/plain/gpt.cu "${small[@]}"
+  build/plain/gpt.cu "${small[@]}" >"$work/out" 2>&1 || fail "one rank: $(cat "$work/out")"
   grep -o 'weights [0-9a-f]*$' "$work/out" >"$work/hash"
   build/plain/gpt.cu -n 2 "${small[@]}" --elastic 1 >"$work/out" 2>&1 &
   pid=$!
