@@ -59,9 +59,10 @@
    calls of a step call others only if all ranks mark gradients in one order. With several groups on
    a GPU, NCCL_LAUNCH_ORDER_IMPLICIT=1 (NCCL 2.26) keeps the order on the GPU too.
 
-   TESTED on one NVIDIA H200, also with 2 and 4 ranks that share it. Several GPUs and several hosts
-   with GPUs have been tested only on a test double of CUDA and NCCL (tests/gpu/gpu-results.md).
-   tests/gpu/gpu.sh tests this machine's GPU.
+   TESTED on one NVIDIA H200, in part with 2 and 4 ranks that share it (commit b128fc1; later ones
+   have not run on a GPU). Only on a test double of CUDA and NCCL have run: several GPUs or hosts;
+   with several ranks shards, elastic training, messages, checkpoints and more. The table is in
+   tests/gpu/gpu-results.md. tests/gpu/gpu.sh tests this machine's GPU.
 
    WAITS. The host waits for other ranks
      - when groups and models are created, and in a model's first step

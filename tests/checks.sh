@@ -251,6 +251,11 @@ gpu-suite() {
   grep -q 'cddp_init: CUDA finds no GPU here' "$work/out" || fail "no sentence about the GPU: $(cat "$work/out")"
 }
 
+gpu_coverage() { # the table of gpu-results.md is what gpu.sh makes of the page
+  diff <(GPU_BUILD=$work tests/gpu/gpu.sh coverage) <(grep '^| feature ' -A 60 tests/gpu/gpu-results.md | sed '/^$/,$d') ||
+    fail "put the output of tests/gpu/gpu.sh coverage (<) into tests/gpu/gpu-results.md (>)"
+}
+
 nccl_found() { echo '#include <nccl.h>' >"$work/nccl.cu" && nvcc -E "$work/nccl.cu" >/dev/null 2>&1; }
 
 # CDDP_CUDA without nvcc: cc and c++ compile cddp.h beside cddp_kernels.cuh, and need no cuBLAS. The kernels' declarations
@@ -619,7 +624,7 @@ lists() { # what there is to run, tests/list.ninja or a script has; tests/suites
 # --- which ---
 
 compilers="cc g++ clang clang++"
-others="openmp stdio-first any-order cuda gpu-suite ignored targets standards macros commas symbols lines functions contents layout unfinished short-examples readme manual lists"
+others="openmp stdio-first any-order cuda gpu-suite gpu-coverage ignored targets standards macros commas symbols lines functions contents layout unfinished short-examples readme manual lists"
 per_compiler="implementation declarations static two-files alone" # ...-COMPILER
 
 case ${1:-} in

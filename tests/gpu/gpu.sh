@@ -80,6 +80,69 @@ table() {
   ! grep -q '^FAIL' "$out"/rows/*
 }
 
+# --- what has run where ---
+
+# A line: feature | rows of one rank | of ranks that share a GPU | of ranks with GPUs of their own | the file of its tests on
+# the double. One row that is ok is enough, so a row stands where it proves the feature. NAME* means 'NAME, one GPU' in the
+# third column and 'NAME, N GPUs' in the fourth: the suite's.
+features='communicator: start, warm-up, end|1 rank with NCCL|2 ranks, nccl, one GPU;4 ranks, nccl, one GPU|2 ranks, nccl, 2 GPUs|threads
+collectives of f32 with SUM and MAX, handles, in place, barrier|1 rank, nccl|2 ranks, nccl, one GPU|2 ranks, nccl, 2 GPUs|collectives
+all types, operations and roots; means||test_collectives*|test_collectives*|collectives
+calls with counts, calls on host memory||test_groups*|test_groups*|collectives
+messages to oneself|self, 1 rank with NCCL|self, 2 ranks||steps
+messages between ranks||test_groups*|test_groups*|collectives
+a receive from a rank that has left||test_left_messages*|test_left_messages*|faults
+cddp_group_split, cddp_barrier_async||test_groups*|test_groups*|collectives
+step with SGD, buckets, wait, clip, cddp_optim_step|1 rank, nccl|2 ranks, nccl, one GPU|2 ranks, nccl, 2 GPUs|ddp
+AdamW|sharded, 1 rank|sharded, 2 ranks|test_adamw*|ddp
+max_grad_norm, learning rates that change|gpt|test_training*|test_training*|ddp
+amsgrad, parameters with settings of their own||test_adamw*|test_adamw*|ddp
+sharded_states|sharded, 1 rank|sharded, 2 ranks|test_sharded_states*|sharded
+partitions: reduce_scatter and all_gather of parts||test_parts*|test_parts*|sharded
+master weights (one rank: the kernels)|kernels|test_training_masters*|test_training_masters*|ddp
+hooks, no_sync, unused parameters, buffers||test_training_options*|test_training_options*|ddp
+uneven inputs, sparse rows||test_uneven_and_sparse*|test_uneven_and_sparse*|ddp
+shards||test_shards*|test_shards*|elastic
+elastic: a rank dies||test_elastic*;gpt, a rank killed|test_elastic*|elastic
+elastic: a process joins||test_elastic_joins*;gpt, a rank killed|test_elastic_joins*|elastic
+cddp_save, cddp_load||test_checkpoints*|test_checkpoints*|ddp
+cddp_save that fails on one rank||test_failed_saves*|test_failed_saves*|faults
+a captured step with SGD; graph before and after the model|replay, 1 rank with NCCL|replay, 2 ranks|test_graph*|graphs
+calls beside a capture||test_beside_captures*|test_beside_captures*|graphs
+cddp_set_stream between steps||test_set_stream*|test_set_stream*|steps
+a graph that one rank does not launch||lone, 2 ranks|test_step_graphs*|graphs
+a rank killed: in kernels, in cudaFree, rank 0||lost, 2 ranks|test_lost*|faults
+a rank stopped||test_stopped*|test_stopped*|faults
+ranks that disagree||test_mismatch*|test_mismatch*|faults
+each function of CUDA and NCCL fails once||test_injection*|test_injection*|faults
+NCCL that stalls, or fails later||||faults
+ranks as threads (one rank: one thread)|data_parallel|||threads
+backend "cpu"||2 ranks, cpu, one GPU;4 ranks, cpu, one GPU||ddp
+several hosts (on one machine, by names)||test_hosts*|test_hosts*|collectives
+kernels, layers, linear|kernels|||
+contexts: one GPU for each process|||contexts, 2 ranks|steps
+communication hidden by the backward pass|||overlap, 2 ranks|'
+
+coverage() { # as Markdown
+  local ok feature one share several double cell cells name only column
+  ok=$(sed -n 's/^ok    \(.\{38\}\) .*/\1/p' tests/gpu/gpu-results.md | sed 's/ *$//'
+    cat "$out"/rows/[1-9]* 2>/dev/null | sed -n 's/^ok|\([^|]*\)|.*/\1/p')
+  echo '| feature | one rank | ranks that share a GPU | several GPUs | several ranks: on the double only |'
+  echo '|---|---|---|---|---|'
+  while IFS='|' read -r feature one share several double; do
+    cells='' only=${double:+\`$double\`} column=0
+    for cell in "$one" "$share;${share//\*/, one GPU}" "$several;${several//\*/, [0-9]* GPUs}"; do
+      name=$(tr ';' '\n' <<<"$cell" | grep -v '[*]$' | grep .)
+      column=$((column + 1))
+      if [ -n "$name" ] && grep -q -x -f <(echo "$name") <<<"$ok"; then
+        cells+=' | yes'
+        [ $column = 1 ] || only=
+      else cells+=' |'; fi
+    done
+    echo "| $feature$cells | $only |" | sed 's/  */ /g'
+  done <<<"$features"
+}
+
 if [ -z "$phases" ]; then
   "$1"
   exit
@@ -298,9 +361,9 @@ finish() {
 
 # --- build ---
 
-build() {
+build() { # FILE...
   local f name hash flags="-O3 -std=c++17 -arch=$arch" own
-  for f in tests/gpu/kernels.cu tests/gpu/gpu.cu examples/{toy,linear,collectives,digits,gpt,data_parallel}.cu; do
+  for f in "$@"; do
     name=${f##*/} name=${name%.cu}
     own=
     [ "$name" != kernels ] || own="-DCDDP_IMPLEMENTATION"
@@ -332,7 +395,8 @@ link_suite() {
 }
 
 build_suite() {
-  local name hash flags kernels
+  local name flags kernels
+  [ -n "${SUITE_FLAGS:-}" ] || build examples/gpt.cu
   kernels="-O3 -std=c++17 ${SUITE_FLAGS:--arch=$arch}" # tests/checks.sh: several architectures, not optimised
   flags="$kernels $(cat tests/gpu/*.[ch] tests/gpu/hostcuda/hostcuda.h tests/*.h tests/inside.c cddp.h \
     cddp_kernels.cuh tests/gpu/gpu.sh | sha256sum)"
@@ -368,6 +432,27 @@ suite_tests() {
   done
 }
 
+# PROGRAM: gpt.cu on two ranks that share a GPU. Rank 1 is killed, and started again: the weights of one rank that nobody
+# disturbs. Each rank is a host of its own to NCCL before 2.30.
+elastic_gpt() {
+  local o=(--steps 3000 --shards 2 --elastic 0 --batch 2) want got r pids=()
+  export WORLD_SIZE=2 LOCAL_WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=$((20000 + $$ % 10000)) LOCAL_RANK=0 \
+    NCCL_MULTI_RANK_GPU_ENABLE=1 log=${TMPDIR:-/tmp}/cddp-gpt-$$
+  want=$(env -u WORLD_SIZE -u LOCAL_RANK "$1" "${o[@]}" | sed -n 's/^rank 0 weights //p')
+  for r in 0 1; do
+    RANK=$r NCCL_HOSTID=rank-$r "$1" "${o[@]}" >"$log.$r" 2>&1 &
+    pids[r]=$!
+  done
+  for ((r = 0; r < 600; r++)); do grep -q '^step 500/' "$log.0" && break; sleep 0.1; done
+  kill -KILL "${pids[1]}"
+  RANK=1 NCCL_HOSTID=rank-1 CDDP_JOIN=1 "$1" "${o[@]}" >"$log.1" 2>&1 || { cat "$log.1" && return 1; }
+  wait "${pids[0]}" || { cat "$log.0" && return 1; }
+  got=$(cat "$log".[01] | sed -n 's/^rank [01] weights //p' | sort -u)
+  rm -f "$log".[01]
+  echo "one rank: $want; two, of which one was killed: $got"
+  [ -n "$want" ] && [ "$got" = "$want" ]
+}
+
 # What is worth most comes first: the time may not do for all. A process takes a second for the start of CUDA; several
 # tests at a time wait side by side.
 suite() {
@@ -381,6 +466,7 @@ suite() {
   suite_tests elastic test_elastic test_shards test_elastic_joins
   suite_tests collectives test_groups # messages, groups that are split, counts
   suite_tests faults test_left_messages test_lost test_mismatch test_failed_saves
+  [ -n "$double" ] || start "gpt, a rank killed" 100 bash -c "$(declare -f elastic_gpt); elastic_gpt $bin/gpt"
   suite_tests sharded test_sharded_states test_parts
   suite_tests faults test_stopped test_own_shares test_injection test_blocking_setting test_device_memory
   suite_tests collectives test_collectives test_means test_streams
@@ -568,7 +654,10 @@ begin_phase() { phase=$1 rows=0 && rm -f "$out/rows/$1"-*; }
 
 for p in $phases; do
   case $p in
-  build) begin_phase 1 && build ;;
+  build)
+    begin_phase 1
+    build tests/gpu/kernels.cu tests/gpu/gpu.cu examples/{toy,linear,collectives,digits,gpt,data_parallel}.cu
+    ;;
   build-suite) begin_phase 6 && build_suite ;;
   suite) begin_phase 7 && { [ -n "$double" ] || count_gpus; } && suite ;;
   quick) begin_phase 2 && count_gpus && quick ;;
