@@ -10,7 +10,9 @@
    training loop becomes data parallel by six calls:
 
        #define TRY(call) \
-         if ((call) != CDDP_OK) return fprintf(stderr, "rank %d: %s\n", rank, cddp_error()), 1
+         do { \
+           if ((call) != CDDP_OK) return fprintf(stderr, "rank %d: %s\n", rank, cddp_error()), 1; \
+         } while (0)
 
        static int train(int rank, void *arg) {
          cddp_group *g; cddp_ddp *ddp; cddp_optim *sgd; cddp_sgd_desc o = {0};
@@ -186,9 +188,22 @@ CDDPDEF const char *cddp_result_text(cddp_result r); /* such as "timed out"; nev
 CDDPDEF const char *cddp_error(void);
 
 /* Element types. f16 is IEEE binary16, bf16 the upper half of an f32. Both are summed in f32 and
-   rounded once. */
+   rounded once. The columns: name in texts, an element in C, class, and its loops on a CPU. */
+#define CDDP__DTYPES(X) \
+  X(CDDP_F32, "f32", float, FLOAT, f32) \
+  X(CDDP_F64, "f64", double, FLOAT, f64) \
+  X(CDDP_F16, "f16", uint16_t, HALF, f16) \
+  X(CDDP_BF16, "bf16", uint16_t, HALF, bf16) \
+  X(CDDP_I8, "i8", int8_t, SIGNED, i8) \
+  X(CDDP_U8, "u8", uint8_t, UNSIGNED, i8) \
+  X(CDDP_I32, "i32", int32_t, SIGNED, i32) \
+  X(CDDP_I64, "i64", int64_t, SIGNED, i64)
+enum { CDDP__CLASS_FLOAT, CDDP__CLASS_HALF, CDDP__CLASS_SIGNED, CDDP__CLASS_UNSIGNED };
+
 typedef enum cddp_dtype {
-  CDDP_F32, CDDP_F64, CDDP_F16, CDDP_BF16, CDDP_I8, CDDP_U8, CDDP_I32, CDDP_I64
+#define CDDP__ENUM(name, text, type, cls, loops) name,
+  CDDP__DTYPES(CDDP__ENUM)
+#undef CDDP__ENUM
 } cddp_dtype;
 
 /* Reductions. AVG is the sum divided by the world size (integers: truncated towards zero). Integer
@@ -519,9 +534,10 @@ CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_step(cddp_ddp *d, cddp_optim *s);
    Checkpoints with cddp_checkpoint_desc.ddp contain it. */
 CDDPDEF uint64_t cddp_ddp_steps(const cddp_ddp *d);
 
-/* on: gradients accumulate locally (divide them by the number of micro-batches yourself). off: the
-   next step sends all. While on, cddp_ddp_wait returns immediately and cddp_ddp_step is
-   CDDP_INVALID_ARGUMENT. The same call on every rank, between steps. Like DDP's no_sync(). */
+/* on: gradients accumulate locally (divide them by the number of micro-batches yourself), and
+   cddp_ddp_ready does not count for the step. Turn it off before the last micro-batch's backward
+   pass: the step then sends all. While on, cddp_ddp_wait returns immediately and cddp_ddp_step is
+   CDDP_INVALID_ARGUMENT. The same call on every rank, between micro-batches. Like no_sync(). */
 CDDPDEF void cddp_ddp_no_sync(cddp_ddp *d, bool on);
 
 /* After cddp_ddp_wait: scales all gradients so that their global 2-norm is at most max_norm (> 0).
@@ -1246,7 +1262,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    .exp_avg_sq.NAME, .max_exp_avg_sq.NAME (amsgrad) and .step.NAME.
 
    CHECKPOINT FILES. A GPU's memory is read after the group's stream has finished (g NULL: the
-   device). A failure leaves at most path.tmp, which the next call replaces. Some FUSE mounts cannot
+   device). A failure leaves at most path.tmp (for names of more than 251 bytes a shorter
+   one with a hash), which the next call replaces. Some FUSE mounts cannot
    sync: they decide when the file is on the disk. Without flock() (Lustre without -o flock)
    concurrent saves are not noticed.
 
@@ -1483,6 +1500,13 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels); /* must 
 #define CDDP_ASSERT(c) ((void)0)
 #endif
 
+/* For types and constants. C99 has no _Static_assert, but the compilers do. */
+#ifdef __cplusplus
+#define CDDP__STATIC_ASSERT(c, why) static_assert(c, why)
+#else
+#define CDDP__STATIC_ASSERT(c, why) __extension__ _Static_assert(c, why)
+#endif
+
 /* Asserts that a thread holds the lock: the caller, if no other thread does. */
 #define CDDP__HELD(lock) CDDP_ASSERT(pthread_mutex_trylock(lock) != 0)
 
@@ -1566,6 +1590,45 @@ typedef struct cddp__ref {
   uint32_t kind;   /* CDDP__REF_* */
 } cddp__ref;
 enum { CDDP__REF_NONE, CDDP__REF_UNUSED, CDDP__REF_EXTENT, CDDP__REF_POINTER };
+
+/* An element type. Parameters have one of class FLOAT or HALF; HALF is computed in f32. */
+typedef struct cddp__dtype_info {
+  const char *name, *file_name; /* in texts; in safetensors files */
+  unsigned char size, cls;      /* bytes of an element; CDDP__CLASS_* */
+} cddp__dtype_info;
+#define CDDP__X(name, text, type, cls, loops) \
+  {text, &#name[5], (unsigned char)sizeof(type), CDDP__CLASS_##cls},
+static const cddp__dtype_info cddp__dtypes[] = {CDDP__DTYPES(CDDP__X)};
+#undef CDDP__X
+enum { CDDP__DTYPE_COUNT = (int)(sizeof cddp__dtypes / sizeof *cddp__dtypes) };
+/* A new type of class SIGNED or UNSIGNED needs nothing else if an integer type of its size has
+   loops. One of class FLOAT or HALF needs arithmetic, in >>reduce, and kernels. */
+#define CDDP__X(name, text, type, cls, loops) \
+  CDDP__STATIC_ASSERT((CDDP__CLASS_##cls == CDDP__CLASS_FLOAT) == (name <= CDDP_F64), \
+                      "cddp__convert and norms know the floats f32 and f64"); \
+  CDDP__STATIC_ASSERT(CDDP__CLASS_##cls != CDDP__CLASS_HALF || sizeof(type) == 2, \
+                      "sums of halves take twice their bytes: cddp__wide_bytes");
+CDDP__DTYPES(CDDP__X)
+#undef CDDP__X
+
+/* esize: bytes of an element. */
+static bool cddp__misaligned(const void *p, size_t esize) {
+  return ((uintptr_t)p & (esize - 1)) != 0;
+}
+
+static bool cddp__dtype_ok(unsigned d) { return d < CDDP__DTYPE_COUNT; }
+static size_t cddp__dtype_size(unsigned d) { return cddp__dtype_ok(d) ? cddp__dtypes[d].size : 0; }
+static const char *cddp__dtype_name(unsigned d) {
+  return cddp__dtype_ok(d) ? cddp__dtypes[d].name : "an unknown dtype";
+}
+static bool cddp__dtype_half(unsigned d) {
+  return cddp__dtype_ok(d) && cddp__dtypes[d].cls == CDDP__CLASS_HALF;
+}
+static bool cddp__dtype_trains(unsigned d) {
+  return cddp__dtype_ok(d) && cddp__dtypes[d].cls <= CDDP__CLASS_HALF;
+}
+/* The element type in which a dtype's arithmetic is done. */
+static cddp_dtype cddp__compute_type(cddp_dtype d) { return cddp__dtype_half(d) ? CDDP_F32 : d; }
 
 #define CDDP__PAYLOAD 40 /* bytes in a header */
 
@@ -1819,6 +1882,17 @@ typedef struct cddp__counted_share {
 #define CDDP__X(kind, name, reduces, scatters, gathers, from_root, to_root) CDDP__KIND_##kind,
 enum { CDDP__KINDS(CDDP__X) };
 #undef CDDP__X
+CDDP__STATIC_ASSERT(CDDP__KIND_ALL_GATHER_V == CDDP__KIND_GROUP_NEW - 2 &&
+                        CDDP__KIND_ALL_TO_ALL_V == CDDP__KIND_GROUP_NEW - 1,
+                    "calls on the program's data come first, of them those with counts last");
+CDDP__STATIC_ASSERT(CDDP__KIND_DDP_CREATE == CDDP__KIND_GROUP_NEW + 1 &&
+                        CDDP__KIND_DDP_NEXT == CDDP__KIND_COUNT - 1,
+                    "the calls of models, which compute, are from DDP_CREATE on");
+CDDP__STATIC_ASSERT(CDDP__KIND_SEND == CDDP__KIND_COUNT + 1 &&
+                        CDDP__KIND_RECV == CDDP__KIND_SEND + 1,
+                    "messages are the last kinds");
+CDDP__STATIC_ASSERT(CDDP_BAND == CDDP_MAX + 1 && CDDP_BXOR == CDDP_BAND + 2,
+                    "operations on bits are the last");
 
 /* The functions of a group for the memory of its operations. Every group has one:
    cddp__cpu_backend, or one of cddp_kernels.cuh, which also handles host memory. */
@@ -1879,8 +1953,10 @@ struct cddp_work {
   bool on_stream; /* it runs on a stream of the device, and ends with: */
   void *event;    /* recorded after the operation; NULL: not issued */
   void *stage;    /* device memory staged through the host: its copy; else NULL */
-  char text[CDDP__ERROR_MAX]; /* valid when result is a failure; must be the last field */
+  char text[CDDP__ERROR_MAX]; /* valid when result is a failure; the last field */
 };
+CDDP__STATIC_ASSERT(offsetof(cddp_work, text) + CDDP__ERROR_MAX > sizeof(cddp_work) - 8,
+                    "cddp__work_new does not clear the text");
 
 /* Runs the asynchronous operations of a group in order, on its own thread, which the first of them
    starts, or on a thread that waits. lock guards all fields but the atomic ones, thread,
@@ -2024,8 +2100,6 @@ typedef struct cddp__tensor {
   int bucket;
 } cddp__tensor;
 
-#define CDDP__TRAINED (CDDP_BF16 + 1) /* number of dtypes of parameters */
-
 /* --- elastic models --- */
 
 /* Data of a parameter, or of the whole model, that must be the same on all ranks. */
@@ -2057,6 +2131,10 @@ enum {
   CDDP__SETTING_FIXED, /* the first that never changes */
   CDDP__SETTING_COUNT = offsetof(cddp__optim_desc, lr_scales) / sizeof(double)
 };
+CDDP__STATIC_ASSERT(offsetof(cddp__optim_desc, shared) == CDDP__SETTING_SHARED * sizeof(double) &&
+                        offsetof(cddp__optim_desc, algorithm) ==
+                            CDDP__SETTING_FIXED * sizeof(double),
+                    "the order of CDDP__SETTING_*");
 
 /* Data of the members' cddp_optim for a joining rank, except the states. */
 typedef struct cddp__snapshot {
@@ -2091,7 +2169,7 @@ typedef struct cddp__elastic_leader_info {
 typedef struct cddp__layout {
   int *order;         /* [count] parameters in the order of the model; sparse ones come last */
   size_t dense;       /* bytes of the dense model */
-  size_t starts[CDDP__TRAINED + 1]; /* offset of each dtype in it; the last is `dense` */
+  size_t starts[CDDP__DTYPE_COUNT + 1]; /* offset of each dtype in it; the last is `dense` */
   size_t model_bytes; /* elastic: with sparse gradients, as dense ones */
   size_t bytes;       /* of the arena's gradients; on a device sparse ones are last */
   size_t slot_stride; /* bytes from one slot to the next */
@@ -2137,6 +2215,7 @@ typedef struct cddp__step {
   int active_count;
   int present;         /* active_count of the last completed step */
   unsigned char *used; /* [count] in the last wait or step; cddp_optim reads it */
+  cddp__site site;     /* of the last wait or step, for texts of buckets; lock */
   double norm;         /* of the last clip, on a host */
   bool has_norm;
 } cddp__step;
@@ -2145,7 +2224,7 @@ typedef struct cddp__step {
    reads it. */
 typedef struct cddp__shards {
   int count;     /* in each step: desc.shards, or one per rank */
-  int *owner;    /* [count] rank; elastic: rank in the epoch's groups */
+  int *owner;    /* [count] rank; elastic: of the epoch's groups, see elastic.order */
   int own_count; /* this rank's; elastic: 1 */
   int taken;     /* returned by cddp_ddp_next_shard; not elastic */
   int current;   /* being computed; -1: none */
@@ -2381,7 +2460,14 @@ static void cddp__copy_site(cddp__site *to, const cddp__site *from) {
   __atomic_store_n(&to->line, __atomic_load_n(&from->line, __ATOMIC_RELAXED), __ATOMIC_RELAXED);
 }
 
-/* Begins a public call. */
+/* Begins a public call without a call site. As an argument of a collective's macro it leaves that
+   call its site. */
+static void cddp__enter_without_site(const char *function) {
+  cddp__this_site.function = function;
+  cddp__this_site.file = NULL;
+}
+
+/* Begins a public call that has a macro of call sites. */
 static void cddp__enter_call(const char *function) {
   cddp__copy_site(&cddp__this_site, &cddp__next_site);
   cddp__this_site.function = function;
@@ -2399,31 +2485,49 @@ static const char *const cddp__result_texts[] = {
 #undef CDDP__TEXT
 };
 
-/* The number of bytes of the UTF-8 character at c; 0: it is a control character, or damaged. */
-static int cddp__printable(const unsigned char *c) {
-  static const uint32_t least[5] = {0, ' ', 0xa0, 0x800, 0x10000};
-  int n = c[0] < 0x80 ? 1 : c[0] < 0xc0 ? 0 : c[0] < 0xe0 ? 2 : c[0] < 0xf0 ? 3 : 4, i;
-  uint32_t u = n <= 1 ? c[0] : c[0] & (0x7fu >> n);
-  for (i = 1; i < n && (c[i] & 0xc0) == 0x80; i++) u = u << 6 | (c[i] & 63u);
-  return i >= n && u >= least[n] && u != 127 && u >> 11 != 27 && u < 0x110000 ? n : 0;
+/* Size of the UTF-8 sequence at p; 0 if it is invalid. */
+static size_t cddp__utf8(const unsigned char *p, size_t n) {
+  size_t i, k = 0;
+  if (p[0] < 0x80) return 1;
+  if (p[0] >= 0xc2 && p[0] < 0xf5) k = p[0] < 0xe0 ? 2 : p[0] < 0xf0 ? 3 : 4;
+  if (k > n) return 0;
+  for (i = 1; i < k; i++)
+    if ((p[i] & 0xc0) != 0x80) return 0;
+  /* overlong forms, surrogates, beyond U+10FFFF */
+  if ((p[0] == 0xe0 && p[1] < 0xa0) || (p[0] == 0xed && p[1] > 0x9f)) return 0;
+  if ((p[0] == 0xf0 && p[1] < 0x90) || (p[0] == 0xf4 && p[1] > 0x8f)) return 0;
+  return k;
+}
+
+/* Formats into a buffer of n bytes. A text that is too long ends after a whole character. */
+CDDP__PRINTF(3, 0)
+static void cddp__format(char *to, size_t n, const char *format, va_list args) {
+  size_t size = (size_t)vsnprintf(to, n, format, args), last = n - 1;
+  if (size < n) return;
+  while (last > 0 && n - last < 4 && (to[last - 1] & 0xc0) == 0x80) last--;
+  if (last > 0 && cddp__utf8((unsigned char *)to + last - 1, n - last) == 0) to[last - 1] = 0;
 }
 
 /* Escapes control characters in this thread's error text, as \r or \x1b: a terminal would execute
-   them. Bytes that are not UTF-8 are escaped too. Both can come from a file, another process, or a
-   variable. */
+   them. They can come from a file, another process, or a variable. Those from U+0080 to U+009F have
+   two bytes in UTF-8. What is not UTF-8 is escaped too, so that every error text is. */
 static void cddp__escape_controls(void) {
   char raw[CDDP__ERROR_MAX], *to = cddp__error_text;
-  const unsigned char *c;
-  int n;
+  const unsigned char *c, *end;
+  size_t n;
   memcpy(raw, cddp__error_text, sizeof raw);
-  for (c = (unsigned char *)raw; *c != 0 && to < cddp__error_text + CDDP__ERROR_MAX - 5;) {
-    if ((n = cddp__printable(c)) > 0)
-      to += snprintf(to, 5, "%.*s", n, (const char *)c);
+  end = (unsigned char *)raw + strlen(raw);
+  for (c = (unsigned char *)raw; *c != 0 && to < cddp__error_text + CDDP__ERROR_MAX - 5; c += n) {
+    n = cddp__utf8(c, (size_t)(end - c));
+    if (n == 2 && c[0] == 0xc2 && c[1] < 0xa0)
+      to += snprintf(to, 5, "\\x%02x", (unsigned)c[1]);
+    else if (n > 1 || (n == 1 && *c >= ' ' && *c != 127))
+      to = (char *)memcpy(to, c, n) + n;
     else if (*c >= 7 && *c <= 13)
       to += snprintf(to, 5, "\\%c", "abtnvfr"[*c - 7]);
     else
       to += snprintf(to, 5, "\\x%02x", (unsigned)*c);
-    c += n > 0 ? n : 1;
+    n += n == 0;
   }
   *to = 0;
 }
@@ -2433,7 +2537,7 @@ CDDP__PRINTF(2, 3)
 static cddp_result cddp__fail(cddp_result r, const char *format, ...) {
   va_list args;
   va_start(args, format);
-  vsnprintf(cddp__error_text, sizeof cddp__error_text, format, args);
+  cddp__format(cddp__error_text, sizeof cddp__error_text, format, args);
   va_end(args);
   cddp__escape_controls();
   return r;
@@ -2445,7 +2549,7 @@ static void cddp__append(char *text, size_t n, const char *format, ...) {
   size_t at = strlen(text);
   va_list args;
   va_start(args, format);
-  vsnprintf(text + at, n - at, format, args);
+  cddp__format(text + at, n - at, format, args);
   va_end(args);
 }
 
@@ -2455,8 +2559,15 @@ static cddp__text cddp__textf(const char *format, ...) {
   cddp__text t;
   va_list args;
   va_start(args, format);
-  vsnprintf(t.s, sizeof t.s, format, args);
+  cddp__format(t.s, sizeof t.s, format, args);
   va_end(args);
+  return t;
+}
+
+/* The first n bytes of a text, without a part of a character at the end. */
+static cddp__text cddp__cut(const char *text, size_t n) {
+  cddp__text t = {""};
+  cddp__append(t.s, n + 1, "%s", text);
   return t;
 }
 
@@ -2481,7 +2592,7 @@ static cddp_result cddp__fail_in(cddp_result r, const char *format, ...) {
   va_list args;
   memcpy(inner, cddp__error_text, sizeof inner);
   va_start(args, format);
-  vsnprintf(cddp__error_text, sizeof cddp__error_text, format, args);
+  cddp__format(cddp__error_text, sizeof cddp__error_text, format, args);
   va_end(args);
   cddp__append(cddp__error_text, sizeof cddp__error_text, "%s", inner);
   cddp__escape_controls();
@@ -2522,7 +2633,7 @@ static void cddp__log(const cddp_logger *logger, int level, const char *format, 
   va_list args;
   if (logger->log == NULL) return;
   va_start(args, format);
-  vsnprintf(line, sizeof line, format, args);
+  cddp__format(line, sizeof line, format, args);
   va_end(args);
   (logger->log)(level, line, logger->user_data);
 }
@@ -4213,7 +4324,7 @@ static cddp__message *cddp__connection_receive(cddp__connection *c, size_t most)
     bool good;
     if (!cddp__connection_peek(c)) return NULL;
     /* The head holds the size twice: a damaged head does not allocate a wrong amount. */
-    esize = head->dtype <= CDDP_I64 ? cddp_dtype_size((cddp_dtype)head->dtype) : 0;
+    esize = cddp__dtype_size(head->dtype);
     good = head->magic == CDDP__FRAME_MAGIC && esize > 0 && head->size <= most &&
            head->size % esize == 0 && head->size / esize == head->count &&
            head->type >= CDDP__FRAME_HEADERS && head->type <= CDDP__FRAME_MESSAGE;
@@ -5088,7 +5199,8 @@ static cddp_result cddp__store_run(cddp_store *store, cddp__request *request, do
   if (c->fd < 0) r = cddp__store_try_addresses(store, deadline);
   if (r == CDDP_OK && (r = cddp__store_exchange(store, request, deadline)) == CDDP_NETWORK &&
       request->code == CDDP__STORE_ADD)
-    cddp__fail_in(r, "add to '%.64s' (is its value a decimal number?): ", request->keys[0]);
+    cddp__fail_in(r, "add to '%s' (is its value a decimal number?): ",
+                  cddp__cut(request->keys[0], 64).s);
   if (r != CDDP_OK) {
     cddp__connection_close(c);
     r = cddp__store_error(store, r);
@@ -5101,8 +5213,8 @@ static cddp_result cddp__store_run(cddp_store *store, cddp__request *request, do
       cddp__copy(request->out, reply.data, reply.size);
     else if (request->out != NULL || request->capacity > 0)
       r = CDDP__REFUSE(
-          "the value of '%.64s' does not fit into the buffer: its size is %zu, the buffer's %zu",
-          request->keys[0], reply.size, request->capacity);
+          "the value of '%s' does not fit into the buffer: its size is %zu, the buffer's %zu",
+          cddp__cut(request->keys[0], 64).s, reply.size, request->capacity);
   }
   if (cddp__buffer_size(&c->in) == 0) cddp__buffer_clear(&c->in, CDDP__BUFFER_KEEP);
   pthread_mutex_unlock(&store->lock);
@@ -5124,8 +5236,8 @@ static cddp_result cddp__store_wait(cddp_store *store, const char *const *keys, 
   if (r != CDDP_TIMEOUT) return r;
   q = cddp__request_of(CDDP__STORE_CHECK, &keys[i - 1], 1);
   r = cddp__store_run(store, &q, cddp__now() + 5);
-  return cddp__fail(CDDP_TIMEOUT, "store at %s: timed out waiting for key '%.128s' (%d of %d), %s",
-                    store->name, keys[i - 1], i, count,
+  return cddp__fail(CDDP_TIMEOUT, "store at %s: timed out waiting for key '%s' (%d of %d), %s",
+                    store->name, cddp__cut(keys[i - 1], 128).s, i, count,
                     r == CDDP_OK ? "which no client has set" : "and the server no longer answers");
 }
 
@@ -5382,9 +5494,9 @@ static cddp_result cddp__store_new(cddp_store **out, const cddp__store_options *
   store->file = -1;
   cddp__connection_begin(&store->connection, &store->allocator, -1, true);
   if ((store->scheme = cddp__url_scheme(desc->init_method, &name)) == CDDP__URL_NONE)
-    return CDDP__REFUSE("'%.128s' is not a store's URL; write tcp://host:port, unix://name or "
+    return CDDP__REFUSE("'%s' is not a store's URL; write tcp://host:port, unix://name or "
                         "file:///absolute/path",
-                        desc->init_method);
+                        cddp__cut(desc->init_method, 128).s);
   if (secret == NULL) secret = "";
   if (secret[0] != 0 || store->scheme == CDDP__URL_FILE) {
     size_t key = store->scheme == CDDP__URL_FILE ? 33 : 0; /* see cddp__file_store_prove */
@@ -5545,7 +5657,7 @@ static cddp_result cddp__env_int(const char *name, long low, long high, int *out
   digits += *text == '-';
   n = strspn(digits, "0123456789");
   if (n == 0 || digits[n] != 0 || (digits[0] == '0' && strcmp(text, "0") != 0))
-    return CDDP__REFUSE("%s is \"%.200s\", which is not a whole number in plain digits", name,
+    return CDDP__REFUSE("%s is \"%s\", which is not a whole number in plain digits", name,
                         text);
   v = strtol(text, NULL, 10); /* LONG_MAX or LONG_MIN if out of range */
   if (v < low || v > high)
@@ -5799,7 +5911,7 @@ static cddp_result cddp__slurm_host(cddp__config *config, char *out, size_t capa
   if (list == NULL) return CDDP_OK;
   config->host_name = list;
   if (!cddp__first_host(cddp__env(list), out, capacity))
-    return CDDP__REFUSE("%s is \"%.200s\", not a node list; set MASTER_ADDR to rank 0's host", list,
+    return CDDP__REFUSE("%s is \"%s\", not a node list; set MASTER_ADDR to rank 0's host", list,
                         cddp__env(list));
   if (config->rank == 0 && here != NULL && strcmp(here, out) != 0)
     return CDDP__REFUSE("rank 0 is on node %s, but the other ranks look for it on %s, the first of "
@@ -5956,9 +6068,9 @@ static cddp_result cddp__discover(cddp__config *config, const cddp_group_desc *d
     r = cddp__env_master(config, key);
   else if (cddp__url_scheme(method, &name) == CDDP__URL_NONE ||
            strlen(method) >= sizeof config->init_method)
-    return CDDP__REFUSE("init_method \"%.128s\" is not one of env://, tcp://host:port, "
+    return CDDP__REFUSE("init_method \"%s\" is not one of env://, tcp://host:port, "
                         "unix://name, file:///absolute/path, or is longer than %zu bytes",
-                        method, sizeof config->init_method - 1);
+                        cddp__cut(method, 128).s, sizeof config->init_method - 1);
   else
     snprintf(config->init_method, sizeof config->init_method, "%s", method);
   if (r == CDDP_OK && cddp__url_scheme(config->init_method, &name) == CDDP__URL_TCP)
@@ -6747,8 +6859,9 @@ typedef int64_t __attribute__((may_alias)) cddp__i64;
 #define CDDP__BASE CDDP__FAST
 #endif
 
-/* const: a square root that sets no errno can be vectorized. nvcc declares these differently. */
-#if defined(__CUDACC__)
+/* const: a square root that sets no errno can be vectorized. nvcc declares these differently, and
+   cppcheck cannot parse them. */
+#if defined(__CUDACC__) || defined(__cppcheck__)
 #elif defined(__cplusplus)
 extern "C" float sqrtf(float) noexcept __attribute__((const));
 extern "C" double(sqrt)(double) noexcept __attribute__((const));
@@ -6756,18 +6869,6 @@ extern "C" double(sqrt)(double) noexcept __attribute__((const));
 extern float sqrtf(float) __attribute__((const));
 extern double(sqrt)(double) __attribute__((const));
 #endif
-
-static bool cddp__dtype_ok(cddp_dtype d) { return (unsigned)d <= (unsigned)CDDP_I64; }
-
-static size_t cddp__dtype_size(cddp_dtype d) {
-  static const unsigned char sizes[] = {4, 8, 2, 2, 1, 1, 4, 8};
-  return cddp__dtype_ok(d) ? sizes[d] : 0;
-}
-
-static bool cddp__dtype_half(cddp_dtype d) { return d == CDDP_F16 || d == CDDP_BF16; }
-
-/* The element type in which a dtype's arithmetic is done. */
-static cddp_dtype cddp__compute_type(cddp_dtype d) { return cddp__dtype_half(d) ? CDDP_F32 : d; }
 
 /* Half precision, like the F16C instructions: a NaN becomes quiet, and keeps its sign and the upper
    bits of its payload. */
@@ -6842,7 +6943,7 @@ typedef struct cddp__kernels {
   /* each of the k buffers = canonical sum of all, scaled by f. F32, F64, BF16 */
   void (*all)(void *const *bufs, int k, size_t n, double f);
   /* d = a op b: PROD, MIN (MAX with the bits of flip set); integers also SUM. Not F16, BF16 */
-  void (*pair)(void *d, const void *a, const void *b, size_t n, cddp_op op, int flip);
+  void (*pair)(void *d, const void *a, const void *b, size_t n, cddp_op op, int64_t flip);
   /* d = a op b: BAND, BOR, BXOR of n bytes. Integers */
   void (*bits)(void *d, const void *a, const void *b, size_t n, cddp_op op);
   /* d = d * f or d / f. F32, F64 */
@@ -6961,7 +7062,7 @@ typedef struct cddp__kernels {
 /* MIN and MAX: the lesser (or greater) of a[i], b[i]. If either is NaN, the result is that NaN. */
 #define CDDP__PAIR_KERNEL(ISA, TARGET, T, S) \
   TARGET static void cddp__pair_##S##_##ISA(void *dst, const void *p, const void *q, size_t n, \
-                                            cddp_op op, int flip) { \
+                                            cddp_op op, int64_t flip) { \
     CDDP__STRICT_FP \
     T *d = (T *)dst, sign = flip == 0 ? (T)1 : (T)-1; \
     const T *a = (const T *)p, *b = (const T *)q; \
@@ -6975,7 +7076,7 @@ typedef struct cddp__kernels {
    order of unsigned bytes. */
 #define CDDP__INT_KERNEL(ISA, TARGET, T, S, U) \
   TARGET static void cddp__pair_##S##_##ISA(void *dst, const void *p, const void *q, size_t n, \
-                                            cddp_op op, int flip) { \
+                                            cddp_op op, int64_t flip) { \
     T *d = (T *)dst, f = (T)flip; \
     const T *a = (const T *)p, *b = (const T *)q; \
     if (op == CDDP_SUM) CDDP__EACH(d[i] = (T)(U)((U)a[i] + (U)b[i])); \
@@ -7100,8 +7201,8 @@ typedef struct cddp__kernels {
   CDDP__BITS_KERNEL(ISA, TARGET) \
   CDDP__HALF_KERNELS(ISA, TARGET, bf16)
 
-/* An instruction set's table: a row by cddp_dtype (U8 uses the loops of I8), with the columns of
-   cddp__kernels. WIDE: the set for the loops of CDDP__WIDE_KERNELS. */
+/* An instruction set's table: a row by cddp_dtype, with the columns of cddp__kernels. WIDE: the set
+   for the loops of CDDP__WIDE_KERNELS. CDDP__ROW_S is the row of a type with loops S. */
 #define CDDP__FLOAT_ROW(ISA, S, WIDE, SGD, ADAMW) \
   {cddp__sum_##S##_##WIDE, cddp__all_##S##_##WIDE, cddp__pair_##S##_##ISA, NULL, \
    cddp__scale_##S##_##ISA, cddp__mix_##S##_##ISA, cddp__squares_##S##_##ISA, \
@@ -7112,19 +7213,21 @@ typedef struct cddp__kernels {
 #define CDDP__INT_ROW(ISA, S) \
   {NULL, NULL, cddp__pair_##S##_##ISA, cddp__bits_##ISA, NULL, NULL, NULL, NULL, NULL, NULL, \
    NULL, NULL}
-#define CDDP__TABLE(ISA, WIDE) \
-  {CDDP__FLOAT_ROW(ISA, f32, WIDE, cddp__sgd_loop_##WIDE, cddp__adamw_loop_##WIDE), \
-   CDDP__FLOAT_ROW(ISA, f64, ISA, NULL, NULL), \
-   CDDP__HALF_ROW(ISA, f16, NULL, NULL), \
-   CDDP__HALF_ROW(ISA, bf16, cddp__sum_bf16_##WIDE, cddp__all_bf16_##WIDE), \
-   CDDP__INT_ROW(ISA, i8), \
-   CDDP__INT_ROW(ISA, i8), \
-   CDDP__INT_ROW(ISA, i32), \
-   CDDP__INT_ROW(ISA, i64)}
+#define CDDP__ROW_f32(ISA, WIDE) \
+  CDDP__FLOAT_ROW(ISA, f32, WIDE, cddp__sgd_loop_##WIDE, cddp__adamw_loop_##WIDE)
+#define CDDP__ROW_f64(ISA, WIDE) CDDP__FLOAT_ROW(ISA, f64, ISA, NULL, NULL)
+#define CDDP__ROW_f16(ISA, WIDE) CDDP__HALF_ROW(ISA, f16, NULL, NULL)
+#define CDDP__ROW_bf16(ISA, WIDE) \
+  CDDP__HALF_ROW(ISA, bf16, cddp__sum_bf16_##WIDE, cddp__all_bf16_##WIDE)
+#define CDDP__ROW_i8(ISA, WIDE) CDDP__INT_ROW(ISA, i8)
+#define CDDP__ROW_i32(ISA, WIDE) CDDP__INT_ROW(ISA, i32)
+#define CDDP__ROW_i64(ISA, WIDE) CDDP__INT_ROW(ISA, i64)
 
 CDDP__KERNELS(base, CDDP__BASE)
 CDDP__HALF_KERNELS(base, CDDP__BASE, f16)
-static const cddp__kernels cddp__kernels_base[] = CDDP__TABLE(base, base);
+#define CDDP__X(name, text, type, cls, loops) CDDP__ROW_##loops(base, base),
+static const cddp__kernels cddp__kernels_base[] = {CDDP__DTYPES(CDDP__X)};
+#undef CDDP__X
 
 #if CDDP__DISPATCH
 /* F16C converts 8 elements in one instruction. */
@@ -7158,9 +7261,13 @@ CDDP__AVX2 static void cddp__narrow_f16_avx2(void *dst, const cddp__f32 *s, size
 }
 
 CDDP__KERNELS(avx2, CDDP__AVX2)
-static const cddp__kernels cddp__kernels_avx2[] = CDDP__TABLE(avx2, avx2);
+#define CDDP__X(name, text, type, cls, loops) CDDP__ROW_##loops(avx2, avx2),
+static const cddp__kernels cddp__kernels_avx2[] = {CDDP__DTYPES(CDDP__X)};
+#undef CDDP__X
 CDDP__WIDE_KERNELS(avx512, CDDP__AVX512)
-static const cddp__kernels cddp__kernels_avx512[] = CDDP__TABLE(avx2, avx512);
+#define CDDP__X(name, text, type, cls, loops) CDDP__ROW_##loops(avx2, avx512),
+static const cddp__kernels cddp__kernels_avx512[] = {CDDP__DTYPES(CDDP__X)};
+#undef CDDP__X
 #endif
 
 enum { CDDP__ISA_BASE = 1, CDDP__ISA_AVX2, CDDP__ISA_AVX512 };
@@ -7213,7 +7320,7 @@ typedef struct cddp__fold {
   int nsrcs, ranks;             /* ranks: the divisor of AVG; 0: none */
   cddp_dtype dtype;
   cddp_op op;          /* SUM for AVG */
-  int flip;            /* for `pair` */
+  int64_t flip;        /* for `pair` */
   size_t esize, csize; /* bytes of an element: of dtype, of the compute type */
   bool sums;           /* true: uses math->sum; false: math->pair or math->bits */
   bool narrows;        /* the result is converted from a wider compute type to dtype */
@@ -7233,8 +7340,10 @@ CDDP__INLINED void cddp__fold_init(cddp__fold *fold, const void *const *srcs, in
   fold->ranks = ranks;
   fold->dtype = dtype;
   fold->op = op == CDDP_AVG ? CDDP_SUM : op;
-  fold->flip = (op == CDDP_MAX ? -1 : 0) ^ (dtype == CDDP_U8 ? 128 : 0);
   fold->esize = cddp__dtype_size(dtype);
+  fold->flip = op == CDDP_MAX ? -1 : 0;
+  if (cddp__dtypes[dtype].cls == CDDP__CLASS_UNSIGNED) /* the upper bit, as in a signed type */
+    fold->flip ^= (int64_t)((uint64_t)1 << (8 * fold->esize - 1));
   fold->csize = cddp__dtype_size(cddp__compute_type(dtype));
   fold->sums = fold->op == CDDP_SUM && fold->math->sum != NULL;
   fold->narrows = fold->kernels != fold->math && ranks > 0;
@@ -7252,14 +7361,19 @@ CDDP__INLINED bool cddp__fold_direct(const cddp__fold *fold) {
 /* p[i] /= k. Not F16, BF16. Integers have no vector division, so they need no loop per ISA. */
 static void cddp__divide(void *p, size_t n, int k, cddp_dtype dtype) {
   size_t i;
-  if (dtype < CDDP_I8) (cddp__pick_kernels()[dtype].scale)(p, n, (double)k, true);
-  for (i = 0; i < n && dtype >= CDDP_I8; i++) {
-    switch (dtype) {
-      case CDDP_I8: ((cddp__i8 *)p)[i] = (cddp__i8)(((cddp__i8 *)p)[i] / k); break;
-      case CDDP_U8: ((cddp__u8 *)p)[i] = (cddp__u8)(((cddp__u8 *)p)[i] / k); break;
-      case CDDP_I32: ((cddp__i32 *)p)[i] /= k; break;
-      default: ((cddp__i64 *)p)[i] /= k;
-    }
+  switch (dtype) {
+#define CDDP__DIVIDE_FLOAT(type, k) (cddp__pick_kernels()[dtype].scale)(p, n, (double)(k), true)
+#define CDDP__DIVIDE_HALF(type, k) CDDP_ASSERT(false)
+#define CDDP__DIVIDE_SIGNED(type, k) \
+  for (i = 0; i < n; i++) { \
+    type __attribute__((may_alias)) *x = (type *)p + i; \
+    *x = (type)(*x / (k)); \
+  }
+#define CDDP__DIVIDE_UNSIGNED(type, k) CDDP__DIVIDE_SIGNED(type, (unsigned)(k))
+#define CDDP__X(name, text, type, cls, loops) \
+  case name: CDDP__DIVIDE_##cls(type, k); break;
+    CDDP__DTYPES(CDDP__X)
+#undef CDDP__X
   }
 }
 
@@ -7616,11 +7730,11 @@ static int cddp__plan_buckets(int *offsets, int *sorted, const cddp_param *param
   struct {
     int bucket, limit; /* the open bucket, -1: none; index of the current limit */
     size_t bytes;      /* in the open bucket */
-  } open[CDDP_I64 + 1], *o; /* by dtype */
+  } open[CDDP__DTYPE_COUNT], *o; /* by dtype */
   int i, b, created = 0, closed = 0;
   CDDP_ASSERT(limit_count >= 1);
   memset(open, 0, sizeof open);
-  for (b = 0; b <= CDDP_I64; b++) open[b].bucket = -1;
+  for (b = 0; b < CDDP__DTYPE_COUNT; b++) open[b].bucket = -1;
   for (i = 0; i < count; i++) {
     const cddp_param *p = &params[order != NULL ? order[i] : i];
     o = &open[p->dtype];
@@ -7764,10 +7878,10 @@ static void cddp__buffer_bytes(const cddp_group *g, const cddp__call *call, size
 
 /* --- texts --- */
 
-static const char *const cddp__dtype_names[] = {"f32", "f64", "f16", "bf16",
-                                                "i8",  "u8",  "i32", "i64"};
 static const char *const cddp__op_names[] = {"sum", "avg",  "prod", "min",
                                              "max", "band", "bor",  "bxor"};
+CDDP__STATIC_ASSERT(sizeof cddp__op_names / sizeof *cddp__op_names == CDDP_BXOR + 1,
+                    "a name for each operation");
 
 /* A call and its phase in 32 bits, for headers and logs. */
 static uint32_t cddp__call_code(const cddp__call *call, uint32_t phase) {
@@ -7782,13 +7896,13 @@ static uint32_t cddp__code_phase(uint32_t code) { return code >> 24; }
 static cddp__text cddp__describe_call(uint32_t code, uint64_t count, int root) {
   uint32_t kind = cddp__code_kind(code), dtype = cddp__code_dtype(code), op = code >> 16 & 255;
   cddp__text t = {"an unknown call"};
-  if (kind >= CDDP__KIND_COUNT || dtype > CDDP_I64 || op > CDDP_BXOR) return t;
+  if (kind >= CDDP__KIND_COUNT || !cddp__dtype_ok(dtype) || op > CDDP_BXOR) return t;
   t = cddp__textf("%s", cddp__shapes[kind].name);
   if (kind == CDDP__KIND_DDP_BUCKET) cddp__append(t.s, sizeof t.s, " %" PRIu64, count);
   if (kind == CDDP__KIND_BARRIER || kind >= CDDP__KIND_GROUP_NEW) return t;
   cddp__append(t.s, sizeof t.s, "(");
   if (kind < CDDP__KIND_ALL_GATHER_V) cddp__append(t.s, sizeof t.s, "count %" PRIu64 ", ", count);
-  cddp__append(t.s, sizeof t.s, "%s", cddp__dtype_names[dtype]);
+  cddp__append(t.s, sizeof t.s, "%s", cddp__dtype_name(dtype));
   if (cddp__shapes[kind].reduces) cddp__append(t.s, sizeof t.s, ", %s", cddp__op_names[op]);
   if (root >= 0) cddp__append(t.s, sizeof t.s, ", root %d", root);
   if (cddp__code_phase(code) == CDDP__PHASE_HOST) cddp__append(t.s, sizeof t.s, ", host memory");
@@ -7804,6 +7918,7 @@ static cddp__text cddp__describe_call(uint32_t code, uint64_t count, int root) {
    headers, so they are contiguous. Ranks of other hosts share one slot, which stays empty. */
 
 #define CDDP__HEADERS_AT ((size_t)4096) /* offset of the headers */
+CDDP__STATIC_ASSERT(sizeof(cddp__control_block) <= CDDP__HEADERS_AT, "it is before the headers");
 /* Bytes of a staging buffer; fewer where many ranks share the last cache. With 1 MiB of L2, peers
    read chunks of 256 KiB in 2/3 of the time that chunks of 64 KiB take; with 512 KiB in more. */
 #define CDDP__STAGING ((size_t)256 << 10)
@@ -7843,7 +7958,6 @@ static size_t cddp__piggyback_bytes(int size) {
 /* Offsets of the slots and of the staging buffers; bytes of everything. */
 static size_t cddp__block_slots(int size) {
   size_t headers = (size_t)size * (2 * sizeof(cddp__op_header) + sizeof(cddp__atomic_u32));
-  CDDP_ASSERT(sizeof(cddp__control_block) <= CDDP__HEADERS_AT);
   return CDDP__HEADERS_AT + cddp__round_up(headers, 4096);
 }
 static size_t cddp__block_head(int size, int local_size) {
@@ -8168,9 +8282,13 @@ static cddp__text cddp__describe_end(const cddp_group *g, int rank) {
 /* This rank's current call: "all_reduce(count 4, f32, sum) at train.c:120, call 17 of the group" */
 static cddp__text cddp__describe_current_call(const cddp_group *g) {
   const cddp__op_header *header = cddp__op_header_of(g, g->rank, g->round);
-  return cddp__textf("%s%s, call %" PRIu64 " of the group",
-                     cddp__describe_call(header->call, header->count, header->root).s,
-                     cddp__describe_site().s, g->calls);
+  const char *function = cddp__this_site.function;
+  cddp__text call = cddp__describe_call(header->call, header->count, header->root);
+  if (function != NULL &&
+      (strcmp(function, "cddp_save") == 0 || strcmp(function, "cddp_load") == 0))
+    call = cddp__textf("a step of %s", function); /* the program did not make its collectives */
+  return cddp__textf("%s%s, call %" PRIu64 " of the group", call.s, cddp__describe_site().s,
+                     g->calls);
 }
 
 /* Breaks the group over the loss of a rank.
@@ -8192,7 +8310,7 @@ static cddp_result cddp__report_lost(cddp_group *g, int rank, const char *doing)
                  cddp__describe_end(g, p).s);
     break;
   }
-  cddp__fail(CDDP_PEER_LOST, "%.320s; rank %d was %s %s", loss.s, g->rank,
+  cddp__fail(CDDP_PEER_LOST, "%s; rank %d was %s %s", cddp__cut(loss.s, 320).s, g->rank,
              doing == NULL ? "waiting for it in" : "in",
              doing == NULL ? cddp__describe_current_call(g).s : doing);
   return cddp__break(g, CDDP_PEER_LOST);
@@ -8398,7 +8516,7 @@ static cddp__text cddp__describe_other_failure(const cddp_group *g) {
   pthread_mutex_lock(&g->host->lock);
   for (other = g->host->groups; other != NULL && t.s[0] == 0; other = other->next)
     if (other != g && cddp__is_broken(other))
-      t = cddp__textf("; another group failed: %.400s", cddp__failure_text(other));
+      t = cddp__textf("; another group failed: %s", cddp__cut(cddp__failure_text(other), 400).s);
   pthread_mutex_unlock(&g->host->lock);
   return t;
 }
@@ -8740,7 +8858,7 @@ CDDP__INLINED cddp_result cddp__run_round(cddp_group *g, bool everywhere, const 
   cddp__op_header *mine = cddp__op_header_of(g, g->rank, g->round + 1);
   bool all = everywhere || g->hosts == NULL;
   bool adds = all && (call->kind >= CDDP__KIND_DDP_CREATE ||
-                      (cddp__shapes[call->kind].reduces && call->dtype <= CDDP_BF16));
+                      (cddp__shapes[call->kind].reduces && cddp__dtype_trains(call->dtype)));
   uint32_t code = cddp__call_code(call, phase), fp_mode = adds ? cddp__fp_mode() : 0;
   cddp_result r;
   CDDP_ASSERT(payload == NULL || bytes <= CDDP__PAYLOAD);
@@ -10801,8 +10919,8 @@ static void cddp__report_failure(cddp__rendezvous *rdv, cddp_group *g, cddp_resu
   snprintf(text, sizeof text, "%s", cddp_error());
   snprintf(far, sizeof far, "%s", text);
   if (r != CDDP_OK && !rdv->common)
-    snprintf(far, sizeof far, "rank %d failed during the rendezvous: %.430s", rdv->config->rank,
-             text);
+    memcpy(far, cddp__textf("rank %d failed during the rendezvous: %s", rdv->config->rank, text).s,
+           sizeof far);
   if (rdv->parent.connection.fd >= 0 && r != CDDP_OK) cddp__channel_fail(&rdv->parent, r, far);
   do {
     for (told = 0, k = rdv->child_count; k-- > 0;) {
@@ -11594,9 +11712,9 @@ static size_t cddp__piggyback_of_header(const cddp_group *g, const cddp__op_head
   uint32_t kind = cddp__code_kind(header->call), dtype = cddp__code_dtype(header->call);
   size_t element;
   if (cddp__code_phase(header->call) != CDDP__PHASE_STAGED || kind >= CDDP__KIND_GROUP_NEW ||
-      dtype > CDDP_I64)
+      !cddp__dtype_ok(dtype))
     return 0;
-  element = cddp__dtype_size((cddp_dtype)dtype);
+  element = cddp__dtype_size(dtype);
   if (cddp__shapes[kind].scatters) element *= (size_t)g->size;
   if (header->count > g->staging_size / element || header->count <= CDDP__PAYLOAD / element)
     return 0;
@@ -11733,7 +11851,7 @@ static void cddp__set_leaves(const cddp_group *g, cddp__hosts *hosts, bool prese
 /* Sets, in bytes per element, the sizes of the hosts' sums and the offset of each sum. Sums of
    several ranks are first, since their unrounded elements can be wider. Returns the total. */
 static size_t cddp__count_bytes(cddp__hosts *hosts, const cddp__call *c) {
-  size_t wide = c->dtype == CDDP_F16 || c->dtype == CDDP_BF16 ? 4 : c->esize, sum = 0;
+  size_t wide = cddp__dtype_half(c->dtype) ? 4 : c->esize, sum = 0;
   int i, pass;
   for (i = 0; i < hosts->count; i++) hosts->nodes[i].bytes = 0;
   for (pass = 0; pass < 2; pass++)
@@ -12476,8 +12594,8 @@ static bool cddp__recv_fits(cddp_group *g, cddp_work *work, uint64_t count, uint
   cddp__fail(CDDP_MISMATCH,
              "ranks disagree: rank %d sent count %" PRIu64
              " %s with tag %d, rank %d receives count %zu %s",
-             work->from, count, cddp__dtype_names[dtype & 7], call->tag, g->rank, call->count,
-             cddp__dtype_names[call->dtype]);
+             work->from, count, cddp__dtype_name(dtype), call->tag, g->rank, call->count,
+             cddp__dtype_name(call->dtype));
   work->result = cddp__break(g, CDDP_MISMATCH);
   work->done = true;
   return false;
@@ -12880,6 +12998,7 @@ static cddp_result cddp__mpi_wait(cddp_group *g, const cddp__call *call, int cod
 static MPI_Datatype cddp__mpi_type(int dtype) { /* f16 and bf16: as bits */
   const MPI_Datatype types[] = {MPI_FLOAT,  MPI_DOUBLE,  MPI_UINT16_T, MPI_UINT16_T,
                                 MPI_INT8_T, MPI_UINT8_T, MPI_INT32_T,  MPI_INT64_T};
+  CDDP__STATIC_ASSERT(sizeof types / sizeof *types == CDDP__DTYPE_COUNT, "a type of MPI for each");
   return types[dtype];
 }
 
@@ -12888,8 +13007,9 @@ static cddp_result cddp__mpi_reduce(cddp_group *g, const cddp__call *call, const
                                     void *recv, size_t n, int root) {
   const MPI_Op ops[] = {MPI_SUM, MPI_SUM,  MPI_PROD, MPI_MIN,
                         MPI_MAX, MPI_BAND, MPI_BOR,  MPI_BXOR};
+  CDDP__STATIC_ASSERT(sizeof ops / sizeof *ops == CDDP_BXOR + 1, "an operation of MPI for each");
   cddp_dtype dtype = (cddp_dtype)call->dtype;
-  bool half = dtype == CDDP_F16 || dtype == CDDP_BF16, gets = root < 0 || root == g->rank;
+  bool half = cddp__dtype_half(dtype), gets = root < 0 || root == g->rank;
   MPI_Datatype type = half ? MPI_FLOAT : cddp__mpi_type(dtype);
   MPI_Request request = MPI_REQUEST_NULL;
   const void *in = send;
@@ -14012,7 +14132,9 @@ static cddp_result cddp__start_work(cddp_group *g, const cddp__call *call, cddp_
   if ((r = cddp__check_group(g)) != CDDP_OK) return r;
   if (call->shares == NULL && cddp__load32(&g->engine.held) == CDDP__OWN_FREE) {
     cddp__store32(&g->engine.held, CDDP__OWN_LENT);
-    started = &g->engine.own; /* the fields not set here and by cddp__enqueue are always 0 */
+    started = &g->engine.own; /* the fields not set here and by cddp__enqueue are always 0: */
+    CDDP_ASSERT(started->context == NULL && !started->on_stream && started->event == NULL &&
+                started->stage == NULL);
     started->group = g;
     started->done = false;
   } else {
@@ -14081,6 +14203,9 @@ static const char *cddp__buffer_error(const cddp_group *g, const cddp__call *cal
   if (sent > 0 && call->send == NULL)
     return cddp__in_one_buffer(call) ? "buf is NULL" : "send is NULL";
   if (received > 0 && call->recv == NULL) return "recv is NULL";
+  if ((sent > 0 && cddp__misaligned(call->send, call->esize)) ||
+      (received > 0 && cddp__misaligned(call->recv, call->esize)))
+    return "a buffer is not aligned to its elements: its address must be a multiple of their size";
   if (cddp__in_one_buffer(call) || sent == 0 || received == 0 || send >= recv + received ||
       recv >= send + sent)
     return NULL;
@@ -14143,14 +14268,15 @@ static cddp_result cddp__check_call(const cddp_group *g, const cddp__call *call)
       call->shares == NULL &&
       call->count > SIZE_MAX / 2 / call->esize / (one ? 1 : (size_t)g->size))
     return CDDP__REFUSE("count %zu is beyond the address space", call->count);
-  if (!cddp__dtype_ok((cddp_dtype)call->dtype))
+  if (!cddp__dtype_ok(call->dtype))
     wrong = "dtype is not a cddp_dtype";
-  else if (call->op > CDDP_MAX && (call->op > CDDP_BXOR || call->dtype <= CDDP_BF16))
+  else if (call->op > CDDP_MAX && (call->op > CDDP_BXOR || cddp__dtype_trains(call->dtype)))
     wrong = call->op > CDDP_BXOR ? "op is not a cddp_op"
                               : "CDDP_BAND, CDDP_BOR and CDDP_BXOR are for integers";
   else if (call->tag < 0)
     wrong = "tag is negative";
-  else if (call->count > 0 && (!one || call->send == NULL))
+  else if (call->count > 0 &&
+           (!one || call->send == NULL || cddp__misaligned(call->send, call->esize)))
     wrong = cddp__buffer_error(g, call);
   if (wrong == NULL && call->count > 0) wrong = cddp__memory_error(g, call);
   return wrong == NULL ? CDDP_OK : CDDP__REFUSE("%s", wrong);
@@ -14805,10 +14931,12 @@ typedef struct cddp__algorithm {
                 size_t n);
 } cddp__algorithm;
 
-static const char *const cddp__setting_names[CDDP__SETTING_COUNT] = {
+static const char *const cddp__setting_names[] = { /* of the numbers in cddp__optim_desc */
     "learning rate (lr)", "sharing of states (cddp_load on one rank alone ends it)",
     "the algorithm (0: SGD, 1: AdamW)", "momentum", "dampening", "beta1", "beta2", "eps",
     "nesterov", "maximize", "amsgrad", "master_weights", "sharded_states"};
+CDDP__STATIC_ASSERT(sizeof cddp__setting_names / sizeof *cddp__setting_names == CDDP__SETTING_COUNT,
+                    "a name for each number");
 
 /* The functions of an optimizer for the memory of its parameters: cddp__cpu_optim, or
    cddp__device_optim of cddp_kernels.cuh. */
@@ -14879,11 +15007,13 @@ static void cddp__sgd_begin(const cddp_optim *optim, int i, cddp__update *update
 }
 
 /* PyTorch's rounding of the factor alpha of add_: to half precision if the weights are. */
-static double cddp__sgd_scalar(cddp_dtype dtype, double x) {
+static double cddp__sgd_scalar(const cddp__update *update, double x) {
   float y = cddp__round_odd(x);
-  if (dtype == CDDP_F16) return (double)cddp__f16_to_f32(cddp__f32_to_f16(y));
-  if (dtype == CDDP_BF16) return (double)cddp__bf16_to_f32(cddp__f32_to_bf16(y));
-  return x;
+  uint16_t rounded;
+  if (!cddp__dtype_half(update->dtype)) return x;
+  update->kernels[update->dtype].narrow(&rounded, (cddp__f32 *)&y, 1);
+  update->kernels[update->dtype].widen((cddp__f32 *)&y, &rounded, 1);
+  return (double)y;
 }
 
 /* Rounds the result of one operation to half precision if the weights have it. */
@@ -14896,7 +15026,7 @@ static void cddp__sgd_round(const cddp__update *update, void *d, size_t n) {
 
 static void cddp__sgd_add(const cddp__update *update, void *d, const void *a, const void *b,
                           size_t n, double f) { /* d = a + f * b */
-  f = cddp__sgd_scalar(update->dtype, f);
+  f = cddp__sgd_scalar(update, f);
   update->kernels[cddp__compute_type(update->dtype)].mix(d, a, b, n, 1.0, f);
   cddp__sgd_round(update, d, n);
 }
@@ -15061,10 +15191,8 @@ static void cddp__update_run(const cddp__update *update, size_t first, void *wei
 
 /* --- checks of the caller's arguments --- */
 
-static bool cddp__dtype_trains(cddp_dtype d) { return (unsigned)d <= (unsigned)CDDP_BF16; }
-
 static cddp__text cddp__param_name(const cddp_param *params, int i) {
-  return params[i].name != NULL ? cddp__textf("%s", params[i].name) : cddp__textf("#%d", i);
+  return params[i].name != NULL ? cddp__cut(params[i].name, 100) : cddp__textf("#%d", i);
 }
 
 enum { CDDP__RULE_NAME = 1, CDDP__RULE_DATA = 2, CDDP__RULE_TRAINED = 4 };
@@ -15085,6 +15213,11 @@ static cddp_result cddp__check_params(const cddp_param *params, int count, int r
         : p->count > SIZE_MAX / 64    ? "has too many elements"
         : (rules & CDDP__RULE_DATA) != 0 && p->data == NULL && p->count > 0
             ? "has data NULL"
+        : p->count > 0 && cddp__misaligned(p->data, cddp__dtype_size(p->dtype))
+            ? "has data that is not aligned to its elements"
+        : (rules & CDDP__RULE_TRAINED) != 0 && p->count > 0 &&
+                cddp__misaligned(p->grad, cddp__dtype_size(p->dtype))
+            ? "has a grad that is not aligned to its elements"
             : NULL;
     if (wrong != NULL)
       return CDDP__REFUSE("parameter \"%s\" %s", cddp__param_name(params, i).s, wrong);
@@ -15146,7 +15279,7 @@ static cddp_result cddp__check_own_memory(const cddp_param *params, int count,
     bool tied = first->what == what[0] && second->what == what[0];
     if (y->begin >= x->end) continue;
     r = cddp__fail(
-        CDDP_INVALID_ARGUMENT, "%s of parameter \"%.100s\" and %s of \"%.100s\" %s; %s",
+        CDDP_INVALID_ARGUMENT, "%s of parameter \"%s\" and %s of \"%s\" %s; %s",
         first->what, cddp__param_name(params, first->param).s,
         second->what, cddp__param_name(params, second->param).s,
         x->begin == y->begin && x->end == y->end ? "are the same memory" : "overlap",
@@ -15408,17 +15541,19 @@ static cddp_result cddp__check_settings(const cddp_param *params, int count,
     cddp_dtype dtype = params[i].dtype;
     if (d->copies != NULL && d->copies[i] != NULL && dtype != CDDP_F32)
       return CDDP__REFUSE("parameter \"%s\" is %s; only f32 weights have copies", name.s,
-                          cddp__dtype_names[dtype]);
+                          cddp__dtype_name(dtype));
+    if (d->copies != NULL && cddp__misaligned(d->copies[i], cddp__dtype_size(d->copy_dtype)))
+      return CDDP__REFUSE("the copy of parameter \"%s\" is not aligned to its elements", name.s);
     if (algorithm->wide && cddp__dtype_half(dtype) && d->master_weights == 0)
       return cddp__fail(CDDP_UNSUPPORTED,
                         "parameter \"%s\" is %s, but %s supports f32 and f64: set master_weights, "
                         "or pass f32 weights, and these as copies",
-                        name.s, cddp__dtype_names[dtype], algorithm->name);
+                        name.s, cddp__dtype_name(dtype), algorithm->name);
     if (d->lr_scales != NULL)
-      r = cddp__check_number(cddp__textf("lr_scales of parameter \"%.100s\"", name.s).s,
+      r = cddp__check_number(cddp__textf("lr_scales of parameter \"%s\"", name.s).s,
                              d->lr_scales[i], INFINITY);
     if (r == CDDP_OK && d->weight_decays != NULL)
-      r = cddp__check_number(cddp__textf("weight_decays of parameter \"%.100s\"", name.s).s,
+      r = cddp__check_number(cddp__textf("weight_decays of parameter \"%s\"", name.s).s,
                              d->weight_decays[i], INFINITY);
   }
   return r;
@@ -15612,7 +15747,7 @@ static size_t cddp__wide_bytes(const cddp_ddp *d, size_t begin, size_t end) {
 static void cddp__set_layout(cddp_ddp *d) {
   size_t slack = cddp__gathers(d) ? cddp__gather_slack(d) : 0, pieces = 0;
   int dtype, i, placed = 0;
-  for (dtype = 0; dtype < CDDP__TRAINED; dtype++) {
+  for (dtype = 0; dtype < CDDP__DTYPE_COUNT; dtype++) {
     d->layout.starts[dtype] = d->layout.dense;
     for (i = d->count - 1; i >= 0; i--) {
       cddp__tensor *t = &d->tensors[i];
@@ -15628,7 +15763,7 @@ static void cddp__set_layout(cddp_ddp *d) {
       if (cddp__sparse_of(d, i) == NULL) d->layout.order[placed++] = i;
     }
   }
-  d->layout.starts[CDDP__TRAINED] = d->layout.dense;
+  d->layout.starts[CDDP__DTYPE_COUNT] = d->layout.dense;
   d->layout.bytes += slack;
   d->layout.slot_stride = cddp__wide_bytes(d, 0, d->layout.dense);
   d->layout.model_bytes = d->layout.dense; /* sparse gradients of elastic models follow */
@@ -15814,7 +15949,6 @@ static cddp_result cddp__control_barrier(cddp_ddp *d, int kind, enum cddp__phase
 /* Collective: sends arrays from root to all ranks. CDDP__ROOT_OWNERS: each rank of a host has its
    part of arrays with the shape of the parameters; the first host's parts are sent.
    CDDP__ROOT_ALL_OWNERS: each part is on one rank of the group. */
-
 static cddp_result cddp__share_arrays(cddp_ddp *d, const cddp_param *arrays, int count, int root) {
   bool by_host = root == CDDP__ROOT_OWNERS && !d->group->backend->on_device, owners = root < 0;
   const cddp__hosts *x = by_host ? d->control->hosts : NULL;
@@ -16014,7 +16148,7 @@ static cddp_result cddp__gather_nodes(cddp_ddp *d, char *out) {
   int dtype, i, nodes = 0;
   for (i = 0; i < d->shards.node_count; i++)
     if (d->shards.nodes[i].slot >= nodes) nodes = d->shards.nodes[i].slot + 1;
-  for (dtype = 0; dtype < CDDP__TRAINED; dtype++) {
+  for (dtype = 0; dtype < CDDP__DTYPE_COUNT; dtype++) {
     size_t end = d->layout.starts[dtype + 1];
     esize = cddp__dtype_size((cddp_dtype)dtype);
     for (at = d->layout.starts[dtype]; r == CDDP_OK && at < end; at += n * ranks * esize) {
@@ -16158,7 +16292,7 @@ static cddp_result cddp__end_shard(cddp_ddp *d, bool more) {
 /* Parameters whose gradients are reduced together. */
 struct cddp__bucket_state {
   int remaining; /* parameters not yet ready; guarded by lock */
-  int *sorted;   /* its parameters by offset; memory of plan_order */
+  int *sorted;   /* its parameters by offset; memory of plan.sorted */
   int count;
   cddp_work work; /* its reduction in the engine */
   cddp_ddp *ddp;
@@ -16353,7 +16487,7 @@ static cddp_result cddp__run_bucket(cddp_work *w) { /* on the engine's thread */
   if (r == CDDP_OK) r = hooked ? cddp__hook_bucket(d, b) : d->memory->reduce_bucket(d, b);
   if (r == CDDP_OK) return r;
   if (hooked) return cddp__break(g, r); /* else calls of later buckets would match this one's */
-  return cddp__fail_in(r, "bucket %d (parameter \"%.60s\"%s): ", (int)(b - d->plan.buckets),
+  return cddp__fail_in(r, "bucket %d (parameter \"%s\"%s): ", (int)(b - d->plan.buckets),
                        cddp__param_name(d->params, b->sorted[0]).s,
                        b->count > 1 ? " and others" : "");
 }
@@ -16363,6 +16497,7 @@ static cddp_result cddp__push_bucket(cddp_ddp *d, cddp__bucket_state *b) {
   b->work.group = d->comm;
   b->work.run = cddp__run_bucket;
   b->work.context = b;
+  b->work.site = d->step.site;
   b->work.fp_mode = 1 + cddp__fp_mode();
   return cddp__engine_push(&b->work);
 }
@@ -17127,7 +17262,7 @@ static cddp_result cddp__break_settings(cddp_ddp *d, const cddp_optim *s, int fi
     int i = at < CDDP__SETTING_COUNT ? 0 : (int)((at - CDDP__SETTING_COUNT) % count);
     bool scale = at < CDDP__SETTING_COUNT + count;
     cddp__text name =
-        cddp__textf("%s of parameter \"%.100s\"", scale ? "lr_scales" : "weight_decay",
+        cddp__textf("%s of parameter \"%s\"", scale ? "lr_scales" : "weight_decay",
                     cddp__param_name(d->params, i).s);
     cddp__fail(CDDP_MISMATCH, "ranks disagree: %s is %s on rank %d",
                at < CDDP__SETTING_COUNT ? cddp__setting_names[at] : name.s,
@@ -17188,30 +17323,42 @@ static cddp_result cddp__ddp_meet(cddp_ddp *d, int kind, const cddp_optim *s, ui
   return CDDP_OK;
 }
 
+/* A rank's flag for a parameter: 1 ready, 0 not, or: */
+#define CDDP__FLAG_JOINED 2 /* the rank has joined: its parameters are not missing */
+#define CDDP__FLAG_NOTED 4  /* cddp_ddp_ready was called under no_sync only: missing */
+static bool cddp__flag_missing(unsigned char flag) {
+  return flag == 0 || flag == CDDP__FLAG_NOTED;
+}
+
 /* The error for parameters that were not ready. */
 static cddp_result cddp__name_missing(const cddp_ddp *d) {
   int i, absent, shown = 0;
+  bool noted = false, any_noted = false;
   size_t n = (size_t)d->count, all = n * (size_t)d->group->size, at;
   char list[256] = "";
   cddp_result r = CDDP_INVALID_ARGUMENT;
   for (i = 0; i < d->count && shown < 4; i++) {
-    for (at = (size_t)i, absent = 0; at < all; at += n) absent += d->scratch.flags[at] == 0;
+    for (at = (size_t)i, absent = 0, noted = false; at < all; at += n) {
+      absent += cddp__flag_missing(d->scratch.flags[at]);
+      noted = noted || d->scratch.flags[at] == CDDP__FLAG_NOTED;
+    }
     if (absent == 0) continue;
-    cddp__append(list, sizeof list, "%s\"%.60s\"", shown++ ? ", " : "",
-                 cddp__param_name(d->params, i).s);
+    any_noted = any_noted || noted;
+    cddp__append(list, sizeof list, "%s\"%s\"%s", shown++ ? ", " : "",
+                 cddp__param_name(d->params, i).s, noted ? " (only while no_sync was on)" : "");
     if (absent == d->step.active_count) continue;
     r = CDDP_MISMATCH;
-    for (at = (size_t)i; d->scratch.flags[at] != 0;) at += n;
+    for (at = (size_t)i; !cddp__flag_missing(d->scratch.flags[at]);) at += n;
     cddp__append(list, sizeof list, " (on rank %d%s)", (int)(at / n),
                  absent > 1 ? " and others" : "");
   }
   return cddp__fail(r,
-                    "gradients were not marked ready: %s; call cddp_ddp_ready for every parameter, "
-                    "or set find_unused_parameters",
-                    list);
+                    "gradients were not marked ready: %s; %s", list,
+                    any_noted ? "turn no_sync off before the last micro-batch's backward pass: "
+                                "cddp_ddp_ready does not count before"
+                              : "call cddp_ddp_ready for every parameter, or set "
+                                "find_unused_parameters");
 }
-
-#define CDDP__FLAG_JOINED 2 /* the rank has joined: its parameters are not missing */
 
 /* Collective, if parameters are not ready. With find_unused_parameters their gradients count as
    zero, and parameters that no rank used do not change; without it every rank fails. */
@@ -17220,8 +17367,10 @@ static cddp_result cddp__settle_unused(cddp_ddp *d) {
   unsigned char *mine = d->scratch.flags + n * (size_t)d->group->size;
   cddp_result r;
   for (i = 0; i < n; i++)
-    mine[i] = d->uneven.joined != 0 ? CDDP__FLAG_JOINED
-              : d->tensors[i].ready || (d->desc.find_unused_parameters && d->tensors[i].noted);
+    mine[i] = d->uneven.joined != 0   ? CDDP__FLAG_JOINED
+              : d->tensors[i].ready    ? 1
+              : !d->tensors[i].noted   ? 0
+              : d->desc.find_unused_parameters ? 1 : CDDP__FLAG_NOTED;
   r = cddp__all_gather(d->control, mine, d->scratch.flags, n);
   if (r != CDDP_OK) return r;
   if (!d->desc.find_unused_parameters) return cddp__name_missing(d);
@@ -17262,6 +17411,7 @@ static cddp_result cddp__finish_buckets(cddp_ddp *d, int kind, const cddp_optim 
     if (!t->ready) d->plan.buckets[t->bucket].remaining--;
     t->ready = true;
   }
+  cddp__copy_site(&d->step.site, &cddp__this_site);
   r = cddp__launch_buckets(d);
   pthread_mutex_unlock(&d->lock);
   if (r == CDDP_OK) r = d->memory->fence(d, cddp__needs_part_only(kind, s));
@@ -17591,8 +17741,8 @@ static cddp__model_info cddp__describe(const cddp_ddp *d, int i) {
     cddp__describe_settings(d, &info);
     return info;
   }
-  snprintf(info.text, sizeof info.text, "\"%.100s\" (%zu %s", name, d->params[i].count,
-           cddp__dtype_names[d->params[i].dtype]);
+  cddp__append(info.text, sizeof info.text, "\"%s\" (%zu %s", cddp__cut(name, 100).s,
+               d->params[i].count, cddp__dtype_name(d->params[i].dtype));
   if (cddp__sparse_of(d, i) != NULL)
     cddp__append(info.text, sizeof info.text, ", %zu sparse rows", d->rows.sparse[i]->rows);
   cddp__append(info.text, sizeof info.text, ")");
@@ -18222,10 +18372,11 @@ static cddp_result cddp__create_published(cddp_ddp *d) {
   size_t bytes = sizeof(cddp__published) + (size_t)d->count * sizeof(cddp__ref) +
                  (size_t)d->shards.count * sizeof(int32_t);
   cddp__published *own = (cddp__published *)cddp__arena_alloc(host, bytes, CDDP__EXTENT_BUFFER);
-  cddp__ref *weights = (cddp__ref *)(own + 1);
+  cddp__ref *weights;
   int i;
   d->elastic->own = own;
   if (own == NULL) return CDDP_OUT_OF_MEMORY;
+  weights = (cddp__ref *)(own + 1);
   for (i = 0; i < d->count; i++)
     weights[i] = cddp__ref_of(host, d->params[i].data,
                               d->params[i].count * cddp__dtype_size(d->params[i].dtype));
@@ -18314,6 +18465,7 @@ typedef struct cddp__reduction_header { /* the payload of its first round */
   uint64_t rows_bytes; /* ddp.rows.bytes */
   cddp__elastic_call last_update;
 } cddp__reduction_header;
+CDDP__STATIC_ASSERT(sizeof(cddp__reduction_header) <= CDDP__PAYLOAD, "a round carries it");
 
 static cddp__reduction_header cddp__reduction_header_of(const cddp_ddp *d, int k) {
   cddp__reduction_header header;
@@ -19725,7 +19877,7 @@ static cddp_result cddp__elastic_join(cddp_ddp *d) {
 }
 
 CDDPDEF cddp_group *cddp_ddp_group(cddp_ddp *d) {
-  cddp__enter_call(__func__);
+  cddp__enter_without_site(__func__);
   if (d == NULL)
     CDDP__REFUSE("cddp_ddp_group: the cddp_ddp is NULL");
   else if (!d->desc.elastic && cddp__load32(&d->group->left) != 0)
@@ -19940,17 +20092,15 @@ CDDPDEF void cddp_sampler_destroy(cddp_sampler *sampler) {
 typedef struct cddp__st_type {
   char name[12];
   int bits;
-  int dtype; /* cddp_dtype; -1: none */
 } cddp__st_type;
 
 /* In the reference implementation's order, in which all tensors are aligned. */
 static const cddp__st_type cddp__st_types[] = {
-    {"U64", 64, -1},        {"I64", 64, CDDP_I64},  {"F64", 64, CDDP_F64}, {"C64", 64, -1},
-    {"F32", 32, CDDP_F32},  {"U32", 32, -1},        {"I32", 32, CDDP_I32}, {"BF16", 16, CDDP_BF16},
-    {"F16", 16, CDDP_F16},  {"U16", 16, -1},        {"I16", 16, -1},       {"F8_E5M2", 8, -1},
-    {"F8_E4M3", 8, -1},     {"F8_E8M0", 8, -1},     {"F8_E4M3FNUZ", 8, -1},
-    {"F8_E5M2FNUZ", 8, -1}, {"I8", 8, CDDP_I8},     {"U8", 8, CDDP_U8},    {"F6_E3M2", 6, -1},
-    {"F6_E2M3", 6, -1},     {"F4", 4, -1},          {"BOOL", 8, -1}};
+    {"U64", 64},    {"I64", 64},        {"F64", 64},        {"C64", 64},    {"F32", 32},
+    {"U32", 32},    {"I32", 32},        {"BF16", 16},       {"F16", 16},    {"U16", 16},
+    {"I16", 16},    {"F8_E5M2", 8},     {"F8_E4M3", 8},     {"F8_E8M0", 8}, {"F8_E4M3FNUZ", 8},
+    {"F8_E5M2FNUZ", 8}, {"I8", 8},      {"U8", 8},          {"F6_E3M2", 6}, {"F6_E2M3", 6},
+    {"F4", 4},      {"BOOL", 8}};
 #define CDDP__ST_TYPES ((int)(sizeof cddp__st_types / sizeof *cddp__st_types))
 
 typedef struct cddp__st_name { /* an entry of the index by name */
@@ -19993,22 +20143,6 @@ CDDPDEF void cddp_safetensors_close(cddp_safetensors *file) {
   cddp__close_fd(&file->fd);
   cddp__free(&a, file->tensors);
   cddp__free(&a, file);
-}
-
-/* --- UTF-8 --- */
-
-/* Size of the UTF-8 sequence at p; 0 if it is invalid. */
-static size_t cddp__utf8(const unsigned char *p, size_t n) {
-  size_t i, k = 0;
-  if (p[0] < 0x80) return 1;
-  if (p[0] >= 0xc2 && p[0] < 0xf5) k = p[0] < 0xe0 ? 2 : p[0] < 0xf0 ? 3 : 4;
-  if (k > n) return 0;
-  for (i = 1; i < k; i++)
-    if ((p[i] & 0xc0) != 0x80) return 0;
-  /* overlong forms, surrogates, beyond U+10FFFF */
-  if ((p[0] == 0xe0 && p[1] < 0xa0) || (p[0] == 0xed && p[1] > 0x9f)) return 0;
-  if ((p[0] == 0xf0 && p[1] < 0x90) || (p[0] == 0xf4 && p[1] > 0x8f)) return 0;
-  return k;
 }
 
 /* --- JSON --- */
@@ -20138,6 +20272,13 @@ static const cddp__st_type *cddp__st_find_type(const char *name) {
   return NULL;
 }
 
+/* The cddp_dtype of a file's type; -1: none. */
+static int cddp__st_dtype(const cddp__st_type *type) {
+  int d = CDDP__DTYPE_COUNT - 1;
+  while (d >= 0 && strcmp(cddp__dtypes[d].file_name, type->name) != 0) d--;
+  return d;
+}
+
 /* Elements and bytes of a shape, multiplied from left to right. Returns false if a product exceeds
    64 bits, or if the size is not a whole number of bytes. */
 static bool cddp__st_size(const uint64_t *shape, int dims, int bits, uint64_t *elements,
@@ -20174,7 +20315,9 @@ static void cddp__st_tensor(cddp_safetensors *file, cddp__json *json, const char
   for (n = 0; cddp__json_item(json, "{}", n, "a tensor's object"); n++) {
     const char *key = cddp__json_key(json);
     for (k = 0; k < 3 && strcmp(key, fields[k]) != 0; k++) {}
-    if (k == 3) cddp__json_fail(json, cddp__textf("\"%.60s\" is not a field of a tensor", key).s);
+    if (k == 3)
+      cddp__json_fail(json, cddp__textf("\"%s\" is not a field of a tensor",
+                                        cddp__cut(key, 60).s).s);
     if ((seen & 1u << k) != 0) cddp__json_fail(json, cddp__textf("%s occurs twice", key).s);
     if (k == 0 && (type = cddp__st_find_type(cddp__json_string(json))) == NULL)
       cddp__json_fail(json, "its dtype is not one of the format's");
@@ -20189,12 +20332,12 @@ static void cddp__st_tensor(cddp_safetensors *file, cddp__json *json, const char
     cddp__json_fail(json, "a shape's size exceeds 64 bits, or is not whole bytes");
   else if (offsets[1] < offsets[0] || offsets[1] - offsets[0] != tensor->bytes)
     json->result = cddp__fail(CDDP_IO,
-                              "tensor \"%.60s\" takes %" PRIu64 " bytes by its shape, but "
+                              "tensor \"%s\" takes %" PRIu64 " bytes by its shape, but "
                               "its data_offsets are %" PRIu64 " and %" PRIu64,
-                              name, tensor->bytes, offsets[0], offsets[1]);
+                              cddp__cut(name, 60).s, tensor->bytes, offsets[0], offsets[1]);
   tensor->name = name;
   tensor->type = type->name;
-  tensor->dtype = type->dtype;
+  tensor->dtype = cddp__st_dtype(type);
   tensor->shape = shape;
   tensor->begin = offsets[0];
   file->count++;
@@ -20235,8 +20378,8 @@ static cddp_result cddp__st_check_offsets(cddp_safetensors *file) {
     const cddp_tensor_info *tensor = &file->tensors[i];
     if (tensor->begin != at)
       return cddp__fail(CDDP_IO,
-                        "tensor \"%.60s\" begins at byte %" PRIu64 " of the data, %s byte %" PRIu64,
-                        tensor->name, tensor->begin,
+                        "tensor \"%s\" begins at byte %" PRIu64 " of the data, %s byte %" PRIu64,
+                        cddp__cut(tensor->name, 60).s, tensor->begin,
                         tensor->begin < at ? "inside another one that ends at"
                                            : "but no tensor contains the bytes from",
                         at);
@@ -20309,9 +20452,10 @@ static cddp_result cddp__st_parse(cddp_safetensors *file) {
     file->by_name[i].tensor = &file->tensors[i];
   }
   if ((twice = cddp__st_sort_names(file->by_name, file->count, sizeof *file->by_name)) != NULL)
-    return cddp__fail(CDDP_IO, "two tensors are named \"%.60s\"", twice);
+    return cddp__fail(CDDP_IO, "two tensors are named \"%s\"", cddp__cut(twice, 60).s);
   twice = cddp__st_sort_names(file->metadata, file->metadata_count, sizeof *file->metadata);
-  return twice == NULL ? CDDP_OK : cddp__fail(CDDP_IO, "the metadata has \"%.60s\" twice", twice);
+  if (twice == NULL) return CDDP_OK;
+  return cddp__fail(CDDP_IO, "the metadata has \"%s\" twice", cddp__cut(twice, 60).s);
 }
 
 /* The size of the header of a file with file_bytes bytes, from its first 8 bytes. */
@@ -20345,7 +20489,8 @@ static const char *cddp__st_value(const cddp_safetensors *file, const char *key)
 /* A tensor of a checkpoint, in memory and in the file. */
 typedef struct cddp__st_item {
   const char *name;
-  const cddp__st_type *type; /* in memory, and in a file that is written */
+  cddp_dtype dtype;          /* in memory */
+  const cddp__st_type *type; /* the same in a file */
   cddp_shape shape;
   bool any_shape; /* the caller passed no shape */
   size_t count;   /* elements */
@@ -20476,7 +20621,7 @@ typedef struct cddp__ckpt {
   char *staging; /* [2 * CDDP__FILE_STAGING] between file and device; NULL: not needed yet */
   /* save: */
   cddp__buffer header;
-  char temporary[4100]; /* path.tmp */
+  char temporary[4100]; /* path.tmp, or cddp__name_temporary */
   mode_t old_mode;      /* st_mode of the file at path; 0: none exists */
   int fd;               /* of the temporary file, locked; -1: none */
   /* load: */
@@ -20552,6 +20697,21 @@ static cddp_result cddp__remove_temporary(const char *name) {
   return r;
 }
 
+/* PATH.tmp. If that name has more than NAME_MAX bytes, its end is replaced by a hash. Returns false
+   if the path is too long for a file system. */
+static bool cddp__name_temporary(cddp__ckpt *ckpt) {
+  const char *slash = strrchr(ckpt->path, '/'), *name = slash != NULL ? slash + 1 : ckpt->path;
+  size_t folder = (size_t)(name - ckpt->path), n = strlen(name);
+  if (folder + n + sizeof ".tmp" > sizeof ckpt->temporary) return false;
+  if (n + strlen(".tmp") <= NAME_MAX)
+    snprintf(ckpt->temporary, sizeof ckpt->temporary, "%s.tmp", ckpt->path);
+  else
+    snprintf(ckpt->temporary, sizeof ckpt->temporary, "%.*s%s.%08x.tmp", (int)folder, ckpt->path,
+             cddp__cut(name, NAME_MAX - strlen(".12345678.tmp")).s,
+             (unsigned)cddp__hash64(0, name, n));
+  return true;
+}
+
 /* Creates the temporary file and locks it. If it will replace a file, other users cannot open it
    before it is complete. */
 static cddp_result cddp__open_temporary(cddp__ckpt *ckpt) {
@@ -20568,9 +20728,7 @@ static cddp_result cddp__open_temporary(cddp__ckpt *ckpt) {
                       S_ISLNK(ckpt->old_mode)   ? "a symbolic link: pass the path of its target"
                       : S_ISDIR(ckpt->old_mode) ? "a directory"
                                                 : "a device, a pipe or a socket");
-  if ((size_t)snprintf(name, sizeof ckpt->temporary, "%s.tmp", ckpt->path) >=
-      sizeof ckpt->temporary)
-    return cddp__fail(CDDP_IO, "%s", strerror(ENAMETOOLONG));
+  if (!cddp__name_temporary(ckpt)) return cddp__fail(CDDP_IO, "%s", strerror(ENAMETOOLONG));
   for (tries = 0; r == CDDP_OK && tries < 100; tries++) {
     fd = cddp__above_stdio(open(name, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC,
                                 ckpt->old_mode != 0 ? 0600 : 0666));
@@ -20654,7 +20812,8 @@ static cddp_result cddp__close_temporary(cddp__ckpt *ckpt, cddp_result r) {
 /* Adds the function and the path to an error text. */
 static cddp_result cddp__fail_on_file(const char *function, const char *path, cddp_result r) {
   if (r == CDDP_OK) return r;
-  return cddp__fail_in(r, "%s(\"%.200s\"): ", function, path != NULL ? path : "NULL");
+  return cddp__fail_in(r, "%s(\"%s\"): ", function,
+                       cddp__cut(path != NULL ? path : "NULL", 200).s);
 }
 
 /* Checks the caller's arguments. Sets device and sharded. */
@@ -20712,10 +20871,10 @@ static cddp_result cddp__check_checkpoint(cddp__ckpt *ckpt, bool saves) {
 static cddp__st_item *cddp__add_item(cddp__ckpt *ckpt, const char *name, cddp_dtype dtype,
                                      size_t count, const cddp_shape *shape, void *data) {
   cddp__st_item *item = &ckpt->items[ckpt->item_count++];
-  const cddp__st_type *type = cddp__st_types;
-  while (type->dtype != (int)dtype) type++;
   item->name = name;
-  item->type = type;
+  item->dtype = dtype;
+  item->type = cddp__st_find_type(cddp__dtypes[dtype].file_name);
+  CDDP_ASSERT(item->type != NULL); /* the format has a type of that name */
   item->count = count;
   item->data = data;
   item->param = -1;
@@ -20809,7 +20968,7 @@ static cddp_result cddp__alloc_whole(cddp__ckpt *ckpt) {
 /* Bytes that this rank keeps of a state: all, or its part. */
 static size_t cddp__kept_bytes(const cddp__ckpt *ckpt, const cddp__st_item *item) {
   return ckpt->desc->optim->parts[item->param].count *
-         cddp__dtype_size((cddp_dtype)item->type->dtype);
+         cddp__dtype_size(item->dtype);
 }
 
 static void cddp__checkpoint_end(cddp__ckpt *ckpt) {
@@ -20856,7 +21015,7 @@ static cddp_result cddp__copy_item(cddp__ckpt *ckpt, const cddp__st_item *item) 
   int fd = save ? ckpt->fd : ckpt->file->fd;
   uint64_t at = save ? ckpt->header.end + item->begin /* header: 8 bytes for N and the JSON */
                      : 8 + ckpt->file->text_size + item->from->begin;
-  cddp_dtype dtype = (cddp_dtype)item->type->dtype; /* in memory */
+  cddp_dtype dtype = item->dtype; /* in memory */
   cddp_dtype filed = save ? dtype : (cddp_dtype)item->from->dtype;
   size_t size = cddp__dtype_size(dtype), file_size = cddp__dtype_size(filed), done, n;
   bool device = cddp__on_device(ckpt->g, item->data), direct = !device && filed == dtype;
@@ -20992,7 +21151,7 @@ CDDPDEF cddp_result (cddp_save)(cddp_group *g, const char *path, const cddp_para
                                 int count, const cddp_checkpoint_desc *desc) {
   cddp__ckpt c;
   bool shares; /* rank 0 can read states in the other ranks' memory: an access (>>failure) */
-  cddp_result r;
+  cddp_result r, mine;
   cddp__enter_call(__func__);
   r = cddp__checkpoint_begin(&c, true, g, path, params, count, desc);
   shares = g != NULL && g->size > 1 && !c.sharded;
@@ -21011,7 +21170,12 @@ CDDPDEF cddp_result (cddp_save)(cddp_group *g, const char *path, const cddp_para
     } else if (r == CDDP_OK && c.sharded) {
       r = cddp__save_items(&c, r);
     }
-    r = cddp__consensus(g, r, NULL, 0, NULL);
+    mine = r;
+    r = cddp__consensus(g, mine, NULL, 0, NULL);
+    if (r == CDDP_TIMEOUT && !c.first)
+      r = cddp__fail_in(r, "rank 0 has not finished writing the file to the disk: ");
+    if (r != CDDP_OK && mine == CDDP_OK && c.first)
+      r = cddp__fail_in(r, "the file is complete and in place, but the ranks have failed: ");
   }
   cddp__checkpoint_end(&c);
   return cddp__fail_on_file(__func__, path, r);
@@ -21026,19 +21190,20 @@ static cddp_result cddp__fail_missing(const char *what, const char *name) {
 
 /* Checks that the file's tensor has the item's size, dtype and shape. */
 static cddp_result cddp__check_tensor(const cddp__st_item *item, const cddp_tensor_info *tensor) {
-  cddp_dtype dtype = (cddp_dtype)item->type->dtype;
+  cddp_dtype dtype = item->dtype;
   bool converts = tensor->dtype >= 0 && cddp__dtype_trains((cddp_dtype)tensor->dtype) &&
                   cddp__dtype_trains(dtype);
+  cddp__text name = cddp__cut(tensor->name, 60);
   if (tensor->count != item->count)
-    return CDDP__REFUSE("\"%.60s\" has %" PRIu64 " elements in the file, the parameter has %zu",
-                        tensor->name, tensor->count, item->count);
+    return CDDP__REFUSE("\"%s\" has %" PRIu64 " elements in the file, the parameter has %zu",
+                        name.s, tensor->count, item->count);
   if (tensor->dtype != (int)dtype && !converts)
-    return CDDP__REFUSE("\"%.60s\" is %s in the file, the parameter is %s", tensor->name,
-                        tensor->type, cddp__dtype_names[dtype]);
+    return CDDP__REFUSE("\"%s\" is %s in the file, the parameter is %s", name.s,
+                        tensor->type, cddp__dtype_name(dtype));
   if (item->param < 0 && !item->any_shape &&
       (item->shape.dims != tensor->dims ||
        memcmp(item->shape.size, tensor->shape, (size_t)tensor->dims * sizeof *tensor->shape) != 0))
-    return CDDP__REFUSE("\"%.60s\" has shape %s in the file, the parameter %s", tensor->name,
+    return CDDP__REFUSE("\"%s\" has shape %s in the file, the parameter %s", name.s,
                         cddp__describe_shape(tensor->shape, tensor->dims).s,
                         cddp__describe_shape(item->shape.size, item->shape.dims).s);
   return CDDP_OK;
@@ -21084,9 +21249,9 @@ static cddp_result cddp__match_items(cddp__ckpt *ckpt) {
   }
   for (i = 0; r == CDDP_OK && !partial && i < ckpt->file->count; i++)
     if (!taken[i] && (optim != NULL || strncmp(ckpt->file->tensors[i].name, "optimizer.", 10) != 0))
-      r = CDDP__REFUSE("the file has a tensor \"%.60s\", which is not among the parameters%s; set "
+      r = CDDP__REFUSE("the file has a tensor \"%s\", which is not among the parameters%s; set "
                        "partial to ignore it",
-                       ckpt->file->tensors[i].name,
+                       cddp__cut(ckpt->file->tensors[i].name, 60).s,
                        optim != NULL ? " or this optimizer's states" : "");
   cddp__free(ckpt->allocator, taken);
   return r;
@@ -21159,7 +21324,7 @@ static cddp_result cddp__broadcast_tensors(cddp__ckpt *ckpt) {
   cddp__packet_begin(&p, ckpt->g, 0);
   for (i = 0; r == CDDP_OK && i < ckpt->item_count; i++) {
     cddp__st_item *item = &ckpt->items[i];
-    cddp_dtype dtype = (cddp_dtype)item->type->dtype;
+    cddp_dtype dtype = item->dtype;
     cddp__call call = cddp__broadcast_call(item->data, item->count, dtype, 0);
     if (item->from == NULL || (ckpt->sharded && item->place != NULL)) continue;
     if (ckpt->device)
@@ -21182,7 +21347,7 @@ static cddp_result cddp__load_states(cddp__ckpt *ckpt) {
   size_t i;
   for (i = 0; r == CDDP_OK && i < ckpt->item_count; i++) {
     cddp__st_item item = ckpt->items[i];
-    cddp_dtype dtype = (cddp_dtype)item.type->dtype;
+    cddp_dtype dtype = item.dtype;
     cddp__call call = cddp__broadcast_call(whole, item.count, dtype, 0);
     void *part = item.data;
     if (item.from == NULL || item.place == NULL) continue;
@@ -21211,7 +21376,7 @@ static cddp_result cddp__check_numbers(cddp__ckpt *ckpt) {
     if (count) item.data = &steps;
     r = cddp__copy_item(ckpt, &item);
     if (r == CDDP_OK && !(steps >= 0 && steps <= 16777216)) /* f32 counts up to 2^24 */
-      r = cddp__fail(CDDP_IO, "its \"%.100s\" is %g", item.name, (double)steps);
+      r = cddp__fail(CDDP_IO, "its \"%s\" is %g", cddp__cut(item.name, 100).s, (double)steps);
     if (r == CDDP_OK && rate && !(ckpt->lr >= 0 && ckpt->lr <= DBL_MAX))
       r = cddp__fail(CDDP_IO, "its learning rate is %g", ckpt->lr);
   }
@@ -21715,7 +21880,7 @@ CDDPDEF const char *cddp_result_text(cddp_result r) {
 
 CDDPDEF const char *cddp_error(void) { return cddp__error_text; }
 
-CDDPDEF size_t cddp_dtype_size(cddp_dtype dtype) { return cddp__dtype_size(dtype); }
+CDDPDEF size_t cddp_dtype_size(cddp_dtype dtype) { return cddp__dtype_size((unsigned)dtype); }
 
 CDDPDEF int cddp_launcher_rank(void) {
   cddp__config at;
@@ -21772,7 +21937,7 @@ CDDPDEF cddp_result cddp_init(cddp_group **out, const cddp_group_desc *desc) {
   CDDP__CHECK(d->world_size >= 0 && d->world_size <= CDDP__MAX_RANKS,
               "world_size is %d; it must be from 1 to %d, or 0 for the environment's",
               d->world_size, CDDP__MAX_RANKS);
-  CDDP__CHECK(d->timeout_s >= 0, "timeout_s is negative");
+  CDDP__CHECK(d->timeout_s >= 0, "timeout_s is %g; it must be at least 0", d->timeout_s);
   CDDP__TRY(cddp__check_allocator(&d->allocator));
   CDDP__TRY(cddp__init(out, d));
   if (d->device != NULL && strncmp(d->device, "cuda", 4) == 0) r = cddp__give_device(*out, d);
@@ -22032,15 +22197,15 @@ CDDPDEF cddp_result (cddp_recv)(cddp_group *g, void *buf, size_t count, cddp_dty
 CDDPDEF int cddp_source(void) { return cddp__last_source; }
 
 CDDPDEF cddp_result cddp_wait(cddp_work *work) {
-  cddp__enter_call(__func__);
+  cddp__enter_without_site(__func__);
   CDDP__CHECK(work != NULL, "the work is NULL");
   return cddp__work_wait(work, -1);
 }
 
 CDDPDEF cddp_result cddp_wait_for(cddp_work *work, double timeout_s) {
-  cddp__enter_call(__func__);
+  cddp__enter_without_site(__func__);
   CDDP__CHECK(work != NULL, "the work is NULL");
-  CDDP__CHECK(timeout_s >= 0, "timeout_s is negative");
+  CDDP__CHECK(timeout_s >= 0, "timeout_s is %g; it must be at least 0", timeout_s);
   return cddp__work_wait(work, timeout_s < 1e9 ? timeout_s : 1e9);
 }
 
@@ -22135,6 +22300,8 @@ CDDPDEF cddp_result cddp_ddp_add_rows(cddp_ddp *d, int param, const int64_t *row
   CDDP__CHECK(s != NULL, "parameter \"%s\" is dense; set sparse_rows in cddp_ddp_desc",
               cddp__param_name(d->params, param).s);
   CDDP__CHECK(n == 0 || (rows != NULL && values != NULL), "rows or values is NULL");
+  CDDP__CHECK(n == 0 || !cddp__misaligned(values, cddp__dtype_size(d->params[param].dtype)),
+              "values is not aligned to its elements");
   for (i = 0; i < n; i++)
     CDDP__CHECK(rows[i] >= 0 && (uint64_t)rows[i] < s->rows,
                 "row %" PRId64 " of parameter \"%s\", which has rows 0 to %zu", rows[i],
@@ -22379,8 +22546,8 @@ static cddp_result cddp__check_request(const cddp_store *store, const cddp__requ
   for (i = 0; i < request->count; i++) {
     if (request->keys[i] == NULL) return CDDP__REFUSE("the key is NULL");
     if (strlen(request->keys[i]) >= CDDP__KEY_MAX) /* with the prefix "/" */
-      return CDDP__REFUSE("the key '%.32s...' has more than %u bytes", request->keys[i],
-                          CDDP__KEY_MAX - 1u);
+      return CDDP__REFUSE("the key '%s...' has more than %u bytes",
+                          cddp__cut(request->keys[i], 32).s, CDDP__KEY_MAX - 1u);
   }
   for (i = 0; i < 2; i++)
     if (request->values[i].size > (request->values[i].data != NULL ? CDDP__VALUE_MAX : 0))
@@ -22621,7 +22788,7 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels) { (void)k
               Uneven inputs and sparse gradients on GPUs.
               AdamW, parameter groups, clipping in cddp_ddp_step, master_weights, partitions.
               cddp_all_gather_v, cddp_all_to_all_v, cddp_barrier_async, cddp_wait_for, cddp_cancel.
-              cddp_cancel; CDDP_BAND, CDDP_BOR, CDDP_BXOR; CDDP_ANY, cddp_source; CDDP_CHECKED.
+              CDDP_BAND, CDDP_BOR, CDDP_BXOR; CDDP_ANY, cddp_source; CDDP_CHECKED.
      Removed  cddp_launch: use examples/cddprun.c. cddp_sgd_desc.separate_mul_add.
               PyTorch 1.x's store dialect, CDDP_STORE_PROTO, queues, barriers and lists of keys.
      Changed  Secrets are proven by keyed BLAKE2s.

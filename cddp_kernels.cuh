@@ -402,6 +402,11 @@ static unsigned cddp__cu_grid(size_t n) {
   return cddp__cu_blocks(n, 4 * CDDP__CU_THREADS, 1u << 16);
 }
 
+/* The types that train. A new one needs a cddp__cu_type, and its cases in the functions below. */
+#define CDDP__X(name, text, type, cls, loops) \
+  static_assert((CDDP__CLASS_##cls <= CDDP__CLASS_HALF) == (name <= CDDP_BF16), "kernels: " text);
+CDDP__DTYPES(CDDP__X)
+#undef CDDP__X
 static bool cddp__cu_is_float(cddp_dtype d) { return (unsigned)d <= (unsigned)CDDP_BF16; }
 
 /* >>segments -------------------------------------------------------------------------------------
@@ -2524,7 +2529,7 @@ static cddp_result cddp__copy_own_share(const cddp__device *device, const cddp__
    NVLink's switches, which can only add, are not used. In f16 sums could exceed 65,504, and the
    error of 1/n is at most the rounding. */
 static bool cddp__averages_by_sum(const cddp__device *device, const cddp__call *call) {
-  return call->op == CDDP_AVG && device->kernels != NULL && call->dtype <= CDDP_BF16 &&
+  return call->op == CDDP_AVG && device->kernels != NULL && cddp__dtype_trains(call->dtype) &&
          call->dtype != CDDP_F16;
 }
 
@@ -2532,6 +2537,8 @@ static ncclResult_t cddp__nccl_post(const cddp__device *device, const cddp__call
                                     cudaStream_t stream) {
   static const int types[] = {7, 8, 6, 9, 0, 1, 2, 4}; /* ncclDataType_t; some lack bf16's name */
   static const ncclRedOp_t ops[] = {ncclSum, ncclAvg, ncclProd, ncclMin, ncclMax};
+  CDDP__STATIC_ASSERT(sizeof types / sizeof *types == CDDP__DTYPE_COUNT, "a type of NCCL for each");
+  CDDP__STATIC_ASSERT(sizeof ops / sizeof *ops == CDDP_MAX + 1, "and an operation, but those on bits");
   ncclDataType_t type = (ncclDataType_t)types[call->dtype];
   ncclRedOp_t op = cddp__averages_by_sum(device, call) ? ncclSum : ops[call->op];
   ncclComm_t comm = device->comm;
@@ -3349,12 +3356,12 @@ static cddp_result cddp__gpu_clip_by(cddp_ddp *d, double max_norm, int which, in
   int dtype, n, e = 0;
   cddp_result r = cddp__device_zero(d->gpu->clip, sizeof *d->gpu->clip, stream);
   if (r != CDDP_OK) return r;
-  for (dtype = 0; e == 0 && dtype < CDDP__TRAINED; dtype++)
+  for (dtype = 0; e == 0 && dtype < CDDP__DTYPE_COUNT; dtype++)
     if ((n = cddp__gpu_list(d, dtype, which)) > 0)
       e = k->squares(d->gpu->segments, n, (cddp_dtype)dtype, d->gpu->clip, true, stream);
   if (e == 0) e = k->factor(d->gpu->clip, max_norm, stream);
   d->step.has_norm = e == 0;
-  for (dtype = 0; e == 0 && multiplied != CDDP__LIST_NONE && dtype < CDDP__TRAINED; dtype++)
+  for (dtype = 0; e == 0 && multiplied != CDDP__LIST_NONE && dtype < CDDP__DTYPE_COUNT; dtype++)
     if ((n = cddp__gpu_list(d, dtype, multiplied)) > 0)
       e = (k->scale)(d->gpu->segments, n, (cddp_dtype)dtype, 1, d->gpu->clip, stream);
   return cddp__cuda_result(e, "the kernels that clip");
@@ -3383,14 +3390,14 @@ static cddp_result cddp__gpu_clip(cddp_ddp *d, double max_norm, double *norm) {
 /* Ignores averaged and wrote: the stream has reduced the buckets before this call, and peers do not
    read the arena. */
 static cddp_result cddp__gpu_step(cddp_ddp *d, cddp_optim *s, bool averaged, bool wrote) {
-  double most = d->desc.max_grad_norm, factors[CDDP__TRAINED];
+  double most = d->desc.max_grad_norm, factors[CDDP__DTYPE_COUNT];
   int dtype;
   cddp_result r = CDDP_OK;
   (void)averaged, (void)wrote;
   if (most > 0)
     r = cddp__gpu_clip_by(d, most, CDDP__LIST_ALL, s == NULL ? CDDP__LIST_PART : CDDP__LIST_NONE);
   if (r != CDDP_OK || s == NULL) return r;
-  for (dtype = 0; dtype < CDDP__TRAINED; dtype++)
+  for (dtype = 0; dtype < CDDP__DTYPE_COUNT; dtype++)
     factors[dtype] = cddp__mean_factor(d, (cddp_dtype)dtype);
   r = cddp__device_step(s, d, factors);
   if (r == CDDP_OK && s->sharded)

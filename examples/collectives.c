@@ -17,7 +17,9 @@
 enum { MAX_RANKS = 16, ARRAYS = 3, MAX_LENGTH = MAX_RANKS + ARRAYS };
 
 #define TRY(call) \
-  if ((call) != CDDP_OK) return fprintf(stderr, "rank %d: %s\n", rank, cddp_error()), 1
+  do { \
+    if ((call) != CDDP_OK) return fprintf(stderr, "rank %d: %s\n", rank, cddp_error()), 1; \
+  } while (0)
 
 static void print_array(const float *x, int64_t n) {
   for (int64_t i = 0; i < n; i++) printf(" %g", (double)x[i]);

@@ -15,7 +15,9 @@ static bool gpu;
 static cudaStream_t stream;
 
 #define TRY(call) \
-  if ((call) != CDDP_OK) return fprintf(stderr, "rank %d: %s\n", rank, cddp_error()), 1
+  do { \
+    if ((call) != CDDP_OK) return fprintf(stderr, "rank %d: %s\n", rank, cddp_error()), 1; \
+  } while (0)
 
 /* Between host and device, after all work on the stream; the host waits. */
 static void copy(void *to, const void *from, size_t bytes) {

@@ -20,7 +20,9 @@
 #include <time.h>
 
 #define TRY(call) \
-  if ((call) != CDDP_OK) return fprintf(stderr, "rank %d: %s\n", rank, cddp_error()), 1
+  do { \
+    if ((call) != CDDP_OK) return fprintf(stderr, "rank %d: %s\n", rank, cddp_error()), 1; \
+  } while (0)
 
 enum { PIXELS = 64, CLASSES = 10, BIAS = CLASSES * PIXELS, WEIGHTS = BIAS + CLASSES };
 enum { IMAGES = 1500, BATCH = 64, BLOCK = 8, BATCHES = IMAGES / BATCH, EPOCHS = 10, MOST = 8 };

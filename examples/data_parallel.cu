@@ -18,9 +18,13 @@
 #include <time.h>
 
 #define TRY(call) \
-  if ((call) != CDDP_OK) return fprintf(stderr, "rank %d: %s\n", rank, cddp_error()), 1
+  do { \
+    if ((call) != CDDP_OK) return fprintf(stderr, "rank %d: %s\n", rank, cddp_error()), 1; \
+  } while (0)
 #define CUDA(call) \
-  if ((call) != 0) return fprintf(stderr, "rank %d: %s failed\n", rank, #call), 1
+  do { \
+    if ((call) != 0) return fprintf(stderr, "rank %d: %s failed\n", rank, #call), 1; \
+  } while (0)
 
 enum { PIXELS = 64, CLASSES = 10, BIAS = CLASSES * PIXELS, WEIGHTS = BIAS + CLASSES };
 enum { IMAGES = 1500, BATCH = 64, EPOCHS = 10, MOST = 8 };

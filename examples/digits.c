@@ -24,7 +24,9 @@
 #include <stdlib.h>
 
 #define TRY(call) /* in functions that have the variable rank */ \
-  if ((call) != CDDP_OK) return fprintf(stderr, "rank %d: %s\n", rank, cddp_error()), 1
+  do { \
+    if ((call) != CDDP_OK) return fprintf(stderr, "rank %d: %s\n", rank, cddp_error()), 1; \
+  } while (0)
 
 enum { CLASSES = 10, MOST = 4096 /* of any option that is a number */ };
 
@@ -244,16 +246,14 @@ static int trainer_create(trainer *t, int rank) {
 static int train(int rank, void *arg) {
   trainer t = {0};
   double accuracy;
-  openblas_set_num_threads(1); /* a rank has one core */
-  TRY(cddp_init(&t.g, arg));   /* NULL: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say where */
+  (void)arg, openblas_set_num_threads(1); /* a rank has one core */
+  TRY(cddp_init(&t.g, NULL));  /* the launcher's variables say where; or those of cddp_spawn */
   if (rank == 0 && !(curve_can_write(config.plot) && curve_can_write(config.csv))) return 1;
   if (trainer_create(&t, rank)) return 1;
-
   cddp_shape shapes[] = {
       {2, {t.net.hidden, t.net.inputs}}, {2, {CLASSES, t.net.hidden}}, {2, {MOST, COLUMNS}}};
   cddp_checkpoint_desc file = {.shapes = shapes, .optim = t.sgd, .sampler = &t.order, .ddp = t.ddp};
   if (config.resume) TRY(cddp_load(t.g, config.resume, t.params, 3, &file));
-
   int first = (int)cddp_sampler_epoch(&t.order);
   double samples = (double)cddp_sampler_size(&t.order) * t.shards;
   t.bar = (progress){"epoch", "samples", samples, first, config.epochs, progress_now(), 0};

@@ -19,7 +19,9 @@
 #include "progress.h"
 
 #define TRY(call) \
-  if ((call) != CDDP_OK) return fprintf(stderr, "rank %d: %s\n", rank, cddp_error()), 1
+  do { \
+    if ((call) != CDDP_OK) return fprintf(stderr, "rank %d: %s\n", rank, cddp_error()), 1; \
+  } while (0)
 #define CUDA(call) ((call) ? (void)fprintf(stderr, "%s failed\n", #call), exit(1) : (void)0)
 
 enum { CLASSES = 10, BATCH = 32, MOST = 4096 /* of any option that is a number */ };

@@ -29,7 +29,9 @@ enum { SHARDS = 12, BATCH = 16 /* samples of a shard */, IN = 4, HIDDEN = 96, PA
 static int steps = 2000;
 
 #define TRY(call) \
-  if ((call) != CDDP_OK) return fprintf(stderr, "rank %d: %s\n", rank, cddp_error()), 1
+  do { \
+    if ((call) != CDDP_OK) return fprintf(stderr, "rank %d: %s\n", rank, cddp_error()), 1; \
+  } while (0)
 
 /* Uniform in 0 .. 1, from the number itself (splitmix64). */
 static float uniform(uint64_t z) {

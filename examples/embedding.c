@@ -21,7 +21,9 @@ enum { NUMBERS = 1000, WIDTH = 10, CLASSES = 10, BATCH = 32, STEPS = 600, MAX_RA
 enum { TABLE, WEIGHT, BIAS, PARAMS };
 
 #define TRY(call) \
-  if ((call) != CDDP_OK) return fprintf(stderr, "rank %d: %s\n", rank, cddp_error()), 1
+  do { \
+    if ((call) != CDDP_OK) return fprintf(stderr, "rank %d: %s\n", rank, cddp_error()), 1; \
+  } while (0)
 
 typedef struct model {
   float table[NUMBERS][WIDTH], weight[CLASSES][WIDTH], bias[CLASSES];

@@ -27,7 +27,9 @@
 #include <string.h>
 
 #define TRY(call) /* in functions that have the variable rank */ \
-  if ((call) != CDDP_OK) return fprintf(stderr, "rank %d: %s\n", rank, cddp_error()), 1
+  do { \
+    if ((call) != CDDP_OK) return fprintf(stderr, "rank %d: %s\n", rank, cddp_error()), 1; \
+  } while (0)
 
 static const option options[] = { /* name, type, variable, default, least, most, help */
     {"-n", INTEGER, &config.ranks, "2", 1, 1e6, "ranks, as child processes"},

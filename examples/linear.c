@@ -23,7 +23,9 @@ typedef struct layer {
 } layer;
 
 #define TRY(call) \
-  if ((call) != CDDP_OK) return fprintf(stderr, "rank %d: %s\n", rank, cddp_error()), 1
+  do { \
+    if ((call) != CDDP_OK) return fprintf(stderr, "rank %d: %s\n", rank, cddp_error()), 1; \
+  } while (0)
 
 /* The next number of a rank's own random sequence, uniform in -1 .. 1 (splitmix64). */
 static float uniform(uint64_t *state) {

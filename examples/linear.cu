@@ -16,7 +16,9 @@ enum { BATCH = 20, IN = 10, OUT = 10, WEIGHTS = OUT * (IN + 1), MAX_RANKS = 64 }
 static bool gpu;
 
 #define TRY(call) \
-  if ((call) != CDDP_OK) return fprintf(stderr, "rank %d: %s\n", rank, cddp_error()), 1
+  do { \
+    if ((call) != CDDP_OK) return fprintf(stderr, "rank %d: %s\n", rank, cddp_error()), 1; \
+  } while (0)
 
 /* Adds the gradient of output o to grad; returns its part of the mean squared error. The weights of
    output o are w[o * (IN + 1) ...], its bias comes last. */

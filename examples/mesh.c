@@ -27,7 +27,9 @@
 enum { IN = 8, HIDDEN = 32, OUT = 4, BATCH = 16, STEPS = 50, TENSOR_RANKS = 2 };
 
 #define TRY(call) \
-  if ((call) != CDDP_OK) return fprintf(stderr, "rank %d: %s\n", rank, cddp_error()), 1
+  do { \
+    if ((call) != CDDP_OK) return fprintf(stderr, "rank %d: %s\n", rank, cddp_error()), 1; \
+  } while (0)
 
 /* Hidden units `first` to `first + units - 1` of the model. */
 typedef struct model {

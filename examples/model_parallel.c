@@ -25,7 +25,9 @@ enum { ACTIVATIONS = SAMPLES * MIDDLE, FORWARD = 1, BACKWARD = 2 /* tags of mess
 static int ranks = 2, ahead = 2;
 
 #define TRY(call) \
-  if ((call) != CDDP_OK) return fprintf(stderr, "rank %d: %s\n", rank, cddp_error()), 1
+  do { \
+    if ((call) != CDDP_OK) return fprintf(stderr, "rank %d: %s\n", rank, cddp_error()), 1; \
+  } while (0)
 
 /* A micro-batch of the task: x is random, t[o] = sin(x[o] + 2 x[o + 1]). */
 static void draw(float *x, float *t, uint64_t seed) {

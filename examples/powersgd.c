@@ -1,4 +1,4 @@
-/* powersgd.c - gradients compressed by a communication hook: PowerSGD of rank 1 to 4.
+/* powersgd.c - gradients compressed by a communication hook: PowerSGD, R = 1 to 4.
 
      cc -O2 examples/powersgd.c -o powersgd -lpthread -lm
      ./powersgd                                 4 ranks, as child processes
@@ -11,7 +11,7 @@
      3. P's columns are made orthonormal             by each rank, with the same bits
      4. Q = mean over ranks of M^T P                 an all_reduce
      5. gradient = P Q^T, error = M - P Q^T
-   Like PyTorch's powerSGD_hook. Vectors (this model has none) would be sent as they are.
+   Like PyTorch's powerSGD_hook. It has matrices only: average a vector as it is, by all_reduce.
 
    The example trains without compression, then with R = 1, 2 and 4, and prints the bytes that each
    rank passed to all_reduce and the loss. It fails if a loss is far above the first. */
@@ -26,14 +26,16 @@
 enum { IN = 64, OUT = 48, PARAMS = 2, BATCH = 16, STEPS = 400, MAX_R = 4 };
 static const int rows[PARAMS] = {OUT, OUT}, columns[PARAMS] = {IN, IN};
 #define TRY(call) \
-  if ((call) != CDDP_OK) return fprintf(stderr, "rank %d: %s\n", rank, cddp_error()), 1
+  do { \
+    if ((call) != CDDP_OK) return fprintf(stderr, "rank %d: %s\n", rank, cddp_error()), 1; \
+  } while (0)
 
 typedef struct power_sgd { /* the hook's state */
   int r;                   /* 0: gradients are sent as they are */
   size_t sent;             /* bytes given to all_reduce */
   float error[PARAMS][OUT * IN];
   float q[PARAMS][IN * MAX_R]; /* the last step's is the first guess of the next */
-  float p[IN * MAX_R];
+  float p[OUT * MAX_R];
 } power_sgd;
 
 /* Uniform in -1 .. 1, the same on every rank: a hash of the arguments (splitmix64). */
@@ -95,7 +97,7 @@ static cddp_result compress(cddp_bucket *bucket, void *user_data) {
     float *p = state->p, *q = state->q[param], *error = state->error[param];
     for (int k = 0; k < n * w; k++) m[k] += error[k];
     multiply(m, q, p, n, w, r, false);
-    result = average(state, bucket->group, p, n * r); /* if it fails, the next one does */
+    if ((result = average(state, bucket->group, p, n * r)) != CDDP_OK) return result;
     orthonormalize(p, n, r);
     multiply(m, p, q, n, w, r, true);
     result = average(state, bucket->group, q, w * r);
@@ -114,7 +116,7 @@ static double run_batch(float (*w)[OUT * IN], float (*dw)[OUT * IN], int first) 
     for (int i = 0; i < IN; i++) x[0][i] = noise(1, (uint64_t)(s * IN + i));
     for (int i = 0; i < IN; i++) x[1][i] = x[0][i] * x[0][i];
     for (int o = 0; o < OUT; o++) {
-      float error = -sinf(3 * x[0][o] + x[0][o + 1]); /* the label */
+      float error = -sinf(3 * x[0][o % IN] + x[0][(o + 1) % IN]); /* the label */
       for (int p = 0; p < PARAMS; p++)
         for (int i = 0; i < IN; i++) error += w[p][o * IN + i] * x[p][i];
       loss += (double)(error * error) / (OUT * BATCH);
@@ -188,7 +190,6 @@ int main(int argc, char **argv) {
     return help ? 0 : 2;
   }
   setvbuf(stdout, NULL, _IOLBF, 0); /* whole lines, also into a file that the ranks share */
-
   int rank = cddp_launcher_rank(); /* of torchrun, mpirun, srun, ...; or -1 */
   if (rank == 0 && argc > 1)
     fprintf(stderr, "-n %d is ignored: the launcher sets the number of ranks\n", ranks);

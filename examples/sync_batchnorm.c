@@ -21,7 +21,9 @@
 enum { IN = 12, CHANNELS = 16, BATCH = 24, MAX_BATCH = 4096, STEPS = 60 };
 
 #define TRY(call) \
-  if ((call) != CDDP_OK) return fprintf(stderr, "rank %d: %s\n", rank, cddp_error()), 1
+  do { \
+    if ((call) != CDDP_OK) return fprintf(stderr, "rank %d: %s\n", rank, cddp_error()), 1; \
+  } while (0)
 
 enum { WEIGHT, GAMMA, BETA, PARAMS };
 static const size_t counts[PARAMS] = {CHANNELS * IN, CHANNELS, CHANNELS};

@@ -26,7 +26,9 @@ typedef struct model { /* each weight is [out][in], as in torch.nn.Linear */
 
 /* After a rank has returned, the other ranks' next call fails with CDDP_PEER_LOST. */
 #define TRY(call) \
-  if ((call) != CDDP_OK) return fprintf(stderr, "rank %d: %s\n", rank, cddp_error()), 1
+  do { \
+    if ((call) != CDDP_OK) return fprintf(stderr, "rank %d: %s\n", rank, cddp_error()), 1; \
+  } while (0)
 
 /* The next number of a rank's own random sequence, uniform in -bound .. bound (splitmix64). */
 static float uniform(uint64_t *state, float bound) {
@@ -69,7 +71,7 @@ static int train(int rank, void *arg) {
   cddp_optim *sgd;
   (void)arg;
 
-  TRY(cddp_init(&g, NULL)); /* 1  RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say where */
+  TRY(cddp_init(&g, NULL)); /* 1  the variables of the launcher, or cddp_spawn, say where */
   printf("Running on rank %d.\n", cddp_rank(g));
 
   model *m = (model *)cddp_alloc(g, sizeof *m); /* weights the ranks share without a copy */

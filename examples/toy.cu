@@ -16,7 +16,9 @@ enum { BATCH = 20, IN = 10, HIDDEN = 10, OUT = 5, STEPS = 100 };
 enum { WEIGHTS = HIDDEN * (IN + 1 + OUT) + OUT };
 
 #define TRY(call) \
-  if ((call) != CDDP_OK) return fprintf(stderr, "rank %d: %s\n", rank, cddp_error()), 1
+  do { \
+    if ((call) != CDDP_OK) return fprintf(stderr, "rank %d: %s\n", rank, cddp_error()), 1; \
+  } while (0)
 #define CUDA(call) ((call) ? (void)fprintf(stderr, "%s failed\n", #call), exit(1) : (void)0)
 
 static bool gpu; /* else the functions below compute the same on the CPU */

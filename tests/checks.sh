@@ -443,6 +443,112 @@ END
   "$work/one" || fail "a call with NULL does not return CDDP_INVALID_ARGUMENT"
 }
 
+with_types() { # ROW...: $work/cddp.h, with more element types
+  local rows=
+  for row in "$@"; do rows="$rows \\\\\n  X($row)"; done
+  sed "s|^  X(CDDP_I64, .*)\$|&$rows|" cddp.h >"$work/cddp.h"
+}
+
+dtypes() { # an integer type is one more row, and works; a trained one also needs arithmetic, or does not compile
+  local row
+  compiler cc
+  with_types 'CDDP_U32, "u32", uint32_t, UNSIGNED, i32' 'CDDP_U64, "u64", uint64_t, UNSIGNED, i64'
+  cat >"$work/one.c" <<'END'
+#define CDDP_IMPLEMENTATION
+#include "cddp.h"
+#include <stdio.h>
+#define CHECK(c) ((c) ? 0 : (printf("rank %d: not " #c "; %s\n", rank, cddp_error()), failures++))
+static const char *file;
+static int failures;
+#define TEST_OF(T, TYPE, name) \
+  static void test_##T(cddp_group *g, int rank) { \
+    enum { N = 3000 }; \
+    const T big = (T)1 << (8 * sizeof(T) - 1); \
+    static T x[N], y[2 * N]; \
+    static const cddp_op ops[] = {CDDP_SUM, CDDP_PROD, CDDP_MIN, CDDP_MAX, CDDP_BAND, CDDP_BOR, CDDP_BXOR}; \
+    cddp_param p = {"w", x, NULL, N, TYPE}; \
+    cddp_safetensors *st; \
+    cddp_tensor_info info; \
+    cddp_ddp *ddp; \
+    int i, k, n; \
+    CHECK(cddp_dtype_size(TYPE) == sizeof(T)); \
+    for (n = 1; n <= N; n += N - 1) \
+      for (k = 0; k < 7; k++) { \
+        T a, b, want; \
+        for (i = 0; i < n; i++) x[i] = (T)i * 7 + 5 + (rank ? big : 0); \
+        CHECK(cddp_all_reduce(g, x, (size_t)n, TYPE, ops[k], NULL) == CDDP_OK); \
+        for (i = 0; i < n; i++) { \
+          a = (T)i * 7 + 5, b = a + big; \
+          want = k == 0 ? a + b : k == 1 ? a * b : k == 2 ? a : k == 3 ? b : k == 4 ? a & b : k == 5 ? a | b : a ^ b; \
+          if (x[i] != want) break; \
+        } \
+        CHECK(i == n); \
+      } \
+    for (i = 0; i < N; i++) x[i] = rank ? big + 10 : 20; \
+    CHECK(cddp_all_reduce(g, x, N, TYPE, CDDP_AVG, NULL) == CDDP_OK); \
+    CHECK(x[0] == (big + 30) / 2 && x[N - 1] == (big + 30) / 2); \
+    for (i = 0; i < N; i++) x[i] = big + (T)(rank * N + i); \
+    CHECK(cddp_all_gather(g, x, y, N, TYPE, NULL) == CDDP_OK); \
+    for (i = 0; i < 2 * N && y[i] == big + (T)i; i++) {} \
+    CHECK(i == 2 * N); \
+    if (rank == 0) CHECK(cddp_send(g, x, N, TYPE, 1, 1, NULL) == CDDP_OK); \
+    if (rank == 1) CHECK(cddp_recv(g, x, N, TYPE, 0, 1, NULL) == CDDP_OK && x[9] == big + 9); \
+    CHECK(cddp_broadcast(g, x, N, TYPE, 0, NULL) == CDDP_OK && x[9] == big + 9); \
+    CHECK(cddp_save(g, file, &p, 1, NULL) == CDDP_OK); \
+    CHECK(cddp_safetensors_open(&st, file) == CDDP_OK); \
+    CHECK(cddp_safetensors_get(st, 0, &info) == CDDP_OK && info.dtype == TYPE); \
+    cddp_safetensors_close(st); \
+    x[9] = 0; \
+    CHECK(cddp_load(g, file, &p, 1, NULL) == CDDP_OK && x[9] == big + 9); \
+    CHECK(cddp_ddp_create(&ddp, g, &p, 1, NULL) == CDDP_INVALID_ARGUMENT); \
+    CHECK(strstr(cddp_error(), "must be f32") != NULL); \
+  } \
+  static void mismatch_##T(cddp_group *g, int rank) { /* ends the group */ \
+    T x[8] = {0}; \
+    if (rank == 0) CHECK(cddp_send(g, x, 8, TYPE, 1, 1, NULL) == CDDP_OK); \
+    if (rank == 0) return; \
+    CHECK(cddp_recv(g, x, 8, CDDP_F32, 0, 1, NULL) == CDDP_MISMATCH); \
+    CHECK(strstr(cddp_error(), "sent count 8 " name " with tag 1") != NULL); \
+  }
+TEST_OF(uint32_t, CDDP_U32, "u32")
+TEST_OF(uint64_t, CDDP_U64, "u64")
+static int run(int rank, void *arg) {
+  cddp_group *g;
+  if (*(int *)arg % 2) setenv("CDDP_HOST_ID", rank ? "a" : "b", 1);
+  if (cddp_init(&g, NULL)) return 1;
+  if (*(int *)arg / 2 == 0) test_uint32_t(g, rank), test_uint64_t(g, rank);
+  else if (*(int *)arg / 2 == 1) mismatch_uint32_t(g, rank);
+  else mismatch_uint64_t(g, rank);
+  cddp_destroy(g);
+  return failures != 0;
+}
+int main(int argc, char **argv) {
+  int mode, bad = 0;
+  file = argv[argc - 1];
+  for (mode = 0; mode < 6; mode++) bad += cddp_spawn(run, &mode, 2) != CDDP_OK;
+  return bad;
+}
+END
+  set -- $cc -std=gnu11 -O0 -DCDDP__NO_DISPATCH -Wall -Wextra -Werror -I"$work" "$work/one.c" -o "$work/one" -lpthread -lm
+  "$@" -fsanitize=address,undefined -fno-sanitize-recover=undefined 2>"$work/out" || "$@" ||
+    fail "a type for integers does not compile"
+  ASAN_OPTIONS=detect_leaks=0 "$work/one" "$work/file.safetensors" || fail "a type for integers does not work"
+
+  implement >"$work/one.c"
+  for row in 'CDDP_F8, "f8", uint8_t, HALF, bf16' 'CDDP_E16, "e16", uint16_t, HALF, e16' \
+    'CDDP_F128, "f128", double, FLOAT, f64' 'CDDP_C64, "c64", float, COMPLEX, f32' 'CDDP_I16, "i16", int16_t, SIGNED, i16'; do
+    with_types "$row"
+    $cc -I"$work" -w -fsyntax-only "$work/one.c" 2>/dev/null && fail "compiles: $row"
+  done
+  command -v g++ >/dev/null || return 0
+  with_types 'CDDP_E16, "e16", uint16_t, HALF, bf16' # on a CPU it is bf16
+  $cc -I"$work" -Wall -Wextra -Werror -fsyntax-only "$work/one.c" || fail "a type with the loops of bf16 does not compile"
+  cp cddp_kernels.cuh "$work"
+  g++ -xc++ -std=c++17 -w -DCDDP_KERNELS_IMPLEMENTATION -Itests/gpu/hostcuda -fsyntax-only "$work/cddp_kernels.cuh" 2>"$work/out" &&
+    fail "the kernels compile without those of a new type"
+  grep -q 'kernels: e16' "$work/out" || fail "another error: $(head -n 5 "$work/out")"
+}
+
 symbols() { # the object exports what the header declares and nothing else
   compiler cc
   implement >"$work/one.c"
@@ -624,7 +730,7 @@ lists() { # what there is to run, tests/list.ninja or a script has; tests/suites
 # --- which ---
 
 compilers="cc g++ clang clang++"
-others="openmp stdio-first any-order cuda gpu-suite gpu-coverage ignored targets standards macros commas symbols lines functions contents layout unfinished short-examples readme manual lists"
+others="openmp stdio-first any-order cuda gpu-suite gpu-coverage ignored targets standards macros commas dtypes symbols lines functions contents layout unfinished short-examples readme manual lists"
 per_compiler="implementation declarations static two-files alone" # ...-COMPILER
 
 case ${1:-} in

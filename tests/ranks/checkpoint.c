@@ -1473,6 +1473,171 @@ static void test_two_writers(void) {
   CHECK(waitpid(pid, &status, 0) == pid);
 }
 
+/* Names that a file system takes, in ASCII and with characters of 2 to 4 bytes: two files whose
+   names differ only at the end, each saved twice and read. Nothing else is left there. */
+static void test_long_names(void) {
+  static const char *const fill[] = {"a", "\xc3\xa9", "\xe4\xb8\xad", "\xf0\x9f\x98\x80"};
+  int size, k, i, which, round;
+  for (size = 240; size <= 255; size++)
+    for (k = 0; k < 4; k++) {
+      char name[2][600];
+      size_t at, n = strlen(fill[k]);
+      for (which = 0; which < 2; which++) {
+        char *to = name[which] + snprintf(name[which], sizeof name[which], "%s/", directory);
+        for (i = 0; i < size - 1; i++) to[i] = 'b';
+        for (at = 0; at + n <= (size_t)size - 1; at += n) memcpy(to + at, fill[k], n);
+        to[size - 1] = (char)('x' + which);
+        to[size] = 0;
+      }
+      for (round = 0; round < 2; round++)
+        for (which = 0; which < 2; which++) {
+          float w[2];
+          cddp_param p;
+          memset(&p, 0, sizeof p);
+          p.name = "w", p.data = w, p.count = 2, p.dtype = CDDP_F32;
+          w[0] = w[1] = (float)(10 * round + which);
+          CHECK_OK(cddp_save(NULL, name[which], &p, 1, NULL));
+          w[0] = w[1] = -1;
+          CHECK_OK(cddp_load(NULL, name[which], &p, 1, NULL));
+          CHECK(w[0] == (float)(10 * round + which) && w[1] == w[0]);
+        }
+      CHECK_EQ(ranks_entries(directory), 2 + (access(path, F_OK) == 0));
+      CHECK(unlink(name[0]) == 0 && unlink(name[1]) == 0);
+    }
+}
+
+/* Bytes of the UTF-8 character at c, 0: none. Written from the RFC. */
+static int character(const unsigned char *c) {
+  int i, n = c[0] < 0x80                    ? 1
+             : c[0] >= 0xc2 && c[0] <= 0xdf ? 2
+             : (c[0] & 0xf0) == 0xe0        ? 3
+             : (c[0] & 0xf8) == 0xf0        ? 4 : 0;
+  for (i = 1; i < n; i++)
+    if ((c[i] & 0xc0) != 0x80) return 0;
+  return n;
+}
+
+/* The last error text is UTF-8, and whole: no byte of the program's texts is shown as an escape. */
+static void check_text(const char *what) {
+  const unsigned char *c = (const unsigned char *)cddp_error();
+  int n;
+  while (*c != 0 && (n = character(c)) > 0) c += n;
+  if (*c != 0 || strstr(cddp_error(), "\\x") != NULL)
+    test_fail(__FILE__, __LINE__, "%s: not UTF-8, or cut in a character", what);
+  CHECK(cddp_error()[0] != 0);
+}
+
+static int cut_texts(cddp_group *g, void *arg) {
+  static const char *const fill[] = {"\xc3\xa9", "\xe4\xb8\xad", "\xf0\x9f\x98\x80"};
+  float w[4] = {0};
+  int k, before, length;
+  (void)arg;
+  for (k = 0; k < 3; k++)
+    for (before = 0; before < 4; before++)
+      /* longer than a name's part of a text, and than a text */
+      for (length = 70; length < 800; length += 331) {
+        char name[900] = "", file[1200];
+        cddp_ddp *d = NULL;
+        cddp_param p[2];
+        cddp_store_desc store;
+        cddp_store *s;
+        memset(p, 0, sizeof p);
+        memset(name, 'a', (size_t)before);
+        while ((int)strlen(name) < length) strcat(name, fill[k]);
+        p[0].name = p[1].name = name;
+        p[0].data = p[1].data = w; /* overlap */
+        p[0].count = p[1].count = 4;
+        CHECK_IS(cddp_ddp_create(&d, g, p, 2, NULL), CDDP_INVALID_ARGUMENT);
+        check_text("overlap");
+        p[0].dtype = CDDP_I32;
+        CHECK_IS(cddp_ddp_create(&d, g, p, 1, NULL), CDDP_INVALID_ARGUMENT);
+        check_text("dtype");
+        p[0].dtype = CDDP_F32;
+        if (cddp_world_size(g) > 1) {
+          p[0].count = cddp_rank(g) == 0 ? 4 : 3;
+          CHECK_IS(cddp_ddp_create(&d, g, p, 1, NULL), CDDP_MISMATCH);
+          check_text("mismatch");
+          p[0].count = 4;
+          CHECK_OK(cddp_ddp_create(&d, g, p, 1, NULL));
+          CHECK_IS(cddp_ddp_wait(d), CDDP_INVALID_ARGUMENT);
+          check_text("not ready");
+          cddp_ddp_destroy(d);
+        } else {
+          CHECK_OK(cddp_save(NULL, path, p, 1, NULL));
+          p[0].count = 3;
+          CHECK_IS(cddp_load(NULL, path, p, 1, NULL), CDDP_INVALID_ARGUMENT);
+          check_text("count");
+          p[0].count = 4, p[0].dtype = CDDP_I32;
+          CHECK_IS(cddp_load(NULL, path, p, 1, NULL), CDDP_INVALID_ARGUMENT);
+          check_text("type");
+          p[0].name = "other", p[0].dtype = CDDP_F32;
+          CHECK_IS(cddp_load(NULL, path, p, 1, NULL), CDDP_INVALID_ARGUMENT);
+          check_text("tensor");
+          snprintf(file, sizeof file, "%s/none/%s", directory, name);
+          CHECK_IS(cddp_save(NULL, file, p, 1, NULL), CDDP_IO);
+          check_text("save");
+          CHECK_IS(cddp_load(NULL, file, p, 1, NULL), CDDP_IO);
+          check_text("load");
+          memset(&store, 0, sizeof store);
+          store.init_method = name;
+          CHECK_IS(cddp_store_create(&s, &store), CDDP_INVALID_ARGUMENT);
+          check_text("store");
+        }
+      }
+  return 0;
+}
+
+static void test_texts_end_at_a_character(void) {
+  float w[1];
+  cddp_param p;
+  CHECK_OK(ranks_run(cut_texts, NULL, 1, false));
+  CHECK_OK(ranks_run(cut_texts, NULL, 2, true));
+  memset(&p, 0, sizeof p);
+  p.name = "caf\xe9", p.data = w, p.count = 1, p.dtype = CDDP_F32; /* Latin-1: escaped */
+  CHECK_IS(cddp_save(NULL, "/none/caf\xe9", &p, 1, NULL), CDDP_IO);
+  CHECK(strstr(cddp_error(), "caf\\xe9") != NULL);
+}
+
+/* fsync that takes longer than timeout_s: the file is in place, and all ranks hear so. */
+static double sync_takes;
+
+int fsync(int fd) {
+  ranks_sleep(sync_takes);
+  sync_takes = 0; /* the directory's is quick */
+  return (int)syscall(SYS_fsync, fd);
+}
+
+static int save_slowly(int rank, void *arg) {
+  float w[2] = {4, 4};
+  cddp_group_desc desc;
+  cddp_param p;
+  cddp_group *g;
+  if (arg != NULL) ranks_setenv("CDDP_HOST_ID", rank % *(int *)arg);
+  memset(&desc, 0, sizeof desc);
+  memset(&p, 0, sizeof p);
+  desc.timeout_s = RANKS_SLOW ? 4 : 1;
+  p.name = "w", p.data = w, p.count = 2, p.dtype = CDDP_F32;
+  CHECK_OK(cddp_init(&g, &desc));
+  sync_takes = 2 * desc.timeout_s;
+  CHECK_IS(cddp_save(g, path, &p, 1, NULL), CDDP_TIMEOUT);
+  CHECK(strstr(cddp_error(), rank == 0 ? "the file is complete and in place"
+                                       : "rank 0 has not finished writing the file") != NULL);
+  CHECK(strstr(cddp_error(), "all_gather") == NULL);
+  CHECK(strstr(cddp_error(), "cddp_save at ") != NULL);
+  if (test_failures != 0) fprintf(stderr, "rank %d: %s\n", rank, cddp_error());
+  cddp_destroy(g);
+  return 0;
+}
+
+static void test_slow_disk(void) {
+  int hosts, status[3];
+  for (hosts = 1; hosts <= 2; hosts++) {
+    ranks_script(save_slowly, &hosts, 3, RANKS_WITHIN(30), status);
+    CHECK(ranks_exited_well(status, 3));
+    CHECK(holds(4, 2));
+  }
+}
+
 int main(void) {
   snprintf(directory, sizeof directory, "%s/cddp-checkpoint.XXXXXX",
            getenv("TMPDIR") != NULL ? getenv("TMPDIR") : "/tmp");
@@ -1509,6 +1674,9 @@ int main(void) {
   RUN(test_lost_rank);
   RUN(test_killed_half_way);
   RUN(test_two_writers);
+  RUN(test_long_names);
+  RUN(test_texts_end_at_a_character);
+  RUN(test_slow_disk);
   unlink(path);
   unlink(temporary);
   CHECK(rmdir(directory) == 0); /* nothing else was left there */

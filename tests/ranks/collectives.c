@@ -1102,6 +1102,53 @@ static void null_with_count_zero(cddp_group *g) {
   CHECK_OK(cddp_all_to_all(g, NULL, NULL, 0, CDDP_F32, NULL));
 }
 
+/* A buffer at an address that is no multiple of the element's size is refused before anything
+   moves, with a handle too; the group goes on. */
+static int run_misaligned(cddp_group *g, void *arg) {
+  static uint64_t memory[2][64];
+  size_t counts[8], at, sides;
+  bool root = cddp_rank(g) == 0;
+  cddp_work *w, **handle;
+  int dtype, k;
+  (void)arg;
+  for (at = 0; at < 8; at++) counts[at] = 1;
+  for (dtype = CDDP_F32; dtype <= CDDP_I64; dtype++)
+    for (at = 1; at < cddp_dtype_size((cddp_dtype)dtype); at++)
+      for (sides = 1; sides < 4; sides++)
+        for (k = 0; k < 24; k++) {
+          char *a = (char *)memory[0] + (sides & 1 ? at : 0);
+          char *b = (char *)memory[1] + (sides & 2 ? at : 0);
+          cddp_dtype d = (cddp_dtype)dtype;
+          cddp_result r = CDDP_OK;
+          handle = k % 2 ? &w : NULL;
+          if (k / 2 < 5 && sides != 1) continue; /* calls with one buffer */
+          switch (k / 2) {
+          case 0: r = cddp_all_reduce(g, a, 1, d, CDDP_SUM, handle); break;
+          case 1: r = cddp_reduce(g, a, 1, d, CDDP_SUM, 0, handle); break;
+          case 2: r = cddp_broadcast(g, a, 1, d, 0, handle); break;
+          case 3: r = cddp_send(g, a, 1, d, 0, 0, handle); break;
+          case 4: r = cddp_recv(g, a, 1, d, 0, 0, handle); break;
+          case 5: r = cddp_all_gather(g, a, b, 1, d, handle); break;
+          case 6: r = cddp_reduce_scatter(g, a, b, 1, d, CDDP_SUM, handle); break;
+          case 7: r = cddp_all_to_all(g, a, b, 1, d, handle); break;
+          case 8: r = cddp_all_gather_v(g, a, b, counts, d, handle); break;
+          case 9: r = cddp_all_to_all_v(g, a, counts, b, counts, d, handle); break;
+          case 10: /* only the root's b is used */
+            if (!root && sides == 2) continue;
+            r = cddp_gather(g, a, b, 1, d, 0, handle);
+            break;
+          default: /* only the root's a */
+            if (!root && sides == 1) continue;
+            r = cddp_scatter(g, a, b, 1, d, 0, handle);
+          }
+          CHECK_IS(r, CDDP_INVALID_ARGUMENT);
+          CHECK(strstr(cddp_error(), "aligned") != NULL);
+          CHECK(handle == NULL || w == NULL);
+        }
+  CHECK_OK(cddp_barrier(g));
+  return 0;
+}
+
 static int run_misuse(cddp_group *g, void *arg) {
   int before = test_failures;
   double a[16] = {0}, b[16] = {0};
@@ -1117,6 +1164,12 @@ static int run_misuse(cddp_group *g, void *arg) {
       cddp_all_reduce(g, &one, 1, CDDP_I32, CDDP_SUM, NULL)); /* nothing was sent, nothing broke */
   CHECK(one == cddp_world_size(g));
   return test_failures != before;
+}
+
+static void test_misaligned(void) {
+  CHECK_OK(ranks_run(run_misaligned, NULL, 3, false));
+  CHECK_OK(ranks_run(run_misaligned, NULL, 2, true));
+  CHECK_OK(ranks_run(run_misaligned, NULL, 1, false));
 }
 
 static void test_misuse(void) {
@@ -1554,6 +1607,7 @@ static void test_alloc(void) {
 int main(void) {
   setenv("CDDP_TIMEOUT_S", RANKS_SLOW ? "120" : "30", 0);
   RUN(test_misuse);
+  RUN(test_misaligned);
   RUN(test_failed_async);
   RUN(test_counts);
   RUN(test_barrier_async);

@@ -979,13 +979,66 @@ static void test_unused(void) {
   CHECK_OK(ranks_run(run_unused, NULL, 4, true));
 }
 
+/* Weights, gradients, buffers, copies and rows at addresses that are no multiple of the element's
+   size are refused, and named. */
+static int run_misaligned(cddp_group *g, void *arg) {
+  static const cddp_dtype types[] = {CDDP_F32, CDDP_F64, CDDP_F16, CDDP_BF16};
+  static uint64_t memory[4][8];
+  int t, which;
+  size_t at;
+  (void)arg;
+  for (t = 0; t < 4; t++)
+    for (at = 1; at < cddp_dtype_size(types[t]); at++)
+      for (which = 0; which < 5; which++) {
+        cddp_param p[2] = {{"w", memory[0], memory[1], 4, types[t]},
+                           {"b", memory[2], NULL, 4, types[t]}};
+        size_t rows[1] = {2};
+        int64_t row = 0;
+        void *copies[1];
+        cddp_ddp_desc desc;
+        cddp_sgd_desc rule;
+        cddp_ddp *d = NULL;
+        cddp_optim *s = NULL;
+        cddp_result r;
+        memset(&desc, 0, sizeof desc);
+        memset(&rule, 0, sizeof rule);
+        rule.lr = 1;
+        if (which == 0) p[0].data = (char *)memory[0] + at;
+        if (which == 1) p[0].grad = (char *)memory[1] + at;
+        if (which == 2) p[1].data = (char *)memory[2] + at;
+        if (which == 2) desc.buffers = p + 1, desc.buffer_count = 1;
+        if (which == 4) desc.sparse_rows = rows, p[0].grad = NULL;
+        r = cddp_ddp_create(&d, g, p, 1, &desc);
+        if (which < 3) CHECK_IS(r, CDDP_INVALID_ARGUMENT);
+        else CHECK_OK(r);
+        if (which < 2) CHECK_IS(cddp_sgd_create(&s, p, 1, &rule), CDDP_INVALID_ARGUMENT);
+        if (which == 3 && types[t] == CDDP_F32 && at == 1) {
+          copies[0] = (char *)memory[3] + at;
+          rule.copies = copies, rule.copy_dtype = CDDP_BF16;
+          CHECK_IS(cddp_sgd_create(&s, p, 1, &rule), CDDP_INVALID_ARGUMENT);
+        }
+        if (which == 4) r = cddp_ddp_add_rows(d, 0, &row, (char *)memory[3] + at, 1);
+        if (which == 4) CHECK_IS(r, CDDP_INVALID_ARGUMENT);
+        if (which != 3 || (types[t] == CDDP_F32 && at == 1)) CHECK(mentions("aligned"));
+        CHECK(which == 4 || which == 3 || mentions(which == 2 ? "\"b\"" : "\"w\""));
+        cddp_ddp_destroy(d);
+      }
+  return 0;
+}
+
+static void test_misaligned(void) {
+  CHECK_OK(ranks_run(run_misaligned, NULL, 2, false));
+  CHECK_OK(ranks_run(run_misaligned, NULL, 2, true));
+}
+
 /* cddp_ddp_desc's flag off: who forgot what is said, and the group survives. */
 static int run_forgotten(cddp_group *g, void *arg) {
   int before = test_failures, rank = cddp_rank(g), kind, k;
   (void)arg;
-  for (kind = 0; kind < 4;
-       kind++) { /* 0: forgotten by all; 1: by rank 1; 2: by rank 0; 3: everything by all */
-    cddp_result want = kind == 0 || kind == 3 ? CDDP_INVALID_ARGUMENT : CDDP_MISMATCH;
+  /* 0: forgotten by all; 1: by rank 1; 2: by rank 0; 3: everything by all; 4, 5: as 0 and 1, but
+     marked while no_sync was on */
+  for (kind = 0; kind < 6; kind++) {
+    cddp_result want = kind % 3 == 0 || kind == 4 ? CDDP_INVALID_ARGUMENT : CDDP_MISMATCH;
     double t = test_now();
     cddp_ddp_desc d;
     model m;
@@ -995,10 +1048,14 @@ static int run_forgotten(cddp_group *g, void *arg) {
     CHECK_OK(cddp_ddp_create(&m.ddp, g, m.p, m.n, &d));
     if (m.ddp == NULL) return 1;
     for (k = m.n - 1; k >= 0 && kind != 3; k--) {
-      bool forgets = kind == 0 || (kind == 1 && rank == 1) || (kind == 2 && rank == 0);
-      if (k != 3 || !forgets) CHECK_OK(cddp_ddp_ready(m.ddp, k));
+      bool forgets = kind % 4 == 0 || (kind % 4 == 1 && rank == 1) || (kind == 2 && rank == 0);
+      if (kind >= 4 && k == 3 && forgets) cddp_ddp_no_sync(m.ddp, true);
+      if (k != 3 || !forgets || kind >= 4) CHECK_OK(cddp_ddp_ready(m.ddp, k));
+      cddp_ddp_no_sync(m.ddp, false);
     }
     CHECK_IS(cddp_ddp_wait(m.ddp), want);
+    CHECK(mentions("no_sync") == (kind >= 4));
+    CHECK(kind != 5 || mentions("layer3.w\" (only while no_sync was on) (on rank 1)"));
     CHECK(kind == 3 ? mentions("layer") : mentions("layer3.w"));
     CHECK(kind == 3 || !mentions("layer2.w"));
     CHECK(cddp_ddp_wait(m.ddp) != CDDP_OK); /* the model is broken */
@@ -1884,6 +1941,7 @@ int main(void) {
   RUN(test_means);
   RUN(test_no_sync);
   RUN(test_unused);
+  RUN(test_misaligned);
   RUN(test_forgotten);
   RUN(test_forgotten_alone);
   RUN(test_hook);

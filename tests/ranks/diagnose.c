@@ -177,6 +177,131 @@ static void test_calls_past_the_macros_have_none(void) {
   }
 }
 
+/* A call inside the first argument of a collective does not take the collective's line. All public
+   functions without a macro of call sites are called so, on two ranks whose counts differ. Returns
+   the number of them. */
+static cddp_group *after(bool called, cddp_group *g) { return (void)called, g; }
+#define VALUE(call) \
+  if (k == n++) line = __LINE__, \
+    r = cddp_all_reduce(after((call) == 0, half), x, count, CDDP_F32, CDDP_SUM, NULL)
+#define NOTHING(call) \
+  if (k == n++) line = __LINE__, \
+    r = cddp_all_reduce(((call), half), x, count, CDDP_F32, CDDP_SUM, NULL)
+static int call_inside(cddp_group *g, cddp_ddp *d, int k) {
+  int n = 0, line = 0;
+  size_t count = cddp_rank(g) == 0 ? 1 : 2;
+  cddp_group *half = NULL;
+  cddp_result r = CDDP_OK;
+  float x[2] = {0, 0};
+  CHECK_OK(cddp_group_split(g, 0, 0, &half)); /* the disagreement breaks it */
+  if (k == n++) line = __LINE__ + 1,
+    r = cddp_all_reduce(cddp_ddp_group(d), x, count, CDDP_F32, CDDP_SUM, NULL);
+  VALUE(cddp_ddp_group(NULL));
+  VALUE(cddp_wait(NULL));
+  VALUE(cddp_wait_for(NULL, 1));
+  VALUE(cddp_test(NULL, NULL));
+  VALUE(cddp_cancel(NULL));
+  VALUE(cddp_source());
+  VALUE(cddp_rank(g));
+  VALUE(cddp_world_size(g));
+  VALUE(cddp_local_rank(g));
+  VALUE(cddp_local_world_size(g));
+  VALUE(cddp_launcher_rank());
+  VALUE(cddp_init(NULL, NULL));
+  VALUE(cddp_result_name(CDDP_OK));
+  VALUE(cddp_result_text(CDDP_OK));
+  VALUE(cddp_error());
+  VALUE(cddp_dtype_size(CDDP_F32));
+  VALUE(cddp_alloc(NULL, 1));
+  NOTHING(cddp_free(NULL, NULL));
+  NOTHING(cddp_destroy(NULL));
+  VALUE(cddp_ddp_ready(NULL, 0));
+  VALUE(cddp_ddp_next_shard(NULL, NULL));
+  VALUE(cddp_ddp_steps(d));
+  NOTHING(cddp_ddp_no_sync(NULL, true));
+  VALUE(cddp_ddp_clip_grad_norm(NULL, 1, NULL));
+  VALUE(cddp_ddp_grad_norm(NULL, NULL));
+  VALUE(cddp_ddp_used(d, 0));
+  VALUE(cddp_ddp_present(d));
+  VALUE(cddp_ddp_add_rows(NULL, 0, NULL, NULL, 0));
+  VALUE(cddp_ddp_rows(NULL, 0, NULL, NULL));
+  VALUE(cddp_ddp_bucket_count(d));
+  VALUE(cddp_ddp_bucket_params(d, 0, NULL, 0));
+  VALUE(cddp_ddp_partitions(NULL, NULL));
+  NOTHING(cddp_ddp_destroy(NULL));
+  VALUE(cddp_sgd_create(NULL, NULL, 0, NULL));
+  VALUE(cddp_adamw_create(NULL, NULL, 0, NULL));
+  VALUE(cddp_optim_step(NULL));
+  VALUE(cddp_optim_zero_grad(NULL));
+  VALUE(cddp_optim_set_lr(NULL, 1));
+  VALUE(cddp_optim_lr(NULL));
+  VALUE(cddp_optim_write_copies(NULL));
+  NOTHING(cddp_optim_destroy(NULL));
+  VALUE(cddp_sampler_init(NULL, NULL));
+  NOTHING(cddp_sampler_destroy(NULL));
+  VALUE(cddp_safetensors_open(NULL, NULL));
+  VALUE(cddp_safetensors_count(NULL));
+  VALUE(cddp_safetensors_find(NULL, "w"));
+  NOTHING(cddp_safetensors_close(NULL));
+  VALUE(cddp_set_device(NULL, "cpu", NULL));
+  NOTHING(cddp_set_stream(NULL, NULL));
+  VALUE(cddp_stream(NULL));
+  VALUE(cddp_synchronize(NULL));
+  VALUE(cddp_store_create(NULL, NULL));
+  VALUE(cddp_store_port(NULL));
+  NOTHING(cddp_store_destroy(NULL));
+  if (k < n) {
+    char at[128];
+    snprintf(at, sizeof at, "rank 0 called all_reduce(count 1, f32, sum) at %s:%d", __FILE__, line);
+    CHECK_IS(r, CDDP_MISMATCH);
+    if (strstr(cddp_error(), at) == NULL) test_fail(__FILE__, line, "not \"%s\"", at);
+  }
+  cddp_destroy(half);
+  return n;
+}
+
+static int calls_inside(cddp_group *g, void *arg) {
+  float w[4] = {0};
+  cddp_param p = {"w", w, NULL, 4, CDDP_F32};
+  cddp_ddp *d = NULL;
+  int k;
+  (void)arg;
+  CHECK_OK(cddp_ddp_create(&d, g, &p, 1, NULL));
+  for (k = call_inside(g, d, INT_MAX) - 1; k >= 0; k--) (void)call_inside(g, d, k); /* 0 breaks g */
+  cddp_ddp_destroy(d);
+  return 0;
+}
+
+static void test_calls_inside_an_argument(void) {
+  CHECK_OK(ranks_run(calls_inside, NULL, 2, false));
+  CHECK_OK(ranks_run(calls_inside, NULL, 2, true));
+}
+
+/* What is lost in a bucket, which cddp's own thread reduces, is told with the line of the wait. */
+static int bucket_lines(cddp_group *g, void *arg) {
+  float w[4] = {0};
+  cddp_param p = {"w", w, NULL, 4, CDDP_F32};
+  cddp_ddp *d = NULL;
+  char at[128];
+  int step, line;
+  (void)arg;
+  CHECK_OK(cddp_ddp_create(&d, g, &p, 1, NULL));
+  for (step = 0; step < 4; step++) {
+    if (step == 3 && cddp_rank(g) == 1) _exit(0); /* without cddp_destroy */
+    if (cddp_ddp_ready(d, 0) != CDDP_OK) break;
+    line = __LINE__ + 1;
+    if (cddp_ddp_wait(d) != CDDP_OK) break;
+  }
+  snprintf(at, sizeof at, " at %s:%d", __FILE__, line);
+  if (cddp_rank(g) == 0) CHECK(step == 3 && strstr(cddp_error(), at) != NULL);
+  cddp_ddp_destroy(d);
+  return 0;
+}
+
+static void test_buckets_have_a_line(void) {
+  CHECK_OK(ranks_run(bucket_lines, NULL, 2, false));
+}
+
 static int two_models(cddp_group *g, void *arg) {
   float w[4] = {0}, b[4] = {0};
   cddp_param p[2] = {{"weight", w, NULL, 4, CDDP_F32}, {"bias", b, NULL, 4, CDDP_F32}};
@@ -929,6 +1054,8 @@ int main(void) {
   RUN(test_mismatch_names_calls_and_lines);
   RUN(test_asynchronous_calls_have_a_line_too);
   RUN(test_calls_past_the_macros_have_none);
+  RUN(test_calls_inside_an_argument);
+  RUN(test_buckets_have_a_line);
   RUN(test_a_parameter_ready_on_some_ranks);
   if (ranks_has_company(0, RANKS)) RUN(test_a_call_on_one_rank_alone); /* seen on one host only */
   RUN(test_what_is_no_deadlock);

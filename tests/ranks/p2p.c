@@ -780,6 +780,9 @@ static void wait_for_recv(cddp_group *g) {
     CHECK(t > 0.09 && t < RANKS_WITHIN(2));
     CHECK(mentions("rank 1") && mentions("tag 3"));
     CHECK_IS(cddp_wait_for(w, 0), CDDP_TIMEOUT);
+    CHECK_IS(cddp_wait_for(w, NAN), CDDP_INVALID_ARGUMENT); /* w stays valid */
+    CHECK(strstr(cddp_error(), "timeout_s is nan; it must be at least 0") != NULL ||
+          strstr(cddp_error(), "timeout_s is -nan; it must be at least 0") != NULL);
     CHECK(x == -1);
   }
   go_on(g);
