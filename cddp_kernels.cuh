@@ -2538,7 +2538,7 @@ static ncclResult_t cddp__nccl_post(const cddp__device *device, const cddp__call
   static const int types[] = {7, 8, 6, 9, 0, 1, 2, 4}; /* ncclDataType_t; some lack bf16's name */
   static const ncclRedOp_t ops[] = {ncclSum, ncclAvg, ncclProd, ncclMin, ncclMax};
   CDDP__STATIC_ASSERT(sizeof types / sizeof *types == CDDP__DTYPE_COUNT, "a type of NCCL for each");
-  CDDP__STATIC_ASSERT(sizeof ops / sizeof *ops == CDDP_MAX + 1, "and an operation, but those on bits");
+  CDDP__STATIC_ASSERT(sizeof ops / sizeof *ops == CDDP_MAX + 1, "an operation for each, up to MAX");
   ncclDataType_t type = (ncclDataType_t)types[call->dtype];
   ncclRedOp_t op = cddp__averages_by_sum(device, call) ? ncclSum : ops[call->op];
   ncclComm_t comm = device->comm;
