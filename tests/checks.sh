@@ -565,7 +565,7 @@ symbols() { # the object exports what the header declares and nothing else
 # --- reading ---
 
 sources() {
-  ls cddp.h cddp_kernels.cuh examples/*.[ch] examples/*.cu tests/*.[ch] tests/*/*.[ch] tests/*/*/*.[ch] 2>/dev/null
+  ls cddp.h cddp_kernels.cuh examples/*.[ch] examples/*.cu examples/torch/*.cpp tests/*.[ch] tests/*/*.[ch] tests/*/*/*.[ch] 2>/dev/null
 }
 
 lines() { # at most 100 columns, no tabs, no blanks at the end, a newline at the end of the file
@@ -628,17 +628,19 @@ unfinished() {
     none "unfinished"
 }
 
-short_examples() { # at most 300 lines (gpt 450, three 200); the build command in the top comment
+short_examples() { # at most 300 lines (gpt 450, four 200; the engine for PyTorch 500); the build command in the top comment
   local f most
   for f in examples/*.c examples/*.cu; do # cddp...: a tool, no lesson
     case $f in
     examples/gpt.*) most=450 ;;
-    examples/powersgd.c | examples/sync_batchnorm.c | examples/mesh.c) most=200 ;;
+    examples/powersgd.c | examples/sync_batchnorm.c | examples/mesh.c | examples/local_sgd.c) most=200 ;;
     *) most=300 ;;
     esac
     [[ $f = examples/cddp* ]] || [ "$(wc -l <"$f")" -le $most ] || echo "$f: $(wc -l <"$f") lines"
     head -n 20 "$f" | grep -q -E "^ +(cc|nvcc) .*$f" || echo "$f: no line '  cc ... $f ...' in its top comment"
   done | none "examples"
+  f=examples/torch/cddp_backend.cpp
+  [ "$(wc -l <$f)" -le 500 ] || fail "$f: $(wc -l <$f) lines"
 }
 
 readme() { # its C compiles; every file and target of ours that it names is there

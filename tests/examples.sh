@@ -163,6 +163,19 @@ mesh() { # the weights of one process; the example compares them
   grep -q '^3 ranks: the number must be a multiple of 2' out || fail "3 ranks: $(cat out)"
 }
 
+local_sgd() { # few bytes, and a loss as good; the example compares the losses
+  build local_sgd
+  for ranks in 1 2 4; do
+    run ./local_sgd -n $ranks --every 50
+    expect 1 '^data parallel   5120000 bytes a rank, loss 0\.00[0-9]+$'
+    expect 1 '^local SGD        102400 bytes a rank, loss 0\.00[0-9]+$'
+    expect 1 '^DiLoCo           102400 bytes a rank, loss 0\.00[0-9]+$'
+  done
+  cp "$work/out" "$work/children"
+  launched 4 ./local_sgd --every 50
+  cmp "$work/out" "$work/children" || fail "a launcher's ranks have other losses"
+}
+
 embedding() { # dense and sparse gradients: the same losses and weights; far fewer bytes
   local dense sparse
   build embedding
@@ -552,6 +565,6 @@ no_gpu() { # COMMAND...: says in one line that there is none, and exits with 1
 }
 
 case ${1:-} in
-toy | linear | collectives | embedding | powersgd | sync_batchnorm | mesh | data_parallel | model_parallel | digits | gpt | elastic | cddptrace | cddprun | gpu | gpu_elastic) "$1" ;;
+toy | linear | collectives | embedding | local_sgd | powersgd | sync_batchnorm | mesh | data_parallel | model_parallel | digits | gpt | elastic | cddptrace | cddprun | gpu | gpu_elastic) "$1" ;;
 *) fail "usage: $0 NAME" ;;
 esac

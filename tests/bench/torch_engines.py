@@ -1,0 +1,89 @@
+"""Times the engines gloo and cddp in PyTorch, in turns: all_reduce, and a DDP step of step.c's network.
+
+  torch_engines.py [--rounds N]       2 ranks, one thread each; medians of N rounds (7)
+
+Prints 'all_reduce BYTES: gloo US, cddp US', 'step alone MS', and for each engine 'step ENGINE MS, adds MS'.
+PYTHONPATH must name examples/torch, whose cddp_torch.py says how the engine is built.
+"""
+import os
+import socket
+import statistics
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+BATCH, STEPS, ENGINES = 128, 5, ["gloo", "cddp"]
+TIMES = {4: 400, 1 << 20: 20, 25 << 20: 2}  # bytes, calls in a row
+
+
+def model():
+    torch.manual_seed(42)
+    nn = torch.nn
+    return nn.Sequential(nn.Linear(784, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 10))
+
+
+def seconds(work, times):
+    """Of the slower rank, for one call."""
+    dist.barrier()
+    start = time.perf_counter()
+    for _ in range(times):
+        work()
+    t = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
+    dist.all_reduce(t, op=dist.ReduceOp.MAX)
+    return t.item() / times
+
+
+def medians(works, rounds):
+    """works: name -> (function, calls in a row). One round to warm up, then all of them in turns."""
+    taken = {name: [] for name in works}
+    for i in range(rounds + 1):
+        for name, (work, times) in works.items():
+            t = seconds(work, times)
+            if i > 0:
+                taken[name].append(t)
+    return {name: statistics.median(t) for name, t in taken.items()}
+
+
+def run(rank, port, rounds):
+    import cddp_torch  # noqa: F401
+
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) >= 2:
+        os.sched_setaffinity(0, {cores[rank]})
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    groups = {e: dist.new_group(backend=e) for e in ENGINES}
+    for size, times in TIMES.items():
+        x = torch.zeros(size // 4)
+        t = medians({e: (lambda e=e: dist.all_reduce(x, group=groups[e]), times) for e in ENGINES}, rounds)
+        if rank == 0:
+            print(f"all_reduce {size}: gloo {t['gloo'] * 1e6:.1f} us, cddp {t['cddp'] * 1e6:.1f} us, "
+                  f"ratio {t['gloo'] / t['cddp']:.1f}", flush=True)
+
+    x, label = torch.randn(BATCH, 784), torch.randint(10, (BATCH,))
+    nets = {e: torch.nn.parallel.DistributedDataParallel(model(), process_group=groups[e]) for e in ENGINES}
+    nets["alone"] = model()
+    sgds = {k: torch.optim.SGD(n.parameters(), lr=0.01, momentum=0.9) for k, n in nets.items()}
+
+    def step(k):
+        torch.nn.functional.cross_entropy(nets[k](x), label).backward()
+        sgds[k].step()
+        sgds[k].zero_grad()
+
+    t = medians({k: (lambda k=k: step(k), STEPS) for k in nets}, rounds)
+    if rank == 0:
+        print(f"step alone {t['alone'] * 1e3:.1f} ms")
+        for e in ENGINES:
+            print(f"step {e} {t[e] * 1e3:.1f} ms, adds {(t[e] - t['alone']) * 1e3:.1f} ms", flush=True)
+    dist.barrier()
+    os._exit(0)  # an orderly end hangs at times in PyTorch 1.13
+
+
+if __name__ == "__main__":
+    count = int(sys.argv[sys.argv.index("--rounds") + 1]) if "--rounds" in sys.argv else 7
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        free = s.getsockname()[1]
+    torch.multiprocessing.spawn(run, args=(free, count), nprocs=2)
