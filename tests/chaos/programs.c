@@ -266,7 +266,7 @@ static int draw_count(uint64_t *k, uint64_t seed, int class, int dtype) {
                                 (size_t)64 << 20};
   size_t size = cddp_dtype_size((cddp_dtype)dtype), bytes = 0;
   int tries;
-  if (class == 0 || DRAW(3) == 0) return tiny[DRAW(8)];
+  if (class == 0 || (class < 3 && DRAW(3) == 0)) return tiny[DRAW(8)];
   for (tries = 0; tries < 64; tries++) {
     bytes = inside_thresholds[DRAW(inside_threshold_count)];
     bytes = DRAW(4) == 0 ? bytes * 2 : DRAW(4) == 0 ? bytes / 2 : bytes;
@@ -278,13 +278,14 @@ static int draw_count(uint64_t *k, uint64_t seed, int class, int dtype) {
 }
 
 static void draw_params(program *p, uint64_t *k, uint64_t seed) {
-  int class = DRAW(16), types = DRAW(6), memory = DRAW(3), grads = DRAW(4), i;
-  class = class < 7 ? 0 : class < 11 ? 1 : class < 14 ? 2 : DRAW(24) > 0 ? 3 : 4;
+  int class = DRAW(16), types = DRAW(6), memory = DRAW(4), grads = DRAW(4), i;
+  if (p->ranks == 1 && DRAW(2)) class = 14; /* costs little */
+  class = class < 7 ? 0 : class < 11 ? 1 : class < 14 ? 2 : class == 14 || DRAW(12) > 0 ? 3 : 4;
   p->count = class == 4 ? 1 : class == 3 ? 1 + DRAW(2) : 1 + DRAW(PARAMS);
   for (i = 0; i < PARAMS; i++) {
     parameter *q = &p->p[i];
     q->dtype = types < 3 ? CDDP_F32 : types == 3 ? DRAW(2) : types == 4 ? 2 + DRAW(2) : DRAW(4);
-    q->memory = memory < 2 ? memory : DRAW(MEMORIES);
+    q->memory = memory == 0 ? MALLOCED : memory < 3 ? SHARED : DRAW(MEMORIES);
     q->grad = grads < 2 ? PLACED : grads == 2 ? 1 + DRAW(2) : DRAW(GRADS);
     q->count = draw_count(k, seed, class, q->dtype);
   }
@@ -293,7 +294,6 @@ static void draw_params(program *p, uint64_t *k, uint64_t seed) {
 
 static void draw_events(program *p, uint64_t *k, uint64_t seed) {
   int n = DRAW(3) == 0 ? 0 : DRAW(2) ? 1 : 1 + DRAW(EVENTS - 1), i;
-  if (p->elastic && DRAW(4) == 0) n = 0;
   if (!p->elastic && DRAW(6) > 0) n = 0;
   for (i = 0; i < n; i++) {
     event *e = &p->e[i];
@@ -320,9 +320,26 @@ static void draw_events(program *p, uint64_t *k, uint64_t seed) {
   if (p->elastic && DRAW(20) == 0) p->churn = 6 + DRAW(4);
 }
 
+/* Most faults are in what follows a death: a step alone makes few calls. */
+static void draw_fault(program *p, uint64_t *k, uint64_t seed) {
+  bool few = DRAW(4) > 0;
+  p->fault = DRAW(p->elastic ? 5 : 12) == 0 ? 1 + DRAW(few ? 9 : 18) : 0;
+  p->fault_nth = 1 + DRAW(few ? 12 : 100);
+  p->fault_rank = DRAW(p->ranks);
+  p->fault_delay = DRAW(4) == 0 ? 1 + DRAW(60) : 0;
+  if (p->fault == 0 || !p->elastic || p->ranks < 2 || !few) return;
+  p->e[0].kind = KILL_AT_STEP;
+  p->e[0].rank = (p->fault_rank + 1 + DRAW(p->ranks - 1)) % p->ranks;
+  p->e[0].step = DRAW(p->steps);
+  p->e[0].arg = DRAW(4);
+  if (DRAW(2)) return;
+  p->e[1] = p->e[0];
+  p->e[1].kind = JOIN;
+  p->e[1].arg = 0;
+}
+
 static program draw(uint64_t seed) {
   uint64_t count = 0, *k = &count;
-  bool few;
   program p;
   memset(&p, 0, sizeof p);
   p.seed = seed;
@@ -354,7 +371,7 @@ static program draw(uint64_t seed) {
   p.groups = DRAW(4) == 0;
   p.apart = DRAW(3) == 0;
   p.sharded = DRAW(6) == 0;
-  p.finish = DRAW(2) ? STEP : DRAW(FINISHES);
+  p.finish = DRAW(3) == 0 ? STEP : DRAW(FINISHES);
   p.micro = DRAW(6) == 0 ? 2 + DRAW(2) : 1;
   p.between = DRAW(3) == 0 ? 1 + DRAW(7) : 0;
   p.pause = DRAW(3) == 0 ? DRAW(600) : 0;
@@ -365,12 +382,7 @@ static program draw(uint64_t seed) {
   p.restart = DRAW(8) == 0 ? 1 + DRAW(p.steps) : 0;
   p.restart_ranks = 1 + DRAW(RANKS);
   draw_events(&p, k, seed);
-  few = DRAW(4) > 0;
-  p.fault = DRAW(p.elastic ? 5 : 12) == 0 ? 1 + (few ? DRAW(9) : DRAW(18)) : 0;
-  p.fault_nth = 1 + DRAW(100);
-  if (DRAW(4) > 0) p.fault_nth = 1 + p.fault_nth / 10;
-  p.fault_rank = DRAW(p.ranks);
-  p.fault_delay = DRAW(4) == 0 ? 1 + DRAW(60) : 0;
+  draw_fault(&p, k, seed);
 #undef DRAW
   settle(&p);
   return p;
@@ -1658,12 +1670,14 @@ static bool job_has_ended(void) {
 
 /* Starts a process that joins, or that is to be refused. */
 static void start_joining(const event *e, int number) {
-  int rank = e->rank;
+  int rank = e->rank, i;
   if (e->kind == REFUSED && e->arg == SAME_RANK) {
     for (rank = 0; rank < shared->p.ranks && find(rank) == NULL;) rank++;
     if (rank == shared->p.ranks || shared->p.fault > 0 || events_of(&shared->p, NOTHING) !=
         EVENTS - 1) rank = -1; /* who could die is no living rank for sure */
   } else {
+    for (i = 0; i < shared->p.ranks && find(rank) != NULL; i++) rank = (rank + 1) % shared->p.ranks;
+    if (i == shared->p.ranks) rank = i;
     while (find(rank) != NULL) rank++;
   }
   if (rank < 0 || start(rank, number) < 0) ADD(shared->joins_left, -1);
