@@ -164,7 +164,7 @@ static void no_more_than(int *value, int most) {
 /* Events and faults need processes, and all but a death an elastic model. */
 static void settle_events(program *p) {
   int i;
-  if (p->supervised) p->churn = 0;
+  if (p->supervised || p->restart > 0) p->churn = 0;
   if (p->churn > 0 && (p->ranks < 2 || p->threads || !p->elastic)) p->churn = 0;
   if (p->churn > 0) {
     memset(p->e, 0, sizeof p->e);
@@ -324,7 +324,8 @@ static void draw_events(program *p, uint64_t *k, uint64_t seed) {
 static void draw_fault(program *p, uint64_t *k, uint64_t seed) {
   bool few = DRAW(4) > 0;
   p->fault = DRAW(p->elastic ? 5 : 12) == 0 ? 1 + DRAW(few ? 9 : 18) : 0;
-  p->fault_nth = 1 + DRAW(few ? 12 : 100);
+  p->fault_nth = 1 + DRAW(few ? 6 : 60);
+  if (p->fault > 0 && few && p->elastic && p->ranks < 3) p->ranks = 3; /* one can die */
   p->fault_rank = DRAW(p->ranks);
   p->fault_delay = DRAW(4) == 0 ? 1 + DRAW(60) : 0;
   if (p->fault == 0 || !p->elastic || p->ranks < 2 || !few) return;
@@ -1748,6 +1749,7 @@ static bool excused(const process *q) {
       return true;
   }
   if (is_victim(q) && shared->struck) return true;
+  if (!p->elastic && shared->struck) return true; /* such as cddp_save: all ranks fail alike */
   if (!p->elastic) return lost && q->result == CDDP_PEER_LOST;
   if (q->joins && q->result == CDDP_UNSUPPORTED && strstr(q->text, "full") != NULL)
     return members >= shards_of(p, 0);
