@@ -30,10 +30,8 @@ using Lists = std::vector<Tensors>; /* a list of tensors for each input or outpu
 using Counts = std::vector<size_t>; /* elements for each rank */
 using Rows = std::vector<int64_t>;
 using Milliseconds = std::chrono::milliseconds;
-
 #define REFUSE(...) C10_THROW_ERROR(NotImplementedError, c10::str("cddp lacks ", __VA_ARGS__))
 #define FAIL(...) C10_THROW_ERROR(DistBackendError, c10::str(__VA_ARGS__))
-
 /* Programs look for gloo's words "Timed out". */
 static std::string text_of(cddp_result r) {
   return c10::str(r == CDDP_TIMEOUT ? "cddp: Timed out (" : "cddp: (", cddp_error(), ")");
@@ -181,14 +179,14 @@ class CddpWork : public Work {
     for (cddp_work *w : handles)
       if (w != nullptr && cddp_cancel(w) != CDDP_OK) (void)cddp_wait(w);
     handles.clear();
-    if (ended()) return;
-    finish(std::make_exception_ptr(std::runtime_error("cddp: the group was destroyed")));
+    auto why = std::make_exception_ptr(std::runtime_error("cddp: the group was destroyed"));
+    if (!ended()) finish(why);
   }
 
  private:
   void complete_future() {
     try {
-      wait(kNoTimeout);
+      wait(std::chrono::hours(9999)); /* with a limit cddp's own thread works: it polls less */
       future_->markCompleted(c10::IValue(outputs));
     } catch (...) {
       future_->setError(std::current_exception());
@@ -198,12 +196,15 @@ class CddpWork : public Work {
   /* Waits in the order of the calls. The first error is the work's. waiting_ is locked. */
   void finish_handles(Milliseconds timeout) {
     if (ended()) return;
-    bool limited = timeout != kNoTimeout;
+    bool limited = timeout != kNoTimeout, done = false;
     std::exception_ptr error;
     for (cddp_work *&w : handles) {
       if (w == nullptr) continue;
       cddp_result r = limited ? cddp_wait_for(w, (double)timeout.count() / 1e3) : cddp_wait(w);
-      if (limited && r == CDDP_TIMEOUT) check(r); /* w is still valid */
+      if (limited && r == CDDP_TIMEOUT) { /* of this call, or the operation's own? */
+        if (cddp_test(w, &done) != CDDP_OK || !done) check(r);
+        r = cddp_wait(w);
+      }
       w = nullptr;
       source_ = cddp_source();
       if (r != CDDP_OK && !error) error = std::make_exception_ptr(std::runtime_error(text_of(r)));
@@ -214,7 +215,6 @@ class CddpWork : public Work {
     kept.clear();
     finish(error);
   }
-
   std::timed_mutex waiting_; /* one thread at a time waits for the handles */
   std::once_flag asked_;     /* for the future */
   intrusive_ptr<Future> future_;

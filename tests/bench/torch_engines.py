@@ -2,7 +2,8 @@
 
   torch_engines.py [--rounds N]       2 ranks, one thread each; medians of N rounds (7)
 
-Prints 'all_reduce BYTES: gloo US, cddp US', 'step alone MS', and for each engine 'step ENGINE MS, adds MS'.
+Prints for all_reduce and for the step what each engine takes, and what it adds to a step alone: wall time, and in
+brackets the CPU time of both ranks, which tells more on a busy machine.
 PYTHONPATH must name examples/torch, whose cddp_torch.py says how the engine is built.
 """
 import os
@@ -14,7 +15,7 @@ import time
 import torch
 import torch.distributed as dist
 
-BATCH, STEPS, ENGINES = 128, 5, ["gloo", "cddp"]
+BATCH, STEPS, ENGINES = 128, 3, ["gloo", "cddp"]
 TIMES = {4: 400, 1 << 20: 20, 25 << 20: 2}  # bytes, calls in a row
 
 
@@ -24,15 +25,16 @@ def model():
     return nn.Sequential(nn.Linear(784, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 10))
 
 
-def seconds(work, times):
-    """Of the slower rank, for one call."""
+def timed(work, times):
+    """Wall time of the slower rank, and CPU time of both, of one call."""
     dist.barrier()
-    start = time.perf_counter()
+    start = time.perf_counter(), time.process_time()
     for _ in range(times):
         work()
-    t = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
-    dist.all_reduce(t, op=dist.ReduceOp.MAX)
-    return t.item() / times
+    wall, cpu = torch.tensor([time.perf_counter() - start[0]]), torch.tensor([time.process_time() - start[1]])
+    dist.all_reduce(wall, op=dist.ReduceOp.MAX)
+    dist.all_reduce(cpu)
+    return wall.item() / times, cpu.item() / times
 
 
 def medians(works, rounds):
@@ -40,10 +42,10 @@ def medians(works, rounds):
     taken = {name: [] for name in works}
     for i in range(rounds + 1):
         for name, (work, times) in works.items():
-            t = seconds(work, times)
+            t = timed(work, times)
             if i > 0:
                 taken[name].append(t)
-    return {name: statistics.median(t) for name, t in taken.items()}
+    return {name: [statistics.median(column) for column in zip(*t)] for name, t in taken.items()}
 
 
 def run(rank, port, rounds):
@@ -59,8 +61,9 @@ def run(rank, port, rounds):
         x = torch.zeros(size // 4)
         t = medians({e: (lambda e=e: dist.all_reduce(x, group=groups[e]), times) for e in ENGINES}, rounds)
         if rank == 0:
-            print(f"all_reduce {size}: gloo {t['gloo'] * 1e6:.1f} us, cddp {t['cddp'] * 1e6:.1f} us, "
-                  f"ratio {t['gloo'] / t['cddp']:.1f}", flush=True)
+            each = ", ".join(f"{e} {t[e][0] * 1e6:.1f} us ({t[e][1] * 1e6:.1f})" for e in ENGINES)
+            print(f"all_reduce {size}: {each}, ratio {t['gloo'][0] / t['cddp'][0]:.1f} "
+                  f"({t['gloo'][1] / t['cddp'][1]:.1f})", flush=True)
 
     x, label = torch.randn(BATCH, 784), torch.randint(10, (BATCH,))
     nets = {e: torch.nn.parallel.DistributedDataParallel(model(), process_group=groups[e]) for e in ENGINES}
@@ -74,9 +77,11 @@ def run(rank, port, rounds):
 
     t = medians({k: (lambda k=k: step(k), STEPS) for k in nets}, rounds)
     if rank == 0:
-        print(f"step alone {t['alone'] * 1e3:.1f} ms")
+        print(f"step alone {t['alone'][0] * 1e3:.1f} ms ({t['alone'][1] * 1e3:.1f})")
         for e in ENGINES:
-            print(f"step {e} {t[e] * 1e3:.1f} ms, adds {(t[e] - t['alone']) * 1e3:.1f} ms", flush=True)
+            adds = [a - b for a, b in zip(t[e], t["alone"])]
+            print(f"step {e} {t[e][0] * 1e3:.1f} ms ({t[e][1] * 1e3:.1f}), "
+                  f"adds {adds[0] * 1e3:.1f} ms ({adds[1] * 1e3:.1f})", flush=True)
     dist.barrier()
     os._exit(0)  # an orderly end hangs at times in PyTorch 1.13
 
