@@ -9,8 +9,8 @@
      data parallel   each step averages the gradients (cddp_ddp_step)
      local SGD       each rank trains alone for `every` steps; then all ranks average their weights
                      (Stich, 2019)
-     DiLoCo          the same, but the averaged change of the weights is treated as a gradient: an
-                     outer SGD with Nesterov momentum takes a step along it (Douillard et al., 2023)
+     DiLoCo          the same, but the mean change of the weights counts as a gradient, and an outer
+                     SGD with Nesterov momentum takes a step along it (Douillard et al., 2023)
    The last two need one call of cddp: cddp_all_reduce with CDDP_AVG. A rank's optimizer states stay
    its own. The example prints, for each way, the bytes that a rank passed to cddp and the loss on
    samples that no rank trained on. It fails if a loss is far above the first. */
