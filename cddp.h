@@ -1137,7 +1137,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 
    SECRETS. Without a secret, anyone who can reach rank 0's port can read and modify rendezvous
    messages, or impersonate a rank. During the rendezvous strangers occupy at most 128 + 4 *
-   WORLD_SIZE connections of rank 0's host, each with a few KiB. With a secret, both ends of a
+   WORLD_SIZE connections of rank 0's host, each with a few KiB, and a few MB for what they say. So
+   many connections they also occupy of each elastic rank that processes can join. With a secret, both ends of a
    connection prove that they know it, without sending it. That stops strangers who can connect. It
    does not stop an attacker who can read or change the traffic: nothing is encrypted or signed. An
    impostor of rank 0 learns enough to test guesses; use 128 random bits:
@@ -1228,7 +1229,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    continue if they are more than half. Otherwise they end with CDDP_ABORTED, so that a job never
    continues in two halves.
 
-   Joins: a joining process asks the ranks on its host, then MASTER_ADDR. On every host one rank
+   Joins: a joining process asks the ranks on its host, and at MASTER_ADDR. They answer in
+   cddp_ddp_next_shard and in waits, and spend at most a tenth of their time on it. On every host one rank
    listens at MASTER_PORT. If all ranks at MASTER_ADDR are lost, set it to a host where a rank
    lives. If torchrun serves the store there, a rank must live on the host. A process that joins a
    host with one rank or none shares no memory there and uses TCP. A job that began on one host is
@@ -1791,11 +1793,15 @@ typedef struct cddp__arena {
   struct cddp__extent *pending; /* control blocks and extents to be freed with one: a ring */
 } cddp__arena;
 
-/* The listeners for processes that join. */
+/* The listeners for processes that join, and their connections. */
 struct cddp__join_listeners {
-  int fd;           /* for processes of this host; -1: no elastic model */
-  int tcp_fd;       /* for those of other hosts; -1: none, or another rank listens */
-  double pause_end; /* until then no joining process is answered */
+  pthread_mutex_t lock; /* of this struct, and of job_info's table while `fd` is open */
+  int fd;               /* for processes of this host; -1: no elastic model */
+  int tcp_fd;           /* for those of other hosts; -1: none, or another rank listens */
+  struct cddp__connection *calls; /* not answered yet, the oldest first */
+  int call_count;
+  double pause_end; /* until then no joining process is served, */
+  double wait_end;  /* and none is waited for */
 };
 
 /* The ranks of one host, which share memory. Created by cddp_init or cddp_run_threads; used by the
@@ -2408,6 +2414,10 @@ static void cddp__hosts_poll(cddp_group *g);
 static void cddp__hosts_disconnect(cddp_group *g);
 static void cddp__hosts_query_arrivals(cddp_group *g);
 
+/* >>rendezvous: answers joining processes, and closes the listeners for them. */
+static void cddp__join_serve(cddp__host *host, bool waits);
+static void cddp__join_close(cddp__host *host);
+
 /* >>links: sends a notice of a failure to the ranks of other hosts. */
 static void cddp__send_notices(const cddp__net *n, uint64_t group, const int *world, int size,
                                uint32_t code, const char *text);
@@ -2808,6 +2818,13 @@ static struct timespec cddp__timespec(double seconds) {
   t.tv_sec = (time_t)seconds;
   t.tv_nsec = (long)((seconds - (double)t.tv_sec) * 1e9);
   return t;
+}
+
+/* The processor time of this thread. */
+static double cddp__thread_seconds(void) {
+  struct timespec t;
+  if (clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t) != 0) return 0;
+  return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
 static void cddp__sleep(double seconds) {
@@ -6665,8 +6682,8 @@ static void cddp__host_free(cddp__host *host) {
   for (i = 0; host->pidfds != NULL && i < host->size + CDDP__JOINS; i++)
     if (host->pidfds[i] >= 0) close(host->pidfds[i]);
   if (cddp__memfd_is_open(host)) cddp__close_fd(&host->arena.fd);
-  cddp__close_fd(&host->joins.fd);
-  cddp__close_fd(&host->joins.tcp_fd);
+  cddp__join_close(host);
+  pthread_mutex_destroy(&host->joins.lock);
   if (host->record != NULL) {
     host->record->left = 1;
     munmap(host->record, CDDP__RECORD_BYTES);
@@ -6688,6 +6705,7 @@ static cddp__host *cddp__host_create(const cddp_allocator *allocator, const cddp
   if (allocator != NULL) host->allocator = *allocator;
   if (logger != NULL) host->logger = *logger;
   pthread_mutex_init(&host->lock, NULL);
+  pthread_mutex_init(&host->joins.lock, NULL);
   host->arena.fd = host->joins.fd = host->joins.tcp_fd = -1;
   host->size = size;
   host->index = index;
@@ -8671,6 +8689,7 @@ static cddp_result cddp__wait_tick(cddp_group *g, cddp__wait *w) {
   cddp__wait_read_clock(w);
   if (cddp__serve_idle(g)) w->since = w->now; /* more messages are likely to follow */
   if (!w->due) return CDDP_OK;
+  cddp__join_serve(g->host, false);
   /* Each process stores for all ranks how its right neighbour has ended: the system discards the
      status once the parent has read it. */
   if (host->slots != NULL && host->pidfds[next] >= 0 &&
@@ -10978,12 +10997,13 @@ static cddp_result cddp__rendezvous_end(cddp__rendezvous *rdv, cddp_group *g, cd
         used before. Otherwise it shares no memory with other ranks.
      4. Its group is broken from the start. cddp_ddp_create continues: >>elastic. */
 
+#define CDDP__JOIN_WAIT_S 0.02 /* a rank waits so long for joining processes */
 #define CDDP__JOB_GONE_S 2.0 /* without any rank, after which the job counts as ended */
 #define CDDP__JOIN_CALLS 64  /* connections of a joining process at the same time */
 
 /* Opens the sockets for joining processes: at this rank's socket name and, for other hosts, at
    MASTER_PORT on one rank of each host. The system holds back connections that send nothing
-   (TCP_DEFER_ACCEPT), since each would cost the time of a proof. */
+   (TCP_DEFER_ACCEPT). The caller holds joins.lock. */
 static void cddp__join_listen(cddp__host *host) {
   const cddp__job_info *job = host->job_info;
   cddp__address a;
@@ -11002,51 +11022,164 @@ static void cddp__join_listen(cddp__host *host) {
     cddp__log(&host->logger, 1, "no process can join through this rank: %s", strerror(error));
 }
 
-/* Answers joining processes. They prove the secret immediately; for other callers this rank waits
-   at most 0.1 s. Afterwards it pauses for ten times as long as the answers took. So slow or
-   repeated callers cost at most a tenth of this rank's time. */
-static void cddp__join_serve(cddp__host *host) {
-  int listeners[2] = {host->joins.fd, host->joins.tcp_fd}, fds[2] = {host->arena.fd, -1}, k, fd;
-  double now = cddp__now(), begin = now;
-  if ((listeners[0] < 0 && listeners[1] < 0) || now < host->joins.pause_end) return;
-  for (k = 0; k < 2; k++)
-    while (now < begin + 0.05 && listeners[k] >= 0 && (fd = cddp__accept(listeners[k])) >= 0) {
-      cddp__join_table *table = &host->job_info->table;
-      cddp__connection c;
-      table->info.fp_mode = cddp__fp_mode();
-      table->job = host->record != NULL ? host->record->job : 0;
-      table->local_size = host->size;
-      cddp__connection_begin(&c, &host->allocator, fd, false);
-      c.local = k == 0;
-      if (cddp__connection_challenge(&c, host->job_info->secret, "join", NULL, 0) == CDDP_OK)
-        (void)cddp__send_message(&c, CDDP__RENDEZVOUS_TABLE, table, sizeof *table, fds, now + 0.1);
-      CDDP__POINT("elastic told");
-      cddp__connection_close(&c);
-      now = cddp__now();
-    }
-  host->joins.pause_end = begin + 10 * (now - begin);
+static void cddp__join_close(cddp__host *host) {
+  struct cddp__join_listeners *joins = &host->joins;
+  pthread_mutex_lock(&joins->lock);
+  cddp__links_free(joins->calls);
+  joins->calls = NULL;
+  joins->call_count = 0;
+  cddp__close_fd(&joins->fd);
+  cddp__close_fd(&joins->tcp_fd);
+  pthread_mutex_unlock(&joins->lock);
 }
 
+static void cddp__join_drop_call(struct cddp__join_listeners *joins, cddp__connection **at) {
+  cddp__connection *c = *at;
+  *at = c->next;
+  joins->call_count--;
+  cddp__link_free(c);
+}
+
+/* Closes the oldest connection that has sent nothing, else the oldest one. false: there is none. */
+static bool cddp__join_evict_call(struct cddp__join_listeners *joins) {
+  cddp__connection **at = &joins->calls;
+  while (*at != NULL && (*at)->challenge.step > 0) at = &(*at)->next;
+  if (*at == NULL) at = &joins->calls;
+  if (*at == NULL) return false;
+  cddp__join_drop_call(joins, at);
+  return true;
+}
+
+static void cddp__join_accept_calls(cddp__host *host, int listener, bool local) {
+  struct cddp__join_listeners *joins = &host->joins;
+  cddp__connection **end = &joins->calls, *c;
+  int tries, fd, most = cddp__unproven_most(host->size);
+  for (tries = 0; tries < 64 && listener >= 0; tries++) {
+    bool none;
+    fd = cddp__accept(listener);
+    none = fd < 0 && (errno == EMFILE || errno == ENFILE);
+    if (fd < 0 && !none && errno != EINTR && errno != ECONNABORTED) return;
+    if (fd < 0 && !none) continue;
+    if ((none || joins->call_count >= most || !cddp__has_spare_fd(fd)) &&
+        !cddp__join_evict_call(joins) && none)
+      return;
+    if (none) continue;
+    c = (cddp__connection *)cddp__calloc(&host->allocator, 1, sizeof *c);
+    if (c == NULL) {
+      cddp__close_fd(&fd);
+      return;
+    }
+    cddp__connection_begin(c, &host->allocator, fd, false);
+    c->local = local;
+    (void)cddp__connection_challenge(c, host->job_info->secret, "join", NULL, 0);
+    while (*end != NULL) end = &(*end)->next;
+    *end = c;
+    joins->call_count++;
+  }
+}
+
+/* Sends a joining process, which has proved the secret, the table. */
+static void cddp__join_answer(cddp__host *host, cddp__connection *c) {
+  cddp__join_table *table = &host->job_info->table;
+  table->info.fp_mode = cddp__fp_mode();
+  table->job = host->record != NULL ? host->record->job : 0;
+  table->local_size = host->size;
+  c->pass[0] = host->arena.fd;
+  c->peer = 0; /* answered */
+  (void)cddp__connection_post(c, CDDP__FRAME_MESSAGE, CDDP__RENDEZVOUS_TABLE, table, sizeof *table);
+  (void)cddp__connection_progress(c);
+  CDDP__POINT("elastic told");
+}
+
+/* Continues all proofs without blocking. Stores in `waiting` those whose next message can be on its
+   way: they have sent the first one since `begin`. Returns their number. */
+static int cddp__join_continue(cddp__host *host, double begin, cddp__connection **waiting,
+                               int most) {
+  cddp__connection **at = &host->joins.calls, *c;
+  int n = 0;
+  while ((c = *at) != NULL) {
+    bool began = c->challenge.step > 0;
+    if (cddp__connection_progress(c) && c->peer < 0) cddp__join_answer(host, c);
+    if (!began && c->challenge.step > 0) c->deadline = cddp__now();
+    if (c->state == CDDP__CONNECTION_ENDED || (c->peer == 0 && cddp__buffer_size(&c->out) == 0)) {
+      cddp__join_drop_call(&host->joins, at);
+      continue;
+    }
+    if (c->challenge.step > 0 && c->deadline >= begin && n < most) waiting[n++] = c;
+    at = &c->next;
+  }
+  return n;
+}
+
+/* Answers joining processes. Unfinished proofs are continued in later calls: a process can be far
+   away, or suspended. waits: those that have just begun are waited for, at most CDDP__JOIN_WAIT_S.
+   Callers cost this rank at most a tenth of its time, as it pauses for ten times as long as it
+   computed, or waited. */
+static void cddp__join_serve(cddp__host *host, bool waits) {
+  struct cddp__join_listeners *joins = &host->joins;
+  cddp__connection *waiting[32];
+  double begin = cddp__now(), computed = cddp__thread_seconds(), start;
+  int n;
+  if (pthread_mutex_trylock(&joins->lock) != 0) return; /* another thread serves */
+  if ((joins->fd >= 0 || joins->tcp_fd >= 0) && begin >= joins->pause_end) {
+    for (;;) {
+      cddp__join_accept_calls(host, joins->fd, true);
+      cddp__join_accept_calls(host, joins->tcp_fd, false);
+      n = cddp__join_continue(host, begin, waiting, 32);
+      start = cddp__now();
+      if (!waits || n == 0 || start < joins->wait_end || start >= begin + CDDP__JOIN_WAIT_S) break;
+      (void)cddp__connections_poll(&host->allocator, waiting, (size_t)n, NULL, 0,
+                                   begin + CDDP__JOIN_WAIT_S);
+    }
+    if (start > begin + CDDP__JOIN_WAIT_S / 2) joins->wait_end = start + 10 * (start - begin);
+    joins->pause_end = start + 10 * (cddp__thread_seconds() - computed);
+  }
+  pthread_mutex_unlock(&joins->lock);
+}
+
+/* The search of a joining process for its job. */
+typedef struct cddp__join_search {
+  cddp__connection *calls; /* [JOIN_CALLS] peer: the rank on this host, or -1 - i for address i */
+  int count;
+  cddp__address addresses[CDDP__ADDRESSES_MAX]; /* of MASTER_ADDR */
+  int address_count;
+  double next_resolve; /* when MASTER_ADDR is resolved again, */
+  double next_all;     /* and all ranks of this host are called, of cddp__now() */
+  double pause;        /* seconds until the next such call */
+  double seen; /* when a rank was last found: one that listens, or a process that holds the socket
+                  name of a rank of the first group */
+  cddp__text blocked; /* the last error of a connection to MASTER_ADDR, or "" */
+} cddp__join_search;
+
 /* Connects to the ranks on this host, and to the addresses of MASTER_ADDR, that listen and are not
-   in `calls` yet. A call's peer is the rank on this host, or -1 - i for address i of MASTER_ADDR.
-   blocked: the last error of a connection to MASTER_ADDR. */
-static cddp_result cddp__join_call_ranks(const cddp__host *host, cddp__connection *calls,
-                                         int *count, cddp__text *blocked) {
+   in `calls` yet. Numbers beyond WORLD_SIZE are rare, and many: they are called less often, and
+   only while no other rank listens. */
+static cddp_result cddp__join_call_ranks(const cddp__host *host, cddp__join_search *search) {
   const cddp__job_info *job = host->job_info;
-  cddp__address a[CDDP__ADDRESSES_MAX];
-  int n = 0, rank, i, fd, error;
+  double now = cddp__now();
+  int end = (int)job->table.info.world_size, rank, i, fd, error;
   cddp_result r = CDDP_OK;
-  if (job->port != 0) (void)cddp__resolve(job->master, job->port, a, &n);
-  for (rank = -n; rank < CDDP__MAX_RANKS && *count < CDDP__JOIN_CALLS && r == CDDP_OK; rank++) {
-    cddp__connection *c = &calls[*count];
-    cddp__address at = rank < 0 ? a[-1 - rank] : cddp__rank_socket(job, "join-", rank);
-    for (i = 0; i < *count && calls[i].peer != rank; i++) {}
-    if (i < *count || (rank < 0 && (job->foreign >> (-1 - rank) & 1) != 0)) continue;
-    error = cddp__connect_address(&at, cddp__now() + (rank < 0 ? 0.5 : 0), &fd);
+  if (now >= search->next_all && search->count == 0) {
+    end = CDDP__MAX_RANKS;
+    search->next_all = now + search->pause;
+    if (search->pause < 4) search->pause *= 2;
+  }
+  if (job->port != 0 && now >= search->next_resolve) {
+    (void)cddp__resolve(job->master, job->port, search->addresses, &search->address_count);
+    search->next_resolve = now + (search->address_count > 0 ? 5 : 0.5);
+  }
+  for (rank = -search->address_count;
+       rank < end && search->count < CDDP__JOIN_CALLS && r == CDDP_OK; rank++) {
+    cddp__connection *c = &search->calls[search->count];
+    cddp__address at =
+        rank < 0 ? search->addresses[-1 - rank] : cddp__rank_socket(job, "join-", rank);
+    for (i = 0; i < search->count && search->calls[i].peer != rank; i++) {}
+    if (i < search->count || (rank < 0 && (job->foreign >> (-1 - rank) & 1) != 0)) continue;
+    error = cddp__connect_address(&at, cddp__now() + (rank < 0 ? 1 : 0), &fd);
     if (rank < 0 && error > 0)
-      *blocked = cddp__textf("%s: %s", cddp__describe_address(&at).s, strerror(error));
+      search->blocked = cddp__textf("%s: %s", cddp__describe_address(&at).s, strerror(error));
     if (error != 0) continue;
-    ++*count;
+    search->count++;
     cddp__connection_begin(c, &host->allocator, fd, true);
     c->local = rank >= 0;
     c->peer = rank;
@@ -11054,6 +11187,19 @@ static cddp_result cddp__join_call_ranks(const cddp__host *host, cddp__connectio
     (void)cddp__connection_progress(c);
   }
   return r;
+}
+
+/* Whether a received table makes sense. */
+static bool cddp__check_join_table(cddp__join_table *table) {
+  cddp__member *lead = &table->lead.self;
+  table->info.host.name[sizeof table->info.host.name - 1] = 0;
+  lead->name[sizeof lead->name - 1] = 0;
+  return table->shards > 0 && table->shards <= CDDP__MAX_RANKS && table->host >= 0 &&
+         table->host <= 2 * table->shards && table->size > 0 && table->size <= CDDP__MAX_RANKS &&
+         table->local_size > 0 && table->local_size <= CDDP__MAX_RANKS && table->life >= 0 &&
+         lead->number >= 0 && lead->number < table->shards && lead->host >= 0 &&
+         lead->host <= 2 * table->shards && lead->rank >= 0 && lead->port >= 0 &&
+         lead->port <= 65535;
 }
 
 /* Continues a call. CDDP_OK: the rank has answered, and *fd is its memory or -1. CDDP_NETWORK: not
@@ -11072,6 +11218,7 @@ static cddp_result cddp__join_receive(cddp__job_info *job, cddp__connection *c, 
   if (m == NULL) return CDDP_NETWORK;
   valid = m->head.number == CDDP__RENDEZVOUS_TABLE && m->head.size == sizeof *table;
   if (valid) memcpy(table, m + 1, sizeof *table);
+  valid = valid && cddp__check_join_table(table);
   cddp__free(c->in.allocator, m);
   if (!valid) cddp__connection_end(c, EPROTO);
   if (!valid) return CDDP_NETWORK;
@@ -11082,14 +11229,12 @@ static cddp_result cddp__join_receive(cddp__job_info *job, cddp__connection *c, 
   return CDDP_OK;
 }
 
-/* CDDP_OK while the search for the job continues, else why it ends. called: ranks that listen.
-   seen: when a rank was last found, that is, one that listens, or a process that holds the socket
-   name of a rank of the first group. blocked: the last error of a connection to MASTER_ADDR,
-   or "". */
-static cddp_result cddp__join_check_time(const cddp__host *host, int called, double deadline,
-                                         double *seen, const char *blocked) {
+/* CDDP_OK while the search for the job continues, else why it ends. */
+static cddp_result cddp__join_check_time(const cddp__host *host, cddp__join_search *search,
+                                         double deadline) {
   const cddp__rank_info *own = &host->job_info->table.info;
-  bool there = called > 0, far = host->job_info->port != 0;
+  const char *blocked = search->blocked.s;
+  bool there = search->count > 0, far = host->job_info->port != 0;
   bool has_model =
       host->job_info->table.lead.model.params != 0; /* found before: its ranks listen */
   double now = cddp__now();
@@ -11100,8 +11245,8 @@ static cddp_result cddp__join_check_time(const cddp__host *host, int called, dou
     there = cddp__listen_address(&a, &fd) == EADDRINUSE;
     cddp__close_fd(&fd);
   }
-  if (there) *seen = now;
-  if (!there && (now >= deadline || now - *seen > CDDP__JOB_GONE_S))
+  if (there) search->seen = now;
+  if (!there && (now >= deadline || now - search->seen > CDDP__JOB_GONE_S))
     return cddp__fail(CDDP_PEER_LOST,
                       "CDDP_JOIN: found no rank of a job at %s on this host (%s)%s%s%s%s%s: the "
                       "job has ended, or has not started, or has another CDDP_SECRET%s",
@@ -11113,10 +11258,11 @@ static cddp_result cddp__join_check_time(const cddp__host *host, int called, dou
                           : "");
   if (now < deadline) return CDDP_OK;
   return cddp__fail(CDDP_TIMEOUT,
-                    called > 0 ? "CDDP_JOIN: timed out after %g s: ranks run at %s, but none has "
-                                 "called cddp_ddp_next_shard or cddp_ddp_step"
-                               : "CDDP_JOIN: timed out after %g s: ranks run at %s, but none has "
-                                 "an elastic model: set elastic in cddp_ddp_desc",
+                    search->count > 0
+                        ? "CDDP_JOIN: timed out after %g s: no rank has answered yet: ranks run at "
+                          "%s, and answer in cddp_ddp_next_shard and cddp_ddp_step"
+                        : "CDDP_JOIN: timed out after %g s: no model yet: ranks run at %s, but "
+                          "none has an elastic model: set elastic in cddp_ddp_desc",
                     host->job_info->timeout_s, host->job_info->endpoint);
 }
 
@@ -11124,30 +11270,34 @@ static cddp_result cddp__join_check_time(const cddp__host *host, int called, dou
    rank that answered is on another host. */
 static cddp_result cddp__find_job(cddp__host *host, double deadline, int *fd,
                                   cddp__join_table *table) {
-  cddp__connection *list[CDDP__JOIN_CALLS],
-      *calls = (cddp__connection *)cddp__calloc(&host->allocator, CDDP__JOIN_CALLS, sizeof *calls);
-  double seen = cddp__now();
-  cddp__text blocked = {""};
-  int count = 0, i;
-  cddp_result r = calls != NULL ? CDDP_NETWORK : CDDP_OUT_OF_MEMORY;
+  cddp__connection *list[CDDP__JOIN_CALLS];
+  cddp__join_search search;
+  int i;
+  cddp_result r = CDDP_NETWORK;
+  memset(&search, 0, sizeof search);
+  search.calls =
+      (cddp__connection *)cddp__calloc(&host->allocator, CDDP__JOIN_CALLS, sizeof *search.calls);
+  if (search.calls == NULL) r = CDDP_OUT_OF_MEMORY;
+  search.seen = cddp__now();
+  search.pause = 0.5;
   *fd = -1;
   while (r == CDDP_NETWORK) {
-    r = cddp__join_call_ranks(host, calls, &count, &blocked);
-    if (r == CDDP_OK) r = cddp__join_check_time(host, count, deadline, &seen, blocked.s);
-    for (i = 0; i < count; i++) list[i] = &calls[i];
+    r = cddp__join_call_ranks(host, &search);
+    if (r == CDDP_OK) r = cddp__join_check_time(host, &search, deadline);
+    for (i = 0; i < search.count; i++) list[i] = &search.calls[i];
     if (r == CDDP_OK)
-      r = cddp__connections_poll(&host->allocator, list, (size_t)count, NULL, 0,
+      r = cddp__connections_poll(&host->allocator, list, (size_t)search.count, NULL, 0,
                                  cddp__earlier_deadline(0.1, deadline));
     if (r == CDDP_OK) r = CDDP_NETWORK;
-    for (i = count; i-- > 0 && r == CDDP_NETWORK;) {
-      if (calls[i].ready) r = cddp__join_receive(host->job_info, &calls[i], fd, table);
-      if (calls[i].state != CDDP__CONNECTION_ENDED) continue;
-      cddp__connection_close(&calls[i]);
-      calls[i] = calls[--count];
+    for (i = search.count; i-- > 0 && r == CDDP_NETWORK;) {
+      if (list[i]->ready) r = cddp__join_receive(host->job_info, list[i], fd, table);
+      if (list[i]->state != CDDP__CONNECTION_ENDED) continue;
+      cddp__connection_close(list[i]);
+      *list[i] = search.calls[--search.count];
     }
   }
-  for (i = 0; i < count; i++) cddp__connection_close(&calls[i]);
-  cddp__free(&host->allocator, calls);
+  for (i = 0; i < search.count; i++) cddp__connection_close(&search.calls[i]);
+  cddp__free(&host->allocator, search.calls);
   return r;
 }
 
@@ -18201,8 +18351,7 @@ static void cddp__elastic_close(cddp_ddp *d) {
   cddp__net *net = d->elastic->net;
   cddp__host *host = d->group->host;
   cddp__elastic_disconnect(d);
-  cddp__close_fd(&host->joins.fd);
-  cddp__close_fd(&host->joins.tcp_fd);
+  cddp__join_close(host);
   pthread_mutex_lock(&net->lock);
   cddp__close_fd(&net->listener);
   cddp__links_free(net->incoming);
@@ -18813,6 +18962,7 @@ static void cddp__answer_joins(cddp_ddp *d) {
   if (host->job_info == NULL || elastic->me == d->shards.count) return;
   here = cddp__internet_address(&net->hosts[net->host].address);
   table = &host->job_info->table;
+  pthread_mutex_lock(&host->joins.lock);
   table->lead.self = elastic->members[cddp__elastic_choose_leader(d)];
   cddp__set_scope(&table->lead.self.address, &here); /* as seen from this host */
   memcpy(table->lead.token, net->token, sizeof table->lead.token);
@@ -18822,7 +18972,8 @@ static void cddp__answer_joins(cddp_ddp *d) {
   table->shards = d->shards.count;
   table->life = (int)elastic->epoch + 1;
   cddp__join_listen(host);
-  cddp__join_serve(host);
+  pthread_mutex_unlock(&host->joins.lock);
+  cddp__join_serve(host, true);
 }
 
 static cddp_result cddp__await_reports(cddp_ddp *d, double deadline) {
@@ -19447,8 +19598,7 @@ static cddp_result cddp__elastic_regroup(cddp_ddp *d) {
   if (r == CDDP_OK && from == NULL) { /* only joining ranks: the members can be elsewhere */
     if (host->job_info != NULL) { /* cddp__elastic_find_leader must not find this rank */
       host->job_info->table.lead.self.life = 0;
-      cddp__close_fd(&host->joins.fd);
-      cddp__close_fd(&host->joins.tcp_fd);
+      cddp__join_close(host);
     }
     for (i = 0; i < d->shards.count; i++) elastic->members[i].life = 0;
     elastic->me = elastic->net->rank = d->shards.count;
@@ -19481,7 +19631,7 @@ static cddp_result cddp__elastic_next(cddp_ddp *d) {
   int shard = d->shards.current;
   cddp_result r = CDDP_OK;
   if (elastic->done == elastic->step && !elastic->repeats) cddp__leave_broken(d);
-  cddp__join_serve(d->group->host);
+  cddp__join_serve(d->group->host, true);
   if (shard >= 0 && elastic->done == elastic->step) r = cddp__finish_shard(d);
   if (shard >= 0) cddp__reset_step(d);
   d->shards.current = -1;
@@ -22741,6 +22891,8 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels) { (void)k
               Containers of a pod with another host, where MASTER_ADDR means 127.0.1.1, can start.
               A second process of a rank could fail a job that was complete, with a wrong text.
               A rank killed during cddp_init was reported as a blocked port.
+              Joins failed behind a round trip of 0.1 s, beside silent strangers, or many at a time.
+              A joining process that waits for a model uses a fifth of the processor time.
      Mended, launchers
      Mended, texts and tools
               Too little memory (vm.overcommit_memory=2) is an error of cddp_alloc, not SIGBUS.

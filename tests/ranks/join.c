@@ -37,6 +37,8 @@ typedef struct process_config { /* how a process differs from the usual one */
   const char *secret, *join;
   double timeout_s;
   int descriptors;   /* its limit of open files; 0: the usual one */
+  int port;    /* MASTER_PORT; 0: shared->port */
+  bool crowd;  /* it notes how it began, and ends if it was refused */
   bool lacks, early; /* it can allocate only `spare` more bytes, from its first step on; */
   size_t spare;      /* early: from the beginning */
 } process_config;
@@ -55,7 +57,10 @@ typedef struct shared_state {
   size_t memory; /* bytes that the job's ranks share */
   cddp_result result;
   char text[512];
-  double took;
+  double took, cpu;  /* seconds of a refused process, and its processor time */
+  double init_s;     /* that cddp_init of the last joining process took */
+  int far;           /* 1: far_proxy listens */
+  int crowd[64];     /* result + 1 of processes with `crowd`, by rank; 0: not known yet */
 } shared_state;
 
 static shared_state *shared;
@@ -136,11 +141,12 @@ static cddp_result model_open(model *m, const process_config *v) {
   cddp_sgd_desc o = v->sgd;
   cddp_adamw_desc a = v->adam;
   cddp_result r;
+  double begin;
   memset(m, 0, sizeof *m);
   memset(&desc, 0, sizeof desc);
   m->adamw = v->adamw;
   m->before = v->before;
-  ranks_environment(v->rank, v->world_size, shared->port);
+  ranks_environment(v->rank, v->world_size, v->port > 0 ? v->port : shared->port);
   ranks_setenv("CDDP_TIMEOUT_S", (long)v->timeout_s);
   if (v->join != NULL) setenv("CDDP_JOIN", v->join, 1);
   if (v->secret != NULL) setenv("CDDP_SECRET", v->secret, 1);
@@ -148,7 +154,9 @@ static cddp_result model_open(model *m, const process_config *v) {
   m->p.count = v->count;
   desc.shards = v->shards;
   desc.elastic = !v->plain;
+  begin = test_now();
   if ((r = cddp_init(&m->g, NULL)) != CDDP_OK) return r;
+  if (v->join != NULL) shared->init_s = test_now() - begin;
   if (v->orphan == 1) kill_member();
   CHECK_EQ(cddp_rank(m->g), v->rank);
   CHECK_EQ(cddp_world_size(m->g), v->world_size);
@@ -244,6 +252,14 @@ static int life(int rank, void *arg) {
   v.rank = v.join == NULL ? rank : v.rank;
   if (v.bare) CHECK(close(STDIN_FILENO) == 0 && close(STDOUT_FILENO) == 0);
   if ((r = model_open(&m, &v)) == CDDP_OK && v.join == NULL) bump(&shared->running);
+  if (v.crowd) {
+    if (r != CDDP_OK) snprintf(shared->text, sizeof shared->text, "%s", cddp_error());
+    __atomic_store_n(&shared->crowd[v.rank], (int)r + 1, __ATOMIC_SEQ_CST);
+    if (r != CDDP_OK) {
+      model_close(&m);
+      return 0;
+    }
+  }
   while (v.waits && look(&shared->left) == 0) ranks_sleep(0.001);
   while (r == CDDP_OK && stop == 0) {
     cddp_group *g;
@@ -301,6 +317,7 @@ static void limit_memory(size_t spare) {
 static int refused(int rank, void *arg) {
   const process_config *v = (const process_config *)arg;
   double begin = test_now();
+  struct rusage used;
   int steps = 0;
   model m;
   (void)rank;
@@ -318,6 +335,9 @@ static int refused(int rank, void *arg) {
   }
   snprintf(shared->text, sizeof shared->text, "%s", cddp_error());
   shared->took = test_now() - begin;
+  CHECK_EQ(getrusage(RUSAGE_SELF, &used), 0);
+  shared->cpu = (double)(used.ru_utime.tv_sec + used.ru_stime.tv_sec) +
+                1e-6 * (double)(used.ru_utime.tv_usec + used.ru_stime.tv_usec);
   model_close(&m);
   return 0;
 }
@@ -830,6 +850,188 @@ static void test_stalling(void) {
   end_job(pids, 2);
 }
 
+/* --- slow, silent and many callers --- */
+
+static void pass_on(int from, int to, double seconds) {
+  char some[4096];
+  ssize_t n;
+  while ((n = recv(from, some, sizeof some, 0)) > 0) {
+    ranks_sleep(seconds);
+    if (send(to, some, (size_t)n, MSG_NOSIGNAL) != n) break;
+  }
+  shutdown(to, SHUT_WR);
+}
+
+static int tcp(int port, bool listens) { /* of 127.0.0.1 */
+  struct sockaddr_in a;
+  int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0), on = 1;
+  memset(&a, 0, sizeof a);
+  a.sin_family = AF_INET;
+  a.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  a.sin_port = htons((uint16_t)port);
+  setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
+  if (listens ? bind(fd, (struct sockaddr *)&a, sizeof a) == 0 && listen(fd, 64) == 0
+              : connect(fd, (struct sockaddr *)&a, sizeof a) == 0)
+    return fd;
+  close(fd);
+  return -1;
+}
+
+/* A path to MASTER_PORT with a round trip of 0.3 s, at the port `rank`. */
+static int far_proxy(int rank, void *arg) {
+  int listener = tcp(rank, true), here, there;
+  (void)arg;
+  prctl(PR_SET_PDEATHSIG, SIGKILL);
+  signal(SIGCHLD, SIG_IGN);
+  CHECK(listener >= 0);
+  bump(&shared->far);
+  while ((here = accept(listener, NULL, NULL)) >= 0) {
+    if (fork() == 0) {
+      prctl(PR_SET_PDEATHSIG, SIGKILL);
+      there = tcp(shared->port, false);
+      if (fork() == 0) {
+        prctl(PR_SET_PDEATHSIG, SIGKILL);
+        pass_on(here, there, 0.15);
+        pause();
+      }
+      pass_on(there, here, 0.15);
+      _exit(0);
+    }
+    close(here);
+  }
+  return 1;
+}
+
+/* A process joins from a host behind a round trip of 0.3 s. */
+static void test_far(void) {
+  int secret, status;
+  setenv("TEST_HOSTS", "abc", 1);
+  for (secret = 0; secret < 2; secret++) {
+    process_config first = usual(), v = usual();
+    pid_t pids[3], proxy;
+    double begin;
+    first.join = NULL;
+    first.secret = v.secret = secret ? "of this job" : NULL;
+    begin_job(pids, &first);
+    v.port = ranks_free_port();
+    proxy = ranks_fork(far_proxy, v.port, NULL);
+    await(&shared->far, 1);
+    begin = test_now();
+    pids[2] = ranks_fork(life, 2, &v);
+    await(&shared->joined, 1);
+    CHECK(test_now() - begin < RANKS_WITHIN(5.0));
+    end_job(pids, 3);
+    kill(proxy, SIGKILL);
+    waitpid(proxy, &status, 0);
+  }
+  unsetenv("TEST_HOSTS");
+}
+
+/* A process joins beside 30 callers of each kind that say nothing, a letter, or one message. */
+static void test_silent_callers(void) {
+  enum { CALLERS = 90 };
+  int secret, i;
+  setenv("TEST_HOSTS", "abc", 1);
+  for (secret = 0; secret < 2; secret++) {
+    process_config first = usual(), v = usual();
+    char hello[40] = "CDDPau\r\n";
+    int fds[CALLERS];
+    pid_t pids[3];
+    double begin;
+    first.join = NULL;
+    first.secret = v.secret = secret ? "of this job" : NULL;
+    begin_job(pids, &first);
+    for (i = 0; i < CALLERS; i++) {
+      CHECK((fds[i] = tcp(shared->port, false)) >= 0);
+      if (i % 3 > 0) CHECK(send(fds[i], hello, i % 3 == 1 ? 1 : sizeof hello, MSG_NOSIGNAL) > 0);
+    }
+    begin = test_now();
+    pids[2] = ranks_fork(life, 2, &v);
+    await(&shared->joined, 1);
+    CHECK(test_now() - begin < RANKS_WITHIN(5.0));
+    for (i = 0; i < CALLERS; i++) close(fds[i]);
+    end_job(pids, 3);
+  }
+  unsetenv("TEST_HOSTS");
+}
+
+/* Many processes want to join at the same time: one of them finds the last free shard, and the
+   others are refused, all of them soon. On one host, and from hosts without the others' memory. */
+static void crowd_of(int n, const char *hosts) {
+  process_config first = usual(), *v = (process_config *)calloc((size_t)n, sizeof *v);
+  double until;
+  pid_t pids[64], member = 0;
+  int status, i, joined = 0, full = 0;
+  setenv("TEST_HOSTS", hosts, 1);
+  first.join = NULL;
+  begin_job(pids, &first);
+  until = test_now() + RANKS_WITHIN(20.0);
+  for (i = 0; i < n; i++) {
+    v[i] = usual();
+    v[i].crowd = true;
+    v[i].rank = 2 + i;
+    pids[2 + i] = ranks_fork(life, 2 + i, &v[i]);
+  }
+  for (i = 0; i < n; i++) {
+    while (look(&shared->crowd[2 + i]) == 0 && test_now() < until) ranks_sleep(0.001);
+    joined += look(&shared->crowd[2 + i]) == CDDP_OK + 1;
+    full += look(&shared->crowd[2 + i]) == CDDP_UNSUPPORTED + 1;
+    if (look(&shared->crowd[2 + i]) == CDDP_OK + 1) member = pids[2 + i];
+    else waitpid(pids[2 + i], &status, 0);
+  }
+  CHECK_EQ(joined, 1);
+  CHECK_EQ(joined + full, n);
+  CHECK(error_contains("full"));
+  pids[2] = member;
+  end_job(pids, 2 + joined);
+  unsetenv("TEST_HOSTS");
+  free(v);
+}
+
+static void test_crowd(void) {
+  int n = getenv("CROWD") != NULL ? atoi(getenv("CROWD")) : 12;
+  crowd_of(n, "a");
+  crowd_of(n, "abcd");
+}
+
+static int slow_rank_0(cddp_optim *o) {
+  (void)o;
+  if (strcmp(getenv("RANK"), "0") == 0) ranks_sleep(2.5);
+  return 0;
+}
+
+/* A rank that waits for a slower one answers. */
+static void test_answers_in_waits(void) {
+  process_config first = usual(), v = usual();
+  uint64_t steps;
+  pid_t pids[2];
+  first.join = NULL;
+  first.before = slow_rank_0;
+  begin_job(pids, &first);
+  for (steps = shared->steps; shared->steps == steps;) ranks_sleep(0.001);
+  ranks_sleep(0.1);
+  v.shards = SHARDS + 1; /* no meeting follows */
+  refuse(&v);
+  CHECK_IS(shared->result, CDDP_MISMATCH);
+  CHECK(shared->init_s < RANKS_WITHIN(1.0));
+  end_job(pids, 2);
+}
+
+/* The ranks have a model and make no calls. */
+static void test_no_answer(void) {
+  process_config first = usual(), v = usual();
+  pid_t pids[2];
+  first.join = NULL;
+  first.waits = true;
+  begin_job(pids, &first);
+  v.timeout_s = 1;
+  refuse(&v);
+  CHECK_IS(shared->result, CDDP_TIMEOUT);
+  CHECK(error_contains("no rank has answered yet"));
+  bump(&shared->left);
+  end_job(pids, 2);
+}
+
 /* Processes with another model, another WORLD_SIZE or another secret. */
 static void test_strangers(void) {
   process_config first = usual(), v;
@@ -889,9 +1091,12 @@ static void test_nobody(void) {
   first.join = NULL;
   first.plain = true;
   begin_job(pids, &first);
+  v.timeout_s = 3;
   refuse(&v);
   CHECK_IS(shared->result, CDDP_TIMEOUT);
-  CHECK(error_contains("elastic"));
+  CHECK(error_contains("no model yet") && error_contains("elastic"));
+  fprintf(stderr, "  waited %.2f s, computed %.3f s\n", shared->took, shared->cpu);
+  if (!RANKS_SLOW) CHECK(shared->cpu < 0.075 * shared->took);
   end_job(pids, 2);
 }
 
@@ -1397,6 +1602,11 @@ int main(void) {
   RUN(test_two_models);
   RUN(test_strangers);
   RUN(test_stalling);
+  RUN(test_far);
+  RUN(test_silent_callers);
+  RUN(test_crowd);
+  RUN(test_answers_in_waits);
+  RUN(test_no_answer);
   RUN(test_nobody);
   RUN(test_orphan);
   RUN(test_hosts);
