@@ -1137,11 +1137,11 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 
    SECRETS. Without a secret, anyone who can reach rank 0's port can read and modify rendezvous
    messages, or impersonate a rank. During the rendezvous strangers occupy at most 128 + 4 *
-   WORLD_SIZE connections of rank 0's host, each with a few KiB, and a few MB for what they say. So
-   many connections they also occupy of each elastic rank that processes can join. With a secret, both ends of a
-   connection prove that they know it, without sending it. That stops strangers who can connect. It
-   does not stop an attacker who can read or change the traffic: nothing is encrypted or signed. An
-   impostor of rank 0 learns enough to test guesses; use 128 random bits:
+   WORLD_SIZE connections of rank 0's host, each with a few KiB, and a few MB in all; later the same
+   number of each elastic rank's connections. With a secret, both ends of a connection prove that
+   they know it, without sending it. That stops strangers who can connect. It does not stop an
+   attacker who can read or change the traffic: nothing is encrypted or signed. An impostor of rank
+   0 learns enough to test guesses; use 128 random bits:
 
      CDDP_SECRET=$(head -c 16 /dev/urandom | base64)
 
@@ -1230,7 +1230,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    continues in two halves.
 
    Joins: a joining process asks the ranks on its host, and at MASTER_ADDR. They answer in
-   cddp_ddp_next_shard and in waits, and spend at most a tenth of their time on it. On every host one rank
+   cddp_ddp_next_shard and in waits, in at most a tenth of their time. On every host one rank
    listens at MASTER_PORT. If all ranks at MASTER_ADDR are lost, set it to a host where a rank
    lives. If torchrun serves the store there, a rank must live on the host. A process that joins a
    host with one rank or none shares no memory there and uses TCP. A job that began on one host is
