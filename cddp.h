@@ -440,7 +440,7 @@ CDDPDEF cddp_result cddp_test(cddp_work *w, bool *done);
      updates without gradients          broadcast rank 0's weights once; average them after each
                                         step by cddp_all_reduce with CDDP_AVG
      rank 0 prints, evaluates, writes   the others wait in their next call, for at most timeout_s
-   examples/llmc.md shows it for llm.c. */
+   examples/ports.md shows it for llm.c. */
 
 typedef struct cddp_param {
   const char *name; /* for messages and files; NULL is fine. Must stay as the params */

@@ -631,6 +631,32 @@ static int bench_sgd(cudaStream_t s) { /* against a copy on the same device */
   return cudaFree(g.data) || cudaFree(g.grad) || cudaFree(g.momentum);
 }
 
+static int bench_adamw(cudaStream_t s) {
+  const size_t n = 50000000, bytes = n * sizeof(float);
+  cddp_segment g = {};
+  cddp_adamw_step rule;
+  memset(&rule, 0, sizeof rule);
+  CUDA(cudaMalloc(&g.data, bytes) || cudaMalloc(&g.grad, bytes) ||
+       cudaMalloc(&g.momentum, 2 * bytes)); /* both states, side by side */
+  CUDA(cddp_cuda_uniform((float *)g.data, n, 1, 1, s) ||
+       cddp_cuda_uniform((float *)g.grad, n, 1, 2, s) ||
+       cddp_cuda_fill(g.momentum, CDDP_F32, 2 * n, 0.01, s));
+  g.count = n;
+  rule.step = -1e-3, rule.decay = 0.9999, rule.lerp = 0.1, rule.keep = 0.999, rule.take = 0.001;
+  rule.root = 1, rule.eps = 1e-8, rule.stride = bytes;
+  double copy_ms = median_ms(s, [&] {
+    return (int)cudaMemcpyAsync(g.momentum, g.data, bytes, cudaMemcpyDefault, s);
+  });
+  CUDA(cddp_cuda_fill(g.momentum, CDDP_F32, n, 0.01, s));
+  double ms = median_ms(s, [&] {
+    return (int)cddp_cuda_adamw(&g, 1, CDDP_F32, &rule, CDDP_SGD_ZERO, s);
+  });
+  if (!(copy_ms > 0 && ms > 0)) FAIL("the copy or AdamW failed: %g and %g ms", copy_ms, ms);
+  double megabytes = (double)bytes / 1e6, adamw = 8 * megabytes / ms; /* four read, four written */
+  printf("adamw %.0f GB/s\nadamw_share %.1f %%\n", adamw, 100 * adamw / (2 * megabytes / copy_ms));
+  return cudaFree(g.data) || cudaFree(g.grad) || cudaFree(g.momentum);
+}
+
 typedef struct network { /* that of tests/bench/step.c */
   cublasHandle_t blas;
   float *x, *h1, *h2, *y, *d1, *d2;
@@ -800,7 +826,8 @@ static int bench(int rank, void *unused) {
   model m;
   setenv("GPU_ALONE", "1", 1);
   if (unused != NULL || enter(&m, rank, 60)) return 1;
-  return bench_calls(&m) || bench_sgd(m.s) || bench_step(m.g, m.s) || leave(&m);
+  return bench_calls(&m) || bench_sgd(m.s) || bench_adamw(m.s) || bench_step(m.g, m.s) ||
+         leave(&m);
 }
 #endif
 

@@ -479,6 +479,7 @@ suite() {
   suite_tests collectives test_hosts test_blocking_launches
   suite_tests faults test_failing_hosts test_device_failures
   suite_tests ddp test_training_over_hosts test_blocking_launches
+  [ -z "${LLMC:-}" ] || start "llm.c" 300 tests/gpu/llmc.sh "$LLMC" # a copy of llm.c's repository
   collect
 }
 
@@ -608,17 +609,62 @@ dist.destroy_process_group()
 END
 }
 
+# The network of examples/gpt.cu at its defaults in PyTorch (tests/bench/gpt_torch.py): bytes of text a second, alone and with DDP
+# on one rank.
+torch_gpt() {
+  cat <<'END'
+import sys, time, torch, torch.distributed as dist
+sys.path.insert(0, "tests/bench")
+import gpt_torch as G
+from torch import nn
+dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+torch.set_float32_matmul_precision("highest")
+text = torch.tensor(list(open("examples/data/shakespeare.txt", "rb").read()), device="cuda")
+span = torch.arange(G.CONTEXT + 1, device="cuda")
+for name in "plain", "ddp":
+    torch.manual_seed(1)
+    net = G.GPT().to("cuda")
+    if name == "ddp":
+        net = nn.parallel.DistributedDataParallel(net, device_ids=[0])
+    adamw = torch.optim.AdamW(net.parameters(), fused=True, lr=2e-3, betas=(0.9, 0.99), weight_decay=0.1)
+    for step in range(1100):
+        if step == 100:
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+        windows = text[torch.randint(len(text) - G.CONTEXT, (G.BATCH, 1), device="cuda") + span]
+        loss = nn.functional.cross_entropy(net(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
+        loss.backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 1)
+        adamw.step()
+        adamw.zero_grad(set_to_none=False)
+    torch.cuda.synchronize()
+    print(f"torch_gpt_{name} {1000 * G.BATCH * G.CONTEXT / (time.perf_counter() - start):.0f} bytes/s", flush=True)
+dist.destroy_process_group()
+END
+}
+
+gpt_speed() { # PROGRAM: without what its start takes
+  local a b c
+  a=$(date +%s%N)
+  "$1" --steps 200 >/dev/null || return 1
+  b=$(date +%s%N)
+  "$1" --steps 4200 >/dev/null || return 1
+  c=$(date +%s%N)
+  echo "gpt_speed $((4000 * 8 * 64 * 1000000000 / (c - b - (b - a)))) bytes/s"
+}
+
 figures() { # LOG one|several: its lines 'NAME VALUE UNIT' as rows; those that fall short of what is expected are warnings
   local name value unit want state
   while read -r name value unit; do
     want='' state=info
     case $name in
     copy) want="2700 or more on an H100, 3800 on an H200: 80 % of the memory's peak" ;;
-    sgd) want="90 % of copy, or more" ;;
+    sgd | adamw) want="90 % of copy, or more" ;;
+    gpt_speed) want="above torch_gpt_ddp" ;;
     plain_step) want="about torch_plain_step" ;;
     ddp_step) [ "$2" = one ] && want="at most 3 % above plain_step" ;;
     torch_* | nccl_alone_call | nccl_blocking_call | sum_alone) want="nothing: for comparison" ;;
-    sgd_share) want="90 or more" && awk "BEGIN { exit !($value < 90) }" && state=warn ;;
+    sgd_share | adamw_share) want="90 or more" && awk "BEGIN { exit !($value < 90) }" && state=warn ;;
     ddp_cost) [ "$2" = one ] && want="3 or less, and not above torch_cost" &&
       awk "BEGIN { exit !($value > 3) }" && state=warn ;;
     nccl_call) want="75 or less" && awk "BEGIN { exit !($value > 75) }" && state=warn ;;
@@ -636,6 +682,9 @@ bench() {
   if timeout 120 python3 -c 'import torch; exit(not torch.cuda.is_available())' 2>/dev/null; then
     try "PyTorch" 200 env LD_LIBRARY_PATH="$callers_libraries" python3 -c "$(torch_step)" &&
       figures "$out/log/PyTorch.log" one
+    try "gpt.cu" 60 bash -c "$(declare -f gpt_speed); gpt_speed $bin/gpt" && figures "$out/log/gpt-cu.log" one
+    try "PyTorch, gpt" 100 env LD_LIBRARY_PATH="$callers_libraries" python3 -c "$(torch_gpt)" &&
+      figures "$out/log/PyTorch--gpt.log" one
   else
     row skip "PyTorch" "python3 has no torch that sees a GPU"
   fi
