@@ -14,17 +14,18 @@
            if ((call) != CDDP_OK) return fprintf(stderr, "rank %d: %s\n", rank, cddp_error()), 1; \
          } while (0)
 
-       static int train(int rank, void *arg) {
+       static int train(int rank, void *arg) {           // TRY needs a variable `rank`
          cddp_group *g; cddp_ddp *ddp; cddp_optim *sgd; cddp_sgd_desc o = {0};
          TRY(cddp_init(&g, NULL));                       // 1  finds the other ranks
          float *w = (float *)cddp_alloc(g, N * sizeof *w); // or malloc
+         TRY(w != NULL ? CDDP_OK : CDDP_OUT_OF_MEMORY);
          init_weights(w, 42);                            //    rank 0's weights are used by all
          cddp_param p[] = {{"w", w, NULL, N, CDDP_F32}}; //    gradient NULL: cddp allocates it
          TRY(cddp_ddp_create(&ddp, g, p, 1, NULL));      // 2  copies rank 0's weights to all ranks
          o.lr = 0.1, o.momentum = 0.9;
          TRY(cddp_sgd_create(&sgd, p, 1, &o));           // 3
          for (int step = 0; step < STEPS; step++) {
-           backward(w, p[0].grad, my_batch(rank, step)); //    adds to the gradient
+           backward(w, (float *)p[0].grad, my_batch(rank, step)); // adds to the gradient
            TRY(cddp_ddp_ready(ddp, 0));                  // 4  the gradient is ready
            TRY(cddp_ddp_step(ddp, sgd));                 // 5  averages, updates, zeroes gradients
          }
@@ -45,14 +46,15 @@
                    CDDP_CUDA is the .cu file with the kernels
      CDDP_ASSERT   your assert macro for internal invariants; default: nothing
      CDDP_CUDA     device "cuda" (>>api-gpus): needs cddp_kernels.cuh beside this file, and
-                   cuda_runtime.h and nccl.h (2.19 or later), but not nvcc; link with -lnccl
-                   -lcudart too
+                   cuda_runtime.h and nccl.h (2.19 or later); link with -lnccl -lcudart too. nvcc
+                   compiles only the kernels of training steps
      CDDP_MPI      backend "mpi": compile with mpicc; MPI carries large collectives
 
    REQUIREMENTS: Linux 5.3 or later, 64-bit, little-endian, gcc or clang. The declarations are C99
-   and C++11. The implementation links libc and threads only. -ffast-math suits your code; in this
-   file it costs exact NaN, subnormal and PyTorch bits, and clang's -ffp-contract=fast the PyTorch
-   bits. The ranks' weights stay equal.
+   and C++11. The implementation links libc, libm and threads only. Compile your own files with
+   -ffast-math if you like, but not this one: NaN and subnormal numbers would be treated
+   differently, and results would not equal PyTorch's bit for bit. clang's -ffp-contract=fast has
+   the second effect only. The ranks' weights stay equal with both.
 
    ENVIRONMENT
      RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT   as torchrun sets them
@@ -325,9 +327,9 @@ CDDPDEF void cddp_free(cddp_group *g, void *p);
    immediately, and the buffers belong to the operation until cddp_wait. Operations of one group
    start in the order of their calls.
 
-   RESULTS. A reduction gives the same bits on every rank and in every run (>>design). All calls can
-   return CDDP_INVALID_ARGUMENT, CDDP_MISMATCH, CDDP_PEER_LOST and CDDP_TIMEOUT. Fine print:
-   mismatches and deadlocks. */
+   RESULTS. A reduction gives the same bits on every rank and in every run (>>design); NCCL and MPI
+   have their own order of sums. All calls can return CDDP_INVALID_ARGUMENT, CDDP_MISMATCH,
+   CDDP_PEER_LOST and CDDP_TIMEOUT. Fine print: mismatches and deadlocks. */
 
 /* buf[count] of every rank becomes the reduction of all ranks' buf. */
 CDDPDEF cddp_result cddp_all_reduce(cddp_group *g, void *buf, size_t count, cddp_dtype dtype,
@@ -381,7 +383,7 @@ CDDPDEF cddp_result cddp_barrier_async(cddp_group *g, cddp_work **work);
    dtype must agree: else CDDP_MISMATCH at the recv, and at the send or the sender's next call. Any
    thread.
      to a rank on this host, over 64 KiB, from cddp_alloc    blocks until received
-     everything else                                         returns after a copy
+     everything else, between processes                      returns after a copy
    With a work handle cddp_send always returns immediately. Fine print: messages. */
 CDDPDEF cddp_result cddp_send(cddp_group *g, const void *buf, size_t count, cddp_dtype dtype,
                               int peer, int tag, cddp_work **work);
@@ -437,13 +439,15 @@ CDDPDEF cddp_result cddp_test(cddp_work *w, bool *done);
      loss sums over the batch           cddp divides by the number of ranks: multiply the gradients
                                         by it after cddp_ddp_wait. A larger learning rate does the
                                         same for SGD without weight decay only
+     a short last batch                 multiply its loss by its samples / a full batch's
      updates without gradients          broadcast rank 0's weights once; average them after each
                                         step by cddp_all_reduce with CDDP_AVG
      rank 0 prints, evaluates, writes   the others wait in their next call, for at most timeout_s
    examples/ports.md shows it for llm.c. */
 
 typedef struct cddp_param {
-  const char *name; /* for messages and files; NULL is fine. Must stay as the params */
+  const char *name; /* for messages and files: cddp_save needs it, else NULL is fine. The string
+                       must live as long as the model */
   void *data;       /* count weights; in memory of cddp_alloc cddp_ddp_step updates them in place.
                        NULL is fine if count is 0 */
   void *grad;       /* count sums that backward adds to; NULL: cddp_ddp_create sets it, zeroed */
@@ -486,12 +490,13 @@ typedef struct cddp_ddp_desc {
                                   elastic: sent to joining processes */
   bool uneven_inputs;          /* needed for cddp_ddp_join on GPUs with NCCL; ranks then wait for
                                   each other in each step */
-  const size_t *sparse_rows;   /* [count] 0 = dense; else rows: cddp_ddp_add_rows; NULL = all 0 */
+  const size_t *sparse_rows;   /* [count] rows of each sparse gradient, for cddp_ddp_add_rows; 0 =
+                                  dense; NULL = all 0. Copied */
   int shards;                  /* see >>api-shards; at least the number of ranks, at most 4,096;
                                   0 = one for each rank */
   bool elastic;                /* see >>api-elastic; shards is the largest number of ranks */
-  double max_grad_norm;        /* cddp_ddp_step clips as cddp_ddp_clip_grad_norm does; 0 = no,
-                                  INFINITY = only cddp_ddp_grad_norm */
+  double max_grad_norm;        /* cddp_ddp_step clips as cddp_ddp_clip_grad_norm does. 0 = no;
+                                  INFINITY: it only computes the norm for cddp_ddp_grad_norm */
 } cddp_ddp_desc;
 
 /* Creates a model: compares names, counts, dtypes and settings with rank 0's (CDDP_MISMATCH names
@@ -512,22 +517,23 @@ CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_create(cddp_ddp **out, cddp_group *g, 
 CDDPDEF void cddp_ddp_destroy(cddp_ddp *d);
 
 /* Says that params[param].grad is complete. When all gradients of a bucket are, cddp starts to
-   reduce it. Never blocks on a peer. Any order, any thread, once for each parameter in a shard. A
-   second call in one shard is CDDP_INVALID_ARGUMENT, here and from cddp_ddp_wait or _step on all
-   ranks. Like autograd's hook in DDP. */
+   reduce it, unless the step does that (one CPU host, shards). Never blocks on a peer. Any order,
+   any thread, once for each parameter in a shard. A second call in one shard is
+   CDDP_INVALID_ARGUMENT, here and from cddp_ddp_wait or _step on all ranks. Like autograd's hook in
+   DDP. */
 CDDPDEF cddp_result cddp_ddp_ready(cddp_ddp *d, int param);
 
 /* Blocks until every gradient is the mean over the ranks. Collective. An optimizer of your own runs
    after it. Like the end of loss.backward(). A parameter without ready() is CDDP_INVALID_ARGUMENT,
    or CDDP_MISMATCH if it was ready on other ranks. After an error the model is broken; the group is
-   broken only if a peer was lost. */
+   broken only if a peer was lost, or with NCCL. */
 CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_wait(cddp_ddp *d);
 
 /* cddp_ddp_wait, cddp_optim_step and zero gradients in one pass, with the bits of the three calls
    (NaNs can differ). Each rank reduces its share, updates it, and writes the new weights for all
-   ranks on its host; it keeps 1/world_size of the optimizer's states. Collective. s must have been
-   created for the same params array. On GPUs every rank updates all weights, unless sharded_states
-   is set. */
+   ranks on its host, which keep one copy of the optimizer's states together (elastic: each rank has
+   all). Collective. s must have been created for the same params array. On GPUs every rank updates
+   all weights, unless sharded_states is set. */
 CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_step(cddp_ddp *d, cddp_optim *s);
 
 /* The number of completed cddp_ddp_wait and cddp_ddp_step, the same on all ranks; 0 for NULL.
@@ -545,8 +551,8 @@ CDDPDEF void cddp_ddp_no_sync(cddp_ddp *d, bool on);
    all gradients NaN, except with max_norm INFINITY. Like torch.nn.utils.clip_grad_norm_. */
 CDDPDEF cddp_result cddp_ddp_clip_grad_norm(cddp_ddp *d, double max_norm, double *norm);
 
-/* *norm = the global 2-norm before the last clipping. CDDP_INVALID_ARGUMENT if there was none.
-   Local. On a GPU it waits for the stream. */
+/* *norm = the global 2-norm before the last clipping, or of the last step if max_grad_norm is
+   INFINITY. CDDP_INVALID_ARGUMENT if there was neither. Local. On a GPU it waits for the stream. */
 CDDPDEF cddp_result cddp_ddp_grad_norm(cddp_ddp *d, double *norm);
 
 /* Copies rank 0's buffers (cddp_ddp_desc.buffers) to all ranks. Collective. After cddp_ddp_join the
@@ -690,8 +696,8 @@ typedef struct cddp_adamw_desc {
 CDDP_CHECKED CDDPDEF cddp_result cddp_sgd_create(cddp_optim **out, cddp_param *params, int count,
                                                  const cddp_sgd_desc *desc);
 
-/* torch.optim.AdamW; f32 has the bits of its fused CPU kernel, on every machine. Each parameter
-   counts its own steps. f16 and bf16 parameters need master_weights; sparse gradients are
+/* torch.optim.AdamW; f32 has the bits of its fused CPU kernel, except at a parameter's end. Each
+   parameter counts its own steps. f16 and bf16 parameters need master_weights; sparse gradients are
    CDDP_UNSUPPORTED. Otherwise like cddp_sgd_create. Fine print: AdamW. */
 CDDP_CHECKED CDDPDEF cddp_result cddp_adamw_create(cddp_optim **out, cddp_param *params, int count,
                                                    const cddp_adamw_desc *desc);
@@ -725,7 +731,7 @@ typedef struct cddp_sampler_desc {
   bool exact;           /* evaluation: every sample once, none repeated; sizes can differ by 1 */
 } cddp_sampler_desc;
 
-typedef struct cddp_sampler { /* all fields are private */
+typedef struct cddp_sampler { /* all fields but result are private */
   cddp_sampler_desc desc;
   uint64_t epoch;
   size_t position, size;
@@ -737,7 +743,8 @@ typedef struct cddp_sampler { /* all fields are private */
 
 /* The indices of torch.utils.data.DistributedSampler for the same arguments. Starts in epoch 0. */
 CDDPDEF cddp_result cddp_sampler_init(cddp_sampler *s, const cddp_sampler_desc *desc);
-CDDPDEF void cddp_sampler_set_epoch(cddp_sampler *s, uint64_t epoch); /* and rewinds */
+CDDPDEF void cddp_sampler_set_epoch(cddp_sampler *s, uint64_t epoch); /* rewinds, not the
+                                                     first time after cddp_load */
 CDDPDEF uint64_t cddp_sampler_epoch(const cddp_sampler *s);
 /* The number of this rank's indices in the epoch; after cddp_load in the rest of it. */
 CDDPDEF size_t cddp_sampler_size(const cddp_sampler *s);
@@ -854,8 +861,8 @@ CDDPDEF cddp_group *cddp_ddp_group(cddp_ddp *d);
      TRY(cddp_save(g, path, p, n, &c));                 // all ranks call it; rank 0 writes
 
    Files have the safetensors format: PyTorch's load_file reads them, and cddp_load reads PyTorch's.
-   Save and load between steps only. States of an optimizer of your own are more entries of p, here
-   alone: {"momentum", m, NULL, count, CDDP_F32}. */
+   Save and load between steps only. Append states of an optimizer of your own to the array in these
+   two calls, not in cddp_ddp_create: {"momentum", m, NULL, count, CDDP_F32}. */
 
 typedef struct cddp_shape {
   int dims;         /* at most 8; 0: one, as long as the parameter; -1: a scalar, [] */
@@ -868,8 +875,8 @@ typedef struct cddp_metadata { /* strings in UTF-8 */
 } cddp_metadata;
 
 typedef struct cddp_checkpoint_desc {
-  const cddp_shape *shapes; /* [count] of params, for other readers; cddp_load requires them. NULL:
-                               one dimension each; cddp_load accepts any shape of that count */
+  const cddp_shape *shapes; /* [count] of params, written to the file; cddp_load refuses other
+                               shapes. NULL: one dimension each, and any shape is loaded */
   cddp_optim *optim;        /* its states and learning rate; NULL = none */
   cddp_sampler *sampler;    /* its epoch and position; NULL = none */
   cddp_metadata *metadata;  /* save: the strings to write; load: the keys to look up */
@@ -932,6 +939,7 @@ CDDPDEF const char *cddp_safetensors_metadata(const cddp_safetensors *f, const c
      int rank = cddp_launcher_rank();                     // torchrun, mpirun, srun, cddprun, ...
      if (rank >= 0) return train(rank, NULL);             // this process is one rank
      if (cddp_spawn(train, NULL, 4) == CDDP_OK) return 0; // no launcher: forks four ranks
+     return fprintf(stderr, "%s\n", cddp_error()), 1;
 
    examples/cddprun.c starts programs as ranks, on one or more hosts. */
 
@@ -1097,7 +1105,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 
    STOPPED JOBS. A whole job can be stopped for any time and continued (SIGSTOP, Slurm's suspend, a
    paused virtual machine): stops of more than 0.5 s do not count against a process's own deadlines.
-   Ranks that run time out if another rank is stopped.
+   If only some ranks are stopped, the others fail with CDDP_TIMEOUT.
 
    FORK AND EXEC. A group or store does not survive fork(): the child cannot use it. A forked data
    loader that calls cddp, or reads memory of cddp_alloc of a group of several ranks, gets SIGSEGV:
@@ -1143,7 +1151,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    attacker who can read or change the traffic: nothing is encrypted or signed. An impostor of rank
    0 learns enough to test guesses; use 128 random bits:
 
-     CDDP_SECRET=$(head -c 16 /dev/urandom | base64)
+     export CDDP_SECRET=$(head -c 16 /dev/urandom | base64)   # once: the same on all hosts
 
    TWO JOBS ON ONE PORT. Give each job its own port (MASTER_PORT). A second start on a running job's
    port does not disturb the job, and fails with CDDP_INVALID_ARGUMENT if a living process of its
@@ -2568,6 +2576,7 @@ CDDP__PRINTF(1, 2)
 static cddp__text cddp__textf(const char *format, ...) {
   cddp__text t;
   va_list args;
+  t.s[0] = 0;
   va_start(args, format);
   cddp__format(t.s, sizeof t.s, format, args);
   va_end(args);
@@ -6826,7 +6835,7 @@ static void cddp__share_memory(cddp__host *host) {
         is the largest power of two below n. These sums form the canonical tree. Its leaves are the
         values of ranks, or of shards.
    All instruction sets give the same bits: compiler options cannot contract a * b + c or reorder
-   sums here. */
+   sums here, except clang's -ffp-contract=fast. */
 
 /* These types can alias the caller's elements of any type, such as _Float16. */
 typedef float __attribute__((may_alias)) cddp__f32;
@@ -6877,15 +6886,16 @@ typedef int64_t __attribute__((may_alias)) cddp__i64;
 #define CDDP__BASE CDDP__FAST
 #endif
 
-/* const: a square root that sets no errno can be vectorized. nvcc declares these differently, and
-   cppcheck cannot parse them. */
-#if defined(__CUDACC__) || defined(__cppcheck__)
+/* const: a square root that sets no errno can be vectorized. nvcc declares these differently.
+   <tgmath.h> has a macro sqrt(), which `sqrt` alone does not call. */
+#if defined(__CUDACC__)
 #elif defined(__cplusplus)
 extern "C" float sqrtf(float) noexcept __attribute__((const));
-extern "C" double(sqrt)(double) noexcept __attribute__((const));
+extern "C" double sqrt(double) noexcept __attribute__((const));
 #else
+typedef double cddp__function(double);
 extern float sqrtf(float) __attribute__((const));
-extern double(sqrt)(double) __attribute__((const));
+extern cddp__function sqrt __attribute__((const));
 #endif
 
 /* Half precision, like the F16C instructions: a NaN becomes quiet, and keeps its sign and the upper
@@ -22895,6 +22905,11 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels) { (void)k
               A joining process that waits for a model uses a fifth of the processor time.
      Mended, launchers
      Mended, texts and tools
+              Misaligned buffers are refused. GPUs refuse an optimizer that has no kernel there.
+              TRY of README and examples is do-while: an else behind it is the caller's.
+              Texts show the line of a call with the argument cddp_ddp_group(d), and of a bucket.
+              Texts name no_sync, and a slow disk in cddp_save. They end at a whole character.
+              cddp_save takes names of 252 to 255 bytes. cppcheck reads the header.
               Too little memory (vm.overcommit_memory=2) is an error of cddp_alloc, not SIGBUS.
      GPUs     Calls beside a CUDA graph's capture no longer end it, nor call unfinished work done.
               cddp_set_stream orders the new stream behind the old one.

@@ -549,6 +549,16 @@ END
   grep -q 'kernels: e16' "$work/out" || fail "another error: $(head -n 5 "$work/out")"
 }
 
+cppcheck() { # can read the header, and reports nothing. Two of its checks do not follow a pointer to memory to be written
+  type -P cppcheck >/dev/null || skip "cppcheck is not installed"
+  implement >"$work/one.c"
+  timeout 280 cppcheck --enable=warning,portability --quiet --max-configs=1 --template='{file}:{line}: {id}: {message}' \
+    --suppress=legacyUninitvar --suppress=ctuuninitvar --suppress=toomanyconfigs -D__linux__ -D__x86_64__ -D_GNU_SOURCE \
+    -D__BYTE_ORDER__=1234 -D__ORDER_LITTLE_ENDIAN__=1234 -D__SIZEOF_POINTER__=8 -I. "$work/one.c" 2>"$work/out" ||
+    fail "cppcheck ends with $?: $(head -n 5 "$work/out")"
+  none "cppcheck" <"$work/out"
+}
+
 symbols() { # the object exports what the header declares and nothing else
   compiler cc
   implement >"$work/one.c"
@@ -643,7 +653,7 @@ short_examples() { # at most 300 lines (gpt 450, four 200; the engine for PyTorc
   [ "$(wc -l <$f)" -le 500 ] || fail "$f: $(wc -l <$f) lines"
 }
 
-readme() { # its C compiles; every file and target of ours that it names is there
+readme() { # its C compiles, and runs where it is whole; every file and target of ours that it names is there
   local word f
   [ -f README.md ] || fail "there is no README.md"
   for word in $(grep -o -E '\b(examples|tests)/[A-Za-z0-9_./-]*[A-Za-z0-9_]' README.md | sort -u); do
@@ -654,9 +664,28 @@ readme() { # its C compiles; every file and target of ours that it names is ther
   done | none "README.md: ninja"
   awk -v to="$work/block" '/^```/ { on = $0 == "```c"; n += on; next } on { print > (to n ".c") }' README.md
   compile_blocks | none "README.md: C"
+  run_whole "$work/block1.c" | none "README.md: the quick start"
 }
 
-manual() { # the example at the head of each topic compiles
+# FILE: a program of two ranks, without its includes or with them; learns 3 and -2 as C99 and as C++11.
+run_whole() {
+  local c
+  implement >"$work/impl.c"
+  cc -O0 -w -DCDDP__NO_DISPATCH -I. -c "$work/impl.c" -o "$work/impl.o" || return
+  for c in 'cc -std=c99 -D_GNU_SOURCE' 'g++ -xc++ -std=c++11'; do
+    command -v "${c%% *}" >/dev/null || continue
+    $c -w -DCDDP_IMPLEMENTATION_DONE -I. "$1" -xnone "$work/impl.o" -o "$work/whole" -lpthread -lm 2>&1 || continue
+    "$work/whole" >"$work/out" 2>&1 || echo "$c: it fails: $(cat "$work/out")"
+    [ "$(sort "$work/out")" = "rank 0: 3.0000 -2.0000
+rank 1: 3.0000 -2.0000" ] || echo "$c: it prints: $(cat "$work/out")"
+  done
+}
+
+manual() { # the examples of the first page and at the head of each topic compile
+  awk -v to="$work/block-first.c" '
+    /becomes data parallel by six calls/ { on = 1 } /main calls train in each process/ { exit }
+    on && (/^       / || /^$/) { print > to }' cddp.h
+  grep -q cddp_ddp_step "$work/block-first.c" || fail "the first page has no example"
   awk -v to="$work/block" '
     /^\/\* >>fine-print/ { exit }
     /^\/\* >>api-/ { topic = $2; sub(/>>api-/, "", topic); next }
@@ -667,23 +696,27 @@ manual() { # the example at the head of each topic compiles
   compile_blocks | none "the manual's examples"
 }
 
-# Compiles $work/block*.c. A block that is no whole file becomes the body of a function, behind declarations of the names
-# that the README and the manual leave to the reader; a line of dots stands for the reader's code.
+# Compiles $work/block*.c as C99, C11, C++11 and C++20, and by nvcc where there is one. A block that is no whole file becomes
+# the body of a function, or the first page's a file, behind declarations of the names that the README and the manual leave
+# to the reader; a line of dots stands for the reader's code.
 compile_blocks() {
-  local f
+  local f c what
   cat >"$work/names.h" <<'END'
 #include "cddp.h"
 #include <stdio.h>
 #include <stdlib.h>
 #include <unistd.h>
 enum { N = 4, STEPS = 2, EPOCHS = 2 };
-#define TRY(call) if ((call) != CDDP_OK) return 1
+#ifdef FIRST_PAGE
+void backward(float *w, float *gradient, const float *batch), init_weights(float *w, int seed);
+const float *my_batch(int rank, int step);
+#else
+#define TRY(call) do { if ((call) != CDDP_OK) return 1; } while (0)
 extern cddp_group *g, *group, *half;
 extern cddp_ddp *ddp;
 extern cddp_optim *optim, *sgd, *adamw;
 extern cddp_param *p, *params;
 extern cddp_sgd_desc options;
-extern cddp_ddp_desc desc_of_ddp;
 extern cddp_sampler sampler;
 extern cddp_store *store;
 extern int n, rank, count, shard, step;
@@ -696,21 +729,35 @@ void backward(void), forward_backward(int shard), forward_backward_of(int step, 
 void compute_something_else(void), my_update(float *w, float *g, int n), my_library_train(float *w, float *x);
 void train_on(float x);
 double schedule(int step);
+#endif
 END
   for f in "$work"/block*.c; do
     if ! grep -q '#include "cddp.h"' "$f"; then
       {
+        case $f in *-first.c) echo '#define FIRST_PAGE' ;; esac
         echo '#include "names.h"'
-        case $f in *-gpus.c) echo 'extern cddp_group_desc desc;' ;; *) echo 'extern cddp_ddp_desc desc;' ;; esac
-        echo 'int block(void);'
-        echo 'int block(void) {'
-        sed -E 's/\{ \.\.\. .*\}$/{ }/; s/^ +\.\.\.( .*)?$//; s/backward\(\.\.\.\)/backward()/; s/forward_backward\((step|t), shard\)/forward_backward_of(step, shard)/
-          /#define CDDP_IMPLEMENTATION|#include "cddp_kernels/d' "$f"
-        echo 'return 0; }'
+        case $f in
+        *-first.c) cat "$f" ;;
+        *)
+          case $f in *-gpus.c) echo 'extern cddp_group_desc desc;' ;; *) echo 'extern cddp_ddp_desc desc;' ;; esac
+          echo 'int block(void);'
+          echo 'int block(void) {'
+          sed -E 's/\{ \.\.\. .*\}$/{ }/; s/^ +\.\.\.( .*)?$//; s/backward\(\.\.\.\)/backward()/; s/forward_backward\((step|t), shard\)/forward_backward_of(step, shard)/
+            /#define CDDP_IMPLEMENTATION|#include "cddp_kernels/d' "$f"
+          echo 'return 0; }'
+          ;;
+        esac
       } >"$f.whole"
       mv "$f.whole" "$f"
     fi
-    cc -std=c11 -D_GNU_SOURCE -Wall -Wextra -Wno-unused-variable -I. -I"$work" -fsyntax-only "$f" 2>&1
+    what="-D_GNU_SOURCE -DCDDP_IMPLEMENTATION_DONE -I. -I$work"
+    for c in 'cc -std=c99' 'cc -std=c11' 'g++ -xc++ -std=c++11' 'g++ -xc++ -std=c++20'; do
+      command -v "${c%% *}" >/dev/null || continue
+      $c $what -Wall -Wextra -Wno-missing-field-initializers -Wno-narrowing -Wno-unused-variable -Wno-unused-parameter -Wno-unused-function \
+        -fsyntax-only "$f" 2>&1 | sed "s|^|$c: |"
+    done
+    grep -q -E 'device|stream' "$f" && command -v nvcc >/dev/null || continue
+    nvcc -x cu -w $what -c "$f" -o "$work/cu.o" 2>&1 | sed "s|^|nvcc: |"
   done
 }
 
@@ -732,7 +779,7 @@ lists() { # what there is to run, tests/list.ninja or a script has; tests/suites
 # --- which ---
 
 compilers="cc g++ clang clang++"
-others="openmp stdio-first any-order cuda gpu-suite gpu-coverage ignored targets standards macros commas dtypes symbols lines functions contents layout unfinished short-examples readme manual lists"
+others="openmp stdio-first any-order cuda gpu-suite gpu-coverage ignored targets standards macros commas dtypes cppcheck symbols lines functions contents layout unfinished short-examples readme manual lists"
 per_compiler="implementation declarations static two-files alone" # ...-COMPILER
 
 case ${1:-} in
