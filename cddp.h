@@ -813,8 +813,10 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
 
    JOINING. To replace or add a rank, start a process with the job's variables (CDDP_SECRET too) and
    CDDP_JOIN=1. Its RANK is any number that no living rank has. It receives the weights, the states
-   of cddp's optimizer, the buffers and the step count between two steps. cddprun --elastic and
-   cddp_spawn_elastic replace ranks automatically.
+   of cddp's optimizer, the buffers and the step count between two steps.
+
+   cddprun --elastic and cddp_spawn_elastic replace ranks automatically. If a rank fails before
+   cddp_ddp_create has returned, they start all ranks again, without CDDP_JOIN.
 
    In a joining process cddp_rank(g) is its RANK, and cddp_world_size(g) the number of ranks that
    started the job. With shards = 0 that is the number of shards. Collectives of g are
@@ -825,7 +827,7 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
      CDDP_UNSUPPORTED             the job already has one rank for each shard, or 1,024 have joined
      CDDP_MISMATCH                another model, optimizer setting, WORLD_SIZE or version
      CDDP_INVALID_ARGUMENT        a living process already has this RANK or this GPU
-     CDDP_TIMEOUT                 no rank has an elastic model, or none reaches the end of a step
+     CDDP_TIMEOUT                 no rank has an elastic model yet, or none ends a step
 
    YOUR OWN OPTIMIZER lists its states as buffers. It runs after cddp_ddp_wait, on every rank:
      cddp_param states[] = {{"m", m, NULL, count, CDDP_F32}, {"v", v, NULL, count, CDDP_F32}};
@@ -951,9 +953,10 @@ CDDPDEF const char *cddp_safetensors_metadata(const cddp_safetensors *f, const c
 CDDPDEF cddp_result cddp_spawn(int (*fn)(int rank, void *arg), void *arg, int nprocs);
 
 /* cddp_spawn for elastic training: when a rank fails the others continue. The rank is forked again,
-   with CDDP_JOIN=1, at most max_restarts times in all. Returns CDDP_OK if any rank has returned 0;
-   after that no rank is forked. If all have failed, CDDP_PEER_LOST names the last one. Like
-   torchrun --max-restarts, except that the other ranks do not restart. */
+   with CDDP_JOIN=1. If it fails before the elastic model exists, all ranks are ended and forked
+   again, as one restart. There are at most max_restarts in all. Returns CDDP_OK if any rank has
+   returned 0; after that no rank is forked. When no rank that has the model is left, CDDP_PEER_LOST
+   names the last one. Like torchrun --max-restarts, except that the other ranks do not restart. */
 CDDPDEF cddp_result cddp_spawn_elastic(int (*fn)(int rank, void *arg), void *arg, int nprocs,
                                        int max_restarts);
 
@@ -10757,7 +10760,8 @@ static cddp_result cddp__fail_missing_ranks(cddp__rendezvous *rdv) {
   for (rank = 0; !missing[rank];) rank++;
   list = cddp__list_ranks(missing, size, 128);
   refused = rdv->root.refused > 0
-                ? cddp__textf("%d connection%s with another CDDP_SECRET, or none, %s refused; ",
+                ? cddp__textf("%d connection%s with another CDDP_SECRET, or none, or with "
+                              "CDDP_JOIN=1, %s refused; ",
                               rdv->root.refused, rdv->root.refused > 1 ? "s" : "",
                               rdv->root.refused > 1 ? "were" : "was")
                 : cddp__textf("%s", "");
@@ -11272,7 +11276,7 @@ static cddp_result cddp__join_check_time(const cddp__host *host, cddp__join_sear
                         ? "CDDP_JOIN: timed out after %g s: no rank has answered yet: ranks run at "
                           "%s, and answer in cddp_ddp_next_shard and cddp_ddp_step"
                         : "CDDP_JOIN: timed out after %g s: no model yet: ranks run at %s, but "
-                          "none has an elastic model: set elastic in cddp_ddp_desc",
+                          "have not created their model, or it is not elastic (cddp_ddp_desc)",
                     host->job_info->timeout_s, host->job_info->endpoint);
 }
 
@@ -21677,12 +21681,19 @@ CDDPDEF const char *cddp_safetensors_metadata(const cddp_safetensors *file, cons
    Processes: all children are forked and wait on a pipe, so that they begin together. The parent
    sleeps in poll(2) on their pidfds. It reaps them by their pids, because other children belong to
    the program. After the first failure the other children have 1 s to report the failure. Then they
-   get SIGTERM, and 5 s later SIGKILL. In an elastic job the failed child is forked again instead.
+   get SIGTERM, and 5 s later SIGKILL. In an elastic job a child that fails after the model exists is
+   forked again instead, to join. Before that all children end, and all are forked again.
    Threads: all groups are created before the first thread starts. A thread marks its slot as dead
    if its function fails: the others' waits end. */
 
 #define CDDP__NOTICE_S 1.0 /* time in which the other ranks report a failure themselves */
 #define CDDP__GRACE_S 5.0  /* between SIGTERM and SIGKILL */
+
+typedef struct cddp__child {
+  pid_t pid;      /* 0: not forked, or ended; -1: to be forked again */
+  bool joins;     /* it was forked to join the running job */
+  bool has_model; /* it has told that its elastic model exists */
+} cddp__child;
 
 typedef struct cddp__spawn_job {
   int (*fn)(int, void *);
@@ -21692,18 +21703,94 @@ typedef struct cddp__spawn_job {
   bool elastic;           /* a child that fails is forked again */
   int restarts;           /* remaining number of restarts */
   bool succeeded;         /* a child has returned 0 */
+  bool has_model;         /* elastic: a child has told that the model exists */
+  bool again;             /* the first failure ends all children, and all are forked again */
   char secret[64];        /* CDDP_JOB_SECRET */
+  char supervisor[64];    /* CDDP_SUPERVISOR, without the rank; "": not elastic */
   pid_t parent;
-  pid_t *pids; /* [n] in the memory of fds. 0: not forked, or ended; -1: to be forked again */
+  cddp__child *children; /* [n] in the memory of fds */
   int alive;
   bool blind;                 /* no pidfd for some child: poll every 10 ms */
-  struct pollfd *fds;         /* [n] pidfds, -1: none */
+  struct pollfd *fds;         /* [n] pidfds, -1: none; [n]: the socket of CDDP_SUPERVISOR */
   cddp_result result;         /* the first failure */
   char text[CDDP__ERROR_MAX]; /* its error text */
   bool by_signal;             /* a signal killed the child that failed first */
   int next_signal;            /* sent to the others at deadline; 0: no child has failed yet */
   double deadline;
 } cddp__spawn_job;
+
+/* --- elastic jobs: whether the model exists --- */
+
+/* Tells the supervisor, cddp_spawn_elastic or cddprun --elastic, that the elastic model exists:
+   from now on another process can join. CDDP_SUPERVISOR is "NAME:TEXT", for a datagram TEXT to the
+   abstract Unix socket NAME. Unlike a descriptor, a name survives exec and closefrom. */
+static void cddp__tell_supervisor(const cddp__host *host) {
+  const char *name = cddp__env("CDDP_SUPERVISOR"), *text = name != NULL ? strchr(name, ':') : NULL;
+  struct timeval most = {5, 0}; /* its queue is full for a moment when all ranks tell */
+  cddp__address a;
+  ssize_t sent = -1;
+  int fd;
+  if (text == NULL || host->threads) return;
+  cddp__unix_name(&a, cddp__textf("%.*s", (int)(text - name), name).s);
+  fd = socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+  if (fd >= 0) setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &most, sizeof most);
+  while (fd >= 0 && sent < 0) {
+    sent = sendto(fd, text + 1, strlen(text + 1), MSG_NOSIGNAL, &a.any, a.size);
+    if (sent < 0 && errno != EINTR) break;
+  }
+  if (sent < 0)
+    cddp__log(&host->logger, 1,
+              "the launcher does not learn that the elastic model exists (%s): if a rank fails, "
+              "all can start again",
+              strerror(errno));
+  cddp__close_fd(&fd);
+}
+
+/* Opens the socket for cddp__tell_supervisor, with a random name, and a token that only the
+   children know. */
+static cddp_result cddp__open_supervisor(cddp__spawn_job *job) {
+  uint64_t bytes[2];
+  cddp__address a;
+  int fd;
+  CDDP__TRY(cddp__random(bytes, sizeof bytes));
+  snprintf(job->supervisor, sizeof job->supervisor, "cddp-%016" PRIx64 ":%016" PRIx64 "-",
+           bytes[0], bytes[1]);
+  cddp__unix_name(&a, cddp__textf("%.21s", job->supervisor).s);
+  fd = cddp__above_stdio(socket(AF_UNIX, SOCK_DGRAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+  job->fds[job->n].fd = fd;
+  job->fds[job->n].events = POLLIN;
+  return fd >= 0 && bind(fd, &a.any, a.size) == 0 ? CDDP_OK : cddp__fail_errno("socket");
+}
+
+/* Reads which children have told that the model exists. The limit is for floods of strangers. */
+static void cddp__read_notices(cddp__spawn_job *job) {
+  const char *token = strchr(job->supervisor, ':');
+  char text[64];
+  int most = CDDP__MAX_RANKS, rank;
+  ssize_t n;
+  while (most-- > 0 && (n = recv(job->fds[job->n].fd, text, sizeof text - 1, 0)) >= 0) {
+    text[n] = 0;
+    if (strncmp(text, token + 1, strlen(token + 1)) != 0) continue;
+    rank = atoi(text + strlen(token + 1));
+    if (rank < 0 || rank >= job->n) continue;
+    job->children[rank].has_model = job->has_model = true;
+  }
+}
+
+/* Whether the job continues without the children that have ended: the model exists, and one of its
+   ranks lives. A child that dies at the very end of cddp_ddp_create has told nothing: the others
+   have 0.2 s to tell. */
+static bool cddp__spawn_continues(cddp__spawn_job *job) {
+  int i, members = 0;
+  cddp__read_notices(job);
+  if (!job->has_model && job->alive > 0 && cddp__poll(&job->fds[job->n], 1, 200) > 0)
+    cddp__read_notices(job);
+  for (i = 0; i < job->n; i++) {
+    const cddp__child *child = &job->children[i];
+    members += child->pid > 0 && (!child->joins || child->has_model);
+  }
+  return job->has_model && members > 0;
+}
 
 static void cddp__setenv_int(const char *name, int value) {
   char text[16];
@@ -21748,6 +21835,7 @@ static void cddp__run_child(const cddp__spawn_job *job, int rank, bool joins) {
   while ((code = (int)read(job->start[0], &byte, 1)) < 0 && errno == EINTR) {}
   if (code != 1) _exit(1); /* another child could not be started */
   close(job->start[0]);
+  if (job->elastic) close(job->fds[job->n].fd);
   cddp__setenv_int("RANK", rank);
   cddp__setenv_int("WORLD_SIZE", job->n);
   cddp__setenv_int("LOCAL_RANK", rank);
@@ -21758,6 +21846,9 @@ static void cddp__run_child(const cddp__spawn_job *job, int rank, bool joins) {
   unsetenv("TORCHELASTIC_USE_AGENT_STORE");
   unsetenv("CDDP_LISTEN_FD");
   unsetenv("CDDP_JOIN");
+  unsetenv("CDDP_SUPERVISOR");
+  if (job->elastic)
+    setenv("CDDP_SUPERVISOR", cddp__textf("%s%d", job->supervisor, rank).s, 1);
   if (joins) /* the parent has closed listen_fd */
     setenv("CDDP_JOIN", "1", 1);
   else if (rank == 0)
@@ -21788,14 +21879,15 @@ static void cddp__reap_children(cddp__spawn_job *job) {
   int i, status;
   cddp__wait_begin(&w, 0.1);
   for (i = 0; i < job->n; i++) {
-    pid_t pid = job->pids[i], got = pid > 0 ? waitpid(pid, &status, WNOHANG) : 0;
+    cddp__child *child = &job->children[i];
+    pid_t pid = child->pid, got = pid > 0 ? waitpid(pid, &status, WNOHANG) : 0;
     if (got == 0) continue;
     /* If another thread is reaping it, the pidfd has the status afterwards. */
     while (got < 0 && kill(pid, 0) == 0 && cddp__wait_pause(&w)) {}
     /* If the program ignores SIGCHLD, or waits for any child in a handler or a thread, only Linux
        6.15 and later still have the status. */
     known = got > 0 || cddp__exit_status(job->fds[i].fd, (uint32_t)pid, &status);
-    job->pids[i] = 0;
+    child->pid = 0;
     job->alive--;
     cddp__close_fd(&job->fds[i].fd);
     if (!known && job->result == CDDP_OK) {
@@ -21809,13 +21901,18 @@ static void cddp__reap_children(cddp__spawn_job *job) {
     if (known && status == 0) job->succeeded = true;
     if (!known || status == 0 || !fresh) continue;
     if (job->next_signal != 0 && (!WIFSIGNALED(status) || job->by_signal)) continue;
-    if (job->elastic && (job->succeeded || job->alive > 0)) {
-      job->pids[i] = -1;
+    if (job->elastic && (job->succeeded || cddp__spawn_continues(job))) {
+      child->pid = -1;
       continue;
     }
-    cddp__fail(CDDP_PEER_LOST, "rank %d (pid %d) %s", i, (int)pid, cddp__describe_status(status).s);
+    cddp__fail(CDDP_PEER_LOST, "rank %d (pid %d) %s%s", i, (int)pid,
+               cddp__describe_status(status).s,
+               !job->elastic    ? ""
+               : job->has_model ? ": no rank that has the elastic model is left"
+                                : " before the ranks had created the elastic model");
     cddp__spawn_note_failure(job, CDDP_PEER_LOST, CDDP__NOTICE_S);
     job->by_signal = WIFSIGNALED(status);
+    job->again = job->elastic && !job->has_model;
   }
 }
 
@@ -21823,7 +21920,9 @@ static cddp_result cddp__fork_child(cddp__spawn_job *job, int i, bool joins) {
   pid_t pid = fork();
   if (pid < 0) return cddp__fail_errno("fork");
   if (pid == 0) cddp__run_child(job, i, joins);
-  job->pids[i] = pid;
+  job->children[i].pid = pid;
+  job->children[i].joins = joins;
+  job->children[i].has_model = false;
   job->alive++;
   return CDDP_OK;
 }
@@ -21832,7 +21931,7 @@ static cddp_result cddp__fork_child(cddp__spawn_job *job, int i, bool joins) {
    only there. All children must have been forked, so that none inherits the pidfd. */
 static cddp_result cddp__open_child_pidfd(cddp__spawn_job *job, int i) {
   job->fds[i].events = POLLIN;
-  job->fds[i].fd = (int)syscall(SYS_pidfd_open, job->pids[i], 0u);
+  job->fds[i].fd = (int)syscall(SYS_pidfd_open, job->children[i].pid, 0u);
   if (job->fds[i].fd >= 0) return CDDP_OK;
   if (errno != ENOSYS && errno != EPERM) /* valgrind 3.19; old Docker */
     return cddp__fail(CDDP_SYSTEM, "pidfd_open: %s%s", strerror(errno),
@@ -21848,17 +21947,18 @@ static cddp_result cddp__wait_children(cddp__spawn_job *job) {
   while (job->alive > 0) {
     if (job->next_signal != 0 && cddp__now() >= job->deadline) {
       for (i = 0; i < job->n; i++)
-        if (job->pids[i] > 0) kill(job->pids[i], job->next_signal);
+        if (job->children[i].pid > 0) kill(job->children[i].pid, job->next_signal);
       job->deadline = cddp__now() + (job->next_signal == SIGTERM ? CDDP__GRACE_S : 1);
       job->next_signal = SIGKILL;
     }
     ms = job->blind ? 10 : job->next_signal == 0 ? -1 : cddp__poll_ms(job->deadline, 250);
-    if (cddp__poll(job->fds, (size_t)job->n, ms) < 0 && errno != EINTR)
+    if (cddp__poll(job->fds, (size_t)job->n + job->elastic, ms) < 0 && errno != EINTR)
       cddp__sleep(0.01); /* poll fails with more descriptors than ulimit -n */
+    if (job->elastic) cddp__read_notices(job);
     cddp__reap_children(job);
     for (i = 0; i < job->n; i++) {
-      if (job->pids[i] >= 0) continue;
-      job->pids[i] = 0;
+      if (job->children[i].pid >= 0) continue;
+      job->children[i].pid = 0;
       if (job->next_signal != 0 || job->alive == 0 || job->succeeded || job->restarts == 0)
         continue;
       job->restarts--;
@@ -21872,13 +21972,43 @@ static cddp_result cddp__wait_children(cddp__spawn_job *job) {
   return job->result == CDDP_OK ? CDDP_OK : cddp__fail(job->result, "%s", job->text);
 }
 
-static cddp_result cddp__spawn(const char *caller, int (*fn)(int rank, void *arg), void *arg,
-                               int nprocs, bool elastic, int restarts) {
+/* Forks all children, and waits until all have ended. */
+static cddp_result cddp__spawn_all(cddp__spawn_job *job) {
   char bytes[CDDP__MAX_RANKS] = {0}; /* a child begins when it has read one */
-  cddp__spawn_job job;
   uint64_t secret[2];
   cddp_result r;
   int i;
+  job->start[0] = job->start[1] = -1;
+  job->result = CDDP_OK;
+  job->next_signal = 0;
+  job->again = job->by_signal = job->blind = false;
+  for (i = 0; i <= job->n; i++) job->fds[i].fd = -1;
+  if ((r = cddp__random(secret, sizeof secret)) != CDDP_OK) return r;
+  if ((r = cddp__listen_any(&job->listen_fd, &job->port)) != CDDP_OK) return r;
+  snprintf(job->secret, sizeof job->secret, "%d:%016" PRIx64 "%016" PRIx64, job->port, secret[0],
+           secret[1]);
+  fflush(NULL); /* else children print the buffers again; if stdout is closed, into the pipe, which
+                   can get its number */
+  if (syscall(SYS_pipe2, job->start, O_CLOEXEC) != 0) r = cddp__fail_errno("pipe2");
+  if (r == CDDP_OK && job->elastic) r = cddp__open_supervisor(job);
+  for (i = 0; i < job->n && r == CDDP_OK; i++) r = cddp__fork_child(job, i, false);
+  for (i = 0; i < job->n && r == CDDP_OK; i++) r = cddp__open_child_pidfd(job, i);
+  if (r == CDDP_OK && write(job->start[1], bytes, (size_t)job->n) != job->n)
+    r = cddp__fail_errno("write");
+  if (r != CDDP_OK) cddp__spawn_note_failure(job, r, 0);
+  close(job->listen_fd);                            /* rank 0 has it */
+  if (r != CDDP_OK) cddp__close_fd(&job->start[1]); /* children exit without a byte */
+  r = cddp__wait_children(job);
+  cddp__close_fd(&job->start[0]);
+  cddp__close_fd(&job->start[1]);
+  cddp__close_fd(&job->fds[job->n].fd);
+  return r;
+}
+
+static cddp_result cddp__spawn(const char *caller, int (*fn)(int rank, void *arg), void *arg,
+                               int nprocs, bool elastic, int restarts) {
+  cddp__spawn_job job;
+  cddp_result r;
   if (fn == NULL) return cddp__named(caller, CDDP__REFUSE("fn is NULL"));
   if (nprocs < 1 || nprocs > CDDP__MAX_RANKS || restarts < 0)
     return cddp__named(
@@ -21892,31 +22022,13 @@ static cddp_result cddp__spawn(const char *caller, int (*fn)(int rank, void *arg
   job.elastic = elastic;
   job.restarts = restarts;
   job.parent = getpid();
-  job.start[0] = job.start[1] = -1;
-  if ((r = cddp__random(secret, sizeof secret)) != CDDP_OK) return r;
-  if ((r = cddp__listen_any(&job.listen_fd, &job.port)) != CDDP_OK) return r;
-  snprintf(job.secret, sizeof job.secret, "%d:%016" PRIx64 "%016" PRIx64, job.port, secret[0],
-           secret[1]);
-  fflush(NULL); /* else children print the buffers again; if stdout is closed, into the pipe, which
-                   can get its number */
-  if (syscall(SYS_pipe2, job.start, O_CLOEXEC) != 0) r = cddp__fail_errno("pipe2");
-  job.fds = (struct pollfd *)calloc((size_t)nprocs, sizeof *job.fds + sizeof *job.pids);
+  job.fds = (struct pollfd *)calloc((size_t)nprocs + 1, sizeof *job.fds + sizeof *job.children);
   if (job.fds == NULL)
-    r = cddp__fail(CDDP_OUT_OF_MEMORY, "out of memory for %d processes", nprocs);
-  else
-    job.pids = (pid_t *)(job.fds + nprocs);
+    return cddp__fail(CDDP_OUT_OF_MEMORY, "out of memory for %d processes", nprocs);
+  job.children = (cddp__child *)(void *)(job.fds + nprocs + 1);
   if (cddp__omp_pause != NULL) cddp__omp_pause(1 /* omp_pause_soft */);
-  for (i = 0; i < nprocs && r == CDDP_OK; i++) job.fds[i].fd = -1;
-  for (i = 0; i < nprocs && r == CDDP_OK; i++) r = cddp__fork_child(&job, i, false);
-  for (i = 0; i < nprocs && r == CDDP_OK; i++) r = cddp__open_child_pidfd(&job, i);
-  if (r == CDDP_OK && write(job.start[1], bytes, (size_t)nprocs) != nprocs)
-    r = cddp__fail_errno("write");
-  if (r != CDDP_OK) cddp__spawn_note_failure(&job, r, 0);
-  close(job.listen_fd);                            /* rank 0 has it */
-  if (r != CDDP_OK) cddp__close_fd(&job.start[1]); /* children exit without a byte */
-  r = cddp__wait_children(&job);
-  cddp__close_fd(&job.start[0]);
-  cddp__close_fd(&job.start[1]);
+  do r = cddp__spawn_all(&job);
+  while (job.again && !job.succeeded && job.restarts-- > 0);
   free(job.fds);
   return r;
 }
@@ -22419,6 +22531,7 @@ CDDPDEF cddp_result (cddp_ddp_create)(cddp_ddp **out, cddp_group *g, cddp_param 
     return cddp__named(__func__, r);
   }
   if (desc->elastic) cddp__elastic_register(d);
+  if (desc->elastic) cddp__tell_supervisor(g->host);
   *out = d;
   return CDDP_OK;
 }
@@ -22904,6 +23017,7 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels) { (void)k
               Joins failed behind a round trip of 0.1 s, beside silent strangers, or many at a time.
               A joining process that waits for a model uses a fifth of the processor time.
      Mended, launchers
+              cddprun --elastic, cddp_spawn_elastic: a rank that died before the model existed.
      Mended, texts and tools
               Misaligned buffers are refused. GPUs refuse an optimizer that has no kernel there.
               TRY of README and examples is do-while: an else behind it is the caller's.

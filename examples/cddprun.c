@@ -26,11 +26,20 @@
 
    ELASTIC JOBS. With --elastic the other ranks continue if a rank fails. The rank is started again
    with CDDP_JOIN=1, which lets it join them; at most --max-restarts times in total. The job fails
-   when no restarts remain and fewer than --min-nproc ranks are left, or when no rank is left. When
-   the first rank has exited with 0, the exit code is 0: no rank is started again, and the exit
-   codes of the others do not matter. On several hosts each cddprun restarts its own ranks, even if
-   none is left on its host. They can join as long as a rank lives on the host of
-   --master-addr.
+   when no restarts remain and fewer than --min-nproc ranks are left, or when no rank that has the
+   model is left. When the first rank has exited with 0, the exit code is 0: no rank is started
+   again, and the exit codes of the others do not matter.
+   A rank can only join ranks that have an elastic model. If one fails earlier, cddprun ends all
+   ranks and starts all again, as one restart. A rank's cddp_ddp_create tells cddprun that the model
+   exists (CDDP_SUPERVISOR).
+
+   ELASTIC JOBS ON SEVERAL HOSTS. Each cddprun restarts its own ranks and counts its own restarts.
+   Before the model exists it restarts all of its ranks; ranks on other hosts that had met them fail
+   too, and their cddprun restarts them. TORCHELASTIC_RESTART_COUNT stays 0, because the counts can
+   differ. Later the ranks can join as long as a rank lives on the host of --master-addr, even if
+   none is left on their own host. If the only rank of a host dies in the last moment of
+   cddp_ddp_create, its cddprun cannot know that the model exists: the new rank fails. To replace a
+   lost host, run cddprun with CDDP_JOIN=1 and its options: all of its ranks join.
 
    FAILURES AND SIGNALS. After a failure the other ranks have 1 s to report it themselves. Then they
    get SIGTERM, and 5 s later SIGKILL. A rank and the processes that it starts are one process
@@ -57,6 +66,7 @@
 #include <poll.h>
 #include <signal.h>
 #include <stdarg.h>
+#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -66,6 +76,7 @@
 #include <sys/signalfd.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/un.h>
 #include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
@@ -92,7 +103,7 @@ enum {
   QUEUE_MAX = 1 << 18,      /* bytes queued for output; above it cddprun stops reading from ranks */
   WRITE_MAX = 4096          /* bytes that a pipe accepts in one write if poll reports it writable */
 };
-enum { SIGNALS, SINKS, STREAMS = SINKS + 2 }; /* kinds of polled descriptors: job.what */
+enum { SIGNALS, NOTICES, SINKS, STREAMS = SINKS + 2 }; /* kinds of polled descriptors: job.what */
 static const double notice_s = 1, grace_s = 5, interrupt_s = 30, pause_s = 0.05;
 
 typedef struct options {
@@ -126,6 +137,9 @@ typedef struct job { /* all ranks, from one start to their end */
   pid_t pids[MAX_RANKS];     /* 0: not started, or ended */
   bool lost[MAX_RANKS];      /* elastic: must be started again */
   bool done[MAX_RANKS];      /* has exited with 0 */
+  bool joins[MAX_RANKS];     /* elastic: was started to join */
+  bool has[MAX_RANKS];       /* elastic: has told that its model exists */
+  bool has_model;            /* elastic: a rank has told so */
   int rank_restarts[MAX_RANKS]; /* elastic: number of restarts */
   int logs[MAX_RANKS];       /* files of --log-dir; -1: none */
   stream streams[2 * MAX_RANKS]; /* rank i's are 2i (stdout) and 2i + 1 (stderr) */
@@ -146,6 +160,8 @@ typedef struct job { /* all ranks, from one start to their end */
   cddp_store *store; /* served by this process; NULL: rank 0 serves it */
   int listener;      /* a socket bound for rank 0; -1: none */
   int port;
+  int notices;         /* elastic: the socket of CDDP_SUPERVISOR; -1: none */
+  char supervisor[64]; /* CDDP_SUPERVISOR without the rank: "NAME:TOKEN-" */
 } job;
 
 static double now(void) { /* seconds */
@@ -200,6 +216,7 @@ static int read_number(const char *name, const char *text, int low, int high, in
 
 /* Rejects an unknown option. If it is one of torchrun's, names cddprun's equivalent. */
 static int refuse_option(const char *name) {
+  size_t np = strncmp(name, "-np", 3) == 0 ? 3 : strncmp(name, "-n", 2) == 0 ? 2 : 0;
   static const char *const theirs[][2] = {
       {"--no-python", "is not needed: cddprun starts any program"},
       {"--rdzv-backend", "is torchrun's: say --master-addr and --master-port"},
@@ -214,6 +231,8 @@ static int refuse_option(const char *name) {
       {"--redirects", "is torchrun's: say --log-dir"}};
   char what[64];
   size_t k;
+  if (np > 0 && strspn(name + np, "0123456789") == strlen(name + np))
+    return refuse("ranks are counted by -n N, with a space, not ", name);
   for (k = 0; k < sizeof theirs / sizeof *theirs; k++) {
     snprintf(what, sizeof what, "%s ", theirs[k][0]);
     if (is(name, theirs[k][0])) return refuse(what, theirs[k][1]);
@@ -234,6 +253,9 @@ static int check_options(const options *o) {
                   "");
   if (o->nnodes > 1 && o->master_addr == NULL)
     return refuse("--master-addr must name the machine with --node-rank 0, as others reach it",
+                  "");
+  if (o->nnodes > MAX_RANKS / o->nproc_per_node)
+    return refuse("--nnodes times --nproc-per-node must be at most 4096, the most ranks of a job",
                   "");
   if (o->min_nproc > 0 && !o->elastic) return refuse("--min-nproc goes with --elastic", "");
   if (o->min_nproc > o->nproc_per_node)
@@ -311,17 +333,54 @@ static void signal_when_due(job *j) {
   j->next_signal = SIGKILL;
 }
 
-/* Handles the failure of a rank of an elastic job. restart_lost starts it again, after all ranks
-   that have ended were reaped. */
-static void lose_rank(job *j, int i, int code, const char *how) {
+/* Reads which ranks have told that their elastic model exists. The limit is for floods of
+   strangers. */
+static void read_notices(job *j) {
+  const char *token = strchr(j->supervisor, ':');
+  char text[64];
+  int most = MAX_RANKS, i;
+  ssize_t n;
+  while (most-- > 0 && (n = recv(j->notices, text, sizeof text - 1, MSG_DONTWAIT)) >= 0) {
+    text[n] = 0;
+    if (strncmp(text, token + 1, strlen(token + 1)) != 0) continue;
+    i = atoi(text + strlen(token + 1)) - j->first;
+    if (i >= 0 && i < j->count) j->has[i] = j->has_model = true;
+  }
+}
+
+/* Whether an elastic job goes on without the ranks that have ended: the model exists, and a rank
+   that has it can be alive. A rank that dies at the very end of cddp_ddp_create has told nothing:
+   the others have 0.2 s to tell. */
+static bool goes_on(job *j) {
+  struct pollfd fd = {j->notices, POLLIN, 0};
+  int i, members = 0;
+  read_notices(j);
+  if (!j->has_model && j->alive > 0 && poll(&fd, 1, 200) > 0) read_notices(j);
+  for (i = 0; i < j->count; i++) members += j->pids[i] > 0 && (!j->joins[i] || j->has[i]);
+  return j->has_model && (members > 0 || j->o->nnodes > 1);
+}
+
+/* Handles the failure of a rank of an elastic job. Before the model exists, all ranks end, and main
+   starts all again. Later restart_lost starts this one again, after all ranks that have ended were
+   reaped. */
+static void lose_rank(job *j, int i, int code, bool by_signal, const char *how) {
   int least = j->o->min_nproc > 0 ? j->o->min_nproc : 1, there = j->alive, k;
-  for (k = 0; k < j->count; k++) there += j->lost[k] && (j->alive > 0 || j->o->nnodes > 1);
+  bool lives = goes_on(j);
+  for (k = 0; k < j->count; k++) there += j->lost[k];
   if (j->succeeded > 0) {
     say("%s; the job has ended well without it", how);
-  } else if ((j->alive > 0 || j->o->nnodes > 1) && j->restarts < j->o->max_restarts) {
+  } else if (!j->has_model) {
+    j->code = 0;
+    fail_job(j, code, SIGTERM, notice_s, "%s before the ranks had created the elastic model", how);
+    j->rank_failed = true;
+    j->by_signal = by_signal;
+  } else if (!lives) {
+    fail_job(j, code, SIGTERM, notice_s, "%s: no rank that has the elastic model is left", how);
+  } else if (j->attempt + j->restarts < j->o->max_restarts) {
     j->lost[i] = true;
     j->restarts++;
-    say("%s; it joins again: restart %d of %d", how, j->restarts, j->o->max_restarts);
+    say("%s; it joins again: restart %d of %d", how, j->attempt + j->restarts,
+        j->o->max_restarts);
   } else if (there < least) {
     fail_job(j, code, SIGTERM, notice_s, "%s; of at least %d ranks (--min-nproc) %d are left", how,
              least, there);
@@ -372,7 +431,7 @@ static void note_end(job *j, int i, pid_t pid, int status, bool fresh) {
   else
     snprintf(how, sizeof how, "rank %d (pid %d) exited with code %d", j->first + i, (int)pid, code);
   if (j->o->elastic) {
-    lose_rank(j, i, code, how);
+    lose_rank(j, i, code, by_signal, how);
     return;
   }
   j->code = 0;
@@ -579,7 +638,8 @@ static void open_sinks(job *j) {
     j->sinks[i].fd = 1 + i;
     j->sinks[i].open = -1;
     j->sinks[i].color = strcmp(j->o->color, "always") == 0 ||
-                        (strcmp(j->o->color, "auto") == 0 && !plain && isatty(1 + i) == 1);
+                        (strcmp(j->o->color, "auto") == 0 && !plain && isatty(1 + i) == 1 &&
+                         cddp_launcher_rank() < 0); /* Open MPI gives its ranks a terminal */
   }
   j->sink_count = 2;
   if (fstat(1, &a) == 0 && fstat(2, &b) == 0 && a.st_dev == b.st_dev && a.st_ino == b.st_ino)
@@ -620,6 +680,7 @@ static int step(job *j, int most_ms) {
   int i, ready;
   j->polled = 0;
   poll_fd(j, j->signals, POLLIN, SIGNALS);
+  if (j->notices >= 0) poll_fd(j, j->notices, POLLIN, NOTICES);
   for (i = 0; i < 2; i++)
     if (size_of(&j->sinks[i].queue) > 0) poll_fd(j, j->sinks[i].fd, POLLOUT, SINKS + i);
   for (i = 0; i < 2 * j->count && queued(j) <= QUEUE_MAX; i++)
@@ -630,6 +691,7 @@ static int step(job *j, int most_ms) {
     if (j->fds[i].revents == 0) continue;
     if (what >= STREAMS) read_stream(j, what - STREAMS);
     else if (what >= SINKS) write_sink(j, &j->sinks[what - SINKS]);
+    else if (what == NOTICES) read_notices(j);
     else while (read(j->signals, &info, sizeof info) == (ssize_t)sizeof info)
       take_signal(j, (int)info.ssi_signo);
   }
@@ -713,6 +775,25 @@ static void make_secret(job *j) {
   setenv("CDDP_JOB_SECRET", text, 1);
 }
 
+/* Opens the socket of CDDP_SUPERVISOR: an abstract one with a random name, and a token that only
+   the ranks know. */
+static void open_notices(job *j) {
+  struct sockaddr_un a;
+  uint64_t bytes[2];
+  int n;
+  memset(&a, 0, sizeof a);
+  a.sun_family = AF_UNIX;
+  if (getrandom(bytes, sizeof bytes, 0) != (ssize_t)sizeof bytes) bytes[0] = bytes[1] = 0;
+  snprintf(j->supervisor, sizeof j->supervisor, "cddp-%016" PRIx64 ":%016" PRIx64 "-", bytes[0],
+           bytes[1]);
+  n = snprintf(a.sun_path + 1, sizeof a.sun_path - 1, "%.21s", j->supervisor);
+  j->notices = socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+  if (j->notices < 0 ||
+      bind(j->notices, (struct sockaddr *)(void *)&a,
+           (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + (size_t)n)) != 0)
+    fail_job(j, 1, SIGTERM, 0, "a socket for the ranks' notices: %s", strerror(errno));
+}
+
 /* Sets MASTER_ADDR; binds rank 0's port, or starts the store. */
 static void open_rendezvous(job *j) {
   const options *o = j->o;
@@ -789,6 +870,7 @@ static void set_number(const char *name, int value) {
 /* Sets the environment that rank i inherits. */
 static void set_environment(const job *j, int i) {
   const options *o = j->o;
+  char supervisor[80];
   set_number("RANK", j->first + i);
   set_number("WORLD_SIZE", o->nnodes * j->count);
   set_number("LOCAL_RANK", i);
@@ -796,14 +878,16 @@ static void set_environment(const job *j, int i) {
   set_number("GROUP_RANK", o->node_rank);
   set_number("GROUP_WORLD_SIZE", o->nnodes);
   set_number("MASTER_PORT", j->port);
-  set_number("TORCHELASTIC_RESTART_COUNT", j->attempt);
+  set_number("TORCHELASTIC_RESTART_COUNT", o->elastic && o->nnodes > 1 ? 0 : j->attempt);
   set_number("TORCHELASTIC_MAX_RESTARTS", o->max_restarts);
   unsetenv("TORCHELASTIC_RUN_ID");
   unsetenv("CDDP_LISTEN_FD");
   if (j->listener >= 0 && i == 0) set_number("CDDP_LISTEN_FD", j->listener);
-  if (j->rank_restarts[i] > 0)
-    setenv("CDDP_JOIN", "1", 1);
+  if (j->joins[i]) setenv("CDDP_JOIN", "1", 1);
   else unsetenv("CDDP_JOIN");
+  snprintf(supervisor, sizeof supervisor, "%s%d", j->supervisor, j->first + i);
+  if (o->elastic) setenv("CDDP_SUPERVISOR", supervisor, 1);
+  else unsetenv("CDDP_SUPERVISOR");
   if (o->serve_store) setenv("TORCHELASTIC_USE_AGENT_STORE", "True", 1);
   else unsetenv("TORCHELASTIC_USE_AGENT_STORE");
   if (j->count > 1) setenv("OMP_NUM_THREADS", "1", 0);
@@ -892,6 +976,8 @@ static void restart_lost(job *j) {
     if (j->logs[i] >= 0) close(j->logs[i]);
     j->logs[i] = -1;
     j->rank_restarts[i]++;
+    j->joins[i] = true;
+    j->has[i] = false;
     (void)start_rank(j, i);
   }
 }
@@ -900,16 +986,16 @@ static void restart_lost(job *j) {
 static void run_ranks(job *j) {
   int i;
   open_rendezvous(j);
-  for (i = 0; i < j->count && j->code == 0; i++)
-    if (!start_rank(j, i)) break;
+  if (j->o->elastic) open_notices(j);
+  for (i = 0; i < j->count && j->code == 0 && start_rank(j, i); i++) step(j, 0);
   if (j->listener >= 0) close(j->listener);
   j->listener = -1; /* rank 0 has it */
-  reap_ranks(j);
   for (restart_lost(j); j->alive > 0; restart_lost(j)) step(j, -1);
   finish_output(j);
   clear(&j->sinks[0].queue);
   clear(&j->sinks[1].queue);
   cddp_store_destroy(j->store);
+  if (j->notices >= 0) close(j->notices);
   for (i = 0; i < j->count; i++)
     if (j->logs[i] >= 0) close(j->logs[i]);
 }
@@ -923,7 +1009,8 @@ static void open_standard_files(void) {
   if (fd >= 3) close(fd);
 }
 
-static void prepare(job *j, const options *o, int attempt) {
+/* joins: all ranks join a running job. */
+static void prepare(job *j, const options *o, int attempt, bool joins) {
   int i, signals = j->signals;
   sigset_t mask = j->old_mask;
   memset(j, 0, sizeof *j);
@@ -933,16 +1020,19 @@ static void prepare(job *j, const options *o, int attempt) {
   j->attempt = attempt;
   j->count = o->nproc_per_node;
   j->first = o->node_rank * j->count;
-  j->listener = -1;
+  j->listener = j->notices = -1;
+  j->has_model = joins;
   for (i = 0; i < 2 * j->count; i++) j->streams[i].fd = j->logs[i / 2] = -1;
+  for (i = 0; i < j->count; i++) j->joins[i] = joins;
   open_sinks(j);
 }
 
 int main(int argc, char **argv) {
   options o = {0};
   static job j;
+  const char *join = getenv("CDDP_JOIN");
   int code = argc > 1 && (is(argv[1], "-h") || is(argv[1], "--help")), attempt;
-  bool again;
+  bool again, joins;
   open_standard_files();
   if (code) return puts(usage) < 0;
   o.nproc_per_node = o.nnodes = 1;
@@ -950,11 +1040,14 @@ int main(int argc, char **argv) {
   o.color = "auto";
   if ((code = read_options(&o, argv + 1))) return code;
   if (!open_signals(&j)) return 1;
+  joins = o.elastic && o.nnodes > 1 && join != NULL && strcmp(join, "1") == 0;
   for (attempt = 0, again = true; again; attempt++) {
-    prepare(&j, &o, attempt);
+    prepare(&j, &o, attempt, joins);
     run_ranks(&j);
     again = j.rank_failed && j.interrupted == 0 && attempt < o.max_restarts;
-    if (again) say("%s; restart %d of %d", j.why, attempt + 1, o.max_restarts);
+    if (again)
+      say("%s; %srestart %d of %d", j.why, o.elastic ? "all start again: " : "", attempt + 1,
+          o.max_restarts);
     else if (j.code != 0 && attempt > 0)
       say("after %d restart%s, %s", attempt, attempt > 1 ? "s" : "", j.why);
     else if (j.code != 0) say("%s", j.why);

@@ -374,6 +374,95 @@ RANKS_DEF bool ranks_exited_well(const int *status, int n) {
   return true;
 }
 
+/* Elastic ranks of which one, the victim, is killed in its first lives. In the life after these it
+   ends the training, 5 steps later. In memory that the ranks share. */
+enum { RANKS_BEFORE_INIT, RANKS_BEFORE_CREATE, RANKS_IN_CREATE, RANKS_AFTER_CREATE, RANKS_IN_STEP };
+typedef struct ranks_death {
+  int n, victim, place, deaths;
+  int allocation;    /* RANKS_IN_CREATE: the one in which it dies */
+  bool all_die;      /* once the victim lives again; that life does not call cddp_init */
+  bool ends;         /* its last death ends the training: the others go on without it */
+  int lives[8], joins[8]; /* of each rank; those with CDDP_JOIN */
+  int allocations;   /* in the last cddp_ddp_create */
+  int stop_at;       /* steps; 0: not known yet */
+} ranks_death;
+static __attribute__((unused)) ranks_death *ranks_dying; /* in a life that dies in an allocation */
+static __attribute__((unused)) int ranks_allocated;
+
+RANKS_DEF void *ranks_death_alloc(size_t bytes, void *user_data) {
+  (void)user_data;
+  if (++ranks_allocated == (ranks_dying != NULL ? ranks_dying->allocation : -1)) raise(SIGKILL);
+  return malloc(bytes);
+}
+
+RANKS_DEF void ranks_death_free(void *p, void *user_data) {
+  (void)user_data;
+  free(p);
+}
+
+RANKS_DEF int ranks_dies(int rank, void *arg) {
+  ranks_death *c = (ranks_death *)arg;
+  int life = __atomic_add_fetch(&c->lives[rank], 1, __ATOMIC_SEQ_CST);
+  int place = c->place, shard, begin;
+  bool dies = rank == c->victim && life <= c->deaths, last = rank == c->victim && !dies;
+  float w[4] = {0};
+  cddp_param p = {"w", w, NULL, 4, CDDP_F32};
+  cddp_group_desc desc;
+  cddp_ddp_desc model;
+  cddp_group *g = NULL;
+  cddp_ddp *d = NULL;
+  memset(&desc, 0, sizeof desc);
+  memset(&model, 0, sizeof model);
+  desc.allocator.alloc = ranks_death_alloc;
+  desc.allocator.free = ranks_death_free;
+  model.elastic = true;
+  model.shards = c->n;
+  if (getenv("CDDP_JOIN") != NULL) __atomic_add_fetch(&c->joins[rank], 1, __ATOMIC_SEQ_CST);
+  if (dies && place == RANKS_BEFORE_INIT) raise(SIGKILL);
+  if (last && c->all_die) ranks_sleep(60);
+  if (cddp_init(&g, &desc) != CDDP_OK) return fprintf(stderr, "%s\n", cddp_error()), 1;
+  if (dies && place == RANKS_BEFORE_CREATE) raise(SIGKILL);
+  if (dies && place == RANKS_IN_CREATE) ranks_dying = c;
+  ranks_allocated = 0;
+  if (cddp_ddp_create(&d, g, &p, 1, &model) != CDDP_OK) {
+    fprintf(stderr, "%s\n", cddp_error());
+    cddp_destroy(g);
+    return 2;
+  }
+  c->allocations = ranks_allocated;
+  begin = (int)cddp_ddp_steps(d);
+  if (dies && place <= RANKS_AFTER_CREATE) raise(SIGKILL);
+  if (last) __atomic_store_n(&c->stop_at, begin + 5, __ATOMIC_SEQ_CST);
+  for (;;) {
+    int stop_at = __atomic_load_n(&c->stop_at, __ATOMIC_SEQ_CST), steps = (int)cddp_ddp_steps(d);
+    if (stop_at > 0 && steps >= stop_at) break;
+    if (dies && steps >= begin + 2) {
+      if (c->ends && life == c->deaths) /* after the supervisor has seen its death */
+        __atomic_store_n(&c->stop_at, steps + 300, __ATOMIC_SEQ_CST);
+      raise(SIGKILL);
+    }
+    if (c->all_die && __atomic_load_n(&c->lives[c->victim], __ATOMIC_SEQ_CST) > c->deaths)
+      raise(SIGKILL);
+    while (cddp_ddp_next_shard(d, &shard))
+      if (cddp_ddp_ready(d, 0) != CDDP_OK) break;
+    if (cddp_ddp_wait(d) != CDDP_OK) return fprintf(stderr, "%s\n", cddp_error()), 3;
+    ranks_sleep(0.001);
+  }
+  cddp_ddp_destroy(d);
+  cddp_destroy(g);
+  return 0;
+}
+
+/* Whether all ranks have started again together, or only the victim, which joined. */
+RANKS_DEF bool ranks_started_again(const ranks_death *c, int times, int joins) {
+  int i;
+  for (i = 0; i < c->n; i++)
+    if (c->lives[i] != 1 + times + (i == c->victim ? joins : 0) ||
+        c->joins[i] != (i == c->victim ? joins : 0))
+      return false;
+  return true;
+}
+
 /* A random permutation of 0 .. n-1. */
 RANKS_DEF void ranks_shuffle(int *order, int n, uint64_t seed) {
   int i;

@@ -20,6 +20,7 @@ static bool gone(pid_t pid) { return pid <= 0 || (kill(pid, 0) != 0 && errno == 
 typedef struct board {
   pid_t pid[8], grandchild[8];
   int started, signals, word[8];
+  ranks_death death;
 } board;
 static board *shared;
 
@@ -192,20 +193,14 @@ static int rank_without_descriptor(int rank) {
   return rank_sums();
 }
 
-/* Rank 1 is killed in its first life and fails in its second; rank 0 waits for so many lives, and
-   for the end of the second if that is the last. */
-static int rank_is_lost(int rank, int lives) {
-  bool joins = is("CDDP_JOIN", "1");
-  double until = test_now() + 20;
-  if (rank == 1) bump(&shared->word[1]);
-  while (look(&shared->word[1]) < lives && test_now() < until) ranks_sleep(0.001);
-  while (rank == 0 && lives == 2 && kill(shared->pid[1], 0) == 0 && test_now() < until)
-    ranks_sleep(0.001); /* this rank is to outlive it */
-  if (rank == 0) return joins || look(&shared->word[1]) != lives || getenv("CDDP_JOIN") != NULL;
-  printf("life %d, to join: %d\n", shared->word[1], joins);
-  fflush(stdout);
-  if (shared->word[1] == 1) kill(getpid(), SIGKILL);
-  return shared->word[1] == 2 ? 5 : getenv("CDDP_LISTEN_FD") != NULL;
+/* Rank 1 dies in its first two lives, and prints what it is in each. */
+static int rank_is_lost(int rank) {
+  ranks_death *c = &shared->death;
+  if (rank == 1) {
+    printf("life %d, to join: %d\n", c->lives[1] + 1, is("CDDP_JOIN", "1"));
+    fflush(stdout);
+  }
+  return ranks_dies(rank, c);
 }
 
 /* R, S, T (stopped), Z (dead, but not waited for) and so on; 0: no such process. */
@@ -231,8 +226,18 @@ static void kill_and_await(pid_t pid, int number, char state) {
    again. */
 static int rank_loses_two(int rank) {
   double until = test_now() + 20;
+  cddp_group *g = NULL;
+  cddp_ddp *d = NULL;
+  float w = 0;
+  cddp_param p = {"w", &w, NULL, 1, CDDP_F32};
+  cddp_ddp_desc desc;
+  memset(&desc, 0, sizeof desc);
+  desc.elastic = true;
+  desc.shards = 3;
+  if (rank != 0 && is("CDDP_JOIN", "1")) return bump(&shared->started), 0;
+  if (cddp_init(&g, NULL) != CDDP_OK) return fprintf(stderr, "%s\n", cddp_error()), 1;
+  if (cddp_ddp_create(&d, g, &p, 1, &desc) != CDDP_OK) return 2;
   bump(&shared->started);
-  if (rank != 0 && is("CDDP_JOIN", "1")) return 0;
   while (look(&shared->started) < 3 && test_now() < until) ranks_sleep(0.001);
   if (rank == 0) {
     kill_and_await(getppid(), SIGSTOP, 'T');
@@ -266,8 +271,8 @@ static int rank_main(const char *what) {
   if (strcmp(what, "fails") == 0) return rank == 1 ? 7 : (ranks_sleep(60), 0);
   if (strcmp(what, "dies") == 0) return rank == 1 ? kill(getpid(), SIGKILL) : (ranks_sleep(60), 0);
   if (strcmp(what, "third time") == 0) return env_int("TORCHELASTIC_RESTART_COUNT") < 2 ? 4 : 0;
-  if (strcmp(what, "lost") == 0) return rank_is_lost(rank, rank == 0 ? 3 : 1);
-  if (strcmp(what, "alone") == 0) return rank_is_lost(rank, rank == 0 ? 2 : 1);
+  if (strcmp(what, "lost") == 0) return rank_is_lost(rank);
+  if (strcmp(what, "death") == 0) return ranks_dies(rank, &shared->death);
   if (strcmp(what, "loses two") == 0) return rank_loses_two(rank);
   if (strcmp(what, "all fail") == 0) return 3 + rank;
   if (strcmp(what, "skips") == 0)
@@ -301,12 +306,16 @@ static void empty(int fd) { CHECK(ftruncate(fd, 0) == 0 && lseek(fd, 0, SEEK_SET
 static bool said(const char *text) { return strstr(contents(err), text) != NULL; }
 
 /* Starts cddprun with options, words apart, and this program to do `what`. */
+static ranks_death plan; /* for "death" and "lost" */
+static bool keep_board;  /* another cddprun of the job has started */
+
 static pid_t start(const char *options, const char *what) {
   static char text[1024];
   char *argv[64], *word;
   int n = 0;
   pid_t pid;
-  memset(shared, 0, sizeof *shared);
+  if (!keep_board) memset(shared, 0, sizeof *shared);
+  if (!keep_board) shared->death = plan;
   snprintf(text, sizeof text, "%s", options);
   argv[n++] = cddprun;
   for (word = strtok(text, " "); word != NULL && n < 60; word = strtok(NULL, " ")) argv[n++] = word;
@@ -619,6 +628,14 @@ static void test_restarts(void) {
   CHECK(line != NULL && strstr(line, "code 4; restart 2 of 3") != NULL && !said("3 of 3"));
 }
 
+static void plan_death(int n, int victim, int place, int deaths) {
+  memset(&plan, 0, sizeof plan);
+  plan.n = n;
+  plan.victim = victim;
+  plan.place = place;
+  plan.deaths = deaths;
+}
+
 /* Ranks that are lost and start again while the others go on. */
 static void test_elastic(void) {
   char folder[64] = "/tmp/cddp-elastic.XXXXXX", options[160], file[96];
@@ -626,10 +643,11 @@ static void test_elastic(void) {
   CHECK(mkdtemp(folder) != NULL);
   setenv("CDDP_JOIN", "1", 1); /* the first ranks are not to join */
   snprintf(options, sizeof options, "-n 2 --elastic --max-restarts 5 --log-dir %s", folder);
+  plan_death(2, 1, RANKS_IN_STEP, 2);
   CHECK_EQ(run(options, "lost"), 0);
   unsetenv("CDDP_JOIN");
   CHECK(said("signal 9 (Killed); it joins again: restart 1 of 5"));
-  CHECK(said("code 5; it joins again: restart 2 of 5") && !said("restart 3"));
+  CHECK(said("signal 9 (Killed); it joins again: restart 2 of 5") && !said("restart 3"));
   CHECK(strstr(contents(out), "[1] life 1, to join: 0\n") != NULL);
   CHECK(strstr(contents(out), "[1] life 3, to join: 1\n") != NULL);
   for (i = 0; i < 4; i++) {
@@ -638,14 +656,76 @@ static void test_elastic(void) {
     CHECK(unlink(file) == 0);
   }
   CHECK(rmdir(folder) == 0);
-  CHECK_EQ(run("-n 2 --elastic --max-restarts 1", "alone"), 0);
-  CHECK(said("restart 1 of 1") && said("exited with code 5; 1 go on"));
-  CHECK_EQ(run("-n 2 --elastic --min-nproc 2", "dies"), 128 + SIGKILL);
+  plan.ends = true;
+  CHECK_EQ(run("-n 2 --elastic --max-restarts 1", "death"), 0);
+  CHECK(said("restart 1 of 1") && said("signal 9 (Killed); 1 go on"));
+  plan_death(2, 1, RANKS_IN_STEP, 1);
+  CHECK_EQ(run("-n 2 --elastic --min-nproc 2", "death"), 128 + SIGKILL);
   CHECK(said("(--min-nproc)"));
-  CHECK_EQ(run("-n 1 --elastic --max-restarts 9", "all fail"), 3);
-  i = run("-n 3 --elastic --max-restarts 7", "all fail");
-  CHECK(i >= 3 && i <= 5);
   check_gone();
+}
+
+/* Before the model exists no rank can join: all start again. The deaths and the joins count
+   together. */
+static void test_elastic_start(void) {
+  int n, victim, i;
+  for (n = 1; n <= 3; n++)
+    for (victim = 0; victim < n; victim += n == 3 ? 2 : 1) {
+      char options[64];
+      snprintf(options, sizeof options, "-n %d --elastic --max-restarts 1", n);
+      plan_death(n, victim, victim == 1 ? RANKS_BEFORE_INIT : RANKS_BEFORE_CREATE, 1);
+      CHECK_EQ(run(options, "death"), 0);
+      CHECK(said("before the ranks had created the elastic model; all start again: restart 1 of"));
+      CHECK(ranks_started_again(&shared->death, 1, 0));
+      plan_death(n, victim, RANKS_AFTER_CREATE, 1);
+      CHECK_EQ(run(options, "death"), n > 1 ? 0 : 128 + SIGKILL);
+      CHECK(said(n > 1 ? "it joins again: restart 1 of 1" : "no rank that has the elastic model"));
+      CHECK(ranks_started_again(&shared->death, 0, n > 1));
+    }
+  plan_death(2, 1, RANKS_BEFORE_CREATE, 2);
+  CHECK_EQ(run("-n 2 --elastic --max-restarts 1", "death"), 128 + SIGKILL);
+  CHECK(said("cddprun: after 1 restart, rank 1 (pid ") && said("before the ranks had created"));
+  CHECK_EQ(run("-n 1 --elastic --max-restarts 9", "all fail"), 3);
+  CHECK(said("restart 9 of 9"));
+  i = run("-n 3 --elastic --max-restarts 2", "all fail");
+  CHECK(i >= 3 && i <= 5);
+  plan_death(3, 1, RANKS_IN_STEP, 1); /* one that waits to join keeps no dead job */
+  plan.all_die = true;
+  CHECK_EQ(run("-n 3 --elastic --max-restarts 50", "death"), 128 + SIGKILL);
+  CHECK(said("no rank that has the elastic model is left"));
+  CHECK(shared->death.lives[1] == 2 && shared->death.lives[0] + shared->death.lives[2] <= 4);
+  check_gone();
+}
+
+/* Each cddprun of several restarts its own ranks, and knows of its own alone. */
+static void test_elastic_nodes(void) {
+  static const int places[] = {RANKS_BEFORE_INIT, RANKS_BEFORE_CREATE, RANKS_AFTER_CREATE};
+  static const int victims[] = {3, 0, 2};
+  char options[2][160];
+  pid_t pid[2];
+  int status[2], i, k;
+  for (k = 0; k < 3; k++) {
+    int port = ranks_free_port();
+    plan_death(4, victims[k], places[k], 1);
+    for (i = 0; i < 2; i++) {
+      snprintf(options[i], sizeof options[i],
+               "-n 2 --nnodes=2 --node-rank %d --master-addr 127.0.0.1 --master-port %d --elastic "
+               "--max-restarts 2", i, port);
+      ranks_setenv("CDDP_HOST_ID", i);
+      keep_board = i > 0;
+      pid[i] = start(options[i], "death");
+    }
+    keep_board = false;
+    unsetenv("CDDP_HOST_ID");
+    ranks_join(pid, 2, RANKS_WITHIN(15.0), status);
+    CHECK(status[0] == 0 && status[1] == 0);
+    if (k == 2) CHECK(ranks_started_again(&shared->death, 0, 1));
+    for (i = 0; i < 4; i++) {
+      CHECK(shared->death.lives[i] <= 3);
+      CHECK(shared->death.joins[i] == (k == 2 && i == plan.victim));
+    }
+    if (test_failures > 0) break;
+  }
 }
 
 /* Two that die between two looks: the one that comes again counts among those that are left. */
@@ -831,6 +911,8 @@ int main(int argc, char **argv) {
   RUN(test_lost_descriptor);
   RUN(test_restarts);
   RUN(test_elastic);
+  RUN(test_elastic_start);
+  RUN(test_elastic_nodes);
   RUN(test_two_at_once);
   RUN(test_logs);
   RUN(test_leftovers);

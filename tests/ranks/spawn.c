@@ -85,43 +85,122 @@ static void test_invalid(void) {
   CHECK_OK(cddp_spawn(do_nothing, NULL, 3)); /* ranks need not call cddp at all */
 }
 
-/* Of three ranks rank 1 dies at first, then fails; who joins sees it in its environment. */
-static int come_again(int rank, void *arg) {
-  board *b = (board *)arg;
-  const char *join = getenv("CDDP_JOIN");
-  int life = __atomic_add_fetch(&b->word[rank], 1, __ATOMIC_SEQ_CST);
-  double until = test_now() + 20;
-  b->pid[rank] = getpid();
-  if ((life > 1) != (join != NULL && strcmp(join, "1") == 0)) return 9;
-  if (b->how == 1) return 3;
-  if (rank == 1 && life == 1) raise(SIGKILL);
-  if (rank == 1 && life == 2) return 4;
-  while (__atomic_load_n(&b->word[1], __ATOMIC_SEQ_CST) < b->how && test_now() < until)
-    ranks_sleep(0.001);
-  return rank == 1 && getenv("CDDP_LISTEN_FD") != NULL;
+/* ELASTIC -------------------------------------------------------------------------------------- */
+
+static ranks_death *death(int n, int victim, int place, int deaths) {
+  ranks_death *c = (ranks_death *)ranks_shared(sizeof *c);
+  c->n = n;
+  c->victim = victim;
+  c->place = place;
+  c->deaths = deaths;
+  return c;
 }
 
-static void test_elastic(void) {
-  board *b = shared_board();
-  int fds = ranks_open_fds(), i;
-  b->how = 3; /* lives of rank 1 that the others wait for */
-  CHECK_OK(cddp_spawn_elastic(come_again, b, 3, 5));
-  CHECK(b->word[0] == 1 && b->word[1] == 3 && b->word[2] == 1);
-  memset(b, 0, sizeof *b);
-  b->how = 2;
-  CHECK_OK(cddp_spawn_elastic(come_again, b, 3, 1)); /* then two go on */
-  CHECK(b->word[0] == 1 && b->word[1] == 2 && b->word[2] == 1);
-  memset(b, 0, sizeof *b);
-  b->how = 1; /* all fail */
-  CHECK_IS(cddp_spawn_elastic(come_again, b, 3, 4), CDDP_PEER_LOST);
-  CHECK(mentions("exited with code 3"));
-  CHECK(b->word[0] + b->word[1] + b->word[2] <= 3 + 4);
-  CHECK_IS(cddp_spawn_elastic(come_again, b, 0, 4), CDDP_INVALID_ARGUMENT);
-  CHECK_IS(cddp_spawn_elastic(come_again, b, 2, -1), CDDP_INVALID_ARGUMENT);
-  CHECK(ranks_no_children());
+/* Starts n ranks, with one restart, and kills rank k % n at place k / n: before the model exists
+   all start again, later the victim alone. */
+static int die_once(int n, void *arg) {
+  int k = *(int *)arg, part = k / n - RANKS_IN_CREATE, fds;
+  ranks_death *c = death(n, k % n, k / n < RANKS_IN_CREATE ? k / n : RANKS_IN_CREATE, 0);
+  char want[64];
+  cddp_result r;
+  if (part >= 0 && part < 3) { /* the first allocation, one in the middle, the last */
+    c->stop_at = 1;
+    CHECK_OK(cddp_spawn_elastic(ranks_dies, c, n, 0));
+    c->allocation = part == 0 ? 1 : part == 1 ? c->allocations / 2 : c->allocations;
+    CHECK(c->allocations > 10);
+    memset(c->lives, 0, sizeof c->lives);
+    c->stop_at = 0;
+  }
+  if (part >= 3) c->place = part == 3 ? RANKS_AFTER_CREATE : RANKS_IN_STEP;
+  c->deaths = 1;
+  fds = ranks_open_fds();
+  r = cddp_spawn_elastic(ranks_dies, c, n, 1);
+  snprintf(want, sizeof want, "rank %d (pid ", c->victim);
+  if (n == 1 && part >= 3) {
+    CHECK_IS(r, CDDP_PEER_LOST);
+    CHECK(mentions(want) && mentions("killed by signal 9") &&
+          mentions("no rank that has the elastic model is left"));
+    CHECK(ranks_started_again(c, 0, 0));
+  } else {
+    CHECK_OK(r);
+    if (part < 2) CHECK(ranks_started_again(c, 1, 0));
+    else if (part > 2) CHECK(ranks_started_again(c, 0, 1));
+    else CHECK(ranks_started_again(c, 1, 0) || ranks_started_again(c, 0, 1));
+  }
   CHECK_EQ(ranks_open_fds(), fds);
-  for (i = 0; i < 3; i++) CHECK(gone(b->pid[i]));
-  munmap(b, sizeof *b);
+  CHECK(ranks_no_children());
+  if (test_failures > 0) fprintf(stderr, "%d ranks, case %d\n", n, k);
+  munmap(c, sizeof *c);
+  return test_failures != 0;
+}
+
+static void test_every_death(void) {
+  pid_t pid[64];
+  int status[64], n, k, count = 0;
+  for (n = 1; n <= 4; n++)
+    for (k = 0; k < 7 * n; k++) {
+      bool in_create = k / n >= RANKS_IN_CREATE && k / n < 5;
+      if (n >= 3 && (in_create || k / n == 6) && k % n != 4 - n) continue; /* to save time */
+      pid[count++] = ranks_fork(die_once, n, &k);
+      if (count % 10 != 0) continue; /* at the same time: they mostly wait */
+      ranks_join(pid, 10, RANKS_WITHIN(20.0), status);
+      CHECK(ranks_exited_well(status, 10));
+      count = 0;
+    }
+  ranks_join(pid, count, RANKS_WITHIN(20.0), status);
+  CHECK(ranks_exited_well(status, count));
+}
+
+/* Restarts before and after the model exists count together. */
+static void test_restarts(void) {
+  ranks_death *c = death(2, 1, RANKS_BEFORE_CREATE, 3);
+  CHECK_OK(cddp_spawn_elastic(ranks_dies, c, 2, 3));
+  CHECK(ranks_started_again(c, 3, 0));
+  memset(c->lives, 0, sizeof c->lives);
+  c->stop_at = 0;
+  CHECK_IS(cddp_spawn_elastic(ranks_dies, c, 2, 2), CDDP_PEER_LOST);
+  CHECK(mentions("rank 1 (pid ") && mentions("signal 9") && mentions("before the ranks had"));
+  CHECK(ranks_started_again(c, 2, 0));
+  memset(c->lives, 0, sizeof c->lives);
+  c->place = RANKS_IN_STEP;
+  CHECK_OK(cddp_spawn_elastic(ranks_dies, c, 2, 3));
+  CHECK(c->lives[0] == 1 && c->lives[1] == 4 && c->joins[1] == 3);
+  CHECK_IS(cddp_spawn_elastic(ranks_dies, c, 0, 4), CDDP_INVALID_ARGUMENT);
+  CHECK_IS(cddp_spawn_elastic(ranks_dies, c, 2, -1), CDDP_INVALID_ARGUMENT);
+  munmap(c, sizeof *c);
+}
+
+/* When the ranks that have the model are dead, one that waits to join does not keep the job. */
+static void test_all_die(void) {
+  ranks_death *c = death(3, 1, RANKS_IN_STEP, 1);
+  double start = test_now();
+  c->all_die = true;
+  CHECK_IS(cddp_spawn_elastic(ranks_dies, c, 3, 50), CDDP_PEER_LOST);
+  CHECK(mentions("signal 9") && mentions("no rank that has the elastic model is left"));
+  CHECK(c->lives[1] == 2 && c->lives[0] + c->lives[2] <= 4);
+  CHECK(test_now() - start < RANKS_WITHIN(5.0));
+  CHECK(ranks_no_children());
+  munmap(c, sizeof *c);
+}
+
+/* A rank of cddp_spawn inside an elastic job has no word with that job's supervisor. */
+static int look_for_supervisor(int rank, void *arg) {
+  (void)rank;
+  (void)arg;
+  return getenv("CDDP_SUPERVISOR") != NULL;
+}
+
+static int spawn_elastic_inside(int rank, void *arg) {
+  if (getenv("CDDP_SUPERVISOR") == NULL) return 5;
+  return rank == 0 ? cddp_spawn(look_for_supervisor, NULL, 2) != CDDP_OK
+                   : cddp_spawn_elastic(ranks_dies, arg, 2, 1) != CDDP_OK;
+}
+
+static void test_nested_elastic(void) {
+  ranks_death *c = death(2, 1, RANKS_AFTER_CREATE, 1);
+  CHECK_OK(cddp_spawn_elastic(spawn_elastic_inside, c, 2, 0));
+  CHECK(ranks_started_again(c, 0, 1));
+  munmap(c, sizeof *c);
 }
 
 /* In shared memory: how many forks there are until one fails, as where a container has all the
@@ -136,27 +215,20 @@ pid_t fork(void) {
   return -1;
 }
 
-static int lose_rank_1(int rank, void *arg) {
-  board *b = (board *)arg;
-  double until = test_now() + 20;
-  if (rank == 1) raise(SIGKILL);
-  while (__atomic_load_n(&b->how, __ATOMIC_SEQ_CST) > 0 && test_now() < until) ranks_sleep(0.001);
-  ranks_sleep(0.4);
-  b->word[rank] = 1;
-  return 0;
-}
-
 /* A lost rank that cannot be replaced is no reason to end the others. */
 static void test_no_replacement(void) {
-  board *b = shared_board();
-  forks_left = &b->how;
-  b->how = 4;
-  CHECK_OK(cddp_spawn_elastic(lose_rank_1, b, 3, 5));
+  ranks_death *c = death(3, 1, RANKS_IN_STEP, 9);
+  int *left = (int *)ranks_shared(sizeof *left);
+  *left = 4;
+  c->stop_at = 300;
+  forks_left = left;
+  CHECK_OK(cddp_spawn_elastic(ranks_dies, c, 3, 5));
   forks_left = NULL;
-  CHECK_EQ(b->how, 0);
-  CHECK(b->word[0] == 1 && b->word[1] == 0 && b->word[2] == 1);
+  CHECK_EQ(*left, 0);
+  CHECK(ranks_started_again(c, 0, 0));
   CHECK(ranks_no_children());
-  munmap(b, sizeof *b);
+  munmap(left, sizeof *left);
+  munmap(c, sizeof *c);
 }
 
 static bool is_set(const char *name, int value) {
@@ -848,7 +920,10 @@ int main(void) {
   RUN(test_success);
   RUN(test_no_network);
   RUN(test_invalid);
-  RUN(test_elastic);
+  RUN(test_every_death);
+  RUN(test_restarts);
+  RUN(test_all_die);
+  RUN(test_nested_elastic);
   RUN(test_no_replacement);
   RUN(test_environment);
   RUN(test_stranger);
