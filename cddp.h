@@ -948,8 +948,8 @@ CDDPDEF const char *cddp_safetensors_metadata(const cddp_safetensors *f, const c
 /* Forks nprocs processes that call fn(rank, arg), and waits for them. fn's return value (0 .. 255)
    is the exit code; 0 is success. When one fails, the others receive SIGTERM after 1 s and SIGKILL
    5 s later; CDDP_PEER_LOST names the first one: rank, exit code or signal. Children end with their
-   parent. Call it before other threads exist. Like torch.multiprocessing.spawn. Fine print: forked
-   ranks. */
+   parent. Call it before other threads exist. Like torch.multiprocessing.spawn. For coverage (gcov)
+   and gprof fn must end with exit(0). Fine print: forked ranks. */
 CDDPDEF cddp_result cddp_spawn(int (*fn)(int rank, void *arg), void *arg, int nprocs);
 
 /* cddp_spawn for elastic training: when a rank fails the others continue. The rank is forked again,
@@ -1110,7 +1110,10 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    paused virtual machine): stops of more than 0.5 s do not count against a process's own deadlines.
    If only some ranks are stopped, the others fail with CDDP_TIMEOUT.
 
-   FORK AND EXEC. A group or store does not survive fork(): the child cannot use it. A forked data
+   FORK AND EXEC. Other hosts learn of a dead rank only when all processes that inherited its
+   sockets by a raw clone() have ended too; fork() and posix_spawn() leave them none.
+
+   A group or store does not survive fork(): the child cannot use it. A forked data
    loader that calls cddp, or reads memory of cddp_alloc of a group of several ranks, gets SIGSEGV:
    give it a copy in malloc'ed memory. Ranks on the same host notice a rank that executes another
    program only at the deadline. Do not close descriptors that cddp opened (closefrom, close_range).
@@ -1293,7 +1296,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    Leave SIGCHLD at its default during the call, and wait for no child that is not yours: otherwise,
    before Linux 6.15, exit codes are lost (CDDP_SYSTEM at the end). Threads of OpenMP (GCC 9 or
    later, clang) and OpenBLAS can exist between parallel regions. Children run no atexit handlers of
-   the parent unless fn calls exit().
+   the parent unless fn calls exit(). gcov (--coverage) and gprof (-pg) write a process's data in
+   such a handler: without exit(0) at the end of fn the ranks' part is missing.
 
    FLIGHT RECORDER. >>api-layouts has the file's format. A process that joined later has
    dir/cddp-JOB-RANK.joinN.rec. You can copy or remove a running job's file, but truncating it
@@ -3919,6 +3923,8 @@ static cddp_result cddp__listen_any(int *fd, int *port) {
   *port = cddp__address_port(&a);
   *fd = fcntl(own, F_DUPFD_CLOEXEC, STDERR_FILENO + 1);
   if (r == CDDP_OK && *fd < 0) r = cddp__fail_errno("fcntl of a socket");
+  if (r == CDDP_OK && *port == 0 && !cddp__local_address(own, &a))
+    r = cddp__fail_errno("getsockname, to learn the port of rank 0");
   cddp__close_fd(&own);
   return r;
 }
@@ -5815,6 +5821,25 @@ static cddp_result cddp__check_rank_variables(bool whole) {
   return CDDP_OK;
 }
 
+/* Rejects RANK=0 and WORLD_SIZE=1, as a shell's startup file may export them, in a process that
+   another launcher has started as one of several: each would train alone. torchrun and cddprun set
+   LOCAL_RANK too, so under mpirun their ranks are what they say. */
+static cddp_result cddp__check_single(const cddp__config *config) {
+  int i, size = 1;
+  if (!config->launched || config->launcher != CDDP__LAUNCHER_SCRIPT || config->world_size != 1 ||
+      cddp__env("LOCAL_RANK") != NULL)
+    return CDDP_OK;
+  for (i = CDDP__LAUNCHER_SCRIPT + 1; i < CDDP__LAUNCHER_COUNT; i++) {
+    const char *name = cddp__launchers[i].variables[CDDP__VAR_SIZE];
+    if (!cddp__is_launched_by(i)) continue;
+    if (cddp__env_int(name, 1, INT_MAX, &size) == CDDP_OK && size > 1)
+      return CDDP__REFUSE("WORLD_SIZE is 1, but %s started %d processes (%s). For one job of all "
+                          "unset RANK and WORLD_SIZE; for jobs of one process set LOCAL_RANK=0 too",
+                          cddp__launchers[i].name, size, name);
+  }
+  return CDDP_OK;
+}
+
 /* Sets rank and size. RANK or WORLD_SIZE must not contradict another launcher's variables. */
 static cddp_result cddp__env_ranks(cddp__config *config) {
   const cddp__launcher *script = cddp__launchers, *end = script + CDDP__LAUNCHER_COUNT,
@@ -5832,7 +5857,7 @@ static cddp_result cddp__env_ranks(cddp__config *config) {
     const char *name = launcher->variables[k], *plain = script->variables[k];
     bool size = k == CDDP__VAR_SIZE;
     int of_script;
-    r = cddp__env_int(name, size ? 1 : 0, size ? CDDP__MAX_RANKS : INT_MAX, &numbers[k]);
+    r = cddp__env_int(name, size ? 1 : INT_MIN, size ? CDDP__MAX_RANKS : INT_MAX, &numbers[k]);
     of_script = numbers[k]; /* unless it is set */
     if (r == CDDP_OK) (void)cddp__env_int(plain, 0, INT_MAX, &of_script);
     if (r == CDDP_OK && of_script != numbers[k])
@@ -5842,7 +5867,9 @@ static cddp_result cddp__env_ranks(cddp__config *config) {
   }
   config->rank = numbers[CDDP__VAR_RANK];
   config->world_size = numbers[CDDP__VAR_SIZE];
-  if (r != CDDP_OK || config->rank < config->world_size || config->joins) return r;
+  if (r == CDDP_OK && !config->joins) r = cddp__check_single(config);
+  if (r != CDDP_OK || (config->rank >= 0 && (config->rank < config->world_size || config->joins)))
+    return r;
   return CDDP__REFUSE("%s is %d but %s is %d; ranks go from 0 to %d",
                       launcher->variables[CDDP__VAR_RANK], config->rank,
                       launcher->variables[CDDP__VAR_SIZE], config->world_size,
@@ -8156,6 +8183,7 @@ CDDP__INLINED cddp_result cddp__check_group(cddp_group *g) {
 
 #define CDDP__REMOTE_CAUSE_S 0.1      /* time for another host's notice of a failure to arrive */
 #define CDDP__REMOTE_CAUSE_LONG_S 0.5 /* the same if other ranks may have seen how a rank ended */
+#define CDDP__STATUS_S 0.5            /* for a dead rank's left neighbour to see how it ended */
 
 /* Reads field `number` of /proc/PID/stat (proc(5)), and the letter of the process's state. Returns
    false if there is no such process. */
@@ -8286,7 +8314,10 @@ static cddp__text cddp__describe_remote_end(const cddp_group *g, int rank) {
     return cddp__textf("does not listen at %s: it has ended, or a firewall blocks this port", at.s);
   if (error == EPROTO)
     return cddp__textf("sent bytes that are not a cddp message, or a message out of order");
-  return cddp__textf("lost its connection (it listens at %s): %s", at.s, strerror(error));
+  return cddp__textf("lost its connection (it listens at %s): %s%s", at.s, strerror(error),
+                     error != ETIMEDOUT ? ""
+                                        : "; if only large calls fail, the network drops large "
+                                          "packets: lower the MTU of the hosts' interfaces");
 }
 
 static cddp__text cddp__describe_end(const cddp_group *g, int rank) {
@@ -8303,7 +8334,7 @@ static cddp__text cddp__describe_end(const cddp_group *g, int rank) {
     return cddp__describe_status(status);
   /* Its left neighbour on the host soon stores its status: cddp__wait_tick. slots == NULL: this
      rank joined (CDDP_JOIN). */
-  cddp__wait_begin(&w, 2.5 * CDDP__SLEEP_MAX_S);
+  cddp__wait_begin(&w, CDDP__STATUS_S);
   while (host->slots != NULL && at < host->size &&
          (ended = cddp__load32(&host->slots[at].ended)) == 0 && cddp__wait_pause(&w)) {}
   if (ended != 0) return cddp__describe_status((int)(ended & 0xffff));
@@ -21681,8 +21712,8 @@ CDDPDEF const char *cddp_safetensors_metadata(const cddp_safetensors *file, cons
    Processes: all children are forked and wait on a pipe, so that they begin together. The parent
    sleeps in poll(2) on their pidfds. It reaps them by their pids, because other children belong to
    the program. After the first failure the other children have 1 s to report the failure. Then they
-   get SIGTERM, and 5 s later SIGKILL. In an elastic job a child that fails after the model exists is
-   forked again instead, to join. Before that all children end, and all are forked again.
+   get SIGTERM, and 5 s later SIGKILL. In an elastic job a child that fails after the model exists
+   is forked again instead, to join. Before that all children end, and all are forked again.
    Threads: all groups are created before the first thread starts. A thread marks its slot as dead
    if its function fails: the others' waits end. */
 

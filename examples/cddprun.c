@@ -759,6 +759,8 @@ static int listen_on(job *j, const char *host, int *port) {
     *port = ntohs(bound.ss_family == AF_INET6
                       ? ((struct sockaddr_in6 *)(void *)&bound)->sin6_port
                       : ((struct sockaddr_in *)(void *)&bound)->sin_port);
+  else if (fd >= 0)
+    fail_job(j, 1, SIGTERM, 0, "getsockname: %s", strerror(errno));
   if (fd < 0) fail_job(j, 1, SIGTERM, 0, "cannot listen on %s:%d: %s", host, *port, strerror(e));
   return fd;
 }

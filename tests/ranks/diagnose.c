@@ -742,6 +742,39 @@ static void test_a_death_that_is_reaped(void) {
   for (i = 0; i < 5; i++) check_death(i % 2 ? KILLED : EXITED, true);
 }
 
+/* Only the left neighbour of a dead rank, rank 0, learns how it has ended, and only while it waits:
+   here 0.2 s later than all others. */
+static int die_unseen(int rank, void *arg) {
+  cddp_group *g;
+  float x = 1;
+  double begin;
+  bool named;
+  (void)arg;
+  if (cddp_init(&g, NULL) != CDDP_OK || cddp_barrier(g) != CDDP_OK) return 1;
+  if (rank == 1) raise(SIGKILL);
+  if (rank == 0) ranks_sleep(0.2);
+  begin = test_now();
+  CHECK_IS(cddp_all_reduce(g, &x, 1, CDDP_F32, CDDP_SUM, NULL), CDDP_PEER_LOST);
+  CHECK(test_now() - begin < RANKS_WITHIN(3.0));
+  named = strstr(cddp_error(), "rank 1 (pid ") != NULL && strstr(cddp_error(), "signal 9") != NULL;
+  CHECK(named || strstr(cddp_error(), "its process has ended") == NULL);
+  cddp_destroy(g);
+  return !named;
+}
+
+static void test_a_death_unseen_by_most(void) {
+  static const int sizes[] = {2, 3, 6, 64, 200};
+  pid_t pid[200];
+  int status[200], i, k, n;
+  for (k = 0; k < 5; k++) {
+    n = sizes[k];
+    ranks_begin(die_unseen, NULL, n, pid);
+    for (i = 0; i < n; i += 50)
+      ranks_join(pid + i, n - i < 50 ? n - i : 50, RANKS_WITHIN(60.0), status + i);
+    for (i = 0; i < n; i++) CHECK(i == 1 || status[i] == 0);
+  }
+}
+
 /* --- the flight recorder --- */
 
 typedef struct ring {
@@ -1073,6 +1106,7 @@ int main(void) {
   RUN(test_another_floating_point_mode);
   RUN(test_a_death_says_how);
   RUN(test_a_death_that_is_reaped);
+  RUN(test_a_death_unseen_by_most);
   RUN(test_the_recorder_survives);
   RUN(test_the_recorder_knows_all_kinds);
   RUN(test_a_directory_that_is_not_there);

@@ -402,6 +402,8 @@ cut_link() { # NAME PROGRAM TIMEOUT SECONDS COMMAND...
 cut_link "a link set down" loop 3 5 ip -n "$net-0" link set wire0 down
 ip -n "$net-0" link set wire0 up
 cut_link "no answer for 4 s" loop4 40 9 ip -n "$net-0" link set wire0 down
+grep -q 'Connection timed out; if only large calls fail, .* MTU' "$work"/out? ||
+  { cat "$work"/out?; fail "a connection that timed out: no word of the MTU"; }
 ip -n "$net-0" link set wire0 up
 cut_link "a host that is gone" loop 3 5 ip netns exec "$net-1" ip link set wire0 down
 ip netns exec "$net-1" ip link set wire0 up

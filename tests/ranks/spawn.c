@@ -717,10 +717,10 @@ static void test_reaped(void) {
 
 /* NO PIDFDS: a kernel without them, or a container that denies them. -------------------------- */
 
-static bool deny_pidfd_open(uint32_t error) {
+static bool deny(uint32_t call, uint32_t error) {
   struct sock_filter code[] = {
       BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, nr)),
-      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_pidfd_open, 0, 1),
+      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, call, 0, 1),
       BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | (error & SECCOMP_RET_DATA)),
       BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW)};
   struct sock_fprog program;
@@ -741,7 +741,7 @@ static int spawn_without_pidfds(int error, void *arg) {
   board *b = (board *)arg;
   struct rlimit few = {24, 24};
   struct rusage use;
-  CHECK(deny_pidfd_open((uint32_t)error));
+  CHECK(deny(SYS_pidfd_open, (uint32_t)error));
   CHECK_OK(cddp_spawn(sum_ranks, b, 3));
   CHECK(b->word[2] == 6);
   b->how = KILLS;
@@ -764,6 +764,25 @@ static int spawn_too_many(int rank, void *arg) {
   CHECK(mentions("ulimit -n") && ranks_no_children());
   CHECK(test_now() - t < RANKS_WITHIN(1.0));
   return 0;
+}
+
+static int spawn_without_port(int error, void *arg) {
+  CHECK(deny(SYS_getsockname, (uint32_t)error));
+  CHECK_IS(arg == NULL ? cddp_spawn(sum_ranks, NULL, 2) : cddp_spawn_elastic(do_nothing, NULL, 1, 3),
+           CDDP_SYSTEM);
+  CHECK(mentions("getsockname") && mentions(strerror(error)) && !mentions("MASTER_PORT"));
+  return test_failures != 0;
+}
+
+/* Without getsockname nobody knows the port that the system has chosen. */
+static void test_no_getsockname(void) {
+  static const int errors[] = {EPERM, ENOSYS};
+  int i, status[4];
+  pid_t pid[4];
+  for (i = 0; i < 4; i++)
+    pid[i] = ranks_fork(spawn_without_port, errors[i % 2], i < 2 ? NULL : pid);
+  ranks_join(pid, 4, RANKS_WITHIN(8.0), status);
+  CHECK(ranks_exited_well(status, 4));
 }
 
 static void test_no_pidfds(void) {
@@ -938,6 +957,7 @@ int main(void) {
   RUN(test_signals);
   RUN(test_reaped);
   RUN(test_no_pidfds);
+  RUN(test_no_getsockname);
   RUN(test_threads);
   RUN(test_thread_exit);
   RUN(test_thread_destroys);
