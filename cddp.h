@@ -8183,6 +8183,7 @@ CDDP__INLINED cddp_result cddp__check_group(cddp_group *g) {
 
 #define CDDP__REMOTE_CAUSE_S 0.1      /* time for another host's notice of a failure to arrive */
 #define CDDP__REMOTE_CAUSE_LONG_S 0.5 /* the same if other ranks may have seen how a rank ended */
+#define CDDP__EXITED "exited, or called MPI_Finalize, without cddp_destroy"
 #define CDDP__STATUS_S 0.5            /* for a dead rank's left neighbour to see how it ended */
 
 /* Reads field `number` of /proc/PID/stat (proc(5)), and the letter of the process's state. Returns
@@ -8328,8 +8329,9 @@ static cddp__text cddp__describe_end(const cddp_group *g, int rank) {
   CDDP_ASSERT(cddp__rank_gone(g, rank));
   if (cddp__rank_left(g, rank)) return cddp__textf("left the group (cddp_destroy)");
   if (at < 0) return cddp__describe_remote_end(g, rank);
-  if (host->threads || cddp__load32(&cddp__slot_of(g, rank)->state) == CDDP__SLOT_DEAD)
-    return cddp__textf("ended: its thread function returned");
+  if (host->threads) return cddp__textf("ended: its thread function returned");
+  if (cddp__load32(&cddp__slot_of(g, rank)->state) == CDDP__SLOT_DEAD)
+    return cddp__textf(CDDP__EXITED);
   if (cddp__exit_status(host->pidfds[at], host->pids[at], &status))
     return cddp__describe_status(status);
   /* Its left neighbour on the host soon stores its status: cddp__wait_tick. slots == NULL: this
@@ -13129,12 +13131,15 @@ static cddp_result cddp__finish_recv(cddp_work *work, double limit) {
 #ifdef CDDP_MPI
 /* >>mpi ----------------------------------------------------------------------------------------
    Job: run collectives that do not fit into a round by the cluster's MPI, for backend "mpi".
-   Owns: the group's communicator, and cddp__mpi_lock, under which one thread at a time calls MPI.
+   Owns: the group's communicator, and cddp__mpi_lock, under which one thread at a time calls MPI;
+   the list of groups that have one.
    Entry points: cddp__mpi_carrier; cddp__mpi_start and _split for the first group.
    How it works:
      1. Rounds work as without MPI. After the round of a large call each rank starts the nonblocking
         MPI collective, and tests it. Meanwhile it checks its peers and the deadline.
      2. A second round ends the call, so that a rank that is done and exits is not reported as lost.
+     3. MPI_Finalize waits for all ranks. A rank that calls it, or exit, while groups live first marks
+        itself as dead in these, as the end of its process would.
    MPI determines the order of sums. After a failure MPI still uses the started operation's buffers:
    copies made for it stay allocated. send and recv do not use MPI. */
 
@@ -13142,11 +13147,15 @@ static cddp_result cddp__finish_recv(cddp_work *work, double limit) {
 
 struct cddp__mpi {
   MPI_Comm comm;
+  cddp_group *group;
+  struct cddp__mpi *next; /* cddp__mpi_groups */
 };
 
 static pthread_mutex_t cddp__mpi_lock = PTHREAD_MUTEX_INITIALIZER;
 static pid_t cddp__mpi_owner;            /* the process in which this file called MPI_Init */
 static cddp__atomic_u32 cddp__mpi_stuck; /* an operation did not finish: MPI_Finalize would block */
+static struct cddp__mpi *cddp__mpi_groups;           /* those of this process that live */
+static int cddp__mpi_attribute = MPI_KEYVAL_INVALID; /* of MPI_COMM_SELF: MPI_Finalize deletes it */
 
 static cddp_result cddp__mpi_fail(int code, const char *what) {
   char text[MPI_MAX_ERROR_STRING] = "";
@@ -13339,6 +13348,38 @@ static cddp_result cddp__mpi_run(cddp_group *g, const cddp__call *call) {
 
 /* --- communicators --- */
 
+/* Ends this rank's part in a group that it has not left, as the end of its process does with other
+   backends: what it has sent stays valid, and a rank that waits for more fails. */
+static void cddp__mpi_abandon(cddp_group *g) {
+  cddp__connection *link;
+  size_t left = 1;
+  cddp__wait w;
+  if (cddp__is_broken(g)) return;
+  if (g->hosts != NULL) {
+    cddp__send_notices(g->hosts->net, g->id, g->world, g->size,
+                       CDDP__NOTICE_EARLY | (uint32_t)CDDP_PEER_LOST,
+                       cddp__textf("%s " CDDP__EXITED, cddp__name_rank(g, g->rank).s).s);
+    cddp__wait_begin(&w, 1);
+    do {
+      if (pthread_mutex_trylock(&g->p2p.lock) != 0) continue;
+      left = cddp__flush_links(g);
+      for (link = g->hosts->links; left == 0 && link != NULL; link = link->next)
+        shutdown(link->fd, SHUT_WR);
+      pthread_mutex_unlock(&g->p2p.lock);
+    } while (left > 0 && cddp__wait_pause(&w));
+  }
+  cddp__swap32(&cddp__slot_of(g, g->rank)->state, CDDP__SLOT_TAKEN, CDDP__SLOT_DEAD);
+  cddp__wake_all(g);
+}
+
+/* MPI_Finalize calls it before it waits for the other ranks. */
+static int cddp__mpi_ends(MPI_Comm self, int key, void *value, void *state) {
+  struct cddp__mpi *mpi;
+  (void)self, (void)key, (void)value, (void)state;
+  for (mpi = cddp__mpi_groups; mpi != NULL; mpi = mpi->next) cddp__mpi_abandon(mpi->group);
+  return MPI_SUCCESS;
+}
+
 static void cddp__mpi_finalize(void) { /* at exit */
   int over = 1;
   if (cddp__mpi_owner != getpid() || cddp__load32(&cddp__mpi_stuck) != 0) return;
@@ -13355,6 +13396,10 @@ static cddp_result cddp__mpi_start(const cddp_group *g) {
     code = MPI_Query_thread(&level);
   }
   if (code == MPI_SUCCESS) code = MPI_Comm_size(MPI_COMM_WORLD, &size);
+  if (code == MPI_SUCCESS && cddp__mpi_attribute == MPI_KEYVAL_INVALID) {
+    code = MPI_Comm_create_keyval(MPI_COMM_NULL_COPY_FN, cddp__mpi_ends, &cddp__mpi_attribute, NULL);
+    if (code == MPI_SUCCESS) code = MPI_Comm_set_attr(MPI_COMM_SELF, cddp__mpi_attribute, NULL);
+  }
   if (code != MPI_SUCCESS) return cddp__mpi_fail(code, "MPI_Init_thread");
   if (level < MPI_THREAD_SERIALIZED)
     return cddp__fail(CDDP_MPI, "MPI was initialized for one thread only: ask MPI_Init_thread for "
@@ -13368,8 +13413,11 @@ static cddp_result cddp__mpi_start(const cddp_group *g) {
 }
 
 static void cddp__mpi_leave(cddp_group *g) {
+  struct cddp__mpi **at;
   int over = 1;
   pthread_mutex_lock(&cddp__mpi_lock);
+  for (at = &cddp__mpi_groups; *at != g->mpi; at = &(*at)->next) {}
+  *at = g->mpi->next;
   if (!cddp__is_broken(g) && MPI_Finalized(&over) == MPI_SUCCESS && !over)
     MPI_Comm_free(&g->mpi->comm);
   pthread_mutex_unlock(&cddp__mpi_lock);
@@ -13391,6 +13439,11 @@ static cddp_result cddp__mpi_split(const cddp_group *from, cddp_group *to, int c
   to->mpi = (struct cddp__mpi *)cddp__calloc(&to->host->allocator, 1, sizeof *to->mpi);
   if (to->mpi == NULL) return CDDP_OUT_OF_MEMORY;
   to->mpi->comm = comm;
+  to->mpi->group = to;
+  pthread_mutex_lock(&cddp__mpi_lock);
+  to->mpi->next = cddp__mpi_groups;
+  cddp__mpi_groups = to->mpi;
+  pthread_mutex_unlock(&cddp__mpi_lock);
   to->round_max = CDDP__PAYLOAD;
   if (from != NULL) to->carrier = from->carrier;
   return CDDP_OK;
@@ -23048,6 +23101,8 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels) { (void)k
               Joins failed behind a round trip of 0.1 s, beside silent strangers, or many at a time.
               A joining process that waits for a model uses a fifth of the processor time.
      Mended, launchers
+              Backend MPI: a rank that called exit() or returned from main cost timeout_s.
+              RANK=0 WORLD_SIZE=1 exported under mpirun or srun: each process was a job of its own.
               cddprun --elastic, cddp_spawn_elastic: a rank that died before the model existed.
      Mended, texts and tools
               Misaligned buffers are refused. GPUs refuse an optimizer that has no kernel there.

@@ -2,6 +2,9 @@
 
      mpi         collectives, sub-groups, training, mismatch
      mpi die     rank 1 is killed in an all_reduce; the others must hear of it soon
+     mpi exit C COUNT HOSTS HOW   rank 1 exits with code C instead of an all_reduce of COUNT elements,
+                 on so many hosts; HOW: 0 exit, 1 return, 2 MPI_Finalize and return
+     mpi quit HOSTS   all ranks return without cddp_destroy, rank 1 first: no error
      mpi slow    MPI's start takes longer than the time-out of cddp_init, which must not matter
 
    Collectives of each kind and dtype are compared with sums computed here, of small whole numbers,
@@ -326,10 +329,43 @@ static int be_told(void) {
   _exit(test_failures != 0); /* MPI_Finalize would wait for the dead */
 }
 
+/* rank 1 ends in good order, as far as MPI knows, while the others wait for it. */
+static int be_left(int code, size_t count, int how) {
+  float *x = (float *)calloc(count, sizeof *x);
+  cddp_group *half = NULL;
+  double since;
+  CHECK_OK(cddp_group_split(g, me / 2, me, &half));
+  CHECK_OK(cddp_all_reduce(g, x, count, CDDP_F32, CDDP_SUM, NULL));
+  if (me == 1 && how == 0) exit(code);
+  if (me == 1 && how == 2) MPI_Finalize();
+  if (me == 1) return code;
+  since = test_now();
+  if (me == 0) CHECK_IS(cddp_all_reduce(half, x, count, CDDP_F32, CDDP_SUM, NULL), CDDP_PEER_LOST);
+  else CHECK_IS(cddp_all_reduce(g, x, count, CDDP_F32, CDDP_SUM, NULL), CDDP_PEER_LOST);
+  CHECK(strstr(cddp_error(), "rank 1 (pid ") != NULL && strstr(cddp_error(), "exited, or") != NULL);
+  CHECK(test_now() - since < RANKS_WITHIN(1.0));
+  if (me == 0) CHECK_IS(cddp_barrier(g), CDDP_PEER_LOST);
+  printf("told rank %d%s\n", me, test_failures ? ": wrong" : "");
+  return test_failures != 0;
+}
+
+static int quit(void) {
+  float x[3000] = {0};
+  int k;
+  for (k = 0; k < 20; k++)
+    if (cddp_all_reduce(g, x, k % 2 ? 3000 : 3, CDDP_F32, CDDP_SUM, NULL) != CDDP_OK)
+      return fprintf(stderr, "rank %d: %s\n", me, cddp_error()), 1;
+  if (me != 1) ranks_sleep(0.2);
+  printf("quit rank %d\n", me);
+  return 0;
+}
+
 int main(int argc, char **argv) {
+  int hosts = argc > 5 ? atoi(argv[4]) : argc == 3 ? atoi(argv[2]) : 1;
   cddp_group_desc d;
   memset(&d, 0, sizeof d);
   d.backend = "mpi";
+  if (hosts > 1) ranks_setenv("CDDP_HOST_ID", cddp_launcher_rank() % hosts);
   if (argc > 1 && strcmp(argv[1], "slow") == 0) {
     start_s = 4;
     d.timeout_s = 2;
@@ -340,6 +376,9 @@ int main(int argc, char **argv) {
   n = cddp_world_size(g);
   CHECK_EQ(n, 4);
   if (argc > 1 && strcmp(argv[1], "die") == 0) return be_told();
+  if (argc > 5 && strcmp(argv[1], "exit") == 0)
+    return be_left(atoi(argv[2]), (size_t)atol(argv[3]), atoi(argv[5]));
+  if (argc > 2 && strcmp(argv[1], "quit") == 0) return quit();
   RUN(test_collectives);
   if (start_s > 0) {
     cddp_destroy(g);

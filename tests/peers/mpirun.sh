@@ -109,6 +109,27 @@ survivors_are_told() { # where mpirun lets them live; Hydra ends them, sooner or
   expect "$out" 3 '^told rank [023]$'
 }
 
+# A rank that exits while others wait for it, with backend mpi: they hear of it, and mpirun ends. All that exit
+# without cddp_destroy, one first: no error. C, COUNT, HOSTS, HOW: see mpi.c.
+exits() { # LAUNCHER
+  local out=$work/$1.exits run start code
+  export MASTER_ADDR=127.0.0.1 MASTER_PORT=29881
+  [ "$1" = mpich ] || options="-x MASTER_ADDR -x MASTER_PORT"
+  for run in '0 1 1 0' '7 1 1 1' '0 4000000 1 1' '7 4000000 1 2' '0 1 2 1' '7 4000000 2 0' '0 4000000 4 0' '7 1 4 2'; do
+    start=$(date +%s) code=0
+    # shellcheck disable=SC2086
+    launch "$1" 4 "$work/mpi.$1" exit $run >"$out" 2>&1 || code=$?
+    expect "$out" 3 '^told rank [023]$'
+    [ $code -lt 100 ] && [ $(($(date +%s) - start)) -lt 20 ] || { cat "$out"; fail "$1: exit $run: exit code $code"; }
+  done
+  for run in 1 2 4; do
+    launch "$1" 4 "$work/mpi.$1" quit $run >"$out" 2>&1 || { cat "$out"; fail "$1: quit $run failed"; }
+    expect "$out" 4 '^quit rank [0-3]$'
+  done
+  unset MASTER_ADDR MASTER_PORT
+  options=
+}
+
 through_mpi() { # LAUNCHER
   local out=$work/$1.mpi cc=mpicc.$1
   command -v "$cc" >/dev/null || { echo "$cc is not installed: backend mpi is left out"; return; }
@@ -118,6 +139,7 @@ through_mpi() { # LAUNCHER
   launch "$1" 4 "$work/mpi.$1" slow >"$out" 2>&1 || { cat "$out"; fail "$1: a slow start of MPI failed"; }
   expect "$out" 4 '^ok mpi '
   [ "$1" = mpich ] || survivors_are_told
+  exits "$1"
   launch "$1" 2 "$work/mpi.$1" >"$out" 2>&1 && fail "$1: mpi.c passed with 2 ranks, not 4"
   one_backend "$1"
   [ ! -x "$work/digits" ] || digits_through_mpi "$1"
