@@ -14717,6 +14717,7 @@ static void cddp__group_leave(cddp_group *g) {
   cddp__add32(&g->block->left, 1);
   if (g->block_ref.kind == CDDP__REF_NONE) { /* the first group of its host */
     size_t bytes = cddp__block_bytes(g->size, g->local_size);
+    if (host->record != NULL) host->record->left = 1;
     host->slots = NULL;
     if (!host->threads || g->size == 1) munmap(g->block, cddp__round_up(bytes, cddp__page_size()));
   }

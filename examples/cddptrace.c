@@ -2,21 +2,23 @@
 
      cc -O2 examples/cddptrace.c -o cddptrace -lpthread -lm
      CDDP_RECORD=/tmp/flight ./your_program              each rank writes a file to /tmp/flight
-     ./cddptrace /tmp/flight/cddp-*.rec                  ranks that are late or missing in a call
-     ./cddptrace -o trace.json /tmp/flight/cddp-*.rec    and a trace for https://ui.perfetto.dev
+     ./cddptrace /tmp/flight                             ranks that are late or missing in a call
+     ./cddptrace -o trace.json /tmp/flight               and a trace for https://ui.perfetto.dev
 
-   Reads the files of a job that is running, hangs or was killed. If the files are of several jobs,
-   it reports the newest job. A rank of an elastic job can have several files: each process that
+   Reads files, or all files *.rec of a directory, of a job that is running, hangs or was killed. If
+   ranks of the job still run on this host, the report is of now: a call that hangs has lasted until
+   now. If the files are of several jobs, it reports the newest job. A rank of an elastic job can have several files: each process that
    joined as this rank wrote its own file. */
 #define CDDP_IMPLEMENTATION
 #include "../cddp.h"
 
-#include <errno.h>
+#include <dirent.h>
 #include <inttypes.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 #include <unistd.h>
 
 #define MAX_RANKS 4096
@@ -26,6 +28,7 @@ typedef struct rank_file {
   cddp_record_header head;
   cddp_record *records; /* by number; NULL: no file of this rank */
   int count;
+  bool lives, gone; /* the process runs on this host, or has ended here; neither: not known */
 } rank_file;
 
 typedef struct call { /* one rank's record of one call of a group */
@@ -36,7 +39,8 @@ typedef struct call { /* one rank's record of one call of a group */
 static rank_file ranks[MAX_RANKS + MAX_EARLIER]; /* by rank; from MAX_RANKS on earlier processes' */
 static int size, earlier;
 static uint64_t job;
-static int64_t born, last; /* ns, wall clock: creation of the job's files; the job's last record */
+/* ns, wall clock: creation of the job's files; its last record; the same, or now while it runs. */
+static int64_t born, recorded, last;
 
 static int sane(int64_t t) { return t >= -(INT64_C(1) << 61) && t <= INT64_C(1) << 61; }
 
@@ -47,9 +51,39 @@ static int by_number(const void *a, const void *b) {
   return (x > y) - (x < y);
 }
 
-/* Keeps the file's records if its job is the newest so far. Returns 0 if the file is not a flight
-   recorder's. */
-static int load(const char *path) {
+static int64_t nanoseconds(clockid_t clock) {
+  struct timespec t;
+  clock_gettime(clock, &t);
+  return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
+
+/* Finds out whether a file's process still runs, if it was on this host. A process that started
+   later than the file was created has only got its number. */
+static void look_for_process(rank_file *f) {
+  char host[sizeof f->head.host] = "", path[64], text[1024], *at;
+  int64_t started = INT64_MAX, now = nanoseconds(CLOCK_REALTIME);
+  unsigned long long ticks;
+  FILE *in;
+  gethostname(host, sizeof host - 1);
+  if (!f->records || strcmp(host, f->head.host) != 0) return;
+  snprintf(path, sizeof path, "/proc/%u/stat", f->head.pid);
+  if ((in = fopen(path, "r")) != NULL) {
+    size_t n = fread(text, 1, sizeof text - 1, in);
+    fclose(in);
+    text[n] = 0;
+    at = strrchr(text, ')'); /* the end of the name; then the state, and 18 more fields */
+    if (at && at[1] && at[2] != 'Z' &&
+        sscanf(at + 1, " %*c%*s%*s%*s%*s%*s%*s%*s%*s%*s%*s%*s%*s%*s%*s%*s%*s%*s%*s%llu", &ticks) == 1)
+      started = now - nanoseconds(CLOCK_BOOTTIME) +
+                (int64_t)((double)ticks / (double)sysconf(_SC_CLK_TCK) * 1e9);
+  }
+  f->lives = started <= f->head.created + f->head.wall_offset + 1000000000;
+  f->gone = !f->lives;
+}
+
+/* Keeps the file's records if its job is the newest so far. Returns NULL, or what is wrong with the
+   file. */
+static const char *load(const char *path) {
   rank_file f = {0}, *now, *old;
   int64_t t;
   FILE *in = fopen(path, "rb");
@@ -61,7 +95,8 @@ static int load(const char *path) {
   if (ok) f.records = malloc(CDDP_RECORDS * sizeof *f.records);
   if (ok && f.records) n = (int)fread(f.records, sizeof *f.records, CDDP_RECORDS, in);
   if (in) fclose(in);
-  if (!ok || !f.records || n != CDDP_RECORDS) return free(f.records), 0;
+  if (!ok || !f.records) return "is no flight recorder's file";
+  if (n != CDDP_RECORDS) return free(f.records), "is incomplete";
   f.head.host[sizeof f.head.host - 1] = 0;
   for (i = 0; i < n; i++) {
     cddp_record *r = &f.records[i];
@@ -73,7 +108,7 @@ static int load(const char *path) {
   }
   qsort(f.records, (size_t)f.count, sizeof *f.records, by_number);
   if (size > 0 && job != f.head.job) {
-    if (f.head.created + f.head.wall_offset < born) return free(f.records), 1; /* an older job */
+    if (f.head.created + f.head.wall_offset < born) return free(f.records), NULL; /* an older job */
     for (i = 0; i < MAX_RANKS + earlier; i++) free(ranks[i].records);
     memset(ranks, 0, sizeof ranks);
     size = earlier = 0;
@@ -86,12 +121,12 @@ static int load(const char *path) {
   if (now->records && earlier < MAX_EARLIER && f.head.pid != now->head.pid) {
     old = &ranks[MAX_RANKS + earlier++];
     *old = f.head.created < now->head.created ? f : *now; /* ranks[rank] is the newest process */
-    if (old->records == f.records) return 1;
+    if (old->records == f.records) return NULL;
   } else {
     free(now->records);
   }
   *now = f;
-  return 1;
+  return NULL;
 }
 
 static int by_call(const void *a, const void *b) {
@@ -106,6 +141,9 @@ static void print_call(const cddp_record *r) {
   if (r->count) printf("(%" PRIu64 ")", r->count);
   if (r->sequence) printf(", call %" PRIu64 " of group %04" PRIx64, r->sequence, r->group & 0xffff);
 }
+
+/* The end of a process's calls that have not ended. */
+static int64_t until(const rank_file *f) { return f->lives ? last : recorded; }
 
 /* The last operation of each rank; earlier processes of elastic jobs first. */
 static void report_ranks(void) {
@@ -125,12 +163,14 @@ static void report_ranks(void) {
     }
     print_call(r);
     if (r->ended)
-      printf(", ended %s %.3f ms before the job's last sign of life\n",
+      printf(", ended %s %.3f ms before %s\n",
              r->result ? cddp_result_name((cddp_result)r->result) : "well",
-             (double)(last - wall(i, r->ended)) * 1e-6);
+             (double)(last - wall(i, r->ended)) * 1e-6,
+             last > recorded ? "now" : "the job's last sign of life");
     else
-      printf(", %s for %.3f ms\n", r->started ? "in it" : "queued",
-             (double)(last - wall(i, r->started ? r->started : r->enqueued)) * 1e-6);
+      printf(", %s for %.3f ms%s\n", r->started ? "in it" : "queued",
+             (double)(until(f) - wall(i, r->started ? r->started : r->enqueued)) * 1e-6,
+             f->lives ? " until now" : "");
   }
 }
 
@@ -150,33 +190,46 @@ static void report_elastic(void) {
     }
 }
 
-/* The reason why a rank is missing in a call. A rank that left the group recorded it in its
-   file. */
-static const char *missing_reason(const rank_file *f) {
-  char host[sizeof f->head.host] = "";
-  if (!f->records) return "has no file; it did not begin";
-  if (f->head.left) return "left before";
-  gethostname(host, sizeof host - 1);
-  if (strcmp(host, f->head.host) == 0 && kill((pid_t)f->head.pid, 0) != 0 && errno == ESRCH)
-    return "was killed, or exited without leaving the group, before";
-  return "has not begun";
+/* Prints why a rank has not begun a call that others made.
+     end        the call
+     timed_out  the others have given up */
+static void print_missing(int rank, const cddp_record *end, int waiting, bool timed_out) {
+  const rank_file *f = &ranks[rank];
+  const cddp_record *r = f->count ? &f->records[f->count - 1] : NULL;
+  bool elsewhere = r && r->sequence && (r->result || !r->ended);
+  printf("MISSING: rank %d ", rank);
+  if (elsewhere) {
+    printf("was in ");
+    print_call(r);
+    if (r->ended) printf(", which ended %s", cddp_result_name((cddp_result)r->result));
+    printf("%s, and did not begin ", !r->ended && f->gone ? " when its process ended" : "");
+  } else {
+    printf("%s ", !f->records               ? "has no file; it did not begin"
+                  : f->head.left            ? "left before"
+                  : f->gone && timed_out    ? "did not reach"
+                  : f->gone ? "was killed, or exited without leaving the group, before"
+                            : "has not begun");
+  }
+  print_call(end);
+  printf(", where %d rank%s waited for it%s\n", waiting, waiting == 1 ? "" : "s",
+         timed_out ? " until the time-out" : "");
 }
 
 /* The last call of one group, calls[0 .. n): reports ranks that are missing while others wait. */
 static void report_group(const call *calls, int n) {
   const cddp_record *end = calls[n - 1].r;
   int waiting = 0, i;
+  bool timed_out = false;
   char *seen = calloc((size_t)size, 1); /* 1: a member of the group, 2: began its last call */
   for (i = 0; seen && i < n; i++) {
     int there = calls[i].r->sequence == end->sequence;
     seen[calls[i].rank] = there ? 2 : seen[calls[i].rank] ? seen[calls[i].rank] : 1;
     waiting += there && (!calls[i].r->ended || calls[i].r->result);
+    timed_out = timed_out || (there && calls[i].r->result == CDDP_TIMEOUT);
   }
   for (i = 0; seen && waiting > 0 && i < size; i++) {
     if (seen[i] == 2 || (seen[i] == 0 && end->group != 0)) continue;
-    printf("MISSING: rank %d %s ", i, missing_reason(&ranks[i]));
-    print_call(end);
-    printf(", where %d rank%s waited for it\n", waiting, waiting == 1 ? "" : "s");
+    print_missing(i, end, waiting, timed_out);
   }
   free(seen);
 }
@@ -207,15 +260,21 @@ static void report_late(const call *calls, int n) {
 static int report(void) {
   int n = 0, total = 0, i, k;
   call *calls;
+  recorded = last = 0;
   for (i = 0; i < MAX_RANKS + earlier; i++) total += ranks[i].count;
   if ((calls = malloc(((size_t)total + 1) * sizeof *calls)) == NULL) return 1;
   for (i = 0; i < MAX_RANKS + earlier; i++)
     for (k = 0; k < ranks[i].count; k++) {
       const cddp_record *r = &ranks[i].records[k];
       int64_t t = r->ended ? r->ended : r->started ? r->started : r->enqueued;
-      if (wall(i, t) > last) last = wall(i, t);
+      if (wall(i, t) > recorded) recorded = wall(i, t);
       if (r->sequence && r->started) calls[n].r = r, calls[n++].rank = (int)ranks[i].head.rank;
     }
+  last = recorded;
+  for (i = 0; i < MAX_RANKS + earlier; i++) {
+    look_for_process(&ranks[i]);
+    if (ranks[i].lives && nanoseconds(CLOCK_REALTIME) > last) last = nanoseconds(CLOCK_REALTIME);
+  }
   qsort(calls, (size_t)n, sizeof *calls, by_call);
   printf("job %016" PRIx64 ", %d ranks, %d operations\n", job, size, total);
   report_ranks();
@@ -239,7 +298,7 @@ static int trace(const char *path) { /* the Trace Event format; times in us */
     for (int k = 0; k < ranks[i].count; k++) {
       const cddp_record *r = &ranks[i].records[k];
       int64_t start = wall(i, r->started ? r->started : r->enqueued);
-      int64_t end = r->ended ? wall(i, r->ended) : last;
+      int64_t end = r->ended ? wall(i, r->ended) : until(&ranks[i]);
       int instant = !r->started && r->ended; /* an event: cddp_ddp_ready */
       fprintf(out,
               "{\"name\":\"%s\",\"ph\":\"%s\",\"s\":\"t\",\"pid\":%d,\"tid\":%d,\"ts\":%.3f,"
@@ -255,19 +314,38 @@ static int trace(const char *path) { /* the Trace Event format; times in us */
   return fclose(out) ? (perror(path), 1) : 0;
 }
 
+/* Loads a file, or the files *.rec of a directory. Returns NULL, or what is wrong. */
+static const char *load_all(const char *path) {
+  DIR *d = opendir(path);
+  const char *wrong = "has no file *.rec";
+  struct dirent *e;
+  char name[4096];
+  if (d == NULL) return load(path);
+  while ((e = readdir(d)) != NULL) {
+    size_t n = strlen(e->d_name);
+    if (n < 4 || strcmp(e->d_name + n - 4, ".rec") != 0) continue;
+    snprintf(name, sizeof name, "%s/%s", path, e->d_name);
+    wrong = load(name);
+    if (wrong) fprintf(stderr, "%s %s\n", name, wrong);
+    wrong = NULL;
+  }
+  closedir(d);
+  return wrong;
+}
+
 int main(int argc, char **argv) {
-  const char *out = NULL;
+  const char *out = NULL, *wrong;
   bool help = argc == 2 && strcmp(argv[1], "--help") == 0, bad = argc < 2;
   for (int i = 1; i < argc && !help; i++) {
     if (strcmp(argv[i], "-o") == 0 && i + 1 < argc)
       out = argv[++i];
     else if (argv[i][0] == '-')
       bad = true;
-    else if (!load(argv[i]))
-      fprintf(stderr, "%s is no flight recorder's file\n", argv[i]);
+    else if ((wrong = load_all(argv[i])) != NULL)
+      fprintf(stderr, "%s %s\n", argv[i], wrong);
   }
   if (help || bad || size == 0)
-    fprintf(help ? stdout : stderr, "usage: cddptrace [-o trace.json] dir/cddp-*.rec\n"
+    fprintf(help ? stdout : stderr, "usage: cddptrace [-o trace.json] dir, or dir/cddp-*.rec\n"
                                     "  -o FILE  write a trace for https://ui.perfetto.dev too\n");
   if (help || bad || size == 0) return help ? 0 : bad ? 2 : 1;
   return report() || (out && trace(out));

@@ -390,38 +390,88 @@ cddptrace() {
 #include "cddp.h"
 #include <signal.h>
 #include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
 static int train(int rank, void *arg) {
   cddp_group *g;
-  float x = 1;
+  float x = 1, w[4] = {0};
+  const char *mode = getenv("MODE") ? getenv("MODE") : "";
+  cddp_group *other;
+  cddp_param p = {"w", w, NULL, 4, CDDP_F32};
+  cddp_ddp *d;
   (void)arg;
-  if (cddp_init(&g, NULL)) return 1;
+  if (cddp_init(&g, NULL) || cddp_group_split(g, 0, rank, &other) || cddp_barrier(other)) return 1;
+  if (!strcmp(mode, "model") && cddp_ddp_create(&d, g, &p, 1, NULL)) return 1;
   for (int i = 1; i <= 9; i++) {
-    if (rank == 1 && i == 6 && getenv("LEAVES")) break;
-    if (rank == 1 && i == 6) raise(SIGKILL);
+    bool now = rank == 1 && i == 6;
+    if (now && (getenv("LEAVES") || !strcmp(mode, "model"))) break;
+    if (now && !strcmp(mode, "mismatch"))
+      return cddp_all_reduce(other, &x, 1, CDDP_F32, CDDP_SUM, NULL) == CDDP_MISMATCH;
+    while (now && !strcmp(mode, "hang")) pause();
+    if (now) raise(SIGKILL);
     if (cddp_all_reduce(g, &x, 1, CDDP_F32, CDDP_SUM, NULL)) break;
   }
   cddp_destroy(g);
-  return 0;
+  return !strcmp(mode, "hang");
 }
-int main(void) { return cddp_spawn(train, NULL, 3) == CDDP_PEER_LOST || getenv("LEAVES") ? 0 : 1; }
+int main(void) { return cddp_spawn(train, NULL, 3) == CDDP_PEER_LOST || getenv("LEAVES") || getenv("MODE") ? 0 : 1; }
 END
   # shellcheck disable=SC2086
   cc victim.c $compiled -o victim -lpthread -lm && mkdir rings || exit 1
   CDDP_RECORD=$PWD/rings run ./victim
   head -c 50000 /dev/urandom >rings/cddp-noise.rec
   run ./cddptrace -o trace.json rings/cddp-*.rec
-  expect 1 "^MISSING: rank 1 was killed, or exited without leaving the group, before all_reduce\(1\), call 6 of group 0000, where 2 ranks waited for it\$"
+  expect 1 "^MISSING: rank 1 was killed, or exited without leaving the group, before all_reduce\(1\), call 8 of group 0000, where 2 ranks waited for it\$"
   expect 1 '^MISSING: '
-  expect 1 '^rank 1 \(pid [0-9]+ on .*\): all_reduce\(1\), call 5 of group 0000, ended well '
+  expect 1 '^rank 1 \(pid [0-9]+ on .*\): all_reduce\(1\), call 7 of group 0000, ended well '
   expect 3 '^late: rank [0-2] began its calls '
   expect 1 'cddp-noise.rec is no flight recorder.s file$'
   grep -c '"name":"all_reduce"' trace.json >"$work/spans"
   [ "$(cat "$work/spans")" = 17 ] || fail "$(cat "$work/spans") calls in the trace, 17 expected"
   mkdir left && CDDP_RECORD=$PWD/left LEAVES=1 run ./victim
-  run ./cddptrace left/cddp-*.rec
-  expect 1 "^MISSING: rank 1 left before all_reduce\(1\), call 6 of group 0000, where 2 ranks waited for it\$"
+  run ./cddptrace left
+  expect 1 "^MISSING: rank 1 left before all_reduce\(1\), call 8 of group 0000, where 2 ranks waited for it\$"
+  expect 1 '^MISSING: '
+  # A model that lives longer than the group; ranks that wait for each other; a rank that hangs, and a time-out.
+  CDDP_RECORD=$PWD/model MODE=model run ./victim
+  run ./cddptrace model
+  expect 1 "^MISSING: rank 1 left before all_reduce\(1\), call [0-9]+ of group 0000, where 2 ranks waited for it\$"
+  CDDP_RECORD=$PWD/mismatch MODE=mismatch run ./victim
+  run ./cddptrace mismatch
+  expect 1 '^MISSING: rank 1 was in all_reduce\(1\), call 2 of group .*, which ended CDDP_MISMATCH, and did not begin all_reduce\(1\), call 8 of group 0000, where 2 ranks waited for it$'
+  expect 2 '^MISSING: rank [02] was in all_reduce\(1\), call 8 of group 0000, which ended CDDP_MISMATCH, and did not begin all_reduce\(1\), call 2 of group .*, where 1 rank waited for it$'
+  expect 3 '^MISSING: '
+  hangs
+  head -c 3000 left/cddp-*-0.rec >mismatch/cut.rec
+  run ./cddptrace mismatch
+  expect 1 'mismatch/cut.rec is incomplete$'
+  mkdir nothing
+  ./cddptrace nothing >"$work/out" 2>&1 && fail "no file, and no error"
+  expect 1 '^nothing has no file \*\.rec$'
   command -v python3 >/dev/null || return 0
   python3 -c 'import json, sys; json.load(open(sys.argv[1]))' trace.json || fail "trace.json is not JSON"
+}
+
+hangs() { # a job that hangs is looked at while it does, and after its time-out
+  local pid i least
+  CDDP_TIMEOUT_S=3 CDDP_RECORD=$PWD/hang MODE=hang ./victim >victim.out 2>&1 &
+  pid=$!
+  for ((i = 0; i < 200; i++)); do
+    sleep 0.05
+    [ "$(ls hang 2>/dev/null | wc -l)" = 3 ] && run ./cddptrace hang >/dev/null && grep -q 'call 8 .* in it' "$work/out" && break
+  done
+  sleep 1
+  run ./cddptrace -o hang.json hang
+  expect 1 '^MISSING: rank 1 has not begun all_reduce\(1\), call 8 of group 0000, where 2 ranks waited for it$'
+  expect 1 '^MISSING: '
+  expect 2 '^rank [02] .* all_reduce\(1\), call 8 of group 0000, in it for [0-9.]* ms until now$'
+  least=$(sed -n 's/^rank [02] .* in it for \([0-9]*\)\..*/\1/p' "$work/out" | sort -n | head -n 1)
+  [ "$least" -ge 900 ] && [ "$least" -lt 60000 ] || fail "in it for $least ms, not 1000 or more"
+  [ "$(grep -o '"dur":[0-9]*' hang.json | cut -d: -f2 | awk '$1 > 900000' | wc -l)" = 2 ] || fail "no span of a second"
+  wait $pid || fail "victim: $(cat victim.out)"
+  run ./cddptrace hang
+  expect 1 '^MISSING: rank 1 did not reach all_reduce\(1\), call 8 of group 0000, where 2 ranks waited for it until the time-out$'
+  expect 0 'until now'
 }
 
 elastic() { # ranks are killed while it trains, by cddprun's processes and alone; the hash stays
