@@ -23111,6 +23111,8 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels) { (void)k
               Texts show the line of a call with the argument cddp_ddp_group(d), and of a bucket.
               Texts name no_sync, and a slow disk in cddp_save. They end at a whole character.
               cddp_save takes names of 252 to 255 bytes. cppcheck reads the header.
+              cddptrace: jobs that hang now, why a rank is missing, a directory as its argument.
+              cddprun: prints while it starts ranks; more than 4,096 ranks, -n4 and -np are errors.
               Too little memory (vm.overcommit_memory=2) is an error of cddp_alloc, not SIGBUS.
      GPUs     Calls beside a CUDA graph's capture no longer end it, nor call unfinished work done.
               cddp_set_stream orders the new stream behind the old one.

@@ -275,6 +275,7 @@ static int rank_main(const char *what) {
   if (strcmp(what, "death") == 0) return ranks_dies(rank, &shared->death);
   if (strcmp(what, "loses two") == 0) return rank_loses_two(rank);
   if (strcmp(what, "all fail") == 0) return 3 + rank;
+  if (strcmp(what, "fails at once") == 0) return bump(&shared->started), printf("here\n"), 3;
   if (strcmp(what, "skips") == 0)
     return rank == 1 ? 0 : (setenv("CDDP_TIMEOUT_S", "1", 1), rank_sums());
   if (strcmp(what, "without") == 0) return rank_without_descriptor(rank);
@@ -415,7 +416,16 @@ static void test_invalid(void) {
       {"-m train", "python3 -m"},
       {"--module train", "python3 -m"},
       {"--tee 3", "--log-dir"},
-      {"--nnodes=1:2", "nnodes"}};
+      {"--nnodes=1:2", "nnodes"},
+      /* mpirun's */
+      {"-n4", "-n N, with a space, not -n4"},
+      {"-np 4", "-n N, with a space, not -np"},
+      {"-np4", "-n N, with a space, not -np4"},
+      {"-nx", "no such option: -nx"},
+      /* more ranks than a job can have */
+      {"--nnodes 65 -n 64 --node-rank 0 --master-addr a", "at most 4096"},
+      {"--nnodes 65536 -n 4096 --node-rank 0 --master-addr a", "at most 4096"},
+      {"--nnodes 4097 --node-rank 0 --master-addr a", "at most 4096"}};
   const char *text;
   size_t i;
   for (i = 0; i < sizeof bad / sizeof *bad; i++) {
@@ -728,6 +738,40 @@ static void test_elastic_nodes(void) {
   }
 }
 
+/* A rank that fails at once ends the start: the others are not started, and it is told. */
+static void test_failure_at_the_start(void) {
+  CHECK_EQ(run("-n 400", "fails at once"), 3);
+  CHECK(shared->started >= 1 && shared->started < 300);
+  CHECK(said("exited with code 3") && strstr(contents(out), "[0] here\n") != NULL);
+  check_gone();
+}
+
+/* Colors are for a terminal that cddprun itself writes to, not for one that Open MPI gives a rank. */
+static void test_color(void) {
+  static const char *const launcher[] = {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"};
+  int terminal = posix_openpt(O_RDWR | O_NOCTTY | O_CLOEXEC), file = out, i, k;
+  bool opened = terminal >= 0 && grantpt(terminal) == 0 && unlockpt(terminal) == 0;
+  char text[4096];
+  ssize_t n;
+  CHECK(opened);
+  for (i = 0; opened && i < 2; i++) {
+    setenv("TERM", "xterm", 1);
+    unsetenv("NO_COLOR");
+    out = open(ptsname(terminal), O_RDWR | O_NOCTTY | O_CLOEXEC);
+    for (k = 0; k < 2 && i == 1; k++) setenv(launcher[k], k == 0 ? "0" : "1", 1);
+    empty(err);
+    CHECK_EQ(end_of(start("-n 1", "fails at once"), 15), 3);
+    n = read(terminal, text, sizeof text - 1);
+    text[n > 0 ? n : 0] = 0;
+    CHECK(strstr(text, "here") != NULL);
+    CHECK((strstr(text, "\033[") != NULL) == (i == 0));
+    close(out);
+    for (k = 0; k < 2; k++) unsetenv(launcher[k]);
+  }
+  out = file;
+  if (terminal >= 0) close(terminal);
+}
+
 /* Two that die between two looks: the one that comes again counts among those that are left. */
 static void test_two_at_once(void) {
   CHECK_EQ(run("-n 3 --elastic --max-restarts 1 --min-nproc 2", "loses two"), 0);
@@ -913,6 +957,8 @@ int main(int argc, char **argv) {
   RUN(test_elastic);
   RUN(test_elastic_start);
   RUN(test_elastic_nodes);
+  RUN(test_failure_at_the_start);
+  RUN(test_color);
   RUN(test_two_at_once);
   RUN(test_logs);
   RUN(test_leftovers);
