@@ -13138,8 +13138,8 @@ static cddp_result cddp__finish_recv(cddp_work *work, double limit) {
      1. Rounds work as without MPI. After the round of a large call each rank starts the nonblocking
         MPI collective, and tests it. Meanwhile it checks its peers and the deadline.
      2. A second round ends the call, so that a rank that is done and exits is not reported as lost.
-     3. MPI_Finalize waits for all ranks. A rank that calls it, or exit, while groups live first marks
-        itself as dead in these, as the end of its process would.
+     3. MPI_Finalize waits for all ranks. A rank that calls it, or exit, while groups live first
+        marks itself as dead in these, as the end of its process would.
    MPI determines the order of sums. After a failure MPI still uses the started operation's buffers:
    copies made for it stay allocated. send and recv do not use MPI. */
 
@@ -13397,7 +13397,8 @@ static cddp_result cddp__mpi_start(const cddp_group *g) {
   }
   if (code == MPI_SUCCESS) code = MPI_Comm_size(MPI_COMM_WORLD, &size);
   if (code == MPI_SUCCESS && cddp__mpi_attribute == MPI_KEYVAL_INVALID) {
-    code = MPI_Comm_create_keyval(MPI_COMM_NULL_COPY_FN, cddp__mpi_ends, &cddp__mpi_attribute, NULL);
+    code = MPI_Comm_create_keyval(MPI_COMM_NULL_COPY_FN, cddp__mpi_ends, &cddp__mpi_attribute,
+                                  NULL);
     if (code == MPI_SUCCESS) code = MPI_Comm_set_attr(MPI_COMM_SELF, cddp__mpi_attribute, NULL);
   }
   if (code != MPI_SUCCESS) return cddp__mpi_fail(code, "MPI_Init_thread");

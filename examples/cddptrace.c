@@ -7,8 +7,8 @@
 
    Reads files, or all files *.rec of a directory, of a job that is running, hangs or was killed. If
    ranks of the job still run on this host, the report is of now: a call that hangs has lasted until
-   now. If the files are of several jobs, it reports the newest job. A rank of an elastic job can have several files: each process that
-   joined as this rank wrote its own file. */
+   now. If the files are of several jobs, it reports the newest job. A rank of an elastic job can
+   have several files: each process that joined as this rank wrote its own file. */
 #define CDDP_IMPLEMENTATION
 #include "../cddp.h"
 
@@ -62,7 +62,7 @@ static int64_t nanoseconds(clockid_t clock) {
 static void look_for_process(rank_file *f) {
   char host[sizeof f->head.host] = "", path[64], text[1024], *at;
   int64_t started = INT64_MAX, now = nanoseconds(CLOCK_REALTIME);
-  unsigned long long ticks;
+  unsigned long long ticks = 0;
   FILE *in;
   gethostname(host, sizeof host - 1);
   if (!f->records || strcmp(host, f->head.host) != 0) return;
@@ -71,9 +71,10 @@ static void look_for_process(rank_file *f) {
     size_t n = fread(text, 1, sizeof text - 1, in);
     fclose(in);
     text[n] = 0;
-    at = strrchr(text, ')'); /* the end of the name; then the state, and 18 more fields */
-    if (at && at[1] && at[2] != 'Z' &&
-        sscanf(at + 1, " %*c%*s%*s%*s%*s%*s%*s%*s%*s%*s%*s%*s%*s%*s%*s%*s%*s%*s%*s%llu", &ticks) == 1)
+    at = strrchr(text, ')'); /* the end of the name, field 2; the state is 3, the start 22 */
+    for (int field = at && at[1] && at[2] != 'Z' ? 2 : 22; at && field < 22; field++)
+      if ((at = strchr(at + 1, ' ')) && field == 21) ticks = strtoull(at, NULL, 10);
+    if (ticks > 0)
       started = now - nanoseconds(CLOCK_BOOTTIME) +
                 (int64_t)((double)ticks / (double)sysconf(_SC_CLK_TCK) * 1e9);
   }

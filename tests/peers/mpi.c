@@ -2,8 +2,8 @@
 
      mpi         collectives, sub-groups, training, mismatch
      mpi die     rank 1 is killed in an all_reduce; the others must hear of it soon
-     mpi exit C COUNT HOSTS HOW   rank 1 exits with code C instead of an all_reduce of COUNT elements,
-                 on so many hosts; HOW: 0 exit, 1 return, 2 MPI_Finalize and return
+     mpi exit C COUNT HOSTS HOW   rank 1 exits with code C instead of an all_reduce of COUNT
+                 elements, on so many hosts; HOW: 0 exit, 1 return, 2 MPI_Finalize and return
      mpi quit HOSTS   all ranks return without cddp_destroy, rank 1 first: no error
      mpi slow    MPI's start takes longer than the time-out of cddp_init, which must not matter
 

@@ -746,7 +746,7 @@ static void test_failure_at_the_start(void) {
   check_gone();
 }
 
-/* Colors are for a terminal that cddprun itself writes to, not for one that Open MPI gives a rank. */
+/* Colors are for a terminal of cddprun's own, not for one that Open MPI gives a rank. */
 static void test_color(void) {
   static const char *const launcher[] = {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"};
   int terminal = posix_openpt(O_RDWR | O_NOCTTY | O_CLOEXEC), file = out, i, k;
