@@ -28,7 +28,9 @@ static const char *const names[WAYS] = {"data parallel", "local SGD", "DiLoCo"};
 static int every = 20;
 
 #define TRY(call) \
-  if ((call) != CDDP_OK) return fprintf(stderr, "rank %d: %s\n", rank, cddp_error()), 1
+  do { \
+    if ((call) != CDDP_OK) return fprintf(stderr, "rank %d: %s\n", rank, cddp_error()), 1; \
+  } while (0)
 
 /* Uniform in -1 .. 1, from the number itself (splitmix64). */
 static float noise(uint64_t number) {
