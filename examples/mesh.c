@@ -59,7 +59,7 @@ static void model_init(model *m, int first, int units) {
 /* Loads sample `index` of the training set, and its label. */
 static void load_sample(int index, float *x, float *label) {
   for (int i = 0; i < IN; i++) x[i] = noise(3, (uint64_t)(index * IN + i));
-  for (int o = 0; o < OUT; o++) label[o] = sinf(3 * x[o]) * x[o + 1];
+  for (int o = 0; o < OUT; o++) label[o] = sinf(3 * x[o % IN]) * x[(o + 1) % IN];
 }
 
 /* h = relu(W1 x), y = W2 h, of this model's units. */

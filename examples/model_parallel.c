@@ -36,7 +36,8 @@ static void draw(float *x, float *t, uint64_t seed) {
     x[i] = (float)(seed >> 40) / 8388608.0f - 1;
   }
   for (int s = 0; s < SAMPLES; s++)
-    for (int o = 0; o < OUT; o++) t[s * OUT + o] = sinf(x[s * IN + o] + 2 * x[s * IN + o + 1]);
+    for (int o = 0; o < OUT; o++)
+      t[s * OUT + o] = sinf(x[s * IN + o % IN] + 2 * x[s * IN + (o + 1) % IN]);
 }
 
 /* y[SAMPLES][out] = w x + b; w is [out][in], b follows it. */
@@ -109,7 +110,7 @@ static int last_stage(cddp_group *g, const float *w, float *grad, uint64_t seed,
 }
 
 static int train(int rank, void *arg) {
-  static float w[(IN + 1) * MIDDLE]; /* room for either stage */
+  static float w[(IN + 1) * MIDDLE + (MIDDLE + 1) * OUT]; /* enough for either stage */
   int stage = rank % 2, micro, most = 0;
   cddp_param p = {"stage", w, NULL, stage ? (MIDDLE + 1) * OUT : (IN + 1) * MIDDLE, CDDP_F32};
   cddp_sgd_desc options = {0};

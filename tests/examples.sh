@@ -74,6 +74,34 @@ launched() { # RANKS COMMAND...: as the ranks of a launcher, all in one job; its
   [ $code = 0 ] || { cat "$work/out"; fail "as $ranks ranks of a launcher: $*: exit code $code"; }
 }
 
+# People adapt examples: with other sizes none reads or writes past an array. (Losses are not compared.)
+sizes() {
+  local name sizes size file
+  while read -r name sizes; do
+    cp -r examples "$work/examples" && ln -sf "$top/cddp.h" "$work" && file=$work/examples/$name.c
+    for size in $sizes; do
+      grep -q -E "\b${size%=*} = [0-9]+" "$file" || fail "$name has no constant ${size%=*}"
+      sed -i -E "0,/\b${size%=*} = [0-9]+/s//${size%=*} = ${size#*=}/" "$file"
+    done
+    # shellcheck disable=SC2086
+    cc -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=undefined -I. ${compiled:-} "$file" -o "$work/$name" -lpthread -lm \
+      2>"$work/errors" || { grep -q -i 'cannot find.*san' "$work/errors" && echo 'SKIP: no sanitizer' && exit 77; fail "$(cat "$work/errors")"; }
+    ASAN_OPTIONS=detect_leaks=0 timeout 100 "$work/$name" >"$work/out" 2>&1
+    ! grep -E -A 6 'AddressSanitizer|runtime error|SIGSEGV|signal 11' "$work/out" || fail "$name with $sizes"
+    rm -rf "$work/examples"
+  done <<'END'
+toy IN=7 HIDDEN=13 OUT=11 BATCH=3
+linear IN=3 OUT=17 BATCH=5
+embedding WIDTH=17 CLASSES=3 BATCH=5 STEPS=40
+powersgd IN=48 OUT=64 STEPS=60
+powersgd IN=5 OUT=9 BATCH=3 STEPS=60
+sync_batchnorm IN=5 CHANNELS=7 BATCH=12
+mesh IN=5 HIDDEN=18 OUT=7 BATCH=6
+model_parallel IN=8 MIDDLE=24 OUT=12 STEPS=20
+elastic IN=7 HIDDEN=33 BATCH=5 SHARDS=5
+END
+}
+
 toy() {
   local ranks r
   build toy
@@ -615,6 +643,6 @@ no_gpu() { # COMMAND...: says in one line that there is none, and exits with 1
 }
 
 case ${1:-} in
-toy | linear | collectives | embedding | local_sgd | powersgd | sync_batchnorm | mesh | data_parallel | model_parallel | digits | gpt | elastic | cddptrace | cddprun | gpu | gpu_elastic) "$1" ;;
+sizes | toy | linear | collectives | embedding | local_sgd | powersgd | sync_batchnorm | mesh | data_parallel | model_parallel | digits | gpt | elastic | cddptrace | cddprun | gpu | gpu_elastic) "$1" ;;
 *) fail "usage: $0 NAME" ;;
 esac
