@@ -216,7 +216,7 @@ static int read_number(const char *name, const char *text, int low, int high, in
 
 /* Rejects an unknown option. If it is one of torchrun's, names cddprun's equivalent. */
 static int refuse_option(const char *name) {
-  size_t np = strncmp(name, "-np", 3) == 0 ? 3 : strncmp(name, "-n", 2) == 0 ? 2 : 0;
+  const char *number = name + 2 + (name[1] == 'n' && name[2] == 'p'); /* of -n4, mpirun's -np 4 */
   static const char *const theirs[][2] = {
       {"--no-python", "is not needed: cddprun starts any program"},
       {"--rdzv-backend", "is torchrun's: say --master-addr and --master-port"},
@@ -231,7 +231,7 @@ static int refuse_option(const char *name) {
       {"--redirects", "is torchrun's: say --log-dir"}};
   char what[64];
   size_t k;
-  if (np > 0 && strspn(name + np, "0123456789") == strlen(name + np))
+  if (name[1] == 'n' && strspn(number, "0123456789") == strlen(number))
     return refuse("ranks are counted by -n N, with a space, not ", name);
   for (k = 0; k < sizeof theirs / sizeof *theirs; k++) {
     snprintf(what, sizeof what, "%s ", theirs[k][0]);
