@@ -919,6 +919,138 @@ static void test_asks_again(void) {
   CHECK(ranks_exited_well(status, 3));
 }
 
+/* --- a process that has joined never had the mean that another rank lacks ---
+   Ranks 0, 1 and 2 on one host. Rank 2 dies in step 3 after the reduction's last round. Rank 0 has
+   passed that round, rank 1 has not: it sees the broken group first. Process 3 joins in the meeting
+   that follows, with the weights behind step 3. Then rank 0 dies after the last round of the
+   snapshot, which process 3 has passed and rank 1 has not. Now only process 3 has made the
+   reduction of step 3, without its mean. Rank 1 must update by the right mean anyway. */
+
+enum { MEAN_COUNT = 500, MEAN_STEP = 3, MEAN_STEPS = 7 };
+
+typedef struct mean_scene {
+  bool waits; /* the loop is cddp_ddp_wait and an update of its own */
+  int port, first_lost, exchanged, held, grouped, held_again, reported, joined_lost;
+  float weights[4];
+  int done[4];
+} mean_scene;
+
+static mean_scene *scene; /* shared; its ints are atomic */
+static cddp_ddp *scene_ddp;
+static int scene_rank;
+
+static int look(const int *p) { return __atomic_load_n(p, __ATOMIC_SEQ_CST); }
+static void set(int *p) { __atomic_store_n(p, 1, __ATOMIC_SEQ_CST); }
+
+static void hold(const int *p) {
+  double until = test_now() + RANKS_WITHIN(20.0);
+  while (look(p) == 0 && test_now() < until) ranks_sleep(0.0005);
+  if (look(p) == 0) test_fail(__FILE__, __LINE__, "rank %d was held for too long", scene_rank);
+}
+
+static void scene_point(const char *name) {
+  bool now = scene_ddp != NULL && cddp_ddp_steps(scene_ddp) == MEAN_STEP;
+#define AT(which, point) (scene_rank == (which) && strcmp(name, point) == 0)
+  if (AT(0, "elastic lost")) set(&scene->first_lost);
+  if (AT(0, "elastic grouped") && look(&scene->first_lost)) hold(&scene->held_again);
+  if (AT(0, "elastic passed") && look(&scene->held_again)) {
+    ranks_sleep(0.05); /* process 3 passes the round */
+    raise(SIGKILL);
+  }
+  if (AT(1, "elastic exchanged") && now) set(&scene->exchanged);
+  if (AT(1, "elastic grouped") && look(&scene->held)) set(&scene->grouped);
+  if (AT(1, "waits") && look(&scene->exchanged) && !look(&scene->held)) {
+    set(&scene->held);
+    hold(&scene->reported);
+    hold(&scene->first_lost);
+    ranks_sleep(0.1); /* rank 0 breaks the group */
+  } else if (AT(1, "waits") && look(&scene->grouped) && !look(&scene->held_again)) {
+    set(&scene->held_again);
+    hold(&scene->joined_lost);
+  }
+  if (AT(2, "elastic exchanged") && now) hold(&scene->held);
+  if (AT(2, "elastic reduced") && now) raise(SIGKILL);
+  if (AT(3, "elastic report")) set(&scene->reported);
+  if (AT(3, "elastic lost")) set(&scene->joined_lost);
+#undef AT
+}
+
+/* Between two steps all ranks use the model's group. A call must not meet that of another step. */
+static void scene_use_group(uint64_t step) {
+  float all[2] = {(float)step, -(float)step};
+  cddp_result r = cddp_all_reduce(cddp_ddp_group(scene_ddp), all, 2, CDDP_F32, CDDP_MAX, NULL);
+  if (r != CDDP_PEER_LOST) CHECK_OK(r);
+  if (r == CDDP_OK) CHECK(all[0] == -all[1]);
+}
+
+static int scene_life(int rank, void *arg) {
+  static float w[MEAN_COUNT];
+  cddp_param p = {"w", w, NULL, MEAN_COUNT, CDDP_F32};
+  cddp_ddp_desc desc;
+  cddp_sgd_desc o;
+  cddp_optim *optim = NULL;
+  cddp_group *g;
+  uint64_t t;
+  int shard, i;
+  (void)arg;
+  scene_rank = rank;
+  memset(&desc, 0, sizeof desc);
+  memset(&o, 0, sizeof o);
+  ranks_environment(rank, 3, scene->port);
+  setenv("CDDP_TIMEOUT_S", "60", 1);
+  if (rank == 3) setenv("CDDP_JOIN", "1", 1);
+  inside_at_point = NULL;
+  CHECK_OK(cddp_init(&g, NULL));
+  inside_at_point = scene_point;
+  desc.elastic = true;
+  desc.shards = 4;
+  o.lr = 0.125;
+  for (i = 0; i < MEAN_COUNT; i++) w[i] = 1;
+  CHECK_OK(cddp_ddp_create(&scene_ddp, g, &p, 1, &desc));
+  if (!scene->waits) CHECK_OK(cddp_sgd_create(&optim, &p, 1, &o));
+  while (test_failures == 0 && (t = cddp_ddp_steps(scene_ddp)) < MEAN_STEPS) {
+    while (cddp_ddp_next_shard(scene_ddp, &shard)) {
+      for (i = 0; i < MEAN_COUNT; i++) ((float *)p.grad)[i] += (float)(1 + t) * (float)(shard + 1);
+      CHECK_OK(cddp_ddp_ready(scene_ddp, 0));
+    }
+    if (scene->waits) {
+      CHECK_OK(cddp_ddp_wait(scene_ddp));
+      for (i = 0; i < MEAN_COUNT; i++) w[i] -= 0.125f * ((float *)p.grad)[i];
+      memset(p.grad, 0, sizeof w);
+    } else {
+      CHECK_OK(cddp_ddp_step(scene_ddp, optim));
+    }
+    scene_use_group(t);
+  }
+  scene->weights[rank] = w[7];
+  scene->done[rank] = test_failures == 0;
+  cddp_optim_destroy(optim);
+  cddp_ddp_destroy(scene_ddp);
+  cddp_destroy(g);
+  return 0;
+}
+
+static void test_mean_of_joined(void) {
+  float want = 1;
+  int i, status[4], waits;
+  pid_t pids[4];
+  for (i = 0; i < MEAN_STEPS; i++) want -= 0.125f * 2.5f * (float)(1 + i); /* exact */
+  scene = (mean_scene *)ranks_shared(sizeof *scene);
+  for (waits = 0; waits < 2; waits++) {
+    memset(scene, 0, sizeof *scene);
+    scene->waits = waits != 0;
+    scene->port = ranks_free_port();
+    for (i = 0; i < 3; i++) pids[i] = ranks_fork(scene_life, i, NULL);
+    hold(&scene->first_lost);
+    pids[3] = ranks_fork(scene_life, 3, NULL);
+    ranks_join(pids, 4, RANKS_WITHIN(60.0), status);
+    CHECK(WIFSIGNALED(status[0]) && WIFSIGNALED(status[2]));
+    CHECK(status[1] == 0 && status[3] == 0);
+    CHECK(scene->done[1] && scene->weights[1] == want);
+    CHECK(scene->done[3] && scene->weights[3] == want);
+  }
+}
+
 int main(int argc, char **argv) {
   uint64_t seed, last;
   reports = (report *)ranks_shared(MOST * sizeof *reports);
@@ -942,6 +1074,7 @@ int main(int argc, char **argv) {
     RUN(test_no_first_thread);
     RUN(test_taken_for_lost);
     RUN(test_creation);
+    RUN(test_mean_of_joined);
     RUN(test_seeds);
     RUN(test_hosts_undisturbed);
     RUN(test_hosts_deaths);
