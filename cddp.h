@@ -2036,6 +2036,7 @@ struct cddp_group { /* followed by its arrays, see cddp__group_build */
   /* Ranks. */
   cddp__host *host;
   uint64_t id; /* the same on all ranks of the group; 0: the world */
+  bool elastic; /* of an elastic model: its ranks continue without one that fails */
   int rank, size;
   int *members;               /* [size] each rank's index on this host; -1: on another host */
   int *world;                 /* [size] each rank's rank in the job; NULL in a job on one host */
@@ -8152,8 +8153,18 @@ static cddp_result cddp__break_here(cddp_group *g, cddp_result r, bool notify_ho
   return cddp__check_failure(g);
 }
 
+static cddp__text cddp__name_rank(const cddp_group *g, int rank);
+
+/* The same. If this rank of an elastic model fails for a reason of its own, the others lose only
+   this rank. Then this returns r. */
 static cddp_result cddp__break(cddp_group *g, cddp_result r) {
-  return cddp__break_here(g, r, true);
+  char text[CDDP__ERROR_MAX];
+  if (!g->elastic || (r != CDDP_OUT_OF_MEMORY && r != CDDP_SYSTEM && r != CDDP_CUDA))
+    return cddp__break_here(g, r, true);
+  memcpy(text, cddp__error_text, sizeof text);
+  (void)cddp__break_here(g, cddp__fail(CDDP_PEER_LOST, "%s has failed: %.320s",
+                                       cddp__name_rank(g, g->rank).s, text), true);
+  return cddp__fail(r, "%s", text);
 }
 
 /* Marks this rank: several of its threads use cddp. If one of them waits, another can end the wait,
@@ -12352,7 +12363,8 @@ static cddp_result cddp__find_views(const cddp__flow *f, bool *any_scratch) {
     if (g->members[p] < 0) continue;
     if (scratch) ref = &cddp__slot_of(g, p)->scratch;
     if (ref->kind == CDDP__REF_NONE)
-      r = cddp__fail(CDDP_OUT_OF_MEMORY, "rank %d has no memory for the pieces of this call", p);
+      r = cddp__fail(g->elastic && p != g->rank ? CDDP_PEER_LOST : CDDP_OUT_OF_MEMORY,
+                     "rank %d has no memory for the pieces of this call", p);
     else if (ref->kind != CDDP__REF_UNUSED && (p != g->rank || scratch))
       r = cddp__map_ref(g->host, ref, &at);
     else if (p == g->rank)
@@ -18319,6 +18331,9 @@ typedef struct cddp__elastic_call {
 } cddp__elastic_call;
 
 #define CDDP__JOIN_REQUESTS 64 /* joining processes that can wait for a meeting; others retry */
+/* After this many meetings since the last reduction only losses cause one: processes that die while
+   they join cannot hold up the step. */
+#define CDDP__JOIN_MEETINGS 8
 
 /* shared: addresses of a rank's memory, for the other ranks on its host. The addresses of its
    weights [params] follow, then the slots of its nodes [shards], in order. Writer: its rank, before
@@ -19141,6 +19156,7 @@ static cddp_result cddp__elastic_find_number(const cddp_ddp *d, const cddp__memb
 static void cddp__admit_joining(cddp_ddp *d) {
   cddp__elastic *elastic = d->elastic;
   int k, number;
+  if (elastic->attempts > CDDP__JOIN_MEETINGS) return; /* they ask again */
   for (k = d->shards.count; k < d->shards.count + elastic->request_count; k++) {
     cddp__connection *link = elastic->links[k];
     cddp__member *self = &cddp__report_at(d, elastic->reports[k], 0)->self;
@@ -19480,6 +19496,7 @@ static cddp_result cddp__elastic_create_group(cddp_ddp *d, cddp__message *table,
   memcpy(id, elastic->net->token, 2 * sizeof *id);
   id[2] = elastic->epoch << 1 | (uint64_t)which;
   (*out)->block_ref = ref;
+  (*out)->elastic = true;
   (*out)->id = cddp__hash64(1, id, sizeof id);
   r = cddp__hosts_attach(*out, elastic->net, elastic->order);
   CDDP__POINT("elastic built");
@@ -20105,6 +20122,7 @@ static cddp_result cddp__elastic_create(cddp_ddp *d) {
   cddp__free(&g->host->allocator, all);
   if (r == CDDP_OK) r = cddp__consensus(g, cddp__elastic_connect(d), NULL, 0, NULL);
   if (r != CDDP_OK) return r;
+  d->control->elastic = d->comm->elastic = true;
   cddp__answer_joins(d);
   return CDDP_OK;
 }

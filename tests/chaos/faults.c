@@ -846,6 +846,150 @@ static void test_checkpoint(void) {
   unlink(checkpoint);
 }
 
+/* --- one call that fails in one rank of an elastic model: at most that rank ends --- */
+
+enum { FIRST = 3, JOINER = FIRST, WEIGHTS = 30000 };
+
+typedef struct elastic_run {
+  int port, victim, created, ended; /* ended: the joining process has joined or failed */
+  const char *hosts;
+  outcome out[FIRST + 1];
+} elastic_run;
+
+static elastic_run *elastic;
+
+static int read_flag(const int *p) { return __atomic_load_n(p, __ATOMIC_SEQ_CST); }
+
+/* A step in which every shard's gradient is 1. The weights are those of a run without failures. */
+static cddp_result elastic_step(cddp_ddp *ddp, cddp_optim *optim, const cddp_param *p, bool dies) {
+  float w = 0, momentum = 0;
+  const float *weights = (const float *)p->data;
+  int shard, i;
+  uint64_t t;
+  cddp_result r;
+  while (cddp_ddp_next_shard(ddp, &shard)) {
+    if (dies) raise(SIGKILL);
+    for (i = 0; i < WEIGHTS; i++) ((float *)p->grad)[i] += 1;
+    (void)cddp_ddp_ready(ddp, 0); /* the step returns its error */
+  }
+  if ((r = cddp_ddp_step(ddp, optim)) != CDDP_OK) return r;
+  for (t = 0; t < cddp_ddp_steps(ddp); t++) {
+    momentum = t == 0 ? 1 : 0.5f * momentum + 1;
+    w -= 0.125f * momentum;
+  }
+  for (i = 0; i < WEIGHTS && weights[i] == w;) i++;
+  CHECK(i == WEIGHTS);
+  return r;
+}
+
+/* Rank 2 dies in step 2, in which the victim's calls begin to count. Another process joins. */
+static int elastic_life(int rank, void *arg) {
+  cddp_param p = {"w", NULL, NULL, WEIGHTS, CDDP_F32};
+  float stop = 0;
+  cddp_ddp_desc desc;
+  cddp_sgd_desc o;
+  cddp_group *g = NULL;
+  cddp_ddp *ddp = NULL;
+  cddp_optim *optim = NULL;
+  cddp_result r;
+  (void)arg;
+  prctl(PR_SET_PDEATHSIG, SIGKILL);
+  memset(&desc, 0, sizeof desc);
+  memset(&o, 0, sizeof o);
+  desc.elastic = true;
+  desc.shards = 4;
+  o.lr = 0.125;
+  o.momentum = 0.5;
+  if (elastic->hosts != NULL) setenv("TEST_HOSTS", elastic->hosts, 1);
+  ranks_environment(rank, FIRST, elastic->port);
+  setenv("CDDP_TIMEOUT_S", "20", 1);
+  if (rank == JOINER) setenv("CDDP_JOIN", "1", 1);
+  if (rank != elastic->victim) fault.number = 0;
+  if (rank == JOINER) arm(true);
+  r = cddp_init(&g, NULL);
+  if (r == CDDP_OK && (p.data = cddp_alloc(g, WEIGHTS * sizeof(float))) == NULL)
+    r = CDDP_OUT_OF_MEMORY;
+  if (r == CDDP_OK) r = cddp_ddp_create(&ddp, g, &p, 1, &desc);
+  if (r == CDDP_OK) r = cddp_sgd_create(&optim, &p, 1, &o);
+  if (r == CDDP_OK && rank < FIRST) __atomic_add_fetch(&elastic->created, 1, __ATOMIC_SEQ_CST);
+  while (r == CDDP_OK && read_flag(&elastic->created) < FIRST) ranks_sleep(0.001);
+  while (r == CDDP_OK && stop == 0) {
+    uint64_t t = cddp_ddp_steps(ddp);
+    if (t == 2) arm(true);
+    r = elastic_step(ddp, optim, &p, rank == 2 && t == 2 && rank != elastic->victim);
+    stop = (float)read_flag(&elastic->ended);
+    if (r == CDDP_OK)
+      r = cddp_all_reduce(cddp_ddp_group(ddp), &stop, 1, CDDP_F32, CDDP_MAX, NULL);
+    if (r == CDDP_PEER_LOST) r = CDDP_OK, stop = 0;
+    if (rank == JOINER) __atomic_store_n(&elastic->ended, 1, __ATOMIC_SEQ_CST);
+  }
+  note(&elastic->out[rank], r);
+  arm(false);
+  if (rank == JOINER) __atomic_store_n(&elastic->ended, 1, __ATOMIC_SEQ_CST);
+  cddp_optim_destroy(optim);
+  cddp_ddp_destroy(ddp);
+  if (g != NULL) cddp_free(g, p.data);
+  cddp_destroy(g);
+  elastic->out[rank].ended = true;
+  return 0;
+}
+
+/* Returns whether the fault struck. */
+static bool run_elastic(int victim, uint32_t number) {
+  int status[FIRST + 1], i, before = test_failures;
+  double until = test_now() + RANKS_WITHIN(10);
+  pid_t pids[FIRST + 1];
+  memset(elastic->out, 0, sizeof elastic->out);
+  elastic->created = elastic->ended = 0;
+  elastic->victim = victim;
+  elastic->port = ranks_free_port();
+  fault.number = number;
+  fault.struck = -1;
+  __atomic_store_n(&fault.counted, 0, __ATOMIC_SEQ_CST);
+  for (i = 0; i < FIRST; i++) pids[i] = ranks_fork(elastic_life, i, NULL);
+  while (read_flag(&elastic->created) < FIRST && test_now() < until) ranks_sleep(0.001);
+  pids[JOINER] = ranks_fork(elastic_life, JOINER, NULL);
+  ranks_join(pids, FIRST + 1, RANKS_WITHIN(20), status);
+  for (i = 0; i <= FIRST; i++) {
+    if (i == 2) continue;
+    CHECK(status[i] == 0 && elastic->out[i].ended);
+    if (i != victim) CHECK_IS(elastic->out[i].result, CDDP_OK);
+  }
+  for (i = 0; test_failures != before && i <= FIRST; i++)
+    fprintf(stderr, "  hosts %s, call %u of %x: rank %d%s (struck %d): %s: %s\n",
+            elastic->hosts != NULL ? elastic->hosts : "a", number, fault.calls, i,
+            i == victim ? ", the victim" : "", elastic->out[i].struck,
+            cddp_result_name(elastic->out[i].result), elastic->out[i].text);
+  return elastic->out[victim].struck >= 0;
+}
+
+static void test_elastic(void) {
+  static const char *const hosts[] = {NULL, "aab", "abc"};
+  static const struct {
+    unsigned calls;
+    int error;
+  } kinds[] = {{1u << CALL_SOCKET | 1u << CALL_ACCEPT, EMFILE},
+               {1u << CALL_MMAP | 1u << CALL_STAT, ENOMEM},
+               {1u << CALL_EPOLL | 1u << CALL_EVENTFD | 1u << CALL_OPEN, EMFILE},
+               {1u << CALL_MALLOC | 1u << CALL_CALLOC, ENOMEM}};
+  static const int victims[] = {0, 1, JOINER};
+  int i, k, v, struck = 0;
+  for (i = 0; i < 3; i++)
+    for (k = 0; k < 4; k++)
+      for (v = 0; v < 3; v++) {
+        uint32_t stride = thorough ? 1 : k == 3 ? 97 : 11, most = thorough ? 400 : 60;
+        uint32_t number = thorough ? 1 : 1 + (uint32_t)(i + v) % stride;
+        bool more = true;
+        elastic->hosts = hosts[i];
+        fault.calls = kinds[k].calls;
+        fault.error = kinds[k].error;
+        for (; more && number < most && test_failures < 10; number += stride)
+          struck += more = run_elastic(victims[v], number);
+      }
+  fprintf(stderr, "  %d calls failed\n", struck);
+  CHECK(struck > 15);
+}
+
 /* --- bad input --- */
 
 /* The call was refused with a sentence that begins with the function's name. */
@@ -1150,6 +1294,7 @@ static void test_bad_starts(void) {
 int main(int argc, char **argv) {
   thorough = argc > 1 && strcmp(argv[1], "--thorough") == 0;
   job = (struct job *)ranks_shared(sizeof *job);
+  elastic = (elastic_run *)ranks_shared(sizeof *elastic);
   RUN(test_memory_init);
   RUN(test_memory_collectives);
   RUN(test_memory_mail);
@@ -1165,6 +1310,7 @@ int main(int argc, char **argv) {
   RUN(test_resets);
   RUN(test_files);
   RUN(test_checkpoint);
+  RUN(test_elastic);
   RUN(test_bad_calls);
   RUN(test_bad_starts);
   return TEST_END();

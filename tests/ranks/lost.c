@@ -1051,6 +1051,83 @@ static void test_mean_of_joined(void) {
   }
 }
 
+/* --- processes that die while they join ---
+   Each of them dies in the meeting in which it joins, and not before the next one has asked to join.
+   So without a limit every meeting of the step admits one more. The job must complete its steps. */
+
+enum { CRASHING = 36 }; /* more than 4 * shards + 16 */
+
+typedef struct crash_loop {
+  int port, created, stop, asked[CRASHING + 1];
+  uint64_t steps;
+} crash_loop;
+
+static crash_loop *crashes;
+
+static void crash_point(const char *name) {
+  if (strcmp(name, "elastic report") == 0) set(&crashes->asked[scene_rank]);
+  if (strcmp(name, "elastic table") != 0) return;
+  if (scene_rank + 1 < CRASHING) hold(&crashes->asked[scene_rank + 1]);
+  raise(SIGKILL);
+}
+
+static int crash_life(int rank, void *arg) {
+  bool joins = arg != NULL; /* rank: the number of the joining process */
+  float w[100] = {0};
+  cddp_param p = {"w", w, NULL, 100, CDDP_F32};
+  cddp_ddp *ddp = NULL;
+  cddp_optim *optim = NULL;
+  cddp_ddp_desc desc;
+  cddp_sgd_desc o;
+  cddp_group *g;
+  cddp_result r;
+  int shard;
+  scene_rank = rank;
+  memset(&desc, 0, sizeof desc);
+  memset(&o, 0, sizeof o);
+  ranks_environment(joins ? 2 + rank : rank, 2, crashes->port);
+  setenv("CDDP_TIMEOUT_S", "60", 1);
+  if (joins) setenv("CDDP_JOIN", "1", 1);
+  inside_at_point = NULL;
+  if (cddp_init(&g, NULL) != CDDP_OK) return joins ? 0 : 1;
+  inside_at_point = joins ? crash_point : NULL;
+  desc.elastic = true;
+  desc.shards = 4;
+  o.lr = 0.125;
+  r = cddp_ddp_create(&ddp, g, &p, 1, &desc);
+  if (joins) return 0; /* the job has ended before */
+  CHECK_OK(r);
+  CHECK_OK(cddp_sgd_create(&optim, &p, 1, &o));
+  __atomic_add_fetch(&crashes->created, 1, __ATOMIC_SEQ_CST);
+  while (test_failures == 0 && look(&crashes->stop) == 0) {
+    while (cddp_ddp_next_shard(ddp, &shard)) CHECK_OK(cddp_ddp_ready(ddp, 0));
+    CHECK_OK(cddp_ddp_step(ddp, optim));
+    if (rank == 0) crashes->steps = cddp_ddp_steps(ddp);
+    ranks_sleep(0.001);
+  }
+  exit(test_failures != 0); /* to the other one it is lost */
+}
+
+static void test_crashing_joins(void) {
+  double until = test_now() + RANKS_WITHIN(20.0);
+  pid_t pids[2 + CRASHING];
+  int status[2 + CRASHING], i;
+  crashes = (crash_loop *)ranks_shared(sizeof *crashes);
+  crashes->port = ranks_free_port();
+  for (i = 0; i < 2; i++) pids[i] = ranks_fork(crash_life, i, NULL);
+  while (look(&crashes->created) < 2 && test_now() < until) ranks_sleep(0.001);
+  for (i = 0; i < CRASHING; i++) {
+    pids[2 + i] = ranks_fork(crash_life, i, crashes);
+    while (look(&crashes->asked[i]) == 0 && test_now() < until) ranks_sleep(0.001);
+    if (i == CRASHING - 1) crashes->steps = 0;
+  }
+  while (crashes->steps == 0 && test_now() < until) ranks_sleep(0.001);
+  CHECK(crashes->steps > 0);
+  set(&crashes->stop);
+  ranks_join(pids, 2 + CRASHING, RANKS_WITHIN(20.0), status);
+  CHECK(status[0] == 0 && status[1] == 0);
+}
+
 int main(int argc, char **argv) {
   uint64_t seed, last;
   reports = (report *)ranks_shared(MOST * sizeof *reports);
@@ -1075,6 +1152,7 @@ int main(int argc, char **argv) {
     RUN(test_taken_for_lost);
     RUN(test_creation);
     RUN(test_mean_of_joined);
+    RUN(test_crashing_joins);
     RUN(test_seeds);
     RUN(test_hosts_undisturbed);
     RUN(test_hosts_deaths);
