@@ -822,8 +822,8 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
    started the job. With shards = 0 that is the number of shards. Collectives of g are
    CDDP_UNSUPPORTED: use cddp_ddp_group.
 
-     error of a joining process   cause
-     CDDP_PEER_LOST               the job has ended or cannot be found
+     error of a joining process   cause, in cddp_init or cddp_ddp_create
+     CDDP_PEER_LOST               the job cannot be found, or ends before the process has joined
      CDDP_UNSUPPORTED             the job already has one rank for each shard, or 1,024 have joined
      CDDP_MISMATCH                another model, optimizer setting, WORLD_SIZE or version
      CDDP_INVALID_ARGUMENT        a living process already has this RANK or this GPU
@@ -19317,8 +19317,12 @@ static cddp_result cddp__elastic_find_leader(cddp_ddp *d, double deadline) {
   if (lead->self.life == 0) {
     r = cddp__find_job(host, deadline, &fd, &table);
     cddp__close_fd(&fd);
-    if (r == CDDP_OK && memcmp(table.lead.token, lead->token, sizeof lead->token) != 0)
-      r = cddp__fail(CDDP_PEER_LOST, "CDDP_JOIN: the model has ended before this rank joined it");
+    if (r == CDDP_PEER_LOST || /* no rank answers, although one did in cddp_init */
+        (r == CDDP_OK && memcmp(table.lead.token, lead->token, sizeof lead->token) != 0))
+      r = cddp__fail(CDDP_PEER_LOST,
+                     "CDDP_JOIN: the job has ended, or has destroyed its model, before rank %d "
+                     "joined it",
+                     d->group->rank);
     if (r != CDDP_OK) return r;
     *lead = table.lead;
   }
