@@ -8153,8 +8153,6 @@ static cddp_result cddp__break_here(cddp_group *g, cddp_result r, bool notify_ho
   return cddp__check_failure(g);
 }
 
-static cddp__text cddp__name_rank(const cddp_group *g, int rank);
-
 /* The same. If this rank of an elastic model fails for a reason of its own, the others lose only
    this rank. Then this returns r. */
 static cddp_result cddp__break(cddp_group *g, cddp_result r) {
@@ -8162,8 +8160,9 @@ static cddp_result cddp__break(cddp_group *g, cddp_result r) {
   if (!g->elastic || (r != CDDP_OUT_OF_MEMORY && r != CDDP_SYSTEM && r != CDDP_CUDA))
     return cddp__break_here(g, r, true);
   memcpy(text, cddp__error_text, sizeof text);
-  (void)cddp__break_here(g, cddp__fail(CDDP_PEER_LOST, "%s has failed: %.320s",
-                                       cddp__name_rank(g, g->rank).s, text), true);
+  cddp__fail(CDDP_PEER_LOST, "rank %d of the group (pid %d on %s) has failed: %.320s", g->rank,
+             (int)getpid(), g->host->name, text);
+  (void)cddp__break_here(g, CDDP_PEER_LOST, true);
   return cddp__fail(r, "%s", text);
 }
 

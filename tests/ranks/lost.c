@@ -1052,8 +1052,8 @@ static void test_mean_of_joined(void) {
 }
 
 /* --- processes that die while they join ---
-   Each of them dies in the meeting in which it joins, and not before the next one has asked to join.
-   So without a limit every meeting of the step admits one more. The job must complete the step. */
+   Each of them dies in the meeting in which it joins, but after the next one has asked to join. So
+   without a limit every meeting of the step admits one more. The job must complete the step. */
 
 enum { CRASHING = 36 }; /* more than 4 * shards + 16 */
 
