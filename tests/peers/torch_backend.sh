@@ -19,7 +19,7 @@ for tool in g++ ninja; do command -v $tool >/dev/null || { echo "SKIP: there is 
   { echo "SKIP: there is no Python.h: apt-get install python3-dev"; exit 77; }
 work=$(mktemp -d "${TMPDIR:-/tmp}/cddp-torch.XXXXXX") || exit 1
 trap 'rm -rf "$work"' EXIT
-export OMP_NUM_THREADS=1
+export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1
 
 library=examples/torch/cddp_backend-$version.so
 if [ ! "$library" -nt cddp.h ] || [ ! "$library" -nt examples/torch/cddp_backend.cpp ]; then
@@ -30,10 +30,10 @@ tests="test_all_to_all_single_unequal_split test_all_to_all test_all_gather test
   test_scatter_complex test_reduce_product test_all_reduce_coalesced_sum test_send_recv_any_source test_isend
   test_batch_isend_irecv_gloo test_barrier_timeout_full_group test_monitored_barrier_gloo test_accumulate_gradients_no_sync
   test_accumulate_gradients_no_sync_allreduce_hook test_DistributedDataParallelCPU test_ddp_logging_data_cpu
-  test_ddp_sync_bn_training_vs_eval test_broadcast_object_list test_new_subgroups_by_enumeration"
+  test_all_to_all_single_equal_split test_all_to_all_full_group"
 suite() { # ENGINE RANKS
   # shellcheck disable=SC2086
-  timeout 120 "$python" tests/peers/torch_suite.py "$1" "$2" $tests >"$work/$1$2" 2>&1
+  "$python" tests/peers/torch_suite.py "$1" "$2" $tests >"$work/$1$2" 2>&1
   code=$?
   tail -n 1 "$work/$1$2"
   [ $code = 0 ] && grep -q -E ' (1[0-9]|20) passed, 0 failed' "$work/$1$2"
@@ -45,9 +45,9 @@ suite gloo 2 || echo "gloo fails"
 
 for how in "2" "3 2"; do # ranks, hosts
   # shellcheck disable=SC2086
-  timeout 120 "$python" tests/peers/torch_backend.py $how 2>&1 || fail "torch_backend.py $how"
+  "$python" tests/peers/torch_backend.py $how 2>&1 || fail "torch_backend.py $how"
 done
-timeout 120 "$python" -m torch.distributed.run --standalone --nproc-per-node 2 tests/peers/torch_backend.py 2>&1 ||
+"$python" -m torch.distributed.run --standalone --nproc-per-node 2 tests/peers/torch_backend.py 2>&1 ||
   fail "under torchrun"
 PYTHONPATH=examples/torch timeout 60 "$python" tests/bench/torch_engines.py --rounds 2
 code=$? # 124: this machine is too busy for timings
