@@ -402,7 +402,7 @@ build_suite() {
     cddp_kernels.cuh tests/gpu/gpu.sh | sha256sum)"
   mkdir -p "$out/suite"
   for name in $suite_programs; do
-    [ "$flags" = "$(cat "$out/bin/nccl_$name.stamp" 2>/dev/null)" ] || name=missing && break
+    if [ "$flags" != "$(cat "$out/bin/nccl_$name.stamp" 2>/dev/null)" ]; then name=missing && break; fi
   done
   [ "$name" = missing ] || { row ok "build the suite" "is there already" && return; }
   rm -f "$out"/bin/nccl_*.stamp
@@ -432,10 +432,11 @@ suite_tests() {
   done
 }
 
-# PROGRAM: gpt.cu on two ranks that share a GPU. Rank 1 is killed, and started again: the weights of one rank that nobody
+# PROGRAM [OPTION...]: gpt.cu on two ranks that share a GPU. Rank 1 is killed, and started again: the weights of one rank that nobody
 # disturbs. Each rank is a host of its own to NCCL before 2.30.
 elastic_gpt() {
-  local o=(--steps 3000 --shards 2 --elastic 0 --batch 2) want got r pids=()
+  local o=(--shards 2 --elastic 0 --batch 2 --steps 8000) want got r pids=()
+  o+=("${@:2}")
   export WORLD_SIZE=2 LOCAL_WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=$((20000 + $$ % 10000)) LOCAL_RANK=0 \
     NCCL_MULTI_RANK_GPU_ENABLE=1 log=${TMPDIR:-/tmp}/cddp-gpt-$$
   want=$(env -u WORLD_SIZE -u LOCAL_RANK "$1" "${o[@]}" | sed -n 's/^rank 0 weights //p')
@@ -443,7 +444,7 @@ elastic_gpt() {
     RANK=$r NCCL_HOSTID=rank-$r "$1" "${o[@]}" >"$log.$r" 2>&1 &
     pids[r]=$!
   done
-  for ((r = 0; r < 600; r++)); do grep -q '^step 500/' "$log.0" && break; sleep 0.1; done
+  for ((r = 0; r < 600; r++)); do grep -q '^step 50/' "$log.0" && break; sleep 0.1; done
   kill -KILL "${pids[1]}"
   RANK=1 NCCL_HOSTID=rank-1 CDDP_JOIN=1 "$1" "${o[@]}" >"$log.1" 2>&1 || { cat "$log.1" && return 1; }
   wait "${pids[0]}" || { cat "$log.0" && return 1; }
@@ -466,7 +467,7 @@ suite() {
   suite_tests elastic test_elastic test_shards test_elastic_joins
   suite_tests collectives test_groups # messages, groups that are split, counts
   suite_tests faults test_left_messages test_lost test_mismatch test_failed_saves
-  [ -n "$double" ] || start "gpt, a rank killed" 100 bash -c "$(declare -f elastic_gpt); elastic_gpt $bin/gpt"
+  [ -n "$double" ] || start "gpt, a rank killed" 200 env "${suite_way[@]}" bash -c "$(declare -f elastic_gpt); elastic_gpt $bin/gpt"
   suite_tests sharded test_sharded_states test_parts
   suite_tests faults test_stopped test_own_shares test_injection test_blocking_setting test_device_memory
   suite_tests collectives test_collectives test_means test_streams

@@ -446,6 +446,41 @@ static int left_message(cddp_group *g, scenario *o, outcome *f) {
   return test_failures != 0;
 }
 
+/* Rank 1 sends by a graph that it launches twice, and leaves; rank 0 receives without a graph. That
+   rank 1 has fewer calls is no loss to rank 0, which waits for rank 2. */
+static int left_graph(cddp_group *g, scenario *o, outcome *f) {
+  float *x = (float *)cddp_alloc(g, 4000);
+  int me = cddp_rank(g), k;
+  cudaGraphExec_t exec = NULL;
+  cudaGraph_t graph = NULL;
+  cudaStream_t s;
+  (void)o;
+  check_sum(g, 6);
+  if (me == 1) {
+    CHECK(cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking) == cudaSuccess);
+    cddp_set_stream(g, s);
+    CHECK_OK(cddp_send(g, x, 10, CDDP_F32, 0, 0, NULL)); /* connects the ranks */
+    CHECK(cudaStreamBeginCapture(s, cudaStreamCaptureModeThreadLocal) == cudaSuccess);
+    CHECK_OK(cddp_send(g, x, 10, CDDP_F32, 0, 0, NULL));
+    CHECK(cudaStreamEndCapture(s, &graph) == cudaSuccess);
+    CHECK(cudaGraphInstantiate(&exec, graph, 0) == cudaSuccess);
+    for (k = 0; k < 2; k++) CHECK(cudaGraphLaunch(exec, s) == cudaSuccess);
+    CHECK_OK(cddp_synchronize(g));
+    cudaGraphExecDestroy(exec);
+    cudaGraphDestroy(graph);
+    cddp_set_stream(g, NULL);
+    cudaStreamDestroy(s);
+  }
+  for (k = 0; me == 0 && k < 3; k++) CHECK_OK(cddp_recv(g, x, 10, CDDP_F32, 1, 0, NULL));
+  if (me == 1) return test_failures != 0;
+  while (!inside_rank_gone(g, 1)) ranks_sleep(0.001);
+  if (me == 2) ranks_sleep(0.2);
+  f->result = me == 0 ? cddp_recv(g, x, 10, CDDP_F32, 2, 0, NULL)
+                      : cddp_send(g, x, 10, CDDP_F32, 0, 0, NULL);
+  if (f->result == CDDP_OK) f->result = cddp_synchronize(g);
+  return test_failures != 0;
+}
+
 static void test_left_messages(void) {
   scenario *o = (scenario *)ranks_shared(LEFT_WAYS * sizeof *o);
   int n, k;
@@ -458,6 +493,10 @@ static void test_left_messages(void) {
       CHECK(o[k].outcomes[0].when - o[k].began < RANKS_WITHIN(3));
     }
   }
+  memset(o, 0, sizeof *o);
+  o->fn = left_graph;
+  run_scenario(o, 3);
+  for (k = 0; k < 3; k++) check_outcome(o, k, CDDP_OK, "");
   munmap(o, LEFT_WAYS * sizeof *o);
 }
 
