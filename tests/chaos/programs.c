@@ -370,7 +370,7 @@ static program draw(uint64_t seed) {
   p.masters = DRAW(3) == 0;
   p.copies = DRAW(4) == 0;
   p.groups = DRAW(4) == 0;
-  p.apart = DRAW(3) == 0;
+  p.apart = DRAW(2);
   p.sharded = DRAW(6) == 0;
   p.finish = DRAW(3) == 0 ? STEP : DRAW(FINISHES);
   p.micro = DRAW(6) == 0 ? 2 + DRAW(2) : 1;
