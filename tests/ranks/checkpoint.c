@@ -1598,8 +1598,8 @@ static void test_texts_end_at_a_character(void) {
   CHECK(strstr(cddp_error(), "caf\\xe9") != NULL);
 }
 
-/* fsync that takes longer than timeout_s, until another rank has given up: the file is in place, and
-   all ranks hear so. */
+/* fsync that takes longer than timeout_s, until another rank has given up: the file is in place,
+   and all ranks hear so. */
 static int *given_up; /* shared */
 static bool slow;     /* the next fsync; the directory's is quick */
 
