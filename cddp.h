@@ -23112,6 +23112,8 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels) { (void)k
               With shards = 0 no process could join. cddp_world_size of a joining one was wrong.
               A joining process gets buffers, and the states of an optimizer created without `ddp`.
               The log of a loss names the right step, and tells a failure once.
+              Lack of memory or descriptors in one rank could end the others on its host.
+              A process that had joined in the same step could give a mean that it never had.
      Mended, start-up
               A damaged rank table crashed the rank that received it (SIGSEGV).
               One wrong rank (its number twice, another WORLD_SIZE) left others to their time-outs.
