@@ -619,7 +619,7 @@ typedef struct process { /* written by itself, but for state */
   cddp_result result;
   int wrong; /* complaints; text has the first */
   uint64_t begin, steps;
-  double ended;
+  double started, ended; /* ended: or killed */
   int fds[16]; /* open after so many joins, with all ranks */
   char text[600];
 } process;
@@ -748,6 +748,7 @@ static bool is_victim(const process *q) {
 static bool may_die(process *q) {
   int alive;
   if (LOAD(shared->created) < shared->p.ranks) return false;
+  q->ended = test_now();
   if (swap(&q->state, STARTING, DYING)) return true; /* joining: the others do not need it */
   do alive = LOAD(shared->alive);
   while (alive > 1 && !swap(&shared->alive, alive, alive - 1));
@@ -1606,6 +1607,7 @@ static int supervised_life(int rank, void *arg) {
   me->rank = rank;
   me->joins = join != NULL && strcmp(join, "1") == 0;
   me->event = -1;
+  me->started = test_now();
   STORE(me->state, STARTING);
   live(NULL, rank);
   return me->result != CDDP_OK || me->wrong > 0;
@@ -1642,6 +1644,7 @@ static int start(int rank, int number) {
   q->event = number;
   q->joins = number != -1;
   q->state = STARTING;
+  q->started = test_now();
   shared->process_count++;
   q->pid = shared->p.threads ? 0 : ranks_fork(process_life, i, NULL);
   if (q->pid < 0) exit(1);
@@ -1742,7 +1745,8 @@ static bool excused(const process *q) {
     const process *other = &shared->processes[i];
     lost = lost || other->state == DYING || (other != q && other->result != CDDP_OK &&
                                              (is_victim(other) || other->wrong > 0));
-    members += other->state != DYING && other != q;
+    /* It may have died while q asked; then the job did not know it yet, or it was too late. */
+    members += other != q && (other->state != DYING || other->ended > q->started);
     /* The job had ended before it could join. */
     if (q->joins && q->begin == 0 && q->result == CDDP_PEER_LOST && !other->joins &&
         other->result == CDDP_OK && other->state == ENDED && other->ended < q->ended)
