@@ -61,7 +61,8 @@ typedef struct parameter {
 
 typedef struct event {
   int kind, rank, step;
-  int arg; /* points, place, 0: before cddp_init, 1: before cddp_ddp_create, milliseconds, the point at which a joining process dies, misfit */
+  int arg; /* points, place, milliseconds, the point at which a joining process dies, misfit;
+              KILL_EARLY: 0 before cddp_init, 1 before cddp_ddp_create */
 } event;
 
 typedef struct program {
@@ -93,7 +94,8 @@ typedef struct program {
   EVENT_FIELDS(X, 2) EVENT_FIELDS(X, 1) EVENT_FIELDS(X, 0) \
   X("ranks", ranks, 1) X("params", count, 1) X("steps", steps, 1) \
   PARAM_FIELDS(X, 0) PARAM_FIELDS(X, 1) PARAM_FIELDS(X, 2) PARAM_FIELDS(X, 3) PARAM_FIELDS(X, 4) \
-  X("supervised", supervised, 0) X("elastic", elastic, 0) X("threads", threads, 0) X("shards", shards, 0) \
+  X("supervised", supervised, 0) X("elastic", elastic, 0) X("threads", threads, 0) \
+  X("shards", shards, 0) \
   X("looped", looped, 0) X("secret", secret, 0) X("rows", rows, 0) X("width", width, 1) \
   X("buckets", buckets, 0) X("clip", clip, 0) X("hook", hook, 0) X("unused", unused, 0) \
   X("finish", finish, 0) X("optim", optim, 0) X("momentum", momentum, 0) \
@@ -300,8 +302,13 @@ static void draw_events(program *p, uint64_t *k, uint64_t seed) {
     int kind = DRAW(16);
     if (p->supervised) kind /= 2;
     if (p->supervised && kind == 7) kind = 16;
-    e->kind = kind == 16 ? KILL_EARLY : kind < 3 ? KILL_AT_POINT : kind < 6 ? KILL_AT_STEP : kind < 8 ? KILL_OUTSIDE
-            : kind < 9 ? STOP : kind < 14 ? JOIN : REFUSED;
+    e->kind = kind < 3    ? KILL_AT_POINT
+              : kind < 6  ? KILL_AT_STEP
+              : kind < 8  ? KILL_OUTSIDE
+              : kind < 9  ? STOP
+              : kind < 14 ? JOIN
+              : kind < 16 ? REFUSED
+                          : KILL_EARLY;
     e->rank = DRAW(p->ranks);
     e->step = DRAW(p->steps);
     e->arg = e->kind == KILL_AT_POINT  ? 1 + DRAW(40 * p->ranks)
