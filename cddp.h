@@ -23106,6 +23106,8 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels) { (void)k
 
 /* >>history ---------------------------------------------------------------------------------------
    1.1 (not released)
+     New      examples/torch: PyTorch programs on CPUs use cddp as their engine. Example local_sgd.
+              examples/ports.md: what it took to make four foreign trainers data parallel.
      Mended, elastic
               One rank with 2 MiB of weights from cddp_alloc: the model's creation changed them.
               Each joined process cost the others descriptors, until they failed.

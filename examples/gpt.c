@@ -26,11 +26,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define TRY(call) /* in functions that have the variable rank */ \
-  do { \
-    if ((call) != CDDP_OK) return fprintf(stderr, "rank %d: %s\n", rank, cddp_error()), 1; \
-  } while (0)
-
 static const option options[] = { /* name, type, variable, default, least, most, help */
     {"-n", INTEGER, &config.ranks, "2", 1, 1e6, "ranks, as child processes"},
     {"--steps", INTEGER, &config.steps, "800", 1, 1e6, "in all, with those of a checkpoint"},
@@ -366,8 +361,7 @@ static int train(int rank, void *arg) {
   TRY(cddp_ddp_create(&ddp, g, params, param_count, &model));
   TRY(cddp_adamw_create(&adamw, params, param_count, &rule));
   cddp_checkpoint_desc file = {.shapes = shapes, .optim = adamw, .ddp = ddp};
-  const char *joins = getenv("CDDP_JOIN"); /* 1: a joining process has the others' weights */
-  if (config.resume && !(joins && strcmp(joins, "1") == 0))
+  if (config.resume && !gpt_joins()) /* a joining process receives the weights from the others */
     TRY(cddp_load(g, config.resume, params, param_count, &file));
 
   double(*history)[COLUMNS] = allocate((size_t)config.steps, sizeof *history); /* zeros */
@@ -411,12 +405,9 @@ int main(int argc, char **argv) {
   int code = options_read(options, sizeof options / sizeof *options, argc, argv);
   if (code >= 0) return code;
   if (!gpt_check_options() || !gpt_load_text()) return 1;
-  if (config.stop > config.steps) config.stop = config.steps;
   setvbuf(stdout, NULL, _IOLBF, 0); /* whole lines, also into a file that the ranks share */
 
-  int rank = cddp_launcher_rank(); /* of torchrun, mpirun, srun, ...; or -1 */
-  if (rank == 0 && option_given("-n", argc, argv))
-    fprintf(stderr, "-n %d is ignored: the launcher sets the number of ranks\n", config.ranks);
+  int rank = gpt_launcher_rank(option_given("-n", argc, argv));
   if (rank >= 0) return train(rank, NULL);
   cddp_result result = config.elastic < 0
                            ? cddp_spawn(train, NULL, config.ranks)

@@ -12,15 +12,10 @@
    matrices. cddp_kernels.cuh has most other layers, this file the rest. All are deterministic. */
 #define CDDP_IMPLEMENTATION /* in one file of a program, before its other includes */
 #include "../cddp_kernels.cuh" /* includes cddp.h, stdio.h, stdlib.h, string.h and math.h */
-
 #include "gpt.h"
 #include "options.h"
 #include "progress.h"
 
-#define TRY(call) \
-  do { \
-    if ((call) != CDDP_OK) return fprintf(stderr, "rank %d: %s\n", rank, cddp_error()), 1; \
-  } while (0)
 #define CUDA(call) ((call) ? (void)fprintf(stderr, "%s failed\n", #call), exit(1) : (void)0)
 
 static const option options[] = {
@@ -59,9 +54,9 @@ static float *floats(long n) { /* on the device */
   return memory;
 }
 
-/* Memory for what only this file has. */
-static void allocate_others(void) {
+static void allocate_all(void) {
   long n = (long)config.batch * config.context, row = n * config.channels;
+  gpt_allocate(floats);
   terms = floats(row);
   ones = floats(n);
   bytes = (int32_t *)floats(n);
@@ -384,14 +379,12 @@ static int train(int rank, void *group_desc) {
   cddp_optim *adamw;
   TRY(cddp_init(&g, (const cddp_group_desc *)group_desc)); /* makes rank's GPU the current one */
   int shards = config.shards > 0 ? config.shards : cddp_world_size(g);
-  if (cublasCreate(&blas) != CUBLAS_STATUS_SUCCESS)
-    return fprintf(stderr, "rank %d: no cuBLAS\n", rank), 1;
+  CUDA(cublasCreate(&blas));
   float *weights = (float *)cddp_alloc(g, gpt_bytes()); /* on the device */
   TRY(weights ? CDDP_OK : CDDP_OUT_OF_MEMORY);
   float *host = (float *)allocate(gpt_bytes(), 1);
   gpt_init(weights, host);
-  gpt_allocate(floats);
-  allocate_others();
+  allocate_all();
   CUDA(cudaMemcpy(weights, host, gpt_bytes(), cudaMemcpyDefault));
 
   cddp_ddp_desc model = cddp_ddp_desc();
@@ -408,7 +401,7 @@ static int train(int rank, void *group_desc) {
   file.shapes = shapes;
   file.optim = adamw;
   file.ddp = ddp;
-  if (config.resume && !getenv("CDDP_JOIN")) /* a joining process has the others' weights */
+  if (config.resume && !gpt_joins()) /* a joining process receives the weights from the others */
     TRY(cddp_load(g, config.resume, params, param_count, &file));
 
   for (int step; (step = (int)cddp_ddp_steps(ddp)) < config.stop;) {
@@ -441,19 +434,16 @@ int main(int argc, char **argv) {
   int code = options_read(options, sizeof options / sizeof *options, argc, argv);
   if (code >= 0) return code;
   if (!gpt_check_options() || !gpt_load_text()) return 1;
-  if (config.stop > config.steps) config.stop = config.steps;
   setvbuf(stdout, NULL, _IOLBF, 0); /* whole lines, also into a file that the ranks share */
   cddp_group_desc desc = cddp_group_desc();
   desc.device = "cuda";
   desc.backend = config.backend;
 
-  int rank = cddp_launcher_rank(); /* of torchrun, mpirun, srun, ...; or -1 */
-  if (rank == 0 && option_given("-n", argc, argv))
-    fprintf(stderr, "-n %d is ignored: the launcher sets the number of ranks\n", config.ranks);
+  int rank = gpt_launcher_rank(option_given("-n", argc, argv));
   if (rank >= 0) return train(rank, &desc);
-  int n = config.ranks, restarts = config.elastic; /* forks the ranks: no CUDA before */
-  cddp_result result = restarts < 0 ? cddp_spawn(train, &desc, n)
-                                    : cddp_spawn_elastic(train, &desc, n, restarts);
+  cddp_result result = config.elastic < 0 /* forks the ranks: no CUDA before */
+                           ? cddp_spawn(train, &desc, config.ranks)
+                           : cddp_spawn_elastic(train, &desc, config.ranks, config.elastic);
   if (result == CDDP_OK) return 0;
   if (result != CDDP_PEER_LOST) fprintf(stderr, "%s\n", cddp_error());
   return 1; /* a rank that failed has printed its error */

@@ -13,6 +13,11 @@
 #include <stdlib.h>
 #include <string.h>
 
+#define TRY(call) /* in functions that have the variable rank */ \
+  do { \
+    if ((call) != CDDP_OK) return fprintf(stderr, "rank %d: %s\n", rank, cddp_error()), 1; \
+  } while (0)
+
 enum { BYTES = 256, MAX_LAYERS = 64, MAX_CHANNELS = 4096, MAX_BATCH = 4096, MAX_TEXT = 1 << 28 };
 
 static struct config { /* the options; gpt.c and gpt.cu do not have all of them */
@@ -54,6 +59,19 @@ static cddp_param params[MAX_PARAMS];
 static cddp_shape shapes[MAX_PARAMS];
 static double decays[MAX_PARAMS]; /* weight decay: of matrices only */
 
+/* The rank that torchrun, mpirun, srun, ... gave this process; -1: there is no launcher. */
+static inline int gpt_launcher_rank(bool has_n) {
+  int rank = cddp_launcher_rank();
+  if (rank == 0 && has_n)
+    fprintf(stderr, "-n %d is ignored: the launcher sets the number of ranks\n", config.ranks);
+  return rank;
+}
+
+static inline bool gpt_joins(void) { /* whether this process joins a running job */
+  const char *joins = getenv("CDDP_JOIN");
+  return joins && strcmp(joins, "1") == 0;
+}
+
 static inline float *weight(int p) { return (float *)params[p].data; }
 static inline float *grad(int p) { return (float *)params[p].grad; }
 static inline int rows(int p) { return (int)shapes[p].size[0]; }
@@ -73,9 +91,11 @@ static inline double normal(void) { /* Box and Muller's method */
   return radius * cos(6.283185307 * drand48());
 }
 
-/* Checks the options that depend on each other. Returns false after it has printed the error. */
+/* Checks the options that depend on each other, and limits --stop to --steps. Returns false after
+   it has printed the error. */
 static inline bool gpt_check_options(void) {
   double n = (double)config.batch * config.context, C = config.channels;
+  if (config.stop > config.steps) config.stop = config.steps;
   double largest =
       fmax(fmax(n * 4 * C, n * BYTES), fmax(n * config.heads * config.context, 4 * C * C));
   if (config.channels % config.heads != 0)
