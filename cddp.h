@@ -824,7 +824,7 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
 
      error of a joining process   cause, in cddp_init or cddp_ddp_create
      CDDP_PEER_LOST               the job cannot be found, or ends before the process has joined
-     CDDP_UNSUPPORTED             the job already has one rank for each shard, or 1,024 have joined
+     CDDP_UNSUPPORTED             the job already has one rank for each shard
      CDDP_MISMATCH                another model, optimizer setting, WORLD_SIZE or version
      CDDP_INVALID_ARGUMENT        a living process already has this RANK or this GPU
      CDDP_TIMEOUT                 no rank has an elastic model yet, or none ends a step
@@ -1113,10 +1113,11 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    FORK AND EXEC. Other hosts learn of a dead rank only when all processes that inherited its
    sockets by a raw clone() have ended too; fork() and posix_spawn() leave them none.
 
-   A group or store does not survive fork(): the child cannot use it. A forked data
-   loader that calls cddp, or reads memory of cddp_alloc of a group of several ranks, gets SIGSEGV:
-   give it a copy in malloc'ed memory. Ranks on the same host notice a rank that executes another
-   program only at the deadline. Do not close descriptors that cddp opened (closefrom, close_range).
+   A group or store does not survive fork(): the child cannot use it. A forked data loader that
+   calls cddp, or reads memory of cddp_alloc, gets SIGSEGV: give it a copy in malloc'ed memory.
+   (Memory of one rank without a launcher's variables can be read.) Ranks on the same host notice a
+   rank that executes another program only at the deadline. Do not close descriptors that cddp
+   opened (closefrom, close_range): an elastic rank then fails when other ranks are lost or join.
 
    ADDRESSES. Rank 0 listens at MASTER_ADDR:MASTER_PORT until all ranks have connected, and keeps
    the port while the group lives. MASTER_ADDR must be an address or name of rank 0's host, not of a
@@ -1174,8 +1175,11 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    must be the same on all ranks: CDDP_MISMATCH.
 
    SHARED MEMORY. cddp_alloc allocates the memory immediately, so too little memory is NULL with a
-   cddp_error, also with vm.overcommit_memory=2. The limit of a cgroup still kills the process. A
-   file size limit (ulimit -f) also limits what a rank shares: to the largest power of two that is
+   cddp_error, also with vm.overcommit_memory=2. The limit of a cgroup still kills the process. The
+   memory of a rank that an elastic model has lost is freed in the step after the loss, so memory
+   must suffice for one rank more. A core dump has no memory of other ranks.
+
+   A file size limit (ulimit -f) also limits what a rank shares: to the largest power of two that is
    at most the limit / (local ranks + 1). Memory is on huge pages if MADV_COLLAPSE makes them (Linux
    6.1), or if /sys/kernel/mm/transparent_hugepage/shmem_enabled is advise.
 
@@ -1249,6 +1253,10 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    lives. If torchrun serves the store there, a rank must live on the host. A process that joins a
    host with one rank or none shares no memory there and uses TCP. A job that began on one host is
    joined from that host only.
+
+   Groups: when a rank is lost, the other groups that have it return CDDP_PEER_LOST on the ranks of
+   its host, also cddp_init's: use cddp_ddp_group. What the lost rank has sent there and nobody has
+   received is lost too.
 
    Checkpoints: if a rank is lost during cddp_save, the old file can remain. If that happens after
    the last step, save again, with g NULL and another path on each rank.
@@ -1541,7 +1549,7 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels); /* must 
 #define CDDP__MAX_RANKS 4096         /* ranks of one group on a host; shards of a batch */
 #define CDDP__PROCESSORS 8192        /* the processor numbers of a host are below this */
 #define CDDP__EXTENT_SIZES 256       /* size classes of shared memory: four per power of two */
-#define CDDP__JOINS 1024             /* processes that can join a job after its start, in total */
+#define CDDP__ELASTIC_SHARDS 1024    /* shards of an elastic model */
 #define CDDP__FOLD_DEPTH 14          /* partial sums in use together: log2(CDDP__MAX_RANKS) + 2 */
 #define CDDP__KEY_MAX 8192           /* bytes of a store key; the limit of c10d's libuv server */
 #define CDDP__VALUE_MAX (8u << 20)   /* bytes of a store value; the same server's limit */
@@ -1603,8 +1611,7 @@ typedef struct cddp__ref {
   uint64_t base;   /* EXTENT: its segment's offset in the memfd; POINTER: the address */
   uint64_t size;   /* bytes of the segment */
   uint64_t offset; /* of the buffer in the segment */
-  uint32_t pages;  /* number that the buffer touches */
-  uint32_t kind;   /* CDDP__REF_* */
+  uint64_t kind;   /* CDDP__REF_* */
 } cddp__ref;
 enum { CDDP__REF_NONE, CDDP__REF_UNUSED, CDDP__REF_EXTENT, CDDP__REF_POINTER };
 
@@ -1777,7 +1784,7 @@ typedef struct cddp__control_block {
   cddp__atomic_u32 size;    /* ranks that must leave before it is freed; 0: unknown yet */
   cddp__atomic_u32 staging; /* bytes of a staging buffer, as chosen by the first rank */
   cddp__atomic_u32 cores;   /* of the first rank; later: usable by all ranks of the host together */
-  cddp__atomic_u32 joins;   /* job's first group: processes that have joined so far */
+  cddp__atomic_u32 joins;   /* job's first group: windows of joined processes */
   cddp__atomic_u64 processors[CDDP__PROCESSORS / 64]; /* usable ones; job's first group */
   cddp__cause cause;         /* of losses that other hosts have reported */
   cddp__atomic_u32 reported; /* last round that this host has reported */
@@ -1798,7 +1805,7 @@ struct cddp__extents { /* of one size */
 typedef struct cddp__arena {
   int fd;              /* the memfd; -1: threads, or one rank alone */
   struct stat memory;  /* of the memfd: the program can close fd and reuse its number */
-  int window;          /* this rank's: its index, or another number if it joined */
+  int window;          /* this process's number: its index, or a new number if it joined */
   int window_bits;     /* window i is [(i + 1) << bits, (i + 2) << bits) of the memfd */
   uint64_t window_end; /* end of the used part of the window */
   cddp__atomic_u64 lowest, highest; /* bounds of all own extents, freed ones too */
@@ -1807,6 +1814,17 @@ typedef struct cddp__arena {
   struct cddp__extents lists[CDDP__EXTENT_SIZES]; /* by cddp__extent_list */
   struct cddp__extent *pending; /* control blocks and extents to be freed with one: a ring */
 } cddp__arena;
+
+/* A process of the host. Owner: the thread that trains. Others read it through cddp__process_at. */
+typedef struct cddp__process {
+  int window;
+  uint32_t pid;  /* 0: not known */
+  int pidfd;     /* for texts: that of the next rank, and of joined processes; -1: none */
+  bool member;   /* of this rank's elastic model */
+  bool read;     /* this process holds a lock on its use byte, and can have its memory mapped */
+  uint64_t lost; /* 1 + the step in which the model lost it; 0: it has not */
+  struct cddp__process *next; /* joined processes */
+} cddp__process;
 
 /* The listeners for processes that join, and their connections. */
 struct cddp__join_listeners {
@@ -1837,8 +1855,10 @@ typedef struct cddp__host {
   /* The ranks. */
   bool threads;            /* ranks are threads of this process: any pointer is shared */
   int size, index;         /* number of ranks; this one's */
-  uint32_t *pids;          /* [size + CDDP__JOINS] */
-  int *pidfds;             /* [size + CDDP__JOINS]; -1 except for the next rank and joined ones */
+  cddp__process *first;    /* [size] the ranks of the job's first group */
+  cddp__process *others;   /* processes that joined, until their memory is freed: a list; lock */
+  uint32_t joins_seen;     /* processes that joined and are, or were, in the list */
+  int models;              /* of this rank; lock */
   uint64_t started_before; /* clock ticks since boot at the rendezvous' end: processes are older */
   /* The rendezvous and joins. */
   bool joined;                     /* this process joined with CDDP_JOIN */
@@ -6137,26 +6157,46 @@ static cddp_result cddp__discover(cddp__config *config, const cddp_group_desc *d
 }
 /* >>arena -----------------------------------------------------------------------------------------
    Job: allocates memory that the ranks of a host share, and maps that of other ranks.
-   Owns: the memfd and the segments of a cddp__host, under host.lock.
-   Entry points: cddp__arena_alloc, _free and _quarantine; cddp__ref_of and cddp__map_ref;
-   cddp__host_create and _free; cddp__create_memory in a host's first rank, cddp__open_memory in the
-   others, cddp__join_memory.
+   Owns: the memfd, its locks, the segments of a cddp__host, and its table of processes.
+   Entry points: cddp__arena_alloc, _free and _quarantine; cddp__ref_of, cddp__map_ref and
+   cddp__commit; cddp__host_create and _free; cddp__create_memory in a host's first rank,
+   cddp__open_memory in the others, cddp__join_memory; cddp__lock_use, cddp__unmap_window and
+   cddp__free_window for elastic models.
    How it works:
-     1. The ranks of a host hold one memfd, a sparse file. Rank i allocates in its own window of it,
-        so an allocation needs no lock between ranks.
+     1. The processes of a host share one memfd, a sparse file, which each holds open from cddp_init
+        on. Each allocates in its own window of it, so an allocation needs no lock between ranks.
+        Numbers of windows are never used again. A joining process takes the next one.
      2. A window consists of segments, and a segment of extents of one size. An extent is one
         allocation. Sizes are whole pages, four per power of two. A free extent has no memory.
      3. A process maps whole segments, once: its own when it creates them, a peer's when it first
-        needs a buffer there. A new segment has half as many extents as all earlier ones of its
-        size, so mappings stay few (vm.max_map_count).
+        needs a buffer there, also after the peer's end. A new segment has half as many extents as
+        all earlier ones of its size, so mappings stay few (vm.max_map_count).
      4. A cddp__ref (segment, offset) lets a peer find a buffer. Between threads a pointer is
         enough.
-   The kernel frees everything when the last process ends. */
+     5. Memory is committed when it is allocated: too little is an error. A control block, and LAZY
+        memory until cddp__commit, is committed at the first access.
+     6. One rank that no process can join has private memory instead.
+   Liveness: each process holds a record lock on its life byte, number `window` of the file. The
+   kernel releases it when the process ends, after its memory.
+   Who frees what:
+     - A process frees its own extents. The kernel frees everything when the last process ends.
+     - The window of a process that an elastic model has lost is freed by the others, once none of
+       them reads it. The kernel counts the readers: a process holds a shared record lock on the use
+       byte of each process whose memory it can read. If the owner has ended, and an exclusive lock
+       on the use byte succeeds, nobody alive reads the window, so it is punched: a reader that has
+       died does not count. The last reader always succeeds, since each tries after it has unmapped.
+     - The same holds for a process that ends while it joins. Its pid is in the first page of its
+       window.
+   What fails: a mapping or a commit, for that rank alone. Closing any descriptor of the file drops
+   all locks of the process (fcntl(2)). So a process that has locks receives no further descriptor
+   of it, and each meeting of an elastic model checks that the program has not closed it. */
 
 #ifndef MADV_COLLAPSE
 #define MADV_COLLAPSE 25
 #endif
 #define CDDP__WINDOW_BITS 40 /* a window has 1 TiB, unless a file size limit makes it smaller */
+#define CDDP__FILE_BITS 62   /* size of the memfd without such a limit: 4 million windows */
+#define CDDP__USE_BYTES 0x40000000 /* the use byte of window i is at USE_BYTES + i */
 
 /* The use of an extent. */
 enum cddp__extent_use {
@@ -6172,7 +6212,6 @@ enum cddp__extent_use {
 typedef struct cddp__extent {
   struct cddp__segment *segment;
   enum cddp__extent_use use;
-  bool is_private;  /* allocated before cddp__share_memory; never again */
   bool quarantined; /* never allocated again: cddp__arena_quarantine */
   uint32_t after_generation; /* generation of `after`, which tells whether it was freed */
   const cddp__control_block *after; /* freed once all ranks have left this block, which can be its
@@ -6242,10 +6281,28 @@ static bool cddp__arena_punch(const cddp__host *host, uint64_t base, uint64_t si
                  (off_t)size) == 0;
 }
 
-/* The same for the whole pages of a buffer whose owner, another process, has ended. */
-static bool cddp__ref_punch(const cddp__host *host, const cddp__ref *ref) {
-  uint64_t page = cddp__page_size();
-  return cddp__arena_punch(host, ref->base + ref->offset / page * page, ref->pages * page);
+/* A record lock on n of the file's lock bytes. Returns false with errno set. */
+static bool cddp__arena_lock(const cddp__host *host, int type, int at, int n) {
+  struct flock lock;
+  memset(&lock, 0, sizeof lock);
+  lock.l_type = (short)type;
+  lock.l_start = at;
+  lock.l_len = n;
+  return fcntl(host->arena.fd, F_SETLK, &lock) == 0;
+}
+
+/* Whether the process with this window holds its life byte. */
+static bool cddp__holds_life(const cddp__host *host, int window) {
+  struct flock lock;
+  memset(&lock, 0, sizeof lock);
+  lock.l_type = F_WRLCK;
+  lock.l_start = window;
+  lock.l_len = 1;
+  return fcntl(host->arena.fd, F_GETLK, &lock) == 0 && lock.l_type != F_UNLCK;
+}
+
+static int cddp__window_of(const cddp__host *host, uint64_t base) {
+  return (int)(base >> host->arena.window_bits) - 1;
 }
 
 /* Allocates the pages of a range of the memfd. Otherwise a write would end the process by SIGBUS if
@@ -6412,24 +6469,30 @@ static void cddp__extent_free_after(cddp__host *host, cddp__extent *extent,
   extent->after_generation = cddp__load32(&after->generation);
 }
 
+/* The extent is freed by a call alone. */
+static void cddp__extent_keep(cddp__host *host, cddp__extent *extent) {
+  if (extent->after == NULL) return;
+  extent->previous->next = extent->next;
+  extent->next->previous = extent->previous;
+  if (host->arena.pending == extent)
+    host->arena.pending = extent->next != extent ? extent->next : NULL;
+  extent->after = NULL;
+}
+
 /* The memory goes back to the system, the extent to its free list. */
 static void cddp__extent_release(cddp__host *host, cddp__extent *extent) {
   const cddp__segment *segment = extent->segment;
+  enum cddp__extent_use use = extent->use;
   char *address = cddp__extent_address(extent);
   int list;
-  if (extent->after != NULL) {
-    extent->previous->next = extent->next;
-    extent->next->previous = extent->previous;
-    if (host->arena.pending == extent)
-      host->arena.pending = extent->next != extent ? extent->next : NULL;
-  }
+  cddp__extent_keep(host, extent);
   extent->use = CDDP__EXTENT_FREE;
-  extent->after = NULL;
-  if (host->arena.fd >= 0 && !extent->is_private
+  if (host->arena.fd >= 0
           ? !cddp__arena_punch(host, cddp__extent_base(extent), segment->extent_size)
           : madvise(address, segment->extent_size, MADV_DONTNEED) != 0)
     memset(address, 0, segment->extent_size); /* else a new block would contain old rounds */
-  if (extent->is_private || extent->quarantined) return;
+  if (use >= CDDP__EXTENT_BLOCK_LAZY) madvise(address, segment->extent_size, MADV_DODUMP);
+  if (extent->quarantined) return;
   list = cddp__extent_list(segment->extent_size);
   extent->next = host->arena.lists[list].free;
   host->arena.lists[list].free = extent;
@@ -6497,6 +6560,9 @@ static void *cddp__arena_alloc(cddp__host *host, size_t bytes, enum cddp__extent
     host->arena.lists[list].free = extent->next;
     address = cddp__extent_address(extent);
     extent->use = use;
+    /* A core dump would allocate pages that no rank has used yet. */
+    if (use >= CDDP__EXTENT_BLOCK_LAZY && host->arena.fd >= 0)
+      madvise(address, extent->segment->extent_size, MADV_DONTDUMP);
     if (host->arena.fd < 0) {
       if (use != CDDP__EXTENT_BLOCK_LAZY) cddp__request_huge_pages(address, whole);
     } else if (use < CDDP__EXTENT_BLOCK_LAZY &&
@@ -6542,32 +6608,15 @@ static bool cddp__arena_free(cddp__host *host, void *p) {
   return own;
 }
 
-/* Frees this rank's control block at ref, unless it has been freed already. */
-static void cddp__arena_free_block(cddp__host *host, const cddp__ref *ref, uint32_t generation) {
-  cddp__extent *extent = NULL;
-  size_t i;
+/* Frees a control block if it is this rank's and has not been freed already. */
+static void cddp__arena_free_block(cddp__host *host, const void *block, uint32_t generation) {
+  cddp__extent *extent;
   pthread_mutex_lock(&host->lock);
-  for (i = 0; i < host->arena.own.count; i++)
-    if (host->arena.own.list[i]->base == ref->base)
-      extent = cddp__extent_of(host, host->arena.own.list[i]->address + ref->offset);
-  if (extent != NULL && (const char *)extent->after == cddp__extent_address(extent) &&
+  extent = cddp__extent_of(host, block);
+  if (extent != NULL && (const void *)extent->after == block &&
       extent->after_generation == generation)
     cddp__extent_release(host, extent);
   pthread_mutex_unlock(&host->lock);
-}
-
-/* Whether ref, which is in a peer's memory, refers to the buffer that this process has mapped at p.
-   If not, the peer has freed the buffer and uses the memory again. */
-static bool cddp__ref_is_mapped_at(cddp__host *host, const cddp__ref *ref, const void *p) {
-  const cddp__segment *segment;
-  size_t at;
-  bool same;
-  pthread_mutex_lock(&host->lock);
-  segment = cddp__segment_find(&host->arena.peers, ref->base, &at);
-  same = ref->kind == CDDP__REF_EXTENT && segment != NULL && segment->base == ref->base &&
-         segment->address + ref->offset == (const char *)p;
-  pthread_mutex_unlock(&host->lock);
-  return same;
 }
 
 /* Frees p when all ranks of this host have left the group of this control block, and no longer read
@@ -6586,7 +6635,6 @@ static void cddp__arena_free_with(cddp__host *host, const void *p,
 static cddp__ref cddp__ref_of(cddp__host *host, const void *p, size_t bytes) {
   cddp__ref ref;
   const cddp__extent *extent;
-  size_t page = cddp__page_size();
   memset(&ref, 0, sizeof ref);
   if (host->threads) {
     ref.kind = CDDP__REF_POINTER;
@@ -6599,14 +6647,13 @@ static cddp__ref cddp__ref_of(cddp__host *host, const void *p, size_t bytes) {
     return ref;
   pthread_mutex_lock(&host->lock);
   extent = cddp__extent_of(host, p);
-  if (extent != NULL && extent->use != CDDP__EXTENT_FREE && !extent->is_private &&
+  if (extent != NULL && extent->use != CDDP__EXTENT_FREE &&
       bytes <=
           extent->segment->extent_size - (size_t)((const char *)p - cddp__extent_address(extent))) {
     ref.kind = CDDP__REF_EXTENT;
     ref.base = extent->segment->base;
     ref.size = extent->segment->size;
     ref.offset = (uint64_t)((const char *)p - extent->segment->address);
-    ref.pages = (uint32_t)((ref.offset % page + bytes + page - 1) / page);
   }
   pthread_mutex_unlock(&host->lock);
   return ref;
@@ -6630,6 +6677,7 @@ static cddp_result cddp__map_ref(cddp__host *host, const cddp__ref *ref, void **
       (void)cddp__fail_mapping("a peer's memory", ref->size);
     else
       segment = cddp__segment_add(host, ref->base, ref->size, address, 0);
+    if (segment != NULL) madvise(address, (size_t)ref->size, MADV_DONTDUMP);
   }
   *out = segment != NULL ? segment->address + ref->offset : NULL;
   pthread_mutex_unlock(&host->lock);
@@ -6698,6 +6746,138 @@ static void cddp__count_cores(cddp__host *host, cddp__atomic_u64 *all) {
   host->cores = n > 0 ? n : 1;
 }
 
+/* --- the processes of a host --- */
+
+/* The first, or the next after p. For the thread that trains. */
+static cddp__process *cddp__next_process(const cddp__host *host, cddp__process *p) {
+  if (p == NULL) return host->first;
+  if (p >= host->first && p + 1 < host->first + host->size) return p + 1;
+  return p >= host->first && p < host->first + host->size ? host->others : p->next;
+}
+
+/* The process with this window; pid 0: not known. */
+static cddp__process cddp__process_at(cddp__host *host, int window) {
+  cddp__process none, *p;
+  if (window < host->size) return host->first[window];
+  memset(&none, 0, sizeof none);
+  none.pidfd = -1;
+  pthread_mutex_lock(&host->lock);
+  for (p = host->others; p != NULL && p->window != window;) p = p->next;
+  if (p != NULL) none = *p;
+  pthread_mutex_unlock(&host->lock);
+  return none;
+}
+
+/* Enters a process, unless it is there. NULL: out of memory. */
+static cddp__process *cddp__add_process(cddp__host *host, int window, uint32_t pid) {
+  cddp__process *p;
+  for (p = host->others; p != NULL && p->window != window;) p = p->next;
+  if (window < host->size) p = &host->first[window];
+  if (p == NULL) {
+    p = (cddp__process *)cddp__calloc(&host->allocator, 1, sizeof *p);
+    if (p == NULL) return NULL;
+    p->window = window;
+    p->pidfd = -1;
+    pthread_mutex_lock(&host->lock);
+    p->next = host->others;
+    host->others = p;
+    pthread_mutex_unlock(&host->lock);
+  }
+  if (p->pid == pid || window == host->arena.window) return p;
+  cddp__close_fd(&p->pidfd);
+  p->pid = pid;
+  return p;
+}
+
+/* Enters all processes that have joined: also the memory of those that end before they are members
+   is freed. */
+static cddp_result cddp__find_processes(cddp__host *host) {
+  cddp__atomic_u32 joins;
+  uint32_t pid;
+  cddp__process *p;
+  int window;
+  if (pread(host->arena.fd, &joins, sizeof joins, offsetof(cddp__control_block, joins)) !=
+      (ssize_t)sizeof joins)
+    return cddp__fail_errno("pread of shared memory");
+  for (; host->joins_seen < joins.v; host->joins_seen++) {
+    window = host->size + (int)host->joins_seen;
+    if (window == host->arena.window || cddp__process_at(host, window).pid != 0) continue;
+    if (pread(host->arena.fd, &pid, sizeof pid,
+              (off_t)((uint64_t)(window + 1) << host->arena.window_bits)) != (ssize_t)sizeof pid)
+      return cddp__fail_errno("pread of shared memory");
+    if ((p = cddp__add_process(host, window, pid)) == NULL) return CDDP_OUT_OF_MEMORY;
+    p->lost = 1;
+  }
+  return CDDP_OK;
+}
+
+/* From now on nobody frees the memory of a member of the model. */
+static cddp_result cddp__lock_use(cddp__host *host, cddp__process *p) {
+  p->member = true;
+  p->lost = 0;
+  if (host->arena.fd < 0 || p->window == host->arena.window) return CDDP_OK;
+  if (cddp__arena_lock(host, F_RDLCK, CDDP__USE_BYTES + p->window, 1)) {
+    p->read = true;
+    return CDDP_OK;
+  }
+  if (errno == EAGAIN || errno == EACCES)
+    return cddp__fail(CDDP_PEER_LOST, "process %u has ended, and its memory is being freed",
+                      p->pid);
+  return cddp__fail_errno("lock on the shared memory");
+}
+
+static bool cddp__segment_has(const cddp__segment *segment, const void *p) {
+  return (uintptr_t)p - (uintptr_t)segment->address < segment->size;
+}
+
+/* Unmaps the memory of another process. The caller knows that no pointer to it will be used, except
+   to the control blocks of groups. It has made those private: their segments stay. */
+static void cddp__unmap_window(cddp__host *host, cddp__process *p) {
+  struct cddp__segments *peers = &host->arena.peers;
+  cddp__extent *extent = NULL;
+  const cddp_group *g;
+  size_t at = 0, left = 0, i;
+  pthread_mutex_lock(&host->lock);
+  for (i = 0; i < peers->count; i++, at = 0) {
+    cddp__segment *segment = peers->list[i];
+    bool there = cddp__window_of(host, segment->base) == p->window;
+    while (there && (extent = cddp__next_extent(host, extent, &at)) != NULL)
+      if (cddp__segment_has(segment, extent->after)) cddp__extent_keep(host, extent);
+    for (g = host->groups; g != NULL && there;) {
+      there = !cddp__segment_has(segment, g->block);
+      g = g->next;
+    }
+    if (there) {
+      munmap(segment->address, (size_t)segment->size);
+      cddp__free(&host->allocator, segment);
+    } else {
+      peers->list[left++] = segment;
+    }
+  }
+  peers->count = left;
+  pthread_mutex_unlock(&host->lock);
+  (void)cddp__arena_lock(host, F_UNLCK, CDDP__USE_BYTES + p->window, 1);
+  p->read = false;
+}
+
+/* Frees the memory of a process that has ended, unless another process reads it. */
+static void cddp__free_window(cddp__host *host, cddp__process *p) {
+  cddp__process **at = &host->others;
+  int use = CDDP__USE_BYTES + p->window, bits = host->arena.window_bits;
+  CDDP_ASSERT(!p->read && p->window != host->arena.window);
+  if (!cddp__arena_lock(host, F_WRLCK, use, 1)) return;
+  (void)cddp__arena_punch(host, (uint64_t)(p->window + 1) << bits, (uint64_t)1 << bits);
+  (void)cddp__arena_lock(host, F_UNLCK, use, 1);
+  p->lost = 0;
+  cddp__close_fd(&p->pidfd);
+  if (p->window < host->size) return;
+  pthread_mutex_lock(&host->lock);
+  while (*at != p) at = &(*at)->next;
+  *at = p->next;
+  pthread_mutex_unlock(&host->lock);
+  cddp__free(&host->allocator, p);
+}
+
 /* --- a process's host object --- */
 
 /* Sets this rank's window, before its first allocation. */
@@ -6710,6 +6890,7 @@ static void cddp__set_window(cddp__host *host, int window, int bits) {
 static void cddp__host_free(cddp__host *host) {
   const struct cddp__segments *tables[2] = {&host->arena.own, &host->arena.peers};
   cddp_allocator a = host->allocator;
+  cddp__process *p;
   size_t j;
   int i;
   for (i = 0; i < 2; i++) {
@@ -6719,8 +6900,12 @@ static void cddp__host_free(cddp__host *host) {
     }
     cddp__free(&a, tables[i]->list);
   }
-  for (i = 0; host->pidfds != NULL && i < host->size + CDDP__JOINS; i++)
-    if (host->pidfds[i] >= 0) close(host->pidfds[i]);
+  for (i = 0; host->first != NULL && i < host->size; i++) cddp__close_fd(&host->first[i].pidfd);
+  while ((p = host->others) != NULL) {
+    host->others = p->next;
+    cddp__close_fd(&p->pidfd);
+    cddp__free(&a, p);
+  }
   if (cddp__memfd_is_open(host)) cddp__close_fd(&host->arena.fd);
   cddp__join_close(host);
   pthread_mutex_destroy(&host->joins.lock);
@@ -6729,8 +6914,7 @@ static void cddp__host_free(cddp__host *host) {
     munmap(host->record, CDDP__RECORD_BYTES);
   }
   pthread_mutex_destroy(&host->lock);
-  cddp__free(&a, host->pidfds);
-  cddp__free(&a, host->pids);
+  cddp__free(&a, host->first);
   cddp__free(&a, host);
 }
 
@@ -6739,8 +6923,8 @@ static cddp__host *cddp__host_create(const cddp_allocator *allocator, const cddp
                                      int size, int index) {
   cddp__host *host = (cddp__host *)cddp__calloc(allocator, 1, sizeof *host);
   const char *given = cddp__env("CDDP_HOST_ID");
-  size_t most = (size_t)size + CDDP__JOINS;
   cddp__atomic_u64 processors[CDDP__PROCESSORS / 64];
+  int i;
   if (host == NULL) return NULL;
   if (allocator != NULL) host->allocator = *allocator;
   if (logger != NULL) host->logger = *logger;
@@ -6757,10 +6941,12 @@ static cddp__host *cddp__host_create(const cddp_allocator *allocator, const cddp
   host->lead = host;
   gethostname(host->name, sizeof host->name - 1);
   if (given != NULL) cddp__append(host->name, sizeof host->name, "/%.20s", given);
-  host->pids = (uint32_t *)cddp__calloc(allocator, most, sizeof *host->pids);
-  host->pidfds = (int *)cddp__malloc(allocator, most * sizeof *host->pidfds);
-  if (host->pidfds != NULL) memset(host->pidfds, 0xff, most * sizeof *host->pidfds);
-  if (host->pidfds != NULL && host->pids != NULL) return host;
+  host->first = (cddp__process *)cddp__calloc(allocator, (size_t)size, sizeof *host->first);
+  for (i = 0; i < size && host->first != NULL; i++) {
+    host->first[i].window = i;
+    host->first[i].pidfd = -1;
+  }
+  if (host->first != NULL) return host;
   cddp__host_free(host);
   return NULL;
 }
@@ -6775,15 +6961,16 @@ static void cddp__open_memory(cddp__host *host, int fd, int size) {
   cddp__set_window(host, host->arena.window, bits);
 }
 
-/* Creates the memfd: a window for the first group's control block, one for each rank, and one for
-   each process that can join. A file size limit makes the windows smaller; least: their minimum. */
+/* Creates the memfd: a window for the first group's control block, one for each rank, and more for
+   processes that join. A file size limit makes the windows smaller, and leaves none for joining
+   processes. least: the minimum of a window. */
 static cddp_result cddp__create_memory(cddp__host *host, uint64_t least) {
   uint64_t windows = (uint64_t)host->size + 1;
   int bits = CDDP__WINDOW_BITS, fd;
   struct rlimit limit;
   if (getrlimit(RLIMIT_FSIZE, &limit) != 0) limit.rlim_cur = RLIM_INFINITY;
   if (limit.rlim_cur == RLIM_INFINITY)
-    windows += CDDP__JOINS;
+    windows = (uint64_t)1 << (CDDP__FILE_BITS - bits);
   else
     while (bits > 12 && windows << bits > (uint64_t)limit.rlim_cur) bits--;
   if ((uint64_t)1 << bits < least)
@@ -6811,43 +6998,45 @@ static cddp_result cddp__create_memory(cddp__host *host, uint64_t least) {
   return CDDP_OK;
 }
 
-/* The same in a process that joins a job of local_size ranks here. It takes a new window. */
+/* The same in a process that joins a job of local_size ranks here. It takes a new window: its life
+   byte is locked before the others can know the number. Its pid is in the first page. */
 static cddp_result cddp__join_memory(cddp__host *host, int fd, int local_size) {
   size_t page = cddp__page_size();
-  uint32_t joins;
+  uint32_t joins, pid = (uint32_t)getpid();
   cddp__control_block *first; /* of the job's first group; a page of it */
+  cddp_result r = CDDP_OK;
+  bool taken = false;
   cddp__open_memory(host, fd, local_size);
   first = (cddp__control_block *)(void *)cddp__map_memory(fd, 0, page);
   if (first == NULL) return cddp__fail_errno("mmap of the job's shared memory");
-  joins = cddp__add32(&first->joins, 1);
-  cddp__count_cores(host, first->processors);
+  while (r == CDDP_OK && !taken) {
+    joins = cddp__load32(&first->joins);
+    cddp__set_window(host, local_size + (int)joins, host->arena.window_bits);
+    if ((uint64_t)host->arena.window + 2 >
+        (uint64_t)host->arena.memory.st_size >> host->arena.window_bits)
+      r = cddp__fail(CDDP_UNSUPPORTED, "CDDP_JOIN: no process can join a job that runs with a file "
+                                       "size limit; start it with ulimit -f unlimited");
+    else if (!cddp__arena_lock(host, F_WRLCK, host->arena.window, 1))
+      r = errno == EAGAIN || errno == EACCES ? CDDP_OK
+                                             : cddp__fail_errno("lock on the shared memory");
+    else if (!(taken = cddp__swap32(&first->joins, joins, joins + 1)))
+      (void)cddp__arena_lock(host, F_UNLCK, host->arena.window, 1);
+  }
+  if (r == CDDP_OK) cddp__count_cores(host, first->processors);
   munmap(first, page);
-  cddp__set_window(host, local_size + (int)joins - 1, host->arena.window_bits);
-  if (joins <= CDDP__JOINS && (uint64_t)(host->arena.window + 2) << host->arena.window_bits <=
-                                  (uint64_t)host->arena.memory.st_size)
-    return CDDP_OK;
-  return cddp__fail(CDDP_UNSUPPORTED,
-                    "CDDP_JOIN: the job is full: at most %d processes can join it in its lifetime, "
-                    "and none if it runs with a file size limit (ulimit -f)",
-                    CDDP__JOINS);
+  if (r == CDDP_OK && pwrite(fd, &pid, sizeof pid, (off_t)host->arena.window_end) != sizeof pid)
+    r = cddp__fail_errno("pwrite to the job's shared memory");
+  host->arena.window_end += page;
+  return r;
 }
 
-/* Makes later memory of a job of one rank shareable, for processes that join. */
+/* One rank that processes can join shares its memory from the beginning. */
 static void cddp__share_memory(cddp__host *host) {
   struct rlimit limit;
-  cddp__extent *extent = NULL;
-  size_t at = 0;
-  if (host->arena.fd >= 0 || host->size > 1 || host->net != NULL || host->job_info == NULL) return;
   if (getrlimit(RLIMIT_FSIZE, &limit) != 0 || limit.rlim_cur != RLIM_INFINITY) return;
-  if (cddp__create_memory(host, 0) != CDDP_OK) {
+  host->threads = cddp__create_memory(host, 0) != CDDP_OK;
+  if (host->threads)
     cddp__log(&host->logger, 1, "no process can join this rank: %s", cddp_error());
-    return;
-  }
-  while ((extent = cddp__next_extent(host, extent, &at)) != NULL) extent->is_private = true;
-  for (at = 0; at < host->arena.own.count; at++) /* their offsets belong to shared segments now */
-    host->arena.own.list[at]->base = UINT64_MAX;
-  memset(host->arena.lists, 0, sizeof host->arena.lists);
-  host->threads = false;
 }
 
 /* >>reduce ---------------------------------------------------------------------------------------
@@ -8062,8 +8251,8 @@ static bool cddp__has_announced(const cddp_group *g, int rank) {
      1. The first rank to notice a failure writes its text into its own slot, and swaps result and
         slot number into block->broken, if that is 0. From then on every call of every rank returns
         it.
-     2. A process's pidfd, its lock on the shared memory and /proc show whether it has ended. A rank
-        that leaves in good order says so in its slot.
+     2. A process's lock on its life byte (>>arena) and /proc show whether it has ended. A rank that
+        leaves in good order says so in its slot.
      3. A rank that has waited for long writes its operation and call site into its slot, for its
         peers' error texts and for the deadlock check. */
 
@@ -8221,26 +8410,18 @@ static uint64_t cddp__boot_ticks(void) { /* the time now, in the unit of startti
   return (uint64_t)(((double)t.tv_sec + 1e-9 * (double)t.tv_nsec) * (double)sysconf(_SC_CLK_TCK));
 }
 
-/* Returns whether a process has ended. A living process of the host holds a lock on its byte of the
-   shared memory, unless the program has closed the descriptor, or the lock is not taken yet. */
-static bool cddp__process_gone(const cddp__host *host, int at) {
-  struct pollfd fd = {host->pidfds[at], POLLIN, 0}; /* readable once the process has ended */
-  struct flock lock;
+/* Returns whether a process has ended. A living process of the host holds a lock on its life byte,
+   unless the program has closed the descriptor (closefrom). */
+static bool cddp__process_gone(cddp__host *host, int at) {
+  uint32_t pid;
   uint64_t start;
   char state;
-  if (fd.fd >= 0 && poll(&fd, 1, 0) != 1) return false;
-  if (fd.fd >= 0 && (syscall(SYS_pidfd_send_signal, fd.fd, 0, NULL, 0) == 0 || errno != EBADF))
-    return true; /* EBADF: the program has closed the pidfd (closefrom) */
-  memset(&lock, 0, sizeof lock);
-  lock.l_type = F_WRLCK;
-  lock.l_start = at;
-  lock.l_len = 1;
-  if (at < host->size && fcntl(host->arena.fd, F_GETLK, &lock) == 0 && lock.l_type != F_UNLCK)
-    return false;
-  if (cddp__process_stat(host->pids[at], 22 /* starttime */, &state, &start))
+  if (cddp__holds_life(host, at)) return false;
+  if ((pid = cddp__process_at(host, at).pid) == 0) return true;
+  if (cddp__process_stat(pid, 22 /* starttime */, &state, &start))
     return state == 'Z' || state == 'X' || /* a later start: another process has got its pid */
-           (at < host->size && start > host->started_before);
-  return kill((pid_t)host->pids[at], 0) != 0 && errno == ESRCH;
+           start > host->started_before;
+  return kill((pid_t)pid, 0) != 0 && errno == ESRCH;
 }
 
 /* Returns whether a rank of another host has ended, and the notice of the cause has arrived or has
@@ -8300,7 +8481,8 @@ static cddp__text cddp__name_rank(const cddp_group *g, int rank) {
   if (g->host->threads && net == NULL)
     return cddp__textf("rank %d (a thread of pid %d)", rank, (int)getpid());
   return cddp__textf("rank %d (pid %u on %s)", rank,
-                     net != NULL ? entry->pid : g->host->pids[g->members[rank]],
+                     net != NULL ? entry->pid
+                                 : cddp__process_at(g->host, g->members[rank]).pid,
                      net != NULL ? net->hosts[entry->host].name : g->host->name);
 }
 
@@ -8332,9 +8514,11 @@ static cddp__text cddp__describe_remote_end(const cddp_group *g, int rank) {
 }
 
 static cddp__text cddp__describe_end(const cddp_group *g, int rank) {
-  const cddp__host *host = g->host;
+  cddp__host *host = g->host;
   int status, at = g->members[rank];
   uint32_t ended = 0;
+  bool known;
+  cddp__process process;
   cddp__wait w;
   CDDP_ASSERT(cddp__rank_gone(g, rank));
   if (cddp__rank_left(g, rank)) return cddp__textf("left the group (cddp_destroy)");
@@ -8342,13 +8526,15 @@ static cddp__text cddp__describe_end(const cddp_group *g, int rank) {
   if (host->threads) return cddp__textf("ended: its thread function returned");
   if (cddp__load32(&cddp__slot_of(g, rank)->state) == CDDP__SLOT_DEAD)
     return cddp__textf(CDDP__EXITED);
-  if (cddp__exit_status(host->pidfds[at], host->pids[at], &status))
-    return cddp__describe_status(status);
-  /* Its left neighbour on the host soon stores its status: cddp__wait_tick. slots == NULL: this
-     rank joined (CDDP_JOIN). */
-  cddp__wait_begin(&w, CDDP__STATUS_S);
-  while (host->slots != NULL && at < host->size &&
-         (ended = cddp__load32(&host->slots[at].ended)) == 0 && cddp__wait_pause(&w)) {}
+  process = cddp__process_at(host, at);
+  /* The system releases its lock a moment before its status exists. Or its left neighbour on the
+     host soon stores the status: cddp__wait_tick. slots == NULL: this rank joined (CDDP_JOIN). */
+  cddp__wait_begin(&w, host->slots != NULL && at < host->size ? CDDP__STATUS_S : 0.005);
+  do {
+    known = cddp__exit_status(process.pidfd, process.pid, &status);
+    if (host->slots != NULL && at < host->size) ended = cddp__load32(&host->slots[at].ended);
+  } while (!known && ended == 0 && cddp__wait_pause(&w));
+  if (known) return cddp__describe_status(status);
   if (ended != 0) return cddp__describe_status((int)(ended & 0xffff));
   return cddp__textf("died: its process has ended");
 }
@@ -8738,7 +8924,7 @@ static void cddp__stop_serving(cddp_group *g) {
 /* The work of every wait between two sleeps. Returns the group's failure. If w->due, the caller
    checks whether the awaited rank has ended. If w->late, it fails with its own text. */
 static cddp_result cddp__wait_tick(cddp_group *g, cddp__wait *w) {
-  const cddp__host *host = g->host;
+  cddp__host *host = g->host;
   int next = (host->index + 1) % host->size, status;
   cddp_result r = cddp__check_failure(g);
   if (r != CDDP_OK) return r;
@@ -8748,9 +8934,9 @@ static cddp_result cddp__wait_tick(cddp_group *g, cddp__wait *w) {
   cddp__join_serve(g->host, false);
   /* Each process stores for all ranks how its right neighbour has ended: the system discards the
      status once the parent has read it. */
-  if (host->slots != NULL && host->pidfds[next] >= 0 &&
+  if (host->slots != NULL && host->first[next].pidfd >= 0 &&
       cddp__load32(&host->slots[next].ended) == 0 && cddp__process_gone(host, next) &&
-      cddp__exit_status(host->pidfds[next], host->pids[next], &status))
+      cddp__exit_status(host->first[next].pidfd, host->first[next].pid, &status))
     cddp__store32(&host->slots[next].ended, 65536 + (uint32_t)status);
   return CDDP_OK;
 }
@@ -11238,7 +11424,7 @@ static cddp_result cddp__join_call_ranks(const cddp__host *host, cddp__join_sear
     if (error != 0) continue;
     search->count++;
     cddp__connection_begin(c, &host->allocator, fd, true);
-    c->local = rank >= 0;
+    c->local = rank >= 0 && host->arena.fd < 0; /* no second descriptor: see >>arena */
     c->peer = rank;
     r = cddp__connection_challenge(c, job->secret, "join", NULL, 0);
     (void)cddp__connection_progress(c);
@@ -12769,13 +12955,14 @@ static cddp_result cddp__post_send(cddp_work *work, bool *fits) {
 }
 
 /* Returns the oldest send of rank work->from to this rank with work's tag. It can miss one that was
-   posted meanwhile in a request already passed. */
-static cddp__send_request *cddp__scan_peer(cddp_group *g, const cddp_work *work) {
+   posted meanwhile in a request already passed. blocks: 1, or (p2p.lock held) those in the peer's
+   window too. */
+static cddp__send_request *cddp__scan_peer(cddp_group *g, const cddp_work *work, int blocks) {
   cddp__slot *slot = cddp__slot_of(g, work->from);
   uint32_t i, size = CDDP__SENDS /* of a block */, left = cddp__load32(&slot->send_top);
   cddp__send_request *best = NULL;
   int block;
-  for (block = 0; left > 0 && block < CDDP__SEND_BLOCKS; block++, size *= 2) {
+  for (block = 0; left > 0 && block < blocks; block++, size *= 2) {
     void *at = slot->sends;
     cddp__send_request *p;
     if (block > 0 && cddp__map_ref(g->host, &slot->more_sends[block], &at) != CDDP_OK) at = NULL;
@@ -12792,7 +12979,9 @@ static cddp__send_request *cddp__scan_peer(cddp_group *g, const cddp_work *work)
 
 /* Every send that is older than one that the first scan saw is visible to the second. */
 static cddp__send_request *cddp__find_send(cddp_group *g, const cddp_work *work) {
-  return cddp__scan_peer(g, work) != NULL ? cddp__scan_peer(g, work) : NULL;
+  return cddp__scan_peer(g, work, CDDP__SEND_BLOCKS) != NULL
+             ? cddp__scan_peer(g, work, CDDP__SEND_BLOCKS)
+             : NULL;
 }
 
 /* Fails a receive that the message does not match. */
@@ -12869,6 +13058,7 @@ static bool cddp__serve_recvs(cddp_group *g) {
   cddp_work *work;
   int i;
   CDDP__HELD(&g->p2p.lock);
+  if (cddp__is_broken(g)) return false; /* a lost sender's memory can be freed */
   if (g->hosts != NULL) cddp__hosts_serve(g);
   for (work = g->p2p.recvs; work != NULL; work = work->next) {
     bool any = work->call.root == CDDP_ANY;
@@ -12897,14 +13087,14 @@ static bool cddp__recv_directly(cddp_work *work) {
   if (g->hosts != NULL || work->call.root == CDDP_ANY) return false;
   work->from = work->call.root;
   for (i = 0; i < spin && !cddp__is_broken(g); i++) {
-    bool came = cddp__scan_peer(g, work) != NULL;
-    if (came || i == 0) {
+    bool came = cddp__scan_peer(g, work, 1) != NULL;
+    if (came || i == 0 || cddp__load32(&cddp__slot_of(g, work->from)->send_top) > CDDP__SENDS) {
       pthread_mutex_lock(&g->p2p.lock);
-      alone = g->p2p.recvs == NULL;
-      if (came && alone && (p = cddp__find_send(g, work)) != NULL)
+      alone = g->p2p.recvs == NULL && !cddp__is_broken(g);
+      if (alone && (p = cddp__find_send(g, work)) != NULL)
         cddp__take_send(g, work, p); /* another thread may have taken an older message meanwhile */
       pthread_mutex_unlock(&g->p2p.lock);
-      if (came || !alone) return work->done;
+      if (came || work->done || !alone) return work->done;
     }
     cddp__pause();
   }
@@ -14690,6 +14880,7 @@ static void cddp__group_hold(cddp_group *g, int models) {
   bool last;
   pthread_mutex_lock(&host->lock);
   g->models += models;
+  host->models += models;
   if (models == 0) cddp__store32(&g->left, 1);
   last = cddp__load32(&g->left) != 0 && g->models == 0;
   pthread_mutex_unlock(&host->lock);
@@ -14821,17 +15012,16 @@ static cddp_result cddp__world_group(cddp_group **out, cddp__host *host,
   int fd = host->joined ? -1 : host->arena.fd,
       size = host->joined ? host->size : config->world_size;
   size_t bytes = cddp__round_up(cddp__block_bytes(size, host->size), cddp__page_size());
-  struct flock lock;
   char *block;
+  int i;
   cddp_result r;
-  memset(&lock, 0, sizeof lock);
-  lock.l_type = F_WRLCK;
-  lock.l_start = host->index;
-  lock.l_len = 1;
-  if (fd >= 0 && fcntl(fd, F_SETLK, &lock) != 0) /* for cddp__process_gone */
+  if (fd >= 0 && (!cddp__arena_lock(host, F_WRLCK, host->index, 1) ||
+                  !cddp__arena_lock(host, F_RDLCK, CDDP__USE_BYTES, host->size)))
     return cddp__fail_errno("lock on the shared memory");
+  for (i = 0; fd >= 0 && i < host->size; i++) host->first[i].read = i != host->index;
   block = cddp__map_memory(fd, 0, bytes);
   if (block == NULL) return cddp__fail_mapping("the group's shared memory", bytes);
+  if (fd >= 0) madvise(block, bytes, MADV_DONTDUMP);
   r = cddp__group_build(out, host, config->rank, size, NULL, block, config->timeout_s);
   if (r != CDDP_OK) munmap(block, bytes);
   if (r != CDDP_OK || host->joined) return r;
@@ -14845,7 +15035,7 @@ static void cddp__host_set_ranks(cddp__host *host, cddp__net *table) {
   int i;
   for (i = 0; i < table->size; i++)
     if (table->ranks[i].host == table->host)
-      host->pids[table->ranks[i].index] = table->ranks[i].pid;
+      host->first[table->ranks[i].index].pid = table->ranks[i].pid;
   host->size = table->hosts[table->host].size;
   host->index = table->ranks[table->rank].index;
   cddp__set_window(host, host->index, host->arena.window_bits);
@@ -14890,8 +15080,8 @@ static cddp_result cddp__start_job(cddp_group **out, cddp__config *config, cddp_
   host->started_before = cddp__boot_ticks();
   next = (host->index + 1) % host->size;
   if (next != host->index)
-    host->pidfds[next] =
-        cddp__above_stdio((int)syscall(SYS_pidfd_open, (pid_t)host->pids[next], 0u));
+    host->first[next].pidfd =
+        cddp__above_stdio((int)syscall(SYS_pidfd_open, (pid_t)host->first[next].pid, 0u));
   return CDDP_OK;
 }
 
@@ -14936,9 +15126,10 @@ static cddp_result cddp__init(cddp_group **out, const cddp_group_desc *d) {
   if (host == NULL) return CDDP_OUT_OF_MEMORY;
   host->threads = config.world_size == 1 && !config.joins;
   if (config.init_method[0] != 0) r = cddp__job_info_create(host, &config);
+  if (r == CDDP_OK && host->threads && host->job_info != NULL) cddp__share_memory(host);
   if (r == CDDP_OK)
-    r = config.joins    ? cddp__join_job(&g, &config, host)
-        : host->threads ? cddp__world_group(&g, host, &config)
+    r = config.joins             ? cddp__join_job(&g, &config, host)
+        : config.world_size == 1 ? cddp__world_group(&g, host, &config)
                         : cddp__start_job(&g, &config, host, &job);
   if (config.listen_fd >= 0) cddp__store32(&cddp__listen_fd_user, (uint32_t)getpid());
   cddp__close_fd(&config.listen_fd); /* of a job of one rank */
@@ -18212,7 +18403,7 @@ static cddp_result cddp__check_shards(const cddp_ddp *d) {
                                                        : NULL;
   const char *lacks = g->id != 0              ? "a group of cddp_group_split"
                       : g->host->elastic      ? "another elastic model"
-                      : d->shards.count > CDDP__JOINS ? "more than 1,024 shards"
+                      : d->shards.count > CDDP__ELASTIC_SHARDS ? "more than 1,024 shards"
                       : other != NULL         ? other
                       : gpus && g->size > 1 && g->host->threads
                           ? "ranks that are threads and have GPUs" /* peers see no thread's end */
@@ -18334,28 +18525,25 @@ typedef struct cddp__elastic_call {
    they join cannot hold up the step. */
 #define CDDP__JOIN_MEETINGS 8
 
-/* shared: addresses of a rank's memory, for the other ranks on its host. The addresses of its
-   weights [params] follow, then the slots of its nodes [shards], in order. Writer: its rank, before
-   it enters a reduction. From SCRATCH on they serve only to free the memory if the rank dies. */
+/* shared: addresses of a rank's memory, for the other ranks on its host. The slots of its
+   nodes [shards] follow, in order. Writer: its rank, before it enters a reduction. */
 enum {
   CDDP__PUBLISHED_ARENA, /* gradients; the squares of its part of the mean follow */
   CDDP__PUBLISHED_MEAN,  /* the mean, of which the rank writes its part */
   CDDP__PUBLISHED_SUMS,  /* its slots */
   CDDP__PUBLISHED_ROWS,  /* packed sparse rows */
-  CDDP__PUBLISHED_SCRATCH,
-  CDDP__PUBLISHED_SELF, /* this struct */
-  CDDP__PUBLISHED_WEIGHTS
+  CDDP__PUBLISHED
 };
 typedef struct cddp__published {
-  cddp__ref refs[CDDP__PUBLISHED_WEIGHTS];
+  cddp__ref refs[CDDP__PUBLISHED];
 } cddp__published;
 
-/* Memory of a lost rank, or the control block of a group that lost a rank. */
-typedef struct cddp__retired {
-  cddp__ref ref;
-  uint32_t block_generation; /* of a control block; else 0 */
-  uint64_t step;             /* in which it was retired */
-} cddp__retired;
+/* The control block of a group that lost a rank. */
+typedef struct cddp__lost_block {
+  const cddp__control_block *block;
+  uint32_t generation;
+  uint64_t step; /* in which this rank left the group */
+} cddp__lost_block;
 
 /* The membership, and what a rank has done in the current step. Owner: the thread that trains. */
 struct cddp__elastic {
@@ -18385,8 +18573,8 @@ struct cddp__elastic {
   bool one_host;               /* all members are on this host and read each other's memory */
   cddp__published *own;        /* this rank's; NULL: on a GPU */
   cddp__published **published; /* [shards] by member number; NULL: on another host, or on a GPU */
-  cddp__retired *retired;
-  size_t retired_count, retired_capacity;
+  cddp__lost_block *lost_blocks;
+  size_t lost_count, lost_capacity;
   /* a meeting: */
   cddp__connection **links; /* [shards + JOIN_REQUESTS] to the leader, or to the members that
                                reported; at [shards] joining processes begin */
@@ -18561,32 +18749,85 @@ static cddp_result cddp__finish_shard(cddp_ddp *d) {
 /* --- memory of the ranks on a host ---
    In a step on one host, no rank writes to memory that another rank owns. All ranks keep their
    nodes until a reduction is complete. The parts of the mean stay until all members have entered
-   the next one, also if their rank dies: the memory belongs to the host (>>arena). A rank that dies
-   in its update changes nothing that others read.
+   the next one, also if their rank dies: cddp__free_lost. A rank that dies in its update changes
+   nothing that others read.
    The broadcasts of a meeting can write to other ranks' memory (>>collectives). They write only
    bytes that the receiver does not use before the broadcast completes, or that it already has. */
 
-static void cddp__retire_memory(cddp_ddp *d, const cddp__ref *ref, uint32_t block_generation) {
+/* A lost rank cannot leave the group, so the owner of its control block frees it a step later. */
+static void cddp__elastic_leave_group(cddp_ddp *d, cddp_group *g) {
   cddp__elastic *elastic = d->elastic;
-  cddp__retired retired = {*ref, block_generation, elastic->step}, *list;
-  if (ref->kind != CDDP__REF_EXTENT) return;
-  list = (cddp__retired *)cddp__grow_array(&elastic->net->allocator, elastic->retired,
-                                           &elastic->retired_capacity, elastic->retired_count + 1,
-                                           sizeof *list);
-  if (list == NULL) return; /* the memory is never freed */
-  elastic->retired = list;
-  list[elastic->retired_count++] = retired;
+  cddp__lost_block lost = {g->block, g->block_generation, elastic->step}, *list;
+  list = (cddp__lost_block *)cddp__grow_array(&elastic->net->allocator, elastic->lost_blocks,
+                                              &elastic->lost_capacity, elastic->lost_count + 1,
+                                              sizeof *list);
+  if (list != NULL && g->block_ref.kind == CDDP__REF_EXTENT) { /* else it is never freed */
+    elastic->lost_blocks = list;
+    list[elastic->lost_count++] = lost;
+  }
+  cddp__group_leave(g);
 }
 
-static void cddp__retire_member(cddp_ddp *d, int member) {
-  cddp__published *published = d->elastic->published[member];
-  int i;
-  d->elastic->published[member] = NULL;
-  if (published == NULL ||
-      !cddp__ref_is_mapped_at(d->group->host, &published->refs[CDDP__PUBLISHED_SELF], published))
-    return;
-  for (i = 0; i < CDDP__PUBLISHED_WEIGHTS + d->count; i++)
-    cddp__retire_memory(d, (const cddp__ref *)published + i, 0);
+/* Breaks the groups that have a lost process of this host, for instance that of cddp_init: so no
+   call in them reads its memory any more. */
+static void cddp__break_groups_of(cddp__host *host, int window) {
+  char text[CDDP__ERROR_MAX];
+  cddp_group *g;
+  int k;
+  memcpy(text, cddp__error_text, sizeof text);
+  pthread_mutex_lock(&host->lock);
+  for (g = host->groups; g != NULL; g = g->next) {
+    for (k = 0; k < g->size && g->members[k] != window;) k++;
+    if (k == g->size || cddp__is_broken(g)) continue;
+    cddp__fail(CDDP_PEER_LOST,
+               "rank %d of the group was lost, and the elastic model continues without it: use "
+               "cddp_ddp_group",
+               k);
+    if (cddp__publish_failure(g, CDDP_PEER_LOST)) cddp__wake_all(g);
+  }
+  pthread_mutex_unlock(&host->lock);
+  memcpy(cddp__error_text, text, sizeof text);
+}
+
+/* Whether a call in a broken group still accesses memory of peers: a collective, or a receive that
+   had not seen the failure. */
+static bool cddp__group_in_use(cddp_group *g) {
+  if (cddp__load32(&cddp__slot_of(g, g->rank)->inside) != 0) return true;
+  if (pthread_mutex_trylock(&g->p2p.lock) != 0) return true;
+  pthread_mutex_unlock(&g->p2p.lock);
+  return false;
+}
+
+/* Makes the control block of a broken group private, where it is. */
+static bool cddp__keep_block(cddp_group *g) {
+  size_t bytes = cddp__block_head(g->size, g->local_size);
+  char *copy = cddp__map_memory(-1, 0, bytes);
+  if (copy == NULL) return false;
+  memcpy(copy, g->block, bytes);
+  if (mremap(copy, bytes, bytes, MREMAP_MAYMOVE | MREMAP_FIXED, g->block) == MAP_FAILED) {
+    munmap(copy, bytes);
+    return false;
+  }
+  g->block_ref.kind = CDDP__REF_POINTER;
+  return true;
+}
+
+/* Whether this process can still access a lost process's memory: a call has not ended, or another
+   model can have its optimizer's states there. The program's groups can have control blocks there,
+   which become private. */
+static bool cddp__window_in_use(cddp__host *host, int window) {
+  cddp_group *g;
+  bool in_use = host->models > 1;
+  int k;
+  pthread_mutex_lock(&host->lock);
+  for (g = host->groups; g != NULL && !in_use; g = g->next)
+    for (k = 0; k < g->size && !in_use; k++)
+      in_use = g->members[k] == window && cddp__group_in_use(g);
+  for (g = host->groups; g != NULL && !in_use; g = g->next)
+    in_use = g->block_ref.kind == CDDP__REF_EXTENT &&
+             cddp__window_of(host, g->block_ref.base) == window && !cddp__keep_block(g);
+  pthread_mutex_unlock(&host->lock);
+  return in_use;
 }
 
 /* Whether the process with this window on this host is a member. */
@@ -18599,51 +18840,58 @@ static bool cddp__is_member_here(const cddp_ddp *d, int window) {
   return p < d->shards.count;
 }
 
-/* Frees the memory that was retired in earlier steps, which all members have left. Each member
-   frees its own memory. The memory of a former member is freed after its process has ended, since
-   no process uses that window again. Then its pidfd, which joined processes have, is closed. */
-static void cddp__free_retired(cddp_ddp *d) {
+/* The processes of this host that are no longer members. */
+static void cddp__elastic_note_lost(cddp_ddp *d) {
+  cddp__host *host = d->group->host;
+  cddp__process *p;
+  for (p = cddp__next_process(host, NULL); p != NULL; p = cddp__next_process(host, p)) {
+    if (!p->member || p->window == host->arena.window || cddp__is_member_here(d, p->window))
+      continue;
+    p->member = false;
+    p->lost = 1 + d->elastic->step;
+    cddp__close_fd(&p->pidfd);
+    if (host->arena.fd >= 0) cddp__break_groups_of(host, p->window);
+  }
+}
+
+/* In a reduction that all members have entered: frees what was lost in earlier steps. Nobody reads
+   the means of those steps any more. Each member frees its own control blocks. */
+static void cddp__free_lost(cddp_ddp *d) {
   cddp__elastic *elastic = d->elastic;
   cddp__host *host = d->group->host;
-  size_t i, remaining = 0, most = (size_t)host->size + CDDP__JOINS;
-  for (i = 0; i < elastic->retired_count; i++) {
-    const cddp__retired retired = elastic->retired[i];
-    int owner = (int)(retired.ref.base >> host->arena.window_bits) - 1;
-    bool ended = !cddp__is_member_here(d, owner);
-    if (retired.step >= elastic->step || (ended && !cddp__process_gone(host, owner)))
-      elastic->retired[remaining++] = retired;
-    else if (owner == host->arena.window)
-      cddp__arena_free_block(host, &retired.ref, retired.block_generation);
-    else if (ended && host->arena.fd >= 0)
-      (void)cddp__ref_punch(host, &retired.ref);
+  cddp__process *p, *next;
+  size_t i, left = 0;
+  for (i = 0; i < elastic->lost_count; i++) {
+    const cddp__lost_block lost = elastic->lost_blocks[i];
+    if (lost.step >= elastic->step) elastic->lost_blocks[left++] = lost;
+    else cddp__arena_free_block(host, lost.block, lost.generation);
   }
-  for (i = (size_t)host->size; i < most && elastic->retired_count > 0 && remaining == 0; i++)
-    if (host->pidfds[i] >= 0 && !cddp__is_member_here(d, (int)i) &&
-        cddp__process_gone(host, (int)i))
-      cddp__close_fd(&host->pidfds[i]);
-  elastic->retired_count = remaining;
+  elastic->lost_count = left;
+  for (p = cddp__next_process(host, NULL); p != NULL; p = next) {
+    next = cddp__next_process(host, p);
+    if (p->lost == 0 || p->lost > elastic->step || host->arena.fd < 0) continue;
+    if (p->read && cddp__window_in_use(host, p->window)) continue;
+    if (p->read) cddp__unmap_window(host, p);
+    if (cddp__process_gone(host, p->window)) cddp__free_window(host, p);
+  }
 }
 
 /* The slots of a rank's nodes. */
 static int32_t *cddp__published_slots(const cddp_ddp *d, cddp__published *published) {
-  return (int32_t *)(void *)((cddp__ref *)(void *)(published + 1) + d->count);
+  return (void)d, (int32_t *)(void *)(published + 1);
+}
+
+static size_t cddp__published_bytes(const cddp_ddp *d) {
+  return sizeof(cddp__published) + (size_t)d->shards.count * sizeof(int32_t);
 }
 
 /* Publishes the addresses that never change. */
 static cddp_result cddp__create_published(cddp_ddp *d) {
   cddp__host *host = d->group->host;
-  size_t bytes = sizeof(cddp__published) + (size_t)d->count * sizeof(cddp__ref) +
-                 (size_t)d->shards.count * sizeof(int32_t);
-  cddp__published *own = (cddp__published *)cddp__arena_alloc(host, bytes, CDDP__EXTENT_BUFFER);
-  cddp__ref *weights;
-  int i;
+  cddp__published *own = (cddp__published *)cddp__arena_alloc(host, cddp__published_bytes(d),
+                                                              CDDP__EXTENT_BUFFER);
   d->elastic->own = own;
   if (own == NULL) return CDDP_OUT_OF_MEMORY;
-  weights = (cddp__ref *)(own + 1);
-  for (i = 0; i < d->count; i++)
-    weights[i] = cddp__ref_of(host, d->params[i].data,
-                              d->params[i].count * cddp__dtype_size(d->params[i].dtype));
-  own->refs[CDDP__PUBLISHED_SELF] = cddp__ref_of(host, own, bytes);
   own->refs[CDDP__PUBLISHED_ARENA] = cddp__ref_of(host, d->arena, d->layout.arena_bytes);
   own->refs[CDDP__PUBLISHED_MEAN] = cddp__ref_of(host, d->elastic->mean, d->layout.dense);
   return CDDP_OK;
@@ -18653,7 +18901,7 @@ static cddp_result cddp__create_published(cddp_ddp *d) {
 static void cddp__publish_ref(cddp__published *own, int which, const void *memory, size_t bytes,
                               cddp__host *host) {
   cddp__ref ref = cddp__ref_of(host, memory, bytes);
-  uint32_t kind = ref.kind;
+  uint64_t kind = ref.kind;
   own->refs[which].kind = ref.kind = CDDP__REF_NONE;
   __atomic_signal_fence(__ATOMIC_SEQ_CST);
   own->refs[which] = ref;
@@ -18670,17 +18918,16 @@ static void cddp__publish_sums(cddp_ddp *d) {
   cddp__publish_ref(own, CDDP__PUBLISHED_SUMS, d->elastic->slot_area,
                     (size_t)d->layout.slots * d->layout.slot_stride, host);
   cddp__publish_ref(own, CDDP__PUBLISHED_ROWS, d->rows.packet, d->rows.capacity, host);
-  cddp__publish_ref(own, CDDP__PUBLISHED_SCRATCH, d->scratch.memory, d->scratch.bytes, host);
 }
 
 /* Maps the memory that rank k of the group has published. packets[k] receives its rows. */
 static cddp_result cddp__map_sums(cddp_ddp *d, int k, char **packets) {
   cddp__elastic *elastic = d->elastic;
   const cddp__ref *refs = elastic->published[elastic->order[k]]->refs;
-  void *at[CDDP__PUBLISHED_SCRATCH] = {d->arena, elastic->mean, elastic->slot_area, d->rows.packet};
+  void *at[CDDP__PUBLISHED] = {d->arena, elastic->mean, elastic->slot_area, d->rows.packet};
   cddp_result r = CDDP_OK;
   int i;
-  for (i = 0; k != d->me && r == CDDP_OK && i < CDDP__PUBLISHED_SCRATCH; i++)
+  for (i = 0; k != d->me && r == CDDP_OK && i < CDDP__PUBLISHED; i++)
     if (i < CDDP__PUBLISHED_SUMS || refs[i].kind != CDDP__REF_NONE) /* it can have no slots, rows */
       r = cddp__map_ref(d->group->host, &refs[i], &at[i]);
   if (r != CDDP_OK) return r;
@@ -18838,7 +19085,7 @@ static cddp_result cddp__elastic_reduce(cddp_ddp *d) {
   if (r == CDDP_OK) r = cddp__compare_updates(d);
   CDDP__POINT("elastic met");
   if (r != CDDP_OK) return r;
-  cddp__free_retired(d);
+  cddp__free_lost(d);
   d->shards.node_count = cddp__plan_nodes(d->shards.owner, d->shards.count, true, d->shards.nodes,
                                           d->shards.widths, &slots);
   r = elastic->one_host ? cddp__reduce_in_memory(d) : cddp__reduce_by_messages(d, longest);
@@ -18969,7 +19216,6 @@ static bool cddp__elastic_link_ended(cddp_ddp *d, int member, cddp__connection *
 static void cddp__remove_member(cddp_ddp *d, int member) {
   cddp__elastic *elastic = d->elastic;
   elastic->members[member].life = 0;
-  cddp__retire_member(d, member);
   if (elastic->me == d->shards.count) { /* joining: the members might not know yet */
     cddp__sleep(0.01);
     return;
@@ -19424,12 +19670,6 @@ static void cddp__elastic_record_ends(cddp_ddp *d) {
   } while (again && cddp__wait_pause(&wait));
 }
 
-/* A lost rank cannot leave the group, so the control block is retired. */
-static void cddp__elastic_leave_group(cddp_ddp *d, cddp_group *g) {
-  cddp__retire_memory(d, &g->block_ref, g->block_generation);
-  cddp__group_leave(g);
-}
-
 static void cddp__leave_broken(cddp_ddp *d) {
   if (d->elastic->broken_comm != NULL) cddp__elastic_leave_group(d, d->elastic->broken_comm);
   d->elastic->broken_comm = NULL;
@@ -19459,13 +19699,24 @@ static void cddp__elastic_leave_groups(cddp_ddp *d) {
   d->control = d->comm = NULL;
 }
 
-/* Registers a process on this host, unless that was done in a rendezvous. */
-static void cddp__register_process(cddp__host *host, int at, uint32_t pid) {
-  if (host->threads || at == host->index || host->pids[at] == pid) return;
-  cddp__close_fd(&host->pidfds[at]);
-  host->pids[at] = pid;
-  host->started_before = cddp__boot_ticks(); /* without pidfds: an upper bound on its start */
-  host->pidfds[at] = cddp__above_stdio((int)syscall(SYS_pidfd_open, (pid_t)pid, 0u));
+/* Registers a member on this host. Its pid and pidfd are for texts; the job's first ranks know each
+   other's pids from the rendezvous. */
+static cddp_result cddp__register_process(cddp__host *host, int window, uint32_t pid) {
+  cddp__process *p;
+  if (host->threads) return CDDP_OK;
+  if ((p = cddp__add_process(host, window, pid)) == NULL) return CDDP_OUT_OF_MEMORY;
+  if (!p->member && (window >= host->size || host->joined) && window != host->arena.window) {
+    host->started_before = cddp__boot_ticks(); /* an upper bound on its start */
+    p->pidfd = cddp__above_stdio((int)syscall(SYS_pidfd_open, (pid_t)pid, 0u));
+  }
+  return cddp__lock_use(host, p);
+}
+
+/* The program can have closed the memfd: then others free memory that this rank reads. */
+static cddp_result cddp__check_locks(const cddp__host *host) {
+  if (host->arena.fd < 0 || cddp__memfd_is_open(host)) return CDDP_OK;
+  return cddp__fail(CDDP_SYSTEM, "the program has closed descriptors of cddp (closefrom), without "
+                                 "which an elastic model cannot replace ranks");
 }
 
 /* which: 0, control; 1, comm. */
@@ -19477,14 +19728,15 @@ static cddp_result cddp__elastic_create_group(cddp_ddp *d, cddp__message *table,
   cddp__ref ref;
   uint64_t id[3];
   void *block = NULL;
-  cddp_result r;
-  for (k = 0; k < d->step.active_count; k++) {
+  cddp_result r = cddp__check_locks(host);
+  for (k = 0; k < d->step.active_count && r == CDDP_OK; k++) {
     const cddp__member *member = &cddp__report_at(d, table, k)->self;
     indices[k] = member->host == elastic->members[elastic->me].host ? member->index : -1;
-    if (indices[k] >= 0) cddp__register_process(host, indices[k], member->pid);
+    if (indices[k] >= 0) r = cddp__register_process(host, indices[k], member->pid);
     if (indices[k] >= 0 && here++ == 0) lowest = k;
     if (elastic->order[k] == elastic->me) rank = k;
   }
+  if (r != CDDP_OK) return r;
   ref = cddp__report_at(d, table, lowest)->blocks[which];
   if (lowest == rank) {
     block = elastic->blocks[which];
@@ -19517,12 +19769,12 @@ static cddp_result cddp__commit_mean(cddp_ddp *d) {
 static cddp_result cddp__elastic_connect(cddp_ddp *d) {
   cddp__elastic *elastic = d->elastic;
   cddp_group *g = d->control;
-  size_t begin, end;
+  size_t bytes = cddp__published_bytes(d), begin, end;
   cddp__ref ref;
   cddp_result r;
   int k;
   memset(&ref, 0, sizeof ref);
-  if (elastic->own != NULL) ref = elastic->own->refs[CDDP__PUBLISHED_SELF];
+  if (elastic->own != NULL) ref = cddp__ref_of(d->group->host, elastic->own, bytes);
   r = cddp__round(g, CDDP__KIND_GROUP_NEW, CDDP__PHASE_CONNECTED, 0, &ref, sizeof ref);
   if (r == CDDP_OK)
     r = cddp__round(d->comm, CDDP__KIND_GROUP_NEW, CDDP__PHASE_CONNECTED, 0, NULL, 0);
@@ -19729,6 +19981,8 @@ static cddp_result cddp__elastic_regroup(cddp_ddp *d) {
   if (r == CDDP_OK) r = cddp__elastic_create_group(d, table, 1, &d->comm);
   if (r == CDDP_OK) r = cddp__confirm_groups(d);
   if (r == CDDP_OK) r = cddp__elastic_connect(d); /* all ranks have created both groups */
+  cddp__elastic_note_lost(d);
+  if (r == CDDP_OK && host->arena.fd >= 0) r = cddp__find_processes(host);
   if (r == CDDP_OK) r = (d->group->backend->open)(d->group, d->comm);
   for (i = 0; i < 2; i++) {
     cddp__arena_free(host, elastic->blocks[i]);
@@ -20009,7 +20263,7 @@ static void cddp__elastic_free(cddp_ddp *d) {
   if (elastic->net != NULL) {
     cddp__leave_broken(d);
     cddp__elastic_close(d);
-    cddp__free(&elastic->net->allocator, elastic->retired);
+    cddp__free(&elastic->net->allocator, elastic->lost_blocks);
   }
   host->elastic = false;
   if (host->joined) host->job_info->table.lead.model.params = 0; /* a process joins only once */
@@ -20123,6 +20377,9 @@ static cddp_result cddp__elastic_create(cddp_ddp *d) {
     cddp__elastic_assign_shards(d);
   }
   cddp__free(&g->host->allocator, all);
+  for (k = 0; r == CDDP_OK && k < g->size; k++)
+    if (g->members[k] >= 0)
+      r = cddp__register_process(g->host, g->members[k], d->elastic->members[k].pid);
   if (r == CDDP_OK) r = cddp__consensus(g, cddp__elastic_connect(d), NULL, 0, NULL);
   if (r != CDDP_OK) return r;
   d->control->elastic = d->comm->elastic = true;
@@ -22628,7 +22885,6 @@ CDDPDEF cddp_result (cddp_ddp_create)(cddp_ddp **out, cddp_group *g, cddp_param 
   if (!joins && (r = cddp__check_group(g)) != CDDP_OK) return r;
   given = *desc;
   if (joins && given.shards == 0) given.shards = g->host->job_info->table.shards;
-  if (desc->elastic && !joins) cddp__share_memory(g->host);
   if ((d = cddp__ddp_new(g, params, count, &given)) == NULL) return CDDP_OUT_OF_MEMORY;
   d->desc.shards = desc->shards; /* in all ranks' checkpoints: what the program has set */
   r = cddp__ddp_setup(d, joins);
@@ -23116,6 +23372,8 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels) { (void)k
               The log of a loss names the right step, and tells a failure once.
               Lack of memory or descriptors in one rank could end the others on its host.
               A process that had joined in the same step could give a mean that it never had.
+              The memory of lost ranks is freed a step later. Any number of processes can join.
+              A group of cddp_init that has a lost rank returns CDDP_PEER_LOST on its host.
      Mended, start-up
               A damaged rank table crashed the rank that received it (SIGSEGV).
               One wrong rank (its number twice, another WORLD_SIZE) left others to their time-outs.

@@ -11,9 +11,11 @@
    that connect and then send nothing. Joins while ranks die: tests/chaos/elastic.c. */
 #include "../../cddp.h"
 
+#include "../inside.h"
 #include "../ranks.h"
 
 #include <dirent.h>
+#include <sched.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
@@ -39,6 +41,11 @@ typedef struct process_config { /* how a process differs from the usual one */
   int descriptors;   /* its limit of open files; 0: the usual one */
   int port;    /* MASTER_PORT; 0: shared->port */
   bool crowd;  /* it notes how it began, and ends if it was refused */
+  size_t extra;      /* bytes that it allocates and writes beside the model */
+  int dies_at;       /* killed at this call of CDDP__POINT in cddp_ddp_create; 0: not */
+  int quits;         /* destroys its model after so many steps, and ends; 0: not */
+  bool splits;       /* has groups of its own with all first ranks, and keeps them */
+  void (*environment)(void); /* called first: namespaces, limits */
   bool lacks, early; /* it can allocate only `spare` more bytes, from its first step on; */
   size_t spare;      /* early: from the beginning */
 } process_config;
@@ -79,7 +86,7 @@ typedef struct model {
   cddp_param p, table; /* in this order in memory: they are the model's parameters */
   bool rows, adamw;
   int (*before)(cddp_optim *o);
-  cddp_group *g;
+  cddp_group *g, *all, *some;
   cddp_ddp *ddp;
   cddp_optim *sgd;
 } model;
@@ -130,6 +137,13 @@ static void ask_resources(int n) {
   CHECK_EQ(look(&shared->answers), n);
 }
 
+static int points_left; /* until this process is killed */
+
+static void die_at_point(const char *name) {
+  (void)name;
+  if (--points_left == 0) raise(SIGKILL);
+}
+
 static void kill_member(void) {
   kill(shared->member, SIGKILL);
   while (kill(shared->member, 0) == 0) ranks_sleep(0.001); /* until the test has waited for it */
@@ -168,7 +182,20 @@ static cddp_result model_open(model *m, const process_config *v) {
     m->table.data = cddp_alloc(m->g, ROWS * WIDTH * sizeof(float));
     desc.sparse_rows = rows;
   }
-  if ((r = cddp_ddp_create(&m->ddp, m->g, &m->p, 1 + v->rows, &desc)) != CDDP_OK) return r;
+  if (v->extra > 0) {
+    void *extra = cddp_alloc(m->g, v->extra);
+    CHECK(extra != NULL);
+    if (extra != NULL) memset(extra, 1, v->extra);
+  }
+  if (v->splits && v->join == NULL) {
+    CHECK_OK(cddp_group_split(m->g, 0, 0, &m->all));
+    CHECK_OK(cddp_group_split(m->g, v->rank == 0, 0, &m->some));
+  }
+  points_left = v->dies_at;
+  if (v->dies_at > 0) inside_at_point = die_at_point;
+  r = cddp_ddp_create(&m->ddp, m->g, &m->p, 1 + v->rows, &desc);
+  inside_at_point = NULL;
+  if (r != CDDP_OK) return r;
   if (v->orphan == 2) kill_member();
   o.ddp = a.ddp = v->apart ? NULL : m->ddp;
   if (v->adamw) return cddp_adamw_create(&m->sgd, &m->p, 1, &a);
@@ -180,6 +207,8 @@ static void model_close(model *m) {
   cddp_ddp_destroy(m->ddp);
   if (m->g != NULL) cddp_free(m->g, m->p.data);
   if (m->g != NULL) cddp_free(m->g, m->table.data);
+  cddp_destroy(m->all);
+  cddp_destroy(m->some);
   cddp_destroy(m->g);
 }
 
@@ -248,6 +277,7 @@ static int life(int rank, void *arg) {
   bool counted = false;
   (void)rank;
   prctl(PR_SET_PDEATHSIG, SIGKILL);
+  if (v.environment != NULL) v.environment();
   if (v.descriptors > 0) limit_descriptors(v.descriptors);
   v.rank = v.join == NULL ? rank : v.rank;
   if (v.bare) CHECK(close(STDIN_FILENO) == 0 && close(STDOUT_FILENO) == 0);
@@ -281,6 +311,7 @@ static int life(int rank, void *arg) {
     }
     if (r == CDDP_PEER_LOST) r = CDDP_OK, stop = 0; /* the next step has another group */
     if (v.join != NULL && stop != 0) shared->took = cddp_world_size(g);
+    if (v.quits > 0 && counted && --v.quits == 0) break;
     if (v.leaves && v.join == NULL && rank == 1 && cddp_ddp_steps(m.ddp) >= 3) {
       leave(&m);
       break;
@@ -568,6 +599,167 @@ static void test_descriptors(void) {
   replace_rank(rounds, NULL);
   replace_rank(rounds, "aab");
   if (is_long) replace_rank(rounds, "abc");
+}
+
+/* Processes join and end in every way: killed as members, killed at any point of cddp_ddp_create,
+   refused, or in good order. One step later the survivors have nothing of them. */
+static void lose_processes(int rounds, const char *hosts) {
+  process_config first = usual(), v;
+  resources begin;
+  pid_t pids[3];
+  int i, status, joined = 0;
+  memset(&begin, 0, sizeof begin);
+  if (hosts != NULL) setenv("TEST_HOSTS", hosts, 1);
+  first.join = NULL;
+  first.extra = (size_t)1 << 20;
+  first.count = 65536;
+  first.shards = 2;
+  begin_job(pids, &first);
+  v = first;
+  v.rank = 1;
+  v.join = "1";
+  kill(pids[1], SIGKILL);
+  waitpid(pids[1], &status, 0);
+  for (i = 0; i < rounds && test_failures == 0; i++) {
+    double until = test_now() + RANKS_WITHIN(20.0);
+    v.dies_at = i % 3 == 1 ? 1 + (int)(ranks_mix(3, (uint64_t)i, 1) % 60) : 0;
+    v.quits = i % 3 == 2 ? 2 : 0;
+    pids[1] = ranks_fork(life, 1, &v);
+    if (v.dies_at == 0) {
+      joined++;
+      while (look(&shared->joined) < joined && test_now() < until) ranks_sleep(0.0005);
+      CHECK_EQ(look(&shared->joined), joined);
+      v.rank = 2; /* one more than there are shards */
+      if (v.quits == 0) refuse(&v);
+      if (v.quits == 0) CHECK_IS(shared->result, CDDP_UNSUPPORTED);
+      v.rank = 1;
+    } else { /* a short one may be a member already */
+      while (kill(pids[1], 0) == 0 && waitpid(pids[1], &status, WNOHANG) == 0 &&
+             look(&shared->joined) == joined && test_now() < until)
+        ranks_sleep(0.0005);
+      joined = look(&shared->joined);
+    }
+    if (v.quits == 0) kill(pids[1], SIGKILL);
+    waitpid(pids[1], &status, 0);
+    if (i == 2) {
+      for (status = 0; status < 3; status++) ask_resources(1);
+      begin = shared->use[0];
+    }
+  }
+  for (i = 0; i < 3; i++) ask_resources(1);
+  fprintf(stderr, "  %s: %d, in the end %d mappings; %zu, %zu KiB; %d, %d descriptors\n",
+          hosts != NULL ? hosts : "aa", begin.mappings, shared->use[0].mappings, begin.kib,
+          shared->use[0].kib, begin.descriptors, shared->use[0].descriptors);
+  CHECK(shared->use[0].mappings <= begin.mappings + 4 || RANKS_SLOW);
+  CHECK(shared->use[0].kib < begin.kib + 900);
+  CHECK(shared->use[0].descriptors <= begin.descriptors + 2);
+  end_job(pids, 1);
+  unsetenv("TEST_HOSTS");
+}
+
+static void test_memory_of_lost_processes(void) {
+  bool is_long = getenv("ROUNDS") != NULL;
+  lose_processes(is_long ? atoi(getenv("ROUNDS")) : 9, NULL);
+  if (is_long) lose_processes(atoi(getenv("ROUNDS")), "ab");
+}
+
+/* Rank 0 dies. A step later its memory is gone, though the others keep cddp_init's group and groups
+   whose control blocks are there. */
+static void test_memory_of_rank_0(void) {
+  process_config v = usual();
+  resources before, after;
+  pid_t pids[3];
+  int status, i;
+  v.join = NULL;
+  v.world_size = 3;
+  v.extra = (size_t)24 << 20;
+  v.splits = true;
+  begin_job(pids, &v);
+  ask_resources(3);
+  before = shared->use[1];
+  kill(pids[0], SIGKILL);
+  waitpid(pids[0], &status, 0);
+  for (i = 0; i < 4; i++) ask_resources(2);
+  after = shared->use[1];
+  fprintf(stderr, "  %zu KiB, without rank 0 %zu KiB\n", before.kib, after.kib);
+  CHECK(before.kib > 3 * (v.extra >> 10));
+  CHECK(after.kib < before.kib - (v.extra >> 10));
+  CHECK(after.kib > 2 * (v.extra >> 10));
+  end_job(pids + 1, 2);
+}
+
+/* One rank trains alone, a second one joins. Then the first one dies: the second one has all. */
+static void test_large_alone(void) {
+  static const size_t counts[] = {100000, (2 << 20) / 4, 16 << 20};
+  size_t i;
+  for (i = 0; i < sizeof counts / sizeof *counts - (RANKS_SLOW ? 1 : 0); i++) {
+    process_config first = usual(), v;
+    pid_t pids[2];
+    double until = test_now() + RANKS_WITHIN(20.0);
+    int status;
+    first.join = NULL;
+    first.world_size = 1;
+    first.shards = 2;
+    first.count = counts[i];
+    first.extra = (size_t)100 << i;
+    begin_job(pids, &first);
+    v = first;
+    v.rank = 1;
+    v.join = "1";
+    pids[1] = ranks_fork(life, 1, &v);
+    while (look(&shared->joined) < 1 && test_now() < until) ranks_sleep(0.001);
+    CHECK_EQ(look(&shared->joined), 1);
+    if (i % 2 == 0) {
+      kill(pids[0], SIGKILL);
+      waitpid(pids[0], &status, 0);
+      end_job(pids + 1, 1);
+    } else {
+      end_job(pids, 2);
+    }
+  }
+}
+
+/* Ranks as a container's runtime or a set-uid launcher starts them. Nobody may open another rank's
+   descriptors by /proc, and the address space has a limit. */
+static void own_user_namespace(void) {
+  if (geteuid() == 0 && (setgid(1234) != 0 || setuid(1234) != 0)) _exit(9);
+  (void)prctl(PR_SET_DUMPABLE, 1);
+  if (unshare(CLONE_NEWUSER) != 0) fprintf(stderr, "  no user namespaces\n");
+}
+static void not_dumpable(void) { CHECK(prctl(PR_SET_DUMPABLE, 0) == 0); }
+static void little_address_space(void) {
+  struct rlimit most = {(rlim_t)16 << 30, (rlim_t)16 << 30};
+  CHECK(RANKS_SLOW || setrlimit(RLIMIT_AS, &most) == 0);
+}
+
+static void test_confined(void) {
+  static void (*const environments[])(void) = {own_user_namespace, not_dumpable,
+                                               little_address_space};
+  size_t kib;
+  int i, status;
+  for (i = 0; i < 3; i++) {
+    process_config first = usual(), v;
+    double until = test_now() + RANKS_WITHIN(20.0);
+    pid_t pids[3];
+    first.join = NULL;
+    first.environment = environments[i];
+    first.extra = (size_t)24 << 20;
+    begin_job(pids, &first);
+    ask_resources(2);
+    kib = shared->use[1].kib;
+    kill(pids[0], SIGKILL);
+    waitpid(pids[0], &status, 0);
+    v = first;
+    v.rank = 0;
+    v.join = "1";
+    pids[0] = ranks_fork(life, 0, &v);
+    while (look(&shared->joined) < 1 && test_now() < until) ranks_sleep(0.001);
+    CHECK_EQ(look(&shared->joined), 1);
+    ask_resources(2);
+    ask_resources(2);
+    CHECK(shared->use[1].kib < kib + (first.extra >> 10)); /* that of two processes */
+    end_job(pids, 2);
+  }
 }
 
 /* Rank after rank dies, and none is replaced. */
@@ -1600,6 +1792,10 @@ int main(void) {
   RUN(test_many);
   RUN(test_descriptors);
   RUN(test_descriptors_of_lost_ranks);
+  RUN(test_memory_of_lost_processes);
+  RUN(test_memory_of_rank_0);
+  RUN(test_large_alone);
+  RUN(test_confined);
   RUN(test_two_models);
   RUN(test_strangers);
   RUN(test_stalling);

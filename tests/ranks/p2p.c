@@ -676,16 +676,24 @@ static void test_thread_leaves(void) {
 /* What a rank has sent before it leaves is still received. ------------------------------------- */
 
 static int run_send_and_leave(cddp_group *g, void *arg) {
-  int before = test_failures, rank = cddp_rank(g);
-  int32_t x[3] = {1, 2, 3}, y[3] = {0};
+  static const size_t counts[] = {1, 3, 1000, 100000, 1 << 20, (1 << 20) + 1}; /* to 4 MiB */
+  enum { COUNTS = sizeof counts / sizeof *counts };
+  int before = test_failures, rank = cddp_rank(g), k;
+  int32_t *x = (int32_t *)calloc((1 << 20) + 1, sizeof *x);
+  size_t i;
   (void)arg;
-  if (rank == 0) {
-    CHECK_OK(cddp_send(g, x, 3, CDDP_I32, 1, 0, NULL));
-  } else {
-    ranks_sleep(0.05);
-    CHECK_OK(cddp_recv(g, y, 3, CDDP_I32, 0, 0, NULL));
-    CHECK(y[2] == 3);
+  CHECK(x != NULL);
+  for (k = 0; k < COUNTS && rank == 0; k++) {
+    for (i = 0; i < counts[k]; i++) x[i] = (int32_t)i + k;
+    CHECK_OK(cddp_send(g, x, counts[k], CDDP_I32, 1, k, NULL));
   }
+  if (rank == 1) ranks_sleep(0.2); /* the sender has left the group, as a process it has ended */
+  for (k = 0; k < COUNTS && rank == 1; k++) {
+    CHECK_OK(cddp_recv(g, x, counts[k], CDDP_I32, 0, k, NULL));
+    for (i = 0; i < counts[k] && x[i] == (int32_t)i + k;) i++;
+    CHECK_EQ(i, counts[k]);
+  }
+  free(x);
   return test_failures != before;
 }
 
