@@ -36,6 +36,7 @@ run elastic-hosts build/plain/elastic --hosts 500 --seed 30000
 run elastic-hosts-sweep build/plain/elastic --hosts 1 --sweep 6
 run join env ROUNDS=300 ONLY=test_many build/plain/join
 run join-descriptors env ROUNDS=600 ONLY=test_descriptors build/plain/join
+run join-memory env ROUNDS=100 ONLY=test_memory_of_lost_processes build/plain/join
 run simulate build/plain/simulate --seeds 10000
 run faults build/plain/faults --thorough
 run late env LATE=40 ONLY=test_late_receiver build/plain/hosts
