@@ -9485,7 +9485,7 @@ static bool cddp__link_is_for(const cddp__connection *c, uint64_t group) {
 
 /* Ends a link that its peer has closed: what it sent last is not needed. */
 static void cddp__link_check_end(cddp__connection *c) {
-  struct pollfd fd = {c->fd, POLLRDHUP, 0};
+  struct pollfd fd = {c->fd, (short)EPOLLRDHUP, 0}; /* libc may hide POLLRDHUP, which it equals */
   if (poll(&fd, 1, 0) == 1) cddp__connection_end(c, 0);
 }
 
@@ -18804,7 +18804,7 @@ static bool cddp__keep_block(cddp_group *g) {
   char *copy = cddp__map_memory(-1, 0, bytes);
   if (copy == NULL) return false;
   memcpy(copy, g->block, bytes);
-  if (mremap(copy, bytes, bytes, MREMAP_MAYMOVE | MREMAP_FIXED, g->block) == MAP_FAILED) {
+  if (syscall(SYS_mremap, copy, bytes, bytes, 3 /* MAYMOVE | FIXED */, g->block) == -1) {
     munmap(copy, bytes);
     return false;
   }
