@@ -1153,10 +1153,12 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    SECRETS. Without a secret, anyone who can reach rank 0's port can read and modify rendezvous
    messages, or impersonate a rank. During the rendezvous strangers occupy at most 128 + 4 *
    WORLD_SIZE connections of rank 0's host, each with a few KiB, and a few MB in all; later the same
-   number of each elastic rank's connections. With a secret, both ends of a connection prove that
-   they know it, without sending it. That stops strangers who can connect. It does not stop an
-   attacker who can read or change the traffic: nothing is encrypted or signed. An impostor of rank
-   0 learns enough to test guesses; use 128 random bits:
+   number of each elastic rank's connections.
+
+   With a secret, both ends of a connection prove that they know it, without sending it. That stops
+   strangers who can connect. It does not stop an attacker who can read or change the traffic:
+   nothing is encrypted or signed. An impostor of rank 0 learns enough to test guesses; use 128
+   random bits:
 
      export CDDP_SECRET=$(head -c 16 /dev/urandom | base64)   # once: the same on all hosts
 
@@ -1731,7 +1733,7 @@ typedef struct cddp__logged_call {
   char site[96]; /* text of the call site; "": unknown */
 } cddp__logged_call;
 #define CDDP__CALL_LOG 64 /* calls kept per rank and group, a power of two */
-#define CDDP__COUNTED_PEERS 64 /* ranks whose messages on device memory are counted */
+#define CDDP__COUNTED_PEERS 64 /* ranks for which messages on device memory are counted */
 
 /* shared: a rank's entry in the control block of its host. The rank writes it, except where another
    writer is named. */
@@ -2155,7 +2157,7 @@ typedef struct cddp__model_info {
 typedef struct cddp__optim_desc {
   double lr;     /* can change, and is not part of a hash; like: */
   double shared; /* only in the exchange: the states are shared */
-  double algorithm; /* CDDP__SGD or another */
+  double algorithm; /* CDDP__ALGORITHM_SGD or another */
   double momentum, dampening;
   double beta1, beta2, eps;
   double nesterov, maximize, amsgrad;
@@ -6178,7 +6180,7 @@ static cddp_result cddp__discover(cddp__config *config, const cddp_group_desc *d
      6. One rank that no process can join has private memory instead.
    Liveness: each process holds a record lock on its life byte, number `window` of the file. The
    kernel releases it when the process ends, after its memory.
-   Who frees what:
+   Freeing:
      - A process frees its own extents. The kernel frees everything when the last process ends.
      - The window of a process that an elastic model has lost is freed by the others, once none of
        them reads it. The kernel counts the readers: a process holds a shared record lock on the use
@@ -11144,7 +11146,7 @@ static cddp_result cddp__await_ready(cddp__rendezvous *rdv) {
 /* Sends FAIL, after which nothing follows. */
 static void cddp__channel_fail(cddp__channel *channel, cddp_result r, const char *text) {
   cddp__connection *c = &channel->connection;
-  if (c->state == CDDP__CONNECTION_PROVING) return; /* perhaps a stranger, who would not answer */
+  if (c->state == CDDP__CONNECTION_PROVING) return; /* perhaps a stranger: no answer would come */
   (void)cddp__send_failure(c, r, text, cddp__now() + 0.1);
   channel->told = !c->local && shutdown(c->fd, SHUT_WR) == 0;
 }
@@ -15369,9 +15371,9 @@ static cddp_result cddp__rows_merge(const cddp_allocator *allocator, cddp__spars
 typedef struct cddp__update cddp__update;
 
 /* An optimizer's arithmetic. A device has its own kernels: cddp__launch_of in cddp_kernels.cuh. */
-enum { CDDP__SGD, CDDP__ADAMW };
+enum { CDDP__ALGORITHM_SGD, CDDP__ALGORITHM_ADAMW };
 typedef struct cddp__algorithm {
-  int number; /* CDDP__SGD or another: ranks compare it */
+  int number; /* CDDP__ALGORITHM_SGD or another: ranks compare it */
   const char *name;
   const char *states[CDDP__STATES]; /* the states' names in files */
   bool counts; /* a step depends on its number, which checkpoints then include */
@@ -15525,9 +15527,10 @@ static void cddp__sgd_block(const cddp__update *update, void *p, const void *g, 
   cddp__sgd_add(update, p, p, d, n, s->step);
 }
 
-static const cddp__algorithm cddp__sgd = {CDDP__SGD, "SGD", {"momentum_buffer", NULL, NULL},
-                                          false, false, /* no step numbers; all dtypes; rows */
-                                          cddp__sgd_begin, cddp__sgd_block};
+static const cddp__algorithm cddp__sgd = {
+    CDDP__ALGORITHM_SGD, "SGD", {"momentum_buffer", NULL, NULL},
+    false, false, /* no step numbers; all dtypes; rows */
+    cddp__sgd_begin, cddp__sgd_block};
 
 /* --- AdamW --- */
 
@@ -15561,7 +15564,7 @@ static void cddp__adamw_block(const cddp__update *update, void *weights, const v
 }
 
 static const cddp__algorithm cddp__adamw = {
-    CDDP__ADAMW, "AdamW", {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"},
+    CDDP__ALGORITHM_ADAMW, "AdamW", {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"},
     true, true, /* step numbers; f32 and f64 with dense gradients only */
     cddp__adamw_begin, cddp__adamw_block};
 
@@ -18532,10 +18535,10 @@ enum {
   CDDP__PUBLISHED_MEAN,  /* the mean, of which the rank writes its part */
   CDDP__PUBLISHED_SUMS,  /* its slots */
   CDDP__PUBLISHED_ROWS,  /* packed sparse rows */
-  CDDP__PUBLISHED
+  CDDP__PUBLISHED_COUNT
 };
 typedef struct cddp__published {
-  cddp__ref refs[CDDP__PUBLISHED];
+  cddp__ref refs[CDDP__PUBLISHED_COUNT];
 } cddp__published;
 
 /* The control block of a group that lost a rank. */
@@ -18924,10 +18927,10 @@ static void cddp__publish_sums(cddp_ddp *d) {
 static cddp_result cddp__map_sums(cddp_ddp *d, int k, char **packets) {
   cddp__elastic *elastic = d->elastic;
   const cddp__ref *refs = elastic->published[elastic->order[k]]->refs;
-  void *at[CDDP__PUBLISHED] = {d->arena, elastic->mean, elastic->slot_area, d->rows.packet};
+  void *at[CDDP__PUBLISHED_COUNT] = {d->arena, elastic->mean, elastic->slot_area, d->rows.packet};
   cddp_result r = CDDP_OK;
   int i;
-  for (i = 0; k != d->me && r == CDDP_OK && i < CDDP__PUBLISHED; i++)
+  for (i = 0; k != d->me && r == CDDP_OK && i < CDDP__PUBLISHED_COUNT; i++)
     if (i < CDDP__PUBLISHED_SUMS || refs[i].kind != CDDP__REF_NONE) /* it can have no slots, rows */
       r = cddp__map_ref(d->group->host, &refs[i], &at[i]);
   if (r != CDDP_OK) return r;
@@ -19111,7 +19114,7 @@ static cddp_result cddp__elastic_reduce(cddp_ddp *d) {
      5. The members that lack the last mean receive it, unless they can read it. The joining
         processes receive the weights, states and buffers of a member with the most reductions.
         If only processes that have joined have made the last reduction, no rank has its mean:
-        the others make it again (`repeats`). It has the same bits, whoever makes it.
+        the others make it again (`repeats`). It has the same bits on any rank.
    A split network: if a member's host does not answer, the members that reported must be more than
    half of the last group, so that two halves never train separately. The rule also holds for an
    address of which all members were lost by resets, as a firewall sends. Therefore each member
@@ -22088,7 +22091,7 @@ typedef struct cddp__spawn_job {
 /* Tells the supervisor, cddp_spawn_elastic or cddprun --elastic, that the elastic model exists:
    from now on another process can join. CDDP_SUPERVISOR is "NAME:TEXT", for a datagram TEXT to the
    abstract Unix socket NAME. Unlike a descriptor, a name survives exec and closefrom. */
-static void cddp__tell_supervisor(const cddp__host *host) {
+static void cddp__notify_supervisor(const cddp__host *host) {
   const char *name = cddp__env("CDDP_SUPERVISOR"), *text = name != NULL ? strchr(name, ':') : NULL;
   struct timeval most = {5, 0}; /* its queue is full for a moment when all ranks tell */
   cddp__address a;
@@ -22110,7 +22113,7 @@ static void cddp__tell_supervisor(const cddp__host *host) {
   cddp__close_fd(&fd);
 }
 
-/* Opens the socket for cddp__tell_supervisor, with a random name, and a token that only the
+/* Opens the socket for cddp__notify_supervisor, with a random name, and a token that only the
    children know. */
 static cddp_result cddp__open_supervisor(cddp__spawn_job *job) {
   uint64_t bytes[2];
@@ -22894,7 +22897,7 @@ CDDPDEF cddp_result (cddp_ddp_create)(cddp_ddp **out, cddp_group *g, cddp_param 
     return cddp__named(__func__, r);
   }
   if (desc->elastic) cddp__elastic_register(d);
-  if (desc->elastic) cddp__tell_supervisor(g->host);
+  if (desc->elastic) cddp__notify_supervisor(g->host);
   *out = d;
   return CDDP_OK;
 }
@@ -23379,7 +23382,7 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels) { (void)k
               One wrong rank (its number twice, another WORLD_SIZE) left others to their time-outs.
               A peer that sent without a pause held a rank beyond its time-out, and used its memory.
               Rank 0 could return CDDP_OK when all others had failed, if it had been suspended.
-              A rank whose first look-ups of MASTER_ADDR failed counted as a host of its own.
+              A rank counted as a host of its own if its first look-ups of MASTER_ADDR failed.
               Containers of a pod with another host, where MASTER_ADDR means 127.0.1.1, can start.
               A second process of a rank could fail a job that was complete, with a wrong text.
               A rank killed during cddp_init was reported as a blocked port.
