@@ -6198,6 +6198,7 @@ static cddp_result cddp__discover(cddp__config *config, const cddp_group_desc *d
 #endif
 #define CDDP__WINDOW_BITS 40 /* a window has 1 TiB, unless a file size limit makes it smaller */
 #define CDDP__FILE_BITS 62   /* size of the memfd without such a limit: 4 million windows */
+#define CDDP__JOIN_MEMORY_S 20 /* a joining process waits so long for one that takes its number */
 #define CDDP__USE_BYTES 0x40000000 /* the use byte of window i is at USE_BYTES + i */
 
 /* The use of an extent. */
@@ -6759,15 +6760,19 @@ static cddp__process *cddp__next_process(const cddp__host *host, cddp__process *
 
 /* The process with this window; pid 0: not known. */
 static cddp__process cddp__process_at(cddp__host *host, int window) {
-  cddp__process none, *p;
-  if (window < host->size) return host->first[window];
-  memset(&none, 0, sizeof none);
-  none.pidfd = -1;
-  pthread_mutex_lock(&host->lock);
-  for (p = host->others; p != NULL && p->window != window;) p = p->next;
-  if (p != NULL) none = *p;
-  pthread_mutex_unlock(&host->lock);
-  return none;
+  cddp__process copy, *p;
+  memset(&copy, 0, sizeof copy);
+  copy.pidfd = -1;
+  if (window < host->size) {
+    copy = host->first[window];
+  } else {
+    pthread_mutex_lock(&host->lock);
+    for (p = host->others; p != NULL && p->window != window;) p = p->next;
+    if (p != NULL) copy = *p;
+    pthread_mutex_unlock(&host->lock);
+  }
+  if (window == host->arena.window) copy.pid = (uint32_t)getpid();
+  return copy;
 }
 
 /* Enters a process, unless it is there. NULL: out of memory. */
@@ -6801,6 +6806,8 @@ static cddp_result cddp__find_processes(cddp__host *host) {
   if (pread(host->arena.fd, &joins, sizeof joins, offsetof(cddp__control_block, joins)) !=
       (ssize_t)sizeof joins)
     return cddp__fail_errno("pread of shared memory");
+  for (window = 0; host->joined && host->joins_seen == 0 && window < host->size; window++)
+    if (!host->first[window].member) host->first[window].lost = 1; /* before this process joined */
   for (; host->joins_seen < joins.v; host->joins_seen++) {
     window = host->size + (int)host->joins_seen;
     if (window == host->arena.window || cddp__process_at(host, window).pid != 0) continue;
@@ -7008,6 +7015,7 @@ static cddp_result cddp__join_memory(cddp__host *host, int fd, int local_size) {
   cddp__control_block *first; /* of the job's first group; a page of it */
   cddp_result r = CDDP_OK;
   bool taken = false;
+  double deadline = cddp__now() + CDDP__JOIN_MEMORY_S;
   cddp__open_memory(host, fd, local_size);
   first = (cddp__control_block *)(void *)cddp__map_memory(fd, 0, page);
   if (first == NULL) return cddp__fail_errno("mmap of the job's shared memory");
@@ -7019,10 +7027,12 @@ static cddp_result cddp__join_memory(cddp__host *host, int fd, int local_size) {
       r = cddp__fail(CDDP_UNSUPPORTED, "CDDP_JOIN: no process can join a job that runs with a file "
                                        "size limit; start it with ulimit -f unlimited");
     else if (!cddp__arena_lock(host, F_WRLCK, host->arena.window, 1))
-      r = errno == EAGAIN || errno == EACCES ? CDDP_OK
-                                             : cddp__fail_errno("lock on the shared memory");
+      r = (errno == EAGAIN || errno == EACCES) && cddp__now() < deadline
+              ? CDDP_OK /* another joining process takes this number */
+              : cddp__fail_errno("lock on the shared memory");
     else if (!(taken = cddp__swap32(&first->joins, joins, joins + 1)))
       (void)cddp__arena_lock(host, F_UNLCK, host->arena.window, 1);
+    if (!taken) cddp__sleep(0.001);
   }
   if (r == CDDP_OK) cddp__count_cores(host, first->processors);
   munmap(first, page);
@@ -11317,7 +11327,7 @@ static void cddp__join_accept_calls(cddp__host *host, int listener, bool local) 
     cddp__connection_begin(c, &host->allocator, fd, false);
     c->local = local;
     (void)cddp__connection_challenge(c, host->job_info->secret, "join", NULL, 0);
-    while (*end != NULL) end = &(*end)->next;
+    for (end = &joins->calls; *end != NULL;) end = &(*end)->next; /* an eviction frees its owner */
     *end = c;
     joins->call_count++;
   }
@@ -15939,6 +15949,8 @@ static void cddp__set_lr(cddp_optim *optim, double lr) {
 CDDPDEF cddp_result cddp_optim_set_lr(cddp_optim *optim, double lr) {
   CDDP__CHECK(optim != NULL, "the cddp_optim is NULL");
   CDDP__CHECK(lr >= 0 && lr <= DBL_MAX, "lr is %g; it must be finite and at least 0", lr);
+  /* Created before the model: a joining process receives the rate of the job, then has this one. */
+  if (optim->known == NULL) CDDP__TRY(cddp__elastic_pair(optim));
   cddp__set_lr(optim, lr);
   return CDDP_OK;
 }
@@ -18166,12 +18178,17 @@ static void cddp__describe_settings(const cddp_ddp *d, cddp__model_info *out) {
                      : s->comm_hook == cddp_bf16_compress_hook ? ", bf16_compress_hook"
                      : s->comm_hook == cddp_fp16_compress_hook ? ", fp16_compress_hook"
                                                                : ", a comm_hook";
+  const char *name;
   uint64_t bytes, all = 0;
   int i;
   out->hash = cddp__hash64((uint64_t)s->buffer_count, &s->max_grad_norm, sizeof s->max_grad_norm);
   for (i = 0; i < s->buffer_count; i++) {
     bytes = (uint64_t)s->buffers[i].count * cddp__dtype_size(s->buffers[i].dtype);
     out->hash = cddp__hash64(out->hash, &bytes, sizeof bytes);
+    if (s->elastic) { /* joining processes receive them, in this order */
+      name = s->buffers[i].name != NULL ? s->buffers[i].name : "";
+      out->hash = cddp__hash64(out->hash + (uint64_t)s->buffers[i].dtype, name, strlen(name));
+    }
     all += bytes;
   }
   snprintf(out->text, sizeof out->text, "%d parameter%s, %d shards%s%s%s", d->count,
@@ -18870,6 +18887,7 @@ static void cddp__free_lost(cddp_ddp *d) {
     else cddp__arena_free_block(host, lost.block, lost.generation);
   }
   elastic->lost_count = left;
+  if (host->arena.fd >= 0 && cddp__memfd_is_open(host)) (void)cddp__find_processes(host);
   for (p = cddp__next_process(host, NULL); p != NULL; p = next) {
     next = cddp__next_process(host, p);
     if (p->lost == 0 || p->lost > elastic->step || host->arena.fd < 0) continue;
@@ -19255,8 +19273,10 @@ static void cddp__handle_report(cddp_ddp *d, cddp__connection *link, cddp__messa
   cddp__report *report = cddp__report_at(d, message, 0);
   cddp__member *self = &report->self;
   int shards = d->shards.count, p = 0, k;
-  bool sound = message->head.size == cddp__report_bytes(d) && self->life != 0;
+  bool sound = message->head.size == cddp__report_bytes(d) && self->life != 0 && self->pid != 0 &&
+               self->host >= 0 && self->port > 0 && self->port < 65536;
   while (sound && p < shards && elastic->members[p].life != self->life) p++;
+  if (sound) self->name[sizeof self->name - 1] = 0;
   link->next = NULL;
   if (sound && p < shards && meeting) {
     *self = elastic->members[p];
@@ -19400,11 +19420,17 @@ static cddp_result cddp__elastic_find_number(const cddp_ddp *d, const cddp__memb
                     d->shards.count, d->shards.count);
 }
 
+/* Before the first update the members do not know their optimizer, which can have states from a
+   checkpoint: a joining process would not receive them. */
+static bool cddp__can_admit(const cddp__elastic *elastic) {
+  return elastic->last_update.kind != 0;
+}
+
 /* Makes each joining process a member, or refuses it. */
 static void cddp__admit_joining(cddp_ddp *d) {
   cddp__elastic *elastic = d->elastic;
   int k, number;
-  if (elastic->attempts > CDDP__JOIN_MEETINGS) return; /* they ask again */
+  if (elastic->attempts > CDDP__JOIN_MEETINGS || !cddp__can_admit(elastic)) return; /* they retry */
   for (k = d->shards.count; k < d->shards.count + elastic->request_count; k++) {
     cddp__connection *link = elastic->links[k];
     cddp__member *self = &cddp__report_at(d, elastic->reports[k], 0)->self;
@@ -19822,6 +19848,19 @@ static void cddp__assign_missing_shards(cddp_ddp *d, cddp__message *table, uint6
     if (owner[i] < 0) owner[i] = able[(int64_t)assigned++ * count / left];
 }
 
+/* Checks a table that another process has sent. */
+static cddp_result cddp__elastic_check_table(const cddp_ddp *d, cddp__message *table) {
+  int ranks = (int)(table->head.size / cddp__report_bytes(d)), k;
+  bool sound = ranks > 0 && ranks <= d->shards.count;
+  for (k = 0; sound && k < ranks; k++) {
+    cddp__member *self = &cddp__report_at(d, table, k)->self;
+    sound = self->number >= 0 && self->number < d->shards.count && self->host >= 0 &&
+            self->host < d->elastic->net->host_count;
+    self->name[sizeof self->name - 1] = 0;
+  }
+  return sound ? CDDP_OK : cddp__fail(CDDP_MISMATCH, "the elastic model's table is damaged");
+}
+
 /* Sets the members, the epoch and the owners of shards. Returns the report of the first member with
    the most reductions, of those one that has the last mean if there is one; NULL: all ranks are
    joining. */
@@ -19967,6 +20006,7 @@ static cddp_result cddp__elastic_regroup(cddp_ddp *d) {
                       elastic->attempts - 1, d->steps);
   cddp__elastic_leave_groups(d);
   r = cddp__gather_reports(d, &table);
+  if (r == CDDP_OK) r = cddp__elastic_check_table(d, table);
   if (r == CDDP_OK) from = cddp__elastic_apply_table(d, table);
   if (r == CDDP_PEER_LOST) r = CDDP_ABORTED; /* the members are gone or out of reach */
   CDDP__POINT("elastic table");
@@ -20020,7 +20060,8 @@ static cddp_result cddp__elastic_next(cddp_ddp *d) {
     }
     cddp__accept_reports(d, false);
     if (cddp__elastic_choose_leader(d) != elastic->me) cddp__elastic_disconnect(d);
-    if (elastic->request_count > 0 && elastic->attempts == 0) /* at most one such meeting a step */
+    if (elastic->request_count > 0 && elastic->attempts == 0 && /* at most one of these a step */
+        cddp__can_admit(elastic))
       r = cddp__fail(CDDP_PEER_LOST, "the ranks form new groups, as a process joins");
     else
       r = cddp__elastic_reduce(d);
@@ -20130,6 +20171,10 @@ static cddp_result cddp__elastic_restore(cddp_ddp *d, cddp_optim *optim) {
   cddp_result r = CDDP_OK;
   int i;
   if (from->known && (r = cddp__compare_settings(d, &mine)) != CDDP_OK) return r;
+  if (d->optim != NULL && d->optim != optim && d->group->host->joined && optim->states > 0)
+    return cddp__fail(CDDP_UNSUPPORTED,
+                      "CDDP_JOIN: the job sends the states of one optimizer, and this is a second "
+                      "one for the elastic model's parameters");
   if (d->optim != NULL) d->optim->known = NULL;
   d->optim = optim;
   optim->known = &d->optim;

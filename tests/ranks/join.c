@@ -663,6 +663,38 @@ static void test_memory_of_lost_processes(void) {
   if (is_long) lose_processes(atoi(getenv("ROUNDS")), "ab");
 }
 
+static int dies_without_a_model(int rank, void *arg) {
+  cddp_group *g;
+  void *p;
+  (void)arg;
+  ranks_environment(rank, 2, shared->port);
+  setenv("CDDP_JOIN", "1", 1);
+  CHECK_OK(cddp_init(&g, NULL));
+  CHECK((p = cddp_alloc(g, (size_t)16 << 20)) != NULL);
+  if (p != NULL) memset(p, 1, (size_t)16 << 20);
+  _exit(test_failures != 0);
+}
+
+/* Processes join in cddp_init, and end before they ask for a meeting: as a program that does not
+   find its data, started again and again. */
+static void test_memory_without_a_meeting(void) {
+  process_config first = usual();
+  size_t begin;
+  pid_t pids[2], pid;
+  int i, status;
+  first.join = NULL;
+  begin_job(pids, &first);
+  ask_resources(2);
+  begin = shared->use[0].kib;
+  for (i = 0; i < 5; i++) {
+    pid = ranks_fork(dies_without_a_model, 5, NULL);
+    CHECK(waitpid(pid, &status, 0) == pid && status == 0);
+  }
+  for (i = 0; i < 4; i++) ask_resources(2);
+  CHECK(shared->use[0].kib < begin + 8192);
+  end_job(pids, 2);
+}
+
 /* Rank 0 dies. A step later its memory is gone, though the others keep cddp_init's group and groups
    whose control blocks are there. */
 static void test_memory_of_rank_0(void) {
@@ -1793,6 +1825,7 @@ int main(void) {
   RUN(test_descriptors);
   RUN(test_descriptors_of_lost_ranks);
   RUN(test_memory_of_lost_processes);
+  RUN(test_memory_without_a_meeting);
   RUN(test_memory_of_rank_0);
   RUN(test_large_alone);
   RUN(test_confined);

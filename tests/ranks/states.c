@@ -78,6 +78,15 @@ static cddp_result create_optim(model *m) {
   return cddp_sgd_create(&m->optim, m->p, 2, &s);
 }
 
+/* As after cddp_load, the optimizer of the first ranks has states when the model is created. */
+static cddp_result step_before_model(model *m) {
+  cddp_result r;
+  int k;
+  for (k = 0; k < 2; k++) ranks_store(m->p[k].dtype, m->p[k].grad, 0, 1);
+  r = cddp_optim_step(m->optim);
+  return r == CDDP_OK ? cddp_optim_zero_grad(m->optim) : r;
+}
+
 static void fill(model *m, bool joins) {
   size_t i;
   int k;
@@ -114,6 +123,7 @@ static cddp_result model_open(model *m, int rank, bool joins, bool alone) {
   if (c->kind == OWN) set_param(m, &m->buffers[4], NULL, 1, CDDP_I64);
   fill(m, joins);
   if (c->kind == EARLY && (r = create_optim(m)) != CDDP_OK) return r;
+  if (c->kind == EARLY && !joins && (r = step_before_model(m)) != CDDP_OK) return r;
   desc.elastic = !alone;
   desc.shards = SHARDS;
   desc.buffers = m->buffers;
@@ -175,6 +185,7 @@ static cddp_result one_step(model *m, uint64_t t, bool dies) {
   int shard;
   while (r == CDDP_OK && cddp_ddp_next_shard(m->ddp, &shard)) {
     if (dies && c->moment == 0) raise(SIGKILL);
+    if (c->kind == EARLY && t == 0) ranks_sleep(0.05); /* a joining process asks in step 0 */
     r = backward(m, t, shard);
   }
   r = cddp_ddp_wait(m->ddp); /* returns errors of the others */
@@ -184,6 +195,7 @@ static cddp_result one_step(model *m, uint64_t t, bool dies) {
     own_update(m, dies);
     return CDDP_OK;
   }
+  if ((r = cddp_optim_set_lr(m->optim, 0.01 + 0.125 / (double)(t % 7 + 1))) != CDDP_OK) return r;
   if ((r = cddp_optim_step(m->optim)) != CDDP_OK) return r;
   if (dies) raise(SIGKILL);
   return cddp_optim_zero_grad(m->optim);
@@ -213,8 +225,8 @@ static int life(int rank, void *arg) {
   r = model_open(&m, rank, joins, false);
   if (r == CDDP_OK && !joins) bump(&shared->created);
   while (r == CDDP_OK && stop == 0 && (t = cddp_ddp_steps(m.ddp)) < MOST_STEPS) {
-    bool dies = !joins && rank < c->kills && t >= 2 && look(&shared->created) == c->ranks &&
-                look(&shared->joined) == rank + (c->ranks == 1);
+    bool dies = !joins && rank < c->kills && t >= (c->kind == EARLY ? 0 : 2) &&
+                look(&shared->created) == c->ranks && look(&shared->joined) == rank + (c->ranks == 1);
     if (c->count < 100000) ranks_sleep(0.001);
     if ((r = one_step(&m, t, dies)) != CDDP_OK) break;
     compare(t, model_hash(&m));
@@ -343,16 +355,19 @@ static void test_sizes(void) {
   }
 }
 
-/* --- two optimizers, each with a part of the parameters --- */
+/* --- what a joining process must not have --- */
+
+enum { PARTS, WHOLES, SWAPPED }; /* two optimizers, each with a part of the parameters or with all;
+                                    buffers in another order */
 
 static int parts_life(int rank, void *arg) {
-  bool joins = arg != NULL;
+  bool joins = arg != NULL, refused;
   cddp_optim *optim[2] = {NULL, NULL};
   cddp_ddp_desc desc;
   cddp_sgd_desc o;
   cddp_result r;
   model m;
-  int shard, k;
+  int shard, k, mode = shared->c.kind;
   prctl(PR_SET_PDEATHSIG, SIGKILL);
   memset(&m, 0, sizeof m);
   memset(&desc, 0, sizeof desc);
@@ -363,18 +378,21 @@ static int parts_life(int rank, void *arg) {
   CHECK_OK(cddp_init(&m.g, NULL));
   set_param(&m, &m.p[0], "w", 300, CDDP_F32);
   set_param(&m, &m.p[1], "b", SMALL, CDDP_F32);
+  for (k = 0; k < 2; k++) set_param(&m, &m.buffers[joins ? 1 - k : k], k ? "v" : "m", 4, CDDP_F32);
   desc.elastic = true;
   desc.shards = SHARDS;
-  CHECK_OK(r = cddp_ddp_create(&m.ddp, m.g, m.p, 2, &desc));
+  desc.buffers = m.buffers;
+  desc.buffer_count = mode == SWAPPED ? 2 : 0;
+  r = cddp_ddp_create(&m.ddp, m.g, m.p, 2, &desc);
+  CHECK_IS(r, joins && mode == SWAPPED ? CDDP_MISMATCH : CDDP_OK);
   o.lr = 0.125;
   for (k = 0; r == CDDP_OK && k < 2; k++) {
-    o.momentum = k == 0 ? 0.5 : 0; /* the second has no states */
-    r = cddp_sgd_create(&optim[k], &m.p[k], 1, &o);
-    if (!joins || k == 1) CHECK_OK(r);
-    if (!joins || k == 1) continue;
-    CHECK_IS(r, CDDP_UNSUPPORTED);
-    CHECK(optim[k] == NULL && strstr(cddp_error(), "one optimizer with all parameters") != NULL);
-    r = CDDP_OK;
+    refused = joins && mode != SWAPPED && k == (mode == WHOLES);
+    o.momentum = k == 0 || mode == WHOLES ? 0.5 : 0; /* else the second has no states */
+    r = cddp_sgd_create(&optim[k], mode == WHOLES ? m.p : &m.p[k], mode == WHOLES ? 2 : 1, &o);
+    CHECK_IS(r, refused ? CDDP_UNSUPPORTED : CDDP_OK);
+    if (refused) CHECK(optim[k] == NULL && strstr(cddp_error(), "one optimizer") != NULL);
+    if (refused) r = CDDP_OK;
   }
   if (!joins) bump(&shared->created);
   while (r == CDDP_OK && !joins && look(&shared->stop) == 0) {
@@ -390,12 +408,13 @@ static int parts_life(int rank, void *arg) {
   return 0;
 }
 
-/* A joining process would not get their states: it is told so, and the job continues. */
-static void test_parts(void) {
+/* A joining process would not get the right states: it is told so, and the job continues. */
+static void run_refused(int mode) {
   double until = test_now() + RANKS_WITHIN(20.0);
   pid_t pids[3];
   int status[3];
   memset(shared, 0, sizeof *shared);
+  shared->c.kind = mode;
   shared->port = ranks_free_port();
   pids[0] = ranks_fork(parts_life, 0, NULL);
   pids[1] = ranks_fork(parts_life, 1, NULL);
@@ -407,6 +426,10 @@ static void test_parts(void) {
   CHECK(ranks_exited_well(status, 3));
 }
 
+static void test_parts(void) { run_refused(PARTS); }
+static void test_two_optimizers(void) { run_refused(WHOLES); }
+static void test_swapped_buffers(void) { run_refused(SWAPPED); }
+
 int main(void) {
   shared = (shared_state *)ranks_shared(sizeof *shared);
   RUN(test_kinds);
@@ -414,5 +437,7 @@ int main(void) {
   RUN(test_hosts);
   RUN(test_sizes);
   RUN(test_parts);
+  RUN(test_two_optimizers);
+  RUN(test_swapped_buffers);
   return TEST_END();
 }
