@@ -9341,14 +9341,20 @@ static cddp_result cddp__link_connect(const cddp__net *n, int peer, int purpose,
   return CDDP_OK;
 }
 
+/* Whether the peer closed the link, or one call failed here. A new link shows whether the peer
+   lives: a dead process refuses it. */
+static bool cddp__link_is_cut(const cddp__connection *c) {
+  return c->state == CDDP__CONNECTION_ENDED &&
+         (c->error == 0 || c->error == ECONNRESET || c->error == EPIPE || c->error == ENOBUFS ||
+          c->error == ENOMEM);
+}
+
 /* Connects a link again if its peer, which may have too many connections, closed it before it was
    up. Returns whether the link is tried again, now or soon. */
 static bool cddp__link_reconnect(const cddp__net *n, cddp__connection *c) {
   double now = cddp__now();
   cddp__connection *fresh;
-  if (c->state != CDDP__CONNECTION_ENDED || !c->caller || !c->early || now > c->deadline)
-    return false;
-  if (c->error != 0 && c->error != ECONNRESET && c->error != EPIPE) return false;
+  if (!cddp__link_is_cut(c) || !c->caller || !c->early || now > c->deadline) return false;
   if (now < c->again) return true;
   c->again = now + CDDP__RECONNECT_S;
   if (cddp__link_connect(n, c->peer, (int)c->hello.purpose, c->hello.group, &fresh) != CDDP_OK)
@@ -18672,13 +18678,13 @@ static void cddp__elastic_disconnect(cddp_ddp *d) {
 static void cddp__elastic_close(cddp_ddp *d) {
   cddp__net *net = d->elastic->net;
   cddp__host *host = d->group->host;
-  cddp__elastic_disconnect(d);
   cddp__join_close(host);
   pthread_mutex_lock(&net->lock);
-  cddp__close_fd(&net->listener);
+  cddp__close_fd(&net->listener); /* before its links: their peers then connect again */
   cddp__links_free(net->incoming);
   net->incoming = NULL;
   pthread_mutex_unlock(&net->lock);
+  cddp__elastic_disconnect(d);
 }
 
 /* --- sums of shards --- */
@@ -19124,7 +19130,8 @@ static cddp_result cddp__elastic_reduce(cddp_ddp *d) {
      1. Of the living members with the oldest epoch, that with the lowest number leads. Each other
         member connects to it (>>links) and sends a report.
      2. The leader waits until each member has reported or is lost. It detects a loss by connecting:
-        the system refuses or closes the connection. A member that is computing reports later.
+        the system refuses the connection. Leader and members replace a connection that ends, since
+        its peer can live. A member that is computing reports later.
      3. The leader admits joining processes and sends the table of all reports. If it dies, the next
         member leads.
      4. Each member creates the table's two groups and confirms them to the leader. When all have
@@ -19228,8 +19235,8 @@ static bool cddp__elastic_link_ended(cddp_ddp *d, int member, cddp__connection *
   if (link->state != CDDP__CONNECTION_ENDED || cddp__link_reconnect(elastic->net, link))
     return false;
   if (link->error == 0) elastic->ended[member] = 1;
-  if (link->error != 0 && link->error != CDDP__LEFT && link->error != ECONNRESET &&
-      link->error != EPIPE && link->error != ECONNREFUSED && link->error != EPROTO)
+  if (!cddp__link_is_cut(link) && link->error != CDDP__LEFT && link->error != ECONNREFUSED &&
+      link->error != EPROTO)
     elastic->unreachable = member;
   return true;
 }
@@ -19376,9 +19383,12 @@ static cddp_result cddp__await_reports(cddp_ddp *d, double deadline) {
       if (cddp__link_progress(elastic->net, links[p])) /* no message follows: to detect its end */
         cddp__free(&elastic->net->allocator, cddp__connection_receive(links[p], 0));
       if (cddp__elastic_link_ended(d, p, links[p])) {
-        cddp__free(&elastic->net->allocator, elastic->reports[p]);
-        elastic->reports[p] = NULL;
-        cddp__remove_member(d, p);
+        bool cut = cddp__link_is_cut(links[p]) && !links[p]->early;
+        cddp__drop_report(elastic, p);
+        if (!cut)
+          cddp__remove_member(d, p);
+        else if (waiting++ == 0) /* a dead process refuses the next link */
+          late = p;
       } else if (elastic->reports[p] == NULL && waiting++ == 0) {
         late = p;
       }
@@ -19553,9 +19563,10 @@ static cddp__message *cddp__elastic_receive(cddp_ddp *d, int member, size_t most
   return message;
 }
 
-/* Reports to the leader and waits for the table; *table NULL: the leader is lost. */
+/* Reports to the leader and waits for the table; *table NULL: the leader is lost, or (cut) the link
+   to it was. */
 static cddp_result cddp__send_report(cddp_ddp *d, int leader, const cddp__message *mine,
-                                     double deadline, cddp__message **table) {
+                                     double deadline, cddp__message **table, bool *cut) {
   cddp__elastic *elastic = d->elastic;
   cddp__connection **link = &elastic->links[leader];
   cddp_result r;
@@ -19576,6 +19587,7 @@ static cddp_result cddp__send_report(cddp_ddp *d, int leader, const cddp__messag
                    "timed out after %g s: after a loss in step %" PRIu64 ", the leader, %s, has "
                    "not received the reports of all ranks",
                    d->group->timeout_s, d->steps, cddp__member_name(elastic, leader).s);
+  *cut = *link != NULL && cddp__link_is_cut(*link) && !(*link)->early;
   cddp__drop_report(elastic, leader);
   return r;
 }
@@ -19615,6 +19627,7 @@ static cddp_result cddp__gather_reports(cddp_ddp *d, cddp__message **table) {
   double deadline = cddp__now() + d->group->timeout_s;
   cddp__message *mine = NULL;
   cddp_result r = cddp__create_report(d, &mine);
+  bool cut = false;
   elastic->unreachable = -1;
   while (r == CDDP_OK && *table == NULL) {
     int leader = elastic->leader = cddp__elastic_choose_leader(d);
@@ -19622,9 +19635,11 @@ static cddp_result cddp__gather_reports(cddp_ddp *d, cddp__message **table) {
       r = cddp__elastic_find_leader(d, deadline);
     else if (leader == elastic->me)
       r = cddp__lead_meeting(d, mine, deadline, table);
-    else if ((r = cddp__send_report(d, leader, mine, deadline + 1, table)) == CDDP_OK &&
-             *table == NULL)
+    else if ((r = cddp__send_report(d, leader, mine, deadline + 1, table, &cut)) == CDDP_OK &&
+             *table == NULL && (!cut || elastic->me == d->shards.count))
       cddp__remove_member(d, leader);
+    else if (r == CDDP_OK && *table == NULL)
+      cddp__sleep(0.001); /* a dead leader refuses the next link */
   }
   cddp__free(&elastic->net->allocator, mine);
   return r;
@@ -23419,6 +23434,7 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels) { (void)k
               A joining process gets buffers, and the states of an optimizer created without `ddp`.
               The log of a loss names the right step, and tells a failure once.
               Lack of memory or descriptors in one rank could end the others on its host.
+              A failed send after a loss (ENOBUFS) made living ranks wait for timeout_s.
               A process that had joined in the same step could give a mean that it never had.
               The memory of lost ranks is freed a step later. Any number of processes can join.
               A group of cddp_init that has a lost rank returns CDDP_PEER_LOST on its host.

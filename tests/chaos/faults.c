@@ -990,6 +990,27 @@ static void test_elastic(void) {
   CHECK(struck > 15);
 }
 
+/* One send of a meeting fails: that rank and its peer make a new link, and no rank ends. */
+static void test_elastic_sends(void) {
+  static const int victims[] = {0, 1, JOINER}, errors[] = {ENOBUFS, ECONNRESET, EPIPE, ENOMEM};
+  int k, v, i, struck = 0;
+  elastic->hosts = NULL;
+  fault.calls = 1u << CALL_SENDMSG;
+  for (k = 0; k < (thorough ? 4 : 1); k++)
+    for (v = 0; v < 3; v++) {
+      uint32_t number = 1;
+      bool more = true;
+      fault.error = errors[k];
+      for (; more && number < 40 && test_failures < 10; number++) {
+        struck += more = run_elastic(victims[v], number);
+        for (i = 0; i <= FIRST; i++)
+          if (i != 2) CHECK_IS(elastic->out[i].result, CDDP_OK);
+      }
+    }
+  fprintf(stderr, "  %d calls failed\n", struck);
+  CHECK(struck > 10);
+}
+
 /* --- bad input --- */
 
 /* The call was refused with a sentence that begins with the function's name. */
@@ -1311,6 +1332,7 @@ int main(int argc, char **argv) {
   RUN(test_files);
   RUN(test_checkpoint);
   RUN(test_elastic);
+  RUN(test_elastic_sends);
   RUN(test_bad_calls);
   RUN(test_bad_starts);
   return TEST_END();
