@@ -226,7 +226,8 @@ static int life(int rank, void *arg) {
   if (r == CDDP_OK && !joins) bump(&shared->created);
   while (r == CDDP_OK && stop == 0 && (t = cddp_ddp_steps(m.ddp)) < MOST_STEPS) {
     bool dies = !joins && rank < c->kills && t >= (c->kind == EARLY ? 0 : 2) &&
-                look(&shared->created) == c->ranks && look(&shared->joined) == rank + (c->ranks == 1);
+                look(&shared->created) == c->ranks &&
+                look(&shared->joined) == rank + (c->ranks == 1);
     if (c->count < 100000) ranks_sleep(0.001);
     if ((r = one_step(&m, t, dies)) != CDDP_OK) break;
     compare(t, model_hash(&m));
