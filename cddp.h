@@ -6797,15 +6797,16 @@ static cddp__process *cddp__add_process(cddp__host *host, int window, uint32_t p
 }
 
 /* Enters all processes that have joined: also the memory of those that end before they are members
-   is freed. */
-static cddp_result cddp__find_processes(cddp__host *host) {
+   is freed. What fails now is tried again in the next step. */
+static void cddp__find_processes(cddp__host *host) {
   cddp__atomic_u32 joins;
   uint32_t pid;
   cddp__process *p;
   int window;
-  if (pread(host->arena.fd, &joins, sizeof joins, offsetof(cddp__control_block, joins)) !=
-      (ssize_t)sizeof joins)
-    return cddp__fail_errno("pread of shared memory");
+  if (!cddp__memfd_is_open(host) ||
+      pread(host->arena.fd, &joins, sizeof joins, offsetof(cddp__control_block, joins)) !=
+          (ssize_t)sizeof joins)
+    return;
   for (window = 0; host->joined && host->joins_seen == 0 && window < host->size; window++)
     if (!host->first[window].member) host->first[window].lost = 1; /* before this process joined */
   for (; host->joins_seen < joins.v; host->joins_seen++) {
@@ -6813,11 +6814,10 @@ static cddp_result cddp__find_processes(cddp__host *host) {
     if (window == host->arena.window || cddp__process_at(host, window).pid != 0) continue;
     if (pread(host->arena.fd, &pid, sizeof pid,
               (off_t)((uint64_t)(window + 1) << host->arena.window_bits)) != (ssize_t)sizeof pid)
-      return cddp__fail_errno("pread of shared memory");
-    if ((p = cddp__add_process(host, window, pid)) == NULL) return CDDP_OUT_OF_MEMORY;
+      return;
+    if ((p = cddp__add_process(host, window, pid)) == NULL) return;
     p->lost = 1;
   }
-  return CDDP_OK;
 }
 
 /* From now on nobody frees the memory of a member of the model. */
@@ -18893,7 +18893,7 @@ static void cddp__free_lost(cddp_ddp *d) {
     else cddp__arena_free_block(host, lost.block, lost.generation);
   }
   elastic->lost_count = left;
-  if (host->arena.fd >= 0 && cddp__memfd_is_open(host)) (void)cddp__find_processes(host);
+  if (host->arena.fd >= 0) cddp__find_processes(host);
   for (p = cddp__next_process(host, NULL); p != NULL; p = next) {
     next = cddp__next_process(host, p);
     if (p->lost == 0 || p->lost > elastic->step || host->arena.fd < 0) continue;
@@ -20040,7 +20040,6 @@ static cddp_result cddp__elastic_regroup(cddp_ddp *d) {
   if (r == CDDP_OK) r = cddp__confirm_groups(d);
   if (r == CDDP_OK) r = cddp__elastic_connect(d); /* all ranks have created both groups */
   cddp__elastic_note_lost(d);
-  if (r == CDDP_OK && host->arena.fd >= 0) r = cddp__find_processes(host);
   if (r == CDDP_OK) r = (d->group->backend->open)(d->group, d->comm);
   for (i = 0; i < 2; i++) {
     cddp__arena_free(host, elastic->blocks[i]);
