@@ -188,4 +188,5 @@ fi
 summary="$passed passed, $failed failed"
 [ $skipped = 0 ] || summary="$summary, $skipped skipped"
 echo "$summary" | tee build/log/summary
+for test in "${failures[@]}"; do echo "build/log/$(name_of "$test").log"; done >build/log/failed
 [ $failed = 0 ] && [ $((passed + skipped)) != 0 ]

@@ -4,7 +4,7 @@
 # Builds it by README's command, unless it is newer than its sources. Part of PyTorch's own tests must pass on 2 and 3
 # ranks; then torch_backend.py: what those leave out. FULL=1 adds PyTorch's tests on gloo, torch_backend.py over two hosts
 # and under torchrun, and all_reduce and a training step of both engines in turns (printed, not judged). Needs
-# $PYTHON, or python3, with torch 2.5 or later and ninja, and g++; skipped without.
+# $PYTHON, or python3, with torch 2.5 or later, expecttest, numpy and ninja, and g++; skipped without.
 set -u
 cd "$(dirname "$0")/../.." || exit 1
 python=${PYTHON:-python3}
@@ -14,6 +14,8 @@ PATH=$(dirname "$(command -v "$python")"):$PATH # a virtual environment's ninja
 version=$("$python" -c 'import torch, torch.distributed as d; assert d.is_gloo_available(); print(torch.__version__)' 2>&1) ||
   { echo "SKIP: $python cannot import torch.distributed with gloo"; exit 77; }
 case $version in 1.* | 2.[0-4].*) echo "SKIP: this is for PyTorch 2.5 and later, here is $version"; exit 77 ;; esac
+"$python" -c 'import expecttest, numpy' 2>/dev/null ||
+  { echo "SKIP: PyTorch's tests need its packages: pip install expecttest numpy"; exit 77; }
 for tool in g++ ninja; do command -v $tool >/dev/null || { echo "SKIP: there is no $tool"; exit 77; }; done
 [ -e "$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" ] ||
   { echo "SKIP: there is no Python.h: apt-get install python3-dev"; exit 77; }
