@@ -720,15 +720,16 @@ extern cddp_sgd_desc options;
 extern cddp_sampler sampler;
 extern cddp_store *store;
 extern int n, rank, count, shard, step;
-extern float *w, *b, *x, *weights, *gradients, my_batch[N], sample[N];
+extern float *w, *b, *x, *weights, *gradients, sample[N];
+extern double correct, samples;
 extern size_t m, bytes, size;
 extern char buffer[100];
 extern void *stream;
 int train(int rank, void *arg);
 void backward(void), forward_backward(int shard), forward_backward_of(int step, int shard);
-void compute_something_else(void), my_update(float *w, float *g, int n), my_library_train(float *w, float *x);
-void train_on(float x);
-double schedule(int step);
+void compute_something_else(void), my_update(float *w, float *g, int n);
+void train_on(float x), train_batch(const size_t *index, size_t count);
+double schedule(int step), loss_of(float x);
 #endif
 END
   for f in "$work"/block*.c; do
