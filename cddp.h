@@ -1,13 +1,17 @@
 /* cddp.h - v1.1 - data-parallel training for C, C++ and CUDA programs
    Public domain or MIT, at your choice (end of file). No warranty; use at your own risk.
 
-   Do this in ONE C or C++ file, before its other includes, and link with -lpthread -lm:
+   Do this in ONE C or C++ file of the program, before its other includes:
 
        #define CDDP_IMPLEMENTATION
        #include "cddp.h"
 
-   A separate file, cddp.c, is best: it compiles once. Every other file includes "cddp.h". A
-   training loop becomes data parallel by six calls:
+   A separate file, cddp.c, is best: it compiles once. Every other file includes "cddp.h".
+
+       cc -O2 train.c cddp.c -o train -lpthread -lm
+       mpirun -n 4 ./train             # or srun; or torchrun --no-python --nproc-per-node=4 ./train
+
+   A training loop becomes data parallel by six calls:
 
        #define TRY(call) \
          do { \
@@ -36,71 +40,82 @@
 
    All ranks end with the same weights, bit for bit. Give each rank its own data, and its own seed
    for dropout and augmentation, such as seed + cddp_rank(g). cddp_sampler needs one seed on all
-   ranks.
+   ranks. Read examples/toy.c first, then digits.c: it has batches, an evaluation and checkpoints.
 
-   A call that fails returns a cddp_result other than CDDP_OK (0), and cddp_error() explains it.
-   cddp never prints, exits, aborts or installs a signal handler.
+   Options are structs named cddp_..._desc. Zero one ({0} in C, {} in C++), then set what differs
+   from the defaults. A call that fails returns a cddp_result other than CDDP_OK (0), and
+   cddp_error() explains it. TRY then returns without destroying anything: let the process end. The
+   other ranks get CDDP_PEER_LOST. cddp never prints, exits, aborts or installs a signal handler.
 
-   COMPILE OPTIONS, defined before the implementation:
+   TERMS
+     rank         a process (or thread) of the job; its number in a group, 0 .. world size - 1
+     world size   the number of ranks in a group
+     group        ranks that call together; cddp_init creates the first one, of all ranks
+     collective   a call that all ranks of a group make, in the same order. It can wait for them
+     local        a call that waits for no other rank. A local rank: counted on its host only
+     any thread   several threads of a rank can make the call at the same time
+     host         a machine, a launcher's node. Beside a GPU (the device): the CPU and its memory
+     handle       a cddp_work: an operation that is still running
+     rendezvous   how the ranks find each other in cddp_init
+     model        a cddp_ddp: parameters (weights), and the averaging of their gradients
+     bucket       gradients that are reduced together; a hook is your function that reduces one
+     shard        one of S equal pieces of a step's data, computed by one rank (>>api-shards)
+     part         one rank's elements of an array or model; of the weights it is a partition
+     slice        the elements of a large array that one rank reduces, or sends to other hosts
+     state        what an optimizer keeps for each weight, such as momentum
+     master, copy of a weight in mixed precision: the f32 that is updated; its f16 or bf16 rounding
+     join         CDDP_JOIN: a process enters a running job. cddp_ddp_join: a rank is out of data
+     room         a section of this file, found by its mark, such as >>design
+
+   COMPILE OPTIONS, defined before the implementation; the last two before every include:
      CDDP_STATIC   all public functions become static: a private copy for this file, which with
                    CDDP_CUDA is the .cu file with the kernels
      CDDP_ASSERT   your assert macro for internal invariants; default: nothing
      CDDP_CUDA     device "cuda" (>>api-gpus): needs cddp_kernels.cuh beside this file, and
-                   cuda_runtime.h and nccl.h (2.19 or later); link with -lnccl -lcudart too. nvcc
-                   compiles only the kernels of training steps
+                   cuda_runtime.h and nccl.h (2.19 or later); link with -lnccl -lcudart too
      CDDP_MPI      backend "mpi": compile with mpicc; MPI carries large collectives
+     CDDP_CHECKED  defined as nothing: no warning if the result of such a call is ignored
+     CDDP_NO_CALL_SITES   error texts without your source lines (>>api-diagnostics)
 
    REQUIREMENTS: Linux 5.3 or later, 64-bit, little-endian, gcc or clang. The declarations are C99
-   and C++11. The implementation links libc, libm and threads only. Compile your own files with
-   -ffast-math if you like, but not this one: NaN and subnormal numbers would be treated
-   differently, and results would not equal PyTorch's bit for bit. clang's -ffp-contract=fast has
-   the second effect only. The ranks' weights stay equal with both.
+   and C++11. The implementation links libc, libm and threads only. Do not compile it with
+   -ffast-math (NaN and subnormal numbers would be treated differently) or with clang's
+   -ffp-contract=fast: results would not equal PyTorch's bit for bit. The ranks' weights would.
 
-   ENVIRONMENT
+   ENVIRONMENT (cddprun and cddp_spawn also set CDDP_JOB_SECRET and others, for their ranks only)
      RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT   as torchrun sets them
      CDDP_TIMEOUT_S   seconds that any wait can take; default 600
      CDDP_SECRET      a secret that all ranks share (fine print: secrets)
      CDDP_PORTS       first-last: the ports to listen on (fine print: firewalls)
      CDDP_IFNAME      the network interface by which other hosts reach this one
-     CDDP_BACKEND     cpu or mpi
+     CDDP_BACKEND     cpu, mpi or nccl: the default of cddp_group_desc.backend
      CDDP_JOIN        1: join the running job (>>api-elastic)
      CDDP_RECORD      a directory for the flight recorder (>>api-diagnostics)
      CDDP_HOST_ID     ranks with different values count as ranks on different hosts
 
-   CONTENTS: search for the mark
+   CONTENTS: search for the mark. For GPUs see cddp_kernels.cuh
      The manual
-     >>api              results, types, handles     >>api-groups        cddp_init, groups, memory
-     >>api-collectives  all_reduce, send, handles   >>api-ddp           DistributedDataParallel
-     >>api-optim        SGD, AdamW                  >>api-data          DistributedSampler
-     >>api-shards       the same bits on any ranks  >>api-elastic       ranks fail and join
-     >>api-checkpoints  save and load               >>api-launch        spawn, threads as ranks
-     >>api-gpus         CUDA and NCCL               >>api-diagnostics   errors, flight recorder
-     >>api-store        key-value store             >>fine-print        rare cases, by topic
-     >>api-layouts      structs for tools           (GPUs: rooms of cddp_kernels.cuh)
+     >>api             results      >>api-groups      cddp_init    >>api-collectives all_reduce
+     >>api-ddp         models       >>api-optim       SGD, AdamW   >>api-data        samplers
+     >>api-shards      same bits    >>api-elastic     fail, join   >>api-checkpoints save, load
+     >>api-launch      spawn        >>api-gpus        CUDA, NCCL   >>api-diagnostics errors
+     >>api-store       key-value    >>fine-print      rare cases   >>api-layouts     files
      The implementation
-     >>design       how it works: memory, steps, the canonical sum, threads, failure
-     >>config       limits and tunables             >>structs      private structs and their owners
-     >>hooks        calls from rooms further down   >>base         errors, memory, clock, threads
-     >>record       the flight recorder             >>bytes        little-endian, hashes, proofs
-     >>sockets      addresses, non-blocking I/O     >>connections  proof, queue, frames, poll
-     >>store        key-value store: TCP and file   >>discovery    rank and address
-     >>arena        memory shared by a host's ranks >>reduce       sums in canonical order (pure)
-     >>plan         slices and buckets (pure)       >>shape        what a collective moves (pure)
-     >>block        layout of a control block (pure)>>failure      broken groups; lost, late ranks
-     >>round        rounds in shared memory         >>links        connections between hosts
-     >>rendezvous   how ranks and hosts meet        >>hosts        steps, collectives across hosts
-     >>p2p          send and recv                   >>mpi          collectives by MPI
-     >>work         asynchronous operations         >>collectives  all_reduce and the others
-     >>groups       creation, split, destruction    >>sparse       gradients that are rows (pure)
-     >>optim        SGD and AdamW                   >>ddp          a model's memory and failure
-     >>ddp-shards   more shards than ranks; rows    >>ddp-buckets  reduction during backward
-     >>ddp-states   optimizer states of all ranks   >>ddp-host     steps in host memory
-     >>ddp-step     ready, wait and step            >>ddp-uneven   cddp_ddp_join
-     >>ddp-create   creation and destruction        >>elastic      membership; ranks fail and join
-     >>sampler      DistributedSampler              >>safetensors  a file's header (pure)
-     >>checkpoint   save and load                   >>spawn        processes and threads as ranks
-     >>public       arguments; public functions     >>history      changes
-     >>license      the terms
+     >>design      overview         >>config      limits           >>structs     private structs
+     >>hooks       forward calls    >>base        errors, memory   >>record      flight recorder
+     >>bytes       hashes, proofs   >>sockets     addresses        >>connections frames, poll
+     >>store       key-value store  >>discovery   rank, address    >>arena       shared memory
+     >>reduce      canonical sums   >>plan        slices, buckets  >>shape       what calls move
+     >>block       control block    >>failure     broken groups    >>round       headers of calls
+     >>links       between hosts    >>rendezvous  first group      >>hosts       across hosts
+     >>p2p         send and recv    >>mpi         MPI's transport  >>work        asynchronous
+     >>collectives all_reduce, ...  >>groups      split, destroy   >>sparse      gradient rows
+     >>optim       SGD, AdamW       >>ddp         model's memory   >>ddp-shards  shards, rows
+     >>ddp-buckets early reduction  >>ddp-states  optimizer states >>ddp-host    steps on a host
+     >>ddp-step    ready, wait      >>ddp-uneven  out of data      >>ddp-create  creation
+     >>elastic     membership       >>sampler     sample indices   >>safetensors file headers
+     >>checkpoint  save and load    >>spawn       forked ranks     >>public      public functions
+     >>history     changes          >>license     terms
 */
 
 #if defined(CDDP_IMPLEMENTATION) && !defined(CDDP_IMPLEMENTATION_DONE) /* macros for libc */
@@ -145,8 +160,7 @@
 #define CDDPDEF extern
 #endif
 
-/* Marks calls that must not fail unnoticed, because training would continue with wrong values:
-   compilers warn if the result is ignored. Define it as nothing to disable the warnings. */
+/* Marks calls that must not fail unnoticed, because training would continue with wrong values. */
 #ifndef CDDP_CHECKED
 #define CDDP_CHECKED __attribute__((warn_unused_result))
 #endif
@@ -157,23 +171,31 @@ extern "C" {
 
 /* >>api -------------------------------------------------------------------------------------------
 
-   RESULTS. Every function that can fail returns one of these. */
+   RESULTS. Every function that can fail returns one of these. The first word is the state of the
+   call's group afterwards:
+     usable   nothing else fails
+     broken   every further call on it, on all ranks, returns this failure immediately
+     either   broken if other ranks had begun the call; usable after cddp_alloc, for example
+   If all ranks call cddp_ddp_create, cddp_save or cddp_load and it fails, the group stays usable,
+   unless a rank was lost or late. A failed wait, step or shard breaks its model; the group too with
+   NCCL, or if a rank was lost. To continue, destroy the broken model and group (neither blocks),
+   and create new ones. */
 #define CDDP__RESULTS(X) \
   X(CDDP_OK, "success") \
-  X(CDDP_INVALID_ARGUMENT, "invalid argument")     /* the caller's mistake; nothing was done */ \
-  X(CDDP_OUT_OF_MEMORY, "out of memory")           /* malloc, mmap or shared memory */ \
-  X(CDDP_SYSTEM, "system call failed")             /* the text names the call and errno */ \
-  X(CDDP_NETWORK, "network error")                 /* resolve, bind, connect; connection lost */ \
-  X(CDDP_TIMEOUT, "timed out")                     /* the text names the missing ranks */ \
-  X(CDDP_PEER_LOST, "peer lost")                   /* a rank died or left; the text names it */ \
-  X(CDDP_MISMATCH, "ranks disagree")               /* the text shows both calls and lines */ \
-  X(CDDP_UNAUTHORIZED, "unauthorized")             /* wrong or missing secret */ \
-  X(CDDP_ABORTED, "aborted")                       /* the operation was ended from outside */ \
-  X(CDDP_UNSUPPORTED, "unsupported")               /* in this build, machine or situation */ \
-  X(CDDP_CUDA, "CUDA error") \
-  X(CDDP_NCCL, "NCCL error") \
-  X(CDDP_MPI, "MPI error") \
-  X(CDDP_IO, "file error")
+  X(CDDP_INVALID_ARGUMENT, "invalid argument") /* usable: the caller's mistake; nothing done */ \
+  X(CDDP_OUT_OF_MEMORY, "out of memory")       /* either: malloc, mmap or shared memory */ \
+  X(CDDP_SYSTEM, "system call failed")         /* either: the text names the call and errno */ \
+  X(CDDP_NETWORK, "network error")             /* broken: resolve, bind, connect; a lost link */ \
+  X(CDDP_TIMEOUT, "timed out")                 /* broken: the text names the missing ranks */ \
+  X(CDDP_PEER_LOST, "peer lost")               /* broken: the text names a rank that died */ \
+  X(CDDP_MISMATCH, "ranks disagree")           /* broken: the text shows both calls and lines */ \
+  X(CDDP_UNAUTHORIZED, "unauthorized")         /* no group exists: wrong or missing secret */ \
+  X(CDDP_ABORTED, "aborted")                   /* broken: another call ended the operation */ \
+  X(CDDP_UNSUPPORTED, "unsupported")           /* usable: not in this build or situation */ \
+  X(CDDP_CUDA, "CUDA error")                   /* either */ \
+  X(CDDP_NCCL, "NCCL error")                   /* broken */ \
+  X(CDDP_MPI, "MPI error")                     /* broken */ \
+  X(CDDP_IO, "file error")                     /* usable */
 
 typedef enum cddp_result {
 #define CDDP__ENUM(name, text) name,
@@ -234,14 +256,11 @@ typedef struct cddp_store cddp_store; /* a key-value store: torch.distributed.St
      cddp_destroy(half);
      cddp_destroy(g);
 
-   A group is a set of ranks that call collectives together. cddp_init makes the first one, of all
-   ranks. A group that failed because of a peer is broken: each further call returns that failure
-   immediately, and cddp_destroy does not block. The process can then create a new group. Threads
-   can use different groups at the same time. Collective calls on one group come from one thread at
-   a time, in the same order on every rank. Fine print: threads. */
+   The threads of a rank can use different groups at the same time. In one group, one thread at a
+   time calls collectives. Fine print: threads. */
 
-/* Memory and logging functions. NULL means malloc and free, and no log. log gets one line without a
-   newline; level 0 = error, 1 = warning, 2 = info. Any thread can call them. */
+/* Your functions for memory and logging, called on any thread. NULL means malloc and free, and no
+   log. log gets one line without a newline; level 0 = error, 1 = warning, 2 = info. */
 typedef struct cddp_allocator {
   void *(*alloc)(size_t bytes, void *user_data); /* aligned for any type; NULL on failure */
   void (*free)(void *p, void *user_data);
@@ -265,45 +284,44 @@ typedef struct cddp_group_desc {
 } cddp_group_desc;
 
 /* Connects to the other ranks and creates the group of all of them. Blocks until every rank has
-   connected, at most timeout_s. Ranks can start in any order. desc NULL = all defaults. Like
-   torch.distributed.init_process_group.
+   connected, at most timeout_s. desc NULL = all defaults. Like init_process_group.
      env://          the variables of torchrun, cddprun, a script or another launcher (fine print:
                      launchers). Without any of them the group has one rank
      tcp://h:p       rank 0 listens there; rank and world_size come from desc or the environment
-     unix://name     an abstract Unix socket: one host, no port, no file
+     unix://name     ranks on one host, by a name of your choice, without a port or a file
      file:///path    a file that all hosts see and that only this job uses
    Errors: CDDP_TIMEOUT lists the missing ranks; CDDP_MISMATCH names a rank with another version,
    world size or backend; CDDP_UNAUTHORIZED: the secrets differ. Fine print: addresses, several
    hosts, firewalls, secrets, two jobs on one port, backend mpi. */
 CDDP_CHECKED CDDPDEF cddp_result cddp_init(cddp_group **out, const cddp_group_desc *desc);
 
-/* The rank that a launcher gave this process and that cddp_init(&g, NULL) will use. -1: no
-   launcher, or an interactive shell of Slurm (srun --pty bash). 0 if the launcher's variables are
-   wrong: cddp_init then explains them. */
+/* The rank that a launcher gave this process, for cddp_init(&g, NULL). -1 without a launcher, and
+   in an interactive shell of Slurm. 0 if the launcher's variables are wrong: cddp_init then returns
+   an error that explains them. */
 CDDPDEF int cddp_launcher_rank(void);
 
-/* Collective over g. Ranks that pass the same color (>= 0) form a group, ordered by (key, rank in
-   g). A rank with a negative color gets *out = NULL. g must outlive the new group. Like
-   MPI_Comm_split. */
+/* Collective. Ranks of g that pass the same color, a number >= 0, form a group. In it they are
+   ordered by key, then by rank in g. A rank with a negative color gets *out = NULL. g must outlive
+   the new group. Like MPI_Comm_split. */
 CDDPDEF cddp_result cddp_group_split(cddp_group *g, int color, int key, cddp_group **out);
 
-/* Collective over g. The listed ranks of g form a group in this order. Every rank of g passes the
-   same list; the others get *out = NULL. Like torch.distributed.new_group. */
+/* Collective. The listed ranks of g form a group in this order. Every rank of g passes the same
+   list; the others get *out = NULL. Like torch.distributed.new_group. */
 CDDPDEF cddp_result cddp_group_new(cddp_group *g, const int *ranks, int count, cddp_group **out);
 
 /* Leaves the group and frees it. Local; NULL is fine. Ranks that still wait for this one get
-   CDDP_PEER_LOST. Blocks while messages to other hosts still move, at most a second after the last
-   one did. Wait for asynchronous operations first. */
+   CDDP_PEER_LOST. Wait for your handles first. Messages to other hosts are sent first, unless
+   nothing can be sent for a second. */
 CDDPDEF void cddp_destroy(cddp_group *g);
 
 CDDPDEF int cddp_rank(const cddp_group *g);             /* 0 .. world_size - 1; -1 for NULL */
 CDDPDEF int cddp_world_size(const cddp_group *g);       /* number of ranks; -1 for NULL */
 CDDPDEF int cddp_local_rank(const cddp_group *g);       /* among the group's ranks on this host */
-CDDPDEF int cddp_local_world_size(const cddp_group *g); /* ranks of the group on this host */
+CDDPDEF int cddp_local_world_size(const cddp_group *g); /* number of these */
 
 /* Allocates memory that is reduced without a copy: shared with the ranks on this host,
    page-aligned, contents undefined. On GPUs device memory. NULL on failure, with a cddp_error.
-   Local, any thread. Free it after every operation on it and before its group is destroyed. Fine
+   Local, any thread. Free it after the last operation on it, before you destroy the group. Fine
    print: shared memory, fork and exec. */
 CDDPDEF void *cddp_alloc(cddp_group *g, size_t bytes);
 CDDPDEF void cddp_free(cddp_group *g, void *p);
@@ -312,24 +330,24 @@ CDDPDEF void cddp_free(cddp_group *g, void *p);
 
      float loss = 1.5f;
      TRY(cddp_all_reduce(g, &loss, 1, CDDP_F32, CDDP_AVG, NULL));   // blocks: the mean on all ranks
+     double sums[3] = {loss, correct, samples};                     // several numbers in one call
+     TRY(cddp_all_reduce(g, sums, 3, CDDP_F64, CDDP_SUM, NULL));    // accuracy: sums[1] / sums[2]
 
      cddp_work *work;
      TRY(cddp_all_reduce(g, x, n, CDDP_F32, CDDP_SUM, &work));      // returns immediately
      compute_something_else();
      TRY(cddp_wait(work));                                          // now x is the sum
 
-   Every rank of the group makes the same call with the same count, dtype, op and root, in the same
-   order. Counts are elements; 0 is fine. Buffers are contiguous and aligned to their element;
-   memory from cddp_alloc saves a copy. send and recv must not overlap, except where a comment says
-   "in place".
+   Every rank of the group makes the same call with the same count, dtype, op and root (the rank
+   that alone sends or receives). Counts are elements; 0 is fine. Buffers are contiguous and aligned
+   to their element. send and recv must not overlap, except where a comment says "in place".
 
-   WORK. With work NULL a call returns when its result is complete. With work set it returns
-   immediately, and the buffers belong to the operation until cddp_wait. Operations of one group
-   start in the order of their calls.
+   WORK. With work NULL a call returns when its result is complete. Otherwise it returns immediately
+   with a handle in *work, and the buffers belong to the operation until cddp_wait. Operations of
+   one group start in the order of their calls.
 
-   RESULTS. A reduction gives the same bits on every rank and in every run (>>design); NCCL and MPI
-   have their own order of sums. All calls can return CDDP_INVALID_ARGUMENT, CDDP_MISMATCH,
-   CDDP_PEER_LOST and CDDP_TIMEOUT. Fine print: mismatches and deadlocks. */
+   RESULTS. A reduction gives the same bits on every rank and in every run (>>design), unless NCCL
+   or MPI makes it. Fine print: mismatches and deadlocks. */
 
 /* buf[count] of every rank becomes the reduction of all ranks' buf. */
 CDDPDEF cddp_result cddp_all_reduce(cddp_group *g, void *buf, size_t count, cddp_dtype dtype,
@@ -361,37 +379,36 @@ CDDPDEF cddp_result cddp_all_to_all(cddp_group *g, const void *send, void *recv,
                                     size_t count_per_rank, cddp_dtype dtype, cddp_work **work);
 /* Like all_gather, with counts[world_size]: recv holds every rank's send[counts[rank]], ordered by
    rank, without gaps. All ranks pass the same counts. A buffer of 0 elements can be NULL. In place:
-   send = recv + the sum of the counts before this rank's. */
+   send = recv + counts[0] + ... + counts[rank - 1]. */
 CDDPDEF cddp_result cddp_all_gather_v(cddp_group *g, const void *send, void *recv,
                                       const size_t *counts, cddp_dtype dtype, cddp_work **work);
 /* Like all_to_all, with counts[world_size]: send holds send_counts[r] elements for rank r, and recv
    receives recv_counts[r] from it, ordered by rank, without gaps. Not in place. Counts that do not
-   match are CDDP_MISMATCH on all ranks, and no element moves. With NCCL the host waits for the
-   exchange of counts. Like all_to_all_single with split sizes. */
+   match are CDDP_MISMATCH on all ranks, and nothing is sent. With NCCL the host waits until the
+   ranks have compared their counts. Like all_to_all_single with split sizes. */
 CDDPDEF cddp_result cddp_all_to_all_v(cddp_group *g, const void *send, const size_t *send_counts,
                                       void *recv, const size_t *recv_counts, cddp_dtype dtype,
                                       cddp_work **work);
 /* Blocks until every rank has called it. CDDP_TIMEOUT names every rank that did not. Like
    monitored_barrier with wait_all_ranks. */
 CDDPDEF cddp_result cddp_barrier(cddp_group *g);
-/* Returns immediately; cddp_wait(*work) blocks until every rank has called either barrier. On a GPU
-   a rank arrives when everything on its group's stream is done, and cddp_wait blocks the host. Like
+/* Returns immediately; cddp_wait(*work) blocks until every rank has called either barrier. A rank
+   with a GPU has called it when its group's stream is done; cddp_wait blocks the host. Like
    barrier(async_op=True). */
 CDDPDEF cddp_result cddp_barrier_async(cddp_group *g, cddp_work **work);
 
-/* SEND AND RECV. A recv takes the oldest send of that peer with that tag (any int >= 0). Count and
-   dtype must agree: else CDDP_MISMATCH at the recv, and at the send or the sender's next call. Any
-   thread.
-     to a rank on this host, over 64 KiB, from cddp_alloc    blocks until received
-     everything else, between processes                      returns after a copy
-   With a work handle cddp_send always returns immediately. Fine print: messages. */
+/* SEND AND RECV. A recv receives the oldest message of that peer with that tag (any int >= 0).
+   Count and dtype must agree: else CDDP_MISMATCH at the recv, and at the send or the sender's next
+   call. Any thread. A send returns when the message has been copied. It blocks until the message
+   has been received if that is longer than 64 KiB, in memory of cddp_alloc, and for a rank on this
+   host. With a handle it always returns immediately. Fine print: messages. */
 CDDPDEF cddp_result cddp_send(cddp_group *g, const void *buf, size_t count, cddp_dtype dtype,
                               int peer, int tag, cddp_work **work);
 CDDPDEF cddp_result cddp_recv(cddp_group *g, void *buf, size_t count, cddp_dtype dtype, int peer,
                               int tag, cddp_work **work);
-/* The peer of a cddp_recv that takes a message of any rank. Ranks take turns, and the messages of
-   one rank keep their order. CDDP_PEER_LOST if a rank has died, or all others have left.
-   CDDP_UNSUPPORTED for device memory with NCCL. Like recv(tensor) without src. */
+/* As the peer of a cddp_recv: a message of any rank. If several ranks have sent, each in turn is
+   received from, in the order of its sends. CDDP_PEER_LOST if a rank has died, or all others have
+   left. CDDP_UNSUPPORTED for device memory with NCCL. Like recv(tensor) without src. */
 #define CDDP_ANY INT32_MIN
 /* The sender of the message that this thread received last, as a rank of that call's group; -1
    before the first. Not for NCCL's messages. */
@@ -400,14 +417,14 @@ CDDPDEF int cddp_source(void);
 /* Blocks until the operation is complete, frees w, and returns its result. Any order, any
    thread. */
 CDDPDEF cddp_result cddp_wait(cddp_work *w);
-/* Like cddp_wait, for at most timeout_s seconds (0: only looks). CDDP_TIMEOUT leaves w valid: the
-   operation continues, its group is not broken, and cddp_wait, cddp_wait_for or cddp_cancel must
-   follow. CDDP_INVALID_ARGUMENT, for a timeout_s that is negative or NaN, leaves w valid too. Every
-   other result has freed w. On a device the host waits. Like work.wait(timeout). */
+/* Like cddp_wait, for at most timeout_s seconds; 0 does not block. On a GPU the host waits.
+   CDDP_TIMEOUT, and CDDP_INVALID_ARGUMENT for a negative or NaN timeout_s, do not free w: the
+   operation continues, its group is usable, and cddp_wait, cddp_wait_for or cddp_cancel must
+   follow. Like work.wait(timeout). */
 CDDPDEF cddp_result cddp_wait_for(cddp_work *w, double timeout_s);
-/* Ends a cddp_recv before its message arrives, and frees w. The message goes to the next recv.
-   CDDP_UNSUPPORTED leaves w valid: the message has arrived, or w is a send, a collective or one of
-   NCCL's. Never blocks. No thread may be waiting for w. Like MPI_Cancel. */
+/* Ends a cddp_recv before its message arrives, and frees w. A later recv gets the message. Never
+   blocks. CDDP_UNSUPPORTED does not free w: the message has arrived, or w is a send, a collective
+   or an operation of NCCL. No thread may be waiting for w. Like MPI_Cancel. */
 CDDPDEF cddp_result cddp_cancel(cddp_work *w);
 /* *done = whether the operation has ended, with or without success. Never blocks; cddp_wait must
    follow. */
@@ -424,53 +441,53 @@ CDDPDEF cddp_result cddp_test(cddp_work *w, bool *done);
        TRY(cddp_ddp_step(ddp, sgd));                    // mean over ranks, update, zero gradients
      }
 
-   Gradients are averaged in buckets. Between hosts and on GPUs a bucket is reduced while the
-   backward pass computes the next ones. On one CPU host cddp_ddp_step reduces, updates and copies
-   in one pass.
+   Between hosts and on GPUs a bucket is reduced while the backward pass computes the next ones. On
+   one CPU host cddp_ddp_step reduces and updates in one pass.
 
    AN EXISTING TRAINER keeps its loop, its gradients and its optimizer. Set data, grad and count of
    each cddp_param to its arrays, and write instead of cddp_ddp_step:
      TRY(cddp_ddp_wait(ddp));                           // grads: the mean over all ranks
      update(weights, grads);                            // yours, the same on all ranks
-   You zero the gradients, as before. Other changes that a trainer may need:
+   You zero the gradients, as before. Other changes that a trainer can need (examples/ports.md):
      your trainer                       change
-     update walks one flat block        set each grad to its place there
+     all gradients are in one array     let each grad point to its elements
      k micro-batches a step             add each gradient / k; cddp_ddp_ready in the last one only
-     loss sums over the batch           cddp divides by the number of ranks: multiply the gradients
-                                        by it after cddp_ddp_wait. A larger learning rate does the
-                                        same for SGD without weight decay only
-     a short last batch                 multiply its loss by its samples / a full batch's
+     loss sums over the batch           multiply the gradients by the world size after cddp_ddp_wait
+     batches of different sizes         every rank has the same weight. To weigh samples instead,
+                                        multiply a rank's loss by its samples * world size / the
+                                        samples of all ranks
      updates without gradients          broadcast rank 0's weights once; average them after each
                                         step by cddp_all_reduce with CDDP_AVG
-     rank 0 prints, evaluates, writes   the others wait in their next call, for at most timeout_s
-   examples/ports.md shows it for llm.c. */
+     a slow network                     average the weights only after some steps
+                                        (examples/local_sgd.c): each rank's momentum differs, and
+                                        the weights are not those of averaged gradients
+     rank 0 prints, evaluates, writes   the others wait in their next call, for at most timeout_s */
 
 typedef struct cddp_param {
-  const char *name; /* for messages and files: cddp_save needs it, else NULL is fine. The string
-                       must live as long as the model */
-  void *data;       /* count weights; in memory of cddp_alloc cddp_ddp_step updates them in place.
-                       NULL is fine if count is 0 */
-  void *grad;       /* count sums that backward adds to; NULL: cddp_ddp_create sets it, zeroed */
+  const char *name; /* for texts and files; can be NULL without cddp_save. The string must live as
+                       long as the model */
+  void *data;       /* the weights; NULL is fine if count is 0 */
+  void *grad;       /* the backward pass adds to it; NULL: cddp_ddp_create sets it, zeroed */
   size_t count;     /* elements */
   cddp_dtype dtype; /* CDDP_F32, F64, F16 or BF16; of data and of grad */
 } cddp_param;
 
 /* The argument of a communication hook: the gradients of one bucket of this rank, contiguous and
-   not yet averaged. The hook replaces them by the mean over the ranks of group, with the same bits
-   on all. Each parameter begins at a multiple of 64 bytes; the gaps are zero and are counted. */
+   not yet averaged. The hook replaces them by the mean over the ranks, with the same bits on all.
+   Each parameter begins at a multiple of 64 bytes; the gaps are zero, and part of count. */
 typedef struct cddp_bucket {
   int index, bucket_count; /* buckets are handled in the order of their index on every rank */
   void *data;              /* count elements; shared memory, as from cddp_alloc(group, ...) */
   size_t count;
   cddp_dtype dtype;
-  cddp_group *group; /* for the hook's own collectives; the model's, or a private one */
+  cddp_group *group; /* for the hook's collectives: it has the ranks of the model's group */
   const int *params; /* the parameters in the bucket, in order */
   int param_count;
 } cddp_bucket;
 
-/* Called on a thread of cddp, one bucket at a time. On GPUs with NCCL cddp_ddp_ready, _wait or
-   _step call it; data is device memory, and the hook enqueues its work on
-   cddp_stream(bucket->group). Like DDP's register_comm_hook. Example: examples/powersgd.c. */
+/* Called on a thread of cddp, one bucket at a time. With NCCL called by cddp_ddp_ready, _wait or
+   _step: data is device memory, and the hook enqueues its work on cddp_stream(bucket->group). Like
+   DDP's register_comm_hook. Example: examples/powersgd.c. */
 typedef cddp_result (*cddp_comm_hook)(cddp_bucket *bucket, void *user_data);
 
 /* Hooks that send f32 and f64 gradients as bf16 or fp16, and round the mean to that type. */
@@ -480,31 +497,29 @@ CDDPDEF cddp_result cddp_fp16_compress_hook(cddp_bucket *bucket, void *user_data
 typedef struct cddp_ddp_desc {
   double bucket_cap_mb;        /* MiB at which a bucket closes; 0 = 25 */
   double first_bucket_mb;      /* the same for the first bucket; 0 = 1, or bucket_cap_mb if set */
-  bool find_unused_parameters; /* a gradient without ready() counts as zero; a parameter that was
-                                  ready on no rank is not updated */
+  bool find_unused_parameters; /* a parameter without ready() has the gradient zero on that rank;
+                                  one that is ready on no rank is not updated */
   cddp_comm_hook comm_hook;    /* NULL = all_reduce with CDDP_AVG */
   void *comm_hook_data;        /* its user_data */
-  cddp_param *buffers;         /* state that is not trained (running means), any dtype; the array
-                                  must stay as the params */
-  int buffer_count;            /* broadcast from rank 0 at creation and by cddp_ddp_sync_buffers;
-                                  elastic: sent to joining processes */
-  bool uneven_inputs;          /* needed for cddp_ddp_join on GPUs with NCCL; ranks then wait for
-                                  each other in each step */
-  const size_t *sparse_rows;   /* [count] rows of each sparse gradient, for cddp_ddp_add_rows; 0 =
-                                  dense; NULL = all 0. Copied */
-  int shards;                  /* see >>api-shards; at least the number of ranks, at most 4,096;
-                                  0 = one for each rank */
-  bool elastic;                /* see >>api-elastic; shards is the largest number of ranks */
-  double max_grad_norm;        /* cddp_ddp_step clips as cddp_ddp_clip_grad_norm does. 0 = no;
-                                  INFINITY: it only computes the norm for cddp_ddp_grad_norm */
+  cddp_param *buffers;         /* arrays without training (running means), any dtype. Like params
+                                  they must stay in place. Broadcast from rank 0 at creation and by
+                                  cddp_ddp_sync_buffers; elastic: sent to joining processes */
+  int buffer_count;
+  bool uneven_inputs;          /* set it for cddp_ddp_join with NCCL; each step then waits for all
+                                  ranks */
+  const size_t *sparse_rows;   /* [count] the number of rows of a parameter with sparse gradients,
+                                  0 of others; NULL = all 0. Copied */
+  int shards;                  /* see >>api-shards; world size to 4,096; 0 = one for each rank */
+  bool elastic;                /* see >>api-elastic; at most 1,024 shards */
+  double max_grad_norm;        /* cddp_ddp_step clips to it, as cddp_ddp_clip_grad_norm. 0 = no;
+                                  INFINITY: only computes the norm, for cddp_ddp_grad_norm */
 } cddp_ddp_desc;
 
 /* Creates a model: compares names, counts, dtypes and settings with rank 0's (CDDP_MISMATCH names
-   the first difference), and copies rank 0's data to all ranks. Collective over g. Destroy the
-   model before g. Like DistributedDataParallel(module).
-     params   must stay in place until cddp_ddp_destroy, and so must data and grad: a
-              std::vector<cddp_param> must not grow after this call. Overlaps are
-              CDDP_INVALID_ARGUMENT
+   the first difference), and copies rank 0's data to all ranks. Collective. Destroy the model
+   before g. Like DistributedDataParallel(module).
+     params   must stay in place until cddp_ddp_destroy, and so must data and grad, without overlap:
+              a std::vector<cddp_param> must not grow after this call
    Tied weights, such as an embedding and the output layer, are one cddp_param: both layers add to
    its gradient, and cddp_ddp_ready follows the later one. Fine print: gradients in memory, models
    and groups. */
@@ -512,47 +527,46 @@ CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_create(cddp_ddp **out, cddp_group *g, 
                                                  int count, const cddp_ddp_desc *desc);
 
 /* Frees the model, and gradients that cddp_ddp_create allocated: their pointers become NULL. Local;
-   NULL is fine. An optimizer without desc.ddp can continue with another cddp_ddp on the same
-   params; its states begin anew if d had failed. */
+   NULL is fine. An optimizer without desc.ddp can continue with another model of the same params,
+   but loses its states if d was broken. */
 CDDPDEF void cddp_ddp_destroy(cddp_ddp *d);
 
-/* Says that params[param].grad is complete. When all gradients of a bucket are, cddp starts to
-   reduce it, unless the step does that (one CPU host, shards). Never blocks on a peer. Any order,
-   any thread, once for each parameter in a shard. A second call in one shard is
-   CDDP_INVALID_ARGUMENT, here and from cddp_ddp_wait or _step on all ranks. Like autograd's hook in
-   DDP. */
+/* Call it when params[param].grad is complete: once for each parameter in a step (with shards: in
+   each shard), in any order. When all gradients of a bucket are, cddp starts to reduce it, unless
+   the step does that (one CPU host, shards). Local; any thread. A second call is
+   CDDP_INVALID_ARGUMENT, and breaks the model. Like autograd's hook in DDP. */
 CDDPDEF cddp_result cddp_ddp_ready(cddp_ddp *d, int param);
 
 /* Blocks until every gradient is the mean over the ranks. Collective. An optimizer of your own runs
    after it. Like the end of loss.backward(). A parameter without ready() is CDDP_INVALID_ARGUMENT,
-   or CDDP_MISMATCH if it was ready on other ranks. After an error the model is broken; the group is
-   broken only if a peer was lost, or with NCCL. */
+   or CDDP_MISMATCH if it was ready on other ranks. */
 CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_wait(cddp_ddp *d);
 
-/* cddp_ddp_wait, cddp_optim_step and zero gradients in one pass, with the bits of the three calls
-   (NaNs can differ). Each rank reduces its share, updates it, and writes the new weights for all
-   ranks on its host, which keep one copy of the optimizer's states together (elastic: each rank has
-   all). Collective. s must have been created for the same params array. On GPUs every rank updates
-   all weights, unless sharded_states is set. */
+/* cddp_ddp_wait, cddp_optim_step and cddp_optim_zero_grad in one pass, with the same bits (NaNs can
+   differ). Collective. s must have been created for the same params array. Each rank of a host
+   reduces and updates one part of the model; weights in memory of cddp_alloc are not copied. The
+   host has one set of states. On GPUs and in elastic models each rank has all states and updates
+   all weights (see also sharded_states). */
 CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_step(cddp_ddp *d, cddp_optim *s);
 
 /* The number of completed cddp_ddp_wait and cddp_ddp_step, the same on all ranks; 0 for NULL.
    Checkpoints with cddp_checkpoint_desc.ddp contain it. */
 CDDPDEF uint64_t cddp_ddp_steps(const cddp_ddp *d);
 
-/* on: gradients accumulate locally (divide them by the number of micro-batches yourself), and
-   cddp_ddp_ready does not count for the step. Turn it off before the last micro-batch's backward
-   pass: the step then sends all. While on, cddp_ddp_wait returns immediately and cddp_ddp_step is
-   CDDP_INVALID_ARGUMENT. The same call on every rank, between micro-batches. Like no_sync(). */
+/* For several micro-batches a step, if every backward pass calls cddp_ddp_ready. While on,
+   cddp_ddp_ready does not count, cddp_ddp_wait returns immediately, and cddp_ddp_step is
+   CDDP_INVALID_ARGUMENT. Turn it off before the last micro-batch's backward pass: the step then
+   averages the gradients of all. Divide them by the number of micro-batches yourself. All ranks
+   make the same call, between micro-batches. Like no_sync(). */
 CDDPDEF void cddp_ddp_no_sync(cddp_ddp *d, bool on);
 
 /* After cddp_ddp_wait: scales all gradients so that their global 2-norm is at most max_norm (> 0).
    *norm, unless NULL, is the norm before. Local; the same bits on every rank. A norm of NaN makes
-   all gradients NaN, except with max_norm INFINITY. Like torch.nn.utils.clip_grad_norm_. */
+   all gradients NaN, except with max_norm INFINITY. Like clip_grad_norm_. */
 CDDPDEF cddp_result cddp_ddp_clip_grad_norm(cddp_ddp *d, double max_norm, double *norm);
 
 /* *norm = the global 2-norm before the last clipping, or of the last step if max_grad_norm is
-   INFINITY. CDDP_INVALID_ARGUMENT if there was neither. Local. On a GPU it waits for the stream. */
+   INFINITY. CDDP_INVALID_ARGUMENT without both. Local. On a GPU it waits for the stream. */
 CDDPDEF cddp_result cddp_ddp_grad_norm(cddp_ddp *d, double *norm);
 
 /* Copies rank 0's buffers (cddp_ddp_desc.buffers) to all ranks. Collective. After cddp_ddp_join the
@@ -577,16 +591,15 @@ CDDPDEF int cddp_ddp_present(const cddp_ddp *d);
 /* SPARSE GRADIENTS. Adds to the gradient of a parameter with sparse_rows, such as an embedding:
    values[i * width ..] to row rows[i], with width = count / sparse_rows. Rows can repeat, and n can
    differ between ranks. The values are copied. cddp_ddp_ready follows as for other parameters. Only
-   these rows are sent, and the mean has the bits of a dense one. grad stays NULL. Any thread, one
-   at a time for a parameter. SGD only, without weight_decay: without momentum other rows stay as
-   they are. On a GPU values can be in either memory, rows in the host's. Like
-   nn.Embedding(sparse=True). */
+   these rows are sent; the mean has the bits of a dense one. grad stays NULL. Any thread, one at a
+   time for a parameter. The optimizer must be SGD without weight_decay. rows is in host memory,
+   values in host or device memory. Like nn.Embedding(sparse=True). */
 CDDPDEF cddp_result cddp_ddp_add_rows(cddp_ddp *d, int param, const int64_t *rows,
                                       const void *values, size_t n);
 
 /* After cddp_ddp_wait, for an optimizer of your own: the rows of the mean gradient, ascending.
-   Returns their number. The arrays are valid until the next wait, step or cddp_optim_zero_grad. On
-   a GPU they are in host memory, before any clipping. */
+   Returns their number. The arrays are valid until the next wait, step or cddp_optim_zero_grad, in
+   host memory. On a GPU they are not clipped. */
 CDDPDEF size_t cddp_ddp_rows(const cddp_ddp *d, int param, const int64_t **rows,
                              const void **values);
 
@@ -596,8 +609,8 @@ CDDPDEF size_t cddp_ddp_rows(const cddp_ddp *d, int param, const int64_t **rows,
 CDDPDEF int cddp_ddp_bucket_count(const cddp_ddp *d);
 CDDPDEF int cddp_ddp_bucket_params(const cddp_ddp *d, int bucket, int *params, int capacity);
 
-/* PARTITIONS let an optimizer of your own update this rank's part of the weights, with a part of
-   the states, like ZeroRedundancyOptimizer and stage 1 of ZeRO:
+/* PARTITIONS let an optimizer of your own update this rank's part of the weights, with that part's
+   states alone, like ZeroRedundancyOptimizer:
      const cddp_partition *part;
      int n = cddp_ddp_partitions(ddp, &part);          // once
      ...                                               // backward, cddp_ddp_ready
@@ -611,8 +624,8 @@ typedef struct cddp_partition {
   size_t first; /* its first element there */
   size_t count; /* elements, at least 1 */
   void *data;   /* this rank's weights */
-  void *grad;   /* their mean gradient, from cddp_ddp_reduce_scatter to cddp_ddp_all_gather; in a
-                   gradient of your own only if that is not copied */
+  void *grad;   /* their mean gradient, from cddp_ddp_reduce_scatter to cddp_ddp_all_gather. If a
+                   gradient is copied (fine print: gradients in memory), in the copy */
 } cddp_partition;
 
 /* Returns the number of this rank's partitions. The array is valid until cddp_ddp_destroy. */
@@ -620,7 +633,7 @@ CDDPDEF int cddp_ddp_partitions(const cddp_ddp *d, const cddp_partition **out);
 
 /* Blocks until this rank's partitions have the mean gradient, clipped if max_grad_norm is set.
    Other gradients are undefined. Collective; errors as of cddp_ddp_wait. cddp_ddp_all_gather must
-   follow before any other step. CDDP_MISMATCH if a rank is in cddp_ddp_join. */
+   follow. CDDP_MISMATCH if a rank is in cddp_ddp_join. */
 CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_reduce_scatter(cddp_ddp *d);
 
 /* Sends the weights of all partitions to all ranks, zeroes the gradients and completes the step.
@@ -645,26 +658,25 @@ CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_gather_states(cddp_ddp *d, const cddp_
    weight_decays give each parameter its own settings, such as no decay for vectors.
 
    MIXED PRECISION. The forward and backward pass read f16 or bf16 weights; the optimizer updates
-   f32 masters.
-     gradients      set              params hold           memory of your own
-     f32            copies           f32 masters           copies[i], count f16 or bf16 elements
-     f16 or bf16    master_weights   f16 or bf16 weights   none: the optimizer keeps the masters
-   Fine print: mixed precision.
+   f32 masters (fine print: mixed precision).
+     gradients     you set          params hold           also in memory
+     f32           copies           f32 masters           copies[i], yours, f16 or bf16
+     f16 or bf16   master_weights   f16 or bf16 weights   masters, the optimizer's
 
-   SHARDED STATES, like ZeroRedundancyOptimizer and stage 1 of ZeRO: with sharded_states (and ddp)
-   each rank keeps 1/world_size of the states and masters, on GPUs and over several hosts too. The
-   bits are the same, except that NCCL can sum in another order on 3 ranks or more. Checkpoints are
-   whole. cddp_optim_step is CDDP_INVALID_ARGUMENT; elastic and sparse_rows are CDDP_UNSUPPORTED. */
+   SHARDED STATES, like ZeroRedundancyOptimizer: with sharded_states (and ddp) each rank keeps
+   1/world_size of the states and masters, on GPUs and over several hosts too. The bits are the
+   same, except that NCCL can sum in another order on 3 ranks or more. Checkpoints are whole.
+   cddp_optim_step is CDDP_INVALID_ARGUMENT; elastic and sparse_rows are CDDP_UNSUPPORTED. */
 
 typedef struct cddp_sgd_desc {
   double lr;           /* learning rate, >= 0. No default: 0 trains nothing, without an error */
   double momentum;     /* >= 0 */
-  double dampening;    /* of the gradient that is added to the momentum, not of the first one */
+  double dampening;    /* gradients but the first enter the momentum times 1 - dampening */
   double weight_decay; /* >= 0; L2, coupled */
   bool nesterov;       /* needs momentum > 0 and dampening 0 */
   bool maximize;       /* ascend */
-  cddp_ddp *ddp;       /* optional, must outlive the optimizer: cddp_optim_step skips parameters
-                          that no rank used */
+  cddp_ddp *ddp;       /* optional; destroy it after the optimizer. cddp_optim_step then skips
+                          parameters that no rank used */
   void *stream;        /* CUDA stream of cddp_optim_step, _zero_grad without ddp; NULL = default */
   void *const *copies;   /* [count] mixed precision; NULL for a parameter: none */
   cddp_dtype copy_dtype; /* of all copies: CDDP_F16 or CDDP_BF16 */
@@ -676,11 +688,11 @@ typedef struct cddp_sgd_desc {
 
 typedef struct cddp_adamw_desc {
   double lr;           /* learning rate, >= 0. No default: 0 trains nothing, without an error */
-  double beta1, beta2; /* below 1; 0 = 0.9 and 0.999; write 1e-300 for PyTorch's 0 */
+  double beta1, beta2; /* below 1; 0 = 0.9 and 0.999; 1e-300 has the effect of 0 */
   double eps;          /* >= 0; 0 = 1e-8 */
   double weight_decay; /* >= 0, decoupled; 0 = none; PyTorch's default is 0.01 */
   bool amsgrad;        /* divide by the largest exp_avg_sq so far */
-  bool maximize;       /* this and the following as in cddp_sgd_desc */
+  bool maximize;       /* from here on as in cddp_sgd_desc */
   cddp_ddp *ddp;
   void *stream;
   void *const *copies;
@@ -696,9 +708,9 @@ typedef struct cddp_adamw_desc {
 CDDP_CHECKED CDDPDEF cddp_result cddp_sgd_create(cddp_optim **out, cddp_param *params, int count,
                                                  const cddp_sgd_desc *desc);
 
-/* torch.optim.AdamW; f32 has the bits of its fused CPU kernel, except at a parameter's end. Each
-   parameter counts its own steps. f16 and bf16 parameters need master_weights; sparse gradients are
-   CDDP_UNSUPPORTED. Otherwise like cddp_sgd_create. Fine print: AdamW. */
+/* torch.optim.AdamW, with the bits of its fused CPU kernel in f32, except at a parameter's end.
+   Each parameter counts its own steps. f16 and bf16 parameters need master_weights; sparse
+   gradients are CDDP_UNSUPPORTED. Otherwise like cddp_sgd_create. Fine print: AdamW. */
 CDDP_CHECKED CDDPDEF cddp_result cddp_adamw_create(cddp_optim **out, cddp_param *params, int count,
                                                    const cddp_adamw_desc *desc);
 
@@ -706,13 +718,13 @@ CDDP_CHECKED CDDPDEF cddp_result cddp_optim_step(cddp_optim *s); /* updates data
 CDDPDEF cddp_result cddp_optim_zero_grad(cddp_optim *s);         /* all gradients = 0. Local */
 CDDPDEF cddp_result cddp_optim_set_lr(cddp_optim *s, double lr); /* from the next step on */
 CDDPDEF double cddp_optim_lr(const cddp_optim *s);
-/* Call it after you have changed data yourself: writes copies; masters begin anew. Local. */
+/* Call it after you have changed data yourself: copies and masters are set from it. Local. */
 CDDPDEF cddp_result cddp_optim_write_copies(cddp_optim *s);
 CDDPDEF void cddp_optim_destroy(cddp_optim *s);                  /* NULL is fine */
 
 /* >>api-data --------------------------------------------------------------------------------------
 
-     cddp_sampler sampler;
+     cddp_sampler sampler, test;
      cddp_sampler_desc o = {0};
      o.dataset_size = 60000, o.shuffle = true;
      o.rank = cddp_rank(g), o.world_size = cddp_world_size(g);
@@ -720,7 +732,15 @@ CDDPDEF void cddp_optim_destroy(cddp_optim *s);                  /* NULL is fine
      for (uint64_t epoch = 0; epoch < EPOCHS; epoch++) {
        cddp_sampler_set_epoch(&sampler, epoch);
        for (size_t i; cddp_sampler_next(&sampler, &i);) train_on(sample[i]);
-     } */
+     }
+
+     o.dataset_size = 10000, o.shuffle = false, o.exact = true;     // evaluation: no sample twice
+     TRY(cddp_sampler_init(&test, &o));
+     double sums[2] = {0, 0};                                       // losses, samples
+     for (size_t i; cddp_sampler_next(&test, &i); sums[1]++) sums[0] += loss_of(sample[i]);
+     TRY(cddp_all_reduce(g, sums, 2, CDDP_F64, CDDP_SUM, NULL));    // the mean: sums[0] / sums[1]
+
+   The example of >>api-elastic takes batches by the number of the step. */
 
 typedef struct cddp_sampler_desc {
   size_t dataset_size;  /* samples */
@@ -728,7 +748,7 @@ typedef struct cddp_sampler_desc {
   uint64_t seed;        /* the same on every rank */
   bool shuffle;         /* a new permutation for each epoch */
   bool drop_last;       /* drop samples that do not divide evenly, instead of repeating some */
-  bool exact;           /* evaluation: every sample once, none repeated; sizes can differ by 1 */
+  bool exact;           /* do neither: ranks can differ by one sample */
 } cddp_sampler_desc;
 
 typedef struct cddp_sampler { /* all fields but result are private */
@@ -743,18 +763,18 @@ typedef struct cddp_sampler { /* all fields but result are private */
 
 /* The indices of torch.utils.data.DistributedSampler for the same arguments. Starts in epoch 0. */
 CDDPDEF cddp_result cddp_sampler_init(cddp_sampler *s, const cddp_sampler_desc *desc);
-CDDPDEF void cddp_sampler_set_epoch(cddp_sampler *s, uint64_t epoch); /* rewinds, not the
-                                                     first time after cddp_load */
+/* Begins the epoch; the first time after cddp_load continues it. */
+CDDPDEF void cddp_sampler_set_epoch(cddp_sampler *s, uint64_t epoch);
 CDDPDEF uint64_t cddp_sampler_epoch(const cddp_sampler *s);
 /* The number of this rank's indices in the epoch; after cddp_load in the rest of it. */
 CDDPDEF size_t cddp_sampler_size(const cddp_sampler *s);
-/* *index = the next index. Returns false at the end of the epoch and frees the permutation (8 bytes
-   a sample). Returns false with s->result != CDDP_OK if memory for it could not be allocated. */
+/* *index = the next index. Returns false at the end of the epoch, and with s->result != CDDP_OK if
+   memory for the permutation (8 bytes a sample) could not be allocated. */
 CDDPDEF bool cddp_sampler_next(cddp_sampler *s, size_t *index);
 /* The indices of batch number `batch` (from 0) of one shard of the epoch. Each batch has `size`
    samples; the last one can have fewer. Returns their number, 0 after the last batch. The sampler's
-   world_size is the number of shards. Any batch at any time; cddp_sampler_next is not affected.
-   Returns 0 with s->result != CDDP_OK for a bad argument, or without memory. Like
+   world_size is the number of shards, its rank any. Batches can be taken in any order. Returns 0
+   with s->result != CDDP_OK for a bad argument, or without memory. Like
    BatchSampler(DistributedSampler(data, shards, shard), size, drop_last=False). */
 CDDPDEF size_t cddp_sampler_batch(cddp_sampler *s, int shard, size_t batch, size_t size,
                                   size_t *indices);
@@ -773,50 +793,51 @@ CDDPDEF void cddp_sampler_destroy(cddp_sampler *s); /* for an epoch that ends ea
        TRY(cddp_ddp_step(ddp, optim));                 // the mean over all 8 shards
      }
 
-   The global batch of a step is split into S shards. Shards are divided among the ranks: 8 shards
-   on 3 ranks are 3, 3 and 2 consecutive ones. Their gradients are summed in a fixed order that
-   depends on S alone. So the weights have the same bits on 1 to S ranks, if the program's work on a
-   shard depends on the step and the shard alone.
+   The data of a step, for all ranks, is split into S shards. Shards are divided among the ranks: 8
+   shards on 3 ranks are 3, 3 and 2 consecutive ones. Their gradients are summed in a fixed order
+   that depends on S alone. So the weights have the same bits on 1 to S ranks, if the program's work
+   on a shard depends on the step and the shard alone.
 
    With an optimizer of your own call cddp_ddp_wait instead of cddp_ddp_step, and zero the gradients
-   after your update: otherwise the first shard of the next step adds to the old ones.
+   after your update: cddp zeroes them before each shard except the first.
 
-   With shards = 0 the same loop runs, with one shard for each rank. With sequential data loaders
-   open one for each shard on each rank, and advance all of them in each step. Fine print:
+   With shards = 0 the same loop runs, with one shard for each rank. If your data can only be read
+   in order, open one reader for each shard on each rank, and advance all in each step. Fine print:
    shards. */
 
 /* *shard = the next shard of this rank in this step. Returns false when none is left: cddp_ddp_wait
    or _step must follow. Call it after cddp_ddp_ready has returned for every parameter of the
-   current shard; a missing call, or no_sync, breaks the model. cddp zeroes the gradients before
-   each shard except the first. After a failure it returns false, and cddp_ddp_wait or _step returns
-   the error. Never blocks on a peer. */
+   current shard; a missing call, or no_sync, breaks the model. After a failure it returns false,
+   and cddp_ddp_wait or _step returns the error. Local, except in elastic models. */
 CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
 
 /* >>api-elastic -----------------------------------------------------------------------------------
 
      desc.elastic = true, desc.shards = 8;             // shards: the largest number of ranks
      TRY(cddp_ddp_create(&ddp, g, p, n, &desc));
+     uint64_t batches = (cddp_sampler_size(&sampler) + 31) / 32; // sampler: of world_size 8
      for (uint64_t t = cddp_ddp_steps(ddp); t < STEPS; t = cddp_ddp_steps(ddp)) {
        int shard;
+       cddp_sampler_set_epoch(&sampler, t / batches);  // step t is a batch of an epoch
        while (cddp_ddp_next_shard(ddp, &shard)) {
-         forward_backward(t, shard);                   // batch `shard` of step t
+         size_t index[32], k = cddp_sampler_batch(&sampler, shard, t % batches, 32, index);
+         train_batch(index, k);                        // adds to the gradients
          for (int i = n - 1; i >= 0; i--) TRY(cddp_ddp_ready(ddp, i));
        }
        TRY(cddp_ddp_step(ddp, optim));
      }
 
-   Ranks can fail and new ranks can join while training continues. When a process dies, the
-   surviving ranks compute its shards and finish the step. The weights are the same, bit for bit, as
-   in a run without failures. Training continues as long as one rank lives. The data of a step
-   (cddp_sampler_batch) and the learning rate must depend on t and the shard alone. Set the rate
-   before the first cddp_ddp_next_shard of a step.
+   Ranks can fail, down to the last one, and new ranks can join while training continues. When a
+   process dies, the other ranks compute its shards and finish the step. The weights are the same,
+   bit for bit, as in a run without failures. The data of a step and the learning rate must depend
+   on t and the shard alone. Set the rate before the first cddp_ddp_next_shard of a step. A
+   suspended process (SIGSTOP) does not count as lost: the others wait for it until timeout_s.
 
    JOINING. To replace or add a rank, start a process with the job's variables (CDDP_SECRET too) and
    CDDP_JOIN=1. Its RANK is any number that no living rank has. It receives the weights, the states
-   of cddp's optimizer, the buffers and the step count between two steps.
-
-   cddprun --elastic and cddp_spawn_elastic replace ranks automatically. If a rank fails before
-   cddp_ddp_create has returned, they start all ranks again, without CDDP_JOIN.
+   of cddp's optimizer, the buffers and the step count between two steps. cddprun --elastic and
+   cddp_spawn_elastic do this automatically. If a rank fails before the model exists, they start all
+   ranks again, without CDDP_JOIN.
 
    In a joining process cddp_rank(g) is its RANK, and cddp_world_size(g) the number of ranks that
    started the job. With shards = 0 that is the number of shards. Collectives of g are
@@ -829,45 +850,42 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
      CDDP_INVALID_ARGUMENT        a living process already has this RANK or this GPU
      CDDP_TIMEOUT                 no rank has an elastic model yet, or none ends a step
 
-   YOUR OWN OPTIMIZER lists its states as buffers. It runs after cddp_ddp_wait, on every rank:
+   YOUR OWN OPTIMIZER runs after cddp_ddp_wait, on every rank, and lists its states as buffers:
      cddp_param states[] = {{"m", m, NULL, count, CDDP_F32}, {"v", v, NULL, count, CDDP_F32}};
      desc.buffers = states, desc.buffer_count = 2;     // before cddp_ddp_create
-   A joining process receives them with the weights. Otherwise cddp does not change them. Its own
-   count of steps is a state, too, unless it is cddp_ddp_steps. A state that is not listed would
-   differ in a joining process, and so would the weights, without an error.
+   A joining process receives them with the weights. A state that is not listed would differ there,
+   and so would the weights, without an error. A count of steps is a state, too, unless it is
+   cddp_ddp_steps.
 
-   CHECKPOINTS. All ranks call cddp_save in cddp_ddp_group, between two steps:
-     cddp_result r = cddp_save(cddp_ddp_group(ddp), path, p, n, &c);
-     if (r != CDDP_PEER_LOST) TRY(r);                  // else the next save writes the file
-   The job's first ranks call cddp_load together. A joining process (CDDP_JOIN is 1) skips it.
-
-   A process that is suspended (SIGSTOP) is waited for until timeout_s; it does not count as lost.
    Fine print: elastic training, limits of elastic training. */
 
-/* The ranks that computed the last step; before the first step the ranks that created the model.
-   The group belongs to d and changes when ranks are lost or join: ask for it in each step, at the
-   same place on all ranks. If one of its ranks is lost, its calls return CDDP_PEER_LOST. NULL on
-   failure, with a cddp_error. */
+/* The group for the program's own calls, elastic or not. Elastic: the ranks that computed the last
+   step, at first those that created the model. It belongs to d, and changes when ranks are lost or
+   join: ask for it in each step, at the same place on all ranks. If one of its ranks is lost, its
+   calls return CDDP_PEER_LOST, and training can continue. Otherwise it is the group of
+   cddp_ddp_create. NULL on failure, with a cddp_error. */
 CDDPDEF cddp_group *cddp_ddp_group(cddp_ddp *d);
 
 /* >>api-checkpoints -------------------------------------------------------------------------------
 
-     const char *path = "model.safetensors";
+     const char *path = "model.safetensors", *join = getenv("CDDP_JOIN");
      cddp_checkpoint_desc c = {0};
-     c.optim = sgd, c.sampler = &sampler, c.ddp = ddp;  // NULL leaves a part out
-
-     int32_t resume = access(path, F_OK) == 0;          // rank 0's answer is used by all
-     TRY(cddp_broadcast(g, &resume, 1, CDDP_I32, 0, NULL));
-     if (resume) TRY(cddp_load(g, path, p, n, &c));     // on any number of ranks
+     c.optim = sgd, c.ddp = ddp;                        // a loop over epochs: also c.sampler
+     if (join == NULL || join[0] != '1') {              // a joining process has all this already
+       int32_t resume = access(path, F_OK) == 0;        // rank 0's answer is used by all
+       TRY(cddp_broadcast(g, &resume, 1, CDDP_I32, 0, NULL));
+       if (resume) TRY(cddp_load(g, path, p, n, &c));   // on any number of ranks
+     }
      ...                                                // steps from cddp_ddp_steps(ddp) on
-     TRY(cddp_save(g, path, p, n, &c));                 // all ranks call it; rank 0 writes
+     cddp_result r = cddp_save(cddp_ddp_group(ddp), path, p, n, &c); // all ranks; rank 0 writes
+     if (r != CDDP_PEER_LOST || !desc.elastic) TRY(r);  // elastic: the next save writes the file
 
    Files have the safetensors format: PyTorch's load_file reads them, and cddp_load reads PyTorch's.
-   Save and load between steps only. Append states of an optimizer of your own to the array in these
-   two calls, not in cddp_ddp_create: {"momentum", m, NULL, count, CDDP_F32}. */
+   Save and load between steps only. States of an optimizer of your own, such as {"m", m, NULL,
+   count, CDDP_F32}, follow the parameters in the array of these two calls. */
 
 typedef struct cddp_shape {
-  int dims;         /* at most 8; 0: one, as long as the parameter; -1: a scalar, [] */
+  int dims;         /* at most 8; 0: the shape is [count]; -1: a scalar, [] */
   uint64_t size[8]; /* the last one varies fastest, as in C */
 } cddp_shape;
 
@@ -886,30 +904,29 @@ typedef struct cddp_checkpoint_desc {
   char *text;               /* load: memory for the values, which point into it */
   size_t text_size;         /* bytes */
   bool partial; /* load: tensors that the file lacks keep their values, others in it are ignored */
-  cddp_ddp *ddp; /* its cddp_ddp_steps, and shards: if set, cddp_load compares them with those of
-                    a run that set them; NULL = none */
+  cddp_ddp *ddp; /* its cddp_ddp_steps; NULL = none. cddp_load refuses another number of shards,
+                    unless one of the two is 0 */
 } cddp_checkpoint_desc;
 
-/* Rank 0 writes its params (any dtype, each with a name), and the parts that desc names, to a
-   temporary file, syncs it, and renames it over `path`. A failure or a kill leaves the old file.
-   Blocks until the file is on the disk, at most timeout_s. Collective over g; g NULL: this process
-   alone. Like safetensors' save_file. All ranks get the same result: CDDP_IO if `path` is a
-   symbolic link or a device, if another process is saving to it, or if the file system fails;
-   CDDP_MISMATCH if parameters or options differ. Fine print: checkpoint files. */
+/* Rank 0 writes its params (any dtype, each with a name), and what desc names, to a temporary file,
+   syncs it, and renames it over `path`. A failure or a kill leaves the old file. Blocks until the
+   file is on the disk, at most timeout_s. Collective; g NULL: this process alone. Like safetensors'
+   save_file. All ranks get the same result: CDDP_IO if `path` is a symbolic link or a device, if
+   another process is saving to it, or if the file system fails; CDDP_MISMATCH if parameters or
+   options differ. Fine print: checkpoint files. */
 CDDP_CHECKED CDDPDEF cddp_result cddp_save(cddp_group *g, const char *path,
                                            const cddp_param *params, int count,
                                            const cddp_checkpoint_desc *desc);
 
 /* Rank 0 reads the file, and all ranks get its values. f32, f64, f16 and bf16 are converted to each
-   other. The number of ranks can differ. Collective over g; g NULL: this process alone. Like
-   load_file and load_state_dict. The file is checked before a weight changes. A sampler continues
-   with the next sample of its epoch: start the loop at cddp_sampler_epoch(). All ranks get the same
-   result: CDDP_IO: the file is damaged; CDDP_INVALID_ARGUMENT: it has other tensors or settings.
-   Fine print: checkpoint files. */
+   other. The number of ranks can differ. Collective; g NULL: this process alone. Like load_file and
+   load_state_dict. The file is checked before a weight changes. A sampler continues with the next
+   sample of its epoch: start the loop at cddp_sampler_epoch(). All ranks get the same result:
+   CDDP_IO: the file is damaged; CDDP_INVALID_ARGUMENT: it has other tensors or settings. */
 CDDP_CHECKED CDDPDEF cddp_result cddp_load(cddp_group *g, const char *path, cddp_param *params,
                                            int count, const cddp_checkpoint_desc *desc);
 
-/* ANY SAFETENSORS FILE, one tensor at a time. Local; any thread once it is open. Like safe_open. */
+/* ANY SAFETENSORS FILE, one tensor at a time. Local; once it is open any thread. Like safe_open. */
 typedef struct cddp_safetensors cddp_safetensors;
 
 typedef struct cddp_tensor_info {
@@ -948,22 +965,22 @@ CDDPDEF const char *cddp_safetensors_metadata(const cddp_safetensors *f, const c
 /* Forks nprocs processes that call fn(rank, arg), and waits for them. fn's return value (0 .. 255)
    is the exit code; 0 is success. When one fails, the others receive SIGTERM after 1 s and SIGKILL
    5 s later; CDDP_PEER_LOST names the first one: rank, exit code or signal. Children end with their
-   parent. Call it before other threads exist. Like torch.multiprocessing.spawn. For coverage (gcov)
-   and gprof fn must end with exit(0). Fine print: forked ranks. */
+   parent. Call it before other threads exist. Like torch.multiprocessing.spawn. Fine print: forked
+   ranks. */
 CDDPDEF cddp_result cddp_spawn(int (*fn)(int rank, void *arg), void *arg, int nprocs);
 
-/* cddp_spawn for elastic training: when a rank fails the others continue. The rank is forked again,
+/* cddp_spawn for elastic training: when a rank fails the others continue, and it is forked again,
    with CDDP_JOIN=1. If it fails before the elastic model exists, all ranks are ended and forked
    again, as one restart. There are at most max_restarts in all. Returns CDDP_OK if any rank has
    returned 0; after that no rank is forked. When no rank that has the model is left, CDDP_PEER_LOST
-   names the last one. Like torchrun --max-restarts, except that the other ranks do not restart. */
+   names the last one. */
 CDDPDEF cddp_result cddp_spawn_elastic(int (*fn)(int rank, void *arg), void *arg, int nprocs,
                                        int max_restarts);
 
-/* Calls fn on n threads, each with its own rank of one group, and waits for them. Groups that fn
-   has not destroyed are destroyed. fn returns 0 for success. When one fails, or calls pthread_exit,
-   the others' waits end with CDDP_PEER_LOST. On GPUs fn begins with cddp_set_device. fn, hooks and
-   other callbacks have stacks of at least 8 MiB. Like nn.DataParallel. */
+/* Calls fn on n threads, each with its own rank of one group, and waits for them. fn returns 0 for
+   success. When one fails, or calls pthread_exit, the others' waits end with CDDP_PEER_LOST. Groups
+   that fn has not destroyed are destroyed. On GPUs fn begins with cddp_set_device. fn and hooks
+   have stacks of at least 8 MiB. Like nn.DataParallel. */
 CDDPDEF cddp_result cddp_run_threads(int (*fn)(cddp_group *g, void *arg), void *arg, int n);
 
 /* >>api-gpus --------------------------------------------------------------------------------------
@@ -978,11 +995,11 @@ CDDPDEF cddp_result cddp_run_threads(int (*fn)(cddp_group *g, void *arg), void *
      ...                                              // the same calls as on the CPU
      TRY(cddp_synchronize(g));                        // instead of cudaStreamSynchronize
 
-   Keep cddp_kernels.cuh beside cddp.h: it has all code for GPUs, and says how a program of C or C++
-   files uses it. Compile with nvcc -O3 -arch=native, or name the GPU's architecture (-arch=sm_90);
-   otherwise the driver compiles all kernels in cddp_init, for some seconds. A rank has one GPU, and
-   cddp's calls make it the thread's current device. Without CDDP_CUDA device "cuda" is
-   CDDP_UNSUPPORTED.
+   Keep cddp_kernels.cuh beside cddp.h. It has all code for GPUs, and its head describes the rest:
+   programs of C or C++ files, layers, models, CUDA graphs, the order of calls, limits. Compile with
+   nvcc -O3 -arch=native, or name the GPU's architecture (-arch=sm_90); otherwise the driver
+   compiles all kernels in cddp_init, for some seconds. A rank has one GPU, and cddp's calls make it
+   the thread's current device.
 
      backend   ranks and GPUs            what it does
      "nccl"    one GPU for each rank     enqueues collectives, messages and steps in stream order;
@@ -992,20 +1009,18 @@ CDDPDEF cddp_result cddp_run_threads(int (*fn)(cddp_group *g, void *arg), void *
 
    STREAMS. A call with work NULL runs on the group's stream. A call with a handle runs on a stream
    of cddp, after the group's stream; cddp_wait(work) makes the group's stream, not the host, wait
-   for it. Buffers belong to the operation until the stream has passed it. Host memory can be passed
-   to collectives and messages too, on all ranks alike.
-
-   The head of cddp_kernels.cuh tells the rest: models, CUDA graphs, the order of calls, limits. */
+   for it. Buffers belong to the operation until the stream has passed it. Collectives and messages
+   accept host memory too, if all ranks pass it. */
 
 /* Gives g a device and a backend, as cddp_init does for desc.device and desc.backend (NULL =
-   "nccl"). Collective over g, before its first cddp_alloc. For the groups of cddp_run_threads,
-   where "cuda" is cuda:rank. After a failure g is as before, or broken. */
+   "nccl"). Collective, before g's first cddp_alloc. For the groups of cddp_run_threads, where
+   "cuda" is cuda:rank. */
 CDDPDEF cddp_result cddp_set_device(cddp_group *g, const char *device, const char *backend);
 
-/* Sets the CUDA stream (a cudaStream_t) of g's operations, its models and their optimizers. NULL =
-   the legacy default stream. The new stream waits for the work on the old one, unless one of them
-   is being captured. Call it between steps; the stream must exist until another is set. New
-   sub-groups have it too. cudaStreamPerThread is refused. The CPU ignores it. */
+/* Sets the CUDA stream (a cudaStream_t) of g's operations, its models and their optimizers, and of
+   groups made from g later. NULL = the legacy default stream; cudaStreamPerThread is refused. The
+   new stream waits for the work on the old one, unless one of them is being captured. Call it
+   between steps; the stream must exist until another is set. On the CPU it has no effect. */
 CDDPDEF void cddp_set_stream(cddp_group *g, void *stream);
 CDDPDEF void *cddp_stream(const cddp_group *g); /* g's; in a communication hook bucket->group's */
 
@@ -1019,16 +1034,15 @@ CDDPDEF cddp_result cddp_synchronize(cddp_group *g);
      all_reduce(count 1, f32, sum) at train.c:11, call 4 of the group
 
    CALL SITES. Error texts of collective calls show the file and line of each call on this host.
-   Macros with the functions' names, at the end of this file, pass them; CDDP_NO_CALL_SITES, defined
-   before this header, leaves them out. A wrapper can pass its caller's place:
-   (cddp_barrier)(cddp_at(g, file, line)).
+   Macros with the functions' names, at the end of this file, pass them. A wrapper can pass its
+   caller's: (cddp_barrier)(cddp_at(g, file, line)).
 
    FLIGHT RECORDER. With CDDP_RECORD=dir each rank keeps its last 1,024 operations in
-   dir/cddp-JOB-RANK.rec, which survives SIGKILL. cddp creates dir itself. examples/cddptrace.c
-   merges the files into a report (which ranks are late, missing or lost, and in which call) and a
-   trace for Perfetto. Fine print: flight recorder. */
+   dir/cddp-JOB-RANK.rec, which survives SIGKILL. examples/cddptrace.c merges the files into a
+   report (which ranks are late, missing or lost, and in which call) and a trace for Perfetto. Fine
+   print: flight recorder. */
 
-/* Return the first argument, and set the place of this thread's next call on it. */
+/* Return the first argument, and set the call site of this thread's next call. */
 CDDPDEF cddp_group *cddp_at(cddp_group *g, const char *file, int line);
 CDDPDEF cddp_ddp *cddp_ddp_at(cddp_ddp *d, const char *file, int line);
 
@@ -1041,14 +1055,14 @@ CDDPDEF cddp_ddp *cddp_ddp_at(cddp_ddp *d, const char *file, int line);
      TRY(cddp_store_get(store, "key", buffer, sizeof buffer, &size));    // waits for the key
      cddp_store_destroy(store);
 
-   A key-value store in the protocol of c10d's TCPStore: a torch.distributed.TCPStore of PyTorch 2.2
-   or later can use a server made here, and the other way round. Keys have at most 8,191 bytes,
-   values 8 MiB, a server 512 MiB. Any thread; one operation at a time for each store. A cddp_group
-   does not need one. Fine print: stores. */
+   A key-value store in the protocol of PyTorch's torch.distributed.TCPStore (2.2 or later): each
+   can use the other's server. Keys have at most 8,191 bytes, values 8 MiB, a server 512 MiB. Any
+   thread; a store runs one operation at a time. A cddp_group does not need one. Fine print: stores.
+   */
 typedef struct cddp_store_desc {
   const char *init_method;  /* "tcp://host:port", "unix://name" or "file:///absolute/path" */
-  bool is_server;           /* tcp, unix: also serve, from a thread, on host's addresses; port 0:
-                               any, or one of CDDP_PORTS */
+  bool is_server;           /* tcp, unix: this process serves too, on a thread, at the addresses of
+                               `host`. Port 0: any, or one of CDDP_PORTS */
   double timeout_s;         /* of each operation, and of connecting; 0 = CDDP_TIMEOUT_S, else 600 */
   const char *secret;       /* NULL = CDDP_SECRET, else none */
   cddp_allocator allocator;
@@ -1058,19 +1072,18 @@ CDDPDEF cddp_result cddp_store_create(cddp_store **out, const cddp_store_desc *d
 CDDPDEF void cddp_store_destroy(cddp_store *s); /* NULL is fine */
 CDDPDEF int cddp_store_port(const cddp_store *s); /* the TCP port in use; 0 for a file */
 CDDPDEF cddp_result cddp_store_set(cddp_store *s, const char *key, const void *value, size_t size);
-/* Waits for key, then copies its value and sets *size to its length. CDDP_INVALID_ARGUMENT if the
-   length exceeds capacity; nothing is copied then. value NULL with capacity 0 asks for the
-   length. */
+/* Waits for key, then copies its value and sets *size to its length. If that exceeds capacity
+   nothing is copied: CDDP_INVALID_ARGUMENT. value NULL with capacity 0 asks for the length. */
 CDDPDEF cddp_result cddp_store_get(cddp_store *s, const char *key, void *value, size_t capacity,
                                    size_t *size);
 /* Adds amount to the decimal number at key (absent = 0) in one atomic step. *total, unless NULL, is
    the new value. If the value is not a number, the server closes the connection: CDDP_NETWORK. */
 CDDPDEF cddp_result cddp_store_add(cddp_store *s, const char *key, int64_t amount, int64_t *total);
 /* Stores desired if the value equals expected (expected_size 0: if key is absent). value[capacity]
-   and *size receive the value that key has afterwards, or expected if key is absent and was
-   expected to exist. *swapped: the value is desired now, also if it was before, as with TCPStore:
-   to elect one process, let each write its rank. CDDP_INVALID_ARGUMENT if the value exceeds
-   capacity; *swapped and *size are right nevertheless. */
+   and *size receive the value afterwards; if key is absent, expected. *swapped: the value now
+   equals desired, also if another process has stored it. To elect one process, let each store its
+   rank. CDDP_INVALID_ARGUMENT if the value exceeds capacity; *swapped and *size are set
+   nevertheless. */
 CDDPDEF cddp_result cddp_store_compare_set(cddp_store *s, const char *key, const void *expected,
                                            size_t expected_size, const void *desired,
                                            size_t desired_size, void *value, size_t capacity,
@@ -1088,56 +1101,51 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    Rare cases, by topic.
 
    THREADS. At the same time the threads of a rank can
-     - use different groups
+     - use different groups, use a store, and read with cddp_safetensors_*
      - beside a collective of another thread on the same group: send, receive, allocate, free, ask
        for rank and size; wait for, test and cancel handles, each its own
-     - call cddp_ddp_ready and cddp_ddp_add_rows, each for another parameter, but not beside the
-       other functions of that cddp_ddp
-     - run steps of a cddp_ddp beside collectives of its group (on GPUs the ranks' order of all
-       calls must be the same: ORDER at the head of cddp_kernels.cuh)
-     - use a store, and read with cddp_safetensors_*.
-   The other functions of a cddp_ddp, a cddp_optim and a sampler are for one thread at a time. Do
-   not destroy an object that another thread uses. Do not cancel (pthread_cancel) a thread in a call
-   of cddp: cddp_cancel and timeout_s end receives. A signal handler must not call cddp or leave a
-   call by longjmp. Do not call cddp_init while another thread changes the environment.
+     - call cddp_ddp_ready and cddp_ddp_add_rows, each for another parameter
+     - run steps of a model beside collectives of its group (on GPUs all ranks make these calls in
+       one order: ORDER at the head of cddp_kernels.cuh).
+   The other functions of a model, an optimizer or a sampler are for one thread at a time. Do not
+   destroy an object that another thread uses, cancel a thread in a call of cddp (pthread_cancel),
+   leave a call by longjmp, call cddp in a signal handler, or change the environment during
+   cddp_init.
 
-   STOPPED PEERS. When a call has failed, its buffers are the caller's again. The exception is a
-   peer on this host that is stopped for 5 s more (SIGSTOP, a frozen container): when it continues,
-   it can write to memory of cddp_alloc and to gradients that the call used. Free such memory (cddp
-   does not allocate it again), and create its models and buffers anew.
+   STOPPED PEERS. After a failed call its buffers are the caller's again, with one exception. A peer
+   on this host that stays stopped for 5 s after the failure (SIGSTOP, a frozen container) can write
+   to memory of cddp_alloc and to gradients that the call used, when it continues. Free such memory:
+   cddp does not allocate it again. Create the models and buffers in it anew.
 
    STOPPED JOBS. A whole job can be stopped for any time and continued (SIGSTOP, Slurm's suspend, a
-   paused virtual machine): stops of more than 0.5 s do not count against a process's own deadlines.
-   If only some ranks are stopped, the others fail with CDDP_TIMEOUT.
+   paused virtual machine). If only some ranks are stopped, the others fail with CDDP_TIMEOUT.
 
-   FORK AND EXEC. Other hosts learn of a dead rank only when all processes that inherited its
-   sockets by a raw clone() have ended too; fork() and posix_spawn() leave them none.
-
-   A group or store does not survive fork(): the child cannot use it. A forked data loader that
-   calls cddp, or reads memory of cddp_alloc, gets SIGSEGV: give it a copy in malloc'ed memory.
-   (Memory of one rank without a launcher's variables can be read.) Ranks on the same host notice a
-   rank that executes another program only at the deadline. Do not close descriptors that cddp
-   opened (closefrom, close_range): an elastic rank then fails when other ranks are lost or join.
+   FORK AND EXEC. A group or store does not survive fork(): the child cannot use it. A forked data
+   loader that calls cddp, or reads memory of cddp_alloc, gets SIGSEGV: give it a copy in malloc'ed
+   memory. A rank that replaces its program (exec) is noticed by the ranks on its host only at the
+   deadline. Do not close descriptors that cddp opened (closefrom, close_range): an elastic rank
+   then fails when other ranks are lost or join.
 
    ADDRESSES. Rank 0 listens at MASTER_ADDR:MASTER_PORT until all ranks have connected, and keeps
    the port while the group lives. MASTER_ADDR must be an address or name of rank 0's host, not of a
    service or a NAT. A name that means loopback there, such as Debian's 127.0.1.1, makes rank 0
-   listen on all addresses; "localhost" is this host alone. The other ranks resolve a name again for
+   listen on all addresses; "localhost" is this host alone. The other ranks look a name up for up to
    a minute. Ranks on one host need no network, not even loopback.
 
-   LAUNCHERS. The ranks of srun, mpirun (Open MPI, MPICH, Intel MPI, MVAPICH2), flux run, jsrun and
-   PALS's mpiexec connect without a port on one host; MASTER_PORT keeps two programs of one step
-   apart. aprun, and launchers with PMIx alone, tell a rank but no size: export RANK, WORLD_SIZE and
-   the rest.
+   LAUNCHERS. On one host the ranks of srun, mpirun (Open MPI, MPICH, Intel MPI, MVAPICH2), flux
+   run, jsrun and PALS's mpiexec connect without a port; MASTER_PORT keeps two programs of one job
+   step apart. Under aprun, and under launchers that offer PMIx alone, export RANK, WORLD_SIZE and
+   the rest yourself.
 
    On several hosts MASTER_ADDR and MASTER_PORT are needed, except with srun: its ranks connect at
-   the step's first host, on a port derived from job and step unless MASTER_PORT is set. (srun -m
-   arbitrary and heterogeneous jobs need --export=ALL,MASTER_ADDR=HOST, with rank 0's host.)
+   the first host of the job step, on a port derived from job and step unless MASTER_PORT is set.
+   (srun -m arbitrary and heterogeneous jobs need --export=ALL,MASTER_ADDR=HOST, with rank 0's
+   host.)
 
    FILE. A file:// path must be on a file system with locks. Rank 0 writes its address and a key
    into it: processes that cannot read the file cannot connect. It removes the file when all ranks
-   have connected. A file that a crashed job left is recognised and reused. Refused: symbolic links,
-   files with several names, files of other users, and files that others can write.
+   have connected. A file that a crashed job left is reused. Refused: symbolic links, files with
+   several names, files of other users, and files that others can write.
 
    SEVERAL HOSTS. Hosts connect by TCP over the interface on the route to rank 0. Ranks in different
    process or time namespaces (containers of one pod) count as ranks on different hosts. Hosts learn
@@ -1151,24 +1159,20 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    ends. If it is MASTER_PORT itself, only the ranks that cannot reach it fail, after timeout_s.
 
    SECRETS. Without a secret, anyone who can reach rank 0's port can read and modify rendezvous
-   messages, or impersonate a rank. During the rendezvous strangers occupy at most 128 + 4 *
-   WORLD_SIZE connections of rank 0's host, each with a few KiB, and a few MB in all; later the same
-   number of each elastic rank's connections.
-
-   With a secret, both ends of a connection prove that they know it, without sending it. That stops
-   strangers who can connect. It does not stop an attacker who can read or change the traffic:
-   nothing is encrypted or signed. An impostor of rank 0 learns enough to test guesses; use 128
-   random bits:
+   messages, or impersonate a rank. With a secret, both ends of a connection prove that they know
+   it, without sending it. That stops strangers who can connect. It does not stop an attacker who
+   can read or change the traffic: nothing is encrypted or signed. An impostor of rank 0 learns
+   enough to test guesses, so use 128 random bits:
 
      export CDDP_SECRET=$(head -c 16 /dev/urandom | base64)   # once: the same on all hosts
 
    TWO JOBS ON ONE PORT. Give each job its own port (MASTER_PORT). A second start on a running job's
    port does not disturb the job, and fails with CDDP_INVALID_ARGUMENT if a living process of its
-   user has its RANK there. Launchers' jobs are also kept apart by their identity. Ranks started by
-   hand, and Hydra's on several hosts, are not: two jobs that start at the same time can form one
-   group out of ranks of both.
+   user has its RANK there. Jobs of a launcher are also told apart by the launcher's number for the
+   job. Without one (ranks started by hand, MPICH's mpirun on several hosts) two jobs that start at
+   the same time can form one group out of ranks of both.
 
-   BACKEND MPI is for a fabric that only MPI supports: built by mpicc -DCDDP_MPI and started by
+   BACKEND MPI is for a network that only MPI supports: built by mpicc -DCDDP_MPI and started by
    mpirun. Large collectives and gradients use MPI, with MPI's summation order and NaN rules.
    Everything else uses shared memory and TCP. A time-out inside an operation of MPI cannot tell
    which rank is late.
@@ -1176,48 +1180,41 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    FLOATING-POINT MODE. An operation uses the mode (FTZ, DAZ, rounding) of the calling thread. It
    must be the same on all ranks: CDDP_MISMATCH.
 
-   SHARED MEMORY. cddp_alloc allocates the memory immediately, so too little memory is NULL with a
-   cddp_error, also with vm.overcommit_memory=2. The limit of a cgroup still kills the process. The
-   memory of a rank that an elastic model has lost is freed in the step after the loss, so memory
-   must suffice for one rank more. A core dump has no memory of other ranks.
-
-   A file size limit (ulimit -f) also limits what a rank shares: to the largest power of two that is
-   at most the limit / (local ranks + 1). Memory is on huge pages if MADV_COLLAPSE makes them (Linux
-   6.1), or if /sys/kernel/mm/transparent_hugepage/shmem_enabled is advise.
+   SHARED MEMORY. cddp_alloc allocates the memory immediately, so too little memory is NULL, also
+   with vm.overcommit_memory=2. The limit of a cgroup still kills the process. The memory of a rank
+   that an elastic model has lost is freed a step later, so memory must suffice for one rank more. A
+   file size limit (ulimit -f) limits what a rank shares: to the largest power of two that is at
+   most the limit / (ranks on the host + 1). Huge pages need Linux 6.1, or advise in
+   /sys/kernel/mm/transparent_hugepage/shmem_enabled.
 
    MISMATCHES AND DEADLOCKS. CDDP_MISMATCH also means that two ranks on one host wait for each other
    in different groups, such as one in cddp_save and one in a model's step. Such a deadlock is found
-   if each rank uses cddp from one thread, and without a comm_hook of the program's own; otherwise,
+   if each rank uses cddp from one thread, and without a comm_hook of the program's own. Otherwise,
    and between hosts, it is a time-out.
 
-   MESSAGES. Between threads long messages from any memory block until received. The send of a
-   copied message blocks while 128 messages of this rank in this group, or 256 MiB of copies, are in
-   transit; to other hosts only the latter counts. Receives for one tag, also with CDDP_ANY, are
-   served in the order of their calls. Data that the network does not take immediately is sent in
-   later calls of cddp: a rank that computes for a long time delays it.
+   MESSAGES. Between threads a long send blocks until received, from any memory. A send that copies
+   blocks while 128 messages of this rank in this group (on one host), or 256 MiB of copies, have
+   not been received. Receives for one tag, also with CDDP_ANY, are served in the order of their
+   calls. Data for other hosts that the network does not accept immediately is sent in later calls
+   of cddp: a rank that computes for a long time delays it.
 
    Over several hosts call cddp_barrier before cddp_destroy if ranks only send and receive. Without
    it a rank that has ended can count as lost in another rank's receive. With CDDP_SECRET its first
    message to a rank that computes can be lost.
 
-   GRADIENTS IN MEMORY. Gradients that were NULL are in one block: first those of F32, then F64,
-   F16, BF16; of each dtype the last parameter first, each at a multiple of 64 bytes, zero between.
-   Your own gradients can be anywhere.
-     your gradients are                             and in each step cddp
-     from cddp_alloc of g on all ranks (between     reduces them in place: do not write to them
-     threads, or with one rank: in any memory)      between cddp_ddp_ready and the wait or step
-     others; all on GPUs, of elastic models, with   copies them
-     a comm_hook; over several hosts or with MPI
-     those below 1 MiB, or all with several shards
+   GRADIENTS IN MEMORY. Gradients that were NULL are in one block: F32 first, then F64, F16 and
+   BF16. Those of a dtype are in it from the last parameter to the first, each at a multiple of 64
+   bytes.
 
-   Buckets are assigned like PyTorch's after its first rebuild.
+   Your own gradients are reduced in place if they are from cddp_alloc of g on all ranks. (Between
+   threads, or with one rank, any memory will do.) Do not write to them between cddp_ddp_ready and
+   the wait or step. Others are copied; on GPUs, in elastic models and with a comm_hook all are;
+   over several hosts or with MPI those below 1 MiB, or all if a rank has several shards.
 
    MODELS AND GROUPS. If a group is destroyed before its models, the models keep its memory. On CPUs
    they continue to work; on GPUs their calls fail, except cddp_ddp_destroy.
 
-   UNEVEN INPUTS. A hook's result is scaled by world size / ranks with data, so it must be linear. A
-   short batch weighs as much as a full one, unless you multiply its loss by its samples / a full
-   batch's.
+   UNEVEN INPUTS. A hook's result is scaled by world size / ranks with data, so it must be linear.
 
    PARTITIONS. A partition is a stretch of one parameter. The partitions of a host's ranks (on GPUs:
    of all ranks) cover each element of each dense gradient once. Each host updates all of them, so
@@ -1227,41 +1224,38 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    cddp_ddp_all_gather. On GPUs the calls are in stream order.
 
    SHARDS. With more shards than ranks nothing is reduced during the backward pass. A rank with k
-   shards needs memory for ceil(log2 k) + 1 more copies of the gradients (f16 and bf16 in f32), over
-   several hosts, with MPI and on GPUs one more. GPUs need cddp_kernels.cuh; their sums have the
-   CPU's bits. find_unused_parameters, uneven_inputs, comm_hook and cddp_ddp_join are
-   CDDP_UNSUPPORTED with shards. A run can turn shards on or off at a checkpoint; a checkpoint of a
-   run with S shards refuses another S.
+   shards needs memory for ceil(log2 k) + 1 more copies of the gradients (f16 and bf16 in f32), and
+   for another one over several hosts, with MPI and on GPUs. GPUs need cddp_kernels.cuh; their sums
+   have the CPU's bits. find_unused_parameters, uneven_inputs, comm_hook and cddp_ddp_join are
+   CDDP_UNSUPPORTED with shards.
 
-   ELASTIC TRAINING. Memory and time: each rank holds all optimizer states, and updates all weights.
-   On one host, 2 ranks that train an MLP of 5.8 million weights take 1.1 to 1.2 times as long as
-   without elastic. A rank needs memory for one more copy of the gradients, and for the sums (with
-   sparse_rows the rows) of its shards.
+   ELASTIC TRAINING. Memory: each rank holds all optimizer states, one more copy of the gradients,
+   and the sums (with sparse_rows the rows) of its shards.
 
-   Losses: a rank can be killed at any instruction. If it is lost before cddp_ddp_next_shard returns
-   false, that call returns its shards to the other ranks. A rank with a local failure (memory,
-   descriptors) ends alone, with a text that begins with "rank N:"; to the others it is lost. Every
-   rank must call next_shard within timeout_s of the others. The calls of a step are compared in the
-   next reduction: CDDP_MISMATCH on all ranks, or only on a rank that joined later and differs.
+   Losses: a rank can be killed at any instruction. The other ranks' cddp_ddp_next_shard then
+   returns its shards too. A rank with a local failure (memory, descriptors) ends alone, with a text
+   that begins with "rank N:"; to the others it is lost. Every rank must call cddp_ddp_next_shard
+   within timeout_s of the others. The calls of a step are compared in the next step: CDDP_MISMATCH
+   on all ranks, or only on a rank that joined later and differs.
 
-   Over hosts: whole hosts can fail, and the last rank continues. A host is lost if it does not
-   answer for 20 s, or if all connections to it were reset, as by a firewall. Then the other ranks
-   continue if they are more than half. Otherwise they end with CDDP_ABORTED, so that a job never
-   continues in two halves.
+   Over hosts: if processes die, even all of a host, the others continue, down to the last rank. A
+   host that does not answer for 20 s, or to which all connections were reset, as by a firewall,
+   could still train. So the others continue without it only if they are more than half of the
+   ranks; otherwise they end with CDDP_ABORTED. A job never continues in two halves.
 
    Joins: a joining process asks the ranks on its host, and at MASTER_ADDR. They answer in
    cddp_ddp_next_shard and in waits, in at most a tenth of their time. On every host one rank
    listens at MASTER_PORT. If all ranks at MASTER_ADDR are lost, set it to a host where a rank
-   lives. If torchrun serves the store there, a rank must live on the host. A process that joins a
-   host with one rank or none shares no memory there and uses TCP. A job that began on one host is
-   joined from that host only.
+   lives. If torchrun serves its store at MASTER_ADDR, processes join only on hosts where a rank
+   lives. A process that joins a host with one rank or none uses TCP. A job that began on one host
+   is joined from that host only.
 
    Groups: when a rank is lost, the other groups that have it return CDDP_PEER_LOST on the ranks of
-   its host, also cddp_init's: use cddp_ddp_group. What the lost rank has sent there and nobody has
-   received is lost too.
+   its host, also cddp_init's: use cddp_ddp_group. Messages from the lost rank that were not
+   received are lost too.
 
-   Checkpoints: if a rank is lost during cddp_save, the old file can remain. If that happens after
-   the last step, save again, with g NULL and another path on each rank.
+   Checkpoints: if a rank is lost during cddp_save, the old file can remain. After the last step no
+   next save follows: then save with g NULL, and a path of its own on each rank.
 
    LIMITS OF ELASTIC TRAINING.
      - Only the group of cddp_init can have an elastic model. A process has one at a time.
@@ -1280,43 +1274,39 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    masters.
 
    With master_weights, gradients are summed in f32 and rounded once (with NCCL as NCCL does).
-   cddp_ddp_step sends 2 bytes a weight instead of 4. Masters begin as the weights at the first
-   step, and anew after cddp_optim_write_copies. In a checkpoint they are optimizer.master.NAME.
+   cddp_ddp_step sends 2 bytes a weight instead of 4. Masters are set from the weights at the first
+   step. In a checkpoint they are optimizer.master.NAME.
 
    ADAMW. At a parameter's end the scalar loop of PyTorch's kernel can round differently; f64
    differs by roundings. In a checkpoint the state of parameter NAME is optimizer.exp_avg.NAME,
    .exp_avg_sq.NAME, .max_exp_avg_sq.NAME (amsgrad) and .step.NAME.
 
    CHECKPOINT FILES. A GPU's memory is read after the group's stream has finished (g NULL: the
-   device). A failure leaves at most path.tmp (for names of more than 251 bytes a shorter
-   one with a hash), which the next call replaces. Some FUSE mounts cannot
-   sync: they decide when the file is on the disk. Without flock() (Lustre without -o flock)
-   concurrent saves are not noticed.
+   device). A failure leaves at most path.tmp (a shorter name, with a hash, if that exceeds 255
+   bytes), which the next call replaces. Some FUSE mounts cannot sync: they decide when the file is
+   on the disk. Without flock() (Lustre without -o flock) concurrent saves are not noticed.
 
    The new file has the old one's mode. If reading fails after the checks, rank 0's params can be
    partly overwritten. States of another optimizer are refused; with partial the learning rate is
-   taken, and the states begin anew. A sampler's first cddp_sampler_set_epoch after cddp_load does
-   not rewind.
+   loaded, and the states begin anew.
 
    FORKED RANKS. cddp_spawn sets torchrun's variables; without CDDP_SECRET also a random
    CDDP_JOB_SECRET, which keeps other users of the host out; with several ranks OMP_NUM_THREADS=1 if
-   unset (OpenMP and OpenBLAS are told too, unless the program has set a number of threads). stdout
-   is line-buffered: lines of up to 4,000 bytes stay whole in files and pipes.
+   unset (also in OpenMP and OpenBLAS, unless the program has set a number of threads). stdout is
+   line-buffered: lines of up to 4,000 bytes stay whole in files and pipes.
 
    Leave SIGCHLD at its default during the call, and wait for no child that is not yours: otherwise,
    before Linux 6.15, exit codes are lost (CDDP_SYSTEM at the end). Threads of OpenMP (GCC 9 or
    later, clang) and OpenBLAS can exist between parallel regions. Children run no atexit handlers of
-   the parent unless fn calls exit(). gcov (--coverage) and gprof (-pg) write a process's data in
-   such a handler: without exit(0) at the end of fn the ranks' part is missing.
+   the parent unless fn calls exit(), as the handlers of gcov (--coverage) and gprof (-pg) need.
 
    FLIGHT RECORDER. >>api-layouts has the file's format. A process that joined later has
    dir/cddp-JOB-RANK.joinN.rec. You can copy or remove a running job's file, but truncating it
    (copytruncate) ends the rank by SIGBUS.
 
    STORES. With file:// the first process that opens the path serves, for other hosts on a TCP port
-   (of CDDP_PORTS, if set). Its cddp_store_destroy, or its death, ends the store, and operations of
-   other processes fail with CDDP_NETWORK. PyTorch's commands queue_*, list_keys and barrier are
-   missing. */
+   (of CDDP_PORTS, if set). When it dies or calls cddp_store_destroy, operations of other processes
+   fail with CDDP_NETWORK. PyTorch's commands queue_*, list_keys and barrier are missing. */
 
 /* >>api-layouts -----------------------------------------------------------------------------------
    Structs for tools: the flight recorder's files, and a step of AdamW. */
