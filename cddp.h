@@ -52,7 +52,7 @@
      world size   the number of ranks in a group
      group        ranks that call together; cddp_init creates the first one, of all ranks
      collective   a call that all ranks of a group make, in the same order. It can wait for them
-     local        a call that waits for no other rank. A local rank: counted on its host only
+     local        a call that waits for no other rank. A local rank is a number on one host only
      any thread   several threads of a rank can make the call at the same time
      host         a machine, a launcher's node. Beside a GPU (the device): the CPU and its memory
      handle       a cddp_work: an operation that is still running
@@ -63,7 +63,7 @@
      part         one rank's elements of an array or model; of the weights it is a partition
      slice        the elements of a large array that one rank reduces, or sends to other hosts
      state        what an optimizer keeps for each weight, such as momentum
-     master, copy of a weight in mixed precision: the f32 that is updated; its f16 or bf16 rounding
+     master       the f32 value of a weight that the passes read in f16 or bf16, from its copy
      join         CDDP_JOIN: a process enters a running job. cddp_ddp_join: a rank is out of data
      room         a section of this file, found by its mark, such as >>design
 
@@ -80,7 +80,7 @@
    REQUIREMENTS: Linux 5.3 or later, 64-bit, little-endian, gcc or clang. The declarations are C99
    and C++11. The implementation links libc, libm and threads only. Do not compile it with
    -ffast-math (NaN and subnormal numbers would be treated differently) or with clang's
-   -ffp-contract=fast: results would not equal PyTorch's bit for bit. The ranks' weights would.
+   -ffp-contract=fast: results would not equal PyTorch's bit for bit. Ranks still equal each other.
 
    ENVIRONMENT (cddprun and cddp_spawn also set CDDP_JOB_SECRET and others, for their ranks only)
      RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT   as torchrun sets them
@@ -173,13 +173,13 @@ extern "C" {
 
    RESULTS. Every function that can fail returns one of these. The first word is the state of the
    call's group afterwards:
-     usable   nothing else fails
+     usable   further calls work
      broken   every further call on it, on all ranks, returns this failure immediately
-     either   broken if other ranks had begun the call; usable after cddp_alloc, for example
+     either   broken if other ranks had begun the call, else usable
    If all ranks call cddp_ddp_create, cddp_save or cddp_load and it fails, the group stays usable,
-   unless a rank was lost or late. A failed wait, step or shard breaks its model; the group too with
-   NCCL, or if a rank was lost. To continue, destroy the broken model and group (neither blocks),
-   and create new ones. */
+   unless a rank was lost or late. A failed cddp_ddp_wait, _step or _next_shard breaks its model;
+   the group too with NCCL, or if a rank was lost. To continue, destroy the broken model and group
+   (neither blocks), and create new ones. */
 #define CDDP__RESULTS(X) \
   X(CDDP_OK, "success") \
   X(CDDP_INVALID_ARGUMENT, "invalid argument") /* usable: the caller's mistake; nothing done */ \
@@ -187,7 +187,7 @@ extern "C" {
   X(CDDP_SYSTEM, "system call failed")         /* either: the text names the call and errno */ \
   X(CDDP_NETWORK, "network error")             /* broken: resolve, bind, connect; a lost link */ \
   X(CDDP_TIMEOUT, "timed out")                 /* broken: the text names the missing ranks */ \
-  X(CDDP_PEER_LOST, "peer lost")               /* broken: the text names a rank that died */ \
+  X(CDDP_PEER_LOST, "peer lost")               /* broken: a rank died or left, as the text says */ \
   X(CDDP_MISMATCH, "ranks disagree")           /* broken: the text shows both calls and lines */ \
   X(CDDP_UNAUTHORIZED, "unauthorized")         /* no group exists: wrong or missing secret */ \
   X(CDDP_ABORTED, "aborted")                   /* broken: another call ended the operation */ \
@@ -290,9 +290,8 @@ typedef struct cddp_group_desc {
      tcp://h:p       rank 0 listens there; rank and world_size come from desc or the environment
      unix://name     ranks on one host, by a name of your choice, without a port or a file
      file:///path    a file that all hosts see and that only this job uses
-   Errors: CDDP_TIMEOUT lists the missing ranks; CDDP_MISMATCH names a rank with another version,
-   world size or backend; CDDP_UNAUTHORIZED: the secrets differ. Fine print: addresses, several
-   hosts, firewalls, secrets, two jobs on one port, backend mpi. */
+   CDDP_MISMATCH names a rank with another version, world size or backend. Fine print: addresses,
+   several hosts, firewalls, secrets, two jobs on one port, backend mpi. */
 CDDP_CHECKED CDDPDEF cddp_result cddp_init(cddp_group **out, const cddp_group_desc *desc);
 
 /* The rank that a launcher gave this process, for cddp_init(&g, NULL). -1 without a launcher, and
@@ -317,7 +316,7 @@ CDDPDEF void cddp_destroy(cddp_group *g);
 CDDPDEF int cddp_rank(const cddp_group *g);             /* 0 .. world_size - 1; -1 for NULL */
 CDDPDEF int cddp_world_size(const cddp_group *g);       /* number of ranks; -1 for NULL */
 CDDPDEF int cddp_local_rank(const cddp_group *g);       /* among the group's ranks on this host */
-CDDPDEF int cddp_local_world_size(const cddp_group *g); /* number of these */
+CDDPDEF int cddp_local_world_size(const cddp_group *g); /* the number of those ranks */
 
 /* Allocates memory that is reduced without a copy: shared with the ranks on this host,
    page-aligned, contents undefined. On GPUs device memory. NULL on failure, with a cddp_error.
@@ -389,8 +388,7 @@ CDDPDEF cddp_result cddp_all_gather_v(cddp_group *g, const void *send, void *rec
 CDDPDEF cddp_result cddp_all_to_all_v(cddp_group *g, const void *send, const size_t *send_counts,
                                       void *recv, const size_t *recv_counts, cddp_dtype dtype,
                                       cddp_work **work);
-/* Blocks until every rank has called it. CDDP_TIMEOUT names every rank that did not. Like
-   monitored_barrier with wait_all_ranks. */
+/* Blocks until every rank has called it. Like monitored_barrier with wait_all_ranks. */
 CDDPDEF cddp_result cddp_barrier(cddp_group *g);
 /* Returns immediately; cddp_wait(*work) blocks until every rank has called either barrier. A rank
    with a GPU has called it when its group's stream is done; cddp_wait blocks the host. Like
@@ -399,16 +397,16 @@ CDDPDEF cddp_result cddp_barrier_async(cddp_group *g, cddp_work **work);
 
 /* SEND AND RECV. A recv receives the oldest message of that peer with that tag (any int >= 0).
    Count and dtype must agree: else CDDP_MISMATCH at the recv, and at the send or the sender's next
-   call. Any thread. A send returns when the message has been copied. It blocks until the message
-   has been received if that is longer than 64 KiB, in memory of cddp_alloc, and for a rank on this
-   host. With a handle it always returns immediately. Fine print: messages. */
+   call. Any thread. A send of more than 64 KiB in memory of cddp_alloc to a rank on this host
+   returns when it has been received; every other send when it has been copied. With a handle all
+   return immediately. Fine print: messages. */
 CDDPDEF cddp_result cddp_send(cddp_group *g, const void *buf, size_t count, cddp_dtype dtype,
                               int peer, int tag, cddp_work **work);
 CDDPDEF cddp_result cddp_recv(cddp_group *g, void *buf, size_t count, cddp_dtype dtype, int peer,
                               int tag, cddp_work **work);
-/* As the peer of a cddp_recv: a message of any rank. If several ranks have sent, each in turn is
-   received from, in the order of its sends. CDDP_PEER_LOST if a rank has died, or all others have
-   left. CDDP_UNSUPPORTED for device memory with NCCL. Like recv(tensor) without src. */
+/* As the peer of a cddp_recv: a message of any rank. Ranks that have sent are served in turn, each
+   in the order of its sends. CDDP_PEER_LOST if a rank has died, or all others have left.
+   CDDP_UNSUPPORTED for device memory with NCCL. Like recv(tensor) without src. */
 #define CDDP_ANY INT32_MIN
 /* The sender of the message that this thread received last, as a rank of that call's group; -1
    before the first. Not for NCCL's messages. */
@@ -435,11 +433,9 @@ CDDPDEF cddp_result cddp_test(cddp_work *w, bool *done);
      cddp_param p[] = {{"weight", w, NULL, n, CDDP_F32}, {"bias", b, NULL, m, CDDP_F32}};
      TRY(cddp_ddp_create(&ddp, g, p, 2, NULL));         // same weights on all ranks; sets p[i].grad
      TRY(cddp_sgd_create(&sgd, p, 2, &options));
-     for (int step = 0; step < STEPS; step++) {
-       backward(...);                                   // adds to p[i].grad
-       for (int i = 1; i >= 0; i--) TRY(cddp_ddp_ready(ddp, i));
-       TRY(cddp_ddp_step(ddp, sgd));                    // mean over ranks, update, zero gradients
-     }
+     backward(...);                                     // in each step: adds to p[i].grad
+     for (int i = 1; i >= 0; i--) TRY(cddp_ddp_ready(ddp, i));
+     TRY(cddp_ddp_step(ddp, sgd));                      // mean over ranks, update, zero gradients
 
    Between hosts and on GPUs a bucket is reduced while the backward pass computes the next ones. On
    one CPU host cddp_ddp_step reduces and updates in one pass.
@@ -671,7 +667,7 @@ CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_gather_states(cddp_ddp *d, const cddp_
 typedef struct cddp_sgd_desc {
   double lr;           /* learning rate, >= 0. No default: 0 trains nothing, without an error */
   double momentum;     /* >= 0 */
-  double dampening;    /* gradients but the first enter the momentum times 1 - dampening */
+  double dampening;    /* a gradient enters the momentum times 1 - this, the first one whole */
   double weight_decay; /* >= 0; L2, coupled */
   bool nesterov;       /* needs momentum > 0 and dampening 0 */
   bool maximize;       /* ascend */
@@ -704,7 +700,7 @@ typedef struct cddp_adamw_desc {
 } cddp_adamw_desc;
 
 /* torch.optim.SGD, bit for bit. Call it after cddp_ddp_create if a grad was NULL; params must stay
-   in place. A GPU needs cddp_kernels.cuh. */
+   in place. */
 CDDP_CHECKED CDDPDEF cddp_result cddp_sgd_create(cddp_optim **out, cddp_param *params, int count,
                                                  const cddp_sgd_desc *desc);
 
@@ -740,7 +736,7 @@ CDDPDEF void cddp_optim_destroy(cddp_optim *s);                  /* NULL is fine
      for (size_t i; cddp_sampler_next(&test, &i); sums[1]++) sums[0] += loss_of(sample[i]);
      TRY(cddp_all_reduce(g, sums, 2, CDDP_F64, CDDP_SUM, NULL));    // the mean: sums[0] / sums[1]
 
-   The example of >>api-elastic takes batches by the number of the step. */
+   A sampler for shards gives any batch at any time: see the example of >>api-elastic. */
 
 typedef struct cddp_sampler_desc {
   size_t dataset_size;  /* samples */
@@ -815,10 +811,10 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
 
      desc.elastic = true, desc.shards = 8;             // shards: the largest number of ranks
      TRY(cddp_ddp_create(&ddp, g, p, n, &desc));
-     uint64_t batches = (cddp_sampler_size(&sampler) + 31) / 32; // sampler: of world_size 8
+     uint64_t batches = (cddp_sampler_size(&sampler) + 31) / 32; // its world_size is 8, the shards
      for (uint64_t t = cddp_ddp_steps(ddp); t < STEPS; t = cddp_ddp_steps(ddp)) {
        int shard;
-       cddp_sampler_set_epoch(&sampler, t / batches);  // step t is a batch of an epoch
+       cddp_sampler_set_epoch(&sampler, t / batches);  // step t is batch t % batches of an epoch
        while (cddp_ddp_next_shard(ddp, &shard)) {
          size_t index[32], k = cddp_sampler_batch(&sampler, shard, t % batches, 32, index);
          train_batch(index, k);                        // adds to the gradients
@@ -859,11 +855,11 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
 
    Fine print: elastic training, limits of elastic training. */
 
-/* The group for the program's own calls, elastic or not. Elastic: the ranks that computed the last
-   step, at first those that created the model. It belongs to d, and changes when ranks are lost or
-   join: ask for it in each step, at the same place on all ranks. If one of its ranks is lost, its
-   calls return CDDP_PEER_LOST, and training can continue. Otherwise it is the group of
-   cddp_ddp_create. NULL on failure, with a cddp_error. */
+/* The group for the program's own calls: the group of cddp_ddp_create, but in an elastic model the
+   ranks that computed the last step (at first those that created the model). That group belongs to
+   d, and changes when ranks are lost or join: ask for it in each step, at the same place on all
+   ranks. If one of its ranks is lost, its calls return CDDP_PEER_LOST, and training continues. NULL
+   on failure, with a cddp_error. */
 CDDPDEF cddp_group *cddp_ddp_group(cddp_ddp *d);
 
 /* >>api-checkpoints -------------------------------------------------------------------------------
@@ -1128,24 +1124,19 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 
    ADDRESSES. Rank 0 listens at MASTER_ADDR:MASTER_PORT until all ranks have connected, and keeps
    the port while the group lives. MASTER_ADDR must be an address or name of rank 0's host, not of a
-   service or a NAT. A name that means loopback there, such as Debian's 127.0.1.1, makes rank 0
-   listen on all addresses; "localhost" is this host alone. The other ranks look a name up for up to
-   a minute. Ranks on one host need no network, not even loopback.
+   service or a NAT. If the name means loopback there, such as Debian's 127.0.1.1, rank 0 listens on
+   all addresses, except for "localhost": this host alone. The other ranks look an unknown name up
+   again for a minute. Ranks on one host need no network, not even loopback.
 
    LAUNCHERS. On one host the ranks of srun, mpirun (Open MPI, MPICH, Intel MPI, MVAPICH2), flux
    run, jsrun and PALS's mpiexec connect without a port; MASTER_PORT keeps two programs of one job
-   step apart. Under aprun, and under launchers that offer PMIx alone, export RANK, WORLD_SIZE and
-   the rest yourself.
-
-   On several hosts MASTER_ADDR and MASTER_PORT are needed, except with srun: its ranks connect at
-   the first host of the job step, on a port derived from job and step unless MASTER_PORT is set.
-   (srun -m arbitrary and heterogeneous jobs need --export=ALL,MASTER_ADDR=HOST, with rank 0's
-   host.)
+   step apart. On several hosts set MASTER_ADDR and MASTER_PORT, except with srun: its ranks connect
+   at the first host of the job step, on a port derived from job and step. For other launchers
+   export RANK, WORLD_SIZE and the rest yourself.
 
    FILE. A file:// path must be on a file system with locks. Rank 0 writes its address and a key
    into it: processes that cannot read the file cannot connect. It removes the file when all ranks
-   have connected. A file that a crashed job left is reused. Refused: symbolic links, files with
-   several names, files of other users, and files that others can write.
+   have connected. A file that a crashed job left is reused.
 
    SEVERAL HOSTS. Hosts connect by TCP over the interface on the route to rank 0. Ranks in different
    process or time namespaces (containers of one pod) count as ranks on different hosts. Hosts learn
@@ -1160,9 +1151,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 
    SECRETS. Without a secret, anyone who can reach rank 0's port can read and modify rendezvous
    messages, or impersonate a rank. With a secret, both ends of a connection prove that they know
-   it, without sending it. That stops strangers who can connect. It does not stop an attacker who
-   can read or change the traffic: nothing is encrypted or signed. An impostor of rank 0 learns
-   enough to test guesses, so use 128 random bits:
+   it, without sending it. That stops strangers, but no attacker on the path: nothing is encrypted
+   or signed. An impostor of rank 0 learns enough to test guesses, so use 128 random bits:
 
      export CDDP_SECRET=$(head -c 16 /dev/urandom | base64)   # once: the same on all hosts
 
@@ -1172,10 +1162,9 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    job. Without one (ranks started by hand, MPICH's mpirun on several hosts) two jobs that start at
    the same time can form one group out of ranks of both.
 
-   BACKEND MPI is for a network that only MPI supports: built by mpicc -DCDDP_MPI and started by
-   mpirun. Large collectives and gradients use MPI, with MPI's summation order and NaN rules.
-   Everything else uses shared memory and TCP. A time-out inside an operation of MPI cannot tell
-   which rank is late.
+   BACKEND MPI is for a network that only MPI supports. Start the program by mpirun. Large
+   collectives and gradients use MPI, with MPI's summation order and NaN rules. Everything else uses
+   shared memory and TCP. A time-out inside an operation of MPI cannot tell which rank is late.
 
    FLOATING-POINT MODE. An operation uses the mode (FTZ, DAZ, rounding) of the calling thread. It
    must be the same on all ranks: CDDP_MISMATCH.
@@ -1183,8 +1172,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    SHARED MEMORY. cddp_alloc allocates the memory immediately, so too little memory is NULL, also
    with vm.overcommit_memory=2. The limit of a cgroup still kills the process. The memory of a rank
    that an elastic model has lost is freed a step later, so memory must suffice for one rank more. A
-   file size limit (ulimit -f) limits what a rank shares: to the largest power of two that is at
-   most the limit / (ranks on the host + 1). Huge pages need Linux 6.1, or advise in
+   file size limit (ulimit -f) limits what a rank shares. Huge pages need Linux 6.1, or advise in
    /sys/kernel/mm/transparent_hugepage/shmem_enabled.
 
    MISMATCHES AND DEADLOCKS. CDDP_MISMATCH also means that two ranks on one host wait for each other
@@ -1225,8 +1213,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 
    SHARDS. With more shards than ranks nothing is reduced during the backward pass. A rank with k
    shards needs memory for ceil(log2 k) + 1 more copies of the gradients (f16 and bf16 in f32), and
-   for another one over several hosts, with MPI and on GPUs. GPUs need cddp_kernels.cuh; their sums
-   have the CPU's bits. find_unused_parameters, uneven_inputs, comm_hook and cddp_ddp_join are
+   for another one over several hosts, with MPI and on GPUs, whose sums have the CPU's bits.
+   find_unused_parameters, uneven_inputs, comm_hook and cddp_ddp_join are
    CDDP_UNSUPPORTED with shards.
 
    ELASTIC TRAINING. Memory: each rank holds all optimizer states, one more copy of the gradients,
@@ -1238,10 +1226,10 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    within timeout_s of the others. The calls of a step are compared in the next step: CDDP_MISMATCH
    on all ranks, or only on a rank that joined later and differs.
 
-   Over hosts: if processes die, even all of a host, the others continue, down to the last rank. A
-   host that does not answer for 20 s, or to which all connections were reset, as by a firewall,
-   could still train. So the others continue without it only if they are more than half of the
-   ranks; otherwise they end with CDDP_ABORTED. A job never continues in two halves.
+   Over hosts: if processes die, even all of a host, the others continue, down to the last rank. But
+   a host that does not answer for 20 s, or to which all connections were reset, as by a firewall,
+   can be alive. So the others continue without it only if they are more than half of the ranks.
+   Otherwise they end with CDDP_ABORTED: a job never continues in two halves.
 
    Joins: a joining process asks the ranks on its host, and at MASTER_ADDR. They answer in
    cddp_ddp_next_shard and in waits, in at most a tenth of their time. On every host one rank
@@ -1268,10 +1256,9 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
        joining process one with states for a part of them is CDDP_UNSUPPORTED.
      - Change weights yourself only between two steps, in the same way on all ranks.
 
-   MIXED PRECISION. With copies, params hold the masters and f32 gradients. copies[i] is in the same
-   kind of memory as data, and must stay. Creation, cddp_optim_step, cddp_ddp_step, cddp_ddp_join
-   and cddp_load (with desc.optim) write data, rounded to nearest, to it. Checkpoints hold the
-   masters.
+   MIXED PRECISION. copies[i] is in the same kind of memory as data, and must stay. Creation,
+   cddp_optim_step, cddp_ddp_step, cddp_ddp_join and cddp_load (with desc.optim) write data, rounded
+   to nearest, to it. Checkpoints hold the masters.
 
    With master_weights, gradients are summed in f32 and rounded once (with NCCL as NCCL does).
    cddp_ddp_step sends 2 bytes a weight instead of 4. Masters are set from the weights at the first
@@ -1283,8 +1270,9 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 
    CHECKPOINT FILES. A GPU's memory is read after the group's stream has finished (g NULL: the
    device). A failure leaves at most path.tmp (a shorter name, with a hash, if that exceeds 255
-   bytes), which the next call replaces. Some FUSE mounts cannot sync: they decide when the file is
-   on the disk. Without flock() (Lustre without -o flock) concurrent saves are not noticed.
+   bytes), which the next call replaces. Where a file system cannot sync (some FUSE mounts) the file
+   can reach the disk later; where it lacks flock() (some Lustre mounts) concurrent saves are not
+   noticed.
 
    The new file has the old one's mode. If reading fails after the checks, rank 0's params can be
    partly overwritten. States of another optimizer are refused; with partial the learning rate is

@@ -40,9 +40,10 @@
        cddp_cuda_relu_backward(dh, h, (size_t)rows * out, stream);           // h came from relu
        cddp_cuda_linear_backward(blas, x, w, dh, dx, dw, db, rows, in, out, stream);
 
-   scratch is CDDP_CUDA_SCRATCH_BYTES of device memory that only one stream uses at a time. stats is
-   double[2] in device memory: the mean loss and the number of rows classified correctly are ADDED
-   to it, so that a loop can read it once an epoch. Zero it with cudaMemsetAsync.
+   Gradients of weights (dw, db, an embedding's dtable) are ADDED to; h, dh and dx are overwritten.
+   cddp_ddp_ready for w and b follows. stats is double[2] in device memory, zeroed by you: each call
+   ADDS its mean loss and its number of correct rows, so divide the loss by the number of calls.
+   scratch is CDDP_CUDA_SCRATCH_BYTES of device memory that only one stream uses at a time.
 
    GROUPS AND MODELS ON GPUS (the basics: >>api-gpus in cddp.h)
 
