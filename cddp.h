@@ -78,9 +78,9 @@
      CDDP_NO_CALL_SITES   error texts without your source lines (>>api-diagnostics)
 
    REQUIREMENTS: Linux 5.3 or later, 64-bit, little-endian, gcc or clang. The declarations are C99
-   and C++11. The implementation links libc, libm and threads only. Do not compile it with
-   -ffast-math (NaN and subnormal numbers would be treated differently) or with clang's
-   -ffp-contract=fast: results would not equal PyTorch's bit for bit. Ranks still equal each other.
+   and C++11. Do not compile the implementation with -ffast-math (NaN and subnormal numbers would be
+   treated differently) or with clang's -ffp-contract=fast: results would not equal PyTorch's bit
+   for bit. Ranks still equal each other.
 
    ENVIRONMENT (cddprun and cddp_spawn also set CDDP_JOB_SECRET and others, for their ranks only)
      RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT   as torchrun sets them
@@ -445,19 +445,17 @@ CDDPDEF cddp_result cddp_test(cddp_work *w, bool *done);
      TRY(cddp_ddp_wait(ddp));                           // grads: the mean over all ranks
      update(weights, grads);                            // yours, the same on all ranks
    You zero the gradients, as before. Other changes that a trainer can need (examples/ports.md):
-     your trainer                       change
-     all gradients are in one array     let each grad point to its elements
-     k micro-batches a step             add each gradient / k; cddp_ddp_ready in the last one only
-     loss sums over the batch           multiply the gradients by the world size after cddp_ddp_wait
-     batches of different sizes         every rank has the same weight. To weigh samples instead,
-                                        multiply a rank's loss by its samples * world size / the
-                                        samples of all ranks
-     updates without gradients          broadcast rank 0's weights once; average them after each
-                                        step by cddp_all_reduce with CDDP_AVG
-     a slow network                     average the weights only after some steps
-                                        (examples/local_sgd.c): each rank's momentum differs, and
-                                        the weights are not those of averaged gradients
-     rank 0 prints, evaluates, writes   the others wait in their next call, for at most timeout_s */
+     your trainer                   change
+     all gradients in one array     let each grad point to its elements
+     k micro-batches a step         add each gradient / k; cddp_ddp_ready in the last one only
+     loss sums over the batch       multiply the gradients by the world size after cddp_ddp_wait
+     batches of different sizes     ranks (or shards) have equal weights. To weigh samples, multiply
+                                    a rank's loss by its samples * ranks / samples of all ranks
+     updates without gradients      broadcast rank 0's weights once; average them after each step
+                                    by cddp_all_reduce with CDDP_AVG
+     a slow network                 average the weights only after some steps (local_sgd.c). That is
+                                    not the same training, and each rank keeps its own momentum
+     rank 0 prints or writes        the others wait in their next call, for at most timeout_s */
 
 typedef struct cddp_param {
   const char *name; /* for texts and files; can be NULL without cddp_save. The string must live as
@@ -517,8 +515,7 @@ typedef struct cddp_ddp_desc {
      params   must stay in place until cddp_ddp_destroy, and so must data and grad, without overlap:
               a std::vector<cddp_param> must not grow after this call
    Tied weights, such as an embedding and the output layer, are one cddp_param: both layers add to
-   its gradient, and cddp_ddp_ready follows the later one. Fine print: gradients in memory, models
-   and groups. */
+   its gradient, and cddp_ddp_ready follows the later one. Fine print: gradients in memory. */
 CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_create(cddp_ddp **out, cddp_group *g, cddp_param *params,
                                                  int count, const cddp_ddp_desc *desc);
 
@@ -577,8 +574,8 @@ CDDPDEF bool cddp_ddp_used(const cddp_ddp *d, int param);
    It then participates in their cddp_ddp_wait, _step and _sync_buffers with zero weight until every
    rank has called it: each mean is over the ranks that have data. s is the loop's optimizer, or
    NULL. On return all ranks have the same weights, buffers, states and learning rate of s. Other
-   collectives of the loop are not joined. Like PyTorch's join(divide_by_initial_world_size=False).
-   Fine print: uneven inputs. */
+   collectives of the loop are not joined. A comm_hook must be linear: its result is scaled by world
+   size / ranks with data. Like PyTorch's join(divide_by_initial_world_size=False). */
 CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_join(cddp_ddp *d, cddp_optim *s);
 
 /* The number of ranks in the mean of the last cddp_ddp_wait or _step: those that had not joined. */
@@ -660,9 +657,9 @@ CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_gather_states(cddp_ddp *d, const cddp_
      f16 or bf16   master_weights   f16 or bf16 weights   masters, the optimizer's
 
    SHARDED STATES, like ZeroRedundancyOptimizer: with sharded_states (and ddp) each rank keeps
-   1/world_size of the states and masters, on GPUs and over several hosts too. The bits are the
-   same, except that NCCL can sum in another order on 3 ranks or more. Checkpoints are whole.
-   cddp_optim_step is CDDP_INVALID_ARGUMENT; elastic and sparse_rows are CDDP_UNSUPPORTED. */
+   1/world_size of the states and masters. The bits are the same, except that NCCL can sum in
+   another order on 3 ranks or more. Checkpoints are whole. cddp_optim_step is
+   CDDP_INVALID_ARGUMENT; elastic and sparse_rows are CDDP_UNSUPPORTED. */
 
 typedef struct cddp_sgd_desc {
   double lr;           /* learning rate, >= 0. No default: 0 trains nothing, without an error */
@@ -759,7 +756,7 @@ typedef struct cddp_sampler { /* all fields but result are private */
 
 /* The indices of torch.utils.data.DistributedSampler for the same arguments. Starts in epoch 0. */
 CDDPDEF cddp_result cddp_sampler_init(cddp_sampler *s, const cddp_sampler_desc *desc);
-/* Begins the epoch; the first time after cddp_load continues it. */
+/* Begins an epoch. The first call after cddp_load continues the file's epoch, if it is that one. */
 CDDPDEF void cddp_sampler_set_epoch(cddp_sampler *s, uint64_t epoch);
 CDDPDEF uint64_t cddp_sampler_epoch(const cddp_sampler *s);
 /* The number of this rank's indices in the epoch; after cddp_load in the rest of it. */
@@ -1199,17 +1196,12 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    the wait or step. Others are copied; on GPUs, in elastic models and with a comm_hook all are;
    over several hosts or with MPI those below 1 MiB, or all if a rank has several shards.
 
-   MODELS AND GROUPS. If a group is destroyed before its models, the models keep its memory. On CPUs
-   they continue to work; on GPUs their calls fail, except cddp_ddp_destroy.
-
-   UNEVEN INPUTS. A hook's result is scaled by world size / ranks with data, so it must be linear.
-
    PARTITIONS. A partition is a stretch of one parameter. The partitions of a host's ranks (on GPUs:
    of all ranks) cover each element of each dense gradient once. Each host updates all of them, so
    on several hosts the result of `update` must not depend on the machine. You can skip a parameter
    that no rank used (cddp_ddp_used). Parameters with sparse_rows have no partition: every rank
    updates them itself, by cddp_ddp_rows. Write half-precision copies yourself, after
-   cddp_ddp_all_gather. On GPUs the calls are in stream order.
+   cddp_ddp_all_gather.
 
    SHARDS. With more shards than ranks nothing is reduced during the backward pass. A rank with k
    shards needs memory for ceil(log2 k) + 1 more copies of the gradients (f16 and bf16 in f32), and
@@ -1232,7 +1224,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    Otherwise they end with CDDP_ABORTED: a job never continues in two halves.
 
    Joins: a joining process asks the ranks on its host, and at MASTER_ADDR. They answer in
-   cddp_ddp_next_shard and in waits, in at most a tenth of their time. On every host one rank
+   cddp_ddp_next_shard and in waits. On every host one rank
    listens at MASTER_PORT. If all ranks at MASTER_ADDR are lost, set it to a host where a rank
    lives. If torchrun serves its store at MASTER_ADDR, processes join only on hosts where a rank
    lives. A process that joins a host with one rank or none uses TCP. A job that began on one host
@@ -23404,6 +23396,7 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels) { (void)k
    1.1 (not released)
      New      examples/torch: PyTorch programs on CPUs use cddp as their engine. Example local_sgd.
               examples/ports.md: what it took to make four foreign trainers data parallel.
+              The manual begins with its terms, and says what each result leaves usable.
      Mended, elastic
               One rank with 2 MiB of weights from cddp_alloc: the model's creation changed them.
               Each joined process cost the others descriptors, until they failed.
