@@ -52,35 +52,36 @@
      world size   the number of ranks in a group
      group        ranks that call together; cddp_init creates the first one, of all ranks
      collective   a call that all ranks of a group make, in the same order. It can wait for them
-     local        a call that waits for no other rank. A local rank is a number on one host only
+     local        a call that waits for no other rank. A local rank counts on its host only
      any thread   several threads of a rank can make the call at the same time
      host         a machine, a launcher's node. Beside a GPU (the device): the CPU and its memory
      handle       a cddp_work: an operation that is still running
      rendezvous   how the ranks find each other in cddp_init
      model        a cddp_ddp: parameters (weights), and the averaging of their gradients
      bucket       gradients that are reduced together; a hook is your function that reduces one
-     shard        one of S equal pieces of a step's data, computed by one rank (>>api-shards)
+     shard        one of S pieces of a step's data, each computed by one rank (>>api-shards)
      part         one rank's elements of an array or model; of the weights it is a partition
      slice        the elements of a large array that one rank reduces, or sends to other hosts
      state        what an optimizer keeps for each weight, such as momentum
-     master       the f32 value of a weight that the passes read in f16 or bf16, from its copy
+     master       in mixed precision the f32 value of a weight, which the optimizer updates
+     copy         its rounding to f16 or bf16, which the forward and backward pass read
      join         CDDP_JOIN: a process enters a running job. cddp_ddp_join: a rank is out of data
      room         a section of this file, found by its mark, such as >>design
 
    COMPILE OPTIONS, defined before the implementation; the last two before every include:
-     CDDP_STATIC   all public functions become static: a private copy for this file, which with
-                   CDDP_CUDA is the .cu file with the kernels
+     CDDP_STATIC   all public functions become static: a private copy for this file. With
+                   CDDP_CUDA it must be the .cu file with the kernels
      CDDP_ASSERT   your assert macro for internal invariants; default: nothing
      CDDP_CUDA     device "cuda" (>>api-gpus): needs cddp_kernels.cuh beside this file, and
                    cuda_runtime.h and nccl.h (2.19 or later); link with -lnccl -lcudart too
      CDDP_MPI      backend "mpi": compile with mpicc; MPI carries large collectives
-     CDDP_CHECKED  defined as nothing: no warning if the result of such a call is ignored
+     CDDP_CHECKED  defined as nothing: no compiler warnings about ignored results
      CDDP_NO_CALL_SITES   error texts without your source lines (>>api-diagnostics)
 
    REQUIREMENTS: Linux 5.3 or later, 64-bit, little-endian, gcc or clang. The declarations are C99
    and C++11. Do not compile the implementation with -ffast-math (NaN and subnormal numbers would be
    treated differently) or with clang's -ffp-contract=fast: results would not equal PyTorch's bit
-   for bit. Ranks still equal each other.
+   for bit. The ranks' weights still equal each other.
 
    ENVIRONMENT (cddprun and cddp_spawn also set CDDP_JOB_SECRET and others, for their ranks only)
      RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT   as torchrun sets them
@@ -190,7 +191,7 @@ extern "C" {
   X(CDDP_PEER_LOST, "peer lost")               /* broken: a rank died or left, as the text says */ \
   X(CDDP_MISMATCH, "ranks disagree")           /* broken: the text shows both calls and lines */ \
   X(CDDP_UNAUTHORIZED, "unauthorized")         /* no group exists: wrong or missing secret */ \
-  X(CDDP_ABORTED, "aborted")                   /* broken: another call ended the operation */ \
+  X(CDDP_ABORTED, "aborted")                   /* broken: destroyed in use; elastic: cut off */ \
   X(CDDP_UNSUPPORTED, "unsupported")           /* usable: not in this build or situation */ \
   X(CDDP_CUDA, "CUDA error")                   /* either */ \
   X(CDDP_NCCL, "NCCL error")                   /* broken */ \
@@ -309,8 +310,8 @@ CDDPDEF cddp_result cddp_group_split(cddp_group *g, int color, int key, cddp_gro
 CDDPDEF cddp_result cddp_group_new(cddp_group *g, const int *ranks, int count, cddp_group **out);
 
 /* Leaves the group and frees it. Local; NULL is fine. Ranks that still wait for this one get
-   CDDP_PEER_LOST. Wait for your handles first. Messages to other hosts are sent first, unless
-   nothing can be sent for a second. */
+   CDDP_PEER_LOST. Wait for your handles first. The call sends messages that wait for other hosts,
+   until none can be sent for a second. */
 CDDPDEF void cddp_destroy(cddp_group *g);
 
 CDDPDEF int cddp_rank(const cddp_group *g);             /* 0 .. world_size - 1; -1 for NULL */
@@ -337,9 +338,9 @@ CDDPDEF void cddp_free(cddp_group *g, void *p);
      compute_something_else();
      TRY(cddp_wait(work));                                          // now x is the sum
 
-   Every rank of the group makes the same call with the same count, dtype, op and root (the rank
-   that alone sends or receives). Counts are elements; 0 is fine. Buffers are contiguous and aligned
-   to their element. send and recv must not overlap, except where a comment says "in place".
+   Every rank of the group makes the same call with the same count, dtype, op and root. The root
+   sends to all ranks, or receives from all. Counts are elements; 0 is fine. Buffers are contiguous
+   and aligned to their element. send and recv must not overlap, except where it says "in place".
 
    WORK. With work NULL a call returns when its result is complete. Otherwise it returns immediately
    with a handle in *work, and the buffers belong to the operation until cddp_wait. Operations of
@@ -741,7 +742,7 @@ typedef struct cddp_sampler_desc {
   uint64_t seed;        /* the same on every rank */
   bool shuffle;         /* a new permutation for each epoch */
   bool drop_last;       /* drop samples that do not divide evenly, instead of repeating some */
-  bool exact;           /* do neither: ranks can differ by one sample */
+  bool exact;           /* no sample is dropped or repeated; ranks can differ by one */
 } cddp_sampler_desc;
 
 typedef struct cddp_sampler { /* all fields but result are private */
@@ -1149,15 +1150,15 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    SECRETS. Without a secret, anyone who can reach rank 0's port can read and modify rendezvous
    messages, or impersonate a rank. With a secret, both ends of a connection prove that they know
    it, without sending it. That stops strangers, but no attacker on the path: nothing is encrypted
-   or signed. An impostor of rank 0 learns enough to test guesses, so use 128 random bits:
+   or signed. A process that poses as rank 0 can test guesses, so use 128 random bits:
 
      export CDDP_SECRET=$(head -c 16 /dev/urandom | base64)   # once: the same on all hosts
 
    TWO JOBS ON ONE PORT. Give each job its own port (MASTER_PORT). A second start on a running job's
    port does not disturb the job, and fails with CDDP_INVALID_ARGUMENT if a living process of its
-   user has its RANK there. Jobs of a launcher are also told apart by the launcher's number for the
-   job. Without one (ranks started by hand, MPICH's mpirun on several hosts) two jobs that start at
-   the same time can form one group out of ranks of both.
+   user has its RANK there. Jobs of a launcher also differ by the launcher's number for the job.
+   Ranks started by hand, or by MPICH's mpirun on several hosts, have no such number: two jobs that
+   start at the same time can form one group out of ranks of both.
 
    BACKEND MPI is for a network that only MPI supports. Start the program by mpirun. Large
    collectives and gradients use MPI, with MPI's summation order and NaN rules. Everything else uses
@@ -1177,14 +1178,14 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    if each rank uses cddp from one thread, and without a comm_hook of the program's own. Otherwise,
    and between hosts, it is a time-out.
 
-   MESSAGES. Between threads a long send blocks until received, from any memory. A send that copies
-   blocks while 128 messages of this rank in this group (on one host), or 256 MiB of copies, have
-   not been received. Receives for one tag, also with CDDP_ANY, are served in the order of their
-   calls. Data for other hosts that the network does not accept immediately is sent in later calls
-   of cddp: a rank that computes for a long time delays it.
+   MESSAGES. Between threads a long send from any memory blocks until it is received. A rank can
+   have 128 messages in transit to its host's ranks in a group, and copies of 256 MiB; then its next
+   send blocks. Receives for one tag, also with CDDP_ANY, are served in the order of their calls.
+   Data for other hosts that the network does not accept immediately is sent in later calls of cddp:
+   a rank that computes for a long time delays it.
 
-   Over several hosts call cddp_barrier before cddp_destroy if ranks only send and receive. Without
-   it a rank that has ended can count as lost in another rank's receive. With CDDP_SECRET its first
+   Over several hosts call cddp_barrier before cddp_destroy if ranks only send and receive.
+   Otherwise a receive can report a rank that has ended as lost, and with CDDP_SECRET the first
    message to a rank that computes can be lost.
 
    GRADIENTS IN MEMORY. Gradients that were NULL are in one block: F32 first, then F64, F16 and
@@ -1205,9 +1206,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 
    SHARDS. With more shards than ranks nothing is reduced during the backward pass. A rank with k
    shards needs memory for ceil(log2 k) + 1 more copies of the gradients (f16 and bf16 in f32), and
-   for another one over several hosts, with MPI and on GPUs, whose sums have the CPU's bits.
-   find_unused_parameters, uneven_inputs, comm_hook and cddp_ddp_join are
-   CDDP_UNSUPPORTED with shards.
+   for another one over several hosts, with MPI and on GPUs. Sums on GPUs have the CPU's bits.
+   find_unused_parameters, uneven_inputs, comm_hook and cddp_ddp_join are CDDP_UNSUPPORTED.
 
    ELASTIC TRAINING. Memory: each rank holds all optimizer states, one more copy of the gradients,
    and the sums (with sparse_rows the rows) of its shards.
@@ -1224,11 +1224,10 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    Otherwise they end with CDDP_ABORTED: a job never continues in two halves.
 
    Joins: a joining process asks the ranks on its host, and at MASTER_ADDR. They answer in
-   cddp_ddp_next_shard and in waits. On every host one rank
-   listens at MASTER_PORT. If all ranks at MASTER_ADDR are lost, set it to a host where a rank
-   lives. If torchrun serves its store at MASTER_ADDR, processes join only on hosts where a rank
-   lives. A process that joins a host with one rank or none uses TCP. A job that began on one host
-   is joined from that host only.
+   cddp_ddp_next_shard and in waits. On every host one rank listens at MASTER_PORT. If all ranks at
+   MASTER_ADDR are lost, set it to a host where a rank lives. If torchrun serves its store at
+   MASTER_ADDR, processes join only on hosts where a rank lives. A process that joins a host with
+   one rank or none uses TCP. A job that began on one host is joined from that host only.
 
    Groups: when a rank is lost, the other groups that have it return CDDP_PEER_LOST on the ranks of
    its host, also cddp_init's: use cddp_ddp_group. Messages from the lost rank that were not
@@ -1244,8 +1243,9 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
      - Not with comm_hook, find_unused_parameters, uneven_inputs or MPI.
      - cddp_ddp_sync_buffers, _reduce_scatter, _all_gather and _gather_states return
        CDDP_UNSUPPORTED.
-     - The states of one cddp_optim are sent, of that which stepped last with all parameters. In a
-       joining process one with states for a part of them is CDDP_UNSUPPORTED.
+     - A joining process receives the states of one cddp_optim: of those with all parameters the
+       one that stepped last. There an optimizer of some parameters is CDDP_UNSUPPORTED if it has
+       states.
      - Change weights yourself only between two steps, in the same way on all ranks.
 
    MIXED PRECISION. copies[i] is in the same kind of memory as data, and must stay. Creation,
@@ -1260,25 +1260,24 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    differs by roundings. In a checkpoint the state of parameter NAME is optimizer.exp_avg.NAME,
    .exp_avg_sq.NAME, .max_exp_avg_sq.NAME (amsgrad) and .step.NAME.
 
-   CHECKPOINT FILES. A GPU's memory is read after the group's stream has finished (g NULL: the
-   device). A failure leaves at most path.tmp (a shorter name, with a hash, if that exceeds 255
-   bytes), which the next call replaces. Where a file system cannot sync (some FUSE mounts) the file
-   can reach the disk later; where it lacks flock() (some Lustre mounts) concurrent saves are not
-   noticed.
+   CHECKPOINT FILES. cddp_save first waits for the group's stream (g NULL: for the device). A
+   failure leaves at most path.tmp (a shorter name, with a hash, if that exceeds 255 bytes), which
+   the next call replaces. Where a file system cannot sync (some FUSE mounts) the file can reach the
+   disk later; where it lacks flock() (some Lustre mounts) concurrent saves are not noticed.
 
    The new file has the old one's mode. If reading fails after the checks, rank 0's params can be
    partly overwritten. States of another optimizer are refused; with partial the learning rate is
    loaded, and the states begin anew.
 
-   FORKED RANKS. cddp_spawn sets torchrun's variables; without CDDP_SECRET also a random
-   CDDP_JOB_SECRET, which keeps other users of the host out; with several ranks OMP_NUM_THREADS=1 if
-   unset (also in OpenMP and OpenBLAS, unless the program has set a number of threads). stdout is
+   FORKED RANKS. cddp_spawn sets torchrun's variables. Without CDDP_SECRET it sets a random
+   CDDP_JOB_SECRET, which keeps other users of the host out. With several ranks each has one thread
+   of OpenMP and OpenBLAS, unless OMP_NUM_THREADS or the program has set a number. stdout is
    line-buffered: lines of up to 4,000 bytes stay whole in files and pipes.
 
    Leave SIGCHLD at its default during the call, and wait for no child that is not yours: otherwise,
    before Linux 6.15, exit codes are lost (CDDP_SYSTEM at the end). Threads of OpenMP (GCC 9 or
    later, clang) and OpenBLAS can exist between parallel regions. Children run no atexit handlers of
-   the parent unless fn calls exit(), as the handlers of gcov (--coverage) and gprof (-pg) need.
+   the parent unless fn calls exit(): with gcov (--coverage) and gprof (-pg) end fn by exit(0).
 
    FLIGHT RECORDER. >>api-layouts has the file's format. A process that joined later has
    dir/cddp-JOB-RANK.joinN.rec. You can copy or remove a running job's file, but truncating it
