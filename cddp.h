@@ -1234,7 +1234,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    received are lost too.
 
    Checkpoints: if a rank is lost during cddp_save, the old file can remain. After the last step no
-   next save follows: then save with g NULL, and a path of its own on each rank.
+   next save follows: then each rank saves alone, with g NULL and another path.
 
    LIMITS OF ELASTIC TRAINING.
      - Only the group of cddp_init can have an elastic model. A process has one at a time.
