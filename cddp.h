@@ -23,7 +23,7 @@
          TRY(cddp_init(&g, NULL));                       // 1  finds the other ranks
          float *w = (float *)cddp_alloc(g, N * sizeof *w); // or malloc
          TRY(w != NULL ? CDDP_OK : CDDP_OUT_OF_MEMORY);
-         init_weights(w, 42);                            //    rank 0's weights are used by all
+         init_weights(w, 42);
          cddp_param p[] = {{"w", w, NULL, N, CDDP_F32}}; //    gradient NULL: cddp allocates it
          TRY(cddp_ddp_create(&ddp, g, p, 1, NULL));      // 2  copies rank 0's weights to all ranks
          o.lr = 0.1, o.momentum = 0.9;
@@ -39,8 +39,8 @@
    main calls train in each process of a launcher, or cddp_spawn(train, NULL, 2): >>api-launch.
 
    All ranks end with the same weights, bit for bit. Give each rank its own data, and its own seed
-   for dropout and augmentation, such as seed + cddp_rank(g). cddp_sampler needs one seed on all
-   ranks. Read examples/toy.c first, then digits.c: it has batches, an evaluation and checkpoints.
+   for dropout and augmentation, such as seed + cddp_rank(g). Read examples/toy.c first, then
+   digits.c: it has batches, an evaluation and checkpoints.
 
    Options are structs named cddp_..._desc. Zero one ({0} in C, {} in C++), then set what differs
    from the defaults. A call that fails returns a cddp_result other than CDDP_OK (0), and
@@ -257,8 +257,7 @@ typedef struct cddp_store cddp_store; /* a key-value store: torch.distributed.St
      cddp_destroy(half);
      cddp_destroy(g);
 
-   The threads of a rank can use different groups at the same time. In one group, one thread at a
-   time calls collectives. Fine print: threads. */
+   One thread at a time calls collectives of a group. Fine print: threads. */
 
 /* Your functions for memory and logging, called on any thread. NULL means malloc and free, and no
    log. log gets one line without a newline; level 0 = error, 1 = warning, 2 = info. */
@@ -274,7 +273,7 @@ typedef struct cddp_logger {
 } cddp_logger;
 
 typedef struct cddp_group_desc {
-  const char *init_method;  /* NULL = "env://"; "tcp://host:port", "unix://name", "file:///path" */
+  const char *init_method;  /* see cddp_init; NULL = "env://" */
   const char *backend;      /* "cpu", "mpi", "nccl"; NULL = CDDP_BACKEND, else cpu, on cuda nccl */
   const char *device;       /* NULL = "cpu"; "cuda" = cuda:LOCAL_RANK; "cuda:3" */
   int rank, world_size;     /* at most 4,096 ranks; world_size 0 = both from the environment */
@@ -697,8 +696,7 @@ typedef struct cddp_adamw_desc {
   bool sharded_states;
 } cddp_adamw_desc;
 
-/* torch.optim.SGD, bit for bit. Call it after cddp_ddp_create if a grad was NULL; params must stay
-   in place. */
+/* torch.optim.SGD, bit for bit. params must stay in place. */
 CDDP_CHECKED CDDPDEF cddp_result cddp_sgd_create(cddp_optim **out, cddp_param *params, int count,
                                                  const cddp_sgd_desc *desc);
 
@@ -1169,9 +1167,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 
    SHARED MEMORY. cddp_alloc allocates the memory immediately, so too little memory is NULL, also
    with vm.overcommit_memory=2. The limit of a cgroup still kills the process. The memory of a rank
-   that an elastic model has lost is freed a step later, so memory must suffice for one rank more. A
-   file size limit (ulimit -f) limits what a rank shares. Huge pages need Linux 6.1, or advise in
-   /sys/kernel/mm/transparent_hugepage/shmem_enabled.
+   that an elastic model has lost is freed a step later, so memory must suffice for one rank more.
+   Huge pages need Linux 6.1, or advise in /sys/kernel/mm/transparent_hugepage/shmem_enabled.
 
    MISMATCHES AND DEADLOCKS. CDDP_MISMATCH also means that two ranks on one host wait for each other
    in different groups, such as one in cddp_save and one in a model's step. Such a deadlock is found
@@ -1253,8 +1250,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    to nearest, to it. Checkpoints hold the masters.
 
    With master_weights, gradients are summed in f32 and rounded once (with NCCL as NCCL does).
-   cddp_ddp_step sends 2 bytes a weight instead of 4. Masters are set from the weights at the first
-   step. In a checkpoint they are optimizer.master.NAME.
+   Masters are set from the weights at the first step. In a checkpoint they are
+   optimizer.master.NAME.
 
    ADAMW. At a parameter's end the scalar loop of PyTorch's kernel can round differently; f64
    differs by roundings. In a checkpoint the state of parameter NAME is optimizer.exp_avg.NAME,
