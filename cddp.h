@@ -479,8 +479,8 @@ typedef struct cddp_bucket {
   int param_count;
 } cddp_bucket;
 
-/* Called on a thread of cddp, one bucket at a time. With NCCL called by cddp_ddp_ready, _wait or
-   _step: data is device memory, and the hook enqueues its work on cddp_stream(bucket->group). Like
+/* Called on a thread of cddp, one bucket at a time. With NCCL cddp_ddp_ready, _wait or _step call
+   it: data is device memory, and the hook enqueues its work on cddp_stream(bucket->group). Like
    DDP's register_comm_hook. Example: examples/powersgd.c. */
 typedef cddp_result (*cddp_comm_hook)(cddp_bucket *bucket, void *user_data);
 
@@ -1049,8 +1049,7 @@ CDDPDEF cddp_ddp *cddp_ddp_at(cddp_ddp *d, const char *file, int line);
 
    A key-value store in the protocol of PyTorch's torch.distributed.TCPStore (2.2 or later): each
    can use the other's server. Keys have at most 8,191 bytes, values 8 MiB, a server 512 MiB. Any
-   thread; a store runs one operation at a time. A cddp_group does not need one. Fine print: stores.
-   */
+   thread; a store runs one operation at a time. Groups do not need one. Fine print: stores. */
 typedef struct cddp_store_desc {
   const char *init_method;  /* "tcp://host:port", "unix://name" or "file:///absolute/path" */
   bool is_server;           /* tcp, unix: this process serves too, on a thread, at the addresses of
@@ -1072,10 +1071,9 @@ CDDPDEF cddp_result cddp_store_get(cddp_store *s, const char *key, void *value, 
    the new value. If the value is not a number, the server closes the connection: CDDP_NETWORK. */
 CDDPDEF cddp_result cddp_store_add(cddp_store *s, const char *key, int64_t amount, int64_t *total);
 /* Stores desired if the value equals expected (expected_size 0: if key is absent). value[capacity]
-   and *size receive the value afterwards; if key is absent, expected. *swapped: the value now
-   equals desired, also if another process has stored it. To elect one process, let each store its
-   rank. CDDP_INVALID_ARGUMENT if the value exceeds capacity; *swapped and *size are set
-   nevertheless. */
+   and *size receive the value afterwards, or expected if key is still absent. *swapped: the value
+   now equals desired, also if another process has stored it. To elect one process, let each store
+   its rank. CDDP_INVALID_ARGUMENT if the value exceeds capacity; *swapped and *size are set. */
 CDDPDEF cddp_result cddp_store_compare_set(cddp_store *s, const char *key, const void *expected,
                                            size_t expected_size, const void *desired,
                                            size_t desired_size, void *value, size_t capacity,
