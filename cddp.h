@@ -987,11 +987,11 @@ CDDPDEF cddp_result cddp_run_threads(int (*fn)(cddp_group *g, void *arg), void *
      ...                                              // the same calls as on the CPU
      TRY(cddp_synchronize(g));                        // instead of cudaStreamSynchronize
 
-   Keep cddp_kernels.cuh beside cddp.h. It has all code for GPUs, and its head describes the rest:
-   programs of C or C++ files, layers, models, CUDA graphs, the order of calls, limits. Compile with
-   nvcc -O3 -arch=native, or name the GPU's architecture (-arch=sm_90); otherwise the driver
-   compiles all kernels in cddp_init, for some seconds. A rank has one GPU, and cddp's calls make it
-   the thread's current device.
+   Keep cddp_kernels.cuh beside cddp.h. Its head describes the rest: programs of C or C++ files,
+   layers, models, CUDA graphs, the order of calls, limits. Compile with nvcc -O3 -arch=native, or
+   name the GPU's architecture (-arch=sm_90); otherwise the driver compiles all kernels in
+   cddp_init, for some seconds. A rank has one GPU, and cddp's calls make it the thread's current
+   device.
 
      backend   ranks and GPUs            what it does
      "nccl"    one GPU for each rank     enqueues collectives, messages and steps in stream order;
@@ -1091,30 +1091,29 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    Rare cases, by topic.
 
    THREADS. At the same time the threads of a rank can
-     - use different groups, use a store, and read with cddp_safetensors_*
-     - beside a collective of another thread on the same group: send, receive, allocate, free, ask
-       for rank and size; wait for, test and cancel handles, each its own
+     - use different groups, a store, and cddp_safetensors_*
+     - beside a collective on the same group: send, receive, allocate, free; wait for, test and
+       cancel handles, each its own
      - call cddp_ddp_ready and cddp_ddp_add_rows, each for another parameter
-     - run steps of a model beside collectives of its group (on GPUs all ranks make these calls in
-       one order: ORDER at the head of cddp_kernels.cuh).
-   The other functions of a model, an optimizer or a sampler are for one thread at a time. Do not
-   destroy an object that another thread uses, cancel a thread in a call of cddp (pthread_cancel),
-   leave a call by longjmp, call cddp in a signal handler, or change the environment during
-   cddp_init.
+     - run a model's steps beside collectives of its group (on GPUs all ranks in one order: ORDER at
+       the head of cddp_kernels.cuh).
+   Other functions of a model, an optimizer or a sampler are for one thread at a time. Do not
+   destroy an object in use, cancel a thread in a call (pthread_cancel), leave a call by longjmp,
+   call cddp in a signal handler, or change the environment during cddp_init.
 
    STOPPED PEERS. After a failed call its buffers are the caller's again, with one exception. A peer
-   on this host that stays stopped for 5 s after the failure (SIGSTOP, a frozen container) can write
-   to memory of cddp_alloc and to gradients that the call used, when it continues. Free such memory:
-   cddp does not allocate it again. Create the models and buffers in it anew.
+   on this host that stays stopped for 5 s after the failure (SIGSTOP, a frozen container) can later
+   write to memory of cddp_alloc and to gradients that the call used. Free such memory (cddp does
+   not allocate it again), and create its models anew.
 
    STOPPED JOBS. A whole job can be stopped for any time and continued (SIGSTOP, Slurm's suspend, a
    paused virtual machine). If only some ranks are stopped, the others fail with CDDP_TIMEOUT.
 
-   FORK AND EXEC. A group or store does not survive fork(): the child cannot use it. A forked data
-   loader that calls cddp, or reads memory of cddp_alloc, gets SIGSEGV: give it a copy in malloc'ed
-   memory. A rank that replaces its program (exec) is noticed by the ranks on its host only at the
-   deadline. Do not close descriptors that cddp opened (closefrom, close_range): an elastic rank
-   then fails when other ranks are lost or join.
+   FORK AND EXEC. A forked child cannot use its parent's groups and stores. A forked data loader
+   that calls cddp, or reads memory of cddp_alloc, gets SIGSEGV: give it a copy in malloc'ed memory.
+   The ranks of a host notice that one has replaced its program (exec) only at the deadline. Do not
+   close descriptors that cddp opened (closefrom, close_range): an elastic rank then fails when
+   other ranks are lost or join.
 
    ADDRESSES. Rank 0 listens at MASTER_ADDR:MASTER_PORT until all ranks have connected, and keeps
    the port while the group lives. MASTER_ADDR must be an address or name of rank 0's host, not of a
@@ -1132,16 +1131,16 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    into it: processes that cannot read the file cannot connect. It removes the file when all ranks
    have connected. A file that a crashed job left is reused.
 
-   SEVERAL HOSTS. Hosts connect by TCP over the interface on the route to rank 0. Ranks in different
-   process or time namespaces (containers of one pod) count as ranks on different hosts. Hosts learn
-   of a dead rank within 0.5 s.
+   SEVERAL HOSTS. Hosts connect by TCP over the interface on the route to rank 0, and learn of a
+   dead rank within 0.5 s. Ranks in different process or time namespaces (containers of one pod)
+   count as ranks on different hosts.
 
    FIREWALLS. The hosts must accept connections from each other at MASTER_PORT (on rank 0's host)
-   and at the ports that ranks listen on. CDDP_PORTS=41000-41099, set for all ranks, limits the
-   latter. A host needs a port for each of its ranks, a second one for each elastic rank, and, with
-   torchrun or file://, rank 0's host one more. MASTER_PORT need not be in the range. If a port
-   cannot be reached, all ranks fail with CDDP_NETWORK within about 15 s, and the text names both
-   ends. If it is MASTER_PORT itself, only the ranks that cannot reach it fail, after timeout_s.
+   and at the other ports that ranks listen on. CDDP_PORTS=41000-41099, set for all ranks, limits
+   these. A host needs one port for each rank, two for each elastic rank; with torchrun or file://
+   rank 0's host needs one more. If a port cannot be reached, all ranks fail with CDDP_NETWORK
+   within about 15 s, and the text names both ends. If it is MASTER_PORT itself, only the ranks that
+   cannot reach it fail, after timeout_s.
 
    SECRETS. Without a secret, anyone who can reach rank 0's port can read and modify rendezvous
    messages, or impersonate a rank. With a secret, both ends of a connection prove that they know
@@ -1183,9 +1182,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    Otherwise a receive can report a rank that has ended as lost, and with CDDP_SECRET the first
    message to a rank that computes can be lost.
 
-   GRADIENTS IN MEMORY. Gradients that were NULL are in one block: F32 first, then F64, F16 and
-   BF16. Those of a dtype are in it from the last parameter to the first, each at a multiple of 64
-   bytes.
+   GRADIENTS IN MEMORY. Gradients that were NULL are in one block: F32, F64, F16, then BF16; of each
+   dtype the last parameter first, each at a multiple of 64 bytes.
 
    Your own gradients are reduced in place if they are from cddp_alloc of g on all ranks. (Between
    threads, or with one rank, any memory will do.) Do not write to them between cddp_ddp_ready and
@@ -1207,11 +1205,11 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    ELASTIC TRAINING. Memory: each rank holds all optimizer states, one more copy of the gradients,
    and the sums (with sparse_rows the rows) of its shards.
 
-   Losses: a rank can be killed at any instruction. The other ranks' cddp_ddp_next_shard then
-   returns its shards too. A rank with a local failure (memory, descriptors) ends alone, with a text
-   that begins with "rank N:"; to the others it is lost. Every rank must call cddp_ddp_next_shard
-   within timeout_s of the others. The calls of a step are compared in the next step: CDDP_MISMATCH
-   on all ranks, or only on a rank that joined later and differs.
+   Losses: when a rank is lost, the others' cddp_ddp_next_shard returns its shards too. A rank with
+   a local failure (memory, descriptors) ends alone, with a text that begins with "rank N:"; to the
+   others it is lost. Every rank must call cddp_ddp_next_shard within timeout_s of the others. The
+   calls of a step are compared in the next step: CDDP_MISMATCH on all ranks, or only on a rank that
+   joined later and differs.
 
    Over hosts: if processes die, even all of a host, the others continue, down to the last rank. But
    a host that does not answer for 20 s, or to which all connections were reset, as by a firewall,
@@ -1257,8 +1255,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 
    CHECKPOINT FILES. cddp_save first waits for the group's stream (g NULL: for the device). A
    failure leaves at most path.tmp (a shorter name, with a hash, if that exceeds 255 bytes), which
-   the next call replaces. Where a file system cannot sync (some FUSE mounts) the file can reach the
-   disk later; where it lacks flock() (some Lustre mounts) concurrent saves are not noticed.
+   the next call replaces. Some file systems cannot sync: there the file reaches the disk later.
+   Some lack flock(): there concurrent saves are not noticed.
 
    The new file has the old one's mode. If reading fails after the checks, rank 0's params can be
    partly overwritten. States of another optimizer are refused; with partial the learning rate is
