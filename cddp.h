@@ -1411,10 +1411,13 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels); /* must 
      - an engine thread in a group that has operations with a work handle, or that reduces buckets.
        It runs, in order, the operations that no thread waits for (>>work);
      - two threads of a group on GPUs.
-   All of these block all signals. Locks, in the order in which they can be nested: cddp_ddp.lock,
-   engine.lock; p2p.lock, host.lock; fail_lock; on GPUs device.issue_lock, then device.lock, and the
-   watcher also takes p2p.lock and fail_lock. No lock is held during a wait for a peer. Memory that
-   ranks share is accessed through cddp__atomic_*, or published by an access through it.
+   All of these block all signals. No lock is held during a wait for a peer. A thread that holds a
+   lock takes only locks behind it in its line, and others only by trylock:
+     - cddp_ddp.lock, engine.lock
+     - p2p.lock, net.lock, host.lock, fail_lock; p2p.lock, cddp__served_lock
+     - device.issue_lock, device.lock (GPUs)
+     - alone: host.joins.lock, cddp__elastic_models_lock, cddp__mpi_lock, the lock of a store
+   Memory that ranks share is accessed through cddp__atomic_*, or published by an access through it.
 
    WAITING. A wait polls for tens of microseconds, then yields, then sleeps for at most 20 ms. At
    each wake-up it checks the ranks that it waits for: their slots, and a lock that each process
@@ -1860,6 +1863,7 @@ typedef struct cddp__counted_share {
 /* The kinds of calls: names in texts, and which data they move (struct cddp__shape). Rounds never
    compare those behind COUNT. */
 #define CDDP__KINDS(X) \
+  /* 1 or 0: reduces, scatters, gathers, from_root, to_root */ \
   X(BARRIER, "barrier", 0, 0, 0, 0, 0) \
   X(ALL_REDUCE, "all_reduce", 1, 0, 0, 0, 0) \
   X(REDUCE, "reduce", 1, 0, 0, 0, 1) \
@@ -2110,7 +2114,8 @@ typedef struct cddp__tensor {
 
 /* Data of a parameter, or of the whole model, that must be the same on all ranks. */
 typedef struct cddp__model_info {
-  uint64_t hash, params; /* params: of the model, hash of its parameters */
+  uint64_t hash;         /* of a parameter, or of the model's settings */
+  uint64_t params;       /* of the model: hash of all parameters; else 0 */
   char text[176];        /* describes the hashed data */
 } cddp__model_info;
 
@@ -2415,6 +2420,7 @@ static void cddp__hosts_disconnect(cddp_group *g);
 static void cddp__hosts_query_arrivals(cddp_group *g);
 
 /* >>rendezvous: answers joining processes, and closes the listeners for them. */
+enum { CDDP__JOIN_POLL, CDDP__JOIN_WAIT }; /* of `bool waits` */
 static void cddp__join_serve(cddp__host *host, bool waits);
 static void cddp__join_close(cddp__host *host);
 
@@ -2973,11 +2979,12 @@ static bool cddp__cond_wait_until(pthread_cond_t *c, pthread_mutex_t *lock, doub
   return e != ETIMEDOUT;
 }
 
+enum cddp__thread_kind { CDDP__THREAD_OF_USER, CDDP__THREAD_OF_CDDP };
 /* Starts a thread with a stack for the user's callbacks: the default can be 64 KiB (ulimit -s 64)
-   or 128 KiB (musl). quiet: the thread blocks all signals, so that the program's handlers run on
-   the program's own threads. */
+   or 128 KiB (musl). cddp's own threads block all signals, so that the program's handlers run on
+   the program's threads. */
 static cddp_result cddp__thread_start(pthread_t *thread, void *(*fn)(void *), void *arg,
-                                      bool quiet) {
+                                      enum cddp__thread_kind kind) {
   pthread_attr_t a;
   sigset_t all, old;
   size_t stack = 0;
@@ -2987,7 +2994,7 @@ static cddp_result cddp__thread_start(pthread_t *thread, void *(*fn)(void *), vo
     if (stack < CDDP__STACK_MIN + CDDP__STACK_MARGIN)
       pthread_attr_setstacksize(&a, CDDP__STACK_MIN + CDDP__STACK_MARGIN);
     sigfillset(&all);
-    pthread_sigmask(SIG_BLOCK, quiet ? &all : NULL, &old);
+    pthread_sigmask(SIG_BLOCK, kind == CDDP__THREAD_OF_CDDP ? &all : NULL, &old);
     e = pthread_create(thread, &a, fn, arg);
     pthread_sigmask(SIG_SETMASK, &old, NULL);
     pthread_attr_destroy(&a);
@@ -3349,6 +3356,7 @@ static bool cddp__same_bytes(const void *a, const void *b, size_t n) {
 #define CDDP__NONCE_SIZE 32
 #define CDDP__PROOF_SIZE 32
 
+enum { CDDP__CALLED, CDDP__CALLER }; /* the ends of a connection: values of `bool caller` */
 enum cddp__challenge_state {
   CDDP__CHALLENGE_ON,      /* needs more bytes */
   CDDP__CHALLENGE_PROVEN,  /* both ends know the secret; the states behind it are failures */
@@ -3362,7 +3370,7 @@ typedef struct cddp__challenge {
   const char *purpose; /* part of the labels */
   bool caller;
   int state, step; /* cddp__challenge_state; number of messages received */
-  char why;        /* REFUSED: the letter */
+  char why;        /* REFUSED: the letter of REFUSAL */
   unsigned char covered[2 * CDDP__NONCE_SIZE + 64]; /* what proofs cover: the caller's nonce, the
                                                        other nonce, the context */
   size_t covered_size;
@@ -3382,7 +3390,7 @@ static void cddp__challenge_refuse(cddp__challenge *challenge, const char *lette
   cddp__challenge_queue(challenge, CDDP__AUTH_REFUSAL, join ? "J" : letter, 1);
 }
 
-/* The proof of the caller or the called end. */
+/* Computes the proof of one end. */
 static void cddp__challenge_prove(const cddp__challenge *challenge, bool caller,
                                   unsigned char proof[CDDP__PROOF_SIZE]) {
   char label[64];
@@ -3417,7 +3425,7 @@ static void cddp__challenge_message(cddp__challenge *challenge) {
   if (challenge->step++ == 0) { /* the other end's nonce */
     memcpy(challenge->covered + (challenge->caller ? CDDP__NONCE_SIZE : 0), challenge->in + 8,
            CDDP__NONCE_SIZE);
-    cddp__challenge_prove(challenge, true, proof);
+    cddp__challenge_prove(challenge, CDDP__CALLER, proof);
     if (challenge->caller)
       cddp__challenge_queue(challenge, CDDP__AUTH_PROOF, proof, sizeof proof);
     else
@@ -3430,7 +3438,7 @@ static void cddp__challenge_message(cddp__challenge *challenge) {
                          ? CDDP__CHALLENGE_PROVEN
                          : CDDP__CHALLENGE_WRONG;
   if (challenge->caller) return;
-  cddp__challenge_prove(challenge, false, proof);
+  cddp__challenge_prove(challenge, CDDP__CALLED, proof);
   if (challenge->state == CDDP__CHALLENGE_PROVEN)
     cddp__challenge_queue(challenge, CDDP__AUTH_ACCEPT, proof, sizeof proof);
   else
@@ -3468,8 +3476,12 @@ static size_t cddp__challenge_feed(cddp__challenge *challenge, const unsigned ch
    Job: addresses of hosts and abstract Unix sockets; connecting, listening, sending, receiving;
    parts of files.
    Owns: the table of sockets that a forked child closes. Touches nothing else but the system.
-   Entry points: cddp__resolve, cddp__connect_address, cddp__listen_all, cddp__accept,
-   cddp__wait_fd, cddp__register_socket, cddp__file_io.
+   Entry points:
+     a connection    cddp__resolve, _connect_address, _listen_all, _listen_address, _listen_any,
+                     _accept, _socket, _close_fd, _wait_fd
+     descriptors     cddp__register_socket, _lower_fd, _above_stdio
+     addresses       all functions with `address` in their names; cddp__host_port, _unix_name
+     files           cddp__file_io, cddp__file_has_name
    All sockets are non-blocking. A function for one of several addresses returns 0 or an errno. All
    other functions return a result and write an error text. */
 
@@ -3494,8 +3506,9 @@ typedef struct cddp__address { /* a socket address */
 static uint32_t cddp__own_sockets[CDDP__OWN_SOCKETS / 32]; /* bits; atomic, for any thread */
 
 static void cddp__in_forked_child(void) { /* async-signal-safe */
-  int idle = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0), fd;
+  int idle, fd; /* idle: an unconnected socket */
   uint32_t i, word;
+  idle = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
   for (i = 0; i < CDDP__OWN_SOCKETS / 32; i++) {
     if ((word = __atomic_load_n(&cddp__own_sockets[i], __ATOMIC_ACQUIRE)) == 0) continue;
     __atomic_store_n(&cddp__own_sockets[i], 0, __ATOMIC_RELEASE);
@@ -3529,23 +3542,27 @@ CDDP__OUT_OF_LINE void cddp__close_fd(int *fd) {
 
 /* Moves a connection to a lower descriptor if one is free. */
 static int cddp__lower_fd(int fd) {
-  int low = fcntl(fd, F_DUPFD_CLOEXEC, STDERR_FILENO + 1), high = low > fd ? low : fd;
-  if (low < 0) return fd;
-  low = low > fd ? fd : cddp__register_socket(low);
-  cddp__close_fd(&high);
-  return low;
+  int copy = fcntl(fd, F_DUPFD_CLOEXEC, STDERR_FILENO + 1); /* the lowest free one above 2 */
+  if (copy < 0) return fd;
+  if (copy > fd) {
+    close(copy);
+    return fd;
+  }
+  (void)cddp__register_socket(copy);
+  cddp__close_fd(&fd);
+  return copy;
 }
 
 /* Moves fd to a descriptor above 2 and returns it; -1 and errno on failure. The output of a program
    that was started with stdout closed must not reach a peer or shared memory. */
 static int cddp__above_stdio(int fd) {
-  int low = fd, error;
+  int moved, error;
   if (fd < 0 || fd > STDERR_FILENO) return fd;
-  fd = fcntl(low, F_DUPFD_CLOEXEC, STDERR_FILENO + 1);
+  moved = fcntl(fd, F_DUPFD_CLOEXEC, STDERR_FILENO + 1);
   error = errno;
-  close(low);
+  close(fd);
   errno = error;
-  return fd;
+  return moved;
 }
 
 #define CDDP__POLL_MS 20 /* of one poll; pending receives are served between two polls */
@@ -3665,7 +3682,7 @@ static void cddp__unmap_ipv4(cddp__address *address) { /* ::ffff:192.0.2.1 is 19
 static cddp_result cddp__resolve(const char *host, int port, cddp__address *out, int *count) {
   struct addrinfo hints, *list = NULL, *i;
   int e, n = 0, j;
-  bool unzoned = false;
+  bool unzoned = false; /* a link-local address without an interface was found */
   memset(&hints, 0, sizeof hints);
   hints.ai_socktype = SOCK_STREAM;
   e = getaddrinfo(host, NULL, &hints, &list);
@@ -3681,8 +3698,8 @@ static cddp_result cddp__resolve(const char *host, int port, cddp__address *out,
       continue;
     }
     cddp__address_set_port(&out[n], port);
-    for (j = 0; j < n && !cddp__address_same_host(&out[j], &out[n]); j++) continue;
-    if (j == n) n++;
+    for (j = 0; j < n && !cddp__address_same_host(&out[j], &out[n]); j++) {}
+    if (j == n) n++; /* a new one */
   }
   if (e == 0) freeaddrinfo(list);
   *count = n;
@@ -3914,6 +3931,8 @@ static cddp_result cddp__listen_any(int *fd, int *port) {
   return r;
 }
 
+enum { CDDP__READ, CDDP__WRITE };
+/* Reads or writes `size` bytes from offset `at` of a file on. */
 static cddp_result cddp__file_io(int fd, bool write, void *data, uint64_t size, uint64_t at) {
   char *p = (char *)data;
   while (size > 0) {
@@ -3949,8 +3968,7 @@ static bool cddp__file_has_name(int fd, const char *path) {
    a secret, a queue of bytes to send, half-read frames, and poll(2) over many.
    Owns: of a cddp__connection the descriptor, both buffers and a half-read frame. The caller owns
    and locks the struct.
-   Entry points: cddp__connection_begin, _challenge, _progress, _post, _receive, _exchange, _end and
-   _close; cddp__connections_poll.
+   Entry points: all functions of the room, except cddp__connection_sendmsg and _recvmsg.
    States:
      NEW       connect(2) has not ended; of a link: its hello is not sent, or not received
      PROVING   both ends prove that they know the secret (CHALLENGE in >>bytes)
@@ -4158,49 +4176,72 @@ static cddp_result cddp__connection_challenge(cddp__connection *c, const char *s
   return r;
 }
 
-/* One sendmsg or recvmsg. On a Unix socket up to two descriptors travel with the bytes: those of
-   `pass` that are not -1. Received ones replace those in `fds`. */
-static ssize_t cddp__connection_call(cddp__connection *c, struct iovec *io, size_t count,
-                                     bool out) {
-  union {
-    struct cmsghdr head;
-    char space[CMSG_SPACE(2 * sizeof(int))];
-  } control;
-  size_t fds = 2; /* to receive */
+/* A message with space for two descriptors, which travel with the bytes on a Unix socket. */
+typedef struct cddp__socket_message {
   struct msghdr m;
+  size_t control[CMSG_SPACE(2 * sizeof(int)) / sizeof(size_t) + 1]; /* aligned for a cmsghdr */
+} cddp__socket_message;
+
+static void cddp__socket_message_init(cddp__socket_message *message, struct iovec *io, size_t count,
+                                      size_t control_bytes) {
+  memset(&message->m, 0, sizeof message->m);
+  message->m.msg_iov = io;
+  message->m.msg_iovlen = count;
+  if (control_bytes == 0) return;
+  memset(message->control, 0, sizeof message->control);
+  message->m.msg_control = message->control;
+  message->m.msg_controllen = (socklen_t)control_bytes; /* musl's type */
+}
+
+/* The result n of sendmsg or recvmsg. Ends the connection if the call has failed or the peer has
+   closed. */
+static ssize_t cddp__connection_result(cddp__connection *c, ssize_t n) {
+  if (n == 0) cddp__connection_end(c, 0);
+  if (n < 0 && errno != EAGAIN) cddp__connection_end(c, errno);
+  return n;
+}
+
+/* One sendmsg, with the descriptors of `pass` that are not -1. None travels with bytes of the
+   proof: the peer need not know the secret. */
+static ssize_t cddp__connection_sendmsg(cddp__connection *c, struct iovec *io, size_t count) {
+  size_t fds = c->pass[1] >= 0 ? 2 : c->pass[0] >= 0;
+  cddp__socket_message message;
+  struct cmsghdr *head;
   ssize_t n;
-  if (out) /* none with bytes of the proof: the peer need not know the secret */
-    fds = c->state != CDDP__CONNECTION_UP ? 0 : c->pass[1] >= 0 ? 2 : c->pass[0] >= 0;
-  memset(&m, 0, sizeof m);
-  m.msg_iov = io;
-  m.msg_iovlen = count;
-  if (c->local && fds > 0) {
-    memset(&control, 0, sizeof control);
-    m.msg_control = control.space;
-    m.msg_controllen = CMSG_SPACE(fds * sizeof(int));
-    control.head.cmsg_level = SOL_SOCKET;
-    control.head.cmsg_type = SCM_RIGHTS;
-    control.head.cmsg_len = CMSG_LEN(fds * sizeof(int));
-    if (out) memcpy(CMSG_DATA(&control.head), c->pass, fds * sizeof(int));
+  if (!c->local || c->state != CDDP__CONNECTION_UP) fds = 0;
+  cddp__socket_message_init(&message, io, count, fds > 0 ? CMSG_SPACE(fds * sizeof(int)) : 0);
+  if (fds > 0) {
+    head = CMSG_FIRSTHDR(&message.m);
+    head->cmsg_level = SOL_SOCKET;
+    head->cmsg_type = SCM_RIGHTS;
+    head->cmsg_len = (socklen_t)CMSG_LEN(fds * sizeof(int));
+    memcpy(CMSG_DATA(head), c->pass, fds * sizeof(int));
   }
-  do
-    n = out ? sendmsg(c->fd, &m, MSG_NOSIGNAL | MSG_DONTWAIT)
-            : recvmsg(c->fd, &m, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
+  do n = sendmsg(c->fd, &message.m, MSG_NOSIGNAL | MSG_DONTWAIT);
   while (n < 0 && errno == EINTR);
-  if (n < 0 && errno == EAGAIN) return n;
-  if (n <= 0) cddp__connection_end(c, n == 0 ? 0 : errno);
-  if (n <= 0 || !c->local) return n;
-  if (out) {
-    if (fds > 0) c->pass[0] = c->pass[1] = -1;
-  } else if (m.msg_controllen >= CMSG_LEN(sizeof(int)) && control.head.cmsg_type == SCM_RIGHTS) {
-    fds = cddp__min((control.head.cmsg_len - CMSG_LEN(0)) / sizeof(int), 2);
+  if (n > 0 && fds > 0) c->pass[0] = c->pass[1] = -1;
+  return cddp__connection_result(c, n);
+}
+
+/* One recvmsg. Received descriptors replace those in `fds`. */
+static ssize_t cddp__connection_recvmsg(cddp__connection *c, struct iovec *io, size_t count) {
+  cddp__socket_message message;
+  struct cmsghdr *head;
+  ssize_t n;
+  size_t fds;
+  cddp__socket_message_init(&message, io, count, c->local ? CMSG_SPACE(2 * sizeof(int)) : 0);
+  do n = recvmsg(c->fd, &message.m, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
+  while (n < 0 && errno == EINTR);
+  head = n > 0 && c->local ? CMSG_FIRSTHDR(&message.m) : NULL;
+  if (head != NULL && head->cmsg_type == SCM_RIGHTS && head->cmsg_len >= CMSG_LEN(sizeof(int))) {
+    fds = cddp__min((head->cmsg_len - CMSG_LEN(0)) / sizeof(int), 2);
     cddp__close_fd(&c->fds[0]);
     cddp__close_fd(&c->fds[1]);
-    memcpy(c->fds, CMSG_DATA(&control.head), fds * sizeof(int));
+    memcpy(c->fds, CMSG_DATA(head), fds * sizeof(int));
     c->fds[0] = cddp__above_stdio(c->fds[0]);
     c->fds[1] = cddp__above_stdio(c->fds[1]);
   }
-  return n;
+  return cddp__connection_result(c, n);
 }
 
 /* Receives once into `in`, with space for `most` bytes or more. Returns 1 if bytes have arrived, 0
@@ -4215,7 +4256,7 @@ static int cddp__connection_fill(cddp__connection *c, size_t most) {
   }
   io.iov_base = c->in.data + c->in.end;
   io.iov_len = cddp__min(c->in.capacity - c->in.end, 1u << 20);
-  n = cddp__connection_call(c, &io, 1, false);
+  n = cddp__connection_recvmsg(c, &io, 1);
   if (n > 0) c->in.end += (size_t)n;
   return n > 0 ? 1 : c->state == CDDP__CONNECTION_ENDED ? -1 : 0;
 }
@@ -4228,41 +4269,69 @@ static int cddp__connection_fill(cddp__connection *c, size_t most) {
    window holds few packets more than it has measured. */
 #define CDDP__SEND_BYTES (2 * CDDP__PART_BYTES)
 
-/* Sends or receives the rest of a frame: its head (NULL: none) and `size` bytes at data, of which
-   *done are done; at most `most` bytes. Returns 1 if the frame is complete, 0 if not yet, -1 if the
-   connection has ended. Reads ahead into `in`: a short frame, or a piece and the head of the next
-   one, takes one system call. */
-static int cddp__connection_io(cddp__connection *c, const cddp__frame_head *head, const void *data,
-                               size_t size, size_t *done, size_t most, bool out) {
+/* Sends the rest of a frame: its head (NULL: none) and `size` bytes at data, of which *sent are
+   sent; at most `most` bytes. Returns 1 if the frame is complete, 0 if not yet, -1 if the
+   connection has ended. */
+static int cddp__connection_send(cddp__connection *c, const cddp__frame_head *head,
+                                 const void *data, size_t size, size_t *sent, size_t most) {
   size_t before = head != NULL ? sizeof *head : 0, end = before + size;
-  size_t stop = most < end - *done ? *done + most : end;
-  while (*done < stop) {
-    bool first = *done < before;
-    uintptr_t at = first ? (uintptr_t)head + *done : (uintptr_t)data + (*done - before);
-    size_t left = (first ? before : stop) - *done;
-    size_t have = out ? 0 : cddp__min(left, cddp__buffer_size(&c->in));
+  size_t stop = most < end - *sent ? *sent + most : end;
+  while (*sent < stop) {
+    bool in_head = *sent < before;
+    struct iovec io[2]; /* the head's rest, or the body's; behind a head the body */
+    ssize_t n;
+    io[0].iov_base = in_head ? (char *)(uintptr_t)head + *sent
+                             : (char *)(uintptr_t)data + (*sent - before);
+    io[0].iov_len = cddp__min((in_head ? before : stop) - *sent, CDDP__SEND_BYTES);
+    io[1].iov_base = (char *)(uintptr_t)data;
+    io[1].iov_len = in_head ? cddp__min(stop, CDDP__SEND_BYTES) - before : 0;
+    n = cddp__connection_sendmsg(c, io, 2);
+    if (n <= 0) return c->state == CDDP__CONNECTION_ENDED ? -1 : 0;
+    *sent += (size_t)n;
+  }
+  return stop == end;
+}
+
+/* Reads the rest of a frame, first from `in`: like cddp__connection_send. Reads ahead into `in`: a
+   short frame, or a piece and the head of the next one, takes one system call. */
+static int cddp__connection_read(cddp__connection *c, cddp__frame_head *head, void *data,
+                                 size_t size, size_t *got, size_t most) {
+  size_t before = head != NULL ? sizeof *head : 0, end = before + size;
+  size_t stop = most < end - *got ? *got + most : end;
+  while (*got < stop) {
+    bool in_head = *got < before;
+    char *at = in_head ? (char *)head + *got : (char *)data + (*got - before);
+    size_t left = (in_head ? before : stop) - *got;
+    size_t have = cddp__min(left, cddp__buffer_size(&c->in));
     struct iovec io[2];
     ssize_t n;
     if (have > 0) {
-      memcpy((char *)at, c->in.data + c->in.start, have);
+      memcpy(at, c->in.data + c->in.start, have);
       c->in.start += have;
-      *done += have;
+      *got += have;
       continue;
     }
-    io[0].iov_base = (char *)at; /* sendmsg only reads it */
-    io[0].iov_len = out ? cddp__min(left, CDDP__SEND_BYTES) : left;
-    io[1].iov_base = out ? (char *)(uintptr_t)data : (char *)c->in.data;
-    io[1].iov_len = !out ? c->in.capacity : first ? cddp__min(stop, CDDP__SEND_BYTES) - before : 0;
-    n = cddp__connection_call(c, io, 2, out);
+    io[0].iov_base = at;
+    io[0].iov_len = left;
+    io[1].iov_base = c->in.data;
+    io[1].iov_len = c->in.capacity;
+    n = cddp__connection_recvmsg(c, io, 2);
     if (n <= 0) return c->state == CDDP__CONNECTION_ENDED ? -1 : 0;
-    if (!out && (size_t)n > left) {
+    if ((size_t)n > left) {
       c->in.start = 0;
       c->in.end = (size_t)n - left;
       n = (ssize_t)left;
     }
-    *done += (size_t)n;
+    *got += (size_t)n;
   }
   return stop == end;
+}
+
+/* One of both. */
+static int cddp__connection_io(cddp__connection *c, cddp__frame_head *head, void *data, size_t size,
+                               size_t *done, size_t most, bool sends) {
+  return sends ? cddp__connection_send(c, head, data, size, done, most)
+               : cddp__connection_read(c, head, data, size, done, most);
 }
 
 /* Continues the proof, and sends waiting bytes as far as the system accepts them. Returns whether
@@ -4273,8 +4342,8 @@ static bool cddp__connection_progress(cddp__connection *c) {
   while (c->state == CDDP__CONNECTION_PROVING) {
     cddp__span in = cddp__buffer_span(&c->in);
     if (challenge->out_size > 0) {
-      if (cddp__connection_io(c, NULL, challenge->out, challenge->out_size, &c->sent, SIZE_MAX,
-                              true) <= 0)
+      if (cddp__connection_send(c, NULL, challenge->out, challenge->out_size, &c->sent, SIZE_MAX) <=
+          0)
         break;
       challenge->out_size = c->sent = 0;
     } else if (challenge->state == CDDP__CHALLENGE_PROVEN) {
@@ -4289,7 +4358,7 @@ static bool cddp__connection_progress(cddp__connection *c) {
   }
   if (c->state != CDDP__CONNECTION_UP) return false;
   if (cddp__buffer_size(b) > 0 && c->sent == 0) { /* else a frame from other memory comes first */
-    (void)cddp__connection_io(c, NULL, b->data, b->end, &b->start, SIZE_MAX, true);
+    (void)cddp__connection_send(c, NULL, b->data, b->end, &b->start, SIZE_MAX);
     if (cddp__buffer_size(b) == 0) cddp__buffer_clear(b, CDDP__BUFFER_KEEP);
   }
   return c->state == CDDP__CONNECTION_UP;
@@ -4319,6 +4388,7 @@ static bool cddp__connection_is_idle(const cddp__connection *c) {
   return c->state == CDDP__CONNECTION_UP && c->sent == 0 && cddp__buffer_size(&c->out) == 0;
 }
 
+enum { CDDP__BYE_ORDERLY, CDDP__BYE_BROKEN };
 /* Sends BYE, unless a frame is partly sent. It is too short to be sent in part. */
 static void cddp__connection_say_bye(cddp__connection *c, bool broken) {
   cddp__frame_head bye = cddp__frame_head_of(CDDP__FRAME_BYE, broken, CDDP_U8, 0, 0);
@@ -4331,13 +4401,13 @@ static void cddp__connection_say_bye(cddp__connection *c, bool broken) {
 static bool cddp__connection_peek(cddp__connection *c) {
   if (c->message != NULL) return false;
   return c->got >= sizeof c->in_head ||
-         cddp__connection_io(c, &c->in_head, NULL, 0, &c->got, SIZE_MAX, false) > 0;
+         cddp__connection_read(c, &c->in_head, NULL, 0, &c->got, SIZE_MAX) > 0;
 }
 
 /* Returns the next complete frame, of at most `most` bytes, which the caller frees. NULL: none yet,
    or the connection has ended, or the next frame is a piece, whose head is in in_head. */
 static cddp__message *cddp__connection_receive(cddp__connection *c, size_t most) {
-  const cddp__frame_head *head = &c->in_head;
+  cddp__frame_head *head = &c->in_head;
   cddp__message *m;
   if (c->message == NULL) {
     size_t esize;
@@ -4366,8 +4436,8 @@ static cddp__message *cddp__connection_receive(cddp__connection *c, size_t most)
     c->message->head = *head;
   }
   m = c->message;
-  if (cddp__connection_io(c, head, c->into != NULL ? c->into->call.recv : (void *)(m + 1),
-                          head->size, &c->got, SIZE_MAX, false) <= 0)
+  if (cddp__connection_read(c, head, c->into != NULL ? c->into->call.recv : (void *)(m + 1),
+                            head->size, &c->got, SIZE_MAX) <= 0)
     return NULL;
   c->got = 0;
   c->message = NULL;
@@ -4444,7 +4514,8 @@ static bool cddp__has_spare_fd(int fd) {
 /* >>store --------------------------------------------------------------------------------------
    Job: a key-value store, client and server, for torchrun's rendezvous and for user programs.
    Owns: a server's thread, map and clients; a store's connection and file. Touches no group.
-   Entry points: cddp__store_open, cddp__store_close, cddp__store_run, cddp__store_wait.
+   Entry points: cddp__store_open, _close, _run and _wait; for >>rendezvous cddp__store_new, _free
+   and _open_client, cddp__fail_connect, cddp__fail_refused, and functions of addresses and files.
    How it works:
      1. The protocol is that of c10d's TCPStore in PyTorch 2.2 and later. tcp://, unix:// and
         file:// differ only in how a client finds the server.
@@ -4506,7 +4577,7 @@ static const struct cddp__command {
 /* A client's first bytes: VALIDATE, and a CHECK, whose answer shows that the server is a store. Its
    key is a line of text, which a web server answers too. */
 #define CDDP__VALIDATE_SIZE 5
-static const char cddp__greeting[] = "\0\xce\xf7\x85\x3c"
+static const char cddp__greeting[] = "\0\xce\xf7\x85\x3c" /* c10d's magic number */
                                      "\5\1\0\0\0\0\0\0\0\4\0\0\0\0\0\0\0\r\n\r\n";
 
 /* The string at *p in a complete command; moves *p behind it. */
@@ -4620,11 +4691,14 @@ static bool cddp__map_drop(cddp__server *server, cddp__entry **link) {
   return true;
 }
 
+enum cddp__put { CDDP__PUT_SETS, CDDP__PUT_APPENDS };
 /* Sets the key's value or appends to it. Returns false, and changes nothing, if memory is exhausted
    or the value would be too long. */
-static bool cddp__map_put(cddp__server *server, cddp__span key, cddp__span value, bool append) {
+static bool cddp__map_put(cddp__server *server, cddp__span key, cddp__span value,
+                          enum cddp__put how) {
   cddp__entry **link = cddp__map_link(server, key), *e = *link;
-  size_t old = e != NULL ? e->value.end : 0, size = (append ? old : 0) + value.size;
+  size_t old = e != NULL ? e->value.end : 0;
+  size_t size = (how == CDDP__PUT_APPENDS ? old : 0) + value.size;
   size_t had = e != NULL ? e->value.capacity : 0;
   bool fresh = e == NULL;
   CDDP_ASSERT(had == 0 || value.data < e->value.data || value.data >= e->value.data + had);
@@ -4664,7 +4738,7 @@ static bool cddp__map_add(cddp__server *server, cddp__span key, uint64_t amount,
   *total = (uint64_t)strtoll(text, &end, 10) + amount;
   if (errno != 0 || end != text + size) return false;
   snprintf(text, sizeof text, "%" PRId64, (int64_t)*total);
-  return cddp__map_put(server, key, cddp__span_of(text, strlen(text)), false);
+  return cddp__map_put(server, key, cddp__span_of(text, strlen(text)), CDDP__PUT_SETS);
 }
 
 enum cddp__command_result { CDDP__COMMAND_FAILED, CDDP__COMMAND_DONE, CDDP__COMMAND_WAITS };
@@ -4687,7 +4761,8 @@ static int cddp__server_execute(cddp__server *server, cddp__parser *parser,
   case CDDP__STORE_APPEND:
     while (ok && p < end) {
       key = cddp__parse_string(&p);
-      ok = cddp__map_put(server, key, cddp__parse_string(&p), parser->code == CDDP__STORE_APPEND);
+      ok = cddp__map_put(server, key, cddp__parse_string(&p),
+                         parser->code == CDDP__STORE_APPEND ? CDDP__PUT_APPENDS : CDDP__PUT_SETS);
     }
     break;
   case CDDP__STORE_GET:
@@ -4703,7 +4778,7 @@ static int cddp__server_execute(cddp__server *server, cddp__parser *parser,
     desired = cddp__parse_string(&p);
     found = cddp__map_get(server, key, &value);
     swap = cddp__span_equal(value, expected);
-    ok = !swap || cddp__map_put(server, key, desired, false);
+    ok = !swap || cddp__map_put(server, key, desired, CDDP__PUT_SETS);
     cddp__buffer_add_string(out, swap ? desired : found ? value : expected);
     break;
   case CDDP__STORE_ADD:
@@ -4768,10 +4843,14 @@ static bool cddp__server_watch_fd(const cddp__server *server, int fd, int how, u
   return epoll_ctl(server->epoll, how, fd, &event) == 0;
 }
 
+static void cddp__client_set_blocked(cddp__server *server, cddp__client *client, bool blocked) {
+  server->blocked += blocked - client->blocked;
+  client->blocked = blocked;
+}
+
 /* cddp__server_settle frees the client. */
 static void cddp__client_close(cddp__server *server, cddp__client *client) {
-  server->blocked -= client->blocked;
-  client->blocked = false;
+  cddp__client_set_blocked(server, client, false);
   server->unsettled = true;
   if (client->c.fd >= 0) { /* a forked child can have a copy, which close would leave connected */
     cddp__server_watch_fd(server, client->c.fd, EPOLL_CTL_DEL, 0, 0);
@@ -4780,11 +4859,9 @@ static void cddp__client_close(cddp__server *server, cddp__client *client) {
   cddp__connection_close(&client->c);
 }
 
-/* Notes that the command at the head of the input waits, or removes the finished command. */
-static void cddp__client_advance(cddp__server *server, cddp__client *client, bool blocked) {
-  server->blocked += blocked - client->blocked;
-  client->blocked = blocked;
-  if (blocked) return;
+/* Removes the finished command at the head of the input. */
+static void cddp__client_advance(cddp__server *server, cddp__client *client) {
+  cddp__client_set_blocked(server, client, false);
   client->c.in.start += client->parser.scanned;
   memset(&client->parser, 0, sizeof client->parser);
 }
@@ -4799,7 +4876,8 @@ static void cddp__client_execute(cddp__server *server, cddp__client *client) {
   }
   client->greeted = true;
   c->deadline = cddp__now() + CDDP__COMMAND_S;
-  cddp__client_advance(server, client, ran == CDDP__COMMAND_WAITS);
+  if (ran == CDDP__COMMAND_WAITS) cddp__client_set_blocked(server, client, true);
+  else cddp__client_advance(server, client);
 }
 
 /* Handles the challenge, then one command. Returns false if more input is needed. During a WAIT
@@ -4811,16 +4889,14 @@ static bool cddp__client_step(cddp__server *server, cddp__client *client) {
   cddp__span in;
   int found;
   if (c->state == CDDP__CONNECTION_PROVING) (void)cddp__connection_progress(c);
-  if (c->state == CDDP__CONNECTION_ENDED) {
-    cddp__client_close(server, client);
-  }
+  if (c->state == CDDP__CONNECTION_ENDED) cddp__client_close(server, client);
   in = cddp__buffer_span(&c->in);
   if (in.size == 0 || c->state != CDDP__CONNECTION_UP) return false;
   if (client->blocked) {
     if (in.size == client->parser.scanned ||
         in.data[client->parser.scanned] != CDDP__STORE_CANCEL_WAIT)
       return false;
-    cddp__client_advance(server, client, false);
+    cddp__client_advance(server, client);
     return true;
   }
   found = cddp__parser_scan(&client->parser, in.data, in.size);
@@ -4967,13 +5043,13 @@ static void cddp__server_accept(cddp__server *server, int listener) {
   }
 }
 
-static void *cddp__server_main(void *arg) {
+static void *cddp__server_main(void *arg) { /* on the server's thread, until `ended` */
   cddp__server *server = (cddp__server *)arg;
   struct epoll_event events[64];
   for (;;) {
     double start = cddp__now();
-    int i, ms = server->clients != NULL ? CDDP__SERVER_CHECK_MS : 1000,
-           n = epoll_wait(server->epoll, events, 64, ms);
+    int i, n, ms = server->clients != NULL ? CDDP__SERVER_CHECK_MS : 1000;
+    n = epoll_wait(server->epoll, events, 64, ms);
     cddp__note_sleep(start, 1e-3 * ms);
     if ((n < 0 && errno != EINTR) || cddp__load32(&server->ended) != 0) return NULL;
     for (i = 0; i < n; i++) {
@@ -5217,10 +5293,12 @@ static cddp_result cddp__store_run(cddp_store *store, cddp__request *request, do
   pthread_mutex_lock(&store->lock);
   if (deadline <= 0) deadline = cddp__now() + store->timeout_s;
   if (c->fd < 0) r = cddp__store_try_addresses(store, deadline);
-  if (r == CDDP_OK && (r = cddp__store_exchange(store, request, deadline)) == CDDP_NETWORK &&
-      request->code == CDDP__STORE_ADD)
-    cddp__fail_in(r, "add to '%s' (is its value a decimal number?): ",
-                  cddp__cut(request->keys[0], 64).s);
+  if (r == CDDP_OK) {
+    r = cddp__store_exchange(store, request, deadline);
+    if (r == CDDP_NETWORK && request->code == CDDP__STORE_ADD)
+      cddp__fail_in(r, "add to '%s' (is its value a decimal number?): ",
+                    cddp__cut(request->keys[0], 64).s);
+  }
   if (r != CDDP_OK) {
     cddp__connection_close(c);
     r = cddp__store_error(store, r);
@@ -5296,7 +5374,7 @@ static cddp_result cddp__listen_at(cddp__address *address, int count, int listen
   return CDDP_OK;
 }
 
-/* Starts a server on store->addresses, or on the options' socket. */
+/* Starts a server on store->addresses. */
 static cddp_result cddp__server_start(cddp_store *store) {
   cddp__server *server = (cddp__server *)cddp__calloc(&store->allocator, 1, sizeof *server);
   cddp_result r = CDDP_OK;
@@ -5313,7 +5391,8 @@ static cddp_result cddp__server_start(cddp_store *store) {
   for (i = 0; i < server->fd_count && r == CDDP_OK; i++)
     if (!cddp__server_watch_fd(server, server->fds[i], EPOLL_CTL_ADD, EPOLLIN, (uint64_t)i))
       r = cddp__fail_errno("epoll");
-  if (r == CDDP_OK) r = cddp__thread_start(&server->thread, cddp__server_main, server, true);
+  if (r == CDDP_OK)
+    r = cddp__thread_start(&server->thread, cddp__server_main, server, CDDP__THREAD_OF_CDDP);
   if (r != CDDP_OK) cddp__server_free(server);
   if (r == CDDP_OK) store->server = server;
   store->server_pid = getpid();
@@ -5394,7 +5473,7 @@ static cddp_result cddp__file_store_read(int fd, cddp__file_store_record *record
   if (why != NULL)
     return cddp__fail(CDDP_IO, "the file %s, so it is not trusted; choose another path", why);
   n = cddp__min((size_t)st.st_size, sizeof *record);
-  if (cddp__file_io(fd, false, record, n, 0) != CDDP_OK) return CDDP_NETWORK; /* try again */
+  if (cddp__file_io(fd, CDDP__READ, record, n, 0) != CDDP_OK) return CDDP_NETWORK; /* try again */
   if (memcmp(record->magic, CDDP__FILE_MAGIC, cddp__min(n, sizeof record->magic)) != 0)
     return cddp__fail(CDDP_IO,
                       "the file exists and is not a store of this version of cddp; it was not "
@@ -5409,8 +5488,8 @@ static void cddp__file_store_prove(cddp_store *store, const char *key) {
   store->proof[32] = ' ';
 }
 
-/* Begins the record of a server: its key, and the addresses where it must listen. For this host
-   that is a Unix socket; for other hosts (reachable) a port that the system chooses. */
+/* Begins the record of a server: its key, and the addresses where it must listen: for this host a
+   Unix socket; if it must be `reachable` for other hosts, also a port that the system chooses. */
 static cddp_result cddp__file_record_new(cddp__file_store_record *record, bool reachable) {
   uint64_t word[4];
   cddp_result r = cddp__random(word, sizeof word);
@@ -5428,13 +5507,14 @@ static cddp_result cddp__file_record_new(cddp__file_store_record *record, bool r
 /* Writes the record to the locked file: clients can connect. */
 static cddp_result cddp__file_record_write(int file, cddp__file_store_record *record) {
   if (ftruncate(file, 0) != 0) return cddp__fail(CDDP_IO, "ftruncate: %s", strerror(errno));
-  return cddp__file_io(file, true, record, sizeof *record, 0);
+  return cddp__file_io(file, CDDP__WRITE, record, sizeof *record, 0);
 }
 
 /* Makes this process, which has locked the file, the server. */
 static cddp_result cddp__file_store_serve(cddp_store *store) {
   cddp__file_store_record record;
-  cddp_result r = cddp__file_record_new(&record, true);
+  bool reachable = true;
+  cddp_result r = cddp__file_record_new(&record, reachable);
   store->address_count = (int)record.count;
   memcpy(store->addresses, record.addresses, sizeof store->addresses);
   cddp__file_store_prove(store, record.key);
@@ -5560,11 +5640,12 @@ static cddp_result cddp__store_connect(cddp_store *store, const cddp__store_opti
   uint64_t number = cddp__hash64((uint64_t)getpid(), &begin, sizeof begin) % 1024;
   double jitter = 0.5 + (double)number / 1024; /* ranks do not retry in step */
   cddp_result r;
-  /* file://: until it serves itself, the process looks into the file for a server. */
-  while ((r = store->scheme == CDDP__URL_FILE && store->file < 0
-                  ? cddp__file_store_try(store, options)
-                  : cddp__store_try_addresses(store, options->deadline)) == CDDP_NETWORK &&
-         cddp__now() < options->deadline) {
+  for (;;) {
+    if (store->scheme == CDDP__URL_FILE && store->file < 0)
+      r = cddp__file_store_try(store, options); /* the file tells where the server is */
+    else
+      r = cddp__store_try_addresses(store, options->deadline);
+    if (r != CDDP_NETWORK || cddp__now() >= options->deadline) break;
     cddp__sleep(cddp__earlier_deadline(pause * jitter, options->deadline) - cddp__now());
     pause = pause < 0.125 ? pause * 2 : 0.25;
   }
@@ -5620,7 +5701,8 @@ static cddp_result cddp__store_open(cddp_store **out, cddp__store_options *optio
    Job: the launch configuration (rank, world size, address of rank 0) from the caller's desc and
    the environment.
    Owns: the flag that CDDP_LISTEN_FD was used. Touches: the environment, /proc.
-   Entry points: cddp__discover; cddp__env, cddp__env_ranks and cddp__one_host for other rooms.
+   Entry points: cddp__discover, _discover_timeout; cddp__env, _env_int, _env_ranks, _one_host and
+   _backend_name.
    How it works:
      1. A table lists the variables of each launcher. The first launcher that has set both a rank
         and a size counts.
@@ -5721,8 +5803,17 @@ static const cddp__launcher cddp__launchers[] = {
      {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS"},
      "--export=ALL,MASTER_ADDR=HOST",
      {"SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"}}};
-enum { CDDP__LAUNCHER_SCRIPT, CDDP__LAUNCHER_OPENMPI, CDDP__LAUNCHER_HYDRA, CDDP__LAUNCHER_FLUX };
-enum { CDDP__LAUNCHER_PALS = 6, CDDP__LAUNCHER_SLURM, CDDP__LAUNCHER_COUNT };
+enum { /* indices of cddp__launchers, as far as the code needs them */
+  CDDP__LAUNCHER_SCRIPT,
+  CDDP__LAUNCHER_OPENMPI,
+  CDDP__LAUNCHER_HYDRA,
+  CDDP__LAUNCHER_FLUX,
+  CDDP__LAUNCHER_PALS = 6,
+  CDDP__LAUNCHER_SLURM,
+  CDDP__LAUNCHER_COUNT
+};
+CDDP__STATIC_ASSERT(sizeof cddp__launchers / sizeof *cddp__launchers == CDDP__LAUNCHER_COUNT,
+                    "the order of CDDP__LAUNCHER_*");
 
 /* Whether this process was started from the shell of an srun --pty, which gives task 0 a terminal.
    It inherits the task's variables but is not a task. A command of the shell has its own process
@@ -8218,9 +8309,15 @@ static bool cddp__has_announced(const cddp_group *g, int rank) {
    how it has ended, where it waits, whether two ranks wait for each other.
    Owns: in the control block `broken` and `cause`; in a slot state, inside, failure, site and wait;
    in the group `failed`. Lock: fail_lock. Calls other hosts through >>hooks.
-   Entry points: cddp__break; cddp__check_group; cddp__check_peers and cddp__report_lost for ranks
-   that have ended, cddp__break_late for late ones; cddp__begin_access and _end_access around
-   accesses to peers' memory; cddp__describe_* and cddp__name_rank for error texts.
+   Entry points:
+     a failure       cddp__break, _break_here, _publish_failure and _announce_failure, _wake_all
+     known failures  cddp__check_group, _check_failure, _is_broken; cddp__cause: _set, _has, _check
+     ended ranks     cddp__check_peers, _rank_gone, _rank_left, _remote_gone, _process_gone,
+                     _report_lost, _exit_status, _boot_ticks
+     late ranks      cddp__break_late; cddp__publish_wait, _clear_wait, _check_deadlock
+     peers' memory   cddp__begin_access, _end_access
+     threads         cddp__note_thread, _mark_multithreaded
+     texts           cddp__describe_*, _name_rank, _list_ranks, _copy_text, _job_rank
    How it works:
      1. The first rank to notice a failure writes its text into its own slot, and swaps result and
         slot number into block->broken, if that is 0. From then on every call of every rank returns
@@ -8299,7 +8396,9 @@ static bool cddp__publish_failure(cddp_group *g, cddp_result r) {
   return first;
 }
 
-/* notify_hosts: the other hosts do not notice the published failure themselves. */
+/* Whether the other hosts need a notice: of `bool notify_hosts`. */
+enum { CDDP__HOSTS_KNOW, CDDP__NOTIFY_HOSTS };
+
 static void cddp__announce_failure(cddp_group *g, bool notify_hosts) {
   cddp__wake_all(g);
   if (notify_hosts && g->hosts != NULL)
@@ -8321,11 +8420,11 @@ static cddp_result cddp__break_here(cddp_group *g, cddp_result r, bool notify_ho
 static cddp_result cddp__break(cddp_group *g, cddp_result r) {
   char text[CDDP__ERROR_MAX];
   if (!g->elastic || (r != CDDP_OUT_OF_MEMORY && r != CDDP_SYSTEM && r != CDDP_CUDA))
-    return cddp__break_here(g, r, true);
+    return cddp__break_here(g, r, CDDP__NOTIFY_HOSTS);
   memcpy(text, cddp__error_text, sizeof text);
   cddp__fail(CDDP_PEER_LOST, "rank %d of the group (pid %d on %s) has failed: %.320s", g->rank,
              (int)getpid(), g->host->name, text);
-  (void)cddp__break_here(g, CDDP_PEER_LOST, true);
+  (void)cddp__break_here(g, CDDP_PEER_LOST, CDDP__NOTIFY_HOSTS);
   return cddp__fail(r, "%s", text);
 }
 
@@ -8409,7 +8508,8 @@ static bool cddp__remote_gone(const cddp_group *g, int rank) {
          cddp__now() >= peer->lost_at + (brief ? CDDP__REMOTE_CAUSE_S : CDDP__REMOTE_CAUSE_LONG_S);
 }
 
-/* Returns whether a rank takes part in no further call: it has left the group, or has ended. */
+/* Returns whether a rank takes part in no further call: it has left the group (cddp__rank_left), or
+   has ended. */
 static bool cddp__rank_gone(const cddp_group *g, int rank) {
   uint32_t state = cddp__load32(&cddp__slot_of(g, rank)->state);
   if (g->members[rank] < 0) return cddp__remote_gone(g, rank);
@@ -8460,7 +8560,7 @@ static cddp__text cddp__name_rank(const cddp_group *g, int rank) {
                      net != NULL ? net->hosts[entry->host].name : g->host->name);
 }
 
-/* Returns whether a rank has left the group in good order (cddp_destroy). Then it is gone, too. */
+/* Returns whether a rank has left the group in good order (cddp_destroy). */
 static bool cddp__rank_left(const cddp_group *g, int rank) {
   if (g->members[rank] < 0) return g->hosts->peers[rank].error == CDDP__LEFT;
   return cddp__load32(&cddp__slot_of(g, rank)->state) == CDDP__SLOT_LEFT;
@@ -8487,6 +8587,7 @@ static cddp__text cddp__describe_remote_end(const cddp_group *g, int rank) {
                                           "packets: lower the MTU of the hosts' interfaces");
 }
 
+/* How a rank that is gone ended: "exited with code 1". */
 static cddp__text cddp__describe_end(const cddp_group *g, int rank) {
   cddp__host *host = g->host;
   int status, at = g->members[rank];
@@ -8628,6 +8729,7 @@ static void cddp__copy_text(char *to, const char *from, size_t n) {
   }
 }
 
+/* A rank's number in the job. */
 static int cddp__job_rank(const cddp_group *g, int rank) {
   return g->world != NULL ? g->world[rank] : g->members[rank];
 }
@@ -8710,9 +8812,9 @@ static cddp_result cddp__break_deadlock(cddp_group *g, cddp_group *in, int p) {
   first = cddp__publish_failure(in, r);
   if (cddp__publish_failure(g, r)) {
     cddp__log(&g->host->logger, 0, "%s", cddp__failure_text(g));
-    cddp__announce_failure(g, true);
+    cddp__announce_failure(g, CDDP__NOTIFY_HOSTS);
   }
-  if (first) cddp__announce_failure(in, true);
+  if (first) cddp__announce_failure(in, CDDP__NOTIFY_HOSTS);
   return cddp__check_failure(g);
 }
 
@@ -8832,16 +8934,21 @@ static cddp_result cddp__break_late(cddp_group *g, int late) {
 
 /* >>round -----------------------------------------------------------------------------------------
    Job: let the ranks of a group announce their calls to each other, compare them, and wait.
-   Owns: in the control block the headers, arrivals, release and sleepers; in the group round, spin
-   and yields. Calls other hosts, and serves receives, through >>hooks.
-   Entry points: cddp__round and cddp__round_of; cddp__wait_tick and cddp__wait_sleep.
+   Owns: in the control block the headers, arrivals, release and sleepers; in the group round and
+   oversubscribed. Sets spin and yields, as >>work does for its thread. Calls other hosts, and
+   serves receives, through >>hooks. Locks: cddp__served_lock; p2p.lock by trylock.
+   Entry points: rounds: cddp__round, _round_of, _host_round and _run_round; waits: cddp__wait_word,
+   _wait_tick, _wait_sleep and _notify, _spin_of, _set_wait_policy; groups that waiting threads
+   serve: cddp__serve_in_waits, _stop_serving; cddp__nothing_to_split and _nothing_to_leave.
    How it works:
      1. A rank writes its header (the call, its count, up to 40 bytes of payload), and then the
         round's number into the header's seq.
      2. The round is complete when all headers have its number. Each rank compares all headers, so
         ranks that made different calls all find out.
      3. There are two sets of headers and staging buffers, used alternately. A rank writes those of
-        round s + 2 only after every rank has announced s + 1, that is, has finished reading s.
+        round s + 2 only after every rank has announced s + 1, that is, has finished reading s. (The
+        rooms that run rounds write and read the staging buffers.) Round numbers can wrap around.
+     4. Each process notes how its right neighbour on the host, a ring, has ended: slot.ended.
    How ranks wait:
      1. With one core per rank, ranks poll the headers, then yield, then sleep on the seq of a
         header that is missing.
@@ -8895,8 +9002,8 @@ static void cddp__stop_serving(cddp_group *g) {
 
 /* --- waits for ranks --- */
 
-/* The work of every wait between two sleeps. Returns the group's failure. If w->due, the caller
-   checks whether the awaited rank has ended. If w->late, it fails with its own text. */
+/* The work of every wait between two sleeps. Returns the group's failure. If it sets w->due, the
+   caller checks whether the awaited rank has ended; if w->late, the caller fails with its text. */
 static cddp_result cddp__wait_tick(cddp_group *g, cddp__wait *w) {
   cddp__host *host = g->host;
   int next = (host->index + 1) % host->size, status;
@@ -8905,13 +9012,12 @@ static cddp_result cddp__wait_tick(cddp_group *g, cddp__wait *w) {
   cddp__wait_read_clock(w);
   if (cddp__serve_idle(g)) w->since = w->now; /* more messages are likely to follow */
   if (!w->due) return CDDP_OK;
-  cddp__join_serve(g->host, false);
-  /* Each process stores for all ranks how its right neighbour has ended: the system discards the
-     status once the parent has read it. */
+  cddp__join_serve(g->host, CDDP__JOIN_POLL);
+  /* The system discards the exit status once the parent has read it. */
   if (host->slots != NULL && host->first[next].pidfd >= 0 &&
       cddp__load32(&host->slots[next].ended) == 0 && cddp__process_gone(host, next) &&
       cddp__exit_status(host->first[next].pidfd, host->first[next].pid, &status))
-    cddp__store32(&host->slots[next].ended, 65536 + (uint32_t)status);
+    cddp__store32(&host->slots[next].ended, 1u << 16 | (uint32_t)status);
   return CDDP_OK;
 }
 
@@ -8928,8 +9034,9 @@ static void cddp__wait_sleep(cddp_group *g, cddp__wait *w, cddp__atomic_u32 *sle
   cddp__add32(sleepers, (uint32_t)-1);
 }
 
-/* Notifies a rank that a send or a message for it has changed, after a full fence by the caller. A
-   rank of a group on one host checks once more after it has set `waiting`. */
+/* Notifies a rank that a send or a message for it has changed, after a full fence by the caller. No
+   wake-up is lost on one host: the rank sets `waiting`, then looks for messages once more, then
+   sleeps. */
 static void cddp__notify(cddp_group *g, int rank) {
   cddp__slot *slot = cddp__slot_of(g, rank);
   if (CDDP__LIKELY(g->hosts == NULL && cddp__load32(&slot->waiting) == 0)) return;
@@ -8937,26 +9044,34 @@ static void cddp__notify(cddp_group *g, int rank) {
   if (cddp__load32(&slot->waiting) != 0) cddp__futex_wake(&slot->events);
 }
 
+/* Every 20 ms of a wait for a round: has a rank that the round needs ended? The first time this
+   rank's wait is published. From then on it checks whether a peer waits for this rank. */
+static cddp_result cddp__check_wait(cddp_group *g, bool *published) {
+  cddp_result r = cddp__check_peers(g);
+  if (r != CDDP_OK) return r;
+  if (*published) return cddp__check_deadlock(g);
+  *published = cddp__publish_wait(g, NULL);
+  return CDDP_OK;
+}
+
+/* Waits until *word == want, behind the polls of cddp__wait_word: yields, then sleeps. Between two
+   sleeps it looks for a failure, for ranks that have ended, and at the deadline. */
 static cddp_result cddp__wait_slow(cddp_group *g, cddp__atomic_u32 *word, uint32_t want) {
-  bool shown = false;
+  bool published = false;
   cddp_result r = CDDP_OK;
   cddp__wait w;
-  uint32_t v;
+  uint32_t seen;
   cddp__wait_begin(&w, g->timeout_s);
   w.yields = g->yields;
-  while (r == CDDP_OK && (v = cddp__load32(word)) != want) {
+  while (r == CDDP_OK && (seen = cddp__load32(word)) != want) {
     if (cddp__wait_yields(&w)) continue;
     CDDP__POINT("waits");
     r = cddp__wait_tick(g, &w);
-    if (r == CDDP_OK && w.due && cddp__load32(word) != want) {
-      r = cddp__check_peers(g);
-      if (r == CDDP_OK && shown) r = cddp__check_deadlock(g);
-      if (r == CDDP_OK && !shown) shown = cddp__publish_wait(g, NULL);
-    }
+    if (r == CDDP_OK && w.due && cddp__load32(word) != want) r = cddp__check_wait(g, &published);
     if (r == CDDP_OK && w.late && cddp__load32(word) != want) r = cddp__break_late(g, -1);
-    if (r == CDDP_OK) cddp__wait_sleep(g, &w, &g->block->sleepers, word, v);
+    if (r == CDDP_OK) cddp__wait_sleep(g, &w, &g->block->sleepers, word, seen);
   }
-  if (shown) cddp__clear_wait(g, r != CDDP_OK);
+  if (published) cddp__clear_wait(g, r != CDDP_OK);
   return r;
 }
 
@@ -9041,7 +9156,7 @@ static cddp_result cddp__compare_headers(cddp_group *g) {
   }
   if (different > 2)
     cddp__append(cddp__error_text, CDDP__ERROR_MAX, ", and %d more disagree", different - 2);
-  return cddp__break_here(g, CDDP_MISMATCH, false); /* other hosts compare the same headers */
+  return cddp__break_here(g, CDDP_MISMATCH, CDDP__HOSTS_KNOW); /* from the same headers */
 }
 
 /* --- rounds --- */
@@ -9079,22 +9194,24 @@ static cddp_result cddp__await_headers(cddp_group *g, const cddp__call *call, ui
   return CDDP__LIKELY(same) || !all ? CDDP_OK : cddp__compare_headers(g);
 }
 
+/* The ranks of a round. ALL: different calls are a CDDP_MISMATCH. HOST: those of this host, whose
+   calls were compared before. The other hosts make such a round too, at their own time, so round
+   numbers stay equal. */
+enum cddp__round_ranks { CDDP__ROUND_OF_HOST, CDDP__ROUND_OF_ALL };
+
 /* Announces the group's next round, and waits until the other ranks have announced it.
-     everywhere   true: all ranks take part, and different calls are a CDDP_MISMATCH; false: the
-                  ranks of this host. The other hosts make such a round too, at their own time:
-                  round numbers stay equal
-     payload      at most CDDP__PAYLOAD bytes; NULL: none, or the caller has already filled this
-                  rank's next header or staging buffer
+     payload   at most CDDP__PAYLOAD bytes; NULL: none, or the caller has already filled this rank's
+               next header or staging buffer
    Afterwards this rank can read the headers and staging buffers of these ranks, until it announces
    the next round but one. */
-CDDP__INLINED cddp_result cddp__run_round(cddp_group *g, bool everywhere, const cddp__call *call,
-                                          enum cddp__phase phase, const void *payload,
-                                          size_t bytes) {
+CDDP__INLINED cddp_result cddp__run_round(cddp_group *g, enum cddp__round_ranks ranks,
+                                          const cddp__call *call, enum cddp__phase phase,
+                                          const void *payload, size_t bytes) {
   cddp__op_header *mine = cddp__op_header_of(g, g->rank, g->round + 1);
-  bool all = everywhere || g->hosts == NULL;
-  bool adds = all && (call->kind >= CDDP__KIND_DDP_CREATE ||
-                      (cddp__shapes[call->kind].reduces && cddp__dtype_trains(call->dtype)));
-  uint32_t code = cddp__call_code(call, phase), fp_mode = adds ? cddp__fp_mode() : 0;
+  bool all = ranks == CDDP__ROUND_OF_ALL || g->hosts == NULL;
+  bool computes = all && (call->kind >= CDDP__KIND_DDP_CREATE || /* a model's call */
+                          (cddp__shapes[call->kind].reduces && cddp__dtype_trains(call->dtype)));
+  uint32_t code = cddp__call_code(call, phase), fp_mode = computes ? cddp__fp_mode() : 0;
   cddp_result r;
   CDDP_ASSERT(payload == NULL || bytes <= CDDP__PAYLOAD);
   CDDP__POINT("begin");
@@ -9121,10 +9238,10 @@ CDDP__INLINED cddp_result cddp__run_round(cddp_group *g, bool everywhere, const 
 
 static cddp_result cddp__round_of(cddp_group *g, const cddp__call *call, enum cddp__phase phase,
                                   const void *payload, size_t bytes) {
-  return cddp__run_round(g, true, call, phase, payload, bytes);
+  return cddp__run_round(g, CDDP__ROUND_OF_ALL, call, phase, payload, bytes);
 }
 
-/* Rounds that are no collective of the user, of all ranks and of this host's. */
+/* Rounds that are no collective of the user. */
 static cddp_result cddp__round(cddp_group *g, int kind, enum cddp__phase phase, uint64_t count,
                                const void *payload, size_t bytes) {
   cddp__call call = cddp__make_call(kind, NULL, NULL, (size_t)count, CDDP_F32, CDDP_SUM, -1);
@@ -9133,22 +9250,24 @@ static cddp_result cddp__round(cddp_group *g, int kind, enum cddp__phase phase, 
 static cddp_result cddp__host_round(cddp_group *g, int kind, enum cddp__phase phase,
                                     uint64_t count) {
   cddp__call call = cddp__make_call(kind, NULL, NULL, (size_t)count, CDDP_F32, CDDP_SUM, -1);
-  return cddp__run_round(g, false, &call, phase, NULL, 0);
+  return cddp__run_round(g, CDDP__ROUND_OF_HOST, &call, phase, NULL, 0);
 }
 
-/* Carriers without data of their own for a group: */
+/* The functions of a carrier that has no data of its own for a group. */
 static cddp_result cddp__nothing_to_split(const cddp_group *from, cddp_group *to, int color,
                                           int key) {
   return (void)from, (void)to, (void)color, (void)key, CDDP_OK;
 }
 static void cddp__nothing_to_leave(cddp_group *g) { (void)g; }
 
-/* Polls before a rank yields. */
+/* Polls before a rank yields: none if the job has more ranks on this host than cores, also in a
+   smaller group, since the other ranks run meanwhile. */
 static int cddp__spin_of(const cddp__host *host) {
   return host->size > host->cores ? 0 : CDDP__SPIN;
 }
 
-/* The result is the same for all ranks of a host. */
+/* All ranks of a host must count arrivals, or none: so `oversubscribed` is set from shared
+   memory. */
 static void cddp__set_wait_policy(cddp_group *g) {
   g->oversubscribed = (uint32_t)g->local_size > cddp__load32(&g->block->cores);
   if (g->hosts == NULL)
@@ -11752,7 +11871,7 @@ static void cddp__hosts_disconnect(cddp_group *g) {
   int p;
   if (pthread_mutex_trylock(&g->p2p.lock) == 0) {
     cddp__connection *link = g->hosts->links;
-    for (; link != NULL; link = link->next) cddp__connection_say_bye(link, true);
+    for (; link != NULL; link = link->next) cddp__connection_say_bye(link, CDDP__BYE_BROKEN);
     pthread_mutex_unlock(&g->p2p.lock);
   }
   for (p = 0; p < 2 * g->size; p++) {
@@ -11861,7 +11980,7 @@ static cddp_result cddp__hosts_post(cddp_group *g, const cddp__call *c) {
   link = g->hosts->peers[c->root].link[0];
   cddp__link_progress(g->hosts->net, link);
   if (cddp__connection_is_idle(link))
-    (void)cddp__connection_io(link, &head, c->send, bytes, &sent, SIZE_MAX, true);
+    (void)cddp__connection_send(link, &head, c->send, bytes, &sent, SIZE_MAX);
   skip = cddp__min(sent, sizeof head);
   if (cddp__buffer_reserve(&link->out, sizeof head + bytes - sent)) {
     cddp__buffer_add(&link->out, (const char *)&head + skip, sizeof head - skip);
@@ -11956,8 +12075,8 @@ static bool cddp__move_frame(cddp_group *g, const cddp__delivery *it, cddp__conn
         (link->sent == 0 && cddp__buffer_size(&link->out) > 0)) /* earlier bytes first */
       return false;
     if (link->sent == 0) link->out_head = head;
-    if (cddp__connection_io(link, &link->out_head, data, it->size, &link->sent, CDDP__PART_BYTES,
-                            true) <= 0)
+    if (cddp__connection_send(link, &link->out_head, data, it->size, &link->sent,
+                              CDDP__PART_BYTES) <= 0)
       return false;
     link->sent = 0;
     CDDP__POINT("frame");
@@ -11975,8 +12094,8 @@ static bool cddp__move_frame(cddp_group *g, const cddp__delivery *it, cddp__conn
     return false; /* no head of a piece yet */
   if (memcmp(&link->in_head, &head, sizeof head) != 0) cddp__connection_end(link, EPROTO);
   if (link->state != CDDP__CONNECTION_UP ||
-      cddp__connection_io(link, &link->in_head, data, it->size, &link->got, CDDP__PART_BYTES,
-                          false) <= 0)
+      cddp__connection_read(link, &link->in_head, data, it->size, &link->got, CDDP__PART_BYTES) <=
+          0)
     return false;
   link->got = 0;
   return true;
@@ -13795,7 +13914,7 @@ static cddp_result cddp__engine_push(cddp_work *work) {
   cddp_result r = CDDP_OK;
   CDDP__POINT("push");
   if (!engine->started) {
-    r = cddp__thread_start(&engine->thread, cddp__engine_main, work->group, true);
+    r = cddp__thread_start(&engine->thread, cddp__engine_main, work->group, CDDP__THREAD_OF_CDDP);
     engine->started = r == CDDP_OK;
     if (r != CDDP_OK) return r;
   }
@@ -17709,7 +17828,7 @@ static cddp_result cddp__break_settings(cddp_ddp *d, const cddp_optim *s, int fi
     if (more > 2)
       cddp__append(cddp__error_text, CDDP__ERROR_MAX, ", and %d more differ", more - 2);
     cddp__append(cddp__error_text, CDDP__ERROR_MAX, ", in %s", here.s);
-    r = cddp__break_here(g, CDDP_MISMATCH, false); /* the other hosts find the same error */
+    r = cddp__break_here(g, CDDP_MISMATCH, CDDP__HOSTS_KNOW); /* they have found it too */
   }
   cddp__free(&g->host->allocator, mine);
   return r;
@@ -21206,7 +21325,7 @@ static cddp_result cddp__st_open(cddp_safetensors **out, const cddp_allocator *a
   else if (!S_ISREG(st.st_mode))
     r = cddp__fail(CDDP_IO, "it is not a regular file");
   else if (st.st_size >= 8)
-    r = cddp__file_io(fd, false, first, 8, 0);
+    r = cddp__file_io(fd, CDDP__READ, first, 8, 0);
   if (r == CDDP_OK) r = cddp__st_header_size(first, (uint64_t)st.st_size, &size);
   if (r == CDDP_OK && (*out = cddp__st_new(allocator, size)) == NULL) r = CDDP_OUT_OF_MEMORY;
   if (*out == NULL) {
@@ -21215,7 +21334,7 @@ static cddp_result cddp__st_open(cddp_safetensors **out, const cddp_allocator *a
   }
   (*out)->fd = fd;
   (*out)->data_bytes = (uint64_t)st.st_size - 8 - size;
-  return cddp__file_io(fd, false, (*out)->text, size, 8);
+  return cddp__file_io(fd, CDDP__READ, (*out)->text, size, 8);
 }
 
 /* Locks the temporary file. On a file system without locks it succeeds too. */
@@ -21715,7 +21834,7 @@ CDDPDEF cddp_result (cddp_save)(cddp_group *g, const char *path, const cddp_para
     if (r == CDDP_OK && c.first) {
       r = cddp__open_temporary(&c);
       if (r == CDDP_OK && shares) r = cddp__begin_access(g);
-      if (r == CDDP_OK) r = cddp__file_io(c.fd, true, c.header.data, c.header.end, 0);
+      if (r == CDDP_OK) r = cddp__file_io(c.fd, CDDP__WRITE, c.header.data, c.header.end, 0);
       if (r == CDDP_OK || c.sharded) r = cddp__save_items(&c, r);
       if (shares) (void)cddp__end_access(g, CDDP_OK); /* waits for no rank: they only wait, too */
       if (c.fd >= 0) r = cddp__close_temporary(&c, r);
@@ -22055,8 +22174,8 @@ CDDPDEF cddp_result cddp_safetensors_read(const cddp_safetensors *file, int inde
   CDDP__CHECK(bytes == tensor->bytes && (data != NULL || bytes == 0),
               "data is NULL, or its size is %zu where the tensor's is %" PRIu64, bytes,
               tensor->bytes);
-  return cddp__named(
-      __func__, cddp__file_io(file->fd, false, data, bytes, 8 + file->text_size + tensor->begin));
+  return cddp__named(__func__, cddp__file_io(file->fd, CDDP__READ, data, bytes,
+                                             8 + file->text_size + tensor->begin));
 }
 
 CDDPDEF const char *cddp_safetensors_metadata(const cddp_safetensors *file, const char *key) {
@@ -22503,7 +22622,7 @@ CDDPDEF cddp_result cddp_run_threads(int (*fn)(cddp_group *g, void *arg), void *
   }
   while (r == CDDP_OK && started < n) {
     r = cddp__thread_start(&thread[started].thread, cddp__thread_rank_main, &thread[started],
-                           false);
+                           CDDP__THREAD_OF_USER);
     if (r == CDDP_OK) started++;
   }
   for (i = started; thread != NULL && i < n; i++) /* the others lose a peer */

@@ -2278,11 +2278,13 @@ static cddp_result cddp__start_watching(cddp__device *device) {
   pthread_t watcher;
   cddp_result r;
   cddp__store32(&device->state, CDDP__COMM_ALIVE);
-  r = cddp__thread_start(&device->poller, cddp__poll_main, device, true);
-  if (r == CDDP_OK &&
-      (r = cddp__thread_start(&watcher, cddp__watch_main, device, true)) != CDDP_OK) {
-    cddp__device_end(device, CDDP__COMM_ABORTED);
-    pthread_join(device->poller, NULL);
+  r = cddp__thread_start(&device->poller, cddp__poll_main, device, CDDP__THREAD_OF_CDDP);
+  if (r == CDDP_OK) {
+    r = cddp__thread_start(&watcher, cddp__watch_main, device, CDDP__THREAD_OF_CDDP);
+    if (r != CDDP_OK) {
+      cddp__device_end(device, CDDP__COMM_ABORTED);
+      pthread_join(device->poller, NULL);
+    }
   }
   if (r != CDDP_OK) {
     cddp__store32(&device->state, CDDP__COMM_DONE);
