@@ -1999,7 +1999,7 @@ enum {
 
 /* How fast ranks copy chunks of one kind of collective and of similar sizes: >>collectives. */
 typedef struct cddp__copy_timing {
-  double seconds[2]; /* per byte: [0] cached copies, [1] non-temporal copies */
+  double seconds[2]; /* per byte, of copies: CDDP__CACHED, CDDP__NONTEMPORAL */
   double clock;      /* seconds of the chunk being timed, so far */
   uint32_t chunks;   /* so far; the same on all ranks */
 } cddp__copy_timing;
@@ -2419,8 +2419,8 @@ static void cddp__hosts_poll(cddp_group *g);
 static void cddp__hosts_disconnect(cddp_group *g);
 static void cddp__hosts_query_arrivals(cddp_group *g);
 
-/* >>rendezvous: answers joining processes, and closes the listeners for them. */
 enum { CDDP__JOIN_POLL, CDDP__JOIN_WAIT }; /* of `bool waits` */
+/* >>rendezvous: answers joining processes, and closes the listeners for them. */
 static void cddp__join_serve(cddp__host *host, bool waits);
 static void cddp__join_close(cddp__host *host);
 
@@ -2740,6 +2740,7 @@ static void cddp__copy_nontemporal(void *to, const void *from, size_t n) {
   memcpy(t, f, n);
 }
 
+enum { CDDP__CACHED, CDDP__NONTEMPORAL }; /* of `bool nontemporal` */
 static void cddp__copy_by(void *to, const void *from, size_t n, bool nontemporal) {
   if (nontemporal && to != from)
     cddp__copy_nontemporal(to, from, n);
@@ -8158,20 +8159,31 @@ static char *cddp__share_from(const cddp__call *call, int from) {
   return (char *)call->recv + at * call->esize;
 }
 
-/* Bytes of the elements [begin, begin + n) of the share that this rank sends to another (out), or
+/* Bytes of the elements [begin, begin + n) of the share that this rank sends to another, or
    receives from it. In a call with counts some of them do not exist. */
-static size_t cddp__share_bytes(const cddp__call *call, int rank, bool out, size_t begin,
-                                size_t n) {
-  size_t count = begin + n;
-  if (call->shares != NULL) count = out ? call->shares[rank].out : call->shares[rank].in;
+static size_t cddp__bytes_within(const cddp__call *call, size_t count, size_t begin, size_t n) {
   return begin < count ? cddp__min(n, count - begin) * call->esize : 0;
 }
+static size_t cddp__out_bytes(const cddp__call *call, int to, size_t begin, size_t n) {
+  if (call->shares == NULL) return n * call->esize;
+  return cddp__bytes_within(call, call->shares[to].out, begin, n);
+}
+static size_t cddp__in_bytes(const cddp__call *call, int from, size_t begin, size_t n) {
+  if (call->shares == NULL) return n * call->esize;
+  return cddp__bytes_within(call, call->shares[from].in, begin, n);
+}
 
-/* Bytes of a call's counted shares and, behind them, of the memory for the exchange of counts. */
-#define CDDP__COUNT_FIELDS 4 /* numbers that a rank sends to each rank: cddp__exchange_counts */
-static size_t cddp__shares_bytes(const cddp_group *g) {
-  size_t counts = 2 * CDDP__COUNT_FIELDS * sizeof(uint64_t); /* 2: those sent, those received */
-  return (size_t)g->size * (sizeof(cddp__counted_share) + counts);
+/* A call with counts: what each rank sends to each other one first. */
+typedef struct cddp__count_notice {
+  uint64_t count; /* of its share for the receiver */
+  uint64_t at;    /* cddp__counted_share.there of the receiver */
+  uint64_t most;  /* the largest count that it knows of */
+  uint64_t host;  /* 1: its buffers are in host memory */
+} cddp__count_notice;
+
+/* Bytes of a call's counted shares and, behind them, of the notices sent and received. */
+static size_t cddp__counts_memory(const cddp_group *g) {
+  return (size_t)g->size * (sizeof(cddp__counted_share) + 2 * sizeof(cddp__count_notice));
 }
 
 /* The bytes of the send and recv buffers that a collective uses on this rank. */
@@ -11661,10 +11673,11 @@ static cddp_result cddp__join_find(cddp__host *host, int *fd) {
 
 /* >>hosts --------------------------------------------------------------------------------------
    Job: carry headers, collectives, messages and failures between hosts (tests/bench/scale.md).
-   Owns: cddp__hosts, its links and its scratch. Lock of links: p2p.lock. Also the headers and
-   staging buffers of remote ranks in this host's control block.
+   Owns: cddp__hosts, its links and its scratch; the headers and staging buffers of remote ranks in
+   this host's control block. Locks: p2p.lock for links; net.lock for net.incoming and net.left.
    Entry points: those in >>hooks; its carrier, cddp__hosts_run and _average; for messages
-   cddp__hosts_post, _can_post, _serve and _pause; cddp__hosts_attach and cddp__hosts_leave.
+   cddp__hosts_post, _can_post, _serve, _pause and _detach_receive, cddp__take_message and
+   _flush_links; cddp__hosts_attach and _leave; cddp__rank_on, cddp__find_link.
    Rounds: the leader of a host, its lowest rank in the group, waits until all ranks there have
    announced the round. It exchanges their headers with the other leaders and writes those of remote
    ranks into the control block, where all ranks compare them. Up to CDDP__DIRECT_HOSTS leaders
@@ -11674,9 +11687,9 @@ static cddp_result cddp__join_find(cddp__host *host, int *fd) {
         ranks on the host read its contribution there and write its result there. If they cannot,
         the view is a chunk in shared scratch.
      2. Each rank OWNS a part of a chunk: its share if each rank has one, else a slice.
-     3. A: all hosts send the owner their contributions, sums or bytes. B: the owner sends its part
-        to the hosts. all_reduce, reduce and broadcast use A and B; reduce_scatter, scatter and
-        all_to_all A; the gathers B.
+     3. All hosts send the owner of a part their CONTRIBUTIONS, sums or bytes. The owner sends the
+        RESULT, its part, to the hosts. all_reduce, reduce and broadcast use both; reduce_scatter,
+        scatter and all_to_all use contributions; the gathers use results.
      4. One rank acts for its host, so that bytes for several ranks travel once. Parts move in
         pieces: while one piece is added up, others are in transit. */
 
@@ -11756,14 +11769,14 @@ static void cddp__claim_links(cddp_group *g) {
   pthread_mutex_unlock(&n->lock);
 }
 
-/* Makes sure that this rank has a link to another one in peer.link[0]. call: it connects if the
-   other rank has not. p2p.lock held. */
-static cddp_result cddp__find_link(cddp_group *g, int rank, bool call) {
+/* Makes sure that this rank has a link to another one in peer.link[0]: connects, unless the other
+   rank has. p2p.lock held. */
+static cddp_result cddp__find_link(cddp_group *g, int rank) {
   cddp__peer *p = &g->hosts->peers[rank];
   cddp_result r = CDDP_OK;
   cddp__connection *link;
   if (p->link[0] == NULL) cddp__claim_links(g);
-  if (p->link[0] != NULL || !call) return CDDP_OK;
+  if (p->link[0] != NULL) return CDDP_OK;
   r = cddp__link_connect(g->hosts->net, g->world[rank], CDDP__LINK_FRAMES, g->id, &link);
   if (r == CDDP_OK) cddp__add_link(g, link);
   return r;
@@ -11797,11 +11810,12 @@ static cddp_work *cddp__recv_for(const cddp_group *g, int from, const cddp__fram
   return q;
 }
 
+enum cddp__read_for { CDDP__FOR_RECEIVES, CDDP__FOR_FRAME };
 /* Sends waiting bytes, and receives frames up to the next piece, without blocking. A frame goes to
-   the receive with its buffer, or is stored. A link from which no call awaits anything is not read
-   while CDDP__STAGED_MAX bytes are stored. Received bytes wake this rank's threads. p2p.lock
-   held. */
-static void cddp__read_link(cddp_group *g, cddp__connection *link, bool awaited) {
+   the receive with its buffer, or is stored. While CDDP__STAGED_MAX bytes are stored, a link is
+   read only FOR_FRAME, a posted frame, or if cddp__is_awaited. Received bytes wake this rank's
+   threads. p2p.lock held. */
+static void cddp__read_link(cddp_group *g, cddp__connection *link, enum cddp__read_for purpose) {
   cddp__hosts *hosts = g->hosts;
   size_t got = link->got;
   bool came = false;
@@ -11809,7 +11823,8 @@ static void cddp__read_link(cddp_group *g, cddp__connection *link, bool awaited)
   cddp__message *m;
   cddp__link_progress(hosts->net, link);
   while (link->state == CDDP__CONNECTION_UP &&
-         (awaited || hosts->stored_bytes <= CDDP__STAGED_MAX || cddp__is_awaited(g, link->rank))) {
+         (purpose == CDDP__FOR_FRAME || hosts->stored_bytes <= CDDP__STAGED_MAX ||
+          cddp__is_awaited(g, link->rank))) {
     if (cddp__connection_peek(link) &&
         (link->into = cddp__recv_for(g, link->rank, &link->in_head)) != NULL) {
       link->into->filling = true;
@@ -11833,8 +11848,7 @@ static void cddp__read_link(cddp_group *g, cddp__connection *link, bool awaited)
   cddp__check_link_end(g, link);
   if (!came && link->got == got) return;
   cddp__notify(g, g->rank);
-  if (hosts->polling && write(hosts->wake_fd, &one, sizeof one) < 0) {
-  } /* full: the thread wakes anyway */
+  if (hosts->polling) (void)!write(hosts->wake_fd, &one, sizeof one); /* full: it wakes anyway */
 }
 
 /* Sends waiting bytes on all links. Returns the number of bytes left. p2p.lock held. */
@@ -11893,6 +11907,7 @@ static void cddp__hosts_query_arrivals(cddp_group *g) {
            !cddp__has_announced(g, g->hosts->lowest_remote) && cddp__wait_pause(&w));
 }
 
+enum { CDDP__STAYING, CDDP__LEAVING };
 /* In a healthy group: sends the other hosts an early notice if a rank on this host has died, or, if
    `leaving`, another group has failed because of a loss. It breaks nothing, but later calls that
    fail name the dead rank. An exit with code 0 can be orderly, unless this rank leaves too. */
@@ -11932,7 +11947,7 @@ static void cddp__hosts_pause(cddp_group *g, cddp__wait *w, int peer, uint32_t e
   cddp__connection *link;
   pthread_mutex_lock(&g->p2p.lock);
   for (p = 0; w->due && p < g->size; p++)
-    if ((peer == CDDP_ANY || p == peer) && g->members[p] < 0) (void)cddp__find_link(g, p, true);
+    if ((peer == CDDP_ANY || p == peer) && g->members[p] < 0) (void)cddp__find_link(g, p);
   for (link = hosts->links; w->due && link != NULL; link = link->next)
     cddp__link_check_timeout(link);
   polls = !hosts->polling && cddp__load32(&slot->events) == events;
@@ -11949,7 +11964,7 @@ static void cddp__hosts_pause(cddp_group *g, cddp__wait *w, int peer, uint32_t e
   hosts->polling = false;
   cddp__notify(g, g->rank);
   pthread_mutex_unlock(&g->p2p.lock);
-  if (w->due) cddp__early_notice(g, false);
+  if (w->due) cddp__early_notice(g, CDDP__STAYING);
 }
 
 /* --- send and recv --- */
@@ -11959,7 +11974,7 @@ static void cddp__hosts_pause(cddp_group *g, cddp__wait *w, int peer, uint32_t e
    p2p.lock held. */
 static bool cddp__hosts_can_post(cddp_group *g, int peer, size_t bytes) {
   const cddp__connection *link;
-  if (cddp__find_link(g, peer, true) != CDDP_OK) return false;
+  if (cddp__find_link(g, peer) != CDDP_OK) return false;
   link = g->hosts->peers[peer].link[0];
   if (link->state == CDDP__CONNECTION_NEW) return false;
   if (link->state == CDDP__CONNECTION_ENDED)
@@ -11976,7 +11991,7 @@ static cddp_result cddp__hosts_post(cddp_group *g, const cddp__call *c) {
   cddp_result r;
   cddp__connection *link;
   pthread_mutex_lock(&g->p2p.lock);
-  if ((r = cddp__find_link(g, c->root, true)) != CDDP_OK) goto done;
+  if ((r = cddp__find_link(g, c->root)) != CDDP_OK) goto done;
   link = g->hosts->peers[c->root].link[0];
   cddp__link_progress(g->hosts->net, link);
   if (cddp__connection_is_idle(link))
@@ -12036,15 +12051,18 @@ static cddp__message *cddp__take_message(cddp_group *g, uint32_t type, int from,
 static void cddp__hosts_serve(cddp_group *g) {
   cddp__connection *link;
   cddp__claim_links(g);
-  for (link = g->hosts->links; link != NULL; link = link->next) cddp__read_link(g, link, false);
+  for (link = g->hosts->links; link != NULL; link = link->next)
+    cddp__read_link(g, link, CDDP__FOR_RECEIVES);
 }
 
 /* --- headers and pieces --- */
 
+enum cddp__direction { CDDP__IN, CDDP__OUT };
+
 /* A posted frame: the thread of the collectives sends it from its memory, or awaits it there. */
 typedef struct cddp__delivery {
   int rank; /* the peer's, in the group */
-  bool out;
+  enum cddp__direction out;
   int type; /* CDDP__FRAME_HEADERS or _PIECE */
   const void *data;
   size_t size; /* bytes; of awaited headers the limit */
@@ -12052,8 +12070,8 @@ typedef struct cddp__delivery {
 } cddp__delivery;
 
 /* The frames of one rank move in the order of their posting. */
-static void cddp__post_frame(cddp_group *g, int type, bool out, int rank, const void *data,
-                             size_t size) {
+static void cddp__post_frame(cddp_group *g, int type, enum cddp__direction out, int rank,
+                             const void *data, size_t size) {
   cddp__delivery *it = &g->hosts->deliveries[g->hosts->delivery_count++];
   CDDP_ASSERT(g->hosts->delivery_count <= CDDP__FRAMES * g->size);
   it->rank = rank;
@@ -12064,25 +12082,26 @@ static void cddp__post_frame(cddp_group *g, int type, bool out, int rank, const 
   it->step = g->hosts->step;
 }
 
-/* Returns whether the frame is complete. */
-static bool cddp__move_frame(cddp_group *g, const cddp__delivery *it, cddp__connection *link) {
+/* Both continue a frame, and return whether it is complete. */
+static bool cddp__send_frame(cddp_group *g, const cddp__delivery *it, cddp__connection *link) {
+  if (!cddp__link_progress(g->hosts->net, link)) return false;
+  if (link->sent == 0) { /* not begun */
+    if (cddp__buffer_size(&link->out) > 0) return false; /* earlier bytes first */
+    link->out_head = cddp__frame_head_of(it->type, g->round, CDDP_U8, it->size, it->size);
+  }
+  if (cddp__connection_send(link, &link->out_head, it->data, it->size, &link->sent,
+                            CDDP__PART_BYTES) <= 0)
+    return false;
+  link->sent = 0;
+  CDDP__POINT("frame");
+  return true;
+}
+static bool cddp__receive_frame(cddp_group *g, const cddp__delivery *it, cddp__connection *link) {
   cddp__frame_head head = cddp__frame_head_of(it->type, g->round, CDDP_U8, it->size, it->size);
   void *data = (void *)(uintptr_t)it->data;
   cddp__hosts *hosts = g->hosts;
   cddp__message *m;
-  if (it->out) {
-    if (!cddp__link_progress(hosts->net, link) ||
-        (link->sent == 0 && cddp__buffer_size(&link->out) > 0)) /* earlier bytes first */
-      return false;
-    if (link->sent == 0) link->out_head = head;
-    if (cddp__connection_send(link, &link->out_head, data, it->size, &link->sent,
-                              CDDP__PART_BYTES) <= 0)
-      return false;
-    link->sent = 0;
-    CDDP__POINT("frame");
-    return true;
-  }
-  cddp__read_link(g, link, true);
+  cddp__read_link(g, link, CDDP__FOR_FRAME);
   if (it->type == CDDP__FRAME_HEADERS &&
       (m = cddp__take_message(g, CDDP__FRAME_HEADERS, it->rank, -1)) != NULL) {
     memcpy(data, m + 1, cddp__min(m->head.size, it->size));
@@ -12112,13 +12131,16 @@ static int cddp__move_frames(cddp_group *g, long due, bool *moved, cddp_result *
     cddp__delivery it = hosts->deliveries[i];
     cddp__peer *p = &hosts->peers[it.rank];
     bool done = false;
-    if (p->link[0] == NULL && *r == CDDP_OK)
-      *r = cddp__find_link(g, it.rank, g->world[g->rank] < g->world[it.rank]);
-    for (k = 0; !done && p->pass[it.out] != hosts->pass && k < 2 - it.out; k++) {
+    int links = it.out ? 1 : 2; /* this rank sends on the first and reads from both */
+    if (p->link[0] == NULL && *r == CDDP_OK) {
+      if (g->world[g->rank] < g->world[it.rank]) *r = cddp__find_link(g, it.rank);
+      else cddp__claim_links(g); /* that rank connects */
+    }
+    for (k = 0; !done && p->pass[it.out] != hosts->pass && k < links; k++) {
       cddp__connection *link = p->link[k];
       size_t before = link == NULL ? 0 : it.out ? link->sent : link->got;
       if (link == NULL) break;
-      done = cddp__move_frame(g, &it, link);
+      done = it.out ? cddp__send_frame(g, &it, link) : cddp__receive_frame(g, &it, link);
       *moved = *moved || (it.out ? link->sent : link->got) != before; /* slow, but not late */
       cddp__check_link_end(g, link);
     }
@@ -12214,9 +12236,9 @@ static size_t cddp__piggyback_of_header(const cddp_group *g, const cddp__op_head
   return element * (size_t)header->count;
 }
 
-/* Copies the shares of a host's ranks from their staging buffers behind their headers (out), or
+/* Copies the shares of a host's ranks from their staging buffers behind their headers (OUT), or
    back. Returns the bytes of both. */
-static size_t cddp__piggyback_copy(cddp_group *g, int host, bool out) {
+static size_t cddp__piggyback_copy(cddp_group *g, int host, enum cddp__direction out) {
   cddp__hosts *hosts = g->hosts;
   char *headers = (char *)cddp__header_in(hosts, host, 0);
   size_t sum = (size_t)hosts->nodes[host].size * CDDP__HEADER_BYTES;
@@ -12236,9 +12258,10 @@ static size_t cddp__piggyback_copy(cddp_group *g, int host, bool out) {
    another number of bytes; all ranks find the mismatch in its headers. */
 static cddp_result cddp__exchange_headers(cddp_group *g) {
   cddp__hosts *hosts = g->hosts;
-  size_t have = cddp__piggyback_copy(g, hosts->mine, true), most;
+  size_t have, most; /* bytes to send; limit of the bytes to receive */
   int d, i, k, n, count = hosts->count;
   cddp_result r = CDDP_OK;
+  have = cddp__piggyback_copy(g, hosts->mine, CDDP__OUT);
   for (d = 1; r == CDDP_OK && d < count; d *= CDDP__DIRECT_HOSTS) {
     for (i = d; i < count && i < d * CDDP__DIRECT_HOSTS; i += d) {
       int to = (hosts->mine + count - i) % count, from = (hosts->mine + i) % count;
@@ -12247,9 +12270,9 @@ static cddp_result cddp__exchange_headers(cddp_group *g) {
         most +=
             (size_t)hosts->nodes[(from + k) % count].size * (CDDP__HEADER_BYTES + g->staging_size);
       if (d > 1) have = hosts->nodes[(hosts->mine + n) % count].headers_at;
-      cddp__post_frame(g, CDDP__FRAME_HEADERS, true, cddp__rank_on(hosts, to, 0), hosts->headers,
-                       have);
-      cddp__post_frame(g, CDDP__FRAME_HEADERS, false, cddp__rank_on(hosts, from, 0),
+      cddp__post_frame(g, CDDP__FRAME_HEADERS, CDDP__OUT, cddp__rank_on(hosts, to, 0),
+                       hosts->headers, have);
+      cddp__post_frame(g, CDDP__FRAME_HEADERS, CDDP__IN, cddp__rank_on(hosts, from, 0),
                        hosts->headers + hosts->nodes[from].headers_at, most);
     }
     r = cddp__deliver(g, LONG_MAX);
@@ -12279,7 +12302,7 @@ static cddp_result cddp__hosts_exchange(cddp_group *g) {
   }
   if ((r = cddp__exchange_headers(g)) != CDDP_OK) return r;
   for (i = 0; i < hosts->count && hosts->count <= CDDP__DIRECT_HOSTS; i++)
-    if (i != hosts->mine && cddp__piggyback_copy(g, i, false) != hosts->nodes[i].came)
+    if (i != hosts->mine && cddp__piggyback_copy(g, i, CDDP__IN) != hosts->nodes[i].came)
       return cddp__break(g, cddp__fail(CDDP_NETWORK, "rank %d sent headers of a wrong length",
                                        cddp__rank_on(hosts, i, 0)));
   for (p = g->size - 1; p >= 0; p--) { /* lowest_remote last: this host's ranks wait for it first */
@@ -12315,9 +12338,9 @@ typedef struct cddp__subtree {
 
 /* Finds those over leaves [low, high): for two and more leaves at least two. */
 static void cddp__find_subtrees(cddp__hosts *hosts, int low, int high) {
-  int host = hosts->peers[hosts->leaves[low]].host, r, half = 1;
-  for (r = low; r < high && hosts->peers[hosts->leaves[r]].host == host; r++) {}
-  if (r == high && (high - low == 1 || high - low < hosts->leaf_count)) {
+  int host = hosts->peers[hosts->leaves[low]].host, end, half = 1;
+  for (end = low; end < high && hosts->peers[hosts->leaves[end]].host == host; end++) {}
+  if (end == high && (high - low == 1 || high - low < hosts->leaf_count)) { /* one host has all */
     cddp__subtree *s = &hosts->subtrees[hosts->subtree_count];
     s->low = low;
     s->high = high;
@@ -12330,62 +12353,85 @@ static void cddp__find_subtrees(cddp__hosts *hosts, int low, int high) {
   cddp__find_subtrees(hosts, low + half, high);
 }
 
-/* Sets the ranks to sum over: with `present` all except those that have joined (uneven inputs). */
-static void cddp__set_leaves(const cddp_group *g, cddp__hosts *hosts, bool present) {
+enum cddp__leaves { CDDP__LEAVES_ALL, CDDP__LEAVES_PRESENT };
+/* Sets the ranks to sum over: all, or those that are not in cddp_ddp_join, as the last round's
+   headers tell (cddp__reduce_bucket). */
+static void cddp__set_leaves(const cddp_group *g, cddp__hosts *hosts, enum cddp__leaves which) {
   int p;
   hosts->leaf_count = hosts->subtree_count = 0;
   for (p = 0; p < g->size; p++)
-    if (!present || cddp__op_header_of(g, p, g->round)->u.bytes[0] == 0)
+    if (which == CDDP__LEAVES_ALL || cddp__op_header_of(g, p, g->round)->u.bytes[0] == 0)
       hosts->leaves[hosts->leaf_count++] = p;
   cddp__find_subtrees(hosts, 0, hosts->leaf_count);
 }
 
 /* Sets, in bytes per element, the sizes of the hosts' sums and the offset of each sum. Sums of
    several ranks are first, since their unrounded elements can be wider. Returns the total. */
-static size_t cddp__count_bytes(cddp__hosts *hosts, const cddp__call *c) {
-  size_t wide = cddp__dtype_half(c->dtype) ? 4 : c->esize, sum = 0;
-  int i, pass;
+static size_t cddp__measure_sums(cddp__hosts *hosts, const cddp__call *c) {
+  size_t wide = cddp__dtype_half(c->dtype) ? 4 : c->esize, total = 0;
+  int i, single; /* single: a sum of one rank, which is its element */
   for (i = 0; i < hosts->count; i++) hosts->nodes[i].bytes = 0;
-  for (pass = 0; pass < 2; pass++)
+  for (single = 0; single < 2; single++)
     for (i = 0; i < hosts->subtree_count; i++) {
       cddp__group_node *m = &hosts->nodes[hosts->subtrees[i].host];
-      if ((hosts->widths[i] == 1) != pass) continue;
+      if ((hosts->widths[i] == 1) != single) continue;
       hosts->subtrees[i].at = m->bytes;
-      m->bytes += pass ? c->esize : wide;
+      m->bytes += single ? c->esize : wide;
     }
-  for (i = 0; i < hosts->count; sum += hosts->nodes[i++].bytes) hosts->nodes[i].bytes_at = sum;
-  return sum;
+  for (i = 0; i < hosts->count; i++) {
+    hosts->nodes[i].bytes_at = total;
+    total += hosts->nodes[i].bytes;
+  }
+  return total;
 }
 
 /* --- the flow of a chunk between hosts --- */
 
-/* Elements [begin, begin + n) of each share of a call, and how they move, in frames A and B (see
-   the room's head). In step s = -ahead, -ahead + 1, .. a rank
-     1. sends (A) piece s + ahead of others' parts and (B) piece s - 1 of this rank's part,
-     2. receives (A) piece s of this rank's part, and adds it up,
-     3. receives (B) piece s - ahead - 1 of others' parts.
-   So a link carries A0 A1 A2 (A3 B0) (A4 B1) .. */
+/* The ways in which a rank moves piece k of a part (see the room's head). In step s = -ahead,
+   -ahead + 1, .. of a chunk it does them in this order:
+     SEND_CONTRIBUTION   k = s + ahead       to the owner of the part
+     SEND_RESULT         k = s - 1           of this rank's part
+     RECV_CONTRIBUTION   k = s               for this rank's part, which then adds it up
+     RECV_RESULT         k = s - ahead - 1   from the owner of the part
+   So with ahead = 2 a link carries contributions 0, 1, 2, then 3 and result 0, 4 and result 1 .. */
+enum cddp__move {
+  CDDP__SEND_CONTRIBUTION,
+  CDDP__RECV_CONTRIBUTION,
+  CDDP__SEND_RESULT,
+  CDDP__RECV_RESULT
+};
+
+/* A call's elements [begin, begin + n) of each share, a chunk, on their way between the hosts. */
 typedef struct cddp__flow {
   cddp_group *g;
   const cddp__call *c;
-  size_t begin, n;
-  size_t part; /* the most elements of a piece of a part */
-  long pieces, ahead;
-  bool one_buffer;  /* the call has one array, not a share for each rank */
-  bool reduces;     /* frames A are sums */
-  bool pairwise;    /* every two ranks exchange their own bytes: no rank acts for its host */
-  bool whole;       /* short all_reduce: each host adds up the whole array, in equal slices */
-  bool in_scratch;  /* this rank's view is */
+  const cddp__shape *shape; /* of c */
+  int root_host;  /* -1: the call has no root */
+  int local_root; /* the root's number on this host; -1: it is elsewhere, or there is none */
+  /* The views. */
+  bool in_scratch;  /* this rank's view is in scratch */
   int scratch_half; /* 0 or 1: the half of the scratch that this chunk uses */
-  int root_host;    /* -1: the call has no root */
-  int local_root;   /* the root's number on this host; -1: it is elsewhere, or there is none */
-  char *out, *in, *result; /* in hosts.stage; out and result have CDDP__SLOTS areas each */
-  size_t out_bytes;        /* of one area of out */
-  char *sums;              /* in out: where the next frame's sums are written */
+  /* The chunk. */
+  size_t begin, n;
+  size_t part;        /* the most elements of a piece of a part */
+  long pieces, ahead; /* of each part; see enum cddp__move */
+  bool whole;         /* short all_reduce: each host adds up the whole array, in equal slices */
+  /* Sums in transit, in hosts.stage. */
+  char *out;        /* contributions to others' parts: CDDP__SLOTS areas, used in turn */
+  size_t out_bytes; /* of one area */
+  char *sums;       /* in the current area: where the next frame's sums are written */
+  char *in;         /* the other hosts' contributions to a piece of this rank's part */
+  char *result;     /* the sums of a reduce for a root elsewhere: CDDP__SLOTS areas */
 } cddp__flow;
 
+/* Whether every two ranks exchange their own bytes: no rank acts for its host. */
+static bool cddp__is_pairwise(const cddp__flow *f) {
+  const cddp__shape *s = f->shape;
+  return !s->reduces && (s->scatters || (s->gathers && s->to_root));
+}
+
 static size_t cddp__view_shares(const cddp__flow *f) {
-  return f->reduces ? cddp__send_shares(f->g, f->c) : cddp__recv_shares(f->g, f->c);
+  return f->shape->reduces ? cddp__send_shares(f->g, f->c) : cddp__recv_shares(f->g, f->c);
 }
 
 /* The share for or of rank p in the view of local rank t; in one buffer, the array. */
@@ -12396,7 +12442,7 @@ static char *cddp__view_of(const cddp__flow *f, int t, int p) {
   if (f->g->buffers[t] == NULL)
     return hosts->scratch[t] + ((size_t)f->scratch_half * CDDP__SCRATCH + at * f->n * c->esize);
   at *= c->count;
-  if (c->shares != NULL && f->pairwise && t != f->g->local_rank)
+  if (c->shares != NULL && cddp__is_pairwise(f) && t != f->g->local_rank)
     at = c->shares[cddp__rank_on(hosts, hosts->mine, t)].there;
   else if (c->shares != NULL)
     at = c->shares[p].in_at;
@@ -12420,25 +12466,26 @@ static size_t cddp__piece_of(const cddp__flow *f, int rank, long k, size_t *begi
   const cddp__peer *p = &hosts->peers[rank];
   size_t end = f->n, granule = CDDP__CACHE_LINE / f->c->esize;
   int host_count = f->whole ? 1 : hosts->count;
+  bool one = cddp__in_one_buffer(f->c);
   *begin = 0;
-  if (f->one_buffer && p->number >= hosts->min_locals) return 0;
-  if (f->one_buffer)
+  if (one && p->number >= hosts->min_locals) return 0;
+  if (one)
     cddp__slice(f->n, granule, hosts->min_locals * host_count,
                 p->number * host_count + (f->whole ? 0 : p->host), begin, &end);
   *begin = cddp__min(*begin + (size_t)k * f->part, end);
   return cddp__min(f->part, end - *begin);
 }
 
-/* Whether rank `from` sends rank `to` frames A, or (back) B. */
-static bool cddp__sends_frames(const cddp__flow *f, int from, int to, bool back) {
+/* Whether rank `from` sends rank `to` contributions, or (result) results. */
+static bool cddp__sends_frames(const cddp__flow *f, int from, int to, bool result) {
   const cddp__hosts *hosts = f->g->hosts;
-  const cddp__shape *s = &cddp__shapes[f->c->kind];
-  int other = back ? to : from, host = hosts->peers[other].host;
-  if (f->one_buffer ? back && f->whole : s->scatters == back) return false;
-  if (f->pairwise) return cddp__sends(f->c, from) && cddp__receives(f->c, to);
-  if (other != cddp__acting_rank(hosts, host, back ? from : to)) return false;
-  if (s->from_root) return back != (host == f->root_host);
-  return !back || !s->to_root || host == f->root_host;
+  const cddp__shape *s = f->shape;
+  int owner = result ? from : to, other = result ? to : from, host = hosts->peers[other].host;
+  if (cddp__in_one_buffer(f->c) ? result && f->whole : s->scatters == result) return false;
+  if (cddp__is_pairwise(f)) return cddp__sends(f->c, from) && cddp__receives(f->c, to);
+  if (other != cddp__acting_rank(hosts, host, owner)) return false;
+  if (s->from_root) return result != (host == f->root_host); /* the root's host contributes */
+  return !result || !s->to_root || host == f->root_host;
 }
 
 /* Returns the sum of one of this host's subtrees, of n elements from `begin` on of an owner's part:
@@ -12447,10 +12494,10 @@ static const void *cddp__subtree_sum(const cddp__flow *f, int subtree, int owner
                                      size_t n, void *space) {
   cddp__hosts *hosts = f->g->hosts;
   const cddp__subtree *s = &hosts->subtrees[subtree];
-  int r;
-  for (r = s->low; r < s->high; r++)
-    hosts->pointers[r - s->low] =
-        cddp__view_of(f, hosts->peers[hosts->leaves[r]].number, owner) + begin * f->c->esize;
+  int i;
+  for (i = s->low; i < s->high; i++)
+    hosts->pointers[i - s->low] =
+        cddp__view_of(f, hosts->peers[hosts->leaves[i]].number, owner) + begin * f->c->esize;
   if (s->high - s->low == 1) return hosts->pointers[0];
   cddp__reduce_nodes(space, hosts->pointers, NULL, s->high - s->low, 0, n, (cddp_dtype)f->c->dtype,
                      (cddp_op)f->c->op);
@@ -12478,40 +12525,49 @@ static void cddp__sum_all(const cddp__flow *f, size_t begin, size_t n, void *res
 /* The complete piece of this rank's part; in its receiver's buffer if that is on this host. */
 static char *cddp__own_piece(const cddp__flow *f, long k, size_t begin) {
   const cddp__call *c = f->c;
-  if (f->one_buffer && f->local_root < 0 && cddp__shapes[c->kind].to_root)
+  if (cddp__in_one_buffer(c) && f->local_root < 0 && f->shape->to_root)
     return f->result + (size_t)(k % CDDP__SLOTS) * f->part * c->esize;
-  if (f->one_buffer) return cddp__local_view(f, 0, begin);
-  return (f->reduces ? (char *)c->recv : (char *)(uintptr_t)c->send) +
+  if (cddp__in_one_buffer(c)) return cddp__local_view(f, 0, begin);
+  return (f->shape->reduces ? (char *)c->recv : (char *)(uintptr_t)c->send) +
          (f->begin + begin) * c->esize;
 }
 
-/* Returns the memory of a frame to or from rank p, of n elements from `begin` on of a part's piece
-   k. This host's sums for the owner p are computed into it. */
-static const char *cddp__frame_at(cddp__flow *f, int p, long k, size_t begin, size_t n, bool back,
-                                  bool out) {
-  const cddp_group *g = f->g;
-  const cddp__hosts *hosts = g->hosts;
+/* Computes this host's sums of n elements, from `begin` on of an owner's part, in f->out. */
+static const char *cddp__host_sums(cddp__flow *f, int owner, size_t begin, size_t n) {
+  const cddp__hosts *hosts = f->g->hosts;
   char *sums = f->sums, *to;
   int i;
-  if (f->pairwise && out) return cddp__share_for(f->c, p) + (f->begin + begin) * f->c->esize;
-  if (back && out) return cddp__own_piece(f, k, begin);
-  if (back || !f->reduces) return cddp__local_view(f, p, begin);
-  if (!out) return f->in + f->part * hosts->nodes[hosts->peers[p].host].bytes_at;
-  if (g->local_size == 1) return cddp__local_view(f, p, begin);
   f->sums += f->part * hosts->nodes[hosts->mine].bytes;
   for (i = 0; i < hosts->subtree_count; i++) {
     if (hosts->subtrees[i].host != hosts->mine) continue;
     to = sums + n * hosts->subtrees[i].at;
-    cddp__copy(to, cddp__subtree_sum(f, i, p, begin, n, to), n * f->c->esize);
+    cddp__copy(to, cddp__subtree_sum(f, i, owner, begin, n, to), n * f->c->esize);
   }
   return sums;
 }
 
-/* Posts the frames A, or (back) B, of piece k, if it exists. Bytes of a pair of ranks of this host
-   are copied. */
-static void cddp__post_piece(cddp__flow *f, long k, bool back, bool out) {
+/* Returns the memory of a frame to or from rank p, of n elements from `begin` on of a part's piece
+   k. */
+static const char *cddp__frame_at(cddp__flow *f, int p, long k, size_t begin, size_t n,
+                                  enum cddp__move move) {
+  const cddp__hosts *hosts = f->g->hosts;
+  bool reduces = f->shape->reduces, contributes = move == CDDP__SEND_CONTRIBUTION;
+  if (cddp__is_pairwise(f) && (contributes || move == CDDP__SEND_RESULT))
+    return cddp__share_for(f->c, p) + (f->begin + begin) * f->c->esize;
+  if (move == CDDP__SEND_RESULT) return cddp__own_piece(f, k, begin);
+  if (reduces && move == CDDP__RECV_CONTRIBUTION)
+    return f->in + f->part * hosts->nodes[hosts->peers[p].host].bytes_at;
+  if (reduces && contributes && f->g->local_size > 1) return cddp__host_sums(f, p, begin, n);
+  return cddp__local_view(f, p, begin);
+}
+
+/* Posts the frames of piece k, if it exists. Bytes of a pair of ranks of this host are copied. */
+static void cddp__post_piece(cddp__flow *f, long k, enum cddp__move move) {
   cddp_group *g = f->g;
   const cddp__hosts *hosts = g->hosts;
+  bool sends = move == CDDP__SEND_CONTRIBUTION || move == CDDP__SEND_RESULT;
+  bool result = move == CDDP__SEND_RESULT || move == CDDP__RECV_RESULT;
+  bool own = move == CDDP__RECV_CONTRIBUTION || move == CDDP__SEND_RESULT; /* this rank's part */
   size_t begin, n, bytes;
   int i, p, me = g->rank;
   const char *at;
@@ -12519,17 +12575,19 @@ static void cddp__post_piece(cddp__flow *f, long k, bool back, bool out) {
   f->sums = f->out + (size_t)(k % CDDP__SLOTS) * f->out_bytes;
   for (i = 0; i < g->size; i++) {
     p = (me + i) % g->size;
-    if (g->members[p] >= 0 && !(f->pairwise && out)) continue;
-    if (!cddp__sends_frames(f, out ? me : p, out ? p : me, back)) continue;
-    if ((n = cddp__piece_of(f, back == out ? me : p, k, &begin)) == 0) continue;
-    if (f->reduces && !back)
-      bytes = n * hosts->nodes[out ? hosts->mine : hosts->peers[p].host].bytes;
+    if (g->members[p] >= 0 && !(cddp__is_pairwise(f) && sends)) continue;
+    if (!cddp__sends_frames(f, sends ? me : p, sends ? p : me, result)) continue;
+    if ((n = cddp__piece_of(f, own ? me : p, k, &begin)) == 0) continue;
+    if (f->shape->reduces && !result)
+      bytes = n * hosts->nodes[sends ? hosts->mine : hosts->peers[p].host].bytes;
+    else if (sends)
+      bytes = cddp__out_bytes(f->c, p, f->begin + begin, n);
     else
-      bytes = cddp__share_bytes(f->c, p, out, f->begin + begin, n);
+      bytes = cddp__in_bytes(f->c, p, f->begin + begin, n);
     if (bytes == 0) continue;
-    at = cddp__frame_at(f, p, k, begin, n, back, out);
+    at = cddp__frame_at(f, p, k, begin, n, move);
     if (g->members[p] < 0)
-      cddp__post_frame(g, CDDP__FRAME_PIECE, out, p, at, bytes);
+      cddp__post_frame(g, CDDP__FRAME_PIECE, sends ? CDDP__OUT : CDDP__IN, p, at, bytes);
     else
       cddp__copy(cddp__view_of(f, hosts->peers[p].number, me), at, bytes);
   }
@@ -12545,34 +12603,38 @@ static void cddp__copy_to_views(const cddp__flow *f, long k) {
   for (p = 0; p < g->size; p++) {
     if (cddp__acting_rank(hosts, hosts->mine, p) != g->rank || (f->whole && p != g->rank)) continue;
     n = cddp__piece_of(f, p, k, &begin);
-    if (n == 0 || (bytes = cddp__share_bytes(f->c, p, false, f->begin + begin, n)) == 0) continue;
+    bytes = cddp__in_bytes(f->c, p, f->begin + begin, n);
+    if (bytes == 0) continue;
     from = p == g->rank ? cddp__own_piece(f, k, begin) : cddp__local_view(f, p, begin);
     for (t = 0; t < g->local_size; t++)
       cddp__copy(cddp__view_of(f, t, p) + begin * f->c->esize, from, bytes);
   }
 }
 
-/* Moves a chunk, whose sources this host's ranks see. They see the results after a round. */
+/* Moves a chunk, step by step: see enum cddp__move. This host's ranks see the sources of the others
+   on the host. They see the results after a round. */
 static cddp_result cddp__flow_run(cddp__flow *f) {
-  const cddp__shape *shape = &cddp__shapes[f->c->kind];
-  bool spreads = !f->pairwise && !shape->to_root && !shape->scatters;
+  const cddp__shape *shape = f->shape;
+  bool spreads = !cddp__is_pairwise(f) && !shape->to_root && !shape->scatters; /* to all ranks */
   cddp_group *g = f->g;
-  long s, done, last = f->pieces + f->ahead;
+  long s, complete, last = f->pieces + f->ahead;
   cddp_result r = CDDP_OK;
   size_t begin, n;
   for (s = -f->ahead; r == CDDP_OK && s <= last; s++) {
     g->hosts->step = s;
-    done = s - f->ahead - 1;
-    cddp__post_piece(f, s + f->ahead, false, true);
-    cddp__post_piece(f, s - 1, true, true);
-    cddp__post_piece(f, s, false, false);
-    cddp__post_piece(f, done, true, false);
+    complete = s - f->ahead - 1;
+    cddp__post_piece(f, s + f->ahead, CDDP__SEND_CONTRIBUTION);
+    cddp__post_piece(f, s - 1, CDDP__SEND_RESULT);
+    cddp__post_piece(f, s, CDDP__RECV_CONTRIBUTION);
+    cddp__post_piece(f, complete, CDDP__RECV_RESULT);
     /* bytes that the next step, or the sum of whole arrays, overwrites must have been sent */
     r = cddp__deliver(g, s == last || f->whole ? LONG_MAX : s + 2 - CDDP__SLOTS);
-    if (r == CDDP_OK && f->reduces && s >= 0 && s < f->pieces &&
-        (n = cddp__piece_of(f, g->rank, s, &begin)) > 0)
-      cddp__sum_all(f, begin, n, cddp__own_piece(f, s, begin));
-    if (r == CDDP_OK && spreads && done >= 0) cddp__copy_to_views(f, done);
+    if (r != CDDP_OK) break;
+    if (shape->reduces && s >= 0 && s < f->pieces) {
+      n = cddp__piece_of(f, g->rank, s, &begin);
+      if (n > 0) cddp__sum_all(f, begin, n, cddp__own_piece(f, s, begin));
+    }
+    if (spreads && complete >= 0) cddp__copy_to_views(f, complete);
   }
   return r;
 }
@@ -12580,43 +12642,45 @@ static cddp_result cddp__flow_run(cddp__flow *f) {
 /* How a call moves between the hosts, except the sizes of chunks. */
 static cddp__flow cddp__flow_of(cddp_group *g, const cddp__call *c) {
   const cddp__hosts *hosts = g->hosts;
-  const cddp__shape *s = &cddp__shapes[c->kind];
   cddp__flow f;
   memset(&f, 0, sizeof f);
   f.g = g;
   f.c = c;
-  f.one_buffer = cddp__in_one_buffer(c);
-  f.reduces = s->reduces;
-  f.pairwise = !s->reduces && (s->scatters || (s->gathers && s->to_root));
+  f.shape = &cddp__shapes[c->kind];
   f.root_host = c->root >= 0 ? hosts->peers[c->root].host : -1;
   f.local_root = f.root_host == hosts->mine ? hosts->peers[c->root].number : -1;
   return f;
 }
 
-/* Divides a chunk into pieces and moves it. */
-static cddp_result cddp__move_chunk(cddp__flow *f) {
-  cddp__hosts *hosts = f->g->hosts;
+/* Divides a chunk into pieces. sums: bytes of all hosts' sums of an element. */
+static void cddp__divide_chunk(cddp__flow *f, size_t sums) {
+  const cddp__hosts *hosts = f->g->hosts;
+  bool one = cddp__in_one_buffer(f->c);
   size_t granule = CDDP__CACHE_LINE / f->c->esize, host_count = (size_t)hosts->count;
-  size_t longest = f->n, mine = (size_t)hosts->nodes[hosts->mine].size;
-  size_t all = cddp__count_bytes(hosts, f->c), lanes = (size_t)hosts->min_locals;
-  size_t most = host_count == 2 ? CDDP__WHOLE_MOST_OF_TWO : CDDP__WHOLE_MOST;
-  size_t in, bytes;
-  f->whole = f->c->kind == CDDP__KIND_ALL_REDUCE && f->n / lanes * all <= most;
-  if (!f->whole) lanes *= host_count;
-  if (f->one_buffer) longest = ((f->n + granule - 1) / granule + lanes - 1) / lanes * granule;
+  size_t whole_most = host_count == 2 ? CDDP__WHOLE_MOST_OF_TWO : CDDP__WHOLE_MOST;
+  size_t owners = (size_t)hosts->min_locals; /* of one array's slices: on each host, or in all */
+  size_t longest = f->n;                     /* elements of a rank's part */
+  f->whole = f->c->kind == CDDP__KIND_ALL_REDUCE && f->n / owners * sums <= whole_most;
+  if (!f->whole) owners *= host_count;
+  if (one) longest = ((f->n + granule - 1) / granule + owners - 1) / owners * granule;
   f->part = longest;
-  if (!f->whole && (f->one_buffer || f->reduces))
+  if (!f->whole && (one || f->shape->reduces))
     f->part = cddp__min(longest,
-                        cddp__min(CDDP__PIECE, CDDP__PIECE_MOST / host_count) * host_count / all);
+                        cddp__min(CDDP__PIECE, CDDP__PIECE_MOST / host_count) * host_count / sums);
   f->part = cddp__round_up(cddp__max(f->part, 1), granule);
   f->pieces = (long)((longest + f->part - 1) / f->part);
   f->ahead = f->pieces > CDDP__AHEAD ? CDDP__AHEAD : f->pieces - 1;
-  if (!f->reduces) return cddp__flow_run(f);
-  /* Memory for sums in transit: out, of others' parts; in, from other hosts; this rank's result. */
-  most = ((size_t)hosts->max_locals + mine - 1) / mine; /* parts that this rank acts for, a host */
-  f->out_bytes = f->part * hosts->nodes[hosts->mine].bytes * host_count * most;
+}
+
+/* Reserves the memory for sums in transit. */
+static cddp_result cddp__reserve_stage(cddp__flow *f, size_t sums) {
+  cddp__hosts *hosts = f->g->hosts;
+  size_t locals = (size_t)hosts->nodes[hosts->mine].size;
+  size_t acts_for = ((size_t)hosts->max_locals + locals - 1) / locals; /* parts, of each host */
+  size_t in, bytes;
+  f->out_bytes = f->part * hosts->nodes[hosts->mine].bytes * (size_t)hosts->count * acts_for;
   f->out_bytes = cddp__round_up(f->out_bytes, CDDP__CACHE_LINE);
-  in = cddp__round_up(f->part * all, CDDP__CACHE_LINE);
+  in = cddp__round_up(f->part * sums, CDDP__CACHE_LINE);
   bytes = CDDP__SLOTS * (f->out_bytes + f->part * f->c->esize) + in;
   if (hosts->stage_size < bytes) {
     cddp__free(&hosts->net->allocator, hosts->stage);
@@ -12627,7 +12691,15 @@ static cddp_result cddp__move_chunk(cddp__flow *f) {
   f->out = hosts->stage;
   f->in = f->out + CDDP__SLOTS * f->out_bytes;
   f->result = f->in + in;
-  return cddp__flow_run(f);
+  return CDDP_OK;
+}
+
+static cddp_result cddp__move_chunk(cddp__flow *f) {
+  size_t sums = cddp__measure_sums(f->g->hosts, f->c);
+  cddp_result r = CDDP_OK;
+  cddp__divide_chunk(f, sums);
+  if (f->shape->reduces) r = cddp__reserve_stage(f, sums);
+  return r == CDDP_OK ? cddp__flow_run(f) : r;
 }
 
 /* --- a call --- */
@@ -12652,7 +12724,7 @@ static cddp_result cddp__find_views(const cddp__flow *f, bool *any_scratch) {
     else if (ref->kind != CDDP__REF_UNUSED && (p != g->rank || scratch))
       r = cddp__map_ref(g->host, ref, &at);
     else if (p == g->rank)
-      at = f->reduces ? (void *)(uintptr_t)f->c->send : f->c->recv;
+      at = f->shape->reduces ? (void *)(uintptr_t)f->c->send : f->c->recv;
     t = hosts->peers[p].number;
     if (scratch) hosts->scratch[t] = (char *)at;
     g->buffers[t] = scratch ? NULL : at; /* NULL: cddp__view_of takes the scratch */
@@ -12661,7 +12733,7 @@ static cddp_result cddp__find_views(const cddp__flow *f, bool *any_scratch) {
 }
 
 static cddp_result cddp__piece_round(cddp_group *g, const cddp__call *c) {
-  return cddp__run_round(g, false, c, CDDP__PHASE_CHUNK, NULL, 0);
+  return cddp__run_round(g, CDDP__ROUND_OF_HOST, c, CDDP__PHASE_CHUNK, NULL, 0);
 }
 
 /* A rank whose view is in scratch copies its contribution there first. After the second round no
@@ -12669,7 +12741,7 @@ static cddp_result cddp__piece_round(cddp_group *g, const cddp__call *c) {
 static cddp_result cddp__run_chunk(cddp__flow *f, bool any_scratch) {
   cddp_group *g = f->g;
   const cddp__call *c = f->c;
-  bool read = f->one_buffer || f->reduces;
+  bool one = cddp__in_one_buffer(c), read = one || f->shape->reduces; /* views have the sources */
   int p, shares = (int)cddp__view_shares(f);
   size_t at = f->begin * c->esize;
   cddp_result r = CDDP_OK;
@@ -12679,11 +12751,11 @@ static cddp_result cddp__run_chunk(cddp__flow *f, bool any_scratch) {
   if (r == CDDP_OK) r = cddp__move_chunk(f);
   if (r == CDDP_OK) r = cddp__piece_round(g, c);
   if (r != CDDP_OK || !f->in_scratch || !cddp__is_written(c, g->rank) ||
-      (f->reduces && !f->one_buffer))
+      (f->shape->reduces && !one))
     return r;
   for (p = 0; p < shares; p++)
     cddp__copy(cddp__share_from(c, p) + at, cddp__view_of(f, g->local_rank, p),
-               cddp__share_bytes(c, p, false, f->begin, f->n)); /* false: received from p */
+               cddp__in_bytes(c, p, f->begin, f->n));
   return CDDP_OK;
 }
 
@@ -12699,11 +12771,11 @@ static cddp_result cddp__hosts_run(cddp_group *g, const cddp__call *c) {
   cddp_result r;
   memset(&ref, 0, sizeof ref);
   cddp__buffer_bytes(g, c, &sent, &received);
-  if (f.reduces) received = sent; /* the view of a sum is the send buffer */
+  if (f.shape->reduces) received = sent; /* the view of a sum is the send buffer */
   if (received == 0 || (g->local_size == 1 && !cddp__overwrites(c)))
     ref.kind = CDDP__REF_UNUSED;
   else if (!cddp__overwrites(c))
-    ref = cddp__ref_of(g->host, f.reduces ? c->send : c->recv, received);
+    ref = cddp__ref_of(g->host, f.shape->reduces ? c->send : c->recv, received);
   f.in_scratch = ref.kind == CDDP__REF_NONE;
   if (f.in_scratch && *scratch == NULL) {
     *scratch = (char *)cddp__arena_alloc(g->host, 2 * CDDP__SCRATCH, CDDP__EXTENT_USER);
@@ -12721,7 +12793,7 @@ static cddp_result cddp__hosts_run(cddp_group *g, const cddp__call *c) {
   return cddp__end_access(g, r);
 }
 
-/* Averages over the ranks that have not joined (uneven inputs). */
+/* Averages over the ranks that are not in cddp_ddp_join. */
 static cddp_result cddp__hosts_average(cddp_group *g, const cddp__call *c, void *const *arrays) {
   cddp__hosts *hosts = g->hosts;
   cddp__flow f = cddp__flow_of(g, c);
@@ -12729,16 +12801,15 @@ static cddp_result cddp__hosts_average(cddp_group *g, const cddp__call *c, void 
   int k;
   f.n = c->count;
   for (k = 0; k < g->local_size; k++) g->buffers[k] = (char *)arrays[k];
-  cddp__set_leaves(g, hosts, true);
+  cddp__set_leaves(g, hosts, CDDP__LEAVES_PRESENT);
   r = cddp__move_chunk(&f);
-  cddp__set_leaves(g, hosts, false);
+  cddp__set_leaves(g, hosts, CDDP__LEAVES_ALL);
   return r;
 }
 
-/* neither foreign nor shared */
 static const cddp__carrier cddp__hosts_carrier = {
-    false, false, cddp__hosts_run, cddp__hosts_average, cddp__nothing_to_split,
-    cddp__nothing_to_leave};
+    false /* not foreign */, false /* not shared */, cddp__hosts_run, cddp__hosts_average,
+    cddp__nothing_to_split, cddp__nothing_to_leave};
 
 /* --- creation and end of a group --- */
 
@@ -12777,13 +12848,15 @@ static void cddp__sort_hosts(cddp_group *g, cddp__hosts *hosts, int *index) {
 
 /* Allocates the struct, followed by all of its arrays. */
 static cddp__hosts *cddp__hosts_new(const cddp_group *g) {
-  size_t n = (size_t)g->size, frames = CDDP__FRAMES * n, ride = cddp__piggyback_bytes(g->size);
+  size_t n = (size_t)g->size, frames = CDDP__FRAMES * n;
+  size_t shares = cddp__piggyback_bytes(g->size); /* those that travel with the headers */
   size_t each = sizeof(cddp__peer) + sizeof(cddp__group_node) + sizeof(cddp__subtree) +
                 3 * sizeof(void *) + CDDP__HEADER_BYTES + 3 * sizeof(int);
   size_t bytes = sizeof(cddp__hosts) + frames * sizeof(cddp__delivery) + n * each;
-  cddp__hosts *hosts = (cddp__hosts *)cddp__calloc(&g->host->allocator, 1, bytes + ride);
+  cddp__hosts *hosts = (cddp__hosts *)cddp__calloc(&g->host->allocator, 1, bytes + shares);
   if (hosts == NULL) return NULL;
-  hosts->peers = (cddp__peer *)(void *)(hosts + 1); /* arrays are in order of falling alignment */
+  /* In order of falling alignment. Headers and shares have multiples of 4 bytes. */
+  hosts->peers = (cddp__peer *)(void *)(hosts + 1);
   hosts->nodes = (cddp__group_node *)(void *)(hosts->peers + n);
   hosts->subtrees = (cddp__subtree *)(void *)(hosts->nodes + n);
   hosts->deliveries = (cddp__delivery *)(void *)(hosts->subtrees + n);
@@ -12791,7 +12864,7 @@ static cddp__hosts *cddp__hosts_new(const cddp_group *g) {
   hosts->sums = hosts->pointers + n;
   hosts->scratch = (char **)(void *)(hosts->sums + n);
   hosts->headers = (unsigned char *)(hosts->scratch + n);
-  hosts->ranks = (int *)(void *)(hosts->headers + n * CDDP__HEADER_BYTES + ride);
+  hosts->ranks = (int *)(void *)(hosts->headers + n * CDDP__HEADER_BYTES + shares);
   hosts->widths = hosts->ranks + n;
   hosts->leaves = hosts->widths + n;
   return hosts;
@@ -12820,7 +12893,7 @@ static cddp_result cddp__hosts_attach(cddp_group *g, cddp__net *net, const int *
       !cddp__watch_fd(hosts, net->listener, EPOLLIN))
     r = cddp__fail_errno("eventfd or epoll");
   cddp__sort_hosts(g, hosts, g->world + g->size);
-  cddp__set_leaves(g, hosts, false);
+  cddp__set_leaves(g, hosts, CDDP__LEAVES_ALL);
   g->round_max = cddp__max(g->staging_size, CDDP__PAYLOAD);
   g->carrier = &cddp__hosts_carrier;
   pthread_mutex_lock(&g->host->lock); /* from here on notices reach this group */
@@ -12841,7 +12914,7 @@ static void cddp__hosts_leave(cddp_group *g) {
   cddp__wait w;
   if (hosts == NULL) return;
   net = hosts->net;
-  cddp__early_notice(g, true);
+  cddp__early_notice(g, CDDP__LEAVING);
   cddp__wait_begin(&w, 1);
   do {
     before = left;
@@ -12868,8 +12941,9 @@ static void cddp__hosts_leave(cddp_group *g) {
    Job: send and recv between the ranks of a host. Messages to other hosts pass through >>hosts.
    Owns: a slot's send requests, events and waiting; a group's list of receives and counts of sends.
    Lock: p2p.lock. Touches peers' slots: takes send requests, increments events.
-   Entry points: cddp__start_send and _finish_send, cddp__post_recv and _finish_recv,
-   cddp__serve_idle.
+   Entry points: cddp__start_send and _finish_send; cddp__post_recv and _finish_recv, or
+   cddp__recv_directly and _end_recv; cddp__abort_recv; cddp__message_ready; cddp__serve_idle; for
+   the end of a group cddp__send_at, _count and _open.
    How it works:
      1. The sender posts a send request (receiver, tag, address of the bytes) in its own slot. Large
         buffers in shared memory are read in place. Other messages are copied first; the shortest
@@ -13078,9 +13152,8 @@ static cddp__send_request *cddp__scan_peer(cddp_group *g, const cddp_work *work,
 
 /* Every send that is older than one that the first scan saw is visible to the second. */
 static cddp__send_request *cddp__find_send(cddp_group *g, const cddp_work *work) {
-  return cddp__scan_peer(g, work, CDDP__SEND_BLOCKS) != NULL
-             ? cddp__scan_peer(g, work, CDDP__SEND_BLOCKS)
-             : NULL;
+  if (cddp__scan_peer(g, work, CDDP__SEND_BLOCKS) == NULL) return NULL;
+  return cddp__scan_peer(g, work, CDDP__SEND_BLOCKS);
 }
 
 /* Fails a receive that the message does not match. */
@@ -13121,7 +13194,9 @@ static void cddp__take_send(cddp_group *g, cddp_work *work, cddp__send_request *
     CDDP__POINT("take");
     if (bytes > sizeof p->u.bytes) r = cddp__map_ref(g->host, &p->u.ref, &from);
     if (r == CDDP_OK) cddp__copy(work->call.recv, from, bytes);
-    if (r == CDDP_OK) r = cddp__check_group(g); /* the sender may have withdrawn its buffer */
+    /* If the group has failed, the sender may have stopped waiting for this copy (after 5 s, in
+       cddp__finish_send) and changed the bytes. */
+    if (r == CDDP_OK) r = cddp__check_group(g);
     work->result = r == CDDP_OK ? r : cddp__break(g, r);
     work->done = true;
     cddp__exchange32(&p->state, CDDP__SEND_DONE);
@@ -13387,7 +13462,8 @@ static cddp_result cddp__finish_send(cddp_work *work, double limit) {
 static bool cddp__abort_recv(cddp_work *work) {
   bool open;
   pthread_mutex_lock(&work->group->p2p.lock);
-  if ((open = !work->done)) {
+  open = !work->done;
+  if (open) {
     if (work->filling) cddp__hosts_detach_receive(work->group, work);
     work->result = CDDP_ABORTED;
     work->done = true;
@@ -13407,9 +13483,9 @@ static cddp_result cddp__end_recv(cddp_work *work, cddp_result r) {
     if (cddp__record_at(g, work->record) != NULL)
       cddp__record_at(g, work->record)->root = work->from;
   }
-  if (r == CDDP_OK && work->result != CDDP_OK && (r = cddp__check_failure(g)) == CDDP_OK)
-    r = work->result; /* it was aborted */
-  return r;
+  if (r != CDDP_OK || work->result == CDDP_OK) return r;
+  r = cddp__check_failure(g);
+  return r != CDDP_OK ? r : work->result; /* it was aborted */
 }
 
 /* Waits for a posted receive, and removes it from the list unless `limit` has passed: seconds;
@@ -13581,10 +13657,13 @@ static cddp_result cddp__mpi_move_counted(cddp_group *g, const cddp__call *call,
   pthread_mutex_lock(&cddp__mpi_lock);
   for (i = 0; i < 2 * g->size; i++) {
     bool sends = i < g->size;
-    const cddp__counted_share *p = &call->shares[i % g->size];
-    ones[i % g->size] = 1;
+    int rank = i % g->size;
+    const cddp__counted_share *p = &call->shares[rank];
+    size_t bytes = sends ? cddp__out_bytes(call, rank, begin, n)
+                         : cddp__in_bytes(call, rank, begin, n);
+    ones[rank] = 1;
     at = (MPI_Aint)(((sends ? p->out_at : p->in_at) + begin) * call->esize);
-    length = (int)(cddp__share_bytes(call, i % g->size, sends, begin, n) / call->esize);
+    length = (int)(bytes / call->esize);
     MPI_Type_create_hindexed(1, &length, &at, type, &out[i]);
     MPI_Type_commit(&out[i]);
   }
@@ -13758,8 +13837,9 @@ static const cddp__carrier cddp__mpi_carrier = {
 /* >>work ------------------------------------------------------------------------------------------
    Job: run asynchronous operations. (Sends and receives need no thread: >>p2p.)
    Owns: cddp_work, and the engine of a group. Lock: engine.lock.
-   Touches: the `works` counter of a slot.
-   Entry points: cddp__work_new, cddp__engine_push and _drain, cddp__work_wait.
+   Touches: the `works` counter of a slot; spin and yields of its group while it runs an operation.
+   Entry points: cddp__work_new, _wait and _free; cddp__engine_push, _drain and _stop;
+   cddp__start_message; cddp__cpu_wait and _done, of the CPU's backend.
    How it works:
      1. A collective with a handle goes into its group's queue. If no other is in flight, it is held
         outside the queue, which needs no lock.
@@ -13795,6 +13875,7 @@ static cddp_work *cddp__work_new(cddp_group *g, size_t more) {
   return work;
 }
 
+/* Runs an operation with the call site and the floating-point mode of its caller. */
 static void cddp__work_run(cddp_work *work) {
   uint32_t fp_mode = cddp__fp_mode();
   bool other = work->fp_mode != 1 + fp_mode;
@@ -13877,13 +13958,16 @@ static void *cddp__engine_main(void *arg) {
   cddp_group *g = (cddp_group *)arg;
   cddp__engine *engine = &g->engine;
   double interval = CDDP__ENGINE_POLL_S, until;
+  bool busy, awake, due;
   cddp__own_engine = engine;
   pthread_mutex_lock(&engine->lock);
   for (;;) {
-    bool busy = cddp__engine_enqueue_held(engine), awake = cddp__load32(&engine->asleep) == 0;
+    busy = cddp__engine_enqueue_held(engine);
+    awake = cddp__load32(&engine->asleep) == 0;
     if (engine->first == NULL && engine->stop) break;
-    if (engine->first != NULL && !busy &&
-        (engine->stop || engine->first->tick != cddp__load32(&engine->tick))) {
+    due = engine->first != NULL &&
+          (engine->stop || engine->first->tick != cddp__load32(&engine->tick));
+    if (due && !busy) {
       interval = CDDP__ENGINE_POLL_S;
       cddp__engine_run(engine);
       continue;
@@ -13900,9 +13984,10 @@ static void *cddp__engine_main(void *arg) {
   return NULL;
 }
 
-/* All queued operations. lock held. */
+/* Makes all queued operations due. lock held. */
 static void cddp__engine_make_due(cddp__engine *engine) {
-  bool busy = cddp__engine_enqueue_held(engine);
+  bool busy; /* a thread runs an operation, and wakes the engine behind it */
+  busy = cddp__engine_enqueue_held(engine);
   if (engine->first == NULL) return;
   if (engine->last->tick == cddp__load32(&engine->tick)) cddp__add32(&engine->tick, 1);
   /* The thread can be asleep although the operations were due before. */
@@ -13942,7 +14027,7 @@ static cddp_result cddp__engine_push(cddp_work *work) {
 /* work NULL: all operations. Returns false at the deadline. Without one (INFINITY) this thread
    itself runs the operations up to it. */
 static bool cddp__engine_wait(cddp__engine *engine, cddp_work *work, double deadline) {
-  bool ok = true, forever = !(deadline < INFINITY);
+  bool ok = true, forever = !(deadline < INFINITY), busy;
   uint32_t held = cddp__load32(&engine->held); /* first: a held work is counted before it moves */
   double until;
   if (work == NULL && held != CDDP__OWN_HELD && held != CDDP__OWN_RUNS &&
@@ -13953,7 +14038,7 @@ static bool cddp__engine_wait(cddp__engine *engine, cddp_work *work, double dead
   if (!forever && !work->done) cddp__engine_make_due(engine);
   cddp__add32(&engine->waiters, 1);
   for (;;) {
-    bool busy = cddp__engine_enqueue_held(engine);
+    busy = cddp__engine_enqueue_held(engine);
     if (work != NULL ? work->done : !busy && engine->first == NULL) break;
     if (!busy && engine->first->anywhere && forever) {
       cddp__engine_run(engine);
@@ -13996,8 +14081,7 @@ static void cddp__engine_stop(cddp_group *g) {
   engine->started = false;
 }
 
-static cddp_result cddp__fail_unfinished
-(const cddp_work *work, double limit) {
+static cddp_result cddp__fail_unfinished(const cddp_work *work, double limit) {
   return cddp__fail(CDDP_TIMEOUT,
                     "cddp_wait_for: %s on rank %d has not finished after %g s; it continues",
                     cddp__shapes[work->call.kind].name, work->group->rank, limit);
@@ -14026,7 +14110,7 @@ static cddp_result cddp__work_wait(cddp_work *work, double limit) {
   return r;
 }
 
-/* work: only starts to, and sets *work. */
+/* Sends or receives. work not NULL: only starts to, and sets *work. */
 static cddp_result cddp__start_message(cddp_group *g, const cddp__call *call, cddp_work **work) {
   bool waits = work == NULL;
   cddp_work own, *w = &own;
@@ -14094,7 +14178,9 @@ static bool cddp__cpu_done(cddp_work *work) {
    Job: run the collectives of one host. For several hosts >>hosts and >>mpi do the rest.
    Owns: the bytes in headers and staging buffers.
    Touches: peers' buffers, between cddp__begin_access and cddp__end_access.
-   Entry points: cddp__cpu_start (with or without a handle), cddp__run_call.
+   Entry points: cddp__check_call and _check_memory; cddp__cpu_start, with or without a handle, and
+   cddp__run_call; cddp__broadcast, _all_gather, _consensus and cddp__packet for other rooms; parts
+   of these for cddp_kernels.cuh.
    How it works: a collective is one of three sequences of rounds, chosen by its size and by where
    all ranks' buffers are.
      one round   Up to CDDP__ROUND_MAX bytes (several hosts: up to CDDP__PIGGYBACK in all). Each
@@ -14162,10 +14248,10 @@ static bool cddp__is_timed(const cddp__copy_timing *timing) {
 static bool cddp__uses_nontemporal(const cddp__copy_timing *timing) {
   if (CDDP__LIKELY(timing == NULL)) return false;
   if (cddp__is_timed(timing)) return timing->chunks % CDDP__TIMING_PERIOD >= CDDP__TIMING_RUNS;
-  return timing->seconds[1] < 0.8 * timing->seconds[0];
+  return timing->seconds[CDDP__NONTEMPORAL] < 0.8 * timing->seconds[CDDP__CACHED];
 }
 
-/* Starts (-1) or stops (1) the clock. */
+enum { CDDP__CLOCK_START = -1, CDDP__CLOCK_STOP = 1 };
 static void cddp__clock_chunk(cddp__copy_timing *timing, int sign) {
   if (cddp__is_timed(timing)) timing->clock += sign * cddp__now();
 }
@@ -14197,14 +14283,14 @@ static void cddp__write_shares(cddp_group *g, const cddp__call *call, const cddp
   bool nontemporal = cddp__uses_nontemporal(timing);
   if (CDDP__UNLIKELY(timing != NULL)) {
     timing->clock = 0;
-    cddp__clock_chunk(timing, -1);
+    cddp__clock_chunk(timing, CDDP__CLOCK_START);
   }
   if (!cddp__sends(call, g->rank)) return;
   space += (size_t)g->rank * apart;
   if (CDDP__UNLIKELY(call->shares != NULL)) {
     for (r = 0; r < shares; r++, space += bytes)
       memcpy(space, cddp__share_for(call, (int)r) + chunk->begin * call->esize,
-             cddp__share_bytes(call, (int)r, true, chunk->begin, chunk->n));
+             cddp__out_bytes(call, (int)r, chunk->begin, chunk->n));
     return;
   }
   if (cddp__is_sliced(g, call, chunk)) { /* other ranks do not read this rank's own slice */
@@ -14218,7 +14304,8 @@ static void cddp__write_shares(cddp_group *g, const cddp__call *call, const cddp
     if (shares > 1 && r == (size_t)g->rank) continue; /* it reads its own share in place */
     cddp__copy_by(space, from, bytes, nontemporal);
   }
-  if (CDDP__UNLIKELY(timing != NULL) && !cddp__is_one_sided(call)) cddp__clock_chunk(timing, 1);
+  if (CDDP__UNLIKELY(timing != NULL) && !cddp__is_one_sided(call))
+    cddp__clock_chunk(timing, CDDP__CLOCK_STOP);
 }
 
 /* Reads this rank's result of the chunk. from[r]: rank r's share for this rank. */
@@ -14235,7 +14322,7 @@ static void cddp__read_result(const cddp_group *g, const cddp__call *call, const
   }
   for (i = 0; i < n; i++, r = r + 1 < g->size ? r + 1 : 0)
     cddp__copy_by(cddp__share_from(call, r) + at, from[r],
-                  cddp__share_bytes(call, r, false, chunk->begin, chunk->n),
+                  cddp__in_bytes(call, r, chunk->begin, chunk->n),
                   call->count * call->esize >= CDDP__NT_SHARE);
 }
 
@@ -14309,6 +14396,7 @@ static cddp__chunk cddp__chunk_at(const cddp_group *g, const cddp__call *call, s
   return k;
 }
 
+enum { CDDP__NOT_WRITTEN, CDDP__WRITTEN };
 /* Runs a call chunk by chunk. written: the first chunk's round is complete. */
 static cddp_result cddp__run_staged(cddp_group *g, const cddp__call *call, bool written) {
   cddp__copy_timing *timing;
@@ -14323,13 +14411,14 @@ static cddp_result cddp__run_staged(cddp_group *g, const cddp__call *call, bool 
       r = cddp__round_of(g, call, CDDP__PHASE_STAGED, NULL, 0);
       if (r != CDDP_OK) return r;
     }
-    if (CDDP__UNLIKELY(timing != NULL) && !cddp__is_one_sided(call)) cddp__clock_chunk(timing, -1);
+    if (CDDP__UNLIKELY(timing != NULL) && !cddp__is_one_sided(call))
+      cddp__clock_chunk(timing, CDDP__CLOCK_START);
     if (cddp__is_sliced(g, call, &k))
       r = cddp__exchange_slices(g, call, &k, cddp__uses_nontemporal(timing));
     else
       cddp__read_staged(g, call, &k);
     if (CDDP__UNLIKELY(timing != NULL)) {
-      cddp__clock_chunk(timing, 1);
+      cddp__clock_chunk(timing, CDDP__CLOCK_STOP);
       cddp__record_timing(timing, k.n * call->esize);
     }
     if (k.in_header && !cddp__is_one_sided(call)) /* with few writers a prefetch costs more */
@@ -14405,7 +14494,7 @@ static cddp_result cddp__copy_direct(cddp_group *g, const cddp__call *call, void
     cddp__broadcast_direct(g, call, (char *const *)bufs);
   } else if (shape->reduces && !shape->scatters) {
     cddp__reduce_slices(g, call, call->count, bufs,
-                        shape->to_root ? (char *)bufs[call->root] : NULL, false);
+                        shape->to_root ? (char *)bufs[call->root] : NULL, CDDP__CACHED);
   } else if (cddp__receives(call, g->rank)) {
     for (r = 0; r < g->size; r++) {
       if (!cddp__sends(call, r)) continue;
@@ -14457,11 +14546,13 @@ static cddp_result cddp__run_large(cddp_group *g, const cddp__call *call) {
         r = cddp__break(g, r);
     }
   }
-  if (r == CDDP_OK && !direct)
+  if (r == CDDP_OK && !direct) {
     r = cddp__run_staged(g, call, staged);
-  else if (r == CDDP_OK && (r = cddp__begin_access(g)) == CDDP_OK &&
-           (r = cddp__copy_direct(g, call, g->buffers)) == CDDP_OK)
-    r = cddp__round_of(g, call, CDDP__PHASE_DONE, NULL, 0);
+  } else if (r == CDDP_OK) {
+    r = cddp__begin_access(g);
+    if (r == CDDP_OK) r = cddp__copy_direct(g, call, g->buffers);
+    if (r == CDDP_OK) r = cddp__round_of(g, call, CDDP__PHASE_DONE, NULL, 0);
+  }
   return cddp__end_access(g, r);
 }
 
@@ -14474,7 +14565,7 @@ static cddp_result cddp__run_sized(cddp_group *g, const cddp__call *call) {
                        : shape->gathers && !shape->scatters && !g->oversubscribed)
     most /= 2;
   if (call->count <= most && call->count * element <= most) /* without a slow division */
-    return cddp__run_staged(g, call, false);
+    return cddp__run_staged(g, call, CDDP__NOT_WRITTEN);
   return (g->carrier->run)(g, call);
 }
 
@@ -14482,8 +14573,8 @@ static cddp_result cddp__run_sized(cddp_group *g, const cddp__call *call) {
    call->count becomes the largest length. *host: this rank's buffers are in host memory; out: any
    rank's. */
 static cddp_result cddp__exchange_counts(cddp_group *g, cddp__call *call, bool *host) {
-  uint64_t *told = (uint64_t *)(void *)(call->shares + g->size);
-  uint64_t *heard = told + CDDP__COUNT_FIELDS * g->size;
+  cddp__count_notice *sent = (cddp__count_notice *)(void *)(call->shares + g->size);
+  cddp__count_notice *received = sent + g->size;
   size_t most = 0;
   cddp__call x = *call;
   cddp_result r;
@@ -14491,26 +14582,26 @@ static cddp_result cddp__exchange_counts(cddp_group *g, cddp__call *call, bool *
   for (p = 0; p < g->size; p++)
     most = cddp__max(most, cddp__max(call->shares[p].out, call->shares[p].in));
   for (p = 0; p < g->size; p++) {
-    uint64_t *to = told + CDDP__COUNT_FIELDS * p;
-    to[0] = call->shares[p].out;
-    to[1] = g->hosts == NULL ? call->shares[p].out_at : call->shares[p].in_at;
-    to[2] = most;
-    to[3] = *host;
+    sent[p].count = call->shares[p].out;
+    sent[p].at = g->hosts == NULL ? call->shares[p].out_at : call->shares[p].in_at;
+    sent[p].most = most;
+    sent[p].host = *host;
   }
   x.shares = NULL;
-  x.count = CDDP__COUNT_FIELDS * sizeof *told / call->esize;
-  x.send = told;
-  x.recv = heard;
+  x.count = sizeof *sent / call->esize;
+  x.send = sent;
+  x.recv = received;
   r = cddp__run_sized(g, &x);
-  for (p = 0; r == CDDP_OK && p < g->size; p++, heard += CDDP__COUNT_FIELDS) {
-    call->shares[p].there = (size_t)heard[1];
-    most = cddp__max(most, (size_t)heard[2]);
-    *host = *host || heard[3] != 0;
-    if (heard[0] == call->shares[p].in) continue;
+  for (p = 0; r == CDDP_OK && p < g->size; p++) {
+    const cddp__count_notice *notice = &received[p];
+    call->shares[p].there = (size_t)notice->at;
+    most = cddp__max(most, (size_t)notice->most);
+    *host = *host || notice->host != 0;
+    if (notice->count == call->shares[p].in) continue;
     cddp__fail(CDDP_MISMATCH,
                "ranks disagree: rank %d sends %" PRIu64 " elements to rank %d, which expects %zu, "
                "in %s",
-               p, heard[0], g->rank, call->shares[p].in, cddp__describe_current_call(g).s);
+               p, notice->count, g->rank, call->shares[p].in, cddp__describe_current_call(g).s);
     r = cddp__break(g, CDDP_MISMATCH);
   }
   call->count = most;
@@ -14610,11 +14701,15 @@ static cddp_result cddp__packet_send(cddp__packet *p) {
   cddp_result r;
   int i;
   if (p->count == 0) return CDDP_OK;
-  for (i = 0; i < p->count && gives; at += p->sizes[i++])
+  for (i = 0; i < p->count && gives; i++) {
     memcpy(p->bytes + at, p->to[i], p->sizes[i]);
+    at += p->sizes[i];
+  }
   r = cddp__broadcast(p->g, p->bytes, p->used, p->root);
-  for (i = 0; i < p->count && !gives && r == CDDP_OK; at += p->sizes[i++])
+  for (i = 0; i < p->count && !gives && r == CDDP_OK; i++) {
     memcpy(p->to[i], p->bytes + at, p->sizes[i]);
+    at += p->sizes[i];
+  }
   cddp__packet_begin(p, p->g, p->root);
   return r;
 }
@@ -14659,7 +14754,8 @@ static cddp_result cddp__consensus(cddp_group *g, cddp_result mine, const void *
     if (theirs == CDDP_OK) continue;
     r = cddp__broadcast(g, text, sizeof text, p);
     if (r != CDDP_OK) break;
-    r = p == g->rank ? cddp__fail(theirs, "%s", text) : cddp__fail(theirs, "rank %d: %s", p, text);
+    r = cddp__fail(theirs, "%s", text);
+    if (p != g->rank) r = cddp__fail_in(r, "rank %d: ", p);
   }
   cddp__free(&g->host->allocator, votes);
   return r;
@@ -14687,7 +14783,7 @@ static cddp_result cddp__start_work(cddp_group *g, const cddp__call *call, cddp_
     started->group = g;
     started->done = false;
   } else {
-    started = cddp__work_new(g, call->shares != NULL ? cddp__shares_bytes(g) : 0);
+    started = cddp__work_new(g, call->shares != NULL ? cddp__counts_memory(g) : 0);
     if (started == NULL) return CDDP_OUT_OF_MEMORY;
   }
   started->call = *call;
@@ -14833,8 +14929,8 @@ static cddp_result cddp__check_call(const cddp_group *g, const cddp__call *call)
 
 /* >>groups ----------------------------------------------------------------------------------------
    Job: create, split and destroy groups.
-   Owns: the groups that it creates. Their control blocks belong to >>arena.
-   Entry points: cddp__init, cddp__split_group, cddp__split, cddp__group_leave;
+   Owns: the groups that it creates. Their control blocks belong to >>arena. Lock: host.lock.
+   Entry points: cddp__init, cddp__split_group, _split, cddp__group_hold, cddp__group_leave;
    cddp__group_build and cddp__host_release for ranks that are threads and for elastic models.
    How a group is split:
      1. In a round of the parent each rank announces its color and key.
@@ -14972,15 +15068,17 @@ static cddp_result cddp__share_block(cddp_group *g, const int *members, int n, c
   return CDDP_OK;
 }
 
-/* Adds (1) or removes (-1) a model of the group, or (0) records that this rank has left it. Frees a
+enum cddp__hold { CDDP__REMOVE_MODEL = -1, CDDP__LEAVE_GROUP, CDDP__ADD_MODEL };
+
+/* Counts the models that use the group's memory, and records that this rank has left it. Frees a
    group that is left and has no models. */
-static void cddp__group_hold(cddp_group *g, int models) {
+static void cddp__group_hold(cddp_group *g, enum cddp__hold change) {
   cddp__host *host = g->host;
   bool last;
   pthread_mutex_lock(&host->lock);
-  g->models += models;
-  host->models += models;
-  if (models == 0) cddp__store32(&g->left, 1);
+  g->models += (int)change;
+  host->models += (int)change;
+  if (change == CDDP__LEAVE_GROUP) cddp__store32(&g->left, 1);
   last = cddp__load32(&g->left) != 0 && g->models == 0;
   pthread_mutex_unlock(&host->lock);
   if (!last) return;
@@ -15030,7 +15128,7 @@ static void cddp__group_leave(cddp_group *g) {
   pthread_cond_destroy(&g->engine.work);
   cddp__free(&host->allocator, g->hosts);
   g->hosts = NULL;
-  cddp__group_hold(g, 0);
+  cddp__group_hold(g, CDDP__LEAVE_GROUP);
   memcpy(cddp__error_text, text, sizeof text);
 }
 
@@ -15229,10 +15327,10 @@ static cddp_result cddp__init(cddp_group **out, const cddp_group_desc *d) {
   if (r == CDDP_OK)
     r = config.joins             ? cddp__join_job(&g, &config, host)
         : config.world_size == 1 ? cddp__world_group(&g, host, &config)
-                        : cddp__start_job(&g, &config, host, &job);
+                                 : cddp__start_job(&g, &config, host, &job);
   if (config.listen_fd >= 0) cddp__store32(&cddp__listen_fd_user, (uint32_t)getpid());
   cddp__close_fd(&config.listen_fd); /* of a job of one rank */
-  cddp__host_release(host); /* the group has it */
+  cddp__host_release(host); /* the group has a reference */
   if (r == CDDP_OK && !config.joins) {
     cddp__count_cores(host, g->block->processors); /* all ranks have added theirs */
     cddp__store32(&g->block->cores, (uint32_t)host->cores);
@@ -18401,7 +18499,7 @@ static void cddp__ddp_free(cddp_ddp *d) { /* keeps this thread's error text */
   for (i = 0; d->rows.sparse != NULL && i < d->count; i++) cddp__sparse_free(a, d->rows.sparse[i]);
   g = d->group;
   cddp__free(a, d); /* and its arrays */
-  cddp__group_hold(g, -1);
+  cddp__group_hold(g, CDDP__REMOVE_MODEL);
   memcpy(cddp__error_text, text, sizeof text);
 }
 
@@ -18461,7 +18559,7 @@ static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
   if (d == NULL) return NULL;
   (void)cddp__ddp_arrays(d, (char *)(d + 1), g, count, desc);
   d->group = g;
-  cddp__group_hold(g, 1);
+  cddp__group_hold(g, CDDP__ADD_MODEL);
   d->id = cddp__add32(&cddp__models_made, 1);
   d->params = params;
   d->count = count;
@@ -22902,7 +23000,7 @@ static cddp_result cddp__start_with_counts(const char *function, cddp_group *g, 
   if (g == NULL || recv_counts == NULL || (scatters && send_counts == NULL))
     return cddp__named(function,
                        CDDP__REFUSE("%s is NULL", g == NULL ? "the group" : "an array of counts"));
-  parts = (cddp__counted_share *)cddp__malloc(&g->host->allocator, cddp__shares_bytes(g));
+  parts = (cddp__counted_share *)cddp__malloc(&g->host->allocator, cddp__counts_memory(g));
   if (parts == NULL) return CDDP_OUT_OF_MEMORY;
   for (p = 0; p < g->size; p++) {
     cddp__counted_share *part = &parts[p];

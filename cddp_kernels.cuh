@@ -1904,7 +1904,7 @@ static void cddp__watch_hosts(cddp_group *g) {
   if (g->local_rank != 0) return;
   pthread_mutex_lock(&g->p2p.lock);
   cddp__hosts_serve(g);
-  (void)cddp__find_link(g, cddp__rank_on(hosts, (hosts->mine + 1) % hosts->count, 0), true);
+  (void)cddp__find_link(g, cddp__rank_on(hosts, (hosts->mine + 1) % hosts->count, 0));
   pthread_mutex_unlock(&g->p2p.lock);
 }
 
@@ -2502,8 +2502,8 @@ static ncclResult_t cddp__nccl_post_shares(const cddp__device *device, const cdd
   for (q = 0; q < device->group->size && e == ncclSuccess; q++) {
     bool goes = cddp__sends(call, me) && cddp__receives(call, q);
     bool comes = cddp__sends(call, q) && cddp__receives(call, me);
-    size_t out = goes ? cddp__share_bytes(call, q, true, 0, call->count) : 0;
-    size_t in = comes ? cddp__share_bytes(call, q, false, 0, call->count) : 0;
+    size_t out = goes ? cddp__out_bytes(call, q, 0, call->count) : 0;
+    size_t in = comes ? cddp__in_bytes(call, q, 0, call->count) : 0;
     const char *from = out > 0 ? cddp__share_for(call, q) : NULL;
     char *to = in > 0 ? cddp__share_from(call, q) : NULL;
     if (q == me) continue;
@@ -2522,7 +2522,7 @@ static cddp_result cddp__copy_own_share(const cddp__device *device, const cddp__
       call->kind != CDDP__KIND_ALL_TO_ALL && call->shares == NULL)
     return CDDP_OK;
   if (!cddp__sends(call, me) || !cddp__receives(call, me)) return CDDP_OK;
-  bytes = cddp__share_bytes(call, me, true, 0, call->count);
+  bytes = cddp__out_bytes(call, me, 0, call->count);
   if (bytes == 0) return CDDP_OK;
   return cddp__device_copy(cddp__share_from(call, me), cddp__share_for(call, me), bytes, stream);
 }
