@@ -2255,11 +2255,11 @@ typedef struct cddp__row_gradients {
   size_t bytes, capacity;       /* of the packet: in use; allocated */
 } cddp__row_gradients;
 
-/* cddp_ddp_join. Written by the training thread; the engine reads `joined`. */
+/* cddp_ddp_join. Written by the training thread; the engine reads `absent`. */
 typedef struct cddp__uneven {
-  uint32_t joined;  /* this rank's CDDP__STEP_JOINED* */
-  bool had_joined;  /* a rank was in cddp_ddp_join since all last were */
-  bool out_of_date; /* the weights of such a rank are old */
+  uint32_t absent;  /* CDDP__ABSENT*: this rank is in cddp_ddp_join; 0: it has data */
+  bool had_absent;  /* a rank was absent since all last were */
+  bool out_of_date; /* the weights of an absent rank are old */
 } cddp__uneven;
 
 /* Memory that a function uses and leaves. */
@@ -2303,7 +2303,7 @@ struct cddp_ddp { /* followed by its arrays, see cddp__ddp_arrays */
   uint64_t steps; /* completed */
   cddp_partition *partitions; /* this rank's, at most one a parameter */
   int partition_count;
-  cddp_optim *shares;      /* those with states in shared memory, by next */
+  cddp_optim *sharing;     /* optimizers whose states this host's ranks share, by next */
   cddp__elastic *elastic;  /* NULL: not elastic */
   cddp_optim *optim;       /* elastic: steps the model; NULL: none yet */
   cddp__snapshot snapshot; /* for the `optim` of a rank that joined */
@@ -3883,7 +3883,8 @@ static cddp_result cddp__listen_all(cddp__address *address, int count, int *fds,
     if (error != 0 && first > 0 && tries % ports == 0)
       cddp__sleep(1e-3 + 1e-6 * (double)(getpid() % 4096));
     port = first > 0 ? first + turn++ % ports : 0;
-    for (i = n = error = 0; i < count && error != EADDRINUSE; i++) {
+    n = error = 0;
+    for (i = 0; i < count && error != EADDRINUSE; i++) {
       cddp__address_set_port(&address[i], port);
       if ((e = cddp__listen_address(&address[i], &fds[n])) != 0) {
         error = e;
@@ -7108,13 +7109,13 @@ static void cddp__share_memory(cddp__host *host) {
 /* >>reduce ---------------------------------------------------------------------------------------
    Job: sums in canonical order, type conversions, and the loops of the optimizers, over arrays.
    Owns: nothing. The functions read and write only the arrays in their arguments.
-   Entry points: cddp__reduce, _reduce_nodes, _reduce_all; cddp__scale, cddp__sum_squares,
-   cddp__convert; cddp__pick_kernels for >>optim.
+   Entry points: cddp__reduce, _reduce_nodes, _reduce_all; cddp__scale, cddp__divide,
+   cddp__sum_squares, cddp__convert; cddp__pick_loops, cddp__fuse and cddp__round_odd for steps.
    How it works:
      1. Each loop is written once, in plain C. A macro instantiates it for each element type and
         each instruction set.
      2. An instruction set has a table of loops with one row for each element type.
-        cddp__pick_kernels returns the table of the best instruction set of this machine.
+        cddp__pick_loops returns the table of the best instruction set of this machine.
      3. Rare cases (more sources, other operations on half precision) combine these loops, on blocks
         that fit into the first-level cache.
      4. Order: the sum of sources 0 .. n - 1 is that of 0 .. p - 1 plus that of p .. n - 1, where p
@@ -7250,8 +7251,10 @@ typedef struct cddp__fused_args {
   float clip; /* factor of that mean, from gradient clipping; 1: none */
 } cddp__fused_args;
 
+enum { CDDP__MULTIPLY, CDDP__DIVIDE }; /* of `bool divide` */
+
 /* The loops for one element type; NULL: this type has none. */
-typedef struct cddp__kernels {
+typedef struct cddp__loops {
   /* d = canonical sum of k sources, scaled by f: see CDDP__SUM_KERNELS. F32, F64, BF16 */
   void (*sum)(void *d, const void *const *s, int k, size_t n, double f);
   /* each of the k buffers = canonical sum of all, scaled by f. F32, F64, BF16 */
@@ -7274,7 +7277,7 @@ typedef struct cddp__kernels {
   void (*adamw_loop)(const cddp__fused_args *s, int ranks, size_t n);
   void (*widen)(cddp__f32 *d, const void *s, size_t n);  /* F16, BF16 */
   void (*narrow)(void *d, const cddp__f32 *s, size_t n); /* F16, BF16 */
-} cddp__kernels;
+} cddp__loops;
 
 #define CDDP__EACH(statement) \
   do { \
@@ -7285,7 +7288,7 @@ typedef struct cddp__kernels {
     } \
   } while (0)
 
-/* Each macro below defines functions cddp__LOOP_S_ISA, which struct cddp__kernels describes. ISA is
+/* Each macro below defines functions cddp__LOOP_S_ISA, which struct cddp__loops describes. ISA is
    an instruction set, TARGET its attributes, T an element type and S the type's name. */
 
 /* The canonical sums of element i of 2, 4 and 8 arrays. IN converts to the type of arithmetic. */
@@ -7515,7 +7518,7 @@ typedef struct cddp__kernels {
   CDDP__BITS_KERNEL(ISA, TARGET) \
   CDDP__HALF_KERNELS(ISA, TARGET, bf16)
 
-/* An instruction set's table: a row by cddp_dtype, with the columns of cddp__kernels. WIDE: the set
+/* An instruction set's table: a row by cddp_dtype, with the columns of cddp__loops. WIDE: the set
    for the loops of CDDP__WIDE_KERNELS. CDDP__ROW_S is the row of a type with loops S. */
 #define CDDP__FLOAT_ROW(ISA, S, WIDE, SGD, ADAMW) \
   {cddp__sum_##S##_##WIDE, cddp__all_##S##_##WIDE, cddp__pair_##S##_##ISA, NULL, \
@@ -7540,7 +7543,7 @@ typedef struct cddp__kernels {
 CDDP__KERNELS(base, CDDP__BASE)
 CDDP__HALF_KERNELS(base, CDDP__BASE, f16)
 #define CDDP__X(name, text, type, cls, loops) CDDP__ROW_##loops(base, base),
-static const cddp__kernels cddp__kernels_base[] = {CDDP__DTYPES(CDDP__X)};
+static const cddp__loops cddp__loops_base[] = {CDDP__DTYPES(CDDP__X)};
 #undef CDDP__X
 
 #if CDDP__DISPATCH
@@ -7576,11 +7579,11 @@ CDDP__AVX2 static void cddp__narrow_f16_avx2(void *dst, const cddp__f32 *s, size
 
 CDDP__KERNELS(avx2, CDDP__AVX2)
 #define CDDP__X(name, text, type, cls, loops) CDDP__ROW_##loops(avx2, avx2),
-static const cddp__kernels cddp__kernels_avx2[] = {CDDP__DTYPES(CDDP__X)};
+static const cddp__loops cddp__loops_avx2[] = {CDDP__DTYPES(CDDP__X)};
 #undef CDDP__X
 CDDP__WIDE_KERNELS(avx512, CDDP__AVX512)
 #define CDDP__X(name, text, type, cls, loops) CDDP__ROW_##loops(avx2, avx512),
-static const cddp__kernels cddp__kernels_avx512[] = {CDDP__DTYPES(CDDP__X)};
+static const cddp__loops cddp__loops_avx512[] = {CDDP__DTYPES(CDDP__X)};
 #undef CDDP__X
 #endif
 
@@ -7610,13 +7613,13 @@ static int cddp__isa(void) {
 }
 
 /* The table of the best instruction set, indexed by dtype. */
-static const cddp__kernels *cddp__pick_kernels(void) {
+static const cddp__loops *cddp__pick_loops(void) {
   int isa = cddp__isa();
 #if CDDP__DISPATCH
-  if (isa == CDDP__ISA_AVX512) return cddp__kernels_avx512;
-  if (isa == CDDP__ISA_AVX2) return cddp__kernels_avx2;
+  if (isa == CDDP__ISA_AVX512) return cddp__loops_avx512;
+  if (isa == CDDP__ISA_AVX2) return cddp__loops_avx2;
 #endif
-  return (void)isa, cddp__kernels_base;
+  return (void)isa, cddp__loops_base;
 }
 
 #define CDDP__BLOCK_BYTES 4096 /* of a block: small enough for the first-level cache */
@@ -7625,8 +7628,8 @@ static const cddp__kernels *cddp__pick_kernels(void) {
 
 /* One reduction: the values that are the same for all its blocks. */
 typedef struct cddp__fold {
-  const cddp__kernels *kernels; /* of dtype */
-  const cddp__kernels *math;    /* of the compute type: F32 for F16 and BF16, else dtype */
+  const cddp__loops *loops; /* of dtype */
+  const cddp__loops *math;  /* of the compute type: F32 for F16 and BF16, else dtype */
   const void *const *srcs;      /* [nsrcs] */
   const int *widths;            /* [nsrcs] leaves that each source is the sum of. One leaf has
                                    dtype (1) or the compute type (-1); sums have the compute type.
@@ -7644,9 +7647,9 @@ typedef struct cddp__fold {
 
 CDDP__INLINED void cddp__fold_init(cddp__fold *fold, const void *const *srcs, int nsrcs, int ranks,
                                    cddp_dtype dtype, cddp_op op) {
-  const cddp__kernels *tables = cddp__pick_kernels();
+  const cddp__loops *tables = cddp__pick_loops();
   bool average = op == CDDP_AVG && ranks > 0;
-  fold->kernels = &tables[dtype];
+  fold->loops = &tables[dtype];
   fold->math = &tables[cddp__compute_type(dtype)];
   fold->srcs = srcs;
   fold->widths = NULL;
@@ -7660,7 +7663,7 @@ CDDP__INLINED void cddp__fold_init(cddp__fold *fold, const void *const *srcs, in
     fold->flip ^= (int64_t)((uint64_t)1 << (8 * fold->esize - 1));
   fold->csize = cddp__dtype_size(cddp__compute_type(dtype));
   fold->sums = fold->op == CDDP_SUM && fold->math->sum != NULL;
-  fold->narrows = fold->kernels != fold->math && ranks > 0;
+  fold->narrows = fold->loops != fold->math && ranks > 0;
   /* Division by a power of two and multiplication by its inverse give the same bits. */
   fold->divide = average && (!fold->sums || (ranks & (ranks - 1)) != 0);
   fold->factor = !average ? 1.0 : fold->divide ? (double)ranks : 1.0 / (double)ranks;
@@ -7669,14 +7672,15 @@ CDDP__INLINED void cddp__fold_init(cddp__fold *fold, const void *const *srcs, in
 /* Returns whether one call of `sum` computes the whole reduction. */
 CDDP__INLINED bool cddp__fold_direct(const cddp__fold *fold) {
   return (fold->nsrcs <= 4 || fold->nsrcs == 8) && fold->widths == NULL && fold->op == CDDP_SUM &&
-         fold->kernels->sum != NULL && (fold->narrows || fold->kernels == fold->math);
+         fold->loops->sum != NULL && (fold->narrows || fold->loops == fold->math);
 }
 
 /* p[i] /= k. Not F16, BF16. Integers have no vector division, so they need no loop per ISA. */
 static void cddp__divide(void *p, size_t n, int k, cddp_dtype dtype) {
   size_t i;
   switch (dtype) {
-#define CDDP__DIVIDE_FLOAT(type, k) (cddp__pick_kernels()[dtype].scale)(p, n, (double)(k), true)
+#define CDDP__DIVIDE_FLOAT(type, k) \
+  (cddp__pick_loops()[dtype].scale)(p, n, (double)(k), CDDP__DIVIDE)
 #define CDDP__DIVIDE_HALF(type, k) CDDP_ASSERT(false)
 #define CDDP__DIVIDE_SIGNED(type, k) \
   for (i = 0; i < n; i++) { \
@@ -7710,11 +7714,11 @@ static const void *cddp__fold_leaf(const cddp__fold *fold, void *buf, int first,
   if (fold->widths != NULL && fold->widths[first] != 1)
     return (const char *)fold->srcs[first] + at * fold->csize;
   for (i = 0; i < k; i++) s[i] = (const char *)fold->srcs[first + i] + at * fold->esize;
-  if (k == 1 && fold->kernels == fold->math) return s[0];
+  if (k == 1 && fold->loops == fold->math) return s[0];
   if (k > 1)
     (fold->math->sum)(buf, s, k, n, 1.0);
   else
-    fold->kernels->widen((cddp__f32 *)buf, s[0], n);
+    fold->loops->widen((cddp__f32 *)buf, s[0], n);
   return buf;
 }
 
@@ -7738,7 +7742,7 @@ static void cddp__fold_block(const cddp__fold *fold, char *dst, size_t at, size_
   char *bufs[CDDP__FOLD_DEPTH];
   const void *parts[CDDP__FOLD_DEPTH];
   int sizes[CDDP__FOLD_DEPTH]; /* sources in each part */
-  int leaf = fold->sums && fold->kernels == fold->math && fold->widths == NULL ? 8 : 1;
+  int leaf = fold->sums && fold->loops == fold->math && fold->widths == NULL ? 8 : 1;
   int depth = 0, i = 0, k;
   size_t bytes = cddp__fold_bytes(fold);
   for (k = 0; k < CDDP__FOLD_DEPTH; k++) bufs[k] = (char *)space + (size_t)k * bytes;
@@ -7757,7 +7761,7 @@ static void cddp__fold_block(const cddp__fold *fold, char *dst, size_t at, size_
       sizes[depth - 1] += sizes[depth];
     }
   }
-  if (fold->narrows) fold->kernels->narrow(dst + at * fold->esize, (const cddp__f32 *)parts[0], n);
+  if (fold->narrows) fold->loops->narrow(dst + at * fold->esize, (const cddp__f32 *)parts[0], n);
 }
 
 /* Reduces elements [at, at + n) into dst. */
@@ -7767,7 +7771,7 @@ static void cddp__fold_range(const cddp__fold *fold, void *dst, size_t at, size_
   int i;
   if (cddp__fold_direct(fold)) {
     for (i = 0; i < fold->nsrcs; i++) s[i] = (const char *)fold->srcs[i] + at * fold->esize;
-    (fold->kernels->sum)((char *)dst + at * fold->esize, s, fold->nsrcs, n, fold->factor);
+    (fold->loops->sum)((char *)dst + at * fold->esize, s, fold->nsrcs, n, fold->factor);
     return;
   }
   for (; at < end; at += block) cddp__fold_block(fold, (char *)dst, at, cddp__min(block, end - at));
@@ -7789,12 +7793,12 @@ static void cddp__reduce_nodes(void *dst, const void *const *srcs, const int *wi
 /* dst[i] = the canonical tree over srcs[..][i], one source per rank: 1 .. CDDP__MAX_RANKS. */
 static void cddp__reduce(void *dst, const void *const *srcs, int nsrcs, size_t n, cddp_dtype dtype,
                          cddp_op op) {
-  const cddp__kernels *kernels = &cddp__pick_kernels()[dtype];
+  const cddp__loops *loops = &cddp__pick_loops()[dtype];
   CDDP_ASSERT(nsrcs >= 1 && nsrcs <= CDDP__MAX_RANKS);
   if (nsrcs == 1 && dst != srcs[0] && n > 0) memcpy(dst, srcs[0], n * cddp__dtype_size(dtype));
   if (nsrcs == 1) return;
-  if (op == CDDP_SUM && nsrcs <= 4 && kernels->sum != NULL) /* a shortcut for small calls */
-    (kernels->sum)(dst, srcs, nsrcs, n, 1.0);
+  if (op == CDDP_SUM && nsrcs <= 4 && loops->sum != NULL) /* a shortcut for small calls */
+    (loops->sum)(dst, srcs, nsrcs, n, 1.0);
   else
     cddp__reduce_nodes(dst, srcs, NULL, nsrcs, nsrcs, n, dtype, op);
 }
@@ -7807,7 +7811,7 @@ static void cddp__reduce_all(void *const *bufs, int nbufs, size_t n, cddp_dtype 
   if (nbufs == 1) return;
   cddp__fold_init(&f, (const void *const *)bufs, nbufs, nbufs, dtype, op);
   if (cddp__fold_direct(&f) && nbufs != 3) {
-    (f.kernels->all)(bufs, nbufs, n, f.factor);
+    (f.loops->all)(bufs, nbufs, n, f.factor);
     return;
   }
   for (at = 0; at < n; at += m) {
@@ -7836,7 +7840,7 @@ static void cddp__fuse(void (*loop)(const cddp__fused_args *s, int ranks, size_t
       if (s->states[k] != NULL) a.states[k] = s->states[k] + at;
     a.gradients[0] = sum;
     a.weights[0] = s->weights[0] + at;
-    (cddp__pick_kernels()[CDDP_F32].sum)(sum, g, 4, m, 1.0);
+    (cddp__pick_loops()[CDDP_F32].sum)(sum, g, 4, m, 1.0);
     (loop)(&a, 1, m);
     for (k = 1; k < 4; k++) memcpy(s->weights[k] + at, a.weights[0], m * sizeof *sum);
     for (k = 0; k < 4; k++) memset(s->gradients[k] + at, 0, m * sizeof *sum);
@@ -7845,22 +7849,22 @@ static void cddp__fuse(void (*loop)(const cddp__fused_args *s, int ranks, size_t
 
 /* p[i] *= factor, with one rounding. factor is first rounded to the compute type. Floats only. */
 static void cddp__scale(void *p, size_t n, cddp_dtype dtype, double factor) {
-  const cddp__kernels *k = cddp__pick_kernels();
+  const cddp__loops *k = cddp__pick_loops();
   float buf[CDDP__BLOCK_FLOATS];
   size_t at, m;
-  if (k[dtype].scale != NULL) (k[dtype].scale)(p, n, factor, false);
+  if (k[dtype].scale != NULL) (k[dtype].scale)(p, n, factor, CDDP__MULTIPLY);
   for (at = 0; k[dtype].scale == NULL && at < n; at += m) {
     char *q = (char *)p + at * 2;
     m = cddp__min(CDDP__BLOCK_FLOATS, n - at);
     k[dtype].widen(buf, q, m);
-    (k[CDDP_F32].scale)(buf, m, factor, false);
+    (k[CDDP_F32].scale)(buf, m, factor, CDDP__MULTIPLY);
     k[dtype].narrow(q, buf, m);
   }
 }
 
 /* The sum of squares in double, in an order that depends only on n. Floats only. */
 static double cddp__sum_squares(const void *p, size_t n, cddp_dtype dtype) {
-  const cddp__kernels *k = cddp__pick_kernels();
+  const cddp__loops *k = cddp__pick_loops();
   bool half = cddp__dtype_half(dtype);
   float buf[CDDP__BLOCK_FLOATS];
   double sum = 0;
@@ -7887,7 +7891,7 @@ static float cddp__round_odd(double x) {
 /* dst[i] = src[i], rounded to the nearest, ties to even. Floats only, unless to == from; only then
    can src and dst overlap. */
 static void cddp__convert(void *dst, cddp_dtype to, const void *src, cddp_dtype from, size_t n) {
-  const cddp__kernels *k = cddp__pick_kernels();
+  const cddp__loops *k = cddp__pick_loops();
   float buf[CDDP__BLOCK_FLOATS];
   size_t at, m, i, to_size = cddp__dtype_size(to), from_size = cddp__dtype_size(from);
   if (to == from && n > 0) memmove(dst, src, n * to_size);
@@ -8013,11 +8017,11 @@ static bool cddp__nodes_contain(const cddp__shard_node *nodes, int count, int sh
    nodes must be `apart` from gradients. */
 static int cddp__plan_nodes(const int *owner, int shards, bool apart, cddp__shard_node *nodes,
                             int *widths, int *slots) {
-  int joined[CDDP__FOLD_DEPTH + 1], wide[CDDP__FOLD_DEPTH + 1], count = 0, i, k, low, high;
+  int merged[CDDP__FOLD_DEPTH + 1], wide[CDDP__FOLD_DEPTH + 1], count = 0, i, k, low, high;
   *slots = 0;
   for (i = 0; i < shards; i++) {
     cddp__shard_node node = {i, 1, -1, owner[i]};
-    (void)cddp__merge_shard(nodes, count, &node, shards, joined, wide, &low, &high);
+    (void)cddp__merge_shard(nodes, count, &node, shards, merged, wide, &low, &high);
     for (k = low - 1; k >= 0 && nodes[k].rank != node.rank;) k--;
     if (node.width > 1 || apart || (i + 1 < shards && owner[i + 1] == node.rank))
       node.slot = k >= 0 ? nodes[k].slot + 1 : 0;
@@ -9098,7 +9102,7 @@ static cddp_result cddp__wait_word(cddp_group *g, cddp__atomic_u32 *word, uint32
 
 /* --- ranks that disagree --- */
 
-static bool cddp__is_uneven_join(const cddp__op_header *a) {
+static bool cddp__is_absent(const cddp__op_header *a) {
   return cddp__code_kind(a->call) == CDDP__KIND_DDP_JOIN;
 }
 
@@ -9109,7 +9113,7 @@ static bool cddp__calls_match(const cddp__op_header *reference, const cddp__op_h
                   (kind == CDDP__KIND_DDP_WAIT || kind == CDDP__KIND_DDP_STEP ||
                    kind == CDDP__KIND_DDP_BUFFERS);
   if (reference->fp_mode != header->fp_mode) return false;
-  if (joinable && cddp__is_uneven_join(header)) return true;
+  if (joinable && cddp__is_absent(header)) return true;
   return reference->call == header->call && reference->count == header->count &&
          reference->root == header->root;
 }
@@ -9147,7 +9151,7 @@ static cddp_result cddp__compare_headers(cddp_group *g) {
   const cddp__op_header *reference;
   cddp__wait w;
   int p, first = 0, different = 0;
-  while (first + 1 < g->size && cddp__is_uneven_join(cddp__op_header_of(g, first, g->round)))
+  while (first + 1 < g->size && cddp__is_absent(cddp__op_header_of(g, first, g->round)))
     first++;
   reference = cddp__op_header_of(g, first, g->round);
   for (p = 0; p < g->size; p++)
@@ -9161,7 +9165,8 @@ static cddp_result cddp__compare_headers(cddp_group *g) {
            !cddp__is_broken(g) && cddp__wait_pause(&w)) {}
   cddp__fail(CDDP_MISMATCH, "ranks disagree in call %" PRIu64 " of the group: %s", g->calls,
              cddp__describe_rank(g, first, reference).s);
-  for (p = 0, different = 0; p < g->size; p++) {
+  different = 0;
+  for (p = 0; p < g->size; p++) {
     if (cddp__calls_match(reference, cddp__op_header_of(g, p, g->round)) || ++different > 2)
       continue;
     cddp__append(cddp__error_text, CDDP__ERROR_MAX, ", %s", cddp__describe_rank(g, p, reference).s);
@@ -12266,7 +12271,8 @@ static cddp_result cddp__exchange_headers(cddp_group *g) {
     for (i = d; i < count && i < d * CDDP__DIRECT_HOSTS; i += d) {
       int to = (hosts->mine + count - i) % count, from = (hosts->mine + i) % count;
       n = d < count - i ? d : count - i; /* hosts; if more than one, no shares travel */
-      for (most = 0, k = 0; k < n; k++)
+      most = 0;
+      for (k = 0; k < n; k++)
         most +=
             (size_t)hosts->nodes[(from + k) % count].size * (CDDP__HEADER_BYTES + g->staging_size);
       if (d > 1) have = hosts->nodes[(hosts->mine + n) % count].headers_at;
@@ -12928,8 +12934,14 @@ static void cddp__hosts_leave(cddp_group *g) {
   pthread_mutex_unlock(&net->lock);
   cddp__net_serve(g->host, net); /* ends connections to this group that come late: net.left */
   cddp__claim_links(g);          /* those that another thread accepted before */
-  for (; (link = hosts->links) != NULL; cddp__link_close(link)) hosts->links = link->next;
-  for (; (m = hosts->stored) != NULL; cddp__free(&net->allocator, m)) hosts->stored = m->next;
+  while ((link = hosts->links) != NULL) {
+    hosts->links = link->next;
+    cddp__link_close(link);
+  }
+  while ((m = hosts->stored) != NULL) {
+    hosts->stored = m->next;
+    cddp__free(&net->allocator, m);
+  }
   cddp__arena_free(g->host, hosts->scratch[g->local_rank]);
   cddp__free(&net->allocator, hosts->stage);
   cddp__close_fd(&hosts->wake_fd);
@@ -13139,7 +13151,8 @@ static cddp__send_request *cddp__scan_peer(cddp_group *g, const cddp_work *work,
     void *at = slot->sends;
     cddp__send_request *p;
     if (block > 0 && cddp__map_ref(g->host, &slot->more_sends[block], &at) != CDDP_OK) at = NULL;
-    for (p = (cddp__send_request *)at, i = 0; i < size && i < left && p != NULL; i++, p++) {
+    p = (cddp__send_request *)at;
+    for (i = 0; i < size && i < left && p != NULL; i++, p++) {
       if (cddp__load32(&p->state) != CDDP__POSTED_TO(g->rank) ||
           cddp__load32(&p->tag) != (uint32_t)work->call.tag)
         continue;
@@ -14947,7 +14960,7 @@ static cddp_result cddp__group_build(cddp_group **out, cddp__host *host, int ran
   size_t arrays = 2 * (size_t)size * (sizeof(int) + sizeof(void *)), bytes;
   cddp_group *g = (cddp_group *)cddp__calloc(&host->allocator, 1, sizeof *g + arrays);
   cddp__slot *slot;
-  int i, place;
+  int i, place = 0;
   *out = NULL;
   if (g == NULL) return CDDP_OUT_OF_MEMORY;
   g->buffers = (void **)(void *)(g + 1);
@@ -14966,7 +14979,7 @@ static cddp_result cddp__group_build(cddp_group **out, cddp__host *host, int ran
   g->block_generation = cddp__load32(&g->block->generation);
   g->timeout_s = timeout_s;
   for (i = 0; i < size; i++) g->local_size += g->members[i] >= 0;
-  for (i = 0, place = 0; i < size; i++)
+  for (i = 0; i < size; i++)
     g->slot_index[i] = g->members[i] >= 0 ? place++ : g->local_size;
   g->local_rank = g->slot_index[rank];
   g->slots = (cddp__slot *)(void *)(block + cddp__block_slots(size));
@@ -15036,7 +15049,7 @@ static int cddp__members_of_color(const cddp_group *g, int color, int *members) 
 
 /* Allocates the control block on the first member of each host and maps it on the others. If this
    rank fails, *block is NULL and the error is set. */
-static cddp_result cddp__share_block(cddp_group *g, const int *members, int n, cddp__ref *ref,
+static cddp_result cddp__exchange_block(cddp_group *g, const int *members, int n, cddp__ref *ref,
                                      char **block) {
   void *p = NULL;
   cddp_result r;
@@ -15153,7 +15166,7 @@ static cddp_result cddp__split(cddp_group *g, int color, int key, uint64_t check
                   sizeof mine);
   if (r != CDDP_OK) goto done;
   n = cddp__members_of_color(g, color, members);
-  if ((r = cddp__share_block(g, members, n, &ref, &block)) != CDDP_OK) goto done;
+  if ((r = cddp__exchange_block(g, members, n, &ref, &block)) != CDDP_OK) goto done;
   for (i = 0; i < n; i++) {
     if (members[i] == g->rank) rank = i;
     members[g->size + i] = g->members[members[i]];
@@ -15547,8 +15560,9 @@ static cddp_result cddp__rows_merge(const cddp_allocator *allocator, cddp__spars
    Job: the optimizers: torch.optim.SGD, bit for bit, and AdamW.
    Owns: a cddp_optim and its states, except shared ones (>>ddp-states) and those on a device
    (cddp_kernels.cuh). Touches: the caller's parameters, gradients and copies.
-   Entry points: the public functions; for a cddp_ddp's step cddp__update_of, _update_run and
-   cddp__optim_rows.
+   Entry points: the public functions; for a cddp_ddp's step cddp__update_of, _update_run,
+   cddp__optim_rows, _optim_copy and _optim_skips, cddp__count_step; cddp__need_states and the
+   functions that describe states; cddp__check_* for other rooms' arguments, cddp__param_name.
    How it works:
      1. An optimizer is a table, cddp__algorithm: the states of a parameter, the scalars of a step,
         and a function that steps one block.
@@ -15587,50 +15601,59 @@ static const char *const cddp__setting_names[] = { /* of the numbers in cddp__op
 CDDP__STATIC_ASSERT(sizeof cddp__setting_names / sizeof *cddp__setting_names == CDDP__SETTING_COUNT,
                     "a name for each number");
 
+enum { CDDP__NO_WAIT, CDDP__WAIT }; /* of `bool waits` */
+
 /* The functions of an optimizer for the memory of its parameters: cddp__cpu_optim, or
    cddp__device_optim of cddp_kernels.cuh. */
 typedef struct cddp__optim_backend {
   bool on_device;
   cddp_result (*step)(cddp_optim *o); /* cddp_optim_step, after its checks */
   cddp_result (*copy)(const cddp_optim *o); /* writes all copies from data */
-  /* waits: returns when the zeros are visible to all streams. */
+  /* waits: returns when the zeros are visible to all streams; else they are to the optimizer's. */
   cddp_result (*zero)(const cddp_optim *o, void *p, size_t bytes, bool waits);
   void (*leave)(cddp_optim *o);
 } cddp__optim_backend;
 
 struct cddp_optim { /* owner: the thread that calls cddp_optim_* or cddp_ddp_step */
-  cddp_param *params;  /* [count], the caller's */
+  cddp_param *params; /* [count], the caller's */
   int count;
   const cddp__algorithm *algorithm;
+  const cddp__optim_backend *backend;
   cddp__optim_desc desc;
   uint64_t settings, check; /* hashes of its numbers without lr, with lr; never 0; bit 0 is clear */
-  uint32_t paired;     /* id of the cddp_ddp last checked for compatibility; 0: none */
-  int states;          /* of each parameter; with master_weights the last one is its master */
-  void **state;        /* [states][count] each as long as its part; NULL: not allocated */
+
+  /* The states. */
+  int states;    /* of each parameter; with master_weights the last one is its master */
+  void **state;  /* [states][count] each as long as its part; NULL: not allocated, or shared */
+  float *steps;  /* [count] steps of each parameter, as PyTorch counts them; 0: its states are not
+                    initialized */
+  bool *fresh;   /* [count] the master must be initialized from the weights */
   cddp_partition *parts; /* [count] of which this rank keeps states: param, first and count */
-  bool sharded;          /* these are 1/world_size of the elements; false: all */
-  float *steps;        /* [count] steps of each parameter, as PyTorch counts them; 0: its states are
-                          not initialized */
-  const unsigned char *used; /* [count] 0: skip the parameter; NULL: use all. The cddp_ddp's */
-  cddp__sparse *const *sparse; /* [count] NULL: dense; NULL array: all dense. The cddp_ddp's */
-  cddp_ddp *share; /* the model whose ranks on this host share the states; each rank steps its
-                          partition. NULL: this rank has all states itself */
-  void (*drop)(cddp_optim *o); /* ends the sharing; set, like the next field, along with share */
-  char *common;        /* the shared states: cddp__state_at */
-  char *common_own;    /* the same on the rank that has allocated them and frees them; else NULL */
-  cddp_optim *next;    /* in share->shares */
+  bool partitioned; /* sharded_states: these are 1/world_size of the elements; false: all */
+
+  /* States that the ranks of a host share: >>ddp-states. */
+  cddp_ddp *shared_by; /* the model of these ranks, which each step a part; NULL: not shared */
+  void (*unshare)(cddp_optim *o); /* cddp__end_sharing; this and the rest if shared_by */
+  char *shared_states; /* see cddp__state_at */
+  char *own_shared;    /* the same on the rank that has allocated and frees them; else NULL */
+  cddp_optim *next;    /* in shared_by->sharing */
+
+  /* Its model's. */
+  const unsigned char *used;   /* [count] 0: skip the parameter; NULL: use all */
+  cddp__sparse *const *sparse; /* [count] NULL: dense; NULL array: all dense */
+  uint32_t paired;             /* id of the cddp_ddp last checked for compatibility; 0: none */
   cddp_optim **known;          /* the elastic model's pointer to this optimizer; NULL: none */
-  const cddp__optim_backend *backend;
-  int device;                         /* number of the device; unused in host memory */
-  void *flat;                         /* all states on the device in one allocation; NULL: none */
-  struct cddp_segment *segments;      /* [count] scratch of a step on a device */
-  bool *fresh;                        /* [count] the master must be initialized from the weights */
+
+  /* cddp_kernels.cuh's. */
+  int device;                    /* number of the device */
+  void *flat;                    /* all states in one allocation; NULL: none */
+  struct cddp_segment *segments; /* [count] scratch of a step */
 };
 
 /* One step of one parameter. */
 struct cddp__update {
   const cddp__algorithm *algorithm;
-  const cddp__kernels *kernels; /* by dtype */
+  const cddp__loops *loops; /* by dtype */
   cddp_dtype stored; /* type of the weights and gradients */
   cddp_dtype dtype;  /* of the states and of each result: stored, or f32 if there are masters */
   cddp__scalars scalars;
@@ -15652,7 +15675,7 @@ static void cddp__sgd_begin(const cddp_optim *optim, int i, cddp__update *update
   s->take = 1.0 - optim->desc.dampening;
   s->nesterov = optim->desc.nesterov != 0;
   s->first = optim->steps[i] == 0;
-  if (s->keep != 0 && !s->nesterov && !s->first) update->loop = update->kernels[CDDP_F32].sgd_loop;
+  if (s->keep != 0 && !s->nesterov && !s->first) update->loop = update->loops[CDDP_F32].sgd_loop;
 }
 
 /* PyTorch's rounding of the factor alpha of add_: to half precision if the weights are. */
@@ -15660,8 +15683,8 @@ static double cddp__sgd_scalar(const cddp__update *update, double x) {
   float y = cddp__round_odd(x);
   uint16_t rounded;
   if (!cddp__dtype_half(update->dtype)) return x;
-  update->kernels[update->dtype].narrow(&rounded, (cddp__f32 *)&y, 1);
-  update->kernels[update->dtype].widen((cddp__f32 *)&y, &rounded, 1);
+  update->loops[update->dtype].narrow(&rounded, (cddp__f32 *)&y, 1);
+  update->loops[update->dtype].widen((cddp__f32 *)&y, &rounded, 1);
   return (double)y;
 }
 
@@ -15669,24 +15692,25 @@ static double cddp__sgd_scalar(const cddp__update *update, double x) {
 static void cddp__sgd_round(const cddp__update *update, void *d, size_t n) {
   uint16_t rounded[CDDP__BLOCK_FLOATS];
   if (!cddp__dtype_half(update->dtype)) return;
-  update->kernels[update->dtype].narrow(rounded, (cddp__f32 *)d, n);
-  update->kernels[update->dtype].widen((cddp__f32 *)d, rounded, n);
+  update->loops[update->dtype].narrow(rounded, (cddp__f32 *)d, n);
+  update->loops[update->dtype].widen((cddp__f32 *)d, rounded, n);
 }
 
 static void cddp__sgd_add(const cddp__update *update, void *d, const void *a, const void *b,
                           size_t n, double f) { /* d = a + f * b */
   f = cddp__sgd_scalar(update, f);
-  update->kernels[cddp__compute_type(update->dtype)].mix(d, a, b, n, 1.0, f);
+  update->loops[cddp__compute_type(update->dtype)].mix(d, a, b, n, 1.0, f);
   cddp__sgd_round(update, d, n);
 }
 
 static void cddp__sgd_mix(const cddp__update *update, void *m, const void *b, size_t n) {
   const cddp__scalars *s = &update->scalars; /* m = keep * m + take * b */
   if (!cddp__dtype_half(update->dtype)) {
-    update->kernels[update->dtype].mix(m, m, b, n, s->keep, s->take);
+    update->loops[update->dtype].mix(m, m, b, n, s->keep, s->take);
     return;
   }
-  (update->kernels[CDDP_F32].scale)(m, n, s->keep, false); /* mul_, unlike add_, keeps its factor */
+  /* mul_, unlike add_, keeps its factor */
+  (update->loops[CDDP_F32].scale)(m, n, s->keep, CDDP__MULTIPLY);
   cddp__sgd_round(update, m, n);
   cddp__sgd_add(update, m, m, b, n, s->take);
 }
@@ -15706,7 +15730,7 @@ static void cddp__sgd_block(const cddp__update *update, void *p, const void *g, 
   void *m = states[0];
   if (s->sign < 0) {
     memcpy(buf, g, n * cddp__dtype_size(type));
-    (update->kernels[type].scale)(buf, n, -1.0, false);
+    (update->loops[type].scale)(buf, n, -1.0, CDDP__MULTIPLY);
     d = buf;
   }
   if (s->decay != 0) {
@@ -15750,12 +15774,12 @@ static void cddp__adamw_begin(const cddp_optim *optim, int i, cddp__update *upda
   s->eps = optim->desc.eps;
   s->maximize = optim->desc.maximize != 0;
   s->amsgrad = optim->desc.amsgrad != 0;
-  if (!s->amsgrad) update->loop = update->kernels[CDDP_F32].adamw_loop;
+  if (!s->amsgrad) update->loop = update->loops[CDDP_F32].adamw_loop;
 }
 
 static void cddp__adamw_block(const cddp__update *update, void *weights, const void *gradient,
                               void *const *states, size_t n) {
-  update->kernels[update->dtype].adamw(weights, gradient, states, n, &update->scalars);
+  update->loops[update->dtype].adamw(weights, gradient, states, n, &update->scalars);
 }
 
 static const cddp__algorithm cddp__adamw = {
@@ -15786,7 +15810,7 @@ static cddp__update cddp__update_of(const cddp_optim *optim, int i, void *const 
   int k;
   memset(&u, 0, sizeof u);
   u.algorithm = optim->algorithm;
-  u.kernels = cddp__pick_kernels();
+  u.loops = cddp__pick_loops();
   u.stored = optim->params[i].dtype;
   u.dtype = cddp__state_type(optim, i);
   u.fresh = optim->fresh[i];
@@ -15804,7 +15828,7 @@ static cddp__update cddp__update_of(const cddp_optim *optim, int i, void *const 
 static void cddp__half_block(const cddp__update *update, void *master, void *weights,
                              const void *gradient, void *const *states, size_t n) {
   float wide[2 + CDDP__STATES][CDDP__BLOCK_FLOATS];
-  const cddp__kernels *half = &update->kernels[update->stored];
+  const cddp__loops *half = &update->loops[update->stored];
   cddp__f32 *w = master != NULL ? (cddp__f32 *)master : wide[0];
   void *s[CDDP__STATES];
   int k;
@@ -16033,6 +16057,11 @@ static float cddp__most_steps(const cddp_optim *optim) {
   return most;
 }
 
+/* The next step initializes all masters from the weights. */
+static void cddp__renew_masters(cddp_optim *optim) {
+  memset(optim->fresh, true, (size_t)optim->count * sizeof *optim->fresh);
+}
+
 static void cddp__count_step(cddp_optim *optim, int i) {
   optim->steps[i]++;
   optim->fresh[i] = false;
@@ -16070,7 +16099,7 @@ static cddp_result cddp__optim_prepare(cddp_optim *optim) {
   if (optim->desc.sharded_states != 0)
     return CDDP__REFUSE("with sharded_states each rank has states of its part only; call "
                         "cddp_ddp_step in place of cddp_ddp_wait and cddp_optim_step");
-  if (optim->share != NULL)
+  if (optim->shared_by != NULL)
     return CDDP__REFUSE("after cddp_ddp_step each rank has the states of its partition only: call "
                         "cddp_ddp_wait before cddp_optim_step");
   for (i = 0; r == CDDP_OK && i < optim->count; i++) {
@@ -16111,12 +16140,12 @@ CDDPDEF cddp_result cddp_optim_zero_grad(cddp_optim *optim) {
   int i;
   CDDP__CHECK(optim != NULL, "the cddp_optim is NULL");
   d = optim->backend->on_device ? optim->desc.ddp : NULL;
-  if (d != NULL) CDDP__TRY((optim->backend->zero)(optim, d->arena, d->layout.bytes, false));
+  if (d != NULL) CDDP__TRY((optim->backend->zero)(optim, d->arena, d->layout.bytes, CDDP__NO_WAIT));
   for (i = 0; i < optim->count; i++) {
     cddp_param *p = &optim->params[i];
     size_t bytes = p->count * cddp__dtype_size(p->dtype);
     bool own = p->grad != NULL && (d == NULL || d->tensors[i].storage == CDDP__STORAGE_COPIED);
-    if (own) CDDP__TRY((optim->backend->zero)(optim, p->grad, bytes, false));
+    if (own) CDDP__TRY((optim->backend->zero)(optim, p->grad, bytes, CDDP__NO_WAIT));
     if (cddp__optim_sparse(optim, i) != NULL)
       optim->sparse[i]->added.n = optim->sparse[i]->mean.n = 0;
   }
@@ -16146,13 +16175,13 @@ CDDPDEF double cddp_optim_lr(const cddp_optim *optim) {
 
 CDDPDEF cddp_result cddp_optim_write_copies(cddp_optim *optim) {
   CDDP__CHECK(optim != NULL, "the cddp_optim is NULL");
-  memset(optim->fresh, true, (size_t)optim->count * sizeof *optim->fresh);
+  cddp__renew_masters(optim);
   return cddp__named(__func__, (optim->backend->copy)(optim));
 }
 
 CDDPDEF void cddp_optim_destroy(cddp_optim *optim) {
   if (optim == NULL) return;
-  if (optim->share != NULL) optim->drop(optim);
+  if (optim->shared_by != NULL) optim->unshare(optim);
   if (optim->known != NULL) *optim->known = NULL;
   (optim->backend->leave)(optim);
   cddp__free(NULL, optim);
@@ -16239,7 +16268,7 @@ static cddp_result cddp__optim_new(cddp_optim **out, const cddp__algorithm *algo
   optim->state = (void **)(void *)(decays + n);
   optim->steps = (float *)(void *)(optim->state + pointers);
   optim->fresh = (bool *)(void *)(optim->steps + n);
-  memset(optim->fresh, true, n * sizeof *optim->fresh);
+  cddp__renew_masters(optim);
   if (d->copies != NULL)
     optim->desc.copies =
         (void **)memcpy(optim->state + n * arrays, d->copies, n * sizeof *d->copies);
@@ -16267,8 +16296,10 @@ static cddp_result cddp__optim_new(cddp_optim **out, const cddp__algorithm *algo
    Distributed data parallel training, for gradients in host memory and on devices, in nine rooms.
    Job of this room: the memory of a model, collectives on it, and its failure.
    Owns: a cddp_ddp, its gradients and its private groups. Touches: the caller's parameters.
-   Entry points: cddp__set_layout, cddp__map_params, cddp__gradient_at, cddp__next_range;
-   cddp__share_arrays; cddp__fail_model.
+   Entry points: memory: cddp__set_layout, _map_params, _exchange_refs, _set_rank_addresses;
+   offsets: cddp__gradient_at, _weights_of, _next_range, and the functions of parts and pieces;
+   collectives: cddp__broadcast_arrays, _call_all, _host_barrier, _mean_factor; cddp__fail_model,
+   _ddp_fail, _drain_buckets.
    Threads: the training thread calls everything except cddp_ddp_ready (any thread) and
    cddp__run_bucket (the engine of d->comm). d->lock guards the data of several threads.
    The model is the sequence of all gradients, dtype by dtype, last parameter first. An offset into
@@ -16307,10 +16338,12 @@ struct cddp__ddp_memory {
   cddp_result (*norm)(cddp_ddp *d, double *norm); /* of the last clip; NULL: d->step.norm */
   /* Updates the weights. s NULL: takes the mean of this rank's part for the caller's optimizer. */
   cddp_result (*step)(cddp_ddp *d, cddp_optim *s, bool averaged, bool wrote);
-  /* Sends each rank's part of the weights to all ranks. NULL: cddp__share_arrays does it. */
+  /* Sends each rank's part of the weights to all ranks. NULL: cddp__broadcast_arrays does it. */
   cddp_result (*publish)(cddp_ddp *d);
 };
-enum { CDDP__ROOT_OWNERS = -1, CDDP__ROOT_ALL_OWNERS = -2 }; /* roots of cddp__share_arrays */
+/* Instead of the root of cddp__broadcast_arrays: the ranks of the first host, or of the group, have
+   parts of the arrays. */
+enum { CDDP__ROOT_OWNERS = -1, CDDP__ROOT_ALL_OWNERS = -2 };
 
 /* Records the first failure, which all later calls return. */
 static cddp_result cddp__ddp_fail(cddp_ddp *d, cddp_result r) {
@@ -16321,7 +16354,7 @@ static cddp_result cddp__ddp_fail(cddp_ddp *d, cddp_result r) {
   return r;
 }
 
-/* With NCCL there are none in the engine. */
+/* Waits for the buckets in the engine. With NCCL there are none. */
 static void cddp__drain_buckets(const cddp_ddp *d) {
   if (d->comm != NULL && d->comm != d->group) cddp__engine_drain(d->comm);
 }
@@ -16542,7 +16575,8 @@ static cddp_result cddp__map_params(cddp_ddp *d) {
     if (k < g->size) continue;
     if (j % 2 == 0) d->tensors[j / 2].shared = true;
     else d->tensors[j / 2].storage = CDDP__STORAGE_IN_PLACE;
-    for (k = local = 0; r == CDDP_OK && k < g->size; k++) {
+    local = 0;
+    for (k = 0; r == CDDP_OK && k < g->size; k++) {
       char **table = j % 2 == 0 ? d->addresses.weights : d->addresses.gradients;
       void *at = NULL;
       if (g->members[k] < 0) continue;
@@ -16594,14 +16628,15 @@ static cddp_result cddp__call_all(cddp_ddp *d, const cddp__call *c) {
 }
 
 /* A barrier of the ranks that share memory. */
-static cddp_result cddp__control_barrier(cddp_ddp *d, int kind, enum cddp__phase phase) {
+static cddp_result cddp__host_barrier(cddp_ddp *d, int kind, enum cddp__phase phase) {
   return cddp__host_round(d->control, kind, phase, 0);
 }
 
 /* Collective: sends arrays from root to all ranks. CDDP__ROOT_OWNERS: each rank of a host has its
    part of arrays with the shape of the parameters; the first host's parts are sent.
    CDDP__ROOT_ALL_OWNERS: each part is on one rank of the group. */
-static cddp_result cddp__share_arrays(cddp_ddp *d, const cddp_param *arrays, int count, int root) {
+static cddp_result cddp__broadcast_arrays(cddp_ddp *d, const cddp_param *arrays, int count,
+                                          int root) {
   bool by_host = root == CDDP__ROOT_OWNERS && !d->group->backend->on_device, owners = root < 0;
   const cddp__hosts *x = by_host ? d->control->hosts : NULL;
   int parts = x != NULL ? x->nodes[0].size : d->group->size, i, n = 0;
@@ -16648,8 +16683,9 @@ static double cddp__mean_factor(const cddp_ddp *d, cddp_dtype dtype) {
 /* >>ddp-shards ------------------------------------------------------------------------------------
    Job: the mean over more shards than ranks (d->shards.spread), and the mean of sparse rows.
    Owns: the slots behind an arena; a rank's nodes (d->shards) and packet of rows (d->rows).
-   Entry points: cddp__end_shard, cddp__keep_node; cddp__reduce_shards, cddp__gather_nodes;
-   cddp__exchange_rows.
+   Entry points: cddp__end_shard; cddp__reduce_shards, _gather_nodes, _exchange_rows; for elastic
+   models also the steps of these: cddp__keep_node, _merge_nodes, _clear_own, _keep_rows,
+   _merge_packets, _gather_rows.
    How it works:
      1. A slot is as large as the model, with f32 for f16 and bf16. A completed shard moves from the
         gradients into a slot. It is added to the earlier sums with which it forms a node of the
@@ -16732,15 +16768,17 @@ static cddp_result cddp__clear_own(cddp_ddp *d) {
   return r;
 }
 
+enum { CDDP__LAST_SHARD, CDDP__MORE_SHARDS }; /* of `bool more` */
+
 /* Sums the shard in this rank's gradients with the nodes that form a greater node with it, into the
    slot of the first of these, else into a free slot. more: zeroes the gradients for the next shard;
    without it the shard can stay in the gradients, where peers read it. */
 static cddp_result cddp__keep_node(cddp_ddp *d, int shard, bool more) {
-  int slots[CDDP__FOLD_DEPTH + 1], widths[CDDP__FOLD_DEPTH + 1], low, high, at = 0;
+  int slots[CDDP__FOLD_DEPTH + 1], widths[CDDP__FOLD_DEPTH + 1], low, high, n, at = 0;
   cddp__shard_node *own = d->shards.own_nodes, node = {shard, 1, -1, 0};
   int *count = &d->shards.own_node_count, free_slot = cddp__free_slot(own, *count);
-  int n = cddp__merge_shard(own, *count, &node, d->shards.count, slots, widths, &low, &high);
   cddp_result r = CDDP_OK;
+  n = cddp__merge_shard(own, *count, &node, d->shards.count, slots, widths, &low, &high);
   if (more || n > 1 || cddp__gathers(d)) node.slot = low < high ? own[low].slot : free_slot;
   while (slots[at] >= 0) at++;
   if (at < n - 1 && node.slot != free_slot) { /* the shard must come last if a sum is one of them */
@@ -16815,7 +16853,7 @@ static cddp_result cddp__gather_nodes(cddp_ddp *d, char *out) {
 
 /* The head of a shard's rows in a packet. */
 typedef struct cddp__shard_rows {
-  uint64_t shard; /* the number of shards: of a rank that has joined, without rows */
+  uint64_t shard; /* the number of shards: of an absent rank, without rows */
   uint64_t bytes; /* including this head */
   unsigned char pad[CDDP__CACHE_LINE - 16];
 } cddp__shard_rows;
@@ -16834,7 +16872,7 @@ static size_t cddp__pack_rows(cddp_ddp *d, int shard, char *packet) {
     bytes += cddp__row_list_bytes(s, n);
   }
   if (packet == NULL) return bytes;
-  head->shard = (uint64_t)(d->uneven.joined != 0 ? d->shards.count : shard);
+  head->shard = (uint64_t)(d->uneven.absent != 0 ? d->shards.count : shard);
   head->bytes = bytes;
   return bytes;
 }
@@ -16916,13 +16954,12 @@ static cddp_result cddp__exchange_rows(cddp_ddp *d, int kind) {
     r = cddp__exchange_refs(g, kind, d->rows.packet, 0, packets);
     if (r == CDDP_OK) r = cddp__begin_access(g);
     if (r == CDDP_OK) r = cddp__merge_packets(d, packets);
-    if (r == CDDP_OK) r = cddp__control_barrier(d, kind, CDDP__PHASE_ROWS_DONE);
+    if (r == CDDP_OK) r = cddp__host_barrier(d, kind, CDDP__PHASE_ROWS_DONE);
     if (r == CDDP_OK) r = cddp__end_access(g, r);
   }
   d->rows.bytes = 0;
   return r;
 }
-
 
 static cddp_result cddp__end_shard(cddp_ddp *d, bool more) {
   cddp_result r = d->rows.sparse != NULL ? cddp__keep_rows(d, d->shards.current) : CDDP_OK;
@@ -16932,8 +16969,8 @@ static cddp_result cddp__end_shard(cddp_ddp *d, bool more) {
 /* >>ddp-buckets -----------------------------------------------------------------------------------
    Job: the reduction of gradients while the backward pass continues, in buckets.
    Owns: the buckets (d->plan) and their work in the engine of d->comm.
-   Entry points: cddp__set_plan; d->memory->begin_bucket, which is cddp__push_bucket on a host;
-   cddp__await_buckets; cddp__compress_hook.
+   Entry points: cddp__set_plan; d->memory's begin_bucket, reduce_bucket and fence, which on a host
+   are cddp__push_bucket, _reduce_bucket and _await_buckets; cddp__compress_hook, _hook_bucket.
    How it works:
      1. A bucket is a list of parameters; its gradients stay where they are. The first plan has the
         reverse order of declaration, the second the order in which gradients became ready.
@@ -16967,7 +17004,8 @@ static void cddp__set_plan(cddp_ddp *d, const int *order) {
     s->ddp = d;
     s->sorted = d->plan.sorted + d->plan.offsets[b];
     s->count = d->plan.offsets[b + 1] - d->plan.offsets[b];
-    for (i = n = 0; i < s->count; i++) { /* parameters in the arena come first, contiguous */
+    n = 0;
+    for (i = 0; i < s->count; i++) { /* parameters in the arena come first, contiguous */
       k = s->sorted[i];
       if (d->tensors[k].storage == CDDP__STORAGE_IN_PLACE) continue;
       s->sorted[i] = s->sorted[n];
@@ -16987,7 +17025,7 @@ static size_t cddp__bucket_bytes(const cddp_ddp *d, const cddp__bucket_state *b)
 }
 
 /* Writes the mean of this rank's slice of the bucket, over all ranks that have data, to the
-   gradients of all ranks. The bucket's first round announces which ranks have joined. */
+   gradients of all ranks. The bucket's first round announces which ranks are absent. */
 static void cddp__reduce_slice(cddp_ddp *d, const cddp__bucket_state *b) {
   cddp_dtype dtype = d->params[b->sorted[0]].dtype;
   const cddp_group *g = d->comm;
@@ -17028,12 +17066,12 @@ static cddp_result cddp__reduce_bucket(cddp_ddp *d, cddp__bucket_state *b) {
   cddp__range range;
   int i = 0, k;
   uint64_t index = (uint64_t)(b - d->plan.buckets), record;
-  unsigned char joined = (unsigned char)d->uneven.joined;
+  unsigned char absent = (unsigned char)d->uneven.absent;
   cddp_result r;
   g->calls++;
   record = cddp__record_begin(g, CDDP__KIND_DDP_BUCKET, g->calls, index);
   if (cddp__record_at(g, record) != NULL) cddp__record_at(g, record)->engine = 1;
-  r = cddp__round(g, CDDP__KIND_DDP_BUCKET, CDDP__PHASE_CALL, index, &joined, 1);
+  r = cddp__round(g, CDDP__KIND_DDP_BUCKET, CDDP__PHASE_CALL, index, &absent, 1);
   if (r == CDDP_OK && (r = cddp__begin_access(g)) == CDDP_OK) {
     if (g->carrier->shared) cddp__reduce_slice(d, b);
     while (r == CDDP_OK && !g->carrier->shared && /* ranks cannot read each other's memory */
@@ -17053,6 +17091,8 @@ static cddp_result cddp__reduce_bucket(cddp_ddp *d, cddp__bucket_state *b) {
 }
 
 /* --- communication hooks --- */
+
+enum { CDDP__PACK, CDDP__UNPACK }; /* of `bool back` */
 
 /* Copies between the bucket's gradients and a contiguous buffer. */
 static cddp_result cddp__pack(const cddp_ddp *d, const cddp__bucket_state *b, void *buffer,
@@ -17113,7 +17153,7 @@ static cddp_result cddp__hook_bucket(cddp_ddp *d, cddp__bucket_state *b) {
   bucket.data = cddp__gradient_at(d, d->me, range.first, range.begin);
   packed = range.end - range.begin != bytes;
   if (packed) r = d->memory->scratch(d, bytes, &bucket.data);
-  if (r == CDDP_OK && packed) r = cddp__pack(d, b, bucket.data, false);
+  if (r == CDDP_OK && packed) r = cddp__pack(d, b, bucket.data, CDDP__PACK);
   if (r == CDDP_OK) {
     cddp__error_text[0] = 0;
     r = d->desc.comm_hook(&bucket, d->desc.comm_hook_data);
@@ -17121,7 +17161,7 @@ static cddp_result cddp__hook_bucket(cddp_ddp *d, cddp__bucket_state *b) {
       r = cddp__fail(r, "it returned %d, %s", (int)r, cddp_result_name(r));
     if (cddp__error_text[0] == 0) cddp__error_text[0] = first;
   }
-  if (r == CDDP_OK && packed) r = cddp__pack(d, b, bucket.data, true);
+  if (r == CDDP_OK && packed) r = cddp__pack(d, b, bucket.data, CDDP__UNPACK);
   if (r == CDDP_OK) return r;
   return cddp__fail_in(r, "communication hook on bucket %d of rank %d: ", bucket.index,
                        d->group->rank);
@@ -17168,13 +17208,13 @@ static cddp_result cddp__await_buckets(cddp_ddp *d, bool part) {
 
 /* >>ddp-states ------------------------------------------------------------------------------------
    Job: the states of an optimizer that is stepped by a cddp_ddp, over the ranks.
-   Owns: the shared states of the optimizers in d->shares; optim.parts.
-   Entry points: cddp__share_create, cddp__share_gather; cddp__place_states, cddp__gather_state;
-   cddp__copy_states.
-   Shared states: from the first cddp_ddp_step on the ranks of a host have one copy, in the order of
-   the model. cddp_ddp_wait makes them whole again on each rank, for cddp_optim_step.
-   Sharded states (optim.sharded): each rank has the states of its part alone, in private memory,
-   unless all are on one host. */
+   Owns: the shared states of the optimizers in d->sharing; optim.parts.
+   Entry points: cddp__share_states, _gather_shared, _copy_shared and _end_sharing; cddp__state_at,
+   cddp__copy_states; cddp__place_states, _gather_state.
+   SHARED: from the first cddp_ddp_step on the ranks of a host have one copy, in the order of the
+   model. cddp_ddp_wait makes them whole again on each rank, for cddp_optim_step.
+   PARTITIONED (sharded_states, with several hosts or GPUs): each rank has the states of its part
+   alone, in private memory. */
 
 /* The address of state k of element n of parameter i. */
 static char *cddp__state_at(const cddp_ddp *d, const cddp_optim *o, char *states, int k, int i,
@@ -17185,7 +17225,10 @@ static char *cddp__state_at(const cddp_ddp *d, const cddp_optim *o, char *states
          n * cddp__dtype_size(cddp__state_type(o, i));
 }
 
-/* Copies the states of [begin, end) of the model between the shared states and those of o alone. */
+enum { CDDP__FROM_SHARED, CDDP__TO_SHARED }; /* of `bool share` */
+
+/* Copies the states of [begin, end) of the model between o's own memory and `states`, which has the
+   layout of shared states. */
 static cddp_result cddp__copy_states(const cddp_ddp *d, const cddp_optim *o, char *states,
                                      size_t begin, size_t end, bool share) {
   cddp_result r = CDDP_OK;
@@ -17213,26 +17256,27 @@ static cddp_result cddp__copy_states(const cddp_ddp *d, const cddp_optim *o, cha
   return r;
 }
 
-static void cddp__share_free(cddp_optim *s) {
-  cddp_ddp *d = s->share;
-  cddp_optim **link = &d->shares;
+static void cddp__end_sharing(cddp_optim *s) {
+  cddp_ddp *d = s->shared_by;
+  cddp_optim **link = &d->sharing;
   while (*link != s) link = &(*link)->next;
   *link = s->next;
-  s->share = NULL;
-  s->drop = NULL;
-  cddp__arena_free(d->group->host, s->common_own);
+  s->shared_by = NULL;
+  s->unshare = NULL;
+  cddp__arena_free(d->group->host, s->own_shared);
 }
 
-/* Local: makes the states whole again, for steps that are not fused. */
-static cddp_result cddp__unshare_states(cddp_optim *o) {
+/* Local: copies the shared states to this rank's own memory, for steps that are not fused. */
+static cddp_result cddp__copy_shared(cddp_optim *o) {
+  const cddp_ddp *d = o->shared_by;
   int i;
   for (i = 0; i < o->count; i++)
     if (o->steps[i] > 0 && cddp__need_states(o, i) != CDDP_OK) return CDDP_OUT_OF_MEMORY;
-  return cddp__copy_states(o->share, o, o->common, 0, o->share->layout.model_bytes, false);
+  return cddp__copy_states(d, o, o->shared_states, 0, d->layout.model_bytes, CDDP__FROM_SHARED);
 }
 
 /* Allocates the pages of this rank's part of the states: whole huge pages of a large model. */
-static cddp_result cddp__share_commit(cddp_ddp *d, const cddp_optim *o, char *states) {
+static cddp_result cddp__commit_shared(cddp_ddp *d, const cddp_optim *o, char *states) {
   size_t stride = d->layout.state_stride, from, to,
          unit = stride < CDDP__HUGE_PAGE ? cddp__page_size() : CDDP__HUGE_PAGE;
   cddp_result r = CDDP_OK;
@@ -17249,16 +17293,17 @@ static cddp_result cddp__share_commit(cddp_ddp *d, const cddp_optim *o, char *st
 }
 
 /* Collective, at the first fused step of an optimizer. The first rank of a host owns its states. */
-static cddp_result cddp__share_create(cddp_ddp *d, cddp_optim *o) {
+static cddp_result cddp__share_states(cddp_ddp *d, cddp_optim *o) {
   cddp_group *g = d->control;
   size_t bytes = (size_t)o->states * d->layout.state_stride, begin, end;
-  void *mine = g->local_rank == 0 ? cddp__arena_alloc(g->host, bytes, CDDP__EXTENT_LAZY) : NULL;
-  void *states = mine;
+  void *mine = NULL, *states;
   cddp__ref ref;
   cddp_result r;
   int k = 0;
   memset(&ref, 0, sizeof ref);
+  if (g->local_rank == 0) mine = cddp__arena_alloc(g->host, bytes, CDDP__EXTENT_LAZY);
   if (mine != NULL) ref = cddp__ref_of(g->host, mine, bytes);
+  states = mine;
   r = cddp__round(g, CDDP__KIND_DDP_CREATE, CDDP__PHASE_BLOCK, 0, &ref, sizeof ref);
   if (r == CDDP_OK) {
     while (g->members[k] < 0) k++; /* this host's first: a sub-group can lack its rank 0 */
@@ -17266,20 +17311,20 @@ static cddp_result cddp__share_create(cddp_ddp *d, cddp_optim *o) {
     if (ref.kind != CDDP__REF_NONE) r = cddp__map_ref(g->host, &ref, &states);
     else if (k == g->rank) r = CDDP_OUT_OF_MEMORY; /* its text is set */
     if (r == CDDP_OK && ref.kind == CDDP__REF_EXTENT)
-      r = cddp__share_commit(d, o, (char *)states);
+      r = cddp__commit_shared(d, o, (char *)states);
     r = cddp__consensus(g, r, NULL, 0, NULL);
   }
   /* If the group is broken another rank can be further and write to it: keep it. */
   if (r != CDDP_OK && !cddp__is_broken(g)) cddp__arena_free(g->host, mine);
   if (r != CDDP_OK) return r;
   cddp__part_of(d, g->local_rank, &begin, &end);
-  (void)cddp__copy_states(d, o, (char *)states, begin, end, true);
-  o->common = (char *)states;
-  o->common_own = g->local_rank > 0 ? NULL : o->common;
-  o->next = d->shares;
-  d->shares = o;
-  o->share = d;
-  o->drop = cddp__share_free;
+  (void)cddp__copy_states(d, o, (char *)states, begin, end, CDDP__TO_SHARED);
+  o->shared_states = (char *)states;
+  o->own_shared = g->local_rank > 0 ? NULL : o->shared_states;
+  o->next = d->sharing;
+  d->sharing = o;
+  o->shared_by = d;
+  o->unshare = cddp__end_sharing;
   for (k = 0; k < o->count * o->states; k++) {
     if (cddp__sparse_of(d, k % o->count) != NULL) continue;
     cddp__free(NULL, o->state[k]);
@@ -17289,24 +17334,24 @@ static cddp_result cddp__share_create(cddp_ddp *d, cddp_optim *o) {
 }
 
 /* Collective: makes the states whole on every rank. cddp__finish returns its failure. */
-static cddp_result cddp__share_gather(cddp_optim *o) {
-  cddp_ddp *d = o->share;
+static cddp_result cddp__gather_shared(cddp_optim *o) {
+  cddp_ddp *d = o->shared_by;
   cddp_result r = cddp__begin_access(d->control);
-  if (r == CDDP_OK) r = cddp__unshare_states(o);
-  if (r == CDDP_OK) r = cddp__control_barrier(d, CDDP__KIND_DDP_WAIT, CDDP__PHASE_DONE);
+  if (r == CDDP_OK) r = cddp__copy_shared(o);
+  if (r == CDDP_OK) r = cddp__host_barrier(d, CDDP__KIND_DDP_WAIT, CDDP__PHASE_DONE);
   if (r == CDDP_OK) r = cddp__end_access(d->control, r);
-  if (r == CDDP_OK) cddp__share_free(o);
+  if (r == CDDP_OK) cddp__end_sharing(o);
   return r;
 }
 
-/* Sets which states s keeps. d: its desc.ddp. Ranks of a single host share states anyway. */
+/* Sets which states s keeps. d: its desc.ddp. Ranks of a single host share states instead. */
 static void cddp__place_states(const cddp_ddp *d, cddp_optim *s) {
   const cddp_group *g = d->group;
   size_t begin, end, esize;
   int i;
-  s->sharded = s->desc.sharded_states != 0 && s->states > 0 &&
+  s->partitioned = s->desc.sharded_states != 0 && s->states > 0 &&
                g->size > (g->backend->on_device ? 1 : g->local_size);
-  for (i = 0; s->sharded && i < d->count; i++) {
+  for (i = 0; s->partitioned && i < d->count; i++) {
     bool any = cddp__part_slice(d, i, g->size, g->rank, &begin, &end);
     esize = cddp__dtype_size(d->params[i].dtype);
     s->parts[i].first = any ? (begin - d->tensors[i].offset) / esize : 0;
@@ -17343,7 +17388,8 @@ static cddp_result cddp__gather_state(const cddp_optim *s, int k, int i, char *w
    Job: wait, step and reduce_scatter on gradients in host memory.
    Owns: the sums of squares behind the arena. Touches: parameters and gradients of all ranks of the
    host, between cddp__begin_access and cddp__end_access; the optimizer of a step.
-   Entry points: cddp__host_memory, above all cddp__host_step and cddp__host_publish; cddp__walk.
+   Entry points: cddp__host_memory, above all cddp__host_step and cddp__host_publish; for elastic
+   models cddp__walk, _pass_of, _clip_factor, _clip_rows.
    How a step works:
      1. Gradients that are not reduced yet need one pass (cddp__walk). Each rank takes its part of
         the model block by block, in the first-level cache: it sums the block over all ranks,
@@ -17356,7 +17402,7 @@ static cddp_result cddp__gather_state(const cddp_optim *s, int k, int i, char *w
         all sums in the model's order.
      4. cddp_ddp_reduce_scatter is the pass for the means alone. cddp_ddp_all_gather does what
         follows the update of a block.
-     5. Sharded states: the rank steps its part by the means, and sends the weights to all ranks. */
+     5. Partitioned states: the rank steps its part by the means, and sends the weights to all. */
 
 #define CDDP__STEP_BLOCK 8192 /* largest block in bytes; several fit into the second-level cache */
 
@@ -17546,6 +17592,7 @@ static void cddp__fuse_block(const cddp__pass *x, int i, const cddp__update *u, 
   cddp__optim_copy(x->s, i, first, n);
 }
 
+/* The pass through bytes [begin, end) of the model. */
 static void cddp__walk(cddp__pass *x, size_t begin, size_t end) {
   cddp_ddp *d = x->d;
   bool steps = x->steps;
@@ -17562,7 +17609,7 @@ static void cddp__walk(cddp__pass *x, size_t begin, size_t end) {
     if (x->s != NULL && (steps || x->one_loop)) {
       for (k = 0; k < x->s->states; k++)
         states[k] = x->alone ? x->s->state[k * x->s->count + i]
-                             : cddp__state_at(d, x->s, x->s->common, k, i, 0);
+                             : cddp__state_at(d, x->s, x->s->shared_states, k, i, 0);
       u = cddp__update_of(x->s, i, states, 1);
       block = steps ? CDDP__STEP_BLOCK : block;
       x->loops = x->one_loop && u.loop != NULL && u.stored == CDDP_F32 && t->used && t->shared;
@@ -17597,7 +17644,7 @@ static cddp_result cddp__mean_part(cddp__pass *x, int kind) {
   cddp__walk(x, begin, end);
   x->averaged = true;
   if (!(d->desc.max_grad_norm > 0)) return CDDP_OK;
-  r = cddp__control_barrier(d, kind, CDDP__PHASE_NORM);
+  r = cddp__host_barrier(d, kind, CDDP__PHASE_NORM);
   if (r == CDDP_OK)
     x->clip =
         cddp__clip_factor(d, d->desc.max_grad_norm, d->addresses.squares, d->group->local_size);
@@ -17609,7 +17656,7 @@ static cddp_result cddp__mean_part(cddp__pass *x, int kind) {
    from the other ranks' gradients, which are then zeroed. s NULL: the caller's own optimizer. */
 static cddp_result cddp__fetch_weights(cddp_ddp *d, const cddp_optim *s) {
   int i, p, kind = s != NULL ? CDDP__KIND_DDP_STEP : CDDP__KIND_DDP_GATHER;
-  cddp_result r = cddp__control_barrier(d, kind, CDDP__PHASE_DONE);
+  cddp_result r = cddp__host_barrier(d, kind, CDDP__PHASE_DONE);
   size_t begin, end, at;
   bool any = false;
   for (i = 0; r == CDDP_OK && i < d->count; i++) {
@@ -17628,7 +17675,7 @@ static cddp_result cddp__fetch_weights(cddp_ddp *d, const cddp_optim *s) {
       if (s != NULL) cddp__optim_copy(s, i, at / esize, (end - begin) / esize);
     }
   }
-  if (any) r = cddp__control_barrier(d, kind, CDDP__PHASE_WEIGHTS);
+  if (any) r = cddp__host_barrier(d, kind, CDDP__PHASE_WEIGHTS);
   for (i = 0; r == CDDP_OK && any && i < d->count; i++) {
     const cddp__tensor *t = &d->tensors[i];
     if (!t->shared && !(s != NULL && cddp__optim_skips(s, i)) && t->begin < t->end)
@@ -17637,7 +17684,7 @@ static cddp_result cddp__fetch_weights(cddp_ddp *d, const cddp_optim *s) {
   return r == CDDP_OK ? cddp__end_access(d->control, r) : r;
 }
 
-static cddp_result cddp__sharded_step(cddp__pass *x) {
+static cddp_result cddp__partitioned_step(cddp__pass *x) {
   cddp_optim *s = x->s;
   cddp_ddp *d = x->d;
   size_t begin, end;
@@ -17651,7 +17698,7 @@ static cddp_result cddp__sharded_step(cddp__pass *x) {
   cddp__slice(d->layout.dense, CDDP__BLOCK_BYTES, d->group->size, d->group->rank, &begin, &end);
   cddp__walk(x, begin, end);
   r = cddp__end_access(d->control, r);
-  if (r == CDDP_OK) r = cddp__share_arrays(d, d->params, d->count, CDDP__ROOT_ALL_OWNERS);
+  if (r == CDDP_OK) r = cddp__broadcast_arrays(d, d->params, d->count, CDDP__ROOT_ALL_OWNERS);
   return r == CDDP_OK ? (s->backend->copy)(s) : r;
 }
 
@@ -17662,10 +17709,10 @@ static cddp_result cddp__host_step(cddp_ddp *d, cddp_optim *s, bool averaged, bo
   int i, size = d->group->local_size, kind = s ? CDDP__KIND_DDP_STEP : CDDP__KIND_DDP_SCATTER;
   size_t begin, end;
   cddp__pass x = cddp__pass_of(d, s, averaged);
-  cddp_result r = wrote ? cddp__control_barrier(d, kind, CDDP__PHASE_GRADIENTS) : CDDP_OK;
+  cddp_result r = wrote ? cddp__host_barrier(d, kind, CDDP__PHASE_GRADIENTS) : CDDP_OK;
   if (r == CDDP_OK) r = cddp__begin_access(d->control);
-  if (r == CDDP_OK && s != NULL && s->states > 0 && s->share == NULL && !s->sharded)
-    r = cddp__share_create(d, s);
+  if (r == CDDP_OK && s != NULL && s->states > 0 && s->shared_by == NULL && !s->partitioned)
+    r = cddp__share_states(d, s); /* the first step of s by this model */
   x.one_loop = s != NULL && !averaged && !d->shards.spread && d->step.active_count == size &&
                (size == 1 || size == 2 || size == 4);
   if (r == CDDP_OK && (s == NULL || d->desc.max_grad_norm > 0)) r = cddp__mean_part(&x, kind);
@@ -17677,7 +17724,7 @@ static cddp_result cddp__host_step(cddp_ddp *d, cddp_optim *s, bool averaged, bo
   if (s == NULL) return cddp__end_access(d->control, r);
   CDDP__POINT("fuse");
   x.steps = true;
-  if (s->sharded) return cddp__sharded_step(&x);
+  if (s->partitioned) return cddp__partitioned_step(&x);
   cddp__part_of(d, d->me, &begin, &end);
   cddp__walk(&x, begin, end);
   for (i = 0; i < d->count; i++) { /* rows: every rank updates its own copy of the weights */
@@ -17763,13 +17810,18 @@ static const cddp__ddp_memory cddp__host_memory = {
 /* >>ddp-step --------------------------------------------------------------------------------------
    Job: a step from cddp_ddp_ready to the next step, for host and device memory.
    Owns: the step in progress (d->step), the ready flags. Touches: the optimizer of the step.
-   Entry points: cddp_ddp_ready, cddp__next_of_rank, cddp__ddp_meet, cddp__ddp_step, cddp__publish.
+   Entry points: cddp_ddp_ready, cddp__next_of_rank, cddp__ddp_meet, cddp__ddp_step, cddp__publish;
+   cddp__check_pair; the steps of cddp__ddp_step for cddp_ddp_join and elastic models.
    How cddp__ddp_step works, after a rank's last shard has ended:
      1. cddp__ddp_meet compares the optimizers, and counts the gradients that are not ready.
-     2. cddp__finish, also on ranks in cddp_ddp_join: if gradients are missing the ranks exchange
-        their flags. The remaining buckets are reduced. Ranks that missed steps catch up. Sparse
-        rows are merged. d->memory->step updates the weights, or a wait returns the means.
-     3. cddp__complete prepares the next step. After the first one the buckets are planned again.
+     2. cddp__finish, also on ranks in cddp_ddp_join:
+        a. If gradients are missing, the ranks exchange their flags (cddp__settle_unused). A wait
+           also gives each rank all states of its optimizers.
+        b. cddp__reduce_gradients: the remaining buckets, or the sums of shards, are reduced now;
+           else the pass of d->memory->step reduces the gradients.
+        c. Ranks that missed steps catch up. Sparse rows are merged.
+        d. d->memory->step updates the weights, or a wait returns the means.
+        e. cddp__complete prepares the next step. After the first one the buckets are planned again.
    A failure before the end of a step fails the model on all ranks. */
 
 /* Payload of a step's meeting. */
@@ -17777,9 +17829,12 @@ typedef struct cddp__step_header {
   uint64_t missing;  /* parameters that are not ready on this rank */
   uint64_t settings; /* of the cddp_optim without its lr; 0: none */
   double lr;
-  uint32_t joined;   /* CDDP__STEP_JOINED*; 0: the rank has data */
+  uint32_t absent;   /* CDDP__ABSENT*; 0: the rank has data */
 } cddp__step_header;
-enum { CDDP__STEP_JOINED = 1, CDDP__STEP_JOINED_NOW };
+enum { /* the rank is in cddp_ddp_join */
+  CDDP__ABSENT = 1,
+  CDDP__ABSENT_SINCE_NOW /* in its first meeting: tells cddp__end_uneven the last rank to join */
+};
 
 /* Before the first cddp_ddp_ready of a step. */
 static void cddp__reset_step(cddp_ddp *d) {
@@ -17797,9 +17852,12 @@ static void cddp__reset_step(cddp_ddp *d) {
 
 /* Completes the shard, if any, and sets d->shards.current to this rank's next one. */
 static cddp_result cddp__next_of_rank(cddp_ddp *d) {
-  cddp_result r = d->shards.current >= 0 ? cddp__end_shard(d, true) : CDDP_OK;
+  cddp_result r = CDDP_OK;
   int first, count;
-  if (d->shards.current >= 0) cddp__reset_step(d);
+  if (d->shards.current >= 0) {
+    r = cddp__end_shard(d, CDDP__MORE_SHARDS);
+    cddp__reset_step(d);
+  }
   cddp__rank_shards(d->shards.count, d->group->size, d->group->rank, &first, &count);
   d->shards.current = first + d->shards.taken++;
   return r;
@@ -17818,7 +17876,7 @@ static cddp_result cddp__launch_buckets(cddp_ddp *d) {
   return r;
 }
 
-/* To the arena, unless it is reduced in place. */
+/* Copies a gradient to the arena, unless it is there or is reduced in place. */
 static cddp_result cddp__fetch_gradient(cddp_ddp *d, int i) {
   const cddp__tensor *t = &d->tensors[i];
   if (t->storage != CDDP__STORAGE_COPIED) return CDDP_OK;
@@ -17873,7 +17931,7 @@ CDDPDEF cddp_result cddp_ddp_ready(cddp_ddp *d, int param) {
 
 /* The settings that must agree between ranks, except lr. s NULL: 0. */
 static uint64_t cddp__optim_settings(const cddp_optim *s) {
-  return s != NULL ? s->settings | (uint64_t)(s->share != NULL) : 0;
+  return s != NULL ? s->settings | (uint64_t)(s->shared_by != NULL) : 0;
 }
 
 static cddp__step_header cddp__header_of(const cddp_ddp *d, int rank) { /* as of the last meeting */
@@ -17898,13 +17956,13 @@ static cddp_result cddp__break_settings(cddp_ddp *d, const cddp_optim *s, int fi
   if (s != NULL) {
     memcpy(mine, &s->desc, CDDP__SETTING_COUNT * sizeof *mine);
     memcpy(mine + CDDP__SETTING_COUNT, s->desc.lr_scales, 2 * count * sizeof *mine);
-    mine[CDDP__SETTING_SHARED] = s->share != NULL;
+    mine[CDDP__SETTING_SHARED] = s->shared_by != NULL;
   }
   if (g->rank == first) memcpy(theirs, mine, n * sizeof *mine);
   r = cddp__broadcast(g, theirs, n * sizeof *theirs, first);
-  k = s == NULL ? n : d->uneven.joined != 0 ? CDDP__SETTING_LR + 1 : 0; /* a joined rank's lr */
-  for (; k < n; k++)                                                     /* follows the others' */
-    if (memcmp(&mine[k], &theirs[k], sizeof *mine) != 0) break;
+  if (s == NULL) k = n;
+  else k = d->uneven.absent != 0 ? CDDP__SETTING_LR + 1 : 0; /* its lr follows the others' */
+  while (k < n && memcmp(&mine[k], &theirs[k], sizeof *mine) == 0) k++;
   if (k < n) mine[1] = mine[k];
   mine[0] = (double)k;
   if (r == CDDP_OK) r = cddp__all_gather(g, mine, found, 2 * sizeof *mine);
@@ -17934,12 +17992,12 @@ static cddp_result cddp__break_settings(cddp_ddp *d, const cddp_optim *s, int fi
 
 /* All ranks meet and compare their calls, unless d->memory->meet makes that unnecessary. *missing:
    parameters that are not ready, summed over ranks. The settings of s (or NULL) must be the same on
-   all ranks that have one, its learning rate on all ranks that have not joined. */
+   all ranks that have one, its learning rate on all that are not absent. */
 static cddp_result cddp__ddp_meet(cddp_ddp *d, int kind, const cddp_optim *s, uint64_t *missing) {
   cddp_group *g = d->control;
   cddp__step_header m;
   uint64_t settings = 0, active_settings = 0;
-  uint64_t check = s != NULL ? s->check | (uint64_t)(s->share != NULL) : 0;
+  uint64_t check = s != NULL ? s->check | (uint64_t)(s->shared_by != NULL) : 0;
   double lr = 0;
   bool met = false, differ = false;
   cddp_result r = d->memory->use(d->group);
@@ -17950,11 +18008,11 @@ static cddp_result cddp__ddp_meet(cddp_ddp *d, int kind, const cddp_optim *s, ui
   if ((r = cddp__check_group(g)) != CDDP_OK) return r;
   memset(&m, 0, sizeof m);
   pthread_mutex_lock(&d->lock);
-  if (d->uneven.joined == 0) m.missing = (uint64_t)(d->count - d->plan.arrived);
+  if (d->uneven.absent == 0) m.missing = (uint64_t)(d->count - d->plan.arrived);
   pthread_mutex_unlock(&d->lock);
   m.settings = cddp__optim_settings(s);
   m.lr = s != NULL ? s->desc.lr : 0;
-  m.joined = d->uneven.joined;
+  m.absent = d->uneven.absent;
   g->calls++;
   r = cddp__round(g, kind, CDDP__PHASE_CALL, 0, &m, sizeof m);
   if (r != CDDP_OK) return r;
@@ -17962,21 +18020,27 @@ static cddp_result cddp__ddp_meet(cddp_ddp *d, int kind, const cddp_optim *s, ui
   for (p = 0; p < g->size; p++) {
     m = cddp__header_of(d, p);
     *missing += m.missing;
-    if (m.settings != 0 && settings == 0) first_optim = p, settings = m.settings;
+    if (m.settings != 0 && settings == 0) {
+      first_optim = p;
+      settings = m.settings;
+    }
     differ = differ || (m.settings != 0 && m.settings != settings);
-    if (m.joined != 0) continue;
-    if (d->step.active_count == 0) lr = m.lr, active_settings = m.settings;
+    if (m.absent != 0) continue;
+    if (d->step.active_count == 0) {
+      lr = m.lr;
+      active_settings = m.settings;
+    }
     differ = differ || m.lr != lr;
     d->step.active[d->step.active_count++] = p;
   }
   if (differ)
     return cddp__break_settings(d, s, active_settings != 0 ? d->step.active[0] : first_optim);
-  if (d->step.active_count > 0 && d->step.active_count < g->size) d->uneven.had_joined = true;
+  if (d->step.active_count > 0 && d->step.active_count < g->size) d->uneven.had_absent = true;
   return CDDP_OK;
 }
 
 /* A rank's flag for a parameter: 1 ready, 0 not, or: */
-#define CDDP__FLAG_JOINED 2 /* the rank has joined: its parameters are not missing */
+#define CDDP__FLAG_ABSENT 2 /* the rank is in cddp_ddp_join: its parameters are not missing */
 #define CDDP__FLAG_NOTED 4  /* cddp_ddp_ready was called under no_sync only: missing */
 static bool cddp__flag_missing(unsigned char flag) {
   return flag == 0 || flag == CDDP__FLAG_NOTED;
@@ -17984,25 +18048,27 @@ static bool cddp__flag_missing(unsigned char flag) {
 
 /* The error for parameters that were not ready. */
 static cddp_result cddp__name_missing(const cddp_ddp *d) {
-  int i, absent, shown = 0;
-  bool noted = false, any_noted = false;
+  int i, missing, shown = 0; /* missing: on that many ranks */
+  bool noted, any_noted = false;
   size_t n = (size_t)d->count, all = n * (size_t)d->group->size, at;
   char list[256] = "";
   cddp_result r = CDDP_INVALID_ARGUMENT;
   for (i = 0; i < d->count && shown < 4; i++) {
-    for (at = (size_t)i, absent = 0, noted = false; at < all; at += n) {
-      absent += cddp__flag_missing(d->scratch.flags[at]);
+    missing = 0;
+    noted = false;
+    for (at = (size_t)i; at < all; at += n) {
+      missing += cddp__flag_missing(d->scratch.flags[at]);
       noted = noted || d->scratch.flags[at] == CDDP__FLAG_NOTED;
     }
-    if (absent == 0) continue;
+    if (missing == 0) continue;
     any_noted = any_noted || noted;
     cddp__append(list, sizeof list, "%s\"%s\"%s", shown++ ? ", " : "",
                  cddp__param_name(d->params, i).s, noted ? " (only while no_sync was on)" : "");
-    if (absent == d->step.active_count) continue;
+    if (missing == d->step.active_count) continue;
     r = CDDP_MISMATCH;
     for (at = (size_t)i; !cddp__flag_missing(d->scratch.flags[at]);) at += n;
     cddp__append(list, sizeof list, " (on rank %d%s)", (int)(at / n),
-                 absent > 1 ? " and others" : "");
+                 missing > 1 ? " and others" : "");
   }
   return cddp__fail(r,
                     "gradients were not marked ready: %s; %s", list,
@@ -18019,7 +18085,7 @@ static cddp_result cddp__settle_unused(cddp_ddp *d) {
   unsigned char *mine = d->scratch.flags + n * (size_t)d->group->size;
   cddp_result r;
   for (i = 0; i < n; i++)
-    mine[i] = d->uneven.joined != 0   ? CDDP__FLAG_JOINED
+    mine[i] = d->uneven.absent != 0   ? CDDP__FLAG_ABSENT
               : d->tensors[i].ready    ? 1
               : !d->tensors[i].noted   ? 0
               : d->desc.find_unused_parameters ? 1 : CDDP__FLAG_NOTED;
@@ -18030,7 +18096,8 @@ static cddp_result cddp__settle_unused(cddp_ddp *d) {
   for (i = 0; i < n && r == CDDP_OK; i++) {
     cddp__tensor *t = &d->tensors[i];
     if (t->ready) continue;
-    for (t->used = false, p = 0; p < (size_t)d->group->size; p++)
+    t->used = false;
+    for (p = 0; p < (size_t)d->group->size; p++)
       if (d->scratch.flags[p * n + i] == 1) t->used = true;
     if (mine[i] || !t->used) { /* accumulated under no_sync, or not to be changed */
       r = cddp__fetch_gradient(d, (int)i);
@@ -18047,7 +18114,7 @@ static cddp_result cddp__settle_unused(cddp_ddp *d) {
 }
 
 static bool cddp__needs_part_only(int kind, const cddp_optim *s) {
-  return kind == CDDP__KIND_DDP_SCATTER || (s != NULL && s->sharded);
+  return kind == CDDP__KIND_DDP_SCATTER || (s != NULL && s->partitioned);
 }
 
 /* Starts the remaining buckets; the work that follows runs after all of them. The sums in buckets
@@ -18058,7 +18125,7 @@ static cddp_result cddp__finish_buckets(cddp_ddp *d, int kind, const cddp_optim 
   cddp_result r;
   int i;
   pthread_mutex_lock(&d->lock);
-  for (i = 0; i < d->count && d->uneven.joined != 0; i++) { /* this rank has no gradients */
+  for (i = 0; i < d->count && d->uneven.absent != 0; i++) { /* this rank has no gradients */
     cddp__tensor *t = &d->tensors[i];
     if (!t->ready) d->plan.buckets[t->bucket].remaining--;
     t->ready = true;
@@ -18067,8 +18134,8 @@ static cddp_result cddp__finish_buckets(cddp_ddp *d, int kind, const cddp_optim 
   r = cddp__launch_buckets(d);
   pthread_mutex_unlock(&d->lock);
   if (r == CDDP_OK) r = d->memory->fence(d, cddp__needs_part_only(kind, s));
-  for (i = 0; r == CDDP_OK && !kernel &&
-              cddp__next_range(d, d->layout.order, d->count, &i, &range);) {
+  i = 0;
+  while (r == CDDP_OK && !kernel && cddp__next_range(d, d->layout.order, d->count, &i, &range)) {
     cddp_dtype dtype = d->params[range.first].dtype;
     double factor = cddp__mean_factor(d, dtype);
     if (factor != 1 && range.begin < range.end)
@@ -18119,34 +18186,36 @@ static cddp_result cddp__return_gradients(cddp_ddp *d) {
   return r;
 }
 
-/* Collective: sends root's weights and states to ranks that had joined and missed steps. Sharded
+/* Collective: sends root's weights and states to absent ranks that missed steps. Partitioned
    states never miss one. */
 static cddp_result cddp__catch_up(cddp_ddp *d, cddp_optim *s, int root) {
   cddp_result r;
   int k;
   if (!d->uneven.out_of_date) return CDDP_OK;
-  CDDP_ASSERT(s == NULL || s->share == NULL); /* cddp_ddp_wait has gathered shared states */
+  CDDP_ASSERT(s == NULL || s->shared_by == NULL); /* cddp_ddp_wait has gathered shared states */
   d->uneven.out_of_date = false;
-  r = cddp__share_arrays(d, d->params, d->count, root);
+  r = cddp__broadcast_arrays(d, d->params, d->count, root);
   if (r != CDDP_OK || s == NULL) return r;
   r = cddp__broadcast(d->control, s->steps, (size_t)d->count * sizeof *s->steps, root);
   if (r == CDDP_OK)
     r = cddp__broadcast(d->control, s->fresh, (size_t)d->count, root);
-  for (k = 0; r == CDDP_OK && k < s->count * s->states && !s->sharded; k++) {
+  for (k = 0; r == CDDP_OK && k < s->count * s->states && !s->partitioned; k++) {
     cddp_param p = d->params[k % s->count];
     if (s->steps[k % s->count] == 0) continue;
     if (cddp__need_states(s, k % s->count) != CDDP_OK) return CDDP_OUT_OF_MEMORY;
     if (!cddp__has_state(s, k / s->count, k % s->count)) continue;
     p.data = s->state[k];
     p.dtype = cddp__state_type(s, k % s->count);
-    r = cddp__share_arrays(d, &p, 1, root);
+    r = cddp__broadcast_arrays(d, &p, 1, root);
   }
   return r == CDDP_OK ? (s->backend->copy)(s) : r;
 }
 
+enum { CDDP__NOT_CLEARED, CDDP__CLEARED }; /* of `bool cleared` */
+
 /* Ends an update by s (NULL: none): counts the step and zeroes the gradients. cleared: the update
-   has zeroed the reduced ones, except those that s skipped. A hook gets the arena of a rank that
-   has joined as it is. */
+   has zeroed the reduced ones, except those that s skipped. A hook gets the arena of an absent rank
+   as it is. */
 static cddp_result cddp__clear_gradients(cddp_ddp *d, cddp_optim *s, bool cleared) {
   void *stream = d->group->stream;
   cddp_result r = cleared ? CDDP_OK : (d->memory->zero)(d->arena, d->layout.bytes, stream);
@@ -18165,30 +18234,48 @@ static cddp_result cddp__clear_gradients(cddp_ddp *d, cddp_optim *s, bool cleare
   return r;
 }
 
-/* After the meeting, also on ranks that have joined. s NULL: a wait or reduce_scatter. */
-static cddp_result cddp__finish(cddp_ddp *d, int kind, cddp_optim *s, uint64_t missing) {
+/* Reduces the gradients, unless d->memory->step does it: for a wait, which returns them all; if
+   buckets are reduced early, the rest of them; if ranks cannot read each other's memory, the sums
+   of shards.
+     averaged   receives whether the gradients are means
+     wrote      is set if ranks have written to each other's gradients since the last round */
+static cddp_result cddp__reduce_gradients(cddp_ddp *d, int kind, const cddp_optim *s,
+                                          bool *averaged, bool *wrote) {
   bool gathers = cddp__gathers(d);
-  bool waits = kind == CDDP__KIND_DDP_WAIT; /* all ranks need the whole mean */
-  bool averaged = waits || d->step.early || gathers, wrote = missing > 0 && !averaged;
+  cddp_result r;
+  *averaged = gathers || d->step.early || kind == CDDP__KIND_DDP_WAIT;
+  if (!*averaged) return CDDP_OK;
+  r = gathers ? cddp__gather_nodes(d, d->arena) : cddp__finish_buckets(d, kind, s);
+  *wrote = gathers || d->desc.comm_hook != NULL || cddp__mean_factor(d, CDDP_F32) != 1;
+  return r;
+}
+
+/* Whether NCCL can reduce the next step's buckets to the ranks that step them: this step did so. */
+static bool cddp__scatters_next(const cddp_ddp *d, int kind, const cddp_optim *s) {
+  return cddp__needs_part_only(kind, s) && d->group->backend->enqueues && !cddp__gathers(d) &&
+         d->group->size > 1 && d->desc.comm_hook == NULL && !(d->desc.max_grad_norm > 0);
+}
+
+/* After the meeting: completes the step, as the room's head tells. s NULL: a wait or
+   reduce_scatter. */
+static cddp_result cddp__finish(cddp_ddp *d, int kind, cddp_optim *s, uint64_t missing) {
+  bool waits = kind == CDDP__KIND_DDP_WAIT, averaged;
+  bool wrote = missing > 0; /* cddp__settle_unused zeroes gradients */
   cddp_result r = missing > 0 ? cddp__settle_unused(d) : CDDP_OK;
   int i;
   for (i = 0; i < d->count; i++) d->step.used[i] = d->tensors[i].used;
-  while (r == CDDP_OK && waits && d->shares != NULL) r = cddp__share_gather(d->shares);
-  if (r == CDDP_OK && averaged) {
-    r = gathers ? cddp__gather_nodes(d, d->arena) : cddp__finish_buckets(d, kind, s);
-    wrote = gathers || d->desc.comm_hook != NULL || cddp__mean_factor(d, CDDP_F32) != 1;
-  }
+  while (r == CDDP_OK && waits && d->sharing != NULL) r = cddp__gather_shared(d->sharing);
+  if (r == CDDP_OK) r = cddp__reduce_gradients(d, kind, s, &averaged, &wrote);
   if (r == CDDP_OK && s != NULL)
     r = cddp__catch_up(d, s, d->step.active[0]); /* behind the buckets */
   if (r == CDDP_OK && d->rows.sparse != NULL) r = cddp__exchange_rows(d, kind);
   if (waits && d->step.active_count < d->group->size)
-    d->uneven.out_of_date = true; /* others will step */
-  if (r == CDDP_OK && waits) r = cddp__return_gradients(d);
-  if (r == CDDP_OK && !waits) r = (d->memory->step)(d, s, averaged, wrote);
-  if (r == CDDP_OK && s != NULL) r = cddp__clear_gradients(d, s, !s->sharded);
+    d->uneven.out_of_date = true; /* ranks with data will step */
+  if (r == CDDP_OK)
+    r = waits ? cddp__return_gradients(d) : (d->memory->step)(d, s, averaged, wrote);
+  if (r == CDDP_OK && s != NULL) r = cddp__clear_gradients(d, s, !s->partitioned);
   d->step.scattered = r == CDDP_OK && kind == CDDP__KIND_DDP_SCATTER;
-  d->step.scatters = cddp__needs_part_only(kind, s) && d->group->backend->enqueues && !gathers &&
-                d->group->size > 1 && d->desc.comm_hook == NULL && !(d->desc.max_grad_norm > 0);
+  d->step.scatters = cddp__scatters_next(d, kind, s);
   if (r != CDDP_OK) return cddp__end_access(d->control, cddp__fail_model(d, r));
   if (!d->step.scattered) r = cddp__complete(d, s != NULL);
   return r == CDDP_OK ? r : cddp__ddp_fail(d, r);
@@ -18201,7 +18288,7 @@ static cddp_result cddp__check_pair(const cddp_ddp *d, cddp_optim *s) {
   const char *wrong =
       s->params != d->params || s->count != d->count
           ? "the cddp_optim was made for other parameters than the cddp_ddp"
-      : s->share != NULL && s->share != d
+      : s->shared_by != NULL && s->shared_by != d
           ? "the cddp_optim already steps another cddp_ddp"
       : s->desc.ddp != NULL && s->desc.ddp != d
           ? "the cddp_optim was made with another cddp_ddp in its desc.ddp"
@@ -18232,7 +18319,7 @@ static cddp_result cddp__ddp_step(cddp_ddp *d, int kind, cddp_optim *s) {
     r = d->memory->use(d->group);
     /* if gradients are missing the meeting will fail */
     if (r == CDDP_OK && d->shards.spread && d->plan.arrived == d->count)
-      r = cddp__end_shard(d, false);
+      r = cddp__end_shard(d, CDDP__LAST_SHARD);
     if (r == CDDP_OK) r = cddp__ddp_meet(d, kind, s, &missing);
   }
   r = r == CDDP_OK ? cddp__finish(d, kind, s, missing) : cddp__fail_model(d, r);
@@ -18251,7 +18338,7 @@ static cddp_result cddp__publish(cddp_ddp *d) {
   if (r == CDDP_OK)
     r = d->memory->publish != NULL
             ? d->memory->publish(d)
-            : cddp__share_arrays(d, d->params, d->count, CDDP__ROOT_OWNERS);
+            : cddp__broadcast_arrays(d, d->params, d->count, CDDP__ROOT_OWNERS);
   if (r == CDDP_OK) r = cddp__clear_gradients(d, NULL, !d->group->backend->on_device);
   if (r == CDDP_OK) r = cddp__complete(d, !d->group->backend->on_device);
   d->step.scattered = r != CDDP_OK;
@@ -18263,25 +18350,25 @@ static cddp_result cddp__publish(cddp_ddp *d) {
 /* >>ddp-uneven ------------------------------------------------------------------------------------
    Job: cddp_ddp_join, uneven inputs. Owns: d->uneven.
    How it works:
-     1. A rank that has joined announces ddp_join in each meeting. That matches any call that begins
-        with a meeting. The rank reads which call the others made. Its gradients do not count: all
-        ranks divide by the number of the others. The first round of a bucket announces the rank
-        too, since it can precede the meeting.
+     1. A rank in cddp_ddp_join is ABSENT: it announces ddp_join in each meeting. That matches any
+        call that begins with a meeting. The rank reads which call the others made. Its gradients do
+        not count: all ranks divide by the number of the others. The first round of a bucket
+        announces the rank too, since it can precede the meeting.
      2. After a cddp_ddp_wait the others step without this rank, so its weights become out of date.
         Before the next cddp_ddp_step weights and states come from a rank that has data. If all
-        ranks have joined they come from the last one to join. */
+        ranks are absent they come from the last one that called cddp_ddp_join. */
 
-/* s: for a step. */
+/* Makes the call that the ranks with data made. s: for a step. */
 static cddp_result cddp__match_call(cddp_ddp *d, cddp_optim *s, uint64_t missing) {
   int lead = d->step.active[0];
   uint32_t kind = cddp__code_kind(cddp__op_header_of(d->control, lead, d->control->round)->call);
   cddp__step_header theirs = cddp__header_of(d, lead);
   cddp_result r;
   if (kind == CDDP__KIND_DDP_BUFFERS)
-    return cddp__share_arrays(d, d->desc.buffers, d->desc.buffer_count, lead);
+    return cddp__broadcast_arrays(d, d->desc.buffers, d->desc.buffer_count, lead);
   if (kind == CDDP__KIND_DDP_WAIT) {
     r = cddp__finish(d, (int)kind, NULL, missing);
-    return r == CDDP_OK ? cddp__clear_gradients(d, NULL, false) : r;
+    return r == CDDP_OK ? cddp__clear_gradients(d, NULL, CDDP__NOT_CLEARED) : r;
   }
   if (s == NULL)
     return cddp__fail(CDDP_MISMATCH,
@@ -18292,12 +18379,12 @@ static cddp_result cddp__match_call(cddp_ddp *d, cddp_optim *s, uint64_t missing
   return cddp__finish(d, (int)kind, s, missing);
 }
 
-/* Collective, after all ranks have joined: sends the state of the last one to join. */
-static cddp_result cddp__end_join(cddp_ddp *d, cddp_optim *s) {
+/* Collective, once all ranks are absent: sends the state of the last one to join. */
+static cddp_result cddp__end_uneven(cddp_ddp *d, cddp_optim *s) {
   int p, last = 0;
   cddp_result r;
-  if (!d->uneven.had_joined) return CDDP_OK;
-  while (last < d->group->size - 1 && cddp__header_of(d, last).joined != CDDP__STEP_JOINED_NOW)
+  if (!d->uneven.had_absent) return CDDP_OK;
+  while (last < d->group->size - 1 && cddp__header_of(d, last).absent != CDDP__ABSENT_SINCE_NOW)
     last++;
   for (p = 0; p < d->group->size; p++)
     if ((cddp__header_of(d, p).settings == 0) != (s == NULL))
@@ -18308,8 +18395,8 @@ static cddp_result cddp__end_join(cddp_ddp *d, cddp_optim *s) {
   if (s != NULL) cddp__set_lr(s, cddp__header_of(d, last).lr);
   r = cddp__catch_up(d, s, last);
   if (r == CDDP_OK)
-    r = cddp__share_arrays(d, d->desc.buffers, d->desc.buffer_count, last);
-  d->uneven.had_joined = false;
+    r = cddp__broadcast_arrays(d, d->desc.buffers, d->desc.buffer_count, last);
+  d->uneven.had_absent = false;
   return r;
 }
 
@@ -18332,15 +18419,17 @@ CDDPDEF cddp_result (cddp_ddp_join)(cddp_ddp *d, cddp_optim *s) {
                 cddp__param_name(d->params, i).s);
   CDDP__TRY(cddp__check_cause(&d->failure));
   record = cddp__record_begin(d->control, CDDP__KIND_DDP_JOIN, d->control->calls + 1, 0);
-  if ((r = d->memory->use(d->group)) == CDDP_OK) r = cddp__clear_gradients(d, NULL, false);
-  for (d->uneven.joined = CDDP__STEP_JOINED_NOW; r == CDDP_OK;
-       d->uneven.joined = CDDP__STEP_JOINED) {
+  r = d->memory->use(d->group);
+  if (r == CDDP_OK) r = cddp__clear_gradients(d, NULL, CDDP__NOT_CLEARED);
+  d->uneven.absent = CDDP__ABSENT_SINCE_NOW;
+  while (r == CDDP_OK) {
     r = cddp__ddp_meet(d, CDDP__KIND_DDP_JOIN, s, &missing);
-    if (r != CDDP_OK || d->step.active_count == 0) break;
+    if (r != CDDP_OK || d->step.active_count == 0) break; /* 0: all ranks are absent */
     r = cddp__match_call(d, s, missing);
+    d->uneven.absent = CDDP__ABSENT;
   }
-  if (r == CDDP_OK) r = cddp__end_join(d, s);
-  d->uneven.joined = 0;
+  if (r == CDDP_OK) r = cddp__end_uneven(d, s);
+  d->uneven.absent = 0;
   if (r != CDDP_OK) r = cddp__fail_model(d, r);
   cddp__record_finish(d->control, record, r);
   return r == CDDP_INVALID_ARGUMENT ? cddp__named(__func__, r) : r;
@@ -18348,7 +18437,8 @@ CDDPDEF cddp_result (cddp_ddp_join)(cddp_ddp *d, cddp_optim *s) {
 
 /* >>ddp-create ------------------------------------------------------------------------------------
    Job: creates and destroys a cddp_ddp.
-   Entry points: cddp__ddp_new, then the collective cddp__ddp_setup; cddp__ddp_free.
+   Entry points: cddp__ddp_new, then the collective cddp__ddp_setup; cddp__ddp_free; for joining
+   processes cddp__model_of, cddp__join_compare.
    How cddp__ddp_setup works:
      1. It splits off the private group d->control, on which ranks check their shards, and d->comm.
      2. All ranks compare their descs and models with rank 0's: each error names the first rank that
@@ -18470,15 +18560,16 @@ static void cddp__ddp_free(cddp_ddp *d) { /* keeps this thread's error text */
   int i;
   memcpy(text, cddp__error_text, sizeof text);
   if (d->optim != NULL) d->optim->known = NULL;
-  while ((o = d->shares) != NULL) { /* the optimizer can be used again: its states become whole */
+  while ((o = d->sharing) != NULL) { /* the optimizer can be used again: its states become whole */
     /* a failed model can have states that are stepped in part: start again */
-    bool lost = cddp__has_cause(&d->failure) || cddp__unshare_states(o) != CDDP_OK;
-    if (lost) memset(o->steps, 0, (size_t)o->count * sizeof *o->steps);
-    if (lost) memset(o->fresh, true, (size_t)o->count * sizeof *o->fresh);
-    if (o->common_own != NULL) /* others can still copy from it */
-      cddp__arena_free_with(h, o->common_own, d->control->block);
-    o->common_own = NULL;
-    cddp__share_free(o);
+    if (cddp__has_cause(&d->failure) || cddp__copy_shared(o) != CDDP_OK) {
+      memset(o->steps, 0, (size_t)o->count * sizeof *o->steps);
+      cddp__renew_masters(o);
+    }
+    if (o->own_shared != NULL) /* others can still copy from it */
+      cddp__arena_free_with(h, o->own_shared, d->control->block);
+    o->own_shared = NULL;
+    cddp__end_sharing(o);
   }
   for (i = 0; i < d->count; i++)
     if (d->tensors[i].storage == CDDP__STORAGE_PLACED) d->params[i].grad = NULL;
@@ -18577,7 +18668,7 @@ static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
     d->shards.node_count = cddp__plan_nodes(d->shards.owner, d->shards.count, cddp__gathers(d),
                                             d->shards.nodes, d->shards.widths, &d->layout.slots);
   d->shards.current = -1;
-  d->step.early = cddp__reduces_early(d, false);
+  d->step.early = cddp__reduces_early(d, false /* no step yet */);
   d->plan.limits[0] = first * 1048576 < (double)SIZE_MAX ? (size_t)(first * 1048576) : SIZE_MAX;
   d->plan.limits[1] = cap * 1048576 < (double)SIZE_MAX ? (size_t)(cap * 1048576) : SIZE_MAX;
   pthread_mutex_init(&d->lock, NULL);
@@ -18687,8 +18778,9 @@ static cddp_result cddp__ddp_setup(cddp_ddp *d, bool joins) {
                             arenas);
     for (k = 0; r == CDDP_OK && k < g->local_size; k++) cddp__set_rank_addresses(d, k, arenas[k]);
   }
-  if (r == CDDP_OK && !joins) r = cddp__share_arrays(d, d->params, d->count, 0);
-  if (r == CDDP_OK && !joins) r = cddp__share_arrays(d, d->desc.buffers, d->desc.buffer_count, 0);
+  if (r == CDDP_OK && !joins) r = cddp__broadcast_arrays(d, d->params, d->count, 0);
+  if (r == CDDP_OK && !joins)
+    r = cddp__broadcast_arrays(d, d->desc.buffers, d->desc.buffer_count, 0);
   if (r != CDDP_OK) return r;
   cddp__set_plan(d, NULL);
   cddp__reset_step(d);
@@ -20732,6 +20824,7 @@ static void cddp__sampler_free(cddp_sampler *sampler) {
   sampler->order = NULL;
 }
 
+enum { CDDP__EPOCH_NEW, CDDP__EPOCH_RESUMED };
 /* Begins an epoch of which all ranks together have used `start` samples already. */
 static void cddp__sampler_begin(cddp_sampler *sampler, uint64_t epoch, uint64_t start,
                                 bool resumed) {
@@ -20776,7 +20869,7 @@ CDDPDEF cddp_result cddp_sampler_init(cddp_sampler *sampler, const cddp_sampler_
   CDDP__CHECK(!d.drop_last || !d.exact, "drop_last and exact exclude each other");
   CDDP__CHECK(d.dataset_size <= SIZE_MAX / 16, "dataset_size %zu is too large", d.dataset_size);
   sampler->desc = d;
-  cddp__sampler_begin(sampler, 0, 0, false);
+  cddp__sampler_begin(sampler, 0, 0, CDDP__EPOCH_NEW);
   return CDDP_OK;
 }
 
@@ -20785,7 +20878,7 @@ CDDPDEF void cddp_sampler_set_epoch(cddp_sampler *sampler, uint64_t epoch) {
   if (sampler->resumed && sampler->epoch == epoch)
     sampler->resumed = false; /* continue at the checkpoint */
   else
-    cddp__sampler_begin(sampler, epoch, 0, false);
+    cddp__sampler_begin(sampler, epoch, 0, CDDP__EPOCH_NEW);
 }
 
 CDDPDEF uint64_t cddp_sampler_epoch(const cddp_sampler *sampler) {
@@ -20991,7 +21084,8 @@ static char *cddp__json_escape(cddp__json *json, char *to) {
 static const char *cddp__json_string(cddp__json *json) { /* "" after a failure */
   char *to, *string;
   if (!cddp__json_next(json, '"')) cddp__json_fail(json, "a string is expected");
-  for (to = string = json->at; json->at < json->end && *json->at != '"';) {
+  to = string = json->at;
+  while (json->at < json->end && *json->at != '"') {
     if ((unsigned char)*json->at < 0x20)
       cddp__json_fail(json, "a control character in a string");
     else if (*json->at != '\\')
@@ -21285,7 +21379,8 @@ static void cddp__st_add(cddp__buffer *buffer, const char *text) {
 /* Adds a JSON string. The UTF-8 is checked when the header is parsed before it is saved. */
 static void cddp__st_quote(cddp__buffer *buffer, const char *s) {
   static const char meant[] = "\"\\\b\f\n\r\t", letters[] = "\"\\bfnrt";
-  for (cddp__st_add(buffer, "\""); *s != 0; s++) {
+  cddp__st_add(buffer, "\"");
+  for (; *s != 0; s++) {
     const char *k = strchr(meant, *s);
     if (k != NULL)
       cddp__st_add(buffer, cddp__textf("\\%c", letters[k - meant]).s);
@@ -21382,11 +21477,11 @@ typedef struct cddp__ckpt {
   cddp_checkpoint_desc none; /* the desc if the caller passed NULL */
   bool first;                /* this is rank 0 */
   bool device;               /* a tensor can be in device memory */
-  bool sharded;              /* each rank has only its parts of the states */
+  bool partitioned;          /* each rank has only its parts of the states */
   cddp__st_item *items; /* parameters, learning rate, states; the states' names follow the array */
   size_t item_count;
   double lr;     /* the optimizer's learning rate; load: the file's */
-  char *whole;   /* sharded: memory of the group for any one state, whole */
+  char *whole;   /* partitioned: memory of the group for any one state, whole */
   char *staging; /* [2 * CDDP__FILE_STAGING] between file and device; NULL: not needed yet */
   /* save: */
   cddp__buffer header;
@@ -21585,7 +21680,7 @@ static cddp_result cddp__fail_on_file(const char *function, const char *path, cd
                        cddp__cut(path != NULL ? path : "NULL", 200).s);
 }
 
-/* Checks the caller's arguments. Sets device and sharded. */
+/* Checks the caller's arguments. Sets device and partitioned. */
 static cddp_result cddp__check_checkpoint(cddp__ckpt *ckpt, bool saves) {
   const cddp_checkpoint_desc *desc = ckpt->desc;
   const cddp_optim *optim = desc->optim;
@@ -21596,7 +21691,7 @@ static cddp_result cddp__check_checkpoint(cddp__ckpt *ckpt, bool saves) {
   if (ckpt->path == NULL || ckpt->path[0] == 0) return CDDP__REFUSE("the path is NULL or empty");
   r = cddp__check_params(ckpt->params, ckpt->count, CDDP__RULE_NAME | CDDP__RULE_DATA);
   if (r != CDDP_OK) return r;
-  ckpt->sharded = optim != NULL && optim->sharded;
+  ckpt->partitioned = optim != NULL && optim->partitioned;
   ckpt->device = (ckpt->g != NULL && ckpt->g->backend->on_device) ||
                  (optim != NULL && optim->backend->on_device);
   for (i = 0; i < ckpt->count; i++) {
@@ -21616,9 +21711,9 @@ static cddp_result cddp__check_checkpoint(cddp__ckpt *ckpt, bool saves) {
                         "with device \"cuda\", or NULL");
   if (optim != NULL) r = cddp__check_params(optim->params, optim->count, CDDP__RULE_NAME);
   if (r != CDDP_OK) return r;
-  if (optim != NULL && optim->share != NULL && optim->share->group->size > 1)
-    owners = optim->share->group;
-  if (ckpt->sharded) owners = optim->desc.ddp->group;
+  if (optim != NULL && optim->shared_by != NULL && optim->shared_by->group->size > 1)
+    owners = optim->shared_by->group;
+  if (ckpt->partitioned) owners = optim->desc.ddp->group;
   if (owners != NULL && owners != ckpt->g)
     return CDDP__REFUSE("the ranks of the cddp_ddp's group have parts of the optimizer's states: "
                         "pass that group, on all of its ranks");
@@ -21665,6 +21760,7 @@ static const char *cddp__state_name(const cddp_optim *optim, int k) {
   return cddp__is_master(optim, k) ? "master" : optim->algorithm->states[k];
 }
 
+/* Lists the tensors of the checkpoint: parameters, the learning rate, states. */
 static cddp_result cddp__list_items(cddp__ckpt *ckpt) {
   const cddp_optim *optim = ckpt->desc->optim;
   const cddp_shape *shapes = ckpt->desc->shapes;
@@ -21705,6 +21801,8 @@ static cddp_result cddp__list_items(cddp__ckpt *ckpt) {
   return CDDP_OK;
 }
 
+enum { CDDP__LOADS, CDDP__SAVES };
+/* Sets the fields of ckpt, checks the caller's arguments, and lists the tensors. */
 static cddp_result cddp__checkpoint_begin(cddp__ckpt *ckpt, bool saves, cddp_group *g,
                                           const char *path, const cddp_param *params, int count,
                                           const cddp_checkpoint_desc *desc) {
@@ -21842,10 +21940,10 @@ static void cddp__select_states(cddp__ckpt *ckpt) {
     if (item->place != NULL) {
       if (cddp__is_master(optim, item->state) && optim->fresh[item->param]) continue;
       item->data = *item->place;
-      if (optim->share != NULL && item->data == NULL)
-        item->data =
-            cddp__state_at(optim->share, optim, optim->common, item->state, item->param, 0);
-      if (ckpt->sharded) item->data = ckpt->whole; /* cddp__save_items gathers it */
+      if (optim->shared_by != NULL && item->data == NULL)
+        item->data = cddp__state_at(optim->shared_by, optim, optim->shared_states, item->state,
+                                    item->param, 0);
+      if (ckpt->partitioned) item->data = ckpt->whole; /* cddp__save_items gathers it */
       if (item->data == NULL) continue;
     }
     ckpt->items[n++] = *item;
@@ -21899,7 +21997,7 @@ static cddp_result cddp__save_header(cddp__ckpt *ckpt) {
                       : cddp__fail_in(CDDP_INVALID_ARGUMENT, "names or metadata are invalid: ");
 }
 
-/* Collective if states are sharded: after an error of rank 0's file it gathers the rest
+/* Collective if states are partitioned: after an error of rank 0's file it gathers the rest
    nevertheless, because the other ranks do. */
 static cddp_result cddp__save_items(cddp__ckpt *ckpt, cddp_result r) {
   cddp_result gathered = CDDP_OK;
@@ -21907,7 +22005,7 @@ static cddp_result cddp__save_items(cddp__ckpt *ckpt, cddp_result r) {
   for (i = 0; i < ckpt->item_count && gathered == CDDP_OK; i++) {
     const cddp__st_item *item = &ckpt->items[i];
     CDDP__POINT("save");
-    if (ckpt->sharded && item->place != NULL) {
+    if (ckpt->partitioned && item->place != NULL) {
       gathered = cddp__gather_state(ckpt->desc->optim, item->state, item->param, ckpt->whole);
       if (r == CDDP_OK) r = gathered;
     }
@@ -21922,21 +22020,21 @@ CDDPDEF cddp_result (cddp_save)(cddp_group *g, const char *path, const cddp_para
   bool shares; /* rank 0 can read states in the other ranks' memory: an access (>>failure) */
   cddp_result r, mine;
   cddp__enter_call(__func__);
-  r = cddp__checkpoint_begin(&c, true, g, path, params, count, desc);
-  shares = g != NULL && g->size > 1 && !c.sharded;
+  r = cddp__checkpoint_begin(&c, CDDP__SAVES, g, path, params, count, desc);
+  shares = g != NULL && g->size > 1 && !c.partitioned;
   r = cddp__compare_calls(&c, r);
-  if (r == CDDP_OK && c.sharded) r = cddp__alloc_whole(&c);
+  if (r == CDDP_OK && c.partitioned) r = cddp__alloc_whole(&c);
   if (r == CDDP_OK) {
-    if (c.first || c.sharded) r = cddp__save_header(&c);
-    if (c.sharded) r = cddp__consensus(g, r, NULL, 0, NULL);
+    if (c.first || c.partitioned) r = cddp__save_header(&c);
+    if (c.partitioned) r = cddp__consensus(g, r, NULL, 0, NULL);
     if (r == CDDP_OK && c.first) {
       r = cddp__open_temporary(&c);
       if (r == CDDP_OK && shares) r = cddp__begin_access(g);
       if (r == CDDP_OK) r = cddp__file_io(c.fd, CDDP__WRITE, c.header.data, c.header.end, 0);
-      if (r == CDDP_OK || c.sharded) r = cddp__save_items(&c, r);
+      if (r == CDDP_OK || c.partitioned) r = cddp__save_items(&c, r);
       if (shares) (void)cddp__end_access(g, CDDP_OK); /* waits for no rank: they only wait, too */
       if (c.fd >= 0) r = cddp__close_temporary(&c, r);
-    } else if (r == CDDP_OK && c.sharded) {
+    } else if (r == CDDP_OK && c.partitioned) {
       r = cddp__save_items(&c, r);
     }
     mine = r;
@@ -22065,7 +22163,10 @@ static cddp_result cddp__load_header(cddp__ckpt *ckpt, cddp_result r) {
   int i;
   if (r == CDDP_OK && ckpt->first) r = cddp__st_open(&ckpt->file, ckpt->allocator, ckpt->path);
   if ((r = cddp__compare_calls(ckpt, r)) != CDDP_OK) return r;
-  if (ckpt->first) sizes[0] = ckpt->file->text_size, sizes[1] = ckpt->file->data_bytes;
+  if (ckpt->first) {
+    sizes[0] = ckpt->file->text_size;
+    sizes[1] = ckpt->file->data_bytes;
+  }
   if ((r = cddp__broadcast_bytes(ckpt, sizes, sizeof sizes)) != CDDP_OK) return r;
   if (!ckpt->first) ckpt->file = cddp__st_new(ckpt->allocator, (size_t)sizes[0]);
   r = cddp__consensus(ckpt->g, ckpt->file != NULL ? CDDP_OK : CDDP_OUT_OF_MEMORY, NULL, 0, NULL);
@@ -22095,7 +22196,7 @@ static cddp_result cddp__broadcast_tensors(cddp__ckpt *ckpt) {
     cddp__st_item *item = &ckpt->items[i];
     cddp_dtype dtype = item->dtype;
     cddp__call call = cddp__broadcast_call(item->data, item->count, dtype, 0);
-    if (item->from == NULL || (ckpt->sharded && item->place != NULL)) continue;
+    if (item->from == NULL || (ckpt->partitioned && item->place != NULL)) continue;
     if (ckpt->device)
       r = (ckpt->g->backend->start)(ckpt->g, &call, NULL);
     else
@@ -22157,11 +22258,11 @@ static cddp_result cddp__load_tensors(cddp__ckpt *ckpt) {
   size_t i;
   for (i = 0; r == CDDP_OK && ckpt->first && i < ckpt->item_count; i++) {
     const cddp__st_item *item = &ckpt->items[i];
-    if (item->from != NULL && (!ckpt->sharded || item->place == NULL))
+    if (item->from != NULL && (!ckpt->partitioned || item->place == NULL))
       r = cddp__copy_item(ckpt, item);
   }
   r = cddp__consensus(ckpt->g, r, NULL, 0, NULL);
-  if (r == CDDP_OK && ckpt->sharded) r = cddp__load_states(ckpt);
+  if (r == CDDP_OK && ckpt->partitioned) r = cddp__load_states(ckpt);
   if (r != CDDP_OK) return r;
   if (ckpt->g != NULL) return cddp__broadcast_tensors(ckpt);
   return ckpt->device ? cddp__await_device(NULL) : CDDP_OK;
@@ -22173,7 +22274,7 @@ static cddp_result cddp__commit_states(cddp__ckpt *ckpt) {
   cddp_optim *optim = ckpt->desc->optim;
   cddp_result r = CDDP_OK;
   size_t i;
-  if (optim->share != NULL) optim->drop(optim); /* the next step shares the states again */
+  if (optim->shared_by != NULL) optim->unshare(optim); /* the next step shares the states again */
   for (i = 0; r == CDDP_OK && i < ckpt->item_count; i++) {
     cddp__st_item *item = &ckpt->items[i];
     bool found = item->from != NULL;
@@ -22191,7 +22292,7 @@ static cddp_result cddp__commit_states(cddp__ckpt *ckpt) {
       *item->place = item->data;
       item->data = NULL;
     } else if (!found) {
-      r = (optim->backend->zero)(optim, *item->place, cddp__kept_bytes(ckpt, item), true);
+      r = (optim->backend->zero)(optim, *item->place, cddp__kept_bytes(ckpt, item), CDDP__WAIT);
     }
   }
   return r == CDDP_OK ? cddp_optim_set_lr(optim, ckpt->lr) : r;
@@ -22204,20 +22305,21 @@ CDDPDEF cddp_result (cddp_load)(cddp_group *g, const char *path, cddp_param *par
   char *text;
   int i;
   cddp__enter_call(__func__);
-  r = cddp__checkpoint_begin(&c, false, g, path, params, count, desc);
+  r = cddp__checkpoint_begin(&c, CDDP__LOADS, g, path, params, count, desc);
   r = cddp__load_header(&c, r);
   if (r == CDDP_OK) r = cddp__load_tensors(&c);
   desc = c.desc;
   if (r == CDDP_OK && desc->optim != NULL) /* masters begin anew as the loaded weights */
-    memset(desc->optim->fresh, true, (size_t)desc->optim->count);
+    cddp__renew_masters(desc->optim);
   if (r == CDDP_OK && c.has_lr) r = cddp__commit_states(&c);
   if (r == CDDP_OK) {
     if ((c.found & CDDP__META_OF_DDP) == CDDP__META_OF_DDP)
       desc->ddp->steps = c.numbers[CDDP__META_STEPS];
     if ((c.found & CDDP__META_OF_SAMPLER) == CDDP__META_OF_SAMPLER)
       cddp__sampler_begin(desc->sampler, c.numbers[CDDP__META_EPOCH],
-                          c.numbers[CDDP__META_SAMPLES], true);
-    for (text = desc->text, i = 0; i < desc->metadata_count; i++) {
+                          c.numbers[CDDP__META_SAMPLES], CDDP__EPOCH_RESUMED);
+    text = desc->text;
+    for (i = 0; i < desc->metadata_count; i++) {
       const char *value = cddp__st_value(c.file, desc->metadata[i].key);
       desc->metadata[i].value = value != NULL ? text : NULL;
       if (value == NULL) continue;
@@ -22521,6 +22623,7 @@ static void cddp__reap_children(cddp__spawn_job *job) {
   }
 }
 
+enum { CDDP__STARTS, CDDP__JOINS }; /* the first time, or again: of `bool joins` */
 static cddp_result cddp__fork_child(cddp__spawn_job *job, int i, bool joins) {
   pid_t pid = fork();
   if (pid < 0) return cddp__fail_errno("fork");
@@ -22568,7 +22671,7 @@ static cddp_result cddp__wait_children(cddp__spawn_job *job) {
         continue;
       job->restarts--;
       fflush(NULL);
-      if (cddp__fork_child(job, i, true) != CDDP_OK) continue; /* the others continue */
+      if (cddp__fork_child(job, i, CDDP__JOINS) != CDDP_OK) continue; /* the others continue */
       if (cddp__open_child_pidfd(job, i) != CDDP_OK) job->blind = true;
       if (write(job->start[1], "", 1) != 1)
         cddp__spawn_note_failure(job, cddp__fail_errno("write"), 0);
@@ -22596,7 +22699,7 @@ static cddp_result cddp__spawn_all(cddp__spawn_job *job) {
                    can get its number */
   if (syscall(SYS_pipe2, job->start, O_CLOEXEC) != 0) r = cddp__fail_errno("pipe2");
   if (r == CDDP_OK && job->elastic) r = cddp__open_supervisor(job);
-  for (i = 0; i < job->n && r == CDDP_OK; i++) r = cddp__fork_child(job, i, false);
+  for (i = 0; i < job->n && r == CDDP_OK; i++) r = cddp__fork_child(job, i, CDDP__STARTS);
   for (i = 0; i < job->n && r == CDDP_OK; i++) r = cddp__open_child_pidfd(job, i);
   if (r == CDDP_OK && write(job->start[1], bytes, (size_t)job->n) != job->n)
     r = cddp__fail_errno("write");
@@ -22610,6 +22713,7 @@ static cddp_result cddp__spawn_all(cddp__spawn_job *job) {
   return r;
 }
 
+enum { CDDP__NOT_ELASTIC, CDDP__ELASTIC };
 static cddp_result cddp__spawn(const char *caller, int (*fn)(int rank, void *arg), void *arg,
                                int nprocs, bool elastic, int restarts) {
   cddp__spawn_job job;
@@ -22639,12 +22743,12 @@ static cddp_result cddp__spawn(const char *caller, int (*fn)(int rank, void *arg
 }
 
 CDDPDEF cddp_result cddp_spawn(int (*fn)(int rank, void *arg), void *arg, int nprocs) {
-  return cddp__spawn("cddp_spawn", fn, arg, nprocs, false, 0);
+  return cddp__spawn("cddp_spawn", fn, arg, nprocs, CDDP__NOT_ELASTIC, 0);
 }
 
 CDDPDEF cddp_result cddp_spawn_elastic(int (*fn)(int rank, void *arg), void *arg, int nprocs,
                                        int max_restarts) {
-  return cddp__spawn("cddp_spawn_elastic", fn, arg, nprocs, true, max_restarts);
+  return cddp__spawn("cddp_spawn_elastic", fn, arg, nprocs, CDDP__ELASTIC, max_restarts);
 }
 
 /* --- ranks as threads --- */
@@ -22713,7 +22817,10 @@ CDDPDEF cddp_result cddp_run_threads(int (*fn)(cddp_group *g, void *arg), void *
     }
     thread[i].host->threads = true;
     thread[i].host->lead = thread[0].host;
-    if (i > 0) thread[i - 1].host->sibling = thread[i].host, thread[0].host->refs++;
+    if (i > 0) {
+      thread[i - 1].host->sibling = thread[i].host;
+      thread[0].host->refs++;
+    }
     r = cddp__record_open(&thread[i].host->record, job, i, n, 0);
     if (r == CDDP_OK)
       r = cddp__group_build(&thread[i].group, thread[i].host, i, n, NULL, block, timeout_s);
@@ -22846,7 +22953,10 @@ CDDPDEF cddp_result (cddp_group_new)(cddp_group *g, const int *ranks, int count,
     CDDP__CHECK(ranks[i] >= 0 && ranks[i] < g->size, "rank %d is not in the group (0 to %d)",
                 ranks[i], g->size - 1);
     for (j = 0; j < i; j++) CDDP__CHECK(ranks[j] != ranks[i], "rank %d is listed twice", ranks[i]);
-    if (ranks[i] == g->rank) color = 0, key = i;
+    if (ranks[i] == g->rank) {
+      color = 0;
+      key = i;
+    }
   }
   return cddp__split_group(g, color, key,
                              cddp__hash64((uint64_t)count, ranks, (size_t)count * sizeof *ranks),
@@ -23261,7 +23371,7 @@ CDDPDEF cddp_result (cddp_ddp_gather_states)(cddp_ddp *d, const cddp_param *stat
                 "state %d has %zu elements, its parameter %zu", i, states[i].count,
                 d->params[i].count);
   CDDP__TRY(d->memory->use(d->group));
-  return cddp__share_arrays(d, states, d->count, CDDP__ROOT_OWNERS);
+  return cddp__broadcast_arrays(d, states, d->count, CDDP__ROOT_OWNERS);
 }
 
 CDDPDEF int cddp_ddp_present(const cddp_ddp *d) { return d != NULL ? d->step.present : -1; }
@@ -23299,9 +23409,9 @@ CDDPDEF cddp_result (cddp_ddp_sync_buffers)(cddp_ddp *d) {
                       "cddp_ddp_sync_buffers does not support elastic models; broadcast the "
                       "buffers in cddp_ddp_group");
   CDDP__TRY(d->memory->use(d->group));
-  if (d->meets) /* else no rank has joined */
+  if (d->meets) /* else no rank can be absent */
     CDDP__TRY(cddp__ddp_meet(d, CDDP__KIND_DDP_BUFFERS, NULL, &missing));
-  return cddp__share_arrays(d, d->desc.buffers, d->desc.buffer_count, d->step.active[0]);
+  return cddp__broadcast_arrays(d, d->desc.buffers, d->desc.buffer_count, d->step.active[0]);
 }
 
 CDDPDEF bool cddp_ddp_used(const cddp_ddp *d, int param) {

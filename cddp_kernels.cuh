@@ -3046,7 +3046,7 @@ static int cddp__launch_adamw(const cddp_optim *optim, int i, const cddp_segment
                               double factor, const double *clip, unsigned flags, void *stream) {
   cddp__update update;
   memset(&update, 0, sizeof update);
-  update.kernels = cddp__pick_kernels();
+  update.loops = cddp__pick_loops();
   cddp__adamw_begin(optim, i, &update);
   update.scalars.adamw.stride =
       (size_t)((char *)optim->state[optim->count + i] - (char *)optim->state[i]);
@@ -3403,8 +3403,8 @@ static cddp_result cddp__gpu_step(cddp_ddp *d, cddp_optim *s, bool averaged, boo
   for (dtype = 0; dtype < CDDP__DTYPE_COUNT; dtype++)
     factors[dtype] = cddp__mean_factor(d, (cddp_dtype)dtype);
   r = cddp__device_step(s, d, factors);
-  if (r == CDDP_OK && s->sharded)
-    r = cddp__share_arrays(d, d->params, d->count, CDDP__ROOT_ALL_OWNERS);
+  if (r == CDDP_OK && s->partitioned)
+    r = cddp__broadcast_arrays(d, d->params, d->count, CDDP__ROOT_ALL_OWNERS);
   return r == CDDP_OK ? cddp__device_copies(s, d) : r;
 }
 

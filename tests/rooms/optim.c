@@ -265,7 +265,7 @@ static void test_pieces(void) {
         __atomic_store_n(&cddp__isa_found, CDDP__ISA_BASE, __ATOMIC_RELAXED);
         for (at = 0, n = 1; at < N; at += n, n = n * 2 + 1) {
           size_t m = n < N - at ? n : N - at;
-          part.kernels = cddp__pick_kernels();
+          part.loops = cddp__pick_loops();
           cddp__update_run(&part, at, (char *)parts + at * size,
                            (char *)grad + at * size, m);
         }
@@ -504,7 +504,7 @@ static int dropped;
 
 static void drop(cddp_optim *s) {
   dropped++;
-  s->share = NULL;
+  s->shared_by = NULL;
 }
 
 /* While a cddp_ddp keeps the momentum in shares, a step of its own would use a stale one. */
@@ -514,8 +514,8 @@ static void test_shared_states(void) {
   dropped = 0;
   memset(&d, 0, sizeof d);
   CHECK_OK(cddp_sgd_create(&s, NULL, 0, &d));
-  s->drop = drop;
-  s->share = (cddp_ddp *)(void *)s;
+  s->unshare = drop;
+  s->shared_by = (cddp_ddp *)(void *)s;
   CHECK_IS(cddp_optim_step(s), CDDP_INVALID_ARGUMENT);
   CHECK(strstr(cddp_error(), "cddp_ddp_wait") != NULL);
   CHECK_EQ(dropped, 0);
