@@ -5013,7 +5013,7 @@ static void cddp__server_add_client(cddp__server *server, int fd, bool spare) {
     cddp__close_fd(&fd);
     return;
   }
-  cddp__connection_begin(&client->c, &server->allocator, fd, false);
+  cddp__connection_begin(&client->c, &server->allocator, fd, CDDP__CALLED);
   client->c.in.total = client->c.out.total = &server->buffered;
   client->c.deadline = cddp__now() + CDDP__GREETING_S;
   client->next = server->clients;
@@ -5214,7 +5214,7 @@ static cddp_result cddp__store_try_addresses(cddp_store *store, double deadline)
     const cddp__address *address = &store->addresses[i];
     error = cddp__connect_address(address, cddp__earlier_deadline(5, deadline), &fd);
     if (error == 0) {
-      cddp__connection_begin(&store->connection, &store->allocator, fd, true);
+      cddp__connection_begin(&store->connection, &store->allocator, fd, CDDP__CALLER);
       r = cddp__store_greet(store, cddp__describe_address(address).s, deadline);
     }
     closed = closed || (error == 0 && r == CDDP_NETWORK) || error == ECONNRESET;
@@ -5594,7 +5594,7 @@ static cddp_result cddp__store_new(cddp_store **out, const cddp__store_options *
   store->timeout_s = desc->timeout_s;
   store->closed_since = options->closed_since;
   store->file = -1;
-  cddp__connection_begin(&store->connection, &store->allocator, -1, true);
+  cddp__connection_begin(&store->connection, &store->allocator, -1, CDDP__CALLER);
   if ((store->scheme = cddp__url_scheme(desc->init_method, &name)) == CDDP__URL_NONE)
     return CDDP__REFUSE("'%s' is not a store's URL; write tcp://host:port, unix://name or "
                         "file:///absolute/path",
