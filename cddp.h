@@ -17217,38 +17217,38 @@ static cddp_result cddp__await_buckets(cddp_ddp *d, bool part) {
    alone, in private memory. */
 
 /* The address of state k of element n of parameter i. */
-static char *cddp__state_at(const cddp_ddp *d, const cddp_optim *o, char *states, int k, int i,
+static char *cddp__state_at(const cddp_ddp *d, const cddp_optim *optim, char *states, int k, int i,
                             size_t n) {
   size_t at = d->tensors[i].offset;
-  if (o->desc.master_weights != 0) at = cddp__wide_bytes(d, 0, at);
+  if (optim->desc.master_weights != 0) at = cddp__wide_bytes(d, 0, at);
   return states + (size_t)k * d->layout.state_stride + at +
-         n * cddp__dtype_size(cddp__state_type(o, i));
+         n * cddp__dtype_size(cddp__state_type(optim, i));
 }
 
 enum { CDDP__FROM_SHARED, CDDP__TO_SHARED }; /* of `bool share` */
 
-/* Copies the states of [begin, end) of the model between o's own memory and `states`, which has the
-   layout of shared states. */
-static cddp_result cddp__copy_states(const cddp_ddp *d, const cddp_optim *o, char *states,
+/* Copies the states of [begin, end) of the model between optim's own memory and `states`, which has
+   the layout of shared states. */
+static cddp_result cddp__copy_states(const cddp_ddp *d, const cddp_optim *optim, char *states,
                                      size_t begin, size_t end, bool share) {
   cddp_result r = CDDP_OK;
   int i, j;
-  for (j = 0; r == CDDP_OK && j < o->states * o->count; j++) {
-    const cddp__tensor *t = &d->tensors[i = j % o->count];
-    size_t esize = cddp__dtype_size(o->params[i].dtype);
-    size_t size = cddp__dtype_size(cddp__state_type(o, i));
+  for (j = 0; r == CDDP_OK && j < optim->states * optim->count; j++) {
+    const cddp__tensor *t = &d->tensors[i = j % optim->count];
+    size_t esize = cddp__dtype_size(optim->params[i].dtype);
+    size_t size = cddp__dtype_size(cddp__state_type(optim, i));
     size_t low = cddp__max(begin, t->offset), high = cddp__min(end, t->offset + t->bytes), n;
-    char *own = (char *)o->state[j], *common;
-    int k = j / o->count;
-    bool anew = share && cddp__is_master(o, k) && o->fresh[i] && o->steps[i] > 0;
-    if ((own == NULL && !anew) || low >= high || !cddp__has_state(o, k, i)) continue;
+    char *own = (char *)optim->state[j], *common;
+    int k = j / optim->count;
+    bool anew = share && cddp__is_master(optim, k) && optim->fresh[i] && optim->steps[i] > 0;
+    if ((own == NULL && !anew) || low >= high || !cddp__has_state(optim, k, i)) continue;
     n = (low - t->offset) / esize;
     if (own != NULL) own += n * size;
-    common = cddp__state_at(d, o, states, k, i, n);
+    common = cddp__state_at(d, optim, states, k, i, n);
     if (anew) /* receivers do not know that it starts as the weights */
       r = (d->group->backend->convert)(d->group, common, CDDP_F32,
-                                       (char *)o->params[i].data + n * esize, o->params[i].dtype,
-                                       (high - low) / esize);
+                                       (char *)optim->params[i].data + n * esize,
+                                       optim->params[i].dtype, (high - low) / esize);
     else
       r = (d->memory->copy)(share ? common : own, share ? own : common, (high - low) / esize * size,
                             d->group->stream);
@@ -17256,46 +17256,47 @@ static cddp_result cddp__copy_states(const cddp_ddp *d, const cddp_optim *o, cha
   return r;
 }
 
-static void cddp__end_sharing(cddp_optim *s) {
-  cddp_ddp *d = s->shared_by;
+static void cddp__end_sharing(cddp_optim *optim) {
+  cddp_ddp *d = optim->shared_by;
   cddp_optim **link = &d->sharing;
-  while (*link != s) link = &(*link)->next;
-  *link = s->next;
-  s->shared_by = NULL;
-  s->unshare = NULL;
-  cddp__arena_free(d->group->host, s->own_shared);
+  while (*link != optim) link = &(*link)->next;
+  *link = optim->next;
+  optim->shared_by = NULL;
+  optim->unshare = NULL;
+  cddp__arena_free(d->group->host, optim->own_shared);
 }
 
 /* Local: copies the shared states to this rank's own memory, for steps that are not fused. */
-static cddp_result cddp__copy_shared(cddp_optim *o) {
-  const cddp_ddp *d = o->shared_by;
+static cddp_result cddp__copy_shared(cddp_optim *optim) {
+  const cddp_ddp *d = optim->shared_by;
   int i;
-  for (i = 0; i < o->count; i++)
-    if (o->steps[i] > 0 && cddp__need_states(o, i) != CDDP_OK) return CDDP_OUT_OF_MEMORY;
-  return cddp__copy_states(d, o, o->shared_states, 0, d->layout.model_bytes, CDDP__FROM_SHARED);
+  for (i = 0; i < optim->count; i++)
+    if (optim->steps[i] > 0 && cddp__need_states(optim, i) != CDDP_OK) return CDDP_OUT_OF_MEMORY;
+  return cddp__copy_states(d, optim, optim->shared_states, 0, d->layout.model_bytes,
+                           CDDP__FROM_SHARED);
 }
 
 /* Allocates the pages of this rank's part of the states: whole huge pages of a large model. */
-static cddp_result cddp__commit_shared(cddp_ddp *d, const cddp_optim *o, char *states) {
+static cddp_result cddp__commit_shared(cddp_ddp *d, const cddp_optim *optim, char *states) {
   size_t stride = d->layout.state_stride, from, to,
          unit = stride < CDDP__HUGE_PAGE ? cddp__page_size() : CDDP__HUGE_PAGE;
   cddp_result r = CDDP_OK;
   int k;
   cddp__part_of(d, d->group->local_rank, &from, &to);
   if (to == d->layout.dense) to = stride; /* with the sparse ones */
-  else if (o->desc.master_weights != 0) to = cddp__wide_bytes(d, 0, to);
-  if (o->desc.master_weights != 0) from = cddp__wide_bytes(d, 0, from);
+  else if (optim->desc.master_weights != 0) to = cddp__wide_bytes(d, 0, to);
+  if (optim->desc.master_weights != 0) from = cddp__wide_bytes(d, 0, from);
   from = from / unit * unit;
   to = cddp__min(stride, cddp__round_up(to, unit));
-  for (k = 0; k < o->states && r == CDDP_OK && from < to; k++)
+  for (k = 0; k < optim->states && r == CDDP_OK && from < to; k++)
     r = cddp__commit(d->group->host, states + (size_t)k * stride + from, to - from);
   return r;
 }
 
 /* Collective, at the first fused step of an optimizer. The first rank of a host owns its states. */
-static cddp_result cddp__share_states(cddp_ddp *d, cddp_optim *o) {
+static cddp_result cddp__share_states(cddp_ddp *d, cddp_optim *optim) {
   cddp_group *g = d->control;
-  size_t bytes = (size_t)o->states * d->layout.state_stride, begin, end;
+  size_t bytes = (size_t)optim->states * d->layout.state_stride, begin, end;
   void *mine = NULL, *states;
   cddp__ref ref;
   cddp_result r;
@@ -17311,71 +17312,71 @@ static cddp_result cddp__share_states(cddp_ddp *d, cddp_optim *o) {
     if (ref.kind != CDDP__REF_NONE) r = cddp__map_ref(g->host, &ref, &states);
     else if (k == g->rank) r = CDDP_OUT_OF_MEMORY; /* its text is set */
     if (r == CDDP_OK && ref.kind == CDDP__REF_EXTENT)
-      r = cddp__commit_shared(d, o, (char *)states);
+      r = cddp__commit_shared(d, optim, (char *)states);
     r = cddp__consensus(g, r, NULL, 0, NULL);
   }
   /* If the group is broken another rank can be further and write to it: keep it. */
   if (r != CDDP_OK && !cddp__is_broken(g)) cddp__arena_free(g->host, mine);
   if (r != CDDP_OK) return r;
   cddp__part_of(d, g->local_rank, &begin, &end);
-  (void)cddp__copy_states(d, o, (char *)states, begin, end, CDDP__TO_SHARED);
-  o->shared_states = (char *)states;
-  o->own_shared = g->local_rank > 0 ? NULL : o->shared_states;
-  o->next = d->sharing;
-  d->sharing = o;
-  o->shared_by = d;
-  o->unshare = cddp__end_sharing;
-  for (k = 0; k < o->count * o->states; k++) {
-    if (cddp__sparse_of(d, k % o->count) != NULL) continue;
-    cddp__free(NULL, o->state[k]);
-    o->state[k] = NULL;
+  (void)cddp__copy_states(d, optim, (char *)states, begin, end, CDDP__TO_SHARED);
+  optim->shared_states = (char *)states;
+  optim->own_shared = g->local_rank > 0 ? NULL : optim->shared_states;
+  optim->next = d->sharing;
+  d->sharing = optim;
+  optim->shared_by = d;
+  optim->unshare = cddp__end_sharing;
+  for (k = 0; k < optim->count * optim->states; k++) {
+    if (cddp__sparse_of(d, k % optim->count) != NULL) continue;
+    cddp__free(NULL, optim->state[k]);
+    optim->state[k] = NULL;
   }
   return CDDP_OK;
 }
 
 /* Collective: makes the states whole on every rank. cddp__finish returns its failure. */
-static cddp_result cddp__gather_shared(cddp_optim *o) {
-  cddp_ddp *d = o->shared_by;
+static cddp_result cddp__gather_shared(cddp_optim *optim) {
+  cddp_ddp *d = optim->shared_by;
   cddp_result r = cddp__begin_access(d->control);
-  if (r == CDDP_OK) r = cddp__copy_shared(o);
+  if (r == CDDP_OK) r = cddp__copy_shared(optim);
   if (r == CDDP_OK) r = cddp__host_barrier(d, CDDP__KIND_DDP_WAIT, CDDP__PHASE_DONE);
   if (r == CDDP_OK) r = cddp__end_access(d->control, r);
-  if (r == CDDP_OK) cddp__end_sharing(o);
+  if (r == CDDP_OK) cddp__end_sharing(optim);
   return r;
 }
 
-/* Sets which states s keeps. d: its desc.ddp. Ranks of a single host share states instead. */
-static void cddp__place_states(const cddp_ddp *d, cddp_optim *s) {
+/* Sets which states optim keeps. d: its desc.ddp. Ranks of a single host share states instead. */
+static void cddp__place_states(const cddp_ddp *d, cddp_optim *optim) {
   const cddp_group *g = d->group;
   size_t begin, end, esize;
   int i;
-  s->partitioned = s->desc.sharded_states != 0 && s->states > 0 &&
+  optim->partitioned = optim->desc.sharded_states != 0 && optim->states > 0 &&
                g->size > (g->backend->on_device ? 1 : g->local_size);
-  for (i = 0; s->partitioned && i < d->count; i++) {
+  for (i = 0; optim->partitioned && i < d->count; i++) {
     bool any = cddp__part_slice(d, i, g->size, g->rank, &begin, &end);
     esize = cddp__dtype_size(d->params[i].dtype);
-    s->parts[i].first = any ? (begin - d->tensors[i].offset) / esize : 0;
-    s->parts[i].count = any ? (end - begin) / esize : 0;
+    optim->parts[i].first = any ? (begin - d->tensors[i].offset) / esize : 0;
+    optim->parts[i].count = any ? (end - begin) / esize : 0;
   }
 }
 
 /* Collective: gathers state k of parameter i in `whole`, for a checkpoint. */
-static cddp_result cddp__gather_state(const cddp_optim *s, int k, int i, char *whole) {
-  cddp_ddp *d = s->desc.ddp;
-  size_t size = cddp__dtype_size(cddp__state_type(s, i)), begin, end;
+static cddp_result cddp__gather_state(const cddp_optim *optim, int k, int i, char *whole) {
+  cddp_ddp *d = optim->desc.ddp;
+  size_t size = cddp__dtype_size(cddp__state_type(optim, i)), begin, end;
   size_t esize = cddp__dtype_size(d->params[i].dtype);
   bool device = d->group->backend->on_device;
   cddp_result r = CDDP_OK;
   int p;
-  if (s->parts[i].count > 0)
-    r = (d->memory->copy)(whole + s->parts[i].first * size, s->state[k * s->count + i],
-                          s->parts[i].count * size, d->group->stream);
+  if (optim->parts[i].count > 0)
+    r = (d->memory->copy)(whole + optim->parts[i].first * size, optim->state[k * optim->count + i],
+                          optim->parts[i].count * size, d->group->stream);
   for (p = 0; r == CDDP_OK && p < d->group->size; p++) {
     cddp__call c;
     char *at;
     if (!cddp__part_slice(d, i, d->group->size, p, &begin, &end)) continue;
     at = whole + (begin - d->tensors[i].offset) / esize * size;
-    c = cddp__broadcast_call(at, (end - begin) / esize, cddp__state_type(s, i), p);
+    c = cddp__broadcast_call(at, (end - begin) / esize, cddp__state_type(optim, i), p);
     r = cddp__call_all(d, &c);
   }
   if (r == CDDP_OK && device) r = cddp__await_device(d->group);
@@ -17409,7 +17410,7 @@ static cddp_result cddp__gather_state(const cddp_optim *s, int k, int i, char *w
 /* A pass through a part of the model. A block is n elements of parameter i from offset `at`. */
 typedef struct cddp__pass {
   cddp_ddp *d;
-  cddp_optim *s;   /* NULL: takes means only */
+  cddp_optim *optim; /* NULL: takes means only */
   bool steps;      /* false: takes means */
   char *means;     /* the means, by offset; NULL: in this rank's gradients */
   bool averaged;   /* means are in place, except those that one loop takes */
@@ -17482,8 +17483,8 @@ static cddp_result cddp__host_clip(cddp_ddp *d, double max_norm, double *norm) {
 }
 
 /* Updates this rank's part of parameter i, block by block to copy it from the cache. */
-static void cddp__fuse_loop(const cddp__pass *x, int i, const cddp__update *u) {
-  const cddp_ddp *d = x->d;
+static void cddp__fuse_loop(const cddp__pass *pass, int i, const cddp__update *u) {
+  const cddp_ddp *d = pass->d;
   const cddp__tensor *t = &d->tensors[i];
   size_t at = (t->begin - t->offset) / sizeof(float), n;
   size_t end = (t->end - t->offset) / sizeof(float);
@@ -17491,7 +17492,7 @@ static void cddp__fuse_loop(const cddp__pass *x, int i, const cddp__update *u) {
   cddp__fused_args args;
   args.scalars = &u->scalars;
   args.mean = (float)u->scalars.sign / (float)size;
-  args.clip = (float)x->clip;
+  args.clip = (float)pass->clip;
   for (k = 0; k < CDDP__STATES; k++)
     args.states[k] = u->states[k] != NULL ? (cddp__f32 *)(void *)u->states[k] + at : NULL;
   args.weights[0] = (cddp__f32 *)d->params[i].data + at;
@@ -17503,7 +17504,7 @@ static void cddp__fuse_loop(const cddp__pass *x, int i, const cddp__update *u) {
   for (; at < end; at += n) {
     n = cddp__min(CDDP__BLOCK, end - at);
     cddp__fuse(u->loop, &args, size, n);
-    cddp__optim_copy(x->s, i, at, n);
+    cddp__optim_copy(pass->optim, i, at, n);
     for (k = 0; k < CDDP__STATES; k++)
       if (args.states[k] != NULL) args.states[k] += n;
     for (k = 0; k < size; k++) args.gradients[k] += n;
@@ -17523,30 +17524,30 @@ static void cddp__mean_block(cddp_ddp *d, int i, void *out, size_t at, size_t n)
   cddp__reduce(out, d->scratch.sources, d->step.active_count, n, d->params[i].dtype, CDDP_AVG);
 }
 
-static char *cddp__mean_at(const cddp__pass *x, int i, size_t at) {
-  return x->means != NULL ? x->means + at : cddp__gradient_at(x->d, x->d->me, i, at);
+static char *cddp__mean_at(const cddp__pass *pass, int i, size_t at) {
+  return pass->means != NULL ? pass->means + at : cddp__gradient_at(pass->d, pass->d->me, i, at);
 }
 
 /* A block of a pass for means, and for a clip their squares. Repeating it gives the same result. */
-static void cddp__keep_mean(const cddp__pass *x, int i, size_t at, size_t n) {
+static void cddp__keep_mean(const cddp__pass *pass, int i, size_t at, size_t n) {
   double passing[CDDP__BLOCK_BYTES / sizeof(double)];
-  char *mean = x->loops ? (char *)passing : cddp__mean_at(x, i, at);
-  if (!x->averaged) cddp__mean_block(x->d, i, mean, at, n);
-  if (x->d->desc.max_grad_norm > 0)
-    cddp__add_squares(x->d, i, mean, at, at + n * cddp__dtype_size(x->d->params[i].dtype));
+  char *mean = pass->loops ? (char *)passing : cddp__mean_at(pass, i, at);
+  if (!pass->averaged) cddp__mean_block(pass->d, i, mean, at, n);
+  if (pass->d->desc.max_grad_norm > 0)
+    cddp__add_squares(pass->d, i, mean, at, at + n * cddp__dtype_size(pass->d->params[i].dtype));
   CDDP__POINT("elastic mean");
 }
 
 /* The gradient of a block: in place, or a clipped copy in `buffer`. That of an unused parameter
    stays as it is. */
-static const void *cddp__block_gradient(const cddp__pass *x, int i, size_t at, size_t n,
+static const void *cddp__block_gradient(const cddp__pass *pass, int i, size_t at, size_t n,
                                         void *buffer) {
-  cddp_dtype dtype = x->d->params[i].dtype;
-  const char *mean = cddp__mean_at(x, i, at);
-  if (!x->d->step.used[i] || (x->averaged && x->clip == 1)) return mean;
-  if (x->averaged) memcpy(buffer, mean, n * cddp__dtype_size(dtype));
-  else cddp__mean_block(x->d, i, buffer, at, n);
-  if (x->clip != 1) cddp__scale(buffer, n, dtype, x->clip);
+  cddp_dtype dtype = pass->d->params[i].dtype;
+  const char *mean = cddp__mean_at(pass, i, at);
+  if (!pass->d->step.used[i] || (pass->averaged && pass->clip == 1)) return mean;
+  if (pass->averaged) memcpy(buffer, mean, n * cddp__dtype_size(dtype));
+  else cddp__mean_block(pass->d, i, buffer, at, n);
+  if (pass->clip != 1) cddp__scale(buffer, n, dtype, pass->clip);
   return buffer;
 }
 
@@ -17577,25 +17578,25 @@ static void cddp__publish_block(const cddp_ddp *d, int i, const char *weights, s
 }
 
 /* Reduces, steps and publishes a block. */
-static void cddp__fuse_block(const cddp__pass *x, int i, const cddp__update *u, size_t at,
+static void cddp__fuse_block(const cddp__pass *pass, int i, const cddp__update *u, size_t at,
                              size_t n) {
   double sum[CDDP__STEP_BLOCK / sizeof(double)];
-  const cddp_ddp *d = x->d;
+  const cddp_ddp *d = pass->d;
   const cddp__tensor *t = &d->tensors[i];
   size_t esize = cddp__dtype_size(u->stored), first = (at - t->offset) / esize;
   char *weights = (char *)d->params[i].data + (at - t->offset);
-  cddp__update_run(u, first - x->s->parts[i].first, weights,
-                   cddp__block_gradient(x, i, at, n, sum), n);
-  if (!x->alone)
+  cddp__update_run(u, first - pass->optim->parts[i].first, weights,
+                   cddp__block_gradient(pass, i, at, n, sum), n);
+  if (!pass->alone)
     cddp__publish_block(d, i, weights, at, n * esize,
                         t->shared ? NULL : cddp__gradient_at(d, d->me, i, at));
-  cddp__optim_copy(x->s, i, first, n);
+  cddp__optim_copy(pass->optim, i, first, n);
 }
 
 /* The pass through bytes [begin, end) of the model. */
-static void cddp__walk(cddp__pass *x, size_t begin, size_t end) {
-  cddp_ddp *d = x->d;
-  bool steps = x->steps;
+static void cddp__walk(cddp__pass *pass, size_t begin, size_t end) {
+  cddp_ddp *d = pass->d;
+  bool steps = pass->steps;
   void *states[CDDP__STATES + 1];
   cddp__update u;
   int i, j, k;
@@ -17604,66 +17605,68 @@ static void cddp__walk(cddp__pass *x, size_t begin, size_t end) {
     const cddp__tensor *t = &d->tensors[i = d->layout.order[j]];
     size_t at = cddp__max(begin, t->offset), high = cddp__min(end, t->offset + t->bytes), n;
     size_t esize = cddp__dtype_size(d->params[i].dtype), block = CDDP__BLOCK_BYTES;
-    if (at >= high || (x->s != NULL && cddp__optim_skips(x->s, i))) continue;
+    if (at >= high || (pass->optim != NULL && cddp__optim_skips(pass->optim, i))) continue;
     if (!steps && !d->step.used[i]) continue;
-    if (x->s != NULL && (steps || x->one_loop)) {
-      for (k = 0; k < x->s->states; k++)
-        states[k] = x->alone ? x->s->state[k * x->s->count + i]
-                             : cddp__state_at(d, x->s, x->s->shared_states, k, i, 0);
-      u = cddp__update_of(x->s, i, states, 1);
+    if (pass->optim != NULL && (steps || pass->one_loop)) {
+      for (k = 0; k < pass->optim->states; k++)
+        states[k] = pass->alone ? pass->optim->state[k * pass->optim->count + i]
+                             : cddp__state_at(d, pass->optim, pass->optim->shared_states, k, i, 0);
+      u = cddp__update_of(pass->optim, i, states, 1);
       block = steps ? CDDP__STEP_BLOCK : block;
-      x->loops = x->one_loop && u.loop != NULL && u.stored == CDDP_F32 && t->used && t->shared;
+      pass->loops =
+          pass->one_loop && u.loop != NULL && u.stored == CDDP_F32 && t->used && t->shared;
     }
-    if (steps && x->loops) cddp__fuse_loop(x, i, &u);
-    for (; at < high && !(steps && x->loops); at += n * esize) {
+    if (steps && pass->loops) cddp__fuse_loop(pass, i, &u);
+    for (; at < high && !(steps && pass->loops); at += n * esize) {
       /* Ends at a multiple of block: a sum of squares is of whole pieces, see cddp__add_squares. */
       n = cddp__min(block - at % block, high - at) / esize;
-      if (steps) cddp__fuse_block(x, i, &u, at, n);
-      else cddp__keep_mean(x, i, at, n);
+      if (steps) cddp__fuse_block(pass, i, &u, at, n);
+      else cddp__keep_mean(pass, i, at, n);
     }
   }
 }
 
-static cddp__pass cddp__pass_of(cddp_ddp *d, cddp_optim *s, bool averaged) {
-  cddp__pass x;
-  memset(&x, 0, sizeof x);
-  x.d = d;
-  x.s = s;
-  x.averaged = averaged;
-  x.clip = 1;
-  return x;
+static cddp__pass cddp__pass_of(cddp_ddp *d, cddp_optim *optim, bool averaged) {
+  cddp__pass pass;
+  memset(&pass, 0, sizeof pass);
+  pass.d = d;
+  pass.optim = optim;
+  pass.averaged = averaged;
+  pass.clip = 1;
+  return pass;
 }
 
 /* Takes the mean of this rank's part into its gradients, unless they have it or one loop takes it
-   later. Sets x->clip from the squares of all parts. */
-static cddp_result cddp__mean_part(cddp__pass *x, int kind) {
-  cddp_ddp *d = x->d;
+   later. Sets pass->clip from the squares of all parts. */
+static cddp_result cddp__mean_part(cddp__pass *pass, int kind) {
+  cddp_ddp *d = pass->d;
   size_t begin, end;
   cddp_result r;
   cddp__part_of(d, d->group->local_rank, &begin, &end);
-  cddp__walk(x, begin, end);
-  x->averaged = true;
+  cddp__walk(pass, begin, end);
+  pass->averaged = true;
   if (!(d->desc.max_grad_norm > 0)) return CDDP_OK;
   r = cddp__host_barrier(d, kind, CDDP__PHASE_NORM);
   if (r == CDDP_OK)
-    x->clip =
+    pass->clip =
         cddp__clip_factor(d, d->desc.max_grad_norm, d->addresses.squares, d->group->local_size);
-  if (r == CDDP_OK) cddp__clip_rows(d, x->clip);
+  if (r == CDDP_OK) cddp__clip_rows(d, pass->clip);
   return r;
 }
 
 /* After this rank has published its part: waits until all ranks have. Private weights are copied
-   from the other ranks' gradients, which are then zeroed. s NULL: the caller's own optimizer. */
-static cddp_result cddp__fetch_weights(cddp_ddp *d, const cddp_optim *s) {
-  int i, p, kind = s != NULL ? CDDP__KIND_DDP_STEP : CDDP__KIND_DDP_GATHER;
+   from the other ranks' gradients, which are then zeroed. optim NULL: the caller's own optimizer.
+   */
+static cddp_result cddp__fetch_weights(cddp_ddp *d, const cddp_optim *optim) {
+  int i, p, kind = optim != NULL ? CDDP__KIND_DDP_STEP : CDDP__KIND_DDP_GATHER;
   cddp_result r = cddp__host_barrier(d, kind, CDDP__PHASE_DONE);
   size_t begin, end, at;
   bool any = false;
   for (i = 0; r == CDDP_OK && i < d->count; i++) {
     cddp__tensor *t = &d->tensors[i];
     bool fetched = !t->shared;
-    if ((s != NULL && cddp__optim_skips(s, i)) ||
-        (!fetched && (s == NULL || s->desc.copies == NULL)))
+    if ((optim != NULL && cddp__optim_skips(optim, i)) ||
+        (!fetched && (optim == NULL || optim->desc.copies == NULL)))
       continue;
     any = any || fetched;
     for (p = 0; p < d->group->local_size; p++) {
@@ -17672,67 +17675,70 @@ static cddp_result cddp__fetch_weights(cddp_ddp *d, const cddp_optim *s) {
       at = begin - t->offset;
       if (fetched)
         memcpy((char *)d->params[i].data + at, cddp__gradient_at(d, p, i, begin), end - begin);
-      if (s != NULL) cddp__optim_copy(s, i, at / esize, (end - begin) / esize);
+      if (optim != NULL) cddp__optim_copy(optim, i, at / esize, (end - begin) / esize);
     }
   }
   if (any) r = cddp__host_barrier(d, kind, CDDP__PHASE_WEIGHTS);
   for (i = 0; r == CDDP_OK && any && i < d->count; i++) {
     const cddp__tensor *t = &d->tensors[i];
-    if (!t->shared && !(s != NULL && cddp__optim_skips(s, i)) && t->begin < t->end)
+    if (!t->shared && !(optim != NULL && cddp__optim_skips(optim, i)) && t->begin < t->end)
       memset(cddp__gradient_at(d, d->me, i, t->begin), 0, t->end - t->begin);
   }
   return r == CDDP_OK ? cddp__end_access(d->control, r) : r;
 }
 
-static cddp_result cddp__partitioned_step(cddp__pass *x) {
-  cddp_optim *s = x->s;
-  cddp_ddp *d = x->d;
+static cddp_result cddp__partitioned_step(cddp__pass *pass) {
+  cddp_optim *optim = pass->optim;
+  cddp_ddp *d = pass->d;
   size_t begin, end;
   cddp_result r = CDDP_OK;
   int i;
-  CDDP_ASSERT(x->averaged && !x->one_loop);
+  CDDP_ASSERT(pass->averaged && !pass->one_loop);
   for (i = 0; r == CDDP_OK && i < d->count; i++)
-    if (!cddp__optim_skips(s, i)) r = cddp__need_states(s, i);
+    if (!cddp__optim_skips(optim, i)) r = cddp__need_states(optim, i);
   if (r != CDDP_OK) return r;
-  x->alone = true;
+  pass->alone = true;
   cddp__slice(d->layout.dense, CDDP__BLOCK_BYTES, d->group->size, d->group->rank, &begin, &end);
-  cddp__walk(x, begin, end);
+  cddp__walk(pass, begin, end);
   r = cddp__end_access(d->control, r);
   if (r == CDDP_OK) r = cddp__broadcast_arrays(d, d->params, d->count, CDDP__ROOT_ALL_OWNERS);
-  return r == CDDP_OK ? (s->backend->copy)(s) : r;
+  return r == CDDP_OK ? (optim->backend->copy)(optim) : r;
 }
 
-/* Takes the means of this rank's part. s not NULL: updates that part of all weights and fetches the
-   other parts. averaged: gradients are means already. wrote: ranks have written to their gradients
-   since the last round, so reading them needs another. */
-static cddp_result cddp__host_step(cddp_ddp *d, cddp_optim *s, bool averaged, bool wrote) {
-  int i, size = d->group->local_size, kind = s ? CDDP__KIND_DDP_STEP : CDDP__KIND_DDP_SCATTER;
+/* Takes the means of this rank's part. optim not NULL: updates that part of all weights and fetches
+   the other parts. averaged: gradients are means already. wrote: ranks have written to their
+   gradients since the last round, so reading them needs another. */
+static cddp_result cddp__host_step(cddp_ddp *d, cddp_optim *optim, bool averaged, bool wrote) {
+  int i, size = d->group->local_size, kind = optim ? CDDP__KIND_DDP_STEP : CDDP__KIND_DDP_SCATTER;
   size_t begin, end;
-  cddp__pass x = cddp__pass_of(d, s, averaged);
+  cddp__pass pass = cddp__pass_of(d, optim, averaged);
   cddp_result r = wrote ? cddp__host_barrier(d, kind, CDDP__PHASE_GRADIENTS) : CDDP_OK;
   if (r == CDDP_OK) r = cddp__begin_access(d->control);
-  if (r == CDDP_OK && s != NULL && s->states > 0 && s->shared_by == NULL && !s->partitioned)
-    r = cddp__share_states(d, s); /* the first step of s by this model */
-  x.one_loop = s != NULL && !averaged && !d->shards.spread && d->step.active_count == size &&
+  if (r == CDDP_OK && optim != NULL && optim->states > 0 && optim->shared_by == NULL &&
+      !optim->partitioned)
+    r = cddp__share_states(d, optim); /* the first step of optim by this model */
+  pass.one_loop = optim != NULL && !averaged && !d->shards.spread && d->step.active_count == size &&
                (size == 1 || size == 2 || size == 4);
-  if (r == CDDP_OK && (s == NULL || d->desc.max_grad_norm > 0)) r = cddp__mean_part(&x, kind);
+  if (r == CDDP_OK && (optim == NULL || d->desc.max_grad_norm > 0))
+    r = cddp__mean_part(&pass, kind);
   if (r != CDDP_OK) return r;
-  for (i = 0; s == NULL && x.clip != 1 && i < d->partition_count; i++) {
+  for (i = 0; optim == NULL && pass.clip != 1 && i < d->partition_count; i++) {
     const cddp_partition *p = &d->partitions[i];
-    if (d->step.used[p->param]) cddp__scale(p->grad, p->count, d->params[p->param].dtype, x.clip);
+    if (d->step.used[p->param])
+      cddp__scale(p->grad, p->count, d->params[p->param].dtype, pass.clip);
   }
-  if (s == NULL) return cddp__end_access(d->control, r);
+  if (optim == NULL) return cddp__end_access(d->control, r);
   CDDP__POINT("fuse");
-  x.steps = true;
-  if (s->partitioned) return cddp__partitioned_step(&x);
+  pass.steps = true;
+  if (optim->partitioned) return cddp__partitioned_step(&pass);
   cddp__part_of(d, d->me, &begin, &end);
-  cddp__walk(&x, begin, end);
+  cddp__walk(&pass, begin, end);
   for (i = 0; i < d->count; i++) { /* rows: every rank updates its own copy of the weights */
-    if (cddp__sparse_of(d, i) == NULL || cddp__optim_skips(s, i)) continue;
-    if (cddp__need_states(s, i) != CDDP_OK) return CDDP_OUT_OF_MEMORY;
-    cddp__optim_rows(s, i, d->rows.sparse[i]);
+    if (cddp__sparse_of(d, i) == NULL || cddp__optim_skips(optim, i)) continue;
+    if (cddp__need_states(optim, i) != CDDP_OK) return CDDP_OUT_OF_MEMORY;
+    cddp__optim_rows(optim, i, d->rows.sparse[i]);
   }
-  return cddp__fetch_weights(d, s);
+  return cddp__fetch_weights(d, optim);
 }
 
 /* cddp_ddp_all_gather in host memory: copies the weights of this rank's partitions to all ranks on
@@ -17929,9 +17935,9 @@ CDDPDEF cddp_result cddp_ddp_ready(cddp_ddp *d, int param) {
   return r == CDDP_OK ? r : cddp__fail_model(d, r); /* the bucket counts as started */
 }
 
-/* The settings that must agree between ranks, except lr. s NULL: 0. */
-static uint64_t cddp__optim_settings(const cddp_optim *s) {
-  return s != NULL ? s->settings | (uint64_t)(s->shared_by != NULL) : 0;
+/* The settings that must agree between ranks, except lr. optim NULL: 0. */
+static uint64_t cddp__optim_settings(const cddp_optim *optim) {
+  return optim != NULL ? optim->settings | (uint64_t)(optim->shared_by != NULL) : 0;
 }
 
 static cddp__step_header cddp__header_of(const cddp_ddp *d, int rank) { /* as of the last meeting */
@@ -17941,8 +17947,8 @@ static cddp__step_header cddp__header_of(const cddp_ddp *d, int rank) { /* as of
 }
 
 /* Breaks the group on all ranks: an optimizer differs from that of rank `first`. The error names
-   the first setting that differs. s: this rank's optimizer, or NULL. */
-static cddp_result cddp__break_settings(cddp_ddp *d, const cddp_optim *s, int first) {
+   the first setting that differs. optim: this rank's optimizer, or NULL. */
+static cddp_result cddp__break_settings(cddp_ddp *d, const cddp_optim *optim, int first) {
   cddp_group *g = d->control;
   cddp__text here = cddp__describe_current_call(g);
   size_t count = (size_t)d->count, n = CDDP__SETTING_COUNT + 2 * count, k, at = n;
@@ -17953,14 +17959,14 @@ static cddp_result cddp__break_settings(cddp_ddp *d, const cddp_optim *s, int fi
   if (mine == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
   theirs = mine + n;
   found = theirs + n;
-  if (s != NULL) {
-    memcpy(mine, &s->desc, CDDP__SETTING_COUNT * sizeof *mine);
-    memcpy(mine + CDDP__SETTING_COUNT, s->desc.lr_scales, 2 * count * sizeof *mine);
-    mine[CDDP__SETTING_SHARED] = s->shared_by != NULL;
+  if (optim != NULL) {
+    memcpy(mine, &optim->desc, CDDP__SETTING_COUNT * sizeof *mine);
+    memcpy(mine + CDDP__SETTING_COUNT, optim->desc.lr_scales, 2 * count * sizeof *mine);
+    mine[CDDP__SETTING_SHARED] = optim->shared_by != NULL;
   }
   if (g->rank == first) memcpy(theirs, mine, n * sizeof *mine);
   r = cddp__broadcast(g, theirs, n * sizeof *theirs, first);
-  if (s == NULL) k = n;
+  if (optim == NULL) k = n;
   else k = d->uneven.absent != 0 ? CDDP__SETTING_LR + 1 : 0; /* its lr follows the others' */
   while (k < n && memcmp(&mine[k], &theirs[k], sizeof *mine) == 0) k++;
   if (k < n) mine[1] = mine[k];
@@ -17991,13 +17997,14 @@ static cddp_result cddp__break_settings(cddp_ddp *d, const cddp_optim *s, int fi
 }
 
 /* All ranks meet and compare their calls, unless d->memory->meet makes that unnecessary. *missing:
-   parameters that are not ready, summed over ranks. The settings of s (or NULL) must be the same on
-   all ranks that have one, its learning rate on all that are not absent. */
-static cddp_result cddp__ddp_meet(cddp_ddp *d, int kind, const cddp_optim *s, uint64_t *missing) {
+   parameters that are not ready, summed over ranks. The settings of optim (or NULL) must be the
+   same on all ranks that have one, its learning rate on all that are not absent. */
+static cddp_result cddp__ddp_meet(cddp_ddp *d, int kind, const cddp_optim *optim,
+                                  uint64_t *missing) {
   cddp_group *g = d->control;
   cddp__step_header m;
   uint64_t settings = 0, active_settings = 0;
-  uint64_t check = s != NULL ? s->check | (uint64_t)(s->shared_by != NULL) : 0;
+  uint64_t check = optim != NULL ? optim->check | (uint64_t)(optim->shared_by != NULL) : 0;
   double lr = 0;
   bool met = false, differ = false;
   cddp_result r = d->memory->use(d->group);
@@ -18010,8 +18017,8 @@ static cddp_result cddp__ddp_meet(cddp_ddp *d, int kind, const cddp_optim *s, ui
   pthread_mutex_lock(&d->lock);
   if (d->uneven.absent == 0) m.missing = (uint64_t)(d->count - d->plan.arrived);
   pthread_mutex_unlock(&d->lock);
-  m.settings = cddp__optim_settings(s);
-  m.lr = s != NULL ? s->desc.lr : 0;
+  m.settings = cddp__optim_settings(optim);
+  m.lr = optim != NULL ? optim->desc.lr : 0;
   m.absent = d->uneven.absent;
   g->calls++;
   r = cddp__round(g, kind, CDDP__PHASE_CALL, 0, &m, sizeof m);
@@ -18034,7 +18041,7 @@ static cddp_result cddp__ddp_meet(cddp_ddp *d, int kind, const cddp_optim *s, ui
     d->step.active[d->step.active_count++] = p;
   }
   if (differ)
-    return cddp__break_settings(d, s, active_settings != 0 ? d->step.active[0] : first_optim);
+    return cddp__break_settings(d, optim, active_settings != 0 ? d->step.active[0] : first_optim);
   if (d->step.active_count > 0 && d->step.active_count < g->size) d->uneven.had_absent = true;
   return CDDP_OK;
 }
@@ -18113,14 +18120,14 @@ static cddp_result cddp__settle_unused(cddp_ddp *d) {
   return r;
 }
 
-static bool cddp__needs_part_only(int kind, const cddp_optim *s) {
-  return kind == CDDP__KIND_DDP_SCATTER || (s != NULL && s->partitioned);
+static bool cddp__needs_part_only(int kind, const cddp_optim *optim) {
+  return kind == CDDP__KIND_DDP_SCATTER || (optim != NULL && optim->partitioned);
 }
 
 /* Starts the remaining buckets; the work that follows runs after all of them. The sums in buckets
    are divided here, unless an optimizer's kernel on a device does it. */
-static cddp_result cddp__finish_buckets(cddp_ddp *d, int kind, const cddp_optim *s) {
-  bool kernel = s != NULL && d->group->backend->on_device && !(d->desc.max_grad_norm > 0);
+static cddp_result cddp__finish_buckets(cddp_ddp *d, int kind, const cddp_optim *optim) {
+  bool kernel = optim != NULL && d->group->backend->on_device && !(d->desc.max_grad_norm > 0);
   cddp__range range;
   cddp_result r;
   int i;
@@ -18133,7 +18140,7 @@ static cddp_result cddp__finish_buckets(cddp_ddp *d, int kind, const cddp_optim 
   cddp__copy_site(&d->step.site, &cddp__this_site);
   r = cddp__launch_buckets(d);
   pthread_mutex_unlock(&d->lock);
-  if (r == CDDP_OK) r = d->memory->fence(d, cddp__needs_part_only(kind, s));
+  if (r == CDDP_OK) r = d->memory->fence(d, cddp__needs_part_only(kind, optim));
   i = 0;
   while (r == CDDP_OK && !kernel && cddp__next_range(d, d->layout.order, d->count, &i, &range)) {
     cddp_dtype dtype = d->params[range.first].dtype;
@@ -18188,44 +18195,45 @@ static cddp_result cddp__return_gradients(cddp_ddp *d) {
 
 /* Collective: sends root's weights and states to absent ranks that missed steps. Partitioned
    states never miss one. */
-static cddp_result cddp__catch_up(cddp_ddp *d, cddp_optim *s, int root) {
+static cddp_result cddp__catch_up(cddp_ddp *d, cddp_optim *optim, int root) {
   cddp_result r;
   int k;
   if (!d->uneven.out_of_date) return CDDP_OK;
-  CDDP_ASSERT(s == NULL || s->shared_by == NULL); /* cddp_ddp_wait has gathered shared states */
+  CDDP_ASSERT(optim == NULL ||
+              optim->shared_by == NULL); /* cddp_ddp_wait has gathered shared states */
   d->uneven.out_of_date = false;
   r = cddp__broadcast_arrays(d, d->params, d->count, root);
-  if (r != CDDP_OK || s == NULL) return r;
-  r = cddp__broadcast(d->control, s->steps, (size_t)d->count * sizeof *s->steps, root);
+  if (r != CDDP_OK || optim == NULL) return r;
+  r = cddp__broadcast(d->control, optim->steps, (size_t)d->count * sizeof *optim->steps, root);
   if (r == CDDP_OK)
-    r = cddp__broadcast(d->control, s->fresh, (size_t)d->count, root);
-  for (k = 0; r == CDDP_OK && k < s->count * s->states && !s->partitioned; k++) {
-    cddp_param p = d->params[k % s->count];
-    if (s->steps[k % s->count] == 0) continue;
-    if (cddp__need_states(s, k % s->count) != CDDP_OK) return CDDP_OUT_OF_MEMORY;
-    if (!cddp__has_state(s, k / s->count, k % s->count)) continue;
-    p.data = s->state[k];
-    p.dtype = cddp__state_type(s, k % s->count);
+    r = cddp__broadcast(d->control, optim->fresh, (size_t)d->count, root);
+  for (k = 0; r == CDDP_OK && k < optim->count * optim->states && !optim->partitioned; k++) {
+    cddp_param p = d->params[k % optim->count];
+    if (optim->steps[k % optim->count] == 0) continue;
+    if (cddp__need_states(optim, k % optim->count) != CDDP_OK) return CDDP_OUT_OF_MEMORY;
+    if (!cddp__has_state(optim, k / optim->count, k % optim->count)) continue;
+    p.data = optim->state[k];
+    p.dtype = cddp__state_type(optim, k % optim->count);
     r = cddp__broadcast_arrays(d, &p, 1, root);
   }
-  return r == CDDP_OK ? (s->backend->copy)(s) : r;
+  return r == CDDP_OK ? (optim->backend->copy)(optim) : r;
 }
 
 enum { CDDP__NOT_CLEARED, CDDP__CLEARED }; /* of `bool cleared` */
 
-/* Ends an update by s (NULL: none): counts the step and zeroes the gradients. cleared: the update
-   has zeroed the reduced ones, except those that s skipped. A hook gets the arena of an absent rank
-   as it is. */
-static cddp_result cddp__clear_gradients(cddp_ddp *d, cddp_optim *s, bool cleared) {
+/* Ends an update by optim (NULL: none): counts the step and zeroes the gradients. cleared: the
+   update has zeroed the reduced ones, except those that optim skipped. A hook gets the arena of an
+   absent rank as it is. */
+static cddp_result cddp__clear_gradients(cddp_ddp *d, cddp_optim *optim, bool cleared) {
   void *stream = d->group->stream;
   cddp_result r = cleared ? CDDP_OK : (d->memory->zero)(d->arena, d->layout.bytes, stream);
   int i;
   for (i = 0; r == CDDP_OK && i < d->count; i++) {
     const cddp__tensor *t = &d->tensors[i];
-    if (s != NULL && cddp__optim_skips(s, i))
+    if (optim != NULL && cddp__optim_skips(optim, i))
       r = (d->memory->zero)(cddp__gradient_at(d, d->me, i, t->offset), t->padded_bytes, stream);
-    else if (s != NULL)
-      cddp__count_step(s, i);
+    else if (optim != NULL)
+      cddp__count_step(optim, i);
     if (cddp__sparse_of(d, i) != NULL) d->rows.sparse[i]->added.n = d->rows.sparse[i]->mean.n = 0;
     if (r == CDDP_OK && (t->storage == CDDP__STORAGE_COPIED ||
                          (t->storage == CDDP__STORAGE_IN_PLACE && !cleared)))
@@ -18239,77 +18247,77 @@ static cddp_result cddp__clear_gradients(cddp_ddp *d, cddp_optim *s, bool cleare
    of shards.
      averaged   receives whether the gradients are means
      wrote      is set if ranks have written to each other's gradients since the last round */
-static cddp_result cddp__reduce_gradients(cddp_ddp *d, int kind, const cddp_optim *s,
+static cddp_result cddp__reduce_gradients(cddp_ddp *d, int kind, const cddp_optim *optim,
                                           bool *averaged, bool *wrote) {
   bool gathers = cddp__gathers(d);
   cddp_result r;
   *averaged = gathers || d->step.early || kind == CDDP__KIND_DDP_WAIT;
   if (!*averaged) return CDDP_OK;
-  r = gathers ? cddp__gather_nodes(d, d->arena) : cddp__finish_buckets(d, kind, s);
+  r = gathers ? cddp__gather_nodes(d, d->arena) : cddp__finish_buckets(d, kind, optim);
   *wrote = gathers || d->desc.comm_hook != NULL || cddp__mean_factor(d, CDDP_F32) != 1;
   return r;
 }
 
 /* Whether NCCL can reduce the next step's buckets to the ranks that step them: this step did so. */
-static bool cddp__scatters_next(const cddp_ddp *d, int kind, const cddp_optim *s) {
-  return cddp__needs_part_only(kind, s) && d->group->backend->enqueues && !cddp__gathers(d) &&
+static bool cddp__scatters_next(const cddp_ddp *d, int kind, const cddp_optim *optim) {
+  return cddp__needs_part_only(kind, optim) && d->group->backend->enqueues && !cddp__gathers(d) &&
          d->group->size > 1 && d->desc.comm_hook == NULL && !(d->desc.max_grad_norm > 0);
 }
 
-/* After the meeting: completes the step, as the room's head tells. s NULL: a wait or
+/* After the meeting: completes the step, as the room's head tells. optim NULL: a wait or
    reduce_scatter. */
-static cddp_result cddp__finish(cddp_ddp *d, int kind, cddp_optim *s, uint64_t missing) {
+static cddp_result cddp__finish(cddp_ddp *d, int kind, cddp_optim *optim, uint64_t missing) {
   bool waits = kind == CDDP__KIND_DDP_WAIT, averaged;
   bool wrote = missing > 0; /* cddp__settle_unused zeroes gradients */
   cddp_result r = missing > 0 ? cddp__settle_unused(d) : CDDP_OK;
   int i;
   for (i = 0; i < d->count; i++) d->step.used[i] = d->tensors[i].used;
   while (r == CDDP_OK && waits && d->sharing != NULL) r = cddp__gather_shared(d->sharing);
-  if (r == CDDP_OK) r = cddp__reduce_gradients(d, kind, s, &averaged, &wrote);
-  if (r == CDDP_OK && s != NULL)
-    r = cddp__catch_up(d, s, d->step.active[0]); /* behind the buckets */
+  if (r == CDDP_OK) r = cddp__reduce_gradients(d, kind, optim, &averaged, &wrote);
+  if (r == CDDP_OK && optim != NULL)
+    r = cddp__catch_up(d, optim, d->step.active[0]); /* behind the buckets */
   if (r == CDDP_OK && d->rows.sparse != NULL) r = cddp__exchange_rows(d, kind);
   if (waits && d->step.active_count < d->group->size)
     d->uneven.out_of_date = true; /* ranks with data will step */
   if (r == CDDP_OK)
-    r = waits ? cddp__return_gradients(d) : (d->memory->step)(d, s, averaged, wrote);
-  if (r == CDDP_OK && s != NULL) r = cddp__clear_gradients(d, s, !s->partitioned);
+    r = waits ? cddp__return_gradients(d) : (d->memory->step)(d, optim, averaged, wrote);
+  if (r == CDDP_OK && optim != NULL) r = cddp__clear_gradients(d, optim, !optim->partitioned);
   d->step.scattered = r == CDDP_OK && kind == CDDP__KIND_DDP_SCATTER;
-  d->step.scatters = cddp__scatters_next(d, kind, s);
+  d->step.scatters = cddp__scatters_next(d, kind, optim);
   if (r != CDDP_OK) return cddp__end_access(d->control, cddp__fail_model(d, r));
-  if (!d->step.scattered) r = cddp__complete(d, s != NULL);
+  if (!d->step.scattered) r = cddp__complete(d, optim != NULL);
   return r == CDDP_OK ? r : cddp__ddp_fail(d, r);
 }
 
-/* Whether s can step d: made for the same parameters, not in use by another cddp_ddp. */
-static cddp_result cddp__check_pair(const cddp_ddp *d, cddp_optim *s) {
+/* Whether optim can step d: made for the same parameters, not in use by another cddp_ddp. */
+static cddp_result cddp__check_pair(const cddp_ddp *d, cddp_optim *optim) {
   cddp_result r;
   int i;
   const char *wrong =
-      s->params != d->params || s->count != d->count
+      optim->params != d->params || optim->count != d->count
           ? "the cddp_optim was made for other parameters than the cddp_ddp"
-      : s->shared_by != NULL && s->shared_by != d
+      : optim->shared_by != NULL && optim->shared_by != d
           ? "the cddp_optim already steps another cddp_ddp"
-      : s->desc.ddp != NULL && s->desc.ddp != d
+      : optim->desc.ddp != NULL && optim->desc.ddp != d
           ? "the cddp_optim was made with another cddp_ddp in its desc.ddp"
       : d->no_sync ? "no_sync is on; switch it off for the backward pass that is stepped"
                    : NULL;
   if (wrong != NULL) return CDDP__REFUSE("%s", wrong);
-  for (i = 0; i < d->count && s->paired != d->id; i++)
-    if (cddp__sparse_of(d, i) != NULL && (r = cddp__check_rows(s, i)) != CDDP_OK) return r;
-  s->paired = d->id;
+  for (i = 0; i < d->count && optim->paired != d->id; i++)
+    if (cddp__sparse_of(d, i) != NULL && (r = cddp__check_rows(optim, i)) != CDDP_OK) return r;
+  optim->paired = d->id;
   return CDDP_OK;
 }
 
-/* cddp_ddp_step, or (s NULL) cddp_ddp_wait or cddp_ddp_reduce_scatter. */
-static cddp_result cddp__ddp_step(cddp_ddp *d, int kind, cddp_optim *s) {
+/* cddp_ddp_step, or (optim NULL) cddp_ddp_wait or cddp_ddp_reduce_scatter. */
+static cddp_result cddp__ddp_step(cddp_ddp *d, int kind, cddp_optim *optim) {
   uint64_t record, missing = 0;
   cddp_result r;
   if ((r = cddp__check_cause(&d->failure)) != CDDP_OK) return r;
   if (d->step.scattered)
     return CDDP__REFUSE(
         "call cddp_ddp_all_gather first: it completes the step that cddp_ddp_reduce_scatter began");
-  if (s == NULL && d->no_sync) return CDDP_OK;
+  if (optim == NULL && d->no_sync) return CDDP_OK;
   record = cddp__record_begin(d->control, kind, d->control->calls + 1, 0);
   if (d->desc.shards > 0 && d->shards.taken < d->shards.own_count) {
     r = CDDP__REFUSE("rank %d still has %d of its %d shards of this step to do; call "
@@ -18320,9 +18328,9 @@ static cddp_result cddp__ddp_step(cddp_ddp *d, int kind, cddp_optim *s) {
     /* if gradients are missing the meeting will fail */
     if (r == CDDP_OK && d->shards.spread && d->plan.arrived == d->count)
       r = cddp__end_shard(d, CDDP__LAST_SHARD);
-    if (r == CDDP_OK) r = cddp__ddp_meet(d, kind, s, &missing);
+    if (r == CDDP_OK) r = cddp__ddp_meet(d, kind, optim, &missing);
   }
-  r = r == CDDP_OK ? cddp__finish(d, kind, s, missing) : cddp__fail_model(d, r);
+  r = r == CDDP_OK ? cddp__finish(d, kind, optim, missing) : cddp__fail_model(d, r);
   cddp__record_finish(d->control, record, r);
   return r;
 }
@@ -18358,8 +18366,8 @@ static cddp_result cddp__publish(cddp_ddp *d) {
         Before the next cddp_ddp_step weights and states come from a rank that has data. If all
         ranks are absent they come from the last one that called cddp_ddp_join. */
 
-/* Makes the call that the ranks with data made. s: for a step. */
-static cddp_result cddp__match_call(cddp_ddp *d, cddp_optim *s, uint64_t missing) {
+/* Makes the call that the ranks with data made. optim: for a step. */
+static cddp_result cddp__match_call(cddp_ddp *d, cddp_optim *optim, uint64_t missing) {
   int lead = d->step.active[0];
   uint32_t kind = cddp__code_kind(cddp__op_header_of(d->control, lead, d->control->round)->call);
   cddp__step_header theirs = cddp__header_of(d, lead);
@@ -18370,37 +18378,37 @@ static cddp_result cddp__match_call(cddp_ddp *d, cddp_optim *s, uint64_t missing
     r = cddp__finish(d, (int)kind, NULL, missing);
     return r == CDDP_OK ? cddp__clear_gradients(d, NULL, CDDP__NOT_CLEARED) : r;
   }
-  if (s == NULL)
+  if (optim == NULL)
     return cddp__fail(CDDP_MISMATCH,
                       "rank %d called ddp_join without a cddp_optim, rank %d called ddp_step; pass "
                       "the cddp_optim of the training loop",
                       d->group->rank, lead);
-  cddp__set_lr(s, theirs.lr);
-  return cddp__finish(d, (int)kind, s, missing);
+  cddp__set_lr(optim, theirs.lr);
+  return cddp__finish(d, (int)kind, optim, missing);
 }
 
 /* Collective, once all ranks are absent: sends the state of the last one to join. */
-static cddp_result cddp__end_uneven(cddp_ddp *d, cddp_optim *s) {
+static cddp_result cddp__end_uneven(cddp_ddp *d, cddp_optim *optim) {
   int p, last = 0;
   cddp_result r;
   if (!d->uneven.had_absent) return CDDP_OK;
   while (last < d->group->size - 1 && cddp__header_of(d, last).absent != CDDP__ABSENT_SINCE_NOW)
     last++;
   for (p = 0; p < d->group->size; p++)
-    if ((cddp__header_of(d, p).settings == 0) != (s == NULL))
+    if ((cddp__header_of(d, p).settings == 0) != (optim == NULL))
       return cddp__fail(CDDP_MISMATCH,
                         "one of the ranks %d and %d called ddp_join with a cddp_optim, the other "
                         "without: pass that of the training loop on all ranks, or NULL on all",
                         d->group->rank, p);
-  if (s != NULL) cddp__set_lr(s, cddp__header_of(d, last).lr);
-  r = cddp__catch_up(d, s, last);
+  if (optim != NULL) cddp__set_lr(optim, cddp__header_of(d, last).lr);
+  r = cddp__catch_up(d, optim, last);
   if (r == CDDP_OK)
     r = cddp__broadcast_arrays(d, d->desc.buffers, d->desc.buffer_count, last);
   d->uneven.had_absent = false;
   return r;
 }
 
-CDDPDEF cddp_result (cddp_ddp_join)(cddp_ddp *d, cddp_optim *s) {
+CDDPDEF cddp_result (cddp_ddp_join)(cddp_ddp *d, cddp_optim *optim) {
   uint64_t missing = 0, record;
   cddp_result r;
   int i;
@@ -18411,7 +18419,7 @@ CDDPDEF cddp_result (cddp_ddp_join)(cddp_ddp *d, cddp_optim *s) {
     return cddp__fail(CDDP_UNSUPPORTED,
                       "cddp_ddp_join: every rank computes its shards in each step; set no shards "
                       "in cddp_ddp_desc");
-  if (s != NULL) CDDP__TRY(cddp__check_pair(d, s));
+  if (optim != NULL) CDDP__TRY(cddp__check_pair(d, optim));
   CDDP__CHECK(!d->no_sync, "no_sync is on; end the step that it began first");
   for (i = 0; i < d->count && !cddp__has_cause(&d->failure); i++)
     CDDP__CHECK(!d->tensors[i].ready && !d->tensors[i].noted,
@@ -18423,12 +18431,12 @@ CDDPDEF cddp_result (cddp_ddp_join)(cddp_ddp *d, cddp_optim *s) {
   if (r == CDDP_OK) r = cddp__clear_gradients(d, NULL, CDDP__NOT_CLEARED);
   d->uneven.absent = CDDP__ABSENT_SINCE_NOW;
   while (r == CDDP_OK) {
-    r = cddp__ddp_meet(d, CDDP__KIND_DDP_JOIN, s, &missing);
+    r = cddp__ddp_meet(d, CDDP__KIND_DDP_JOIN, optim, &missing);
     if (r != CDDP_OK || d->step.active_count == 0) break; /* 0: all ranks are absent */
-    r = cddp__match_call(d, s, missing);
+    r = cddp__match_call(d, optim, missing);
     d->uneven.absent = CDDP__ABSENT;
   }
-  if (r == CDDP_OK) r = cddp__end_uneven(d, s);
+  if (r == CDDP_OK) r = cddp__end_uneven(d, optim);
   d->uneven.absent = 0;
   if (r != CDDP_OK) r = cddp__fail_model(d, r);
   cddp__record_finish(d->control, record, r);
