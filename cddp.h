@@ -2855,12 +2855,13 @@ static int cddp__poll_ms(double deadline, int max_ms) {
   return left >= (double)max_ms ? max_ms : (int)left + 1;
 }
 
-/* poll(2) in a wait with a deadline. ms: at most half of CDDP__STOP_S, so that a full sleep does
-   not look like a stop; -1: no deadline. */
+#define CDDP__POLL_MAX_MS 250 /* half of CDDP__STOP_S: a full sleep must not look like a stop */
+
+/* poll(2) in a wait with a deadline. ms: at most CDDP__POLL_MAX_MS; -1: no deadline. */
 static int cddp__poll(struct pollfd *fds, size_t count, int ms) {
   double start = cddp__now();
   int n;
-  CDDP_ASSERT(ms <= 1e3 * CDDP__STOP_S / 2);
+  CDDP_ASSERT(ms <= CDDP__POLL_MAX_MS);
   n = poll(fds, (nfds_t)count, ms);
   cddp__note_sleep(start, ms < 0 ? INFINITY : 1e-3 * ms);
   return n;
@@ -4496,7 +4497,7 @@ static cddp_result cddp__connections_poll(const cddp_allocator *allocator,
     fds[i].events = c != NULL ? cddp__connection_events(c) : POLLIN;
     fds[i].revents = 0;
   }
-  if (cddp__poll(fds, all, cddp__poll_ms(until, 250)) < 0 && errno != EINTR)
+  if (cddp__poll(fds, all, cddp__poll_ms(until, CDDP__POLL_MAX_MS)) < 0 && errno != EINTR)
     r = cddp__fail_errno("poll");
   for (i = 0; i < n; i++)
     if (list[i] != NULL) list[i]->ready = fds[i].revents != 0;
@@ -5108,6 +5109,7 @@ struct cddp_store {
 };
 
 #define CDDP__CLOSED_S 4.0 /* retry time for a server that closes connections without an answer */
+#define CDDP__CONNECT_S 5.0 /* for one address, before the next one is tried */
 
 /* Fails because the program at the address `text` has refused this process, or has not proved that
    it knows the secret. CDDP_MISMATCH: it is neither cddp nor a store. */
@@ -5212,7 +5214,7 @@ static cddp_result cddp__store_try_addresses(cddp_store *store, double deadline)
   int i, error = 0, fd;
   for (i = 0; i < store->address_count && r == CDDP_NETWORK; i++) {
     const cddp__address *address = &store->addresses[i];
-    error = cddp__connect_address(address, cddp__earlier_deadline(5, deadline), &fd);
+    error = cddp__connect_address(address, cddp__earlier_deadline(CDDP__CONNECT_S, deadline), &fd);
     if (error == 0) {
       cddp__connection_begin(&store->connection, &store->allocator, fd, CDDP__CALLER);
       r = cddp__store_greet(store, cddp__describe_address(address).s, deadline);
@@ -7963,38 +7965,52 @@ static int cddp__node_width(const cddp__shard_node *node) {
   return node->width == 1 && node->slot >= 0 ? -1 : node->width;
 }
 
-/* Merges *node, a new node of one shard, with nodes[*low .. *high) of the same rank, and replaces
-   *node by the merged node. nodes: [count] in ascending order.
-     slots, widths   receive those of the merged nodes and of the new one, in order
-   Never forms the root of the tree: the mean adds its halves. Returns the number of slots. */
-static int cddp__merge_shard(const cddp__shard_node *nodes, int count, cddp__shard_node *node,
-                            int shards, int *slots, int *widths, int *low, int *high) {
-  const cddp__shard_node self = *node, *part;
-  int begin = self.first, end = begin + 1, at = 0, n = 0, size, i;
+/* The nodes that become one when a shard ends. */
+typedef struct cddp__node_merge {
+  int low, high; /* nodes[low .. high) and the new shard become: */
+  cddp__shard_node node;
+  int count; /* of slots and widths: those of these nodes and of the shard, in order */
+  int slots[CDDP__FOLD_DEPTH + 1], widths[CDDP__FOLD_DEPTH + 1];
+} cddp__node_merge;
+
+/* Merges `shard`, a new node of one shard, with nodes of the same rank. nodes: [count] in ascending
+   order. Never forms the root of the tree: the mean adds its halves. */
+static cddp__node_merge cddp__merge_shard(const cddp__shard_node *nodes, int count,
+                                          cddp__shard_node shard, int shards) {
+  const cddp__shard_node *part;
+  cddp__node_merge merge;
+  int begin = shard.first, end = begin + 1, at = 0, size, i;
   while (at < count && nodes[at].first < begin) at++;
-  *low = *high = at;
+  merge.low = merge.high = at;
   for (size = 1; size < shards; size *= 2) { /* [begin, end) is the node of `size` shards */
     bool right = begin / size % 2 == 1;
     /* [from, to) is its sibling, which nodes[k] must be; whole: their parent would be the root */
     int from = right ? begin - size : end;
     int to = right ? begin : begin + 2 * size < shards ? begin + 2 * size : shards;
-    int k = right ? *low - 1 : *high;
+    int k = right ? merge.low - 1 : merge.high;
     bool whole = right ? from == 0 && end == shards : begin == 0 && to == shards;
     if (from >= shards) continue; /* at the right end of the tree: no sibling on this level */
     if (whole || k < 0 || k == count || nodes[k].first != from || from + nodes[k].width != to ||
-        nodes[k].rank != self.rank)
+        nodes[k].rank != shard.rank)
       break;
-    if (right) begin = from, --*low;
-    else end = to, ++*high;
+    if (right) {
+      begin = from;
+      merge.low--;
+    } else {
+      end = to;
+      merge.high++;
+    }
   }
-  node->first = begin;
-  node->width = end - begin;
-  for (i = *low; i <= *high; i++) {
-    part = i == at ? &self : &nodes[i - (i > at)];
-    slots[n] = part->slot;
-    widths[n++] = cddp__node_width(part);
+  merge.node = shard;
+  merge.node.first = begin;
+  merge.node.width = end - begin;
+  merge.count = 0;
+  for (i = merge.low; i <= merge.high; i++) {
+    part = i == at ? &shard : &nodes[i - (i > at)];
+    merge.slots[merge.count] = part->slot;
+    merge.widths[merge.count++] = cddp__node_width(part);
   }
-  return n;
+  return merge;
 }
 
 /* The lowest slot that no node uses. */
@@ -8017,17 +8033,19 @@ static bool cddp__nodes_contain(const cddp__shard_node *nodes, int count, int sh
    nodes must be `apart` from gradients. */
 static int cddp__plan_nodes(const int *owner, int shards, bool apart, cddp__shard_node *nodes,
                             int *widths, int *slots) {
-  int merged[CDDP__FOLD_DEPTH + 1], wide[CDDP__FOLD_DEPTH + 1], count = 0, i, k, low, high;
+  int count = 0, i, k;
   *slots = 0;
   for (i = 0; i < shards; i++) {
-    cddp__shard_node node = {i, 1, -1, owner[i]};
-    (void)cddp__merge_shard(nodes, count, &node, shards, merged, wide, &low, &high);
-    for (k = low - 1; k >= 0 && nodes[k].rank != node.rank;) k--;
+    cddp__shard_node shard = {i, 1, -1, owner[i]};
+    cddp__node_merge merge = cddp__merge_shard(nodes, count, shard, shards);
+    cddp__shard_node node = merge.node;
+    k = merge.low - 1; /* the rank's node before it */
+    while (k >= 0 && nodes[k].rank != node.rank) k--;
     if (node.width > 1 || apart || (i + 1 < shards && owner[i + 1] == node.rank))
       node.slot = k >= 0 ? nodes[k].slot + 1 : 0;
     if (node.slot >= *slots) *slots = node.slot + 1;
-    nodes[low] = node;
-    count = low + 1;
+    nodes[merge.low] = node;
+    count = merge.low + 1;
   }
   for (i = 0; i < count; i++) widths[i] = cddp__node_width(&nodes[i]);
   return count;
@@ -8473,6 +8491,8 @@ CDDP__INLINED cddp_result cddp__check_group(cddp_group *g) {
 #define CDDP__REMOTE_CAUSE_LONG_S 0.5 /* the same if other ranks may have seen how a rank ended */
 #define CDDP__EXITED "exited, or called MPI_Finalize, without cddp_destroy"
 #define CDDP__STATUS_S 0.5            /* for a dead rank's left neighbour to see how it ended */
+#define CDDP__STOPPED_S 5.0           /* a peer that uses this rank's memory for longer is stopped */
+#define CDDP__AWAITS_MS 500           /* an entry of slot.awaits counts; its rank checks often */
 
 /* Reads field `number` of /proc/PID/stat (proc(5)), and the letter of the process's state. Returns
    false if there is no such process. */
@@ -8703,7 +8723,7 @@ static cddp_result cddp__begin_access(cddp_group *g) {
 }
 
 /* Returns r. After a failure, which ends the peers' waits and copies, it first waits until no peer
-   is inside: only then can the caller reuse its buffers. A stopped peer stays inside: after 5 s
+   is inside: only then can the caller reuse its buffers. If a peer is stopped and stays inside,
    this rank quarantines its shared memory. */
 static cddp_result cddp__end_access(cddp_group *g, cddp_result r) {
   cddp__atomic_u32 *inside = &cddp__slot_of(g, g->rank)->inside;
@@ -8712,7 +8732,7 @@ static cddp_result cddp__end_access(cddp_group *g, cddp_result r) {
   CDDP__POINT("exit");
   cddp__store32(inside, 0);
   if (CDDP__LIKELY(r == CDDP_OK)) return r;
-  cddp__wait_begin(&w, 5);
+  cddp__wait_begin(&w, CDDP__STOPPED_S);
   for (p = 0; p < g->size; p++) {
     inside = &cddp__slot_of(g, p)->inside;
     while (cddp__load32(inside) != 0 && !cddp__rank_gone(g, p)) {
@@ -8892,8 +8912,8 @@ static cddp__text cddp__list_ranks(const bool *set, int size, size_t n) {
 }
 
 /* Finds the ranks that are late for this rank's round, and returns their number. Instead of a late
-   rank of this host that has waited for a rank of another host within the last 500 ms, the awaited
-   rank counts. A rank of another host counts unless its host has reported it. */
+   rank of this host that waits for a rank of another host, the awaited rank counts. A rank of
+   another host counts unless its host has reported it. */
 static int cddp__find_late(const cddp_group *g, bool *set) {
   uint32_t now_ms = (uint32_t)(uint64_t)(cddp__monotonic() * 1000);
   bool all = g->hosts != NULL && !g->hosts->local_only;
@@ -8905,7 +8925,7 @@ static int cddp__find_late(const cddp_group *g, bool *set) {
     if (cddp__has_announced(g, p)) continue;
     if (g->members[p] < 0)
       set[p] = set[p] || (all && cddp__load32(cddp__reported_round_of(g, p)) != g->round);
-    else if (awaited != 0 && now_ms - at_ms < 500)
+    else if (awaited != 0 && now_ms - at_ms < CDDP__AWAITS_MS)
       set[awaited - 1] = true;
     else
       set[p] = true;
@@ -11789,10 +11809,10 @@ static cddp_result cddp__find_link(cddp_group *g, int rank) {
 
 /* p2p.lock held. */
 static bool cddp__is_awaited(const cddp_group *g, int rank) {
-  const cddp_work *q;
+  const cddp_work *work;
   if (g->hosts->peers[rank].pass[0] == g->hosts->pass) return true;
-  for (q = g->p2p.recvs; q != NULL; q = q->next)
-    if (!q->done && (q->call.root == rank || q->call.root == CDDP_ANY)) return true;
+  for (work = g->p2p.recvs; work != NULL; work = work->next)
+    if (!work->done && (work->call.root == rank || work->call.root == CDDP_ANY)) return true;
   return false;
 }
 
@@ -11801,18 +11821,18 @@ static bool cddp__is_awaited(const cddp_group *g, int rank) {
    arrive first. p2p.lock held. */
 static cddp_work *cddp__recv_for(const cddp_group *g, int from, const cddp__frame_head *head) {
   const cddp__message *m;
-  cddp_work *q = g->p2p.recvs;
-  while (q != NULL && (q->done || q->call.tag != (int)head->number ||
-                       (q->call.root != from && q->call.root != CDDP_ANY)))
-    q = q->next;
-  if (head->type != CDDP__FRAME_MESSAGE || q == NULL || q->filling || q->call.root == CDDP_ANY ||
-      head->count != q->call.count || head->dtype != q->call.dtype ||
-      head->size != q->call.count * q->call.esize)
+  cddp_work *work = g->p2p.recvs;
+  while (work != NULL && (work->done || work->call.tag != (int)head->number ||
+                       (work->call.root != from && work->call.root != CDDP_ANY)))
+    work = work->next;
+  if (head->type != CDDP__FRAME_MESSAGE || work == NULL || work->filling ||
+      work->call.root == CDDP_ANY || head->count != work->call.count ||
+      head->dtype != work->call.dtype || head->size != work->call.count * work->call.esize)
     return NULL;
   for (m = g->hosts->stored; m != NULL; m = m->next)
     if (m->head.type == head->type && m->head.number == head->number && m->from == from)
       return NULL;
-  return q;
+  return work;
 }
 
 enum cddp__read_for { CDDP__FOR_RECEIVES, CDDP__FOR_FRAME };
@@ -11869,15 +11889,15 @@ static size_t cddp__flush_links(cddp_group *g) {
 }
 
 static void cddp__hosts_poll(cddp_group *g) {
-  cddp__host *h = g->host;
-  cddp__net_serve(h, g->hosts->net);
-  if (pthread_mutex_trylock(&h->lock) != 0) return;
-  for (g = h->groups; g != NULL; g = g->next) {
+  cddp__host *host = g->host;
+  cddp__net_serve(host, g->hosts->net);
+  if (pthread_mutex_trylock(&host->lock) != 0) return;
+  for (g = host->groups; g != NULL; g = g->next) {
     if (g->hosts == NULL || pthread_mutex_trylock(&g->p2p.lock) != 0) continue;
     (void)cddp__flush_links(g);
     pthread_mutex_unlock(&g->p2p.lock);
   }
-  pthread_mutex_unlock(&h->lock);
+  pthread_mutex_unlock(&host->lock);
 }
 
 /* --- failure ---
@@ -11941,7 +11961,7 @@ static void cddp__early_notice(cddp_group *g, bool leaving) {
 /* Sleeps at most 5 ms, until a thread that waits for a rank, or CDDP_ANY, can continue: a link is
    ready, a process connects to this rank, or its `events` have changed. One of this rank's threads
    polls for all. If w->due, it connects to the awaited ranks on other hosts: the end of a link
-   shows the end of a rank. */
+   shows the end of a rank. epoll does not see the events of this host's ranks. */
 static void cddp__hosts_pause(cddp_group *g, cddp__wait *w, int peer, uint32_t events) {
   cddp__hosts *hosts = g->hosts;
   cddp__slot *slot = cddp__slot_of(g, g->rank);
@@ -12018,24 +12038,24 @@ done:
 }
 
 /* The message that arrives in a receive's buffer continues in memory of its own. p2p.lock held. */
-static void cddp__hosts_detach_receive(cddp_group *g, cddp_work *q) {
+static void cddp__hosts_detach_receive(cddp_group *g, cddp_work *work) {
   const cddp__net *n = g->hosts->net;
   cddp__message *m = NULL;
   cddp__connection *link = g->hosts->links;
-  CDDP_ASSERT(q->filling);
-  while (link->into != q) link = link->next;
+  CDDP_ASSERT(work->filling);
+  while (link->into != work) link = link->next;
   if (link->state != CDDP__CONNECTION_ENDED)
     m = (cddp__message *)cddp__malloc(&n->allocator, sizeof *m + (size_t)link->in_head.size);
   if (m != NULL) {
     *m = *link->message;
-    memcpy(m + 1, q->call.recv, link->got - sizeof link->in_head);
+    memcpy(m + 1, work->call.recv, link->got - sizeof link->in_head);
   } else {
     cddp__connection_end(link, ENOMEM);
   }
   cddp__free(&n->allocator, link->message);
   link->message = m;
   link->into = NULL;
-  q->filling = false;
+  work->filling = false;
 }
 
 /* Removes the oldest stored frame of a type from a rank, with a tag (-1: any). p2p.lock held. */
@@ -13207,7 +13227,7 @@ static void cddp__take_send(cddp_group *g, cddp_work *work, cddp__send_request *
     CDDP__POINT("take");
     if (bytes > sizeof p->u.bytes) r = cddp__map_ref(g->host, &p->u.ref, &from);
     if (r == CDDP_OK) cddp__copy(work->call.recv, from, bytes);
-    /* If the group has failed, the sender may have stopped waiting for this copy (after 5 s, in
+    /* If the group has failed, the sender may have stopped waiting for this copy (see
        cddp__finish_send) and changed the bytes. */
     if (r == CDDP_OK) r = cddp__check_group(g);
     work->result = r == CDDP_OK ? r : cddp__break(g, r);
@@ -13466,7 +13486,7 @@ static cddp_result cddp__finish_send(cddp_work *work, double limit) {
   if (r == CDDP_OK) cddp__store32(&p->state, CDDP__SEND_FREE);
   if (r == CDDP_OK || cddp__swap32(&p->state, CDDP__POSTED_TO(work->call.root), CDDP__SEND_FREE))
     return r;
-  cddp__wait_begin(&w, 5);
+  cddp__wait_begin(&w, CDDP__STOPPED_S);
   while (cddp__send_open(p) && !cddp__rank_gone(g, work->call.root) && cddp__wait_pause(&w)) {}
   return r;
 }
@@ -14700,44 +14720,46 @@ typedef struct cddp__packet {
   char bytes[16384];
 } cddp__packet;
 
-static void cddp__packet_begin(cddp__packet *p, cddp_group *g, int root) {
-  p->g = g;
-  p->root = root;
-  p->count = 0;
-  p->used = 0;
+static void cddp__packet_begin(cddp__packet *packet, cddp_group *g, int root) {
+  packet->g = g;
+  packet->root = root;
+  packet->count = 0;
+  packet->used = 0;
 }
 
 /* Must be called after the last cddp__packet_add. */
-static cddp_result cddp__packet_send(cddp__packet *p) {
-  bool gives = p->g->rank == p->root;
+static cddp_result cddp__packet_send(cddp__packet *packet) {
+  bool gives = packet->g->rank == packet->root;
   size_t at = 0;
   cddp_result r;
   int i;
-  if (p->count == 0) return CDDP_OK;
-  for (i = 0; i < p->count && gives; i++) {
-    memcpy(p->bytes + at, p->to[i], p->sizes[i]);
-    at += p->sizes[i];
+  if (packet->count == 0) return CDDP_OK;
+  for (i = 0; i < packet->count && gives; i++) {
+    memcpy(packet->bytes + at, packet->to[i], packet->sizes[i]);
+    at += packet->sizes[i];
   }
-  r = cddp__broadcast(p->g, p->bytes, p->used, p->root);
-  for (i = 0; i < p->count && !gives && r == CDDP_OK; i++) {
-    memcpy(p->to[i], p->bytes + at, p->sizes[i]);
-    at += p->sizes[i];
+  r = cddp__broadcast(packet->g, packet->bytes, packet->used, packet->root);
+  for (i = 0; i < packet->count && !gives && r == CDDP_OK; i++) {
+    memcpy(packet->to[i], packet->bytes + at, packet->sizes[i]);
+    at += packet->sizes[i];
   }
-  cddp__packet_begin(p, p->g, p->root);
+  cddp__packet_begin(packet, packet->g, packet->root);
   return r;
 }
 
 /* Collective: all ranks add the same sizes in the same order. */
-static cddp_result cddp__packet_add(cddp__packet *p, void *data, size_t count, cddp_dtype dtype) {
+static cddp_result cddp__packet_add(cddp__packet *packet, void *data, size_t count,
+                                    cddp_dtype dtype) {
   size_t bytes = count * cddp__dtype_size(dtype);
-  cddp__call c = cddp__broadcast_call(data, count, dtype, p->root);
+  cddp__call c = cddp__broadcast_call(data, count, dtype, packet->root);
   cddp_result r = CDDP_OK;
-  if (bytes > sizeof p->bytes / 4) return cddp__run_call(p->g, &c);
+  if (bytes > sizeof packet->bytes / 4) return cddp__run_call(packet->g, &c);
   if (bytes == 0) return CDDP_OK;
-  if (p->count == 256 || bytes > sizeof p->bytes - p->used) r = cddp__packet_send(p);
-  p->to[p->count] = data;
-  p->sizes[p->count++] = bytes;
-  p->used += bytes;
+  if (packet->count == 256 || bytes > sizeof packet->bytes - packet->used)
+    r = cddp__packet_send(packet);
+  packet->to[packet->count] = data;
+  packet->sizes[packet->count++] = bytes;
+  packet->used += bytes;
   return r;
 }
 
@@ -14772,6 +14794,11 @@ static cddp_result cddp__consensus(cddp_group *g, cddp_result mine, const void *
   }
   cddp__free(&g->host->allocator, votes);
   return r;
+}
+
+/* The same for results alone. */
+static cddp_result cddp__agree(cddp_group *g, cddp_result mine) {
+  return cddp__consensus(g, mine, NULL, 0, NULL);
 }
 
 static cddp_result cddp__enqueue(cddp_work *work) {
@@ -15184,7 +15211,7 @@ static cddp_result cddp__split(cddp_group *g, int color, int key, uint64_t check
     r = cddp__hosts_attach(*out, g->hosts != NULL ? g->hosts->net : g->host->net,
                            members + g->size);
   }
-  r = cddp__consensus(g, r, NULL, 0, NULL);
+  r = cddp__agree(g, r);
   if (r == CDDP_OK && *out != NULL && (*out)->hosts != NULL) /* the hosts connect */
     r = cddp__round(*out, CDDP__KIND_GROUP_NEW, CDDP__PHASE_CONNECTED, 0, NULL, 0);
   if (r == CDDP_OK) r = (g->carrier->split)(g, *out, color, rank);
@@ -15414,11 +15441,11 @@ typedef struct cddp__row_head {
   unsigned char pad[CDDP__CACHE_LINE - 16];
 } cddp__row_head;
 
-static void cddp__rows_free(const cddp_allocator *allocator, cddp__rows *r) {
-  cddp__free(allocator, r->number);
-  cddp__free(allocator, r->values);
-  cddp__free(allocator, r->order);
-  memset(r, 0, sizeof *r);
+static void cddp__rows_free(const cddp_allocator *allocator, cddp__rows *rows) {
+  cddp__free(allocator, rows->number);
+  cddp__free(allocator, rows->values);
+  cddp__free(allocator, rows->order);
+  memset(rows, 0, sizeof *rows);
 }
 
 /* Makes room for n rows in all, and keeps the present ones. */
@@ -15440,14 +15467,14 @@ static cddp_result cddp__rows_reserve(const cddp_allocator *allocator, cddp__row
   return CDDP_OK;
 }
 
-static cddp_result cddp__rows_add(const cddp_allocator *allocator, cddp__rows *r, size_t bytes,
+static cddp_result cddp__rows_add(const cddp_allocator *allocator, cddp__rows *rows, size_t bytes,
                                   const int64_t *numbers, const void *values, size_t n) {
   cddp_result e;
   if (n == 0) return CDDP_OK;
-  if ((e = cddp__rows_reserve(allocator, r, r->n + n, bytes)) != CDDP_OK) return e;
-  memcpy(r->number + r->n, numbers, n * sizeof *numbers);
-  memcpy(r->values + r->n * bytes, values, n * bytes);
-  r->n += n;
+  if ((e = cddp__rows_reserve(allocator, rows, rows->n + n, bytes)) != CDDP_OK) return e;
+  memcpy(rows->number + rows->n, numbers, n * sizeof *numbers);
+  memcpy(rows->values + rows->n * bytes, values, n * bytes);
+  rows->n += n;
   return CDDP_OK;
 }
 
@@ -16404,10 +16431,10 @@ static size_t cddp__count_pieces(size_t begin, size_t end) {
 /* The bytes of the model that belong to parameter i and to one of `parts` parts; false: none. */
 static bool cddp__part_slice(const cddp_ddp *d, int i, int parts, int part, size_t *begin,
                              size_t *end) {
-  const cddp__tensor *t = &d->tensors[i];
+  const cddp__tensor *tensor = &d->tensors[i];
   cddp__slice(d->layout.dense, CDDP__BLOCK_BYTES, parts, part, begin, end);
-  *begin = cddp__max(*begin, t->offset);
-  *end = cddp__min(*end, t->offset + t->bytes);
+  *begin = cddp__max(*begin, tensor->offset);
+  *end = cddp__min(*end, tensor->offset + tensor->bytes);
   return *begin < *end;
 }
 
@@ -16435,16 +16462,17 @@ static void cddp__set_layout(cddp_ddp *d) {
   for (dtype = 0; dtype < CDDP__DTYPE_COUNT; dtype++) {
     d->layout.starts[dtype] = d->layout.dense;
     for (i = d->count - 1; i >= 0; i--) {
-      cddp__tensor *t = &d->tensors[i];
+      cddp__tensor *tensor = &d->tensors[i];
       if ((int)d->params[i].dtype != dtype) continue;
-      t->offset = d->layout.dense;
-      t->arena_offset = d->layout.bytes;
-      t->bytes = cddp__dense_count(d, i) * cddp__dtype_size(d->params[i].dtype);
-      t->padded_bytes = cddp__round_up(t->bytes, CDDP__CACHE_LINE);
-      d->layout.dense += t->padded_bytes;
-      if (t->storage == CDDP__STORAGE_IN_PLACE) t->padded_bytes = t->bytes;
-      else t->storage = d->params[i].grad == NULL ? CDDP__STORAGE_PLACED : CDDP__STORAGE_COPIED;
-      if (t->storage != CDDP__STORAGE_IN_PLACE) d->layout.bytes += t->padded_bytes;
+      tensor->offset = d->layout.dense;
+      tensor->arena_offset = d->layout.bytes;
+      tensor->bytes = cddp__dense_count(d, i) * cddp__dtype_size(d->params[i].dtype);
+      tensor->padded_bytes = cddp__round_up(tensor->bytes, CDDP__CACHE_LINE);
+      d->layout.dense += tensor->padded_bytes;
+      if (tensor->storage == CDDP__STORAGE_IN_PLACE) tensor->padded_bytes = tensor->bytes;
+      else
+        tensor->storage = d->params[i].grad == NULL ? CDDP__STORAGE_PLACED : CDDP__STORAGE_COPIED;
+      if (tensor->storage != CDDP__STORAGE_IN_PLACE) d->layout.bytes += tensor->padded_bytes;
       if (cddp__sparse_of(d, i) == NULL) d->layout.order[placed++] = i;
     }
   }
@@ -16453,24 +16481,24 @@ static void cddp__set_layout(cddp_ddp *d) {
   d->layout.slot_stride = cddp__wide_bytes(d, 0, d->layout.dense);
   d->layout.model_bytes = d->layout.dense; /* sparse gradients of elastic models follow */
   for (i = 0; i < d->count; i++) {
-    cddp__tensor *t = &d->tensors[i];
+    cddp__tensor *tensor = &d->tensors[i];
     const cddp__sparse *s = cddp__sparse_of(d, i);
     cddp__part_slice(d, i, cddp__part_count(d),
                      d->group->backend->on_device ? d->group->rank : d->group->local_rank,
-                     &t->begin, &t->end);
-    t->first_piece = pieces;
-    pieces += cddp__count_pieces(t->offset, t->offset + t->bytes);
-    t->used = true; /* both until cddp__settle_unused finds that no rank used it */
+                     &tensor->begin, &tensor->end);
+    tensor->first_piece = pieces;
+    pieces += cddp__count_pieces(tensor->offset, tensor->offset + tensor->bytes);
+    tensor->used = true; /* both until cddp__settle_unused finds that no rank used it */
     d->step.used[i] = 1;
     if (s == NULL) continue;
     d->layout.order[placed++] = i;
-    t->dense = d->layout.bytes; /* behind the dense gradients */
+    tensor->dense = d->layout.bytes; /* behind the dense gradients */
     if (d->group->backend->on_device)
       d->layout.bytes += cddp__round_up(s->rows * s->bytes, CDDP__CACHE_LINE);
     if (!d->desc.elastic) continue;
-    t->offset = d->layout.model_bytes;
-    t->bytes = d->params[i].count * cddp__dtype_size(d->params[i].dtype);
-    d->layout.model_bytes += cddp__round_up(t->bytes, CDDP__CACHE_LINE);
+    tensor->offset = d->layout.model_bytes;
+    tensor->bytes = d->params[i].count * cddp__dtype_size(d->params[i].dtype);
+    d->layout.model_bytes += cddp__round_up(tensor->bytes, CDDP__CACHE_LINE);
   }
   d->layout.arena_bytes = d->layout.bytes + (size_t)d->layout.slots * d->layout.slot_stride +
                           pieces * sizeof(double) + 2 * slack;
@@ -16599,19 +16627,19 @@ typedef struct cddp__range {
    and (if shards are summed) in slots. Returns false at the end. */
 static bool cddp__next_range(const cddp_ddp *d, const int *sorted, int count, int *i,
                              cddp__range *range) {
-  const cddp__tensor *t, *next;
+  const cddp__tensor *tensor, *next;
   while (*i < count && !d->tensors[sorted[*i]].used) ++*i;
   if (*i >= count) return false;
   range->first = sorted[(*i)++];
-  t = &d->tensors[range->first];
-  range->begin = t->offset;
-  range->end = t->offset + t->padded_bytes;
-  for (; *i < count; t = next, ++*i) {
+  tensor = &d->tensors[range->first];
+  range->begin = tensor->offset;
+  range->end = tensor->offset + tensor->padded_bytes;
+  for (; *i < count; tensor = next, ++*i) {
     next = &d->tensors[sorted[*i]];
-    if (!next->used || t->storage == CDDP__STORAGE_IN_PLACE ||
+    if (!next->used || tensor->storage == CDDP__STORAGE_IN_PLACE ||
         next->storage == CDDP__STORAGE_IN_PLACE ||
-        next->arena_offset != t->arena_offset + t->padded_bytes ||
-        (d->shards.spread && next->offset != t->offset + t->padded_bytes) ||
+        next->arena_offset != tensor->arena_offset + tensor->padded_bytes ||
+        (d->shards.spread && next->offset != tensor->offset + tensor->padded_bytes) ||
         d->params[sorted[*i]].dtype != d->params[range->first].dtype)
       break;
     range->end += next->padded_bytes;
@@ -16774,25 +16802,28 @@ enum { CDDP__LAST_SHARD, CDDP__MORE_SHARDS }; /* of `bool more` */
    slot of the first of these, else into a free slot. more: zeroes the gradients for the next shard;
    without it the shard can stay in the gradients, where peers read it. */
 static cddp_result cddp__keep_node(cddp_ddp *d, int shard, bool more) {
-  int slots[CDDP__FOLD_DEPTH + 1], widths[CDDP__FOLD_DEPTH + 1], low, high, n, at = 0;
-  cddp__shard_node *own = d->shards.own_nodes, node = {shard, 1, -1, 0};
+  cddp__shard_node *own = d->shards.own_nodes, of_shard = {shard, 1, -1, 0};
   int *count = &d->shards.own_node_count, free_slot = cddp__free_slot(own, *count);
+  cddp__node_merge merge = cddp__merge_shard(own, *count, of_shard, d->shards.count);
+  int *slot = &merge.node.slot, at = 0; /* at: the shard's place, whose slot is -1 */
+  bool cleared = false;
   cddp_result r = CDDP_OK;
-  n = cddp__merge_shard(own, *count, &node, d->shards.count, slots, widths, &low, &high);
-  if (more || n > 1 || cddp__gathers(d)) node.slot = low < high ? own[low].slot : free_slot;
-  while (slots[at] >= 0) at++;
-  if (at < n - 1 && node.slot != free_slot) { /* the shard must come last if a sum is one of them */
-    r = cddp__merge_nodes(d, free_slot, &slots[at], &widths[at], 1, more);
-    slots[at] = free_slot;
-    widths[at] = -1;
-    at = -1;
+  if (more || merge.count > 1 || cddp__gathers(d))
+    *slot = merge.low < merge.high ? own[merge.low].slot : free_slot;
+  while (merge.slots[at] >= 0) at++;
+  if (at < merge.count - 1 && *slot != free_slot) {
+    /* The shard must come last if a sum is one of them: it moves to a slot first. */
+    r = cddp__merge_nodes(d, free_slot, &merge.slots[at], &merge.widths[at], 1, more);
+    merge.slots[at] = free_slot;
+    merge.widths[at] = -1;
+    cleared = true;
   }
-  if (r == CDDP_OK && node.slot >= 0)
-    r = cddp__merge_nodes(d, node.slot, slots, widths, n, more && at >= 0);
+  if (r == CDDP_OK && *slot >= 0)
+    r = cddp__merge_nodes(d, *slot, merge.slots, merge.widths, merge.count, more && !cleared);
   if (r == CDDP_OK && more) r = cddp__clear_own(d);
-  memmove(own + low + 1, own + high, (size_t)(*count - high) * sizeof *own);
-  own[low] = node;
-  *count += 1 - (high - low);
+  memmove(own + merge.low + 1, own + merge.high, (size_t)(*count - merge.high) * sizeof *own);
+  own[merge.low] = merge.node;
+  *count += 1 - (merge.high - merge.low);
   return r;
 }
 
@@ -16864,12 +16895,12 @@ static size_t cddp__pack_rows(cddp_ddp *d, int shard, char *packet) {
   size_t bytes = sizeof *head, n;
   int i;
   for (i = 0; i < d->count; i++) {
-    cddp__sparse *s = cddp__sparse_of(d, i);
-    if (s == NULL) continue;
-    n = d->tensors[i].used ? s->added.n : 0;
-    if (packet != NULL) cddp__rows_pack(s, n, d->params[i].dtype, packet + bytes);
-    if (packet != NULL && n > 0) s->added.n = 0;
-    bytes += cddp__row_list_bytes(s, n);
+    cddp__sparse *sparse = cddp__sparse_of(d, i);
+    if (sparse == NULL) continue;
+    n = d->tensors[i].used ? sparse->added.n : 0;
+    if (packet != NULL) cddp__rows_pack(sparse, n, d->params[i].dtype, packet + bytes);
+    if (packet != NULL && n > 0) sparse->added.n = 0;
+    bytes += cddp__row_list_bytes(sparse, n);
   }
   if (packet == NULL) return bytes;
   head->shard = (uint64_t)(d->uneven.absent != 0 ? d->shards.count : shard);
@@ -16879,15 +16910,15 @@ static size_t cddp__pack_rows(cddp_ddp *d, int shard, char *packet) {
 
 /* Appends the added rows of `shard` to this rank's packet of the step. */
 static cddp_result cddp__keep_rows(cddp_ddp *d, int shard) {
-  cddp__host *h = d->group->host;
+  cddp__host *host = d->group->host;
   size_t bytes = d->rows.bytes + cddp__pack_rows(d, shard, NULL);
   char *more = d->rows.packet;
   if (bytes > d->rows.capacity) {
     bytes = cddp__max(bytes, 2 * d->rows.capacity);
-    if ((more = (char *)cddp__arena_alloc(h, bytes, CDDP__EXTENT_BUFFER)) == NULL)
+    if ((more = (char *)cddp__arena_alloc(host, bytes, CDDP__EXTENT_BUFFER)) == NULL)
       return CDDP_OUT_OF_MEMORY;
     if (d->rows.bytes > 0) memcpy(more, d->rows.packet, d->rows.bytes);
-    cddp__arena_free(h, d->rows.packet);
+    cddp__arena_free(host, d->rows.packet);
     d->rows.packet = more;
     d->rows.capacity = bytes;
   }
@@ -17200,8 +17231,8 @@ static cddp_result cddp__await_buckets(cddp_ddp *d, bool part) {
   (void)part;
   cddp__drain_buckets(d);
   for (b = 0; b < d->plan.next; b++) {
-    cddp_work *w = &d->plan.buckets[b].work;
-    if (w->result != CDDP_OK) return cddp__fail(w->result, "%s", w->text);
+    cddp_work *work = &d->plan.buckets[b].work;
+    if (work->result != CDDP_OK) return cddp__fail(work->result, "%s", work->text);
   }
   return CDDP_OK;
 }
@@ -17234,15 +17265,16 @@ static cddp_result cddp__copy_states(const cddp_ddp *d, const cddp_optim *optim,
   cddp_result r = CDDP_OK;
   int i, j;
   for (j = 0; r == CDDP_OK && j < optim->states * optim->count; j++) {
-    const cddp__tensor *t = &d->tensors[i = j % optim->count];
+    const cddp__tensor *tensor = &d->tensors[i = j % optim->count];
     size_t esize = cddp__dtype_size(optim->params[i].dtype);
     size_t size = cddp__dtype_size(cddp__state_type(optim, i));
-    size_t low = cddp__max(begin, t->offset), high = cddp__min(end, t->offset + t->bytes), n;
+    size_t low = cddp__max(begin, tensor->offset),
+           high = cddp__min(end, tensor->offset + tensor->bytes), n;
     char *own = (char *)optim->state[j], *common;
     int k = j / optim->count;
     bool anew = share && cddp__is_master(optim, k) && optim->fresh[i] && optim->steps[i] > 0;
     if ((own == NULL && !anew) || low >= high || !cddp__has_state(optim, k, i)) continue;
-    n = (low - t->offset) / esize;
+    n = (low - tensor->offset) / esize;
     if (own != NULL) own += n * size;
     common = cddp__state_at(d, optim, states, k, i, n);
     if (anew) /* receivers do not know that it starts as the weights */
@@ -17313,7 +17345,7 @@ static cddp_result cddp__share_states(cddp_ddp *d, cddp_optim *optim) {
     else if (k == g->rank) r = CDDP_OUT_OF_MEMORY; /* its text is set */
     if (r == CDDP_OK && ref.kind == CDDP__REF_EXTENT)
       r = cddp__commit_shared(d, optim, (char *)states);
-    r = cddp__consensus(g, r, NULL, 0, NULL);
+    r = cddp__agree(g, r);
   }
   /* If the group is broken another rank can be further and write to it: keep it. */
   if (r != CDDP_OK && !cddp__is_broken(g)) cddp__arena_free(g->host, mine);
@@ -17411,23 +17443,23 @@ static cddp_result cddp__gather_state(const cddp_optim *optim, int k, int i, cha
 typedef struct cddp__pass {
   cddp_ddp *d;
   cddp_optim *optim; /* NULL: takes means only */
-  bool steps;      /* false: takes means */
-  char *means;     /* the means, by offset; NULL: in this rank's gradients */
-  bool averaged;   /* means are in place, except those that one loop takes */
-  double clip;     /* factor of the means; 1: none */
-  bool one_loop;   /* cddp__update.loop supports the number of ranks, and all have gradients */
-  bool loops;      /* it processes the current parameter */
-  bool alone;      /* the optimizer's states are this rank's alone, and so are new weights */
+  bool steps;        /* false: takes means */
+  char *means;       /* the means, by offset; NULL: in this rank's gradients */
+  bool averaged;     /* means are in place, except those that one loop takes */
+  double clip;       /* factor of the means; 1: none */
+  bool one_loop;     /* cddp__update.loop supports the number of ranks, and all have gradients */
+  bool loops;        /* it processes the current parameter */
+  bool alone;        /* the optimizer's states are this rank's alone, and so are new weights */
 } cddp__pass;
 
 /* Sets this rank's sums of squares of the pieces [begin, end) of the model, all of parameter i. */
 static void cddp__add_squares(cddp_ddp *d, int i, const char *grad, size_t begin, size_t end) {
-  const cddp__tensor *t = &d->tensors[i];
-  double *sums = d->addresses.squares[d->me] + t->first_piece;
+  const cddp__tensor *tensor = &d->tensors[i];
+  double *sums = d->addresses.squares[d->me] + tensor->first_piece;
   size_t at, n;
   for (at = begin; at < end; at += n) {
     n = cddp__min(CDDP__BLOCK_BYTES - at % CDDP__BLOCK_BYTES, end - at);
-    sums[at / CDDP__BLOCK_BYTES - t->offset / CDDP__BLOCK_BYTES] =
+    sums[at / CDDP__BLOCK_BYTES - tensor->offset / CDDP__BLOCK_BYTES] =
         cddp__sum_squares(grad + (at - begin), n / cddp__dtype_size(d->params[i].dtype),
                           d->params[i].dtype);
   }
@@ -17439,14 +17471,15 @@ static double cddp__clip_factor(cddp_ddp *d, double max_norm, double *const *sum
   double sum = 0, factor;
   int i, p;
   for (i = d->count - 1; i >= 0; i--) {
-    const cddp__tensor *t = &d->tensors[i];
-    const cddp__sparse *s = cddp__sparse_of(d, i);
+    const cddp__tensor *tensor = &d->tensors[i];
+    const cddp__sparse *sparse = cddp__sparse_of(d, i);
     if (!d->step.used[i]) continue;
-    if (s != NULL)
-      sum += cddp__sum_squares(s->mean.values, s->mean.n * s->width, d->params[i].dtype);
-    for (p = 0; p < parts && s == NULL; p++) {
+    if (sparse != NULL)
+      sum += cddp__sum_squares(sparse->mean.values, sparse->mean.n * sparse->width,
+                               d->params[i].dtype);
+    for (p = 0; p < parts && sparse == NULL; p++) {
       if (!cddp__part_slice(d, i, parts, p, &begin, &end)) continue;
-      k = t->first_piece + begin / CDDP__BLOCK_BYTES - t->offset / CDDP__BLOCK_BYTES;
+      k = tensor->first_piece + begin / CDDP__BLOCK_BYTES - tensor->offset / CDDP__BLOCK_BYTES;
       for (n = cddp__count_pieces(begin, end); n > 0; n--) sum += sums[p][k++];
     }
   }
@@ -17459,9 +17492,9 @@ static double cddp__clip_factor(cddp_ddp *d, double max_norm, double *const *sum
 static void cddp__clip_rows(cddp_ddp *d, double factor) {
   int i;
   for (i = 0; factor != 1 && i < d->count; i++) {
-    cddp__sparse *s = cddp__sparse_of(d, i);
-    if (s != NULL && d->step.used[i])
-      cddp__scale(s->mean.values, s->mean.n * s->width, d->params[i].dtype, factor);
+    cddp__sparse *sparse = cddp__sparse_of(d, i);
+    if (sparse != NULL && d->step.used[i])
+      cddp__scale(sparse->mean.values, sparse->mean.n * sparse->width, d->params[i].dtype, factor);
   }
 }
 
@@ -17469,9 +17502,10 @@ static cddp_result cddp__host_clip(cddp_ddp *d, double max_norm, double *norm) {
   double factor;
   int i;
   for (i = 0; i < d->count; i++) {
-    const cddp__tensor *t = &d->tensors[i];
+    const cddp__tensor *tensor = &d->tensors[i];
     if (d->step.used[i] && cddp__dense_count(d, i) > 0)
-      cddp__add_squares(d, i, (char *)d->params[i].grad, t->offset, t->offset + t->bytes);
+      cddp__add_squares(d, i, (char *)d->params[i].grad, tensor->offset,
+                        tensor->offset + tensor->bytes);
   }
   factor = cddp__clip_factor(d, max_norm, &d->addresses.squares[d->me], 1);
   for (i = 0; factor != 1 && i < d->count; i++)
@@ -17485,9 +17519,9 @@ static cddp_result cddp__host_clip(cddp_ddp *d, double max_norm, double *norm) {
 /* Updates this rank's part of parameter i, block by block to copy it from the cache. */
 static void cddp__fuse_loop(const cddp__pass *pass, int i, const cddp__update *u) {
   const cddp_ddp *d = pass->d;
-  const cddp__tensor *t = &d->tensors[i];
-  size_t at = (t->begin - t->offset) / sizeof(float), n;
-  size_t end = (t->end - t->offset) / sizeof(float);
+  const cddp__tensor *tensor = &d->tensors[i];
+  size_t at = (tensor->begin - tensor->offset) / sizeof(float), n;
+  size_t end = (tensor->end - tensor->offset) / sizeof(float);
   int k, others = 0, size = d->group->local_size;
   cddp__fused_args args;
   args.scalars = &u->scalars;
@@ -17497,7 +17531,7 @@ static void cddp__fuse_loop(const cddp__pass *pass, int i, const cddp__update *u
     args.states[k] = u->states[k] != NULL ? (cddp__f32 *)(void *)u->states[k] + at : NULL;
   args.weights[0] = (cddp__f32 *)d->params[i].data + at;
   for (k = 0; k < size; k++) {
-    args.gradients[k] = (cddp__f32 *)(void *)cddp__gradient_at(d, k, i, t->begin);
+    args.gradients[k] = (cddp__f32 *)(void *)cddp__gradient_at(d, k, i, tensor->begin);
     if (k != d->group->local_rank)
       args.weights[++others] = (cddp__f32 *)(void *)cddp__weights_of(d, k, i) + at;
   }
@@ -17566,15 +17600,15 @@ static void cddp__copy_near(char *to, const char *from, size_t bytes) {
    copy them. */
 static void cddp__publish_block(const cddp_ddp *d, int i, const char *weights, size_t at,
                                 size_t bytes, char *apart) {
-  const cddp__tensor *t = &d->tensors[i];
+  const cddp__tensor *tensor = &d->tensors[i];
   int k;
   for (k = 0; k < d->group->local_size; k++) {
-    char *to = t->shared ? cddp__weights_of(d, k, i) + (at - t->offset) : NULL;
+    char *to = tensor->shared ? cddp__weights_of(d, k, i) + (at - tensor->offset) : NULL;
     char *gradient = cddp__gradient_at(d, k, i, at);
     if (to != NULL && to != weights) cddp__copy_near(to, weights, bytes);
     if (gradient != apart) cddp__copy_near(gradient, NULL, bytes);
   }
-  if (!t->shared) cddp__copy_near(apart, weights, bytes);
+  if (!tensor->shared) cddp__copy_near(apart, weights, bytes);
 }
 
 /* Reduces, steps and publishes a block. */
@@ -17582,14 +17616,14 @@ static void cddp__fuse_block(const cddp__pass *pass, int i, const cddp__update *
                              size_t n) {
   double sum[CDDP__STEP_BLOCK / sizeof(double)];
   const cddp_ddp *d = pass->d;
-  const cddp__tensor *t = &d->tensors[i];
-  size_t esize = cddp__dtype_size(u->stored), first = (at - t->offset) / esize;
-  char *weights = (char *)d->params[i].data + (at - t->offset);
+  const cddp__tensor *tensor = &d->tensors[i];
+  size_t esize = cddp__dtype_size(u->stored), first = (at - tensor->offset) / esize;
+  char *weights = (char *)d->params[i].data + (at - tensor->offset);
   cddp__update_run(u, first - pass->optim->parts[i].first, weights,
                    cddp__block_gradient(pass, i, at, n, sum), n);
   if (!pass->alone)
     cddp__publish_block(d, i, weights, at, n * esize,
-                        t->shared ? NULL : cddp__gradient_at(d, d->me, i, at));
+                        tensor->shared ? NULL : cddp__gradient_at(d, d->me, i, at));
   cddp__optim_copy(pass->optim, i, first, n);
 }
 
@@ -17602,8 +17636,9 @@ static void cddp__walk(cddp__pass *pass, size_t begin, size_t end) {
   int i, j, k;
   memset(&u, 0, sizeof u);
   for (j = 0; j < d->count; j++) {
-    const cddp__tensor *t = &d->tensors[i = d->layout.order[j]];
-    size_t at = cddp__max(begin, t->offset), high = cddp__min(end, t->offset + t->bytes), n;
+    const cddp__tensor *tensor = &d->tensors[i = d->layout.order[j]];
+    size_t at = cddp__max(begin, tensor->offset),
+           high = cddp__min(end, tensor->offset + tensor->bytes), n;
     size_t esize = cddp__dtype_size(d->params[i].dtype), block = CDDP__BLOCK_BYTES;
     if (at >= high || (pass->optim != NULL && cddp__optim_skips(pass->optim, i))) continue;
     if (!steps && !d->step.used[i]) continue;
@@ -17613,8 +17648,8 @@ static void cddp__walk(cddp__pass *pass, size_t begin, size_t end) {
                              : cddp__state_at(d, pass->optim, pass->optim->shared_states, k, i, 0);
       u = cddp__update_of(pass->optim, i, states, 1);
       block = steps ? CDDP__STEP_BLOCK : block;
-      pass->loops =
-          pass->one_loop && u.loop != NULL && u.stored == CDDP_F32 && t->used && t->shared;
+      pass->loops = pass->one_loop && u.loop != NULL && u.stored == CDDP_F32 && tensor->used &&
+                    tensor->shared;
     }
     if (steps && pass->loops) cddp__fuse_loop(pass, i, &u);
     for (; at < high && !(steps && pass->loops); at += n * esize) {
@@ -17663,8 +17698,8 @@ static cddp_result cddp__fetch_weights(cddp_ddp *d, const cddp_optim *optim) {
   size_t begin, end, at;
   bool any = false;
   for (i = 0; r == CDDP_OK && i < d->count; i++) {
-    cddp__tensor *t = &d->tensors[i];
-    bool fetched = !t->shared;
+    cddp__tensor *tensor = &d->tensors[i];
+    bool fetched = !tensor->shared;
     if ((optim != NULL && cddp__optim_skips(optim, i)) ||
         (!fetched && (optim == NULL || optim->desc.copies == NULL)))
       continue;
@@ -17672,7 +17707,7 @@ static cddp_result cddp__fetch_weights(cddp_ddp *d, const cddp_optim *optim) {
     for (p = 0; p < d->group->local_size; p++) {
       size_t esize = cddp__dtype_size(d->params[i].dtype);
       if (p == d->me || !cddp__part_slice(d, i, d->group->local_size, p, &begin, &end)) continue;
-      at = begin - t->offset;
+      at = begin - tensor->offset;
       if (fetched)
         memcpy((char *)d->params[i].data + at, cddp__gradient_at(d, p, i, begin), end - begin);
       if (optim != NULL) cddp__optim_copy(optim, i, at / esize, (end - begin) / esize);
@@ -17680,9 +17715,10 @@ static cddp_result cddp__fetch_weights(cddp_ddp *d, const cddp_optim *optim) {
   }
   if (any) r = cddp__host_barrier(d, kind, CDDP__PHASE_WEIGHTS);
   for (i = 0; r == CDDP_OK && any && i < d->count; i++) {
-    const cddp__tensor *t = &d->tensors[i];
-    if (!t->shared && !(optim != NULL && cddp__optim_skips(optim, i)) && t->begin < t->end)
-      memset(cddp__gradient_at(d, d->me, i, t->begin), 0, t->end - t->begin);
+    const cddp__tensor *tensor = &d->tensors[i];
+    if (!tensor->shared && !(optim != NULL && cddp__optim_skips(optim, i)) &&
+        tensor->begin < tensor->end)
+      memset(cddp__gradient_at(d, d->me, i, tensor->begin), 0, tensor->end - tensor->begin);
   }
   return r == CDDP_OK ? cddp__end_access(d->control, r) : r;
 }
@@ -17750,9 +17786,9 @@ static cddp_result cddp__host_publish(cddp_ddp *d) {
   if (r != CDDP_OK) return r;
   for (i = 0; i < d->partition_count; i++) {
     const cddp_partition *p = &d->partitions[i];
-    const cddp__tensor *t = &d->tensors[p->param];
-    cddp__publish_block(d, p->param, (char *)p->data, t->begin, t->end - t->begin,
-                        t->shared ? NULL : (char *)p->grad);
+    const cddp__tensor *tensor = &d->tensors[p->param];
+    cddp__publish_block(d, p->param, (char *)p->data, tensor->begin, tensor->end - tensor->begin,
+                        tensor->shared ? NULL : (char *)p->grad);
   }
   return cddp__fetch_weights(d, NULL);
 }
@@ -17884,9 +17920,9 @@ static cddp_result cddp__launch_buckets(cddp_ddp *d) {
 
 /* Copies a gradient to the arena, unless it is there or is reduced in place. */
 static cddp_result cddp__fetch_gradient(cddp_ddp *d, int i) {
-  const cddp__tensor *t = &d->tensors[i];
-  if (t->storage != CDDP__STORAGE_COPIED) return CDDP_OK;
-  return (d->memory->copy)(d->arena + t->arena_offset, d->params[i].grad, t->bytes,
+  const cddp__tensor *tensor = &d->tensors[i];
+  if (tensor->storage != CDDP__STORAGE_COPIED) return CDDP_OK;
+  return (d->memory->copy)(d->arena + tensor->arena_offset, d->params[i].grad, tensor->bytes,
                            d->group->stream);
 }
 
@@ -17894,8 +17930,8 @@ static cddp_result cddp__fetch_gradient(cddp_ddp *d, int i) {
    sums. */
 CDDPDEF cddp_result cddp_ddp_ready(cddp_ddp *d, int param) {
   const cddp_group *g;
-  cddp__tensor *t;
-  cddp__host *h;
+  cddp__tensor *tensor;
+  cddp__host *host;
   bool noted, twice;
   cddp_result r = CDDP_OK;
   CDDP__CHECK(d != NULL, "the cddp_ddp is NULL");
@@ -17903,16 +17939,16 @@ CDDPDEF cddp_result cddp_ddp_ready(cddp_ddp *d, int param) {
               d->count - 1);
   CDDP__CHECK(d->params[param].grad != NULL || cddp__dense_count(d, param) == 0,
               "the parameter's grad is NULL");
-  t = &d->tensors[param];
-  h = d->group->host;
+  tensor = &d->tensors[param];
+  host = d->group->host;
   CDDP__POINT("ready");
-  cddp__note_thread(h);
+  cddp__note_thread(host);
   pthread_mutex_lock(&d->lock);
   noted = d->no_sync; /* for a later step only */
-  twice = !noted && t->ready;
-  if (noted) t->noted = true;
+  twice = !noted && tensor->ready;
+  if (noted) tensor->noted = true;
   else if (!twice) {
-    t->ready = true;
+    tensor->ready = true;
     d->plan.arrival[d->plan.arrived++] = param;
   }
   pthread_mutex_unlock(&d->lock);
@@ -17928,8 +17964,8 @@ CDDPDEF cddp_result cddp_ddp_ready(cddp_ddp *d, int param) {
   if ((r = d->memory->use(d->group)) != CDDP_OK) return r;
   if ((r = cddp__fetch_gradient(d, param)) != CDDP_OK) return r;
   pthread_mutex_lock(&d->lock);
-  CDDP_ASSERT(d->plan.buckets[t->bucket].remaining > 0);
-  d->plan.buckets[t->bucket].remaining--;
+  CDDP_ASSERT(d->plan.buckets[tensor->bucket].remaining > 0);
+  d->plan.buckets[tensor->bucket].remaining--;
   if (d->step.early) r = cddp__launch_buckets(d);
   pthread_mutex_unlock(&d->lock);
   return r == CDDP_OK ? r : cddp__fail_model(d, r); /* the bucket counts as started */
@@ -18101,20 +18137,20 @@ static cddp_result cddp__settle_unused(cddp_ddp *d) {
   if (!d->desc.find_unused_parameters) return cddp__name_missing(d);
   pthread_mutex_lock(&d->lock);
   for (i = 0; i < n && r == CDDP_OK; i++) {
-    cddp__tensor *t = &d->tensors[i];
-    if (t->ready) continue;
-    t->used = false;
+    cddp__tensor *tensor = &d->tensors[i];
+    if (tensor->ready) continue;
+    tensor->used = false;
     for (p = 0; p < (size_t)d->group->size; p++)
-      if (d->scratch.flags[p * n + i] == 1) t->used = true;
-    if (mine[i] || !t->used) { /* accumulated under no_sync, or not to be changed */
+      if (d->scratch.flags[p * n + i] == 1) tensor->used = true;
+    if (mine[i] || !tensor->used) { /* accumulated under no_sync, or not to be changed */
       r = cddp__fetch_gradient(d, (int)i);
     } else {
-      r = (d->memory->zero)(cddp__gradient_at(d, d->me, (int)i, t->offset), t->padded_bytes,
-                            d->group->stream);
+      r = (d->memory->zero)(cddp__gradient_at(d, d->me, (int)i, tensor->offset),
+                            tensor->padded_bytes, d->group->stream);
       if (cddp__sparse_of(d, (int)i) != NULL) d->rows.sparse[i]->added.n = 0;
     }
-    t->ready = true;
-    d->plan.buckets[t->bucket].remaining--;
+    tensor->ready = true;
+    d->plan.buckets[tensor->bucket].remaining--;
   }
   pthread_mutex_unlock(&d->lock);
   return r;
@@ -18133,9 +18169,9 @@ static cddp_result cddp__finish_buckets(cddp_ddp *d, int kind, const cddp_optim 
   int i;
   pthread_mutex_lock(&d->lock);
   for (i = 0; i < d->count && d->uneven.absent != 0; i++) { /* this rank has no gradients */
-    cddp__tensor *t = &d->tensors[i];
-    if (!t->ready) d->plan.buckets[t->bucket].remaining--;
-    t->ready = true;
+    cddp__tensor *tensor = &d->tensors[i];
+    if (!tensor->ready) d->plan.buckets[tensor->bucket].remaining--;
+    tensor->ready = true;
   }
   cddp__copy_site(&d->step.site, &cddp__this_site);
   r = cddp__launch_buckets(d);
@@ -18229,15 +18265,16 @@ static cddp_result cddp__clear_gradients(cddp_ddp *d, cddp_optim *optim, bool cl
   cddp_result r = cleared ? CDDP_OK : (d->memory->zero)(d->arena, d->layout.bytes, stream);
   int i;
   for (i = 0; r == CDDP_OK && i < d->count; i++) {
-    const cddp__tensor *t = &d->tensors[i];
+    const cddp__tensor *tensor = &d->tensors[i];
     if (optim != NULL && cddp__optim_skips(optim, i))
-      r = (d->memory->zero)(cddp__gradient_at(d, d->me, i, t->offset), t->padded_bytes, stream);
+      r = (d->memory->zero)(cddp__gradient_at(d, d->me, i, tensor->offset), tensor->padded_bytes,
+                            stream);
     else if (optim != NULL)
       cddp__count_step(optim, i);
     if (cddp__sparse_of(d, i) != NULL) d->rows.sparse[i]->added.n = d->rows.sparse[i]->mean.n = 0;
-    if (r == CDDP_OK && (t->storage == CDDP__STORAGE_COPIED ||
-                         (t->storage == CDDP__STORAGE_IN_PLACE && !cleared)))
-      r = (d->memory->zero)(d->params[i].grad, t->bytes, stream);
+    if (r == CDDP_OK && (tensor->storage == CDDP__STORAGE_COPIED ||
+                         (tensor->storage == CDDP__STORAGE_IN_PLACE && !cleared)))
+      r = (d->memory->zero)(d->params[i].grad, tensor->bytes, stream);
   }
   return r;
 }
@@ -18281,7 +18318,8 @@ static cddp_result cddp__finish(cddp_ddp *d, int kind, cddp_optim *optim, uint64
     d->uneven.out_of_date = true; /* ranks with data will step */
   if (r == CDDP_OK)
     r = waits ? cddp__return_gradients(d) : (d->memory->step)(d, optim, averaged, wrote);
-  if (r == CDDP_OK && optim != NULL) r = cddp__clear_gradients(d, optim, !optim->partitioned);
+  if (r == CDDP_OK && optim != NULL) /* cddp__partitioned_step zeroes none */
+    r = cddp__clear_gradients(d, optim, optim->partitioned ? CDDP__NOT_CLEARED : CDDP__CLEARED);
   d->step.scattered = r == CDDP_OK && kind == CDDP__KIND_DDP_SCATTER;
   d->step.scatters = cddp__scatters_next(d, kind, optim);
   if (r != CDDP_OK) return cddp__end_access(d->control, cddp__fail_model(d, r));
@@ -18554,7 +18592,7 @@ static cddp_result cddp__agree_on_params(cddp_ddp *d) {
                    what, same, g->rank, theirs[i + 1].text + (same - mine.text));
   }
   cddp__free(&g->host->allocator, theirs);
-  return cddp__consensus(g, r, NULL, 0, NULL);
+  return cddp__agree(g, r);
 }
 
 static cddp__atomic_u32 cddp__models_made; /* in this process */
@@ -18733,17 +18771,17 @@ static cddp_result cddp__check_shards(const cddp_ddp *d) {
 static void cddp__place_partitions(cddp_ddp *d) {
   int i;
   for (i = 0; i < d->count; i++) {
-    const cddp__tensor *t = &d->tensors[i];
+    const cddp__tensor *tensor = &d->tensors[i];
     cddp_partition *part = &d->partitions[d->partition_count];
     size_t esize = cddp__dtype_size(d->params[i].dtype);
-    if (t->storage == CDDP__STORAGE_PLACED && cddp__sparse_of(d, i) == NULL)
-      d->params[i].grad = d->arena + t->arena_offset;
-    if (t->begin >= t->end) continue;
+    if (tensor->storage == CDDP__STORAGE_PLACED && cddp__sparse_of(d, i) == NULL)
+      d->params[i].grad = d->arena + tensor->arena_offset;
+    if (tensor->begin >= tensor->end) continue;
     part->param = i;
-    part->first = (t->begin - t->offset) / esize;
-    part->count = (t->end - t->begin) / esize;
-    part->data = (char *)d->params[i].data + (t->begin - t->offset);
-    part->grad = cddp__gradient_at(d, d->me, i, t->begin);
+    part->first = (tensor->begin - tensor->offset) / esize;
+    part->count = (tensor->end - tensor->begin) / esize;
+    part->data = (char *)d->params[i].data + (tensor->begin - tensor->offset);
+    part->grad = cddp__gradient_at(d, d->me, i, tensor->begin);
     d->partition_count++;
   }
 }
@@ -18769,7 +18807,7 @@ static cddp_result cddp__ddp_setup(cddp_ddp *d, bool joins) {
   if (r != CDDP_OK) return r;
   r = cddp__check_shards(d);
   if (!joins) {
-    r = cddp__consensus(d->control, r, NULL, 0, NULL);
+    r = cddp__agree(d->control, r);
     if (r == CDDP_OK) r = cddp__ddp_group(d, CDDP__KIND_DDP_CREATE, &d->comm);
     if (r != CDDP_OK) return r;
     r = cddp__agree_on_params(d);
@@ -18779,7 +18817,7 @@ static cddp_result cddp__ddp_setup(cddp_ddp *d, bool joins) {
   }
   if (r != CDDP_OK) return r;
   cddp__set_layout(d);
-  if ((r = cddp__consensus(d->control, (d->memory->alloc)(d), NULL, 0, NULL)) != CDDP_OK) return r;
+  if ((r = cddp__agree(d->control, (d->memory->alloc)(d))) != CDDP_OK) return r;
   cddp__set_rank_addresses(d, d->me, d->arena);
   if (!joins && !g->backend->on_device) {
     r = cddp__exchange_refs(d->control, CDDP__KIND_DDP_CREATE, d->arena, d->layout.arena_bytes,
@@ -21837,7 +21875,7 @@ static cddp_result cddp__alloc_whole(cddp__ckpt *ckpt) {
   for (i = 0; i < ckpt->item_count; i++)
     if (ckpt->items[i].place != NULL) most = cddp__max(most, (size_t)ckpt->items[i].bytes);
   if (most > 0 && (ckpt->whole = (char *)cddp_alloc(ckpt->g, most)) == NULL) r = CDDP_OUT_OF_MEMORY;
-  return cddp__consensus(ckpt->g, r, NULL, 0, NULL);
+  return cddp__agree(ckpt->g, r);
 }
 
 /* Bytes that this rank keeps of a state: all, or its part. */
@@ -22034,7 +22072,7 @@ CDDPDEF cddp_result (cddp_save)(cddp_group *g, const char *path, const cddp_para
   if (r == CDDP_OK && c.partitioned) r = cddp__alloc_whole(&c);
   if (r == CDDP_OK) {
     if (c.first || c.partitioned) r = cddp__save_header(&c);
-    if (c.partitioned) r = cddp__consensus(g, r, NULL, 0, NULL);
+    if (c.partitioned) r = cddp__agree(g, r);
     if (r == CDDP_OK && c.first) {
       r = cddp__open_temporary(&c);
       if (r == CDDP_OK && shares) r = cddp__begin_access(g);
@@ -22046,7 +22084,7 @@ CDDPDEF cddp_result (cddp_save)(cddp_group *g, const char *path, const cddp_para
       r = cddp__save_items(&c, r);
     }
     mine = r;
-    r = cddp__consensus(g, mine, NULL, 0, NULL);
+    r = cddp__agree(g, mine);
     if (r == CDDP_TIMEOUT && !c.first)
       r = cddp__fail_in(r, "rank 0 has not finished writing the file to the disk: ");
     if (r != CDDP_OK && mine == CDDP_OK && c.first)
@@ -22177,7 +22215,7 @@ static cddp_result cddp__load_header(cddp__ckpt *ckpt, cddp_result r) {
   }
   if ((r = cddp__broadcast_bytes(ckpt, sizes, sizeof sizes)) != CDDP_OK) return r;
   if (!ckpt->first) ckpt->file = cddp__st_new(ckpt->allocator, (size_t)sizes[0]);
-  r = cddp__consensus(ckpt->g, ckpt->file != NULL ? CDDP_OK : CDDP_OUT_OF_MEMORY, NULL, 0, NULL);
+  r = cddp__agree(ckpt->g, ckpt->file != NULL ? CDDP_OK : CDDP_OUT_OF_MEMORY);
   if (r == CDDP_OK) r = cddp__broadcast_bytes(ckpt, ckpt->file->text, ckpt->file->text_size);
   if (r != CDDP_OK) return r;
   ckpt->file->data_bytes = sizes[1];
@@ -22191,7 +22229,7 @@ static cddp_result cddp__load_header(cddp__ckpt *ckpt, cddp_result r) {
   if (needed > 0 && (desc->text == NULL || desc->text_size < needed))
     r = CDDP__REFUSE("text has %zu bytes; the metadata's values need %zu",
                      desc->text != NULL ? desc->text_size : 0, needed);
-  return cddp__consensus(ckpt->g, r, NULL, 0, NULL);
+  return cddp__agree(ckpt->g, r);
 }
 
 /* Broadcasts the tensors that rank 0 has read. */
@@ -22231,13 +22269,13 @@ static cddp_result cddp__load_states(cddp__ckpt *ckpt) {
     if (item.from == NULL || item.place == NULL) continue;
     item.data = whole;
     if (ckpt->first) r = cddp__copy_item(ckpt, &item);
-    if ((r = cddp__consensus(g, r, NULL, 0, NULL)) != CDDP_OK) break;
+    if ((r = cddp__agree(g, r)) != CDDP_OK) break;
     r = (g->backend->start)(g, &call, NULL);
     if (r == CDDP_OK)
       r = (d->memory->copy)(part, whole + optim->parts[item.param].first * cddp__dtype_size(dtype),
                             cddp__kept_bytes(ckpt, &item), g->stream);
     if (r == CDDP_OK && ckpt->device) r = cddp__await_device(g);
-    r = cddp__consensus(g, r, NULL, 0, NULL);
+    r = cddp__agree(g, r);
   }
   return r;
 }
@@ -22269,7 +22307,7 @@ static cddp_result cddp__load_tensors(cddp__ckpt *ckpt) {
     if (item->from != NULL && (!ckpt->partitioned || item->place == NULL))
       r = cddp__copy_item(ckpt, item);
   }
-  r = cddp__consensus(ckpt->g, r, NULL, 0, NULL);
+  r = cddp__agree(ckpt->g, r);
   if (r == CDDP_OK && ckpt->partitioned) r = cddp__load_states(ckpt);
   if (r != CDDP_OK) return r;
   if (ckpt->g != NULL) return cddp__broadcast_tensors(ckpt);
@@ -22667,7 +22705,9 @@ static cddp_result cddp__wait_children(cddp__spawn_job *job) {
       job->deadline = cddp__now() + (job->next_signal == SIGTERM ? CDDP__GRACE_S : 1);
       job->next_signal = SIGKILL;
     }
-    ms = job->blind ? 10 : job->next_signal == 0 ? -1 : cddp__poll_ms(job->deadline, 250);
+    ms = job->blind              ? 10
+         : job->next_signal == 0 ? -1
+                                 : cddp__poll_ms(job->deadline, CDDP__POLL_MAX_MS);
     if (cddp__poll(job->fds, (size_t)job->n + job->elastic, ms) < 0 && errno != EINTR)
       cddp__sleep(0.01); /* poll fails with more descriptors than ulimit -n */
     if (job->elastic) cddp__read_notices(job);
@@ -23285,43 +23325,43 @@ CDDPDEF uint64_t cddp_ddp_steps(const cddp_ddp *d) { return d != NULL ? d->steps
 CDDPDEF cddp_result cddp_ddp_add_rows(cddp_ddp *d, int param, const int64_t *rows,
                                       const void *values, size_t n) {
   void *copy = NULL;
-  cddp__sparse *s;
+  cddp__sparse *sparse;
   cddp_result r = CDDP_OK;
   size_t i;
   CDDP__CHECK(d != NULL, "the cddp_ddp is NULL");
   CDDP__CHECK(param >= 0 && param < d->count, "param is %d; it must be from 0 to %d", param,
               d->count - 1);
-  s = cddp__sparse_of(d, param);
-  CDDP__CHECK(s != NULL, "parameter \"%s\" is dense; set sparse_rows in cddp_ddp_desc",
+  sparse = cddp__sparse_of(d, param);
+  CDDP__CHECK(sparse != NULL, "parameter \"%s\" is dense; set sparse_rows in cddp_ddp_desc",
               cddp__param_name(d->params, param).s);
   CDDP__CHECK(n == 0 || (rows != NULL && values != NULL), "rows or values is NULL");
   CDDP__CHECK(n == 0 || !cddp__misaligned(values, cddp__dtype_size(d->params[param].dtype)),
               "values is not aligned to its elements");
   for (i = 0; i < n; i++)
-    CDDP__CHECK(rows[i] >= 0 && (uint64_t)rows[i] < s->rows,
+    CDDP__CHECK(rows[i] >= 0 && (uint64_t)rows[i] < sparse->rows,
                 "row %" PRId64 " of parameter \"%s\", which has rows 0 to %zu", rows[i],
-                cddp__param_name(d->params, param).s, s->rows - 1);
-  CDDP__CHECK(n <= SIZE_MAX / 4 / (s->bytes + 64), "n exceeds the address space");
+                cddp__param_name(d->params, param).s, sparse->rows - 1);
+  CDDP__CHECK(n <= SIZE_MAX / 4 / (sparse->bytes + 64), "n exceeds the address space");
   if (n > 0 && cddp__on_device(d->group, values)) {
     if ((r = cddp__await_device(d->group)) != CDDP_OK) return r;
-    copy = cddp__malloc(&d->group->host->allocator, n * s->bytes);
+    copy = cddp__malloc(&d->group->host->allocator, n * sparse->bytes);
     if (copy == NULL) return CDDP_OUT_OF_MEMORY;
-    r = cddp__transfer(d->group, copy, values, n * s->bytes);
+    r = cddp__transfer(d->group, copy, values, n * sparse->bytes);
     values = copy;
   }
   if (r == CDDP_OK)
-    r = cddp__rows_add(&d->group->host->allocator, &s->added, s->bytes, rows, values, n);
+    r = cddp__rows_add(&d->group->host->allocator, &sparse->added, sparse->bytes, rows, values, n);
   cddp__free(&d->group->host->allocator, copy);
   return r;
 }
 
 CDDPDEF size_t cddp_ddp_rows(const cddp_ddp *d, int param, const int64_t **rows,
                              const void **values) {
-  const cddp__sparse *s =
+  const cddp__sparse *sparse =
       d != NULL && param >= 0 && param < d->count ? cddp__sparse_of(d, param) : NULL;
-  if (rows != NULL) *rows = s != NULL ? s->mean.number : NULL;
-  if (values != NULL) *values = s != NULL ? s->mean.values : NULL;
-  return s != NULL ? s->mean.n : 0;
+  if (rows != NULL) *rows = sparse != NULL ? sparse->mean.number : NULL;
+  if (values != NULL) *values = sparse != NULL ? sparse->mean.values : NULL;
+  return sparse != NULL ? sparse->mean.n : 0;
 }
 
 static cddp_result cddp__run_step(const char *function, cddp_ddp *d, int kind, cddp_optim *optim) {
