@@ -1863,32 +1863,31 @@ typedef struct cddp__counted_share {
 /* The kinds of calls: names in texts, and which data they move (struct cddp__shape). Rounds never
    compare those behind COUNT. */
 #define CDDP__KINDS(X) \
-  /* 1 or 0: reduces, scatters, gathers, from_root, to_root */ \
-  X(BARRIER, "barrier", 0, 0, 0, 0, 0) \
-  X(ALL_REDUCE, "all_reduce", 1, 0, 0, 0, 0) \
-  X(REDUCE, "reduce", 1, 0, 0, 0, 1) \
-  X(BROADCAST, "broadcast", 0, 0, 0, 1, 0) \
-  X(ALL_GATHER, "all_gather", 0, 0, 1, 0, 0) \
-  X(GATHER, "gather", 0, 0, 1, 0, 1) \
-  X(SCATTER, "scatter", 0, 1, 0, 1, 0) \
-  X(REDUCE_SCATTER, "reduce_scatter", 1, 1, 0, 0, 0) \
-  X(ALL_TO_ALL, "all_to_all", 0, 1, 1, 0, 0) \
-  X(ALL_GATHER_V, "all_gather_v", 0, 0, 1, 0, 0) \
-  X(ALL_TO_ALL_V, "all_to_all_v", 0, 1, 1, 0, 0) \
-  X(GROUP_NEW, "group_new/split", 0, 0, 0, 0, 0) \
-  X(DDP_CREATE, "ddp_create", 0, 0, 0, 0, 0) \
-  X(DDP_WAIT, "ddp_wait", 0, 0, 0, 0, 0) \
-  X(DDP_STEP, "ddp_step", 0, 0, 0, 0, 0) \
-  X(DDP_BUCKET, "ddp bucket", 0, 0, 0, 0, 0) \
-  X(DDP_BUFFERS, "ddp_sync_buffers", 0, 0, 0, 0, 0) \
-  X(DDP_JOIN, "ddp_join", 0, 0, 0, 0, 0) \
-  X(DDP_SCATTER, "ddp_reduce_scatter", 0, 0, 0, 0, 0) \
-  X(DDP_GATHER, "ddp_all_gather", 0, 0, 0, 0, 0) \
-  X(DDP_NEXT, "ddp_next_shard", 0, 0, 0, 0, 0) \
-  X(COUNT, "", 0, 0, 0, 0, 0) \
-  X(SEND, "send", 0, 0, 0, 0, 0) \
-  X(RECV, "recv", 0, 0, 0, 0, 0)
-#define CDDP__X(kind, name, reduces, scatters, gathers, from_root, to_root) CDDP__KIND_##kind,
+  X(BARRIER, "barrier", 0) \
+  X(ALL_REDUCE, "all_reduce", CDDP__REDUCES) \
+  X(REDUCE, "reduce", CDDP__REDUCES | CDDP__TO_ROOT) \
+  X(BROADCAST, "broadcast", CDDP__FROM_ROOT) \
+  X(ALL_GATHER, "all_gather", CDDP__GATHERS) \
+  X(GATHER, "gather", CDDP__GATHERS | CDDP__TO_ROOT) \
+  X(SCATTER, "scatter", CDDP__SCATTERS | CDDP__FROM_ROOT) \
+  X(REDUCE_SCATTER, "reduce_scatter", CDDP__REDUCES | CDDP__SCATTERS) \
+  X(ALL_TO_ALL, "all_to_all", CDDP__SCATTERS | CDDP__GATHERS) \
+  X(ALL_GATHER_V, "all_gather_v", CDDP__GATHERS) \
+  X(ALL_TO_ALL_V, "all_to_all_v", CDDP__SCATTERS | CDDP__GATHERS) \
+  X(GROUP_NEW, "group_new/split", 0) \
+  X(DDP_CREATE, "ddp_create", 0) \
+  X(DDP_WAIT, "ddp_wait", 0) \
+  X(DDP_STEP, "ddp_step", 0) \
+  X(DDP_BUCKET, "ddp bucket", 0) \
+  X(DDP_BUFFERS, "ddp_sync_buffers", 0) \
+  X(DDP_JOIN, "ddp_join", 0) \
+  X(DDP_SCATTER, "ddp_reduce_scatter", 0) \
+  X(DDP_GATHER, "ddp_all_gather", 0) \
+  X(DDP_NEXT, "ddp_next_shard", 0) \
+  X(COUNT, "", 0) \
+  X(SEND, "send", 0) \
+  X(RECV, "recv", 0)
+#define CDDP__X(kind, name, moves) CDDP__KIND_##kind,
 enum { CDDP__KINDS(CDDP__X) };
 #undef CDDP__X
 CDDP__STATIC_ASSERT(CDDP__KIND_ALL_GATHER_V == CDDP__KIND_GROUP_NEW - 2 &&
@@ -8117,8 +8116,17 @@ typedef struct cddp__shape {
   bool scatters, gathers;  /* send has a share for each rank; recv has a share of each rank */
   bool from_root, to_root; /* only the root sends; only the root receives */
 } cddp__shape;
-#define CDDP__X(kind, name, reduces, scatters, gathers, from_root, to_root) \
-  {name, reduces, scatters, gathers, from_root, to_root},
+enum {
+  CDDP__REDUCES = 1,
+  CDDP__SCATTERS = 2,
+  CDDP__GATHERS = 4,
+  CDDP__FROM_ROOT = 8,
+  CDDP__TO_ROOT = 16
+};
+#define CDDP__X(kind, name, moves) \
+  {name, ((moves) & CDDP__REDUCES) != 0, ((moves) & CDDP__SCATTERS) != 0, \
+   ((moves) & CDDP__GATHERS) != 0, ((moves) & CDDP__FROM_ROOT) != 0, \
+   ((moves) & CDDP__TO_ROOT) != 0},
 static const cddp__shape cddp__shapes[] = {CDDP__KINDS(CDDP__X)};
 #undef CDDP__X
 
@@ -8491,7 +8499,7 @@ CDDP__INLINED cddp_result cddp__check_group(cddp_group *g) {
 #define CDDP__REMOTE_CAUSE_LONG_S 0.5 /* the same if other ranks may have seen how a rank ended */
 #define CDDP__EXITED "exited, or called MPI_Finalize, without cddp_destroy"
 #define CDDP__STATUS_S 0.5            /* for a dead rank's left neighbour to see how it ended */
-#define CDDP__STOPPED_S 5.0           /* a peer that uses this rank's memory for longer is stopped */
+#define CDDP__STOPPED_S 5.0 /* a peer that uses this rank's memory for longer is stopped */
 #define CDDP__AWAITS_MS 500           /* an entry of slot.awaits counts; its rank checks often */
 
 /* Reads field `number` of /proc/PID/stat (proc(5)), and the letter of the process's state. Returns
@@ -12862,9 +12870,10 @@ static void cddp__sort_hosts(cddp_group *g, cddp__hosts *hosts, int *index) {
     if (g->members[p] < 0) hosts->lowest_remote = p;
   }
   hosts->mine = hosts->peers[g->rank].host;
-  if (hosts->count <= CDDP__DIRECT_HOSTS)
-    g->staging_size =
-        cddp__piggyback_bytes(g->size) / (size_t)g->size / CDDP__CACHE_LINE * CDDP__CACHE_LINE;
+  if (hosts->count <= CDDP__DIRECT_HOSTS) { /* an equal share each, in whole cache lines */
+    g->staging_size = cddp__piggyback_bytes(g->size) / (size_t)g->size;
+    g->staging_size -= g->staging_size % CDDP__CACHE_LINE;
+  }
   for (h = 0; h < hosts->count; h++) {
     cddp__group_node *m = &hosts->nodes[(hosts->mine + h) % hosts->count];
     m->headers_at = at;
@@ -13380,8 +13389,8 @@ static cddp_result cddp__check_receivers(cddp_group *g) {
   return cddp__report_lost(g, gone, "a send, while messages to it were in flight");
 }
 
-/* Reports a timeout: of the group, which breaks it, or of the caller's limit (>= 0 s), which other
-   ranks do not see. */
+/* Reports a timeout: of the caller's limit, which other ranks do not see; or (limit < 0) of the
+   group, which breaks it. */
 static cddp_result cddp__message_timeout(const cddp_work *work, double limit) {
   cddp_group *g = work->group;
   bool any = work->call.root == CDDP_ANY;
@@ -18494,43 +18503,46 @@ CDDPDEF cddp_result (cddp_ddp_join)(cddp_ddp *d, cddp_optim *optim) {
 
 /* max_grad_norm is hashed as a number: the decimal point of its text depends on the locale. */
 static void cddp__describe_settings(const cddp_ddp *d, cddp__model_info *out) {
-  const cddp_ddp_desc *s = &d->desc;
-  const char *hook = s->comm_hook == NULL                      ? ""
-                     : s->comm_hook == cddp_bf16_compress_hook ? ", bf16_compress_hook"
-                     : s->comm_hook == cddp_fp16_compress_hook ? ", fp16_compress_hook"
+  const cddp_ddp_desc *desc = &d->desc;
+  const char *hook = desc->comm_hook == NULL                      ? ""
+                     : desc->comm_hook == cddp_bf16_compress_hook ? ", bf16_compress_hook"
+                     : desc->comm_hook == cddp_fp16_compress_hook ? ", fp16_compress_hook"
                                                                : ", a comm_hook";
   const char *name;
   uint64_t bytes, all = 0;
   int i;
-  out->hash = cddp__hash64((uint64_t)s->buffer_count, &s->max_grad_norm, sizeof s->max_grad_norm);
-  for (i = 0; i < s->buffer_count; i++) {
-    bytes = (uint64_t)s->buffers[i].count * cddp__dtype_size(s->buffers[i].dtype);
+  out->hash =
+      cddp__hash64((uint64_t)desc->buffer_count, &desc->max_grad_norm, sizeof desc->max_grad_norm);
+  for (i = 0; i < desc->buffer_count; i++) {
+    bytes = (uint64_t)desc->buffers[i].count * cddp__dtype_size(desc->buffers[i].dtype);
     out->hash = cddp__hash64(out->hash, &bytes, sizeof bytes);
-    if (s->elastic) { /* joining processes receive them, in this order */
-      name = s->buffers[i].name != NULL ? s->buffers[i].name : "";
-      out->hash = cddp__hash64(out->hash + (uint64_t)s->buffers[i].dtype, name, strlen(name));
+    if (desc->elastic) { /* joining processes receive them, in this order */
+      name = desc->buffers[i].name != NULL ? desc->buffers[i].name : "";
+      out->hash = cddp__hash64(out->hash + (uint64_t)desc->buffers[i].dtype, name, strlen(name));
     }
     all += bytes;
   }
   snprintf(out->text, sizeof out->text, "%d parameter%s, %d shards%s%s%s", d->count,
-           d->count == 1 ? "" : "s", s->elastic ? d->shards.count : s->shards,
-           s->elastic ? ", elastic" : "",
-           s->find_unused_parameters ? ", find_unused_parameters" : "", hook);
-  if (!s->elastic)
+           d->count == 1 ? "" : "s", desc->elastic ? d->shards.count : desc->shards,
+           desc->elastic ? ", elastic" : "",
+           desc->find_unused_parameters ? ", find_unused_parameters" : "", hook);
+  if (!desc->elastic)
     cddp__append(out->text, sizeof out->text, ", buckets of %zu and %zu bytes", d->plan.limits[0],
                  d->plan.limits[1]);
-  if (s->buffer_count > 0)
+  if (desc->buffer_count > 0)
     cddp__append(out->text, sizeof out->text, ", buffers of %" PRIu64 " bytes", all);
   out->hash = cddp__hash64(out->hash, out->text, strlen(out->text));
-  cddp__append(out->text, sizeof out->text, ", max_grad_norm %.17g", s->max_grad_norm);
+  cddp__append(out->text, sizeof out->text, ", max_grad_norm %.17g", desc->max_grad_norm);
 }
 
-/* Of parameter i, or (-1) of the settings. */
+#define CDDP__SETTINGS (-1) /* instead of a parameter's index */
+
+/* The info of parameter i, or of the model's settings. */
 static cddp__model_info cddp__describe(const cddp_ddp *d, int i) {
   cddp__model_info info;
   const char *name = i >= 0 && d->params[i].name != NULL ? d->params[i].name : "";
   memset(&info, 0, sizeof info);
-  if (i < 0) {
+  if (i == CDDP__SETTINGS) {
     cddp__describe_settings(d, &info);
     return info;
   }
@@ -18545,7 +18557,7 @@ static cddp__model_info cddp__describe(const cddp_ddp *d, int i) {
 }
 
 static cddp__model_info cddp__model_of(const cddp_ddp *d) {
-  cddp__model_info model = cddp__describe(d, -1);
+  cddp__model_info model = cddp__describe(d, CDDP__SETTINGS);
   int i;
   for (i = 0; i < d->count; i++) {
     cddp__model_info info = cddp__describe(d, i);
@@ -18578,9 +18590,9 @@ static cddp_result cddp__agree_on_params(cddp_ddp *d) {
   memcpy(&count, cddp__op_header_of(g, 0, g->round)->u.bytes, sizeof count);
   theirs = (cddp__model_info *)cddp__calloc(&g->host->allocator, (size_t)count + 1, sizeof *theirs);
   if (theirs == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
-  for (i = -1; g->rank == 0 && i < d->count; i++) theirs[i + 1] = cddp__describe(d, i);
+  for (i = CDDP__SETTINGS; g->rank == 0 && i < d->count; i++) theirs[i + 1] = cddp__describe(d, i);
   r = cddp__broadcast(g, theirs, ((size_t)count + 1) * sizeof *theirs, 0);
-  for (i = -1; r == CDDP_OK && i < d->count; i++) {
+  for (i = CDDP__SETTINGS; r == CDDP_OK && i < d->count; i++) {
     char what[32] = "the model has";
     const char *at = mine.text, *same = at; /* the first setting that differs */
     mine = cddp__describe(d, i);
