@@ -3812,9 +3812,9 @@ static bool cddp__connected_to_itself(int fd) {
 
 /* Returns 0, CDDP__FOREIGN_USER or an errno; *out is then -1. */
 static int cddp__connect_address(const cddp__address *address, double deadline, int *out) {
-  int error = 0, fd = cddp__socket(address->sa.ss_family);
+  int error = 0, fd;
   socklen_t size = sizeof error;
-  *out = fd;
+  *out = fd = cddp__socket(address->sa.ss_family);
   if (fd < 0) return errno;
   if (connect(fd, &address->any, address->size) != 0) {
     if (errno != EINPROGRESS && errno != EINTR)
@@ -3832,8 +3832,8 @@ static int cddp__connect_address(const cddp__address *address, double deadline, 
 
 /* Returns 0 or an errno. "::" accepts IPv4 too. */
 static int cddp__listen_address(const cddp__address *address, int *out) {
-  int on = 1, error, fd = cddp__socket(address->sa.ss_family);
-  *out = fd;
+  int on = 1, error, fd;
+  *out = fd = cddp__socket(address->sa.ss_family);
   if (fd < 0) return errno;
   setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
   if (address->sa.ss_family == AF_INET6) {
@@ -11747,6 +11747,7 @@ static cddp_result cddp__join_find(cddp__host *host, int *fd) {
 
 /* --- links --- */
 
+/* Wakes a poll of cddp__hosts_pause at these events. */
 static bool cddp__watch_fd(const cddp__hosts *hosts, int fd, uint32_t events) {
   struct epoll_event event;
   memset(&event, 0, sizeof event);
@@ -11786,7 +11787,7 @@ static void cddp__add_link(cddp_group *g, cddp__connection *link) {
   __atomic_store_n(&at[at[0] != NULL], link, __ATOMIC_RELEASE);
 }
 
-/* p2p.lock held. */
+/* Takes the links that other ranks have made to this one for the group. p2p.lock held. */
 static void cddp__claim_links(cddp_group *g) {
   cddp__net *n = g->hosts->net;
   cddp__connection **at, *link;
@@ -11815,7 +11816,7 @@ static cddp_result cddp__find_link(cddp_group *g, int rank) {
   return r;
 }
 
-/* p2p.lock held. */
+/* Whether a posted frame or a receive awaits something from the rank. p2p.lock held. */
 static bool cddp__is_awaited(const cddp_group *g, int rank) {
   const cddp_work *work;
   if (g->hosts->peers[rank].pass[0] == g->hosts->pass) return true;
@@ -11913,7 +11914,7 @@ static void cddp__hosts_poll(cddp_group *g) {
    links. Only a rank's own host knows how it died, so a rank waits CDDP__REMOTE_CAUSE_LONG_S for a
    notice after a link has ended. */
 
-/* BYE tells that this process lives: cddp__elastic_record_ends. */
+/* Says BYE, which tells that this process lives (cddp__elastic_record_ends), and ends the links. */
 static void cddp__hosts_disconnect(cddp_group *g) {
   int p;
   if (pthread_mutex_trylock(&g->p2p.lock) == 0) {
@@ -12080,7 +12081,7 @@ static cddp__message *cddp__take_message(cddp_group *g, uint32_t type, int from,
   return m;
 }
 
-/* p2p.lock held. */
+/* Reads all links, for receives. p2p.lock held. */
 static void cddp__hosts_serve(cddp_group *g) {
   cddp__connection *link;
   cddp__claim_links(g);
@@ -13030,9 +13031,9 @@ static int cddp__grow_sends(cddp_group *g) {
   return count;
 }
 
-/* Returns whether a send request is free. Frees that of a copy which its receiver has taken.
-   p2p.lock held. */
-static bool cddp__send_is_free(cddp__send_request *p) {
+/* Returns whether a send request is free, after it has freed that of a copy which its receiver has
+   taken. p2p.lock held. */
+static bool cddp__reclaim_send(cddp__send_request *p) {
   if (!p->staged || cddp__send_open(p)) return cddp__load32(&p->state) == CDDP__SEND_FREE;
   p->staged = false;
   cddp__store32(&p->state, CDDP__SEND_FREE);
@@ -13050,8 +13051,8 @@ static int cddp__scan_sends(cddp_group *g, size_t bytes) {
   g->p2p.sends_open = g->p2p.sends_staged = 0;
   for (i = 0; i < n; i++) {
     cddp__send_request *p = cddp__send_at(g, i);
-    bool fits = p->stage_size >= bytes && (size < bytes || p->stage_size < size);
-    bool is_free = cddp__send_is_free(p);
+    bool fits = p->stage_size >= bytes && (size < bytes || p->stage_size < size), is_free;
+    is_free = cddp__reclaim_send(p);
     if (p->staged) {
       g->p2p.sends_staged += p->count * cddp__dtype_size((cddp_dtype)p->dtype);
     } else if (p->stage != NULL && (kept += p->stage_size) > CDDP__STAGED_MAX) {
@@ -13135,7 +13136,7 @@ static cddp_result cddp__post_send(cddp_work *work, bool *fits) {
   cddp_result r = CDDP_OUT_OF_MEMORY;
   int i = 0; /* a short message uses the first request without a scan, if it is free */
   pthread_mutex_lock(&g->p2p.lock);
-  if (!eager || !cddp__send_is_free(cddp__send_at(g, 0))) i = cddp__scan_sends(g, bytes);
+  if (!eager || !cddp__reclaim_send(cddp__send_at(g, 0))) i = cddp__scan_sends(g, bytes);
   if (i < 0) i = cddp__grow_sends(g);
   if (i >= 0) {
     p = cddp__send_at(g, i);
@@ -16981,8 +16982,9 @@ static cddp_result cddp__exchange_rows(cddp_ddp *d, int kind) {
   size_t longest = 0;
   char **packets = (char **)g->buffers;
   unsigned char size[8];
-  cddp_result r = d->shards.spread ? CDDP_OK : cddp__keep_rows(d, g->rank);
+  cddp_result r = CDDP_OK;
   int i;
+  if (!d->shards.spread) r = cddp__keep_rows(d, g->rank); /* else when a shard ended */
   if (r == CDDP_OK && g->hosts != NULL) {
     cddp__put64(size, d->rows.bytes);
     r = cddp__round(g, kind, CDDP__PHASE_ROWS, 0, size, sizeof size);
@@ -18315,8 +18317,9 @@ static bool cddp__scatters_next(const cddp_ddp *d, int kind, const cddp_optim *o
 static cddp_result cddp__finish(cddp_ddp *d, int kind, cddp_optim *optim, uint64_t missing) {
   bool waits = kind == CDDP__KIND_DDP_WAIT, averaged;
   bool wrote = missing > 0; /* cddp__settle_unused zeroes gradients */
-  cddp_result r = missing > 0 ? cddp__settle_unused(d) : CDDP_OK;
+  cddp_result r = CDDP_OK;
   int i;
+  if (missing > 0) r = cddp__settle_unused(d);
   for (i = 0; i < d->count; i++) d->step.used[i] = d->tensors[i].used;
   while (r == CDDP_OK && waits && d->sharing != NULL) r = cddp__gather_shared(d->sharing);
   if (r == CDDP_OK) r = cddp__reduce_gradients(d, kind, optim, &averaged, &wrote);
@@ -21704,8 +21707,10 @@ static cddp_result cddp__sync_directory(cddp__ckpt *ckpt) {
    failure removes it. */
 static cddp_result cddp__close_temporary(cddp__ckpt *ckpt, cddp_result r) {
   const char *name = ckpt->temporary;
-  bool named = cddp__file_has_name(ckpt->fd, name), lost = !named && errno == ENOENT;
+  bool named, lost;
   int error = 0;
+  named = cddp__file_has_name(ckpt->fd, name);
+  lost = !named && errno == ENOENT;
   if (r == CDDP_OK && !named)
     r = lost ? cddp__fail(CDDP_IO, "another process removed %s while it was written", name)
              : cddp__fail_file("lstat", name);
@@ -22312,8 +22317,9 @@ static cddp_result cddp__check_numbers(cddp__ckpt *ckpt) {
 }
 
 static cddp_result cddp__load_tensors(cddp__ckpt *ckpt) {
-  cddp_result r = ckpt->first ? cddp__check_numbers(ckpt) : CDDP_OK;
+  cddp_result r = CDDP_OK;
   size_t i;
+  if (ckpt->first) r = cddp__check_numbers(ckpt);
   for (i = 0; r == CDDP_OK && ckpt->first && i < ckpt->item_count; i++) {
     const cddp__st_item *item = &ckpt->items[i];
     if (item->from != NULL && (!ckpt->partitioned || item->place == NULL))
@@ -22645,8 +22651,10 @@ static void cddp__reap_children(cddp__spawn_job *job) {
   cddp__wait_begin(&w, 0.1);
   for (i = 0; i < job->n; i++) {
     cddp__child *child = &job->children[i];
-    pid_t pid = child->pid, got = pid > 0 ? waitpid(pid, &status, WNOHANG) : 0;
-    if (got == 0) continue;
+    pid_t pid = child->pid, got;
+    if (pid <= 0) continue;
+    got = waitpid(pid, &status, WNOHANG);
+    if (got == 0) continue; /* it lives */
     /* If another thread is reaping it, the pidfd has the status afterwards. */
     while (got < 0 && kill(pid, 0) == 0 && cddp__wait_pause(&w)) {}
     /* If the program ignores SIGCHLD, or waits for any child in a handler or a thread, only Linux
