@@ -2542,7 +2542,7 @@ static void cddp__escape_controls(void) {
       to += snprintf(to, 5, "\\%c", "abtnvfr"[*c - 7]);
     else
       to += snprintf(to, 5, "\\x%02x", (unsigned)*c);
-    n += n == 0;
+    if (n == 0) n = 1; /* a byte that is not UTF-8 */
   }
   *to = 0;
 }
@@ -7842,7 +7842,7 @@ static void cddp__fuse(void (*loop)(const cddp__fused_args *s, int ranks, size_t
     a.gradients[0] = sum;
     a.weights[0] = s->weights[0] + at;
     (cddp__pick_loops()[CDDP_F32].sum)(sum, g, 4, m, 1.0);
-    (loop)(&a, 1, m);
+    (loop)(&a, 1, m); /* as if one rank had the sum of all */
     for (k = 1; k < 4; k++) memcpy(s->weights[k] + at, a.weights[0], m * sizeof *sum);
     for (k = 0; k < 4; k++) memset(s->gradients[k] + at, 0, m * sizeof *sum);
   }
@@ -14018,7 +14018,7 @@ static void *cddp__engine_main(void *arg) {
     cddp__store32(&engine->asleep,
                   engine->first == NULL && cddp__load32(&engine->idle) > CDDP__ENGINE_IDLE_POLLS);
     until = awake || cddp__load32(&engine->asleep) == 0 ? cddp__now() + interval : INFINITY;
-    if (cddp__cond_wait_until(&engine->work, &engine->lock, until)) continue;
+    if (cddp__cond_wait_until(&engine->work, &engine->lock, until)) continue; /* woken */
     cddp__add32(&engine->tick, 1);
     cddp__add32(&engine->idle, 1);
     if (interval < CDDP__ENGINE_POLL_MAX_S) interval *= 2;
@@ -14631,7 +14631,7 @@ static cddp_result cddp__exchange_counts(cddp_group *g, cddp__call *call, bool *
     sent[p].host = *host;
   }
   x.shares = NULL;
-  x.count = sizeof *sent / call->esize;
+  x.count = sizeof *sent / call->esize; /* a notice for each rank, in elements of the call */
   x.send = sent;
   x.recv = received;
   r = cddp__run_sized(g, &x);
@@ -16193,7 +16193,7 @@ CDDPDEF cddp_result cddp_optim_zero_grad(cddp_optim *optim) {
 
 static void cddp__set_lr(cddp_optim *optim, double lr) {
   optim->desc.lr = lr;
-  /* never 0, which means no optimizer; bit 0 is free: a step adds whether states are shared */
+  /* never 0, which means no optimizer; bit 0 is free for cddp__add_sharing */
   optim->check = (cddp__hash64(optim->settings, &lr, sizeof lr) & ~(uint64_t)1) | 2;
 }
 
@@ -17982,9 +17982,14 @@ CDDPDEF cddp_result cddp_ddp_ready(cddp_ddp *d, int param) {
   return r == CDDP_OK ? r : cddp__fail_model(d, r); /* the bucket counts as started */
 }
 
+/* Adds to a hash of the optimizer's settings, in bit 0, whether its states are shared. */
+static uint64_t cddp__add_sharing(const cddp_optim *optim, uint64_t hash) {
+  return hash | (uint64_t)(optim != NULL && optim->shared_by != NULL);
+}
+
 /* The settings that must agree between ranks, except lr. optim NULL: 0. */
 static uint64_t cddp__optim_settings(const cddp_optim *optim) {
-  return optim != NULL ? optim->settings | (uint64_t)(optim->shared_by != NULL) : 0;
+  return cddp__add_sharing(optim, optim != NULL ? optim->settings : 0);
 }
 
 static cddp__step_header cddp__header_of(const cddp_ddp *d, int rank) { /* as of the last meeting */
@@ -17993,53 +17998,67 @@ static cddp__step_header cddp__header_of(const cddp_ddp *d, int rank) { /* as of
   return m;
 }
 
+/* The name of number `at` of an optimizer: its settings, then lr_scales, then weight_decays. */
+static cddp__text cddp__setting_name(const cddp_ddp *d, size_t at) {
+  size_t count = (size_t)d->count, of_params = at - CDDP__SETTING_COUNT;
+  if (at < CDDP__SETTING_COUNT) return cddp__textf("%s", cddp__setting_names[at]);
+  return cddp__textf("%s of parameter \"%s\"", of_params < count ? "lr_scales" : "weight_decay",
+                     cddp__param_name(d->params, (int)(of_params % count)).s);
+}
+
+/* The first number of an optimizer that differs from another rank's. */
+typedef struct cddp__difference {
+  double index, value; /* index: of cddp__setting_name; the number of all: none differs */
+} cddp__difference;
+
 /* Breaks the group on all ranks: an optimizer differs from that of rank `first`. The error names
-   the first setting that differs. optim: this rank's optimizer, or NULL. */
+   the first number that differs. optim: this rank's optimizer, or NULL. */
 static cddp_result cddp__break_settings(cddp_ddp *d, const cddp_optim *optim, int first) {
   cddp_group *g = d->control;
+  const cddp_allocator *a = &g->host->allocator;
   cddp__text here = cddp__describe_current_call(g);
-  size_t count = (size_t)d->count, n = CDDP__SETTING_COUNT + 2 * count, k, at = n;
-  double *mine, *theirs, *found; /* found: which setting of a rank differs first, and its value */
+  size_t n = CDDP__SETTING_COUNT + 2 * (size_t)d->count, k, at = n;
+  cddp__difference own = {(double)n, 0}, *all;
+  double *mine = (double *)cddp__calloc(a, 2 * n, sizeof *mine), *theirs = mine + n;
   int p, more = 0;
   cddp_result r;
-  mine = (double *)cddp__calloc(&g->host->allocator, 2 * n + 2 * (size_t)g->size, sizeof *mine);
-  if (mine == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
-  theirs = mine + n;
-  found = theirs + n;
+  all = (cddp__difference *)cddp__calloc(a, (size_t)g->size, sizeof *all);
+  if (mine == NULL || all == NULL) {
+    cddp__free(a, mine);
+    cddp__free(a, all);
+    return cddp__break(g, CDDP_OUT_OF_MEMORY);
+  }
   if (optim != NULL) {
     memcpy(mine, &optim->desc, CDDP__SETTING_COUNT * sizeof *mine);
-    memcpy(mine + CDDP__SETTING_COUNT, optim->desc.lr_scales, 2 * count * sizeof *mine);
+    memcpy(mine + CDDP__SETTING_COUNT, optim->desc.lr_scales,
+           (n - CDDP__SETTING_COUNT) * sizeof *mine);
     mine[CDDP__SETTING_SHARED] = optim->shared_by != NULL;
   }
   if (g->rank == first) memcpy(theirs, mine, n * sizeof *mine);
   r = cddp__broadcast(g, theirs, n * sizeof *theirs, first);
-  if (optim == NULL) k = n;
-  else k = d->uneven.absent != 0 ? CDDP__SETTING_LR + 1 : 0; /* its lr follows the others' */
+  k = d->uneven.absent != 0 ? CDDP__SETTING_LR + 1 : 0; /* its lr follows the others' */
   while (k < n && memcmp(&mine[k], &theirs[k], sizeof *mine) == 0) k++;
-  if (k < n) mine[1] = mine[k];
-  mine[0] = (double)k;
-  if (r == CDDP_OK) r = cddp__all_gather(g, mine, found, 2 * sizeof *mine);
-  for (p = 0; r == CDDP_OK && p < g->size; p++) at = cddp__min(at, (size_t)found[2 * p]);
-  CDDP_ASSERT(r != CDDP_OK || at < n);
+  if (optim != NULL && k < n) {
+    own.index = (double)k;
+    own.value = mine[k];
+  }
+  if (r == CDDP_OK) r = cddp__all_gather(g, &own, all, sizeof own);
   if (r == CDDP_OK) {
-    int i = at < CDDP__SETTING_COUNT ? 0 : (int)((at - CDDP__SETTING_COUNT) % count);
-    bool scale = at < CDDP__SETTING_COUNT + count;
-    cddp__text name =
-        cddp__textf("%s of parameter \"%s\"", scale ? "lr_scales" : "weight_decay",
-                    cddp__param_name(d->params, i).s);
-    cddp__fail(CDDP_MISMATCH, "ranks disagree: %s is %s on rank %d",
-               at < CDDP__SETTING_COUNT ? cddp__setting_names[at] : name.s,
+    for (p = 0; p < g->size; p++) at = cddp__min(at, (size_t)all[p].index);
+    CDDP_ASSERT(at < n);
+    cddp__fail(CDDP_MISMATCH, "ranks disagree: %s is %s on rank %d", cddp__setting_name(d, at).s,
                cddp__describe_number(theirs[at]).s, first);
     for (p = 0; p < g->size; p++)
-      if ((size_t)found[2 * p] == at && ++more <= 2)
+      if ((size_t)all[p].index == at && ++more <= 2)
         cddp__append(cddp__error_text, CDDP__ERROR_MAX, ", %s on rank %d",
-                     cddp__describe_number(found[2 * p + 1]).s, p);
+                     cddp__describe_number(all[p].value).s, p);
     if (more > 2)
       cddp__append(cddp__error_text, CDDP__ERROR_MAX, ", and %d more differ", more - 2);
     cddp__append(cddp__error_text, CDDP__ERROR_MAX, ", in %s", here.s);
     r = cddp__break_here(g, CDDP_MISMATCH, CDDP__HOSTS_KNOW); /* they have found it too */
   }
-  cddp__free(&g->host->allocator, mine);
+  cddp__free(a, mine);
+  cddp__free(a, all);
   return r;
 }
 
@@ -18051,7 +18070,7 @@ static cddp_result cddp__ddp_meet(cddp_ddp *d, int kind, const cddp_optim *optim
   cddp_group *g = d->control;
   cddp__step_header m;
   uint64_t settings = 0, active_settings = 0;
-  uint64_t check = optim != NULL ? optim->check | (uint64_t)(optim->shared_by != NULL) : 0;
+  uint64_t check = cddp__add_sharing(optim, optim != NULL ? optim->check : 0);
   double lr = 0;
   bool met = false, differ = false;
   cddp_result r = d->memory->use(d->group);
