@@ -18019,15 +18019,13 @@ static cddp_result cddp__break_settings(cddp_ddp *d, const cddp_optim *optim, in
   cddp__text here = cddp__describe_current_call(g);
   size_t n = CDDP__SETTING_COUNT + 2 * (size_t)d->count, k, at = n;
   cddp__difference own = {(double)n, 0}, *all;
-  double *mine = (double *)cddp__calloc(a, 2 * n, sizeof *mine), *theirs = mine + n;
+  double *mine, *theirs;
   int p, more = 0;
   cddp_result r;
-  all = (cddp__difference *)cddp__calloc(a, (size_t)g->size, sizeof *all);
-  if (mine == NULL || all == NULL) {
-    cddp__free(a, mine);
-    cddp__free(a, all);
-    return cddp__break(g, CDDP_OUT_OF_MEMORY);
-  }
+  mine = (double *)cddp__calloc(a, 1, 2 * n * sizeof *mine + (size_t)g->size * sizeof *all);
+  if (mine == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
+  theirs = mine + n;
+  all = (cddp__difference *)(void *)(theirs + n);
   if (optim != NULL) {
     memcpy(mine, &optim->desc, CDDP__SETTING_COUNT * sizeof *mine);
     memcpy(mine + CDDP__SETTING_COUNT, optim->desc.lr_scales,
@@ -18058,7 +18056,6 @@ static cddp_result cddp__break_settings(cddp_ddp *d, const cddp_optim *optim, in
     r = cddp__break_here(g, CDDP_MISMATCH, CDDP__HOSTS_KNOW); /* they have found it too */
   }
   cddp__free(a, mine);
-  cddp__free(a, all);
   return r;
 }
 
