@@ -8761,8 +8761,7 @@ static cddp__slot *cddp__wait_slot(const cddp_group *g, int rank) {
   return host->slots != NULL && at >= 0 && at < host->size ? &host->slots[at] : NULL;
 }
 
-/* Copies a text of n bytes that another process can change meanwhile. Zeros follow the first NUL.
-   */
+/* Copies a text of n bytes that another process can change meanwhile; zeros follow its NUL. */
 static void cddp__copy_text(char *to, const char *from, size_t n) {
   bool ended = false;
   size_t i;
@@ -9003,7 +9002,7 @@ static cddp_result cddp__break_late(cddp_group *g, int late) {
 #define CDDP__ROUND_MAX ((size_t)4 << 10)
 #define CDDP__ROUND_MAX_OVERSUBSCRIBED ((size_t)8 << 10)
 #define CDDP__SPIN 2000 /* polls: tens of microseconds; with more ranks than cores 0 instead */
-#define CDDP__YIELDS 100
+#define CDDP__YIELDS 100 /* before a rank sleeps; at most CDDP__YIELDS_MAX_S */
 
 /* --- groups with work for every waiting thread --- */
 
@@ -12739,8 +12738,7 @@ static cddp_result cddp__move_chunk(cddp__flow *f) {
 
 /* --- a call --- */
 
-/* Finds the views of this host's ranks. *any_scratch: some rank's view, on any host, is in scratch.
-   */
+/* Finds the views of this host's ranks. *any_scratch: a rank's view, on any host, is in scratch. */
 static cddp_result cddp__find_views(const cddp__flow *f, bool *any_scratch) {
   cddp_group *g = f->g;
   cddp__hosts *hosts = g->hosts;
@@ -16714,7 +16712,8 @@ static double cddp__mean_factor(const cddp_ddp *d, cddp_dtype dtype) {
   bool by_all = d->desc.comm_hook != NULL || d->comm->carrier->foreign ||
                 d->group->backend->on_device;
   if (d->desc.elastic) return 1; /* the arena has the mean of the shards */
-  if (d->step.sums && dtype != CDDP_F16) return 1.0 / d->step.active_count;
+  if (d->step.sums && dtype != CDDP_F16) /* sums of f16 could exceed its range */
+    return 1.0 / d->step.active_count;
   return by_all ? (double)d->group->size / d->step.active_count : 1;
 }
 
@@ -17701,8 +17700,7 @@ static cddp_result cddp__mean_part(cddp__pass *pass, int kind) {
 }
 
 /* After this rank has published its part: waits until all ranks have. Private weights are copied
-   from the other ranks' gradients, which are then zeroed. optim NULL: the caller's own optimizer.
-   */
+   from the other ranks' gradients, which are then zeroed. optim NULL: the caller's optimizer. */
 static cddp_result cddp__fetch_weights(cddp_ddp *d, const cddp_optim *optim) {
   int i, p, kind = optim != NULL ? CDDP__KIND_DDP_STEP : CDDP__KIND_DDP_GATHER;
   cddp_result r = cddp__host_barrier(d, kind, CDDP__PHASE_DONE);
@@ -18310,7 +18308,8 @@ static cddp_result cddp__clear_gradients(cddp_ddp *d, cddp_optim *optim, bool cl
    buckets are reduced early, the rest of them; if ranks cannot read each other's memory, the sums
    of shards.
      averaged   receives whether the gradients are means
-     wrote      is set if ranks have written to each other's gradients since the last round */
+     wrote      receives, if averaged, whether ranks have written to gradients since the last
+                round, so that reading others' gradients needs another round */
 static cddp_result cddp__reduce_gradients(cddp_ddp *d, int kind, const cddp_optim *optim,
                                           bool *averaged, bool *wrote) {
   bool gathers = cddp__gathers(d);
@@ -18719,7 +18718,7 @@ static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
   double first = desc->first_bucket_mb > 0 ? desc->first_bucket_mb
                  : desc->bucket_cap_mb > 0 ? cap
                                            : 1;
-  cddp_ddp none, *d;
+  cddp_ddp none, *d; /* none: counts the bytes of the arrays */
   bool any = false;
   int i;
   d = (cddp_ddp *)cddp__calloc(&g->host->allocator, 1,
@@ -23179,8 +23178,7 @@ CDDPDEF cddp_result (cddp_all_to_all)(cddp_group *g, const void *send, void *rec
   return cddp__start_operation(__func__, g, &c, work);
 }
 
-/* send_counts NULL: this rank sends the same share, of recv_counts[g->rank] elements, to all ranks.
-   */
+/* send_counts NULL: this rank sends one share, of recv_counts[g->rank] elements, to all ranks. */
 static cddp_result cddp__start_with_counts(const char *function, cddp_group *g, cddp__call *c,
                                        const size_t *send_counts, const size_t *recv_counts,
                                        cddp_work **work) {
