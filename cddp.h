@@ -3863,17 +3863,41 @@ static cddp_result cddp__port_range(int *first, int *last) {
                       text);
 }
 
+/* Listens on all addresses at one port; 0: the one that the system gives the first of them. Listens
+   on none if the port is in use at one. An address that is not this host's is skipped if another
+   works (example: ::1 on a host without IPv6). Returns the last error, an errno, and its address.
+   */
+static int cddp__listen_port(cddp__address *address, int count, int port, int *fds, int *fd_count,
+                             cddp__text *failed) {
+  cddp__address bound;
+  int error = 0, i, e;
+  *fd_count = 0;
+  for (i = 0; i < count && error != EADDRINUSE; i++) {
+    cddp__address_set_port(&address[i], port);
+    e = cddp__listen_address(&address[i], &fds[*fd_count]);
+    if (e != 0) {
+      error = e;
+      *failed = cddp__describe_address(&address[i]);
+    } else if (cddp__local_address(fds[(*fd_count)++], &bound) && port == 0) {
+      port = cddp__address_port(&bound);
+    }
+  }
+  for (i = 0; i < count; i++) cddp__address_set_port(&address[i], port);
+  while (error == EADDRINUSE && *fd_count > 0) cddp__close_fd(&fds[--*fd_count]);
+  return error;
+}
+
 /* Listens on all given addresses, with one port for all of them.
-     port 0          One of CDDP_PORTS, or the system chooses it. If it is in use at one of the
-                     addresses, the next one is tried.
-     port in use     Each is tried three times: Linux refuses both of two processes that listen at
-                     the same moment, so each waits for a time that depends on its process id.
-     not this host's Skipped if another address works (example: ::1 on a host without IPv6). */
+     port 0         One of CDDP_PORTS, or the system chooses it. If it is in use at one of the
+                    addresses, the next one is tried.
+     port in use    Each is tried three times: Linux refuses both of two processes that listen at
+                    the same moment, so each waits for a time that depends on its process id. */
 static cddp_result cddp__listen_all(cddp__address *address, int count, int *fds, int *fd_count) {
   int asked = cddp__address_port(&address[0]), first = asked, last = asked, turn = (int)getpid();
-  int error = 0, port, ports, tries, i, n, e;
-  cddp__address bound;
-  cddp__text text = {""};
+  int error = 0, port, ports, tries;
+  cddp__text failed = {""};
+  const char *cure = "";
+  cddp_result r = CDDP_NETWORK;
   if (asked == 0 && address[count > 1].sa.ss_family != AF_UNIX && /* a Unix socket comes first */
       cddp__port_range(&first, &last) != CDDP_OK)
     return CDDP_INVALID_ARGUMENT;
@@ -3883,40 +3907,28 @@ static cddp_result cddp__listen_all(cddp__address *address, int count, int *fds,
     if (error != 0 && first > 0 && tries % ports == 0)
       cddp__sleep(1e-3 + 1e-6 * (double)(getpid() % 4096));
     port = first > 0 ? first + turn++ % ports : 0;
-    n = error = 0;
-    for (i = 0; i < count && error != EADDRINUSE; i++) {
-      cddp__address_set_port(&address[i], port);
-      if ((e = cddp__listen_address(&address[i], &fds[n])) != 0) {
-        error = e;
-        text = cddp__describe_address(&address[i]);
-      } else if (cddp__local_address(fds[n++], &bound) && port == 0) {
-        port = cddp__address_port(&bound);
-      }
-    }
-    *fd_count = n;
-    for (i = 0; i < count; i++) cddp__address_set_port(&address[i], port);
-    if (n > 0 && error != EADDRINUSE) return CDDP_OK;
-    while (*fd_count > 0) cddp__close_fd(&fds[--*fd_count]);
+    error = cddp__listen_port(address, count, port, fds, fd_count, &failed);
+    if (*fd_count > 0) return CDDP_OK;
   } while (error == EADDRINUSE && --tries > 0);
   if (error == EADDRINUSE && asked == 0 && first > 0)
     return cddp__fail(CDDP_NETWORK,
                       "all ports of CDDP_PORTS=%d-%d are in use (the last one tried is %s): give "
                       "it more ports. On each host every rank needs a port, an elastic rank two, "
                       "and with torchrun or file:// rank 0's host one more",
-                      first, last, text.s);
-  cddp__fail(error == EMFILE || error == ENFILE ? CDDP_SYSTEM : CDDP_NETWORK,
-             "cannot listen on %s: %s%s", text.s, strerror(error),
-             count == 0 || address[0].sa.ss_family == AF_UNIX ? ""
-             : error == EADDRINUSE && asked == 0
-                 ? "; no port of this host is free"
-             : error == EADDRINUSE
-                 ? "; another program uses this port: set MASTER_PORT to a free one, the same for "
-                   "all ranks"
-             : error == EADDRNOTAVAIL
-                 ? "; it is not an address of this host, where rank 0 runs: set MASTER_ADDR to one"
-                 : "");
+                      first, last, failed.s);
+  if (error == EMFILE || error == ENFILE) r = CDDP_SYSTEM;
+  if (count > 0 && address[0].sa.ss_family != AF_UNIX) {
+    if (error == EADDRINUSE && asked == 0)
+      cure = "; no port of this host is free";
+    else if (error == EADDRINUSE)
+      cure = "; another program uses this port: set MASTER_PORT to a free one, the same for all "
+             "ranks";
+    else if (error == EADDRNOTAVAIL)
+      cure = "; it is not an address of this host, where rank 0 runs: set MASTER_ADDR to one";
+  }
+  cddp__fail(r, "cannot listen on %s: %s%s", failed.s, strerror(error), cure);
   errno = error;
-  return error == EMFILE || error == ENFILE ? CDDP_SYSTEM : CDDP_NETWORK;
+  return r;
 }
 
 /* Listens on 127.0.0.1 and a free port. Forked children keep the socket open. */
