@@ -1703,10 +1703,12 @@ typedef struct cddp__logged_call {
 /* shared: a rank's entry in the control block of its host. The rank writes it, except where another
    writer is named. */
 typedef struct cddp__slot {
+  /* Life, and access to other ranks' memory. */
   cddp__atomic_u32 state CDDP__OWN_LINE; /* CDDP__SLOT_*; also: the creator of ranks as threads */
   cddp__atomic_u32 inside; /* 1: between cddp__begin_access and cddp__end_access */
   cddp__atomic_u64 awaits CDDP__OWN_LINE; /* high half: ms of cddp__monotonic() at its last check;
                                              low half: 0, or 1 + the awaited rank of another host */
+  /* Messages, and counters. */
   cddp__atomic_u32 events;   /* peers increment it after they change a send for this rank, if it
                                 sleeps or hosts are several */
   cddp__atomic_u32 waiting;  /* threads of this rank that sleep on `events` */
@@ -1716,6 +1718,7 @@ typedef struct cddp__slot {
   cddp__atomic_u32 ended;    /* the job's first group: bit 16, and the process's wait status; 0:
                                 unknown. Writer: the left neighbour on the host */
   cddp__send_request sends[CDDP__SENDS];
+  /* Failure. */
   cddp__atomic_u32 site_round; /* the round to which `site` belongs; written as the rank fails */
   char site[CDDP__SITE_MAX];
   char failure[CDDP__ERROR_MAX]; /* the group's failure, if this slot is in `broken`; fail_lock */
@@ -1726,6 +1729,7 @@ typedef struct cddp__slot {
   cddp__atomic_u32 failed;                 /* 1: that wait ended in a failure */
   cddp__atomic_u32 multithreaded;          /* 1: several threads of the rank use cddp */
   char where[CDDP__WHERE_MAX];             /* can change while it is read: cddp__copy_text */
+  /* Memory of this rank, and its calls on device memory. */
   cddp__ref more_sends[CDDP__SEND_BLOCKS]; /* published by send_top; [0] is unused */
   cddp__ref scratch;                       /* between hosts: copies of private buffers */
   cddp__logged_call call_log[CDDP__CALL_LOG];
@@ -1940,27 +1944,35 @@ typedef struct cddp__carrier {
   void (*leave)(cddp_group *g);
 } cddp__carrier;
 
-/* An operation in flight. Collectives: in the engine's queue; engine.lock. Sends: until the
-   receiver takes the message. Receives: in the group's list, in order of posting; p2p.lock. */
+/* An operation in flight: a collective in the engine's queue, a send until the receiver takes the
+   message, or a receive in the group's list, in order of posting. The lock of next and done is
+   engine.lock for collectives, p2p.lock for messages. */
 struct cddp_work {
   struct cddp_work *next;
   cddp_group *group;
-  cddp_result (*run)(struct cddp_work *w); /* engine work; NULL for send and recv */
   cddp__call call;
-  void *context; /* for run; device memory staged through the host: the result's address there */
-  cddp__site site;
-  uint32_t fp_mode; /* 1 + its caller's cddp__fp_mode */
-  uint64_t record;  /* number of its record */
-  bool done;     /* engine.lock; receives: p2p.lock */
-  bool filling;  /* receive: the message is being read; p2p.lock */
-  bool anywhere; /* a waiting thread may run it, not only the engine's */
-  uint32_t tick; /* engine.tick when it was pushed */
+  bool done;
   cddp_result result;
-  int send; /* send: index of its request; -1: none, or the message was copied */
-  int from; /* receive: the message's sender; with CDDP_ANY a candidate until done; p2p.lock */
+  uint64_t record; /* number of its record */
+  cddp__site site; /* its caller's */
+
+  /* Work of the engine. */
+  cddp_result (*run)(struct cddp_work *w); /* NULL for send and recv */
+  void *context;    /* for run; device memory staged through the host: the result's address there */
+  uint32_t fp_mode; /* 1 + its caller's cddp__fp_mode */
+  bool anywhere;    /* a waiting thread may run it, not only the engine's */
+  uint32_t tick;    /* engine.tick when it was pushed */
+
+  /* Messages. p2p.lock */
+  int send;     /* send: index of its request; -1: none, or the message was copied */
+  int from;     /* receive: the message's sender; with CDDP_ANY a candidate until done */
+  bool filling; /* receive: the message is being read */
+
+  /* Device memory. */
   bool on_stream; /* it runs on a stream of the device, and ends with: */
   void *event;    /* recorded after the operation; NULL: not issued */
   void *stage;    /* device memory staged through the host: its copy; else NULL */
+
   char text[CDDP__ERROR_MAX]; /* valid when result is a failure; the last field */
 };
 CDDP__STATIC_ASSERT(offsetof(cddp_work, text) + CDDP__ERROR_MAX > sizeof(cddp_work) - 8,
@@ -7682,7 +7694,7 @@ CDDP__INLINED void cddp__fold_init(cddp__fold *fold, const void *const *srcs, in
   fold->factor = !average ? 1.0 : fold->divide ? (double)ranks : 1.0 / (double)ranks;
 }
 
-/* Returns whether one call of `sum` computes the whole reduction. */
+/* Whether one call of `sum` computes the whole reduction. */
 CDDP__INLINED bool cddp__fold_direct(const cddp__fold *fold) {
   return (fold->nsrcs <= 4 || fold->nsrcs == 8) && fold->widths == NULL && fold->op == CDDP_SUM &&
          fold->loops->sum != NULL && (fold->narrows || fold->loops == fold->math);
@@ -8161,13 +8173,13 @@ static bool cddp__receives(const cddp__call *call, int rank) {
   return !cddp__shapes[call->kind].to_root || rank == call->root;
 }
 
-/* Returns whether a call changes the rank's buffer. A broadcast's root keeps its contents. */
+/* Whether a call changes the rank's buffer. A broadcast's root keeps its contents. */
 static bool cddp__is_written(const cddp__call *call, int rank) {
   return cddp__receives(call, rank) &&
          !(cddp__in_one_buffer(call) && cddp__shapes[call->kind].from_root && rank == call->root);
 }
 
-/* Returns whether other ranks read the rank's buffer, or add to it. Only the root itself reads the
+/* Whether other ranks read the rank's buffer, or add to it. Only the root itself reads the
    root's share of a gather. */
 static bool cddp__is_read(const cddp__call *call, int rank) {
   const cddp__shape *shape = &cddp__shapes[call->kind];
@@ -8539,7 +8551,7 @@ static uint64_t cddp__boot_ticks(void) { /* the time now, in the unit of startti
   return (uint64_t)(((double)t.tv_sec + 1e-9 * (double)t.tv_nsec) * (double)sysconf(_SC_CLK_TCK));
 }
 
-/* Returns whether a process has ended. A living process of the host holds a lock on its life byte,
+/* Whether a process has ended. A living process of the host holds a lock on its life byte,
    unless the program has closed the descriptor (closefrom). */
 static bool cddp__process_gone(cddp__host *host, int at) {
   uint32_t pid;
@@ -8553,7 +8565,7 @@ static bool cddp__process_gone(cddp__host *host, int at) {
   return kill((pid_t)pid, 0) != 0 && errno == ESRCH;
 }
 
-/* Returns whether a rank of another host has ended, and the notice of the cause has arrived or has
+/* Whether a rank of another host has ended, and the notice of the cause has arrived or has
    had time to. No notice follows a BYE, or the end of a rank alone on its host. */
 static bool cddp__remote_gone(const cddp_group *g, int rank) {
   const cddp__peer *peer = &g->hosts->peers[rank];
@@ -8564,7 +8576,7 @@ static bool cddp__remote_gone(const cddp_group *g, int rank) {
          cddp__now() >= peer->lost_at + (brief ? CDDP__REMOTE_CAUSE_S : CDDP__REMOTE_CAUSE_LONG_S);
 }
 
-/* Returns whether a rank takes part in no further call: it has left the group (cddp__rank_left), or
+/* Whether a rank takes part in no further call: it has left the group (cddp__rank_left), or
    has ended. */
 static bool cddp__rank_gone(const cddp_group *g, int rank) {
   uint32_t state = cddp__load32(&cddp__slot_of(g, rank)->state);
@@ -8616,7 +8628,7 @@ static cddp__text cddp__name_rank(const cddp_group *g, int rank) {
                      net != NULL ? net->hosts[entry->host].name : g->host->name);
 }
 
-/* Returns whether a rank has left the group in good order (cddp_destroy). */
+/* Whether a rank has left the group in good order (cddp_destroy). */
 static bool cddp__rank_left(const cddp_group *g, int rank) {
   if (g->members[rank] < 0) return g->hosts->peers[rank].error == CDDP__LEFT;
   return cddp__load32(&cddp__slot_of(g, rank)->state) == CDDP__SLOT_LEFT;
@@ -8707,7 +8719,7 @@ static cddp_result cddp__report_lost(cddp_group *g, int rank, const char *doing)
   return cddp__break(g, CDDP_PEER_LOST);
 }
 
-/* Returns whether this rank's round still needs rank p: its header; if oversubscribed, its arrival;
+/* Whether this rank's round still needs rank p: its header; if oversubscribed, its arrival;
    while headers of other hosts are missing, or frames are in transit, all ranks of this host. */
 static bool cddp__rank_needed(const cddp_group *g, int p) {
   if (!cddp__has_announced(g, p)) return true;
@@ -8806,7 +8818,7 @@ static cddp__text cddp__describe_wait(const cddp_group *g, int rank) {
   return t;
 }
 
-/* Returns whether slot->works counts all operations of this rank in flight: all except those in
+/* Whether slot->works counts all operations of this rank in flight: all except those in
    state CDDP__OWN_HELD, which the engine's thread soon puts into the queue. */
 static bool cddp__works_visible(cddp__host *host) {
   const cddp_group *g;
@@ -9145,7 +9157,7 @@ static bool cddp__is_absent(const cddp__op_header *a) {
   return cddp__code_kind(a->call) == CDDP__KIND_DDP_JOIN;
 }
 
-/* Returns whether both headers have the same call, or `header` that of a rank without inputs. */
+/* Whether both headers have the same call, or `header` that of a rank without inputs. */
 static bool cddp__calls_match(const cddp__op_header *reference, const cddp__op_header *header) {
   uint32_t kind = cddp__code_kind(reference->call);
   bool joinable = cddp__code_phase(reference->call) == CDDP__PHASE_CALL &&
@@ -13018,7 +13030,7 @@ static int cddp__send_count(const cddp_group *g) { /* of this rank, free and use
   return CDDP__SENDS * ((1 << g->p2p.send_blocks) - 1);
 }
 
-/* Returns whether the receiver can still read the send's bytes. */
+/* Whether the receiver can still read the send's bytes. */
 static bool cddp__send_open(const cddp__send_request *p) {
   uint32_t state = cddp__load32(&p->state) & 255;
   return state == CDDP__SEND_POSTED || state == CDDP__SEND_TAKEN;
@@ -13041,7 +13053,7 @@ static int cddp__grow_sends(cddp_group *g) {
   return count;
 }
 
-/* Returns whether a send request is free, after it has freed that of a copy which its receiver has
+/* Whether a send request is free, after it has freed that of a copy which its receiver has
    taken. p2p.lock held. */
 static bool cddp__reclaim_send(cddp__send_request *p) {
   if (!p->staged || cddp__send_open(p)) return cddp__load32(&p->state) == CDDP__SEND_FREE;
@@ -13080,7 +13092,7 @@ static int cddp__scan_sends(cddp_group *g, size_t bytes) {
   return best;
 }
 
-/* Returns whether the sends in flight are within the limits. The last one can have any size.
+/* Whether the sends in flight are within the limits. The last one can have any size.
    p2p.lock held. */
 static bool cddp__sends_fit(const cddp_group *g, size_t bytes) {
   return g->p2p.sends_open <= CDDP__SENDS &&
@@ -13269,7 +13281,7 @@ static void cddp__take_remote(cddp_group *g, cddp_work *work) {
   cddp__free(&g->hosts->net->allocator, m);
 }
 
-/* Returns whether an older receive must get the next such message. p2p.lock held. */
+/* Whether an older receive must get the next such message. p2p.lock held. */
 static bool cddp__is_claimed(const cddp_group *g, const cddp_work *work) {
   const cddp_work *older;
   for (older = g->p2p.recvs; older != work; older = older->next)
@@ -13364,7 +13376,7 @@ static void cddp__post_recv(cddp_group *g, cddp_work *work) {
   pthread_mutex_unlock(&g->p2p.lock);
 }
 
-/* Returns whether a thread can stop waiting: for a message, for the end of a send (send >= 0), or
+/* Whether a thread can stop waiting: for a message, for the end of a send (send >= 0), or
    until the sends in flight are within the limits. */
 static bool cddp__message_ready(cddp_work *work) {
   cddp_group *g = work->group;
@@ -14925,7 +14937,7 @@ static const char *cddp__buffer_error(const cddp_group *g, const cddp__call *cal
          "cddp.h";
 }
 
-/* Returns whether the host can read p, which is false for device memory. The kernel reads the mask
+/* Whether the host can read p, which is false for device memory. The kernel reads the mask
    first; then it refuses `how`. */
 static bool cddp__host_reads(const void *p) {
   uintptr_t word = (uintptr_t)p & ~(uintptr_t)7; /* does not cross into the next page */
@@ -15841,7 +15853,7 @@ static cddp_dtype cddp__state_type(const cddp_optim *optim, int i) {
   return optim->desc.master_weights != 0 ? cddp__compute_type(dtype) : dtype;
 }
 
-/* Returns whether state k is the master. */
+/* Whether state k is the master. */
 static bool cddp__is_master(const cddp_optim *optim, int k) {
   return optim->desc.master_weights != 0 && k == optim->states - 1;
 }
