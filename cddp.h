@@ -3102,7 +3102,8 @@ static const char *cddp__size_advice(int e) {
 /* >>record -------------------------------------------------------------------------------------
    Job: the flight recorder, in a mapped file: the kernel keeps the records if the rank is killed.
    Owns: cddp__host.record. Touches nothing else.
-   Entry points: cddp__record_open; cddp__record_new, _start and _finish, or _event for all three.
+   Entry points: cddp__record_job, _open; cddp__record_new, _start and _finish, or _event for all
+   three; cddp__record_at, to change a record.
    How it works:
      1. An operation takes the next number, and with it an entry of the ring.
      2. Start, end and result are added later, unless a newer operation has reused the entry.
@@ -3229,8 +3230,8 @@ static void cddp__record_event(const cddp_group *g, const char *what, uint64_t c
 /* >>bytes ----------------------------------------------------------------------------------------
    Job: little-endian numbers, hashes, random bytes, and the proof of a shared secret.
    Owns and touches nothing.
-   Entry points: cddp__put32 to cddp__get64, cddp__hash64, cddp__random, cddp__mac;
-   cddp__challenge_begin and _feed (see CHALLENGE below). */
+   Entry points: cddp__put32 to cddp__get64, cddp__hash64, cddp__random, cddp__mac,
+   cddp__same_bytes; cddp__challenge_begin and _feed (see CHALLENGE below). */
 
 static void cddp__put32(void *p, uint32_t v) { /* little-endian, any alignment */
   unsigned char *b = (unsigned char *)p;
@@ -8292,7 +8293,7 @@ static cddp__text cddp__describe_call(uint32_t code, uint64_t count, int root) {
 /* >>block -----------------------------------------------------------------------------------------
    Job: the layout of a group's control block in shared memory, and the sizes of its parts.
    Owns: nothing.
-   Entry points: cddp__block_bytes, cddp__staging_bytes; the functions that return a part's address.
+   Entry points: all functions of the room.
    Layout: the control block, headers, reported rounds, slots, staging buffers. Every rank reads all
    headers, so they are contiguous. Ranks of other hosts share one slot, which stays empty. */
 
@@ -8334,7 +8335,7 @@ static size_t cddp__piggyback_bytes(int size) {
   return size == 2 ? 2 * CDDP__PIGGYBACK : CDDP__PIGGYBACK;
 }
 
-/* Offsets of the slots and of the staging buffers; bytes of everything. */
+/* Offset of the slots; offset of the staging buffers; bytes of everything. */
 static size_t cddp__block_slots(int size) {
   size_t headers = (size_t)size * (2 * sizeof(cddp__op_header) + sizeof(cddp__atomic_u32));
   return CDDP__HEADERS_AT + cddp__round_up(headers, 4096);
@@ -8349,7 +8350,7 @@ static size_t cddp__block_bytes(int size, int local_size) {
          2 * (local_size < size ? cddp__piggyback_bytes(size) : local);
 }
 
-/* The parts of a rank. Headers and staging buffers: of this round. */
+/* The parts of a rank; its header and staging buffer of a round. */
 static cddp__slot *cddp__slot_of(const cddp_group *g, int rank) {
   return g->slots + g->slot_index[rank];
 }
@@ -13099,6 +13100,7 @@ static bool cddp__sends_fit(const cddp_group *g, size_t bytes) {
          g->p2p.sends_staged <= cddp__max(CDDP__STAGED_MAX, bytes);
 }
 
+/* Copies a message to the request's memory. */
 static cddp_result cddp__stage(cddp_group *g, cddp__send_request *p, const void *buf,
                                size_t bytes) {
   CDDP__HELD(&g->p2p.lock);
@@ -13830,6 +13832,7 @@ static void cddp__mpi_finalize(void) { /* at exit */
   if (MPI_Finalized(&over) == MPI_SUCCESS && !over) MPI_Finalize();
 }
 
+/* Initializes MPI unless the program has, and checks that its world is this group. */
 static cddp_result cddp__mpi_start(const cddp_group *g) {
   int on = 0, level = 0, size = 0, code = MPI_Initialized(&on);
   if (code == MPI_SUCCESS && !on) {
@@ -14059,6 +14062,7 @@ static void cddp__engine_make_due(cddp__engine *engine) {
   if (!busy) pthread_cond_signal(&engine->work);
 }
 
+/* Starts an operation: holds it, or appends it to the queue. */
 static cddp_result cddp__engine_push(cddp_work *work) {
   cddp__engine *engine = &work->group->engine;
   cddp_result r = CDDP_OK;
@@ -14843,6 +14847,7 @@ static cddp_result cddp__enqueue(cddp_work *work) {
   return cddp__engine_push(work);
 }
 
+/* Starts a collective with a handle: in the engine's own work if that is free. */
 static cddp_result cddp__start_work(cddp_group *g, const cddp__call *call, cddp_work **work) {
   cddp_result r;
   cddp_work *started;
@@ -15381,6 +15386,7 @@ static cddp_result cddp__join_job(cddp_group **out, const cddp__config *config, 
   return r;
 }
 
+/* cddp_init, except the device. */
 static cddp_result cddp__init(cddp_group **out, const cddp_group_desc *d) {
   cddp__config config;
   cddp__host *host;
@@ -15427,6 +15433,8 @@ static cddp_result cddp__init(cddp_group **out, const cddp_group_desc *d) {
 /* >>sparse -------------------------------------------------------------------------------------
    Job: gradients that consist of rows of a parameter, as those of an embedding.
    Owns: a cddp__sparse and its lists of rows. Touches: the packets in its arguments.
+   Entry points: cddp__sparse_new, _free and _of; cddp__rows_add, _pack and _merge;
+   cddp__row_list_bytes.
    How it works:
      1. Backward appends pairs (row number, values) in any order: cddp__rows_add.
      2. When a shard ends, its rank sorts the pairs by number, adds up equal ones in the order of
@@ -17179,6 +17187,7 @@ static cddp__call cddp__average_call(void *buf, size_t count, cddp_dtype dtype) 
   return cddp__make_call(CDDP__KIND_ALL_REDUCE, buf, buf, count, dtype, CDDP_AVG, -1);
 }
 
+/* Averages a bucket in half precision. */
 static cddp_result cddp__compress_hook(cddp_bucket *b, cddp_dtype small) {
   cddp__call c = cddp__average_call(b->data, b->count, b->dtype);
   const cddp__backend *backend = b->group->backend;
@@ -17532,6 +17541,7 @@ static void cddp__clip_rows(cddp_ddp *d, double factor) {
   }
 }
 
+/* cddp_ddp_clip_grad_norm: clips the means in the caller's gradients. */
 static cddp_result cddp__host_clip(cddp_ddp *d, double max_norm, double *norm) {
   double factor;
   int i;
@@ -17756,6 +17766,7 @@ static cddp_result cddp__fetch_weights(cddp_ddp *d, const cddp_optim *optim) {
   return r == CDDP_OK ? cddp__end_access(d->control, r) : r;
 }
 
+/* Updates this rank's part, whose means it has, and broadcasts all parts of the weights. */
 static cddp_result cddp__partitioned_step(cddp__pass *pass) {
   cddp_optim *optim = pass->optim;
   cddp_ddp *d = pass->d;
@@ -21037,7 +21048,8 @@ CDDPDEF void cddp_sampler_destroy(cddp_sampler *sampler) {
    the tensors' data. The JSON is {"__metadata__": {string: string}, NAME: {"dtype": "F32",
    "shape": [2, 3], "data_offsets": [begin, end]}, ...}.
    Owns: cddp_safetensors. Touches no file: >>checkpoint reads and writes files.
-   Entry points: cddp__st_new, _parse, _find, _value; for writing cddp__st_write.
+   Entry points: cddp__st_header_size, _new, _parse, _find, _value; for writing cddp__st_write,
+   cddp__st_find_type, _size and cddp__describe_shape.
    How it works (the text is not trusted):
      1. The text must be UTF-8. Memory is allocated once, for the largest number of items that a
         text of this length can contain.
@@ -22488,6 +22500,7 @@ CDDPDEF const char *cddp_safetensors_metadata(const cddp_safetensors *file, cons
 /* >>spawn --------------------------------------------------------------------------------------
    Job: starts ranks as processes (cddp_spawn) or as threads (cddp_run_threads).
    Owns: the children of cddp_spawn and their pidfds; the groups and threads of cddp_run_threads.
+   Entry points: the public functions; cddp__notify_supervisor.
    Processes: all children are forked and wait on a pipe, so that they begin together. The parent
    sleeps in poll(2) on their pidfds. It reaps them by their pids, because other children belong to
    the program. After the first failure the other children have 1 s to report the failure. Then they
