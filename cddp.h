@@ -18855,7 +18855,7 @@ static void cddp__place_partitions(cddp_ddp *d) {
    of calls and one set of connections; else private, also in an elastic model, which creates its
    groups again after each loss. check: no other split of d->group passes this number; see
    cddp__split. */
-static cddp_result cddp__ddp_group(const cddp_ddp *d, uint64_t check, cddp_group **out) {
+static cddp_result cddp__private_group(const cddp_ddp *d, uint64_t check, cddp_group **out) {
   cddp_group *g = d->group;
   if (!g->backend->enqueues || d->desc.elastic) return cddp__split_group(g, 0, g->rank, check, out);
   *out = g;
@@ -18873,11 +18873,11 @@ static cddp_result cddp__ddp_setup(cddp_ddp *d, bool joins) {
   r = cddp__check_shards(d);
   if (!joins) {
     r = cddp__agree(d->control, r);
-    if (r == CDDP_OK) r = cddp__ddp_group(d, CDDP__KIND_DDP_CREATE, &d->comm);
+    if (r == CDDP_OK) r = cddp__private_group(d, CDDP__KIND_DDP_CREATE, &d->comm);
     if (r != CDDP_OK) return r;
     r = cddp__agree_on_params(d);
     if (r == CDDP_OK && d->desc.comm_hook != NULL)
-      r = cddp__ddp_group(d, CDDP__KIND_DDP_CREATE + 1, &d->hooks); /* not comm's check */
+      r = cddp__private_group(d, CDDP__KIND_DDP_CREATE + 1, &d->hooks); /* not comm's check */
     if (r == CDDP_OK && !g->backend->on_device) r = cddp__map_params(d);
   }
   if (r != CDDP_OK) return r;
