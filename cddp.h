@@ -20459,7 +20459,8 @@ static cddp_result cddp__elastic_next(cddp_ddp *d) {
     if (elastic->request_count > 0 && elastic->attempts == 0 && /* at most one of these a step */
         cddp__can_admit(elastic))
       r = cddp__fail(CDDP_PEER_LOST, "the ranks form new groups, as a process joins");
-    else
+    else if ((r = cddp__check_failure(d->comm)) != CDDP_PEER_LOST) /* a connection of the program's
+                                                                      calls, while all ranks live */
       r = cddp__elastic_reduce(d);
     while (r == CDDP_PEER_LOST) r = cddp__elastic_regroup(d);
   }
@@ -23843,6 +23844,7 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels) { (void)k
               The log of a loss names the right step, and tells a failure once.
               Lack of memory or descriptors in one rank could end the others on its host.
               A failed send after a loss (ENOBUFS) made living ranks wait for timeout_s.
+              A connection of cddp_ddp_group that was lost without a rank was never replaced.
               A process that had joined in the same step could give a mean that it never had.
               The memory of lost ranks is freed a step later. Any number of processes can join.
               A group of cddp_init that has a lost rank returns CDDP_PEER_LOST on its host.
