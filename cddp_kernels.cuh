@@ -2455,7 +2455,7 @@ static cddp_result cddp__unstage(cddp_work *work, cddp_result r) {
     if (r != CDDP_OK) r = cddp__break_waiting(g, r);
   }
   cddp__arena_free(g->host, work->stage);
-  work->stage = NULL;
+  work->context = work->stage = NULL;
   return r;
 }
 

@@ -132,6 +132,18 @@ static cddp_result model_open(model *m, int rank, bool joins, bool alone) {
   return r == CDDP_OK && c->kind < EARLY ? create_optim(m) : r;
 }
 
+static void model_close(model *m) {
+  int k;
+  cddp_optim_destroy(m->optim);
+  cddp_ddp_destroy(m->ddp);
+  for (k = 0; !shared->c.alloc && k < 2; k++) {
+    free(m->p[k].data);
+    if (shared->c.kind == OWN || shared->c.kind == EARLY) free(m->p[k].grad);
+  }
+  for (k = 0; !shared->c.alloc && k < 5; k++) free(m->buffers[k].data);
+  cddp_destroy(m->g);
+}
+
 static uint64_t model_hash(const model *m) {
   uint64_t h = RANKS_HASH;
   size_t i, size = cddp_dtype_size(m->p[0].dtype), step = stride(m->p[0].count);
@@ -245,9 +257,7 @@ static int life(int rank, void *arg) {
   }
   CHECK_OK(r);
   if (r == CDDP_OK) __atomic_store_n(&shared->steps, cddp_ddp_steps(m.ddp), __ATOMIC_SEQ_CST);
-  cddp_optim_destroy(m.optim);
-  cddp_ddp_destroy(m.ddp);
-  cddp_destroy(m.g);
+  model_close(&m);
   return 0;
 }
 
@@ -260,6 +270,7 @@ static int reference(int rank, void *arg) {
     CHECK_OK(one_step(&m, t, false));
     compare(t, model_hash(&m));
   }
+  model_close(&m);
   return 0;
 }
 
@@ -404,8 +415,7 @@ static int parts_life(int rank, void *arg) {
     for (k = 0; r == CDDP_OK && k < 2; k++) CHECK_OK(r = cddp_optim_step(optim[k]));
   }
   for (k = 0; k < 2; k++) cddp_optim_destroy(optim[k]);
-  cddp_ddp_destroy(m.ddp);
-  cddp_destroy(m.g);
+  model_close(&m);
   return 0;
 }
 
