@@ -6839,13 +6839,14 @@ static cddp__process *cddp__next_process(const cddp__host *host, cddp__process *
   return p >= host->first && p < host->first + host->size ? host->others : p->next;
 }
 
-/* The process with this window; pid 0: not known. */
+/* The pid and pidfd of the process with this window, for any thread; pid 0: not known. */
 static cddp__process cddp__process_at(cddp__host *host, int window) {
   cddp__process copy, *p;
   memset(&copy, 0, sizeof copy);
   copy.pidfd = -1;
   if (window < host->size) {
-    copy = host->first[window];
+    copy.pid = host->first[window].pid;
+    copy.pidfd = host->first[window].pidfd;
   } else {
     pthread_mutex_lock(&host->lock);
     for (p = host->others; p != NULL && p->window != window;) p = p->next;
@@ -18961,7 +18962,7 @@ struct cddp__elastic {
   int me;                  /* this rank's member number; `shards` while it joins */
   int leader;              /* number of the member that sent the last table */
   int *order;              /* [active_count] member numbers of the group's ranks, by rank */
-  uint64_t epoch;          /* number of pairs of groups so far */
+  uint64_t epoch;          /* number of tables so far */
   cddp_group *broken_comm; /* the first comm that broke in this step, for cddp_ddp_group; NULL */
   /* this rank's sums and the last mean: */
   uint64_t step;    /* waits and steps since creation */
@@ -18989,7 +18990,11 @@ struct cddp__elastic {
   cddp__message **reports;  /* [shards + JOIN_REQUESTS] the reports from these links */
   int request_count;        /* joining processes that wait for the next meeting */
   int attempts;             /* meetings since the last reduction */
-  int unreachable;          /* a member on a host that did not answer; -1: none */
+  int unreachable;          /* a member lost without proof that it ended; -1: none */
+  bool called;              /* a process that this rank counted as lost has called as leader */
+  uint64_t *tables; /* [table_count][shards] lives of members, by number: of the last table that all
+                       confirmed, and of each later one that arrived here */
+  size_t table_count, tables_capacity;
   unsigned char *ended;     /* [shards] 1: a member saw its process end since the last table */
   void *blocks[2];          /* for the control blocks of the next groups; NULL */
   /* a joining process: */
@@ -19001,7 +19006,8 @@ struct cddp__elastic {
 /* A rank's report to the leader of a meeting. Its optimizer's steps follow, a float for each
    parameter, then a byte for each shard (1: the rank has its sum), and cddp__elastic.ended. */
 typedef struct cddp__report {
-  uint64_t epoch;       /* of its last group */
+  uint64_t table;       /* in a table: its random number, the same in each report */
+  uint64_t epoch;       /* of its last table */
   uint64_t done;        /* completed reductions */
   uint64_t steps;       /* cddp_ddp_steps */
   cddp__snapshot optim; /* of its cddp_optim */
@@ -19040,6 +19046,31 @@ static int cddp__elastic_choose_leader(const cddp_ddp *d) {
     if (members[p].life != 0 && (lowest < 0 || members[p].since < members[lowest].since))
       lowest = p;
   return lowest;
+}
+
+/* Remembers a table's members. */
+static cddp_result cddp__add_table(cddp_ddp *d) {
+  cddp__elastic *elastic = d->elastic;
+  size_t shards = (size_t)d->shards.count, at = elastic->table_count * shards;
+  uint64_t *tables = (uint64_t *)cddp__grow_array(&elastic->net->allocator, elastic->tables,
+                                                  &elastic->tables_capacity, at + shards,
+                                                  sizeof *tables);
+  size_t p;
+  if (tables == NULL) return CDDP_OUT_OF_MEMORY;
+  elastic->tables = tables;
+  for (p = 0; p < shards; p++) tables[at + p] = elastic->members[p].life;
+  elastic->table_count++;
+  return CDDP_OK;
+}
+
+/* All members have confirmed the last table: the ones before it no longer count. */
+static void cddp__settle_tables(cddp_ddp *d) {
+  cddp__elastic *elastic = d->elastic;
+  size_t shards = (size_t)d->shards.count;
+  memmove(elastic->tables, elastic->tables + (elastic->table_count - 1) * shards,
+          shards * sizeof *elastic->tables);
+  elastic->table_count = 1;
+  elastic->unreachable = -1;
 }
 
 static void cddp__drop_report(cddp__elastic *elastic, int p) {
@@ -19255,9 +19286,11 @@ static void cddp__elastic_note_lost(cddp_ddp *d) {
   for (p = cddp__next_process(host, NULL); p != NULL; p = cddp__next_process(host, p)) {
     if (!p->member || p->window == host->arena.window || cddp__is_member_here(d, p->window))
       continue;
+    pthread_mutex_lock(&host->lock);
     p->member = false;
     p->lost = 1 + d->elastic->step;
-    cddp__close_fd(&p->pidfd);
+    if (p->window >= host->size) cddp__close_fd(&p->pidfd); /* all threads use the first ranks' */
+    pthread_mutex_unlock(&host->lock);
     if (host->arena.fd >= 0) cddp__break_groups_of(host, p->window);
   }
 }
@@ -19523,10 +19556,14 @@ static cddp_result cddp__elastic_reduce(cddp_ddp *d) {
         If only processes that have joined have made the last reduction, no rank has its mean:
         the others make it again (`repeats`). It has the same bits on any rank.
    A split network: if a member's host does not answer, the members that reported must be more than
-   half of the last group, so that two halves never train separately. The rule also holds for an
-   address of which all members were lost by resets, as a firewall sends. Therefore each member
-   reports which processes it has seen end (`ended`): the system of such a process closed a
-   connection, and did not reset it.
+   half of the last table that all confirmed, and of each later one that the leader has received. No
+   report may have a later table than the leader. So two halves never train separately: see
+   tests/models/halves.pml. The rule also holds for an address of which all members were lost by
+   resets, as a firewall sends. Therefore each member reports which processes it has seen end
+   (`ended`): the system of such a process closed a connection, and did not reset it.
+   A rank can count a leader as lost that lives, because its own calls failed. Therefore a leader
+   calls each member whose report it lacks. Who has counted it as lost since the last table reports
+   to it. Who has a table without it tells it so, and it ends (CDDP_ABORTED).
    A joining process asks a rank on its host or at MASTER_ADDR for the leader (>>rendezvous), and
    sends the leader a report without weights. If it got no shared memory, it counts as a host with
    one rank. A leader without shards left starts a meeting for it. */
@@ -19654,6 +19691,39 @@ static void cddp__elastic_refuse(cddp_ddp *d, cddp__connection *link, cddp_resul
   cddp__link_close(link);
 }
 
+static void cddp__refuse_lost(cddp_ddp *d, cddp__connection *link, int rank) {
+  cddp__elastic_refuse(d, link,
+                       cddp__fail(CDDP_ABORTED,
+                                  "the other ranks counted rank %d's process as lost and continue "
+                                  "without it",
+                                  rank));
+}
+
+/* Whether member p of the last table is the process `life`, which sends something: so it is a
+   member again, whatever this rank has found out since. */
+static bool cddp__revive_member(cddp_ddp *d, int p, uint64_t life) {
+  cddp__elastic *elastic = d->elastic;
+  size_t shards = (size_t)d->shards.count;
+  if (p >= d->shards.count || elastic->table_count == 0 || life == 0 ||
+      elastic->tables[(elastic->table_count - 1) * shards + (size_t)p] != life)
+    return false;
+  if (elastic->members[p].life == 0) {
+    elastic->members[p].life = life;
+    elastic->ended[p] = 0;
+  }
+  return true;
+}
+
+/* Returns whether the connection of a leader's call stays: to the leader its end is a loss. */
+static bool cddp__handle_call(cddp_ddp *d, const cddp__connection *link,
+                              const cddp__member *caller) {
+  int p = link->peer;
+  bool lost = p < d->shards.count && d->elastic->members[p].life == 0;
+  if (!cddp__revive_member(d, p, caller->life)) return false;
+  d->elastic->called = d->elastic->called || lost;
+  return true;
+}
+
 /* Stores or discards a report and its connection. After a leader's death a joining process can be a
    member and not know it. */
 static void cddp__handle_report(cddp_ddp *d, cddp__connection *link, cddp__message *message,
@@ -19664,6 +19734,7 @@ static void cddp__handle_report(cddp_ddp *d, cddp__connection *link, cddp__messa
   int shards = d->shards.count, p = 0, k;
   bool sound = message->head.size == cddp__report_bytes(d) && self->life != 0 && self->pid != 0 &&
                self->host >= 0 && self->port > 0 && self->port < 65536;
+  if (sound) (void)cddp__revive_member(d, link->peer, self->life);
   while (sound && p < shards && elastic->members[p].life != self->life) p++;
   if (sound) self->name[sizeof self->name - 1] = 0;
   link->next = NULL;
@@ -19681,11 +19752,7 @@ static void cddp__handle_report(cddp_ddp *d, cddp__connection *link, cddp__messa
         cddp__connection_end(elastic->links[k], 0);
   } else {
     if (sound && p == shards && report->empty == 0)
-      cddp__elastic_refuse(d, link,
-                           cddp__fail(CDDP_ABORTED,
-                                      "the other ranks counted rank %d's process as lost and "
-                                      "continue without it",
-                                      self->rank));
+      cddp__refuse_lost(d, link, self->rank);
     else
       cddp__link_free(link);
     cddp__free(&elastic->net->allocator, message);
@@ -19695,30 +19762,41 @@ static void cddp__handle_report(cddp_ddp *d, cddp__connection *link, cddp__messa
   elastic->reports[p] = message;
 }
 
-/* Receives reports: those of joining processes and of processes that count as lost, in a meeting
-   also the members'. */
-static void cddp__accept_reports(cddp_ddp *d, bool meeting) {
+/* Whose reports and calls are received: those of processes that count as lost, and of joining ones,
+   and, in a meeting that this rank leads, of members. */
+enum cddp__accepts { CDDP__ACCEPT_LOST, CDDP__ACCEPT_JOINING, CDDP__ACCEPT_MEMBERS };
+
+static void cddp__accept_reports(cddp_ddp *d, enum cddp__accepts most) {
   cddp__elastic *elastic = d->elastic;
   cddp__net *net = elastic->net;
   cddp__connection **at, *link;
+  bool is_call;
   cddp__net_serve(d->group->host, net);
   pthread_mutex_lock(&net->lock);
   for (at = &net->incoming; (link = *at) != NULL;) {
     cddp__message *message = NULL;
     if (cddp__link_is_for(link, elastic->members[elastic->me].life) &&
-        (meeting || link->peer == d->shards.count || elastic->members[link->peer].life == 0))
+        (most == CDDP__ACCEPT_MEMBERS ||
+         (link->peer == d->shards.count ? most == CDDP__ACCEPT_JOINING
+                                        : elastic->members[link->peer].life == 0)))
       message = cddp__connection_receive(link, cddp__report_bytes(d));
     else if (cddp__link_is_for(link, elastic->members[elastic->me].life))
       cddp__link_check_end(link);
-    if (message == NULL && link->state != CDDP__CONNECTION_ENDED) {
+    is_call = message != NULL && message->head.size == sizeof(cddp__member);
+    if ((message == NULL && link->state != CDDP__CONNECTION_ENDED) ||
+        (is_call && cddp__handle_call(d, link, (cddp__member *)(void *)(message + 1)))) {
+      cddp__free(&net->allocator, message);
       at = &link->next;
       continue;
     }
     *at = link->next;
-    if (message != NULL)
-      cddp__handle_report(d, link, message, meeting);
+    if (is_call)
+      cddp__refuse_lost(d, link, ((cddp__member *)(void *)(message + 1))->rank);
+    else if (message != NULL)
+      cddp__handle_report(d, link, message, most == CDDP__ACCEPT_MEMBERS);
     else
       cddp__link_free(link);
+    if (is_call) cddp__free(&net->allocator, message);
   }
   pthread_mutex_unlock(&net->lock);
 }
@@ -19748,22 +19826,43 @@ static void cddp__answer_joins(cddp_ddp *d) {
   cddp__join_serve(host, true);
 }
 
+/* Connects to a member whose report is missing, which can have counted this rank as lost. */
+static cddp_result cddp__elastic_call_member(cddp_ddp *d, int member) {
+  cddp__elastic *elastic = d->elastic;
+  cddp__connection **link = &elastic->links[member];
+  cddp_result r = cddp__link_connect(elastic->net, member, CDDP__LINK_FRAMES,
+                                     elastic->members[member].life, link);
+  if (r != CDDP_OK) return r;
+  return cddp__connection_post(*link, CDDP__FRAME_MESSAGE, CDDP_OK, &elastic->members[elastic->me],
+                               sizeof *elastic->members);
+}
+
+/* A member answers a call only if it continues without this rank. */
+static cddp_result cddp__elastic_check_answer(cddp_ddp *d, cddp__connection *link) {
+  cddp__message *answer = cddp__connection_receive(link, CDDP__ERROR_MAX);
+  cddp_result r = CDDP_OK;
+  if (answer != NULL && answer->head.number == CDDP_ABORTED && answer->head.size > 0)
+    r = cddp__fail(CDDP_ABORTED, "%.*s", (int)answer->head.size - 1, (const char *)(answer + 1));
+  cddp__free(&d->elastic->net->allocator, answer);
+  return r;
+}
+
+/* Returns after all have reported, or if elastic->called. */
 static cddp_result cddp__await_reports(cddp_ddp *d, double deadline) {
   cddp__elastic *elastic = d->elastic;
   cddp__connection **links = elastic->links;
   int waiting, late = -1, p;
   for (;;) {
     cddp__answer_joins(d);
-    cddp__accept_reports(d, true);
+    cddp__accept_reports(d, CDDP__ACCEPT_MEMBERS);
+    if (elastic->called) return CDDP_OK;
     for (p = waiting = 0; p < d->shards.count; p++) {
       cddp_result r = CDDP_OK;
       if (p == elastic->me || elastic->members[p].life == 0) continue;
-      if (links[p] == NULL)
-        r = cddp__link_connect(elastic->net, p, CDDP__LINK_FRAMES, elastic->members[p].life,
-                               &links[p]);
+      if (links[p] == NULL) r = cddp__elastic_call_member(d, p);
+      if (r == CDDP_OK && cddp__link_progress(elastic->net, links[p])) /* this detects its end */
+        r = cddp__elastic_check_answer(d, links[p]);
       if (r != CDDP_OK) return r;
-      if (cddp__link_progress(elastic->net, links[p])) /* no message follows: to detect its end */
-        cddp__free(&elastic->net->allocator, cddp__connection_receive(links[p], 0));
       if (cddp__elastic_link_ended(d, p, links[p])) {
         bool cut = cddp__link_is_cut(links[p]) && !links[p]->early;
         cddp__drop_report(elastic, p);
@@ -19854,15 +19953,18 @@ static cddp_result cddp__elastic_send_table(cddp_ddp *d, cddp__message **table) 
   cddp__connection **links = d->elastic->links;
   cddp__message **reports = d->elastic->reports, *all;
   size_t bytes = cddp__report_bytes(d);
-  cddp_result r = CDDP_OK;
+  uint64_t id = 0;
+  cddp_result r = cddp__random(&id, sizeof id);
   cddp__wait wait;
   bool busy;
   int p;
+  if (r != CDDP_OK) return r;
   *table = all =
       (cddp__message *)cddp__malloc(&net->allocator, sizeof *all + (size_t)d->shards.count * bytes);
   if (all == NULL) return CDDP_OUT_OF_MEMORY;
   for (all->head.size = 0, p = 0; p < d->shards.count; p++) {
     if (reports[p] == NULL) continue;
+    cddp__report_at(d, reports[p], 0)->table = id;
     memcpy((char *)(all + 1) + all->head.size, reports[p] + 1, bytes);
     all->head.size += bytes;
   }
@@ -19903,23 +20005,52 @@ static int cddp__find_cut_off(const cddp_ddp *d) {
   return -1;
 }
 
+/* Whether reports of more than half of each remembered table have arrived. A report of a member
+   with a later table shows that others have gone on without this rank. */
+static bool cddp__has_majority(const cddp_ddp *d) {
+  const cddp__elastic *elastic = d->elastic;
+  const uint64_t *lives = elastic->tables;
+  size_t t;
+  int p, members, reported;
+  for (t = 0; t < elastic->table_count; t++, lives += d->shards.count) {
+    for (p = members = reported = 0; p < d->shards.count; p++) {
+      members += lives[p] != 0;
+      reported += elastic->reports[p] != NULL && lives[p] == elastic->members[p].life;
+    }
+    if (2 * reported <= members) return false;
+  }
+  for (p = 0; p < d->shards.count; p++)
+    if (elastic->reports[p] != NULL &&
+        cddp__report_at(d, elastic->reports[p], 0)->epoch > elastic->epoch)
+      return false;
+  return true;
+}
+
+/* *table NULL: another process leads. */
 static cddp_result cddp__lead_meeting(cddp_ddp *d, cddp__message *mine, double deadline,
                                       cddp__message **table) {
   cddp__elastic *elastic = d->elastic;
   cddp__message **reports = elastic->reports;
   cddp_result r;
-  int report_count = 0, p;
+  int report_count = 0, reset, p;
   reports[elastic->me] = mine;
   r = cddp__await_reports(d, deadline);
+  if (r == CDDP_OK && elastic->called) {
+    reports[elastic->me] = NULL;
+    cddp__elastic_disconnect(d);
+    return r;
+  }
   for (p = 0; p < d->shards.count; p++) report_count += reports[p] != NULL;
-  p = elastic->unreachable >= 0 ? elastic->unreachable : cddp__find_cut_off(d);
-  if (r == CDDP_OK && p >= 0 && 2 * report_count <= d->step.active_count)
+  reset = elastic->unreachable < 0 ? cddp__find_cut_off(d) : -1;
+  if (reset >= 0) elastic->unreachable = reset;
+  if (r == CDDP_OK && elastic->unreachable >= 0 && !cddp__has_majority(d))
     r = cddp__fail(CDDP_PEER_LOST,
                    "the host of %s does not answer, and %d of %d ranks cannot continue: more than "
-                   "half are needed, as the others could also continue%s",
-                   cddp__member_name(elastic, p).s, report_count, d->step.active_count,
-                   elastic->unreachable >= 0 ? ""
-                                             : ". All connections were reset, as by a firewall");
+                   "half are needed, also of those before the last loss or join, as the others "
+                   "could also continue%s",
+                   cddp__member_name(elastic, elastic->unreachable).s, report_count,
+                   d->step.active_count,
+                   reset < 0 ? "" : ". All connections were reset, as by a firewall");
   if (r == CDDP_OK) cddp__admit_joining(d);
   if (r == CDDP_OK) r = cddp__elastic_send_table(d, table);
   reports[elastic->me] = NULL;
@@ -19931,16 +20062,21 @@ static cddp_result cddp__lead_meeting(cddp_ddp *d, cddp__message *mine, double d
   return r;
 }
 
-/* Waits for a member's next message. NULL: the member is lost, or the deadline has passed. */
-static cddp__message *cddp__elastic_receive(cddp_ddp *d, int member, size_t most, double deadline) {
-  cddp__connection *link = d->elastic->links[member];
+/* Waits for a member's next message. NULL: the member is lost, another leader calls, or the
+   deadline has passed. */
+static cddp__message *cddp__elastic_receive(cddp_ddp *d, int member, size_t most,
+                                            double deadline) {
+  cddp__elastic *elastic = d->elastic;
+  cddp__connection *link = elastic->links[member];
   cddp__message *message = NULL;
   while (link != NULL && cddp__now() < deadline) {
     cddp__answer_joins(d);
     CDDP__POINT("elastic report");
-    if (cddp__link_progress(d->elastic->net, link)) message = cddp__connection_receive(link, most);
+    if (cddp__link_progress(elastic->net, link)) message = cddp__connection_receive(link, most);
     if (message != NULL || cddp__elastic_link_ended(d, member, link)) break;
-    cddp__elastic_poll(d, &link, 1, false);
+    cddp__accept_reports(d, CDDP__ACCEPT_LOST);
+    if (elastic->called) break;
+    cddp__elastic_poll(d, &link, 1, true);
   }
   return message;
 }
@@ -20010,15 +20146,15 @@ static cddp_result cddp__gather_reports(cddp_ddp *d, cddp__message **table) {
   cddp__message *mine = NULL;
   cddp_result r = cddp__create_report(d, &mine);
   bool cut = false;
-  elastic->unreachable = -1;
   while (r == CDDP_OK && *table == NULL) {
     int leader = elastic->leader = cddp__elastic_choose_leader(d);
+    elastic->called = false;
     if (leader < 0)
       r = cddp__elastic_find_leader(d, deadline);
     else if (leader == elastic->me)
       r = cddp__lead_meeting(d, mine, deadline, table);
     else if ((r = cddp__send_report(d, leader, mine, deadline + 1, table, &cut)) == CDDP_OK &&
-             *table == NULL && (!cut || elastic->me == d->shards.count))
+             *table == NULL && !elastic->called && (!cut || elastic->me == d->shards.count))
       cddp__remove_member(d, leader);
     else if (r == CDDP_OK && *table == NULL)
       cddp__sleep(0.001); /* a dead leader refuses the next link */
@@ -20059,6 +20195,7 @@ static cddp_result cddp__confirm_groups(cddp_ddp *d) {
   }
   if (r == CDDP_OK && !leads) all = cddp__await_confirmation(d, elastic->leader, deadline);
   cddp__elastic_disconnect(d);
+  if (r == CDDP_OK && all) cddp__settle_tables(d);
   if (r != CDDP_OK || all) return r;
   return cddp__fail(CDDP_PEER_LOST, "a rank was lost while the ranks formed new groups");
 }
@@ -20175,7 +20312,7 @@ static cddp_result cddp__elastic_create_group(cddp_ddp *d, cddp__message *table,
                         d->group->timeout_s);
   if (r != CDDP_OK) return r;
   memcpy(id, elastic->net->token, 2 * sizeof *id);
-  id[2] = elastic->epoch << 1 | (uint64_t)which;
+  id[2] = cddp__report_at(d, table, 0)->table + (uint64_t)which;
   (*out)->block_ref = ref;
   (*out)->elastic = true;
   (*out)->id = cddp__hash64(1, id, sizeof id);
@@ -20405,6 +20542,7 @@ static cddp_result cddp__elastic_regroup(cddp_ddp *d) {
   r = cddp__gather_reports(d, &table);
   if (r == CDDP_OK) r = cddp__elastic_check_table(d, table);
   if (r == CDDP_OK) from = cddp__elastic_apply_table(d, table);
+  if (r == CDDP_OK) r = cddp__add_table(d);
   if (r == CDDP_PEER_LOST) r = CDDP_ABORTED; /* the members are gone or out of reach */
   CDDP__POINT("elastic table");
   if (r == CDDP_OK && from == NULL) { /* only joining ranks: the members can be elsewhere */
@@ -20454,7 +20592,7 @@ static cddp_result cddp__elastic_next(cddp_ddp *d) {
       if (r == CDDP_OK) d->shards.current = shard;
       return r;
     }
-    cddp__accept_reports(d, false);
+    cddp__accept_reports(d, CDDP__ACCEPT_JOINING);
     if (cddp__elastic_choose_leader(d) != elastic->me) cddp__elastic_disconnect(d);
     if (elastic->request_count > 0 && elastic->attempts == 0 && /* at most one of these a step */
         cddp__can_admit(elastic))
@@ -20709,6 +20847,7 @@ static void cddp__elastic_free(cddp_ddp *d) {
     cddp__leave_broken(d);
     cddp__elastic_close(d);
     cddp__free(&elastic->net->allocator, elastic->lost_blocks);
+    cddp__free(&elastic->net->allocator, elastic->tables);
   }
   host->elastic = false;
   if (host->joined) host->job_info->table.lead.model.params = 0; /* a process joins only once */
@@ -20784,6 +20923,7 @@ static cddp_result cddp__elastic_new(cddp_ddp *d) {
   elastic->published = (cddp__published **)(void *)(elastic->squares + n);
   elastic->order = (int *)(void *)(elastic->published + n);
   elastic->ended = (unsigned char *)(elastic->order + n);
+  elastic->unreachable = -1;
   elastic->empty = host->joined;
   elastic->me = host->joined ? d->shards.count : d->group->rank;
   elastic->net = cddp__net_new(allocator, d->shards.count + 1, 2 * d->shards.count + 1);
@@ -20820,6 +20960,7 @@ static cddp_result cddp__elastic_create(cddp_ddp *d) {
     d->elastic->net->host = all[d->elastic->me].self.host;
     d->step.active_count = g->size;
     cddp__elastic_assign_shards(d);
+    r = cddp__add_table(d);
   }
   cddp__free(&g->host->allocator, all);
   for (k = 0; r == CDDP_OK && k < g->size; k++)
@@ -23845,6 +23986,8 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels) { (void)k
               Lack of memory or descriptors in one rank could end the others on its host.
               A failed send after a loss (ENOBUFS) made living ranks wait for timeout_s.
               A connection of cddp_ddp_group that was lost without a rank was never replaced.
+              A network split while processes joined could leave two halves that both trained.
+              A leader that one rank alone counted as lost: all waited for timeout_s.
               A process that had joined in the same step could give a mean that it never had.
               The memory of lost ranks is freed a step later. Any number of processes can join.
               A group of cddp_init that has a lost rank returns CDDP_PEER_LOST on its host.
