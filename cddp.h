@@ -7240,7 +7240,7 @@ CDDP__INLINED uint16_t cddp__f32_to_f16(float x) {
   uint32_t bits = cddp__f32_bits(x), magnitude = bits & 0x7fffffff;
   uint32_t normal = (magnitude - (112u << 23) + 0xfff + ((magnitude >> 13) & 1)) >> 13;
   /* Below 2^-14 the addition of 0.5 does the rounding: the last place of 0.5 is 2^-24. */
-  uint32_t little = magnitude < 0x38800000 ? magnitude : 0;
+  uint32_t little = magnitude < 0x38800000 /* 2^-14 */ ? magnitude : 0;
   uint32_t small = cddp__f32_bits(cddp__f32_of_bits(little) + 0.5f) - 0x3f000000;
   uint32_t half = magnitude < 0x38800000 ? small : normal;
   half = magnitude >= 0x477ff000 ? 0x7c00 : half; /* 65520 and larger values round to infinity */
@@ -8994,7 +8994,7 @@ static cddp_result cddp__break_late(cddp_group *g, int late) {
   if (n > named)
     cddp__append(names, sizeof names, " and rank%s %s", n > named + 1 ? "s" : "",
                  cddp__list_ranks(set, g->size, 160).s);
-  for (; p < g->size; p++) far = far || (set[p] && g->members[p] < 0);
+  for (; p < g->size; p++) far = far || (set[p] && g->members[p] < 0); /* of those without names */
   cddp__fail(CDDP_TIMEOUT, "timed out after %g s: %s did not reach %s%s%s", g->timeout_s, names,
              cddp__describe_current_call(g).s, far ? ", or their hosts cannot be reached" : "",
              where[0] != 0 ? where : cddp__describe_other_failure(g).s);
@@ -12157,7 +12157,7 @@ static bool cddp__send_frame(cddp_group *g, const cddp__delivery *it, cddp__conn
 }
 static bool cddp__receive_frame(cddp_group *g, const cddp__delivery *it, cddp__connection *link) {
   cddp__frame_head head = cddp__frame_head_of(it->type, g->round, CDDP_U8, it->size, it->size);
-  void *data = (void *)(uintptr_t)it->data;
+  void *data = (void *)(uintptr_t)it->data; /* not const: an awaited frame is written */
   cddp__hosts *hosts = g->hosts;
   cddp__message *m;
   cddp__read_link(g, link, CDDP__FOR_FRAME);
@@ -12249,7 +12249,7 @@ static cddp_result cddp__deliver(cddp_group *g, long due) {
   do {
     if (moved) {
       cddp__wait_begin(&w, g->timeout_s + CDDP__REMOTE_CAUSE_S);
-      w.yields = polls ? CDDP__POLLS : 1;
+      w.yields = polls ? CDDP__POLLS : 1; /* with other ranks on its core, one yield, then sleeps */
     }
     moved = false;
     events = cddp__load32(&slot->events);
@@ -13948,14 +13948,14 @@ static cddp_work *cddp__work_new(cddp_group *g, size_t more) {
 static void cddp__work_run(cddp_work *work) {
   uint32_t fp_mode = cddp__fp_mode();
   bool other = work->fp_mode != 1 + fp_mode;
-  cddp__site site;
+  cddp__site outer; /* of the call that runs it */
   CDDP__POINT("engine");
-  cddp__copy_site(&site, &cddp__this_site);
+  cddp__copy_site(&outer, &cddp__this_site);
   cddp__copy_site(&cddp__this_site, &work->site);
   if (CDDP__UNLIKELY(other)) cddp__set_fp_mode(work->fp_mode - 1);
   work->result = (work->run)(work);
   if (work->result != CDDP_OK) snprintf(work->text, sizeof work->text, "%s", cddp__error_text);
-  cddp__copy_site(&cddp__this_site, &site);
+  cddp__copy_site(&cddp__this_site, &outer);
   if (CDDP__UNLIKELY(other)) cddp__set_fp_mode(fp_mode);
 }
 
@@ -14074,6 +14074,7 @@ static cddp_result cddp__engine_push(cddp_work *work) {
     if (r != CDDP_OK) return r;
   }
   work->tick = cddp__load32(&engine->tick);
+  /* Buckets wake the engine themselves: it need not poll for them. */
   cddp__store32(&engine->idle, work->anywhere ? 0 : CDDP__ENGINE_IDLE_POLLS + 1);
   if (work == &engine->own && cddp__load32(engine->works) == 0) {
     cddp__store32(&engine->held, CDDP__OWN_HELD);
@@ -14105,7 +14106,7 @@ static bool cddp__engine_wait(cddp__engine *engine, cddp_work *work, double dead
     return true;
   if (work == &engine->own && forever && cddp__engine_run_held(engine)) return true;
   pthread_mutex_lock(&engine->lock);
-  if (!forever && !work->done) cddp__engine_make_due(engine);
+  if (!forever && !work->done) cddp__engine_make_due(engine); /* its thread runs it meanwhile */
   cddp__add32(&engine->waiters, 1);
   for (;;) {
     busy = cddp__engine_enqueue_held(engine);
@@ -14746,14 +14747,16 @@ static cddp_result cddp__all_gather(cddp_group *g, const void *mine, void *all, 
   return cddp__run_call(g, &c);
 }
 
+enum { CDDP__PACKET_ARRAYS = 256 };
+
 /* Broadcasts of many arrays in host memory. Small ones are collected to a packet, since a round
    takes longer than their bytes. */
 typedef struct cddp__packet {
   cddp_group *g;
   int root, count;
   size_t used; /* bytes of the packet */
-  void *to[256];
-  size_t sizes[256];
+  void *to[CDDP__PACKET_ARRAYS];
+  size_t sizes[CDDP__PACKET_ARRAYS];
   char bytes[16384];
 } cddp__packet;
 
@@ -14792,7 +14795,7 @@ static cddp_result cddp__packet_add(cddp__packet *packet, void *data, size_t cou
   cddp_result r = CDDP_OK;
   if (bytes > sizeof packet->bytes / 4) return cddp__run_call(packet->g, &c);
   if (bytes == 0) return CDDP_OK;
-  if (packet->count == 256 || bytes > sizeof packet->bytes - packet->used)
+  if (packet->count == CDDP__PACKET_ARRAYS || bytes > sizeof packet->bytes - packet->used)
     r = cddp__packet_send(packet);
   packet->to[packet->count] = data;
   packet->sizes[packet->count++] = bytes;
@@ -15871,6 +15874,11 @@ static bool cddp__has_state(const cddp_optim *optim, int k, int i) {
   return !cddp__is_master(optim, k) || cddp__dtype_half(optim->params[i].dtype);
 }
 
+/* The pointer to state k of parameter i. */
+static void **cddp__state_of(const cddp_optim *optim, int k, int i) {
+  return &optim->state[k * optim->count + i];
+}
+
 /* The next step of parameter i, with states that start at state[k * stride]. */
 static cddp__update cddp__update_of(const cddp_optim *optim, int i, void *const *state,
                                     int stride) {
@@ -16103,15 +16111,15 @@ static cddp__sparse *cddp__optim_sparse(const cddp_optim *optim, int i) { /* NUL
 static cddp_result cddp__need_states(cddp_optim *optim, int i) {
   size_t n = optim->parts[i].count, bytes = n * cddp__dtype_size(cddp__state_type(optim, i));
   int k;
-  for (k = i; n > 0 && k < optim->count * optim->states; k += optim->count) {
-    if (optim->state[k] != NULL || !cddp__has_state(optim, k / optim->count, i)) continue;
-    if (bytes < 4 * CDDP__HUGE_PAGE ||
-        posix_memalign(&optim->state[k], CDDP__HUGE_PAGE, bytes) != 0)
-      optim->state[k] = cddp__malloc(NULL, bytes);
+  for (k = 0; n > 0 && k < optim->states; k++) {
+    void **state = cddp__state_of(optim, k, i);
+    if (*state != NULL || !cddp__has_state(optim, k, i)) continue;
+    if (bytes < 4 * CDDP__HUGE_PAGE || posix_memalign(state, CDDP__HUGE_PAGE, bytes) != 0)
+      *state = cddp__malloc(NULL, bytes);
     else
-      cddp__request_huge_pages((char *)optim->state[k], bytes);
-    if (optim->state[k] == NULL) return CDDP_OUT_OF_MEMORY;
-    memset(optim->state[k], 0, bytes);
+      cddp__request_huge_pages((char *)*state, bytes);
+    if (*state == NULL) return CDDP_OUT_OF_MEMORY;
+    memset(*state, 0, bytes);
   }
   return CDDP_OK;
 }
@@ -17302,33 +17310,37 @@ static char *cddp__state_at(const cddp_ddp *d, const cddp_optim *optim, char *st
 
 enum { CDDP__FROM_SHARED, CDDP__TO_SHARED }; /* of `bool share` */
 
+/* Copies the part in [begin, end) of the model of state k of parameter i. */
+static cddp_result cddp__copy_state(const cddp_ddp *d, const cddp_optim *optim, int k, int i,
+                                    char *states, size_t begin, size_t end, bool share) {
+  const cddp_param *param = &optim->params[i];
+  const cddp__tensor *tensor = &d->tensors[i];
+  size_t esize = cddp__dtype_size(param->dtype);
+  size_t size = cddp__dtype_size(cddp__state_type(optim, i)), first, n; /* elements */
+  char *own = (char *)*cddp__state_of(optim, k, i), *shared;
+  bool anew = share && cddp__is_master(optim, k) && optim->fresh[i] && optim->steps[i] > 0;
+  begin = cddp__max(begin, tensor->offset);
+  end = cddp__min(end, tensor->offset + tensor->bytes);
+  if ((own == NULL && !anew) || begin >= end || !cddp__has_state(optim, k, i)) return CDDP_OK;
+  first = (begin - tensor->offset) / esize;
+  n = (end - begin) / esize;
+  shared = cddp__state_at(d, optim, states, k, i, first);
+  if (anew) /* receivers do not know that it starts as the weights */
+    return (d->group->backend->convert)(d->group, shared, CDDP_F32,
+                                        (char *)param->data + first * esize, param->dtype, n);
+  own += first * size;
+  return (d->memory->copy)(share ? shared : own, share ? own : shared, n * size, d->group->stream);
+}
+
 /* Copies the states of [begin, end) of the model between optim's own memory and `states`, which has
    the layout of shared states. */
 static cddp_result cddp__copy_states(const cddp_ddp *d, const cddp_optim *optim, char *states,
                                      size_t begin, size_t end, bool share) {
   cddp_result r = CDDP_OK;
-  int i, j;
-  for (j = 0; r == CDDP_OK && j < optim->states * optim->count; j++) {
-    const cddp__tensor *tensor = &d->tensors[i = j % optim->count];
-    size_t esize = cddp__dtype_size(optim->params[i].dtype);
-    size_t size = cddp__dtype_size(cddp__state_type(optim, i));
-    size_t low = cddp__max(begin, tensor->offset),
-           high = cddp__min(end, tensor->offset + tensor->bytes), n;
-    char *own = (char *)optim->state[j], *common;
-    int k = j / optim->count;
-    bool anew = share && cddp__is_master(optim, k) && optim->fresh[i] && optim->steps[i] > 0;
-    if ((own == NULL && !anew) || low >= high || !cddp__has_state(optim, k, i)) continue;
-    n = (low - tensor->offset) / esize;
-    if (own != NULL) own += n * size;
-    common = cddp__state_at(d, optim, states, k, i, n);
-    if (anew) /* receivers do not know that it starts as the weights */
-      r = (d->group->backend->convert)(d->group, common, CDDP_F32,
-                                       (char *)optim->params[i].data + n * esize,
-                                       optim->params[i].dtype, (high - low) / esize);
-    else
-      r = (d->memory->copy)(share ? common : own, share ? own : common, (high - low) / esize * size,
-                            d->group->stream);
-  }
+  int k, i;
+  for (k = 0; k < optim->states; k++)
+    for (i = 0; r == CDDP_OK && i < optim->count; i++)
+      r = cddp__copy_state(d, optim, k, i, states, begin, end, share);
   return r;
 }
 
@@ -17376,7 +17388,7 @@ static cddp_result cddp__share_states(cddp_ddp *d, cddp_optim *optim) {
   void *mine = NULL, *states;
   cddp__ref ref;
   cddp_result r;
-  int k = 0;
+  int k = 0, i;
   memset(&ref, 0, sizeof ref);
   if (g->local_rank == 0) mine = cddp__arena_alloc(g->host, bytes, CDDP__EXTENT_LAZY);
   if (mine != NULL) ref = cddp__ref_of(g->host, mine, bytes);
@@ -17402,11 +17414,12 @@ static cddp_result cddp__share_states(cddp_ddp *d, cddp_optim *optim) {
   d->sharing = optim;
   optim->shared_by = d;
   optim->unshare = cddp__end_sharing;
-  for (k = 0; k < optim->count * optim->states; k++) {
-    if (cddp__sparse_of(d, k % optim->count) != NULL) continue;
-    cddp__free(NULL, optim->state[k]);
-    optim->state[k] = NULL;
-  }
+  for (k = 0; k < optim->states; k++)
+    for (i = 0; i < optim->count; i++) {
+      if (cddp__sparse_of(d, i) != NULL) continue;
+      cddp__free(NULL, *cddp__state_of(optim, k, i));
+      *cddp__state_of(optim, k, i) = NULL;
+    }
   return CDDP_OK;
 }
 
@@ -17445,7 +17458,7 @@ static cddp_result cddp__gather_state(const cddp_optim *optim, int k, int i, cha
   cddp_result r = CDDP_OK;
   int p;
   if (optim->parts[i].count > 0)
-    r = (d->memory->copy)(whole + optim->parts[i].first * size, optim->state[k * optim->count + i],
+    r = (d->memory->copy)(whole + optim->parts[i].first * size, *cddp__state_of(optim, k, i),
                           optim->parts[i].count * size, d->group->stream);
   for (p = 0; r == CDDP_OK && p < d->group->size; p++) {
     cddp__call c;
@@ -17689,7 +17702,7 @@ static void cddp__walk(cddp__pass *pass, size_t begin, size_t end) {
     if (!steps && !d->step.used[i]) continue;
     if (pass->optim != NULL && (steps || pass->one_loop)) {
       for (k = 0; k < pass->optim->states; k++)
-        states[k] = pass->alone ? pass->optim->state[k * pass->optim->count + i]
+        states[k] = pass->alone ? *cddp__state_of(pass->optim, k, i)
                              : cddp__state_at(d, pass->optim, pass->optim->shared_states, k, i, 0);
       u = cddp__update_of(pass->optim, i, states, 1);
       block = steps ? CDDP__STEP_BLOCK : block;
@@ -18294,25 +18307,26 @@ static cddp_result cddp__return_gradients(cddp_ddp *d) {
    states never miss one. */
 static cddp_result cddp__catch_up(cddp_ddp *d, cddp_optim *optim, int root) {
   cddp_result r;
-  int k;
+  int k, i;
   if (!d->uneven.out_of_date) return CDDP_OK;
-  CDDP_ASSERT(optim == NULL ||
-              optim->shared_by == NULL); /* cddp_ddp_wait has gathered shared states */
+  /* cddp_ddp_wait has gathered shared states. */
+  CDDP_ASSERT(optim == NULL || optim->shared_by == NULL);
   d->uneven.out_of_date = false;
   r = cddp__broadcast_arrays(d, d->params, d->count, root);
   if (r != CDDP_OK || optim == NULL) return r;
   r = cddp__broadcast(d->control, optim->steps, (size_t)d->count * sizeof *optim->steps, root);
   if (r == CDDP_OK)
     r = cddp__broadcast(d->control, optim->fresh, (size_t)d->count, root);
-  for (k = 0; r == CDDP_OK && k < optim->count * optim->states && !optim->partitioned; k++) {
-    cddp_param p = d->params[k % optim->count];
-    if (optim->steps[k % optim->count] == 0) continue;
-    if (cddp__need_states(optim, k % optim->count) != CDDP_OK) return CDDP_OUT_OF_MEMORY;
-    if (!cddp__has_state(optim, k / optim->count, k % optim->count)) continue;
-    p.data = optim->state[k];
-    p.dtype = cddp__state_type(optim, k % optim->count);
-    r = cddp__broadcast_arrays(d, &p, 1, root);
-  }
+  for (k = 0; k < optim->states && !optim->partitioned; k++)
+    for (i = 0; r == CDDP_OK && i < optim->count; i++) {
+      cddp_param state = d->params[i];
+      if (optim->steps[i] == 0) continue;
+      if (cddp__need_states(optim, i) != CDDP_OK) return CDDP_OUT_OF_MEMORY;
+      if (!cddp__has_state(optim, k, i)) continue;
+      state.data = *cddp__state_of(optim, k, i);
+      state.dtype = cddp__state_type(optim, i);
+      r = cddp__broadcast_arrays(d, &state, 1, root);
+    }
   return r == CDDP_OK ? (optim->backend->copy)(optim) : r;
 }
 
@@ -22047,7 +22061,7 @@ static cddp_result cddp__list_items(cddp__ckpt *ckpt) {
         if (!cddp__has_state(optim, k, i)) continue;
         item = cddp__add_item(ckpt, name, cddp__state_type(optim, i), p->count,
                               shapes != NULL ? &shapes[i] : NULL, NULL);
-        item->place = &optim->state[k * optim->count + i];
+        item->place = cddp__state_of(optim, k, i);
       }
       item->param = i;
       item->state = k;
