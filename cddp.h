@@ -2983,7 +2983,10 @@ static bool cddp__cond_wait_until(pthread_cond_t *c, pthread_mutex_t *lock, doub
   struct timespec t;
   int e = ETIMEDOUT;
   if (deadline > 1e15) return pthread_cond_wait(c, lock) == 0;
-  while (e == ETIMEDOUT && (left = deadline - (start = cddp__now())) > 0) {
+  while (e == ETIMEDOUT) {
+    start = cddp__now();
+    left = deadline - start;
+    if (left <= 0) break;
     if (left > CDDP__STOP_S / 2) left = CDDP__STOP_S / 2; /* see cddp__poll */
     t = cddp__timespec(cddp__monotonic() + left);
     e = pthread_cond_timedwait(c, lock, &t);
@@ -7545,8 +7548,9 @@ typedef struct cddp__loops {
   CDDP__BITS_KERNEL(ISA, TARGET) \
   CDDP__HALF_KERNELS(ISA, TARGET, bf16)
 
-/* An instruction set's table: a row by cddp_dtype, with the columns of cddp__loops. WIDE: the set
-   for the loops of CDDP__WIDE_KERNELS. CDDP__ROW_S is the row of a type with loops S. */
+/* An instruction set's table: a row by cddp_dtype, with the columns of cddp__loops in their order:
+   sum, all; pair, bits; scale, mix, squares; adamw, sgd_loop, adamw_loop; widen, narrow. WIDE: the
+   set for the loops of CDDP__WIDE_KERNELS. CDDP__ROW_S is the row of a type with loops S. */
 #define CDDP__FLOAT_ROW(ISA, S, WIDE, SGD, ADAMW) \
   {cddp__sum_##S##_##WIDE, cddp__all_##S##_##WIDE, cddp__pair_##S##_##ISA, NULL, \
    cddp__scale_##S##_##ISA, cddp__mix_##S##_##ISA, cddp__squares_##S##_##ISA, \
@@ -12225,7 +12229,8 @@ static cddp_result cddp__await_frames(cddp_group *g, cddp__wait *w, int late, ui
   cddp__hosts_pause(g, w, late, events);
   if (w->due && (r = cddp__check_peers(g)) != CDDP_OK) return r;
   if (cddp__remote_gone(g, late)) return cddp__report_lost(g, late, NULL);
-  if (w->due && (starved = cddp__load32(&g->hosts->net->starved)) != 0) {
+  starved = cddp__load32(&g->hosts->net->starved);
+  if (w->due && starved != 0) {
     pthread_mutex_lock(&g->p2p.lock);
     awaited = g->hosts->peers[late].link[0] == NULL;
     pthread_mutex_unlock(&g->p2p.lock);
@@ -13294,6 +13299,19 @@ static bool cddp__is_claimed(const cddp_group *g, const cddp_work *work) {
   return false;
 }
 
+/* Completes a receive from rank work->from if its message has arrived, and an older receive need
+   not have it. p2p.lock held. */
+static void cddp__serve_recv(cddp_group *g, cddp_work *work) {
+  cddp__send_request *p;
+  if (cddp__is_claimed(g, work)) return;
+  if (g->members[work->from] < 0) {
+    cddp__take_remote(g, work);
+    return;
+  }
+  p = cddp__find_send(g, work);
+  if (p != NULL) cddp__take_send(g, work, p);
+}
+
 /* Completes receives, the oldest first. Returns whether a message had arrived. */
 static bool cddp__serve_recvs(cddp_group *g) {
   bool served = false;
@@ -13304,14 +13322,10 @@ static bool cddp__serve_recvs(cddp_group *g) {
   if (g->hosts != NULL) cddp__hosts_serve(g);
   for (work = g->p2p.recvs; work != NULL; work = work->next) {
     bool any = work->call.root == CDDP_ANY;
-    for (i = 0; !work->done && !work->filling && i < (any ? g->size : 1); i++) {
-      cddp__send_request *p;
+    int senders = any ? g->size : 1;
+    for (i = 0; !work->done && !work->filling && i < senders; i++) {
       work->from = any ? (g->p2p.next_any + i) % g->size : work->call.root;
-      if (cddp__is_claimed(g, work)) continue;
-      if (g->members[work->from] < 0)
-        cddp__take_remote(g, work);
-      else if ((p = cddp__find_send(g, work)) != NULL)
-        cddp__take_send(g, work, p);
+      cddp__serve_recv(g, work);
       if (any && work->done) g->p2p.next_any = work->from + 1;
       served = served || work->done;
     }
@@ -14613,8 +14627,10 @@ static cddp_result cddp__run_large(cddp_group *g, const cddp__call *call) {
       staged = staged && !cddp__is_read(call, p);
       if (p == g->rank)
         g->buffers[p] = (void *)(uintptr_t)call->send;
-      else if (direct && (r = cddp__map_ref(g->host, at, &g->buffers[p])) != CDDP_OK)
-        r = cddp__break(g, r);
+      else if (direct) {
+        r = cddp__map_ref(g->host, at, &g->buffers[p]);
+        if (r != CDDP_OK) r = cddp__break(g, r);
+      }
     }
   }
   if (r == CDDP_OK && !direct) {
@@ -17154,7 +17170,8 @@ static cddp_result cddp__reduce_bucket(cddp_ddp *d, cddp__bucket_state *b) {
   record = cddp__record_begin(g, CDDP__KIND_DDP_BUCKET, g->calls, index);
   if (cddp__record_at(g, record) != NULL) cddp__record_at(g, record)->engine = 1;
   r = cddp__round(g, CDDP__KIND_DDP_BUCKET, CDDP__PHASE_CALL, index, &absent, 1);
-  if (r == CDDP_OK && (r = cddp__begin_access(g)) == CDDP_OK) {
+  if (r == CDDP_OK) r = cddp__begin_access(g);
+  if (r == CDDP_OK) {
     if (g->carrier->shared) cddp__reduce_slice(d, b);
     while (r == CDDP_OK && !g->carrier->shared && /* ranks cannot read each other's memory */
            cddp__next_range(d, b->sorted, b->count, &i, &range)) {
@@ -21450,8 +21467,10 @@ static void cddp__st_tensor(cddp_safetensors *file, cddp__json *json, const char
       cddp__json_fail(json, cddp__textf("\"%s\" is not a field of a tensor",
                                         cddp__cut(key, 60).s).s);
     if ((seen & 1u << k) != 0) cddp__json_fail(json, cddp__textf("%s occurs twice", key).s);
-    if (k == 0 && (type = cddp__st_find_type(cddp__json_string(json))) == NULL)
-      cddp__json_fail(json, "its dtype is not one of the format's");
+    if (k == 0) {
+      type = cddp__st_find_type(cddp__json_string(json));
+      if (type == NULL) cddp__json_fail(json, "its dtype is not one of the format's");
+    }
     if (k == 1) tensor->dims = (int)cddp__json_numbers(json, shape, CDDP__DIMS_MAX);
     if (k == 2) ends = cddp__json_numbers(json, offsets, 2);
     seen |= 1u << k;
@@ -21923,8 +21942,8 @@ static cddp_result cddp__close_temporary(cddp__ckpt *ckpt, cddp_result r) {
              : cddp__fail_file("lstat", name);
   if (r == CDDP_OK && ckpt->old_mode != 0)
     fchmod(ckpt->fd, ckpt->old_mode & 0777); /* fails only on file systems without modes */
-  if (r == CDDP_OK && (error = cddp__sync_file(ckpt->fd)) != 0 && error != ENOSYS)
-    r = cddp__fail(CDDP_IO, "fsync: %s", strerror(error));
+  if (r == CDDP_OK) error = cddp__sync_file(ckpt->fd);
+  if (error != 0 && error != ENOSYS) r = cddp__fail(CDDP_IO, "fsync: %s", strerror(error));
   if (r == CDDP_OK && (error != 0 || rename(name, ckpt->path) != 0)) {
     /* Without fsync only close reports a failed write. Some file systems (FUSE) cannot rename an
        open file. Closing ends the lock, so it is not done in other cases. */
