@@ -8420,8 +8420,9 @@ static cddp_result cddp__check_cause(const cddp__cause *cause) {
   return cddp__fail((cddp_result)(cddp__load32(&cause->state) - 2), "%s", cause->text);
 }
 
-/* Wakes all sleeping ranks. Of other hosts' headers, only the lowest rank's has sleepers. Adding 0
-   is a full fence: threads that begin to sleep later see `broken`. */
+/* Wakes all sleeping ranks. Adding 0 is a full fence: threads that begin to sleep later see
+   `broken`. Of other hosts' headers this host's ranks wait for the lowest rank's first, and sleep
+   on no other: cddp__hosts_exchange. */
 static void cddp__wake_all(cddp_group *g) {
   bool sleepers = cddp__add32(&g->block->sleepers, 0) != 0;
   int p;
@@ -8810,18 +8811,20 @@ static int cddp__job_rank(const cddp_group *g, int rank) {
 /* Example: "; rank 1 waits in cddp_ddp_step at train.c:71" */
 static cddp__text cddp__describe_wait(const cddp_group *g, int rank) {
   const cddp__slot *slot = cddp__wait_slot(g, rank);
-  bool waits = slot != NULL && cddp__load64(&slot->wait) != 0;
+  int number = cddp__job_rank(g, rank);
   char where[CDDP__WHERE_MAX];
-  cddp__text t = {""};
-  if (slot == NULL) return t;
+  bool waits, threads; /* threads: it has several */
+  cddp__text none = {""};
+  if (slot == NULL) return none;
   cddp__copy_text(where, slot->where, sizeof where);
+  waits = cddp__load64(&slot->wait) != 0;
+  threads = cddp__load32(&slot->multithreaded) != 0;
   if (waits || cddp__load32(&slot->failed) != 0)
-    t = cddp__textf("; rank %d %s in %s%s", cddp__job_rank(g, rank), waits ? "waits" : "has failed",
-                    where, cddp__load32(&slot->multithreaded) ? " (one of its threads)" : "");
-  else if (g->host->net == NULL && cddp__load32(&slot->multithreaded) == 0)
-    /* else: it may wait for another host, for shards, or in a thread that publishes no wait */
-    t = cddp__textf("; rank %d waits in no collective, send or recv", cddp__job_rank(g, rank));
-  return t;
+    return cddp__textf("; rank %d %s in %s%s", number, waits ? "waits" : "has failed", where,
+                       threads ? " (one of its threads)" : "");
+  /* It may wait for another host, for shards, or in a thread that publishes no wait. */
+  if (g->host->net != NULL || threads) return none;
+  return cddp__textf("; rank %d waits in no collective, send or recv", number);
 }
 
 /* Whether slot->works counts all operations of this rank in flight: all except those in
@@ -14634,7 +14637,7 @@ static cddp_result cddp__run_large(cddp_group *g, const cddp__call *call) {
     }
   }
   if (r == CDDP_OK && !direct) {
-    r = cddp__run_staged(g, call, staged);
+    r = cddp__run_staged(g, call, staged ? CDDP__WRITTEN : CDDP__NOT_WRITTEN);
   } else if (r == CDDP_OK) {
     r = cddp__begin_access(g);
     if (r == CDDP_OK) r = cddp__copy_direct(g, call, g->buffers);
@@ -17469,7 +17472,7 @@ static void cddp__place_states(const cddp_ddp *d, cddp_optim *optim) {
 /* Collective: gathers state k of parameter i in `whole`, for a checkpoint. */
 static cddp_result cddp__gather_state(const cddp_optim *optim, int k, int i, char *whole) {
   cddp_ddp *d = optim->desc.ddp;
-  size_t size = cddp__dtype_size(cddp__state_type(optim, i)), begin, end;
+  size_t size = cddp__dtype_size(cddp__state_type(optim, i)), begin, end, first;
   size_t esize = cddp__dtype_size(d->params[i].dtype);
   bool device = d->group->backend->on_device;
   cddp_result r = CDDP_OK;
@@ -17479,10 +17482,10 @@ static cddp_result cddp__gather_state(const cddp_optim *optim, int k, int i, cha
                           optim->parts[i].count * size, d->group->stream);
   for (p = 0; r == CDDP_OK && p < d->group->size; p++) {
     cddp__call c;
-    char *at;
     if (!cddp__part_slice(d, i, d->group->size, p, &begin, &end)) continue;
-    at = whole + (begin - d->tensors[i].offset) / esize * size;
-    c = cddp__broadcast_call(at, (end - begin) / esize, cddp__state_type(optim, i), p);
+    first = (begin - d->tensors[i].offset) / esize; /* element of the parameter */
+    c = cddp__broadcast_call(whole + first * size, (end - begin) / esize,
+                             cddp__state_type(optim, i), p);
     r = cddp__call_all(d, &c);
   }
   if (r == CDDP_OK && device) r = cddp__await_device(d->group);
