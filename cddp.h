@@ -8816,8 +8816,8 @@ static cddp__text cddp__describe_wait(const cddp_group *g, int rank) {
   bool waits, threads; /* threads: it has several */
   cddp__text none = {""};
   if (slot == NULL) return none;
-  cddp__copy_text(where, slot->where, sizeof where);
   waits = cddp__load64(&slot->wait) != 0;
+  cddp__copy_text(where, slot->where, sizeof where);
   threads = cddp__load32(&slot->multithreaded) != 0;
   if (waits || cddp__load32(&slot->failed) != 0)
     return cddp__textf("; rank %d %s in %s%s", number, waits ? "waits" : "has failed", where,
