@@ -2366,7 +2366,7 @@ typedef struct cddp__net {
 typedef struct cddp__group_node {
   int first, size;        /* its ranks: hosts.ranks[first] .. */
   size_t headers_at;      /* offset of its headers and their shares in hosts.headers */
-  size_t came;            /* bytes of them received so far */
+  size_t received;        /* bytes of them, in this round */
   size_t bytes, bytes_at; /* of an element's subtrees there; sum over earlier hosts */
 } cddp__group_node;
 
@@ -4159,8 +4159,8 @@ struct cddp__connection {
   cddp__hello hello;
 };
 
-/* The most unproven connections of a listener in a job of so many ranks, which can all call at the
-   same time. The oldest one beyond is closed; its rank connects again. */
+/* The most unproven connections of a listener in a job whose ranks can all connect at the same
+   time. The oldest one beyond is closed; its rank connects again. */
 static int cddp__unproven_most(int ranks) { return 128 + 4 * ranks; }
 
 /* The connection owns fd. It is UP until the owner sets another state. */
@@ -4497,7 +4497,7 @@ static cddp_result cddp__connection_exchange(cddp__connection *c, size_t n, doub
       r = cddp__fail(CDDP_NETWORK, "%s", strerror(c->error));
     else if (c->state == CDDP__CONNECTION_ENDED)
       r = cddp__fail(CDDP_NETWORK, "the other side closed the connection");
-    else /* not for bytes to read while others wait to be sent: they would end every wait at once */
+    else /* not for bytes to read while others wait to be sent: no wait would last */
       r = cddp__wait_fd(c->fd, cddp__connection_events(c) & POLLOUT ? POLLOUT : POLLIN, deadline);
   }
   return r;
@@ -11884,7 +11884,7 @@ enum cddp__read_for { CDDP__FOR_RECEIVES, CDDP__FOR_FRAME };
 static void cddp__read_link(cddp_group *g, cddp__connection *link, enum cddp__read_for purpose) {
   cddp__hosts *hosts = g->hosts;
   size_t got = link->got;
-  bool came = false;
+  bool received = false; /* a whole frame */
   uint64_t one = 1;
   cddp__message *m;
   cddp__link_progress(hosts->net, link);
@@ -11908,11 +11908,11 @@ static void cddp__read_link(cddp_group *g, cddp__connection *link, enum cddp__re
       hosts->stored_end = &m->next;
       hosts->stored_bytes += m->head.size;
     }
-    came = true;
+    received = true;
     if (cddp__buffer_size(&link->in) == 0) break; /* most likely no more bytes have arrived */
   }
   cddp__check_link_end(g, link);
-  if (!came && link->got == got) return;
+  if (!received && link->got == got) return;
   cddp__notify(g, g->rank);
   if (hosts->polling) (void)!write(hosts->wake_fd, &one, sizeof one); /* full: it wakes anyway */
 }
@@ -12171,7 +12171,7 @@ static bool cddp__receive_frame(cddp_group *g, const cddp__delivery *it, cddp__c
   if (it->type == CDDP__FRAME_HEADERS &&
       (m = cddp__take_message(g, CDDP__FRAME_HEADERS, it->rank, -1)) != NULL) {
     memcpy(data, m + 1, cddp__min(m->head.size, it->size));
-    hosts->nodes[hosts->peers[it->rank].host].came = m->head.size;
+    hosts->nodes[hosts->peers[it->rank].host].received = m->head.size;
     cddp__free(&hosts->net->allocator, m);
     return true;
   }
@@ -12370,7 +12370,7 @@ static cddp_result cddp__hosts_exchange(cddp_group *g) {
   }
   if ((r = cddp__exchange_headers(g)) != CDDP_OK) return r;
   for (i = 0; i < hosts->count && hosts->count <= CDDP__DIRECT_HOSTS; i++)
-    if (i != hosts->mine && cddp__piggyback_copy(g, i, CDDP__IN) != hosts->nodes[i].came)
+    if (i != hosts->mine && cddp__piggyback_copy(g, i, CDDP__IN) != hosts->nodes[i].received)
       return cddp__break(g, cddp__fail(CDDP_NETWORK, "rank %d sent headers of a wrong length",
                                        cddp__rank_on(hosts, i, 0)));
   for (p = g->size - 1; p >= 0; p--) { /* lowest_remote last: this host's ranks wait for it first */
@@ -13353,7 +13353,7 @@ static bool cddp__recv_directly(cddp_work *work) {
       if (alone && (p = cddp__find_send(g, work)) != NULL)
         cddp__take_send(g, work, p); /* another thread may have taken an older message meanwhile */
       pthread_mutex_unlock(&g->p2p.lock);
-      if (came || work->done || !alone) return work->done;
+      if (found || work->done || !alone) return work->done;
     }
     cddp__pause();
   }
@@ -13674,7 +13674,7 @@ static cddp_result cddp__mpi_reduce(cddp_group *g, const cddp__call *call, const
                         MPI_MAX, MPI_BAND, MPI_BOR,  MPI_BXOR};
   CDDP__STATIC_ASSERT(sizeof ops / sizeof *ops == CDDP_BXOR + 1, "an operation of MPI for each");
   cddp_dtype dtype = (cddp_dtype)call->dtype;
-  bool half = cddp__dtype_half(dtype), gets = root < 0 || root == g->rank;
+  bool half = cddp__dtype_half(dtype), receives = root < 0 || root == g->rank;
   MPI_Datatype type = half ? MPI_FLOAT : cddp__mpi_type(dtype);
   MPI_Request request = MPI_REQUEST_NULL;
   const void *in = send;
@@ -13686,14 +13686,14 @@ static cddp_result cddp__mpi_reduce(cddp_group *g, const cddp__call *call, const
     if (out == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
     cddp__convert(out, CDDP_F32, send, dtype, n);
   }
-  if (gets && in == out) in = MPI_IN_PLACE;
+  if (receives && in == out) in = MPI_IN_PLACE;
   pthread_mutex_lock(&cddp__mpi_lock);
   code = root < 0 ? MPI_Iallreduce(in, out, (int)n, type, ops[call->op], g->mpi->comm, &request)
-                  : MPI_Ireduce(in, gets ? out : NULL, (int)n, type, ops[call->op], root,
+                  : MPI_Ireduce(in, receives ? out : NULL, (int)n, type, ops[call->op], root,
                                 g->mpi->comm, &request);
   r = cddp__mpi_wait(g, call, code, &request);
   if (r != CDDP_OK) return r; /* MPI still uses a copy */
-  if (gets && call->op == CDDP_AVG)
+  if (receives && call->op == CDDP_AVG)
     cddp__divide(out, n, g->size, half ? CDDP_F32 : dtype);
   if (gets && half) cddp__convert(recv, dtype, out, CDDP_F32, n);
   if (half) cddp__free(&g->host->allocator, out);
@@ -14788,17 +14788,18 @@ static void cddp__packet_begin(cddp__packet *packet, cddp_group *g, int root) {
 
 /* Must be called after the last cddp__packet_add. */
 static cddp_result cddp__packet_send(cddp__packet *packet) {
-  bool gives = packet->g->rank == packet->root;
+  bool sends = packet->g->rank == packet->root;
   size_t at = 0;
   cddp_result r;
   int i;
   if (packet->count == 0) return CDDP_OK;
-  for (i = 0; i < packet->count && gives; i++) {
+  for (i = 0; i < packet->count && sends; i++) {
     memcpy(packet->bytes + at, packet->to[i], packet->sizes[i]);
     at += packet->sizes[i];
   }
   r = cddp__broadcast(packet->g, packet->bytes, packet->used, packet->root);
-  for (i = 0; i < packet->count && !gives && r == CDDP_OK; i++) {
+  at = 0;
+  for (i = 0; i < packet->count && !sends && r == CDDP_OK; i++) {
     memcpy(packet->to[i], packet->bytes + at, packet->sizes[i]);
     at += packet->sizes[i];
   }
@@ -15362,7 +15363,7 @@ static cddp_result cddp__start_job(cddp_group **out, cddp__config *config, cddp_
   if (r == CDDP_OK) r = cddp__world_group(out, host, config);
   if (r == CDDP_OK) r = cddp__send_table(&rdv);
   if (r == CDDP_OK) r = cddp__await_ready(&rdv);
-#ifdef CDDP_MPI /* MPI's start can wait for all ranks, for ever: all must come to it, and from it */
+#ifdef CDDP_MPI /* MPI's start can block forever without all ranks: all must call it, and return */
   if (r == CDDP_OK && strcmp(config->backend, "mpi") == 0) {
     r = cddp__mpi_start(*out);
     rdv.deadline = cddp__now() + config->timeout_s; /* MPI can have started slowly */
