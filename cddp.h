@@ -13346,8 +13346,8 @@ static bool cddp__recv_directly(cddp_work *work) {
   if (g->hosts != NULL || work->call.root == CDDP_ANY) return false;
   work->from = work->call.root;
   for (i = 0; i < spin && !cddp__is_broken(g); i++) {
-    bool came = cddp__scan_peer(g, work, 1) != NULL;
-    if (came || i == 0 || cddp__load32(&cddp__slot_of(g, work->from)->send_top) > CDDP__SENDS) {
+    bool found = cddp__scan_peer(g, work, 1) != NULL;
+    if (found || i == 0 || cddp__load32(&cddp__slot_of(g, work->from)->send_top) > CDDP__SENDS) {
       pthread_mutex_lock(&g->p2p.lock);
       alone = g->p2p.recvs == NULL && !cddp__is_broken(g);
       if (alone && (p = cddp__find_send(g, work)) != NULL)
@@ -13695,7 +13695,7 @@ static cddp_result cddp__mpi_reduce(cddp_group *g, const cddp__call *call, const
   if (r != CDDP_OK) return r; /* MPI still uses a copy */
   if (receives && call->op == CDDP_AVG)
     cddp__divide(out, n, g->size, half ? CDDP_F32 : dtype);
-  if (gets && half) cddp__convert(recv, dtype, out, CDDP_F32, n);
+  if (receives && half) cddp__convert(recv, dtype, out, CDDP_F32, n);
   if (half) cddp__free(&g->host->allocator, out);
   return CDDP_OK;
 }
