@@ -9231,7 +9231,7 @@ static cddp_result cddp__compare_headers(cddp_group *g) {
       continue;
     cddp__append(cddp__error_text, CDDP__ERROR_MAX, ", %s", cddp__describe_rank(g, p, reference).s);
   }
-  if (different > 2)
+  if (different > 2) /* two are described */
     cddp__append(cddp__error_text, CDDP__ERROR_MAX, ", and %d more disagree", different - 2);
   return cddp__break_here(g, CDDP_MISMATCH, CDDP__HOSTS_KNOW); /* from the same headers */
 }
@@ -12992,7 +12992,7 @@ static void cddp__hosts_leave(cddp_group *g) {
     if (left < before) cddp__wait_begin(&w, 1);
   } while (left > 0 && cddp__check_failure(g) == CDDP_OK && cddp__wait_pause(&w));
   pthread_mutex_lock(&net->lock);
-  net->left[net->left_count++ % CDDP__LEFT_GROUPS] = g->id + 1;
+  net->left[net->left_count++ % CDDP__LEFT_GROUPS] = g->id + 1; /* 0: an empty entry */
   pthread_mutex_unlock(&net->lock);
   cddp__net_serve(g->host, net); /* ends connections to this group that come late: net.left */
   cddp__claim_links(g);          /* those that another thread accepted before */
@@ -13140,7 +13140,7 @@ static int cddp__lost_peer(const cddp_work *work) {
     gone = p;
     n++;
   }
-  return n == g->size ? gone : -1;
+  return n == g->size ? gone : -1; /* n: this rank and those that have left */
 }
 
 /* Example: "recv from it, tag 7" */
@@ -15605,9 +15605,9 @@ static void cddp__rows_pack(cddp__sparse *sparse, size_t n, cddp_dtype dtype, ch
     const char *from = sparse->added.values + order[i].at * sparse->bytes;
     bool again = i > 0 && order[i].number == order[i - 1].number;
     char *to = packet + (l.values - packet) + (head->n - again) * sparse->bytes;
-    pair[0] = to;
-    pair[1] = from;
     if (again) {
+      pair[0] = to;
+      pair[1] = from;
       cddp__reduce(to, pair, 2, sparse->width, dtype, CDDP_SUM);
     } else {
       memcpy(to, from, sparse->bytes);
@@ -18868,7 +18868,7 @@ static cddp_result cddp__check_shards(const cddp_ddp *d) {
   return CDDP_OK;
 }
 
-/* Sets the addresses of placed gradients too. */
+/* Lists this rank's partitions, and sets params[].grad of placed gradients. */
 static void cddp__place_partitions(cddp_ddp *d) {
   int i;
   for (i = 0; i < d->count; i++) {
@@ -23625,7 +23625,7 @@ CDDPDEF cddp_result (cddp_ddp_wait)(cddp_ddp *d) {
   return cddp__run_step(__func__, d, CDDP__KIND_DDP_WAIT, NULL);
 }
 
-CDDPDEF cddp_result(cddp_ddp_step)(cddp_ddp *d, cddp_optim *optim) {
+CDDPDEF cddp_result (cddp_ddp_step)(cddp_ddp *d, cddp_optim *optim) {
   cddp__enter_call(__func__);
   CDDP__CHECK(d != NULL && optim != NULL, "the cddp_ddp or the cddp_optim is NULL");
   if (optim->paired != d->id || d->no_sync) CDDP__TRY(cddp__check_pair(d, optim));
