@@ -38,6 +38,8 @@ run join env ROUNDS=300 ONLY=test_many build/plain/join
 run join-descriptors env ROUNDS=600 ONLY=test_descriptors build/plain/join
 run join-memory env ROUNDS=100 ONLY=test_memory_of_lost_processes build/plain/join
 run simulate build/plain/simulate --seeds 10000
+if command -v spin >/dev/null; then run models tests/models/models.sh
+else echo "skip   models (needs spin)"; fi
 run faults build/plain/faults --thorough
 run late env LATE=40 ONLY=test_late_receiver build/plain/hosts
 [ -s build/asan/missing ] || run programs-asan "${fixed[@]+"${fixed[@]}"}" build/asan/programs --seed 40000 --seconds 600
