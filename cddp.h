@@ -2906,21 +2906,37 @@ enum {
   CDDP__FP_FTZ = 4,      /* subnormal results become 0 */
   CDDP__FP_DAZ = 8       /* subnormal operands count as 0 */
 };
+#if defined(__x86_64__)
+enum { /* their bits in MXCSR */
+  CDDP__MXCSR_DAZ = 1 << 6,
+  CDDP__MXCSR_ROUNDING = 13, /* the first of two bits, which count as CDDP__FP_ROUNDING */
+  CDDP__MXCSR_FTZ = 1 << 15,
+  CDDP__MXCSR_MODE = CDDP__MXCSR_DAZ | 3 << CDDP__MXCSR_ROUNDING | CDDP__MXCSR_FTZ
+};
+#elif defined(__aarch64__)
+enum { /* their bits in FPCR */
+  CDDP__FPCR_DAZ = 1 << 0,  /* FIZ, Armv8.7 */
+  CDDP__FPCR_ROUNDING = 22, /* the first of two bits */
+  CDDP__FPCR_FTZ = 1 << 24, /* FZ: results and operands */
+  CDDP__FPCR_MODE = CDDP__FPCR_DAZ | 3 << CDDP__FPCR_ROUNDING | CDDP__FPCR_FTZ
+};
+/* FPCR counts upward before downward; the same table converts both ways. */
+static const unsigned char cddp__fpcr_rounding[4] = {0, 2, 1, 3};
+#endif
 static uint32_t cddp__fp_mode(void) {
   uint32_t mode = 0;
 #if defined(__x86_64__)
   uint32_t csr = __builtin_ia32_stmxcsr();
-  if (CDDP__LIKELY((csr & 0xe040) == 0)) return 0;
-  mode = csr >> 13 & 3;
-  if (csr >> 15 & 1) mode |= CDDP__FP_FTZ;
-  if (csr >> 6 & 1) mode |= CDDP__FP_DAZ;
+  if (CDDP__LIKELY((csr & CDDP__MXCSR_MODE) == 0)) return 0;
+  mode = csr >> CDDP__MXCSR_ROUNDING & CDDP__FP_ROUNDING;
+  if (csr & CDDP__MXCSR_FTZ) mode |= CDDP__FP_FTZ;
+  if (csr & CDDP__MXCSR_DAZ) mode |= CDDP__FP_DAZ;
 #elif defined(__aarch64__)
-  static const unsigned char rounding[4] = {0, 2, 1, 3}; /* FPCR counts upward before downward */
   uint64_t csr;
   __asm__ __volatile__("mrs %0, fpcr" : "=r"(csr));
-  mode = rounding[csr >> 22 & 3];
-  if (csr >> 24 & 1) mode |= CDDP__FP_FTZ | CDDP__FP_DAZ;
-  if (csr & 1) mode |= CDDP__FP_DAZ; /* FIZ, Armv8.7 */
+  mode = cddp__fpcr_rounding[csr >> CDDP__FPCR_ROUNDING & CDDP__FP_ROUNDING];
+  if (csr & CDDP__FPCR_FTZ) mode |= CDDP__FP_FTZ | CDDP__FP_DAZ;
+  if (csr & CDDP__FPCR_DAZ) mode |= CDDP__FP_DAZ;
 #endif
   return mode;
 }
@@ -2928,19 +2944,18 @@ static uint32_t cddp__fp_mode(void) {
 /* Keeps all other bits of the control register, which enable traps. */
 static void cddp__set_fp_mode(uint32_t mode) {
 #if defined(__x86_64__)
-  uint32_t csr = __builtin_ia32_stmxcsr() & ~0xe040u;
-  csr |= (mode & CDDP__FP_ROUNDING) << 13;
-  if (mode & CDDP__FP_FTZ) csr |= 1u << 15;
-  if (mode & CDDP__FP_DAZ) csr |= 1u << 6;
+  uint32_t csr = __builtin_ia32_stmxcsr() & ~(uint32_t)CDDP__MXCSR_MODE;
+  csr |= (mode & CDDP__FP_ROUNDING) << CDDP__MXCSR_ROUNDING;
+  if (mode & CDDP__FP_FTZ) csr |= CDDP__MXCSR_FTZ;
+  if (mode & CDDP__FP_DAZ) csr |= CDDP__MXCSR_DAZ;
   __builtin_ia32_ldmxcsr(csr);
 #elif defined(__aarch64__)
-  static const unsigned char rounding[4] = {0, 2, 1, 3};
   uint64_t csr;
   __asm__ __volatile__("mrs %0, fpcr" : "=r"(csr));
-  csr &= ~((uint64_t)7 << 22 | 1);
-  csr |= (uint64_t)rounding[mode & CDDP__FP_ROUNDING] << 22;
-  if (mode & CDDP__FP_FTZ) csr |= (uint64_t)1 << 24;
-  else if (mode & CDDP__FP_DAZ) csr |= 1;
+  csr &= ~(uint64_t)CDDP__FPCR_MODE;
+  csr |= (uint64_t)cddp__fpcr_rounding[mode & CDDP__FP_ROUNDING] << CDDP__FPCR_ROUNDING;
+  if (mode & CDDP__FP_FTZ) csr |= CDDP__FPCR_FTZ;
+  else if (mode & CDDP__FP_DAZ) csr |= CDDP__FPCR_DAZ;
   __asm__ __volatile__("msr fpcr, %0" : : "r"(csr));
 #else
   (void)mode;
@@ -5480,10 +5495,11 @@ static cddp_result cddp__store_serve(cddp_store *store) {
    and the user's secret: only processes that can read the file are accepted, also from other hosts.
    The server locks the file and removes it when it ends. A file without a lock is left over. */
 #define CDDP__FILE_MAGIC "cddp store 4"
+#define CDDP__FILE_KEY 32 /* the key's hexadecimal digits */
 
 typedef struct cddp__file_store_record { /* the file. All hosts of a job have the same byte order */
   char magic[sizeof CDDP__FILE_MAGIC];
-  char key[33]; /* hexadecimal */
+  char key[CDDP__FILE_KEY + 1];
   uint32_t count;
   cddp__address addresses[CDDP__ADDRESSES_MAX];
 } cddp__file_store_record;
@@ -5513,10 +5529,10 @@ static cddp_result cddp__file_store_read(int fd, cddp__file_store_record *record
   return CDDP_OK;
 }
 
-/* Puts the file's key before the user's secret. */
+/* Puts the file's key and a space before the user's secret: cddp__store_new left room for them. */
 static void cddp__file_store_prove(cddp_store *store, const char *key) {
-  snprintf(store->proof, 33, "%32.32s", key);
-  store->proof[32] = ' ';
+  snprintf(store->proof, CDDP__FILE_KEY + 1, "%*.*s", CDDP__FILE_KEY, CDDP__FILE_KEY, key);
+  store->proof[CDDP__FILE_KEY] = ' ';
 }
 
 /* Begins the record of a server: its key, and the addresses where it must listen: for this host a
@@ -5630,10 +5646,10 @@ static cddp_result cddp__store_new(cddp_store **out, const cddp__store_options *
                         cddp__cut(desc->init_method, 128).s);
   if (secret == NULL) secret = "";
   if (secret[0] != 0 || store->scheme == CDDP__URL_FILE) {
-    size_t key = store->scheme == CDDP__URL_FILE ? 33 : 0; /* see cddp__file_store_prove */
-    store->proof = (char *)cddp__malloc(&desc->allocator, key + strlen(secret) + 1);
+    size_t prefix = store->scheme == CDDP__URL_FILE ? CDDP__FILE_KEY + 1 : 0; /* a key, a space */
+    store->proof = (char *)cddp__malloc(&desc->allocator, prefix + strlen(secret) + 1);
     if (store->proof == NULL) return CDDP_OUT_OF_MEMORY;
-    memcpy(store->proof + key, secret, strlen(secret) + 1);
+    memcpy(store->proof + prefix, secret, strlen(secret) + 1);
   }
   store->name = cddp__strdup(&desc->allocator, name);
   return store->name != NULL ? CDDP_OK : CDDP_OUT_OF_MEMORY;
@@ -14201,7 +14217,8 @@ static cddp_result cddp__work_wait(cddp_work *work, double limit) {
 /* Sends or receives. work not NULL: only starts to, and sets *work. */
 static cddp_result cddp__start_message(cddp_group *g, const cddp__call *call, cddp_work **work) {
   bool waits = work == NULL;
-  cddp_work own, *w = &own;
+  cddp_work on_stack; /* of a call that waits */
+  cddp_work *w = waits ? &on_stack : NULL;
   cddp_result r = cddp__check_group(g);
   if (r != CDDP_OK) return r;
   if (waits) cddp__work_init(w, g);
