@@ -6477,6 +6477,13 @@ static cddp__segment *cddp__segment_add(cddp__host *host, uint64_t base, uint64_
   return segment;
 }
 
+/* Whether a range of shared memory is in core dumps. A dump would allocate the pages of its holes,
+   and the process would count as alive meanwhile. So dumps contain of this rank's extents of a huge
+   page or more only those that are committed, and nothing of its peers. */
+static void cddp__set_dumped(const cddp__host *host, char *address, uint64_t size, bool dumped) {
+  if (host->arena.fd >= 0) madvise(address, (size_t)size, dumped ? MADV_DODUMP : MADV_DONTDUMP);
+}
+
 static int cddp__extent_list(uint64_t size) {
   int bits = 63 - __builtin_clzll(size);
   return 4 * bits + (int)(size >> (bits - 2) & 3);
@@ -6512,6 +6519,7 @@ static int cddp__segment_create(cddp__host *host, uint64_t size, uint64_t bytes)
     (void)cddp__fail_mapping("cddp_alloc", size);
   segment = address != NULL ? cddp__segment_add(host, base, n * size, address, n) : NULL;
   if (segment == NULL) return -1;
+  if (size >= CDDP__HUGE_PAGE) cddp__set_dumped(host, address, n * size, false);
   list = cddp__extent_list(size);
   segment->extent_size = (size_t)size;
   host->arena.window_end = base + n * size;
@@ -6585,7 +6593,6 @@ static void cddp__extent_keep(cddp__host *host, cddp__extent *extent) {
 /* The memory goes back to the system, the extent to its free list. */
 static void cddp__extent_release(cddp__host *host, cddp__extent *extent) {
   const cddp__segment *segment = extent->segment;
-  enum cddp__extent_use use = extent->use;
   char *address = cddp__extent_address(extent);
   int list;
   cddp__extent_keep(host, extent);
@@ -6594,7 +6601,8 @@ static void cddp__extent_release(cddp__host *host, cddp__extent *extent) {
           ? !cddp__arena_punch(host, cddp__extent_base(extent), segment->extent_size)
           : madvise(address, segment->extent_size, MADV_DONTNEED) != 0)
     memset(address, 0, segment->extent_size); /* else a new block would contain old rounds */
-  if (use >= CDDP__EXTENT_BLOCK_LAZY) madvise(address, segment->extent_size, MADV_DODUMP);
+  if (segment->extent_size >= CDDP__HUGE_PAGE) /* smaller ones would be too many mappings */
+    cddp__set_dumped(host, address, segment->extent_size, false);
   if (extent->quarantined) return;
   list = cddp__extent_list(segment->extent_size);
   extent->next = host->arena.lists[list].free;
@@ -6663,9 +6671,8 @@ static void *cddp__arena_alloc(cddp__host *host, size_t bytes, enum cddp__extent
     host->arena.lists[list].free = extent->next;
     address = cddp__extent_address(extent);
     extent->use = use;
-    /* A core dump would allocate pages that no rank has used yet. */
-    if (use >= CDDP__EXTENT_BLOCK_LAZY && host->arena.fd >= 0)
-      madvise(address, extent->segment->extent_size, MADV_DONTDUMP);
+    if (use < CDDP__EXTENT_BLOCK_LAZY && extent->segment->extent_size >= CDDP__HUGE_PAGE)
+      cddp__set_dumped(host, address, whole, true);
     if (host->arena.fd < 0) {
       if (use != CDDP__EXTENT_BLOCK_LAZY) cddp__request_huge_pages(address, whole);
     } else if (use < CDDP__EXTENT_BLOCK_LAZY &&
@@ -6780,7 +6787,7 @@ static cddp_result cddp__map_ref(cddp__host *host, const cddp__ref *ref, void **
       (void)cddp__fail_mapping("a peer's memory", ref->size);
     else
       segment = cddp__segment_add(host, ref->base, ref->size, address, 0);
-    if (segment != NULL) madvise(address, (size_t)ref->size, MADV_DONTDUMP);
+    if (segment != NULL) cddp__set_dumped(host, address, ref->size, false);
   }
   *out = segment != NULL ? segment->address + ref->offset : NULL;
   pthread_mutex_unlock(&host->lock);
@@ -24045,6 +24052,7 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels) { (void)k
               A process that had joined in the same step could give a mean that it never had.
               The memory of lost ranks is freed a step later. Any number of processes can join.
               A group of cddp_init that has a lost rank returns CDDP_PEER_LOST on its host.
+              A core dump of an elastic rank allocated memory that it had freed or never used.
      Mended, start-up
               A damaged rank table crashed the rank that received it (SIGSEGV).
               One wrong rank (its number twice, another WORLD_SIZE) left others to their time-outs.

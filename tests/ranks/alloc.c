@@ -10,6 +10,7 @@
 #include <linux/filter.h>
 #include <linux/seccomp.h>
 #include <sys/prctl.h>
+#include <sys/resource.h>
 #include <sys/syscall.h>
 
 enum { MANY = 200000, STEPS = 6000, LIVE = 700 };
@@ -397,6 +398,133 @@ static void test_elastic_weights(void) {
     }
 }
 
+/* CORE DUMPS. A rank of an elastic model calls abort. A dump of holes, or of its peers' memory, would
+   allocate pages and delay the notice of its death. ------------------------------------------------ */
+
+enum { CRASH_WRITTEN = 4 << 20 }; /* bytes that each rank writes */
+
+typedef struct crash {
+  size_t bytes;   /* of the weights */
+  int shards, ranks, rank; /* rank 2 is killed first, if there is one; then `rank` calls abort */
+  bool dumps;     /* the system may write a core file into `directory` */
+  char directory[200];
+  double died;    /* when it called abort */
+  double noticed; /* seconds until its peer's call failed */
+  long long grew; /* bytes of the host's shared memory meanwhile */
+} crash;
+
+static void crash_step(cddp_ddp *d) {
+  int shard;
+  while (cddp_ddp_next_shard(d, &shard)) CHECK_OK(cddp_ddp_ready(d, 0));
+  CHECK_OK(cddp_ddp_wait(d));
+}
+
+static void crash_now(crash *c, const cddp_param *p) {
+  struct rlimit most;
+  CHECK(getrlimit(RLIMIT_CORE, &most) == 0);
+  most.rlim_cur = c->dumps ? most.rlim_max : 0;
+  CHECK(setrlimit(RLIMIT_CORE, &most) == 0 && chdir(c->directory) == 0);
+  /* What the rank itself has written is in the core file. The test can do without most of it. */
+  CHECK(madvise(p->data, c->bytes, MADV_DONTDUMP) == 0);
+  CHECK(madvise(p->grad, c->bytes, MADV_DONTDUMP) == 0);
+  if (test_failures > 0) _exit(1);
+  c->died = now();
+  abort();
+}
+
+static int crash_rank(int rank, void *arg) {
+  crash *c = (crash *)arg;
+  cddp_param p = {"w", NULL, NULL, c->bytes / sizeof(float), CDDP_F32};
+  cddp_ddp_desc desc;
+  cddp_ddp *d = NULL;
+  cddp_group *g;
+  long long bytes;
+  char name[32];
+  void *written, *freed;
+  int k;
+  memset(&desc, 0, sizeof desc);
+  desc.elastic = true;
+  desc.shards = c->shards;
+  CHECK_OK(cddp_init(&g, NULL));
+  CHECK((p.data = cddp_alloc(g, c->bytes)) != NULL);
+  CHECK_OK(cddp_ddp_create(&d, g, &p, 1, &desc));
+  if (d == NULL) return 1;
+  for (k = 0; k < 3; k++) {
+    if (k == 1 && rank == 2) raise(SIGKILL);
+    crash_step(d); /* maps memory of its peers; the second one, after a loss, other blocks, too */
+  }
+  CHECK((written = cddp_alloc(g, CRASH_WRITTEN)) != NULL);
+  if (written != NULL) memset(written, 1, CRASH_WRITTEN);
+  CHECK((freed = cddp_alloc(g, 32 << 20)) != NULL);
+  cddp_free(g, freed);
+  CHECK_OK(cddp_barrier(cddp_ddp_group(d)));
+  bytes = shared_bytes();
+  CHECK_OK(cddp_barrier(cddp_ddp_group(d)));
+  if (rank == c->rank) crash_now(c, &p);
+  CHECK_IS(cddp_barrier(cddp_ddp_group(d)), CDDP_PEER_LOST);
+  c->noticed = now() - c->died;
+  snprintf(name, sizeof name, "rank %d (pid", c->rank);
+  CHECK(strncmp(cddp_error(), name, strlen(name)) == 0);
+  c->grew = shared_bytes() - bytes;
+  cddp_ddp_destroy(d);
+  cddp_free(g, p.data);
+  cddp_destroy(g);
+  return test_failures != 0;
+}
+
+/* Bytes of the core files in the directory, which it deletes. */
+static long long delete_cores(const char *directory) {
+  DIR *d = opendir(directory);
+  char path[512];
+  struct dirent *e;
+  struct stat s;
+  long long bytes = 0;
+  while (d != NULL && (e = readdir(d)) != NULL) {
+    snprintf(path, sizeof path, "%s/%s", directory, e->d_name);
+    if (e->d_name[0] == '.' || stat(path, &s) != 0) continue;
+    bytes += s.st_blocks * 512;
+    CHECK(unlink(path) == 0);
+  }
+  if (d != NULL) closedir(d);
+  return bytes;
+}
+
+static void test_core_dump(void) {
+  /* With 256 shards the control blocks, which are in rank 0's memory, have 39 MiB each. */
+  static const crash crashes[] = {
+    {.bytes = 64 << 20, .shards = 2, .ranks = 2, .rank = 1},
+    {.bytes = 4096, .shards = 256, .ranks = 3, .rank = 0},
+    {.bytes = 4096, .shards = 256, .ranks = 3, .rank = 1},
+  };
+  const char *parent = getenv("TMPDIR");
+  crash *c = (crash *)ranks_shared(sizeof *c);
+  char directory[sizeof c->directory];
+  double without = 0;
+  long long core;
+  int status[3], i, aborted;
+  snprintf(directory, sizeof directory, "%s/cddp-core.XXXXXX", parent != NULL ? parent : "/tmp");
+  CHECK(mkdtemp(directory) != NULL);
+  for (i = 0; i < 6 && test_failures == 0; i++) {
+    *c = crashes[i / 2];
+    c->dumps = i % 2 != 0;
+    memcpy(c->directory, directory, sizeof directory);
+    ranks_script(crash_rank, c, c->ranks, RANKS_WITHIN(20.0), status);
+    aborted = status[c->rank];
+    CHECK(status[1 - c->rank] == 0 && WIFSIGNALED(aborted) && WTERMSIG(aborted) == SIGABRT);
+    core = delete_cores(directory);
+    if (!c->dumps) without = c->noticed;
+    CHECK(c->noticed < without + RANKS_WITHIN(0.25));
+    CHECK(core < (c->dumps ? CRASH_WRITTEN + (10 << 20) : 1));
+    CHECK(core == 0 || core > CRASH_WRITTEN);
+    CHECK(c->grew < (c->ranks == 2 ? 512 << 10 : 8 << 20)); /* free extents below 2 MiB */
+    if (c->dumps)
+      fprintf(stderr, "  %s of %lld KiB; noticed in %.0f ms, without in %.0f ms; grew %lld KiB\n",
+              core > 0 ? "core file" : WCOREDUMP(aborted) ? "core elsewhere" : "no core",
+              core >> 10, 1e3 * c->noticed, 1e3 * without, c->grew >> 10);
+  }
+  CHECK(rmdir(directory) == 0);
+}
+
 /* LIMITS --------------------------------------------------------------------------------------- */
 
 /* Takes all mappings that a process may have: pages that differ in turn. */
@@ -552,6 +680,7 @@ int main(void) {
   RUN(test_closed_descriptors);
   RUN(test_short_memory);
   RUN(test_elastic_weights);
+  if (!RANKS_SLOW) RUN(test_core_dump); /* a sanitizer maps terabytes */
   RUN(test_models);
   return TEST_END();
 }
