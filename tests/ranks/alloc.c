@@ -622,6 +622,88 @@ static void test_short_memory(void) {
     for (n = 2; n <= 3; n++) CHECK_OK(ranks_run(short_body, &errors[i], n, false));
 }
 
+/* Memory of a model that is committed when it is used: means and optimizer states. */
+typedef struct shortage {
+  size_t bytes; /* of the weights */
+  int ranks, is_short, lost; /* the ranks that are short, and that die in the next step */
+  bool elastic, own; /* own: the weights are malloc's memory */
+  int port;
+} shortage;
+
+static int shortage_rank(int rank, void *arg) {
+  const shortage *v = (const shortage *)arg;
+  bool is_short = rank == v->is_short;
+  cddp_param p = {"w", NULL, NULL, v->bytes / sizeof(float), CDDP_F32};
+  cddp_result r = CDDP_OK;
+  cddp_ddp_desc desc;
+  cddp_sgd_desc sgd;
+  cddp_ddp *d = NULL;
+  cddp_optim *o = NULL;
+  cddp_group *g;
+  char name[32];
+  int shard, t;
+  size_t i;
+  memset(&desc, 0, sizeof desc);
+  memset(&sgd, 0, sizeof sgd);
+  desc.elastic = v->elastic;
+  sgd.lr = 0.125;
+  sgd.momentum = 0.5;
+  CHECK_OK(cddp_init(&g, NULL));
+  p.data = v->own ? malloc(v->bytes) : cddp_alloc(g, v->bytes);
+  CHECK(p.data != NULL);
+  for (i = 0; i < p.count; i++) ((float *)p.data)[i] = 1;
+  CHECK_OK(cddp_ddp_create(&d, g, &p, 1, &desc));
+  sgd.ddp = d;
+  CHECK_OK(cddp_sgd_create(&o, &p, 1, &sgd));
+  if (test_failures > 0) return 1;
+  for (t = 0; t < 3 && r == CDDP_OK; t++) {
+    if (t == (v->elastic ? 1 : 0)) CHECK_OK(cddp_barrier(cddp_ddp_group(d)));
+    if (t == (v->elastic ? 1 : 0) && is_short) CHECK(deny_memory(ENOMEM));
+    while (v->elastic && r == CDDP_OK && cddp_ddp_next_shard(d, &shard)) {
+      if (t == 1 && rank == v->lost) raise(SIGKILL);
+      for (i = 0; i < p.count; i++) ((float *)p.grad)[i] += 1;
+      r = cddp_ddp_ready(d, 0);
+    }
+    for (i = 0; i < p.count && !v->elastic; i++) ((float *)p.grad)[i] = 1;
+    if (!v->elastic) r = cddp_ddp_ready(d, 0);
+    if (r == CDDP_OK) r = cddp_ddp_step(d, o);
+  }
+  snprintf(name, sizeof name, "rank %d", v->is_short);
+  if (v->elastic && !is_short) {
+    CHECK_OK(r);
+    CHECK(all_are((float *)p.data, p.count, 1 - 0.125f - 0.1875f - 0.21875f));
+  } else {
+    CHECK_IS(r, CDDP_OUT_OF_MEMORY);
+    CHECK((is_short && !v->elastic) || strncmp(cddp_error(), name, strlen(name)) == 0);
+    CHECK(strstr(cddp_error(), "shared memory: Cannot allocate memory") != NULL);
+  }
+  cddp_optim_destroy(o);
+  cddp_ddp_destroy(d);
+  if (v->own) free(p.data);
+  else cddp_free(g, p.data);
+  cddp_destroy(g);
+  return test_failures != 0;
+}
+
+/* A rank has no memory for its part of a mean or of the states. In an elastic job it ends alone. */
+static void test_short_model_memory(void) {
+  static const size_t sizes[] = {100000, (2 << 20) - 4, 2 << 20, 5 << 20};
+  shortage *v = (shortage *)ranks_shared(sizeof *v);
+  int status[4], i, k, n = 0;
+  for (v->ranks = 2; v->ranks <= 4; v->ranks++)
+    for (i = 0; i < 8; i++, n++) {
+      v->bytes = sizes[i % 4];
+      v->elastic = i / 4 == 0;
+      v->own = n % 3 == 0;
+      v->is_short = n % v->ranks;
+      v->lost = (v->is_short + 1 + n / v->ranks % (v->ranks - 1)) % v->ranks;
+      ranks_script(shortage_rank, v, v->ranks, RANKS_WITHIN(20.0), status);
+      for (k = 0; k < v->ranks; k++)
+        if (v->elastic && k == v->lost) CHECK(WIFSIGNALED(status[k]) && WTERMSIG(status[k]) == SIGKILL);
+        else CHECK_EQ(status[k], 0);
+    }
+}
+
 /* The program closes descriptors that are not its own, and its files get their numbers. */
 static int closed_body(cddp_group *g, void *arg) {
   const size_t count = 300000;
@@ -679,6 +761,7 @@ int main(void) {
   RUN(test_out_of_mappings);
   RUN(test_closed_descriptors);
   RUN(test_short_memory);
+  RUN(test_short_model_memory);
   RUN(test_elastic_weights);
   if (!RANKS_SLOW) RUN(test_core_dump); /* a sanitizer maps terabytes */
   RUN(test_models);
