@@ -1213,8 +1213,9 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 
    Over hosts: if processes die, even all of a host, the others continue, down to the last rank. But
    a host that does not answer for 20 s, or to which all connections were reset, as by a firewall,
-   can be alive. So the others continue without it only if they are more than half of the ranks.
-   Otherwise they end with CDDP_ABORTED: a job never continues in two halves.
+   can be alive. So the others continue without it only if they are more than half of the ranks,
+   also of those before a join that was under way. Otherwise they end with CDDP_ABORTED: a job never
+   continues in two halves.
 
    Joins: a joining process asks the ranks on its host, and at MASTER_ADDR. They answer in
    cddp_ddp_next_shard and in waits. On every host one rank listens at MASTER_PORT. If all ranks at
@@ -20227,6 +20228,7 @@ static bool cddp__await_confirmation(cddp_ddp *d, int member, double deadline) {
   cddp__elastic *elastic = d->elastic;
   cddp__message *message = cddp__elastic_receive(d, member, 0, deadline);
   bool confirmed = message != NULL && message->head.number == CDDP_OK;
+  CDDP_ASSERT(!elastic->called); /* members are doubted before a table only */
   if (message == NULL && elastic->unreachable < 0 && cddp__now() < deadline)
     elastic->ended[member] = 1; /* it has just answered, so its host lives */
   cddp__free(&elastic->net->allocator, message);
