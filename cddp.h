@@ -9552,7 +9552,7 @@ static bool cddp__link_reconnect(const cddp__net *n, cddp__connection *c) {
 
 static void cddp__link_close(cddp__connection *c) {
   char rest[4096];
-  cddp__connection_say_bye(c, false);
+  cddp__connection_say_bye(c, CDDP__BYE_ORDERLY);
   while (recv(c->fd, rest, sizeof rest, MSG_DONTWAIT) > 0) {} /* unread bytes make close a reset */
   cddp__link_free(c);
 }
@@ -11512,7 +11512,7 @@ static void cddp__join_accept_calls(cddp__host *host, int listener, bool local) 
       cddp__close_fd(&fd);
       return;
     }
-    cddp__connection_begin(c, &host->allocator, fd, false);
+    cddp__connection_begin(c, &host->allocator, fd, CDDP__CALLED);
     c->local = local;
     (void)cddp__connection_challenge(c, host->job_info->secret, "join", NULL, 0);
     for (end = &joins->calls; *end != NULL;) end = &(*end)->next; /* an eviction frees its owner */
@@ -11623,7 +11623,7 @@ static cddp_result cddp__join_call_ranks(const cddp__host *host, cddp__join_sear
       search->blocked = cddp__textf("%s: %s", cddp__describe_address(&at).s, strerror(error));
     if (error != 0) continue;
     search->count++;
-    cddp__connection_begin(c, &host->allocator, fd, true);
+    cddp__connection_begin(c, &host->allocator, fd, CDDP__CALLER);
     c->local = rank >= 0 && host->arena.fd < 0; /* no second descriptor: see >>arena */
     c->peer = rank;
     r = cddp__connection_challenge(c, job->secret, "join", NULL, 0);
@@ -19883,7 +19883,7 @@ static void cddp__answer_joins(cddp_ddp *d) {
   table->life = (int)elastic->epoch + 1;
   cddp__join_listen(host);
   pthread_mutex_unlock(&host->joins.lock);
-  cddp__join_serve(host, true);
+  cddp__join_serve(host, CDDP__JOIN_WAIT);
 }
 
 /* Connects to a member whose report is missing, which can have counted this rank as lost. */
@@ -20310,7 +20310,7 @@ static void cddp__elastic_leave_groups(cddp_ddp *d) {
   for (i = 0; i < 2; i++) {
     if ((g = groups[i]) == NULL) continue;
     if (g->size > 1 && cddp__publish_failure(g, cddp__fail(CDDP_PEER_LOST, "%s", text)))
-      cddp__announce_failure(g, true);
+      cddp__announce_failure(g, CDDP__NOTIFY_HOSTS);
     if (i == 0 || d->elastic->broken_comm != NULL) {
       cddp__elastic_leave_group(d, g);
       continue;
@@ -20531,7 +20531,8 @@ static cddp_result cddp__send_snapshot(cddp_ddp *d, cddp__report *from, int sour
   if ((gives || elastic->empty) && bytes > 0 && states == NULL) {
     states = cddp__elastic_allocate(d, bytes, CDDP__EXTENT_USER); /* peers write to it */
     if (states == NULL) return CDDP_OUT_OF_MEMORY;
-    if (gives) r = cddp__copy_states(d, d->optim, states, 0, d->layout.model_bytes, true);
+    if (gives)
+      r = cddp__copy_states(d, d->optim, states, 0, d->layout.model_bytes, CDDP__TO_SHARED);
   }
   for (i = 0; r == CDDP_OK && i < d->count; i++)
     r = cddp__elastic_broadcast(d, source, d->params[i].data, d->tensors[i].bytes);
@@ -20643,7 +20644,7 @@ static cddp_result cddp__elastic_next(cddp_ddp *d) {
   int shard = d->shards.current;
   cddp_result r = CDDP_OK;
   if (elastic->done == elastic->step && !elastic->repeats) cddp__leave_broken(d);
-  cddp__join_serve(d->group->host, true);
+  cddp__join_serve(d->group->host, CDDP__JOIN_WAIT);
   if (shard >= 0 && elastic->done == elastic->step) r = cddp__finish_shard(d);
   if (shard >= 0) cddp__reset_step(d);
   d->shards.current = -1;
@@ -20708,7 +20709,7 @@ static cddp_result cddp__step_own_weights(cddp_ddp *d, cddp_optim *optim) {
   for (k = 0; k < d->count; k++)
     if (cddp__sparse_of(d, k) != NULL && !cddp__optim_skips(optim, k))
       cddp__optim_rows(optim, k, d->rows.sparse[k]);
-  return cddp__clear_gradients(d, optim, false);
+  return cddp__clear_gradients(d, optim, CDDP__NOT_CLEARED);
 }
 
 /* The update of cddp_ddp_step, or (optim NULL) of cddp_ddp_wait. */
@@ -20733,7 +20734,7 @@ static cddp_result cddp__elastic_update(cddp_ddp *d, cddp_optim *optim) {
     r = cddp__return_gradients(d);
   } else if (r == CDDP_OK && on_device) {
     r = (d->memory->step)(d, optim, true, true);
-    if (r == CDDP_OK) r = cddp__clear_gradients(d, optim, true);
+    if (r == CDDP_OK) r = cddp__clear_gradients(d, optim, CDDP__CLEARED);
   } else if (r == CDDP_OK) {
     r = cddp__step_own_weights(d, optim);
   }
@@ -20784,7 +20785,7 @@ static cddp_result cddp__elastic_restore(cddp_ddp *d, cddp_optim *optim) {
     if (optim->steps[i] > 0) r = cddp__need_states(optim, i);
   }
   if (r == CDDP_OK)
-    r = cddp__copy_states(d, optim, elastic->states, 0, d->layout.model_bytes, false);
+    r = cddp__copy_states(d, optim, elastic->states, 0, d->layout.model_bytes, CDDP__FROM_SHARED);
   from->stepped = false;
   if (r == CDDP_OK) r = cddp__elastic_await_device(d);
   (d->group->backend->free)(d->group, elastic->states);
