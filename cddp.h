@@ -453,6 +453,7 @@ CDDPDEF cddp_result cddp_test(cddp_work *w, bool *done);
                                     a rank's loss by its samples * ranks / samples of all ranks
      updates without gradients      broadcast rank 0's weights once; average them after each step
                                     by cddp_all_reduce with CDDP_AVG
+     a step after each sample       multiply its learning rate by the world size
      a slow network                 average the weights only after some steps (local_sgd.c). That is
                                     not the same training, and each rank keeps its own momentum
      rank 0 prints or writes        the others wait in their next call, for at most timeout_s */
@@ -24039,7 +24040,7 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels) { (void)k
 /* >>history ---------------------------------------------------------------------------------------
    1.1 (not released)
      New      examples/torch: PyTorch programs on CPUs use cddp as their engine. Example local_sgd.
-              examples/ports.md: what it took to make four foreign trainers data parallel.
+              examples/ports.md: what it took to make five foreign trainers data parallel.
               The manual begins with its terms, and says what each result leaves usable.
      Mended, elastic
               One rank with 2 MiB of weights from cddp_alloc: the model's creation changed them.
