@@ -1164,9 +1164,12 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    must be the same on all ranks: CDDP_MISMATCH.
 
    SHARED MEMORY. cddp_alloc allocates the memory immediately, so too little memory is NULL, also
-   with vm.overcommit_memory=2. The limit of a cgroup still kills the process. The memory of a rank
-   that an elastic model has lost is freed a step later, so memory must suffice for one rank more.
-   Huge pages need Linux 6.1, or advise in /sys/kernel/mm/transparent_hugepage/shmem_enabled.
+   with vm.overcommit_memory=2. Groups and models fail with CDDP_OUT_OF_MEMORY. Only a group's
+   buffers for collectives, up to 512 KiB for each rank, are allocated at their first use: too
+   little memory ends the process there (SIGBUS). The limit of a cgroup still kills the process. The
+   memory of a rank that an elastic model has lost is freed a step later, so memory must suffice for
+   one rank more. Huge pages need Linux 6.1, or advise in
+   /sys/kernel/mm/transparent_hugepage/shmem_enabled.
 
    MISMATCHES AND DEADLOCKS. CDDP_MISMATCH also means that two ranks on one host wait for each other
    in different groups, such as one in cddp_save and one in a model's step. Such a deadlock is found
@@ -6277,8 +6280,9 @@ static cddp_result cddp__discover(cddp__config *config, const cddp_group_desc *d
         all earlier ones of its size, so mappings stay few (vm.max_map_count).
      4. A cddp__ref (segment, offset) lets a peer find a buffer. Between threads a pointer is
         enough.
-     5. Memory is committed when it is allocated: too little is an error. A control block, and LAZY
-        memory until cddp__commit, is committed at the first access.
+     5. Memory is committed when it is allocated: too little is an error. LAZY memory is committed by
+        cddp__commit, and of control blocks (below a huge page, or BLOCK_LAZY) only the head: to
+        commit the staging buffers of 2 ranks would make their cddp_init a third slower.
      6. One rank that no process can join has private memory instead.
    Liveness: each process holds a record lock on its life byte, number `window` of the file. The
    kernel releases it when the process ends, after its memory.
@@ -15161,6 +15165,13 @@ static int cddp__members_of_color(const cddp_group *g, int color, int *members) 
   return n;
 }
 
+/* Allocates the pages of a control block, at `base` in the memfd, except the staging buffers. */
+static cddp_result cddp__commit_head(cddp__host *host, uint64_t base, int size, int local_size) {
+  size_t bytes = cddp__block_head(size, local_size);
+  if (host->arena.fd < 0 || cddp__arena_commit(host, base, bytes)) return CDDP_OK;
+  return cddp__fail_commit("the control block of a group", bytes);
+}
+
 /* Allocates the control block on the first member of each host and maps it on the others. If this
    rank fails, *block is NULL and the error is set. */
 static cddp_result cddp__exchange_block(cddp_group *g, const int *members, int n, cddp__ref *ref,
@@ -15179,9 +15190,12 @@ static cddp_result cddp__exchange_block(cddp_group *g, const int *members, int n
   memset(ref, 0, sizeof *ref);
   if (n > 0 && members[first] == g->rank) {
     p = cddp__arena_alloc(g->host, bytes, CDDP__EXTENT_BLOCK);
-    if (p != NULL) {
+    if (p != NULL) *ref = cddp__ref_of(g->host, p, bytes);
+    if (p != NULL && cddp__commit_head(g->host, ref->base + ref->offset, n, here) != CDDP_OK) {
+      cddp__arena_free(g->host, p);
+      memset(ref, 0, sizeof *ref);
+    } else if (p != NULL) {
       cddp__store32(&((cddp__control_block *)p)->size, (uint32_t)here);
-      *ref = cddp__ref_of(g->host, p, bytes);
     }
   }
   r = cddp__round(g, CDDP__KIND_GROUP_NEW, CDDP__PHASE_BLOCK, 0, ref, sizeof *ref);
@@ -15343,6 +15357,9 @@ static cddp_result cddp__world_group(cddp_group **out, cddp__host *host,
                   !cddp__arena_lock(host, F_RDLCK, CDDP__USE_BYTES, host->size)))
     return cddp__fail_errno("lock on the shared memory");
   for (i = 0; fd >= 0 && i < host->size; i++) host->first[i].read = i != host->index;
+  if (fd >= 0 && host->index == 0 &&
+      (r = cddp__commit_head(host, 0, size, host->size)) != CDDP_OK)
+    return r;
   block = cddp__map_memory(fd, 0, bytes);
   if (block == NULL) return cddp__fail_mapping("the group's shared memory", bytes);
   if (fd >= 0) madvise(block, bytes, MADV_DONTDUMP);
@@ -20364,6 +20381,8 @@ static cddp_result cddp__elastic_create_group(cddp_ddp *d, cddp__message *table,
   if (r != CDDP_OK) return r;
   ref = cddp__report_at(d, table, lowest)->blocks[which];
   if (lowest == rank) {
+    r = cddp__commit_head(host, ref.base + ref.offset, d->step.active_count, here);
+    if (r != CDDP_OK) return r;
     block = elastic->blocks[which];
     elastic->blocks[which] = NULL; /* the group owns it */
     cddp__store32(&((cddp__control_block *)block)->size, (uint32_t)here);
@@ -24057,6 +24076,7 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels) { (void)k
               The memory of lost ranks is freed a step later. Any number of processes can join.
               A group of cddp_init that has a lost rank returns CDDP_PEER_LOST on its host.
               A core dump of an elastic rank allocated memory that it had freed or never used.
+              Too little memory for a group in cddp_init or a step is an error, not SIGBUS.
      Mended, start-up
               A damaged rank table crashed the rank that received it (SIGSEGV).
               One wrong rank (its number twice, another WORLD_SIZE) left others to their time-outs.

@@ -592,6 +592,7 @@ static int short_body(cddp_group *g, void *arg) {
   int before = test_failures;
   float *had = (float *)cddp_alloc(g, COUNT * sizeof *had), x;
   bool is_short = cddp_rank(g) == 0;
+  cddp_group *all = NULL;
   unsigned char *p;
   size_t i;
   CHECK(had != NULL);
@@ -611,8 +612,37 @@ static int short_body(cddp_group *g, void *arg) {
   x = (float)cddp_world_size(g);
   CHECK(all_are(had, COUNT, x));
   cddp_free(g, had);
+  CHECK_IS(cddp_group_split(g, 0, 0, &all), CDDP_OUT_OF_MEMORY); /* rank 0 allocates for it */
+  CHECK(all == NULL && strstr(cddp_error(), "shared memory") != NULL);
+  CHECK_OK(cddp_group_split(g, is_short ? -1 : 0, 0, &all));
+  CHECK((all == NULL) == is_short);
+  cddp_destroy(all);
   CHECK_OK(cddp_barrier(g));
   return test_failures != before;
+}
+
+/* The first rank of a host lacks memory for the first group. */
+static int short_start(int rank, void *arg) {
+  bool is_short = rank == *(int *)arg;
+  cddp_group *g = NULL;
+  if (is_short) CHECK(deny_memory(ENOMEM));
+  CHECK(cddp_init(&g, NULL) != CDDP_OK && g == NULL);
+  CHECK(strstr(cddp_error(), "control block of a group") != NULL);
+  if (is_short) CHECK(strstr(cddp_error(), strerror(ENOMEM)) != NULL);
+  return test_failures != 0;
+}
+
+static void test_short_start(void) {
+  static const char *const hosts[] = {"", "", "aabb", "aabb"};
+  static int is_short[] = {0, 0, 0, 2};
+  int status[4], i, n;
+  for (i = 0; i < 4; i++) {
+    n = i < 2 ? 2 + i : 4;
+    setenv("TEST_HOSTS", hosts[i], 1);
+    ranks_script(short_start, &is_short[i], n, RANKS_WITHIN(20.0), status);
+    CHECK(ranks_exited_well(status, n));
+  }
+  unsetenv("TEST_HOSTS");
 }
 
 static void test_short_memory(void) {
@@ -676,6 +706,7 @@ static int shortage_rank(int rank, void *arg) {
     CHECK_IS(r, CDDP_OUT_OF_MEMORY);
     CHECK((is_short && !v->elastic) || strncmp(cddp_error(), name, strlen(name)) == 0);
     CHECK(strstr(cddp_error(), "shared memory: Cannot allocate memory") != NULL);
+    if (v->elastic && rank == 0) CHECK(strstr(cddp_error(), "control block of a group") != NULL);
   }
   cddp_optim_destroy(o);
   cddp_ddp_destroy(d);
@@ -760,6 +791,7 @@ int main(void) {
   RUN(test_out_of_mappings);
   RUN(test_closed_descriptors);
   RUN(test_short_memory);
+  RUN(test_short_start);
   RUN(test_short_model_memory);
   RUN(test_elastic_weights);
   if (!RANKS_SLOW) RUN(test_core_dump); /* a sanitizer maps terabytes */
