@@ -6280,9 +6280,9 @@ static cddp_result cddp__discover(cddp__config *config, const cddp_group_desc *d
         all earlier ones of its size, so mappings stay few (vm.max_map_count).
      4. A cddp__ref (segment, offset) lets a peer find a buffer. Between threads a pointer is
         enough.
-     5. Memory is committed when it is allocated: too little is an error. LAZY memory is committed by
-        cddp__commit. Of control blocks (below a huge page, or BLOCK_LAZY) only the head is: to commit
-        the staging buffers of 2 ranks would make their cddp_init a third slower.
+     5. Memory is committed when it is allocated: too little is an error. LAZY memory is committed
+        by cddp__commit. Of control blocks (below a huge page, or BLOCK_LAZY) only the head is: to
+        commit the staging buffers of 2 ranks would make their cddp_init a third slower.
      6. One rank that no process can join has private memory instead.
    Liveness: each process holds a record lock on its life byte, number `window` of the file. The
    kernel releases it when the process ends, after its memory.
