@@ -1103,9 +1103,9 @@ static int run_among_strangers(cddp_group *g, void *arg) {
     CHECK_OK(cddp_all_reduce(g, x, 40, CDDP_I64, CDDP_SUM, NULL));
     for (i = 0; i < 40; i++) CHECK(x[i] == 3 * (i + turn) + 3);
     CHECK_OK(cddp_all_reduce(g, &stop, 1, CDDP_I64, CDDP_MAX, NULL));
+    __atomic_store_n(&shared->turns, turn, __ATOMIC_SEQ_CST);
     if (stop || test_failures > 0) break;
   }
-  __atomic_store_n(&shared->turns, turn, __ATOMIC_SEQ_CST);
   return 0;
 }
 
