@@ -11,7 +11,7 @@
        cc -O2 train.c cddp.c -o train -lpthread -lm
        mpirun -n 4 ./train             # or srun; or torchrun --no-python --nproc-per-node=4 ./train
 
-   A training loop becomes data parallel by six calls:
+   A training loop becomes data parallel by six calls, marked 1 to 6 (6 frees what 1 to 3 made):
 
        #define TRY(call) \
          do { \
@@ -52,25 +52,22 @@
      world size   the number of ranks in a group
      group        ranks that call together; cddp_init creates the first one, of all ranks
      collective   a call that all ranks of a group make, in the same order. It can wait for them
-     local        a call that waits for no other rank. A local rank counts on its host only
+     local        a call that waits for no other rank. local rank: a rank's number on its host
      any thread   several threads of a rank can make the call at the same time
-     host         a machine, a launcher's node. Beside a GPU (the device): the CPU and its memory
+     host         a machine. For GPUs: the CPU and its memory; the GPU is the device
      handle       a cddp_work: an operation that is still running
-     rendezvous   how the ranks find each other in cddp_init
      model        a cddp_ddp: parameters (weights), and the averaging of their gradients
      bucket       gradients that are reduced together; a hook is your function that reduces one
      shard        one of S pieces of a step's data, each computed by one rank (>>api-shards)
-     part         one rank's elements of an array or model; of the weights it is a partition
-     slice        the elements of a large array that one rank reduces, or sends to other hosts
-     state        what an optimizer keeps for each weight, such as momentum
+     partition    elements of one parameter that one rank updates (>>api-ddp)
+     state        an optimizer's value for each weight, such as momentum
      master       in mixed precision the f32 value of a weight, which the optimizer updates
-     copy         its rounding to f16 or bf16, which the forward and backward pass read
+     copy         a master's value in f16 or bf16, which the forward and backward pass read
      join         CDDP_JOIN: a process enters a running job. cddp_ddp_join: a rank is out of data
-     room         a section of this file, found by its mark, such as >>design
 
    COMPILE OPTIONS, defined before the implementation; the last two before every include:
      CDDP_STATIC   all public functions become static: a private copy for this file. With
-                   CDDP_CUDA it must be the .cu file with the kernels
+                   CDDP_CUDA this file must be the .cu file that has the kernels
      CDDP_ASSERT   your assert macro for internal invariants; default: nothing
      CDDP_CUDA     device "cuda" (>>api-gpus): needs cddp_kernels.cuh beside this file, and
                    cuda_runtime.h and nccl.h (2.19 or later); link with -lnccl -lcudart too
@@ -81,9 +78,9 @@
    REQUIREMENTS: Linux 5.3 or later, 64-bit, little-endian, gcc or clang. The declarations are C99
    and C++11. Do not compile the implementation with -ffast-math (NaN and subnormal numbers would be
    treated differently) or with clang's -ffp-contract=fast: results would not equal PyTorch's bit
-   for bit. The ranks' weights still equal each other.
+   for bit.
 
-   ENVIRONMENT (cddprun and cddp_spawn also set CDDP_JOB_SECRET and others, for their ranks only)
+   ENVIRONMENT
      RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT   as torchrun sets them
      CDDP_TIMEOUT_S   seconds that any wait can take; default 600
      CDDP_SECRET      a secret that all ranks share (fine print: secrets)
@@ -94,7 +91,7 @@
      CDDP_RECORD      a directory for the flight recorder (>>api-diagnostics)
      CDDP_HOST_ID     ranks with different values count as ranks on different hosts
 
-   CONTENTS: search for the mark. For GPUs see cddp_kernels.cuh
+   CONTENTS: search for the mark of a section. For GPUs see cddp_kernels.cuh
      The manual
      >>api             results      >>api-groups      cddp_init    >>api-collectives all_reduce
      >>api-ddp         models       >>api-optim       SGD, AdamW   >>api-data        samplers
@@ -104,10 +101,10 @@
      The implementation
      >>design      overview         >>config      limits           >>structs     private structs
      >>hooks       forward calls    >>base        errors, memory   >>record      flight recorder
-     >>bytes       hashes, proofs   >>sockets     addresses        >>connections frames, poll
+     >>bytes       hashes           >>sockets     addresses        >>connections frames, poll
      >>store       key-value store  >>discovery   rank, address    >>arena       shared memory
-     >>reduce      canonical sums   >>plan        slices, buckets  >>shape       what calls move
-     >>block       control block    >>failure     broken groups    >>round       headers of calls
+     >>reduce      sums of n ranks  >>plan        buckets          >>shape       what calls move
+     >>block       shared page      >>failure     broken groups    >>round       headers of calls
      >>links       between hosts    >>rendezvous  first group      >>hosts       across hosts
      >>p2p         send and recv    >>mpi         MPI's transport  >>work        asynchronous
      >>collectives all_reduce, ...  >>groups      split, destroy   >>sparse      gradient rows
@@ -172,26 +169,26 @@ extern "C" {
 
 /* >>api -------------------------------------------------------------------------------------------
 
-   RESULTS. Every function that can fail returns one of these. The first word is the state of the
-   call's group afterwards:
-     usable   further calls work
-     broken   every further call on it, on all ranks, returns this failure immediately
+   RESULTS. Every function that can fail returns one of these. Each comment begins with the state of
+   the call's group after the failure:
+     usable   further calls on the group work
+     broken   every further call on the group, on all ranks, returns this failure immediately
      either   broken if other ranks had begun the call, else usable
-   If all ranks call cddp_ddp_create, cddp_save or cddp_load and it fails, the group stays usable,
-   unless a rank was lost or late. A failed cddp_ddp_wait, _step or _next_shard breaks its model;
-   the group too with NCCL, or if a rank was lost. To continue, destroy the broken model and group
-   (neither blocks), and create new ones. */
+   If cddp_ddp_create, cddp_save or cddp_load fails, the group stays usable if all ranks made the
+   call, and no rank was lost or late. A failed cddp_ddp_wait, _step or _next_shard breaks the
+   model; with NCCL, or if a rank was lost, also the group. To continue, destroy the broken model
+   and the broken group, and create new ones. */
 #define CDDP__RESULTS(X) \
   X(CDDP_OK, "success") \
-  X(CDDP_INVALID_ARGUMENT, "invalid argument") /* usable: the caller's mistake; nothing done */ \
+  X(CDDP_INVALID_ARGUMENT, "invalid argument") /* usable: the caller's mistake */ \
   X(CDDP_OUT_OF_MEMORY, "out of memory")       /* either: malloc, mmap or shared memory */ \
   X(CDDP_SYSTEM, "system call failed")         /* either: the text names the call and errno */ \
   X(CDDP_NETWORK, "network error")             /* broken: resolve, bind, connect; a lost link */ \
-  X(CDDP_TIMEOUT, "timed out")                 /* broken: the text names the missing ranks */ \
+  X(CDDP_TIMEOUT, "timed out")                 /* broken, except cddp_wait_for's */ \
   X(CDDP_PEER_LOST, "peer lost")               /* broken: a rank died or left, as the text says */ \
   X(CDDP_MISMATCH, "ranks disagree")           /* broken: the text shows both calls and lines */ \
   X(CDDP_UNAUTHORIZED, "unauthorized")         /* no group exists: wrong or missing secret */ \
-  X(CDDP_ABORTED, "aborted")                   /* broken: destroyed in use; elastic: cut off */ \
+  X(CDDP_ABORTED, "aborted")                   /* broken: destroyed in use; elastic: few ranks */ \
   X(CDDP_UNSUPPORTED, "unsupported")           /* usable: not in this build or situation */ \
   X(CDDP_CUDA, "CUDA error")                   /* either */ \
   X(CDDP_NCCL, "NCCL error")                   /* broken */ \
@@ -213,7 +210,7 @@ CDDPDEF const char *cddp_result_text(cddp_result r); /* such as "timed out"; nev
 CDDPDEF const char *cddp_error(void);
 
 /* Element types. f16 is IEEE binary16, bf16 the upper half of an f32. Both are summed in f32 and
-   rounded once. The columns: name in texts, an element in C, class, and its loops on a CPU. */
+   rounded once. Name in texts and type in C: */
 #define CDDP__DTYPES(X) \
   X(CDDP_F32, "f32", float, FLOAT, f32) \
   X(CDDP_F64, "f64", double, FLOAT, f64) \
@@ -257,7 +254,7 @@ typedef struct cddp_store cddp_store; /* a key-value store: torch.distributed.St
      cddp_destroy(half);
      cddp_destroy(g);
 
-   One thread at a time calls collectives of a group. Fine print: threads. */
+   Call the collectives of a group from one thread at a time. Fine print: threads. */
 
 /* Your functions for memory and logging, called on any thread. NULL means malloc and free, and no
    log. log gets one line without a newline; level 0 = error, 1 = warning, 2 = info. */
@@ -274,9 +271,9 @@ typedef struct cddp_logger {
 
 typedef struct cddp_group_desc {
   const char *init_method;  /* see cddp_init; NULL = "env://" */
-  const char *backend;      /* "cpu", "mpi", "nccl"; NULL = CDDP_BACKEND, else cpu, on cuda nccl */
+  const char *backend;      /* "cpu", "mpi", "nccl"; NULL = CDDP_BACKEND; default: cpu, GPUs nccl */
   const char *device;       /* NULL = "cpu"; "cuda" = cuda:LOCAL_RANK; "cuda:3" */
-  int rank, world_size;     /* at most 4,096 ranks; world_size 0 = both from the environment */
+  int rank, world_size;     /* at most 4,096 ranks; world_size 0: both from the environment */
   double timeout_s;         /* for every wait; 0 = CDDP_TIMEOUT_S, else 600 */
   const char *secret;       /* NULL = CDDP_SECRET, else none */
   cddp_allocator allocator; /* for memory that cddp does not share between ranks */
@@ -309,11 +306,11 @@ CDDPDEF cddp_result cddp_group_split(cddp_group *g, int color, int key, cddp_gro
 CDDPDEF cddp_result cddp_group_new(cddp_group *g, const int *ranks, int count, cddp_group **out);
 
 /* Leaves the group and frees it. Local; NULL is fine. Ranks that still wait for this one get
-   CDDP_PEER_LOST. Wait for your handles first. The call sends messages that wait for other hosts,
-   until none can be sent for a second. */
+   CDDP_PEER_LOST. Wait for your handles first. The call sends messages to other hosts that are not
+   yet sent, unless the group is broken, and stops if the network accepts none for a second. */
 CDDPDEF void cddp_destroy(cddp_group *g);
 
-CDDPDEF int cddp_rank(const cddp_group *g);             /* 0 .. world_size - 1; -1 for NULL */
+CDDPDEF int cddp_rank(const cddp_group *g);             /* joining process: its RANK; NULL: -1 */
 CDDPDEF int cddp_world_size(const cddp_group *g);       /* number of ranks; -1 for NULL */
 CDDPDEF int cddp_local_rank(const cddp_group *g);       /* among the group's ranks on this host */
 CDDPDEF int cddp_local_world_size(const cddp_group *g); /* the number of those ranks */
@@ -329,8 +326,8 @@ CDDPDEF void cddp_free(cddp_group *g, void *p);
 
      float loss = 1.5f;
      TRY(cddp_all_reduce(g, &loss, 1, CDDP_F32, CDDP_AVG, NULL));   // blocks: the mean on all ranks
-     double sums[3] = {loss, correct, samples};                     // several numbers in one call
-     TRY(cddp_all_reduce(g, sums, 3, CDDP_F64, CDDP_SUM, NULL));    // accuracy: sums[1] / sums[2]
+     double sums[2] = {correct, samples};                           // several numbers in one call
+     TRY(cddp_all_reduce(g, sums, 2, CDDP_F64, CDDP_SUM, NULL));    // accuracy: sums[0] / sums[1]
 
      cddp_work *work;
      TRY(cddp_all_reduce(g, x, n, CDDP_F32, CDDP_SUM, &work));      // returns immediately
@@ -342,11 +339,12 @@ CDDPDEF void cddp_free(cddp_group *g, void *p);
    and aligned to their element. send and recv must not overlap, except where it says "in place".
 
    WORK. With work NULL a call returns when its result is complete. Otherwise it returns immediately
-   with a handle in *work, and the buffers belong to the operation until cddp_wait. Operations of
-   one group start in the order of their calls.
+   with a handle in *work, and the buffers belong to the operation until cddp_wait. With NCCL both
+   mean the order of the group's stream, and the host does not wait (>>api-gpus). Operations of one
+   group start in the order of their calls.
 
-   RESULTS. A reduction gives the same bits on every rank and in every run (>>design), unless NCCL
-   or MPI makes it. Fine print: mismatches and deadlocks. */
+   RESULTS. A reduction gives the same bits on every rank and in every run, unless it uses NCCL or
+   MPI. Fine print: mismatches and deadlocks. */
 
 /* buf[count] of every rank becomes the reduction of all ranks' buf. */
 CDDPDEF cddp_result cddp_all_reduce(cddp_group *g, void *buf, size_t count, cddp_dtype dtype,
@@ -364,12 +362,12 @@ CDDPDEF cddp_result cddp_all_gather(cddp_group *g, const void *send, void *recv,
 /* Like all_gather, on root only; the other ranks' recv can be NULL. In place on root. */
 CDDPDEF cddp_result cddp_gather(cddp_group *g, const void *send, void *recv, size_t count_per_rank,
                                 cddp_dtype dtype, int root, cddp_work **work);
-/* recv[count_per_rank] = this rank's part of root's send[world_size * count_per_rank]. The other
-   ranks' send can be NULL. In place on root: recv = send + root * count_per_rank. */
+/* recv[count_per_rank] = root's send[rank * count_per_rank ..], of world_size * count_per_rank. The
+   other ranks' send can be NULL. In place on root: recv = send + root * count_per_rank. */
 CDDPDEF cddp_result cddp_scatter(cddp_group *g, const void *send, void *recv, size_t count_per_rank,
                                  cddp_dtype dtype, int root, cddp_work **work);
-/* recv[count_per_rank] = this rank's part of the reduction of all ranks' send[world_size *
-   count_per_rank]. In place: recv = send + rank * count_per_rank. */
+/* recv[count_per_rank] = elements [rank * count_per_rank ..] of the reduction of all ranks'
+   send[world_size * count_per_rank]. In place: recv = send + rank * count_per_rank. */
 CDDPDEF cddp_result cddp_reduce_scatter(cddp_group *g, const void *send, void *recv,
                                         size_t count_per_rank, cddp_dtype dtype, cddp_op op,
                                         cddp_work **work);
@@ -390,25 +388,25 @@ CDDPDEF cddp_result cddp_all_to_all_v(cddp_group *g, const void *send, const siz
                                       cddp_work **work);
 /* Blocks until every rank has called it. Like monitored_barrier with wait_all_ranks. */
 CDDPDEF cddp_result cddp_barrier(cddp_group *g);
-/* Returns immediately; cddp_wait(*work) blocks until every rank has called either barrier. A rank
-   with a GPU has called it when its group's stream is done; cddp_wait blocks the host. Like
-   barrier(async_op=True). */
+/* Returns immediately. cddp_wait(*work) blocks the host until every rank has called either barrier.
+   On GPUs also the ranks' streams must have reached it. Like barrier(async_op=True). */
 CDDPDEF cddp_result cddp_barrier_async(cddp_group *g, cddp_work **work);
 
 /* SEND AND RECV. A recv receives the oldest message of that peer with that tag (any int >= 0).
    Count and dtype must agree: else CDDP_MISMATCH at the recv, and at the send or the sender's next
-   call. Any thread. A send of more than 64 KiB in memory of cddp_alloc to a rank on this host
-   returns when it has been received; every other send when it has been copied. With a handle all
-   return immediately. Fine print: messages. */
+   call. Any thread. A send blocks until its message is copied. It blocks until the message is
+   received if the message has more than 64 KiB, in memory of cddp_alloc, for a rank on this host.
+   With a handle all return immediately. Fine print: messages. */
 CDDPDEF cddp_result cddp_send(cddp_group *g, const void *buf, size_t count, cddp_dtype dtype,
                               int peer, int tag, cddp_work **work);
 CDDPDEF cddp_result cddp_recv(cddp_group *g, void *buf, size_t count, cddp_dtype dtype, int peer,
                               int tag, cddp_work **work);
-/* As the peer of a cddp_recv: a message of any rank. Ranks that have sent are served in turn, each
-   in the order of its sends. CDDP_PEER_LOST if a rank has died, or all others have left.
-   CDDP_UNSUPPORTED for device memory with NCCL. Like recv(tensor) without src. */
+/* The peer of a cddp_recv that accepts a message of any rank. cddp_recv serves the sending ranks in
+   turn, and each rank's messages in the order of its sends. It returns CDDP_PEER_LOST if a rank has
+   died or all others have left, and CDDP_UNSUPPORTED for device memory with NCCL. Like recv(tensor)
+   without src. */
 #define CDDP_ANY INT32_MIN
-/* The sender of the message that this thread received last, as a rank of that call's group; -1
+/* The sender of this thread's last received message: its rank in the group of the cddp_recv; -1
    before the first. Not for NCCL's messages. */
 CDDPDEF int cddp_source(void);
 
@@ -434,11 +432,11 @@ CDDPDEF cddp_result cddp_test(cddp_work *w, bool *done);
      TRY(cddp_ddp_create(&ddp, g, p, 2, NULL));         // same weights on all ranks; sets p[i].grad
      TRY(cddp_sgd_create(&sgd, p, 2, &options));
      backward(...);                                     // in each step: adds to p[i].grad
-     for (int i = 1; i >= 0; i--) TRY(cddp_ddp_ready(ddp, i));
+     for (int i = 1; i >= 0; i--) TRY(cddp_ddp_ready(ddp, i)); // last layer first, as backward ends
      TRY(cddp_ddp_step(ddp, sgd));                      // mean over ranks, update, zero gradients
 
    Between hosts and on GPUs a bucket is reduced while the backward pass computes the next ones. On
-   one CPU host cddp_ddp_step reduces and updates in one pass.
+   one CPU host this is so before cddp_ddp_wait; cddp_ddp_step reduces and updates in one pass.
 
    AN EXISTING TRAINER keeps its loop, its gradients and its optimizer. Set data, grad and count of
    each cddp_param to its arrays, and write instead of cddp_ddp_step:
@@ -447,29 +445,30 @@ CDDPDEF cddp_result cddp_test(cddp_work *w, bool *done);
    You zero the gradients, as before. Other changes that a trainer can need (examples/ports.md):
      your trainer                   change
      all gradients in one array     let each grad point to its elements
-     k micro-batches a step         add each gradient / k; cddp_ddp_ready in the last one only
-     loss sums over the batch       multiply the gradients by the world size after cddp_ddp_wait
-     batches of different sizes     ranks (or shards) have equal weights. To weigh samples, multiply
-                                    a rank's loss by its samples * ranks / samples of all ranks
-     updates without gradients      broadcast rank 0's weights once; average them after each step
-                                    by cddp_all_reduce with CDDP_AVG
+     k micro-batches a step         add each gradient / k; cddp_ddp_ready in the last one only. Or
+                                    let each be a shard (desc.shards = k * ranks)
+     loss sums over the batch       multiply the loss by the world size (or by the shards)
+     batches of different sizes     ranks count equally. To count samples equally, multiply a rank's
+                                    loss by (its samples) * (ranks) / (all ranks' samples)
+     loss scaling (f16)             is yours: divide the gradients after cddp_ddp_wait
+     updates without gradients      cddp_broadcast the weights once; average them after each step
      a step after each sample       multiply its learning rate by the world size
-     a slow network                 average the weights only after some steps (local_sgd.c). That is
-                                    not the same training, and each rank keeps its own momentum
+     a slow network                 average the weights only after some steps: local_sgd.c
      rank 0 prints or writes        the others wait in their next call, for at most timeout_s */
 
 typedef struct cddp_param {
   const char *name; /* for texts and files; can be NULL without cddp_save. The string must live as
                        long as the model */
   void *data;       /* the weights; NULL is fine if count is 0 */
-  void *grad;       /* the backward pass adds to it; NULL: cddp_ddp_create sets it, zeroed */
+  void *grad;       /* the backward pass adds to it; NULL: cddp_ddp_create sets it, zeroed, except
+                       with sparse_rows */
   size_t count;     /* elements */
   cddp_dtype dtype; /* CDDP_F32, F64, F16 or BF16; of data and of grad */
 } cddp_param;
 
 /* The argument of a communication hook: the gradients of one bucket of this rank, contiguous and
    not yet averaged. The hook replaces them by the mean over the ranks, with the same bits on all.
-   Each parameter begins at a multiple of 64 bytes; the gaps are zero, and part of count. */
+   Each parameter begins at a multiple of 64 bytes. The gaps are zero, and count includes them. */
 typedef struct cddp_bucket {
   int index, bucket_count; /* buckets are handled in the order of their index on every rank */
   void *data;              /* count elements; shared memory, as from cddp_alloc(group, ...) */
@@ -491,7 +490,7 @@ CDDPDEF cddp_result cddp_fp16_compress_hook(cddp_bucket *bucket, void *user_data
 
 typedef struct cddp_ddp_desc {
   double bucket_cap_mb;        /* MiB at which a bucket closes; 0 = 25 */
-  double first_bucket_mb;      /* the same for the first bucket; 0 = 1, or bucket_cap_mb if set */
+  double first_bucket_mb;      /* MiB of the first bucket; 0 = 1, or bucket_cap_mb if set */
   bool find_unused_parameters; /* a parameter without ready() has the gradient zero on that rank;
                                   one that is ready on no rank is not updated */
   cddp_comm_hook comm_hook;    /* NULL = all_reduce with CDDP_AVG */
@@ -500,11 +499,11 @@ typedef struct cddp_ddp_desc {
                                   they must stay in place. Broadcast from rank 0 at creation and by
                                   cddp_ddp_sync_buffers; elastic: sent to joining processes */
   int buffer_count;
-  bool uneven_inputs;          /* set it for cddp_ddp_join with NCCL; each step then waits for all
+  bool uneven_inputs;          /* needed by cddp_ddp_join with NCCL; each step then waits for all
                                   ranks */
   const size_t *sparse_rows;   /* [count] the number of rows of a parameter with sparse gradients,
                                   0 of others; NULL = all 0. Copied */
-  int shards;                  /* see >>api-shards; world size to 4,096; 0 = one for each rank */
+  int shards;                  /* see >>api-shards; from the world size to 4,096; 0 = world size */
   bool elastic;                /* see >>api-elastic; at most 1,024 shards */
   double max_grad_norm;        /* cddp_ddp_step clips to it, as cddp_ddp_clip_grad_norm. 0 = no;
                                   INFINITY: only computes the norm, for cddp_ddp_grad_norm */
@@ -513,22 +512,23 @@ typedef struct cddp_ddp_desc {
 /* Creates a model: compares names, counts, dtypes and settings with rank 0's (CDDP_MISMATCH names
    the first difference), and copies rank 0's data to all ranks. Collective. Destroy the model
    before g. Like DistributedDataParallel(module).
-     params   must stay in place until cddp_ddp_destroy, and so must data and grad, without overlap:
-              a std::vector<cddp_param> must not grow after this call
+     params   params, data and grad must stay in place until cddp_ddp_destroy, without overlap: a
+              std::vector<cddp_param> must not grow after this call
    Tied weights, such as an embedding and the output layer, are one cddp_param: both layers add to
    its gradient, and cddp_ddp_ready follows the later one. Fine print: gradients in memory. */
 CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_create(cddp_ddp **out, cddp_group *g, cddp_param *params,
                                                  int count, const cddp_ddp_desc *desc);
 
 /* Frees the model, and gradients that cddp_ddp_create allocated: their pointers become NULL. Local;
-   NULL is fine. An optimizer without desc.ddp can continue with another model of the same params,
-   but loses its states if d was broken. */
+   NULL is fine. An optimizer without desc.ddp can then step another model that has the same params
+   array. Its states begin anew if d was broken. */
 CDDPDEF void cddp_ddp_destroy(cddp_ddp *d);
 
 /* Call it when params[param].grad is complete: once for each parameter in a step (with shards: in
-   each shard), in any order. When all gradients of a bucket are, cddp starts to reduce it, unless
-   the step does that (one CPU host, shards). Local; any thread. A second call is
-   CDDP_INVALID_ARGUMENT, and breaks the model. Like autograd's hook in DDP. */
+   each shard), in any order. When all gradients of a bucket are ready, cddp starts to reduce it.
+   With more shards than ranks, or before cddp_ddp_step on one CPU host, it waits for the step.
+   Local; any thread. A second call is CDDP_INVALID_ARGUMENT, and breaks the model. Like autograd's
+   hook in DDP. */
 CDDPDEF cddp_result cddp_ddp_ready(cddp_ddp *d, int param);
 
 /* Blocks until every gradient is the mean over the ranks. Collective. An optimizer of your own runs
@@ -537,21 +537,21 @@ CDDPDEF cddp_result cddp_ddp_ready(cddp_ddp *d, int param);
 CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_wait(cddp_ddp *d);
 
 /* cddp_ddp_wait, cddp_optim_step and cddp_optim_zero_grad in one pass, with the same bits (NaNs can
-   differ). Collective. s must have been created for the same params array. Each rank of a host
-   reduces and updates one part of the model; weights in memory of cddp_alloc are not copied. The
-   host has one set of states. On GPUs and in elastic models each rank has all states and updates
-   all weights (see also sharded_states). */
+   differ). Collective. s must have been created for the params array of d. On CPUs the ranks of a
+   host share one set of states, and each rank updates a part of the weights; weights in memory of
+   cddp_alloc are not copied. On GPUs and in elastic models each rank has all states, and updates
+   all weights (fewer with sharded_states). */
 CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_step(cddp_ddp *d, cddp_optim *s);
 
-/* The number of completed cddp_ddp_wait and cddp_ddp_step, the same on all ranks; 0 for NULL.
-   Checkpoints with cddp_checkpoint_desc.ddp contain it. */
+/* The number of completed steps, the same on all ranks; 0 for NULL. A cddp_ddp_wait, cddp_ddp_step
+   or cddp_ddp_all_gather completes a step. cddp_checkpoint_desc.ddp saves the number. */
 CDDPDEF uint64_t cddp_ddp_steps(const cddp_ddp *d);
 
 /* For several micro-batches a step, if every backward pass calls cddp_ddp_ready. While on,
    cddp_ddp_ready does not count, cddp_ddp_wait returns immediately, and cddp_ddp_step is
    CDDP_INVALID_ARGUMENT. Turn it off before the last micro-batch's backward pass: the step then
-   averages the gradients of all. Divide them by the number of micro-batches yourself. All ranks
-   make the same call, between micro-batches. Like no_sync(). */
+   averages the sums of all micro-batches. Divide by their number yourself. All ranks make the same
+   call, between micro-batches. Not with shards. Like no_sync(). */
 CDDPDEF void cddp_ddp_no_sync(cddp_ddp *d, bool on);
 
 /* After cddp_ddp_wait: scales all gradients so that their global 2-norm is at most max_norm (> 0).
@@ -559,47 +559,47 @@ CDDPDEF void cddp_ddp_no_sync(cddp_ddp *d, bool on);
    all gradients NaN, except with max_norm INFINITY. Like clip_grad_norm_. */
 CDDPDEF cddp_result cddp_ddp_clip_grad_norm(cddp_ddp *d, double max_norm, double *norm);
 
-/* *norm = the global 2-norm before the last clipping, or of the last step if max_grad_norm is
-   INFINITY. CDDP_INVALID_ARGUMENT without both. Local. On a GPU it waits for the stream. */
+/* *norm = the global 2-norm of the last step's gradients, before clipping. Needs max_grad_norm or
+   cddp_ddp_clip_grad_norm: else CDDP_INVALID_ARGUMENT. Local. On a GPU it waits for the stream. */
 CDDPDEF cddp_result cddp_ddp_grad_norm(cddp_ddp *d, double *norm);
 
-/* Copies rank 0's buffers (cddp_ddp_desc.buffers) to all ranks. Collective. After cddp_ddp_join the
-   source is the first rank that still has data. With uneven_inputs on a GPU call it between two
-   steps. DDP does this before each forward pass. */
+/* Copies rank 0's buffers (cddp_ddp_desc.buffers) to all ranks. Collective. While ranks are in
+   cddp_ddp_join, the source is the first rank that still has data. With uneven_inputs on a GPU call
+   it between two steps. DDP does this before each forward pass. */
 CDDPDEF cddp_result cddp_ddp_sync_buffers(cddp_ddp *d);
 
 /* Whether any rank used the parameter in the last step; false for a bad argument. */
 CDDPDEF bool cddp_ddp_used(const cddp_ddp *d, int param);
 
-/* UNEVEN INPUTS. A rank that has no more data calls this while the others continue, once an epoch.
-   It then participates in their cddp_ddp_wait, _step and _sync_buffers with zero weight until every
-   rank has called it: each mean is over the ranks that have data. s is the loop's optimizer, or
-   NULL. On return all ranks have the same weights, buffers, states and learning rate of s. Other
-   collectives of the loop are not joined. A comm_hook must be linear: its result is scaled by world
-   size / ranks with data. Like PyTorch's join(divide_by_initial_world_size=False). */
+/* UNEVEN INPUTS. Every rank calls it once an epoch, when the rank has no more data. The call then
+   makes the collective calls of the ranks that still have data (cddp_ddp_wait, _step and
+   _sync_buffers, no others), until every rank has called it. Each mean is over the ranks with data.
+   s is the loop's optimizer, or NULL. On return all ranks have the same weights, buffers, states
+   and learning rate of s. A comm_hook must be linear: its result is multiplied by (world size) /
+   (ranks with data). Not with shards. Like PyTorch's join(divide_by_initial_world_size=False). */
 CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_join(cddp_ddp *d, cddp_optim *s);
 
-/* The number of ranks in the mean of the last cddp_ddp_wait or _step: those that had not joined. */
+/* The number of ranks in the mean of the last cddp_ddp_wait or _step: those that had data. */
 CDDPDEF int cddp_ddp_present(const cddp_ddp *d);
 
 /* SPARSE GRADIENTS. Adds to the gradient of a parameter with sparse_rows, such as an embedding:
    values[i * width ..] to row rows[i], with width = count / sparse_rows. Rows can repeat, and n can
    differ between ranks. The values are copied. cddp_ddp_ready follows as for other parameters. Only
    these rows are sent; the mean has the bits of a dense one. grad stays NULL. Any thread, one at a
-   time for a parameter. The optimizer must be SGD without weight_decay. rows is in host memory,
-   values in host or device memory. Like nn.Embedding(sparse=True). */
+   time for a parameter. Of cddp's optimizers it needs SGD without weight_decay. rows is in host
+   memory, values in host or device memory. Like nn.Embedding(sparse=True). */
 CDDPDEF cddp_result cddp_ddp_add_rows(cddp_ddp *d, int param, const int64_t *rows,
                                       const void *values, size_t n);
 
 /* After cddp_ddp_wait, for an optimizer of your own: the rows of the mean gradient, ascending.
-   Returns their number. The arrays are valid until the next wait, step or cddp_optim_zero_grad, in
-   host memory. On a GPU they are not clipped. */
+   Returns their number. The arrays are in host memory, and valid until the next cddp_ddp_wait,
+   _step or cddp_optim_zero_grad. On a GPU the values are not clipped. */
 CDDPDEF size_t cddp_ddp_rows(const cddp_ddp *d, int param, const int64_t **rows,
                              const void **values);
 
-/* The buckets: their number, and the parameters of one (writes at most capacity ints; returns how
-   many it has, -1 for a bad argument). They change once, after the first step, to rank 0's order of
-   ready() calls. */
+/* The number of buckets, and the parameters of one bucket: writes at most capacity of them, and
+   returns their number, -1 for a bad argument. After the first step the buckets change once, to
+   rank 0's order of cddp_ddp_ready. */
 CDDPDEF int cddp_ddp_bucket_count(const cddp_ddp *d);
 CDDPDEF int cddp_ddp_bucket_params(const cddp_ddp *d, int bucket, int *params, int capacity);
 
@@ -618,8 +618,8 @@ typedef struct cddp_partition {
   size_t first; /* its first element there */
   size_t count; /* elements, at least 1 */
   void *data;   /* this rank's weights */
-  void *grad;   /* their mean gradient, from cddp_ddp_reduce_scatter to cddp_ddp_all_gather. If a
-                   gradient is copied (fine print: gradients in memory), in the copy */
+  void *grad;   /* their mean gradient, from cddp_ddp_reduce_scatter to cddp_ddp_all_gather; in a
+                   copy if the gradient is copied (fine print: gradients in memory) */
 } cddp_partition;
 
 /* Returns the number of this rank's partitions. The array is valid until cddp_ddp_destroy. */
@@ -630,7 +630,7 @@ CDDPDEF int cddp_ddp_partitions(const cddp_ddp *d, const cddp_partition **out);
    follow. CDDP_MISMATCH if a rank is in cddp_ddp_join. */
 CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_reduce_scatter(cddp_ddp *d);
 
-/* Sends the weights of all partitions to all ranks, zeroes the gradients and completes the step.
+/* Sends the weights of all partitions to all ranks, and zeroes the gradients: the step ends.
    Collective. CDDP_INVALID_ARGUMENT without cddp_ddp_reduce_scatter before. */
 CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_all_gather(cddp_ddp *d);
 
@@ -653,24 +653,24 @@ CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_gather_states(cddp_ddp *d, const cddp_
 
    MIXED PRECISION. The forward and backward pass read f16 or bf16 weights; the optimizer updates
    f32 masters (fine print: mixed precision).
-     gradients     you set          params hold           also in memory
-     f32           copies           f32 masters           copies[i], yours, f16 or bf16
-     f16 or bf16   master_weights   f16 or bf16 weights   masters, the optimizer's
+     gradients     set in the desc   cddp_param.data has   and the other values are
+     f32           copies            the f32 masters       copies[i], in your memory
+     f16 or bf16   master_weights    f16 or bf16 weights   masters, in the optimizer's memory
 
    SHARDED STATES, like ZeroRedundancyOptimizer: with sharded_states (and ddp) each rank keeps
-   1/world_size of the states and masters. The bits are the same, except that NCCL can sum in
-   another order on 3 ranks or more. Checkpoints are whole. cddp_optim_step is
-   CDDP_INVALID_ARGUMENT; elastic and sparse_rows are CDDP_UNSUPPORTED. */
+   1/world_size of the states and masters. (On one CPU host the ranks share one set anyway.) The
+   weights have the same bits, except with NCCL on 3 ranks or more. A checkpoint has all states.
+   cddp_optim_step is CDDP_INVALID_ARGUMENT; elastic and sparse_rows are CDDP_UNSUPPORTED. */
 
 typedef struct cddp_sgd_desc {
   double lr;           /* learning rate, >= 0. No default: 0 trains nothing, without an error */
   double momentum;     /* >= 0 */
-  double dampening;    /* a gradient enters the momentum times 1 - this, the first one whole */
+  double dampening;    /* momentum adds (1 - this) * gradient, at first the gradient */
   double weight_decay; /* >= 0; L2, coupled */
   bool nesterov;       /* needs momentum > 0 and dampening 0 */
   bool maximize;       /* ascend */
-  cddp_ddp *ddp;       /* optional; destroy it after the optimizer. cddp_optim_step then skips
-                          parameters that no rank used */
+  cddp_ddp *ddp;       /* optional: cddp_optim_step then skips parameters that no rank used. Destroy
+                          the optimizer before this model */
   void *stream;        /* CUDA stream of cddp_optim_step, _zero_grad without ddp; NULL = default */
   void *const *copies;   /* [count] mixed precision; NULL for a parameter: none */
   cddp_dtype copy_dtype; /* of all copies: CDDP_F16 or CDDP_BF16 */
@@ -682,7 +682,7 @@ typedef struct cddp_sgd_desc {
 
 typedef struct cddp_adamw_desc {
   double lr;           /* learning rate, >= 0. No default: 0 trains nothing, without an error */
-  double beta1, beta2; /* below 1; 0 = 0.9 and 0.999; 1e-300 has the effect of 0 */
+  double beta1, beta2; /* below 1; 0 = 0.9 and 0.999. For a beta of 0 set 1e-300 */
   double eps;          /* >= 0; 0 = 1e-8 */
   double weight_decay; /* >= 0, decoupled; 0 = none; PyTorch's default is 0.01 */
   bool amsgrad;        /* divide by the largest exp_avg_sq so far */
@@ -701,9 +701,10 @@ typedef struct cddp_adamw_desc {
 CDDP_CHECKED CDDPDEF cddp_result cddp_sgd_create(cddp_optim **out, cddp_param *params, int count,
                                                  const cddp_sgd_desc *desc);
 
-/* torch.optim.AdamW, with the bits of its fused CPU kernel in f32, except at a parameter's end.
-   Each parameter counts its own steps. f16 and bf16 parameters need master_weights; sparse
-   gradients are CDDP_UNSUPPORTED. Otherwise like cddp_sgd_create. Fine print: AdamW. */
+/* torch.optim.AdamW. In f32 the bits are those of its fused CPU kernel, except in the last few
+   elements of a parameter, which can differ by roundings. Each parameter counts its own steps. f16
+   and bf16 parameters need master_weights; sparse gradients are CDDP_UNSUPPORTED. Otherwise like
+   cddp_sgd_create. Fine print: AdamW. */
 CDDP_CHECKED CDDPDEF cddp_result cddp_adamw_create(cddp_optim **out, cddp_param *params, int count,
                                                    const cddp_adamw_desc *desc);
 
@@ -711,7 +712,7 @@ CDDP_CHECKED CDDPDEF cddp_result cddp_optim_step(cddp_optim *s); /* updates data
 CDDPDEF cddp_result cddp_optim_zero_grad(cddp_optim *s);         /* all gradients = 0. Local */
 CDDPDEF cddp_result cddp_optim_set_lr(cddp_optim *s, double lr); /* from the next step on */
 CDDPDEF double cddp_optim_lr(const cddp_optim *s);
-/* Call it after you have changed data yourself: copies and masters are set from it. Local. */
+/* Sets copies and masters from data. Call it after you have changed data yourself. Local. */
 CDDPDEF cddp_result cddp_optim_write_copies(cddp_optim *s);
 CDDPDEF void cddp_optim_destroy(cddp_optim *s);                  /* NULL is fine */
 
@@ -725,6 +726,7 @@ CDDPDEF void cddp_optim_destroy(cddp_optim *s);                  /* NULL is fine
      for (uint64_t epoch = 0; epoch < EPOCHS; epoch++) {
        cddp_sampler_set_epoch(&sampler, epoch);
        for (size_t i; cddp_sampler_next(&sampler, &i);) train_on(sample[i]);
+       TRY(sampler.result);                                         // memory can be short
      }
 
      o.dataset_size = 10000, o.shuffle = false, o.exact = true;     // evaluation: no sample twice
@@ -756,10 +758,10 @@ typedef struct cddp_sampler { /* all fields but result are private */
 
 /* The indices of torch.utils.data.DistributedSampler for the same arguments. Starts in epoch 0. */
 CDDPDEF cddp_result cddp_sampler_init(cddp_sampler *s, const cddp_sampler_desc *desc);
-/* Begins an epoch. The first call after cddp_load continues the file's epoch, if it is that one. */
+/* Begins an epoch. If the first call after cddp_load names the file's epoch, it continues there. */
 CDDPDEF void cddp_sampler_set_epoch(cddp_sampler *s, uint64_t epoch);
 CDDPDEF uint64_t cddp_sampler_epoch(const cddp_sampler *s);
-/* The number of this rank's indices in the epoch; after cddp_load in the rest of it. */
+/* The number of this rank's indices in the epoch, after cddp_load in the rest of the epoch. */
 CDDPDEF size_t cddp_sampler_size(const cddp_sampler *s);
 /* *index = the next index. Returns false at the end of the epoch, and with s->result != CDDP_OK if
    memory for the permutation (8 bytes a sample) could not be allocated. */
@@ -786,17 +788,17 @@ CDDPDEF void cddp_sampler_destroy(cddp_sampler *s); /* for an epoch that ends ea
        TRY(cddp_ddp_step(ddp, optim));                 // the mean over all 8 shards
      }
 
-   The data of a step, for all ranks, is split into S shards. Shards are divided among the ranks: 8
-   shards on 3 ranks are 3, 3 and 2 consecutive ones. Their gradients are summed in a fixed order
-   that depends on S alone. So the weights have the same bits on 1 to S ranks, if the program's work
-   on a shard depends on the step and the shard alone.
+   The data of a step, for all ranks, is split into S shards. Shards are divided among the ranks: of
+   8 shards, 3 ranks compute 3, 3 and 2. Their gradients are summed in a fixed order that depends on
+   S alone. So the weights have the same bits on 1 to S ranks, if your work on a shard depends on
+   step and shard alone.
 
    With an optimizer of your own call cddp_ddp_wait instead of cddp_ddp_step, and zero the gradients
-   after your update: cddp zeroes them before each shard except the first.
+   after your update. Between the shards of a step cddp zeroes them.
 
    With shards = 0 the same loop runs, with one shard for each rank. If your data can only be read
-   in order, open one reader for each shard on each rank, and advance all in each step. Fine print:
-   shards. */
+   in order, open a reader for each shard on every rank, and advance all readers in each step. Fine
+   print: shards. */
 
 /* *shard = the next shard of this rank in this step. Returns false when none is left: cddp_ddp_wait
    or _step must follow. Call it after cddp_ddp_ready has returned for every parameter of the
@@ -825,6 +827,7 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
    bit for bit, as in a run without failures. The data of a step and the learning rate must depend
    on t and the shard alone. Set the rate before the first cddp_ddp_next_shard of a step. A
    suspended process (SIGSTOP) does not count as lost: the others wait for it until timeout_s.
+   If a host does not answer, more than half of the ranks must remain (fine print).
 
    JOINING. To replace or add a rank, start a process with the job's variables (CDDP_SECRET too) and
    CDDP_JOIN=1. Its RANK is any number that no living rank has. It receives the weights, the states
@@ -833,8 +836,8 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
    ranks again, without CDDP_JOIN.
 
    In a joining process cddp_rank(g) is its RANK, and cddp_world_size(g) the number of ranks that
-   started the job. With shards = 0 that is the number of shards. Collectives of g are
-   CDDP_UNSUPPORTED: use cddp_ddp_group.
+   started the job (with shards = 0 also the number of shards). There g serves cddp_alloc and
+   cddp_ddp_create alone; other collectives of g are CDDP_UNSUPPORTED: use cddp_ddp_group.
 
      error of a joining process   cause, in cddp_init or cddp_ddp_create
      CDDP_PEER_LOST               the job cannot be found, or ends before the process has joined
@@ -846,17 +849,17 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
    YOUR OWN OPTIMIZER runs after cddp_ddp_wait, on every rank, and lists its states as buffers:
      cddp_param states[] = {{"m", m, NULL, count, CDDP_F32}, {"v", v, NULL, count, CDDP_F32}};
      desc.buffers = states, desc.buffer_count = 2;     // before cddp_ddp_create
-   A joining process receives them with the weights. A state that is not listed would differ there,
-   and so would the weights, without an error. A count of steps is a state, too, unless it is
-   cddp_ddp_steps.
+   A joining process receives them with the weights. A state that is not listed makes its weights
+   differ, without an error. Your own count of steps is such a state; cddp_ddp_steps need not be
+   listed.
 
    Fine print: elastic training, limits of elastic training. */
 
-/* The group for the program's own calls: the group of cddp_ddp_create, but in an elastic model the
-   ranks that computed the last step (at first those that created the model). That group belongs to
-   d, and changes when ranks are lost or join: ask for it in each step, at the same place on all
-   ranks. If one of its ranks is lost, its calls return CDDP_PEER_LOST, and training continues. NULL
-   on failure, with a cddp_error. */
+/* The group for the program's own calls. It is the group of cddp_ddp_create, except in elastic
+   models: there it has the ranks that computed the last step (at first those that created the
+   model), belongs to d, and changes when ranks are lost or join. Ask for it in each step, at the
+   same place on all ranks. If one of its ranks is lost, its calls return CDDP_PEER_LOST, and
+   training continues. NULL, with a cddp_error, if the model has failed. */
 CDDPDEF cddp_group *cddp_ddp_group(cddp_ddp *d);
 
 /* >>api-checkpoints -------------------------------------------------------------------------------
@@ -870,12 +873,14 @@ CDDPDEF cddp_group *cddp_ddp_group(cddp_ddp *d);
        if (resume) TRY(cddp_load(g, path, p, n, &c));   // on any number of ranks
      }
      ...                                                // steps from cddp_ddp_steps(ddp) on
-     cddp_result r = cddp_save(cddp_ddp_group(ddp), path, p, n, &c); // all ranks; rank 0 writes
+     cddp_group *now = cddp_ddp_group(ddp);             // NULL: the model has failed. (Not for
+     TRY(now != NULL ? CDDP_OK : CDDP_PEER_LOST);       // cddp_save: there NULL is this process)
+     cddp_result r = cddp_save(now, path, p, n, &c);    // all ranks call; rank 0 writes
      if (r != CDDP_PEER_LOST || !desc.elastic) TRY(r);  // elastic: the next save writes the file
 
    Files have the safetensors format: PyTorch's load_file reads them, and cddp_load reads PyTorch's.
-   Save and load between steps only. States of an optimizer of your own, such as {"m", m, NULL,
-   count, CDDP_F32}, follow the parameters in the array of these two calls. */
+   Save and load between steps only. To save states of an optimizer of your own, pass an array of
+   the parameters and then the states, such as {"m", m, NULL, count, CDDP_F32}. */
 
 typedef struct cddp_shape {
   int dims;         /* at most 8; 0: the shape is [count]; -1: a scalar, [] */
@@ -896,9 +901,9 @@ typedef struct cddp_checkpoint_desc {
   int metadata_count;
   char *text;               /* load: memory for the values, which point into it */
   size_t text_size;         /* bytes */
-  bool partial; /* load: tensors that the file lacks keep their values, others in it are ignored */
-  cddp_ddp *ddp; /* its cddp_ddp_steps; NULL = none. cddp_load refuses another number of shards,
-                    unless one of the two is 0 */
+  bool partial; /* load: params that the file lacks keep their values; other tensors are ignored */
+  cddp_ddp *ddp; /* its cddp_ddp_steps; NULL = none. cddp_load refuses a file of another number of
+                    shards, unless the file's or the model's is 0 */
 } cddp_checkpoint_desc;
 
 /* Rank 0 writes its params (any dtype, each with a name), and what desc names, to a temporary file,
@@ -958,15 +963,15 @@ CDDPDEF const char *cddp_safetensors_metadata(const cddp_safetensors *f, const c
 /* Forks nprocs processes that call fn(rank, arg), and waits for them. fn's return value (0 .. 255)
    is the exit code; 0 is success. When one fails, the others receive SIGTERM after 1 s and SIGKILL
    5 s later; CDDP_PEER_LOST names the first one: rank, exit code or signal. Children end with their
-   parent. Call it before other threads exist. Like torch.multiprocessing.spawn. Fine print: forked
-   ranks. */
+   parent. Call it before the program starts threads; idle ones of OpenMP or OpenBLAS are fine. Like
+   torch.multiprocessing.spawn. Fine print: forked ranks. */
 CDDPDEF cddp_result cddp_spawn(int (*fn)(int rank, void *arg), void *arg, int nprocs);
 
-/* cddp_spawn for elastic training: when a rank fails the others continue, and it is forked again,
-   with CDDP_JOIN=1. If it fails before the elastic model exists, all ranks are ended and forked
-   again, as one restart. There are at most max_restarts in all. Returns CDDP_OK if any rank has
-   returned 0; after that no rank is forked. When no rank that has the model is left, CDDP_PEER_LOST
-   names the last one. */
+/* cddp_spawn for elastic training: when a rank fails the others continue, and the rank is forked
+   again, with CDDP_JOIN=1. If a rank fails before the elastic model exists, all ranks are ended and
+   forked again. Each of these is a restart; there are at most max_restarts. Returns CDDP_OK if any
+   rank has returned 0; after that no rank is forked. If all ranks that have the model are lost,
+   CDDP_PEER_LOST names the last one. */
 CDDPDEF cddp_result cddp_spawn_elastic(int (*fn)(int rank, void *arg), void *arg, int nprocs,
                                        int max_restarts);
 
@@ -990,9 +995,8 @@ CDDPDEF cddp_result cddp_run_threads(int (*fn)(cddp_group *g, void *arg), void *
 
    Keep cddp_kernels.cuh beside cddp.h. Its head describes the rest: programs of C or C++ files,
    layers, models, CUDA graphs, the order of calls, limits. Compile with nvcc -O3 -arch=native, or
-   name the GPU's architecture (-arch=sm_90); otherwise the driver compiles all kernels in
-   cddp_init, for some seconds. A rank has one GPU, and cddp's calls make it the thread's current
-   device.
+   -arch=sm_90 for example: otherwise the driver compiles all kernels in cddp_init, for some
+   seconds. A rank has one GPU, and cddp's calls make it the thread's current device.
 
      backend   ranks and GPUs            what it does
      "nccl"    one GPU for each rank     enqueues collectives, messages and steps in stream order;
@@ -1006,7 +1010,7 @@ CDDPDEF cddp_result cddp_run_threads(int (*fn)(cddp_group *g, void *arg), void *
    accept host memory too, if all ranks pass it. */
 
 /* Gives g a device and a backend, as cddp_init does for desc.device and desc.backend (NULL =
-   "nccl"). Collective, before g's first cddp_alloc. For the groups of cddp_run_threads, where
+   CDDP_BACKEND, else nccl). Collective, before g's first cddp_alloc. For cddp_run_threads, where
    "cuda" is cuda:rank. */
 CDDPDEF cddp_result cddp_set_device(cddp_group *g, const char *device, const char *backend);
 
@@ -1024,16 +1028,16 @@ CDDPDEF cddp_result cddp_synchronize(cddp_group *g);
 /* >>api-diagnostics -------------------------------------------------------------------------------
 
      rank 2 (pid 19617 on vm) was killed by signal 9 (Killed); rank 1 was waiting for it in
-     all_reduce(count 1, f32, sum) at train.c:11, call 4 of the group
+     all_reduce(count 1, f32, sum) at loss.c:52, call 4 of the group
 
    CALL SITES. Error texts of collective calls show the file and line of each call on this host.
-   Macros with the functions' names, at the end of this file, pass them. A wrapper can pass its
-   caller's: (cddp_barrier)(cddp_at(g, file, line)).
+   Macros at the end of this file pass them. In a wrapper (cddp_barrier)(cddp_at(g, file, line))
+   passes the caller's line; the brackets avoid the macro.
 
    FLIGHT RECORDER. With CDDP_RECORD=dir each rank keeps its last 1,024 operations in
    dir/cddp-JOB-RANK.rec, which survives SIGKILL. examples/cddptrace.c merges the files into a
-   report (which ranks are late, missing or lost, and in which call) and a trace for Perfetto. Fine
-   print: flight recorder. */
+   report (which ranks are late or lost, and where) and a trace for Perfetto. Fine print: flight
+   recorder. */
 
 /* Return the first argument, and set the call site of this thread's next call. */
 CDDPDEF cddp_group *cddp_at(cddp_group *g, const char *file, int line);
@@ -1048,9 +1052,9 @@ CDDPDEF cddp_ddp *cddp_ddp_at(cddp_ddp *d, const char *file, int line);
      TRY(cddp_store_get(store, "key", buffer, sizeof buffer, &size));    // waits for the key
      cddp_store_destroy(store);
 
-   A key-value store in the protocol of PyTorch's torch.distributed.TCPStore (2.2 or later): each
-   can use the other's server. Keys have at most 8,191 bytes, values 8 MiB, a server 512 MiB. Any
-   thread; a store runs one operation at a time. Groups do not need one. Fine print: stores. */
+   A key-value store in the protocol of PyTorch's TCPStore (2.2 or later): each can use the other's
+   server. Keys have at most 8,191 bytes, values 8 MiB, a server 512 MiB. Any thread; a store runs
+   one operation at a time. Groups do not need one. Fine print: stores. */
 typedef struct cddp_store_desc {
   const char *init_method;  /* "tcp://host:port", "unix://name" or "file:///absolute/path" */
   bool is_server;           /* tcp, unix: this process serves too, on a thread, at the addresses of
@@ -1072,9 +1076,10 @@ CDDPDEF cddp_result cddp_store_get(cddp_store *s, const char *key, void *value, 
    the new value. If the value is not a number, the server closes the connection: CDDP_NETWORK. */
 CDDPDEF cddp_result cddp_store_add(cddp_store *s, const char *key, int64_t amount, int64_t *total);
 /* Stores desired if the value equals expected (expected_size 0: if key is absent). value[capacity]
-   and *size receive the value afterwards, or expected if key is still absent. *swapped: the value
-   now equals desired, also if another process has stored it. To elect one process, let each store
-   its rank. CDDP_INVALID_ARGUMENT if the value exceeds capacity; *swapped and *size are set. */
+   and *size receive the resulting value (expected, if key is still absent). *swapped: the value is
+   now desired, also if another process stored it; so let each process store its own rank to elect
+   one. If the value exceeds capacity: CDDP_INVALID_ARGUMENT, but the call has been made, and
+   *swapped and *size are set. */
 CDDPDEF cddp_result cddp_store_compare_set(cddp_store *s, const char *key, const void *expected,
                                            size_t expected_size, const void *desired,
                                            size_t desired_size, void *value, size_t capacity,
@@ -1089,7 +1094,6 @@ CDDPDEF cddp_result cddp_store_delete(cddp_store *s, const char *key, bool *dele
 CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 
 /* >>fine-print ------------------------------------------------------------------------------------
-   Rare cases, by topic.
 
    THREADS. At the same time the threads of a rank can
      - use different groups, a store, and cddp_safetensors_*
@@ -1099,66 +1103,67 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
      - run a model's steps beside collectives of its group (on GPUs all ranks in one order: ORDER at
        the head of cddp_kernels.cuh).
    Other functions of a model, an optimizer or a sampler are for one thread at a time. Do not
-   destroy an object in use, cancel a thread in a call (pthread_cancel), leave a call by longjmp,
-   call cddp in a signal handler, or change the environment during cddp_init.
+   destroy an object in use, leave a call by pthread_cancel or longjmp, call cddp in a signal
+   handler, or change the environment during cddp_init.
 
    STOPPED PEERS. After a failed call its buffers are the caller's again, with one exception. A peer
-   on this host that stays stopped for 5 s after the failure (SIGSTOP, a frozen container) can later
-   write to memory of cddp_alloc and to gradients that the call used. Free such memory (cddp does
-   not allocate it again), and create its models anew.
+   on this host can be stopped (SIGSTOP, a frozen container). If that lasts for 5 s after the
+   failure, the peer can later write to the call's gradients and memory of cddp_alloc. Free such
+   memory (cddp does not allocate it again), and create its models anew.
 
-   STOPPED JOBS. A whole job can be stopped for any time and continued (SIGSTOP, Slurm's suspend, a
-   paused virtual machine). If only some ranks are stopped, the others fail with CDDP_TIMEOUT.
+   STOPPED JOBS. A whole job can be stopped for any time (SIGSTOP, Slurm's suspend, a paused virtual
+   machine). If only some ranks are stopped, the others fail with CDDP_TIMEOUT.
 
    FORK AND EXEC. A forked child cannot use its parent's groups and stores. A forked data loader
    that calls cddp, or reads memory of cddp_alloc, gets SIGSEGV: give it a copy in malloc'ed memory.
-   The ranks of a host notice that one has replaced its program (exec) only at the deadline. Do not
-   close descriptors that cddp opened (closefrom, close_range): an elastic rank then fails when
+   If a rank replaces its program (exec), the others on its host notice it only after timeout_s. Do
+   not close descriptors that cddp opened (closefrom, close_range): an elastic rank then fails when
    other ranks are lost or join.
 
-   ADDRESSES. Rank 0 listens at MASTER_ADDR:MASTER_PORT until all ranks have connected, and keeps
+   ADDRESSES. Rank 0 accepts ranks at MASTER_ADDR:MASTER_PORT until all have connected, and keeps
    the port while the group lives. MASTER_ADDR must be an address or name of rank 0's host, not of a
-   service or a NAT. If the name means loopback there, such as Debian's 127.0.1.1, rank 0 listens on
-   all addresses, except for "localhost": this host alone. The other ranks look an unknown name up
-   again for a minute. Ranks on one host need no network, not even loopback.
+   service or a NAT. If rank 0's host resolves the name to loopback, such as Debian's 127.0.1.1,
+   rank 0 listens on all addresses ("localhost": on loopback only). The other ranks retry an unknown
+   name for a minute. Ranks on one host need no network.
 
-   LAUNCHERS. On one host the ranks of srun, mpirun (Open MPI, MPICH, Intel MPI, MVAPICH2), flux
-   run, jsrun and PALS's mpiexec connect without a port; MASTER_PORT keeps two programs of one job
-   step apart. On several hosts set MASTER_ADDR and MASTER_PORT, except with srun: its ranks connect
-   at the first host of the job step, on a port derived from job and step. For other launchers
-   export RANK, WORLD_SIZE and the rest yourself.
+   LAUNCHERS. On one host the ranks of srun and mpirun (Open MPI, MPICH) connect without a port. So
+   should those of Intel MPI, MVAPICH2, flux run, jsrun and PALS (untested). If a job step starts
+   two programs, give each a MASTER_PORT. On several hosts set MASTER_ADDR and MASTER_PORT, except
+   with srun: its ranks connect at the step's first host, on a port derived from job and step. For
+   other launchers export RANK, WORLD_SIZE and the rest yourself.
 
    FILE. A file:// path must be on a file system with locks. Rank 0 writes its address and a key
-   into it: processes that cannot read the file cannot connect. It removes the file when all ranks
-   have connected. A file that a crashed job left is reused.
+   into it: processes that cannot read the file cannot connect. Rank 0 removes the file when all
+   ranks have connected. A file that a crashed job left is reused.
 
-   SEVERAL HOSTS. Hosts connect by TCP over the interface on the route to rank 0, and learn of a
-   dead rank within 0.5 s. Ranks in different process or time namespaces (containers of one pod)
-   count as ranks on different hosts.
+   SEVERAL HOSTS. Hosts connect by TCP over the interface on the route to rank 0. They learn of a
+   dead process within 0.5 s, and declare a host that does not answer lost after 20 s. Ranks in
+   different process or time namespaces (containers of one pod) count as ranks on different hosts.
 
-   FIREWALLS. The hosts must accept connections from each other at MASTER_PORT (on rank 0's host)
-   and at the other ports that ranks listen on. CDDP_PORTS=41000-41099, set for all ranks, limits
-   these. A host needs one port for each rank, two for each elastic rank; with torchrun or file://
-   rank 0's host needs one more. If a port cannot be reached, all ranks fail with CDDP_NETWORK
-   within about 15 s, and the text names both ends. If it is MASTER_PORT itself, only the ranks that
-   cannot reach it fail, after timeout_s.
+   FIREWALLS. The hosts must accept connections from each other at MASTER_PORT (on rank 0's host;
+   with elastic models on every host) and at the other ports that ranks listen on.
+   CDDP_PORTS=41000-41099, set for all ranks, limits these. A host needs one port for each rank, two
+   for each elastic rank; with torchrun or file:// rank 0's host needs one more. If a port cannot be
+   reached, all ranks fail with CDDP_NETWORK within about 15 s, and the text names both ends. If it
+   is MASTER_PORT itself, only the ranks that cannot reach it fail, after timeout_s.
 
-   SECRETS. Without a secret, anyone who can reach rank 0's port can read and modify rendezvous
-   messages, or impersonate a rank. With a secret, both ends of a connection prove that they know
+   SECRETS. Without a secret, anyone who can reach rank 0's port can read and modify the messages of
+   cddp_init, or impersonate a rank. With a secret, both ends of a connection prove that they know
    it, without sending it. That stops strangers, but no attacker on the path: nothing is encrypted
-   or signed. A process that poses as rank 0 can test guesses, so use 128 random bits:
+   or signed. A false rank 0 can test guesses, so use 128 random bits:
 
      export CDDP_SECRET=$(head -c 16 /dev/urandom | base64)   # once: the same on all hosts
 
    TWO JOBS ON ONE PORT. Give each job its own port (MASTER_PORT). A second start on a running job's
-   port does not disturb the job, and fails with CDDP_INVALID_ARGUMENT if a living process of its
-   user has its RANK there. Jobs of a launcher also differ by the launcher's number for the job.
-   Ranks started by hand, or by MPICH's mpirun on several hosts, have no such number: two jobs that
-   start at the same time can form one group out of ranks of both.
+   port does not disturb the job. It fails with CDDP_INVALID_ARGUMENT if the same user's processes
+   have these ranks. Most launchers give each job a number, which cddp compares. Ranks started by
+   hand, or by MPICH's mpirun on several hosts, have none: two jobs that start at the same time can
+   then form one group.
 
    BACKEND MPI is for a network that only MPI supports. Start the program by mpirun. Large
    collectives and gradients use MPI, with MPI's summation order and NaN rules. Everything else uses
-   shared memory and TCP. A time-out inside an operation of MPI cannot tell which rank is late.
+   shared memory and TCP. A time-out inside an operation of MPI cannot tell which rank is late. If
+   your program calls MPI_Init_thread before cddp_init, ask for MPI_THREAD_SERIALIZED or more.
 
    FLOATING-POINT MODE. An operation uses the mode (FTZ, DAZ, rounding) of the calling thread. It
    must be the same on all ranks: CDDP_MISMATCH.
@@ -1172,114 +1177,111 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    /sys/kernel/mm/transparent_hugepage/shmem_enabled.
 
    MISMATCHES AND DEADLOCKS. CDDP_MISMATCH also means that two ranks on one host wait for each other
-   in different groups, such as one in cddp_save and one in a model's step. Such a deadlock is found
-   if each rank uses cddp from one thread, and without a comm_hook of the program's own. Otherwise,
-   and between hosts, it is a time-out.
+   in different groups, such as one in cddp_save and one in a model's step. cddp finds such a
+   deadlock if each rank uses cddp from one thread, and has no comm_hook of its own. Otherwise, and
+   between hosts, the deadlock ends in a time-out.
 
-   MESSAGES. Between threads a long send from any memory blocks until it is received. A rank can
-   have 128 messages in transit to its host's ranks in a group, and copies of 256 MiB; then its next
-   send blocks. Receives for one tag, also with CDDP_ANY, are served in the order of their calls.
-   Data for other hosts that the network does not accept immediately is sent in later calls of cddp:
-   a rank that computes for a long time delays it.
+   MESSAGES. Between threads a send of more than 64 KiB from any memory blocks until it is received.
+   In a group a rank can have 128 unreceived messages to its host's ranks, and copies of 256 MiB;
+   then its next send blocks. Receives for one tag, also with CDDP_ANY, are served in the order of
+   their calls. Data for other hosts that the network does not accept immediately is sent in later
+   calls of cddp: a rank that computes for a long time delays it.
 
-   Over several hosts call cddp_barrier before cddp_destroy if ranks only send and receive.
-   Otherwise a receive can report a rank that has ended as lost, and with CDDP_SECRET the first
-   message to a rank that computes can be lost.
+   If ranks on several hosts only send and receive, call cddp_barrier before cddp_destroy. Otherwise
+   a cddp_recv can return CDDP_PEER_LOST because its sender has ended, and with CDDP_SECRET the
+   first message to a rank that computes can be lost.
 
-   GRADIENTS IN MEMORY. Gradients that were NULL are in one block: F32, F64, F16, then BF16; of each
-   dtype the last parameter first, each at a multiple of 64 bytes.
+   GRADIENTS IN MEMORY. Your own gradients are reduced in place or copied. The first line that
+   applies:
+     on GPUs, in elastic models, with a comm_hook         copied
+     several hosts or MPI, and more shards than ranks     copied
+     several hosts or MPI, and less than 1 MiB            copied
+     ranks are threads, or there is one rank              in place
+     from cddp_alloc of g on all ranks                    in place
+     other memory                                         copied
+   Do not write to gradients between cddp_ddp_ready and the wait or step.
 
-   Your own gradients are reduced in place if they are from cddp_alloc of g on all ranks. (Between
-   threads, or with one rank, any memory will do.) Do not write to them between cddp_ddp_ready and
-   the wait or step. Others are copied; on GPUs, in elastic models and with a comm_hook all are;
-   over several hosts or with MPI those below 1 MiB, or all if a rank has several shards.
+   PARTITIONS. A partition is a range of one parameter's elements. The partitions of a host's ranks
+   (on GPUs: of all ranks) cover each element of each dense gradient once. Each host updates all of
+   them, so on several hosts the result of `update` must not depend on the machine. Parameters with
+   sparse_rows have no partition: every rank updates them itself, by cddp_ddp_rows. Write
+   half-precision copies yourself, after cddp_ddp_all_gather.
 
-   PARTITIONS. A partition is a stretch of one parameter. The partitions of a host's ranks (on GPUs:
-   of all ranks) cover each element of each dense gradient once. Each host updates all of them, so
-   on several hosts the result of `update` must not depend on the machine. You can skip a parameter
-   that no rank used (cddp_ddp_used). Parameters with sparse_rows have no partition: every rank
-   updates them itself, by cddp_ddp_rows. Write half-precision copies yourself, after
-   cddp_ddp_all_gather.
-
-   SHARDS. With more shards than ranks nothing is reduced during the backward pass. A rank with k
-   shards needs memory for ceil(log2 k) + 1 more copies of the gradients (f16 and bf16 in f32), and
-   for another one over several hosts, with MPI and on GPUs. Sums on GPUs have the CPU's bits.
-   find_unused_parameters, uneven_inputs, comm_hook and cddp_ddp_join are CDDP_UNSUPPORTED.
+   SHARDS. With desc.shards > 0 find_unused_parameters, uneven_inputs, comm_hook and cddp_ddp_join
+   are CDDP_UNSUPPORTED. With more shards than ranks nothing is reduced during the backward pass. A
+   rank with k shards needs memory for ceil(log2 k) + 1 more copies of the gradients (f16 and bf16
+   in f32). Several hosts, MPI and GPUs need one copy more. Sums on GPUs have the CPU's bits.
 
    ELASTIC TRAINING. Memory: each rank holds all optimizer states, one more copy of the gradients,
    and the sums (with sparse_rows the rows) of its shards.
 
-   Losses: when a rank is lost, the others' cddp_ddp_next_shard returns its shards too. A rank with
-   a local failure (memory, descriptors) ends alone, with a text that begins with "rank N:"; to the
-   others it is lost. Every rank must call cddp_ddp_next_shard within timeout_s of the others. The
-   calls of a step are compared in the next step: CDDP_MISMATCH on all ranks, or only on a rank that
-   joined later and differs.
+   Lost ranks: when a rank is lost, the others' cddp_ddp_next_shard returns its shards too. A rank
+   with a local failure (memory, descriptors) ends alone, with a text that begins with "rank N:";
+   the others treat the rank as lost. Every rank must call cddp_ddp_next_shard within timeout_s of
+   the others. The calls of a step are compared in the next step. Different calls are CDDP_MISMATCH
+   on all ranks, or only on the rank that differs if it joined later.
 
-   Over hosts: if processes die, even all of a host, the others continue, down to the last rank. But
-   a host that does not answer for 20 s, or to which all connections were reset, as by a firewall,
-   can be alive. So the others continue without it only if they are more than half of the ranks,
-   also of those before a join that was under way. Otherwise they end with CDDP_ABORTED: a job never
+   Several hosts: if processes die, even all of a host, the others continue, down to the last rank.
+   A host can still be alive if it does not answer for 20 s, or if all connections to it were reset,
+   as by a firewall. Then the other ranks continue only if they are more than half of all ranks
+   (during a join also of the ranks before it). Otherwise they end with CDDP_ABORTED. So a job never
    continues in two halves.
 
-   Joins: a joining process asks the ranks on its host, and at MASTER_ADDR. They answer in
-   cddp_ddp_next_shard and in waits. On every host one rank listens at MASTER_PORT. If all ranks at
-   MASTER_ADDR are lost, set it to a host where a rank lives. If torchrun serves its store at
-   MASTER_ADDR, processes join only on hosts where a rank lives. A process that joins a host with
-   one rank or none uses TCP. A job that began on one host is joined from that host only.
+   Joins: a joining process asks the ranks on its host, and the rank that listens at
+   MASTER_ADDR:MASTER_PORT; one rank of every host listens there. Ranks answer in
+   cddp_ddp_next_shard and in waits. If all ranks at MASTER_ADDR are lost, set MASTER_ADDR to a host
+   that has a rank. If torchrun's store uses MASTER_PORT, processes join only on hosts that have a
+   rank. Only processes on its host can join a job that began on one host.
 
-   Groups: when a rank is lost, the other groups that have it return CDDP_PEER_LOST on the ranks of
-   its host, also cddp_init's: use cddp_ddp_group. Messages from the lost rank that were not
-   received are lost too.
+   Groups: when a rank is lost, every other group with that rank, also cddp_init's, returns
+   CDDP_PEER_LOST on the ranks of its host: use cddp_ddp_group.
 
-   Checkpoints: if a rank is lost during cddp_save, the old file can remain. After the last step no
-   next save follows: then each rank saves alone, with g NULL and another path.
+   Checkpoints: if a rank is lost during cddp_save, the old file can remain. After the last step,
+   when no save follows, each rank can save alone: g NULL, and a path for each rank.
 
    LIMITS OF ELASTIC TRAINING.
      - Only the group of cddp_init can have an elastic model. A process has one at a time.
-     - Ranks that are threads cannot be elastic on GPUs, and no process can join them.
-     - No process can join a job of one host that runs with a file size limit (ulimit -f).
+     - No process can join ranks that are threads. On GPUs such ranks cannot be elastic.
+     - No process can join a job of one host that has a file size limit (ulimit -f).
      - Not with comm_hook, find_unused_parameters, uneven_inputs or MPI.
      - cddp_ddp_sync_buffers, _reduce_scatter, _all_gather and _gather_states return
        CDDP_UNSUPPORTED.
-     - A joining process receives the states of one cddp_optim: of those with all parameters the
-       one that stepped last. There an optimizer of some parameters is CDDP_UNSUPPORTED if it has
-       states.
-     - Change weights yourself only between two steps, in the same way on all ranks.
+     - Use one cddp_optim with all parameters of the model: a joining process receives the states
+       of one, the last one that stepped. In a joining process an optimizer of only some parameters
+       returns CDDP_UNSUPPORTED if it has states.
+     - Change weights yourself only between steps, alike on all ranks.
 
-   MIXED PRECISION. copies[i] is in the same kind of memory as data, and must stay. Creation,
-   cddp_optim_step, cddp_ddp_step, cddp_ddp_join and cddp_load (with desc.optim) write data, rounded
-   to nearest, to it. Checkpoints hold the masters.
+   MIXED PRECISION. copies[i] is in the same kind of memory (host or device) as data, and must stay
+   in place. The optimizer's creation, cddp_optim_step, cddp_ddp_step, cddp_ddp_join and cddp_load
+   (with desc.optim) round data to nearest into copies[i]. Checkpoints hold the masters.
 
-   With master_weights, gradients are summed in f32 and rounded once (with NCCL as NCCL does).
-   Masters are set from the weights at the first step. In a checkpoint they are
-   optimizer.master.NAME.
+   With master_weights, gradients are summed in f32 and rounded once (with NCCL as NCCL does). The
+   first step sets the masters from the weights. A checkpoint has them as optimizer.master.NAME.
 
-   ADAMW. At a parameter's end the scalar loop of PyTorch's kernel can round differently; f64
-   differs by roundings. In a checkpoint the state of parameter NAME is optimizer.exp_avg.NAME,
-   .exp_avg_sq.NAME, .max_exp_avg_sq.NAME (amsgrad) and .step.NAME.
+   ADAMW. PyTorch's kernel computes the last few elements of a parameter by a scalar loop, which can
+   round differently; f64 differs by roundings. In a checkpoint the state of parameter NAME is
+   optimizer.exp_avg.NAME, .exp_avg_sq.NAME, .max_exp_avg_sq.NAME (amsgrad) and .step.NAME.
 
    CHECKPOINT FILES. cddp_save first waits for the group's stream (g NULL: for the device). A
-   failure leaves at most path.tmp (a shorter name, with a hash, if that exceeds 255 bytes), which
-   the next call replaces. Some file systems cannot sync: there the file reaches the disk later.
-   Some lack flock(): there concurrent saves are not noticed.
+   failure leaves at most path.tmp, which the next call replaces. A file system without flock() does
+   not notice concurrent saves.
 
-   The new file has the old one's mode. If reading fails after the checks, rank 0's params can be
-   partly overwritten. States of another optimizer are refused; with partial the learning rate is
-   loaded, and the states begin anew.
+   The new file has the old file's mode. If reading fails after the checks, rank 0's params can be
+   partly overwritten. cddp_load refuses states of another optimizer; with partial it loads the
+   learning rate, and the states begin anew.
 
    FORKED RANKS. cddp_spawn sets torchrun's variables. Without CDDP_SECRET it sets a random
-   CDDP_JOB_SECRET, which keeps other users of the host out. With several ranks each has one thread
-   of OpenMP and OpenBLAS, unless OMP_NUM_THREADS or the program has set a number. stdout is
-   line-buffered: lines of up to 4,000 bytes stay whole in files and pipes.
+   CDDP_JOB_SECRET, which keeps other users of the host out. If there are several ranks, each has
+   one thread of OpenMP and OpenBLAS, unless OMP_NUM_THREADS or the program has set a number. stdout
+   is line-buffered: lines of up to 4,000 bytes stay whole in files and pipes.
 
-   Leave SIGCHLD at its default during the call, and wait for no child that is not yours: otherwise,
-   before Linux 6.15, exit codes are lost (CDDP_SYSTEM at the end). Threads of OpenMP (GCC 9 or
-   later, clang) and OpenBLAS can exist between parallel regions. Children run no atexit handlers of
-   the parent unless fn calls exit(): with gcov (--coverage) and gprof (-pg) end fn by exit(0).
+   During the call leave SIGCHLD at its default, and do not wait for cddp's children (wait,
+   waitpid(-1)): otherwise, before Linux 6.15, exit codes are lost (CDDP_SYSTEM at the end). Idle
+   threads of OpenMP need GCC 9 or later, or clang. Children run the parent's atexit handlers only
+   if fn calls exit(): with gcov (--coverage) and gprof (-pg) end fn by exit(0).
 
    FLIGHT RECORDER. >>api-layouts has the file's format. A process that joined later has
-   dir/cddp-JOB-RANK.joinN.rec. You can copy or remove a running job's file, but truncating it
-   (copytruncate) ends the rank by SIGBUS.
+   dir/cddp-JOB-RANK.joinN.rec. Truncating a running job's file ends the rank by SIGBUS.
 
    STORES. With file:// the first process that opens the path serves, for other hosts on a TCP port
    (of CDDP_PORTS, if set). When it dies or calls cddp_store_destroy, operations of other processes
@@ -1295,13 +1297,12 @@ typedef struct cddp_record {
   uint64_t number;   /* of the operation on this rank, from 1; 0: none yet. Written last */
   uint64_t sequence; /* of the operation in its group, from 1; 0: it has none (send, ready) */
   uint64_t group;    /* alike on all ranks of a group; 0 is that of cddp_init */
-  uint64_t count;    /* elements; of "bucket" its index, of "ready" the parameter's */
-  int64_t enqueued;  /* ns of CLOCK_MONOTONIC, as are the next two */
-  int64_t started;   /* 0: not yet */
-  int64_t ended;     /* 0: not yet */
+  uint64_t count;    /* elements; "bucket": its index; "ready": the parameter's index */
+  int64_t enqueued;  /* ns of CLOCK_MONOTONIC */
+  int64_t started, ended; /* the same; 0: not yet */
   char what[16];     /* "all_reduce", "send", "ddp_wait", "bucket", ... with a NUL */
   int32_t dtype, op; /* cddp_dtype and cddp_op, -1: none */
-  int32_t root;      /* or the peer of a send or recv; -1: none (yet: CDDP_ANY) */
+  int32_t root;      /* or the peer of a send or recv; -1: none, or CDDP_ANY not yet received */
   int32_t result;    /* cddp_result, valid when ended */
   int32_t engine;    /* 1: on cddp's own thread, 0: on a caller's */
   int32_t tag;       /* of a send or recv */
