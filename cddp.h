@@ -40,7 +40,7 @@
 
    All ranks end with the same weights, bit for bit. Give each rank its own data, and its own seed
    for dropout and augmentation, such as seed + cddp_rank(g). Read examples/toy.c first, then
-   digits.c: it has batches, an evaluation and checkpoints.
+   digits.c.
 
    Options are structs named cddp_..._desc. Zero one ({0} in C, {} in C++), then set what differs
    from the defaults. A call that fails returns a cddp_result other than CDDP_OK (0), and
@@ -76,9 +76,8 @@
      CDDP_NO_CALL_SITES   error texts without your source lines (>>api-diagnostics)
 
    REQUIREMENTS: Linux 5.3 or later, 64-bit, little-endian, gcc or clang. The declarations are C99
-   and C++11. Do not compile the implementation with -ffast-math (NaN and subnormal numbers would be
-   treated differently) or with clang's -ffp-contract=fast: results would not equal PyTorch's bit
-   for bit.
+   and C++11. Do not compile the implementation with -ffast-math or clang's -ffp-contract=fast:
+   results would differ from PyTorch's.
 
    ENVIRONMENT
      RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT   as torchrun sets them
@@ -145,7 +144,7 @@
 #undef CDDP_MPI
 #define CDDP_MPI CDDP_MPI
 #endif
-#ifdef CDDP_CUDA /* the switch; also the name of a result */
+#ifdef CDDP_CUDA
 #undef CDDP_CUDA
 #define CDDP_CUDA CDDP_CUDA
 #endif
@@ -158,7 +157,7 @@
 #define CDDPDEF extern
 #endif
 
-/* Marks calls that must not fail unnoticed, because training would continue with wrong values. */
+/* Marks calls that must not fail unnoticed. */
 #ifndef CDDP_CHECKED
 #define CDDP_CHECKED __attribute__((warn_unused_result))
 #endif
@@ -205,12 +204,12 @@ typedef enum cddp_result {
 CDDPDEF const char *cddp_result_name(cddp_result r); /* such as "CDDP_TIMEOUT"; never NULL */
 CDDPDEF const char *cddp_result_text(cddp_result r); /* such as "timed out"; never NULL */
 
-/* Explains this thread's last failure in one sentence: operation, rank, peer, address, errno, what
-   to do. Never NULL; "" before the first failure. Valid until this thread's next failing call. */
+/* Explains this thread's last failure in one sentence. Never NULL; "" before the first failure.
+   Valid until this thread's next failing call. */
 CDDPDEF const char *cddp_error(void);
 
 /* Element types. f16 is IEEE binary16, bf16 the upper half of an f32. Both are summed in f32 and
-   rounded once. Name in texts and type in C: */
+   rounded once. Name and type in C: */
 #define CDDP__DTYPES(X) \
   X(CDDP_F32, "f32", float, FLOAT, f32) \
   X(CDDP_F64, "f64", double, FLOAT, f64) \
@@ -436,7 +435,7 @@ CDDPDEF cddp_result cddp_test(cddp_work *w, bool *done);
      TRY(cddp_ddp_step(ddp, sgd));                      // mean over ranks, update, zero gradients
 
    Between hosts and on GPUs a bucket is reduced while the backward pass computes the next ones. On
-   one CPU host this is so before cddp_ddp_wait; cddp_ddp_step reduces and updates in one pass.
+   one CPU host only cddp_ddp_wait has this overlap: cddp_ddp_step reduces and updates in one pass.
 
    AN EXISTING TRAINER keeps its loop, its gradients and its optimizer. Set data, grad and count of
    each cddp_param to its arrays, and write instead of cddp_ddp_step:
@@ -575,8 +574,8 @@ CDDPDEF bool cddp_ddp_used(const cddp_ddp *d, int param);
    makes the collective calls of the ranks that still have data (cddp_ddp_wait, _step and
    _sync_buffers, no others), until every rank has called it. Each mean is over the ranks with data.
    s is the loop's optimizer, or NULL. On return all ranks have the same weights, buffers, states
-   and learning rate of s. A comm_hook must be linear: its result is multiplied by (world size) /
-   (ranks with data). Not with shards. Like PyTorch's join(divide_by_initial_world_size=False). */
+   and learning rate of s. A comm_hook must be linear: the mean is its result times world size /
+   ranks with data. Not with shards. Like PyTorch's join(divide_by_initial_world_size=False). */
 CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_join(cddp_ddp *d, cddp_optim *s);
 
 /* The number of ranks in the mean of the last cddp_ddp_wait or _step: those that had data. */
@@ -832,8 +831,7 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
    JOINING. To replace or add a rank, start a process with the job's variables (CDDP_SECRET too) and
    CDDP_JOIN=1. Its RANK is any number that no living rank has. It receives the weights, the states
    of cddp's optimizer, the buffers and the step count between two steps. cddprun --elastic and
-   cddp_spawn_elastic do this automatically. If a rank fails before the model exists, they start all
-   ranks again, without CDDP_JOIN.
+   cddp_spawn_elastic do this automatically.
 
    In a joining process cddp_rank(g) is its RANK, and cddp_world_size(g) the number of ranks that
    started the job (with shards = 0 also the number of shards). There g serves cddp_alloc and
@@ -850,8 +848,7 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
      cddp_param states[] = {{"m", m, NULL, count, CDDP_F32}, {"v", v, NULL, count, CDDP_F32}};
      desc.buffers = states, desc.buffer_count = 2;     // before cddp_ddp_create
    A joining process receives them with the weights. A state that is not listed makes its weights
-   differ, without an error. Your own count of steps is such a state; cddp_ddp_steps need not be
-   listed.
+   differ, without an error. A step count of your own is a state, too.
 
    Fine print: elastic training, limits of elastic training. */
 
@@ -873,8 +870,8 @@ CDDPDEF cddp_group *cddp_ddp_group(cddp_ddp *d);
        if (resume) TRY(cddp_load(g, path, p, n, &c));   // on any number of ranks
      }
      ...                                                // steps from cddp_ddp_steps(ddp) on
-     cddp_group *now = cddp_ddp_group(ddp);             // NULL: the model has failed. (Not for
-     TRY(now != NULL ? CDDP_OK : CDDP_PEER_LOST);       // cddp_save: there NULL is this process)
+     cddp_group *now = cddp_ddp_group(ddp);             // NULL: the model has failed, and
+     TRY(now != NULL ? CDDP_OK : CDDP_PEER_LOST);       // cddp_save(NULL, ...) would save alone
      cddp_result r = cddp_save(now, path, p, n, &c);    // all ranks call; rank 0 writes
      if (r != CDDP_PEER_LOST || !desc.elastic) TRY(r);  // elastic: the next save writes the file
 
@@ -993,10 +990,9 @@ CDDPDEF cddp_result cddp_run_threads(int (*fn)(cddp_group *g, void *arg), void *
      ...                                              // the same calls as on the CPU
      TRY(cddp_synchronize(g));                        // instead of cudaStreamSynchronize
 
-   Keep cddp_kernels.cuh beside cddp.h. Its head describes the rest: programs of C or C++ files,
-   layers, models, CUDA graphs, the order of calls, limits. Compile with nvcc -O3 -arch=native, or
-   -arch=sm_90 for example: otherwise the driver compiles all kernels in cddp_init, for some
-   seconds. A rank has one GPU, and cddp's calls make it the thread's current device.
+   Keep cddp_kernels.cuh beside cddp.h. Its head describes the rest. Compile with nvcc -O3
+   -arch=native, or -arch=sm_90 for example: otherwise the driver compiles all kernels in cddp_init,
+   for some seconds. A rank has one GPU, and cddp's calls make it the thread's current device.
 
      backend   ranks and GPUs            what it does
      "nccl"    one GPU for each rank     enqueues collectives, messages and steps in stream order;
@@ -1054,7 +1050,7 @@ CDDPDEF cddp_ddp *cddp_ddp_at(cddp_ddp *d, const char *file, int line);
 
    A key-value store in the protocol of PyTorch's TCPStore (2.2 or later): each can use the other's
    server. Keys have at most 8,191 bytes, values 8 MiB, a server 512 MiB. Any thread; a store runs
-   one operation at a time. Groups do not need one. Fine print: stores. */
+   one operation at a time. Fine print: stores. */
 typedef struct cddp_store_desc {
   const char *init_method;  /* "tcp://host:port", "unix://name" or "file:///absolute/path" */
   bool is_server;           /* tcp, unix: this process serves too, on a thread, at the addresses of
@@ -1112,13 +1108,12 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    memory (cddp does not allocate it again), and create its models anew.
 
    STOPPED JOBS. A whole job can be stopped for any time (SIGSTOP, Slurm's suspend, a paused virtual
-   machine). If only some ranks are stopped, the others fail with CDDP_TIMEOUT.
+   machine). If only some ranks are stopped, the others get CDDP_TIMEOUT.
 
    FORK AND EXEC. A forked child cannot use its parent's groups and stores. A forked data loader
    that calls cddp, or reads memory of cddp_alloc, gets SIGSEGV: give it a copy in malloc'ed memory.
    If a rank replaces its program (exec), the others on its host notice it only after timeout_s. Do
-   not close descriptors that cddp opened (closefrom, close_range): an elastic rank then fails when
-   other ranks are lost or join.
+   not close cddp's descriptors (closefrom, close_range): elastic ranks need them.
 
    ADDRESSES. Rank 0 accepts ranks at MASTER_ADDR:MASTER_PORT until all have connected, and keeps
    the port while the group lives. MASTER_ADDR must be an address or name of rank 0's host, not of a
@@ -1170,16 +1165,14 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 
    SHARED MEMORY. cddp_alloc allocates the memory immediately, so too little memory is NULL, also
    with vm.overcommit_memory=2. Groups and models fail with CDDP_OUT_OF_MEMORY. Only a group's
-   buffers for collectives, up to 512 KiB for each rank, are allocated at their first use: too
-   little memory ends the process there (SIGBUS). The limit of a cgroup still kills the process. The
-   memory of a rank that an elastic model has lost is freed a step later, so memory must suffice for
-   one rank more. Huge pages need Linux 6.1, or advise in
-   /sys/kernel/mm/transparent_hugepage/shmem_enabled.
+   buffers for collectives (up to 512 KiB a rank) are allocated at their first use: too little
+   memory is SIGBUS there. A cgroup's limit still kills the process. Elastic models free a lost
+   rank's memory a step later: memory must suffice for one rank more. Huge pages need Linux 6.1, or
+   advise in transparent_hugepage/shmem_enabled.
 
    MISMATCHES AND DEADLOCKS. CDDP_MISMATCH also means that two ranks on one host wait for each other
-   in different groups, such as one in cddp_save and one in a model's step. cddp finds such a
-   deadlock if each rank uses cddp from one thread, and has no comm_hook of its own. Otherwise, and
-   between hosts, the deadlock ends in a time-out.
+   in different groups. cddp finds such a deadlock if each rank uses cddp from one thread, and has
+   no comm_hook of its own. Otherwise, and between hosts, the deadlock ends in a time-out.
 
    MESSAGES. Between threads a send of more than 64 KiB from any memory blocks until it is received.
    In a group a rank can have 128 unreceived messages to its host's ranks, and copies of 256 MiB;
@@ -1210,7 +1203,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    SHARDS. With desc.shards > 0 find_unused_parameters, uneven_inputs, comm_hook and cddp_ddp_join
    are CDDP_UNSUPPORTED. With more shards than ranks nothing is reduced during the backward pass. A
    rank with k shards needs memory for ceil(log2 k) + 1 more copies of the gradients (f16 and bf16
-   in f32). Several hosts, MPI and GPUs need one copy more. Sums on GPUs have the CPU's bits.
+   in f32), and one more on several hosts, with MPI or on GPUs. Sums on GPUs have the CPU's bits.
 
    ELASTIC TRAINING. Memory: each rank holds all optimizer states, one more copy of the gradients,
    and the sums (with sparse_rows the rows) of its shards.
@@ -1228,10 +1221,10 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    continues in two halves.
 
    Joins: a joining process asks the ranks on its host, and the rank that listens at
-   MASTER_ADDR:MASTER_PORT; one rank of every host listens there. Ranks answer in
-   cddp_ddp_next_shard and in waits. If all ranks at MASTER_ADDR are lost, set MASTER_ADDR to a host
-   that has a rank. If torchrun's store uses MASTER_PORT, processes join only on hosts that have a
-   rank. Only processes on its host can join a job that began on one host.
+   MASTER_ADDR:MASTER_PORT. One rank of each host listens at MASTER_PORT. If all ranks at
+   MASTER_ADDR are lost, set MASTER_ADDR to a host that has a rank. If torchrun's store uses
+   MASTER_PORT, processes join only on hosts that have a rank. Only processes on its host can join a
+   job that began on one host.
 
    Groups: when a rank is lost, every other group with that rank, also cddp_init's, returns
    CDDP_PEER_LOST on the ranks of its host: use cddp_ddp_group.
@@ -1266,9 +1259,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    failure leaves at most path.tmp, which the next call replaces. A file system without flock() does
    not notice concurrent saves.
 
-   The new file has the old file's mode. If reading fails after the checks, rank 0's params can be
-   partly overwritten. cddp_load refuses states of another optimizer; with partial it loads the
-   learning rate, and the states begin anew.
+   If reading fails after the checks, rank 0's params can be partly overwritten. cddp_load refuses
+   states of another optimizer; with partial it loads only the learning rate.
 
    FORKED RANKS. cddp_spawn sets torchrun's variables. Without CDDP_SECRET it sets a random
    CDDP_JOB_SECRET, which keeps other users of the host out. If there are several ranks, each has
@@ -1285,7 +1277,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 
    STORES. With file:// the first process that opens the path serves, for other hosts on a TCP port
    (of CDDP_PORTS, if set). When it dies or calls cddp_store_destroy, operations of other processes
-   fail with CDDP_NETWORK. PyTorch's commands queue_*, list_keys and barrier are missing. */
+   fail with CDDP_NETWORK. PyTorch's queue_*, list_keys and barrier are missing. */
 
 /* >>api-layouts -----------------------------------------------------------------------------------
    Structs for tools: the flight recorder's files, and a step of AdamW. */
