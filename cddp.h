@@ -176,7 +176,8 @@ extern "C" {
    If cddp_ddp_create, cddp_save or cddp_load fails, the group stays usable if all ranks made the
    call, and no rank was lost or late. A failed cddp_ddp_wait, _step or _next_shard breaks the
    model; with NCCL, or if a rank was lost, also the group. To continue, destroy the broken model
-   and the broken group, and create new ones. */
+   and group, and create new ones. If a rank has died, set rank and world_size in the new
+   cddp_group_desc. */
 #define CDDP__RESULTS(X) \
   X(CDDP_OK, "success") \
   X(CDDP_INVALID_ARGUMENT, "invalid argument") /* usable: the caller's mistake */ \
@@ -291,8 +292,8 @@ typedef struct cddp_group_desc {
 CDDP_CHECKED CDDPDEF cddp_result cddp_init(cddp_group **out, const cddp_group_desc *desc);
 
 /* The rank that a launcher gave this process, for cddp_init(&g, NULL). -1 without a launcher, and
-   in an interactive shell of Slurm. 0 if the launcher's variables are wrong: cddp_init then returns
-   an error that explains them. */
+   in an interactive shell of Slurm. 0 if the launcher's variables are wrong: cddp_init then
+   explains the error. */
 CDDPDEF int cddp_launcher_rank(void);
 
 /* Collective. Ranks of g that pass the same color, a number >= 0, form a group. In it they are
@@ -441,7 +442,7 @@ CDDPDEF cddp_result cddp_test(cddp_work *w, bool *done);
    each cddp_param to its arrays, and write instead of cddp_ddp_step:
      TRY(cddp_ddp_wait(ddp));                           // grads: the mean over all ranks
      update(weights, grads);                            // yours, the same on all ranks
-   You zero the gradients, as before. Other changes that a trainer can need (examples/ports.md):
+   You zero the gradients, as before. Other changes (examples/ports.md):
      your trainer                   change
      all gradients in one array     let each grad point to its elements
      k micro-batches a step         add each gradient / k; cddp_ddp_ready in the last one only. Or
@@ -700,10 +701,10 @@ typedef struct cddp_adamw_desc {
 CDDP_CHECKED CDDPDEF cddp_result cddp_sgd_create(cddp_optim **out, cddp_param *params, int count,
                                                  const cddp_sgd_desc *desc);
 
-/* torch.optim.AdamW. In f32 the bits are those of its fused CPU kernel, except in the last few
-   elements of a parameter, which can differ by roundings. Each parameter counts its own steps. f16
-   and bf16 parameters need master_weights; sparse gradients are CDDP_UNSUPPORTED. Otherwise like
-   cddp_sgd_create. Fine print: AdamW. */
+/* torch.optim.AdamW. In f32 the bits are those of its fused CPU kernel, except roundings at a
+   parameter's end. Each parameter counts its own steps. f16 and bf16 parameters need
+   master_weights; sparse gradients are CDDP_UNSUPPORTED. Otherwise like cddp_sgd_create. Fine
+   print: AdamW. */
 CDDP_CHECKED CDDPDEF cddp_result cddp_adamw_create(cddp_optim **out, cddp_param *params, int count,
                                                    const cddp_adamw_desc *desc);
 
@@ -767,9 +768,9 @@ CDDPDEF size_t cddp_sampler_size(const cddp_sampler *s);
 CDDPDEF bool cddp_sampler_next(cddp_sampler *s, size_t *index);
 /* The indices of batch number `batch` (from 0) of one shard of the epoch. Each batch has `size`
    samples; the last one can have fewer. Returns their number, 0 after the last batch. The sampler's
-   world_size is the number of shards, its rank any. Batches can be taken in any order. Returns 0
-   with s->result != CDDP_OK for a bad argument, or without memory. Like
-   BatchSampler(DistributedSampler(data, shards, shard), size, drop_last=False). */
+   world_size is the number of shards, its rank any. Any order of batches. Returns 0 with s->result
+   != CDDP_OK for a bad argument, or without memory. Like BatchSampler(DistributedSampler(data,
+   shards, shard), size, drop_last=False). */
 CDDPDEF size_t cddp_sampler_batch(cddp_sampler *s, int shard, size_t batch, size_t size,
                                   size_t *indices);
 CDDPDEF void cddp_sampler_destroy(cddp_sampler *s); /* for an epoch that ends early; NULL is fine */
@@ -1107,8 +1108,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    failure, the peer can later write to the call's gradients and memory of cddp_alloc. Free such
    memory (cddp does not allocate it again), and create its models anew.
 
-   STOPPED JOBS. A whole job can be stopped for any time (SIGSTOP, Slurm's suspend, a paused virtual
-   machine). If only some ranks are stopped, the others get CDDP_TIMEOUT.
+   STOPPED JOBS. A whole job can be stopped for any time (Slurm's suspend, a paused machine). If
+   only some ranks are stopped, the others get CDDP_TIMEOUT.
 
    FORK AND EXEC. A forked child cannot use its parent's groups and stores. A forked data loader
    that calls cddp, or reads memory of cddp_alloc, gets SIGSEGV: give it a copy in malloc'ed memory.
@@ -1117,9 +1118,9 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 
    ADDRESSES. Rank 0 accepts ranks at MASTER_ADDR:MASTER_PORT until all have connected, and keeps
    the port while the group lives. MASTER_ADDR must be an address or name of rank 0's host, not of a
-   service or a NAT. If rank 0's host resolves the name to loopback, such as Debian's 127.0.1.1,
-   rank 0 listens on all addresses ("localhost": on loopback only). The other ranks retry an unknown
-   name for a minute. Ranks on one host need no network.
+   NAT. If rank 0's host resolves the name to loopback, such as Debian's 127.0.1.1, rank 0 listens
+   on all addresses ("localhost": on loopback only). The other ranks retry an unknown name for a
+   minute. Ranks on one host need no network.
 
    LAUNCHERS. On one host the ranks of srun and mpirun (Open MPI, MPICH) connect without a port. So
    should those of Intel MPI, MVAPICH2, flux run, jsrun and PALS (untested). If a job step starts
@@ -1133,7 +1134,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 
    SEVERAL HOSTS. Hosts connect by TCP over the interface on the route to rank 0. They learn of a
    dead process within 0.5 s, and declare a host that does not answer lost after 20 s. Ranks in
-   different process or time namespaces (containers of one pod) count as ranks on different hosts.
+   different process or time namespaces (containers) count as ranks of different hosts.
 
    FIREWALLS. The hosts must accept connections from each other at MASTER_PORT (on rank 0's host;
    with elastic models on every host) and at the other ports that ranks listen on.
@@ -1155,10 +1156,10 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    hand, or by MPICH's mpirun on several hosts, have none: two jobs that start at the same time can
    then form one group.
 
-   BACKEND MPI is for a network that only MPI supports. Start the program by mpirun. Large
-   collectives and gradients use MPI, with MPI's summation order and NaN rules. Everything else uses
-   shared memory and TCP. A time-out inside an operation of MPI cannot tell which rank is late. If
-   your program calls MPI_Init_thread before cddp_init, ask for MPI_THREAD_SERIALIZED or more.
+   BACKEND MPI is for a network that only MPI supports. Large collectives and gradients use MPI,
+   with MPI's summation order and NaN rules. Everything else uses shared memory and TCP. A time-out
+   inside an operation of MPI cannot tell which rank is late. If your program calls MPI_Init_thread
+   before cddp_init, ask for MPI_THREAD_SERIALIZED or more.
 
    FLOATING-POINT MODE. An operation uses the mode (FTZ, DAZ, rounding) of the calling thread. It
    must be the same on all ranks: CDDP_MISMATCH.
@@ -1208,11 +1209,10 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    ELASTIC TRAINING. Memory: each rank holds all optimizer states, one more copy of the gradients,
    and the sums (with sparse_rows the rows) of its shards.
 
-   Lost ranks: when a rank is lost, the others' cddp_ddp_next_shard returns its shards too. A rank
-   with a local failure (memory, descriptors) ends alone, with a text that begins with "rank N:";
-   the others treat the rank as lost. Every rank must call cddp_ddp_next_shard within timeout_s of
-   the others. The calls of a step are compared in the next step. Different calls are CDDP_MISMATCH
-   on all ranks, or only on the rank that differs if it joined later.
+   Lost ranks: a rank with a local failure (memory, descriptors) ends alone, with a text that begins
+   with "rank N:"; the others treat the rank as lost. Every rank must call cddp_ddp_next_shard
+   within timeout_s of the others. The calls of a step are compared in the next step. Different
+   calls are CDDP_MISMATCH on all ranks, or only on the rank that differs if it joined later.
 
    Several hosts: if processes die, even all of a host, the others continue, down to the last rank.
    A host can still be alive if it does not answer for 20 s, or if all connections to it were reset,
