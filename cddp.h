@@ -4167,7 +4167,9 @@ struct cddp__connection {
   int peer;                  /* the owner's number of the other end; a link: rank of the job */
   /* of links only: */
   int rank;         /* the peer's rank in the group; -1: not known yet */
-  bool peer_failed; /* its BYE says that the group is broken */
+  bool over;        /* this rank no longer takes part in its elastic model: for BYE */
+  bool peer_failed; /* the peer's BYE says that the group is broken */
+  bool peer_over;   /* it says that the peer takes no part in the elastic model any more */
   double again;     /* if `caller` and `early`: when to connect again, of cddp__now() */
   cddp__hello hello;
 };
@@ -4431,10 +4433,12 @@ static bool cddp__connection_is_idle(const cddp__connection *c) {
   return c->state == CDDP__CONNECTION_UP && c->sent == 0 && cddp__buffer_size(&c->out) == 0;
 }
 
-enum { CDDP__BYE_ORDERLY, CDDP__BYE_BROKEN };
+/* Of a BYE: the group is broken; this rank no longer takes part in its elastic model. */
+enum { CDDP__BYE_ORDERLY = 0, CDDP__BYE_BROKEN = 1, CDDP__BYE_OVER = 2 };
 /* Sends BYE, unless a frame is partly sent. It is too short to be sent in part. */
-static void cddp__connection_say_bye(cddp__connection *c, bool broken) {
-  cddp__frame_head bye = cddp__frame_head_of(CDDP__FRAME_BYE, broken, CDDP_U8, 0, 0);
+static void cddp__connection_say_bye(cddp__connection *c, uint32_t kind) {
+  cddp__frame_head bye = cddp__frame_head_of(
+      CDDP__FRAME_BYE, c->over ? kind | CDDP__BYE_OVER : kind, CDDP_U8, 0, 0);
   if (cddp__connection_is_idle(c) &&
       send(c->fd, &bye, sizeof bye, MSG_NOSIGNAL | MSG_DONTWAIT) < 0 && errno != EAGAIN)
     cddp__connection_end(c, errno);
@@ -4463,7 +4467,8 @@ static cddp__message *cddp__connection_receive(cddp__connection *c, size_t most)
            head->type >= CDDP__FRAME_HEADERS && head->type <= CDDP__FRAME_MESSAGE;
     if (good && head->type == CDDP__FRAME_PIECE) return NULL;
     if (head->magic == CDDP__FRAME_MAGIC && head->type == CDDP__FRAME_BYE) {
-      c->peer_failed = head->number != 0;
+      c->peer_failed = (head->number & CDDP__BYE_BROKEN) != 0;
+      c->peer_over = (head->number & CDDP__BYE_OVER) != 0;
       cddp__connection_end(c, c->peer_failed ? 0 : CDDP__LEFT);
       return NULL;
     }
@@ -9526,7 +9531,7 @@ static cddp_result cddp__link_connect(const cddp__net *n, int peer, int purpose,
 static bool cddp__link_is_cut(const cddp__connection *c) {
   return c->state == CDDP__CONNECTION_ENDED &&
          (c->error == 0 || c->error == ECONNRESET || c->error == EPIPE || c->error == ENOBUFS ||
-          c->error == ENOMEM);
+          c->error == ENOMEM || c->error == EADDRNOTAVAIL);
 }
 
 /* Connects a link again if its peer, which may have too many connections, closed it before it was
@@ -19025,6 +19030,14 @@ typedef struct cddp__lost_block {
   uint64_t step; /* in which this rank left the group */
 } cddp__lost_block;
 
+/* A member's connections end as soon as they are up. It is lost after CDDP__CUT_S: another program
+   listens at the port of a process that has died, or a proxy does. */
+#define CDDP__CUT_S 3.0
+typedef struct cddp__attempts {
+  uint64_t life;       /* of the member; 0: its last connection has not ended so */
+  double since, again; /* the first end; the time of the next attempt */
+} cddp__attempts;
+
 /* The membership, and what a rank has done in the current step. Owner: the thread that trains. */
 struct cddp__elastic {
   /* the membership: */
@@ -19067,6 +19080,7 @@ struct cddp__elastic {
                        confirmed, and of each later one that arrived here */
   size_t table_count, tables_capacity;
   unsigned char *ended;     /* [shards] 1: a member saw its process end since the last table */
+  cddp__attempts *cuts;     /* [shards] connections of this meeting that were up and ended */
   void *blocks[2];          /* for the control blocks of the next groups; NULL */
   /* a joining process: */
   bool empty;   /* it has no weights yet */
@@ -19162,6 +19176,15 @@ static void cddp__elastic_disconnect(cddp_ddp *d) {
 static void cddp__elastic_close(cddp_ddp *d) {
   cddp__net *net = d->elastic->net;
   cddp__host *host = d->group->host;
+  cddp_group *groups[2] = {d->control, d->comm};
+  cddp__connection *link;
+  int i;
+  for (i = 0; i < 2; i++) {
+    if (groups[i] == NULL || groups[i]->hosts == NULL) continue;
+    pthread_mutex_lock(&groups[i]->p2p.lock);
+    for (link = groups[i]->hosts->links; link != NULL; link = link->next) link->over = true;
+    pthread_mutex_unlock(&groups[i]->p2p.lock);
+  }
   cddp__join_close(host);
   pthread_mutex_lock(&net->lock);
   cddp__close_fd(&net->listener); /* before its links: their peers then connect again */
@@ -19731,6 +19754,21 @@ static bool cddp__elastic_link_ended(cddp_ddp *d, int member, cddp__connection *
   return true;
 }
 
+/* A connection to this member was up and has ended. Returns whether it is tried again: at once, and
+   then every 50 ms. */
+static bool cddp__elastic_retries(cddp_ddp *d, int member) {
+  cddp__elastic *elastic = d->elastic;
+  cddp__attempts *cut = &elastic->cuts[member];
+  double now = cddp__now();
+  bool first = cut->life != elastic->members[member].life;
+  if (first) cut->since = now;
+  cut->life = elastic->members[member].life;
+  cut->again = first ? now : now + CDDP__RECONNECT_S;
+  if (now < cut->since + CDDP__CUT_S) return true;
+  if (elastic->ended[member] == 0) elastic->unreachable = member;
+  return false;
+}
+
 static void cddp__remove_member(cddp_ddp *d, int member) {
   cddp__elastic *elastic = d->elastic;
   elastic->members[member].life = 0;
@@ -19809,11 +19847,13 @@ static void cddp__handle_report(cddp_ddp *d, cddp__connection *link, cddp__messa
   while (sound && p < shards && elastic->members[p].life != self->life) p++;
   if (sound) self->name[sizeof self->name - 1] = 0;
   link->next = NULL;
-  if (sound && p < shards && meeting) {
+  if (sound && p < shards && p != elastic->me && meeting) {
     *self = elastic->members[p];
     cddp__drop_report(elastic, p);
-    for (k = 0; k < shards; k++) /* only members that the sender knew */
-      if (cddp__report_sums(d, report)[shards + k] == 1 &&
+    elastic->ended[p] = 0;
+    elastic->cuts[p].life = 0;
+    for (k = 0; k < shards; k++) /* only members that the sender knew, and that have not reported */
+      if (cddp__report_sums(d, report)[shards + k] == 1 && elastic->reports[k] == NULL &&
           elastic->members[k].since <= report->epoch)
         elastic->ended[k] = 1;
   } else if (sound && report->empty != 0 && elastic->request_count < CDDP__JOIN_REQUESTS) {
@@ -19930,6 +19970,10 @@ static cddp_result cddp__await_reports(cddp_ddp *d, double deadline) {
     for (p = waiting = 0; p < d->shards.count; p++) {
       cddp_result r = CDDP_OK;
       if (p == elastic->me || elastic->members[p].life == 0) continue;
+      if (links[p] == NULL && elastic->cuts[p].life != 0 && cddp__now() < elastic->cuts[p].again) {
+        if (waiting++ == 0) late = p;
+        continue;
+      }
       if (links[p] == NULL) r = cddp__elastic_call_member(d, p);
       if (r == CDDP_OK && cddp__link_progress(elastic->net, links[p])) /* this detects its end */
         r = cddp__elastic_check_answer(d, links[p]);
@@ -19937,7 +19981,7 @@ static cddp_result cddp__await_reports(cddp_ddp *d, double deadline) {
       if (cddp__elastic_link_ended(d, p, links[p])) {
         bool cut = cddp__link_is_cut(links[p]) && !links[p]->early;
         cddp__drop_report(elastic, p);
-        if (!cut)
+        if (!cut || !cddp__elastic_retries(d, p))
           cddp__remove_member(d, p);
         else if (waiting++ == 0) /* a dead process refuses the next link */
           late = p;
@@ -20217,6 +20261,7 @@ static cddp_result cddp__gather_reports(cddp_ddp *d, cddp__message **table) {
   cddp__message *mine = NULL;
   cddp_result r = cddp__create_report(d, &mine);
   bool cut = false;
+  memset(elastic->cuts, 0, (size_t)d->shards.count * sizeof *elastic->cuts);
   while (r == CDDP_OK && *table == NULL) {
     int leader = elastic->leader = cddp__elastic_choose_leader(d);
     elastic->called = false;
@@ -20225,10 +20270,11 @@ static cddp_result cddp__gather_reports(cddp_ddp *d, cddp__message **table) {
     else if (leader == elastic->me)
       r = cddp__lead_meeting(d, mine, deadline, table);
     else if ((r = cddp__send_report(d, leader, mine, deadline + 1, table, &cut)) == CDDP_OK &&
-             *table == NULL && !elastic->called && (!cut || elastic->me == d->shards.count))
+             *table == NULL && !elastic->called &&
+             (!cut || elastic->me == d->shards.count || !cddp__elastic_retries(d, leader)))
       cddp__remove_member(d, leader);
-    else if (r == CDDP_OK && *table == NULL)
-      cddp__sleep(0.001); /* a dead leader refuses the next link */
+    else if (r == CDDP_OK && *table == NULL) /* a dead leader refuses the next link */
+      cddp__sleep(cddp__now() < elastic->cuts[leader].again ? CDDP__RECONNECT_S : 0.001);
   }
   cddp__free(&elastic->net->allocator, mine);
   return r;
@@ -20274,9 +20320,9 @@ static cddp_result cddp__confirm_groups(cddp_ddp *d) {
 
 /* --- a meeting: the groups of the members --- */
 
-/* Records which members' processes have ended: such a process closed a link without a reset, and
-   did not announce that it lives; a firewall can only reset links. If one of a member's links was
-   reset, this waits up to 20 ms for the end of another one. */
+/* Records which members have ended: the process closed a link without a reset, and did not announce
+   that it lives, or its BYE says that it takes no part any more. A firewall can only reset links.
+   If one of a member's links was reset, this waits up to 20 ms for the end of another one. */
 static void cddp__elastic_record_ends(cddp_ddp *d) {
   cddp_group *groups[2] = {d->control, d->comm};
   bool again;
@@ -20295,8 +20341,8 @@ static void cddp__elastic_record_ends(cddp_ddp *d) {
           n = recv(link->fd, &next, 1, MSG_PEEK | MSG_DONTWAIT);
         if (n <= 0 && (n == 0 || errno != EAGAIN)) cddp__connection_end(link, n == 0 ? 0 : errno);
         if (link->state != CDDP__CONNECTION_ENDED) continue;
-        if (link->error == 0 && !link->peer_failed && link->got == 0 &&
-            cddp__buffer_size(&link->in) == 0)
+        if (link->peer_over || (link->error == 0 && !link->peer_failed && link->got == 0 &&
+                                cddp__buffer_size(&link->in) == 0))
           *ended = 1;
         again = again || (link->error > 0 && *ended == 0);
       }
@@ -20626,6 +20672,7 @@ static cddp_result cddp__elastic_regroup(cddp_ddp *d) {
       cddp__join_close(host);
     }
     for (i = 0; i < d->shards.count; i++) elastic->members[i].life = 0;
+    elastic->table_count = 0;
     elastic->me = elastic->net->rank = d->shards.count;
     cddp__elastic_disconnect(d);
     r = CDDP_PEER_LOST;
@@ -20986,7 +21033,8 @@ static cddp_result cddp__elastic_new(cddp_ddp *d) {
       host->job_info != NULL && host->job_info->secret[0] != 0 ? host->job_info->secret : NULL;
   cddp__elastic *elastic = (cddp__elastic *)cddp__calloc(
       allocator, 1, /* `order` and `ended` count as one pointer */
-      sizeof *elastic + links * (sizeof *elastic->members + 6 * sizeof(void *)));
+      sizeof *elastic +
+          links * (sizeof *elastic->members + sizeof *elastic->cuts + 6 * sizeof(void *)));
   if (elastic == NULL) return CDDP_OUT_OF_MEMORY;
   host->elastic = true;
   d->elastic = elastic;
@@ -20996,7 +21044,8 @@ static cddp_result cddp__elastic_new(cddp_ddp *d) {
   elastic->means = (char **)(void *)(elastic->reports + links);
   elastic->squares = (double **)(void *)(elastic->means + n);
   elastic->published = (cddp__published **)(void *)(elastic->squares + n);
-  elastic->order = (int *)(void *)(elastic->published + n);
+  elastic->cuts = (cddp__attempts *)(void *)(elastic->published + n);
+  elastic->order = (int *)(void *)(elastic->cuts + n);
   elastic->ended = (unsigned char *)(elastic->order + n);
   elastic->unreachable = -1;
   elastic->empty = host->joined;

@@ -1210,7 +1210,7 @@ static void test_connection(void) {
     if (m != NULL) CHECK(memcmp(m + 1, body, sizeof body) == 0);
     free(m);
     CHECK(cddp__connection_is_idle(&c[0]));
-    cddp__connection_say_bye(&c[0], false);
+    cddp__connection_say_bye(&c[0], CDDP__BYE_ORDERLY);
     CHECK(frame_of(c, 0) == NULL && c[1].error == CDDP__LEFT);
     close_ends(c);
   }
