@@ -1218,7 +1218,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    A host can still be alive if it does not answer for 20 s, or if all connections to it were reset,
    as by a firewall. Then the other ranks continue only if they are more than half of all ranks
    (during a join also of the ranks before it). Otherwise they end with CDDP_ABORTED. So a job never
-   continues in two halves.
+   continues in two halves. A process that dies while it computes, after the others have noticed
+   another loss, counts like a host that does not answer.
 
    Joins: a joining process asks the ranks on its host, and the rank that listens at
    MASTER_ADDR:MASTER_PORT. One rank of each host listens at MASTER_PORT. If all ranks at
@@ -24112,6 +24113,7 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels) { (void)k
               Lack of memory or descriptors in one rank could end the others on its host.
               A failed send after a loss (ENOBUFS) made living ranks wait for timeout_s.
               A connection of cddp_ddp_group that was lost without a rank was never replaced.
+              A rank that destroyed its model ended a job on two hosts, as if it had been cut off.
               A network split while processes joined could leave two halves that both trained.
               A leader that one rank alone counted as lost: all waited for timeout_s.
               A process that had joined in the same step could give a mean that it never had.

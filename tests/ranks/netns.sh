@@ -115,7 +115,7 @@ int main(int argc, char **argv) {
   cddp_optim *o;
   cddp_ddp *d;
   cddp_result r;
-  int shard, i, t;
+  int shard, i, t, leaves = getenv("LEAVES") ? atoi(getenv("LEAVES")) : 4; /* ranks from this one on */
   double sum = 0;
   if (cddp_init(&g, NULL)) return printf("%s\n", cddp_error()), 1;
   p.data = w;
@@ -131,6 +131,8 @@ int main(int argc, char **argv) {
     while (cddp_ddp_next_shard(d, &shard)) {
       for (i = 0; i < 5000; i++) ((float *)p.grad)[i] = w[i] * 0.1f + (float)((t + i * shard) % 17);
       if (argc == 2) usleep(3000);
+      if (t == 40 && cddp_rank(g) >= leaves)
+        return cddp_optim_destroy(o), cddp_ddp_destroy(d), cddp_destroy(g), 0;
       (void)cddp_ddp_ready(d, 0);
     }
     r = cddp_ddp_step(d, o);
@@ -419,6 +421,12 @@ ip netns pids "$net-1" | xargs kill -KILL
 join any 2>/dev/null
 [ "$(grep -c -F "$(cat "$work/alone")" "$work/out0")" = 2 ] || { cat "$work"/out?; fail "a host dies: other weights"; }
 echo "a host dies, the other goes on: ok"
+rm -f "$work/runs"
+LEAVES=2 launch node0 "$work/lasting" "$work/runs"
+join any
+[ "$(grep -c -F "$(cat "$work/alone")" "$work/out0")" = 2 ] ||
+  { cat "$work"/out?; fail "the ranks of a host leave their model: the others did not go on"; }
+echo "the ranks of a host leave their model, the others go on: ok"
 cut_link "elastic ranks that are cut off" lasting 40 20 ip -n "$net-0" link set wire0 down
 
 # --- the same behind a firewall that answers with RST, as a host whose processes have ended does: two halves never
