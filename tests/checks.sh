@@ -208,7 +208,7 @@ cuda-full() {
   nccl_found || skip "nvcc finds no nccl.h"
   for f in tests/gpu/*.cu examples/*.cu; do
     own=$cuda_own
-    [ "$f" != tests/gpu/kernels.cu ] || own=
+    case $f in tests/gpu/kernels.cu | tests/gpu/gpt_speed.cu) own= ;; esac
     # shellcheck disable=SC2086
     nvcc $cuda_flags $own -O3 -Xptxas -v -c "$f" -o "$work/full.o" >"$work/out" 2>&1 || fail "$(cat "$work/out")"
     grep -E '[1-9][0-9]* bytes (spill|stack)' "$work/out" | none "$f: registers are spilled, or an array is in stack memory"

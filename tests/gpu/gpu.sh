@@ -3,24 +3,25 @@
 # measures; ends in a table. Needs nvcc, NCCL, cuBLAS and at least one NVIDIA GPU. Put what it prints into
 # tests/gpu/gpu-results.md.
 #
-#   tests/gpu/gpu.sh              all parts in this order, in nine minutes:
+#   tests/gpu/gpu.sh PART...      these parts, in one call of at most nine minutes:
+#   tests/gpu/gpu.sh              build, quick, bench, checks and sanitize
 #   tests/gpu/gpu.sh build        compiles, side by side; programs of the same sources are kept
 #   tests/gpu/gpu.sh quick        what matters most, in about a minute
-#   tests/gpu/gpu.sh bench        measures
+#   tests/gpu/gpu.sh bench        measures: SGD and AdamW against a copy, examples/gpt.cu with and without cddp, PyTorch
 #   tests/gpu/gpu.sh checks       the other checks
 #   tests/gpu/gpu.sh sanitize     compute-sanitizer
-#   tests/gpu/gpu.sh suite        tests/gpu/nccl_*.c, the tests of the double, on the real CUDA and NCCL: a call of its own,
-#                                 in nine minutes
+#   tests/gpu/gpu.sh suite        tests/gpu/nccl_*.c, the tests of the double, on the real CUDA and NCCL
 #   tests/gpu/gpu.sh double       the suite on the double, as ninja has built it, with one GPU that all ranks share
 #   tests/gpu/gpu.sh table        the table of all calls so far, whose rows add up
 #   tests/gpu/gpu.sh coverage     what has run where, of gpu-results.md and of the table: a table for gpu-results.md
 #
 # Each part builds first what is missing. `GPU_ARCH=sm_90 tests/gpu/gpu.sh build` needs no GPU: it compiles for
 # that architecture, and build/gpu/bin can then be copied to a machine that has one. `build-suite` is the same for
-# what the suite needs. If OUT is set, the logs and rows are left there in one archive, gpu-logs.tar.gz.
+# what the suite needs. After each part the logs and rows are saved in OUT, if that is set: gpu-logs.tar.gz.
 #
-# A call ends within GPU_SECONDS, 540: it starts nothing that would end later. Without a limit: GPU_SECONDS=0.
-# A row for which no time was left says 'skip'.
+# A call ends within GPU_SECONDS, 540: it starts nothing that would end later. Without a limit: GPU_SECONDS=0. quick,
+# bench and checks also have limits of their own. A row for which no time was left says 'skip'. A command that got less
+# than its time, and did not end, is a warning.
 #
 # A row is 'ok', 'FAIL', 'skip', 'warn' or 'info'; the logs are in build/gpu/log. Expected is 'ok', but 'skip'
 # where GPUs or tools are missing, and of a figure what its row says. The exit code is 0 when no row of the
@@ -38,15 +39,25 @@ die() { # SENTENCE
   exit 1
 }
 
-case ${1:-all} in
-all) phases="build quick bench checks sanitize" ;;
-build | build-suite) phases=$1 ;;
-quick | bench | checks | sanitize) phases="build $1" ;;
-suite) phases="build-suite suite" ;;
+usage="tests/gpu/gpu.sh [build|quick|bench|checks|sanitize|build-suite|suite]... | double | table | coverage"
+phases=
+[ $# -gt 0 ] || set -- build quick bench checks sanitize
+for part in "$@"; do
+  case $part in
+  build | build-suite) ;;
+  quick | bench | checks | sanitize) phases+=" build" ;;
+  suite) phases+=" build-suite" ;;
+  double | table | coverage) [ $# = 1 ] || { echo "usage: $usage" >&2 && exit 2; } ;;
+  *) echo "usage: $usage" >&2 && exit 2 ;;
+  esac
+  phases+=" $part"
+done
+case $1 in
 double) phases=suite double=1 out=build/gpu-double GPU_SECONDS=0 ;;
 table | coverage) phases= ;;
-*) echo "usage: tests/gpu/gpu.sh [build|quick|bench|checks|sanitize|build-suite|suite|double|table|coverage]" >&2 && exit 2 ;;
 esac
+phases=$(tr ' ' '\n' <<<"$phases" | awk 'NF && !seen[$0]++' | tr '\n' ' ')
+phases=${phases% }
 GPU_SECONDS=${GPU_SECONDS:-540}
 
 # No variable of the caller's launcher may make a rank of a check.
@@ -166,7 +177,7 @@ find_gpu() {
   cuda=$(readlink -f "$(command -v nvcc)")
   cuda=${cuda%/bin/*}
   gpus=$(timeout 60 nvidia-smi -L 2>/dev/null | grep -c '^GPU') # not the lines of MIG's parts
-  [ "$gpus" -gt 0 ] || { [[ $phases = build* && $phases != *\ * ]] && [ -n "$GPU_ARCH" ]; } ||
+  [ "$gpus" -gt 0 ] || { ! tr ' ' '\n' <<<"$phases" | grep -q -v '^build' && [ -n "$GPU_ARCH" ]; } ||
     die "nvidia-smi finds no GPU here: this needs a machine with an NVIDIA GPU and its driver"
 
   gpu=$(ask name,driver_version)
@@ -245,10 +256,11 @@ export NCCL_DEBUG=${NCCL_DEBUG:-WARN} # NCCL says why in the logs
 # --- running ---
 
 pids=() names=() logs=() limits=() ends=() musts=() softs=() # of the commands begun, by their number
-must='' soft='' made='' started=0
+must='' soft='' made='' started=0 part_end=1000000
 
-left() { # seconds until GPU_SECONDS, less those for the table
-  echo $((${GPU_SECONDS:-0} > 0 ? GPU_SECONDS - SECONDS - 10 : 1000000))
+left() { # seconds until the part's limit and GPU_SECONDS, less those for the table
+  local all=$((GPU_SECONDS - SECONDS - 10)) part=$((part_end - SECONDS))
+  echo $((GPU_SECONDS == 0 ? 1000000 : part < all ? part : all))
 }
 
 # MARK: processes with a mark that begins so. They inherit it from the command that start began.
@@ -288,8 +300,8 @@ judge() { # NUMBER of a command that has ended: makes its row
   else state=ok; fi
   [ "$state" = ok ] && why+=$(sed -n 's/^  skip of [a-z_]*: /; not on a GPU: /p' "$log" | tr -d '\n')
   [ "$state" = ok ] || [[ ${softs[$1]} != 1* ]] || state=warn
-  if [[ $why = "no end"* && ${softs[$1]} = *cut ]]; then state=skip; fi # it may need the time it did not get
-  if [ "$state" != ok ] && grep -q -a 'Device not supported' "$log"; then
+  if [[ $why = "no end"* && ${softs[$1]} = *cut ]]; then state=warn; fi # it may need the time it did not get
+  if [ "$state" != ok ] && [[ $name = *check,* ]] && grep -q -a 'Device not supported' "$log"; then
     state=warn why="compute-sanitizer does not support this device"
   fi
   [ "$state" = ok ] || why="$why ($log)"
@@ -343,6 +355,8 @@ try() { # NAME SECONDS COMMAND...: runs it and makes its row; fails if that is n
   [ "${verdict[$1]:-}" = ok ]
 }
 
+save_logs() { [ -z "${OUT:-}" ] || tar -czf "$OUT/gpu-logs.tar.gz" -C "$out" log rows; }
+
 # shellcheck disable=SC2317 # the trap calls it
 finish() {
   local code=$? i
@@ -354,7 +368,7 @@ finish() {
   done
   marked "$$-" | xargs -r kill 2>/dev/null
   end_marked "$$-" >/dev/null
-  [ -z "${OUT:-}" ] || tar -czf "$OUT/gpu-logs.tar.gz" -C "$out" log rows
+  save_logs
   table || [ "$code" != 0 ] || code=1
   exit "$code"
 }
@@ -368,10 +382,10 @@ build() { # FILE...
     own=
     [ "$name" != kernels ] || own="-DCDDP_IMPLEMENTATION"
     hash=$({ echo "$flags" &&
-      cat "$f" cddp.h cddp_kernels.cuh tests/test.h tests/gpu/hostcuda/half.h; } | sha256sum)
+      cat "$f" examples/gpt.cu examples/*.h cddp.h cddp_kernels.cuh tests/test.h tests/gpu/hostcuda/half.h; } | sha256sum)
     [ ! -x "$out/bin/$name" ] || [ "$hash" != "$(cat "$out/bin/$name.stamp" 2>/dev/null)" ] ||
       { row ok "build $name" "is there already" && continue; }
-    rm -f "$out/bin/$name.stamp"
+    rm -f "$out/bin/$name.stamp" "$out/bin/$name"
     echo "$hash" >"$out/bin/$name.next"
     # shellcheck disable=SC2086
     made=$out/bin/$name start "build $name" 550 nvcc $own "$f" -o "$out/bin/$name" $flags -lnccl -lcublas
@@ -432,26 +446,38 @@ suite_tests() {
   done
 }
 
-# PROGRAM [OPTION...]: gpt.cu on two ranks that share a GPU. Rank 1 is killed, and started again: the weights of one rank that nobody
-# disturbs. Each rank is a host of its own to NCCL before 2.30.
+# PROGRAM OPTION...: gpt.cu on two ranks that share a GPU. Rank 1 is killed, and a process joins in its place: both ranks have the
+# weights of one rank that nobody disturbs. Each rank is a host of its own to NCCL before 2.30.
 elastic_gpt() {
-  local o=(--shards 2 --elastic 0 --batch 2 --steps 8000) want got r pids=()
-  o+=("${@:2}")
+  local log want got r pids=() o=(--shards 2 --elastic 0 "${@:2}")
+  failed() { echo "$*"; tail -n 5 "$log"/*; rm -rf "$log"; exit 1; }
+  log=$(mktemp -d "${TMPDIR:-/tmp}/cddp-gpt.XXXXXX") || return 1
+  "$1" "${o[@]}" >"$log/one" 2>&1 || failed "one rank: exit code $?"
+  want=$(sed -n 's/^rank 0 weights //p' "$log/one")
+  [ -n "$want" ] || failed "one rank: no hash of its weights"
   export WORLD_SIZE=2 LOCAL_WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=$((20000 + $$ % 10000)) LOCAL_RANK=0 \
-    NCCL_MULTI_RANK_GPU_ENABLE=1 log=${TMPDIR:-/tmp}/cddp-gpt-$$
-  want=$(env -u WORLD_SIZE -u LOCAL_RANK "$1" "${o[@]}" | sed -n 's/^rank 0 weights //p')
+    NCCL_MULTI_RANK_GPU_ENABLE=1
   for r in 0 1; do
-    RANK=$r NCCL_HOSTID=rank-$r "$1" "${o[@]}" >"$log.$r" 2>&1 &
+    RANK=$r NCCL_HOSTID=rank-$r "$1" "${o[@]}" >"$log/$r" 2>&1 &
     pids[r]=$!
   done
-  for ((r = 0; r < 600; r++)); do grep -q '^step 50/' "$log.0" && break; sleep 0.1; done
+  until grep -q '^step 50/' "$log/0"; do kill -0 "${pids[0]}" || failed "rank 0 has ended before step 50"; sleep 0.1; done
   kill -KILL "${pids[1]}"
-  RANK=1 NCCL_HOSTID=rank-1 CDDP_JOIN=1 "$1" "${o[@]}" >"$log.1" 2>&1 || { cat "$log.1" && return 1; }
-  wait "${pids[0]}" || { cat "$log.0" && return 1; }
-  got=$(cat "$log".[01] | sed -n 's/^rank [01] weights //p' | sort -u)
-  rm -f "$log".[01]
-  echo "one rank: $want; two, of which one was killed: $got"
-  [ -n "$want" ] && [ "$got" = "$want" ]
+  wait "${pids[1]}"
+  r=$?
+  [ $r = 137 ] || failed "rank 1 was to be killed; its exit code is $r"
+  RANK=1 NCCL_HOSTID=rank-1 CDDP_JOIN=1 "$1" "${o[@]}" >"$log/joined" 2>&1 || failed "the process that joins: exit code $?"
+  wait "${pids[0]}" || failed "rank 0: exit code $?"
+  got=$(sed -n 's/^rank \([0-9]*\) weights /\1 /p' "$log/0")
+  [ "$got" = "0 $want"$'\n'"1 $want" ] || failed "one rank has weights $want; two, of which one was killed: $got"
+  rm -rf "$log"
+  echo "rank 1 was killed, another process joined: both have the weights of one rank, $want"
+}
+
+suite_tests_gpt() { # PROGRAM OPTION...
+  must='^rank 1 was killed, another process joined' start "gpt, a rank killed${double:+, the double}" 240 \
+    env "${suite_way[@]}" ${double:+HOSTCUDA_DELAY_US=0} \
+    bash -c "$(declare -f elastic_gpt); elastic_gpt \"\$@\"" - "$@"
 }
 
 # What is worth most comes first: the time may not do for all. A process takes a second for the start of CUDA; several
@@ -467,7 +493,11 @@ suite() {
   suite_tests elastic test_elastic test_shards test_elastic_joins
   suite_tests collectives test_groups # messages, groups that are split, counts
   suite_tests faults test_left_messages test_lost test_mismatch test_failed_saves
-  [ -n "$double" ] || start "gpt, a rank killed" 200 env "${suite_way[@]}" bash -c "$(declare -f elastic_gpt); elastic_gpt $bin/gpt"
+  if [ -n "$double" ]; then
+    suite_tests_gpt build/plain/gpt.cu --batch 1 --context 2 --layers 1 --heads 1 --channels 4 --steps 100
+    start "gpt, with and without cddp, the double" 300 env HOSTCUDA_DELAY_US=0 bash -c "$(declare -f gpt_speed); gpt_speed \"\$@\"" - \
+      build/plain/gpt_speed.cu --batch 1 --context 4 --layers 1 --heads 1 --channels 8 --steps 16
+  else suite_tests_gpt $bin/gpt --batch 2 --steps 8000; fi
   suite_tests sharded test_sharded_states test_parts
   suite_tests faults test_stopped test_own_shares test_injection test_blocking_setting test_device_memory
   suite_tests collectives test_collectives test_means test_streams
@@ -480,7 +510,8 @@ suite() {
   suite_tests collectives test_hosts test_blocking_launches
   suite_tests faults test_failing_hosts test_device_failures
   suite_tests ddp test_training_over_hosts test_blocking_launches
-  [ -z "${LLMC:-}" ] || start "llm.c" 300 tests/gpu/llmc.sh "$LLMC" # a copy of llm.c's repository
+  if [ -n "${LLMC:-}" ]; then must='^the same losses' start "llm.c" 300 tests/gpu/llmc.sh "$LLMC" # a copy of its repository
+  else row skip "llm.c" "LLMC names no copy of llm.c's repository"; fi
   collect
 }
 
@@ -610,8 +641,8 @@ dist.destroy_process_group()
 END
 }
 
-# The network of examples/gpt.cu at its defaults in PyTorch (tests/bench/gpt_torch.py): bytes of text a second, alone and with DDP
-# on one rank.
+# The network of examples/gpt.cu at its defaults in PyTorch (tests/bench/gpt_torch.py): tokens, which are bytes, a second, alone
+# and with DDP on one rank.
 torch_gpt() {
   cat <<'END'
 import sys, time, torch, torch.distributed as dist
@@ -622,6 +653,7 @@ dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
 torch.set_float32_matmul_precision("highest")
 text = torch.tensor(list(open("examples/data/shakespeare.txt", "rb").read()), device="cuda")
 span = torch.arange(G.CONTEXT + 1, device="cuda")
+speeds = {}
 for name in "plain", "ddp":
     torch.manual_seed(1)
     net = G.GPT().to("cuda")
@@ -639,56 +671,89 @@ for name in "plain", "ddp":
         adamw.step()
         adamw.zero_grad(set_to_none=False)
     torch.cuda.synchronize()
-    print(f"torch_gpt_{name} {1000 * G.BATCH * G.CONTEXT / (time.perf_counter() - start):.0f} bytes/s", flush=True)
+    speeds[name] = 1000 * G.BATCH * G.CONTEXT / (time.perf_counter() - start)
+    print(f"torch_gpt_{name} {speeds[name]:.0f} tokens/s", flush=True)
+print(f"torch_gpt_cost {100 * (speeds['plain'] / speeds['ddp'] - 1):.1f} %", flush=True)
 dist.destroy_process_group()
 END
 }
 
-gpt_speed() { # PROGRAM: without what its start takes
-  local a b c
-  a=$(date +%s%N)
-  "$1" --steps 200 >/dev/null || return 1
-  b=$(date +%s%N)
-  "$1" --steps 4200 >/dev/null || return 1
-  c=$(date +%s%N)
-  echo "gpt_speed $((4000 * 8 * 64 * 1000000000 / (c - b - (b - a)))) bytes/s"
+# PROGRAM OPTION...: gpt_speed.cu with and without cddp, three times in turn: the medians. All runs have the same weights.
+gpt_speed() {
+  local r way line all=
+  for r in 1 2 3; do
+    for way in -uGPT_PLAIN GPT_PLAIN=1; do
+      line=$(env "$way" "$@" 2>&1) || { echo "$line" && return 1; }
+      line=$(grep -E '^gpt_|^rank 0 weights' <<<"$line" | tr '\n' ' ')
+      echo "run $r: $line"
+      all+=$line$'\n'
+    done
+  done
+  awk '
+    function median(k,   a, b, c) {
+      a = speed[k, 1]; b = speed[k, 2]; c = speed[k, 3]
+      return a < b ? (b < c ? b : a < c ? c : a) : a < c ? a : b < c ? c : b
+    }
+    NF == 0 { next }
+    $1 !~ /^gpt_(ddp|plain)$/ || !($2 > 0) || $7 == "" || (hash != "" && $7 != hash) { bad = 1 }
+    { speed[$1, ++runs[$1]] = $2; hash = $7 }
+    END {
+      if (bad || runs["gpt_ddp"] != 3 || runs["gpt_plain"] != 3) { print "FAIL: no speed, or other weights"; exit 1 }
+      printf "gpt_plain %.0f tokens/s\ngpt_ddp %.0f tokens/s\n", median("gpt_plain"), median("gpt_ddp")
+      printf "gpt_cost %.1f %%\n", 100 * (median("gpt_plain") / median("gpt_ddp") - 1)
+    }' <<<"$all"
 }
 
-figures() { # LOG one|several: its lines 'NAME VALUE UNIT' as rows; those that fall short of what is expected are warnings
-  local name value unit want state
+# ROW one|several NAME...: the lines 'NAME VALUE UNIT' of its log as rows. Those that fall short of what is expected are warnings; a
+# NAME that the log of a command without a failure lacks, and a value that is no number, are failures.
+figures() {
+  local of=$1 ranks=$2 log=$out/log/${1//[^a-zA-Z0-9_]/-}.log name value unit want state found=' '
+  shift 2
+  [[ ${verdict[$of]:-skip} != skip ]] || return
   while read -r name value unit; do
-    want='' state=info
+    want='' state=info found+="$name "
     case $name in
     copy) want="2700 or more on an H100, 3800 on an H200: 80 % of the memory's peak" ;;
     sgd | adamw) want="90 % of copy, or more" ;;
-    gpt_speed) want="above torch_gpt_ddp" ;;
+    gpt_ddp) want="above torch_gpt_ddp" ;;
     plain_step) want="about torch_plain_step" ;;
-    ddp_step) [ "$2" = one ] && want="at most 3 % above plain_step" ;;
-    torch_* | nccl_alone_call | nccl_blocking_call | sum_alone) want="nothing: for comparison" ;;
+    ddp_step) [ "$ranks" = one ] && want="at most 3 % above plain_step" ;;
+    gpt_plain | torch_* | nccl_alone_call | nccl_blocking_call | sum_alone) want="nothing: for comparison" ;;
     sgd_share | adamw_share) want="90 or more" && awk "BEGIN { exit !($value < 90) }" && state=warn ;;
-    ddp_cost) [ "$2" = one ] && want="3 or less, and not above torch_cost" &&
+    ddp_cost) [ "$ranks" = one ] && want="3 or less, and not above torch_cost" &&
       awk "BEGIN { exit !($value > 3) }" && state=warn ;;
+    gpt_cost) want="3 or less, and not above torch_gpt_cost" && awk "BEGIN { exit !($value > 3) }" && state=warn ;;
     nccl_call) want="75 or less" && awk "BEGIN { exit !($value > 75) }" && state=warn ;;
     overlap) want="50 or more" && awk "BEGIN { exit !($value < 50) }" && state=warn ;;
     esac
+    [[ $value = *[0-9]* ]] || state=FAIL
     row $state "$name" "$value $unit${want:+  (expected: $want)}"
-  done < <(grep -E '^[a-z_]+ -?[0-9.]+ ' "$1")
+  done < <(grep -a -E '^[a-z_]+ -?([0-9.]+|nan|inf) ' "$log")
+  [ "${verdict[$of]}" = ok ] || return
+  for name in "$@"; do
+    [[ $found = *" $name "* ]] || row FAIL "$name" "no line of $log has it"
+  done
 }
 
 bench() {
-  try "measurements" 200 $bin/gpu bench && figures "$out/log/measurements.log" one
+  local torch=(env "LD_LIBRARY_PATH=$callers_libraries" python3 -c) why
+  try "measurements" 60 $bin/gpu bench
+  figures "measurements" one copy sgd sgd_share adamw adamw_share plain_step ddp_step ddp_cost nccl_call nccl_alone_call \
+    nccl_blocking_call
+  try "gpt, with and without cddp" 100 bash -c "$(declare -f gpt_speed); gpt_speed \"\$@\"" - $bin/gpt_speed --steps 3200
+  figures "gpt, with and without cddp" one gpt_plain gpt_ddp gpt_cost
   if [ "$most" -ge 2 ]; then
-    try "overlap, 2 ranks" 100 $bin/gpu overlap 2 nccl && figures "$out/log/overlap--2-ranks.log" several
+    try "overlap, 2 ranks" 60 $bin/gpu overlap 2 nccl
+    figures "overlap, 2 ranks" several plain_step ddp_step ddp_cost sum_alone overlap
   else row skip "overlap, 2 ranks" "CUDA sees $most: two ranks on one only take turns"; fi
-  if timeout 120 python3 -c 'import torch; exit(not torch.cuda.is_available())' 2>/dev/null; then
-    try "PyTorch" 200 env LD_LIBRARY_PATH="$callers_libraries" python3 -c "$(torch_step)" &&
-      figures "$out/log/PyTorch.log" one
-    try "gpt.cu" 60 bash -c "$(declare -f gpt_speed); gpt_speed $bin/gpt" && figures "$out/log/gpt-cu.log" one
-    try "PyTorch, gpt" 100 env LD_LIBRARY_PATH="$callers_libraries" python3 -c "$(torch_gpt)" &&
-      figures "$out/log/PyTorch--gpt.log" one
-  else
-    row skip "PyTorch" "python3 has no torch that sees a GPU"
+  if ! why=$(timeout 60 "${torch[@]}" 'import torch; assert torch.cuda.is_available(), "it sees no GPU"' 2>&1); then
+    row skip "PyTorch" "not measured: ${why##*$'\n'}"
+    return
   fi
+  try "PyTorch" 90 "${torch[@]}" "$(torch_step)"
+  figures "PyTorch" one torch_plain_step torch_ddp_step torch_cost
+  try "PyTorch, gpt" 90 "${torch[@]}" "$(torch_gpt)"
+  figures "PyTorch, gpt" one torch_gpt_plain torch_gpt_ddp torch_gpt_cost
 }
 
 trap finish EXIT
@@ -700,20 +765,24 @@ if [ -z "$double" ]; then
   find_libraries
 else echo "$id|the double, $id" >$out/rows/head; fi
 
-begin_phase() { phase=$1 rows=0 && rm -f "$out/rows/$1"-*; }
+begin_phase() { # NUMBER [SECONDS]: without a number of seconds it gets what the call has left
+  phase=$1 rows=0 part_end=$((SECONDS + ${2:-1000000}))
+  rm -f "$out/rows/$1"-*
+}
 
 for p in $phases; do
   case $p in
   build)
     begin_phase 1
-    build tests/gpu/kernels.cu tests/gpu/gpu.cu examples/{toy,linear,collectives,digits,gpt,data_parallel}.cu
+    build tests/gpu/{kernels,gpu,gpt_speed}.cu examples/{toy,linear,collectives,digits,gpt,data_parallel}.cu
     ;;
   build-suite) begin_phase 6 && build_suite ;;
   suite) begin_phase 7 && { [ -n "$double" ] || count_gpus; } && suite ;;
-  quick) begin_phase 2 && count_gpus && quick ;;
-  bench) begin_phase 3 && count_gpus && bench ;;
-  checks) begin_phase 4 && count_gpus && checks ;;
+  quick) begin_phase 2 150 && count_gpus && quick ;;
+  bench) begin_phase 3 200 && count_gpus && bench ;;
+  checks) begin_phase 4 300 && count_gpus && checks ;;
   sanitize) begin_phase 5 && sanitize ;;
   esac
+  save_logs
 done
 exit 0
