@@ -326,9 +326,10 @@ collect() { # waits for all that start began
 # Begins a command in the background; its row comes from collect. With must=REGEX a line of its output
 # has to match; with soft=1 a failure is a warning; made=FILE: success makes FILE.stamp of FILE.next.
 start() { # NAME SECONDS COMMAND...
-  local name=$1 limit=$2 log=$out/log/${1//[^a-zA-Z0-9_]/-}.log i word room soft=$soft
+  local name=$1 limit=$2 log=$out/log/${1//[^a-zA-Z0-9_]/-}.log i word room soft=$soft must=$must
   shift 2
   for word in "$@"; do
+    case $word in */gpu | */kernels | */nccl_*) must=${must:-'^ok:? '} ;; esac # their last line
     [[ $word != $out/bin/* ]] || [ -e "$word.stamp" ] || [ "$1" = nvcc ] ||
       { row skip "$name" "$word was not built" && return; }
   done
@@ -581,7 +582,7 @@ checks() {
   must='^broadcast, rank 0: 1 10' try "collectives" 60 $bin/collectives
   must='^test accuracy: (9[0-9]|100)' try "digits" 200 $bin/digits
   must='^step 800/800  loss [12]\.' try "gpt" 100 $bin/gpt
-  try "data_parallel" 100 $bin/data_parallel -n $((most > 7 ? 8 : most > 3 ? 4 : most > 1 ? 2 : 1))
+  must='^ +1  [0-9.]+ ' try "data_parallel" 100 $bin/data_parallel -n $((most > 7 ? 8 : most > 3 ? 4 : most > 1 ? 2 : 1))
   two_ranks sharded lost0 lostfree replay self lone
   share_gpu 4
 }
@@ -737,7 +738,7 @@ figures() {
 
 bench() {
   local torch=(env "LD_LIBRARY_PATH=$callers_libraries" python3 -c) why
-  try "measurements" 60 $bin/gpu bench
+  must='^copy ' try "measurements" 60 $bin/gpu bench
   figures "measurements" one copy sgd sgd_share adamw adamw_share plain_step ddp_step ddp_cost nccl_call nccl_alone_call \
     nccl_blocking_call
   try "gpt, with and without cddp" 100 bash -c "$(declare -f gpt_speed); gpt_speed \"\$@\"" - $bin/gpt_speed --steps 3200
