@@ -15293,7 +15293,12 @@ static cddp_result cddp__split(cddp_group *g, int color, int key, uint64_t check
                   sizeof mine);
   if (r != CDDP_OK) goto done;
   n = cddp__members_of_color(g, color, members);
-  if ((r = cddp__exchange_block(g, members, n, &ref, &block)) != CDDP_OK) goto done;
+  r = cddp__begin_access(g); /* until *out has the block: an elastic model can lose its owner */
+  if (r == CDDP_OK) r = cddp__exchange_block(g, members, n, &ref, &block);
+  if (r != CDDP_OK) {
+    (void)cddp__end_access(g, CDDP_OK); /* waits for no rank */
+    goto done;
+  }
   for (i = 0; i < n; i++) {
     if (members[i] == g->rank) rank = i;
     members[g->size + i] = g->members[members[i]];
@@ -15311,6 +15316,7 @@ static cddp_result cddp__split(cddp_group *g, int color, int key, uint64_t check
     r = cddp__hosts_attach(*out, g->hosts != NULL ? g->hosts->net : g->host->net,
                            members + g->size);
   }
+  (void)cddp__end_access(g, CDDP_OK);
   r = cddp__agree(g, r);
   if (r == CDDP_OK && *out != NULL && (*out)->hosts != NULL) /* the hosts connect */
     r = cddp__round(*out, CDDP__KIND_GROUP_NEW, CDDP__PHASE_CONNECTED, 0, NULL, 0);
@@ -24121,6 +24127,7 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels) { (void)k
               A group of cddp_init that has a lost rank returns CDDP_PEER_LOST on its host.
               A core dump of an elastic rank allocated memory that it had freed or never used.
               Too little memory for a group in cddp_init or a step is an error, not SIGBUS.
+              cddp_group_split on another thread crashed when a rank was lost meanwhile (SIGSEGV).
      Mended, start-up
               A damaged rank table crashed the rank that received it (SIGSEGV).
               One wrong rank (its number twice, another WORLD_SIZE) left others to their time-outs.

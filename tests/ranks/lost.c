@@ -1130,6 +1130,80 @@ static void test_crashing_joins(void) {
   fprintf(stderr, "  %d processes died or were refused\n", n);
 }
 
+/* --- cddp_group_split on another thread, while the owner of the new control block is lost --- */
+
+typedef struct splitting {
+  int held;  /* rank 1's split has mapped the block, and waits */
+  int goes_on;
+} splitting;
+
+static splitting *split;
+static __thread bool split_holds; /* this thread stops in its next large allocation */
+
+static void *split_alloc(size_t bytes, void *user_data) {
+  (void)user_data;
+  if (split_holds && bytes > 500) { /* the group: it has the block's address */
+    split_holds = false;
+    set(&split->held);
+    hold(&split->goes_on);
+  }
+  return malloc(bytes);
+}
+
+static void split_free(void *p, void *user_data) {
+  (void)user_data;
+  free(p);
+}
+
+static void *split_thread(void *arg) {
+  cddp_group *g = (cddp_group *)arg, *all = NULL;
+  split_holds = cddp_rank(g) == 1;
+  CHECK_IS(cddp_group_split(g, 0, 0, &all), CDDP_PEER_LOST);
+  CHECK(all == NULL);
+  return NULL;
+}
+
+static int split_life(int rank, void *arg) {
+  float w[4] = {0};
+  cddp_param p = {"w", w, NULL, 4, CDDP_F32};
+  cddp_group_desc desc;
+  cddp_ddp_desc with;
+  cddp_group *g = NULL;
+  cddp_ddp *d = NULL;
+  pthread_t thread;
+  int shard, after = 0;
+  (void)arg;
+  memset(&desc, 0, sizeof desc);
+  memset(&with, 0, sizeof with);
+  desc.allocator.alloc = split_alloc;
+  desc.allocator.free = split_free;
+  with.elastic = true;
+  CHECK_OK(cddp_init(&g, &desc));
+  CHECK_OK(cddp_ddp_create(&d, g, &p, 1, &with));
+  if (d == NULL) return 1;
+  CHECK(pthread_create(&thread, NULL, split_thread, g) == 0);
+  while (test_failures == 0 && after < 4) { /* the lost rank's memory is freed in the second one */
+    while (cddp_ddp_next_shard(d, &shard)) CHECK_OK(cddp_ddp_ready(d, 0));
+    CHECK_OK(cddp_ddp_wait(d));
+    after += cddp_world_size(cddp_ddp_group(d)) == 2;
+    if (rank == 0 && look(&split->held)) raise(SIGKILL);
+  }
+  set(&split->goes_on);
+  CHECK(pthread_join(thread, NULL) == 0);
+  cddp_ddp_destroy(d);
+  cddp_destroy(g);
+  return test_failures != 0;
+}
+
+static void test_split_with_a_lost_rank(void) {
+  int status[3];
+  split = (splitting *)ranks_shared(sizeof *split);
+  ranks_script(split_life, NULL, 3, RANKS_WITHIN(20.0), status);
+  CHECK(WIFSIGNALED(status[0]) && WTERMSIG(status[0]) == SIGKILL);
+  CHECK_EQ(status[1], 0);
+  CHECK_EQ(status[2], 0);
+}
+
 int main(int argc, char **argv) {
   uint64_t seed, last;
   reports = (report *)ranks_shared(MOST * sizeof *reports);
@@ -1155,6 +1229,7 @@ int main(int argc, char **argv) {
     RUN(test_creation);
     RUN(test_mean_of_joined);
     RUN(test_crashing_joins);
+    RUN(test_split_with_a_lost_rank);
     RUN(test_seeds);
     RUN(test_hosts_undisturbed);
     RUN(test_hosts_deaths);
