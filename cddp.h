@@ -1235,6 +1235,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 
    LIMITS OF ELASTIC TRAINING.
      - Only the group of cddp_init can have an elastic model. A process has one at a time.
+     - A process that was in a job can join it again (CDDP_JOIN) after it has destroyed its models
+       and groups of that job.
      - No process can join ranks that are threads. On GPUs such ranks cannot be elastic.
      - No process can join a job of one host that has a file size limit (ulimit -f).
      - Not with comm_hook, find_unused_parameters, uneven_inputs or MPI.
@@ -6296,7 +6298,8 @@ static cddp_result cddp__discover(cddp__config *config, const cddp_group_desc *d
        window.
    What fails: a mapping or a commit, for that rank alone. Closing any descriptor of the file drops
    all locks of the process (fcntl(2)). So a process that has locks receives no further descriptor
-   of it, and each meeting of an elastic model checks that the program has not closed it. */
+   of it (the manual forbids to join a job twice), and each meeting of an elastic model checks that
+   the program has not closed it. */
 
 #ifndef MADV_COLLAPSE
 #define MADV_COLLAPSE 25
