@@ -328,6 +328,7 @@ collect() { # waits for all that start began
 start() { # NAME SECONDS COMMAND...
   local name=$1 limit=$2 log=$out/log/${1//[^a-zA-Z0-9_]/-}.log i word room soft=$soft must=$must
   shift 2
+  [[ " ${logs[*]} " != *" $log "* ]] || log=${log%.log}-2.log # two programs have a test of that name
   for word in "$@"; do
     [ -n "$made" ] || [[ $word != */@(gpu|kernels|nccl_*) ]] || must=${must:-'^ok:? '} # their last line
     [[ $word != $out/bin/* ]] || [ -e "$word.stamp" ] || [ "$1" = nvcc ] ||
