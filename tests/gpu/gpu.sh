@@ -16,8 +16,8 @@
 #   tests/gpu/gpu.sh coverage     what has run where, of gpu-results.md and of the table: a table for gpu-results.md
 #
 # Each part builds first what is missing. `GPU_ARCH=sm_90 tests/gpu/gpu.sh build` needs no GPU: it compiles for
-# that architecture, and build/gpu/bin can then be copied to a machine that has one. `build-suite` is the same for
-# what the suite needs. After each part the logs and rows are saved in OUT, if that is set: gpu-logs.tar.gz.
+# that architecture, and build/gpu/bin can then be copied to a machine that has one. `build-bench`
+# and `build-suite` are the same for what bench and suite need. After each part the logs and rows are saved in OUT, if that is set: gpu-logs.tar.gz.
 #
 # A call ends within GPU_SECONDS, 540: it starts nothing that would end later. Without a limit: GPU_SECONDS=0. quick,
 # bench and checks also have limits of their own. A row for which no time was left says 'skip'. A command that got less
@@ -39,13 +39,14 @@ die() { # SENTENCE
   exit 1
 }
 
-usage="tests/gpu/gpu.sh [build|quick|bench|checks|sanitize|build-suite|suite]... | double | table | coverage"
+usage="tests/gpu/gpu.sh [build|quick|bench|checks|sanitize|build-bench|build-suite|suite]... | double | table | coverage"
 phases=
 [ $# -gt 0 ] || set -- build quick bench checks sanitize
 for part in "$@"; do
   case $part in
-  build | build-suite) ;;
-  quick | bench | checks | sanitize) phases+=" build" ;;
+  build | build-bench | build-suite) ;;
+  quick | checks | sanitize) phases+=" build" ;;
+  bench) phases+=" build-bench" ;;
   suite) phases+=" build-suite" ;;
   double | table | coverage) [ $# = 1 ] || { echo "usage: $usage" >&2 && exit 2; } ;;
   *) echo "usage: $usage" >&2 && exit 2 ;;
@@ -56,8 +57,9 @@ case $1 in
 double) phases=suite double=1 out=build/gpu-double GPU_SECONDS=0 ;;
 table | coverage) phases= ;;
 esac
-phases=$(tr ' ' '\n' <<<"$phases" | awk 'NF && !seen[$0]++' | tr '\n' ' ')
-phases=${phases% }
+phases=$(tr ' ' '\n' <<<"$phases" | awk 'NF && !seen[$0]++')
+! grep -q -x build <<<"$phases" || phases=build$'\n'$(grep -v -x -e build -e build-bench <<<"$phases")
+phases=$(paste -s -d ' ' <<<"$phases")
 GPU_SECONDS=${GPU_SECONDS:-540}
 
 # No variable of the caller's launcher may make a rank of a check.
@@ -778,6 +780,7 @@ for p in $phases; do
     begin_phase 1
     build tests/gpu/{kernels,gpu,gpt_speed}.cu examples/{toy,linear,collectives,digits,gpt,data_parallel}.cu
     ;;
+  build-bench) begin_phase 1 && build tests/gpu/{gpu,gpt_speed}.cu ;;
   build-suite) begin_phase 6 && build_suite ;;
   suite) begin_phase 7 && { [ -n "$double" ] || count_gpus; } && suite ;;
   quick) begin_phase 2 150 && count_gpus && quick ;;
