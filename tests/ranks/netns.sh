@@ -115,7 +115,7 @@ int main(int argc, char **argv) {
   cddp_optim *o;
   cddp_ddp *d;
   cddp_result r;
-  int shard, i, t, leaves = getenv("LEAVES") ? atoi(getenv("LEAVES")) : 4; /* ranks from this one on */
+  int shard, i, t, leaves = getenv("LEAVES") ? atoi(getenv("LEAVES")) : 99; /* ranks from this one on */
   double sum = 0;
   if (cddp_init(&g, NULL)) return printf("%s\n", cddp_error()), 1;
   p.data = w;
