@@ -18035,7 +18035,7 @@ static cddp_result cddp__next_of_rank(cddp_ddp *d) {
   return r;
 }
 
-/* Starts every full bucket whose predecessors have started. lock held. */
+/* Starts every full bucket if all before it have started. lock held. */
 static cddp_result cddp__launch_buckets(cddp_ddp *d) {
   cddp_result r = CDDP_OK;
   if (d->group->size == 1 && d->desc.comm_hook == NULL && !d->shards.spread) return CDDP_OK;
@@ -19665,9 +19665,10 @@ static cddp_result cddp__elastic_reduce(cddp_ddp *d) {
    tests/models/halves.pml. The rule also holds for an address of which all members were lost by
    resets, as a firewall sends. Therefore each member reports which processes it has seen end
    (`ended`): the system of such a process closed a connection, and did not reset it.
-   A rank can count a leader as lost that lives, because its own calls failed. Therefore a leader
-   calls each member whose report it lacks. Who has counted it as lost since the last table reports
-   to it. Who has a table without it tells it so, and it ends (CDDP_ABORTED).
+   A rank can count a living leader as lost, because calls of the rank failed. Therefore a leader
+   calls each member that has not reported. A member that has counted the leader as lost since the
+   last table reports then. A member that has a table without the leader refuses, and the leader
+   ends (CDDP_ABORTED).
    A joining process asks a rank on its host or at MASTER_ADDR for the leader (>>rendezvous), and
    sends the leader a report without weights. If it got no shared memory, it counts as a host with
    one rank. A leader without shards left starts a meeting for it. */
@@ -19818,8 +19819,8 @@ static void cddp__refuse_lost(cddp_ddp *d, cddp__connection *link, int rank) {
                                   rank));
 }
 
-/* Whether member p of the last table is the process `life`, which sends something: so it is a
-   member again, whatever this rank has found out since. */
+/* Whether member p of the last table is the process `life`. That process sends something, so it
+   lives, and is a member again. */
 static bool cddp__revive_member(cddp_ddp *d, int p, uint64_t life) {
   cddp__elastic *elastic = d->elastic;
   size_t shards = (size_t)d->shards.count;
@@ -19883,8 +19884,8 @@ static void cddp__handle_report(cddp_ddp *d, cddp__connection *link, cddp__messa
   elastic->reports[p] = message;
 }
 
-/* Whose reports and calls are received: those of processes that count as lost, and of joining ones,
-   and, in a meeting that this rank leads, of members. */
+/* The senders of which reports and calls are received: processes that count as lost; joining ones
+   too; in a meeting that this rank leads, members too. */
 enum cddp__accepts { CDDP__ACCEPT_LOST, CDDP__ACCEPT_JOINING, CDDP__ACCEPT_MEMBERS };
 
 static void cddp__accept_reports(cddp_ddp *d, enum cddp__accepts most) {
@@ -19947,7 +19948,7 @@ static void cddp__answer_joins(cddp_ddp *d) {
   cddp__join_serve(host, CDDP__JOIN_WAIT);
 }
 
-/* Connects to a member whose report is missing, which can have counted this rank as lost. */
+/* Connects to a member that has not reported: it can have counted this rank as lost. */
 static cddp_result cddp__elastic_call_member(cddp_ddp *d, int member) {
   cddp__elastic *elastic = d->elastic;
   cddp__connection **link = &elastic->links[member];
