@@ -53,12 +53,13 @@ function letter(config, op, ranks, bytes,   w) {
 
 # The table of README.md at the top.
 function readme_table(   i, b) {
-  printf "\n| bytes | `cddp_alloc`'s memory | floor | best peer | malloc'ed memory | best peer |\n|---|---|---|---|---|---|\n"
+  printf "\n| bytes | cddp, `cddp_alloc` memory | loops | peer, any memory | cddp, malloc'ed memory |"
+  printf " peer, malloc'ed memory |\n|---|---|---|---|---|---|\n"
   for (i = 1; i <= size_count; i++) {
     b = size[i]
     if (!us("cddp-alloc", "all_reduce", 2, b)) continue # a peer's only
     printf "| %s | %s | %s | %s | %s | %s |\n", (b < 1048576 ? b : b / 1048576 " Mi"), show(us("cddp-alloc", "all_reduce", 2, b)),
-      show(us("floor", "all_reduce", 2, b)), show(best(ALL, "all_reduce", 2, b)),
+      (b < 1024 ? "-" : show(us("floor", "all_reduce", 2, b))), show(best(ALL, "all_reduce", 2, b)),
       show(us("cddp-malloc", "all_reduce", 2, b)), show(best(PLAIN, "all_reduce", 2, b))
   }
 }
