@@ -4326,10 +4326,10 @@ static int cddp__connection_send(cddp__connection *c, const cddp__frame_head *he
   size_t stop = most < end - *sent ? *sent + most : end;
   while (*sent < stop) {
     bool in_head = *sent < before;
+    uintptr_t at = in_head ? (uintptr_t)head + *sent : (uintptr_t)data + (*sent - before);
     struct iovec io[2]; /* the head's rest, or the body's; behind a head the body */
     ssize_t n;
-    io[0].iov_base = in_head ? (char *)(uintptr_t)head + *sent
-                             : (char *)(uintptr_t)data + (*sent - before);
+    io[0].iov_base = (char *)at;
     io[0].iov_len = cddp__min((in_head ? before : stop) - *sent, CDDP__SEND_BYTES);
     io[1].iov_base = (char *)(uintptr_t)data;
     io[1].iov_len = in_head ? cddp__min(stop, CDDP__SEND_BYTES) - before : 0;
@@ -4348,18 +4348,18 @@ static int cddp__connection_read(cddp__connection *c, cddp__frame_head *head, vo
   size_t stop = most < end - *got ? *got + most : end;
   while (*got < stop) {
     bool in_head = *got < before;
-    char *at = in_head ? (char *)head + *got : (char *)data + (*got - before);
+    uintptr_t at = in_head ? (uintptr_t)head + *got : (uintptr_t)data + (*got - before);
     size_t left = (in_head ? before : stop) - *got;
     size_t have = cddp__min(left, cddp__buffer_size(&c->in));
     struct iovec io[2];
     ssize_t n;
     if (have > 0) {
-      memcpy(at, c->in.data + c->in.start, have);
+      memcpy((char *)at, c->in.data + c->in.start, have);
       c->in.start += have;
       *got += have;
       continue;
     }
-    io[0].iov_base = at;
+    io[0].iov_base = (char *)at;
     io[0].iov_len = left;
     io[1].iov_base = c->in.data;
     io[1].iov_len = c->in.capacity;
@@ -14232,8 +14232,7 @@ static cddp_result cddp__work_wait(cddp_work *work, double limit) {
 /* Sends or receives. work not NULL: only starts to, and sets *work. */
 static cddp_result cddp__start_message(cddp_group *g, const cddp__call *call, cddp_work **work) {
   bool waits = work == NULL;
-  cddp_work on_stack; /* of a call that waits */
-  cddp_work *w = waits ? &on_stack : NULL;
+  cddp_work on_stack, *w = &on_stack; /* of a call that waits; or the heap's */
   cddp_result r = cddp__check_group(g);
   if (r != CDDP_OK) return r;
   if (waits) cddp__work_init(w, g);
