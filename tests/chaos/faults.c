@@ -933,55 +933,72 @@ static cddp_result elastic_step(cddp_ddp *ddp, cddp_optim *optim, const cddp_par
   return r;
 }
 
-/* Rank 2 dies in step 2, in which the victim's calls begin to count. Another process joins. */
-static int elastic_life(int rank, void *arg) {
-  cddp_param p = {"w", NULL, NULL, WEIGHTS, CDDP_F32};
-  float stop = 0;
+typedef struct elastic_model {
+  cddp_param p;
+  cddp_group *g;
+  cddp_ddp *ddp;
+  cddp_optim *optim;
+} elastic_model;
+
+/* The environment has been set. */
+static cddp_result open_elastic(elastic_model *m, int shards) {
   cddp_ddp_desc desc;
   cddp_sgd_desc o;
-  cddp_group *g = NULL;
-  cddp_ddp *ddp = NULL;
-  cddp_optim *optim = NULL;
+  cddp_result r;
+  memset(m, 0, sizeof *m);
+  memset(&desc, 0, sizeof desc);
+  memset(&o, 0, sizeof o);
+  m->p.name = "w";
+  m->p.count = WEIGHTS;
+  m->p.dtype = CDDP_F32;
+  desc.elastic = true;
+  desc.shards = shards;
+  o.lr = 0.125;
+  o.momentum = 0.5;
+  if ((r = cddp_init(&m->g, NULL)) != CDDP_OK) return r;
+  if ((m->p.data = cddp_alloc(m->g, WEIGHTS * sizeof(float))) == NULL) return CDDP_OUT_OF_MEMORY;
+  if ((r = cddp_ddp_create(&m->ddp, m->g, &m->p, 1, &desc)) != CDDP_OK) return r;
+  return cddp_sgd_create(&m->optim, &m->p, 1, &o);
+}
+
+static void close_elastic(elastic_model *m, int rank) {
+  cddp_optim_destroy(m->optim);
+  cddp_ddp_destroy(m->ddp);
+  if (m->g != NULL) cddp_free(m->g, m->p.data);
+  cddp_destroy(m->g);
+  elastic->out[rank].ended = true;
+}
+
+/* Rank 2 dies in step 2, in which the victim's calls begin to count. Another process joins. */
+static int elastic_life(int rank, void *arg) {
+  elastic_model m;
+  float stop = 0;
   cddp_result r;
   (void)arg;
   prctl(PR_SET_PDEATHSIG, SIGKILL);
-  memset(&desc, 0, sizeof desc);
-  memset(&o, 0, sizeof o);
-  desc.elastic = true;
-  desc.shards = 4;
-  o.lr = 0.125;
-  o.momentum = 0.5;
   if (elastic->hosts != NULL) setenv("TEST_HOSTS", elastic->hosts, 1);
   ranks_environment(rank, FIRST, elastic->port);
   setenv("CDDP_TIMEOUT_S", "20", 1);
   if (rank == JOINER) setenv("CDDP_JOIN", "1", 1);
   if (rank != elastic->victim) fault.number = 0;
   if (rank == JOINER) arm(true);
-  r = cddp_init(&g, NULL);
-  if (r == CDDP_OK && (p.data = cddp_alloc(g, WEIGHTS * sizeof(float))) == NULL)
-    r = CDDP_OUT_OF_MEMORY;
-  if (r == CDDP_OK) r = cddp_ddp_create(&ddp, g, &p, 1, &desc);
-  if (r == CDDP_OK) r = cddp_sgd_create(&optim, &p, 1, &o);
+  r = open_elastic(&m, 4);
   if (r == CDDP_OK && rank < FIRST) __atomic_add_fetch(&elastic->created, 1, __ATOMIC_SEQ_CST);
   while (r == CDDP_OK && read_flag(&elastic->created) < FIRST) ranks_sleep(0.001);
   while (r == CDDP_OK && stop == 0) {
-    uint64_t t = cddp_ddp_steps(ddp);
+    uint64_t t = cddp_ddp_steps(m.ddp);
     if (t == 2) arm(true);
-    r = elastic_step(ddp, optim, &p, rank == 2 && t == 2 && rank != elastic->victim);
+    r = elastic_step(m.ddp, m.optim, &m.p, rank == 2 && t == 2 && rank != elastic->victim);
     stop = (float)read_flag(&elastic->ended);
     if (r == CDDP_OK)
-      r = cddp_all_reduce(cddp_ddp_group(ddp), &stop, 1, CDDP_F32, CDDP_MAX, NULL);
+      r = cddp_all_reduce(cddp_ddp_group(m.ddp), &stop, 1, CDDP_F32, CDDP_MAX, NULL);
     if (r == CDDP_PEER_LOST) r = CDDP_OK, stop = 0;
     if (rank == JOINER) __atomic_store_n(&elastic->ended, 1, __ATOMIC_SEQ_CST);
   }
   note(&elastic->out[rank], r);
   arm(false);
   if (rank == JOINER) __atomic_store_n(&elastic->ended, 1, __ATOMIC_SEQ_CST);
-  cddp_optim_destroy(optim);
-  cddp_ddp_destroy(ddp);
-  if (g != NULL) cddp_free(g, p.data);
-  cddp_destroy(g);
-  elastic->out[rank].ended = true;
+  close_elastic(&m, rank);
   return 0;
 }
 
@@ -1065,47 +1082,28 @@ static void test_elastic_sends(void) {
 /* In step 2 one call of `victim` fails: in the program's own collective, or, if rank 3 of four dies
    in that step, in the meeting: then the victim can end. The group works again two steps later. */
 static int lost_call_life(int rank, void *arg) {
-  cddp_param p = {"w", NULL, NULL, WEIGHTS, CDDP_F32};
+  elastic_model m;
   int size = *(const int *)arg;
   float sum;
-  cddp_ddp_desc desc;
-  cddp_sgd_desc o;
-  cddp_group *g = NULL;
-  cddp_ddp *ddp = NULL;
-  cddp_optim *optim = NULL;
   cddp_result r;
-  memset(&desc, 0, sizeof desc);
-  memset(&o, 0, sizeof o);
-  desc.elastic = true;
-  desc.shards = 4;
-  o.lr = 0.125;
-  o.momentum = 0.5;
   setenv("TEST_HOSTS", elastic->hosts, 1);
   ranks_environment(rank, size, elastic->port);
   setenv("CDDP_TIMEOUT_S", "8", 1);
   if (rank != elastic->victim) fault.number = 0;
-  r = cddp_init(&g, NULL);
-  if (r == CDDP_OK && (p.data = cddp_alloc(g, WEIGHTS * sizeof(float))) == NULL)
-    r = CDDP_OUT_OF_MEMORY;
-  if (r == CDDP_OK) r = cddp_ddp_create(&ddp, g, &p, 1, &desc);
-  if (r == CDDP_OK) r = cddp_sgd_create(&optim, &p, 1, &o);
-  while (r == CDDP_OK && cddp_ddp_steps(ddp) < 6) {
-    if (size == 4 && cddp_ddp_steps(ddp) == 1) arm(true);
-    r = elastic_step(ddp, optim, &p, rank == 3 && cddp_ddp_steps(ddp) == 2);
+  r = open_elastic(&m, 4);
+  while (r == CDDP_OK && cddp_ddp_steps(m.ddp) < 6) {
+    if (size == 4 && cddp_ddp_steps(m.ddp) == 1) arm(true);
+    r = elastic_step(m.ddp, m.optim, &m.p, rank == 3 && cddp_ddp_steps(m.ddp) == 2);
     if (r != CDDP_OK) break;
-    if (cddp_ddp_steps(ddp) == 2) arm(true);
+    if (cddp_ddp_steps(m.ddp) == 2) arm(true);
     sum = 1;
-    r = cddp_all_reduce(cddp_ddp_group(ddp), &sum, 1, CDDP_F32, CDDP_SUM, NULL);
-    if (size == 3 || cddp_ddp_steps(ddp) > 3) arm(false);
+    r = cddp_all_reduce(cddp_ddp_group(m.ddp), &sum, 1, CDDP_F32, CDDP_SUM, NULL);
+    if (size == 3 || cddp_ddp_steps(m.ddp) > 3) arm(false);
     if (r == CDDP_OK) CHECK(sum >= 2 && sum <= size);
-    if (r == CDDP_PEER_LOST && cddp_ddp_steps(ddp) < 5) r = CDDP_OK;
+    if (r == CDDP_PEER_LOST && cddp_ddp_steps(m.ddp) < 5) r = CDDP_OK;
   }
   note(&elastic->out[rank], r);
-  cddp_optim_destroy(optim);
-  cddp_ddp_destroy(ddp);
-  if (g != NULL) cddp_free(g, p.data);
-  cddp_destroy(g);
-  elastic->out[rank].ended = true;
+  close_elastic(&m, rank);
   return 0;
 }
 
@@ -1155,42 +1153,23 @@ static void test_false_losses(void) {
 /* Ranks 0 to 2 train; ranks 3 and 4 join. The network is cut into {0, 3, 4} and {1, 2} when rank 0
    has admitted both, before it sends the table. */
 static int half_life(int rank, void *arg) {
-  cddp_param p = {"w", NULL, NULL, WEIGHTS, CDDP_F32};
-  cddp_ddp_desc desc;
-  cddp_sgd_desc o;
-  cddp_group *g = NULL;
-  cddp_ddp *ddp = NULL;
-  cddp_optim *optim = NULL;
+  elastic_model m;
   cddp_result r;
   uint64_t t;
   (void)arg;
   halves_rank = rank;
-  memset(&desc, 0, sizeof desc);
-  memset(&o, 0, sizeof o);
-  desc.elastic = true;
-  desc.shards = 6;
-  o.lr = 0.125;
-  o.momentum = 0.5;
   ranks_environment(rank, FIRST, elastic->port);
   setenv("CDDP_HOST_ID", (const char *[]){"a", "b", "c", "d", "e"}[rank], 1);
   setenv("CDDP_TIMEOUT_S", "10", 1);
   if (rank >= FIRST) setenv("CDDP_JOIN", "1", 1);
-  r = cddp_init(&g, NULL);
-  if (r == CDDP_OK && (p.data = cddp_alloc(g, WEIGHTS * sizeof(float))) == NULL)
-    r = CDDP_OUT_OF_MEMORY;
-  if (r == CDDP_OK) r = cddp_ddp_create(&ddp, g, &p, 1, &desc);
-  if (r == CDDP_OK) r = cddp_sgd_create(&optim, &p, 1, &o);
+  r = open_elastic(&m, 6);
   if (r == CDDP_OK) __atomic_add_fetch(&elastic->created, 1, __ATOMIC_SEQ_CST);
-  while (r == CDDP_OK && (t = cddp_ddp_steps(ddp)) < 30) {
+  while (r == CDDP_OK && (t = cddp_ddp_steps(m.ddp)) < 30) {
     if (t == 3 && rank == 0) ranks_sleep(1); /* both joining processes ask in this time */
-    r = elastic_step(ddp, optim, &p, false);
+    r = elastic_step(m.ddp, m.optim, &m.p, false);
   }
   note(&elastic->out[rank], r);
-  cddp_optim_destroy(optim);
-  cddp_ddp_destroy(ddp);
-  if (g != NULL) cddp_free(g, p.data);
-  cddp_destroy(g);
-  elastic->out[rank].ended = true;
+  close_elastic(&m, rank);
   return 0;
 }
 
