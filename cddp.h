@@ -2532,6 +2532,7 @@ CDDP__PRINTF(3, 0)
 static void cddp__format(char *to, size_t n, const char *format, va_list args) {
   size_t size = (size_t)vsnprintf(to, n, format, args), last = n - 1;
   if (size < n) return;
+  /* to[last - 1] becomes the first byte of the last character, which is removed if it is cut. */
   while (last > 0 && n - last < 4 && (to[last - 1] & 0xc0) == 0x80) last--;
   if (last > 0 && cddp__utf8((unsigned char *)to + last - 1, n - last) == 0) to[last - 1] = 0;
 }
