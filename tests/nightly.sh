@@ -1,15 +1,17 @@
 #!/bin/bash
 # The long runs, an hour or two: `ninja nightly` builds what they need first.
 #
-#   tests/nightly.sh [FUZZ_SECONDS]     seconds for each fuzz target; 600
+#   tests/nightly.sh [TEST...] [FUZZ_SECONDS]     tests that run first; seconds for each fuzz target, 600
 #
 # A failure names its seed; `build/plain/programs --seed SEED`, `build/plain/simulate SEED`, `build/plain/kills --seed SEED` and
 # `build/plain/elastic --seeds 1 --seed SEED` run it again.
 set -u
 cd "$(dirname "$0")/.." || exit 1
 
+tests=()
+while [[ ${1:-} == build/* ]]; do tests+=("$1") && shift; done
 seconds=${1:-600}
-case $seconds in *[!0-9]*) echo "tests/nightly.sh [FUZZ_SECONDS]" >&2; exit 2 ;; esac
+case $seconds in *[!0-9]*) echo "tests/nightly.sh [TEST...] [FUZZ_SECONDS]" >&2; exit 2 ;; esac
 failed=0
 run() { # NAME COMMAND...
   local name=$1 start=$SECONDS
@@ -28,6 +30,7 @@ fixed=()
 setarch -R true 2>/dev/null && fixed=(setarch -R)
 export ASAN_OPTIONS=allocator_may_return_null=1:detect_stack_use_after_return=1
 export TSAN_OPTIONS=die_after_fork=0
+run tests env TEST_TIMEOUT=600 tests/run.sh "${tests[@]+"${tests[@]}"}" tests/valgrind.sh:groups
 run programs build/plain/programs --seed 10000 --seconds 3600
 run kills build/plain/kills --seeds 1000
 run elastic build/plain/elastic --seeds 3000 --seed 10000
