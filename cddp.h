@@ -2163,7 +2163,7 @@ CDDP__STATIC_ASSERT(offsetof(cddp__optim_desc, shared) == CDDP__SETTING_SHARED *
 typedef struct cddp__snapshot {
   double settings[CDDP__SETTING_COUNT + 1]; /* the last: weight_decay of the first parameter */
   uint64_t lr_scales, weight_decays;             /* hashes */
-  int32_t states;                                /* number of states of each parameter */
+  int32_t state_count;                           /* of each parameter */
   bool known;     /* false: the members have no cddp_optim yet; only `stepped` is valid */
   bool stepped;   /* false: no step, so no states */
 } cddp__snapshot;
@@ -15765,11 +15765,11 @@ struct cddp_optim { /* owner: the thread that calls cddp_optim_* or cddp_ddp_ste
   uint64_t settings, check; /* hashes of its numbers without lr, with lr; never 0; bit 0 is clear */
 
   /* The states. */
-  int states;    /* of each parameter; with master_weights the last one is its master */
+  int state_count; /* of each parameter; with master_weights the last one is its master */
   void **state;  /* [states][count] each as long as its part; NULL: not allocated, or shared */
   float *steps;  /* [count] steps of each parameter, as PyTorch counts them; 0: its states are not
                     initialized */
-  bool *fresh;   /* [count] the master must be initialized from the weights */
+  bool *init_master; /* [count] the master must be initialized from the weights */
   cddp_partition *parts; /* [count] of which this rank keeps states: param, first and count */
   bool partitioned; /* sharded_states: these are 1/world_size of the elements; false: all */
 
@@ -15784,7 +15784,7 @@ struct cddp_optim { /* owner: the thread that calls cddp_optim_* or cddp_ddp_ste
   const unsigned char *used;   /* [count] 0: skip the parameter; NULL: use all */
   cddp__sparse *const *sparse; /* [count] NULL: dense; NULL array: all dense */
   uint32_t paired;             /* id of the cddp_ddp last checked for compatibility; 0: none */
-  cddp_optim **known;          /* the elastic model's pointer to this optimizer; NULL: none */
+  cddp_optim **model_link;     /* the elastic model's pointer to this optimizer; NULL: none */
 
   /* cddp_kernels.cuh's. */
   int device;                    /* number of the device */
@@ -15801,7 +15801,7 @@ struct cddp__update {
   cddp__scalars scalars;
   char *states[CDDP__STATES]; /* the first element of each; NULL: not in use */
   char *master;               /* the first element; NULL: no master */
-  bool fresh;                 /* the master must be initialized from the weights */
+  bool init_master;           /* the master must be initialized from the weights */
   /* Runs a data-parallel step of an f32 parameter in one loop; NULL: this step needs blocks. */
   void (*loop)(const cddp__fused_args *args, int ranks, size_t n);
 };
@@ -15938,7 +15938,7 @@ static cddp_dtype cddp__state_type(const cddp_optim *optim, int i) {
 
 /* Whether state k is the master. */
 static bool cddp__is_master(const cddp_optim *optim, int k) {
-  return optim->desc.master_weights != 0 && k == optim->states - 1;
+  return optim->desc.master_weights != 0 && k == optim->state_count - 1;
 }
 
 static bool cddp__has_state(const cddp_optim *optim, int k, int i) {
@@ -15960,8 +15960,8 @@ static cddp__update cddp__update_of(const cddp_optim *optim, int i, void *const 
   u.loops = cddp__pick_loops();
   u.stored = optim->params[i].dtype;
   u.dtype = cddp__state_type(optim, i);
-  u.fresh = optim->fresh[i];
-  for (k = 0; k < optim->states; k++) {
+  u.init_master = optim->init_master[i];
+  for (k = 0; k < optim->state_count; k++) {
     char *at = (char *)state[k * stride];
     if (!cddp__is_master(optim, k)) u.states[k] = at;
     else if (cddp__has_state(optim, k, i)) u.master = at;
@@ -15979,7 +15979,7 @@ static void cddp__half_block(const cddp__update *update, void *master, void *wei
   cddp__f32 *w = master != NULL ? (cddp__f32 *)master : wide[0];
   void *s[CDDP__STATES];
   int k;
-  if (master == NULL || update->fresh) half->widen(w, weights, n);
+  if (master == NULL || update->init_master) half->widen(w, weights, n);
   half->widen(wide[1], gradient, n);
   for (k = 0; k < CDDP__STATES; k++) {
     s[k] = states[k] == NULL || master != NULL ? states[k] : wide[2 + k];
@@ -16152,7 +16152,7 @@ static void cddp__optim_dense(cddp_optim *optim, int i) {
 static void cddp__optim_rows(cddp_optim *optim, int i, const cddp__sparse *sparse) {
   const cddp_param *p = &optim->params[i];
   cddp__update u = cddp__update_of(optim, i, optim->state + i, optim->count);
-  bool every = optim->states > 0, has; /* all rows are stepped; this row has a gradient */
+  bool every = optim->state_count > 0, has; /* all rows are stepped; this row has a gradient */
   size_t k = 0, row;
   for (row = 0; every ? row < sparse->rows : k < sparse->mean.n; row++, k += has) {
     if (!every) row = (size_t)sparse->mean.number[k];
@@ -16182,7 +16182,7 @@ static cddp__sparse *cddp__optim_sparse(const cddp_optim *optim, int i) { /* NUL
 static cddp_result cddp__need_states(cddp_optim *optim, int i) {
   size_t n = optim->parts[i].count, bytes = n * cddp__dtype_size(cddp__state_type(optim, i));
   int k;
-  for (k = 0; n > 0 && k < optim->states; k++) {
+  for (k = 0; n > 0 && k < optim->state_count; k++) {
     void **state = cddp__state_of(optim, k, i);
     if (*state != NULL || !cddp__has_state(optim, k, i)) continue;
     if (bytes < 4 * CDDP__HUGE_PAGE || posix_memalign(state, CDDP__HUGE_PAGE, bytes) != 0)
@@ -16206,12 +16206,12 @@ static float cddp__most_steps(const cddp_optim *optim) {
 
 /* The next step initializes all masters from the weights. */
 static void cddp__renew_masters(cddp_optim *optim) {
-  memset(optim->fresh, true, (size_t)optim->count * sizeof *optim->fresh);
+  memset(optim->init_master, true, (size_t)optim->count * sizeof *optim->init_master);
 }
 
 static void cddp__count_step(cddp_optim *optim, int i) {
   optim->steps[i]++;
-  optim->fresh[i] = false;
+  optim->init_master[i] = false;
 }
 
 static cddp_result cddp__cpu_step(cddp_optim *optim) {
@@ -16232,7 +16232,7 @@ static cddp_result cddp__cpu_zero(const cddp_optim *optim, void *p, size_t bytes
 
 static void cddp__cpu_leave(cddp_optim *optim) {
   int i;
-  for (i = 0; i < optim->count * optim->states; i++) cddp__free(NULL, optim->state[i]);
+  for (i = 0; i < optim->count * optim->state_count; i++) cddp__free(NULL, optim->state[i]);
 }
 
 static const cddp__optim_backend cddp__cpu_optim = {false, /* not on_device */
@@ -16273,7 +16273,7 @@ static cddp_result cddp__optim_prepare(cddp_optim *optim) {
 CDDPDEF cddp_result cddp_optim_step(cddp_optim *optim) {
   int i;
   CDDP__CHECK(optim != NULL, "the cddp_optim is NULL");
-  if (optim->known == NULL) CDDP__TRY(cddp__elastic_pair(optim)); /* created before the model */
+  if (optim->model_link == NULL) CDDP__TRY(cddp__elastic_pair(optim)); /* created before it */
   CDDP__TRY(cddp__optim_prepare(optim));
   CDDP__TRY((optim->backend->step)(optim));
   for (i = 0; i < optim->count; i++)
@@ -16311,7 +16311,7 @@ CDDPDEF cddp_result cddp_optim_set_lr(cddp_optim *optim, double lr) {
   CDDP__CHECK(optim != NULL, "the cddp_optim is NULL");
   CDDP__CHECK(lr >= 0 && lr <= DBL_MAX, "lr is %g; it must be finite and at least 0", lr);
   /* Created before the model: a joining process receives the rate of the job, then has this one. */
-  if (optim->known == NULL) CDDP__TRY(cddp__elastic_pair(optim));
+  if (optim->model_link == NULL) CDDP__TRY(cddp__elastic_pair(optim));
   cddp__set_lr(optim, lr);
   return CDDP_OK;
 }
@@ -16329,7 +16329,7 @@ CDDPDEF cddp_result cddp_optim_write_copies(cddp_optim *optim) {
 CDDPDEF void cddp_optim_destroy(cddp_optim *optim) {
   if (optim == NULL) return;
   if (optim->shared_by != NULL) optim->unshare(optim);
-  if (optim->known != NULL) *optim->known = NULL;
+  if (optim->model_link != NULL) *optim->model_link = NULL;
   (optim->backend->leave)(optim);
   cddp__free(NULL, optim);
 }
@@ -16408,13 +16408,13 @@ static cddp_result cddp__optim_new(cddp_optim **out, const cddp__algorithm *algo
   optim->algorithm = algorithm;
   optim->desc = *d;
   optim->desc.algorithm = algorithm->number;
-  optim->states = (int)arrays;
+  optim->state_count = (int)arrays;
   optim->parts = (cddp_partition *)(void *)(optim + 1);
   scales = (double *)(void *)(optim->parts + n);
   decays = scales + n;
   optim->state = (void **)(void *)(decays + n);
   optim->steps = (float *)(void *)(optim->state + pointers);
-  optim->fresh = (bool *)(void *)(optim->steps + n);
+  optim->init_master = (bool *)(void *)(optim->steps + n);
   cddp__renew_masters(optim);
   if (d->copies != NULL)
     optim->desc.copies =
@@ -17390,7 +17390,7 @@ static cddp_result cddp__copy_state(const cddp_ddp *d, const cddp_optim *optim, 
   size_t esize = cddp__dtype_size(param->dtype);
   size_t size = cddp__dtype_size(cddp__state_type(optim, i)), first, n; /* elements */
   char *own = (char *)*cddp__state_of(optim, k, i), *shared;
-  bool anew = share && cddp__is_master(optim, k) && optim->fresh[i] && optim->steps[i] > 0;
+  bool anew = share && cddp__is_master(optim, k) && optim->init_master[i] && optim->steps[i] > 0;
   begin = cddp__max(begin, tensor->offset);
   end = cddp__min(end, tensor->offset + tensor->bytes);
   if ((own == NULL && !anew) || begin >= end || !cddp__has_state(optim, k, i)) return CDDP_OK;
@@ -17410,7 +17410,7 @@ static cddp_result cddp__copy_states(const cddp_ddp *d, const cddp_optim *optim,
                                      size_t begin, size_t end, bool share) {
   cddp_result r = CDDP_OK;
   int k, i;
-  for (k = 0; k < optim->states; k++)
+  for (k = 0; k < optim->state_count; k++)
     for (i = 0; r == CDDP_OK && i < optim->count; i++)
       r = cddp__copy_state(d, optim, k, i, states, begin, end, share);
   return r;
@@ -17448,7 +17448,7 @@ static cddp_result cddp__commit_shared(cddp_ddp *d, const cddp_optim *optim, cha
   if (optim->desc.master_weights != 0) from = cddp__wide_bytes(d, 0, from);
   from = from / unit * unit;
   to = cddp__min(stride, cddp__round_up(to, unit));
-  for (k = 0; k < optim->states && r == CDDP_OK && from < to; k++)
+  for (k = 0; k < optim->state_count && r == CDDP_OK && from < to; k++)
     r = cddp__commit(d->group->host, states + (size_t)k * stride + from, to - from);
   return r;
 }
@@ -17456,7 +17456,7 @@ static cddp_result cddp__commit_shared(cddp_ddp *d, const cddp_optim *optim, cha
 /* Collective, at the first fused step of an optimizer. The first rank of a host owns its states. */
 static cddp_result cddp__share_states(cddp_ddp *d, cddp_optim *optim) {
   cddp_group *g = d->control;
-  size_t bytes = (size_t)optim->states * d->layout.state_stride, begin, end;
+  size_t bytes = (size_t)optim->state_count * d->layout.state_stride, begin, end;
   void *mine = NULL, *states;
   cddp__ref ref;
   cddp_result r;
@@ -17486,7 +17486,7 @@ static cddp_result cddp__share_states(cddp_ddp *d, cddp_optim *optim) {
   d->sharing = optim;
   optim->shared_by = d;
   optim->unshare = cddp__end_sharing;
-  for (k = 0; k < optim->states; k++)
+  for (k = 0; k < optim->state_count; k++)
     for (i = 0; i < optim->count; i++) {
       if (cddp__sparse_of(d, i) != NULL) continue;
       cddp__free(NULL, *cddp__state_of(optim, k, i));
@@ -17511,7 +17511,7 @@ static void cddp__place_states(const cddp_ddp *d, cddp_optim *optim) {
   const cddp_group *g = d->group;
   size_t begin, end, esize;
   int i;
-  optim->partitioned = optim->desc.sharded_states != 0 && optim->states > 0 &&
+  optim->partitioned = optim->desc.sharded_states != 0 && optim->state_count > 0 &&
                g->size > (g->backend->on_device ? 1 : g->local_size);
   for (i = 0; optim->partitioned && i < d->count; i++) {
     bool any = cddp__part_slice(d, i, g->size, g->rank, &begin, &end);
@@ -17773,7 +17773,7 @@ static void cddp__walk(cddp__pass *pass, size_t begin, size_t end) {
     if (at >= high || (pass->optim != NULL && cddp__optim_skips(pass->optim, i))) continue;
     if (!steps && !d->step.used[i]) continue;
     if (pass->optim != NULL && (steps || pass->one_loop)) {
-      for (k = 0; k < pass->optim->states; k++)
+      for (k = 0; k < pass->optim->state_count; k++)
         states[k] = pass->alone ? *cddp__state_of(pass->optim, k, i)
                              : cddp__state_at(d, pass->optim, pass->optim->shared_states, k, i, 0);
       u = cddp__update_of(pass->optim, i, states, 1);
@@ -17880,7 +17880,7 @@ static cddp_result cddp__host_step(cddp_ddp *d, cddp_optim *optim, bool averaged
   cddp__pass pass = cddp__pass_of(d, optim, averaged);
   cddp_result r = wrote ? cddp__host_barrier(d, kind, CDDP__PHASE_GRADIENTS) : CDDP_OK;
   if (r == CDDP_OK) r = cddp__begin_access(d->control);
-  if (r == CDDP_OK && optim != NULL && optim->states > 0 && optim->shared_by == NULL &&
+  if (r == CDDP_OK && optim != NULL && optim->state_count > 0 && optim->shared_by == NULL &&
       !optim->partitioned)
     r = cddp__share_states(d, optim); /* the first step of optim by this model */
   pass.one_loop = optim != NULL && !averaged && !d->shards.spread && d->step.active_count == size &&
@@ -18388,8 +18388,8 @@ static cddp_result cddp__catch_up(cddp_ddp *d, cddp_optim *optim, int root) {
   if (r != CDDP_OK || optim == NULL) return r;
   r = cddp__broadcast(d->control, optim->steps, (size_t)d->count * sizeof *optim->steps, root);
   if (r == CDDP_OK)
-    r = cddp__broadcast(d->control, optim->fresh, (size_t)d->count, root);
-  for (k = 0; k < optim->states && !optim->partitioned; k++)
+    r = cddp__broadcast(d->control, optim->init_master, (size_t)d->count, root);
+  for (k = 0; k < optim->state_count && !optim->partitioned; k++)
     for (i = 0; r == CDDP_OK && i < optim->count; i++) {
       cddp_param state = d->params[i];
       if (optim->steps[i] == 0) continue;
@@ -18757,7 +18757,7 @@ static void cddp__ddp_free(cddp_ddp *d) { /* keeps this thread's error text */
   cddp_optim *o;
   int i;
   memcpy(text, cddp__error_text, sizeof text);
-  if (d->optim != NULL) d->optim->known = NULL;
+  if (d->optim != NULL) d->optim->model_link = NULL;
   while ((o = d->sharing) != NULL) { /* the optimizer can be used again: its states become whole */
     /* a failed model can have states that are stepped in part: start again */
     if (cddp__has_cause(&d->failure) || cddp__copy_shared(o) != CDDP_OK) {
@@ -19699,7 +19699,7 @@ static cddp__snapshot cddp__optim_snapshot(const cddp_optim *o, float *counts) {
   out.lr_scales = cddp__hash64(1, o->desc.lr_scales, (size_t)o->count * sizeof(double));
   out.weight_decays = cddp__hash64(1, o->desc.weight_decays, (size_t)o->count * sizeof(double));
   if (cddp__most_steps(o) == 0) return out;
-  out.states = o->states;
+  out.state_count = o->state_count;
   out.stepped = true;
   if (counts != NULL) memcpy(counts, o->steps, (size_t)o->count * sizeof *counts);
   return out;
@@ -20592,7 +20592,7 @@ static cddp_result cddp__elastic_broadcast(cddp_ddp *d, int source, void *data, 
 /* Broadcasts a snapshot: the weights, buffers and states of rank `source`. from: its report. */
 static cddp_result cddp__send_snapshot(cddp_ddp *d, cddp__report *from, int source) {
   cddp__elastic *elastic = d->elastic;
-  size_t bytes = (size_t)from->optim.states * d->layout.state_stride;
+  size_t bytes = (size_t)from->optim.state_count * d->layout.state_stride;
   bool gives = elastic->order[source] == elastic->me;
   char *states = elastic->states; /* not NULL: of a rank that has joined in this step */
   cddp_result r = CDDP_OK;
@@ -20839,20 +20839,20 @@ static cddp_result cddp__elastic_restore(cddp_ddp *d, cddp_optim *optim) {
   cddp_result r = CDDP_OK;
   int i;
   if (from->known && (r = cddp__compare_settings(d, &mine)) != CDDP_OK) return r;
-  if (d->optim != NULL && d->optim != optim && d->group->host->joined && optim->states > 0)
+  if (d->optim != NULL && d->optim != optim && d->group->host->joined && optim->state_count > 0)
     return cddp__fail(CDDP_UNSUPPORTED,
                       "CDDP_JOIN: the job sends the states of one optimizer, and this is a second "
                       "one for the elastic model's parameters");
-  if (d->optim != NULL) d->optim->known = NULL;
+  if (d->optim != NULL) d->optim->model_link = NULL;
   d->optim = optim;
-  optim->known = &d->optim;
+  optim->model_link = &d->optim;
   if (from->known) cddp__set_lr(optim, from->settings[CDDP__SETTING_LR]);
   from->known = false;
   if (!from->stepped) return CDDP_OK;
-  CDDP_ASSERT(optim->states == from->states);
+  CDDP_ASSERT(optim->state_count == from->state_count);
   for (i = 0; r == CDDP_OK && i < optim->count; i++) {
     optim->steps[i] = d->tensors[i].restored_steps;
-    optim->fresh[i] = optim->steps[i] == 0;
+    optim->init_master[i] = optim->steps[i] == 0;
     if (optim->steps[i] > 0) r = cddp__need_states(optim, i);
   }
   if (r == CDDP_OK)
@@ -20919,7 +20919,7 @@ static cddp_result cddp__elastic_pair(cddp_optim *optim) {
   pthread_mutex_lock(&cddp__elastic_models_lock);
   for (d = cddp__elastic_models; d != NULL && model == NULL; d = d->elastic->next)
     if (cddp__has_params_of(optim, d)) model = d;
-    else some |= d->group->host->joined && optim->states > 0 && cddp__has_param_of(optim, d);
+    else some |= d->group->host->joined && optim->state_count > 0 && cddp__has_param_of(optim, d);
   pthread_mutex_unlock(&cddp__elastic_models_lock);
   if (model != NULL) return cddp__elastic_restore(model, optim);
   if (!some) return CDDP_OK;
@@ -22149,7 +22149,7 @@ static cddp__st_item *cddp__add_item(cddp__ckpt *ckpt, const char *name, cddp_dt
 
 /* Name of an optimizer's state k, as in torch.optim. */
 static const char *cddp__state_name(const cddp_optim *optim, int k) {
-  if (k == optim->states) return "step";
+  if (k == optim->state_count) return "step";
   return cddp__is_master(optim, k) ? "master" : optim->algorithm->states[k];
 }
 
@@ -22157,7 +22157,7 @@ static const char *cddp__state_name(const cddp_optim *optim, int k) {
 static cddp_result cddp__list_items(cddp__ckpt *ckpt) {
   const cddp_optim *optim = ckpt->desc->optim;
   const cddp_shape *shapes = ckpt->desc->shapes;
-  int i, k, states = optim != NULL ? optim->states + optim->algorithm->counts : 0;
+  int i, k, states = optim != NULL ? optim->state_count + optim->algorithm->counts : 0;
   size_t names = 0, n = (size_t)ckpt->count + 1;
   char *name;
   for (i = 0; optim != NULL && i < optim->count; i++, n += (size_t)states)
@@ -22177,7 +22177,7 @@ static cddp_result cddp__list_items(cddp__ckpt *ckpt) {
     const cddp_param *p = &optim->params[i];
     for (k = 0; k < states && p->count > 0; k++) {
       cddp__st_item *item;
-      if (k == optim->states) { /* the step count, read into the optimizer directly */
+      if (k == optim->state_count) { /* the step count, read into the optimizer directly */
         item = cddp__add_item(ckpt, name, CDDP_F32, 1, NULL, &optim->steps[i]);
         item->shape.dims = 0;
       } else {
@@ -22331,7 +22331,7 @@ static void cddp__select_states(cddp__ckpt *ckpt) {
     cddp__st_item *item = &ckpt->items[i];
     if (item->param >= 0 && optim->steps[item->param] == 0) continue;
     if (item->place != NULL) {
-      if (cddp__is_master(optim, item->state) && optim->fresh[item->param]) continue;
+      if (cddp__is_master(optim, item->state) && optim->init_master[item->param]) continue;
       item->data = *item->place;
       if (optim->shared_by != NULL && item->data == NULL)
         item->data = cddp__state_at(optim->shared_by, optim, optim->shared_states, item->state,
@@ -22680,7 +22680,7 @@ static cddp_result cddp__commit_states(cddp__ckpt *ckpt) {
     if (!optim->algorithm->counts) /* SGD: steps is 1 if any state of the parameter was found */
       optim->steps[item->param] =
           found || (item[-1].param == item->param && optim->steps[item->param] > 0);
-    if (cddp__is_master(optim, item->state)) optim->fresh[item->param] = !found;
+    if (cddp__is_master(optim, item->state)) optim->init_master[item->param] = !found;
     if (!optim->backend->on_device) {
       cddp__free(NULL, *item->place);
       *item->place = item->data;

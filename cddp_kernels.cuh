@@ -3094,7 +3094,7 @@ static cddp_result cddp__device_step(cddp_optim *optim, const cddp_ddp *d, const
       return cddp__fail(CDDP_UNSUPPORTED,
                         "%s cannot be captured in a CUDA graph, which would repeat one step number",
                         optim->algorithm->name);
-    if (capturing && optim->states > 0 && optim->steps[i] == 0)
+    if (capturing && optim->state_count > 0 && optim->steps[i] == 0)
       return CDDP__REFUSE(
           "take two steps before you capture one in a CUDA graph: the first starts momentum");
     for (n = 0, j = i; j >= 0; j--) {
@@ -3105,11 +3105,11 @@ static cddp_result cddp__device_step(cddp_optim *optim, const cddp_ddp *d, const
       segments[n].data = (char *)optim->params[j].data + from;
       segments[n].grad = (char *)cddp__device_gradient(optim, d, j) + from;
       segments[n].momentum =
-          optim->states > (optim->desc.master_weights != 0) ? optim->state[j] : NULL;
+          optim->state_count > (optim->desc.master_weights != 0) ? optim->state[j] : NULL;
       segments[n].master = NULL;
-      if (optim->desc.master_weights != 0 && cddp__has_state(optim, optim->states - 1, j))
-        segments[n].master = optim->state[(optim->states - 1) * optim->count + j];
-      if (segments[n].master != NULL && optim->fresh[j] && r == CDDP_OK)
+      if (optim->desc.master_weights != 0 && cddp__has_state(optim, optim->state_count - 1, j))
+        segments[n].master = optim->state[(optim->state_count - 1) * optim->count + j];
+      if (segments[n].master != NULL && optim->init_master[j] && r == CDDP_OK)
         r = cddp__cuda_result(kernels->convert(segments[n].master, CDDP_F32, segments[n].data,
                                                optim->params[j].dtype, optim->parts[j].count,
                                                (void *)stream),
@@ -3162,7 +3162,7 @@ static cddp_result cddp__states_alloc(cddp_optim *optim) {
   size_t bytes = 0;
   cddp_result r;
   int i, k;
-  for (k = 0; k < optim->count * optim->states; k++) {
+  for (k = 0; k < optim->count * optim->state_count; k++) {
     i = k % optim->count;
     optim->state[k] = (void *)(uintptr_t)bytes;
     if (cddp__has_state(optim, k / optim->count, i))
@@ -3173,7 +3173,7 @@ static cddp_result cddp__states_alloc(cddp_optim *optim) {
   r = cddp__cuda_result((int)cudaMalloc(&optim->flat, bytes > 0 ? bytes : 1),
                         "cudaMalloc of states");
   if (r != CDDP_OK) return r;
-  for (k = 0; k < optim->count * optim->states; k++)
+  for (k = 0; k < optim->count * optim->state_count; k++)
     optim->state[k] = (char *)optim->flat + (uintptr_t)optim->state[k];
   return cddp__device_clear(optim, optim->flat, bytes, true);
 }
@@ -3664,7 +3664,7 @@ static cddp_result cddp__attach_optim(cddp_optim *optim) {
       NULL, (size_t)optim->count * (sizeof *optim->segments + sizeof(bool)));
   if (optim->segments == NULL) return CDDP_OUT_OF_MEMORY;
   optim->backend = &cddp__device_optim;
-  if (optim->states == 0) return CDDP_OK;
+  if (optim->state_count == 0) return CDDP_OK;
   return cddp__states_alloc(optim); /* zeroed before a step on any stream */
 }
 

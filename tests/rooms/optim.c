@@ -260,7 +260,7 @@ static void test_pieces(void) {
       memcpy(parts, start, sizeof parts);
       for (step = 0; step < 3; step++) {
         all = part = cddp__update_of(s, 0, s->state, s->count);
-        if (s->states > 0) all.states[0] = (char *)whole_m, part.states[0] = (char *)parts_m;
+        if (s->state_count > 0) all.states[0] = (char *)whole_m, part.states[0] = (char *)parts_m;
         cddp__update_run(&all, 0, whole, grad, N);
         __atomic_store_n(&cddp__isa_found, CDDP__ISA_BASE, __ATOMIC_RELAXED);
         for (at = 0, n = 1; at < N; at += n, n = n * 2 + 1) {
@@ -273,7 +273,7 @@ static void test_pieces(void) {
         s->steps[0]++;
       }
       CHECK(memcmp(whole, parts, N * size) == 0);
-      if (s->states > 0) CHECK(memcmp(whole_m, parts_m, N * size) == 0);
+      if (s->state_count > 0) CHECK(memcmp(whole_m, parts_m, N * size) == 0);
       cddp_optim_destroy(s);
     }
   }
@@ -315,7 +315,7 @@ static void adamw_pieces(cddp_dtype dtype, int config, int ranks) {
       if (which == 1) __atomic_store_n(&cddp__isa_found, CDDP__ISA_BASE, __ATOMIC_RELAXED);
       u[which] = cddp__update_of(o, 0, o->state, o->count);
       for (k = 0; k < 3; k++)
-        u[which].states[k] = (int)k < o->states ? (char *)states[which][k] : NULL;
+        u[which].states[k] = (int)k < o->state_count ? (char *)states[which][k] : NULL;
       __atomic_store_n(&cddp__isa_found, found, __ATOMIC_RELAXED);
     }
     cddp__update_run(&u[0], 0, w[0][0], mean, N);
@@ -457,7 +457,7 @@ static void test_learning_rate_and_zero(void) {
   CHECK_EQ(cddp_optim_lr(s), 0);
   CHECK_OK(cddp_optim_step(s));
   CHECK(w[0] == 1.0f && w[1] == 2.0f);
-  CHECK_EQ(s->states, 0);
+  CHECK_EQ(s->state_count, 0);
   CHECK_OK(cddp_optim_set_lr(s, 0.5));
   CHECK_EQ(cddp_optim_lr(s), 0.5);
   CHECK_OK(cddp_optim_step(s));
