@@ -9842,6 +9842,7 @@ typedef struct cddp__join_table {
   int local_size;                 /* ranks of the first group on this host */
   int shards;                     /* of the model */
   int size, life; /* ranks of the first group; number of the joining process's record: >>elastic */
+  int hosts;      /* 1: the job began on several hosts, and a rank of each listens at MASTER_PORT */
 } cddp__join_table;
 
 /* A rank's knowledge of its job, for the rendezvous and for processes that join. The secret's text
@@ -11460,8 +11461,8 @@ static void cddp__join_listen(cddp__host *host) {
   cddp__address a;
   int seconds = 5, error = 0;
   if (job == NULL) return;
-  if (host->net != NULL && job->port != 0 && host->joins.tcp_fd < 0) {
-    a = cddp__internet_address(&host->net->hosts[host->net->host].address);
+  if (job->table.hosts != 0 && job->port != 0 && host->joins.tcp_fd < 0) {
+    a = cddp__internet_address(&job->table.address);
     if (!cddp__address_is_loopback(&a)) cddp__address_to_all(&a);
     cddp__address_set_port(&a, job->port);
     if (cddp__listen_address(&a, &host->joins.tcp_fd) == 0)
@@ -19941,6 +19942,7 @@ static void cddp__answer_joins(cddp_ddp *d) {
   table->lead.model = cddp__model_of(d);
   table->address = here.v6;
   table->host = net->host;
+  table->hosts = table->hosts || host->net != NULL;
   table->shards = d->shards.count;
   table->life = (int)elastic->epoch + 1;
   cddp__join_listen(host);
@@ -24115,6 +24117,7 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels) { (void)k
               examples/ports.md: what it took to make five foreign trainers data parallel.
               The manual begins with its terms, and says what each result leaves usable.
      Mended, elastic
+              A process on a new host could not join when all first ranks had been replaced.
               One rank with 2 MiB of weights from cddp_alloc: the model's creation changed them.
               Each joined process cost the others descriptors, until they failed.
               With shards = 0 no process could join. cddp_world_size of a joining one was wrong.

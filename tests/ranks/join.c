@@ -1371,19 +1371,19 @@ static void test_hosts(void) {
 }
 
 /* All ranks of the first host die. A rank of the other host then listens at MASTER_PORT, and admits
-   processes on both hosts. */
+   processes on both hosts. It dies too: a rank that has joined admits a process on a third host. */
 static void test_master_gone(void) {
   process_config first = usual(), v = usual();
   pid_t pids[3];
   double until = test_now() + RANKS_WITHIN(20.0);
   int status;
-  setenv("TEST_HOSTS", "ab", 1);
+  setenv("TEST_HOSTS", "abc", 1);
   first.join = NULL;
   begin_job(pids, &first);
   kill(pids[0], SIGKILL);
   waitpid(pids[0], &status, 0);
   while (shared->steps == 0 && test_now() < until) ranks_sleep(0.001);
-  v.rank = 3; /* on b */
+  v.rank = 4; /* on b */
   pids[2] = ranks_fork(life, 2, &v);
   while (look(&shared->joined) < 1 && test_now() < until) ranks_sleep(0.001);
   CHECK_EQ(look(&shared->joined), 1);
@@ -1391,6 +1391,12 @@ static void test_master_gone(void) {
   pids[0] = ranks_fork(life, 0, &v);
   while (look(&shared->joined) < 2 && test_now() < until) ranks_sleep(0.001);
   CHECK_EQ(look(&shared->joined), 2);
+  kill(pids[1], SIGKILL);
+  waitpid(pids[1], &status, 0);
+  v.rank = 2;
+  pids[1] = ranks_fork(life, 1, &v);
+  while (look(&shared->joined) < 3 && test_now() < until) ranks_sleep(0.001);
+  CHECK_EQ(look(&shared->joined), 3);
   end_job(pids, 3);
   unsetenv("TEST_HOSTS");
 }
