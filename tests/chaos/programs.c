@@ -28,6 +28,7 @@
 #include "../inside.h"
 #include "../ranks.h"
 
+#include <dirent.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/prctl.h>
@@ -37,7 +38,8 @@
 enum { RANKS = 6, PARAMS = 5, SHARDS = 24, EVENTS = 8, PROCESSES = 64, MOST_STEPS = 160 };
 enum { BUFFER = 37 }; /* elements */
 enum { PERIOD = 1021 }; /* elements after which weights and gradients repeat; a prime */
-#define LIMIT_S 60.0    /* of a program; cddp's own deadline is half of it */
+#define LIMIT_S 60.0    /* of a program, see overdue() */
+#define DEADLINE_S 600  /* cddp's own: on a busy machine a rank can be late */
 
 /* --- a program --- */
 
@@ -642,7 +644,8 @@ typedef struct shared_state {
   int last_join;  /* the step in which the last one took part first */
   int done[EVENTS];
   int points, due; /* points of all ranks; the one at which the next KILL_AT_POINT happens */
-  int struck;      /* the fault has happened */
+  int struck;      /* the fault has happened, */
+  double struck_at;
   int decided[MOST_STEPS + 1]; /* 1: the job goes on after so many steps, 2: it ends */
   int process_count;
   process processes[PROCESSES];
@@ -693,6 +696,7 @@ static struct { int call, nth, delay; } armed; /* of this process */
 
 static bool strikes(int call, int error) {
   if (LOAD(armed.call) != call || ADD(armed.nth, -1) != 0) return false;
+  shared->struck_at = test_now();
   STORE(shared->struck, 1);
   if (armed.delay > 0) ranks_sleep(armed.delay * 1e-3);
   errno = error;
@@ -766,8 +770,9 @@ static bool may_die(process *q) {
 }
 
 static void die(void) {
+  bool awaited = LOAD(me->state) == STARTING; /* it joins: joins_left counts it already */
   if (!may_die(me)) return;
-  if (shared->p.supervised) ADD(shared->joins_left, 1); /* another one takes its place */
+  if (shared->p.supervised && !awaited) ADD(shared->joins_left, 1); /* for its replacement */
   raise(SIGKILL);
 }
 
@@ -1573,7 +1578,7 @@ static int threads_life(int count, void *arg) {
   cddp_result r;
   (void)arg;
   prctl(PR_SET_PDEATHSIG, SIGKILL);
-  setenv("CDDP_TIMEOUT_S", "10", 1);
+  ranks_setenv("CDDP_TIMEOUT_S", DEADLINE_S);
   r = cddp_run_threads(thread_life, NULL, count);
   me = &shared->processes[0];
   if (r != CDDP_OK) complain("cddp_run_threads: %s", cddp_error());
@@ -1592,7 +1597,7 @@ static int process_life(int number, void *arg) {
   me->pid = getpid();
   if (p->hosts > 0) setenv("TEST_HOSTS", host_plans[p->hosts], 1);
   ranks_environment(me->rank, shared->phase > 0 ? p->restart_ranks : p->ranks, shared->port);
-  ranks_setenv("CDDP_TIMEOUT_S", (long)(LIMIT_S / 2 * ranks_slack()));
+  ranks_setenv("CDDP_TIMEOUT_S", DEADLINE_S);
   if (me->joins) setenv("CDDP_JOIN", "1", 1);
   if (p->secret) setenv("CDDP_SECRET", "of these programs", 1);
   if (p->secret && me->event >= 0 && p->e[me->event].kind == REFUSED &&
@@ -1624,7 +1629,7 @@ static int supervisor_life(int count, void *arg) {
   cddp_result r;
   (void)arg;
   prctl(PR_SET_PDEATHSIG, SIGKILL);
-  ranks_setenv("CDDP_TIMEOUT_S", (long)(LIMIT_S / 2 * ranks_slack()));
+  ranks_setenv("CDDP_TIMEOUT_S", DEADLINE_S);
   r = cddp_spawn_elastic(supervised_life, NULL, count, 2 * EVENTS);
   if (r != CDDP_OK) snprintf(shared->text, sizeof shared->text, "%s", cddp_error());
   return r != CDDP_OK;
@@ -1742,6 +1747,23 @@ static void act(watch *w, double now) {
   if (shared->p.churn > 0 && !job_has_ended()) churn(w);
 }
 
+/* Whether the job had ended before a process that joins could join: a rank had finished, or none
+   was left. The rank whose call fails ends at an unknown time after that. */
+static bool was_too_late(const process *q) {
+  bool finished = false, none = true;
+  int i;
+  if (!q->joins || q->begin > 0 || q->result != CDDP_PEER_LOST) return false;
+  for (i = 0; i < shared->process_count; i++) {
+    const process *other = &shared->processes[i];
+    bool fails = is_victim(other) && shared->struck && other->result != CDDP_OK;
+    double end = fails ? shared->struck_at : other->ended;
+    if (other == q || (other->joins && other->result != CDDP_OK)) continue;
+    finished = finished || (other->state == ENDED && other->result == CDDP_OK && end < q->ended);
+    none = none && end < q->ended;
+  }
+  return finished || none;
+}
+
 /* Whether a process may have ended with an error: an event explains it. */
 static bool excused(const process *q) {
   const program *p = &shared->p;
@@ -1754,11 +1776,8 @@ static bool excused(const process *q) {
                                              (is_victim(other) || other->wrong > 0));
     /* It may have died while q asked; then the job did not know it yet, or it was too late. */
     members += other != q && (other->state != DYING || other->ended > q->started);
-    /* The job had ended before it could join. */
-    if (q->joins && q->begin == 0 && q->result == CDDP_PEER_LOST && !other->joins &&
-        other->result == CDDP_OK && other->state == ENDED && other->ended < q->ended)
-      return true;
   }
+  if (was_too_late(q)) return true;
   if (is_victim(q) && shared->struck) return true;
   if (!p->elastic && shared->struck) return true; /* such as cddp_save: all ranks fail alike */
   if (!p->elastic) return lost && q->result == CDDP_PEER_LOST;
@@ -1812,13 +1831,74 @@ static void fail(verdict *v, const char *text) {
   v->failed = true;
 }
 
+typedef struct stopwatch {
+  double at, waited, used; /* waited: for a processor; all in seconds */
+  int progress;
+} stopwatch;
 
+/* Seconds for which the threads of a process have waited for a processor. */
+static double waited_for_processor(pid_t pid) {
+  char path[300];
+  unsigned long long waited, sum = 0;
+  struct dirent *e;
+  DIR *d;
+  snprintf(path, sizeof path, "/proc/%d/task", (int)pid);
+  d = opendir(path);
+  while (d != NULL && (e = readdir(d)) != NULL) {
+    FILE *f;
+    snprintf(path, sizeof path, "/proc/%d/task/%.200s/schedstat", (int)pid, e->d_name);
+    if ((f = fopen(path, "r")) == NULL) continue;
+    if (fscanf(f, "%*u %llu", &waited) == 1) sum += waited;
+    fclose(f);
+  }
+  if (d != NULL) closedir(d);
+  return (double)sum * 1e-9;
+}
+
+/* Whether a program hangs: its ranks begin no step, and none begins or ends. On a busy machine its
+   clock is slow, down to a tenth: the time in which its threads wait for a processor does not
+   count. pid: a process without a rank, or -1. */
+static bool overdue(stopwatch *s, pid_t pid) {
+  double now = test_now(), passed = now - s->at, waited;
+  int progress = LOAD(shared->reached), i;
+  if (passed < 0.25) return false;
+  waited = waited_for_processor(pid);
+  for (i = 0; i < shared->process_count && i < PROCESSES; i++) {
+    waited += waited_for_processor(shared->processes[i].pid);
+    progress += 1000 * LOAD(shared->processes[i].state);
+  }
+  if (progress != s->progress) s->used = 0;
+  s->progress = progress;
+  if (s->at > 0) s->used += fmax(passed - fmax(waited - s->waited, 0), passed / 10);
+  s->at = now;
+  s->waited = waited;
+  return s->used > LIMIT_S * ranks_slack();
+}
+
+/* Waits for a process that all ranks live in, or descend from; kills it if it hangs. */
+static int await_process(pid_t pid) {
+  stopwatch s;
+  int status = -1;
+  memset(&s, 0, sizeof s);
+  while (waitpid(pid, &status, WNOHANG) != pid) {
+    if (overdue(&s, pid)) {
+      kill(pid, SIGKILL);
+      waitpid(pid, &status, 0);
+      return -1;
+    }
+    ranks_sleep(1e-3);
+  }
+  return status;
+}
 
 /* Waits for all processes, with the events that come from outside. */
 static bool await_processes(watch *w) {
-  double until = test_now() + LIMIT_S * ranks_slack(), now;
+  stopwatch s;
+  double now;
   int i, left = 1;
-  while (left > 0 && (now = test_now()) < until) {
+  memset(&s, 0, sizeof s);
+  while (left > 0 && !overdue(&s, -1)) {
+    now = test_now();
     act(w, now);
     for (i = left = 0; i < shared->process_count; i++) {
       process *q = &shared->processes[i];
@@ -1866,10 +1946,10 @@ static void judge_phase(watch *w, bool hung, verdict *v) {
 
 static void run_threads(watch *w, int n, verdict *v) {
   pid_t pid;
-  int i, status = -1;
+  int i, status;
   for (i = 0; i < n; i++) (void)start(i, -1);
   pid = ranks_fork(threads_life, n, NULL);
-  ranks_join(&pid, 1, LIMIT_S * ranks_slack(), &status);
+  status = await_process(pid);
   for (i = 0; i < n; i++) {
     w->status[i] = 0;
     shared->processes[i].state = ENDED;
@@ -1885,9 +1965,7 @@ static bool died_early(void) {
 
 static void run_supervised(watch *w, int n, verdict *v) {
   char text[900];
-  int i, status = -1;
-  pid_t pid = ranks_fork(supervisor_life, n, NULL);
-  ranks_join(&pid, 1, LIMIT_S * ranks_slack(), &status);
+  int i, status = await_process(ranks_fork(supervisor_life, n, NULL));
   no_more_than(&shared->process_count, PROCESSES);
   if (status != 0) {
     snprintf(text, sizeof text, "cddp_spawn_elastic%s: %s", status == -1 ? " HANGS" : "",
@@ -2167,6 +2245,7 @@ int main(int argc, char **argv) {
   verbose = options.count == 1;
   totals = ranks_shared(sizeof *totals);
   inside_at_point = at_point;
+  inside_unanswered_s = DEADLINE_S;
   make_noise();
   if (options.jobs == 1) (void)run_seeds(0, NULL);
   for (i = 0; i < options.jobs && options.jobs > 1; i++) (void)ranks_fork(run_seeds, i, NULL);
