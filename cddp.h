@@ -11,7 +11,7 @@
        cc -O2 train.c cddp.c -o train -lpthread -lm
        mpirun -n 4 ./train             # or srun; or torchrun --no-python --nproc-per-node=4 ./train
 
-   A training loop becomes data parallel by six calls, marked 1 to 6 (6 frees what 1 to 3 made):
+   A training loop becomes data parallel in six places, marked 1 to 6:
 
        #define TRY(call) \
          do { \
@@ -33,14 +33,15 @@
            TRY(cddp_ddp_ready(ddp, 0));                  // 4  the gradient is ready
            TRY(cddp_ddp_step(ddp, sgd));                 // 5  averages, updates, zeroes gradients
          }
-         cddp_optim_destroy(sgd); cddp_ddp_destroy(ddp); cddp_free(g, w); cddp_destroy(g);   // 6
+         cddp_optim_destroy(sgd); cddp_ddp_destroy(ddp); // 6  in this order
+         cddp_free(g, w); cddp_destroy(g);
          return 0;
        }
    main calls train in each process of a launcher, or cddp_spawn(train, NULL, 2): >>api-launch.
 
    All ranks end with the same weights, bit for bit. Give each rank its own data, and its own seed
-   for dropout and augmentation, such as seed + cddp_rank(g). Read examples/toy.c first, then
-   digits.c.
+   for dropout and augmentation, such as seed + cddp_rank(g) (with shards: of step and shard). Read
+   examples/toy.c first, then digits.c.
 
    Options are structs named cddp_..._desc. Zero one ({0} in C, {} in C++), then set what differs
    from the defaults. A call that fails returns a cddp_result other than CDDP_OK (0), and
@@ -48,13 +49,16 @@
    other ranks get CDDP_PEER_LOST. cddp never prints, exits, aborts or installs a signal handler.
 
    TERMS
+     job          the processes that cddp_init connects
      rank         a process (or thread) of the job; its number in a group, 0 .. world size - 1
      world size   the number of ranks in a group
      group        ranks that call together; cddp_init creates the first one, of all ranks
      collective   a call that all ranks of a group make, in the same order. It can wait for them
      local        a call that waits for no other rank. local rank: a rank's number on its host
      any thread   several threads of a rank can make the call at the same time
-     host         a machine. For GPUs: the CPU and its memory; the GPU is the device
+     lost         of a rank: its process has died, or it does not answer (fine print)
+     host         a machine (CDDP_HOST_ID, fine print: several hosts). Host memory: the CPU's
+     device       a GPU; device memory: the GPU's
      handle       a cddp_work: an operation that is still running
      model        a cddp_ddp: parameters (weights), and the averaging of their gradients
      bucket       gradients that are reduced together; a hook is your function that reduces one
@@ -65,12 +69,12 @@
      copy         a master's value in f16 or bf16, which the forward and backward pass read
      join         CDDP_JOIN: a process enters a running job. cddp_ddp_join: a rank is out of data
 
-   COMPILE OPTIONS, defined before the implementation; the last two before every include:
+   COMPILE OPTIONS, defined before the implementation; the last two before every include of cddp.h:
      CDDP_STATIC   all public functions become static: a private copy for this file. With
                    CDDP_CUDA this file must be the .cu file that has the kernels
      CDDP_ASSERT   your assert macro for internal invariants; default: nothing
      CDDP_CUDA     device "cuda" (>>api-gpus): needs cddp_kernels.cuh beside this file, and
-                   cuda_runtime.h and nccl.h (2.19 or later); link with -lnccl -lcudart too
+                   cuda_runtime.h and nccl.h (2.19 or later); link with -lnccl -lcublas too
      CDDP_MPI      backend "mpi": compile with mpicc; MPI carries large collectives
      CDDP_CHECKED  defined as nothing: no compiler warnings about ignored results
      CDDP_NO_CALL_SITES   error texts without your source lines (>>api-diagnostics)
@@ -168,16 +172,17 @@ extern "C" {
 
 /* >>api -------------------------------------------------------------------------------------------
 
-   RESULTS. Every function that can fail returns one of these. Each comment begins with the state of
-   the call's group after the failure:
+   RESULTS. Functions that can fail return one of these, or NULL, 0 or false, as they say. Each
+   comment begins with what becomes of the call's group:
      usable   further calls on the group work
      broken   every further call on the group, on all ranks, returns this failure immediately
      either   broken if other ranks had begun the call, else usable
-   If cddp_ddp_create, cddp_save or cddp_load fails, the group stays usable if all ranks made the
-   call, and no rank was lost or late. A failed cddp_ddp_wait, _step or _next_shard breaks the
-   model; with NCCL, or if a rank was lost, also the group. To continue, destroy the broken model
-   and group, and create new ones. If a rank has died, set rank and world_size in the new
-   cddp_group_desc. */
+   Two exceptions. If cddp_ddp_create, cddp_save or cddp_load fails, the group stays usable if all
+   ranks made the call, and no rank was lost or late. If cddp_ddp_wait, _step or _next_shard fails,
+   the model is broken: each of its calls returns the failure. (A call that is refused at once, as
+   _step in no_sync, changes nothing.) With NCCL, or if a rank was lost, the group is broken too. To
+   continue, destroy what is broken, and create it anew. If a rank has died, set rank and world_size
+   in the new cddp_group_desc. */
 #define CDDP__RESULTS(X) \
   X(CDDP_OK, "success") \
   X(CDDP_INVALID_ARGUMENT, "invalid argument") /* usable: the caller's mistake */ \
@@ -186,7 +191,7 @@ extern "C" {
   X(CDDP_NETWORK, "network error")             /* broken: resolve, bind, connect; a lost link */ \
   X(CDDP_TIMEOUT, "timed out")                 /* broken, except cddp_wait_for's */ \
   X(CDDP_PEER_LOST, "peer lost")               /* broken: a rank died or left, as the text says */ \
-  X(CDDP_MISMATCH, "ranks disagree")           /* broken: the text shows both calls and lines */ \
+  X(CDDP_MISMATCH, "ranks disagree")           /* broken: the text shows what differs */ \
   X(CDDP_UNAUTHORIZED, "unauthorized")         /* no group exists: wrong or missing secret */ \
   X(CDDP_ABORTED, "aborted")                   /* broken: destroyed in use; elastic: few ranks */ \
   X(CDDP_UNSUPPORTED, "unsupported")           /* usable: not in this build or situation */ \
@@ -271,7 +276,7 @@ typedef struct cddp_logger {
 
 typedef struct cddp_group_desc {
   const char *init_method;  /* see cddp_init; NULL = "env://" */
-  const char *backend;      /* "cpu", "mpi", "nccl"; NULL = CDDP_BACKEND; default: cpu, GPUs nccl */
+  const char *backend;      /* "cpu", "mpi", "nccl". NULL = CDDP_BACKEND, else cpu; on GPUs nccl */
   const char *device;       /* NULL = "cpu"; "cuda" = cuda:LOCAL_RANK; "cuda:3" */
   int rank, world_size;     /* at most 4,096 ranks; world_size 0: both from the environment */
   double timeout_s;         /* for every wait; 0 = CDDP_TIMEOUT_S, else 600 */
@@ -292,8 +297,8 @@ typedef struct cddp_group_desc {
 CDDP_CHECKED CDDPDEF cddp_result cddp_init(cddp_group **out, const cddp_group_desc *desc);
 
 /* The rank that a launcher gave this process, for cddp_init(&g, NULL). -1 without a launcher, and
-   in an interactive shell of Slurm. 0 if the launcher's variables are wrong: cddp_init then
-   explains the error. */
+   in an interactive shell of Slurm. If the launcher's variables are wrong it returns 0, so that the
+   program calls cddp_init, which explains the error. */
 CDDPDEF int cddp_launcher_rank(void);
 
 /* Collective. Ranks of g that pass the same color, a number >= 0, form a group. In it they are
@@ -306,8 +311,8 @@ CDDPDEF cddp_result cddp_group_split(cddp_group *g, int color, int key, cddp_gro
 CDDPDEF cddp_result cddp_group_new(cddp_group *g, const int *ranks, int count, cddp_group **out);
 
 /* Leaves the group and frees it. Local; NULL is fine. Ranks that still wait for this one get
-   CDDP_PEER_LOST. Wait for your handles first. The call sends messages to other hosts that are not
-   yet sent, unless the group is broken, and stops if the network accepts none for a second. */
+   CDDP_PEER_LOST. Wait for your handles first. Unless the group is broken, the call first sends the
+   waiting messages to other hosts; it gives up if the network accepts no data for a second. */
 CDDPDEF void cddp_destroy(cddp_group *g);
 
 CDDPDEF int cddp_rank(const cddp_group *g);             /* joining process: its RANK; NULL: -1 */
@@ -315,7 +320,7 @@ CDDPDEF int cddp_world_size(const cddp_group *g);       /* number of ranks; -1 f
 CDDPDEF int cddp_local_rank(const cddp_group *g);       /* among the group's ranks on this host */
 CDDPDEF int cddp_local_world_size(const cddp_group *g); /* the number of those ranks */
 
-/* Allocates memory that is reduced without a copy: shared with the ranks on this host,
+/* Allocates memory that collectives use without a copy: shared with the ranks on this host,
    page-aligned, contents undefined. On GPUs device memory. NULL on failure, with a cddp_error.
    Local, any thread. Free it after the last operation on it, before you destroy the group. Fine
    print: shared memory, fork and exec. */
@@ -326,7 +331,7 @@ CDDPDEF void cddp_free(cddp_group *g, void *p);
 
      float loss = 1.5f;
      TRY(cddp_all_reduce(g, &loss, 1, CDDP_F32, CDDP_AVG, NULL));   // blocks: the mean on all ranks
-     double sums[2] = {correct, samples};                           // several numbers in one call
+     double sums[2] = {(double)correct, (double)samples};           // several numbers in one call
      TRY(cddp_all_reduce(g, sums, 2, CDDP_F64, CDDP_SUM, NULL));    // accuracy: sums[0] / sums[1]
 
      cddp_work *work;
@@ -339,11 +344,11 @@ CDDPDEF void cddp_free(cddp_group *g, void *p);
    and aligned to their element. send and recv must not overlap, except where it says "in place".
 
    WORK. With work NULL a call returns when its result is complete. Otherwise it returns immediately
-   with a handle in *work, and the buffers belong to the operation until cddp_wait. With NCCL both
-   mean the order of the group's stream, and the host does not wait (>>api-gpus). Operations of one
+   with a handle in *work, and the buffers belong to the operation until cddp_wait. With NCCL the
+   call and cddp_wait only enqueue: the GPU waits, not the host (>>api-gpus). Operations of one
    group start in the order of their calls.
 
-   RESULTS. A reduction gives the same bits on every rank and in every run, unless it uses NCCL or
+   BITS. A reduction gives the same bits on every rank and in every run, unless it uses NCCL or
    MPI. Fine print: mismatches and deadlocks. */
 
 /* buf[count] of every rank becomes the reduction of all ranks' buf. */
@@ -394,14 +399,14 @@ CDDPDEF cddp_result cddp_barrier_async(cddp_group *g, cddp_work **work);
 
 /* SEND AND RECV. A recv receives the oldest message of that peer with that tag (any int >= 0).
    Count and dtype must agree: else CDDP_MISMATCH at the recv, and at the send or the sender's next
-   call. Any thread. A send blocks until its message is copied. It blocks until the message is
-   received if the message has more than 64 KiB, in memory of cddp_alloc, for a rank on this host.
-   With a handle all return immediately. Fine print: messages. */
+   call. Any thread. A send blocks until its message is copied. A message of more than 64 KiB from
+   memory of cddp_alloc to a rank on this host is not copied: its send blocks until it is received.
+   With a handle both return immediately. Fine print: messages. */
 CDDPDEF cddp_result cddp_send(cddp_group *g, const void *buf, size_t count, cddp_dtype dtype,
                               int peer, int tag, cddp_work **work);
 CDDPDEF cddp_result cddp_recv(cddp_group *g, void *buf, size_t count, cddp_dtype dtype, int peer,
                               int tag, cddp_work **work);
-/* The peer of a cddp_recv that accepts a message of any rank. cddp_recv serves the sending ranks in
+/* As the peer of a cddp_recv: accepts a message of any rank. It serves the sending ranks in
    turn, and each rank's messages in the order of its sends. It returns CDDP_PEER_LOST if a rank has
    died or all others have left, and CDDP_UNSUPPORTED for device memory with NCCL. Like recv(tensor)
    without src. */
@@ -435,8 +440,8 @@ CDDPDEF cddp_result cddp_test(cddp_work *w, bool *done);
      for (int i = 1; i >= 0; i--) TRY(cddp_ddp_ready(ddp, i)); // last layer first, as backward ends
      TRY(cddp_ddp_step(ddp, sgd));                      // mean over ranks, update, zero gradients
 
-   Between hosts and on GPUs a bucket is reduced while the backward pass computes the next ones. On
-   one CPU host only cddp_ddp_wait has this overlap: cddp_ddp_step reduces and updates in one pass.
+   A bucket is reduced while the backward pass computes the next ones. The exception is
+   cddp_ddp_step on one CPU host: it reduces and updates in one pass, after the backward pass.
 
    AN EXISTING TRAINER keeps its loop, its gradients and its optimizer. Set data, grad and count of
    each cddp_param to its arrays, and write instead of cddp_ddp_step:
@@ -446,7 +451,7 @@ CDDPDEF cddp_result cddp_test(cddp_work *w, bool *done);
      your trainer                   change
      all gradients in one array     let each grad point to its elements
      k micro-batches a step         add each gradient / k; cddp_ddp_ready in the last one only. Or
-                                    let each be a shard (desc.shards = k * ranks)
+                                    let each be a shard (desc.shards = k * ranks), undivided
      loss sums over the batch       multiply the loss by the world size (or by the shards)
      batches of different sizes     ranks count equally. To count samples equally, multiply a rank's
                                     loss by (its samples) * (ranks) / (all ranks' samples)
@@ -460,10 +465,10 @@ typedef struct cddp_param {
   const char *name; /* for texts and files; can be NULL without cddp_save. The string must live as
                        long as the model */
   void *data;       /* the weights; NULL is fine if count is 0 */
-  void *grad;       /* the backward pass adds to it; NULL: cddp_ddp_create sets it, zeroed, except
-                       with sparse_rows */
+  void *grad;       /* the backward pass adds to it. NULL: cddp_ddp_create allocates it, zeroed (not
+                       with sparse_rows) */
   size_t count;     /* elements */
-  cddp_dtype dtype; /* CDDP_F32, F64, F16 or BF16; of data and of grad */
+  cddp_dtype dtype; /* of data and grad: CDDP_F32, F64, F16 or BF16; buffers and files: any */
 } cddp_param;
 
 /* The argument of a communication hook: the gradients of one bucket of this rank, contiguous and
@@ -471,7 +476,7 @@ typedef struct cddp_param {
    Each parameter begins at a multiple of 64 bytes. The gaps are zero, and count includes them. */
 typedef struct cddp_bucket {
   int index, bucket_count; /* buckets are handled in the order of their index on every rank */
-  void *data;              /* count elements; shared memory, as from cddp_alloc(group, ...) */
+  void *data;              /* count elements, as from cddp_alloc(group, ...) */
   size_t count;
   cddp_dtype dtype;
   cddp_group *group; /* for the hook's collectives: it has the ranks of the model's group */
@@ -491,21 +496,20 @@ CDDPDEF cddp_result cddp_fp16_compress_hook(cddp_bucket *bucket, void *user_data
 typedef struct cddp_ddp_desc {
   double bucket_cap_mb;        /* MiB at which a bucket closes; 0 = 25 */
   double first_bucket_mb;      /* MiB of the first bucket; 0 = 1, or bucket_cap_mb if set */
-  bool find_unused_parameters; /* a parameter without ready() has the gradient zero on that rank;
-                                  one that is ready on no rank is not updated */
+  bool find_unused_parameters; /* without cddp_ddp_ready a gradient counts as zero on this rank; a
+                                  parameter that is ready on no rank is not updated */
   cddp_comm_hook comm_hook;    /* NULL = all_reduce with CDDP_AVG */
   void *comm_hook_data;        /* its user_data */
   cddp_param *buffers;         /* arrays without training (running means), any dtype. Like params
                                   they must stay in place. Broadcast from rank 0 at creation and by
                                   cddp_ddp_sync_buffers; elastic: sent to joining processes */
   int buffer_count;
-  bool uneven_inputs;          /* needed by cddp_ddp_join with NCCL; each step then waits for all
-                                  ranks */
+  bool uneven_inputs;          /* for cddp_ddp_join with NCCL; makes each step wait for all ranks */
   const size_t *sparse_rows;   /* [count] the number of rows of a parameter with sparse gradients,
                                   0 of others; NULL = all 0. Copied */
   int shards;                  /* see >>api-shards; from the world size to 4,096; 0 = world size */
   bool elastic;                /* see >>api-elastic; at most 1,024 shards */
-  double max_grad_norm;        /* cddp_ddp_step clips to it, as cddp_ddp_clip_grad_norm. 0 = no;
+  double max_grad_norm;        /* cddp_ddp_step and _reduce_scatter (not _wait) clip to it. 0 = no;
                                   INFINITY: only computes the norm, for cddp_ddp_grad_norm */
 } cddp_ddp_desc;
 
@@ -520,13 +524,13 @@ CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_create(cddp_ddp **out, cddp_group *g, 
                                                  int count, const cddp_ddp_desc *desc);
 
 /* Frees the model, and gradients that cddp_ddp_create allocated: their pointers become NULL. Local;
-   NULL is fine. An optimizer without desc.ddp can then step another model that has the same params
-   array. Its states begin anew if d was broken. */
+   NULL is fine. An optimizer created with ddp NULL can then step another model that has the same
+   params array. If d was broken, the optimizer's states begin anew. */
 CDDPDEF void cddp_ddp_destroy(cddp_ddp *d);
 
 /* Call it when params[param].grad is complete: once for each parameter in a step (with shards: in
    each shard), in any order. When all gradients of a bucket are ready, cddp starts to reduce it.
-   With more shards than ranks, or before cddp_ddp_step on one CPU host, it waits for the step.
+   (The step does that with more shards than ranks, and if it is cddp_ddp_step on one CPU host.)
    Local; any thread. A second call is CDDP_INVALID_ARGUMENT, and breaks the model. Like autograd's
    hook in DDP. */
 CDDPDEF cddp_result cddp_ddp_ready(cddp_ddp *d, int param);
@@ -536,31 +540,32 @@ CDDPDEF cddp_result cddp_ddp_ready(cddp_ddp *d, int param);
    or CDDP_MISMATCH if it was ready on other ranks. */
 CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_wait(cddp_ddp *d);
 
-/* cddp_ddp_wait, cddp_optim_step and cddp_optim_zero_grad in one pass, with the same bits (NaNs can
-   differ). Collective. s must have been created for the params array of d. On CPUs the ranks of a
-   host share one set of states, and each rank updates a part of the weights; weights in memory of
-   cddp_alloc are not copied. On GPUs and in elastic models each rank has all states, and updates
-   all weights (fewer with sharded_states). */
+/* cddp_ddp_wait, clipping (max_grad_norm), cddp_optim_step and cddp_optim_zero_grad in one pass,
+   with the same bits (NaNs can differ). Collective. s must have been created for the params array
+   of d. On CPUs the ranks of a host share one set of states, and each rank updates a part of the
+   weights; weights in memory of cddp_alloc are not copied. In elastic models each rank has all
+   states, and updates all weights; so it is on GPUs, except with sharded_states. */
 CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_step(cddp_ddp *d, cddp_optim *s);
 
-/* The number of completed steps, the same on all ranks; 0 for NULL. A cddp_ddp_wait, cddp_ddp_step
-   or cddp_ddp_all_gather completes a step. cddp_checkpoint_desc.ddp saves the number. */
+/* The number of completed steps, the same on all ranks; 0 for NULL. A cddp_ddp_wait (not in
+   no_sync), _step or _all_gather completes a step. cddp_checkpoint_desc.ddp saves the number. */
 CDDPDEF uint64_t cddp_ddp_steps(const cddp_ddp *d);
 
 /* For several micro-batches a step, if every backward pass calls cddp_ddp_ready. While on,
-   cddp_ddp_ready does not count, cddp_ddp_wait returns immediately, and cddp_ddp_step is
+   cddp_ddp_ready has no effect, cddp_ddp_wait returns immediately, and cddp_ddp_step is
    CDDP_INVALID_ARGUMENT. Turn it off before the last micro-batch's backward pass: the step then
    averages the sums of all micro-batches. Divide by their number yourself. All ranks make the same
    call, between micro-batches. Not with shards. Like no_sync(). */
 CDDPDEF void cddp_ddp_no_sync(cddp_ddp *d, bool on);
 
 /* After cddp_ddp_wait: scales all gradients so that their global 2-norm is at most max_norm (> 0).
-   *norm, unless NULL, is the norm before. Local; the same bits on every rank. A norm of NaN makes
-   all gradients NaN, except with max_norm INFINITY. Like clip_grad_norm_. */
+   *norm, unless NULL, is the norm before. Local; the same bits on every rank. If the norm is NaN,
+   all gradients become NaN, unless max_norm is INFINITY. Like clip_grad_norm_. */
 CDDPDEF cddp_result cddp_ddp_clip_grad_norm(cddp_ddp *d, double max_norm, double *norm);
 
-/* *norm = the global 2-norm of the last step's gradients, before clipping. Needs max_grad_norm or
-   cddp_ddp_clip_grad_norm: else CDDP_INVALID_ARGUMENT. Local. On a GPU it waits for the stream. */
+/* *norm = the global 2-norm of the last step's gradients, before that step clipped them by
+   max_grad_norm or cddp_ddp_clip_grad_norm. If neither was used: CDDP_INVALID_ARGUMENT. Local. On a
+   GPU it waits for the stream. */
 CDDPDEF cddp_result cddp_ddp_grad_norm(cddp_ddp *d, double *norm);
 
 /* Copies rank 0's buffers (cddp_ddp_desc.buffers) to all ranks. Collective. While ranks are in
@@ -572,11 +577,12 @@ CDDPDEF cddp_result cddp_ddp_sync_buffers(cddp_ddp *d);
 CDDPDEF bool cddp_ddp_used(const cddp_ddp *d, int param);
 
 /* UNEVEN INPUTS. Every rank calls it once an epoch, when the rank has no more data. The call then
-   makes the collective calls of the ranks that still have data (cddp_ddp_wait, _step and
+   takes part in the steps of the ranks that still have data (cddp_ddp_wait, _step and
    _sync_buffers, no others), until every rank has called it. Each mean is over the ranks with data.
    s is the loop's optimizer, or NULL. On return all ranks have the same weights, buffers, states
-   and learning rate of s. A comm_hook must be linear: the mean is its result times world size /
-   ranks with data. Not with shards. Like PyTorch's join(divide_by_initial_world_size=False). */
+   and learning rate of s. A comm_hook must be linear: cddp multiplies its result by world size /
+   (ranks with data). Not with shards or elastic. Like PyTorch's
+   join(divide_by_initial_world_size=False). */
 CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_join(cddp_ddp *d, cddp_optim *s);
 
 /* The number of ranks in the mean of the last cddp_ddp_wait or _step: those that had data. */
@@ -586,7 +592,7 @@ CDDPDEF int cddp_ddp_present(const cddp_ddp *d);
    values[i * width ..] to row rows[i], with width = count / sparse_rows. Rows can repeat, and n can
    differ between ranks. The values are copied. cddp_ddp_ready follows as for other parameters. Only
    these rows are sent; the mean has the bits of a dense one. grad stays NULL. Any thread, one at a
-   time for a parameter. Of cddp's optimizers it needs SGD without weight_decay. rows is in host
+   time for a parameter. cddp's only optimizer for it is SGD without weight_decay. rows is in host
    memory, values in host or device memory. Like nn.Embedding(sparse=True). */
 CDDPDEF cddp_result cddp_ddp_add_rows(cddp_ddp *d, int param, const int64_t *rows,
                                       const void *values, size_t n);
@@ -597,9 +603,9 @@ CDDPDEF cddp_result cddp_ddp_add_rows(cddp_ddp *d, int param, const int64_t *row
 CDDPDEF size_t cddp_ddp_rows(const cddp_ddp *d, int param, const int64_t **rows,
                              const void **values);
 
-/* The number of buckets, and the parameters of one bucket: writes at most capacity of them, and
-   returns their number, -1 for a bad argument. After the first step the buckets change once, to
-   rank 0's order of cddp_ddp_ready. */
+/* The number of buckets. _params writes at most capacity parameters of one bucket, and returns how
+   many the bucket has, -1 for a bad argument. After the first step the buckets change once, to rank
+   0's order of cddp_ddp_ready. Local. */
 CDDPDEF int cddp_ddp_bucket_count(const cddp_ddp *d);
 CDDPDEF int cddp_ddp_bucket_params(const cddp_ddp *d, int bucket, int *params, int capacity);
 
@@ -618,8 +624,8 @@ typedef struct cddp_partition {
   size_t first; /* its first element there */
   size_t count; /* elements, at least 1 */
   void *data;   /* this rank's weights */
-  void *grad;   /* their mean gradient, from cddp_ddp_reduce_scatter to cddp_ddp_all_gather; in a
-                   copy if the gradient is copied (fine print: gradients in memory) */
+  void *grad;   /* their mean gradient, from cddp_ddp_reduce_scatter to cddp_ddp_all_gather: not in
+                   params[param].grad if that is copied (fine print: gradients in memory) */
 } cddp_partition;
 
 /* Returns the number of this rank's partitions. The array is valid until cddp_ddp_destroy. */
@@ -630,12 +636,12 @@ CDDPDEF int cddp_ddp_partitions(const cddp_ddp *d, const cddp_partition **out);
    follow. CDDP_MISMATCH if a rank is in cddp_ddp_join. */
 CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_reduce_scatter(cddp_ddp *d);
 
-/* Sends the weights of all partitions to all ranks, and zeroes the gradients: the step ends.
+/* Gives all ranks the weights of all partitions, and zeroes the gradients: the step ends.
    Collective. CDDP_INVALID_ARGUMENT without cddp_ddp_reduce_scatter before. */
 CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_all_gather(cddp_ddp *d);
 
-/* For checkpoints: states[i] is an array as long as parameter i, of any dtype (data NULL: none), in
-   which each rank has filled its partitions. On return all ranks have the whole array, which
+/* For checkpoints: states[i] is an array with the count of parameter i, of any dtype (data NULL:
+   none). Each rank has filled its partitions there. On return all ranks have the whole array, which
    cddp_save writes like a parameter. Collective. */
 CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_gather_states(cddp_ddp *d, const cddp_param *states);
 
@@ -658,20 +664,21 @@ CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_gather_states(cddp_ddp *d, const cddp_
      f16 or bf16   master_weights    f16 or bf16 weights   masters, in the optimizer's memory
 
    SHARDED STATES, like ZeroRedundancyOptimizer: with sharded_states (and ddp) each rank keeps
-   1/world_size of the states and masters. (On one CPU host the ranks share one set anyway.) The
-   weights have the same bits, except with NCCL on 3 ranks or more. A checkpoint has all states.
-   cddp_optim_step is CDDP_INVALID_ARGUMENT; elastic and sparse_rows are CDDP_UNSUPPORTED. */
+   1/world_size of the states and masters: elements, not desc.shards. (On one CPU host the ranks
+   share one set anyway.) The weights have the same bits, except with NCCL on 3 ranks or more. A
+   checkpoint has all states. cddp_optim_step is CDDP_INVALID_ARGUMENT; elastic and sparse_rows are
+   CDDP_UNSUPPORTED. */
 
 typedef struct cddp_sgd_desc {
   double lr;           /* learning rate, >= 0. No default: 0 trains nothing, without an error */
   double momentum;     /* >= 0 */
-  double dampening;    /* momentum adds (1 - this) * gradient, at first the gradient */
+  double dampening;    /* v = momentum * v + (1 - dampening) * gradient; at first v = gradient */
   double weight_decay; /* >= 0; L2, coupled */
   bool nesterov;       /* needs momentum > 0 and dampening 0 */
   bool maximize;       /* ascend */
   cddp_ddp *ddp;       /* optional: cddp_optim_step then skips parameters that no rank used. Destroy
                           the optimizer before this model */
-  void *stream;        /* CUDA stream of cddp_optim_step, _zero_grad without ddp; NULL = default */
+  void *stream;        /* if ddp is NULL: stream of cddp_optim_step, _zero_grad; NULL = default */
   void *const *copies;   /* [count] mixed precision; NULL for a parameter: none */
   cddp_dtype copy_dtype; /* of all copies: CDDP_F16 or CDDP_BF16 */
   const double *lr_scales;     /* [count] each parameter's rate is lr times this; NULL = all 1 */
@@ -752,8 +759,8 @@ typedef struct cddp_sampler { /* all fields but result are private */
   size_t position, size;
   uint64_t *order;
   cddp_result result;
-  size_t start; /* samples of the epoch taken before cddp_load */
-  bool resumed; /* by cddp_load, and no epoch set since */
+  size_t start;
+  bool resumed;
 } cddp_sampler;
 
 /* The indices of torch.utils.data.DistributedSampler for the same arguments. Starts in epoch 0. */
@@ -761,16 +768,16 @@ CDDPDEF cddp_result cddp_sampler_init(cddp_sampler *s, const cddp_sampler_desc *
 /* Begins an epoch. If the first call after cddp_load names the file's epoch, it continues there. */
 CDDPDEF void cddp_sampler_set_epoch(cddp_sampler *s, uint64_t epoch);
 CDDPDEF uint64_t cddp_sampler_epoch(const cddp_sampler *s);
-/* The number of this rank's indices in the epoch, after cddp_load in the rest of the epoch. */
+/* The number of this rank's indices in the epoch; after cddp_load of those that are left. */
 CDDPDEF size_t cddp_sampler_size(const cddp_sampler *s);
 /* *index = the next index. Returns false at the end of the epoch, and with s->result != CDDP_OK if
    memory for the permutation (8 bytes a sample) could not be allocated. */
 CDDPDEF bool cddp_sampler_next(cddp_sampler *s, size_t *index);
 /* The indices of batch number `batch` (from 0) of one shard of the epoch. Each batch has `size`
-   samples; the last one can have fewer. Returns their number, 0 after the last batch. The sampler's
-   world_size is the number of shards, its rank any. Any order of batches. Returns 0 with s->result
-   != CDDP_OK for a bad argument, or without memory. Like BatchSampler(DistributedSampler(data,
-   shards, shard), size, drop_last=False). */
+   samples; the last one can have fewer. Returns their number, 0 after the last batch. Set the
+   sampler's world_size to the number of shards; its rank does not matter. Any order of batches.
+   Returns 0 with s->result != CDDP_OK for a bad argument, or without memory. Like
+   BatchSampler(DistributedSampler(data, shards, shard), size, drop_last=False). */
 CDDPDEF size_t cddp_sampler_batch(cddp_sampler *s, int shard, size_t batch, size_t size,
                                   size_t *indices);
 CDDPDEF void cddp_sampler_destroy(cddp_sampler *s); /* for an epoch that ends early; NULL is fine */
@@ -791,7 +798,7 @@ CDDPDEF void cddp_sampler_destroy(cddp_sampler *s); /* for an epoch that ends ea
    The data of a step, for all ranks, is split into S shards. Shards are divided among the ranks: of
    8 shards, 3 ranks compute 3, 3 and 2. Their gradients are summed in a fixed order that depends on
    S alone. So the weights have the same bits on 1 to S ranks, if your work on a shard depends on
-   step and shard alone.
+   step and shard alone. Shards count equally, also one with fewer samples.
 
    With an optimizer of your own call cddp_ddp_wait instead of cddp_ddp_step, and zero the gradients
    after your update. Between the shards of a step cddp zeroes them.
@@ -800,8 +807,8 @@ CDDPDEF void cddp_sampler_destroy(cddp_sampler *s); /* for an epoch that ends ea
    in order, open a reader for each shard on every rank, and advance all readers in each step. Fine
    print: shards. */
 
-/* *shard = the next shard of this rank in this step. Returns false when none is left: cddp_ddp_wait
-   or _step must follow. Call it after cddp_ddp_ready has returned for every parameter of the
+/* *shard = the next shard of this rank in this step. Returns false when none is left: then call
+   cddp_ddp_wait or _step. Call it after cddp_ddp_ready has returned for every parameter of the
    current shard; a missing call, or no_sync, breaks the model. After a failure it returns false,
    and cddp_ddp_wait or _step returns the error. Local, except in elastic models. */
 CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
@@ -810,12 +817,13 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
 
      desc.elastic = true, desc.shards = 8;             // shards: the largest number of ranks
      TRY(cddp_ddp_create(&ddp, g, p, n, &desc));
-     uint64_t batches = (cddp_sampler_size(&sampler) + 31) / 32; // its world_size is 8, the shards
+     uint64_t batches = (cddp_sampler_size(&sampler) + 31) / 32; // world_size 8; no cddp_load
      for (uint64_t t = cddp_ddp_steps(ddp); t < STEPS; t = cddp_ddp_steps(ddp)) {
        int shard;
        cddp_sampler_set_epoch(&sampler, t / batches);  // step t is batch t % batches of an epoch
        while (cddp_ddp_next_shard(ddp, &shard)) {
          size_t index[32], k = cddp_sampler_batch(&sampler, shard, t % batches, 32, index);
+         TRY(sampler.result);
          train_batch(index, k);                        // adds to the gradients
          for (int i = n - 1; i >= 0; i--) TRY(cddp_ddp_ready(ddp, i));
        }
@@ -835,8 +843,8 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
    cddp_spawn_elastic do this automatically.
 
    In a joining process cddp_rank(g) is its RANK, and cddp_world_size(g) the number of ranks that
-   started the job (with shards = 0 also the number of shards). There g serves cddp_alloc and
-   cddp_ddp_create alone; other collectives of g are CDDP_UNSUPPORTED: use cddp_ddp_group.
+   started the job (with shards = 0 also the number of shards). There use g for cddp_alloc and
+   cddp_ddp_create only: collectives of g are CDDP_UNSUPPORTED. Use cddp_ddp_group.
 
      error of a joining process   cause, in cddp_init or cddp_ddp_create
      CDDP_PEER_LOST               the job cannot be found, or ends before the process has joined
@@ -854,7 +862,7 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
    Fine print: elastic training, limits of elastic training. */
 
 /* The group for the program's own calls. It is the group of cddp_ddp_create, except in elastic
-   models: there it has the ranks that computed the last step (at first those that created the
+   models: there it has the ranks that computed the last step (before it: those that created the
    model), belongs to d, and changes when ranks are lost or join. Ask for it in each step, at the
    same place on all ranks. If one of its ranks is lost, its calls return CDDP_PEER_LOST, and
    training continues. NULL, with a cddp_error, if the model has failed. */
@@ -892,7 +900,7 @@ typedef struct cddp_metadata { /* strings in UTF-8 */
 
 typedef struct cddp_checkpoint_desc {
   const cddp_shape *shapes; /* [count] of params, written to the file; cddp_load refuses other
-                               shapes. NULL: one dimension each, and any shape is loaded */
+                               shapes. NULL: saves [count], loads any shape */
   cddp_optim *optim;        /* its states and learning rate; NULL = none */
   cddp_sampler *sampler;    /* its epoch and position; NULL = none */
   cddp_metadata *metadata;  /* save: the strings to write; load: the keys to look up */
@@ -900,8 +908,8 @@ typedef struct cddp_checkpoint_desc {
   char *text;               /* load: memory for the values, which point into it */
   size_t text_size;         /* bytes */
   bool partial; /* load: params that the file lacks keep their values; other tensors are ignored */
-  cddp_ddp *ddp; /* its cddp_ddp_steps; NULL = none. cddp_load refuses a file of another number of
-                    shards, unless the file's or the model's is 0 */
+  cddp_ddp *ddp; /* its cddp_ddp_steps are saved, loaded; NULL = none. cddp_load refuses a file of
+                    another number of shards, unless the file's or the model's is 0 */
 } cddp_checkpoint_desc;
 
 /* Rank 0 writes its params (any dtype, each with a name), and what desc names, to a temporary file,
@@ -967,9 +975,9 @@ CDDPDEF cddp_result cddp_spawn(int (*fn)(int rank, void *arg), void *arg, int np
 
 /* cddp_spawn for elastic training: when a rank fails the others continue, and the rank is forked
    again, with CDDP_JOIN=1. If a rank fails before the elastic model exists, all ranks are ended and
-   forked again. Each of these is a restart; there are at most max_restarts. Returns CDDP_OK if any
-   rank has returned 0; after that no rank is forked. If all ranks that have the model are lost,
-   CDDP_PEER_LOST names the last one. */
+   forked again. Each of these is a restart; there are at most max_restarts. Once a rank has
+   returned 0 no rank is forked again, and the result is CDDP_OK. If all ranks that have the model
+   are lost, CDDP_PEER_LOST names the last one. */
 CDDPDEF cddp_result cddp_spawn_elastic(int (*fn)(int rank, void *arg), void *arg, int nprocs,
                                        int max_restarts);
 
@@ -1001,10 +1009,10 @@ CDDPDEF cddp_result cddp_run_threads(int (*fn)(cddp_group *g, void *arg), void *
      "cpu"     ranks can share a GPU     copies device memory through the host, at a few GB/s; calls
                                          return when done; no CUDA graphs
 
-   STREAMS. A call with work NULL runs on the group's stream. A call with a handle runs on a stream
-   of cddp, after the group's stream; cddp_wait(work) makes the group's stream, not the host, wait
-   for it. Buffers belong to the operation until the stream has passed it. Collectives and messages
-   accept host memory too, if all ranks pass it. */
+   STREAMS. With "nccl" a call with work NULL runs on the group's stream. A call with a handle runs
+   on a stream of cddp, after what the group's stream has now; cddp_wait(work) makes the group's
+   stream, not the host, wait for it. Buffers belong to the operation until the stream has passed
+   it. Collectives and messages accept host memory too, if all ranks pass it. */
 
 /* Gives g a device and a backend, as cddp_init does for desc.device and desc.backend (NULL =
    CDDP_BACKEND, else nccl). Collective, before g's first cddp_alloc. For cddp_run_threads, where
@@ -1073,10 +1081,10 @@ CDDPDEF cddp_result cddp_store_get(cddp_store *s, const char *key, void *value, 
    the new value. If the value is not a number, the server closes the connection: CDDP_NETWORK. */
 CDDPDEF cddp_result cddp_store_add(cddp_store *s, const char *key, int64_t amount, int64_t *total);
 /* Stores desired if the value equals expected (expected_size 0: if key is absent). value[capacity]
-   and *size receive the resulting value (expected, if key is still absent). *swapped: the value is
-   now desired, also if another process stored it; so let each process store its own rank to elect
-   one. If the value exceeds capacity: CDDP_INVALID_ARGUMENT, but the call has been made, and
-   *swapped and *size are set. */
+   and *size receive the value at key afterwards (expected, if key is still absent). *swapped: it
+   equals desired, whoever stored it. To elect a process let each store its own rank. If the value
+   exceeds capacity: CDDP_INVALID_ARGUMENT, but the call has been made, and *swapped and *size are
+   set. */
 CDDPDEF cddp_result cddp_store_compare_set(cddp_store *s, const char *key, const void *expected,
                                            size_t expected_size, const void *desired,
                                            size_t desired_size, void *value, size_t capacity,
@@ -1095,18 +1103,18 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    THREADS. At the same time the threads of a rank can
      - use different groups, a store, and cddp_safetensors_*
      - beside a collective on the same group: send, receive, allocate, free; wait for, test and
-       cancel handles, each its own
+       cancel handles (a handle in one thread only)
      - call cddp_ddp_ready and cddp_ddp_add_rows, each for another parameter
-     - run a model's steps beside collectives of its group (on GPUs all ranks in one order: ORDER at
-       the head of cddp_kernels.cuh).
+     - run a model's steps beside collectives of its group (on GPUs in one order on all ranks: see
+       ORDER at the head of cddp_kernels.cuh).
    Other functions of a model, an optimizer or a sampler are for one thread at a time. Do not
    destroy an object in use, leave a call by pthread_cancel or longjmp, call cddp in a signal
    handler, or change the environment during cddp_init.
 
    STOPPED PEERS. After a failed call its buffers are the caller's again, with one exception. A peer
-   on this host can be stopped (SIGSTOP, a frozen container). If that lasts for 5 s after the
-   failure, the peer can later write to the call's gradients and memory of cddp_alloc. Free such
-   memory (cddp does not allocate it again), and create its models anew.
+   on this host can be stopped (SIGSTOP, a frozen container). A peer that is still stopped 5 s after
+   the failure can write to the call's gradients and memory of cddp_alloc when it continues. Free
+   such memory (cddp does not allocate it again), and create the models in it anew.
 
    STOPPED JOBS. A whole job can be stopped for any time (Slurm's suspend, a paused machine). If
    only some ranks are stopped, the others get CDDP_TIMEOUT.
@@ -1141,7 +1149,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    CDDP_PORTS=41000-41099, set for all ranks, limits these. A host needs one port for each rank, two
    for each elastic rank; with torchrun or file:// rank 0's host needs one more. If a port cannot be
    reached, all ranks fail with CDDP_NETWORK within about 15 s, and the text names both ends. If it
-   is MASTER_PORT itself, only the ranks that cannot reach it fail, after timeout_s.
+   is MASTER_PORT itself, all fail with CDDP_TIMEOUT.
 
    SECRETS. Without a secret, anyone who can reach rank 0's port can read and modify the messages of
    cddp_init, or impersonate a rank. With a secret, both ends of a connection prove that they know
@@ -1164,42 +1172,43 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    FLOATING-POINT MODE. An operation uses the mode (FTZ, DAZ, rounding) of the calling thread. It
    must be the same on all ranks: CDDP_MISMATCH.
 
-   SHARED MEMORY. cddp_alloc allocates the memory immediately, so too little memory is NULL, also
-   with vm.overcommit_memory=2. Groups and models fail with CDDP_OUT_OF_MEMORY. Only a group's
-   buffers for collectives (up to 512 KiB a rank) are allocated at their first use: too little
-   memory is SIGBUS there. A cgroup's limit still kills the process. Elastic models free a lost
-   rank's memory a step later: memory must suffice for one rank more. Huge pages need Linux 6.1, or
-   advise in transparent_hugepage/shmem_enabled.
+   SHARED MEMORY. cddp_alloc allocates the memory immediately: if there is too little it returns
+   NULL, also with vm.overcommit_memory=2. Groups and models fail with CDDP_OUT_OF_MEMORY. Only a
+   group's buffers for collectives (up to 512 KiB a rank) are allocated at their first use: too
+   little memory is SIGBUS there. A cgroup's limit still kills the process. Elastic models free a
+   lost rank's memory a step later: memory must suffice for one rank more. Huge pages need Linux
+   6.1, or advise in transparent_hugepage/shmem_enabled.
 
    MISMATCHES AND DEADLOCKS. CDDP_MISMATCH also means that two ranks on one host wait for each other
    in different groups. cddp finds such a deadlock if each rank uses cddp from one thread, and has
    no comm_hook of its own. Otherwise, and between hosts, the deadlock ends in a time-out.
 
    MESSAGES. Between threads a send of more than 64 KiB from any memory blocks until it is received.
-   In a group a rank can have 128 unreceived messages to its host's ranks, and copies of 256 MiB;
+   In a group a rank can have 128 unreceived messages to its host's ranks, or copies of 256 MiB;
    then its next send blocks. Receives for one tag, also with CDDP_ANY, are served in the order of
-   their calls. Data for other hosts that the network does not accept immediately is sent in later
-   calls of cddp: a rank that computes for a long time delays it.
+   their calls. Data for other hosts that the network does not accept at once leaves in the rank's
+   later calls of cddp: long computation delays it.
 
    If ranks on several hosts only send and receive, call cddp_barrier before cddp_destroy. Otherwise
    a cddp_recv can return CDDP_PEER_LOST because its sender has ended, and with CDDP_SECRET the
    first message to a rank that computes can be lost.
 
-   GRADIENTS IN MEMORY. Your own gradients are reduced in place or copied. The first line that
-   applies:
+   GRADIENTS IN MEMORY. A gradient that you pass is reduced in place or copied. The first line that
+   applies decides:
      on GPUs, in elastic models, with a comm_hook         copied
      several hosts or MPI, and more shards than ranks     copied
-     several hosts or MPI, and less than 1 MiB            copied
+     several hosts or MPI, and a gradient below 1 MiB     copied
      ranks are threads, or there is one rank              in place
      from cddp_alloc of g on all ranks                    in place
      other memory                                         copied
    Do not write to gradients between cddp_ddp_ready and the wait or step.
 
-   PARTITIONS. A partition is a range of one parameter's elements. The partitions of a host's ranks
-   (on GPUs: of all ranks) cover each element of each dense gradient once. Each host updates all of
-   them, so on several hosts the result of `update` must not depend on the machine. Parameters with
-   sparse_rows have no partition: every rank updates them itself, by cddp_ddp_rows. Write
-   half-precision copies yourself, after cddp_ddp_all_gather.
+   PARTITIONS. A partition is a range of one parameter's elements. On CPUs the ranks of each host
+   have partitions that cover each dense parameter once. So on several hosts one element is updated
+   on each host, and the result of `update` must not depend on the machine. On GPUs the partitions
+   of all ranks together cover each dense parameter once. Parameters with sparse_rows have no
+   partition: every rank updates them itself, by cddp_ddp_rows. Write half-precision copies
+   yourself, after cddp_ddp_all_gather.
 
    SHARDS. With desc.shards > 0 find_unused_parameters, uneven_inputs, comm_hook and cddp_ddp_join
    are CDDP_UNSUPPORTED. With more shards than ranks nothing is reduced during the backward pass. A
@@ -1211,35 +1220,35 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 
    Lost ranks: a rank with a local failure (memory, descriptors) ends alone, with a text that begins
    with "rank N:"; the others treat the rank as lost. Every rank must call cddp_ddp_next_shard
-   within timeout_s of the others. The calls of a step are compared in the next step. Different
-   calls are CDDP_MISMATCH on all ranks, or only on the rank that differs if it joined later.
+   within timeout_s of the others. Whether all ranks made the same calls in a step is checked in the
+   next one: if not, all ranks get CDDP_MISMATCH, or only a rank that has joined since and differs.
 
    Several hosts: if processes die, even all of a host, the others continue, down to the last rank.
    A host can still be alive if it does not answer for 20 s, or if all connections to it were reset,
-   as by a firewall. Then the other ranks continue only if they are more than half of all ranks
-   (during a join also of the ranks before it). Otherwise they end with CDDP_ABORTED. So a job never
-   continues in two halves. A process that dies while it computes, after the others have noticed
-   another loss, counts like a host that does not answer.
+   as by a firewall. Then the other ranks continue only if they are more than half of all ranks (in
+   a join also of the ranks before it). Otherwise they end with CDDP_ABORTED. So a job never
+   continues in two halves. The same majority is needed if, after the others have noticed one loss,
+   a second process dies while it computes.
 
    Joins: a joining process asks the ranks on its host, and the rank that listens at
    MASTER_ADDR:MASTER_PORT. One rank of each host listens at MASTER_PORT. If all ranks at
    MASTER_ADDR are lost, set MASTER_ADDR to a host that has a rank. If torchrun's store uses
-   MASTER_PORT, processes join only on hosts that have a rank. Only processes on its host can join a
-   job that began on one host.
+   MASTER_PORT, processes join only on hosts that have a rank. If a job began on one host, only
+   processes of that host can join it.
 
    Groups: when a rank is lost, every other group with that rank, also cddp_init's, returns
-   CDDP_PEER_LOST on the ranks of its host: use cddp_ddp_group.
+   CDDP_PEER_LOST on the ranks of the lost rank's host: use cddp_ddp_group.
 
    Checkpoints: if a rank is lost during cddp_save, the old file can remain. After the last step,
    when no save follows, each rank can save alone: g NULL, and a path for each rank.
 
    LIMITS OF ELASTIC TRAINING.
-     - Only the group of cddp_init can have an elastic model. A process has one at a time.
+     - Only the group of cddp_init or cddp_run_threads can have an elastic model, one at a time.
      - A process that was in a job can join it again (CDDP_JOIN) after it has destroyed its models
        and groups of that job.
      - No process can join ranks that are threads. On GPUs such ranks cannot be elastic.
      - No process can join a job of one host that has a file size limit (ulimit -f).
-     - Not with comm_hook, find_unused_parameters, uneven_inputs or MPI.
+     - Not with comm_hook, find_unused_parameters, uneven_inputs, cddp_ddp_join or MPI.
      - cddp_ddp_sync_buffers, _reduce_scatter, _all_gather and _gather_states return
        CDDP_UNSUPPORTED.
      - Use one cddp_optim with all parameters of the model: a joining process receives the states
@@ -1271,7 +1280,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    is line-buffered: lines of up to 4,000 bytes stay whole in files and pipes.
 
    During the call leave SIGCHLD at its default, and do not wait for cddp's children (wait,
-   waitpid(-1)): otherwise, before Linux 6.15, exit codes are lost (CDDP_SYSTEM at the end). Idle
+   waitpid(-1)): otherwise, before Linux 6.15, exit codes are lost, and it returns CDDP_SYSTEM. Idle
    threads of OpenMP need GCC 9 or later, or clang. Children run the parent's atexit handlers only
    if fn calls exit(): with gcov (--coverage) and gprof (-pg) end fn by exit(0).
 
@@ -1283,7 +1292,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    fail with CDDP_NETWORK. PyTorch's queue_*, list_keys and barrier are missing. */
 
 /* >>api-layouts -----------------------------------------------------------------------------------
-   Structs for tools: the flight recorder's files, and a step of AdamW. */
+   Structs for tools: the flight recorder's files, and AdamW's step for cddp_kernels.cuh. */
 
 /* The flight recorder's file: a header, then a ring of records, in the machine's byte order. */
 #define CDDP_RECORDS 1024 /* records in the ring; number n is at index (n - 1) % CDDP_RECORDS */
@@ -1299,7 +1308,7 @@ typedef struct cddp_record {
   int32_t dtype, op; /* cddp_dtype and cddp_op, -1: none */
   int32_t root;      /* or the peer of a send or recv; -1: none, or CDDP_ANY not yet received */
   int32_t result;    /* cddp_result, valid when ended */
-  int32_t engine;    /* 1: on cddp's own thread, 0: on a caller's */
+  int32_t engine;    /* 1: on cddp's thread for asynchronous work, 0: on a caller's */
   int32_t tag;       /* of a send or recv */
 } cddp_record;
 
@@ -1325,12 +1334,12 @@ typedef struct cddp_adamw_step { /* of AdamW's step number t, from 1 */
   double eps;
   bool maximize, amsgrad;
   size_t stride; /* bytes from exp_avg to exp_avg_sq, and from there to max_exp_avg_sq: a multiple
-                    of 16, with masters of 32 */
+                    of 16 (of 32 if there are masters) */
 } cddp_adamw_step;
 
 /* Called before main by cddp_kernels.cuh, with the kernels of the program's GPU code. */
 struct cddp_kernels;
-CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels); /* must stay where it is */
+CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels); /* must stay allocated */
 
 #ifdef __cplusplus
 }
@@ -2240,7 +2249,7 @@ typedef struct cddp__step {
   unsigned char *used; /* [count] in the last wait or step; cddp_optim reads it */
   cddp__site site;     /* of the last wait or step, for texts of buckets; lock */
   double norm;         /* of the last clip, on a host */
-  bool has_norm;
+  bool has_norm;       /* a clip has followed the last wait or step */
 } cddp__step;
 
 /* The shards of a step, and the sums of this rank's. Written by the training thread; the engine
@@ -18459,6 +18468,7 @@ static cddp_result cddp__finish(cddp_ddp *d, int kind, cddp_optim *optim, uint64
   int i;
   if (missing > 0) r = cddp__settle_unused(d);
   for (i = 0; i < d->count; i++) d->step.used[i] = d->tensors[i].used;
+  d->step.has_norm = false;
   while (r == CDDP_OK && waits && d->sharing != NULL) r = cddp__gather_shared(d->sharing);
   if (r == CDDP_OK) r = cddp__reduce_gradients(d, kind, optim, &averaged, &wrote);
   if (r == CDDP_OK && optim != NULL)
@@ -18605,8 +18615,8 @@ CDDPDEF cddp_result (cddp_ddp_join)(cddp_ddp *d, cddp_optim *optim) {
   CDDP__CHECK(d->meets, "on a GPU with NCCL set uneven_inputs in cddp_ddp_desc");
   if (d->desc.shards > 0 || d->desc.elastic)
     return cddp__fail(CDDP_UNSUPPORTED,
-                      "cddp_ddp_join: every rank computes its shards in each step; set no shards "
-                      "in cddp_ddp_desc");
+                      "cddp_ddp_join: every rank computes its shards in each step; set neither "
+                      "shards nor elastic in cddp_ddp_desc");
   if (optim != NULL) CDDP__TRY(cddp__check_pair(d, optim));
   CDDP__CHECK(!d->no_sync, "no_sync is on; end the step that it began first");
   for (i = 0; i < d->count && !cddp__has_cause(&d->failure); i++)
@@ -20799,6 +20809,7 @@ static cddp_result cddp__elastic_update(cddp_ddp *d, cddp_optim *optim) {
   call->lr = optim != NULL ? optim->desc.lr : 0;
   call->steps = d->steps;
   memset(d->step.used, 1, (size_t)d->count);
+  d->step.has_norm = false;
   for (k = 0; (on_device || optim == NULL) && r == CDDP_OK && k < d->elastic->mean_parts; k++) {
     cddp__pass pass = cddp__part_pass(d, NULL, k, &begin, &end);
     r = (d->memory->copy)(d->arena + begin, pass.means + begin, end - begin, d->group->stream);
@@ -23792,7 +23803,7 @@ CDDPDEF cddp_result cddp_ddp_clip_grad_norm(cddp_ddp *d, double max_norm, double
 
 CDDPDEF cddp_result cddp_ddp_grad_norm(cddp_ddp *d, double *norm) {
   CDDP__CHECK(d != NULL && norm != NULL, "the cddp_ddp or norm is NULL");
-  CDDP__CHECK(d->step.has_norm, "no gradient has been clipped; set max_grad_norm in cddp_ddp_desc");
+  CDDP__CHECK(d->step.has_norm, "nothing has been clipped since the last step; see max_grad_norm");
   CDDP__TRY(d->memory->use(d->group));
   if (d->memory->norm != NULL) return (d->memory->norm)(d, norm);
   *norm = d->step.norm;

@@ -683,7 +683,7 @@ rank 1: 3.0000 -2.0000" ] || echo "$c: it prints: $(cat "$work/out")"
 
 manual() { # the examples of the first page and at the head of each topic compile
   awk -v to="$work/block-first.c" '
-    /becomes data parallel by six calls/ { on = 1 } /main calls train in each process/ { exit }
+    /becomes data parallel in six places/ { on = 1 } /main calls train in each process/ { exit }
     on && (/^       / || /^$/) { print > to }' cddp.h
   grep -q cddp_ddp_step "$work/block-first.c" || fail "the first page has no example"
   awk -v to="$work/block" '
