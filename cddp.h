@@ -2407,7 +2407,7 @@ typedef struct cddp__hosts {
   int *leaves, leaf_count;  /* ranks that are summed: those not in cddp_ddp_join */
   struct cddp__delivery *deliveries; /* [size * CDDP__FRAMES] posted frames, then free entries */
   int delivery_count;
-  double looked;                 /* leaders: when a round last read notices */
+  double notices_read;           /* leaders: when a round last did */
   long step; /* of cddp__flow_run; posted frames get it: cddp__deliver awaits older ones */
   const void **pointers, **sums; /* [size] sources of a reduction */
   unsigned char *headers; /* leaders: headers and shares of all hosts, this host's first */
@@ -4574,7 +4574,7 @@ static bool cddp__has_spare_fd(int fd) {
 
 /* >>store --------------------------------------------------------------------------------------
    Job: a key-value store, client and server, for torchrun's rendezvous and for user programs.
-   Owns: a server's thread, map and clients; a store's connection and file. Touches no group.
+   Owns: a server's thread, map and clients; a store's connection and file.
    Entry points: cddp__store_open, _close, _run and _wait; for >>rendezvous cddp__store_new, _free
    and _open_client, cddp__fail_connect, cddp__fail_refused, and functions of addresses and files.
    How it works:
@@ -4592,8 +4592,8 @@ static bool cddp__has_spare_fd(int fd) {
    command of a connection is VALIDATE. Commands 14 to 18 (QUEUE_PUSH to BARRIER) are missing: a
    rank of PyTorch does not send them by default. */
 
-#define CDDP__COMMAND_MAX (64u << 20) /* bytes of one command or reply, all strings together */
-#define CDDP__BUFFER_MAX (CDDP__COMMAND_MAX + CDDP__VALUE_MAX) /* of a client, each way */
+#define CDDP__COMMAND_MAX (64u << 20) /* bytes of a command or reply */
+#define CDDP__BUFFER_MAX (CDDP__COMMAND_MAX + CDDP__VALUE_MAX) /* of a client's input, or output */
 #define CDDP__SERVER_MEMORY ((size_t)1 << 30) /* bytes of all clients' buffers together */
 #ifndef CDDP__STORE_MEMORY
 #define CDDP__STORE_MEMORY ((size_t)512 << 20) /* bytes of a server's keys and values */
@@ -4653,10 +4653,10 @@ static void cddp__buffer_add_string(cddp__buffer *buffer, cddp__span s) {
   cddp__buffer_add(buffer, s.data, s.size);
 }
 
-/* The progress of parsing and executing the command at the head of a connection's input. */
+/* The progress of the command at the head of a connection's input. */
 typedef struct cddp__parser {
-  size_t scanned;   /* bytes that were parsed and are valid */
-  uint64_t strings; /* strings that are not yet parsed */
+  size_t scanned;   /* valid bytes */
+  uint64_t strings; /* not yet parsed */
   unsigned code;    /* cddp__code */
   size_t missing;   /* WAIT: offset of the first missing key; 0 = not executed yet */
 } cddp__parser;
@@ -4668,21 +4668,22 @@ enum cddp__parse_result { CDDP__PARSE_PARTIAL, CDDP__PARSE_COMPLETE, CDDP__PARSE
    zeroed parser. */
 static int cddp__parser_scan(cddp__parser *parser, const unsigned char *p, size_t n) {
   const struct cddp__command *c;
-  uint64_t size = 1;
+  uint64_t items = 1, size;
   if (n == 0) return CDDP__PARSE_PARTIAL;
   parser->code = p[0];
   if (parser->code >= CDDP__STORE_CODES) return CDDP__PARSE_INVALID;
   c = &cddp__commands[parser->code];
   if (parser->scanned == 0) {
     if (c->counted && n < 9) return CDDP__PARSE_PARTIAL;
-    if (c->counted) size = cddp__get64(p + 1);
-    if (size > CDDP__KEYS_MAX) return CDDP__PARSE_INVALID;
-    parser->strings = size * c->strings;
-    parser->scanned = c->counted ? 9 : 1;
+    if (c->counted) items = cddp__get64(p + 1);
+    if (items > CDDP__KEYS_MAX) return CDDP__PARSE_INVALID;
+    parser->strings = items * c->strings;
+    parser->scanned = c->counted ? 9 : 1; /* code and count */
   }
   for (; parser->strings > 0; parser->strings--) {
     if (n - parser->scanned < 8) return CDDP__PARSE_PARTIAL;
     size = cddp__get64(p + parser->scanned);
+    /* the first string of an item is its key */
     if (size > (parser->strings % c->strings == 0 ? CDDP__KEY_MAX : CDDP__VALUE_MAX) ||
         parser->scanned + 8 + size > CDDP__COMMAND_MAX)
       return CDDP__PARSE_INVALID;
@@ -4698,7 +4699,7 @@ static int cddp__parser_scan(cddp__parser *parser, const unsigned char *p, size_
 
 #define CDDP__MAP_CHAINS 8192u /* the largest jobs have a few entries per chain */
 
-typedef struct cddp__entry { /* the key's bytes follow the struct */
+typedef struct cddp__entry { /* the key follows */
   struct cddp__entry *next;  /* in its hash chain */
   size_t key_size;
   cddp__buffer value;
@@ -4714,17 +4715,17 @@ typedef struct cddp__server { /* Owner: its thread, between start and join */
   int reserve;            /* a spare descriptor: closed to accept a connection only to refuse it */
   cddp__atomic_u32 ended; /* 1: the thread must return; set by cddp__store_close */
   cddp__entry *chains[CDDP__MAP_CHAINS]; /* the map */
-  uint64_t seed;                         /* of the map's hash */
-  size_t keys;                           /* in the map */
-  size_t stored;                         /* bytes of the map's entries */
-  struct cddp__client *clients;          /* a list, newest first */
-  int blocked;                           /* clients in a WAIT */
+  uint64_t seed; /* of the map's hash */
+  size_t keys;   /* in the map */
+  size_t stored; /* bytes of the map's entries */
+  struct cddp__client *clients; /* newest first */
+  int waiting; /* clients in a WAIT */
   bool unsettled;  /* a connection or a WAIT has ended since cddp__server_settle */
-  double checked;  /* time at which deadlines were last checked */
-  size_t buffered; /* capacity of all clients' buffers, bytes */
+  double checked;  /* when deadlines were last checked */
+  size_t buffered; /* bytes of all clients' buffers */
 } cddp__server;
 
-/* The link in the hash chain that leads to the key's entry, or the NULL at the chain's end. */
+/* The pointer to the key's entry in its hash chain, or the NULL at the chain's end. */
 static cddp__entry **cddp__map_link(cddp__server *server, cddp__span key) {
   cddp__entry **link =
       &server->chains[cddp__hash64(server->seed, key.data, key.size) % CDDP__MAP_CHAINS];
@@ -4758,12 +4759,12 @@ enum cddp__put { CDDP__PUT_SETS, CDDP__PUT_APPENDS };
 static bool cddp__map_put(cddp__server *server, cddp__span key, cddp__span value,
                           enum cddp__put how) {
   cddp__entry **link = cddp__map_link(server, key), *e = *link;
-  size_t old = e != NULL ? e->value.end : 0;
-  size_t size = (how == CDDP__PUT_APPENDS ? old : 0) + value.size;
-  size_t had = e != NULL ? e->value.capacity : 0;
+  size_t old_size = e != NULL ? e->value.end : 0;
+  size_t size = (how == CDDP__PUT_APPENDS ? old_size : 0) + value.size;
+  size_t owned = e != NULL ? e->value.capacity : 0;
   bool fresh = e == NULL;
-  CDDP_ASSERT(had == 0 || value.data < e->value.data || value.data >= e->value.data + had);
-  if (size > CDDP__VALUE_MAX || server->stored - had + size > CDDP__STORE_MEMORY) return false;
+  CDDP_ASSERT(owned == 0 || value.data < e->value.data || value.data >= e->value.data + owned);
+  if (size > CDDP__VALUE_MAX || server->stored - owned + size > CDDP__STORE_MEMORY) return false;
   if (fresh) {
     e = (cddp__entry *)cddp__calloc(&server->allocator, 1, sizeof *e + key.size);
     if (e == NULL) return false;
@@ -4775,12 +4776,12 @@ static bool cddp__map_put(cddp__server *server, cddp__span key, cddp__span value
     server->keys++;
     server->stored += sizeof *e + key.size;
   }
-  e->value.end = size - value.size;
+  e->value.end = size - value.size; /* where the new bytes begin */
   if (cddp__buffer_reserve(&e->value, value.size)) {
     cddp__buffer_add(&e->value, value.data, value.size);
     return true;
   }
-  e->value.end = old; /* no memory: the key keeps its value, or remains absent */
+  e->value.end = old_size; /* no memory: the key keeps its value, or remains absent */
   if (fresh) cddp__map_drop(server, link);
   return false;
 }
@@ -4804,8 +4805,8 @@ static bool cddp__map_add(cddp__server *server, cddp__span key, uint64_t amount,
 
 enum cddp__command_result { CDDP__COMMAND_FAILED, CDDP__COMMAND_DONE, CDDP__COMMAND_WAITS };
 
-/* Executes the command at head, and adds its answer to out. FAILED: memory is exhausted, or c10d
-   does not answer the command either; the connection must be closed. */
+/* Executes the command at head, and adds its answer to out. FAILED: close the connection, as memory
+   is exhausted, or c10d does not answer the command either. */
 static int cddp__server_execute(cddp__server *server, cddp__parser *parser,
                                 const unsigned char *head, cddp__buffer *out) {
   const struct cddp__command *c = &cddp__commands[parser->code];
@@ -4874,42 +4875,43 @@ static int cddp__server_execute(cddp__server *server, cddp__parser *parser,
 
 /* --- the server ---
    One thread with level-triggered epoll: poll(2) is slow with thousands of clients. After a command
-   that created a key, all waiting commands are executed again. A connection that was closed
-   meanwhile, or a WAIT that has ended, is only marked: cddp__server_settle handles it. */
+   that created a key, all waiting commands are executed again. A closed connection and an
+   ended WAIT are only marked: cddp__server_settle handles them. */
 #ifndef CDDP__GREETING_S
-#define CDDP__GREETING_S 5.0 /* time for the challenge and the first command, or a rank's number */
+#define CDDP__GREETING_S 5.0 /* for a caller's proof and its first command; >>rendezvous: rank */
 #endif
 #ifndef CDDP__COMMAND_S
-#define CDDP__COMMAND_S 10.0 /* time for a command, plus 1 s per 64 KiB; and for reading output */
+#define CDDP__COMMAND_S 10.0 /* for a command, and 1 s more per 64 KiB; for reading output */
 #endif
-#define CDDP__SERVER_CHECK_MS 250 /* time between checks of the deadlines */
+#define CDDP__SERVER_CHECK_MS 250 /* between checks of deadlines */
 
 typedef struct cddp__client { /* Owner: the server's thread */
-  cddp__connection c;         /* fd -1: closed; freed at the end of the loop's iteration. deadline:
-                                 for VALIDATE, for the current command, or for reading output */
-  struct cddp__client *next;  /* older */
-  bool greeted;               /* its first command was a valid VALIDATE */
-  bool blocked;               /* the command at the head of c.in is a WAIT for a missing key */
-  uint32_t events;            /* that epoll watches for */
-  cddp__parser parser;        /* of the command at the head of c.in */
+  /* fd -1: closed; freed at the end of the loop's iteration. deadline: for VALIDATE, the current
+     command, or reading output */
+  cddp__connection c;
+  struct cddp__client *next; /* older */
+  bool greeted;              /* its first command was a valid VALIDATE */
+  bool blocked;              /* the command at the head of c.in is a WAIT for a missing key */
+  uint32_t events;           /* that epoll watches for */
+  cddp__parser parser;       /* of the command at the head of c.in */
 } cddp__client;
 
-/* Sets the events of fd that epoll watches. what: an index of the server's fds, or the address of a
-   cddp__client. */
-static bool cddp__server_watch_fd(const cddp__server *server, int fd, int how, uint32_t events,
+/* Sets the events of fd that epoll watches. action: EPOLL_CTL_*. what: an index of server->fds, or
+   the address of a cddp__client. */
+static bool cddp__server_watch_fd(const cddp__server *server, int fd, int action, uint32_t events,
                                   uint64_t what) {
   struct epoll_event event;
   event.events = events;
   event.data.u64 = what;
-  return epoll_ctl(server->epoll, how, fd, &event) == 0;
+  return epoll_ctl(server->epoll, action, fd, &event) == 0;
 }
 
 static void cddp__client_set_blocked(cddp__server *server, cddp__client *client, bool blocked) {
-  server->blocked += blocked - client->blocked;
+  server->waiting += blocked - client->blocked;
   client->blocked = blocked;
 }
 
-/* cddp__server_settle frees the client. */
+/* Ends the connection. cddp__server_settle frees the client. */
 static void cddp__client_close(cddp__server *server, cddp__client *client) {
   cddp__client_set_blocked(server, client, false);
   server->unsettled = true;
@@ -4920,7 +4922,7 @@ static void cddp__client_close(cddp__server *server, cddp__client *client) {
   cddp__connection_close(&client->c);
 }
 
-/* Removes the finished command at the head of the input. */
+/* Removes the command at the head of the input. */
 static void cddp__client_advance(cddp__server *server, cddp__client *client) {
   cddp__client_set_blocked(server, client, false);
   client->c.in.start += client->parser.scanned;
@@ -4945,7 +4947,7 @@ static void cddp__client_execute(cddp__server *server, cddp__client *client) {
    only CANCEL_WAIT is executed, which ends the WAIT. */
 static bool cddp__client_step(cddp__server *server, cddp__client *client) {
   cddp__connection *c = &client->c;
-  size_t keys = server->keys;
+  size_t keys_before = server->keys;
   cddp__client *other;
   cddp__span in;
   int found;
@@ -4965,7 +4967,7 @@ static bool cddp__client_step(cddp__server *server, cddp__client *client) {
     cddp__client_close(server, client);
   else if (found == CDDP__PARSE_COMPLETE)
     cddp__client_execute(server, client);
-  other = server->keys > keys && server->blocked > 0 ? server->clients : NULL;
+  other = server->keys > keys_before && server->waiting > 0 ? server->clients : NULL;
   for (; other != NULL; other = other->next) {
     if (!other->blocked) continue;
     cddp__client_execute(server, other); /* before `client` can delete its new keys */
@@ -4974,8 +4976,8 @@ static bool cddp__client_step(cddp__server *server, cddp__client *client) {
   return found == CDDP__PARSE_COMPLETE && c->fd >= 0;
 }
 
-/* Executes the received commands, each after the client has read the answer to the one before. Then
-   sets the events that epoll watches. */
+/* Executes the received commands, each after the client has read the last answer. Then sets the
+   events that epoll watches. */
 static void cddp__client_run(cddp__server *server, cddp__client *client) {
   cddp__connection *c = &client->c;
   bool more = true;
@@ -4984,7 +4986,7 @@ static void cddp__client_run(cddp__server *server, cddp__client *client) {
     size_t left = cddp__buffer_size(&c->out);
     if (left == 0) more = cddp__client_step(server, client);
     left = cddp__buffer_size(&c->out);
-    if (c->state == CDDP__CONNECTION_UP) (void)cddp__connection_progress(c); /* a proof: _step */
+    if (c->state == CDDP__CONNECTION_UP) (void)cddp__connection_progress(c);
     if (cddp__buffer_size(&c->out) < left && client->greeted)
       c->deadline = cddp__now() + CDDP__COMMAND_S;
     if (c->state == CDDP__CONNECTION_ENDED) cddp__client_close(server, client);
@@ -4998,7 +5000,6 @@ static void cddp__client_run(cddp__server *server, cddp__client *client) {
     cddp__client_close(server, client);
 }
 
-/* Reads once, and continues the client. */
 static void cddp__client_event(cddp__server *server, cddp__client *client, uint32_t events) {
   cddp__connection *c = &client->c;
   bool idle = cddp__buffer_size(&c->in) + cddp__buffer_size(&c->out) == 0;
@@ -5016,8 +5017,7 @@ static void cddp__client_event(cddp__server *server, cddp__client *client, uint3
     cddp__client_run(server, client);
 }
 
-/* Closes clients past their deadline, continues those with a WAIT that has ended, and frees closed
-   ones. */
+/* Closes clients past their deadline, continues those whose WAIT has ended, frees closed ones. */
 static void cddp__server_settle(cddp__server *server) {
   double now = cddp__now();
   bool tick = now >= server->checked + CDDP__SERVER_CHECK_MS * 1e-3;
@@ -5026,9 +5026,9 @@ static void cddp__server_settle(cddp__server *server) {
   for (client = server->clients; client != NULL && tick; client = client->next) {
     cddp__connection *c = &client->c;
     bool runs = client->greeted && cddp__buffer_size(&c->out) == 0; /* else it must greet or read */
-    double more = runs ? (double)cddp__buffer_size(&c->in) / 65536 : 0;
-    if (now < c->deadline + more || (runs && (more == 0 || client->blocked))) continue;
-    if (!client->greeted) cddp__client_event(server, client, EPOLLIN); /* VALIDATE can wait */
+    double extra_s = runs ? (double)cddp__buffer_size(&c->in) / 65536 : 0;
+    if (now < c->deadline + extra_s || (runs && (extra_s == 0 || client->blocked))) continue;
+    if (!client->greeted) cddp__client_event(server, client, EPOLLIN); /* reads its VALIDATE */
     if (!client->greeted || now >= c->deadline) cddp__client_close(server, client);
   }
   while (server->unsettled) {
@@ -5047,9 +5047,9 @@ static void cddp__server_settle(cddp__server *server) {
 
 /* Creates a client with the connection fd. If too few descriptors remain for the program (not
    `spare`), or too many clients have not sent VALIDATE, it replaces the oldest of those, but none
-   that has passed the challenge. If there is none to replace, the new one is refused. */
+   that has passed the challenge. Without one it refuses the new client. */
 static void cddp__server_add_client(cddp__server *server, int fd, bool spare) {
-  static const char refusal[] = CDDP__AUTH_REFUSAL "D";
+  static const char refusal[] = CDDP__AUTH_REFUSAL "D"; /* no descriptor is left */
   cddp__client *client, *oldest = NULL;
   int silent = 0; /* clients that have not sent VALIDATE */
   for (client = server->clients; client != NULL; client = client->next) {
@@ -5083,22 +5083,22 @@ static void cddp__server_add_client(cddp__server *server, int fd, bool spare) {
     cddp__client_close(server, client);
 }
 
-/* Accepts up to 64 connections. If no descriptor is left, the reserve is closed meanwhile, to
-   accept a connection and send the refusal. */
+/* Accepts up to 64 connections. If no descriptor is left, closes the reserve to accept one, and
+   refuses it. */
 static void cddp__server_accept(cddp__server *server, int listener) {
   int i, fd = 0;
   for (i = 0; i < 64 && fd >= 0; i++) {
-    bool none;
+    bool exhausted;
     fd = cddp__accept(listener);
-    none = fd < 0 && (errno == EMFILE || errno == ENFILE) && server->reserve >= 0;
-    if (none) {
+    exhausted = fd < 0 && (errno == EMFILE || errno == ENFILE) && server->reserve >= 0;
+    if (exhausted) {
       cddp__close_fd(&server->reserve);
       fd = cddp__accept(listener);
     }
     if (fd >= 0)
-      cddp__server_add_client(server, fd, !none && cddp__has_spare_fd(fd));
+      cddp__server_add_client(server, fd, !exhausted && cddp__has_spare_fd(fd));
     else if (errno != EAGAIN && errno != EINTR && errno != ECONNABORTED)
-      cddp__sleep(0.01);
+      cddp__sleep(0.01); /* epoll would report the same connection again */
     if (server->reserve < 0)
       server->reserve = fcntl(server->epoll, F_DUPFD_CLOEXEC, STDERR_FILENO + 1);
   }
@@ -5115,7 +5115,7 @@ static void *cddp__server_main(void *arg) { /* on the server's thread, until `en
     if ((n < 0 && errno != EINTR) || cddp__load32(&server->ended) != 0) return NULL;
     for (i = 0; i < n; i++) {
       uint64_t what = events[i].data.u64;
-      if (what >= CDDP__ADDRESSES_MAX)
+      if (what >= CDDP__ADDRESSES_MAX) /* a client's address */
         cddp__client_event(server, (cddp__client *)(uintptr_t)what, events[i].events);
       else
         cddp__server_accept(server, server->fds[what]);
@@ -5124,7 +5124,7 @@ static void *cddp__server_main(void *arg) { /* on the server's thread, until `en
   }
 }
 
-/* Frees a server after its thread has ended, or if it never ran. */
+/* The thread has ended, or never ran. */
 static void cddp__server_free(cddp__server *server) {
   cddp_allocator a = server->allocator;
   cddp__client *client;
@@ -5144,83 +5144,83 @@ static void cddp__server_free(cddp__server *server) {
 
 typedef struct cddp__store_options {
   cddp_store_desc desc; /* timeout_s: above 0 */
-  bool elect;           /* file://: the first process to open the file is the server, and is_server
-                           is ignored */
+  bool elect;           /* file://: the first process that opens it is the server, not is_server */
   double deadline;      /* for opening; a time of cddp__now */
-  double closed_since;  /* the store's, kept between two calls */
+  double closed_since;  /* of cddp_store, kept between two calls */
 } cddp__store_options;
 
 struct cddp_store {
   pthread_mutex_t lock; /* held during an operation; guards all below */
   cddp_allocator allocator;
-  double timeout_s;                             /* of operations without a deadline */
-  int scheme;                                   /* CDDP__URL_TCP ... */
-  char *name;                                   /* for error texts: "host:port" or the path */
-  char *proof;                                  /* the secret that both ends prove; NULL = none */
-  cddp__connection connection;                  /* to the server; fd -1: closed */
+  double timeout_s; /* of operations without a deadline */
+  int scheme;       /* CDDP__URL_TCP ... */
+  char *name;       /* for error texts: "host:port" or the path */
+  char *secret; /* both ends prove that they know it; file://: behind the file's key; NULL: none */
+  cddp__connection connection; /* to the server; fd -1: closed */
+
   cddp__address addresses[CDDP__ADDRESSES_MAX]; /* possible addresses of the server, in order */
   int address_count;
-  double closed_since;  /* time since which every connection was closed without an answer; 0 */
+  double closed_since;  /* since when connections are closed without an answer; 0: not so */
   cddp__server *server; /* NULL = only a client */
   pid_t server_pid;     /* the server's process; a forked child has only a copy of the struct */
-  int file;             /* the file of a server of file://, locked while it serves; -1 = none */
+  int file;             /* of a server of file://, locked while it serves; -1 = none */
 };
 
 #define CDDP__CLOSED_S 4.0 /* retry time for a server that closes connections without an answer */
 #define CDDP__CONNECT_S 5.0 /* for one address, before the next one is tried */
 
-/* Fails because the program at the address `text` has refused this process, or has not proved that
-   it knows the secret. CDDP_MISMATCH: it is neither cddp nor a store. */
-static cddp_result cddp__fail_refused(const cddp__connection *c, const char *text) {
+/* Fails because the program at the address has refused this process, or has not proved that it
+   knows the secret. CDDP_MISMATCH: it is neither cddp nor a store. */
+static cddp_result cddp__fail_refused(const cddp__connection *c, const char *address) {
   const cddp__challenge *challenge = &c->challenge;
   bool rendezvous = challenge->purpose != NULL && strcmp(challenge->purpose, "rendezvous") == 0;
-  char line[81] = "";
+  char line[81] = "", why = challenge->why;
+  char refusal = challenge->state == CDDP__CHALLENGE_REFUSED ? why : 0;
   size_t k;
-  if (challenge->state == CDDP__CHALLENGE_REFUSED && challenge->why == 'D')
+  if (refusal == 'D')
     return cddp__fail(CDDP_SYSTEM,
                       "%s: the server's process has no file descriptor left for another rank; "
                       "raise its limit (ulimit -n)",
                       strerror(EMFILE));
-  if (challenge->state == CDDP__CHALLENGE_REFUSED && challenge->why == 'J')
+  if (refusal == 'J')
     return CDDP__REFUSE("two jobs use %s: an elastic job runs there. Give this job a MASTER_PORT "
                         "of its own, or set CDDP_JOIN=1 to join that one",
-                        text);
-  if (challenge->state == CDDP__CHALLENGE_REFUSED && challenge->why == 'N' && rendezvous)
+                        address);
+  if (refusal == 'N' && rendezvous)
     return cddp__fail(CDDP_MISMATCH,
                       "the program at %s is neither cddp's rank 0 nor a launcher's store, but a "
                       "cddp_store: another program uses this port",
-                      text);
+                      address);
   if (challenge->state != CDDP__CHALLENGE_NOT_CDDP)
     return cddp__fail(
         CDDP_UNAUTHORIZED, "%s; set one CDDP_SECRET (or desc's secret) on all ranks, or on none",
-        challenge->why == 'S' || (rendezvous && challenge->why == 'W' && challenge->secret[0] == 0)
+        why == 'S' || (rendezvous && why == 'W' && challenge->secret[0] == 0)
             ? "the server has a secret and this process has none"
-        : challenge->why == 'W'
+        : why == 'W'
             ? rendezvous ? "rank 0 has another secret, or none" : "the server has another secret"
-        : challenge->why == 'N' ? "this process has a secret and the server has none"
+        : why == 'N' ? "this process has a secret and the server has none"
                                 : "the program that answers does not know the secret");
   memcpy(line, c->in.data,
-         cddp__min(c->in.end, sizeof line - 1)); /* parsed bytes are still there */
+         cddp__min(c->in.end, sizeof line - 1)); /* with the bytes before in.start */
   for (k = 0; line[k] >= 32 && line[k] < 127; k++) {}
   line[k] = 0;
   return cddp__fail(CDDP_MISMATCH,
                     "the program at %s is neither cddp nor a TCPStore server (%s%s%s): another "
                     "program uses this port",
-                    text, k > 0 ? "it answers '" : "its answer is not text", line,
+                    address, k > 0 ? "it answers '" : "its answer is not text", line,
                     k > 0 ? "'" : "");
 }
 
-/* Proves the secret, if there is one, to the server at the address `text`, sends the greeting, and
-   reads the answer of one byte.
+/* Proves the secret, if any, to the server, sends the greeting, and reads the one-byte answer.
      CDDP_NETWORK    the connection was closed without an answer
-     CDDP_MISMATCH   the program at the other end is not a store
+     CDDP_MISMATCH   the other program is not a store
      CDDP_TIMEOUT    no answer: another program, or a server that is not ready yet */
-static cddp_result cddp__store_greet(cddp_store *store, const char *text, double deadline) {
+static cddp_result cddp__store_greet(cddp_store *store, const char *address, double deadline) {
   cddp__connection *c = &store->connection;
   cddp__challenge *challenge = &c->challenge;
   cddp__span in;
   cddp_result r = CDDP_OK;
-  if (store->proof != NULL) r = cddp__connection_challenge(c, store->proof, "store", NULL, 0);
+  if (store->secret != NULL) r = cddp__connection_challenge(c, store->secret, "store", NULL, 0);
   cddp__buffer_add(&c->out, cddp__greeting, sizeof cddp__greeting - 1);
   if (r == CDDP_OK) r = cddp__connection_exchange(c, 1, deadline);
   if (r == CDDP_OK) {
@@ -5229,7 +5229,7 @@ static cddp_result cddp__store_greet(cddp_store *store, const char *text, double
       c->in.start++;
       return CDDP_OK;
     }
-    if (in.size < 9 && in.data[0] == CDDP__AUTH_REFUSAL[0])
+    if (in.size < 9 && in.data[0] == CDDP__AUTH_REFUSAL[0]) /* 8 bytes and the reason */
       (void)cddp__connection_exchange(c, 9, cddp__earlier_deadline(1, deadline));
     (void)cddp__connection_fill(c, 80); /* more of another program's text */
     in = cddp__buffer_span(&c->in);
@@ -5239,13 +5239,13 @@ static cddp_result cddp__store_greet(cddp_store *store, const char *text, double
       challenge->why = (char)in.data[8];
     }
   }
-  return challenge->state <= CDDP__CHALLENGE_PROVEN ? r : cddp__fail_refused(c, text);
+  return challenge->state <= CDDP__CHALLENGE_PROVEN ? r : cddp__fail_refused(c, address);
 }
 
 /* Fails because connect(2) to the address failed, or, if error is 0 or ECONNRESET, because the
    other side closed the connection without an answer. CDDP_NETWORK: a retry can succeed. A server
-   that exits, or a proxy for a server that has not started, closes connections for a moment. A
-   program that does so for CDDP__CLOSED_S, since *closed_since, is not cddp. */
+   that exits, or a proxy before its server starts, does so for a moment. A program that does so for
+   CDDP__CLOSED_S, since *closed_since, is not cddp. */
 static cddp_result cddp__fail_connect(const cddp__address *address, int error,
                                       double *closed_since) {
   cddp__text text = cddp__describe_address(address);
@@ -5264,8 +5264,7 @@ static cddp_result cddp__fail_connect(const cddp__address *address, int error,
                     text.s);
 }
 
-/* Tries each address once. CDDP_NETWORK: a retry can succeed; other errors are final, as those of
-   cddp__store_greet. */
+/* Tries each address once. CDDP_NETWORK: a retry can succeed. Other errors are final. */
 static cddp_result cddp__store_try_addresses(cddp_store *store, double deadline) {
   bool closed = false;
   cddp_result r = CDDP_NETWORK;
@@ -5294,7 +5293,7 @@ typedef struct cddp__request { /* one command and its answer */
   uint64_t number; /* sent: the amount to add; received: a number or byte */
   bool equal;      /* received: the string equals values[1] */
   void *out;       /* receives a string */
-  size_t capacity, *size;
+  size_t capacity, *size; /* bytes of `out`; receives the string's */
 } cddp__request;
 
 static cddp__request cddp__request_of(unsigned code, const char *const *keys, int count) {
@@ -5306,19 +5305,19 @@ static cddp__request cddp__request_of(unsigned code, const char *const *keys, in
   return q;
 }
 
-/* Only opening a store returns CDDP_MISMATCH. */
+/* Names the store in the error text. Only opening a store returns CDDP_MISMATCH. */
 static cddp_result cddp__store_error(const cddp_store *store, cddp_result r) {
   return cddp__fail_in(r == CDDP_MISMATCH ? CDDP_NETWORK : r, "store at %s: ", store->name);
 }
 
 /* Sends the request and receives the answer; a string is then at the start of connection.in. SET
-   has no answer: that of a GETNUMKEYS behind it shows that the SET was executed. */
+   has no answer: the GETNUMKEYS behind it has one. */
 static cddp_result cddp__store_exchange(cddp_store *store, cddp__request *request,
                                         double deadline) {
   const struct cddp__command *command = &cddp__commands[request->code];
   cddp__connection *c = &store->connection;
   cddp__buffer *out = &c->out;
-  size_t answer = command->answer == CDDP__ANSWER_BYTE ? 1 : 8; /* bytes of the number */
+  size_t answer_size = command->answer == CDDP__ANSWER_BYTE ? 1 : 8;
   unsigned char number[8] = {0};
   cddp_result r;
   int i;
@@ -5335,14 +5334,14 @@ static cddp_result cddp__store_exchange(cddp_store *store, cddp__request *reques
   if (request->code == CDDP__STORE_SET) cddp__buffer_add_number(out, CDDP__STORE_GETNUMKEYS, 1);
   if (cddp__buffer_size(out) > CDDP__COMMAND_MAX)
     return CDDP__REFUSE("the keys of one call exceed %u MiB", CDDP__COMMAND_MAX >> 20);
-  if ((r = cddp__connection_exchange(c, answer, deadline)) != CDDP_OK) return r;
-  memcpy(number, c->in.data + c->in.start, answer);
-  c->in.start += answer;
+  if ((r = cddp__connection_exchange(c, answer_size, deadline)) != CDDP_OK) return r;
+  memcpy(number, c->in.data + c->in.start, answer_size);
+  c->in.start += answer_size;
   request->number = cddp__get64(number);
   if (command->answer == CDDP__ANSWER_STRING && request->number <= CDDP__COMMAND_MAX)
     return cddp__connection_exchange(c, (size_t)request->number, deadline);
   if (command->answer != CDDP__ANSWER_STRING && request->code != CDDP__STORE_WAIT) return CDDP_OK;
-  if (request->number == 0) return CDDP_OK;
+  if (request->number == 0) return CDDP_OK; /* the WAIT has ended */
   return cddp__fail(CDDP_NETWORK, "the answer %" PRIu64 " is not valid", request->number);
 }
 
@@ -5403,14 +5402,14 @@ static cddp_result cddp__store_wait(cddp_store *store, const char *const *keys, 
 
 /* --- opening a store: where the server is --- */
 
-enum { CDDP__URL_NONE, CDDP__URL_TCP, CDDP__URL_UNIX, CDDP__URL_FILE }; /* schemes of URLs */
+enum { CDDP__URL_NONE, CDDP__URL_TCP, CDDP__URL_UNIX, CDDP__URL_FILE };
 
 /* A URL's scheme; *name is what follows: "host:port", a name or an absolute path. */
 static int cddp__url_scheme(const char *url, const char **name) {
-  static const char *const begins[] = {"", "tcp://", "unix://", "file://"};
+  static const char *const prefixes[] = {"", "tcp://", "unix://", "file://"}; /* by scheme */
   int scheme = CDDP__URL_FILE;
-  while (strncmp(url, begins[scheme], strlen(begins[scheme])) != 0) scheme--;
-  *name = url + strlen(begins[scheme]);
+  while (strncmp(url, prefixes[scheme], strlen(prefixes[scheme])) != 0) scheme--;
+  *name = url + strlen(prefixes[scheme]);
   if (scheme == CDDP__URL_UNIX && (*name)[0] == 0) return CDDP__URL_NONE;
   if (scheme == CDDP__URL_FILE && ((*name)[0] != '/' || (*name)[1] == 0)) return CDDP__URL_NONE;
   return scheme;
@@ -5436,14 +5435,13 @@ static cddp_result cddp__listen_at(cddp__address *address, int count, int listen
   return CDDP_OK;
 }
 
-/* Starts a server on store->addresses. */
 static cddp_result cddp__server_start(cddp_store *store) {
   cddp__server *server = (cddp__server *)cddp__calloc(&store->allocator, 1, sizeof *server);
   cddp_result r = CDDP_OK;
   int i;
   if (server == NULL) return CDDP_OUT_OF_MEMORY;
   server->allocator = store->allocator;
-  server->secret = store->proof;
+  server->secret = store->secret;
   r = cddp__listen_at(store->addresses, store->address_count, -1, server->fds, &server->fd_count);
   server->epoll = cddp__above_stdio(epoll_create1(EPOLL_CLOEXEC));
   server->reserve =
@@ -5467,7 +5465,7 @@ static bool cddp__is_exact_address(const char *host) {
          host[strspn(host, "0123456789.")] == 0;
 }
 
-/* A host's own name can resolve to loopback only (127.0.1.1 in Debian's /etc/hosts). This adds the
+/* A host's own name can resolve to loopback only (127.0.1.1 in Debian's /etc/hosts). Adds the
    addresses that other hosts can reach. */
 static void cddp__add_interface_addresses(cddp__address *address, int *count, const char *host) {
   int i;
@@ -5477,8 +5475,8 @@ static void cddp__add_interface_addresses(cddp__address *address, int *count, co
   *count += cddp__interface_addresses(NULL, address + *count, CDDP__ADDRESSES_MAX - *count);
 }
 
-/* Finds the addresses of a server of tcp://host:port or unix://name. unix:// is for ranks of one
-   host, if the launcher gives no address: it needs no free port. */
+/* Finds the addresses of a server of tcp:// or unix://. unix:// is for ranks of one host, if the
+   launcher gives no address: it needs no free port. */
 static cddp_result cddp__store_find(cddp_store *store, const cddp__store_options *options) {
   char host[256];
   int port;
@@ -5496,11 +5494,11 @@ static cddp_result cddp__store_find(cddp_store *store, const cddp__store_options
   return r == CDDP_OK ? cddp__resolve(host, port, store->addresses, &store->address_count) : r;
 }
 
-/* Starts the server of tcp://host:port or unix://name at the addresses that were found. */
+/* Starts the server of tcp:// or unix:// at the addresses found. */
 static cddp_result cddp__store_serve(cddp_store *store) {
-  bool any = store->scheme == CDDP__URL_TCP && cddp__address_port(&store->addresses[0]) == 0;
+  bool any_port = store->scheme == CDDP__URL_TCP && cddp__address_port(&store->addresses[0]) == 0;
   cddp_result r = cddp__server_start(store);
-  if (r != CDDP_OK || !any) return r;
+  if (r != CDDP_OK || !any_port) return r;
   cddp__free(&store->allocator, store->name); /* error texts name the port that the system chose */
   store->name = cddp__strdup(&store->allocator, cddp__describe_address(&store->addresses[0]).s);
   return store->name != NULL ? CDDP_OK : CDDP_OUT_OF_MEMORY;
@@ -5513,16 +5511,16 @@ static cddp_result cddp__store_serve(cddp_store *store) {
 #define CDDP__FILE_MAGIC "cddp store 4"
 #define CDDP__FILE_KEY 32 /* the key's hexadecimal digits */
 
-typedef struct cddp__file_store_record { /* the file. All hosts of a job have the same byte order */
+typedef struct cddp__store_file { /* all hosts of a job have the same byte order */
   char magic[sizeof CDDP__FILE_MAGIC];
   char key[CDDP__FILE_KEY + 1];
   uint32_t count;
   cddp__address addresses[CDDP__ADDRESSES_MAX];
-} cddp__file_store_record;
+} cddp__store_file;
 
 /* Reads the file; record->count is 0 if it is incomplete. A file that others own or can write to
    could direct this job to any address. */
-static cddp_result cddp__file_store_read(int fd, cddp__file_store_record *record) {
+static cddp_result cddp__file_store_read(int fd, cddp__store_file *record) {
   struct stat st;
   const char *why;
   size_t n;
@@ -5545,15 +5543,15 @@ static cddp_result cddp__file_store_read(int fd, cddp__file_store_record *record
   return CDDP_OK;
 }
 
-/* Puts the file's key and a space before the user's secret: cddp__store_new left room for them. */
-static void cddp__file_store_prove(cddp_store *store, const char *key) {
-  snprintf(store->proof, CDDP__FILE_KEY + 1, "%*.*s", CDDP__FILE_KEY, CDDP__FILE_KEY, key);
-  store->proof[CDDP__FILE_KEY] = ' ';
+/* Writes the file's key and a space before the user's secret, where cddp__store_new left memory. */
+static void cddp__store_set_key(cddp_store *store, const char *key) {
+  snprintf(store->secret, CDDP__FILE_KEY + 1, "%*.*s", CDDP__FILE_KEY, CDDP__FILE_KEY, key);
+  store->secret[CDDP__FILE_KEY] = ' ';
 }
 
-/* Begins the record of a server: its key, and the addresses where it must listen: for this host a
-   Unix socket; if it must be `reachable` for other hosts, also a port that the system chooses. */
-static cddp_result cddp__file_record_new(cddp__file_store_record *record, bool reachable) {
+/* Begins a server's record: its key, and where it must listen: at a Unix socket for this host; if
+   `reachable` for other hosts, also at a port that the system chooses. */
+static cddp_result cddp__file_record_new(cddp__store_file *record, bool reachable) {
   uint64_t word[4];
   cddp_result r = cddp__random(word, sizeof word);
   memset(record, 0, sizeof *record);
@@ -5568,19 +5566,19 @@ static cddp_result cddp__file_record_new(cddp__file_store_record *record, bool r
 }
 
 /* Writes the record to the locked file: clients can connect. */
-static cddp_result cddp__file_record_write(int file, cddp__file_store_record *record) {
+static cddp_result cddp__file_record_write(int file, cddp__store_file *record) {
   if (ftruncate(file, 0) != 0) return cddp__fail(CDDP_IO, "ftruncate: %s", strerror(errno));
   return cddp__file_io(file, CDDP__WRITE, record, sizeof *record, 0);
 }
 
 /* Makes this process, which has locked the file, the server. */
 static cddp_result cddp__file_store_serve(cddp_store *store) {
-  cddp__file_store_record record;
+  cddp__store_file record;
   bool reachable = true;
   cddp_result r = cddp__file_record_new(&record, reachable);
   store->address_count = (int)record.count;
   memcpy(store->addresses, record.addresses, sizeof store->addresses);
-  cddp__file_store_prove(store, record.key);
+  cddp__store_set_key(store, record.key);
   if (r == CDDP_OK) r = cddp__server_start(store);
   if (r != CDDP_OK) return r == CDDP_NETWORK ? CDDP_SYSTEM : r; /* a retry would be useless */
   memcpy(record.addresses, store->addresses, sizeof store->addresses);
@@ -5588,12 +5586,11 @@ static cddp_result cddp__file_store_serve(cddp_store *store) {
 }
 
 /* Opens the file once. Locks it in store->file if this process must serve it. Else sets *record to
-   that of a server that runs, and *fd, which the caller closes. After CDDP_NETWORK a retry can
-   succeed. */
+   a running server's, and *fd, which the caller closes. After CDDP_NETWORK a retry can succeed. */
 static cddp_result cddp__file_store_look(cddp_store *store, const cddp__store_options *options,
-                                         cddp__file_store_record *record, int *fd) {
+                                         cddp__store_file *record, int *fd) {
   const int flags = O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY;
-  bool may_serve = options->desc.is_server || options->elect, locked, named;
+  bool may_serve = options->desc.is_server || options->elect, got_lock, named;
   uint32_t i;
   cddp_result r = CDDP_OK;
   *fd = cddp__register_socket(cddp__above_stdio(open(store->name, flags, 0600)));
@@ -5601,20 +5598,20 @@ static cddp_result cddp__file_store_look(cddp_store *store, const cddp__store_op
     return cddp__fail(CDDP_IO, "cannot open the file: %s; %s", strerror(errno),
                       errno == ELOOP ? "it must not be a symbolic link"
                                      : "its directory must exist and be writable");
-  locked = flock(*fd, LOCK_NB | (may_serve ? LOCK_EX : LOCK_SH)) == 0; /* flock has no deadline */
-  if (!locked && errno != EWOULDBLOCK && errno != EINTR)
+  got_lock = flock(*fd, LOCK_NB | (may_serve ? LOCK_EX : LOCK_SH)) == 0; /* flock has no deadline */
+  if (!got_lock && errno != EWOULDBLOCK && errno != EINTR)
     r = cddp__fail(CDDP_IO, "flock: %s; put the file on a file system that supports locks",
                    strerror(errno));
   named = cddp__file_has_name(*fd, store->name); /* else another process removed it */
   if (r == CDDP_OK) r = cddp__file_store_read(*fd, record);
-  if (r == CDDP_OK && locked && may_serve && named) { /* this store removes it at its end */
+  if (r == CDDP_OK && got_lock && may_serve && named) { /* this store removes it at its end */
     store->file = *fd;
     *fd = -1;
     return CDDP_OK;
   }
   if (r == CDDP_OK && options->desc.is_server && !options->elect)
     r = cddp__fail(CDDP_NETWORK, "another job is using the file; choose another path");
-  else if (r == CDDP_OK && (locked || !named || record->count == 0))
+  else if (r == CDDP_OK && (got_lock || !named || record->count == 0))
     r = cddp__fail(CDDP_NETWORK, "the file has no server: rank 0, or the first process to open it, "
                                  "has not started or is suspended");
   for (i = 0; r == CDDP_OK && i < record->count; i++)
@@ -5627,11 +5624,11 @@ static cddp_result cddp__file_store_look(cddp_store *store, const cddp__store_op
 /* Opens the file once. Locks it in store->file if this process must serve it, else connects to its
    server. Results: see cddp__store_try_addresses. */
 static cddp_result cddp__file_store_try(cddp_store *store, const cddp__store_options *options) {
-  cddp__file_store_record record;
+  cddp__store_file record;
   int fd;
   cddp_result r = cddp__file_store_look(store, options, &record, &fd);
   if (r != CDDP_OK || fd < 0) return r;
-  cddp__file_store_prove(store, record.key);
+  cddp__store_set_key(store, record.key);
   store->address_count = (int)record.count;
   memcpy(store->addresses, record.addresses, sizeof store->addresses);
   r = cddp__store_try_addresses(store, options->deadline);
@@ -5641,7 +5638,7 @@ static cddp_result cddp__file_store_try(cddp_store *store, const cddp__store_opt
   return r;
 }
 
-/* --- all of them --- */
+/* --- opening and closing --- */
 
 /* Creates a store that is not open. *out is not NULL after some failures. */
 static cddp_result cddp__store_new(cddp_store **out, const cddp__store_options *options) {
@@ -5663,9 +5660,9 @@ static cddp_result cddp__store_new(cddp_store **out, const cddp__store_options *
   if (secret == NULL) secret = "";
   if (secret[0] != 0 || store->scheme == CDDP__URL_FILE) {
     size_t prefix = store->scheme == CDDP__URL_FILE ? CDDP__FILE_KEY + 1 : 0; /* a key, a space */
-    store->proof = (char *)cddp__malloc(&desc->allocator, prefix + strlen(secret) + 1);
-    if (store->proof == NULL) return CDDP_OUT_OF_MEMORY;
-    memcpy(store->proof + prefix, secret, strlen(secret) + 1);
+    store->secret = (char *)cddp__malloc(&desc->allocator, prefix + strlen(secret) + 1);
+    if (store->secret == NULL) return CDDP_OUT_OF_MEMORY;
+    memcpy(store->secret + prefix, secret, strlen(secret) + 1);
   }
   store->name = cddp__strdup(&desc->allocator, name);
   return store->name != NULL ? CDDP_OK : CDDP_OUT_OF_MEMORY;
@@ -5678,12 +5675,12 @@ static void cddp__store_free(cddp_store *store) {
   cddp__close_fd(&store->file);
   pthread_mutex_destroy(&store->lock);
   cddp__free(&a, store->name);
-  cddp__free(&a, store->proof);
+  cddp__free(&a, store->secret);
   cddp__free(&a, store);
 }
 
-/* Stops the server too, except in a forked child, which lacks its thread. The file is removed
-   first, so that a process that opens the path now starts a new store. */
+/* Stops the server too, except in a forked child, which lacks its thread. Removes the file first: a
+   process that opens the path now starts a new store. */
 static void cddp__store_close(cddp_store *store) {
   int i;
   if (store == NULL) return;
@@ -5697,11 +5694,11 @@ static void cddp__store_close(cddp_store *store) {
   cddp__store_free(store);
 }
 
-/* Connects, and retries until the deadline, because ranks can start long before the server. */
+/* Retries until the deadline: ranks can start long before the server. */
 static cddp_result cddp__store_connect(cddp_store *store, const cddp__store_options *options) {
   double pause = 0.001, begin = cddp__now();
   uint64_t number = cddp__hash64((uint64_t)getpid(), &begin, sizeof begin) % 1024;
-  double jitter = 0.5 + (double)number / 1024; /* ranks do not retry in step */
+  double jitter = 0.5 + (double)number / 1024; /* ranks retry at different times */
   cddp_result r;
   for (;;) {
     if (store->scheme == CDDP__URL_FILE && store->file < 0)
@@ -5727,7 +5724,7 @@ static cddp_result cddp__store_connect(cddp_store *store, const cddp__store_opti
 }
 
 /* Opens a store whose server is in another process. *out is NULL on failure. CDDP_MISMATCH: another
-   program listens at the address. */
+   program listens there. */
 static cddp_result cddp__store_open_client(cddp_store **out, cddp__store_options *options) {
   cddp_result r;
   CDDP_ASSERT(!options->desc.is_server && !options->elect);
@@ -5741,7 +5738,7 @@ static cddp_result cddp__store_open_client(cddp_store **out, cddp__store_options
   return r;
 }
 
-/* The same, with the server if the options say so. */
+/* Opens a store, and its server if this process must run it. *out is NULL on failure. */
 static cddp_result cddp__store_open(cddp_store **out, cddp__store_options *options) {
   cddp_result r = cddp__store_new(out, options);
   cddp_store *store = *out;
@@ -5749,7 +5746,7 @@ static cddp_result cddp__store_open(cddp_store **out, cddp__store_options *optio
   if (r == CDDP_OK && store->scheme != CDDP__URL_FILE && options->desc.is_server)
     r = cddp__store_serve(store);
   if (r == CDDP_OK) r = cddp__store_connect(store, options);
-  if (r == CDDP_OK && store->file >= 0) {
+  if (r == CDDP_OK && store->file >= 0) { /* locked: this process is the server */
     r = cddp__file_store_serve(store);
     r = r == CDDP_OK ? cddp__store_connect(store, options) : cddp__store_error(store, r);
   }
@@ -10631,7 +10628,7 @@ static cddp_result cddp__look_again(cddp__rendezvous *rdv, cddp_result r, bool s
 static cddp_result cddp__read_root_file(cddp__rendezvous *rdv) {
   cddp__root_search *root = &rdv->root;
   cddp__store_options o = cddp__store_options_of(rdv);
-  cddp__file_store_record record;
+  cddp__store_file record;
   int fd;
   cddp_result r = root->store == NULL ? cddp__store_new(&root->store, &o) : CDDP_OK;
   if (r == CDDP_OK) r = cddp__file_store_look(root->store, &o, &record, &fd);
@@ -10945,7 +10942,7 @@ static cddp_result cddp__ask_other_root(cddp__rendezvous *rdv, cddp_result r) {
 static cddp_result cddp__serve_file(cddp__rendezvous *rdv) {
   cddp__root_search *root = &rdv->root;
   cddp__store_options o = cddp__store_options_of(rdv);
-  cddp__file_store_record record;
+  cddp__store_file record;
   int fd;
   cddp_result r = cddp__store_new(&root->store, &o);
   if (r == CDDP_OK) r = cddp__file_store_look(root->store, &o, &record, &fd);
@@ -11804,24 +11801,24 @@ static cddp_result cddp__join_find(cddp__host *host, int *fd) {
 #define CDDP__NOTICE_CHECK_S 1e-3 /* between a leader's checks for notices */
 #define CDDP__ARRIVALS_S 0.3 /* for hosts to answer which of their ranks have reached a round */
 #define CDDP__HEADER_BYTES sizeof(cddp__op_header) /* on the wire too */
-#define CDDP__PIECE_MOST ((size_t)2 << 20) /* bytes of all parts of a piece; of one: CDDP__PIECE */
-/* Up to this many slice bytes times hosts, every host sends its sums to all hosts and adds up the
-   whole array: one turn less. For two hosts this moves no more bytes. */
+#define CDDP__PIECE_MOST ((size_t)2 << 20) /* bytes of all parts' piece k; of one: CDDP__PIECE */
+/* Up to this many slice bytes times hosts, each host sends its sums to all and adds up the whole
+   array: one turn less, and for two hosts no more bytes. */
 #define CDDP__WHOLE_MOST ((size_t)32 << 10)
 #define CDDP__WHOLE_MOST_OF_TWO ((size_t)256 << 10)
 #define CDDP__AHEAD 2 /* pieces sent before the first result is received */
-/* Polls of the links before a rank with its own core sleeps: about one millisecond. With a tenth of
-   that, most waits for a piece ended in a sleep, and long calls took several times as long. */
+/* Polls of the links before a rank with its own core sleeps: about one millisecond. With a tenth,
+   most waits for a piece ended in a sleep, and long calls took several times as long. */
 #define CDDP__POLLS 3000
-#define CDDP__POLLS_A_YIELD 4 /* containers that count as hosts can share cores */
-#define CDDP__SLOTS (CDDP__AHEAD + 1)
-#define CDDP__FRAMES (4 * CDDP__SLOTS)       /* the most posted for one rank at a time */
+#define CDDP__POLLS_A_YIELD 4 /* for containers that count as hosts and share cores */
+#define CDDP__SLOTS (CDDP__AHEAD + 1) /* areas for sums in transit */
+#define CDDP__FRAMES (4 * CDDP__SLOTS) /* the most posted for one rank: 4 moves of each piece */
 #define CDDP__STAGED_MAX ((size_t)256 << 20) /* bytes in copies per group before a send waits */
 #define CDDP__SCRATCH ((size_t)2 << 20) /* bytes of a rank's scratch: two halves, used in turn */
 
 /* --- links --- */
 
-/* Wakes a poll of cddp__hosts_pause at these events. */
+/* Makes epoll_wait in cddp__hosts_pause return at these events. */
 static bool cddp__watch_fd(const cddp__hosts *hosts, int fd, uint32_t events) {
   struct epoll_event event;
   memset(&event, 0, sizeof event);
@@ -11832,33 +11829,33 @@ static bool cddp__watch_fd(const cddp__hosts *hosts, int fd, uint32_t events) {
 /* If a link has ended: connects it again, or records the loss of the peer. */
 static void cddp__check_link_end(cddp_group *g, cddp__connection *link) {
   cddp__peer *p = &g->hosts->peers[link->rank];
-  const cddp__connection *other = p->link[p->link[0] == link];
+  const cddp__connection *other = p->link[p->link[0] == link]; /* of the two */
   if (link->state != CDDP__CONNECTION_ENDED || cddp__load32(&p->lost) != 0) return;
   if (!cddp__is_broken(g) && cddp__link_reconnect(g->hosts->net, link)) {
     (void)cddp__watch_fd(g->hosts, link->fd, EPOLLIN | EPOLLOUT);
     return;
   }
   if (link->error <= 0 && other != NULL && other->state == CDDP__CONNECTION_UP)
-    return; /* the other link can hold bytes that the peer sent before it left */
+    return; /* an orderly end: the other link can hold bytes that the peer sent before */
   p->lost_at = cddp__now();
   p->error = other != NULL && other->error == CDDP__LEFT ? CDDP__LEFT : link->error;
   cddp__store32(&p->lost, 1);
 }
 
-/* Frees the link if its peer is no remote rank of the group, or has two. p2p.lock held. */
+/* Adds a link, or frees it if its peer is no remote rank of the group or has two. p2p.lock held. */
 static void cddp__add_link(cddp_group *g, cddp__connection *link) {
   cddp__hosts *hosts = g->hosts;
-  cddp__connection **at;
+  cddp__connection **links;
   for (link->rank = 0; link->rank < g->size && g->world[link->rank] != link->peer; link->rank++) {}
-  at = link->rank < g->size ? hosts->peers[link->rank].link : NULL;
-  if (at == NULL || g->members[link->rank] >= 0 || at[1] != NULL) {
+  links = link->rank < g->size ? hosts->peers[link->rank].link : NULL;
+  if (links == NULL || g->members[link->rank] >= 0 || links[1] != NULL) {
     cddp__link_free(link);
     return;
   }
   link->next = hosts->links;
   hosts->links = link;
   (void)cddp__watch_fd(hosts, link->fd, EPOLLIN | EPOLLOUT);
-  __atomic_store_n(&at[at[0] != NULL], link, __ATOMIC_RELEASE);
+  __atomic_store_n(&links[links[0] != NULL], link, __ATOMIC_RELEASE); /* the first free one */
 }
 
 /* Takes the links that other ranks have made to this one for the group. p2p.lock held. */
@@ -11877,8 +11874,7 @@ static void cddp__claim_links(cddp_group *g) {
   pthread_mutex_unlock(&n->lock);
 }
 
-/* Makes sure that this rank has a link to another one in peer.link[0]: connects, unless the other
-   rank has. p2p.lock held. */
+/* Makes sure that peer.link[0] is a link: connects, unless the other rank has. p2p.lock held. */
 static cddp_result cddp__find_link(cddp_group *g, int rank) {
   cddp__peer *p = &g->hosts->peers[rank];
   cddp_result r = CDDP_OK;
@@ -11893,15 +11889,15 @@ static cddp_result cddp__find_link(cddp_group *g, int rank) {
 /* Whether a posted frame or a receive awaits something from the rank. p2p.lock held. */
 static bool cddp__is_awaited(const cddp_group *g, int rank) {
   const cddp_work *work;
-  if (g->hosts->peers[rank].pass[0] == g->hosts->pass) return true;
+  if (g->hosts->peers[rank].pass[0] == g->hosts->pass) return true; /* the frame is incomplete */
   for (work = g->p2p.recvs; work != NULL; work = work->next)
     if (!work->done && (work->call.root == rank || work->call.root == CDDP_ANY)) return true;
   return false;
 }
 
 /* The receive into whose buffer a message can go directly: the oldest one that matches its head, if
-   no stored message is older. NULL: none, or it receives from any rank: another rank's message can
-   arrive first. p2p.lock held. */
+   no stored message is older. NULL: none, or one from any rank: another rank's message can arrive
+   first. p2p.lock held. */
 static cddp_work *cddp__recv_for(const cddp_group *g, int from, const cddp__frame_head *head) {
   const cddp__message *m;
   cddp_work *work = g->p2p.recvs;
@@ -11920,12 +11916,12 @@ static cddp_work *cddp__recv_for(const cddp_group *g, int from, const cddp__fram
 
 enum cddp__read_for { CDDP__FOR_RECEIVES, CDDP__FOR_FRAME };
 /* Sends waiting bytes, and receives frames up to the next piece, without blocking. A frame goes to
-   the receive with its buffer, or is stored. While CDDP__STAGED_MAX bytes are stored, a link is
-   read only FOR_FRAME, a posted frame, or if cddp__is_awaited. Received bytes wake this rank's
-   threads. p2p.lock held. */
+   the buffer of its receive, or is stored. While CDDP__STAGED_MAX bytes are stored, it reads only
+   for a posted frame (FOR_FRAME) or if cddp__is_awaited. Received bytes wake this rank's threads.
+   p2p.lock held. */
 static void cddp__read_link(cddp_group *g, cddp__connection *link, enum cddp__read_for purpose) {
   cddp__hosts *hosts = g->hosts;
-  size_t got = link->got;
+  size_t got_before = link->got;
   bool received = false; /* a whole frame */
   uint64_t one = 1;
   cddp__message *m;
@@ -11954,21 +11950,21 @@ static void cddp__read_link(cddp_group *g, cddp__connection *link, enum cddp__re
     if (cddp__buffer_size(&link->in) == 0) break; /* most likely no more bytes have arrived */
   }
   cddp__check_link_end(g, link);
-  if (!received && link->got == got) return;
+  if (!received && link->got == got_before) return;
   cddp__notify(g, g->rank);
-  if (hosts->polling) (void)!write(hosts->wake_fd, &one, sizeof one); /* full: it wakes anyway */
+  if (hosts->polling) (void)!write(hosts->wake_fd, &one, sizeof one);
 }
 
-/* Sends waiting bytes on all links. Returns the number of bytes left. p2p.lock held. */
+/* Sends waiting bytes on all links. Returns how many still wait. p2p.lock held. */
 static size_t cddp__flush_links(cddp_group *g) {
   cddp__connection *link;
-  size_t left = 0;
+  size_t unsent = 0;
   for (link = g->hosts->links; link != NULL; link = link->next) {
     cddp__link_progress(g->hosts->net, link);
     cddp__check_link_end(g, link);
-    left += cddp__buffer_size(&link->out);
+    unsent += cddp__buffer_size(&link->out);
   }
-  return left;
+  return unsent;
 }
 
 static void cddp__hosts_poll(cddp_group *g) {
@@ -11988,17 +11984,17 @@ static void cddp__hosts_poll(cddp_group *g) {
    links. Only a rank's own host knows how it died, so a rank waits CDDP__REMOTE_CAUSE_LONG_S for a
    notice after a link has ended. */
 
-/* Says BYE, which tells that this process lives (cddp__elastic_record_ends), and ends the links. */
+/* Says BYE, as this process lives (cddp__elastic_record_ends), and ends the links. */
 static void cddp__hosts_disconnect(cddp_group *g) {
-  int p;
+  int i;
   if (pthread_mutex_trylock(&g->p2p.lock) == 0) {
     cddp__connection *link = g->hosts->links;
     for (; link != NULL; link = link->next) cddp__connection_say_bye(link, CDDP__BYE_BROKEN);
     pthread_mutex_unlock(&g->p2p.lock);
   }
-  for (p = 0; p < 2 * g->size; p++) {
+  for (i = 0; i < 2 * g->size; i++) { /* two links for each peer */
     const cddp__connection *link =
-        __atomic_load_n(&g->hosts->peers[p / 2].link[p % 2], __ATOMIC_ACQUIRE);
+        __atomic_load_n(&g->hosts->peers[i / 2].link[i % 2], __ATOMIC_ACQUIRE);
     if (link != NULL) shutdown(link->fd, SHUT_WR);
   }
 }
@@ -12016,9 +12012,9 @@ static void cddp__hosts_query_arrivals(cddp_group *g) {
 }
 
 enum { CDDP__STAYING, CDDP__LEAVING };
-/* In a healthy group: sends the other hosts an early notice if a rank on this host has died, or, if
-   `leaving`, another group has failed because of a loss. It breaks nothing, but later calls that
-   fail name the dead rank. An exit with code 0 can be orderly, unless this rank leaves too. */
+/* In a healthy group: sends the other hosts a notice if a rank on this host has died, or, if
+   `leaving`, a loss has broken another group. The notice breaks nothing, but calls that fail later
+   name the dead rank. An exit with code 0 can be orderly, unless this rank leaves too. */
 static void cddp__early_notice(cddp_group *g, bool leaving) {
   const cddp__net *n = g->hosts->net;
   cddp__text text = {""}, how;
@@ -12043,13 +12039,13 @@ static void cddp__early_notice(cddp_group *g, bool leaving) {
 
 /* Sleeps at most 5 ms, until a thread that waits for a rank, or CDDP_ANY, can continue: a link is
    ready, a process connects to this rank, or its `events` have changed. One of this rank's threads
-   polls for all. If w->due, it connects to the awaited ranks on other hosts: the end of a link
-   shows the end of a rank. epoll does not see the events of this host's ranks. */
+   polls for all. If w->due, connects to awaited ranks on other hosts: their end ends the link. */
 static void cddp__hosts_pause(cddp_group *g, cddp__wait *w, int peer, uint32_t events) {
   cddp__hosts *hosts = g->hosts;
   cddp__slot *slot = cddp__slot_of(g, g->rank);
-  struct epoll_event news[16];
+  struct epoll_event unused[16];
   double start;
+  /* epoll does not see what ranks of this host do */
   int p, ms = peer != CDDP_ANY && g->members[peer] < 0 ? 5 : 1;
   bool polls;
   cddp__connection *link;
@@ -12066,7 +12062,7 @@ static void cddp__hosts_pause(cddp_group *g, cddp__wait *w, int peer, uint32_t e
     return;
   }
   start = cddp__now();
-  (void)epoll_wait(hosts->epoll, news, 16, ms); /* an error only shortens the sleep */
+  (void)epoll_wait(hosts->epoll, unused, 16, ms); /* an error only shortens the sleep */
   cddp__note_sleep(start, 1e-3 * ms);
   pthread_mutex_lock(&g->p2p.lock);
   hosts->polling = false;
@@ -12078,8 +12074,8 @@ static void cddp__hosts_pause(cddp_group *g, cddp__wait *w, int peer, uint32_t e
 /* --- send and recv --- */
 
 /* Whether a message can be posted: the link is made, and no more bytes wait than this message or
-   CDDP__STAGED_MAX. A rank that has left has received all earlier messages if no bytes wait here.
-   p2p.lock held. */
+   CDDP__STAGED_MAX. A rank that has left has all earlier messages if no bytes wait here. p2p.lock
+   held. */
 static bool cddp__hosts_can_post(cddp_group *g, int peer, size_t bytes) {
   const cddp__connection *link;
   if (cddp__find_link(g, peer) != CDDP_OK) return false;
@@ -12090,10 +12086,10 @@ static bool cddp__hosts_can_post(cddp_group *g, int peer, size_t bytes) {
   return cddp__flush_links(g) <= cddp__max(CDDP__STAGED_MAX, bytes + sizeof(cddp__frame_head));
 }
 
-/* Sends a message as far as the system accepts it. The rest is copied, and sent in later calls of
-   any group, before later pieces of a collective. */
+/* Sends a message as far as the system accepts it. Later calls of any group send the rest, from a
+   copy, before later pieces of a collective. */
 static cddp_result cddp__hosts_post(cddp_group *g, const cddp__call *c) {
-  size_t bytes = c->count * c->esize, sent = 0, skip;
+  size_t bytes = c->count * c->esize, sent = 0, head_sent;
   cddp__frame_head head =
       cddp__frame_head_of(CDDP__FRAME_MESSAGE, (uint32_t)c->tag, c->dtype, c->count, bytes);
   cddp_result r;
@@ -12104,10 +12100,11 @@ static cddp_result cddp__hosts_post(cddp_group *g, const cddp__call *c) {
   cddp__link_progress(g->hosts->net, link);
   if (cddp__connection_is_idle(link))
     (void)cddp__connection_send(link, &head, c->send, bytes, &sent, SIZE_MAX);
-  skip = cddp__min(sent, sizeof head);
+  head_sent = cddp__min(sent, sizeof head);
   if (cddp__buffer_reserve(&link->out, sizeof head + bytes - sent)) {
-    cddp__buffer_add(&link->out, (const char *)&head + skip, sizeof head - skip);
-    cddp__buffer_add(&link->out, (const char *)c->send + (sent - skip), bytes - (sent - skip));
+    cddp__buffer_add(&link->out, (const char *)&head + head_sent, sizeof head - head_sent);
+    sent -= head_sent; /* of the message */
+    cddp__buffer_add(&link->out, (const char *)c->send + sent, bytes - sent);
   } else {
     r = CDDP_OUT_OF_MEMORY;
     if (sent > 0)
@@ -12167,7 +12164,7 @@ static void cddp__hosts_serve(cddp_group *g) {
 
 enum cddp__direction { CDDP__IN, CDDP__OUT };
 
-/* A posted frame: the thread of the collectives sends it from its memory, or awaits it there. */
+/* A posted frame: the thread of collectives sends or receives it in place. */
 typedef struct cddp__delivery {
   int rank; /* the peer's, in the group */
   enum cddp__direction out;
@@ -12177,43 +12174,47 @@ typedef struct cddp__delivery {
   long step;   /* of a sent frame: in which it was posted */
 } cddp__delivery;
 
-/* The frames of one rank move in the order of their posting. */
+/* Adds a frame. Those of one rank move in the order of their posting. */
 static void cddp__post_frame(cddp_group *g, int type, enum cddp__direction out, int rank,
                              const void *data, size_t size) {
-  cddp__delivery *it = &g->hosts->deliveries[g->hosts->delivery_count++];
+  cddp__delivery *frame = &g->hosts->deliveries[g->hosts->delivery_count++];
   CDDP_ASSERT(g->hosts->delivery_count <= CDDP__FRAMES * g->size);
-  it->rank = rank;
-  it->out = out;
-  it->type = type;
-  it->data = data;
-  it->size = size;
-  it->step = g->hosts->step;
+  frame->rank = rank;
+  frame->out = out;
+  frame->type = type;
+  frame->data = data;
+  frame->size = size;
+  frame->step = g->hosts->step;
 }
 
-/* Both continue a frame, and return whether it is complete. */
-static bool cddp__send_frame(cddp_group *g, const cddp__delivery *it, cddp__connection *link) {
+/* Sends more of a frame. Returns whether it is complete. */
+static bool cddp__send_frame(cddp_group *g, const cddp__delivery *frame, cddp__connection *link) {
   if (!cddp__link_progress(g->hosts->net, link)) return false;
   if (link->sent == 0) { /* not begun */
     if (cddp__buffer_size(&link->out) > 0) return false; /* earlier bytes first */
-    link->out_head = cddp__frame_head_of(it->type, g->round, CDDP_U8, it->size, it->size);
+    link->out_head = cddp__frame_head_of(frame->type, g->round, CDDP_U8, frame->size, frame->size);
   }
-  if (cddp__connection_send(link, &link->out_head, it->data, it->size, &link->sent,
+  if (cddp__connection_send(link, &link->out_head, frame->data, frame->size, &link->sent,
                             CDDP__PART_BYTES) <= 0)
     return false;
   link->sent = 0;
   CDDP__POINT("frame");
   return true;
 }
-static bool cddp__receive_frame(cddp_group *g, const cddp__delivery *it, cddp__connection *link) {
-  cddp__frame_head head = cddp__frame_head_of(it->type, g->round, CDDP_U8, it->size, it->size);
-  void *data = (void *)(uintptr_t)it->data; /* not const: an awaited frame is written */
+
+/* Receives more of a frame. Returns whether it is complete. */
+static bool cddp__receive_frame(cddp_group *g, const cddp__delivery *frame,
+                                cddp__connection *link) {
+  size_t size = frame->size;
+  cddp__frame_head head = cddp__frame_head_of(frame->type, g->round, CDDP_U8, size, size);
+  void *data = (void *)(uintptr_t)frame->data; /* not const: an awaited frame is written */
   cddp__hosts *hosts = g->hosts;
   cddp__message *m;
   cddp__read_link(g, link, CDDP__FOR_FRAME);
-  if (it->type == CDDP__FRAME_HEADERS &&
-      (m = cddp__take_message(g, CDDP__FRAME_HEADERS, it->rank, -1)) != NULL) {
-    memcpy(data, m + 1, cddp__min(m->head.size, it->size));
-    hosts->nodes[hosts->peers[it->rank].host].received = m->head.size;
+  if (frame->type == CDDP__FRAME_HEADERS &&
+      (m = cddp__take_message(g, CDDP__FRAME_HEADERS, frame->rank, -1)) != NULL) {
+    memcpy(data, m + 1, cddp__min(m->head.size, size));
+    hosts->nodes[hosts->peers[frame->rank].host].received = m->head.size;
     cddp__free(&hosts->net->allocator, m);
     return true;
   }
@@ -12221,8 +12222,7 @@ static bool cddp__receive_frame(cddp_group *g, const cddp__delivery *it, cddp__c
     return false; /* no head of a piece yet */
   if (memcmp(&link->in_head, &head, sizeof head) != 0) cddp__connection_end(link, EPROTO);
   if (link->state != CDDP__CONNECTION_UP ||
-      cddp__connection_read(link, &link->in_head, data, it->size, &link->got, CDDP__PART_BYTES) <=
-          0)
+      cddp__connection_read(link, &link->in_head, data, size, &link->got, CDDP__PART_BYTES) <= 0)
     return false;
   link->got = 0;
   return true;
@@ -12236,28 +12236,29 @@ static int cddp__move_frames(cddp_group *g, long due, bool *moved, cddp_result *
   int i, k, kept = 0, late = -1;
   hosts->pass++;
   for (i = 0; i < hosts->delivery_count; i++) {
-    cddp__delivery it = hosts->deliveries[i];
-    cddp__peer *p = &hosts->peers[it.rank];
+    cddp__delivery frame = hosts->deliveries[i];
+    cddp__peer *p = &hosts->peers[frame.rank];
     bool done = false;
-    int links = it.out ? 1 : 2; /* this rank sends on the first and reads from both */
+    int links = frame.out ? 1 : 2; /* this rank sends on the first and reads from both */
     if (p->link[0] == NULL && *r == CDDP_OK) {
-      if (g->world[g->rank] < g->world[it.rank]) *r = cddp__find_link(g, it.rank);
+      if (g->world[g->rank] < g->world[frame.rank]) *r = cddp__find_link(g, frame.rank);
       else cddp__claim_links(g); /* that rank connects */
     }
-    for (k = 0; !done && p->pass[it.out] != hosts->pass && k < links; k++) {
+    for (k = 0; !done && p->pass[frame.out] != hosts->pass && k < links; k++) {
       cddp__connection *link = p->link[k];
-      size_t before = link == NULL ? 0 : it.out ? link->sent : link->got;
+      size_t before = link == NULL ? 0 : frame.out ? link->sent : link->got;
       if (link == NULL) break;
-      done = it.out ? cddp__send_frame(g, &it, link) : cddp__receive_frame(g, &it, link);
-      *moved = *moved || (it.out ? link->sent : link->got) != before; /* slow, but not late */
+      done = frame.out ? cddp__send_frame(g, &frame, link) : cddp__receive_frame(g, &frame, link);
+      *moved = *moved || (frame.out ? link->sent : link->got) != before; /* slow, not late */
       cddp__check_link_end(g, link);
     }
     *moved = *moved || done;
     if (done) continue;
-    p->pass[it.out] = hosts->pass; /* the rank's other frames wait for this one */
-    hosts->deliveries[kept++] = it;
-    if ((!it.out || it.step < due) && (late < 0 || cddp__load32(&hosts->peers[late].lost) == 0))
-      late = it.rank;
+    p->pass[frame.out] = hosts->pass; /* the rank's other frames wait for this one */
+    hosts->deliveries[kept++] = frame;
+    if ((!frame.out || frame.step < due) &&
+        (late < 0 || cddp__load32(&hosts->peers[late].lost) == 0))
+      late = frame.rank;
   }
   hosts->delivery_count = kept;
   return late;
@@ -12268,7 +12269,7 @@ static cddp_result cddp__await_frames(cddp_group *g, cddp__wait *w, int late, ui
   cddp__slot *slot = cddp__slot_of(g, g->rank);
   cddp_result r = cddp__wait_tick(g, w);
   uint32_t starved;
-  bool awaited; /* the rank has not connected yet */
+  bool unconnected;
   if (r != CDDP_OK) return r;
   cddp__store64(&slot->awaits, (uint64_t)(cddp__monotonic() * 1000) << 32 | ((uint32_t)late + 1));
   cddp__hosts_pause(g, w, late, events);
@@ -12277,10 +12278,10 @@ static cddp_result cddp__await_frames(cddp_group *g, cddp__wait *w, int late, ui
   starved = cddp__load32(&g->hosts->net->starved);
   if (w->due && starved != 0) {
     pthread_mutex_lock(&g->p2p.lock);
-    awaited = g->hosts->peers[late].link[0] == NULL;
+    unconnected = g->hosts->peers[late].link[0] == NULL;
     pthread_mutex_unlock(&g->p2p.lock);
     errno = (int)starved;
-    if (awaited)
+    if (unconnected)
       return cddp__break(g, cddp__fail_errno("accept of a connection from another rank"));
   }
   return w->late ? cddp__break_late(g, late) : CDDP_OK;
@@ -12299,14 +12300,14 @@ static cddp_result cddp__deliver(cddp_group *g, long due) {
   do {
     if (moved) {
       cddp__wait_begin(&w, g->timeout_s + CDDP__REMOTE_CAUSE_S);
-      w.yields = polls ? CDDP__POLLS : 1; /* with other ranks on its core, one yield, then sleeps */
+      w.yields = polls ? CDDP__POLLS : 1; /* on a shared core one yield, then sleeps */
     }
     moved = false;
     events = cddp__load32(&slot->events);
     pthread_mutex_lock(&g->p2p.lock);
     late = cddp__move_frames(g, due, &moved, &r);
     pthread_mutex_unlock(&g->p2p.lock);
-    r = r == CDDP_SYSTEM ? cddp__break(g, r) : CDDP_OK; /* for lack of memory: tried again */
+    r = r == CDDP_SYSTEM ? cddp__break(g, r) : CDDP_OK; /* OUT_OF_MEMORY: tries again */
     if (late < 0 || moved || r != CDDP_OK) continue;
     if (cddp__wait_sleeps(&w))
       r = cddp__await_frames(g, &w, late, events);
@@ -12329,7 +12330,7 @@ static cddp__op_header *cddp__header_in(const cddp__hosts *hosts, int host, int 
   return (cddp__op_header *)(void *)(hosts->headers + hosts->nodes[host].headers_at) + i;
 }
 
-/* Bytes of a rank's staging buffer that travel with a round's headers, by one of them. */
+/* Bytes of a rank's staging buffer that travel with a round's headers. header: one of these. */
 static size_t cddp__piggyback_of_header(const cddp_group *g, const cddp__op_header *header,
                                         int rank) {
   uint32_t kind = cddp__code_kind(header->call), dtype = cddp__code_dtype(header->call);
@@ -12340,7 +12341,7 @@ static size_t cddp__piggyback_of_header(const cddp_group *g, const cddp__op_head
   element = cddp__dtype_size(dtype);
   if (cddp__shapes[kind].scatters) element *= (size_t)g->size;
   if (header->count > g->staging_size / element || header->count <= CDDP__PAYLOAD / element)
-    return 0;
+    return 0; /* it needs more rounds, or is in the header */
   if (cddp__shapes[kind].from_root && rank != header->root) return 0;
   return element * (size_t)header->count;
 }
@@ -12350,16 +12351,16 @@ static size_t cddp__piggyback_of_header(const cddp_group *g, const cddp__op_head
 static size_t cddp__piggyback_copy(cddp_group *g, int host, enum cddp__direction out) {
   cddp__hosts *hosts = g->hosts;
   char *headers = (char *)cddp__header_in(hosts, host, 0);
-  size_t sum = (size_t)hosts->nodes[host].size * CDDP__HEADER_BYTES;
+  size_t at = (size_t)hosts->nodes[host].size * CDDP__HEADER_BYTES;
   int i;
   for (i = 0; i < hosts->nodes[host].size; i++) {
     int rank = cddp__rank_on(hosts, host, i);
     size_t bytes = cddp__piggyback_of_header(g, cddp__header_in(hosts, host, 0), rank);
     void *staging = cddp__staging_of(g, rank, g->round);
-    if (bytes > 0) memcpy(out ? headers + sum : staging, out ? staging : headers + sum, bytes);
-    sum += bytes;
+    if (bytes > 0) memcpy(out ? headers + at : staging, out ? staging : headers + at, bytes);
+    at += bytes;
   }
-  return sum;
+  return at;
 }
 
 /* Before each turn a leader has the headers of d consecutive hosts, its own first. In the turn it
@@ -12367,38 +12368,37 @@ static size_t cddp__piggyback_copy(cddp_group *g, int host, enum cddp__direction
    another number of bytes; all ranks find the mismatch in its headers. */
 static cddp_result cddp__exchange_headers(cddp_group *g) {
   cddp__hosts *hosts = g->hosts;
-  size_t have, most; /* bytes to send; limit of the bytes to receive */
+  size_t out_bytes, in_limit;
   int d, i, k, n, count = hosts->count;
   cddp_result r = CDDP_OK;
-  have = cddp__piggyback_copy(g, hosts->mine, CDDP__OUT);
+  out_bytes = cddp__piggyback_copy(g, hosts->mine, CDDP__OUT);
   for (d = 1; r == CDDP_OK && d < count; d *= CDDP__DIRECT_HOSTS) {
     for (i = d; i < count && i < d * CDDP__DIRECT_HOSTS; i += d) {
       int to = (hosts->mine + count - i) % count, from = (hosts->mine + i) % count;
       n = d < count - i ? d : count - i; /* hosts; if more than one, no shares travel */
-      most = 0;
+      in_limit = 0;
       for (k = 0; k < n; k++)
-        most +=
+        in_limit +=
             (size_t)hosts->nodes[(from + k) % count].size * (CDDP__HEADER_BYTES + g->staging_size);
-      if (d > 1) have = hosts->nodes[(hosts->mine + n) % count].headers_at;
+      if (d > 1) out_bytes = hosts->nodes[(hosts->mine + n) % count].headers_at;
       cddp__post_frame(g, CDDP__FRAME_HEADERS, CDDP__OUT, cddp__rank_on(hosts, to, 0),
-                       hosts->headers, have);
+                       hosts->headers, out_bytes);
       cddp__post_frame(g, CDDP__FRAME_HEADERS, CDDP__IN, cddp__rank_on(hosts, from, 0),
-                       hosts->headers + hosts->nodes[from].headers_at, most);
+                       hosts->headers + hosts->nodes[from].headers_at, in_limit);
     }
     r = cddp__deliver(g, LONG_MAX);
   }
   return r;
 }
 
-/* Rounds: see the room's head. */
 static cddp_result cddp__hosts_exchange(cddp_group *g) {
   cddp__hosts *hosts = g->hosts;
   cddp_result r = CDDP_OK;
   double now;
   int p, i;
   if (g->local_rank != 0) return CDDP_OK;
-  if ((now = cddp__now()) >= hosts->looked + CDDP__NOTICE_CHECK_S) {
-    hosts->looked = now;
+  if ((now = cddp__now()) >= hosts->notices_read + CDDP__NOTICE_CHECK_S) {
+    hosts->notices_read = now;
     cddp__hosts_poll(g); /* other hosts can have sent headers, and failed since */
     if ((r = cddp__check_failure(g)) != CDDP_OK) return r;
   }
@@ -12438,15 +12438,15 @@ static cddp_result cddp__hosts_exchange(cddp_group *g) {
    of several f16 or bf16 elements unrounded, as f32. The owner adds up the rest of the tree, so the
    bits are those of one host. A host with consecutive, aligned ranks has one such subtree. */
 
-/* A largest subtree of the canonical tree on one host: its leaves [low, high) are all on that host,
-   but those of its parent node are not. */
+/* A largest subtree of the canonical tree on one host: all leaves [low, high) are there, but not
+   all of its parent node. */
 typedef struct cddp__subtree {
   int low, high;
   int host;  /* index in the group */
   size_t at; /* offset of its sum among its host's sums, in bytes per element */
 } cddp__subtree;
 
-/* Finds those over leaves [low, high): for two and more leaves at least two. */
+/* Finds the subtrees over leaves [low, high): for two and more leaves at least two. */
 static void cddp__find_subtrees(cddp__hosts *hosts, int low, int high) {
   int host = hosts->peers[hosts->leaves[low]].host, end, half = 1;
   for (end = low; end < high && hosts->peers[hosts->leaves[end]].host == host; end++) {}
@@ -12458,14 +12458,14 @@ static void cddp__find_subtrees(cddp__hosts *hosts, int low, int high) {
     hosts->widths[hosts->subtree_count++] = high - low;
     return;
   }
-  while (2 * half < high - low) half *= 2;
+  while (2 * half < high - low) half *= 2; /* as the canonical tree divides leaves */
   cddp__find_subtrees(hosts, low, low + half);
   cddp__find_subtrees(hosts, low + half, high);
 }
 
 enum cddp__leaves { CDDP__LEAVES_ALL, CDDP__LEAVES_PRESENT };
-/* Sets the ranks to sum over: all, or those that are not in cddp_ddp_join, as the last round's
-   headers tell (cddp__reduce_bucket). */
+/* Sets the ranks to sum over: all, or those that are not in cddp_ddp_join: byte 0 of their headers
+   of the last round, by cddp__reduce_bucket, is 0. */
 static void cddp__set_leaves(const cddp_group *g, cddp__hosts *hosts, enum cddp__leaves which) {
   int p;
   hosts->leaf_count = hosts->subtree_count = 0;
@@ -12475,8 +12475,8 @@ static void cddp__set_leaves(const cddp_group *g, cddp__hosts *hosts, enum cddp_
   cddp__find_subtrees(hosts, 0, hosts->leaf_count);
 }
 
-/* Sets, in bytes per element, the sizes of the hosts' sums and the offset of each sum. Sums of
-   several ranks are first, since their unrounded elements can be wider. Returns the total. */
+/* Sets the sizes of the hosts' sums and the offset of each, in bytes per element. Sums of several
+   ranks are first: unrounded, they can be wider. Returns the total. */
 static size_t cddp__measure_sums(cddp__hosts *hosts, const cddp__call *c) {
   size_t wide = cddp__dtype_half(c->dtype) ? 4 : c->esize, total = 0;
   int i, single; /* single: a sum of one rank, which is its element */
@@ -12517,10 +12517,10 @@ typedef struct cddp__flow {
   const cddp__call *c;
   const cddp__shape *shape; /* of c */
   int root_host;  /* -1: the call has no root */
-  int local_root; /* the root's number on this host; -1: it is elsewhere, or there is none */
+  int local_root; /* the root's number on this host; -1: not here */
   /* The views. */
-  bool in_scratch;  /* this rank's view is in scratch */
-  int scratch_half; /* 0 or 1: the half of the scratch that this chunk uses */
+  bool in_scratch;  /* this rank's */
+  int scratch_half; /* 0 or 1: which half this chunk uses */
   /* The chunk. */
   size_t begin, n;
   size_t part;        /* the most elements of a piece of a part */
@@ -12540,11 +12540,11 @@ static bool cddp__is_pairwise(const cddp__flow *f) {
   return !s->reduces && (s->scatters || (s->gathers && s->to_root));
 }
 
-static size_t cddp__view_shares(const cddp__flow *f) {
+static size_t cddp__view_shares(const cddp__flow *f) { /* their number in a view */
   return f->shape->reduces ? cddp__send_shares(f->g, f->c) : cddp__recv_shares(f->g, f->c);
 }
 
-/* The share for or of rank p in the view of local rank t; in one buffer, the array. */
+/* The share for or of rank p in the view of local rank t; without shares, the whole array. */
 static char *cddp__view_of(const cddp__flow *f, int t, int p) {
   const cddp__hosts *hosts = f->g->hosts;
   const cddp__call *c = f->c;
@@ -12559,7 +12559,7 @@ static char *cddp__view_of(const cddp__flow *f, int t, int p) {
   return (char *)f->g->buffers[t] + (at + f->begin) * c->esize;
 }
 
-/* The same in the root's view, if the root is on this host, else in this rank's view. */
+/* Rank p's share from `begin` on, in the root's view if it is on this host, else in this rank's. */
 static char *cddp__local_view(const cddp__flow *f, int p, size_t begin) {
   int t = f->local_root >= 0 ? f->local_root : f->g->local_rank;
   return cddp__view_of(f, t, p) + begin * f->c->esize;
@@ -12576,10 +12576,10 @@ static size_t cddp__piece_of(const cddp__flow *f, int rank, long k, size_t *begi
   const cddp__peer *p = &hosts->peers[rank];
   size_t end = f->n, granule = CDDP__CACHE_LINE / f->c->esize;
   int host_count = f->whole ? 1 : hosts->count;
-  bool one = cddp__in_one_buffer(f->c);
+  bool one_buffer = cddp__in_one_buffer(f->c);
   *begin = 0;
-  if (one && p->number >= hosts->min_locals) return 0;
-  if (one)
+  if (one_buffer && p->number >= hosts->min_locals) return 0;
+  if (one_buffer)
     cddp__slice(f->n, granule, hosts->min_locals * host_count,
                 p->number * host_count + (f->whole ? 0 : p->host), begin, &end);
   *begin = cddp__min(*begin + (size_t)k * f->part, end);
@@ -12591,6 +12591,7 @@ static bool cddp__sends_frames(const cddp__flow *f, int from, int to, bool resul
   const cddp__hosts *hosts = f->g->hosts;
   const cddp__shape *s = f->shape;
   int owner = result ? from : to, other = result ? to : from, host = hosts->peers[other].host;
+  /* shares: contributions or results, not both (see the room's head) */
   if (cddp__in_one_buffer(f->c) ? result && f->whole : s->scatters == result) return false;
   if (cddp__is_pairwise(f)) return cddp__sends(f->c, from) && cddp__receives(f->c, to);
   if (other != cddp__acting_rank(hosts, host, owner)) return false;
@@ -12598,8 +12599,8 @@ static bool cddp__sends_frames(const cddp__flow *f, int from, int to, bool resul
   return !result || !s->to_root || host == f->root_host;
 }
 
-/* Returns the sum of one of this host's subtrees, of n elements from `begin` on of an owner's part:
-   `space`, or a single rank's own memory. */
+/* Returns the sum of one of this host's subtrees, of n elements from `begin` on of an owner's part,
+   in `space` or a single rank's memory. */
 static const void *cddp__subtree_sum(const cddp__flow *f, int subtree, int owner, size_t begin,
                                      size_t n, void *space) {
   cddp__hosts *hosts = f->g->hosts;
@@ -12615,7 +12616,7 @@ static const void *cddp__subtree_sum(const cddp__flow *f, int subtree, int owner
 }
 
 /* The sum of all ranks, from the other hosts' sums in f->in: those of a host begin at f->part times
-   the bytes per element of the hosts before it. This host's sums are written to their place. */
+   the bytes per element of the hosts before it. Writes this host's sums to their place. */
 static void cddp__sum_all(const cddp__flow *f, size_t begin, size_t n, void *result) {
   cddp__hosts *hosts = f->g->hosts;
   int i;
@@ -12642,7 +12643,7 @@ static char *cddp__own_piece(const cddp__flow *f, long k, size_t begin) {
          (f->begin + begin) * c->esize;
 }
 
-/* Computes this host's sums of n elements, from `begin` on of an owner's part, in f->out. */
+/* Computes this host's sums of n elements, from `begin` on of an owner's part, at f->sums. */
 static const char *cddp__host_sums(cddp__flow *f, int owner, size_t begin, size_t n) {
   const cddp__hosts *hosts = f->g->hosts;
   char *sums = f->sums, *to;
@@ -12671,7 +12672,7 @@ static const char *cddp__frame_at(cddp__flow *f, int p, long k, size_t begin, si
   return cddp__local_view(f, p, begin);
 }
 
-/* Posts the frames of piece k, if it exists. Bytes of a pair of ranks of this host are copied. */
+/* Posts the frames of piece k, if it exists. Copies bytes between ranks of this host. */
 static void cddp__post_piece(cddp__flow *f, long k, enum cddp__move move) {
   cddp_group *g = f->g;
   const cddp__hosts *hosts = g->hosts;
@@ -12721,8 +12722,8 @@ static void cddp__copy_to_views(const cddp__flow *f, long k) {
   }
 }
 
-/* Moves a chunk, step by step: see enum cddp__move. This host's ranks see the sources of the others
-   on the host. They see the results after a round. */
+/* Moves a chunk, step by step: see enum cddp__move. This host's ranks see each other's sources, and
+   the results after a round. */
 static cddp_result cddp__flow_run(cddp__flow *f) {
   const cddp__shape *shape = f->shape;
   bool spreads = !cddp__is_pairwise(f) && !shape->to_root && !shape->scatters; /* to all ranks */
@@ -12749,7 +12750,7 @@ static cddp_result cddp__flow_run(cddp__flow *f) {
   return r;
 }
 
-/* How a call moves between the hosts, except the sizes of chunks. */
+/* Without the sizes of chunks. */
 static cddp__flow cddp__flow_of(cddp_group *g, const cddp__call *c) {
   const cddp__hosts *hosts = g->hosts;
   cddp__flow f;
@@ -12762,35 +12763,35 @@ static cddp__flow cddp__flow_of(cddp_group *g, const cddp__call *c) {
   return f;
 }
 
-/* Divides a chunk into pieces. sums: bytes of all hosts' sums of an element. */
-static void cddp__divide_chunk(cddp__flow *f, size_t sums) {
+/* Divides a chunk into pieces. sum_bytes: of all hosts' sums of an element. */
+static void cddp__divide_chunk(cddp__flow *f, size_t sum_bytes) {
   const cddp__hosts *hosts = f->g->hosts;
-  bool one = cddp__in_one_buffer(f->c);
+  bool one_buffer = cddp__in_one_buffer(f->c);
   size_t granule = CDDP__CACHE_LINE / f->c->esize, host_count = (size_t)hosts->count;
   size_t whole_most = host_count == 2 ? CDDP__WHOLE_MOST_OF_TWO : CDDP__WHOLE_MOST;
-  size_t owners = (size_t)hosts->min_locals; /* of one array's slices: on each host, or in all */
+  size_t owners = (size_t)hosts->min_locals; /* of an array's slices: on a host, or in all */
   size_t longest = f->n;                     /* elements of a rank's part */
-  f->whole = f->c->kind == CDDP__KIND_ALL_REDUCE && f->n / owners * sums <= whole_most;
+  f->whole = f->c->kind == CDDP__KIND_ALL_REDUCE && f->n / owners * sum_bytes <= whole_most;
   if (!f->whole) owners *= host_count;
-  if (one) longest = ((f->n + granule - 1) / granule + owners - 1) / owners * granule;
+  if (one_buffer) longest = ((f->n + granule - 1) / granule + owners - 1) / owners * granule;
   f->part = longest;
-  if (!f->whole && (one || f->shape->reduces))
-    f->part = cddp__min(longest,
-                        cddp__min(CDDP__PIECE, CDDP__PIECE_MOST / host_count) * host_count / sums);
+  if (!f->whole && (one_buffer || f->shape->reduces))
+    f->part =
+        cddp__min(longest,
+                  cddp__min(CDDP__PIECE, CDDP__PIECE_MOST / host_count) * host_count / sum_bytes);
   f->part = cddp__round_up(cddp__max(f->part, 1), granule);
   f->pieces = (long)((longest + f->part - 1) / f->part);
   f->ahead = f->pieces > CDDP__AHEAD ? CDDP__AHEAD : f->pieces - 1;
 }
 
-/* Reserves the memory for sums in transit. */
-static cddp_result cddp__reserve_stage(cddp__flow *f, size_t sums) {
+static cddp_result cddp__reserve_stage(cddp__flow *f, size_t sum_bytes) {
   cddp__hosts *hosts = f->g->hosts;
   size_t locals = (size_t)hosts->nodes[hosts->mine].size;
-  size_t acts_for = ((size_t)hosts->max_locals + locals - 1) / locals; /* parts, of each host */
+  size_t acts_for = ((size_t)hosts->max_locals + locals - 1) / locals; /* owners on each host */
   size_t in, bytes;
   f->out_bytes = f->part * hosts->nodes[hosts->mine].bytes * (size_t)hosts->count * acts_for;
   f->out_bytes = cddp__round_up(f->out_bytes, CDDP__CACHE_LINE);
-  in = cddp__round_up(f->part * sums, CDDP__CACHE_LINE);
+  in = cddp__round_up(f->part * sum_bytes, CDDP__CACHE_LINE);
   bytes = CDDP__SLOTS * (f->out_bytes + f->part * f->c->esize) + in;
   if (hosts->stage_size < bytes) {
     cddp__free(&hosts->net->allocator, hosts->stage);
@@ -12805,16 +12806,16 @@ static cddp_result cddp__reserve_stage(cddp__flow *f, size_t sums) {
 }
 
 static cddp_result cddp__move_chunk(cddp__flow *f) {
-  size_t sums = cddp__measure_sums(f->g->hosts, f->c);
+  size_t sum_bytes = cddp__measure_sums(f->g->hosts, f->c);
   cddp_result r = CDDP_OK;
-  cddp__divide_chunk(f, sums);
-  if (f->shape->reduces) r = cddp__reserve_stage(f, sums);
+  cddp__divide_chunk(f, sum_bytes);
+  if (f->shape->reduces) r = cddp__reserve_stage(f, sum_bytes);
   return r == CDDP_OK ? cddp__flow_run(f) : r;
 }
 
 /* --- a call --- */
 
-/* Finds the views of this host's ranks. *any_scratch: a rank's view, on any host, is in scratch. */
+/* Finds the views of this host's ranks. *any_scratch: a view is in scratch, on any host. */
 static cddp_result cddp__find_views(const cddp__flow *f, bool *any_scratch) {
   cddp_group *g = f->g;
   cddp__hosts *hosts = g->hosts;
@@ -12841,26 +12842,26 @@ static cddp_result cddp__find_views(const cddp__flow *f, bool *any_scratch) {
   return r == CDDP_OK ? r : cddp__break(g, r);
 }
 
-static cddp_result cddp__piece_round(cddp_group *g, const cddp__call *c) {
+static cddp_result cddp__chunk_round(cddp_group *g, const cddp__call *c) {
   return cddp__run_round(g, CDDP__ROUND_OF_HOST, c, CDDP__PHASE_CHUNK, NULL, 0);
 }
 
-/* A rank whose view is in scratch copies its contribution there first. After the second round no
-   other rank accesses this rank's view. */
+/* Runs a chunk. If views have the sources, a rank with a view in scratch first copies its source
+   there. After the second round no other rank accesses this rank's view. */
 static cddp_result cddp__run_chunk(cddp__flow *f, bool any_scratch) {
   cddp_group *g = f->g;
   const cddp__call *c = f->c;
-  bool one = cddp__in_one_buffer(c), read = one || f->shape->reduces; /* views have the sources */
+  bool one_buffer = cddp__in_one_buffer(c), has_sources = one_buffer || f->shape->reduces;
   int p, shares = (int)cddp__view_shares(f);
   size_t at = f->begin * c->esize;
   cddp_result r = CDDP_OK;
-  for (p = 0; f->in_scratch && read && cddp__is_read(c, g->rank) && p < shares; p++)
+  for (p = 0; f->in_scratch && has_sources && cddp__is_read(c, g->rank) && p < shares; p++)
     memcpy(cddp__view_of(f, g->local_rank, p), cddp__share_for(c, p) + at, f->n * c->esize);
-  if (any_scratch && read) r = cddp__piece_round(g, c);
+  if (any_scratch && has_sources) r = cddp__chunk_round(g, c);
   if (r == CDDP_OK) r = cddp__move_chunk(f);
-  if (r == CDDP_OK) r = cddp__piece_round(g, c);
+  if (r == CDDP_OK) r = cddp__chunk_round(g, c);
   if (r != CDDP_OK || !f->in_scratch || !cddp__is_written(c, g->rank) ||
-      (f->shape->reduces && !one))
+      (f->shape->reduces && !one_buffer))
     return r;
   for (p = 0; p < shares; p++)
     cddp__copy(cddp__share_from(c, p) + at, cddp__view_of(f, g->local_rank, p),
@@ -12869,8 +12870,7 @@ static cddp_result cddp__run_chunk(cddp__flow *f, bool any_scratch) {
 }
 
 /* Announces this rank's view and runs the call. UNUSED: only this rank needs the view. NONE: it is
-   in scratch, since other ranks cannot access the buffer, or receiving would overwrite bytes to
-   send. */
+   in scratch, as others cannot access the buffer, or receiving would overwrite bytes to send. */
 static cddp_result cddp__hosts_run(cddp_group *g, const cddp__call *c) {
   cddp__flow f = cddp__flow_of(g, c);
   char **scratch = &g->hosts->scratch[g->local_rank];
@@ -12922,14 +12922,14 @@ static const cddp__carrier cddp__hosts_carrier = {
 
 /* --- creation and end of a group --- */
 
-/* Numbers the hosts by their lowest ranks. index: [hosts of the job], all 0. */
+/* Numbers the hosts by their lowest ranks. index: [hosts of the job] scratch, all 0. */
 static void cddp__sort_hosts(cddp_group *g, cddp__hosts *hosts, int *index) {
   int p, h, first = 0;
   size_t at = 0;
   for (p = 0; p < g->size; p++) {
-    int *known = &index[hosts->net->ranks[g->world[p]].host];
-    if (*known == 0) *known = ++hosts->count;
-    hosts->peers[p].host = *known - 1;
+    int *number = &index[hosts->net->ranks[g->world[p]].host]; /* 1 + that in the group */
+    if (*number == 0) *number = ++hosts->count;
+    hosts->peers[p].host = *number - 1;
     hosts->peers[p].number = hosts->nodes[hosts->peers[p].host].size++;
   }
   hosts->min_locals = g->size;
@@ -12937,8 +12937,8 @@ static void cddp__sort_hosts(cddp_group *g, cddp__hosts *hosts, int *index) {
     cddp__group_node *m = &hosts->nodes[h];
     m->first = first;
     first += m->size;
-    hosts->max_locals = m->size > hosts->max_locals ? m->size : hosts->max_locals;
-    hosts->min_locals = m->size < hosts->min_locals ? m->size : hosts->min_locals;
+    if (m->size > hosts->max_locals) hosts->max_locals = m->size;
+    if (m->size < hosts->min_locals) hosts->min_locals = m->size;
   }
   for (p = g->size - 1; p >= 0; p--) {
     hosts->ranks[hosts->nodes[hosts->peers[p].host].first + hosts->peers[p].number] = p;
@@ -12956,10 +12956,9 @@ static void cddp__sort_hosts(cddp_group *g, cddp__hosts *hosts, int *index) {
   }
 }
 
-/* Allocates the struct, followed by all of its arrays. */
 static cddp__hosts *cddp__hosts_new(const cddp_group *g) {
   size_t n = (size_t)g->size, frames = CDDP__FRAMES * n;
-  size_t shares = cddp__piggyback_bytes(g->size); /* those that travel with the headers */
+  size_t shares = cddp__piggyback_bytes(g->size); /* with the headers */
   size_t each = sizeof(cddp__peer) + sizeof(cddp__group_node) + sizeof(cddp__subtree) +
                 3 * sizeof(void *) + CDDP__HEADER_BYTES + 3 * sizeof(int);
   size_t bytes = sizeof(cddp__hosts) + frames * sizeof(cddp__delivery) + n * each;
@@ -12980,13 +12979,14 @@ static cddp__hosts *cddp__hosts_new(const cddp_group *g) {
   return hosts;
 }
 
-/* Sets the job's ranks of a new group (world NULL: the same numbers). If they are on several hosts,
-   prepares the group for that. net NULL: the job has one host. */
+/* Sets the job's ranks of a new group (world NULL: the same numbers), and prepares a group on
+   several hosts. net NULL: the job has one host. */
 static cddp_result cddp__hosts_attach(cddp_group *g, cddp__net *net, const int *world) {
   cddp_result r = CDDP_OK;
   cddp__hosts *hosts;
   int p;
   if (net == NULL) return CDDP_OK;
+  /* with memory for cddp__sort_hosts */
   g->world = (int *)cddp__calloc(&g->host->allocator, (size_t)g->size + (size_t)net->host_count,
                                  sizeof *g->world);
   if (g->world == NULL) return CDDP_OUT_OF_MEMORY;
@@ -12995,7 +12995,7 @@ static cddp_result cddp__hosts_attach(cddp_group *g, cddp__net *net, const int *
   if ((hosts = cddp__hosts_new(g)) == NULL) return CDDP_OUT_OF_MEMORY;
   hosts->net = net;
   cddp__add32(&net->uses, 1);
-  hosts->pass = 1;
+  hosts->pass = 1; /* peers' are 0 */
   hosts->stored_end = &hosts->stored;
   hosts->wake_fd = cddp__above_stdio(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   hosts->epoll = cddp__above_stdio(epoll_create1(EPOLL_CLOEXEC));
@@ -13013,26 +13013,25 @@ static cddp_result cddp__hosts_attach(cddp_group *g, cddp__net *net, const int *
   return r;
 }
 
-/* Closes all links. Waiting bytes are sent first, as long as the system accepts some within each
-   second. */
+/* Sends the waiting bytes, until the system accepts none for a second, and closes all links. */
 static void cddp__hosts_leave(cddp_group *g) {
   cddp__hosts *hosts = g->hosts;
   cddp__net *net;
   cddp__connection *link;
   cddp__message *m;
-  size_t left = SIZE_MAX, before;
+  size_t unsent = SIZE_MAX, before;
   cddp__wait w;
   if (hosts == NULL) return;
   net = hosts->net;
   cddp__early_notice(g, CDDP__LEAVING);
   cddp__wait_begin(&w, 1);
   do {
-    before = left;
+    before = unsent;
     pthread_mutex_lock(&g->p2p.lock);
-    left = cddp__flush_links(g);
+    unsent = cddp__flush_links(g);
     pthread_mutex_unlock(&g->p2p.lock);
-    if (left < before) cddp__wait_begin(&w, 1);
-  } while (left > 0 && cddp__check_failure(g) == CDDP_OK && cddp__wait_pause(&w));
+    if (unsent < before) cddp__wait_begin(&w, 1);
+  } while (unsent > 0 && cddp__check_failure(g) == CDDP_OK && cddp__wait_pause(&w));
   pthread_mutex_lock(&net->lock);
   net->left[net->left_count++ % CDDP__LEFT_GROUPS] = g->id + 1; /* 0: an empty entry */
   pthread_mutex_unlock(&net->lock);
@@ -13070,6 +13069,7 @@ static void cddp__hosts_leave(cddp_group *g) {
      5. A receive without a handle polls the requests itself before it is put into the list. */
 
 #define CDDP__EAGER_MAX ((size_t)64 << 10) /* messages up to here are always copied, bytes */
+enum { CDDP__NO_LIMIT = -1 }; /* of a wait: until the group's deadline */
 #define CDDP__SPIN_MESSAGE 4 /* a scan for a message takes as long as 4 polls of a header */
 
 static cddp__send_request *cddp__send_at(const cddp_group *g, int index) { /* of this rank */
@@ -13084,11 +13084,11 @@ static int cddp__send_count(const cddp_group *g) { /* of this rank, free and use
 
 /* Whether the receiver can still read the send's bytes. */
 static bool cddp__send_open(const cddp__send_request *p) {
-  uint32_t state = cddp__load32(&p->state) & 255;
+  uint32_t state = cddp__load32(&p->state) & 255; /* without the receiver */
   return state == CDDP__SEND_POSTED || state == CDDP__SEND_TAKEN;
 }
 
-/* Returns the first new index; -1: error set. */
+/* Allocates one more block. Returns its first index; -1: error set. */
 static int cddp__grow_sends(cddp_group *g) {
   int block = g->p2p.send_blocks, count = cddp__send_count(g);
   size_t bytes = ((size_t)CDDP__SENDS << block) * sizeof(cddp__send_request);
@@ -13105,8 +13105,8 @@ static int cddp__grow_sends(cddp_group *g) {
   return count;
 }
 
-/* Whether a send request is free, after it has freed that of a copy which its receiver has
-   taken. p2p.lock held. */
+/* Frees the request of a copy that its receiver has taken. Returns whether the request is free.
+   p2p.lock held. */
 static bool cddp__reclaim_send(cddp__send_request *p) {
   if (!p->staged || cddp__send_open(p)) return cddp__load32(&p->state) == CDDP__SEND_FREE;
   p->staged = false;
@@ -13114,19 +13114,19 @@ static bool cddp__reclaim_send(cddp__send_request *p) {
   return true;
 }
 
-/* Frees requests that are done and the memory of copies beyond CDDP__STAGED_MAX, and counts the
-   sends in flight. Returns the free request whose memory fits `bytes` best; -1: none. */
+/* Frees done requests and the memory of copies beyond CDDP__STAGED_MAX, and counts sends in flight.
+   Returns the free request whose memory fits `bytes` best; -1: none. */
 static int cddp__scan_sends(cddp_group *g, size_t bytes) {
-  size_t kept = 0, size = 0;
+  size_t kept = 0, best_size = 0;
   int i, best = -1, n = cddp__send_count(g);
+  uint32_t top = cddp__load32(&cddp__slot_of(g, g->rank)->send_top);
   CDDP__HELD(&g->p2p.lock);
-  if ((uint32_t)n > cddp__load32(&cddp__slot_of(g, g->rank)->send_top)) /* the rest is unused */
-    n = (int)cddp__load32(&cddp__slot_of(g, g->rank)->send_top) + 1;
+  if ((uint32_t)n > top) n = (int)top + 1; /* the rest is unused */
   g->p2p.sends_open = g->p2p.sends_staged = 0;
   for (i = 0; i < n; i++) {
     cddp__send_request *p = cddp__send_at(g, i);
-    bool fits = p->stage_size >= bytes && (size < bytes || p->stage_size < size), is_free;
-    is_free = cddp__reclaim_send(p);
+    bool fits = p->stage_size >= bytes && (best_size < bytes || p->stage_size < best_size);
+    bool is_free = cddp__reclaim_send(p);
     if (p->staged) {
       g->p2p.sends_staged += p->count * cddp__dtype_size((cddp_dtype)p->dtype);
     } else if (p->stage != NULL && (kept += p->stage_size) > CDDP__STAGED_MAX) {
@@ -13138,7 +13138,7 @@ static int cddp__scan_sends(cddp_group *g, size_t bytes) {
       g->p2p.sends_open++;
     } else if (best < 0 || fits) {
       best = i;
-      size = p->stage_size;
+      best_size = p->stage_size;
     }
   }
   return best;
@@ -13151,7 +13151,6 @@ static bool cddp__sends_fit(const cddp_group *g, size_t bytes) {
          g->p2p.sends_staged <= cddp__max(CDDP__STAGED_MAX, bytes);
 }
 
-/* Copies a message to the request's memory. */
 static cddp_result cddp__stage(cddp_group *g, cddp__send_request *p, const void *buf,
                                size_t bytes) {
   CDDP__HELD(&g->p2p.lock);
@@ -13174,15 +13173,15 @@ static cddp_result cddp__stage(cddp_group *g, cddp__send_request *p, const void 
    or the last of the others to leave. */
 static int cddp__lost_peer(const cddp_work *work) {
   const cddp_group *g = work->group;
-  int p, gone = -1, n = 1, peer = work->call.root;
+  int p, gone = -1, left = 1 /* this rank */, peer = work->call.root;
   if (peer != CDDP_ANY) return peer != g->rank && cddp__rank_gone(g, peer) ? peer : -1;
   for (p = 0; p < g->size; p++) {
     if (p == g->rank || !cddp__rank_gone(g, p)) continue;
     if (!cddp__rank_left(g, p)) return p;
     gone = p;
-    n++;
+    left++;
   }
-  return n == g->size ? gone : -1; /* n: this rank and those that have left */
+  return left == g->size ? gone : -1;
 }
 
 /* Example: "recv from it, tag 7" */
@@ -13245,8 +13244,8 @@ static cddp_result cddp__post_send(cddp_work *work, bool *fits) {
 }
 
 /* Returns the oldest send of rank work->from to this rank with work's tag. It can miss one that was
-   posted meanwhile in a request already passed. blocks: 1, or (p2p.lock held) those in the peer's
-   window too. */
+   posted meanwhile in a request already passed. blocks: 1, that in the slot; or all (p2p.lock
+   held). */
 static cddp__send_request *cddp__scan_peer(cddp_group *g, const cddp_work *work, int blocks) {
   cddp__slot *slot = cddp__slot_of(g, work->from);
   uint32_t i, size = CDDP__SENDS /* of a block */, left = cddp__load32(&slot->send_top);
@@ -13268,13 +13267,13 @@ static cddp__send_request *cddp__scan_peer(cddp_group *g, const cddp_work *work,
   return best;
 }
 
-/* Every send that is older than one that the first scan saw is visible to the second. */
+/* Scans twice: the second scan sees every send that is older than one that the first saw. */
 static cddp__send_request *cddp__find_send(cddp_group *g, const cddp_work *work) {
   if (cddp__scan_peer(g, work, CDDP__SEND_BLOCKS) == NULL) return NULL;
   return cddp__scan_peer(g, work, CDDP__SEND_BLOCKS);
 }
 
-/* Fails a receive that the message does not match. */
+/* Whether the message matches the receive, which fails if not. */
 static bool cddp__recv_fits(cddp_group *g, cddp_work *work, uint64_t count, uint32_t dtype) {
   const cddp__call *call = &work->call;
   if (count == call->count && dtype == call->dtype) return true;
@@ -13288,8 +13287,8 @@ static bool cddp__recv_fits(cddp_group *g, cddp_work *work, uint64_t count, uint
   return false;
 }
 
-/* Copies the message of a send, or refuses it if it does not match, unless its sender has just
-   withdrawn it. */
+/* Copies a send's message, or refuses it if it does not match, unless the sender has withdrawn
+   it. */
 static void cddp__take_send(cddp_group *g, cddp_work *work, cddp__send_request *p) {
   size_t bytes = work->call.count * work->call.esize;
   void *from = p->u.bytes;
@@ -13300,7 +13299,7 @@ static void cddp__take_send(cddp_group *g, cddp_work *work, cddp__send_request *
     work->result = CDDP_OK;
     work->done = true;
     /* The sender never withdraws such a message, so this store needs no barrier. (A sender that
-       waits for a free request and misses the notice looks again after 1 to 20 ms.) */
+       waits for a free request and misses the notice checks again within 20 ms.) */
     cddp__store32(&p->state, CDDP__SEND_DONE);
     cddp__notify(g, work->from);
     return;
@@ -13334,7 +13333,7 @@ static void cddp__take_remote(cddp_group *g, cddp_work *work) {
   cddp__free(&g->hosts->net->allocator, m);
 }
 
-/* Whether an older receive must get the next such message. p2p.lock held. */
+/* Whether an older receive must get the message. p2p.lock held. */
 static bool cddp__is_claimed(const cddp_group *g, const cddp_work *work) {
   const cddp_work *older;
   for (older = g->p2p.recvs; older != work; older = older->next)
@@ -13344,8 +13343,8 @@ static bool cddp__is_claimed(const cddp_group *g, const cddp_work *work) {
   return false;
 }
 
-/* Completes a receive from rank work->from if its message has arrived, and an older receive need
-   not have it. p2p.lock held. */
+/* Completes a receive from rank work->from if its message has arrived, unless an older receive must
+   get it. p2p.lock held. */
 static void cddp__serve_recv(cddp_group *g, cddp_work *work) {
   cddp__send_request *p;
   if (cddp__is_claimed(g, work)) return;
@@ -13378,8 +13377,8 @@ static bool cddp__serve_recvs(cddp_group *g) {
   return served;
 }
 
-/* Polls for the message of a receive without a handle, from a rank of this host, if no other
-   receive of this rank is pending. Returns whether it is complete, or has failed. */
+/* Polls for the message of a receive without a handle, from a rank of this host, unless another
+   receive is pending. Returns whether it is complete, or has failed. */
 static bool cddp__recv_directly(cddp_work *work) {
   cddp_group *g = work->group;
   cddp__send_request *p;
@@ -13402,8 +13401,8 @@ static bool cddp__recv_directly(cddp_work *work) {
   return false;
 }
 
-/* For each healthy group of the list: sends queued bytes and completes receives. The thread's error
-   text stays. */
+/* Sends queued bytes and completes receives in each healthy group of the list. Keeps this thread's
+   error text. */
 static bool cddp__serve_idle(cddp_group *g) {
   char kept[CDDP__ERROR_MAX];
   bool served = false;
@@ -13438,8 +13437,8 @@ static void cddp__post_recv(cddp_group *g, cddp_work *work) {
   pthread_mutex_unlock(&g->p2p.lock);
 }
 
-/* Whether a thread can stop waiting: for a message, for the end of a send (send >= 0), or
-   until the sends in flight are within the limits. */
+/* Whether a wait can end: for a message, for the end of a send (send >= 0), or until the sends in
+   flight are within the limits. */
 static bool cddp__message_ready(cddp_work *work) {
   cddp_group *g = work->group;
   size_t bytes = work->call.count * work->call.esize;
@@ -13474,8 +13473,7 @@ static cddp_result cddp__check_receivers(cddp_group *g) {
   return cddp__report_lost(g, gone, "a send, while messages to it were in flight");
 }
 
-/* Reports a timeout: of the caller's limit, which other ranks do not see; or (limit < 0) of the
-   group, which breaks it. */
+/* Reports a timeout: of the caller's limit, or (limit < 0) of the group, which breaks it. */
 static cddp_result cddp__message_timeout(const cddp_work *work, double limit) {
   cddp_group *g = work->group;
   bool any = work->call.root == CDDP_ANY;
@@ -13491,8 +13489,8 @@ static cddp_result cddp__message_timeout(const cddp_work *work, double limit) {
   return cddp__break(g, CDDP_TIMEOUT);
 }
 
-/* Publishes that this thread waits for a message. Not if the rank has several threads: a wait for a
-   round is more useful to other ranks. */
+/* Publishes that this thread waits for a message, unless the rank has several threads: a wait for a
+   round is more useful to others. */
 static bool cddp__show_message_wait(const cddp_work *work) {
   cddp_group *g = work->group;
   const cddp__slot *slot = cddp__wait_slot(g, g->rank);
@@ -13503,8 +13501,7 @@ static bool cddp__show_message_wait(const cddp_work *work) {
   return cddp__publish_wait(g, cddp__textf("cddp_%.150s", where.s).s);
 }
 
-/* Waits until cddp__message_ready, and checks the peer meanwhile.
-     limit   seconds to wait at most; negative: until the group's deadline */
+/* Waits until cddp__message_ready, at most `limit` seconds. Checks the peer meanwhile. */
 static cddp_result cddp__message_wait(cddp_work *work, double limit) {
   cddp_group *g = work->group;
   cddp__slot *slot = cddp__slot_of(g, g->rank);
@@ -13545,9 +13542,9 @@ static cddp_result cddp__message_wait(cddp_work *work, double limit) {
   return r;
 }
 
-/* Posts a send. Without a handle, waits while too many messages are in flight. If work->send >= 0,
-   the buffer is in use until cddp__finish_send. */
-static cddp_result cddp__start_send(cddp_work *work, bool handle) {
+/* Posts a send. waits: also waits while too many messages are in flight. If work->send >= 0, the
+   buffer is in use until cddp__finish_send. */
+static cddp_result cddp__start_send(cddp_work *work, bool waits) {
   cddp_group *g = work->group;
   bool here = g->members[work->call.root] >= 0, fits = false;
   bool eager = work->call.count * work->call.esize <= CDDP__EAGER_MAX;
@@ -13556,12 +13553,13 @@ static cddp_result cddp__start_send(cddp_work *work, bool handle) {
   if (r != CDDP_OK) return r;
   if (here) {
     r = cddp__post_send(work, &fits);
-    handle = handle || fits;
+    waits = waits && !fits;
   } else {
     r = cddp__hosts_post(g, &work->call); /* if the rank is lost, the wait reports the cause */
-    handle = handle && cddp__load32(&g->hosts->peers[work->call.root].lost) == 0;
+    waits = waits || cddp__load32(&g->hosts->peers[work->call.root].lost) != 0;
   }
-  return r == CDDP_OK && !handle && work->send < 0 ? cddp__message_wait(work, -1) : r;
+  if (r != CDDP_OK || !waits || work->send >= 0) return r;
+  return cddp__message_wait(work, CDDP__NO_LIMIT);
 }
 
 /* Waits until a posted send is taken. limit: see cddp__message_wait; CDDP_TIMEOUT then changes
@@ -13585,18 +13583,18 @@ static cddp_result cddp__finish_send(cddp_work *work, double limit) {
   return r;
 }
 
-/* Returns false if the message has arrived or the receive has failed. */
+/* Aborts a receive. Returns false if its message has arrived or it has failed. */
 static bool cddp__abort_recv(cddp_work *work) {
-  bool open;
+  bool pending;
   pthread_mutex_lock(&work->group->p2p.lock);
-  open = !work->done;
-  if (open) {
+  pending = !work->done;
+  if (pending) {
     if (work->filling) cddp__hosts_detach_receive(work->group, work);
     work->result = CDDP_ABORTED;
     work->done = true;
   }
   pthread_mutex_unlock(&work->group->p2p.lock);
-  return open;
+  return pending;
 }
 
 /* The sender of the message that this thread received last; -1: none yet. */
@@ -13615,9 +13613,8 @@ static cddp_result cddp__end_recv(cddp_work *work, cddp_result r) {
   return r != CDDP_OK ? r : work->result; /* it was aborted */
 }
 
-/* Waits for a posted receive, and removes it from the list unless `limit` has passed: seconds;
-   negative: the group's deadline. A failure of the receive itself, other than cddp_cancel, has
-   broken the group. */
+/* Waits for a posted receive, and removes it from the list unless `limit` has passed. A failure of
+   the receive itself, except by cddp_cancel, has broken the group. */
 static cddp_result cddp__finish_recv(cddp_work *work, double limit) {
   cddp_group *g = work->group;
   cddp_work **at = &g->p2p.recvs;
@@ -13655,9 +13652,9 @@ struct cddp__mpi {
 };
 
 static pthread_mutex_t cddp__mpi_lock = PTHREAD_MUTEX_INITIALIZER;
-static pid_t cddp__mpi_owner;            /* the process in which this file called MPI_Init */
+static pid_t cddp__mpi_owner; /* the process in which this file called MPI_Init */
 static cddp__atomic_u32 cddp__mpi_stuck; /* an operation did not finish: MPI_Finalize would block */
-static struct cddp__mpi *cddp__mpi_groups;           /* those of this process that live */
+static struct cddp__mpi *cddp__mpi_groups; /* those of this process that live */
 static int cddp__mpi_attribute = MPI_KEYVAL_INVALID; /* of MPI_COMM_SELF: MPI_Finalize deletes it */
 
 static cddp_result cddp__mpi_fail(int code, const char *what) {
@@ -13742,8 +13739,8 @@ static cddp_result cddp__mpi_reduce(cddp_group *g, const cddp__call *call, const
   return CDDP_OK;
 }
 
-/* Moves elements [begin, begin + n) of each share. The MPI type has n elements and the extent of a
-   share, so that it steps from one rank's share to the next. */
+/* Moves elements [begin, begin + n) of each share. The MPI type has the extent of a share: it steps
+   from one rank's share to the next. */
 static cddp_result cddp__mpi_move(cddp_group *g, const cddp__call *call, const char *send,
                                   size_t begin, size_t n) {
   const char *from = send + begin * call->esize;
@@ -13751,26 +13748,27 @@ static cddp_result cddp__mpi_move(cddp_group *g, const cddp__call *call, const c
   int root = call->root, code;
   MPI_Comm comm = g->mpi->comm;
   MPI_Request q = MPI_REQUEST_NULL;
-  MPI_Datatype block, p;
+  MPI_Datatype elements, type;
   pthread_mutex_lock(&cddp__mpi_lock);
-  MPI_Type_contiguous((int)n, cddp__mpi_type(call->dtype), &block);
-  MPI_Type_create_resized(block, 0, (MPI_Aint)(call->count * call->esize), &p);
-  MPI_Type_commit(&p);
-  MPI_Type_free(&block);
+  MPI_Type_contiguous((int)n, cddp__mpi_type(call->dtype), &elements);
+  MPI_Type_create_resized(elements, 0, (MPI_Aint)(call->count * call->esize), &type);
+  MPI_Type_commit(&type);
+  MPI_Type_free(&elements);
   if (!cddp__receives(call, g->rank)) to = NULL;
   if (!cddp__sends(call, g->rank)) from = NULL;
   switch (call->kind) {
-  case CDDP__KIND_BROADCAST: code = MPI_Ibcast(to, 1, p, root, comm, &q); break;
-  case CDDP__KIND_ALL_GATHER: code = MPI_Iallgather(from, 1, p, to, 1, p, comm, &q); break;
-  case CDDP__KIND_GATHER: code = MPI_Igather(from, 1, p, to, 1, p, root, comm, &q); break;
-  case CDDP__KIND_SCATTER: code = MPI_Iscatter(from, 1, p, to, 1, p, root, comm, &q); break;
-  default: code = MPI_Ialltoall(from, 1, p, to, 1, p, comm, &q);
+  case CDDP__KIND_BROADCAST: code = MPI_Ibcast(to, 1, type, root, comm, &q); break;
+  case CDDP__KIND_ALL_GATHER: code = MPI_Iallgather(from, 1, type, to, 1, type, comm, &q); break;
+  case CDDP__KIND_GATHER: code = MPI_Igather(from, 1, type, to, 1, type, root, comm, &q); break;
+  case CDDP__KIND_SCATTER: code = MPI_Iscatter(from, 1, type, to, 1, type, root, comm, &q); break;
+  default: code = MPI_Ialltoall(from, 1, type, to, 1, type, comm, &q);
   }
-  MPI_Type_free(&p); /* MPI frees it after the operation */
+  MPI_Type_free(&type); /* MPI frees it after the operation */
   return cddp__mpi_wait(g, call, code, &q);
 }
 
-/* The same for a call with counts: an MPI type per pair of ranks has its elements' position. */
+/* Moves the elements in a call with counts. An MPI type per peer and direction has their
+   position. */
 static cddp_result cddp__mpi_move_counted(cddp_group *g, const cddp__call *call, const char *send,
                                           size_t begin, size_t n) {
   size_t each = 2 * sizeof(int) + 2 * sizeof(MPI_Datatype), size = (size_t)g->size;
@@ -13804,13 +13802,12 @@ static cddp_result cddp__mpi_move_counted(cddp_group *g, const cddp__call *call,
   return CDDP_OK;
 }
 
-/* Moves or reduces CDDP__MPI_MAX_COUNT elements of a share at a time. */
 static cddp_result cddp__mpi_data(cddp_group *g, const cddp__call *call, void *const *arrays) {
   const char *send = (const char *)call->send;
   size_t begin, n;
   cddp_result r = CDDP_OK;
   int p;
-  (void)arrays;
+  (void)arrays; /* for cddp__carrier.average */
   for (begin = 0; r == CDDP_OK && begin < call->count; begin += n) {
     n = cddp__min(CDDP__MPI_MAX_COUNT, call->count - begin);
     if (call->shares != NULL)
@@ -13818,11 +13815,12 @@ static cddp_result cddp__mpi_data(cddp_group *g, const cddp__call *call, void *c
     else if (!cddp__shapes[call->kind].reduces)
       r = cddp__mpi_move(g, call, send, begin, n);
     for (p = 0; r == CDDP_OK && cddp__shapes[call->kind].reduces && p < g->size; p++) {
-      bool one = cddp__in_one_buffer(call); /* else reduce_scatter: one reduction for each rank */
-      size_t at = one ? begin : (size_t)p * call->count + begin;
+      bool one_buffer = cddp__in_one_buffer(call); /* else reduce_scatter: a reduction per rank */
+      size_t at = one_buffer ? begin : (size_t)p * call->count + begin;
       r = cddp__mpi_reduce(g, call, send + at * call->esize,
-                           (char *)call->recv + begin * call->esize, n, one ? call->root : p);
-      if (one) break;
+                           (char *)call->recv + begin * call->esize, n,
+                           one_buffer ? call->root : p);
+      if (one_buffer) break;
     }
   }
   return r;
@@ -13830,21 +13828,21 @@ static cddp_result cddp__mpi_data(cddp_group *g, const cddp__call *call, void *c
 
 static cddp_result cddp__mpi_run(cddp_group *g, const cddp__call *call) {
   const char *send = (const char *)call->send, *recv = (const char *)call->recv;
-  cddp__call apart = *call;
+  cddp__call mpi_call = *call;
   void *copy = NULL;
-  size_t bytes, got;
+  size_t sent, received;
   cddp_result r;
-  cddp__buffer_bytes(g, call, &bytes, &got);
+  cddp__buffer_bytes(g, call, &sent, &received);
   r = cddp__round_of(g, call, CDDP__PHASE_CALL, NULL, 0);
   if (r == CDDP_OK) r = cddp__begin_access(g);
   if (r == CDDP_OK && !cddp__in_one_buffer(call) && send != NULL && recv != NULL &&
-      send < recv + got && recv < send + bytes) { /* MPI does not allow overlap */
-    copy = cddp__malloc(&g->host->allocator, bytes);
+      send < recv + received && recv < send + sent) { /* MPI does not allow overlap */
+    copy = cddp__malloc(&g->host->allocator, sent);
     if (copy == NULL) r = cddp__break(g, CDDP_OUT_OF_MEMORY);
-    if (copy != NULL) memcpy(copy, send, bytes);
-    apart.send = copy;
+    if (copy != NULL) memcpy(copy, send, sent);
+    mpi_call.send = copy;
   }
-  if (r == CDDP_OK) r = cddp__mpi_data(g, &apart, NULL);
+  if (r == CDDP_OK) r = cddp__mpi_data(g, &mpi_call, NULL);
   if (r == CDDP_OK) {
     r = cddp__round_of(g, call, CDDP__PHASE_DONE, NULL, 0);
     cddp__free(&g->host->allocator, copy);
@@ -13878,8 +13876,8 @@ static void cddp__mpi_abandon(cddp_group *g) {
   cddp__wake_all(g);
 }
 
-/* MPI_Finalize calls it before it waits for the other ranks. */
-static int cddp__mpi_ends(MPI_Comm self, int key, void *value, void *state) {
+/* MPI_Finalize calls this before it waits for the other ranks. */
+static int cddp__mpi_at_finalize(MPI_Comm self, int key, void *value, void *state) {
   struct cddp__mpi *mpi;
   (void)self, (void)key, (void)value, (void)state;
   for (mpi = cddp__mpi_groups; mpi != NULL; mpi = mpi->next) cddp__mpi_abandon(mpi->group);
@@ -13887,15 +13885,15 @@ static int cddp__mpi_ends(MPI_Comm self, int key, void *value, void *state) {
 }
 
 static void cddp__mpi_finalize(void) { /* at exit */
-  int over = 1;
+  int finalized = 1;
   if (cddp__mpi_owner != getpid() || cddp__load32(&cddp__mpi_stuck) != 0) return;
-  if (MPI_Finalized(&over) == MPI_SUCCESS && !over) MPI_Finalize();
+  if (MPI_Finalized(&finalized) == MPI_SUCCESS && !finalized) MPI_Finalize();
 }
 
 /* Initializes MPI unless the program has, and checks that its world is this group. */
 static cddp_result cddp__mpi_start(const cddp_group *g) {
-  int on = 0, level = 0, size = 0, code = MPI_Initialized(&on);
-  if (code == MPI_SUCCESS && !on) {
+  int initialized = 0, level = 0, size = 0, code = MPI_Initialized(&initialized);
+  if (code == MPI_SUCCESS && !initialized) {
     code = MPI_Init_thread(NULL, NULL, MPI_THREAD_MULTIPLE, &level);
     cddp__mpi_owner = getpid();
     if (code == MPI_SUCCESS) atexit(cddp__mpi_finalize);
@@ -13904,8 +13902,8 @@ static cddp_result cddp__mpi_start(const cddp_group *g) {
   }
   if (code == MPI_SUCCESS) code = MPI_Comm_size(MPI_COMM_WORLD, &size);
   if (code == MPI_SUCCESS && cddp__mpi_attribute == MPI_KEYVAL_INVALID) {
-    code = MPI_Comm_create_keyval(MPI_COMM_NULL_COPY_FN, cddp__mpi_ends, &cddp__mpi_attribute,
-                                  NULL);
+    code = MPI_Comm_create_keyval(MPI_COMM_NULL_COPY_FN, cddp__mpi_at_finalize,
+                                  &cddp__mpi_attribute, NULL);
     if (code == MPI_SUCCESS) code = MPI_Comm_set_attr(MPI_COMM_SELF, cddp__mpi_attribute, NULL);
   }
   if (code != MPI_SUCCESS) return cddp__mpi_fail(code, "MPI_Init_thread");
@@ -13922,11 +13920,11 @@ static cddp_result cddp__mpi_start(const cddp_group *g) {
 
 static void cddp__mpi_leave(cddp_group *g) {
   struct cddp__mpi **at;
-  int over = 1;
+  int finalized = 1;
   pthread_mutex_lock(&cddp__mpi_lock);
   for (at = &cddp__mpi_groups; *at != g->mpi; at = &(*at)->next) {}
   *at = g->mpi->next;
-  if (!cddp__is_broken(g) && MPI_Finalized(&over) == MPI_SUCCESS && !over)
+  if (!cddp__is_broken(g) && MPI_Finalized(&finalized) == MPI_SUCCESS && !finalized)
     MPI_Comm_free(&g->mpi->comm);
   pthread_mutex_unlock(&cddp__mpi_lock);
   cddp__free(&g->host->allocator, g->mpi);
@@ -13958,8 +13956,8 @@ static cddp_result cddp__mpi_split(const cddp_group *from, cddp_group *to, int c
 }
 
 static const cddp__carrier cddp__mpi_carrier = {
-    true,          false, /* foreign, not shared */
-    cddp__mpi_run, cddp__mpi_data, cddp__mpi_split, cddp__mpi_leave};
+    true /* foreign */, false /* not shared */, cddp__mpi_run, cddp__mpi_data, cddp__mpi_split,
+    cddp__mpi_leave};
 #endif /* CDDP_MPI */
 
 /* >>work ------------------------------------------------------------------------------------------
@@ -13979,10 +13977,10 @@ static const cddp__carrier cddp__mpi_carrier = {
      4. Buckets of a cddp_ddp are due immediately, not at the next poll.
      5. A collective without a handle first waits, as in 2, until the queue is empty. */
 
-#define CDDP__ENGINE_POLL_S 2e-4 /* so long an operation is left to a waiting thread */
-#define CDDP__ENGINE_POLL_MAX_S 1.6e-3 /* while the queue is empty: polls take the ranks' time */
+#define CDDP__ENGINE_POLL_S 2e-4 /* for this time a waiting thread can run an operation itself */
+#define CDDP__ENGINE_POLL_MAX_S 1.6e-3 /* while nothing is due: polls take the ranks' time */
 #define CDDP__ENGINE_IDLE_POLLS 10 /* polls without a new operation before the engine sleeps */
-#define CDDP__ENGINE_SPIN 250    /* polls of a round by an engine that shares its core */
+#define CDDP__ENGINE_SPIN 250 /* polls of a round by an engine that shares its core */
 
 static void cddp__work_free(cddp_work *work) {
   cddp_group *g = work->group;
@@ -14006,19 +14004,19 @@ static cddp_work *cddp__work_new(cddp_group *g, size_t more) {
 /* Runs an operation with the call site and the floating-point mode of its caller. */
 static void cddp__work_run(cddp_work *work) {
   uint32_t fp_mode = cddp__fp_mode();
-  bool other = work->fp_mode != 1 + fp_mode;
+  bool other_mode = work->fp_mode != 1 + fp_mode;
   cddp__site outer; /* of the call that runs it */
   CDDP__POINT("engine");
   cddp__copy_site(&outer, &cddp__this_site);
   cddp__copy_site(&cddp__this_site, &work->site);
-  if (CDDP__UNLIKELY(other)) cddp__set_fp_mode(work->fp_mode - 1);
+  if (CDDP__UNLIKELY(other_mode)) cddp__set_fp_mode(work->fp_mode - 1);
   work->result = (work->run)(work);
   if (work->result != CDDP_OK) snprintf(work->text, sizeof work->text, "%s", cddp__error_text);
   cddp__copy_site(&cddp__this_site, &outer);
-  if (CDDP__UNLIKELY(other)) cddp__set_fp_mode(fp_mode);
+  if (CDDP__UNLIKELY(other_mode)) cddp__set_fp_mode(fp_mode);
 }
 
-/* It is already counted in engine->works. lock held. */
+/* Queues an operation that engine->works already counts. lock held. */
 static void cddp__engine_append(cddp__engine *engine, cddp_work *work) {
   work->next = NULL;
   if (engine->first != NULL)
@@ -14028,8 +14026,8 @@ static void cddp__engine_append(cddp__engine *engine, cddp_work *work) {
   engine->last = work;
 }
 
-/* Moves the held operation to the queue. It is counted in engine->works before: peers always see it
-   in flight. Returns whether a thread runs an operation: then no other may start. lock held. */
+/* Moves the held operation to the queue, and counts it first: peers always see it in flight.
+   Returns whether a thread runs an operation: then no other may start. lock held. */
 static bool cddp__engine_enqueue_held(cddp__engine *engine) {
   if (cddp__load32(&engine->held) == CDDP__OWN_HELD) {
     cddp__add32(engine->works, 1);
@@ -14080,8 +14078,8 @@ static bool cddp__engine_run_held(cddp__engine *engine) {
   return true;
 }
 
-/* The engine's thread. It announces in `asleep` that it will sleep, and checks the queue once more:
-   this finds an operation of a thread that still saw it awake. */
+/* The engine's thread. It announces in `asleep` that it will sleep, and checks the queue once more,
+   for an operation of a thread that still saw it awake. */
 static void *cddp__engine_main(void *arg) {
   cddp_group *g = (cddp_group *)arg;
   cddp__engine *engine = &g->engine;
@@ -14114,11 +14112,10 @@ static void *cddp__engine_main(void *arg) {
 
 /* Makes all queued operations due. lock held. */
 static void cddp__engine_make_due(cddp__engine *engine) {
-  bool busy; /* a thread runs an operation, and wakes the engine behind it */
-  busy = cddp__engine_enqueue_held(engine);
+  bool busy = cddp__engine_enqueue_held(engine);
   if (engine->first == NULL) return;
   if (engine->last->tick == cddp__load32(&engine->tick)) cddp__add32(&engine->tick, 1);
-  /* The thread can be asleep although the operations were due before. */
+  /* A busy thread wakes the engine later. (It can be asleep though they were due before.) */
   if (!busy) pthread_cond_signal(&engine->work);
 }
 
@@ -14154,11 +14151,11 @@ static cddp_result cddp__engine_push(cddp_work *work) {
   return r;
 }
 
-/* work NULL: all operations. Returns false at the deadline. Without one (INFINITY) this thread
-   itself runs the operations up to it. */
+/* Waits until `work` is done, or (NULL) all operations. Returns false at the deadline. Without one
+   (INFINITY) this thread itself runs the queue up to `work`. */
 static bool cddp__engine_wait(cddp__engine *engine, cddp_work *work, double deadline) {
-  bool ok = true, forever = !(deadline < INFINITY), busy;
-  uint32_t held = cddp__load32(&engine->held); /* first: a held work is counted before it moves */
+  bool in_time = true, forever = !(deadline < INFINITY), busy;
+  uint32_t held = cddp__load32(&engine->held); /* before works: see _enqueue_held */
   double until;
   if (work == NULL && held != CDDP__OWN_HELD && held != CDDP__OWN_RUNS &&
       cddp__load32(engine->works) == 0)
@@ -14174,17 +14171,17 @@ static bool cddp__engine_wait(cddp__engine *engine, cddp_work *work, double dead
       cddp__engine_run(engine);
       continue;
     }
-    if (!ok) break;
+    if (!in_time) break;
     if (forever) cddp__store32(&engine->awaited, 1);
     until = deadline;
     if (cddp__load32(&engine->held) == CDDP__OWN_RUNS)
       until = fmin(until, cddp__now() + CDDP__ENGINE_POLL_S);
-    ok = cddp__cond_wait_until(&engine->changed, &engine->lock, until) || until < deadline;
+    in_time = cddp__cond_wait_until(&engine->changed, &engine->lock, until) || until < deadline;
   }
-  ok = ok || (work != NULL && work->done);
+  in_time = in_time || (work != NULL && work->done);
   cddp__add32(&engine->waiters, (uint32_t)-1);
   pthread_mutex_unlock(&engine->lock);
-  return ok;
+  return in_time;
 }
 
 static void cddp__engine_drain(cddp_group *g) {
@@ -14194,7 +14191,7 @@ static void cddp__engine_drain(cddp_group *g) {
   cddp__engine_wait(engine, NULL, INFINITY);
 }
 
-/* Queued operations fail, and so does the group. */
+/* Ends the thread. Queued operations fail, and so does the group. */
 static void cddp__engine_stop(cddp_group *g) {
   cddp__engine *engine = &g->engine;
   bool busy;
@@ -14221,14 +14218,13 @@ static cddp_result cddp__cpu_wait(cddp_work *work, double limit) {
   double deadline = limit >= 0 ? cddp__now() + limit : INFINITY;
   if (work->on_stream) return cddp__check_group(work->group); /* a loss has closed its device */
   if (work->call.kind == CDDP__KIND_RECV) return cddp__finish_recv(work, limit);
-  if (work->run == NULL) return cddp__finish_send(work, limit);
+  if (work->run == NULL /* a send */) return cddp__finish_send(work, limit);
   if (!cddp__engine_wait(&work->group->engine, work, deadline))
     return cddp__fail_unfinished(work, limit);
   return work->result == CDDP_OK ? CDDP_OK : cddp__fail(work->result, "%s", work->text);
 }
 
-/* Waits at most `limit` seconds, negative: until the group's deadline. Frees the work, unless the
-   limit has passed. */
+/* Waits at most `limit` seconds, or CDDP__NO_LIMIT. Frees the work, unless the limit has passed. */
 static cddp_result cddp__work_wait(cddp_work *work, double limit) {
   cddp_group *g = work->group;
   cddp_result r;
@@ -14249,18 +14245,18 @@ static cddp_result cddp__start_message(cddp_group *g, const cddp__call *call, cd
   if (waits) cddp__work_init(w, g);
   else if ((w = cddp__work_new(g, 0)) == NULL) return CDDP_OUT_OF_MEMORY;
   w->call = *call;
-  w->record = cddp__record_new(g, cddp__shapes[call->kind].name, call->count, call->dtype, -1,
-                               call->root == CDDP_ANY ? -1 : call->root);
+  w->record = cddp__record_new(g, cddp__shapes[call->kind].name, call->count, call->dtype,
+                               -1 /* no op */, call->root == CDDP_ANY ? -1 : call->root);
   if (cddp__record_at(g, w->record) != NULL) cddp__record_at(g, w->record)->tag = call->tag;
-  cddp__record_start(g, w->record, 0);
+  cddp__record_start(g, w->record, 0 /* no collective */);
   if (call->kind == CDDP__KIND_SEND) {
-    r = cddp__start_send(w, !waits);
-    if (r == CDDP_OK && waits) r = cddp__finish_send(w, -1);
+    r = cddp__start_send(w, waits);
+    if (r == CDDP_OK && waits) r = cddp__finish_send(w, CDDP__NO_LIMIT);
   } else if (waits && cddp__recv_directly(w)) {
     r = cddp__end_recv(w, CDDP_OK);
   } else {
     cddp__post_recv(g, w);
-    if (waits) r = cddp__finish_recv(w, -1);
+    if (waits) r = cddp__finish_recv(w, CDDP__NO_LIMIT);
   }
   if (r == CDDP_OK && !waits) {
     *work = w;
@@ -14279,7 +14275,7 @@ CDDPDEF cddp_result cddp_cancel(cddp_work *work) {
     why = "only the receive of a message can be canceled, no send and no collective";
   else if (!cddp__abort_recv(work)) why = "its message has arrived, or it has failed";
   else {
-    (void)cddp__work_wait(work, -1); /* fails, as the receive has been aborted */
+    (void)cddp__work_wait(work, CDDP__NO_LIMIT); /* fails, as the receive has been aborted */
     return CDDP_OK;
   }
   return cddp__fail(CDDP_UNSUPPORTED,
@@ -14308,9 +14304,8 @@ static bool cddp__cpu_done(cddp_work *work) {
    Job: run the collectives of one host. For several hosts >>hosts and >>mpi do the rest.
    Owns: the bytes in headers and staging buffers.
    Touches: peers' buffers, between cddp__begin_access and cddp__end_access.
-   Entry points: cddp__check_call and _check_memory; cddp__cpu_start, with or without a handle, and
-   cddp__run_call; cddp__broadcast, _all_gather, _consensus and cddp__packet for other rooms; parts
-   of these for cddp_kernels.cuh.
+   Entry points: cddp__check_call and _check_memory; cddp__cpu_start and cddp__run_call;
+   cddp__broadcast, _all_gather, _consensus and cddp__packet for other rooms.
    How it works: a collective is one of three sequences of rounds, chosen by its size and by where
    all ranks' buffers are.
      one round   Up to CDDP__ROUND_MAX bytes (several hosts: up to CDDP__PIGGYBACK in all). Each
@@ -14331,7 +14326,7 @@ static bool cddp__cpu_done(cddp_work *work) {
 #define CDDP__NT_LARGE ((size_t)64 << 10) /* chunks from here on have timings of their own */
 #define CDDP__NT_SHARE ((size_t)32 << 20) /* shares that no cache holds, bytes */
 #define CDDP__TIMING_PERIOD 2048u /* chunks from one timing to the next */
-#define CDDP__TIMING_RUNS 4u   /* chunks timed with each kind of copy: cached, then non-temporal */
+#define CDDP__TIMING_RUNS 4u /* chunks timed with each kind of copy: cached, then non-temporal */
 #define CDDP__NT_BLOCK 4096 /* bytes of a sum between two non-temporal copies */
 #define CDDP__CHECK_BYTES ((size_t)1 << 20) /* written to a peer between checks of the group */
 /* Oversubscribed: bytes that a rank reads in the time of a second round. */
@@ -14347,7 +14342,7 @@ typedef struct cddp__chunk {
   bool in_header; /* small enough for the headers */
 } cddp__chunk;
 
-/* The memory of rank 0 in a round. *apart: bytes from one rank's memory to the next rank's. */
+/* Rank 0's header payload or staging buffer. *apart: bytes from one rank's to the next rank's. */
 static char *cddp__chunk_memory(const cddp_group *g, uint32_t round, const cddp__chunk *chunk,
                                 size_t *apart) {
   *apart = 2 * (chunk->in_header ? sizeof(cddp__op_header) : g->staging_size);
@@ -14355,13 +14350,13 @@ static char *cddp__chunk_memory(const cddp_group *g, uint32_t round, const cddp_
                       : (char *)cddp__staging_of(g, 0, round);
 }
 
-/* Some ranks only copy while the others wait. */
+/* Whether some ranks only copy while the others wait. */
 static bool cddp__is_one_sided(const cddp__call *call) {
   return cddp__shapes[call->kind].from_root || cddp__shapes[call->kind].to_root;
 }
 
-/* The timing of such a chunk. NULL: it is small, or its reader can run on the same core, or it is
-   the only chunk of a one-sided call, whose writer would time only its own half. */
+/* The timing of chunks like this. NULL: a small one, or its reader can run on the same core, or the
+   only one of a one-sided call, whose writer would time only its own half. */
 static cddp__copy_timing *cddp__timing_of(cddp_group *g, const cddp__call *call,
                                           const cddp__chunk *chunk) {
   size_t bytes = chunk->n * call->esize * cddp__send_shares(g, call);
@@ -14382,7 +14377,7 @@ static bool cddp__uses_nontemporal(const cddp__copy_timing *timing) {
 }
 
 enum { CDDP__CLOCK_START = -1, CDDP__CLOCK_STOP = 1 };
-static void cddp__clock_chunk(cddp__copy_timing *timing, int sign) {
+static void cddp__clock_chunk(cddp__copy_timing *timing, int sign) { /* adds up STOP - START */
   if (cddp__is_timed(timing)) timing->clock += sign * cddp__now();
 }
 
@@ -14396,7 +14391,7 @@ static void cddp__record_timing(cddp__copy_timing *timing, size_t bytes) {
   timing->chunks++;
 }
 
-/* Each rank adds up a slice of such a chunk (cddp__exchange_slices). */
+/* Whether each rank adds up a slice of the chunk (cddp__exchange_slices). */
 static bool cddp__is_sliced(const cddp_group *g, const cddp__call *call, const cddp__chunk *chunk) {
   size_t bytes = chunk->n * call->esize;
   if (CDDP__LIKELY(bytes <= CDDP__SLICES_MIN) || call->kind != CDDP__KIND_ALL_REDUCE) return false;
@@ -14406,7 +14401,8 @@ static bool cddp__is_sliced(const cddp_group *g, const cddp__call *call, const c
 
 /* Writes this rank's shares of the chunk to its header or staging buffer. */
 static void cddp__write_shares(cddp_group *g, const cddp__call *call, const cddp__chunk *chunk) {
-  size_t bytes = chunk->n * call->esize, shares = cddp__send_shares(g, call), apart, begin, end, r;
+  size_t bytes = chunk->n * call->esize, share_bytes = call->count * call->esize;
+  size_t shares = cddp__send_shares(g, call), apart, begin, end, r;
   char *space = cddp__chunk_memory(g, g->round + 1, chunk, &apart);
   const char *from = (const char *)call->send + chunk->begin * call->esize;
   cddp__copy_timing *timing = cddp__timing_of(g, call, chunk);
@@ -14429,8 +14425,7 @@ static void cddp__write_shares(cddp_group *g, const cddp__call *call, const cddp
     cddp__copy_by(space, from, begin, nontemporal);
     space += end, from += end, bytes -= end;
   }
-  apart = call->count * call->esize;
-  for (r = 0; r < shares; r++, space += bytes, from += apart) {
+  for (r = 0; r < shares; r++, space += bytes, from += share_bytes) {
     if (shares > 1 && r == (size_t)g->rank) continue; /* it reads its own share in place */
     cddp__copy_by(space, from, bytes, nontemporal);
   }
@@ -14441,10 +14436,10 @@ static void cddp__write_shares(cddp_group *g, const cddp__call *call, const cddp
 /* Reads this rank's result of the chunk. from[r]: rank r's share for this rank. */
 static void cddp__read_result(const cddp_group *g, const cddp__call *call, const cddp__chunk *chunk,
                               void *const *from) {
-  bool one = cddp__shapes[call->kind].from_root;
+  bool from_root = cddp__shapes[call->kind].from_root;
   size_t at = chunk->begin * call->esize;
   /* Each rank starts with its own share, so that the readers spread over the owners. */
-  int i, n = one ? 1 : g->size, r = one ? call->root : g->rank;
+  int i, n = from_root ? 1 : g->size, r = from_root ? call->root : g->rank;
   if (cddp__shapes[call->kind].reduces) {
     cddp__reduce((char *)call->recv + at, (const void *const *)from, g->size, chunk->n,
                  (cddp_dtype)call->dtype, (cddp_op)call->op);
@@ -14456,7 +14451,7 @@ static void cddp__read_result(const cddp_group *g, const cddp__call *call, const
                   call->count * call->esize >= CDDP__NT_SHARE);
 }
 
-/* The same from all ranks' headers or staging buffers. */
+/* Reads this rank's result from all ranks' headers or staging buffers. */
 static void cddp__read_staged(const cddp_group *g, const cddp__call *call,
                               const cddp__chunk *chunk) {
   size_t apart, r;
@@ -14470,29 +14465,29 @@ static void cddp__read_staged(const cddp_group *g, const cddp__call *call,
   cddp__read_result(g, call, chunk, g->slices);
 }
 
-/* Adds up this rank's slice of n elements, block by block, and writes it to `to`; NULL: to all
-   buffers. */
+/* Adds up this rank's slice of the arrays of n elements, block by block, and writes it to `to`;
+   NULL: to all buffers. */
 static void cddp__reduce_slices(const cddp_group *g, const cddp__call *call, size_t n,
                                 void *const *bufs, char *to, bool nontemporal) {
   cddp_dtype dtype = (cddp_dtype)call->dtype;
   unsigned char sums[CDDP__NT_BLOCK];
-  size_t begin, end, most = nontemporal ? sizeof sums : CDDP__CHECK_BYTES;
+  size_t begin, end, block_bytes = nontemporal ? sizeof sums : CDDP__CHECK_BYTES, block;
   int r;
   cddp__slice(n, CDDP__CACHE_LINE / call->esize, g->size, g->rank, &begin, &end);
-  for (; begin < end && !cddp__is_broken(g); begin += n) {
-    n = cddp__min(end - begin, most / call->esize);
+  for (; begin < end && !cddp__is_broken(g); begin += block) {
+    block = cddp__min(end - begin, block_bytes / call->esize);
     for (r = 0; r < g->size; r++) g->slices[r] = (char *)bufs[r] + begin * call->esize;
     if (to == NULL)
-      cddp__reduce_all(g->slices, g->size, n, dtype, (cddp_op)call->op);
+      cddp__reduce_all(g->slices, g->size, block, dtype, (cddp_op)call->op);
     else
       cddp__reduce(nontemporal ? (char *)sums : to + begin * call->esize,
-                   (const void *const *)g->slices, g->size, n, dtype, (cddp_op)call->op);
-    if (nontemporal) cddp__copy_nontemporal(to + begin * call->esize, sums, n * call->esize);
+                   (const void *const *)g->slices, g->size, block, dtype, (cddp_op)call->op);
+    if (nontemporal) cddp__copy_nontemporal(to + begin * call->esize, sums, block * call->esize);
   }
 }
 
-/* Adds up this rank's slice of an all_reduce's chunk, and reads the other slices once all ranks
-   have added theirs. Each value is read twice, not by every rank. */
+/* Adds up this rank's slice of an all_reduce's chunk, then, after a round, reads the other slices.
+   So each value is read twice, not by every rank. */
 static cddp_result cddp__exchange_slices(cddp_group *g, const cddp__call *call,
                                          const cddp__chunk *chunk, bool nontemporal) {
   size_t apart, begin, end;
@@ -14515,13 +14510,13 @@ static cddp_result cddp__exchange_slices(cddp_group *g, const cddp__call *call,
 
 static cddp__chunk cddp__chunk_at(const cddp_group *g, const cddp__call *call, size_t begin) {
   size_t element = call->esize * cddp__send_shares(g, call);
-  size_t room = cddp__max(g->staging_size, CDDP__PAYLOAD), all = call->count * element;
+  size_t limit = cddp__max(g->staging_size, CDDP__PAYLOAD), all = call->count * element;
   cddp__chunk k;
   if (all > CDDP__STAGING_MIN && cddp__is_one_sided(call) && !g->oversubscribed && g->hosts == NULL)
-    room = cddp__min(room, cddp__max(all / CDDP__PIPELINE_CHUNKS, CDDP__STAGING_MIN));
+    limit = cddp__min(limit, cddp__max(all / CDDP__PIPELINE_CHUNKS, CDDP__STAGING_MIN));
   k.begin = begin;
   k.n = call->count - begin;
-  if (k.n * element > room) k.n = room / element; /* small calls do without the slow division */
+  if (k.n * element > limit) k.n = limit / element; /* small calls do without the slow division */
   k.in_header = k.n * element <= CDDP__PAYLOAD;
   return k;
 }
@@ -14557,20 +14552,21 @@ static cddp_result cddp__run_staged(cddp_group *g, const cddp__call *call, bool 
   return r;
 }
 
-/* One chunk, copied through the cache. */
+/* Whether cddp__run_short can run the call: one chunk, copied through the cache. */
 CDDP__INLINED bool cddp__is_short(const cddp_group *g, const cddp__call *call) {
   size_t bytes = call->count * call->esize;
   return (call->kind == CDDP__KIND_ALL_REDUCE || call->kind == CDDP__KIND_BROADCAST) &&
          bytes <= g->round_max && bytes < CDDP__NT_MIN;
 }
 
-/* cddp__run_staged with fewer instructions: each one counts here. Inlined by GCC into the caller's
-   branches it takes a seventh longer for 1 KiB. */
+/* cddp__run_staged with fewer instructions: each one counts here. Inlined by GCC it takes a seventh
+   longer for 1 KiB. */
 CDDP__OUT_OF_LINE cddp_result cddp__run_short(cddp_group *g, const cddp__call *call) {
   size_t bytes = call->count * call->esize, apart, i;
   cddp__chunk all = {0, call->count, bytes <= CDDP__PAYLOAD};
   const void **srcs = (const void **)(void *)g->slices;
-  bool spreads = call->kind == CDDP__KIND_BROADCAST, sends = !spreads || g->rank == call->root;
+  bool broadcasts = call->kind == CDDP__KIND_BROADCAST;
+  bool sends = !broadcasts || g->rank == call->root;
   bool staged = sends && !all.in_header;
   char *space;
   cddp_result r;
@@ -14583,21 +14579,21 @@ CDDP__OUT_OF_LINE cddp_result cddp__run_short(cddp_group *g, const cddp__call *c
     space = (char *)cddp__staging_of(g, g->rank, g->round + 1);
     for (i = 0; i < bytes; i += CDDP__CACHE_LINE) cddp__prefetch_to_write(space + i);
   }
-  if (spreads && sends) return CDDP_OK;
+  if (broadcasts && sends) return CDDP_OK;
   space = cddp__chunk_memory(g, g->round, &all, &apart);
-  if (spreads) {
+  if (broadcasts) {
     memcpy(call->recv, space + (size_t)call->root * apart, bytes);
     return CDDP_OK;
   }
   for (p = 0; p < g->size; p++, space += apart)
-    srcs[p] = p == g->rank ? call->send : space; /* a peer's read may have moved this rank's line */
+    srcs[p] = p == g->rank ? call->send : space; /* its header's line can be a peer's */
   cddp__reduce(call->recv, srcs, g->size, call->count, (cddp_dtype)call->dtype, (cddp_op)call->op);
   if (all.in_header) cddp__prefetch_to_write(cddp__op_header_of(g, g->rank, g->round + 1));
   return CDDP_OK;
 }
 
-/* If every rank's buffer is shared, this rank copies its slice of the root's array to all ranks, in
-   blocks that stay in the cache. Else it copies the whole array for itself. */
+/* If all buffers are shared, copies this rank's slice of the root's array to all ranks, in blocks
+   that stay in the cache. Else copies the whole array to this rank. */
 static void cddp__broadcast_direct(const cddp_group *g, const cddp__call *call, char *const *bufs) {
   size_t begin, end, n, bytes = call->count * call->esize;
   int r;
@@ -14614,7 +14610,7 @@ static void cddp__broadcast_direct(const cddp_group *g, const cddp__call *call, 
   }
 }
 
-/* bufs[r]: rank r's buffer, if it is read. */
+/* Runs a call in place. bufs[r]: rank r's buffer, if it is read. */
 static cddp_result cddp__copy_direct(cddp_group *g, const cddp__call *call, void *const *bufs) {
   const cddp__shape *shape = &cddp__shapes[call->kind];
   cddp__chunk all = {0, call->count, false};
@@ -14641,19 +14637,19 @@ static cddp_result cddp__copy_direct(cddp_group *g, const cddp__call *call, void
 
 /* The address of this rank's buffer for other ranks, if they read or write it. */
 static cddp__ref cddp__call_ref(cddp_group *g, const cddp__call *call) {
-  cddp__ref none;
+  cddp__ref ref;
   size_t sent, received;
-  memset(&none, 0, sizeof none);
+  memset(&ref, 0, sizeof ref);
   cddp__buffer_bytes(g, call, &sent, &received);
   if (!cddp__in_one_buffer(call) && (sent == 0 || !cddp__is_read(call, g->rank)))
-    none.kind = CDDP__REF_UNUSED;
-  if (none.kind == CDDP__REF_UNUSED || cddp__overwrites(call)) return none;
+    ref.kind = CDDP__REF_UNUSED;
+  if (ref.kind == CDDP__REF_UNUSED || cddp__overwrites(call)) return ref;
   return cddp__ref_of(g->host, call->send, sent);
 }
 
 /* Runs a call directly if all buffers that other ranks read are in shared memory, else staged. A
-   rank with private memory writes its first chunk before the round. If no buffer is shared, the
-   round serves this chunk too. */
+   rank with private memory writes its first chunk before the round, which serves this chunk too if
+   no buffer is shared. */
 static cddp_result cddp__run_large(cddp_group *g, const cddp__call *call) {
   cddp__ref ref = cddp__call_ref(g, call);
   const cddp__ref *at;
@@ -14688,8 +14684,8 @@ static cddp_result cddp__run_large(cddp_group *g, const cddp__call *call) {
   return cddp__end_access(g, r);
 }
 
-/* Runs a call in one round if that is fast. An all_gather's ranks also copy from their own shares;
-   between hosts each rank receives all shares, also if it needs only one: half the bytes then. */
+/* Runs a call in one round if that is fast: up to round_max bytes; half as many if ranks also copy
+   from their own shares, or, between hosts, receive all shares but need one. */
 static cddp_result cddp__run_sized(cddp_group *g, const cddp__call *call) {
   const cddp__shape *shape = &cddp__shapes[call->kind];
   size_t element = call->esize * cddp__send_shares(g, call), most = g->round_max;
@@ -14701,14 +14697,14 @@ static cddp_result cddp__run_sized(cddp_group *g, const cddp__call *call) {
   return (g->carrier->run)(g, call);
 }
 
-/* The ranks of a call with counts exchange and check the lengths and positions of their shares.
+/* In a call with counts: exchanges and checks the lengths and positions of the ranks' shares.
    call->count becomes the largest length. *host: this rank's buffers are in host memory; out: any
    rank's. */
 static cddp_result cddp__exchange_counts(cddp_group *g, cddp__call *call, bool *host) {
   cddp__count_notice *sent = (cddp__count_notice *)(void *)(call->shares + g->size);
   cddp__count_notice *received = sent + g->size;
   size_t most = 0;
-  cddp__call x = *call;
+  cddp__call counts = *call;
   cddp_result r;
   int p;
   for (p = 0; p < g->size; p++)
@@ -14719,11 +14715,11 @@ static cddp_result cddp__exchange_counts(cddp_group *g, cddp__call *call, bool *
     sent[p].most = most;
     sent[p].host = *host;
   }
-  x.shares = NULL;
-  x.count = sizeof *sent / call->esize; /* a notice for each rank, in elements of the call */
-  x.send = sent;
-  x.recv = received;
-  r = cddp__run_sized(g, &x);
+  counts.shares = NULL;
+  counts.count = sizeof *sent / call->esize; /* a notice for each rank, in elements of the call */
+  counts.send = sent;
+  counts.recv = received;
+  r = cddp__run_sized(g, &counts);
   for (p = 0; r == CDDP_OK && p < g->size; p++) {
     const cddp__count_notice *notice = &received[p];
     call->shares[p].there = (size_t)notice->at;
@@ -14759,7 +14755,7 @@ static uint64_t cddp__record_begin(const cddp_group *g, int kind, uint64_t seque
   return record;
 }
 
-/* record: from cddp__record_call. */
+/* Runs a collective, and records it. record: from cddp__record_call. */
 static cddp_result cddp__run_recorded(cddp_group *g, const cddp__call *call, uint64_t record) {
   cddp__call sized;
   bool host = true;
@@ -14810,8 +14806,8 @@ static cddp_result cddp__all_gather(cddp_group *g, const void *mine, void *all, 
 
 enum { CDDP__PACKET_ARRAYS = 256 };
 
-/* Broadcasts of many arrays in host memory. Small ones are collected to a packet, since a round
-   takes longer than their bytes. */
+/* Broadcasts of many arrays in host memory. Small ones form a packet, since a round takes longer
+   than their bytes. */
 typedef struct cddp__packet {
   cddp_group *g;
   int root, count;
@@ -14866,7 +14862,7 @@ static cddp_result cddp__packet_add(cddp__packet *packet, void *data, size_t cou
 }
 
 /* Collective: all ranks return the lowest failing rank's result and text. Without a failure `all`
-   receives each rank's n bytes of payload. */
+   receives all ranks' n bytes of payload. */
 static cddp_result cddp__consensus(cddp_group *g, cddp_result mine, const void *payload, size_t n,
                                    void *all) {
   size_t each = n + 4; /* a result and the payload */
@@ -14898,7 +14894,7 @@ static cddp_result cddp__consensus(cddp_group *g, cddp_result mine, const void *
   return r;
 }
 
-/* The same for results alone. */
+/* All ranks return the lowest failing rank's result and text. */
 static cddp_result cddp__agree(cddp_group *g, cddp_result mine) {
   return cddp__consensus(g, mine, NULL, 0, NULL);
 }
@@ -15008,11 +15004,11 @@ static const char *cddp__buffer_error(const cddp_group *g, const cddp__call *cal
          "cddp.h";
 }
 
-/* Whether the host can read p, which is false for device memory. The kernel reads the mask
-   first; then it refuses `how`. */
+/* Whether the host can read p: not if it is device memory. The kernel reads the mask first; then it
+   refuses `how`. */
 static bool cddp__host_reads(const void *p) {
   uintptr_t word = (uintptr_t)p & ~(uintptr_t)7; /* does not cross into the next page */
-  return syscall(SYS_rt_sigprocmask, -1, word, NULL, 8) == 0 || errno != EFAULT;
+  return syscall(SYS_rt_sigprocmask, -1 /* how */, word, NULL, 8) == 0 || errno != EFAULT;
 }
 
 #define CDDP__NO_HOST_MEMORY "is not memory of the host: if it is on a GPU, the group needs " \
@@ -15044,7 +15040,7 @@ static cddp_result cddp__check_memory(const cddp_group *g, const cddp_param *par
 
 static cddp_result cddp__check_call(const cddp_group *g, const cddp__call *call) {
   const cddp__shape *shape = &cddp__shapes[call->kind];
-  bool one = cddp__in_one_buffer(call), message = cddp__is_message(call);
+  bool one_buffer = cddp__in_one_buffer(call), message = cddp__is_message(call);
   const char *wrong = NULL;
   if (g == NULL) return CDDP__REFUSE("the group is NULL");
   if ((message || shape->from_root || shape->to_root) &&
@@ -15054,7 +15050,7 @@ static cddp_result cddp__check_call(const cddp_group *g, const cddp__call *call)
                         call->root, g->size - 1);
   if (call->count > SIZE_MAX / 16 / CDDP__MAX_RANKS && /* small calls do without the divisions */
       call->shares == NULL &&
-      call->count > SIZE_MAX / 2 / call->esize / (one ? 1 : (size_t)g->size))
+      call->count > SIZE_MAX / 2 / call->esize / (one_buffer ? 1 : (size_t)g->size))
     return CDDP__REFUSE("count %zu is beyond the address space", call->count);
   if (!cddp__dtype_ok(call->dtype))
     wrong = "dtype is not a cddp_dtype";
@@ -15064,7 +15060,7 @@ static cddp_result cddp__check_call(const cddp_group *g, const cddp__call *call)
   else if (call->tag < 0)
     wrong = "tag is negative";
   else if (call->count > 0 &&
-           (!one || call->send == NULL || cddp__misaligned(call->send, call->esize)))
+           (!one_buffer || call->send == NULL || cddp__misaligned(call->send, call->esize)))
     wrong = cddp__buffer_error(g, call);
   if (wrong == NULL && call->count > 0) wrong = cddp__memory_error(g, call);
   return wrong == NULL ? CDDP_OK : CDDP__REFUSE("%s", wrong);
@@ -15087,10 +15083,10 @@ static cddp_result cddp__check_call(const cddp_group *g, const cddp__call *call)
    host. */
 static cddp_result cddp__group_build(cddp_group **out, cddp__host *host, int rank, int size,
                                      const int *members, char *block, double timeout_s) {
-  size_t arrays = 2 * (size_t)size * (sizeof(int) + sizeof(void *)), bytes;
+  size_t arrays = 2 * (size_t)size * (sizeof(int) + sizeof(void *)), bytes, l2;
   cddp_group *g = (cddp_group *)cddp__calloc(&host->allocator, 1, sizeof *g + arrays);
   cddp__slot *slot;
-  int i, place = 0;
+  int i, slot_count = 0;
   *out = NULL;
   if (g == NULL) return CDDP_OUT_OF_MEMORY;
   g->buffers = (void **)(void *)(g + 1);
@@ -15109,13 +15105,13 @@ static cddp_result cddp__group_build(cddp_group **out, cddp__host *host, int ran
   g->block_generation = cddp__load32(&g->block->generation);
   g->timeout_s = timeout_s;
   for (i = 0; i < size; i++) g->local_size += g->members[i] >= 0;
-  for (i = 0; i < size; i++)
-    g->slot_index[i] = g->members[i] >= 0 ? place++ : g->local_size;
+  for (i = 0; i < size; i++) /* ranks of other hosts share one */
+    g->slot_index[i] = g->members[i] >= 0 ? slot_count++ : g->local_size;
   g->local_rank = g->slot_index[rank];
   g->slots = (cddp__slot *)(void *)(block + cddp__block_slots(size));
   g->staging = block + cddp__block_head(size, g->local_size);
-  bytes = CDDP__L2; /* of this machine's second-level cache; 0: unknown */
-  bytes = bytes == 0 || bytes >= CDDP__STAGING_L2 ? cddp__staging_bytes(size) : CDDP__STAGING_MIN;
+  l2 = CDDP__L2; /* bytes of the second-level cache; 0: unknown */
+  bytes = l2 == 0 || l2 >= CDDP__STAGING_L2 ? cddp__staging_bytes(size) : CDDP__STAGING_MIN;
   (void)cddp__swap32(&g->block->staging, 0, (uint32_t)bytes);
   g->staging_size = g->local_size == size ? cddp__load32(&g->block->staging) : 0;
   g->backend = &cddp__cpu_backend;
@@ -15145,8 +15141,8 @@ static cddp_result cddp__group_build(cddp_group **out, cddp__host *host, int ran
   return CDDP_OK;
 }
 
-/* Gives back a reference to a host. Ranks that are threads read each other's memory, so all hosts
-   of a lead are freed together, when no rank has a group any more. */
+/* Gives back a reference. Ranks that are threads read each other's memory, so all hosts of a lead
+   are freed together, after all groups. */
 static void cddp__host_release(cddp__host *host) {
   cddp__host *lead = host != NULL ? host->lead : NULL;
   int left;
@@ -15154,7 +15150,8 @@ static void cddp__host_release(cddp__host *host) {
   pthread_mutex_lock(&lead->lock);
   left = --lead->refs;
   pthread_mutex_unlock(&lead->lock);
-  for (host = lead; left == 0 && host != NULL; host = lead) {
+  while (left == 0 && lead != NULL) {
+    host = lead;
     lead = host->sibling;
     cddp__job_info_free(host);
     cddp__net_release(host->net);
@@ -15166,7 +15163,7 @@ static void cddp__host_release(cddp__host *host) {
 static int cddp__members_of_color(const cddp_group *g, int color, int *members) {
   int n = 0, p, i;
   for (p = 0; color >= 0 && p < g->size; p++) {
-    const int32_t *theirs = cddp__op_header_of(g, p, g->round)->u.split;
+    const int32_t *theirs = cddp__op_header_of(g, p, g->round)->u.split; /* color, key */
     if (theirs[0] != color) continue;
     for (i = n++; i > 0; i--) {
       if (cddp__op_header_of(g, members[i - 1], g->round)->u.split[1] <= theirs[1]) break;
@@ -15177,7 +15174,7 @@ static int cddp__members_of_color(const cddp_group *g, int color, int *members) 
   return n;
 }
 
-/* Allocates the pages of a control block, at `base` in the memfd, except the staging buffers. */
+/* Allocates a control block's pages, at `base` in the memfd, except the staging buffers. */
 static cddp_result cddp__commit_head(cddp__host *host, uint64_t base, int size, int local_size) {
   size_t bytes = cddp__block_head(size, local_size);
   if (host->arena.fd < 0 || cddp__arena_commit(host, base, bytes)) return CDDP_OK;
@@ -15223,8 +15220,8 @@ static cddp_result cddp__exchange_block(cddp_group *g, const int *members, int n
 
 enum cddp__hold { CDDP__REMOVE_MODEL = -1, CDDP__LEAVE_GROUP, CDDP__ADD_MODEL };
 
-/* Counts the models that use the group's memory, and records that this rank has left it. Frees a
-   group that is left and has no models. */
+/* Counts the models that use the group's memory, or records that this rank has left. Frees a left
+   group without models. */
 static void cddp__group_hold(cddp_group *g, enum cddp__hold change) {
   cddp__host *host = g->host;
   bool last;
@@ -15241,8 +15238,8 @@ static void cddp__group_hold(cddp_group *g, enum cddp__hold change) {
   cddp__host_release(host);
 }
 
-/* Leaves the group: peers that wait for this rank then fail. The group's memory stays while models
-   use it. Keeps this thread's error text. */
+/* Leaves the group: peers that wait for this rank fail. The group's memory stays while models use
+   it. Keeps this thread's error text. */
 static void cddp__group_leave(cddp_group *g) {
   cddp__slot *slot = cddp__slot_of(g, g->rank);
   cddp__host *host = g->host;
@@ -15289,6 +15286,7 @@ static void cddp__group_leave(cddp_group *g) {
 static cddp_result cddp__split(cddp_group *g, int color, int key, uint64_t check,
                                cddp_group **out) {
   const cddp_allocator *allocator = &g->host->allocator;
+  /* ranks of g; from g->size on their indices on this host, later their ranks in the job */
   int *members = (int *)cddp__calloc(allocator, 2 * (size_t)g->size, sizeof *members);
   int n, i, rank = 0;
   int32_t mine[2];
@@ -15325,7 +15323,7 @@ static cddp_result cddp__split(cddp_group *g, int color, int key, uint64_t check
     id[1] = g->calls;
     id[2] = (uint64_t)color;
     (*out)->id = cddp__hash64(0, id, sizeof id);
-    for (i = 0; g->world != NULL && i < n; i++) members[i + g->size] = g->world[members[i]];
+    for (i = 0; g->world != NULL && i < n; i++) members[g->size + i] = g->world[members[i]];
     r = cddp__hosts_attach(*out, g->hosts != NULL ? g->hosts->net : g->host->net,
                            members + g->size);
   }
@@ -15361,8 +15359,8 @@ static cddp_result cddp__split_group(cddp_group *g, int color, int key, uint64_t
   return r;
 }
 
-/* Creates the group of all ranks. Its control block is at the start of the shared memory; a process
-   that has joined has its own. After a failure *out can be a group too. */
+/* Creates the group of all ranks. Its control block is at the start of the shared memory; a joined
+   process has its own. After a failure *out can be a group too. */
 static cddp_result cddp__world_group(cddp_group **out, cddp__host *host,
                                      const cddp__config *config) {
   int fd = host->joined ? -1 : host->arena.fd,
@@ -15388,8 +15386,8 @@ static cddp_result cddp__world_group(cddp_group **out, cddp__host *host,
   return cddp__hosts_attach(*out, host->net, NULL);
 }
 
-/* The host's part of the table of ranks: the processes here. If there are other hosts, the host
-   keeps the table. */
+/* Sets the processes on this host from the table of ranks. Keeps the table if there are other
+   hosts. */
 static void cddp__host_set_ranks(cddp__host *host, cddp__net *table) {
   int i;
   for (i = 0; i < table->size; i++)
@@ -15401,9 +15399,9 @@ static void cddp__host_set_ranks(cddp__host *host, cddp__net *table) {
   if (table->host_count > 1) host->net = table;
 }
 
-/* Starts a job of several ranks: they find each other, share the memory of their host, and create
-   the group of all ranks. *job: their number for it. After a failure *out can be a group too, which
-   the caller destroys. */
+/* Starts a job of several ranks: they find each other, share their host's memory, and create the
+   group of all ranks. *job: the job's number in records. After a failure *out can be a group too,
+   which the caller destroys. */
 static cddp_result cddp__start_job(cddp_group **out, cddp__config *config, cddp__host *host,
                                    uint64_t *job) {
   cddp__rendezvous rdv;
@@ -15444,8 +15442,8 @@ static cddp_result cddp__start_job(cddp_group **out, cddp__config *config, cddp_
   return CDDP_OK;
 }
 
-/* Joins a running job (CDDP_JOIN): finds it, and creates a broken group on the memory that its
-   ranks share. cddp_ddp_create does the rest: >>elastic. */
+/* Joins a running job (CDDP_JOIN): finds it, and creates a broken group on its ranks' shared
+   memory. cddp_ddp_create does the rest: >>elastic. */
 static cddp_result cddp__join_job(cddp_group **out, const cddp__config *config, cddp__host *host) {
   const cddp__join_table *table = &host->job_info->table;
   int fd = -1;
@@ -15540,7 +15538,7 @@ typedef struct cddp__rows {
   cddp__row_order *order; /* [capacity] scratch */
 } cddp__rows;
 
-/* A parameter with a sparse gradient. Owner: its cddp_ddp; used by one thread at a time. */
+/* A parameter with a sparse gradient. Owner: its cddp_ddp; one thread at a time. */
 typedef struct cddp__sparse {
   size_t rows, width, bytes; /* of the parameter; elements and bytes of a row */
   cddp__rows added;          /* since the last step, in order of arrival; numbers can repeat */
@@ -15573,22 +15571,22 @@ static void cddp__rows_free(const cddp_allocator *allocator, cddp__rows *rows) {
   memset(rows, 0, sizeof *rows);
 }
 
-/* Makes room for n rows in all, and keeps the present ones. */
+/* Allocates memory for n rows in all, and keeps the present ones. */
 static cddp_result cddp__rows_reserve(const cddp_allocator *allocator, cddp__rows *r, size_t n,
                                       size_t bytes) {
-  size_t room[3] = {r->capacity, r->capacity, r->capacity};
+  size_t capacity[3] = {r->capacity, r->capacity, r->capacity};
   void *grown;
   if (n <= r->capacity) return CDDP_OK;
-  grown = cddp__grow_array(allocator, r->number, &room[0], n, sizeof *r->number);
+  grown = cddp__grow_array(allocator, r->number, &capacity[0], n, sizeof *r->number);
   if (grown == NULL) return CDDP_OUT_OF_MEMORY;
   r->number = (int64_t *)grown;
-  grown = cddp__grow_array(allocator, r->values, &room[1], n, bytes);
+  grown = cddp__grow_array(allocator, r->values, &capacity[1], n, bytes);
   if (grown == NULL) return CDDP_OUT_OF_MEMORY;
   r->values = (char *)grown;
-  grown = cddp__grow_array(allocator, r->order, &room[2], n, sizeof *r->order);
+  grown = cddp__grow_array(allocator, r->order, &capacity[2], n, sizeof *r->order);
   if (grown == NULL) return CDDP_OUT_OF_MEMORY;
   r->order = (cddp__row_order *)grown;
-  r->capacity = room[0];
+  r->capacity = capacity[0];
   return CDDP_OK;
 }
 
@@ -15635,7 +15633,7 @@ static size_t cddp__row_list_bytes(const cddp__sparse *sparse, size_t n) {
          cddp__round_up(n * sparse->bytes, CDDP__CACHE_LINE);
 }
 
-/* Starts the list at list->packet, with memory for `bound` rows, and moves it to the next list. */
+/* Starts the list at list->packet, with memory for `bound` rows. Moves list->packet behind it. */
 static void cddp__row_list_open(const cddp__sparse *sparse, cddp__row_list *list, size_t bound) {
   char *at = list->packet + sizeof(cddp__row_head);
   list->number = (const int64_t *)(const void *)at;
@@ -15648,12 +15646,12 @@ static void cddp__row_list_open(const cddp__sparse *sparse, cddp__row_list *list
 static void cddp__rows_pack(cddp__sparse *sparse, size_t n, cddp_dtype dtype, char *packet) {
   cddp__row_head *head = (cddp__row_head *)(void *)packet;
   cddp__row_order *order = sparse->added.order;
-  cddp__row_list l;
+  cddp__row_list list;
   const void *pair[2];
   int64_t *number;
   size_t i;
-  l.packet = packet;
-  cddp__row_list_open(sparse, &l, n);
+  list.packet = packet;
+  cddp__row_list_open(sparse, &list, n);
   number = (int64_t *)(void *)(packet + sizeof *head);
   head->bound = n;
   head->n = 0;
@@ -15665,7 +15663,8 @@ static void cddp__rows_pack(cddp__sparse *sparse, size_t n, cddp_dtype dtype, ch
   for (i = 0; i < n; i++) {
     const char *from = sparse->added.values + order[i].at * sparse->bytes;
     bool again = i > 0 && order[i].number == order[i - 1].number;
-    char *to = packet + (l.values - packet) + (head->n - again) * sparse->bytes;
+    char *values = packet + (list.values - packet); /* not const */
+    char *to = values + (head->n - again) * sparse->bytes;
     if (again) {
       pair[0] = to;
       pair[1] = from;
@@ -15681,26 +15680,27 @@ static void cddp__rows_pack(cddp__sparse *sparse, size_t n, cddp_dtype dtype, ch
 static cddp_result cddp__rows_merge(const cddp_allocator *allocator, cddp__sparse *sparse,
                                     cddp__row_list *lists, int n, const void **sources,
                                     cddp_dtype dtype) {
+  cddp__row_list *list;
   size_t total = 0;
   cddp_result r;
   int k;
-  for (k = 0; k < n; k++) {
-    const cddp__row_head *head = (const cddp__row_head *)(const void *)lists[k].packet;
-    lists[k].n = (size_t)head->n;
-    cddp__row_list_open(sparse, &lists[k], (size_t)head->bound);
-    total += lists[k].n;
+  for (list = lists; list < lists + n; list++) {
+    const cddp__row_head *head = (const cddp__row_head *)(const void *)list->packet;
+    list->n = (size_t)head->n;
+    cddp__row_list_open(sparse, list, (size_t)head->bound);
+    total += list->n;
   }
   sparse->mean.n = 0;
   r = cddp__rows_reserve(allocator, &sparse->mean, cddp__min(total, sparse->rows), sparse->bytes);
   while (r == CDDP_OK) {
-    int64_t number = INT64_MAX;
-    for (k = 0; k < n; k++)
-      if (lists[k].next < lists[k].n && lists[k].number[lists[k].next] < number)
-        number = lists[k].number[lists[k].next];
+    int64_t number = INT64_MAX; /* the lowest not yet merged */
+    for (list = lists; list < lists + n; list++)
+      if (list->next < list->n && list->number[list->next] < number)
+        number = list->number[list->next];
     if (number == INT64_MAX) break;
-    for (k = 0; k < n; k++) {
-      bool has = lists[k].next < lists[k].n && lists[k].number[lists[k].next] == number;
-      sources[k] = has ? lists[k].values + lists[k].next++ * sparse->bytes : sparse->zeros;
+    for (k = 0, list = lists; k < n; k++, list++) {
+      bool has = list->next < list->n && list->number[list->next] == number;
+      sources[k] = has ? list->values + list->next++ * sparse->bytes : sparse->zeros;
     }
     cddp__reduce(sparse->mean.values + sparse->mean.n * sparse->bytes, sources, n, sparse->width,
                  dtype, CDDP_AVG);
@@ -15712,9 +15712,9 @@ static cddp_result cddp__rows_merge(const cddp_allocator *allocator, cddp__spars
    Job: the optimizers: torch.optim.SGD, bit for bit, and AdamW.
    Owns: a cddp_optim and its states, except shared ones (>>ddp-states) and those on a device
    (cddp_kernels.cuh). Touches: the caller's parameters, gradients and copies.
-   Entry points: the public functions; for a cddp_ddp's step cddp__update_of, _update_run,
-   cddp__optim_rows, _optim_copy and _optim_skips, cddp__count_step; cddp__need_states and the
-   functions that describe states; cddp__check_* for other rooms' arguments, cddp__param_name.
+   Entry points: the public functions; for a cddp_ddp's step cddp__update_of and _update_run,
+   cddp__optim_*, cddp__count_step; cddp__need_states and the functions that describe states;
+   cddp__check_* and cddp__param_name for other rooms.
    How it works:
      1. An optimizer is a table, cddp__algorithm: the states of a parameter, the scalars of a step,
         and a function that steps one block.
@@ -15731,7 +15731,7 @@ static cddp_result cddp__rows_merge(const cddp_allocator *allocator, cddp__spars
 
 typedef struct cddp__update cddp__update;
 
-/* An optimizer's arithmetic. A device has its own kernels: cddp__launch_of in cddp_kernels.cuh. */
+/* An optimizer's arithmetic. A device has kernels: cddp__launch_of in cddp_kernels.cuh. */
 enum { CDDP__ALGORITHM_SGD, CDDP__ALGORITHM_ADAMW };
 typedef struct cddp__algorithm {
   int number; /* CDDP__ALGORITHM_SGD or another: ranks compare it */
@@ -15755,8 +15755,8 @@ CDDP__STATIC_ASSERT(sizeof cddp__setting_names / sizeof *cddp__setting_names == 
 
 enum { CDDP__NO_WAIT, CDDP__WAIT }; /* of `bool waits` */
 
-/* The functions of an optimizer for the memory of its parameters: cddp__cpu_optim, or
-   cddp__device_optim of cddp_kernels.cuh. */
+/* An optimizer's functions for the memory of its parameters: cddp__cpu_optim, or cddp__device_optim
+   of cddp_kernels.cuh. */
 typedef struct cddp__optim_backend {
   bool on_device;
   cddp_result (*step)(cddp_optim *o); /* cddp_optim_step, after its checks */
@@ -15776,15 +15776,14 @@ struct cddp_optim { /* owner: the thread that calls cddp_optim_* or cddp_ddp_ste
 
   /* The states. */
   int state_count; /* of each parameter; with master_weights the last one is its master */
-  void **state;  /* [states][count] each as long as its part; NULL: not allocated, or shared */
-  float *steps;  /* [count] steps of each parameter, as PyTorch counts them; 0: its states are not
-                    initialized */
-  bool *init_master; /* [count] the master must be initialized from the weights */
+  void **state;  /* [state_count][count] each as long as its part; NULL: not allocated, or shared */
+  float *steps;  /* [count] as PyTorch counts them; 0: the states are not initialized */
+  bool *init_master; /* [count] the next step must copy the weights to the master */
   cddp_partition *parts; /* [count] of which this rank keeps states: param, first and count */
   bool partitioned; /* sharded_states: these are 1/world_size of the elements; false: all */
 
   /* States that the ranks of a host share: >>ddp-states. */
-  cddp_ddp *shared_by; /* the model of these ranks, which each step a part; NULL: not shared */
+  cddp_ddp *shared_by; /* the model: each of its ranks steps a part; NULL: not shared */
   void (*unshare)(cddp_optim *o); /* cddp__end_sharing; this and the rest if shared_by */
   char *shared_states; /* see cddp__state_at */
   char *own_shared;    /* the same on the rank that has allocated and frees them; else NULL */
@@ -15811,7 +15810,7 @@ struct cddp__update {
   cddp__scalars scalars;
   char *states[CDDP__STATES]; /* the first element of each; NULL: not in use */
   char *master;               /* the first element; NULL: no master */
-  bool init_master;           /* the master must be initialized from the weights */
+  bool init_master;           /* from the weights */
   /* Runs a data-parallel step of an f32 parameter in one loop; NULL: this step needs blocks. */
   void (*loop)(const cddp__fused_args *args, int ranks, size_t n);
 };
@@ -15819,13 +15818,14 @@ struct cddp__update {
 /* --- SGD --- */
 
 static void cddp__sgd_begin(const cddp_optim *optim, int i, cddp__update *update) {
+  const cddp__optim_desc *d = &optim->desc;
   cddp__scalars *s = &update->scalars;
-  s->sign = optim->desc.maximize != 0 ? -1.0 : 1.0;
-  s->step = -optim->desc.lr * optim->desc.lr_scales[i];
-  s->decay = optim->desc.weight_decays[i];
-  s->keep = optim->desc.momentum;
-  s->take = 1.0 - optim->desc.dampening;
-  s->nesterov = optim->desc.nesterov != 0;
+  s->sign = d->maximize != 0 ? -1.0 : 1.0;
+  s->step = -d->lr * d->lr_scales[i];
+  s->decay = d->weight_decays[i];
+  s->keep = d->momentum;
+  s->take = 1.0 - d->dampening;
+  s->nesterov = d->nesterov != 0;
   s->first = optim->steps[i] == 0;
   if (s->keep != 0 && !s->nesterov && !s->first) update->loop = update->loops[CDDP_F32].sgd_loop;
 }
@@ -15913,19 +15913,20 @@ static double cddp__power(double x, uint32_t n) {
 }
 
 static void cddp__adamw_begin(const cddp_optim *optim, int i, cddp__update *update) {
+  const cddp__optim_desc *d = &optim->desc;
   uint32_t t = (uint32_t)optim->steps[i] + 1;
   cddp_adamw_step *s = &update->scalars.adamw;
-  double lr = optim->desc.lr * optim->desc.lr_scales[i];
-  update->scalars.sign = optim->desc.maximize != 0 ? -1.0 : 1.0;
-  s->step = -lr / (1.0 - cddp__power(optim->desc.beta1, t));
-  s->decay = 1.0 - lr * optim->desc.weight_decays[i];
-  s->lerp = 1.0 - optim->desc.beta1;
-  s->keep = optim->desc.beta2;
-  s->take = 1.0 - optim->desc.beta2;
-  s->root = (sqrt)(1.0 - cddp__power(optim->desc.beta2, t));
-  s->eps = optim->desc.eps;
-  s->maximize = optim->desc.maximize != 0;
-  s->amsgrad = optim->desc.amsgrad != 0;
+  double lr = d->lr * d->lr_scales[i];
+  update->scalars.sign = d->maximize != 0 ? -1.0 : 1.0;
+  s->step = -lr / (1.0 - cddp__power(d->beta1, t));
+  s->decay = 1.0 - lr * d->weight_decays[i];
+  s->lerp = 1.0 - d->beta1;
+  s->keep = d->beta2;
+  s->take = 1.0 - d->beta2;
+  s->root = (sqrt)(1.0 - cddp__power(d->beta2, t));
+  s->eps = d->eps;
+  s->maximize = d->maximize != 0;
+  s->amsgrad = d->amsgrad != 0;
   if (!s->amsgrad) update->loop = update->loops[CDDP_F32].adamw_loop;
 }
 
@@ -15939,14 +15940,13 @@ static const cddp__algorithm cddp__adamw = {
     true, true, /* step numbers; f32 and f64 with dense gradients only */
     cddp__adamw_begin, cddp__adamw_block};
 
-/* --- a step of a range of a parameter, with any optimizer --- */
+/* --- a step of a range of a parameter --- */
 
 static cddp_dtype cddp__state_type(const cddp_optim *optim, int i) {
   cddp_dtype dtype = optim->params[i].dtype;
   return optim->desc.master_weights != 0 ? cddp__compute_type(dtype) : dtype;
 }
 
-/* Whether state k is the master. */
 static bool cddp__is_master(const cddp_optim *optim, int k) {
   return optim->desc.master_weights != 0 && k == optim->state_count - 1;
 }
@@ -15984,7 +15984,7 @@ static cddp__update cddp__update_of(const cddp_optim *optim, int i, void *const 
    of the weights, the states are f32 too. */
 static void cddp__half_block(const cddp__update *update, void *master, void *weights,
                              const void *gradient, void *const *states, size_t n) {
-  float wide[2 + CDDP__STATES][CDDP__BLOCK_FLOATS];
+  float wide[2 + CDDP__STATES][CDDP__BLOCK_FLOATS]; /* weights, gradient, states */
   const cddp__loops *half = &update->loops[update->stored];
   cddp__f32 *w = master != NULL ? (cddp__f32 *)master : wide[0];
   void *s[CDDP__STATES];
@@ -16004,7 +16004,8 @@ static void cddp__half_block(const cddp__update *update, void *master, void *wei
 /* Steps n elements, with update's states from element `first` on. */
 static void cddp__update_run(const cddp__update *update, size_t first, void *weights,
                              const void *gradient, size_t n) {
-  size_t esize = cddp__dtype_size(update->stored), size = cddp__dtype_size(update->dtype), done, m;
+  size_t esize = cddp__dtype_size(update->stored), state_esize = cddp__dtype_size(update->dtype);
+  size_t done, m;
   size_t block = CDDP__BLOCK_BYTES / cddp__dtype_size(cddp__compute_type(update->dtype));
   void *states[CDDP__STATES], *master;
   int k;
@@ -16013,14 +16014,15 @@ static void cddp__update_run(const cddp__update *update, size_t first, void *wei
     const char *g = (const char *)gradient + done * esize;
     m = cddp__min(block, n - done);
     for (k = 0; k < CDDP__STATES; k++)
-      states[k] = update->states[k] != NULL ? update->states[k] + (first + done) * size : NULL;
-    master = update->master != NULL ? update->master + (first + done) * size : NULL;
+      states[k] =
+          update->states[k] != NULL ? update->states[k] + (first + done) * state_esize : NULL;
+    master = update->master != NULL ? update->master + (first + done) * state_esize : NULL;
     if (cddp__dtype_half(update->stored)) cddp__half_block(update, master, p, g, states, m);
     else update->algorithm->block(update, p, g, states, m);
   }
 }
 
-/* --- checks of the caller's arguments --- */
+/* --- checks of arguments --- */
 
 static cddp__text cddp__param_name(const cddp_param *params, int i) {
   return params[i].name != NULL ? cddp__cut(params[i].name, 100) : cddp__textf("#%d", i);
@@ -16028,7 +16030,6 @@ static cddp__text cddp__param_name(const cddp_param *params, int i) {
 
 enum { CDDP__RULE_NAME = 1, CDDP__RULE_DATA = 2, CDDP__RULE_TRAINED = 4 };
 
-/* Checks that these rules hold for a caller's parameters or buffers. */
 static cddp_result cddp__check_params(const cddp_param *params, int count, int rules) {
   int i;
   if (count < 0 || (count > 0 && params == NULL))
@@ -16082,8 +16083,8 @@ static int cddp__by_address(const void *x, const void *y) {
   return a->begin != b->begin ? (a->begin < b->begin ? -1 : 1) : a->param - b->param;
 }
 
-/* Checks that parameters share no weights, gradients or copies. A fused step would update shared
-   memory twice, or on two ranks at the same time. copies: NULL, or [count], of 2-byte elements. */
+/* Checks that parameters share no weights, gradients or copies: a fused step would update them
+   twice, or on two ranks at the same time. copies: NULL, or [count], of 2-byte elements. */
 static cddp_result cddp__check_own_memory(const cddp_param *params, int count,
                                           void *const *copies, const cddp_allocator *allocator) {
   static const char *const what[] = {"data", "grad", "copy"};
@@ -16157,8 +16158,8 @@ static void cddp__optim_dense(cddp_optim *optim, int i) {
   }
 }
 
-/* Steps a parameter with a sparse gradient, like a dense one that is zero elsewhere. An optimizer
-   without states does not read the other rows: they do not change. */
+/* Steps a parameter with a sparse gradient, like a dense one that is zero elsewhere. Without states
+   the other rows do not change, and are not read. */
 static void cddp__optim_rows(cddp_optim *optim, int i, const cddp__sparse *sparse) {
   const cddp_param *p = &optim->params[i];
   cddp__update u = cddp__update_of(optim, i, optim->state + i, optim->count);
@@ -16214,7 +16215,6 @@ static float cddp__most_steps(const cddp_optim *optim) {
   return most;
 }
 
-/* The next step initializes all masters from the weights. */
 static void cddp__renew_masters(cddp_optim *optim) {
   memset(optim->init_master, true, (size_t)optim->count * sizeof *optim->init_master);
 }
@@ -16249,7 +16249,7 @@ static const cddp__optim_backend cddp__cpu_optim = {false, /* not on_device */
                                                     cddp__cpu_step, cddp__cpu_copies,
                                                     cddp__cpu_zero, cddp__cpu_leave};
 
-/* Checks and allocates everything before the step, so that a failed step changes nothing. */
+/* Checks and allocates before the step, so that a failed step changes nothing. */
 static cddp_result cddp__optim_prepare(cddp_optim *optim) {
   cddp_result r = CDDP_OK;
   int i;
@@ -16283,7 +16283,8 @@ static cddp_result cddp__optim_prepare(cddp_optim *optim) {
 CDDPDEF cddp_result cddp_optim_step(cddp_optim *optim) {
   int i;
   CDDP__CHECK(optim != NULL, "the cddp_optim is NULL");
-  if (optim->model_link == NULL) CDDP__TRY(cddp__elastic_pair(optim)); /* created before it */
+  /* Created before an elastic model: pairs with it now. */
+  if (optim->model_link == NULL) CDDP__TRY(cddp__elastic_pair(optim));
   CDDP__TRY(cddp__optim_prepare(optim));
   CDDP__TRY((optim->backend->step)(optim));
   for (i = 0; i < optim->count; i++)
@@ -16301,8 +16302,8 @@ CDDPDEF cddp_result cddp_optim_zero_grad(cddp_optim *optim) {
   for (i = 0; i < optim->count; i++) {
     cddp_param *p = &optim->params[i];
     size_t bytes = p->count * cddp__dtype_size(p->dtype);
-    bool own = p->grad != NULL && (d == NULL || d->tensors[i].storage == CDDP__STORAGE_COPIED);
-    if (own) CDDP__TRY((optim->backend->zero)(optim, p->grad, bytes, CDDP__NO_WAIT));
+    bool separate = p->grad != NULL && (d == NULL || d->tensors[i].storage == CDDP__STORAGE_COPIED);
+    if (separate) CDDP__TRY((optim->backend->zero)(optim, p->grad, bytes, CDDP__NO_WAIT));
     if (cddp__optim_sparse(optim, i) != NULL)
       optim->sparse[i]->added.n = optim->sparse[i]->mean.n = 0;
   }
@@ -16320,7 +16321,7 @@ static void cddp__set_lr(cddp_optim *optim, double lr) {
 CDDPDEF cddp_result cddp_optim_set_lr(cddp_optim *optim, double lr) {
   CDDP__CHECK(optim != NULL, "the cddp_optim is NULL");
   CDDP__CHECK(lr >= 0 && lr <= DBL_MAX, "lr is %g; it must be finite and at least 0", lr);
-  /* Created before the model: a joining process receives the rate of the job, then has this one. */
+  /* A joining process receives the job's rate first, then has this one. */
   if (optim->model_link == NULL) CDDP__TRY(cddp__elastic_pair(optim));
   cddp__set_lr(optim, lr);
   return CDDP_OK;
@@ -16358,7 +16359,7 @@ static cddp_result cddp__check_settings(const cddp_param *params, int count,
   cddp_result r = CDDP_OK;
   int i;
   for (i = 0; r == CDDP_OK && i < 6; i++)
-    r = cddp__check_number(names[i], numbers[i], i < 4 ? INFINITY : 1.0);
+    r = cddp__check_number(names[i], numbers[i], i < 4 ? INFINITY : 1.0 /* betas */);
   if (r != CDDP_OK) return r;
   if (!(fabs(d->dampening) <= DBL_MAX))
     return CDDP__REFUSE("dampening is %g; it must be finite", d->dampening);
@@ -16397,11 +16398,12 @@ static cddp_result cddp__check_settings(const cddp_param *params, int count,
   return r;
 }
 
-/* states: number of states of the algorithm. */
-static cddp_result cddp__optim_new(cddp_optim **out, const cddp__algorithm *algorithm, int states,
-                                   cddp_param *params, int count, const cddp__optim_desc *d) {
+/* state_count: of the algorithm, without masters. */
+static cddp_result cddp__optim_new(cddp_optim **out, const cddp__algorithm *algorithm,
+                                   int state_count, cddp_param *params, int count,
+                                   const cddp__optim_desc *d) {
   cddp_result r = cddp__check_params(params, count, CDDP__RULE_TRAINED);
-  size_t n = (size_t)count, arrays = (size_t)states + (d->master_weights != 0);
+  size_t n = (size_t)count, arrays = (size_t)state_count + (d->master_weights != 0);
   size_t pointers = n * (arrays + (d->copies != NULL));
   cddp_optim *optim;
   double *scales, *decays;
@@ -23597,7 +23599,7 @@ CDDPDEF int cddp_source(void) { return cddp__last_source; }
 CDDPDEF cddp_result cddp_wait(cddp_work *work) {
   cddp__enter_without_site(__func__);
   CDDP__CHECK(work != NULL, "the work is NULL");
-  return cddp__work_wait(work, -1);
+  return cddp__work_wait(work, CDDP__NO_LIMIT);
 }
 
 CDDPDEF cddp_result cddp_wait_for(cddp_work *work, double timeout_s) {

@@ -2744,7 +2744,7 @@ static cddp_result cddp__device_barrier(cddp_group *g, const cddp__call *call, c
     w->call.count = (size_t)device->hashes[cddp__logged_calls(device) & (CDDP__CALL_HASHES - 1)];
   pthread_mutex_unlock(&device->lock);
   if ((r = cddp__enqueue(w)) == CDDP_OK) {
-    if (work == NULL) return cddp__work_wait(w, -1);
+    if (work == NULL) return cddp__work_wait(w, CDDP__NO_LIMIT);
     *work = w;
     return r;
   }
@@ -2817,7 +2817,7 @@ static cddp_result cddp__nccl_message(cddp_group *g, const cddp__call *call, cdd
   for (link = &device->messages; *link != NULL; link = &(*link)->next) {}
   *link = w;
   pthread_mutex_unlock(&device->issue_lock);
-  if (work == NULL) return cddp__work_wait(w, -1);
+  if (work == NULL) return cddp__work_wait(w, CDDP__NO_LIMIT);
   *work = w;
   return CDDP_OK;
 }
