@@ -3,8 +3,8 @@
 #
 #   tests/nightly.sh [TEST...] [FUZZ_SECONDS]     tests that run first; seconds for each fuzz target, 600
 #
-# A failure names its seed; `build/plain/programs --seed SEED`, `build/plain/simulate SEED`, `build/plain/kills --seed SEED` and
-# `build/plain/elastic --seeds 1 --seed SEED` run it again.
+# A failure names its seed; `build/plain/programs --seed SEED`, `build/plain/simulate SEED` and
+# `build/plain/kills --seed SEED` run it again.
 set -u
 cd "$(dirname "$0")/.." || exit 1
 
@@ -33,10 +33,7 @@ export TSAN_OPTIONS=die_after_fork=0
 run tests env TEST_TIMEOUT=600 tests/run.sh "${tests[@]+"${tests[@]}"}" tests/valgrind.sh:groups
 run programs build/plain/programs --seed 10000 --seconds 3600
 run kills build/plain/kills --seeds 1000
-run elastic build/plain/elastic --seeds 3000 --seed 10000
-run elastic-sweep build/plain/elastic --sweep 6
-run elastic-hosts build/plain/elastic --hosts 500 --seed 30000
-run elastic-hosts-sweep build/plain/elastic --hosts 1 --sweep 6
+run programs-sweep build/plain/programs --sweep 1
 run join env ROUNDS=300 ONLY=test_many build/plain/join
 run join-descriptors env ROUNDS=600 ONLY=test_descriptors build/plain/join
 run join-memory env ROUNDS=100 ONLY=test_memory_of_lost_processes build/plain/join
@@ -48,7 +45,6 @@ run late env LATE=40 ONLY=test_late_receiver build/plain/hosts
 [ -s build/asan/missing ] || run programs-asan "${fixed[@]+"${fixed[@]}"}" build/asan/programs --seed 40000 --seconds 600
 [ -s build/tsan/missing ] || run programs-tsan "${fixed[@]+"${fixed[@]}"}" build/tsan/programs --seed 60000 --seconds 600
 [ -s build/asan/missing ] || run kills-asan "${fixed[@]+"${fixed[@]}"}" build/asan/kills --seeds 100
-[ -s build/asan/missing ] || run elastic-asan "${fixed[@]+"${fixed[@]}"}" build/asan/elastic --seeds 300 --seed 20000
 [ -s build/asan/missing ] || run simulate-asan "${fixed[@]+"${fixed[@]}"}" build/asan/simulate --seeds 1000 100000
 [ -s build/tsan/missing ] || run simulate-tsan "${fixed[@]+"${fixed[@]}"}" build/tsan/simulate --seeds 1000 200000
 if command -v clang >/dev/null && clang -fsanitize=fuzzer -xc -c /dev/null -o /dev/null 2>/dev/null; then

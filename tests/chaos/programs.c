@@ -8,6 +8,8 @@
      --hosts 0|1                               only programs on one host, or only on several
      --jobs N                                  N programs at a time
      --reduce 0                                leaves failing programs as they are
+     --sweep 1                                 no random ones: in five programs a rank dies at each
+                                               point that the ranks reach, one after the other
    The last line is 'N programs, N failed'. Each failure is a line with its seed, and a smaller
    program that fails too, as a list of calls. The exit code is 0 or 1.
 
@@ -35,7 +37,7 @@
 #include <sys/stat.h>
 #include <sys/syscall.h>
 
-enum { RANKS = 6, PARAMS = 5, SHARDS = 24, EVENTS = 8, PROCESSES = 64, MOST_STEPS = 160 };
+enum { RANKS = 8, PARAMS = 5, SHARDS = 24, EVENTS = 8, PROCESSES = 64, MOST_STEPS = 160 };
 enum { BUFFER = 37 }; /* elements */
 enum { PERIOD = 1021 }; /* elements after which weights and gradients repeat; a prime */
 #define LIMIT_S 60.0    /* of a program, see overdue() */
@@ -124,8 +126,8 @@ enum { FIELD_COUNT = sizeof fields / sizeof *fields };
 
 static int *field_of(program *p, const field *f) { return (int *)(void *)((char *)p + f->at); }
 
-static const char *const host_plans[] = {NULL, "ab", "aab", "abc"};
-enum { HOST_PLANS = 4 };
+static const char *const host_plans[] = {NULL, "ab", "aab", "abc", "aabb", "abcdefgh"};
+enum { HOST_PLANS = 6, FEW_HOSTS = 4 };
 
 /* The shards of a step: the ranks' number if the program sets none. */
 static int shards_of(const program *p, uint64_t t) {
@@ -254,7 +256,7 @@ static void settle(program *p) {
   if (p->restart > 0) p->restart_ranks = p->restart_ranks < 1 ? 1 : p->restart_ranks;
   if (!p->elastic || p->threads || p->restart > 0) p->supervised = 0;
   if (p->ranks < 2 || p->threads || p->supervised) p->hosts = 0;
-  if (p->hosts == 2 && p->ranks < 3) p->hosts = 1; /* or all ranks are on one host */
+  if ((p->hosts == 2 || p->hosts == 4) && p->ranks < 3) p->hosts = 1; /* or all share a host */
   settle_uneven(p);
   settle_model(p);
   settle_events(p);
@@ -351,14 +353,15 @@ static void draw_fault(program *p, uint64_t *k, uint64_t seed) {
 static program draw(uint64_t seed) {
   uint64_t count = 0, *k = &count;
   program p;
+  int i;
   memset(&p, 0, sizeof p);
   p.seed = seed;
-  p.ranks = 1 + DRAW(RANKS);
+  p.ranks = 1 + DRAW(6);
   if (p.ranks > 3 && DRAW(2)) p.ranks -= 3;
   p.elastic = DRAW(2);
   p.threads = DRAW(p.elastic ? 10 : 3) == 0;
   p.supervised = DRAW(20) == 0;
-  p.hosts = DRAW(4) == 0 ? 1 + DRAW(HOST_PLANS - 1) : 0;
+  p.hosts = DRAW(4) == 0 ? 1 + DRAW(FEW_HOSTS - 1) : 0;
   p.secret = DRAW(5) == 0;
   draw_params(&p, k, seed);
   p.shards = DRAW(3);
@@ -390,9 +393,13 @@ static program draw(uint64_t seed) {
   p.buffers = DRAW(4) == 0;
   p.uneven = DRAW(6) == 0 ? 1 + DRAW(p.steps) : 0;
   p.restart = DRAW(8) == 0 ? 1 + DRAW(p.steps) : 0;
-  p.restart_ranks = 1 + DRAW(RANKS);
+  p.restart_ranks = 1 + DRAW(6);
   draw_events(&p, k, seed);
   draw_fault(&p, k, seed);
+  if (p.ranks == 6 && DRAW(3) == 0) p.ranks += 1 + DRAW(RANKS - 6);
+  if (p.hosts == FEW_HOSTS - 1 && DRAW(2)) p.hosts += 1 + DRAW(HOST_PLANS - FEW_HOSTS);
+  for (i = 1; i < EVENTS; i++) /* while the others recover from the death before */
+    if (p.e[i].kind == KILL_AT_POINT && DRAW(3) == 0) p.e[i].arg = 1 + DRAW(12);
 #undef DRAW
   settle(&p);
   return p;
@@ -2148,7 +2155,7 @@ static void reduce(program *p, verdict *v) {
 static struct {
   uint64_t seed, count;
   double seconds;
-  int hosts, jobs, reduce;
+  int hosts, jobs, reduce, sweep;
   const char *set;
 } options;
 
@@ -2166,15 +2173,13 @@ static bool set_fields(program *p, const char *text) {
   return true;
 }
 
-static bool run_seed(uint64_t seed) {
-  program p = draw(seed);
+static bool run_one(program p) {
+  uint64_t seed = p.seed;
   verdict v;
-  if (options.hosts == 0) p.hosts = 0;
-  if (options.hosts == 1 && p.hosts == 0) p.hosts = 1 + (int)(seed % (HOST_PLANS - 1));
-  settle(&p);
-  if (!set_fields(&p, options.set)) exit(2);
   if (verbose) print_program(&p);
   v = run_program(&p);
+  ADD(totals->failed, v.failed);
+  ADD(totals->programs, 1);
   if (!v.failed) return true;
   printf("seed %" PRIu64 " FAILS: %s\n", seed, v.text);
   if (options.reduce) {
@@ -2191,7 +2196,47 @@ static bool run_seed(uint64_t seed) {
   return false;
 }
 
+static void run_seed(uint64_t seed) {
+  program p = draw(seed);
+  if (options.hosts == 0) p.hosts = 0;
+  if (options.hosts == 1 && p.hosts == 0) p.hosts = 1 + (int)(seed % (HOST_PLANS - 1));
+  settle(&p);
+  if (!set_fields(&p, options.set)) exit(2);
+  (void)run_one(p);
+}
 
+/* A rank dies at a point that any rank reaches: the first, the one `sweep` later, and so on. After
+   every second death a process takes its place. */
+static void sweep(const char *set) {
+  int n, failed = 0;
+  for (n = 1; failed < 3; n += options.sweep) {
+    program p;
+    memset(&p, 0, sizeof p);
+    p.seed = 6;
+    p.elastic = p.buffers = p.count = p.width = p.restart_ranks = p.fault_nth = 1;
+    p.ranks = p.steps = 3;
+    p.p[0].count = p.p[1].count = 300;
+    p.p[0].memory = SHARED;
+    p.e[0].kind = KILL_AT_POINT;
+    p.e[0].arg = n;
+    p.e[1].kind = n / options.sweep % 2 ? JOIN : NOTHING;
+    if (!set_fields(&p, set)) exit(2);
+    failed += !run_one(p);
+    if (!LOAD(shared->done[0])) break;
+  }
+  printf("%d points: %s\n", n, set);
+  if (n < 50) ADD(totals->failed, 1);
+}
+
+/* All kinds of steps; few frames between hosts, so that each rank dies between any two of them; a
+   norm that clips nothing, so that an update reads the parts of the mean in all ranks' memory. */
+static void run_sweeps(void) {
+  sweep("shards=4,params=2,optim=1,rows=0,finish=2");
+  sweep("shards=4,params=2,dtype0=2,rows=40,momentum=1,finish=2");
+  sweep("hosts=3,shards=3,steps=2,between=1");
+  sweep("ranks=2,shards=2,steps=2,clip=2,momentum=1");
+  sweep("ranks=2,shards=2,steps=2,clip=2,optim=1");
+}
 
 /* Runs seeds job, job + jobs, ... */
 static int run_seeds(int job, void *arg) {
@@ -2201,11 +2246,9 @@ static int run_seeds(int job, void *arg) {
   prctl(PR_SET_PDEATHSIG, SIGKILL);
   shared = (shared_state *)ranks_shared(sizeof *shared);
   (void)ranks_free_port(); /* its descriptor stays */
-  for (i = (uint64_t)job; i < options.count && test_now() < until; i += (uint64_t)options.jobs) {
-    bool good = run_seed(options.seed + i);
-    ADD(totals->failed, !good);
-    ADD(totals->programs, 1);
-  }
+  for (i = (uint64_t)job; i < options.count && test_now() < until; i += (uint64_t)options.jobs)
+    run_seed(options.seed + i);
+  if (job == 0 && options.sweep > 0) run_sweeps();
   return 0;
 }
 
@@ -2217,6 +2260,7 @@ static bool parse(int argc, char **argv) {
   options.seconds = 60;
   options.hosts = -1;
   options.jobs = options.reduce = 1;
+  options.sweep = argc > 1 ? 0 : RANKS_SLOW ? 29 : 7;
   for (i = 1; i + 1 < argc; i += 2) {
     const char *value = argv[i + 1];
     if (strcmp(argv[i], "--seed") == 0) {
@@ -2227,6 +2271,7 @@ static bool parse(int argc, char **argv) {
     else if (strcmp(argv[i], "--hosts") == 0) options.hosts = atoi(value);
     else if (strcmp(argv[i], "--jobs") == 0) options.jobs = atoi(value);
     else if (strcmp(argv[i], "--reduce") == 0) options.reduce = atoi(value);
+    else if (strcmp(argv[i], "--sweep") == 0) options.sweep = atoi(value), options.count = 0;
     else if (strcmp(argv[i], "--set") == 0) options.set = value;
     else return false;
   }
@@ -2253,6 +2298,7 @@ int main(int argc, char **argv) {
     if (status != 0) ADD(totals->failed, 1);
   printf("%d ranks died, %d joined, %d were refused; %d faults\n", totals->deaths, totals->joined,
          totals->refused, totals->faults);
+  if (totals->programs >= 300 && (totals->deaths == 0 || totals->joined == 0)) totals->failed++;
   printf("%d programs, %d failed\n", totals->programs, totals->failed);
   return totals->failed > 0;
 }

@@ -8,7 +8,7 @@
    size, model, secret, optimizer settings, memory. Counters and the last error are in shared
    memory. The tests also cover a rank's replacement on one host and on several, two models in a
    row, memory that must not grow with joins, the death of all ranks at MASTER_ADDR, and processes
-   that connect and then send nothing. Joins while ranks die: tests/chaos/elastic.c. */
+   that connect and then send nothing. Joins while ranks die: tests/chaos/programs.c. */
 #include "../../cddp.h"
 
 #include "../inside.h"

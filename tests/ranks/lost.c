@@ -1,11 +1,6 @@
 /* lost.c - elastic models: ranks are lost at every point of a step. Proves that the surviving ranks
    finish the job, and that their weights are those of one rank without failures, bit for bit.
 
-     build/plain/lost                   all tests
-     build/plain/lost --seeds 100       only random plans: models, ranks, deaths and their points
-     build/plain/lost --seed 17         one of these plans
-     build/plain/lost --hosts-seeds 100, --hosts-seed 17: the same on several hosts (TEST_HOSTS)
-
    How: a plan names for each rank a step, a point and a count. From that step on, the rank dies
    when it has passed the point that many times. Points are CDDP__POINT of cddp.h, "sendmsg", and
    three in this file. Each surviving rank writes the hash of its weights to shared memory. Further
@@ -440,8 +435,8 @@ static void test_several(void) {
     }
 }
 
-/* A random plan. */
-static void run_seed(uint64_t seed, bool threads) {
+/* A random plan of ranks as threads. Those as processes: tests/chaos/programs.c. */
+static void run_seed(uint64_t seed) {
   int shards = 1 + (int)(ranks_mix(seed, 1, 0) % 8), i;
   int n = 1 + (int)(ranks_mix(seed, 2, 0) % (uint64_t)(shards < 5 ? shards : 5));
   int spared = (int)(ranks_mix(seed, 3, 0) % (uint64_t)n);
@@ -459,8 +454,7 @@ static void run_seed(uint64_t seed, bool threads) {
               points[1 + ranks_mix(seed, 13, (uint64_t)i) % (POINTS - 1)],
               (int)(ranks_mix(seed, 14, (uint64_t)i) %
                     (1 + ranks_mix(seed, 15, (uint64_t)i) % 12)));
-  if (threads) run_threads(&c);
-  else run_processes(&c);
+  run_threads(&c);
 }
 
 /* On several hosts, no rank dies. */
@@ -524,40 +518,9 @@ static void test_hosts_checkpoint(void) {
   unlink(path);
 }
 
-static void run_hosts_seed(uint64_t seed) {
-  static const char *const hosts[] = {"ab", "aab", "abc", "abca", "aabb"};
-  int n = 2 + (int)(ranks_mix(seed, 31, 0) % 4), i, spared;
-  int shards = n + (int)(ranks_mix(seed, 32, 0) % (uint64_t)(MOST + 1 - n));
-  plan c = plan_of(shards, (int)(ranks_mix(seed, 33, 0) % KINDS), n);
-  spared = (int)(ranks_mix(seed, 34, 0) % (uint64_t)n);
-  c.shared = ranks_mix(seed, 35, 0) % 2 == 0;
-  c.own = ranks_mix(seed, 36, 0) % 3 == 0;
-  c.adamw = ranks_mix(seed, 37, 0) % 2 == 0;
-  c.sparse = !c.adamw;
-  c.copies = ranks_mix(seed, 38, 0) % 3 == 0;
-  setenv("TEST_HOSTS", hosts[ranks_mix(seed, 39, 0) % 5], 1);
-  for (i = 0; i < n; i++)
-    if (i != spared && ranks_mix(seed, 41, (uint64_t)i) % 3 != 0)
-      kill_at(&c, i, (int)(ranks_mix(seed, 42, (uint64_t)i) % STEPS),
-              points[ranks_mix(seed, 43, (uint64_t)i) % POINTS],
-              (int)(ranks_mix(seed, 44, (uint64_t)i) % 4));
-  run_processes(&c);
-  unsetenv("TEST_HOSTS");
-}
-
-static void test_hosts_seeds(void) {
-  uint64_t seed;
-  for (seed = 1; seed <= (RANKS_SLOW ? 5 : 20); seed++) run_hosts_seed(seed);
-}
-
-static void test_seeds(void) {
-  uint64_t seed;
-  for (seed = 1; seed <= (RANKS_SLOW ? 20 : 60); seed++) run_seed(seed, false);
-}
-
 static void test_lost_threads(void) { /* a leak sanitizer would report lost threads */
   uint64_t seed;
-  for (seed = 1; seed <= 40; seed++) run_seed(seed, true);
+  for (seed = 1; seed <= 40; seed++) run_seed(seed);
 }
 
 /* --- living ranks that are late or call something else --- */
@@ -1204,18 +1167,9 @@ static void test_split_with_a_lost_rank(void) {
   CHECK_EQ(status[2], 0);
 }
 
-int main(int argc, char **argv) {
-  uint64_t seed, last;
+int main(void) {
   reports = (report *)ranks_shared(MOST * sizeof *reports);
   inside_at_point = elastic_point;
-  if (argc == 3) {
-    last = strtoull(argv[2], NULL, 10);
-    seed = strcmp(argv[1], "--seed") == 0 || strcmp(argv[1], "--hosts-seed") == 0 ? last : 1;
-    for (; seed <= last && test_failures == 0; seed++)
-      if (strncmp(argv[1], "--hosts", 7) == 0) run_hosts_seed(seed);
-      else run_seed(seed, false);
-    return TEST_END();
-  }
   RUN(test_undisturbed);
   if (RANKS_TSAN || !RANKS_SLOW) RUN(test_lost_threads);
   if (!RANKS_TSAN) {
@@ -1230,13 +1184,11 @@ int main(int argc, char **argv) {
     RUN(test_mean_of_joined);
     RUN(test_crashing_joins);
     RUN(test_split_with_a_lost_rank);
-    RUN(test_seeds);
     RUN(test_hosts_undisturbed);
     RUN(test_hosts_deaths);
     RUN(test_hosts_rows);
     RUN(test_asks_again);
     RUN(test_hosts_checkpoint);
-    RUN(test_hosts_seeds);
   }
   return TEST_END();
 }
