@@ -500,7 +500,7 @@ static void server_check(cddp__server *v) {
   for (i = 0; i < CDDP__MAP_CHAINS; i++)
     for (e = v->chains[i]; e != NULL; e = e->next)
       keys += sizeof *e + e->key_size + e->value.capacity;
-  REQUIRE(bytes == v->buffered && keys == v->stored && blocked == v->blocked);
+  REQUIRE(bytes == v->buffered && keys == v->stored && blocked == v->waiting);
 }
 
 static void server_event(cddp__server *v, cddp__client **conns, input *in) {
@@ -709,7 +709,7 @@ static void target_file(input *in) {
   unsigned settings = take(in);
   cddp_store *s = NULL;
   uint32_t count;
-  size_t n, head = offsetof(cddp__file_store_record, addresses);
+  size_t n, head = offsetof(cddp__store_file, addresses);
   input ops, file;
   cddp_result r;
   world_begin(in);
@@ -723,9 +723,9 @@ static void target_file(input *in) {
   file_resize(0);
   if (settings & 1) { /* a whole record of 0 to 3 addresses, which the file's bytes are */
     count = take(&file) % 4;
-    file_resize(sizeof(cddp__file_store_record));
+    file_resize(sizeof(cddp__store_file));
     memcpy(w.file, CDDP__FILE_MAGIC, sizeof CDDP__FILE_MAGIC);
-    memcpy(w.file + offsetof(cddp__file_store_record, count), &count, sizeof count);
+    memcpy(w.file + offsetof(cddp__store_file, count), &count, sizeof count);
     n = file.n < w.file_size - head ? file.n : w.file_size - head;
     if (n > 0) memcpy(w.file + head, file.p, n);
   } else {

@@ -1775,7 +1775,7 @@ static void test_foreign_file(void) {
   CHECK_EQ(pwrite(fd, "garbage", 7, 0), 7);
   CHECK_IS(open_file(&t, 0.3), CDDP_IO);
   CHECK_EQ(pwrite(fd, CDDP__FILE_MAGIC, 7, 0), 7);
-  CHECK_EQ(pwrite(fd, "0123456789abcdef", 16, (off_t)offsetof(cddp__file_store_record, key)), 16);
+  CHECK_EQ(pwrite(fd, "0123456789abcdef", 16, (off_t)offsetof(cddp__store_file, key)), 16);
   CHECK_IS(open_file(&t, 0.3), CDDP_UNAUTHORIZED);
   CHECK_EQ(ftruncate(fd, 40), 0);
   CHECK_IS(open_file(&t, 0.3), CDDP_TIMEOUT);
