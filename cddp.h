@@ -1405,6 +1405,12 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels); /* must 
 /* >>design ----------------------------------------------------------------------------------------
    The overview. The head of each room says how the room works.
 
+   NOTATION. In the comment of a field, [n] is its number of elements, and the name of a lock is
+   that of the lock that guards it. In the head of a room, _open stands for cddp__..._open. CDDP__X
+   is what a list, such as CDDP__DTYPES(CDDP__X), does with each entry. CDDP__POINT("name") does
+   nothing, except in tests, which stop, delay or kill a rank there. A call of a function pointer
+   has parentheses, (l->log)(...): the program can have a macro log().
+
    SHARED MEMORY. The ranks of a host share one memfd, so nothing is left in a file system when they
    end (>>arena). Each group has a control block there (>>block): for each rank two headers, a slot
    (its state, its posted sends) and two staging buffers.
@@ -1512,8 +1518,7 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels); /* must 
 /* Asserts that a thread holds the lock: the caller, if no other thread does. */
 #define CDDP__HELD(lock) CDDP_ASSERT(pthread_mutex_trylock(lock) != 0)
 
-/* Tests define this macro to stop, delay or kill a rank at a named point. */
-#ifndef CDDP__POINT
+#ifndef CDDP__POINT /* see NOTATION in >>design */
 #define CDDP__POINT(name) ((void)0)
 #endif
 
@@ -1522,15 +1527,15 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels); /* must 
 #define CDDP__ERROR_MAX 512          /* bytes of an error text, with its NUL */
 #define CDDP__TIMEOUT_S 600.0        /* default of timeout_s */
 #define CDDP__STACK_MIN ((size_t)8 << 20) /* bytes of a thread's stack for the user's callbacks */
-#define CDDP__STACK_MARGIN ((size_t)256 << 10) /* more, for the C library and cddp */
-#define CDDP__MAX_RANKS 4096         /* ranks of one group on a host; shards of a batch */
+#define CDDP__STACK_MARGIN ((size_t)256 << 10) /* added for libc and cddp */
+#define CDDP__MAX_RANKS 4096         /* most ranks of a group on a host; most shards of a batch */
 #define CDDP__PROCESSORS 8192        /* the processor numbers of a host are below this */
 #define CDDP__EXTENT_SIZES 256       /* size classes of shared memory: four per power of two */
-#define CDDP__ELASTIC_SHARDS 1024    /* shards of an elastic model */
+#define CDDP__ELASTIC_SHARDS 1024    /* most shards of an elastic model */
 #define CDDP__FOLD_DEPTH 14          /* partial sums in use together: log2(CDDP__MAX_RANKS) + 2 */
 #define CDDP__KEY_MAX 8192           /* bytes of a store key; the limit of c10d's libuv server */
 #define CDDP__VALUE_MAX (8u << 20)   /* bytes of a store value; the same server's limit */
-#define CDDP__KEYS_MAX 131072u       /* keys in one store command; the same server's limit */
+#define CDDP__KEYS_MAX 131072u       /* keys in a store command; the same server's limit */
 
 #ifndef CDDP__FILE_STAGING
 #define CDDP__FILE_STAGING ((size_t)4 << 20) /* bytes per copy between a device and a file */
@@ -1547,8 +1552,7 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels); /* must 
 /* >>structs ------------------------------------------------------------------------------------
    Structs that several rooms use. "shared" in a comment: the struct is in memory that the ranks of
    a host share, and begins as zeros. Each cache line has one writer. A pointer in it is valid for
-   its writer only. A call of a function pointer has parentheses, (l->log)(...): the program can
-   have a macro log(). Objects of a process:
+   its writer only. Objects of a process:
      cddp__host   the ranks of this process's host
        cddp__net    the other hosts, and connections from them
      cddp_group   a group of ranks; uses a cddp__host
@@ -1592,7 +1596,7 @@ typedef struct cddp__ref {
 } cddp__ref;
 enum { CDDP__REF_NONE, CDDP__REF_UNUSED, CDDP__REF_EXTENT, CDDP__REF_POINTER };
 
-/* An element type. Parameters have one of class FLOAT or HALF; HALF is computed in f32. */
+/* An element type. Parameters have one of class FLOAT or HALF. */
 typedef struct cddp__dtype_info {
   const char *name, *file_name; /* in texts; in safetensors files */
   unsigned char size, cls;      /* bytes of an element; CDDP__CLASS_* */
@@ -1606,7 +1610,7 @@ enum { CDDP__DTYPE_COUNT = (int)(sizeof cddp__dtypes / sizeof *cddp__dtypes) };
    loops. One of class FLOAT or HALF needs arithmetic, in >>reduce, and kernels. */
 #define CDDP__X(name, text, type, cls, loops) \
   CDDP__STATIC_ASSERT((CDDP__CLASS_##cls == CDDP__CLASS_FLOAT) == (name <= CDDP_F64), \
-                      "cddp__convert and norms know the floats f32 and f64"); \
+                      "cddp__convert and norms know two floats: f32, f64"); \
   CDDP__STATIC_ASSERT(CDDP__CLASS_##cls != CDDP__CLASS_HALF || sizeof(type) == 2, \
                       "sums of halves take twice their bytes: cddp__wide_bytes");
 CDDP__DTYPES(CDDP__X)
@@ -1626,7 +1630,7 @@ static bool cddp__dtype_half(unsigned d) {
   return cddp__dtype_ok(d) && cddp__dtypes[d].cls == CDDP__CLASS_HALF;
 }
 static bool cddp__dtype_trains(unsigned d) {
-  return cddp__dtype_ok(d) && cddp__dtypes[d].cls <= CDDP__CLASS_HALF;
+  return cddp__dtype_ok(d) && cddp__dtypes[d].cls <= CDDP__CLASS_HALF; /* or FLOAT */
 }
 /* The element type in which a dtype's arithmetic is done. */
 static cddp_dtype cddp__compute_type(cddp_dtype d) { return cddp__dtype_half(d) ? CDDP_F32 : d; }
@@ -1650,8 +1654,8 @@ enum cddp__phase {
   CDDP__PHASE_HOST = 15  /* records only: a device group's call on host memory */
 };
 
-/* shared: a rank's announcement of one round. The rank writes it, seq last. Each rank has two, used
-   alternately: see >>round. */
+/* shared: a rank's announcement of one round. The rank writes it, seq last. Each rank has two:
+   see >>round. */
 typedef struct cddp__op_header {
   cddp__atomic_u32 seq; /* number of the round; readers sleep on it */
   uint32_t call;        /* cddp__call_code */
@@ -1662,7 +1666,7 @@ typedef struct cddp__op_header {
     unsigned char bytes[CDDP__PAYLOAD];
     cddp__ref ref;
     int32_t split[2]; /* of a new group: color and key */
-  } u;
+  } u; /* payload */
 } cddp__op_header;
 
 /* shared: a posted send. Both sides write state in turn; the sender writes the rest. Only the rank
@@ -1691,7 +1695,7 @@ enum {
 };
 #define CDDP__POSTED_TO(rank) ((uint32_t)CDDP__SEND_POSTED | (uint32_t)(rank) << 8)
 
-#define CDDP__SENDS 128 /* sends in flight per rank and group; one more without a handle blocks */
+#define CDDP__SENDS 128 /* with more of a rank in flight, a send without a handle blocks */
 #define CDDP__SEND_BLOCKS 16 /* blocks of send requests: block i has CDDP__SENDS << i */
 #define CDDP__SITE_MAX 124 /* bytes of a call site's text */
 #define CDDP__WHERE_MAX 160 /* bytes of slot.where */
@@ -1714,7 +1718,7 @@ typedef struct cddp__logged_call {
    writer is named. */
 typedef struct cddp__slot {
   /* Life, and access to other ranks' memory. */
-  cddp__atomic_u32 state CDDP__OWN_LINE; /* CDDP__SLOT_*; also: the creator of ranks as threads */
+  cddp__atomic_u32 state CDDP__OWN_LINE; /* CDDP__SLOT_*; also written by the creator of threads */
   cddp__atomic_u32 inside; /* 1: between cddp__begin_access and cddp__end_access */
   cddp__atomic_u64 awaits CDDP__OWN_LINE; /* high half: ms of cddp__monotonic() at its last check;
                                              low half: 0, or 1 + the awaited rank of another host */
@@ -1736,14 +1740,14 @@ typedef struct cddp__slot {
      Writer: the waiting thread. */
   cddp__atomic_u64 wait; /* high half: low half of the group's id; low half: its round; UINT64_MAX:
                             a message; 0: no thread has waited for long */
-  cddp__atomic_u32 failed;                 /* 1: that wait ended in a failure */
+  cddp__atomic_u32 failed;                 /* 1: the last wait ended in a failure */
   cddp__atomic_u32 multithreaded;          /* 1: several threads of the rank use cddp */
   char where[CDDP__WHERE_MAX];             /* can change while it is read: cddp__copy_text */
   /* Memory of this rank, and its calls on device memory. */
-  cddp__ref more_sends[CDDP__SEND_BLOCKS]; /* published by send_top; [0] is unused */
+  cddp__ref more_sends[CDDP__SEND_BLOCKS]; /* the blocks behind `sends`, which is block 0 */
   cddp__ref scratch;                       /* between hosts: copies of private buffers */
   cddp__logged_call call_log[CDDP__CALL_LOG];
-  cddp__atomic_u32 sent[CDDP__COUNTED_PEERS]; /* messages on device memory to these ranks */
+  cddp__atomic_u32 sent[CDDP__COUNTED_PEERS]; /* to each rank: messages on device memory */
 } cddp__slot;
 enum { CDDP__SLOT_EMPTY, CDDP__SLOT_TAKEN, CDDP__SLOT_LEFT, CDDP__SLOT_DEAD };
 
@@ -1758,17 +1762,17 @@ typedef struct cddp__cause {
 typedef struct cddp__control_block {
   cddp__atomic_u32 arrivals CDDP__OWN_LINE; /* oversubscribed: the ranks' arrivals at all rounds */
   cddp__atomic_u32 release CDDP__OWN_LINE;  /* oversubscribed: last round that all ranks reached */
-  cddp__atomic_u32 sleepers CDDP__OWN_LINE; /* threads that sleep on a header, or on the two */
+  cddp__atomic_u32 sleepers CDDP__OWN_LINE; /* on a header, arrivals or release */
   cddp__atomic_u32 broken CDDP__OWN_LINE; /* 0, or a cddp_result | the slot with the text << 8 */
   cddp__atomic_u32 left;   /* ranks of the host that have destroyed the group */
   cddp__atomic_u32 generation; /* of its extent; a change means that the block was freed */
   cddp__atomic_u32 size;    /* ranks that must leave before it is freed; 0: unknown yet */
   cddp__atomic_u32 staging; /* bytes of a staging buffer, as chosen by the first rank */
   cddp__atomic_u32 cores;   /* of the first rank; later: usable by all ranks of the host together */
-  cddp__atomic_u32 joins;   /* job's first group: windows of joined processes */
+  cddp__atomic_u32 joins;   /* job's first group: number of joined processes */
   cddp__atomic_u64 processors[CDDP__PROCESSORS / 64]; /* usable ones; job's first group */
   cddp__cause cause;         /* of losses that other hosts have reported */
-  cddp__atomic_u32 reported; /* last round that this host has reported */
+  cddp__atomic_u32 reported; /* last round that this host has reported to others */
 } cddp__control_block;
 
 /* --- hosts, groups and calls --- */
@@ -1792,18 +1796,18 @@ typedef struct cddp__arena {
   cddp__atomic_u64 lowest, highest; /* bounds of all own extents, freed ones too */
   uint32_t generation;              /* the last number given to an extent */
   struct cddp__segments own, peers; /* own: sorted by address; peers: by offset in the memfd */
-  struct cddp__extents lists[CDDP__EXTENT_SIZES]; /* by cddp__extent_list */
-  struct cddp__extent *pending; /* control blocks and extents to be freed with one: a ring */
+  struct cddp__extents lists[CDDP__EXTENT_SIZES]; /* indexed by cddp__extent_list */
+  struct cddp__extent *pending; /* control blocks, and extents freed with them: a ring */
 } cddp__arena;
 
 /* A process of the host. Owner: the thread that trains. Others read it through cddp__process_at. */
 typedef struct cddp__process {
   int window;
-  uint32_t pid;  /* 0: not known */
-  int pidfd;     /* for texts: that of the next rank, and of joined processes; -1: none */
-  bool member;   /* of this rank's elastic model */
-  bool read;     /* this process holds a lock on its use byte, and can have its memory mapped */
-  uint64_t lost; /* 1 + the step in which the model lost it; 0: it has not */
+  uint32_t pid;    /* 0: not known */
+  int pidfd;       /* for texts: that of the next rank, and of joined processes; -1: none */
+  bool member;     /* of this rank's elastic model */
+  bool use_locked; /* this rank locks the process's use byte, and can have mapped its memory */
+  uint64_t lost;   /* 1 + the step in which the model lost it; 0: it has not */
   struct cddp__process *next; /* joined processes */
 } cddp__process;
 
@@ -1812,10 +1816,10 @@ struct cddp__join_listeners {
   pthread_mutex_t lock; /* of this struct, and of job_info's table while `fd` is open */
   int fd;               /* for processes of this host; -1: no elastic model */
   int tcp_fd;           /* for those of other hosts; -1: none, or another rank listens */
-  struct cddp__connection *calls; /* not answered yet, the oldest first */
+  struct cddp__connection *calls; /* connections not answered yet, the oldest first */
   int call_count;
-  double pause_end; /* until then no joining process is served, */
-  double wait_end;  /* and none is waited for */
+  double pause_end; /* until then joining processes are not served */
+  double wait_end;  /* until then they are not waited for */
 };
 
 /* The ranks of one host, which share memory. Created by cddp_init or cddp_run_threads; used by the
@@ -1834,12 +1838,12 @@ typedef struct cddp__host {
   int cores;           /* usable by all ranks together; before the rendezvous by this rank */
   int container_cores; /* limit of this rank's container */
   /* The ranks. */
-  bool threads;            /* ranks are threads of this process: any pointer is shared */
-  int size, index;         /* number of ranks; this one's */
-  cddp__process *first;    /* [size] the ranks of the job's first group */
+  bool one_process;        /* this process has all ranks (threads, or one): no memfd */
+  int size, index;         /* number of ranks; this rank's index */
+  cddp__process *ranks;    /* [size] the ranks of the job's first group */
   cddp__process *others;   /* processes that joined, until their memory is freed: a list; lock */
   uint32_t joins_seen;     /* processes that joined and are, or were, in the list */
-  int models;              /* of this rank; lock */
+  int models;              /* number of this rank's; lock */
   uint64_t started_before; /* clock ticks since boot at the rendezvous' end: processes are older */
   /* The rendezvous and joins. */
   bool joined;                     /* this process joined with CDDP_JOIN */
@@ -1849,8 +1853,8 @@ typedef struct cddp__host {
   /* Waits of this rank. */
   struct cddp_group *groups; /* of this rank, by next; lock */
   struct cddp__slot *slots;  /* [size] of the job's first group; NULL: it was freed */
-  uintptr_t user;            /* a thread that uses cddp: the address of one of its variables */
-  cddp__atomic_u32 shown;    /* 1: this rank's slot shows a thread's wait; it writes the next */
+  uintptr_t first_thread;    /* that uses cddp, by an address; 0: none yet */
+  cddp__atomic_u32 shown;    /* 1: a thread's wait is in this rank's slot; only it writes there */
 } cddp__host;
 
 /* A collective or message, with checked arguments. */
@@ -1860,7 +1864,7 @@ typedef struct cddp__call {
   int root;          /* -1: the call has no root; messages: the peer */
   const void *send;
   void *recv;
-  size_t count; /* per rank in calls with a share for each rank */
+  size_t count; /* elements; per rank in calls with a share for each rank */
   size_t esize; /* bytes of an element */
   int tag;
   struct cddp__counted_share *shares; /* [size] in a call with counts; NULL: all have `count` */
@@ -1871,11 +1875,11 @@ typedef struct cddp__call {
 typedef struct cddp__counted_share {
   size_t out, out_at; /* for the other rank; position in the send buffer */
   size_t in, in_at;   /* from it; position in the receive buffer */
-  size_t there;       /* position of `in` in the other's send buffer; over several hosts of `out` in
-                         its receive buffer */
+  size_t peer_at;     /* position of `in` in the other's send buffer; if there are several hosts:
+                         of `out` in its receive buffer */
 } cddp__counted_share;
-/* The kinds of calls: names in texts, and which data they move (struct cddp__shape). Rounds never
-   compare those behind COUNT. */
+/* The kinds of calls: names in texts, and which data they move (struct cddp__shape). Messages
+   (behind COUNT) have no rounds. */
 #define CDDP__KINDS(X) \
   X(BARRIER, "barrier", 0) \
   X(ALL_REDUCE, "all_reduce", CDDP__REDUCES) \
@@ -1947,8 +1951,8 @@ typedef struct cddp__carrier {
   bool foreign; /* another library, which reduces over all ranks, also those in cddp_ddp_join */
   bool shared;  /* every rank can read all gradients: `average` is not called */
   cddp_result (*run)(cddp_group *g, const cddp__call *c);
-  /* The mean of the ranks' c->count elements, to c->recv. arrays: those of the ranks of this
-     host. */
+  /* The mean of the ranks' c->count elements, to c->recv. arrays: [local_size] those of this
+     host's ranks. */
   cddp_result (*average)(cddp_group *g, const cddp__call *c, void *const *arrays);
   cddp_result (*split)(const cddp_group *from, cddp_group *to, int color, int key);
   void (*leave)(cddp_group *g);
@@ -1979,7 +1983,7 @@ struct cddp_work {
   bool filling; /* receive: the message is being read */
 
   /* Device memory. */
-  bool on_stream; /* it runs on a stream of the device, and ends with: */
+  bool on_stream; /* it runs on a stream of the device, and ends with `event` */
   void *event;    /* recorded after the operation; NULL: not issued */
   void *stage;    /* device memory staged through the host: its copy; else NULL */
 
@@ -1989,16 +1993,16 @@ CDDP__STATIC_ASSERT(offsetof(cddp_work, text) + CDDP__ERROR_MAX > sizeof(cddp_wo
                     "cddp__work_new does not clear the text");
 
 /* Runs the asynchronous operations of a group in order, on its own thread, which the first of them
-   starts, or on a thread that waits. lock guards all fields but the atomic ones, thread,
+   starts, or on a thread that waits. lock guards all fields except the atomic ones, thread and
    started. */
 typedef struct cddp__engine {
-  cddp__atomic_u32 held;  /* where `own` is: CDDP__OWN_* */
-  cddp__atomic_u32 *works; /* the slot's counter, which peers read too */
-  cddp__atomic_u32 tick;   /* polls of the thread; an operation pushed before the last one is due */
+  cddp__atomic_u32 held;  /* the state of `own`: CDDP__OWN_* */
+  cddp__atomic_u32 *works; /* slot.works, which peers read too */
+  cddp__atomic_u32 tick;   /* polls of the thread; operations pushed before its last poll are due */
   cddp__atomic_u32 idle;   /* polls since the last operation was pushed */
   cddp__atomic_u32 asleep; /* 1: the thread waits for `work` without a limit, or is about to */
   cddp__atomic_u32 waiters; /* threads that wait for `changed` */
-  cddp__atomic_u32 awaited; /* 1: one of them has nothing else to run and no limit */
+  cddp__atomic_u32 awaited; /* 1: a waiting thread has nothing else to run and no limit */
   pthread_mutex_t lock;
   pthread_cond_t changed; /* for waiting threads: an operation has finished */
   pthread_cond_t work;    /* for the engine's thread: an operation is due, or stop is set */
@@ -2013,7 +2017,7 @@ typedef struct cddp__engine {
    has waited for it frees it. */
 enum {
   CDDP__OWN_FREE,
-  CDDP__OWN_HELD, /* the only operation in flight, outside the queue */
+  CDDP__OWN_HELD, /* the only operation in flight; not in the queue */
   CDDP__OWN_RUNS, /* outside the queue, run by the thread that waits for it */
   CDDP__OWN_LENT  /* in the queue, or done */
 };
@@ -2025,7 +2029,7 @@ typedef struct cddp__copy_timing {
   uint32_t chunks;   /* so far; the same on all ranks */
 } cddp__copy_timing;
 
-/* The messages of a group: >>p2p. */
+/* >>p2p */
 typedef struct cddp__p2p {
   pthread_mutex_t lock;  /* guards all other fields, except next_served */
   cddp_work *recvs;      /* pending receives, oldest first */
@@ -2050,7 +2054,7 @@ struct cddp_group { /* followed by its arrays, see cddp__group_build */
   int *members;               /* [size] each rank's index on this host; -1: on another host */
   int *world;                 /* [size] each rank's rank in the job; NULL in a job on one host */
   int local_size, local_rank; /* ranks of the group on this host; this rank's index */
-  int *slot_index;            /* [size] */
+  int *slot_index;            /* [size] into slots */
   struct cddp__hosts *hosts;  /* NULL: one host. Written under host.lock */
   double timeout_s;
 
@@ -2076,7 +2080,7 @@ struct cddp_group { /* followed by its arrays, see cddp__group_build */
   size_t round_max;    /* bytes of the largest share in a single round */
 
   /* Rounds. Owner: the thread that runs a collective. */
-  uint32_t round;
+  uint32_t round;           /* number of the last one */
   uint32_t arrive_target;   /* arrivals when this round is complete */
   uint64_t calls;           /* collectives so far, for error texts */
   void **buffers, **slices; /* [size] scratch: the ranks' buffers */
@@ -2100,9 +2104,9 @@ struct cddp_group { /* followed by its arrays, see cddp__group_build */
 
 /* A node of the canonical tree over the shards of a step: the sum of a rank's shards. */
 typedef struct cddp__shard_node {
-  int32_t first, width; /* shards */
+  int32_t first, width; /* first shard, number of shards */
   int32_t slot;         /* of the sum among the rank's slots; -1: one shard, in its gradients */
-  int32_t rank;         /* in lists of all ranks' nodes */
+  int32_t rank;         /* only in lists of all ranks' nodes */
 } cddp__shard_node;
 
 /* Where ranks reduce the gradient of a parameter. */
@@ -2120,14 +2124,14 @@ typedef struct cddp__tensor {
   size_t arena_offset; /* equals `offset` if no gradient is in place */
   size_t padded_bytes; /* in the arena up to a cache line; the padding stays zero */
   size_t begin, end;   /* bytes that this rank updates; end <= begin: none */
-  size_t first_piece;  /* index of its first element in d->squares */
+  size_t first_piece;  /* index of its first piece in addresses.squares */
   size_t dense; /* sparse, on a device: arena offset of the mean as a dense gradient */
   bool ready;   /* cddp_ddp_ready was called in this step; lock */
-  bool noted;   /* the same under no_sync, since the last step; lock */
+  bool noted;   /* cddp_ddp_ready was called under no_sync since the last step; lock */
   bool used;    /* by a rank, in the step that is being reduced */
   bool shared;  /* the weights of all ranks are in shared memory */
   float restored_steps; /* in a rank that joined: its steps in the snapshot */
-  const void *data;     /* elastic: param.data, for other threads: cddp__elastic_pair */
+  const void *data;     /* elastic: param.data, for cddp__elastic_pair in any thread */
   int bucket;
 } cddp__tensor;
 
@@ -2143,8 +2147,8 @@ typedef struct cddp__model_info {
 /* An optimizer's settings, from a cddp_sgd_desc or cddp_adamw_desc. The numbers are first, all
    doubles (a flag is 0 or 1): ranks compare them as one array. */
 typedef struct cddp__optim_desc {
-  double lr;     /* can change, and is not part of a hash; like: */
-  double shared; /* only in the exchange: the states are shared */
+  double lr;     /* not hashed, since it can change */
+  double shared; /* not hashed; 1: the states are shared. Set for the exchange only */
   double algorithm; /* CDDP__ALGORITHM_SGD or another */
   double momentum, dampening;
   double beta1, beta2, eps;
@@ -2205,7 +2209,7 @@ typedef struct cddp__layout {
   size_t model_bytes; /* elastic: with sparse gradients, as dense ones */
   size_t bytes;       /* of the arena's gradients; on a device sparse ones are last */
   size_t slot_stride; /* bytes from one slot to the next */
-  int slots;          /* of each rank; elastic: used by this rank so far */
+  int slots;          /* number of a rank's; elastic: used by this rank so far */
   size_t arena_bytes; /* with the slots and squares that follow */
   size_t state_stride; /* from one optimizer state to the next */
 } cddp__layout;
@@ -2225,7 +2229,7 @@ typedef struct cddp__bucket_state cddp__bucket_state; /* >>ddp-buckets */
    between two steps. */
 typedef struct cddp__plan {
   size_t limits[2]; /* bytes of the first bucket, and of the others */
-  int *offsets, *params; /* see cddp__plan_buckets */
+  int *offsets, *params; /* `offsets` and `sorted` of cddp__plan_buckets */
   cddp__bucket_state *buckets; /* [count] */
   int count;
   int *sorted;  /* memory of buckets[].sorted */
@@ -2238,9 +2242,9 @@ typedef struct cddp__plan {
 /* The step in progress. Written by the training thread when buckets are at rest. */
 typedef struct cddp__step {
   bool early;    /* buckets are reduced when full; false: when the step needs them */
-  bool divides;  /* the optimizer's kernel can divide sums, which buckets then become; constant */
-  bool sums;     /* it does in this step */
-  bool scatters; /* NCCL reduces a bucket to the ranks that step it, as the last step needed */
+  bool divides;  /* the optimizer's kernel can divide sums, so buckets need no mean; constant */
+  bool sums;     /* buckets are sums now, not means */
+  bool scatters; /* NCCL reduces each part of a bucket to the rank that steps it */
   bool scattered;      /* the next call must be cddp_ddp_all_gather */
   int *active;         /* [active_count] ranks not in cddp_ddp_join, as of the last meeting;
                           elastic: all ranks of the epoch's groups */
@@ -2257,10 +2261,10 @@ typedef struct cddp__step {
 typedef struct cddp__shards {
   int count;     /* in each step: desc.shards, or one per rank */
   int *owner;    /* [count] rank; elastic: of the epoch's groups, see elastic.order */
-  int own_count; /* this rank's; elastic: 1 */
+  int own_count; /* number of this rank's shards; elastic: 1 */
   int taken;     /* returned by cddp_ddp_next_shard; not elastic */
   int current;   /* being computed; -1: none */
-  bool spread;   /* more shards than ranks: slots hold sums, for: */
+  bool spread;   /* more shards than ranks: slots hold the sums of own_nodes */
   cddp__shard_node *own_nodes; /* this rank's sums of ended shards, ascending */
   int own_node_count;
   cddp__shard_node *nodes; /* [node_count] nodes of all ranks, ascending */
@@ -2279,18 +2283,18 @@ typedef struct cddp__row_gradients {
 /* cddp_ddp_join. Written by the training thread; the engine reads `absent`. */
 typedef struct cddp__uneven {
   uint32_t absent;  /* CDDP__ABSENT*: this rank is in cddp_ddp_join; 0: it has data */
-  bool had_absent;  /* a rank was absent since all last were */
+  bool had_absent;  /* some ranks, not all, have been absent: cddp__end_uneven */
   bool out_of_date; /* the weights of an absent rank are old */
 } cddp__uneven;
 
-/* Memory that a function uses and leaves. */
+/* Scratch memory: no contents last beyond a function. */
 typedef struct cddp__ddp_scratch {
   void **buffers;       /* [shards] the engine's thread */
   const void **sources; /* [shards] the training thread */
   unsigned char *flags; /* [ranks + 1][count] ready flags; the training thread */
-  cddp__call *calls;    /* [count + buffers + ranks] on a device: lock, or the thread that steps */
+  cddp__call *calls;    /* [count + buffers + ranks] on a device; lock, or the thread that steps */
   char *memory;         /* shared memory: a bucket for a hook, or nodes of all ranks */
-  size_t bytes;         /* of it */
+  size_t bytes;         /* of `memory` */
 } cddp__ddp_scratch;
 
 typedef struct cddp__elastic cddp__elastic; /* >>elastic */
@@ -2338,7 +2342,6 @@ typedef struct cddp__message cddp__message;       /* a received frame */
 
 #define CDDP__LEFT_GROUPS 256 /* remembered, for late connections */
 
-/* Where a rank of the job runs. */
 typedef struct cddp__rank_entry {
   int host;  /* index in net.hosts */
   int index; /* among the ranks of the host */
@@ -2356,7 +2359,7 @@ typedef struct cddp__host_entry {
    user frees it. */
 typedef struct cddp__net {
   cddp_allocator allocator;
-  cddp__atomic_u32 uses; /* the host or an elastic model; groups, which can live longer */
+  cddp__atomic_u32 uses; /* number of users: the host or an elastic model, and groups */
   int rank, size; /* of the job */
   int host, host_count;
   unsigned char *token;    /* [16] of the job; a process gets it from the store */
@@ -2377,7 +2380,7 @@ typedef struct cddp__group_node {
   int first, size;        /* its ranks: hosts.ranks[first] .. */
   size_t headers_at;      /* offset of its headers and their shares in hosts.headers */
   size_t received;        /* bytes of them, in this round */
-  size_t bytes, bytes_at; /* of an element's subtrees there; sum over earlier hosts */
+  size_t bytes, bytes_at; /* of an element: of its subtrees there; on earlier hosts together */
 } cddp__group_node;
 
 /* A rank of a group, as seen by another rank. */
@@ -2385,8 +2388,8 @@ typedef struct cddp__peer {
   int host, number;      /* of its host in the group; among the ranks there */
   cddp__connection *link[2]; /* this rank sends on the first and reads from both: two, if both ends
                                 connected at the same time. Any thread may read these */
-  uint64_t pass[2];      /* hosts.pass at which a frame from it, to it could not move; p2p.lock */
-  cddp__atomic_u32 lost; /* 1: a connection to it has ended; any thread. Stored last, after: */
+  uint64_t pass[2];      /* last hosts.pass in which a frame from it, to it was stuck; p2p.lock */
+  cddp__atomic_u32 lost; /* 1: a connection to it has ended; any thread. Stored last */
   double lost_at;
   int error; /* connection.error */
 } cddp__peer;
@@ -2400,7 +2403,7 @@ typedef struct cddp__hosts {
   int max_locals, min_locals; /* number of ranks of the group on a host */
   cddp__peer *peers;          /* [size] */
   cddp__group_node *nodes;    /* [count] */
-  int *ranks;                 /* [size] sorted by host */
+  int *ranks;                 /* [size] all, sorted by host */
   struct cddp__subtree *subtrees; /* of the canonical tree, by rank */
   int subtree_count;
   int *widths;              /* [subtree_count] leaves of each subtree */
@@ -2408,11 +2411,11 @@ typedef struct cddp__hosts {
   struct cddp__delivery *deliveries; /* [size * CDDP__FRAMES] posted frames, then free entries */
   int delivery_count;
   double notices_read;           /* leaders: when a round last did */
-  long step; /* of cddp__flow_run; posted frames get it: cddp__deliver awaits older ones */
+  long step; /* of cddp__flow_run and the frames posted now: cddp__deliver awaits older ones */
   const void **pointers, **sums; /* [size] sources of a reduction */
   unsigned char *headers; /* leaders: headers and shares of all hosts, this host's first */
   int lowest_remote;      /* the lowest rank on another host */
-  bool local_only;        /* the current round is this host's */
+  bool local_only;        /* the current round has only this host's ranks */
   char *stage;            /* bytes in transit to and from other hosts */
   size_t stage_size;
   char **scratch;    /* [local_size] shared: chunks of private buffers; NULL: none yet */
@@ -2421,7 +2424,7 @@ typedef struct cddp__hosts {
   size_t stored_bytes;
   uint64_t pass;         /* number of the current pass through the deliveries */
   bool polling;          /* a thread of this rank polls for all threads that wait */
-  int wake_fd;           /* an eventfd that wakes it */
+  int wake_fd;           /* an eventfd that wakes that thread */
   int epoll;             /* of connections, wake_fd and listener, edge-triggered */
 } cddp__hosts;
 
@@ -2433,19 +2436,19 @@ typedef struct cddp__hosts {
 static bool cddp__serve_idle(cddp_group *g);
 
 /* >>hosts, for groups that span hosts. _exchange exchanges a round's headers with the other hosts.
-   _poll accepts connections, reads notices and sends pending bytes. _disconnect ends this rank's
-   connections. _query_arrivals asks the other hosts which of their ranks have reached a round. */
+   _poll accepts connections, reads notices and sends pending bytes. _query_arrivals asks the
+   other hosts which of their ranks have reached a round. */
 static cddp_result cddp__hosts_exchange(cddp_group *g);
 static void cddp__hosts_poll(cddp_group *g);
 static void cddp__hosts_disconnect(cddp_group *g);
 static void cddp__hosts_query_arrivals(cddp_group *g);
 
-enum { CDDP__JOIN_POLL, CDDP__JOIN_WAIT }; /* of `bool waits` */
+enum { CDDP__JOIN_POLL, CDDP__JOIN_WAIT }; /* values of `bool waits` */
 /* >>rendezvous: answers joining processes, and closes the listeners for them. */
 static void cddp__join_serve(cddp__host *host, bool waits);
 static void cddp__join_close(cddp__host *host);
 
-/* >>links: sends a notice of a failure to the ranks of other hosts. */
+/* >>links: to the ranks of other hosts. */
 static void cddp__send_notices(const cddp__net *n, uint64_t group, const int *world, int size,
                                uint32_t code, const char *text);
 
@@ -2457,7 +2460,6 @@ static cddp_result cddp__elastic_pair(cddp_optim *optim);
 
 /* cddp_kernels.cuh; without CDDP_CUDA the end of >>public. _give_device, collective: creates the
    device context of a group that has none. _follow_stream makes a stream wait for the group's.
-   _on_device returns whether p is device memory.
    _await_device waits for the group's stream. A group without a device, or NULL, has the current
    device. _transfer copies between host and device memory, and returns when the copy is complete.
    _attach_optim selects the backend of a cddp_optim. _await_watchers waits for NCCL's threads. */
@@ -2497,8 +2499,8 @@ static void cddp__copy_site(cddp__site *to, const cddp__site *from) {
   __atomic_store_n(&to->line, __atomic_load_n(&from->line, __ATOMIC_RELAXED), __ATOMIC_RELAXED);
 }
 
-/* Begins a public call without a call site. As an argument of a collective's macro it leaves that
-   call its site. */
+/* Begins a public call without a call site. Keeps cddp__next_site, which a collective's macro has
+   set if the call is its argument. */
 static void cddp__enter_without_site(const char *function) {
   cddp__this_site.function = function;
   cddp__this_site.file = NULL;
@@ -2547,8 +2549,8 @@ static void cddp__format(char *to, size_t n, const char *format, va_list args) {
 }
 
 /* Escapes control characters in this thread's error text, as \r or \x1b: a terminal would execute
-   them. They can come from a file, another process, or a variable. Those from U+0080 to U+009F have
-   two bytes in UTF-8. What is not UTF-8 is escaped too, so that every error text is. */
+   them. They can come from a file, another process, or a variable. Control characters from U+0080
+   to U+009F have two bytes in UTF-8. Bytes that are not UTF-8 are escaped too. */
 static void cddp__escape_controls(void) {
   char raw[CDDP__ERROR_MAX], *to = cddp__error_text;
   const unsigned char *c, *end;
@@ -2591,7 +2593,7 @@ static void cddp__append(char *text, size_t n, const char *format, ...) {
   va_end(args);
 }
 
-/* A part of an error text, by value: cddp__fail(r, "%s ...", cddp__textf("rank %d", p).s) */
+/* Example: cddp__fail(r, "%s ...", cddp__textf("rank %d", p).s) */
 CDDP__PRINTF(1, 2)
 static cddp__text cddp__textf(const char *format, ...) {
   cddp__text t;
@@ -2638,12 +2640,10 @@ static cddp_result cddp__fail_in(cddp_result r, const char *format, ...) {
   return r;
 }
 
-/* Prefixes the error text of a failure with the function's name. */
 static cddp_result cddp__named(const char *function, cddp_result r) {
   return r == CDDP_OK ? r : cddp__fail_in(r, "%s: ", function);
 }
 
-/* The result of a call with an invalid argument, and its error text. */
 #define CDDP__REFUSE(...) cddp__fail(CDDP_INVALID_ARGUMENT, __VA_ARGS__)
 
 /* Checks an argument. If the condition is false, the enclosing function returns
@@ -2654,7 +2654,7 @@ static cddp_result cddp__named(const char *function, cddp_result r) {
       return cddp__named(__func__, CDDP__REFUSE(__VA_ARGS__)); \
   } while (0)
 
-/* The same for a check that is a function. */
+/* The same for a check that returns a result. */
 #define CDDP__TRY(result) \
   do { \
     cddp_result cddp__tried = (result); \
@@ -2665,7 +2665,7 @@ static cddp_result cddp__fail_errno(const char *what) {
   return cddp__fail(CDDP_SYSTEM, "%s: %s", what, strerror(errno));
 }
 
-/* level 0: error, 1: warning, 2: info. */
+enum { CDDP__LOG_ERROR, CDDP__LOG_WARNING, CDDP__LOG_INFO }; /* levels */
 CDDP__PRINTF(3, 4)
 static void cddp__log(const cddp_logger *logger, int level, const char *format, ...) {
   char line[CDDP__ERROR_MAX];
@@ -2743,8 +2743,7 @@ static void cddp__stream_store(char *to, const char *from, size_t n) { /* to, n:
 }
 #endif
 
-/* Bypasses this core's cache, from which another core would have to fetch the lines. (x86-64;
-   elsewhere memcpy.) */
+/* Bypasses this core's cache, from which another core would have to fetch the lines. */
 static void cddp__copy_nontemporal(void *to, const void *from, size_t n) {
   char *t = (char *)to;
   const char *f = (const char *)from;
@@ -2762,7 +2761,7 @@ static void cddp__copy_nontemporal(void *to, const void *from, size_t n) {
   memcpy(t, f, n);
 }
 
-enum { CDDP__CACHED, CDDP__NONTEMPORAL }; /* of `bool nontemporal` */
+enum { CDDP__CACHED, CDDP__NONTEMPORAL }; /* values of `bool nontemporal` */
 static void cddp__copy_by(void *to, const void *from, size_t n, bool nontemporal) {
   if (nontemporal && to != from)
     cddp__copy_nontemporal(to, from, n);
@@ -2850,7 +2849,6 @@ static struct timespec cddp__timespec(double seconds) {
   return t;
 }
 
-/* The processor time of this thread. */
 static double cddp__thread_seconds(void) {
   struct timespec t;
   if (clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t) != 0) return 0;
@@ -2864,7 +2862,6 @@ static void cddp__sleep(double seconds) {
   cddp__note_sleep(start, seconds);
 }
 
-/* `seconds` from now, or the deadline if that is earlier. */
 static double cddp__earlier_deadline(double seconds, double deadline) {
   double end = cddp__now() + seconds;
   return end < deadline ? end : deadline;
@@ -3008,7 +3005,7 @@ static bool cddp__cond_wait_until(pthread_cond_t *c, pthread_mutex_t *lock, doub
   double start, left;
   struct timespec t;
   int e = ETIMEDOUT;
-  if (deadline > 1e15) return pthread_cond_wait(c, lock) == 0;
+  if (deadline > 1e15 /* no end */) return pthread_cond_wait(c, lock) == 0;
   while (e == ETIMEDOUT) {
     start = cddp__now();
     left = deadline - start;
@@ -3050,9 +3047,9 @@ static cddp_result cddp__thread_start(pthread_t *thread, void *(*fn)(void *), vo
 
 /* --- waits --- */
 
-#define CDDP__POLL_MIN_S 1e-5 /* pauses of a wait that polls its condition: shortest, longest */
-#define CDDP__POLL_MAX_S 1e-3
-#define CDDP__SLEEP_MIN_S 1e-3 /* sleeps of a wait that is woken: shortest, longest */
+#define CDDP__PAUSE_MIN_S 1e-5 /* shortest, longest pause of a wait that polls its condition */
+#define CDDP__PAUSE_MAX_S 1e-3
+#define CDDP__SLEEP_MIN_S 1e-3 /* shortest, longest sleep of a wait that peers wake */
 #define CDDP__SLEEP_MAX_S 0.02
 #define CDDP__YIELDS_MAX_S 5e-3 /* of yields before the first sleep */
 
@@ -3085,15 +3082,15 @@ static void cddp__wait_read_clock(cddp__wait *w) {
   if (w->due) w->next_check = w->now + CDDP__SLEEP_MAX_S;
 }
 
-/* Whether a wait has used up its yields, or CDDP__YIELDS_MAX_S: with 300 runnable processes on two
-   cores, a single yield lasts for a quarter of a second. */
-static bool cddp__wait_sleeps(cddp__wait *w) {
+/* Counts one yield. Whether the yields, or CDDP__YIELDS_MAX_S, are used up: with 300 runnable
+   processes on two cores, a single yield lasts for a quarter of a second. */
+static bool cddp__wait_yields_spent(cddp__wait *w) {
   return w->yields-- <= 0 || cddp__now() - w->since > CDDP__YIELDS_MAX_S;
 }
 
 /* Yields the core, or returns false: the caller sleeps. */
 static bool cddp__wait_yields(cddp__wait *w) {
-  if (cddp__wait_sleeps(w)) return false;
+  if (cddp__wait_yields_spent(w)) return false;
   sched_yield();
   return true;
 }
@@ -3106,8 +3103,8 @@ static bool cddp__wait_pause(cddp__wait *w) {
   if (w->now >= w->deadline) return false;
   if (cddp__wait_yields(w)) return true;
   pause = (w->now - w->since) / 16;
-  if (pause < CDDP__POLL_MIN_S) pause = CDDP__POLL_MIN_S;
-  if (pause > CDDP__POLL_MAX_S) pause = CDDP__POLL_MAX_S;
+  if (pause < CDDP__PAUSE_MIN_S) pause = CDDP__PAUSE_MIN_S;
+  if (pause > CDDP__PAUSE_MAX_S) pause = CDDP__PAUSE_MAX_S;
   cddp__sleep(pause < w->deadline - w->now ? pause : w->deadline - w->now);
   return true;
 }
@@ -3146,7 +3143,7 @@ static int64_t cddp__nanoseconds(clockid_t clock) {
   return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
 }
 
-/* A random-looking number that names a job: its start time and the process id. */
+/* Names a job: its start time and the process id. */
 static uint64_t cddp__record_job(void) {
   return (uint64_t)cddp__nanoseconds(CLOCK_REALTIME) ^ (uint64_t)getpid() << 44;
 }
@@ -3253,7 +3250,7 @@ CDDP__INLINED void cddp__record_finish(const cddp_group *g, uint64_t number, cdd
 /* An operation that starts and ends now. */
 static void cddp__record_event(const cddp_group *g, const char *what, uint64_t count,
                                cddp_result result) {
-  cddp__record_finish(g, cddp__record_new(g, what, count, -1, -1, -1), result);
+  cddp__record_finish(g, cddp__record_new(g, what, count, -1, -1, -1 /* none */), result);
 }
 
 /* >>bytes ----------------------------------------------------------------------------------------
@@ -3288,7 +3285,7 @@ CDDP__OUT_OF_LINE uint64_t cddp__hash64(uint64_t h, const void *data, size_t n) 
   return h;
 }
 
-/* Fills p with random bytes from the kernel, for nonces and for unguessable names. */
+/* Random bytes from the kernel, for nonces and for unguessable names. */
 static cddp_result cddp__random(void *p, size_t n) {
   long got;
   CDDP_ASSERT(n <= 256); /* more can be interrupted */
@@ -3341,20 +3338,20 @@ static void cddp__blake2s(const void *key, size_t key_size, const void *data, si
   const unsigned char *p = (const unsigned char *)data;
   unsigned char block[64];
   uint32_t h[8];
-  size_t at = 0, take, total = n + (key_size > 0 ? 64 : 0); /* the key fills a block */
+  size_t at = 0, take, total = n + (key_size > 0 ? 64 : 0), i; /* the key fills a block */
   CDDP_ASSERT(key_size <= 32);
   memcpy(h, cddp__blake2s_start, sizeof h);
   h[0] ^= 0x01010020u ^ (uint32_t)key_size << 8; /* one leaf, no tree; 32 bytes of output */
   do {
-    bool own = at == 0 && key_size > 0;
-    take = own ? key_size : cddp__min(64, total - at);
+    bool is_key = at == 0 && key_size > 0;
+    take = is_key ? key_size : cddp__min(64, total - at);
     memset(block, 0, sizeof block);
-    cddp__copy(block, own ? key : p, take);
-    if (!own) p += take;
-    at += own ? 64 : take;
+    cddp__copy(block, is_key ? key : p, take);
+    if (!is_key) p += take;
+    at += is_key ? 64 : take;
     cddp__blake2s_block(h, block, at, at == total);
   } while (at < total);
-  for (take = 0; take < 8; take++) cddp__put32(out + 4 * take, h[take]);
+  for (i = 0; i < 8; i++) cddp__put32(out + 4 * i, h[i]);
 }
 
 /* A code of a label and data, which proves that its author knows the secret. */
@@ -3433,7 +3430,6 @@ static void cddp__challenge_refuse(cddp__challenge *challenge, const char *lette
   cddp__challenge_queue(challenge, CDDP__AUTH_REFUSAL, join ? "J" : letter, 1);
 }
 
-/* Computes the proof of one end. */
 static void cddp__challenge_prove(const cddp__challenge *challenge, bool caller,
                                   unsigned char proof[CDDP__PROOF_SIZE]) {
   char label[64];
@@ -3446,7 +3442,7 @@ static void cddp__challenge_prove(const cddp__challenge *challenge, bool caller,
 static cddp_result cddp__challenge_begin(cddp__challenge *challenge, const char *secret,
                                          const char *purpose, bool caller, const void *context,
                                          size_t context_size) {
-  unsigned char *own = challenge->covered + (caller ? 0 : CDDP__NONCE_SIZE);
+  unsigned char *nonce = challenge->covered + (caller ? 0 : CDDP__NONCE_SIZE);
   cddp_result r;
   memset(challenge, 0, sizeof *challenge);
   challenge->secret = secret;
@@ -3455,9 +3451,9 @@ static cddp_result cddp__challenge_begin(cddp__challenge *challenge, const char 
   challenge->covered_size = 2 * CDDP__NONCE_SIZE + context_size;
   CDDP_ASSERT(challenge->covered_size <= sizeof challenge->covered);
   cddp__copy(challenge->covered + 2 * CDDP__NONCE_SIZE, context, context_size);
-  r = cddp__random(own, CDDP__NONCE_SIZE);
+  r = cddp__random(nonce, CDDP__NONCE_SIZE);
   if (r == CDDP_OK && caller)
-    cddp__challenge_queue(challenge, CDDP__AUTH_HELLO, own, CDDP__NONCE_SIZE);
+    cddp__challenge_queue(challenge, CDDP__AUTH_HELLO, nonce, CDDP__NONCE_SIZE);
   return r;
 }
 
@@ -3500,14 +3496,14 @@ static size_t cddp__challenge_feed(cddp__challenge *challenge, const unsigned ch
     return 0;
   }
   while (used < n && challenge->state == CDDP__CHALLENGE_ON) {
-    size_t k = cddp__min(challenge->in_size + 1, 8);
+    size_t k = cddp__min(challenge->in_size + 1, 8); /* bytes of the tag */
     challenge->in[challenge->in_size++] = p[used++];
     if (memcmp(challenge->in, tags[challenge->caller][challenge->step], k) == 0) {
       if (challenge->in_size == sizeof challenge->in) cddp__challenge_message(challenge);
     } else if (!challenge->caller || memcmp(challenge->in, CDDP__AUTH_REFUSAL, k) != 0) {
       challenge->state = CDDP__CHALLENGE_NOT_CDDP;
       if (!challenge->caller) cddp__challenge_refuse(challenge, "S");
-    } else if (challenge->in_size == 9) {
+    } else if (challenge->in_size == 8 + 1) { /* a tag and the letter */
       challenge->state = CDDP__CHALLENGE_REFUSED;
       challenge->why = (char)challenge->in[8];
     }
@@ -3518,7 +3514,7 @@ static size_t cddp__challenge_feed(cddp__challenge *challenge, const unsigned ch
 /* >>sockets ------------------------------------------------------------------------------------
    Job: addresses of hosts and abstract Unix sockets; connecting, listening, sending, receiving;
    parts of files.
-   Owns: the table of sockets that a forked child closes. Touches nothing else but the system.
+   Owns: the table of sockets that a forked child closes. Touches: the system.
    Entry points:
      a connection    cddp__resolve, _connect_address, _listen_all, _listen_address, _listen_any,
                      _accept, _socket, _close_fd, _wait_fd
@@ -3608,7 +3604,7 @@ static int cddp__above_stdio(int fd) {
   return moved;
 }
 
-#define CDDP__POLL_MS 20 /* of one poll; pending receives are served between two polls */
+#define CDDP__POLL_MS 20 /* most of one poll; pending receives are served between two */
 
 static cddp_result cddp__wait_fd(int fd, short events, double deadline) {
   for (;;) {
@@ -3636,9 +3632,9 @@ static cddp_result cddp__host_port(const char *text, char host[256], int *port) 
 /* "127.0.0.1:29500", "[::1]:29500" or "the abstract Unix socket @name". */
 static cddp__text cddp__describe_address(const cddp__address *address) {
   char host[128], port[16];
-  int name = (int)address->size - (int)offsetof(struct sockaddr_un, sun_path) - 1; /* its size */
+  int length = (int)address->size - (int)offsetof(struct sockaddr_un, sun_path) - 1; /* of a name */
   if (address->sa.ss_family == AF_UNIX)
-    return cddp__textf("the abstract Unix socket @%.*s", name > 0 ? name : 0,
+    return cddp__textf("the abstract Unix socket @%.*s", length > 0 ? length : 0,
                        address->un.sun_path + 1);
   if (getnameinfo(&address->any, address->size, host, sizeof host, port, sizeof port,
                   NI_NUMERICHOST | NI_NUMERICSERV) != 0)
@@ -3786,7 +3782,7 @@ static bool cddp__address_is_local(const cddp__address *address) {
   cddp__address own[CDDP__ADDRESSES_MAX + 1];
   int n = cddp__interface_addresses(NULL, own, CDDP__ADDRESSES_MAX), i;
   own[n] = *address;
-  cddp__address_to_all(&own[n]); /* 0.0.0.0 or ::, in the address's family */
+  cddp__address_to_all(&own[n]);
   for (i = 0; i <= n && !cddp__address_same_host(address, &own[i]); i++) {}
   return i <= n || cddp__address_is_loopback(address);
 }
@@ -3852,7 +3848,7 @@ static bool cddp__connected_to_itself(int fd) {
          cddp__address_port(&here) == cddp__address_port(&there);
 }
 
-/* Returns 0, CDDP__FOREIGN_USER or an errno; *out is then -1. */
+/* Returns 0; or CDDP__FOREIGN_USER or an errno, and *out is -1. */
 static int cddp__connect_address(const cddp__address *address, double deadline, int *out) {
   int error = 0, fd;
   socklen_t size = sizeof error;
@@ -3905,8 +3901,8 @@ static cddp_result cddp__port_range(int *first, int *last) {
                       text);
 }
 
-/* Listens on all addresses at one port; 0: the one that the system gives the first of them. Listens
-   on none if the port is in use at one. An address that is not this host's is skipped if another
+/* Listens on all addresses at one port; 0: a port that the system chooses for the first. Listens on
+   none if the port is in use at one. An address that is not this host's is skipped if another
    works (example: ::1 on a host without IPv6). Returns the last error, an errno, and its address.
    */
 static int cddp__listen_port(cddp__address *address, int count, int port, int *fds, int *fd_count,
@@ -3936,15 +3932,15 @@ static int cddp__listen_port(cddp__address *address, int count, int port, int *f
                     the same moment, so each waits for a time that depends on its process id. */
 static cddp_result cddp__listen_all(cddp__address *address, int count, int *fds, int *fd_count) {
   int asked = cddp__address_port(&address[0]), first = asked, last = asked, turn = (int)getpid();
-  int error = 0, port, ports, tries;
+  int error = 0, port, ports, tries; /* turn: ranks begin at different ports */
   cddp__text failed = {""};
   const char *cure = "";
   cddp_result r = CDDP_NETWORK;
-  if (asked == 0 && address[count > 1].sa.ss_family != AF_UNIX && /* a Unix socket comes first */
+  if (asked == 0 && address[count > 1].sa.ss_family != AF_UNIX && /* of two the first can be one */
       cddp__port_range(&first, &last) != CDDP_OK)
     return CDDP_INVALID_ARGUMENT;
   ports = last - first + 1;
-  tries = first > 0 ? 3 * ports : 32;
+  tries = first > 0 ? 3 * ports : 32 /* ports of the system */;
   do {
     if (error != 0 && first > 0 && tries % ports == 0)
       cddp__sleep(1e-3 + 1e-6 * (double)(getpid() % 4096));
@@ -3987,7 +3983,7 @@ static cddp_result cddp__listen_any(int *fd, int *port) {
   return r;
 }
 
-enum { CDDP__READ, CDDP__WRITE };
+enum { CDDP__READ, CDDP__WRITE }; /* values of `bool write` */
 /* Reads or writes `size` bytes from offset `at` of a file on. */
 static cddp_result cddp__file_io(int fd, bool write, void *data, uint64_t size, uint64_t at) {
   char *p = (char *)data;
@@ -4169,21 +4165,21 @@ struct cddp__connection {
   double deadline; /* of the owner: for what is due next */
   cddp__challenge challenge;
   cddp__buffer out, in;      /* to be sent; received and not parsed */
-  size_t sent, got;          /* done bytes of the frame that is sent from, or received into, other
-                                memory, heads included */
+  size_t sent, got;          /* bytes done, with its head, of the frame that is sent from, or
+                                received into, other memory */
   cddp__frame_head out_head; /* of a frame in >>hosts's memory that is partly sent */
   cddp__frame_head in_head;  /* of the next frame; valid if got >= sizeof in_head */
   cddp__message *message;    /* the incoming frame; NULL: none, or a piece */
   cddp_work *into;           /* the receive with the buffer for its bytes; NULL: behind message */
   int fds[2];                /* received descriptors, closed with the connection; -1: none */
-  int pass[2];               /* the owner's descriptors, to be sent with the next bytes; -1: none */
+  int send_fds[2];           /* the owner's descriptors, to be sent with the next bytes; -1: none */
   int peer;                  /* the owner's number of the other end; a link: rank of the job */
   /* of links only: */
   int rank;         /* the peer's rank in the group; -1: not known yet */
   bool over;        /* this rank no longer takes part in its elastic model: for BYE */
   bool peer_failed; /* the peer's BYE says that the group is broken */
   bool peer_over;   /* it says that the peer takes no part in the elastic model any more */
-  double again;     /* if `caller` and `early`: when to connect again, of cddp__now() */
+  double retry_at;  /* if `caller` and `early`: when to connect again, of cddp__now() */
   cddp__hello hello;
 };
 
@@ -4199,7 +4195,7 @@ static void cddp__connection_begin(cddp__connection *c, const cddp_allocator *al
   c->fd = fd;
   c->caller = caller;
   c->state = CDDP__CONNECTION_UP;
-  c->peer = c->rank = c->fds[0] = c->fds[1] = c->pass[0] = c->pass[1] = -1;
+  c->peer = c->rank = c->fds[0] = c->fds[1] = c->send_fds[0] = c->send_fds[1] = -1;
 }
 
 /* Ends the connection, once. The first error counts. Bytes that the system holds are still sent. */
@@ -4259,10 +4255,10 @@ static ssize_t cddp__connection_result(cddp__connection *c, ssize_t n) {
   return n;
 }
 
-/* One sendmsg, with the descriptors of `pass` that are not -1. None travels with bytes of the
+/* One sendmsg, with the descriptors of send_fds that are not -1. None travels with bytes of the
    proof: the peer need not know the secret. */
 static ssize_t cddp__connection_sendmsg(cddp__connection *c, struct iovec *io, size_t count) {
-  size_t fds = c->pass[1] >= 0 ? 2 : c->pass[0] >= 0;
+  size_t fds = c->send_fds[1] >= 0 ? 2 : c->send_fds[0] >= 0;
   cddp__socket_message message;
   struct cmsghdr *head;
   ssize_t n;
@@ -4273,11 +4269,11 @@ static ssize_t cddp__connection_sendmsg(cddp__connection *c, struct iovec *io, s
     head->cmsg_level = SOL_SOCKET;
     head->cmsg_type = SCM_RIGHTS;
     head->cmsg_len = (socklen_t)CMSG_LEN(fds * sizeof(int));
-    memcpy(CMSG_DATA(head), c->pass, fds * sizeof(int));
+    memcpy(CMSG_DATA(head), c->send_fds, fds * sizeof(int));
   }
   do n = sendmsg(c->fd, &message.m, MSG_NOSIGNAL | MSG_DONTWAIT);
   while (n < 0 && errno == EINTR);
-  if (n > 0 && fds > 0) c->pass[0] = c->pass[1] = -1;
+  if (n > 0 && fds > 0) c->send_fds[0] = c->send_fds[1] = -1;
   return cddp__connection_result(c, n);
 }
 
@@ -4319,30 +4315,30 @@ static int cddp__connection_fill(cddp__connection *c, size_t most) {
   return n > 0 ? 1 : c->state == CDDP__CONNECTION_ENDED ? -1 : 0;
 }
 
-/* Bytes of a part of a collective's piece. With its head it fills two packets of 45 segments of
-   1,448 bytes. A few hundred bytes more, in a third packet, took a sixth more time. */
+/* Bytes of a piece of a rank's part. With its head it fills two packets of 45 segments of 1,448
+   bytes. A few hundred bytes more, in a third packet, took a sixth more time. */
 #define CDDP__PIECE ((size_t)2035 * CDDP__CACHE_LINE)
-#define CDDP__PART_BYTES (CDDP__PIECE + sizeof(cddp__frame_head)) /* with the head */
+#define CDDP__PIECE_FRAME (CDDP__PIECE + sizeof(cddp__frame_head))
 /* Bytes passed to the system in one call. With BBR, 1 MiB in one call takes four times as long: its
    window holds few packets more than it has measured. */
-#define CDDP__SEND_BYTES (2 * CDDP__PART_BYTES)
+#define CDDP__SEND_BYTES (2 * CDDP__PIECE_FRAME)
 
 /* Sends the rest of a frame: its head (NULL: none) and `size` bytes at data, of which *sent are
    sent; at most `most` bytes. Returns 1 if the frame is complete, 0 if not yet, -1 if the
    connection has ended. */
 static int cddp__connection_send(cddp__connection *c, const cddp__frame_head *head,
                                  const void *data, size_t size, size_t *sent, size_t most) {
-  size_t before = head != NULL ? sizeof *head : 0, end = before + size;
+  size_t head_size = head != NULL ? sizeof *head : 0, end = head_size + size;
   size_t stop = most < end - *sent ? *sent + most : end;
   while (*sent < stop) {
-    bool in_head = *sent < before;
-    uintptr_t at = in_head ? (uintptr_t)head + *sent : (uintptr_t)data + (*sent - before);
-    struct iovec io[2]; /* the head's rest, or the body's; behind a head the body */
+    bool in_head = *sent < head_size;
+    uintptr_t at = in_head ? (uintptr_t)head + *sent : (uintptr_t)data + (*sent - head_size);
+    struct iovec io[2]; /* the rest of the head and the body; or the rest of the body */
     ssize_t n;
     io[0].iov_base = (char *)at;
-    io[0].iov_len = cddp__min((in_head ? before : stop) - *sent, CDDP__SEND_BYTES);
+    io[0].iov_len = cddp__min((in_head ? head_size : stop) - *sent, CDDP__SEND_BYTES);
     io[1].iov_base = (char *)(uintptr_t)data;
-    io[1].iov_len = in_head ? cddp__min(stop, CDDP__SEND_BYTES) - before : 0;
+    io[1].iov_len = in_head ? cddp__min(stop, CDDP__SEND_BYTES) - head_size : 0;
     n = cddp__connection_sendmsg(c, io, 2);
     if (n <= 0) return c->state == CDDP__CONNECTION_ENDED ? -1 : 0;
     *sent += (size_t)n;
@@ -4354,12 +4350,12 @@ static int cddp__connection_send(cddp__connection *c, const cddp__frame_head *he
    short frame, or a piece and the head of the next one, takes one system call. */
 static int cddp__connection_read(cddp__connection *c, cddp__frame_head *head, void *data,
                                  size_t size, size_t *got, size_t most) {
-  size_t before = head != NULL ? sizeof *head : 0, end = before + size;
+  size_t head_size = head != NULL ? sizeof *head : 0, end = head_size + size;
   size_t stop = most < end - *got ? *got + most : end;
   while (*got < stop) {
-    bool in_head = *got < before;
-    uintptr_t at = in_head ? (uintptr_t)head + *got : (uintptr_t)data + (*got - before);
-    size_t left = (in_head ? before : stop) - *got;
+    bool in_head = *got < head_size;
+    uintptr_t at = in_head ? (uintptr_t)head + *got : (uintptr_t)data + (*got - head_size);
+    size_t left = (in_head ? head_size : stop) - *got;
     size_t have = cddp__min(left, cddp__buffer_size(&c->in));
     struct iovec io[2];
     ssize_t n;
@@ -4385,7 +4381,7 @@ static int cddp__connection_read(cddp__connection *c, cddp__frame_head *head, vo
   return stop == end;
 }
 
-/* One of both. */
+/* cddp__connection_send or _read. */
 static int cddp__connection_io(cddp__connection *c, cddp__frame_head *head, void *data, size_t size,
                                size_t *done, size_t most, bool sends) {
   return sends ? cddp__connection_send(c, head, data, size, done, most)
@@ -4415,7 +4411,7 @@ static bool cddp__connection_progress(cddp__connection *c) {
     }
   }
   if (c->state != CDDP__CONNECTION_UP) return false;
-  if (cddp__buffer_size(b) > 0 && c->sent == 0) { /* else a frame from other memory comes first */
+  if (cddp__buffer_size(b) > 0 && c->sent == 0) { /* else a frame is partly sent: it goes on */
     (void)cddp__connection_send(c, NULL, b->data, b->end, &b->start, SIZE_MAX);
     if (cddp__buffer_size(b) == 0) cddp__buffer_clear(b, CDDP__BUFFER_KEEP);
   }
@@ -4441,12 +4437,11 @@ static cddp_result cddp__connection_post(cddp__connection *c, int type, uint32_t
   return CDDP_OK;
 }
 
-/* Whether no frame is partly sent and no bytes wait. */
 static bool cddp__connection_is_idle(const cddp__connection *c) {
   return c->state == CDDP__CONNECTION_UP && c->sent == 0 && cddp__buffer_size(&c->out) == 0;
 }
 
-/* Of a BYE: the group is broken; this rank no longer takes part in its elastic model. */
+/* Flags of a BYE: the group is broken; the rank no longer takes part in its elastic model. */
 enum { CDDP__BYE_ORDERLY = 0, CDDP__BYE_BROKEN = 1, CDDP__BYE_OVER = 2 };
 /* Sends BYE, unless a frame is partly sent. It is too short to be sent in part. */
 static void cddp__connection_say_bye(cddp__connection *c, uint32_t kind) {
@@ -4528,7 +4523,7 @@ static cddp_result cddp__connection_exchange(cddp__connection *c, size_t n, doub
       r = cddp__fail(CDDP_NETWORK, "%s", strerror(c->error));
     else if (c->state == CDDP__CONNECTION_ENDED)
       r = cddp__fail(CDDP_NETWORK, "the other side closed the connection");
-    else /* not for bytes to read while others wait to be sent: no wait would last */
+    else /* unsent bytes: only for POLLOUT, since unread bytes would end each wait immediately */
       r = cddp__wait_fd(c->fd, cddp__connection_events(c) & POLLOUT ? POLLOUT : POLLIN, deadline);
   }
   return r;
@@ -4565,7 +4560,7 @@ static cddp_result cddp__connections_poll(const cddp_allocator *allocator,
   return r;
 }
 
-/* Whether a new connection can use the descriptor fd: some are left for the program. */
+/* Whether a new connection can use the descriptor fd: 64, or a quarter, stay for the program. */
 static bool cddp__has_spare_fd(int fd) {
   struct rlimit limit;
   if (getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur > INT_MAX) return true;
@@ -5771,7 +5766,6 @@ static cddp_result cddp__store_open(cddp_store **out, cddp__store_options *optio
 
 enum { CDDP__VAR_RANK, CDDP__VAR_SIZE, CDDP__VAR_LOCAL_SIZE }; /* index in variables[] */
 
-/* The variables of one launcher. */
 typedef struct cddp__launcher {
   const char *name;         /* for error texts */
   const char *variables[4]; /* [3]: another name for CDDP__VAR_LOCAL_SIZE */
@@ -5779,7 +5773,6 @@ typedef struct cddp__launcher {
   const char *job[5]; /* variables that identify a job; from [3] on: the same on one node only */
 } cddp__launcher;
 
-/* The launch configuration. */
 typedef struct cddp__config {
   int rank, world_size;
   int local_world_size;   /* -1: unknown */
@@ -5863,7 +5856,7 @@ static const cddp__launcher cddp__launchers[] = {
      {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS"},
      "--export=ALL,MASTER_ADDR=HOST",
      {"SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"}}};
-enum { /* indices of cddp__launchers, as far as the code needs them */
+enum { /* the indices in cddp__launchers that the code needs */
   CDDP__LAUNCHER_SCRIPT,
   CDDP__LAUNCHER_OPENMPI,
   CDDP__LAUNCHER_HYDRA,
@@ -5980,7 +5973,7 @@ static cddp_result cddp__check_single(const cddp__config *config) {
 static cddp_result cddp__env_ranks(cddp__config *config) {
   const cddp__launcher *script = cddp__launchers, *end = script + CDDP__LAUNCHER_COUNT,
                        *launcher = script;
-  int numbers[2] = {0, 1}, k; /* rank and size of a single process; k: CDDP__VAR_RANK or _SIZE */
+  int numbers[2] = {0, 1}, k; /* rank and size of a single process; their index */
   cddp_result r = CDDP_OK;
   while (launcher < end && (!cddp__is_launched_by((int)(launcher - script)) ||
                             cddp__env(launcher->variables[CDDP__VAR_SIZE]) == NULL))
@@ -5989,7 +5982,7 @@ static cddp_result cddp__env_ranks(cddp__config *config) {
   config->launcher = config->launched ? (int)(launcher - script) : CDDP__LAUNCHER_SCRIPT;
   if (!config->launched || config->launcher == CDDP__LAUNCHER_SLURM)
     r = cddp__check_rank_variables(config->launched);
-  for (k = 1; k >= 0 && config->launched && r == CDDP_OK; k--) {
+  for (k = CDDP__VAR_SIZE; k >= CDDP__VAR_RANK && config->launched && r == CDDP_OK; k--) {
     const char *name = launcher->variables[k], *plain = script->variables[k];
     bool size = k == CDDP__VAR_SIZE;
     int of_script;
@@ -6057,7 +6050,7 @@ static uint64_t cddp__job_key(int launcher, bool here) {
     const char *value = cddp__env(cddp__launchers[launcher].job[i]);
     if (value != NULL) key = cddp__hash64(key + 1, value, strlen(value) + 1);
   }
-  if (fd != NULL && cddp__peer_process((int)strtol(fd, NULL, 10), maker) && maker[0] != 0)
+  if (fd != NULL && cddp__peer_process((int)strtol(fd, NULL, 10), maker) && maker[0] /* pid */ != 0)
     key = cddp__hash64(key + 1, maker, sizeof maker);
   return key;
 }
@@ -6215,7 +6208,6 @@ static void cddp__discover_secret(cddp__config *config, const char *given) {
   if (config->secret == NULL) config->secret = "";
 }
 
-/* Sets the launch configuration, from the caller's desc and the environment. */
 static cddp_result cddp__discover(cddp__config *config, const cddp_group_desc *desc) {
   const char *method = desc->init_method ? desc->init_method : "env://", *name;
   const char *backend = cddp__backend_name(desc);
@@ -6250,7 +6242,7 @@ static cddp_result cddp__discover(cddp__config *config, const cddp_group_desc *d
                         "for several set RANK and WORLD_SIZE too, as torchrun and cddprun do",
                         name, name);
   }
-  for (k = 3; k >= CDDP__VAR_LOCAL_SIZE && r == CDDP_OK; k--) /* 3: its other name */
+  for (k = 3; k >= CDDP__VAR_LOCAL_SIZE && r == CDDP_OK; k--) /* 3: that size's other name */
     r = cddp__env_int(cddp__launchers[config->launcher].variables[k], 1, INT_MAX,
                       &config->local_world_size);
   if (r != CDDP_OK) return r;
@@ -6516,7 +6508,7 @@ static int cddp__segment_create(cddp__host *host, uint64_t size, uint64_t bytes)
   for (;;) {
     base =
         cddp__round_up(host->arena.window_end, n * size >= CDDP__HUGE_PAGE ? CDDP__HUGE_PAGE : 1);
-    fits = host->threads || (base <= limit && n * size <= limit - base);
+    fits = host->one_process || (base <= limit && n * size <= limit - base);
     if (fits) address = cddp__map_segment(host, base, n * size);
     if (address != NULL || (n == 1 && size == bytes)) break;
     if (n == 1) size = bytes;
@@ -6761,7 +6753,7 @@ static cddp__ref cddp__ref_of(cddp__host *host, const void *p, size_t bytes) {
   cddp__ref ref;
   const cddp__extent *extent;
   memset(&ref, 0, sizeof ref);
-  if (host->threads) {
+  if (host->one_process) {
     ref.kind = CDDP__REF_POINTER;
     ref.base = (uint64_t)(uintptr_t)p;
     return ref;
@@ -6875,9 +6867,9 @@ static void cddp__count_cores(cddp__host *host, cddp__atomic_u64 *all) {
 
 /* The first, or the next after p. For the thread that trains. */
 static cddp__process *cddp__next_process(const cddp__host *host, cddp__process *p) {
-  if (p == NULL) return host->first;
-  if (p >= host->first && p + 1 < host->first + host->size) return p + 1;
-  return p >= host->first && p < host->first + host->size ? host->others : p->next;
+  if (p == NULL) return host->ranks;
+  if (p >= host->ranks && p + 1 < host->ranks + host->size) return p + 1;
+  return p >= host->ranks && p < host->ranks + host->size ? host->others : p->next;
 }
 
 /* The pid and pidfd of the process with this window, for any thread; pid 0: not known. */
@@ -6886,8 +6878,8 @@ static cddp__process cddp__process_at(cddp__host *host, int window) {
   memset(&copy, 0, sizeof copy);
   copy.pidfd = -1;
   if (window < host->size) {
-    copy.pid = host->first[window].pid;
-    copy.pidfd = host->first[window].pidfd;
+    copy.pid = host->ranks[window].pid;
+    copy.pidfd = host->ranks[window].pidfd;
   } else {
     pthread_mutex_lock(&host->lock);
     for (p = host->others; p != NULL && p->window != window;) p = p->next;
@@ -6902,7 +6894,7 @@ static cddp__process cddp__process_at(cddp__host *host, int window) {
 static cddp__process *cddp__add_process(cddp__host *host, int window, uint32_t pid) {
   cddp__process *p;
   for (p = host->others; p != NULL && p->window != window;) p = p->next;
-  if (window < host->size) p = &host->first[window];
+  if (window < host->size) p = &host->ranks[window];
   if (p == NULL) {
     p = (cddp__process *)cddp__calloc(&host->allocator, 1, sizeof *p);
     if (p == NULL) return NULL;
@@ -6931,7 +6923,7 @@ static void cddp__find_processes(cddp__host *host) {
           (ssize_t)sizeof joins)
     return;
   for (window = 0; host->joined && host->joins_seen == 0 && window < host->size; window++)
-    if (!host->first[window].member) host->first[window].lost = 1; /* before this process joined */
+    if (!host->ranks[window].member) host->ranks[window].lost = 1; /* before this process joined */
   for (; host->joins_seen < joins.v; host->joins_seen++) {
     window = host->size + (int)host->joins_seen;
     if (window == host->arena.window || cddp__process_at(host, window).pid != 0) continue;
@@ -6949,7 +6941,7 @@ static cddp_result cddp__lock_use(cddp__host *host, cddp__process *p) {
   p->lost = 0;
   if (host->arena.fd < 0 || p->window == host->arena.window) return CDDP_OK;
   if (cddp__arena_lock(host, F_RDLCK, CDDP__USE_BYTES + p->window, 1)) {
-    p->read = true;
+    p->use_locked = true;
     return CDDP_OK;
   }
   if (errno == EAGAIN || errno == EACCES)
@@ -6989,14 +6981,14 @@ static void cddp__unmap_window(cddp__host *host, cddp__process *p) {
   peers->count = left;
   pthread_mutex_unlock(&host->lock);
   (void)cddp__arena_lock(host, F_UNLCK, CDDP__USE_BYTES + p->window, 1);
-  p->read = false;
+  p->use_locked = false;
 }
 
 /* Frees the memory of a process that has ended, unless another process reads it. */
 static void cddp__free_window(cddp__host *host, cddp__process *p) {
   cddp__process **at = &host->others;
   int use = CDDP__USE_BYTES + p->window, bits = host->arena.window_bits;
-  CDDP_ASSERT(!p->read && p->window != host->arena.window);
+  CDDP_ASSERT(!p->use_locked && p->window != host->arena.window);
   if (!cddp__arena_lock(host, F_WRLCK, use, 1)) return;
   (void)cddp__arena_punch(host, (uint64_t)(p->window + 1) << bits, (uint64_t)1 << bits);
   (void)cddp__arena_lock(host, F_UNLCK, use, 1);
@@ -7032,7 +7024,7 @@ static void cddp__host_free(cddp__host *host) {
     }
     cddp__free(&a, tables[i]->list);
   }
-  for (i = 0; host->first != NULL && i < host->size; i++) cddp__close_fd(&host->first[i].pidfd);
+  for (i = 0; host->ranks != NULL && i < host->size; i++) cddp__close_fd(&host->ranks[i].pidfd);
   while ((p = host->others) != NULL) {
     host->others = p->next;
     cddp__close_fd(&p->pidfd);
@@ -7046,7 +7038,7 @@ static void cddp__host_free(cddp__host *host) {
     munmap(host->record, CDDP__RECORD_BYTES);
   }
   pthread_mutex_destroy(&host->lock);
-  cddp__free(&a, host->first);
+  cddp__free(&a, host->ranks);
   cddp__free(&a, host);
 }
 
@@ -7073,12 +7065,12 @@ static cddp__host *cddp__host_create(const cddp_allocator *allocator, const cddp
   host->lead = host;
   gethostname(host->name, sizeof host->name - 1);
   if (given != NULL) cddp__append(host->name, sizeof host->name, "/%.20s", given);
-  host->first = (cddp__process *)cddp__calloc(allocator, (size_t)size, sizeof *host->first);
-  for (i = 0; i < size && host->first != NULL; i++) {
-    host->first[i].window = i;
-    host->first[i].pidfd = -1;
+  host->ranks = (cddp__process *)cddp__calloc(allocator, (size_t)size, sizeof *host->ranks);
+  for (i = 0; i < size && host->ranks != NULL; i++) {
+    host->ranks[i].window = i;
+    host->ranks[i].pidfd = -1;
   }
-  if (host->first != NULL) return host;
+  if (host->ranks != NULL) return host;
   cddp__host_free(host);
   return NULL;
 }
@@ -7169,9 +7161,9 @@ static cddp_result cddp__join_memory(cddp__host *host, int fd, int local_size) {
 static void cddp__share_memory(cddp__host *host) {
   struct rlimit limit;
   if (getrlimit(RLIMIT_FSIZE, &limit) != 0 || limit.rlim_cur != RLIM_INFINITY) return;
-  host->threads = cddp__create_memory(host, 0) != CDDP_OK;
-  if (host->threads)
-    cddp__log(&host->logger, 1, "no process can join this rank: %s", cddp_error());
+  host->one_process = cddp__create_memory(host, 0) != CDDP_OK;
+  if (host->one_process)
+    cddp__log(&host->logger, CDDP__LOG_WARNING, "no process can join this rank: %s", cddp_error());
 }
 
 /* >>reduce ---------------------------------------------------------------------------------------
@@ -7208,7 +7200,8 @@ typedef int64_t __attribute__((may_alias)) cddp__i64;
 #define CDDP__SCALAR
 #define CDDP__WIDE ""
 #define CDDP__STRICT_FP _Pragma("clang fp contract(off) reassociate(off)")
-#define CDDP__IVDEP _Pragma("clang loop vectorize(assume_safety)") /* in place is safe too */
+/* No iteration depends on another, not even in place. */
+#define CDDP__IVDEP _Pragma("clang loop vectorize(assume_safety)")
 #define CDDP__UNROLL_16 _Pragma("clang loop unroll_count(16)")
 #pragma clang diagnostic push
 #pragma clang diagnostic ignored "-Wpass-failed" /* a loop that stays scalar is no error */
@@ -7219,7 +7212,7 @@ typedef int64_t __attribute__((may_alias)) cddp__i64;
 #define CDDP__SCALAR __attribute__((optimize("O1", "fp-contract=off", "no-fast-math")))
 #define CDDP__WIDE ",prefer-vector-width=512"
 #define CDDP__STRICT_FP
-#define CDDP__IVDEP _Pragma("GCC ivdep") /* in place is safe too */
+#define CDDP__IVDEP _Pragma("GCC ivdep")
 #ifdef __CUDACC__
 #define CDDP__UNROLL_16 /* nvcc warns about the pragma */
 #else
@@ -7272,6 +7265,7 @@ CDDP__INLINED float cddp__f16_to_f32(uint16_t h) {
   uint32_t sign = (uint32_t)(h & 0x8000) << 16, magnitude = h & 0x7fffu;
   float scaled = (float)(int32_t)magnitude * 5.9604644775390625e-8f; /* times 2^-24: exact */
   uint32_t small = cddp__f32_bits(scaled);                           /* subnormal or zero */
+  /* The exponent's bias is 112 larger in f32, and infinity's exponent 224. */
   uint32_t normal = (magnitude << 13) + (magnitude >= 0x7c00 ? 224u << 23 : 112u << 23);
   uint32_t quiet = magnitude > 0x7c00 ? 0x400000 : 0;
   return cddp__f32_of_bits(sign | quiet | (magnitude < 0x400 ? small : normal));
@@ -7292,7 +7286,7 @@ CDDP__INLINED uint16_t cddp__f32_to_f16(float x) {
 CDDP__INLINED float cddp__bf16_to_f32(uint16_t h) { return cddp__f32_of_bits((uint32_t)h << 16); }
 
 CDDP__INLINED uint16_t cddp__f32_to_bf16(float x) {
-  uint32_t bits = cddp__f32_bits(x), rounded = bits + 0x7fff + (bits >> 16 & 1);
+  uint32_t bits = cddp__f32_bits(x), rounded = bits + 0x7fff + (bits >> 16 & 1); /* ties to even */
   return (uint16_t)((x != x ? bits | 0x400000 : rounded) >> 16);
 }
 
@@ -7335,7 +7329,7 @@ typedef struct cddp__loops {
   void (*scale)(void *d, size_t n, double f, bool divide);
   /* d = e * a + f * b; e * a is rounded before the addition. F32, F64 */
   void (*mix)(void *d, const void *a, const void *b, size_t n, double e, double f);
-  /* the sum of squares, in an order that depends only on n. F32, F64 */
+  /* the sum of squares. F32, F64 */
   double (*squares)(const void *p, size_t n);
   /* one AdamW step; states: exp_avg, exp_avg_sq, max_exp_avg_sq (NULL without amsgrad). F32, F64 */
   void (*adamw)(void *w, const void *g, void *const *states, size_t n, const cddp__scalars *s);
@@ -7508,14 +7502,15 @@ typedef struct cddp__loops {
   F decay = (F)(s)->adamw.decay, keep = (F)(s)->adamw.keep, take = (F)(s)->adamw.take; \
   F root = (F)(s)->adamw.root, step = (F)(s)->adamw.step, eps = (F)(s)->adamw.eps; \
   F lerp = (F)(s)->adamw.lerp; \
-  bool near = lerp < (F)0.5; /* torch.lerp */ \
+  bool near = lerp < (F)0.5; /* torch.lerp starts at the nearer end */ \
   if (!near) lerp = lerp - (F)1
 #define CDDP__ADAMW_KERNEL(ISA, TARGET, T, S, FMA, SQRT) \
   TARGET static void cddp__adamw_##S##_##ISA(void *weights, const void *gradient, \
                                              void *const *states, size_t n, \
                                              const cddp__scalars *s) { \
     CDDP__STRICT_FP \
-    T *w = (T *)weights, *m = (T *)states[0], *q = (T *)states[1], *most = (T *)states[2]; \
+    T *w = (T *)weights, *m = (T *)states[0], *q = (T *)states[1]; \
+    T *most = (T *)states[2]; /* max_exp_avg_sq */ \
     T sign = (T)s->sign; \
     const T *g = (const T *)gradient; \
     CDDP__ADAMW_SCALARS(T, s); \
@@ -7536,7 +7531,7 @@ typedef struct cddp__loops {
   v = __builtin_fmaf(take, v, y); \
   x = __builtin_fmaf(step, v, x); \
   m[i] = v
-#define CDDP__SGD_LOCALS(scalars, states) \
+#define CDDP__SGD_LOCALS(scalars) \
   float keep = (float)(scalars)->keep, take = (float)(scalars)->take; \
   float decay = (float)(scalars)->decay, step = (float)(scalars)->step; \
   bool decays = (scalars)->decay != 0
@@ -7549,16 +7544,16 @@ typedef struct cddp__loops {
 #define CDDP__FUSED_KERNEL(ISA, TARGET, NAME, LOCALS, STEP) \
   TARGET static void cddp__##NAME##_loop_##ISA(const cddp__fused_args *s, int ranks, size_t n) {\
     CDDP__STRICT_FP \
-    cddp__f32 *m = s->states[0]; \
+    cddp__f32 *m = s->states[0]; /* momentum or exp_avg */ \
     cddp__f32 *w0 = s->weights[0], *w1 = s->weights[1]; \
     cddp__f32 *g0 = s->gradients[0], *g1 = s->gradients[1]; \
     float mean = s->mean, clip = s->clip; \
-    LOCALS(s->scalars, s->states); \
+    LOCALS(s->scalars); \
     if (ranks == 1) CDDP__FUSED(g0[i], STEP, ); \
     else CDDP__FUSED((g0[i] + g1[i]), STEP, w1[i] = x; g1[i] = 0); \
   }
-#define CDDP__ADAMW_LOCALS(scalars, states) \
-  cddp__f32 *q = (states)[1]; \
+#define CDDP__ADAMW_LOCALS(scalars) \
+  cddp__f32 *q = s->states[1]; /* exp_avg_sq */ \
   CDDP__ADAMW_SCALARS(float, scalars)
 
 /* The loops that are faster with AVX-512 (by 4 to 20 % on Zen 4 and 5); memory and caches limit the
@@ -7811,12 +7806,12 @@ static void cddp__fold_block(const cddp__fold *fold, char *dst, size_t at, size_
   char *bufs[CDDP__FOLD_DEPTH];
   const void *parts[CDDP__FOLD_DEPTH];
   int sizes[CDDP__FOLD_DEPTH]; /* sources in each part */
-  int leaf = fold->sums && fold->loops == fold->math && fold->widths == NULL ? 8 : 1;
-  int depth = 0, i = 0, k;
+  int most = fold->sums && fold->loops == fold->math && fold->widths == NULL ? 8 : 1;
+  int depth = 0, i = 0, k; /* k: sources of the next leaf, at most `most` */
   size_t bytes = cddp__fold_bytes(fold);
   for (k = 0; k < CDDP__FOLD_DEPTH; k++) bufs[k] = (char *)space + (size_t)k * bytes;
   while (i < fold->nsrcs) {
-    for (k = leaf; k > fold->nsrcs - i; k /= 2) continue;
+    for (k = most; k > fold->nsrcs - i; k /= 2) continue;
     parts[depth] = cddp__fold_leaf(fold, bufs[depth], i, k, at, n);
     sizes[depth++] = fold->widths != NULL ? abs(fold->widths[i]) : k;
     i += k;
@@ -7833,7 +7828,6 @@ static void cddp__fold_block(const cddp__fold *fold, char *dst, size_t at, size_
   if (fold->narrows) fold->loops->narrow(dst + at * fold->esize, (const cddp__f32 *)parts[0], n);
 }
 
-/* Reduces elements [at, at + n) into dst. */
 static void cddp__fold_range(const cddp__fold *fold, void *dst, size_t at, size_t n) {
   size_t block = cddp__fold_bytes(fold) / fold->csize, end = at + n;
   const void *s[8];
@@ -7918,22 +7912,22 @@ static void cddp__fuse(void (*loop)(const cddp__fused_args *s, int ranks, size_t
 
 /* p[i] *= factor, with one rounding. factor is first rounded to the compute type. Floats only. */
 static void cddp__scale(void *p, size_t n, cddp_dtype dtype, double factor) {
-  const cddp__loops *k = cddp__pick_loops();
+  const cddp__loops *loops = cddp__pick_loops();
   float buf[CDDP__BLOCK_FLOATS];
   size_t at, m;
-  if (k[dtype].scale != NULL) (k[dtype].scale)(p, n, factor, CDDP__MULTIPLY);
-  for (at = 0; k[dtype].scale == NULL && at < n; at += m) {
+  if (loops[dtype].scale != NULL) (loops[dtype].scale)(p, n, factor, CDDP__MULTIPLY);
+  for (at = 0; loops[dtype].scale == NULL && at < n; at += m) {
     char *q = (char *)p + at * 2;
     m = cddp__min(CDDP__BLOCK_FLOATS, n - at);
-    k[dtype].widen(buf, q, m);
-    (k[CDDP_F32].scale)(buf, m, factor, CDDP__MULTIPLY);
-    k[dtype].narrow(q, buf, m);
+    loops[dtype].widen(buf, q, m);
+    (loops[CDDP_F32].scale)(buf, m, factor, CDDP__MULTIPLY);
+    loops[dtype].narrow(q, buf, m);
   }
 }
 
 /* The sum of squares in double, in an order that depends only on n. Floats only. */
 static double cddp__sum_squares(const void *p, size_t n, cddp_dtype dtype) {
-  const cddp__loops *k = cddp__pick_loops();
+  const cddp__loops *loops = cddp__pick_loops();
   bool half = cddp__dtype_half(dtype);
   float buf[CDDP__BLOCK_FLOATS];
   double sum = 0;
@@ -7941,8 +7935,8 @@ static double cddp__sum_squares(const void *p, size_t n, cddp_dtype dtype) {
   for (at = 0; at < n; at += m) {
     const void *q = (const char *)p + at * cddp__dtype_size(dtype);
     m = cddp__min(CDDP__BLOCK_FLOATS, n - at);
-    if (half) k[dtype].widen(buf, q, m);
-    sum += k[cddp__compute_type(dtype)].squares(half ? buf : q, m);
+    if (half) loops[dtype].widen(buf, q, m);
+    sum += loops[cddp__compute_type(dtype)].squares(half ? buf : q, m);
   }
   return sum;
 }
@@ -7960,7 +7954,7 @@ static float cddp__round_odd(double x) {
 /* dst[i] = src[i], rounded to the nearest, ties to even. Floats only, unless to == from; only then
    can src and dst overlap. */
 static void cddp__convert(void *dst, cddp_dtype to, const void *src, cddp_dtype from, size_t n) {
-  const cddp__loops *k = cddp__pick_loops();
+  const cddp__loops *loops = cddp__pick_loops();
   float buf[CDDP__BLOCK_FLOATS];
   size_t at, m, i, to_size = cddp__dtype_size(to), from_size = cddp__dtype_size(from);
   if (to == from && n > 0) memmove(dst, src, n * to_size);
@@ -7973,11 +7967,11 @@ static void cddp__convert(void *dst, cddp_dtype to, const void *src, cddp_dtype 
     if (from == CDDP_F64)
       for (i = 0; i < m; i++) mid[i] = to == CDDP_F32 ? (float)s64[i] : cddp__round_odd(s64[i]);
     else if (from != CDDP_F32)
-      k[from].widen(mid, (const char *)src + at * from_size, m);
+      loops[from].widen(mid, (const char *)src + at * from_size, m);
     if (to == CDDP_F64)
       for (i = 0; i < m; i++) ((cddp__f64 *)d)[i] = (double)s[i];
     else if (to != CDDP_F32)
-      k[to].narrow(d, s, m);
+      loops[to].narrow(d, s, m);
   }
 }
 
@@ -8004,8 +7998,8 @@ static void cddp__convert(void *dst, cddp_dtype to, const void *src, cddp_dtype 
 static void cddp__slice(size_t n, size_t granule, int parts, int part, size_t *begin,
                         size_t *end) {
   size_t grains = n / granule + (n % granule != 0), i = (size_t)part;
-  size_t each = grains / (size_t)parts, plain = (size_t)parts - grains % (size_t)parts;
-  size_t first = each * i + (i > plain ? i - plain : 0), count = each + (i >= plain);
+  size_t each = grains / (size_t)parts, small = (size_t)parts - grains % (size_t)parts;
+  size_t first = each * i + (i > small ? i - small : 0), count = each + (i >= small);
   CDDP_ASSERT(part >= 0 && part < parts);
   *begin = first >= grains ? n : first * granule;
   *end = first + count >= grains ? n : (first + count) * granule;
@@ -8073,7 +8067,7 @@ static cddp__node_merge cddp__merge_shard(const cddp__shard_node *nodes, int cou
   merge.node.width = end - begin;
   merge.count = 0;
   for (i = merge.low; i <= merge.high; i++) {
-    part = i == at ? &shard : &nodes[i - (i > at)];
+    part = i == at ? &shard : &nodes[i - (i > at)]; /* the shard precedes nodes[at] */
     merge.slots[merge.count] = part->slot;
     merge.widths[merge.count++] = cddp__node_width(part);
   }
@@ -8084,7 +8078,7 @@ static cddp__node_merge cddp__merge_shard(const cddp__shard_node *nodes, int cou
 static int cddp__free_slot(const cddp__shard_node *nodes, int count) {
   int slot = 0, i;
   for (i = 0; i < count; i++)
-    if (nodes[i].slot == slot) slot++, i = -1;
+    if (nodes[i].slot == slot) slot++, i = -1; /* from the start */
   return slot;
 }
 
@@ -8103,7 +8097,7 @@ static int cddp__plan_nodes(const int *owner, int shards, bool apart, cddp__shar
   int count = 0, i, k;
   *slots = 0;
   for (i = 0; i < shards; i++) {
-    cddp__shard_node shard = {i, 1, -1, owner[i]};
+    cddp__shard_node shard = {i, 1 /* width */, -1 /* no slot */, owner[i]};
     cddp__node_merge merge = cddp__merge_shard(nodes, count, shard, shards);
     cddp__shard_node node = merge.node;
     k = merge.low - 1; /* the rank's node before it */
@@ -8158,7 +8152,7 @@ static int cddp__plan_buckets(int *offsets, int *sorted, const cddp_param *param
     o->bucket = -1;
   }
   memset(offsets, 0, (size_t)(count + 2) * sizeof *offsets);
-  for (i = 0; i < count; i++) { /* a counting sort by bucket */
+  for (i = 0; i < count; i++) { /* a counting sort: offsets[b + 1] is where b's next one goes */
     bucket_of[i] = order != NULL ? place[bucket_of[i]] : created - 1 - bucket_of[i];
     offsets[bucket_of[i] + 2]++;
   }
@@ -8198,6 +8192,7 @@ enum {
 static const cddp__shape cddp__shapes[] = {CDDP__KINDS(CDDP__X)};
 #undef CDDP__X
 
+/* Invalid dtypes and ops stay invalid. */
 static cddp__call cddp__make_call(int kind, const void *send, void *recv, size_t count,
                                   cddp_dtype dtype, cddp_op op, int root) {
   cddp__call c = {(uint8_t)kind, (uint8_t)((unsigned)dtype > 255 ? 255 : dtype),
@@ -8273,10 +8268,10 @@ static size_t cddp__in_bytes(const cddp__call *call, int from, size_t begin, siz
 
 /* A call with counts: what each rank sends to each other one first. */
 typedef struct cddp__count_notice {
-  uint64_t count; /* of its share for the receiver */
-  uint64_t at;    /* cddp__counted_share.there of the receiver */
-  uint64_t most;  /* the largest count that it knows of */
-  uint64_t host;  /* 1: its buffers are in host memory */
+  uint64_t count; /* of the share for the receiver */
+  uint64_t at;    /* cddp__counted_share.peer_at of the receiver */
+  uint64_t most;  /* the largest count that the sender knows of */
+  uint64_t host;  /* 1: the sender's buffers are in host memory */
 } cddp__count_notice;
 
 /* Bytes of a call's counted shares and, behind them, of the notices sent and received. */
@@ -8284,7 +8279,7 @@ static size_t cddp__counts_memory(const cddp_group *g) {
   return (size_t)g->size * (sizeof(cddp__counted_share) + 2 * sizeof(cddp__count_notice));
 }
 
-/* The bytes of the send and recv buffers that a collective uses on this rank. */
+/* The bytes of both buffers that a collective uses on this rank. */
 static void cddp__buffer_bytes(const cddp_group *g, const cddp__call *call, size_t *sent,
                                size_t *received) {
   bool one = cddp__in_one_buffer(call);
@@ -8343,7 +8338,7 @@ static cddp__text cddp__describe_call(uint32_t code, uint64_t count, int root) {
 #define CDDP__HEADERS_AT ((size_t)4096) /* offset of the headers */
 CDDP__STATIC_ASSERT(sizeof(cddp__control_block) <= CDDP__HEADERS_AT, "it is before the headers");
 /* Bytes of a staging buffer; fewer where many ranks share the last cache. With 1 MiB of L2, peers
-   read chunks of 256 KiB in 2/3 of the time that chunks of 64 KiB take; with 512 KiB in more. */
+   read chunks of 256 KiB in 2/3 of the time that chunks of 64 KiB take; 512 KiB of L2: more. */
 #define CDDP__STAGING ((size_t)256 << 10)
 #define CDDP__STAGING_MIN ((size_t)64 << 10)
 #define CDDP__STAGING_L2 ((size_t)1 << 20)  /* with an L2 of this size or unknown: CDDP__STAGING */
@@ -8368,7 +8363,7 @@ static size_t cddp__l2(void) {
 }
 #endif
 
-static size_t cddp__staging_bytes(int size) { /* the maximum over all machines */
+static size_t cddp__staging_bytes(int size) { /* at most; less with a small L2 */
   size_t each = CDDP__STAGING;
   while (each > CDDP__STAGING_MIN && 2 * each * (size_t)size > CDDP__STAGING_ALL) each /= 2;
   return each;
@@ -8378,7 +8373,7 @@ static size_t cddp__piggyback_bytes(int size) {
   return size == 2 ? 2 * CDDP__PIGGYBACK : CDDP__PIGGYBACK;
 }
 
-/* Offset of the slots; offset of the staging buffers; bytes of everything. */
+/* Offset of the slots; offset of the staging buffers; bytes of everything: two sets of buffers. */
 static size_t cddp__block_slots(int size) {
   size_t headers = (size_t)size * (2 * sizeof(cddp__op_header) + sizeof(cddp__atomic_u32));
   return CDDP__HEADERS_AT + cddp__round_up(headers, 4096);
@@ -8421,7 +8416,8 @@ static bool cddp__has_announced(const cddp_group *g, int rank) {
    in the group `failed`. Lock: fail_lock. Calls other hosts through >>hooks.
    Entry points:
      a failure       cddp__break, _break_here, _publish_failure and _announce_failure, _wake_all
-     known failures  cddp__check_group, _check_failure, _is_broken; cddp__cause: _set, _has, _check
+     known failures  cddp__check_group, _check_failure, _is_broken, _set_cause, _has_cause,
+                     _check_cause
      ended ranks     cddp__check_peers, _rank_gone, _rank_left, _remote_gone, _process_gone,
                      _report_lost, _exit_status, _boot_ticks
      late ranks      cddp__break_late; cddp__publish_wait, _clear_wait, _check_deadlock
@@ -8459,8 +8455,8 @@ static cddp_result cddp__check_cause(const cddp__cause *cause) {
 }
 
 /* Wakes all sleeping ranks. Adding 0 is a full fence: threads that begin to sleep later see
-   `broken`. Of other hosts' headers this host's ranks wait for the lowest rank's first, and sleep
-   on no other: cddp__hosts_exchange. */
+   `broken`. Of other hosts' headers this host's ranks sleep only on that of the lowest rank:
+   cddp__hosts_exchange. */
 static void cddp__wake_all(cddp_group *g) {
   bool sleepers = cddp__add32(&g->block->sleepers, 0) != 0;
   int p;
@@ -8520,14 +8516,14 @@ static void cddp__announce_failure(cddp_group *g, bool notify_hosts) {
 /* Breaks the group with this thread's error, unless it is broken. Returns the group's failure. */
 static cddp_result cddp__break_here(cddp_group *g, cddp_result r, bool notify_hosts) {
   if (cddp__publish_failure(g, r)) {
-    cddp__log(&g->host->logger, 0, "%s", cddp__failure_text(g));
+    cddp__log(&g->host->logger, CDDP__LOG_ERROR, "%s", cddp__failure_text(g));
     cddp__announce_failure(g, notify_hosts);
   }
   return cddp__check_failure(g);
 }
 
-/* The same. If this rank of an elastic model fails for a reason of its own, the others lose only
-   this rank. Then this returns r. */
+/* Like cddp__break_here. If this rank of an elastic model fails for a reason of its own, the others
+   lose only this rank. Then this returns r. */
 static cddp_result cddp__break(cddp_group *g, cddp_result r) {
   char text[CDDP__ERROR_MAX];
   if (!g->elastic || (r != CDDP_OUT_OF_MEMORY && r != CDDP_SYSTEM && r != CDDP_CUDA))
@@ -8549,10 +8545,10 @@ static void cddp__mark_multithreaded(const cddp__host *host) {
    of a variable that each thread has. */
 CDDP__INLINED void cddp__note_thread(cddp__host *host) {
   uintptr_t self = (uintptr_t)&cddp__this_site;
-  uintptr_t first = __atomic_load_n(&host->user, __ATOMIC_RELAXED);
+  uintptr_t first = __atomic_load_n(&host->first_thread, __ATOMIC_RELAXED);
   if (CDDP__LIKELY(first == self) || cddp__own_engine != NULL) return;
-  if (first != 0 || !__atomic_compare_exchange_n(&host->user, &first, self, false, __ATOMIC_RELAXED,
-                                                 __ATOMIC_RELAXED))
+  if (first != 0 || !__atomic_compare_exchange_n(&host->first_thread, &first, self, false,
+                                                 __ATOMIC_RELAXED, __ATOMIC_RELAXED))
     cddp__mark_multithreaded(host);
 }
 
@@ -8567,9 +8563,9 @@ CDDP__INLINED cddp_result cddp__check_group(cddp_group *g) {
 #define CDDP__REMOTE_CAUSE_S 0.1      /* time for another host's notice of a failure to arrive */
 #define CDDP__REMOTE_CAUSE_LONG_S 0.5 /* the same if other ranks may have seen how a rank ended */
 #define CDDP__EXITED "exited, or called MPI_Finalize, without cddp_destroy"
-#define CDDP__STATUS_S 0.5            /* for a dead rank's left neighbour to see how it ended */
+#define CDDP__STATUS_S 0.5            /* for a dead rank's left neighbour to store how it ended */
 #define CDDP__STOPPED_S 5.0 /* a peer that uses this rank's memory for longer is stopped */
-#define CDDP__AWAITS_MS 500           /* an entry of slot.awaits counts; its rank checks often */
+#define CDDP__AWAITS_MS 500           /* an older slot.awaits is ignored */
 
 /* Reads field `number` of /proc/PID/stat (proc(5)), and the letter of the process's state. Returns
    false if there is no such process. */
@@ -8596,7 +8592,7 @@ static uint64_t cddp__boot_ticks(void) { /* the time now, in the unit of startti
   return (uint64_t)(((double)t.tv_sec + 1e-9 * (double)t.tv_nsec) * (double)sysconf(_SC_CLK_TCK));
 }
 
-/* Whether a process has ended. A living process of the host holds a lock on its life byte,
+/* Whether the process with the window `at` has ended. A living one holds a lock on its life byte,
    unless the program has closed the descriptor (closefrom). */
 static bool cddp__process_gone(cddp__host *host, int at) {
   uint32_t pid;
@@ -8628,7 +8624,7 @@ static bool cddp__rank_gone(const cddp_group *g, int rank) {
   if (g->members[rank] < 0) return cddp__remote_gone(g, rank);
   if (state == CDDP__SLOT_LEFT || state == CDDP__SLOT_DEAD) return true;
   if (rank == g->rank) return false;
-  if (g->host->threads) /* a thread that ends marks its slot in the first group only */
+  if (g->host->one_process) /* a thread that ends marks its slot in the first group only */
     return g->host->slots != NULL &&
            cddp__load32(&g->host->slots[g->members[rank]].state) == CDDP__SLOT_DEAD;
   return cddp__process_gone(g->host, g->members[rank]);
@@ -8655,7 +8651,7 @@ static bool cddp__exit_status(int pidfd, uint32_t pid, int *status) {
   return (info.mask & 8) != 0;
 }
 
-/* How a process ended, from its wait status, for error texts: "was killed by signal 9 (Killed)". */
+/* Example: "was killed by signal 9 (Killed)". status: a wait status. */
 static cddp__text cddp__describe_status(int status) {
   if (!WIFSIGNALED(status)) return cddp__textf("exited with code %d", WEXITSTATUS(status));
   return cddp__textf("was killed by signal %d (%s)%s", WTERMSIG(status),
@@ -8665,7 +8661,7 @@ static cddp__text cddp__describe_status(int status) {
 static cddp__text cddp__name_rank(const cddp_group *g, int rank) {
   const cddp__net *net = g->hosts != NULL ? g->hosts->net : NULL;
   const cddp__rank_entry *entry = net != NULL ? &net->ranks[g->world[rank]] : NULL;
-  if (g->host->threads && net == NULL)
+  if (g->host->one_process && net == NULL)
     return cddp__textf("rank %d (a thread of pid %d)", rank, (int)getpid());
   return cddp__textf("rank %d (pid %u on %s)", rank,
                      net != NULL ? entry->pid
@@ -8679,7 +8675,6 @@ static bool cddp__rank_left(const cddp_group *g, int rank) {
   return cddp__load32(&cddp__slot_of(g, rank)->state) == CDDP__SLOT_LEFT;
 }
 
-/* Describes the end of the connection to a rank of another host. */
 static cddp__text cddp__describe_remote_end(const cddp_group *g, int rank) {
   const cddp__net *net = g->hosts->net;
   const cddp__rank_entry *entry = &net->ranks[g->world[rank]];
@@ -8700,7 +8695,7 @@ static cddp__text cddp__describe_remote_end(const cddp_group *g, int rank) {
                                           "packets: lower the MTU of the hosts' interfaces");
 }
 
-/* How a rank that is gone ended: "exited with code 1". */
+/* Example: "exited with code 1" */
 static cddp__text cddp__describe_end(const cddp_group *g, int rank) {
   cddp__host *host = g->host;
   int status, at = g->members[rank];
@@ -8711,12 +8706,12 @@ static cddp__text cddp__describe_end(const cddp_group *g, int rank) {
   CDDP_ASSERT(cddp__rank_gone(g, rank));
   if (cddp__rank_left(g, rank)) return cddp__textf("left the group (cddp_destroy)");
   if (at < 0) return cddp__describe_remote_end(g, rank);
-  if (host->threads) return cddp__textf("ended: its thread function returned");
+  if (host->one_process) return cddp__textf("ended: its thread function returned");
   if (cddp__load32(&cddp__slot_of(g, rank)->state) == CDDP__SLOT_DEAD)
     return cddp__textf(CDDP__EXITED);
   process = cddp__process_at(host, at);
-  /* The system releases its lock a moment before its status exists. Or its left neighbour on the
-     host soon stores the status: cddp__wait_tick. slots == NULL: this rank joined (CDDP_JOIN). */
+  /* The system releases the lock of a process a moment before its status exists. Its left neighbour
+     on the host soon stores the status: cddp__wait_tick. slots == NULL: this rank joined. */
   cddp__wait_begin(&w, host->slots != NULL && at < host->size ? CDDP__STATUS_S : 0.005);
   do {
     known = cddp__exit_status(process.pidfd, process.pid, &status);
@@ -8727,14 +8722,14 @@ static cddp__text cddp__describe_end(const cddp_group *g, int rank) {
   return cddp__textf("died: its process has ended");
 }
 
-/* This rank's current call: "all_reduce(count 4, f32, sum) at train.c:120, call 17 of the group" */
+/* Example: "all_reduce(count 4, f32, sum) at train.c:120, call 17 of the group" */
 static cddp__text cddp__describe_current_call(const cddp_group *g) {
   const cddp__op_header *header = cddp__op_header_of(g, g->rank, g->round);
   const char *function = cddp__this_site.function;
   cddp__text call = cddp__describe_call(header->call, header->count, header->root);
   if (function != NULL &&
       (strcmp(function, "cddp_save") == 0 || strcmp(function, "cddp_load") == 0))
-    call = cddp__textf("a step of %s", function); /* the program did not make its collectives */
+    call = cddp__textf("a step of %s", function); /* cddp made the collective */
   return cddp__textf("%s%s, call %" PRIu64 " of the group", call.s, cddp__describe_site().s,
                      g->calls);
 }
@@ -8841,7 +8836,6 @@ static void cddp__copy_text(char *to, const char *from, size_t n) {
   }
 }
 
-/* A rank's number in the job. */
 static int cddp__job_rank(const cddp_group *g, int rank) {
   return g->world != NULL ? g->world[rank] : g->members[rank];
 }
@@ -8851,7 +8845,7 @@ static cddp__text cddp__describe_wait(const cddp_group *g, int rank) {
   const cddp__slot *slot = cddp__wait_slot(g, rank);
   int number = cddp__job_rank(g, rank);
   char where[CDDP__WHERE_MAX];
-  bool waits, threads; /* threads: it has several */
+  bool waits, threads; /* threads: the rank has several */
   cddp__text none = {""};
   if (slot == NULL) return none;
   waits = cddp__load64(&slot->wait) != 0;
@@ -8860,7 +8854,7 @@ static cddp__text cddp__describe_wait(const cddp_group *g, int rank) {
   if (waits || cddp__load32(&slot->failed) != 0)
     return cddp__textf("; rank %d %s in %s%s", number, waits ? "waits" : "has failed", where,
                        threads ? " (one of its threads)" : "");
-  /* It may wait for another host, for shards, or in a thread that publishes no wait. */
+  /* The rank may wait for another host, or in a thread that publishes no wait. */
   if (g->host->net != NULL || threads) return none;
   return cddp__textf("; rank %d waits in no collective, send or recv", number);
 }
@@ -8925,7 +8919,7 @@ static cddp_result cddp__break_deadlock(cddp_group *g, cddp_group *in, int p) {
   /* Both groups are broken before any rank wakes: a rank that wakes may leave the other group. */
   first = cddp__publish_failure(in, r);
   if (cddp__publish_failure(g, r)) {
-    cddp__log(&g->host->logger, 0, "%s", cddp__failure_text(g));
+    cddp__log(&g->host->logger, CDDP__LOG_ERROR, "%s", cddp__failure_text(g));
     cddp__announce_failure(g, CDDP__NOTIFY_HOSTS);
   }
   if (first) cddp__announce_failure(in, CDDP__NOTIFY_HOSTS);
@@ -8994,15 +8988,15 @@ static cddp__text cddp__list_ranks(const bool *set, int size, size_t n) {
    another host counts unless its host has reported it. */
 static int cddp__find_late(const cddp_group *g, bool *set) {
   uint32_t now_ms = (uint32_t)(uint64_t)(cddp__monotonic() * 1000);
-  bool all = g->hosts != NULL && !g->hosts->local_only;
+  bool all_hosts = g->hosts != NULL && !g->hosts->local_only;
   int p, n = 0;
   memset(set, 0, (size_t)g->size * sizeof *set);
   for (p = 0; p < g->size; p++) {
     uint64_t awaits = cddp__load64(&cddp__slot_of(g, p)->awaits);
-    uint32_t at_ms = (uint32_t)(awaits >> 32), awaited = (uint32_t)awaits; /* 1 + the rank; 0 */
+    uint32_t at_ms = (uint32_t)(awaits >> 32), awaited = (uint32_t)awaits; /* 1 + its rank */
     if (cddp__has_announced(g, p)) continue;
     if (g->members[p] < 0)
-      set[p] = set[p] || (all && cddp__load32(cddp__reported_round_of(g, p)) != g->round);
+      set[p] = set[p] || (all_hosts && cddp__load32(cddp__reported_round_of(g, p)) != g->round);
     else if (awaited != 0 && now_ms - at_ms < CDDP__AWAITS_MS)
       set[awaited - 1] = true;
     else
@@ -9016,7 +9010,7 @@ static int cddp__find_late(const cddp_group *g, bool *set) {
    arrive meanwhile.
      late   a rank of another host with missing frames, or -1 */
 static cddp_result cddp__break_late(cddp_group *g, int late) {
-  bool set[CDDP__MAX_RANKS], far = false;
+  bool set[CDDP__MAX_RANKS], far = false; /* far: one of them is on another host */
   char names[320] = "", where[CDDP__ERROR_MAX] = "";
   int p, named = 0, n;
   cddp_result r;
@@ -9027,7 +9021,7 @@ static cddp_result cddp__break_late(cddp_group *g, int late) {
     if (r != CDDP_OK || cddp__has_announced(g, g->hosts->lowest_remote)) return r;
   }
   n = cddp__find_late(g, set);
-  if (n == 0 && late >= 0) set[late] = true; /* it does not finish the round that all announced */
+  if (n == 0 && late >= 0) set[late] = true; /* it does not finish a round that all announced */
   if (n == 0 && late < 0) cddp__append(names, sizeof names, "a rank");
   for (p = 0; p < g->size && named < 3; p++) {
     if (!set[p]) continue;
@@ -9060,8 +9054,8 @@ static cddp_result cddp__break_late(cddp_group *g, int late) {
      2. The round is complete when all headers have its number. Each rank compares all headers, so
         ranks that made different calls all find out.
      3. There are two sets of headers and staging buffers, used alternately. A rank writes those of
-        round s + 2 only after every rank has announced s + 1, that is, has finished reading s. (The
-        rooms that run rounds write and read the staging buffers.) Round numbers can wrap around.
+        round s + 2 only after every rank has announced s + 1, that is, has finished reading s.
+        Round numbers can wrap around.
      4. Each process notes how its right neighbour on the host, a ring, has ended: slot.ended.
    How ranks wait:
      1. With one core per rank, ranks poll the headers, then yield, then sleep on the seq of a
@@ -9072,8 +9066,8 @@ static cddp_result cddp__break_late(cddp_group *g, int late) {
 /* Up to this many bytes per share one round is faster than two rounds around direct copies. */
 #define CDDP__ROUND_MAX ((size_t)4 << 10)
 #define CDDP__ROUND_MAX_OVERSUBSCRIBED ((size_t)8 << 10)
-#define CDDP__SPIN 2000 /* polls: tens of microseconds; with more ranks than cores 0 instead */
-#define CDDP__YIELDS 100 /* before a rank sleeps; at most CDDP__YIELDS_MAX_S */
+#define CDDP__SPIN 2000 /* polls, tens of microseconds, before a rank yields: cddp__spin_of */
+#define CDDP__YIELDS 100 /* before it sleeps; at most for CDDP__YIELDS_MAX_S */
 
 /* --- groups with work for every waiting thread --- */
 
@@ -9128,9 +9122,9 @@ static cddp_result cddp__wait_tick(cddp_group *g, cddp__wait *w) {
   if (!w->due) return CDDP_OK;
   cddp__join_serve(g->host, CDDP__JOIN_POLL);
   /* The system discards the exit status once the parent has read it. */
-  if (host->slots != NULL && host->first[next].pidfd >= 0 &&
+  if (host->slots != NULL && host->ranks[next].pidfd >= 0 &&
       cddp__load32(&host->slots[next].ended) == 0 && cddp__process_gone(host, next) &&
-      cddp__exit_status(host->first[next].pidfd, host->first[next].pid, &status))
+      cddp__exit_status(host->ranks[next].pidfd, host->ranks[next].pid, &status))
     cddp__store32(&host->slots[next].ended, 1u << 16 | (uint32_t)status);
   return CDDP_OK;
 }
@@ -9158,8 +9152,8 @@ static void cddp__notify(cddp_group *g, int rank) {
   if (cddp__load32(&slot->waiting) != 0) cddp__futex_wake(&slot->events);
 }
 
-/* Every 20 ms of a wait for a round: has a rank that the round needs ended? The first time this
-   rank's wait is published. From then on it checks whether a peer waits for this rank. */
+/* Every 20 ms of a wait for a round: breaks the group if a rank that the round needs has ended. The
+   first call publishes this rank's wait. Later calls check whether a peer waits for this rank. */
 static cddp_result cddp__check_wait(cddp_group *g, bool *published) {
   cddp_result r = cddp__check_peers(g);
   if (r != CDDP_OK) return r;
@@ -9168,7 +9162,7 @@ static cddp_result cddp__check_wait(cddp_group *g, bool *published) {
   return CDDP_OK;
 }
 
-/* Waits until *word == want, behind the polls of cddp__wait_word: yields, then sleeps. Between two
+/* Waits until *word == want, after the polls of cddp__wait_word: yields, then sleeps. Between two
    sleeps it looks for a failure, for ranks that have ended, and at the deadline. */
 static cddp_result cddp__wait_slow(cddp_group *g, cddp__atomic_u32 *word, uint32_t want) {
   bool published = false;
@@ -9200,11 +9194,11 @@ static cddp_result cddp__wait_word(cddp_group *g, cddp__atomic_u32 *word, uint32
 
 /* --- ranks that disagree --- */
 
-static bool cddp__is_absent(const cddp__op_header *a) {
-  return cddp__code_kind(a->call) == CDDP__KIND_DDP_JOIN;
+static bool cddp__is_absent(const cddp__op_header *header) {
+  return cddp__code_kind(header->call) == CDDP__KIND_DDP_JOIN;
 }
 
-/* Whether both headers have the same call, or `header` that of a rank without inputs. */
+/* Whether both headers have the same call, or `header` is that of a rank without inputs. */
 static bool cddp__calls_match(const cddp__op_header *reference, const cddp__op_header *header) {
   uint32_t kind = cddp__code_kind(reference->call);
   bool joinable = cddp__code_phase(reference->call) == CDDP__PHASE_CALL &&
@@ -9228,7 +9222,7 @@ static cddp__text cddp__describe_rank(const cddp_group *g, int rank,
                              slot->site);
   other = cddp__describe_call(reference->call, reference->count, reference->root);
   if (header == reference || strcmp(other.s, call.s) != 0) return t;
-  if (cddp__code_kind(header->call) == CDDP__KIND_BARRIER)
+  if (cddp__code_kind(header->call) == CDDP__KIND_BARRIER) /* other logged calls */
     cddp__append(t.s, sizeof t.s, " after other calls of the group and its cddp_ddps on devices");
   else if (reference->fp_mode != header->fp_mode)
     cddp__append(t.s, sizeof t.s,
@@ -9299,7 +9293,7 @@ static cddp_result cddp__await_headers(cddp_group *g, const cddp__call *call, ui
   bool same = true;
   cddp_result r;
   int p, size = g->size;
-  for (p = 0; p < size; p++, header += 2) {
+  for (p = 0; p < size; p++, header += 2 /* of each rank */) {
     if (p == g->rank || (!all && g->members[p] < 0)) continue;
     if (!g->oversubscribed && (r = cddp__wait_word(g, &header->seq, g->round)) != CDDP_OK) return r;
     same = same && header->call == code && header->count == call->count &&
@@ -9551,8 +9545,8 @@ static bool cddp__link_reconnect(const cddp__net *n, cddp__connection *c) {
   double now = cddp__now();
   cddp__connection *fresh;
   if (!cddp__link_is_cut(c) || !c->caller || !c->early || now > c->deadline) return false;
-  if (now < c->again) return true;
-  c->again = now + CDDP__RECONNECT_S;
+  if (now < c->retry_at) return true;
+  c->retry_at = now + CDDP__RECONNECT_S;
   if (cddp__link_connect(n, c->peer, (int)c->hello.purpose, c->hello.group, &fresh) != CDDP_OK)
     return true;
   if (syscall(SYS_dup3, fresh->fd, c->fd, O_CLOEXEC) >= 0) { /* other threads poll this number */
@@ -10227,7 +10221,7 @@ static cddp_result cddp__register_rank(cddp__rendezvous *rdv, const cddp__rank_i
 static cddp_result cddp__send_message(cddp__connection *c, uint32_t kind, const void *body,
                                       size_t size, const int *fds, double deadline) {
   cddp_result r;
-  if (fds != NULL) memcpy(c->pass, fds, sizeof c->pass);
+  if (fds != NULL) memcpy(c->send_fds, fds, sizeof c->send_fds);
   r = cddp__connection_post(c, CDDP__FRAME_MESSAGE, kind, body, size);
   return r == CDDP_OK ? cddp__connection_exchange(c, 0, deadline) : r;
 }
@@ -11291,13 +11285,13 @@ static cddp_result cddp__send_table(cddp__rendezvous *rdv) {
     int fds[2] = {rdv->host->arena.fd, *link_fd};
     if (!child->awaited) continue;
     CDDP__POINT("welcome");
-    memcpy(child->connection.pass, fds, sizeof fds);
+    memcpy(child->connection.send_fds, fds, sizeof fds);
     r = cddp__connection_post(&child->connection, CDDP__FRAME_MESSAGE, CDDP__RENDEZVOUS_TABLE,
                               net->token, cddp__table_bytes(net->size, net->host_count));
     (void)cddp__connection_progress(&child->connection);
     if (r == CDDP_OK && child->connection.state == CDDP__CONNECTION_ENDED)
       r = cddp__receive_from_child(rdv, child); /* it can have sent FAIL */
-    if (child->connection.pass[0] < 0) cddp__close_fd(link_fd);
+    if (child->connection.send_fds[0] < 0) cddp__close_fd(link_fd);
   }
   return r;
 }
@@ -11477,7 +11471,8 @@ static void cddp__join_listen(cddp__host *host) {
   a = cddp__rank_socket(job, "join-", (int)job->table.info.rank);
   if (host->joins.fd < 0) error = cddp__listen_address(&a, &host->joins.fd);
   if (error != 0)
-    cddp__log(&host->logger, 1, "no process can join through this rank: %s", strerror(error));
+    cddp__log(&host->logger, CDDP__LOG_WARNING, "no process can join through this rank: %s",
+              strerror(error));
 }
 
 static void cddp__join_close(cddp__host *host) {
@@ -11542,7 +11537,7 @@ static void cddp__join_answer(cddp__host *host, cddp__connection *c) {
   table->info.fp_mode = cddp__fp_mode();
   table->job = host->record != NULL ? host->record->job : 0;
   table->local_size = host->size;
-  c->pass[0] = host->arena.fd;
+  c->send_fds[0] = host->arena.fd;
   c->peer = 0; /* answered */
   (void)cddp__connection_post(c, CDDP__FRAME_MESSAGE, CDDP__RENDEZVOUS_TABLE, table, sizeof *table);
   (void)cddp__connection_progress(c);
@@ -12195,7 +12190,7 @@ static bool cddp__send_frame(cddp_group *g, const cddp__delivery *frame, cddp__c
     link->out_head = cddp__frame_head_of(frame->type, g->round, CDDP_U8, frame->size, frame->size);
   }
   if (cddp__connection_send(link, &link->out_head, frame->data, frame->size, &link->sent,
-                            CDDP__PART_BYTES) <= 0)
+                            CDDP__PIECE_FRAME) <= 0)
     return false;
   link->sent = 0;
   CDDP__POINT("frame");
@@ -12222,7 +12217,7 @@ static bool cddp__receive_frame(cddp_group *g, const cddp__delivery *frame,
     return false; /* no head of a piece yet */
   if (memcmp(&link->in_head, &head, sizeof head) != 0) cddp__connection_end(link, EPROTO);
   if (link->state != CDDP__CONNECTION_UP ||
-      cddp__connection_read(link, &link->in_head, data, size, &link->got, CDDP__PART_BYTES) <= 0)
+      cddp__connection_read(link, &link->in_head, data, size, &link->got, CDDP__PIECE_FRAME) <= 0)
     return false;
   link->got = 0;
   return true;
@@ -12309,7 +12304,7 @@ static cddp_result cddp__deliver(cddp_group *g, long due) {
     pthread_mutex_unlock(&g->p2p.lock);
     r = r == CDDP_SYSTEM ? cddp__break(g, r) : CDDP_OK; /* OUT_OF_MEMORY: tries again */
     if (late < 0 || moved || r != CDDP_OK) continue;
-    if (cddp__wait_sleeps(&w))
+    if (cddp__wait_yields_spent(&w))
       r = cddp__await_frames(g, &w, late, events);
     else if (!polls || w.yields % CDDP__POLLS_A_YIELD == 0)
       sched_yield();
@@ -12553,7 +12548,7 @@ static char *cddp__view_of(const cddp__flow *f, int t, int p) {
     return hosts->scratch[t] + ((size_t)f->scratch_half * CDDP__SCRATCH + at * f->n * c->esize);
   at *= c->count;
   if (c->shares != NULL && cddp__is_pairwise(f) && t != f->g->local_rank)
-    at = c->shares[cddp__rank_on(hosts, hosts->mine, t)].there;
+    at = c->shares[cddp__rank_on(hosts, hosts->mine, t)].peer_at;
   else if (c->shares != NULL)
     at = c->shares[p].in_at;
   return (char *)f->g->buffers[t] + (at + f->begin) * c->esize;
@@ -14625,7 +14620,7 @@ static cddp_result cddp__copy_direct(cddp_group *g, const cddp__call *call, void
     for (r = 0; r < g->size; r++) {
       if (!cddp__sends(call, r)) continue;
       at = (size_t)g->rank * call->count;
-      if (call->shares != NULL) at = call->shares[r].there;
+      if (call->shares != NULL) at = call->shares[r].peer_at;
       if (!shape->scatters) at = 0;
       g->slices[r] = r == g->rank ? (void *)(uintptr_t)cddp__share_for(call, r)
                                   : (char *)bufs[r] + at * call->esize;
@@ -14722,7 +14717,7 @@ static cddp_result cddp__exchange_counts(cddp_group *g, cddp__call *call, bool *
   r = cddp__run_sized(g, &counts);
   for (p = 0; r == CDDP_OK && p < g->size; p++) {
     const cddp__count_notice *notice = &received[p];
-    call->shares[p].there = (size_t)notice->at;
+    call->shares[p].peer_at = (size_t)notice->at;
     most = cddp__max(most, (size_t)notice->most);
     *host = *host || notice->host != 0;
     if (notice->count == call->shares[p].in) continue;
@@ -15269,7 +15264,8 @@ static void cddp__group_leave(cddp_group *g) {
     size_t bytes = cddp__block_bytes(g->size, g->local_size);
     if (host->record != NULL) host->record->left = 1;
     host->slots = NULL;
-    if (!host->threads || g->size == 1) munmap(g->block, cddp__round_up(bytes, cddp__page_size()));
+    if (!host->one_process || g->size == 1)
+      munmap(g->block, cddp__round_up(bytes, cddp__page_size()));
   }
   pthread_mutex_destroy(&g->fail_lock);
   pthread_mutex_destroy(&g->p2p.lock);
@@ -15372,7 +15368,7 @@ static cddp_result cddp__world_group(cddp_group **out, cddp__host *host,
   if (fd >= 0 && (!cddp__arena_lock(host, F_WRLCK, host->index, 1) ||
                   !cddp__arena_lock(host, F_RDLCK, CDDP__USE_BYTES, host->size)))
     return cddp__fail_errno("lock on the shared memory");
-  for (i = 0; fd >= 0 && i < host->size; i++) host->first[i].read = i != host->index;
+  for (i = 0; fd >= 0 && i < host->size; i++) host->ranks[i].use_locked = i != host->index;
   if (fd >= 0 && host->index == 0 &&
       (r = cddp__commit_head(host, 0, size, host->size)) != CDDP_OK)
     return r;
@@ -15392,7 +15388,7 @@ static void cddp__host_set_ranks(cddp__host *host, cddp__net *table) {
   int i;
   for (i = 0; i < table->size; i++)
     if (table->ranks[i].host == table->host)
-      host->first[table->ranks[i].index].pid = table->ranks[i].pid;
+      host->ranks[table->ranks[i].index].pid = table->ranks[i].pid;
   host->size = table->hosts[table->host].size;
   host->index = table->ranks[table->rank].index;
   cddp__set_window(host, host->index, host->arena.window_bits);
@@ -15437,8 +15433,8 @@ static cddp_result cddp__start_job(cddp_group **out, cddp__config *config, cddp_
   host->started_before = cddp__boot_ticks();
   next = (host->index + 1) % host->size;
   if (next != host->index)
-    host->first[next].pidfd =
-        cddp__above_stdio((int)syscall(SYS_pidfd_open, (pid_t)host->first[next].pid, 0u));
+    host->ranks[next].pidfd =
+        cddp__above_stdio((int)syscall(SYS_pidfd_open, (pid_t)host->ranks[next].pid, 0u));
   return CDDP_OK;
 }
 
@@ -15482,9 +15478,9 @@ static cddp_result cddp__init(cddp_group **out, const cddp_group_desc *d) {
   size = config.rank < config.world_size ? config.world_size : config.rank + 1;
   host = cddp__host_create(&d->allocator, &d->logger, size, config.rank);
   if (host == NULL) return CDDP_OUT_OF_MEMORY;
-  host->threads = config.world_size == 1 && !config.joins;
+  host->one_process = config.world_size == 1 && !config.joins;
   if (config.init_method[0] != 0) r = cddp__job_info_create(host, &config);
-  if (r == CDDP_OK && host->threads && host->job_info != NULL) cddp__share_memory(host);
+  if (r == CDDP_OK && host->one_process && host->job_info != NULL) cddp__share_memory(host);
   if (r == CDDP_OK)
     r = config.joins             ? cddp__join_job(&g, &config, host)
         : config.world_size == 1 ? cddp__world_group(&g, host, &config)
@@ -15508,8 +15504,9 @@ static cddp_result cddp__init(cddp_group **out, const cddp_group_desc *d) {
   if (r != CDDP_OK && g != NULL) cddp__group_leave(g);
   if (r != CDDP_OK) return r;
   if (!config.joins)
-    cddp__log(&d->logger, 2, "rank %d of %d is ready (pid %d, %d cores%s)", g->rank, g->size,
-              (int)getpid(), g->host->cores, g->oversubscribed ? ", shared by more ranks" : "");
+    cddp__log(&d->logger, CDDP__LOG_INFO, "rank %d of %d is ready (pid %d, %d cores%s)", g->rank,
+              g->size, (int)getpid(), g->host->cores,
+              g->oversubscribed ? ", shared by more ranks" : "");
   *out = g;
   return CDDP_OK;
 }
@@ -18912,7 +18909,7 @@ static cddp_result cddp__check_shards(const cddp_ddp *d) {
                       : g->host->elastic      ? "another elastic model"
                       : d->shards.count > CDDP__ELASTIC_SHARDS ? "more than 1,024 shards"
                       : other != NULL         ? other
-                      : gpus && g->size > 1 && g->host->threads
+                      : gpus && g->size > 1 && g->host->one_process
                           ? "ranks that are threads and have GPUs" /* peers see no thread's end */
                       : g->carrier->foreign ? "MPI"
                                             : NULL;
@@ -19429,8 +19426,8 @@ static void cddp__free_lost(cddp_ddp *d) {
   for (p = cddp__next_process(host, NULL); p != NULL; p = next) {
     next = cddp__next_process(host, p);
     if (p->lost == 0 || p->lost > elastic->step || host->arena.fd < 0) continue;
-    if (p->read && cddp__window_in_use(host, p->window)) continue;
-    if (p->read) cddp__unmap_window(host, p);
+    if (p->use_locked && cddp__window_in_use(host, p->window)) continue;
+    if (p->use_locked) cddp__unmap_window(host, p);
     if (cddp__process_gone(host, p->window)) cddp__free_window(host, p);
   }
 }
@@ -19763,7 +19760,7 @@ static cddp_result cddp__create_report(cddp_ddp *d, cddp__message **out) {
 static bool cddp__elastic_link_ended(cddp_ddp *d, int member, cddp__connection *link) {
   cddp__elastic *elastic = d->elastic;
   const cddp__host *host = d->group->host;
-  uint32_t state = host->threads && host->slots != NULL
+  uint32_t state = host->one_process && host->slots != NULL
                        ? cddp__load32(&host->slots[elastic->members[member].index].state)
                        : 0;
   if (state == CDDP__SLOT_DEAD || state == CDDP__SLOT_LEFT)
@@ -19801,7 +19798,8 @@ static void cddp__remove_member(cddp_ddp *d, int member) {
     return;
   }
   CDDP__POINT("elastic lost");
-  cddp__log(&d->group->host->logger, 1, "%s is lost%s; the others do its shards of step %" PRIu64,
+  cddp__log(&d->group->host->logger, CDDP__LOG_WARNING,
+            "%s is lost%s; the others do its shards of step %" PRIu64,
             cddp__member_name(elastic, member).s,
             elastic->unreachable == member ? ": its host does not answer" : "", d->steps);
   cddp__record_event(d->group, "lost", (uint64_t)elastic->members[member].rank, CDDP_PEER_LOST);
@@ -20409,7 +20407,7 @@ static void cddp__elastic_leave_groups(cddp_ddp *d) {
    other's pids from the rendezvous. */
 static cddp_result cddp__register_process(cddp__host *host, int window, uint32_t pid) {
   cddp__process *p;
-  if (host->threads) return CDDP_OK;
+  if (host->one_process) return CDDP_OK;
   if ((p = cddp__add_process(host, window, pid)) == NULL) return CDDP_OUT_OF_MEMORY;
   if (!p->member && (window >= host->size || host->joined) && window != host->arena.window) {
     host->started_before = cddp__boot_ticks(); /* an upper bound on its start */
@@ -20717,7 +20715,7 @@ static cddp_result cddp__elastic_regroup(cddp_ddp *d) {
   cddp__free(&elastic->net->allocator, table);
   if (r != CDDP_OK) return r;
   cddp__answer_joins(d);
-  cddp__log(&host->logger, 1, "%d rank%s with step %" PRIu64, d->step.active_count,
+  cddp__log(&host->logger, CDDP__LOG_WARNING, "%d rank%s with step %" PRIu64, d->step.active_count,
             d->step.active_count == 1 ? " continues" : "s continue",
             d->steps + elastic->done - elastic->step);
   return CDDP_OK;
@@ -20989,7 +20987,7 @@ static void cddp__elastic_free(cddp_ddp *d) {
     }
     elastic->own = NULL;
     elastic->mean = d->arena = NULL;
-    if (host->threads) elastic->slot_area = d->rows.packet = NULL;
+    if (host->one_process) elastic->slot_area = d->rows.packet = NULL;
   }
   if (elastic->net != NULL) {
     cddp__leave_broken(d);
@@ -22847,7 +22845,7 @@ static void cddp__notify_supervisor(const cddp__host *host) {
   cddp__address a;
   ssize_t sent = -1;
   int fd;
-  if (text == NULL || host->threads) return;
+  if (text == NULL || host->one_process) return;
   cddp__unix_name(&a, cddp__textf("%.*s", (int)(text - name), name).s);
   fd = socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0);
   if (fd >= 0) setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &most, sizeof most);
@@ -22856,7 +22854,7 @@ static void cddp__notify_supervisor(const cddp__host *host) {
     if (sent < 0 && errno != EINTR) break;
   }
   if (sent < 0)
-    cddp__log(&host->logger, 1,
+    cddp__log(&host->logger, CDDP__LOG_WARNING,
               "the launcher does not learn that the elastic model exists (%s): if a rank fails, "
               "all can start again",
               strerror(errno));
@@ -23229,7 +23227,7 @@ CDDPDEF cddp_result cddp_run_threads(int (*fn)(cddp_group *g, void *arg), void *
       r = CDDP_OUT_OF_MEMORY;
       break;
     }
-    thread[i].host->threads = true;
+    thread[i].host->one_process = true;
     thread[i].host->lead = thread[0].host;
     if (i > 0) {
       thread[i - 1].host->sibling = thread[i].host;

@@ -3544,7 +3544,7 @@ static cddp_result cddp__choose_device(const cddp_group *g, const cddp_group_des
                       "it forked (cddp_spawn must come first); device \"cpu\" needs no GPU",
                       cudaGetErrorString(e), version / 1000, version % 1000 / 10);
   }
-  if (!g->host->threads || g->size == 1) /* else LOCAL_RANK is the process's, not a thread's */
+  if (!g->host->one_process || g->size == 1) /* else LOCAL_RANK is the process's, not a thread's */
     r = cddp__env_int("LOCAL_RANK", 0, INT_MAX, &local);
   if (r != CDDP_OK) return r;
   device = certain ? atoi(desc->device + 5) : local >= 0 ? local : g->local_rank;

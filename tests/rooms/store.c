@@ -1220,10 +1220,10 @@ static void test_connection(void) {
   CHECK(c[0].early && c[1].early && c[1].challenge.state == CDDP__CHALLENGE_WRONG);
   close_ends(c);
   two_ends(c, same); /* descriptors wait for the proof */
-  c[0].pass[0] = file = open("/dev/null", O_RDONLY);
+  c[0].send_fds[0] = file = open("/dev/null", O_RDONLY);
   CHECK_OK(cddp__connection_post(&c[0], CDDP__FRAME_MESSAGE, 0, body, 1));
   CHECK(!cddp__connection_progress(&c[0]) && !cddp__connection_progress(&c[1]));
-  CHECK(c[1].fds[0] < 0 && c[0].pass[0] == file);
+  CHECK(c[1].fds[0] < 0 && c[0].send_fds[0] == file);
   m = frame_of(c, 1);
   CHECK(m != NULL && c[1].fds[0] >= 0);
   free(m);
@@ -1245,7 +1245,7 @@ static void test_connection(void) {
   CHECK(frame_of(c, 99) == NULL && c[1].error == EPROTO && c[1].message == NULL);
   close_ends(c);
   two_ends(c, NULL); /* descriptors, poll, and a peer that ends in the middle of a frame */
-  c[0].pass[0] = file = open("/dev/null", O_RDONLY);
+  c[0].send_fds[0] = file = open("/dev/null", O_RDONLY);
   CHECK_OK(cddp__connections_poll(NULL, list, 3, NULL, 0, cddp__now()));
   CHECK(!c[1].ready);
   CHECK_OK(cddp__connection_post(&c[0], CDDP__FRAME_MESSAGE, 0, body, 1));
@@ -1254,7 +1254,7 @@ static void test_connection(void) {
   CHECK(c[1].ready);
   m = frame_of(c, 1);
   CHECK(m != NULL && c[1].fds[0] >= 0 && c[1].fds[0] != file && c[1].fds[1] < 0);
-  CHECK(c[0].pass[0] < 0 && fcntl(file, F_GETFD) >= 0);
+  CHECK(c[0].send_fds[0] < 0 && fcntl(file, F_GETFD) >= 0);
   free(m);
   close(file);
   CHECK_EQ(send(c[0].fd, body, 10, 0), 10);
