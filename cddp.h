@@ -33,7 +33,7 @@
            TRY(cddp_ddp_ready(ddp, 0));                  // 4  the gradient is ready
            TRY(cddp_ddp_step(ddp, sgd));                 // 5  averages, updates, zeroes gradients
          }
-         cddp_optim_destroy(sgd); cddp_ddp_destroy(ddp); // 6  in this order
+         cddp_optim_destroy(sgd); cddp_ddp_destroy(ddp); // 6  frees all
          cddp_free(g, w); cddp_destroy(g);
          return 0;
        }
@@ -56,7 +56,7 @@
      collective   a call that all ranks of a group make, in the same order. It can wait for them
      local        a call that waits for no other rank. local rank: a rank's number on its host
      any thread   several threads of a rank can make the call at the same time
-     lost         of a rank: its process has died, or it does not answer (fine print)
+     lost         of a rank: its process has ended, or its host does not answer (fine print)
      host         a machine (CDDP_HOST_ID, fine print: several hosts). Host memory: the CPU's
      device       a GPU; device memory: the GPU's
      handle       a cddp_work: an operation that is still running
@@ -178,11 +178,11 @@ extern "C" {
      broken   every further call on the group, on all ranks, returns this failure immediately
      either   broken if other ranks had begun the call, else usable
    Two exceptions. If cddp_ddp_create, cddp_save or cddp_load fails, the group stays usable if all
-   ranks made the call, and no rank was lost or late. If cddp_ddp_wait, _step or _next_shard fails,
-   the model is broken: each of its calls returns the failure. (A call that is refused at once, as
-   _step in no_sync, changes nothing.) With NCCL, or if a rank was lost, the group is broken too. To
-   continue, destroy what is broken, and create it anew. If a rank has died, set rank and world_size
-   in the new cddp_group_desc. */
+   ranks made the call, and no rank was lost or late. If cddp_ddp_ready, _wait, _step or another
+   step call fails, the model is broken: each of its calls returns the failure. (A call that is
+   refused at once, as _step in no_sync, changes nothing.) With NCCL, or if a rank was lost, the
+   group is broken too. To continue, destroy what is broken, and create it anew. If a rank has died,
+   set rank and world_size in the new cddp_group_desc. */
 #define CDDP__RESULTS(X) \
   X(CDDP_OK, "success") \
   X(CDDP_INVALID_ARGUMENT, "invalid argument") /* usable: the caller's mistake */ \
@@ -277,7 +277,7 @@ typedef struct cddp_logger {
 typedef struct cddp_group_desc {
   const char *init_method;  /* see cddp_init; NULL = "env://" */
   const char *backend;      /* "cpu", "mpi", "nccl". NULL = CDDP_BACKEND, else cpu; on GPUs nccl */
-  const char *device;       /* NULL = "cpu"; "cuda" = cuda:LOCAL_RANK; "cuda:3" */
+  const char *device;       /* NULL = "cpu"; "cuda:3"; "cuda" = cuda:LOCAL_RANK, or the only one */
   int rank, world_size;     /* at most 4,096 ranks; world_size 0: both from the environment */
   double timeout_s;         /* for every wait; 0 = CDDP_TIMEOUT_S, else 600 */
   const char *secret;       /* NULL = CDDP_SECRET, else none */
@@ -415,8 +415,8 @@ CDDPDEF cddp_result cddp_recv(cddp_group *g, void *buf, size_t count, cddp_dtype
    before the first. Not for NCCL's messages. */
 CDDPDEF int cddp_source(void);
 
-/* Blocks until the operation is complete, frees w, and returns its result. Any order, any
-   thread. */
+/* Blocks until the operation is complete, frees w, and returns its result. Handles can be waited
+   for in any order, by one thread each. */
 CDDPDEF cddp_result cddp_wait(cddp_work *w);
 /* Like cddp_wait, for at most timeout_s seconds; 0 does not block. On a GPU the host waits.
    CDDP_TIMEOUT, and CDDP_INVALID_ARGUMENT for a negative or NaN timeout_s, do not free w: the
@@ -440,8 +440,8 @@ CDDPDEF cddp_result cddp_test(cddp_work *w, bool *done);
      for (int i = 1; i >= 0; i--) TRY(cddp_ddp_ready(ddp, i)); // last layer first, as backward ends
      TRY(cddp_ddp_step(ddp, sgd));                      // mean over ranks, update, zero gradients
 
-   A bucket is reduced while the backward pass computes the next ones. The exception is
-   cddp_ddp_step on one CPU host: it reduces and updates in one pass, after the backward pass.
+   A bucket is reduced while the backward pass computes the next ones. Exceptions: cddp_ddp_step on
+   one CPU host reduces and updates in one pass after it; and more shards than ranks.
 
    AN EXISTING TRAINER keeps its loop, its gradients and its optimizer. Set data, grad and count of
    each cddp_param to its arrays, and write instead of cddp_ddp_step:
@@ -525,12 +525,12 @@ CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_create(cddp_ddp **out, cddp_group *g, 
 
 /* Frees the model, and gradients that cddp_ddp_create allocated: their pointers become NULL. Local;
    NULL is fine. An optimizer created with ddp NULL can then step another model that has the same
-   params array. If d was broken, the optimizer's states begin anew. */
+   params array. If d was broken, the optimizer's states are reset. */
 CDDPDEF void cddp_ddp_destroy(cddp_ddp *d);
 
 /* Call it when params[param].grad is complete: once for each parameter in a step (with shards: in
    each shard), in any order. When all gradients of a bucket are ready, cddp starts to reduce it.
-   (The step does that with more shards than ranks, and if it is cddp_ddp_step on one CPU host.)
+   (With more shards than ranks, or for cddp_ddp_step on one CPU host, the step reduces it.)
    Local; any thread. A second call is CDDP_INVALID_ARGUMENT, and breaks the model. Like autograd's
    hook in DDP. */
 CDDPDEF cddp_result cddp_ddp_ready(cddp_ddp *d, int param);
@@ -543,8 +543,8 @@ CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_wait(cddp_ddp *d);
 /* cddp_ddp_wait, clipping (max_grad_norm), cddp_optim_step and cddp_optim_zero_grad in one pass,
    with the same bits (NaNs can differ). Collective. s must have been created for the params array
    of d. On CPUs the ranks of a host share one set of states, and each rank updates a part of the
-   weights; weights in memory of cddp_alloc are not copied. In elastic models each rank has all
-   states, and updates all weights; so it is on GPUs, except with sharded_states. */
+   weights; weights in memory of cddp_alloc are not copied. In elastic models, and on GPUs
+   without sharded_states, each rank has all states and updates all weights. */
 CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_step(cddp_ddp *d, cddp_optim *s);
 
 /* The number of completed steps, the same on all ranks; 0 for NULL. A cddp_ddp_wait (not in
@@ -591,9 +591,9 @@ CDDPDEF int cddp_ddp_present(const cddp_ddp *d);
 /* SPARSE GRADIENTS. Adds to the gradient of a parameter with sparse_rows, such as an embedding:
    values[i * width ..] to row rows[i], with width = count / sparse_rows. Rows can repeat, and n can
    differ between ranks. The values are copied. cddp_ddp_ready follows as for other parameters. Only
-   these rows are sent; the mean has the bits of a dense one. grad stays NULL. Any thread, one at a
-   time for a parameter. cddp's only optimizer for it is SGD without weight_decay. rows is in host
-   memory, values in host or device memory. Like nn.Embedding(sparse=True). */
+   these rows are sent; the mean has the bits of a dense one. grad stays NULL. Any thread, but one
+   at a time for a parameter. cddp's only optimizer for it is SGD without weight_decay. rows is in
+   host memory, values in host or device memory. Like nn.Embedding(sparse=True). */
 CDDPDEF cddp_result cddp_ddp_add_rows(cddp_ddp *d, int param, const int64_t *rows,
                                       const void *values, size_t n);
 
@@ -616,7 +616,7 @@ CDDPDEF int cddp_ddp_bucket_params(const cddp_ddp *d, int bucket, int *params, i
      ...                                               // backward, cddp_ddp_ready
      TRY(cddp_ddp_reduce_scatter(ddp));                // instead of cddp_ddp_wait
      for (int i = 0; i < n; i++)
-       update(part[i].data, part[i].grad, states[i], part[i].count);
+       update(part[i].data, part[i].grad, part_state[i], part[i].count);
      TRY(cddp_ddp_all_gather(ddp));                    // also zeroes the gradients
    Fine print: partitions. */
 typedef struct cddp_partition {
@@ -624,8 +624,8 @@ typedef struct cddp_partition {
   size_t first; /* its first element there */
   size_t count; /* elements, at least 1 */
   void *data;   /* this rank's weights */
-  void *grad;   /* their mean gradient, from cddp_ddp_reduce_scatter to cddp_ddp_all_gather: not in
-                   params[param].grad if that is copied (fine print: gradients in memory) */
+  void *grad;   /* their mean gradient, valid between cddp_ddp_reduce_scatter and _all_gather. If
+                   params[param].grad is copied (fine print), the mean is only here */
 } cddp_partition;
 
 /* Returns the number of this rank's partitions. The array is valid until cddp_ddp_destroy. */
@@ -640,8 +640,8 @@ CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_reduce_scatter(cddp_ddp *d);
    Collective. CDDP_INVALID_ARGUMENT without cddp_ddp_reduce_scatter before. */
 CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_all_gather(cddp_ddp *d);
 
-/* For checkpoints: states[i] is an array with the count of parameter i, of any dtype (data NULL:
-   none). Each rank has filled its partitions there. On return all ranks have the whole array, which
+/* For checkpoints: states[i] is a whole array for parameter i, of any dtype (data NULL: none), in
+   which each rank has filled its partitions. On return all ranks have the whole array, which
    cddp_save writes like a parameter. Collective. */
 CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_gather_states(cddp_ddp *d, const cddp_param *states);
 
@@ -664,7 +664,7 @@ CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_gather_states(cddp_ddp *d, const cddp_
      f16 or bf16   master_weights    f16 or bf16 weights   masters, in the optimizer's memory
 
    SHARDED STATES, like ZeroRedundancyOptimizer: with sharded_states (and ddp) each rank keeps
-   1/world_size of the states and masters: elements, not desc.shards. (On one CPU host the ranks
+   1/world_size of the states and masters; desc.shards plays no part. (On one CPU host the ranks
    share one set anyway.) The weights have the same bits, except with NCCL on 3 ranks or more. A
    checkpoint has all states. cddp_optim_step is CDDP_INVALID_ARGUMENT; elastic and sparse_rows are
    CDDP_UNSUPPORTED. */
@@ -708,8 +708,8 @@ typedef struct cddp_adamw_desc {
 CDDP_CHECKED CDDPDEF cddp_result cddp_sgd_create(cddp_optim **out, cddp_param *params, int count,
                                                  const cddp_sgd_desc *desc);
 
-/* torch.optim.AdamW. In f32 the bits are those of its fused CPU kernel, except roundings at a
-   parameter's end. Each parameter counts its own steps. f16 and bf16 parameters need
+/* torch.optim.AdamW. In f32 the bits are those of its fused CPU kernel, except in a
+   parameter's last few elements. Each parameter counts its own steps. f16 and bf16 parameters need
    master_weights; sparse gradients are CDDP_UNSUPPORTED. Otherwise like cddp_sgd_create. Fine
    print: AdamW. */
 CDDP_CHECKED CDDPDEF cddp_result cddp_adamw_create(cddp_optim **out, cddp_param *params, int count,
@@ -765,7 +765,8 @@ typedef struct cddp_sampler { /* all fields but result are private */
 
 /* The indices of torch.utils.data.DistributedSampler for the same arguments. Starts in epoch 0. */
 CDDPDEF cddp_result cddp_sampler_init(cddp_sampler *s, const cddp_sampler_desc *desc);
-/* Begins an epoch. If the first call after cddp_load names the file's epoch, it continues there. */
+/* Begins an epoch. The first call after cddp_load keeps the position if it names the file's
+   epoch. */
 CDDPDEF void cddp_sampler_set_epoch(cddp_sampler *s, uint64_t epoch);
 CDDPDEF uint64_t cddp_sampler_epoch(const cddp_sampler *s);
 /* The number of this rank's indices in the epoch; after cddp_load of those that are left. */
@@ -773,7 +774,7 @@ CDDPDEF size_t cddp_sampler_size(const cddp_sampler *s);
 /* *index = the next index. Returns false at the end of the epoch, and with s->result != CDDP_OK if
    memory for the permutation (8 bytes a sample) could not be allocated. */
 CDDPDEF bool cddp_sampler_next(cddp_sampler *s, size_t *index);
-/* The indices of batch number `batch` (from 0) of one shard of the epoch. Each batch has `size`
+/* The indices of a shard's batch number `batch` (from 0) in the epoch. Each batch has `size`
    samples; the last one can have fewer. Returns their number, 0 after the last batch. Set the
    sampler's world_size to the number of shards; its rank does not matter. Any order of batches.
    Returns 0 with s->result != CDDP_OK for a bad argument, or without memory. Like
@@ -817,7 +818,7 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
 
      desc.elastic = true, desc.shards = 8;             // shards: the largest number of ranks
      TRY(cddp_ddp_create(&ddp, g, p, n, &desc));
-     uint64_t batches = (cddp_sampler_size(&sampler) + 31) / 32; // world_size 8; no cddp_load
+     uint64_t batches = (cddp_sampler_size(&sampler) + 31) / 32; // o.world_size 8, not loaded
      for (uint64_t t = cddp_ddp_steps(ddp); t < STEPS; t = cddp_ddp_steps(ddp)) {
        int shard;
        cddp_sampler_set_epoch(&sampler, t / batches);  // step t is batch t % batches of an epoch
@@ -879,7 +880,7 @@ CDDPDEF cddp_group *cddp_ddp_group(cddp_ddp *d);
        if (resume) TRY(cddp_load(g, path, p, n, &c));   // on any number of ranks
      }
      ...                                                // steps from cddp_ddp_steps(ddp) on
-     cddp_group *now = cddp_ddp_group(ddp);             // NULL: the model has failed, and
+     cddp_group *now = cddp_ddp_group(ddp);             // NULL if the model has failed
      TRY(now != NULL ? CDDP_OK : CDDP_PEER_LOST);       // cddp_save(NULL, ...) would save alone
      cddp_result r = cddp_save(now, path, p, n, &c);    // all ranks call; rank 0 writes
      if (r != CDDP_PEER_LOST || !desc.elastic) TRY(r);  // elastic: the next save writes the file
@@ -977,7 +978,7 @@ CDDPDEF cddp_result cddp_spawn(int (*fn)(int rank, void *arg), void *arg, int np
    again, with CDDP_JOIN=1. If a rank fails before the elastic model exists, all ranks are ended and
    forked again. Each of these is a restart; there are at most max_restarts. Once a rank has
    returned 0 no rank is forked again, and the result is CDDP_OK. If all ranks that have the model
-   are lost, CDDP_PEER_LOST names the last one. */
+   die before that, CDDP_PEER_LOST names the last one. */
 CDDPDEF cddp_result cddp_spawn_elastic(int (*fn)(int rank, void *arg), void *arg, int nprocs,
                                        int max_restarts);
 
@@ -1081,8 +1082,8 @@ CDDPDEF cddp_result cddp_store_get(cddp_store *s, const char *key, void *value, 
    the new value. If the value is not a number, the server closes the connection: CDDP_NETWORK. */
 CDDPDEF cddp_result cddp_store_add(cddp_store *s, const char *key, int64_t amount, int64_t *total);
 /* Stores desired if the value equals expected (expected_size 0: if key is absent). value[capacity]
-   and *size receive the value at key afterwards (expected, if key is still absent). *swapped: it
-   equals desired, whoever stored it. To elect a process let each store its own rank. If the value
+   and *size receive the value at key afterwards (expected, if key is still absent). *swapped: that
+   value equals desired. To elect a process let each store its own rank. If the value
    exceeds capacity: CDDP_INVALID_ARGUMENT, but the call has been made, and *swapped and *size are
    set. */
 CDDPDEF cddp_result cddp_store_compare_set(cddp_store *s, const char *key, const void *expected,
@@ -1159,8 +1160,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
      export CDDP_SECRET=$(head -c 16 /dev/urandom | base64)   # once: the same on all hosts
 
    TWO JOBS ON ONE PORT. Give each job its own port (MASTER_PORT). A second start on a running job's
-   port does not disturb the job. It fails with CDDP_INVALID_ARGUMENT if the same user's processes
-   have these ranks. Most launchers give each job a number, which cddp compares. Ranks started by
+   port does not disturb the job. It fails with CDDP_INVALID_ARGUMENT if the same user started
+   both. Most launchers give each job a number, which cddp compares. Ranks started by
    hand, or by MPICH's mpirun on several hosts, have none: two jobs that start at the same time can
    then form one group.
 
@@ -1169,8 +1170,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    inside an operation of MPI cannot tell which rank is late. If your program calls MPI_Init_thread
    before cddp_init, ask for MPI_THREAD_SERIALIZED or more.
 
-   FLOATING-POINT MODE. An operation uses the mode (FTZ, DAZ, rounding) of the calling thread. It
-   must be the same on all ranks: CDDP_MISMATCH.
+   FLOATING-POINT MODE. An operation uses the mode (FTZ, DAZ, rounding) of the calling thread. If
+   it differs between ranks: CDDP_MISMATCH.
 
    SHARED MEMORY. cddp_alloc allocates the memory immediately: if there is too little it returns
    NULL, also with vm.overcommit_memory=2. Groups and models fail with CDDP_OUT_OF_MEMORY. Only a
@@ -1195,7 +1196,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 
    GRADIENTS IN MEMORY. A gradient that you pass is reduced in place or copied. The first line that
    applies decides:
-     on GPUs, in elastic models, with a comm_hook         copied
+     on GPUs, or in elastic models, or with a comm_hook   copied
      several hosts or MPI, and more shards than ranks     copied
      several hosts or MPI, and a gradient below 1 MiB     copied
      ranks are threads, or there is one rank              in place
@@ -1203,10 +1204,10 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
      other memory                                         copied
    Do not write to gradients between cddp_ddp_ready and the wait or step.
 
-   PARTITIONS. A partition is a range of one parameter's elements. On CPUs the ranks of each host
-   have partitions that cover each dense parameter once. So on several hosts one element is updated
-   on each host, and the result of `update` must not depend on the machine. On GPUs the partitions
-   of all ranks together cover each dense parameter once. Parameters with sparse_rows have no
+   PARTITIONS. A partition is a range of one parameter's elements. On CPUs the partitions of each
+   host's ranks cover each dense parameter once. So every host updates every element, and the result
+   of `update` must not depend on the machine. On GPUs the partitions of all ranks together cover
+   each dense parameter once. Parameters with sparse_rows have no
    partition: every rank updates them itself, by cddp_ddp_rows. Write half-precision copies
    yourself, after cddp_ddp_all_gather.
 
@@ -1220,15 +1221,15 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 
    Lost ranks: a rank with a local failure (memory, descriptors) ends alone, with a text that begins
    with "rank N:"; the others treat the rank as lost. Every rank must call cddp_ddp_next_shard
-   within timeout_s of the others. Whether all ranks made the same calls in a step is checked in the
-   next one: if not, all ranks get CDDP_MISMATCH, or only a rank that has joined since and differs.
+   within timeout_s of the others. Each step checks that all ranks made the same calls in the
+   step before. If not, all get CDDP_MISMATCH, or only a rank that has joined since and differs.
 
    Several hosts: if processes die, even all of a host, the others continue, down to the last rank.
    A host can still be alive if it does not answer for 20 s, or if all connections to it were reset,
    as by a firewall. Then the other ranks continue only if they are more than half of all ranks (in
-   a join also of the ranks before it). Otherwise they end with CDDP_ABORTED. So a job never
-   continues in two halves. The same majority is needed if, after the others have noticed one loss,
-   a second process dies while it computes.
+   a join both with and without the new ranks). Otherwise they end with CDDP_ABORTED. So a job never
+   continues in two halves. The same majority is needed if, after one loss, the last rank of another
+   host dies before it has noticed that: its connections end as if reset.
 
    Joins: a joining process asks the ranks on its host, and the rank that listens at
    MASTER_ADDR:MASTER_PORT. One rank of each host listens at MASTER_PORT. If all ranks at
@@ -1236,8 +1237,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    MASTER_PORT, processes join only on hosts that have a rank. If a job began on one host, only
    processes of that host can join it.
 
-   Groups: when a rank is lost, every other group with that rank, also cddp_init's, returns
-   CDDP_PEER_LOST on the ranks of the lost rank's host: use cddp_ddp_group.
+   Groups: on the host of a lost rank every other group with that rank, also cddp_init's, returns
+   CDDP_PEER_LOST: use cddp_ddp_group.
 
    Checkpoints: if a rank is lost during cddp_save, the old file can remain. After the last step,
    when no save follows, each rank can save alone: g NULL, and a path for each rank.
@@ -1287,7 +1288,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    FLIGHT RECORDER. >>api-layouts has the file's format. A process that joined later has
    dir/cddp-JOB-RANK.joinN.rec. Truncating a running job's file ends the rank by SIGBUS.
 
-   STORES. With file:// the first process that opens the path serves, for other hosts on a TCP port
+   STORES. With file:// the first process that opens the path serves; other hosts use a TCP port
    (of CDDP_PORTS, if set). When it dies or calls cddp_store_destroy, operations of other processes
    fail with CDDP_NETWORK. PyTorch's queue_*, list_keys and barrier are missing. */
 
