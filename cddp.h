@@ -5455,7 +5455,7 @@ static cddp_result cddp__server_start(cddp_store *store) {
   return r;
 }
 
-/* Whether the user chose one address of a host, not a name that means several. */
+/* Whether the user chose one address, not a name that means several. */
 static bool cddp__is_exact_address(const char *host) {
   return strcmp(host, "localhost") == 0 || strchr(host, ':') != NULL ||
          host[strspn(host, "0123456789.")] == 0;
@@ -12555,7 +12555,7 @@ static char *cddp__view_of(const cddp__flow *f, int t, int p) {
   return (char *)f->g->buffers[t] + (at + f->begin) * c->esize;
 }
 
-/* Rank p's share from `begin` on, in the root's view if it is on this host, else in this rank's. */
+/* Rank p's share from `begin` on, in the root's view if that is here, else in this rank's. */
 static char *cddp__local_view(const cddp__flow *f, int p, size_t begin) {
   int t = f->local_root >= 0 ? f->local_root : f->g->local_rank;
   return cddp__view_of(f, t, p) + begin * f->c->esize;
@@ -12746,7 +12746,7 @@ static cddp_result cddp__flow_run(cddp__flow *f) {
   return r;
 }
 
-/* Without the sizes of chunks. */
+/* How a call moves, without its chunks. */
 static cddp__flow cddp__flow_of(cddp_group *g, const cddp__call *c) {
   const cddp__hosts *hosts = g->hosts;
   cddp__flow f;
@@ -12766,7 +12766,7 @@ static void cddp__divide_chunk(cddp__flow *f, size_t sum_bytes) {
   size_t granule = CDDP__CACHE_LINE / f->c->esize, host_count = (size_t)hosts->count;
   size_t whole_most = host_count == 2 ? CDDP__WHOLE_MOST_OF_TWO : CDDP__WHOLE_MOST;
   size_t owners = (size_t)hosts->min_locals; /* of an array's slices: on a host, or in all */
-  size_t longest = f->n;                     /* elements of a rank's part */
+  size_t longest = f->n; /* elements of a rank's part */
   f->whole = f->c->kind == CDDP__KIND_ALL_REDUCE && f->n / owners * sum_bytes <= whole_most;
   if (!f->whole) owners *= host_count;
   if (one_buffer) longest = ((f->n + granule - 1) / granule + owners - 1) / owners * granule;
@@ -13032,7 +13032,7 @@ static void cddp__hosts_leave(cddp_group *g) {
   net->left[net->left_count++ % CDDP__LEFT_GROUPS] = g->id + 1; /* 0: an empty entry */
   pthread_mutex_unlock(&net->lock);
   cddp__net_serve(g->host, net); /* ends connections to this group that come late: net.left */
-  cddp__claim_links(g);          /* those that another thread accepted before */
+  cddp__claim_links(g); /* those that another thread accepted before */
   while ((link = hosts->links) != NULL) {
     hosts->links = link->next;
     cddp__link_close(link);
@@ -13204,7 +13204,7 @@ static cddp_result cddp__post_send(cddp_work *work, bool *fits) {
   size_t bytes = call->count * call->esize;
   bool eager = bytes <= CDDP__EAGER_MAX, to_self = call->root == g->rank, lost = false;
   cddp_result r = CDDP_OUT_OF_MEMORY;
-  int i = 0; /* a short message uses the first request without a scan, if it is free */
+  int i = 0; /* a short message uses request 0 without a scan, if it is free */
   pthread_mutex_lock(&g->p2p.lock);
   if (!eager || !cddp__reclaim_send(cddp__send_at(g, 0))) i = cddp__scan_sends(g, bytes);
   if (i < 0) i = cddp__grow_sends(g);
@@ -13388,7 +13388,7 @@ static bool cddp__recv_directly(cddp_work *work) {
       pthread_mutex_lock(&g->p2p.lock);
       alone = g->p2p.recvs == NULL && !cddp__is_broken(g);
       if (alone && (p = cddp__find_send(g, work)) != NULL)
-        cddp__take_send(g, work, p); /* another thread may have taken an older message meanwhile */
+        cddp__take_send(g, work, p); /* another thread may have taken an older one */
       pthread_mutex_unlock(&g->p2p.lock);
       if (found || work->done || !alone) return work->done;
     }
@@ -14512,7 +14512,7 @@ static cddp__chunk cddp__chunk_at(const cddp_group *g, const cddp__call *call, s
     limit = cddp__min(limit, cddp__max(all / CDDP__PIPELINE_CHUNKS, CDDP__STAGING_MIN));
   k.begin = begin;
   k.n = call->count - begin;
-  if (k.n * element > limit) k.n = limit / element; /* small calls do without the slow division */
+  if (k.n * element > limit) k.n = limit / element; /* no slow division in small calls */
   k.in_header = k.n * element <= CDDP__PAYLOAD;
   return k;
 }
@@ -14694,9 +14694,9 @@ static cddp_result cddp__run_sized(cddp_group *g, const cddp__call *call) {
 }
 
 /* In a call with counts: exchanges and checks the lengths and positions of the ranks' shares.
-   call->count becomes the largest length. *host: this rank's buffers are in host memory; out: any
+   call->count becomes the largest length. *host_memory: this rank's buffers are in it; out: any
    rank's. */
-static cddp_result cddp__exchange_counts(cddp_group *g, cddp__call *call, bool *host) {
+static cddp_result cddp__exchange_counts(cddp_group *g, cddp__call *call, bool *host_memory) {
   cddp__count_notice *sent = (cddp__count_notice *)(void *)(call->shares + g->size);
   cddp__count_notice *received = sent + g->size;
   size_t most = 0;
@@ -14709,7 +14709,7 @@ static cddp_result cddp__exchange_counts(cddp_group *g, cddp__call *call, bool *
     sent[p].count = call->shares[p].out;
     sent[p].at = g->hosts == NULL ? call->shares[p].out_at : call->shares[p].in_at;
     sent[p].most = most;
-    sent[p].host = *host;
+    sent[p].host = *host_memory;
   }
   counts.shares = NULL;
   counts.count = sizeof *sent / call->esize; /* a notice for each rank, in elements of the call */
@@ -14720,7 +14720,7 @@ static cddp_result cddp__exchange_counts(cddp_group *g, cddp__call *call, bool *
     const cddp__count_notice *notice = &received[p];
     call->shares[p].peer_at = (size_t)notice->at;
     most = cddp__max(most, (size_t)notice->most);
-    *host = *host || notice->host != 0;
+    *host_memory = *host_memory || notice->host != 0;
     if (notice->count == call->shares[p].in) continue;
     cddp__fail(CDDP_MISMATCH,
                "ranks disagree: rank %d sends %" PRIu64 " elements to rank %d, which expects %zu, "
@@ -14751,10 +14751,10 @@ static uint64_t cddp__record_begin(const cddp_group *g, int kind, uint64_t seque
   return record;
 }
 
-/* Runs a collective, and records it. record: from cddp__record_call. */
+/* Runs and records a collective. record: from cddp__record_call. */
 static cddp_result cddp__run_recorded(cddp_group *g, const cddp__call *call, uint64_t record) {
   cddp__call sized;
-  bool host = true;
+  bool host_memory = true;
   cddp_result r = cddp__check_group(g);
   if (r != CDDP_OK) goto done;
   g->calls++;
@@ -14770,7 +14770,7 @@ static cddp_result cddp__run_recorded(cddp_group *g, const cddp__call *call, uin
     r = cddp__run_sized(g, call);
   } else {
     sized = *call;
-    r = cddp__exchange_counts(g, &sized, &host);
+    r = cddp__exchange_counts(g, &sized, &host_memory);
     if (r == CDDP_OK && sized.count > 0) r = cddp__run_sized(g, &sized);
   }
 done:
@@ -15044,7 +15044,7 @@ static cddp_result cddp__check_call(const cddp_group *g, const cddp__call *call)
       (call->root != CDDP_ANY || call->kind != CDDP__KIND_RECV))
     return CDDP__REFUSE("%s is %d; the group has ranks 0 to %d", message ? "peer" : "root",
                         call->root, g->size - 1);
-  if (call->count > SIZE_MAX / 16 / CDDP__MAX_RANKS && /* small calls do without the divisions */
+  if (call->count > SIZE_MAX / 16 / CDDP__MAX_RANKS && /* no divisions in small calls */
       call->shares == NULL &&
       call->count > SIZE_MAX / 2 / call->esize / (one_buffer ? 1 : (size_t)g->size))
     return CDDP__REFUSE("count %zu is beyond the address space", call->count);
@@ -15794,7 +15794,7 @@ struct cddp_optim { /* owner: the thread that calls cddp_optim_* or cddp_ddp_ste
   cddp_optim **model_link;     /* the elastic model's pointer to this optimizer; NULL: none */
 
   /* cddp_kernels.cuh's. */
-  int device;                    /* number of the device */
+  int device;                    /* its number */
   void *flat;                    /* all states in one allocation; NULL: none */
   struct cddp_segment *segments; /* [count] scratch of a step */
 };
