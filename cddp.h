@@ -114,9 +114,9 @@
      >>optim       SGD, AdamW       >>ddp         model's memory   >>ddp-shards  shards, rows
      >>ddp-buckets early reduction  >>ddp-states  optimizer states >>ddp-host    steps on a host
      >>ddp-step    ready, wait      >>ddp-uneven  out of data      >>ddp-create  creation
-     >>elastic     membership       >>sampler     sample indices   >>safetensors file headers
-     >>checkpoint  save and load    >>spawn       forked ranks     >>public      public functions
-     >>history     changes          >>license     terms
+     >>meeting     membership       >>elastic     ranks fail, join >>sampler     sample indices
+     >>safetensors file headers     >>checkpoint  save and load    >>spawn       forked ranks
+     >>public      public functions >>history     changes          >>license     terms
 */
 
 #if defined(CDDP_IMPLEMENTATION) && !defined(CDDP_IMPLEMENTATION_DONE) /* macros for libc */
@@ -1565,7 +1565,7 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels); /* must 
        cddp__hosts           the group's ranks on other hosts
      cddp_ddp     a model on a cddp_group, with private groups
        cddp__tensor          a parameter; cddp__bucket_state: parameters reduced together
-       cddp__elastic         the members of an elastic model */
+       cddp__elastic         an elastic model; cddp__meeting: its members */
 
 typedef struct cddp__atomic_u32 {
   uint32_t v;
@@ -1817,8 +1817,7 @@ struct cddp__join_listeners {
   pthread_mutex_t lock; /* of this struct, and of job_info's table while `fd` is open */
   int fd;               /* for processes of this host; -1: no elastic model */
   int tcp_fd;           /* for those of other hosts; -1: none, or another rank listens */
-  struct cddp__connection *calls; /* connections not answered yet, the oldest first */
-  int call_count;
+  struct cddp__connection *calls; /* connections not answered yet, the newest first */
   double pause_end; /* until then joining processes are not served */
   double wait_end;  /* until then they are not waited for */
 };
@@ -2182,7 +2181,7 @@ typedef struct cddp__snapshot {
   bool stepped;   /* false: no step, so no states */
 } cddp__snapshot;
 
-/* A rank of an elastic model, in the format of messages: >>elastic. */
+/* A rank of an elastic model, in the format of messages: >>meeting. */
 typedef struct cddp__member {
   struct sockaddr_in6 address; /* where it listens; or a sockaddr_in */
   int32_t port, rank;          /* rank: in the job */
@@ -4180,9 +4179,28 @@ struct cddp__connection {
   bool over;        /* this rank no longer takes part in its elastic model: for BYE */
   bool peer_failed; /* the peer's BYE says that the group is broken */
   bool peer_over;   /* it says that the peer takes no part in the elastic model any more */
-  double retry_at;  /* if `caller` and `early`: when to connect again, of cddp__now() */
+  double retry_at;  /* if `caller` and `early`: when to connect again, of cddp__now(); a joining
+                       process's call: when its first bytes arrived */
   cddp__hello hello;
 };
+
+/* What is known of a peer. Two functions decide: cddp__rank_end (>>failure) about a rank of a
+   group, cddp__link_end about the other side of a connection that has ended with this error. */
+enum cddp__end {
+  CDDP__ALIVE,      /* or not known. A new connection shows it: a dead process refuses it */
+  CDDP__HAS_LEFT,   /* in good order: cddp_destroy, BYE */
+  CDDP__HAS_ENDED,  /* or another program has its port */
+  CDDP__UNREACHABLE /* its host does not answer */
+};
+
+static enum cddp__end cddp__link_end(int error) {
+  if (error == CDDP__LEFT) return CDDP__HAS_LEFT;
+  if (error == ECONNREFUSED || error == EPROTO) return CDDP__HAS_ENDED;
+  if (error == 0 || error == ECONNRESET || error == EPIPE || error == ENOBUFS || error == ENOMEM ||
+      error == EADDRNOTAVAIL)
+    return CDDP__ALIVE; /* the peer closed the connection, or one call failed */
+  return CDDP__UNREACHABLE;
+}
 
 /* The most unproven connections of a listener in a job whose ranks can all connect at the same
    time. The oldest one beyond is closed; its rank connects again. */
@@ -4436,6 +4454,23 @@ static cddp_result cddp__connection_post(cddp__connection *c, int type, uint32_t
   cddp__buffer_add(&c->out, &head, sizeof head);
   cddp__buffer_add(&c->out, body, size);
   return CDDP_OK;
+}
+
+/* A failure as a message: its number is FAILED + the result, its body the text. */
+#define CDDP__FAILED 256u
+static cddp_result cddp__connection_post_failure(cddp__connection *c, cddp_result r,
+                                                 const char *text) {
+  return cddp__connection_post(c, CDDP__FRAME_MESSAGE, CDDP__FAILED + (uint32_t)r, text,
+                               strlen(text));
+}
+
+/* Fails as such a message says. CDDP_OK: it is another message. */
+static cddp_result cddp__fail_as_told(const cddp__message *m) {
+  uint32_t result = m->head.number - CDDP__FAILED;
+  if (m->head.number < CDDP__FAILED) return CDDP_OK;
+  if (result == CDDP_OK || result >= CDDP__RESULT_COUNT) result = CDDP_MISMATCH;
+  return cddp__fail((cddp_result)result, "%.*s", (int)cddp__min(m->head.size, CDDP__ERROR_MAX),
+                    m->head.size > 0 ? (const char *)(m + 1) : "another rank has failed");
 }
 
 static bool cddp__connection_is_idle(const cddp__connection *c) {
@@ -8419,7 +8454,7 @@ static bool cddp__has_announced(const cddp_group *g, int rank) {
      a failure       cddp__break, _break_here, _publish_failure and _announce_failure, _wake_all
      known failures  cddp__check_group, _check_failure, _is_broken, _set_cause, _has_cause,
                      _check_cause
-     ended ranks     cddp__check_peers, _rank_gone, _rank_left, _remote_gone, _process_gone,
+     ended ranks     cddp__check_peers, _rank_end, _rank_gone, _process_gone,
                      _report_lost, _exit_status, _boot_ticks
      late ranks      cddp__break_late; cddp__publish_wait, _clear_wait, _check_deadlock
      peers' memory   cddp__begin_access, _end_access
@@ -8607,28 +8642,35 @@ static bool cddp__process_gone(cddp__host *host, int at) {
   return kill((pid_t)pid, 0) != 0 && errno == ESRCH;
 }
 
-/* Whether a rank of another host has ended, and the notice of the cause has arrived or has
-   had time to. No notice follows a BYE, or the end of a rank alone on its host. */
-static bool cddp__remote_gone(const cddp_group *g, int rank) {
-  const cddp__peer *peer = &g->hosts->peers[rank];
-  bool brief;
-  if (cddp__load32(&peer->lost) == 0) return false;
-  brief = peer->error == CDDP__LEFT || g->hosts->nodes[peer->host].size == 1;
-  return cddp__has_cause(&g->block->cause) ||
-         cddp__now() >= peer->lost_at + (brief ? CDDP__REMOTE_CAUSE_S : CDDP__REMOTE_CAUSE_LONG_S);
+/* Whether a rank takes part in no further call: it has left the group, or has ended. The end of a
+   rank of another host counts when the notice of its cause has arrived or has had time to. No
+   notice follows a BYE, or the end of a rank alone on its host. */
+static enum cddp__end cddp__rank_end(const cddp_group *g, int rank) {
+  uint32_t state = cddp__load32(&cddp__slot_of(g, rank)->state);
+  bool gone, brief;
+  if (g->members[rank] < 0) {
+    const cddp__peer *peer = &g->hosts->peers[rank];
+    enum cddp__end end;
+    if (cddp__load32(&peer->lost) == 0) return CDDP__ALIVE;
+    end = cddp__link_end(peer->error);
+    brief = end == CDDP__HAS_LEFT || g->hosts->nodes[peer->host].size == 1;
+    if (!cddp__has_cause(&g->block->cause) &&
+        cddp__now() < peer->lost_at + (brief ? CDDP__REMOTE_CAUSE_S : CDDP__REMOTE_CAUSE_LONG_S))
+      return CDDP__ALIVE;
+    return end == CDDP__ALIVE ? CDDP__HAS_ENDED : end;
+  }
+  if (state == CDDP__SLOT_LEFT) return CDDP__HAS_LEFT;
+  gone = state == CDDP__SLOT_DEAD;
+  if (!gone && g->host->one_process) /* a thread that ends marks its slot in the first group only */
+    gone = g->host->slots != NULL &&
+           cddp__load32(&g->host->slots[g->members[rank]].state) == CDDP__SLOT_DEAD;
+  else if (!gone)
+    gone = rank != g->rank && cddp__process_gone(g->host, g->members[rank]);
+  return gone ? CDDP__HAS_ENDED : CDDP__ALIVE;
 }
 
-/* Whether a rank takes part in no further call: it has left the group (cddp__rank_left), or
-   has ended. */
 static bool cddp__rank_gone(const cddp_group *g, int rank) {
-  uint32_t state = cddp__load32(&cddp__slot_of(g, rank)->state);
-  if (g->members[rank] < 0) return cddp__remote_gone(g, rank);
-  if (state == CDDP__SLOT_LEFT || state == CDDP__SLOT_DEAD) return true;
-  if (rank == g->rank) return false;
-  if (g->host->one_process) /* a thread that ends marks its slot in the first group only */
-    return g->host->slots != NULL &&
-           cddp__load32(&g->host->slots[g->members[rank]].state) == CDDP__SLOT_DEAD;
-  return cddp__process_gone(g->host, g->members[rank]);
+  return cddp__rank_end(g, rank) != CDDP__ALIVE;
 }
 
 /* Reads the wait status of a process that has ended: a zombie's from /proc, that of a reaped one
@@ -8670,12 +8712,6 @@ static cddp__text cddp__name_rank(const cddp_group *g, int rank) {
                      net != NULL ? net->hosts[entry->host].name : g->host->name);
 }
 
-/* Whether a rank has left the group in good order (cddp_destroy). */
-static bool cddp__rank_left(const cddp_group *g, int rank) {
-  if (g->members[rank] < 0) return g->hosts->peers[rank].error == CDDP__LEFT;
-  return cddp__load32(&cddp__slot_of(g, rank)->state) == CDDP__SLOT_LEFT;
-}
-
 static cddp__text cddp__describe_remote_end(const cddp_group *g, int rank) {
   const cddp__net *net = g->hosts->net;
   const cddp__rank_entry *entry = &net->ranks[g->world[rank]];
@@ -8705,7 +8741,8 @@ static cddp__text cddp__describe_end(const cddp_group *g, int rank) {
   cddp__process process;
   cddp__wait w;
   CDDP_ASSERT(cddp__rank_gone(g, rank));
-  if (cddp__rank_left(g, rank)) return cddp__textf("left the group (cddp_destroy)");
+  if (cddp__rank_end(g, rank) == CDDP__HAS_LEFT)
+    return cddp__textf("left the group (cddp_destroy)");
   if (at < 0) return cddp__describe_remote_end(g, rank);
   if (host->one_process) return cddp__textf("ended: its thread function returned");
   if (cddp__load32(&cddp__slot_of(g, rank)->state) == CDDP__SLOT_DEAD)
@@ -8741,15 +8778,14 @@ static cddp__text cddp__describe_current_call(const cddp_group *g) {
    preferred as the cause, and the text also names a process that has died. */
 static cddp_result cddp__report_lost(cddp_group *g, int rank, const char *doing) {
   const cddp__cause *cause = &g->block->cause;
-  bool left = g->members[rank] >= 0 && cddp__rank_left(g, rank);
+  bool left = g->members[rank] >= 0 && cddp__rank_end(g, rank) == CDDP__HAS_LEFT;
   cddp__text loss;
   int p;
   if ((left || g->members[rank] < 0) && cddp__has_cause(cause))
     return cddp__break(g, cddp__check_cause(cause));
   loss = cddp__textf("%s %s", cddp__name_rank(g, rank).s, cddp__describe_end(g, rank).s);
   for (p = 0; left && p < g->size; p++) {
-    if (p == g->rank || cddp__load32(&cddp__slot_of(g, p)->state) == CDDP__SLOT_LEFT) continue;
-    if (!cddp__rank_gone(g, p)) continue;
+    if (p == g->rank || cddp__rank_end(g, p) < CDDP__HAS_ENDED) continue;
     cddp__append(loss.s, sizeof loss.s, " after %s %s", cddp__name_rank(g, p).s,
                  cddp__describe_end(g, p).s);
     break;
@@ -9423,11 +9459,12 @@ enum { CDDP__LINK_FRAMES, CDDP__LINK_NOTICE }; /* purposes */
 
 /* The new link owns the socket. Its hello (of the caller: its connection) is due within `seconds`.
    Lock: net.lock until its group has claimed it, then p2p.lock. */
-static cddp__connection *cddp__link_new(const cddp__net *n, int fd, bool caller, double seconds) {
-  cddp__connection *c = (cddp__connection *)cddp__calloc(&n->allocator, 1, sizeof *c);
+static cddp__connection *cddp__link_new(const cddp_allocator *a, int fd, bool caller,
+                                        double seconds) {
+  cddp__connection *c = (cddp__connection *)cddp__calloc(a, 1, sizeof *c);
   int idle = CDDP__UNANSWERED_S > 4 ? (int)(CDDP__UNANSWERED_S / 4) : 1, count = 3;
   if (c != NULL) {
-    cddp__connection_begin(c, &n->allocator, fd, caller);
+    cddp__connection_begin(c, a, fd, caller);
     if (cddp__buffer_reserve(&c->in, CDDP__LINK_READ_AHEAD)) {
       c->state = CDDP__CONNECTION_NEW;
       c->deadline = cddp__now() + seconds;
@@ -9439,7 +9476,7 @@ static cddp__connection *cddp__link_new(const cddp__net *n, int fd, bool caller,
       setsockopt(fd, IPPROTO_TCP, TCP_KEEPCNT, &count, sizeof count);
       return c;
     }
-    cddp__free(&n->allocator, c);
+    cddp__free(a, c);
   }
   cddp__close_fd(&fd);
   return NULL;
@@ -9517,7 +9554,7 @@ static cddp_result cddp__link_connect(const cddp__net *n, int peer, int purpose,
   cddp__address a = cddp__internet_address(&n->hosts[entry->host].address),
                 here = cddp__internet_address(&n->hosts[n->host].address);
   int fd = cddp__socket(a.sa.ss_family);
-  cddp__connection *c = fd < 0 ? NULL : cddp__link_new(n, fd, true, CDDP__UNANSWERED_S);
+  cddp__connection *c = fd < 0 ? NULL : cddp__link_new(&n->allocator, fd, true, CDDP__UNANSWERED_S);
   *out = c;
   if (fd < 0) return cddp__fail_errno("socket");
   if (c == NULL) return CDDP_OUT_OF_MEMORY;
@@ -9532,12 +9569,9 @@ static cddp_result cddp__link_connect(const cddp__net *n, int peer, int purpose,
   return CDDP_OK;
 }
 
-/* Whether the peer closed the link, or one call failed here. A new link shows whether the peer
-   lives: a dead process refuses it. */
+/* Whether a new link can show that the peer lives. */
 static bool cddp__link_is_cut(const cddp__connection *c) {
-  return c->state == CDDP__CONNECTION_ENDED &&
-         (c->error == 0 || c->error == ECONNRESET || c->error == EPIPE || c->error == ENOBUFS ||
-          c->error == ENOMEM || c->error == EADDRNOTAVAIL);
+  return c->state == CDDP__CONNECTION_ENDED && cddp__link_end(c->error) == CDDP__ALIVE;
 }
 
 /* Connects a link again if its peer, which may have too many connections, closed it before it was
@@ -9566,6 +9600,22 @@ static void cddp__link_close(cddp__connection *c) {
   cddp__link_free(c);
 }
 
+/* Sends what waits on these links, some of them NULL, until the deadline. */
+static void cddp__links_flush(const cddp__net *n, cddp__connection *const *links, size_t count,
+                              double deadline) {
+  bool busy;
+  size_t i;
+  do {
+    for (busy = false, i = 0; i < count; i++) {
+      if (links[i] == NULL) continue;
+      (void)cddp__link_progress(n, links[i]);
+      busy = busy ||
+             (links[i]->state != CDDP__CONNECTION_ENDED && cddp__buffer_size(&links[i]->out) > 0);
+    }
+    if (busy) (void)cddp__connections_poll(&n->allocator, links, count, NULL, 0, deadline);
+  } while (busy && cddp__now() < deadline);
+}
+
 /* --- failure notices --- */
 
 /* Over the hello, the result and the text. Without a secret: a checksum. */
@@ -9592,10 +9642,9 @@ static void cddp__send_notices(const cddp__net *n, uint64_t group, const int *wo
   cddp__connection *links[MOST];
   unsigned char body[CDDP__NOTICE_BYTES];
   char kept[CDDP__ERROR_MAX];
-  double deadline, batch_s = 0.3; /* for the first batch, as hosts can be silent; later: 0.1 s */
-  size_t count, i;
+  double batch_s = 0.3; /* for the first batch, as hosts can be silent; later: 0.1 s */
+  size_t count;
   int p = 0;
-  bool busy;
   memcpy(kept, cddp__error_text, sizeof kept);
   memset(body, 0, sizeof body);
   cddp__put32(body, code);
@@ -9609,17 +9658,8 @@ static void cddp__send_notices(const cddp__net *n, uint64_t group, const int *wo
       cddp__notice_proof(n, links[count], body, body + CDDP__NOTICE_PROOF_AT);
       cddp__buffer_add(&links[count++]->out, body, sizeof body);
     }
-    deadline = cddp__now() + batch_s;
+    cddp__links_flush(n, links, count, cddp__now() + batch_s);
     batch_s = 0.1;
-    do {
-      for (busy = false, i = 0; i < count; i++) {
-        (void)cddp__link_progress(n, links[i]);
-        busy = busy ||
-               (links[i]->state != CDDP__CONNECTION_ENDED && cddp__buffer_size(&links[i]->out) > 0);
-      }
-      if (busy)
-        (void)cddp__connections_poll(&n->allocator, links, count, NULL, 0, deadline);
-    } while (busy && cddp__now() < deadline);
     while (count > 0) cddp__link_free(links[--count]);
   }
   memcpy(cddp__error_text, kept, sizeof kept);
@@ -9698,21 +9738,32 @@ static void cddp__link_check_end(cddp__connection *c) {
   if (poll(&fd, 1, 0) == 1) cddp__connection_end(c, 0);
 }
 
+/* Accepts connections into a list, the newest first. Returns whether few descriptors are left;
+   *starved (or NULL): EMFILE or ENFILE if none is. */
+static bool cddp__accept_links(const cddp_allocator *a, int listener, cddp__connection **list,
+                               cddp__atomic_u32 *starved) {
+  cddp__connection *c;
+  bool none, few = false;
+  int i, fd;
+  for (i = 0; i < 64; i++) {
+    if ((fd = cddp__accept(listener)) < 0 && (errno == EINTR || errno == ECONNABORTED)) continue;
+    none = fd < 0 && (errno == EMFILE || errno == ENFILE);
+    if (starved != NULL) cddp__store32(starved, none ? (uint32_t)errno : 0);
+    few = few || none || (fd >= 0 && !cddp__has_spare_fd(fd));
+    if (fd < 0 || (c = cddp__link_new(a, fd, false, CDDP__STRANGER_S)) == NULL) break;
+    c->next = *list;
+    *list = c;
+  }
+  return few;
+}
+
 /* Accepts connections, continues their proofs, and receives notices, unless another thread does. */
 static void cddp__net_serve(cddp__host *h, cddp__net *n) {
   cddp__connection **at, *c;
-  int silent = 0, proving = 0, most = cddp__unproven_most(n->size), i, fd;
-  bool none, few = false;
+  int silent = 0, proving = 0, most = cddp__unproven_most(n->size), i;
+  bool few;
   if (pthread_mutex_trylock(&n->lock) != 0) return;
-  for (i = 0; i < 64; i++) {
-    if ((fd = cddp__accept(n->listener)) < 0 && (errno == EINTR || errno == ECONNABORTED)) continue;
-    none = fd < 0 && (errno == EMFILE || errno == ENFILE);
-    cddp__store32(&n->starved, none ? (uint32_t)errno : 0);
-    few = few || none || (fd >= 0 && !cddp__has_spare_fd(fd));
-    if (fd < 0 || (c = cddp__link_new(n, fd, false, CDDP__STRANGER_S)) == NULL) break;
-    c->next = n->incoming;
-    n->incoming = c;
-  }
+  few = cddp__accept_links(&n->allocator, n->listener, &n->incoming, &n->starved);
   for (at = &n->incoming; (c = *at) != NULL;) {
     bool up = cddp__link_progress(n, c), left = false;
     if (up && c->hello.purpose == CDDP__LINK_NOTICE) {
@@ -9810,14 +9861,8 @@ enum {
                             cddp__root_search.token */
   CDDP__RENDEZVOUS_TABLE, /* token, hosts and ranks of a cddp__net; to a joining process: a
                              cddp__join_table */
-  CDDP__RENDEZVOUS_READY, /* from a child: all below it are ready; from the parent: all ranks are */
-  CDDP__RENDEZVOUS_FAIL /* cddp__rendezvous_failure, without the rest of its text */
-};
-
-typedef struct cddp__rendezvous_failure {
-  uint32_t result; /* cddp_result */
-  char text[CDDP__ERROR_MAX];
-} cddp__rendezvous_failure;
+  CDDP__RENDEZVOUS_READY /* from a child: all below it are ready; from the parent: all ranks are */
+}; /* FAIL: cddp__connection_post_failure */
 
 /* A rank's description of itself. version, world_size, fp_mode and backend must be equal on all
    ranks. */
@@ -9839,7 +9884,7 @@ typedef struct cddp__join_table {
   uint64_t job;                   /* cddp_record_header.job; 0: there is no flight recorder */
   cddp__elastic_leader_info lead; /* the leader of the model's ranks; life 0: not known */
   struct sockaddr_in6 address;    /* of this rank's host */
-  int host;                       /* number of this rank's host in cddp__elastic.net */
+  int host;                       /* number of this rank's host in cddp__meeting.net */
   int local_size;                 /* ranks of the first group on this host */
   int shards;                     /* of the model */
   int size, life; /* ranks of the first group; number of the joining process's record: >>elastic */
@@ -10241,25 +10286,8 @@ static cddp__message *cddp__receive_message(cddp__connection *c, size_t most) {
 
 static cddp_result cddp__send_failure(cddp__connection *c, cddp_result result, const char *text,
                                       double deadline) {
-  cddp__rendezvous_failure failure;
-  failure.result = (uint32_t)result;
-  snprintf(failure.text, sizeof failure.text, "%s", text);
-  return cddp__send_message(c, CDDP__RENDEZVOUS_FAIL, &failure,
-                            offsetof(cddp__rendezvous_failure, text) + strlen(failure.text), NULL,
-                            deadline);
-}
-
-/* Fails as another rank's FAIL says. */
-static cddp_result cddp__fail_from_message(cddp__rendezvous *rdv, const cddp__message *m) {
-  cddp__rendezvous_failure failure = {CDDP_MISMATCH, ""};
-  bool known;
-  memcpy(&failure, m + 1, cddp__min((size_t)m->head.size, sizeof failure - 1));
-  failure.text[sizeof failure.text - 1] = 0;
-  known = failure.result > CDDP_OK && failure.result < CDDP__RESULT_COUNT;
-  rdv->common = true;
-  return cddp__fail(known ? (cddp_result)failure.result : CDDP_MISMATCH, "%s",
-                    failure.text[0] != 0 ? failure.text
-                                         : "another rank failed during the rendezvous");
+  cddp_result r = cddp__connection_post_failure(c, result, text);
+  return r == CDDP_OK ? cddp__connection_exchange(c, 0, deadline) : r;
 }
 
 static cddp_result cddp__report_channel_lost(const cddp__rendezvous *rdv,
@@ -10478,15 +10506,16 @@ static cddp_result cddp__receive_from_child(cddp__rendezvous *rdv, cddp__channel
   cddp_result r = CDDP_OK;
   bool valid = true;
   while (r == CDDP_OK && valid &&
-         (m = cddp__receive_message(c, sizeof(cddp__rendezvous_failure))) != NULL) {
+         (m = cddp__receive_message(c, CDDP__ERROR_MAX)) != NULL) {
     uint32_t kind = m->head.number;
     bool full = rdv->registered_count > 2 * CDDP__MAX_RANKS; /* no job has so many */
+    bool failed = kind >= CDDP__FAILED;
     if (kind == CDDP__RENDEZVOUS_RANK && full) child->awaited = false;
     valid = kind == CDDP__RENDEZVOUS_PORT ? child->known : child->awaited;
     if (kind == CDDP__RENDEZVOUS_RANK && m->head.size == sizeof(cddp__rank_info) && !full)
       r = cddp__receive_rank(rdv, child, m, &valid);
-    else if (kind == CDDP__RENDEZVOUS_FAIL && valid)
-      r = cddp__fail_from_message(rdv, m);
+    else if (failed && valid)
+      r = cddp__fail_as_told(m);
     else if (kind == CDDP__RENDEZVOUS_PORT && valid && c->local && /* of rank 0, matching or not */
              m->head.size == sizeof rdv->root.token && rdv->root.fd_count < CDDP__ADDRESSES_MAX &&
              rdv->registered[child->first].info.rank == 0)
@@ -10495,6 +10524,7 @@ static cddp_result cddp__receive_from_child(cddp__rendezvous *rdv, cddp__channel
       child->ready = true;
     else
       valid = false;
+    if (failed && valid) rdv->common = true;
     if (!valid) cddp__connection_end(c, EPROTO);
     cddp__free(c->in.allocator, m);
   }
@@ -10680,13 +10710,14 @@ static cddp_result cddp__lose_root(cddp__rendezvous *rdv, int error) {
 static cddp_result cddp__receive_from_parent(cddp__rendezvous *rdv) {
   cddp__connection *c = &rdv->parent.connection;
   int ranks = rdv->config->world_size;
-  size_t most = cddp__max(cddp__table_bytes(ranks, ranks), sizeof(cddp__rendezvous_failure));
+  size_t most = cddp__max(cddp__table_bytes(ranks, ranks), CDDP__ERROR_MAX);
   cddp__message *m;
   cddp_result r = CDDP_OK;
   bool valid = true;
   while (r == CDDP_OK && valid && (m = cddp__receive_message(c, most)) != NULL) {
-    if (m->head.number == CDDP__RENDEZVOUS_FAIL) {
-      r = cddp__fail_from_message(rdv, m);
+    if (m->head.number >= CDDP__FAILED) {
+      rdv->common = true;
+      r = cddp__fail_as_told(m);
     } else if (m->head.number == CDDP__RENDEZVOUS_WAIT && !rdv->parent.awaited) {
       rdv->parent.awaited = true;
       rdv->root.blocked.s[0] = 0;
@@ -11481,55 +11512,21 @@ static void cddp__join_close(cddp__host *host) {
   pthread_mutex_lock(&joins->lock);
   cddp__links_free(joins->calls);
   joins->calls = NULL;
-  joins->call_count = 0;
   cddp__close_fd(&joins->fd);
   cddp__close_fd(&joins->tcp_fd);
   pthread_mutex_unlock(&joins->lock);
 }
 
-static void cddp__join_drop_call(struct cddp__join_listeners *joins, cddp__connection **at) {
-  cddp__connection *c = *at;
-  *at = c->next;
-  joins->call_count--;
-  cddp__link_free(c);
-}
-
-/* Closes the oldest connection that has sent nothing, else the oldest one. false: there is none. */
-static bool cddp__join_evict_call(struct cddp__join_listeners *joins) {
-  cddp__connection **at = &joins->calls;
-  while (*at != NULL && (*at)->challenge.step > 0) at = &(*at)->next;
-  if (*at == NULL) at = &joins->calls;
-  if (*at == NULL) return false;
-  cddp__join_drop_call(joins, at);
-  return true;
-}
-
-static void cddp__join_accept_calls(cddp__host *host, int listener, bool local) {
-  struct cddp__join_listeners *joins = &host->joins;
-  cddp__connection **end = &joins->calls, *c;
-  int tries, fd, most = cddp__unproven_most(host->size);
-  for (tries = 0; tries < 64 && listener >= 0; tries++) {
-    bool none;
-    fd = cddp__accept(listener);
-    none = fd < 0 && (errno == EMFILE || errno == ENFILE);
-    if (fd < 0 && !none && errno != EINTR && errno != ECONNABORTED) return;
-    if (fd < 0 && !none) continue;
-    if ((none || joins->call_count >= most || !cddp__has_spare_fd(fd)) &&
-        !cddp__join_evict_call(joins) && none)
-      return;
-    if (none) continue;
-    c = (cddp__connection *)cddp__calloc(&host->allocator, 1, sizeof *c);
-    if (c == NULL) {
-      cddp__close_fd(&fd);
-      return;
-    }
-    cddp__connection_begin(c, &host->allocator, fd, CDDP__CALLED);
+/* Returns whether few descriptors are left. */
+static bool cddp__join_accept(cddp__host *host, int listener, bool local) {
+  cddp__connection *c;
+  bool few = listener >= 0 &&
+             cddp__accept_links(&host->allocator, listener, &host->joins.calls, NULL);
+  for (c = host->joins.calls; c != NULL && c->state == CDDP__CONNECTION_NEW; c = c->next) {
     c->local = local;
     (void)cddp__connection_challenge(c, host->job_info->secret, "join", NULL, 0);
-    for (end = &joins->calls; *end != NULL;) end = &(*end)->next; /* an eviction frees its owner */
-    *end = c;
-    joins->call_count++;
   }
+  return few;
 }
 
 /* Sends a joining process, which has proved the secret, the table. */
@@ -11546,20 +11543,24 @@ static void cddp__join_answer(cddp__host *host, cddp__connection *c) {
 }
 
 /* Continues all proofs without blocking. Stores in `waiting` those whose next message can be on its
-   way: they have sent the first one since `begin`. Returns their number. */
+   way: they have sent the first one since `begin`. Returns their number. few: few descriptors are
+   left, so fewer calls can be silent, or prove. The newest stay. */
 static int cddp__join_continue(cddp__host *host, double begin, cddp__connection **waiting,
-                               int most) {
+                               int most, bool few) {
   cddp__connection **at = &host->joins.calls, *c;
-  int n = 0;
+  int limit = few ? CDDP__FEW : cddp__unproven_most(host->size), silent = 0, proving = 0, n = 0;
   while ((c = *at) != NULL) {
     bool began = c->challenge.step > 0;
     if (cddp__connection_progress(c) && c->peer < 0) cddp__join_answer(host, c);
-    if (!began && c->challenge.step > 0) c->deadline = cddp__now();
-    if (c->state == CDDP__CONNECTION_ENDED || (c->peer == 0 && cddp__buffer_size(&c->out) == 0)) {
-      cddp__join_drop_call(&host->joins, at);
+    if (!began && c->challenge.step > 0) c->retry_at = cddp__now();
+    if (c->state == CDDP__CONNECTION_ENDED || (c->peer == 0 && cddp__buffer_size(&c->out) == 0) ||
+        (few && cddp__now() > c->deadline) ||
+        (c->challenge.step == 0 ? ++silent : ++proving) > limit) {
+      *at = c->next;
+      cddp__link_free(c);
       continue;
     }
-    if (c->challenge.step > 0 && c->deadline >= begin && n < most) waiting[n++] = c;
+    if (c->challenge.step > 0 && c->retry_at >= begin && n < most) waiting[n++] = c;
     at = &c->next;
   }
   return n;
@@ -11573,13 +11574,14 @@ static void cddp__join_serve(cddp__host *host, bool waits) {
   struct cddp__join_listeners *joins = &host->joins;
   cddp__connection *waiting[32];
   double begin = cddp__now(), computed = cddp__thread_seconds(), start;
+  bool few;
   int n;
   if (pthread_mutex_trylock(&joins->lock) != 0) return; /* another thread serves */
   if ((joins->fd >= 0 || joins->tcp_fd >= 0) && begin >= joins->pause_end) {
     for (;;) {
-      cddp__join_accept_calls(host, joins->fd, true);
-      cddp__join_accept_calls(host, joins->tcp_fd, false);
-      n = cddp__join_continue(host, begin, waiting, 32);
+      few = cddp__join_accept(host, joins->fd, true);
+      few = cddp__join_accept(host, joins->tcp_fd, false) || few;
+      n = cddp__join_continue(host, begin, waiting, 32, few);
       start = cddp__now();
       if (!waits || n == 0 || start < joins->wait_end || start >= begin + CDDP__JOIN_WAIT_S) break;
       (void)cddp__connections_poll(&host->allocator, waiting, (size_t)n, NULL, 0,
@@ -12017,9 +12019,7 @@ static void cddp__early_notice(cddp_group *g, bool leaving) {
   int p;
   if (cddp__is_broken(g) || cddp__load32(&g->block->cause.state) != 0) return;
   for (p = 0; p < g->size && text.s[0] == 0; p++) {
-    if (p == g->rank || g->members[p] < 0 || !cddp__rank_gone(g, p) ||
-        cddp__load32(&cddp__slot_of(g, p)->state) == CDDP__SLOT_LEFT)
-      continue;
+    if (p == g->rank || g->members[p] < 0 || cddp__rank_end(g, p) != CDDP__HAS_ENDED) continue;
     how = cddp__describe_end(g, p);
     if (!leaving && strcmp(how.s, "exited with code 0") == 0) continue;
     text = cddp__textf("%s %s; rank %d %s", cddp__name_rank(g, p).s, how.s, g->rank,
@@ -12270,7 +12270,7 @@ static cddp_result cddp__await_frames(cddp_group *g, cddp__wait *w, int late, ui
   cddp__store64(&slot->awaits, (uint64_t)(cddp__monotonic() * 1000) << 32 | ((uint32_t)late + 1));
   cddp__hosts_pause(g, w, late, events);
   if (w->due && (r = cddp__check_peers(g)) != CDDP_OK) return r;
-  if (cddp__remote_gone(g, late)) return cddp__report_lost(g, late, NULL);
+  if (cddp__rank_gone(g, late)) return cddp__report_lost(g, late, NULL);
   starved = cddp__load32(&g->hosts->net->starved);
   if (w->due && starved != 0) {
     pthread_mutex_lock(&g->p2p.lock);
@@ -13173,7 +13173,7 @@ static int cddp__lost_peer(const cddp_work *work) {
   if (peer != CDDP_ANY) return peer != g->rank && cddp__rank_gone(g, peer) ? peer : -1;
   for (p = 0; p < g->size; p++) {
     if (p == g->rank || !cddp__rank_gone(g, p)) continue;
-    if (!cddp__rank_left(g, p)) return p;
+    if (cddp__rank_end(g, p) != CDDP__HAS_LEFT) return p;
     gone = p;
     left++;
   }
@@ -13685,7 +13685,7 @@ static cddp_result cddp__mpi_wait(cddp_group *g, const cddp__call *call, int cod
     if (cddp__now() < w.next_check) continue;
     if ((r = cddp__wait_tick(g, &w)) == CDDP_OK) r = cddp__check_peers(g);
     for (p = 0; r == CDDP_OK && p < g->size; p++) /* a rank may be the only one of its host */
-      if (g->members[p] < 0 && cddp__remote_gone(g, p)) r = cddp__report_lost(g, p, NULL);
+      if (g->members[p] < 0 && cddp__rank_gone(g, p)) r = cddp__report_lost(g, p, NULL);
     if (r == CDDP_OK && w.late) r = cddp__break_late(g, -1);
   }
   g->round--;
@@ -18997,23 +18997,856 @@ static cddp_result cddp__ddp_setup(cddp_ddp *d, bool joins) {
   return CDDP_OK;
 }
 
+/* >>meeting ---------------------------------------------------------------------------------------
+   Job: the members of an elastic model agree which of them live, and processes join them.
+   Owns: a cddp__meeting, with its cddp__net: a listening socket, and connections of members.
+   Entry points: cddp__meeting_new, _close, _free; cddp__describe_self, cddp__set_member,
+   cddp__add_table; of a meeting cddp__meet, _meeting_apply, _meeting_confirm, _meeting_forget;
+   between meetings cddp__accept_reports, cddp__answer_joins. Thread: the one that trains.
+   Words: a member has a number, which is also its rank in `net`. A report has a head, bytes of
+   >>elastic that this room does not read, and for each member whether its process has ended.
+     1. Of the living members with the oldest epoch, that with the lowest number leads. Each other
+        member connects to it (>>links) and sends a report.
+     2. The leader waits until each member has reported or is lost. It detects a loss by connecting:
+        the system refuses the connection. Leader and members replace a connection that ends, since
+        its peer can live. A member that is computing reports later.
+     3. The leader admits joining processes and sends the table of all reports. If it dies, the next
+        member leads.
+     4. Each member creates the table's two groups and confirms them to the leader. When all have
+        confirmed, the leader tells all to continue.
+   A split network: if a member's host does not answer, the members that reported must be more than
+   half of the last table that all confirmed, and of each later one that the leader has received. No
+   report may have a later table than the leader. So two halves never train separately: see
+   tests/models/halves.pml. The rule also holds for an address of which all members were lost by
+   resets, as a firewall sends. Therefore each member reports which processes it has seen end
+   (`ended`): the system of such a process closed a connection, and did not reset it.
+   A rank can count a living leader as lost, because calls of the rank failed. Therefore a leader
+   calls each member that has not reported. A member that has counted the leader as lost since the
+   last table reports then. A member that has a table without the leader refuses, and the leader
+   ends (CDDP_ABORTED).
+   A joining process asks a rank on its host or at MASTER_ADDR for the leader (>>rendezvous), and
+   sends the leader a report without weights. If it got no shared memory, it counts as a host with
+   one rank. A leader without shards left starts a meeting for it. */
+
+#define CDDP__JOIN_REQUESTS 64 /* joining processes that can wait for a meeting; others retry */
+
+/* A member's connections end as soon as they are up. It is lost after CDDP__CUT_S: another program
+   listens at the port of a process that has died, or a proxy does. */
+#define CDDP__CUT_S 3.0
+typedef struct cddp__attempts {
+  uint64_t life;       /* of the member; 0: its last connection has not ended so */
+  double since, again; /* the first end; the time of the next attempt */
+} cddp__attempts;
+
+/* Owner: the thread that trains. */
+typedef struct cddp__meeting {
+  cddp_group *group; /* the model's, for its host and time-out */
+  uint64_t steps;    /* cddp_ddp_steps, for texts */
+  cddp__model_info model;
+  int most;                      /* members: the model's shards */
+  size_t report_bytes, ended_at; /* of a report; offset in it of `ended` */
+  cddp__net *net;           /* connections among the members; a rank there is a member number */
+  cddp__member *members;    /* [most + 1] by number; the last: a process that is joining */
+  int me;                   /* this rank's member number; `most` while it joins */
+  int leader;               /* number of the member that sent the last table */
+  bool empty;               /* this process joins, and has no weights yet */
+  bool admits;              /* joining processes become members in the next meeting */
+  uint64_t epoch;           /* number of tables so far */
+  cddp__connection **links; /* [most + JOIN_REQUESTS] to the leader, or to the members that
+                               reported; at [most] joining processes begin */
+  cddp__message **reports;  /* [most + JOIN_REQUESTS] the reports from these links */
+  int request_count;        /* joining processes that wait for the next meeting */
+  int unreachable;          /* a member lost without proof that it ended; -1: none */
+  bool called;              /* a process that this rank counted as lost has called as leader */
+  uint64_t *tables; /* [table_count][most] lives of members, by number: of the last table that all
+                       confirmed, and of each later one that arrived here */
+  size_t table_count, tables_capacity;
+  int present;          /* members of the last table */
+  unsigned char *ended; /* [most] 1: a member saw its process end since the last table */
+  cddp__attempts *cuts; /* [most] connections of this meeting that were up and ended */
+} cddp__meeting;
+
+/* The head of a rank's report to the leader. */
+typedef struct cddp__report {
+  uint64_t table; /* in a table: its random number, the same in each report */
+  uint64_t epoch; /* of its last table */
+  cddp__member self;
+  int32_t empty; /* 1: it joins, and has no weights yet */
+} cddp__report;
+
+/* --- the members --- */
+
+static cddp__text cddp__member_name(const cddp__meeting *m, int member) {
+  return cddp__textf("rank %d (pid %u)", m->members[member].rank, m->members[member].pid);
+}
+
+/* Enters a member and its address, which cddp__link_connect uses. */
+static void cddp__set_member(cddp__meeting *m, const cddp__member *member) {
+  cddp__host_entry *host = &m->net->hosts[member->host];
+  cddp__rank_entry *rank = &m->net->ranks[member->number];
+  m->members[member->number] = *member;
+  host->address = member->address;
+  snprintf(host->name, sizeof host->name, "%.67s", member->name);
+  rank->host = member->host;
+  rank->pid = member->pid;
+  rank->port = member->port;
+}
+
+/* The member that leads a meeting; -1: no member lives. It is one of the oldest members, so ranks
+   agree on it even if one of them does not know of a member that joined last. */
+static int cddp__choose_leader(const cddp__meeting *m) {
+  const cddp__member *members = m->members;
+  int p, lowest = -1;
+  for (p = 0; p < m->most; p++)
+    if (members[p].life != 0 && (lowest < 0 || members[p].since < members[lowest].since))
+      lowest = p;
+  return lowest;
+}
+
+/* Remembers a table's members. */
+static cddp_result cddp__add_table(cddp__meeting *m) {
+  size_t most = (size_t)m->most, at = m->table_count * most;
+  uint64_t *tables = (uint64_t *)cddp__grow_array(&m->group->host->allocator, m->tables,
+                                                  &m->tables_capacity, at + most, sizeof *tables);
+  size_t p;
+  if (tables == NULL) return CDDP_OUT_OF_MEMORY;
+  m->tables = tables;
+  m->table_count++;
+  for (m->present = 0, p = 0; p < most; p++) {
+    tables[at + p] = m->members[p].life;
+    m->present += tables[at + p] != 0;
+  }
+  return CDDP_OK;
+}
+
+static void cddp__drop_report(cddp__meeting *m, int p) {
+  cddp__link_free(m->links[p]);
+  cddp__free(&m->group->host->allocator, m->reports[p]);
+  m->links[p] = NULL;
+  m->reports[p] = NULL;
+}
+
+static void cddp__meeting_disconnect(cddp__meeting *m) {
+  int k;
+  for (k = 0; k < m->most + m->request_count; k++) cddp__drop_report(m, k);
+  m->request_count = 0;
+}
+
+/* Stops listening: the other members count this rank as lost, and no process joins through it. */
+static void cddp__meeting_close(cddp__meeting *m) {
+  cddp__net *net = m->net;
+  cddp__join_close(m->group->host);
+  pthread_mutex_lock(&net->lock);
+  cddp__close_fd(&net->listener); /* before its links: their peers then connect again */
+  cddp__links_free(net->incoming);
+  net->incoming = NULL;
+  pthread_mutex_unlock(&net->lock);
+  cddp__meeting_disconnect(m);
+}
+
+/* Whether the process with this window on this host is a member. */
+static bool cddp__is_member_here(const cddp__meeting *m, int window) {
+  const cddp__member *members = m->members;
+  int p = 0;
+  while (p < m->most && (members[p].life == 0 || members[p].index != window ||
+                         members[p].host != members[m->me].host))
+    p++;
+  return p < m->most;
+}
+
+static cddp__report *cddp__report_at(const cddp__meeting *m, cddp__message *message, int k) {
+  return (cddp__report *)(void *)((char *)(message + 1) + (size_t)k * m->report_bytes);
+}
+
+static unsigned char *cddp__ended_of(const cddp__meeting *m, cddp__report *report) {
+  return (unsigned char *)report + m->ended_at;
+}
+
+/* Begins with this process alone. bytes: of a report, without `ended`. */
+static cddp_result cddp__meeting_new(cddp__meeting *m, cddp_group *g, int most, size_t bytes) {
+  cddp__host *host = g->host;
+  const cddp_allocator *allocator = &host->allocator;
+  const char *secret =
+      host->job_info != NULL && host->job_info->secret[0] != 0 ? host->job_info->secret : NULL;
+  size_t n = (size_t)most, links = n + CDDP__JOIN_REQUESTS;
+  m->group = g;
+  m->most = most;
+  m->ended_at = bytes;
+  m->report_bytes = cddp__round_up(m->ended_at + n, sizeof(uint64_t));
+  m->empty = host->joined;
+  m->me = host->joined ? most : g->rank;
+  m->unreachable = -1;
+  m->members = (cddp__member *)cddp__calloc(allocator, 1,
+                                            (n + 1) * (sizeof *m->members + sizeof *m->cuts + 1) +
+                                                links * 2 * sizeof(void *));
+  if (m->members == NULL) return CDDP_OUT_OF_MEMORY;
+  m->cuts = (cddp__attempts *)(void *)(m->members + n + 1);
+  m->links = (cddp__connection **)(void *)(m->cuts + n);
+  m->reports = (cddp__message **)(void *)(m->links + links);
+  m->ended = (unsigned char *)(m->reports + links);
+  m->net = cddp__net_new(allocator, most + 1, 2 * most + 1);
+  if (m->net == NULL) return CDDP_OUT_OF_MEMORY;
+  m->net->rank = m->me;
+  if (secret != NULL) m->net->secret = cddp__strdup(allocator, secret);
+  return secret != NULL && m->net->secret == NULL ? CDDP_OUT_OF_MEMORY : CDDP_OK;
+}
+
+static void cddp__meeting_free(cddp__meeting *m) {
+  const cddp_allocator *allocator = &m->group->host->allocator;
+  cddp__net_release(m->net);
+  cddp__free(allocator, m->tables);
+  cddp__free(allocator, m->members);
+}
+
+/* Also opens this rank's listening socket. */
+static cddp_result cddp__describe_self(cddp__meeting *m, cddp__member *self) {
+  const cddp__host *host = m->group->host;
+  const cddp__join_table *table = host->joined ? &host->job_info->table : NULL;
+  cddp__address address;
+  int fd = -1, count;
+  cddp_result r = CDDP_OK;
+  memset(self, 0, sizeof *self);
+  if (host->net != NULL) {
+    address = cddp__internet_address(&host->net->hosts[host->net->host].address);
+    self->host = host->net->host;
+  } else if (host->joined && host->arena.fd >= 0) {
+    address = cddp__internet_address(&table->address);
+    self->host = table->host;
+  } else {
+    if (host->joined) { /* a datagram socket finds the local address without sending anything */
+      address = cddp__internet_address(&table->lead.self.address);
+      cddp__address_set_port(&address, table->lead.self.port);
+      fd = socket(address.sa.ss_family, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+      if (fd >= 0 && connect(fd, &address.any, address.size) != 0) cddp__close_fd(&fd);
+      self->host = 2 * m->most;
+    }
+    r = cddp__own_address(fd, &address);
+    cddp__close_fd(&fd);
+  }
+  if (r != CDDP_OK) return r;
+  cddp__address_set_port(&address, 0);
+  self->address = address.v6;
+  self->number = m->me;
+  if ((r = cddp__listen_all(&address, 1, &m->net->listener, &count)) != CDDP_OK)
+    return cddp__fail_in(r, "cannot listen for the other ranks of an elastic model: ");
+  self->port = cddp__address_port(&address);
+  self->rank = m->group->rank;
+  self->index = host->index;
+  self->pid = (uint32_t)getpid();
+  snprintf(self->name, sizeof self->name, "%s", host->name);
+  self->gpu = m->group->gpu;
+  return cddp__random(&self->life, sizeof self->life);
+}
+
+/* --- reports and the table --- */
+
+/* Whether a member's connection has ended. */
+static bool cddp__member_link_ended(cddp__meeting *m, int member, cddp__connection *link) {
+  const cddp__host *host = m->group->host;
+  uint32_t state = host->one_process && host->slots != NULL
+                       ? cddp__load32(&host->slots[m->members[member].index].state)
+                       : 0;
+  if (state == CDDP__SLOT_DEAD || state == CDDP__SLOT_LEFT)
+    return true; /* a rank that is a thread */
+  cddp__link_check_timeout(link);
+  if (link->state != CDDP__CONNECTION_ENDED || cddp__link_reconnect(m->net, link)) return false;
+  if (link->error == 0) m->ended[member] = 1;
+  if (cddp__link_end(link->error) == CDDP__UNREACHABLE) m->unreachable = member;
+  return true;
+}
+
+/* A connection to this member was up and has ended. Returns whether it is tried again: at once, and
+   then every 50 ms. */
+static bool cddp__retries_member(cddp__meeting *m, int member) {
+  cddp__attempts *cut = &m->cuts[member];
+  double now = cddp__now();
+  bool first = cut->life != m->members[member].life;
+  if (first) cut->since = now;
+  cut->life = m->members[member].life;
+  cut->again = first ? now : now + CDDP__RECONNECT_S;
+  if (now < cut->since + CDDP__CUT_S) return true;
+  if (m->ended[member] == 0) m->unreachable = member;
+  return false;
+}
+
+static void cddp__remove_member(cddp__meeting *m, int member) {
+  m->members[member].life = 0;
+  if (m->me == m->most) { /* joining: the members might not know yet */
+    cddp__sleep(0.01);
+    return;
+  }
+  CDDP__POINT("elastic lost");
+  cddp__log(&m->group->host->logger, CDDP__LOG_WARNING,
+            "%s is lost%s; the others do its shards of step %" PRIu64,
+            cddp__member_name(m, member).s,
+            m->unreachable == member ? ": its host does not answer" : "", m->steps);
+  cddp__record_event(m->group, "lost", (uint64_t)m->members[member].rank, CDDP_PEER_LOST);
+}
+
+/* Waits at most 5 ms for data on these connections, or for a new one. */
+static void cddp__meeting_poll(cddp__meeting *m, cddp__connection *const *links, int n) {
+  int listener = m->net->listener;
+  (void)cddp__connections_poll(&m->net->allocator, links, (size_t)n, &listener, 1,
+                               cddp__now() + 0.005);
+  cddp__serve_idle(NULL);
+}
+
+/* Sends this thread's error text to a process that cannot be a member. */
+static void cddp__refuse_process(cddp__meeting *m, cddp__connection *link, cddp_result r) {
+  (void)cddp__connection_post_failure(link, r, cddp__error_text);
+  (void)cddp__link_progress(m->net, link);
+  cddp__link_close(link);
+}
+
+static void cddp__refuse_lost(cddp__meeting *m, cddp__connection *link, int rank) {
+  cddp__refuse_process(m, link,
+                       cddp__fail(CDDP_ABORTED,
+                                  "the other ranks counted rank %d's process as lost and continue "
+                                  "without it",
+                                  rank));
+}
+
+/* Whether member p of the last table is the process `life`. That process sends something, so it
+   lives, and is a member again. */
+static bool cddp__revive_member(cddp__meeting *m, int p, uint64_t life) {
+  size_t shards = (size_t)m->most;
+  if (p >= m->most || m->table_count == 0 || life == 0 ||
+      m->tables[(m->table_count - 1) * shards + (size_t)p] != life)
+    return false;
+  if (m->members[p].life == 0) {
+    m->members[p].life = life;
+    m->ended[p] = 0;
+  }
+  return true;
+}
+
+/* Returns whether the connection of a leader's call stays: to the leader its end is a loss. */
+static bool cddp__handle_call(cddp__meeting *m, const cddp__connection *link,
+                              const cddp__member *caller) {
+  int p = link->peer;
+  bool lost = p < m->most && m->members[p].life == 0;
+  if (!cddp__revive_member(m, p, caller->life)) return false;
+  m->called = m->called || lost;
+  return true;
+}
+
+/* Stores or discards a report and its connection. After a leader's death a joining process can be a
+   member and not know it. */
+static void cddp__handle_report(cddp__meeting *m, cddp__connection *link, cddp__message *message,
+                                bool meeting) {
+  cddp__report *report = cddp__report_at(m, message, 0);
+  cddp__member *self = &report->self;
+  int shards = m->most, p = 0, k;
+  bool sound = message->head.size == m->report_bytes && self->life != 0 && self->pid != 0 &&
+               self->host >= 0 && self->port > 0 && self->port < 65536;
+  if (sound) (void)cddp__revive_member(m, link->peer, self->life);
+  while (sound && p < shards && m->members[p].life != self->life) p++;
+  if (sound) self->name[sizeof self->name - 1] = 0;
+  link->next = NULL;
+  if (sound && p < shards && p != m->me && meeting) {
+    *self = m->members[p];
+    cddp__drop_report(m, p);
+    m->ended[p] = 0;
+    m->cuts[p].life = 0;
+    for (k = 0; k < shards; k++) /* only members that the sender knew, and that have not reported */
+      if (cddp__ended_of(m, report)[k] == 1 && m->reports[k] == NULL &&
+          m->members[k].since <= report->epoch)
+        m->ended[k] = 1;
+  } else if (sound && report->empty != 0 && m->request_count < CDDP__JOIN_REQUESTS) {
+    p = shards + m->request_count++;
+    for (k = shards; k < p; k++) /* an earlier request of this process */
+      if (cddp__report_at(m, m->reports[k], 0)->self.life == self->life)
+        cddp__connection_end(m->links[k], 0);
+  } else {
+    if (sound && p == shards && report->empty == 0)
+      cddp__refuse_lost(m, link, self->rank);
+    else
+      cddp__link_free(link);
+    cddp__free(&m->group->host->allocator, message);
+    return;
+  }
+  m->links[p] = link;
+  m->reports[p] = message;
+}
+
+/* The senders of which reports and calls are received: processes that count as lost; joining ones
+   too; in a meeting that this rank leads, members too. */
+enum cddp__accepts { CDDP__ACCEPT_LOST, CDDP__ACCEPT_JOINING, CDDP__ACCEPT_MEMBERS };
+
+static void cddp__accept_reports(cddp__meeting *m, enum cddp__accepts most) {
+  cddp__net *net = m->net;
+  cddp__connection **at, *link;
+  bool is_call;
+  cddp__net_serve(m->group->host, net);
+  pthread_mutex_lock(&net->lock);
+  for (at = &net->incoming; (link = *at) != NULL;) {
+    cddp__message *message = NULL;
+    if (cddp__link_is_for(link, m->members[m->me].life) &&
+        (most == CDDP__ACCEPT_MEMBERS ||
+         (link->peer == m->most ? most == CDDP__ACCEPT_JOINING : m->members[link->peer].life == 0)))
+      message = cddp__connection_receive(link, m->report_bytes);
+    else if (cddp__link_is_for(link, m->members[m->me].life))
+      cddp__link_check_end(link);
+    is_call = message != NULL && message->head.size == sizeof(cddp__member);
+    if ((message == NULL && link->state != CDDP__CONNECTION_ENDED) ||
+        (is_call && cddp__handle_call(m, link, (cddp__member *)(void *)(message + 1)))) {
+      cddp__free(&net->allocator, message);
+      at = &link->next;
+      continue;
+    }
+    *at = link->next;
+    if (is_call)
+      cddp__refuse_lost(m, link, ((cddp__member *)(void *)(message + 1))->rank);
+    else if (message != NULL)
+      cddp__handle_report(m, link, message, most == CDDP__ACCEPT_MEMBERS);
+    else
+      cddp__link_free(link);
+    if (is_call) cddp__free(&net->allocator, message);
+  }
+  pthread_mutex_unlock(&net->lock);
+}
+
+/* Answers joining processes. In a meeting, too: the members wait for a rank whose leader has died
+   and that asks for the new one. */
+static void cddp__answer_joins(cddp__meeting *m) {
+  const cddp__net *net = m->net;
+  cddp__host *host = m->group->host;
+  cddp__join_table *table;
+  cddp__address here;
+  if (host->job_info == NULL || m->me == m->most) return;
+  here = cddp__internet_address(&net->hosts[net->host].address);
+  table = &host->job_info->table;
+  pthread_mutex_lock(&host->joins.lock);
+  table->lead.self = m->members[cddp__choose_leader(m)];
+  cddp__set_scope(&table->lead.self.address, &here); /* as seen from this host */
+  memcpy(table->lead.token, net->token, sizeof table->lead.token);
+  table->lead.model = m->model;
+  table->address = here.v6;
+  table->host = net->host;
+  table->hosts = table->hosts || host->net != NULL;
+  table->shards = m->most;
+  table->life = (int)m->epoch + 1;
+  cddp__join_listen(host);
+  pthread_mutex_unlock(&host->joins.lock);
+  cddp__join_serve(host, CDDP__JOIN_WAIT);
+}
+
+/* Connects to a member, with a report or a call. */
+static cddp_result cddp__meeting_connect(cddp__meeting *m, int member, const void *data,
+                                         size_t size) {
+  cddp__connection **link = &m->links[member];
+  cddp_result r =
+      cddp__link_connect(m->net, member, CDDP__LINK_FRAMES, m->members[member].life, link);
+  if (r != CDDP_OK) return r;
+  return cddp__connection_post(*link, CDDP__FRAME_MESSAGE, CDDP_OK, data, size);
+}
+
+/* A member answers a call only if it continues without this rank. */
+static cddp_result cddp__check_answer(cddp__connection *link) {
+  cddp__message *answer = cddp__connection_receive(link, CDDP__ERROR_MAX);
+  cddp_result r = answer != NULL ? cddp__fail_as_told(answer) : CDDP_OK;
+  cddp__free(link->in.allocator, answer);
+  return r;
+}
+
+/* Returns after all have reported, or if m->called. */
+static cddp_result cddp__await_reports(cddp__meeting *m, double deadline) {
+  cddp__connection **links = m->links;
+  int waiting, late = -1, p;
+  for (;;) {
+    cddp__answer_joins(m);
+    cddp__accept_reports(m, CDDP__ACCEPT_MEMBERS);
+    if (m->called) return CDDP_OK;
+    for (p = waiting = 0; p < m->most; p++) {
+      cddp_result r = CDDP_OK;
+      if (p == m->me || m->members[p].life == 0) continue;
+      if (links[p] == NULL && m->cuts[p].life != 0 && cddp__now() < m->cuts[p].again) {
+        if (waiting++ == 0) late = p;
+        continue;
+      }
+      if (links[p] == NULL) /* a call: the member can have counted this rank as lost */
+        r = cddp__meeting_connect(m, p, &m->members[m->me], sizeof *m->members);
+      if (r == CDDP_OK && cddp__link_progress(m->net, links[p])) /* this detects its end */
+        r = cddp__check_answer(links[p]);
+      if (r != CDDP_OK) return r;
+      if (cddp__member_link_ended(m, p, links[p])) {
+        bool cut = cddp__link_is_cut(links[p]) && !links[p]->early;
+        cddp__drop_report(m, p);
+        if (!cut || !cddp__retries_member(m, p))
+          cddp__remove_member(m, p);
+        else if (waiting++ == 0) /* a dead process refuses the next link */
+          late = p;
+      } else if (m->reports[p] == NULL && waiting++ == 0) {
+        late = p;
+      }
+    }
+    if (waiting == 0) return CDDP_OK;
+    if (cddp__now() > deadline)
+      return cddp__fail(CDDP_TIMEOUT,
+                        "timed out after %g s: after a loss in step %" PRIu64 ", %s did not call "
+                        "cddp_ddp_next_shard",
+                        m->group->timeout_s, m->steps, cddp__member_name(m, late).s);
+    cddp__meeting_poll(m, links, m->most);
+  }
+}
+
+/* *number: for a joining process, that of a lost one with the same rank, else the lowest free
+   one. */
+static cddp_result cddp__find_number(const cddp__meeting *m, const cddp__member *self,
+                                     int *number) {
+  int p;
+  *number = -1;
+  for (p = m->most - 1; p >= 0; p--) {
+    const cddp__member *member = &m->members[p];
+    if (member->life == 0) {
+      if (*number < 0 || m->members[*number].rank != self->rank || member->rank == self->rank)
+        *number = p;
+    } else if (member->rank == self->rank) {
+      return CDDP__REFUSE("CDDP_JOIN: %s is in the job; give each process its own RANK",
+                          cddp__member_name(m, p).s);
+    } else if (member->gpu == self->gpu && member->gpu != 0) {
+      return CDDP__REFUSE("CDDP_JOIN: %s uses the GPU of rank %d, but NCCL needs one GPU for each "
+                          "rank: set another device",
+                          cddp__member_name(m, p).s, self->rank);
+    }
+  }
+  if (*number >= 0) return CDDP_OK;
+  return cddp__fail(CDDP_UNSUPPORTED,
+                    "CDDP_JOIN: the job is full: each of its %d shards has one of its %d ranks",
+                    m->most, m->most);
+}
+
+/* Makes each joining process a member, or refuses it. */
+static void cddp__admit_joining(cddp__meeting *m) {
+  int k, number;
+  if (!m->admits) return; /* they retry */
+  for (k = m->most; k < m->most + m->request_count; k++) {
+    cddp__connection *link = m->links[k];
+    cddp__member *self = &cddp__report_at(m, m->reports[k], 0)->self;
+    cddp_result r = cddp__find_number(m, self, &number);
+    CDDP__POINT("elastic number");
+    cddp__free(&m->group->host->allocator, cddp__connection_receive(link, 0)); /* detects its end */
+    if (r == CDDP_OK && link->state != CDDP__CONNECTION_ENDED) {
+      self->number = number;
+      if (self->host >= 2 * m->most) /* it shares no memory with the members */
+        self->host = m->most + number;
+      self->since = m->epoch + 1;
+      cddp__set_member(m, self);
+      cddp__drop_report(m, number); /* of a member lost in this meeting */
+      m->reports[number] = m->reports[k];
+      m->links[number] = link;
+    } else {
+      cddp__refuse_process(m, link, r);
+      cddp__free(&m->group->host->allocator, m->reports[k]);
+    }
+    m->reports[k] = NULL;
+    m->links[k] = NULL;
+  }
+  m->request_count = 0;
+}
+
+/* Sends all reports as one message to each process that reported. */
+static cddp_result cddp__meeting_send_table(cddp__meeting *m, cddp__message **table) {
+  const cddp__net *net = m->net;
+  cddp__connection **links = m->links;
+  cddp__message **reports = m->reports, *all;
+  size_t bytes = m->report_bytes;
+  uint64_t id = 0;
+  cddp_result r = cddp__random(&id, sizeof id);
+  int p;
+  if (r != CDDP_OK) return r;
+  *table = all =
+      (cddp__message *)cddp__malloc(&net->allocator, sizeof *all + (size_t)m->most * bytes);
+  if (all == NULL) return CDDP_OUT_OF_MEMORY;
+  for (all->head.size = 0, p = 0; p < m->most; p++) {
+    if (reports[p] == NULL) continue;
+    cddp__report_at(m, reports[p], 0)->table = id;
+    memcpy((char *)(all + 1) + all->head.size, reports[p] + 1, bytes);
+    all->head.size += bytes;
+  }
+  for (p = 0; p < m->most && r == CDDP_OK; p++) {
+    if (links[p] == NULL || reports[p] == NULL) continue;
+    r = cddp__connection_post(links[p], CDDP__FRAME_MESSAGE, CDDP_OK, all + 1, all->head.size);
+    CDDP__POINT("elastic answer");
+    (void)cddp__link_progress(net, links[p]);
+  }
+  cddp__links_flush(net, links, (size_t)m->most, cddp__now() + CDDP__UNANSWERED_S);
+  return r;
+}
+
+/* A lost member at an address without a reporting member or a process in `ended`; -1: none. A
+   firewall could have reset the links to that address. */
+static int cddp__find_cut_off(const cddp__meeting *m) {
+  const uint64_t *lives = m->tables + (m->table_count - 1) * (size_t)m->most;
+  int lost, k;
+  for (lost = 0; lost < m->most; lost++) {
+    cddp__address address = cddp__internet_address(&m->members[lost].address);
+    for (k = 0; k < m->most; k++)
+      if (lives[k] != 0 && (m->reports[k] != NULL || m->ended[k] != 0) &&
+          memcmp(&m->members[k].address, &address.any, address.size) == 0)
+        break;
+    if (lives[lost] != 0 && k == m->most) return lost;
+  }
+  return -1;
+}
+
+/* Whether reports of more than half of each remembered table have arrived. A report of a member
+   with a later table shows that others have gone on without this rank. */
+static bool cddp__has_majority(const cddp__meeting *m) {
+  const uint64_t *lives = m->tables;
+  size_t t;
+  int p, members, reported;
+  for (t = 0; t < m->table_count; t++, lives += m->most) {
+    for (p = members = reported = 0; p < m->most; p++) {
+      members += lives[p] != 0;
+      reported += m->reports[p] != NULL && lives[p] == m->members[p].life;
+    }
+    if (2 * reported <= members) return false;
+  }
+  for (p = 0; p < m->most; p++)
+    if (m->reports[p] != NULL && cddp__report_at(m, m->reports[p], 0)->epoch > m->epoch)
+      return false;
+  return true;
+}
+
+/* *table NULL: another process leads. */
+static cddp_result cddp__lead_meeting(cddp__meeting *m, cddp__message *mine, double deadline,
+                                      cddp__message **table) {
+  cddp__message **reports = m->reports;
+  cddp_result r;
+  int report_count = 0, reset, p;
+  reports[m->me] = mine;
+  r = cddp__await_reports(m, deadline);
+  if (r == CDDP_OK && m->called) {
+    reports[m->me] = NULL;
+    cddp__meeting_disconnect(m);
+    return r;
+  }
+  for (p = 0; p < m->most; p++) report_count += reports[p] != NULL;
+  reset = m->unreachable < 0 ? cddp__find_cut_off(m) : -1;
+  if (reset >= 0) m->unreachable = reset;
+  if (r == CDDP_OK && m->unreachable >= 0 && !cddp__has_majority(m))
+    r = cddp__fail(CDDP_PEER_LOST,
+                   "the host of %s does not answer, and %d of %d ranks cannot continue: more than "
+                   "half are needed, also of those before the last loss or join, as the others "
+                   "could also continue%s",
+                   cddp__member_name(m, m->unreachable).s, report_count, m->present,
+                   reset < 0 ? "" : ". All connections were reset, as by a firewall");
+  if (r == CDDP_OK) cddp__admit_joining(m);
+  if (r == CDDP_OK) r = cddp__meeting_send_table(m, table);
+  reports[m->me] = NULL;
+  for (p = 0; p < m->most; p++) { /* links with reports stay, for confirm_groups */
+    if (reports[p] == NULL) cddp__drop_report(m, p);
+    cddp__free(&m->group->host->allocator, reports[p]);
+    reports[p] = NULL;
+  }
+  return r;
+}
+
+/* Waits for a member's next message. NULL: the member is lost, another leader calls, or the
+   deadline has passed. */
+static cddp__message *cddp__meeting_receive(cddp__meeting *m, int member, size_t most,
+                                            double deadline) {
+  cddp__connection *link = m->links[member];
+  cddp__message *message = NULL;
+  while (link != NULL && cddp__now() < deadline) {
+    cddp__answer_joins(m);
+    CDDP__POINT("elastic report");
+    if (cddp__link_progress(m->net, link)) message = cddp__connection_receive(link, most);
+    if (message != NULL || cddp__member_link_ended(m, member, link)) break;
+    cddp__accept_reports(m, CDDP__ACCEPT_LOST);
+    if (m->called) break;
+    cddp__meeting_poll(m, &link, 1);
+  }
+  return message;
+}
+
+/* Reports to the leader and waits for the table; *table NULL: the leader is lost, or (cut) the link
+   to it was. */
+static cddp_result cddp__send_report(cddp__meeting *m, int leader, const cddp__message *mine,
+                                     double deadline, cddp__message **table, bool *cut) {
+  cddp__connection **link = &m->links[leader];
+  cddp_result r;
+  cddp__drop_report(m, leader);
+  r = cddp__meeting_connect(m, leader, mine + 1, mine->head.size);
+  if (r == CDDP_OK)
+    *table = cddp__meeting_receive(m, leader, (size_t)m->most * m->report_bytes, deadline);
+  if (*table != NULL && (r = cddp__fail_as_told(*table)) == CDDP_OK) return r;
+  if (r == CDDP_OK && cddp__now() >= deadline)
+    r = cddp__fail(CDDP_TIMEOUT,
+                   "timed out after %g s: after a loss in step %" PRIu64 ", the leader, %s, has "
+                   "not received the reports of all ranks",
+                   m->group->timeout_s, m->steps, cddp__member_name(m, leader).s);
+  *cut = *link != NULL && cddp__link_is_cut(*link) && !(*link)->early;
+  cddp__drop_report(m, leader);
+  return r;
+}
+
+/* No member is known: asks ranks of the job for the leader. */
+static cddp_result cddp__find_leader(cddp__meeting *m, double deadline) {
+  cddp__host *host = m->group->host;
+  cddp__elastic_leader_info *lead = &host->job_info->table.lead;
+  cddp__join_table table; /* of another rank: only `lead` is valid for this rank */
+  cddp_result r = CDDP_OK;
+  int fd = -1;
+  if (lead->self.life == 0) {
+    r = cddp__find_job(host, deadline, &fd, &table);
+    cddp__close_fd(&fd);
+    if (r == CDDP_PEER_LOST || /* no rank answers, although one did in cddp_init */
+        (r == CDDP_OK && memcmp(table.lead.token, lead->token, sizeof lead->token) != 0))
+      r = cddp__fail(CDDP_PEER_LOST,
+                     "CDDP_JOIN: the job has ended, or has destroyed its model, before rank %d "
+                     "joined it",
+                     m->group->rank);
+    if (r != CDDP_OK) return r;
+    *lead = table.lead;
+  }
+  if (lead->self.number >= m->most || lead->self.host >= m->net->host_count)
+    return cddp__fail(CDDP_MISMATCH, "CDDP_JOIN: the answer of a rank of the job is damaged");
+  memcpy(m->net->token, lead->token, sizeof lead->token);
+  cddp__set_member(m, &lead->self);
+  lead->self.life = 0; /* the next time it asks again */
+  return CDDP_OK;
+}
+
+/* Checks a table that another process has sent. */
+static cddp_result cddp__check_members(const cddp__meeting *m, cddp__message *table) {
+  int ranks = (int)(table->head.size / m->report_bytes), last = -1, k;
+  bool sound = ranks > 0 && ranks <= m->most;
+  for (k = 0; sound && k < ranks; k++) {
+    cddp__member *self = &cddp__report_at(m, table, k)->self;
+    sound = self->number > last && self->number < m->most && self->host >= 0 &&
+            self->host < m->net->host_count;
+    last = self->number;
+    self->name[sizeof self->name - 1] = 0;
+  }
+  return sound ? CDDP_OK : cddp__fail(CDDP_MISMATCH, "the elastic model's table is damaged");
+}
+
+/* Sets the members and the epoch as a table says. */
+static cddp_result cddp__meeting_apply(cddp__meeting *m, cddp__message *table) {
+  int ranks = (int)(table->head.size / m->report_bytes), k, p;
+  uint64_t life = m->members[m->me].life;
+  for (k = 0; k < ranks; k++) {
+    const cddp__report *report = cddp__report_at(m, table, k);
+    cddp__set_member(m, &report->self);
+    if (report->self.life == life) m->me = m->net->rank = report->self.number;
+    m->epoch = cddp__max(m->epoch, report->epoch + 1);
+  }
+  m->net->host = m->members[m->me].host;
+  memset(m->ended, 0, (size_t)m->most);
+  for (k = p = 0; p < m->most; p++) {
+    if (k < ranks && cddp__report_at(m, table, k)->self.number == p)
+      k++;
+    else if (m->members[p].life != 0)
+      cddp__remove_member(m, p);
+  }
+  return cddp__add_table(m);
+}
+
+/* All living members meet; *table receives their reports, in the order of their numbers. mine: this
+   rank's report, without its head. */
+static cddp_result cddp__meet(cddp__meeting *m, cddp__message *mine, cddp__message **table) {
+  double deadline = cddp__now() + m->group->timeout_s;
+  cddp__report *report = cddp__report_at(m, mine, 0);
+  cddp_result r = CDDP_OK;
+  bool cut = false;
+  report->epoch = m->epoch;
+  report->empty = m->empty;
+  report->self = m->members[m->me];
+  memcpy(cddp__ended_of(m, report), m->ended, (size_t)m->most);
+  memset(m->cuts, 0, (size_t)m->most * sizeof *m->cuts);
+  while (r == CDDP_OK && *table == NULL) {
+    int leader = m->leader = cddp__choose_leader(m);
+    m->called = false;
+    if (leader < 0)
+      r = cddp__find_leader(m, deadline);
+    else if (leader == m->me)
+      r = cddp__lead_meeting(m, mine, deadline, table);
+    else if ((r = cddp__send_report(m, leader, mine, deadline + 1, table, &cut)) == CDDP_OK &&
+             *table == NULL && !m->called &&
+             (!cut || m->me == m->most || !cddp__retries_member(m, leader)))
+      cddp__remove_member(m, leader);
+    else if (r == CDDP_OK && *table == NULL) /* a dead leader refuses the next link */
+      cddp__sleep(cddp__now() < m->cuts[leader].again ? CDDP__RECONNECT_S : 0.001);
+  }
+  if (r == CDDP_OK) r = cddp__check_members(m, *table);
+  return r == CDDP_OK ? cddp__meeting_apply(m, *table) : r;
+}
+
+/* A joining process, which has met only joining ones: the members can be elsewhere. */
+static void cddp__meeting_forget(cddp__meeting *m) {
+  cddp__host *host = m->group->host;
+  int p;
+  if (host->job_info != NULL) { /* cddp__find_leader must not find this rank */
+    host->job_info->table.lead.self.life = 0;
+    cddp__join_close(host);
+  }
+  for (p = 0; p < m->most; p++) m->members[p].life = 0;
+  m->table_count = 0;
+  m->me = m->net->rank = m->most;
+  cddp__meeting_disconnect(m);
+}
+
+/* false: the member is lost, late, or asks to meet again. */
+static bool cddp__await_confirmation(cddp__meeting *m, int member, double deadline) {
+  cddp__message *message = cddp__meeting_receive(m, member, 0, deadline);
+  bool confirmed = message != NULL && message->head.number == CDDP_OK;
+  CDDP_ASSERT(!m->called); /* members are doubted before a table only */
+  if (message == NULL && m->unreachable < 0 && cddp__now() < deadline)
+    m->ended[member] = 1; /* it has just answered, so its host lives */
+  cddp__free(&m->group->host->allocator, message);
+  return confirmed;
+}
+
+/* Members confirm their groups to the leader, which tells all to continue (CDDP_OK) or, if a member
+   was lost, to meet again (CDDP_PEER_LOST). */
+static cddp_result cddp__meeting_confirm(cddp__meeting *m) {
+  size_t most = (size_t)m->most;
+  bool leads = m->leader == m->me, all = true;
+  double deadline = cddp__now() + m->group->timeout_s;
+  cddp_result r = CDDP_OK;
+  int p;
+  for (p = 0; leads && p < m->most; p++)
+    if (m->members[p].life != 0 && p != m->me && !cddp__await_confirmation(m, p, deadline))
+      all = false;
+  for (p = 0; r == CDDP_OK && p < m->most; p++) { /* a member's only link: to the leader */
+    if (m->links[p] == NULL) continue;
+    r = cddp__connection_post(m->links[p], CDDP__FRAME_MESSAGE,
+                              (uint32_t)(all ? CDDP_OK : CDDP_PEER_LOST), NULL, 0);
+    CDDP__POINT("elastic go");
+    (void)cddp__link_progress(m->net, m->links[p]);
+  }
+  if (r == CDDP_OK && !leads) all = cddp__await_confirmation(m, m->leader, deadline);
+  cddp__meeting_disconnect(m);
+  if (r != CDDP_OK) return r;
+  if (!all) return cddp__fail(CDDP_PEER_LOST, "a rank was lost while the ranks formed new groups");
+  memmove(m->tables, m->tables + (m->table_count - 1) * most, most * sizeof *m->tables);
+  m->table_count = 1; /* the ones before it no longer count */
+  m->unreachable = -1;
+  return CDDP_OK;
+}
+
 /* >>elastic ---------------------------------------------------------------------------------------
-   Job: the membership, the assignment of shards, reductions and updates of an elastic model.
-   Owns: a cddp__elastic with its own listening socket; `control` and `comm` of its cddp_ddp.
+   Job: the assignment of shards, reductions and updates of an elastic model.
+   Owns: a cddp__elastic with its meeting; `control` and `comm` of its cddp_ddp.
    Touches: the fields of a cddp_ddp that >>ddp uses.
    Entry points: cddp__elastic_create, or cddp__elastic_join in a joining process;
    cddp__elastic_next, _step, _restore and _free; cddp_ddp_group. Thread: the one that trains.
    How it works: every rank holds all weights and states, so any of them can continue.
-     1. Membership: a member has a number in 0 .. shards - 1, which is also its rank in `net`. The
-        k-th rank of the groups is member order[k]. Each new pair of groups begins an epoch.
+     1. The members meet (>>meeting). The k-th rank of the groups is member order[k]. Each new pair
+        of groups begins an epoch.
      2. A rank sums the gradients of its shards into nodes of the canonical tree. The last node can
         stay in the gradients; the others are in slots.
      3. A rank without shards left enters the reduction: cddp__elastic_reduce. It needs all members.
      4. Then the rank updates all its weights and states by the mean, and needs no other rank.
         `done` counts completed reductions. It differs by at most 1 between members.
-     5. If an operation fails with CDDP_PEER_LOST, the members meet: cddp__elastic_regroup. Each
-        sends a report to the leader, which answers with the table of all reports. The table
-        determines everything else: members, ranks, epoch, lost sums, missing means.
+     5. If an operation fails with CDDP_PEER_LOST, the members meet: cddp__elastic_regroup. The
+        table of their reports determines all else: ranks, lost sums, missing means.
+     6. Then members that lack the last mean receive it, unless they can read it. Joining processes
+        receive the weights, states and buffers of a member with the most reductions. If only
+        processes that have joined have made the last reduction, no rank has its mean: the others
+        make it again (`repeats`). It has the same bits on any rank.
    A rank that destroys the model, or fails for a local reason, stops listening and is lost to the
    others. A living rank that the others count as lost gets CDDP_ABORTED when it connects. */
 
@@ -19026,7 +19859,6 @@ typedef struct cddp__elastic_call {
   uint64_t steps; /* cddp_ddp_steps before it */
 } cddp__elastic_call;
 
-#define CDDP__JOIN_REQUESTS 64 /* joining processes that can wait for a meeting; others retry */
 /* After this many meetings since the last reduction only losses cause one: processes that die while
    they join cannot hold up the step. */
 #define CDDP__JOIN_MEETINGS 8
@@ -19051,23 +19883,11 @@ typedef struct cddp__lost_block {
   uint64_t step; /* in which this rank left the group */
 } cddp__lost_block;
 
-/* A member's connections end as soon as they are up. It is lost after CDDP__CUT_S: another program
-   listens at the port of a process that has died, or a proxy does. */
-#define CDDP__CUT_S 3.0
-typedef struct cddp__attempts {
-  uint64_t life;       /* of the member; 0: its last connection has not ended so */
-  double since, again; /* the first end; the time of the next attempt */
-} cddp__attempts;
-
-/* The membership, and what a rank has done in the current step. Owner: the thread that trains. */
+/* What a rank has done in the current step. Owner: the thread that trains. */
 struct cddp__elastic {
-  /* the membership: */
-  cddp__net *net;          /* connections among the members; a rank there is a member number */
-  cddp__member *members;   /* [shards + 1] by number; the last: a process that is joining */
-  int me;                  /* this rank's member number; `shards` while it joins */
-  int leader;              /* number of the member that sent the last table */
+  cddp__meeting meeting;   /* the members */
   int *order;              /* [active_count] member numbers of the group's ranks, by rank */
-  uint64_t epoch;          /* number of tables so far */
+  int attempts;            /* meetings since the last reduction */
   cddp_group *broken_comm; /* the first comm that broke in this step, for cddp_ddp_group; NULL */
   /* this rank's sums and the last mean: */
   uint64_t step;    /* waits and steps since creation */
@@ -19089,114 +19909,25 @@ struct cddp__elastic {
   cddp__published **published; /* [shards] by member number; NULL: on another host, or on a GPU */
   cddp__lost_block *lost_blocks;
   size_t lost_count, lost_capacity;
-  /* a meeting: */
-  cddp__connection **links; /* [shards + JOIN_REQUESTS] to the leader, or to the members that
-                               reported; at [shards] joining processes begin */
-  cddp__message **reports;  /* [shards + JOIN_REQUESTS] the reports from these links */
-  int request_count;        /* joining processes that wait for the next meeting */
-  int attempts;             /* meetings since the last reduction */
-  int unreachable;          /* a member lost without proof that it ended; -1: none */
-  bool called;              /* a process that this rank counted as lost has called as leader */
-  uint64_t *tables; /* [table_count][shards] lives of members, by number: of the last table that all
-                       confirmed, and of each later one that arrived here */
-  size_t table_count, tables_capacity;
-  unsigned char *ended;     /* [shards] 1: a member saw its process end since the last table */
-  cddp__attempts *cuts;     /* [shards] connections of this meeting that were up and ended */
-  void *blocks[2];          /* for the control blocks of the next groups; NULL */
-  /* a joining process: */
-  bool empty;   /* it has no weights yet */
-  char *states; /* the snapshot's optimizer states, until a cddp_optim takes them */
+  void *blocks[2]; /* for the control blocks of the next groups; NULL */
+  char *states;    /* joined: the snapshot's optimizer states, until a cddp_optim takes them */
   cddp_ddp *next; /* in cddp__elastic_models */
 };
 
-/* A rank's report to the leader of a meeting. Its optimizer's steps follow, a float for each
-   parameter, then a byte for each shard (1: the rank has its sum), and cddp__elastic.ended. */
-typedef struct cddp__report {
-  uint64_t table;       /* in a table: its random number, the same in each report */
-  uint64_t epoch;       /* of its last table */
+/* A rank's report. Its optimizer's steps follow, a float for each parameter, then a byte for each
+   shard (1: the rank has its sum). */
+typedef struct cddp__rank_report {
+  cddp__report head;
   uint64_t done;        /* completed reductions */
   uint64_t steps;       /* cddp_ddp_steps */
   cddp__snapshot optim; /* of its cddp_optim */
-  int32_t empty;        /* 1: it joins, and has no weights yet */
   int32_t in_parts;     /* cddp__elastic.in_parts */
   int32_t has_mean;     /* cddp__elastic.has_mean */
-  cddp__member self;
   cddp__ref blocks[2]; /* for control blocks; those of the lowest rank on a host are used */
-} cddp__report;
+} cddp__rank_report;
 
-/* --- the membership --- */
-
-static cddp__text cddp__member_name(const cddp__elastic *elastic, int member) {
-  return cddp__textf("rank %d (pid %u)", elastic->members[member].rank,
-                     elastic->members[member].pid);
-}
-
-/* Enters a member and its address, which cddp__link_connect uses. */
-static void cddp__set_member(cddp__elastic *elastic, const cddp__member *member) {
-  cddp__host_entry *host = &elastic->net->hosts[member->host];
-  cddp__rank_entry *rank = &elastic->net->ranks[member->number];
-  elastic->members[member->number] = *member;
-  host->address = member->address;
-  snprintf(host->name, sizeof host->name, "%.67s", member->name);
-  rank->host = member->host;
-  rank->pid = member->pid;
-  rank->port = member->port;
-}
-
-/* The member that leads a meeting; -1: no member lives. It is one of the oldest members, so ranks
-   agree on it even if one of them does not know of a member that joined last. */
-static int cddp__elastic_choose_leader(const cddp_ddp *d) {
-  const cddp__member *members = d->elastic->members;
-  int p, lowest = -1;
-  for (p = 0; p < d->shards.count; p++)
-    if (members[p].life != 0 && (lowest < 0 || members[p].since < members[lowest].since))
-      lowest = p;
-  return lowest;
-}
-
-/* Remembers a table's members. */
-static cddp_result cddp__add_table(cddp_ddp *d) {
-  cddp__elastic *elastic = d->elastic;
-  size_t shards = (size_t)d->shards.count, at = elastic->table_count * shards;
-  uint64_t *tables = (uint64_t *)cddp__grow_array(&elastic->net->allocator, elastic->tables,
-                                                  &elastic->tables_capacity, at + shards,
-                                                  sizeof *tables);
-  size_t p;
-  if (tables == NULL) return CDDP_OUT_OF_MEMORY;
-  elastic->tables = tables;
-  for (p = 0; p < shards; p++) tables[at + p] = elastic->members[p].life;
-  elastic->table_count++;
-  return CDDP_OK;
-}
-
-/* All members have confirmed the last table: the ones before it no longer count. */
-static void cddp__settle_tables(cddp_ddp *d) {
-  cddp__elastic *elastic = d->elastic;
-  size_t shards = (size_t)d->shards.count;
-  memmove(elastic->tables, elastic->tables + (elastic->table_count - 1) * shards,
-          shards * sizeof *elastic->tables);
-  elastic->table_count = 1;
-  elastic->unreachable = -1;
-}
-
-static void cddp__drop_report(cddp__elastic *elastic, int p) {
-  cddp__link_free(elastic->links[p]);
-  cddp__free(&elastic->net->allocator, elastic->reports[p]);
-  elastic->links[p] = NULL;
-  elastic->reports[p] = NULL;
-}
-
-static void cddp__elastic_disconnect(cddp_ddp *d) {
-  int k;
-  for (k = 0; k < d->shards.count + d->elastic->request_count; k++)
-    cddp__drop_report(d->elastic, k);
-  d->elastic->request_count = 0;
-}
-
-/* Stops listening: the other members count this rank as lost, and no process joins through it. */
+/* Stops listening. The BYE of its links says that this rank takes no part any more. */
 static void cddp__elastic_close(cddp_ddp *d) {
-  cddp__net *net = d->elastic->net;
-  cddp__host *host = d->group->host;
   cddp_group *groups[2] = {d->control, d->comm};
   cddp__connection *link;
   int i;
@@ -19206,13 +19937,7 @@ static void cddp__elastic_close(cddp_ddp *d) {
     for (link = groups[i]->hosts->links; link != NULL; link = link->next) link->over = true;
     pthread_mutex_unlock(&groups[i]->p2p.lock);
   }
-  cddp__join_close(host);
-  pthread_mutex_lock(&net->lock);
-  cddp__close_fd(&net->listener); /* before its links: their peers then connect again */
-  cddp__links_free(net->incoming);
-  net->incoming = NULL;
-  pthread_mutex_unlock(&net->lock);
-  cddp__elastic_disconnect(d);
+  cddp__meeting_close(&d->elastic->meeting);
 }
 
 /* --- sums of shards --- */
@@ -19279,7 +20004,7 @@ static int cddp__find_shard(const cddp_ddp *d) {
   int i;
   for (i = 0; i < d->shards.count; i++)
     if (i != d->shards.current && owner[i] < d->step.active_count &&
-        d->elastic->order[owner[i]] == d->elastic->me &&
+        d->elastic->order[owner[i]] == d->elastic->meeting.me &&
         !cddp__nodes_contain(d->shards.own_nodes, d->shards.own_node_count, i))
       return i;
   return -1;
@@ -19312,7 +20037,7 @@ static cddp_result cddp__finish_shard(cddp_ddp *d) {
 static void cddp__elastic_leave_group(cddp_ddp *d, cddp_group *g) {
   cddp__elastic *elastic = d->elastic;
   cddp__lost_block lost = {g->block, g->block_generation, elastic->step}, *list;
-  list = (cddp__lost_block *)cddp__grow_array(&elastic->net->allocator, elastic->lost_blocks,
+  list = (cddp__lost_block *)cddp__grow_array(&d->group->host->allocator, elastic->lost_blocks,
                                               &elastic->lost_capacity, elastic->lost_count + 1,
                                               sizeof *list);
   if (list != NULL && g->block_ref.kind == CDDP__REF_EXTENT) { /* else it is never freed */
@@ -19384,22 +20109,13 @@ static bool cddp__window_in_use(cddp__host *host, int window) {
   return in_use;
 }
 
-/* Whether the process with this window on this host is a member. */
-static bool cddp__is_member_here(const cddp_ddp *d, int window) {
-  const cddp__member *members = d->elastic->members;
-  int p = 0;
-  while (p < d->shards.count && (members[p].life == 0 || members[p].index != window ||
-                                 members[p].host != members[d->elastic->me].host))
-    p++;
-  return p < d->shards.count;
-}
-
 /* The processes of this host that are no longer members. */
 static void cddp__elastic_note_lost(cddp_ddp *d) {
   cddp__host *host = d->group->host;
   cddp__process *p;
   for (p = cddp__next_process(host, NULL); p != NULL; p = cddp__next_process(host, p)) {
-    if (!p->member || p->window == host->arena.window || cddp__is_member_here(d, p->window))
+    if (!p->member || p->window == host->arena.window ||
+        cddp__is_member_here(&d->elastic->meeting, p->window))
       continue;
     pthread_mutex_lock(&host->lock);
     p->member = false;
@@ -19502,7 +20218,7 @@ static cddp_result cddp__map_sums(cddp_ddp *d, int k, char **packets) {
 static cddp_result cddp__compare_update(const cddp_ddp *d, const cddp__elastic_call *other,
                                         int member) {
   const cddp__elastic_call *mine = &d->elastic->last_update;
-  cddp__text name = cddp__member_name(d->elastic, member);
+  cddp__text name = cddp__member_name(&d->elastic->meeting, member);
   int rank = d->group->rank;
   if (other->kind != mine->kind)
     cddp__fail(CDDP_MISMATCH, "rank %d called %s, %s called %s", rank,
@@ -19544,7 +20260,7 @@ static cddp__reduction_header cddp__reduction_header_of(const cddp_ddp *d, int k
    one counts. A member that differs and joined later fails alone, as a lost one. Else all fail. */
 static cddp_result cddp__compare_updates(cddp_ddp *d) {
   cddp__elastic *elastic = d->elastic;
-  const cddp__member *members = elastic->members;
+  const cddp__member *members = elastic->meeting.members;
   cddp__elastic_call call, job = elastic->last_update;
   int k, member, oldest = -1;
   cddp_result r = CDDP_OK;
@@ -19558,7 +20274,7 @@ static cddp_result cddp__compare_updates(cddp_ddp *d) {
   if (oldest < 0 || elastic->ahead) return CDDP_OK;
   if (elastic->last_update.kind == 0) elastic->last_update = job;
   r = cddp__compare_update(d, &job, oldest);
-  if (r != CDDP_OK && members[elastic->me].since > members[oldest].since) return r;
+  if (r != CDDP_OK && members[elastic->meeting.me].since > members[oldest].since) return r;
   for (k = 0; r == CDDP_OK && k < d->step.active_count; k++) {
     call = cddp__reduction_header_of(d, k).last_update;
     member = elastic->order[k];
@@ -19656,45 +20372,13 @@ static cddp_result cddp__elastic_reduce(cddp_ddp *d) {
   return CDDP_OK;
 }
 
-/* --- a meeting: reports and the table ---
-     1. Of the living members with the oldest epoch, that with the lowest number leads. Each other
-        member connects to it (>>links) and sends a report.
-     2. The leader waits until each member has reported or is lost. It detects a loss by connecting:
-        the system refuses the connection. Leader and members replace a connection that ends, since
-        its peer can live. A member that is computing reports later.
-     3. The leader admits joining processes and sends the table of all reports. If it dies, the next
-        member leads.
-     4. Each member creates the table's two groups and confirms them to the leader. When all have
-        confirmed, the leader tells all to continue.
-     5. The members that lack the last mean receive it, unless they can read it. The joining
-        processes receive the weights, states and buffers of a member with the most reductions.
-        If only processes that have joined have made the last reduction, no rank has its mean:
-        the others make it again (`repeats`). It has the same bits on any rank.
-   A split network: if a member's host does not answer, the members that reported must be more than
-   half of the last table that all confirmed, and of each later one that the leader has received. No
-   report may have a later table than the leader. So two halves never train separately: see
-   tests/models/halves.pml. The rule also holds for an address of which all members were lost by
-   resets, as a firewall sends. Therefore each member reports which processes it has seen end
-   (`ended`): the system of such a process closed a connection, and did not reset it.
-   A rank can count a living leader as lost, because calls of the rank failed. Therefore a leader
-   calls each member that has not reported. A member that has counted the leader as lost since the
-   last table reports then. A member that has a table without the leader refuses, and the leader
-   ends (CDDP_ABORTED).
-   A joining process asks a rank on its host or at MASTER_ADDR for the leader (>>rendezvous), and
-   sends the leader a report without weights. If it got no shared memory, it counts as a host with
-   one rank. A leader without shards left starts a meeting for it. */
+/* --- a meeting: the ranks' reports --- */
 
-static size_t cddp__report_bytes(const cddp_ddp *d) {
-  return cddp__round_up(sizeof(cddp__report) + (size_t)d->count * sizeof(float) +
-                            2 * (size_t)d->shards.count,
-                        sizeof(uint64_t));
+static cddp__rank_report *cddp__rank_report_at(const cddp_ddp *d, cddp__message *table, int k) {
+  return (cddp__rank_report *)(void *)cddp__report_at(&d->elastic->meeting, table, k);
 }
 
-static cddp__report *cddp__report_at(const cddp_ddp *d, cddp__message *message, int k) {
-  return (cddp__report *)(void *)((char *)(message + 1) + (size_t)k * cddp__report_bytes(d));
-}
-
-static unsigned char *cddp__report_sums(const cddp_ddp *d, cddp__report *report) {
+static unsigned char *cddp__report_sums(const cddp_ddp *d, cddp__rank_report *report) {
   return (unsigned char *)((float *)(report + 1) + d->count);
 }
 
@@ -19720,26 +20404,23 @@ static cddp__snapshot cddp__optim_snapshot(const cddp_optim *o, float *counts) {
 static cddp_result cddp__create_report(cddp_ddp *d, cddp__message **out) {
   cddp__elastic *elastic = d->elastic;
   cddp__host *host = d->group->host;
-  size_t bytes = cddp__report_bytes(d), block = 0;
+  size_t bytes = elastic->meeting.report_bytes, block = 0;
   cddp__message *message =
       (cddp__message *)cddp__calloc(&host->allocator, 1, sizeof *message + bytes);
-  cddp__report *report;
+  cddp__rank_report *report;
   unsigned char *sums;
   float *counts;
   int i;
   *out = message;
   if (message == NULL) return CDDP_OUT_OF_MEMORY;
   message->head.size = bytes;
-  report = cddp__report_at(d, message, 0);
+  report = cddp__rank_report_at(d, message, 0);
   counts = (float *)(report + 1);
   sums = cddp__report_sums(d, report);
-  report->epoch = elastic->epoch;
   report->done = elastic->done;
   report->steps = d->steps;
-  report->empty = elastic->empty;
   report->in_parts = elastic->in_parts;
   report->has_mean = elastic->has_mean;
-  report->self = elastic->members[elastic->me];
   report->optim = d->snapshot;
   if (d->snapshot.known || d->snapshot.stepped) /* its optimizer has not taken the states yet */
     for (i = 0; i < d->count; i++) counts[i] = d->tensors[i].restored_steps;
@@ -19747,7 +20428,6 @@ static cddp_result cddp__create_report(cddp_ddp *d, cddp__message **out) {
     report->optim = cddp__optim_snapshot(d->optim, counts);
   for (i = 0; i < d->shards.count; i++)
     sums[i] = cddp__nodes_contain(d->shards.own_nodes, d->shards.own_node_count, i);
-  memcpy(sums + d->shards.count, elastic->ended, (size_t)d->shards.count);
   for (i = 1; i <= d->shards.count; i++) block = cddp__max(block, cddp__block_bytes(i, i));
   for (i = 0; i < 2; i++) {
     elastic->blocks[i] = cddp__arena_alloc(host, block, CDDP__EXTENT_BLOCK_LAZY);
@@ -19755,591 +20435,6 @@ static cddp_result cddp__create_report(cddp_ddp *d, cddp__message **out) {
     report->blocks[i] = cddp__ref_of(host, elastic->blocks[i], block);
   }
   return CDDP_OK;
-}
-
-/* Whether a member's connection has ended. */
-static bool cddp__elastic_link_ended(cddp_ddp *d, int member, cddp__connection *link) {
-  cddp__elastic *elastic = d->elastic;
-  const cddp__host *host = d->group->host;
-  uint32_t state = host->one_process && host->slots != NULL
-                       ? cddp__load32(&host->slots[elastic->members[member].index].state)
-                       : 0;
-  if (state == CDDP__SLOT_DEAD || state == CDDP__SLOT_LEFT)
-    return true; /* a rank that is a thread */
-  cddp__link_check_timeout(link);
-  if (link->state != CDDP__CONNECTION_ENDED || cddp__link_reconnect(elastic->net, link))
-    return false;
-  if (link->error == 0) elastic->ended[member] = 1;
-  if (!cddp__link_is_cut(link) && link->error != CDDP__LEFT && link->error != ECONNREFUSED &&
-      link->error != EPROTO)
-    elastic->unreachable = member;
-  return true;
-}
-
-/* A connection to this member was up and has ended. Returns whether it is tried again: at once, and
-   then every 50 ms. */
-static bool cddp__elastic_retries(cddp_ddp *d, int member) {
-  cddp__elastic *elastic = d->elastic;
-  cddp__attempts *cut = &elastic->cuts[member];
-  double now = cddp__now();
-  bool first = cut->life != elastic->members[member].life;
-  if (first) cut->since = now;
-  cut->life = elastic->members[member].life;
-  cut->again = first ? now : now + CDDP__RECONNECT_S;
-  if (now < cut->since + CDDP__CUT_S) return true;
-  if (elastic->ended[member] == 0) elastic->unreachable = member;
-  return false;
-}
-
-static void cddp__remove_member(cddp_ddp *d, int member) {
-  cddp__elastic *elastic = d->elastic;
-  elastic->members[member].life = 0;
-  if (elastic->me == d->shards.count) { /* joining: the members might not know yet */
-    cddp__sleep(0.01);
-    return;
-  }
-  CDDP__POINT("elastic lost");
-  cddp__log(&d->group->host->logger, CDDP__LOG_WARNING,
-            "%s is lost%s; the others do its shards of step %" PRIu64,
-            cddp__member_name(elastic, member).s,
-            elastic->unreachable == member ? ": its host does not answer" : "", d->steps);
-  cddp__record_event(d->group, "lost", (uint64_t)elastic->members[member].rank, CDDP_PEER_LOST);
-}
-
-/* Waits at most 5 ms for data on these connections, or (accepts) for a new one. */
-static void cddp__elastic_poll(cddp_ddp *d, cddp__connection *const *links, int n, bool accepts) {
-  const cddp__net *net = d->elastic->net;
-  int listener = net->listener;
-  (void)cddp__connections_poll(&net->allocator, links, (size_t)n, &listener, accepts,
-                               cddp__now() + 0.005);
-  cddp__serve_idle(NULL);
-}
-
-/* Sends this thread's error text to a process that cannot be a member. */
-static void cddp__elastic_refuse(cddp_ddp *d, cddp__connection *link, cddp_result r) {
-  (void)cddp__connection_post(link, CDDP__FRAME_MESSAGE, (uint32_t)r, cddp__error_text,
-                              strlen(cddp__error_text) + 1);
-  (void)cddp__link_progress(d->elastic->net, link);
-  cddp__link_close(link);
-}
-
-static void cddp__refuse_lost(cddp_ddp *d, cddp__connection *link, int rank) {
-  cddp__elastic_refuse(d, link,
-                       cddp__fail(CDDP_ABORTED,
-                                  "the other ranks counted rank %d's process as lost and continue "
-                                  "without it",
-                                  rank));
-}
-
-/* Whether member p of the last table is the process `life`. That process sends something, so it
-   lives, and is a member again. */
-static bool cddp__revive_member(cddp_ddp *d, int p, uint64_t life) {
-  cddp__elastic *elastic = d->elastic;
-  size_t shards = (size_t)d->shards.count;
-  if (p >= d->shards.count || elastic->table_count == 0 || life == 0 ||
-      elastic->tables[(elastic->table_count - 1) * shards + (size_t)p] != life)
-    return false;
-  if (elastic->members[p].life == 0) {
-    elastic->members[p].life = life;
-    elastic->ended[p] = 0;
-  }
-  return true;
-}
-
-/* Returns whether the connection of a leader's call stays: to the leader its end is a loss. */
-static bool cddp__handle_call(cddp_ddp *d, const cddp__connection *link,
-                              const cddp__member *caller) {
-  int p = link->peer;
-  bool lost = p < d->shards.count && d->elastic->members[p].life == 0;
-  if (!cddp__revive_member(d, p, caller->life)) return false;
-  d->elastic->called = d->elastic->called || lost;
-  return true;
-}
-
-/* Stores or discards a report and its connection. After a leader's death a joining process can be a
-   member and not know it. */
-static void cddp__handle_report(cddp_ddp *d, cddp__connection *link, cddp__message *message,
-                                bool meeting) {
-  cddp__elastic *elastic = d->elastic;
-  cddp__report *report = cddp__report_at(d, message, 0);
-  cddp__member *self = &report->self;
-  int shards = d->shards.count, p = 0, k;
-  bool sound = message->head.size == cddp__report_bytes(d) && self->life != 0 && self->pid != 0 &&
-               self->host >= 0 && self->port > 0 && self->port < 65536;
-  if (sound) (void)cddp__revive_member(d, link->peer, self->life);
-  while (sound && p < shards && elastic->members[p].life != self->life) p++;
-  if (sound) self->name[sizeof self->name - 1] = 0;
-  link->next = NULL;
-  if (sound && p < shards && p != elastic->me && meeting) {
-    *self = elastic->members[p];
-    cddp__drop_report(elastic, p);
-    elastic->ended[p] = 0;
-    elastic->cuts[p].life = 0;
-    for (k = 0; k < shards; k++) /* only members that the sender knew, and that have not reported */
-      if (cddp__report_sums(d, report)[shards + k] == 1 && elastic->reports[k] == NULL &&
-          elastic->members[k].since <= report->epoch)
-        elastic->ended[k] = 1;
-  } else if (sound && report->empty != 0 && elastic->request_count < CDDP__JOIN_REQUESTS) {
-    p = shards + elastic->request_count++;
-    for (k = shards; k < p; k++) /* an earlier request of this process */
-      if (cddp__report_at(d, elastic->reports[k], 0)->self.life == self->life)
-        cddp__connection_end(elastic->links[k], 0);
-  } else {
-    if (sound && p == shards && report->empty == 0)
-      cddp__refuse_lost(d, link, self->rank);
-    else
-      cddp__link_free(link);
-    cddp__free(&elastic->net->allocator, message);
-    return;
-  }
-  elastic->links[p] = link;
-  elastic->reports[p] = message;
-}
-
-/* The senders of which reports and calls are received: processes that count as lost; joining ones
-   too; in a meeting that this rank leads, members too. */
-enum cddp__accepts { CDDP__ACCEPT_LOST, CDDP__ACCEPT_JOINING, CDDP__ACCEPT_MEMBERS };
-
-static void cddp__accept_reports(cddp_ddp *d, enum cddp__accepts most) {
-  cddp__elastic *elastic = d->elastic;
-  cddp__net *net = elastic->net;
-  cddp__connection **at, *link;
-  bool is_call;
-  cddp__net_serve(d->group->host, net);
-  pthread_mutex_lock(&net->lock);
-  for (at = &net->incoming; (link = *at) != NULL;) {
-    cddp__message *message = NULL;
-    if (cddp__link_is_for(link, elastic->members[elastic->me].life) &&
-        (most == CDDP__ACCEPT_MEMBERS ||
-         (link->peer == d->shards.count ? most == CDDP__ACCEPT_JOINING
-                                        : elastic->members[link->peer].life == 0)))
-      message = cddp__connection_receive(link, cddp__report_bytes(d));
-    else if (cddp__link_is_for(link, elastic->members[elastic->me].life))
-      cddp__link_check_end(link);
-    is_call = message != NULL && message->head.size == sizeof(cddp__member);
-    if ((message == NULL && link->state != CDDP__CONNECTION_ENDED) ||
-        (is_call && cddp__handle_call(d, link, (cddp__member *)(void *)(message + 1)))) {
-      cddp__free(&net->allocator, message);
-      at = &link->next;
-      continue;
-    }
-    *at = link->next;
-    if (is_call)
-      cddp__refuse_lost(d, link, ((cddp__member *)(void *)(message + 1))->rank);
-    else if (message != NULL)
-      cddp__handle_report(d, link, message, most == CDDP__ACCEPT_MEMBERS);
-    else
-      cddp__link_free(link);
-    if (is_call) cddp__free(&net->allocator, message);
-  }
-  pthread_mutex_unlock(&net->lock);
-}
-
-/* Answers joining processes. In a meeting, too: the members wait for a rank whose leader has died
-   and that asks for the new one. */
-static void cddp__answer_joins(cddp_ddp *d) {
-  const cddp__elastic *elastic = d->elastic;
-  const cddp__net *net = elastic->net;
-  cddp__host *host = d->group->host;
-  cddp__join_table *table;
-  cddp__address here;
-  if (host->job_info == NULL || elastic->me == d->shards.count) return;
-  here = cddp__internet_address(&net->hosts[net->host].address);
-  table = &host->job_info->table;
-  pthread_mutex_lock(&host->joins.lock);
-  table->lead.self = elastic->members[cddp__elastic_choose_leader(d)];
-  cddp__set_scope(&table->lead.self.address, &here); /* as seen from this host */
-  memcpy(table->lead.token, net->token, sizeof table->lead.token);
-  table->lead.model = cddp__model_of(d);
-  table->address = here.v6;
-  table->host = net->host;
-  table->hosts = table->hosts || host->net != NULL;
-  table->shards = d->shards.count;
-  table->life = (int)elastic->epoch + 1;
-  cddp__join_listen(host);
-  pthread_mutex_unlock(&host->joins.lock);
-  cddp__join_serve(host, CDDP__JOIN_WAIT);
-}
-
-/* Connects to a member that has not reported: it can have counted this rank as lost. */
-static cddp_result cddp__elastic_call_member(cddp_ddp *d, int member) {
-  cddp__elastic *elastic = d->elastic;
-  cddp__connection **link = &elastic->links[member];
-  cddp_result r = cddp__link_connect(elastic->net, member, CDDP__LINK_FRAMES,
-                                     elastic->members[member].life, link);
-  if (r != CDDP_OK) return r;
-  return cddp__connection_post(*link, CDDP__FRAME_MESSAGE, CDDP_OK, &elastic->members[elastic->me],
-                               sizeof *elastic->members);
-}
-
-/* A member answers a call only if it continues without this rank. */
-static cddp_result cddp__elastic_check_answer(cddp_ddp *d, cddp__connection *link) {
-  cddp__message *answer = cddp__connection_receive(link, CDDP__ERROR_MAX);
-  cddp_result r = CDDP_OK;
-  if (answer != NULL && answer->head.number == CDDP_ABORTED && answer->head.size > 0)
-    r = cddp__fail(CDDP_ABORTED, "%.*s", (int)answer->head.size - 1, (const char *)(answer + 1));
-  cddp__free(&d->elastic->net->allocator, answer);
-  return r;
-}
-
-/* Returns after all have reported, or if elastic->called. */
-static cddp_result cddp__await_reports(cddp_ddp *d, double deadline) {
-  cddp__elastic *elastic = d->elastic;
-  cddp__connection **links = elastic->links;
-  int waiting, late = -1, p;
-  for (;;) {
-    cddp__answer_joins(d);
-    cddp__accept_reports(d, CDDP__ACCEPT_MEMBERS);
-    if (elastic->called) return CDDP_OK;
-    for (p = waiting = 0; p < d->shards.count; p++) {
-      cddp_result r = CDDP_OK;
-      if (p == elastic->me || elastic->members[p].life == 0) continue;
-      if (links[p] == NULL && elastic->cuts[p].life != 0 && cddp__now() < elastic->cuts[p].again) {
-        if (waiting++ == 0) late = p;
-        continue;
-      }
-      if (links[p] == NULL) r = cddp__elastic_call_member(d, p);
-      if (r == CDDP_OK && cddp__link_progress(elastic->net, links[p])) /* this detects its end */
-        r = cddp__elastic_check_answer(d, links[p]);
-      if (r != CDDP_OK) return r;
-      if (cddp__elastic_link_ended(d, p, links[p])) {
-        bool cut = cddp__link_is_cut(links[p]) && !links[p]->early;
-        cddp__drop_report(elastic, p);
-        if (!cut || !cddp__elastic_retries(d, p))
-          cddp__remove_member(d, p);
-        else if (waiting++ == 0) /* a dead process refuses the next link */
-          late = p;
-      } else if (elastic->reports[p] == NULL && waiting++ == 0) {
-        late = p;
-      }
-    }
-    if (waiting == 0) return CDDP_OK;
-    if (cddp__now() > deadline)
-      return cddp__fail(CDDP_TIMEOUT,
-                        "timed out after %g s: after a loss in step %" PRIu64 ", %s did not call "
-                        "cddp_ddp_next_shard",
-                        d->group->timeout_s, d->steps, cddp__member_name(elastic, late).s);
-    cddp__elastic_poll(d, links, d->shards.count, true);
-  }
-}
-
-/* *number: for a joining process, that of a lost one with the same rank, else the lowest free
-   one. */
-static cddp_result cddp__elastic_find_number(const cddp_ddp *d, const cddp__member *self,
-                                             int *number) {
-  const cddp__elastic *elastic = d->elastic;
-  int p;
-  *number = -1;
-  for (p = d->shards.count - 1; p >= 0; p--) {
-    const cddp__member *member = &elastic->members[p];
-    if (member->life == 0) {
-      if (*number < 0 || elastic->members[*number].rank != self->rank || member->rank == self->rank)
-        *number = p;
-    } else if (member->rank == self->rank) {
-      return CDDP__REFUSE("CDDP_JOIN: %s is in the job; give each process its own RANK",
-                          cddp__member_name(elastic, p).s);
-    } else if (member->gpu == self->gpu && member->gpu != 0) {
-      return CDDP__REFUSE("CDDP_JOIN: %s uses the GPU of rank %d, but NCCL needs one GPU for each "
-                          "rank: set another device",
-                          cddp__member_name(elastic, p).s, self->rank);
-    }
-  }
-  if (*number >= 0) return CDDP_OK;
-  return cddp__fail(CDDP_UNSUPPORTED,
-                    "CDDP_JOIN: the job is full: each of its %d shards has one of its %d ranks",
-                    d->shards.count, d->shards.count);
-}
-
-/* Before the first update the members do not know their optimizer, which can have states from a
-   checkpoint: a joining process would not receive them. */
-static bool cddp__can_admit(const cddp__elastic *elastic) {
-  return elastic->last_update.kind != 0;
-}
-
-/* Makes each joining process a member, or refuses it. */
-static void cddp__admit_joining(cddp_ddp *d) {
-  cddp__elastic *elastic = d->elastic;
-  int k, number;
-  if (elastic->attempts > CDDP__JOIN_MEETINGS || !cddp__can_admit(elastic)) return; /* they retry */
-  for (k = d->shards.count; k < d->shards.count + elastic->request_count; k++) {
-    cddp__connection *link = elastic->links[k];
-    cddp__member *self = &cddp__report_at(d, elastic->reports[k], 0)->self;
-    cddp_result r = cddp__elastic_find_number(d, self, &number);
-    CDDP__POINT("elastic number");
-    cddp__free(&elastic->net->allocator, cddp__connection_receive(link, 0)); /* detects its end */
-    if (r == CDDP_OK && link->state != CDDP__CONNECTION_ENDED) {
-      self->number = number;
-      if (self->host >= 2 * d->shards.count) /* it shares no memory with the members */
-        self->host = d->shards.count + number;
-      self->since = elastic->epoch + 1;
-      cddp__set_member(elastic, self);
-      cddp__drop_report(elastic, number); /* of a member lost in this meeting */
-      elastic->reports[number] = elastic->reports[k];
-      elastic->links[number] = link;
-    } else {
-      cddp__elastic_refuse(d, link, r);
-      cddp__free(&elastic->net->allocator, elastic->reports[k]);
-    }
-    elastic->reports[k] = NULL;
-    elastic->links[k] = NULL;
-  }
-  elastic->request_count = 0;
-}
-
-/* Sends all reports as one message to each process that reported. */
-static cddp_result cddp__elastic_send_table(cddp_ddp *d, cddp__message **table) {
-  const cddp__net *net = d->elastic->net;
-  cddp__connection **links = d->elastic->links;
-  cddp__message **reports = d->elastic->reports, *all;
-  size_t bytes = cddp__report_bytes(d);
-  uint64_t id = 0;
-  cddp_result r = cddp__random(&id, sizeof id);
-  cddp__wait wait;
-  bool busy;
-  int p;
-  if (r != CDDP_OK) return r;
-  *table = all =
-      (cddp__message *)cddp__malloc(&net->allocator, sizeof *all + (size_t)d->shards.count * bytes);
-  if (all == NULL) return CDDP_OUT_OF_MEMORY;
-  for (all->head.size = 0, p = 0; p < d->shards.count; p++) {
-    if (reports[p] == NULL) continue;
-    cddp__report_at(d, reports[p], 0)->table = id;
-    memcpy((char *)(all + 1) + all->head.size, reports[p] + 1, bytes);
-    all->head.size += bytes;
-  }
-  for (p = 0; p < d->shards.count && r == CDDP_OK; p++) {
-    if (links[p] == NULL || reports[p] == NULL) continue;
-    r = cddp__connection_post(links[p], CDDP__FRAME_MESSAGE, CDDP_OK, all + 1, all->head.size);
-    CDDP__POINT("elastic answer");
-    (void)cddp__link_progress(net, links[p]);
-  }
-  cddp__wait_begin(&wait, CDDP__UNANSWERED_S);
-  do {
-    for (p = 0, busy = false; p < d->shards.count; p++) {
-      if (links[p] == NULL || reports[p] == NULL) continue;
-      (void)cddp__link_progress(net, links[p]);
-      busy = busy ||
-             (links[p]->state != CDDP__CONNECTION_ENDED && cddp__buffer_size(&links[p]->out) > 0);
-    }
-  } while (busy && cddp__wait_pause(&wait));
-  return r;
-}
-
-/* A lost member at an address without a reporting member or a process in `ended`; -1: none. A
-   firewall could have reset the links to that address. */
-static int cddp__find_cut_off(const cddp_ddp *d) {
-  const cddp__elastic *elastic = d->elastic;
-  int n = d->step.active_count, i, k;
-  for (i = 0; i < n; i++) {
-    int lost = elastic->order[i], other;
-    cddp__address address = cddp__internet_address(&elastic->members[lost].address);
-    for (k = 0; k < n; k++) {
-      other = elastic->order[k];
-      if ((elastic->reports[other] != NULL || elastic->ended[other] != 0) &&
-          memcmp(&elastic->members[other].address, &address.any, address.size) == 0)
-        break;
-    }
-    if (k == n) return lost;
-  }
-  return -1;
-}
-
-/* Whether reports of more than half of each remembered table have arrived. A report of a member
-   with a later table shows that others have gone on without this rank. */
-static bool cddp__has_majority(const cddp_ddp *d) {
-  const cddp__elastic *elastic = d->elastic;
-  const uint64_t *lives = elastic->tables;
-  size_t t;
-  int p, members, reported;
-  for (t = 0; t < elastic->table_count; t++, lives += d->shards.count) {
-    for (p = members = reported = 0; p < d->shards.count; p++) {
-      members += lives[p] != 0;
-      reported += elastic->reports[p] != NULL && lives[p] == elastic->members[p].life;
-    }
-    if (2 * reported <= members) return false;
-  }
-  for (p = 0; p < d->shards.count; p++)
-    if (elastic->reports[p] != NULL &&
-        cddp__report_at(d, elastic->reports[p], 0)->epoch > elastic->epoch)
-      return false;
-  return true;
-}
-
-/* *table NULL: another process leads. */
-static cddp_result cddp__lead_meeting(cddp_ddp *d, cddp__message *mine, double deadline,
-                                      cddp__message **table) {
-  cddp__elastic *elastic = d->elastic;
-  cddp__message **reports = elastic->reports;
-  cddp_result r;
-  int report_count = 0, reset, p;
-  reports[elastic->me] = mine;
-  r = cddp__await_reports(d, deadline);
-  if (r == CDDP_OK && elastic->called) {
-    reports[elastic->me] = NULL;
-    cddp__elastic_disconnect(d);
-    return r;
-  }
-  for (p = 0; p < d->shards.count; p++) report_count += reports[p] != NULL;
-  reset = elastic->unreachable < 0 ? cddp__find_cut_off(d) : -1;
-  if (reset >= 0) elastic->unreachable = reset;
-  if (r == CDDP_OK && elastic->unreachable >= 0 && !cddp__has_majority(d))
-    r = cddp__fail(CDDP_PEER_LOST,
-                   "the host of %s does not answer, and %d of %d ranks cannot continue: more than "
-                   "half are needed, also of those before the last loss or join, as the others "
-                   "could also continue%s",
-                   cddp__member_name(elastic, elastic->unreachable).s, report_count,
-                   d->step.active_count,
-                   reset < 0 ? "" : ". All connections were reset, as by a firewall");
-  if (r == CDDP_OK) cddp__admit_joining(d);
-  if (r == CDDP_OK) r = cddp__elastic_send_table(d, table);
-  reports[elastic->me] = NULL;
-  for (p = 0; p < d->shards.count; p++) { /* links with reports stay, for confirm_groups */
-    if (reports[p] == NULL) cddp__drop_report(elastic, p);
-    cddp__free(&elastic->net->allocator, reports[p]);
-    reports[p] = NULL;
-  }
-  return r;
-}
-
-/* Waits for a member's next message. NULL: the member is lost, another leader calls, or the
-   deadline has passed. */
-static cddp__message *cddp__elastic_receive(cddp_ddp *d, int member, size_t most,
-                                            double deadline) {
-  cddp__elastic *elastic = d->elastic;
-  cddp__connection *link = elastic->links[member];
-  cddp__message *message = NULL;
-  while (link != NULL && cddp__now() < deadline) {
-    cddp__answer_joins(d);
-    CDDP__POINT("elastic report");
-    if (cddp__link_progress(elastic->net, link)) message = cddp__connection_receive(link, most);
-    if (message != NULL || cddp__elastic_link_ended(d, member, link)) break;
-    cddp__accept_reports(d, CDDP__ACCEPT_LOST);
-    if (elastic->called) break;
-    cddp__elastic_poll(d, &link, 1, true);
-  }
-  return message;
-}
-
-/* Reports to the leader and waits for the table; *table NULL: the leader is lost, or (cut) the link
-   to it was. */
-static cddp_result cddp__send_report(cddp_ddp *d, int leader, const cddp__message *mine,
-                                     double deadline, cddp__message **table, bool *cut) {
-  cddp__elastic *elastic = d->elastic;
-  cddp__connection **link = &elastic->links[leader];
-  cddp_result r;
-  cddp__drop_report(elastic, leader);
-  r = cddp__link_connect(elastic->net, leader, CDDP__LINK_FRAMES, elastic->members[leader].life,
-                         link);
-  if (r == CDDP_OK)
-    r = cddp__connection_post(*link, CDDP__FRAME_MESSAGE, CDDP_OK, mine + 1, mine->head.size);
-  if (r == CDDP_OK)
-    *table =
-        cddp__elastic_receive(d, leader, (size_t)d->shards.count * cddp__report_bytes(d), deadline);
-  if (*table != NULL && (*table)->head.number == CDDP_OK) return CDDP_OK;
-  if (*table != NULL) /* the leader refuses this rank */
-    r = cddp__fail((cddp_result)(*table)->head.number, "%.*s", (int)(*table)->head.size,
-                   (const char *)(*table + 1));
-  else if (r == CDDP_OK && cddp__now() >= deadline)
-    r = cddp__fail(CDDP_TIMEOUT,
-                   "timed out after %g s: after a loss in step %" PRIu64 ", the leader, %s, has "
-                   "not received the reports of all ranks",
-                   d->group->timeout_s, d->steps, cddp__member_name(elastic, leader).s);
-  *cut = *link != NULL && cddp__link_is_cut(*link) && !(*link)->early;
-  cddp__drop_report(elastic, leader);
-  return r;
-}
-
-/* No member is known: asks ranks of the job for the leader. */
-static cddp_result cddp__elastic_find_leader(cddp_ddp *d, double deadline) {
-  cddp__elastic *elastic = d->elastic;
-  cddp__host *host = d->group->host;
-  cddp__elastic_leader_info *lead = &host->job_info->table.lead;
-  cddp__join_table table; /* of another rank: only `lead` is valid for this rank */
-  cddp_result r = CDDP_OK;
-  int fd = -1;
-  if (lead->self.life == 0) {
-    r = cddp__find_job(host, deadline, &fd, &table);
-    cddp__close_fd(&fd);
-    if (r == CDDP_PEER_LOST || /* no rank answers, although one did in cddp_init */
-        (r == CDDP_OK && memcmp(table.lead.token, lead->token, sizeof lead->token) != 0))
-      r = cddp__fail(CDDP_PEER_LOST,
-                     "CDDP_JOIN: the job has ended, or has destroyed its model, before rank %d "
-                     "joined it",
-                     d->group->rank);
-    if (r != CDDP_OK) return r;
-    *lead = table.lead;
-  }
-  if (lead->self.number < 0 || lead->self.number >= d->shards.count || lead->self.host < 0 ||
-      lead->self.host >= elastic->net->host_count)
-    return cddp__fail(CDDP_MISMATCH, "CDDP_JOIN: the answer of a rank of the job is damaged");
-  memcpy(elastic->net->token, lead->token, sizeof lead->token);
-  cddp__set_member(elastic, &lead->self);
-  lead->self.life = 0; /* the next time it asks again */
-  return CDDP_OK;
-}
-
-/* All living members meet; *table receives their reports. */
-static cddp_result cddp__gather_reports(cddp_ddp *d, cddp__message **table) {
-  cddp__elastic *elastic = d->elastic;
-  double deadline = cddp__now() + d->group->timeout_s;
-  cddp__message *mine = NULL;
-  cddp_result r = cddp__create_report(d, &mine);
-  bool cut = false;
-  memset(elastic->cuts, 0, (size_t)d->shards.count * sizeof *elastic->cuts);
-  while (r == CDDP_OK && *table == NULL) {
-    int leader = elastic->leader = cddp__elastic_choose_leader(d);
-    elastic->called = false;
-    if (leader < 0)
-      r = cddp__elastic_find_leader(d, deadline);
-    else if (leader == elastic->me)
-      r = cddp__lead_meeting(d, mine, deadline, table);
-    else if ((r = cddp__send_report(d, leader, mine, deadline + 1, table, &cut)) == CDDP_OK &&
-             *table == NULL && !elastic->called &&
-             (!cut || elastic->me == d->shards.count || !cddp__elastic_retries(d, leader)))
-      cddp__remove_member(d, leader);
-    else if (r == CDDP_OK && *table == NULL) /* a dead leader refuses the next link */
-      cddp__sleep(cddp__now() < elastic->cuts[leader].again ? CDDP__RECONNECT_S : 0.001);
-  }
-  cddp__free(&elastic->net->allocator, mine);
-  return r;
-}
-
-/* false: the member is lost, late, or asks to meet again. */
-static bool cddp__await_confirmation(cddp_ddp *d, int member, double deadline) {
-  cddp__elastic *elastic = d->elastic;
-  cddp__message *message = cddp__elastic_receive(d, member, 0, deadline);
-  bool confirmed = message != NULL && message->head.number == CDDP_OK;
-  CDDP_ASSERT(!elastic->called); /* members are doubted before a table only */
-  if (message == NULL && elastic->unreachable < 0 && cddp__now() < deadline)
-    elastic->ended[member] = 1; /* it has just answered, so its host lives */
-  cddp__free(&elastic->net->allocator, message);
-  return confirmed;
-}
-
-/* Members confirm their groups to the leader, which tells all to continue (CDDP_OK) or, if a member
-   was lost, to meet again (CDDP_PEER_LOST). */
-static cddp_result cddp__confirm_groups(cddp_ddp *d) {
-  cddp__elastic *elastic = d->elastic;
-  bool leads = elastic->leader == elastic->me, all = true;
-  double deadline = cddp__now() + d->group->timeout_s;
-  cddp_result r = CDDP_OK;
-  int p;
-  for (p = 0; leads && p < d->step.active_count; p++)
-    if (elastic->order[p] != elastic->me &&
-        !cddp__await_confirmation(d, elastic->order[p], deadline))
-      all = false;
-  for (p = 0; r == CDDP_OK && p < d->shards.count; p++) { /* a member's only link: to the leader */
-    if (elastic->links[p] == NULL) continue;
-    r = cddp__connection_post(elastic->links[p], CDDP__FRAME_MESSAGE,
-                              (uint32_t)(all ? CDDP_OK : CDDP_PEER_LOST), NULL, 0);
-    CDDP__POINT("elastic go");
-    (void)cddp__link_progress(elastic->net, elastic->links[p]);
-  }
-  if (r == CDDP_OK && !leads) all = cddp__await_confirmation(d, elastic->leader, deadline);
-  cddp__elastic_disconnect(d);
-  if (r == CDDP_OK && all) cddp__settle_tables(d);
-  if (r != CDDP_OK || all) return r;
-  return cddp__fail(CDDP_PEER_LOST, "a rank was lost while the ranks formed new groups");
 }
 
 /* --- a meeting: the groups of the members --- */
@@ -20359,7 +20454,7 @@ static void cddp__elastic_record_ends(cddp_ddp *d) {
       if (groups[i] == NULL || groups[i]->hosts == NULL) continue;
       pthread_mutex_lock(&groups[i]->p2p.lock);
       for (link = groups[i]->hosts->links; link != NULL; link = link->next) {
-        unsigned char *ended = &d->elastic->ended[d->elastic->order[link->rank]], next;
+        unsigned char *ended = &d->elastic->meeting.ended[d->elastic->order[link->rank]], next;
         ssize_t n = 1;
         if (link->state == CDDP__CONNECTION_UP)
           n = recv(link->fd, &next, 1, MSG_PEEK | MSG_DONTWAIT);
@@ -20428,6 +20523,7 @@ static cddp_result cddp__check_locks(const cddp__host *host) {
 static cddp_result cddp__elastic_create_group(cddp_ddp *d, cddp__message *table, int which,
                                               cddp_group **out) {
   cddp__elastic *elastic = d->elastic;
+  const cddp__meeting *m = &elastic->meeting;
   cddp__host *host = d->group->host;
   int indices[CDDP__MAX_RANKS], k, rank = 0, here = 0, lowest = -1;
   cddp__ref ref;
@@ -20435,14 +20531,14 @@ static cddp_result cddp__elastic_create_group(cddp_ddp *d, cddp__message *table,
   void *block = NULL;
   cddp_result r = cddp__check_locks(host);
   for (k = 0; k < d->step.active_count && r == CDDP_OK; k++) {
-    const cddp__member *member = &cddp__report_at(d, table, k)->self;
-    indices[k] = member->host == elastic->members[elastic->me].host ? member->index : -1;
+    const cddp__member *member = &cddp__report_at(m, table, k)->self;
+    indices[k] = member->host == m->members[m->me].host ? member->index : -1;
     if (indices[k] >= 0) r = cddp__register_process(host, indices[k], member->pid);
     if (indices[k] >= 0 && here++ == 0) lowest = k;
-    if (elastic->order[k] == elastic->me) rank = k;
+    if (elastic->order[k] == m->me) rank = k;
   }
   if (r != CDDP_OK) return r;
-  ref = cddp__report_at(d, table, lowest)->blocks[which];
+  ref = cddp__rank_report_at(d, table, lowest)->blocks[which];
   if (lowest == rank) {
     r = cddp__commit_head(host, ref.base + ref.offset, d->step.active_count, here);
     if (r != CDDP_OK) return r;
@@ -20455,12 +20551,12 @@ static cddp_result cddp__elastic_create_group(cddp_ddp *d, cddp__message *table,
   r = cddp__group_build(out, host, rank, d->step.active_count, indices, (char *)block,
                         d->group->timeout_s);
   if (r != CDDP_OK) return r;
-  memcpy(id, elastic->net->token, 2 * sizeof *id);
-  id[2] = cddp__report_at(d, table, 0)->table + (uint64_t)which;
+  memcpy(id, m->net->token, 2 * sizeof *id);
+  id[2] = cddp__report_at(m, table, 0)->table + (uint64_t)which;
   (*out)->block_ref = ref;
   (*out)->elastic = true;
   (*out)->id = cddp__hash64(1, id, sizeof id);
-  r = cddp__hosts_attach(*out, elastic->net, elastic->order);
+  r = cddp__hosts_attach(*out, m->net, elastic->order);
   CDDP__POINT("elastic built");
   return r;
 }
@@ -20511,13 +20607,14 @@ static cddp_result cddp__elastic_connect(cddp_ddp *d) {
 static void cddp__assign_missing_shards(cddp_ddp *d, cddp__message *table, uint64_t next) {
   int *owner = d->shards.owner, able[CDDP__MAX_RANKS], count = 0, left = 0, assigned = 0, i, k;
   for (k = 0; k < d->step.active_count; k++) {
-    const cddp__report *report = cddp__report_at(d, table, k);
-    if (!d->elastic->repeats || (report->empty == 0 && report->done == next)) able[count++] = k;
+    const cddp__rank_report *report = cddp__rank_report_at(d, table, k);
+    if (!d->elastic->repeats || (report->head.empty == 0 && report->done == next))
+      able[count++] = k;
   }
   for (i = 0; i < d->shards.count; i++) {
     owner[i] = -1;
     for (k = 0; k < d->step.active_count; k++) {
-      cddp__report *report = cddp__report_at(d, table, k);
+      cddp__rank_report *report = cddp__rank_report_at(d, table, k);
       if (report->done == next && cddp__report_sums(d, report)[i] != 0) owner[i] = k;
     }
     left += owner[i] < 0;
@@ -20526,53 +20623,30 @@ static void cddp__assign_missing_shards(cddp_ddp *d, cddp__message *table, uint6
     if (owner[i] < 0) owner[i] = able[(int64_t)assigned++ * count / left];
 }
 
-/* Checks a table that another process has sent. */
-static cddp_result cddp__elastic_check_table(const cddp_ddp *d, cddp__message *table) {
-  int ranks = (int)(table->head.size / cddp__report_bytes(d)), k;
-  bool sound = ranks > 0 && ranks <= d->shards.count;
-  for (k = 0; sound && k < ranks; k++) {
-    cddp__member *self = &cddp__report_at(d, table, k)->self;
-    sound = self->number >= 0 && self->number < d->shards.count && self->host >= 0 &&
-            self->host < d->elastic->net->host_count;
-    self->name[sizeof self->name - 1] = 0;
-  }
-  return sound ? CDDP_OK : cddp__fail(CDDP_MISMATCH, "the elastic model's table is damaged");
-}
-
-/* Sets the members, the epoch and the owners of shards. Returns the report of the first member with
-   the most reductions, of those one that has the last mean if there is one; NULL: all ranks are
+/* Sets the groups' ranks and the owners of shards. Returns the report of the first member with the
+   most reductions, of those one that has the last mean if there is one; NULL: all ranks are
    joining. */
-static cddp__report *cddp__elastic_apply_table(cddp_ddp *d, cddp__message *table) {
+static cddp__rank_report *cddp__elastic_apply_table(cddp_ddp *d, cddp__message *table) {
   cddp__elastic *elastic = d->elastic;
-  cddp__report *from = NULL, *report;
-  int ranks = d->step.active_count = (int)(table->head.size / cddp__report_bytes(d));
-  uint64_t life = elastic->members[elastic->me].life, next;
-  int k, p;
+  cddp__rank_report *from = NULL, *report;
+  int ranks = d->step.active_count = elastic->meeting.present, k;
+  uint64_t next;
   for (k = 0; k < ranks; k++) {
-    report = cddp__report_at(d, table, k);
-    p = elastic->order[k] = report->self.number;
+    report = cddp__rank_report_at(d, table, k);
+    elastic->order[k] = report->head.self.number;
     d->step.active[k] = k;
-    cddp__set_member(elastic, &report->self);
-    if (report->self.life == life) elastic->me = elastic->net->rank = p;
-    elastic->epoch = cddp__max(elastic->epoch, report->epoch + 1);
-    if (report->empty == 0 &&
+    if (report->head.empty == 0 &&
         (from == NULL || report->done > from->done ||
          (report->done == from->done && report->has_mean > from->has_mean)))
       from = report;
   }
-  elastic->net->host = elastic->members[elastic->me].host;
-  memset(elastic->ended, 0, (size_t)d->shards.count);
-  for (p = 0; p < d->shards.count; p++) {
-    for (k = 0; k < ranks && elastic->order[k] != p; k++) {}
-    if (k == ranks && elastic->members[p].life != 0) cddp__remove_member(d, p);
-  }
   elastic->repeats = false;
   for (k = 0; from != NULL && from->has_mean == 0 && k < ranks; k++) {
-    report = cddp__report_at(d, table, k);
-    if (report->empty == 0 && report->done < from->done) elastic->repeats = true;
+    report = cddp__rank_report_at(d, table, k);
+    if (report->head.empty == 0 && report->done < from->done) elastic->repeats = true;
   }
   next = (from != NULL ? from->done : 0) - elastic->repeats;
-  elastic->ahead = elastic->repeats && (elastic->empty || elastic->done > next);
+  elastic->ahead = elastic->repeats && (elastic->meeting.empty || elastic->done > next);
   if (elastic->done != next) cddp__drop_sums(d); /* of a step whose mean exists, or the next one */
   cddp__assign_missing_shards(d, table, next);
   cddp__record_event(d->group, "assigned", (uint64_t)ranks, CDDP_OK);
@@ -20583,7 +20657,7 @@ static cddp__report *cddp__elastic_apply_table(cddp_ddp *d, cddp__message *table
 static cddp_result cddp__elastic_broadcast(cddp_ddp *d, int source, void *data, size_t bytes) {
   cddp__elastic *elastic = d->elastic;
   const cddp_allocator *allocator = &d->group->host->allocator;
-  bool takes_part = elastic->empty || elastic->order[source] == elastic->me;
+  bool takes_part = elastic->meeting.empty || elastic->order[source] == elastic->meeting.me;
   bool other = d->group->backend->on_device && data != NULL && !cddp__on_device(d->group, data);
   size_t most = CDDP__NODES_CHUNK * sizeof(double), at, n;
   void *passing = NULL, *host = other ? cddp__malloc(allocator, most) : NULL;
@@ -20603,15 +20677,15 @@ static cddp_result cddp__elastic_broadcast(cddp_ddp *d, int source, void *data, 
 }
 
 /* Broadcasts a snapshot: the weights, buffers and states of rank `source`. from: its report. */
-static cddp_result cddp__send_snapshot(cddp_ddp *d, cddp__report *from, int source) {
+static cddp_result cddp__send_snapshot(cddp_ddp *d, cddp__rank_report *from, int source) {
   cddp__elastic *elastic = d->elastic;
   size_t bytes = (size_t)from->optim.state_count * d->layout.state_stride;
-  bool gives = elastic->order[source] == elastic->me;
+  bool empty = elastic->meeting.empty, gives = elastic->order[source] == elastic->meeting.me;
   char *states = elastic->states; /* not NULL: of a rank that has joined in this step */
   cddp_result r = CDDP_OK;
   int i;
-  CDDP_ASSERT(!elastic->empty || states == NULL);
-  if ((gives || elastic->empty) && bytes > 0 && states == NULL) {
+  CDDP_ASSERT(!empty || states == NULL);
+  if ((gives || empty) && bytes > 0 && states == NULL) {
     states = cddp__elastic_allocate(d, bytes, CDDP__EXTENT_USER); /* peers write to it */
     if (states == NULL) return CDDP_OUT_OF_MEMORY;
     if (gives)
@@ -20625,13 +20699,13 @@ static cddp_result cddp__send_snapshot(cddp_ddp *d, cddp__report *from, int sour
   }
   if (r == CDDP_OK) r = cddp__elastic_broadcast(d, source, states, bytes);
   if (r == CDDP_OK) r = cddp__elastic_await_device(d);
-  if (r == CDDP_OK && elastic->empty) {
+  if (r == CDDP_OK && empty) {
     elastic->states = states;
     d->snapshot = from->optim;
     for (i = 0; i < d->count; i++) d->tensors[i].restored_steps = ((float *)(from + 1))[i];
     elastic->step = from->done;
     d->steps = from->steps;
-    elastic->empty = false;
+    elastic->meeting.empty = false;
   }
   if (states != elastic->states) (d->group->backend->free)(d->group, states);
   return r;
@@ -20641,17 +20715,19 @@ static cddp_result cddp__send_snapshot(cddp_ddp *d, cddp__report *from, int sour
    have passed that step, so operations in its group can no longer complete. Therefore that group
    stays broken until the next step, on the members that lacked the mean or make it again, too. */
 static cddp_result cddp__elastic_synchronize(cddp_ddp *d, cddp__message *table,
-                                             cddp__report *from) {
+                                             cddp__rank_report *from) {
   cddp__elastic *elastic = d->elastic;
-  bool lacks = !elastic->empty && elastic->done < from->done && !elastic->repeats;
-  bool has_mean = lacks || (!elastic->empty && elastic->has_mean), behind = false, joins = false;
+  bool empty = elastic->meeting.empty;
+  bool lacks = !empty && elastic->done < from->done && !elastic->repeats;
+  bool has_mean = lacks || (!empty && elastic->has_mean), behind = false, joins = false;
   int source = 0, k;
   cddp_result r = CDDP_OK;
   for (k = 0; k < d->step.active_count; k++) {
-    cddp__report *report = cddp__report_at(d, table, k);
+    const cddp__rank_report *report = cddp__rank_report_at(d, table, k);
+    bool joining = report->head.empty != 0;
     if (report == from) source = k;
-    behind = behind || (report->empty == 0 && report->done < from->done && !elastic->repeats);
-    joins = joins || report->empty != 0;
+    behind = behind || (!joining && report->done < from->done && !elastic->repeats);
+    joins = joins || joining;
   }
   if (behind && d->layout.dense > 0 && from->in_parts == 0) { /* else all can read its parts */
     cddp__call call = cddp__broadcast_call(elastic->mean, d->layout.dense, CDDP_U8, source);
@@ -20673,9 +20749,10 @@ static cddp_result cddp__elastic_synchronize(cddp_ddp *d, cddp__message *table,
    reductions. CDDP_PEER_LOST: another member was lost. */
 static cddp_result cddp__elastic_regroup(cddp_ddp *d) {
   cddp__elastic *elastic = d->elastic;
+  cddp__meeting *m = &elastic->meeting;
   cddp__host *host = d->group->host;
-  cddp__report *from = NULL;
-  cddp__message *table = NULL;
+  cddp__rank_report *from = NULL;
+  cddp__message *mine = NULL, *table = NULL;
   cddp_result r;
   int i;
   if (++elastic->attempts > 4 * d->shards.count + 16) /* more than losses explain */
@@ -20684,26 +20761,23 @@ static cddp_result cddp__elastic_regroup(cddp_ddp *d) {
                       " and could not complete it",
                       elastic->attempts - 1, d->steps);
   cddp__elastic_leave_groups(d);
-  r = cddp__gather_reports(d, &table);
-  if (r == CDDP_OK) r = cddp__elastic_check_table(d, table);
-  if (r == CDDP_OK) from = cddp__elastic_apply_table(d, table);
-  if (r == CDDP_OK) r = cddp__add_table(d);
+  m->steps = d->steps;
+  /* Before the first update the members do not know their optimizer, which can have states from a
+     checkpoint: a joining process would not receive them. */
+  m->admits = elastic->attempts <= CDDP__JOIN_MEETINGS && elastic->last_update.kind != 0;
+  r = cddp__create_report(d, &mine);
+  if (r == CDDP_OK) r = cddp__meet(m, mine, &table);
+  cddp__free(&host->allocator, mine);
   if (r == CDDP_PEER_LOST) r = CDDP_ABORTED; /* the members are gone or out of reach */
+  if (r == CDDP_OK) from = cddp__elastic_apply_table(d, table);
   CDDP__POINT("elastic table");
-  if (r == CDDP_OK && from == NULL) { /* only joining ranks: the members can be elsewhere */
-    if (host->job_info != NULL) { /* cddp__elastic_find_leader must not find this rank */
-      host->job_info->table.lead.self.life = 0;
-      cddp__join_close(host);
-    }
-    for (i = 0; i < d->shards.count; i++) elastic->members[i].life = 0;
-    elastic->table_count = 0;
-    elastic->me = elastic->net->rank = d->shards.count;
-    cddp__elastic_disconnect(d);
+  if (r == CDDP_OK && from == NULL) { /* only joining ranks */
+    cddp__meeting_forget(m);
     r = CDDP_PEER_LOST;
   }
   if (r == CDDP_OK) r = cddp__elastic_create_group(d, table, 0, &d->control);
   if (r == CDDP_OK) r = cddp__elastic_create_group(d, table, 1, &d->comm);
-  if (r == CDDP_OK) r = cddp__confirm_groups(d);
+  if (r == CDDP_OK) r = cddp__meeting_confirm(m);
   if (r == CDDP_OK) r = cddp__elastic_connect(d); /* all ranks have created both groups */
   cddp__elastic_note_lost(d);
   if (r == CDDP_OK) r = (d->group->backend->open)(d->group, d->comm);
@@ -20713,9 +20787,9 @@ static cddp_result cddp__elastic_regroup(cddp_ddp *d) {
   }
   CDDP__POINT("elastic grouped");
   if (r == CDDP_OK) r = cddp__elastic_synchronize(d, table, from);
-  cddp__free(&elastic->net->allocator, table);
+  cddp__free(&host->allocator, table);
   if (r != CDDP_OK) return r;
-  cddp__answer_joins(d);
+  cddp__answer_joins(m);
   cddp__log(&host->logger, CDDP__LOG_WARNING, "%d rank%s with step %" PRIu64, d->step.active_count,
             d->step.active_count == 1 ? " continues" : "s continue",
             d->steps + elastic->done - elastic->step);
@@ -20725,6 +20799,7 @@ static cddp_result cddp__elastic_regroup(cddp_ddp *d) {
 /* Sets d->shards.current to the next shard; -1: the reduction is complete, and the mean exists. */
 static cddp_result cddp__elastic_next(cddp_ddp *d) {
   cddp__elastic *elastic = d->elastic;
+  cddp__meeting *m = &elastic->meeting;
   int shard = d->shards.current;
   cddp_result r = CDDP_OK;
   if (elastic->done == elastic->step && !elastic->repeats) cddp__leave_broken(d);
@@ -20738,10 +20813,10 @@ static cddp_result cddp__elastic_next(cddp_ddp *d) {
       if (r == CDDP_OK) d->shards.current = shard;
       return r;
     }
-    cddp__accept_reports(d, CDDP__ACCEPT_JOINING);
-    if (cddp__elastic_choose_leader(d) != elastic->me) cddp__elastic_disconnect(d);
-    if (elastic->request_count > 0 && elastic->attempts == 0 && /* at most one of these a step */
-        cddp__can_admit(elastic))
+    cddp__accept_reports(m, CDDP__ACCEPT_JOINING);
+    if (cddp__choose_leader(m) != m->me) cddp__meeting_disconnect(m);
+    if (m->request_count > 0 && elastic->attempts == 0 && /* at most one of these a step */
+        elastic->last_update.kind != 0)
       r = cddp__fail(CDDP_PEER_LOST, "the ranks form new groups, as a process joins");
     else if ((r = cddp__check_failure(d->comm)) != CDDP_PEER_LOST) /* a connection of the program's
                                                                       calls, while all ranks live */
@@ -20990,12 +21065,9 @@ static void cddp__elastic_free(cddp_ddp *d) {
     elastic->mean = d->arena = NULL;
     if (host->one_process) elastic->slot_area = d->rows.packet = NULL;
   }
-  if (elastic->net != NULL) {
-    cddp__leave_broken(d);
-    cddp__elastic_close(d);
-    cddp__free(&elastic->net->allocator, elastic->lost_blocks);
-    cddp__free(&elastic->net->allocator, elastic->tables);
-  }
+  cddp__leave_broken(d);
+  if (elastic->meeting.net != NULL) cddp__elastic_close(d);
+  cddp__free(&host->allocator, elastic->lost_blocks);
   host->elastic = false;
   if (host->joined) host->job_info->table.lead.model.params = 0; /* a process joins only once */
   (void)d->memory->use(d->group);
@@ -21003,83 +21075,28 @@ static void cddp__elastic_free(cddp_ddp *d) {
   (backend->free)(d->group, elastic->slot_area);
   (backend->free)(d->group, elastic->states);
   cddp__arena_free(host, elastic->own);
-  cddp__net_release(elastic->net);
+  cddp__meeting_free(&elastic->meeting);
   cddp__free(&host->allocator, elastic);
   d->elastic = NULL;
 }
 
-/* Also opens this rank's listening socket. */
-static cddp_result cddp__describe_self(cddp_ddp *d, cddp__member *self) {
-  cddp__elastic *elastic = d->elastic;
-  const cddp__host *host = d->group->host;
-  const cddp__join_table *table = host->joined ? &host->job_info->table : NULL;
-  cddp__address address;
-  int fd = -1, count;
-  cddp_result r = CDDP_OK;
-  memset(self, 0, sizeof *self);
-  if (host->net != NULL) {
-    address = cddp__internet_address(&host->net->hosts[host->net->host].address);
-    self->host = host->net->host;
-  } else if (host->joined && host->arena.fd >= 0) {
-    address = cddp__internet_address(&table->address);
-    self->host = table->host;
-  } else {
-    if (host->joined) { /* a datagram socket finds the local address without sending anything */
-      address = cddp__internet_address(&table->lead.self.address);
-      cddp__address_set_port(&address, table->lead.self.port);
-      fd = socket(address.sa.ss_family, SOCK_DGRAM | SOCK_CLOEXEC, 0);
-      if (fd >= 0 && connect(fd, &address.any, address.size) != 0) cddp__close_fd(&fd);
-      self->host = 2 * d->shards.count;
-    }
-    r = cddp__own_address(fd, &address);
-    cddp__close_fd(&fd);
-  }
-  if (r != CDDP_OK) return r;
-  cddp__address_set_port(&address, 0);
-  self->address = address.v6;
-  self->number = elastic->me;
-  if ((r = cddp__listen_all(&address, 1, &elastic->net->listener, &count)) != CDDP_OK)
-    return cddp__fail_in(r, "cannot listen for the other ranks of an elastic model: ");
-  self->port = cddp__address_port(&address);
-  self->rank = d->group->rank;
-  self->index = host->index;
-  self->pid = (uint32_t)getpid();
-  snprintf(self->name, sizeof self->name, "%s", host->name);
-  self->gpu = d->group->gpu;
-  return cddp__random(&self->life, sizeof self->life);
-}
-
-/* Creates the membership, with this rank alone. */
 static cddp_result cddp__elastic_new(cddp_ddp *d) {
   cddp__host *host = d->group->host;
-  const cddp_allocator *allocator = &host->allocator;
-  size_t n = (size_t)d->shards.count, links = n + CDDP__JOIN_REQUESTS;
-  const char *secret =
-      host->job_info != NULL && host->job_info->secret[0] != 0 ? host->job_info->secret : NULL;
+  size_t n = (size_t)d->shards.count;
   cddp__elastic *elastic = (cddp__elastic *)cddp__calloc(
-      allocator, 1, /* `order` and `ended` count as one pointer */
-      sizeof *elastic +
-          links * (sizeof *elastic->members + sizeof *elastic->cuts + 6 * sizeof(void *)));
+      &host->allocator, 1, sizeof *elastic + n * (3 * sizeof(void *) + sizeof *elastic->order));
+  cddp_result r;
   if (elastic == NULL) return CDDP_OUT_OF_MEMORY;
   host->elastic = true;
   d->elastic = elastic;
-  elastic->members = (cddp__member *)(void *)(elastic + 1);
-  elastic->links = (cddp__connection **)(void *)(elastic->members + n + 1);
-  elastic->reports = (cddp__message **)(void *)(elastic->links + links);
-  elastic->means = (char **)(void *)(elastic->reports + links);
+  elastic->means = (char **)(void *)(elastic + 1);
   elastic->squares = (double **)(void *)(elastic->means + n);
   elastic->published = (cddp__published **)(void *)(elastic->squares + n);
-  elastic->cuts = (cddp__attempts *)(void *)(elastic->published + n);
-  elastic->order = (int *)(void *)(elastic->cuts + n);
-  elastic->ended = (unsigned char *)(elastic->order + n);
-  elastic->unreachable = -1;
-  elastic->empty = host->joined;
-  elastic->me = host->joined ? d->shards.count : d->group->rank;
-  elastic->net = cddp__net_new(allocator, d->shards.count + 1, 2 * d->shards.count + 1);
-  if (elastic->net == NULL) return CDDP_OUT_OF_MEMORY;
-  elastic->net->rank = elastic->me;
-  if (secret != NULL && (elastic->net->secret = cddp__strdup(allocator, secret)) == NULL)
-    return CDDP_OUT_OF_MEMORY;
+  elastic->order = (int *)(void *)(elastic->published + n);
+  elastic->meeting.model = cddp__model_of(d);
+  r = cddp__meeting_new(&elastic->meeting, d->group, d->shards.count,
+                        sizeof(cddp__rank_report) + (size_t)d->count * sizeof(float) + n);
+  if (r != CDDP_OK) return r;
   elastic->mean =
       cddp__elastic_allocate(d, d->layout.dense + cddp__gather_slack(d), CDDP__EXTENT_LAZY);
   if (elastic->mean == NULL) return CDDP_OUT_OF_MEMORY;
@@ -21091,34 +21108,36 @@ static cddp_result cddp__elastic_create(cddp_ddp *d) {
   cddp_group *g = d->control;
   size_t n = (size_t)g->size;
   cddp__elastic_leader_info mine, *all;
+  cddp__meeting *m;
   cddp_result r = cddp__elastic_new(d);
   int k;
   CDDP__POINT("elastic enter");
   memset(&mine, 0, sizeof mine);
-  if (r == CDDP_OK) r = cddp__describe_self(d, &mine.self);
+  if (r == CDDP_OK) r = cddp__describe_self(&d->elastic->meeting, &mine.self);
   if (r == CDDP_OK) r = cddp__random(mine.token, sizeof mine.token);
   all = (cddp__elastic_leader_info *)cddp__malloc(&g->host->allocator, n * sizeof *all);
   if (all == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
   r = cddp__consensus(g, r, &mine, sizeof mine, all);
-  for (k = 0; r == CDDP_OK && k < g->size; k++) {
-    cddp__set_member(d->elastic, &all[k].self);
-    d->elastic->order[k] = k;
-  }
   if (r == CDDP_OK) {
-    memcpy(d->elastic->net->token, all[0].token, sizeof all[0].token);
-    d->elastic->net->host = all[d->elastic->me].self.host;
+    m = &d->elastic->meeting;
+    for (k = 0; k < g->size; k++) {
+      cddp__set_member(m, &all[k].self);
+      d->elastic->order[k] = k;
+    }
+    memcpy(m->net->token, all[0].token, sizeof all[0].token);
+    m->net->host = all[m->me].self.host;
     d->step.active_count = g->size;
     cddp__elastic_assign_shards(d);
-    r = cddp__add_table(d);
+    r = cddp__add_table(m);
   }
   cddp__free(&g->host->allocator, all);
   for (k = 0; r == CDDP_OK && k < g->size; k++)
     if (g->members[k] >= 0)
-      r = cddp__register_process(g->host, g->members[k], d->elastic->members[k].pid);
+      r = cddp__register_process(g->host, g->members[k], d->elastic->meeting.members[k].pid);
   if (r == CDDP_OK) r = cddp__consensus(g, cddp__elastic_connect(d), NULL, 0, NULL);
   if (r != CDDP_OK) return r;
   d->control->elastic = d->comm->elastic = true;
-  cddp__answer_joins(d);
+  cddp__answer_joins(&d->elastic->meeting);
   return CDDP_OK;
 }
 
@@ -21128,10 +21147,10 @@ static cddp_result cddp__elastic_join(cddp_ddp *d) {
   cddp__member self;
   cddp_result r = cddp__join_compare(d, &lead->model);
   if (r == CDDP_OK) r = cddp__elastic_new(d);
-  if (r == CDDP_OK) r = cddp__describe_self(d, &self);
+  if (r == CDDP_OK) r = cddp__describe_self(&d->elastic->meeting, &self);
   if (r != CDDP_OK) return r;
-  cddp__set_member(d->elastic, &self);
-  d->elastic->net->host = self.host;
+  cddp__set_member(&d->elastic->meeting, &self);
+  d->elastic->meeting.net->host = self.host;
   do r = cddp__elastic_regroup(d);
   while (r == CDDP_PEER_LOST);
   if (r == CDDP_ABORTED) r = CDDP_PEER_LOST; /* the members' failure is not an error of this rank */

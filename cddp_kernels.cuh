@@ -2198,7 +2198,7 @@ static cddp_result cddp__check_lost_peers(cddp__device *device, bool inside) {
   for (q = 0; q < g->size; q++) {
     bool behind, left;
     if (q == g->rank || !cddp__rank_gone(g, q)) continue;
-    left = cddp__rank_left(g, q);
+    left = cddp__rank_end(g, q) == CDDP__HAS_LEFT;
     behind = cddp__calls_behind(device, q) > 0 || (left && cddp__lacks_message(device, q));
     if (!behind && !waits && (left || cddp__load32(&device->captured) == 0)) continue;
     counts = true;

@@ -50,10 +50,10 @@ bool inside_rank_gone(cddp_group *g, int rank) { return cddp__rank_gone(g, rank)
 cddp_result inside_check_group(cddp_group *g) { return cddp__check_group(g); }
 
 void inside_become_lost(cddp_ddp *ddp) {
-  struct cddp__elastic *elastic = ddp->elastic;
-  pthread_mutex_lock(&elastic->net->lock);
-  cddp__close_fd(&elastic->net->listener);
-  pthread_mutex_unlock(&elastic->net->lock);
+  const struct cddp__meeting *meeting = &ddp->elastic->meeting;
+  pthread_mutex_lock(&meeting->net->lock);
+  cddp__close_fd(&meeting->net->listener);
+  pthread_mutex_unlock(&meeting->net->lock);
   cddp__break(ddp->control, cddp__fail(CDDP_PEER_LOST, "as if this rank was lost"));
 }
 

@@ -766,7 +766,7 @@ static void say_rank(fake_fd *f) {
   unsigned rank = take(&w.script), size = take(&w.script);
   size_t i;
   uint32_t kind = size / 16 == 14   ? CDDP__RENDEZVOUS_READY
-                  : size / 16 == 13 ? CDDP__RENDEZVOUS_FAIL
+                  : size / 16 == 13 ? CDDP__FAILED + rank
                                     : CDDP__RENDEZVOUS_RANK;
   size_t bytes = kind == CDDP__RENDEZVOUS_READY ? 0 : sizeof(cddp__rank_info);
   cddp__frame_head head = cddp__frame_head_of(CDDP__FRAME_MESSAGE, kind, CDDP_U8, bytes, bytes);
@@ -778,7 +778,6 @@ static void say_rank(fake_fd *f) {
   info.rank = rank == 255 ? UINT32_MAX : rank;
   if (size % 16 != 0) info.world_size = size % 16;
   if (size / 16 == 15) info.user++;
-  if (kind == CDDP__RENDEZVOUS_FAIL) info.version = rank; /* its result */
   memcpy(f->extra, &head, sizeof head);
   memcpy(f->extra + sizeof head, &info, sizeof info);
   f->extra_size = sizeof head + bytes;
