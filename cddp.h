@@ -1174,11 +1174,11 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    it differs between ranks: CDDP_MISMATCH.
 
    SHARED MEMORY. cddp_alloc allocates the memory immediately: if there is too little it returns
-   NULL, also with vm.overcommit_memory=2. Groups and models fail with CDDP_OUT_OF_MEMORY. Only a
-   group's buffers for collectives (up to 512 KiB a rank) are allocated at their first use: too
-   little memory is SIGBUS there. A cgroup's limit still kills the process. Elastic models free a
-   lost rank's memory a step later: memory must suffice for one rank more. Huge pages need Linux
-   6.1, or advise in transparent_hugepage/shmem_enabled.
+   NULL, also with vm.overcommit_memory=2. Groups, models and the first collective that needs a
+   group's buffers (up to 512 KiB a rank) fail with CDDP_OUT_OF_MEMORY, never by SIGBUS. A cgroup's
+   limit still kills the process. Elastic models free a lost rank's memory a step later: memory must
+   suffice for one rank more. Huge pages need Linux 6.1, or advise in
+   transparent_hugepage/shmem_enabled.
 
    MISMATCHES AND DEADLOCKS. CDDP_MISMATCH also means that two ranks on one host wait for each other
    in different groups. cddp finds such a deadlock if each rank uses cddp from one thread, and has
@@ -2071,6 +2071,7 @@ struct cddp_group { /* followed by its arrays, see cddp__group_build */
   cddp__slot *slots;
   char *staging;
   size_t staging_size; /* bytes; 0: the group has no staging buffers */
+  size_t staging_ready; /* bytes of each of this rank's own that are allocated */
   cddp__ref block_ref;
   uint32_t block_generation; /* of the control block when the group was created */
 
@@ -6317,8 +6318,8 @@ static cddp_result cddp__discover(cddp__config *config, const cddp_group_desc *d
      4. A cddp__ref (segment, offset) lets a peer find a buffer. Between threads a pointer is
         enough.
      5. Memory is committed when it is allocated: too little is an error. LAZY memory is committed
-        by cddp__commit. Of control blocks (below a huge page, or BLOCK_LAZY) only the head is: to
-        commit the staging buffers of 2 ranks would make their cddp_init a third slower.
+        by cddp__commit, and of control blocks (below a huge page, or BLOCK_LAZY) the head by
+        cddp__commit_head, a rank's staging buffers by cddp__commit_staging at their first use.
      6. One rank that no process can join has private memory instead.
    Liveness: each process holds a record lock on its life byte, number `window` of the file. The
    kernel releases it when the process ends, after its memory.
@@ -6457,6 +6458,7 @@ static int cddp__window_of(const cddp__host *host, uint64_t base) {
    first access allocates. */
 static bool cddp__arena_commit(const cddp__host *host, uint64_t base, uint64_t size) {
   const uint64_t piece = (uint64_t)16 << 20, end = base + size;
+  if (!cddp__memfd_is_open(host)) return true; /* its number can be that of the program's file */
   for (; base < end; base += cddp__min(piece, end - base))
     while (syscall(SYS_fallocate, host->arena.fd, 0, (off_t)base,
                    (off_t)cddp__min(piece, end - base)) != 0) {
@@ -6672,19 +6674,49 @@ static bool cddp__populate(const cddp__host *host, char *address, uint64_t base,
   return cddp__arena_commit(host, base, size);
 }
 
+static bool cddp__segment_has(const cddp__segment *segment, const void *p) {
+  return (uintptr_t)p - (uintptr_t)segment->address < segment->size;
+}
+
+/* The offset of shared memory, own or a peer's, in the memfd. */
+static uint64_t cddp__offset_of(const cddp__host *host, const void *p) {
+  const struct cddp__segments *tables[2] = {&host->arena.own, &host->arena.peers};
+  const cddp__segment *segment = NULL;
+  size_t i, k;
+  for (k = 0; k < 2; k++)
+    for (i = 0; i < tables[k]->count; i++)
+      if (cddp__segment_has(tables[k]->list[i], p)) segment = tables[k]->list[i];
+  CDDP_ASSERT(segment != NULL);
+  return segment->base + (uint64_t)((const char *)p - segment->address);
+}
+
+/* Whether all ranks of this host have left the block after which the extent is freed. If the block
+   is freed already its memory is zero or holds another block; an access would allocate it. */
+static bool cddp__is_left(const cddp__host *host, const cddp__extent *extent) {
+  const cddp__control_block *after = extent->after;
+  bool own = (const void *)cddp__extent_address(extent) == (const void *)after;
+  uint32_t state[3]; /* left, generation, size (0: a block that no group uses yet) */
+  CDDP__STATIC_ASSERT(offsetof(cddp__control_block, size) ==
+                          offsetof(cddp__control_block, left) + sizeof state - sizeof *state,
+                      "they follow each other");
+  if (own || host->arena.fd < 0 || !cddp__memfd_is_open(host) ||
+      pread(host->arena.fd, state, sizeof state,
+            (off_t)cddp__offset_of(host, &after->left)) != (ssize_t)sizeof state) {
+    state[0] = cddp__load32(&after->left);
+    state[1] = cddp__load32(&after->generation);
+    state[2] = cddp__load32(&after->size);
+  }
+  return state[1] != extent->after_generation || (state[2] != 0 && state[0] == state[2]);
+}
+
 /* Frees control blocks that all ranks of this host have left, and what is freed with them. Checks
    the next 16 of the ring, since each allocation adds at most one. */
 static void cddp__arena_free_left_blocks(cddp__host *host) {
   int i;
   for (i = 0; i < 16 && host->arena.pending != NULL; i++) {
     cddp__extent *extent = host->arena.pending;
-    const cddp__control_block *after = extent->after;
-    uint32_t size = cddp__load32(&after->size); /* 0: a block that no group uses yet */
     host->arena.pending = extent->next;
-    /* The memory of a freed block is zero or holds another block. */
-    if (cddp__load32(&after->generation) != extent->after_generation ||
-        (size != 0 && cddp__load32(&after->left) == size))
-      cddp__extent_release(host, extent);
+    if (cddp__is_left(host, extent)) cddp__extent_release(host, extent);
   }
 }
 
@@ -6695,11 +6727,14 @@ static void *cddp__arena_alloc(cddp__host *host, size_t bytes, enum cddp__extent
   cddp__control_block *block;
   char *address = NULL;
   int list;
+  size_t now; /* bytes whose pages are allocated: of a lazy control block those of its generation */
   if (bytes > SIZE_MAX / 4) {
     cddp__fail(CDDP_OUT_OF_MEMORY, "cddp_alloc: %zu bytes exceed the address space", bytes);
     return NULL;
   }
-  whole = cddp__round_up(cddp__max(bytes, 1), page);
+  whole = now = cddp__round_up(cddp__max(bytes, 1), page);
+  if (use >= CDDP__EXTENT_BLOCK_LAZY || (use == CDDP__EXTENT_BLOCK && page < CDDP__HUGE_PAGE))
+    now = use == CDDP__EXTENT_LAZY ? 0 : cddp__page_size();
   size = cddp__round_up(whole, cddp__max(page, (size_t)1 << (63 - __builtin_clzll(whole)) >> 2));
   pthread_mutex_lock(&host->lock);
   cddp__arena_free_left_blocks(host);
@@ -6718,10 +6753,8 @@ static void *cddp__arena_alloc(cddp__host *host, size_t bytes, enum cddp__extent
       cddp__set_dumped(host, address, whole, true);
     if (host->arena.fd < 0) {
       if (use != CDDP__EXTENT_BLOCK_LAZY) cddp__request_huge_pages(address, whole);
-    } else if (use < CDDP__EXTENT_BLOCK_LAZY &&
-               !cddp__populate(host, address, cddp__extent_base(extent),
-                               use == CDDP__EXTENT_BLOCK && page < CDDP__HUGE_PAGE ? 0 : whole)) {
-      (void)cddp__fail_commit("cddp_alloc", whole);
+    } else if (!cddp__populate(host, address, cddp__extent_base(extent), now)) {
+      (void)cddp__fail_commit(now < whole ? "the control block of a group" : "cddp_alloc", whole);
       cddp__extent_release(host, extent);
       address = NULL;
     }
@@ -6839,21 +6872,14 @@ static cddp_result cddp__map_ref(cddp__host *host, const cddp__ref *ref, void **
 
 /* Allocates the pages of a part of lazy memory, own or a peer's, before this rank writes to it. */
 static cddp_result cddp__commit(cddp__host *host, char *p, size_t bytes) {
-  const struct cddp__segments *tables[2] = {&host->arena.own, &host->arena.peers};
-  const cddp__segment *segment = NULL;
-  uint64_t at = 0;
-  size_t page = cddp__page_size(), i, k;
+  uint64_t at;
+  size_t page = cddp__page_size();
   bytes += (uintptr_t)p % page; /* whole pages */
   p -= (uintptr_t)p % page;
   if (host->arena.fd < 0 || bytes == 0) return CDDP_OK;
   pthread_mutex_lock(&host->lock);
-  for (k = 0; k < 2; k++)
-    for (i = 0; i < tables[k]->count; i++)
-      if ((uintptr_t)p - (uintptr_t)tables[k]->list[i]->address < tables[k]->list[i]->size)
-        segment = tables[k]->list[i];
-  if (segment != NULL) at = segment->base + (uint64_t)(p - segment->address);
+  at = cddp__offset_of(host, p);
   pthread_mutex_unlock(&host->lock);
-  CDDP_ASSERT(segment != NULL);
   if (cddp__populate(host, p, at, cddp__round_up(bytes, page))) return CDDP_OK;
   return cddp__fail_commit("the memory of a model", bytes);
 }
@@ -6984,10 +7010,6 @@ static cddp_result cddp__lock_use(cddp__host *host, cddp__process *p) {
     return cddp__fail(CDDP_PEER_LOST, "process %u has ended, and its memory is being freed",
                       p->pid);
   return cddp__fail_errno("lock on the shared memory");
-}
-
-static bool cddp__segment_has(const cddp__segment *segment, const void *p) {
-  return (uintptr_t)p - (uintptr_t)segment->address < segment->size;
 }
 
 /* Unmaps the memory of another process. The caller knows that no pointer to it will be used, except
@@ -8558,10 +8580,13 @@ static cddp_result cddp__break_here(cddp_group *g, cddp_result r, bool notify_ho
   return cddp__check_failure(g);
 }
 
-/* Like cddp__break_here. If this rank of an elastic model fails for a reason of its own, the others
-   lose only this rank. Then this returns r. */
+/* Like cddp__break_here; a text about memory names this rank. If this rank of an elastic model
+   fails for a reason of its own, the others lose only this rank. Then this returns r. */
 static cddp_result cddp__break(cddp_group *g, cddp_result r) {
   char text[CDDP__ERROR_MAX];
+  if (!g->elastic && r == CDDP_OUT_OF_MEMORY && !cddp__is_broken(g) &&
+      strncmp(cddp__error_text, "rank ", 5) != 0)
+    (void)cddp__fail_in(r, "rank %d: ", g->rank);
   if (!g->elastic || (r != CDDP_OUT_OF_MEMORY && r != CDDP_SYSTEM && r != CDDP_CUDA))
     return cddp__break_here(g, r, CDDP__NOTIFY_HOSTS);
   memcpy(text, cddp__error_text, sizeof text);
@@ -14395,8 +14420,22 @@ static bool cddp__is_sliced(const cddp_group *g, const cddp__call *call, const c
   return g->size > 2 && g->hosts == NULL;
 }
 
+/* Allocates the pages of the first `bytes` of this rank's two staging buffers. */
+CDDP__OUT_OF_LINE cddp_result cddp__commit_staging(cddp_group *g, size_t bytes) {
+  const char *mine = (const char *)cddp__staging_of(g, g->rank, 0), *block = (char *)g->block;
+  uint64_t at = g->block_ref.base + g->block_ref.offset + (uint64_t)(mine - block);
+  size_t have = g->staging_ready, k;
+  bytes = cddp__round_up(bytes, cddp__page_size());
+  for (k = 0; k < 2; k++)
+    if (!cddp__arena_commit(g->host, at + k * g->staging_size + have, bytes - have))
+      return cddp__break(g, cddp__fail_commit("a group's staging buffers", 2 * bytes));
+  g->staging_ready = bytes;
+  return CDDP_OK;
+}
+
 /* Writes this rank's shares of the chunk to its header or staging buffer. */
-static void cddp__write_shares(cddp_group *g, const cddp__call *call, const cddp__chunk *chunk) {
+static cddp_result cddp__write_shares(cddp_group *g, const cddp__call *call,
+                                      const cddp__chunk *chunk) {
   size_t bytes = chunk->n * call->esize, share_bytes = call->count * call->esize;
   size_t shares = cddp__send_shares(g, call), apart, begin, end, r;
   char *space = cddp__chunk_memory(g, g->round + 1, chunk, &apart);
@@ -14407,13 +14446,17 @@ static void cddp__write_shares(cddp_group *g, const cddp__call *call, const cddp
     timing->clock = 0;
     cddp__clock_chunk(timing, CDDP__CLOCK_START);
   }
-  if (!cddp__sends(call, g->rank)) return;
+  if (!cddp__sends(call, g->rank)) return CDDP_OK;
+  if (CDDP__UNLIKELY(!chunk->in_header && bytes * shares > g->staging_ready)) {
+    cddp_result result = cddp__commit_staging(g, bytes * shares);
+    if (result != CDDP_OK) return result;
+  }
   space += (size_t)g->rank * apart;
   if (CDDP__UNLIKELY(call->shares != NULL)) {
     for (r = 0; r < shares; r++, space += bytes)
       memcpy(space, cddp__share_for(call, (int)r) + chunk->begin * call->esize,
              cddp__out_bytes(call, (int)r, chunk->begin, chunk->n));
-    return;
+    return CDDP_OK;
   }
   if (cddp__is_sliced(g, call, chunk)) { /* other ranks do not read this rank's own slice */
     cddp__slice(chunk->n, CDDP__CACHE_LINE / call->esize, g->size, g->rank, &begin, &end);
@@ -14427,6 +14470,7 @@ static void cddp__write_shares(cddp_group *g, const cddp__call *call, const cddp
   }
   if (CDDP__UNLIKELY(timing != NULL) && !cddp__is_one_sided(call))
     cddp__clock_chunk(timing, CDDP__CLOCK_STOP);
+  return CDDP_OK;
 }
 
 /* Reads this rank's result of the chunk. from[r]: rank r's share for this rank. */
@@ -14528,8 +14572,8 @@ static cddp_result cddp__run_staged(cddp_group *g, const cddp__call *call, bool 
     k = cddp__chunk_at(g, call, begin);
     timing = cddp__timing_of(g, call, &k);
     if (!written) {
-      cddp__write_shares(g, call, &k);
-      r = cddp__round_of(g, call, CDDP__PHASE_STAGED, NULL, 0);
+      r = cddp__write_shares(g, call, &k);
+      if (r == CDDP_OK) r = cddp__round_of(g, call, CDDP__PHASE_STAGED, NULL, 0);
       if (r != CDDP_OK) return r;
     }
     if (CDDP__UNLIKELY(timing != NULL) && !cddp__is_one_sided(call))
@@ -14567,6 +14611,9 @@ CDDP__OUT_OF_LINE cddp_result cddp__run_short(cddp_group *g, const cddp__call *c
   char *space;
   cddp_result r;
   int p;
+  if (staged && CDDP__UNLIKELY(bytes > g->staging_ready) &&
+      (r = cddp__commit_staging(g, bytes)) != CDDP_OK)
+    return r;
   if (staged) memcpy(cddp__staging_of(g, g->rank, g->round + 1), call->send, bytes);
   r = cddp__round_of(g, call, CDDP__PHASE_STAGED,
                      sends && all.in_header ? call->send : NULL, bytes);
@@ -14651,10 +14698,10 @@ static cddp_result cddp__run_large(cddp_group *g, const cddp__call *call) {
   const cddp__ref *at;
   cddp__chunk first = cddp__chunk_at(g, call, 0);
   bool direct = true, staged = true;
-  cddp_result r;
+  cddp_result r = CDDP_OK;
   int p;
-  if (ref.kind <= CDDP__REF_UNUSED) cddp__write_shares(g, call, &first);
-  r = cddp__round_of(g, call, CDDP__PHASE_REFS, &ref, sizeof ref);
+  if (ref.kind <= CDDP__REF_UNUSED) r = cddp__write_shares(g, call, &first);
+  if (r == CDDP_OK) r = cddp__round_of(g, call, CDDP__PHASE_REFS, &ref, sizeof ref);
   for (p = 0; r == CDDP_OK && p < g->size; p++) {
     at = p == g->rank ? &ref : &cddp__op_header_of(g, p, g->round)->u.ref;
     g->buffers[p] = NULL; /* no rank needs it, or its address is not known */
@@ -14861,7 +14908,7 @@ static cddp_result cddp__packet_add(cddp__packet *packet, void *data, size_t cou
    receives all ranks' n bytes of payload. */
 static cddp_result cddp__consensus(cddp_group *g, cddp_result mine, const void *payload, size_t n,
                                    void *all) {
-  size_t each = n + 4; /* a result and the payload */
+  size_t each = n + 4, at, most; /* each: a result and the payload */
   char *votes, *own, text[CDDP__ERROR_MAX];
   cddp_result r;
   int p;
@@ -14881,7 +14928,11 @@ static cddp_result cddp__consensus(cddp_group *g, cddp_result mine, const void *
     cddp_result theirs = (cddp_result)cddp__get32(vote);
     if (n > 0) memcpy((char *)all + (size_t)p * n, vote + 4, n);
     if (theirs == CDDP_OK) continue;
-    r = cddp__broadcast(g, text, sizeof text, p);
+    for (at = 0; r == CDDP_OK && at < sizeof text; at += most) { /* in headers: needs no memory */
+      most = cddp__min(CDDP__PAYLOAD, sizeof text - at);
+      r = cddp__broadcast(g, text + at, most, p);
+      if (memchr(text + at, 0, most) != NULL) break;
+    }
     if (r != CDDP_OK) break;
     r = cddp__fail(theirs, "%s", text);
     if (p != g->rank) r = cddp__fail_in(r, "rank %d: ", p);
@@ -15110,6 +15161,7 @@ static cddp_result cddp__group_build(cddp_group **out, cddp__host *host, int ran
   bytes = l2 == 0 || l2 >= CDDP__STAGING_L2 ? cddp__staging_bytes(size) : CDDP__STAGING_MIN;
   (void)cddp__swap32(&g->block->staging, 0, (uint32_t)bytes);
   g->staging_size = g->local_size == size ? cddp__load32(&g->block->staging) : 0;
+  g->staging_ready = host->arena.fd < 0 || g->local_size < size ? SIZE_MAX : 0;
   g->backend = &cddp__cpu_backend;
   g->carrier = &cddp__shm_carrier;
   (void)cddp__swap32(&g->block->cores, 0, (uint32_t)host->cores);
@@ -15170,17 +15222,20 @@ static int cddp__members_of_color(const cddp_group *g, int color, int *members) 
   return n;
 }
 
-/* Allocates a control block's pages, at `base` in the memfd, except the staging buffers. */
+/* Allocates the pages of a control block, at `base` in the memfd. Staging buffers on one host are
+   allocated by cddp__commit_staging: to commit those of 2 ranks here would make their cddp_init a
+   third slower. Those of several hosts' shares are small. */
 static cddp_result cddp__commit_head(cddp__host *host, uint64_t base, int size, int local_size) {
-  size_t bytes = cddp__block_head(size, local_size);
+  size_t bytes = local_size < size ? cddp__block_bytes(size, local_size)
+                                   : cddp__block_head(size, local_size);
   if (host->arena.fd < 0 || cddp__arena_commit(host, base, bytes)) return CDDP_OK;
   return cddp__fail_commit("the control block of a group", bytes);
 }
 
-/* Allocates the control block on the first member of each host and maps it on the others. If this
-   rank fails, *block is NULL and the error is set. */
+/* Allocates the control block on the first member of each host and maps it on the others. *block:
+   NULL after a failure. *mine: this rank's own failure. */
 static cddp_result cddp__exchange_block(cddp_group *g, const int *members, int n, cddp__ref *ref,
-                                     char **block) {
+                                        char **block, cddp_result *mine) {
   void *p = NULL;
   cddp_result r;
   size_t bytes;
@@ -15192,24 +15247,24 @@ static cddp_result cddp__exchange_block(cddp_group *g, const int *members, int n
   }
   bytes = cddp__block_bytes(n, here);
   *block = NULL;
+  *mine = CDDP_OK;
   memset(ref, 0, sizeof *ref);
   if (n > 0 && members[first] == g->rank) {
     p = cddp__arena_alloc(g->host, bytes, CDDP__EXTENT_BLOCK);
     if (p != NULL) *ref = cddp__ref_of(g->host, p, bytes);
-    if (p != NULL && cddp__commit_head(g->host, ref->base + ref->offset, n, here) != CDDP_OK) {
+    *mine = p == NULL ? CDDP_OUT_OF_MEMORY
+                      : cddp__commit_head(g->host, ref->base + ref->offset, n, here);
+    if (*mine == CDDP_OK) {
+      cddp__store32(&((cddp__control_block *)p)->size, (uint32_t)here);
+    } else {
       cddp__arena_free(g->host, p);
       memset(ref, 0, sizeof *ref);
-    } else if (p != NULL) {
-      cddp__store32(&((cddp__control_block *)p)->size, (uint32_t)here);
     }
   }
   r = cddp__round(g, CDDP__KIND_GROUP_NEW, CDDP__PHASE_BLOCK, 0, ref, sizeof *ref);
   if (r != CDDP_OK || n == 0) return r;
   *ref = cddp__op_header_of(g, members[first], g->round)->u.ref;
-  if (ref->kind == CDDP__REF_NONE)
-    cddp__fail(CDDP_OUT_OF_MEMORY, "rank %d could not allocate shared memory for the new group",
-               members[first]);
-  else if (cddp__map_ref(g->host, ref, &p) == CDDP_OK)
+  if (ref->kind != CDDP__REF_NONE && (*mine = cddp__map_ref(g->host, ref, &p)) == CDDP_OK)
     *block = (char *)p;
   return CDDP_OK;
 }
@@ -15290,9 +15345,9 @@ static cddp_result cddp__split(cddp_group *g, int color, int key, uint64_t check
   uint64_t record, id[3];
   cddp__ref ref;
   char *block = NULL;
-  cddp_result r = CDDP_OUT_OF_MEMORY;
+  cddp_result r, built;
   *out = NULL;
-  if (members == NULL) return cddp__break(g, r);
+  if (members == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
   mine[0] = color;
   mine[1] = key;
   g->calls++;
@@ -15302,7 +15357,7 @@ static cddp_result cddp__split(cddp_group *g, int color, int key, uint64_t check
   if (r != CDDP_OK) goto done;
   n = cddp__members_of_color(g, color, members);
   r = cddp__begin_access(g); /* until *out has the block: an elastic model can lose its owner */
-  if (r == CDDP_OK) r = cddp__exchange_block(g, members, n, &ref, &block);
+  if (r == CDDP_OK) r = cddp__exchange_block(g, members, n, &ref, &block, &built);
   if (r != CDDP_OK) {
     (void)cddp__end_access(g, CDDP_OK); /* waits for no rank */
     goto done;
@@ -15311,9 +15366,8 @@ static cddp_result cddp__split(cddp_group *g, int color, int key, uint64_t check
     if (members[i] == g->rank) rank = i;
     members[g->size + i] = g->members[members[i]];
   }
-  if (n > 0) r = CDDP_OUT_OF_MEMORY;
   if (block != NULL)
-    r = cddp__group_build(out, g->host, rank, n, members + g->size, block, g->timeout_s);
+    built = cddp__group_build(out, g->host, rank, n, members + g->size, block, g->timeout_s);
   if (*out != NULL) {
     (*out)->block_ref = ref;
     id[0] = g->id; /* a hash of these: ranks on other hosts identify a group by its id */
@@ -15321,11 +15375,11 @@ static cddp_result cddp__split(cddp_group *g, int color, int key, uint64_t check
     id[2] = (uint64_t)color;
     (*out)->id = cddp__hash64(0, id, sizeof id);
     for (i = 0; g->world != NULL && i < n; i++) members[g->size + i] = g->world[members[i]];
-    r = cddp__hosts_attach(*out, g->hosts != NULL ? g->hosts->net : g->host->net,
-                           members + g->size);
+    built = cddp__hosts_attach(*out, g->hosts != NULL ? g->hosts->net : g->host->net,
+                               members + g->size);
   }
   (void)cddp__end_access(g, CDDP_OK);
-  r = cddp__agree(g, r);
+  r = cddp__agree(g, built);
   if (r == CDDP_OK && *out != NULL && (*out)->hosts != NULL) /* the hosts connect */
     r = cddp__round(*out, CDDP__KIND_GROUP_NEW, CDDP__PHASE_CONNECTED, 0, NULL, 0);
   if (r == CDDP_OK) r = (g->carrier->split)(g, *out, color, rank);
@@ -20033,7 +20087,8 @@ static cddp_result cddp__finish_shard(cddp_ddp *d) {
    The broadcasts of a meeting can write to other ranks' memory (>>collectives). They write only
    bytes that the receiver does not use before the broadcast completes, or that it already has. */
 
-/* A lost rank cannot leave the group, so the owner of its control block frees it a step later. */
+/* A lost rank cannot leave the group, so the owner of its control block frees it a step later, once
+   the lost rank's process has ended. */
 static void cddp__elastic_leave_group(cddp_ddp *d, cddp_group *g) {
   cddp__elastic *elastic = d->elastic;
   cddp__lost_block lost = {g->block, g->block_generation, elastic->step}, *list;
@@ -20126,6 +20181,16 @@ static void cddp__elastic_note_lost(cddp_ddp *d) {
   }
 }
 
+/* Whether a process lives that was lost in this step or later: it is stopped, or has failed for
+   reasons of its own. It can still write to control blocks of that time. */
+static bool cddp__lost_lives(cddp__host *host, uint64_t step) {
+  cddp__process *p = NULL;
+  if (host->arena.fd < 0) return false;
+  while ((p = cddp__next_process(host, p)) != NULL)
+    if (p->lost > step && !cddp__process_gone(host, p->window)) return true;
+  return false;
+}
+
 /* In a reduction that all members have entered: frees what was lost in earlier steps. Nobody reads
    the means of those steps any more. Each member frees its own control blocks. */
 static void cddp__free_lost(cddp_ddp *d) {
@@ -20135,8 +20200,10 @@ static void cddp__free_lost(cddp_ddp *d) {
   size_t i, left = 0;
   for (i = 0; i < elastic->lost_count; i++) {
     const cddp__lost_block lost = elastic->lost_blocks[i];
-    if (lost.step >= elastic->step) elastic->lost_blocks[left++] = lost;
-    else cddp__arena_free_block(host, lost.block, lost.generation);
+    if (lost.step >= elastic->step || cddp__lost_lives(host, lost.step))
+      elastic->lost_blocks[left++] = lost;
+    else
+      cddp__arena_free_block(host, lost.block, lost.generation);
   }
   elastic->lost_count = left;
   if (host->arena.fd >= 0) cddp__find_processes(host);
@@ -20539,9 +20606,9 @@ static cddp_result cddp__elastic_create_group(cddp_ddp *d, cddp__message *table,
   }
   if (r != CDDP_OK) return r;
   ref = cddp__rank_report_at(d, table, lowest)->blocks[which];
+  r = cddp__commit_head(host, ref.base + ref.offset, d->step.active_count, here); /* who is first */
+  if (r != CDDP_OK) return r;
   if (lowest == rank) {
-    r = cddp__commit_head(host, ref.base + ref.offset, d->step.active_count, here);
-    if (r != CDDP_OK) return r;
     block = elastic->blocks[which];
     elastic->blocks[which] = NULL; /* the group owns it */
     cddp__store32(&((cddp__control_block *)block)->size, (uint32_t)here);
@@ -24164,7 +24231,8 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels) { (void)k
               The memory of lost ranks is freed a step later. Any number of processes can join.
               A group of cddp_init that has a lost rank returns CDDP_PEER_LOST on its host.
               A core dump of an elastic rank allocated memory that it had freed or never used.
-              Too little memory for a group in cddp_init or a step is an error, not SIGBUS.
+              Too little memory for a group, a step or a collective is an error, not SIGBUS.
+              A rank that had failed alone, or was stopped, wrote to freed memory of the others.
               cddp_group_split on another thread crashed when a rank was lost meanwhile (SIGSEGV).
      Mended, start-up
               A damaged rank table crashed the rank that received it (SIGSEGV).
