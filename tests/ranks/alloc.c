@@ -405,6 +405,8 @@ enum { CRASH_WRITTEN = 4 << 20 }; /* bytes that each rank writes */
 
 typedef struct crash {
   size_t bytes;   /* of the weights */
+  size_t freed;   /* bytes that `rank` allocates and frees */
+  size_t holes;   /* the least bytes that it has mapped when it calls abort */
   int shards, ranks, rank; /* rank 2 is killed first, if there is one; then `rank` calls abort */
   bool dumps;     /* the system may write a core file into `directory` */
   char directory[200];
@@ -412,6 +414,19 @@ typedef struct crash {
   double noticed; /* seconds until its peer's call failed */
   long long grew; /* bytes of the host's shared memory meanwhile */
 } crash;
+
+/* Bytes of the host's shared memory that this rank has mapped. */
+static size_t mapped_bytes(void) {
+  FILE *f = fopen("/proc/self/maps", "r");
+  unsigned long from, to;
+  char line[512];
+  size_t bytes = 0;
+  while (f != NULL && fgets(line, sizeof line, f) != NULL)
+    if (strstr(line, "/memfd:cddp ") != NULL && sscanf(line, "%lx-%lx", &from, &to) == 2)
+      bytes += to - from;
+  if (f != NULL) fclose(f);
+  return bytes;
+}
 
 static void crash_step(cddp_ddp *d) {
   int shard;
@@ -455,11 +470,12 @@ static int crash_rank(int rank, void *arg) {
   }
   CHECK((written = cddp_alloc(g, CRASH_WRITTEN)) != NULL);
   if (written != NULL) memset(written, 1, CRASH_WRITTEN);
-  CHECK((freed = cddp_alloc(g, 32 << 20)) != NULL);
+  CHECK((freed = cddp_alloc(g, rank == c->rank ? c->freed : 1)) != NULL);
   cddp_free(g, freed);
   CHECK_OK(cddp_barrier(cddp_ddp_group(d)));
   bytes = shared_bytes();
   CHECK_OK(cddp_barrier(cddp_ddp_group(d)));
+  if (rank == c->rank) CHECK(mapped_bytes() >= c->holes);
   if (rank == c->rank) crash_now(c, &p);
   CHECK_IS(cddp_barrier(cddp_ddp_group(d)), CDDP_PEER_LOST);
   c->noticed = now() - c->died;
@@ -489,12 +505,22 @@ static long long delete_cores(const char *directory) {
   return bytes;
 }
 
+/* A program that reads dumps decides when they end, and where they are. */
+static bool dumps_are_piped(void) {
+  FILE *f = fopen("/proc/sys/kernel/core_pattern", "r");
+  bool piped = f != NULL && getc(f) == '|';
+  if (f != NULL) fclose(f);
+  return piped;
+}
+
 static void test_core_dump(void) {
-  /* With 256 shards the control blocks, which are in rank 0's memory, have 39 MiB each. */
+  /* With 1,024 shards the control blocks, which are in rank 0's memory, have 156 MiB each. Rank 0
+     has 2 GiB of them and of freed memory. */
   static const crash crashes[] = {
-    {.bytes = 64 << 20, .shards = 2, .ranks = 2, .rank = 1},
-    {.bytes = 4096, .shards = 256, .ranks = 3, .rank = 0},
-    {.bytes = 4096, .shards = 256, .ranks = 3, .rank = 1},
+    {.bytes = 64 << 20, .freed = 32 << 20, .shards = 2, .ranks = 2, .rank = 1},
+    {.bytes = 4096, .freed = (size_t)1800 << 20, .holes = (size_t)2 << 30, .shards = 1024,
+     .ranks = 3, .rank = 0},
+    {.bytes = 4096, .freed = 32 << 20, .shards = 256, .ranks = 3, .rank = 1},
   };
   const char *parent = getenv("TMPDIR");
   crash *c = (crash *)ranks_shared(sizeof *c);
@@ -796,7 +822,10 @@ int main(void) {
   RUN(test_short_start);
   RUN(test_short_model_memory);
   RUN(test_elastic_weights);
-  if (!RANKS_SLOW) RUN(test_core_dump); /* a sanitizer maps terabytes */
+  if (dumps_are_piped())
+    fprintf(stderr, "  not run: test_core_dump: core_pattern is a pipe\n");
+  else if (!RANKS_SLOW)
+    RUN(test_core_dump); /* a sanitizer maps terabytes */
   RUN(test_models);
   return TEST_END();
 }
