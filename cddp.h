@@ -16532,7 +16532,7 @@ struct cddp__ddp_memory {
   cddp_result (*alloc)(cddp_ddp *d); /* the arena, zeroed */
   void (*free)(cddp_ddp *d);         /* NULL: all is host memory */
   cddp_result (*scratch)(cddp_ddp *d, size_t bytes, void **out); /* one contiguous bucket */
-  /* *met: the hosts need not meet before this wait or step. NULL: they must. */
+  /* *met: ranks need no round before this wait or step. NULL: they always do. */
   cddp_result (*meet)(cddp_ddp *d, int kind, uint64_t check, bool *met);
   cddp_result (*begin_bucket)(cddp_ddp *d, cddp__bucket_state *b); /* lock held */
   cddp_result (*reduce_bucket)(cddp_ddp *d, cddp__bucket_state *b);
@@ -16578,7 +16578,7 @@ static cddp_result cddp__fail_model(cddp_ddp *d, cddp_result r) {
   int i;
   if (d->elastic != NULL) cddp__elastic_close(d);
   if (d->elastic != NULL && r != CDDP_INVALID_ARGUMENT && r != CDDP_MISMATCH && r != CDDP_TIMEOUT)
-    r = cddp__fail_in(r, "rank %d: ", d->group->rank); /* texts of other ranks name it */
+    r = cddp__fail_in(r, "rank %d: ", d->group->rank); /* as in other ranks' texts */
   r = cddp__ddp_fail(d, r);
   if (d->elastic != NULL) /* the other ranks count this rank as lost */
     r = cddp__fail(CDDP_PEER_LOST, "rank %d has failed: %s", d->group->rank, d->failure.text);
@@ -16627,8 +16627,8 @@ static bool cddp__gathers(const cddp_ddp *d) {
   return d->shards.spread && (!d->group->carrier->shared || d->group->backend->on_device);
 }
 
-/* Bytes behind the gradients of a dtype that cddp__gather_nodes can write. In slots, where elements
-   can be twice as wide, it reads twice as many. */
+/* Bytes that cddp__gather_nodes can write behind the gradients of a dtype. It can read twice as
+   many in slots, where elements can be twice as wide. */
 static size_t cddp__gather_slack(const cddp_ddp *d) {
   return CDDP__CACHE_LINE * (size_t)(d->desc.elastic ? d->shards.count : d->group->size);
 }
@@ -16672,7 +16672,7 @@ static void cddp__set_layout(cddp_ddp *d) {
                      &tensor->begin, &tensor->end);
     tensor->first_piece = pieces;
     pieces += cddp__count_pieces(tensor->offset, tensor->offset + tensor->bytes);
-    tensor->used = true; /* both until cddp__settle_unused finds that no rank used it */
+    tensor->used = true; /* until cddp__settle_unused finds that no rank used it */
     d->step.used[i] = 1;
     if (s == NULL) continue;
     d->layout.order[placed++] = i;
@@ -16772,7 +16772,7 @@ static cddp__ref cddp__param_ref(const cddp_ddp *d, int i, bool gradient) {
    and the addresses of those on this host. */
 static cddp_result cddp__map_params(cddp_ddp *d) {
   cddp_group *g = d->control;
-  size_t n = 2 * (size_t)d->count, j;
+  size_t n = 2 * (size_t)d->count, j; /* j: even for weights, odd for gradients */
   cddp__ref *mine = (cddp__ref *)cddp__malloc(&g->host->allocator,
                                               ((size_t)g->size + 1) * n * sizeof *mine);
   cddp__ref *all;
@@ -17000,7 +17000,7 @@ static cddp_result cddp__keep_node(cddp_ddp *d, int shard, bool more) {
     /* The shard must come last if a sum is one of them: it moves to a slot first. */
     r = cddp__merge_nodes(d, free_slot, &merge.slots[at], &merge.widths[at], 1, more);
     merge.slots[at] = free_slot;
-    merge.widths[at] = -1;
+    merge.widths[at] = -1; /* one shard, in the compute type */
     cleared = true;
   }
   if (r == CDDP_OK && *slot >= 0)
@@ -17118,13 +17118,13 @@ static cddp_result cddp__merge_packets(cddp_ddp *d, char **packets) {
   cddp_result r = CDDP_OK;
   int i, n = 0;
   for (i = 0; i < d->shards.count; i++) d->rows.lists[i].packet = NULL;
-  for (i = 0; i < d->shards.count; i++) { /* a rank's order can differ */
+  for (i = 0; i < d->shards.count; i++) { /* packets have shards in any order */
     head = (cddp__shard_rows *)(void *)packets[d->shards.owner[i]];
     packets[d->shards.owner[i]] += head->bytes;
     if (head->shard < (uint64_t)d->shards.count)
       d->rows.lists[head->shard].packet = (char *)(head + 1);
   }
-  for (i = 0; i < d->shards.count; i++) /* those of shards without rows go */
+  for (i = 0; i < d->shards.count; i++) /* drops shards without rows */
     if (d->rows.lists[i].packet != NULL) d->rows.lists[n++].packet = d->rows.lists[i].packet;
   for (i = 0; r == CDDP_OK && i < d->count; i++)
     if (cddp__sparse_of(d, i) != NULL)
@@ -17151,7 +17151,7 @@ static cddp_result cddp__gather_rows(cddp_ddp *d, size_t longest) {
   return r;
 }
 
-/* Collective: all ranks get the mean of all added rows. cddp__finish returns its failure. */
+/* Collective: all ranks get the mean of all added rows. cddp__finish ends a failed access. */
 static cddp_result cddp__exchange_rows(cddp_ddp *d, int kind) {
   cddp_group *g = d->control;
   size_t longest = 0;
@@ -17310,11 +17310,11 @@ static cddp_result cddp__reduce_bucket(cddp_ddp *d, cddp__bucket_state *b) {
 
 /* --- communication hooks --- */
 
-enum { CDDP__PACK, CDDP__UNPACK }; /* of `bool back` */
+enum { CDDP__PACK, CDDP__UNPACK }; /* of `bool unpack` */
 
 /* Copies between the bucket's gradients and a contiguous buffer. */
 static cddp_result cddp__pack(const cddp_ddp *d, const cddp__bucket_state *b, void *buffer,
-                              bool back) {
+                              bool unpack) {
   cddp__range range;
   char *flat = (char *)buffer;
   cddp_result r = CDDP_OK;
@@ -17322,7 +17322,7 @@ static cddp_result cddp__pack(const cddp_ddp *d, const cddp__bucket_state *b, vo
   while (r == CDDP_OK && cddp__next_range(d, b->sorted, b->count, &i, &range)) {
     size_t n = range.end - range.begin;
     char *place = cddp__gradient_at(d, d->me, range.first, range.begin);
-    r = (d->memory->copy)(back ? place : flat, back ? flat : place, n, d->hooks->stream);
+    r = (d->memory->copy)(unpack ? place : flat, unpack ? flat : place, n, d->hooks->stream);
     flat += n;
   }
   return r;
@@ -17350,9 +17350,9 @@ static cddp_result cddp__compress_hook(cddp_bucket *b, cddp_dtype small) {
   return r;
 }
 
-/* In place if the bucket's parameters are adjacent, else in scratch. */
+/* Calls the hook: in place if the gradients are adjacent, else on a copy. */
 static cddp_result cddp__hook_bucket(cddp_ddp *d, cddp__bucket_state *b) {
-  char first = cddp__error_text[0]; /* of an older text, not the hook's */
+  char first = cddp__error_text[0]; /* of an older text: stays if the hook sets none */
   size_t bytes = cddp__bucket_bytes(d, b);
   cddp_bucket bucket;
   cddp__range range;
@@ -17413,7 +17413,6 @@ static cddp_result cddp__push_bucket(cddp_ddp *d, cddp__bucket_state *b) {
   return cddp__engine_push(&b->work);
 }
 
-/* Waits for the engine and returns the first failure. */
 static cddp_result cddp__await_buckets(cddp_ddp *d, bool part) {
   int b;
   (void)part;
@@ -17454,14 +17453,14 @@ static cddp_result cddp__copy_state(const cddp_ddp *d, const cddp_optim *optim, 
   size_t esize = cddp__dtype_size(param->dtype);
   size_t size = cddp__dtype_size(cddp__state_type(optim, i)), first, n; /* elements */
   char *own = (char *)*cddp__state_of(optim, k, i), *shared;
-  bool anew = share && cddp__is_master(optim, k) && optim->init_master[i] && optim->steps[i] > 0;
+  bool unmade = share && cddp__is_master(optim, k) && optim->init_master[i] && optim->steps[i] > 0;
   begin = cddp__max(begin, tensor->offset);
   end = cddp__min(end, tensor->offset + tensor->bytes);
-  if ((own == NULL && !anew) || begin >= end || !cddp__has_state(optim, k, i)) return CDDP_OK;
+  if ((own == NULL && !unmade) || begin >= end || !cddp__has_state(optim, k, i)) return CDDP_OK;
   first = (begin - tensor->offset) / esize;
   n = (end - begin) / esize;
   shared = cddp__state_at(d, optim, states, k, i, first);
-  if (anew) /* receivers do not know that it starts as the weights */
+  if (unmade) /* a master not made yet, which joining ranks need: the weights */
     return (d->group->backend->convert)(d->group, shared, CDDP_F32,
                                         (char *)param->data + first * esize, param->dtype, n);
   own += first * size;
@@ -17507,7 +17506,7 @@ static cddp_result cddp__commit_shared(cddp_ddp *d, const cddp_optim *optim, cha
   cddp_result r = CDDP_OK;
   int k;
   cddp__part_of(d, d->group->local_rank, &from, &to);
-  if (to == d->layout.dense) to = stride; /* with the sparse ones */
+  if (to == d->layout.dense) to = stride; /* the last part: sparse states too */
   else if (optim->desc.master_weights != 0) to = cddp__wide_bytes(d, 0, to);
   if (optim->desc.master_weights != 0) from = cddp__wide_bytes(d, 0, from);
   from = from / unit * unit;
@@ -17539,7 +17538,7 @@ static cddp_result cddp__share_states(cddp_ddp *d, cddp_optim *optim) {
       r = cddp__commit_shared(d, optim, (char *)states);
     r = cddp__agree(g, r);
   }
-  /* If the group is broken another rank can be further and write to it: keep it. */
+  /* In a broken group another rank can have gone on, and write to this memory: keep it. */
   if (r != CDDP_OK && !cddp__is_broken(g)) cddp__arena_free(g->host, mine);
   if (r != CDDP_OK) return r;
   cddp__part_of(d, g->local_rank, &begin, &end);
@@ -17559,7 +17558,7 @@ static cddp_result cddp__share_states(cddp_ddp *d, cddp_optim *optim) {
   return CDDP_OK;
 }
 
-/* Collective: makes the states whole on every rank. cddp__finish returns its failure. */
+/* Collective: makes the states whole on every rank. cddp__finish ends a failed access. */
 static cddp_result cddp__gather_shared(cddp_optim *optim) {
   cddp_ddp *d = optim->shared_by;
   cddp_result r = cddp__begin_access(d->control);
@@ -17578,10 +17577,10 @@ static void cddp__place_states(const cddp_ddp *d, cddp_optim *optim) {
   optim->partitioned = optim->desc.sharded_states != 0 && optim->state_count > 0 &&
                g->size > (g->backend->on_device ? 1 : g->local_size);
   for (i = 0; optim->partitioned && i < d->count; i++) {
-    bool any = cddp__part_slice(d, i, g->size, g->rank, &begin, &end);
+    bool owns = cddp__part_slice(d, i, g->size, g->rank, &begin, &end);
     esize = cddp__dtype_size(d->params[i].dtype);
-    optim->parts[i].first = any ? (begin - d->tensors[i].offset) / esize : 0;
-    optim->parts[i].count = any ? (end - begin) / esize : 0;
+    optim->parts[i].first = owns ? (begin - d->tensors[i].offset) / esize : 0;
+    optim->parts[i].count = owns ? (end - begin) / esize : 0;
   }
 }
 
@@ -17678,8 +17677,8 @@ static double cddp__clip_factor(cddp_ddp *d, double max_norm, double *const *sum
   }
   d->step.norm = (sqrt)(sum);
   d->step.has_norm = true;
-  factor = max_norm / (d->step.norm + 1e-6);
-  return factor >= 1 || max_norm > DBL_MAX ? 1 : factor; /* NaN stays NaN, as in PyTorch */
+  factor = max_norm / (d->step.norm + 1e-6); /* as in PyTorch, where NaN stays NaN too */
+  return factor >= 1 || max_norm > DBL_MAX ? 1 : factor;
 }
 
 static void cddp__clip_rows(cddp_ddp *d, double factor) {
@@ -17740,7 +17739,6 @@ static void cddp__fuse_loop(const cddp__pass *pass, int i, const cddp__update *u
   }
 }
 
-/* Takes the mean of a block. */
 static void cddp__mean_block(cddp_ddp *d, int i, void *out, size_t at, size_t n) {
   int k;
   if (d->shards.spread || d->desc.elastic) {
@@ -17758,8 +17756,8 @@ static char *cddp__mean_at(const cddp__pass *pass, int i, size_t at) {
 
 /* A block of a pass for means, and for a clip their squares. Repeating it gives the same result. */
 static void cddp__keep_mean(const cddp__pass *pass, int i, size_t at, size_t n) {
-  double passing[CDDP__BLOCK_BYTES / sizeof(double)];
-  char *mean = pass->loops ? (char *)passing : cddp__mean_at(pass, i, at);
+  double unkept[CDDP__BLOCK_BYTES / sizeof(double)]; /* for squares: the loop takes it again */
+  char *mean = pass->loops ? (char *)unkept : cddp__mean_at(pass, i, at);
   if (!pass->averaged) cddp__mean_block(pass->d, i, mean, at, n);
   if (pass->d->desc.max_grad_norm > 0)
     cddp__add_squares(pass->d, i, mean, at, at + n * cddp__dtype_size(pass->d->params[i].dtype));
@@ -17805,23 +17803,21 @@ static void cddp__publish_block(const cddp_ddp *d, int i, const char *weights, s
   if (!tensor->shared) cddp__copy_near(apart, weights, bytes);
 }
 
-/* Reduces, steps and publishes a block. */
 static void cddp__fuse_block(const cddp__pass *pass, int i, const cddp__update *u, size_t at,
                              size_t n) {
-  double sum[CDDP__STEP_BLOCK / sizeof(double)];
+  double mean[CDDP__STEP_BLOCK / sizeof(double)];
   const cddp_ddp *d = pass->d;
   const cddp__tensor *tensor = &d->tensors[i];
   size_t esize = cddp__dtype_size(u->stored), first = (at - tensor->offset) / esize;
   char *weights = (char *)d->params[i].data + (at - tensor->offset);
   cddp__update_run(u, first - pass->optim->parts[i].first, weights,
-                   cddp__block_gradient(pass, i, at, n, sum), n);
+                   cddp__block_gradient(pass, i, at, n, mean), n);
   if (!pass->alone)
     cddp__publish_block(d, i, weights, at, n * esize,
                         tensor->shared ? NULL : cddp__gradient_at(d, d->me, i, at));
   cddp__optim_copy(pass->optim, i, first, n);
 }
 
-/* The pass through bytes [begin, end) of the model. */
 static void cddp__walk(cddp__pass *pass, size_t begin, size_t end) {
   cddp_ddp *d = pass->d;
   bool steps = pass->steps;
@@ -17889,14 +17885,14 @@ static cddp_result cddp__fetch_weights(cddp_ddp *d, const cddp_optim *optim) {
   int i, p, kind = optim != NULL ? CDDP__KIND_DDP_STEP : CDDP__KIND_DDP_GATHER;
   cddp_result r = cddp__host_barrier(d, kind, CDDP__PHASE_DONE);
   size_t begin, end, at;
-  bool any = false;
+  bool any_fetched = false;
   for (i = 0; r == CDDP_OK && i < d->count; i++) {
     cddp__tensor *tensor = &d->tensors[i];
     bool fetched = !tensor->shared;
     if ((optim != NULL && cddp__optim_skips(optim, i)) ||
         (!fetched && (optim == NULL || optim->desc.copies == NULL)))
       continue;
-    any = any || fetched;
+    any_fetched = any_fetched || fetched;
     for (p = 0; p < d->group->local_size; p++) {
       size_t esize = cddp__dtype_size(d->params[i].dtype);
       if (p == d->me || !cddp__part_slice(d, i, d->group->local_size, p, &begin, &end)) continue;
@@ -17906,8 +17902,8 @@ static cddp_result cddp__fetch_weights(cddp_ddp *d, const cddp_optim *optim) {
       if (optim != NULL) cddp__optim_copy(optim, i, at / esize, (end - begin) / esize);
     }
   }
-  if (any) r = cddp__host_barrier(d, kind, CDDP__PHASE_WEIGHTS);
-  for (i = 0; r == CDDP_OK && any && i < d->count; i++) {
+  if (any_fetched) r = cddp__host_barrier(d, kind, CDDP__PHASE_WEIGHTS);
+  for (i = 0; r == CDDP_OK && any_fetched && i < d->count; i++) {
     const cddp__tensor *tensor = &d->tensors[i];
     if (!tensor->shared && !(optim != NULL && cddp__optim_skips(optim, i)) &&
         tensor->begin < tensor->end)
@@ -18191,7 +18187,7 @@ static cddp__text cddp__setting_name(const cddp_ddp *d, size_t at) {
 
 /* The first number of an optimizer that differs from another rank's. */
 typedef struct cddp__difference {
-  double index, value; /* index: of cddp__setting_name; the number of all: none differs */
+  double index, value; /* index: of cddp__setting_name; n of cddp__break_settings: none differs */
 } cddp__difference;
 
 /* Breaks the group on all ranks: an optimizer differs from that of rank `first`. The error names
@@ -18203,7 +18199,7 @@ static cddp_result cddp__break_settings(cddp_ddp *d, const cddp_optim *optim, in
   size_t n = CDDP__SETTING_COUNT + 2 * (size_t)d->count, k, at = n;
   cddp__difference own = {(double)n, 0}, *all;
   double *mine, *theirs;
-  int p, more = 0;
+  int p, differing = 0;
   cddp_result r;
   mine = (double *)cddp__calloc(a, 1, 2 * n * sizeof *mine + (size_t)g->size * sizeof *all);
   if (mine == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
@@ -18217,7 +18213,7 @@ static cddp_result cddp__break_settings(cddp_ddp *d, const cddp_optim *optim, in
   }
   if (g->rank == first) memcpy(theirs, mine, n * sizeof *mine);
   r = cddp__broadcast(g, theirs, n * sizeof *theirs, first);
-  k = d->uneven.absent != 0 ? CDDP__SETTING_LR + 1 : 0; /* its lr follows the others' */
+  k = d->uneven.absent != 0 ? CDDP__SETTING_LR + 1 : 0; /* absent: takes the others' lr */
   while (k < n && memcmp(&mine[k], &theirs[k], sizeof *mine) == 0) k++;
   if (optim != NULL && k < n) {
     own.index = (double)k;
@@ -18230,13 +18226,13 @@ static cddp_result cddp__break_settings(cddp_ddp *d, const cddp_optim *optim, in
     cddp__fail(CDDP_MISMATCH, "ranks disagree: %s is %s on rank %d", cddp__setting_name(d, at).s,
                cddp__describe_number(theirs[at]).s, first);
     for (p = 0; p < g->size; p++)
-      if ((size_t)all[p].index == at && ++more <= 2)
+      if ((size_t)all[p].index == at && ++differing <= 2)
         cddp__append(cddp__error_text, CDDP__ERROR_MAX, ", %s on rank %d",
                      cddp__describe_number(all[p].value).s, p);
-    if (more > 2)
-      cddp__append(cddp__error_text, CDDP__ERROR_MAX, ", and %d more differ", more - 2);
+    if (differing > 2)
+      cddp__append(cddp__error_text, CDDP__ERROR_MAX, ", and %d more differ", differing - 2);
     cddp__append(cddp__error_text, CDDP__ERROR_MAX, ", in %s", here.s);
-    r = cddp__break_here(g, CDDP_MISMATCH, CDDP__HOSTS_KNOW); /* they have found it too */
+    r = cddp__break_here(g, CDDP_MISMATCH, CDDP__HOSTS_KNOW); /* other hosts found it too */
   }
   cddp__free(a, mine);
   return r;
@@ -18292,14 +18288,14 @@ static cddp_result cddp__ddp_meet(cddp_ddp *d, int kind, const cddp_optim *optim
   return CDDP_OK;
 }
 
-/* A rank's flag for a parameter: 1 ready, 0 not, or: */
+/* A rank's flag for a parameter; 0: not ready */
+#define CDDP__FLAG_READY 1
 #define CDDP__FLAG_ABSENT 2 /* the rank is in cddp_ddp_join: its parameters are not missing */
 #define CDDP__FLAG_NOTED 4  /* cddp_ddp_ready was called under no_sync only: missing */
 static bool cddp__flag_missing(unsigned char flag) {
   return flag == 0 || flag == CDDP__FLAG_NOTED;
 }
 
-/* The error for parameters that were not ready. */
 static cddp_result cddp__name_missing(const cddp_ddp *d) {
   int i, missing, shown = 0; /* missing: on that many ranks */
   bool noted, any_noted = false;
@@ -18339,9 +18335,9 @@ static cddp_result cddp__settle_unused(cddp_ddp *d) {
   cddp_result r;
   for (i = 0; i < n; i++)
     mine[i] = d->uneven.absent != 0   ? CDDP__FLAG_ABSENT
-              : d->tensors[i].ready    ? 1
+              : d->tensors[i].ready    ? CDDP__FLAG_READY
               : !d->tensors[i].noted   ? 0
-              : d->desc.find_unused_parameters ? 1 : CDDP__FLAG_NOTED;
+              : d->desc.find_unused_parameters ? CDDP__FLAG_READY : CDDP__FLAG_NOTED;
   r = cddp__all_gather(d->control, mine, d->scratch.flags, n);
   if (r != CDDP_OK) return r;
   if (!d->desc.find_unused_parameters) return cddp__name_missing(d);
@@ -18351,7 +18347,7 @@ static cddp_result cddp__settle_unused(cddp_ddp *d) {
     if (tensor->ready) continue;
     tensor->used = false;
     for (p = 0; p < (size_t)d->group->size; p++)
-      if (d->scratch.flags[p * n + i] == 1) tensor->used = true;
+      if (d->scratch.flags[p * n + i] == CDDP__FLAG_READY) tensor->used = true;
     if (mine[i] || !tensor->used) { /* accumulated under no_sync, or not to be changed */
       r = cddp__fetch_gradient(d, (int)i);
     } else {
@@ -18373,7 +18369,7 @@ static bool cddp__needs_part_only(int kind, const cddp_optim *optim) {
 /* Starts the remaining buckets; the work that follows runs after all of them. The sums in buckets
    are divided here, unless an optimizer's kernel on a device does it. */
 static cddp_result cddp__finish_buckets(cddp_ddp *d, int kind, const cddp_optim *optim) {
-  bool kernel = optim != NULL && d->group->backend->on_device && !(d->desc.max_grad_norm > 0);
+  bool in_kernel = optim != NULL && d->group->backend->on_device && !(d->desc.max_grad_norm > 0);
   cddp__range range;
   cddp_result r;
   int i;
@@ -18388,7 +18384,8 @@ static cddp_result cddp__finish_buckets(cddp_ddp *d, int kind, const cddp_optim 
   pthread_mutex_unlock(&d->lock);
   if (r == CDDP_OK) r = d->memory->fence(d, cddp__needs_part_only(kind, optim));
   i = 0;
-  while (r == CDDP_OK && !kernel && cddp__next_range(d, d->layout.order, d->count, &i, &range)) {
+  while (r == CDDP_OK && !in_kernel &&
+         cddp__next_range(d, d->layout.order, d->count, &i, &range)) {
     cddp_dtype dtype = d->params[range.first].dtype;
     double factor = cddp__mean_factor(d, dtype);
     if (factor != 1 && range.begin < range.end)
@@ -18526,7 +18523,7 @@ static cddp_result cddp__finish(cddp_ddp *d, int kind, cddp_optim *optim, uint64
   while (r == CDDP_OK && waits && d->sharing != NULL) r = cddp__gather_shared(d->sharing);
   if (r == CDDP_OK) r = cddp__reduce_gradients(d, kind, optim, &averaged, &wrote);
   if (r == CDDP_OK && optim != NULL)
-    r = cddp__catch_up(d, optim, d->step.active[0]); /* behind the buckets */
+    r = cddp__catch_up(d, optim, d->step.active[0]); /* after all buckets */
   if (r == CDDP_OK && d->rows.sparse != NULL) r = cddp__exchange_rows(d, kind);
   if (waits && d->step.active_count < d->group->size)
     d->uneven.out_of_date = true; /* ranks with data will step */
@@ -18787,9 +18784,9 @@ static cddp_result cddp__join_compare(const cddp_ddp *d, const cddp__model_info 
 static cddp_result cddp__agree_on_params(cddp_ddp *d) {
   cddp_group *g = d->control;
   uint64_t count = (uint64_t)d->count;
-  cddp__model_info mine, *theirs; /* [1 + parameters] rank 0's */
+  cddp__model_info mine, *theirs; /* rank 0's: settings, parameters */
   cddp_result r = cddp__round(g, CDDP__KIND_DDP_CREATE, CDDP__PHASE_CALL,
-                              d->meets, &count, sizeof count); /* meets: the same on all ranks */
+                              d->meets, &count, sizeof count); /* meets: equal on all ranks */
   int i;
   if (r != CDDP_OK) return r;
   memcpy(&count, cddp__op_header_of(g, 0, g->round)->u.bytes, sizeof count);
@@ -18799,14 +18796,14 @@ static cddp_result cddp__agree_on_params(cddp_ddp *d) {
   r = cddp__broadcast(g, theirs, ((size_t)count + 1) * sizeof *theirs, 0);
   for (i = CDDP__SETTINGS; r == CDDP_OK && i < d->count; i++) {
     char what[32] = "the model has";
-    const char *at = mine.text, *same = at; /* the first setting that differs */
+    const char *at = mine.text, *differs = at; /* the first setting that differs */
     mine = cddp__describe(d, i);
     if (mine.hash == theirs[i + 1].hash) continue;
     if (i >= 0) snprintf(what, sizeof what, "parameter %d is", i);
     for (; i < 0 && *at != 0 && *at == theirs[0].text[at - mine.text]; at++)
-      if (at[0] == ' ' && at[-1] == ',') same = at + 1;
+      if (at[0] == ' ' && at[-1] == ',') differs = at + 1;
     r = cddp__fail(CDDP_MISMATCH, "the ranks' models differ: %s %s on rank %d, %s on rank 0",
-                   what, same, g->rank, theirs[i + 1].text + (same - mine.text));
+                   what, differs, g->rank, theirs[i + 1].text + (differs - mine.text));
   }
   cddp__free(&g->host->allocator, theirs);
   return cddp__agree(g, r);
@@ -18906,7 +18903,7 @@ static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
                  : desc->bucket_cap_mb > 0 ? cap
                                            : 1;
   cddp_ddp none, *d; /* none: counts the bytes of the arrays */
-  bool any = false;
+  bool any_sparse = false;
   int i;
   d = (cddp_ddp *)cddp__calloc(&g->host->allocator, 1,
                                sizeof *d + cddp__ddp_arrays(&none, NULL, g, count, desc));
@@ -18938,13 +18935,13 @@ static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
   for (i = 0; i < g->size; i++) d->step.active[d->step.active_count++] = i;
   for (i = 0; desc->sparse_rows != NULL && i < count; i++) {
     if (desc->sparse_rows[i] == 0) continue;
-    any = true;
+    any_sparse = true;
     d->rows.sparse[i] = cddp__sparse_new(&g->host->allocator, &params[i], desc->sparse_rows[i]);
     if (d->rows.sparse[i] != NULL) continue;
     cddp__ddp_free(d);
     return NULL;
   }
-  if (!any) d->rows.sparse = NULL;
+  if (!any_sparse) d->rows.sparse = NULL;
   d->meets =
       d->meets || desc->find_unused_parameters || desc->uneven_inputs || d->rows.sparse != NULL;
   if (desc->comm_hook != NULL && desc->comm_hook != cddp_bf16_compress_hook &&
@@ -19029,7 +19026,7 @@ static cddp_result cddp__ddp_setup(cddp_ddp *d, bool joins) {
     if (r != CDDP_OK) return r;
     r = cddp__agree_on_params(d);
     if (r == CDDP_OK && d->desc.comm_hook != NULL)
-      r = cddp__private_group(d, CDDP__KIND_DDP_CREATE + 1, &d->hooks); /* not comm's check */
+      r = cddp__private_group(d, CDDP__KIND_DDP_CREATE + 1, &d->hooks); /* + 1: not comm's */
     if (r == CDDP_OK && !g->backend->on_device) r = cddp__map_params(d);
   }
   if (r != CDDP_OK) return r;
@@ -21245,7 +21242,7 @@ CDDPDEF cddp_group *cddp_ddp_group(cddp_ddp *d) {
    the permutation, which repeats if shares must be equal. It is computed for the first index of an
    epoch, and freed when another epoch is set or cddp_sampler_next has returned the last index. */
 
-/* PyTorch's generator on the CPU. */
+/* The Mersenne Twister with its usual constants: PyTorch's generator on the CPU. */
 typedef struct cddp__mt19937 {
   uint32_t state[624];
   int next; /* index of the next state word to return; 624: compute new ones */
@@ -21275,8 +21272,8 @@ static uint32_t cddp__mt_next(cddp__mt19937 *generator) {
   return y ^ (y >> 18);
 }
 
-/* torch.randperm(n) with a new generator. From n = UINT32_MAX / 20 on it draws 64 bits per index,
-   in the order of PyTorch 2.6 and later. */
+/* torch.randperm(n) with a new generator. From n = UINT32_MAX / 20 on, PyTorch's limit, it draws 64
+   bits per index, in the order of PyTorch 2.6 and later. */
 static void cddp__randperm(uint64_t *a, size_t n, uint64_t seed) {
   cddp__mt19937 generator;
   size_t i, k;
@@ -21307,7 +21304,7 @@ static size_t cddp__sampler_share(const cddp_sampler_desc *desc, int rank, size_
   return left / world + (size_t)more;
 }
 
-static void cddp__sampler_free(cddp_sampler *sampler) {
+static void cddp__drop_order(cddp_sampler *sampler) {
   free(sampler->order);
   sampler->order = NULL;
 }
@@ -21317,7 +21314,7 @@ enum { CDDP__EPOCH_NEW, CDDP__EPOCH_RESUMED };
 static void cddp__sampler_begin(cddp_sampler *sampler, uint64_t epoch, uint64_t start,
                                 bool resumed) {
   size_t n = sampler->desc.dataset_size;
-  if (sampler->epoch != epoch) cddp__sampler_free(sampler);
+  if (sampler->epoch != epoch) cddp__drop_order(sampler);
   sampler->position = 0;
   sampler->result = CDDP_OK;
   sampler->epoch = epoch;
@@ -21382,7 +21379,7 @@ CDDPDEF bool cddp_sampler_next(cddp_sampler *sampler, size_t *index) {
   if (sampler == NULL) return false;
   sampler->result = CDDP_OK;
   if (sampler->position >= sampler->size) {
-    cddp__sampler_free(sampler);
+    cddp__drop_order(sampler);
     return false;
   }
   next = sampler->start + (size_t)sampler->desc.rank +
@@ -21416,7 +21413,7 @@ CDDPDEF size_t cddp_sampler_batch(cddp_sampler *sampler, int shard, size_t batch
 
 CDDPDEF void cddp_sampler_destroy(cddp_sampler *sampler) {
   if (sampler == NULL) return;
-  cddp__sampler_free(sampler);
+  cddp__drop_order(sampler);
   sampler->position = sampler->size = sampler->start = 0;
 }
 
@@ -21464,7 +21461,7 @@ struct cddp_safetensors { /* constant once it is open */
   char *text; /* follows this struct: the JSON, decoded in place, and a NUL */
   size_t text_size;
   uint64_t data_bytes;       /* after the header in the file */
-  cddp_tensor_info *tensors; /* by position in the file; the next four share its memory block */
+  cddp_tensor_info *tensors; /* by position in the file; the next three are in its memory */
   cddp__st_name *by_name;    /* [count] */
   cddp_metadata *metadata;   /* by key */
   uint64_t *next_shape;      /* end of the tensors' shapes */
@@ -21679,7 +21676,7 @@ static void cddp__st_tensor(cddp_safetensors *file, cddp__json *json, const char
     if (k == 2) ends = cddp__json_numbers(json, offsets, 2);
     seen |= 1u << k;
   }
-  if (seen != 7 || ends != 2)
+  if (seen != 7 /* all three */ || ends != 2)
     cddp__json_fail(json, "a tensor needs dtype, shape and two data_offsets");
   if (json->result != CDDP_OK) return;
   if (!cddp__st_size(shape, tensor->dims, type->bits, &tensor->count, &tensor->bytes))
@@ -21698,7 +21695,6 @@ static void cddp__st_tensor(cddp_safetensors *file, cddp__json *json, const char
   file->next_shape += tensor->dims;
 }
 
-/* Reads the object of __metadata__, or null. */
 static void cddp__st_metadata(cddp_safetensors *file, cddp__json *json) {
   size_t n;
   if (file->has_metadata) cddp__json_fail(json, "__metadata__ occurs twice");
@@ -21775,7 +21771,6 @@ static cddp_result cddp__st_reserve(cddp_safetensors *file) {
   return CDDP_OK;
 }
 
-/* Parses file->text into the file's arrays. */
 static cddp_result cddp__st_parse(cddp_safetensors *file) {
   const unsigned char *p = (const unsigned char *)file->text;
   const char *twice;
@@ -21976,7 +21971,7 @@ typedef struct cddp__ckpt {
   char *staging; /* [2 * CDDP__FILE_STAGING] between file and device; NULL: not needed yet */
   /* save: */
   cddp__buffer header;
-  char temporary[4100]; /* path.tmp, or cddp__name_temporary */
+  char temporary[4100]; /* PATH_MAX + ".tmp": see cddp__name_temporary */
   mode_t old_mode;      /* st_mode of the file at path; 0: none exists */
   int fd;               /* of the temporary file, locked; -1: none */
   /* load: */
@@ -21992,7 +21987,6 @@ static cddp_result cddp__fail_file(const char *call, const char *name) {
   return cddp__fail(CDDP_IO, "%s %s: %s", call, name, strerror(errno));
 }
 
-/* Opens the file at path and reads its header, unparsed. */
 static cddp_result cddp__st_open(cddp_safetensors **out, const cddp_allocator *allocator,
                                  const char *path) {
   unsigned char first[8] = {0};
@@ -22166,7 +22160,6 @@ static cddp_result cddp__close_temporary(cddp__ckpt *ckpt, cddp_result r) {
 
 /* --- common to saving and loading --- */
 
-/* Adds the function and the path to an error text. */
 static cddp_result cddp__fail_on_file(const char *function, const char *path, cddp_result r) {
   if (r == CDDP_OK) return r;
   return cddp__fail_in(r, "%s(\"%s\"): ", function,
@@ -22192,7 +22185,7 @@ static cddp_result cddp__check_checkpoint(cddp__ckpt *ckpt, bool saves) {
     const cddp_shape *s = desc->shapes != NULL ? &desc->shapes[i] : NULL;
     if (p->count > 0 && cddp__on_device(ckpt->g, p->data)) ckpt->device = true;
     if (s == NULL || s->dims == 0) continue;
-    if (s->dims < -1 || s->dims > 8)
+    if (s->dims < -1 /* a scalar */ || s->dims > 8)
       return CDDP__REFUSE("shape %d has %d dimensions; at most 8 are supported", i, s->dims);
     if (!cddp__st_size(s->size, s->dims > 0 ? s->dims : 0, 64, &elements, &bytes) ||
         elements != p->count)
@@ -22295,7 +22288,6 @@ static cddp_result cddp__list_items(cddp__ckpt *ckpt) {
 }
 
 enum { CDDP__LOADS, CDDP__SAVES };
-/* Sets the fields of ckpt, checks the caller's arguments, and lists the tensors. */
 static cddp_result cddp__checkpoint_begin(cddp__ckpt *ckpt, bool saves, cddp_group *g,
                                           const char *path, const cddp_param *params, int count,
                                           const cddp_checkpoint_desc *desc) {
@@ -22525,7 +22517,7 @@ CDDPDEF cddp_result (cddp_save)(cddp_group *g, const char *path, const cddp_para
       if (r == CDDP_OK && shares) r = cddp__begin_access(g);
       if (r == CDDP_OK) r = cddp__file_io(c.fd, CDDP__WRITE, c.header.data, c.header.end, 0);
       if (r == CDDP_OK || c.partitioned) r = cddp__save_items(&c, r);
-      if (shares) (void)cddp__end_access(g, CDDP_OK); /* waits for no rank: they only wait, too */
+      if (shares) (void)cddp__end_access(g, CDDP_OK); /* no wait: only rank 0 accesses */
       if (c.fd >= 0) r = cddp__close_temporary(&c, r);
     } else if (r == CDDP_OK && c.partitioned) {
       r = cddp__save_items(&c, r);
@@ -22548,7 +22540,6 @@ static cddp_result cddp__fail_missing(const char *what, const char *name) {
                       name);
 }
 
-/* Checks that the file's tensor has the item's size, dtype and shape. */
 static cddp_result cddp__check_tensor(const cddp__st_item *item, const cddp_tensor_info *tensor) {
   cddp_dtype dtype = item->dtype;
   bool converts = tensor->dtype >= 0 && cddp__dtype_trains((cddp_dtype)tensor->dtype) &&
@@ -22625,7 +22616,8 @@ static cddp_result cddp__match_numbers(cddp__ckpt *ckpt) {
   int i;
   for (i = 0; i < CDDP__META_COUNT; i++) {
     const char *key = cddp__meta_keys[i], *text = cddp__st_value(ckpt->file, key);
-    bool epoch = i > CDDP__META_SAMPLES && i <= CDDP__META_SHUFFLE && v[CDDP__META_SAMPLES] != 0;
+    bool mid_epoch =
+        i > CDDP__META_SAMPLES && i <= CDDP__META_SHUFFLE && v[CDDP__META_SAMPLES] != 0;
     char *rest = NULL;
     if ((asked & 1u << i) == 0 || (text == NULL && ckpt->desc->partial)) continue;
     if (text == NULL) return cddp__fail_missing("metadata", key);
@@ -22633,16 +22625,16 @@ static cddp_result cddp__match_numbers(cddp__ckpt *ckpt) {
     v[i] = strtoull(text, &rest, 10);
     if (text[0] < '0' || text[0] > '9' || *rest != 0 || errno != 0)
       return cddp__fail(CDDP_IO, "its metadata \"%s\" is not a number", key);
-    if (v[i] != own[i] && (epoch || (i == CDDP__META_SHARDS && v[i] != 0 && own[i] != 0)))
+    if (v[i] != own[i] && (mid_epoch || (i == CDDP__META_SHARDS && v[i] != 0 && own[i] != 0)))
       return CDDP__REFUSE("%s is %" PRIu64 " in the file, %" PRIu64 " here; %s", key, v[i], own[i],
-                          epoch ? "it was saved in the middle of an epoch, which cannot continue"
-                                : "set cddp_ddp_desc.shards to the file's number, or to 0");
+                          mid_epoch
+                              ? "it was saved in the middle of an epoch, which cannot continue"
+                              : "set cddp_ddp_desc.shards to the file's number, or to 0");
     ckpt->found |= 1u << i;
   }
   return CDDP_OK;
 }
 
-/* Broadcasts rank 0's bytes to all ranks. */
 static cddp_result cddp__broadcast_bytes(const cddp__ckpt *ckpt, void *data, size_t bytes) {
   return ckpt->g != NULL ? cddp__broadcast(ckpt->g, data, bytes, 0) : CDDP_OK;
 }
@@ -22733,14 +22725,14 @@ static cddp_result cddp__check_numbers(cddp__ckpt *ckpt) {
   size_t i;
   for (i = 0; r == CDDP_OK && i < ckpt->item_count; i++) {
     cddp__st_item item = ckpt->items[i];
-    bool rate = item.data == &ckpt->lr, count = item.param >= 0 && item.place == NULL;
+    bool is_lr = item.data == &ckpt->lr, is_steps = item.param >= 0 && item.place == NULL;
     float steps = 0;
-    if (item.from == NULL || (!rate && !count)) continue;
-    if (count) item.data = &steps;
+    if (item.from == NULL || (!is_lr && !is_steps)) continue;
+    if (is_steps) item.data = &steps;
     r = cddp__copy_item(ckpt, &item);
     if (r == CDDP_OK && !(steps >= 0 && steps <= 16777216)) /* f32 counts up to 2^24 */
       r = cddp__fail(CDDP_IO, "its \"%s\" is %g", cddp__cut(item.name, 100).s, (double)steps);
-    if (r == CDDP_OK && rate && !(ckpt->lr >= 0 && ckpt->lr <= DBL_MAX))
+    if (r == CDDP_OK && is_lr && !(ckpt->lr >= 0 && ckpt->lr <= DBL_MAX))
       r = cddp__fail(CDDP_IO, "its learning rate is %g", ckpt->lr);
   }
   return r;
@@ -22957,14 +22949,14 @@ static cddp_result cddp__open_supervisor(cddp__spawn_job *job) {
   CDDP__TRY(cddp__random(bytes, sizeof bytes));
   snprintf(job->supervisor, sizeof job->supervisor, "cddp-%016" PRIx64 ":%016" PRIx64 "-",
            bytes[0], bytes[1]);
-  cddp__unix_name(&a, cddp__textf("%.21s", job->supervisor).s);
+  cddp__unix_name(&a, cddp__textf("%.21s" /* the NAME */, job->supervisor).s);
   fd = cddp__above_stdio(socket(AF_UNIX, SOCK_DGRAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
   job->fds[job->n].fd = fd;
   job->fds[job->n].events = POLLIN;
   return fd >= 0 && bind(fd, &a.any, a.size) == 0 ? CDDP_OK : cddp__fail_errno("socket");
 }
 
-/* Reads which children have told that the model exists. The limit is for floods of strangers. */
+/* Reads which children have told that the model exists. `most` ends a flood from strangers. */
 static void cddp__read_notices(cddp__spawn_job *job) {
   const char *token = strchr(job->supervisor, ':');
   char text[64];
@@ -23076,7 +23068,7 @@ static void cddp__spawn_note_failure(cddp__spawn_job *job, cddp_result r, double
 /* Reaps the children that have ended. Of several, one that a signal has killed counts as the first
    failure: the survivors of a killed rank exit because of it. */
 static void cddp__reap_children(cddp__spawn_job *job) {
-  bool fresh = job->next_signal == 0, known;
+  bool none_failed = job->next_signal == 0, known;
   cddp__wait w;
   int i, status;
   cddp__wait_begin(&w, 0.1);
@@ -23103,7 +23095,7 @@ static void cddp__reap_children(cddp__spawn_job *job) {
                i, (int)pid);
     }
     if (known && status == 0) job->succeeded = true;
-    if (!known || status == 0 || !fresh) continue;
+    if (!known || status == 0 || !none_failed) continue;
     if (job->next_signal != 0 && (!WIFSIGNALED(status) || job->by_signal)) continue;
     if (job->elastic && (job->succeeded || cddp__spawn_continues(job))) {
       child->pid = -1;
@@ -23179,7 +23171,6 @@ static cddp_result cddp__wait_children(cddp__spawn_job *job) {
   return job->result == CDDP_OK ? CDDP_OK : cddp__fail(job->result, "%s", job->text);
 }
 
-/* Forks all children, and waits until all have ended. */
 static cddp_result cddp__spawn_all(cddp__spawn_job *job) {
   char bytes[CDDP__MAX_RANKS] = {0}; /* a child begins when it has read one */
   uint64_t secret[2];
@@ -23329,7 +23320,7 @@ CDDPDEF cddp_result cddp_run_threads(int (*fn)(cddp_group *g, void *arg), void *
                            CDDP__THREAD_OF_USER);
     if (r == CDDP_OK) started++;
   }
-  for (i = started; thread != NULL && i < n; i++) /* the others lose a peer */
+  for (i = started; thread != NULL && i < n; i++) /* peers see these as lost */
     if (thread[i].group != NULL) cddp__group_leave(thread[i].group);
   for (i = 0; i < started; i++) pthread_join(thread[i].thread, NULL);
   if (r == CDDP_OK && cddp__load32(&first) != 0) {
@@ -23349,7 +23340,8 @@ CDDPDEF cddp_result cddp_run_threads(int (*fn)(cddp_group *g, void *arg), void *
 /* >>public ---------------------------------------------------------------------------------------
    Job: the public functions that are not in the room of their subject. Each checks its arguments,
    then calls the room that does the work. A function for which >>api-diagnostics defines a macro
-   (call sites) has its name in parentheses here, so that the macro is not expanded. */
+   (call sites) has its name in parentheses here, so that the macro is not expanded.
+   cddp__make_call: root -1 is none; without a reduction op is CDDP_SUM, which is not used. */
 
 /* --- results, dtypes, launchers --- */
 
@@ -23620,7 +23612,7 @@ static cddp_result cddp__start_with_counts(const char *function, cddp_group *g, 
     sent += part->out;
     received += part->in;
   }
-  if (sent == 0) c->send = g; /* adding to NULL would be undefined */
+  if (sent == 0) c->send = g; /* not read; NULL + 0 would be undefined */
   if (received == 0) c->recv = g;
   c->count = g->size > 1 ? CDDP__COUNTED : received;
   c->shares = g->size > 1 ? parts : NULL;
@@ -23735,7 +23727,7 @@ CDDPDEF cddp_result (cddp_ddp_create)(cddp_ddp **out, cddp_group *g, cddp_param 
   given = *desc;
   if (joins && given.shards == 0) given.shards = g->host->job_info->table.shards;
   if ((d = cddp__ddp_new(g, params, count, &given)) == NULL) return CDDP_OUT_OF_MEMORY;
-  d->desc.shards = desc->shards; /* in all ranks' checkpoints: what the program has set */
+  d->desc.shards = desc->shards; /* a checkpoint has what the program has set */
   r = cddp__ddp_setup(d, joins);
   if (r == CDDP_OK && desc->elastic) r = joins ? cddp__elastic_join(d) : cddp__elastic_create(d);
   if (r != CDDP_OK) {
@@ -23952,9 +23944,9 @@ CDDPDEF cddp_result cddp_fp16_compress_hook(cddp_bucket *bucket, void *user_data
 
 /* *out is NULL on failure. */
 static cddp_result cddp__optim_create(cddp_optim **out, const cddp__algorithm *algorithm,
-                                      int states, cddp_param *params, int count,
+                                      int state_count, cddp_param *params, int count,
                                       const cddp__optim_desc *desc) {
-  cddp_result r = cddp__optim_new(out, algorithm, states, params, count, desc);
+  cddp_result r = cddp__optim_new(out, algorithm, state_count, params, count, desc);
   if (r != CDDP_OK) return r;
   r = cddp__check_own_memory(params, count, desc->copies, NULL);
   if (desc->ddp != NULL) cddp__place_states(desc->ddp, *out);
@@ -24016,7 +24008,7 @@ CDDPDEF cddp_result cddp_adamw_create(cddp_optim **out, cddp_param *params, int 
 
 /* --- the store --- */
 
-/* answer: the caller's pointer for the answer. */
+/* answer: a pointer that must not be NULL; &q: the command needs none. */
 static cddp_result cddp__check_request(const cddp_store *store, const cddp__request *request,
                                        const void *answer) {
   const char *null = store == NULL                                 ? "the store is NULL"
