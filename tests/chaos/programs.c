@@ -37,7 +37,8 @@
 #include <sys/stat.h>
 #include <sys/syscall.h>
 
-enum { RANKS = 8, PARAMS = 5, SHARDS = 24, EVENTS = 8, PROCESSES = 64, MOST_STEPS = 160 };
+enum { RANKS = 8, PARAMS = 5, SHARDS = 24, EVENTS = 8, PROCESSES = 64, MOST_STEPS = 300 };
+enum { LONG = 200, MEASURES = 48 }; /* steps of long programs; measures of what they use */
 enum { BUFFER = 37 }; /* elements */
 enum { PERIOD = 1021 }; /* elements after which weights and gradients repeat; a prime */
 #define LIMIT_S 60.0    /* of a program, see overdue() */
@@ -175,7 +176,7 @@ static void settle_events(program *p) {
   if (p->churn > 0) {
     memset(p->e, 0, sizeof p->e);
     p->fault = p->jitter = 0;
-    no_more_than(&p->churn, 12);
+    no_more_than(&p->churn, 40);
   }
   for (i = 0; i < EVENTS; i++) {
     event *e = &p->e[i];
@@ -245,10 +246,11 @@ static void settle_illegal(program *p) {
 
 /* Makes any program one that cddp must run without an error but those of its events. */
 static void settle(program *p) {
+  int i;
   no_more_than(&p->ranks, RANKS);
   no_more_than(&p->restart_ranks, RANKS);
   no_more_than(&p->count, PARAMS);
-  no_more_than(&p->steps, 20);
+  no_more_than(&p->steps, LONG);
   no_more_than(&p->shards, SHARDS);
   settle_illegal(p);
   if (p->restart >= p->steps) p->restart = 0;
@@ -257,6 +259,8 @@ static void settle(program *p) {
   if (!p->elastic || p->threads || p->restart > 0) p->supervised = 0;
   if (p->ranks < 2 || p->threads || p->supervised) p->hosts = 0;
   if ((p->hosts == 2 || p->hosts == 4) && p->ranks < 3) p->hosts = 1; /* or all share a host */
+  for (i = 0; i < p->count && (p->steps > 20 || p->churn > 12); i++)
+    no_more_than(&p->p[i].count, 9000);
   settle_uneven(p);
   settle_model(p);
   settle_events(p);
@@ -400,6 +404,8 @@ static program draw(uint64_t seed) {
   if (p.hosts == FEW_HOSTS - 1 && DRAW(2)) p.hosts += 1 + DRAW(HOST_PLANS - FEW_HOSTS);
   for (i = 1; i < EVENTS; i++) /* while the others recover from the death before */
     if (p.e[i].kind == KILL_AT_POINT && DRAW(3) == 0) p.e[i].arg = 1 + DRAW(12);
+  if (DRAW(40) == 0) p.steps = LONG;
+  if (p.churn > 0 && DRAW(3) == 0) p.churn = 20 + DRAW(20);
 #undef DRAW
   settle(&p);
   return p;
@@ -626,6 +632,11 @@ static void reference_step(const program *p, uint64_t t, column *columns, double
 
 /* --- what the judge and all ranks share --- */
 
+enum { DESCRIPTORS, MAPPINGS, THREADS, PRIVATE, IN_COMMON, USES };
+typedef struct usage { /* of a process; of[PRIVATE] and of[IN_COMMON] in KiB of memory */
+  int of[USES];
+} usage;
+
 enum { UNUSED, STARTING, RUNNING, DYING, ENDED };
 typedef struct process { /* written by itself, but for state */
   int state;             /* atomic */
@@ -636,7 +647,9 @@ typedef struct process { /* written by itself, but for state */
   int wrong; /* complaints; text has the first */
   uint64_t begin, steps;
   double started, ended; /* ended: or killed */
-  int fds[16]; /* open after so many joins, with all ranks */
+  int passed;  /* points, of a process that dies while it joins */
+  usage use[MEASURES]; /* after so many joins, or at so many parts of the steps */
+  int states;          /* of all processes, in these */
   char text[600];
 } process;
 
@@ -813,7 +826,7 @@ static void at_point(const char *name) {
     ranks_sleep((double)(my_dice / 16 % (uint64_t)p->jitter) * 1e-6);
   if (p->threads || LOAD(shared->created) < p->ranks) return;
   if (me->event >= 0 && p->e[me->event].kind == JOIN && p->e[me->event].arg > 0 &&
-      ++me->fds[15] == p->e[me->event].arg)
+      ++me->passed == p->e[me->event].arg)
     die();
   if ((due = LOAD(shared->due)) == 0 || ADD(shared->points, 1) < due) return;
   if (!swap(&shared->due, due, 0)) return;
@@ -1473,10 +1486,54 @@ static bool goes_on(const program *p, uint64_t t) {
   return LOAD(shared->decided[t]) == 1;
 }
 
-static void count_descriptors(model *m) {
-  int joined = LOAD(shared->joined);
-  if (m->p->churn > 0 && joined < 15 && cddp_world_size(cddp_ddp_group(m->ddp)) == m->p->ranks)
-    me->fds[joined] = ranks_open_fds();
+/* Lines of a file of /proc with this text. */
+static int count_lines(const char *path, const char *with) {
+  FILE *f = fopen(path, "r");
+  char line[512];
+  int n = 0;
+  while (f != NULL && fgets(line, sizeof line, f) != NULL) n += strstr(line, with) != NULL;
+  if (f != NULL) fclose(f);
+  return n;
+}
+
+/* KiB of the files in memory that this process has open. */
+static int common_memory(void) {
+  struct stat st;
+  char path[64], to[32];
+  long long blocks = 0;
+  int fd;
+  for (fd = 3; fd < 256; fd++) {
+    snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
+    if (readlink(path, to, sizeof to) > 12 && strncmp(to, "/memfd:cddp", 11) == 0 &&
+        stat(path, &st) == 0)
+      blocks += st.st_blocks;
+  }
+  return (int)(blocks / 2);
+}
+
+/* What this rank uses now: after each join of a churn, with all ranks; else at each part of the
+   steps of a long program since the last process began or ended. */
+static void measure(model *m, uint64_t t) {
+  int i = (int)t * MEASURES / LONG, resident = 0, common = 0, states = 0, k;
+  usage *use;
+  FILE *f;
+  for (k = 0; k < LOAD(shared->process_count) && k < PROCESSES; k++)
+    states += 100 + LOAD(shared->processes[k].state);
+  if (m->p->churn > 0)
+    i = cddp_world_size(group_of(m)) == m->p->ranks ? LOAD(shared->joined) : MEASURES;
+  else if (states != me->states) memset(me->use, 0, sizeof me->use);
+  me->states = states;
+  if (i >= MEASURES || (m->p->churn == 0 && me->use[i].of[THREADS] > 0)) return;
+  use = &me->use[i];
+  use->of[DESCRIPTORS] = ranks_open_fds();
+  use->of[MAPPINGS] = count_lines("/proc/self/maps", "");
+  use->of[THREADS] = ranks_threads();
+  if ((f = fopen("/proc/self/statm", "r")) != NULL) {
+    if (fscanf(f, "%*d %d %d", &resident, &common) != 2) complain("no statm");
+    fclose(f);
+  }
+  use->of[PRIVATE] = (resident - common) * 4;
+  use->of[IN_COMMON] = common_memory();
 }
 
 static void announce(model *m) { /* the model exists */
@@ -1516,7 +1573,7 @@ static cddp_result train(model *m) {
       complain("%" PRIu64 " steps, not %" PRIu64, cddp_ddp_steps(m->ddp), t);
     check_weights(m, t);
     if (p->buffers && p->elastic) write_buffers(m, t);
-    if (p->churn > 0) count_descriptors(m);
+    if (p->churn > 0 || p->steps >= LONG / 2) measure(m, t);
     r = between_steps(m, t);
   }
   if (r == CDDP_OK && p->uneven > 0) {
@@ -1563,14 +1620,7 @@ static void live(cddp_group *g, int rank) {
 }
 
 /* Mappings of memory that processes share. */
-static int shared_mappings(void) {
-  FILE *f = fopen("/proc/self/maps", "r");
-  char line[512];
-  int n = 0;
-  while (f != NULL && fgets(line, sizeof line, f) != NULL) n += strstr(line, " rw-s ") != NULL;
-  if (f != NULL) fclose(f);
-  return n;
-}
+static int shared_mappings(void) { return count_lines("/proc/self/maps", " rw-s "); }
 
 static int thread_life(cddp_group *g, void *arg) {
   (void)arg;
@@ -1805,27 +1855,43 @@ static void describe_process(char *text, size_t size, const process *q, int stat
            cddp_result_name(q->result), q->begin, q->steps, q->text);
 }
 
+/* Whether a rank uses more and more: the least of its last measures is above the most of its first
+   ones, by one for every third measure, or by 2 KiB for each and 64 more (sanitizers keep it). */
+static bool grows(const process *q, char *text, size_t size) {
+  static const char *const names[] = {"descriptors", "mappings", "threads", "KiB of its own",
+                                      "KiB in common"};
+  int at[MEASURES], n = 0, kind, i, some;
+  for (i = 1; i < MEASURES; i++)
+    if (q->use[i].of[THREADS] > 0) at[n++] = i;
+  some = n > 12 ? 4 : 2;
+  for (kind = 0; kind < (RANKS_SLOW ? PRIVATE : USES) && n > 4; kind++) {
+    int begin = kind >= PRIVATE ? n / 2 : 0; /* memory is not all in use at first */
+    int first = 0, last = INT_MAX, least = kind >= PRIVATE ? n + 64 : n / 3 + 1;
+    if (begin + 2 * some > n) break;
+    for (i = 0; verbose && i < n; i++) fprintf(stderr, " %d", q->use[at[i]].of[kind]);
+    if (verbose) fprintf(stderr, " %s\n", names[kind]);
+    for (i = 0; i < some; i++) {
+      if (q->use[at[begin + i]].of[kind] > first) first = q->use[at[begin + i]].of[kind];
+      if (q->use[at[n - 1 - i]].of[kind] < last) last = q->use[at[n - 1 - i]].of[kind];
+    }
+    if (last - first < least) continue;
+    snprintf(text, size, "rank %d: %d %s at measure %d, %d at %d", q->rank, first, names[kind],
+             at[begin], last, at[n - 1]);
+    return true;
+  }
+  return false;
+}
+
 /* What is wrong with a process that has ended; text is "" if nothing is. */
 static bool judge(const process *q, int status, char *text, size_t size) {
   bool killed = WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL;
-  int first = 0, i;
   text[0] = 0;
   describe_process(text, size, q, status);
-  if (verbose && shared->p.churn > 0)
-    for (i = 0; i < 15 && !q->joins; i++) fprintf(stderr, " %d", q->fds[i]);
   if (q->state == DYING) return killed;
   if (status != 0 || q->wrong > 0) return false;
   if (q->result != CDDP_OK) return excused(q) && q->text[0] != 0;
   if (q->event >= 0 && shared->p.e[q->event].kind == REFUSED) return false;
-  for (i = 1; i < 15 && !q->joins; i++) {
-    if (q->fds[i] == 0) continue;
-    if (first == 0) first = i;
-    if (i < first + 4 || q->fds[i] - q->fds[first] < i - first) continue;
-    snprintf(text, size, "rank %d: %d descriptors after %d joins, %d after %d", q->rank,
-             q->fds[first], first, q->fds[i], i);
-    return false;
-  }
-  return true;
+  return !grows(q, text, size);
 }
 
 typedef struct verdict {
