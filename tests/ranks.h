@@ -21,6 +21,7 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <sys/un.h>
 #include <sys/wait.h>
 #include <time.h>
@@ -121,6 +122,33 @@ static __attribute__((unused)) int ranks_port_fds; /* that hold blocks of ports 
 
 RANKS_DEF int ranks_open_fds(void) { /* but for those of tests themselves */
   return ranks_entries("/proc/self/fd") - 1 /* opendir's own */ - ranks_port_fds;
+}
+
+/* Mappings whose line in /proc/self/maps has that text; "": all. */
+RANKS_DEF int ranks_mappings(const char *with) {
+  FILE *f = fopen("/proc/self/maps", "r");
+  char line[512];
+  int n = 0;
+  while (f != NULL && fgets(line, sizeof line, f) != NULL) n += strstr(line, with) != NULL;
+  if (f != NULL) fclose(f);
+  return n;
+}
+
+/* Bytes of the memory that the ranks of this host share; 0: there is none. */
+RANKS_DEF long long ranks_shared_bytes(void) {
+  DIR *d = opendir("/proc/self/fd");
+  char path[300], name[16];
+  struct dirent *e;
+  struct stat s;
+  long long bytes = 0;
+  while (d != NULL && (e = readdir(d)) != NULL) {
+    snprintf(path, sizeof path, "/proc/self/fd/%s", e->d_name);
+    if (readlink(path, name, sizeof name) > 11 && memcmp(name, "/memfd:cddp", 11) == 0 &&
+        stat(path, &s) == 0)
+      bytes += s.st_blocks * 512;
+  }
+  if (d != NULL) closedir(d);
+  return bytes;
 }
 
 /* The thread sanitizer adds one of its own at some point, so there is nothing to count with it. */

@@ -632,7 +632,7 @@ static void reference_step(const program *p, uint64_t t, column *columns, double
 
 /* --- what the judge and all ranks share --- */
 
-enum { DESCRIPTORS, MAPPINGS, THREADS, PRIVATE, IN_COMMON, USES };
+enum { DESCRIPTORS, THREADS, MAPPINGS, PRIVATE, IN_COMMON, USES };
 typedef struct usage { /* of a process; of[PRIVATE] and of[IN_COMMON] in KiB of memory */
   int of[USES];
 } usage;
@@ -658,7 +658,8 @@ typedef struct shared_state {
   int phase, port;
   int created;    /* first ranks with a model; events begin when all have one */
   int alive;      /* ranks that can finish the job; never 0 */
-  int reached;    /* a step that some rank has begun */
+  int reached;    /* a step that some rank has begun, */
+  double begun[MOST_STEPS + 1]; /* and when */
   int joins_left; /* that have neither joined nor ended yet */
   int joined;
   int last_join;  /* the step in which the last one took part first */
@@ -1291,7 +1292,8 @@ static cddp_result use_subgroup(cddp_group *g, uint64_t h) {
 }
 
 static cddp_result allocate(cddp_group *g, uint64_t h) {
-  size_t bytes = 1 + (size_t)(h % 3 == 0 ? h % 3000000 : h % 9000);
+  static const size_t sizes[] = {1, 777, 4097, 9000, 70001, 2999999};
+  size_t bytes = sizes[h % 6];
   char *x = (char *)cddp_alloc(g, bytes);
   if (x == NULL) return CDDP_OUT_OF_MEMORY;
   x[0] = x[bytes - 1] = 1;
@@ -1486,31 +1488,6 @@ static bool goes_on(const program *p, uint64_t t) {
   return LOAD(shared->decided[t]) == 1;
 }
 
-/* Lines of a file of /proc with this text. */
-static int count_lines(const char *path, const char *with) {
-  FILE *f = fopen(path, "r");
-  char line[512];
-  int n = 0;
-  while (f != NULL && fgets(line, sizeof line, f) != NULL) n += strstr(line, with) != NULL;
-  if (f != NULL) fclose(f);
-  return n;
-}
-
-/* KiB of the files in memory that this process has open. */
-static int common_memory(void) {
-  struct stat st;
-  char path[64], to[32];
-  long long blocks = 0;
-  int fd;
-  for (fd = 3; fd < 256; fd++) {
-    snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
-    if (readlink(path, to, sizeof to) > 12 && strncmp(to, "/memfd:cddp", 11) == 0 &&
-        stat(path, &st) == 0)
-      blocks += st.st_blocks;
-  }
-  return (int)(blocks / 2);
-}
-
 /* What this rank uses now: after each join of a churn, with all ranks; else at each part of the
    steps of a long program since the last process began or ended. */
 static void measure(model *m, uint64_t t) {
@@ -1526,14 +1503,14 @@ static void measure(model *m, uint64_t t) {
   if (i >= MEASURES || (m->p->churn == 0 && me->use[i].of[THREADS] > 0)) return;
   use = &me->use[i];
   use->of[DESCRIPTORS] = ranks_open_fds();
-  use->of[MAPPINGS] = count_lines("/proc/self/maps", "");
+  use->of[MAPPINGS] = ranks_mappings("");
   use->of[THREADS] = ranks_threads();
   if ((f = fopen("/proc/self/statm", "r")) != NULL) {
     if (fscanf(f, "%*d %d %d", &resident, &common) != 2) complain("no statm");
     fclose(f);
   }
   use->of[PRIVATE] = (resident - common) * 4;
-  use->of[IN_COMMON] = common_memory();
+  use->of[IN_COMMON] = (int)(ranks_shared_bytes() / 1024);
 }
 
 static void announce(model *m) { /* the model exists */
@@ -1566,6 +1543,7 @@ static cddp_result train(model *m) {
   if (r == CDDP_OK && p->buffers && p->elastic) check_buffers(m, t);
   while (r == CDDP_OK && me->wrong == 0 && goes_on(p, t)) {
     if (p->uneven > 0 && t >= (uint64_t)p->uneven && m->rank >= p->ranks / 2) break;
+    if (LOAD(shared->reached) < (int)t) shared->begun[t] = test_now();
     if (LOAD(shared->reached) < (int)t) STORE(shared->reached, (int)t);
     if ((r = train_step(m, t)) != CDDP_OK) break;
     at_step(m, t, 3);
@@ -1619,9 +1597,6 @@ static void live(cddp_group *g, int rank) {
   if (!ranks_threads_left(1)) complain("%d threads left", ranks_threads() - 1);
 }
 
-/* Mappings of memory that processes share. */
-static int shared_mappings(void) { return count_lines("/proc/self/maps", " rw-s "); }
-
 static int thread_life(cddp_group *g, void *arg) {
   (void)arg;
   me = &shared->processes[cddp_rank(g)];
@@ -1631,7 +1606,7 @@ static int thread_life(cddp_group *g, void *arg) {
 
 /* All ranks as threads of this process. */
 static int threads_life(int count, void *arg) {
-  int fds = ranks_open_fds(), mappings = shared_mappings();
+  int fds = ranks_open_fds(), mappings = ranks_mappings(" rw-s ");
   cddp_result r;
   (void)arg;
   prctl(PR_SET_PDEATHSIG, SIGKILL);
@@ -1640,14 +1615,15 @@ static int threads_life(int count, void *arg) {
   me = &shared->processes[0];
   if (r != CDDP_OK) complain("cddp_run_threads: %s", cddp_error());
   if (ranks_open_fds() != fds) complain("%d descriptors left", ranks_open_fds() - fds);
-  if (shared_mappings() != mappings) complain("%d mappings left", shared_mappings() - mappings);
+  mappings = ranks_mappings(" rw-s ") - mappings;
+  if (mappings != 0) complain("%d mappings left", mappings);
   if (!ranks_threads_left(1)) complain("%d threads left", ranks_threads() - 1);
   return 0;
 }
 
 static int process_life(int number, void *arg) {
   const program *p = &shared->p;
-  int mappings = shared_mappings();
+  int mappings = ranks_mappings(" rw-s ");
   (void)arg;
   prctl(PR_SET_PDEATHSIG, SIGKILL);
   me = &shared->processes[number];
@@ -1661,7 +1637,8 @@ static int process_life(int number, void *arg) {
       p->e[me->event].arg == OTHER_SECRET)
     setenv("CDDP_SECRET", "another", 1);
   live(NULL, me->rank);
-  if (shared_mappings() != mappings) complain("%d mappings left", shared_mappings() - mappings);
+  mappings = ranks_mappings(" rw-s ") - mappings;
+  if (mappings != 0) complain("%d mappings left", mappings);
   return 0;
 }
 
@@ -1821,6 +1798,17 @@ static bool was_too_late(const process *q) {
   return finished || none;
 }
 
+/* Whether a process found no rank at MASTER_PORT because the ranks made no step while it looked: on
+   one machine only one of the hosts listens there, and after its death another one from its next
+   step on. */
+static bool saw_no_step(const process *q) {
+  int t, steps = 0;
+  for (t = 0; t <= MOST_STEPS; t++)
+    steps += shared->begun[t] > q->ended - 2 && shared->begun[t] < q->ended;
+  return shared->p.hosts > 0 && q->joins && q->result == CDDP_PEER_LOST && steps < 2 &&
+         strstr(q->text, "found no rank of a job") != NULL;
+}
+
 /* Whether a process may have ended with an error: an event explains it. */
 static bool excused(const process *q) {
   const program *p = &shared->p;
@@ -1834,7 +1822,7 @@ static bool excused(const process *q) {
     /* It may have died while q asked; then the job did not know it yet, or it was too late. */
     members += other != q && (other->state != DYING || other->ended > q->started);
   }
-  if (was_too_late(q)) return true;
+  if (was_too_late(q) || saw_no_step(q)) return true;
   if (is_victim(q) && shared->struck) return true;
   if (!p->elastic && shared->struck) return true; /* such as cddp_save: all ranks fail alike */
   if (!p->elastic) return lost && q->result == CDDP_PEER_LOST;
@@ -1856,17 +1844,17 @@ static void describe_process(char *text, size_t size, const process *q, int stat
 }
 
 /* Whether a rank uses more and more: the least of its last measures is above the most of its first
-   ones, by one for every third measure, or by 2 KiB for each and 64 more (sanitizers keep it). */
+   ones, by one for every third measure, or by 2 KiB each and 64 more. Sanitizers keep memory. */
 static bool grows(const process *q, char *text, size_t size) {
-  static const char *const names[] = {"descriptors", "mappings", "threads", "KiB of its own",
+  static const char *const names[] = {"descriptors", "threads", "mappings", "KiB of its own",
                                       "KiB in common"};
   int at[MEASURES], n = 0, kind, i, some;
   for (i = 1; i < MEASURES; i++)
     if (q->use[i].of[THREADS] > 0) at[n++] = i;
   some = n > 12 ? 4 : 2;
-  for (kind = 0; kind < (RANKS_SLOW ? PRIVATE : USES) && n > 4; kind++) {
-    int begin = kind >= PRIVATE ? n / 2 : 0; /* memory is not all in use at first */
-    int first = 0, last = INT_MAX, least = kind >= PRIVATE ? n + 64 : n / 3 + 1;
+  for (kind = 0; kind < (RANKS_SLOW ? MAPPINGS : USES) && n > 4; kind++) {
+    int begin = kind >= MAPPINGS ? n / 2 : 0; /* memory is not all in use at first */
+    int first = 0, last = INT_MAX, least = kind >= PRIVATE ? n + 64 : (n - begin) / 3 + 1;
     if (begin + 2 * some > n) break;
     for (i = 0; verbose && i < n; i++) fprintf(stderr, " %d", q->use[at[i]].of[kind]);
     if (verbose) fprintf(stderr, " %s\n", names[kind]);

@@ -21,32 +21,6 @@ static double now(void) {
   return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-static int mappings(void) {
-  FILE *f = fopen("/proc/self/maps", "r");
-  int n = 0, c;
-  while (f != NULL && (c = getc(f)) != EOF) n += c == '\n';
-  if (f != NULL) fclose(f);
-  return n;
-}
-
-/* Bytes of the memory that the ranks of this host share; 0: there is none. */
-static long long shared_bytes(void) {
-  DIR *d = opendir("/proc/self/fd");
-  char path[300], name[64];
-  struct dirent *e;
-  struct stat s;
-  long long bytes = 0;
-  while (d != NULL && (e = readdir(d)) != NULL) {
-    ssize_t n;
-    snprintf(path, sizeof path, "/proc/self/fd/%s", e->d_name);
-    if ((n = readlink(path, name, sizeof name - 1)) < 0) continue;
-    name[n] = 0;
-    if (strncmp(name, "/memfd:cddp", 11) == 0 && stat(path, &s) == 0) bytes += s.st_blocks * 512;
-  }
-  if (d != NULL) closedir(d);
-  return bytes;
-}
-
 static long resident_pages(void) {
   FILE *f = fopen("/proc/self/statm", "r");
   long size = 0, resident = 0;
@@ -59,12 +33,12 @@ static long resident_pages(void) {
 
 /* The last tenth of as many takes about as long as the first. */
 static int many_body(cddp_group *g, void *arg) {
-  int before = test_failures, maps = mappings(), i, j;
+  int before = test_failures, maps = ranks_mappings(""), i, j;
   bool forked = cddp_world_size(g) > 1;
   char **p = (char **)calloc(MANY, sizeof *p);
   double part[10], begin = now(), end;
   int *order = (int *)malloc(MANY * sizeof *order);
-  long long shared = shared_bytes();
+  long long shared = ranks_shared_bytes();
   long resident = resident_pages();
   (void)arg;
   if (p == NULL || order == NULL) return 1;
@@ -80,7 +54,7 @@ static int many_body(cddp_group *g, void *arg) {
     if (test_failures != before) return 1;
   }
   CHECK(part[9] < 4 * part[0] + RANKS_WITHIN(1));
-  CHECK(mappings() < maps + 400);
+  CHECK(ranks_mappings("") < maps + 400);
   for (i = 0; i < MANY; i++) order[i] = i;
   ranks_shuffle(order, MANY, 1);
   begin = now();
@@ -90,9 +64,9 @@ static int many_body(cddp_group *g, void *arg) {
     part[j] = end - begin;
   }
   CHECK(part[0] < 4 * part[9] + RANKS_WITHIN(1));
-  CHECK(mappings() < maps + 100);
+  CHECK(ranks_mappings("") < maps + 100);
   CHECK_OK(cddp_barrier(g));
-  CHECK(!forked || shared_bytes() <= shared + (2 << 20));
+  CHECK(!forked || ranks_shared_bytes() <= shared + (2 << 20));
   if (!RANKS_SLOW)
     CHECK(forked || resident_pages() < resident + MANY / 10); /* of it 56 bytes each stay */
   CHECK_OK(cddp_barrier(g));
@@ -128,7 +102,7 @@ static int many_thread(cddp_group *g, void *arg) { /* mappings are of all thread
   (void)arg;
   for (i = 0; i < 2000; i++) CHECK((p[i] = (char *)cddp_alloc(g, 5000)) != NULL);
   for (i = 0; i < 2000; i++) CHECK(ranks_zero(p[i], 5000));
-  CHECK(mappings() < 1500);
+  CHECK(ranks_mappings("") < 1500);
   CHECK_OK(cddp_barrier(g));
   for (i = 0; i < 2000; i += 2) cddp_free(g, p[i]);
   return 0; /* the others go with the group */
@@ -171,7 +145,7 @@ static int zoo_body(cddp_group *g, void *arg) {
     if (((float *)p[i].data)[0] != want) break;
   }
   CHECK_EQ(i, z->params);
-  CHECK(RANKS_SLOW || mappings() < z->most);
+  CHECK(RANKS_SLOW || ranks_mappings("") < z->most);
   CHECK_OK(cddp_barrier(g));
   cddp_optim_destroy(o);
   cddp_ddp_destroy(d);
@@ -209,7 +183,7 @@ static int reuse_body(cddp_group *g, void *arg) {
   int before = test_failures, rank = cddp_rank(g), n = cddp_world_size(g), step, k;
   static __thread unsigned char *p[LIVE], fill[LIVE];
   static __thread size_t size[LIVE];
-  long long shared = shared_bytes();
+  long long shared = ranks_shared_bytes();
   const size_t count = 40000;
   (void)arg;
   memset(p, 0, sizeof p);
@@ -238,7 +212,7 @@ static int reuse_body(cddp_group *g, void *arg) {
   for (k = 0; k < LIVE; k++) cddp_free(g, p[k]);
   cddp_free(g, NULL);
   CHECK_OK(cddp_barrier(g));
-  if (shared > 0) CHECK(shared_bytes() <= shared + (4 << 20));
+  if (shared > 0) CHECK(ranks_shared_bytes() <= shared + (4 << 20));
   CHECK_OK(cddp_barrier(g));
   return test_failures != before;
 }
@@ -473,7 +447,7 @@ static int crash_rank(int rank, void *arg) {
   CHECK((freed = cddp_alloc(g, rank == c->rank ? c->freed : 1)) != NULL);
   cddp_free(g, freed);
   CHECK_OK(cddp_barrier(cddp_ddp_group(d)));
-  bytes = shared_bytes();
+  bytes = ranks_shared_bytes();
   CHECK_OK(cddp_barrier(cddp_ddp_group(d)));
   if (rank == c->rank) CHECK(mapped_bytes() >= c->holes);
   if (rank == c->rank) crash_now(c, &p);
@@ -481,7 +455,7 @@ static int crash_rank(int rank, void *arg) {
   c->noticed = now() - c->died;
   snprintf(name, sizeof name, "rank %d (pid", c->rank);
   CHECK(strncmp(cddp_error(), name, strlen(name)) == 0);
-  c->grew = shared_bytes() - bytes;
+  c->grew = ranks_shared_bytes() - bytes;
   cddp_ddp_destroy(d);
   cddp_free(g, p.data);
   cddp_destroy(g);

@@ -351,15 +351,6 @@ static void test_left_behind(void) {
 
 /* LEAKS ---------------------------------------------------------------------------------------- */
 
-static int count_lines(const char *path) {
-  FILE *f = fopen(path, "r");
-  int c, n = 0;
-  if (f == NULL) return -1;
-  while ((c = getc(f)) != EOF) n += c == '\n';
-  fclose(f);
-  return n;
-}
-
 static void cycle(cddp_group *g, int i) {
   int rank = cddp_rank(g), world = cddp_world_size(g), list[64], k;
   cddp_group *a, *b, *c;
@@ -395,7 +386,7 @@ static int run_cycles(cddp_group *g, void *arg) {
     if (i == 3) { /* whatever is made once has been made */
       CHECK_OK(cddp_barrier(g));
       fds = ranks_open_fds();
-      maps = count_lines("/proc/self/maps");
+      maps = ranks_mappings("");
       tasks = ranks_threads();
     }
     cycle(g, i);
@@ -404,7 +395,7 @@ static int run_cycles(cddp_group *g, void *arg) {
   if (!threads) {
     CHECK(ranks_open_fds() <= fds + (getenv("TEST_HOSTS") != NULL ? 3 : 0)); /* calls coming in */
     CHECK(ranks_threads_left(tasks));
-    CHECK(count_lines("/proc/self/maps") < maps + 20);
+    CHECK(ranks_mappings("") < maps + 20);
   }
   return test_failures != before;
 }
@@ -428,7 +419,7 @@ static int run_unreceived(cddp_group *g, void *arg) {
   cddp_group *s;
   (void)arg;
   for (i = 0; i < 60 && test_failures == before; i++) {
-    if (i == 10) maps = count_lines("/proc/self/maps");
+    if (i == 10) maps = ranks_mappings("");
     CHECK_OK(cddp_group_split(g, 0, 0, &s));
     for (k = 0; k < sends && cddp_rank(g) == 1; k++)
       CHECK_OK(cddp_send(s, x, 3, CDDP_F32, 0, k, NULL));
@@ -442,27 +433,11 @@ static int run_unreceived(cddp_group *g, void *arg) {
     if (cddp_rank(g) != 1) cddp_destroy(s);
     CHECK_OK(cddp_barrier(g));
   }
-  CHECK(count_lines("/proc/self/maps") < maps + 20);
+  CHECK(ranks_mappings("") < maps + 20);
   return test_failures != before;
 }
 
 static void test_unreceived(void) { CHECK_OK(ranks_run(run_unreceived, NULL, 3, false)); }
-
-/* What the ranks of this host share, in MiB that exist. */
-static double shared_mib(void) {
-  char path[64], name[64];
-  double blocks = 0;
-  struct stat s;
-  int fd;
-  for (fd = 0; fd < 256; fd++) {
-    ssize_t n;
-    snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
-    n = readlink(path, name, sizeof name);
-    if (n < 7 || memcmp(name, "/memfd:", 7) != 0 || fstat(fd, &s) != 0) continue;
-    blocks += (double)s.st_blocks;
-  }
-  return blocks / 2048;
-}
 
 /* Messages that nobody receives, as above, but a group without their sender begins at once in the
    place that theirs had, and stays. */
@@ -485,10 +460,10 @@ static int run_place_taken(cddp_group *g, void *arg) { /* 3 ranks */
     CHECK_OK(cddp_group_new(g, others, 2, &kept[i]));
     cddp_free(g, cddp_alloc(g, 1)); /* gives back what may go */
     CHECK_OK(cddp_barrier(g));
-    if (i == 0) least = shared_mib();
+    if (i == 0) least = (double)ranks_shared_bytes() / 0x1p20;
     CHECK_OK(cddp_barrier(g));
   }
-  CHECK(shared_mib() < least + 12); /* a message has 4 */
+  CHECK((double)ranks_shared_bytes() / 0x1p20 < least + 12); /* a message has 4 */
   while (i > 0) cddp_destroy(kept[--i]);
   return test_failures != before;
 }

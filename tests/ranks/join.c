@@ -91,40 +91,14 @@ typedef struct model {
   cddp_optim *sgd;
 } model;
 
-static size_t shared_bytes(void) {
-  DIR *d = opendir("/proc/self/fd");
-  struct dirent *at;
-  struct stat st;
-  char path[300], to[300];
-  size_t bytes = 0;
-  while (d != NULL && (at = readdir(d)) != NULL) {
-    ssize_t n;
-    snprintf(path, sizeof path, "/proc/self/fd/%.250s", at->d_name);
-    n = readlink(path, to, sizeof to - 1);
-    to[n > 0 ? n : 0] = 0;
-    if (strstr(to, "memfd:cddp") != NULL && stat(path, &st) == 0)
-      bytes += (size_t)st.st_blocks * 512;
-  }
-  if (d != NULL) closedir(d);
-  return bytes;
-}
-
-static int mappings(void) {
-  FILE *f = fopen("/proc/self/maps", "r");
-  int n = 0, c;
-  while (f != NULL && (c = getc(f)) != EOF) n += c == '\n';
-  if (f != NULL) fclose(f);
-  return n;
-}
-
 /* Answers ask_resources. */
 static void tell_resources(int rank, int *told) {
   resources *use = &shared->use[rank];
   if (*told == look(&shared->asked)) return;
   *told = look(&shared->asked);
   use->descriptors = ranks_open_fds();
-  use->mappings = mappings();
-  use->kib = shared_bytes() >> 10;
+  use->mappings = ranks_mappings("");
+  use->kib = (size_t)ranks_shared_bytes() >> 10;
   bump(&shared->answers);
 }
 
@@ -301,7 +275,7 @@ static int life(int rank, void *arg) {
     if ((r = one_step(&m)) != CDDP_OK) break;
     shared->steps = cddp_ddp_steps(m.ddp);
     if (v.rank < 8) tell_resources(v.rank, &told);
-    if (v.rows && v.rank == 0) shared->memory = shared_bytes();
+    if (v.rows && v.rank == 0) shared->memory = (size_t)ranks_shared_bytes();
     stop = (float)look(&shared->stop);
     g = cddp_ddp_group(m.ddp);
     r = cddp_all_reduce(g, &stop, 1, CDDP_F32, CDDP_MAX, NULL);
