@@ -31,6 +31,7 @@
 #include "../ranks.h"
 
 #include <dirent.h>
+#include <malloc.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/prctl.h>
@@ -1491,9 +1492,8 @@ static bool goes_on(const program *p, uint64_t t) {
 /* What this rank uses now: after each join of a churn, with all ranks; else at each part of the
    steps of a long program since the last process began or ended. */
 static void measure(model *m, uint64_t t) {
-  int i = (int)t * MEASURES / LONG, resident = 0, common = 0, states = 0, k;
+  int i = (int)t * MEASURES / LONG, states = 0, k;
   usage *use;
-  FILE *f;
   for (k = 0; k < LOAD(shared->process_count) && k < PROCESSES; k++)
     states += 100 + LOAD(shared->processes[k].state);
   if (m->p->churn > 0)
@@ -1505,11 +1505,9 @@ static void measure(model *m, uint64_t t) {
   use->of[DESCRIPTORS] = ranks_open_fds();
   use->of[MAPPINGS] = ranks_mappings("");
   use->of[THREADS] = ranks_threads();
-  if ((f = fopen("/proc/self/statm", "r")) != NULL) {
-    if (fscanf(f, "%*d %d %d", &resident, &common) != 2) complain("no statm");
-    fclose(f);
-  }
-  use->of[PRIVATE] = (resident - common) * 4;
+#if __GLIBC_PREREQ(2, 33)
+  use->of[PRIVATE] = (int)((mallinfo2().uordblks + mallinfo2().hblkhd) / 1024);
+#endif
   use->of[IN_COMMON] = (int)(ranks_shared_bytes() / 1024);
 }
 
@@ -1844,9 +1842,9 @@ static void describe_process(char *text, size_t size, const process *q, int stat
 }
 
 /* Whether a rank uses more and more: the least of its last measures is above the most of its first
-   ones, by one for every third measure, or by 2 KiB each and 64 more. Sanitizers keep memory. */
+   ones: by one for every third measure, or by 2 KiB each and 64 more. Not under sanitizers. */
 static bool grows(const process *q, char *text, size_t size) {
-  static const char *const names[] = {"descriptors", "threads", "mappings", "KiB of its own",
+  static const char *const names[] = {"descriptors", "threads", "mappings", "KiB from malloc",
                                       "KiB in common"};
   int at[MEASURES], n = 0, kind, i, some;
   for (i = 1; i < MEASURES; i++)
