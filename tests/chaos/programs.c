@@ -1852,7 +1852,8 @@ static bool grows(const process *q, char *text, size_t size) {
   some = n > 12 ? 4 : 2;
   for (kind = 0; kind < (RANKS_SLOW ? MAPPINGS : USES) && n > 4; kind++) {
     int begin = kind >= MAPPINGS ? n / 2 : 0; /* memory is not all in use at first */
-    int first = 0, last = INT_MAX, least = kind >= PRIVATE ? n + 64 : (n - begin) / 3 + 1;
+    int least = kind >= PRIVATE ? n + 64 : (n - begin) / 3 + 1;
+    int first = 0, last = INT_MAX, rises = 0;
     if (begin + 2 * some > n) break;
     for (i = 0; verbose && i < n; i++) fprintf(stderr, " %d", q->use[at[i]].of[kind]);
     if (verbose) fprintf(stderr, " %s\n", names[kind]);
@@ -1860,7 +1861,8 @@ static bool grows(const process *q, char *text, size_t size) {
       if (q->use[at[begin + i]].of[kind] > first) first = q->use[at[begin + i]].of[kind];
       if (q->use[at[n - 1 - i]].of[kind] < last) last = q->use[at[n - 1 - i]].of[kind];
     }
-    if (last - first < least) continue;
+    for (i = begin; i + 1 < n; i++) rises += q->use[at[i + 1]].of[kind] > q->use[at[i]].of[kind];
+    if (last - first < least || 4 * rises < n - begin) continue; /* a first use of something */
     snprintf(text, size, "rank %d: %d %s at measure %d, %d at %d", q->rank, first, names[kind],
              at[begin], last, at[n - 1]);
     return true;
