@@ -1137,6 +1137,11 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    with srun: its ranks connect at the step's first host, on a port derived from job and step. For
    other launchers export RANK, WORLD_SIZE and the rest yourself.
 
+   torchrun and mpirun end the job when a rank dies. To replace ranks start a cddprun on each host
+   (node1 is the first). With Slurm:
+     srun -N 2 --ntasks-per-node=1 sh -c 'exec ./cddprun -n 4 --elastic --max-restarts 9 \
+       --nnodes 2 --node-rank $SLURM_NODEID --master-addr node1 ./train'
+
    FILE. A file:// path must be on a file system with locks. Rank 0 writes its address and a key
    into it: processes that cannot read the file cannot connect. Rank 0 removes the file when all
    ranks have connected. A file that a crashed job left is reused.

@@ -16,7 +16,7 @@ fail() { echo "$*"; exit 1; }
 skip() { echo "SKIP: $*"; exit 77; }
 
 outside() {
-  local command own=(unshare --mount --pid --net --uts --ipc --fork --kill-child --mount-proc)
+  local command program own=(unshare --mount --pid --net --uts --ipc --fork --kill-child --mount-proc)
   for command in slurmctld slurmd srun sbatch salloc sinfo munged unshare ip script; do
     command -v $command >/dev/null || skip "$command is not installed"
   done
@@ -25,6 +25,9 @@ outside() {
   "${own[@]}" ip link set lo up 2>"$work/log" || skip "no right to make namespaces: $(head -n 1 "$work/log")"
   cc -O1 -DCDDP__NO_DISPATCH examples/toy.c -o "$work/toy" -lpthread -lm || fail "toy does not compile"
   cc -O1 -DCDDP__NO_DISPATCH tests/peers/jobs.c -o "$work/jobs" -lpthread -lm || fail "jobs does not compile"
+  for program in elastic cddprun; do
+    cc -O1 -DCDDP__NO_DISPATCH examples/$program.c -o "$work/$program" -lpthread -lm || fail "$program does not compile"
+  done
   # Each node counts as a host of its own.
   # shellcheck disable=SC2016
   printf '#!/bin/sh\nexport CDDP_HOST_ID=$SLURMD_NODENAME\nexec "$@"\n' >"$work/apart"
@@ -175,6 +178,18 @@ steps() { # in an allocation of both nodes
   expect 2 '^rank [01]: .*add --export=ALL,MASTER_ADDR=HOST'
   run srun -m arbitrary -w n2,n1 -n 2 --export=ALL,MASTER_ADDR=n2 "${jobs[@]}" 8
   expect 2 '^rank [01] of 2, job 8, local 0 of 1$'
+
+  echo "an elastic job: a cddprun on each node; a killed rank joins again"
+  : >"$work/out"
+  (for ((i = 0; i < 500; i++)); do
+    grep -q 'from step 0 on' "$work/out" && pkill -KILL -n -x elastic && break
+    sleep 0.1
+  done) &
+  # shellcheck disable=SC2016
+  run srun -N 2 -n 2 "$work/apart" sh -c 'exec "$0"/cddprun -n 2 --elastic --max-restarts 9 --nnodes 2 \
+    --node-rank $SLURM_NODEID --master-addr n1 "$0"/elastic' "$work"
+  expect 1 'it joins again: restart 1 of 9'
+  expect 4 'rank [0-3]: weights 0a49783145397225$'
 
   echo "no step: ranks are spawned"
   run "$work/toy" -n 2
