@@ -179,10 +179,10 @@ extern "C" {
      either   broken if other ranks had begun the call, else usable
    Two exceptions. If cddp_ddp_create, cddp_save or cddp_load fails, the group stays usable if all
    ranks made the call, and no rank was lost or late. If cddp_ddp_ready, _wait, _step or another
-   step call fails, the model is broken: each of its calls returns the failure. (A call that is
-   refused at once, as _step in no_sync, changes nothing.) With NCCL, or if a rank was lost, the
-   group is broken too. To continue, destroy what is broken, and create it anew. If a rank has died,
-   set rank and world_size in the new cddp_group_desc. */
+   step call fails, the model is broken: each of its collective calls returns the failure. (A call
+   that is refused at once, as _step in no_sync, changes nothing.) With NCCL, or if a rank was lost,
+   the group is broken too. To continue, destroy what is broken, and create it anew. If a rank has
+   died, set rank and world_size in the new cddp_group_desc. */
 #define CDDP__RESULTS(X) \
   X(CDDP_OK, "success") \
   X(CDDP_INVALID_ARGUMENT, "invalid argument") /* usable: the caller's mistake */ \
@@ -345,8 +345,8 @@ CDDPDEF void cddp_free(cddp_group *g, void *p);
 
    WORK. With work NULL a call returns when its result is complete. Otherwise it returns immediately
    with a handle in *work, and the buffers belong to the operation until cddp_wait. With NCCL the
-   call and cddp_wait only enqueue: the GPU waits, not the host (>>api-gpus). Operations of one
-   group start in the order of their calls.
+   call and cddp_wait only enqueue (not barriers): the GPU waits, not the host (>>api-gpus).
+   Operations of one group start in the order of their calls.
 
    BITS. A reduction gives the same bits on every rank and in every run, unless it uses NCCL or
    MPI. Fine print: mismatches and deadlocks. */
@@ -393,7 +393,7 @@ CDDPDEF cddp_result cddp_all_to_all_v(cddp_group *g, const void *send, const siz
                                       cddp_work **work);
 /* Blocks until every rank has called it. Like monitored_barrier with wait_all_ranks. */
 CDDPDEF cddp_result cddp_barrier(cddp_group *g);
-/* Returns immediately. cddp_wait(*work) blocks the host until every rank has called either barrier.
+/* Returns immediately. cddp_wait(*work) blocks the host until every rank has called a barrier.
    On GPUs also the ranks' streams must have reached it. Like barrier(async_op=True). */
 CDDPDEF cddp_result cddp_barrier_async(cddp_group *g, cddp_work **work);
 
@@ -440,8 +440,8 @@ CDDPDEF cddp_result cddp_test(cddp_work *w, bool *done);
      for (int i = 1; i >= 0; i--) TRY(cddp_ddp_ready(ddp, i)); // last layer first, as backward ends
      TRY(cddp_ddp_step(ddp, sgd));                      // mean over ranks, update, zero gradients
 
-   A bucket is reduced while the backward pass computes the next ones. Exceptions: cddp_ddp_step on
-   one CPU host reduces and updates in one pass after it; and more shards than ranks.
+   A bucket is reduced while the backward pass computes the next ones. Not so with more shards than
+   ranks, or on one CPU host, where cddp_ddp_step reduces and updates in one pass.
 
    AN EXISTING TRAINER keeps its loop, its gradients and its optimizer. Set data, grad and count of
    each cddp_param to its arrays, and write instead of cddp_ddp_step:
@@ -525,7 +525,7 @@ CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_create(cddp_ddp **out, cddp_group *g, 
 
 /* Frees the model, and gradients that cddp_ddp_create allocated: their pointers become NULL. Local;
    NULL is fine. An optimizer created with ddp NULL can then step another model that has the same
-   params array. If d was broken, the optimizer's states are reset. */
+   params array. If d was broken, this resets its states. */
 CDDPDEF void cddp_ddp_destroy(cddp_ddp *d);
 
 /* Call it when params[param].grad is complete: once for each parameter in a step (with shards: in
@@ -543,7 +543,7 @@ CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_wait(cddp_ddp *d);
 /* cddp_ddp_wait, clipping (max_grad_norm), cddp_optim_step and cddp_optim_zero_grad in one pass,
    with the same bits (NaNs can differ). Collective. s must have been created for the params array
    of d. On CPUs the ranks of a host share one set of states, and each rank updates a part of the
-   weights; weights in memory of cddp_alloc are not copied. In elastic models, and on GPUs
+   weights; weights in memory of cddp_alloc are updated in place. In elastic models, and on GPUs
    without sharded_states, each rank has all states and updates all weights. */
 CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_step(cddp_ddp *d, cddp_optim *s);
 
@@ -597,9 +597,10 @@ CDDPDEF int cddp_ddp_present(const cddp_ddp *d);
 CDDPDEF cddp_result cddp_ddp_add_rows(cddp_ddp *d, int param, const int64_t *rows,
                                       const void *values, size_t n);
 
-/* After cddp_ddp_wait, for an optimizer of your own: the rows of the mean gradient, ascending.
-   Returns their number. The arrays are in host memory, and valid until the next cddp_ddp_wait,
-   _step or cddp_optim_zero_grad. On a GPU the values are not clipped. */
+/* After cddp_ddp_wait or _reduce_scatter, for an optimizer of your own: the rows of the mean
+   gradient, ascending. Returns their number. The arrays are in host memory, and valid until the
+   next cddp_ddp_all_gather, _wait, _step or cddp_optim_zero_grad. On a GPU the values are not
+   clipped. */
 CDDPDEF size_t cddp_ddp_rows(const cddp_ddp *d, int param, const int64_t **rows,
                              const void **values);
 
@@ -818,7 +819,7 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
 
      desc.elastic = true, desc.shards = 8;             // shards: the largest number of ranks
      TRY(cddp_ddp_create(&ddp, g, p, n, &desc));
-     uint64_t batches = (cddp_sampler_size(&sampler) + 31) / 32; // o.world_size 8, not loaded
+     uint64_t batches = (cddp_sampler_size(&sampler) + 31) / 32; // world_size 8; not in c.sampler
      for (uint64_t t = cddp_ddp_steps(ddp); t < STEPS; t = cddp_ddp_steps(ddp)) {
        int shard;
        cddp_sampler_set_epoch(&sampler, t / batches);  // step t is batch t % batches of an epoch
@@ -844,10 +845,10 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
    cddp_spawn_elastic do this automatically.
 
    In a joining process cddp_rank(g) is its RANK, and cddp_world_size(g) the number of ranks that
-   started the job (with shards = 0 also the number of shards). There use g for cddp_alloc and
+   started the job (and, with shards = 0, of shards). There use g for cddp_alloc and
    cddp_ddp_create only: collectives of g are CDDP_UNSUPPORTED. Use cddp_ddp_group.
 
-     error of a joining process   cause, in cddp_init or cddp_ddp_create
+     error of a joining process   cause, in cddp_init or in creating the model or the optimizer
      CDDP_PEER_LOST               the job cannot be found, or ends before the process has joined
      CDDP_UNSUPPORTED             the job already has one rank for each shard
      CDDP_MISMATCH                another model, optimizer setting, WORLD_SIZE or version
@@ -863,7 +864,7 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
    Fine print: elastic training, limits of elastic training. */
 
 /* The group for the program's own calls. It is the group of cddp_ddp_create, except in elastic
-   models: there it has the ranks that computed the last step (before it: those that created the
+   models: there it has the ranks of the last step (before the first: those that created the
    model), belongs to d, and changes when ranks are lost or join. Ask for it in each step, at the
    same place on all ranks. If one of its ranks is lost, its calls return CDDP_PEER_LOST, and
    training continues. NULL, with a cddp_error, if the model has failed. */
@@ -1037,8 +1038,8 @@ CDDPDEF cddp_result cddp_synchronize(cddp_group *g);
      all_reduce(count 1, f32, sum) at loss.c:52, call 4 of the group
 
    CALL SITES. Error texts of collective calls show the file and line of each call on this host.
-   Macros at the end of this file pass them. In a wrapper (cddp_barrier)(cddp_at(g, file, line))
-   passes the caller's line; the brackets avoid the macro.
+   Macros at the end of this file pass them. In a wrapper write (cddp_barrier)(cddp_at(g, file,
+   line)) to pass the caller's line; the brackets avoid the macro.
 
    FLIGHT RECORDER. With CDDP_RECORD=dir each rank keeps its last 1,024 operations in
    dir/cddp-JOB-RANK.rec, which survives SIGKILL. examples/cddptrace.c merges the files into a
@@ -1118,7 +1119,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    such memory (cddp does not allocate it again), and create the models in it anew.
 
    STOPPED JOBS. A whole job can be stopped for any time (Slurm's suspend, a paused machine). If
-   only some ranks are stopped, the others get CDDP_TIMEOUT.
+   only some processes are stopped, the others get CDDP_TIMEOUT.
 
    FORK AND EXEC. A forked child cannot use its parent's groups and stores. A forked data loader
    that calls cddp, or reads memory of cddp_alloc, gets SIGSEGV: give it a copy in malloc'ed memory.
@@ -1171,9 +1172,9 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    then form one group.
 
    BACKEND MPI is for a network that only MPI supports. Large collectives and gradients use MPI,
-   with MPI's summation order and NaN rules. Everything else uses shared memory and TCP. A time-out
-   inside an operation of MPI cannot tell which rank is late. If your program calls MPI_Init_thread
-   before cddp_init, ask for MPI_THREAD_SERIALIZED or more.
+   with MPI's NaN rules and (without shards) summation order. Everything else uses shared memory and
+   TCP. A time-out inside an operation of MPI cannot tell which rank is late. If your program calls
+   MPI_Init_thread before cddp_init, ask for MPI_THREAD_SERIALIZED or more.
 
    FLOATING-POINT MODE. An operation uses the mode (FTZ, DAZ, rounding) of the calling thread. If
    it differs between ranks: CDDP_MISMATCH.
@@ -1191,13 +1192,13 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 
    MESSAGES. Between threads a send of more than 64 KiB from any memory blocks until it is received.
    In a group a rank can have 128 unreceived messages to its host's ranks, or copies of 256 MiB;
-   then its next send blocks. Receives for one tag, also with CDDP_ANY, are served in the order of
-   their calls. Data for other hosts that the network does not accept at once leaves in the rank's
-   later calls of cddp: long computation delays it.
+   then its next send without a handle blocks. Receives for one tag, also with CDDP_ANY, are served
+   in the order of their calls. Data for other hosts that the network does not accept at once leaves
+   in the rank's later calls of cddp: long computation delays it.
 
    If ranks on several hosts only send and receive, call cddp_barrier before cddp_destroy. Otherwise
-   a cddp_recv can return CDDP_PEER_LOST because its sender has ended, and with CDDP_SECRET the
-   first message to a rank that computes can be lost.
+   a cddp_recv can return CDDP_PEER_LOST because its sender has ended, and with CDDP_SECRET a
+   first message can be lost while its receiver computes.
 
    GRADIENTS IN MEMORY. A gradient that you pass is reduced in place or copied. The first line that
    applies decides:
@@ -1207,7 +1208,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
      ranks are threads, or there is one rank              in place
      from cddp_alloc of g on all ranks                    in place
      other memory                                         copied
-   Do not write to gradients between cddp_ddp_ready and the wait or step.
+   Do not write to a gradient between cddp_ddp_ready and the next shard, wait or step.
 
    PARTITIONS. A partition is a range of one parameter's elements. On CPUs the partitions of each
    host's ranks cover each dense parameter once. So every host updates every element, and the result
@@ -1227,14 +1228,14 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    Lost ranks: a rank with a local failure (memory, descriptors) ends alone, with a text that begins
    with "rank N:"; the others treat the rank as lost. Every rank must call cddp_ddp_next_shard
    within timeout_s of the others. Each step checks that all ranks made the same calls in the
-   step before. If not, all get CDDP_MISMATCH, or only a rank that has joined since and differs.
+   step before. If not, all get CDDP_MISMATCH; if only a new rank differs, it alone does.
 
    Several hosts: if processes die, even all of a host, the others continue, down to the last rank.
    A host can still be alive if it does not answer for 20 s, or if all connections to it were reset,
    as by a firewall. Then the other ranks continue only if they are more than half of all ranks (in
-   a join both with and without the new ranks). Otherwise they end with CDDP_ABORTED. So a job never
-   continues in two halves. The same majority is needed if, after one loss, the last rank of another
-   host dies before it has noticed that: its connections end as if reset.
+   a join: counted with the new ranks and without). Otherwise they end with CDDP_ABORTED. So a job
+   never continues in two halves. The same holds if a host's last rank dies before it has noticed an
+   earlier loss: that looks like a reset connection.
 
    Joins: a joining process asks the ranks on its host, and the rank that listens at
    MASTER_ADDR:MASTER_PORT. One rank of each host listens at MASTER_PORT. If all ranks at
@@ -1242,8 +1243,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    MASTER_PORT, processes join only on hosts that have a rank. If a job began on one host, only
    processes of that host can join it.
 
-   Groups: on the host of a lost rank every other group with that rank, also cddp_init's, returns
-   CDDP_PEER_LOST: use cddp_ddp_group.
+   Groups: use cddp_ddp_group. Calls on any other group with a lost rank, also on cddp_init's, fail:
+   on its host with CDDP_PEER_LOST, on other hosts at the latest with CDDP_TIMEOUT.
 
    Checkpoints: if a rank is lost during cddp_save, the old file can remain. After the last step,
    when no save follows, each rank can save alone: g NULL, and a path for each rank.

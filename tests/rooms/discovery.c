@@ -767,6 +767,30 @@ static void test_agent_store(void) { /* torchrun's agent serves for its own rank
   CHECK(!at.client_only);
 }
 
+/* The secret that cddp_spawn and cddprun give the ranks of one host: for their port alone, and never
+   before one of the user's. */
+static void test_launcher_secret(void) {
+  static const struct {
+    const char *set, *secret;
+  } cases[] = {{"CDDP_JOB_SECRET=29501:abc", "abc"}, {"CDDP_JOB_SECRET=29502:abc", ""},
+               {"CDDP_JOB_SECRET=2950:abc", ""},     {"CDDP_JOB_SECRET=29501", ""},
+               {"CDDP_JOB_SECRET=29501:", ""},       {"TORCHELASTIC_RESTART_COUNT=0", ""}};
+  size_t i;
+  for (i = 0; i < sizeof cases / sizeof *cases; i++) {
+    cddp__config at;
+    char text[256];
+    snprintf(text, sizeof text, "RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29501 %s",
+             cases[i].set);
+    CHECK_OK(discover(text, &at));
+    CHECK(strcmp(at.secret, cases[i].secret) == 0);
+    CHECK(at.launcher_secret == (cases[i].secret[0] != 0));
+    setenv("CDDP_SECRET", "mine", 1);
+    CHECK_OK(discover(text, &at));
+    CHECK(strcmp(at.secret, "mine") == 0 && !at.launcher_secret);
+    unsetenv("CDDP_SECRET");
+  }
+}
+
 /* A rank beyond the others, with and without CDDP_JOIN. */
 static void test_rank_beyond(void) {
   cddp_group_desc d;
@@ -1067,6 +1091,7 @@ int main(void) {
   RUN(test_two_jobs);
   RUN(test_error_stays);
   RUN(test_agent_store);
+  RUN(test_launcher_secret);
   RUN(test_rank_beyond);
   RUN(test_listen_fd);
   RUN(test_starts);
