@@ -172,17 +172,17 @@ extern "C" {
 
 /* >>api -------------------------------------------------------------------------------------------
 
-   RESULTS. Functions that can fail return one of these, or NULL, 0 or false, as they say. Each
+   RESULTS. Functions that can fail return one of these, or NULL, -1, 0 or false, as they say. Each
    comment begins with what becomes of the call's group:
      usable   further calls on the group work
      broken   every further call on the group, on all ranks, returns this failure immediately
      either   broken if other ranks had begun the call, else usable
    Two exceptions. If cddp_ddp_create, cddp_save or cddp_load fails, the group stays usable if all
    ranks made the call, and no rank was lost or late. If cddp_ddp_ready, _wait, _step or another
-   step call fails, the model is broken: each of its collective calls returns the failure. (A call
-   that is refused at once, as _step in no_sync, changes nothing.) With NCCL, or if a rank was lost,
+   step call fails, the model is broken: each of its collective calls returns the failure. (_step in
+   no_sync, though, changes nothing.) With NCCL, or if a rank was lost,
    the group is broken too. To continue, destroy what is broken, and create it anew. If a rank has
-   died, set rank and world_size in the new cddp_group_desc. */
+   died, number the ranks anew: rank and world_size in cddp_group_desc. */
 #define CDDP__RESULTS(X) \
   X(CDDP_OK, "success") \
   X(CDDP_INVALID_ARGUMENT, "invalid argument") /* usable: the caller's mistake */ \
@@ -367,8 +367,8 @@ CDDPDEF cddp_result cddp_all_gather(cddp_group *g, const void *send, void *recv,
 /* Like all_gather, on root only; the other ranks' recv can be NULL. In place on root. */
 CDDPDEF cddp_result cddp_gather(cddp_group *g, const void *send, void *recv, size_t count_per_rank,
                                 cddp_dtype dtype, int root, cddp_work **work);
-/* recv[count_per_rank] = root's send[rank * count_per_rank ..], of world_size * count_per_rank. The
-   other ranks' send can be NULL. In place on root: recv = send + root * count_per_rank. */
+/* recv[count_per_rank] = root's send[rank * count_per_rank ..] (send is world_size times as long).
+   The other ranks' send can be NULL. In place on root: recv = send + root * count_per_rank. */
 CDDPDEF cddp_result cddp_scatter(cddp_group *g, const void *send, void *recv, size_t count_per_rank,
                                  cddp_dtype dtype, int root, cddp_work **work);
 /* recv[count_per_rank] = elements [rank * count_per_rank ..] of the reduction of all ranks'
@@ -440,8 +440,8 @@ CDDPDEF cddp_result cddp_test(cddp_work *w, bool *done);
      for (int i = 1; i >= 0; i--) TRY(cddp_ddp_ready(ddp, i)); // last layer first, as backward ends
      TRY(cddp_ddp_step(ddp, sgd));                      // mean over ranks, update, zero gradients
 
-   A bucket is reduced while the backward pass computes the next ones. Not so with more shards than
-   ranks, or on one CPU host, where cddp_ddp_step reduces and updates in one pass.
+   A bucket is reduced while the backward pass computes the next ones. Not with more shards than
+   ranks, nor by cddp_ddp_step on one CPU host, which does all in one pass.
 
    AN EXISTING TRAINER keeps its loop, its gradients and its optimizer. Set data, grad and count of
    each cddp_param to its arrays, and write instead of cddp_ddp_step:
@@ -451,7 +451,7 @@ CDDPDEF cddp_result cddp_test(cddp_work *w, bool *done);
      your trainer                   change
      all gradients in one array     let each grad point to its elements
      k micro-batches a step         add each gradient / k; cddp_ddp_ready in the last one only. Or
-                                    let each be a shard (desc.shards = k * ranks), undivided
+                                    let each be a shard (desc.shards = k * ranks): no / k
      loss sums over the batch       multiply the loss by the world size (or by the shards)
      batches of different sizes     ranks count equally. To count samples equally, multiply a rank's
                                     loss by (its samples) * (ranks) / (all ranks' samples)
@@ -495,12 +495,12 @@ CDDPDEF cddp_result cddp_fp16_compress_hook(cddp_bucket *bucket, void *user_data
 
 typedef struct cddp_ddp_desc {
   double bucket_cap_mb;        /* MiB at which a bucket closes; 0 = 25 */
-  double first_bucket_mb;      /* MiB of the first bucket; 0 = 1, or bucket_cap_mb if set */
+  double first_bucket_mb;      /* MiB of the first bucket; 0 = bucket_cap_mb if set, else 1 */
   bool find_unused_parameters; /* without cddp_ddp_ready a gradient counts as zero on this rank; a
                                   parameter that is ready on no rank is not updated */
   cddp_comm_hook comm_hook;    /* NULL = all_reduce with CDDP_AVG */
   void *comm_hook_data;        /* its user_data */
-  cddp_param *buffers;         /* arrays without training (running means), any dtype. Like params
+  cddp_param *buffers;         /* untrained arrays (running means), any dtype. Like params
                                   they must stay in place. Broadcast from rank 0 at creation and by
                                   cddp_ddp_sync_buffers; elastic: sent to joining processes */
   int buffer_count;
@@ -516,8 +516,8 @@ typedef struct cddp_ddp_desc {
 /* Creates a model: compares names, counts, dtypes and settings with rank 0's (CDDP_MISMATCH names
    the first difference), and copies rank 0's data to all ranks. Collective. Destroy the model
    before g. Like DistributedDataParallel(module).
-     params   params, data and grad must stay in place until cddp_ddp_destroy, without overlap: a
-              std::vector<cddp_param> must not grow after this call
+     params   the array, each data and each grad must stay in place until cddp_ddp_destroy, without
+              overlap: a std::vector<cddp_param> must not grow after this call
    Tied weights, such as an embedding and the output layer, are one cddp_param: both layers add to
    its gradient, and cddp_ddp_ready follows the later one. Fine print: gradients in memory. */
 CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_create(cddp_ddp **out, cddp_group *g, cddp_param *params,
@@ -525,7 +525,7 @@ CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_create(cddp_ddp **out, cddp_group *g, 
 
 /* Frees the model, and gradients that cddp_ddp_create allocated: their pointers become NULL. Local;
    NULL is fine. An optimizer created with ddp NULL can then step another model that has the same
-   params array. If d was broken, this resets its states. */
+   params array. If d was broken, that optimizer is reset. */
 CDDPDEF void cddp_ddp_destroy(cddp_ddp *d);
 
 /* Call it when params[param].grad is complete: once for each parameter in a step (with shards: in
@@ -542,7 +542,8 @@ CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_wait(cddp_ddp *d);
 
 /* cddp_ddp_wait, clipping (max_grad_norm), cddp_optim_step and cddp_optim_zero_grad in one pass,
    with the same bits (NaNs can differ). Collective. s must have been created for the params array
-   of d. On CPUs the ranks of a host share one set of states, and each rank updates a part of the
+   of d. On CPUs the ranks of a host share one set of states (or its
+   part, with sharded_states), and each rank updates a part of the
    weights; weights in memory of cddp_alloc are updated in place. In elastic models, and on GPUs
    without sharded_states, each rank has all states and updates all weights. */
 CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_step(cddp_ddp *d, cddp_optim *s);
@@ -775,7 +776,7 @@ CDDPDEF size_t cddp_sampler_size(const cddp_sampler *s);
 /* *index = the next index. Returns false at the end of the epoch, and with s->result != CDDP_OK if
    memory for the permutation (8 bytes a sample) could not be allocated. */
 CDDPDEF bool cddp_sampler_next(cddp_sampler *s, size_t *index);
-/* The indices of a shard's batch number `batch` (from 0) in the epoch. Each batch has `size`
+/* The indices of batch `batch` (0, 1, ...) of a shard in the epoch. Each batch has `size`
    samples; the last one can have fewer. Returns their number, 0 after the last batch. Set the
    sampler's world_size to the number of shards; its rank does not matter. Any order of batches.
    Returns 0 with s->result != CDDP_OK for a bad argument, or without memory. Like
@@ -819,7 +820,7 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
 
      desc.elastic = true, desc.shards = 8;             // shards: the largest number of ranks
      TRY(cddp_ddp_create(&ddp, g, p, n, &desc));
-     uint64_t batches = (cddp_sampler_size(&sampler) + 31) / 32; // world_size 8; not in c.sampler
+     uint64_t batches = (cddp_sampler_size(&sampler) + 31) / 32; // o.world_size 8, never loaded
      for (uint64_t t = cddp_ddp_steps(ddp); t < STEPS; t = cddp_ddp_steps(ddp)) {
        int shard;
        cddp_sampler_set_epoch(&sampler, t / batches);  // step t is batch t % batches of an epoch
@@ -845,7 +846,7 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
    cddp_spawn_elastic do this automatically.
 
    In a joining process cddp_rank(g) is its RANK, and cddp_world_size(g) the number of ranks that
-   started the job (and, with shards = 0, of shards). There use g for cddp_alloc and
+   started the job (with shards = 0 also that of shards). There use g for cddp_alloc and
    cddp_ddp_create only: collectives of g are CDDP_UNSUPPORTED. Use cddp_ddp_group.
 
      error of a joining process   cause, in cddp_init or in creating the model or the optimizer
@@ -1037,7 +1038,7 @@ CDDPDEF cddp_result cddp_synchronize(cddp_group *g);
      rank 2 (pid 19617 on vm) was killed by signal 9 (Killed); rank 1 was waiting for it in
      all_reduce(count 1, f32, sum) at loss.c:52, call 4 of the group
 
-   CALL SITES. Error texts of collective calls show the file and line of each call on this host.
+   CALL SITES. Error texts of collective calls show file and line for the ranks of this host.
    Macros at the end of this file pass them. In a wrapper write (cddp_barrier)(cddp_at(g, file,
    line)) to pass the caller's line; the brackets avoid the macro.
 
@@ -1083,8 +1084,8 @@ CDDPDEF cddp_result cddp_store_get(cddp_store *s, const char *key, void *value, 
    the new value. If the value is not a number, the server closes the connection: CDDP_NETWORK. */
 CDDPDEF cddp_result cddp_store_add(cddp_store *s, const char *key, int64_t amount, int64_t *total);
 /* Stores desired if the value equals expected (expected_size 0: if key is absent). value[capacity]
-   and *size receive the value at key afterwards (expected, if key is still absent). *swapped: that
-   value equals desired. To elect a process let each store its own rank. If the value
+   and *size receive the value at key afterwards (expected, if key is still absent). *swapped: this
+   equals desired, whoever stored it. To elect a process let each store its own rank. If the value
    exceeds capacity: CDDP_INVALID_ARGUMENT, but the call has been made, and *swapped and *size are
    set. */
 CDDPDEF cddp_result cddp_store_compare_set(cddp_store *s, const char *key, const void *expected,
@@ -1191,7 +1192,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    no comm_hook of its own. Otherwise, and between hosts, the deadlock ends in a time-out.
 
    MESSAGES. Between threads a send of more than 64 KiB from any memory blocks until it is received.
-   In a group a rank can have 128 unreceived messages to its host's ranks, or copies of 256 MiB;
+   In a group a rank can have 128 unreceived messages to its host's ranks, or 256 MiB of copies;
    then its next send without a handle blocks. Receives for one tag, also with CDDP_ANY, are served
    in the order of their calls. Data for other hosts that the network does not accept at once leaves
    in the rank's later calls of cddp: long computation delays it.
@@ -1225,17 +1226,18 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    ELASTIC TRAINING. Memory: each rank holds all optimizer states, one more copy of the gradients,
    and the sums (with sparse_rows the rows) of its shards.
 
-   Lost ranks: a rank with a local failure (memory, descriptors) ends alone, with a text that begins
-   with "rank N:"; the others treat the rank as lost. Every rank must call cddp_ddp_next_shard
-   within timeout_s of the others. Each step checks that all ranks made the same calls in the
-   step before. If not, all get CDDP_MISMATCH; if only a new rank differs, it alone does.
+   Lost ranks: if a rank fails locally (memory, descriptors), only its calls fail, with a text that
+   begins with "rank N:"; the others treat the rank as lost. Every rank must call
+   cddp_ddp_next_shard within timeout_s of the others. Each step checks that all ranks made the same
+   calls in the step before. If not, all get CDDP_MISMATCH; if only a new rank differs, it alone
+   does.
 
    Several hosts: if processes die, even all of a host, the others continue, down to the last rank.
    A host can still be alive if it does not answer for 20 s, or if all connections to it were reset,
    as by a firewall. Then the other ranks continue only if they are more than half of all ranks (in
    a join: counted with the new ranks and without). Otherwise they end with CDDP_ABORTED. So a job
-   never continues in two halves. The same holds if a host's last rank dies before it has noticed an
-   earlier loss: that looks like a reset connection.
+   never continues in two halves. More than half is also needed if a host's last rank dies before it
+   has noticed an earlier loss: that looks like a reset.
 
    Joins: a joining process asks the ranks on its host, and the rank that listens at
    MASTER_ADDR:MASTER_PORT. One rank of each host listens at MASTER_PORT. If all ranks at
@@ -1254,7 +1256,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
      - A process that was in a job can join it again (CDDP_JOIN) after it has destroyed its models
        and groups of that job.
      - No process can join ranks that are threads. On GPUs such ranks cannot be elastic.
-     - No process can join a job of one host that has a file size limit (ulimit -f).
+     - Under a file size limit (ulimit -f) no process can join a job of one host.
      - Not with comm_hook, find_unused_parameters, uneven_inputs, cddp_ddp_join or MPI.
      - cddp_ddp_sync_buffers, _reduce_scatter, _all_gather and _gather_states return
        CDDP_UNSUPPORTED.
@@ -3509,7 +3511,7 @@ static size_t cddp__challenge_feed(cddp__challenge *challenge, const unsigned ch
       if (challenge->in_size == sizeof challenge->in) cddp__challenge_message(challenge);
     } else if (!challenge->caller || memcmp(challenge->in, CDDP__AUTH_REFUSAL, k) != 0) {
       challenge->state = CDDP__CHALLENGE_NOT_CDDP;
-      if (!challenge->caller) cddp__challenge_refuse(challenge, "S");
+      if (!challenge->caller) cddp__challenge_refuse(challenge, "S"); /* a secret is needed */
     } else if (challenge->in_size == 8 + 1) { /* a tag and the letter */
       challenge->state = CDDP__CHALLENGE_REFUSED;
       challenge->why = (char)challenge->in[8];
@@ -8473,6 +8475,11 @@ static bool cddp__has_announced(const cddp_group *g, int rank) {
   return cddp__load32(&cddp__op_header_of(g, rank, g->round)->seq) == g->round;
 }
 
+/* The other hosts' headers of the round: the leader writes lowest_remote's last. */
+static bool cddp__has_remote_headers(const cddp_group *g) {
+  return cddp__has_announced(g, g->hosts->lowest_remote);
+}
+
 /* >>failure ---------------------------------------------------------------------------------------
    Job: report a failure to all ranks of a group, and find out about a rank that others wait for:
    how it has ended, where it waits, whether two ranks wait for each other.
@@ -8834,7 +8841,7 @@ static bool cddp__rank_needed(const cddp_group *g, int p) {
   if (g->oversubscribed && cddp__load32(&g->block->release) != g->round) return true;
   if (g->hosts == NULL) return false;
   return g->hosts->delivery_count > 0 ||
-         (!g->hosts->local_only && !cddp__has_announced(g, g->hosts->lowest_remote));
+         (!g->hosts->local_only && !cddp__has_remote_headers(g));
 }
 
 /* Breaks the group if a rank of this host that the round needs has ended or left. */
@@ -9082,11 +9089,10 @@ static cddp_result cddp__break_late(cddp_group *g, int late) {
   char names[320] = "", where[CDDP__ERROR_MAX] = "";
   int p, named = 0, n;
   cddp_result r;
-  if (g->hosts != NULL && !g->hosts->local_only &&
-      !cddp__has_announced(g, g->hosts->lowest_remote)) {
+  if (g->hosts != NULL && !g->hosts->local_only && !cddp__has_remote_headers(g)) {
     cddp__hosts_query_arrivals(g);
     r = cddp__check_failure(g);
-    if (r != CDDP_OK || cddp__has_announced(g, g->hosts->lowest_remote)) return r;
+    if (r != CDDP_OK || cddp__has_remote_headers(g)) return r;
   }
   n = cddp__find_late(g, set);
   if (n == 0 && late >= 0) set[late] = true; /* it does not finish a round that all announced */
@@ -11165,8 +11171,8 @@ static cddp_result cddp__build_table(cddp__rendezvous *rdv) {
   return cddp__random(rdv->net->token, 16);
 }
 
-/* Completes a checked table in this rank: its listening socket, the secret for links. A rank below
-   this one can be in the table as another process on another host: two processes have one rank. */
+/* This rank takes over a checked table: its listening socket, the secret for links. A client whose
+   rank belongs to another process in the table (two have one rank) does not fit. */
 static cddp_result cddp__use_table(cddp__rendezvous *rdv) {
   cddp__net *net = rdv->net;
   size_t i;
@@ -12036,8 +12042,7 @@ static void cddp__hosts_query_arrivals(cddp_group *g) {
   cddp__send_arrivals(g, g->round);
   do {
     cddp__hosts_poll(g);
-  } while (!cddp__is_broken(g) &&
-           !cddp__has_announced(g, g->hosts->lowest_remote) && cddp__wait_pause(&w));
+  } while (!cddp__is_broken(g) && !cddp__has_remote_headers(g) && cddp__wait_pause(&w));
 }
 
 enum { CDDP__STAYING, CDDP__LEAVING };
@@ -13211,7 +13216,7 @@ static int cddp__lost_peer(const cddp_work *work) {
   return left == g->size ? gone : -1;
 }
 
-/* Example: "recv from it, tag 7" */
+/* Example: "send to rank 3, tag 7" */
 static cddp__text cddp__describe_message(const cddp_work *work, const char *peer) {
   return cddp__textf("%s %s, tag %d", work->call.kind == CDDP__KIND_RECV ? "recv from" : "send to",
                      work->call.root == CDDP_ANY ? "any rank" : peer, work->call.tag);
@@ -13679,7 +13684,7 @@ struct cddp__mpi {
 };
 
 static pthread_mutex_t cddp__mpi_lock = PTHREAD_MUTEX_INITIALIZER;
-static pid_t cddp__mpi_owner; /* the process in which this file called MPI_Init */
+static pid_t cddp__mpi_finalizer; /* its exit finalizes MPI, not that of its forks */
 static cddp__atomic_u32 cddp__mpi_stuck; /* an operation did not finish: MPI_Finalize would block */
 static struct cddp__mpi *cddp__mpi_groups; /* those of this process that live */
 static int cddp__mpi_attribute = MPI_KEYVAL_INVALID; /* of MPI_COMM_SELF: MPI_Finalize deletes it */
@@ -13913,7 +13918,7 @@ static int cddp__mpi_at_finalize(MPI_Comm self, int key, void *value, void *stat
 
 static void cddp__mpi_finalize(void) { /* at exit */
   int finalized = 1;
-  if (cddp__mpi_owner != getpid() || cddp__load32(&cddp__mpi_stuck) != 0) return;
+  if (cddp__mpi_finalizer != getpid() || cddp__load32(&cddp__mpi_stuck) != 0) return;
   if (MPI_Finalized(&finalized) == MPI_SUCCESS && !finalized) MPI_Finalize();
 }
 
@@ -13922,7 +13927,7 @@ static cddp_result cddp__mpi_start(const cddp_group *g) {
   int initialized = 0, level = 0, size = 0, code = MPI_Initialized(&initialized);
   if (code == MPI_SUCCESS && !initialized) {
     code = MPI_Init_thread(NULL, NULL, MPI_THREAD_MULTIPLE, &level);
-    cddp__mpi_owner = getpid();
+    cddp__mpi_finalizer = getpid();
     if (code == MPI_SUCCESS) atexit(cddp__mpi_finalize);
   } else if (code == MPI_SUCCESS) {
     code = MPI_Query_thread(&level);
@@ -15025,7 +15030,7 @@ static const cddp__backend cddp__cpu_backend = {
     false /* not on_device */, false /* enqueues nothing */, cddp__cpu_start, cddp__cpu_wait,
     cddp__cpu_done, cddp__cpu_synchronize, cddp__cpu_alloc, cddp__cpu_free, cddp__cpu_convert,
     cddp__cpu_prepare, cddp__cpu_open, cddp__nothing_to_leave, cddp__nothing_to_leave,
-    NULL /* scratch */, NULL /* memory */};
+    NULL, NULL /* scratch: alloc; cddp__host_memory */};
 
 static const cddp__carrier cddp__shm_carrier = {
     false /* not foreign */, true /* shared: no `average` */, cddp__run_large, NULL,
@@ -19125,7 +19130,7 @@ typedef struct cddp__meeting {
 
 /* The head of a rank's report to the leader. */
 typedef struct cddp__report {
-  uint64_t table; /* in a table: its random number, the same in each report */
+  uint64_t table; /* in a table: random, the same in each report: for its groups' ids */
   uint64_t epoch; /* of its last table */
   cddp__member self;
   int32_t empty; /* 1: it joins, and has no weights yet */
@@ -19297,7 +19302,7 @@ static cddp_result cddp__describe_self(cddp__meeting *m, cddp__member *self) {
 
 /* --- reports and the table --- */
 
-/* Whether a member's connection has ended. */
+/* Whether a member's connection has ended; notes how. */
 static bool cddp__member_link_ended(cddp__meeting *m, int member, cddp__connection *link) {
   const cddp__host *host = m->group->host;
   uint32_t state = host->one_process && host->slots != NULL
@@ -19700,7 +19705,7 @@ static cddp_result cddp__lead_meeting(cddp__meeting *m, cddp__message *mine, dou
   return r;
 }
 
-/* Waits for a member's next message. NULL: the member is lost, another leader calls, or the
+/* Waits for a member's next message. NULL: its link has ended, another leader calls, or the
    deadline has passed. */
 static cddp__message *cddp__meeting_receive(cddp__meeting *m, int member, size_t most,
                                             double deadline) {
@@ -20647,7 +20652,8 @@ static cddp_result cddp__elastic_connect(cddp_ddp *d) {
   cddp_result r;
   int k;
   memset(&ref, 0, sizeof ref);
-  if (elastic->own != NULL) ref = cddp__ref_of(d->group->host, elastic->own, bytes);
+  if (elastic->own != NULL) /* not on a GPU */
+    ref = cddp__ref_of(d->group->host, elastic->own, bytes);
   r = cddp__round(g, CDDP__KIND_GROUP_NEW, CDDP__PHASE_CONNECTED, 0, &ref, sizeof ref);
   if (r == CDDP_OK)
     r = cddp__round(d->comm, CDDP__KIND_GROUP_NEW, CDDP__PHASE_CONNECTED, 0, NULL, 0);
@@ -24174,7 +24180,7 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels) { (void)k
 
 #if !defined(CDDP_NO_CALL_SITES) && !defined(CDDP__CALL_SITES) /* see >>api-diagnostics */
 #define CDDP__CALL_SITES
-#ifdef __cplusplus /* a prefix: the arguments can have commas, as in f<1, 2>() */
+#ifdef __cplusplus /* notes the line, yields the first argument, as f<1, 2>() */
 #define CDDP__SITE(T) cddp_at(nullptr, __FILE__, __LINE__) ? static_cast<T *>(nullptr) :
 #else
 #define CDDP__SITE(T) cddp_at(NULL, __FILE__, __LINE__) ? (T *)NULL :
