@@ -4605,7 +4605,7 @@ static cddp_result cddp__connections_poll(const cddp_allocator *allocator,
   return r;
 }
 
-/* Whether a new connection can use the descriptor fd: 64, or a quarter, stay for the program. */
+/* Whether cddp can use descriptor fd: the last 64, or 1/4 of a low limit, are the program's. */
 static bool cddp__has_spare_fd(int fd) {
   struct rlimit limit;
   if (getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur > INT_MAX) return true;
@@ -10833,8 +10833,8 @@ static cddp_result cddp__poll_channels(cddp__rendezvous *rdv, double until) {
                         listens on a free port, and writes its address and a token to the store. */
 
 /* The root of a job with a launcher's store: listens for other coordinators, and writes its address
-   to the store: that of its connection to the store. If the store is on this host or has several
-   addresses, it listens on all addresses, of IPv6 and IPv4. */
+   to the store: that of its connection to the store. If that is loopback, or the store has several
+   addresses, others can come to another one: then it listens on all. */
 static cddp_result cddp__publish_root(cddp__rendezvous *rdv) {
   cddp__root_search *root = &rdv->root;
   const char *key = root->key;
@@ -11703,7 +11703,7 @@ static cddp_result cddp__join_receive(cddp__job_info *job, cddp__connection *c, 
   cddp__message *m = cddp__receive_message(c, sizeof *table);
   bool valid;
   if (m == NULL && c->state == CDDP__CONNECTION_ENDED &&
-      c->challenge.state > CDDP__CHALLENGE_PROVEN) { /* another job's rank, or a stranger */
+      c->challenge.state > CDDP__CHALLENGE_PROVEN) { /* failed: another job or a stranger */
     if (c->peer >= 0)
       return cddp__fail(CDDP_UNAUTHORIZED, "the other process does not know the secret of the job");
     job->foreign |= 1u << (-1 - c->peer); /* peer -1 - i: address i of MASTER_ADDR */
@@ -11729,7 +11729,7 @@ static cddp_result cddp__join_check_time(const cddp__host *host, cddp__join_sear
   const char *blocked = search->blocked.s;
   bool there = search->count > 0, far = host->job_info->port != 0;
   bool has_model =
-      host->job_info->table.lead.model.params != 0; /* found before: its ranks listen */
+      host->job_info->table.lead.model.params != 0; /* then its ranks are in `calls` */
   double now = cddp__now();
   int rank, fd;
   for (rank = 0; rank < (int)own->world_size && !there && !has_model; rank++) {
@@ -16957,8 +16957,8 @@ static void cddp__reduce_shards(const cddp_ddp *d, void *out, const void **sourc
     cddp__reduce_nodes(out, sources, all->widths, all->node_count, all->count, n, dtype, CDDP_AVG);
 }
 
-/* Sums nodes of this rank, which together form one node, into the slot `out`. clear: zeroes the
-   gradients. */
+/* Sums nodes of this rank, which together form one node, into the slot `out`, by ranges: parameters
+   that are adjacent in memory. clear: zeroes the gradients. */
 static cddp_result cddp__merge_nodes(cddp_ddp *d, int out, const int *slots, const int *widths,
                                      int count, bool clear) {
   size_t block = d->group->backend->on_device ? SIZE_MAX : CDDP__BLOCK, at, n;
@@ -22700,7 +22700,7 @@ static cddp_result cddp__broadcast_tensors(cddp__ckpt *ckpt) {
       r = cddp__packet_add(&p, item->data, item->count, dtype);
   }
   if (r != CDDP_OK) return r;
-  /* on a device: cudaMemcpy can return before its copy is complete */
+  /* the device can still run the broadcasts and rank 0's copies */
   return ckpt->device ? cddp__await_device(ckpt->g) : cddp__packet_send(&p);
 }
 

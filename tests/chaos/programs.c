@@ -660,7 +660,7 @@ typedef struct shared_state {
   int created;    /* first ranks with a model; events begin when all have one */
   int alive;      /* ranks that can finish the job; never 0 */
   int reached;    /* a step that some rank has begun, */
-  double begun[MOST_STEPS + 1]; /* and when */
+  int64_t begun[MOST_STEPS + 1]; /* and when, in us */
   int joins_left; /* that have neither joined nor ended yet */
   int joined;
   int last_join;  /* the step in which the last one took part first */
@@ -1541,7 +1541,7 @@ static cddp_result train(model *m) {
   if (r == CDDP_OK && p->buffers && p->elastic) check_buffers(m, t);
   while (r == CDDP_OK && me->wrong == 0 && goes_on(p, t)) {
     if (p->uneven > 0 && t >= (uint64_t)p->uneven && m->rank >= p->ranks / 2) break;
-    if (LOAD(shared->reached) < (int)t) shared->begun[t] = test_now();
+    if (LOAD(shared->reached) < (int)t) STORE(shared->begun[t], (int64_t)(1e6 * test_now()));
     if (LOAD(shared->reached) < (int)t) STORE(shared->reached, (int)t);
     if ((r = train_step(m, t)) != CDDP_OK) break;
     at_step(m, t, 3);
@@ -1801,8 +1801,10 @@ static bool was_too_late(const process *q) {
    step on. */
 static bool saw_no_step(const process *q) {
   int t, steps = 0;
-  for (t = 0; t <= MOST_STEPS; t++)
-    steps += shared->begun[t] > q->ended - 2 && shared->begun[t] < q->ended;
+  for (t = 0; t <= MOST_STEPS; t++) {
+    double begun = 1e-6 * (double)LOAD(shared->begun[t]);
+    steps += begun > q->ended - 2 && begun < q->ended;
+  }
   return shared->p.hosts > 0 && q->joins && q->result == CDDP_PEER_LOST && steps < 2 &&
          strstr(q->text, "found no rank of a job") != NULL;
 }
