@@ -40,7 +40,7 @@
    main calls train in each process of a launcher, or cddp_spawn(train, NULL, 2): >>api-launch.
 
    All ranks end with the same weights, bit for bit. Give each rank its own data, and its own seed
-   for dropout and augmentation, such as seed + cddp_rank(g) (with shards: of step and shard). Read
+   for dropout and augmentation, such as seed + cddp_rank(g) (with shards: step and shard). Read
    examples/toy.c first, then digits.c.
 
    Options are structs named cddp_..._desc. Zero one ({0} in C, {} in C++), then set what differs
@@ -51,6 +51,7 @@
    TERMS
      job          the processes that cddp_init connects
      rank         a process (or thread) of the job; its number in a group, 0 .. world size - 1
+                  (a process that joins a running job has a number of its own: >>api-elastic)
      world size   the number of ranks in a group
      group        ranks that call together; cddp_init creates the first one, of all ranks
      collective   a call that all ranks of a group make, in the same order. It can wait for them
@@ -179,8 +180,8 @@ extern "C" {
      either   broken if other ranks had begun the call, else usable
    Two exceptions. If cddp_ddp_create, cddp_save or cddp_load fails, the group stays usable if all
    ranks made the call, and no rank was lost or late. If cddp_ddp_ready, _wait, _step or another
-   step call fails, the model is broken: each of its collective calls returns the failure. (_step in
-   no_sync, though, changes nothing.) With NCCL, or if a rank was lost,
+   step call fails, the model is broken: each of its collective calls returns the failure. (But not
+   by _step in no_sync.) With NCCL, or if a rank was lost,
    the group is broken too. To continue, destroy what is broken, and create it anew. If a rank has
    died, number the ranks anew: rank and world_size in cddp_group_desc. */
 #define CDDP__RESULTS(X) \
@@ -193,7 +194,7 @@ extern "C" {
   X(CDDP_PEER_LOST, "peer lost")               /* broken: a rank died or left, as the text says */ \
   X(CDDP_MISMATCH, "ranks disagree")           /* broken: the text shows what differs */ \
   X(CDDP_UNAUTHORIZED, "unauthorized")         /* no group exists: wrong or missing secret */ \
-  X(CDDP_ABORTED, "aborted")                   /* broken: destroyed in use; elastic: few ranks */ \
+  X(CDDP_ABORTED, "aborted")                   /* broken: destroyed in use; too few ranks */ \
   X(CDDP_UNSUPPORTED, "unsupported")           /* usable: not in this build or situation */ \
   X(CDDP_CUDA, "CUDA error")                   /* either */ \
   X(CDDP_NCCL, "NCCL error")                   /* broken */ \
@@ -277,7 +278,7 @@ typedef struct cddp_logger {
 typedef struct cddp_group_desc {
   const char *init_method;  /* see cddp_init; NULL = "env://" */
   const char *backend;      /* "cpu", "mpi", "nccl". NULL = CDDP_BACKEND, else cpu; on GPUs nccl */
-  const char *device;       /* NULL = "cpu"; "cuda:3"; "cuda" = cuda:LOCAL_RANK, or the only one */
+  const char *device;       /* NULL = "cpu"; "cuda:3"; "cuda" = cuda:LOCAL_RANK, or the only GPU */
   int rank, world_size;     /* at most 4,096 ranks; world_size 0: both from the environment */
   double timeout_s;         /* for every wait; 0 = CDDP_TIMEOUT_S, else 600 */
   const char *secret;       /* NULL = CDDP_SECRET, else none */
@@ -535,15 +536,15 @@ CDDPDEF void cddp_ddp_destroy(cddp_ddp *d);
    hook in DDP. */
 CDDPDEF cddp_result cddp_ddp_ready(cddp_ddp *d, int param);
 
-/* Blocks until every gradient is the mean over the ranks. Collective. An optimizer of your own runs
-   after it. Like the end of loss.backward(). A parameter without ready() is CDDP_INVALID_ARGUMENT,
-   or CDDP_MISMATCH if it was ready on other ranks. */
+/* Blocks (NCCL: enqueues) until every gradient is the mean over the ranks. Collective. An optimizer
+   of your own runs after it. Like the end of loss.backward(). A parameter without ready() is
+   CDDP_INVALID_ARGUMENT, or CDDP_MISMATCH if it was ready on other ranks. */
 CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_wait(cddp_ddp *d);
 
 /* cddp_ddp_wait, clipping (max_grad_norm), cddp_optim_step and cddp_optim_zero_grad in one pass,
    with the same bits (NaNs can differ). Collective. s must have been created for the params array
-   of d. On CPUs the ranks of a host share one set of states (or its
-   part, with sharded_states), and each rank updates a part of the
+   of d. On CPUs the ranks of a host share one set of states (with
+   sharded_states: the host's part), and each rank updates a part of the
    weights; weights in memory of cddp_alloc are updated in place. In elastic models, and on GPUs
    without sharded_states, each rank has all states and updates all weights. */
 CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_step(cddp_ddp *d, cddp_optim *s);
@@ -654,7 +655,7 @@ CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_gather_states(cddp_ddp *d, const cddp_
      TRY(cddp_adamw_create(&adamw, p, n, &o));      // after cddp_ddp_create, which sets p[i].grad
      ...
      cddp_optim_set_lr(adamw, schedule(step));      // the same on all ranks, before the step
-     TRY(cddp_ddp_step(ddp, adamw));                // or cddp_ddp_wait, then cddp_optim_step
+     TRY(cddp_ddp_step(ddp, adamw));                // or _wait, cddp_optim_step, _zero_grad
 
    PARAMETER GROUPS, PyTorch's param_groups, are two arrays, which cddp copies: lr_scales and
    weight_decays give each parameter its own settings, such as no decay for vectors.
@@ -681,7 +682,7 @@ typedef struct cddp_sgd_desc {
   cddp_ddp *ddp;       /* optional: cddp_optim_step then skips parameters that no rank used. Destroy
                           the optimizer before this model */
   void *stream;        /* if ddp is NULL: stream of cddp_optim_step, _zero_grad; NULL = default */
-  void *const *copies;   /* [count] mixed precision; NULL for a parameter: none */
+  void *const *copies;   /* [count] mixed precision; NULL entry: no copy */
   cddp_dtype copy_dtype; /* of all copies: CDDP_F16 or CDDP_BF16 */
   const double *lr_scales;     /* [count] each parameter's rate is lr times this; NULL = all 1 */
   const double *weight_decays; /* [count] each parameter's own; NULL = weight_decay for all */
@@ -771,7 +772,7 @@ CDDPDEF cddp_result cddp_sampler_init(cddp_sampler *s, const cddp_sampler_desc *
    epoch. */
 CDDPDEF void cddp_sampler_set_epoch(cddp_sampler *s, uint64_t epoch);
 CDDPDEF uint64_t cddp_sampler_epoch(const cddp_sampler *s);
-/* The number of this rank's indices in the epoch; after cddp_load of those that are left. */
+/* The number of this rank's indices in the epoch; after cddp_load the number left. */
 CDDPDEF size_t cddp_sampler_size(const cddp_sampler *s);
 /* *index = the next index. Returns false at the end of the epoch, and with s->result != CDDP_OK if
    memory for the permutation (8 bytes a sample) could not be allocated. */
@@ -820,7 +821,7 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
 
      desc.elastic = true, desc.shards = 8;             // shards: the largest number of ranks
      TRY(cddp_ddp_create(&ddp, g, p, n, &desc));
-     uint64_t batches = (cddp_sampler_size(&sampler) + 31) / 32; // o.world_size 8, never loaded
+     uint64_t batches = (cddp_sampler_size(&sampler) + 31) / 32; // world_size 8; no cddp_load
      for (uint64_t t = cddp_ddp_steps(ddp); t < STEPS; t = cddp_ddp_steps(ddp)) {
        int shard;
        cddp_sampler_set_epoch(&sampler, t / batches);  // step t is batch t % batches of an epoch
@@ -846,7 +847,7 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
    cddp_spawn_elastic do this automatically.
 
    In a joining process cddp_rank(g) is its RANK, and cddp_world_size(g) the number of ranks that
-   started the job (with shards = 0 also that of shards). There use g for cddp_alloc and
+   started the job (and of shards, if shards is 0). There use g for cddp_alloc and
    cddp_ddp_create only: collectives of g are CDDP_UNSUPPORTED. Use cddp_ddp_group.
 
      error of a joining process   cause, in cddp_init or in creating the model or the optimizer
@@ -1085,9 +1086,9 @@ CDDPDEF cddp_result cddp_store_get(cddp_store *s, const char *key, void *value, 
 CDDPDEF cddp_result cddp_store_add(cddp_store *s, const char *key, int64_t amount, int64_t *total);
 /* Stores desired if the value equals expected (expected_size 0: if key is absent). value[capacity]
    and *size receive the value at key afterwards (expected, if key is still absent). *swapped: this
-   equals desired, whoever stored it. To elect a process let each store its own rank. If the value
-   exceeds capacity: CDDP_INVALID_ARGUMENT, but the call has been made, and *swapped and *size are
-   set. */
+   equals desired, also if another process stored it. To elect a process let each store its own
+   rank. If the value exceeds capacity: CDDP_INVALID_ARGUMENT, but the call has been made, and
+   *swapped and *size are set. */
 CDDPDEF cddp_result cddp_store_compare_set(cddp_store *s, const char *key, const void *expected,
                                            size_t expected_size, const void *desired,
                                            size_t desired_size, void *value, size_t capacity,
@@ -1117,7 +1118,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    STOPPED PEERS. After a failed call its buffers are the caller's again, with one exception. A peer
    on this host can be stopped (SIGSTOP, a frozen container). A peer that is still stopped 5 s after
    the failure can write to the call's gradients and memory of cddp_alloc when it continues. Free
-   such memory (cddp does not allocate it again), and create the models in it anew.
+   such memory (cddp does not allocate it again), and create the models that used it anew.
 
    STOPPED JOBS. A whole job can be stopped for any time (Slurm's suspend, a paused machine). If
    only some processes are stopped, the others get CDDP_TIMEOUT.
@@ -1127,11 +1128,12 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    If a rank replaces its program (exec), the others on its host notice it only after timeout_s. Do
    not close cddp's descriptors (closefrom, close_range): elastic ranks need them.
 
-   ADDRESSES. Rank 0 accepts ranks at MASTER_ADDR:MASTER_PORT until all have connected, and keeps
-   the port while the group lives. MASTER_ADDR must be an address or name of rank 0's host, not of a
-   NAT. If rank 0's host resolves the name to loopback, such as Debian's 127.0.1.1, rank 0 listens
-   on all addresses ("localhost": on loopback only). The other ranks retry an unknown name for a
-   minute. Ranks on one host need no network.
+   ADDRESSES. Unless a launcher has its own way (below), rank 0 accepts ranks at
+   MASTER_ADDR:MASTER_PORT until all have connected, and keeps the port while the group lives.
+   MASTER_ADDR must be an address or name of rank 0's host, not of a NAT. If rank 0's host resolves
+   the name to loopback, such as Debian's 127.0.1.1, rank 0 listens on all addresses ("localhost":
+   on loopback only). The other ranks retry an unknown name for a minute. Ranks on one host need no
+   network.
 
    LAUNCHERS. On one host the ranks of srun and mpirun (Open MPI, MPICH) connect without a port. So
    should those of Intel MPI, MVAPICH2, flux run, jsrun and PALS (untested). If a job step starts
@@ -1232,12 +1234,12 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    calls in the step before. If not, all get CDDP_MISMATCH; if only a new rank differs, it alone
    does.
 
-   Several hosts: if processes die, even all of a host, the others continue, down to the last rank.
-   A host can still be alive if it does not answer for 20 s, or if all connections to it were reset,
-   as by a firewall. Then the other ranks continue only if they are more than half of all ranks (in
-   a join: counted with the new ranks and without). Otherwise they end with CDDP_ABORTED. So a job
-   never continues in two halves. More than half is also needed if a host's last rank dies before it
-   has noticed an earlier loss: that looks like a reset.
+   Several hosts: if processes die one by one, the others continue, down to the last rank. A host
+   can still be alive if it does not answer for 20 s, or if all connections to it were reset, as by
+   a firewall. Then the other ranks continue only if they are more than half of all ranks (in a
+   join: of the old ranks, and of old plus new). Otherwise they end with CDDP_ABORTED. So a job
+   never continues in two halves. The majority is also needed if all ranks of a host die at once:
+   that looks like a reset.
 
    Joins: a joining process asks the ranks on its host, and the rank that listens at
    MASTER_ADDR:MASTER_PORT. One rank of each host listens at MASTER_PORT. If all ranks at
@@ -1246,7 +1248,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    processes of that host can join it.
 
    Groups: use cddp_ddp_group. Calls on any other group with a lost rank, also on cddp_init's, fail:
-   on its host with CDDP_PEER_LOST, on other hosts at the latest with CDDP_TIMEOUT.
+   on its host with CDDP_PEER_LOST, elsewhere at the latest with CDDP_TIMEOUT.
 
    Checkpoints: if a rank is lost during cddp_save, the old file can remain. After the last step,
    when no save follows, each rank can save alone: g NULL, and a path for each rank.
@@ -4474,7 +4476,7 @@ static cddp_result cddp__connection_post_failure(cddp__connection *c, cddp_resul
 }
 
 /* Fails as such a message says. CDDP_OK: it is another message. */
-static cddp_result cddp__fail_as_told(const cddp__message *m) {
+static cddp_result cddp__fail_by_message(const cddp__message *m) {
   uint32_t result = m->head.number - CDDP__FAILED;
   if (m->head.number < CDDP__FAILED) return CDDP_OK;
   if (result == CDDP_OK || result >= CDDP__RESULT_COUNT) result = CDDP_MISMATCH;
@@ -10552,7 +10554,7 @@ static cddp_result cddp__receive_from_child(cddp__rendezvous *rdv, cddp__channel
     if (kind == CDDP__RENDEZVOUS_RANK && m->head.size == sizeof(cddp__rank_info) && !full)
       r = cddp__receive_rank(rdv, child, m, &valid);
     else if (failed && valid)
-      r = cddp__fail_as_told(m);
+      r = cddp__fail_by_message(m);
     else if (kind == CDDP__RENDEZVOUS_PORT && valid && c->local && /* of rank 0, matching or not */
              m->head.size == sizeof rdv->root.token && rdv->root.fd_count < CDDP__ADDRESSES_MAX &&
              rdv->registered[child->first].info.rank == 0)
@@ -10754,7 +10756,7 @@ static cddp_result cddp__receive_from_parent(cddp__rendezvous *rdv) {
   while (r == CDDP_OK && valid && (m = cddp__receive_message(c, most)) != NULL) {
     if (m->head.number >= CDDP__FAILED) {
       rdv->common = true;
-      r = cddp__fail_as_told(m);
+      r = cddp__fail_by_message(m);
     } else if (m->head.number == CDDP__RENDEZVOUS_WAIT && !rdv->parent.awaited) {
       rdv->parent.awaited = true;
       rdv->root.blocked.s[0] = 0;
@@ -11171,8 +11173,8 @@ static cddp_result cddp__build_table(cddp__rendezvous *rdv) {
   return cddp__random(rdv->net->token, 16);
 }
 
-/* This rank takes over a checked table: its listening socket, the secret for links. A client whose
-   rank belongs to another process in the table (two have one rank) does not fit. */
+/* This rank takes over a checked table: its listening socket, the secret for links. A client
+   does not fit if its rank belongs to another process in the table (two have one rank). */
 static cddp_result cddp__use_table(cddp__rendezvous *rdv) {
   cddp__net *net = rdv->net;
   size_t i;
@@ -11930,9 +11932,9 @@ static bool cddp__is_awaited(const cddp_group *g, int rank) {
   return false;
 }
 
-/* The receive into whose buffer a message can go directly: the oldest one that matches its head, if
-   no stored message is older. NULL: none, or one from any rank: another rank's message can arrive
-   first. p2p.lock held. */
+/* The receive that can take a message into its buffer directly: the oldest one that matches its
+   head, if no stored message is older. NULL: none, or one from any rank: another rank's message can
+   arrive first. p2p.lock held. */
 static cddp_work *cddp__recv_for(const cddp_group *g, int from, const cddp__frame_head *head) {
   const cddp__message *m;
   cddp_work *work = g->p2p.recvs;
@@ -13147,7 +13149,7 @@ static bool cddp__reclaim_send(cddp__send_request *p) {
 }
 
 /* Frees done requests and the memory of copies beyond CDDP__STAGED_MAX, and counts sends in flight.
-   Returns the free request whose memory fits `bytes` best; -1: none. */
+   Returns the free request with the memory that fits `bytes` best; -1: none. */
 static int cddp__scan_sends(cddp_group *g, size_t bytes) {
   size_t kept = 0, best_size = 0;
   int i, best = -1, n = cddp__send_count(g);
@@ -17923,7 +17925,7 @@ static cddp_result cddp__fetch_weights(cddp_ddp *d, const cddp_optim *optim) {
   return r == CDDP_OK ? cddp__end_access(d->control, r) : r;
 }
 
-/* Updates this rank's part, whose means it has, and broadcasts all parts of the weights. */
+/* Updates this rank's part from its means, and broadcasts all parts of the weights. */
 static cddp_result cddp__partitioned_step(cddp__pass *pass) {
   cddp_optim *optim = pass->optim;
   cddp_ddp *d = pass->d;
@@ -19506,7 +19508,7 @@ static cddp_result cddp__meeting_connect(cddp__meeting *m, int member, const voi
 /* A member answers a call only if it continues without this rank. */
 static cddp_result cddp__check_answer(cddp__connection *link) {
   cddp__message *answer = cddp__connection_receive(link, CDDP__ERROR_MAX);
-  cddp_result r = answer != NULL ? cddp__fail_as_told(answer) : CDDP_OK;
+  cddp_result r = answer != NULL ? cddp__fail_by_message(answer) : CDDP_OK;
   cddp__free(link->in.allocator, answer);
   return r;
 }
@@ -19733,7 +19735,7 @@ static cddp_result cddp__send_report(cddp__meeting *m, int leader, const cddp__m
   r = cddp__meeting_connect(m, leader, mine + 1, mine->head.size);
   if (r == CDDP_OK)
     *table = cddp__meeting_receive(m, leader, (size_t)m->most * m->report_bytes, deadline);
-  if (*table != NULL && (r = cddp__fail_as_told(*table)) == CDDP_OK) return r;
+  if (*table != NULL && (r = cddp__fail_by_message(*table)) == CDDP_OK) return r;
   if (r == CDDP_OK && cddp__now() >= deadline)
     r = cddp__fail(CDDP_TIMEOUT,
                    "timed out after %g s: after a loss in step %" PRIu64 ", the leader, %s, has "
@@ -24258,6 +24260,7 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels) { (void)k
               TRY of README and examples is do-while: an else behind it is the caller's.
               Texts show the line of a call with the argument cddp_ddp_group(d), and of a bucket.
               Texts name no_sync, and a slow disk in cddp_save. They end at a whole character.
+              cddp_ddp_grad_norm returned an older step's norm after a step without a clip.
               cddp_save takes names of 252 to 255 bytes. cppcheck reads the header.
               cddptrace: jobs that hang now, why a rank is missing, a directory as its argument.
               cddprun: prints while it starts ranks; more than 4,096 ranks, -n4 and -np are errors.
