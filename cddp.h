@@ -6691,13 +6691,15 @@ static bool cddp__segment_has(const cddp__segment *segment, const void *p) {
 /* The offset of shared memory, own or a peer's, in the memfd. */
 static uint64_t cddp__offset_of(const cddp__host *host, const void *p) {
   const struct cddp__segments *tables[2] = {&host->arena.own, &host->arena.peers};
-  const cddp__segment *segment = NULL;
   size_t i, k;
   for (k = 0; k < 2; k++)
-    for (i = 0; i < tables[k]->count; i++)
-      if (cddp__segment_has(tables[k]->list[i], p)) segment = tables[k]->list[i];
-  CDDP_ASSERT(segment != NULL);
-  return segment->base + (uint64_t)((const char *)p - segment->address);
+    for (i = 0; i < tables[k]->count; i++) {
+      const cddp__segment *segment = tables[k]->list[i];
+      if (cddp__segment_has(segment, p))
+        return segment->base + (uint64_t)((const char *)p - segment->address);
+    }
+  CDDP_ASSERT(!"shared memory is in a segment");
+  return 0;
 }
 
 /* Whether all ranks of this host have left the block after which the extent is freed. If the block

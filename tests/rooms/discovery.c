@@ -767,8 +767,8 @@ static void test_agent_store(void) { /* torchrun's agent serves for its own rank
   CHECK(!at.client_only);
 }
 
-/* The secret that cddp_spawn and cddprun give the ranks of one host: for their port alone, and never
-   before one of the user's. */
+/* The secret that cddp_spawn and cddprun give the ranks of one host: for their port alone, and
+   never before one of the user's. */
 static void test_launcher_secret(void) {
   static const struct {
     const char *set, *secret;
