@@ -3,7 +3,8 @@
   torch_engines.py [--rounds N]       2 ranks, one thread each; medians of N rounds (7)
 
 Prints for all_reduce and for the step what each engine takes, and what it adds to a step alone: wall time, and in
-brackets the CPU time of both ranks, which tells more on a busy machine.
+brackets the CPU time of both ranks, which tells more on a busy machine. view: with gradient_as_bucket_view=True, which
+saves DDP's own copies of the gradients.
 PYTHONPATH must name examples/torch, whose cddp_torch.py says how the engine is built.
 """
 import os
@@ -66,7 +67,9 @@ def run(rank, port, rounds):
                   f"({t['gloo'][1] / t['cddp'][1]:.1f})", flush=True)
 
     x, label = torch.randn(BATCH, 784), torch.randint(10, (BATCH,))
-    nets = {e: torch.nn.parallel.DistributedDataParallel(model(), process_group=groups[e]) for e in ENGINES}
+    ways = [(e, view) for view in (False, True) for e in ENGINES]
+    ddp = torch.nn.parallel.DistributedDataParallel
+    nets = {w: ddp(model(), process_group=groups[w[0]], gradient_as_bucket_view=w[1]) for w in ways}
     nets["alone"] = model()
     sgds = {k: torch.optim.SGD(n.parameters(), lr=0.01, momentum=0.9) for k, n in nets.items()}
 
@@ -78,9 +81,9 @@ def run(rank, port, rounds):
     t = medians({k: (lambda k=k: step(k), STEPS) for k in nets}, rounds)
     if rank == 0:
         print(f"step alone {t['alone'][0] * 1e3:.1f} ms ({t['alone'][1] * 1e3:.1f})")
-        for e in ENGINES:
-            adds = [a - b for a, b in zip(t[e], t["alone"])]
-            print(f"step {e} {t[e][0] * 1e3:.1f} ms ({t[e][1] * 1e3:.1f}), "
+        for w in ways:
+            adds = [a - b for a, b in zip(t[w], t["alone"])]
+            print(f"step {w[0]}{' view' if w[1] else ''} {t[w][0] * 1e3:.1f} ms ({t[w][1] * 1e3:.1f}), "
                   f"adds {adds[0] * 1e3:.1f} ms ({adds[1] * 1e3:.1f})", flush=True)
     dist.barrier()
     os._exit(0)  # an orderly end hangs at times in PyTorch 1.13
