@@ -6361,8 +6361,8 @@ enum cddp__extent_use {
   CDDP__EXTENT_USER,       /* cddp_alloc, gradients; peers write to it: cddp__arena_quarantine */
   CDDP__EXTENT_BUFFER,     /* cddp's buffers that peers only read */
   CDDP__EXTENT_BLOCK,      /* a group's control block; freed after all its ranks have left */
-  CDDP__EXTENT_BLOCK_LAZY, /* the same. From here on: memory is allocated at the first access */
-  CDDP__EXTENT_LAZY        /* as USER: means of gradients, an optimizer's states; cddp__commit */
+  CDDP__EXTENT_BLOCK_LAZY, /* the same, of elastic models. Lazy extents are not dumped */
+  CDDP__EXTENT_LAZY        /* as USER: means of gradients, an optimizer's states */
 };
 
 /* An allocation, or a free extent. */
@@ -6732,21 +6732,28 @@ static void cddp__arena_free_left_blocks(cddp__host *host) {
   }
 }
 
+/* How many bytes cddp__arena_alloc commits. The rest is committed when it is used: by cddp__commit,
+   or in control blocks by cddp__commit_head and cddp__commit_staging. */
+static size_t cddp__committed_bytes(enum cddp__extent_use use, size_t bytes, size_t whole) {
+  if (use == CDDP__EXTENT_LAZY) return 0;
+  if (use == CDDP__EXTENT_BLOCK_LAZY) return cddp__page_size();
+  return use == CDDP__EXTENT_BLOCK && bytes < CDDP__HUGE_PAGE ? cddp__page_size() : whole;
+}
+
 /* Allocates zeroed memory in this rank's window. */
 static void *cddp__arena_alloc(cddp__host *host, size_t bytes, enum cddp__extent_use use) {
-  size_t page = bytes >= CDDP__HUGE_PAGE ? CDDP__HUGE_PAGE : cddp__page_size(), whole, size;
+  size_t page = bytes >= CDDP__HUGE_PAGE ? CDDP__HUGE_PAGE : cddp__page_size();
+  size_t whole, committed, size;
   cddp__extent *extent;
   cddp__control_block *block;
   char *address = NULL;
   int list;
-  size_t now; /* bytes whose pages are allocated: of a lazy control block those of its generation */
   if (bytes > SIZE_MAX / 4) {
     cddp__fail(CDDP_OUT_OF_MEMORY, "cddp_alloc: %zu bytes exceed the address space", bytes);
     return NULL;
   }
-  whole = now = cddp__round_up(cddp__max(bytes, 1), page);
-  if (use >= CDDP__EXTENT_BLOCK_LAZY || (use == CDDP__EXTENT_BLOCK && page < CDDP__HUGE_PAGE))
-    now = use == CDDP__EXTENT_LAZY ? 0 : cddp__page_size();
+  whole = cddp__round_up(cddp__max(bytes, 1), page);
+  committed = cddp__committed_bytes(use, bytes, whole);
   size = cddp__round_up(whole, cddp__max(page, (size_t)1 << (63 - __builtin_clzll(whole)) >> 2));
   pthread_mutex_lock(&host->lock);
   cddp__arena_free_left_blocks(host);
@@ -6765,8 +6772,9 @@ static void *cddp__arena_alloc(cddp__host *host, size_t bytes, enum cddp__extent
       cddp__set_dumped(host, address, whole, true);
     if (host->arena.fd < 0) {
       if (use != CDDP__EXTENT_BLOCK_LAZY) cddp__request_huge_pages(address, whole);
-    } else if (!cddp__populate(host, address, cddp__extent_base(extent), now)) {
-      (void)cddp__fail_commit(now < whole ? "the control block of a group" : "cddp_alloc", whole);
+    } else if (!cddp__populate(host, address, cddp__extent_base(extent), committed)) {
+      (void)cddp__fail_commit(committed < whole ? "the control block of a group" : "cddp_alloc",
+                              whole);
       cddp__extent_release(host, extent);
       address = NULL;
     }
