@@ -8962,20 +8962,24 @@ static bool cddp__works_visible(cddp__host *host) {
    Returns false if another thread's wait is published, or if this rank may continue in another
    thread. An engine's thread publishes while its caller waits for the engine. */
 static bool cddp__publish_wait(cddp_group *g, const char *where) {
-  const cddp__op_header *header = cddp__op_header_of(g, g->rank, g->round);
   cddp__engine *engine = cddp__own_engine;
   cddp__slot *slot = cddp__wait_slot(g, g->rank);
+  uint64_t wait = UINT64_MAX;
   cddp__text call;
   if (slot == NULL) return false;
   if (engine != NULL && (engine != &g->engine || cddp__load32(&engine->awaited) == 0)) return false;
   if (!cddp__works_visible(g->host) || !cddp__swap32(&g->host->shown, 0, 1)) return false;
-  call = cddp__describe_call(header->call, header->count, header->root);
-  if (cddp__this_site.function != NULL) call = cddp__textf("%s", cddp__this_site.function);
-  call = cddp__textf("%.90s%s", call.s, cddp__describe_site().s);
-  cddp__copy_text(slot->where, where != NULL ? where : call.s, CDDP__WHERE_MAX);
+  if (where == NULL) { /* during a message's wait, the engine's thread can change g->round */
+    const cddp__op_header *header = cddp__op_header_of(g, g->rank, g->round);
+    call = cddp__describe_call(header->call, header->count, header->root);
+    if (cddp__this_site.function != NULL) call = cddp__textf("%s", cddp__this_site.function);
+    call = cddp__textf("%.90s%s", call.s, cddp__describe_site().s);
+    where = call.s;
+    wait = (uint64_t)(uint32_t)g->id << 32 | g->round;
+  }
+  cddp__copy_text(slot->where, where, CDDP__WHERE_MAX);
   cddp__store32(&slot->failed, 0);
-  cddp__store64(&slot->wait,
-                where != NULL ? UINT64_MAX : (uint64_t)(uint32_t)g->id << 32 | g->round);
+  cddp__store64(&slot->wait, wait);
   return true;
 }
 
