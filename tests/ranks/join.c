@@ -67,6 +67,7 @@ typedef struct shared_state {
   double took, cpu;  /* seconds of a refused process, and its processor time */
   double init_s;     /* that cddp_init of the last joining process took */
   int far;           /* 1: far_proxy listens */
+  int placed[8];     /* by RANK: its rank in the last group of all 4 ranks, + 1 */
   int crowd[64];     /* result + 1 of processes with `crowd`, by rank; 0: not known yet */
 } shared_state;
 
@@ -278,6 +279,7 @@ static int life(int rank, void *arg) {
     if (v.rows && v.rank == 0) shared->memory = (size_t)ranks_shared_bytes();
     stop = (float)look(&shared->stop);
     g = cddp_ddp_group(m.ddp);
+    if (cddp_world_size(g) == 4 && v.rank < 8) shared->placed[v.rank] = cddp_rank(g) + 1;
     r = cddp_all_reduce(g, &stop, 1, CDDP_F32, CDDP_MAX, NULL);
     if (r == CDDP_OK && v.join != NULL && !counted) { /* from now on the others have it */
       counted = true;
@@ -414,6 +416,39 @@ static void test_comes(void) {
   CHECK_EQ(look(&shared->joined), 2);
   end_job(pids, 3);
   CHECK_EQ(shared->took, 3); /* ranks in the last step */
+}
+
+/* Ranks 1 and 2 of 4 die at once: the processes that replace them have the ranks that these had,
+   whichever comes first. */
+static void test_places(void) {
+  process_config first = usual(), v[2];
+  int i, k, status, round;
+  pid_t pids[4];
+  first.join = NULL;
+  first.world_size = first.shards = 4;
+  begin_job(pids, &first);
+  v[0] = v[1] = first;
+  v[0].join = v[1].join = "1";
+  for (round = 0; round < 4; round++) {
+    double until = test_now() + RANKS_WITHIN(20.0);
+    for (i = 1; i <= 2; i++) kill(pids[i], SIGKILL);
+    for (i = 1; i <= 2; i++) waitpid(pids[i], &status, 0);
+    memset(shared->placed, 0, sizeof shared->placed);
+    for (k = 0; k < 2; k++) {
+      i = k == round % 2 ? 2 : 1;
+      v[i - 1].rank = i;
+      pids[i] = ranks_fork(life, i, &v[i - 1]);
+      while (k == 0 && round >= 2 && look(&shared->joined) <= 2 * round && test_now() < until)
+        ranks_sleep(0.001);
+    }
+    while (look(&shared->joined) < 2 * round + 2 && test_now() < until) ranks_sleep(0.001);
+    CHECK_EQ(look(&shared->joined), 2 * round + 2);
+    for (i = 0; i < 4; i++) {
+      while (look(&shared->placed[i]) == 0 && test_now() < until) ranks_sleep(0.001);
+      CHECK_EQ(look(&shared->placed[i]), i + 1);
+    }
+  }
+  end_job(pids, 4);
 }
 
 /* The descriptors for a joined rank are never 0, 1 or 2, which the program can still open. */
@@ -1807,6 +1842,7 @@ static void test_without_optimizer(void) {
 int main(void) {
   shared = (shared_state *)ranks_shared(sizeof *shared);
   RUN(test_comes);
+  RUN(test_places);
   RUN(test_no_stdio);
   RUN(test_leaves);
   RUN(test_no_shards);
