@@ -1844,7 +1844,8 @@ static void describe_process(char *text, size_t size, const process *q, int stat
 }
 
 /* Whether a rank uses more and more: the least of its last measures is above the most of its first
-   ones: by one for every third measure, or by 2 KiB each and 64 more. Not under sanitizers. */
+   ones (of memory: of the first half and more): by one for every third measure, or by 2 KiB each
+   and 64 more. Not under sanitizers. */
 static bool grows(const process *q, char *text, size_t size) {
   static const char *const names[] = {"descriptors", "threads", "mappings", "KiB from malloc",
                                       "KiB in common"};
@@ -1859,14 +1860,14 @@ static bool grows(const process *q, char *text, size_t size) {
     if (begin + 2 * some > n) break;
     for (i = 0; verbose && i < n; i++) fprintf(stderr, " %d", q->use[at[i]].of[kind]);
     if (verbose) fprintf(stderr, " %s\n", names[kind]);
-    for (i = 0; i < some; i++) {
-      if (q->use[at[begin + i]].of[kind] > first) first = q->use[at[begin + i]].of[kind];
-      if (q->use[at[n - 1 - i]].of[kind] < last) last = q->use[at[n - 1 - i]].of[kind];
-    }
+    for (i = 0; i < begin + some; i++)
+      if (q->use[at[i]].of[kind] > first) first = q->use[at[i]].of[kind];
+    for (i = n - some; i < n; i++)
+      if (q->use[at[i]].of[kind] < last) last = q->use[at[i]].of[kind];
     for (i = begin; i + 1 < n; i++) rises += q->use[at[i + 1]].of[kind] > q->use[at[i]].of[kind];
     if (last - first < least || 4 * rises < n - begin) continue; /* a first use of something */
-    snprintf(text, size, "rank %d: %d %s at measure %d, %d at %d", q->rank, first, names[kind],
-             at[begin], last, at[n - 1]);
+    snprintf(text, size, "rank %d: %d %s up to measure %d, %d at %d", q->rank, first, names[kind],
+             at[begin + some - 1], last, at[n - 1]);
     return true;
   }
   return false;
