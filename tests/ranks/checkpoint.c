@@ -1215,6 +1215,27 @@ static void test_no_locks(void) {
   CHECK(status == 0 && holds(7, 10) && access(temporary, F_OK) != 0);
 }
 
+static int removes; /* by its next write: 1: the temporary file; 2: another file takes its name */
+
+ssize_t pwrite(int fd, const void *data, size_t size, off_t at) { /* instead of libc's */
+  int how = __atomic_exchange_n(&removes, 0, __ATOMIC_SEQ_CST);
+  if (how > 0) CHECK(unlink(temporary) == 0);
+  if (how == 2) write_bytes(temporary, "abc", 3);
+  return syscall(SYS_pwrite64, fd, data, size, at);
+}
+
+static void test_temporary_removed(void) {
+  int how;
+  for (how = 1; how < 3; how++) {
+    removes = how;
+    CHECK_IS(save_value(2, 10), CDDP_IO);
+    CHECK(strstr(cddp_error(), "another process removed") != NULL);
+    CHECK((access(temporary, F_OK) == 0) == (how == 2) && access(path, F_OK) != 0);
+    CHECK_EQ(removes, 0);
+  }
+  CHECK(unlink(temporary) == 0);
+}
+
 static void test_old_file_stays(void) {
   pid_t pid;
   int status, fd;
@@ -1673,6 +1694,7 @@ int main(void) {
   RUN(test_unreadable_directory);
   RUN(test_last_descriptor);
   RUN(test_no_locks);
+  RUN(test_temporary_removed);
   RUN(test_old_file_stays);
   RUN(test_only_regular_files);
   RUN(test_mode_is_kept);
