@@ -1258,7 +1258,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
      - A process that was in a job can join it again (CDDP_JOIN) after it has destroyed its models
        and groups of that job.
      - No process can join ranks that are threads. On GPUs such ranks cannot be elastic.
-     - Under a file size limit (ulimit -f) no process can join a job of one host.
+     - No process can join a job of one host that was started under a file size limit (ulimit -f).
      - Not with comm_hook, find_unused_parameters, uneven_inputs, cddp_ddp_join or MPI.
      - cddp_ddp_sync_buffers, _reduce_scatter, _all_gather and _gather_states return
        CDDP_UNSUPPORTED.
@@ -6340,8 +6340,7 @@ static cddp_result cddp__discover(cddp__config *config, const cddp_group_desc *d
        byte of each process whose memory it can read. If the owner has ended, and an exclusive lock
        on the use byte succeeds, nobody alive reads the window, so it is punched: a reader that has
        died does not count. The last reader always succeeds, since each tries after it has unmapped.
-     - The same holds for a process that ends while it joins. Its pid is in the first page of its
-       window.
+     - The same holds for a process that ends while it joins.
    What fails: a mapping or a commit, for that rank alone. Closing any descriptor of the file drops
    all locks of the process (fcntl(2)). So a process that has locks receives no further descriptor
    of it (the manual forbids to join a job twice), and each meeting of an elastic model checks that
@@ -6997,7 +6996,6 @@ static cddp__process *cddp__add_process(cddp__host *host, int window, uint32_t p
    is freed. What fails now is tried again in the next step. */
 static void cddp__find_processes(cddp__host *host) {
   cddp__atomic_u32 joins;
-  uint32_t pid;
   cddp__process *p;
   int window;
   if (!cddp__memfd_is_open(host) ||
@@ -7009,10 +7007,7 @@ static void cddp__find_processes(cddp__host *host) {
   for (; host->joins_seen < joins.v; host->joins_seen++) {
     window = host->size + (int)host->joins_seen;
     if (window == host->arena.window || cddp__process_at(host, window).pid != 0) continue;
-    if (pread(host->arena.fd, &pid, sizeof pid,
-              (off_t)((uint64_t)(window + 1) << host->arena.window_bits)) != (ssize_t)sizeof pid)
-      return;
-    if ((p = cddp__add_process(host, window, pid)) == NULL) return;
+    if ((p = cddp__add_process(host, window, 0)) == NULL) return; /* members know their pids */
     p->lost = 1;
   }
 }
@@ -7201,10 +7196,10 @@ static cddp_result cddp__create_memory(cddp__host *host, uint64_t least) {
 }
 
 /* The same in a process that joins a job of local_size ranks here. It takes a new window: its life
-   byte is locked before the others can know the number. Its pid is in the first page. */
+   byte is locked before the others can know the number. */
 static cddp_result cddp__join_memory(cddp__host *host, int fd, int local_size) {
   size_t page = cddp__page_size();
-  uint32_t joins, pid = (uint32_t)getpid();
+  uint32_t joins;
   cddp__control_block *first; /* of the job's first group; a page of it */
   cddp_result r = CDDP_OK;
   bool taken = false;
@@ -7229,9 +7224,6 @@ static cddp_result cddp__join_memory(cddp__host *host, int fd, int local_size) {
   }
   if (r == CDDP_OK) cddp__count_cores(host, first->processors);
   munmap(first, page);
-  if (r == CDDP_OK && pwrite(fd, &pid, sizeof pid, (off_t)host->arena.window_end) != sizeof pid)
-    r = cddp__fail_errno("pwrite to the job's shared memory");
-  host->arena.window_end += page;
   return r;
 }
 

@@ -92,18 +92,16 @@ static int memory_fd(void) {
   return -1;
 }
 
-/* Whether each page of the host's memory was asked for. A process that joins writes its number to
-   the first page of its window by pwrite, which can fail too. */
+/* Whether each page of the host's memory was asked for. */
 static void check_pages(const char *when) {
-  int fd = memory_fd(), first = 0, i; /* the host's first ranks */
+  int fd = memory_fd();
   off_t at = 0, end;
-  for (i = 0; i < shared->ranks; i++) first += ranks_together(i, my_rank);
   while (fd >= 0 && stray == 0 && (at = lseek(fd, at, SEEK_DATA)) >= 0) {
     end = lseek(fd, at, SEEK_HOLE);
     for (; at < end && stray == 0; at += PAGE) {
       int64_t page = at / PAGE, window = page >> 28;
       page &= (1 << 28) - 1;
-      if (window >= WINDOWS || page >= PAGES || (window > first && page == 0)) continue;
+      if (window >= WINDOWS || page >= PAGES) continue;
       if (__atomic_load_n(mark_of(window, page), __ATOMIC_SEQ_CST) != 0) continue;
       stray = lseek(fd, at, SEEK_DATA) == at && /* else it has just been freed */
               __atomic_load_n(mark_of(window, page), __ATOMIC_SEQ_CST) == 0;

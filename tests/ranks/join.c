@@ -772,7 +772,7 @@ static void test_large_alone(void) {
 }
 
 /* Ranks as a container's runtime or a set-uid launcher starts them. Nobody may open another rank's
-   descriptors by /proc, and the address space has a limit. */
+   descriptors by /proc, and the address space or files have a limit. */
 static void own_user_namespace(void) {
   if (geteuid() == 0 && (setgid(1234) != 0 || setuid(1234) != 0)) _exit(9);
   (void)prctl(PR_SET_DUMPABLE, 1);
@@ -783,18 +783,22 @@ static void little_address_space(void) {
   struct rlimit most = {(rlim_t)16 << 30, (rlim_t)16 << 30};
   CHECK(RANKS_SLOW || setrlimit(RLIMIT_AS, &most) == 0);
 }
+static void small_files(void) {
+  struct rlimit most = {65536, 65536};
+  CHECK(setrlimit(RLIMIT_FSIZE, &most) == 0);
+}
 
 static void test_confined(void) {
   static void (*const environments[])(void) = {own_user_namespace, not_dumpable,
-                                               little_address_space};
+                                               little_address_space, small_files};
   size_t kib;
   int i, status;
-  for (i = 0; i < 3; i++) {
+  for (i = 0; i < 4; i++) {
     process_config first = usual(), v;
     double until = test_now() + RANKS_WITHIN(20.0);
     pid_t pids[3];
     first.join = NULL;
-    first.environment = environments[i];
+    first.environment = environments[i] == small_files ? NULL : environments[i]; /* no joins */
     first.extra = (size_t)24 << 20;
     begin_job(pids, &first);
     ask_resources(2);
@@ -802,6 +806,7 @@ static void test_confined(void) {
     kill(pids[0], SIGKILL);
     waitpid(pids[0], &status, 0);
     v = first;
+    v.environment = environments[i];
     v.rank = 0;
     v.join = "1";
     pids[0] = ranks_fork(life, 0, &v);
