@@ -3375,7 +3375,7 @@ static cddp_result cddp__gpu_norm(cddp_ddp *d, double *norm) {
   cddp_result r =
       cddp__refuse_capture(cddp__main_stream(d->group), CDDP_INVALID_ARGUMENT,
                            "a norm (not one asked of cddp_ddp_grad_norm later) is waited for");
-  if (r == CDDP_OK) r = d->group->backend->synchronize(d->group);
+  if (r == CDDP_OK) r = cddp__await_device(d->group);
   if (r == CDDP_OK) r = cddp__transfer(d->group, &sum, d->gpu->clip, sizeof sum);
   *norm = (sqrt)(sum);
   return r;
@@ -3634,6 +3634,8 @@ static cddp_result cddp__await_device(cddp_group *g) {
     return cddp__cuda_result((int)cudaDeviceSynchronize(), "cudaDeviceSynchronize");
   r = cddp__refuse_capture(cddp__main_stream(g), CDDP_INVALID_ARGUMENT,
                            "a checkpoint waits on the host");
+  if (r == CDDP_OK && g->host->elastic) /* its first group may have lost ranks */
+    return CDDP__CUDA(cudaStreamSynchronize, cddp__main_stream(g));
   return r == CDDP_OK ? cddp__device_synchronize(g) : r;
 }
 

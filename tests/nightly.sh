@@ -32,6 +32,7 @@ export ASAN_OPTIONS=allocator_may_return_null=1:detect_stack_use_after_return=1
 export TSAN_OPTIONS=die_after_fork=0
 run tests env TEST_TIMEOUT=600 tests/run.sh "${tests[@]+"${tests[@]}"}" tests/valgrind.sh:groups
 run programs build/plain/programs --seed 10000 --seconds 3600
+run nccl_programs build/plain/nccl_programs --seed 10000 --seconds 600
 run kills build/plain/kills --seeds 1000
 run programs-sweep build/plain/programs --sweep 1
 run join env ROUNDS=300 ONLY=test_many build/plain/join
@@ -44,6 +45,8 @@ run faults build/plain/faults --thorough
 run late env LATE=40 ONLY=test_late_receiver build/plain/hosts
 [ -s build/asan/missing ] || run programs-asan "${fixed[@]+"${fixed[@]}"}" build/asan/programs --seed 40000 --seconds 600
 [ -s build/tsan/missing ] || run programs-tsan "${fixed[@]+"${fixed[@]}"}" build/tsan/programs --seed 60000 --seconds 600
+[ -s build/asan/missing ] || run nccl_programs-asan "${fixed[@]+"${fixed[@]}"}" build/asan/nccl_programs --seed 40000 --seconds 300
+[ -s build/tsan/missing ] || run nccl_programs-tsan "${fixed[@]+"${fixed[@]}"}" build/tsan/nccl_programs --seed 60000 --seconds 300
 [ -s build/asan/missing ] || run kills-asan "${fixed[@]+"${fixed[@]}"}" build/asan/kills --seeds 100
 [ -s build/asan/missing ] || run simulate-asan "${fixed[@]+"${fixed[@]}"}" build/asan/simulate --seeds 1000 100000
 [ -s build/tsan/missing ] || run simulate-tsan "${fixed[@]+"${fixed[@]}"}" build/tsan/simulate --seeds 1000 200000

@@ -24,7 +24,12 @@
    thread or process behind.
 
    To add a feature: a field of `program` in FIELDS (so it can be printed, set and reduced), its
-   draw, its limits in settle(), its effect in reference(), its calls in the life of a rank. */
+   draw, its limits in settle(), its effect in reference(), its calls in the life of a rank.
+
+   tests/gpu/nccl_programs.c includes this file: there ranks have GPUs, parameters device memory. */
+#ifndef PROGRAMS_GPU
+#define PROGRAMS_GPU 0
+#endif
 #include "../../cddp.h"
 
 #include "../inside.h"
@@ -54,6 +59,8 @@ enum { PLACED, OWN_MALLOCED, OWN_SHARED, GRADS };
 enum { NO_CLIP, CLIPS, CLIPS_NOTHING, CLIPS_AFTER_WAIT, CLIP_KINDS };
 enum { NOTHING, KILL_AT_POINT, KILL_AT_STEP, KILL_EARLY, KILL_OUTSIDE, STOP, JOIN, REFUSED,
        EVENT_KINDS };
+enum { HOST_ONLY, NCCL, THROUGH_HOST, GPU_KINDS }; /* THROUGH_HOST: backend cpu */
+enum { DEFAULT_STREAM, OWN_STREAM, BLOCKING_STREAM, BACKWARD_APART, CHANGING, STREAMS };
 enum { SAME_RANK, OTHER_COUNT, OTHER_OPTIMIZER, OTHER_SECRET, MISFITS };
 
 enum { LEGAL, ELASTIC_HOOK, ELASTIC_UNUSED, ELASTIC_UNEVEN, SHARDS_HOOK, SHARDS_UNUSED, FEW_SHARDS,
@@ -85,6 +92,8 @@ typedef struct program {
   int restart, restart_ranks;   /* saved at this step, loaded by so many ranks */
   event e[EVENTS];
   int fault, fault_nth, fault_rank, fault_delay;
+  int gpu, stream, share; /* share: all ranks have cuda:0 */
+  int graph;              /* this step is captured; it and all later ones are launches of it */
 } program;
 
 /* X(name, field, the least value) in the order in which a failing program is reduced. */
@@ -111,7 +120,8 @@ typedef struct program {
   X("between", between, 0) X("pause", pause, 0) X("jitter", jitter, 0) \
   X("buffers", buffers, 0) X("uneven", uneven, 0) X("illegal", illegal, 0) \
   X("restart_ranks", restart_ranks, 1) X("fault_nth", fault_nth, 1) \
-  X("fault_rank", fault_rank, 0) X("fault_delay", fault_delay, 0)
+  X("fault_rank", fault_rank, 0) X("fault_delay", fault_delay, 0) X("graph", graph, 0) \
+  X("stream", stream, 0) X("share", share, 0) X("gpu", gpu, 0)
 
 typedef struct field {
   const char *name;
@@ -141,6 +151,9 @@ static int shards_of(const program *p, uint64_t t) {
 static int present_of(const program *p, uint64_t t) {
   return p->uneven > 0 && t >= (uint64_t)p->uneven ? p->ranks / 2 : shards_of(p, t);
 }
+
+/* NCCL adds in an order of its own, and cddp multiplies by 1 / ranks. */
+static bool nccl_sums(const program *p) { return p->gpu == NCCL && p->shards == 0 && !p->elastic; }
 
 static bool is_half(int dtype) { return dtype == CDDP_F16 || dtype == CDDP_BF16; }
 static bool has_rows(const program *p, int k) { return k == 0 && p->rows > 0; }
@@ -245,6 +258,36 @@ static void settle_illegal(program *p) {
   p->finish = STEP;
 }
 
+/* Sums of short numbers have the bits of any order of additions; NCCL's means of f16, and those of
+   a hook, only if their number is a power of two. Misused models break a group with NCCL. */
+static void settle_gpu(program *p) {
+  bool f16 = p->hook, bf16 = false;
+  int k;
+  if (!PROGRAMS_GPU || p->gpu >= GPU_KINDS) p->gpu = HOST_ONLY;
+  if (p->gpu != NCCL || p->optim == ADAMW || p->elastic || p->illegal || p->graph < 2) p->graph = 0;
+  if (p->gpu == HOST_ONLY) p->stream = p->share = 0;
+  if (p->gpu == HOST_ONLY) return;
+  p->fault = 0; /* the double's own calls would fail */
+  if (p->threads) p->elastic = p->share = 0;
+  for (k = 0; k < EVENTS; k++) no_more_than(&p->e[k].rank, RANKS - 1); /* there are 16 GPUs */
+  for (k = 0; k < p->count; k++) {
+    no_more_than(&p->p[k].count, 20000);
+    f16 = f16 || p->p[k].dtype == CDDP_F16;
+    bf16 = bf16 || p->p[k].dtype == CDDP_BF16;
+  }
+  if (p->gpu == NCCL && p->illegal > NEGATIVE) p->illegal = LEGAL;
+  if (nccl_sums(p) && bf16) p->micro = 1;
+  for (; nccl_sums(p) && f16 && (p->ranks & (p->ranks - 1)) != 0;) p->ranks--;
+  for (; nccl_sums(p) && f16 && (p->restart_ranks & (p->restart_ranks - 1)) != 0;)
+    p->restart_ranks--;
+  if (p->stream == CHANGING) p->apart = 0;
+  if (p->graph == 0) return;
+  p->rows = p->unused = p->uneven = p->buffers = p->restart = 0;
+  if (p->finish == BY_TURNS) p->finish = STEP; /* two steps like it come before */
+  if (p->stream == DEFAULT_STREAM || p->stream == CHANGING) p->stream = OWN_STREAM;
+  if (p->steps <= p->graph) p->steps = p->graph + 2;
+}
+
 /* Makes any program one that cddp must run without an error but those of its events. */
 static void settle(program *p) {
   int i;
@@ -253,6 +296,7 @@ static void settle(program *p) {
   no_more_than(&p->count, PARAMS);
   no_more_than(&p->steps, LONG);
   no_more_than(&p->shards, SHARDS);
+  settle_gpu(p);
   settle_illegal(p);
   if (p->restart >= p->steps) p->restart = 0;
   if (p->restart > 0 && p->optim == OWN && p->unused) p->restart = 0;
@@ -407,6 +451,10 @@ static program draw(uint64_t seed) {
     if (p.e[i].kind == KILL_AT_POINT && DRAW(3) == 0) p.e[i].arg = 1 + DRAW(12);
   if (DRAW(40) == 0) p.steps = LONG;
   if (p.churn > 0 && DRAW(3) == 0) p.churn = 20 + DRAW(20);
+  p.gpu = DRAW(12) == 0 ? HOST_ONLY : DRAW(3) > 0 ? NCCL : THROUGH_HOST;
+  p.stream = DRAW(STREAMS);
+  p.share = DRAW(4) == 0;
+  p.graph = DRAW(3) == 0 ? 2 + DRAW(3) : 0;
 #undef DRAW
   settle(&p);
   return p;
@@ -432,7 +480,7 @@ static void make_noise(void) {
       }
 }
 
-static bool is_exact(const program *p) { return p->clip != NO_CLIP; }
+static bool is_exact(const program *p) { return p->clip != NO_CLIP || nccl_sums(p); }
 static int begin_of_weights(int k) { return 100 * k % PERIOD; }
 
 /* Where the gradient of a micro-batch of a shard begins in the noise. */
@@ -455,7 +503,10 @@ static int rows_of(const program *p, uint64_t t, int shard, int *first) {
   return n < p->rows ? n : p->rows;
 }
 
-static double learning_rate(uint64_t t) { return 0.25 / (double)(1 + t % 3); }
+static double learning_rate(const program *p, uint64_t t) {
+  if (p->graph > 0 && t > (uint64_t)p->graph) t = (uint64_t)p->graph; /* the captured one */
+  return 0.25 / (double)(1 + t % 3);
+}
 
 /* --- the reference: what every rank must hold after each step --- */
 
@@ -499,7 +550,7 @@ static rule rule_of(const program *p, int k, uint64_t t, int steps) {
   u.adamw = p->optim == ADAMW;
   u.type = p->masters ? compute_type(p->p[k].dtype) : p->p[k].dtype;
   u.sign = p->maximize && p->optim != OWN ? -1 : 1;
-  u.rate = learning_rate(t) * scales(p, k);
+  u.rate = learning_rate(p, t) * scales(p, k);
   u.decay = p->optim != OWN ? decays(p, k) : 0;
   u.momentum = p->momentum > 0;
   u.keep = p->momentum == 1 ? 0.9 : 0.5;
@@ -608,13 +659,15 @@ static double clip_of(const program *p, uint64_t t, const column *columns, doubl
 static void reference_step(const program *p, uint64_t t, column *columns, double *norm) {
   int shards = present_of(p, t), k, i, s;
   static double gradients[SHARDS][PERIOD];
-  double x[SHARDS], factor;
+  double x[SHARDS], factor, mean;
   for (k = 0; k < p->count; k++) {
     int type = compute_type(p->p[k].dtype);
     for (s = 0; s < shards; s++) gradient_of(p, t, s, k, gradients[s]);
     for (i = 0; i < columns[k].n; i++) {
       for (s = 0; s < shards; s++) x[s] = gradients[s][i];
-      columns[k].mean[i] = narrow(p->p[k].dtype, in(type, sum_of(type, x, shards) / shards));
+      mean = sum_of(type, x, shards);
+      mean = nccl_sums(p) && !has_rows(p, k) ? mean * in(type, 1.0 / shards) : mean / shards;
+      columns[k].mean[i] = narrow(p->p[k].dtype, in(type, mean));
     }
   }
   factor = p->clip != NO_CLIP ? clip_of(p, t, columns, norm) : 1;
@@ -855,7 +908,51 @@ typedef struct model {
   void *kept; /* the first parameter's data in an illegal program */
   void *own[PARAMS]; /* momentum of the program's own optimizer */
   int32_t own_steps[PARAMS];
+  uint64_t step; /* as work on parameters knows it, see begin_step() */
+  struct device *device;
 } model;
+
+/* Work on parameters: done by the call, or later by a stream of the rank's GPU. */
+typedef struct task {
+  model *m;
+  uint64_t t;
+  int k, shard, from; /* from: in the noise, or a micro-batch */
+  cddp_param q;
+  void *own;
+  rule u;
+  size_t first, n;
+  bool next;
+} task;
+
+/* nccl_programs.c has these for GPUs. take: zeros. put: a copy of host memory for a collective, or
+   that memory. look: *p becomes readable, in one of two slots. run_graph: captures and launches. */
+#if PROGRAMS_GPU
+static void device_environment(const program *p, int rank);
+static void device_begin(model *m);
+static void drop_graph(model *m);
+static void device_end(model *m);
+static int device_left(int *threads);
+static void *take(model *m, size_t bytes);
+static void give(model *m, void *p);
+static void enqueue(model *m, void (*run)(const task *), task x);
+static void *put(model *m, cddp_group *g, uint64_t h, void *x, size_t bytes, int slot);
+static cddp_result look(model *m, cddp_group *g, int slot, const void **p, size_t bytes);
+static void hand_over(model *m, bool to_backward);
+static cddp_result run_graph(model *m, uint64_t t);
+#else
+#define device_environment(p, rank) (void)(p)
+#define device_begin(m) (void)(m)
+#define drop_graph(m) (void)(m)
+#define device_end(m) (void)(m)
+#define device_left(threads) ((void)(threads), 0)
+#define take(m, bytes) calloc(1, bytes)
+#define give(m, p) free(p)
+#define put(m, g, h, x, bytes, slot) ((void)(m), (x))
+#define look(m, g, slot, p, bytes) CDDP_OK
+#define hand_over(m, to_backward) (void)(m)
+#define run_graph(m, t) CDDP_UNSUPPORTED
+static void enqueue(model *m, void (*run)(const task *), task x) { (void)m, run(&x); }
+#endif
 
 __attribute__((format(printf, 1, 2))) static void complain(const char *format, ...) {
   va_list args;
@@ -893,24 +990,42 @@ static void fill(const program *p, void *to, int dtype, int count, int from) {
   }
 }
 
+static void run_fill(const task *x) {
+  fill(x->m->p, x->q.data, (int)x->q.dtype, (int)x->q.count, x->from);
+}
+
+static void run_zero(const task *x) { memset(x->q.data, 0, x->n); }
+
+static void zero(model *m, void *p, size_t bytes) {
+  task x;
+  memset(&x, 0, sizeof x);
+  x.q.data = p;
+  x.n = bytes;
+  enqueue(m, run_zero, x);
+}
+
 static bool create_memory(model *m, int k) {
   const parameter *q = &m->p->p[k];
   static const char *const names[PARAMS] = {"a", "b", "c", "d", "e"};
   cddp_param *to = &m->params[k];
+  task x;
   size_t bytes = (size_t)q->count * cddp_dtype_size((cddp_dtype)q->dtype);
   to->name = names[k];
   to->count = (size_t)q->count;
   to->dtype = (cddp_dtype)q->dtype;
-  to->data = q->memory == SHARED ? cddp_alloc(m->g, bytes) : malloc(bytes);
+  to->data = q->memory == SHARED ? cddp_alloc(m->g, bytes) : take(m, bytes);
   if (to->data == NULL) return false;
-  if (q->grad == OWN_MALLOCED) to->grad = calloc(1, bytes);
+  if (q->grad == OWN_MALLOCED) to->grad = take(m, bytes);
   if (q->grad == OWN_SHARED && (to->grad = cddp_alloc(m->g, bytes)) != NULL)
-    memset(to->grad, 0, bytes);
+    zero(m, to->grad, bytes);
   if (q->grad != PLACED && to->grad == NULL) return false;
-  if (m->p->copies && (m->copies[k] = calloc(1, 2 * to->count)) == NULL) return false;
-  if (m->p->optim == OWN && (m->own[k] = calloc(1, bytes)) == NULL) return false;
-  fill(m->p, to->data, q->dtype, q->count,
-       (begin_of_weights(k) + (m->rank == 0 && !me->joins ? 0 : 500)) % PERIOD);
+  if (m->p->copies && (m->copies[k] = take(m, 2 * to->count)) == NULL) return false;
+  if (m->p->optim == OWN && (m->own[k] = take(m, bytes)) == NULL) return false;
+  memset(&x, 0, sizeof x);
+  x.m = m;
+  x.q = *to;
+  x.from = (begin_of_weights(k) + (m->rank == 0 && !me->joins ? 0 : 500)) % PERIOD;
+  enqueue(m, run_fill, x);
   return true;
 }
 
@@ -936,6 +1051,7 @@ static cddp_result create_optimizer(model *m, bool misfit) {
   s.nesterov = p->nesterov;
   s.dampening = p->momentum == 2 && !p->nesterov ? 0.25 : 0;
   a.amsgrad = p->amsgrad;
+  s.stream = a.stream = cddp_stream(m->g);
   if (misfit) s.momentum = 0.875, s.dampening = 0, a.beta1 = 0.875;
   if (p->optim == ADAMW) return cddp_adamw_create(&m->optim, m->params, p->count, &a);
   return cddp_sgd_create(&m->optim, m->params, p->count, &s);
@@ -1002,6 +1118,7 @@ static cddp_result create_model(model *m) {
   desc.max_grad_norm = p->clip == NO_CLIP || p->clip == CLIPS_AFTER_WAIT ? 0 : clip_limit(p);
   desc.comm_hook = p->hook ? mean_hook : NULL;
   desc.find_unused_parameters = p->unused;
+  desc.uneven_inputs = p->uneven > 0 && p->gpu == NCCL;
   describe_buffers(m);
   desc.buffers = m->buffers;
   desc.buffer_count = m->buffer_count;
@@ -1013,40 +1130,48 @@ static cddp_result create_model(model *m) {
 
 static void destroy_model(model *m) {
   int k;
+  drop_graph(m);
   cddp_optim_destroy(m->optim);
   cddp_ddp_destroy(m->ddp);
   if (m->p->illegal) m->params[0].data = m->kept;
   for (k = 0; k < m->p->count; k++) {
     const parameter *q = &m->p->p[k];
     if (q->memory == SHARED && m->g != NULL) cddp_free(m->g, m->params[k].data);
-    if (q->memory != SHARED) free(m->params[k].data);
+    if (q->memory != SHARED) give(m, m->params[k].data);
     if (q->grad == OWN_SHARED && m->g != NULL) cddp_free(m->g, m->params[k].grad);
-    if (q->grad == OWN_MALLOCED) free(m->params[k].grad);
-    free(m->copies[k]);
-    free(m->own[k]);
+    if (q->grad == OWN_MALLOCED) give(m, m->params[k].grad);
+    give(m, m->copies[k]);
+    give(m, m->own[k]);
   }
 }
 
 /* All weights have the bits of the reference after t steps. */
-static void check_weights(const model *m, uint64_t t) {
+static cddp_result check_weights(model *m, uint64_t t) {
   int k;
   size_t at, n, i;
+  cddp_result r = CDDP_OK;
   for (k = 0; k < m->p->count; k++) {
     const cddp_param *q = &m->params[k];
     size_t size = cddp_dtype_size(q->dtype);
-    const char *have = (const char *)q->data, *want = (const char *)shared->want[t][k];
+    const void *data = q->data, *copy = m->copies[k];
+    const char *have, *want = (const char *)shared->want[t][k];
+    r = look(m, m->p->elastic ? NULL : m->g, 0, &data, q->count * size);
+    if (r == CDDP_OK && copy != NULL) r = look(m, NULL, 1, &copy, 2 * q->count);
+    if (r != CDDP_OK) return r;
+    have = (const char *)data;
     for (at = 0; at < q->count; at += n) {
       n = q->count - at < PERIOD ? q->count - at : PERIOD;
       if (memcmp(have + at * size, want, n * size) == 0) continue;
       for (i = 0; memcmp(have + (at + i) * size, want + i * size, size) == 0;) i++;
       complain("after %" PRIu64 " steps element %zu of parameter %d is %.17g, not %.17g", t,
                at + i, k, ranks_load(q->dtype, have, at + i), ranks_load(q->dtype, want, i));
-      return;
+      return r;
     }
     n = q->count < 100000 ? q->count : 100000;
-    if (m->p->copies && !ranks_is_copy(CDDP_BF16, m->copies[k], q->data, n))
+    if (m->p->copies && !ranks_is_copy(CDDP_BF16, copy, data, n))
       complain("after %" PRIu64 " steps parameter %d is not what its copy has", t, k);
   }
+  return r;
 }
 
 static void add_noise(const program *p, const cddp_param *q, int from) {
@@ -1076,22 +1201,46 @@ static cddp_result add_rows(model *m, uint64_t t, int shard) {
   size_t size = cddp_dtype_size(m->params[0].dtype);
   int from = begin_of_gradient(p, t, shard, 0, 0), first, n = rows_of(p, t, shard, &first), j;
   int64_t rows[4];
+  void *values;
   for (j = 0; j < n; j++) rows[j] = (first + j) % p->rows;
-  return cddp_ddp_add_rows(m->ddp, 0, rows,
-                           noise[is_exact(p)][m->params[0].dtype] + (size_t)from * size, (size_t)n);
+  values = noise[is_exact(p)][m->params[0].dtype] + (size_t)from * size;
+  values = put(m, m->g, t, values, 4 * (size_t)p->width * size, 0);
+  return cddp_ddp_add_rows(m->ddp, 0, rows, values, (size_t)n);
+}
+
+static void run_backward(const task *x) {
+  add_noise(x->m->p, &x->q, begin_of_gradient(x->m->p, x->m->step, x->shard, x->k, x->from));
+}
+
+/* A launch of a captured step does not know its number. */
+static void run_begin(const task *x) { x->m->step = x->next ? x->m->step + 1 : x->t; }
+
+static void begin_step(model *m, uint64_t t) {
+  task x;
+  memset(&x, 0, sizeof x);
+  x.m = m;
+  x.t = t;
+  x.next = m->p->graph > 0 && t >= (uint64_t)m->p->graph;
+  enqueue(m, run_begin, x);
 }
 
 /* Forward and backward pass of a micro-batch of a shard. */
 static cddp_result backward(model *m, uint64_t t, int shard, int micro) {
   const program *p = m->p;
   cddp_result r = CDDP_OK;
+  task x;
   int k;
+  memset(&x, 0, sizeof x);
+  x.m = m;
+  x.shard = shard;
+  x.from = micro;
   if (p->pause > 0)
     ranks_sleep((double)(ranks_mix(my_dice, t, (uint64_t)shard) % (uint64_t)p->pause) * 1e-6);
   for (k = p->count - 1; k >= 0 && r == CDDP_OK; k--) {
     if (!is_ready(p, t, shard, k)) continue;
     if (has_rows(p, k)) r = add_rows(m, t, shard);
-    else add_noise(p, &m->params[k], begin_of_gradient(p, t, shard, k, micro));
+    else x.k = k, x.q = m->params[k], hand_over(m, true), enqueue(m, run_backward, x);
+    hand_over(m, false);
     if (r == CDDP_OK) r = cddp_ddp_ready(m->ddp, k);
     if (k == p->count - 1) at_step(m, t, 1);
   }
@@ -1102,46 +1251,53 @@ static void zero_gradients(model *m) {
   int k;
   for (k = 0; k < m->p->count; k++)
     if (!has_rows(m->p, k))
-      memset(m->params[k].grad, 0, m->params[k].count * cddp_dtype_size(m->params[k].dtype));
+      zero(m, m->params[k].grad, m->params[k].count * cddp_dtype_size(m->params[k].dtype));
+}
+
+static void run_own(const task *x) {
+  size_t i;
+  for (i = x->first; i < x->first + x->n; i++) {
+    double v = ranks_load(x->q.dtype, x->own, i), w = ranks_load(x->q.dtype, x->q.data, i);
+    w = sgd(&x->u, w, ranks_load(x->q.dtype, x->q.grad, i), &v);
+    ranks_store(x->q.dtype, x->own, i, v);
+    ranks_store(x->q.dtype, x->q.data, i, w);
+  }
+}
+
+/* The same by rows: those without a gradient have zeros. */
+static void run_rows(const task *x) {
+  const int64_t *rows;
+  const void *values;
+  size_t n = cddp_ddp_rows(x->m->ddp, 0, &rows, &values), width = (size_t)x->m->p->width, i, j = 0;
+  for (i = 0; i < x->q.count; i++) {
+    double v = ranks_load(x->q.dtype, x->own, i), w = ranks_load(x->q.dtype, x->q.data, i), g = 0;
+    while (j < n && (size_t)rows[j] < i / width) j++;
+    if (j < n && (size_t)rows[j] == i / width)
+      g = ranks_load(x->q.dtype, values, j * width + i % width);
+    w = sgd(&x->u, w, g, &v);
+    ranks_store(x->q.dtype, x->own, i, v);
+    ranks_store(x->q.dtype, x->q.data, i, w);
+  }
 }
 
 /* The program's own SGD on n elements from `first` of parameter k on. */
 static void own_update(model *m, uint64_t t, int k, size_t first, size_t n) {
-  cddp_dtype dtype = m->params[k].dtype;
-  rule u = rule_of(m->p, k, t, m->own_steps[k]);
-  size_t i;
-  for (i = first; i < first + n; i++) {
-    double v = ranks_load(dtype, m->own[k], i), w = ranks_load(dtype, m->params[k].data, i);
-    w = sgd(&u, w, ranks_load(dtype, m->params[k].grad, i), &v);
-    ranks_store(dtype, m->own[k], i, v);
-    ranks_store(dtype, m->params[k].data, i, w);
-  }
-}
-
-/* The same on rows: those without a gradient have zeros. */
-static void own_rows(model *m, uint64_t t) {
-  const cddp_param *q = &m->params[0];
-  const int64_t *rows;
-  const void *values;
-  size_t n = cddp_ddp_rows(m->ddp, 0, &rows, &values), width = (size_t)m->p->width, i, j = 0;
-  rule u = rule_of(m->p, 0, t, m->own_steps[0]);
-  for (i = 0; i < q->count; i++) {
-    double v = ranks_load(q->dtype, m->own[0], i), w = ranks_load(q->dtype, q->data, i), g = 0;
-    while (j < n && (size_t)rows[j] < i / width) j++;
-    if (j < n && (size_t)rows[j] == i / width)
-      g = ranks_load(q->dtype, values, j * width + i % width);
-    w = sgd(&u, w, g, &v);
-    ranks_store(q->dtype, m->own[0], i, v);
-    ranks_store(q->dtype, q->data, i, w);
-  }
+  task x;
+  memset(&x, 0, sizeof x);
+  x.q = m->params[k];
+  x.own = m->own[k];
+  x.u = rule_of(m->p, k, t, m->own_steps[k]);
+  x.m = m;
+  x.first = first;
+  x.n = n;
+  enqueue(m, has_rows(m->p, k) ? run_rows : run_own, x);
 }
 
 static cddp_result own_step(model *m, uint64_t t) {
   int k;
   for (k = 0; k < m->p->count; k++) {
     if (!cddp_ddp_used(m->ddp, k)) continue;
-    if (has_rows(m->p, k)) own_rows(m, t);
-    else own_update(m, t, k, 0, m->params[k].count);
+    own_update(m, t, k, 0, m->params[k].count);
     m->own_steps[k]++;
   }
   zero_gradients(m);
@@ -1168,6 +1324,7 @@ static cddp_result partition_step(model *m, uint64_t t) {
 static cddp_result check_norm(model *m, uint64_t t, cddp_result r) {
   double norm = 0;
   if (r != CDDP_OK || m->p->clip == NO_CLIP) return r;
+  if (m->p->graph > 0 && t >= (uint64_t)m->p->graph) return r; /* it waits */
   if ((r = cddp_ddp_grad_norm(m->ddp, &norm)) != CDDP_OK) return r;
   if (m->p->clip == CLIPS && norm != shared->norms[t + 1])
     complain("the norm of step %" PRIu64 " is %.17g, not %.17g", t, norm, shared->norms[t + 1]);
@@ -1195,12 +1352,13 @@ static cddp_result train_step(model *m, uint64_t t) {
   cddp_result r = CDDP_OK;
   int shard = -1, micro;
   at_step(m, t, 0);
+  begin_step(m, t);
   if (p->buffers && !p->elastic && p->uneven == 0) {
     write_buffers(m, t);
     if ((r = cddp_ddp_sync_buffers(m->ddp)) != CDDP_OK) return r;
     check_buffers(m, t);
   }
-  if (m->optim != NULL) r = cddp_optim_set_lr(m->optim, learning_rate(t));
+  if (m->optim != NULL) r = cddp_optim_set_lr(m->optim, learning_rate(m->p, t));
   if (!p->looped) {
     for (micro = 0; micro < p->micro && r == CDDP_OK; micro++) {
       cddp_ddp_no_sync(m->ddp, micro + 1 < p->micro);
@@ -1216,40 +1374,52 @@ static cddp_result train_step(model *m, uint64_t t) {
 
 /* --- between two steps: other calls on the ranks' group --- */
 
-static cddp_result reduce_some(cddp_group *g, uint64_t h) {
+static cddp_result reduce_some(model *m, cddp_group *g, uint64_t h) {
   enum { MOST = 6000 };
   static const size_t counts[] = {0, 1, 3, 17, 1000, 4097, MOST};
   static __thread double x[MOST];
+  const double(*noise_of)[PERIOD] = numbers[m->p->gpu == NCCL]; /* its order is its own */
   size_t n = counts[h % 7], i;
   cddp_dtype dtype = (cddp_dtype)(h / 7 % 2);
   double each[RANKS + PROCESSES], want;
+  const void *sum;
+  void *to;
   int size = cddp_world_size(g), rank = cddp_rank(g), k;
   cddp_result r;
   for (i = 0; i < n; i++)
-    ranks_store(dtype, x, i, numbers[0][dtype][((size_t)(97 * rank) + i) % PERIOD]);
-  if ((r = cddp_all_reduce(g, x, n, dtype, CDDP_SUM, NULL)) != CDDP_OK) return r;
+    ranks_store(dtype, x, i, noise_of[dtype][((size_t)(97 * rank) + i) % PERIOD]);
+  to = put(m, g, h / 14, x, sizeof x, 0);
+  if ((r = cddp_all_reduce(g, to, n, dtype, CDDP_SUM, NULL)) != CDDP_OK) return r;
+  sum = to;
+  if ((r = look(m, g, 0, &sum, sizeof x)) != CDDP_OK) return r;
   for (i = 0; i < n; i += 1 + n / 7) {
-    for (k = 0; k < size; k++) each[k] = numbers[0][dtype][((size_t)(97 * k) + i) % PERIOD];
+    for (k = 0; k < size; k++) each[k] = noise_of[dtype][((size_t)(97 * k) + i) % PERIOD];
     want = sum_of(dtype, each, size);
-    if (ranks_load(dtype, x, i) != want)
-      complain("all_reduce of %zu: element %zu is %.17g, not %.17g", n, i, ranks_load(dtype, x, i),
-               want);
+    if (ranks_load(dtype, sum, i) != want)
+      complain("all_reduce of %zu: element %zu is %.17g, not %.17g", n, i,
+               ranks_load(dtype, sum, i), want);
   }
   return CDDP_OK;
 }
 
-static cddp_result move_some(cddp_group *g, uint64_t h) {
+static cddp_result move_some(model *m, cddp_group *g, uint64_t h) {
   enum { MOST = 3000 };
   static __thread int32_t mine[MOST * RANKS], all[MOST * (RANKS + 8)];
   int size = cddp_world_size(g), rank = cddp_rank(g), kind = (int)(h % 4), k;
   size_t n = h / 4 % 3 == 0 ? MOST : 1 + h / 12 % 70, i;
+  void *from, *to;
+  const void *result;
   cddp_result r;
   if (size > RANKS) return CDDP_OK;
   for (i = 0; i < n * (size_t)size; i++) mine[i] = (int32_t)(rank * 1000000 + (int)i);
-  if (kind == 0) r = cddp_all_gather(g, mine, all, n, CDDP_I32, NULL);
-  else if (kind == 1) r = cddp_all_to_all(g, mine, all, n, CDDP_I32, NULL);
-  else if (kind == 2) r = cddp_broadcast(g, mine, n, CDDP_I32, size - 1, NULL);
-  else r = cddp_reduce_scatter(g, mine, all, n, CDDP_I32, CDDP_MAX, NULL);
+  from = put(m, g, h / 12, mine, sizeof mine, 0);
+  to = put(m, g, h / 12, all, sizeof all, 1);
+  if (kind == 0) r = cddp_all_gather(g, from, to, n, CDDP_I32, NULL);
+  else if (kind == 1) r = cddp_all_to_all(g, from, to, n, CDDP_I32, NULL);
+  else if (kind == 2) r = cddp_broadcast(g, from, n, CDDP_I32, size - 1, NULL);
+  else r = cddp_reduce_scatter(g, from, to, n, CDDP_I32, CDDP_MAX, NULL);
+  result = kind == 2 ? from : to;
+  if (r == CDDP_OK) r = look(m, g, 0, &result, kind == 2 ? sizeof mine : sizeof all);
   if (r != CDDP_OK) return r;
   for (k = 0; k < size; k++)
     for (i = 0; i < n; i += 1 + n / 5) {
@@ -1257,25 +1427,35 @@ static cddp_result move_some(cddp_group *g, uint64_t h) {
                      : kind == 1 ? k * 1000000 + rank * (int)n + (int)i
                      : kind == 2 ? (size - 1) * 1000000 + (int)i
                                  : (size - 1) * 1000000 + rank * (int)n + (int)i;
-      if ((kind == 2 ? mine[i] : all[kind == 3 ? i : (size_t)k * n + i]) != want)
+      if (((const int32_t *)result)[kind > 1 ? i : (size_t)k * n + i] != want)
         complain("collective %d of %zu: element %zu of rank %d is wrong", kind, n, i, k);
     }
   return CDDP_OK;
 }
 
-static cddp_result send_ring(cddp_group *g, uint64_t h) {
+static cddp_result send_ring(model *m, cddp_group *g, uint64_t h) {
   enum { MOST = 40000 };
   static __thread float out[MOST], into[MOST];
   int size = cddp_world_size(g), rank = cddp_rank(g);
   size_t n = h % 3 == 0 ? MOST : 1 + h / 3 % 500;
-  cddp_work *w = NULL;
+  cddp_work *w = NULL, *v = NULL;
+  const void *got;
+  void *from, *to;
   cddp_result r, end;
   out[0] = (float)rank, out[n - 1] = (float)rank;
-  r = cddp_send(g, out, n, CDDP_F32, (rank + 1) % size, 3, &w);
-  if (r == CDDP_OK) r = cddp_recv(g, into, n, CDDP_F32, (rank + size - 1) % size, 3, NULL);
+  from = put(m, g, h / 3, out, sizeof out, 0);
+  to = put(m, g, h / 3, into, sizeof into, 1);
+  r = cddp_send(g, from, n, CDDP_F32, (rank + 1) % size, 3, &w);
+  if (r == CDDP_OK) /* on a GPU an exchange posts all */
+    r = cddp_recv(g, to, n, CDDP_F32, (rank + size - 1) % size, 3, m->p->gpu ? &v : NULL);
   end = w != NULL ? cddp_wait(w) : CDDP_OK;
-  if (r != CDDP_OK || end != CDDP_OK) return r != CDDP_OK ? r : end;
-  if (into[0] != (float)((rank + size - 1) % size) || into[n - 1] != into[0])
+  if (r == CDDP_OK) r = end;
+  end = v != NULL ? cddp_wait(v) : CDDP_OK;
+  got = to;
+  if (r == CDDP_OK && (r = end) == CDDP_OK) r = look(m, g, 1, &got, sizeof into);
+  if (r != CDDP_OK) return r;
+  if (((const float *)got)[0] != (float)((rank + size - 1) % size) ||
+      ((const float *)got)[n - 1] != ((const float *)got)[0])
     complain("a message of %zu is wrong", n);
   return CDDP_OK;
 }
@@ -1292,12 +1472,12 @@ static cddp_result use_subgroup(cddp_group *g, uint64_t h) {
   return r;
 }
 
-static cddp_result allocate(cddp_group *g, uint64_t h) {
+static cddp_result allocate(model *m, cddp_group *g, uint64_t h) {
   static const size_t sizes[] = {1, 777, 4097, 9000, 70001, 2999999};
   size_t bytes = sizes[h % 6];
   char *x = (char *)cddp_alloc(g, bytes);
   if (x == NULL) return CDDP_OUT_OF_MEMORY;
-  x[0] = x[bytes - 1] = 1;
+  zero(m, x, bytes);
   cddp_free(g, x);
   return CDDP_OK;
 }
@@ -1335,7 +1515,7 @@ static cddp_result save_and_load(model *m) {
   cddp_result r = checkpoint(m, m->g, true);
   int k;
   for (k = 0; k < m->p->count; k++)
-    memset(m->params[k].data, 0, m->params[k].count * cddp_dtype_size(m->params[k].dtype));
+    zero(m, m->params[k].data, m->params[k].count * cddp_dtype_size(m->params[k].dtype));
   return r == CDDP_OK ? checkpoint(m, m->g, false) : r;
 }
 
@@ -1348,11 +1528,11 @@ static cddp_result between_steps(model *m, uint64_t t) {
   h /= 3;
   if (g == NULL) return CDDP_ABORTED;
   switch (p->between == 7 ? 1 + (int)(h % 5) : p->between) {
-  case 1: r = reduce_some(g, h / 5); break;
-  case 2: r = move_some(g, h / 5); break;
-  case 3: r = send_ring(g, h / 5); break;
-  case 4: r = p->elastic ? reduce_some(g, h / 5) : use_subgroup(g, h / 5); break;
-  case 5: return allocate(m->g, h / 5);
+  case 1: r = reduce_some(m, g, h / 5); break;
+  case 2: r = move_some(m, g, h / 5); break;
+  case 3: r = send_ring(m, g, h / 5); break;
+  case 4: r = p->elastic ? reduce_some(m, g, h / 5) : use_subgroup(g, h / 5); break;
+  case 5: return allocate(m, m->g, h / 5);
   default: r = p->elastic ? CDDP_OK : save_and_load(m); break;
   }
   return p->elastic && r == CDDP_PEER_LOST ? CDDP_OK : r;
@@ -1414,7 +1594,7 @@ static cddp_result illegal_model(model *m, int kind, bool last) {
     rows[0] = 1;
     desc.sparse_rows = rows;
     if (p->p[0].grad == OWN_SHARED) cddp_free(m->g, m->params[0].grad);
-    if (p->p[0].grad == OWN_MALLOCED) free(m->params[0].grad);
+    if (p->p[0].grad == OWN_MALLOCED) give(m, m->params[0].grad);
     m->params[0].grad = NULL;
   }
   m->kept = m->params[0].data;
@@ -1531,30 +1711,32 @@ static cddp_result train(model *m) {
   const program *p = m->p;
   cddp_result r = p->illegal ? refuse(m) : create_model(m);
   uint64_t t = 0;
+  bool launched;
   if (p->illegal) return r;
   if (r == CDDP_OK && shared->phase > 0) r = checkpoint(m, group_of(m), false);
   if (r == CDDP_OK) announce(m);
   if (r == CDDP_OK) me->begin = t = cddp_ddp_steps(m->ddp);
   if (r == CDDP_OK && t > MOST_STEPS) complain("%" PRIu64 " steps at the start", t), r = CDDP_IO;
-  if (r == CDDP_OK) check_weights(m, t);
+  if (r == CDDP_OK) r = check_weights(m, t);
   if (p->buffers && shared->phase > 0) write_buffers(m, t); /* not in the checkpoint */
   if (r == CDDP_OK && p->buffers && p->elastic) check_buffers(m, t);
   while (r == CDDP_OK && me->wrong == 0 && goes_on(p, t)) {
     if (p->uneven > 0 && t >= (uint64_t)p->uneven && m->rank >= p->ranks / 2) break;
     if (LOAD(shared->reached) < (int)t) STORE(shared->begun[t], (int64_t)(1e6 * test_now()));
     if (LOAD(shared->reached) < (int)t) STORE(shared->reached, (int)t);
-    if ((r = train_step(m, t)) != CDDP_OK) break;
+    launched = p->graph > 0 && t >= (uint64_t)p->graph;
+    if ((r = launched ? run_graph(m, t) : train_step(m, t)) != CDDP_OK) break;
     at_step(m, t, 3);
-    if (cddp_ddp_steps(m->ddp) != ++t)
+    if (cddp_ddp_steps(m->ddp) != ++t && !launched)
       complain("%" PRIu64 " steps, not %" PRIu64, cddp_ddp_steps(m->ddp), t);
-    check_weights(m, t);
+    if ((r = check_weights(m, t)) != CDDP_OK) break;
     if (p->buffers && p->elastic) write_buffers(m, t);
     if (p->churn > 0 || p->steps >= LONG / 2) measure(m, t);
     r = between_steps(m, t);
   }
   if (r == CDDP_OK && p->uneven > 0) {
     r = cddp_ddp_join(m->ddp, m->optim);
-    if (r == CDDP_OK) check_weights(m, t = (uint64_t)p->steps);
+    if (r == CDDP_OK) r = check_weights(m, t = (uint64_t)p->steps);
     if (r == CDDP_OK && cddp_ddp_steps(m->ddp) != t)
       complain("%" PRIu64 " steps after cddp_ddp_join", cddp_ddp_steps(m->ddp));
   }
@@ -1566,20 +1748,26 @@ static cddp_result train(model *m) {
 /* Everything between the program's begin and its end. g: of a thread; NULL: cddp_init. */
 static void live(cddp_group *g, int rank) {
   const program *p = &shared->p;
-  int fds = ranks_open_fds();
+  int fds = ranks_open_fds(), threads = 1;
   cddp_result r = CDDP_OK;
+  cddp_group_desc desc;
   model m;
   memset(&m, 0, sizeof m);
+  memset(&desc, 0, sizeof desc);
+  desc.device = p->gpu ? "cuda" : NULL;
+  desc.backend = p->gpu == THROUGH_HOST ? "cpu" : NULL;
   m.p = p;
   m.g = g;
   m.rank = rank;
   my_dice = ranks_mix(p->seed, (uint64_t)rank, (uint64_t)me->event);
   die_early(0);
-  if (g == NULL) r = cddp_init(&m.g, NULL);
+  if (g == NULL) r = cddp_init(&m.g, &desc);
   if (r == CDDP_OK) die_early(1);
   if (r == CDDP_OK && cddp_world_size(m.g) != (shared->phase > 0 ? p->restart_ranks : p->ranks))
     complain("cddp_world_size is %d", cddp_world_size(m.g));
   if (r == CDDP_OK && cddp_rank(m.g) != rank) complain("cddp_rank is %d", cddp_rank(m.g));
+  if (r == CDDP_OK && p->gpu && g != NULL) r = cddp_set_device(g, desc.device, desc.backend);
+  if (r == CDDP_OK && p->gpu) device_begin(&m);
   if (r == CDDP_OK) r = train(&m);
   if (r != CDDP_OK && me->wrong == 0) snprintf(me->text, sizeof me->text, "%s", cddp_error());
   me->result = r;
@@ -1589,10 +1777,12 @@ static void live(cddp_group *g, int rank) {
     pause(); /* it is being killed */
   destroy_model(&m);
   cddp_destroy(m.g);
+  device_end(&m);
   if (g != NULL) return;
+  fds += device_left(&threads);
   if (p->supervised && rank == 0 && !me->joins) fds--; /* the supervisor's socket for rank 0 */
   if (ranks_open_fds() != fds) complain("%d descriptors left", ranks_open_fds() - fds);
-  if (!ranks_threads_left(1)) complain("%d threads left", ranks_threads() - 1);
+  if (!ranks_threads_left(threads)) complain("%d threads left", ranks_threads() - threads);
 }
 
 static int thread_life(cddp_group *g, void *arg) {
@@ -1604,18 +1794,20 @@ static int thread_life(cddp_group *g, void *arg) {
 
 /* All ranks as threads of this process. */
 static int threads_life(int count, void *arg) {
-  int fds = ranks_open_fds(), mappings = ranks_mappings(" rw-s ");
+  int fds = ranks_open_fds(), mappings = ranks_mappings(" rw-s "), threads = 1;
   cddp_result r;
   (void)arg;
   prctl(PR_SET_PDEATHSIG, SIGKILL);
   ranks_setenv("CDDP_TIMEOUT_S", DEADLINE_S);
+  device_environment(&shared->p, 0);
   r = cddp_run_threads(thread_life, NULL, count);
   me = &shared->processes[0];
   if (r != CDDP_OK) complain("cddp_run_threads: %s", cddp_error());
+  fds += device_left(&threads);
   if (ranks_open_fds() != fds) complain("%d descriptors left", ranks_open_fds() - fds);
   mappings = ranks_mappings(" rw-s ") - mappings;
   if (mappings != 0) complain("%d mappings left", mappings);
-  if (!ranks_threads_left(1)) complain("%d threads left", ranks_threads() - 1);
+  if (!ranks_threads_left(threads)) complain("%d threads left", ranks_threads() - threads);
   return 0;
 }
 
@@ -1634,6 +1826,7 @@ static int process_life(int number, void *arg) {
   if (p->secret && me->event >= 0 && p->e[me->event].kind == REFUSED &&
       p->e[me->event].arg == OTHER_SECRET)
     setenv("CDDP_SECRET", "another", 1);
+  device_environment(p, me->rank);
   live(NULL, me->rank);
   mappings = ranks_mappings(" rw-s ") - mappings;
   if (mappings != 0) complain("%d mappings left", mappings);
@@ -1653,6 +1846,7 @@ static int supervised_life(int rank, void *arg) {
   me->event = -1;
   me->started = test_now();
   STORE(me->state, STARTING);
+  device_environment(&shared->p, rank);
   live(NULL, rank);
   return me->result != CDDP_OK || me->wrong > 0;
 }
@@ -2121,6 +2315,9 @@ static void print_program(const program *p) {
   printf("    cddp_ddp_create: shards %d%s%s%s%s%s\n", p->shards, p->elastic ? ", elastic" : "",
          p->hook ? ", comm_hook" : "", p->unused ? ", find_unused_parameters" : "",
          p->buckets ? ", small buckets" : "", p->clip ? ", clips" : "");
+  if (p->gpu)
+    printf("    GPUs%s, backend %s, stream %d%s\n", p->share ? " that ranks share" : "",
+           p->gpu == NCCL ? "nccl" : "cpu", p->stream, p->graph ? ", a CUDA graph" : "");
   if (p->illegal) printf("    refused by all: %s\n", illegal[p->illegal].name);
   if (p->buffers) printf("    buffers\n");
   if (p->uneven > 0)
@@ -2164,7 +2361,7 @@ static void print_again(const program *p) {
   program first = draw(p->seed), now = *p;
   int i;
   const char *separator = " --set ";
-  printf("    again: programs --seed %" PRIu64, p->seed);
+  printf("    again: %sprograms --seed %" PRIu64, PROGRAMS_GPU ? "nccl_" : "", p->seed);
   for (i = 0; i < FIELD_COUNT; i++)
     if (*field_of(&first, &fields[i]) != *field_of(&now, &fields[i])) {
       printf("%s%s=%d", separator, fields[i].name, *field_of(&now, &fields[i]));
@@ -2314,10 +2511,10 @@ static bool parse(int argc, char **argv) {
   int i;
   options.seed = 1;
   options.count = UINT64_MAX;
-  options.seconds = 60;
+  options.seconds = PROGRAMS_GPU ? 20 : 60;
   options.hosts = -1;
   options.jobs = options.reduce = 1;
-  options.sweep = argc > 1 ? 0 : RANKS_SLOW ? 29 : 7;
+  options.sweep = argc > 1 || PROGRAMS_GPU ? 0 : RANKS_SLOW ? 29 : 7;
   for (i = 1; i + 1 < argc; i += 2) {
     const char *value = argv[i + 1];
     if (strcmp(argv[i], "--seed") == 0) {

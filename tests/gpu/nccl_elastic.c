@@ -71,7 +71,7 @@ static uint64_t hash_shards(const sharding *c, cddp_group *g, int count) {
                                                   CDDP_F16, CDDP_BF16, CDDP_F32};
   size_t rows[SHARD_PARAMS] = {0, 7, 0, 0, 0, 0}, i;
   uint64_t hash = 1;
-  double host[3001];
+  double host[3001], norm;
   plan memory;
   cddp_param p[SHARD_PARAMS];
   cddp_ddp_desc desc;
@@ -124,6 +124,7 @@ static uint64_t hash_shards(const sharding *c, cddp_group *g, int count) {
       shard_backward(c, g, d, p, (uint64_t)((c->repeats ? 0 : 100 * step) + shard));
     if (c->repeats || step % 2 == 0) {
       CHECK_OK(cddp_ddp_step(d, s));
+      if (c->norm > 0) CHECK_OK(cddp_ddp_grad_norm(d, &norm)); /* ranks may have died */
       if (!captures) continue;
       CHECK(cudaStreamEndCapture(stream, &graph) == cudaSuccess);
       CHECK(graph != NULL && cudaGraphInstantiate(&exec, graph, 0) == cudaSuccess);

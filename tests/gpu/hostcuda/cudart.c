@@ -1208,6 +1208,22 @@ size_t hostcuda_bytes(void) {
   return n;
 }
 
+size_t hostcuda_left(int *streams, int *threads, int *fds) {
+  const block *b;
+  cudaStream_t s;
+  size_t n = 0;
+  lock();
+  *streams = *threads = 0;
+  *fds = g.memory >= 0;
+  for (b = g.blocks; b != NULL; b = b->next) n += b->size;
+  for (s = g.streams; s != NULL; s = s->next) {
+    *threads += is_legacy(s) && s->started;
+    *streams += !is_legacy(s) && !s->closing;
+  }
+  unlock();
+  return n;
+}
+
 static block *find_block(const void *p) { /* g.lock is held */
   block *b;
   const char *at = (const char *)p;

@@ -67,8 +67,12 @@ extern "C" {
    streams have executed. */
 uint64_t hostcuda_calls(const char *name);
 size_t hostcuda_bytes(void);        /* of device memory that this process has allocated */
+/* What this process has not given back: bytes of device and pinned memory, and streams. *threads:
+   those that serve default streams, which nobody destroys; *fds: of the double's memory. */
+size_t hostcuda_left(int *streams, int *threads, int *fds);
 void *hostcuda_unreadable(size_t bytes); /* device memory that the host cannot read; NULL: it can */
 int hostcuda_contexts(void);        /* devices on which this process has a context */
+int hostnccl_ids(void);           /* made by this process, with a descriptor each */
 int hostnccl_communicators(void); /* those of this process that have not been reclaimed */
 /* NCCL's thread comes to the process's next collective, of up to 64 KiB, a moment after the abort:
    the kernel starts all the same, and reads what it is to send. */
