@@ -24275,7 +24275,7 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels) { (void)k
               cddp_set_stream orders the new stream behind the old one.
               A receive from a rank that has left, and a failed copy in cddp_save, end at once.
               A group without a device refuses device memory. gpt.cu has --shards and --elastic.
-              Elastic: cddp_ddp_grad_norm, and device rows in cddp_ddp_add_rows, failed after a loss.
+              Elastic: after a loss cddp_ddp_grad_norm, and device rows in _add_rows, failed.
 
    1.0 (2026-11)
      New      sharded_states: each rank keeps 1/world_size of the optimizer's states (ZeRO stage 1).

@@ -66,7 +66,7 @@ enum { SAME_RANK, OTHER_COUNT, OTHER_OPTIMIZER, OTHER_SECRET, MISFITS };
 enum { LEGAL, ELASTIC_HOOK, ELASTIC_UNUSED, ELASTIC_UNEVEN, SHARDS_HOOK, SHARDS_UNUSED, FEW_SHARDS,
        MANY_SHARDS, OVERLAP, NO_DATA, LAST_COUNT, LAST_DTYPE, LAST_SHARDS, SHARDED_ELASTIC,
        SHARDED_ROWS, ADAMW_HALF, ADAMW_ROWS, NEGATIVE, LAST_RATE, LAST_MOMENTUM, SHARDED_APART,
-       READY_TWICE, NOT_READY, GATHER_ALONE, LAST_WAITS, NO_SYNC_STEP, ILLEGALS };
+       READY_TWICE, NOT_READY, GATHER_ALONE, LAST_WAITS, NO_SYNC_STEP, HOST_DATA, ILLEGALS };
 
 typedef struct parameter {
   int count, dtype, memory, grad;
@@ -266,6 +266,7 @@ static void settle_gpu(program *p) {
   if (!PROGRAMS_GPU || p->gpu >= GPU_KINDS) p->gpu = HOST_ONLY;
   if (p->gpu != NCCL || p->optim == ADAMW || p->elastic || p->illegal || p->graph < 2) p->graph = 0;
   if (p->gpu == HOST_ONLY) p->stream = p->share = 0;
+  if (p->gpu == HOST_ONLY && p->illegal == HOST_DATA) p->illegal = LEGAL;
   if (p->gpu == HOST_ONLY) return;
   p->fault = 0; /* the double's own calls would fail */
   if (p->threads) p->elastic = p->share = 0;
@@ -275,7 +276,8 @@ static void settle_gpu(program *p) {
     f16 = f16 || p->p[k].dtype == CDDP_F16;
     bf16 = bf16 || p->p[k].dtype == CDDP_BF16;
   }
-  if (p->gpu == NCCL && p->illegal > NEGATIVE) p->illegal = LEGAL;
+  if (p->gpu == NCCL && p->illegal > NEGATIVE && p->illegal != HOST_DATA)
+    p->illegal = LEGAL;
   if (nccl_sums(p) && bf16) p->micro = 1;
   for (; nccl_sums(p) && f16 && (p->ranks & (p->ranks - 1)) != 0;) p->ranks--;
   for (; nccl_sums(p) && f16 && (p->restart_ranks & (p->restart_ranks - 1)) != 0;)
@@ -438,7 +440,7 @@ static program draw(uint64_t seed) {
   p.between = DRAW(3) == 0 ? 1 + DRAW(7) : 0;
   p.pause = DRAW(3) == 0 ? DRAW(600) : 0;
   p.jitter = DRAW(4) == 0 ? 1 + DRAW(2000) : 0;
-  p.illegal = DRAW(16) == 0 ? 1 + DRAW(ILLEGALS - 1) : LEGAL;
+  p.illegal = DRAW(16) == 0 ? 1 + DRAW(HOST_DATA - 1) : LEGAL;
   p.buffers = DRAW(4) == 0;
   p.uneven = DRAW(6) == 0 ? 1 + DRAW(p.steps) : 0;
   p.restart = DRAW(8) == 0 ? 1 + DRAW(p.steps) : 0;
@@ -451,6 +453,7 @@ static program draw(uint64_t seed) {
     if (p.e[i].kind == KILL_AT_POINT && DRAW(3) == 0) p.e[i].arg = 1 + DRAW(12);
   if (DRAW(40) == 0) p.steps = LONG;
   if (p.churn > 0 && DRAW(3) == 0) p.churn = 20 + DRAW(20);
+  if (p.illegal && DRAW(8) == 0) p.illegal = HOST_DATA;
   p.gpu = DRAW(12) == 0 ? HOST_ONLY : DRAW(3) > 0 ? NCCL : THROUGH_HOST;
   p.stream = DRAW(STREAMS);
   p.share = DRAW(4) == 0;
@@ -902,7 +905,7 @@ typedef struct model {
   cddp_param params[PARAMS];
   void *copies[PARAMS];
   int64_t counts[BUFFER];
-  float running[3 * BUFFER];
+  void *running; /* on a GPU in its memory: 3 * BUFFER floats */
   cddp_param buffers[3 + PARAMS];
   int buffer_count;
   void *kept; /* the first parameter's data in an illegal program */
@@ -1057,20 +1060,33 @@ static cddp_result create_optimizer(model *m, bool misfit) {
   return cddp_sgd_create(&m->optim, m->params, p->count, &s);
 }
 
+static void run_buffer(const task *x) {
+  int i;
+  for (i = 0; i < 3 * BUFFER; i++) ((float *)x->q.data)[i] = x->next ? (float)((int)x->t + i) : -1;
+}
+
 /* Buffers as rank 0 has them at a step; other ranks have something else until the next call. All
    ranks of an elastic model compute them, and a joining process receives them. */
 static void write_buffers(model *m, uint64_t t) {
   bool right = m->p->elastic ? t > 0 || !me->joins : m->rank == 0;
+  task x;
   int i;
   for (i = 0; i < BUFFER; i++) m->counts[i] = right ? (int64_t)t * 100 + i : -1;
-  for (i = 0; i < 3 * BUFFER; i++) m->running[i] = right ? (float)((int)t + i) : -1;
+  memset(&x, 0, sizeof x);
+  x.q.data = m->running;
+  x.t = t;
+  x.next = right;
+  enqueue(m, run_buffer, x);
 }
 
-static void check_buffers(const model *m, uint64_t t) {
+static void check_buffers(model *m, uint64_t t) {
+  const void *running = m->running;
   int i;
+  if (look(m, m->p->elastic ? NULL : m->g, 0, &running, 3 * BUFFER * sizeof(float)) != CDDP_OK)
+    return; /* the next call returns it */
   for (i = 0; i < 3 * BUFFER; i++)
     if ((i < BUFFER && m->counts[i] != (int64_t)t * 100 + i) ||
-        m->running[i] != (float)((int)t + i)) {
+        ((const float *)running)[i] != (float)((int)t + i)) {
       complain("a buffer of step %" PRIu64 " is not rank 0's", t);
       return;
     }
@@ -1088,6 +1104,7 @@ static void add_buffer(model *m, const char *name, void *data, size_t count, cdd
 static void describe_buffers(model *m) {
   int k;
   if (m->p->buffers) {
+    m->running = take(m, 3 * BUFFER * sizeof(float));
     add_buffer(m, "counts", m->counts, BUFFER, CDDP_I64);
     add_buffer(m, "running", m->running, 3 * BUFFER, CDDP_F32);
     write_buffers(m, 0);
@@ -1133,6 +1150,7 @@ static void destroy_model(model *m) {
   drop_graph(m);
   cddp_optim_destroy(m->optim);
   cddp_ddp_destroy(m->ddp);
+  give(m, m->running);
   if (m->p->illegal) m->params[0].data = m->kept;
   for (k = 0; k < m->p->count; k++) {
     const parameter *q = &m->p->p[k];
@@ -1569,7 +1587,8 @@ static const struct {
     {"no cddp_ddp_ready on the last rank", CDDP_INVALID_ARGUMENT, CDDP_MISMATCH},
     {"cddp_ddp_all_gather alone", CDDP_INVALID_ARGUMENT, CDDP_INVALID_ARGUMENT},
     {"cddp_ddp_wait on the last rank, cddp_ddp_step elsewhere", CDDP_MISMATCH, CDDP_MISMATCH},
-    {"cddp_ddp_step with no_sync", CDDP_INVALID_ARGUMENT, CDDP_INVALID_ARGUMENT}};
+    {"cddp_ddp_step with no_sync", CDDP_INVALID_ARGUMENT, CDDP_INVALID_ARGUMENT},
+    {"host memory in a model on a GPU", CDDP_INVALID_ARGUMENT, CDDP_INVALID_ARGUMENT}};
 
 /* Up to its refusal by cddp_ddp_create. */
 static cddp_result illegal_model(model *m, int kind, bool last) {
@@ -1600,6 +1619,7 @@ static cddp_result illegal_model(model *m, int kind, bool last) {
   m->kept = m->params[0].data;
   if (kind == OVERLAP) m->params[0].data = m->params[1].data;
   if (kind == NO_DATA) m->params[0].data = NULL;
+  if (kind == HOST_DATA) m->params[0].data = m->counts;
   if (kind == LAST_COUNT) m->params[0].count -= last;
   if (kind == LAST_DTYPE && last) m->params[0].dtype = CDDP_BF16;
   return cddp_ddp_create(&m->ddp, m->g, m->params, p->count, &desc);
