@@ -1461,8 +1461,8 @@ static cddp_result send_ring(model *m, cddp_group *g, uint64_t h) {
   void *from, *to;
   cddp_result r, end;
   out[0] = (float)rank, out[n - 1] = (float)rank;
-  from = put(m, g, h / 3, out, sizeof out, 0);
-  to = put(m, g, h / 3, into, sizeof into, 1);
+  from = put(m, g, size > 1 ? h / 3 : 0, out, sizeof out, 0); /* NCCL sends nothing to itself */
+  to = put(m, g, size > 1 ? h / 3 : 0, into, sizeof into, 1);
   r = cddp_send(g, from, n, CDDP_F32, (rank + 1) % size, 3, &w);
   if (r == CDDP_OK) /* on a GPU an exchange posts all */
     r = cddp_recv(g, to, n, CDDP_F32, (rank + size - 1) % size, 3, m->p->gpu ? &v : NULL);
