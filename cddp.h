@@ -1794,7 +1794,7 @@ struct cddp__segments { /* mapped, sorted */
 };
 struct cddp__extents { /* of one size */
   struct cddp__extent *free;
-  size_t extents; /* free or not */
+  size_t count; /* free or not */
 };
 
 /* The memory that this rank shares. */
@@ -1803,11 +1803,11 @@ typedef struct cddp__arena {
   struct stat memory;  /* of the memfd: the program can close fd and reuse its number */
   int window;          /* this process's number: its index, or a new number if it joined */
   int window_bits;     /* window i is [(i + 1) << bits, (i + 2) << bits) of the memfd */
-  uint64_t window_end; /* end of the used part of the window */
+  uint64_t used_end; /* end of the used part of the window */
   cddp__atomic_u64 lowest, highest; /* bounds of all own extents, freed ones too */
   uint32_t generation;              /* the last number given to an extent */
   struct cddp__segments own, peers; /* own: sorted by address; peers: by offset in the memfd */
-  struct cddp__extents lists[CDDP__EXTENT_SIZES]; /* indexed by cddp__extent_list */
+  struct cddp__extents lists[CDDP__EXTENT_SIZES]; /* indexed by cddp__size_class */
   struct cddp__extent *pending; /* control blocks, and extents freed with them: a ring */
 } cddp__arena;
 
@@ -6311,73 +6311,69 @@ static cddp_result cddp__discover(cddp__config *config, const cddp_group_desc *d
 }
 /* >>arena -----------------------------------------------------------------------------------------
    Job: allocates memory that the ranks of a host share, and maps that of other ranks.
-   Owns: the memfd, its locks, the segments of a cddp__host, and its table of processes.
-   Entry points: cddp__arena_alloc, _free and _quarantine; cddp__ref_of, cddp__map_ref and
-   cddp__commit; cddp__host_create and _free; cddp__create_memory in a host's first rank,
-   cddp__open_memory in the others, cddp__join_memory; cddp__lock_use, cddp__unmap_window and
-   cddp__free_window for elastic models.
+   Owns: the memfd, its locks, and a cddp__host with its segments and processes.
+   Entry points: _arena_alloc, _arena_free, _arena_quarantine; _ref_of, _map_ref, _commit_lazy;
+   _host_create, _host_free, _create_memory, _open_memory, _join_memory; for elastic models
+   _lock_use, _unmap_window, _free_window.
    How it works:
      1. The processes of a host share one memfd, a sparse file, which each holds open from cddp_init
-        on. Each allocates in its own window of it, so an allocation needs no lock between ranks.
-        Numbers of windows are never used again. A joining process takes the next one.
+        on. Each allocates in its own window of the file, so without a lock between processes. A
+        joining process takes the next window; none is used twice.
      2. A window consists of segments, and a segment of extents of one size. An extent is one
         allocation. Sizes are whole pages, four per power of two. A free extent has no memory.
      3. A process maps whole segments, once: its own when it creates them, a peer's when it first
-        needs a buffer there, also after the peer's end. A new segment has half as many extents as
+        needs a buffer there, even if the peer has ended. A new segment has half as many extents as
         all earlier ones of its size, so mappings stay few (vm.max_map_count).
-     4. A cddp__ref (segment, offset) lets a peer find a buffer. Between threads a pointer is
-        enough.
-     5. Memory is committed when it is allocated: too little is an error. LAZY memory is committed
-        by cddp__commit, and of control blocks (below a huge page, or BLOCK_LAZY) the head by
-        cddp__commit_head, a rank's staging buffers by cddp__commit_staging at their first use.
-     6. One rank that no process can join has private memory instead.
-   Liveness: each process holds a record lock on its life byte, number `window` of the file. The
-   kernel releases it when the process ends, after its memory.
+     4. A cddp__ref (segment, offset) lets a peer find a buffer. Threads use pointers instead.
+     5. An allocation commits its memory (gives it pages), so a shortage is an error, not a SIGBUS
+        later. LAZY memory is committed by cddp__commit_lazy. Of a control block below a huge page,
+        or BLOCK_LAZY, cddp__commit_head commits the head, cddp__commit_staging the rest.
+     6. A rank alone that no process can join has private memory and no memfd.
+   Liveness: each process holds a record lock on its life byte, at offset `window` of the file. When
+   it ends, the kernel releases first its memory, then the lock.
    Freeing:
      - A process frees its own extents. The kernel frees everything when the last process ends.
      - The window of a process that an elastic model has lost is freed by the others, once none of
        them reads it. The kernel counts the readers: a process holds a shared record lock on the use
        byte of each process whose memory it can read. If the owner has ended, and an exclusive lock
-       on the use byte succeeds, nobody alive reads the window, so it is punched: a reader that has
-       died does not count. The last reader always succeeds, since each tries after it has unmapped.
+       on the use byte succeeds, nobody alive reads the window, so its memory is freed. The last
+       reader always succeeds, since each tries after it has unmapped.
      - The same holds for a process that ends while it joins.
    What fails: a mapping or a commit, for that rank alone. Closing any descriptor of the file drops
-   all locks of the process (fcntl(2)). So a process that has locks receives no further descriptor
-   of it (the manual forbids to join a job twice), and each meeting of an elastic model checks that
-   the program has not closed it. */
+   all locks of the process (fcntl(2)). So a process opens it once (the manual forbids to join a job
+   twice), and each meeting of an elastic model checks that the program has not closed it. */
 
 #ifndef MADV_COLLAPSE
 #define MADV_COLLAPSE 25
 #endif
-#define CDDP__WINDOW_BITS 40 /* a window has 1 TiB, unless a file size limit makes it smaller */
-#define CDDP__FILE_BITS 62   /* size of the memfd without such a limit: 4 million windows */
-#define CDDP__JOIN_MEMORY_S 20 /* a joining process waits so long for one that takes its number */
-#define CDDP__USE_BYTES 0x40000000 /* the use byte of window i is at USE_BYTES + i */
+#define CDDP__WINDOW_BITS 40 /* a window has 1 TiB, or less with a file size limit (ulimit -f) */
+#define CDDP__WINDOW_BITS_MIN 12
+#define CDDP__FILE_BITS 62     /* size of the memfd without a limit: 4 million windows */
+#define CDDP__JOIN_MEMORY_S 20 /* limit of a joining process's wait for a life byte */
+#define CDDP__USE_BYTES 0x40000000 /* use byte of window i: at offset USE_BYTES + i of the memfd */
 
-/* The use of an extent. */
 enum cddp__extent_use {
   CDDP__EXTENT_FREE,
   CDDP__EXTENT_USER,       /* cddp_alloc, gradients; peers write to it: cddp__arena_quarantine */
   CDDP__EXTENT_BUFFER,     /* cddp's buffers that peers only read */
   CDDP__EXTENT_BLOCK,      /* a group's control block; freed after all its ranks have left */
-  CDDP__EXTENT_BLOCK_LAZY, /* the same, of elastic models. Lazy extents are not dumped */
+  CDDP__EXTENT_BLOCK_LAZY, /* as BLOCK, of elastic models. From here on lazy: never dumped */
   CDDP__EXTENT_LAZY        /* as USER: means of gradients, an optimizer's states */
 };
 
-/* An allocation, or a free extent. */
 typedef struct cddp__extent {
   struct cddp__segment *segment;
   enum cddp__extent_use use;
   bool quarantined; /* never allocated again: cddp__arena_quarantine */
-  uint32_t after_generation; /* generation of `after`, which tells whether it was freed */
-  const cddp__control_block *after; /* freed once all ranks have left this block, which can be its
-                                       own; NULL: freed by a call */
-  struct cddp__extent *next, *previous; /* FREE: in its list; with `after`: in arena.pending */
+  uint32_t block_generation; /* of freed_after; changes when that block is freed */
+  const cddp__control_block *freed_after; /* freed once all ranks have left this block, which can
+                                             be this extent; NULL: freed by a call */
+  struct cddp__extent *next, *previous; /* in a free list; with freed_after: in arena.pending */
 } cddp__extent;
 
 /* A range of a rank's window, mapped in this process; private memory if ranks are threads. */
 typedef struct cddp__segment {
-  uint64_t base, size; /* offset in the memfd, bytes */
+  uint64_t base, size; /* offset in the memfd; bytes */
   char *address;
   cddp__extent *extents; /* [size / extent_size] of an own segment; NULL: a peer's segment */
   size_t extent_size;    /* bytes */
@@ -6406,8 +6402,7 @@ static char *cddp__map_memory(int fd, uint64_t base, uint64_t size) {
   return at;
 }
 
-/* Whether the memfd is open. The program can close it (closefrom) and open another file with its
-   number. */
+/* Whether fd is still the memfd: the program can close it (closefrom) and reuse its number. */
 static bool cddp__memfd_is_open(const cddp__host *host) {
   struct stat s;
   return fstat(host->arena.fd, &s) == 0 && s.st_dev == host->arena.memory.st_dev &&
@@ -6415,12 +6410,12 @@ static bool cddp__memfd_is_open(const cddp__host *host) {
 }
 
 static char *cddp__map_segment(const cddp__host *host, uint64_t base, uint64_t size) {
-  errno = EBADF;
+  errno = EBADF; /* if the memfd is closed */
   if (host->arena.fd >= 0 && !cddp__memfd_is_open(host)) return NULL;
   return cddp__map_memory(host->arena.fd, base, size);
 }
 
-/* Sets the error text after cddp__map_segment has failed. */
+/* errno: why cddp__map_segment has failed. */
 static cddp_result cddp__fail_mapping(const char *what, uint64_t bytes) {
   const char *cure = "";
   if (errno == EBADF) cure = ": the program has closed descriptors of cddp (closefrom)";
@@ -6437,7 +6432,7 @@ static bool cddp__arena_punch(const cddp__host *host, uint64_t base, uint64_t si
                  (off_t)size) == 0;
 }
 
-/* A record lock on n of the file's lock bytes. Returns false with errno set. */
+/* Locks or unlocks (type) n life or use bytes from offset `at`. Returns false with errno set. */
 static bool cddp__arena_lock(const cddp__host *host, int type, int at, int n) {
   struct flock lock;
   memset(&lock, 0, sizeof lock);
@@ -6447,8 +6442,7 @@ static bool cddp__arena_lock(const cddp__host *host, int type, int at, int n) {
   return fcntl(host->arena.fd, F_SETLK, &lock) == 0;
 }
 
-/* Whether the process with this window holds its life byte. */
-static bool cddp__holds_life(const cddp__host *host, int window) {
+static bool cddp__holds_life_byte(const cddp__host *host, int window) {
   struct flock lock;
   memset(&lock, 0, sizeof lock);
   lock.l_type = F_WRLCK;
@@ -6457,27 +6451,27 @@ static bool cddp__holds_life(const cddp__host *host, int window) {
   return fcntl(host->arena.fd, F_GETLK, &lock) == 0 && lock.l_type != F_UNLCK;
 }
 
+/* The window of an offset in the memfd. */
 static int cddp__window_of(const cddp__host *host, uint64_t base) {
   return (int)(base >> host->arena.window_bits) - 1;
 }
 
-/* Allocates the pages of a range of the memfd. Otherwise a write would end the process by SIGBUS if
-   memory is short. In pieces: in older kernels a signal undoes the whole call that it interrupts.
-   Returns false with errno set if memory is short. Where the system does not support the call, the
-   first access allocates. */
+/* Allocates the pages of a range of the memfd. Returns false with errno set if memory is short: a
+   write would end the process by SIGBUS. In pieces, as in older kernels a signal undoes the whole
+   call that it interrupts. Where the system lacks the call, the first access allocates. */
 static bool cddp__arena_commit(const cddp__host *host, uint64_t base, uint64_t size) {
   const uint64_t piece = (uint64_t)16 << 20, end = base + size;
-  if (!cddp__memfd_is_open(host)) return true; /* its number can be that of the program's file */
+  if (!cddp__memfd_is_open(host)) return true; /* fd can be a file of the program */
   for (; base < end; base += cddp__min(piece, end - base))
     while (syscall(SYS_fallocate, host->arena.fd, 0, (off_t)base,
                    (off_t)cddp__min(piece, end - base)) != 0) {
       if (errno == ENOMEM || errno == ENOSPC) return false;
-      if (errno != EINTR) return true;
+      if (errno != EINTR) return true; /* not supported */
     }
   return true;
 }
 
-/* Sets the error text after cddp__arena_commit has failed. */
+/* errno: why cddp__arena_commit has failed. */
 static cddp_result cddp__fail_commit(const char *what, uint64_t bytes) {
   return cddp__fail(CDDP_OUT_OF_MEMORY,
                     "%s: %" PRIu64 " bytes of shared memory: %s: free memory, or raise the limit "
@@ -6485,8 +6479,8 @@ static cddp_result cddp__fail_commit(const char *what, uint64_t bytes) {
                     what, bytes, strerror(errno));
 }
 
-/* The last segment that begins at or before key, which is an address for host.own and an offset in
-   the memfd for host.peers. *at: index at which a segment that begins at key would be inserted.
+/* The last segment that begins at or before key, an address for arena.own, an offset in the memfd
+   for arena.peers. *at: index at which a segment with this key would be inserted.
    The caller of this function and of the following ones holds host.lock. */
 static cddp__segment *cddp__segment_find(const struct cddp__segments *table, uint64_t key,
                                          size_t *at) {
@@ -6494,7 +6488,7 @@ static cddp__segment *cddp__segment_find(const struct cddp__segments *table, uin
   while (low < high) {
     size_t middle = (low + high) / 2;
     const cddp__segment *segment = table->list[middle];
-    if ((segment->extents != NULL ? (uint64_t)(uintptr_t)segment->address : segment->base) > key)
+    if ((segment->extents != NULL ? (uintptr_t)segment->address : segment->base) > key)
       high = middle;
     else
       low = middle + 1;
@@ -6503,59 +6497,61 @@ static cddp__segment *cddp__segment_find(const struct cddp__segments *table, uin
   return low > 0 ? table->list[low - 1] : NULL;
 }
 
-/* Adds a mapped segment: an own one with `extents` extents, or a peer's (0). Unmaps it and returns
-   NULL if memory is exhausted. */
+/* Adds a mapped segment: an own one with n extents, or a peer's (n 0). NULL: out of memory, and the
+   segment is unmapped. */
 static cddp__segment *cddp__segment_add(cddp__host *host, uint64_t base, uint64_t size,
-                                        char *address, size_t extents) {
-  struct cddp__segments *table = extents > 0 ? &host->arena.own : &host->arena.peers;
+                                        char *address, size_t n) {
+  struct cddp__segments *table = n > 0 ? &host->arena.own : &host->arena.peers;
   cddp__segment *segment = NULL, **list;
+  uint64_t key;
   size_t at;
   list = (cddp__segment **)cddp__grow_array(&host->allocator, table->list, &table->capacity,
                                             table->count + 1, sizeof *list);
   if (list != NULL) {
     table->list = list;
     segment = (cddp__segment *)cddp__calloc(&host->allocator, 1,
-                                            sizeof *segment + extents * sizeof *segment->extents);
+                                            sizeof *segment + n * sizeof *segment->extents);
   }
   if (segment == NULL) {
     munmap(address, (size_t)size);
     return NULL;
   }
-  (void)cddp__segment_find(table, extents > 0 ? (uint64_t)(uintptr_t)address : base, &at);
-  memmove(list + at + 1, list + at, (table->count++ - at) * sizeof *list);
+  key = n > 0 ? (uintptr_t)address : base;
+  (void)cddp__segment_find(table, key, &at);
+  memmove(list + at + 1, list + at, (table->count - at) * sizeof *list);
   list[at] = segment;
+  table->count++;
   segment->base = base;
   segment->size = size;
   segment->address = address;
-  if (extents > 0) segment->extents = (cddp__extent *)(void *)(segment + 1);
+  if (n > 0) segment->extents = (cddp__extent *)(void *)(segment + 1);
   return segment;
 }
 
-/* Whether a range of shared memory is in core dumps. A dump would allocate the pages of its holes,
-   and the process would count as alive meanwhile. So dumps contain of this rank's extents of a huge
-   page or more only those that are committed, and nothing of its peers. */
+/* Sets whether shared memory is in core dumps. A dump fills holes, and until it ends the process
+   counts as alive. So dumps lack peers' memory, and own extents of huge pages unless in use. */
 static void cddp__set_dumped(const cddp__host *host, char *address, uint64_t size, bool dumped) {
   if (host->arena.fd >= 0) madvise(address, (size_t)size, dumped ? MADV_DODUMP : MADV_DONTDUMP);
 }
 
-static int cddp__extent_list(uint64_t size) {
-  int bits = 63 - __builtin_clzll(size);
-  return 4 * bits + (int)(size >> (bits - 2) & 3);
+/* The index of a size in arena.lists: four per power of two. */
+static int cddp__size_class(uint64_t size) {
+  int top_bit = 63 - __builtin_clzll(size);
+  return 4 * top_bit + (int)(size >> (top_bit - 2) & 3);
 }
 
-/* Creates a segment of extents of `size` bytes; if that does not fit, of one extent of `size`, then
-   of one of `bytes`. Returns the index of their free list, or -1 with the error set. */
+/* Creates a segment of extents of `size` bytes; if that fails, of one extent of `size`, then of one
+   of `bytes`. Returns their size class, or -1 with the error set. */
 static int cddp__segment_create(cddp__host *host, uint64_t size, uint64_t bytes) {
-  uint64_t limit = (uint64_t)(host->arena.window + 2) << host->arena.window_bits, base;
-  size_t n = cddp__max(1, host->arena.lists[cddp__extent_list(size)].extents / 2);
-  int list;
+  uint64_t window_end = (uint64_t)(host->arena.window + 2) << host->arena.window_bits, base;
+  size_t n = cddp__max(1, host->arena.lists[cddp__size_class(size)].count / 2);
+  struct cddp__extents *list;
   cddp__segment *segment;
   char *address = NULL;
   bool fits;
   for (;;) {
-    base =
-        cddp__round_up(host->arena.window_end, n * size >= CDDP__HUGE_PAGE ? CDDP__HUGE_PAGE : 1);
-    fits = host->one_process || (base <= limit && n * size <= limit - base);
+    base = cddp__round_up(host->arena.used_end, n * size >= CDDP__HUGE_PAGE ? CDDP__HUGE_PAGE : 1);
+    fits = host->one_process || (base <= window_end && n * size <= window_end - base);
     if (fits) address = cddp__map_segment(host, base, n * size);
     if (address != NULL || (n == 1 && size == bytes)) break;
     if (n == 1) size = bytes;
@@ -6574,26 +6570,26 @@ static int cddp__segment_create(cddp__host *host, uint64_t size, uint64_t bytes)
   segment = address != NULL ? cddp__segment_add(host, base, n * size, address, n) : NULL;
   if (segment == NULL) return -1;
   if (size >= CDDP__HUGE_PAGE) cddp__set_dumped(host, address, n * size, false);
-  list = cddp__extent_list(size);
+  list = &host->arena.lists[cddp__size_class(size)];
   segment->extent_size = (size_t)size;
-  host->arena.window_end = base + n * size;
-  host->arena.lists[list].extents += n;
+  host->arena.used_end = base + n * size;
+  list->count += n;
   while (n-- > 0) {
     segment->extents[n].segment = segment;
-    segment->extents[n].next = host->arena.lists[list].free;
-    host->arena.lists[list].free = &segment->extents[n];
+    segment->extents[n].next = list->free;
+    list->free = &segment->extents[n];
   }
   if (host->arena.highest.v == 0 || (uintptr_t)address < host->arena.lowest.v)
     cddp__store64(&host->arena.lowest, (uintptr_t)address);
   if ((uintptr_t)address + segment->size > host->arena.highest.v)
     cddp__store64(&host->arena.highest, (uintptr_t)address + segment->size);
-  return list;
+  return cddp__size_class(size);
 }
 
 /* The own extent that contains p, or NULL. */
 static cddp__extent *cddp__extent_of(const cddp__host *host, const void *p) {
-  size_t at;
-  cddp__segment *segment = cddp__segment_find(&host->arena.own, (uint64_t)(uintptr_t)p, &at);
+  size_t at; /* in the table, then in the segment */
+  cddp__segment *segment = cddp__segment_find(&host->arena.own, (uintptr_t)p, &at);
   at = segment != NULL ? (size_t)((const char *)p - segment->address) : 0;
   return segment != NULL && at < segment->size ? segment->extents + at / segment->extent_size
                                                : NULL;
@@ -6609,8 +6605,8 @@ static uint64_t cddp__extent_base(const cddp__extent *extent) { /* its offset in
   return segment->base + (uint64_t)(extent - segment->extents) * segment->extent_size;
 }
 
-/* This rank's extent in use after `extent`, which is in segment *at. Begins with NULL and 0; ends
-   with NULL. */
+/* Returns this rank's next extent in use after `extent`; NULL: none. *at: index of its segment. The
+   first call passes NULL, and 0 in *at. */
 static cddp__extent *cddp__next_extent(const cddp__host *host, cddp__extent *extent, size_t *at) {
   for (; *at < host->arena.own.count; ++*at, extent = NULL) {
     const cddp__segment *segment = host->arena.own.list[*at];
@@ -6621,65 +6617,64 @@ static cddp__extent *cddp__next_extent(const cddp__host *host, cddp__extent *ext
   return NULL;
 }
 
-/* Frees the extent after all ranks of this host have left the group of `after`. */
-static void cddp__extent_free_after(cddp__host *host, cddp__extent *extent,
-                                    const cddp__control_block *after) {
-  if (extent->after == NULL) { /* it enters the ring */
+/* Lets the extent be freed once all ranks of this host have left the group of `block`. */
+static void cddp__pending_add(cddp__host *host, cddp__extent *extent,
+                              const cddp__control_block *block) {
+  if (extent->freed_after == NULL) { /* not yet in the ring: becomes its last */
     if (host->arena.pending == NULL) host->arena.pending = extent->previous = extent;
     extent->next = host->arena.pending;
     extent->previous = extent->next->previous;
     extent->previous->next = extent->next->previous = extent;
   }
-  extent->after = after;
-  extent->after_generation = cddp__load32(&after->generation);
+  extent->freed_after = block;
+  extent->block_generation = cddp__load32(&block->generation);
 }
 
-/* The extent is freed by a call alone. */
-static void cddp__extent_keep(cddp__host *host, cddp__extent *extent) {
-  if (extent->after == NULL) return;
+/* From now on only a call frees the extent. */
+static void cddp__pending_remove(cddp__host *host, cddp__extent *extent) {
+  if (extent->freed_after == NULL) return;
   extent->previous->next = extent->next;
   extent->next->previous = extent->previous;
   if (host->arena.pending == extent)
     host->arena.pending = extent->next != extent ? extent->next : NULL;
-  extent->after = NULL;
+  extent->freed_after = NULL;
 }
 
 /* The memory goes back to the system, the extent to its free list. */
 static void cddp__extent_release(cddp__host *host, cddp__extent *extent) {
   const cddp__segment *segment = extent->segment;
   char *address = cddp__extent_address(extent);
-  int list;
-  cddp__extent_keep(host, extent);
+  struct cddp__extents *list;
+  cddp__pending_remove(host, extent);
   extent->use = CDDP__EXTENT_FREE;
   if (host->arena.fd >= 0
           ? !cddp__arena_punch(host, cddp__extent_base(extent), segment->extent_size)
           : madvise(address, segment->extent_size, MADV_DONTNEED) != 0)
-    memset(address, 0, segment->extent_size); /* else a new block would contain old rounds */
-  if (segment->extent_size >= CDDP__HUGE_PAGE) /* smaller ones would be too many mappings */
+    memset(address, 0, segment->extent_size); /* allocations begin as zeros */
+  if (segment->extent_size >= CDDP__HUGE_PAGE) /* for smaller ones: too many mappings */
     cddp__set_dumped(host, address, segment->extent_size, false);
   if (extent->quarantined) return;
-  list = cddp__extent_list(segment->extent_size);
-  extent->next = host->arena.lists[list].free;
-  host->arena.lists[list].free = extent;
+  list = &host->arena.lists[cddp__size_class(segment->extent_size)];
+  extent->next = list->free;
+  list->free = extent;
 }
 
-/* Requests huge pages for private memory, which the first access creates. */
+/* Lets the first access create huge pages. */
 static void cddp__request_huge_pages(char *address, uint64_t size) {
-  uint64_t whole = size / CDDP__HUGE_PAGE * CDDP__HUGE_PAGE;
-  if (whole > 0) madvise(address, (size_t)whole, MADV_HUGEPAGE);
+  uint64_t huge = size / CDDP__HUGE_PAGE * CDDP__HUGE_PAGE; /* whole pages */
+  if (huge > 0) madvise(address, (size_t)huge, MADV_HUGEPAGE);
 }
 
-/* Allocates the pages of a range of shared memory that is mapped at `address`; base: its offset in
-   the memfd. MADV_COLLAPSE creates huge pages on this core, even if the system's setting for shared
-   memory is "never", but only where a page exists. If it fails, ordinary pages remain. Other
-   processes can write to the memory meanwhile. Returns false with errno set if memory is short. */
+/* As cddp__arena_commit, of a range mapped at `address`, with huge pages if possible. MADV_COLLAPSE
+   makes them even if the system's setting for shared memory is "never", but only where a page
+   exists. Other processes can write to the memory meanwhile. */
 static bool cddp__populate(const cddp__host *host, char *address, uint64_t base, uint64_t size) {
-  uint64_t whole = size / CDDP__HUGE_PAGE * CDDP__HUGE_PAGE, at;
-  if ((uintptr_t)address % CDDP__HUGE_PAGE != 0) whole = 0;
-  cddp__request_huge_pages(address, whole);
-  for (at = 0; at < whole; at += CDDP__HUGE_PAGE)
+  uint64_t huge = size / CDDP__HUGE_PAGE * CDDP__HUGE_PAGE, at;
+  if ((uintptr_t)address % CDDP__HUGE_PAGE != 0) huge = 0;
+  cddp__request_huge_pages(address, huge);
+  for (at = 0; at < huge; at += CDDP__HUGE_PAGE) /* the first page of each */
     if (!cddp__arena_commit(host, base + at, 1)) return false;
-  if (whole > 0) madvise(address, (size_t)whole, MADV_COLLAPSE);
+  if (huge > 0) madvise(address, (size_t)huge, MADV_COLLAPSE);
   return cddp__arena_commit(host, base, size);
 }
 
@@ -6702,37 +6697,38 @@ static uint64_t cddp__offset_of(const cddp__host *host, const void *p) {
 }
 
 /* Whether all ranks of this host have left the block after which the extent is freed. If the block
-   is freed already its memory is zero or holds another block; an access would allocate it. */
-static bool cddp__is_left(const cddp__host *host, const cddp__extent *extent) {
-  const cddp__control_block *after = extent->after;
-  bool own = (const void *)cddp__extent_address(extent) == (const void *)after;
-  uint32_t state[3]; /* left, generation, size (0: a block that no group uses yet) */
+   has been freed, its memory is a hole or another block: pread, unlike a load, fills no hole. */
+static bool cddp__pending_is_due(const cddp__host *host, const cddp__extent *extent) {
+  const cddp__control_block *block = extent->freed_after;
+  bool own = cddp__extent_address(extent) == (const void *)block; /* so not freed yet */
+  struct {
+    uint32_t left, generation, size;
+  } now; /* the block's fields of these names */
   CDDP__STATIC_ASSERT(offsetof(cddp__control_block, size) ==
-                          offsetof(cddp__control_block, left) + sizeof state - sizeof *state,
+                          offsetof(cddp__control_block, left) + sizeof now - sizeof now.size,
                       "they follow each other");
   if (own || host->arena.fd < 0 || !cddp__memfd_is_open(host) ||
-      pread(host->arena.fd, state, sizeof state,
-            (off_t)cddp__offset_of(host, &after->left)) != (ssize_t)sizeof state) {
-    state[0] = cddp__load32(&after->left);
-    state[1] = cddp__load32(&after->generation);
-    state[2] = cddp__load32(&after->size);
+      pread(host->arena.fd, &now, sizeof now, (off_t)cddp__offset_of(host, &block->left)) !=
+          (ssize_t)sizeof now) {
+    now.left = cddp__load32(&block->left);
+    now.generation = cddp__load32(&block->generation);
+    now.size = cddp__load32(&block->size);
   }
-  return state[1] != extent->after_generation || (state[2] != 0 && state[0] == state[2]);
+  return now.generation != extent->block_generation || (now.size != 0 && now.left == now.size);
 }
 
 /* Frees control blocks that all ranks of this host have left, and what is freed with them. Checks
-   the next 16 of the ring, since each allocation adds at most one. */
+   16 of the ring: each allocation, which calls this, adds at most one. */
 static void cddp__arena_free_left_blocks(cddp__host *host) {
   int i;
   for (i = 0; i < 16 && host->arena.pending != NULL; i++) {
     cddp__extent *extent = host->arena.pending;
     host->arena.pending = extent->next;
-    if (cddp__is_left(host, extent)) cddp__extent_release(host, extent);
+    if (cddp__pending_is_due(host, extent)) cddp__extent_release(host, extent);
   }
 }
 
-/* How many bytes cddp__arena_alloc commits. The rest is committed when it is used: by cddp__commit,
-   or in control blocks by cddp__commit_head and cddp__commit_staging. */
+/* How many bytes cddp__arena_alloc commits: 5. in the head. whole: `bytes` in whole pages. */
 static size_t cddp__committed_bytes(enum cddp__extent_use use, size_t bytes, size_t whole) {
   if (use == CDDP__EXTENT_LAZY) return 0;
   if (use == CDDP__EXTENT_BLOCK_LAZY) return cddp__page_size();
@@ -6742,10 +6738,11 @@ static size_t cddp__committed_bytes(enum cddp__extent_use use, size_t bytes, siz
 /* Allocates zeroed memory in this rank's window. */
 static void *cddp__arena_alloc(cddp__host *host, size_t bytes, enum cddp__extent_use use) {
   size_t page = bytes >= CDDP__HUGE_PAGE ? CDDP__HUGE_PAGE : cddp__page_size();
-  size_t whole, committed, size;
+  size_t whole, step, committed, size; /* whole: bytes of whole pages; size: of the extent */
   cddp__extent *extent;
   cddp__control_block *block;
   char *address = NULL;
+  bool lazy = use >= CDDP__EXTENT_BLOCK_LAZY;
   int list;
   if (bytes > SIZE_MAX / 4) {
     cddp__fail(CDDP_OUT_OF_MEMORY, "cddp_alloc: %zu bytes exceed the address space", bytes);
@@ -6753,21 +6750,22 @@ static void *cddp__arena_alloc(cddp__host *host, size_t bytes, enum cddp__extent
   }
   whole = cddp__round_up(cddp__max(bytes, 1), page);
   committed = cddp__committed_bytes(use, bytes, whole);
-  size = cddp__round_up(whole, cddp__max(page, (size_t)1 << (63 - __builtin_clzll(whole)) >> 2));
+  step = (size_t)1 << (63 - __builtin_clzll(whole)) >> 2; /* four sizes per power of two */
+  size = cddp__round_up(whole, cddp__max(page, step));
   pthread_mutex_lock(&host->lock);
   cddp__arena_free_left_blocks(host);
-  list = cddp__extent_list(size);
+  list = cddp__size_class(size);
   if (host->arena.lists[list].free == NULL) list = cddp__segment_create(host, size, whole);
-  if (list < 0) /* no new segment: search a larger free extent */
-    for (list = cddp__extent_list(size);
-         list < CDDP__EXTENT_SIZES && host->arena.lists[list].free == NULL;)
-      list++;
+  if (list < 0) { /* no new segment: a larger free extent */
+    list = cddp__size_class(size);
+    while (list < CDDP__EXTENT_SIZES && host->arena.lists[list].free == NULL) list++;
+  }
   if (list < CDDP__EXTENT_SIZES) {
     extent = host->arena.lists[list].free;
     host->arena.lists[list].free = extent->next;
     address = cddp__extent_address(extent);
     extent->use = use;
-    if (use < CDDP__EXTENT_BLOCK_LAZY && extent->segment->extent_size >= CDDP__HUGE_PAGE)
+    if (!lazy && extent->segment->extent_size >= CDDP__HUGE_PAGE)
       cddp__set_dumped(host, address, whole, true);
     if (host->arena.fd < 0) {
       if (use != CDDP__EXTENT_BLOCK_LAZY) cddp__request_huge_pages(address, whole);
@@ -6780,7 +6778,7 @@ static void *cddp__arena_alloc(cddp__host *host, size_t bytes, enum cddp__extent
     if (address != NULL && (use == CDDP__EXTENT_BLOCK || use == CDDP__EXTENT_BLOCK_LAZY)) {
       block = (cddp__control_block *)(void *)address;
       cddp__store32(&block->generation, ++host->arena.generation);
-      cddp__extent_free_after(host, extent, block);
+      cddp__pending_add(host, extent, block);
     }
   }
   pthread_mutex_unlock(&host->lock);
@@ -6788,7 +6786,7 @@ static void *cddp__arena_alloc(cddp__host *host, size_t bytes, enum cddp__extent
 }
 
 /* Excludes all memory that peers write to from later allocations: an operation has failed while a
-   peer was stopped, which can write to this memory when it continues. */
+   peer was stopped. The peer can write to this memory when it continues. */
 static void cddp__arena_quarantine(cddp__host *host) {
   cddp__extent *extent = NULL;
   size_t at = 0;
@@ -6818,21 +6816,20 @@ static void cddp__arena_free_block(cddp__host *host, const void *block, uint32_t
   cddp__extent *extent;
   pthread_mutex_lock(&host->lock);
   extent = cddp__extent_of(host, block);
-  if (extent != NULL && (const void *)extent->after == block &&
-      extent->after_generation == generation)
+  if (extent != NULL && extent->freed_after == block && extent->block_generation == generation)
     cddp__extent_release(host, extent);
   pthread_mutex_unlock(&host->lock);
 }
 
-/* Frees p when all ranks of this host have left the group of this control block, and no longer read
-   p. With the first group's block, which is no extent, p lives as long as the host. */
+/* Frees p once all ranks of this host have left the group of `block`. If that is the first group's,
+   which is no extent (generation and size are 0), p lives as long as the host. */
 static void cddp__arena_free_with(cddp__host *host, const void *p,
                                   const cddp__control_block *block) {
   cddp__extent *extent;
   pthread_mutex_lock(&host->lock);
   if (p != NULL && cddp__load32(&block->generation) != 0 && cddp__load32(&block->size) != 0 &&
       (extent = cddp__extent_of(host, p)) != NULL)
-    cddp__extent_free_after(host, extent, block);
+    cddp__pending_add(host, extent, block);
   pthread_mutex_unlock(&host->lock);
 }
 
@@ -6843,7 +6840,7 @@ static cddp__ref cddp__ref_of(cddp__host *host, const void *p, size_t bytes) {
   memset(&ref, 0, sizeof ref);
   if (host->one_process) {
     ref.kind = CDDP__REF_POINTER;
-    ref.base = (uint64_t)(uintptr_t)p;
+    ref.base = (uintptr_t)p;
     return ref;
   }
   /* Most private memory is outside these bounds, and needs no lock. */
@@ -6873,7 +6870,7 @@ static cddp_result cddp__map_ref(cddp__host *host, const cddp__ref *ref, void **
   if (ref->kind == CDDP__REF_POINTER) return CDDP_OK;
   pthread_mutex_lock(&host->lock);
   segment = cddp__segment_find(&host->arena.peers, ref->base, &at);
-  if (segment != NULL && segment->base != ref->base) segment = NULL;
+  if (segment != NULL && segment->base != ref->base) segment = NULL; /* an earlier one */
   for (i = 0; segment == NULL && i < host->arena.own.count; i++)
     if (host->arena.own.list[i]->base == ref->base) segment = host->arena.own.list[i];
   if (segment == NULL) {
@@ -6889,50 +6886,50 @@ static cddp_result cddp__map_ref(cddp__host *host, const cddp__ref *ref, void **
   return segment != NULL ? CDDP_OK : CDDP_OUT_OF_MEMORY;
 }
 
-/* Allocates the pages of a part of lazy memory, own or a peer's, before this rank writes to it. */
-static cddp_result cddp__commit(cddp__host *host, char *p, size_t bytes) {
-  uint64_t at;
+/* Commits a part of LAZY memory, own or a peer's, before this rank writes to it. */
+static cddp_result cddp__commit_lazy(cddp__host *host, char *p, size_t bytes) {
+  uint64_t base;
   size_t page = cddp__page_size();
   bytes += (uintptr_t)p % page; /* whole pages */
   p -= (uintptr_t)p % page;
   if (host->arena.fd < 0 || bytes == 0) return CDDP_OK;
   pthread_mutex_lock(&host->lock);
-  at = cddp__offset_of(host, p);
+  base = cddp__offset_of(host, p);
   pthread_mutex_unlock(&host->lock);
-  if (cddp__populate(host, p, at, cddp__round_up(bytes, page))) return CDDP_OK;
+  if (cddp__populate(host, p, base, cddp__round_up(bytes, page))) return CDDP_OK;
   return cddp__fail_commit("the memory of a model", bytes);
 }
 
 /* The container's limit of processor time (docker --cpus, a pod's limit) in cores, rounded up;
    INT_MAX: none. */
 static int cddp__container_cores(void) {
-  static const char *const names[] = {"cpu.max", "cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"};
-  long long n[3][2] = {{0, 0}, {0, 0}, {0, 0}}, quota, period; /* cgroup v2 has both in one file */
+  static const char *const files[] = {"cpu.max", "cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"};
+  long long n[3][2] = {{0, 0}, {0, 0}, {0, 0}}, quota, period; /* n: of each file 2 numbers */
   char path[64];
   FILE *file;
   int i;
   for (i = 0; i < 3; i++) {
-    snprintf(path, sizeof path, "/sys/fs/cgroup/%s", names[i]);
+    snprintf(path, sizeof path, "/sys/fs/cgroup/%s", files[i]);
     if ((file = fopen(path, "re")) == NULL) continue;
     if (fscanf(file, "%lld %lld", &n[i][0], &n[i][1]) < 1) n[i][0] = 0; /* "max" */
     fclose(file);
   }
-  quota = n[0][0] > 0 ? n[0][0] : n[1][0];
+  quota = n[0][0] > 0 ? n[0][0] : n[1][0]; /* cpu.max (cgroup v2) has both */
   period = n[0][0] > 0 ? n[0][1] : n[2][0];
   return quota > 0 && period > 0 && quota / period < INT_MAX ? (int)((quota - 1) / period) + 1
                                                              : INT_MAX;
 }
 
-/* Adds this process's processors to those of other ranks, and sets host->cores to their number: a
-   launcher can bind each rank to other ones. */
+/* Adds this process's processors to all ranks', and sets host->cores to their number: a launcher
+   can bind each rank to others. */
 static void cddp__count_cores(cddp__host *host, cddp__atomic_u64 *all) {
-  uint64_t mine[CDDP__PROCESSORS / 64], old;
-  int most = host->container_cores, n = 0, i;
+  uint64_t mine[CDDP__PROCESSORS / 64], bits, old;
+  int allowed = host->container_cores, n = 0, i;
   memset(mine, 0, sizeof mine);
   (void)syscall(SYS_sched_getaffinity, 0, sizeof mine, mine);
   for (i = 0; i < CDDP__PROCESSORS / 64; i++) {
-    for (old = mine[i]; old != 0; old &= old - 1)
-      if (--most < 0) mine[i] &= ~(old & -old);
+    for (bits = mine[i]; bits != 0; bits &= bits - 1) /* keeps the lowest `allowed` bits */
+      if (--allowed < 0) mine[i] &= ~(bits & -bits);
     old = cddp__load64(&all[i]);
     while ((mine[i] & ~old) != 0) {
       (void)cddp__swap64(&all[i], old, old | mine[i]);
@@ -6944,9 +6941,7 @@ static void cddp__count_cores(cddp__host *host, cddp__atomic_u64 *all) {
   host->cores = n > 0 ? n : 1;
 }
 
-/* --- the processes of a host --- */
-
-/* The first, or the next after p. For the thread that trains. */
+/* The next after p (NULL: the first): ranks, then others. For the thread that trains. */
 static cddp__process *cddp__next_process(const cddp__host *host, cddp__process *p) {
   if (p == NULL) return host->ranks;
   if (p >= host->ranks && p + 1 < host->ranks + host->size) return p + 1;
@@ -6963,7 +6958,7 @@ static cddp__process cddp__process_at(cddp__host *host, int window) {
     copy.pidfd = host->ranks[window].pidfd;
   } else {
     pthread_mutex_lock(&host->lock);
-    for (p = host->others; p != NULL && p->window != window;) p = p->next;
+    for (p = host->others; p != NULL && p->window != window; p = p->next) {}
     if (p != NULL) copy = *p;
     pthread_mutex_unlock(&host->lock);
   }
@@ -6971,10 +6966,10 @@ static cddp__process cddp__process_at(cddp__host *host, int window) {
   return copy;
 }
 
-/* Enters a process, unless it is there. NULL: out of memory. */
+/* Enters a process, unless it is there, and its pid. NULL: out of memory. */
 static cddp__process *cddp__add_process(cddp__host *host, int window, uint32_t pid) {
   cddp__process *p;
-  for (p = host->others; p != NULL && p->window != window;) p = p->next;
+  for (p = host->others; p != NULL && p->window != window; p = p->next) {}
   if (window < host->size) p = &host->ranks[window];
   if (p == NULL) {
     p = (cddp__process *)cddp__calloc(&host->allocator, 1, sizeof *p);
@@ -6987,32 +6982,33 @@ static cddp__process *cddp__add_process(cddp__host *host, int window, uint32_t p
     pthread_mutex_unlock(&host->lock);
   }
   if (p->pid == pid || window == host->arena.window) return p;
-  cddp__close_fd(&p->pidfd);
+  cddp__close_fd(&p->pidfd); /* of the former pid */
   p->pid = pid;
   return p;
 }
 
-/* Enters all processes that have joined: also the memory of those that end before they are members
-   is freed. What fails now is tried again in the next step. */
+/* Enters all processes that have joined: the memory of those that end before they are members is
+   freed too. What fails now is tried again in the next step. */
 static void cddp__find_processes(cddp__host *host) {
-  cddp__atomic_u32 joins;
+  uint32_t joins; /* of the block at offset 0 */
   cddp__process *p;
   int window;
   if (!cddp__memfd_is_open(host) ||
       pread(host->arena.fd, &joins, sizeof joins, offsetof(cddp__control_block, joins)) !=
           (ssize_t)sizeof joins)
     return;
+  /* At this process's first call: the ranks that were lost before it joined. */
   for (window = 0; host->joined && host->joins_seen == 0 && window < host->size; window++)
-    if (!host->ranks[window].member) host->ranks[window].lost = 1; /* before this process joined */
-  for (; host->joins_seen < joins.v; host->joins_seen++) {
+    if (!host->ranks[window].member) host->ranks[window].lost = 1; /* 1 + step 0 */
+  for (; host->joins_seen < joins; host->joins_seen++) {
     window = host->size + (int)host->joins_seen;
     if (window == host->arena.window || cddp__process_at(host, window).pid != 0) continue;
     if ((p = cddp__add_process(host, window, 0)) == NULL) return; /* members know their pids */
-    p->lost = 1;
+    p->lost = 1; /* until it is a member */
   }
 }
 
-/* From now on nobody frees the memory of a member of the model. */
+/* Counts p as a member of this rank's model. From now on no process frees p's memory. */
 static cddp_result cddp__lock_use(cddp__host *host, cddp__process *p) {
   p->member = true;
   p->lost = 0;
@@ -7027,100 +7023,96 @@ static cddp_result cddp__lock_use(cddp__host *host, cddp__process *p) {
   return cddp__fail_errno("lock on the shared memory");
 }
 
-/* Unmaps the memory of another process. The caller knows that no pointer to it will be used, except
-   to the control blocks of groups. It has made those private: their segments stay. */
+/* Unmaps another process's memory. The caller knows that no pointer to it will be used, except to
+   control blocks of groups, which it has made private: their segments stay. */
 static void cddp__unmap_window(cddp__host *host, cddp__process *p) {
   struct cddp__segments *peers = &host->arena.peers;
   cddp__extent *extent = NULL;
   const cddp_group *g;
-  size_t at = 0, left = 0, i;
+  size_t at = 0, kept = 0, i;
   pthread_mutex_lock(&host->lock);
   for (i = 0; i < peers->count; i++, at = 0) {
     cddp__segment *segment = peers->list[i];
-    bool there = cddp__window_of(host, segment->base) == p->window;
-    while (there && (extent = cddp__next_extent(host, extent, &at)) != NULL)
-      if (cddp__segment_has(segment, extent->after)) cddp__extent_keep(host, extent);
-    for (g = host->groups; g != NULL && there;) {
-      there = !cddp__segment_has(segment, g->block);
-      g = g->next;
-    }
-    if (there) {
+    bool unmap = cddp__window_of(host, segment->base) == p->window;
+    while (unmap && (extent = cddp__next_extent(host, extent, &at)) != NULL)
+      if (cddp__segment_has(segment, extent->freed_after)) cddp__pending_remove(host, extent);
+    for (g = host->groups; g != NULL && unmap; g = g->next)
+      unmap = !cddp__segment_has(segment, g->block);
+    if (unmap) {
       munmap(segment->address, (size_t)segment->size);
       cddp__free(&host->allocator, segment);
     } else {
-      peers->list[left++] = segment;
+      peers->list[kept++] = segment;
     }
   }
-  peers->count = left;
+  peers->count = kept;
   pthread_mutex_unlock(&host->lock);
   (void)cddp__arena_lock(host, F_UNLCK, CDDP__USE_BYTES + p->window, 1);
   p->use_locked = false;
 }
 
-/* Frees the memory of a process that has ended, unless another process reads it. */
+/* Frees the memory of a process that has ended, unless another reads it; then p, if in others. */
 static void cddp__free_window(cddp__host *host, cddp__process *p) {
-  cddp__process **at = &host->others;
+  cddp__process **link = &host->others;
   int use = CDDP__USE_BYTES + p->window, bits = host->arena.window_bits;
   CDDP_ASSERT(!p->use_locked && p->window != host->arena.window);
-  if (!cddp__arena_lock(host, F_WRLCK, use, 1)) return;
+  if (!cddp__arena_lock(host, F_WRLCK, use, 1)) return; /* another reads it */
   (void)cddp__arena_punch(host, (uint64_t)(p->window + 1) << bits, (uint64_t)1 << bits);
   (void)cddp__arena_lock(host, F_UNLCK, use, 1);
   p->lost = 0;
   cddp__close_fd(&p->pidfd);
   if (p->window < host->size) return;
   pthread_mutex_lock(&host->lock);
-  while (*at != p) at = &(*at)->next;
-  *at = p->next;
+  while (*link != p) link = &(*link)->next;
+  *link = p->next;
   pthread_mutex_unlock(&host->lock);
   cddp__free(&host->allocator, p);
 }
 
-/* --- a process's host object --- */
-
-/* Sets this rank's window, before its first allocation. */
+/* Before the first allocation. */
 static void cddp__set_window(cddp__host *host, int window, int bits) {
   host->arena.window = window;
   host->arena.window_bits = bits;
-  host->arena.window_end = (uint64_t)(window + 1) << bits;
+  host->arena.used_end = (uint64_t)(window + 1) << bits;
 }
 
 static void cddp__host_free(cddp__host *host) {
   const struct cddp__segments *tables[2] = {&host->arena.own, &host->arena.peers};
-  cddp_allocator a = host->allocator;
+  cddp_allocator allocator = host->allocator;
   cddp__process *p;
   size_t j;
   int i;
   for (i = 0; i < 2; i++) {
     for (j = 0; j < tables[i]->count; j++) {
       munmap(tables[i]->list[j]->address, (size_t)tables[i]->list[j]->size);
-      cddp__free(&a, tables[i]->list[j]);
+      cddp__free(&allocator, tables[i]->list[j]);
     }
-    cddp__free(&a, tables[i]->list);
+    cddp__free(&allocator, tables[i]->list);
   }
   for (i = 0; host->ranks != NULL && i < host->size; i++) cddp__close_fd(&host->ranks[i].pidfd);
   while ((p = host->others) != NULL) {
     host->others = p->next;
     cddp__close_fd(&p->pidfd);
-    cddp__free(&a, p);
+    cddp__free(&allocator, p);
   }
   if (cddp__memfd_is_open(host)) cddp__close_fd(&host->arena.fd);
   cddp__join_close(host);
   pthread_mutex_destroy(&host->joins.lock);
   if (host->record != NULL) {
-    host->record->left = 1;
+    host->record->left = 1; /* no crash */
     munmap(host->record, CDDP__RECORD_BYTES);
   }
   pthread_mutex_destroy(&host->lock);
-  cddp__free(&a, host->ranks);
-  cddp__free(&a, host);
+  cddp__free(&allocator, host->ranks);
+  cddp__free(&allocator, host);
 }
 
 /* A host that shares nothing yet: this rank is number `index` of `size`. NULL: out of memory. */
 static cddp__host *cddp__host_create(const cddp_allocator *allocator, const cddp_logger *logger,
                                      int size, int index) {
   cddp__host *host = (cddp__host *)cddp__calloc(allocator, 1, sizeof *host);
-  const char *given = cddp__env("CDDP_HOST_ID");
-  cddp__atomic_u64 processors[CDDP__PROCESSORS / 64];
+  const char *host_id = cddp__env("CDDP_HOST_ID");
+  cddp__atomic_u64 processors[CDDP__PROCESSORS / 64]; /* of this rank only */
   int i;
   if (host == NULL) return NULL;
   if (allocator != NULL) host->allocator = *allocator;
@@ -7137,7 +7129,7 @@ static cddp__host *cddp__host_create(const cddp_allocator *allocator, const cddp
   host->refs = 1;
   host->lead = host;
   gethostname(host->name, sizeof host->name - 1);
-  if (given != NULL) cddp__append(host->name, sizeof host->name, "/%.20s", given);
+  if (host_id != NULL) cddp__append(host->name, sizeof host->name, "/%.20s", host_id);
   host->ranks = (cddp__process *)cddp__calloc(allocator, (size_t)size, sizeof *host->ranks);
   for (i = 0; i < size && host->ranks != NULL; i++) {
     host->ranks[i].window = i;
@@ -7148,20 +7140,19 @@ static cddp__host *cddp__host_create(const cddp_allocator *allocator, const cddp
   return NULL;
 }
 
-/* Uses the memfd for `size` ranks, which the host owns from now on. */
+/* Takes ownership of the memfd of `size` ranks. Its size tells that of the windows. */
 static void cddp__open_memory(cddp__host *host, int fd, int size) {
-  uint64_t windows = (uint64_t)size + 1; /* those for joining processes exist only at full size */
-  int bits = 12;
+  uint64_t windows = (uint64_t)size + 1; /* more only if they have WINDOW_BITS */
+  int bits = CDDP__WINDOW_BITS_MIN;
   host->arena.fd = fd;
-  (void)fstat(fd, &host->arena.memory); /* cddp__host_free closes no other file of this number */
+  (void)fstat(fd, &host->arena.memory); /* for cddp__memfd_is_open */
   while (bits < CDDP__WINDOW_BITS && windows << bits < (uint64_t)host->arena.memory.st_size) bits++;
   cddp__set_window(host, host->arena.window, bits);
 }
 
-/* Creates the memfd: a window for the first group's control block, one for each rank, and more for
-   processes that join. A file size limit makes the windows smaller, and leaves none for joining
-   processes. least: the minimum of a window. */
-static cddp_result cddp__create_memory(cddp__host *host, uint64_t least) {
+/* Creates the memfd: space for the first group's control block, a window for each rank, and windows
+   for joining processes if no limit of file sizes is set. window_min: a window's least bytes. */
+static cddp_result cddp__create_memory(cddp__host *host, uint64_t window_min) {
   uint64_t windows = (uint64_t)host->size + 1;
   int bits = CDDP__WINDOW_BITS, fd;
   struct rlimit limit;
@@ -7169,8 +7160,8 @@ static cddp_result cddp__create_memory(cddp__host *host, uint64_t least) {
   if (limit.rlim_cur == RLIM_INFINITY)
     windows = (uint64_t)1 << (CDDP__FILE_BITS - bits);
   else
-    while (bits > 12 && windows << bits > (uint64_t)limit.rlim_cur) bits--;
-  if ((uint64_t)1 << bits < least)
+    while (bits > CDDP__WINDOW_BITS_MIN && windows << bits > (uint64_t)limit.rlim_cur) bits--;
+  if ((uint64_t)1 << bits < window_min)
     return cddp__fail(CDDP_SYSTEM,
                       "the file size limit of %llu bytes (ulimit -f) is too small for the memory "
                       "that %d ranks share; raise it: ulimit -f unlimited",
@@ -7195,39 +7186,39 @@ static cddp_result cddp__create_memory(cddp__host *host, uint64_t least) {
   return CDDP_OK;
 }
 
-/* The same in a process that joins a job of local_size ranks here. It takes a new window: its life
-   byte is locked before the others can know the number. */
+/* As cddp__open_memory, in a process that joins a job of local_size ranks here. Takes a window:
+   locks its life byte before others can know its number. */
 static cddp_result cddp__join_memory(cddp__host *host, int fd, int local_size) {
   size_t page = cddp__page_size();
   uint32_t joins;
-  cddp__control_block *first; /* of the job's first group; a page of it */
+  cddp__control_block *block; /* of the job's first group: its first page */
   cddp_result r = CDDP_OK;
   bool taken = false;
   double deadline = cddp__now() + CDDP__JOIN_MEMORY_S;
   cddp__open_memory(host, fd, local_size);
-  first = (cddp__control_block *)(void *)cddp__map_memory(fd, 0, page);
-  if (first == NULL) return cddp__fail_errno("mmap of the job's shared memory");
+  block = (cddp__control_block *)(void *)cddp__map_memory(fd, 0, page);
+  if (block == NULL) return cddp__fail_errno("mmap of the job's shared memory");
   while (r == CDDP_OK && !taken) {
-    joins = cddp__load32(&first->joins);
+    joins = cddp__load32(&block->joins);
     cddp__set_window(host, local_size + (int)joins, host->arena.window_bits);
-    if ((uint64_t)host->arena.window + 2 >
+    if ((uint64_t)host->arena.window + 2 > /* it is behind the file's end */
         (uint64_t)host->arena.memory.st_size >> host->arena.window_bits)
       r = cddp__fail(CDDP_UNSUPPORTED, "CDDP_JOIN: no process can join a job that runs with a file "
                                        "size limit; start it with ulimit -f unlimited");
     else if (!cddp__arena_lock(host, F_WRLCK, host->arena.window, 1))
       r = (errno == EAGAIN || errno == EACCES) && cddp__now() < deadline
-              ? CDDP_OK /* another joining process takes this number */
+              ? CDDP_OK /* another joining process takes this window */
               : cddp__fail_errno("lock on the shared memory");
-    else if (!(taken = cddp__swap32(&first->joins, joins, joins + 1)))
+    else if (!(taken = cddp__swap32(&block->joins, joins, joins + 1)))
       (void)cddp__arena_lock(host, F_UNLCK, host->arena.window, 1);
     if (!taken) cddp__sleep(0.001);
   }
-  if (r == CDDP_OK) cddp__count_cores(host, first->processors);
-  munmap(first, page);
+  if (r == CDDP_OK) cddp__count_cores(host, block->processors);
+  munmap(block, page);
   return r;
 }
 
-/* One rank that processes can join shares its memory from the beginning. */
+/* Shares the memory of a job's only rank, so that processes can join. */
 static void cddp__share_memory(cddp__host *host) {
   struct rlimit limit;
   if (getrlimit(RLIMIT_FSIZE, &limit) != 0 || limit.rlim_cur != RLIM_INFINITY) return;
@@ -8402,28 +8393,29 @@ static cddp__text cddp__describe_call(uint32_t code, uint64_t count, int root) {
    Job: the layout of a group's control block in shared memory, and the sizes of its parts.
    Owns: nothing.
    Entry points: all functions of the room.
-   Layout: the control block, headers, reported rounds, slots, staging buffers. Every rank reads all
-   headers, so they are contiguous. Ranks of other hosts share one slot, which stays empty. */
+   Layout: the control block, headers, reported rounds, slots, staging buffers. A rank has two
+   headers and two buffers, for even and odd rounds. Every rank reads all headers, so they are
+   contiguous. Ranks of other hosts share one slot, which stays empty. */
 
-#define CDDP__HEADERS_AT ((size_t)4096) /* offset of the headers */
+#define CDDP__HEADERS_AT ((size_t)4096) /* a page */
 CDDP__STATIC_ASSERT(sizeof(cddp__control_block) <= CDDP__HEADERS_AT, "it is before the headers");
 /* Bytes of a staging buffer; fewer where many ranks share the last cache. With 1 MiB of L2, peers
-   read chunks of 256 KiB in 2/3 of the time that chunks of 64 KiB take; 512 KiB of L2: more. */
-#define CDDP__STAGING ((size_t)256 << 10)
+   read in chunks of 256 KiB in 2/3 of the time of chunks of 64 KiB; with 512 KiB they need more. */
+#define CDDP__STAGING_MAX ((size_t)256 << 10)
 #define CDDP__STAGING_MIN ((size_t)64 << 10)
-#define CDDP__STAGING_L2 ((size_t)1 << 20)  /* with an L2 of this size or unknown: CDDP__STAGING */
-#define CDDP__STAGING_ALL ((size_t)4 << 20) /* limit for the sum over all ranks of a group */
-/* Shares that travel between hosts with a round's headers: bytes of all ranks together. Twice as
-   many for two ranks: no other algorithm transfers fewer bytes between two. */
+#define CDDP__STAGING_L2 ((size_t)1 << 20)  /* with a smaller L2: CDDP__STAGING_MIN */
+#define CDDP__STAGING_ALL ((size_t)4 << 20) /* limit of all ranks' together */
+/* Most bytes of all ranks' shares that leaders send with a round's headers. For two ranks twice
+   that: no other algorithm transfers fewer bytes. */
 #define CDDP__PIGGYBACK ((size_t)64 << 10)
 
 #ifndef CDDP__L2 /* tests define it, with a value for each rank */
 #define CDDP__L2 cddp__l2()
-/* Bytes of a core's L2 cache; 0: unknown, for example on aarch64 with musl. */
+/* Bytes of a core's L2 cache; 0: unknown. */
 static size_t cddp__l2(void) {
 #if CDDP__DISPATCH
   unsigned a, b, c = 0, d;
-  return __get_cpuid(0x80000006u, &a, &b, &c, &d) ? (size_t)(c >> 16) << 10 : 0;
+  return __get_cpuid(0x80000006u, &a, &b, &c, &d) ? (size_t)(c >> 16 /* KiB */) << 10 : 0;
 #elif defined(_SC_LEVEL2_CACHE_SIZE)
   long bytes = sysconf(_SC_LEVEL2_CACHE_SIZE);
   return bytes > 0 ? (size_t)bytes : 0;
@@ -8433,8 +8425,8 @@ static size_t cddp__l2(void) {
 }
 #endif
 
-static size_t cddp__staging_bytes(int size) { /* at most; less with a small L2 */
-  size_t each = CDDP__STAGING;
+static size_t cddp__staging_bytes(int size) { /* with a small L2: CDDP__STAGING_MIN */
+  size_t each = CDDP__STAGING_MAX;
   while (each > CDDP__STAGING_MIN && 2 * each * (size_t)size > CDDP__STAGING_ALL) each /= 2;
   return each;
 }
@@ -8443,22 +8435,20 @@ static size_t cddp__piggyback_bytes(int size) {
   return size == 2 ? 2 * CDDP__PIGGYBACK : CDDP__PIGGYBACK;
 }
 
-/* Offset of the slots; offset of the staging buffers; bytes of everything: two sets of buffers. */
-static size_t cddp__block_slots(int size) {
+static size_t cddp__slots_at(int size) { /* offset of the slots */
   size_t headers = (size_t)size * (2 * sizeof(cddp__op_header) + sizeof(cddp__atomic_u32));
   return CDDP__HEADERS_AT + cddp__round_up(headers, 4096);
 }
-static size_t cddp__block_head(int size, int local_size) {
-  size_t slots = (size_t)local_size + (local_size < size);
-  return cddp__round_up(cddp__block_slots(size) + slots * sizeof(cddp__slot), 65536);
+static size_t cddp__head_bytes(int size, int local_size) { /* what precedes the buffers */
+  size_t slots = (size_t)local_size + (local_size < size); /* other hosts: one */
+  return cddp__round_up(cddp__slots_at(size) + slots * sizeof(cddp__slot), 65536); /* any page */
 }
 static size_t cddp__block_bytes(int size, int local_size) {
-  size_t local = (size_t)size * cddp__staging_bytes(size);
-  return cddp__block_head(size, local_size) +
-         2 * (local_size < size ? cddp__piggyback_bytes(size) : local);
+  size_t one_host = (size_t)size * cddp__staging_bytes(size);
+  return cddp__head_bytes(size, local_size) +
+         2 * (local_size < size ? cddp__piggyback_bytes(size) : one_host);
 }
 
-/* The parts of a rank; its header and staging buffer of a round. */
 static cddp__slot *cddp__slot_of(const cddp_group *g, int rank) {
   return g->slots + g->slot_index[rank];
 }
@@ -8467,7 +8457,8 @@ static cddp__op_header *cddp__op_header_of(const cddp_group *g, int rank, uint32
   return (cddp__op_header *)(void *)headers + 2 * (size_t)rank + (round & 1);
 }
 static cddp__atomic_u32 *cddp__reported_round_of(const cddp_group *g, int rank) {
-  return (cddp__atomic_u32 *)(void *)cddp__op_header_of(g, g->size, 0) + rank;
+  void *headers_end = cddp__op_header_of(g, g->size, 0);
+  return (cddp__atomic_u32 *)headers_end + rank;
 }
 static void *cddp__staging_of(const cddp_group *g, int rank, uint32_t round) {
   return g->staging + (2 * (size_t)rank + (round & 1)) * g->staging_size;
@@ -8479,7 +8470,7 @@ static bool cddp__has_announced(const cddp_group *g, int rank) {
   return cddp__load32(&cddp__op_header_of(g, rank, g->round)->seq) == g->round;
 }
 
-/* The other hosts' headers of the round: the leader writes lowest_remote's last. */
+/* Whether the other hosts' headers are here: the leader writes lowest_remote's last. */
 static bool cddp__has_remote_headers(const cddp_group *g) {
   return cddp__has_announced(g, g->hosts->lowest_remote);
 }
@@ -8676,7 +8667,7 @@ static bool cddp__process_gone(cddp__host *host, int at) {
   uint32_t pid;
   uint64_t start;
   char state;
-  if (cddp__holds_life(host, at)) return false;
+  if (cddp__holds_life_byte(host, at)) return false;
   if ((pid = cddp__process_at(host, at).pid) == 0) return true;
   if (cddp__process_stat(pid, 22 /* starttime */, &state, &start))
     return state == 'Z' || state == 'X' || /* a later start: another process has got its pid */
@@ -15174,8 +15165,8 @@ static cddp_result cddp__group_build(cddp_group **out, cddp__host *host, int ran
   for (i = 0; i < size; i++) /* ranks of other hosts share one */
     g->slot_index[i] = g->members[i] >= 0 ? slot_count++ : g->local_size;
   g->local_rank = g->slot_index[rank];
-  g->slots = (cddp__slot *)(void *)(block + cddp__block_slots(size));
-  g->staging = block + cddp__block_head(size, g->local_size);
+  g->slots = (cddp__slot *)(void *)(block + cddp__slots_at(size));
+  g->staging = block + cddp__head_bytes(size, g->local_size);
   l2 = CDDP__L2; /* bytes of the second-level cache; 0: unknown */
   bytes = l2 == 0 || l2 >= CDDP__STAGING_L2 ? cddp__staging_bytes(size) : CDDP__STAGING_MIN;
   (void)cddp__swap32(&g->block->staging, 0, (uint32_t)bytes);
@@ -15246,7 +15237,7 @@ static int cddp__members_of_color(const cddp_group *g, int color, int *members) 
    third slower. Those of several hosts' shares are small. */
 static cddp_result cddp__commit_head(cddp__host *host, uint64_t base, int size, int local_size) {
   size_t bytes = local_size < size ? cddp__block_bytes(size, local_size)
-                                   : cddp__block_head(size, local_size);
+                                   : cddp__head_bytes(size, local_size);
   if (host->arena.fd < 0 || cddp__arena_commit(host, base, bytes)) return CDDP_OK;
   return cddp__fail_commit("the control block of a group", bytes);
 }
@@ -17531,7 +17522,7 @@ static cddp_result cddp__commit_shared(cddp_ddp *d, const cddp_optim *optim, cha
   from = from / unit * unit;
   to = cddp__min(stride, cddp__round_up(to, unit));
   for (k = 0; k < optim->state_count && r == CDDP_OK && from < to; k++)
-    r = cddp__commit(d->group->host, states + (size_t)k * stride + from, to - from);
+    r = cddp__commit_lazy(d->group->host, states + (size_t)k * stride + from, to - from);
   return r;
 }
 
@@ -20150,7 +20141,7 @@ static bool cddp__group_in_use(cddp_group *g) {
 
 /* Makes the control block of a broken group private, where it is. */
 static bool cddp__keep_block(cddp_group *g) {
-  size_t bytes = cddp__block_head(g->size, g->local_size);
+  size_t bytes = cddp__head_bytes(g->size, g->local_size);
   char *copy = cddp__map_memory(-1, 0, bytes);
   if (copy == NULL) return false;
   memcpy(copy, g->block, bytes);
@@ -20646,7 +20637,8 @@ static cddp_result cddp__elastic_create_group(cddp_ddp *d, cddp__message *table,
 
 /* Allocates the pages of the whole mean, which this rank can receive in messages. */
 static cddp_result cddp__commit_mean(cddp_ddp *d) {
-  return cddp__commit(d->group->host, d->elastic->mean, d->layout.dense + cddp__gather_slack(d));
+  return cddp__commit_lazy(d->group->host, d->elastic->mean,
+                           d->layout.dense + cddp__gather_slack(d));
 }
 
 /* Connects the members' new groups and exchanges the addresses of each cddp__published. Both groups
@@ -20684,7 +20676,7 @@ static cddp_result cddp__elastic_connect(cddp_ddp *d) {
     begin = begin / CDDP__HUGE_PAGE * CDDP__HUGE_PAGE;
     end = cddp__round_up(end, CDDP__HUGE_PAGE);
   }
-  return begin < end ? cddp__commit(d->group->host, elastic->mean + begin, end - begin) : r;
+  return begin < end ? cddp__commit_lazy(d->group->host, elastic->mean + begin, end - begin) : r;
 }
 
 /* Assigns the shards of reduction number `next` that have no sum on any member. */

@@ -566,7 +566,7 @@ static void test_pieces(void) {
     cache_asked = first;
     CHECK_EQ(cddp_run_threads(sum_in_pieces, pieces, 3), CDDP_OK);
     for (rank = 0; rank < 3; rank++)
-      CHECK_EQ(pieces[rank], caches[first] == caches[0] ? CDDP__STAGING_MIN : CDDP__STAGING);
+      CHECK_EQ(pieces[rank], caches[first] == caches[0] ? CDDP__STAGING_MIN : CDDP__STAGING_MAX);
   }
 }
 
