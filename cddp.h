@@ -2399,7 +2399,7 @@ typedef struct cddp__peer {
   int host, number;      /* of its host in the group; among the ranks there */
   cddp__connection *link[2]; /* this rank sends on the first and reads from both: two, if both ends
                                 connected at the same time. Any thread may read these */
-  uint64_t pass[2];      /* last hosts.pass in which a frame from it, to it was stuck; p2p.lock */
+  uint64_t stuck_pass[2]; /* last hosts.pass in which a frame from it, to it was stuck; p2p.lock */
   cddp__atomic_u32 lost; /* 1: a connection to it has ended; any thread. Stored last */
   double lost_at;
   int error; /* connection.error */
@@ -2419,8 +2419,8 @@ typedef struct cddp__hosts {
   int subtree_count;
   int *widths;              /* [subtree_count] leaves of each subtree */
   int *leaves, leaf_count;  /* ranks that are summed: those not in cddp_ddp_join */
-  struct cddp__delivery *deliveries; /* [size * CDDP__FRAMES] posted frames, then free entries */
-  int delivery_count;
+  struct cddp__posted_frame *posted; /* [size * CDDP__POSTED_MAX] frames, then free entries */
+  int posted_count;
   double notices_read;           /* leaders: when a round last did */
   long step; /* of cddp__flow_run and the frames posted now: cddp__deliver awaits older ones */
   const void **pointers, **sums; /* [size] sources of a reduction */
@@ -2433,7 +2433,7 @@ typedef struct cddp__hosts {
   cddp__connection *links; /* to other hosts; p2p.lock, as the fields up to `pass` */
   cddp__message *stored, **stored_end; /* messages without a receive, oldest first */
   size_t stored_bytes;
-  uint64_t pass;         /* number of the current pass through the deliveries */
+  uint64_t pass;         /* number of the current pass through `posted` */
   bool polling;          /* a thread of this rank polls for all threads that wait */
   int wake_fd;           /* an eventfd that wakes that thread */
   int epoll;             /* of connections, wake_fd and listener, edge-triggered */
@@ -8835,7 +8835,7 @@ static bool cddp__rank_needed(const cddp_group *g, int p) {
   if (!cddp__has_announced(g, p)) return true;
   if (g->oversubscribed && cddp__load32(&g->block->release) != g->round) return true;
   if (g->hosts == NULL) return false;
-  return g->hosts->delivery_count > 0 ||
+  return g->hosts->posted_count > 0 ||
          (!g->hosts->local_only && !cddp__has_remote_headers(g));
 }
 
@@ -11815,7 +11815,7 @@ static cddp_result cddp__join_find(cddp__host *host, int *fd) {
    this host's control block. Locks: p2p.lock for links; net.lock for net.incoming and net.left.
    Entry points: those in >>hooks; its carrier, cddp__hosts_run and _average; for messages
    cddp__hosts_post, _can_post, _serve, _pause and _detach_receive, cddp__take_message and
-   _flush_links; cddp__hosts_attach and _leave; cddp__rank_on, cddp__find_link.
+   _flush_links; cddp__hosts_attach and _leave; cddp__rank_on, cddp__ensure_link.
    Rounds: the leader of a host, its lowest rank in the group, waits until all ranks there have
    announced the round. It exchanges their headers with the other leaders and writes those of remote
    ranks into the control block, where all ranks compare them. Up to CDDP__DIRECT_HOSTS leaders
@@ -11831,26 +11831,28 @@ static cddp_result cddp__join_find(cddp__host *host, int *fd) {
      4. One rank acts for its host, so that bytes for several ranks travel once. Parts move in
         pieces: while one piece is added up, others are in transit. */
 
-#define CDDP__DIRECT_HOSTS 8 /* exchange headers in one turn; with more hosts no shares travel */
+#define CDDP__DIRECT_HOSTS 8 /* the most that exchange headers in one turn, with shares */
 #define CDDP__NOTICE_CHECK_S 1e-3 /* between a leader's checks for notices */
-#define CDDP__ARRIVALS_S 0.3 /* for hosts to answer which of their ranks have reached a round */
+#define CDDP__ARRIVALS_S 0.3 /* wait for other hosts' answers in _query_arrivals */
 #define CDDP__HEADER_BYTES sizeof(cddp__op_header) /* on the wire too */
-#define CDDP__PIECE_MOST ((size_t)2 << 20) /* bytes of all parts' piece k; of one: CDDP__PIECE */
-/* Up to this many slice bytes times hosts, each host sends its sums to all and adds up the whole
-   array: one turn less, and for two hosts no more bytes. */
+#define CDDP__PIECE_MOST ((size_t)2 << 20) /* bytes of the pieces k of all parts together */
+/* If all hosts' sums of a slice have at most this many bytes, each host sends its sums to all and
+   adds up the whole array: one turn less, and for two hosts no more bytes. */
 #define CDDP__WHOLE_MOST ((size_t)32 << 10)
 #define CDDP__WHOLE_MOST_OF_TWO ((size_t)256 << 10)
 #define CDDP__AHEAD 2 /* pieces sent before the first result is received */
-/* Polls of the links before a rank with its own core sleeps: about one millisecond. With a tenth,
-   most waits for a piece ended in a sleep, and long calls took several times as long. */
+/* Polls of the links, about 1 ms, before a rank with its own core sleeps. With a tenth, most waits
+   ended in a sleep, and long calls took several times as long. */
 #define CDDP__POLLS 3000
-#define CDDP__POLLS_A_YIELD 4 /* for containers that count as hosts and share cores */
-#define CDDP__SLOTS (CDDP__AHEAD + 1) /* areas for sums in transit */
-#define CDDP__FRAMES (4 * CDDP__SLOTS) /* the most posted for one rank: 4 moves of each piece */
+#define CDDP__POLLS_A_YIELD 4 /* containers can count as hosts, but share cores */
+#define CDDP__SUM_AREAS (CDDP__AHEAD + 1) /* areas for sums in transit, used in turn */
+#define CDDP__POSTED_MAX (4 * CDDP__SUM_AREAS) /* frames for a rank: 4 moves of each piece */
 #define CDDP__STAGED_MAX ((size_t)256 << 20) /* bytes in copies per group before a send waits */
-#define CDDP__SCRATCH ((size_t)2 << 20) /* bytes of a rank's scratch: two halves, used in turn */
+#define CDDP__SCRATCH_HALF ((size_t)2 << 20) /* bytes; a rank uses two halves in turn */
 
 /* --- links --- */
+
+enum cddp__direction { CDDP__IN, CDDP__OUT };
 
 /* Makes epoll_wait in cddp__hosts_pause return at these events. */
 static bool cddp__watch_fd(const cddp__hosts *hosts, int fd, uint32_t events) {
@@ -11860,10 +11862,10 @@ static bool cddp__watch_fd(const cddp__hosts *hosts, int fd, uint32_t events) {
   return epoll_ctl(hosts->epoll, EPOLL_CTL_ADD, fd, &event) == 0;
 }
 
-/* If a link has ended: connects it again, or records the loss of the peer. */
+/* If a link has ended: connects again, or records the loss of the peer. */
 static void cddp__check_link_end(cddp_group *g, cddp__connection *link) {
   cddp__peer *p = &g->hosts->peers[link->rank];
-  const cddp__connection *other = p->link[p->link[0] == link]; /* of the two */
+  const cddp__connection *other = p->link[p->link[0] == link]; /* the other link; NULL */
   if (link->state != CDDP__CONNECTION_ENDED || cddp__load32(&p->lost) != 0) return;
   if (!cddp__is_broken(g) && cddp__link_reconnect(g->hosts->net, link)) {
     (void)cddp__watch_fd(g->hosts, link->fd, EPOLLIN | EPOLLOUT);
@@ -11892,12 +11894,12 @@ static void cddp__add_link(cddp_group *g, cddp__connection *link) {
   __atomic_store_n(&links[links[0] != NULL], link, __ATOMIC_RELEASE); /* the first free one */
 }
 
-/* Takes the links that other ranks have made to this one for the group. p2p.lock held. */
+/* Takes the group's links that other ranks have made. p2p.lock held. */
 static void cddp__claim_links(cddp_group *g) {
-  cddp__net *n = g->hosts->net;
+  cddp__net *net = g->hosts->net;
   cddp__connection **at, *link;
-  pthread_mutex_lock(&n->lock);
-  for (at = &n->incoming; (link = *at) != NULL;) {
+  pthread_mutex_lock(&net->lock);
+  for (at = &net->incoming; (link = *at) != NULL;) {
     if (!cddp__link_is_for(link, g->id)) {
       at = &link->next;
       continue;
@@ -11905,11 +11907,11 @@ static void cddp__claim_links(cddp_group *g) {
     *at = link->next;
     cddp__add_link(g, link);
   }
-  pthread_mutex_unlock(&n->lock);
+  pthread_mutex_unlock(&net->lock);
 }
 
-/* Makes sure that peer.link[0] is a link: connects, unless the other rank has. p2p.lock held. */
-static cddp_result cddp__find_link(cddp_group *g, int rank) {
+/* Connects to a rank, unless a link exists. p2p.lock held. */
+static cddp_result cddp__ensure_link(cddp_group *g, int rank) {
   cddp__peer *p = &g->hosts->peers[rank];
   cddp_result r = CDDP_OK;
   cddp__connection *link;
@@ -11920,18 +11922,18 @@ static cddp_result cddp__find_link(cddp_group *g, int rank) {
   return r;
 }
 
-/* Whether a posted frame or a receive awaits something from the rank. p2p.lock held. */
+/* Whether a posted frame or a receive awaits bytes from the rank. p2p.lock held. */
 static bool cddp__is_awaited(const cddp_group *g, int rank) {
   const cddp_work *work;
-  if (g->hosts->peers[rank].pass[0] == g->hosts->pass) return true; /* the frame is incomplete */
+  if (g->hosts->peers[rank].stuck_pass[CDDP__IN] == g->hosts->pass) return true;
   for (work = g->p2p.recvs; work != NULL; work = work->next)
     if (!work->done && (work->call.root == rank || work->call.root == CDDP_ANY)) return true;
   return false;
 }
 
-/* The receive that can take a message into its buffer directly: the oldest one that matches its
-   head, if no stored message is older. NULL: none, or one from any rank: another rank's message can
-   arrive first. p2p.lock held. */
+/* The receive whose buffer takes a message directly: the oldest that matches its head, if no stored
+   message is older. NULL: none, or one from CDDP_ANY, as another message can arrive first. p2p.lock
+   held. */
 static cddp_work *cddp__recv_for(const cddp_group *g, int from, const cddp__frame_head *head) {
   const cddp__message *m;
   cddp_work *work = g->p2p.recvs;
@@ -11950,9 +11952,8 @@ static cddp_work *cddp__recv_for(const cddp_group *g, int from, const cddp__fram
 
 enum cddp__read_for { CDDP__FOR_RECEIVES, CDDP__FOR_FRAME };
 /* Sends waiting bytes, and receives frames up to the next piece, without blocking. A frame goes to
-   the buffer of its receive, or is stored. While CDDP__STAGED_MAX bytes are stored, it reads only
-   for a posted frame (FOR_FRAME) or if cddp__is_awaited. Received bytes wake this rank's threads.
-   p2p.lock held. */
+   the buffer of its receive, or is stored. If over CDDP__STAGED_MAX bytes are stored, it reads only
+   FOR_FRAME or if cddp__is_awaited. Received bytes wake this rank's threads. p2p.lock held. */
 static void cddp__read_link(cddp_group *g, cddp__connection *link, enum cddp__read_for purpose) {
   cddp__hosts *hosts = g->hosts;
   size_t got_before = link->got;
@@ -11969,7 +11970,7 @@ static void cddp__read_link(cddp_group *g, cddp__connection *link, enum cddp__re
       link->into->from = link->rank;
       link->into->result = CDDP_OK;
     }
-    if ((m = cddp__connection_receive(link, SIZE_MAX / 16)) == NULL) break;
+    if ((m = cddp__connection_receive(link, SIZE_MAX / 16 /* any size */)) == NULL) break;
     if (link->into != NULL) {
       link->into->filling = false;
       link->into->done = true;
@@ -12001,6 +12002,7 @@ static size_t cddp__flush_links(cddp_group *g) {
   return unsent;
 }
 
+/* For all groups of the process. */
 static void cddp__hosts_poll(cddp_group *g) {
   cddp__host *host = g->host;
   cddp__net_serve(host, g->hosts->net);
@@ -12015,8 +12017,8 @@ static void cddp__hosts_poll(cddp_group *g) {
 
 /* --- failure ---
    The rank that breaks the group sends a notice. Every rank that knows of the failure ends its
-   links. Only a rank's own host knows how it died, so a rank waits CDDP__REMOTE_CAUSE_LONG_S for a
-   notice after a link has ended. */
+   links. Only its own host knows how a rank died, so the others wait for a notice after a link has
+   ended: CDDP__REMOTE_CAUSE_LONG_S. */
 
 /* Says BYE, as this process lives (cddp__elastic_record_ends), and ends the links. */
 static void cddp__hosts_disconnect(cddp_group *g) {
@@ -12033,8 +12035,8 @@ static void cddp__hosts_disconnect(cddp_group *g) {
   }
 }
 
-/* After a time-out: asks the other hosts which of their ranks have reached the current round, by
-   sending them this host's list. A host on which no rank waits does not answer. */
+/* After a time-out: asks the other hosts which of their ranks have reached the round, by sending
+   them this host's list. A host on which no rank waits does not answer. */
 static void cddp__hosts_query_arrivals(cddp_group *g) {
   cddp__wait w;
   cddp__wait_begin(&w, CDDP__ARRIVALS_S);
@@ -12049,7 +12051,7 @@ enum { CDDP__STAYING, CDDP__LEAVING };
    `leaving`, a loss has broken another group. The notice breaks nothing, but calls that fail later
    name the dead rank. An exit with code 0 can be orderly, unless this rank leaves too. */
 static void cddp__early_notice(cddp_group *g, bool leaving) {
-  const cddp__net *n = g->hosts->net;
+  const cddp__net *net = g->hosts->net;
   cddp__text text = {""}, how;
   int p;
   if (cddp__is_broken(g) || cddp__load32(&g->block->cause.state) != 0) return;
@@ -12060,11 +12062,11 @@ static void cddp__early_notice(cddp_group *g, bool leaving) {
     text = cddp__textf("%s %s; rank %d %s", cddp__name_rank(g, p).s, how.s, g->rank,
                        leaving ? "left the group after that" : "observed it");
   }
-  if (text.s[0] == 0 && leaving && cddp__has_cause(&n->loss))
+  if (text.s[0] == 0 && leaving && cddp__has_cause(&net->loss))
     text = cddp__textf("rank %d left the group after a failure in another group: %s", g->rank,
-                       n->loss.text);
+                       net->loss.text);
   if (text.s[0] != 0 && cddp__set_cause(&g->block->cause, CDDP_PEER_LOST, text.s))
-    cddp__send_notices(n, g->id, g->world, g->size, CDDP__NOTICE_EARLY | (uint32_t)CDDP_PEER_LOST,
+    cddp__send_notices(net, g->id, g->world, g->size, CDDP__NOTICE_EARLY | (uint32_t)CDDP_PEER_LOST,
                        text.s);
 }
 
@@ -12082,7 +12084,7 @@ static void cddp__hosts_pause(cddp_group *g, cddp__wait *w, int peer, uint32_t e
   cddp__connection *link;
   pthread_mutex_lock(&g->p2p.lock);
   for (p = 0; w->due && p < g->size; p++)
-    if ((peer == CDDP_ANY || p == peer) && g->members[p] < 0) (void)cddp__find_link(g, p);
+    if ((peer == CDDP_ANY || p == peer) && g->members[p] < 0) (void)cddp__ensure_link(g, p);
   for (link = hosts->links; w->due && link != NULL; link = link->next)
     cddp__link_check_timeout(link);
   polls = !hosts->polling && cddp__load32(&slot->events) == events;
@@ -12104,12 +12106,11 @@ static void cddp__hosts_pause(cddp_group *g, cddp__wait *w, int peer, uint32_t e
 
 /* --- send and recv --- */
 
-/* Whether a message can be posted: the link is made, and no more bytes wait than this message or
-   CDDP__STAGED_MAX. A rank that has left has all earlier messages if no bytes wait here. p2p.lock
-   held. */
+/* Whether a message can be posted: the link is made, and at most the message's bytes or
+   CDDP__STAGED_MAX wait. To a rank that has left, if no earlier bytes wait. p2p.lock held. */
 static bool cddp__hosts_can_post(cddp_group *g, int peer, size_t bytes) {
   const cddp__connection *link;
-  if (cddp__find_link(g, peer) != CDDP_OK) return false;
+  if (cddp__ensure_link(g, peer) != CDDP_OK) return false;
   link = g->hosts->peers[peer].link[0];
   if (link->state == CDDP__CONNECTION_NEW) return false;
   if (link->state == CDDP__CONNECTION_ENDED)
@@ -12117,8 +12118,8 @@ static bool cddp__hosts_can_post(cddp_group *g, int peer, size_t bytes) {
   return cddp__flush_links(g) <= cddp__max(CDDP__STAGED_MAX, bytes + sizeof(cddp__frame_head));
 }
 
-/* Sends a message as far as the system accepts it. Later calls of any group send the rest, from a
-   copy, before later pieces of a collective. */
+/* Sends a message as far as the system accepts it. Later calls, of any group, send a copy of the
+   rest, before later pieces of a collective. */
 static cddp_result cddp__hosts_post(cddp_group *g, const cddp__call *c) {
   size_t bytes = c->count * c->esize, sent = 0, head_sent;
   cddp__frame_head head =
@@ -12126,7 +12127,7 @@ static cddp_result cddp__hosts_post(cddp_group *g, const cddp__call *c) {
   cddp_result r;
   cddp__connection *link;
   pthread_mutex_lock(&g->p2p.lock);
-  if ((r = cddp__find_link(g, c->root)) != CDDP_OK) goto done;
+  if ((r = cddp__ensure_link(g, c->root)) != CDDP_OK) goto done;
   link = g->hosts->peers[c->root].link[0];
   cddp__link_progress(g->hosts->net, link);
   if (cddp__connection_is_idle(link))
@@ -12134,7 +12135,7 @@ static cddp_result cddp__hosts_post(cddp_group *g, const cddp__call *c) {
   head_sent = cddp__min(sent, sizeof head);
   if (cddp__buffer_reserve(&link->out, sizeof head + bytes - sent)) {
     cddp__buffer_add(&link->out, (const char *)&head + head_sent, sizeof head - head_sent);
-    sent -= head_sent; /* of the message */
+    sent -= head_sent; /* now of the data */
     cddp__buffer_add(&link->out, (const char *)c->send + sent, bytes - sent);
   } else {
     r = CDDP_OUT_OF_MEMORY;
@@ -12148,22 +12149,22 @@ done:
   return r;
 }
 
-/* The message that arrives in a receive's buffer continues in memory of its own. p2p.lock held. */
+/* A message that arrives in a receive's buffer continues in its own memory. p2p.lock held. */
 static void cddp__hosts_detach_receive(cddp_group *g, cddp_work *work) {
-  const cddp__net *n = g->hosts->net;
+  const cddp__net *net = g->hosts->net;
   cddp__message *m = NULL;
   cddp__connection *link = g->hosts->links;
   CDDP_ASSERT(work->filling);
   while (link->into != work) link = link->next;
   if (link->state != CDDP__CONNECTION_ENDED)
-    m = (cddp__message *)cddp__malloc(&n->allocator, sizeof *m + (size_t)link->in_head.size);
+    m = (cddp__message *)cddp__malloc(&net->allocator, sizeof *m + (size_t)link->in_head.size);
   if (m != NULL) {
     *m = *link->message;
     memcpy(m + 1, work->call.recv, link->got - sizeof link->in_head);
   } else {
     cddp__connection_end(link, ENOMEM);
   }
-  cddp__free(&n->allocator, link->message);
+  cddp__free(&net->allocator, link->message);
   link->message = m;
   link->into = NULL;
   work->filling = false;
@@ -12193,23 +12194,21 @@ static void cddp__hosts_serve(cddp_group *g) {
 
 /* --- headers and pieces --- */
 
-enum cddp__direction { CDDP__IN, CDDP__OUT };
-
-/* A posted frame: the thread of collectives sends or receives it in place. */
-typedef struct cddp__delivery {
+/* A frame that the thread of collectives sends or receives in place. */
+typedef struct cddp__posted_frame {
   int rank; /* the peer's, in the group */
   enum cddp__direction out;
   int type; /* CDDP__FRAME_HEADERS or _PIECE */
   const void *data;
   size_t size; /* bytes; of awaited headers the limit */
-  long step;   /* of a sent frame: in which it was posted */
-} cddp__delivery;
+  long step;   /* of cddp__flow_run: in which a frame to send was posted */
+} cddp__posted_frame;
 
-/* Adds a frame. Those of one rank move in the order of their posting. */
+/* Frames of one rank move in the order of their posting. */
 static void cddp__post_frame(cddp_group *g, int type, enum cddp__direction out, int rank,
                              const void *data, size_t size) {
-  cddp__delivery *frame = &g->hosts->deliveries[g->hosts->delivery_count++];
-  CDDP_ASSERT(g->hosts->delivery_count <= CDDP__FRAMES * g->size);
+  cddp__posted_frame *frame = &g->hosts->posted[g->hosts->posted_count++];
+  CDDP_ASSERT(g->hosts->posted_count <= CDDP__POSTED_MAX * g->size);
   frame->rank = rank;
   frame->out = out;
   frame->type = type;
@@ -12219,7 +12218,8 @@ static void cddp__post_frame(cddp_group *g, int type, enum cddp__direction out, 
 }
 
 /* Sends more of a frame. Returns whether it is complete. */
-static bool cddp__send_frame(cddp_group *g, const cddp__delivery *frame, cddp__connection *link) {
+static bool cddp__send_frame(cddp_group *g, const cddp__posted_frame *frame,
+                             cddp__connection *link) {
   if (!cddp__link_progress(g->hosts->net, link)) return false;
   if (link->sent == 0) { /* not begun */
     if (cddp__buffer_size(&link->out) > 0) return false; /* earlier bytes first */
@@ -12234,7 +12234,7 @@ static bool cddp__send_frame(cddp_group *g, const cddp__delivery *frame, cddp__c
 }
 
 /* Receives more of a frame. Returns whether it is complete. */
-static bool cddp__receive_frame(cddp_group *g, const cddp__delivery *frame,
+static bool cddp__receive_frame(cddp_group *g, const cddp__posted_frame *frame,
                                 cddp__connection *link) {
   size_t size = frame->size;
   cddp__frame_head head = cddp__frame_head_of(frame->type, g->round, CDDP_U8, size, size);
@@ -12266,32 +12266,32 @@ static int cddp__move_frames(cddp_group *g, long due, bool *moved, cddp_result *
   cddp__hosts *hosts = g->hosts;
   int i, k, kept = 0, late = -1;
   hosts->pass++;
-  for (i = 0; i < hosts->delivery_count; i++) {
-    cddp__delivery frame = hosts->deliveries[i];
+  for (i = 0; i < hosts->posted_count; i++) {
+    cddp__posted_frame frame = hosts->posted[i];
     cddp__peer *p = &hosts->peers[frame.rank];
     bool done = false;
-    int links = frame.out ? 1 : 2; /* this rank sends on the first and reads from both */
+    int links = frame.out ? 1 : 2; /* this rank sends on the first, and receives on both */
     if (p->link[0] == NULL && *r == CDDP_OK) {
-      if (g->world[g->rank] < g->world[frame.rank]) *r = cddp__find_link(g, frame.rank);
+      if (g->world[g->rank] < g->world[frame.rank]) *r = cddp__ensure_link(g, frame.rank);
       else cddp__claim_links(g); /* that rank connects */
     }
-    for (k = 0; !done && p->pass[frame.out] != hosts->pass && k < links; k++) {
+    for (k = 0; !done && p->stuck_pass[frame.out] != hosts->pass && k < links; k++) {
       cddp__connection *link = p->link[k];
       size_t before = link == NULL ? 0 : frame.out ? link->sent : link->got;
       if (link == NULL) break;
       done = frame.out ? cddp__send_frame(g, &frame, link) : cddp__receive_frame(g, &frame, link);
-      *moved = *moved || (frame.out ? link->sent : link->got) != before; /* slow, not late */
+      *moved = *moved || (frame.out ? link->sent : link->got) != before;
       cddp__check_link_end(g, link);
     }
     *moved = *moved || done;
     if (done) continue;
-    p->pass[frame.out] = hosts->pass; /* the rank's other frames wait for this one */
-    hosts->deliveries[kept++] = frame;
+    p->stuck_pass[frame.out] = hosts->pass; /* the rank's other frames wait for this one */
+    hosts->posted[kept++] = frame;
     if ((!frame.out || frame.step < due) &&
         (late < 0 || cddp__load32(&hosts->peers[late].lost) == 0))
       late = frame.rank;
   }
-  hosts->delivery_count = kept;
+  hosts->posted_count = kept;
   return late;
 }
 
@@ -12346,7 +12346,7 @@ static cddp_result cddp__deliver(cddp_group *g, long due) {
       sched_yield();
   } while (late >= 0 && r == CDDP_OK);
   cddp__store64(&slot->awaits, 0);
-  if (r != CDDP_OK) g->hosts->delivery_count = 0;
+  if (r != CDDP_OK) g->hosts->posted_count = 0;
   return r;
 }
 
@@ -12361,7 +12361,7 @@ static cddp__op_header *cddp__header_in(const cddp__hosts *hosts, int host, int 
   return (cddp__op_header *)(void *)(hosts->headers + hosts->nodes[host].headers_at) + i;
 }
 
-/* Bytes of a rank's staging buffer that travel with a round's headers. header: one of these. */
+/* Bytes of a rank's staging buffer that travel with a round's headers. header: any of them. */
 static size_t cddp__piggyback_of_header(const cddp_group *g, const cddp__op_header *header,
                                         int rank) {
   uint32_t kind = cddp__code_kind(header->call), dtype = cddp__code_dtype(header->call);
@@ -12372,13 +12372,13 @@ static size_t cddp__piggyback_of_header(const cddp_group *g, const cddp__op_head
   element = cddp__dtype_size(dtype);
   if (cddp__shapes[kind].scatters) element *= (size_t)g->size;
   if (header->count > g->staging_size / element || header->count <= CDDP__PAYLOAD / element)
-    return 0; /* it needs more rounds, or is in the header */
+    return 0; /* the share needs more rounds, or is in the header */
   if (cddp__shapes[kind].from_root && rank != header->root) return 0;
   return element * (size_t)header->count;
 }
 
-/* Copies the shares of a host's ranks from their staging buffers behind their headers (OUT), or
-   back. Returns the bytes of both. */
+/* Copies the shares of a host's ranks from staging buffers behind the headers (OUT), or back.
+   Returns the bytes of both. */
 static size_t cddp__piggyback_copy(cddp_group *g, int host, enum cddp__direction out) {
   cddp__hosts *hosts = g->hosts;
   char *headers = (char *)cddp__header_in(hosts, host, 0);
@@ -12394,24 +12394,24 @@ static size_t cddp__piggyback_copy(cddp_group *g, int host, enum cddp__direction
   return at;
 }
 
-/* Before each turn a leader has the headers of d consecutive hosts, its own first. In the turn it
-   receives d more from each of CDDP__DIRECT_HOSTS - 1 leaders. A host in another call can send
-   another number of bytes; all ranks find the mismatch in its headers. */
+/* Before each turn a leader knows the headers of `known` hosts in a row, its own first. In a turn
+   it receives those of as many more from each of CDDP__DIRECT_HOSTS - 1 leaders. A host in another
+   call can send another number of bytes: all ranks find the mismatch in its headers. */
 static cddp_result cddp__exchange_headers(cddp_group *g) {
   cddp__hosts *hosts = g->hosts;
   size_t out_bytes, in_limit;
-  int d, i, k, n, count = hosts->count;
+  int known, i, k, n, count = hosts->count;
   cddp_result r = CDDP_OK;
   out_bytes = cddp__piggyback_copy(g, hosts->mine, CDDP__OUT);
-  for (d = 1; r == CDDP_OK && d < count; d *= CDDP__DIRECT_HOSTS) {
-    for (i = d; i < count && i < d * CDDP__DIRECT_HOSTS; i += d) {
+  for (known = 1; r == CDDP_OK && known < count; known *= CDDP__DIRECT_HOSTS) {
+    for (i = known; i < count && i < known * CDDP__DIRECT_HOSTS; i += known) {
       int to = (hosts->mine + count - i) % count, from = (hosts->mine + i) % count;
-      n = d < count - i ? d : count - i; /* hosts; if more than one, no shares travel */
+      n = known < count - i ? known : count - i; /* hosts; if more than one, no shares travel */
       in_limit = 0;
       for (k = 0; k < n; k++)
         in_limit +=
             (size_t)hosts->nodes[(from + k) % count].size * (CDDP__HEADER_BYTES + g->staging_size);
-      if (d > 1) out_bytes = hosts->nodes[(hosts->mine + n) % count].headers_at;
+      if (known > 1) out_bytes = hosts->nodes[(hosts->mine + n) % count].headers_at;
       cddp__post_frame(g, CDDP__FRAME_HEADERS, CDDP__OUT, cddp__rank_on(hosts, to, 0),
                        hosts->headers, out_bytes);
       cddp__post_frame(g, CDDP__FRAME_HEADERS, CDDP__IN, cddp__rank_on(hosts, from, 0),
@@ -12446,7 +12446,7 @@ static cddp_result cddp__hosts_exchange(cddp_group *g) {
     if (i != hosts->mine && cddp__piggyback_copy(g, i, CDDP__IN) != hosts->nodes[i].received)
       return cddp__break(g, cddp__fail(CDDP_NETWORK, "rank %d sent headers of a wrong length",
                                        cddp__rank_on(hosts, i, 0)));
-  for (p = g->size - 1; p >= 0; p--) { /* lowest_remote last: this host's ranks wait for it first */
+  for (p = g->size - 1; p >= 0; p--) { /* downwards: this host's ranks poll lowest_remote first */
     cddp__op_header *header = cddp__op_header_of(g, p, g->round);
     const cddp__op_header *in =
         cddp__header_in(hosts, hosts->peers[p].host, hosts->peers[p].number);
@@ -12469,8 +12469,8 @@ static cddp_result cddp__hosts_exchange(cddp_group *g) {
    of several f16 or bf16 elements unrounded, as f32. The owner adds up the rest of the tree, so the
    bits are those of one host. A host with consecutive, aligned ranks has one such subtree. */
 
-/* A largest subtree of the canonical tree on one host: all leaves [low, high) are there, but not
-   all of its parent node. */
+/* A largest subtree of the canonical tree on one host: leaves [low, high) are there, but not all of
+   its parent node. */
 typedef struct cddp__subtree {
   int low, high;
   int host;  /* index in the group */
@@ -12495,8 +12495,8 @@ static void cddp__find_subtrees(cddp__hosts *hosts, int low, int high) {
 }
 
 enum cddp__leaves { CDDP__LEAVES_ALL, CDDP__LEAVES_PRESENT };
-/* Sets the ranks to sum over: all, or those that are not in cddp_ddp_join: byte 0 of their headers
-   of the last round, by cddp__reduce_bucket, is 0. */
+/* Sets the ranks to sum over: all, or those not in cddp_ddp_join: byte 0 of their headers is 0, by
+   cddp__reduce_bucket. */
 static void cddp__set_leaves(const cddp_group *g, cddp__hosts *hosts, enum cddp__leaves which) {
   int p;
   hosts->leaf_count = hosts->subtree_count = 0;
@@ -12514,10 +12514,10 @@ static size_t cddp__measure_sums(cddp__hosts *hosts, const cddp__call *c) {
   for (i = 0; i < hosts->count; i++) hosts->nodes[i].bytes = 0;
   for (single = 0; single < 2; single++)
     for (i = 0; i < hosts->subtree_count; i++) {
-      cddp__group_node *m = &hosts->nodes[hosts->subtrees[i].host];
+      cddp__group_node *node = &hosts->nodes[hosts->subtrees[i].host];
       if ((hosts->widths[i] == 1) != single) continue;
-      hosts->subtrees[i].at = m->bytes;
-      m->bytes += single ? c->esize : wide;
+      hosts->subtrees[i].at = node->bytes;
+      node->bytes += single ? c->esize : wide;
     }
   for (i = 0; i < hosts->count; i++) {
     hosts->nodes[i].bytes_at = total;
@@ -12542,27 +12542,26 @@ enum cddp__move {
   CDDP__RECV_RESULT
 };
 
-/* A call's elements [begin, begin + n) of each share, a chunk, on their way between the hosts. */
+/* A chunk, elements [begin, begin + n) of each share of a call, between the hosts. */
 typedef struct cddp__flow {
   cddp_group *g;
   const cddp__call *c;
   const cddp__shape *shape; /* of c */
   int root_host;  /* -1: the call has no root */
   int local_root; /* the root's number on this host; -1: not here */
-  /* The views. */
-  bool in_scratch;  /* this rank's */
+  bool in_scratch;  /* this rank's view */
   int scratch_half; /* 0 or 1: which half this chunk uses */
   /* The chunk. */
   size_t begin, n;
-  size_t part;        /* the most elements of a piece of a part */
+  size_t piece_max;   /* elements of a piece of a part; the last one can have fewer */
   long pieces, ahead; /* of each part; see enum cddp__move */
   bool whole;         /* short all_reduce: each host adds up the whole array, in equal slices */
   /* Sums in transit, in hosts.stage. */
-  char *out;        /* contributions to others' parts: CDDP__SLOTS areas, used in turn */
+  char *out;        /* contributions to others' parts: CDDP__SUM_AREAS areas, used in turn */
   size_t out_bytes; /* of one area */
   char *sums;       /* in the current area: where the next frame's sums are written */
   char *in;         /* the other hosts' contributions to a piece of this rank's part */
-  char *result;     /* the sums of a reduce for a root elsewhere: CDDP__SLOTS areas */
+  char *result;     /* the sums of a reduce for a root elsewhere: CDDP__SUM_AREAS areas */
 } cddp__flow;
 
 /* Whether every two ranks exchange their own bytes: no rank acts for its host. */
@@ -12571,7 +12570,7 @@ static bool cddp__is_pairwise(const cddp__flow *f) {
   return !s->reduces && (s->scatters || (s->gathers && s->to_root));
 }
 
-static size_t cddp__view_shares(const cddp__flow *f) { /* their number in a view */
+static size_t cddp__view_shares(const cddp__flow *f) { /* number of shares in a view */
   return f->shape->reduces ? cddp__send_shares(f->g, f->c) : cddp__recv_shares(f->g, f->c);
 }
 
@@ -12581,7 +12580,8 @@ static char *cddp__view_of(const cddp__flow *f, int t, int p) {
   const cddp__call *c = f->c;
   size_t at = cddp__view_shares(f) > 1 ? (size_t)p : 0;
   if (f->g->buffers[t] == NULL)
-    return hosts->scratch[t] + ((size_t)f->scratch_half * CDDP__SCRATCH + at * f->n * c->esize);
+    return hosts->scratch[t] +
+           ((size_t)f->scratch_half * CDDP__SCRATCH_HALF + at * f->n * c->esize);
   at *= c->count;
   if (c->shares != NULL && cddp__is_pairwise(f) && t != f->g->local_rank)
     at = c->shares[cddp__rank_on(hosts, hosts->mine, t)].peer_at;
@@ -12590,7 +12590,7 @@ static char *cddp__view_of(const cddp__flow *f, int t, int p) {
   return (char *)f->g->buffers[t] + (at + f->begin) * c->esize;
 }
 
-/* Rank p's share from `begin` on, in the root's view if that is here, else in this rank's. */
+/* Rank p's share from `begin` on, in the view of the root if here, else of this rank. */
 static char *cddp__local_view(const cddp__flow *f, int p, size_t begin) {
   int t = f->local_root >= 0 ? f->local_root : f->g->local_rank;
   return cddp__view_of(f, t, p) + begin * f->c->esize;
@@ -12602,7 +12602,7 @@ static int cddp__acting_rank(const cddp__hosts *hosts, int host, int owner) {
 }
 
 /* Number of elements in piece k of a rank's part. *begin: its offset in the share or array. */
-static size_t cddp__piece_of(const cddp__flow *f, int rank, long k, size_t *begin) {
+static size_t cddp__piece_elements(const cddp__flow *f, int rank, long k, size_t *begin) {
   const cddp__hosts *hosts = f->g->hosts;
   const cddp__peer *p = &hosts->peers[rank];
   size_t end = f->n, granule = CDDP__CACHE_LINE / f->c->esize;
@@ -12613,8 +12613,8 @@ static size_t cddp__piece_of(const cddp__flow *f, int rank, long k, size_t *begi
   if (one_buffer)
     cddp__slice(f->n, granule, hosts->min_locals * host_count,
                 p->number * host_count + (f->whole ? 0 : p->host), begin, &end);
-  *begin = cddp__min(*begin + (size_t)k * f->part, end);
-  return cddp__min(f->part, end - *begin);
+  *begin = cddp__min(*begin + (size_t)k * f->piece_max, end);
+  return cddp__min(f->piece_max, end - *begin);
 }
 
 /* Whether rank `from` sends rank `to` contributions, or (result) results. */
@@ -12622,7 +12622,7 @@ static bool cddp__sends_frames(const cddp__flow *f, int from, int to, bool resul
   const cddp__hosts *hosts = f->g->hosts;
   const cddp__shape *s = f->shape;
   int owner = result ? from : to, other = result ? to : from, host = hosts->peers[other].host;
-  /* shares: contributions or results, not both (see the room's head) */
+  /* shares: contributions or results, not both */
   if (cddp__in_one_buffer(f->c) ? result && f->whole : s->scatters == result) return false;
   if (cddp__is_pairwise(f)) return cddp__sends(f->c, from) && cddp__receives(f->c, to);
   if (other != cddp__acting_rank(hosts, host, owner)) return false;
@@ -12630,8 +12630,8 @@ static bool cddp__sends_frames(const cddp__flow *f, int from, int to, bool resul
   return !result || !s->to_root || host == f->root_host;
 }
 
-/* Returns the sum of one of this host's subtrees, of n elements from `begin` on of an owner's part,
-   in `space` or a single rank's memory. */
+/* The sum of a subtree of this host: n elements of an owner's part, from `begin` on, in `space` or
+   one rank's memory. */
 static const void *cddp__subtree_sum(const cddp__flow *f, int subtree, int owner, size_t begin,
                                      size_t n, void *space) {
   cddp__hosts *hosts = f->g->hosts;
@@ -12646,14 +12646,14 @@ static const void *cddp__subtree_sum(const cddp__flow *f, int subtree, int owner
   return space;
 }
 
-/* The sum of all ranks, from the other hosts' sums in f->in: those of a host begin at f->part times
-   the bytes per element of the hosts before it. Writes this host's sums to their place. */
+/* The sum of all ranks. f->in has the other hosts' sums, those of a host behind piece_max elements
+   of each host before it. Adds this host's sums there. */
 static void cddp__sum_all(const cddp__flow *f, size_t begin, size_t n, void *result) {
   cddp__hosts *hosts = f->g->hosts;
   int i;
   for (i = 0; i < hosts->subtree_count; i++) {
     const cddp__subtree *s = &hosts->subtrees[i];
-    char *at = f->in + f->part * hosts->nodes[s->host].bytes_at + n * s->at;
+    char *at = f->in + f->piece_max * hosts->nodes[s->host].bytes_at + n * s->at;
     hosts->sums[i] = at;
     if (s->host == hosts->mine) hosts->sums[i] = cddp__subtree_sum(f, i, f->g->rank, begin, n, at);
   }
@@ -12668,18 +12668,18 @@ static void cddp__sum_all(const cddp__flow *f, size_t begin, size_t n, void *res
 static char *cddp__own_piece(const cddp__flow *f, long k, size_t begin) {
   const cddp__call *c = f->c;
   if (cddp__in_one_buffer(c) && f->local_root < 0 && f->shape->to_root)
-    return f->result + (size_t)(k % CDDP__SLOTS) * f->part * c->esize;
+    return f->result + (size_t)(k % CDDP__SUM_AREAS) * f->piece_max * c->esize;
   if (cddp__in_one_buffer(c)) return cddp__local_view(f, 0, begin);
   return (f->shape->reduces ? (char *)c->recv : (char *)(uintptr_t)c->send) +
          (f->begin + begin) * c->esize;
 }
 
-/* Computes this host's sums of n elements, from `begin` on of an owner's part, at f->sums. */
+/* Writes this host's sums of n elements of an owner's part, from `begin` on, to f->sums. */
 static const char *cddp__host_sums(cddp__flow *f, int owner, size_t begin, size_t n) {
   const cddp__hosts *hosts = f->g->hosts;
   char *sums = f->sums, *to;
   int i;
-  f->sums += f->part * hosts->nodes[hosts->mine].bytes;
+  f->sums += f->piece_max * hosts->nodes[hosts->mine].bytes;
   for (i = 0; i < hosts->subtree_count; i++) {
     if (hosts->subtrees[i].host != hosts->mine) continue;
     to = sums + n * hosts->subtrees[i].at;
@@ -12688,8 +12688,7 @@ static const char *cddp__host_sums(cddp__flow *f, int owner, size_t begin, size_
   return sums;
 }
 
-/* Returns the memory of a frame to or from rank p, of n elements from `begin` on of a part's piece
-   k. */
+/* The memory of a frame to or from rank p: n elements of piece k, from `begin` on. */
 static const char *cddp__frame_at(cddp__flow *f, int p, long k, size_t begin, size_t n,
                                   enum cddp__move move) {
   const cddp__hosts *hosts = f->g->hosts;
@@ -12698,12 +12697,12 @@ static const char *cddp__frame_at(cddp__flow *f, int p, long k, size_t begin, si
     return cddp__share_for(f->c, p) + (f->begin + begin) * f->c->esize;
   if (move == CDDP__SEND_RESULT) return cddp__own_piece(f, k, begin);
   if (reduces && move == CDDP__RECV_CONTRIBUTION)
-    return f->in + f->part * hosts->nodes[hosts->peers[p].host].bytes_at;
+    return f->in + f->piece_max * hosts->nodes[hosts->peers[p].host].bytes_at;
   if (reduces && contributes && f->g->local_size > 1) return cddp__host_sums(f, p, begin, n);
   return cddp__local_view(f, p, begin);
 }
 
-/* Posts the frames of piece k, if it exists. Copies bytes between ranks of this host. */
+/* Posts the frames of piece k, if it exists. Copies those between ranks of this host. */
 static void cddp__post_piece(cddp__flow *f, long k, enum cddp__move move) {
   cddp_group *g = f->g;
   const cddp__hosts *hosts = g->hosts;
@@ -12714,12 +12713,12 @@ static void cddp__post_piece(cddp__flow *f, long k, enum cddp__move move) {
   int i, p, me = g->rank;
   const char *at;
   if (k < 0 || k >= f->pieces) return;
-  f->sums = f->out + (size_t)(k % CDDP__SLOTS) * f->out_bytes;
+  f->sums = f->out + (size_t)(k % CDDP__SUM_AREAS) * f->out_bytes;
   for (i = 0; i < g->size; i++) {
     p = (me + i) % g->size;
     if (g->members[p] >= 0 && !(cddp__is_pairwise(f) && sends)) continue;
     if (!cddp__sends_frames(f, sends ? me : p, sends ? p : me, result)) continue;
-    if ((n = cddp__piece_of(f, own ? me : p, k, &begin)) == 0) continue;
+    if ((n = cddp__piece_elements(f, own ? me : p, k, &begin)) == 0) continue;
     if (f->shape->reduces && !result)
       bytes = n * hosts->nodes[sends ? hosts->mine : hosts->peers[p].host].bytes;
     else if (sends)
@@ -12735,7 +12734,7 @@ static void cddp__post_piece(cddp__flow *f, long k, enum cddp__move move) {
   }
 }
 
-/* Copies this rank's pieces k of all parts into the views of all ranks on this host. */
+/* Copies this rank's pieces k of all parts into this host's views. */
 static void cddp__copy_to_views(const cddp__flow *f, long k) {
   const cddp_group *g = f->g;
   const cddp__hosts *hosts = g->hosts;
@@ -12744,7 +12743,7 @@ static void cddp__copy_to_views(const cddp__flow *f, long k) {
   int p, t;
   for (p = 0; p < g->size; p++) {
     if (cddp__acting_rank(hosts, hosts->mine, p) != g->rank || (f->whole && p != g->rank)) continue;
-    n = cddp__piece_of(f, p, k, &begin);
+    n = cddp__piece_elements(f, p, k, &begin);
     bytes = cddp__in_bytes(f->c, p, f->begin + begin, n);
     if (bytes == 0) continue;
     from = p == g->rank ? cddp__own_piece(f, k, begin) : cddp__local_view(f, p, begin);
@@ -12753,8 +12752,7 @@ static void cddp__copy_to_views(const cddp__flow *f, long k) {
   }
 }
 
-/* Moves a chunk, step by step: see enum cddp__move. This host's ranks see each other's sources, and
-   the results after a round. */
+/* See enum cddp__move. */
 static cddp_result cddp__flow_run(cddp__flow *f) {
   const cddp__shape *shape = f->shape;
   bool spreads = !cddp__is_pairwise(f) && !shape->to_root && !shape->scatters; /* to all ranks */
@@ -12769,11 +12767,11 @@ static cddp_result cddp__flow_run(cddp__flow *f) {
     cddp__post_piece(f, s - 1, CDDP__SEND_RESULT);
     cddp__post_piece(f, s, CDDP__RECV_CONTRIBUTION);
     cddp__post_piece(f, complete, CDDP__RECV_RESULT);
-    /* bytes that the next step, or the sum of whole arrays, overwrites must have been sent */
-    r = cddp__deliver(g, s == last || f->whole ? LONG_MAX : s + 2 - CDDP__SLOTS);
+    /* sends what the next step, or the sum of whole arrays, overwrites */
+    r = cddp__deliver(g, s == last || f->whole ? LONG_MAX : s + 2 - CDDP__SUM_AREAS);
     if (r != CDDP_OK) break;
     if (shape->reduces && s >= 0 && s < f->pieces) {
-      n = cddp__piece_of(f, g->rank, s, &begin);
+      n = cddp__piece_elements(f, g->rank, s, &begin);
       if (n > 0) cddp__sum_all(f, begin, n, cddp__own_piece(f, s, begin));
     }
     if (spreads && complete >= 0) cddp__copy_to_views(f, complete);
@@ -12781,7 +12779,7 @@ static cddp_result cddp__flow_run(cddp__flow *f) {
   return r;
 }
 
-/* How a call moves, without its chunks. */
+/* The flow of a call, before its first chunk. */
 static cddp__flow cddp__flow_of(cddp_group *g, const cddp__call *c) {
   const cddp__hosts *hosts = g->hosts;
   cddp__flow f;
@@ -12794,24 +12792,24 @@ static cddp__flow cddp__flow_of(cddp_group *g, const cddp__call *c) {
   return f;
 }
 
-/* Divides a chunk into pieces. sum_bytes: of all hosts' sums of an element. */
+/* Divides a chunk into pieces. sum_bytes: all hosts' sums of an element. */
 static void cddp__divide_chunk(cddp__flow *f, size_t sum_bytes) {
   const cddp__hosts *hosts = f->g->hosts;
   bool one_buffer = cddp__in_one_buffer(f->c);
   size_t granule = CDDP__CACHE_LINE / f->c->esize, host_count = (size_t)hosts->count;
   size_t whole_most = host_count == 2 ? CDDP__WHOLE_MOST_OF_TWO : CDDP__WHOLE_MOST;
-  size_t owners = (size_t)hosts->min_locals; /* of an array's slices: on a host, or in all */
+  size_t owners = (size_t)hosts->min_locals; /* of an array's slices: on a host, then in all */
   size_t longest = f->n; /* elements of a rank's part */
   f->whole = f->c->kind == CDDP__KIND_ALL_REDUCE && f->n / owners * sum_bytes <= whole_most;
   if (!f->whole) owners *= host_count;
   if (one_buffer) longest = ((f->n + granule - 1) / granule + owners - 1) / owners * granule;
-  f->part = longest;
+  f->piece_max = longest;
   if (!f->whole && (one_buffer || f->shape->reduces))
-    f->part =
+    f->piece_max =
         cddp__min(longest,
                   cddp__min(CDDP__PIECE, CDDP__PIECE_MOST / host_count) * host_count / sum_bytes);
-  f->part = cddp__round_up(cddp__max(f->part, 1), granule);
-  f->pieces = (long)((longest + f->part - 1) / f->part);
+  f->piece_max = cddp__round_up(cddp__max(f->piece_max, 1), granule);
+  f->pieces = (long)((longest + f->piece_max - 1) / f->piece_max);
   f->ahead = f->pieces > CDDP__AHEAD ? CDDP__AHEAD : f->pieces - 1;
 }
 
@@ -12820,10 +12818,10 @@ static cddp_result cddp__reserve_stage(cddp__flow *f, size_t sum_bytes) {
   size_t locals = (size_t)hosts->nodes[hosts->mine].size;
   size_t acts_for = ((size_t)hosts->max_locals + locals - 1) / locals; /* owners on each host */
   size_t in, bytes;
-  f->out_bytes = f->part * hosts->nodes[hosts->mine].bytes * (size_t)hosts->count * acts_for;
+  f->out_bytes = f->piece_max * hosts->nodes[hosts->mine].bytes * (size_t)hosts->count * acts_for;
   f->out_bytes = cddp__round_up(f->out_bytes, CDDP__CACHE_LINE);
-  in = cddp__round_up(f->part * sum_bytes, CDDP__CACHE_LINE);
-  bytes = CDDP__SLOTS * (f->out_bytes + f->part * f->c->esize) + in;
+  in = cddp__round_up(f->piece_max * sum_bytes, CDDP__CACHE_LINE);
+  bytes = CDDP__SUM_AREAS * (f->out_bytes + f->piece_max * f->c->esize) + in;
   if (hosts->stage_size < bytes) {
     cddp__free(&hosts->net->allocator, hosts->stage);
     hosts->stage = (char *)cddp__malloc(&hosts->net->allocator, bytes);
@@ -12831,7 +12829,7 @@ static cddp_result cddp__reserve_stage(cddp__flow *f, size_t sum_bytes) {
     if (hosts->stage == NULL) return cddp__break(f->g, CDDP_OUT_OF_MEMORY);
   }
   f->out = hosts->stage;
-  f->in = f->out + CDDP__SLOTS * f->out_bytes;
+  f->in = f->out + CDDP__SUM_AREAS * f->out_bytes;
   f->result = f->in + in;
   return CDDP_OK;
 }
@@ -12846,7 +12844,7 @@ static cddp_result cddp__move_chunk(cddp__flow *f) {
 
 /* --- a call --- */
 
-/* Finds the views of this host's ranks. *any_scratch: a view is in scratch, on any host. */
+/* Finds this host's views. *any_scratch: a view is in scratch, on any host. */
 static cddp_result cddp__find_views(const cddp__flow *f, bool *any_scratch) {
   cddp_group *g = f->g;
   cddp__hosts *hosts = g->hosts;
@@ -12877,8 +12875,8 @@ static cddp_result cddp__chunk_round(cddp_group *g, const cddp__call *c) {
   return cddp__run_round(g, CDDP__ROUND_OF_HOST, c, CDDP__PHASE_CHUNK, NULL, 0);
 }
 
-/* Runs a chunk. If views have the sources, a rank with a view in scratch first copies its source
-   there. After the second round no other rank accesses this rank's view. */
+/* Runs a chunk. has_sources: views hold the data to send, so a rank with a view in scratch first
+   copies its data there. After the last round no other rank accesses this rank's view. */
 static cddp_result cddp__run_chunk(cddp__flow *f, bool any_scratch) {
   cddp_group *g = f->g;
   const cddp__call *c = f->c;
@@ -12918,14 +12916,14 @@ static cddp_result cddp__hosts_run(cddp_group *g, const cddp__call *c) {
     ref = cddp__ref_of(g->host, f.shape->reduces ? c->send : c->recv, received);
   f.in_scratch = ref.kind == CDDP__REF_NONE;
   if (f.in_scratch && *scratch == NULL) {
-    *scratch = (char *)cddp__arena_alloc(g->host, 2 * CDDP__SCRATCH, CDDP__EXTENT_USER);
+    *scratch = (char *)cddp__arena_alloc(g->host, 2 * CDDP__SCRATCH_HALF, CDDP__EXTENT_USER);
     if (*scratch != NULL)
-      cddp__slot_of(g, g->rank)->scratch = cddp__ref_of(g->host, *scratch, 2 * CDDP__SCRATCH);
+      cddp__slot_of(g, g->rank)->scratch = cddp__ref_of(g->host, *scratch, 2 * CDDP__SCRATCH_HALF);
   }
   r = cddp__round_of(g, c, CDDP__PHASE_REFS, &ref, sizeof ref);
   if (r == CDDP_OK) r = cddp__begin_access(g);
   if (r == CDDP_OK) r = cddp__find_views(&f, &any_scratch);
-  if (any_scratch) most = CDDP__SCRATCH / (cddp__view_shares(&f) * c->esize);
+  if (any_scratch) most = CDDP__SCRATCH_HALF / (cddp__view_shares(&f) * c->esize);
   for (; r == CDDP_OK && f.begin < c->count; f.begin += f.n, f.scratch_half ^= 1) {
     f.n = cddp__min(most, c->count - f.begin);
     r = cddp__run_chunk(&f, any_scratch);
@@ -12953,7 +12951,7 @@ static const cddp__carrier cddp__hosts_carrier = {
 
 /* --- creation and end of a group --- */
 
-/* Numbers the hosts by their lowest ranks. index: [hosts of the job] scratch, all 0. */
+/* Numbers the hosts by their lowest ranks. index: [hosts of the job] all 0. */
 static void cddp__sort_hosts(cddp_group *g, cddp__hosts *hosts, int *index) {
   int p, h, first = 0;
   size_t at = 0;
@@ -12965,42 +12963,42 @@ static void cddp__sort_hosts(cddp_group *g, cddp__hosts *hosts, int *index) {
   }
   hosts->min_locals = g->size;
   for (h = 0; h < hosts->count; h++) {
-    cddp__group_node *m = &hosts->nodes[h];
-    m->first = first;
-    first += m->size;
-    if (m->size > hosts->max_locals) hosts->max_locals = m->size;
-    if (m->size < hosts->min_locals) hosts->min_locals = m->size;
+    cddp__group_node *node = &hosts->nodes[h];
+    node->first = first;
+    first += node->size;
+    if (node->size > hosts->max_locals) hosts->max_locals = node->size;
+    if (node->size < hosts->min_locals) hosts->min_locals = node->size;
   }
   for (p = g->size - 1; p >= 0; p--) {
     hosts->ranks[hosts->nodes[hosts->peers[p].host].first + hosts->peers[p].number] = p;
     if (g->members[p] < 0) hosts->lowest_remote = p;
   }
   hosts->mine = hosts->peers[g->rank].host;
-  if (hosts->count <= CDDP__DIRECT_HOSTS) { /* an equal share each, in whole cache lines */
+  if (hosts->count <= CDDP__DIRECT_HOSTS) { /* an equal part for each rank, in whole cache lines */
     g->staging_size = cddp__piggyback_bytes(g->size) / (size_t)g->size;
     g->staging_size -= g->staging_size % CDDP__CACHE_LINE;
   }
   for (h = 0; h < hosts->count; h++) {
-    cddp__group_node *m = &hosts->nodes[(hosts->mine + h) % hosts->count];
-    m->headers_at = at;
-    at += (size_t)m->size * (CDDP__HEADER_BYTES + g->staging_size);
+    cddp__group_node *node = &hosts->nodes[(hosts->mine + h) % hosts->count];
+    node->headers_at = at;
+    at += (size_t)node->size * (CDDP__HEADER_BYTES + g->staging_size);
   }
 }
 
 static cddp__hosts *cddp__hosts_new(const cddp_group *g) {
-  size_t n = (size_t)g->size, frames = CDDP__FRAMES * n;
-  size_t shares = cddp__piggyback_bytes(g->size); /* with the headers */
+  size_t n = (size_t)g->size, frames = CDDP__POSTED_MAX * n;
+  size_t shares = cddp__piggyback_bytes(g->size); /* bytes with the headers */
   size_t each = sizeof(cddp__peer) + sizeof(cddp__group_node) + sizeof(cddp__subtree) +
                 3 * sizeof(void *) + CDDP__HEADER_BYTES + 3 * sizeof(int);
-  size_t bytes = sizeof(cddp__hosts) + frames * sizeof(cddp__delivery) + n * each;
+  size_t bytes = sizeof(cddp__hosts) + frames * sizeof(cddp__posted_frame) + n * each;
   cddp__hosts *hosts = (cddp__hosts *)cddp__calloc(&g->host->allocator, 1, bytes + shares);
   if (hosts == NULL) return NULL;
-  /* In order of falling alignment. Headers and shares have multiples of 4 bytes. */
+  /* By falling alignment. Headers and shares have multiples of 4 bytes. */
   hosts->peers = (cddp__peer *)(void *)(hosts + 1);
   hosts->nodes = (cddp__group_node *)(void *)(hosts->peers + n);
   hosts->subtrees = (cddp__subtree *)(void *)(hosts->nodes + n);
-  hosts->deliveries = (cddp__delivery *)(void *)(hosts->subtrees + n);
-  hosts->pointers = (const void **)(void *)(hosts->deliveries + frames);
+  hosts->posted = (cddp__posted_frame *)(void *)(hosts->subtrees + n);
+  hosts->pointers = (const void **)(void *)(hosts->posted + frames);
   hosts->sums = hosts->pointers + n;
   hosts->scratch = (char **)(void *)(hosts->sums + n);
   hosts->headers = (unsigned char *)(hosts->scratch + n);
@@ -13017,7 +13015,7 @@ static cddp_result cddp__hosts_attach(cddp_group *g, cddp__net *net, const int *
   cddp__hosts *hosts;
   int p;
   if (net == NULL) return CDDP_OK;
-  /* with memory for cddp__sort_hosts */
+  /* with `index` of cddp__sort_hosts */
   g->world = (int *)cddp__calloc(&g->host->allocator, (size_t)g->size + (size_t)net->host_count,
                                  sizeof *g->world);
   if (g->world == NULL) return CDDP_OUT_OF_MEMORY;
@@ -13037,14 +13035,14 @@ static cddp_result cddp__hosts_attach(cddp_group *g, cddp__net *net, const int *
   cddp__set_leaves(g, hosts, CDDP__LEAVES_ALL);
   g->round_max = cddp__max(g->staging_size, CDDP__PAYLOAD);
   g->carrier = &cddp__hosts_carrier;
-  pthread_mutex_lock(&g->host->lock); /* from here on notices reach this group */
+  pthread_mutex_lock(&g->host->lock); /* notices now reach this group */
   g->hosts = hosts;
   pthread_mutex_unlock(&g->host->lock);
   cddp__serve_in_waits(g);
   return r;
 }
 
-/* Sends the waiting bytes, until the system accepts none for a second, and closes all links. */
+/* Sends waiting bytes, until the system accepts none for a second, and closes all links. */
 static void cddp__hosts_leave(cddp_group *g) {
   cddp__hosts *hosts = g->hosts;
   cddp__net *net;
@@ -13066,7 +13064,7 @@ static void cddp__hosts_leave(cddp_group *g) {
   pthread_mutex_lock(&net->lock);
   net->left[net->left_count++ % CDDP__LEFT_GROUPS] = g->id + 1; /* 0: an empty entry */
   pthread_mutex_unlock(&net->lock);
-  cddp__net_serve(g->host, net); /* ends connections to this group that come late: net.left */
+  cddp__net_serve(g->host, net); /* ends late connections to this group: net.left */
   cddp__claim_links(g); /* those that another thread accepted before */
   while ((link = hosts->links) != NULL) {
     hosts->links = link->next;
@@ -19062,15 +19060,16 @@ static cddp_result cddp__ddp_setup(cddp_ddp *d, bool joins) {
    Job: the members of an elastic model agree which of them live, and processes join them.
    Owns: a cddp__meeting, with its cddp__net: a listening socket, and connections of members.
    Entry points: cddp__meeting_new, _close, _free; cddp__describe_self, cddp__set_member,
-   cddp__add_table; of a meeting cddp__meet, _meeting_apply, _meeting_confirm, _meeting_forget;
+   cddp__remember_table; of a meeting cddp__meet, _meeting_apply, _meeting_confirm, _meeting_forget;
    between meetings cddp__accept_reports, cddp__answer_joins. Thread: the one that trains.
-   Words: a member has a number, which is also its rank in `net`. A report has a head, bytes of
-   >>elastic that this room does not read, and for each member whether its process has ended.
-     1. Of the living members with the oldest epoch, that with the lowest number leads. Each other
-        member connects to it (>>links) and sends a report.
-     2. The leader waits until each member has reported or is lost. It detects a loss by connecting:
-        the system refuses the connection. Leader and members replace a connection that ends, since
-        its peer can live. A member that is computing reports later.
+   Words: a member has a number, which is also its rank in `net`, and a `life`, the random number of
+   its process (0: it is lost). A report has a head, bytes that only >>elastic reads, and for each
+   member whether its process has ended (`ended`).
+     1. Of the oldest living members, that with the lowest number leads. Each other member connects
+        to it (>>links) and sends a report.
+     2. The leader waits until each member has reported or is lost: the system refuses a connection.
+        Leader and members replace a connection that ends, since its peer can live. A member that
+        is computing reports later.
      3. The leader admits joining processes and sends the table of all reports. If it dies, the next
         member leads.
      4. Each member creates the table's two groups and confirms them to the leader. When all have
@@ -19078,70 +19077,69 @@ static cddp_result cddp__ddp_setup(cddp_ddp *d, bool joins) {
    A split network: if a member's host does not answer, the members that reported must be more than
    half of the last table that all confirmed, and of each later one that the leader has received. No
    report may have a later table than the leader. So two halves never train separately: see
-   tests/models/halves.pml. The rule also holds for an address of which all members were lost by
-   resets, as a firewall sends. Therefore each member reports which processes it has seen end
-   (`ended`): the system of such a process closed a connection, and did not reset it.
-   A rank can count a living leader as lost, because calls of the rank failed. Therefore a leader
-   calls each member that has not reported. A member that has counted the leader as lost since the
-   last table reports then. A member that has a table without the leader refuses, and the leader
-   ends (CDDP_ABORTED).
+   tests/models/halves.pml. The rule also holds if all members of an address were lost by resets, as
+   a firewall sends: `ended` has those of which a system closed a connection without a reset.
+   If its calls failed, a rank can count a living leader as lost. So a leader calls each member
+   that has not reported. One that has counted it as lost since the last table reports then. One
+   that has a table without the leader refuses, and the leader ends (CDDP_ABORTED).
    A joining process asks a rank on its host or at MASTER_ADDR for the leader (>>rendezvous), and
-   sends the leader a report without weights. If it got no shared memory, it counts as a host with
-   one rank. A leader without shards left starts a meeting for it. */
+   reports to it (`lacks_weights`). Without shared memory, it counts as a host with one rank. A
+   leader without shards left starts a meeting for it. */
 
-#define CDDP__JOIN_REQUESTS 64 /* joining processes that can wait for a meeting; others retry */
+#define CDDP__JOIN_REQUESTS 64 /* the most processes that wait for a meeting; others retry */
 
-/* A member's connections end as soon as they are up. It is lost after CDDP__CUT_S: another program
-   listens at the port of a process that has died, or a proxy does. */
+/* A member is lost if its connections are cut for this long, that is, end when they are up: another
+   program, or a proxy, listens at the port of a dead process. */
 #define CDDP__CUT_S 3.0
-typedef struct cddp__attempts {
-  uint64_t life;       /* of the member; 0: its last connection has not ended so */
-  double since, again; /* the first end; the time of the next attempt */
-} cddp__attempts;
+typedef struct cddp__link_cuts {
+  uint64_t life;             /* of the member; 0: its last connection was not cut */
+  double first_at, retry_at; /* time of the first cut, of the next attempt */
+} cddp__link_cuts;
 
-/* Owner: the thread that trains. */
 typedef struct cddp__meeting {
   cddp_group *group; /* the model's, for its host and time-out */
-  uint64_t steps;    /* cddp_ddp_steps, for texts */
+  uint64_t steps;    /* cddp_ddp_steps, for error texts */
   cddp__model_info model;
-  int most;                      /* members: the model's shards */
+  int capacity;                  /* the most members: the model's shards */
   size_t report_bytes, ended_at; /* of a report; offset in it of `ended` */
   cddp__net *net;           /* connections among the members; a rank there is a member number */
-  cddp__member *members;    /* [most + 1] by number; the last: a process that is joining */
-  int me;                   /* this rank's member number; `most` while it joins */
+  cddp__member *members;    /* [capacity + 1] by number; the last: this process while it joins */
+  int me;                   /* this rank's member number; `capacity` while it joins */
   int leader;               /* number of the member that sent the last table */
-  bool empty;               /* this process joins, and has no weights yet */
-  bool admits;              /* joining processes become members in the next meeting */
+  bool lacks_weights;       /* this process joins, and has not received them yet */
+  bool admits;              /* the next meeting makes joining processes members */
   uint64_t epoch;           /* number of tables so far */
-  cddp__connection **links; /* [most + JOIN_REQUESTS] to the leader, or to the members that
-                               reported; at [most] joining processes begin */
-  cddp__message **reports;  /* [most + JOIN_REQUESTS] the reports from these links */
-  int request_count;        /* joining processes that wait for the next meeting */
+  cddp__connection **links; /* [capacity + JOIN_REQUESTS] to the leader, or (leader) by number to
+                               the members; from [capacity] on to joining processes */
+  cddp__message **reports;  /* [capacity + JOIN_REQUESTS] the reports from these links */
+  int request_count;        /* joining processes that wait for a meeting */
   int unreachable;          /* a member lost without proof that it ended; -1: none */
-  bool called;              /* a process that this rank counted as lost has called as leader */
-  uint64_t *tables; /* [table_count][most] lives of members, by number: of the last table that all
-                       confirmed, and of each later one that arrived here */
-  size_t table_count, tables_capacity;
-  int present;          /* members of the last table */
-  unsigned char *ended; /* [most] 1: a member saw its process end since the last table */
-  cddp__attempts *cuts; /* [most] connections of this meeting that were up and ended */
+  bool leader_called;       /* a member that this rank counted as lost has called as leader */
+  uint64_t *lives; /* [table_count][capacity] the members' lives in the last table that all
+                      confirmed, and in each later one that arrived here */
+  size_t table_count, lives_capacity;
+  int member_count;     /* in the last table */
+  unsigned char *ended; /* [capacity] 1: a member saw its process end since the last table */
+  cddp__link_cuts *cuts; /* [capacity] in this meeting */
 } cddp__meeting;
 
 /* The head of a rank's report to the leader. */
 typedef struct cddp__report {
-  uint64_t table; /* in a table: random, the same in each report: for its groups' ids */
-  uint64_t epoch; /* of its last table */
+  uint64_t table_id; /* in a table: random, the same in each report: for its groups' ids */
+  uint64_t epoch;    /* of the rank's last table */
   cddp__member self;
-  int32_t empty; /* 1: it joins, and has no weights yet */
+  int32_t lacks_weights; /* 1: the rank joins */
 } cddp__report;
 
 /* --- the members --- */
+
+static bool cddp__is_joining(const cddp__meeting *m) { return m->me == m->capacity; }
 
 static cddp__text cddp__member_name(const cddp__meeting *m, int member) {
   return cddp__textf("rank %d (pid %u)", m->members[member].rank, m->members[member].pid);
 }
 
-/* Enters a member and its address, which cddp__link_connect uses. */
+/* Enters a member, and its address for cddp__link_connect. */
 static void cddp__set_member(cddp__meeting *m, const cddp__member *member) {
   cddp__host_entry *host = &m->net->hosts[member->host];
   cddp__rank_entry *rank = &m->net->ranks[member->number];
@@ -19153,34 +19151,34 @@ static void cddp__set_member(cddp__meeting *m, const cddp__member *member) {
   rank->port = member->port;
 }
 
-/* The member that leads a meeting; -1: no member lives. It is one of the oldest members, so ranks
-   agree on it even if one of them does not know of a member that joined last. */
+/* The member that leads a meeting; -1: no member lives. It is one of the oldest, so ranks agree on
+   it even if one does not know of a member that joined last. */
 static int cddp__choose_leader(const cddp__meeting *m) {
   const cddp__member *members = m->members;
-  int p, lowest = -1;
-  for (p = 0; p < m->most; p++)
-    if (members[p].life != 0 && (lowest < 0 || members[p].since < members[lowest].since))
-      lowest = p;
-  return lowest;
+  int p, leader = -1;
+  for (p = 0; p < m->capacity; p++)
+    if (members[p].life != 0 && (leader < 0 || members[p].since < members[leader].since))
+      leader = p;
+  return leader;
 }
 
-/* Remembers a table's members. */
-static cddp_result cddp__add_table(cddp__meeting *m) {
-  size_t most = (size_t)m->most, at = m->table_count * most;
-  uint64_t *tables = (uint64_t *)cddp__grow_array(&m->group->host->allocator, m->tables,
-                                                  &m->tables_capacity, at + most, sizeof *tables);
+static cddp_result cddp__remember_table(cddp__meeting *m) {
+  size_t n = (size_t)m->capacity, at = m->table_count * n;
+  uint64_t *lives = (uint64_t *)cddp__grow_array(&m->group->host->allocator, m->lives,
+                                                 &m->lives_capacity, at + n, sizeof *lives);
   size_t p;
-  if (tables == NULL) return CDDP_OUT_OF_MEMORY;
-  m->tables = tables;
+  if (lives == NULL) return CDDP_OUT_OF_MEMORY;
+  m->lives = lives;
   m->table_count++;
-  for (m->present = 0, p = 0; p < most; p++) {
-    tables[at + p] = m->members[p].life;
-    m->present += tables[at + p] != 0;
+  for (m->member_count = 0, p = 0; p < n; p++) {
+    lives[at + p] = m->members[p].life;
+    m->member_count += lives[at + p] != 0;
   }
   return CDDP_OK;
 }
 
-static void cddp__drop_report(cddp__meeting *m, int p) {
+/* Frees the link to p and its report. */
+static void cddp__drop_link(cddp__meeting *m, int p) {
   cddp__link_free(m->links[p]);
   cddp__free(&m->group->host->allocator, m->reports[p]);
   m->links[p] = NULL;
@@ -19189,32 +19187,33 @@ static void cddp__drop_report(cddp__meeting *m, int p) {
 
 static void cddp__meeting_disconnect(cddp__meeting *m) {
   int k;
-  for (k = 0; k < m->most + m->request_count; k++) cddp__drop_report(m, k);
+  for (k = 0; k < m->capacity + m->request_count; k++) cddp__drop_link(m, k);
   m->request_count = 0;
 }
 
-/* Stops listening: the other members count this rank as lost, and no process joins through it. */
+/* Then this rank is lost to the other members, and no process joins through it. */
 static void cddp__meeting_close(cddp__meeting *m) {
   cddp__net *net = m->net;
   cddp__join_close(m->group->host);
   pthread_mutex_lock(&net->lock);
-  cddp__close_fd(&net->listener); /* before its links: their peers then connect again */
+  cddp__close_fd(&net->listener); /* first: peers whose links end connect again */
   cddp__links_free(net->incoming);
   net->incoming = NULL;
   pthread_mutex_unlock(&net->lock);
   cddp__meeting_disconnect(m);
 }
 
-/* Whether the process with this window on this host is a member. */
+/* Whether a process of this host is a member. */
 static bool cddp__is_member_here(const cddp__meeting *m, int window) {
   const cddp__member *members = m->members;
   int p = 0;
-  while (p < m->most && (members[p].life == 0 || members[p].index != window ||
+  while (p < m->capacity && (members[p].life == 0 || members[p].index != window ||
                          members[p].host != members[m->me].host))
     p++;
-  return p < m->most;
+  return p < m->capacity;
 }
 
+/* The k-th report of a message. */
 static cddp__report *cddp__report_at(const cddp__meeting *m, cddp__message *message, int k) {
   return (cddp__report *)(void *)((char *)(message + 1) + (size_t)k * m->report_bytes);
 }
@@ -19223,29 +19222,30 @@ static unsigned char *cddp__ended_of(const cddp__meeting *m, cddp__report *repor
   return (unsigned char *)report + m->ended_at;
 }
 
-/* Begins with this process alone. bytes: of a report, without `ended`. */
-static cddp_result cddp__meeting_new(cddp__meeting *m, cddp_group *g, int most, size_t bytes) {
+/* bytes: of a report, without `ended`. */
+static cddp_result cddp__meeting_new(cddp__meeting *m, cddp_group *g, int capacity, size_t bytes) {
   cddp__host *host = g->host;
   const cddp_allocator *allocator = &host->allocator;
   const char *secret =
       host->job_info != NULL && host->job_info->secret[0] != 0 ? host->job_info->secret : NULL;
-  size_t n = (size_t)most, links = n + CDDP__JOIN_REQUESTS;
+  size_t n = (size_t)capacity, link_count = n + CDDP__JOIN_REQUESTS;
   m->group = g;
-  m->most = most;
+  m->capacity = capacity;
   m->ended_at = bytes;
   m->report_bytes = cddp__round_up(m->ended_at + n, sizeof(uint64_t));
-  m->empty = host->joined;
-  m->me = host->joined ? most : g->rank;
+  m->lacks_weights = host->joined;
+  m->me = host->joined ? capacity : g->rank;
   m->unreachable = -1;
   m->members = (cddp__member *)cddp__calloc(allocator, 1,
                                             (n + 1) * (sizeof *m->members + sizeof *m->cuts + 1) +
-                                                links * 2 * sizeof(void *));
+                                                link_count * 2 * sizeof(void *));
   if (m->members == NULL) return CDDP_OUT_OF_MEMORY;
-  m->cuts = (cddp__attempts *)(void *)(m->members + n + 1);
+  m->cuts = (cddp__link_cuts *)(void *)(m->members + n + 1);
   m->links = (cddp__connection **)(void *)(m->cuts + n);
-  m->reports = (cddp__message **)(void *)(m->links + links);
-  m->ended = (unsigned char *)(m->reports + links);
-  m->net = cddp__net_new(allocator, most + 1, 2 * most + 1);
+  m->reports = (cddp__message **)(void *)(m->links + link_count);
+  m->ended = (unsigned char *)(m->reports + link_count);
+  /* hosts: the job's, one for each member without shared memory, one while this process joins */
+  m->net = cddp__net_new(allocator, capacity + 1, 2 * capacity + 1);
   if (m->net == NULL) return CDDP_OUT_OF_MEMORY;
   m->net->rank = m->me;
   if (secret != NULL) m->net->secret = cddp__strdup(allocator, secret);
@@ -19255,11 +19255,11 @@ static cddp_result cddp__meeting_new(cddp__meeting *m, cddp_group *g, int most, 
 static void cddp__meeting_free(cddp__meeting *m) {
   const cddp_allocator *allocator = &m->group->host->allocator;
   cddp__net_release(m->net);
-  cddp__free(allocator, m->tables);
+  cddp__free(allocator, m->lives);
   cddp__free(allocator, m->members);
 }
 
-/* Also opens this rank's listening socket. */
+/* Fills `self`, and opens this rank's listening socket. */
 static cddp_result cddp__describe_self(cddp__meeting *m, cddp__member *self) {
   const cddp__host *host = m->group->host;
   const cddp__join_table *table = host->joined ? &host->job_info->table : NULL;
@@ -19274,12 +19274,12 @@ static cddp_result cddp__describe_self(cddp__meeting *m, cddp__member *self) {
     address = cddp__internet_address(&table->address);
     self->host = table->host;
   } else {
-    if (host->joined) { /* a datagram socket finds the local address without sending anything */
+    if (host->joined) { /* a datagram socket finds the local address, and sends nothing */
       address = cddp__internet_address(&table->lead.self.address);
       cddp__address_set_port(&address, table->lead.self.port);
       fd = socket(address.sa.ss_family, SOCK_DGRAM | SOCK_CLOEXEC, 0);
       if (fd >= 0 && connect(fd, &address.any, address.size) != 0) cddp__close_fd(&fd);
-      self->host = 2 * m->most;
+      self->host = 2 * m->capacity; /* until cddp__admit_joining */
     }
     r = cddp__own_address(fd, &address);
     cddp__close_fd(&fd);
@@ -19308,32 +19308,31 @@ static bool cddp__member_link_ended(cddp__meeting *m, int member, cddp__connecti
                        ? cddp__load32(&host->slots[m->members[member].index].state)
                        : 0;
   if (state == CDDP__SLOT_DEAD || state == CDDP__SLOT_LEFT)
-    return true; /* a rank that is a thread */
+    return true; /* a rank that is a thread has ended */
   cddp__link_check_timeout(link);
   if (link->state != CDDP__CONNECTION_ENDED || cddp__link_reconnect(m->net, link)) return false;
-  if (link->error == 0) m->ended[member] = 1;
+  if (link->error == 0) m->ended[member] = 1; /* no reset */
   if (cddp__link_end(link->error) == CDDP__UNREACHABLE) m->unreachable = member;
   return true;
 }
 
-/* A connection to this member was up and has ended. Returns whether it is tried again: at once, and
-   then every 50 ms. */
+/* Notes a cut. Returns whether to connect again, now or in CDDP__RECONNECT_S. */
 static bool cddp__retries_member(cddp__meeting *m, int member) {
-  cddp__attempts *cut = &m->cuts[member];
+  cddp__link_cuts *cut = &m->cuts[member];
   double now = cddp__now();
   bool first = cut->life != m->members[member].life;
-  if (first) cut->since = now;
+  if (first) cut->first_at = now;
   cut->life = m->members[member].life;
-  cut->again = first ? now : now + CDDP__RECONNECT_S;
-  if (now < cut->since + CDDP__CUT_S) return true;
+  cut->retry_at = first ? now : now + CDDP__RECONNECT_S;
+  if (now < cut->first_at + CDDP__CUT_S) return true;
   if (m->ended[member] == 0) m->unreachable = member;
   return false;
 }
 
 static void cddp__remove_member(cddp__meeting *m, int member) {
   m->members[member].life = 0;
-  if (m->me == m->most) { /* joining: the members might not know yet */
-    cddp__sleep(0.01);
+  if (cddp__is_joining(m)) {
+    cddp__sleep(0.01); /* until the members that it asks next know of the loss */
     return;
   }
   CDDP__POINT("elastic lost");
@@ -19344,7 +19343,7 @@ static void cddp__remove_member(cddp__meeting *m, int member) {
   cddp__record_event(m->group, "lost", (uint64_t)m->members[member].rank, CDDP_PEER_LOST);
 }
 
-/* Waits at most 5 ms for data on these connections, or for a new one. */
+/* Waits at most 5 ms for data, or a new connection. */
 static void cddp__meeting_poll(cddp__meeting *m, cddp__connection *const *links, int n) {
   int listener = m->net->listener;
   (void)cddp__connections_poll(&m->net->allocator, links, (size_t)n, &listener, 1,
@@ -19352,7 +19351,7 @@ static void cddp__meeting_poll(cddp__meeting *m, cddp__connection *const *links,
   cddp__serve_idle(NULL);
 }
 
-/* Sends this thread's error text to a process that cannot be a member. */
+/* Sends the error text to a process that is no member. */
 static void cddp__refuse_process(cddp__meeting *m, cddp__connection *link, cddp_result r) {
   (void)cddp__connection_post_failure(link, r, cddp__error_text);
   (void)cddp__link_progress(m->net, link);
@@ -19367,12 +19366,12 @@ static void cddp__refuse_lost(cddp__meeting *m, cddp__connection *link, int rank
                                   rank));
 }
 
-/* Whether member p of the last table is the process `life`. That process sends something, so it
-   lives, and is a member again. */
+/* Whether `life`, from which bytes have arrived, is member p of the last table. If it was lost, it
+   is a member again. */
 static bool cddp__revive_member(cddp__meeting *m, int p, uint64_t life) {
-  size_t shards = (size_t)m->most;
-  if (p >= m->most || m->table_count == 0 || life == 0 ||
-      m->tables[(m->table_count - 1) * shards + (size_t)p] != life)
+  size_t n = (size_t)m->capacity;
+  if (p >= m->capacity || m->table_count == 0 || life == 0 ||
+      m->lives[(m->table_count - 1) * n + (size_t)p] != life)
     return false;
   if (m->members[p].life == 0) {
     m->members[p].life = life;
@@ -19381,45 +19380,44 @@ static bool cddp__revive_member(cddp__meeting *m, int p, uint64_t life) {
   return true;
 }
 
-/* Returns whether the connection of a leader's call stays: to the leader its end is a loss. */
+/* Returns whether to keep a leader's connection: to the leader, its end is a loss. */
 static bool cddp__handle_call(cddp__meeting *m, const cddp__connection *link,
                               const cddp__member *caller) {
   int p = link->peer;
-  bool lost = p < m->most && m->members[p].life == 0;
+  bool lost = p < m->capacity && m->members[p].life == 0;
   if (!cddp__revive_member(m, p, caller->life)) return false;
-  m->called = m->called || lost;
+  m->leader_called = m->leader_called || lost;
   return true;
 }
 
-/* Stores or discards a report and its connection. After a leader's death a joining process can be a
-   member and not know it. */
+/* Stores or discards a report and its connection. leads: this rank, a meeting. */
 static void cddp__handle_report(cddp__meeting *m, cddp__connection *link, cddp__message *message,
-                                bool meeting) {
+                                bool leads) {
   cddp__report *report = cddp__report_at(m, message, 0);
   cddp__member *self = &report->self;
-  int shards = m->most, p = 0, k;
+  int n = m->capacity, p = 0, k;
   bool sound = message->head.size == m->report_bytes && self->life != 0 && self->pid != 0 &&
                self->host >= 0 && self->port > 0 && self->port < 65536;
   if (sound) (void)cddp__revive_member(m, link->peer, self->life);
-  while (sound && p < shards && m->members[p].life != self->life) p++;
+  while (sound && p < n && m->members[p].life != self->life) p++;
   if (sound) self->name[sizeof self->name - 1] = 0;
   link->next = NULL;
-  if (sound && p < shards && p != m->me && meeting) {
-    *self = m->members[p];
-    cddp__drop_report(m, p);
+  if (sound && p < n && p != m->me && leads) {
+    *self = m->members[p]; /* after a leader's death, a member might not know its number */
+    cddp__drop_link(m, p);
     m->ended[p] = 0;
     m->cuts[p].life = 0;
-    for (k = 0; k < shards; k++) /* only members that the sender knew, and that have not reported */
+    for (k = 0; k < n; k++) /* only members that the sender knew, and that have not reported */
       if (cddp__ended_of(m, report)[k] == 1 && m->reports[k] == NULL &&
           m->members[k].since <= report->epoch)
         m->ended[k] = 1;
-  } else if (sound && report->empty != 0 && m->request_count < CDDP__JOIN_REQUESTS) {
-    p = shards + m->request_count++;
-    for (k = shards; k < p; k++) /* an earlier request of this process */
+  } else if (sound && report->lacks_weights != 0 && m->request_count < CDDP__JOIN_REQUESTS) {
+    p = n + m->request_count++;
+    for (k = n; k < p; k++) /* an earlier request of this process */
       if (cddp__report_at(m, m->reports[k], 0)->self.life == self->life)
         cddp__connection_end(m->links[k], 0);
   } else {
-    if (sound && p == shards && report->empty == 0)
+    if (sound && p == n && report->lacks_weights == 0)
       cddp__refuse_lost(m, link, self->rank);
     else
       cddp__link_free(link);
@@ -19430,11 +19428,11 @@ static void cddp__handle_report(cddp__meeting *m, cddp__connection *link, cddp__
   m->reports[p] = message;
 }
 
-/* The senders of which reports and calls are received: processes that count as lost; joining ones
-   too; in a meeting that this rank leads, members too. */
+/* The senders of which reports and calls are received: lost members; joining processes, too; in a
+   meeting that this rank leads, members, too. */
 enum cddp__accepts { CDDP__ACCEPT_LOST, CDDP__ACCEPT_JOINING, CDDP__ACCEPT_MEMBERS };
 
-static void cddp__accept_reports(cddp__meeting *m, enum cddp__accepts most) {
+static void cddp__accept_reports(cddp__meeting *m, enum cddp__accepts accepts) {
   cddp__net *net = m->net;
   cddp__connection **at, *link;
   bool is_call;
@@ -19443,12 +19441,13 @@ static void cddp__accept_reports(cddp__meeting *m, enum cddp__accepts most) {
   for (at = &net->incoming; (link = *at) != NULL;) {
     cddp__message *message = NULL;
     if (cddp__link_is_for(link, m->members[m->me].life) &&
-        (most == CDDP__ACCEPT_MEMBERS ||
-         (link->peer == m->most ? most == CDDP__ACCEPT_JOINING : m->members[link->peer].life == 0)))
+        (accepts == CDDP__ACCEPT_MEMBERS ||
+         (link->peer == m->capacity ? accepts == CDDP__ACCEPT_JOINING
+                                    : m->members[link->peer].life == 0)))
       message = cddp__connection_receive(link, m->report_bytes);
     else if (cddp__link_is_for(link, m->members[m->me].life))
       cddp__link_check_end(link);
-    is_call = message != NULL && message->head.size == sizeof(cddp__member);
+    is_call = message != NULL && message->head.size == sizeof(cddp__member); /* no report */
     if ((message == NULL && link->state != CDDP__CONNECTION_ENDED) ||
         (is_call && cddp__handle_call(m, link, (cddp__member *)(void *)(message + 1)))) {
       cddp__free(&net->allocator, message);
@@ -19459,7 +19458,7 @@ static void cddp__accept_reports(cddp__meeting *m, enum cddp__accepts most) {
     if (is_call)
       cddp__refuse_lost(m, link, ((cddp__member *)(void *)(message + 1))->rank);
     else if (message != NULL)
-      cddp__handle_report(m, link, message, most == CDDP__ACCEPT_MEMBERS);
+      cddp__handle_report(m, link, message, accepts == CDDP__ACCEPT_MEMBERS);
     else
       cddp__link_free(link);
     if (is_call) cddp__free(&net->allocator, message);
@@ -19467,14 +19466,14 @@ static void cddp__accept_reports(cddp__meeting *m, enum cddp__accepts most) {
   pthread_mutex_unlock(&net->lock);
 }
 
-/* Answers joining processes. In a meeting, too: the members wait for a rank whose leader has died
-   and that asks for the new one. */
+/* Answers joining processes. In a meeting, too: one that became a member as the leader died asks
+   for the new one, and the meeting waits for its report. */
 static void cddp__answer_joins(cddp__meeting *m) {
   const cddp__net *net = m->net;
   cddp__host *host = m->group->host;
   cddp__join_table *table;
   cddp__address here;
-  if (host->job_info == NULL || m->me == m->most) return;
+  if (host->job_info == NULL || cddp__is_joining(m)) return;
   here = cddp__internet_address(&net->hosts[net->host].address);
   table = &host->job_info->table;
   pthread_mutex_lock(&host->joins.lock);
@@ -19485,14 +19484,14 @@ static void cddp__answer_joins(cddp__meeting *m) {
   table->address = here.v6;
   table->host = net->host;
   table->hosts = table->hosts || host->net != NULL;
-  table->shards = m->most;
+  table->shards = m->capacity;
   table->life = (int)m->epoch + 1;
   cddp__join_listen(host);
   pthread_mutex_unlock(&host->joins.lock);
   cddp__join_serve(host, CDDP__JOIN_WAIT);
 }
 
-/* Connects to a member, with a report or a call. */
+/* Connects to a member and posts a report or a call. */
 static cddp_result cddp__meeting_connect(cddp__meeting *m, int member, const void *data,
                                          size_t size) {
   cddp__connection **link = &m->links[member];
@@ -19510,19 +19509,19 @@ static cddp_result cddp__check_answer(cddp__connection *link) {
   return r;
 }
 
-/* Returns after all have reported, or if m->called. */
+/* Returns when all members have reported, or if m->leader_called. */
 static cddp_result cddp__await_reports(cddp__meeting *m, double deadline) {
   cddp__connection **links = m->links;
-  int waiting, late = -1, p;
+  int missing, late = -1, p; /* number of missing reports; the first member without one */
   for (;;) {
     cddp__answer_joins(m);
     cddp__accept_reports(m, CDDP__ACCEPT_MEMBERS);
-    if (m->called) return CDDP_OK;
-    for (p = waiting = 0; p < m->most; p++) {
+    if (m->leader_called) return CDDP_OK;
+    for (p = missing = 0; p < m->capacity; p++) {
       cddp_result r = CDDP_OK;
       if (p == m->me || m->members[p].life == 0) continue;
-      if (links[p] == NULL && m->cuts[p].life != 0 && cddp__now() < m->cuts[p].again) {
-        if (waiting++ == 0) late = p;
+      if (links[p] == NULL && m->cuts[p].life != 0 && cddp__now() < m->cuts[p].retry_at) {
+        if (missing++ == 0) late = p;
         continue;
       }
       if (links[p] == NULL) /* a call: the member can have counted this rank as lost */
@@ -19532,32 +19531,31 @@ static cddp_result cddp__await_reports(cddp__meeting *m, double deadline) {
       if (r != CDDP_OK) return r;
       if (cddp__member_link_ended(m, p, links[p])) {
         bool cut = cddp__link_is_cut(links[p]) && !links[p]->early;
-        cddp__drop_report(m, p);
+        cddp__drop_link(m, p);
         if (!cut || !cddp__retries_member(m, p))
           cddp__remove_member(m, p);
-        else if (waiting++ == 0) /* a dead process refuses the next link */
+        else if (missing++ == 0) /* a dead process refuses the next link */
           late = p;
-      } else if (m->reports[p] == NULL && waiting++ == 0) {
+      } else if (m->reports[p] == NULL && missing++ == 0) {
         late = p;
       }
     }
-    if (waiting == 0) return CDDP_OK;
+    if (missing == 0) return CDDP_OK;
     if (cddp__now() > deadline)
       return cddp__fail(CDDP_TIMEOUT,
                         "timed out after %g s: after a loss in step %" PRIu64 ", %s did not call "
                         "cddp_ddp_next_shard",
                         m->group->timeout_s, m->steps, cddp__member_name(m, late).s);
-    cddp__meeting_poll(m, links, m->most);
+    cddp__meeting_poll(m, links, m->capacity);
   }
 }
 
-/* *number: for a joining process, that of a lost one with the same rank, else the lowest free
-   one. */
+/* *number: for a joining process, that of a lost one with its rank, else the lowest free one. */
 static cddp_result cddp__find_number(const cddp__meeting *m, const cddp__member *self,
                                      int *number) {
   int p;
   *number = -1;
-  for (p = m->most - 1; p >= 0; p--) {
+  for (p = m->capacity - 1; p >= 0; p--) {
     const cddp__member *member = &m->members[p];
     if (member->life == 0) {
       if (*number < 0 || m->members[*number].rank != self->rank || member->rank == self->rank)
@@ -19574,14 +19572,14 @@ static cddp_result cddp__find_number(const cddp__meeting *m, const cddp__member 
   if (*number >= 0) return CDDP_OK;
   return cddp__fail(CDDP_UNSUPPORTED,
                     "CDDP_JOIN: the job is full: each of its %d shards has one of its %d ranks",
-                    m->most, m->most);
+                    m->capacity, m->capacity);
 }
 
 /* Makes each joining process a member, or refuses it. */
 static void cddp__admit_joining(cddp__meeting *m) {
   int k, number;
   if (!m->admits) return; /* they retry */
-  for (k = m->most; k < m->most + m->request_count; k++) {
+  for (k = m->capacity; k < m->capacity + m->request_count; k++) {
     cddp__connection *link = m->links[k];
     cddp__member *self = &cddp__report_at(m, m->reports[k], 0)->self;
     cddp_result r = cddp__find_number(m, self, &number);
@@ -19589,11 +19587,11 @@ static void cddp__admit_joining(cddp__meeting *m) {
     cddp__free(&m->group->host->allocator, cddp__connection_receive(link, 0)); /* detects its end */
     if (r == CDDP_OK && link->state != CDDP__CONNECTION_ENDED) {
       self->number = number;
-      if (self->host >= 2 * m->most) /* it shares no memory with the members */
-        self->host = m->most + number;
+      if (self->host >= 2 * m->capacity) /* it shares no memory with the members */
+        self->host = m->capacity + number;
       self->since = m->epoch + 1;
       cddp__set_member(m, self);
-      cddp__drop_report(m, number); /* of a member lost in this meeting */
+      cddp__drop_link(m, number); /* of a member lost in this meeting */
       m->reports[number] = m->reports[k];
       m->links[number] = link;
     } else {
@@ -19606,7 +19604,7 @@ static void cddp__admit_joining(cddp__meeting *m) {
   m->request_count = 0;
 }
 
-/* Sends all reports as one message to each process that reported. */
+/* Sends all reports, as one message, to all that reported. */
 static cddp_result cddp__meeting_send_table(cddp__meeting *m, cddp__message **table) {
   const cddp__net *net = m->net;
   cddp__connection **links = m->links;
@@ -19617,60 +19615,60 @@ static cddp_result cddp__meeting_send_table(cddp__meeting *m, cddp__message **ta
   int p;
   if (r != CDDP_OK) return r;
   *table = all =
-      (cddp__message *)cddp__malloc(&net->allocator, sizeof *all + (size_t)m->most * bytes);
+      (cddp__message *)cddp__malloc(&net->allocator, sizeof *all + (size_t)m->capacity * bytes);
   if (all == NULL) return CDDP_OUT_OF_MEMORY;
-  for (all->head.size = 0, p = 0; p < m->most; p++) {
+  for (all->head.size = 0, p = 0; p < m->capacity; p++) {
     if (reports[p] == NULL) continue;
-    cddp__report_at(m, reports[p], 0)->table = id;
+    cddp__report_at(m, reports[p], 0)->table_id = id;
     memcpy((char *)(all + 1) + all->head.size, reports[p] + 1, bytes);
     all->head.size += bytes;
   }
-  for (p = 0; p < m->most && r == CDDP_OK; p++) {
+  for (p = 0; p < m->capacity && r == CDDP_OK; p++) {
     if (links[p] == NULL || reports[p] == NULL) continue;
     r = cddp__connection_post(links[p], CDDP__FRAME_MESSAGE, CDDP_OK, all + 1, all->head.size);
     CDDP__POINT("elastic answer");
     (void)cddp__link_progress(net, links[p]);
   }
-  cddp__links_flush(net, links, (size_t)m->most, cddp__now() + CDDP__UNANSWERED_S);
+  cddp__links_flush(net, links, (size_t)m->capacity, cddp__now() + CDDP__UNANSWERED_S);
   return r;
 }
 
 /* A lost member at an address without a reporting member or a process in `ended`; -1: none. A
-   firewall could have reset the links to that address. */
+   firewall can have reset the links to that address. */
 static int cddp__find_cut_off(const cddp__meeting *m) {
-  const uint64_t *lives = m->tables + (m->table_count - 1) * (size_t)m->most;
+  const uint64_t *lives = m->lives + (m->table_count - 1) * (size_t)m->capacity;
   int lost, k;
-  for (lost = 0; lost < m->most; lost++) {
+  for (lost = 0; lost < m->capacity; lost++) {
     cddp__address address = cddp__internet_address(&m->members[lost].address);
-    for (k = 0; k < m->most; k++)
+    for (k = 0; k < m->capacity; k++)
       if (lives[k] != 0 && (m->reports[k] != NULL || m->ended[k] != 0) &&
           memcmp(&m->members[k].address, &address.any, address.size) == 0)
         break;
-    if (lives[lost] != 0 && k == m->most) return lost;
+    if (lives[lost] != 0 && k == m->capacity) return lost;
   }
   return -1;
 }
 
-/* Whether reports of more than half of each remembered table have arrived. A report of a member
-   with a later table shows that others have gone on without this rank. */
+/* Whether more than half of each remembered table have reported. A report with a later table shows
+   that others have continued without this rank. */
 static bool cddp__has_majority(const cddp__meeting *m) {
-  const uint64_t *lives = m->tables;
+  const uint64_t *lives = m->lives;
   size_t t;
   int p, members, reported;
-  for (t = 0; t < m->table_count; t++, lives += m->most) {
-    for (p = members = reported = 0; p < m->most; p++) {
+  for (t = 0; t < m->table_count; t++, lives += m->capacity) {
+    for (p = members = reported = 0; p < m->capacity; p++) {
       members += lives[p] != 0;
       reported += m->reports[p] != NULL && lives[p] == m->members[p].life;
     }
     if (2 * reported <= members) return false;
   }
-  for (p = 0; p < m->most; p++)
+  for (p = 0; p < m->capacity; p++)
     if (m->reports[p] != NULL && cddp__report_at(m, m->reports[p], 0)->epoch > m->epoch)
       return false;
   return true;
 }
 
-/* *table NULL: another process leads. */
+/* Collects the reports and sends the table. *table stays NULL if another member leads. */
 static cddp_result cddp__lead_meeting(cddp__meeting *m, cddp__message *mine, double deadline,
                                       cddp__message **table) {
   cddp__message **reports = m->reports;
@@ -19678,12 +19676,12 @@ static cddp_result cddp__lead_meeting(cddp__meeting *m, cddp__message *mine, dou
   int report_count = 0, reset, p;
   reports[m->me] = mine;
   r = cddp__await_reports(m, deadline);
-  if (r == CDDP_OK && m->called) {
+  if (r == CDDP_OK && m->leader_called) {
     reports[m->me] = NULL;
     cddp__meeting_disconnect(m);
     return r;
   }
-  for (p = 0; p < m->most; p++) report_count += reports[p] != NULL;
+  for (p = 0; p < m->capacity; p++) report_count += reports[p] != NULL;
   reset = m->unreachable < 0 ? cddp__find_cut_off(m) : -1;
   if (reset >= 0) m->unreachable = reset;
   if (r == CDDP_OK && m->unreachable >= 0 && !cddp__has_majority(m))
@@ -19691,47 +19689,47 @@ static cddp_result cddp__lead_meeting(cddp__meeting *m, cddp__message *mine, dou
                    "the host of %s does not answer, and %d of %d ranks cannot continue: more than "
                    "half are needed, also of those before the last loss or join, as the others "
                    "could also continue%s",
-                   cddp__member_name(m, m->unreachable).s, report_count, m->present,
+                   cddp__member_name(m, m->unreachable).s, report_count, m->member_count,
                    reset < 0 ? "" : ". All connections were reset, as by a firewall");
   if (r == CDDP_OK) cddp__admit_joining(m);
   if (r == CDDP_OK) r = cddp__meeting_send_table(m, table);
   reports[m->me] = NULL;
-  for (p = 0; p < m->most; p++) { /* links with reports stay, for confirm_groups */
-    if (reports[p] == NULL) cddp__drop_report(m, p);
+  for (p = 0; p < m->capacity; p++) { /* links with reports stay, for _meeting_confirm */
+    if (reports[p] == NULL) cddp__drop_link(m, p);
     cddp__free(&m->group->host->allocator, reports[p]);
     reports[p] = NULL;
   }
   return r;
 }
 
-/* Waits for a member's next message. NULL: its link has ended, another leader calls, or the
-   deadline has passed. */
-static cddp__message *cddp__meeting_receive(cddp__meeting *m, int member, size_t most,
+/* Waits for a member's next message. NULL: its link ended, another leader calls, or the deadline
+   has passed. */
+static cddp__message *cddp__meeting_receive(cddp__meeting *m, int member, size_t max_bytes,
                                             double deadline) {
   cddp__connection *link = m->links[member];
   cddp__message *message = NULL;
   while (link != NULL && cddp__now() < deadline) {
     cddp__answer_joins(m);
     CDDP__POINT("elastic report");
-    if (cddp__link_progress(m->net, link)) message = cddp__connection_receive(link, most);
+    if (cddp__link_progress(m->net, link)) message = cddp__connection_receive(link, max_bytes);
     if (message != NULL || cddp__member_link_ended(m, member, link)) break;
     cddp__accept_reports(m, CDDP__ACCEPT_LOST);
-    if (m->called) break;
+    if (m->leader_called) break;
     cddp__meeting_poll(m, &link, 1);
   }
   return message;
 }
 
-/* Reports to the leader and waits for the table; *table NULL: the leader is lost, or (cut) the link
-   to it was. */
+/* Reports to the leader and waits for the table. *table NULL: the leader is lost, or (*cut) its
+   link was cut. */
 static cddp_result cddp__send_report(cddp__meeting *m, int leader, const cddp__message *mine,
                                      double deadline, cddp__message **table, bool *cut) {
   cddp__connection **link = &m->links[leader];
   cddp_result r;
-  cddp__drop_report(m, leader);
+  cddp__drop_link(m, leader);
   r = cddp__meeting_connect(m, leader, mine + 1, mine->head.size);
   if (r == CDDP_OK)
-    *table = cddp__meeting_receive(m, leader, (size_t)m->most * m->report_bytes, deadline);
+    *table = cddp__meeting_receive(m, leader, (size_t)m->capacity * m->report_bytes, deadline);
   if (*table != NULL && (r = cddp__fail_by_message(*table)) == CDDP_OK) return r;
   if (r == CDDP_OK && cddp__now() >= deadline)
     r = cddp__fail(CDDP_TIMEOUT,
@@ -19739,11 +19737,11 @@ static cddp_result cddp__send_report(cddp__meeting *m, int leader, const cddp__m
                    "not received the reports of all ranks",
                    m->group->timeout_s, m->steps, cddp__member_name(m, leader).s);
   *cut = *link != NULL && cddp__link_is_cut(*link) && !(*link)->early;
-  cddp__drop_report(m, leader);
+  cddp__drop_link(m, leader);
   return r;
 }
 
-/* No member is known: asks ranks of the job for the leader. */
+/* Without a known member: asks ranks of the job for the leader. */
 static cddp_result cddp__find_leader(cddp__meeting *m, double deadline) {
   cddp__host *host = m->group->host;
   cddp__elastic_leader_info *lead = &host->job_info->table.lead;
@@ -19762,7 +19760,7 @@ static cddp_result cddp__find_leader(cddp__meeting *m, double deadline) {
     if (r != CDDP_OK) return r;
     *lead = table.lead;
   }
-  if (lead->self.number >= m->most || lead->self.host >= m->net->host_count)
+  if (lead->self.number >= m->capacity || lead->self.host >= m->net->host_count)
     return cddp__fail(CDDP_MISMATCH, "CDDP_JOIN: the answer of a rank of the job is damaged");
   memcpy(m->net->token, lead->token, sizeof lead->token);
   cddp__set_member(m, &lead->self);
@@ -19770,13 +19768,13 @@ static cddp_result cddp__find_leader(cddp__meeting *m, double deadline) {
   return CDDP_OK;
 }
 
-/* Checks a table that another process has sent. */
+/* Of another process. */
 static cddp_result cddp__check_members(const cddp__meeting *m, cddp__message *table) {
   int ranks = (int)(table->head.size / m->report_bytes), last = -1, k;
-  bool sound = ranks > 0 && ranks <= m->most;
+  bool sound = ranks > 0 && ranks <= m->capacity;
   for (k = 0; sound && k < ranks; k++) {
     cddp__member *self = &cddp__report_at(m, table, k)->self;
-    sound = self->number > last && self->number < m->most && self->host >= 0 &&
+    sound = self->number > last && self->number < m->capacity && self->host >= 0 &&
             self->host < m->net->host_count;
     last = self->number;
     self->name[sizeof self->name - 1] = 0;
@@ -19784,7 +19782,7 @@ static cddp_result cddp__check_members(const cddp__meeting *m, cddp__message *ta
   return sound ? CDDP_OK : cddp__fail(CDDP_MISMATCH, "the elastic model's table is damaged");
 }
 
-/* Sets the members and the epoch as a table says. */
+/* Sets the members and the epoch. */
 static cddp_result cddp__meeting_apply(cddp__meeting *m, cddp__message *table) {
   int ranks = (int)(table->head.size / m->report_bytes), k, p;
   uint64_t life = m->members[m->me].life;
@@ -19795,47 +19793,48 @@ static cddp_result cddp__meeting_apply(cddp__meeting *m, cddp__message *table) {
     m->epoch = cddp__max(m->epoch, report->epoch + 1);
   }
   m->net->host = m->members[m->me].host;
-  memset(m->ended, 0, (size_t)m->most);
-  for (k = p = 0; p < m->most; p++) {
+  memset(m->ended, 0, (size_t)m->capacity);
+  for (k = p = 0; p < m->capacity; p++) {
     if (k < ranks && cddp__report_at(m, table, k)->self.number == p)
       k++;
     else if (m->members[p].life != 0)
       cddp__remove_member(m, p);
   }
-  return cddp__add_table(m);
+  return cddp__remember_table(m);
 }
 
-/* All living members meet; *table receives their reports, in the order of their numbers. mine: this
-   rank's report, without its head. */
+/* All living members meet. *table receives their reports, by number. mine: this rank's report,
+   without its head. */
 static cddp_result cddp__meet(cddp__meeting *m, cddp__message *mine, cddp__message **table) {
   double deadline = cddp__now() + m->group->timeout_s;
   cddp__report *report = cddp__report_at(m, mine, 0);
   cddp_result r = CDDP_OK;
   bool cut = false;
   report->epoch = m->epoch;
-  report->empty = m->empty;
+  report->lacks_weights = m->lacks_weights;
   report->self = m->members[m->me];
-  memcpy(cddp__ended_of(m, report), m->ended, (size_t)m->most);
-  memset(m->cuts, 0, (size_t)m->most * sizeof *m->cuts);
+  memcpy(cddp__ended_of(m, report), m->ended, (size_t)m->capacity);
+  memset(m->cuts, 0, (size_t)m->capacity * sizeof *m->cuts);
   while (r == CDDP_OK && *table == NULL) {
     int leader = m->leader = cddp__choose_leader(m);
-    m->called = false;
+    m->leader_called = false;
     if (leader < 0)
       r = cddp__find_leader(m, deadline);
     else if (leader == m->me)
       r = cddp__lead_meeting(m, mine, deadline, table);
-    else if ((r = cddp__send_report(m, leader, mine, deadline + 1, table, &cut)) == CDDP_OK &&
-             *table == NULL && !m->called &&
-             (!cut || m->me == m->most || !cddp__retries_member(m, leader)))
+    else if ((r = cddp__send_report(m, leader, mine, deadline + 1 /* the leader's text is first */,
+                                    table, &cut)) == CDDP_OK &&
+             *table == NULL && !m->leader_called &&
+             (!cut || cddp__is_joining(m) || !cddp__retries_member(m, leader)))
       cddp__remove_member(m, leader);
     else if (r == CDDP_OK && *table == NULL) /* a dead leader refuses the next link */
-      cddp__sleep(cddp__now() < m->cuts[leader].again ? CDDP__RECONNECT_S : 0.001);
+      cddp__sleep(cddp__now() < m->cuts[leader].retry_at ? CDDP__RECONNECT_S : 0.001);
   }
   if (r == CDDP_OK) r = cddp__check_members(m, *table);
   return r == CDDP_OK ? cddp__meeting_apply(m, *table) : r;
 }
 
-/* A joining process, which has met only joining ones: the members can be elsewhere. */
+/* For a process that has met only joining ones: it asks for the members again. */
 static void cddp__meeting_forget(cddp__meeting *m) {
   cddp__host *host = m->group->host;
   int p;
@@ -19843,9 +19842,9 @@ static void cddp__meeting_forget(cddp__meeting *m) {
     host->job_info->table.lead.self.life = 0;
     cddp__join_close(host);
   }
-  for (p = 0; p < m->most; p++) m->members[p].life = 0;
+  for (p = 0; p < m->capacity; p++) m->members[p].life = 0;
   m->table_count = 0;
-  m->me = m->net->rank = m->most;
+  m->me = m->net->rank = m->capacity;
   cddp__meeting_disconnect(m);
 }
 
@@ -19853,9 +19852,9 @@ static void cddp__meeting_forget(cddp__meeting *m) {
 static bool cddp__await_confirmation(cddp__meeting *m, int member, double deadline) {
   cddp__message *message = cddp__meeting_receive(m, member, 0, deadline);
   bool confirmed = message != NULL && message->head.number == CDDP_OK;
-  CDDP_ASSERT(!m->called); /* members are doubted before a table only */
+  CDDP_ASSERT(!m->leader_called); /* after a table none calls */
   if (message == NULL && m->unreachable < 0 && cddp__now() < deadline)
-    m->ended[member] = 1; /* it has just answered, so its host lives */
+    m->ended[member] = 1; /* it has just reported: no firewall separates it */
   cddp__free(&m->group->host->allocator, message);
   return confirmed;
 }
@@ -19863,15 +19862,15 @@ static bool cddp__await_confirmation(cddp__meeting *m, int member, double deadli
 /* Members confirm their groups to the leader, which tells all to continue (CDDP_OK) or, if a member
    was lost, to meet again (CDDP_PEER_LOST). */
 static cddp_result cddp__meeting_confirm(cddp__meeting *m) {
-  size_t most = (size_t)m->most;
+  size_t n = (size_t)m->capacity;
   bool leads = m->leader == m->me, all = true;
   double deadline = cddp__now() + m->group->timeout_s;
   cddp_result r = CDDP_OK;
   int p;
-  for (p = 0; leads && p < m->most; p++)
+  for (p = 0; leads && p < m->capacity; p++)
     if (m->members[p].life != 0 && p != m->me && !cddp__await_confirmation(m, p, deadline))
       all = false;
-  for (p = 0; r == CDDP_OK && p < m->most; p++) { /* a member's only link: to the leader */
+  for (p = 0; r == CDDP_OK && p < m->capacity; p++) { /* a member's only link: to the leader */
     if (m->links[p] == NULL) continue;
     r = cddp__connection_post(m->links[p], CDDP__FRAME_MESSAGE,
                               (uint32_t)(all ? CDDP_OK : CDDP_PEER_LOST), NULL, 0);
@@ -19882,8 +19881,8 @@ static cddp_result cddp__meeting_confirm(cddp__meeting *m) {
   cddp__meeting_disconnect(m);
   if (r != CDDP_OK) return r;
   if (!all) return cddp__fail(CDDP_PEER_LOST, "a rank was lost while the ranks formed new groups");
-  memmove(m->tables, m->tables + (m->table_count - 1) * most, most * sizeof *m->tables);
-  m->table_count = 1; /* the ones before it no longer count */
+  memmove(m->lives, m->lives + (m->table_count - 1) * n, n * sizeof *m->lives);
+  m->table_count = 1; /* the confirmed one */
   m->unreachable = -1;
   return CDDP_OK;
 }
@@ -19894,38 +19893,39 @@ static cddp_result cddp__meeting_confirm(cddp__meeting *m) {
    Touches: the fields of a cddp_ddp that >>ddp uses.
    Entry points: cddp__elastic_create, or cddp__elastic_join in a joining process;
    cddp__elastic_next, _step, _restore and _free; cddp_ddp_group. Thread: the one that trains.
-   How it works: every rank holds all weights and states, so any of them can continue.
+   Every rank holds all weights and states, so any of them can continue:
      1. The members meet (>>meeting). The k-th rank of the groups is member order[k]. Each new pair
         of groups begins an epoch.
      2. A rank sums the gradients of its shards into nodes of the canonical tree. The last node can
         stay in the gradients; the others are in slots.
      3. A rank without shards left enters the reduction: cddp__elastic_reduce. It needs all members.
      4. Then the rank updates all its weights and states by the mean, and needs no other rank.
-        `done` counts completed reductions. It differs by at most 1 between members.
+        `reductions` counts the completed ones, and differs by at most 1 between members. If it
+        exceeds `step`, the current step has its mean.
      5. If an operation fails with CDDP_PEER_LOST, the members meet: cddp__elastic_regroup. The
         table of their reports determines all else: ranks, lost sums, missing means.
      6. Then members that lack the last mean receive it, unless they can read it. Joining processes
         receive the weights, states and buffers of a member with the most reductions. If only
         processes that have joined have made the last reduction, no rank has its mean: the others
-        make it again (`repeats`). It has the same bits on any rank.
-   A rank that destroys the model, or fails for a local reason, stops listening and is lost to the
-   others. A living rank that the others count as lost gets CDDP_ABORTED when it connects. */
+        `repeats` it, with those that joined (they are `ahead`). It has the same bits on any rank.
+   A rank that destroys the model, or fails for a local reason, stops listening, so it is lost. A
+   living rank that the others count as lost gets CDDP_ABORTED when it connects. */
 
 /* A rank's call in the update of a step. */
 typedef struct cddp__elastic_call {
   uint32_t kind;     /* CDDP__KIND_DDP_STEP, _WAIT; 0: none yet */
-  uint32_t fp_mode;  /* cddp__fp_mode */
+  uint32_t fp_mode;
   uint64_t settings; /* of the cddp_optim without its lr; 0: a wait */
   double lr;
   uint64_t steps; /* cddp_ddp_steps before it */
 } cddp__elastic_call;
 
-/* After this many meetings since the last reduction only losses cause one: processes that die while
-   they join cannot hold up the step. */
+/* After this many meetings since the last reduction no process joins: processes that die while they
+   join cannot hold up the step. */
 #define CDDP__JOIN_MEETINGS 8
 
-/* shared: addresses of a rank's memory, for the other ranks on its host. The slots of its
-   nodes [shards] follow, in order. Writer: its rank, before it enters a reduction. */
+/* shared: addresses of a rank's memory, for the other ranks on its host. The slots of its nodes
+   [shards] follow. Writer: its rank, before it enters a reduction. */
 enum {
   CDDP__PUBLISHED_ARENA, /* gradients; the squares of its part of the mean follow */
   CDDP__PUBLISHED_MEAN,  /* the mean, of which the rank writes its part */
@@ -19944,50 +19944,47 @@ typedef struct cddp__lost_block {
   uint64_t step; /* in which this rank left the group */
 } cddp__lost_block;
 
-/* What a rank has done in the current step. Owner: the thread that trains. */
 struct cddp__elastic {
-  cddp__meeting meeting;   /* the members */
+  cddp__meeting meeting;
   int *order;              /* [active_count] member numbers of the group's ranks, by rank */
-  int attempts;            /* meetings since the last reduction */
+  int meetings;            /* since the last reduction */
   cddp_group *broken_comm; /* the first comm that broke in this step, for cddp_ddp_group; NULL */
   /* this rank's sums and the last mean: */
   uint64_t step;    /* waits and steps since creation */
-  uint64_t done;    /* completed reductions: `step`, or `step` + 1 before the update */
+  uint64_t reductions; /* completed: `step`, or `step` + 1 before the update */
   char *slot_area;  /* this rank's slots */
   char *mean;       /* the last reduction's mean, or this rank's part of it */
   bool holds_shard; /* the gradients hold the sum of a shard that has ended */
   bool in_parts;    /* each rank of its group has one part; false: this rank has all */
   bool has_mean;    /* false: this rank has joined, and has no mean yet */
-  bool repeats;     /* the ranks with the last mean are lost: the group reduces that step again */
-  bool ahead;       /* it repeats a reduction that this rank, which has joined, does not need */
+  bool repeats;     /* the ranks with the last mean are lost: the group makes it again */
+  bool ahead;       /* it repeats a reduction that this rank, which joined, does not need */
   int mean_parts;   /* of the last mean; 1 if not in_parts */
   char **means;     /* [mean_parts] the memory of each, addressed by model offset */
   double **squares; /* [mean_parts] the squares of each */
   cddp__elastic_call last_update; /* this rank's last update; kind 0: none since it joined */
   /* memory of the ranks on this host: */
   bool one_host;               /* all members are on this host and read each other's memory */
-  cddp__published *own;        /* this rank's; NULL: on a GPU */
+  cddp__published *own_refs;   /* this rank's; NULL: on a GPU */
   cddp__published **published; /* [shards] by member number; NULL: on another host, or on a GPU */
   cddp__lost_block *lost_blocks;
   size_t lost_count, lost_capacity;
-  void *blocks[2]; /* for the control blocks of the next groups; NULL */
-  char *states;    /* joined: the snapshot's optimizer states, until a cddp_optim takes them */
+  void *next_blocks[2]; /* memory for the control blocks of the next groups; NULL */
+  char *states;   /* joined: of the snapshot's optimizer, until a cddp_optim takes them */
   cddp_ddp *next; /* in cddp__elastic_models */
 };
 
-/* A rank's report. Its optimizer's steps follow, a float for each parameter, then a byte for each
-   shard (1: the rank has its sum). */
+/* A rank's report. Its optimizer's steps follow, a float for each parameter, then
+   cddp__report_sums. */
 typedef struct cddp__rank_report {
   cddp__report head;
-  uint64_t done;        /* completed reductions */
-  uint64_t steps;       /* cddp_ddp_steps */
-  cddp__snapshot optim; /* of its cddp_optim */
-  int32_t in_parts;     /* cddp__elastic.in_parts */
-  int32_t has_mean;     /* cddp__elastic.has_mean */
-  cddp__ref blocks[2]; /* for control blocks; those of the lowest rank on a host are used */
+  uint64_t reductions, steps; /* steps: cddp_ddp_steps */
+  cddp__snapshot optim;       /* of its cddp_optim */
+  int32_t in_parts, has_mean; /* as in cddp__elastic, as `reductions` */
+  cddp__ref next_blocks[2];   /* those of the lowest rank on a host are used */
 } cddp__rank_report;
 
-/* Stops listening. The BYE of its links says that this rank takes no part any more. */
+/* Stops listening. link->over: the link's BYE says that this rank is no longer a member. */
 static void cddp__elastic_close(cddp_ddp *d) {
   cddp_group *groups[2] = {d->control, d->comm};
   cddp__connection *link;
@@ -20003,7 +20000,7 @@ static void cddp__elastic_close(cddp_ddp *d) {
 
 /* --- sums of shards --- */
 
-/* Zeroed memory: shared, or the device's. */
+/* Zeroed, shared or on the device. */
 static char *cddp__elastic_allocate(cddp_ddp *d, size_t bytes, enum cddp__extent_use use) {
   char *p;
   if (!d->group->backend->on_device) return (char *)cddp__arena_alloc(d->group->host, bytes, use);
@@ -20013,10 +20010,9 @@ static char *cddp__elastic_allocate(cddp_ddp *d, size_t bytes, enum cddp__extent
   return NULL;
 }
 
-/* Makes sure that this rank has that many slots. */
 static cddp_result cddp__grow_slots(cddp_ddp *d, int slots) {
   cddp__elastic *elastic = d->elastic;
-  size_t bytes = (size_t)d->layout.slots * d->layout.slot_stride;
+  size_t old_bytes = (size_t)d->layout.slots * d->layout.slot_stride;
   char *p;
   cddp_result r = CDDP_OK;
   if (slots <= d->layout.slots) return CDDP_OK;
@@ -20024,7 +20020,7 @@ static cddp_result cddp__grow_slots(cddp_ddp *d, int slots) {
                              CDDP__EXTENT_BUFFER);
   if (p == NULL) return CDDP_OUT_OF_MEMORY;
   if (elastic->slot_area != NULL)
-    r = (d->memory->copy)(p, elastic->slot_area, bytes, d->group->stream);
+    r = (d->memory->copy)(p, elastic->slot_area, old_bytes, d->group->stream);
   (d->group->backend->free)(d->group, elastic->slot_area);
   elastic->slot_area = d->addresses.slots[d->me] = p;
   d->layout.slots = slots;
@@ -20036,21 +20032,22 @@ static void cddp__drop_sums(cddp_ddp *d) {
   d->rows.bytes = 0;
 }
 
-/* Begins a step: divides all shards among all members. */
+/* Begins a step. */
 static void cddp__elastic_assign_shards(cddp_ddp *d) {
   cddp__drop_sums(d);
   cddp__assign_shards(d->shards.owner, d->shards.count, d->step.active_count);
 }
 
-/* Clears the gradients for another shard. The sum that they hold moves into a slot. */
+/* Clears the gradients for another shard. A sum in them moves into a slot. */
 static cddp_result cddp__elastic_clear_gradients(cddp_ddp *d) {
   cddp__shard_node *nodes = d->shards.own_nodes;
-  int slot = cddp__free_slot(nodes, d->shards.own_node_count), i = 0, arena = -1, one = 1;
+  int slot = cddp__free_slot(nodes, d->shards.own_node_count), i = 0, width = 1;
+  int in_gradients = -1; /* as node.slot */
   cddp_result r = CDDP_OK;
   while (i < d->shards.own_node_count && nodes[i].slot >= 0) i++;
   if (i < d->shards.own_node_count) {
     r = cddp__grow_slots(d, slot + 1);
-    if (r == CDDP_OK) r = cddp__merge_nodes(d, slot, &arena, &one, 1, false);
+    if (r == CDDP_OK) r = cddp__merge_nodes(d, slot, &in_gradients, &width, 1, false);
     if (r == CDDP_OK) nodes[i].slot = slot;
   }
   if (r == CDDP_OK) r = (d->memory->zero)(d->arena, d->layout.bytes, d->group->stream);
@@ -20071,17 +20068,17 @@ static int cddp__find_shard(const cddp_ddp *d) {
   return -1;
 }
 
-/* Makes the current shard's sum a node. On one host the last one can stay in the gradients, where
-   the other ranks read it. */
+/* Makes the current shard's sum a node. On one host the last node can stay in the gradients, where
+   others read it. */
 static cddp_result cddp__finish_shard(cddp_ddp *d) {
-  bool more = !d->elastic->one_host || cddp__find_shard(d) >= 0;
+  bool to_slot = !d->elastic->one_host || cddp__find_shard(d) >= 0;
   cddp_result r = CDDP_OK;
   if (d->rows.sparse != NULL) r = cddp__keep_rows(d, d->shards.current);
   CDDP__POINT("elastic shard end");
-  if (r == CDDP_OK && (more || d->shards.own_node_count > 0))
+  if (r == CDDP_OK && (to_slot || d->shards.own_node_count > 0))
     r = cddp__grow_slots(d, d->shards.own_node_count + 1);
-  if (r == CDDP_OK) r = cddp__keep_node(d, d->shards.current, more);
-  d->elastic->holds_shard = !more;
+  if (r == CDDP_OK) r = cddp__keep_node(d, d->shards.current, to_slot);
+  d->elastic->holds_shard = !to_slot;
   CDDP__POINT("elastic shard stored");
   return r;
 }
@@ -20089,33 +20086,33 @@ static cddp_result cddp__finish_shard(cddp_ddp *d) {
 /* --- memory of the ranks on a host ---
    In a step on one host, no rank writes to memory that another rank owns. All ranks keep their
    nodes until a reduction is complete. The parts of the mean stay until all members have entered
-   the next one, also if their rank dies: cddp__free_lost. A rank that dies in its update changes
-   nothing that others read.
-   The broadcasts of a meeting can write to other ranks' memory (>>collectives). They write only
-   bytes that the receiver does not use before the broadcast completes, or that it already has. */
+   the next one, also if their rank dies: cddp__free_lost. An update changes nothing that others
+   read.
+   The broadcasts of a meeting can write to other ranks' memory (>>collectives), but only bytes that
+   the receiver already has, or does not use before they complete. */
 
-/* A lost rank cannot leave the group, so the owner of its control block frees it a step later, once
-   the lost rank's process has ended. */
+/* A lost rank cannot leave the group, so the control block's owner frees it a step later, once that
+   rank's process has ended. */
 static void cddp__elastic_leave_group(cddp_ddp *d, cddp_group *g) {
   cddp__elastic *elastic = d->elastic;
   cddp__lost_block lost = {g->block, g->block_generation, elastic->step}, *list;
   list = (cddp__lost_block *)cddp__grow_array(&d->group->host->allocator, elastic->lost_blocks,
                                               &elastic->lost_capacity, elastic->lost_count + 1,
                                               sizeof *list);
-  if (list != NULL && g->block_ref.kind == CDDP__REF_EXTENT) { /* else it is never freed */
+  if (list != NULL && g->block_ref.kind == CDDP__REF_EXTENT) { /* else the block is never freed */
     elastic->lost_blocks = list;
     list[elastic->lost_count++] = lost;
   }
   cddp__group_leave(g);
 }
 
-/* Breaks the groups that have a lost process of this host, for instance that of cddp_init: so no
-   call in them reads its memory any more. */
+/* Breaks the groups with a lost process of this host, such as that of cddp_init: so their calls
+   no longer read its memory. */
 static void cddp__break_groups_of(cddp__host *host, int window) {
-  char text[CDDP__ERROR_MAX];
+  char saved_text[CDDP__ERROR_MAX];
   cddp_group *g;
   int k;
-  memcpy(text, cddp__error_text, sizeof text);
+  memcpy(saved_text, cddp__error_text, sizeof saved_text);
   pthread_mutex_lock(&host->lock);
   for (g = host->groups; g != NULL; g = g->next) {
     for (k = 0; k < g->size && g->members[k] != window;) k++;
@@ -20127,11 +20124,10 @@ static void cddp__break_groups_of(cddp__host *host, int window) {
     if (cddp__publish_failure(g, CDDP_PEER_LOST)) cddp__wake_all(g);
   }
   pthread_mutex_unlock(&host->lock);
-  memcpy(cddp__error_text, text, sizeof text);
+  memcpy(cddp__error_text, saved_text, sizeof saved_text);
 }
 
-/* Whether a call in a broken group still accesses memory of peers: a collective, or a receive that
-   had not seen the failure. */
+/* Whether a call in a broken group still accesses memory of peers. */
 static bool cddp__group_in_use(cddp_group *g) {
   if (cddp__load32(&cddp__slot_of(g, g->rank)->inside) != 0) return true;
   if (pthread_mutex_trylock(&g->p2p.lock) != 0) return true;
@@ -20139,7 +20135,7 @@ static bool cddp__group_in_use(cddp_group *g) {
   return false;
 }
 
-/* Makes the control block of a broken group private, where it is. */
+/* Makes the control block of a broken group private, at the same address. */
 static bool cddp__keep_block(cddp_group *g) {
   size_t bytes = cddp__head_bytes(g->size, g->local_size);
   char *copy = cddp__map_memory(-1, 0, bytes);
@@ -20153,9 +20149,8 @@ static bool cddp__keep_block(cddp_group *g) {
   return true;
 }
 
-/* Whether this process can still access a lost process's memory: a call has not ended, or another
-   model can have its optimizer's states there. The program's groups can have control blocks there,
-   which become private. */
+/* Whether this process can still access a lost process's memory: a call uses it, or another model's
+   optimizer can have states there. Control blocks of the program's groups there become private. */
 static bool cddp__window_in_use(cddp__host *host, int window) {
   cddp_group *g;
   bool in_use = host->models > 1;
@@ -20171,7 +20166,7 @@ static bool cddp__window_in_use(cddp__host *host, int window) {
   return in_use;
 }
 
-/* The processes of this host that are no longer members. */
+/* Marks the processes of this host that are no longer members. */
 static void cddp__elastic_note_lost(cddp_ddp *d) {
   cddp__host *host = d->group->host;
   cddp__process *p;
@@ -20181,15 +20176,15 @@ static void cddp__elastic_note_lost(cddp_ddp *d) {
       continue;
     pthread_mutex_lock(&host->lock);
     p->member = false;
-    p->lost = 1 + d->elastic->step;
-    if (p->window >= host->size) cddp__close_fd(&p->pidfd); /* all threads use the first ranks' */
+    p->lost = 1 + d->elastic->step; /* 0: not lost */
+    if (p->window >= host->size) cddp__close_fd(&p->pidfd); /* other threads use the first ranks' */
     pthread_mutex_unlock(&host->lock);
     if (host->arena.fd >= 0) cddp__break_groups_of(host, p->window);
   }
 }
 
-/* Whether a process lives that was lost in this step or later: it is stopped, or has failed for
-   reasons of its own. It can still write to control blocks of that time. */
+/* Whether a process lost in this step or later still lives: it is stopped, or failed for a local
+   reason. It can write to control blocks of that time. */
 static bool cddp__lost_lives(cddp__host *host, uint64_t step) {
   cddp__process *p = NULL;
   if (host->arena.fd < 0) return false;
@@ -20198,21 +20193,21 @@ static bool cddp__lost_lives(cddp__host *host, uint64_t step) {
   return false;
 }
 
-/* In a reduction that all members have entered: frees what was lost in earlier steps. Nobody reads
-   the means of those steps any more. Each member frees its own control blocks. */
+/* In a reduction that all members have entered: frees memory of processes and groups lost before
+   this step. No rank reads the means of those steps any more. */
 static void cddp__free_lost(cddp_ddp *d) {
   cddp__elastic *elastic = d->elastic;
   cddp__host *host = d->group->host;
   cddp__process *p, *next;
-  size_t i, left = 0;
+  size_t i, kept = 0;
   for (i = 0; i < elastic->lost_count; i++) {
     const cddp__lost_block lost = elastic->lost_blocks[i];
     if (lost.step >= elastic->step || cddp__lost_lives(host, lost.step))
-      elastic->lost_blocks[left++] = lost;
+      elastic->lost_blocks[kept++] = lost;
     else
       cddp__arena_free_block(host, lost.block, lost.generation);
   }
-  elastic->lost_count = left;
+  elastic->lost_count = kept;
   if (host->arena.fd >= 0) cddp__find_processes(host);
   for (p = cddp__next_process(host, NULL); p != NULL; p = next) {
     next = cddp__next_process(host, p);
@@ -20224,8 +20219,8 @@ static void cddp__free_lost(cddp_ddp *d) {
 }
 
 /* The slots of a rank's nodes. */
-static int32_t *cddp__published_slots(const cddp_ddp *d, cddp__published *published) {
-  return (void)d, (int32_t *)(void *)(published + 1);
+static int32_t *cddp__published_slots(cddp__published *published) {
+  return (int32_t *)(void *)(published + 1);
 }
 
 static size_t cddp__published_bytes(const cddp_ddp *d) {
@@ -20237,14 +20232,14 @@ static cddp_result cddp__create_published(cddp_ddp *d) {
   cddp__host *host = d->group->host;
   cddp__published *own = (cddp__published *)cddp__arena_alloc(host, cddp__published_bytes(d),
                                                               CDDP__EXTENT_BUFFER);
-  d->elastic->own = own;
+  d->elastic->own_refs = own;
   if (own == NULL) return CDDP_OUT_OF_MEMORY;
   own->refs[CDDP__PUBLISHED_ARENA] = cddp__ref_of(host, d->arena, d->layout.arena_bytes);
   own->refs[CDDP__PUBLISHED_MEAN] = cddp__ref_of(host, d->elastic->mean, d->layout.dense);
   return CDDP_OK;
 }
 
-/* A rank that reads the address after this process has died sees all of it, or none. */
+/* A rank that reads the address after this process has died sees all or none of it. */
 static void cddp__publish_ref(cddp__published *own, int which, const void *memory, size_t bytes,
                               cddp__host *host) {
   cddp__ref ref = cddp__ref_of(host, memory, bytes);
@@ -20257,9 +20252,9 @@ static void cddp__publish_ref(cddp__published *own, int which, const void *memor
 }
 
 static void cddp__publish_sums(cddp_ddp *d) {
-  cddp__published *own = d->elastic->own;
+  cddp__published *own = d->elastic->own_refs;
   cddp__host *host = d->group->host;
-  int32_t *slots = cddp__published_slots(d, own);
+  int32_t *slots = cddp__published_slots(own);
   int i;
   for (i = 0; i < d->shards.own_node_count; i++) slots[i] = d->shards.own_nodes[i].slot;
   cddp__publish_ref(own, CDDP__PUBLISHED_SUMS, d->elastic->slot_area,
@@ -20267,7 +20262,7 @@ static void cddp__publish_sums(cddp_ddp *d) {
   cddp__publish_ref(own, CDDP__PUBLISHED_ROWS, d->rows.packet, d->rows.capacity, host);
 }
 
-/* Maps the memory that rank k of the group has published. packets[k] receives its rows. */
+/* Maps the memory that rank k of the group has published. packets[k]: its rows. */
 static cddp_result cddp__map_sums(cddp_ddp *d, int k, char **packets) {
   cddp__elastic *elastic = d->elastic;
   const cddp__ref *refs = elastic->published[elastic->order[k]]->refs;
@@ -20275,7 +20270,7 @@ static cddp_result cddp__map_sums(cddp_ddp *d, int k, char **packets) {
   cddp_result r = CDDP_OK;
   int i;
   for (i = 0; k != d->me && r == CDDP_OK && i < CDDP__PUBLISHED_COUNT; i++)
-    if (i < CDDP__PUBLISHED_SUMS || refs[i].kind != CDDP__REF_NONE) /* it can have no slots, rows */
+    if (i < CDDP__PUBLISHED_SUMS || refs[i].kind != CDDP__REF_NONE) /* not each has sums, rows */
       r = cddp__map_ref(d->group->host, &refs[i], &at[i]);
   if (r != CDDP_OK) return r;
   cddp__set_gradient_addresses(d, k, (char *)at[CDDP__PUBLISHED_ARENA]);
@@ -20318,7 +20313,7 @@ static cddp_result cddp__compare_update(const cddp_ddp *d, const cddp__elastic_c
   return cddp__fail_in(CDDP_MISMATCH, "ranks disagree in step %" PRIu64 ": ", mine->steps);
 }
 
-typedef struct cddp__reduction_header { /* the payload of its first round */
+typedef struct cddp__reduction_header { /* the payload of a reduction's first round */
   uint64_t rows_bytes; /* ddp.rows.bytes */
   cddp__elastic_call last_update;
 } cddp__reduction_header;
@@ -20330,8 +20325,8 @@ static cddp__reduction_header cddp__reduction_header_of(const cddp_ddp *d, int k
   return header;
 }
 
-/* Checks that all members have called the same update. The call of the oldest member that has made
-   one counts. A member that differs and joined later fails alone, as a lost one. Else all fail. */
+/* Checks that all members have called the same update as the oldest member with a call. A member
+   that differs and joined later fails alone, and is lost. Else all fail. */
 static cddp_result cddp__compare_updates(cddp_ddp *d) {
   cddp__elastic *elastic = d->elastic;
   const cddp__member *members = elastic->meeting.members;
@@ -20363,8 +20358,8 @@ static cddp_result cddp__elastic_await_device(cddp_ddp *d) {
 }
 
 /* The mean on one host. Each rank reads the nodes of all ranks in place. It computes its part, and
-   for a clip the part's squares, in its own memory, where the others read them. After the second
-   round all nodes and rows have been read, and all parts exist. */
+   for a clip the part's squares, in its own memory, where the others read them. After the round all
+   nodes have been read, and all parts exist. */
 static cddp_result cddp__reduce_in_memory(cddp_ddp *d) {
   cddp__elastic *elastic = d->elastic;
   char **packets = (char **)d->scratch.buffers;
@@ -20376,10 +20371,10 @@ static cddp_result cddp__reduce_in_memory(cddp_ddp *d) {
   if (cddp__is_broken(d->control)) /* by a rank that no longer publishes */
     r = cddp__check_failure(d->control);
   if (r != CDDP_OK) return r;
-  for (i = 0; i < d->shards.node_count; i++) { /* the plan counts the nodes of each rank */
+  for (i = 0; i < d->shards.node_count; i++) {
     cddp__shard_node *node = &d->shards.nodes[i];
-    node->slot =
-        cddp__published_slots(d, elastic->published[elastic->order[node->rank]])[node->slot];
+    node->slot = /* until now the node's index among those of its rank */
+        cddp__published_slots(elastic->published[elastic->order[node->rank]])[node->slot];
     d->shards.widths[i] = cddp__node_width(node);
   }
   elastic->mean_parts = d->step.active_count;
@@ -20400,12 +20395,12 @@ static void cddp__set_whole_mean(cddp__elastic *elastic) {
   elastic->means[0] = elastic->mean;
 }
 
-/* The mean between hosts and on GPUs: each rank receives all nodes of its part in messages and
-   computes the part's mean. Then the ranks gather the parts. longest: bytes of the most rows. */
-static cddp_result cddp__reduce_by_messages(cddp_ddp *d, size_t longest) {
+/* The mean between hosts and on GPUs: each rank receives all nodes of its part and computes their
+   mean. Then the ranks gather the parts. longest_rows: the most bytes of a rank's rows. */
+static cddp_result cddp__reduce_by_messages(cddp_ddp *d, size_t longest_rows) {
   cddp_result r = CDDP_OK;
   cddp__set_whole_mean(d->elastic);
-  if (d->rows.sparse != NULL) r = cddp__gather_rows(d, longest);
+  if (d->rows.sparse != NULL) r = cddp__gather_rows(d, longest_rows);
   CDDP__POINT("elastic rows gathered");
   if (r == CDDP_OK && d->layout.dense == 0) /* no later exchange waits for all ranks */
     r = cddp__round(d->control, CDDP__KIND_DDP_NEXT, CDDP__PHASE_ROWS_DONE, 0, NULL, 0);
@@ -20416,31 +20411,31 @@ static cddp_result cddp__reduce_by_messages(cddp_ddp *d, size_t longest) {
 static cddp_result cddp__elastic_reduce(cddp_ddp *d) {
   cddp__elastic *elastic = d->elastic;
   cddp__reduction_header mine = {d->rows.bytes, elastic->last_update};
-  size_t longest = 0;
+  size_t longest_rows = 0;
   cddp_result r = CDDP_OK;
-  int k, slots; /* slots: not used, since this rank has grown its own */
-  CDDP_ASSERT(elastic->done == elastic->step); /* the last update is finished */
+  int k, unused_slots; /* this rank has grown its own */
+  CDDP_ASSERT(elastic->reductions == elastic->step); /* the last update is complete */
   if (!elastic->one_host && elastic->holds_shard) r = cddp__elastic_clear_gradients(d);
   if (!elastic->one_host && r == CDDP_OK) r = cddp__grow_slots(d, 1); /* others read slot 0 */
   if (r != CDDP_OK) return r;
-  if (elastic->own != NULL) cddp__publish_sums(d);
+  if (elastic->own_refs != NULL) cddp__publish_sums(d);
   CDDP__POINT("elastic meet");
   r = cddp__round(d->control, CDDP__KIND_DDP_NEXT, CDDP__PHASE_CALL,
-                  elastic->done - elastic->ahead, &mine, sizeof mine);
+                  elastic->reductions - elastic->ahead, &mine, sizeof mine);
   for (k = 0; r == CDDP_OK && k < d->step.active_count; k++)
-    longest = cddp__max(longest, (size_t)cddp__reduction_header_of(d, k).rows_bytes);
+    longest_rows = cddp__max(longest_rows, (size_t)cddp__reduction_header_of(d, k).rows_bytes);
   if (r == CDDP_OK) r = cddp__compare_updates(d);
   CDDP__POINT("elastic met");
   if (r != CDDP_OK) return r;
   cddp__free_lost(d);
   d->shards.node_count = cddp__plan_nodes(d->shards.owner, d->shards.count, true, d->shards.nodes,
-                                          d->shards.widths, &slots);
-  r = elastic->one_host ? cddp__reduce_in_memory(d) : cddp__reduce_by_messages(d, longest);
+                                          d->shards.widths, &unused_slots);
+  r = elastic->one_host ? cddp__reduce_in_memory(d) : cddp__reduce_by_messages(d, longest_rows);
   if (r != CDDP_OK) return r;
-  elastic->done += !elastic->ahead;
+  elastic->reductions += !elastic->ahead;
   elastic->repeats = elastic->ahead = false;
   elastic->has_mean = true;
-  elastic->attempts = 0;
+  elastic->meetings = 0;
   cddp__elastic_assign_shards(d);
   CDDP__POINT("elastic reduced");
   return CDDP_OK;
@@ -20452,19 +20447,20 @@ static cddp__rank_report *cddp__rank_report_at(const cddp_ddp *d, cddp__message 
   return (cddp__rank_report *)(void *)cddp__report_at(&d->elastic->meeting, table, k);
 }
 
+/* A byte for each shard, 1: the rank has its sum. */
 static unsigned char *cddp__report_sums(const cddp_ddp *d, cddp__rank_report *report) {
   return (unsigned char *)((float *)(report + 1) + d->count);
 }
 
-/* The data of an optimizer (NULL: none) for a joining rank. counts (or NULL) receives the number of
-   steps of each parameter. */
+/* An optimizer's data (NULL: none) for a joining rank. counts (or NULL) receives the steps of each
+   parameter. */
 static cddp__snapshot cddp__optim_snapshot(const cddp_optim *o, float *counts) {
   cddp__snapshot out;
   memset(&out, 0, sizeof out);
   if (o == NULL) return out;
   out.known = true;
   memcpy(out.settings, &o->desc, CDDP__SETTING_COUNT * sizeof *out.settings);
-  if (o->count > 0) out.settings[CDDP__SETTING_COUNT] = o->desc.weight_decays[0];
+  if (o->count > 0) out.settings[CDDP__SETTING_COUNT] = o->desc.weight_decays[0]; /* the last */
   out.lr_scales = cddp__hash64(1, o->desc.lr_scales, (size_t)o->count * sizeof(double));
   out.weight_decays = cddp__hash64(1, o->desc.weight_decays, (size_t)o->count * sizeof(double));
   if (cddp__most_steps(o) == 0) return out;
@@ -20474,11 +20470,11 @@ static cddp__snapshot cddp__optim_snapshot(const cddp_optim *o, float *counts) {
   return out;
 }
 
-/* This rank's report. Allocates the next groups' control blocks, for any number of ranks. */
+/* This rank's report. Allocates the next groups' control blocks. */
 static cddp_result cddp__create_report(cddp_ddp *d, cddp__message **out) {
   cddp__elastic *elastic = d->elastic;
   cddp__host *host = d->group->host;
-  size_t bytes = elastic->meeting.report_bytes, block = 0;
+  size_t bytes = elastic->meeting.report_bytes, block_bytes = 0;
   cddp__message *message =
       (cddp__message *)cddp__calloc(&host->allocator, 1, sizeof *message + bytes);
   cddp__rank_report *report;
@@ -20491,7 +20487,7 @@ static cddp_result cddp__create_report(cddp_ddp *d, cddp__message **out) {
   report = cddp__rank_report_at(d, message, 0);
   counts = (float *)(report + 1);
   sums = cddp__report_sums(d, report);
-  report->done = elastic->done;
+  report->reductions = elastic->reductions;
   report->steps = d->steps;
   report->in_parts = elastic->in_parts;
   report->has_mean = elastic->has_mean;
@@ -20502,20 +20498,21 @@ static cddp_result cddp__create_report(cddp_ddp *d, cddp__message **out) {
     report->optim = cddp__optim_snapshot(d->optim, counts);
   for (i = 0; i < d->shards.count; i++)
     sums[i] = cddp__nodes_contain(d->shards.own_nodes, d->shards.own_node_count, i);
-  for (i = 1; i <= d->shards.count; i++) block = cddp__max(block, cddp__block_bytes(i, i));
+  for (i = 1; i <= d->shards.count; i++) /* for any number of ranks */
+    block_bytes = cddp__max(block_bytes, cddp__block_bytes(i, i));
   for (i = 0; i < 2; i++) {
-    elastic->blocks[i] = cddp__arena_alloc(host, block, CDDP__EXTENT_BLOCK_LAZY);
-    if (elastic->blocks[i] == NULL) return CDDP_OUT_OF_MEMORY;
-    report->blocks[i] = cddp__ref_of(host, elastic->blocks[i], block);
+    elastic->next_blocks[i] = cddp__arena_alloc(host, block_bytes, CDDP__EXTENT_BLOCK_LAZY);
+    if (elastic->next_blocks[i] == NULL) return CDDP_OUT_OF_MEMORY;
+    report->next_blocks[i] = cddp__ref_of(host, elastic->next_blocks[i], block_bytes);
   }
   return CDDP_OK;
 }
 
 /* --- a meeting: the groups of the members --- */
 
-/* Records which members have ended: the process closed a link without a reset, and did not announce
-   that it lives, or its BYE says that it takes no part any more. A firewall can only reset links.
-   If one of a member's links was reset, this waits up to 20 ms for the end of another one. */
+/* Records which members have ended: the BYE of a link says so, or it was closed without BYE and
+   reset, while a firewall can only reset. If one of a member's links was reset, this waits up to
+   20 ms for the end of another one. */
 static void cddp__elastic_record_ends(cddp_ddp *d) {
   cddp_group *groups[2] = {d->control, d->comm};
   bool again;
@@ -20528,10 +20525,10 @@ static void cddp__elastic_record_ends(cddp_ddp *d) {
       if (groups[i] == NULL || groups[i]->hosts == NULL) continue;
       pthread_mutex_lock(&groups[i]->p2p.lock);
       for (link = groups[i]->hosts->links; link != NULL; link = link->next) {
-        unsigned char *ended = &d->elastic->meeting.ended[d->elastic->order[link->rank]], next;
+        unsigned char *ended = &d->elastic->meeting.ended[d->elastic->order[link->rank]], unused;
         ssize_t n = 1;
         if (link->state == CDDP__CONNECTION_UP)
-          n = recv(link->fd, &next, 1, MSG_PEEK | MSG_DONTWAIT);
+          n = recv(link->fd, &unused, 1, MSG_PEEK | MSG_DONTWAIT);
         if (n <= 0 && (n == 0 || errno != EAGAIN)) cddp__connection_end(link, n == 0 ? 0 : errno);
         if (link->state != CDDP__CONNECTION_ENDED) continue;
         if (link->peer_over || (link->error == 0 && !link->peer_failed && link->got == 0 &&
@@ -20549,8 +20546,7 @@ static void cddp__leave_broken(cddp_ddp *d) {
   d->elastic->broken_comm = NULL;
 }
 
-/* Leaves both groups. The first comm of a step stays as `broken_comm`, which no thread uses. The
-   rank that noticed the loss has logged it. */
+/* Leaves both groups. The first comm of a step becomes `broken_comm`, which no thread uses. */
 static void cddp__elastic_leave_groups(cddp_ddp *d) {
   cddp_group *groups[2] = {d->control, d->comm}, *g;
   char text[CDDP__ERROR_MAX];
@@ -20573,8 +20569,7 @@ static void cddp__elastic_leave_groups(cddp_ddp *d) {
   d->control = d->comm = NULL;
 }
 
-/* Registers a member on this host. Its pid and pidfd are for texts; the job's first ranks know each
-   other's pids from the rendezvous. */
+/* Registers a member on this host. Its pid and pidfd are for texts; the first ranks' are known. */
 static cddp_result cddp__register_process(cddp__host *host, int window, uint32_t pid) {
   cddp__process *p;
   if (host->one_process) return CDDP_OK;
@@ -20586,8 +20581,8 @@ static cddp_result cddp__register_process(cddp__host *host, int window, uint32_t
   return cddp__lock_use(host, p);
 }
 
-/* The program can have closed the memfd: then others free memory that this rank reads. */
-static cddp_result cddp__check_locks(const cddp__host *host) {
+/* If the program has closed the memfd, this rank's locks are lost: others free what it reads. */
+static cddp_result cddp__check_memfd(const cddp__host *host) {
   if (host->arena.fd < 0 || cddp__memfd_is_open(host)) return CDDP_OK;
   return cddp__fail(CDDP_SYSTEM, "the program has closed descriptors of cddp (closefrom), without "
                                  "which an elastic model cannot replace ranks");
@@ -20603,7 +20598,7 @@ static cddp_result cddp__elastic_create_group(cddp_ddp *d, cddp__message *table,
   cddp__ref ref;
   uint64_t id[3];
   void *block = NULL;
-  cddp_result r = cddp__check_locks(host);
+  cddp_result r = cddp__check_memfd(host);
   for (k = 0; k < d->step.active_count && r == CDDP_OK; k++) {
     const cddp__member *member = &cddp__report_at(m, table, k)->self;
     indices[k] = member->host == m->members[m->me].host ? member->index : -1;
@@ -20612,12 +20607,13 @@ static cddp_result cddp__elastic_create_group(cddp_ddp *d, cddp__message *table,
     if (elastic->order[k] == m->me) rank = k;
   }
   if (r != CDDP_OK) return r;
-  ref = cddp__rank_report_at(d, table, lowest)->blocks[which];
-  r = cddp__commit_head(host, ref.base + ref.offset, d->step.active_count, here); /* who is first */
+  ref = cddp__rank_report_at(d, table, lowest)->next_blocks[which];
+  /* on each rank: any can be the first to use it */
+  r = cddp__commit_head(host, ref.base + ref.offset, d->step.active_count, here);
   if (r != CDDP_OK) return r;
   if (lowest == rank) {
-    block = elastic->blocks[which];
-    elastic->blocks[which] = NULL; /* the group owns it */
+    block = elastic->next_blocks[which];
+    elastic->next_blocks[which] = NULL; /* the group owns it */
     cddp__store32(&((cddp__control_block *)block)->size, (uint32_t)here);
   } else if ((r = cddp__map_ref(host, &ref, &block)) != CDDP_OK) {
     return r;
@@ -20626,7 +20622,7 @@ static cddp_result cddp__elastic_create_group(cddp_ddp *d, cddp__message *table,
                         d->group->timeout_s);
   if (r != CDDP_OK) return r;
   memcpy(id, m->net->token, 2 * sizeof *id);
-  id[2] = cddp__report_at(m, table, 0)->table + (uint64_t)which;
+  id[2] = cddp__report_at(m, table, 0)->table_id + (uint64_t)which;
   (*out)->block_ref = ref;
   (*out)->elastic = true;
   (*out)->id = cddp__hash64(1, id, sizeof id);
@@ -20635,15 +20631,14 @@ static cddp_result cddp__elastic_create_group(cddp_ddp *d, cddp__message *table,
   return r;
 }
 
-/* Allocates the pages of the whole mean, which this rank can receive in messages. */
+/* Allocates the pages of the whole mean. */
 static cddp_result cddp__commit_mean(cddp_ddp *d) {
   return cddp__commit_lazy(d->group->host, d->elastic->mean,
                            d->layout.dense + cddp__gather_slack(d));
 }
 
-/* Connects the members' new groups and exchanges the addresses of each cddp__published. Both groups
-   connect, because a system resets the connections of a dead process that hold unread bytes. Always
-   at least one of the two has none, so the system closes it without a reset. */
+/* Connects the members' new groups and exchanges the addresses of each cddp__published. Both
+   connect: a system resets a dead process's link with unread bytes, and one of the two has none. */
 static cddp_result cddp__elastic_connect(cddp_ddp *d) {
   cddp__elastic *elastic = d->elastic;
   cddp_group *g = d->control;
@@ -20652,24 +20647,24 @@ static cddp_result cddp__elastic_connect(cddp_ddp *d) {
   cddp_result r;
   int k;
   memset(&ref, 0, sizeof ref);
-  if (elastic->own != NULL) /* not on a GPU */
-    ref = cddp__ref_of(d->group->host, elastic->own, bytes);
+  if (elastic->own_refs != NULL) /* not on a GPU */
+    ref = cddp__ref_of(d->group->host, elastic->own_refs, bytes);
   r = cddp__round(g, CDDP__KIND_GROUP_NEW, CDDP__PHASE_CONNECTED, 0, &ref, sizeof ref);
   if (r == CDDP_OK)
     r = cddp__round(d->comm, CDDP__KIND_GROUP_NEW, CDDP__PHASE_CONNECTED, 0, NULL, 0);
-  for (k = 0; k < g->size && r == CDDP_OK && elastic->own != NULL; k++) {
-    void *at = elastic->own;
+  for (k = 0; k < g->size && r == CDDP_OK && elastic->own_refs != NULL; k++) {
+    void *at = elastic->own_refs;
     if (g->members[k] < 0) continue;
     ref = cddp__op_header_of(g, k, g->round)->u.ref;
     if (k != g->rank) r = cddp__map_ref(d->group->host, &ref, &at);
     elastic->published[elastic->order[k]] = (cddp__published *)at;
   }
-  elastic->one_host = elastic->own != NULL && g->hosts == NULL;
+  elastic->one_host = elastic->own_refs != NULL && g->hosts == NULL;
   d->me = g->rank;
   cddp__set_gradient_addresses(d, d->me, d->arena);
   d->addresses.squares[d->me] = (double *)(void *)(d->arena + d->layout.bytes);
   d->addresses.slots[d->me] = elastic->slot_area;
-  if (r != CDDP_OK || elastic->own == NULL || d->layout.dense == 0) return r;
+  if (r != CDDP_OK || elastic->own_refs == NULL || d->layout.dense == 0) return r;
   if (!elastic->one_host) return cddp__commit_mean(d);
   cddp__slice(d->layout.dense, CDDP__BLOCK_BYTES, g->size, g->rank, &begin, &end); /* its part */
   if (d->layout.dense >= CDDP__HUGE_PAGE) { /* the memory is whole huge pages */
@@ -20681,90 +20676,93 @@ static cddp_result cddp__elastic_connect(cddp_ddp *d) {
 
 /* Assigns the shards of reduction number `next` that have no sum on any member. */
 static void cddp__assign_missing_shards(cddp_ddp *d, cddp__message *table, uint64_t next) {
-  int *owner = d->shards.owner, able[CDDP__MAX_RANKS], count = 0, left = 0, assigned = 0, i, k;
+  int *owner = d->shards.owner, able[CDDP__MAX_RANKS], count = 0, missing = 0, assigned = 0, i, k;
   for (k = 0; k < d->step.active_count; k++) {
     const cddp__rank_report *report = cddp__rank_report_at(d, table, k);
-    if (!d->elastic->repeats || (report->head.empty == 0 && report->done == next))
+    if (!d->elastic->repeats || (report->head.lacks_weights == 0 && report->reductions == next))
       able[count++] = k;
   }
   for (i = 0; i < d->shards.count; i++) {
     owner[i] = -1;
     for (k = 0; k < d->step.active_count; k++) {
       cddp__rank_report *report = cddp__rank_report_at(d, table, k);
-      if (report->done == next && cddp__report_sums(d, report)[i] != 0) owner[i] = k;
+      if (report->reductions == next && cddp__report_sums(d, report)[i] != 0) owner[i] = k;
     }
-    left += owner[i] < 0;
+    missing += owner[i] < 0;
   }
-  for (i = 0; i < d->shards.count; i++)
-    if (owner[i] < 0) owner[i] = able[(int64_t)assigned++ * count / left];
+  for (i = 0; i < d->shards.count; i++) /* about missing / count shards in a row for each rank */
+    if (owner[i] < 0) owner[i] = able[(int64_t)assigned++ * count / missing];
 }
 
 /* Sets the groups' ranks and the owners of shards. Returns the report of the first member with the
-   most reductions, of those one that has the last mean if there is one; NULL: all ranks are
-   joining. */
+   most reductions, preferably one with the last mean; NULL: all ranks are joining. */
 static cddp__rank_report *cddp__elastic_apply_table(cddp_ddp *d, cddp__message *table) {
   cddp__elastic *elastic = d->elastic;
   cddp__rank_report *from = NULL, *report;
-  int ranks = d->step.active_count = elastic->meeting.present, k;
+  int ranks = d->step.active_count = elastic->meeting.member_count, k;
   uint64_t next;
   for (k = 0; k < ranks; k++) {
     report = cddp__rank_report_at(d, table, k);
     elastic->order[k] = report->head.self.number;
     d->step.active[k] = k;
-    if (report->head.empty == 0 &&
-        (from == NULL || report->done > from->done ||
-         (report->done == from->done && report->has_mean > from->has_mean)))
+    if (report->head.lacks_weights == 0 &&
+        (from == NULL || report->reductions > from->reductions ||
+         (report->reductions == from->reductions && report->has_mean > from->has_mean)))
       from = report;
   }
   elastic->repeats = false;
   for (k = 0; from != NULL && from->has_mean == 0 && k < ranks; k++) {
     report = cddp__rank_report_at(d, table, k);
-    if (report->head.empty == 0 && report->done < from->done) elastic->repeats = true;
+    if (report->head.lacks_weights == 0 && report->reductions < from->reductions)
+      elastic->repeats = true;
   }
-  next = (from != NULL ? from->done : 0) - elastic->repeats;
-  elastic->ahead = elastic->repeats && (elastic->meeting.empty || elastic->done > next);
-  if (elastic->done != next) cddp__drop_sums(d); /* of a step whose mean exists, or the next one */
+  next = (from != NULL ? from->reductions : 0) - elastic->repeats; /* the reduction to make */
+  elastic->ahead =
+      elastic->repeats && (elastic->meeting.lacks_weights || elastic->reductions > next);
+  if (elastic->reductions != next) cddp__drop_sums(d); /* they are of another reduction */
   cddp__assign_missing_shards(d, table, next);
   cddp__record_event(d->group, "assigned", (uint64_t)ranks, CDDP_OK);
   return from;
 }
 
-/* Broadcasts rank `source`'s bytes to the joining ranks. The others pass them on. */
+/* Broadcasts the bytes of rank `source` to the joining ranks. The others pass them on. */
 static cddp_result cddp__elastic_broadcast(cddp_ddp *d, int source, void *data, size_t bytes) {
   cddp__elastic *elastic = d->elastic;
   const cddp_allocator *allocator = &d->group->host->allocator;
-  bool takes_part = elastic->meeting.empty || elastic->order[source] == elastic->meeting.me;
-  bool other = d->group->backend->on_device && data != NULL && !cddp__on_device(d->group, data);
+  bool takes_part = elastic->meeting.lacks_weights || elastic->order[source] == elastic->meeting.me;
+  bool host_data = d->group->backend->on_device && data != NULL && !cddp__on_device(d->group, data);
   size_t most = CDDP__NODES_CHUNK * sizeof(double), at, n;
-  void *passing = NULL, *host = other ? cddp__malloc(allocator, most) : NULL;
-  cddp_result r = other ? host != NULL ? CDDP_OK : CDDP_OUT_OF_MEMORY
-                        : d->memory->scratch(d, most, &passing);
-  if (other) passing = host;
+  void *passed = NULL, *host_chunk = host_data ? cddp__malloc(allocator, most) : NULL;
+  cddp_result r = !host_data           ? d->memory->scratch(d, most, &passed)
+                  : host_chunk != NULL ? CDDP_OK
+                                       : CDDP_OUT_OF_MEMORY;
+  if (host_data) passed = host_chunk;
   for (at = 0; r == CDDP_OK && at < bytes; at += n) {
-    void *chunk = takes_part ? (char *)data + at : passing;
+    void *chunk = takes_part ? (char *)data + at : passed;
     cddp__call call;
     n = cddp__min(bytes - at, most);
     call = cddp__broadcast_call(chunk, n, CDDP_U8, source);
     r = cddp__call_all(d, &call);
     CDDP__POINT("elastic passed");
   }
-  cddp__free(allocator, host);
+  cddp__free(allocator, host_chunk);
   return r;
 }
 
-/* Broadcasts a snapshot: the weights, buffers and states of rank `source`. from: its report. */
+/* Broadcasts the weights, buffers and states of rank `source`. from: its report. */
 static cddp_result cddp__send_snapshot(cddp_ddp *d, cddp__rank_report *from, int source) {
   cddp__elastic *elastic = d->elastic;
   size_t bytes = (size_t)from->optim.state_count * d->layout.state_stride;
-  bool empty = elastic->meeting.empty, gives = elastic->order[source] == elastic->meeting.me;
+  bool receives = elastic->meeting.lacks_weights;
+  bool sends = elastic->order[source] == elastic->meeting.me;
   char *states = elastic->states; /* not NULL: of a rank that has joined in this step */
   cddp_result r = CDDP_OK;
   int i;
-  CDDP_ASSERT(!empty || states == NULL);
-  if ((gives || empty) && bytes > 0 && states == NULL) {
+  CDDP_ASSERT(!receives || states == NULL);
+  if ((sends || receives) && bytes > 0 && states == NULL) {
     states = cddp__elastic_allocate(d, bytes, CDDP__EXTENT_USER); /* peers write to it */
     if (states == NULL) return CDDP_OUT_OF_MEMORY;
-    if (gives)
+    if (sends)
       r = cddp__copy_states(d, d->optim, states, 0, d->layout.model_bytes, CDDP__TO_SHARED);
   }
   for (i = 0; r == CDDP_OK && i < d->count; i++)
@@ -20775,54 +20773,54 @@ static cddp_result cddp__send_snapshot(cddp_ddp *d, cddp__rank_report *from, int
   }
   if (r == CDDP_OK) r = cddp__elastic_broadcast(d, source, states, bytes);
   if (r == CDDP_OK) r = cddp__elastic_await_device(d);
-  if (r == CDDP_OK && empty) {
+  if (r == CDDP_OK && receives) {
     elastic->states = states;
     d->snapshot = from->optim;
     for (i = 0; i < d->count; i++) d->tensors[i].restored_steps = ((float *)(from + 1))[i];
-    elastic->step = from->done;
+    elastic->step = from->reductions;
     d->steps = from->steps;
-    elastic->meeting.empty = false;
+    elastic->meeting.lacks_weights = false;
   }
   if (states != elastic->states) (d->group->backend->free)(d->group, states);
   return r;
 }
 
-/* Gives the last mean to the members that lack it, and a snapshot to the joining ranks. The others
-   have passed that step, so operations in its group can no longer complete. Therefore that group
-   stays broken until the next step, on the members that lacked the mean or make it again, too. */
+/* Sends the last mean to members that lack it, and a snapshot to joining ranks. Others have ended
+   that step, so its group stays broken until the next one on those that have not. */
 static cddp_result cddp__elastic_synchronize(cddp_ddp *d, cddp__message *table,
                                              cddp__rank_report *from) {
   cddp__elastic *elastic = d->elastic;
-  bool empty = elastic->meeting.empty;
-  bool lacks = !empty && elastic->done < from->done && !elastic->repeats;
-  bool has_mean = lacks || (!empty && elastic->has_mean), behind = false, joins = false;
+  bool joins = elastic->meeting.lacks_weights, some_join = false, some_lack = false;
+  bool lacks_mean = !joins && elastic->reductions < from->reductions && !elastic->repeats;
+  bool has_mean = lacks_mean || (!joins && elastic->has_mean);
   int source = 0, k;
   cddp_result r = CDDP_OK;
   for (k = 0; k < d->step.active_count; k++) {
     const cddp__rank_report *report = cddp__rank_report_at(d, table, k);
-    bool joining = report->head.empty != 0;
+    bool joining = report->head.lacks_weights != 0;
     if (report == from) source = k;
-    behind = behind || (!joining && report->done < from->done && !elastic->repeats);
-    joins = joins || joining;
+    some_lack =
+        some_lack || (!joining && report->reductions < from->reductions && !elastic->repeats);
+    some_join = some_join || joining;
   }
-  if (behind && d->layout.dense > 0 && from->in_parts == 0) { /* else all can read its parts */
+  if (some_lack && d->layout.dense > 0 && from->in_parts == 0) { /* else all can read its parts */
     cddp__call call = cddp__broadcast_call(elastic->mean, d->layout.dense, CDDP_U8, source);
-    if (elastic->own != NULL) r = cddp__commit_mean(d);
+    if (elastic->own_refs != NULL) r = cddp__commit_mean(d);
     if (r == CDDP_OK) r = cddp__call_all(d, &call);
-    if (lacks) cddp__set_whole_mean(elastic);
+    if (lacks_mean) cddp__set_whole_mean(elastic);
     has_mean = true;
   }
-  if (r == CDDP_OK && joins) r = cddp__send_snapshot(d, from, source);
-  if (r == CDDP_OK && behind) r = cddp__elastic_await_device(d);
+  if (r == CDDP_OK && some_join) r = cddp__send_snapshot(d, from, source);
+  if (r == CDDP_OK && some_lack) r = cddp__elastic_await_device(d);
   if (r != CDDP_OK) return r;
   elastic->has_mean = has_mean;
-  if (elastic->ahead || !elastic->repeats) elastic->done = from->done;
-  if (elastic->done == elastic->step && !elastic->repeats) cddp__leave_broken(d);
+  if (elastic->ahead || !elastic->repeats) elastic->reductions = from->reductions;
+  if (elastic->reductions == elastic->step && !elastic->repeats) cddp__leave_broken(d);
   return CDDP_OK;
 }
 
-/* The living members meet, create new groups, and continue from the member with the most
-   reductions. CDDP_PEER_LOST: another member was lost. */
+/* The living members meet, create new groups, and continue from that with the most reductions.
+   CDDP_PEER_LOST: another member was lost. */
 static cddp_result cddp__elastic_regroup(cddp_ddp *d) {
   cddp__elastic *elastic = d->elastic;
   cddp__meeting *m = &elastic->meeting;
@@ -20831,16 +20829,16 @@ static cddp_result cddp__elastic_regroup(cddp_ddp *d) {
   cddp__message *mine = NULL, *table = NULL;
   cddp_result r;
   int i;
-  if (++elastic->attempts > 4 * d->shards.count + 16) /* more than losses explain */
+  if (++elastic->meetings > 4 * d->shards.count + 16) /* more than losses explain */
     return cddp__fail(CDDP_ABORTED,
                       "ranks formed new groups %d times in step %" PRIu64
                       " and could not complete it",
-                      elastic->attempts - 1, d->steps);
+                      elastic->meetings - 1, d->steps);
   cddp__elastic_leave_groups(d);
   m->steps = d->steps;
-  /* Before the first update the members do not know their optimizer, which can have states from a
-     checkpoint: a joining process would not receive them. */
-  m->admits = elastic->attempts <= CDDP__JOIN_MEETINGS && elastic->last_update.kind != 0;
+  /* Before the first update the members do not know their optimizer: a joining process would not
+     receive its states from a checkpoint. */
+  m->admits = elastic->meetings <= CDDP__JOIN_MEETINGS && elastic->last_update.kind != 0;
   r = cddp__create_report(d, &mine);
   if (r == CDDP_OK) r = cddp__meet(m, mine, &table);
   cddp__free(&host->allocator, mine);
@@ -20858,8 +20856,8 @@ static cddp_result cddp__elastic_regroup(cddp_ddp *d) {
   cddp__elastic_note_lost(d);
   if (r == CDDP_OK) r = (d->group->backend->open)(d->group, d->comm);
   for (i = 0; i < 2; i++) {
-    cddp__arena_free(host, elastic->blocks[i]);
-    elastic->blocks[i] = NULL;
+    cddp__arena_free(host, elastic->next_blocks[i]);
+    elastic->next_blocks[i] = NULL;
   }
   CDDP__POINT("elastic grouped");
   if (r == CDDP_OK) r = cddp__elastic_synchronize(d, table, from);
@@ -20868,22 +20866,22 @@ static cddp_result cddp__elastic_regroup(cddp_ddp *d) {
   cddp__answer_joins(m);
   cddp__log(&host->logger, CDDP__LOG_WARNING, "%d rank%s with step %" PRIu64, d->step.active_count,
             d->step.active_count == 1 ? " continues" : "s continue",
-            d->steps + elastic->done - elastic->step);
+            d->steps + elastic->reductions - elastic->step);
   return CDDP_OK;
 }
 
-/* Sets d->shards.current to the next shard; -1: the reduction is complete, and the mean exists. */
+/* Sets d->shards.current to the next shard; -1: the mean exists. */
 static cddp_result cddp__elastic_next(cddp_ddp *d) {
   cddp__elastic *elastic = d->elastic;
   cddp__meeting *m = &elastic->meeting;
   int shard = d->shards.current;
   cddp_result r = CDDP_OK;
-  if (elastic->done == elastic->step && !elastic->repeats) cddp__leave_broken(d);
+  if (elastic->reductions == elastic->step && !elastic->repeats) cddp__leave_broken(d);
   cddp__join_serve(d->group->host, CDDP__JOIN_WAIT);
-  if (shard >= 0 && elastic->done == elastic->step) r = cddp__finish_shard(d);
+  if (shard >= 0 && elastic->reductions == elastic->step) r = cddp__finish_shard(d);
   if (shard >= 0) cddp__reset_step(d);
   d->shards.current = -1;
-  while (r == CDDP_OK && elastic->done == elastic->step) {
+  while (r == CDDP_OK && elastic->reductions == elastic->step) {
     if ((shard = cddp__find_shard(d)) >= 0) {
       if (elastic->holds_shard) r = cddp__elastic_clear_gradients(d);
       if (r == CDDP_OK) d->shards.current = shard;
@@ -20891,11 +20889,10 @@ static cddp_result cddp__elastic_next(cddp_ddp *d) {
     }
     cddp__accept_reports(m, CDDP__ACCEPT_JOINING);
     if (cddp__choose_leader(m) != m->me) cddp__meeting_disconnect(m);
-    if (m->request_count > 0 && elastic->attempts == 0 && /* at most one of these a step */
+    if (m->request_count > 0 && elastic->meetings == 0 && /* at most one of these a step */
         elastic->last_update.kind != 0)
       r = cddp__fail(CDDP_PEER_LOST, "the ranks form new groups, as a process joins");
-    else if ((r = cddp__check_failure(d->comm)) != CDDP_PEER_LOST) /* a connection of the program's
-                                                                      calls, while all ranks live */
+    else if ((r = cddp__check_failure(d->comm)) != CDDP_PEER_LOST) /* else comm has lost a link */
       r = cddp__elastic_reduce(d);
     while (r == CDDP_PEER_LOST) r = cddp__elastic_regroup(d);
   }
@@ -20904,7 +20901,7 @@ static cddp_result cddp__elastic_next(cddp_ddp *d) {
 
 /* --- the update --- */
 
-/* A pass over part k of the mean, which is bytes *begin to *end of the model. */
+/* A pass over part k of the mean, bytes *begin to *end of the model. */
 static cddp__pass cddp__part_pass(cddp_ddp *d, cddp_optim *optim, int k, size_t *begin,
                                   size_t *end) {
   cddp__pass pass = cddp__pass_of(d, optim, true);
@@ -20915,7 +20912,7 @@ static cddp__pass cddp__part_pass(cddp_ddp *d, cddp_optim *optim, int k, size_t 
 }
 
 static cddp_result cddp__step_own_weights(cddp_ddp *d, cddp_optim *optim) {
-  cddp__sparse *const *sparse = optim->sparse; /* NULL: created without `ddp` */
+  cddp__sparse *const *sparse = optim->sparse; /* NULL: an optimizer without desc.ddp */
   cddp__elastic *elastic = d->elastic;
   double clip = 1;
   size_t begin, end;
@@ -20947,7 +20944,7 @@ static cddp_result cddp__step_own_weights(cddp_ddp *d, cddp_optim *optim) {
   return cddp__clear_gradients(d, optim, CDDP__NOT_CLEARED);
 }
 
-/* The update of cddp_ddp_step, or (optim NULL) of cddp_ddp_wait. */
+/* optim NULL: cddp_ddp_wait. */
 static cddp_result cddp__elastic_update(cddp_ddp *d, cddp_optim *optim) {
   cddp__elastic_call *call = &d->elastic->last_update;
   bool on_device = d->group->backend->on_device;
@@ -20962,6 +20959,7 @@ static cddp_result cddp__elastic_update(cddp_ddp *d, cddp_optim *optim) {
   call->steps = d->steps;
   memset(d->step.used, 1, (size_t)d->count);
   d->step.has_norm = false;
+  /* the mean becomes the gradients: */
   for (k = 0; (on_device || optim == NULL) && r == CDDP_OK && k < d->elastic->mean_parts; k++) {
     cddp__pass pass = cddp__part_pass(d, NULL, k, &begin, &end);
     r = (d->memory->copy)(d->arena + begin, pass.means + begin, end - begin, d->group->stream);
@@ -20969,7 +20967,7 @@ static cddp_result cddp__elastic_update(cddp_ddp *d, cddp_optim *optim) {
   if (r == CDDP_OK && optim == NULL) {
     r = cddp__return_gradients(d);
   } else if (r == CDDP_OK && on_device) {
-    r = (d->memory->step)(d, optim, true, true);
+    r = (d->memory->step)(d, optim, true /* averaged */, true /* wrote */);
     if (r == CDDP_OK) r = cddp__clear_gradients(d, optim, CDDP__CLEARED);
   } else if (r == CDDP_OK) {
     r = cddp__step_own_weights(d, optim);
@@ -21029,8 +21027,8 @@ static cddp_result cddp__elastic_restore(cddp_ddp *d, cddp_optim *optim) {
   return r;
 }
 
-/* The elastic models of this process. An optimizer that was created without desc.ddp finds its
-   model here, and in a joining process its states. */
+/* The elastic models of this process. An optimizer without desc.ddp finds its model here, and in a
+   joining process its states. */
 static pthread_mutex_t cddp__elastic_models_lock = PTHREAD_MUTEX_INITIALIZER;
 static cddp_ddp *cddp__elastic_models; /* by elastic.next */
 
@@ -21062,14 +21060,14 @@ static void cddp__elastic_unregister(cddp_ddp *d) {
   pthread_mutex_unlock(&cddp__elastic_models_lock);
 }
 
-/* Whether the optimizer's parameters are those of d, in the same order. */
+/* In the same order. */
 static bool cddp__has_params_of(const cddp_optim *optim, const cddp_ddp *d) {
   int i = 0;
   while (i < d->count && i < optim->count && optim->params[i].data == d->tensors[i].data) i++;
   return i == d->count && i == optim->count;
 }
 
-static bool cddp__has_param_of(const cddp_optim *optim, const cddp_ddp *d) {
+static bool cddp__has_any_param_of(const cddp_optim *optim, const cddp_ddp *d) {
   int i, k;
   for (i = 0; i < optim->count; i++)
     for (k = 0; k < d->count; k++)
@@ -21079,22 +21077,23 @@ static bool cddp__has_param_of(const cddp_optim *optim, const cddp_ddp *d) {
 
 static cddp_result cddp__elastic_pair(cddp_optim *optim) {
   cddp_ddp *d, *model = NULL;
-  bool some = false; /* a joined process: other optimizers of the job have the other parameters */
+  bool partial = false; /* in a joined process: optim has only some parameters of a model */
   if (__atomic_load_n(&cddp__elastic_models, __ATOMIC_ACQUIRE) == NULL) return CDDP_OK;
   pthread_mutex_lock(&cddp__elastic_models_lock);
   for (d = cddp__elastic_models; d != NULL && model == NULL; d = d->elastic->next)
     if (cddp__has_params_of(optim, d)) model = d;
-    else some |= d->group->host->joined && optim->state_count > 0 && cddp__has_param_of(optim, d);
+    else partial |= d->group->host->joined && optim->state_count > 0 &&
+                    cddp__has_any_param_of(optim, d);
   pthread_mutex_unlock(&cddp__elastic_models_lock);
   if (model != NULL) return cddp__elastic_restore(model, optim);
-  if (!some) return CDDP_OK;
+  if (!partial) return CDDP_OK;
   return cddp__fail(CDDP_UNSUPPORTED,
                     "CDDP_JOIN: the job sends the states of one optimizer with all parameters of "
                     "the elastic model, in its order; this optimizer has %d parameters",
                     optim->count);
 }
 
-/* cddp_ddp_step, or (optim NULL) cddp_ddp_wait, of an elastic model. */
+/* optim NULL: cddp_ddp_wait. */
 static cddp_result cddp__elastic_step(cddp_ddp *d, cddp_optim *optim) {
   cddp__elastic *elastic = d->elastic;
   cddp_result r;
@@ -21104,7 +21103,7 @@ static cddp_result cddp__elastic_step(cddp_ddp *d, cddp_optim *optim) {
   record = cddp__record_begin(d->group, optim != NULL ? CDDP__KIND_DDP_STEP : CDDP__KIND_DDP_WAIT,
                               d->steps, 0);
   r = d->memory->use(d->group);
-  if (r == CDDP_OK && (d->shards.current >= 0 || elastic->done == elastic->step))
+  if (r == CDDP_OK && (d->shards.current >= 0 || elastic->reductions == elastic->step))
     r = CDDP__REFUSE("rank %d called the update of step %" PRIu64
                      " before all shards are done; call cddp_ddp_next_shard until it returns false",
                      d->group->rank, d->steps);
@@ -21129,15 +21128,15 @@ static void cddp__elastic_free(cddp_ddp *d) {
   cddp__host *host = d->group->host;
   if (elastic == NULL) return;
   cddp__elastic_unregister(d);
-  /* What other ranks can still read is freed when all ranks have left the group; without a group,
-     never. Memory that other threads of this process can read is never freed. */
-  if (d->step.active_count != 1 && elastic->own != NULL) {
+  /* What other ranks can still read is freed when all ranks have left the group; never without one,
+     or if other threads of this process can read it. */
+  if (d->step.active_count != 1 && elastic->own_refs != NULL) {
     if (d->control != NULL) {
-      cddp__arena_free_with(host, elastic->own, d->control->block);
+      cddp__arena_free_with(host, elastic->own_refs, d->control->block);
       cddp__arena_free_with(host, elastic->mean, d->control->block);
       cddp__arena_free_with(host, d->arena, d->control->block);
     }
-    elastic->own = NULL;
+    elastic->own_refs = NULL;
     elastic->mean = d->arena = NULL;
     if (host->one_process) elastic->slot_area = d->rows.packet = NULL;
   }
@@ -21150,7 +21149,7 @@ static void cddp__elastic_free(cddp_ddp *d) {
   (backend->free)(d->group, elastic->mean);
   (backend->free)(d->group, elastic->slot_area);
   (backend->free)(d->group, elastic->states);
-  cddp__arena_free(host, elastic->own);
+  cddp__arena_free(host, elastic->own_refs);
   cddp__meeting_free(&elastic->meeting);
   cddp__free(&host->allocator, elastic);
   d->elastic = NULL;
@@ -21204,7 +21203,7 @@ static cddp_result cddp__elastic_create(cddp_ddp *d) {
     m->net->host = all[m->me].self.host;
     d->step.active_count = g->size;
     cddp__elastic_assign_shards(d);
-    r = cddp__add_table(m);
+    r = cddp__remember_table(m);
   }
   cddp__free(&g->host->allocator, all);
   for (k = 0; r == CDDP_OK && k < g->size; k++)
@@ -21217,7 +21216,7 @@ static cddp_result cddp__elastic_create(cddp_ddp *d) {
   return CDDP_OK;
 }
 
-/* In a joining process: becomes a member and receives the weights. */
+/* This process becomes a member and receives the weights. */
 static cddp_result cddp__elastic_join(cddp_ddp *d) {
   const cddp__elastic_leader_info *lead = &d->group->host->job_info->table.lead;
   cddp__member self;

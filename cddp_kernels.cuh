@@ -1904,7 +1904,7 @@ static void cddp__watch_hosts(cddp_group *g) {
   if (g->local_rank != 0) return;
   pthread_mutex_lock(&g->p2p.lock);
   cddp__hosts_serve(g);
-  (void)cddp__find_link(g, cddp__rank_on(hosts, (hosts->mine + 1) % hosts->count, 0));
+  (void)cddp__ensure_link(g, cddp__rank_on(hosts, (hosts->mine + 1) % hosts->count, 0));
   pthread_mutex_unlock(&g->p2p.lock);
 }
 

@@ -999,7 +999,7 @@ static void link_pull(cddp_group *g, size_t size) {
   }
   (void)cddp__move_frames(g, LONG_MAX, &moved, &r);
   REQUIRE(r == CDDP_OK);
-  g->hosts->delivery_count = 0;
+  g->hosts->posted_count = 0;
 }
 
 static void link_recv(link_world *k, input *in) {
