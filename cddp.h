@@ -12311,7 +12311,7 @@ static cddp_result cddp__await_frames(cddp_group *g, cddp__wait *w, int late, ui
     pthread_mutex_lock(&g->p2p.lock);
     unconnected = g->hosts->peers[late].link[0] == NULL;
     pthread_mutex_unlock(&g->p2p.lock);
-    errno = (int)starved;
+    errno = (int)starved; /* for the text */
     if (unconnected)
       return cddp__break(g, cddp__fail_errno("accept of a connection from another rank"));
   }
@@ -12528,8 +12528,7 @@ static size_t cddp__measure_sums(cddp__hosts *hosts, const cddp__call *c) {
 
 /* --- the flow of a chunk between hosts --- */
 
-/* The ways in which a rank moves piece k of a part (see the room's head). In step s = -ahead,
-   -ahead + 1, .. of a chunk it does them in this order:
+/* How a rank moves piece k of a part. In step s = -ahead, -ahead + 1, .. of a chunk it does this:
      SEND_CONTRIBUTION   k = s + ahead       to the owner of the part
      SEND_RESULT         k = s - 1           of this rank's part
      RECV_CONTRIBUTION   k = s               for this rank's part, which then adds it up
@@ -12622,11 +12621,11 @@ static bool cddp__sends_frames(const cddp__flow *f, int from, int to, bool resul
   const cddp__hosts *hosts = f->g->hosts;
   const cddp__shape *s = f->shape;
   int owner = result ? from : to, other = result ? to : from, host = hosts->peers[other].host;
-  /* shares: contributions or results, not both */
+  /* no results of whole arrays; shares: contributions if the call scatters, else results */
   if (cddp__in_one_buffer(f->c) ? result && f->whole : s->scatters == result) return false;
   if (cddp__is_pairwise(f)) return cddp__sends(f->c, from) && cddp__receives(f->c, to);
   if (other != cddp__acting_rank(hosts, host, owner)) return false;
-  if (s->from_root) return result != (host == f->root_host); /* the root's host contributes */
+  if (s->from_root) return result != (host == f->root_host); /* the root's host has no results */
   return !result || !s->to_root || host == f->root_host;
 }
 
@@ -12767,7 +12766,7 @@ static cddp_result cddp__flow_run(cddp__flow *f) {
     cddp__post_piece(f, s - 1, CDDP__SEND_RESULT);
     cddp__post_piece(f, s, CDDP__RECV_CONTRIBUTION);
     cddp__post_piece(f, complete, CDDP__RECV_RESULT);
-    /* sends what the next step, or the sum of whole arrays, overwrites */
+    /* first sends what the next step, or the sum of whole arrays, overwrites */
     r = cddp__deliver(g, s == last || f->whole ? LONG_MAX : s + 2 - CDDP__SUM_AREAS);
     if (r != CDDP_OK) break;
     if (shape->reduces && s >= 0 && s < f->pieces) {
@@ -12804,7 +12803,7 @@ static void cddp__divide_chunk(cddp__flow *f, size_t sum_bytes) {
   if (!f->whole) owners *= host_count;
   if (one_buffer) longest = ((f->n + granule - 1) / granule + owners - 1) / owners * granule;
   f->piece_max = longest;
-  if (!f->whole && (one_buffer || f->shape->reduces))
+  if (!f->whole && (one_buffer || f->shape->reduces)) /* by a host's bytes: */
     f->piece_max =
         cddp__min(longest,
                   cddp__min(CDDP__PIECE, CDDP__PIECE_MOST / host_count) * host_count / sum_bytes);
@@ -12974,7 +12973,7 @@ static void cddp__sort_hosts(cddp_group *g, cddp__hosts *hosts, int *index) {
     if (g->members[p] < 0) hosts->lowest_remote = p;
   }
   hosts->mine = hosts->peers[g->rank].host;
-  if (hosts->count <= CDDP__DIRECT_HOSTS) { /* an equal part for each rank, in whole cache lines */
+  if (hosts->count <= CDDP__DIRECT_HOSTS) { /* equal parts, in whole cache lines */
     g->staging_size = cddp__piggyback_bytes(g->size) / (size_t)g->size;
     g->staging_size -= g->staging_size % CDDP__CACHE_LINE;
   }
@@ -13015,7 +13014,7 @@ static cddp_result cddp__hosts_attach(cddp_group *g, cddp__net *net, const int *
   cddp__hosts *hosts;
   int p;
   if (net == NULL) return CDDP_OK;
-  /* with `index` of cddp__sort_hosts */
+  /* host_count more: `index` of cddp__sort_hosts */
   g->world = (int *)cddp__calloc(&g->host->allocator, (size_t)g->size + (size_t)net->host_count,
                                  sizeof *g->world);
   if (g->world == NULL) return CDDP_OUT_OF_MEMORY;
@@ -19102,7 +19101,7 @@ typedef struct cddp__meeting {
   cddp__model_info model;
   int capacity;                  /* the most members: the model's shards */
   size_t report_bytes, ended_at; /* of a report; offset in it of `ended` */
-  cddp__net *net;           /* connections among the members; a rank there is a member number */
+  cddp__net *net;           /* connections among the members */
   cddp__member *members;    /* [capacity + 1] by number; the last: this process while it joins */
   int me;                   /* this rank's member number; `capacity` while it joins */
   int leader;               /* number of the member that sent the last table */
@@ -19196,7 +19195,7 @@ static void cddp__meeting_close(cddp__meeting *m) {
   cddp__net *net = m->net;
   cddp__join_close(m->group->host);
   pthread_mutex_lock(&net->lock);
-  cddp__close_fd(&net->listener); /* first: peers whose links end connect again */
+  cddp__close_fd(&net->listener); /* first: it refuses peers that connect again */
   cddp__links_free(net->incoming);
   net->incoming = NULL;
   pthread_mutex_unlock(&net->lock);
@@ -19768,7 +19767,7 @@ static cddp_result cddp__find_leader(cddp__meeting *m, double deadline) {
   return CDDP_OK;
 }
 
-/* Of another process. */
+/* Another process's table. */
 static cddp_result cddp__check_members(const cddp__meeting *m, cddp__message *table) {
   int ranks = (int)(table->head.size / m->report_bytes), last = -1, k;
   bool sound = ranks > 0 && ranks <= m->capacity;
@@ -19782,7 +19781,6 @@ static cddp_result cddp__check_members(const cddp__meeting *m, cddp__message *ta
   return sound ? CDDP_OK : cddp__fail(CDDP_MISMATCH, "the elastic model's table is damaged");
 }
 
-/* Sets the members and the epoch. */
 static cddp_result cddp__meeting_apply(cddp__meeting *m, cddp__message *table) {
   int ranks = (int)(table->head.size / m->report_bytes), k, p;
   uint64_t life = m->members[m->me].life;
@@ -19984,7 +19982,7 @@ typedef struct cddp__rank_report {
   cddp__ref next_blocks[2];   /* those of the lowest rank on a host are used */
 } cddp__rank_report;
 
-/* Stops listening. link->over: the link's BYE says that this rank is no longer a member. */
+/* Stops listening. link->over: its BYE says that this rank is no member any more. */
 static void cddp__elastic_close(cddp_ddp *d) {
   cddp_group *groups[2] = {d->control, d->comm};
   cddp__connection *link;
@@ -20041,8 +20039,8 @@ static void cddp__elastic_assign_shards(cddp_ddp *d) {
 /* Clears the gradients for another shard. A sum in them moves into a slot. */
 static cddp_result cddp__elastic_clear_gradients(cddp_ddp *d) {
   cddp__shard_node *nodes = d->shards.own_nodes;
-  int slot = cddp__free_slot(nodes, d->shards.own_node_count), i = 0, width = 1;
-  int in_gradients = -1; /* as node.slot */
+  int slot = cddp__free_slot(nodes, d->shards.own_node_count), i = 0;
+  int in_gradients = -1 /* as node.slot */, width = 1;
   cddp_result r = CDDP_OK;
   while (i < d->shards.own_node_count && nodes[i].slot >= 0) i++;
   if (i < d->shards.own_node_count) {
@@ -20083,7 +20081,7 @@ static cddp_result cddp__finish_shard(cddp_ddp *d) {
   return r;
 }
 
-/* --- memory of the ranks on a host ---
+/* --- memory of the ranks on a host (arena.fd < 0: none is shared) ---
    In a step on one host, no rank writes to memory that another rank owns. All ranks keep their
    nodes until a reduction is complete. The parts of the mean stay until all members have entered
    the next one, also if their rank dies: cddp__free_lost. An update changes nothing that others
@@ -20218,7 +20216,6 @@ static void cddp__free_lost(cddp_ddp *d) {
   }
 }
 
-/* The slots of a rank's nodes. */
 static int32_t *cddp__published_slots(cddp__published *published) {
   return (int32_t *)(void *)(published + 1);
 }
@@ -20621,7 +20618,7 @@ static cddp_result cddp__elastic_create_group(cddp_ddp *d, cddp__message *table,
   r = cddp__group_build(out, host, rank, d->step.active_count, indices, (char *)block,
                         d->group->timeout_s);
   if (r != CDDP_OK) return r;
-  memcpy(id, m->net->token, 2 * sizeof *id);
+  memcpy(id, m->net->token, 2 * sizeof *id); /* all 16 bytes */
   id[2] = cddp__report_at(m, table, 0)->table_id + (uint64_t)which;
   (*out)->block_ref = ref;
   (*out)->elastic = true;
@@ -21044,7 +21041,7 @@ static void cddp__register_elastic_fork_handler(void) {
 static void cddp__elastic_register(cddp_ddp *d) {
   static pthread_once_t once = PTHREAD_ONCE_INIT;
   int i;
-  for (i = 0; i < d->count; i++) d->tensors[i].data = d->params[i].data;
+  for (i = 0; i < d->count; i++) d->tensors[i].data = d->params[i].data; /* for _elastic_pair */
   pthread_once(&once, cddp__register_elastic_fork_handler);
   pthread_mutex_lock(&cddp__elastic_models_lock);
   d->elastic->next = cddp__elastic_models;
