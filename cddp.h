@@ -12204,7 +12204,7 @@ typedef struct cddp__posted_frame {
   long step;   /* of cddp__flow_run: in which a frame to send was posted */
 } cddp__posted_frame;
 
-/* Frames of one rank move in the order of their posting. */
+/* Frames of one rank move in posting order. */
 static void cddp__post_frame(cddp_group *g, int type, enum cddp__direction out, int rank,
                              const void *data, size_t size) {
   cddp__posted_frame *frame = &g->hosts->posted[g->hosts->posted_count++];
@@ -12417,7 +12417,7 @@ static cddp_result cddp__exchange_headers(cddp_group *g) {
       cddp__post_frame(g, CDDP__FRAME_HEADERS, CDDP__IN, cddp__rank_on(hosts, from, 0),
                        hosts->headers + hosts->nodes[from].headers_at, in_limit);
     }
-    r = cddp__deliver(g, LONG_MAX);
+    r = cddp__deliver(g, LONG_MAX /* all */);
   }
   return r;
 }
@@ -12930,7 +12930,7 @@ static cddp_result cddp__hosts_run(cddp_group *g, const cddp__call *c) {
   return cddp__end_access(g, r);
 }
 
-/* Averages over the ranks that are not in cddp_ddp_join. */
+/* Averages over the ranks outside cddp_ddp_join. */
 static cddp_result cddp__hosts_average(cddp_group *g, const cddp__call *c, void *const *arrays) {
   cddp__hosts *hosts = g->hosts;
   cddp__flow f = cddp__flow_of(g, c);
@@ -19508,7 +19508,7 @@ static cddp_result cddp__check_answer(cddp__connection *link) {
   return r;
 }
 
-/* Returns when all members have reported, or if m->leader_called. */
+/* Until all members have reported, or m->leader_called. */
 static cddp_result cddp__await_reports(cddp__meeting *m, double deadline) {
   cddp__connection **links = m->links;
   int missing, late = -1, p; /* number of missing reports; the first member without one */
@@ -20045,7 +20045,7 @@ static cddp_result cddp__elastic_clear_gradients(cddp_ddp *d) {
   while (i < d->shards.own_node_count && nodes[i].slot >= 0) i++;
   if (i < d->shards.own_node_count) {
     r = cddp__grow_slots(d, slot + 1);
-    if (r == CDDP_OK) r = cddp__merge_nodes(d, slot, &in_gradients, &width, 1, false);
+    if (r == CDDP_OK) r = cddp__merge_nodes(d, slot, &in_gradients, &width, 1, false /* clear */);
     if (r == CDDP_OK) nodes[i].slot = slot;
   }
   if (r == CDDP_OK) r = (d->memory->zero)(d->arena, d->layout.bytes, d->group->stream);
@@ -20054,7 +20054,7 @@ static cddp_result cddp__elastic_clear_gradients(cddp_ddp *d) {
   return r;
 }
 
-/* A shard that this rank must still compute; -1: none. */
+/* A shard that this rank must compute; -1: none. */
 static int cddp__find_shard(const cddp_ddp *d) {
   const int *owner = d->shards.owner;
   int i;
@@ -20909,7 +20909,7 @@ static cddp__pass cddp__part_pass(cddp_ddp *d, cddp_optim *optim, int k, size_t 
 }
 
 static cddp_result cddp__step_own_weights(cddp_ddp *d, cddp_optim *optim) {
-  cddp__sparse *const *sparse = optim->sparse; /* NULL: an optimizer without desc.ddp */
+  cddp__sparse *const *own_sparse = optim->sparse; /* NULL: it was created without desc.ddp */
   cddp__elastic *elastic = d->elastic;
   double clip = 1;
   size_t begin, end;
@@ -20918,7 +20918,7 @@ static cddp_result cddp__step_own_weights(cddp_ddp *d, cddp_optim *optim) {
   int k;
   optim->sparse = d->rows.sparse;
   r = cddp__optim_prepare(optim);
-  optim->sparse = sparse;
+  optim->sparse = own_sparse;
   if (r != CDDP_OK) return r;
   if (d->desc.max_grad_norm > 0 && !elastic->in_parts) {
     pass = cddp__part_pass(d, optim, 0, &begin, &end);
