@@ -173,17 +173,17 @@ extern "C" {
 
 /* >>api -------------------------------------------------------------------------------------------
 
-   RESULTS. Functions that can fail return one of these, or NULL, -1, 0 or false, as they say. Each
-   comment begins with what becomes of the call's group:
+   RESULTS. Functions that can fail return one of these, or NULL, -1, 0 or false, as they say. The
+   comment of a result begins with what becomes of the call's group:
      usable   further calls on the group work
      broken   every further call on the group, on all ranks, returns this failure immediately
      either   broken if other ranks had begun the call, else usable
    Two exceptions. If cddp_ddp_create, cddp_save or cddp_load fails, the group stays usable if all
    ranks made the call, and no rank was lost or late. If cddp_ddp_ready, _wait, _step or another
-   step call fails, the model is broken: each of its collective calls returns the failure. (But not
-   by _step in no_sync.) With NCCL, or if a rank was lost,
-   the group is broken too. To continue, destroy what is broken, and create it anew. If a rank has
-   died, number the ranks anew: rank and world_size in cddp_group_desc. */
+   call of a step fails, the model is broken: each of its collective calls returns the failure. (A
+   _step in no_sync is only refused.) With NCCL, or if a rank was lost, the group is broken too. To
+   continue, destroy what is broken, and create it anew. If a rank has died, number the ranks anew:
+   rank and world_size in cddp_group_desc. */
 #define CDDP__RESULTS(X) \
   X(CDDP_OK, "success") \
   X(CDDP_INVALID_ARGUMENT, "invalid argument") /* usable: the caller's mistake */ \
@@ -194,7 +194,7 @@ extern "C" {
   X(CDDP_PEER_LOST, "peer lost")               /* broken: a rank died or left, as the text says */ \
   X(CDDP_MISMATCH, "ranks disagree")           /* broken: the text shows what differs */ \
   X(CDDP_UNAUTHORIZED, "unauthorized")         /* no group exists: wrong or missing secret */ \
-  X(CDDP_ABORTED, "aborted")                   /* broken: destroyed in use; too few ranks */ \
+  X(CDDP_ABORTED, "aborted")                   /* broken: destroyed in use; no majority */ \
   X(CDDP_UNSUPPORTED, "unsupported")           /* usable: not in this build or situation */ \
   X(CDDP_CUDA, "CUDA error")                   /* either */ \
   X(CDDP_NCCL, "NCCL error")                   /* broken */ \
@@ -345,11 +345,11 @@ CDDPDEF void cddp_free(cddp_group *g, void *p);
    and aligned to their element. send and recv must not overlap, except where it says "in place".
 
    WORK. With work NULL a call returns when its result is complete. Otherwise it returns immediately
-   with a handle in *work, and the buffers belong to the operation until cddp_wait. With NCCL the
-   call and cddp_wait only enqueue (not barriers): the GPU waits, not the host (>>api-gpus).
+   with a handle in *work, and the buffers belong to the operation until cddp_wait. With NCCL and
+   device memory the call and cddp_wait only enqueue: the GPU waits, not the host (>>api-gpus).
    Operations of one group start in the order of their calls.
 
-   BITS. A reduction gives the same bits on every rank and in every run, unless it uses NCCL or
+   BITS. A reduction gives the same bits on every rank, and in every run unless it uses NCCL or
    MPI. Fine print: mismatches and deadlocks. */
 
 /* buf[count] of every rank becomes the reduction of all ranks' buf. */
@@ -407,10 +407,10 @@ CDDPDEF cddp_result cddp_send(cddp_group *g, const void *buf, size_t count, cddp
                               int peer, int tag, cddp_work **work);
 CDDPDEF cddp_result cddp_recv(cddp_group *g, void *buf, size_t count, cddp_dtype dtype, int peer,
                               int tag, cddp_work **work);
-/* As the peer of a cddp_recv: accepts a message of any rank. It serves the sending ranks in
-   turn, and each rank's messages in the order of its sends. It returns CDDP_PEER_LOST if a rank has
-   died or all others have left, and CDDP_UNSUPPORTED for device memory with NCCL. Like recv(tensor)
-   without src. */
+/* The peer of a cddp_recv that accepts a message of any rank. The cddp_recv serves the sending
+   ranks in turn, and each rank's messages in the order of its sends. It returns CDDP_PEER_LOST if a
+   rank has died or all others have left, and CDDP_UNSUPPORTED for device memory with NCCL. Like
+   recv(tensor) without src. */
 #define CDDP_ANY INT32_MIN
 /* The sender of this thread's last received message: its rank in the group of the cddp_recv; -1
    before the first. Not for NCCL's messages. */
@@ -441,8 +441,8 @@ CDDPDEF cddp_result cddp_test(cddp_work *w, bool *done);
      for (int i = 1; i >= 0; i--) TRY(cddp_ddp_ready(ddp, i)); // last layer first, as backward ends
      TRY(cddp_ddp_step(ddp, sgd));                      // mean over ranks, update, zero gradients
 
-   A bucket is reduced while the backward pass computes the next ones. Not with more shards than
-   ranks, nor by cddp_ddp_step on one CPU host, which does all in one pass.
+   A bucket is reduced while the backward pass computes the next ones. In elastic models, with more
+   shards than ranks, and after a cddp_ddp_step on one CPU host, the step reduces all of them.
 
    AN EXISTING TRAINER keeps its loop, its gradients and its optimizer. Set data, grad and count of
    each cddp_param to its arrays, and write instead of cddp_ddp_step:
@@ -452,7 +452,7 @@ CDDPDEF cddp_result cddp_test(cddp_work *w, bool *done);
      your trainer                   change
      all gradients in one array     let each grad point to its elements
      k micro-batches a step         add each gradient / k; cddp_ddp_ready in the last one only. Or
-                                    let each be a shard (desc.shards = k * ranks): no / k
+                                    let each be a shard (desc.shards = k * ranks), undivided
      loss sums over the batch       multiply the loss by the world size (or by the shards)
      batches of different sizes     ranks count equally. To count samples equally, multiply a rank's
                                     loss by (its samples) * (ranks) / (all ranks' samples)
@@ -526,27 +526,27 @@ CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_create(cddp_ddp **out, cddp_group *g, 
 
 /* Frees the model, and gradients that cddp_ddp_create allocated: their pointers become NULL. Local;
    NULL is fine. An optimizer created with ddp NULL can then step another model that has the same
-   params array. If d was broken, that optimizer is reset. */
+   params array. If d was broken, that optimizer is as newly created. */
 CDDPDEF void cddp_ddp_destroy(cddp_ddp *d);
 
 /* Call it when params[param].grad is complete: once for each parameter in a step (with shards: in
-   each shard), in any order. When all gradients of a bucket are ready, cddp starts to reduce it.
-   (With more shards than ranks, or for cddp_ddp_step on one CPU host, the step reduces it.)
+   each shard), in any order. When all gradients of a bucket are ready, cddp can reduce it.
    Local; any thread. A second call is CDDP_INVALID_ARGUMENT, and breaks the model. Like autograd's
    hook in DDP. */
 CDDPDEF cddp_result cddp_ddp_ready(cddp_ddp *d, int param);
 
 /* Blocks (NCCL: enqueues) until every gradient is the mean over the ranks. Collective. An optimizer
-   of your own runs after it. Like the end of loss.backward(). A parameter without ready() is
-   CDDP_INVALID_ARGUMENT, or CDDP_MISMATCH if it was ready on other ranks. */
+   of your own runs after it. Like the end of loss.backward(). A parameter without ready() (and
+   without find_unused_parameters) is CDDP_INVALID_ARGUMENT, or CDDP_MISMATCH if it was ready on
+   other ranks. */
 CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_wait(cddp_ddp *d);
 
 /* cddp_ddp_wait, clipping (max_grad_norm), cddp_optim_step and cddp_optim_zero_grad in one pass,
    with the same bits (NaNs can differ). Collective. s must have been created for the params array
-   of d. On CPUs the ranks of a host share one set of states (with
-   sharded_states: the host's part), and each rank updates a part of the
-   weights; weights in memory of cddp_alloc are updated in place. In elastic models, and on GPUs
-   without sharded_states, each rank has all states and updates all weights. */
+   of d. On CPUs the ranks of a host share one set of states (SHARDED STATES: their parts), and each
+   rank updates a part of the weights; weights in memory of cddp_alloc are updated in place. In
+   elastic models, and on GPUs without sharded_states, each rank has all states and updates all
+   weights. */
 CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_step(cddp_ddp *d, cddp_optim *s);
 
 /* The number of completed steps, the same on all ranks; 0 for NULL. A cddp_ddp_wait (not in
@@ -662,7 +662,7 @@ CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_gather_states(cddp_ddp *d, const cddp_
 
    MIXED PRECISION. The forward and backward pass read f16 or bf16 weights; the optimizer updates
    f32 masters (fine print: mixed precision).
-     gradients     set in the desc   cddp_param.data has   and the other values are
+     gradients     set in the desc   cddp_param.data has   the other precision is
      f32           copies            the f32 masters       copies[i], in your memory
      f16 or bf16   master_weights    f16 or bf16 weights   masters, in the optimizer's memory
 
@@ -821,7 +821,7 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
 
      desc.elastic = true, desc.shards = 8;             // shards: the largest number of ranks
      TRY(cddp_ddp_create(&ddp, g, p, n, &desc));
-     uint64_t batches = (cddp_sampler_size(&sampler) + 31) / 32; // world_size 8; no cddp_load
+     uint64_t batches = (cddp_sampler_size(&sampler) + 31) / 32; // of 8 shards, not loaded
      for (uint64_t t = cddp_ddp_steps(ddp); t < STEPS; t = cddp_ddp_steps(ddp)) {
        int shard;
        cddp_sampler_set_epoch(&sampler, t / batches);  // step t is batch t % batches of an epoch
@@ -847,8 +847,8 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
    cddp_spawn_elastic do this automatically.
 
    In a joining process cddp_rank(g) is its RANK, and cddp_world_size(g) the number of ranks that
-   started the job (and of shards, if shards is 0). There use g for cddp_alloc and
-   cddp_ddp_create only: collectives of g are CDDP_UNSUPPORTED. Use cddp_ddp_group.
+   started the job. If shards is 0, that is also the number of shards. There use g for cddp_alloc
+   and cddp_ddp_create only: collectives of g are CDDP_UNSUPPORTED. Use cddp_ddp_group.
 
      error of a joining process   cause, in cddp_init or in creating the model or the optimizer
      CDDP_PEER_LOST               the job cannot be found, or ends before the process has joined
@@ -979,9 +979,9 @@ CDDPDEF cddp_result cddp_spawn(int (*fn)(int rank, void *arg), void *arg, int np
 
 /* cddp_spawn for elastic training: when a rank fails the others continue, and the rank is forked
    again, with CDDP_JOIN=1. If a rank fails before the elastic model exists, all ranks are ended and
-   forked again. Each of these is a restart; there are at most max_restarts. Once a rank has
-   returned 0 no rank is forked again, and the result is CDDP_OK. If all ranks that have the model
-   die before that, CDDP_PEER_LOST names the last one. */
+   forked again. Either counts as one restart, of at most max_restarts; after these the others
+   continue without the rank. Once a rank has returned 0 no rank is forked again, and the result is
+   CDDP_OK. If all ranks that have the model die before that, CDDP_PEER_LOST names the last one. */
 CDDPDEF cddp_result cddp_spawn_elastic(int (*fn)(int rank, void *arg), void *arg, int nprocs,
                                        int max_restarts);
 
@@ -1016,7 +1016,7 @@ CDDPDEF cddp_result cddp_run_threads(int (*fn)(cddp_group *g, void *arg), void *
    STREAMS. With "nccl" a call with work NULL runs on the group's stream. A call with a handle runs
    on a stream of cddp, after what the group's stream has now; cddp_wait(work) makes the group's
    stream, not the host, wait for it. Buffers belong to the operation until the stream has passed
-   it. Collectives and messages accept host memory too, if all ranks pass it. */
+   it. Collectives and messages of host memory run as on the CPU, if all ranks pass it. */
 
 /* Gives g a device and a backend, as cddp_init does for desc.device and desc.backend (NULL =
    CDDP_BACKEND, else nccl). Collective, before g's first cddp_alloc. For cddp_run_threads, where
@@ -1059,7 +1059,7 @@ CDDPDEF cddp_ddp *cddp_ddp_at(cddp_ddp *d, const char *file, int line);
      TRY(cddp_store_create(&store, &o));
      TRY(cddp_store_set(store, "key", "value", 5));
      TRY(cddp_store_get(store, "key", buffer, sizeof buffer, &size));    // waits for the key
-     cddp_store_destroy(store);
+     cddp_store_destroy(store);                       // the server's last: it ends all connections
 
    A key-value store in the protocol of PyTorch's TCPStore (2.2 or later): each can use the other's
    server. Keys have at most 8,191 bytes, values 8 MiB, a server 512 MiB. Any thread; a store runs
@@ -1085,8 +1085,8 @@ CDDPDEF cddp_result cddp_store_get(cddp_store *s, const char *key, void *value, 
    the new value. If the value is not a number, the server closes the connection: CDDP_NETWORK. */
 CDDPDEF cddp_result cddp_store_add(cddp_store *s, const char *key, int64_t amount, int64_t *total);
 /* Stores desired if the value equals expected (expected_size 0: if key is absent). value[capacity]
-   and *size receive the value at key afterwards (expected, if key is still absent). *swapped: this
-   equals desired, also if another process stored it. To elect a process let each store its own
+   and *size receive the value at key afterwards (if there is none: expected). *swapped: that value
+   is desired, also if another process stored it. To elect a process let each store its own
    rank. If the value exceeds capacity: CDDP_INVALID_ARGUMENT, but the call has been made, and
    *swapped and *size are set. */
 CDDPDEF cddp_result cddp_store_compare_set(cddp_store *s, const char *key, const void *expected,
@@ -1118,10 +1118,11 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    STOPPED PEERS. After a failed call its buffers are the caller's again, with one exception. A peer
    on this host can be stopped (SIGSTOP, a frozen container). A peer that is still stopped 5 s after
    the failure can write to the call's gradients and memory of cddp_alloc when it continues. Free
-   such memory (cddp does not allocate it again), and create the models that used it anew.
+   such memory (cddp does not reuse it), and create the models that used it anew.
 
    STOPPED JOBS. A whole job can be stopped for any time (Slurm's suspend, a paused machine). If
-   only some processes are stopped, the others get CDDP_TIMEOUT.
+   only some processes are stopped, the others get CDDP_TIMEOUT; a stopped machine is lost (SEVERAL
+   HOSTS).
 
    FORK AND EXEC. A forked child cannot use its parent's groups and stores. A forked data loader
    that calls cddp, or reads memory of cddp_alloc, gets SIGSEGV: give it a copy in malloc'ed memory.
@@ -1193,15 +1194,15 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    in different groups. cddp finds such a deadlock if each rank uses cddp from one thread, and has
    no comm_hook of its own. Otherwise, and between hosts, the deadlock ends in a time-out.
 
-   MESSAGES. Between threads a send of more than 64 KiB from any memory blocks until it is received.
+   MESSAGES. If ranks are threads, a send of more than 64 KiB blocks until it is received.
    In a group a rank can have 128 unreceived messages to its host's ranks, or 256 MiB of copies;
    then its next send without a handle blocks. Receives for one tag, also with CDDP_ANY, are served
-   in the order of their calls. Data for other hosts that the network does not accept at once leaves
-   in the rank's later calls of cddp: long computation delays it.
+   in the order of their calls. What the network to other hosts does not accept at once is sent in
+   the rank's later calls of cddp: long computation delays it.
 
    If ranks on several hosts only send and receive, call cddp_barrier before cddp_destroy. Otherwise
-   a cddp_recv can return CDDP_PEER_LOST because its sender has ended, and with CDDP_SECRET a
-   first message can be lost while its receiver computes.
+   a cddp_recv can return CDDP_PEER_LOST because its sender has ended, and with CDDP_SECRET its
+   first message is lost if the receiver computes.
 
    GRADIENTS IN MEMORY. A gradient that you pass is reduced in place or copied. The first line that
    applies decides:
@@ -1234,12 +1235,12 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    calls in the step before. If not, all get CDDP_MISMATCH; if only a new rank differs, it alone
    does.
 
-   Several hosts: if processes die one by one, the others continue, down to the last rank. A host
-   can still be alive if it does not answer for 20 s, or if all connections to it were reset, as by
-   a firewall. Then the other ranks continue only if they are more than half of all ranks (in a
-   join: of the old ranks, and of old plus new). Otherwise they end with CDDP_ABORTED. So a job
-   never continues in two halves. The majority is also needed if all ranks of a host die at once:
-   that looks like a reset.
+   Several hosts: if processes die, even all of a host, the others continue, down to the last rank.
+   A host can still be alive if it does not answer for 20 s, or if all connections to it were reset,
+   as by a firewall. Then the other ranks continue only if they are more than half of all ranks (in
+   a join: of the old ones, and also of old plus new). Otherwise they end with CDDP_ABORTED. So a
+   job never continues in two halves. A host whose last rank dies before it has noticed an
+   earlier loss counts as reset, too.
 
    Joins: a joining process asks the ranks on its host, and the rank that listens at
    MASTER_ADDR:MASTER_PORT. One rank of each host listens at MASTER_PORT. If all ranks at
@@ -1283,7 +1284,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    not notice concurrent saves.
 
    If reading fails after the checks, rank 0's params can be partly overwritten. cddp_load refuses
-   states of another optimizer; with partial it loads only the learning rate.
+   another optimizer's states; with partial it takes only the learning rate.
 
    FORKED RANKS. cddp_spawn sets torchrun's variables. Without CDDP_SECRET it sets a random
    CDDP_JOB_SECRET, which keeps other users of the host out. If there are several ranks, each has
