@@ -9467,16 +9467,16 @@ static void cddp__set_wait_policy(cddp_group *g) {
    How it works:
      1. Each rank listens on one port. Two ranks of a group have one link, made when it is first
         used, or two if both connect at the same time.
-     2. The connecting rank sends a hello: purpose, both ranks, the group, and the token, which only
-        the job's ranks know, from the store. With a secret both ends then prove that they know it.
-        Frames follow. A rank that leaves a group sends BYE.
+     2. The connecting rank, the caller, sends a hello: purpose, both ranks, the group, and the
+        token, which only the job's ranks know. With a secret both ends then prove that they know
+        it. Frames follow. A rank that leaves a group sends BYE.
      3. A NOTICE, which tells why a group has failed, has its own connection: a result, a text,
         and one proof over these and the hello. It needs no answer, so it reaches ranks that do not
         accept now, through the system's queue of connections.
    A rank that waits in any group accepts connections and keeps them until their group claims them.
    A silent one can belong to a rank that computes before it sends. It is closed when there are too
    many, or after CDDP__STRANGER_S when few descriptors are left. A link that ends before it is up
-   has carried no frame, so its caller connects again. Later the rank is lost: >>hosts. */
+   has carried no frame, so its caller connects again. If it ends later, its peer is lost. */
 
 #define CDDP__RECONNECT_S 0.05 /* between attempts, if the peer ends a link before it is up */
 #ifndef CDDP__STRANGER_S
@@ -9485,32 +9485,34 @@ static void cddp__set_wait_policy(cddp_group *g) {
 #ifndef CDDP__UNANSWERED_S
 #define CDDP__UNANSWERED_S 20.0 /* without an acknowledgement, after which a host is lost */
 #endif
-#define CDDP__NOTICE_PROOF_AT (4 + CDDP__ERROR_MAX) /* in a notice: result, text, proof */
+/* Offsets in a notice, which begins with the result and its flags. */
+#define CDDP__NOTICE_TEXT_AT 4
+#define CDDP__NOTICE_PROOF_AT (CDDP__NOTICE_TEXT_AT + CDDP__ERROR_MAX)
 #define CDDP__NOTICE_BYTES (CDDP__NOTICE_PROOF_AT + CDDP__PROOF_SIZE)
-/* Flags in a notice's result. EARLY: a rank is lost, but the group has not failed. ARRIVED: the
-   text lists the ranks of a host that have reached a round. */
+/* EARLY: a rank is lost, but the group has not failed. ARRIVED: the text lists the ranks of a host
+   that have reached a round. */
 #define CDDP__NOTICE_EARLY 0x80000000u
 #define CDDP__NOTICE_ARRIVED 0x40000000u
 #define CDDP__LINK_READ_AHEAD 4096 /* bytes beyond those due that are read in the same call */
 enum { CDDP__LINK_FRAMES, CDDP__LINK_NOTICE }; /* purposes */
 
-/* The new link owns the socket. Its hello (of the caller: its connection) is due within `seconds`.
-   Lock: net.lock until its group has claimed it, then p2p.lock. */
+/* The new link owns the socket. Within `seconds` the caller must be connected, or the other end
+   have the hello. Lock of the link: net.lock until its group has claimed it, then p2p.lock. */
 static cddp__connection *cddp__link_new(const cddp_allocator *a, int fd, bool caller,
                                         double seconds) {
   cddp__connection *c = (cddp__connection *)cddp__calloc(a, 1, sizeof *c);
-  int idle = CDDP__UNANSWERED_S > 4 ? (int)(CDDP__UNANSWERED_S / 4) : 1, count = 3;
+  int probe_s = CDDP__UNANSWERED_S > 4 ? (int)(CDDP__UNANSWERED_S / 4) : 1, probes = 3;
   if (c != NULL) {
     cddp__connection_begin(c, a, fd, caller);
     if (cddp__buffer_reserve(&c->in, CDDP__LINK_READ_AHEAD)) {
       c->state = CDDP__CONNECTION_NEW;
       c->deadline = cddp__now() + seconds;
-      /* Errors are ignored: without these options lost hosts are found later. TCP_USER_TIMEOUT is
-         not set: it would also end a connection if its peer acknowledges but reads late. */
+      /* If an option cannot be set, lost hosts are found later. TCP_USER_TIMEOUT is not set: it
+         would also end a connection if its peer acknowledges but reads late. */
       (void)cddp__set_nodelay(fd);
-      setsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &idle, sizeof idle);
-      setsockopt(fd, IPPROTO_TCP, TCP_KEEPINTVL, &idle, sizeof idle);
-      setsockopt(fd, IPPROTO_TCP, TCP_KEEPCNT, &count, sizeof count);
+      setsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &probe_s, sizeof probe_s);
+      setsockopt(fd, IPPROTO_TCP, TCP_KEEPINTVL, &probe_s, sizeof probe_s);
+      setsockopt(fd, IPPROTO_TCP, TCP_KEEPCNT, &probes, sizeof probes);
       return c;
     }
     cddp__free(a, c);
@@ -9527,24 +9529,24 @@ static void cddp__link_free(cddp__connection *c) {
   cddp__free(&a, c);
 }
 
-static void cddp__links_free(cddp__connection *c) {
+static void cddp__links_free(cddp__connection *list) {
   cddp__connection *next;
-  for (; c != NULL; c = next) {
-    next = c->next;
-    cddp__link_free(c);
+  for (; list != NULL; list = next) {
+    next = list->next;
+    cddp__link_free(list);
   }
 }
 
 /* Ends a link if the other host has not acknowledged sent bytes for CDDP__UNANSWERED_S, as after an
    unplugged cable. Without bytes in flight, the system's keepalive probes find this out. */
 static void cddp__link_check_timeout(cddp__connection *c) {
-  struct tcp_info t;
-  socklen_t size = sizeof t;
+  struct tcp_info info;
+  socklen_t size = sizeof info;
   if (c->state == CDDP__CONNECTION_NEW) { /* connecting: the times of TCP_INFO are not set yet */
     if (cddp__now() > c->deadline) cddp__connection_end(c, ETIMEDOUT);
-  } else if (getsockopt(c->fd, IPPROTO_TCP, TCP_INFO, &t, &size) == 0 &&
-             t.tcpi_last_ack_recv >= CDDP__UNANSWERED_S * 1000 &&
-             (t.tcpi_unacked > 0 || t.tcpi_probes >= 3)) {
+  } else if (getsockopt(c->fd, IPPROTO_TCP, TCP_INFO, &info, &size) == 0 &&
+             info.tcpi_last_ack_recv /* ms */ >= CDDP__UNANSWERED_S * 1000 &&
+             (info.tcpi_unacked > 0 || info.tcpi_probes >= 3 /* all */)) {
     cddp__connection_end(c, ETIMEDOUT);
   }
 }
@@ -9560,11 +9562,12 @@ static void cddp__link_write_hello(const cddp__net *n, cddp__connection *c, int 
   memcpy(h->token, n->token, sizeof h->token);
 }
 
-/* Continues a link without blocking: hello, proof, waiting bytes. Returns whether it is UP. */
+/* Continues a link without blocking: hello, proof, waiting bytes. Returns whether it is UP now. */
 static bool cddp__link_progress(const cddp__net *n, cddp__connection *c) {
   cddp__hello *h = &c->hello;
   if (c->state == CDDP__CONNECTION_NEW) {
     size_t *done = c->caller ? &c->sent : &c->got;
+    /* The caller sends the hello, the other end reads it; a part of it is continued later. */
     if (cddp__connection_io(c, NULL, h, sizeof *h, done, SIZE_MAX, c->caller) <= 0) return false;
     *done = 0;
     if (!c->caller) c->peer = (int)h->from;
@@ -9583,30 +9586,31 @@ static bool cddp__link_progress(const cddp__net *n, cddp__connection *c) {
   return cddp__connection_progress(c);
 }
 
-/* Fails without memory or a socket: *out is then NULL. A link that cannot be made ends with its
-   error. */
+/* Begins to connect to rank `peer` of the job. Fails, and sets *out to NULL, only without memory or
+   a socket. If connect(2) fails, *out is a link that has ENDED with the error. */
 static cddp_result cddp__link_connect(const cddp__net *n, int peer, int purpose, uint64_t group,
                                       cddp__connection **out) {
   const cddp__rank_entry *entry = &n->ranks[peer];
-  cddp__address a = cddp__internet_address(&n->hosts[entry->host].address),
-                here = cddp__internet_address(&n->hosts[n->host].address);
-  int fd = cddp__socket(a.sa.ss_family);
-  cddp__connection *c = fd < 0 ? NULL : cddp__link_new(&n->allocator, fd, true, CDDP__UNANSWERED_S);
+  cddp__address to = cddp__internet_address(&n->hosts[entry->host].address),
+                from = cddp__internet_address(&n->hosts[n->host].address);
+  int fd = cddp__socket(to.sa.ss_family);
+  cddp__connection *c =
+      fd < 0 ? NULL : cddp__link_new(&n->allocator, fd, CDDP__CALLER, CDDP__UNANSWERED_S);
   *out = c;
   if (fd < 0) return cddp__fail_errno("socket");
   if (c == NULL) return CDDP_OUT_OF_MEMORY;
   c->peer = peer;
-  cddp__address_set_port(&a, entry->port);
-  cddp__address_set_port(&here, 0);
-  cddp__set_scope(&a.v6, &here);
-  if (here.sa.ss_family == a.sa.ss_family) (void)!bind(fd, &here.any, here.size);
+  cddp__address_set_port(&to, entry->port);
+  cddp__address_set_port(&from, 0); /* any */
+  cddp__set_scope(&to.v6, &from);
+  if (from.sa.ss_family == to.sa.ss_family) (void)!bind(fd, &from.any, from.size); /* if possible */
   cddp__link_write_hello(n, c, purpose, group);
-  if (connect(fd, &a.any, a.size) != 0 && errno != EINPROGRESS && errno != EINTR)
+  if (connect(fd, &to.any, to.size) != 0 && errno != EINPROGRESS && errno != EINTR)
     cddp__connection_end(c, errno);
   return CDDP_OK;
 }
 
-/* Whether a new link can show that the peer lives. */
+/* Whether a link has ended for a reason that its peer can have survived. */
 static bool cddp__link_is_cut(const cddp__connection *c) {
   return c->state == CDDP__CONNECTION_ENDED && cddp__link_end(c->error) == CDDP__ALIVE;
 }
@@ -9621,7 +9625,7 @@ static bool cddp__link_reconnect(const cddp__net *n, cddp__connection *c) {
   c->retry_at = now + CDDP__RECONNECT_S;
   if (cddp__link_connect(n, c->peer, (int)c->hello.purpose, c->hello.group, &fresh) != CDDP_OK)
     return true;
-  if (syscall(SYS_dup3, fresh->fd, c->fd, O_CLOEXEC) >= 0) { /* other threads poll this number */
+  if (syscall(SYS_dup3, fresh->fd, c->fd, O_CLOEXEC) >= 0) { /* other threads poll c->fd */
     c->state = fresh->state;
     c->error = fresh->error;
     c->sent = c->got = c->in.start = c->in.end = 0;
@@ -9631,41 +9635,43 @@ static bool cddp__link_reconnect(const cddp__net *n, cddp__connection *c) {
 }
 
 static void cddp__link_close(cddp__connection *c) {
-  char rest[4096];
+  char unread[4096];
   cddp__connection_say_bye(c, CDDP__BYE_ORDERLY);
-  while (recv(c->fd, rest, sizeof rest, MSG_DONTWAIT) > 0) {} /* unread bytes make close a reset */
+  while (recv(c->fd, unread, sizeof unread, MSG_DONTWAIT) > 0) {} /* else close(2) is a reset */
   cddp__link_free(c);
 }
 
-/* Sends what waits on these links, some of them NULL, until the deadline. */
+/* Links can be NULL. */
 static void cddp__links_flush(const cddp__net *n, cddp__connection *const *links, size_t count,
                               double deadline) {
-  bool busy;
+  bool unsent;
   size_t i;
   do {
-    for (busy = false, i = 0; i < count; i++) {
+    unsent = false;
+    for (i = 0; i < count; i++) {
       if (links[i] == NULL) continue;
       (void)cddp__link_progress(n, links[i]);
-      busy = busy ||
-             (links[i]->state != CDDP__CONNECTION_ENDED && cddp__buffer_size(&links[i]->out) > 0);
+      unsent = unsent ||
+               (links[i]->state != CDDP__CONNECTION_ENDED && cddp__buffer_size(&links[i]->out) > 0);
     }
-    if (busy) (void)cddp__connections_poll(&n->allocator, links, count, NULL, 0, deadline);
-  } while (busy && cddp__now() < deadline);
+    if (unsent) (void)cddp__connections_poll(&n->allocator, links, count, NULL, 0, deadline);
+  } while (unsent && cddp__now() < deadline);
 }
 
 /* --- failure notices --- */
 
-/* Over the hello, the result and the text. Without a secret: a checksum. */
+/* Proves the hello, the result and the text. Without a secret: a checksum. */
 static void cddp__notice_proof(const cddp__net *n, const cddp__connection *c,
                                const unsigned char *body, unsigned char proof[CDDP__PROOF_SIZE]) {
-  unsigned char all[sizeof c->hello + CDDP__NOTICE_PROOF_AT];
-  memcpy(all, &c->hello, sizeof c->hello);
-  memcpy(all + sizeof c->hello, body, CDDP__NOTICE_PROOF_AT);
-  cddp__mac(n->secret != NULL ? n->secret : "", "cddp link 1 notice", all, sizeof all, proof);
+  unsigned char proven[sizeof c->hello + CDDP__NOTICE_PROOF_AT];
+  memcpy(proven, &c->hello, sizeof c->hello);
+  memcpy(proven + sizeof c->hello, body, CDDP__NOTICE_PROOF_AT);
+  cddp__mac(n->secret != NULL ? n->secret : "", "cddp link 1 notice", proven, sizeof proven, proof);
 }
 
 /* A notice is for all ranks on other hosts; in a group of more than 64 ranks only for the lowest
-   rank of each host. world: the group's ranks in the job; NULL: the same. */
+   rank of each host, whose control block the others see. world: the group's ranks in the job;
+   NULL: the same. */
 static bool cddp__gets_notice(const cddp__net *n, const int *world, int size, int rank) {
   int host = n->ranks[world != NULL ? world[rank] : rank].host, p;
   if (host == n->host || size <= 64) return host != n->host;
@@ -9673,59 +9679,61 @@ static bool cddp__gets_notice(const cddp__net *n, const int *world, int size, in
   return p == rank;
 }
 
+/* code: a result, with flags. world: see cddp__gets_notice. Keeps this thread's error text. */
 static void cddp__send_notices(const cddp__net *n, uint64_t group, const int *world, int size,
                                uint32_t code, const char *text) {
-  enum { MOST = 32 };
-  cddp__connection *links[MOST];
+  enum { BATCH = 32 };
+  cddp__connection *links[BATCH];
   unsigned char body[CDDP__NOTICE_BYTES];
-  char kept[CDDP__ERROR_MAX];
-  double batch_s = 0.3; /* for the first batch, as hosts can be silent; later: 0.1 s */
+  char saved[CDDP__ERROR_MAX];
+  double batch_s = 0.3; /* most time of the first batch, as hosts can be silent; later: 0.1 */
   size_t count;
   int p = 0;
-  memcpy(kept, cddp__error_text, sizeof kept);
+  memcpy(saved, cddp__error_text, sizeof saved);
   memset(body, 0, sizeof body);
   cddp__put32(body, code);
-  snprintf((char *)body + 4, CDDP__ERROR_MAX, "%s", text);
+  snprintf((char *)body + CDDP__NOTICE_TEXT_AT, CDDP__ERROR_MAX, "%s", text);
   while (p < size) {
-    for (count = 0; p < size && count < MOST; p++) {
+    for (count = 0; p < size && count < BATCH; p++) {
       if (!cddp__gets_notice(n, world, size, p)) continue;
       if (cddp__link_connect(n, world != NULL ? world[p] : p, CDDP__LINK_NOTICE, group,
                              &links[count]) != CDDP_OK)
         continue;
       cddp__notice_proof(n, links[count], body, body + CDDP__NOTICE_PROOF_AT);
-      cddp__buffer_add(&links[count++]->out, body, sizeof body);
+      cddp__buffer_add(&links[count]->out, body, sizeof body);
+      count++;
     }
     cddp__links_flush(n, links, count, cddp__now() + batch_s);
     batch_s = 0.1;
     while (count > 0) cddp__link_free(links[--count]);
   }
-  memcpy(cddp__error_text, kept, sizeof kept);
+  memcpy(cddp__error_text, saved, sizeof saved);
 }
 
-/* Sends the other hosts, once a round, the list of this host's ranks that have reached it. */
+/* Sends the other hosts the list of this host's ranks that have reached the round. Once a round. */
 static void cddp__send_arrivals(cddp_group *g, uint32_t round) {
-  bool set[CDDP__MAX_RANKS];
+  bool arrived[CDDP__MAX_RANKS];
   cddp__text list;
   int p;
-  if (cddp__exchange32(&g->block->reported, round) == round) return;
+  if (cddp__exchange32(&g->block->reported, round) == round) return; /* sent before */
   for (p = 0; p < g->size; p++)
-    set[p] = g->members[p] >= 0 && cddp__load32(&cddp__op_header_of(g, p, round)->seq) == round;
-  list = cddp__list_ranks(set, g->size, CDDP__ERROR_MAX - 16);
+    arrived[p] = g->members[p] >= 0 && cddp__load32(&cddp__op_header_of(g, p, round)->seq) == round;
+  list = cddp__list_ranks(arrived, g->size, CDDP__ERROR_MAX - 16 /* the number */);
   if (list.s[0] != 0)
     cddp__send_notices(g->hosts->net, g->id, g->world, g->size,
                        CDDP__NOTICE_ARRIVED | (uint32_t)CDDP_TIMEOUT,
                        cddp__textf("%" PRIu32 " %s", round, list.s).s);
 }
 
-/* Records another host's list, and answers with this host's. */
+/* Records another host's list, for example "7 0-3, 6" for round 7, and answers with this host's. */
 static void cddp__record_arrivals(cddp_group *g, const char *text) {
   char *at;
   uint32_t round = (uint32_t)strtoul(text, &at, 10);
-  long p, end;
+  long p, last;
   while (*at == ' ' || *at == ',') {
-    p = end = strtol(at + 1, &at, 10);
-    if (*at == '-') end = strtol(at + 1, &at, 10);
-    for (; p >= 0 && p <= end && p < g->size; p++)
+    p = last = strtol(at + 1, &at, 10);
+    if (*at == '-') last = strtol(at + 1, &at, 10);
+    for (; p >= 0 && p <= last && p < g->size; p++)
       cddp__store32(cddp__reported_round_of(g, (int)p), round);
   }
   cddp__send_arrivals(g, round);
@@ -9734,31 +9742,32 @@ static void cddp__record_arrivals(cddp_group *g, const char *text) {
 /* Receives a notice without blocking. A complete one ends its link. net.lock held. */
 static void cddp__notice_receive(cddp__host *h, const cddp__net *n, cddp__connection *c) {
   unsigned char *body, proof[CDDP__PROOF_SIZE];
-  char kept[CDDP__ERROR_MAX];
+  const char *text;
+  char saved[CDDP__ERROR_MAX];
   uint32_t code, result;
   cddp_group *g;
   while (cddp__buffer_size(&c->in) < CDDP__NOTICE_BYTES)
     if (cddp__connection_fill(c, CDDP__NOTICE_BYTES) <= 0) return;
   body = c->in.data + c->in.start;
-  memcpy(kept, cddp__error_text, sizeof kept);
+  text = (const char *)body + CDDP__NOTICE_TEXT_AT;
+  memcpy(saved, cddp__error_text, sizeof saved);
   cddp__notice_proof(n, c, body, proof);
   code = cddp__get32(body);
-  if (!cddp__same_bytes(proof, body + CDDP__NOTICE_PROOF_AT, sizeof proof)) code = 0;
-  body[CDDP__NOTICE_PROOF_AT - 1] = 0;
+  if (!cddp__same_bytes(proof, body + CDDP__NOTICE_PROOF_AT, sizeof proof)) code = 0; /* ignored */
+  body[CDDP__NOTICE_PROOF_AT - 1] = 0; /* the text's end */
   result = code & ~(CDDP__NOTICE_EARLY | CDDP__NOTICE_ARRIVED);
   pthread_mutex_lock(&h->lock);
   for (g = h->groups; g != NULL && result > CDDP_OK && result < CDDP__RESULT_COUNT; g = g->next) {
     if (g->hosts == NULL || g->hosts->net != n || g->id != c->hello.group) continue;
     if (code & CDDP__NOTICE_ARRIVED)
-      cddp__record_arrivals(g, (const char *)body + 4);
+      cddp__record_arrivals(g, text);
     else if (code & CDDP__NOTICE_EARLY)
-      cddp__set_cause(&g->block->cause, (cddp_result)result, (const char *)body + 4);
+      cddp__set_cause(&g->block->cause, (cddp_result)result, text);
     else
-      (void)cddp__break_here(g, cddp__fail((cddp_result)result, "%s", (const char *)body + 4),
-                             false);
+      (void)cddp__break_here(g, cddp__fail((cddp_result)result, "%s", text), CDDP__HOSTS_KNOW);
   }
   pthread_mutex_unlock(&h->lock);
-  memcpy(cddp__error_text, kept, sizeof kept);
+  memcpy(cddp__error_text, saved, sizeof saved);
   cddp__connection_end(c, 0);
 }
 
@@ -9769,25 +9778,28 @@ static bool cddp__link_is_for(const cddp__connection *c, uint64_t group) {
          c->hello.group == group;
 }
 
-/* Ends a link that its peer has closed: what it sent last is not needed. */
+/* Ends a link that its peer has closed: its unread bytes are not needed. */
 static void cddp__link_check_end(cddp__connection *c) {
   struct pollfd fd = {c->fd, (short)EPOLLRDHUP, 0}; /* libc may hide POLLRDHUP, which it equals */
   if (poll(&fd, 1, 0) == 1) cddp__connection_end(c, 0);
 }
 
-/* Accepts connections into a list, the newest first. Returns whether few descriptors are left;
-   *starved (or NULL): EMFILE or ENFILE if none is. */
+/* Accepts connections into a list, the newest first. Returns whether few descriptors are left.
+   *starved (NULL: not needed): EMFILE or ENFILE if no descriptor is left, else 0. */
 static bool cddp__accept_links(const cddp_allocator *a, int listener, cddp__connection **list,
                                cddp__atomic_u32 *starved) {
   cddp__connection *c;
   bool none, few = false;
   int i, fd;
   for (i = 0; i < 64; i++) {
-    if ((fd = cddp__accept(listener)) < 0 && (errno == EINTR || errno == ECONNABORTED)) continue;
+    fd = cddp__accept(listener);
+    if (fd < 0 && (errno == EINTR || errno == ECONNABORTED)) continue;
     none = fd < 0 && (errno == EMFILE || errno == ENFILE);
     if (starved != NULL) cddp__store32(starved, none ? (uint32_t)errno : 0);
     few = few || none || (fd >= 0 && !cddp__has_spare_fd(fd));
-    if (fd < 0 || (c = cddp__link_new(a, fd, false, CDDP__STRANGER_S)) == NULL) break;
+    if (fd < 0) break;
+    c = cddp__link_new(a, fd, CDDP__CALLED, CDDP__STRANGER_S);
+    if (c == NULL) break;
     c->next = *list;
     *list = c;
   }
@@ -9802,22 +9814,23 @@ static void cddp__net_serve(cddp__host *h, cddp__net *n) {
   if (pthread_mutex_trylock(&n->lock) != 0) return;
   few = cddp__accept_links(&n->allocator, n->listener, &n->incoming, &n->starved);
   for (at = &n->incoming; (c = *at) != NULL;) {
-    bool up = cddp__link_progress(n, c), left = false;
+    bool up = cddp__link_progress(n, c), group_left = false;
     if (up && c->hello.purpose == CDDP__LINK_NOTICE) {
       cddp__notice_receive(h, n, c);
       up = false;
     }
-    /* silent ones do not take the places of those with a good hello */
+    /* each kind has its own limit: silent callers do not push out those with a good hello */
     if (!up && ((few && cddp__now() > c->deadline) ||
                 (c->state == CDDP__CONNECTION_NEW ? ++silent : ++proving) > most))
       cddp__connection_end(c, ETIMEDOUT);
-    for (i = 0; i < CDDP__LEFT_GROUPS && up && !left; i++) left = n->left[i] == c->hello.group + 1;
-    if (c->state != CDDP__CONNECTION_ENDED && !left) {
+    for (i = 0; i < CDDP__LEFT_GROUPS && up && !group_left; i++)
+      group_left = n->left[i] == c->hello.group + 1; /* 1 + an id; 0: unused */
+    if (c->state != CDDP__CONNECTION_ENDED && !group_left) {
       at = &c->next;
       continue;
     }
     *at = c->next;
-    if (left)
+    if (group_left)
       cddp__link_close(c);
     else
       cddp__link_free(c);
@@ -9827,7 +9840,7 @@ static void cddp__net_serve(cddp__host *h, cddp__net *n) {
 
 static void cddp__net_release(cddp__net *n) {
   cddp_allocator a;
-  if (n == NULL || cddp__add32(&n->uses, UINT32_MAX) > 0) return;
+  if (n == NULL || cddp__add32(&n->uses, UINT32_MAX /* -1 */) > 0) return;
   a = n->allocator;
   cddp__links_free(n->incoming);
   cddp__close_fd(&n->listener);
@@ -9837,6 +9850,7 @@ static void cddp__net_release(cddp__net *n) {
   cddp__free(&a, n);
 }
 
+/* Bytes of a net's token, hosts and ranks, in this order. */
 static size_t cddp__table_bytes(int size, int host_count) {
   return 16 + (size_t)host_count * sizeof(cddp__host_entry) +
          (size_t)size * sizeof(cddp__rank_entry);
@@ -9865,8 +9879,8 @@ static cddp__net *cddp__net_new(const cddp_allocator *a, int size, int host_coun
    Job: the ranks of a new job find each other, and fill the table of ranks, a cddp__net. Later:
    processes join the running job.
    Owns: the connections of the rendezvous; rank 0's port; with a launcher's store its key
-   RUN/meeting; a host's cddp__job_info, with a socket name for each rank, held as long as the group
-   lives.
+   RUN/meeting (RUN: cddp__config.run); a host's cddp__job_info, with a socket name for each rank,
+   held as long as the group lives.
    Entry points: the steps of cddp__start_job and cddp__join_job (>>groups); while the group lives
    cddp__join_listen and cddp__join_serve.
    Words: a node is a set of ranks that can share memory: they have the same host, user,
@@ -9882,11 +9896,12 @@ static cddp__net *cddp__net_new(const cddp_allocator *a, int size, int host_coun
         adds the descriptors of the node's memory and of the client's socket for links.
      5. READY tells the parent that a rank and all its clients have built the group of all ranks.
         When all ranks have, the root sends READY to its children, and they to theirs.
-   A rank that fails sends FAIL, a result and a text, to its parent and its children. */
+   A rank that fails sends FAIL, a result and a text, to its parent and its children.
+   config.client_only: a launcher listens at MASTER_PORT, and serves a store there. */
 
 #define CDDP__PROBLEM_S 1.0 /* for missing ranks to connect after a rank did not match */
 #define CDDP__BLOCKED_S 6.0 /* for a connection between hosts; at most a third of the time-out */
-#define CDDP__RESOLVE_S 60  /* how long a MASTER_ADDR that does not resolve is tried again */
+#define CDDP__RESOLVE_S 60  /* for a MASTER_ADDR that does not resolve: it is tried again */
 
 /* Messages are frames of type MESSAGE with this number, and a struct in memory as their body: all
    hosts have the same byte order and version, else the frame's magic number or
@@ -9899,18 +9914,18 @@ enum {
   CDDP__RENDEZVOUS_TABLE, /* token, hosts and ranks of a cddp__net; to a joining process: a
                              cddp__join_table */
   CDDP__RENDEZVOUS_READY /* from a child: all below it are ready; from the parent: all ranks are */
-}; /* FAIL: cddp__connection_post_failure */
+}; /* and FAIL: cddp__connection_post_failure */
 
 /* A rank's description of itself. version, world_size, fp_mode and backend must be equal on all
    ranks. */
 typedef struct cddp__rank_info {
   uint32_t version, world_size, rank, pid;
   int port;         /* of its listening socket for other nodes; 0: none yet */
-  uint32_t fp_mode; /* cddp__fp_mode() */
-  uint32_t user;
-  uint32_t joins;          /* 1: by CDDP_JOIN */
-  uint64_t machine;        /* a hash of cddp__host_identity */
-  uint64_t run;            /* a hash of cddp__config.run */
+  uint32_t fp_mode;
+  uint32_t user;    /* geteuid() */
+  uint32_t joins;   /* 1: a process that joins later: CDDP_JOIN */
+  uint64_t machine; /* a hash of cddp__host_identity */
+  uint64_t run;     /* a hash of cddp__config.run */
   char backend[16];
   cddp__host_entry host;
 } cddp__rank_info;
@@ -9918,31 +9933,32 @@ typedef struct cddp__rank_info {
 /* A rank's answer to a joining process. A rank on the same host sends its memfd with it. */
 typedef struct cddp__join_table {
   cddp__rank_info info;
-  uint64_t job;                   /* cddp_record_header.job; 0: there is no flight recorder */
-  cddp__elastic_leader_info lead; /* the leader of the model's ranks; life 0: not known */
-  struct sockaddr_in6 address;    /* of this rank's host */
-  int host;                       /* number of this rank's host in cddp__meeting.net */
-  int local_size;                 /* ranks of the first group on this host */
-  int shards;                     /* of the model */
-  int size, life; /* ranks of the first group; number of the joining process's record: >>elastic */
-  int hosts;      /* 1: the job began on several hosts, and a rank of each listens at MASTER_PORT */
+  uint64_t job; /* cddp_record_header.job; 0: there is no flight recorder */
+  /* The leader of the model's ranks (self.life 0: not known); this rank's host. */
+  cddp__elastic_leader_info lead;
+  struct sockaddr_in6 address;
+  int host;          /* number of this rank's host in cddp__meeting.net */
+  int local_size;    /* ranks of the first group on this host */
+  int shards;        /* of the model */
+  int size;          /* ranks of the first group */
+  int record_number; /* in the name of the joining process's flight record: cddp__record_open */
+  int several_hosts; /* 1: the job began on several, and a rank of each listens at MASTER_PORT */
 } cddp__join_table;
 
-/* A rank's knowledge of its job, for the rendezvous and for processes that join. The secret's text
-   follows the struct. */
+/* What a rank knows of its job. The secret's text follows the struct. */
 typedef struct cddp__job_info {
   cddp__join_table table;
   char node[48];      /* name of the node's socket; the prefix of its ranks' socket names */
   uint32_t node_hash; /* of node, not 0 */
-  bool here;          /* the endpoint is an address of this host */
-  char master[256];   /* MASTER_ADDR, and */
-  int port;           /* MASTER_PORT, for joins from other hosts; 0: a launcher listens there */
+  bool endpoint_here; /* the endpoint is an address of this host */
+  char master[256];   /* MASTER_ADDR; with `port` for joins from other hosts */
+  int port;           /* MASTER_PORT; 0: a launcher listens there */
   uint32_t foreign;   /* bit i: address i of MASTER_ADDR belongs to another job */
   double timeout_s;
   char endpoint[96];  /* where the ranks meet, for error texts: "port 29500" */
   int claim_fd;       /* this rank's socket on its host, held while the group lives; -1: none */
-  int port_fd;        /* rank 0's port, likewise: see cddp__close_port; -1: none */
-  const char *secret; /* "": none; the proof then only rejects programs other than cddp */
+  int port_fd;        /* holds rank 0's port as long: see cddp__close_port; -1: none */
+  const char *secret; /* "": none; its proof then only rejects programs other than cddp */
 } cddp__job_info;
 
 typedef struct cddp__registration { /* a rank, or another process with a rank's number */
@@ -9955,32 +9971,33 @@ typedef struct cddp__registration { /* a rank, or another process with a rank's 
 typedef struct cddp__channel { /* a connection to the parent or a child */
   cddp__connection connection; /* deadline: for the first RANK */
   bool known;                  /* the first RANK was received */
-  bool ready;   /* a child's READY was received */
-  bool told;    /* FAIL was sent by TCP */
-  bool awaited; /* its end is the loss of a rank: from a matching RANK, or WAIT, until the READY
-                   of the parent */
-  size_t first; /* registration of the first RANK */
+  bool ready;   /* READY was received */
+  bool failed;  /* FAIL was sent by TCP: the connection stays until it has arrived */
+  bool awaited; /* its end is the loss of a rank: from a child's matching RANK, or the parent's
+                   WAIT, until the parent's READY */
+  size_t entry; /* of the first RANK: index in rendezvous.registered */
 } cddp__channel;
 
-/* How the coordinators of several nodes find the root. */
 typedef struct cddp__root_search {
   int fds[CDDP__ADDRESSES_MAX]; /* sockets that listen for coordinators: in rank 0 and the root */
   int fd_count;
   char key[160];     /* RUN/meeting */
   cddp_store *store; /* a launcher's, or the file, locked by rank 0; NULL: none, or not open */
-  /* Both ends prove this too. It shows that a coordinator has read the store or the file; else 0 */
+  /* From the store or the file, else 0. The proof of the secret covers it: it shows that a
+     coordinator has read the store or the file. */
   unsigned char token[32];
-  cddp__address addresses[CDDP__ADDRESSES_MAX]; /* of the root, in order */
-  int address_count, next;                      /* of these, the next one to connect to */
-  double resolved_at;                           /* when MASTER_ADDR was resolved, of cddp__now() */
-  double next_look;    /* when to look for the root again, of cddp__now() */
+  /* Of the root. The one to connect to next is addresses[next]. */
+  cddp__address addresses[CDDP__ADDRESSES_MAX];
+  int address_count, next;
+  double resolved_at;  /* when MASTER_ADDR was resolved */
+  double next_look;    /* when to look for the root again */
   double pause;        /* seconds between two looks */
-  double try_s;        /* for the next connection */
-  double closed_since; /* connections were closed without an answer: cddp__fail_connect */
-  bool closed;         /* the last one was */
+  double try_s;        /* seconds for the next connection */
+  double closed_since; /* connections were closed without an answer: cddp__fail_connect; 0: none */
+  bool closed;         /* one was, since the first of `addresses` was tried */
   cddp__text blocked;  /* why the root cannot be reached; "": it can, or is not looked for */
-  bool stops;          /* blocked is about the root's own port: the ranks end with CDDP_NETWORK */
-  int refused;         /* the root: connections without the proof of the secret */
+  bool port_blocked;   /* `blocked` is about the root's own port: the ranks fail: CDDP_NETWORK */
+  int refused_count;   /* the root's connections without the proof of the secret */
 } cddp__root_search;
 
 typedef struct cddp__root_key { /* value of RUN/meeting */
@@ -9991,7 +10008,7 @@ typedef struct cddp__root_key { /* value of RUN/meeting */
 typedef struct cddp__rendezvous {
   const cddp__config *config;
   cddp__host *host;
-  cddp__job_info *job; /* the host's */
+  cddp__job_info *job;
   double deadline;
   cddp__root_search root;
   cddp__address address; /* of this host, for ranks of other nodes */
@@ -10002,30 +10019,30 @@ typedef struct cddp__rendezvous {
   cddp__registration *registered; /* this rank and all below it, in order of registration */
   size_t registered_count, registered_capacity;
   size_t forwarded;    /* registrations sent to the parent */
-  int nodes;           /* that have sent RANK, and this rank's node */
-  uint32_t expected;   /* number of ranks, by the largest WORLD_SIZE */
+  int node_count;      /* this rank's node, and those that have sent RANK */
+  uint32_t expected;   /* ranks: the largest WORLD_SIZE of a registered one */
   bool with_rank_0;    /* rank 0 is on this node, matching or not */
   cddp__cause problem; /* why the first registration that does not match is refused */
-  double problem_at;   /* when that happened, of cddp__now() */
-  bool common;         /* the failure concerns all ranks: its text is sent unchanged */
+  double problem_at;   /* when it registered */
+  bool common_failure; /* it concerns all ranks: its text is sent unchanged */
   int memory_fd;       /* a client: the memfd, received with TABLE; -1: not yet, or mapped */
   cddp__net *net;      /* the table of ranks; NULL: it is not complete */
 } cddp__rendezvous;
 
-/* Identifies this kernel and network namespace: ranks with the same text are on one machine. */
+/* Ranks with the same text are on one kernel, in one network namespace. */
 static void cddp__host_identity(char *out, size_t n) {
   const char *given = cddp__env("CDDP_HOST_ID");
   char boot[128] = "";
   struct stat st;
   FILE *file = fopen("/proc/sys/kernel/random/boot_id", "re");
-  if (file == NULL || fgets(boot, 37, file) == NULL) /* an empty text would match all machines */
-    (void)gethostname(boot, sizeof boot - 1);
+  if (file == NULL || fgets(boot, 37 /* a UUID */, file) == NULL)
+    (void)gethostname(boot, sizeof boot - 1); /* an empty text would match all machines */
   if (file != NULL) fclose(file);
   if (stat("/proc/self/ns/net", &st) != 0) st.st_ino = 0;
   snprintf(out, n, "%.60s.%llu", given != NULL ? given : boot, (unsigned long long)st.st_ino);
 }
 
-/* Appends the sources of the job's endpoint to an error text about it. */
+/* Appends to an error text about the job's endpoint which variables it is from. */
 static void cddp__append_origin(const cddp__config *config, cddp_result r) {
   if (config->port_name != NULL && (r == CDDP_NETWORK || r == CDDP_TIMEOUT || r == CDDP_MISMATCH))
     cddp__append(
@@ -10037,49 +10054,49 @@ static void cddp__append_origin(const cddp__config *config, cddp_result r) {
 /* Sets the name of the node's socket, equal for exactly the ranks of one node. With a secret ("":
    none) strangers cannot predict it. Ranks can spell the job's endpoint in several ways. So an
    address of this host is replaced by "here", and another host's name by the lowest of its
-   addresses. The name must resolve, else ranks of one host could have different names. Ranks other
-   than 0 try it again. *on_host: whether the endpoint is on this host. */
+   addresses. It must resolve, else ranks of one host could have different names. A rank 0 that will
+   listen there tries once. */
 static cddp_result cddp__node_name(const cddp__config *config, const char *secret, char name[48],
                                    bool *on_host) {
   static const char hex[] = "0123456789abcdef";
   const char *given = cddp__env("CDDP_HOST_ID");
   cddp__address a[CDDP__ADDRESSES_MAX];
-  char place[1200], text[1600];
+  char endpoint[1200], text[1600];
   cddp__text spelled;
   unsigned char mac[32];
-  struct stat pids, times; /* their numbers and start times differ between namespaces */
+  struct stat pids, times; /* namespaces: ranks in one see the same pids and start times */
   bool here = false, once = config->rank == 0 && !config->client_only && config->listen_fd < 0;
-  double give_up = cddp__earlier_deadline(once ? 0 : CDDP__RESOLVE_S,
-                                          cddp__now() + config->timeout_s);
+  double resolve_end =
+      cddp__earlier_deadline(once ? 0 : CDDP__RESOLVE_S, cddp__now() + config->timeout_s);
   int n = 0, i;
   cddp_result r = CDDP_OK;
   while (config->port != 0 &&
          (r = cddp__resolve(config->host, config->port, a, &n)) == CDDP_NETWORK &&
-         cddp__now() < give_up)
+         cddp__now() < resolve_end)
     cddp__sleep(0.1);
   cddp__append_origin(config, r);
   if (r != CDDP_OK) return r;
-  snprintf(place, sizeof place, "%s", config->init_method);
+  snprintf(endpoint, sizeof endpoint, "%s", config->init_method);
   for (i = 0; i < n && !here; i++) {
     here = cddp__address_is_local(&a[i]);
     spelled = cddp__describe_address(&a[i]);
-    if (i == 0 || strcmp(spelled.s, place) < 0) snprintf(place, sizeof place, "%s", spelled.s);
+    if (i == 0 || strcmp(spelled.s, endpoint) < 0)
+      snprintf(endpoint, sizeof endpoint, "%s", spelled.s);
   }
-  if (here) snprintf(place, sizeof place, "here:%d", config->port);
+  if (here) snprintf(endpoint, sizeof endpoint, "here:%d", config->port);
   if (stat("/proc/self/ns/pid", &pids) != 0) pids.st_ino = 0;
   if (stat("/proc/self/ns/time", &times) != 0) times.st_ino = 0;
-  snprintf(text, sizeof text, "%s|%s|%.60s|%u|%llu|%llu", place, config->run,
+  snprintf(text, sizeof text, "%s|%s|%.60s|%u|%llu|%llu", endpoint, config->run,
            given != NULL ? given : "", (unsigned)geteuid(), (unsigned long long)pids.st_ino,
            (unsigned long long)times.st_ino);
   cddp__mac(secret, "cddp node 1", text, strlen(text), mac);
   memcpy(name, "cddp-", 5);
-  for (i = 0; i < 32; i++) name[5 + i] = hex[(mac[i / 2] >> (i % 2 ? 0 : 4)) & 15];
+  for (i = 0; i < 32 /* hex digits */; i++) name[5 + i] = hex[(mac[i / 2] >> (i % 2 ? 0 : 4)) & 15];
   name[37] = 0;
   *on_host = here || strncmp(config->init_method, "unix:", 5) == 0;
   return CDDP_OK;
 }
 
-/* Describes this process to the other ranks of its job, and to processes that join later. */
 static cddp_result cddp__job_info_create(cddp__host *host, const cddp__config *config) {
   size_t n = strlen(config->secret) + 1;
   cddp__job_info *job =
@@ -10101,9 +10118,9 @@ static cddp_result cddp__job_info_create(cddp__host *host, const cddp__config *c
     snprintf(job->endpoint, sizeof job->endpoint, "port %d", config->port);
   else
     snprintf(job->endpoint, sizeof job->endpoint, "%.80s", config->init_method);
-  r = cddp__node_name(config, job->secret, job->node, &job->here);
+  r = cddp__node_name(config, job->secret, job->node, &job->endpoint_here);
   if (r != CDDP_OK) return r;
-  job->node_hash = (uint32_t)cddp__hash64(1, job->node, strlen(job->node)) | 1;
+  job->node_hash = (uint32_t)cddp__hash64(1, job->node, strlen(job->node)) | 1; /* not 0 */
   info = &job->table.info;
   info->version = CDDP_VERSION;
   info->world_size = (uint32_t)config->world_size;
@@ -10129,8 +10146,8 @@ static void cddp__job_info_free(cddp__host *host) {
   host->job_info = NULL;
 }
 
-/* A rank's socket on its host. purpose: "", the socket that a rank holds while its group lives;
-   "join-", the socket to which joining processes connect. */
+/* The name of a rank's socket on its host. purpose: "" for the one that it holds while its group
+   lives, "join-" for the one to which joining processes connect. */
 static cddp__address cddp__rank_socket(const cddp__job_info *job, const char *purpose, int rank) {
   cddp__address a;
   cddp__unix_name(&a, cddp__textf("%s-%s%d", job->node, purpose, rank).s);
@@ -10167,14 +10184,13 @@ static cddp_result cddp__fail_rank_taken(const cddp__job_info *job, int rank, ui
           : "an init_method");
 }
 
-/* node_hash of this process's last rendezvous. Survivors of a group form a new group with other
-   ranks while the other survivors can still hold their old ranks' sockets. */
+/* node_hash of this process's last rendezvous. Survivors of a group can form a new one, with new
+   ranks, while other survivors still hold the sockets of their old ranks. */
 static cddp__atomic_u32 cddp__last_node_hash;
 
-/* Binds this rank's socket on the host. If a living process holds its name, that process has the
-   same rank and endpoint: it belongs to another job, or the launcher gave two processes one rank.
-   This process fails, so that it does not disturb a running job. The connection to the other
-   process notifies it if it is still in its rendezvous. */
+/* Binds this rank's socket on the host. If a living process holds its name, this process fails, so
+   that it does not disturb a running job. If the other process is still in its rendezvous, it sees
+   the connection: cddp__find_second_claim. */
 static cddp_result cddp__claim_rank(cddp__rendezvous *rdv) {
   cddp__job_info *job = rdv->job;
   int rank = rdv->config->rank, tries, status;
@@ -10192,11 +10208,11 @@ static cddp_result cddp__claim_rank(cddp__rendezvous *rdv) {
       return CDDP_OK; /* a rank of the previous group holds it until it leaves that group */
     error = cddp__connect_address(&a, rdv->deadline, &fd);
     if (error == 0) (void)cddp__peer_process(fd, peer);
-    pid = peer[0];
+    pid = peer[0]; /* 0: not known */
     ended = error != 0 || (pid != 0 && ((kill((pid_t)pid, 0) != 0 && errno == ESRCH) ||
                                         cddp__exit_status(-1, pid, &status)));
     if (error == EAGAIN || (error == 0 && recv(fd, &answer, 1, MSG_DONTWAIT) == 1))
-      ended = false; /* its queue is full; or it answered this connection, and has ended since */
+      ended = false; /* its queue is full; or it answered the claim, and has ended since */
     cddp__close_fd(&fd);
     if (error == CDDP__FOREIGN_USER || pid == (uint32_t)getpid())
       return CDDP_OK; /* another user's process, or this process itself */
@@ -10212,22 +10228,21 @@ static cddp_result cddp__claim_rank(cddp__rendezvous *rdv) {
   return CDDP_OK;
 }
 
-/* The process id of another process of this user that has connected to this rank's socket because
-   it has the same rank; 0: none. */
+/* The pid of another process of this user that has connected in cddp__claim_rank; 0: none. */
 static uint32_t cddp__find_second_claim(const cddp__job_info *job) {
-  uint32_t peer[3], pid = 0;
+  uint32_t peer[3], second = 0;
   int tries;
-  for (tries = 0; tries < 64 && pid == 0 && job->claim_fd >= 0; tries++) {
+  for (tries = 0; tries < 64 && second == 0 && job->claim_fd >= 0; tries++) {
     int fd = cddp__accept(job->claim_fd);
     if (fd < 0 && errno != ECONNABORTED) break;
-    if (fd >= 0 && cddp__peer_process(fd, peer) && peer[0] != (uint32_t)getpid()) pid = peer[0];
-    if (fd >= 0) (void)!send(fd, "!", 1, MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (fd >= 0 && cddp__peer_process(fd, peer) && peer[0] != (uint32_t)getpid()) second = peer[0];
+    if (fd >= 0) (void)!send(fd, "!", 1, MSG_NOSIGNAL | MSG_DONTWAIT); /* the answer */
     cddp__close_fd(&fd);
   }
-  return pid;
+  return second;
 }
 
-/* --- registered ranks, and the settings they must share --- */
+/* --- registered ranks --- */
 
 /* NULL: no matching process has registered with this rank. */
 static cddp__registration *cddp__find_registered(const cddp__rendezvous *rdv, uint32_t rank) {
@@ -10237,7 +10252,6 @@ static cddp__registration *cddp__find_registered(const cddp__rendezvous *rdv, ui
   return NULL;
 }
 
-/* Returns CDDP_OK if the two ranks can be in one group, else an error about the difference. */
 static cddp_result cddp__compare_ranks(const cddp__rank_info *own, const cddp__rank_info *other) {
   if (other->version != own->version)
     return cddp__fail(CDDP_MISMATCH,
@@ -10263,12 +10277,12 @@ static cddp_result cddp__compare_ranks(const cddp__rank_info *own, const cddp__r
                     cddp__describe_fp_mode(own->fp_mode).s);
 }
 
-/* A rank is refused with this result and the text of cddp_error. The first one counts. */
+/* A rank is refused with result r and the text of cddp_error. The first problem counts. */
 static void cddp__note_problem(cddp__rendezvous *rdv, cddp_result r) {
   if (cddp__set_cause(&rdv->problem, r, cddp_error())) rdv->problem_at = cddp__now();
 }
 
-/* Registers a rank. One that does not match is kept too, and sets rdv->problem. */
+/* A rank that does not match is kept too, and sets rdv->problem. */
 static cddp_result cddp__register_rank(cddp__rendezvous *rdv, const cddp__rank_info *info,
                                        int node) {
   const cddp__registration *other = cddp__find_registered(rdv, info->rank);
@@ -10293,7 +10307,7 @@ static cddp_result cddp__register_rank(cddp__rendezvous *rdv, const cddp__rank_i
   entry->node = node;
   entry->link_fd = -1;
   entry->fits = r == CDDP_OK;
-  if (node == 0 && info->rank == 0) rdv->with_rank_0 = true;
+  if (node == 0 /* this one */ && info->rank == 0) rdv->with_rank_0 = true;
   if (info->world_size > rdv->expected) rdv->expected = info->world_size;
   return CDDP_OK;
 }
@@ -10317,10 +10331,11 @@ static cddp__message *cddp__receive_message(cddp__connection *c, size_t most) {
   if (c->state == CDDP__CONNECTION_PROVING || c->early) return NULL;
   m = cddp__connection_receive(c, most);
   if (m == NULL && c->got >= sizeof c->in_head && c->in_head.type == CDDP__FRAME_PIECE)
-    cddp__connection_end(c, EPROTO); /* it would be received by other functions */
+    cddp__connection_end(c, EPROTO); /* pieces are for >>hosts only */
   return m;
 }
 
+/* Sends FAIL. */
 static cddp_result cddp__send_failure(cddp__connection *c, cddp_result result, const char *text,
                                       double deadline) {
   cddp_result r = cddp__connection_post_failure(c, result, text);
@@ -10329,7 +10344,7 @@ static cddp_result cddp__send_failure(cddp__connection *c, cddp_result result, c
 
 static cddp_result cddp__report_channel_lost(const cddp__rendezvous *rdv,
                                              const cddp__channel *channel) {
-  const cddp__rank_info *info = &rdv->registered[channel->first].info;
+  const cddp__rank_info *info = &rdv->registered[channel->entry].info;
   const cddp__net *net = rdv->net;
   bool local = channel->connection.local;
   uint32_t peer[3];
@@ -10339,7 +10354,7 @@ static cddp_result cddp__report_channel_lost(const cddp__rendezvous *rdv,
                       info->rank, info->pid, info->host.name);
   if (net != NULL && local && cddp__peer_process(channel->connection.fd, peer))
     for (i = 0; i < net->size; i++)
-      if (net->ranks[i].host == net->host && net->ranks[i].pid == peer[0])
+      if (net->ranks[i].host == net->host && net->ranks[i].pid == peer[0] /* pid */)
         return cddp__fail(CDDP_PEER_LOST,
                           "rank %d (pid %u on %s) died or exited during the rendezvous", i, peer[0],
                           rdv->host->name);
@@ -10350,20 +10365,22 @@ static cddp_result cddp__report_channel_lost(const cddp__rendezvous *rdv,
                     net != NULL ? net->hosts[net->ranks[0].host].name : "");
 }
 
+/* fd -1: a closed one. On TCP both ends prove the secret first. */
 static void cddp__channel_init(cddp__rendezvous *rdv, cddp__channel *channel, int fd, bool local,
                                bool caller) {
+  cddp__connection *c = &channel->connection;
   memset(channel, 0, sizeof *channel);
-  cddp__connection_begin(&channel->connection, &rdv->host->allocator, fd, caller);
-  channel->connection.local = local;
-  channel->connection.deadline = cddp__now() + CDDP__GREETING_S;
-  if (!local && fd >= 0) /* if this fails, the connection has ended */
-    (void)cddp__connection_challenge(&channel->connection, rdv->job->secret, "rendezvous",
-                                     rdv->root.token, sizeof rdv->root.token);
+  cddp__connection_begin(c, &rdv->host->allocator, fd, caller);
+  c->local = local;
+  c->deadline = cddp__now() + CDDP__GREETING_S;
+  if (!local && fd >= 0)
+    (void)cddp__connection_challenge(c, rdv->job->secret, "rendezvous", rdv->root.token,
+                                     sizeof rdv->root.token);
 }
 
 /* The address at which other hosts reach this host. With CDDP_IFNAME: the first address of that
    interface, of the connection's family if it has one. Otherwise: the near end of connection fd,
-   which the system has chosen by route; if that is loopback, the other end is on this host. */
+   which the system has chosen by route: loopback if the other end is on this host. */
 static cddp_result cddp__own_address(int fd, cddp__address *out) {
   const char *name = cddp__env("CDDP_IFNAME");
   cddp__address list[CDDP__ADDRESSES_MAX];
@@ -10381,21 +10398,21 @@ static cddp_result cddp__own_address(int fd, cddp__address *out) {
   return CDDP_OK;
 }
 
-/* Listens on a free port of an address for ranks on other hosts. wide: those can reach this host by
-   another one, so if the job can span hosts, it listens on all addresses, of IPv6 and IPv4. */
+/* Listens for ranks on other hosts, on a free port of address `at`. wide: they can reach this host
+   at another address, so if the job can span hosts, it listens on all, of IPv6 and IPv4. */
 static cddp_result cddp__listen_for_others(const cddp__rendezvous *rdv, const cddp__address *at,
                                            bool wide, int *fd, int *port) {
-  struct sockaddr_in6 in;
+  struct sockaddr_in6 all;
   cddp__address a = *at;
-  int count;
+  int count; /* of sockets: 1 */
   cddp_result r = CDDP_NETWORK;
   cddp__address_set_port(&a, 0);
   if (wide && !cddp__one_host(rdv->config) && cddp__env("CDDP_IFNAME") == NULL) {
-    memset(&in, 0, sizeof in);
-    in.sin6_family = AF_INET6;
-    a = cddp__internet_address(&in); /* "::", which accepts IPv4 too */
+    memset(&all, 0, sizeof all);
+    all.sin6_family = AF_INET6;
+    a = cddp__internet_address(&all); /* "::", which accepts IPv4 too */
     r = cddp__listen_all(&a, 1, fd, &count);
-    if (r == CDDP_NETWORK) {
+    if (r == CDDP_NETWORK) { /* no IPv6 */
       a = *at;
       cddp__address_to_all(&a);
       cddp__address_set_port(&a, 0);
@@ -10427,7 +10444,8 @@ static void cddp__remove_child(cddp__rendezvous *rdv, size_t k) { /* the last ch
   rdv->children[k] = rdv->children[--rdv->child_count];
 }
 
-#define CDDP__FEW 8 /* connections of other hosts without a proof, if few descriptors are left */
+/* Most connections of other hosts without a proof, if few descriptors are left. */
+#define CDDP__FEW_UNPROVEN 8
 
 /* Accepts the connections at a listening socket. If too many connections have not sent RANK, the
    oldest of these is closed: a rank proves the secret and sends RANK immediately. */
@@ -10437,8 +10455,9 @@ static cddp_result cddp__accept_channels(cddp__rendezvous *rdv, int listener) {
   int tries;
   for (tries = 0; tries < 64 && listener >= 0; tries++) {
     int fd = cddp__accept(listener), error = fd < 0 ? errno : 0;
-    bool none = error == EMFILE || error == ENFILE;
+    bool none = error == EMFILE || error == ENFILE; /* no descriptor is left */
     bool few = none || (error == 0 && !cddp__has_spare_fd(fd));
+    size_t limit = !few || local ? most : none ? 1 : CDDP__FEW_UNPROVEN;
     size_t i, oldest = 0, silent = 0;
     cddp__channel *children;
     if (error == EINTR || error == ECONNABORTED) continue;
@@ -10449,12 +10468,12 @@ static cddp_result cddp__accept_channels(cddp__rendezvous *rdv, int listener) {
           (silent++ == 0 || child->connection.deadline < rdv->children[oldest].connection.deadline))
         oldest = i;
     }
-    if ((none || error == 0) && silent >= (!few || local ? most : none ? 1 : CDDP__FEW))
+    if ((none || error == 0) && silent >= limit)
       cddp__remove_child(rdv, oldest);
     else if (error != 0)
       return cddp__fail_descriptors(rdv, error, "accept of another rank");
-    if (none) continue;
-    if (few) fd = cddp__lower_fd(fd); /* else every second connection would use one more */
+    if (none) continue;               /* the removed child's descriptor is free now */
+    if (few) fd = cddp__lower_fd(fd); /* to a number that removed children have freed */
     children = (cddp__channel *)cddp__grow_array(&rdv->host->allocator, rdv->children,
                                                  &rdv->child_capacity, rdv->child_count + 1,
                                                  sizeof *children);
@@ -10463,15 +10482,15 @@ static cddp_result cddp__accept_channels(cddp__rendezvous *rdv, int listener) {
       return CDDP_OUT_OF_MEMORY;
     }
     rdv->children = children;
-    cddp__channel_init(rdv, &children[rdv->child_count++], fd, local, false);
-    if (few) return CDDP_OK; /* its RANK is read before the next connection is accepted */
+    cddp__channel_init(rdv, &children[rdv->child_count++], fd, local, CDDP__CALLED);
+    if (few) return CDDP_OK; /* read its RANK before accepting the next connection */
   }
   return CDDP_OK;
 }
 
-/* Whether the sender of a channel's first RANK is admitted. The connection of a rank of another
-   job, such as one that restarts before this job has ended, is closed: it connects again. A rank of
-   another user on this machine is refused with a text. The rendezvous continues without both. */
+/* Whether the sender of a connection's first RANK is admitted. False for a rank of another job,
+   such as one that restarts before this job has ended: it connects again. False, and FAIL, for a
+   rank of another user on this machine. */
 static bool cddp__admit_rank(const cddp__rendezvous *rdv, cddp__connection *c,
                              const cddp__rank_info *info) {
   const cddp__rank_info *own = &rdv->registered[0].info;
@@ -10487,7 +10506,7 @@ static bool cddp__admit_rank(const cddp__rendezvous *rdv, cddp__connection *c,
   return false;
 }
 
-/* Rank 0's PORT: a socket that listens for other coordinators. This rank is the root. */
+/* The root receives rank 0's PORT. */
 static cddp_result cddp__receive_port(cddp__rendezvous *rdv, cddp__connection *c,
                                       const cddp__message *m) {
   cddp__root_search *root = &rdv->root;
@@ -10503,10 +10522,10 @@ static void cddp__close_parent(cddp__rendezvous *rdv) {
   size_t i;
   cddp__connection_close(&rdv->parent.connection);
   for (i = 0; i < rdv->registered_count; i++) cddp__close_fd(&rdv->registered[i].link_fd);
-  rdv->forwarded = 0; /* the next one is told all */
+  rdv->forwarded = 0; /* the next parent gets all registrations */
 }
 
-/* A child's RANK: of itself, or of a rank below it. Sets *admitted. */
+/* A child's RANK: of itself, or of a rank below it. Sets *admitted: the message is valid. */
 static cddp_result cddp__receive_rank(cddp__rendezvous *rdv, cddp__channel *child,
                                       const cddp__message *m, bool *admitted) {
   cddp__connection *c = &child->connection;
@@ -10519,24 +10538,24 @@ static cddp_result cddp__receive_rank(cddp__rendezvous *rdv, cddp__channel *chil
   *admitted = info.pid != 0 && info.port >= 0 && info.port <= 65535 &&
               (child->known || cddp__admit_rank(rdv, c, &info));
   if (!*admitted) return CDDP_OK;
-  if (!c->local && (rdv->nodes == 1 || cddp__address_is_loopback(&rdv->address)))
+  if (!c->local && (rdv->node_count == 1 || cddp__address_is_loopback(&rdv->address)))
     r = cddp__own_address(c->fd, &rdv->address);
-  node = c->local ? 0 : child->known ? rdv->registered[child->first].node : rdv->nodes++;
+  node = c->local ? 0 : child->known ? rdv->registered[child->entry].node : rdv->node_count++;
   if (r == CDDP_OK) r = cddp__register_rank(rdv, &info, node);
   if (r != CDDP_OK || child->known) return r;
   child->known = true;
-  child->first = rdv->registered_count - 1;
-  child->awaited = rdv->registered[child->first].fits;
-  /* This rank is the root: it does not connect to another one, or to itself. */
+  child->entry = rdv->registered_count - 1;
+  child->awaited = rdv->registered[child->entry].fits;
+  /* With rank 0 as its child this rank is the root, unless another root has answered WAIT. */
   if (!c->local || info.rank != 0 || rdv->parent.awaited) return CDDP_OK;
   cddp__close_parent(rdv);
   rdv->root.blocked.s[0] = 0;
-  rdv->root.next = rdv->root.address_count; /* it publishes its own address in a launcher's store */
+  rdv->root.next = rdv->root.address_count; /* with a launcher's store: publishes its own next */
   return CDDP_OK;
 }
 
-/* Handles a child's messages. Ends the connection if it is not a rank's. The loop ends, although a
-   stranger can send without a pause: each message is valid a limited number of times. */
+/* Handles a child's messages. An invalid one ends the connection. The loop ends although a stranger
+   can send without a pause: each message is valid a limited number of times. */
 static cddp_result cddp__receive_from_child(cddp__rendezvous *rdv, cddp__channel *child) {
   cddp__connection *c = &child->connection;
   cddp__message *m;
@@ -10545,7 +10564,7 @@ static cddp_result cddp__receive_from_child(cddp__rendezvous *rdv, cddp__channel
   while (r == CDDP_OK && valid &&
          (m = cddp__receive_message(c, CDDP__ERROR_MAX)) != NULL) {
     uint32_t kind = m->head.number;
-    bool full = rdv->registered_count > 2 * CDDP__MAX_RANKS; /* no job has so many */
+    bool full = rdv->registered_count > 2 * CDDP__MAX_RANKS; /* more than any job has */
     bool failed = kind >= CDDP__FAILED;
     if (kind == CDDP__RENDEZVOUS_RANK && full) child->awaited = false;
     valid = kind == CDDP__RENDEZVOUS_PORT ? child->known : child->awaited;
@@ -10553,15 +10572,15 @@ static cddp_result cddp__receive_from_child(cddp__rendezvous *rdv, cddp__channel
       r = cddp__receive_rank(rdv, child, m, &valid);
     else if (failed && valid)
       r = cddp__fail_by_message(m);
-    else if (kind == CDDP__RENDEZVOUS_PORT && valid && c->local && /* of rank 0, matching or not */
+    else if (kind == CDDP__RENDEZVOUS_PORT && valid && c->local && /* if it fits or not */
              m->head.size == sizeof rdv->root.token && rdv->root.fd_count < CDDP__ADDRESSES_MAX &&
-             rdv->registered[child->first].info.rank == 0)
+             rdv->registered[child->entry].info.rank == 0)
       r = cddp__receive_port(rdv, c, m);
     else if (kind == CDDP__RENDEZVOUS_READY && valid && rdv->net != NULL && !child->ready)
       child->ready = true;
     else
       valid = false;
-    if (failed && valid) rdv->common = true;
+    if (failed && valid) rdv->common_failure = true;
     if (!valid) cddp__connection_end(c, EPROTO);
     cddp__free(c->in.allocator, m);
   }
@@ -10571,8 +10590,7 @@ static cddp_result cddp__receive_from_child(cddp__rendezvous *rdv, cddp__channel
 
 /* --- the parent --- */
 
-/* Checks a table of ranks, and completes it: this rank and its host, the ranks' numbers on their
-   hosts. */
+/* Checks a table of ranks. Completes it: this rank and its host, each rank's index on its host. */
 static bool cddp__check_table(cddp__net *net, int rank) {
   int i;
   net->rank = rank;
@@ -10581,28 +10599,28 @@ static bool cddp__check_table(cddp__net *net, int rank) {
     net->hosts[i].size = 0;
   }
   for (i = 0; i < net->size; i++) {
-    cddp__rank_entry *p = &net->ranks[i];
-    if (p->host < 0 || p->host >= net->host_count || p->pid == 0 || p->port < 0 || p->port > 65535)
+    cddp__rank_entry *entry = &net->ranks[i];
+    if (entry->host < 0 || entry->host >= net->host_count || entry->pid == 0 || entry->port < 0 ||
+        entry->port > 65535)
       return false;
-    p->index = net->hosts[p->host].size++;
+    entry->index = net->hosts[entry->host].size++;
   }
   for (i = 0; i < net->host_count && net->hosts[i].size > 0; i++) {}
   net->host = net->ranks[rank].host;
   return i == net->host_count && net->ranks[rank].pid == (uint32_t)getpid();
 }
 
-/* Takes the table of ranks from a TABLE. A coordinator has sent with it the descriptors of the
-   memory and, with several hosts, of this rank's listening socket for links. */
+/* Takes over a TABLE, and the descriptors that a coordinator has sent with it. */
 static cddp_result cddp__take_table(cddp__rendezvous *rdv, const cddp__message *m) {
   cddp__connection *c = &rdv->parent.connection;
   int ranks = rdv->config->world_size;
-  size_t size = (size_t)m->head.size, least = cddp__table_bytes(ranks, 0),
-         hosts = size > least ? (size - least) / sizeof(cddp__host_entry) : 0;
+  size_t size = (size_t)m->head.size, without_hosts = cddp__table_bytes(ranks, 0),
+         hosts = size > without_hosts ? (size - without_hosts) / sizeof(cddp__host_entry) : 0;
   if (hosts == 0 || hosts > (size_t)ranks || size != cddp__table_bytes(ranks, (int)hosts))
     return cddp__fail(CDDP_MISMATCH, "the rank table has a wrong size");
   rdv->net = cddp__net_new(&rdv->host->allocator, ranks, (int)hosts);
   if (rdv->net == NULL) return CDDP_OUT_OF_MEMORY;
-  memcpy(rdv->net->token, m + 1, size);
+  memcpy(rdv->net->token, m + 1, size); /* hosts and ranks are behind the token */
   if (!cddp__check_table(rdv->net, rdv->config->rank)) {
     cddp__net_release(rdv->net);
     rdv->net = NULL;
@@ -10617,7 +10635,7 @@ static cddp_result cddp__take_table(cddp__rendezvous *rdv, const cddp__message *
   return CDDP_OK;
 }
 
-/* Fails because a port on another host cannot be reached. The text names both ends and the cure. */
+/* listener: the process that has the port. */
 static cddp_result cddp__fail_blocked(const cddp__rendezvous *rdv, const cddp__address *a,
                                       const char *listener, int error) {
   const char *here = rdv->host->name;
@@ -10633,25 +10651,23 @@ static cddp_result cddp__fail_blocked(const cddp__rendezvous *rdv, const cddp__a
                                     : "");
 }
 
-/* Seconds that a connection to another host may take before its port counts as blocked. */
 static double cddp__blocked_s(const cddp__rendezvous *rdv) {
   double third = rdv->config->timeout_s / 3;
   return third < CDDP__BLOCKED_S ? third : CDDP__BLOCKED_S;
 }
 
-/* Where rank 0 listens, for error texts. */
+/* Where rank 0 listens, for error texts: host:port, or a URL. */
 static const char *cddp__endpoint_name(const cddp__config *config) {
   return config->init_method + (config->port != 0 ? strlen("tcp://") : 0);
 }
 
-/* A try to reach the store or the root takes longer than the one before, up to 8 s. Between the
-   tries this rank's clients are served. */
+/* A try to reach the store or the root takes longer than the one before, up to 8 s; after a problem
+   it is short. Between the tries this rank's clients are served. */
 static double cddp__try_deadline(const cddp__rendezvous *rdv) {
   double seconds = cddp__has_cause(&rdv->problem) ? 0.25 : rdv->root.try_s;
   return cddp__earlier_deadline(seconds, rdv->deadline);
 }
 
-/* The options of the job's store: the launcher's, or the file. */
 static cddp__store_options cddp__store_options_of(const cddp__rendezvous *rdv) {
   cddp__store_options o;
   memset(&o, 0, sizeof o);
@@ -10665,9 +10681,9 @@ static cddp__store_options cddp__store_options_of(const cddp__rendezvous *rdv) {
   return o;
 }
 
-/* After a failure with the text of cddp_error: fails with r, or, if another try can succeed (r is
-   CDDP_NETWORK or CDDP_TIMEOUT), sets the time of the next try. */
-static cddp_result cddp__look_again(cddp__rendezvous *rdv, cddp_result r, bool stops) {
+/* After a try to find the root has failed with r and the text of cddp_error: fails too, or, if
+   another try can succeed (CDDP_NETWORK, CDDP_TIMEOUT), sets its time. port_blocked: see root. */
+static cddp_result cddp__look_again(cddp__rendezvous *rdv, cddp_result r, bool port_blocked) {
   const cddp__config *config = rdv->config;
   cddp__root_search *root = &rdv->root;
   double now = cddp__now();
@@ -10676,17 +10692,17 @@ static cddp_result cddp__look_again(cddp__rendezvous *rdv, cddp_result r, bool s
     cddp__append(cddp__error_text, sizeof cddp__error_text,
                  "; set MASTER_PORT to a free port, the same on all ranks");
   cddp__append_origin(config, r);
-  if (r != CDDP_NETWORK && r != CDDP_TIMEOUT) return r == CDDP_MISMATCH ? CDDP_NETWORK : r;
+  if (r == CDDP_MISMATCH) return CDDP_NETWORK; /* another program has the port */
+  if (r != CDDP_NETWORK && r != CDDP_TIMEOUT) return r;
   root->blocked = cddp__textf("rank %d on %s: %s", config->rank, rdv->host->name, cddp_error());
-  root->stops = stops;
+  root->port_blocked = port_blocked;
   root->next_look = now;
-  if (root->next < root->address_count) return CDDP_OK; /* another address of the same host */
-  root->next_look += root->pause * (0.5 + (double)jitter / 1024);
+  if (root->next < root->address_count) return CDDP_OK;           /* the next address immediately */
+  root->next_look += root->pause * (0.5 + (double)jitter / 1024); /* factor 0.5 to 1.5 */
   root->pause = root->pause < 0.125 ? 2 * root->pause : 0.25;
   return CDDP_OK;
 }
 
-/* Reads the root's addresses from the file. */
 static cddp_result cddp__read_root_file(cddp__rendezvous *rdv) {
   cddp__root_search *root = &rdv->root;
   cddp__store_options o = cddp__store_options_of(rdv);
@@ -10702,48 +10718,48 @@ static cddp_result cddp__read_root_file(cddp__rendezvous *rdv) {
   return CDDP_OK;
 }
 
-/* The connection to the root has ended before WAIT, or connect(2) has failed with an error. If the
-   address is in a store or a file, it can be that of an earlier job. */
+/* The connection to the root has ended before WAIT (error 0), or connect(2) has failed with an
+   error. An address from a store or a file can be an earlier job's: then this rank tries again. */
 static cddp_result cddp__lose_root(cddp__rendezvous *rdv, int error) {
   cddp__root_search *root = &rdv->root;
-  const cddp__address at = root->addresses[root->next - 1], *a = &at; /* the file can replace it */
+  const cddp__address at = root->addresses[root->next - 1]; /* a copy: the file can replace it */
   const cddp__challenge *challenge = &rdv->parent.connection.challenge;
-  unsigned char token[sizeof root->token];
-  bool stops = root->store != NULL && error != 0;
+  unsigned char old_token[sizeof root->token];
+  bool port_blocked = root->store != NULL && error != 0;
   cddp_result r = CDDP_NETWORK;
   if (error == EMFILE || error == ENFILE)
     return cddp__fail_descriptors(rdv, error, "connection to another host");
-  if (error == 0 && challenge->state > CDDP__CHALLENGE_PROVEN) {
-    r = cddp__fail_refused(&rdv->parent.connection, cddp__describe_address(a).s);
+  if (error == 0 && challenge->state > CDDP__CHALLENGE_PROVEN) { /* refused */
+    r = cddp__fail_refused(&rdv->parent.connection, cddp__describe_address(&at).s);
   } else if (error == 0 && challenge->state == CDDP__CHALLENGE_PROVEN) {
     cddp__fail(r, "the process at %s belongs to another job, or has just ended",
-               cddp__describe_address(a).s);
+               cddp__describe_address(&at).s);
   } else {
     root->closed = root->closed || error == 0 || error == ECONNRESET;
-    r = cddp__fail_connect(a, error, &root->closed_since);
+    r = cddp__fail_connect(&at, error, &root->closed_since);
   }
-  memcpy(token, root->token, sizeof token);
+  memcpy(old_token, root->token, sizeof old_token);
   if (r != CDDP_NETWORK && root->store != NULL &&
       (rdv->config->client_only || cddp__read_root_file(rdv) != CDDP_OK ||
-       memcmp(token, root->token, sizeof token) != 0))
+       memcmp(old_token, root->token, sizeof old_token) != 0))
     r = CDDP_NETWORK;
-  if (stops)
-    cddp__fail_blocked(rdv, a, "the process that coordinates the rendezvous", error);
+  if (port_blocked)
+    cddp__fail_blocked(rdv, &at, "the process that coordinates the rendezvous", error);
   else if (r == CDDP_NETWORK)
     cddp__fail_in(r,
                   "no connection to rank 0 at %s: rank 0 has not started, the address is wrong, or "
                   "a firewall blocks the port. Last error: ",
                   cddp__endpoint_name(rdv->config));
-  if (root->next >= root->address_count) {
+  if (root->next >= root->address_count) { /* all were tried */
     if (!root->closed) root->closed_since = 0;
     root->closed = false;
   }
   cddp__close_parent(rdv);
-  return cddp__look_again(rdv, r, stops);
+  return cddp__look_again(rdv, r, port_blocked);
 }
 
-/* Handles the parent's messages. If it ends before WAIT, this rank looks for another one. The loop
-   ends: each message is valid a limited number of times. */
+/* Handles the parent's messages. If the connection ends before WAIT, this rank looks for another
+   parent. */
 static cddp_result cddp__receive_from_parent(cddp__rendezvous *rdv) {
   cddp__connection *c = &rdv->parent.connection;
   int ranks = rdv->config->world_size;
@@ -10753,7 +10769,7 @@ static cddp_result cddp__receive_from_parent(cddp__rendezvous *rdv) {
   bool valid = true;
   while (r == CDDP_OK && valid && (m = cddp__receive_message(c, most)) != NULL) {
     if (m->head.number >= CDDP__FAILED) {
-      rdv->common = true;
+      rdv->common_failure = true;
       r = cddp__fail_by_message(m);
     } else if (m->head.number == CDDP__RENDEZVOUS_WAIT && !rdv->parent.awaited) {
       rdv->parent.awaited = true;
@@ -10774,7 +10790,7 @@ static cddp_result cddp__receive_from_parent(cddp__rendezvous *rdv) {
   if (rdv->net != NULL) return CDDP_OK; /* all ranks are ready */
   if (!c->local) return cddp__lose_root(rdv, 0);
   cddp__close_parent(rdv);
-  cddp__sleep(0.001);
+  cddp__sleep(0.001); /* then this rank connects to its node again */
   return CDDP_OK;
 }
 
@@ -10783,10 +10799,10 @@ static bool cddp__has_news(const cddp__connection *c) {
   return c->fd >= 0 && (c->ready || c->state == CDDP__CONNECTION_ENDED);
 }
 
-/* Waits until a time, at most 50 ms, and handles messages, new and lost connections, and claims of
-   this rank's socket name. */
+/* Waits until a time, at most 50 ms. Handles messages, new and lost connections, second claims. */
 static cddp_result cddp__poll_channels(cddp__rendezvous *rdv, double until) {
   const cddp_allocator *allocator = &rdv->host->allocator;
+  cddp__connection *parent = &rdv->parent.connection;
   int listeners[2 + CDDP__ADDRESSES_MAX] = {rdv->job->claim_fd, rdv->node_socket};
   size_t i, n = rdv->child_count, listener_count = 2;
   cddp__connection **list =
@@ -10795,8 +10811,8 @@ static cddp_result cddp__poll_channels(cddp__rendezvous *rdv, double until) {
   cddp_result r;
   if (list == NULL) return CDDP_OUT_OF_MEMORY;
   for (i = 0; i < n; i++) list[i] = &rdv->children[i].connection;
-  list[n] = &rdv->parent.connection;
-  if (rdv->node_socket >= 0 && rdv->net == NULL) /* else rank 0's coordinator listens */
+  list[n] = parent;
+  if (rdv->node_socket >= 0 && rdv->net == NULL) /* as a client, rank 0 does not accept */
     for (i = 0; i < (size_t)rdv->root.fd_count; i++) listeners[listener_count++] = rdv->root.fds[i];
   r = cddp__connections_poll(allocator, list, n + 1, listeners, listener_count,
                              cddp__earlier_deadline(0.05, until));
@@ -10807,34 +10823,34 @@ static cddp_result cddp__poll_channels(cddp__rendezvous *rdv, double until) {
     if (cddp__has_news(c)) r = cddp__receive_from_child(rdv, child);
     if (c->state != CDDP__CONNECTION_ENDED && (child->known || cddp__now() <= c->deadline))
       continue;
-    rdv->root.refused += c->challenge.state == CDDP__CHALLENGE_WRONG;
+    rdv->root.refused_count += c->challenge.state == CDDP__CHALLENGE_WRONG;
     cddp__remove_child(rdv, i);
   }
-  if (r == CDDP_OK && listeners[0] >= 0 && (pid = cddp__find_second_claim(rdv->job)) != 0) {
+  if (r == CDDP_OK && listeners[0] /* claim_fd */ >= 0 &&
+      (pid = cddp__find_second_claim(rdv->job)) != 0) {
     cddp__rank_info info = rdv->registered[0].info;
     info.pid = pid; /* another process with this rank */
     r = cddp__register_rank(rdv, &info, 0);
   }
-  if (r == CDDP_OK && cddp__has_news(&rdv->parent.connection)) r = cddp__receive_from_parent(rdv);
-  if (r == CDDP_OK && rdv->parent.connection.state == CDDP__CONNECTION_PROVING &&
-      cddp__now() > rdv->parent.connection.deadline)
+  if (r == CDDP_OK && cddp__has_news(parent)) r = cddp__receive_from_parent(rdv);
+  if (r == CDDP_OK && parent->state == CDDP__CONNECTION_PROVING && cddp__now() > parent->deadline)
     cddp__close_parent(rdv); /* it is silent: the next address is tried, or this one again */
   for (i = 1; i < listener_count && r == CDDP_OK; i++) r = cddp__accept_channels(rdv, listeners[i]);
   return r;
 }
 
 /* --- how a coordinator finds the root, or becomes the root ---
-   Rank 0 listens at the job's endpoint. If it is a client, it passes the socket to its coordinator,
-   which is the root: PORT. Coordinators of other nodes connect to MASTER_ADDR, and both ends prove
-   the secret. If all ranks are on one node, nobody connects.
+   Rank 0 listens at the job's endpoint. If rank 0 is a client, it sends the socket to its
+   coordinator, which is the root: PORT. Coordinators of other nodes connect to MASTER_ADDR, and
+   both ends prove the secret.
      file://            Rank 0 listens on free ports. It writes their addresses and a random token
                         to the file, which it locks during the rendezvous.
-     launcher's store   Another program listens at MASTER_PORT, and serves a store there. The root
-                        listens on a free port, and writes its address and a token to the store. */
+     launcher's store   The root listens on a free port, and writes its address and a random token
+                        to the store. */
 
-/* The root of a job with a launcher's store: listens for other coordinators, and writes its address
-   to the store: that of its connection to the store. If that is loopback, or the store has several
-   addresses, others can come to another one: then it listens on all. */
+/* The root of a job with a launcher's store listens for other coordinators, and writes its address
+   to the store: the near end of this connection. If that is loopback, or the store has several
+   addresses, others can use another address of this host: then it listens on all. */
 static cddp_result cddp__publish_root(cddp__rendezvous *rdv) {
   cddp__root_search *root = &rdv->root;
   const char *key = root->key;
@@ -10856,13 +10872,12 @@ static cddp_result cddp__publish_root(cddp__rendezvous *rdv) {
   q.values[0] = cddp__span_of(&value, sizeof value);
   r = cddp__store_run(root->store, &q, 0);
   if (r == CDDP_OK) return r;
-  cddp__close_fd(&root->fds[0]); /* it is published later */
+  cddp__close_fd(&root->fds[0]); /* a later try opens another one */
   root->fd_count = 0;
   return r;
 }
 
-/* Opens the launcher's store, or asks it for the root's address. Between two tries the caller
-   serves this rank's clients. */
+/* Opens the launcher's store unless open. Reads or, on the root, writes the root's address. */
 static cddp_result cddp__ask_store(cddp__rendezvous *rdv) {
   cddp__root_search *root = &rdv->root;
   const char *key = root->key;
@@ -10871,8 +10886,8 @@ static cddp_result cddp__ask_store(cddp__rendezvous *rdv) {
   cddp__request q;
   cddp__root_key value;
   socklen_t size = sizeof a[1].sa;
-  size_t n = 0;
-  bool there = false;
+  size_t value_size = 0;
+  bool found = false;
   cddp_result r = CDDP_OK;
   if (root->store == NULL) {
     r = cddp__store_open_client(&root->store, &o);
@@ -10882,21 +10897,22 @@ static cddp_result cddp__ask_store(cddp__rendezvous *rdv) {
   if (r != CDDP_OK) return r;
   root->try_s = 0.25;
   root->store->timeout_s = rdv->deadline - cddp__now();
-  if (root->store->timeout_s < 0.2) root->store->timeout_s = 0.2; /* the caller's text counts */
+  if (root->store->timeout_s < 0.2) root->store->timeout_s = 0.2; /* time for an answer */
   if (rdv->with_rank_0) {
     r = cddp__publish_root(rdv);
   } else {
     q = cddp__request_of(CDDP__STORE_CHECK, &key, 1);
     r = cddp__store_run(root->store, &q, 0);
-    there = r == CDDP_OK && q.number == 0;
+    found = r == CDDP_OK && q.number == 0;
     q = cddp__request_of(CDDP__STORE_GET, &key, 1);
     q.out = &value;
     q.capacity = sizeof value;
-    q.size = &n;
-    if (there) r = cddp__store_run(root->store, &q, 0);
+    q.size = &value_size;
+    if (found) r = cddp__store_run(root->store, &q, 0);
     if (r == CDDP_INVALID_ARGUMENT) r = CDDP_OK; /* another program's value, with another size */
   }
-  if (r == CDDP_OK && n == sizeof value && cddp__local_address(root->store->connection.fd, &here)) {
+  if (r == CDDP_OK && value_size == sizeof value &&
+      cddp__local_address(root->store->connection.fd, &here)) {
     memcpy(root->token, value.token, sizeof root->token);
     root->address_count = 1;
     a[0] = cddp__internet_address(&value.address);
@@ -10915,7 +10931,7 @@ static cddp_result cddp__ask_store(cddp__rendezvous *rdv) {
   return r;
 }
 
-/* Sets the root's addresses: none yet if it has not written them to a store. */
+/* Finds the root's addresses. With a store there is none until the root has written it. */
 static cddp_result cddp__find_addresses(cddp__rendezvous *rdv) {
   const cddp__config *config = rdv->config;
   cddp__root_search *root = &rdv->root;
@@ -10934,19 +10950,17 @@ static cddp_result cddp__find_addresses(cddp__rendezvous *rdv) {
   return r;
 }
 
-/* Whether this rank is a coordinator that has to find the root or, with a launcher's store, to
-   publish itself as the root. */
 static bool cddp__looks_for_root(const cddp__rendezvous *rdv) {
   return rdv->node_socket >= 0 && rdv->parent.connection.fd < 0 &&
          (!rdv->with_rank_0 || (rdv->config->client_only && rdv->root.fd_count == 0));
 }
 
-/* A coordinator that has not found all ranks on its node connects to the root. Of a job with a
-   launcher's store: or becomes the root. */
+/* A coordinator that has not found all ranks on its node begins to connect to the root or, with a
+   launcher's store, becomes it. */
 static cddp_result cddp__find_root(cddp__rendezvous *rdv) {
   cddp__root_search *root = &rdv->root;
   double start = rdv->deadline - rdv->config->timeout_s, deadline = cddp__try_deadline(rdv),
-         most = 0.02 + 1e-5 * rdv->config->world_size; /* seconds between two looks into a store */
+         most_pause = 0.02 + 1e-5 * rdv->config->world_size; /* between two looks into a store */
   int fd, error;
   cddp_result r = CDDP_OK;
   if (cddp__now() < root->next_look) return CDDP_OK;
@@ -10961,35 +10975,35 @@ static cddp_result cddp__find_root(cddp__rendezvous *rdv) {
     if (r != CDDP_OK) return cddp__look_again(rdv, r, false);
     root->blocked.s[0] = 0;
   }
-  if (root->fd_count > 0) return CDDP_OK; /* this rank's address is in the store */
-  if (root->address_count == 0) {         /* the root's is not */
+  if (root->fd_count > 0) return CDDP_OK; /* this rank is the root: its address is published */
+  if (root->address_count == 0) {         /* the root's is not published yet */
     root->next_look = cddp__now() + root->pause;
-    root->pause = 2 * root->pause < most ? 2 * root->pause : most;
+    root->pause = 2 * root->pause < most_pause ? 2 * root->pause : most_pause;
     return CDDP_OK;
   }
   if (root->try_s < 8) root->try_s *= 2;
   error = cddp__connect_address(&root->addresses[root->next++], deadline, &fd);
   if (error != 0) return cddp__lose_root(rdv, error);
-  cddp__channel_init(rdv, &rdv->parent, fd, false, true);
+  cddp__channel_init(rdv, &rdv->parent, fd, false /* TCP */, CDDP__CALLER);
   r = cddp__fail(CDDP_NETWORK,
                  "the program at %s accepted a connection and sent nothing: it is another program, "
                  "or rank 0 has not yet called cddp_init or is suspended",
                  cddp__describe_address(&root->addresses[root->next - 1]).s);
-  r = cddp__look_again(rdv, r, false); /* the text for the case that it stays silent */
+  r = cddp__look_again(rdv, r, false); /* prepares for the case that it stays silent */
   return r == CDDP_OK ? cddp__own_address(fd, &rdv->address) : r;
 }
 
 /* This process has RANK 0, but MASTER_ADDR is no address of its host. If a process at MASTER_ADDR
-   has RANK 0 too (for example --node-rank 0 on two hosts), registering there makes all its ranks
-   fail with a text that names both processes. Otherwise this rank's error text stays. */
+   has RANK 0 too (for example --node-rank 0 on two hosts), registering with it makes both jobs fail
+   with a text that names both processes. Else this fails with r and the text of cddp_error. */
 static cddp_result cddp__ask_other_root(cddp__rendezvous *rdv, cddp_result r) {
   const cddp__rank_info *own = &rdv->registered[0].info;
   cddp__root_search *root = &rdv->root;
   cddp__connection *c = &rdv->parent.connection;
   double deadline = cddp__earlier_deadline(3 * CDDP__PROBLEM_S, rdv->deadline);
-  char text[CDDP__ERROR_MAX];
+  char own_text[CDDP__ERROR_MAX];
   cddp_result answer = CDDP_OK;
-  snprintf(text, sizeof text, "%s", cddp_error());
+  snprintf(own_text, sizeof own_text, "%s", cddp_error());
   root->try_s = 1;
   root->next_look = 0;
   if (cddp__find_addresses(rdv) == CDDP_OK && !cddp__address_is_local(&root->addresses[0]))
@@ -10998,10 +11012,10 @@ static cddp_result cddp__ask_other_root(cddp__rendezvous *rdv, cddp_result r) {
     (void)cddp__send_message(c, CDDP__RENDEZVOUS_RANK, own, sizeof *own, NULL, deadline);
   while (answer == CDDP_OK && c->fd >= 0 && cddp__wait_fd(c->fd, POLLIN, deadline) == CDDP_OK)
     answer = cddp__receive_from_parent(rdv);
-  return answer == CDDP_INVALID_ARGUMENT ? answer : cddp__fail(r, "%s", text);
+  if (answer == CDDP_INVALID_ARGUMENT) return answer; /* the text with both processes */
+  return cddp__fail(r, "%s", own_text);
 }
 
-/* Rank 0 locks the file and listens on free ports, whose addresses it writes to the file. */
 static cddp_result cddp__serve_file(cddp__rendezvous *rdv) {
   cddp__root_search *root = &rdv->root;
   cddp__store_options o = cddp__store_options_of(rdv);
@@ -11021,7 +11035,6 @@ static cddp_result cddp__serve_file(cddp__rendezvous *rdv) {
   return r == CDDP_OK ? r : cddp__fail_in(r, "%s: ", rdv->config->init_method);
 }
 
-/* Rank 0 listens at the job's endpoint, unless a launcher does. */
 static cddp_result cddp__serve_endpoint(cddp__rendezvous *rdv) {
   const cddp__config *config = rdv->config;
   cddp__root_search *root = &rdv->root;
@@ -11046,20 +11059,20 @@ static cddp_result cddp__serve_endpoint(cddp__rendezvous *rdv) {
   return r;
 }
 
-/* Closes the sockets for coordinators. After a success rank 0 keeps its port, without listening,
-   while the group lives: else the system could give the port to the next job that asks for a free
-   one, and the two jobs would have one endpoint. shutdown(2) ends the root's copy too. */
+/* Closes the sockets for coordinators. With `keep` rank 0 keeps its port, without listening, while
+   the group lives: else the system could give the port to the next job that asks for a free one,
+   and the two jobs would have one endpoint. shutdown(2) ends the root's copy too. */
 static void cddp__close_port(cddp__rendezvous *rdv, bool keep) {
   cddp__root_search *root = &rdv->root;
-  bool own = rdv->config->rank == 0, named;
+  bool is_rank_0 = rdv->config->rank == 0, has_address;
   cddp__address a;
   while (root->fd_count > 0) {
     int *fd = &root->fds[--root->fd_count];
-    named = cddp__local_address(*fd, &a);
-    if (own) shutdown(*fd, SHUT_RDWR);
-    if (own && keep && named && a.sa.ss_family != AF_UNIX)
-      (void)!bind(*fd, &a.any, a.size); /* shutdown(2) gives back a port of the system's choice */
-    if (own && keep && root->fd_count == 0)
+    has_address = cddp__local_address(*fd, &a);
+    if (is_rank_0) shutdown(*fd, SHUT_RDWR);
+    if (is_rank_0 && keep && has_address && a.sa.ss_family != AF_UNIX)
+      (void)!bind(*fd, &a.any, a.size); /* again: shutdown(2) frees a port chosen by the system */
+    if (is_rank_0 && keep && root->fd_count == 0)
       rdv->job->port_fd = *fd;
     else
       cddp__close_fd(fd);
@@ -11068,7 +11081,6 @@ static void cddp__close_port(cddp__rendezvous *rdv, bool keep) {
 
 /* --- the steps of a rendezvous --- */
 
-/* Begins a rendezvous: registers this rank. */
 static cddp_result cddp__rendezvous_init(cddp__rendezvous *rdv, const cddp__config *config,
                                          cddp__host *host) {
   cddp__root_search *root = &rdv->root;
@@ -11077,21 +11089,21 @@ static cddp_result cddp__rendezvous_init(cddp__rendezvous *rdv, const cddp__conf
   rdv->host = host;
   rdv->job = host->job_info;
   rdv->deadline = cddp__now() + config->timeout_s;
-  cddp__channel_init(rdv, &rdv->parent, -1, true, true);
+  cddp__channel_init(rdv, &rdv->parent, -1, true /* local */, CDDP__CALLER);
   rdv->memory_fd = rdv->node_socket = -1;
-  rdv->nodes = 1;
+  rdv->node_count = 1;
   rdv->expected = (uint32_t)config->world_size;
   snprintf(root->key, sizeof root->key, "%s/meeting", config->run);
   root->try_s = 0.25;
   root->pause = 0.002;
   root->next_look = cddp__now() + 0.002; /* all ranks can be on this node */
-  if (!config->client_only && rdv->job->here && cddp__env("CDDP_HOST_ID") == NULL)
-    root->next_look = cddp__earlier_deadline(0.1 + 4e-3 * config->world_size, /* rank 0 will be, */
-                                             cddp__now() + config->timeout_s / 8); /* if soon */
+  if (!config->client_only && rdv->job->endpoint_here && cddp__env("CDDP_HOST_ID") == NULL)
+    root->next_look = /* later: rank 0, whose address this host has, is probably on this node */
+        cddp__earlier_deadline(0.1 + 4e-3 * config->world_size,
+                               cddp__now() + config->timeout_s / 8);
   return cddp__register_rank(rdv, &rdv->job->table.info, 0);
 }
 
-/* Binds the node's socket, or connects to the rank that has bound it. */
 static cddp_result cddp__connect_node(cddp__rendezvous *rdv) {
   cddp__address a;
   int error, fd;
@@ -11111,7 +11123,7 @@ static cddp_result cddp__connect_node(cddp__rendezvous *rdv) {
                       "host connect; set CDDP_SECRET, or another MASTER_PORT");
   if (error == 0) {
     CDDP__POINT("follow");
-    cddp__channel_init(rdv, &rdv->parent, fd, true, true);
+    cddp__channel_init(rdv, &rdv->parent, fd, true /* local */, CDDP__CALLER);
   } else if (error == ECONNREFUSED || error == EAGAIN || error == EINTR) {
     cddp__sleep(0.001); /* the coordinator does not listen yet, or has just ended */
   } else {
@@ -11120,75 +11132,78 @@ static cddp_result cddp__connect_node(cddp__rendezvous *rdv) {
   return CDDP_OK;
 }
 
-/* Sends the parent the ranks that it does not know yet, and rank 0's port. An error of a send shows
-   when the parent's answer is read. After a failure of this rank FAIL follows, which the parent
-   accepts only after RANK. */
+/* Sends the parent the ranks that it does not know yet, and rank 0's port. A send's error is found
+   when the parent's answer is read. RANK is sent even if this fails, as the parent accepts the FAIL
+   that follows only after RANK. */
 static cddp_result cddp__inform_parent(cddp__rendezvous *rdv) {
   cddp__connection *c = &rdv->parent.connection;
   cddp_result r = CDDP_OK;
   while (r == CDDP_OK && rdv->forwarded < rdv->registered_count) {
     cddp__registration *entry = &rdv->registered[rdv->forwarded++];
-    cddp__text why;
+    cddp__text failure;
     int k;
     if (!c->local && entry->fits) r = cddp__listen_for_links(rdv, entry);
-    why = cddp__textf("%s", cddp_error());
+    failure = cddp__textf("%s", cddp_error());
     CDDP__POINT("hello");
     (void)cddp__send_message(c, CDDP__RENDEZVOUS_RANK, &entry->info, sizeof entry->info, NULL,
                              rdv->deadline);
-    for (k = 0; k < rdv->root.fd_count && entry == rdv->registered && c->local; k++) {
+    for (k = 0; k < rdv->root.fd_count && entry == rdv->registered /* own */ && c->local; k++) {
       int fds[2] = {rdv->root.fds[k], -1};
       (void)cddp__send_message(c, CDDP__RENDEZVOUS_PORT, rdv->root.token, sizeof rdv->root.token,
                                fds, rdv->deadline);
     }
-    if (r != CDDP_OK) cddp__fail(r, "%s", why.s);
+    if (r != CDDP_OK) cddp__fail(r, "%s", failure.s);
     CDDP__POINT("greeted");
   }
   return r;
 }
 
-/* The root: builds the table when all ranks have registered. A node that reached the root by
-   loopback is on its host (containers of one pod), and gets its address. */
+/* The root builds the table when all ranks have registered. A node that reached it by loopback (a
+   container of the same pod) gets the root's address. */
 static cddp_result cddp__build_table(cddp__rendezvous *rdv) {
+  cddp__net *net;
   cddp__address a;
   size_t i;
   cddp_result r = CDDP_OK;
-  for (i = 0; i < rdv->registered_count && rdv->nodes > 1 && r == CDDP_OK; i++)
+  for (i = 0; i < rdv->registered_count && rdv->node_count > 1 && r == CDDP_OK; i++)
     if (rdv->registered[i].node == 0) r = cddp__listen_for_links(rdv, &rdv->registered[i]);
   if (r != CDDP_OK) return r;
-  rdv->net = cddp__net_new(&rdv->host->allocator, rdv->config->world_size, rdv->nodes);
-  if (rdv->net == NULL) return CDDP_OUT_OF_MEMORY;
+  rdv->net = cddp__net_new(&rdv->host->allocator, rdv->config->world_size, rdv->node_count);
+  net = rdv->net;
+  if (net == NULL) return CDDP_OUT_OF_MEMORY;
   for (i = 0; i < rdv->registered_count; i++) {
     const cddp__rank_info *info = &rdv->registered[i].info;
-    cddp__rank_entry *p = &rdv->net->ranks[info->rank];
-    p->host = rdv->registered[i].node;
-    p->pid = info->pid;
-    p->port = info->port;
-    rdv->net->hosts[p->host] = info->host;
+    cddp__rank_entry *entry = &net->ranks[info->rank];
+    entry->host = rdv->registered[i].node;
+    entry->pid = info->pid;
+    entry->port = info->port;
+    net->hosts[entry->host] = info->host;
     a = cddp__internet_address(&info->host.address);
-    if (cddp__address_is_loopback(&a)) rdv->net->hosts[p->host].address = rdv->address.v6;
+    if (cddp__address_is_loopback(&a)) net->hosts[entry->host].address = rdv->address.v6;
   }
-  (void)cddp__check_table(rdv->net, rdv->config->rank); /* only completes it */
-  return cddp__random(rdv->net->token, 16);
+  (void)cddp__check_table(net, rdv->config->rank); /* only completes it */
+  return cddp__random(net->token, 16);
 }
 
-/* This rank takes over a checked table: its listening socket, the secret for links. A client
-   does not fit if its rank belongs to another process in the table (two have one rank). */
+/* Sets this rank's listener and the secret for links. A client that has the same rank as another
+   process, which is in the table, does not fit. */
 static cddp_result cddp__use_table(cddp__rendezvous *rdv) {
   cddp__net *net = rdv->net;
   size_t i;
   for (i = 0; i < rdv->registered_count; i++) {
     cddp__registration *entry = &rdv->registered[i];
-    const cddp__rank_entry *p = &net->ranks[entry->info.rank % (uint32_t)net->size];
-    if (!entry->fits || entry->node != 0 || (p->host == net->host && p->pid == entry->info.pid))
+    const cddp__rank_entry *listed = &net->ranks[entry->info.rank % (uint32_t)net->size];
+    if (!entry->fits || entry->node != 0 ||
+        (listed->host == net->host && listed->pid == entry->info.pid))
       continue;
     entry->fits = false;
-    cddp__note_problem(rdv, cddp__fail_rank_taken(rdv->job, (int)entry->info.rank, p->pid,
-                                                  net->hosts[p->host].name, entry->info.pid,
+    cddp__note_problem(rdv, cddp__fail_rank_taken(rdv->job, (int)entry->info.rank, listed->pid,
+                                                  net->hosts[listed->host].name, entry->info.pid,
                                                   entry->info.host.name));
   }
   for (i = 0; i < rdv->child_count; i++)
     rdv->children[i].awaited =
-        rdv->children[i].known && rdv->registered[rdv->children[i].first].fits;
+        rdv->children[i].known && rdv->registered[rdv->children[i].entry].fits;
   net->listener = rdv->registered[0].link_fd;
   rdv->registered[0].link_fd = -1;
   if (rdv->job->secret[0] == 0 || rdv->config->launcher_secret || net->host_count == 1)
@@ -11197,41 +11212,40 @@ static cddp_result cddp__use_table(cddp__rendezvous *rdv) {
   return net->secret != NULL ? CDDP_OK : CDDP_OUT_OF_MEMORY;
 }
 
-/* Coordinators: checks that the ports of up to 32 ranks on other hosts can be reached. All ranks
-   wait for the coordinators, so a blocked port is reported to all. Without this check one rank
-   would find out when it makes a link, much later. A lack of descriptors is reported then. */
+/* A coordinator checks that the ports of up to 32 ranks on other hosts can be reached. All ranks
+   wait for the coordinators, so a blocked port is reported to all, not found by one rank later. */
 static cddp_result cddp__check_ports(cddp__rendezvous *rdv) {
-  enum { MOST = 32 };
+  enum { MOST_PORTS = 32 };
   const cddp__net *net = rdv->net;
   double deadline = cddp__now() + cddp__blocked_s(rdv),
-         refused = cddp__earlier_deadline(1, deadline);
-  cddp__connection *links[MOST];
+         refused_end = cddp__earlier_deadline(1, deadline);
+  cddp__connection *links[MOST_PORTS];
   cddp__address a;
   cddp__text listener;
   socklen_t size = sizeof(int);
   int n = 0, i, p, error;
   cddp_result r = CDDP_OK;
-  for (i = 1; i < net->size && n < MOST; i++) {
+  for (i = 1; i < net->size && n < MOST_PORTS; i++) {
     p = (net->rank + i) % net->size;
     if (net->ranks[p].host == net->host) continue;
-    if (cddp__link_connect(net, p, CDDP__LINK_NOTICE, 0, &links[n]) != CDDP_OK) break;
+    if (cddp__link_connect(net, p, CDDP__LINK_NOTICE, 0 /* group */, &links[n]) != CDDP_OK) break;
     n++;
   }
   for (i = 0; i < n; i++) {
-    const cddp__connection *l = links[i];
-    const cddp__rank_entry *home = &net->ranks[l->peer];
-    error = l->state == CDDP__CONNECTION_ENDED ? l->error : 0;
-    if (r == CDDP_OK && error == 0 && cddp__wait_fd(l->fd, POLLOUT, deadline) != CDDP_OK)
+    const cddp__connection *link = links[i];
+    const cddp__rank_entry *peer = &net->ranks[link->peer];
+    error = link->state == CDDP__CONNECTION_ENDED ? link->error : 0;
+    if (r == CDDP_OK && error == 0 && cddp__wait_fd(link->fd, POLLOUT, deadline) != CDDP_OK)
       error = ETIMEDOUT;
-    if (r == CDDP_OK && error == 0) (void)getsockopt(l->fd, SOL_SOCKET, SO_ERROR, &error, &size);
-    while (r == CDDP_OK && error == ECONNREFUSED && cddp__now() < refused)
-      r = cddp__poll_channels(rdv, refused); /* if that rank has died, FAIL says so */
+    if (r == CDDP_OK && error == 0) (void)getsockopt(link->fd, SOL_SOCKET, SO_ERROR, &error, &size);
+    while (r == CDDP_OK && error == ECONNREFUSED && cddp__now() < refused_end)
+      r = cddp__poll_channels(rdv, refused_end); /* if that rank has died, FAIL says so */
     if (r == CDDP_OK && error != 0) {
-      a = cddp__internet_address(&net->hosts[home->host].address);
-      cddp__address_set_port(&a, home->port);
+      a = cddp__internet_address(&net->hosts[peer->host].address);
+      cddp__address_set_port(&a, peer->port);
       listener =
-          cddp__textf("rank %d (pid %u on %s)", l->peer, home->pid, net->hosts[home->host].name);
-      rdv->common = true;
+          cddp__textf("rank %d (pid %u on %s)", link->peer, peer->pid, net->hosts[peer->host].name);
+      rdv->common_failure = true;
       r = cddp__fail_blocked(rdv, &a, listener.s, error);
     }
     cddp__link_free(links[i]);
@@ -11239,22 +11253,21 @@ static cddp_result cddp__check_ports(cddp__rendezvous *rdv) {
   return r;
 }
 
-/* Fails with CDDP_TIMEOUT. The text names the missing ranks that this rank knows of. */
 static cddp_result cddp__fail_missing_ranks(cddp__rendezvous *rdv) {
   const cddp__config *config = rdv->config;
-  const char *starter = config->launcher != CDDP__LAUNCHER_SCRIPT
-                            ? cddp__launchers[config->launcher].name
-                        : cddp__env("TORCHELASTIC_RESTART_COUNT") != NULL ? "torchrun or cddprun"
-                        : config->launcher_secret                         ? "cddp_spawn"
-                                                                          : NULL;
+  const char *launcher = config->launcher != CDDP__LAUNCHER_SCRIPT
+                             ? cddp__launchers[config->launcher].name
+                         : cddp__env("TORCHELASTIC_RESTART_COUNT") != NULL ? "torchrun or cddprun"
+                         : config->launcher_secret                         ? "cddp_spawn"
+                                                                           : NULL;
   const char *blocked = rdv->root.blocked.s;
-  bool missing[CDDP__MAX_RANKS], one_host = cddp__one_host(config);
-  int rank, n = 0, size = config->world_size;
+  bool missing[CDDP__MAX_RANKS], many, one_host = cddp__one_host(config);
+  int rank, count = 0, size = config->world_size;
   double seconds = config->timeout_s;
   cddp__text list, refused;
   if (blocked[0] != 0)
-    return cddp__fail(rdv->root.stops ? CDDP_NETWORK : CDDP_TIMEOUT, "timed out after %g s: %s",
-                      seconds, blocked);
+    return cddp__fail(rdv->root.port_blocked ? CDDP_NETWORK : CDDP_TIMEOUT,
+                      "timed out after %g s: %s", seconds, blocked);
   if (!rdv->with_rank_0 || rdv->node_socket < 0) /* not the root */
     return cddp__fail(CDDP_TIMEOUT,
                       "timed out after %g s: not all %d ranks connected to %s; %d of them are on "
@@ -11263,30 +11276,31 @@ static cddp_result cddp__fail_missing_ranks(cddp__rendezvous *rdv) {
                       rdv->parent.connection.fd < 0 ? ", rank 0 did not connect" : "");
   memset(missing, 0, sizeof missing); /* or gcc -O3 warns */
   for (rank = 0; rank < size; rank++)
-    n += missing[rank] = cddp__find_registered(rdv, (uint32_t)rank) == NULL;
-  for (rank = 0; !missing[rank];) rank++;
+    count += missing[rank] = cddp__find_registered(rdv, (uint32_t)rank) == NULL;
+  for (rank = 0; !missing[rank]; rank++) {} /* the first */
+  many = count > 1;
   list = cddp__list_ranks(missing, size, 128);
-  refused = rdv->root.refused > 0
+  refused = rdv->root.refused_count > 0
                 ? cddp__textf("%d connection%s with another CDDP_SECRET, or none, or with "
                               "CDDP_JOIN=1, %s refused; ",
-                              rdv->root.refused, rdv->root.refused > 1 ? "s" : "",
-                              rdv->root.refused > 1 ? "were" : "was")
+                              rdv->root.refused_count, rdv->root.refused_count > 1 ? "s" : "",
+                              rdv->root.refused_count > 1 ? "were" : "was")
                 : cddp__textf("%s", "");
-  if (starter != NULL)
+  if (launcher != NULL)
     return cddp__fail(CDDP_TIMEOUT,
                       "%stimed out after %g s: rank%s %s of the %d that %s started did not call "
                       "cddp_init%s: look at %s output; if %s only slow, raise CDDP_TIMEOUT_S",
-                      refused.s, seconds, n > 1 ? "s" : "", list.s, size, starter,
-                      one_host ? "" : ", or could not connect", n > 1 ? "their" : "its",
-                      n > 1 ? "they are" : "it is");
-  return cddp__fail(CDDP_TIMEOUT,
-                    "%stimed out after %g s: rank%s %s of %d (%s) did not connect to %s: start "
-                    "%s%.0d, or raise CDDP_TIMEOUT_S%s",
-                    refused.s, seconds, n > 1 ? "s" : "", list.s, size,
-                    config->launched ? "WORLD_SIZE" : "world_size", cddp__endpoint_name(config),
-                    n > 1 ? "each with its RANK" : "it with RANK=", n > 1 ? 0 : rank,
-                    one_host ? ""
-                             : "; the output of a rank that runs says what it cannot connect to");
+                      refused.s, seconds, many ? "s" : "", list.s, size, launcher,
+                      one_host ? "" : ", or could not connect", many ? "their" : "its",
+                      many ? "they are" : "it is");
+  return cddp__fail(
+      CDDP_TIMEOUT,
+      "%stimed out after %g s: rank%s %s of %d (%s) did not connect to %s: start "
+      "%s%.0d, or raise CDDP_TIMEOUT_S%s",
+      refused.s, seconds, many ? "s" : "", list.s, size,
+      config->launched ? "WORLD_SIZE" : "world_size", cddp__endpoint_name(config),
+      many ? "each with its RANK" : "it with RANK=", many ? 0 : rank, /* %.0d: nothing for 0 */
+      one_host ? "" : "; the output of a rank that runs says what it cannot connect to");
 }
 
 /* Whether all ranks have registered. After a problem those that do not match count too: each number
@@ -11308,14 +11322,14 @@ static bool cddp__all_registered(const cddp__rendezvous *rdv) {
 
 /* Registers this rank and those below it with the parent, until this rank has an error or the
    table, rdv->net. The root has the earliest deadline, since it knows the missing ranks. If a rank
-   does not match, the root, or a coordinator without one, waits CDDP__PROBLEM_S for the other ranks
-   before it fails, so that all get the error. */
+   does not match, the root, or a coordinator that has not found it, fails after CDDP__PROBLEM_S, so
+   that the other ranks can connect and get the error. */
 static cddp_result cddp__collect_ranks(cddp__rendezvous *rdv) {
   const cddp__connection *up = &rdv->parent.connection;
   cddp_result r = CDDP_OK;
   while (r == CDDP_OK && rdv->net == NULL) {
     double until = rdv->deadline + 0.5;
-    bool late, all, wrong, alone;
+    bool late, complete, mismatch, alone;
     if (up->fd < 0 && rdv->node_socket < 0) r = cddp__connect_node(rdv);
     alone = up->fd < 0 || up->state == CDDP__CONNECTION_PROVING;
     if (r == CDDP_OK && !alone) r = cddp__inform_parent(rdv);
@@ -11325,14 +11339,15 @@ static cddp_result cddp__collect_ranks(cddp__rendezvous *rdv) {
     if (r != CDDP_OK || rdv->net != NULL) break;
     alone = up->fd < 0 || up->state == CDDP__CONNECTION_PROVING; /* the poll can have changed it */
     late = cddp__now() >= rdv->deadline + (up->fd < 0 ? 0 : up->local ? 0.5 : 0.25);
-    all = up->fd < 0 && rdv->with_rank_0 && rdv->node_socket >= 0 && cddp__all_registered(rdv);
-    wrong = cddp__has_cause(&rdv->problem) && alone; /* else the parent decides */
-    if ((late && !all) || (wrong && (all || cddp__now() > rdv->problem_at + CDDP__PROBLEM_S))) {
-      rdv->common = true;
+    complete = up->fd < 0 && rdv->with_rank_0 && rdv->node_socket >= 0 && cddp__all_registered(rdv);
+    mismatch = cddp__has_cause(&rdv->problem) && alone; /* else the parent decides */
+    if ((late && !complete) ||
+        (mismatch && (complete || cddp__now() > rdv->problem_at + CDDP__PROBLEM_S))) {
+      rdv->common_failure = true;
       r = cddp__check_cause(&rdv->problem);
       return r != CDDP_OK ? r : cddp__fail_missing_ranks(rdv);
     }
-    if (all)
+    if (complete)
       r = cddp__build_table(rdv);
     else if (cddp__looks_for_root(rdv)) /* rank 0 can have registered just now */
       r = cddp__find_root(rdv);
@@ -11342,25 +11357,26 @@ static cddp_result cddp__collect_ranks(cddp__rendezvous *rdv) {
   return r;
 }
 
-/* Sends the table to the children, with the memory to those on this host. Bytes that a child does
-   not take yet are sent while this rank waits for READY. */
+/* Children on this host also get the memory. Bytes that a child does not take yet are sent while
+   this rank waits for READY. */
 static cddp_result cddp__send_table(cddp__rendezvous *rdv) {
   const cddp__net *net = rdv->net;
   cddp_result r = CDDP_OK;
   size_t i;
   for (i = 0; i < rdv->child_count && r == CDDP_OK; i++) {
     cddp__channel *child = &rdv->children[i];
-    int *link_fd = &rdv->registered[child->first].link_fd;
+    cddp__connection *c = &child->connection;
+    int *link_fd = &rdv->registered[child->entry].link_fd;
     int fds[2] = {rdv->host->arena.fd, *link_fd};
     if (!child->awaited) continue;
     CDDP__POINT("welcome");
-    memcpy(child->connection.send_fds, fds, sizeof fds);
-    r = cddp__connection_post(&child->connection, CDDP__FRAME_MESSAGE, CDDP__RENDEZVOUS_TABLE,
-                              net->token, cddp__table_bytes(net->size, net->host_count));
-    (void)cddp__connection_progress(&child->connection);
-    if (r == CDDP_OK && child->connection.state == CDDP__CONNECTION_ENDED)
+    memcpy(c->send_fds, fds, sizeof fds);
+    r = cddp__connection_post(c, CDDP__FRAME_MESSAGE, CDDP__RENDEZVOUS_TABLE, net->token,
+                              cddp__table_bytes(net->size, net->host_count));
+    (void)cddp__connection_progress(c);
+    if (r == CDDP_OK && c->state == CDDP__CONNECTION_ENDED)
       r = cddp__receive_from_child(rdv, child); /* it can have sent FAIL */
-    if (child->connection.send_fds[0] < 0) cddp__close_fd(link_fd);
+    if (c->send_fds[0] < 0) cddp__close_fd(link_fd); /* it was sent */
   }
   return r;
 }
@@ -11377,7 +11393,7 @@ static cddp_result cddp__await_ready(cddp__rendezvous *rdv) {
   rdv->parent.awaited = up->fd >= 0;
   for (i = 0; i < rdv->child_count && r == CDDP_OK;) {
     bool waits = rdv->children[i].awaited && !rdv->children[i].ready;
-    const cddp__rank_info *info = &rdv->registered[rdv->children[i].first].info;
+    const cddp__rank_info *info = &rdv->registered[rdv->children[i].entry].info;
     if (waits && cddp__now() >= deadline)
       r = cddp__fail(CDDP_TIMEOUT,
                      "timed out after %g s: rank %u (pid %u on %s)%s has connected to %s and is "
@@ -11419,21 +11435,21 @@ static cddp_result cddp__await_ready(cddp__rendezvous *rdv) {
   return r;
 }
 
-/* Sends FAIL, after which nothing follows. */
+/* Sends FAIL as the last message. */
 static void cddp__channel_fail(cddp__channel *channel, cddp_result r, const char *text) {
   cddp__connection *c = &channel->connection;
   if (c->state == CDDP__CONNECTION_PROVING) return; /* perhaps a stranger: no answer would come */
   (void)cddp__send_failure(c, r, text, cddp__now() + 0.1);
-  channel->told = !c->local && shutdown(c->fd, SHUT_WR) == 0;
+  channel->failed = !c->local && shutdown(c->fd, SHUT_WR) == 0;
 }
 
 /* Waits until the other side of a TCP connection has received FAIL and closed it. Closing a socket
    with unread bytes would reset the connection, and FAIL could be lost. */
 static void cddp__channel_drain(const cddp__channel *channel, double deadline) {
-  char rest[4096];
-  while (channel->told && cddp__now() < deadline &&
+  char unread[4096];
+  while (channel->failed && cddp__now() < deadline &&
          cddp__wait_fd(channel->connection.fd, POLLIN, deadline) == CDDP_OK &&
-         recv(channel->connection.fd, rest, sizeof rest, MSG_DONTWAIT) > 0) {}
+         recv(channel->connection.fd, unread, sizeof unread, MSG_DONTWAIT) > 0) {}
 }
 
 /* Whether the process at the other end has registered before: it has received FAIL, and connects
@@ -11448,43 +11464,43 @@ static bool cddp__registered_before(const cddp__rendezvous *rdv, const cddp__cha
   return false;
 }
 
-/* Reports a failure to the parent, to the children, to ranks that have just connected, and to ranks
-   that have built the group already. With CDDP_OK: to children that do not match. */
+/* Reports a failure to the parent, the children, and ranks that have just connected or have built
+   the group already. With r = CDDP_OK: the problem, to children that do not fit. */
 static void cddp__report_failure(cddp__rendezvous *rdv, cddp_group *g, cddp_result r) {
-  char text[CDDP__ERROR_MAX], far[CDDP__ERROR_MAX]; /* for this host's ranks, and others */
+  char text[CDDP__ERROR_MAX], remote[CDDP__ERROR_MAX]; /* for ranks of this host; for others */
   cddp_result result = r != CDDP_OK ? r : cddp__check_cause(&rdv->problem);
   double deadline;
   int rounds = 0;
-  size_t k, told;
+  size_t k, draining;
   snprintf(text, sizeof text, "%s", cddp_error());
-  snprintf(far, sizeof far, "%s", text);
-  if (r != CDDP_OK && !rdv->common)
-    memcpy(far, cddp__textf("rank %d failed during the rendezvous: %s", rdv->config->rank, text).s,
-           sizeof far);
-  if (rdv->parent.connection.fd >= 0 && r != CDDP_OK) cddp__channel_fail(&rdv->parent, r, far);
+  snprintf(remote, sizeof remote, "%s", text);
+  if (r != CDDP_OK && !rdv->common_failure)
+    memcpy(remote,
+           cddp__textf("rank %d failed during the rendezvous: %s", rdv->config->rank, text).s,
+           sizeof remote);
+  if (rdv->parent.connection.fd >= 0 && r != CDDP_OK) cddp__channel_fail(&rdv->parent, r, remote);
   do {
-    for (told = 0, k = rdv->child_count; k-- > 0;) {
+    for (draining = 0, k = rdv->child_count; k-- > 0;) {
       cddp__channel *child = &rdv->children[k];
-      told += child->told;
-      if (child->told || (r == CDDP_OK && (!child->known || rdv->registered[child->first].fits)))
+      draining += child->failed;
+      if (child->failed || (r == CDDP_OK && (!child->known || rdv->registered[child->entry].fits)))
         continue;
       if (!cddp__registered_before(rdv, child))
-        cddp__channel_fail(child, result, child->connection.local ? text : far);
-      if (!child->told) cddp__remove_child(rdv, k); /* new connections need its descriptor */
+        cddp__channel_fail(child, result, child->connection.local ? text : remote);
+      if (!child->failed) cddp__remove_child(rdv, k); /* new connections need its descriptor */
     }
     if (r != CDDP_OK) (void)cddp__accept_channels(rdv, rdv->node_socket);
-  } while (r != CDDP_OK && rdv->child_count > told && rounds++ < CDDP__MAX_RANKS);
+  } while (r != CDDP_OK && rdv->child_count > draining && rounds++ < CDDP__MAX_RANKS);
   deadline = cddp__now() + 0.2;
   cddp__channel_drain(&rdv->parent, deadline);
   for (k = 0; k < rdv->child_count; k++) cddp__channel_drain(&rdv->children[k], deadline);
   if (r == CDDP_OK) return;
-  if (g != NULL) cddp__break(g, cddp__fail(r, "%s", far));
+  if (g != NULL) cddp__break(g, cddp__fail(r, "%s", remote));
   if (rdv->host->net != NULL)
-    cddp__send_notices(rdv->host->net, 0, NULL, rdv->net->size, (uint32_t)r, far);
+    cddp__send_notices(rdv->host->net, 0 /* group */, NULL, rdv->net->size, (uint32_t)r, remote);
   cddp__fail(r, "%s", text);
 }
 
-/* Ends a rendezvous with result r: reports a failure to the other ranks. */
 static cddp_result cddp__rendezvous_end(cddp__rendezvous *rdv, cddp_group *g, cddp_result r) {
   const cddp_allocator *allocator = &rdv->host->allocator;
   cddp_store *store = rdv->root.store;
@@ -11508,34 +11524,32 @@ static cddp_result cddp__rendezvous_end(cddp__rendezvous *rdv, cddp_group *g, cd
 }
 
 /* --- joining a running job ---
-   CDDP_JOIN: no rank waits for the new process.
-     1. The process connects to every rank on its host, at a socket of ranks that have an elastic
-        model, and to MASTER_ADDR. In a job on several hosts, one rank of each host listens at
-        MASTER_PORT.
+   CDDP_JOIN: no rank waits for the new process, which connects to ranks with an elastic model.
+     1. The process calls (connects to) every such rank on its host and, if the job runs on several
+        hosts, MASTER_ADDR: one rank of each host listens at MASTER_PORT.
      2. It proves that it knows the secret, and receives a cddp__join_table, which names the leader
         of the model's ranks.
      3. From a rank on its host it also receives the memory, and uses a window that no process has
-        used before. Otherwise it shares no memory with other ranks.
+        used before. Otherwise it shares no memory.
      4. Its group is broken from the start. cddp_ddp_create continues: >>elastic. */
 
-#define CDDP__JOIN_WAIT_S 0.02 /* a rank waits so long for joining processes */
-#define CDDP__JOB_GONE_S 2.0 /* without any rank, after which the job counts as ended */
-#define CDDP__JOIN_CALLS 64  /* connections of a joining process at the same time */
+#define CDDP__JOIN_WAIT_S 0.02 /* a rank waits at most this long for joining processes */
+#define CDDP__JOB_GONE_S 2.0   /* without a living rank: then the job has ended */
+#define CDDP__JOIN_CALLS 64    /* most calls of a joining process at the same time */
 
-/* Opens the sockets for joining processes: at this rank's socket name and, for other hosts, at
-   MASTER_PORT on one rank of each host. The system holds back connections that send nothing
-   (TCP_DEFER_ACCEPT). The caller holds joins.lock. */
+/* Opens the sockets for joining processes: at this rank's socket name and, on one rank of each
+   host, at MASTER_PORT, where the system holds back silent connections. Lock: joins.lock. */
 static void cddp__join_listen(cddp__host *host) {
   const cddp__job_info *job = host->job_info;
   cddp__address a;
-  int seconds = 5, error = 0;
+  int defer_s = 5, error = 0;
   if (job == NULL) return;
-  if (job->table.hosts != 0 && job->port != 0 && host->joins.tcp_fd < 0) {
+  if (job->table.several_hosts != 0 && job->port != 0 && host->joins.tcp_fd < 0) {
     a = cddp__internet_address(&job->table.address);
     if (!cddp__address_is_loopback(&a)) cddp__address_to_all(&a);
     cddp__address_set_port(&a, job->port);
     if (cddp__listen_address(&a, &host->joins.tcp_fd) == 0)
-      setsockopt(host->joins.tcp_fd, IPPROTO_TCP, TCP_DEFER_ACCEPT, &seconds, sizeof seconds);
+      setsockopt(host->joins.tcp_fd, IPPROTO_TCP, TCP_DEFER_ACCEPT, &defer_s, sizeof defer_s);
   }
   a = cddp__rank_socket(job, "join-", (int)job->table.info.rank);
   if (host->joins.fd < 0) error = cddp__listen_address(&a, &host->joins.fd);
@@ -11566,7 +11580,6 @@ static bool cddp__join_accept(cddp__host *host, int listener, bool local) {
   return few;
 }
 
-/* Sends a joining process, which has proved the secret, the table. */
 static void cddp__join_answer(cddp__host *host, cddp__connection *c) {
   cddp__join_table *table = &host->job_info->table;
   table->info.fp_mode = cddp__fp_mode();
@@ -11579,13 +11592,14 @@ static void cddp__join_answer(cddp__host *host, cddp__connection *c) {
   CDDP__POINT("elastic told");
 }
 
-/* Continues all proofs without blocking. Stores in `waiting` those whose next message can be on its
-   way: they have sent the first one since `begin`. Returns their number. few: few descriptors are
-   left, so fewer calls can be silent, or prove. The newest stay. */
+/* Continues all calls without blocking. Stores in `waiting` those that sent their first message
+   after `begin`: the next can arrive soon. Returns their number. few: few descriptors are left, so
+   fewer calls can be silent, or prove; the newest stay. peer: 0 if answered, else -1. */
 static int cddp__join_continue(cddp__host *host, double begin, cddp__connection **waiting,
                                int most, bool few) {
   cddp__connection **at = &host->joins.calls, *c;
-  int limit = few ? CDDP__FEW : cddp__unproven_most(host->size), silent = 0, proving = 0, n = 0;
+  int limit = few ? CDDP__FEW_UNPROVEN : cddp__unproven_most(host->size), silent = 0, proving = 0,
+      n = 0;
   while ((c = *at) != NULL) {
     bool began = c->challenge.step > 0;
     if (cddp__connection_progress(c) && c->peer < 0) cddp__join_answer(host, c);
@@ -11603,14 +11617,13 @@ static int cddp__join_continue(cddp__host *host, double begin, cddp__connection 
   return n;
 }
 
-/* Answers joining processes. Unfinished proofs are continued in later calls: a process can be far
-   away, or suspended. waits: those that have just begun are waited for, at most CDDP__JOIN_WAIT_S.
-   Callers cost this rank at most a tenth of its time, as it pauses for ten times as long as it
-   computed, or waited. */
+/* Unfinished proofs are continued by the next call. waits: waits at most CDDP__JOIN_WAIT_S for
+   proofs that have just begun. Strangers cost this rank at most a tenth of its time: it pauses ten
+   times as long as it computed, or waited. */
 static void cddp__join_serve(cddp__host *host, bool waits) {
   struct cddp__join_listeners *joins = &host->joins;
   cddp__connection *waiting[32];
-  double begin = cddp__now(), computed = cddp__thread_seconds(), start;
+  double begin = cddp__now(), cpu_begin = cddp__thread_seconds(), now;
   bool few;
   int n;
   if (pthread_mutex_trylock(&joins->lock) != 0) return; /* another thread serves */
@@ -11619,41 +11632,39 @@ static void cddp__join_serve(cddp__host *host, bool waits) {
       few = cddp__join_accept(host, joins->fd, true);
       few = cddp__join_accept(host, joins->tcp_fd, false) || few;
       n = cddp__join_continue(host, begin, waiting, 32, few);
-      start = cddp__now();
-      if (!waits || n == 0 || start < joins->wait_end || start >= begin + CDDP__JOIN_WAIT_S) break;
+      now = cddp__now();
+      if (!waits || n == 0 || now < joins->wait_end || now >= begin + CDDP__JOIN_WAIT_S) break;
       (void)cddp__connections_poll(&host->allocator, waiting, (size_t)n, NULL, 0,
                                    begin + CDDP__JOIN_WAIT_S);
     }
-    if (start > begin + CDDP__JOIN_WAIT_S / 2) joins->wait_end = start + 10 * (start - begin);
-    joins->pause_end = start + 10 * (cddp__thread_seconds() - computed);
+    if (now > begin + CDDP__JOIN_WAIT_S / 2) joins->wait_end = now + 10 * (now - begin);
+    joins->pause_end = now + 10 * (cddp__thread_seconds() - cpu_begin);
   }
   pthread_mutex_unlock(&joins->lock);
 }
 
-/* The search of a joining process for its job. */
 typedef struct cddp__join_search {
-  cddp__connection *calls; /* [JOIN_CALLS] peer: the rank on this host, or -1 - i for address i */
+  cddp__connection *calls; /* [JOIN_CALLS] peer: a rank on this host; -1 - i: at addresses[i] */
   int count;
   cddp__address addresses[CDDP__ADDRESSES_MAX]; /* of MASTER_ADDR */
   int address_count;
-  double next_resolve; /* when MASTER_ADDR is resolved again, */
-  double next_all;     /* and all ranks of this host are called, of cddp__now() */
-  double pause;        /* seconds until the next such call */
-  double seen; /* when a rank was last found: one that listens, or a process that holds the socket
-                  name of a rank of the first group */
+  double next_resolve; /* when to resolve MASTER_ADDR again */
+  double next_all;     /* when to call numbers beyond WORLD_SIZE again */
+  double pause;        /* seconds between two such calls */
+  double seen;         /* when a rank listened last, or held the socket name of a first rank */
   cddp__text blocked; /* the last error of a connection to MASTER_ADDR, or "" */
 } cddp__join_search;
 
-/* Connects to the ranks on this host, and to the addresses of MASTER_ADDR, that listen and are not
+/* Calls the ranks on this host and (rank < 0) the addresses of MASTER_ADDR that listen and are not
    in `calls` yet. Numbers beyond WORLD_SIZE are rare, and many: they are called less often, and
    only while no other rank listens. */
 static cddp_result cddp__join_call_ranks(const cddp__host *host, cddp__join_search *search) {
   const cddp__job_info *job = host->job_info;
   double now = cddp__now();
-  int end = (int)job->table.info.world_size, rank, i, fd, error;
+  int rank_end = (int)job->table.info.world_size, rank, i, fd, error;
   cddp_result r = CDDP_OK;
   if (now >= search->next_all && search->count == 0) {
-    end = CDDP__MAX_RANKS;
+    rank_end = CDDP__MAX_RANKS;
     search->next_all = now + search->pause;
     if (search->pause < 4) search->pause *= 2;
   }
@@ -11662,13 +11673,13 @@ static cddp_result cddp__join_call_ranks(const cddp__host *host, cddp__join_sear
     search->next_resolve = now + (search->address_count > 0 ? 5 : 0.5);
   }
   for (rank = -search->address_count;
-       rank < end && search->count < CDDP__JOIN_CALLS && r == CDDP_OK; rank++) {
+       rank < rank_end && search->count < CDDP__JOIN_CALLS && r == CDDP_OK; rank++) {
     cddp__connection *c = &search->calls[search->count];
     cddp__address at =
         rank < 0 ? search->addresses[-1 - rank] : cddp__rank_socket(job, "join-", rank);
     for (i = 0; i < search->count && search->calls[i].peer != rank; i++) {}
     if (i < search->count || (rank < 0 && (job->foreign >> (-1 - rank) & 1) != 0)) continue;
-    error = cddp__connect_address(&at, cddp__now() + (rank < 0 ? 1 : 0), &fd);
+    error = cddp__connect_address(&at, cddp__now() + (rank < 0 ? 1 /* s */ : 0), &fd);
     if (rank < 0 && error > 0)
       search->blocked = cddp__textf("%s: %s", cddp__describe_address(&at).s, strerror(error));
     if (error != 0) continue;
@@ -11682,21 +11693,20 @@ static cddp_result cddp__join_call_ranks(const cddp__host *host, cddp__join_sear
   return r;
 }
 
-/* Whether a received table makes sense. */
 static bool cddp__check_join_table(cddp__join_table *table) {
   cddp__member *lead = &table->lead.self;
   table->info.host.name[sizeof table->info.host.name - 1] = 0;
   lead->name[sizeof lead->name - 1] = 0;
   return table->shards > 0 && table->shards <= CDDP__MAX_RANKS && table->host >= 0 &&
          table->host <= 2 * table->shards && table->size > 0 && table->size <= CDDP__MAX_RANKS &&
-         table->local_size > 0 && table->local_size <= CDDP__MAX_RANKS && table->life >= 0 &&
-         lead->number >= 0 && lead->number < table->shards && lead->host >= 0 &&
-         lead->host <= 2 * table->shards && lead->rank >= 0 && lead->port >= 0 &&
+         table->local_size > 0 && table->local_size <= CDDP__MAX_RANKS &&
+         table->record_number >= 0 && lead->number >= 0 && lead->number < table->shards &&
+         lead->host >= 0 && lead->host <= 2 * table->shards && lead->rank >= 0 && lead->port >= 0 &&
          lead->port <= 65535;
 }
 
 /* Continues a call. CDDP_OK: the rank has answered, and *fd is its memory or -1. CDDP_NETWORK: not
-   yet, or the connection has ended: others may answer. */
+   yet, or the connection has ended; others can answer. */
 static cddp_result cddp__join_receive(cddp__job_info *job, cddp__connection *c, int *fd,
                                       cddp__join_table *table) {
   cddp__address here;
@@ -11725,30 +11735,30 @@ static cddp_result cddp__join_receive(cddp__job_info *job, cddp__connection *c, 
 /* CDDP_OK while the search for the job continues, else why it ends. */
 static cddp_result cddp__join_check_time(const cddp__host *host, cddp__join_search *search,
                                          double deadline) {
-  const cddp__rank_info *own = &host->job_info->table.info;
+  const cddp__job_info *job = host->job_info;
+  const cddp__rank_info *own = &job->table.info;
   const char *blocked = search->blocked.s;
-  bool there = search->count > 0, far = host->job_info->port != 0;
-  bool has_model =
-      host->job_info->table.lead.model.params != 0; /* then its ranks are in `calls` */
+  bool alive = search->count > 0, has_master = job->port != 0;
+  bool has_model = job->table.lead.model.params != 0; /* then its ranks are in `calls` */
   double now = cddp__now();
   int rank, fd;
-  for (rank = 0; rank < (int)own->world_size && !there && !has_model; rank++) {
-    cddp__address a = cddp__rank_socket(host->job_info, "", rank);
+  for (rank = 0; rank < (int)own->world_size && !alive && !has_model; rank++) {
+    cddp__address a = cddp__rank_socket(job, "", rank);
     if (rank == (int)own->rank) continue;
-    there = cddp__listen_address(&a, &fd) == EADDRINUSE;
+    alive = cddp__listen_address(&a, &fd) == EADDRINUSE;
     cddp__close_fd(&fd);
   }
-  if (there) search->seen = now;
-  if (!there && (now >= deadline || now - search->seen > CDDP__JOB_GONE_S))
-    return cddp__fail(CDDP_PEER_LOST,
-                      "CDDP_JOIN: found no rank of a job at %s on this host (%s)%s%s%s%s%s: the "
-                      "job has ended, or has not started, or has another CDDP_SECRET%s",
-                      host->job_info->endpoint, host->name, far ? " or at " : "",
-                      far ? host->job_info->master : "", blocked[0] != 0 ? " (" : "", blocked,
-                      blocked[0] != 0 ? ")" : "",
-                      far ? ", or a firewall blocks this port; if the job runs, set MASTER_ADDR to "
-                            "a host where one of its ranks runs"
-                          : "");
+  if (alive) search->seen = now;
+  if (!alive && (now >= deadline || now - search->seen > CDDP__JOB_GONE_S))
+    return cddp__fail(
+        CDDP_PEER_LOST,
+        "CDDP_JOIN: found no rank of a job at %s on this host (%s)%s%s%s%s%s: the "
+        "job has ended, or has not started, or has another CDDP_SECRET%s",
+        job->endpoint, host->name, has_master ? " or at " : "", has_master ? job->master : "",
+        blocked[0] != 0 ? " (" : "", blocked, blocked[0] != 0 ? ")" : "",
+        has_master ? ", or a firewall blocks this port; if the job runs, set MASTER_ADDR to "
+                     "a host where one of its ranks runs"
+                   : "");
   if (now < deadline) return CDDP_OK;
   return cddp__fail(CDDP_TIMEOUT,
                     search->count > 0
@@ -11756,14 +11766,14 @@ static cddp_result cddp__join_check_time(const cddp__host *host, cddp__join_sear
                           "%s, and answer in cddp_ddp_next_shard and cddp_ddp_step"
                         : "CDDP_JOIN: timed out after %g s: no model yet: ranks run at %s, but "
                           "have not created their model, or it is not elastic (cddp_ddp_desc)",
-                    host->job_info->timeout_s, host->job_info->endpoint);
+                    job->timeout_s, job->endpoint);
 }
 
 /* Connects to ranks of the job until one has answered. *fd: the memory of its ranks here; -1: the
    rank that answered is on another host. */
 static cddp_result cddp__find_job(cddp__host *host, double deadline, int *fd,
                                   cddp__join_table *table) {
-  cddp__connection *list[CDDP__JOIN_CALLS];
+  cddp__connection *polled[CDDP__JOIN_CALLS];
   cddp__join_search search;
   int i;
   cddp_result r = CDDP_NETWORK;
@@ -11777,16 +11787,16 @@ static cddp_result cddp__find_job(cddp__host *host, double deadline, int *fd,
   while (r == CDDP_NETWORK) {
     r = cddp__join_call_ranks(host, &search);
     if (r == CDDP_OK) r = cddp__join_check_time(host, &search, deadline);
-    for (i = 0; i < search.count; i++) list[i] = &search.calls[i];
+    for (i = 0; i < search.count; i++) polled[i] = &search.calls[i];
     if (r == CDDP_OK)
-      r = cddp__connections_poll(&host->allocator, list, (size_t)search.count, NULL, 0,
+      r = cddp__connections_poll(&host->allocator, polled, (size_t)search.count, NULL, 0,
                                  cddp__earlier_deadline(0.1, deadline));
     if (r == CDDP_OK) r = CDDP_NETWORK;
     for (i = search.count; i-- > 0 && r == CDDP_NETWORK;) {
-      if (list[i]->ready) r = cddp__join_receive(host->job_info, list[i], fd, table);
-      if (list[i]->state != CDDP__CONNECTION_ENDED) continue;
-      cddp__connection_close(list[i]);
-      *list[i] = search.calls[--search.count];
+      if (polled[i]->ready) r = cddp__join_receive(host->job_info, polled[i], fd, table);
+      if (polled[i]->state != CDDP__CONNECTION_ENDED) continue;
+      cddp__connection_close(polled[i]);
+      *polled[i] = search.calls[--search.count]; /* the last call moves here */
     }
   }
   for (i = 0; i < search.count; i++) cddp__connection_close(&search.calls[i]);
@@ -11794,8 +11804,6 @@ static cddp_result cddp__find_job(cddp__host *host, double deadline, int *fd,
   return r;
 }
 
-/* Finds the job that this process joins: its table, and *fd, the memory of its ranks here, or -1. A
-   process without that memory is alone on its host. */
 static cddp_result cddp__join_find(cddp__host *host, int *fd) {
   cddp__job_info *job = host->job_info;
   cddp__join_table table;
@@ -15520,7 +15528,8 @@ static cddp_result cddp__join_job(cddp_group **out, const cddp__config *config, 
              config->rank);
   (void)cddp__break(*out, CDDP_UNSUPPORTED);
   if (table->job != 0)
-    r = cddp__record_open(&host->record, table->job, config->rank, host->size, table->life);
+    r = cddp__record_open(&host->record, table->job, config->rank, host->size,
+                          table->record_number);
   if (r == CDDP_OK && host->arena.fd >= 0) { /* its index follows those of the first group */
     host->size = table->local_size;
     host->index = host->arena.window;
@@ -19483,9 +19492,9 @@ static void cddp__answer_joins(cddp__meeting *m) {
   table->lead.model = m->model;
   table->address = here.v6;
   table->host = net->host;
-  table->hosts = table->hosts || host->net != NULL;
+  table->several_hosts = table->several_hosts || host->net != NULL;
   table->shards = m->capacity;
-  table->life = (int)m->epoch + 1;
+  table->record_number = (int)m->epoch + 1;
   cddp__join_listen(host);
   pthread_mutex_unlock(&host->joins.lock);
   cddp__join_serve(host, CDDP__JOIN_WAIT);
