@@ -1226,6 +1226,7 @@ ssize_t pwrite(int fd, const void *data, size_t size, off_t at) { /* instead of 
 
 static void test_temporary_removed(void) {
   int how;
+  unlink(path);
   for (how = 1; how < 3; how++) {
     removes = how;
     CHECK_IS(save_value(2, 10), CDDP_IO);
