@@ -2673,8 +2673,14 @@ static cddp_result cddp__named(const char *function, cddp_result r) {
     if (CDDP__UNLIKELY(cddp__tried != CDDP_OK)) return cddp__named(__func__, cddp__tried); \
   } while (0)
 
+/* Advice that follows strerror(e) of a call that needs a descriptor. */
+static const char *cddp__descriptor_advice(int e) {
+  return e == EMFILE || e == ENFILE ? "; raise the limit of open files (ulimit -n)" : "";
+}
+
 static cddp_result cddp__fail_errno(const char *what) {
-  return cddp__fail(CDDP_SYSTEM, "%s: %s", what, strerror(errno));
+  int e = errno;
+  return cddp__fail(CDDP_SYSTEM, "%s: %s%s", what, strerror(e), cddp__descriptor_advice(e));
 }
 
 enum { CDDP__LOG_ERROR, CDDP__LOG_WARNING, CDDP__LOG_INFO }; /* levels */
@@ -3946,7 +3952,7 @@ static cddp_result cddp__listen_all(cddp__address *address, int count, int *fds,
   int asked = cddp__address_port(&address[0]), first = asked, last = asked, turn = (int)getpid();
   int error = 0, port, ports, tries; /* turn: ranks begin at different ports */
   cddp__text failed = {""};
-  const char *cure = "";
+  const char *cure;
   cddp_result r = CDDP_NETWORK;
   if (asked == 0 && address[count > 1].sa.ss_family != AF_UNIX && /* of two the first can be one */
       cddp__port_range(&first, &last) != CDDP_OK)
@@ -3966,7 +3972,8 @@ static cddp_result cddp__listen_all(cddp__address *address, int count, int *fds,
                       "it more ports. On each host every rank needs a port, an elastic rank two, "
                       "and with torchrun or file:// rank 0's host one more",
                       first, last, failed.s);
-  if (error == EMFILE || error == ENFILE) r = CDDP_SYSTEM;
+  cure = cddp__descriptor_advice(error);
+  if (*cure != 0) r = CDDP_SYSTEM;
   if (count > 0 && address[0].sa.ss_family != AF_UNIX) {
     if (error == EADDRINUSE && asked == 0)
       cure = "; no port of this host is free";
@@ -5299,7 +5306,8 @@ static cddp_result cddp__fail_connect(const cddp__address *address, int error,
                       text.s);
   if (error != 0 && error != ECONNRESET)
     return cddp__fail(error == EMFILE || error == ENFILE ? CDDP_SYSTEM : CDDP_NETWORK,
-                      "connect to %s: %s", text.s, strerror(error));
+                      "connect to %s: %s%s", text.s, strerror(error),
+                      cddp__descriptor_advice(error));
   if (*closed_since == 0) *closed_since = cddp__now();
   return cddp__fail(cddp__now() < *closed_since + CDDP__CLOSED_S ? CDDP_NETWORK : CDDP_MISMATCH,
                     "the program at %s is neither cddp nor a TCPStore server (it closes "

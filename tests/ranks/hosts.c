@@ -1426,12 +1426,14 @@ static int run_with_few_descriptors(cddp_group *g, void *arg) {
   CHECK(setrlimit(RLIMIT_NOFILE, &few) == 0);
   CHECK_IS(cddp_group_split(g, 0, 0, &half), CDDP_SYSTEM);
   CHECK(strstr(cddp_error(), strerror(EMFILE)) != NULL);
+  CHECK(strstr(cddp_error(), "ulimit -n") != NULL);
   for (; r != CDDP_OK && few.rlim_cur < 64; few.rlim_cur++) {
     CHECK(setrlimit(RLIMIT_NOFILE, &few) == 0);
     r = cddp_store_create(&store, &desc);
     if (r == CDDP_OK) break;
     CHECK_IS(r, CDDP_SYSTEM);
     CHECK(strstr(cddp_error(), strerror(EMFILE)) != NULL);
+    CHECK(strstr(cddp_error(), "ulimit -n") != NULL);
     refused += strstr(cddp_error(), "the server's process") != NULL;
   }
   CHECK_OK(r);
@@ -1457,6 +1459,7 @@ static int run_without_descriptors(cddp_group *g, void *arg) {
   CHECK_IS(cddp_all_reduce(g, x, COUNT, CDDP_F32, CDDP_SUM, NULL),
            told ? CDDP_SYSTEM : CDDP_PEER_LOST);
   CHECK((strstr(cddp_error(), strerror(EMFILE)) != NULL) == told);
+  CHECK((strstr(cddp_error(), "ulimit -n") != NULL) == told);
   CHECK(test_now() - start < RANKS_WITHIN(5));
   CHECK(setrlimit(RLIMIT_NOFILE, &limit) == 0);
   free(x);
