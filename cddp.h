@@ -8685,8 +8685,9 @@ static bool cddp__process_gone(cddp__host *host, int at) {
 }
 
 /* Whether a rank takes part in no further call: it has left the group, or has ended. The end of a
-   rank of another host counts when the notice of its cause has arrived or has had time to. No
-   notice follows a BYE, or the end of a rank alone on its host. */
+   rank of another host counts when the notice of its cause has arrived or has had time to; in an
+   elastic model, which continues, at once. No notice follows a BYE, or the end of a rank alone on
+   its host. */
 static enum cddp__end cddp__rank_end(const cddp_group *g, int rank) {
   uint32_t state = cddp__load32(&cddp__slot_of(g, rank)->state);
   bool gone, brief;
@@ -8696,7 +8697,7 @@ static enum cddp__end cddp__rank_end(const cddp_group *g, int rank) {
     if (cddp__load32(&peer->lost) == 0) return CDDP__ALIVE;
     end = cddp__link_end(peer->error);
     brief = end == CDDP__HAS_LEFT || g->hosts->nodes[peer->host].size == 1;
-    if (!cddp__has_cause(&g->block->cause) &&
+    if (!g->elastic && !cddp__has_cause(&g->block->cause) &&
         cddp__now() < peer->lost_at + (brief ? CDDP__REMOTE_CAUSE_S : CDDP__REMOTE_CAUSE_LONG_S))
       return CDDP__ALIVE;
     return end == CDDP__ALIVE ? CDDP__HAS_ENDED : end;
@@ -24239,6 +24240,7 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels) { (void)k
               With shards = 0 no process could join. cddp_world_size of a joining one was wrong.
               A joining process gets buffers, and the states of an optimizer created without `ddp`.
               The log of a loss names the right step, and tells a failure once.
+              A rank lost on another host delayed a step by 0.1 s or more.
               Lack of memory or descriptors in one rank could end the others on its host.
               A failed send after a loss (ENOBUFS) made living ranks wait for timeout_s.
               A connection of cddp_ddp_group that was lost without a rank was never replaced.
