@@ -21037,7 +21037,8 @@ static cddp_result cddp__elastic_restore(cddp_ddp *d, cddp_optim *optim) {
   if (r == CDDP_OK)
     r = cddp__copy_states(d, optim, elastic->states, 0, d->layout.model_bytes, CDDP__FROM_SHARED);
   from->stepped = false;
-  if (r == CDDP_OK) r = cddp__elastic_await_device(d);
+  /* Also if a member has been lost by now: the next step makes a new group. */
+  if (r == CDDP_OK && d->group->backend->on_device) r = cddp__await_device(d->group);
   (d->group->backend->free)(d->group, elastic->states);
   elastic->states = NULL;
   return r;
@@ -21203,6 +21204,7 @@ static cddp_result cddp__elastic_create(cddp_ddp *d) {
   cddp_result r = cddp__elastic_new(d);
   int k;
   CDDP__POINT("elastic enter");
+  if (r == CDDP_OK) r = cddp__elastic_await_device(d); /* a loss would end rank 0's broadcast */
   memset(&mine, 0, sizeof mine);
   if (r == CDDP_OK) r = cddp__describe_self(&d->elastic->meeting, &mine.self);
   if (r == CDDP_OK) r = cddp__random(mine.token, sizeof mine.token);
@@ -24283,7 +24285,9 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels) { (void)k
               cddp_set_stream orders the new stream behind the old one.
               A receive from a rank that has left, and a failed copy in cddp_save, end at once.
               A group without a device refuses device memory. gpt.cu has --shards and --elastic.
-              Elastic: after a loss cddp_ddp_grad_norm, and device rows in _add_rows, failed.
+              Elastic: after a loss cddp_ddp_grad_norm, and device rows in _add_rows, failed; so did
+              a joining process's optimizer if another one died or was refused at that time. A
+              rank lost just after cddp_ddp_create could leave others their own first weights.
 
    1.0 (2026-11)
      New      sharded_states: each rank keeps 1/world_size of the optimizer's states (ZeRO stage 1).

@@ -1142,6 +1142,7 @@ static cddp_result create_model(model *m) {
   r = cddp_ddp_create(&m->ddp, m->g, m->params, p->count, &desc);
   if (r == CDDP_OK && p->buffers && !me->joins) check_buffers(m, 0);
   if (r != CDDP_OK || p->optim == OWN) return r;
+  if (me->joins) ranks_sleep(2e-5 * p->pause); /* others die, or are refused */
   return create_optimizer(m, misfit == OTHER_OPTIMIZER);
 }
 
@@ -1168,6 +1169,7 @@ static cddp_result check_weights(model *m, uint64_t t) {
   int k;
   size_t at, n, i;
   cddp_result r = CDDP_OK;
+  if (m->p->gpu && t % 2 == 1 && t < (uint64_t)m->p->steps) return r; /* the GPU can be behind */
   for (k = 0; k < m->p->count; k++) {
     const cddp_param *q = &m->params[k];
     size_t size = cddp_dtype_size(q->dtype);
@@ -1801,8 +1803,8 @@ static void live(cddp_group *g, int rank) {
   if (g != NULL) return;
   fds += device_left(&threads);
   if (p->supervised && rank == 0 && !me->joins) fds--; /* the supervisor's socket for rank 0 */
-  if (ranks_open_fds() != fds) complain("%d descriptors left", ranks_open_fds() - fds);
   if (!ranks_threads_left(threads)) complain("%d threads left", ranks_threads() - threads);
+  if (ranks_open_fds() != fds) complain("%d descriptors left", ranks_open_fds() - fds);
 }
 
 static int thread_life(cddp_group *g, void *arg) {

@@ -185,5 +185,5 @@ static cddp_result run_graph(model *m, uint64_t t) {
     CUDA(cudaGraphInstantiate(&d->exec, d->graph, 0));
   }
   CUDA(cudaGraphLaunch(d->exec, s));
-  return cddp_synchronize(m->g);
+  return t % 2 == 1 ? r : cddp_synchronize(m->g);
 }
