@@ -1420,8 +1420,8 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels); /* must 
    NOTATION. In the comment of a field, [n] is its number of elements, and the name of a lock is
    that of the lock that guards it. In the head of a room, _open stands for cddp__..._open. CDDP__X
    is what a list, such as CDDP__DTYPES(CDDP__X), does with each entry. CDDP__POINT("name") does
-   nothing, except in tests, which stop, delay or kill a rank there. A call of a function pointer
-   has parentheses, (l->log)(...): the program can have a macro log().
+   nothing, except in tests, which stop, delay or kill a rank there. (l->log)(...) calls a function
+   pointer whose name the program can have as a macro.
 
    SHARED MEMORY. The ranks of a host share one memfd, so nothing is left in a file system when they
    end (>>arena). Each group has a control block there (>>block): for each rank two headers, a slot
@@ -2001,7 +2001,7 @@ struct cddp_work {
   char text[CDDP__ERROR_MAX]; /* valid when result is a failure; the last field */
 };
 CDDP__STATIC_ASSERT(offsetof(cddp_work, text) + CDDP__ERROR_MAX > sizeof(cddp_work) - 8,
-                    "cddp__work_new does not clear the text");
+                    "cddp__work_init does not clear the text");
 
 /* Runs the asynchronous operations of a group in order, on its own thread, which the first of them
    starts, or on a thread that waits. lock guards all fields except the atomic ones, thread and
@@ -4161,7 +4161,7 @@ struct cddp__message { /* a received frame; its bytes follow the struct */
 typedef struct cddp__hello { /* a link's first message: >>links */
   uint32_t purpose, secret;  /* CDDP__LINK_FRAMES or _NOTICE; 1: there is a secret */
   uint32_t from, to;         /* ranks of the job */
-  uint64_t group;
+  uint64_t group;            /* its id; to a member in a meeting: its life */
   unsigned char token[16];
 } cddp__hello;
 
@@ -6009,7 +6009,7 @@ static cddp_result cddp__check_rank_variables(bool whole) {
 /* Rejects RANK=0 and WORLD_SIZE=1, as a shell's startup file may export them, in a process that
    another launcher has started as one of several: each would train alone. torchrun and cddprun set
    LOCAL_RANK too, so under mpirun their ranks are what they say. */
-static cddp_result cddp__check_single(const cddp__config *config) {
+static cddp_result cddp__check_alone(const cddp__config *config) {
   int i, size = 1;
   if (!config->launched || config->launcher != CDDP__LAUNCHER_SCRIPT || config->world_size != 1 ||
       cddp__env("LOCAL_RANK") != NULL)
@@ -6052,7 +6052,7 @@ static cddp_result cddp__env_ranks(cddp__config *config) {
   }
   config->rank = numbers[CDDP__VAR_RANK];
   config->world_size = numbers[CDDP__VAR_SIZE];
-  if (r == CDDP_OK && !config->joins) r = cddp__check_single(config);
+  if (r == CDDP_OK && !config->joins) r = cddp__check_alone(config);
   if (r != CDDP_OK || (config->rank >= 0 && (config->rank < config->world_size || config->joins)))
     return r;
   return CDDP__REFUSE("%s is %d but %s is %d; ranks go from 0 to %d",
@@ -6104,7 +6104,7 @@ static uint64_t cddp__job_key(int launcher, bool here) {
   int i;
   for (i = 0; i < (here ? 5 : 3); i++) {
     const char *value = cddp__env(cddp__launchers[launcher].job[i]);
-    if (value != NULL) key = cddp__hash64(key + 1, value, strlen(value) + 1);
+    if (value != NULL) key = cddp__hash64(key, value, strlen(value) + 1);
   }
   if (fd != NULL && cddp__peer_process((int)strtol(fd, NULL, 10), maker) && maker[0] /* pid */ != 0)
     key = cddp__hash64(key + 1, maker, sizeof maker);
@@ -6363,7 +6363,7 @@ static cddp_result cddp__discover(cddp__config *config, const cddp_group_desc *d
 
 enum cddp__extent_use {
   CDDP__EXTENT_FREE,
-  CDDP__EXTENT_USER,       /* cddp_alloc, gradients; peers write to it: cddp__arena_quarantine */
+  CDDP__EXTENT_USER,       /* peers can write to it: cddp_alloc, gradients, scratch; quarantined */
   CDDP__EXTENT_BUFFER,     /* cddp's buffers that peers only read */
   CDDP__EXTENT_BLOCK,      /* a group's control block; freed after all its ranks have left */
   CDDP__EXTENT_BLOCK_LAZY, /* as BLOCK, of elastic models. From here on lazy: never dumped */
@@ -6820,7 +6820,7 @@ static bool cddp__arena_free(cddp__host *host, void *p) {
   return own;
 }
 
-/* Frees a control block if it is this rank's and has not been freed already. */
+/* Frees an own control block that a lost rank cannot leave, unless it has been freed. */
 static void cddp__arena_free_block(cddp__host *host, const void *block, uint32_t generation) {
   cddp__extent *extent;
   pthread_mutex_lock(&host->lock);
@@ -7898,6 +7898,7 @@ static void cddp__fold_block(const cddp__fold *fold, char *dst, size_t at, size_
   if (fold->narrows) fold->loops->narrow(dst + at * fold->esize, (const cddp__f32 *)parts[0], n);
 }
 
+/* Reduces elements [at, at + n) to the same place in dst, which can be a source. */
 static void cddp__fold_range(const cddp__fold *fold, void *dst, size_t at, size_t n) {
   size_t block = cddp__fold_bytes(fold) / fold->csize, end = at + n;
   const void *s[8];
@@ -8839,8 +8840,8 @@ static cddp_result cddp__report_lost(cddp_group *g, int rank, const char *doing)
   return cddp__break(g, CDDP_PEER_LOST);
 }
 
-/* Whether this rank's round still needs rank p: its header; if oversubscribed, its arrival;
-   while headers of other hosts are missing, or frames are in transit, all ranks of this host. */
+/* Whether this rank's round still needs rank p: until its header is here; if oversubscribed, until
+   the round's release; on several hosts, until all headers are here and all frames are through. */
 static bool cddp__rank_needed(const cddp_group *g, int p) {
   if (!cddp__has_announced(g, p)) return true;
   if (g->oversubscribed && cddp__load32(&g->block->release) != g->round) return true;
@@ -8976,7 +8977,7 @@ static bool cddp__publish_wait(cddp_group *g, const char *where) {
   return true;
 }
 
-/* failed: the wait ended in a failure, which time-out texts mention. */
+/* If cddp__publish_wait returned true. failed: the wait has failed, which time-out texts tell. */
 static void cddp__clear_wait(cddp_group *g, bool failed) {
   cddp__slot *slot = cddp__wait_slot(g, g->rank);
   if (slot == NULL) return;
@@ -10655,7 +10656,7 @@ static cddp_result cddp__fail_blocked(const cddp__rendezvous *rdv, const cddp__a
                     rdv->config->rank, (int)getpid(), here, cddp__describe_address(a).s, listener,
                     strerror(error),
                     error == ECONNREFUSED ? ", unless that process just ended" : "", here,
-                    error == EINVAL ? ". Or this host's address is a loopback address to cddp: set "
+                    error == EINVAL ? ". Or cddp took a loopback address as this host's: set "
                                       "CDDP_IFNAME to the interface that reaches the other hosts"
                                     : "");
 }
@@ -10740,7 +10741,7 @@ static cddp_result cddp__lose_root(cddp__rendezvous *rdv, int error) {
     return cddp__fail_descriptors(rdv, error, "connection to another host");
   if (error == 0 && challenge->state > CDDP__CHALLENGE_PROVEN) { /* refused */
     r = cddp__fail_refused(&rdv->parent.connection, cddp__describe_address(&at).s);
-  } else if (error == 0 && challenge->state == CDDP__CHALLENGE_PROVEN) {
+  } else if (error == 0 && challenge->state == CDDP__CHALLENGE_PROVEN) { /* it has the secret */
     cddp__fail(r, "the process at %s belongs to another job, or has just ended",
                cddp__describe_address(&at).s);
   } else {
@@ -11543,7 +11544,7 @@ static cddp_result cddp__rendezvous_end(cddp__rendezvous *rdv, cddp_group *g, cd
      4. Its group is broken from the start. cddp_ddp_create continues: >>elastic. */
 
 #define CDDP__JOIN_WAIT_S 0.02 /* a rank waits at most this long for joining processes */
-#define CDDP__JOB_GONE_S 2.0   /* without a living rank: then the job has ended */
+#define CDDP__JOB_GONE 20      /* tries, 0.1 s each, without a living rank: the job has ended */
 #define CDDP__JOIN_CALLS 64    /* most calls of a joining process at the same time */
 
 /* Opens the sockets for joining processes: at this rank's socket name and, on one rank of each
@@ -11660,8 +11661,8 @@ typedef struct cddp__join_search {
   double next_resolve; /* when to resolve MASTER_ADDR again */
   double next_all;     /* when to call numbers beyond WORLD_SIZE again */
   double pause;        /* seconds between two such calls */
-  double seen;         /* when a rank listened last, or held the socket name of a first rank */
-  cddp__text blocked; /* the last error of a connection to MASTER_ADDR, or "" */
+  int misses;          /* tries since a rank listened, or held the socket name of a first rank */
+  cddp__text blocked;  /* the last error of a connection to MASTER_ADDR, or "" */
 } cddp__join_search;
 
 /* Calls the ranks on this host and (rank < 0) the addresses of MASTER_ADDR that listen and are not
@@ -11757,8 +11758,8 @@ static cddp_result cddp__join_check_time(const cddp__host *host, cddp__join_sear
     alive = cddp__listen_address(&a, &fd) == EADDRINUSE;
     cddp__close_fd(&fd);
   }
-  if (alive) search->seen = now;
-  if (!alive && (now >= deadline || now - search->seen > CDDP__JOB_GONE_S))
+  search->misses = alive ? 0 : search->misses + 1;
+  if (now >= deadline ? !alive : search->misses > CDDP__JOB_GONE)
     return cddp__fail(
         CDDP_PEER_LOST,
         "CDDP_JOIN: found no rank of a job at %s on this host (%s)%s%s%s%s%s: the "
@@ -11790,7 +11791,6 @@ static cddp_result cddp__find_job(cddp__host *host, double deadline, int *fd,
   search.calls =
       (cddp__connection *)cddp__calloc(&host->allocator, CDDP__JOIN_CALLS, sizeof *search.calls);
   if (search.calls == NULL) r = CDDP_OUT_OF_MEMORY;
-  search.seen = cddp__now();
   search.pause = 0.5;
   *fd = -1;
   while (r == CDDP_NETWORK) {
@@ -11896,7 +11896,8 @@ static void cddp__check_link_end(cddp_group *g, cddp__connection *link) {
   cddp__store32(&p->lost, 1);
 }
 
-/* Adds a link, or frees it if its peer is no remote rank of the group or has two. p2p.lock held. */
+/* Adds a link, or frees it if its peer is no remote rank of g, or has two links (both ranks have
+   connected). p2p.lock held. */
 static void cddp__add_link(cddp_group *g, cddp__connection *link) {
   cddp__hosts *hosts = g->hosts;
   cddp__connection **links;
@@ -12096,7 +12097,7 @@ static void cddp__hosts_pause(cddp_group *g, cddp__wait *w, int peer, uint32_t e
   cddp__slot *slot = cddp__slot_of(g, g->rank);
   struct epoll_event unused[16];
   double start;
-  /* epoll does not see what ranks of this host do */
+  /* epoll sees only what remote ranks (members[p] < 0) do */
   int p, ms = peer != CDDP_ANY && g->members[peer] < 0 ? 5 : 1;
   bool polls;
   cddp__connection *link;
@@ -13190,8 +13191,8 @@ static int cddp__scan_sends(cddp_group *g, size_t bytes) {
   return best;
 }
 
-/* Whether the sends in flight are within the limits. The last one can have any size.
-   p2p.lock held. */
+/* Whether the sends in flight, the last one with `bytes`, are within the limits. A single one can
+   have any size. p2p.lock held. */
 static bool cddp__sends_fit(const cddp_group *g, size_t bytes) {
   return g->p2p.sends_open <= CDDP__SENDS &&
          g->p2p.sends_staged <= cddp__max(CDDP__STAGED_MAX, bytes);
@@ -14681,7 +14682,7 @@ static void cddp__broadcast_direct(const cddp_group *g, const cddp__call *call, 
 /* Runs a call in place. bufs[r]: rank r's buffer, if it is read. */
 static cddp_result cddp__copy_direct(cddp_group *g, const cddp__call *call, void *const *bufs) {
   const cddp__shape *shape = &cddp__shapes[call->kind];
-  cddp__chunk all = {0, call->count, false};
+  cddp__chunk all = {0, call->count, false /* in_header */};
   size_t at;
   int r;
   if (call->kind == CDDP__KIND_BROADCAST) {
@@ -15524,7 +15525,7 @@ static cddp_result cddp__join_job(cddp_group **out, const cddp__config *config, 
   const cddp__join_table *table = &host->job_info->table;
   int fd = -1;
   cddp_result r;
-  host->joined = true;
+  host->joined = true; /* cddp__world_group reads it */
   r = cddp__join_find(host, &fd);
   if (r == CDDP_OK && fd >= 0) r = cddp__join_memory(host, fd, table->local_size);
   if (r == CDDP_OK) r = cddp__world_group(out, host, config);
@@ -16544,7 +16545,7 @@ static cddp_result cddp__optim_new(cddp_optim **out, const cddp__algorithm *algo
    gradient is in its rank's arena, or in the caller's memory if all ranks can map that.
    The life of a model:
      1. cddp_ddp_create (>>ddp-create): ranks compare their models and map each other's memory.
-     2. cddp_ddp_ready (>>ddp-step) marks a gradient, and copies it to the arena if it is not there.
+     2. cddp_ddp_ready (>>ddp-step) marks a gradient, and copies it if its storage is COPIED.
         A bucket reduced early begins when it and all before it are full (>>ddp-buckets).
      3. cddp_ddp_next_shard ends a shard, if a rank has several (>>ddp-shards).
      4. cddp_ddp_step (>>ddp-step): the ranks meet in one round of d->control, finish the reduction,
@@ -16557,7 +16558,7 @@ struct cddp__ddp_memory {
   cddp_result (*zero)(void *p, size_t bytes, void *stream);
   cddp_result (*alloc)(cddp_ddp *d); /* the arena, zeroed */
   void (*free)(cddp_ddp *d);         /* NULL: all is host memory */
-  cddp_result (*scratch)(cddp_ddp *d, size_t bytes, void **out); /* one contiguous bucket */
+  cddp_result (*scratch)(cddp_ddp *d, size_t bytes, void **out); /* valid until the next call */
   /* *met: ranks need no round before this wait or step. NULL: they always do. */
   cddp_result (*meet)(cddp_ddp *d, int kind, uint64_t check, bool *met);
   cddp_result (*begin_bucket)(cddp_ddp *d, cddp__bucket_state *b); /* lock held */
@@ -17047,7 +17048,7 @@ static cddp_result cddp__gather_chunk(cddp_ddp *d, char *out, cddp_dtype dtype, 
   char *mine = out + (size_t)d->control->rank * n * cddp__dtype_size(dtype), *all;
   cddp__call means = cddp__make_call(CDDP__KIND_ALL_GATHER, mine, out, n, dtype, CDDP_SUM, -1);
   cddp__call nodes;
-  void *scratch = NULL;
+  void *scratch = NULL; /* parts: [most][ranks] */
   cddp_result r = CDDP_OK;
   int i;
   if (ranks > 1) r = d->memory->scratch(d, (size_t)most * ranks * part, &scratch);
@@ -17060,7 +17061,7 @@ static cddp_result cddp__gather_chunk(cddp_ddp *d, char *out, cddp_dtype dtype, 
     r = cddp__call_all(d, &nodes);
   }
   CDDP__POINT("elastic exchanged"); /* for tests: elastic models take this path too */
-  for (i = 0; i < d->shards.node_count; i++) /* scratch: a part for each slot and rank */
+  for (i = 0; i < d->shards.node_count; i++)
     d->scratch.sources[i] = ranks == 1 ? cddp__slot_at(d, d->me, d->shards.own_nodes[i].slot, at)
                                : (char *)scratch + ((size_t)d->shards.nodes[i].slot * ranks +
                                                     (size_t)d->shards.nodes[i].rank) * part;
@@ -17560,7 +17561,7 @@ static cddp_result cddp__share_states(cddp_ddp *d, cddp_optim *optim) {
     ref = cddp__op_header_of(g, k, g->round)->u.ref;
     if (ref.kind != CDDP__REF_NONE) r = cddp__map_ref(g->host, &ref, &states);
     else if (k == g->rank) r = CDDP_OUT_OF_MEMORY; /* its text is set */
-    if (r == CDDP_OK && ref.kind == CDDP__REF_EXTENT)
+    if (r == CDDP_OK && ref.kind == CDDP__REF_EXTENT) /* not between threads */
       r = cddp__commit_shared(d, optim, (char *)states);
     r = cddp__agree(g, r);
   }
@@ -17844,6 +17845,7 @@ static void cddp__fuse_block(const cddp__pass *pass, int i, const cddp__update *
   cddp__optim_copy(pass->optim, i, first, n);
 }
 
+/* One pass through the model's bytes [begin, end): steps them, or stores their means. */
 static void cddp__walk(cddp__pass *pass, size_t begin, size_t end) {
   cddp_ddp *d = pass->d;
   bool steps = pass->steps;
@@ -17862,7 +17864,7 @@ static void cddp__walk(cddp__pass *pass, size_t begin, size_t end) {
       for (k = 0; k < pass->optim->state_count; k++)
         states[k] = pass->alone ? *cddp__state_of(pass->optim, k, i)
                              : cddp__state_at(d, pass->optim, pass->optim->shared_states, k, i, 0);
-      u = cddp__update_of(pass->optim, i, states, 1);
+      u = cddp__update_of(pass->optim, i, states, 1 /* stride */);
       block = steps ? CDDP__STEP_BLOCK : block;
       pass->loops = pass->one_loop && u.loop != NULL && u.stored == CDDP_F32 && tensor->used &&
                     tensor->shared;
@@ -19078,7 +19080,7 @@ static cddp_result cddp__ddp_setup(cddp_ddp *d, bool joins) {
    Job: the members of an elastic model agree which of them live, and processes join them.
    Owns: a cddp__meeting, with its cddp__net: a listening socket, and connections of members.
    Entry points: cddp__meeting_new, _close, _free; cddp__describe_self, cddp__set_member,
-   cddp__remember_table; of a meeting cddp__meet, _meeting_apply, _meeting_confirm, _meeting_forget;
+   cddp__remember_table; in a meeting cddp__meet, _meeting_apply, _meeting_confirm, _meeting_forget;
    between meetings cddp__accept_reports, cddp__answer_joins. Thread: the one that trains.
    Words: a member has a number, which is also its rank in `net`, and a `life`, the random number of
    its process (0: it is lost). A report has a head, bytes that only >>elastic reads, and for each
@@ -19835,7 +19837,7 @@ static cddp_result cddp__meet(cddp__meeting *m, cddp__message *mine, cddp__messa
   while (r == CDDP_OK && *table == NULL) {
     int leader = m->leader = cddp__choose_leader(m);
     m->leader_called = false;
-    if (leader < 0)
+    if (leader < 0) /* this process joins, and knows no member */
       r = cddp__find_leader(m, deadline);
     else if (leader == m->me)
       r = cddp__lead_meeting(m, mine, deadline, table);
@@ -19982,7 +19984,7 @@ struct cddp__elastic {
   cddp__elastic_call last_update; /* this rank's last update; kind 0: none since it joined */
   /* memory of the ranks on this host: */
   bool one_host;               /* all members are on this host and read each other's memory */
-  cddp__published *own_refs;   /* this rank's; NULL: on a GPU */
+  cddp__published *own;   /* this rank's; NULL: on a GPU */
   cddp__published **published; /* [shards] by member number; NULL: on another host, or on a GPU */
   cddp__lost_block *lost_blocks;
   size_t lost_count, lost_capacity;
@@ -20248,7 +20250,7 @@ static cddp_result cddp__create_published(cddp_ddp *d) {
   cddp__host *host = d->group->host;
   cddp__published *own = (cddp__published *)cddp__arena_alloc(host, cddp__published_bytes(d),
                                                               CDDP__EXTENT_BUFFER);
-  d->elastic->own_refs = own;
+  d->elastic->own = own;
   if (own == NULL) return CDDP_OUT_OF_MEMORY;
   own->refs[CDDP__PUBLISHED_ARENA] = cddp__ref_of(host, d->arena, d->layout.arena_bytes);
   own->refs[CDDP__PUBLISHED_MEAN] = cddp__ref_of(host, d->elastic->mean, d->layout.dense);
@@ -20268,7 +20270,7 @@ static void cddp__publish_ref(cddp__published *own, int which, const void *memor
 }
 
 static void cddp__publish_sums(cddp_ddp *d) {
-  cddp__published *own = d->elastic->own_refs;
+  cddp__published *own = d->elastic->own;
   cddp__host *host = d->group->host;
   int32_t *slots = cddp__published_slots(own);
   int i;
@@ -20363,7 +20365,7 @@ static cddp_result cddp__compare_updates(cddp_ddp *d) {
   for (k = 0; r == CDDP_OK && k < d->step.active_count; k++) {
     call = cddp__reduction_header_of(d, k).last_update;
     member = elastic->order[k];
-    if (call.kind != 0 && members[member].since <= members[oldest].since)
+    if (call.kind != 0 && members[member].since == members[oldest].since)
       r = cddp__compare_update(d, &call, member);
   }
   return r == CDDP_OK ? r : cddp__break(d->control, r); /* on all ranks */
@@ -20434,7 +20436,7 @@ static cddp_result cddp__elastic_reduce(cddp_ddp *d) {
   if (!elastic->one_host && elastic->holds_shard) r = cddp__elastic_clear_gradients(d);
   if (!elastic->one_host && r == CDDP_OK) r = cddp__grow_slots(d, 1); /* others read slot 0 */
   if (r != CDDP_OK) return r;
-  if (elastic->own_refs != NULL) cddp__publish_sums(d);
+  if (elastic->own != NULL) cddp__publish_sums(d);
   CDDP__POINT("elastic meet");
   r = cddp__round(d->control, CDDP__KIND_DDP_NEXT, CDDP__PHASE_CALL,
                   elastic->reductions - elastic->ahead, &mine, sizeof mine);
@@ -20663,24 +20665,24 @@ static cddp_result cddp__elastic_connect(cddp_ddp *d) {
   cddp_result r;
   int k;
   memset(&ref, 0, sizeof ref);
-  if (elastic->own_refs != NULL) /* not on a GPU */
-    ref = cddp__ref_of(d->group->host, elastic->own_refs, bytes);
+  if (elastic->own != NULL) /* not on a GPU */
+    ref = cddp__ref_of(d->group->host, elastic->own, bytes);
   r = cddp__round(g, CDDP__KIND_GROUP_NEW, CDDP__PHASE_CONNECTED, 0, &ref, sizeof ref);
   if (r == CDDP_OK)
     r = cddp__round(d->comm, CDDP__KIND_GROUP_NEW, CDDP__PHASE_CONNECTED, 0, NULL, 0);
-  for (k = 0; k < g->size && r == CDDP_OK && elastic->own_refs != NULL; k++) {
-    void *at = elastic->own_refs;
+  for (k = 0; k < g->size && r == CDDP_OK && elastic->own != NULL; k++) {
+    void *at = elastic->own;
     if (g->members[k] < 0) continue;
     ref = cddp__op_header_of(g, k, g->round)->u.ref;
     if (k != g->rank) r = cddp__map_ref(d->group->host, &ref, &at);
     elastic->published[elastic->order[k]] = (cddp__published *)at;
   }
-  elastic->one_host = elastic->own_refs != NULL && g->hosts == NULL;
+  elastic->one_host = elastic->own != NULL && g->hosts == NULL;
   d->me = g->rank;
   cddp__set_gradient_addresses(d, d->me, d->arena);
   d->addresses.squares[d->me] = (double *)(void *)(d->arena + d->layout.bytes);
   d->addresses.slots[d->me] = elastic->slot_area;
-  if (r != CDDP_OK || elastic->own_refs == NULL || d->layout.dense == 0) return r;
+  if (r != CDDP_OK || elastic->own == NULL || d->layout.dense == 0) return r;
   if (!elastic->one_host) return cddp__commit_mean(d);
   cddp__slice(d->layout.dense, CDDP__BLOCK_BYTES, g->size, g->rank, &begin, &end); /* its part */
   if (d->layout.dense >= CDDP__HUGE_PAGE) { /* the memory is whole huge pages */
@@ -20821,7 +20823,7 @@ static cddp_result cddp__elastic_synchronize(cddp_ddp *d, cddp__message *table,
   }
   if (some_lack && d->layout.dense > 0 && from->in_parts == 0) { /* else all can read its parts */
     cddp__call call = cddp__broadcast_call(elastic->mean, d->layout.dense, CDDP_U8, source);
-    if (elastic->own_refs != NULL) r = cddp__commit_mean(d);
+    if (elastic->own != NULL) r = cddp__commit_mean(d);
     if (r == CDDP_OK) r = cddp__call_all(d, &call);
     if (lacks_mean) cddp__set_whole_mean(elastic);
     has_mean = true;
@@ -21147,13 +21149,13 @@ static void cddp__elastic_free(cddp_ddp *d) {
   cddp__elastic_unregister(d);
   /* What other ranks can still read is freed when all ranks have left the group; never without one,
      or if other threads of this process can read it. */
-  if (d->step.active_count != 1 && elastic->own_refs != NULL) {
+  if (d->step.active_count != 1 && elastic->own != NULL) {
     if (d->control != NULL) {
-      cddp__arena_free_with(host, elastic->own_refs, d->control->block);
+      cddp__arena_free_with(host, elastic->own, d->control->block);
       cddp__arena_free_with(host, elastic->mean, d->control->block);
       cddp__arena_free_with(host, d->arena, d->control->block);
     }
-    elastic->own_refs = NULL;
+    elastic->own = NULL;
     elastic->mean = d->arena = NULL;
     if (host->one_process) elastic->slot_area = d->rows.packet = NULL;
   }
@@ -21166,7 +21168,7 @@ static void cddp__elastic_free(cddp_ddp *d) {
   (backend->free)(d->group, elastic->mean);
   (backend->free)(d->group, elastic->slot_area);
   (backend->free)(d->group, elastic->states);
-  cddp__arena_free(host, elastic->own_refs);
+  cddp__arena_free(host, elastic->own);
   cddp__meeting_free(&elastic->meeting);
   cddp__free(&host->allocator, elastic);
   d->elastic = NULL;
@@ -21687,7 +21689,7 @@ static void cddp__st_tensor(cddp_safetensors *file, cddp__json *json, const char
   const cddp__st_type *type = NULL;
   cddp_tensor_info *tensor = &file->tensors[file->count];
   uint64_t *shape = file->next_shape, offsets[2] = {0, 0};
-  size_t n, ends = 0;
+  size_t n, offset_count = 0;
   unsigned k, seen = 0; /* bit k: fields[k] was read */
   memset(tensor, 0, sizeof *tensor);
   for (n = 0; cddp__json_item(json, "{}", n, "a tensor's object"); n++) {
@@ -21702,10 +21704,10 @@ static void cddp__st_tensor(cddp_safetensors *file, cddp__json *json, const char
       if (type == NULL) cddp__json_fail(json, "its dtype is not one of the format's");
     }
     if (k == 1) tensor->dims = (int)cddp__json_numbers(json, shape, CDDP__DIMS_MAX);
-    if (k == 2) ends = cddp__json_numbers(json, offsets, 2);
+    if (k == 2) offset_count = cddp__json_numbers(json, offsets, 2);
     seen |= 1u << k;
   }
-  if (seen != 7 /* all three */ || ends != 2)
+  if (seen != 7 /* all three */ || offset_count != 2)
     cddp__json_fail(json, "a tensor needs dtype, shape and two data_offsets");
   if (json->result != CDDP_OK) return;
   if (!cddp__st_size(shape, tensor->dims, type->bits, &tensor->count, &tensor->bytes))

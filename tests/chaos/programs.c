@@ -935,6 +935,7 @@ static void device_begin(model *m);
 static void drop_graph(model *m);
 static void device_end(model *m);
 static int device_left(int *threads);
+static int device_ids(void); /* descriptors that the double keeps for communicators' ids */
 static void *take(model *m, size_t bytes);
 static void give(model *m, void *p);
 static void enqueue(model *m, void (*run)(const task *), task x);
@@ -948,6 +949,7 @@ static cddp_result run_graph(model *m, uint64_t t);
 #define drop_graph(m) (void)(m)
 #define device_end(m) (void)(m)
 #define device_left(threads) ((void)(threads), 0)
+#define device_ids() 0
 #define take(m, bytes) calloc(1, bytes)
 #define give(m, p) free(p)
 #define put(m, g, h, x, bytes, slot) ((void)(m), (x))
@@ -1704,7 +1706,7 @@ static void measure(model *m, uint64_t t) {
   me->states = states;
   if (i >= MEASURES || (m->p->churn == 0 && me->use[i].of[THREADS] > 0)) return;
   use = &me->use[i];
-  use->of[DESCRIPTORS] = ranks_open_fds();
+  use->of[DESCRIPTORS] = ranks_open_fds() - device_ids();
   use->of[MAPPINGS] = ranks_mappings("");
   use->of[THREADS] = ranks_threads();
 #if __GLIBC_PREREQ(2, 33)
@@ -2072,6 +2074,7 @@ static bool grows(const process *q, char *text, size_t size) {
   for (kind = 0; kind < (RANKS_SLOW ? MAPPINGS : USES) && n > 4; kind++) {
     int begin = kind >= MAPPINGS ? n / 2 : 0; /* memory is not all in use at first */
     int least = kind >= PRIVATE ? n + 64 : (n - begin) / 3 + 1;
+    if (shared->p.gpu && kind == MAPPINGS) least += 4; /* the double's threads */
     int first = 0, last = INT_MAX, rises = 0;
     if (begin + 2 * some > n) break;
     for (i = 0; verbose && i < n; i++) fprintf(stderr, " %d", q->use[at[i]].of[kind]);

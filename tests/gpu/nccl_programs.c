@@ -96,6 +96,8 @@ static void device_end(model *m) { /* the group has ended */
   free(d);
 }
 
+static int device_ids(void) { return hostnccl_ids(); }
+
 static int device_left(int *threads) {
   int streams, more, fds;
   size_t bytes = hostcuda_left(&streams, &more, &fds);
@@ -104,7 +106,7 @@ static int device_left(int *threads) {
   if (streams > 0) complain("%d streams left", streams);
   if (hostnccl_communicators() > 0) complain("%d communicators left", hostnccl_communicators());
   if (!shared->p.threads && hostcuda_contexts() > 1) complain("contexts on several GPUs");
-  return fds + hostnccl_ids();
+  return fds + device_ids();
 }
 
 static void *take(model *m, size_t bytes) {
@@ -129,15 +131,19 @@ static void run_queued(void *arg) { ((queued *)arg)->run(&((queued *)arg)->x); }
 
 static void enqueue(model *m, void (*run)(const task *), task x) {
   hostcuda_op op = {run_queued, free, NULL};
-  queued *q = (queued *)malloc(sizeof *q);
+  queued *q;
+  if (!m->p->gpu) {
+    run(&x);
+    return;
+  }
+  q = (queued *)malloc(sizeof *q);
   if (m->p->stream == CHANGING && run == run_begin) /* between two steps */
     cddp_set_stream(m->g, x.t % 3 == 2 ? NULL : m->device->streams[x.t % 3]);
   q->run = run;
   q->x = x;
   op.arg = q;
-  if (m->p->gpu) CUDA(hostcuda_enqueue(stream_of(m), op, false));
-  else run_queued(q), free(q);
-  if (m->p->gpu && run == run_rows) CUDA(cudaStreamSynchronize(stream_of(m))); /* cddp's memory */
+  CUDA(hostcuda_enqueue(stream_of(m), op, false));
+  if (run == run_rows) CUDA(cudaStreamSynchronize(stream_of(m))); /* cddp's memory */
 }
 
 /* The backward stream follows the group's, or the group's the backward stream. */
