@@ -216,7 +216,7 @@ CDDPDEF const char *cddp_result_text(cddp_result r); /* such as "timed out"; nev
 CDDPDEF const char *cddp_error(void);
 
 /* Element types. f16 is IEEE binary16, bf16 the upper half of an f32. Both are summed in f32 and
-   rounded once. Name and type in C: */
+   rounded once (with NCCL or MPI as these do). Name and type in C: */
 #define CDDP__DTYPES(X) \
   X(CDDP_F32, "f32", float, FLOAT, f32) \
   X(CDDP_F64, "f64", double, FLOAT, f64) \
@@ -235,8 +235,8 @@ typedef enum cddp_dtype {
 } cddp_dtype;
 
 /* Reductions. AVG is the sum divided by the world size (integers: truncated towards zero). Integer
-   sums and products wrap around. MIN and MAX give NaN if any input is NaN, like PyTorch's. BAND,
-   BOR and BXOR are for integers only, and CDDP_UNSUPPORTED with NCCL. */
+   sums and products wrap around. MIN and MAX give NaN if any input is NaN, like PyTorch's (MPI has
+   rules of its own). BAND, BOR and BXOR are for integers only, and CDDP_UNSUPPORTED with NCCL. */
 typedef enum cddp_op {
   CDDP_SUM, CDDP_AVG, CDDP_PROD, CDDP_MIN, CDDP_MAX, CDDP_BAND, CDDP_BOR, CDDP_BXOR
 } cddp_op;
@@ -407,7 +407,7 @@ CDDPDEF cddp_result cddp_send(cddp_group *g, const void *buf, size_t count, cddp
                               int peer, int tag, cddp_work **work);
 CDDPDEF cddp_result cddp_recv(cddp_group *g, void *buf, size_t count, cddp_dtype dtype, int peer,
                               int tag, cddp_work **work);
-/* The peer of a cddp_recv that accepts a message of any rank. The cddp_recv serves the sending
+/* As the peer of a cddp_recv it accepts any rank's message. The cddp_recv serves the sending
    ranks in turn, and each rank's messages in the order of its sends. It returns CDDP_PEER_LOST if a
    rank has died or all others have left, and CDDP_UNSUPPORTED for device memory with NCCL. Like
    recv(tensor) without src. */
@@ -441,8 +441,8 @@ CDDPDEF cddp_result cddp_test(cddp_work *w, bool *done);
      for (int i = 1; i >= 0; i--) TRY(cddp_ddp_ready(ddp, i)); // last layer first, as backward ends
      TRY(cddp_ddp_step(ddp, sgd));                      // mean over ranks, update, zero gradients
 
-   A bucket is reduced while the backward pass computes the next ones. In elastic models, with more
-   shards than ranks, and after a cddp_ddp_step on one CPU host, the step reduces all of them.
+   A bucket is reduced while the backward pass computes the next ones. The step reduces all of
+   them in elastic models, with more shards than ranks, and on one CPU host with cddp_ddp_step.
 
    AN EXISTING TRAINER keeps its loop, its gradients and its optimizer. Set data, grad and count of
    each cddp_param to its arrays, and write instead of cddp_ddp_step:
@@ -526,7 +526,7 @@ CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_create(cddp_ddp **out, cddp_group *g, 
 
 /* Frees the model, and gradients that cddp_ddp_create allocated: their pointers become NULL. Local;
    NULL is fine. An optimizer created with ddp NULL can then step another model that has the same
-   params array. If d was broken, that optimizer is as newly created. */
+   params array. If d was broken, that optimizer's states are reset. */
 CDDPDEF void cddp_ddp_destroy(cddp_ddp *d);
 
 /* Call it when params[param].grad is complete: once for each parameter in a step (with shards: in
@@ -543,10 +543,10 @@ CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_wait(cddp_ddp *d);
 
 /* cddp_ddp_wait, clipping (max_grad_norm), cddp_optim_step and cddp_optim_zero_grad in one pass,
    with the same bits (NaNs can differ). Collective. s must have been created for the params array
-   of d. On CPUs the ranks of a host share one set of states (SHARDED STATES: their parts), and each
-   rank updates a part of the weights; weights in memory of cddp_alloc are updated in place. In
-   elastic models, and on GPUs without sharded_states, each rank has all states and updates all
-   weights. */
+   of d. On CPUs the ranks of a host share one set of states (with sharded_states: of their parts),
+   and each rank updates a part of the weights; weights in memory of cddp_alloc are updated in
+   place. In elastic models, and on GPUs without sharded_states, each rank has all states and
+   updates all weights. */
 CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_step(cddp_ddp *d, cddp_optim *s);
 
 /* The number of completed steps, the same on all ranks; 0 for NULL. A cddp_ddp_wait (not in
@@ -667,10 +667,10 @@ CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_gather_states(cddp_ddp *d, const cddp_
      f16 or bf16   master_weights    f16 or bf16 weights   masters, in the optimizer's memory
 
    SHARDED STATES, like ZeroRedundancyOptimizer: with sharded_states (and ddp) each rank keeps
-   1/world_size of the states and masters; desc.shards plays no part. (On one CPU host the ranks
-   share one set anyway.) The weights have the same bits, except with NCCL on 3 ranks or more. A
-   checkpoint has all states. cddp_optim_step is CDDP_INVALID_ARGUMENT; elastic and sparse_rows are
-   CDDP_UNSUPPORTED. */
+   1/world_size of the states and masters; desc.shards has nothing to do with it. (On one CPU host
+   the ranks share one set anyway.) The weights have the same bits, except with NCCL on 3 ranks or
+   more. A checkpoint has all states. cddp_optim_step is CDDP_INVALID_ARGUMENT; elastic and
+   sparse_rows are CDDP_UNSUPPORTED. */
 
 typedef struct cddp_sgd_desc {
   double lr;           /* learning rate, >= 0. No default: 0 trains nothing, without an error */
@@ -813,15 +813,16 @@ CDDPDEF void cddp_sampler_destroy(cddp_sampler *s); /* for an epoch that ends ea
 
 /* *shard = the next shard of this rank in this step. Returns false when none is left: then call
    cddp_ddp_wait or _step. Call it after cddp_ddp_ready has returned for every parameter of the
-   current shard; a missing call, or no_sync, breaks the model. After a failure it returns false,
-   and cddp_ddp_wait or _step returns the error. Local, except in elastic models. */
+   current shard; a missing call (without find_unused_parameters) or no_sync breaks the model. After
+   a failure it returns false, and cddp_ddp_wait or _step returns the error. Local, except in
+   elastic models. */
 CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
 
 /* >>api-elastic -----------------------------------------------------------------------------------
 
      desc.elastic = true, desc.shards = 8;             // shards: the largest number of ranks
      TRY(cddp_ddp_create(&ddp, g, p, n, &desc));
-     uint64_t batches = (cddp_sampler_size(&sampler) + 31) / 32; // of 8 shards, not loaded
+     uint64_t batches = (cddp_sampler_size(&sampler) + 31) / 32; // no cddp_load of it
      for (uint64_t t = cddp_ddp_steps(ddp); t < STEPS; t = cddp_ddp_steps(ddp)) {
        int shard;
        cddp_sampler_set_epoch(&sampler, t / batches);  // step t is batch t % batches of an epoch
@@ -847,8 +848,8 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
    cddp_spawn_elastic do this automatically.
 
    In a joining process cddp_rank(g) is its RANK, and cddp_world_size(g) the number of ranks that
-   started the job. If shards is 0, that is also the number of shards. There use g for cddp_alloc
-   and cddp_ddp_create only: collectives of g are CDDP_UNSUPPORTED. Use cddp_ddp_group.
+   started the job. If shards is 0, that is also the number of shards. The process uses g for
+   cddp_alloc and cddp_ddp_create only: collectives of g are CDDP_UNSUPPORTED. Use cddp_ddp_group.
 
      error of a joining process   cause, in cddp_init or in creating the model or the optimizer
      CDDP_PEER_LOST               the job cannot be found, or ends before the process has joined
@@ -1059,7 +1060,7 @@ CDDPDEF cddp_ddp *cddp_ddp_at(cddp_ddp *d, const char *file, int line);
      TRY(cddp_store_create(&store, &o));
      TRY(cddp_store_set(store, "key", "value", 5));
      TRY(cddp_store_get(store, "key", buffer, sizeof buffer, &size));    // waits for the key
-     cddp_store_destroy(store);                       // the server's last: it ends all connections
+     cddp_store_destroy(store);                       // rank 0 last, as after cddp_barrier
 
    A key-value store in the protocol of PyTorch's TCPStore (2.2 or later): each can use the other's
    server. Keys have at most 8,191 bytes, values 8 MiB, a server 512 MiB. Any thread; a store runs
@@ -1085,8 +1086,8 @@ CDDPDEF cddp_result cddp_store_get(cddp_store *s, const char *key, void *value, 
    the new value. If the value is not a number, the server closes the connection: CDDP_NETWORK. */
 CDDPDEF cddp_result cddp_store_add(cddp_store *s, const char *key, int64_t amount, int64_t *total);
 /* Stores desired if the value equals expected (expected_size 0: if key is absent). value[capacity]
-   and *size receive the value at key afterwards (if there is none: expected). *swapped: that value
-   is desired, also if another process stored it. To elect a process let each store its own
+   and *size receive what key then has (nothing: expected). *swapped: that equals desired, also if
+   another process stored it. To elect a process let each store its own
    rank. If the value exceeds capacity: CDDP_INVALID_ARGUMENT, but the call has been made, and
    *swapped and *size are set. */
 CDDPDEF cddp_result cddp_store_compare_set(cddp_store *s, const char *key, const void *expected,
@@ -1120,9 +1121,9 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    the failure can write to the call's gradients and memory of cddp_alloc when it continues. Free
    such memory (cddp does not reuse it), and create the models that used it anew.
 
-   STOPPED JOBS. A whole job can be stopped for any time (Slurm's suspend, a paused machine). If
-   only some processes are stopped, the others get CDDP_TIMEOUT; a stopped machine is lost (SEVERAL
-   HOSTS).
+   STOPPED JOBS. A whole job can be stopped for any time (Slurm's suspend; its only machine paused).
+   If only some processes are stopped, the others get CDDP_TIMEOUT; one stopped machine of several
+   is lost (SEVERAL HOSTS).
 
    FORK AND EXEC. A forked child cannot use its parent's groups and stores. A forked data loader
    that calls cddp, or reads memory of cddp_alloc, gets SIGSEGV: give it a copy in malloc'ed memory.
@@ -1202,7 +1203,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 
    If ranks on several hosts only send and receive, call cddp_barrier before cddp_destroy. Otherwise
    a cddp_recv can return CDDP_PEER_LOST because its sender has ended, and with CDDP_SECRET its
-   first message is lost if the receiver computes.
+   first message is lost if the receiver is busy.
 
    GRADIENTS IN MEMORY. A gradient that you pass is reduced in place or copied. The first line that
    applies decides:
@@ -1238,9 +1239,9 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    Several hosts: if processes die, even all of a host, the others continue, down to the last rank.
    A host can still be alive if it does not answer for 20 s, or if all connections to it were reset,
    as by a firewall. Then the other ranks continue only if they are more than half of all ranks (in
-   a join: of the old ones, and also of old plus new). Otherwise they end with CDDP_ABORTED. So a
-   job never continues in two halves. A host whose last rank dies before it has noticed an
-   earlier loss counts as reset, too.
+   a join: of the old ones, and of old plus new). Otherwise they end with CDDP_ABORTED. So a
+   job never continues in two halves. An exception to the first sentence: if a host's last
+   rank dies while the ranks handle another's loss, it can count as reset.
 
    Joins: a joining process asks the ranks on its host, and the rank that listens at
    MASTER_ADDR:MASTER_PORT. One rank of each host listens at MASTER_PORT. If all ranks at
@@ -1284,7 +1285,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    not notice concurrent saves.
 
    If reading fails after the checks, rank 0's params can be partly overwritten. cddp_load refuses
-   another optimizer's states; with partial it takes only the learning rate.
+   another optimizer's states; with partial it leaves them out, and loads only the learning rate.
 
    FORKED RANKS. cddp_spawn sets torchrun's variables. Without CDDP_SECRET it sets a random
    CDDP_JOB_SECRET, which keeps other users of the host out. If there are several ranks, each has

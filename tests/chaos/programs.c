@@ -226,6 +226,8 @@ static void settle_model(program *p) {
   if (p->momentum == 0) p->nesterov = 0;
   if (p->micro > 1 && steps_fused(p, 1)) p->clip = NO_CLIP;
   if (p->clip == CLIPS_AFTER_WAIT && p->finish != WAIT) p->clip = CLIPS;
+  if (p->gpu != HOST_ONLY && p->rows > 0 && p->optim == OWN && p->clip != NO_CLIP)
+    p->clip = CLIPS_NOTHING; /* on a GPU the values of cddp_ddp_rows are not clipped */
   /* The norm has the bits of any order of additions only if all squares are short numbers. */
   if (p->clip != NO_CLIP && (p->micro > 1 || (shards_of(p, 0) & (shards_of(p, 0) - 1)) != 0 ||
                              (shards_of(p, MOST_STEPS) & (shards_of(p, MOST_STEPS) - 1)) != 0))

@@ -612,6 +612,61 @@ static void test_few_rows(void) {
 
 /* Rows of a parameter that no rank says is ready stay for later; those of a rank that does not say
    so when another does are dropped, as a dense gradient is. */
+/* Clipping scales the mean's rows, like all gradients: by cddp_ddp_clip_grad_norm and in the step. */
+static int run_clipped_rows(cddp_group *g, void *arg) { /* arg: not NULL: elastic */
+  enum { CLIPPED_WIDTH = 3 };
+  static const size_t rows[] = {8};
+  float w[8 * CLIPPED_WIDTH] = {0};
+  int64_t number = 5;
+  cddp_param p = {"w", NULL, NULL, 8 * CLIPPED_WIDTH, CDDP_F32};
+  cddp_ddp_desc d;
+  cddp_sgd_desc o;
+  cddp_ddp *ddp;
+  cddp_optim *sgd;
+  int step, k;
+  memset(&d, 0, sizeof d);
+  memset(&o, 0, sizeof o);
+  p.data = w;
+  d.sparse_rows = rows;
+  d.max_grad_norm = 2.5;
+  d.elastic = arg != NULL;
+  CHECK_OK(cddp_ddp_create(&ddp, g, &p, 1, &d));
+  o.ddp = ddp;
+  o.lr = 1;
+  CHECK_OK(cddp_sgd_create(&sgd, &p, 1, &o));
+  for (step = 0; step < 2; step++) { /* a norm of 5 is clipped to 2.5 */
+    static const float values[CLIPPED_WIDTH] = {3, 0, -4};
+    int shard;
+    while (cddp_ddp_next_shard(ddp, &shard)) {
+      CHECK_OK(cddp_ddp_add_rows(ddp, 0, &number, values, 1));
+      CHECK_OK(cddp_ddp_ready(ddp, 0));
+    }
+    if (step == 1) {
+      CHECK_OK(cddp_ddp_step(ddp, sgd));
+      for (k = 0; k < CLIPPED_WIDTH; k++)
+        CHECK(fabs(w[number * CLIPPED_WIDTH + k] + values[k] / 2) < 1e-5);
+    } else {
+      const int64_t *numbers;
+      const void *mean;
+      CHECK_OK(cddp_ddp_wait(ddp));
+      CHECK_OK(cddp_ddp_clip_grad_norm(ddp, 2.5, NULL));
+      CHECK_EQ(cddp_ddp_rows(ddp, 0, &numbers, &mean), 1);
+      for (k = 0; k < CLIPPED_WIDTH; k++)
+        CHECK(fabs(((const float *)mean)[k] - values[k] / 2) < 1e-5);
+      CHECK_OK(cddp_optim_zero_grad(sgd));
+    }
+  }
+  cddp_optim_destroy(sgd);
+  cddp_ddp_destroy(ddp);
+  return 0;
+}
+
+static void test_clipped_rows(void) {
+  int n;
+  for (n = 1; n <= 3; n++) CHECK_OK(ranks_run(run_clipped_rows, NULL, n, n == 2));
+  CHECK_OK(ranks_run(run_clipped_rows, &n, 2, false));
+}
+
 static int run_unused_rows(cddp_group *g, void *arg) {
   int before = test_failures, rank = cddp_rank(g);
   float w[6 * 2] = {0}, v[2] = {4, 8};
@@ -873,6 +928,7 @@ int main(void) {
   RUN(test_joined_and_lost);
   RUN(test_rows);
   RUN(test_few_rows);
+  RUN(test_clipped_rows);
   RUN(test_unused_rows);
   RUN(test_rows_misuse);
   RUN(test_rows_dropped);
