@@ -612,8 +612,8 @@ static void test_few_rows(void) {
 
 /* Rows of a parameter that no rank says is ready stay for later; those of a rank that does not say
    so when another does are dropped, as a dense gradient is. */
-/* Clipping scales the mean's rows, like all gradients: by cddp_ddp_clip_grad_norm and in the step. */
-static int run_clipped_rows(cddp_group *g, void *arg) { /* arg: not NULL: elastic */
+/* Clipping scales the rows of the mean: in cddp_ddp_clip_grad_norm and in the step. */
+static int run_clipped_rows(cddp_group *g, void *arg) {
   enum { CLIPPED_WIDTH = 3 };
   static const size_t rows[] = {8};
   float w[8 * CLIPPED_WIDTH] = {0};
