@@ -8688,8 +8688,8 @@ static bool cddp__process_gone(cddp__host *host, int at) {
 
 /* Whether a rank takes part in no further call: it has left the group, or has ended. The end of a
    rank of another host counts when the notice of its cause has arrived or has had time to; in an
-   elastic model, which continues, at once. No notice follows a BYE, or the end of a rank alone on
-   its host. */
+   elastic model, which continues, at once. After a BYE, which no notice follows, its last frames
+   can still be unread. No notice follows the end of a rank alone on its host either. */
 static enum cddp__end cddp__rank_end(const cddp_group *g, int rank) {
   uint32_t state = cddp__load32(&cddp__slot_of(g, rank)->state);
   bool gone, brief;
@@ -8699,7 +8699,7 @@ static enum cddp__end cddp__rank_end(const cddp_group *g, int rank) {
     if (cddp__load32(&peer->lost) == 0) return CDDP__ALIVE;
     end = cddp__link_end(peer->error);
     brief = end == CDDP__HAS_LEFT || g->hosts->nodes[peer->host].size == 1;
-    if (!g->elastic && !cddp__has_cause(&g->block->cause) &&
+    if ((!g->elastic || end == CDDP__HAS_LEFT) && !cddp__has_cause(&g->block->cause) &&
         cddp__now() < peer->lost_at + (brief ? CDDP__REMOTE_CAUSE_S : CDDP__REMOTE_CAUSE_LONG_S))
       return CDDP__ALIVE;
     return end == CDDP__ALIVE ? CDDP__HAS_ENDED : end;

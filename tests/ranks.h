@@ -161,6 +161,13 @@ RANKS_DEF bool ranks_threads_left(int n) {
   return ranks_threads() <= n;
 }
 
+/* The descriptors beyond n, after at most a second: an ending thread can hold one. */
+RANKS_DEF int ranks_fds_left(int n) {
+  double deadline = test_now() + 1;
+  while (ranks_open_fds() != n && test_now() < deadline) ranks_sleep(0.001);
+  return ranks_open_fds() - n;
+}
+
 RANKS_DEF bool ranks_no_children(void) {
   int status;
   return waitpid(-1, &status, WNOHANG) == -1 && errno == ECHILD;

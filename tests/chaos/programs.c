@@ -1808,7 +1808,7 @@ static void live(cddp_group *g, int rank) {
   fds += device_left(&threads);
   if (p->supervised && rank == 0 && !me->joins) fds--; /* the supervisor's socket for rank 0 */
   if (!ranks_threads_left(threads)) complain("%d threads left", ranks_threads() - threads);
-  if (ranks_open_fds() != fds) complain("%d descriptors left", ranks_open_fds() - fds);
+  if ((fds = ranks_fds_left(fds)) != 0) complain("%d descriptors left", fds);
 }
 
 static int thread_life(cddp_group *g, void *arg) {
@@ -1830,7 +1830,7 @@ static int threads_life(int count, void *arg) {
   me = &shared->processes[0];
   if (r != CDDP_OK) complain("cddp_run_threads: %s", cddp_error());
   fds += device_left(&threads);
-  if (ranks_open_fds() != fds) complain("%d descriptors left", ranks_open_fds() - fds);
+  if ((fds = ranks_fds_left(fds)) != 0) complain("%d descriptors left", fds);
   mappings = ranks_mappings(" rw-s ") - mappings;
   if (mappings != 0) complain("%d mappings left", mappings);
   if (!ranks_threads_left(threads)) complain("%d threads left", ranks_threads() - threads);
@@ -2076,7 +2076,7 @@ static bool grows(const process *q, char *text, size_t size) {
   for (kind = 0; kind < (RANKS_SLOW ? MAPPINGS : USES) && n > 4; kind++) {
     int begin = kind >= MAPPINGS ? n / 2 : 0; /* memory is not all in use at first */
     int least = kind >= PRIVATE ? n + 64 : (n - begin) / 3 + 1;
-    if (shared->p.gpu && kind == MAPPINGS) least += 4; /* the double's threads */
+    if (shared->p.gpu && kind == MAPPINGS) least += n; /* the double's threads */
     int first = 0, last = INT_MAX, rises = 0;
     if (begin + 2 * some > n) break;
     for (i = 0; verbose && i < n; i++) fprintf(stderr, " %d", q->use[at[i]].of[kind]);
