@@ -1894,16 +1894,16 @@ typedef struct cddp__counted_share {
    (behind COUNT) have no rounds. */
 #define CDDP__KINDS(X) \
   X(BARRIER, "barrier", 0) \
-  X(ALL_REDUCE, "all_reduce", CDDP__REDUCES) \
-  X(REDUCE, "reduce", CDDP__REDUCES | CDDP__TO_ROOT) \
+  X(ALL_REDUCE, "all_reduce", CDDP__SHAPE_REDUCES) \
+  X(REDUCE, "reduce", CDDP__SHAPE_REDUCES | CDDP__TO_ROOT) \
   X(BROADCAST, "broadcast", CDDP__FROM_ROOT) \
-  X(ALL_GATHER, "all_gather", CDDP__GATHERS) \
-  X(GATHER, "gather", CDDP__GATHERS | CDDP__TO_ROOT) \
-  X(SCATTER, "scatter", CDDP__SCATTERS | CDDP__FROM_ROOT) \
-  X(REDUCE_SCATTER, "reduce_scatter", CDDP__REDUCES | CDDP__SCATTERS) \
-  X(ALL_TO_ALL, "all_to_all", CDDP__SCATTERS | CDDP__GATHERS) \
-  X(ALL_GATHER_V, "all_gather_v", CDDP__GATHERS) \
-  X(ALL_TO_ALL_V, "all_to_all_v", CDDP__SCATTERS | CDDP__GATHERS) \
+  X(ALL_GATHER, "all_gather", CDDP__SHAPE_GATHERS) \
+  X(GATHER, "gather", CDDP__SHAPE_GATHERS | CDDP__TO_ROOT) \
+  X(SCATTER, "scatter", CDDP__SHAPE_SCATTERS | CDDP__FROM_ROOT) \
+  X(REDUCE_SCATTER, "reduce_scatter", CDDP__SHAPE_REDUCES | CDDP__SHAPE_SCATTERS) \
+  X(ALL_TO_ALL, "all_to_all", CDDP__SHAPE_SCATTERS | CDDP__SHAPE_GATHERS) \
+  X(ALL_GATHER_V, "all_gather_v", CDDP__SHAPE_GATHERS) \
+  X(ALL_TO_ALL_V, "all_to_all_v", CDDP__SHAPE_SCATTERS | CDDP__SHAPE_GATHERS) \
   X(GROUP_NEW, "group_new/split", 0) \
   X(DDP_CREATE, "ddp_create", 0) \
   X(DDP_WAIT, "ddp_wait", 0) \
@@ -2036,7 +2036,7 @@ enum {
 
 /* How fast ranks copy chunks of one kind of collective and of similar sizes: >>collectives. */
 typedef struct cddp__copy_timing {
-  double seconds[2]; /* per byte, of copies: CDDP__CACHED, CDDP__NONTEMPORAL */
+  double seconds[2]; /* per byte, of copies: CDDP__COPY_CACHED, CDDP__COPY_NONTEMPORAL */
   double clock;      /* seconds of the chunk being timed, so far */
   uint32_t chunks;   /* so far; the same on all ranks */
 } cddp__copy_timing;
@@ -2295,7 +2295,7 @@ typedef struct cddp__row_gradients {
 
 /* cddp_ddp_join. Written by the training thread; the engine reads `absent`. */
 typedef struct cddp__uneven {
-  uint32_t absent;  /* CDDP__ABSENT*: this rank is in cddp_ddp_join; 0: it has data */
+  uint32_t absent;  /* CDDP__ABSENT_*: this rank is in cddp_ddp_join; 0: it has data */
   bool had_absent;  /* some ranks, not all, have been absent: cddp__end_uneven */
   bool out_of_date; /* the weights of an absent rank are old */
 } cddp__uneven;
@@ -2780,7 +2780,7 @@ static void cddp__copy_nontemporal(void *to, const void *from, size_t n) {
   memcpy(t, f, n);
 }
 
-enum { CDDP__CACHED, CDDP__NONTEMPORAL }; /* values of `bool nontemporal` */
+enum { CDDP__COPY_CACHED, CDDP__COPY_NONTEMPORAL }; /* values of `bool nontemporal` */
 static void cddp__copy_by(void *to, const void *from, size_t n, bool nontemporal) {
   if (nontemporal && to != from)
     cddp__copy_nontemporal(to, from, n);
@@ -3415,7 +3415,7 @@ static bool cddp__same_bytes(const void *a, const void *b, size_t n) {
 #define CDDP__NONCE_SIZE 32
 #define CDDP__PROOF_SIZE 32
 
-enum { CDDP__CALLED, CDDP__CALLER }; /* the ends of a connection: values of `bool caller` */
+enum { CDDP__END_CALLED, CDDP__END_CALLER }; /* the ends of a connection: values of `bool caller` */
 enum cddp__challenge_state {
   CDDP__CHALLENGE_ON,      /* needs more bytes */
   CDDP__CHALLENGE_PROVEN,  /* both ends know the secret; the states behind it are failures */
@@ -3483,7 +3483,7 @@ static void cddp__challenge_message(cddp__challenge *challenge) {
   if (challenge->step++ == 0) { /* the other end's nonce */
     memcpy(challenge->covered + (challenge->caller ? CDDP__NONCE_SIZE : 0), challenge->in + 8,
            CDDP__NONCE_SIZE);
-    cddp__challenge_prove(challenge, CDDP__CALLER, proof);
+    cddp__challenge_prove(challenge, CDDP__END_CALLER, proof);
     if (challenge->caller)
       cddp__challenge_queue(challenge, CDDP__AUTH_PROOF, proof, sizeof proof);
     else
@@ -3496,7 +3496,7 @@ static void cddp__challenge_message(cddp__challenge *challenge) {
                          ? CDDP__CHALLENGE_PROVEN
                          : CDDP__CHALLENGE_WRONG;
   if (challenge->caller) return;
-  cddp__challenge_prove(challenge, CDDP__CALLED, proof);
+  cddp__challenge_prove(challenge, CDDP__END_CALLED, proof);
   if (challenge->state == CDDP__CHALLENGE_PROVEN)
     cddp__challenge_queue(challenge, CDDP__AUTH_ACCEPT, proof, sizeof proof);
   else
@@ -4003,7 +4003,7 @@ static cddp_result cddp__listen_any(int *fd, int *port) {
   return r;
 }
 
-enum { CDDP__READ, CDDP__WRITE }; /* values of `bool write` */
+enum { CDDP__FILE_READ, CDDP__FILE_WRITE }; /* values of `bool write` */
 /* Reads or writes `size` bytes from offset `at` of a file on. */
 static cddp_result cddp__file_io(int fd, bool write, void *data, uint64_t size, uint64_t at) {
   char *p = (char *)data;
@@ -4207,10 +4207,10 @@ struct cddp__connection {
 /* What is known of a peer. Two functions decide: cddp__rank_end (>>failure) about a rank of a
    group, cddp__link_end about the other side of a connection that has ended with this error. */
 enum cddp__end {
-  CDDP__ALIVE,      /* or not known. A new connection shows it: a dead process refuses it */
-  CDDP__HAS_LEFT,   /* in good order: cddp_destroy, BYE */
-  CDDP__HAS_ENDED,  /* or another program has its port */
-  CDDP__UNREACHABLE /* its host does not answer */
+  CDDP__IS_ALIVE,      /* or not known. A new connection shows it: a dead process refuses it */
+  CDDP__HAS_LEFT,      /* in good order: cddp_destroy, BYE */
+  CDDP__HAS_ENDED,     /* or another program has its port */
+  CDDP__IS_UNREACHABLE /* its host does not answer */
 };
 
 static enum cddp__end cddp__link_end(int error) {
@@ -4218,8 +4218,8 @@ static enum cddp__end cddp__link_end(int error) {
   if (error == ECONNREFUSED || error == EPROTO) return CDDP__HAS_ENDED;
   if (error == 0 || error == ECONNRESET || error == EPIPE || error == ENOBUFS || error == ENOMEM ||
       error == EADDRNOTAVAIL)
-    return CDDP__ALIVE; /* the peer closed the connection, or one call failed */
-  return CDDP__UNREACHABLE;
+    return CDDP__IS_ALIVE; /* the peer closed the connection, or one call failed */
+  return CDDP__IS_UNREACHABLE;
 }
 
 /* The most unproven connections of a listener in a job whose ranks can all connect at the same
@@ -5123,7 +5123,7 @@ static void cddp__server_add_client(cddp__server *server, int fd, bool spare) {
     cddp__close_fd(&fd);
     return;
   }
-  cddp__connection_begin(&client->c, &server->allocator, fd, CDDP__CALLED);
+  cddp__connection_begin(&client->c, &server->allocator, fd, CDDP__END_CALLED);
   client->c.in.total = client->c.out.total = &server->buffered;
   client->c.deadline = cddp__now() + CDDP__GREETING_S;
   client->next = server->clients;
@@ -5325,7 +5325,7 @@ static cddp_result cddp__store_try_addresses(cddp_store *store, double deadline)
     const cddp__address *address = &store->addresses[i];
     error = cddp__connect_address(address, cddp__earlier_deadline(CDDP__CONNECT_S, deadline), &fd);
     if (error == 0) {
-      cddp__connection_begin(&store->connection, &store->allocator, fd, CDDP__CALLER);
+      cddp__connection_begin(&store->connection, &store->allocator, fd, CDDP__END_CALLER);
       r = cddp__store_greet(store, cddp__describe_address(address).s, deadline);
     }
     closed = closed || (error == 0 && r == CDDP_NETWORK) || error == ECONNRESET;
@@ -5586,7 +5586,7 @@ static cddp_result cddp__file_store_read(int fd, cddp__store_file *record) {
   if (why != NULL)
     return cddp__fail(CDDP_IO, "the file %s, so it is not trusted; choose another path", why);
   n = cddp__min((size_t)st.st_size, sizeof *record);
-  if (cddp__file_io(fd, CDDP__READ, record, n, 0) != CDDP_OK) return CDDP_NETWORK; /* try again */
+  if (cddp__file_io(fd, CDDP__FILE_READ, record, n, 0) != CDDP_OK) return CDDP_NETWORK; /* again */
   if (memcmp(record->magic, CDDP__FILE_MAGIC, cddp__min(n, sizeof record->magic)) != 0)
     return cddp__fail(CDDP_IO,
                       "the file exists and is not a store of this version of cddp; it was not "
@@ -5620,7 +5620,7 @@ static cddp_result cddp__file_record_new(cddp__store_file *record, bool reachabl
 /* Writes the record to the locked file: clients can connect. */
 static cddp_result cddp__file_record_write(int file, cddp__store_file *record) {
   if (ftruncate(file, 0) != 0) return cddp__fail(CDDP_IO, "ftruncate: %s", strerror(errno));
-  return cddp__file_io(file, CDDP__WRITE, record, sizeof *record, 0);
+  return cddp__file_io(file, CDDP__FILE_WRITE, record, sizeof *record, 0);
 }
 
 /* Makes this process, which has locked the file, the server. */
@@ -5704,7 +5704,7 @@ static cddp_result cddp__store_new(cddp_store **out, const cddp__store_options *
   store->timeout_s = desc->timeout_s;
   store->closed_since = options->closed_since;
   store->file = -1;
-  cddp__connection_begin(&store->connection, &store->allocator, -1, CDDP__CALLER);
+  cddp__connection_begin(&store->connection, &store->allocator, -1, CDDP__END_CALLER);
   if ((store->scheme = cddp__url_scheme(desc->init_method, &name)) == CDDP__URL_NONE)
     return CDDP__REFUSE("'%s' is not a store's URL; write tcp://host:port, unix://name or "
                         "file:///absolute/path",
@@ -7384,7 +7384,7 @@ typedef struct cddp__fused_args {
   float clip; /* factor of that mean, from gradient clipping; 1: none */
 } cddp__fused_args;
 
-enum { CDDP__MULTIPLY, CDDP__DIVIDE }; /* of `bool divide` */
+enum { CDDP__MEAN_MULTIPLY, CDDP__MEAN_DIVIDE }; /* of `bool divide` */
 
 /* The loops for one element type; NULL: this type has none. */
 typedef struct cddp__loops {
@@ -7815,7 +7815,7 @@ static void cddp__divide(void *p, size_t n, int k, cddp_dtype dtype) {
   size_t i;
   switch (dtype) {
 #define CDDP__DIVIDE_FLOAT(type, k) \
-  (cddp__pick_loops()[dtype].scale)(p, n, (double)(k), CDDP__DIVIDE)
+  (cddp__pick_loops()[dtype].scale)(p, n, (double)(k), CDDP__MEAN_DIVIDE)
 #define CDDP__DIVIDE_HALF(type, k) CDDP_ASSERT(false)
 #define CDDP__DIVIDE_SIGNED(type, k) \
   for (i = 0; i < n; i++) { \
@@ -7987,12 +7987,12 @@ static void cddp__scale(void *p, size_t n, cddp_dtype dtype, double factor) {
   const cddp__loops *loops = cddp__pick_loops();
   float buf[CDDP__BLOCK_FLOATS];
   size_t at, m;
-  if (loops[dtype].scale != NULL) (loops[dtype].scale)(p, n, factor, CDDP__MULTIPLY);
+  if (loops[dtype].scale != NULL) (loops[dtype].scale)(p, n, factor, CDDP__MEAN_MULTIPLY);
   for (at = 0; loops[dtype].scale == NULL && at < n; at += m) {
     char *q = (char *)p + at * 2;
     m = cddp__min(CDDP__BLOCK_FLOATS, n - at);
     loops[dtype].widen(buf, q, m);
-    (loops[CDDP_F32].scale)(buf, m, factor, CDDP__MULTIPLY);
+    (loops[CDDP_F32].scale)(buf, m, factor, CDDP__MEAN_MULTIPLY);
     loops[dtype].narrow(q, buf, m);
   }
 }
@@ -8251,15 +8251,15 @@ typedef struct cddp__shape {
   bool from_root, to_root; /* only the root sends; only the root receives */
 } cddp__shape;
 enum {
-  CDDP__REDUCES = 1,
-  CDDP__SCATTERS = 2,
-  CDDP__GATHERS = 4,
+  CDDP__SHAPE_REDUCES = 1,
+  CDDP__SHAPE_SCATTERS = 2,
+  CDDP__SHAPE_GATHERS = 4,
   CDDP__FROM_ROOT = 8,
   CDDP__TO_ROOT = 16
 };
 #define CDDP__X(kind, name, moves) \
-  {name, ((moves) & CDDP__REDUCES) != 0, ((moves) & CDDP__SCATTERS) != 0, \
-   ((moves) & CDDP__GATHERS) != 0, ((moves) & CDDP__FROM_ROOT) != 0, \
+  {name, ((moves) & CDDP__SHAPE_REDUCES) != 0, ((moves) & CDDP__SHAPE_SCATTERS) != 0, \
+   ((moves) & CDDP__SHAPE_GATHERS) != 0, ((moves) & CDDP__FROM_ROOT) != 0, \
    ((moves) & CDDP__TO_ROOT) != 0},
 static const cddp__shape cddp__shapes[] = {CDDP__KINDS(CDDP__X)};
 #undef CDDP__X
@@ -8696,13 +8696,13 @@ static enum cddp__end cddp__rank_end(const cddp_group *g, int rank) {
   if (g->members[rank] < 0) {
     const cddp__peer *peer = &g->hosts->peers[rank];
     enum cddp__end end;
-    if (cddp__load32(&peer->lost) == 0) return CDDP__ALIVE;
+    if (cddp__load32(&peer->lost) == 0) return CDDP__IS_ALIVE;
     end = cddp__link_end(peer->error);
     brief = end == CDDP__HAS_LEFT || g->hosts->nodes[peer->host].size == 1;
     if ((!g->elastic || end == CDDP__HAS_LEFT) && !cddp__has_cause(&g->block->cause) &&
         cddp__now() < peer->lost_at + (brief ? CDDP__REMOTE_CAUSE_S : CDDP__REMOTE_CAUSE_LONG_S))
-      return CDDP__ALIVE;
-    return end == CDDP__ALIVE ? CDDP__HAS_ENDED : end;
+      return CDDP__IS_ALIVE;
+    return end == CDDP__IS_ALIVE ? CDDP__HAS_ENDED : end;
   }
   if (state == CDDP__SLOT_LEFT) return CDDP__HAS_LEFT;
   gone = state == CDDP__SLOT_DEAD;
@@ -8711,11 +8711,11 @@ static enum cddp__end cddp__rank_end(const cddp_group *g, int rank) {
            cddp__load32(&g->host->slots[g->members[rank]].state) == CDDP__SLOT_DEAD;
   else if (!gone)
     gone = rank != g->rank && cddp__process_gone(g->host, g->members[rank]);
-  return gone ? CDDP__HAS_ENDED : CDDP__ALIVE;
+  return gone ? CDDP__HAS_ENDED : CDDP__IS_ALIVE;
 }
 
 static bool cddp__rank_gone(const cddp_group *g, int rank) {
-  return cddp__rank_end(g, rank) != CDDP__ALIVE;
+  return cddp__rank_end(g, rank) != CDDP__IS_ALIVE;
 }
 
 /* Reads the wait status of a process that has ended: a zombie's from /proc, that of a reaped one
@@ -9606,7 +9606,7 @@ static cddp_result cddp__link_connect(const cddp__net *n, int peer, int purpose,
                 from = cddp__internet_address(&n->hosts[n->host].address);
   int fd = cddp__socket(to.sa.ss_family);
   cddp__connection *c =
-      fd < 0 ? NULL : cddp__link_new(&n->allocator, fd, CDDP__CALLER, CDDP__UNANSWERED_S);
+      fd < 0 ? NULL : cddp__link_new(&n->allocator, fd, CDDP__END_CALLER, CDDP__UNANSWERED_S);
   *out = c;
   if (fd < 0) return cddp__fail_errno("socket");
   if (c == NULL) return CDDP_OUT_OF_MEMORY;
@@ -9623,7 +9623,7 @@ static cddp_result cddp__link_connect(const cddp__net *n, int peer, int purpose,
 
 /* Whether a link has ended for a reason that its peer can have survived. */
 static bool cddp__link_is_cut(const cddp__connection *c) {
-  return c->state == CDDP__CONNECTION_ENDED && cddp__link_end(c->error) == CDDP__ALIVE;
+  return c->state == CDDP__CONNECTION_ENDED && cddp__link_end(c->error) == CDDP__IS_ALIVE;
 }
 
 /* Connects a link again if its peer, which may have too many connections, closed it before it was
@@ -9809,7 +9809,7 @@ static bool cddp__accept_links(const cddp_allocator *a, int listener, cddp__conn
     if (starved != NULL) cddp__store32(starved, none ? (uint32_t)errno : 0);
     few = few || none || (fd >= 0 && !cddp__has_spare_fd(fd));
     if (fd < 0) break;
-    c = cddp__link_new(a, fd, CDDP__CALLED, CDDP__STRANGER_S);
+    c = cddp__link_new(a, fd, CDDP__END_CALLED, CDDP__STRANGER_S);
     if (c == NULL) break;
     c->next = *list;
     *list = c;
@@ -10493,7 +10493,7 @@ static cddp_result cddp__accept_channels(cddp__rendezvous *rdv, int listener) {
       return CDDP_OUT_OF_MEMORY;
     }
     rdv->children = children;
-    cddp__channel_init(rdv, &children[rdv->child_count++], fd, local, CDDP__CALLED);
+    cddp__channel_init(rdv, &children[rdv->child_count++], fd, local, CDDP__END_CALLED);
     if (few) return CDDP_OK; /* read its RANK before accepting the next connection */
   }
   return CDDP_OK;
@@ -10995,7 +10995,7 @@ static cddp_result cddp__find_root(cddp__rendezvous *rdv) {
   if (root->try_s < 8) root->try_s *= 2;
   error = cddp__connect_address(&root->addresses[root->next++], deadline, &fd);
   if (error != 0) return cddp__lose_root(rdv, error);
-  cddp__channel_init(rdv, &rdv->parent, fd, false /* TCP */, CDDP__CALLER);
+  cddp__channel_init(rdv, &rdv->parent, fd, false /* TCP */, CDDP__END_CALLER);
   r = cddp__fail(CDDP_NETWORK,
                  "the program at %s accepted a connection and sent nothing: it is another program, "
                  "or rank 0 has not yet called cddp_init or is suspended",
@@ -11100,7 +11100,7 @@ static cddp_result cddp__rendezvous_init(cddp__rendezvous *rdv, const cddp__conf
   rdv->host = host;
   rdv->job = host->job_info;
   rdv->deadline = cddp__now() + config->timeout_s;
-  cddp__channel_init(rdv, &rdv->parent, -1, true /* local */, CDDP__CALLER);
+  cddp__channel_init(rdv, &rdv->parent, -1, true /* local */, CDDP__END_CALLER);
   rdv->memory_fd = rdv->node_socket = -1;
   rdv->node_count = 1;
   rdv->expected = (uint32_t)config->world_size;
@@ -11134,7 +11134,7 @@ static cddp_result cddp__connect_node(cddp__rendezvous *rdv) {
                       "host connect; set CDDP_SECRET, or another MASTER_PORT");
   if (error == 0) {
     CDDP__POINT("follow");
-    cddp__channel_init(rdv, &rdv->parent, fd, true /* local */, CDDP__CALLER);
+    cddp__channel_init(rdv, &rdv->parent, fd, true /* local */, CDDP__END_CALLER);
   } else if (error == ECONNREFUSED || error == EAGAIN || error == EINTR) {
     cddp__sleep(0.001); /* the coordinator does not listen yet, or has just ended */
   } else {
@@ -11695,7 +11695,7 @@ static cddp_result cddp__join_call_ranks(const cddp__host *host, cddp__join_sear
       search->blocked = cddp__textf("%s: %s", cddp__describe_address(&at).s, strerror(error));
     if (error != 0) continue;
     search->count++;
-    cddp__connection_begin(c, &host->allocator, fd, CDDP__CALLER);
+    cddp__connection_begin(c, &host->allocator, fd, CDDP__END_CALLER);
     c->local = rank >= 0 && host->arena.fd < 0; /* no second descriptor: see >>arena */
     c->peer = rank;
     r = cddp__connection_challenge(c, job->secret, "join", NULL, 0);
@@ -11871,7 +11871,7 @@ static cddp_result cddp__join_find(cddp__host *host, int *fd) {
 
 /* --- links --- */
 
-enum cddp__direction { CDDP__IN, CDDP__OUT };
+enum cddp__direction { CDDP__GOES_IN, CDDP__GOES_OUT };
 
 /* Makes epoll_wait in cddp__hosts_pause return at these events. */
 static bool cddp__watch_fd(const cddp__hosts *hosts, int fd, uint32_t events) {
@@ -11945,7 +11945,7 @@ static cddp_result cddp__ensure_link(cddp_group *g, int rank) {
 /* Whether a posted frame or a receive awaits bytes from the rank. p2p.lock held. */
 static bool cddp__is_awaited(const cddp_group *g, int rank) {
   const cddp_work *work;
-  if (g->hosts->peers[rank].stuck_pass[CDDP__IN] == g->hosts->pass) return true;
+  if (g->hosts->peers[rank].stuck_pass[CDDP__GOES_IN] == g->hosts->pass) return true;
   for (work = g->p2p.recvs; work != NULL; work = work->next)
     if (!work->done && (work->call.root == rank || work->call.root == CDDP_ANY)) return true;
   return false;
@@ -12066,7 +12066,7 @@ static void cddp__hosts_query_arrivals(cddp_group *g) {
   } while (!cddp__is_broken(g) && !cddp__has_remote_headers(g) && cddp__wait_pause(&w));
 }
 
-enum { CDDP__STAYING, CDDP__LEAVING };
+enum { CDDP__RANK_STAYING, CDDP__RANK_LEAVING };
 /* In a healthy group: sends the other hosts a notice if a rank on this host has died, or, if
    `leaving`, a loss has broken another group. The notice breaks nothing, but calls that fail later
    name the dead rank. An exit with code 0 can be orderly, unless this rank leaves too. */
@@ -12121,7 +12121,7 @@ static void cddp__hosts_pause(cddp_group *g, cddp__wait *w, int peer, uint32_t e
   hosts->polling = false;
   cddp__notify(g, g->rank);
   pthread_mutex_unlock(&g->p2p.lock);
-  if (w->due) cddp__early_notice(g, CDDP__STAYING);
+  if (w->due) cddp__early_notice(g, CDDP__RANK_STAYING);
 }
 
 /* --- send and recv --- */
@@ -12422,7 +12422,7 @@ static cddp_result cddp__exchange_headers(cddp_group *g) {
   size_t out_bytes, in_limit;
   int known, i, k, n, count = hosts->count;
   cddp_result r = CDDP_OK;
-  out_bytes = cddp__piggyback_copy(g, hosts->mine, CDDP__OUT);
+  out_bytes = cddp__piggyback_copy(g, hosts->mine, CDDP__GOES_OUT);
   for (known = 1; r == CDDP_OK && known < count; known *= CDDP__DIRECT_HOSTS) {
     for (i = known; i < count && i < known * CDDP__DIRECT_HOSTS; i += known) {
       int to = (hosts->mine + count - i) % count, from = (hosts->mine + i) % count;
@@ -12432,9 +12432,9 @@ static cddp_result cddp__exchange_headers(cddp_group *g) {
         in_limit +=
             (size_t)hosts->nodes[(from + k) % count].size * (CDDP__HEADER_BYTES + g->staging_size);
       if (known > 1) out_bytes = hosts->nodes[(hosts->mine + n) % count].headers_at;
-      cddp__post_frame(g, CDDP__FRAME_HEADERS, CDDP__OUT, cddp__rank_on(hosts, to, 0),
+      cddp__post_frame(g, CDDP__FRAME_HEADERS, CDDP__GOES_OUT, cddp__rank_on(hosts, to, 0),
                        hosts->headers, out_bytes);
-      cddp__post_frame(g, CDDP__FRAME_HEADERS, CDDP__IN, cddp__rank_on(hosts, from, 0),
+      cddp__post_frame(g, CDDP__FRAME_HEADERS, CDDP__GOES_IN, cddp__rank_on(hosts, from, 0),
                        hosts->headers + hosts->nodes[from].headers_at, in_limit);
     }
     r = cddp__deliver(g, LONG_MAX /* all */);
@@ -12463,7 +12463,7 @@ static cddp_result cddp__hosts_exchange(cddp_group *g) {
   }
   if ((r = cddp__exchange_headers(g)) != CDDP_OK) return r;
   for (i = 0; i < hosts->count && hosts->count <= CDDP__DIRECT_HOSTS; i++)
-    if (i != hosts->mine && cddp__piggyback_copy(g, i, CDDP__IN) != hosts->nodes[i].received)
+    if (i != hosts->mine && cddp__piggyback_copy(g, i, CDDP__GOES_IN) != hosts->nodes[i].received)
       return cddp__break(g, cddp__fail(CDDP_NETWORK, "rank %d sent headers of a wrong length",
                                        cddp__rank_on(hosts, i, 0)));
   for (p = g->size - 1; p >= 0; p--) { /* downwards: this host's ranks poll lowest_remote first */
@@ -12747,7 +12747,7 @@ static void cddp__post_piece(cddp__flow *f, long k, enum cddp__move move) {
     if (bytes == 0) continue;
     at = cddp__frame_at(f, p, k, begin, n, move);
     if (g->members[p] < 0)
-      cddp__post_frame(g, CDDP__FRAME_PIECE, sends ? CDDP__OUT : CDDP__IN, p, at, bytes);
+      cddp__post_frame(g, CDDP__FRAME_PIECE, sends ? CDDP__GOES_OUT : CDDP__GOES_IN, p, at, bytes);
     else
       cddp__copy(cddp__view_of(f, hosts->peers[p].number, me), at, bytes);
   }
@@ -13071,7 +13071,7 @@ static void cddp__hosts_leave(cddp_group *g) {
   cddp__wait w;
   if (hosts == NULL) return;
   net = hosts->net;
-  cddp__early_notice(g, CDDP__LEAVING);
+  cddp__early_notice(g, CDDP__RANK_LEAVING);
   cddp__wait_begin(&w, 1);
   do {
     before = unsent;
@@ -14421,7 +14421,7 @@ static bool cddp__is_timed(const cddp__copy_timing *timing) {
 static bool cddp__uses_nontemporal(const cddp__copy_timing *timing) {
   if (CDDP__LIKELY(timing == NULL)) return false;
   if (cddp__is_timed(timing)) return timing->chunks % CDDP__TIMING_PERIOD >= CDDP__TIMING_RUNS;
-  return timing->seconds[CDDP__NONTEMPORAL] < 0.8 * timing->seconds[CDDP__CACHED];
+  return timing->seconds[CDDP__COPY_NONTEMPORAL] < 0.8 * timing->seconds[CDDP__COPY_CACHED];
 }
 
 enum { CDDP__CLOCK_START = -1, CDDP__CLOCK_STOP = 1 };
@@ -14690,7 +14690,7 @@ static cddp_result cddp__copy_direct(cddp_group *g, const cddp__call *call, void
     cddp__broadcast_direct(g, call, (char *const *)bufs);
   } else if (shape->reduces && !shape->scatters) {
     cddp__reduce_slices(g, call, call->count, bufs,
-                        shape->to_root ? (char *)bufs[call->root] : NULL, CDDP__CACHED);
+                        shape->to_root ? (char *)bufs[call->root] : NULL, CDDP__COPY_CACHED);
   } else if (cddp__receives(call, g->rank)) {
     for (r = 0; r < g->size; r++) {
       if (!cddp__sends(call, r)) continue;
@@ -15942,7 +15942,7 @@ static void cddp__sgd_mix(const cddp__update *update, void *m, const void *b, si
     return;
   }
   /* mul_, unlike add_, keeps its factor */
-  (update->loops[CDDP_F32].scale)(m, n, s->keep, CDDP__MULTIPLY);
+  (update->loops[CDDP_F32].scale)(m, n, s->keep, CDDP__MEAN_MULTIPLY);
   cddp__sgd_round(update, m, n);
   cddp__sgd_add(update, m, m, b, n, s->take);
 }
@@ -15962,7 +15962,7 @@ static void cddp__sgd_block(const cddp__update *update, void *p, const void *g, 
   void *m = states[0];
   if (s->sign < 0) {
     memcpy(buf, g, n * cddp__dtype_size(type));
-    (update->loops[type].scale)(buf, n, -1.0, CDDP__MULTIPLY);
+    (update->loops[type].scale)(buf, n, -1.0, CDDP__MEAN_MULTIPLY);
     d = buf;
   }
   if (s->decay != 0) {
@@ -17338,7 +17338,7 @@ static cddp_result cddp__reduce_bucket(cddp_ddp *d, cddp__bucket_state *b) {
 
 /* --- communication hooks --- */
 
-enum { CDDP__PACK, CDDP__UNPACK }; /* of `bool unpack` */
+enum { CDDP__BUCKET_PACK, CDDP__BUCKET_UNPACK }; /* of `bool unpack` */
 
 /* Copies between the bucket's gradients and a contiguous buffer. */
 static cddp_result cddp__pack(const cddp_ddp *d, const cddp__bucket_state *b, void *buffer,
@@ -17400,7 +17400,7 @@ static cddp_result cddp__hook_bucket(cddp_ddp *d, cddp__bucket_state *b) {
   bucket.data = cddp__gradient_at(d, d->me, range.first, range.begin);
   packed = range.end - range.begin != bytes;
   if (packed) r = d->memory->scratch(d, bytes, &bucket.data);
-  if (r == CDDP_OK && packed) r = cddp__pack(d, b, bucket.data, CDDP__PACK);
+  if (r == CDDP_OK && packed) r = cddp__pack(d, b, bucket.data, CDDP__BUCKET_PACK);
   if (r == CDDP_OK) {
     cddp__error_text[0] = 0;
     r = d->desc.comm_hook(&bucket, d->desc.comm_hook_data);
@@ -17408,7 +17408,7 @@ static cddp_result cddp__hook_bucket(cddp_ddp *d, cddp__bucket_state *b) {
       r = cddp__fail(r, "it returned %d, %s", (int)r, cddp_result_name(r));
     if (cddp__error_text[0] == 0) cddp__error_text[0] = first;
   }
-  if (r == CDDP_OK && packed) r = cddp__pack(d, b, bucket.data, CDDP__UNPACK);
+  if (r == CDDP_OK && packed) r = cddp__pack(d, b, bucket.data, CDDP__BUCKET_UNPACK);
   if (r == CDDP_OK) return r;
   return cddp__fail_in(r, "communication hook on bucket %d of rank %d: ", bucket.index,
                        d->group->rank);
@@ -18090,10 +18090,10 @@ typedef struct cddp__step_header {
   uint64_t missing;  /* parameters that are not ready on this rank */
   uint64_t settings; /* of the cddp_optim without its lr; 0: none */
   double lr;
-  uint32_t absent;   /* CDDP__ABSENT*; 0: the rank has data */
+  uint32_t absent;   /* CDDP__ABSENT_*; 0: the rank has data */
 } cddp__step_header;
 enum { /* the rank is in cddp_ddp_join */
-  CDDP__ABSENT = 1,
+  CDDP__ABSENT_BEFORE = 1,
   CDDP__ABSENT_SINCE_NOW /* in its first meeting: tells cddp__end_uneven the last rank to join */
 };
 
@@ -18712,7 +18712,7 @@ CDDPDEF cddp_result (cddp_ddp_join)(cddp_ddp *d, cddp_optim *optim) {
     r = cddp__ddp_meet(d, CDDP__KIND_DDP_JOIN, optim, &missing);
     if (r != CDDP_OK || d->step.active_count == 0) break; /* 0: all ranks are absent */
     r = cddp__match_call(d, optim, missing);
-    d->uneven.absent = CDDP__ABSENT;
+    d->uneven.absent = CDDP__ABSENT_BEFORE;
   }
   if (r == CDDP_OK) r = cddp__end_uneven(d, optim);
   d->uneven.absent = 0;
@@ -19333,7 +19333,7 @@ static bool cddp__member_link_ended(cddp__meeting *m, int member, cddp__connecti
   cddp__link_check_timeout(link);
   if (link->state != CDDP__CONNECTION_ENDED || cddp__link_reconnect(m->net, link)) return false;
   if (link->error == 0) m->ended[member] = 1; /* no reset */
-  if (cddp__link_end(link->error) == CDDP__UNREACHABLE) m->unreachable = member;
+  if (cddp__link_end(link->error) == CDDP__IS_UNREACHABLE) m->unreachable = member;
   return true;
 }
 
@@ -22035,7 +22035,7 @@ static cddp_result cddp__st_open(cddp_safetensors **out, const cddp_allocator *a
   else if (!S_ISREG(st.st_mode))
     r = cddp__fail(CDDP_IO, "it is not a regular file");
   else if (st.st_size >= 8)
-    r = cddp__file_io(fd, CDDP__READ, first, 8, 0);
+    r = cddp__file_io(fd, CDDP__FILE_READ, first, 8, 0);
   if (r == CDDP_OK) r = cddp__st_header_size(first, (uint64_t)st.st_size, &size);
   if (r == CDDP_OK && (*out = cddp__st_new(allocator, size)) == NULL) r = CDDP_OUT_OF_MEMORY;
   if (*out == NULL) {
@@ -22044,7 +22044,7 @@ static cddp_result cddp__st_open(cddp_safetensors **out, const cddp_allocator *a
   }
   (*out)->fd = fd;
   (*out)->data_bytes = (uint64_t)st.st_size - 8 - size;
-  return cddp__file_io(fd, CDDP__READ, (*out)->text, size, 8);
+  return cddp__file_io(fd, CDDP__FILE_READ, (*out)->text, size, 8);
 }
 
 /* Locks the temporary file. On a file system without locks it succeeds too. */
@@ -22319,7 +22319,7 @@ static cddp_result cddp__list_items(cddp__ckpt *ckpt) {
   return CDDP_OK;
 }
 
-enum { CDDP__LOADS, CDDP__SAVES };
+enum { CDDP__CKPT_LOADS, CDDP__CKPT_SAVES };
 static cddp_result cddp__checkpoint_begin(cddp__ckpt *ckpt, bool saves, cddp_group *g,
                                           const char *path, const cddp_param *params, int count,
                                           const cddp_checkpoint_desc *desc) {
@@ -22537,7 +22537,7 @@ CDDPDEF cddp_result (cddp_save)(cddp_group *g, const char *path, const cddp_para
   bool shares; /* rank 0 can read states in the other ranks' memory: an access (>>failure) */
   cddp_result r, mine;
   cddp__enter_call(__func__);
-  r = cddp__checkpoint_begin(&c, CDDP__SAVES, g, path, params, count, desc);
+  r = cddp__checkpoint_begin(&c, CDDP__CKPT_SAVES, g, path, params, count, desc);
   shares = g != NULL && g->size > 1 && !c.partitioned;
   r = cddp__compare_calls(&c, r);
   if (r == CDDP_OK && c.partitioned) r = cddp__alloc_whole(&c);
@@ -22547,7 +22547,7 @@ CDDPDEF cddp_result (cddp_save)(cddp_group *g, const char *path, const cddp_para
     if (r == CDDP_OK && c.first) {
       r = cddp__open_temporary(&c);
       if (r == CDDP_OK && shares) r = cddp__begin_access(g);
-      if (r == CDDP_OK) r = cddp__file_io(c.fd, CDDP__WRITE, c.header.data, c.header.end, 0);
+      if (r == CDDP_OK) r = cddp__file_io(c.fd, CDDP__FILE_WRITE, c.header.data, c.header.end, 0);
       if (r == CDDP_OK || c.partitioned) r = cddp__save_items(&c, r);
       if (shares) (void)cddp__end_access(g, CDDP_OK); /* no wait: only rank 0 accesses */
       if (c.fd >= 0) r = cddp__close_temporary(&c, r);
@@ -22823,7 +22823,7 @@ CDDPDEF cddp_result (cddp_load)(cddp_group *g, const char *path, cddp_param *par
   char *text;
   int i;
   cddp__enter_call(__func__);
-  r = cddp__checkpoint_begin(&c, CDDP__LOADS, g, path, params, count, desc);
+  r = cddp__checkpoint_begin(&c, CDDP__CKPT_LOADS, g, path, params, count, desc);
   r = cddp__load_header(&c, r);
   if (r == CDDP_OK) r = cddp__load_tensors(&c);
   desc = c.desc;
@@ -22892,7 +22892,7 @@ CDDPDEF cddp_result cddp_safetensors_read(const cddp_safetensors *file, int inde
   CDDP__CHECK(bytes == tensor->bytes && (data != NULL || bytes == 0),
               "data is NULL, or its size is %zu where the tensor's is %" PRIu64, bytes,
               tensor->bytes);
-  return cddp__named(__func__, cddp__file_io(file->fd, CDDP__READ, data, bytes,
+  return cddp__named(__func__, cddp__file_io(file->fd, CDDP__FILE_READ, data, bytes,
                                              8 + file->text_size + tensor->begin));
 }
 
@@ -23144,7 +23144,7 @@ static void cddp__reap_children(cddp__spawn_job *job) {
   }
 }
 
-enum { CDDP__STARTS, CDDP__JOINS }; /* the first time, or again: of `bool joins` */
+enum { CDDP__CHILD_STARTS, CDDP__CHILD_JOINS }; /* the first time, or again: of `bool joins` */
 static cddp_result cddp__fork_child(cddp__spawn_job *job, int i, bool joins) {
   pid_t pid = fork();
   if (pid < 0) return cddp__fail_errno("fork");
@@ -23194,7 +23194,7 @@ static cddp_result cddp__wait_children(cddp__spawn_job *job) {
         continue;
       job->restarts--;
       fflush(NULL);
-      if (cddp__fork_child(job, i, CDDP__JOINS) != CDDP_OK) continue; /* the others continue */
+      if (cddp__fork_child(job, i, CDDP__CHILD_JOINS) != CDDP_OK) continue; /* the others go on */
       if (cddp__open_child_pidfd(job, i) != CDDP_OK) job->blind = true;
       if (write(job->start[1], "", 1) != 1)
         cddp__spawn_note_failure(job, cddp__fail_errno("write"), 0);
@@ -23221,7 +23221,7 @@ static cddp_result cddp__spawn_all(cddp__spawn_job *job) {
                    can get its number */
   if (syscall(SYS_pipe2, job->start, O_CLOEXEC) != 0) r = cddp__fail_errno("pipe2");
   if (r == CDDP_OK && job->elastic) r = cddp__open_supervisor(job);
-  for (i = 0; i < job->n && r == CDDP_OK; i++) r = cddp__fork_child(job, i, CDDP__STARTS);
+  for (i = 0; i < job->n && r == CDDP_OK; i++) r = cddp__fork_child(job, i, CDDP__CHILD_STARTS);
   for (i = 0; i < job->n && r == CDDP_OK; i++) r = cddp__open_child_pidfd(job, i);
   if (r == CDDP_OK && write(job->start[1], bytes, (size_t)job->n) != job->n)
     r = cddp__fail_errno("write");
