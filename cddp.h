@@ -1244,9 +1244,10 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    rank dies while the ranks handle another's loss, it can count as reset.
 
    Joins: a joining process asks the ranks on its host, and the rank that listens at
-   MASTER_ADDR:MASTER_PORT. One rank of each host listens at MASTER_PORT. If all ranks at
-   MASTER_ADDR are lost, set MASTER_ADDR to a host that has a rank. If torchrun's store uses
-   MASTER_PORT, processes join only on hosts that have a rank. If a job began on one host, only
+   MASTER_ADDR:MASTER_PORT. One rank of each host listens at MASTER_PORT. If none listens for 2 s
+   (that rank has died, and the others compute), it fails with CDDP_PEER_LOST: start it again. If
+   all ranks at MASTER_ADDR are lost, set MASTER_ADDR to a host that has a rank. If torchrun's store
+   uses MASTER_PORT, processes join only on hosts that have a rank. If a job began on one host, only
    processes of that host can join it.
 
    Groups: use cddp_ddp_group. Calls on any other group with a lost rank, also on cddp_init's, fail:
