@@ -11546,7 +11546,7 @@ static cddp_result cddp__rendezvous_end(cddp__rendezvous *rdv, cddp_group *g, cd
      4. Its group is broken from the start. cddp_ddp_create continues: >>elastic. */
 
 #define CDDP__JOIN_WAIT_S 0.02 /* a rank waits at most this long for joining processes */
-#define CDDP__JOB_GONE 20      /* tries, 0.1 s each, without a living rank: the job has ended */
+#define CDDP__JOB_GONE_S 2.0   /* without a living rank: then the job has ended */
 #define CDDP__JOIN_CALLS 64    /* most calls of a joining process at the same time */
 
 /* Opens the sockets for joining processes: at this rank's socket name and, on one rank of each
@@ -11663,7 +11663,7 @@ typedef struct cddp__join_search {
   double next_resolve; /* when to resolve MASTER_ADDR again */
   double next_all;     /* when to call numbers beyond WORLD_SIZE again */
   double pause;        /* seconds between two such calls */
-  int misses;          /* tries since a rank listened, or held the socket name of a first rank */
+  double seen;         /* when a rank listened last, or held the socket name of a first rank */
   cddp__text blocked;  /* the last error of a connection to MASTER_ADDR, or "" */
 } cddp__join_search;
 
@@ -11760,8 +11760,8 @@ static cddp_result cddp__join_check_time(const cddp__host *host, cddp__join_sear
     alive = cddp__listen_address(&a, &fd) == EADDRINUSE;
     cddp__close_fd(&fd);
   }
-  search->misses = alive ? 0 : search->misses + 1;
-  if (now >= deadline ? !alive : search->misses > CDDP__JOB_GONE)
+  if (alive) search->seen = now;
+  if (!alive && (now >= deadline || now - search->seen > CDDP__JOB_GONE_S))
     return cddp__fail(
         CDDP_PEER_LOST,
         "CDDP_JOIN: found no rank of a job at %s on this host (%s)%s%s%s%s%s: the "
@@ -11793,6 +11793,7 @@ static cddp_result cddp__find_job(cddp__host *host, double deadline, int *fd,
   search.calls =
       (cddp__connection *)cddp__calloc(&host->allocator, CDDP__JOIN_CALLS, sizeof *search.calls);
   if (search.calls == NULL) r = CDDP_OUT_OF_MEMORY;
+  search.seen = cddp__now();
   search.pause = 0.5;
   *fd = -1;
   while (r == CDDP_NETWORK) {
