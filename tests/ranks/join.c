@@ -826,20 +826,26 @@ static void test_descriptors_of_lost_ranks(void) {
   process_config v = usual();
   resources use[RANKS];
   pid_t pids[RANKS];
-  int i, k, status, left;
+  int i, k, status, left, tries, more;
   v.join = NULL;
   v.world_size = v.shards = RANKS;
   for (i = 0; i < 3; i++) {
     setenv("TEST_HOSTS", hosts[i], 1);
     begin_job(pids, &v);
+    ranks_sleep(0.05); /* until all links exist */
     ask_resources(RANKS);
     memcpy(use, shared->use, sizeof use);
     for (left = RANKS - 1; left > 1; left--) {
       kill(pids[left], SIGKILL);
       waitpid(pids[left], &status, 0);
-      ranks_sleep(0.02);
-      ask_resources(left);
-      for (k = 0; k < left; k++) CHECK(shared->use[k].descriptors <= use[k].descriptors);
+      for (tries = more = 1; more > 0 && tries < 50; tries++) { /* a meeting can still go on */
+        ranks_sleep(0.02);
+        ask_resources(left);
+        for (k = more = 0; k < left; k++) /* two hosts' ranks have one link or two */
+          more += shared->use[k].descriptors > use[k].descriptors - (i > 0 && left == 2 ? 3 : 0) +
+                                                   (i > 0 && left > 2 ? 2 * left : 0);
+      }
+      CHECK_EQ(more, 0);
     }
     end_job(pids, 2);
   }
