@@ -4276,6 +4276,7 @@ typedef struct cddp__socket_message {
   size_t control[CMSG_SPACE(2 * sizeof(int)) / sizeof(size_t) + 1]; /* aligned for a cmsghdr */
 } cddp__socket_message;
 
+/* control_bytes: of the descriptors; 0: none. */
 static void cddp__socket_message_init(cddp__socket_message *message, struct iovec *io, size_t count,
                                       size_t control_bytes) {
   memset(&message->m, 0, sizeof message->m);
@@ -7182,7 +7183,7 @@ static cddp_result cddp__create_memory(cddp__host *host, uint64_t window_min) {
   if (fd < 0)
     return cddp__fail(CDDP_SYSTEM, "memfd_create: %s%s", strerror(errno),
                       errno == EMFILE || errno == ENFILE
-                          ? "; raise the limit (ulimit -n)"
+                          ? cddp__descriptor_advice(errno)
                           : ": the ranks on a host share memory through it. If a container forbids "
                             "it, allow it (Docker: --security-opt seccomp=unconfined), or give "
                             "each rank its own CDDP_HOST_ID: the ranks then use TCP");
@@ -23165,8 +23166,7 @@ static cddp_result cddp__open_child_pidfd(cddp__spawn_job *job, int i) {
   job->fds[i].fd = (int)syscall(SYS_pidfd_open, job->children[i].pid, 0u);
   if (job->fds[i].fd >= 0) return CDDP_OK;
   if (errno != ENOSYS && errno != EPERM) /* valgrind 3.19; old Docker */
-    return cddp__fail(CDDP_SYSTEM, "pidfd_open: %s%s", strerror(errno),
-                      errno == EMFILE ? "; raise ulimit -n: each rank needs a descriptor" : "");
+    return cddp__fail_errno("pidfd_open of a child");
   job->blind = true;
   return CDDP_OK;
 }

@@ -2083,8 +2083,8 @@ static bool grows(const process *q, char *text, size_t size) {
   for (kind = 0; kind < (RANKS_SLOW ? MAPPINGS : USES) && n > 4; kind++) {
     int begin = kind >= MAPPINGS ? n / 2 : 0; /* memory is not all in use at first */
     int least = kind >= PRIVATE ? n + 64 : (n - begin) / 3 + 1;
-    if (shared->p.gpu && kind == MAPPINGS) least += n; /* the double's threads */
     int first = 0, last = INT_MAX, rises = 0;
+    if (shared->p.gpu && kind == MAPPINGS) least += shared->p.threads ? n : 4; /* of the double */
     if (begin + 2 * some > n) break;
     for (i = 0; verbose && i < n; i++) fprintf(stderr, " %d", q->use[at[i]].of[kind]);
     if (verbose) fprintf(stderr, " %s\n", names[kind]);
