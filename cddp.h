@@ -58,7 +58,7 @@
      local        a call that waits for no other rank. local rank: a rank's number on its host
      any thread   several threads of a rank can make the call at the same time
      lost         of a rank: its process has ended, or its host does not answer (fine print)
-     host         a machine (CDDP_HOST_ID, fine print: several hosts). Host memory: the CPU's
+     host         a machine (fine print: several hosts). Host memory: the CPU's
      device       a GPU; device memory: the GPU's
      handle       a cddp_work: an operation that is still running
      model        a cddp_ddp: parameters (weights), and the averaging of their gradients
@@ -69,20 +69,22 @@
      master       in mixed precision the f32 value of a weight, which the optimizer updates
      copy         a master's value in f16 or bf16, which the forward and backward pass read
      join         CDDP_JOIN: a process enters a running job. cddp_ddp_join: a rank is out of data
+     _name        behind a full name: a name with its prefix, as in cddp_ddp_wait, _step
 
-   COMPILE OPTIONS, defined before the implementation; the last two before every include of cddp.h:
+   COMPILE OPTIONS, macros defined before the implementation:
      CDDP_STATIC   all public functions become static: a private copy for this file. With
                    CDDP_CUDA this file must be the .cu file that has the kernels
      CDDP_ASSERT   your assert macro for internal invariants; default: nothing
      CDDP_CUDA     device "cuda" (>>api-gpus): needs cddp_kernels.cuh beside this file, and
                    cuda_runtime.h and nccl.h (2.19 or later); link with -lnccl -lcublas too
      CDDP_MPI      backend "mpi": compile with mpicc; MPI carries large collectives
-     CDDP_CHECKED  defined as nothing: no compiler warnings about ignored results
+   and before every include of cddp.h:
+     CDDP_CHECKED  as nothing: no compiler warnings about ignored results
      CDDP_NO_CALL_SITES   error texts without your source lines (>>api-diagnostics)
 
    REQUIREMENTS: Linux 5.3 or later, 64-bit, little-endian, gcc or clang. The declarations are C99
-   and C++11. Do not compile the implementation with -ffast-math or clang's -ffp-contract=fast:
-   results would differ from PyTorch's.
+   and C++11. Do not compile the implementation with -ffast-math or clang's -ffp-contract=fast
+   (gcc's is harmless): results would differ from PyTorch's.
 
    ENVIRONMENT
      RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT   as torchrun sets them
@@ -179,11 +181,11 @@ extern "C" {
      broken   every further call on the group, on all ranks, returns this failure immediately
      either   broken if other ranks had begun the call, else usable
    Two exceptions. If cddp_ddp_create, cddp_save or cddp_load fails, the group stays usable if all
-   ranks made the call, and no rank was lost or late. If cddp_ddp_ready, _wait, _step or another
-   call of a step fails, the model is broken: each of its collective calls returns the failure. (A
-   _step in no_sync is only refused.) With NCCL, or if a rank was lost, the group is broken too. To
-   continue, destroy what is broken, and create it anew. If a rank has died, number the ranks anew:
-   rank and world_size in cddp_group_desc. */
+   ranks made the call, and no rank was lost or late. If cddp_ddp_ready, _next_shard, _wait, _step,
+   _reduce_scatter, _all_gather or _join fails, the model is broken: each of its collective calls
+   returns the failure. (A _step in cddp_ddp_no_sync is only refused.) With NCCL, or if a rank was
+   lost, the group is broken too. To continue, destroy what is broken, and create it anew. If a rank
+   has died, number the ranks anew: rank and world_size in cddp_group_desc. */
 #define CDDP__RESULTS(X) \
   X(CDDP_OK, "success") \
   X(CDDP_INVALID_ARGUMENT, "invalid argument") /* usable: the caller's mistake */ \
@@ -216,7 +218,7 @@ CDDPDEF const char *cddp_result_text(cddp_result r); /* such as "timed out"; nev
 CDDPDEF const char *cddp_error(void);
 
 /* Element types. f16 is IEEE binary16, bf16 the upper half of an f32. Both are summed in f32 and
-   rounded once (with NCCL or MPI as these do). Name and type in C: */
+   rounded once (NCCL and MPI: by their own rules). Name and type in C: */
 #define CDDP__DTYPES(X) \
   X(CDDP_F32, "f32", float, FLOAT, f32) \
   X(CDDP_F64, "f64", double, FLOAT, f64) \
@@ -407,7 +409,7 @@ CDDPDEF cddp_result cddp_send(cddp_group *g, const void *buf, size_t count, cddp
                               int peer, int tag, cddp_work **work);
 CDDPDEF cddp_result cddp_recv(cddp_group *g, void *buf, size_t count, cddp_dtype dtype, int peer,
                               int tag, cddp_work **work);
-/* As the peer of a cddp_recv it accepts any rank's message. The cddp_recv serves the sending
+/* A cddp_recv with peer CDDP_ANY receives any rank's message. It serves the sending
    ranks in turn, and each rank's messages in the order of its sends. It returns CDDP_PEER_LOST if a
    rank has died or all others have left, and CDDP_UNSUPPORTED for device memory with NCCL. Like
    recv(tensor) without src. */
@@ -441,8 +443,8 @@ CDDPDEF cddp_result cddp_test(cddp_work *w, bool *done);
      for (int i = 1; i >= 0; i--) TRY(cddp_ddp_ready(ddp, i)); // last layer first, as backward ends
      TRY(cddp_ddp_step(ddp, sgd));                      // mean over ranks, update, zero gradients
 
-   A bucket is reduced while the backward pass computes the next ones. The step reduces all of
-   them in elastic models, with more shards than ranks, and on one CPU host with cddp_ddp_step.
+   A bucket is reduced while the backward pass computes the next ones. Exceptions, where the step
+   reduces all buckets: elastic models; more shards than ranks; cddp_ddp_step on one CPU host.
 
    AN EXISTING TRAINER keeps its loop, its gradients and its optimizer. Set data, grad and count of
    each cddp_param to its arrays, and write instead of cddp_ddp_step:
@@ -452,7 +454,7 @@ CDDPDEF cddp_result cddp_test(cddp_work *w, bool *done);
      your trainer                   change
      all gradients in one array     let each grad point to its elements
      k micro-batches a step         add each gradient / k; cddp_ddp_ready in the last one only. Or
-                                    let each be a shard (desc.shards = k * ranks), undivided
+                                    desc.shards = k * ranks: each is a shard, without the / k
      loss sums over the batch       multiply the loss by the world size (or by the shards)
      batches of different sizes     ranks count equally. To count samples equally, multiply a rank's
                                     loss by (its samples) * (ranks) / (all ranks' samples)
@@ -543,8 +545,8 @@ CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_wait(cddp_ddp *d);
 
 /* cddp_ddp_wait, clipping (max_grad_norm), cddp_optim_step and cddp_optim_zero_grad in one pass,
    with the same bits (NaNs can differ). Collective. s must have been created for the params array
-   of d. On CPUs the ranks of a host share one set of states (with sharded_states: of their parts),
-   and each rank updates a part of the weights; weights in memory of cddp_alloc are updated in
+   of d. On CPUs the ranks of a host share one set of states, and each rank
+   updates a part of the weights; weights in memory of cddp_alloc are updated in
    place. In elastic models, and on GPUs without sharded_states, each rank has all states and
    updates all weights. */
 CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_step(cddp_ddp *d, cddp_optim *s);
@@ -590,12 +592,13 @@ CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_join(cddp_ddp *d, cddp_optim *s);
 /* The number of ranks in the mean of the last cddp_ddp_wait or _step: those that had data. */
 CDDPDEF int cddp_ddp_present(const cddp_ddp *d);
 
-/* SPARSE GRADIENTS. Adds to the gradient of a parameter with sparse_rows, such as an embedding:
-   values[i * width ..] to row rows[i], with width = count / sparse_rows. Rows can repeat, and n can
-   differ between ranks. The values are copied. cddp_ddp_ready follows as for other parameters. Only
-   these rows are sent; the mean has the bits of a dense one. grad stays NULL. Any thread, but one
-   at a time for a parameter. cddp's only optimizer for it is SGD without weight_decay. rows is in
-   host memory, values in host or device memory. Like nn.Embedding(sparse=True). */
+/* SPARSE GRADIENTS (parameters without are dense). Adds to the gradient of a parameter with
+   sparse_rows, such as an embedding, in its dtype: values[i * width ..] to row rows[i], with width
+   = count / sparse_rows. Rows can repeat, and n can differ between ranks. The values are copied.
+   cddp_ddp_ready follows as for other parameters. Only these rows are sent; the mean has the bits
+   that a whole gradient would give. grad stays NULL. Any thread, but one at a time for a parameter.
+   cddp's only optimizer for it is SGD without weight_decay. rows is in host memory, values in host
+   or device memory. Like nn.Embedding(sparse=True). */
 CDDPDEF cddp_result cddp_ddp_add_rows(cddp_ddp *d, int param, const int64_t *rows,
                                       const void *values, size_t n);
 
@@ -606,9 +609,9 @@ CDDPDEF cddp_result cddp_ddp_add_rows(cddp_ddp *d, int param, const int64_t *row
 CDDPDEF size_t cddp_ddp_rows(const cddp_ddp *d, int param, const int64_t **rows,
                              const void **values);
 
-/* The number of buckets. _params writes at most capacity parameters of one bucket, and returns how
-   many the bucket has, -1 for a bad argument. After the first step the buckets change once, to rank
-   0's order of cddp_ddp_ready. Local. */
+/* _count: the number of buckets. _params: writes the indices of a bucket's parameters, at most
+   capacity; returns how many it has, -1 for a bad argument. After the first step the buckets change
+   once, to rank 0's order of cddp_ddp_ready. Local. */
 CDDPDEF int cddp_ddp_bucket_count(const cddp_ddp *d);
 CDDPDEF int cddp_ddp_bucket_params(const cddp_ddp *d, int bucket, int *params, int capacity);
 
@@ -662,11 +665,11 @@ CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_gather_states(cddp_ddp *d, const cddp_
 
    MIXED PRECISION. The forward and backward pass read f16 or bf16 weights; the optimizer updates
    f32 masters (fine print: mixed precision).
-     gradients     set in the desc   cddp_param.data has   the other precision is
-     f32           copies            the f32 masters       copies[i], in your memory
-     f16 or bf16   master_weights    f16 or bf16 weights   masters, in the optimizer's memory
+     gradients     set in the desc   f16 or bf16 weights         f32 masters
+     f32           copies            copies[i], in your memory   cddp_param.data
+     f16 or bf16   master_weights    cddp_param.data             in the optimizer's memory
 
-   SHARDED STATES, like ZeroRedundancyOptimizer: with sharded_states (and ddp) each rank keeps
+   SHARDED STATES, like ZeroRedundancyOptimizer: with sharded_states (set ddp, too) each rank keeps
    1/world_size of the states and masters; desc.shards has nothing to do with it. (On one CPU host
    the ranks share one set anyway.) The weights have the same bits, except with NCCL on 3 ranks or
    more. A checkpoint has all states. cddp_optim_step is CDDP_INVALID_ARGUMENT; elastic and
@@ -718,7 +721,9 @@ CDDP_CHECKED CDDPDEF cddp_result cddp_sgd_create(cddp_optim **out, cddp_param *p
 CDDP_CHECKED CDDPDEF cddp_result cddp_adamw_create(cddp_optim **out, cddp_param *params, int count,
                                                    const cddp_adamw_desc *desc);
 
-CDDP_CHECKED CDDPDEF cddp_result cddp_optim_step(cddp_optim *s); /* updates data by grad. Local */
+/* Updates all data by grad. Local. After a cddp_ddp_step only behind a cddp_ddp_wait, which gives
+   the rank all states. */
+CDDP_CHECKED CDDPDEF cddp_result cddp_optim_step(cddp_optim *s);
 CDDPDEF cddp_result cddp_optim_zero_grad(cddp_optim *s);         /* all gradients = 0. Local */
 CDDPDEF cddp_result cddp_optim_set_lr(cddp_optim *s, double lr); /* from the next step on */
 CDDPDEF double cddp_optim_lr(const cddp_optim *s);
@@ -822,7 +827,11 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
 
      desc.elastic = true, desc.shards = 8;             // shards: the largest number of ranks
      TRY(cddp_ddp_create(&ddp, g, p, n, &desc));
-     uint64_t batches = (cddp_sampler_size(&sampler) + 31) / 32; // no cddp_load of it
+     cddp_sampler_desc o = {0};
+     o.dataset_size = 60000, o.shuffle = true;
+     o.world_size = 8;                                 // the number of shards
+     TRY(cddp_sampler_init(&sampler, &o));             // not for cddp_load: t is its position
+     uint64_t batches = (cddp_sampler_size(&sampler) + 31) / 32;
      for (uint64_t t = cddp_ddp_steps(ddp); t < STEPS; t = cddp_ddp_steps(ddp)) {
        int shard;
        cddp_sampler_set_epoch(&sampler, t / batches);  // step t is batch t % batches of an epoch
@@ -914,7 +923,7 @@ typedef struct cddp_checkpoint_desc {
   size_t text_size;         /* bytes */
   bool partial; /* load: params that the file lacks keep their values; other tensors are ignored */
   cddp_ddp *ddp; /* its cddp_ddp_steps are saved, loaded; NULL = none. cddp_load refuses a file of
-                    another number of shards, unless the file's or the model's is 0 */
+                    another desc.shards, unless either is 0 */
 } cddp_checkpoint_desc;
 
 /* Rank 0 writes its params (any dtype, each with a name), and what desc names, to a temporary file,
@@ -980,9 +989,10 @@ CDDPDEF cddp_result cddp_spawn(int (*fn)(int rank, void *arg), void *arg, int np
 
 /* cddp_spawn for elastic training: when a rank fails the others continue, and the rank is forked
    again, with CDDP_JOIN=1. If a rank fails before the elastic model exists, all ranks are ended and
-   forked again. Either counts as one restart, of at most max_restarts; after these the others
-   continue without the rank. Once a rank has returned 0 no rank is forked again, and the result is
-   CDDP_OK. If all ranks that have the model die before that, CDDP_PEER_LOST names the last one. */
+   forked again. Each is one of max_restarts. After these the others continue without the rank, or
+   (no model yet) the result is that of cddp_spawn. Once a rank has returned 0 no rank is forked
+   again, and the result is CDDP_OK. If all ranks that have the model die before that,
+   CDDP_PEER_LOST names the last one. */
 CDDPDEF cddp_result cddp_spawn_elastic(int (*fn)(int rank, void *arg), void *arg, int nprocs,
                                        int max_restarts);
 
@@ -1017,7 +1027,7 @@ CDDPDEF cddp_result cddp_run_threads(int (*fn)(cddp_group *g, void *arg), void *
    STREAMS. With "nccl" a call with work NULL runs on the group's stream. A call with a handle runs
    on a stream of cddp, after what the group's stream has now; cddp_wait(work) makes the group's
    stream, not the host, wait for it. Buffers belong to the operation until the stream has passed
-   it. Collectives and messages of host memory run as on the CPU, if all ranks pass it. */
+   it. If all ranks pass host memory, collectives and messages run as on the CPU. */
 
 /* Gives g a device and a backend, as cddp_init does for desc.device and desc.backend (NULL =
    CDDP_BACKEND, else nccl). Collective, before g's first cddp_alloc. For cddp_run_threads, where
@@ -1060,7 +1070,7 @@ CDDPDEF cddp_ddp *cddp_ddp_at(cddp_ddp *d, const char *file, int line);
      TRY(cddp_store_create(&store, &o));
      TRY(cddp_store_set(store, "key", "value", 5));
      TRY(cddp_store_get(store, "key", buffer, sizeof buffer, &size));    // waits for the key
-     cddp_store_destroy(store);                       // rank 0 last, as after cddp_barrier
+     cddp_store_destroy(store);                       // rank 0 last: cddp_barrier first
 
    A key-value store in the protocol of PyTorch's TCPStore (2.2 or later): each can use the other's
    server. Keys have at most 8,191 bytes, values 8 MiB, a server 512 MiB. Any thread; a store runs
@@ -1086,10 +1096,10 @@ CDDPDEF cddp_result cddp_store_get(cddp_store *s, const char *key, void *value, 
    the new value. If the value is not a number, the server closes the connection: CDDP_NETWORK. */
 CDDPDEF cddp_result cddp_store_add(cddp_store *s, const char *key, int64_t amount, int64_t *total);
 /* Stores desired if the value equals expected (expected_size 0: if key is absent). value[capacity]
-   and *size receive what key then has (nothing: expected). *swapped: that equals desired, also if
-   another process stored it. To elect a process let each store its own
-   rank. If the value exceeds capacity: CDDP_INVALID_ARGUMENT, but the call has been made, and
-   *swapped and *size are set. */
+   and *size receive the value after the call (an absent key: expected). *swapped: it is desired,
+   also if another process stored that: in an election let each store its own rank. If the value
+   exceeds capacity: CDDP_INVALID_ARGUMENT, but the call has been made, and *swapped and *size are
+   set. */
 CDDPDEF cddp_result cddp_store_compare_set(cddp_store *s, const char *key, const void *expected,
                                            size_t expected_size, const void *desired,
                                            size_t desired_size, void *value, size_t capacity,
@@ -1117,9 +1127,9 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    handler, or change the environment during cddp_init.
 
    STOPPED PEERS. After a failed call its buffers are the caller's again, with one exception. A peer
-   on this host can be stopped (SIGSTOP, a frozen container). A peer that is still stopped 5 s after
-   the failure can write to the call's gradients and memory of cddp_alloc when it continues. Free
-   such memory (cddp does not reuse it), and create the models that used it anew.
+   on this host can be stopped (SIGSTOP, a frozen container). If it is still stopped 5 s after
+   the failure, it can write to your gradients and cddp_alloc memory of that call when it continues.
+   Free such memory (cddp does not reuse it), and create the models that used it anew.
 
    STOPPED JOBS. A whole job can be stopped for any time (Slurm's suspend; its only machine paused).
    If only some processes are stopped, the others get CDDP_TIMEOUT; one stopped machine of several
@@ -1137,11 +1147,12 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    on loopback only). The other ranks retry an unknown name for a minute. Ranks on one host need no
    network.
 
-   LAUNCHERS. On one host the ranks of srun and mpirun (Open MPI, MPICH) connect without a port. So
-   should those of Intel MPI, MVAPICH2, flux run, jsrun and PALS (untested). If a job step starts
-   two programs, give each a MASTER_PORT. On several hosts set MASTER_ADDR and MASTER_PORT, except
-   with srun: its ranks connect at the step's first host, on a port derived from job and step. For
-   other launchers export RANK, WORLD_SIZE and the rest yourself.
+   LAUNCHERS. torchrun's ranks find each other by its store, at MASTER_PORT. On one host the ranks
+   of srun and mpirun (Open MPI, MPICH) connect without a port. So should those of Intel MPI,
+   MVAPICH2, flux run, jsrun and PALS (untested). If a job step starts two programs, give each a
+   MASTER_PORT. On several hosts set MASTER_ADDR and MASTER_PORT, except with srun: its ranks
+   connect at the step's first host, on a port derived from job and step. For other launchers export
+   RANK, WORLD_SIZE and the rest yourself.
 
    torchrun and mpirun end the job when a rank dies. To replace ranks start a cddprun on each host
    (node1 is the first). With Slurm:
@@ -1152,9 +1163,10 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    into it: processes that cannot read the file cannot connect. Rank 0 removes the file when all
    ranks have connected. A file that a crashed job left is reused.
 
-   SEVERAL HOSTS. Hosts connect by TCP over the interface on the route to rank 0. They learn of a
-   dead process within 0.5 s, and declare a host that does not answer lost after 20 s. Ranks in
-   different process or time namespaces (containers) count as ranks of different hosts.
+   SEVERAL HOSTS. CDDP_HOST_ID, or the machine, tells hosts apart. They connect by TCP over the
+   interface on the route to rank 0. They learn of a dead process within 0.5 s, and declare a host
+   that does not answer lost after 20 s. Ranks in different process or time namespaces (containers)
+   count as ranks of different hosts.
 
    FIREWALLS. The hosts must accept connections from each other at MASTER_PORT (on rank 0's host;
    with elastic models on every host) and at the other ports that ranks listen on.
@@ -1171,8 +1183,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
      export CDDP_SECRET=$(head -c 16 /dev/urandom | base64)   # once: the same on all hosts
 
    TWO JOBS ON ONE PORT. Give each job its own port (MASTER_PORT). A second start on a running job's
-   port does not disturb the job. It fails with CDDP_INVALID_ARGUMENT if the same user started
-   both. Most launchers give each job a number, which cddp compares. Ranks started by
+   port does not disturb the job. It fails, and says so, with CDDP_INVALID_ARGUMENT if the same user
+   started both. Most launchers give each job a number, which cddp compares. Ranks started by
    hand, or by MPICH's mpirun on several hosts, have none: two jobs that start at the same time can
    then form one group.
 
@@ -1202,8 +1214,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    the rank's later calls of cddp: long computation delays it.
 
    If ranks on several hosts only send and receive, call cddp_barrier before cddp_destroy. Otherwise
-   a cddp_recv can return CDDP_PEER_LOST because its sender has ended, and with CDDP_SECRET its
-   first message is lost if the receiver is busy.
+   a cddp_recv can return CDDP_PEER_LOST because its sender has ended, and with CDDP_SECRET a rank's
+   first message to a busy rank is lost.
 
    GRADIENTS IN MEMORY. A gradient that you pass is reduced in place or copied. The first line that
    applies decides:
@@ -1239,21 +1251,23 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    Several hosts: if processes die, even all of a host, the others continue, down to the last rank.
    A host can still be alive if it does not answer for 20 s, or if all connections to it were reset,
    as by a firewall. Then the other ranks continue only if they are more than half of all ranks (in
-   a join: of the old ones, and of old plus new). Otherwise they end with CDDP_ABORTED. So a
-   job never continues in two halves. An exception to the first sentence: if a host's last
-   rank dies while the ranks handle another's loss, it can count as reset.
+   a join also of old and new ranks together). Otherwise they end with CDDP_ABORTED. So a job never
+   continues in two halves. A host whose last rank dies while the ranks handle another's loss can
+   count as one with reset connections.
 
    Joins: a joining process asks the ranks on its host, and the rank that listens at
    MASTER_ADDR:MASTER_PORT. One rank of each host listens at MASTER_PORT. If none listens for 2 s
-   (that rank has died, and the others compute), it fails with CDDP_PEER_LOST: start it again. If
+   (the one that did has died, and the others compute), the process fails with CDDP_PEER_LOST: start
+   it again. If
    all ranks at MASTER_ADDR are lost, set MASTER_ADDR to a host that has a rank. If torchrun's store
    uses MASTER_PORT, processes join only on hosts that have a rank. If a job began on one host, only
    processes of that host can join it.
 
    Groups: use cddp_ddp_group. Calls on any other group with a lost rank, also on cddp_init's, fail:
-   on its host with CDDP_PEER_LOST, elsewhere at the latest with CDDP_TIMEOUT.
+   on its host with CDDP_PEER_LOST, on other hosts perhaps only with CDDP_TIMEOUT.
 
-   Checkpoints: if a rank is lost during cddp_save, the old file can remain. After the last step,
+   Checkpoints: if a rank is lost during cddp_save, the old file can remain; during the first
+   cddp_load, start the job again. After the last step,
    when no save follows, each rank can save alone: g NULL, and a path for each rank.
 
    LIMITS OF ELASTIC TRAINING.
@@ -1266,8 +1280,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
      - cddp_ddp_sync_buffers, _reduce_scatter, _all_gather and _gather_states return
        CDDP_UNSUPPORTED.
      - Use one cddp_optim with all parameters of the model: a joining process receives the states
-       of one, the last one that stepped. In a joining process an optimizer of only some parameters
-       returns CDDP_UNSUPPORTED if it has states.
+       of one optimizer only, that of the last step. In a joining process an optimizer of only some
+       parameters returns CDDP_UNSUPPORTED if it has states.
      - Change weights yourself only between steps, alike on all ranks.
 
    MIXED PRECISION. copies[i] is in the same kind of memory (host or device) as data, and must stay
@@ -5713,7 +5727,7 @@ static cddp_result cddp__store_new(cddp_store **out, const cddp__store_options *
                         cddp__cut(desc->init_method, 128).s);
   if (secret == NULL) secret = "";
   if (secret[0] != 0 || store->scheme == CDDP__URL_FILE) {
-    size_t prefix = store->scheme == CDDP__URL_FILE ? CDDP__FILE_KEY + 1 : 0; /* a key, a space */
+    size_t prefix = store->scheme == CDDP__URL_FILE ? CDDP__FILE_KEY + 1 : 0; /* see _set_key */
     store->secret = (char *)cddp__malloc(&desc->allocator, prefix + strlen(secret) + 1);
     if (store->secret == NULL) return CDDP_OUT_OF_MEMORY;
     memcpy(store->secret + prefix, secret, strlen(secret) + 1);
@@ -6339,7 +6353,7 @@ static cddp_result cddp__discover(cddp__config *config, const cddp_group_desc *d
      4. A cddp__ref (segment, offset) lets a peer find a buffer. Threads use pointers instead.
      5. An allocation commits its memory (gives it pages), so a shortage is an error, not a SIGBUS
         later. LAZY memory is committed by cddp__commit_lazy. Of a control block below a huge page,
-        or BLOCK_LAZY, cddp__commit_head commits the head, cddp__commit_staging the rest.
+        or BLOCK_LAZY, cddp__commit_block commits the head, cddp__commit_staging the rest.
      6. A rank alone that no process can join has private memory and no memfd.
    Liveness: each process holds a record lock on its life byte, at offset `window` of the file. When
    it ends, the kernel releases first its memory, then the lock.
@@ -7916,8 +7930,8 @@ static void cddp__fold_range(const cddp__fold *fold, void *dst, size_t at, size_
 
 /* dst[i] = the canonical tree over srcs[..][i]; nsrcs >= 2.
      widths   NULL, or the number of leaves below each source: see cddp__fold
-     ranks    leaves of the tree, and the divisor of AVG. 0: the result stays undivided, in the
-              compute type
+     ranks    the divisor of AVG. 0: dst gets a partial result: undivided, and f32 for f16 and
+              bf16
    dst can be one of the sources if dst and the source have elements of the same size. */
 static void cddp__reduce_nodes(void *dst, const void *const *srcs, const int *widths, int nsrcs,
                                int ranks, size_t n, cddp_dtype dtype, cddp_op op) {
@@ -8943,8 +8957,8 @@ static cddp__text cddp__describe_wait(const cddp_group *g, int rank) {
   return cddp__textf("; rank %d waits in no collective, send or recv", number);
 }
 
-/* Whether slot->works counts all operations of this rank in flight: all except those in
-   state CDDP__OWN_HELD, which the engine's thread soon puts into the queue. */
+/* Whether slot->works counts all operations of this rank in flight: no group holds one outside its
+   queue (CDDP__OWN_HELD); the engine's thread soon counts such a one. */
 static bool cddp__works_visible(cddp__host *host) {
   const cddp_group *g;
   bool all = true;
@@ -10032,7 +10046,7 @@ typedef struct cddp__rendezvous {
   cddp__registration *registered; /* this rank and all below it, in order of registration */
   size_t registered_count, registered_capacity;
   size_t forwarded;    /* registrations sent to the parent */
-  int node_count;      /* this rank's node, and those that have sent RANK */
+  int node_count;      /* 1 for this node, and those whose coordinator has sent RANK */
   uint32_t expected;   /* ranks: the largest WORLD_SIZE of a registered one */
   bool with_rank_0;    /* rank 0 is on this node, matching or not */
   cddp__cause problem; /* why the first registration that does not match is refused */
@@ -11370,8 +11384,9 @@ static cddp_result cddp__collect_ranks(cddp__rendezvous *rdv) {
   return r;
 }
 
-/* Children on this host also get the memory. Bytes that a child does not take yet are sent while
-   this rank waits for READY. */
+/* Children on this host also get the descriptors of the memory and of the listening socket; to
+   others sendmsg sends none. What a child does not take yet is sent while this rank waits for
+   READY. */
 static cddp_result cddp__send_table(cddp__rendezvous *rdv) {
   const cddp__net *net = rdv->net;
   cddp_result r = CDDP_OK;
@@ -11383,7 +11398,7 @@ static cddp_result cddp__send_table(cddp__rendezvous *rdv) {
     int fds[2] = {rdv->host->arena.fd, *link_fd};
     if (!child->awaited) continue;
     CDDP__POINT("welcome");
-    memcpy(c->send_fds, fds, sizeof fds);
+    memcpy(c->send_fds, fds, sizeof fds); /* sent with the next bytes */
     r = cddp__connection_post(c, CDDP__FRAME_MESSAGE, CDDP__RENDEZVOUS_TABLE, net->token,
                               cddp__table_bytes(net->size, net->host_count));
     (void)cddp__connection_progress(c);
@@ -12741,9 +12756,9 @@ static void cddp__post_piece(cddp__flow *f, long k, enum cddp__move move) {
     if (g->members[p] >= 0 && !(cddp__is_pairwise(f) && sends)) continue;
     if (!cddp__sends_frames(f, sends ? me : p, sends ? p : me, result)) continue;
     if ((n = cddp__piece_elements(f, own ? me : p, k, &begin)) == 0) continue;
-    if (f->shape->reduces && !result)
+    if (f->shape->reduces && !result) /* the sums of a host's ranks */
       bytes = n * hosts->nodes[sends ? hosts->mine : hosts->peers[p].host].bytes;
-    else if (sends)
+    else if (sends) /* calls with counts send and receive different bytes */
       bytes = cddp__out_bytes(f->c, p, f->begin + begin, n);
     else
       bytes = cddp__in_bytes(f->c, p, f->begin + begin, n);
@@ -13468,7 +13483,7 @@ static bool cddp__serve_idle(cddp_group *g) {
     if (cddp__is_broken(s) || pthread_mutex_trylock(&s->p2p.lock) != 0) continue;
     if (polls) (void)cddp__flush_links(s);
     if (polls && s->p2p.recvs != NULL) cddp__net_serve(s->host, s->hosts->net);
-    if (s->p2p.recvs != NULL || (s == g && s->hosts != NULL))
+    if (s->p2p.recvs != NULL || (s == g && s->hosts != NULL)) /* it reads the links of g */
       served = cddp__serve_recvs(s) || served;
     pthread_mutex_unlock(&s->p2p.lock);
   }
@@ -14115,7 +14130,7 @@ static void cddp__engine_run(cddp__engine *engine) {
   if (engine->first != NULL) pthread_cond_signal(&engine->work);
 }
 
-/* If the engine's own work is held, runs it on this thread, which waits for it, without a lock. */
+/* Runs the engine's own work on this thread, without a lock, if it is held. Returns if it did. */
 static bool cddp__engine_run_held(cddp__engine *engine) {
   if (!cddp__swap32(&engine->held, CDDP__OWN_HELD, CDDP__OWN_RUNS)) return false;
   cddp__work_run(&engine->own);
@@ -14202,8 +14217,8 @@ static cddp_result cddp__engine_push(cddp_work *work) {
   return r;
 }
 
-/* Waits until `work` is done, or (NULL) all operations. Returns false at the deadline. Without one
-   (INFINITY) this thread itself runs the queue up to `work`. */
+/* Waits until `work` is done, or (NULL, only with deadline INFINITY) all operations. Returns false
+   at the deadline. With INFINITY this thread itself runs the queue up to `work`. */
 static bool cddp__engine_wait(cddp__engine *engine, cddp_work *work, double deadline) {
   bool in_time = true, forever = !(deadline < INFINITY), busy;
   uint32_t held = cddp__load32(&engine->held); /* before works: see _enqueue_held */
@@ -14213,7 +14228,7 @@ static bool cddp__engine_wait(cddp__engine *engine, cddp_work *work, double dead
     return true;
   if (work == &engine->own && forever && cddp__engine_run_held(engine)) return true;
   pthread_mutex_lock(&engine->lock);
-  if (!forever && !work->done) cddp__engine_make_due(engine); /* its thread runs it meanwhile */
+  if (!forever && !work->done) cddp__engine_make_due(engine); /* the engine's thread runs it */
   cddp__add32(&engine->waiters, 1);
   for (;;) {
     busy = cddp__engine_enqueue_held(engine);
@@ -15252,10 +15267,10 @@ static int cddp__members_of_color(const cddp_group *g, int color, int *members) 
   return n;
 }
 
-/* Allocates the pages of a control block, at `base` in the memfd. Staging buffers on one host are
-   allocated by cddp__commit_staging: to commit those of 2 ranks here would make their cddp_init a
-   third slower. Those of several hosts' shares are small. */
-static cddp_result cddp__commit_head(cddp__host *host, uint64_t base, int size, int local_size) {
+/* Allocates the pages of a control block, at `base` in the memfd. On one host only its head:
+   cddp__commit_staging adds the staging buffers, since those of 2 ranks would make their cddp_init
+   a third slower. On several hosts they are small. */
+static cddp_result cddp__commit_block(cddp__host *host, uint64_t base, int size, int local_size) {
   size_t bytes = local_size < size ? cddp__block_bytes(size, local_size)
                                    : cddp__head_bytes(size, local_size);
   if (host->arena.fd < 0 || cddp__arena_commit(host, base, bytes)) return CDDP_OK;
@@ -15283,7 +15298,7 @@ static cddp_result cddp__exchange_block(cddp_group *g, const int *members, int n
     p = cddp__arena_alloc(g->host, bytes, CDDP__EXTENT_BLOCK);
     if (p != NULL) *ref = cddp__ref_of(g->host, p, bytes);
     *mine = p == NULL ? CDDP_OUT_OF_MEMORY
-                      : cddp__commit_head(g->host, ref->base + ref->offset, n, here);
+                      : cddp__commit_block(g->host, ref->base + ref->offset, n, here);
     if (*mine == CDDP_OK) {
       cddp__store32(&((cddp__control_block *)p)->size, (uint32_t)here);
     } else {
@@ -15455,7 +15470,7 @@ static cddp_result cddp__world_group(cddp_group **out, cddp__host *host,
     return cddp__fail_errno("lock on the shared memory");
   for (i = 0; fd >= 0 && i < host->size; i++) host->ranks[i].use_locked = i != host->index;
   if (fd >= 0 && host->index == 0 &&
-      (r = cddp__commit_head(host, 0, size, host->size)) != CDDP_OK)
+      (r = cddp__commit_block(host, 0, size, host->size)) != CDDP_OK)
     return r;
   block = cddp__map_memory(fd, 0, bytes);
   if (block == NULL) return cddp__fail_mapping("the group's shared memory", bytes);
@@ -18279,7 +18294,7 @@ static cddp_result cddp__ddp_meet(cddp_ddp *d, int kind, const cddp_optim *optim
   cddp__step_header m;
   uint64_t settings = 0, active_settings = 0;
   uint64_t check = cddp__add_sharing(optim, optim != NULL ? optim->check : 0);
-  double lr = 0;
+  double lr = 0; /* of the first rank that is not absent */
   bool met = false, differ = false;
   cddp_result r = d->memory->use(d->group);
   int p, first_optim = -1; /* the first rank with a cddp_optim */
@@ -19033,8 +19048,8 @@ static void cddp__place_partitions(cddp_ddp *d) {
 }
 
 /* The group that reduces buckets: the caller's if buckets are enqueued, so that NCCL has one order
-   of calls and one set of connections; else private, also in an elastic model, which creates its
-   groups again after each loss. check: no other split of d->group passes this number; see
+   of calls and one set of connections; else, or if the model is elastic, private: its groups are
+   created again after each loss. check: no other split of d->group passes this number; see
    cddp__split. */
 static cddp_result cddp__private_group(const cddp_ddp *d, uint64_t check, cddp_group **out) {
   cddp_group *g = d->group;
@@ -19157,7 +19172,7 @@ typedef struct cddp__report {
 
 /* --- the members --- */
 
-static bool cddp__is_joining(const cddp__meeting *m) { return m->me == m->capacity; }
+static bool cddp__has_no_number(const cddp__meeting *m) { return m->me == m->capacity; }
 
 static cddp__text cddp__member_name(const cddp__meeting *m, int member) {
   return cddp__textf("rank %d (pid %u)", m->members[member].rank, m->members[member].pid);
@@ -19355,7 +19370,7 @@ static bool cddp__retries_member(cddp__meeting *m, int member) {
 
 static void cddp__remove_member(cddp__meeting *m, int member) {
   m->members[member].life = 0;
-  if (cddp__is_joining(m)) {
+  if (cddp__has_no_number(m)) {
     cddp__sleep(0.01); /* until the members that it asks next know of the loss */
     return;
   }
@@ -19497,7 +19512,7 @@ static void cddp__answer_joins(cddp__meeting *m) {
   cddp__host *host = m->group->host;
   cddp__join_table *table;
   cddp__address here;
-  if (host->job_info == NULL || cddp__is_joining(m)) return;
+  if (host->job_info == NULL || cddp__has_no_number(m)) return;
   here = cddp__internet_address(&net->hosts[net->host].address);
   table = &host->job_info->table;
   pthread_mutex_lock(&host->joins.lock);
@@ -19848,7 +19863,7 @@ static cddp_result cddp__meet(cddp__meeting *m, cddp__message *mine, cddp__messa
     else if ((r = cddp__send_report(m, leader, mine, deadline + 1 /* the leader's text is first */,
                                     table, &cut)) == CDDP_OK &&
              *table == NULL && !m->leader_called &&
-             (!cut || cddp__is_joining(m) || !cddp__retries_member(m, leader)))
+             (!cut || cddp__has_no_number(m) || !cddp__retries_member(m, leader)))
       cddp__remove_member(m, leader);
     else if (r == CDDP_OK && *table == NULL) /* a dead leader refuses the next link */
       cddp__sleep(cddp__now() < m->cuts[leader].retry_at ? CDDP__RECONNECT_S : 0.001);
@@ -20631,7 +20646,7 @@ static cddp_result cddp__elastic_create_group(cddp_ddp *d, cddp__message *table,
   if (r != CDDP_OK) return r;
   ref = cddp__rank_report_at(d, table, lowest)->next_blocks[which];
   /* on each rank: any can be the first to use it */
-  r = cddp__commit_head(host, ref.base + ref.offset, d->step.active_count, here);
+  r = cddp__commit_block(host, ref.base + ref.offset, d->step.active_count, here);
   if (r != CDDP_OK) return r;
   if (lowest == rank) {
     block = elastic->next_blocks[which];

@@ -1771,11 +1771,17 @@ static cddp_result train(model *m) {
   return r;
 }
 
-/* With GPUs one too many is no failure: 1 of 500 programs has one, whose owner (cddp or the double)
-   is not known yet. Growth in long programs is a failure. */
 static void check_descriptors(int expected) {
-  int more = ranks_fds_left(expected);
-  if (more != 0 && (more != 1 || !shared->p.gpu)) complain("%d descriptors left", more);
+  int more = ranks_fds_left(expected), fd;
+  char names[500] = "", path[32], name[64];
+  ssize_t n;
+  for (fd = 3; more != 0 && fd < 64; fd++) {
+    snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
+    if ((n = readlink(path, name, sizeof name - 1)) < 0) continue;
+    name[n] = 0;
+    snprintf(names + strlen(names), sizeof names - strlen(names), " %d=%s", fd, name);
+  }
+  if (more != 0) complain("%d descriptors left:%s", more, names);
 }
 
 /* Everything between the program's begin and its end. g: of a thread; NULL: cddp_init. */
