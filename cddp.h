@@ -828,9 +828,9 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
      desc.elastic = true, desc.shards = 8;             // shards: the largest number of ranks
      TRY(cddp_ddp_create(&ddp, g, p, n, &desc));
      cddp_sampler_desc o = {0};
-     o.dataset_size = 60000, o.shuffle = true;
-     o.world_size = 8;                                 // the number of shards
+     o.dataset_size = 60000, o.shuffle = true, o.world_size = 8; // 8: the shards
      TRY(cddp_sampler_init(&sampler, &o));             // not for cddp_load: t is its position
+
      uint64_t batches = (cddp_sampler_size(&sampler) + 31) / 32;
      for (uint64_t t = cddp_ddp_steps(ddp); t < STEPS; t = cddp_ddp_steps(ddp)) {
        int shard;
@@ -1258,10 +1258,11 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    Joins: a joining process asks the ranks on its host, and the rank that listens at
    MASTER_ADDR:MASTER_PORT. One rank of each host listens at MASTER_PORT. If none listens for 2 s
    (the one that did has died, and the others compute), the process fails with CDDP_PEER_LOST: start
-   it again. If
-   all ranks at MASTER_ADDR are lost, set MASTER_ADDR to a host that has a rank. If torchrun's store
-   uses MASTER_PORT, processes join only on hosts that have a rank. If a job began on one host, only
-   processes of that host can join it.
+   it again.
+
+   If all ranks at MASTER_ADDR are lost, set MASTER_ADDR to a host that has a rank. If torchrun's
+   store uses MASTER_PORT, processes join only on hosts that have a rank. If a job began on one
+   host, only processes of that host can join it.
 
    Groups: use cddp_ddp_group. Calls on any other group with a lost rank, also on cddp_init's, fail:
    on its host with CDDP_PEER_LOST, on other hosts perhaps only with CDDP_TIMEOUT.

@@ -202,6 +202,7 @@ static void test_lengths(void) {
   for (i = 0; i < n; i++) {
     write_bytes(path, bytes, i);
     CHECK_IS(open_and_close(), CDDP_IO);
+    CHECK(strstr(cddp_error(), "it is truncated") != NULL);
   }
   for (i = 0; i < n - 4; i++) { /* any header byte changed: no crash, and a reason */
     memcpy(changed, bytes, n);

@@ -418,6 +418,48 @@ static void test_comes(void) {
   CHECK_EQ(shared->took, 3); /* ranks in the last step */
 }
 
+/* Opens the memory that the ranks of pid's host share. */
+static int open_shared_memory(pid_t pid) {
+  char dir[64], path[400], name[16];
+  struct dirent *e;
+  int fd = -1;
+  DIR *d;
+  snprintf(dir, sizeof dir, "/proc/%d/fd", (int)pid);
+  d = opendir(dir);
+  while (fd < 0 && d != NULL && (e = readdir(d)) != NULL) {
+    snprintf(path, sizeof path, "%s/%s", dir, e->d_name);
+    if (readlink(path, name, sizeof name) > 11 && memcmp(name, "/memfd:cddp", 11) == 0)
+      fd = open(path, O_RDWR | O_CLOEXEC);
+  }
+  if (d != NULL) closedir(d);
+  return fd;
+}
+
+/* Two processes take their place in the shared memory at the same moment: the second one waits
+   until the first has taken it. Here the test is the first one, for 0.2 s. */
+static void test_same_place(void) {
+  process_config first = usual(), v = usual();
+  struct flock lock;
+  pid_t pids[3];
+  int fd;
+  first.join = NULL;
+  begin_job(pids, &first);
+  fd = open_shared_memory(pids[0]);
+  memset(&lock, 0, sizeof lock);
+  lock.l_type = F_WRLCK;
+  lock.l_start = 2; /* behind the bytes of ranks 0 and 1 */
+  lock.l_len = 4;
+  CHECK(fd >= 0 && fcntl(fd, F_OFD_SETLK, &lock) == 0);
+  pids[2] = ranks_fork(life, 2, &v);
+  ranks_sleep(0.2);
+  CHECK_EQ(look(&shared->joined), 0);
+  lock.l_type = F_UNLCK; /* the lock is also the forked process's */
+  CHECK(fcntl(fd, F_OFD_SETLK, &lock) == 0);
+  close(fd);
+  await(&shared->joined, 1);
+  end_job(pids, 3);
+}
+
 /* Ranks 1 and 2 of 4 die at once: the processes that replace them have the ranks that these had,
    whichever comes first. */
 static void test_places(void) {
@@ -1853,6 +1895,7 @@ static void test_without_optimizer(void) {
 int main(void) {
   shared = (shared_state *)ranks_shared(sizeof *shared);
   RUN(test_comes);
+  RUN(test_same_place);
   RUN(test_places);
   RUN(test_no_stdio);
   RUN(test_leaves);
