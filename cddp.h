@@ -1557,7 +1557,7 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels); /* must 
 #define CDDP__TIMEOUT_S 600.0        /* default of timeout_s */
 #define CDDP__STACK_MIN ((size_t)8 << 20) /* bytes of a thread's stack for the user's callbacks */
 #define CDDP__STACK_MARGIN ((size_t)256 << 10) /* added for libc and cddp */
-#define CDDP__MAX_RANKS 4096         /* most ranks of a group on a host; most shards of a batch */
+#define CDDP__MAX_RANKS 4096         /* most ranks of a job; most shards of a batch */
 #define CDDP__PROCESSORS 8192        /* the processor numbers of a host are below this */
 #define CDDP__EXTENT_SIZES 256       /* size classes of shared memory: four per power of two */
 #define CDDP__ELASTIC_SHARDS 1024    /* most shards of an elastic model */
@@ -1659,7 +1659,7 @@ static bool cddp__dtype_half(unsigned d) {
   return cddp__dtype_ok(d) && cddp__dtypes[d].cls == CDDP__CLASS_HALF;
 }
 static bool cddp__dtype_trains(unsigned d) {
-  return cddp__dtype_ok(d) && cddp__dtypes[d].cls <= CDDP__CLASS_HALF; /* or FLOAT */
+  return cddp__dtype_ok(d) && cddp__dtypes[d].cls <= CDDP__CLASS_HALF; /* FLOAT, HALF */
 }
 /* The element type in which a dtype's arithmetic is done. */
 static cddp_dtype cddp__compute_type(cddp_dtype d) { return cddp__dtype_half(d) ? CDDP_F32 : d; }
@@ -1729,7 +1729,8 @@ enum {
 #define CDDP__SITE_MAX 124 /* bytes of a call site's text */
 #define CDDP__WHERE_MAX 160 /* bytes of slot.where */
 
-/* shared: one call on device memory, for the watchers of the other ranks. Written by its rank. */
+/* shared: one call on device memory. Its rank writes it; the other ranks' watchers (threads of
+   groups on GPUs) compare it with their own. */
 typedef struct cddp__logged_call {
   cddp__atomic_u32 number; /* of the call, from 1; 0 while it is being written */
   struct {
@@ -1749,8 +1750,8 @@ typedef struct cddp__slot {
   /* Life, and access to other ranks' memory. */
   cddp__atomic_u32 state CDDP__OWN_LINE; /* CDDP__SLOT_*; also written by the creator of threads */
   cddp__atomic_u32 inside; /* 1: between cddp__begin_access and cddp__end_access */
-  cddp__atomic_u64 awaits CDDP__OWN_LINE; /* high half: ms of cddp__monotonic() at its last check;
-                                             low half: 0, or 1 + the awaited rank of another host */
+  cddp__atomic_u64 awaits CDDP__OWN_LINE; /* high half: ms of cddp__monotonic() when it last checked
+                                             peers; low: 0, or 1 + the awaited rank elsewhere */
   /* Messages, and counters. */
   cddp__atomic_u32 events;   /* peers increment it after they change a send for this rank, if it
                                 sleeps or hosts are several */
@@ -1758,25 +1759,25 @@ typedef struct cddp__slot {
   cddp__atomic_u32 send_top; /* sends in use are below this index */
   cddp__atomic_u32 calls;    /* number of logged calls on device memory */
   cddp__atomic_u32 works;    /* operations queued or running in its engine */
-  cddp__atomic_u32 ended;    /* the job's first group: bit 16, and the process's wait status; 0:
-                                unknown. Writer: the left neighbour on the host */
+  cddp__atomic_u32 ended;    /* in the job's first group: bit 16 and the dead process's wait status;
+                                0: unknown. Writer: the rank before it on the host */
   cddp__send_request sends[CDDP__SENDS];
   /* Failure. */
-  cddp__atomic_u32 site_round; /* the round to which `site` belongs; written as the rank fails */
+  cddp__atomic_u32 site_round; /* last round in which calls differed: `site` is of that call */
   char site[CDDP__SITE_MAX];
-  char failure[CDDP__ERROR_MAX]; /* the group's failure, if this slot is in `broken`; fail_lock */
+  char failure[CDDP__ERROR_MAX]; /* why the group failed, if `broken` names this slot; fail_lock */
   /* In the job's first group: the place where the rank waits, for texts of ranks that wait for it.
      Writer: the waiting thread. */
   cddp__atomic_u64 wait; /* high half: low half of the group's id; low half: its round; UINT64_MAX:
-                            a message; 0: no thread has waited for long */
+                            for a message; 0: no thread has waited for long */
   cddp__atomic_u32 failed;                 /* 1: the last wait ended in a failure */
   cddp__atomic_u32 multithreaded;          /* 1: several threads of the rank use cddp */
   char where[CDDP__WHERE_MAX];             /* can change while it is read: cddp__copy_text */
   /* Memory of this rank, and its calls on device memory. */
   cddp__ref more_sends[CDDP__SEND_BLOCKS]; /* the blocks behind `sends`, which is block 0 */
-  cddp__ref scratch;                       /* between hosts: copies of private buffers */
+  cddp__ref scratch;                       /* several hosts: chunks of its private buffer */
   cddp__logged_call call_log[CDDP__CALL_LOG];
-  cddp__atomic_u32 sent[CDDP__COUNTED_PEERS]; /* to each rank: messages on device memory */
+  cddp__atomic_u32 sent[CDDP__COUNTED_PEERS]; /* number of messages on device memory to each rank */
 } cddp__slot;
 enum { CDDP__SLOT_EMPTY, CDDP__SLOT_TAKEN, CDDP__SLOT_LEFT, CDDP__SLOT_DEAD };
 
@@ -1818,7 +1819,7 @@ struct cddp__extents { /* of one size */
 /* The memory that this rank shares. */
 typedef struct cddp__arena {
   int fd;              /* the memfd; -1: threads, or one rank alone */
-  struct stat memory;  /* of the memfd: the program can close fd and reuse its number */
+  struct stat memory;  /* identifies the memfd: the program can close fd and reuse its number */
   int window;          /* this process's number: its index, or a new number if it joined */
   int window_bits;     /* window i is [(i + 1) << bits, (i + 2) << bits) of the memfd */
   uint64_t used_end; /* end of the used part of the window */
@@ -1826,7 +1827,7 @@ typedef struct cddp__arena {
   uint32_t generation;              /* the last number given to an extent */
   struct cddp__segments own, peers; /* own: sorted by address; peers: by offset in the memfd */
   struct cddp__extents lists[CDDP__EXTENT_SIZES]; /* indexed by cddp__size_class */
-  struct cddp__extent *pending; /* control blocks, and extents freed with them: a ring */
+  struct cddp__extent *pending; /* a ring: control blocks in use, and extents to free with them */
 } cddp__arena;
 
 /* A process of the host. Owner: the thread that trains. Others read it through cddp__process_at. */
@@ -1872,7 +1873,7 @@ typedef struct cddp__host {
   cddp__process *others;   /* processes that joined, until their memory is freed: a list; lock */
   uint32_t joins_seen;     /* processes that joined and are, or were, in the list */
   int models;              /* number of this rank's; lock */
-  uint64_t started_before; /* clock ticks since boot at the rendezvous' end: processes are older */
+  uint64_t started_before; /* ticks since boot; a process that began later only has a rank's pid */
   /* The rendezvous and joins. */
   bool joined;                     /* this process joined with CDDP_JOIN */
   bool elastic;                    /* this rank has an elastic model */
@@ -1881,7 +1882,7 @@ typedef struct cddp__host {
   /* Waits of this rank. */
   struct cddp_group *groups; /* of this rank, by next; lock */
   struct cddp__slot *slots;  /* [size] of the job's first group; NULL: it was freed */
-  uintptr_t first_thread;    /* that uses cddp, by an address; 0: none yet */
+  uintptr_t first_thread;    /* that uses cddp: its &cddp__this_site; 0: none yet */
   cddp__atomic_u32 shown;    /* 1: a thread's wait is in this rank's slot; only it writes there */
 } cddp__host;
 
@@ -2000,7 +2001,7 @@ struct cddp_work {
 
   /* Work of the engine. */
   cddp_result (*run)(struct cddp_work *w); /* NULL for send and recv */
-  void *context;    /* for run; device memory staged through the host: the result's address there */
+  void *context;    /* for run; if staged through the host: the result's address on the device */
   uint32_t fp_mode; /* 1 + its caller's cddp__fp_mode */
   bool anywhere;    /* a waiting thread may run it, not only the engine's */
   uint32_t tick;    /* engine.tick when it was pushed */
@@ -2024,7 +2025,7 @@ CDDP__STATIC_ASSERT(offsetof(cddp_work, text) + CDDP__ERROR_MAX > sizeof(cddp_wo
    starts, or on a thread that waits. lock guards all fields except the atomic ones, thread and
    started. */
 typedef struct cddp__engine {
-  cddp__atomic_u32 held;  /* the state of `own`: CDDP__OWN_* */
+  cddp__atomic_u32 own_state; /* of `own`: CDDP__OWN_* */
   cddp__atomic_u32 *works; /* slot.works, which peers read too */
   cddp__atomic_u32 tick;   /* polls of the thread; operations pushed before its last poll are due */
   cddp__atomic_u32 idle;   /* polls since the last operation was pushed */
@@ -2110,7 +2111,7 @@ struct cddp_group { /* followed by its arrays, see cddp__group_build */
 
   /* Rounds. Owner: the thread that runs a collective. */
   uint32_t round;           /* number of the last one */
-  uint32_t arrive_target;   /* arrivals when this round is complete */
+  uint32_t arrive_target;   /* block->arrivals when this round is complete */
   uint64_t calls;           /* collectives so far, for error texts */
   void **buffers, **slices; /* [size] scratch: the ranks' buffers */
   cddp__copy_timing timings[CDDP__KIND_COUNT][2]; /* of small and of large chunks */
@@ -2153,13 +2154,13 @@ typedef struct cddp__tensor {
   size_t arena_offset; /* equals `offset` if no gradient is in place */
   size_t padded_bytes; /* in the arena up to a cache line; the padding stays zero */
   size_t begin, end;   /* bytes that this rank updates; end <= begin: none */
-  size_t first_piece;  /* index of its first piece in addresses.squares */
+  size_t first_piece;  /* index in addresses.squares of its first piece's sum */
   size_t dense; /* sparse, on a device: arena offset of the mean as a dense gradient */
   bool ready;   /* cddp_ddp_ready was called in this step; lock */
   bool noted;   /* cddp_ddp_ready was called under no_sync since the last step; lock */
   bool used;    /* by a rank, in the step that is being reduced */
   bool shared;  /* the weights of all ranks are in shared memory */
-  float restored_steps; /* in a rank that joined: its steps in the snapshot */
+  float restored_steps; /* in a rank that joined: the parameter's steps in the snapshot */
   const void *data;     /* elastic: param.data, for cddp__elastic_pair in any thread */
   int bucket;
 } cddp__tensor;
@@ -2238,7 +2239,7 @@ typedef struct cddp__layout {
   size_t model_bytes; /* elastic: with sparse gradients, as dense ones */
   size_t bytes;       /* of the arena's gradients; on a device sparse ones are last */
   size_t slot_stride; /* bytes from one slot to the next */
-  int slots;          /* number of a rank's; elastic: used by this rank so far */
+  int slots;          /* a rank's, for sums of shards; elastic: used by this rank so far */
   size_t arena_bytes; /* with the slots and squares that follow */
   size_t state_stride; /* from one optimizer state to the next */
 } cddp__layout;
@@ -2249,7 +2250,7 @@ typedef struct cddp__addresses {
   char **gradients; /* [ranks][count] */
   char **weights;   /* [ranks][count] if tensor.shared */
   char **slots;     /* [ranks] the first slot */
-  double **squares; /* [ranks] of the pieces of the rank's part */
+  double **squares; /* [ranks] for the norm: sum of squares of each piece of the rank's part */
 } cddp__addresses;
 
 typedef struct cddp__bucket_state cddp__bucket_state; /* >>ddp-buckets */
@@ -2320,8 +2321,9 @@ typedef struct cddp__uneven {
 typedef struct cddp__ddp_scratch {
   void **buffers;       /* [shards] the engine's thread */
   const void **sources; /* [shards] the training thread */
-  unsigned char *flags; /* [ranks + 1][count] ready flags; the training thread */
-  cddp__call *calls;    /* [count + buffers + ranks] on a device; lock, or the thread that steps */
+  unsigned char *flags; /* [ranks + 1][count] ready flags, own ones last; the training thread */
+  cddp__call *calls;    /* [count + buffers + ranks] on a device, to be started together; lock, or
+                           the thread that steps */
   char *memory;         /* shared memory: a bucket for a hook, or nodes of all ranks */
   size_t bytes;         /* of `memory` */
 } cddp__ddp_scratch;
@@ -2409,7 +2411,7 @@ typedef struct cddp__group_node {
   int first, size;        /* its ranks: hosts.ranks[first] .. */
   size_t headers_at;      /* offset of its headers and their shares in hosts.headers */
   size_t received;        /* bytes of them, in this round */
-  size_t bytes, bytes_at; /* of an element: of its subtrees there; on earlier hosts together */
+  size_t bytes, bytes_at; /* of one element's sums on this host; on all earlier hosts together */
 } cddp__group_node;
 
 /* A rank of a group, as seen by another rank. */
@@ -2420,7 +2422,7 @@ typedef struct cddp__peer {
   uint64_t stuck_pass[2]; /* last hosts.pass in which a frame from it, to it was stuck; p2p.lock */
   cddp__atomic_u32 lost; /* 1: a connection to it has ended; any thread. Stored last */
   double lost_at;
-  int error; /* connection.error */
+  int error; /* that of the connection */
 } cddp__peer;
 #define CDDP__LEFT (-1) /* in connection.error: the other side said BYE */
 
@@ -2429,7 +2431,7 @@ typedef struct cddp__peer {
 typedef struct cddp__hosts {
   cddp__net *net;
   int count, mine;            /* hosts of the group; index of this one */
-  int max_locals, min_locals; /* number of ranks of the group on a host */
+  int max_locals, min_locals; /* most, fewest ranks of the group on a host */
   cddp__peer *peers;          /* [size] */
   cddp__group_node *nodes;    /* [count] */
   int *ranks;                 /* [size] all, sorted by host */
@@ -2439,11 +2441,11 @@ typedef struct cddp__hosts {
   int *leaves, leaf_count;  /* ranks that are summed: those not in cddp_ddp_join */
   struct cddp__posted_frame *posted; /* [size * CDDP__POSTED_MAX] frames, then free entries */
   int posted_count;
-  double notices_read;           /* leaders: when a round last did */
-  long step; /* of cddp__flow_run and the frames posted now: cddp__deliver awaits older ones */
+  double notices_read;           /* leaders: when a round last read notices */
+  long step; /* of cddp__flow_run; posted frames note it: cddp__deliver awaits those of old steps */
   const void **pointers, **sums; /* [size] sources of a reduction */
   unsigned char *headers; /* leaders: headers and shares of all hosts, this host's first */
-  int lowest_remote;      /* the lowest rank on another host */
+  int lowest_remote;      /* lowest rank on another host; its header is written last */
   bool local_only;        /* the current round has only this host's ranks */
   char *stage;            /* bytes in transit to and from other hosts */
   size_t stage_size;
@@ -2477,7 +2479,7 @@ enum { CDDP__JOIN_POLL, CDDP__JOIN_WAIT }; /* values of `bool waits` */
 static void cddp__join_serve(cddp__host *host, bool waits);
 static void cddp__join_close(cddp__host *host);
 
-/* >>links: to the ranks of other hosts. */
+/* >>links: sends the ranks of other hosts a notice, such as the failure of a group. */
 static void cddp__send_notices(const cddp__net *n, uint64_t group, const int *world, int size,
                                uint32_t code, const char *text);
 
@@ -2508,7 +2510,8 @@ static void cddp__await_watchers(void);
      1. A function that fails writes a sentence with cddp__fail and returns the result. Its callers
         can put a prefix before the sentence: cddp__fail_in.
      2. A deadline is a time of cddp__now.
-     3. Only functions of this room access scalars that threads or processes share. */
+     3. Only functions of this room access scalars that threads or processes share.
+     4. (logger->log)(...): the parentheses keep a macro `log` of the program away. */
 
 static __thread char cddp__error_text[CDDP__ERROR_MAX];
 
@@ -2587,6 +2590,7 @@ static void cddp__escape_controls(void) {
   memcpy(raw, cddp__error_text, sizeof raw);
   end = (unsigned char *)raw + strlen(raw);
   for (c = (unsigned char *)raw; *c != 0 && to < cddp__error_text + CDDP__ERROR_MAX - 5; c += n) {
+    /* 5: \x1b and the NUL */
     n = cddp__utf8(c, (size_t)(end - c));
     if (n == 2 && c[0] == 0xc2 && c[1] < 0xa0)
       to += snprintf(to, 5, "\\x%02x", (unsigned)c[1]);
@@ -2651,7 +2655,7 @@ static cddp__text cddp__describe_number(double x) {
 static cddp__text cddp__describe_site(void) {
   const char *file = cddp__this_site.file;
   size_t cut = file != NULL && strlen(file) > 80 ? strlen(file) - 80 : 0;
-  if (file == NULL) return cddp__textf("%s", "");
+  if (file == NULL) return cddp__textf("%s", ""); /* gcc warns of an empty format */
   return cddp__textf(" at %s%s:%d", cut > 0 ? "..." : "", file + cut, cddp__this_site.line);
 }
 
@@ -2717,7 +2721,7 @@ static void cddp__log(const cddp_logger *logger, int level, const char *format, 
 static void *cddp__malloc(const cddp_allocator *allocator, size_t bytes) {
   void *p = allocator != NULL && allocator->alloc != NULL
                 ? (allocator->alloc)(bytes ? bytes : 1, allocator->user_data)
-                : malloc(bytes ? bytes : 1);
+                : malloc(bytes ? bytes : 1); /* malloc(0) can return NULL */
   if (p == NULL) cddp__fail(CDDP_OUT_OF_MEMORY, "out of memory allocating %zu bytes", bytes);
   return p;
 }
@@ -2783,7 +2787,7 @@ static void cddp__copy_nontemporal(void *to, const void *from, size_t n) {
   char *t = (char *)to;
   const char *f = (const char *)from;
 #if defined(__x86_64__)
-  size_t head = cddp__min(n, (size_t)(-(uintptr_t)to & 15)), i, page;
+  size_t head = cddp__min(n, (size_t)(-(uintptr_t)to & 15)), i, page; /* head: aligns `to` */
   memcpy(t, f, head);
   for (n -= head, t += head, f += head; n >= 4 << 12; n -= 4 << 12, t += 4 << 12, f += 4 << 12)
     for (i = 0; i < 1 << 12; i += 64) /* four pages interleaved: 0.8 of the time of one by one */
@@ -2860,7 +2864,8 @@ static double cddp__monotonic(void) { /* seconds, the same for all processes of 
 
 /* The clock of all deadlines, in seconds: it stands still while this process is stopped. */
 CDDP__OUT_OF_LINE double cddp__now(void) {
-  double stopped = 1e-9 * (double)cddp__load64(&cddp__stopped); /* read first: a stop may follow */
+  /* Read first: a stop between the two reads makes the result too late, not too early. */
+  double stopped = 1e-9 * (double)cddp__load64(&cddp__stopped);
   return cddp__monotonic() - stopped;
 }
 
@@ -3005,7 +3010,7 @@ static void cddp__set_fp_mode(uint32_t mode) {
 #endif
 }
 
-/* "rounds upward, flushes subnormals (FTZ, DAZ)" */
+/* "rounds upward, flushes subnormals (FTZ, DAZ)". Bits 2 and 3 of mode are FTZ and DAZ. */
 static cddp__text cddp__describe_fp_mode(uint32_t mode) {
   static const char *const rounding[] = {"to nearest", "downward", "upward", "towards zero"};
   static const char *const flushing[] = {"keeps subnormals", "flushes subnormal results (FTZ)",
@@ -3045,7 +3050,7 @@ static bool cddp__cond_wait_until(pthread_cond_t *c, pthread_mutex_t *lock, doub
     start = cddp__now();
     left = deadline - start;
     if (left <= 0) break;
-    if (left > CDDP__STOP_S / 2) left = CDDP__STOP_S / 2; /* see cddp__poll */
+    if (left > CDDP__STOP_S / 2) left = CDDP__STOP_S / 2; /* longer would look like a stop */
     t = cddp__timespec(cddp__monotonic() + left);
     e = pthread_cond_timedwait(c, lock, &t);
     cddp__note_sleep(start, left);
@@ -3166,7 +3171,7 @@ static const char *cddp__size_advice(int e) {
    Entry points: cddp__record_job, _open; cddp__record_new, _start and _finish, or _event for all
    three; cddp__record_at, to change a record.
    How it works:
-     1. An operation takes the next number, and with it an entry of the ring.
+     1. An operation takes the next number, and with it an entry of the ring behind the header.
      2. Start, end and result are added later, unless a newer operation has reused the entry.
    Any thread can record. Without CDDP_RECORD each entry point only tests a NULL pointer. */
 
@@ -3178,7 +3183,7 @@ static int64_t cddp__nanoseconds(clockid_t clock) {
   return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
 }
 
-/* Names a job: its start time and the process id. */
+/* A number for a new job, from the time and the process id. */
 static uint64_t cddp__record_job(void) {
   return (uint64_t)cddp__nanoseconds(CLOCK_REALTIME) ^ (uint64_t)getpid() << 44;
 }
@@ -3268,6 +3273,7 @@ static uint64_t cddp__record_new(const cddp_group *g, const char *what, uint64_t
   return number;
 }
 
+/* sequence: number of the operation in its group; 0: it has none. */
 static void cddp__record_start(const cddp_group *g, uint64_t number, uint64_t sequence) {
   cddp_record *record = cddp__record_at(g, number);
   if (CDDP__LIKELY(record == NULL)) return;
@@ -3351,8 +3357,8 @@ static void cddp__blake2s_block(uint32_t h[8], const unsigned char *p, uint64_t 
   if (last) v[14] = ~v[14];
   for (round = 0; round < 10; round++)
     for (i = 0; i < 8; i++) { /* four columns, then four diagonals */
-      uint64_t words = order[round] >> (8 * i);
-      int turn = i / 4;
+      uint64_t words = order[round] >> (8 * i); /* its lowest two digits count */
+      int turn = i / 4; /* 1: diagonals */
       uint32_t *a = &v[i % 4], *b = &v[4 + (i + turn) % 4], *c = &v[8 + (i + 2 * turn) % 4],
                *d = &v[12 + (i + 3 * turn) % 4];
       *a += *b + cddp__get32(p + 4 * (words & 15));
@@ -3453,6 +3459,7 @@ typedef struct cddp__challenge {
   size_t in_size, out_size;
 } cddp__challenge;
 
+/* Writes the message to send: a tag of 8 bytes and n bytes of data. */
 static void cddp__challenge_queue(cddp__challenge *challenge, const char *tag, const void *data,
                                   size_t n) {
   memcpy(challenge->out, tag, 8);
@@ -3460,6 +3467,7 @@ static void cddp__challenge_queue(cddp__challenge *challenge, const char *tag, c
   challenge->out_size = 8 + n;
 }
 
+/* A listener for joins refuses with J: the caller can be a rank of another job. */
 static void cddp__challenge_refuse(cddp__challenge *challenge, const char *letter) {
   bool join = strcmp(challenge->purpose, "join") == 0;
   cddp__challenge_queue(challenge, CDDP__AUTH_REFUSAL, join ? "J" : letter, 1);
@@ -3499,7 +3507,7 @@ static void cddp__challenge_message(cddp__challenge *challenge) {
   if (challenge->step++ == 0) { /* the other end's nonce */
     memcpy(challenge->covered + (challenge->caller ? CDDP__NONCE_SIZE : 0), challenge->in + 8,
            CDDP__NONCE_SIZE);
-    cddp__challenge_prove(challenge, CDDP__END_CALLER, proof);
+    cddp__challenge_prove(challenge, CDDP__END_CALLER, proof); /* a caller sends it */
     if (challenge->caller)
       cddp__challenge_queue(challenge, CDDP__AUTH_PROOF, proof, sizeof proof);
     else
@@ -3507,7 +3515,7 @@ static void cddp__challenge_message(cddp__challenge *challenge) {
                             CDDP__NONCE_SIZE);
     return;
   }
-  cddp__challenge_prove(challenge, !challenge->caller, proof);
+  cddp__challenge_prove(challenge, !challenge->caller, proof); /* the other end must send it */
   challenge->state = cddp__same_bytes(proof, challenge->in + 8, sizeof proof)
                          ? CDDP__CHALLENGE_PROVEN
                          : CDDP__CHALLENGE_WRONG;
@@ -3521,17 +3529,17 @@ static void cddp__challenge_message(cddp__challenge *challenge) {
 
 /* Consumes received bytes and returns how many: those that belong to the challenge. */
 static size_t cddp__challenge_feed(cddp__challenge *challenge, const unsigned char *p, size_t n) {
-  static const char *const tags[2][2] = {{CDDP__AUTH_HELLO, CDDP__AUTH_PROOF},
-                                         {CDDP__AUTH_CHALLENGE, CDDP__AUTH_ACCEPT}};
+  static const char *const tags[2][2] = {{CDDP__AUTH_HELLO, CDDP__AUTH_PROOF}, /* to the called */
+                                         {CDDP__AUTH_CHALLENGE, CDDP__AUTH_ACCEPT}}; /* caller */
   size_t used = 0;
-  if (challenge->secret == NULL && n > 0) {
+  if (challenge->secret == NULL && n > 0) { /* no proof is needed; a HELLO shows a secret */
     challenge->state = p[0] == CDDP__AUTH_HELLO[0] ? CDDP__CHALLENGE_WRONG : CDDP__CHALLENGE_PROVEN;
     if (challenge->state == CDDP__CHALLENGE_WRONG)
       cddp__challenge_queue(challenge, CDDP__AUTH_REFUSAL, "N", 1);
     return 0;
   }
   while (used < n && challenge->state == CDDP__CHALLENGE_ON) {
-    size_t k = cddp__min(challenge->in_size + 1, 8); /* bytes of the tag */
+    size_t k = cddp__min(challenge->in_size + 1, 8); /* bytes of the tag so far */
     challenge->in[challenge->in_size++] = p[used++];
     if (memcmp(challenge->in, tags[challenge->caller][challenge->step], k) == 0) {
       if (challenge->in_size == sizeof challenge->in) cddp__challenge_message(challenge);
@@ -3590,7 +3598,7 @@ static void cddp__in_forked_child(void) { /* async-signal-safe */
       if ((word & 1) == 0) continue;
       if (idle < 0 || syscall(SYS_dup3, idle, fd, O_CLOEXEC) < 0) close(fd);
       if (idle < 0) idle = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0); /* its number is fd */
-      if (idle == fd) idle = dup(fd);
+      if (idle == fd) idle = dup(fd); /* for the other descriptors */
     }
   }
   if (idle >= 0) close(idle);
@@ -3667,7 +3675,7 @@ static cddp_result cddp__host_port(const char *text, char host[256], int *port) 
 /* "127.0.0.1:29500", "[::1]:29500" or "the abstract Unix socket @name". */
 static cddp__text cddp__describe_address(const cddp__address *address) {
   char host[128], port[16];
-  int length = (int)address->size - (int)offsetof(struct sockaddr_un, sun_path) - 1; /* of a name */
+  int length = (int)address->size - (int)offsetof(struct sockaddr_un, sun_path) - 1; /* name's */
   if (address->sa.ss_family == AF_UNIX)
     return cddp__textf("the abstract Unix socket @%.*s", length > 0 ? length : 0,
                        address->un.sun_path + 1);
@@ -3726,7 +3734,7 @@ static cddp__address cddp__loopback_address(void) { /* 127.0.0.1 */
   struct sockaddr_in6 in;
   cddp__address a;
   memset(&in, 0, sizeof in);
-  a = cddp__internet_address(&in);
+  a = cddp__internet_address(&in); /* IPv4, as no family is set */
   a.v4.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
   return a;
 }
@@ -3830,7 +3838,7 @@ static bool cddp__local_address(int fd, cddp__address *address) {
   return true;
 }
 
-static bool cddp__set_nodelay(int fd) {
+static bool cddp__set_tcp_options(int fd) {
   int on = 1;
   return setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on) == 0 &&
          setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on) == 0;
@@ -3850,9 +3858,9 @@ static int cddp__stream_ready(int fd) {
   cddp__address a;
   uint32_t peer[3];
   (void)cddp__local_address(fd, &a);
-  if (a.sa.ss_family != AF_UNIX) return cddp__set_nodelay(fd) ? 0 : errno;
+  if (a.sa.ss_family != AF_UNIX) return cddp__set_tcp_options(fd) ? 0 : errno;
   if (!cddp__peer_process(fd, peer)) return errno;
-  return peer[1] == (uint32_t)geteuid() ? 0 : CDDP__FOREIGN_USER;
+  return peer[1] /* uid */ == (uint32_t)geteuid() ? 0 : CDDP__FOREIGN_USER;
 }
 
 /* A non-blocking socket that forked children and exec close; -1 and errno on failure. */
@@ -3951,7 +3959,7 @@ static int cddp__listen_port(cddp__address *address, int count, int port, int *f
     if (e != 0) {
       error = e;
       *failed = cddp__describe_address(&address[i]);
-    } else if (cddp__local_address(fds[(*fd_count)++], &bound) && port == 0) {
+    } else if (cddp__local_address(fds[(*fd_count)++], &bound) && port == 0) { /* the first one */
       port = cddp__address_port(&bound);
     }
   }
@@ -3967,7 +3975,7 @@ static int cddp__listen_port(cddp__address *address, int count, int port, int *f
                     the same moment, so each waits for a time that depends on its process id. */
 static cddp_result cddp__listen_all(cddp__address *address, int count, int *fds, int *fd_count) {
   int asked = cddp__address_port(&address[0]), first = asked, last = asked, turn = (int)getpid();
-  int error = 0, port, ports, tries; /* turn: ranks begin at different ports */
+  int error = 0, port, ports, tries; /* turn: from the pid, so ranks begin at different ports */
   cddp__text failed = {""};
   const char *cure;
   cddp_result r = CDDP_NETWORK;
@@ -3977,7 +3985,7 @@ static cddp_result cddp__listen_all(cddp__address *address, int count, int *fds,
   ports = last - first + 1;
   tries = first > 0 ? 3 * ports : 32 /* ports of the system */;
   do {
-    if (error != 0 && first > 0 && tries % ports == 0)
+    if (error != 0 && first > 0 && tries % ports == 0) /* each was tried once more */
       cddp__sleep(1e-3 + 1e-6 * (double)(getpid() % 4096));
     port = first > 0 ? first + turn++ % ports : 0;
     error = cddp__listen_port(address, count, port, fds, fd_count, &failed);
@@ -4001,7 +4009,7 @@ static cddp_result cddp__listen_all(cddp__address *address, int count, int *fds,
       cure = "; it is not an address of this host, where rank 0 runs: set MASTER_ADDR to one";
   }
   cddp__fail(r, "cannot listen on %s: %s%s", failed.s, strerror(error), cure);
-  errno = error;
+  errno = error; /* callers read it after CDDP_SYSTEM */
   return r;
 }
 
@@ -4011,9 +4019,9 @@ static cddp_result cddp__listen_any(int *fd, int *port) {
   int own = -1, count = 0;
   cddp_result r = cddp__listen_all(&a, 1, &own, &count);
   *port = cddp__address_port(&a);
-  *fd = fcntl(own, F_DUPFD_CLOEXEC, STDERR_FILENO + 1);
+  *fd = fcntl(own, F_DUPFD_CLOEXEC, STDERR_FILENO + 1); /* not in the table of FORK */
   if (r == CDDP_OK && *fd < 0) r = cddp__fail_errno("fcntl of a socket");
-  if (r == CDDP_OK && *port == 0 && !cddp__local_address(own, &a))
+  if (r == CDDP_OK && *port == 0 && !cddp__local_address(own, &a)) /* again, for errno */
     r = cddp__fail_errno("getsockname, to learn the port of rank 0");
   cddp__close_fd(&own);
   return r;
@@ -4166,7 +4174,7 @@ enum {
   CDDP__FRAME_HEADERS = 1, /* of a round: >>hosts */
   CDDP__FRAME_PIECE,       /* of a collective: >>hosts receives its bytes in place */
   CDDP__FRAME_MESSAGE,     /* of cddp_send, of an elastic model */
-  CDDP__FRAME_BYE          /* the last one; number 1: because the group is broken */
+  CDDP__FRAME_BYE          /* the last one; number: CDDP__BYE_* */
 };
 
 struct cddp__message { /* a received frame; its bytes follow the struct */
@@ -4178,7 +4186,7 @@ struct cddp__message { /* a received frame; its bytes follow the struct */
 typedef struct cddp__hello { /* a link's first message: >>links */
   uint32_t purpose, secret;  /* CDDP__LINK_FRAMES or _NOTICE; 1: there is a secret */
   uint32_t from, to;         /* ranks of the job */
-  uint64_t group;            /* its id; to a member in a meeting: its life */
+  uint64_t group;            /* the group's id; in a meeting: the called member's life */
   unsigned char token[16];
 } cddp__hello;
 
@@ -4214,7 +4222,7 @@ struct cddp__connection {
   int rank;         /* the peer's rank in the group; -1: not known yet */
   bool over;        /* this rank no longer takes part in its elastic model: for BYE */
   bool peer_failed; /* the peer's BYE says that the group is broken */
-  bool peer_over;   /* it says that the peer takes no part in the elastic model any more */
+  bool peer_over;   /* the BYE says that the peer takes no part in the elastic model any more */
   double retry_at;  /* if `caller` and `early`: when to connect again, of cddp__now(); a joining
                        process's call: when its first bytes arrived */
   cddp__hello hello;
@@ -4229,6 +4237,7 @@ enum cddp__end {
   CDDP__IS_UNREACHABLE /* its host does not answer */
 };
 
+/* What the error of a connection that has ended tells about the peer. */
 static enum cddp__end cddp__link_end(int error) {
   if (error == CDDP__LEFT) return CDDP__HAS_LEFT;
   if (error == ECONNREFUSED || error == EPROTO) return CDDP__HAS_ENDED;
@@ -4354,13 +4363,13 @@ static ssize_t cddp__connection_recvmsg(cddp__connection *c, struct iovec *io, s
   return cddp__connection_result(c, n);
 }
 
-/* Receives once into `in`, with space for `most` bytes or more. Returns 1 if bytes have arrived, 0
-   if not, -1 if the connection has ended. */
-static int cddp__connection_fill(cddp__connection *c, size_t most) {
+/* Receives once into `in`, with space for at least `space` bytes. Returns 1 if bytes have arrived,
+   0 if not, -1 if the connection has ended. */
+static int cddp__connection_fill(cddp__connection *c, size_t space) {
   struct iovec io;
   ssize_t n;
   if (cddp__buffer_size(&c->in) == 0) c->in.start = c->in.end = 0;
-  if (!cddp__buffer_reserve(&c->in, most)) {
+  if (!cddp__buffer_reserve(&c->in, space)) {
     cddp__connection_end(c, ENOMEM);
     return -1;
   }
@@ -4427,7 +4436,7 @@ static int cddp__connection_read(cddp__connection *c, cddp__frame_head *head, vo
     io[1].iov_len = c->in.capacity;
     n = cddp__connection_recvmsg(c, io, 2);
     if (n <= 0) return c->state == CDDP__CONNECTION_ENDED ? -1 : 0;
-    if ((size_t)n > left) {
+    if ((size_t)n > left) { /* the rest is in io[1] */
       c->in.start = 0;
       c->in.end = (size_t)n - left;
       n = (ssize_t)left;
@@ -4467,7 +4476,7 @@ static bool cddp__connection_progress(cddp__connection *c) {
     }
   }
   if (c->state != CDDP__CONNECTION_UP) return false;
-  if (cddp__buffer_size(b) > 0 && c->sent == 0) { /* else a frame is partly sent: it goes on */
+  if (cddp__buffer_size(b) > 0 && c->sent == 0) { /* else the rest of a frame is first */
     (void)cddp__connection_send(c, NULL, b->data, b->end, &b->start, SIZE_MAX);
     if (cddp__buffer_size(b) == 0) cddp__buffer_clear(b, CDDP__BUFFER_KEEP);
   }
@@ -4525,7 +4534,7 @@ static void cddp__connection_say_bye(cddp__connection *c, uint32_t kind) {
     cddp__connection_end(c, errno);
 }
 
-/* Whether the head of the next frame is complete, in in_head, and its body is not begun. */
+/* Receives more of the next frame's head. Whether it is complete; false within a message's body. */
 static bool cddp__connection_peek(cddp__connection *c) {
   if (c->message != NULL) return false;
   return c->got >= sizeof c->in_head ||
@@ -4550,7 +4559,7 @@ static cddp__message *cddp__connection_receive(cddp__connection *c, size_t most)
     if (head->magic == CDDP__FRAME_MAGIC && head->type == CDDP__FRAME_BYE) {
       c->peer_failed = (head->number & CDDP__BYE_BROKEN) != 0;
       c->peer_over = (head->number & CDDP__BYE_OVER) != 0;
-      cddp__connection_end(c, c->peer_failed ? 0 : CDDP__LEFT);
+      cddp__connection_end(c, c->peer_failed ? 0 /* alive, not left */ : CDDP__LEFT);
       return NULL;
     }
     if (good)
@@ -4574,7 +4583,7 @@ static cddp__message *cddp__connection_receive(cddp__connection *c, size_t most)
 }
 
 static short cddp__connection_events(const cddp__connection *c) {
-  bool sends = c->state == CDDP__CONNECTION_NEW       ? c->caller
+  bool sends = c->state == CDDP__CONNECTION_NEW       ? c->caller /* until it is connected */
                : c->state == CDDP__CONNECTION_PROVING ? c->challenge.out_size > 0
                                                       : cddp__buffer_size(&c->out) > 0;
   return (short)(POLLIN | (sends ? POLLOUT : 0));
@@ -4707,7 +4716,7 @@ static const struct cddp__command {
    key is a line of text, which a web server answers too. */
 #define CDDP__VALIDATE_SIZE 5
 static const char cddp__greeting[] = "\0\xce\xf7\x85\x3c" /* c10d's magic number */
-                                     "\5\1\0\0\0\0\0\0\0\4\0\0\0\0\0\0\0\r\n\r\n";
+                                     "\5\1\0\0\0\0\0\0\0\4\0\0\0\0\0\0\0\r\n\r\n"; /* CHECK 1 key */
 
 /* The string at *p in a complete command; moves *p behind it. */
 static cddp__span cddp__parse_string(const unsigned char **p) {
@@ -4861,7 +4870,7 @@ static bool cddp__map_add(cddp__server *server, cddp__span key, uint64_t amount,
   size_t size = 1; /* of text */
   if (cddp__map_get(server, key, &value)) {
     size = value.size;
-    if (size == 0 || size >= sizeof text || value.data[0] <= ' ') return false;
+    if (size == 0 || size >= sizeof text || value.data[0] <= ' ') return false; /* a space */
     memcpy(text, value.data, size);
   }
   errno = 0;
@@ -4915,7 +4924,7 @@ static int cddp__server_execute(cddp__server *server, cddp__parser *parser,
     key = cddp__parse_string(&p);
     ok = cddp__map_add(server, key, cddp__get64(p), &number);
     break;
-  case CDDP__STORE_CHECK:
+  case CDDP__STORE_CHECK: /* answers 0: all exist, 1: one is missing */
     while (p < end && number == 0) number = !cddp__map_get(server, cddp__parse_string(&p), &value);
     break;
   case CDDP__STORE_WAIT: /* a key that was found once is not looked up again */
@@ -4935,7 +4944,7 @@ static int cddp__server_execute(cddp__server *server, cddp__parser *parser,
     number = 1;
     break;
   default:
-    number = cddp__get32(p); /* PING */
+    number = cddp__get32(p); /* PING returns its 4 bytes */
   }
   if (c->answer != CDDP__ANSWER_STRING) cddp__buffer_add_number(out, number, c->answer);
   return ok && !out->failed ? CDDP__COMMAND_DONE : CDDP__COMMAND_FAILED;
@@ -4946,7 +4955,7 @@ static int cddp__server_execute(cddp__server *server, cddp__parser *parser,
    that created a key, all waiting commands are executed again. A closed connection and an
    ended WAIT are only marked: cddp__server_settle handles them. */
 #ifndef CDDP__GREETING_S
-#define CDDP__GREETING_S 5.0 /* for a caller's proof and its first command; >>rendezvous: rank */
+#define CDDP__GREETING_S 5.0 /* for a caller's proof and first command; >>rendezvous: its RANK */
 #endif
 #ifndef CDDP__COMMAND_S
 #define CDDP__COMMAND_S 10.0 /* for a command, and 1 s more per 64 KiB; for reading output */
@@ -5012,7 +5021,7 @@ static void cddp__client_execute(cddp__server *server, cddp__client *client) {
 }
 
 /* Handles the challenge, then one command. Returns false if more input is needed. During a WAIT
-   only CANCEL_WAIT is executed, which ends the WAIT. */
+   only CANCEL_WAIT is executed. */
 static bool cddp__client_step(cddp__server *server, cddp__client *client) {
   cddp__connection *c = &client->c;
   size_t keys_before = server->keys;
@@ -5024,7 +5033,7 @@ static bool cddp__client_step(cddp__server *server, cddp__client *client) {
   in = cddp__buffer_span(&c->in);
   if (in.size == 0 || c->state != CDDP__CONNECTION_UP) return false;
   if (client->blocked) {
-    if (in.size == client->parser.scanned ||
+    if (in.size == client->parser.scanned || /* no command follows the WAIT */
         in.data[client->parser.scanned] != CDDP__STORE_CANCEL_WAIT)
       return false;
     cddp__client_advance(server, client);
@@ -5055,7 +5064,7 @@ static void cddp__client_run(cddp__server *server, cddp__client *client) {
     if (left == 0) more = cddp__client_step(server, client);
     left = cddp__buffer_size(&c->out);
     if (c->state == CDDP__CONNECTION_UP) (void)cddp__connection_progress(c);
-    if (cddp__buffer_size(&c->out) < left && client->greeted)
+    if (cddp__buffer_size(&c->out) < left && client->greeted) /* it reads its answers */
       c->deadline = cddp__now() + CDDP__COMMAND_S;
     if (c->state == CDDP__CONNECTION_ENDED) cddp__client_close(server, client);
     more = more && cddp__buffer_size(&c->out) == 0;
@@ -5077,7 +5086,8 @@ static void cddp__client_event(cddp__server *server, cddp__client *client, uint3
     got = cddp__connection_fill(c, 256);
   else if (events & (EPOLLHUP | EPOLLERR))
     got = -1;
-  if (got > 0 && idle && client->greeted) c->deadline = cddp__now() + CDDP__COMMAND_S;
+  if (got > 0 && idle && client->greeted) /* a command begins */
+    c->deadline = cddp__now() + CDDP__COMMAND_S;
   if (got < 0 || cddp__buffer_size(&c->in) > CDDP__BUFFER_MAX ||
       server->buffered > CDDP__SERVER_MEMORY)
     cddp__client_close(server, client);
@@ -5095,6 +5105,7 @@ static void cddp__server_settle(cddp__server *server) {
     cddp__connection *c = &client->c;
     bool runs = client->greeted && cddp__buffer_size(&c->out) == 0; /* else it must greet or read */
     double extra_s = runs ? (double)cddp__buffer_size(&c->in) / 65536 : 0;
+    /* Between commands (no input) and in a WAIT a client has no deadline. */
     if (now < c->deadline + extra_s || (runs && (extra_s == 0 || client->blocked))) continue;
     if (!client->greeted) cddp__client_event(server, client, EPOLLIN); /* reads its VALIDATE */
     if (!client->greeted || now >= c->deadline) cddp__client_close(server, client);
@@ -5124,16 +5135,16 @@ static void cddp__server_add_client(cddp__server *server, int fd, bool spare) {
     if (client->c.fd < 0 || client->greeted) continue;
     silent++;
     if (server->secret == NULL || client->c.challenge.state != CDDP__CHALLENGE_PROVEN)
-      oldest = client;
+      oldest = client; /* the list begins with the newest */
   }
-  if (!spare || silent >= cddp__unproven_most(0)) {
+  if (!spare || silent >= cddp__unproven_most(0 /* ranks: unknown */)) {
     if (oldest == NULL) {
       if (!spare) (void)!send(fd, refusal, sizeof refusal - 1, MSG_NOSIGNAL | MSG_DONTWAIT);
       cddp__close_fd(&fd);
       return;
     }
     cddp__client_close(server, oldest);
-    if (!spare) fd = cddp__lower_fd(fd);
+    if (!spare) fd = cddp__lower_fd(fd); /* `oldest` has freed one */
   }
   client = (cddp__client *)cddp__calloc(&server->allocator, 1, sizeof *client);
   if (client == NULL) {
@@ -5199,7 +5210,7 @@ static void cddp__server_free(cddp__server *server) {
   uint32_t i;
   for (client = server->clients; client != NULL; client = client->next)
     cddp__client_close(server, client);
-  cddp__server_settle(server);
+  cddp__server_settle(server); /* frees them */
   for (i = 0; i < CDDP__MAP_CHAINS; i++)
     while (cddp__map_drop(server, &server->chains[i])) {}
   while (server->fd_count > 0) cddp__close_fd(&server->fds[--server->fd_count]);
@@ -5262,14 +5273,14 @@ static cddp_result cddp__fail_refused(const cddp__connection *c, const char *add
   if (challenge->state != CDDP__CHALLENGE_NOT_CDDP)
     return cddp__fail(
         CDDP_UNAUTHORIZED, "%s; set one CDDP_SECRET (or desc's secret) on all ranks, or on none",
-        why == 'S' || (rendezvous && why == 'W' && challenge->secret[0] == 0)
+        why == 'S' || (rendezvous && why == 'W' && challenge->secret[0] == 0 /* none */)
             ? "the server has a secret and this process has none"
         : why == 'W'
             ? rendezvous ? "rank 0 has another secret, or none" : "the server has another secret"
         : why == 'N' ? "this process has a secret and the server has none"
                                 : "the program that answers does not know the secret");
   memcpy(line, c->in.data,
-         cddp__min(c->in.end, sizeof line - 1)); /* with the bytes before in.start */
+         cddp__min(c->in.end, sizeof line - 1)); /* also those that the challenge consumed */
   for (k = 0; line[k] >= 32 && line[k] < 127; k++) {}
   line[k] = 0;
   return cddp__fail(CDDP_MISMATCH,
@@ -5307,13 +5318,14 @@ static cddp_result cddp__store_greet(cddp_store *store, const char *address, dou
       challenge->why = (char)in.data[8];
     }
   }
+  /* states behind PROVEN are failures */
   return challenge->state <= CDDP__CHALLENGE_PROVEN ? r : cddp__fail_refused(c, address);
 }
 
 /* Fails because connect(2) to the address failed, or, if error is 0 or ECONNRESET, because the
    other side closed the connection without an answer. CDDP_NETWORK: a retry can succeed. A server
-   that exits, or a proxy before its server starts, does so for a moment. A program that does so for
-   CDDP__CLOSED_S, since *closed_since, is not cddp. */
+   that exits, or a proxy before its server starts, closes for a moment. A program that does so for
+   CDDP__CLOSED_S, counted from *closed_since, is not cddp. */
 static cddp_result cddp__fail_connect(const cddp__address *address, int error,
                                       double *closed_since) {
   cddp__text text = cddp__describe_address(address);
@@ -5333,7 +5345,8 @@ static cddp_result cddp__fail_connect(const cddp__address *address, int error,
                     text.s);
 }
 
-/* Tries each address once. CDDP_NETWORK: a retry can succeed. Other errors are final. */
+/* Tries each address once. CDDP_NETWORK: a retry can succeed. Other errors are final. Resets
+   closed_since unless a connection was closed without an answer or timed out. */
 static cddp_result cddp__store_try_addresses(cddp_store *store, double deadline) {
   bool closed = false;
   cddp_result r = CDDP_NETWORK;
@@ -5386,7 +5399,7 @@ static cddp_result cddp__store_exchange(cddp_store *store, cddp__request *reques
   const struct cddp__command *command = &cddp__commands[request->code];
   cddp__connection *c = &store->connection;
   cddp__buffer *out = &c->out;
-  size_t answer_size = command->answer == CDDP__ANSWER_BYTE ? 1 : 8;
+  size_t answer_size = command->answer == CDDP__ANSWER_BYTE ? 1 : 8; /* 8: also a string's length */
   unsigned char number[8] = {0};
   cddp_result r;
   int i;
@@ -5398,6 +5411,7 @@ static cddp_result cddp__store_exchange(cddp_store *store, cddp__request *reques
     cddp__buffer_add(out, "/", 1); /* before a client's keys, as in PyTorch */
     cddp__buffer_add(out, key.data, key.size);
   }
+  /* the strings behind the key */
   for (i = 0; i + 1 < command->strings; i++) cddp__buffer_add_string(out, request->values[i]);
   cddp__buffer_add_number(out, request->number, command->tail);
   if (request->code == CDDP__STORE_SET) cddp__buffer_add_number(out, CDDP__STORE_GETNUMKEYS, 1);
@@ -5425,7 +5439,7 @@ static cddp_result cddp__store_run(cddp_store *store, cddp__request *request, do
   if (c->fd < 0) r = cddp__store_try_addresses(store, deadline);
   if (r == CDDP_OK) {
     r = cddp__store_exchange(store, request, deadline);
-    if (r == CDDP_NETWORK && request->code == CDDP__STORE_ADD)
+    if (r == CDDP_NETWORK && request->code == CDDP__STORE_ADD) /* the server closed: no number? */
       cddp__fail_in(r, "add to '%s' (is its value a decimal number?): ",
                     cddp__cut(request->keys[0], 64).s);
   }
@@ -5603,7 +5617,7 @@ static cddp_result cddp__file_store_read(int fd, cddp__store_file *record) {
   if (why != NULL)
     return cddp__fail(CDDP_IO, "the file %s, so it is not trusted; choose another path", why);
   n = cddp__min((size_t)st.st_size, sizeof *record);
-  if (cddp__file_io(fd, CDDP__FILE_READ, record, n, 0) != CDDP_OK) return CDDP_NETWORK; /* again */
+  if (cddp__file_io(fd, CDDP__FILE_READ, record, n, 0) != CDDP_OK) return CDDP_NETWORK; /* retry */
   if (memcmp(record->magic, CDDP__FILE_MAGIC, cddp__min(n, sizeof record->magic)) != 0)
     return cddp__fail(CDDP_IO,
                       "the file exists and is not a store of this version of cddp; it was not "
@@ -5650,7 +5664,7 @@ static cddp_result cddp__file_store_serve(cddp_store *store) {
   cddp__store_set_key(store, record.key);
   if (r == CDDP_OK) r = cddp__server_start(store);
   if (r != CDDP_OK) return r == CDDP_NETWORK ? CDDP_SYSTEM : r; /* a retry would be useless */
-  memcpy(record.addresses, store->addresses, sizeof store->addresses);
+  memcpy(record.addresses, store->addresses, sizeof store->addresses); /* with their ports */
   return cddp__file_record_write(store->file, &record);
 }
 
@@ -5667,7 +5681,8 @@ static cddp_result cddp__file_store_look(cddp_store *store, const cddp__store_op
     return cddp__fail(CDDP_IO, "cannot open the file: %s; %s", strerror(errno),
                       errno == ELOOP ? "it must not be a symbolic link"
                                      : "its directory must exist and be writable");
-  got_lock = flock(*fd, LOCK_NB | (may_serve ? LOCK_EX : LOCK_SH)) == 0; /* flock has no deadline */
+  /* A running server holds LOCK_EX, so a client gets no lock. LOCK_NB: flock has no deadline. */
+  got_lock = flock(*fd, LOCK_NB | (may_serve ? LOCK_EX : LOCK_SH)) == 0;
   if (!got_lock && errno != EWOULDBLOCK && errno != EINTR)
     r = cddp__fail(CDDP_IO, "flock: %s; put the file on a file system that supports locks",
                    strerror(errno));
@@ -5860,7 +5875,7 @@ typedef struct cddp__config {
   bool client_only;                  /* torchrun's agent serves the store, so rank 0 must not */
   int listen_fd;        /* a socket that cddp_spawn or cddprun bound for rank 0, or -1 */
   bool listen_fd_lost;  /* CDDP_LISTEN_FD names no such socket any more */
-  char run[128];        /* prefix of this job's keys */
+  char run[128];        /* prefix of this job's keys in the store */
   const char *secret;   /* of the caller or the environment; "": none */
   bool launcher_secret; /* the secret is CDDP_JOB_SECRET: only for the rendezvous */
   char backend[16];     /* "cpu", "nccl" or "mpi" */
@@ -5988,7 +6003,7 @@ static bool cddp__is_launched_by(int i) {
   const char *name = cddp__launchers[i].variables[CDDP__VAR_RANK];
   if (cddp__env(name) == NULL) return false;
   if (i == CDDP__LAUNCHER_SLURM) return cddp__in_slurm_step() && !cddp__in_slurm_shell();
-  if (i == CDDP__LAUNCHER_HYDRA && cddp__env("MPI_LOCALNRANKS") == NULL)
+  if (i == CDDP__LAUNCHER_HYDRA && cddp__env("MPI_LOCALNRANKS") == NULL) /* others set PMI_RANK */
     return !cddp__is_set_by_slurm(name) && cddp__env("FLUX_TASK_RANK") == NULL &&
            cddp__env("PALS_RANKID") == NULL;
   return i != CDDP__LAUNCHER_PALS || !cddp__is_set_by_slurm(name);
@@ -8965,7 +8980,7 @@ static bool cddp__works_visible(cddp__host *host) {
   bool all = true;
   pthread_mutex_lock(&host->lock);
   for (g = host->groups; g != NULL && all; g = g->next)
-    all = cddp__load32(&g->engine.held) != CDDP__OWN_HELD;
+    all = cddp__load32(&g->engine.own_state) != CDDP__OWN_HELD;
   pthread_mutex_unlock(&host->lock);
   return all;
 }
@@ -9537,7 +9552,7 @@ static cddp__connection *cddp__link_new(const cddp_allocator *a, int fd, bool ca
       c->deadline = cddp__now() + seconds;
       /* If an option cannot be set, lost hosts are found later. TCP_USER_TIMEOUT is not set: it
          would also end a connection if its peer acknowledges but reads late. */
-      (void)cddp__set_nodelay(fd);
+      (void)cddp__set_tcp_options(fd);
       setsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &probe_s, sizeof probe_s);
       setsockopt(fd, IPPROTO_TCP, TCP_KEEPINTVL, &probe_s, sizeof probe_s);
       setsockopt(fd, IPPROTO_TCP, TCP_KEEPCNT, &probes, sizeof probes);
@@ -14051,7 +14066,7 @@ static const cddp__carrier cddp__mpi_carrier = {
 
 static void cddp__work_free(cddp_work *work) {
   cddp_group *g = work->group;
-  if (work == &g->engine.own) cddp__store32(&g->engine.held, CDDP__OWN_FREE);
+  if (work == &g->engine.own) cddp__store32(&g->engine.own_state, CDDP__OWN_FREE);
   else cddp__free(&g->host->allocator, work);
 }
 
@@ -14096,14 +14111,14 @@ static void cddp__engine_append(cddp__engine *engine, cddp_work *work) {
 /* Moves the held operation to the queue, and counts it first: peers always see it in flight.
    Returns whether a thread runs an operation: then no other may start. lock held. */
 static bool cddp__engine_enqueue_held(cddp__engine *engine) {
-  if (cddp__load32(&engine->held) == CDDP__OWN_HELD) {
+  if (cddp__load32(&engine->own_state) == CDDP__OWN_HELD) {
     cddp__add32(engine->works, 1);
-    if (cddp__swap32(&engine->held, CDDP__OWN_HELD, CDDP__OWN_LENT))
+    if (cddp__swap32(&engine->own_state, CDDP__OWN_HELD, CDDP__OWN_LENT))
       cddp__engine_append(engine, &engine->own);
     else
       cddp__add32(engine->works, (uint32_t)-1);
   }
-  return engine->busy || cddp__load32(&engine->held) == CDDP__OWN_RUNS;
+  return engine->busy || cddp__load32(&engine->own_state) == CDDP__OWN_RUNS;
 }
 
 /* Runs the queue's first operation on this thread. lock held; released during the operation. */
@@ -14133,9 +14148,9 @@ static void cddp__engine_run(cddp__engine *engine) {
 
 /* Runs the engine's own work on this thread, without a lock, if it is held. Returns if it did. */
 static bool cddp__engine_run_held(cddp__engine *engine) {
-  if (!cddp__swap32(&engine->held, CDDP__OWN_HELD, CDDP__OWN_RUNS)) return false;
+  if (!cddp__swap32(&engine->own_state, CDDP__OWN_HELD, CDDP__OWN_RUNS)) return false;
   cddp__work_run(&engine->own);
-  cddp__store32(&engine->held, CDDP__OWN_LENT); /* a waiting thread may not be counted yet */
+  cddp__store32(&engine->own_state, CDDP__OWN_LENT); /* a waiting thread may not be counted yet */
   if (CDDP__LIKELY((cddp__load32(&engine->waiters) | cddp__load32(engine->works)) == 0))
     return true;
   pthread_mutex_lock(&engine->lock);
@@ -14200,7 +14215,7 @@ static cddp_result cddp__engine_push(cddp_work *work) {
   /* Buckets wake the engine themselves: it need not poll for them. */
   cddp__store32(&engine->idle, work->anywhere ? 0 : CDDP__ENGINE_IDLE_POLLS + 1);
   if (work == &engine->own && cddp__load32(engine->works) == 0) {
-    cddp__store32(&engine->held, CDDP__OWN_HELD);
+    cddp__store32(&engine->own_state, CDDP__OWN_HELD);
     if (CDDP__LIKELY(cddp__load32(&engine->asleep) == 0)) return CDDP_OK;
     pthread_mutex_lock(&engine->lock);
     (void)cddp__engine_enqueue_held(engine); /* its thread sleeps, and cannot see it held */
@@ -14222,7 +14237,7 @@ static cddp_result cddp__engine_push(cddp_work *work) {
    at the deadline. With INFINITY this thread itself runs the queue up to `work`. */
 static bool cddp__engine_wait(cddp__engine *engine, cddp_work *work, double deadline) {
   bool in_time = true, forever = !(deadline < INFINITY), busy;
-  uint32_t held = cddp__load32(&engine->held); /* before works: see _enqueue_held */
+  uint32_t held = cddp__load32(&engine->own_state); /* before works: see _enqueue_held */
   double until;
   if (work == NULL && held != CDDP__OWN_HELD && held != CDDP__OWN_RUNS &&
       cddp__load32(engine->works) == 0)
@@ -14241,7 +14256,7 @@ static bool cddp__engine_wait(cddp__engine *engine, cddp_work *work, double dead
     if (!in_time) break;
     if (forever) cddp__store32(&engine->awaited, 1);
     until = deadline;
-    if (cddp__load32(&engine->held) == CDDP__OWN_RUNS)
+    if (cddp__load32(&engine->own_state) == CDDP__OWN_RUNS)
       until = fmin(until, cddp__now() + CDDP__ENGINE_POLL_S);
     in_time = cddp__cond_wait_until(&engine->changed, &engine->lock, until) || until < deadline;
   }
@@ -15007,8 +15022,8 @@ static cddp_result cddp__start_work(cddp_group *g, const cddp__call *call, cddp_
   cddp_result r;
   cddp_work *started;
   if ((r = cddp__check_group(g)) != CDDP_OK) return r;
-  if (call->shares == NULL && cddp__load32(&g->engine.held) == CDDP__OWN_FREE) {
-    cddp__store32(&g->engine.held, CDDP__OWN_LENT);
+  if (call->shares == NULL && cddp__load32(&g->engine.own_state) == CDDP__OWN_FREE) {
+    cddp__store32(&g->engine.own_state, CDDP__OWN_LENT);
     started = &g->engine.own; /* the fields not set here and by cddp__enqueue are always 0: */
     CDDP_ASSERT(started->context == NULL && !started->on_stream && started->event == NULL &&
                 started->stage == NULL);
