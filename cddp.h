@@ -79,7 +79,7 @@
                    cuda_runtime.h and nccl.h (2.19 or later); link with -lnccl -lcublas too
      CDDP_MPI      backend "mpi": compile with mpicc; MPI carries large collectives
    and before every include of cddp.h:
-     CDDP_CHECKED  as nothing: no compiler warnings about ignored results
+     CDDP_CHECKED  empty: no compiler warnings about ignored results
      CDDP_NO_CALL_SITES   error texts without your source lines (>>api-diagnostics)
 
    REQUIREMENTS: Linux 5.3 or later, 64-bit, little-endian, gcc or clang. The declarations are C99
@@ -183,9 +183,11 @@ extern "C" {
    Two exceptions. If cddp_ddp_create, cddp_save or cddp_load fails, the group stays usable if all
    ranks made the call, and no rank was lost or late. If cddp_ddp_ready, _next_shard, _wait, _step,
    _reduce_scatter, _all_gather or _join fails, the model is broken: each of its collective calls
-   returns the failure. (A _step in cddp_ddp_no_sync is only refused.) With NCCL, or if a rank was
-   lost, the group is broken too. To continue, destroy what is broken, and create it anew. If a rank
-   has died, number the ranks anew: rank and world_size in cddp_group_desc. */
+   returns the failure. (CDDP_UNSUPPORTED, and a _step in cddp_ddp_no_sync, leave it usable.) With
+   NCCL, or if a rank was lost, the group is broken too.
+
+   To continue, destroy what is broken, and create it anew. If a rank has died, number the ranks
+   anew: rank and world_size in cddp_group_desc. */
 #define CDDP__RESULTS(X) \
   X(CDDP_OK, "success") \
   X(CDDP_INVALID_ARGUMENT, "invalid argument") /* usable: the caller's mistake */ \
@@ -196,7 +198,7 @@ extern "C" {
   X(CDDP_PEER_LOST, "peer lost")               /* broken: a rank died or left, as the text says */ \
   X(CDDP_MISMATCH, "ranks disagree")           /* broken: the text shows what differs */ \
   X(CDDP_UNAUTHORIZED, "unauthorized")         /* no group exists: wrong or missing secret */ \
-  X(CDDP_ABORTED, "aborted")                   /* broken: destroyed in use; no majority */ \
+  X(CDDP_ABORTED, "aborted")                   /* broken: destroyed in use; too few ranks */ \
   X(CDDP_UNSUPPORTED, "unsupported")           /* usable: not in this build or situation */ \
   X(CDDP_CUDA, "CUDA error")                   /* either */ \
   X(CDDP_NCCL, "NCCL error")                   /* broken */ \
@@ -262,7 +264,8 @@ typedef struct cddp_store cddp_store; /* a key-value store: torch.distributed.St
      cddp_destroy(half);
      cddp_destroy(g);
 
-   Call the collectives of a group from one thread at a time. Fine print: threads. */
+   Call the collectives of a group (apart from a model's calls) from one thread at a time. Fine
+   print: threads. */
 
 /* Your functions for memory and logging, called on any thread. NULL means malloc and free, and no
    log. log gets one line without a newline; level 0 = error, 1 = warning, 2 = info. */
@@ -396,7 +399,8 @@ CDDPDEF cddp_result cddp_all_to_all_v(cddp_group *g, const void *send, const siz
                                       cddp_work **work);
 /* Blocks until every rank has called it. Like monitored_barrier with wait_all_ranks. */
 CDDPDEF cddp_result cddp_barrier(cddp_group *g);
-/* Returns immediately. cddp_wait(*work) blocks the host until every rank has called a barrier.
+/* Returns immediately. cddp_wait(*work) blocks the host until every rank has called this or
+   cddp_barrier.
    On GPUs also the ranks' streams must have reached it. Like barrier(async_op=True). */
 CDDPDEF cddp_result cddp_barrier_async(cddp_group *g, cddp_work **work);
 
@@ -443,8 +447,9 @@ CDDPDEF cddp_result cddp_test(cddp_work *w, bool *done);
      for (int i = 1; i >= 0; i--) TRY(cddp_ddp_ready(ddp, i)); // last layer first, as backward ends
      TRY(cddp_ddp_step(ddp, sgd));                      // mean over ranks, update, zero gradients
 
-   A bucket is reduced while the backward pass computes the next ones. Exceptions, where the step
-   reduces all buckets: elastic models; more shards than ranks; cddp_ddp_step on one CPU host.
+   A bucket is reduced while the backward pass computes the next ones. All buckets are reduced
+   after it in elastic models, with more shards than ranks, and on one host of CPUs if the step
+   before was a cddp_ddp_step.
 
    AN EXISTING TRAINER keeps its loop, its gradients and its optimizer. Set data, grad and count of
    each cddp_param to its arrays, and write instead of cddp_ddp_step:
@@ -592,20 +597,20 @@ CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_join(cddp_ddp *d, cddp_optim *s);
 /* The number of ranks in the mean of the last cddp_ddp_wait or _step: those that had data. */
 CDDPDEF int cddp_ddp_present(const cddp_ddp *d);
 
-/* SPARSE GRADIENTS (parameters without are dense). Adds to the gradient of a parameter with
-   sparse_rows, such as an embedding, in its dtype: values[i * width ..] to row rows[i], with width
-   = count / sparse_rows. Rows can repeat, and n can differ between ranks. The values are copied.
-   cddp_ddp_ready follows as for other parameters. Only these rows are sent; the mean has the bits
-   that a whole gradient would give. grad stays NULL. Any thread, but one at a time for a parameter.
-   cddp's only optimizer for it is SGD without weight_decay. rows is in host memory, values in host
-   or device memory. Like nn.Embedding(sparse=True). */
+/* SPARSE GRADIENTS (parameters without are dense). For a parameter with sparse_rows, such as an
+   embedding: adds values[i * width ..], of its dtype, to row rows[i] of its gradient, with width =
+   count / sparse_rows. Each step begins without rows. Rows can repeat, and n can differ between
+   ranks. The values are copied. cddp_ddp_ready follows as for other parameters. Only these rows are
+   sent; the mean has the bits that a whole gradient would give. grad stays NULL. Any thread, but
+   one at a time for a parameter. cddp's only optimizer for it is SGD without weight_decay. rows is
+   in host memory, values in host or device memory. Like nn.Embedding(sparse=True). */
 CDDPDEF cddp_result cddp_ddp_add_rows(cddp_ddp *d, int param, const int64_t *rows,
                                       const void *values, size_t n);
 
 /* After cddp_ddp_wait or _reduce_scatter, for an optimizer of your own: the rows of the mean
    gradient, ascending. Returns their number. The arrays are in host memory, and valid until the
    next cddp_ddp_all_gather, _wait, _step or cddp_optim_zero_grad. On a GPU the values are not
-   clipped. */
+   clipped: scale them yourself (cddp_ddp_grad_norm). */
 CDDPDEF size_t cddp_ddp_rows(const cddp_ddp *d, int param, const int64_t **rows,
                              const void **values);
 
@@ -721,8 +726,8 @@ CDDP_CHECKED CDDPDEF cddp_result cddp_sgd_create(cddp_optim **out, cddp_param *p
 CDDP_CHECKED CDDPDEF cddp_result cddp_adamw_create(cddp_optim **out, cddp_param *params, int count,
                                                    const cddp_adamw_desc *desc);
 
-/* Updates all data by grad. Local. After a cddp_ddp_step only behind a cddp_ddp_wait, which gives
-   the rank all states. */
+/* Updates all data by grad. Local. If a cddp_ddp_step came before, call cddp_ddp_wait
+   first: it gives the rank all states. */
 CDDP_CHECKED CDDPDEF cddp_result cddp_optim_step(cddp_optim *s);
 CDDPDEF cddp_result cddp_optim_zero_grad(cddp_optim *s);         /* all gradients = 0. Local */
 CDDPDEF cddp_result cddp_optim_set_lr(cddp_optim *s, double lr); /* from the next step on */
@@ -773,8 +778,8 @@ typedef struct cddp_sampler { /* all fields but result are private */
 
 /* The indices of torch.utils.data.DistributedSampler for the same arguments. Starts in epoch 0. */
 CDDPDEF cddp_result cddp_sampler_init(cddp_sampler *s, const cddp_sampler_desc *desc);
-/* Begins an epoch. The first call after cddp_load keeps the position if it names the file's
-   epoch. */
+/* Begins an epoch, or the same one again, at no cost. The first call after cddp_load keeps the
+   position if it names the file's epoch. */
 CDDPDEF void cddp_sampler_set_epoch(cddp_sampler *s, uint64_t epoch);
 CDDPDEF uint64_t cddp_sampler_epoch(const cddp_sampler *s);
 /* The number of this rank's indices in the epoch; after cddp_load the number left. */
@@ -829,7 +834,7 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
      TRY(cddp_ddp_create(&ddp, g, p, n, &desc));
      cddp_sampler_desc o = {0};
      o.dataset_size = 60000, o.shuffle = true, o.world_size = 8; // 8: the shards
-     TRY(cddp_sampler_init(&sampler, &o));             // not for cddp_load: t is its position
+     TRY(cddp_sampler_init(&sampler, &o));             // do not save it: t is its position
 
      uint64_t batches = (cddp_sampler_size(&sampler) + 31) / 32;
      for (uint64_t t = cddp_ddp_steps(ddp); t < STEPS; t = cddp_ddp_steps(ddp)) {
@@ -989,7 +994,7 @@ CDDPDEF cddp_result cddp_spawn(int (*fn)(int rank, void *arg), void *arg, int np
 
 /* cddp_spawn for elastic training: when a rank fails the others continue, and the rank is forked
    again, with CDDP_JOIN=1. If a rank fails before the elastic model exists, all ranks are ended and
-   forked again. Each is one of max_restarts. After these the others continue without the rank, or
+   forked again. Either is one of max_restarts. After these the others continue without the rank, or
    (no model yet) the result is that of cddp_spawn. Once a rank has returned 0 no rank is forked
    again, and the result is CDDP_OK. If all ranks that have the model die before that,
    CDDP_PEER_LOST names the last one. */
@@ -1096,8 +1101,8 @@ CDDPDEF cddp_result cddp_store_get(cddp_store *s, const char *key, void *value, 
    the new value. If the value is not a number, the server closes the connection: CDDP_NETWORK. */
 CDDPDEF cddp_result cddp_store_add(cddp_store *s, const char *key, int64_t amount, int64_t *total);
 /* Stores desired if the value equals expected (expected_size 0: if key is absent). value[capacity]
-   and *size receive the value after the call (an absent key: expected). *swapped: it is desired,
-   also if another process stored that: in an election let each store its own rank. If the value
+   and *size receive the value after the call (an absent key: expected). *swapped: this value equals
+   desired, even if another process stored it: in an election let each store its rank. If the value
    exceeds capacity: CDDP_INVALID_ARGUMENT, but the call has been made, and *swapped and *size are
    set. */
 CDDPDEF cddp_result cddp_store_compare_set(cddp_store *s, const char *key, const void *expected,
@@ -1128,7 +1133,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 
    STOPPED PEERS. After a failed call its buffers are the caller's again, with one exception. A peer
    on this host can be stopped (SIGSTOP, a frozen container). If it is still stopped 5 s after
-   the failure, it can write to your gradients and cddp_alloc memory of that call when it continues.
+   the failure, it can, when it continues, write to the call's gradients and cddp_alloc memory.
    Free such memory (cddp does not reuse it), and create the models that used it anew.
 
    STOPPED JOBS. A whole job can be stopped for any time (Slurm's suspend; its only machine paused).
@@ -1183,8 +1188,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
      export CDDP_SECRET=$(head -c 16 /dev/urandom | base64)   # once: the same on all hosts
 
    TWO JOBS ON ONE PORT. Give each job its own port (MASTER_PORT). A second start on a running job's
-   port does not disturb the job. It fails, and says so, with CDDP_INVALID_ARGUMENT if the same user
-   started both. Most launchers give each job a number, which cddp compares. Ranks started by
+   port does not disturb the job. It fails; if the same user started both, CDDP_INVALID_ARGUMENT
+   says so. Most launchers give each job a number, which cddp compares. Ranks started by
    hand, or by MPICH's mpirun on several hosts, have none: two jobs that start at the same time can
    then form one group.
 
@@ -1200,7 +1205,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    NULL, also with vm.overcommit_memory=2. Groups, models and the first collective that needs a
    group's buffers (up to 512 KiB a rank) fail with CDDP_OUT_OF_MEMORY, never by SIGBUS. A cgroup's
    limit still kills the process. Elastic models free a lost rank's memory a step later: memory must
-   suffice for one rank more. Huge pages need Linux 6.1, or advise in
+   suffice for one rank more. Huge pages need Linux 6.1, or "advise" in
    transparent_hugepage/shmem_enabled.
 
    MISMATCHES AND DEADLOCKS. CDDP_MISMATCH also means that two ranks on one host wait for each other
@@ -1214,8 +1219,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    the rank's later calls of cddp: long computation delays it.
 
    If ranks on several hosts only send and receive, call cddp_barrier before cddp_destroy. Otherwise
-   a cddp_recv can return CDDP_PEER_LOST because its sender has ended, and with CDDP_SECRET a rank's
-   first message to a busy rank is lost.
+   a cddp_recv can return CDDP_PEER_LOST because its sender has ended, or (with CDDP_SECRET, if the
+   receiver is busy) the sender's first message can be lost.
 
    GRADIENTS IN MEMORY. A gradient that you pass is reduced in place or copied. The first line that
    applies decides:
@@ -1250,10 +1255,10 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 
    Several hosts: if processes die, even all of a host, the others continue, down to the last rank.
    A host can still be alive if it does not answer for 20 s, or if all connections to it were reset,
-   as by a firewall. Then the other ranks continue only if they are more than half of all ranks (in
-   a join also of old and new ranks together). Otherwise they end with CDDP_ABORTED. So a job never
-   continues in two halves. A host whose last rank dies while the ranks handle another's loss can
-   count as one with reset connections.
+   as by a firewall. Then the other ranks continue only if they are more than half of all ranks
+   (during a join: of the old ones, and of old plus new). Otherwise they end with
+   CDDP_ABORTED. The same can hold for a host whose last rank dies while the ranks handle another
+   rank's loss. So a job never continues in two halves.
 
    Joins: a joining process asks the ranks on its host, and the rank that listens at
    MASTER_ADDR:MASTER_PORT. One rank of each host listens at MASTER_PORT. If none listens for 2 s
@@ -1267,7 +1272,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    Groups: use cddp_ddp_group. Calls on any other group with a lost rank, also on cddp_init's, fail:
    on its host with CDDP_PEER_LOST, on other hosts perhaps only with CDDP_TIMEOUT.
 
-   Checkpoints: if a rank is lost during cddp_save, the old file can remain; during the first
+   Checkpoints: if a rank is lost during cddp_save, the old file can remain. If one is lost during
    cddp_load, start the job again. After the last step,
    when no save follows, each rank can save alone: g NULL, and a path for each rank.
 
@@ -1281,8 +1286,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
      - cddp_ddp_sync_buffers, _reduce_scatter, _all_gather and _gather_states return
        CDDP_UNSUPPORTED.
      - Use one cddp_optim with all parameters of the model: a joining process receives the states
-       of one optimizer only, that of the last step. In a joining process an optimizer of only some
-       parameters returns CDDP_UNSUPPORTED if it has states.
+       of one optimizer only, that of the last step. In a joining process the creation of one for
+       some parameters only is CDDP_UNSUPPORTED if it has states.
      - Change weights yourself only between steps, alike on all ranks.
 
    MIXED PRECISION. copies[i] is in the same kind of memory (host or device) as data, and must stay
