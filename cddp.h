@@ -11874,6 +11874,7 @@ static cddp_result cddp__join_find(cddp__host *host, int *fd) {
    Entry points: those in >>hooks; its carrier, cddp__hosts_run and _average; for messages
    cddp__hosts_post, _can_post, _serve, _pause and _detach_receive, cddp__take_message and
    _flush_links; cddp__hosts_attach and _leave; cddp__rank_on, cddp__ensure_link.
+   Variables: p is a rank, REMOTE (on another host) if members[p] < 0; t is a local rank.
    Rounds: the leader of a host, its lowest rank in the group, waits until all ranks there have
    announced the round. It exchanges their headers with the other leaders and writes those of remote
    ranks into the control block, where all ranks compare them. Up to CDDP__DIRECT_HOSTS leaders
@@ -11899,8 +11900,8 @@ static cddp_result cddp__join_find(cddp__host *host, int *fd) {
 #define CDDP__WHOLE_MOST ((size_t)32 << 10)
 #define CDDP__WHOLE_MOST_OF_TWO ((size_t)256 << 10)
 #define CDDP__AHEAD 2 /* pieces sent before the first result is received */
-/* Polls of the links, about 1 ms, before a rank with its own core sleeps. With a tenth, most waits
-   ended in a sleep, and long calls took several times as long. */
+/* Polls of the links, about 1 ms, before a rank with its own core sleeps. With a tenth, long calls
+   took far longer. */
 #define CDDP__POLLS 3000
 #define CDDP__POLLS_A_YIELD 4 /* containers can count as hosts, but share cores */
 #define CDDP__SUM_AREAS (CDDP__AHEAD + 1) /* areas for sums in transit, used in turn */
@@ -11923,14 +11924,14 @@ static bool cddp__watch_fd(const cddp__hosts *hosts, int fd, uint32_t events) {
 /* If a link has ended: connects again, or records the loss of the peer. */
 static void cddp__check_link_end(cddp_group *g, cddp__connection *link) {
   cddp__peer *p = &g->hosts->peers[link->rank];
-  const cddp__connection *other = p->link[p->link[0] == link]; /* the other link; NULL */
+  const cddp__connection *other = p->link[p->link[0] == link]; /* the other link, or NULL */
   if (link->state != CDDP__CONNECTION_ENDED || cddp__load32(&p->lost) != 0) return;
   if (!cddp__is_broken(g) && cddp__link_reconnect(g->hosts->net, link)) {
-    (void)cddp__watch_fd(g->hosts, link->fd, EPOLLIN | EPOLLOUT);
+    (void)cddp__watch_fd(g->hosts, link->fd, EPOLLIN | EPOLLOUT); /* the fd has a new socket */
     return;
   }
   if (link->error <= 0 && other != NULL && other->state == CDDP__CONNECTION_UP)
-    return; /* an orderly end: the other link can hold bytes that the peer sent before */
+    return; /* closed, or BYE: the other link can hold bytes that the peer sent before */
   p->lost_at = cddp__now();
   p->error = other != NULL && other->error == CDDP__LEFT ? CDDP__LEFT : link->error;
   cddp__store32(&p->lost, 1);
@@ -11950,7 +11951,8 @@ static void cddp__add_link(cddp_group *g, cddp__connection *link) {
   link->next = hosts->links;
   hosts->links = link;
   (void)cddp__watch_fd(hosts, link->fd, EPOLLIN | EPOLLOUT);
-  __atomic_store_n(&links[links[0] != NULL], link, __ATOMIC_RELEASE); /* the first free one */
+  /* the first free one; _disconnect reads it without the lock */
+  __atomic_store_n(&links[links[0] != NULL], link, __ATOMIC_RELEASE);
 }
 
 /* Takes the group's links that other ranks have made. p2p.lock held. */
@@ -11984,15 +11986,15 @@ static cddp_result cddp__ensure_link(cddp_group *g, int rank) {
 /* Whether a posted frame or a receive awaits bytes from the rank. p2p.lock held. */
 static bool cddp__is_awaited(const cddp_group *g, int rank) {
   const cddp_work *work;
-  if (g->hosts->peers[rank].stuck_pass[CDDP__GOES_IN] == g->hosts->pass) return true;
+  if (g->hosts->peers[rank].stuck_pass[CDDP__GOES_IN] == g->hosts->pass) return true; /* a frame */
   for (work = g->p2p.recvs; work != NULL; work = work->next)
     if (!work->done && (work->call.root == rank || work->call.root == CDDP_ANY)) return true;
   return false;
 }
 
-/* The receive whose buffer takes a message directly: the oldest that matches its head, if no stored
-   message is older. NULL: none, or one from CDDP_ANY, as another message can arrive first. p2p.lock
-   held. */
+/* The receive whose buffer takes a message directly: the oldest that matches its head (number: the
+   tag), if no stored message is older. NULL: none, or one from CDDP_ANY, as another message can
+   arrive first. p2p.lock held. */
 static cddp_work *cddp__recv_for(const cddp_group *g, int from, const cddp__frame_head *head) {
   const cddp__message *m;
   cddp_work *work = g->p2p.recvs;
@@ -12023,7 +12025,7 @@ static void cddp__read_link(cddp_group *g, cddp__connection *link, enum cddp__re
   while (link->state == CDDP__CONNECTION_UP &&
          (purpose == CDDP__FOR_FRAME || hosts->stored_bytes <= CDDP__STAGED_MAX ||
           cddp__is_awaited(g, link->rank))) {
-    if (cddp__connection_peek(link) &&
+    if (cddp__connection_peek(link) && /* the head of a frame is here */
         (link->into = cddp__recv_for(g, link->rank, &link->in_head)) != NULL) {
       link->into->filling = true;
       link->into->from = link->rank;
@@ -12034,7 +12036,7 @@ static void cddp__read_link(cddp_group *g, cddp__connection *link, enum cddp__re
       link->into->filling = false;
       link->into->done = true;
       link->into = NULL;
-      cddp__free(&hosts->net->allocator, m);
+      cddp__free(&hosts->net->allocator, m); /* its bytes are in the buffer */
     } else {
       *hosts->stored_end = m;
       hosts->stored_end = &m->next;
@@ -12046,7 +12048,7 @@ static void cddp__read_link(cddp_group *g, cddp__connection *link, enum cddp__re
   cddp__check_link_end(g, link);
   if (!received && link->got == got_before) return;
   cddp__notify(g, g->rank);
-  if (hosts->polling) (void)!write(hosts->wake_fd, &one, sizeof one);
+  if (hosts->polling) (void)!write(hosts->wake_fd, &one, sizeof one); /* ends its epoll_wait */
 }
 
 /* Sends waiting bytes on all links. Returns how many still wait. p2p.lock held. */
@@ -12061,7 +12063,7 @@ static size_t cddp__flush_links(cddp_group *g) {
   return unsent;
 }
 
-/* For all groups of the process. */
+/* Accepts connections, reads notices, and sends waiting bytes, for all groups of the process. */
 static void cddp__hosts_poll(cddp_group *g) {
   cddp__host *host = g->host;
   cddp__net_serve(host, g->hosts->net);
@@ -12076,13 +12078,13 @@ static void cddp__hosts_poll(cddp_group *g) {
 
 /* --- failure ---
    The rank that breaks the group sends a notice. Every rank that knows of the failure ends its
-   links. Only its own host knows how a rank died, so the others wait for a notice after a link has
-   ended: CDDP__REMOTE_CAUSE_LONG_S. */
+   links. Only the host of a dead rank knows how it died. So the others wait for a notice, at most
+   CDDP__REMOTE_CAUSE_LONG_S, after a link has ended. */
 
-/* Says BYE, as this process lives (cddp__elastic_record_ends), and ends the links. */
+/* Says BYE, else an elastic model counts this process as ended, and shuts the links for sending. */
 static void cddp__hosts_disconnect(cddp_group *g) {
   int i;
-  if (pthread_mutex_trylock(&g->p2p.lock) == 0) {
+  if (pthread_mutex_trylock(&g->p2p.lock) == 0) { /* this thread can hold it */
     cddp__connection *link = g->hosts->links;
     for (; link != NULL; link = link->next) cddp__connection_say_bye(link, CDDP__BYE_BROKEN);
     pthread_mutex_unlock(&g->p2p.lock);
@@ -12094,8 +12096,8 @@ static void cddp__hosts_disconnect(cddp_group *g) {
   }
 }
 
-/* After a time-out: asks the other hosts which of their ranks have reached the round, by sending
-   them this host's list. A host on which no rank waits does not answer. */
+/* After a time-out: sends the other hosts the list of this host's ranks that have reached the
+   round. They answer with their lists, except a host on which no rank waits. */
 static void cddp__hosts_query_arrivals(cddp_group *g) {
   cddp__wait w;
   cddp__wait_begin(&w, CDDP__ARRIVALS_S);
@@ -12113,7 +12115,7 @@ static void cddp__early_notice(cddp_group *g, bool leaving) {
   const cddp__net *net = g->hosts->net;
   cddp__text text = {""}, how;
   int p;
-  if (cddp__is_broken(g) || cddp__load32(&g->block->cause.state) != 0) return;
+  if (cddp__is_broken(g) || cddp__load32(&g->block->cause.state) != 0) return; /* known already */
   for (p = 0; p < g->size && text.s[0] == 0; p++) {
     if (p == g->rank || g->members[p] < 0 || cddp__rank_end(g, p) != CDDP__HAS_ENDED) continue;
     how = cddp__describe_end(g, p);
@@ -12129,15 +12131,15 @@ static void cddp__early_notice(cddp_group *g, bool leaving) {
                        text.s);
 }
 
-/* Sleeps at most 5 ms, until a thread that waits for a rank, or CDDP_ANY, can continue: a link is
-   ready, a process connects to this rank, or its `events` have changed. One of this rank's threads
-   polls for all. If w->due, connects to awaited ranks on other hosts: their end ends the link. */
+/* Sleeps at most 5 ms, until a thread that waits for `peer`, or CDDP_ANY, can continue: a link is
+   ready, a process connects to this rank, or slot.events != events. One of this rank's threads
+   polls for all. If w->due, connects to awaited remote ranks: their end ends the link. */
 static void cddp__hosts_pause(cddp_group *g, cddp__wait *w, int peer, uint32_t events) {
   cddp__hosts *hosts = g->hosts;
   cddp__slot *slot = cddp__slot_of(g, g->rank);
   struct epoll_event unused[16];
   double start;
-  /* epoll sees only what remote ranks (members[p] < 0) do */
+  /* 1 ms for a rank of this host: epoll sees only what remote ranks do */
   int p, ms = peer != CDDP_ANY && g->members[peer] < 0 ? 5 : 1;
   bool polls;
   cddp__connection *link;
@@ -12155,18 +12157,18 @@ static void cddp__hosts_pause(cddp_group *g, cddp__wait *w, int peer, uint32_t e
   }
   start = cddp__now();
   (void)epoll_wait(hosts->epoll, unused, 16, ms); /* an error only shortens the sleep */
-  cddp__note_sleep(start, 1e-3 * ms);
+  cddp__note_sleep(start, 1e-3 * ms); /* was the process stopped? */
   pthread_mutex_lock(&g->p2p.lock);
   hosts->polling = false;
-  cddp__notify(g, g->rank);
+  cddp__notify(g, g->rank); /* the other threads: one of them polls next */
   pthread_mutex_unlock(&g->p2p.lock);
   if (w->due) cddp__early_notice(g, CDDP__RANK_STAYING);
 }
 
 /* --- send and recv --- */
 
-/* Whether a message can be posted: the link is made, and at most the message's bytes or
-   CDDP__STAGED_MAX wait. To a rank that has left, if no earlier bytes wait. p2p.lock held. */
+/* Whether a message can be posted: the link is connected, and at most the message's bytes or
+   CDDP__STAGED_MAX wait on all links. After the peer's BYE: if none wait for it. p2p.lock held. */
 static bool cddp__hosts_can_post(cddp_group *g, int peer, size_t bytes) {
   const cddp__connection *link;
   if (cddp__ensure_link(g, peer) != CDDP_OK) return false;
@@ -12208,7 +12210,8 @@ done:
   return r;
 }
 
-/* A message that arrives in a receive's buffer continues in its own memory. p2p.lock held. */
+/* The receive ends while its message arrives in the caller's buffer: moves the message to memory of
+   its own, where it continues. p2p.lock held. */
 static void cddp__hosts_detach_receive(cddp_group *g, cddp_work *work) {
   const cddp__net *net = g->hosts->net;
   cddp__message *m = NULL;
@@ -12253,7 +12256,7 @@ static void cddp__hosts_serve(cddp_group *g) {
 
 /* --- headers and pieces --- */
 
-/* A frame that the thread of collectives sends or receives in place. */
+/* A frame that the thread of collectives sends from, or receives into, `data`. */
 typedef struct cddp__posted_frame {
   int rank; /* the peer's, in the group */
   enum cddp__direction out;
@@ -12263,7 +12266,7 @@ typedef struct cddp__posted_frame {
   long step;   /* of cddp__flow_run: in which a frame to send was posted */
 } cddp__posted_frame;
 
-/* Frames of one rank move in posting order. */
+/* Frames to one rank, and those from one rank, move in posting order. */
 static void cddp__post_frame(cddp_group *g, int type, enum cddp__direction out, int rank,
                              const void *data, size_t size) {
   cddp__posted_frame *frame = &g->hosts->posted[g->hosts->posted_count++];
@@ -12332,7 +12335,7 @@ static int cddp__move_frames(cddp_group *g, long due, bool *moved, cddp_result *
     int links = frame.out ? 1 : 2; /* this rank sends on the first, and receives on both */
     if (p->link[0] == NULL && *r == CDDP_OK) {
       if (g->world[g->rank] < g->world[frame.rank]) *r = cddp__ensure_link(g, frame.rank);
-      else cddp__claim_links(g); /* that rank connects */
+      else cddp__claim_links(g); /* the lower rank connects */
     }
     for (k = 0; !done && p->stuck_pass[frame.out] != hosts->pass && k < links; k++) {
       cddp__connection *link = p->link[k];
@@ -12361,11 +12364,12 @@ static cddp_result cddp__await_frames(cddp_group *g, cddp__wait *w, int late, ui
   uint32_t starved;
   bool unconnected;
   if (r != CDDP_OK) return r;
+  /* for cddp__find_late: the awaited rank is late, not this one */
   cddp__store64(&slot->awaits, (uint64_t)(cddp__monotonic() * 1000) << 32 | ((uint32_t)late + 1));
   cddp__hosts_pause(g, w, late, events);
   if (w->due && (r = cddp__check_peers(g)) != CDDP_OK) return r;
   if (cddp__rank_gone(g, late)) return cddp__report_lost(g, late, NULL);
-  starved = cddp__load32(&g->hosts->net->starved);
+  starved = cddp__load32(&g->hosts->net->starved); /* no descriptors to accept a connection */
   if (w->due && starved != 0) {
     pthread_mutex_lock(&g->p2p.lock);
     unconnected = g->hosts->peers[late].link[0] == NULL;
@@ -12420,7 +12424,7 @@ static cddp__op_header *cddp__header_in(const cddp__hosts *hosts, int host, int 
   return (cddp__op_header *)(void *)(hosts->headers + hosts->nodes[host].headers_at) + i;
 }
 
-/* Bytes of a rank's staging buffer that travel with a round's headers. header: any of them. */
+/* Bytes of a rank's staging buffer that travel with a round's headers. header: any of its host. */
 static size_t cddp__piggyback_of_header(const cddp_group *g, const cddp__op_header *header,
                                         int rank) {
   uint32_t kind = cddp__code_kind(header->call), dtype = cddp__code_dtype(header->call);
@@ -12470,7 +12474,8 @@ static cddp_result cddp__exchange_headers(cddp_group *g) {
       for (k = 0; k < n; k++)
         in_limit +=
             (size_t)hosts->nodes[(from + k) % count].size * (CDDP__HEADER_BYTES + g->staging_size);
-      if (known > 1) out_bytes = hosts->nodes[(hosts->mine + n) % count].headers_at;
+      if (known > 1) /* n hosts' headers, this one's first */
+        out_bytes = hosts->nodes[(hosts->mine + n) % count].headers_at;
       cddp__post_frame(g, CDDP__FRAME_HEADERS, CDDP__GOES_OUT, cddp__rank_on(hosts, to, 0),
                        hosts->headers, out_bytes);
       cddp__post_frame(g, CDDP__FRAME_HEADERS, CDDP__GOES_IN, cddp__rank_on(hosts, from, 0),
@@ -12486,13 +12491,13 @@ static cddp_result cddp__hosts_exchange(cddp_group *g) {
   cddp_result r = CDDP_OK;
   double now;
   int p, i;
-  if (g->local_rank != 0) return CDDP_OK;
+  if (g->local_rank != 0) return CDDP_OK; /* only the leader exchanges */
   if ((now = cddp__now()) >= hosts->notices_read + CDDP__NOTICE_CHECK_S) {
     hosts->notices_read = now;
     cddp__hosts_poll(g); /* other hosts can have sent headers, and failed since */
     if ((r = cddp__check_failure(g)) != CDDP_OK) return r;
   }
-  if (g->oversubscribed)
+  if (g->oversubscribed) /* waits for all ranks here except itself */
     r = cddp__wait_word(g, &g->block->arrivals, g->arrive_target + (uint32_t)g->local_size - 1);
   for (i = 0; i < g->local_size; i++) {
     cddp__op_header *header = cddp__op_header_of(g, cddp__rank_on(hosts, hosts->mine, i), g->round);
@@ -12516,7 +12521,7 @@ static cddp_result cddp__hosts_exchange(cddp_group *g) {
                                        in->seq.v, g->rank, g->round));
     memcpy((char *)header + sizeof in->seq, (const char *)in + sizeof in->seq,
            CDDP__HEADER_BYTES - sizeof in->seq);
-    cddp__exchange32(&header->seq, g->round);
+    cddp__exchange32(&header->seq, g->round); /* a full fence */
   }
   if (!g->oversubscribed && cddp__load32(&g->block->sleepers) != 0)
     cddp__futex_wake(&cddp__op_header_of(g, hosts->lowest_remote, g->round)->seq);
@@ -12554,8 +12559,8 @@ static void cddp__find_subtrees(cddp__hosts *hosts, int low, int high) {
 }
 
 enum cddp__leaves { CDDP__LEAVES_ALL, CDDP__LEAVES_PRESENT };
-/* Sets the ranks to sum over: all, or those not in cddp_ddp_join: byte 0 of their headers is 0, by
-   cddp__reduce_bucket. */
+/* Sets the ranks to sum over: all, or those not in cddp_ddp_join: byte 0 of their headers, which
+   cddp__reduce_bucket writes, is 0. */
 static void cddp__set_leaves(const cddp_group *g, cddp__hosts *hosts, enum cddp__leaves which) {
   int p;
   hosts->leaf_count = hosts->subtree_count = 0;
@@ -12591,8 +12596,7 @@ static size_t cddp__measure_sums(cddp__hosts *hosts, const cddp__call *c) {
      SEND_CONTRIBUTION   k = s + ahead       to the owner of the part
      SEND_RESULT         k = s - 1           of this rank's part
      RECV_CONTRIBUTION   k = s               for this rank's part, which then adds it up
-     RECV_RESULT         k = s - ahead - 1   from the owner of the part
-   So with ahead = 2 a link carries contributions 0, 1, 2, then 3 and result 0, 4 and result 1 .. */
+     RECV_RESULT         k = s - ahead - 1   from the owner of the part */
 enum cddp__move {
   CDDP__SEND_CONTRIBUTION,
   CDDP__RECV_CONTRIBUTION,
@@ -12628,7 +12632,7 @@ static bool cddp__is_pairwise(const cddp__flow *f) {
   return !s->reduces && (s->scatters || (s->gathers && s->to_root));
 }
 
-static size_t cddp__view_shares(const cddp__flow *f) { /* number of shares in a view */
+static size_t cddp__view_shares(const cddp__flow *f) { /* in a view */
   return f->shape->reduces ? cddp__send_shares(f->g, f->c) : cddp__recv_shares(f->g, f->c);
 }
 
@@ -12642,7 +12646,7 @@ static char *cddp__view_of(const cddp__flow *f, int t, int p) {
            ((size_t)f->scratch_half * CDDP__SCRATCH_HALF + at * f->n * c->esize);
   at *= c->count;
   if (c->shares != NULL && cddp__is_pairwise(f) && t != f->g->local_rank)
-    at = c->shares[cddp__rank_on(hosts, hosts->mine, t)].peer_at;
+    at = c->shares[cddp__rank_on(hosts, hosts->mine, t)].peer_at; /* this rank's share there */
   else if (c->shares != NULL)
     at = c->shares[p].in_at;
   return (char *)f->g->buffers[t] + (at + f->begin) * c->esize;
@@ -12667,7 +12671,7 @@ static size_t cddp__piece_elements(const cddp__flow *f, int rank, long k, size_t
   int host_count = f->whole ? 1 : hosts->count;
   bool one_buffer = cddp__in_one_buffer(f->c);
   *begin = 0;
-  if (one_buffer && p->number >= hosts->min_locals) return 0;
+  if (one_buffer && p->number >= hosts->min_locals) return 0; /* all hosts own equally many */
   if (one_buffer)
     cddp__slice(f->n, granule, hosts->min_locals * host_count,
                 p->number * host_count + (f->whole ? 0 : p->host), begin, &end);
@@ -12684,7 +12688,7 @@ static bool cddp__sends_frames(const cddp__flow *f, int from, int to, bool resul
   if (cddp__in_one_buffer(f->c) ? result && f->whole : s->scatters == result) return false;
   if (cddp__is_pairwise(f)) return cddp__sends(f->c, from) && cddp__receives(f->c, to);
   if (other != cddp__acting_rank(hosts, host, owner)) return false;
-  if (s->from_root) return result != (host == f->root_host); /* the root's host has no results */
+  if (s->from_root) return result != (host == f->root_host); /* contributions: the root's host */
   return !result || !s->to_root || host == f->root_host;
 }
 
@@ -12725,7 +12729,7 @@ static void cddp__sum_all(const cddp__flow *f, size_t begin, size_t n, void *res
 /* The complete piece of this rank's part; in its receiver's buffer if that is on this host. */
 static char *cddp__own_piece(const cddp__flow *f, long k, size_t begin) {
   const cddp__call *c = f->c;
-  if (cddp__in_one_buffer(c) && f->local_root < 0 && f->shape->to_root)
+  if (cddp__in_one_buffer(c) && f->local_root < 0 && f->shape->to_root) /* reduce, root elsewhere */
     return f->result + (size_t)(k % CDDP__SUM_AREAS) * f->piece_max * c->esize;
   if (cddp__in_one_buffer(c)) return cddp__local_view(f, 0, begin);
   return (f->shape->reduces ? (char *)c->recv : (char *)(uintptr_t)c->send) +
@@ -12792,7 +12796,7 @@ static void cddp__post_piece(cddp__flow *f, long k, enum cddp__move move) {
   }
 }
 
-/* Copies this rank's pieces k of all parts into this host's views. */
+/* Copies pieces k of all parts for which this rank acts into the views of this host's ranks. */
 static void cddp__copy_to_views(const cddp__flow *f, long k) {
   const cddp_group *g = f->g;
   const cddp__hosts *hosts = g->hosts;
@@ -12862,7 +12866,7 @@ static void cddp__divide_chunk(cddp__flow *f, size_t sum_bytes) {
   if (!f->whole) owners *= host_count;
   if (one_buffer) longest = ((f->n + granule - 1) / granule + owners - 1) / owners * granule;
   f->piece_max = longest;
-  if (!f->whole && (one_buffer || f->shape->reduces)) /* by a host's bytes: */
+  if (!f->whole && (one_buffer || f->shape->reduces)) /* a host's sums: about CDDP__PIECE bytes */
     f->piece_max =
         cddp__min(longest,
                   cddp__min(CDDP__PIECE, CDDP__PIECE_MOST / host_count) * host_count / sum_bytes);
@@ -12914,7 +12918,7 @@ static cddp_result cddp__find_views(const cddp__flow *f, bool *any_scratch) {
     bool scratch = ref->kind == CDDP__REF_NONE;
     *any_scratch = *any_scratch || scratch;
     if (g->members[p] < 0) continue;
-    if (scratch) ref = &cddp__slot_of(g, p)->scratch;
+    if (scratch) ref = &cddp__slot_of(g, p)->scratch; /* NONE: it could not be allocated */
     if (ref->kind == CDDP__REF_NONE)
       r = cddp__fail(g->elastic && p != g->rank ? CDDP_PEER_LOST : CDDP_OUT_OF_MEMORY,
                      "rank %d has no memory for the pieces of this call", p);
@@ -13082,7 +13086,7 @@ static cddp_result cddp__hosts_attach(cddp_group *g, cddp__net *net, const int *
   if ((hosts = cddp__hosts_new(g)) == NULL) return CDDP_OUT_OF_MEMORY;
   hosts->net = net;
   cddp__add32(&net->uses, 1);
-  hosts->pass = 1; /* peers' are 0 */
+  hosts->pass = 1; /* no peer is stuck: stuck_pass is 0 */
   hosts->stored_end = &hosts->stored;
   hosts->wake_fd = cddp__above_stdio(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   hosts->epoll = cddp__above_stdio(epoll_create1(EPOLL_CLOEXEC));
@@ -13142,7 +13146,8 @@ static void cddp__hosts_leave(cddp_group *g) {
 /* >>p2p -------------------------------------------------------------------------------------------
    Job: send and recv between the ranks of a host. Messages to other hosts pass through >>hosts.
    Owns: a slot's send requests, events and waiting; a group's list of receives and counts of sends.
-   Lock: p2p.lock. Touches peers' slots: takes send requests, increments events.
+   Lock: p2p.lock (CDDP__HELD asserts it). Touches peers' slots: takes requests, increments events.
+   members[p] < 0: rank p is on another host. work->call.root: the peer, or CDDP_ANY.
    Entry points: cddp__start_send and _finish_send; cddp__post_recv and _finish_recv, or
    cddp__recv_directly and _end_recv; cddp__abort_recv; cddp__message_ready; cddp__serve_idle; for
    the end of a group cddp__send_at, _count and _open.
@@ -13208,7 +13213,7 @@ static int cddp__scan_sends(cddp_group *g, size_t bytes) {
   int i, best = -1, n = cddp__send_count(g);
   uint32_t top = cddp__load32(&cddp__slot_of(g, g->rank)->send_top);
   CDDP__HELD(&g->p2p.lock);
-  if ((uint32_t)n > top) n = (int)top + 1; /* the rest is unused */
+  if ((uint32_t)n > top) n = (int)top + 1; /* and a free one; the rest is unused */
   g->p2p.sends_open = g->p2p.sends_staged = 0;
   for (i = 0; i < n; i++) {
     cddp__send_request *p = cddp__send_at(g, i);
@@ -13238,6 +13243,7 @@ static bool cddp__sends_fit(const cddp_group *g, size_t bytes) {
          g->p2p.sends_staged <= cddp__max(CDDP__STAGED_MAX, bytes);
 }
 
+/* Copies a message to memory of its request, larger memory if necessary. */
 static cddp_result cddp__stage(cddp_group *g, cddp__send_request *p, const void *buf,
                                size_t bytes) {
   CDDP__HELD(&g->p2p.lock);
@@ -13256,8 +13262,8 @@ static cddp_result cddp__stage(cddp_group *g, cddp__send_request *p, const void 
   return CDDP_OK;
 }
 
-/* The rank without which the wait would be useless; -1: none. With CDDP_ANY: a rank that has died,
-   or the last of the others to leave. */
+/* The lost rank because of which the wait is useless; -1: none. With CDDP_ANY: a rank that has
+   died, or, if all others have left, one of them. */
 static int cddp__lost_peer(const cddp_work *work) {
   const cddp_group *g = work->group;
   int p, gone = -1, left = 1 /* this rank */, peer = work->call.root;
@@ -13280,11 +13286,11 @@ static cddp__text cddp__describe_message(const cddp_work *work, const char *peer
 static cddp_result cddp__check_peer(const cddp_work *work) {
   int gone = cddp__lost_peer(work);
   if (gone < 0) return CDDP_OK;
-  return cddp__report_lost(work->group, gone, cddp__describe_message(work, "it").s);
+  return cddp__report_lost(work->group, gone, cddp__describe_message(work, "it" /* gone */).s);
 }
 
 /* Posts a send to a rank of this host. Sets work->send if the buffer stays in use.
-     fits    receives cddp__sends_fit
+     fits    receives whether the sends in flight are within the limits
    Fails if the message is a copy and the receiver has exited without taking it. (That check follows
    the post: a receiver marks a message that it takes before it exits.) */
 static cddp_result cddp__post_send(cddp_work *work, bool *fits) {
@@ -13331,8 +13337,8 @@ static cddp_result cddp__post_send(cddp_work *work, bool *fits) {
 }
 
 /* Returns the oldest send of rank work->from to this rank with work's tag. It can miss one that was
-   posted meanwhile in a request already passed. blocks: 1, that in the slot; or all (p2p.lock
-   held). */
+   posted meanwhile in a request already passed. blocks: to be scanned; 1: only that in the slot,
+   which needs no p2p.lock. */
 static cddp__send_request *cddp__scan_peer(cddp_group *g, const cddp_work *work, int blocks) {
   cddp__slot *slot = cddp__slot_of(g, work->from);
   uint32_t i, size = CDDP__SENDS /* of a block */, left = cddp__load32(&slot->send_top);
@@ -13409,6 +13415,7 @@ static void cddp__take_send(cddp_group *g, cddp_work *work, cddp__send_request *
   cddp__notify(g, work->from);
 }
 
+/* The same for another host's message. */
 static void cddp__take_remote(cddp_group *g, cddp_work *work) {
   cddp__message *m = cddp__take_message(g, CDDP__FRAME_MESSAGE, work->from, work->call.tag);
   if (m == NULL) return;
@@ -13443,7 +13450,7 @@ static void cddp__serve_recv(cddp_group *g, cddp_work *work) {
   if (p != NULL) cddp__take_send(g, work, p);
 }
 
-/* Completes receives, the oldest first. Returns whether a message had arrived. */
+/* Reads the links, and completes receives, the oldest first. Returns whether one is done now. */
 static bool cddp__serve_recvs(cddp_group *g) {
   bool served = false;
   cddp_work *work;
@@ -13475,11 +13482,12 @@ static bool cddp__recv_directly(cddp_work *work) {
   work->from = work->call.root;
   for (i = 0; i < spin && !cddp__is_broken(g); i++) {
     bool found = cddp__scan_peer(g, work, 1) != NULL;
-    if (found || i == 0 || cddp__load32(&cddp__slot_of(g, work->from)->send_top) > CDDP__SENDS) {
+    if (found || i == 0 || /* or the scan of one block does not see all sends */
+        cddp__load32(&cddp__slot_of(g, work->from)->send_top) > CDDP__SENDS) {
       pthread_mutex_lock(&g->p2p.lock);
       alone = g->p2p.recvs == NULL && !cddp__is_broken(g);
-      if (alone && (p = cddp__find_send(g, work)) != NULL)
-        cddp__take_send(g, work, p); /* another thread may have taken an older one */
+      if (alone && (p = cddp__find_send(g, work)) != NULL) /* another thread may have taken it */
+        cddp__take_send(g, work, p);
       pthread_mutex_unlock(&g->p2p.lock);
       if (found || work->done || !alone) return work->done;
     }
@@ -13488,8 +13496,8 @@ static bool cddp__recv_directly(cddp_work *work) {
   return false;
 }
 
-/* Sends queued bytes and completes receives in each healthy group of the list. Keeps this thread's
-   error text. */
+/* Sends waiting bytes and completes receives in each healthy group of the list cddp__served. Keeps
+   this thread's error text. */
 static bool cddp__serve_idle(cddp_group *g) {
   char kept[CDDP__ERROR_MAX];
   bool served = false;
@@ -13504,7 +13512,7 @@ static bool cddp__serve_idle(cddp_group *g) {
     if (cddp__is_broken(s) || pthread_mutex_trylock(&s->p2p.lock) != 0) continue;
     if (polls) (void)cddp__flush_links(s);
     if (polls && s->p2p.recvs != NULL) cddp__net_serve(s->host, s->hosts->net);
-    if (s->p2p.recvs != NULL || (s == g && s->hosts != NULL)) /* it reads the links of g */
+    if (s->p2p.recvs != NULL || (s == g && s->hosts != NULL)) /* also reads the links of g */
       served = cddp__serve_recvs(s) || served;
     pthread_mutex_unlock(&s->p2p.lock);
   }
@@ -13546,7 +13554,7 @@ static bool cddp__message_ready(cddp_work *work) {
   return ready;
 }
 
-/* Breaks the group if the receiver of a message in flight is lost: the message would stay. */
+/* Breaks the group if the receiver of a message in flight is lost: its send would stay posted. */
 static cddp_result cddp__check_receivers(cddp_group *g) {
   int i, to, gone = -1;
   pthread_mutex_lock(&g->p2p.lock);
@@ -13576,8 +13584,8 @@ static cddp_result cddp__message_timeout(const cddp_work *work, double limit) {
   return cddp__break(g, CDDP_TIMEOUT);
 }
 
-/* Publishes that this thread waits for a message, unless the rank has several threads: a wait for a
-   round is more useful to others. */
+/* Publishes this thread's wait for a message, for others' texts, unless the rank has several
+   threads: another one's wait for a round says more. */
 static bool cddp__show_message_wait(const cddp_work *work) {
   cddp_group *g = work->group;
   const cddp__slot *slot = cddp__wait_slot(g, g->rank);
@@ -13625,7 +13633,7 @@ static cddp_result cddp__message_wait(cddp_work *work, double limit) {
       cddp__add32(&slot->waiting, (uint32_t)-1);
     }
   }
-  if (shown) cddp__clear_wait(g, r != CDDP_OK && limit < 0);
+  if (shown) cddp__clear_wait(g, r != CDDP_OK && limit < 0 /* failed */);
   return r;
 }
 
@@ -13636,7 +13644,7 @@ static cddp_result cddp__start_send(cddp_work *work, bool waits) {
   bool here = g->members[work->call.root] >= 0, fits = false;
   bool eager = work->call.count * work->call.esize <= CDDP__EAGER_MAX;
   cddp_result r = cddp__check_group(g);
-  if (r == CDDP_OK && !(here && eager)) r = cddp__check_peer(work);
+  if (r == CDDP_OK && !(here && eager)) r = cddp__check_peer(work); /* else _post_send checks */
   if (r != CDDP_OK) return r;
   if (here) {
     r = cddp__post_send(work, &fits);
@@ -13645,7 +13653,7 @@ static cddp_result cddp__start_send(cddp_work *work, bool waits) {
     r = cddp__hosts_post(g, &work->call); /* if the rank is lost, the wait reports the cause */
     waits = waits || cddp__load32(&g->hosts->peers[work->call.root].lost) != 0;
   }
-  if (r != CDDP_OK || !waits || work->send >= 0) return r;
+  if (r != CDDP_OK || !waits || work->send >= 0 /* cddp__finish_send waits */) return r;
   return cddp__message_wait(work, CDDP__NO_LIMIT);
 }
 
@@ -13739,10 +13747,10 @@ struct cddp__mpi {
 };
 
 static pthread_mutex_t cddp__mpi_lock = PTHREAD_MUTEX_INITIALIZER;
-static pid_t cddp__mpi_finalizer; /* its exit finalizes MPI, not that of its forks */
+static pid_t cddp__mpi_finalizer; /* the process whose exit finalizes MPI; its forks' do not */
 static cddp__atomic_u32 cddp__mpi_stuck; /* an operation did not finish: MPI_Finalize would block */
 static struct cddp__mpi *cddp__mpi_groups; /* those of this process that live */
-static int cddp__mpi_attribute = MPI_KEYVAL_INVALID; /* of MPI_COMM_SELF: MPI_Finalize deletes it */
+static int cddp__mpi_attribute = MPI_KEYVAL_INVALID; /* its deletion calls cddp__mpi_at_finalize */
 
 static cddp_result cddp__mpi_fail(int code, const char *what) {
   char text[MPI_MAX_ERROR_STRING] = "";
@@ -13775,7 +13783,7 @@ static cddp_result cddp__mpi_wait(cddp_group *g, const cddp__call *call, int cod
     sched_yield();
     if (cddp__now() < w.next_check) continue;
     if ((r = cddp__wait_tick(g, &w)) == CDDP_OK) r = cddp__check_peers(g);
-    for (p = 0; r == CDDP_OK && p < g->size; p++) /* a rank may be the only one of its host */
+    for (p = 0; r == CDDP_OK && p < g->size; p++) /* other hosts' ranks: not in _check_peers */
       if (g->members[p] < 0 && cddp__rank_gone(g, p)) r = cddp__report_lost(g, p, NULL);
     if (r == CDDP_OK && w.late) r = cddp__break_late(g, -1);
   }
@@ -13796,7 +13804,7 @@ static MPI_Datatype cddp__mpi_type(int dtype) { /* f16 and bf16: as bits */
 /* Reduces n elements to all ranks (root -1) or to root. send can be recv. */
 static cddp_result cddp__mpi_reduce(cddp_group *g, const cddp__call *call, const void *send,
                                     void *recv, size_t n, int root) {
-  const MPI_Op ops[] = {MPI_SUM, MPI_SUM,  MPI_PROD, MPI_MIN,
+  const MPI_Op ops[] = {MPI_SUM, MPI_SUM,  MPI_PROD, MPI_MIN, /* by cddp_op; AVG divides the sum */
                         MPI_MAX, MPI_BAND, MPI_BOR,  MPI_BXOR};
   CDDP__STATIC_ASSERT(sizeof ops / sizeof *ops == CDDP_BXOR + 1, "an operation of MPI for each");
   cddp_dtype dtype = (cddp_dtype)call->dtype;
@@ -13854,8 +13862,8 @@ static cddp_result cddp__mpi_move(cddp_group *g, const cddp__call *call, const c
   return cddp__mpi_wait(g, call, code, &q);
 }
 
-/* Moves the elements in a call with counts. An MPI type per peer and direction has their
-   position. */
+/* Moves the elements in a call with counts. An MPI type per peer and direction (in follows out) has
+   their position. */
 static cddp_result cddp__mpi_move_counted(cddp_group *g, const cddp__call *call, const char *send,
                                           size_t begin, size_t n) {
   size_t each = 2 * sizeof(int) + 2 * sizeof(MPI_Datatype), size = (size_t)g->size;
@@ -13939,8 +13947,8 @@ static cddp_result cddp__mpi_run(cddp_group *g, const cddp__call *call) {
 
 /* --- communicators --- */
 
-/* Ends this rank's part in a group that it has not left, as the end of its process does with other
-   backends: what it has sent stays valid, and a rank that waits for more fails. */
+/* Ends this rank's part in a group as the end of its process does with other backends: what it has
+   sent stays valid, and a rank that waits for more fails. */
 static void cddp__mpi_abandon(cddp_group *g) {
   cddp__connection *link;
   size_t left = 1;
@@ -13963,7 +13971,7 @@ static void cddp__mpi_abandon(cddp_group *g) {
   cddp__wake_all(g);
 }
 
-/* MPI_Finalize calls this before it waits for the other ranks. */
+/* MPI_Finalize deletes the attribute of MPI_COMM_SELF before it waits for the other ranks. */
 static int cddp__mpi_at_finalize(MPI_Comm self, int key, void *value, void *state) {
   struct cddp__mpi *mpi;
   (void)self, (void)key, (void)value, (void)state;
@@ -14037,8 +14045,8 @@ static cddp_result cddp__mpi_split(const cddp_group *from, cddp_group *to, int c
   to->mpi->next = cddp__mpi_groups;
   cddp__mpi_groups = to->mpi;
   pthread_mutex_unlock(&cddp__mpi_lock);
-  to->round_max = CDDP__PAYLOAD;
-  if (from != NULL) to->carrier = from->carrier;
+  to->round_max = CDDP__PAYLOAD; /* longer calls use MPI */
+  if (from != NULL) to->carrier = from->carrier; /* else cddp__init sets it */
   return CDDP_OK;
 }
 
@@ -14055,12 +14063,12 @@ static const cddp__carrier cddp__mpi_carrier = {
    cddp__start_message; cddp__cpu_wait and _done, of the CPU's backend.
    How it works:
      1. A collective with a handle goes into its group's queue. If no other is in flight, it is held
-        outside the queue, which needs no lock.
+        outside (engine.own, OWN_HELD), which needs no lock. OWN_LENT: it is queued, or done.
      2. A thread that waits for a collective that has not started runs the queue up to it, or the
         held one, at the cost of a call without a handle.
      3. Operations that no thread waits for are run by the engine, a thread that the first operation
         starts. It polls the queue and runs operations that were there at the previous poll. After
-        CDDP__ENGINE_IDLE_POLLS without a new one it sleeps. So most operations wake no thread.
+        CDDP__ENGINE_IDLE_POLLS without a new one it sleeps.
      4. Buckets of a cddp_ddp are due immediately, not at the next poll.
      5. A collective without a handle first waits, as in 2, until the queue is empty. */
 
@@ -14135,7 +14143,7 @@ static void cddp__engine_run(cddp__engine *engine) {
   engine->busy = true;
   pthread_mutex_unlock(&engine->lock);
   if (cddp__own_engine == engine && g->host->cores < 2 * g->local_size) {
-    /* the training threads need the cores too */
+    /* this is the engine's thread, and the training threads need the cores too */
     g->spin = g->oversubscribed ? 0 : CDDP__ENGINE_SPIN;
     g->yields = 0; /* a yield would give the core to a training thread for a whole time slice */
   }
@@ -14146,16 +14154,16 @@ static void cddp__engine_run(cddp__engine *engine) {
   engine->busy = false;
   work->done = true;
   cddp__add32(engine->works, (uint32_t)-1); /* work may now be freed */
-  cddp__store32(&engine->awaited, 0); /* the waiting thread can continue when it gets a core */
+  cddp__store32(&engine->awaited, 0); /* the waiting thread can continue: it is not stuck */
   if (cddp__load32(&engine->waiters) != 0) pthread_cond_broadcast(&engine->changed);
   if (engine->first != NULL) pthread_cond_signal(&engine->work);
 }
 
-/* Runs the engine's own work on this thread, without a lock, if it is held. Returns if it did. */
+/* If the engine's own work is held, runs it on this thread, without a lock, and returns true. */
 static bool cddp__engine_run_held(cddp__engine *engine) {
   if (!cddp__swap32(&engine->own_state, CDDP__OWN_HELD, CDDP__OWN_RUNS)) return false;
   cddp__work_run(&engine->own);
-  cddp__store32(&engine->own_state, CDDP__OWN_LENT); /* a waiting thread may not be counted yet */
+  cddp__store32(&engine->own_state, CDDP__OWN_LENT); /* threads not yet in `waiters` poll for it */
   if (CDDP__LIKELY((cddp__load32(&engine->waiters) | cddp__load32(engine->works)) == 0))
     return true;
   pthread_mutex_lock(&engine->lock);
@@ -14202,7 +14210,7 @@ static void cddp__engine_make_due(cddp__engine *engine) {
   bool busy = cddp__engine_enqueue_held(engine);
   if (engine->first == NULL) return;
   if (engine->last->tick == cddp__load32(&engine->tick)) cddp__add32(&engine->tick, 1);
-  /* A busy thread wakes the engine later. (It can be asleep though they were due before.) */
+  /* Also if they were due before: the engine can be asleep. A busy thread signals when it ends. */
   if (!busy) pthread_cond_signal(&engine->work);
 }
 
@@ -14221,7 +14229,7 @@ static cddp_result cddp__engine_push(cddp_work *work) {
   cddp__store32(&engine->idle, work->anywhere ? 0 : CDDP__ENGINE_IDLE_POLLS + 1);
   if (work == &engine->own && cddp__load32(engine->works) == 0) {
     cddp__store32(&engine->own_state, CDDP__OWN_HELD);
-    if (CDDP__LIKELY(cddp__load32(&engine->asleep) == 0)) return CDDP_OK;
+    if (CDDP__LIKELY(cddp__load32(&engine->asleep) == 0)) return CDDP_OK; /* the engine polls */
     pthread_mutex_lock(&engine->lock);
     (void)cddp__engine_enqueue_held(engine); /* its thread sleeps, and cannot see it held */
   } else {
@@ -14261,7 +14269,7 @@ static bool cddp__engine_wait(cddp__engine *engine, cddp_work *work, double dead
     if (!in_time) break;
     if (forever) cddp__store32(&engine->awaited, 1);
     until = deadline;
-    if (cddp__load32(&engine->own_state) == CDDP__OWN_RUNS)
+    if (cddp__load32(&engine->own_state) == CDDP__OWN_RUNS) /* its end may not wake this thread */
       until = fmin(until, cddp__now() + CDDP__ENGINE_POLL_S);
     in_time = cddp__cond_wait_until(&engine->changed, &engine->lock, until) || until < deadline;
   }
@@ -14278,7 +14286,7 @@ static void cddp__engine_drain(cddp_group *g) {
   cddp__engine_wait(engine, NULL, INFINITY);
 }
 
-/* Ends the thread. Queued operations fail, and so does the group. */
+/* Ends the thread. Queued operations and the group fail. */
 static void cddp__engine_stop(cddp_group *g) {
   cddp__engine *engine = &g->engine;
   bool busy;
@@ -14442,8 +14450,8 @@ static bool cddp__is_one_sided(const cddp__call *call) {
   return cddp__shapes[call->kind].from_root || cddp__shapes[call->kind].to_root;
 }
 
-/* The timing of chunks like this. NULL: a small one, or its reader can run on the same core, or the
-   only one of a one-sided call, whose writer would time only its own half. */
+/* The timing of chunks like this. NULL: it is small, or ranks share cores, or it is the only one of
+   a one-sided call: the writer would time only its own half. */
 static cddp__copy_timing *cddp__timing_of(cddp_group *g, const cddp__call *call,
                                           const cddp__chunk *chunk) {
   size_t bytes = chunk->n * call->esize * cddp__send_shares(g, call);
@@ -14486,7 +14494,7 @@ static bool cddp__is_sliced(const cddp_group *g, const cddp__call *call, const c
   return g->size > 2 && g->hosts == NULL;
 }
 
-/* Allocates the pages of the first `bytes` of this rank's two staging buffers. */
+/* Allocates the missing pages of the first `bytes` of this rank's two staging buffers. */
 CDDP__OUT_OF_LINE cddp_result cddp__commit_staging(cddp_group *g, size_t bytes) {
   const char *mine = (const char *)cddp__staging_of(g, g->rank, 0), *block = (char *)g->block;
   uint64_t at = g->block_ref.base + g->block_ref.offset + (uint64_t)(mine - block);
@@ -14571,8 +14579,8 @@ static void cddp__read_staged(const cddp_group *g, const cddp__call *call,
   cddp__read_result(g, call, chunk, g->slices);
 }
 
-/* Adds up this rank's slice of the arrays of n elements, block by block, and writes it to `to`;
-   NULL: to all buffers. */
+/* Adds up this rank's slice of the arrays of n elements, block by block, until the group breaks,
+   and writes it to `to`; NULL: to all buffers. */
 static void cddp__reduce_slices(const cddp_group *g, const cddp__call *call, size_t n,
                                 void *const *bufs, char *to, bool nontemporal) {
   cddp_dtype dtype = (cddp_dtype)call->dtype;
@@ -14592,8 +14600,8 @@ static void cddp__reduce_slices(const cddp_group *g, const cddp__call *call, siz
   }
 }
 
-/* Adds up this rank's slice of an all_reduce's chunk, then, after a round, reads the other slices.
-   So each value is read twice, not by every rank. */
+/* Adds up this rank's slice of an all_reduce's chunk, into its buffer of the next round. After that
+   round it reads the other slices. So each value is read twice, not by every rank. */
 static cddp_result cddp__exchange_slices(cddp_group *g, const cddp__call *call,
                                          const cddp__chunk *chunk, bool nontemporal) {
   size_t apart, begin, end;
@@ -14603,7 +14611,7 @@ static cddp_result cddp__exchange_slices(cddp_group *g, const cddp__call *call,
   cddp_result result;
   int r;
   for (r = 0; r < g->size; r++) g->buffers[r] = space + (size_t)r * apart;
-  /* cddp__write_shares did not copy this rank's own slice to its staging buffer. */
+  /* This rank's own slice is not in its staging buffer: cddp__write_shares. */
   g->buffers[g->rank] = (char *)(uintptr_t)call->send + chunk->begin * call->esize;
   cddp__reduce_slices(g, call, chunk->n, g->buffers, sums + (size_t)g->rank * apart, nontemporal);
   result = cddp__round_of(g, call, CDDP__PHASE_CHUNK, NULL, 0);
@@ -14628,7 +14636,7 @@ static cddp__chunk cddp__chunk_at(const cddp_group *g, const cddp__call *call, s
 }
 
 enum { CDDP__NOT_WRITTEN, CDDP__WRITTEN };
-/* Runs a call chunk by chunk. written: the first chunk's round is complete. */
+/* Runs a call chunk by chunk. written: the ranks have written the first chunk, and met. */
 static cddp_result cddp__run_staged(cddp_group *g, const cddp__call *call, bool written) {
   cddp__copy_timing *timing;
   cddp__chunk k;
@@ -14684,7 +14692,7 @@ CDDP__OUT_OF_LINE cddp_result cddp__run_short(cddp_group *g, const cddp__call *c
   r = cddp__round_of(g, call, CDDP__PHASE_STAGED,
                      sends && all.in_header ? call->send : NULL, bytes);
   if (r != CDDP_OK) return r;
-  if (staged && bytes <= CDDP__PREFETCH_MAX) { /* all ranks have read that memory */
+  if (staged && bytes <= CDDP__PREFETCH_MAX) { /* the next buffer: all ranks have read it */
     space = (char *)cddp__staging_of(g, g->rank, g->round + 1);
     for (i = 0; i < bytes; i += CDDP__CACHE_LINE) cddp__prefetch_to_write(space + i);
   }
@@ -14695,7 +14703,7 @@ CDDP__OUT_OF_LINE cddp_result cddp__run_short(cddp_group *g, const cddp__call *c
     return CDDP_OK;
   }
   for (p = 0; p < g->size; p++, space += apart)
-    srcs[p] = p == g->rank ? call->send : space; /* its header's line can be a peer's */
+    srcs[p] = p == g->rank ? call->send : space; /* a peer's cache can have this rank's header */
   cddp__reduce(call->recv, srcs, g->size, call->count, (cddp_dtype)call->dtype, (cddp_op)call->op);
   if (all.in_header) cddp__prefetch_to_write(cddp__op_header_of(g, g->rank, g->round + 1));
   return CDDP_OK;
@@ -14713,6 +14721,7 @@ static void cddp__broadcast_direct(const cddp_group *g, const cddp__call *call, 
   }
   cddp__slice(bytes, CDDP__CACHE_LINE, g->size, g->rank, &begin, &end);
   for (; begin < end && !cddp__is_broken(g); begin += n) {
+    /* with 2 ranks a block is read once */
     n = cddp__min(end - begin, g->size == 2 ? CDDP__CHECK_BYTES : CDDP__STAGING_MIN);
     for (r = 0; r < g->size; r++)
       cddp__copy_by(bufs[r] + begin, bufs[call->root] + begin, n, bytes >= CDDP__NT_SHARE);
@@ -14744,7 +14753,8 @@ static cddp_result cddp__copy_direct(cddp_group *g, const cddp__call *call, void
   return cddp__check_group(g);
 }
 
-/* The address of this rank's buffer for other ranks, if they read or write it. */
+/* The address of this rank's buffer for other ranks. UNUSED: they need none. NONE: it is private,
+   or received bytes would overwrite it. */
 static cddp__ref cddp__call_ref(cddp_group *g, const cddp__call *call) {
   cddp__ref ref;
   size_t sent, received;
@@ -14757,16 +14767,16 @@ static cddp__ref cddp__call_ref(cddp_group *g, const cddp__call *call) {
 }
 
 /* Runs a call directly if all buffers that other ranks read are in shared memory, else staged. A
-   rank with private memory writes its first chunk before the round, which serves this chunk too if
-   no buffer is shared. */
+   rank with private memory writes its first chunk before the round: if all ranks have, the round
+   serves this chunk too. */
 static cddp_result cddp__run_large(cddp_group *g, const cddp__call *call) {
   cddp__ref ref = cddp__call_ref(g, call);
   const cddp__ref *at;
   cddp__chunk first = cddp__chunk_at(g, call, 0);
-  bool direct = true, staged = true;
+  bool direct = true, written = true; /* all ranks' first chunks, if not direct */
   cddp_result r = CDDP_OK;
   int p;
-  if (ref.kind <= CDDP__REF_UNUSED) r = cddp__write_shares(g, call, &first);
+  if (ref.kind <= CDDP__REF_UNUSED /* or NONE */) r = cddp__write_shares(g, call, &first);
   if (r == CDDP_OK) r = cddp__round_of(g, call, CDDP__PHASE_REFS, &ref, sizeof ref);
   for (p = 0; r == CDDP_OK && p < g->size; p++) {
     at = p == g->rank ? &ref : &cddp__op_header_of(g, p, g->round)->u.ref;
@@ -14774,7 +14784,7 @@ static cddp_result cddp__run_large(cddp_group *g, const cddp__call *call) {
     if (at->kind == CDDP__REF_NONE) {
       direct = direct && !cddp__is_read(call, p);
     } else if (at->kind != CDDP__REF_UNUSED) {
-      staged = staged && !cddp__is_read(call, p);
+      written = written && !cddp__is_read(call, p);
       if (p == g->rank)
         g->buffers[p] = (void *)(uintptr_t)call->send;
       else if (direct) {
@@ -14784,7 +14794,7 @@ static cddp_result cddp__run_large(cddp_group *g, const cddp__call *call) {
     }
   }
   if (r == CDDP_OK && !direct) {
-    r = cddp__run_staged(g, call, staged ? CDDP__WRITTEN : CDDP__NOT_WRITTEN);
+    r = cddp__run_staged(g, call, written ? CDDP__WRITTEN : CDDP__NOT_WRITTEN);
   } else if (r == CDDP_OK) {
     r = cddp__begin_access(g);
     if (r == CDDP_OK) r = cddp__copy_direct(g, call, g->buffers);
@@ -14820,7 +14830,7 @@ static cddp_result cddp__exchange_counts(cddp_group *g, cddp__call *call, bool *
     most = cddp__max(most, cddp__max(call->shares[p].out, call->shares[p].in));
   for (p = 0; p < g->size; p++) {
     sent[p].count = call->shares[p].out;
-    sent[p].at = g->hosts == NULL ? call->shares[p].out_at : call->shares[p].in_at;
+    sent[p].at = g->hosts == NULL ? call->shares[p].out_at : call->shares[p].in_at; /* peer_at */
     sent[p].most = most;
     sent[p].host = *host_memory;
   }
@@ -15007,7 +15017,7 @@ static cddp_result cddp__consensus(cddp_group *g, cddp_result mine, const void *
   return r;
 }
 
-/* All ranks return the lowest failing rank's result and text. */
+/* cddp__consensus without a payload. */
 static cddp_result cddp__agree(cddp_group *g, cddp_result mine) {
   return cddp__consensus(g, mine, NULL, 0, NULL);
 }
@@ -15106,6 +15116,7 @@ static const char *cddp__buffer_error(const cddp_group *g, const cddp__call *cal
   if (cddp__in_one_buffer(call) || sent == 0 || received == 0 || send >= recv + received ||
       recv >= send + sent)
     return NULL;
+  /* offset of this rank's share in the larger buffer */
   own = call->shares != NULL ? call->shares[g->rank].in_at * call->esize
                          : (uintptr_t)g->rank * call->count * call->esize;
   if (call->kind != CDDP__KIND_ALL_TO_ALL_V)
@@ -15225,9 +15236,9 @@ static cddp_result cddp__group_build(cddp_group **out, cddp__host *host, int ran
   g->staging = block + cddp__head_bytes(size, g->local_size);
   l2 = CDDP__L2; /* bytes of the second-level cache; 0: unknown */
   bytes = l2 == 0 || l2 >= CDDP__STAGING_L2 ? cddp__staging_bytes(size) : CDDP__STAGING_MIN;
-  (void)cddp__swap32(&g->block->staging, 0, (uint32_t)bytes);
+  (void)cddp__swap32(&g->block->staging, 0, (uint32_t)bytes); /* the first rank's choice stays */
   g->staging_size = g->local_size == size ? cddp__load32(&g->block->staging) : 0;
-  g->staging_ready = host->arena.fd < 0 || g->local_size < size ? SIZE_MAX : 0;
+  g->staging_ready = host->arena.fd < 0 || g->local_size < size ? SIZE_MAX /* all */ : 0;
   g->backend = &cddp__cpu_backend;
   g->carrier = &cddp__shm_carrier;
   (void)cddp__swap32(&g->block->cores, 0, (uint32_t)host->cores);
@@ -15337,8 +15348,8 @@ static cddp_result cddp__exchange_block(cddp_group *g, const int *members, int n
 
 enum cddp__hold { CDDP__REMOVE_MODEL = -1, CDDP__LEAVE_GROUP, CDDP__ADD_MODEL };
 
-/* Counts the models that use the group's memory, or records that this rank has left. Frees a left
-   group without models. */
+/* Adds `change` to the models that use the group's memory, or records that this rank has left.
+   Frees a left group without models. */
 static void cddp__group_hold(cddp_group *g, enum cddp__hold change) {
   cddp__host *host = g->host;
   bool last;
@@ -15386,7 +15397,7 @@ static void cddp__group_leave(cddp_group *g) {
     size_t bytes = cddp__block_bytes(g->size, g->local_size);
     if (host->record != NULL) host->record->left = 1;
     host->slots = NULL;
-    if (!host->one_process || g->size == 1)
+    if (!host->one_process || g->size == 1) /* else threads share it */
       munmap(g->block, cddp__round_up(bytes, cddp__page_size()));
   }
   pthread_mutex_destroy(&g->fail_lock);
@@ -15486,6 +15497,7 @@ static cddp_result cddp__world_group(cddp_group **out, cddp__host *host,
   char *block;
   int i;
   cddp_result r;
+  /* its life byte, and the use bytes of all ranks here: >>arena */
   if (fd >= 0 && (!cddp__arena_lock(host, F_WRLCK, host->index, 1) ||
                   !cddp__arena_lock(host, F_RDLCK, CDDP__USE_BYTES, host->size)))
     return cddp__fail_errno("lock on the shared memory");
@@ -15783,7 +15795,7 @@ static void cddp__rows_pack(cddp__sparse *sparse, size_t n, cddp_dtype dtype, ch
     const char *from = sparse->added.values + order[i].at * sparse->bytes;
     bool again = i > 0 && order[i].number == order[i - 1].number;
     char *values = packet + (list.values - packet); /* not const */
-    char *to = values + (head->n - again) * sparse->bytes;
+    char *to = values + (head->n - again) * sparse->bytes; /* again: the last row */
     if (again) {
       pair[0] = to;
       pair[1] = from;
@@ -15843,8 +15855,8 @@ static cddp_result cddp__rows_merge(const cddp_allocator *allocator, cddp__spars
      4. With master_weights only weights and gradients are f16 or bf16, all else is f32. Each block
         of weights is rounded from its masters.
    SGD: every a + s * b is one fused multiply-add, as in PyTorch's AVX2 kernels. f16 and bf16
-   compute each operation in f32 and round its result, as PyTorch's vector loops do. (For bf16
-   PyTorch's scalar loops, at the end of each thread's chunk, also round the product.) AdamW: the
+   compute each operation in f32 and round its result, as PyTorch's vector loops do. (PyTorch's
+   scalar loops for bf16, at the end of a thread's chunk, also round the product.) AdamW: the
    operations of PyTorch's fused CPU kernel, see CDDP__ADAMW_STEP. Powers of beta1 and beta2 are
    computed by multiplication, as the results of pow depend on the libm. */
 
@@ -15946,12 +15958,13 @@ static void cddp__sgd_begin(const cddp_optim *optim, int i, cddp__update *update
   s->take = 1.0 - d->dampening;
   s->nesterov = d->nesterov != 0;
   s->first = optim->steps[i] == 0;
+  /* the fused loop knows no others */
   if (s->keep != 0 && !s->nesterov && !s->first) update->loop = update->loops[CDDP_F32].sgd_loop;
 }
 
 /* PyTorch's rounding of the factor alpha of add_: to half precision if the weights are. */
 static double cddp__sgd_scalar(const cddp__update *update, double x) {
-  float y = cddp__round_odd(x);
+  float y = cddp__round_odd(x); /* so that only `narrow` rounds x */
   uint16_t rounded;
   if (!cddp__dtype_half(update->dtype)) return x;
   update->loops[update->dtype].narrow(&rounded, (cddp__f32 *)&y, 1);
@@ -16074,7 +16087,6 @@ static bool cddp__has_state(const cddp_optim *optim, int k, int i) {
   return !cddp__is_master(optim, k) || cddp__dtype_half(optim->params[i].dtype);
 }
 
-/* The pointer to state k of parameter i. */
 static void **cddp__state_of(const cddp_optim *optim, int k, int i) {
   return &optim->state[k * optim->count + i];
 }
@@ -16334,7 +16346,7 @@ static float cddp__most_steps(const cddp_optim *optim) {
   return most;
 }
 
-static void cddp__renew_masters(cddp_optim *optim) {
+static void cddp__renew_masters(cddp_optim *optim) { /* at the next step */
   memset(optim->init_master, true, (size_t)optim->count * sizeof *optim->init_master);
 }
 
