@@ -1636,7 +1636,7 @@ typedef struct cddp__dtype_info {
   unsigned char size, cls;      /* bytes of an element; CDDP__CLASS_* */
 } cddp__dtype_info;
 #define CDDP__X(name, text, type, cls, loops) \
-  {text, &#name[5], (unsigned char)sizeof(type), CDDP__CLASS_##cls},
+  {text, &#name[5] /* behind CDDP_ */, (unsigned char)sizeof(type), CDDP__CLASS_##cls},
 static const cddp__dtype_info cddp__dtypes[] = {CDDP__DTYPES(CDDP__X)};
 #undef CDDP__X
 enum { CDDP__DTYPE_COUNT = (int)(sizeof cddp__dtypes / sizeof *cddp__dtypes) };
@@ -1756,7 +1756,7 @@ typedef struct cddp__slot {
   cddp__atomic_u32 state CDDP__OWN_LINE; /* CDDP__SLOT_*; also written by the creator of threads */
   cddp__atomic_u32 inside; /* 1: between cddp__begin_access and cddp__end_access */
   cddp__atomic_u64 awaits CDDP__OWN_LINE; /* high half: ms of cddp__monotonic() when it last checked
-                                             peers; low: 0, or 1 + the awaited rank elsewhere */
+                                             peers; low: 0, or 1 + awaited rank of another host */
   /* Messages, and counters. */
   cddp__atomic_u32 events;   /* peers increment it after they change a send for this rank, if it
                                 sleeps or hosts are several */
@@ -1807,7 +1807,7 @@ typedef struct cddp__control_block {
   cddp__atomic_u32 joins;   /* job's first group: number of joined processes */
   cddp__atomic_u64 processors[CDDP__PROCESSORS / 64]; /* usable ones; job's first group */
   cddp__cause cause;         /* of losses that other hosts have reported */
-  cddp__atomic_u32 reported; /* last round that this host has reported to others */
+  cddp__atomic_u32 reported; /* last round for which this host sent others its arrivals */
 } cddp__control_block;
 
 /* --- hosts, groups and calls --- */
@@ -1852,7 +1852,7 @@ struct cddp__join_listeners {
   int fd;               /* for processes of this host; -1: no elastic model */
   int tcp_fd;           /* for those of other hosts; -1: none, or another rank listens */
   struct cddp__connection *calls; /* connections not answered yet, the newest first */
-  double pause_end; /* until then joining processes are not served */
+  double pause_end; /* until then joining processes are not served, which costs time */
   double wait_end;  /* until then they are not waited for */
 };
 
@@ -2299,7 +2299,7 @@ typedef struct cddp__shards {
   int own_count; /* number of this rank's shards; elastic: 1 */
   int taken;     /* returned by cddp_ddp_next_shard; not elastic */
   int current;   /* being computed; -1: none */
-  bool spread;   /* more shards than ranks: slots hold the sums of own_nodes */
+  bool spread;   /* more shards than ranks, or shards with NCCL: slots hold the sums of own_nodes */
   cddp__shard_node *own_nodes; /* this rank's sums of ended shards, ascending */
   int own_node_count;
   cddp__shard_node *nodes; /* [node_count] nodes of all ranks, ascending */
@@ -2416,7 +2416,7 @@ typedef struct cddp__group_node {
   int first, size;        /* its ranks: hosts.ranks[first] .. */
   size_t headers_at;      /* offset of its headers and their shares in hosts.headers */
   size_t received;        /* bytes of them, in this round */
-  size_t bytes, bytes_at; /* of one element's sums on this host; on all earlier hosts together */
+  size_t bytes, bytes_at; /* of one element's sums there; on all earlier hosts together */
 } cddp__group_node;
 
 /* A rank of a group, as seen by another rank. */
@@ -3984,7 +3984,7 @@ static cddp_result cddp__listen_all(cddp__address *address, int count, int *fds,
   cddp__text failed = {""};
   const char *cure;
   cddp_result r = CDDP_NETWORK;
-  if (asked == 0 && address[count > 1].sa.ss_family != AF_UNIX && /* of two the first can be one */
+  if (asked == 0 && address[count > 1].sa.ss_family != AF_UNIX && /* file://: [0] is AF_UNIX */
       cddp__port_range(&first, &last) != CDDP_OK)
     return CDDP_INVALID_ARGUMENT;
   ports = last - first + 1;
@@ -4326,7 +4326,7 @@ static ssize_t cddp__connection_result(cddp__connection *c, ssize_t n) {
 }
 
 /* One sendmsg, with the descriptors of send_fds that are not -1. None travels with bytes of the
-   proof: the peer need not know the secret. */
+   proof: the peer can still be a stranger. */
 static ssize_t cddp__connection_sendmsg(cddp__connection *c, struct iovec *io, size_t count) {
   size_t fds = c->send_fds[1] >= 0 ? 2 : c->send_fds[0] >= 0;
   cddp__socket_message message;
@@ -4451,7 +4451,6 @@ static int cddp__connection_read(cddp__connection *c, cddp__frame_head *head, vo
   return stop == end;
 }
 
-/* cddp__connection_send or _read. */
 static int cddp__connection_io(cddp__connection *c, cddp__frame_head *head, void *data, size_t size,
                                size_t *done, size_t most, bool sends) {
   return sends ? cddp__connection_send(c, head, data, size, done, most)
@@ -5444,7 +5443,7 @@ static cddp_result cddp__store_run(cddp_store *store, cddp__request *request, do
   if (c->fd < 0) r = cddp__store_try_addresses(store, deadline);
   if (r == CDDP_OK) {
     r = cddp__store_exchange(store, request, deadline);
-    if (r == CDDP_NETWORK && request->code == CDDP__STORE_ADD) /* the server closed: no number? */
+    if (r == CDDP_NETWORK && request->code == CDDP__STORE_ADD) /* closed by the server */
       cddp__fail_in(r, "add to '%s' (is its value a decimal number?): ",
                     cddp__cut(request->keys[0], 64).s);
   }
