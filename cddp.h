@@ -6431,8 +6431,8 @@ static size_t cddp__page_size(void) { return (size_t)sysconf(_SC_PAGESIZE); }
    private memory. */
 static char *cddp__map_memory(int fd, uint64_t base, uint64_t size) {
   size_t align = size >= CDDP__HUGE_PAGE ? CDDP__HUGE_PAGE : cddp__page_size();
-  size_t span = (size_t)size + align;
-  int access = fd >= 0 ? PROT_NONE : PROT_READ | PROT_WRITE;
+  size_t span = (size_t)size + align; /* unaligned; its ends are unmapped */
+  int access = fd >= 0 ? PROT_NONE /* replaced below */ : PROT_READ | PROT_WRITE;
   int flags = MAP_PRIVATE | MAP_ANONYMOUS | (fd >= 0 ? MAP_NORESERVE : 0);
   char *area = (char *)mmap(NULL, span, access, flags, -1, 0), *at;
   if (area == (char *)MAP_FAILED) return NULL;
@@ -6444,7 +6444,7 @@ static char *cddp__map_memory(int fd, uint64_t base, uint64_t size) {
   }
   if (at > area) munmap(area, (size_t)(at - area));
   if (at + size < area + span) munmap(at + size, (size_t)(area + span - (at + size)));
-  if (fd >= 0) madvise(at, (size_t)size, MADV_DONTFORK);
+  if (fd >= 0) madvise(at, (size_t)size, MADV_DONTFORK); /* a forked child has no groups */
   return at;
 }
 
@@ -6456,7 +6456,7 @@ static bool cddp__memfd_is_open(const cddp__host *host) {
 }
 
 static char *cddp__map_segment(const cddp__host *host, uint64_t base, uint64_t size) {
-  errno = EBADF; /* if the memfd is closed */
+  errno = EBADF; /* for cddp__fail_mapping, if the memfd is closed */
   if (host->arena.fd >= 0 && !cddp__memfd_is_open(host)) return NULL;
   return cddp__map_memory(host->arena.fd, base, size);
 }
@@ -6488,6 +6488,7 @@ static bool cddp__arena_lock(const cddp__host *host, int type, int at, int n) {
   return fcntl(host->arena.fd, F_SETLK, &lock) == 0;
 }
 
+/* Whether the other process with this window holds its lock: it lives. */
 static bool cddp__holds_life_byte(const cddp__host *host, int window) {
   struct flock lock;
   memset(&lock, 0, sizeof lock);
@@ -6497,9 +6498,8 @@ static bool cddp__holds_life_byte(const cddp__host *host, int window) {
   return fcntl(host->arena.fd, F_GETLK, &lock) == 0 && lock.l_type != F_UNLCK;
 }
 
-/* The window of an offset in the memfd. */
-static int cddp__window_of(const cddp__host *host, uint64_t base) {
-  return (int)(base >> host->arena.window_bits) - 1;
+static int cddp__window_of(const cddp__host *host, uint64_t base) { /* base: offset in the memfd */
+  return (int)(base >> host->arena.window_bits) - 1; /* window 0 follows the first group's block */
 }
 
 /* Allocates the pages of a range of the memfd. Returns false with errno set if memory is short: a
@@ -6507,7 +6507,7 @@ static int cddp__window_of(const cddp__host *host, uint64_t base) {
    call that it interrupts. Where the system lacks the call, the first access allocates. */
 static bool cddp__arena_commit(const cddp__host *host, uint64_t base, uint64_t size) {
   const uint64_t piece = (uint64_t)16 << 20, end = base + size;
-  if (!cddp__memfd_is_open(host)) return true; /* fd can be a file of the program */
+  if (!cddp__memfd_is_open(host)) return true; /* fd can be the program's: not touched */
   for (; base < end; base += cddp__min(piece, end - base))
     while (syscall(SYS_fallocate, host->arena.fd, 0, (off_t)base,
                    (off_t)cddp__min(piece, end - base)) != 0) {
@@ -6534,7 +6534,7 @@ static cddp__segment *cddp__segment_find(const struct cddp__segments *table, uin
   while (low < high) {
     size_t middle = (low + high) / 2;
     const cddp__segment *segment = table->list[middle];
-    if ((segment->extents != NULL ? (uintptr_t)segment->address : segment->base) > key)
+    if ((segment->extents != NULL /* own */ ? (uintptr_t)segment->address : segment->base) > key)
       high = middle;
     else
       low = middle + 1;
@@ -6563,7 +6563,7 @@ static cddp__segment *cddp__segment_add(cddp__host *host, uint64_t base, uint64_
     return NULL;
   }
   key = n > 0 ? (uintptr_t)address : base;
-  (void)cddp__segment_find(table, key, &at);
+  (void)cddp__segment_find(table, key, &at); /* it is sorted */
   memmove(list + at + 1, list + at, (table->count - at) * sizeof *list);
   list[at] = segment;
   table->count++;
@@ -6583,7 +6583,7 @@ static void cddp__set_dumped(const cddp__host *host, char *address, uint64_t siz
 /* The index of a size in arena.lists: four per power of two. */
 static int cddp__size_class(uint64_t size) {
   int top_bit = 63 - __builtin_clzll(size);
-  return 4 * top_bit + (int)(size >> (top_bit - 2) & 3);
+  return 4 * top_bit + (int)(size >> (top_bit - 2) & 3); /* the two bits below the top bit */
 }
 
 /* Creates a segment of extents of `size` bytes; if that fails, of one extent of `size`, then of one
@@ -6667,7 +6667,8 @@ static cddp__extent *cddp__next_extent(const cddp__host *host, cddp__extent *ext
 static void cddp__pending_add(cddp__host *host, cddp__extent *extent,
                               const cddp__control_block *block) {
   if (extent->freed_after == NULL) { /* not yet in the ring: becomes its last */
-    if (host->arena.pending == NULL) host->arena.pending = extent->previous = extent;
+    if (host->arena.pending == NULL) /* a ring of one */
+      host->arena.pending = extent->previous = extent;
     extent->next = host->arena.pending;
     extent->previous = extent->next->previous;
     extent->previous->next = extent->next->previous = extent;
@@ -6686,7 +6687,7 @@ static void cddp__pending_remove(cddp__host *host, cddp__extent *extent) {
   extent->freed_after = NULL;
 }
 
-/* The memory goes back to the system, the extent to its free list. */
+/* Gives an extent's memory back to the system, and the extent to its free list. */
 static void cddp__extent_release(cddp__host *host, cddp__extent *extent) {
   const cddp__segment *segment = extent->segment;
   char *address = cddp__extent_address(extent);
@@ -6711,9 +6712,9 @@ static void cddp__request_huge_pages(char *address, uint64_t size) {
   if (huge > 0) madvise(address, (size_t)huge, MADV_HUGEPAGE);
 }
 
-/* As cddp__arena_commit, of a range mapped at `address`, with huge pages if possible. MADV_COLLAPSE
-   makes them even if the system's setting for shared memory is "never", but only where a page
-   exists. Other processes can write to the memory meanwhile. */
+/* Commits a range of the memfd that is mapped at `address`, with huge pages if possible.
+   MADV_COLLAPSE makes them even if the system's setting for shared memory is "never", but only
+   where a page exists. Other processes can write to the memory meanwhile. */
 static bool cddp__populate(const cddp__host *host, char *address, uint64_t base, uint64_t size) {
   uint64_t huge = size / CDDP__HUGE_PAGE * CDDP__HUGE_PAGE, at;
   if ((uintptr_t)address % CDDP__HUGE_PAGE != 0) huge = 0;
@@ -6746,14 +6747,14 @@ static uint64_t cddp__offset_of(const cddp__host *host, const void *p) {
    has been freed, its memory is a hole or another block: pread, unlike a load, fills no hole. */
 static bool cddp__pending_is_due(const cddp__host *host, const cddp__extent *extent) {
   const cddp__control_block *block = extent->freed_after;
-  bool own = cddp__extent_address(extent) == (const void *)block; /* so not freed yet */
+  bool is_block = cddp__extent_address(extent) == (const void *)block; /* so not freed yet */
   struct {
     uint32_t left, generation, size;
   } now; /* the block's fields of these names */
   CDDP__STATIC_ASSERT(offsetof(cddp__control_block, size) ==
                           offsetof(cddp__control_block, left) + sizeof now - sizeof now.size,
                       "they follow each other");
-  if (own || host->arena.fd < 0 || !cddp__memfd_is_open(host) ||
+  if (is_block || host->arena.fd < 0 || !cddp__memfd_is_open(host) ||
       pread(host->arena.fd, &now, sizeof now, (off_t)cddp__offset_of(host, &block->left)) !=
           (ssize_t)sizeof now) {
     now.left = cddp__load32(&block->left);
@@ -6774,7 +6775,7 @@ static void cddp__arena_free_left_blocks(cddp__host *host) {
   }
 }
 
-/* How many bytes cddp__arena_alloc commits: 5. in the head. whole: `bytes` in whole pages. */
+/* How many bytes cddp__arena_alloc commits: point 5 of the head. whole: `bytes` in whole pages. */
 static size_t cddp__committed_bytes(enum cddp__extent_use use, size_t bytes, size_t whole) {
   if (use == CDDP__EXTENT_LAZY) return 0;
   if (use == CDDP__EXTENT_BLOCK_LAZY) return cddp__page_size();
@@ -6788,7 +6789,7 @@ static void *cddp__arena_alloc(cddp__host *host, size_t bytes, enum cddp__extent
   cddp__extent *extent;
   cddp__control_block *block;
   char *address = NULL;
-  bool lazy = use >= CDDP__EXTENT_BLOCK_LAZY;
+  bool lazy = use >= CDDP__EXTENT_BLOCK_LAZY; /* never dumped */
   int list;
   if (bytes > SIZE_MAX / 4) {
     cddp__fail(CDDP_OUT_OF_MEMORY, "cddp_alloc: %zu bytes exceed the address space", bytes);
@@ -6814,7 +6815,8 @@ static void *cddp__arena_alloc(cddp__host *host, size_t bytes, enum cddp__extent
     if (!lazy && extent->segment->extent_size >= CDDP__HUGE_PAGE)
       cddp__set_dumped(host, address, whole, true);
     if (host->arena.fd < 0) {
-      if (use != CDDP__EXTENT_BLOCK_LAZY) cddp__request_huge_pages(address, whole);
+      if (use != CDDP__EXTENT_BLOCK_LAZY) /* mostly never used */
+        cddp__request_huge_pages(address, whole);
     } else if (!cddp__populate(host, address, cddp__extent_base(extent), committed)) {
       (void)cddp__fail_commit(committed < whole ? "the control block of a group" : "cddp_alloc",
                               whole);
@@ -6832,7 +6834,7 @@ static void *cddp__arena_alloc(cddp__host *host, size_t bytes, enum cddp__extent
 }
 
 /* Excludes all memory that peers write to from later allocations: an operation has failed while a
-   peer was stopped. The peer can write to this memory when it continues. */
+   peer was stopped, which can write to it when it continues. */
 static void cddp__arena_quarantine(cddp__host *host) {
   cddp__extent *extent = NULL;
   size_t at = 0;
@@ -6917,7 +6919,7 @@ static cddp_result cddp__map_ref(cddp__host *host, const cddp__ref *ref, void **
   pthread_mutex_lock(&host->lock);
   segment = cddp__segment_find(&host->arena.peers, ref->base, &at);
   if (segment != NULL && segment->base != ref->base) segment = NULL; /* an earlier one */
-  for (i = 0; segment == NULL && i < host->arena.own.count; i++)
+  for (i = 0; segment == NULL && i < host->arena.own.count; i++) /* a buffer of this rank */
     if (host->arena.own.list[i]->base == ref->base) segment = host->arena.own.list[i];
   if (segment == NULL) {
     address = cddp__map_segment(host, ref->base, ref->size);
@@ -6966,8 +6968,8 @@ static int cddp__container_cores(void) {
                                                              : INT_MAX;
 }
 
-/* Adds this process's processors to all ranks', and sets host->cores to their number: a launcher
-   can bind each rank to others. */
+/* Adds this process's processors to `all`, a bitmap of all ranks', and sets host->cores to their
+   number: a launcher can bind each rank to other processors. */
 static void cddp__count_cores(cddp__host *host, cddp__atomic_u64 *all) {
   uint64_t mine[CDDP__PROCESSORS / 64], bits, old;
   int allowed = host->container_cores, n = 0, i;
@@ -6983,11 +6985,12 @@ static void cddp__count_cores(cddp__host *host, cddp__atomic_u64 *all) {
     }
     n += __builtin_popcountll(old);
   }
-  if (n == 0) n = (int)sysconf(_SC_NPROCESSORS_ONLN);
+  if (n == 0) n = (int)sysconf(_SC_NPROCESSORS_ONLN); /* the call has failed */
   host->cores = n > 0 ? n : 1;
 }
 
-/* The next after p (NULL: the first): ranks, then others. For the thread that trains. */
+/* The process after p (NULL: the first): host->ranks, then host->others. For the thread that
+   trains. */
 static cddp__process *cddp__next_process(const cddp__host *host, cddp__process *p) {
   if (p == NULL) return host->ranks;
   if (p >= host->ranks && p + 1 < host->ranks + host->size) return p + 1;
@@ -7012,7 +7015,8 @@ static cddp__process cddp__process_at(cddp__host *host, int window) {
   return copy;
 }
 
-/* Enters a process, unless it is there, and its pid. NULL: out of memory. */
+/* Adds a process to host->others, unless it is in a list already, and stores its pid. NULL: out of
+   memory. */
 static cddp__process *cddp__add_process(cddp__host *host, int window, uint32_t pid) {
   cddp__process *p;
   for (p = host->others; p != NULL && p->window != window; p = p->next) {}
@@ -7033,8 +7037,8 @@ static cddp__process *cddp__add_process(cddp__host *host, int window, uint32_t p
   return p;
 }
 
-/* Enters all processes that have joined: the memory of those that end before they are members is
-   freed too. What fails now is tried again in the next step. */
+/* Adds all processes that have joined: the memory of those that end before they are members must be
+   freed too. After a failure the next step tries again. */
 static void cddp__find_processes(cddp__host *host) {
   uint32_t joins; /* of the block at offset 0 */
   cddp__process *p;
@@ -7049,7 +7053,7 @@ static void cddp__find_processes(cddp__host *host) {
   for (; host->joins_seen < joins; host->joins_seen++) {
     window = host->size + (int)host->joins_seen;
     if (window == host->arena.window || cddp__process_at(host, window).pid != 0) continue;
-    if ((p = cddp__add_process(host, window, 0)) == NULL) return; /* members know their pids */
+    if ((p = cddp__add_process(host, window, 0 /* no pid yet */)) == NULL) return;
     p->lost = 1; /* until it is a member */
   }
 }
@@ -7081,7 +7085,8 @@ static void cddp__unmap_window(cddp__host *host, cddp__process *p) {
     cddp__segment *segment = peers->list[i];
     bool unmap = cddp__window_of(host, segment->base) == p->window;
     while (unmap && (extent = cddp__next_extent(host, extent, &at)) != NULL)
-      if (cddp__segment_has(segment, extent->freed_after)) cddp__pending_remove(host, extent);
+      if (cddp__segment_has(segment, extent->freed_after)) /* it waits for a block there */
+        cddp__pending_remove(host, extent);
     for (g = host->groups; g != NULL && unmap; g = g->next)
       unmap = !cddp__segment_has(segment, g->block);
     if (unmap) {
@@ -7097,7 +7102,8 @@ static void cddp__unmap_window(cddp__host *host, cddp__process *p) {
   p->use_locked = false;
 }
 
-/* Frees the memory of a process that has ended, unless another reads it; then p, if in others. */
+/* Frees the memory of a process that has ended, unless another process reads it. Then removes p
+   from host->others, if it is there. */
 static void cddp__free_window(cddp__host *host, cddp__process *p) {
   cddp__process **link = &host->others;
   int use = CDDP__USE_BYTES + p->window, bits = host->arena.window_bits;
@@ -7115,7 +7121,7 @@ static void cddp__free_window(cddp__host *host, cddp__process *p) {
   cddp__free(&host->allocator, p);
 }
 
-/* Before the first allocation. */
+/* Sets the window in which this rank allocates. Called before its first allocation. */
 static void cddp__set_window(cddp__host *host, int window, int bits) {
   host->arena.window = window;
   host->arena.window_bits = bits;
@@ -7186,9 +7192,9 @@ static cddp__host *cddp__host_create(const cddp_allocator *allocator, const cddp
   return NULL;
 }
 
-/* Takes ownership of the memfd of `size` ranks. Its size tells that of the windows. */
+/* Takes ownership of the memfd of `size` ranks. The file's size tells the size of a window. */
 static void cddp__open_memory(cddp__host *host, int fd, int size) {
-  uint64_t windows = (uint64_t)size + 1; /* more only if they have WINDOW_BITS */
+  uint64_t windows = (uint64_t)size + 1; /* a file with more has windows of CDDP__WINDOW_BITS */
   int bits = CDDP__WINDOW_BITS_MIN;
   host->arena.fd = fd;
   (void)fstat(fd, &host->arena.memory); /* for cddp__memfd_is_open */
@@ -7381,7 +7387,7 @@ CDDP__INLINED float cddp__f16_to_f32(uint16_t h) {
 CDDP__INLINED uint16_t cddp__f32_to_f16(float x) {
   uint32_t bits = cddp__f32_bits(x), magnitude = bits & 0x7fffffff;
   uint32_t normal = (magnitude - (112u << 23) + 0xfff + ((magnitude >> 13) & 1)) >> 13;
-  /* Below 2^-14 the addition of 0.5 does the rounding: the last place of 0.5 is 2^-24. */
+  /* normal: ties to even. Below 2^-14 the addition of 0.5 rounds: its last place is 2^-24. */
   uint32_t little = magnitude < 0x38800000 /* 2^-14 */ ? magnitude : 0;
   uint32_t small = cddp__f32_bits(cddp__f32_of_bits(little) + 0.5f) - 0x3f000000;
   uint32_t half = magnitude < 0x38800000 ? small : normal;
@@ -7403,7 +7409,7 @@ CDDP__INLINED uint16_t cddp__f32_to_bf16(float x) {
 typedef struct cddp__scalars {
   double sign; /* factor of the gradient: -1 to maximize */
   cddp_adamw_step adamw;
-  double step;  /* SGD, like the rest: -lr */
+  double step;  /* -lr; this field and the rest are for SGD */
   double decay; /* weight_decay */
   double keep;  /* factor of the momentum */
   double take;  /* factor of the gradient that is added to the momentum */
@@ -7413,7 +7419,7 @@ typedef struct cddp__scalars {
 
 /* A range of a data-parallel step: gradients and weights of 1, 2 or 4 ranks, one set of states. */
 typedef struct cddp__fused_args {
-  cddp__f32 *gradients[4], *weights[4]; /* weights: this rank's first */
+  cddp__f32 *gradients[4], *weights[4]; /* gradients: by rank; weights: this rank's first */
   cddp__f32 *states[CDDP__STATES];
   const cddp__scalars *scalars;
   float mean; /* factor of the sum of gradients: sign / ranks */
@@ -7545,7 +7551,8 @@ typedef struct cddp__loops {
     return lane[0]; \
   }
 
-/* MIN and MAX: the lesser (or greater) of a[i], b[i]. If either is NaN, the result is that NaN. */
+/* MIN and MAX: the lesser (or greater) of a[i], b[i]. If either is NaN, the result is that NaN. MAX
+   (flip != 0) is MIN of the negated values. */
 #define CDDP__PAIR_KERNEL(ISA, TARGET, T, S) \
   TARGET static void cddp__pair_##S##_##ISA(void *dst, const void *p, const void *q, size_t n, \
                                             cddp_op op, int64_t flip) { \
@@ -7595,6 +7602,7 @@ typedef struct cddp__loops {
    The bits of PyTorch 2.6.0 show which of its sums are fused multiply-adds.
      v, x      the gradient; the weight
      m, q      exp_avg and exp_avg_sq; a and b are their new values
+     others    the fields of cddp_adamw_step
      MAXIMUM   the code of amsgrad, or empty */
 #define CDDP__ADAMW_STEP(F, FMA, SQRT, MAXIMUM) \
   F a = m[i]; \
@@ -7645,7 +7653,7 @@ typedef struct cddp__loops {
 
 /* Mean, step, copy to the ranks, zero the gradients. One loop reads and writes each array once, so
    that the memory is always busy. STEP computes the new states and x, the new weight, from x and v,
-   the mean gradient. LOCALS declares what STEP uses. */
+   the mean gradient. LOCALS declares what STEP uses. OTHERS: the same stores for a second rank. */
 #define CDDP__FUSED(SUM, STEP, OTHERS) \
   CDDP__EACH(float v = (SUM) * mean * clip; float x = w0[i]; STEP; w0[i] = x; g0[i] = 0; OTHERS)
 #define CDDP__FUSED_KERNEL(ISA, TARGET, NAME, LOCALS, STEP) \
@@ -7790,7 +7798,7 @@ static const cddp__loops *cddp__pick_loops(void) {
   if (isa == CDDP__ISA_AVX512) return cddp__loops_avx512;
   if (isa == CDDP__ISA_AVX2) return cddp__loops_avx2;
 #endif
-  return (void)isa, cddp__loops_base;
+  return (void)isa /* unused */, cddp__loops_base;
 }
 
 #define CDDP__BLOCK_BYTES 4096 /* of a block: small enough for the first-level cache */
@@ -7805,7 +7813,7 @@ typedef struct cddp__fold {
   const int *widths;            /* [nsrcs] leaves that each source is the sum of. One leaf has
                                    dtype (1) or the compute type (-1); sums have the compute type.
                                    NULL: all are 1 */
-  int nsrcs, ranks;             /* ranks: the divisor of AVG; 0: none */
+  int nsrcs, ranks;             /* ranks: the divisor of AVG; 0: the result is partial */
   cddp_dtype dtype;
   cddp_op op;          /* SUM for AVG */
   int64_t flip;        /* for `pair` */
@@ -7834,13 +7842,13 @@ CDDP__INLINED void cddp__fold_init(cddp__fold *fold, const void *const *srcs, in
     fold->flip ^= (int64_t)((uint64_t)1 << (8 * fold->esize - 1));
   fold->csize = cddp__dtype_size(cddp__compute_type(dtype));
   fold->sums = fold->op == CDDP_SUM && fold->math->sum != NULL;
-  fold->narrows = fold->loops != fold->math && ranks > 0;
+  fold->narrows = fold->loops != fold->math && ranks > 0; /* partial results stay wide */
   /* Division by a power of two and multiplication by its inverse give the same bits. */
   fold->divide = average && (!fold->sums || (ranks & (ranks - 1)) != 0);
   fold->factor = !average ? 1.0 : fold->divide ? (double)ranks : 1.0 / (double)ranks;
 }
 
-/* Whether one call of `sum` computes the whole reduction. */
+/* Whether one call of `sum` (its result has dtype) computes the whole reduction. */
 CDDP__INLINED bool cddp__fold_direct(const cddp__fold *fold) {
   return (fold->nsrcs <= 4 || fold->nsrcs == 8) && fold->widths == NULL && fold->op == CDDP_SUM &&
          fold->loops->sum != NULL && (fold->narrows || fold->loops == fold->math);
@@ -7882,7 +7890,7 @@ static const void *cddp__fold_leaf(const cddp__fold *fold, void *buf, int first,
                                    size_t n) {
   const void *s[8];
   int i;
-  if (fold->widths != NULL && fold->widths[first] != 1)
+  if (fold->widths != NULL && fold->widths[first] != 1) /* it has the compute type */
     return (const char *)fold->srcs[first] + at * fold->csize;
   for (i = 0; i < k; i++) s[i] = (const char *)fold->srcs[first + i] + at * fold->esize;
   if (k == 1 && fold->loops == fold->math) return s[0];
@@ -7893,9 +7901,9 @@ static const void *cddp__fold_leaf(const cddp__fold *fold, void *buf, int first,
   return buf;
 }
 
-/* Bytes of a block. More than 15 sources share CDDP__FOLD_BYTES. */
+/* Bytes of a block. Those of all levels fit into FOLD_BYTES: shorter ones from 16 sources on. */
 static size_t cddp__fold_bytes(const cddp__fold *fold) {
-  size_t levels = 2;
+  size_t levels = 2; /* most partial results at a time */
   int n;
   for (n = fold->nsrcs; n > 1; n /= 2) levels++;
   if (fold->widths != NULL) levels = CDDP__FOLD_DEPTH;
@@ -7912,7 +7920,7 @@ static void cddp__fold_block(const cddp__fold *fold, char *dst, size_t at, size_
   double space[CDDP__FOLD_BYTES / sizeof(double)];
   char *bufs[CDDP__FOLD_DEPTH];
   const void *parts[CDDP__FOLD_DEPTH];
-  int sizes[CDDP__FOLD_DEPTH]; /* sources in each part */
+  int sizes[CDDP__FOLD_DEPTH]; /* leaves below each part */
   int most = fold->sums && fold->loops == fold->math && fold->widths == NULL ? 8 : 1;
   int depth = 0, i = 0, k; /* k: sources of the next leaf, at most `most` */
   size_t bytes = cddp__fold_bytes(fold);
@@ -8025,7 +8033,7 @@ static void cddp__scale(void *p, size_t n, cddp_dtype dtype, double factor) {
   size_t at, m;
   if (loops[dtype].scale != NULL) (loops[dtype].scale)(p, n, factor, CDDP__MEAN_MULTIPLY);
   for (at = 0; loops[dtype].scale == NULL && at < n; at += m) {
-    char *q = (char *)p + at * 2;
+    char *q = (char *)p + at * 2; /* bytes of a half */
     m = cddp__min(CDDP__BLOCK_FLOATS, n - at);
     loops[dtype].widen(buf, q, m);
     (loops[CDDP_F32].scale)(buf, m, factor, CDDP__MEAN_MULTIPLY);
@@ -8101,8 +8109,8 @@ static void cddp__convert(void *dst, cddp_dtype to, const void *src, cddp_dtype 
         k-th bucket, the last limit for all further ones.
      3. Buckets are ordered by closing, or by their smallest parameter index. */
 
-/* Slice `part` of n elements. Slices are cut at multiples of granule. The last ones are the larger
-   ones, by a granule, since the end of the array can cut the last one short. */
+/* Slice `part` of n elements. Slices are cut at multiples of granule. The first `small` ones have
+   `each` granules, the others one more: the end of the array can cut the last one short. */
 static void cddp__slice(size_t n, size_t granule, int parts, int part, size_t *begin,
                         size_t *end) {
   size_t grains = n / granule + (n % granule != 0), i = (size_t)part;
@@ -8214,7 +8222,7 @@ static int cddp__plan_nodes(const int *owner, int shards, bool apart, cddp__shar
       node.slot = k >= 0 ? nodes[k].slot + 1 : 0;
     if (node.slot >= *slots) *slots = node.slot + 1;
     nodes[merge.low] = node;
-    count = merge.low + 1;
+    count = merge.low + 1; /* the merged nodes were the last ones */
   }
   for (i = 0; i < count; i++) widths[i] = cddp__node_width(&nodes[i]);
   return count;
@@ -8361,7 +8369,7 @@ static char *cddp__share_from(const cddp__call *call, int from) {
 }
 
 /* Bytes of the elements [begin, begin + n) of the share that this rank sends to another, or
-   receives from it. In a call with counts some of them do not exist. */
+   receives from it. In a call with counts the share has `count` elements: some do not exist. */
 static size_t cddp__bytes_within(const cddp__call *call, size_t count, size_t begin, size_t n) {
   return begin < count ? cddp__min(n, count - begin) * call->esize : 0;
 }
@@ -8425,9 +8433,10 @@ static cddp__text cddp__describe_call(uint32_t code, uint64_t count, int root) {
   if (kind >= CDDP__KIND_COUNT || !cddp__dtype_ok(dtype) || op > CDDP_BXOR) return t;
   t = cddp__textf("%s", cddp__shapes[kind].name);
   if (kind == CDDP__KIND_DDP_BUCKET) cddp__append(t.s, sizeof t.s, " %" PRIu64, count);
-  if (kind == CDDP__KIND_BARRIER || kind >= CDDP__KIND_GROUP_NEW) return t;
+  if (kind == CDDP__KIND_BARRIER || kind >= CDDP__KIND_GROUP_NEW) return t; /* no elements */
   cddp__append(t.s, sizeof t.s, "(");
-  if (kind < CDDP__KIND_ALL_GATHER_V) cddp__append(t.s, sizeof t.s, "count %" PRIu64 ", ", count);
+  if (kind < CDDP__KIND_ALL_GATHER_V) /* else a count for each rank */
+    cddp__append(t.s, sizeof t.s, "count %" PRIu64 ", ", count);
   cddp__append(t.s, sizeof t.s, "%s", cddp__dtype_name(dtype));
   if (cddp__shapes[kind].reduces) cddp__append(t.s, sizeof t.s, ", %s", cddp__op_names[op]);
   if (root >= 0) cddp__append(t.s, sizeof t.s, ", root %d", root);
@@ -8472,7 +8481,7 @@ static size_t cddp__l2(void) {
 }
 #endif
 
-static size_t cddp__staging_bytes(int size) { /* with a small L2: CDDP__STAGING_MIN */
+static size_t cddp__staging_bytes(int size) { /* with a large L2, or unknown */
   size_t each = CDDP__STAGING_MAX;
   while (each > CDDP__STAGING_MIN && 2 * each * (size_t)size > CDDP__STAGING_ALL) each /= 2;
   return each;
@@ -8486,14 +8495,15 @@ static size_t cddp__slots_at(int size) { /* offset of the slots */
   size_t headers = (size_t)size * (2 * sizeof(cddp__op_header) + sizeof(cddp__atomic_u32));
   return CDDP__HEADERS_AT + cddp__round_up(headers, 4096);
 }
-static size_t cddp__head_bytes(int size, int local_size) { /* what precedes the buffers */
+static size_t cddp__head_bytes(int size, int local_size) { /* what precedes the buffers: pages */
   size_t slots = (size_t)local_size + (local_size < size); /* other hosts: one */
-  return cddp__round_up(cddp__slots_at(size) + slots * sizeof(cddp__slot), 65536); /* any page */
+  return cddp__round_up(cddp__slots_at(size) + slots * sizeof(cddp__slot), 65536);
 }
 static size_t cddp__block_bytes(int size, int local_size) {
   size_t one_host = (size_t)size * cddp__staging_bytes(size);
   return cddp__head_bytes(size, local_size) +
-         2 * (local_size < size ? cddp__piggyback_bytes(size) : one_host);
+         2 /* even and odd rounds */ *
+             (local_size < size ? cddp__piggyback_bytes(size) : one_host);
 }
 
 static cddp__slot *cddp__slot_of(const cddp_group *g, int rank) {
@@ -8550,7 +8560,7 @@ static bool cddp__has_remote_headers(const cddp_group *g) {
 
 /* Stores a failure and its text. Returns false if one is already stored. */
 static bool cddp__set_cause(cddp__cause *cause, cddp_result r, const char *text) {
-  if (!cddp__swap32(&cause->state, 0, 1)) return false;
+  if (!cddp__swap32(&cause->state, 0, 1 /* being written */)) return false;
   snprintf(cause->text, sizeof cause->text, "%s", text);
   cddp__store32(&cause->state, 2 + (uint32_t)r);
   return true;
@@ -8560,7 +8570,7 @@ static bool cddp__has_cause(const cddp__cause *cause) { return cddp__load32(&cau
 
 /* Three checks return a failure and make its text this thread's error:
      cddp__check_cause     of a stored cause, for example a model's; CDDP_OK: there is none
-     cddp__check_failure   of a group; CDDP_OK: it is healthy
+     cddp__check_failure   of a group; CDDP_OK: it is healthy. The first failure ends its links
      cddp__check_group     the same at the start of a call and in waits: also notes the thread */
 static cddp_result cddp__check_cause(const cddp__cause *cause) {
   if (CDDP__LIKELY(!cddp__has_cause(cause))) return CDDP_OK;
@@ -8596,7 +8606,7 @@ static cddp_result cddp__check_failure(cddp_group *g) {
   net = g->hosts != NULL ? g->hosts->net : g->host->net;
   pthread_mutex_lock(&g->fail_lock);
   if (!g->failed && r == CDDP_PEER_LOST && net != NULL)
-    cddp__set_cause(&net->loss, r, cddp__failure_text(g));
+    cddp__set_cause(&net->loss, r, cddp__failure_text(g)); /* for notices to other groups */
   if (!g->failed && g->hosts != NULL) cddp__hosts_disconnect(g);
   g->failed = true;
   pthread_mutex_unlock(&g->fail_lock);
@@ -8662,7 +8672,7 @@ static void cddp__mark_multithreaded(const cddp__host *host) {
 CDDP__INLINED void cddp__note_thread(cddp__host *host) {
   uintptr_t self = (uintptr_t)&cddp__this_site;
   uintptr_t first = __atomic_load_n(&host->first_thread, __ATOMIC_RELAXED);
-  if (CDDP__LIKELY(first == self) || cddp__own_engine != NULL) return;
+  if (CDDP__LIKELY(first == self) || cddp__own_engine != NULL /* not the user's */) return;
   if (first != 0 || !__atomic_compare_exchange_n(&host->first_thread, &first, self, false,
                                                  __ATOMIC_RELAXED, __ATOMIC_RELAXED))
     cddp__mark_multithreaded(host);
@@ -8694,7 +8704,7 @@ static bool cddp__process_stat(uint32_t pid, int number, char *state, uint64_t *
   n = read(fd, text, sizeof text - 1);
   close(fd);
   text[n > 0 ? n : 0] = 0;
-  at = strrchr(text, ')'); /* end of the name, which can contain anything */
+  at = strrchr(text, ')'); /* end of field 2, the name, which can contain anything */
   if (at == NULL || at[1] != ' ') return false;
   *state = at[2];
   for (field = 2; field < number && at != NULL; field++) at = strchr(at + 1, ' ');
@@ -8719,16 +8729,16 @@ static bool cddp__process_gone(cddp__host *host, int at) {
   if (cddp__process_stat(pid, 22 /* starttime */, &state, &start))
     return state == 'Z' || state == 'X' || /* a later start: another process has got its pid */
            start > host->started_before;
-  return kill((pid_t)pid, 0) != 0 && errno == ESRCH;
+  return kill((pid_t)pid, 0) != 0 && errno == ESRCH; /* no /proc */
 }
 
 /* Whether a rank takes part in no further call: it has left the group, or has ended. The end of a
    rank of another host counts when the notice of its cause has arrived or has had time to; in an
-   elastic model, which continues, at once. After a BYE, which no notice follows, its last frames
-   can still be unread. No notice follows the end of a rank alone on its host either. */
+   elastic model, which continues, immediately. After a BYE, which no notice follows, its last
+   frames can still be unread. No notice follows the end of a rank alone on its host either. */
 static enum cddp__end cddp__rank_end(const cddp_group *g, int rank) {
   uint32_t state = cddp__load32(&cddp__slot_of(g, rank)->state);
-  bool gone, brief;
+  bool gone, brief; /* brief: a short wait for a notice */
   if (g->members[rank] < 0) {
     const cddp__peer *peer = &g->hosts->peers[rank];
     enum cddp__end end;
@@ -8746,7 +8756,8 @@ static enum cddp__end cddp__rank_end(const cddp_group *g, int rank) {
     gone = g->host->slots != NULL &&
            cddp__load32(&g->host->slots[g->members[rank]].state) == CDDP__SLOT_DEAD;
   else if (!gone)
-    gone = rank != g->rank && cddp__process_gone(g->host, g->members[rank]);
+    gone = rank != g->rank /* own locks look free */ &&
+           cddp__process_gone(g->host, g->members[rank]);
   return gone ? CDDP__HAS_ENDED : CDDP__IS_ALIVE;
 }
 
@@ -8830,14 +8841,14 @@ static cddp__text cddp__describe_end(const cddp_group *g, int rank) {
     return cddp__textf(CDDP__EXITED);
   process = cddp__process_at(host, at);
   /* The system releases the lock of a process a moment before its status exists. Its left neighbour
-     on the host soon stores the status: cddp__wait_tick. slots == NULL: this rank joined. */
-  cddp__wait_begin(&w, host->slots != NULL && at < host->size ? CDDP__STATUS_S : 0.005);
+     on the host soon stores the status: cddp__wait_tick. A joined process has no neighbours. */
+  cddp__wait_begin(&w, host->slots != NULL && at < host->size ? CDDP__STATUS_S : 0.005 /* s */);
   do {
     known = cddp__exit_status(process.pidfd, process.pid, &status);
     if (host->slots != NULL && at < host->size) ended = cddp__load32(&host->slots[at].ended);
   } while (!known && ended == 0 && cddp__wait_pause(&w));
   if (known) return cddp__describe_status(status);
-  if (ended != 0) return cddp__describe_status((int)(ended & 0xffff));
+  if (ended != 0) return cddp__describe_status((int)(ended & 0xffff)); /* without bit 16 */
   return cddp__textf("died: its process has ended");
 }
 
@@ -8891,7 +8902,7 @@ static bool cddp__rank_needed(const cddp_group *g, int p) {
 static cddp_result cddp__check_peers(cddp_group *g) {
   int p;
   if (g->block_ref.kind == CDDP__REF_EXTENT &&
-      cddp__load32(&g->block->generation) != g->block_generation)
+      cddp__load32(&g->block->generation) != g->block_generation) /* it was freed */
     return cddp__fail(CDDP_PEER_LOST, "all other ranks have left the group");
   for (p = 0; p < g->size; p++) {
     if (p == g->rank || g->members[p] < 0) continue;
@@ -8904,8 +8915,8 @@ static cddp_result cddp__check_peers(cddp_group *g) {
 
 /* --- access to peers' memory --- */
 
-/* Both sides use full fences: a failing rank sees this rank's `inside`, or this rank sees the
-   failure. */
+/* Before copies from or to peers' memory. With full fences on both sides a failing rank sees this
+   rank's `inside`, or this rank sees the failure. */
 static cddp_result cddp__begin_access(cddp_group *g) {
   cddp__exchange32(&cddp__slot_of(g, g->rank)->inside, 1);
   CDDP__POINT("inside");
@@ -8977,8 +8988,8 @@ static cddp__text cddp__describe_wait(const cddp_group *g, int rank) {
   return cddp__textf("; rank %d waits in no collective, send or recv", number);
 }
 
-/* Whether slot->works counts all operations of this rank in flight: no group holds one outside its
-   queue (CDDP__OWN_HELD); the engine's thread soon counts such a one. */
+/* Whether slot->works counts all operations of this rank in flight. It does not count one that a
+   group holds outside its queue (CDDP__OWN_HELD), until the engine's thread soon queues it. */
 static bool cddp__works_visible(cddp__host *host) {
   const cddp_group *g;
   bool all = true;
@@ -9014,7 +9025,7 @@ static bool cddp__publish_wait(cddp_group *g, const char *where) {
   return true;
 }
 
-/* If cddp__publish_wait returned true. failed: the wait has failed, which time-out texts tell. */
+/* Ends a wait that cddp__publish_wait published. failed: the wait has failed, for error texts. */
 static void cddp__clear_wait(cddp_group *g, bool failed) {
   cddp__slot *slot = cddp__wait_slot(g, g->rank);
   if (slot == NULL) return;
@@ -9143,7 +9154,7 @@ static cddp_result cddp__break_late(cddp_group *g, int late) {
   }
   n = cddp__find_late(g, set);
   if (n == 0 && late >= 0) set[late] = true; /* it does not finish a round that all announced */
-  if (n == 0 && late < 0) cddp__append(names, sizeof names, "a rank");
+  if (n == 0 && late < 0) cddp__append(names, sizeof names, "a rank"); /* all arrived meanwhile */
   for (p = 0; p < g->size && named < 3; p++) {
     if (!set[p]) continue;
     far = far || g->members[p] < 0;
@@ -9207,7 +9218,7 @@ static void cddp__register_fork_handler(void) {
   (void)pthread_atfork(NULL, NULL, cddp__reset_served);
 }
 
-/* The caller holds p2p.lock, or g is still private. */
+/* Adds g to the served groups, once. The caller holds p2p.lock, or g is still private. */
 static void cddp__serve_in_waits(cddp_group *g) {
   static pthread_once_t once = PTHREAD_ONCE_INIT;
   if (g->p2p.is_served) return;
@@ -9219,7 +9230,7 @@ static void cddp__serve_in_waits(cddp_group *g) {
   pthread_mutex_unlock(&cddp__served_lock);
 }
 
-/* Called before g is freed. After it returns no other thread serves g. */
+/* Removes g from the list, before it is freed. Afterwards no other thread serves g. */
 static void cddp__stop_serving(cddp_group *g) {
   cddp_group **at = &cddp__served;
   if (!g->p2p.is_served) return;
@@ -9239,10 +9250,10 @@ static cddp_result cddp__wait_tick(cddp_group *g, cddp__wait *w) {
   cddp_result r = cddp__check_failure(g);
   if (r != CDDP_OK) return r;
   cddp__wait_read_clock(w);
-  if (cddp__serve_idle(g)) w->since = w->now; /* more messages are likely to follow */
+  if (cddp__serve_idle(g)) w->since = w->now; /* short sleeps: more are likely to follow */
   if (!w->due) return CDDP_OK;
   cddp__join_serve(g->host, CDDP__JOIN_POLL);
-  /* The system discards the exit status once the parent has read it. */
+  /* Notes the right neighbour's status: the system discards it once the parent has read it. */
   if (host->slots != NULL && host->ranks[next].pidfd >= 0 &&
       cddp__load32(&host->slots[next].ended) == 0 && cddp__process_gone(host, next) &&
       cddp__exit_status(host->ranks[next].pidfd, host->ranks[next].pid, &status))
@@ -9304,6 +9315,7 @@ static cddp_result cddp__wait_slow(cddp_group *g, cddp__atomic_u32 *word, uint32
   return r;
 }
 
+/* Waits until *word == want. */
 static cddp_result cddp__wait_word(cddp_group *g, cddp__atomic_u32 *word, uint32_t want) {
   int i;
   for (i = 0; CDDP__UNLIKELY(cddp__load32(word) != want); i++) {
@@ -9357,8 +9369,8 @@ static cddp__text cddp__describe_rank(const cddp_group *g, int rank,
   return t;
 }
 
-/* All headers are compared with the first that is not in cddp_ddp_join (uneven inputs, which may
-   differ), so every rank finds the same result. */
+/* Compares all headers with that of the first rank not in cddp_ddp_join, so every rank finds the
+   same result. */
 static cddp_result cddp__compare_headers(cddp_group *g) {
   cddp__slot *mine = cddp__slot_of(g, g->rank);
   const cddp__op_header *reference;
@@ -9416,7 +9428,9 @@ static cddp_result cddp__await_headers(cddp_group *g, const cddp__call *call, ui
   int p, size = g->size;
   for (p = 0; p < size; p++, header += 2 /* of each rank */) {
     if (p == g->rank || (!all && g->members[p] < 0)) continue;
-    if (!g->oversubscribed && (r = cddp__wait_word(g, &header->seq, g->round)) != CDDP_OK) return r;
+    if (!g->oversubscribed /* else cddp__arrive has waited */ &&
+        (r = cddp__wait_word(g, &header->seq, g->round)) != CDDP_OK)
+      return r;
     same = same && header->call == code && header->count == call->count &&
            header->root == (int32_t)call->root && header->fp_mode == fp_mode;
   }
@@ -9471,7 +9485,7 @@ static cddp_result cddp__round_of(cddp_group *g, const cddp__call *call, enum cd
   return cddp__run_round(g, CDDP__ROUND_OF_ALL, call, phase, payload, bytes);
 }
 
-/* Rounds that are no collective of the user. */
+/* Rounds that are no collective of the user: their dtype and op have no meaning. */
 static cddp_result cddp__round(cddp_group *g, int kind, enum cddp__phase phase, uint64_t count,
                                const void *payload, size_t bytes) {
   cddp__call call = cddp__make_call(kind, NULL, NULL, (size_t)count, CDDP_F32, CDDP_SUM, -1);
@@ -9500,7 +9514,7 @@ static int cddp__spin_of(const cddp__host *host) {
    memory. */
 static void cddp__set_wait_policy(cddp_group *g) {
   g->oversubscribed = (uint32_t)g->local_size > cddp__load32(&g->block->cores);
-  if (g->hosts == NULL)
+  if (g->hosts == NULL) /* else >>hosts sets it */
     g->round_max = g->oversubscribed ? CDDP__ROUND_MAX_OVERSUBSCRIBED : CDDP__ROUND_MAX;
   g->spin = cddp__spin_of(g->host);
 }
@@ -9543,11 +9557,12 @@ static void cddp__set_wait_policy(cddp_group *g) {
 #define CDDP__LINK_READ_AHEAD 4096 /* bytes beyond those due that are read in the same call */
 enum { CDDP__LINK_FRAMES, CDDP__LINK_NOTICE }; /* purposes */
 
-/* The new link owns the socket. Within `seconds` the caller must be connected, or the other end
-   have the hello. Lock of the link: net.lock until its group has claimed it, then p2p.lock. */
+/* The new link owns the socket. Within `seconds` it must be connected (caller) or have received the
+   hello. Lock of the link: net.lock until its group has claimed it, then p2p.lock. */
 static cddp__connection *cddp__link_new(const cddp_allocator *a, int fd, bool caller,
                                         double seconds) {
   cddp__connection *c = (cddp__connection *)cddp__calloc(a, 1, sizeof *c);
+  /* The first probe follows probe_s without bytes, the others are probe_s apart. */
   int probe_s = CDDP__UNANSWERED_S > 4 ? (int)(CDDP__UNANSWERED_S / 4) : 1, probes = 3;
   if (c != NULL) {
     cddp__connection_begin(c, a, fd, caller);
@@ -9615,10 +9630,11 @@ static bool cddp__link_progress(const cddp__net *n, cddp__connection *c) {
   if (c->state == CDDP__CONNECTION_NEW) {
     size_t *done = c->caller ? &c->sent : &c->got;
     /* The caller sends the hello, the other end reads it; a part of it is continued later. */
-    if (cddp__connection_io(c, NULL, h, sizeof *h, done, SIZE_MAX, c->caller) <= 0) return false;
+    if (cddp__connection_io(c, NULL, h, sizeof *h, done, SIZE_MAX /* all */, c->caller) <= 0)
+      return false;
     *done = 0;
     if (!c->caller) c->peer = (int)h->from;
-    if (c->caller && cddp__connected_to_itself(c->fd))
+    if (c->caller && cddp__connected_to_itself(c->fd)) /* so the peer does not listen */
       cddp__connection_end(c, ECONNREFUSED);
     else if (!c->caller &&
              (h->purpose > CDDP__LINK_NOTICE || h->secret != (uint32_t)(n->secret != NULL) ||
@@ -9650,7 +9666,8 @@ static cddp_result cddp__link_connect(const cddp__net *n, int peer, int purpose,
   cddp__address_set_port(&to, entry->port);
   cddp__address_set_port(&from, 0); /* any */
   cddp__set_scope(&to.v6, &from);
-  if (from.sa.ss_family == to.sa.ss_family) (void)!bind(fd, &from.any, from.size); /* if possible */
+  if (from.sa.ss_family == to.sa.ss_family) /* this host's known address, if possible */
+    (void)!bind(fd, &from.any, from.size);
   cddp__link_write_hello(n, c, purpose, group);
   if (connect(fd, &to.any, to.size) != 0 && errno != EINPROGRESS && errno != EINTR)
     cddp__connection_end(c, errno);
@@ -9688,7 +9705,7 @@ static void cddp__link_close(cddp__connection *c) {
   cddp__link_free(c);
 }
 
-/* Links can be NULL. */
+/* Sends the waiting bytes of links, which can be NULL. */
 static void cddp__links_flush(const cddp__net *n, cddp__connection *const *links, size_t count,
                               double deadline) {
   bool unsent;
@@ -9726,7 +9743,8 @@ static bool cddp__gets_notice(const cddp__net *n, const int *world, int size, in
   return p == rank;
 }
 
-/* code: a result, with flags. world: see cddp__gets_notice. Keeps this thread's error text. */
+/* code: a result, and CDDP__NOTICE_* flags. world: see cddp__gets_notice. Keeps this thread's error
+   text. */
 static void cddp__send_notices(const cddp__net *n, uint64_t group, const int *world, int size,
                                uint32_t code, const char *text) {
   enum { BATCH = 32 };
@@ -9765,10 +9783,10 @@ static void cddp__send_arrivals(cddp_group *g, uint32_t round) {
   if (cddp__exchange32(&g->block->reported, round) == round) return; /* sent before */
   for (p = 0; p < g->size; p++)
     arrived[p] = g->members[p] >= 0 && cddp__load32(&cddp__op_header_of(g, p, round)->seq) == round;
-  list = cddp__list_ranks(arrived, g->size, CDDP__ERROR_MAX - 16 /* the number */);
+  list = cddp__list_ranks(arrived, g->size, CDDP__ERROR_MAX - 16 /* for the round */);
   if (list.s[0] != 0)
     cddp__send_notices(g->hosts->net, g->id, g->world, g->size,
-                       CDDP__NOTICE_ARRIVED | (uint32_t)CDDP_TIMEOUT,
+                       CDDP__NOTICE_ARRIVED | (uint32_t)CDDP_TIMEOUT /* any failure */,
                        cddp__textf("%" PRIu32 " %s", round, list.s).s);
 }
 
@@ -9836,7 +9854,7 @@ static void cddp__link_check_end(cddp__connection *c) {
 static bool cddp__accept_links(const cddp_allocator *a, int listener, cddp__connection **list,
                                cddp__atomic_u32 *starved) {
   cddp__connection *c;
-  bool none, few = false;
+  bool none, few = false; /* none: no descriptor is left */
   int i, fd;
   for (i = 0; i < 64; i++) {
     fd = cddp__accept(listener);
@@ -10245,7 +10263,7 @@ static cddp_result cddp__claim_rank(cddp__rendezvous *rdv) {
   cddp__address a = cddp__rank_socket(job, "", rank);
   char answer;
   for (tries = 0; tries < 100; tries++) {
-    uint32_t peer[3] = {0, 0, 0}, pid;
+    uint32_t peer[3] = {0, 0, 0} /* pid, uid, gid */, pid;
     bool ended;
     int fd, error = cddp__listen_address(&a, &job->claim_fd);
     if (error == 0) return CDDP_OK;
@@ -10329,13 +10347,14 @@ static void cddp__note_problem(cddp__rendezvous *rdv, cddp_result r) {
   if (cddp__set_cause(&rdv->problem, r, cddp_error())) rdv->problem_at = cddp__now();
 }
 
-/* A rank that does not match is kept too, and sets rdv->problem. */
+/* Adds a rank to `registered`. One that does not match is kept too, and sets rdv->problem. */
 static cddp_result cddp__register_rank(cddp__rendezvous *rdv, const cddp__rank_info *info,
                                        int node) {
   const cddp__registration *other = cddp__find_registered(rdv, info->rank);
   cddp__registration *entry;
-  cddp_result r =
-      rdv->registered_count > 0 ? cddp__compare_ranks(&rdv->registered[0].info, info) : CDDP_OK;
+  cddp_result r = rdv->registered_count > 0 /* [0] is this rank */
+                      ? cddp__compare_ranks(&rdv->registered[0].info, info)
+                      : CDDP_OK;
   if (r == CDDP_OK && other != NULL)
     r = cddp__fail_rank_taken(rdv->job, (int)info->rank, other->info.pid, other->info.host.name,
                               info->pid, info->host.name);
@@ -10370,7 +10389,7 @@ static cddp_result cddp__send_message(cddp__connection *c, uint32_t kind, const 
   return r == CDDP_OK ? cddp__connection_exchange(c, 0, deadline) : r;
 }
 
-/* The next complete message, which the caller frees; NULL: none. */
+/* The next complete message, of at most `most` bytes, which the caller frees; NULL: none. */
 static cddp__message *cddp__receive_message(cddp__connection *c, size_t most) {
   cddp__message *m;
   (void)cddp__connection_progress(c);
@@ -10446,7 +10465,7 @@ static cddp_result cddp__own_address(int fd, cddp__address *out) {
 }
 
 /* Listens for ranks on other hosts, on a free port of address `at`. wide: they can reach this host
-   at another address, so if the job can span hosts, it listens on all, of IPv6 and IPv4. */
+   at another address, so if the job can span hosts, it listens on all addresses, IPv6 and IPv4. */
 static cddp_result cddp__listen_for_others(const cddp__rendezvous *rdv, const cddp__address *at,
                                            bool wide, int *fd, int *port) {
   struct sockaddr_in6 all;
@@ -10568,7 +10587,8 @@ static cddp_result cddp__receive_port(cddp__rendezvous *rdv, cddp__connection *c
 static void cddp__close_parent(cddp__rendezvous *rdv) {
   size_t i;
   cddp__connection_close(&rdv->parent.connection);
-  for (i = 0; i < rdv->registered_count; i++) cddp__close_fd(&rdv->registered[i].link_fd);
+  for (i = 0; i < rdv->registered_count; i++) /* these listen at the address found with it */
+    cddp__close_fd(&rdv->registered[i].link_fd);
   rdv->forwarded = 0; /* the next parent gets all registrations */
 }
 
@@ -10619,7 +10639,7 @@ static cddp_result cddp__receive_from_child(cddp__rendezvous *rdv, cddp__channel
       r = cddp__receive_rank(rdv, child, m, &valid);
     else if (failed && valid)
       r = cddp__fail_by_message(m);
-    else if (kind == CDDP__RENDEZVOUS_PORT && valid && c->local && /* if it fits or not */
+    else if (kind == CDDP__RENDEZVOUS_PORT && valid && c->local && /* rank 0 can be a misfit */
              m->head.size == sizeof rdv->root.token && rdv->root.fd_count < CDDP__ADDRESSES_MAX &&
              rdv->registered[child->entry].info.rank == 0)
       r = cddp__receive_port(rdv, c, m);
@@ -10682,7 +10702,7 @@ static cddp_result cddp__take_table(cddp__rendezvous *rdv, const cddp__message *
   return CDDP_OK;
 }
 
-/* listener: the process that has the port. */
+/* listener: the process that listens at `a`. */
 static cddp_result cddp__fail_blocked(const cddp__rendezvous *rdv, const cddp__address *a,
                                       const char *listener, int error) {
   const char *here = rdv->host->name;
@@ -10728,8 +10748,8 @@ static cddp__store_options cddp__store_options_of(const cddp__rendezvous *rdv) {
   return o;
 }
 
-/* After a try to find the root has failed with r and the text of cddp_error: fails too, or, if
-   another try can succeed (CDDP_NETWORK, CDDP_TIMEOUT), sets its time. port_blocked: see root. */
+/* A try to find the root has failed with r and the text of cddp_error. Fails too or, if another try
+   can succeed (CDDP_NETWORK, CDDP_TIMEOUT), sets its time. port_blocked: see rdv->root. */
 static cddp_result cddp__look_again(cddp__rendezvous *rdv, cddp_result r, bool port_blocked) {
   const cddp__config *config = rdv->config;
   cddp__root_search *root = &rdv->root;
@@ -10772,7 +10792,7 @@ static cddp_result cddp__lose_root(cddp__rendezvous *rdv, int error) {
   const cddp__address at = root->addresses[root->next - 1]; /* a copy: the file can replace it */
   const cddp__challenge *challenge = &rdv->parent.connection.challenge;
   unsigned char old_token[sizeof root->token];
-  bool port_blocked = root->store != NULL && error != 0;
+  bool port_blocked = root->store != NULL && error != 0; /* a free port, not the endpoint's */
   cddp_result r = CDDP_NETWORK;
   if (error == EMFILE || error == ENFILE)
     return cddp__fail_descriptors(rdv, error, "connection to another host");
@@ -10950,7 +10970,7 @@ static cddp_result cddp__ask_store(cddp__rendezvous *rdv) {
   } else {
     q = cddp__request_of(CDDP__STORE_CHECK, &key, 1);
     r = cddp__store_run(root->store, &q, 0);
-    found = r == CDDP_OK && q.number == 0;
+    found = r == CDDP_OK && q.number == 0; /* no key is missing */
     q = cddp__request_of(CDDP__STORE_GET, &key, 1);
     q.out = &value;
     q.capacity = sizeof value;
@@ -10990,13 +11010,14 @@ static cddp_result cddp__find_addresses(cddp__rendezvous *rdv) {
   if (scheme == CDDP__URL_UNIX) {
     root->address_count = 1;
     cddp__unix_name(&root->addresses[0], name);
-  } else if (root->address_count == 0 || cddp__now() > root->resolved_at + 5) {
+  } else if (root->address_count == 0 || cddp__now() > root->resolved_at + 5 /* s */) {
     r = cddp__resolve(config->host, config->port, root->addresses, &root->address_count);
     root->resolved_at = cddp__now();
   }
   return r;
 }
 
+/* With a launcher's store the root looks too, until it has published its address. */
 static bool cddp__looks_for_root(const cddp__rendezvous *rdv) {
   return rdv->node_socket >= 0 && rdv->parent.connection.fd < 0 &&
          (!rdv->with_rank_0 || (rdv->config->client_only && rdv->root.fd_count == 0));
@@ -11088,7 +11109,8 @@ static cddp_result cddp__serve_endpoint(cddp__rendezvous *rdv) {
   cddp_result r = CDDP_OK;
   if (config->rank != 0 || config->client_only) return CDDP_OK;
   if (strncmp(config->init_method, "file:", 5) == 0) return cddp__serve_file(rdv);
-  if (config->listen_fd >= 0) cddp__store32(&cddp__listen_fd_user, (uint32_t)getpid());
+  if (config->listen_fd >= 0) /* a process uses it once */
+    cddp__store32(&cddp__listen_fd_user, (uint32_t)getpid());
   if (config->listen_fd < 0) r = cddp__find_addresses(rdv);
   if (r == CDDP_OK && config->port != 0 && config->listen_fd < 0 && !cddp__one_host(config))
     cddp__add_interface_addresses(root->addresses, &root->address_count, config->host);
@@ -11151,6 +11173,7 @@ static cddp_result cddp__rendezvous_init(cddp__rendezvous *rdv, const cddp__conf
   return cddp__register_rank(rdv, &rdv->job->table.info, 0);
 }
 
+/* Becomes the node's coordinator, or its client: step 2 of the head. */
 static cddp_result cddp__connect_node(cddp__rendezvous *rdv) {
   cddp__address a;
   int error, fd;
@@ -11239,7 +11262,8 @@ static cddp_result cddp__use_table(cddp__rendezvous *rdv) {
   size_t i;
   for (i = 0; i < rdv->registered_count; i++) {
     cddp__registration *entry = &rdv->registered[i];
-    const cddp__rank_entry *listed = &net->ranks[entry->info.rank % (uint32_t)net->size];
+    const cddp__rank_entry *listed =
+        &net->ranks[entry->info.rank % (uint32_t)net->size]; /* %: for misfits */
     if (!entry->fits || entry->node != 0 ||
         (listed->host == net->host && listed->pid == entry->info.pid))
       continue;
@@ -11616,7 +11640,7 @@ static void cddp__join_close(cddp__host *host) {
   pthread_mutex_unlock(&joins->lock);
 }
 
-/* Returns whether few descriptors are left. */
+/* Accepts calls, and begins their proofs. Returns whether few descriptors are left. */
 static bool cddp__join_accept(cddp__host *host, int listener, bool local) {
   cddp__connection *c;
   bool few = listener >= 0 &&
@@ -11651,7 +11675,7 @@ static int cddp__join_continue(cddp__host *host, double begin, cddp__connection 
   while ((c = *at) != NULL) {
     bool began = c->challenge.step > 0;
     if (cddp__connection_progress(c) && c->peer < 0) cddp__join_answer(host, c);
-    if (!began && c->challenge.step > 0) c->retry_at = cddp__now();
+    if (!began && c->challenge.step > 0) c->retry_at = cddp__now(); /* of the first message */
     if (c->state == CDDP__CONNECTION_ENDED || (c->peer == 0 && cddp__buffer_size(&c->out) == 0) ||
         (few && cddp__now() > c->deadline) ||
         (c->challenge.step == 0 ? ++silent : ++proving) > limit) {
@@ -11665,7 +11689,7 @@ static int cddp__join_continue(cddp__host *host, double begin, cddp__connection 
   return n;
 }
 
-/* Unfinished proofs are continued by the next call. waits: waits at most CDDP__JOIN_WAIT_S for
+/* Continues the calls of joining processes. waits: waits at most CDDP__JOIN_WAIT_S for
    proofs that have just begun. Strangers cost this rank at most a tenth of its time: it pauses ten
    times as long as it computed, or waited. */
 static void cddp__join_serve(cddp__host *host, bool waits) {
@@ -11793,7 +11817,7 @@ static cddp_result cddp__join_check_time(const cddp__host *host, cddp__join_sear
   for (rank = 0; rank < (int)own->world_size && !alive && !has_model; rank++) {
     cddp__address a = cddp__rank_socket(job, "", rank);
     if (rank == (int)own->rank) continue;
-    alive = cddp__listen_address(&a, &fd) == EADDRINUSE;
+    alive = cddp__listen_address(&a, &fd) == EADDRINUSE; /* a living process holds the name */
     cddp__close_fd(&fd);
   }
   if (alive) search->seen = now;
@@ -11839,7 +11863,7 @@ static cddp_result cddp__find_job(cddp__host *host, double deadline, int *fd,
     if (r == CDDP_OK)
       r = cddp__connections_poll(&host->allocator, polled, (size_t)search.count, NULL, 0,
                                  cddp__earlier_deadline(0.1, deadline));
-    if (r == CDDP_OK) r = CDDP_NETWORK;
+    if (r == CDDP_OK) r = CDDP_NETWORK; /* no answer yet */
     for (i = search.count; i-- > 0 && r == CDDP_NETWORK;) {
       if (polled[i]->ready) r = cddp__join_receive(host->job_info, polled[i], fd, table);
       if (polled[i]->state != CDDP__CONNECTION_ENDED) continue;
@@ -11861,7 +11885,7 @@ static cddp_result cddp__join_find(cddp__host *host, int *fd) {
     cddp__close_fd(fd);
     return r;
   }
-  table.info = job->table.info;
+  table.info = job->table.info; /* this process's own */
   job->table = table;
   return CDDP_OK;
 }
