@@ -19987,6 +19987,8 @@ static cddp_result cddp__meeting_confirm(cddp__meeting *m) {
    Touches: the fields of a cddp_ddp that >>ddp uses.
    Entry points: cddp__elastic_create, or cddp__elastic_join in a joining process;
    cddp__elastic_next, _step, _restore and _free; cddp_ddp_group. Thread: the one that trains.
+   Words: a process's window is its index on its host (>>arena). A part is a rank's share of the
+   mean; its squares are sums of squares, for max_grad_norm.
    Every rank holds all weights and states, so any of them can continue:
      1. The members meet (>>meeting). The k-th rank of the groups is member order[k]. Each new pair
         of groups begins an epoch.
@@ -20000,8 +20002,8 @@ static cddp_result cddp__meeting_confirm(cddp__meeting *m) {
         table of their reports determines all else: ranks, lost sums, missing means.
      6. Then members that lack the last mean receive it, unless they can read it. Joining processes
         receive the weights, states and buffers of a member with the most reductions. If only
-        processes that have joined have made the last reduction, no rank has its mean: the others
-        `repeats` it, with those that joined (they are `ahead`). It has the same bits on any rank.
+        ranks that joined are that far, no rank has the last mean: all make it again (`repeats`).
+        The ranks that joined do not need it (`ahead`). It has the same bits on any rank.
    A rank that destroys the model, or fails for a local reason, stops listening, so it is lost. A
    living rank that the others count as lost gets CDDP_ABORTED when it connects. */
 
@@ -20009,7 +20011,7 @@ static cddp_result cddp__meeting_confirm(cddp__meeting *m) {
 typedef struct cddp__elastic_call {
   uint32_t kind;     /* CDDP__KIND_DDP_STEP, _WAIT; 0: none yet */
   uint32_t fp_mode;
-  uint64_t settings; /* of the cddp_optim without its lr; 0: a wait */
+  uint64_t settings; /* hash of the cddp_optim's, except lr; 0: a wait */
   double lr;
   uint64_t steps; /* cddp_ddp_steps before it */
 } cddp__elastic_call;
@@ -20018,8 +20020,8 @@ typedef struct cddp__elastic_call {
    join cannot hold up the step. */
 #define CDDP__JOIN_MEETINGS 8
 
-/* shared: addresses of a rank's memory, for the other ranks on its host. The slots of its nodes
-   [shards] follow. Writer: its rank, before it enters a reduction. */
+/* In shared memory: addresses of a rank's memory, for the other ranks on its host. The slot of each
+   of its nodes follows, an int32_t. Its rank writes all before it enters a reduction. */
 enum {
   CDDP__PUBLISHED_ARENA, /* gradients; the squares of its part of the mean follow */
   CDDP__PUBLISHED_MEAN,  /* the mean, of which the rank writes its part */
@@ -20034,8 +20036,8 @@ typedef struct cddp__published {
 /* The control block of a group that lost a rank. */
 typedef struct cddp__lost_block {
   const cddp__control_block *block;
-  uint32_t generation;
-  uint64_t step; /* in which this rank left the group */
+  uint32_t generation; /* of the block; a later group in its memory has another */
+  uint64_t step;       /* in which this rank left the group */
 } cddp__lost_block;
 
 struct cddp__elastic {
@@ -20049,10 +20051,10 @@ struct cddp__elastic {
   char *slot_area;  /* this rank's slots */
   char *mean;       /* the last reduction's mean, or this rank's part of it */
   bool holds_shard; /* the gradients hold the sum of a shard that has ended */
-  bool in_parts;    /* each rank of its group has one part; false: this rank has all */
+  bool in_parts;    /* each rank of its group has a part of the mean; false: this rank has all */
   bool has_mean;    /* false: this rank has joined, and has no mean yet */
   bool repeats;     /* the ranks with the last mean are lost: the group makes it again */
-  bool ahead;       /* it repeats a reduction that this rank, which joined, does not need */
+  bool ahead;       /* repeats, and this rank, which joined, does not need the mean */
   int mean_parts;   /* of the last mean; 1 if not in_parts */
   char **means;     /* [mean_parts] the memory of each, addressed by model offset */
   double **squares; /* [mean_parts] the squares of each */
@@ -20064,7 +20066,7 @@ struct cddp__elastic {
   cddp__lost_block *lost_blocks;
   size_t lost_count, lost_capacity;
   void *next_blocks[2]; /* memory for the control blocks of the next groups; NULL */
-  char *states;   /* joined: of the snapshot's optimizer, until a cddp_optim takes them */
+  char *states;   /* of the optimizer, received on joining; NULL: none, or a cddp_optim has them */
   cddp_ddp *next; /* in cddp__elastic_models */
 };
 
@@ -20074,11 +20076,11 @@ typedef struct cddp__rank_report {
   cddp__report head;
   uint64_t reductions, steps; /* steps: cddp_ddp_steps */
   cddp__snapshot optim;       /* of its cddp_optim */
-  int32_t in_parts, has_mean; /* as in cddp__elastic, as `reductions` */
-  cddp__ref next_blocks[2];   /* those of the lowest rank on a host are used */
+  int32_t in_parts, has_mean; /* as in cddp__elastic, like `reductions` */
+  cddp__ref next_blocks[2];   /* for the new groups; those of a host's lowest rank are used */
 } cddp__rank_report;
 
-/* Stops listening. link->over: its BYE says that this rank is no member any more. */
+/* Stops listening. The BYE of a link says (link->over) that this rank is no member any more. */
 static void cddp__elastic_close(cddp_ddp *d) {
   cddp_group *groups[2] = {d->control, d->comm};
   cddp__connection *link;
@@ -20094,7 +20096,7 @@ static void cddp__elastic_close(cddp_ddp *d) {
 
 /* --- sums of shards --- */
 
-/* Zeroed, shared or on the device. */
+/* Zeroed memory: on a GPU the device's, else shared memory for `use`. */
 static char *cddp__elastic_allocate(cddp_ddp *d, size_t bytes, enum cddp__extent_use use) {
   char *p;
   if (!d->group->backend->on_device) return (char *)cddp__arena_alloc(d->group->host, bytes, use);
@@ -20104,6 +20106,7 @@ static char *cddp__elastic_allocate(cddp_ddp *d, size_t bytes, enum cddp__extent
   return NULL;
 }
 
+/* Gives this rank at least `slots` slots. The slack: _gather_nodes reads past the last one. */
 static cddp_result cddp__grow_slots(cddp_ddp *d, int slots) {
   cddp__elastic *elastic = d->elastic;
   size_t old_bytes = (size_t)d->layout.slots * d->layout.slot_stride;
@@ -20138,19 +20141,19 @@ static cddp_result cddp__elastic_clear_gradients(cddp_ddp *d) {
   int slot = cddp__free_slot(nodes, d->shards.own_node_count), i = 0;
   int in_gradients = -1 /* as node.slot */, width = 1;
   cddp_result r = CDDP_OK;
-  while (i < d->shards.own_node_count && nodes[i].slot >= 0) i++;
+  while (i < d->shards.own_node_count && nodes[i].slot >= 0) i++; /* to that in the gradients */
   if (i < d->shards.own_node_count) {
     r = cddp__grow_slots(d, slot + 1);
     if (r == CDDP_OK) r = cddp__merge_nodes(d, slot, &in_gradients, &width, 1, false /* clear */);
     if (r == CDDP_OK) nodes[i].slot = slot;
   }
   if (r == CDDP_OK) r = (d->memory->zero)(d->arena, d->layout.bytes, d->group->stream);
-  if (r == CDDP_OK) r = cddp__clear_own(d);
+  if (r == CDDP_OK) r = cddp__clear_own(d); /* the caller's, if copied */
   d->elastic->holds_shard = false;
   return r;
 }
 
-/* A shard that this rank must compute; -1: none. */
+/* A shard of this rank that it has not begun; -1: none. */
 static int cddp__find_shard(const cddp_ddp *d) {
   const int *owner = d->shards.owner;
   int i;
@@ -20169,7 +20172,7 @@ static cddp_result cddp__finish_shard(cddp_ddp *d) {
   cddp_result r = CDDP_OK;
   if (d->rows.sparse != NULL) r = cddp__keep_rows(d, d->shards.current);
   CDDP__POINT("elastic shard end");
-  if (r == CDDP_OK && (to_slot || d->shards.own_node_count > 0))
+  if (r == CDDP_OK && (to_slot || d->shards.own_node_count > 0)) /* > 0: it can merge with them */
     r = cddp__grow_slots(d, d->shards.own_node_count + 1);
   if (r == CDDP_OK) r = cddp__keep_node(d, d->shards.current, to_slot);
   d->elastic->holds_shard = !to_slot;
@@ -20185,8 +20188,8 @@ static cddp_result cddp__finish_shard(cddp_ddp *d) {
    The broadcasts of a meeting can write to other ranks' memory (>>collectives), but only bytes that
    the receiver already has, or does not use before they complete. */
 
-/* A lost rank cannot leave the group, so the control block's owner frees it a step later, once that
-   rank's process has ended. */
+/* Leaves a broken group. A lost rank cannot, so the control block's owner frees the block in a
+   later step, once that rank's process has ended. */
 static void cddp__elastic_leave_group(cddp_ddp *d, cddp_group *g) {
   cddp__elastic *elastic = d->elastic;
   cddp__lost_block lost = {g->block, g->block_generation, elastic->step}, *list;
@@ -20200,8 +20203,8 @@ static void cddp__elastic_leave_group(cddp_ddp *d, cddp_group *g) {
   cddp__group_leave(g);
 }
 
-/* Breaks the groups with a lost process of this host, such as that of cddp_init: so their calls
-   no longer read its memory. */
+/* Breaks this process's groups that contain the lost process with this window, such as the group of
+   cddp_init, so that their calls no longer read its memory. */
 static void cddp__break_groups_of(cddp__host *host, int window) {
   char saved_text[CDDP__ERROR_MAX];
   cddp_group *g;
@@ -20224,7 +20227,7 @@ static void cddp__break_groups_of(cddp__host *host, int window) {
 /* Whether a call in a broken group still accesses memory of peers. */
 static bool cddp__group_in_use(cddp_group *g) {
   if (cddp__load32(&cddp__slot_of(g, g->rank)->inside) != 0) return true;
-  if (pthread_mutex_trylock(&g->p2p.lock) != 0) return true;
+  if (pthread_mutex_trylock(&g->p2p.lock) != 0) return true; /* a receive can be copying */
   pthread_mutex_unlock(&g->p2p.lock);
   return false;
 }
@@ -20277,7 +20280,7 @@ static void cddp__elastic_note_lost(cddp_ddp *d) {
   }
 }
 
-/* Whether a process lost in this step or later still lives: it is stopped, or failed for a local
+/* Whether a process lost in `step` or later still lives: it is stopped, or failed for a local
    reason. It can write to control blocks of that time. */
 static bool cddp__lost_lives(cddp__host *host, uint64_t step) {
   cddp__process *p = NULL;
@@ -20302,7 +20305,7 @@ static void cddp__free_lost(cddp_ddp *d) {
       cddp__arena_free_block(host, lost.block, lost.generation);
   }
   elastic->lost_count = kept;
-  if (host->arena.fd >= 0) cddp__find_processes(host);
+  if (host->arena.fd >= 0) cddp__find_processes(host); /* those that ended as they joined, too */
   for (p = cddp__next_process(host, NULL); p != NULL; p = next) {
     next = cddp__next_process(host, p);
     if (p->lost == 0 || p->lost > elastic->step || host->arena.fd < 0) continue;
@@ -20420,10 +20423,10 @@ static cddp__reduction_header cddp__reduction_header_of(const cddp_ddp *d, int k
 
 /* Checks that all members have called the same update as the oldest member with a call. A member
    that differs and joined later fails alone, and is lost. Else all fail. */
-static cddp_result cddp__compare_updates(cddp_ddp *d) {
+static cddp_result cddp__check_updates(cddp_ddp *d) {
   cddp__elastic *elastic = d->elastic;
   const cddp__member *members = elastic->meeting.members;
-  cddp__elastic_call call, job = elastic->last_update;
+  cddp__elastic_call call, job = elastic->last_update; /* job: the oldest member's */
   int k, member, oldest = -1;
   cddp_result r = CDDP_OK;
   for (k = 0; k < d->step.active_count; k++) {
@@ -20434,7 +20437,7 @@ static cddp_result cddp__compare_updates(cddp_ddp *d) {
     job = call;
   }
   if (oldest < 0 || elastic->ahead) return CDDP_OK;
-  if (elastic->last_update.kind == 0) elastic->last_update = job;
+  if (elastic->last_update.kind == 0) elastic->last_update = job; /* joined: nothing to compare */
   r = cddp__compare_update(d, &job, oldest);
   if (r != CDDP_OK && members[elastic->meeting.me].since > members[oldest].since) return r;
   for (k = 0; r == CDDP_OK && k < d->step.active_count; k++) {
@@ -20456,12 +20459,12 @@ static cddp_result cddp__elastic_await_device(cddp_ddp *d) {
 static cddp_result cddp__reduce_in_memory(cddp_ddp *d) {
   cddp__elastic *elastic = d->elastic;
   char **packets = (char **)d->scratch.buffers;
-  cddp__pass pass = cddp__pass_of(d, NULL, false);
+  cddp__pass pass = cddp__pass_of(d, NULL, false /* averaged */);
   size_t begin, end;
   cddp_result r = CDDP_OK;
   int i;
   for (i = 0; r == CDDP_OK && i < d->step.active_count; i++) r = cddp__map_sums(d, i, packets);
-  if (cddp__is_broken(d->control)) /* by a rank that no longer publishes */
+  if (cddp__is_broken(d->control)) /* then a rank can have changed its memory */
     r = cddp__check_failure(d->control);
   if (r != CDDP_OK) return r;
   for (i = 0; i < d->shards.node_count; i++) {
@@ -20506,23 +20509,23 @@ static cddp_result cddp__elastic_reduce(cddp_ddp *d) {
   cddp__reduction_header mine = {d->rows.bytes, elastic->last_update};
   size_t longest_rows = 0;
   cddp_result r = CDDP_OK;
-  int k, unused_slots; /* this rank has grown its own */
+  int k, unused; /* number of slots: this rank has grown its own */
   CDDP_ASSERT(elastic->reductions == elastic->step); /* the last update is complete */
   if (!elastic->one_host && elastic->holds_shard) r = cddp__elastic_clear_gradients(d);
-  if (!elastic->one_host && r == CDDP_OK) r = cddp__grow_slots(d, 1); /* others read slot 0 */
+  if (!elastic->one_host && r == CDDP_OK) r = cddp__grow_slots(d, 1); /* sent, even without sums */
   if (r != CDDP_OK) return r;
   if (elastic->own != NULL) cddp__publish_sums(d);
   CDDP__POINT("elastic meet");
   r = cddp__round(d->control, CDDP__KIND_DDP_NEXT, CDDP__PHASE_CALL,
-                  elastic->reductions - elastic->ahead, &mine, sizeof mine);
+                  elastic->reductions - elastic->ahead /* its number */, &mine, sizeof mine);
   for (k = 0; r == CDDP_OK && k < d->step.active_count; k++)
     longest_rows = cddp__max(longest_rows, (size_t)cddp__reduction_header_of(d, k).rows_bytes);
-  if (r == CDDP_OK) r = cddp__compare_updates(d);
+  if (r == CDDP_OK) r = cddp__check_updates(d);
   CDDP__POINT("elastic met");
   if (r != CDDP_OK) return r;
   cddp__free_lost(d);
-  d->shards.node_count = cddp__plan_nodes(d->shards.owner, d->shards.count, true, d->shards.nodes,
-                                          d->shards.widths, &unused_slots);
+  d->shards.node_count = cddp__plan_nodes(d->shards.owner, d->shards.count, true /* apart */,
+                                          d->shards.nodes, d->shards.widths, &unused);
   r = elastic->one_host ? cddp__reduce_in_memory(d) : cddp__reduce_by_messages(d, longest_rows);
   if (r != CDDP_OK) return r;
   elastic->reductions += !elastic->ahead;
@@ -20556,7 +20559,7 @@ static cddp__snapshot cddp__optim_snapshot(const cddp_optim *o, float *counts) {
   if (o->count > 0) out.settings[CDDP__SETTING_COUNT] = o->desc.weight_decays[0]; /* the last */
   out.lr_scales = cddp__hash64(1, o->desc.lr_scales, (size_t)o->count * sizeof(double));
   out.weight_decays = cddp__hash64(1, o->desc.weight_decays, (size_t)o->count * sizeof(double));
-  if (cddp__most_steps(o) == 0) return out;
+  if (cddp__most_steps(o) == 0) return out; /* no states */
   out.state_count = o->state_count;
   out.stepped = true;
   if (counts != NULL) memcpy(counts, o->steps, (size_t)o->count * sizeof *counts);
@@ -20603,9 +20606,9 @@ static cddp_result cddp__create_report(cddp_ddp *d, cddp__message **out) {
 
 /* --- a meeting: the groups of the members --- */
 
-/* Records which members have ended: the BYE of a link says so, or it was closed without BYE and
-   reset, while a firewall can only reset. If one of a member's links was reset, this waits up to
-   20 ms for the end of another one. */
+/* Records which members have ended: the BYE of a link says so, or the link was closed without
+   BYE and without reset (a firewall can only reset). If a member's link was reset, its other one
+   can prove the end: this waits for that up to 20 ms. */
 static void cddp__elastic_record_ends(cddp_ddp *d) {
   cddp_group *groups[2] = {d->control, d->comm};
   bool again;
@@ -20639,8 +20642,9 @@ static void cddp__leave_broken(cddp_ddp *d) {
   d->elastic->broken_comm = NULL;
 }
 
-/* Leaves both groups. The first comm of a step becomes `broken_comm`, which no thread uses. */
-static void cddp__elastic_leave_groups(cddp_ddp *d) {
+/* Leaves both groups. But a step's first comm becomes broken_comm, in which the program's calls
+   fail until the next step. */
+static void cddp__elastic_leave_both(cddp_ddp *d) {
   cddp_group *groups[2] = {d->control, d->comm}, *g;
   char text[CDDP__ERROR_MAX];
   int i;
@@ -20681,7 +20685,7 @@ static cddp_result cddp__check_memfd(const cddp__host *host) {
                                  "which an elastic model cannot replace ranks");
 }
 
-/* which: 0, control; 1, comm. */
+/* Creates a group of the members in `table`. which: 0, control; 1, comm. */
 static cddp_result cddp__elastic_create_group(cddp_ddp *d, cddp__message *table, int which,
                                               cddp_group **out) {
   cddp__elastic *elastic = d->elastic;
@@ -20730,8 +20734,9 @@ static cddp_result cddp__commit_mean(cddp_ddp *d) {
                            d->layout.dense + cddp__gather_slack(d));
 }
 
-/* Connects the members' new groups and exchanges the addresses of each cddp__published. Both
-   connect: a system resets a dead process's link with unread bytes, and one of the two has none. */
+/* Connects the members' new groups and exchanges the addresses of each cddp__published. Both groups
+   get links, for _record_ends: the system of a dead process resets a link with unread bytes, but at
+   most one of the two has any. */
 static cddp_result cddp__elastic_connect(cddp_ddp *d) {
   cddp__elastic *elastic = d->elastic;
   cddp_group *g = d->control;
@@ -20759,7 +20764,7 @@ static cddp_result cddp__elastic_connect(cddp_ddp *d) {
   d->addresses.slots[d->me] = elastic->slot_area;
   if (r != CDDP_OK || elastic->own == NULL || d->layout.dense == 0) return r;
   if (!elastic->one_host) return cddp__commit_mean(d);
-  cddp__slice(d->layout.dense, CDDP__BLOCK_BYTES, g->size, g->rank, &begin, &end); /* its part */
+  cddp__slice(d->layout.dense, CDDP__BLOCK_BYTES, g->size, g->rank, &begin, &end); /* this rank's */
   if (d->layout.dense >= CDDP__HUGE_PAGE) { /* the memory is whole huge pages */
     begin = begin / CDDP__HUGE_PAGE * CDDP__HUGE_PAGE;
     end = cddp__round_up(end, CDDP__HUGE_PAGE);
@@ -20767,7 +20772,8 @@ static cddp_result cddp__elastic_connect(cddp_ddp *d) {
   return begin < end ? cddp__commit_lazy(d->group->host, elastic->mean + begin, end - begin) : r;
 }
 
-/* Assigns the shards of reduction number `next` that have no sum on any member. */
+/* Assigns the shards of reduction number `next` that have no sum on any member. A repetition needs
+   ranks that still have the weights before it (`able`). */
 static void cddp__assign_missing_shards(cddp_ddp *d, cddp__message *table, uint64_t next) {
   int *owner = d->shards.owner, able[CDDP__MAX_RANKS], count = 0, missing = 0, assigned = 0, i, k;
   for (k = 0; k < d->step.active_count; k++) {
@@ -20818,7 +20824,8 @@ static cddp__rank_report *cddp__elastic_apply_table(cddp_ddp *d, cddp__message *
   return from;
 }
 
-/* Broadcasts the bytes of rank `source` to the joining ranks. The others pass them on. */
+/* Broadcasts the bytes of rank `source` to the joining ranks. The others only pass them on, in
+   scratch memory. host_data: data of a rank on a GPU is in host memory. */
 static cddp_result cddp__elastic_broadcast(cddp_ddp *d, int source, void *data, size_t bytes) {
   cddp__elastic *elastic = d->elastic;
   const cddp_allocator *allocator = &d->group->host->allocator;
@@ -20848,7 +20855,7 @@ static cddp_result cddp__send_snapshot(cddp_ddp *d, cddp__rank_report *from, int
   size_t bytes = (size_t)from->optim.state_count * d->layout.state_stride;
   bool receives = elastic->meeting.lacks_weights;
   bool sends = elastic->order[source] == elastic->meeting.me;
-  char *states = elastic->states; /* not NULL: of a rank that has joined in this step */
+  char *states = elastic->states; /* not NULL: this rank has joined in this step */
   cddp_result r = CDDP_OK;
   int i;
   CDDP_ASSERT(!receives || states == NULL);
@@ -20878,8 +20885,8 @@ static cddp_result cddp__send_snapshot(cddp_ddp *d, cddp__rank_report *from, int
   return r;
 }
 
-/* Sends the last mean to members that lack it, and a snapshot to joining ranks. Others have ended
-   that step, so its group stays broken until the next one on those that have not. */
+/* Sends the last mean to members that lack it, and a snapshot to joining ranks. A member that
+   lacked it keeps broken_comm during its step: the others have ended that step. */
 static cddp_result cddp__elastic_synchronize(cddp_ddp *d, cddp__message *table,
                                              cddp__rank_report *from) {
   cddp__elastic *elastic = d->elastic;
@@ -20912,7 +20919,7 @@ static cddp_result cddp__elastic_synchronize(cddp_ddp *d, cddp__message *table,
   return CDDP_OK;
 }
 
-/* The living members meet, create new groups, and continue from that with the most reductions.
+/* The living members meet, create new groups, and continue from the one with the most reductions.
    CDDP_PEER_LOST: another member was lost. */
 static cddp_result cddp__elastic_regroup(cddp_ddp *d) {
   cddp__elastic *elastic = d->elastic;
@@ -20927,7 +20934,7 @@ static cddp_result cddp__elastic_regroup(cddp_ddp *d) {
                       "ranks formed new groups %d times in step %" PRIu64
                       " and could not complete it",
                       elastic->meetings - 1, d->steps);
-  cddp__elastic_leave_groups(d);
+  cddp__elastic_leave_both(d);
   m->steps = d->steps;
   /* Before the first update the members do not know their optimizer: a joining process would not
      receive its states from a checkpoint. */
@@ -20947,7 +20954,7 @@ static cddp_result cddp__elastic_regroup(cddp_ddp *d) {
   if (r == CDDP_OK) r = cddp__meeting_confirm(m);
   if (r == CDDP_OK) r = cddp__elastic_connect(d); /* all ranks have created both groups */
   cddp__elastic_note_lost(d);
-  if (r == CDDP_OK) r = (d->group->backend->open)(d->group, d->comm);
+  if (r == CDDP_OK) r = (d->group->backend->open)(d->group, d->comm); /* on GPUs */
   for (i = 0; i < 2; i++) {
     cddp__arena_free(host, elastic->next_blocks[i]);
     elastic->next_blocks[i] = NULL;
@@ -20969,7 +20976,8 @@ static cddp_result cddp__elastic_next(cddp_ddp *d) {
   cddp__meeting *m = &elastic->meeting;
   int shard = d->shards.current;
   cddp_result r = CDDP_OK;
-  if (elastic->reductions == elastic->step && !elastic->repeats) cddp__leave_broken(d);
+  if (elastic->reductions == elastic->step && !elastic->repeats) /* the last step is complete */
+    cddp__leave_broken(d);
   cddp__join_serve(d->group->host, CDDP__JOIN_WAIT);
   if (shard >= 0 && elastic->reductions == elastic->step) r = cddp__finish_shard(d);
   if (shard >= 0) cddp__reset_step(d);
@@ -20981,7 +20989,7 @@ static cddp_result cddp__elastic_next(cddp_ddp *d) {
       return r;
     }
     cddp__accept_reports(m, CDDP__ACCEPT_JOINING);
-    if (cddp__choose_leader(m) != m->me) cddp__meeting_disconnect(m);
+    if (cddp__choose_leader(m) != m->me) cddp__meeting_disconnect(m); /* the leader admits */
     if (m->request_count > 0 && elastic->meetings == 0 && /* at most one of these a step */
         elastic->last_update.kind != 0)
       r = cddp__fail(CDDP_PEER_LOST, "the ranks form new groups, as a process joins");
@@ -20997,7 +21005,7 @@ static cddp_result cddp__elastic_next(cddp_ddp *d) {
 /* A pass over part k of the mean, bytes *begin to *end of the model. */
 static cddp__pass cddp__part_pass(cddp_ddp *d, cddp_optim *optim, int k, size_t *begin,
                                   size_t *end) {
-  cddp__pass pass = cddp__pass_of(d, optim, true);
+  cddp__pass pass = cddp__pass_of(d, optim, true /* averaged */);
   pass.alone = true;
   pass.means = d->elastic->means[k];
   cddp__slice(d->layout.dense, CDDP__BLOCK_BYTES, d->elastic->mean_parts, k, begin, end);
@@ -21016,7 +21024,7 @@ static cddp_result cddp__step_own_weights(cddp_ddp *d, cddp_optim *optim) {
   r = cddp__optim_prepare(optim);
   optim->sparse = own_sparse;
   if (r != CDDP_OK) return r;
-  if (d->desc.max_grad_norm > 0 && !elastic->in_parts) {
+  if (d->desc.max_grad_norm > 0 && !elastic->in_parts) { /* else the reduction made the squares */
     pass = cddp__part_pass(d, optim, 0, &begin, &end);
     cddp__walk(&pass, begin, end);
     elastic->squares[0] = d->addresses.squares[d->me];
@@ -21037,7 +21045,7 @@ static cddp_result cddp__step_own_weights(cddp_ddp *d, cddp_optim *optim) {
   return cddp__clear_gradients(d, optim, CDDP__NOT_CLEARED);
 }
 
-/* optim NULL: cddp_ddp_wait. */
+/* optim NULL: cddp_ddp_wait, which returns the mean as gradients. */
 static cddp_result cddp__elastic_update(cddp_ddp *d, cddp_optim *optim) {
   cddp__elastic_call *call = &d->elastic->last_update;
   bool on_device = d->group->backend->on_device;
@@ -21099,7 +21107,7 @@ static cddp_result cddp__elastic_restore(cddp_ddp *d, cddp_optim *optim) {
     return cddp__fail(CDDP_UNSUPPORTED,
                       "CDDP_JOIN: the job sends the states of one optimizer, and this is a second "
                       "one for the elastic model's parameters");
-  if (d->optim != NULL) d->optim->model_link = NULL;
+  if (d->optim != NULL) d->optim->model_link = NULL; /* its end no longer clears d->optim */
   d->optim = optim;
   optim->model_link = &d->optim;
   if (from->known) cddp__set_lr(optim, from->settings[CDDP__SETTING_LR]);
@@ -21169,6 +21177,7 @@ static bool cddp__has_any_param_of(const cddp_optim *optim, const cddp_ddp *d) {
   return false;
 }
 
+/* Makes optim the optimizer of the elastic model with its parameters, if any. */
 static cddp_result cddp__elastic_pair(cddp_optim *optim) {
   cddp_ddp *d, *model = NULL;
   bool partial = false; /* in a joined process: optim has only some parameters of a model */
@@ -21222,8 +21231,8 @@ static void cddp__elastic_free(cddp_ddp *d) {
   cddp__host *host = d->group->host;
   if (elastic == NULL) return;
   cddp__elastic_unregister(d);
-  /* What other ranks can still read is freed when all ranks have left the group; never without one,
-     or if other threads of this process can read it. */
+  /* What other ranks can still read is freed when all ranks have left the group. Without a group,
+     or if other threads of this process can read it: never. */
   if (d->step.active_count != 1 && elastic->own != NULL) {
     if (d->control != NULL) {
       cddp__arena_free_with(host, elastic->own, d->control->block);
@@ -21281,7 +21290,7 @@ static cddp_result cddp__elastic_create(cddp_ddp *d) {
   cddp_result r = cddp__elastic_new(d);
   int k;
   CDDP__POINT("elastic enter");
-  if (r == CDDP_OK) r = cddp__elastic_await_device(d); /* a loss would end rank 0's broadcast */
+  if (r == CDDP_OK) r = cddp__elastic_await_device(d); /* a loss could end rank 0's broadcast */
   memset(&mine, 0, sizeof mine);
   if (r == CDDP_OK) r = cddp__describe_self(&d->elastic->meeting, &mine.self);
   if (r == CDDP_OK) r = cddp__random(mine.token, sizeof mine.token);
@@ -21311,7 +21320,6 @@ static cddp_result cddp__elastic_create(cddp_ddp *d) {
   return CDDP_OK;
 }
 
-/* This process becomes a member and receives the weights. */
 static cddp_result cddp__elastic_join(cddp_ddp *d) {
   const cddp__elastic_leader_info *lead = &d->group->host->job_info->table.lead;
   cddp__member self;
@@ -21394,7 +21402,7 @@ static void cddp__randperm(uint64_t *a, size_t n, uint64_t seed) {
     }
     return;
   }
-  for (i = 0; i < n; i++) { /* inserts i at one of the positions 0 .. i */
+  for (i = 0; i < n; i++) { /* swaps i with the element at one of 0 .. i */
     uint64_t high = cddp__mt_next(&generator);
     k = (size_t)((high << 32 | cddp__mt_next(&generator)) % (i + 1));
     a[i] = i;
@@ -21415,7 +21423,7 @@ static void cddp__drop_order(cddp_sampler *sampler) {
   sampler->order = NULL;
 }
 
-enum { CDDP__EPOCH_NEW, CDDP__EPOCH_RESUMED };
+enum { CDDP__EPOCH_NEW, CDDP__EPOCH_RESUMED }; /* of `bool resumed` */
 /* Begins an epoch of which all ranks together have used `start` samples already. */
 static void cddp__sampler_begin(cddp_sampler *sampler, uint64_t epoch, uint64_t start,
                                 bool resumed) {
@@ -21576,7 +21584,7 @@ struct cddp_safetensors { /* constant once it is open */
   int fd; /* the open file; -1: none */
 };
 
-/* The caller writes the header, of text_size bytes, to `text`. NULL if memory is exhausted. */
+/* The caller writes the JSON, of text_size bytes, to `text`. NULL if memory is exhausted. */
 static cddp_safetensors *cddp__st_new(const cddp_allocator *allocator, size_t text_size) {
   cddp_safetensors *file =
       (cddp_safetensors *)cddp__malloc(allocator, sizeof *file + text_size + 1);
@@ -21619,7 +21627,7 @@ static void cddp__json_space(cddp__json *json) {
     json->at++;
 }
 
-/* Skips white space, then c. Returns false, without skipping c, if another character is next. */
+/* Skips white space and c. Returns false, without skipping c, if another character is next. */
 static bool cddp__json_next(cddp__json *json, char c) {
   cddp__json_space(json);
   if (json->at == json->end || *json->at != c) return false;
@@ -21698,7 +21706,7 @@ static const char *cddp__json_key(cddp__json *json) {
   return key;
 }
 
-/* Reads [n, n, ...], at most max numbers. Returns how many. */
+/* Reads [n, n, ...], at most max numbers, without leading zeros. Returns how many. */
 static size_t cddp__json_numbers(cddp__json *json, uint64_t *v, size_t max) {
   size_t n;
   char *after;
@@ -21801,6 +21809,7 @@ static void cddp__st_tensor(cddp_safetensors *file, cddp__json *json, const char
   file->next_shape += tensor->dims;
 }
 
+/* Reads the value of __metadata__: an object, or null. */
 static void cddp__st_metadata(cddp_safetensors *file, cddp__json *json) {
   size_t n;
   if (file->has_metadata) cddp__json_fail(json, "__metadata__ occurs twice");
@@ -21950,9 +21959,9 @@ typedef struct cddp__st_item {
   bool any_shape; /* the caller passed no shape */
   size_t count;   /* elements */
   void *data;     /* NULL: no elements, partitioned over the ranks, or not allocated yet */
-  int param;      /* of an optimizer's state: index of the parameter; else -1 */
-  int state;      /* and number of the state of this parameter */
-  void **place;   /* and the optimizer's pointer to the state; NULL: the state is at data */
+  int param;      /* of a state: index of its parameter; else -1 */
+  int state;      /* number of the state; that of a step count is the optimizer's state_count */
+  void **place;   /* the optimizer's pointer to the state; NULL: a step count, or no state */
   uint64_t begin, bytes;        /* offset and size in a file that is written */
   const cddp_tensor_info *from; /* load: the tensor in the file; NULL: the file lacks it */
 } cddp__st_item;
@@ -21993,7 +22002,7 @@ static uint64_t cddp__st_write(const cddp_allocator *allocator, cddp__buffer *bu
   size_t i;
   if (count > 1) qsort(items, count, sizeof *items, cddp__st_item_order);
   buffer->allocator = allocator;
-  cddp__buffer_add_number(buffer, 0, 8);
+  cddp__buffer_add_number(buffer, 0, 8); /* N, set below */
   cddp__st_add(buffer, "{\"__metadata__\":{");
   for (i = 0; i < metadata_count; i++) {
     if (i > 0) cddp__st_add(buffer, ",");
@@ -22027,7 +22036,8 @@ static uint64_t cddp__st_write(const cddp_allocator *allocator, cddp__buffer *bu
    Touches: parameters, an optimizer's states and learning rate, the sampler, a cddp_ddp's step
    count; peers' memory, for states that are partitioned over the ranks.
    Entry points: the public functions.
-   Both calls begin with a list of the checkpoint's tensors, which the ranks compare.
+   Both calls begin with a list of the checkpoint's tensors (items), which the ranks compare:
+   parameters, the learning rate, the optimizer's states (with a `place`) and step counts.
    Saving:
      1. Rank 0 creates PATH.tmp and locks it. An old one is removed first, unless a process of this
         user holds its lock.
@@ -22070,7 +22080,7 @@ typedef struct cddp__ckpt {
   bool first;                /* this is rank 0 */
   bool device;               /* a tensor can be in device memory */
   bool partitioned;          /* each rank has only its parts of the states */
-  cddp__st_item *items; /* parameters, learning rate, states; the states' names follow the array */
+  cddp__st_item *items; /* the states' names follow the array */
   size_t item_count;
   double lr;     /* the optimizer's learning rate; load: the file's */
   char *whole;   /* partitioned: memory of the group for any one state, whole */
@@ -22093,6 +22103,7 @@ static cddp_result cddp__fail_file(const char *call, const char *name) {
   return cddp__fail(CDDP_IO, "%s %s: %s", call, name, strerror(errno));
 }
 
+/* Opens a file and reads its JSON. The caller closes *out, also after a failure. */
 static cddp_result cddp__st_open(cddp_safetensors **out, const cddp_allocator *allocator,
                                  const char *path) {
   unsigned char first[8] = {0};
@@ -22293,7 +22304,7 @@ static cddp_result cddp__check_checkpoint(cddp__ckpt *ckpt, bool saves) {
     if (s == NULL || s->dims == 0) continue;
     if (s->dims < -1 /* a scalar */ || s->dims > 8)
       return CDDP__REFUSE("shape %d has %d dimensions; at most 8 are supported", i, s->dims);
-    if (!cddp__st_size(s->size, s->dims > 0 ? s->dims : 0, 64, &elements, &bytes) ||
+    if (!cddp__st_size(s->size, s->dims > 0 ? s->dims : 0, 64 /* bits */, &elements, &bytes) ||
         elements != p->count)
       return CDDP__REFUSE("the shape of parameter \"%s\" does not match its count, %zu", p->name,
                           p->count);
@@ -22346,18 +22357,18 @@ static cddp__st_item *cddp__add_item(cddp__ckpt *ckpt, const char *name, cddp_dt
   return item;
 }
 
-/* Name of an optimizer's state k, as in torch.optim. */
+/* Name of an optimizer's state k, as in torch.optim; k = state_count: of its step count. */
 static const char *cddp__state_name(const cddp_optim *optim, int k) {
   if (k == optim->state_count) return "step";
   return cddp__is_master(optim, k) ? "master" : optim->algorithm->states[k];
 }
 
-/* Lists the tensors of the checkpoint: parameters, the learning rate, states. */
+/* Lists the checkpoint's tensors. algorithm->counts: with a step count for each parameter. */
 static cddp_result cddp__list_items(cddp__ckpt *ckpt) {
   const cddp_optim *optim = ckpt->desc->optim;
   const cddp_shape *shapes = ckpt->desc->shapes;
   int i, k, states = optim != NULL ? optim->state_count + optim->algorithm->counts : 0;
-  size_t names = 0, n = (size_t)ckpt->count + 1;
+  size_t names = 0 /* bytes */, n = (size_t)ckpt->count + 1 /* learning rate */;
   char *name;
   for (i = 0; optim != NULL && i < optim->count; i++, n += (size_t)states)
     names += (size_t)states * (sizeof "optimizer.momentum_buffer." + strlen(optim->params[i].name));
@@ -22407,7 +22418,7 @@ static cddp_result cddp__checkpoint_begin(cddp__ckpt *ckpt, bool saves, cddp_gro
   ckpt->count = count;
   ckpt->desc = desc != NULL ? desc : &ckpt->none;
   ckpt->first = g == NULL || g->rank == 0;
-  if (g != NULL) cddp__engine_drain(g);
+  if (g != NULL) cddp__engine_drain(g); /* it can write to params */
   r = cddp__check_checkpoint(ckpt, saves);
   if (r == CDDP_OK && ckpt->device) r = cddp__await_device(g);
   return r == CDDP_OK ? cddp__list_items(ckpt) : r;
@@ -22469,7 +22480,7 @@ static cddp_result cddp__compare_calls(cddp__ckpt *ckpt, cddp_result r) {
 /* Rank 0: copies an item between memory and file. Device memory and data of another dtype pass
    through the staging buffer in chunks. */
 static cddp_result cddp__copy_item(cddp__ckpt *ckpt, const cddp__st_item *item) {
-  bool save = ckpt->file == NULL;
+  bool save = ckpt->file == NULL; /* FILE_WRITE, else _READ */
   int fd = save ? ckpt->fd : ckpt->file->fd;
   uint64_t at = save ? ckpt->header.end + item->begin /* header: 8 bytes for N and the JSON */
                      : 8 + ckpt->file->text_size + item->from->begin;
@@ -22485,7 +22496,7 @@ static cddp_result cddp__copy_item(cddp__ckpt *ckpt, const cddp__st_item *item) 
   for (done = 0; r == CDDP_OK && done < item->count; done += n) {
     char *memory = (char *)item->data + done * size;
     char *raw = direct ? memory : ckpt->staging; /* the file's bytes */
-    char *converted = filed == dtype ? raw
+    char *converted = filed == dtype ? raw /* in the item's dtype */
                       : device       ? ckpt->staging + CDDP__FILE_STAGING
                                      : memory;
     n = cddp__min(item->count - done, most);
@@ -22616,7 +22627,7 @@ CDDPDEF cddp_result (cddp_save)(cddp_group *g, const char *path, const cddp_para
   r = cddp__compare_calls(&c, r);
   if (r == CDDP_OK && c.partitioned) r = cddp__alloc_whole(&c);
   if (r == CDDP_OK) {
-    if (c.first || c.partitioned) r = cddp__save_header(&c);
+    if (c.first || c.partitioned) r = cddp__save_header(&c); /* selects the states, too */
     if (c.partitioned) r = cddp__agree(g, r);
     if (r == CDDP_OK && c.first) {
       r = cddp__open_temporary(&c);
@@ -22777,7 +22788,7 @@ static cddp_result cddp__load_header(cddp__ckpt *ckpt, cddp_result r) {
   return cddp__agree(ckpt->g, r);
 }
 
-/* Broadcasts the tensors that rank 0 has read. */
+/* Broadcasts what rank 0 has read. A packet: small arrays together. */
 static cddp_result cddp__broadcast_tensors(cddp__ckpt *ckpt) {
   cddp_result r = CDDP_OK;
   cddp__packet p;
@@ -22918,7 +22929,7 @@ CDDPDEF cddp_result (cddp_load)(cddp_group *g, const char *path, cddp_param *par
       strcpy(text, value);
       text += strlen(value) + 1;
     }
-    if (desc->optim != NULL) r = (desc->optim->backend->copy)(desc->optim);
+    if (desc->optim != NULL) r = (desc->optim->backend->copy)(desc->optim); /* to desc.copies */
   }
   cddp__checkpoint_end(&c);
   return cddp__fail_on_file(__func__, path, r);
@@ -23087,7 +23098,7 @@ static bool cddp__spawn_continues(cddp__spawn_job *job) {
     cddp__read_notices(job);
   for (i = 0; i < job->n; i++) {
     const cddp__child *child = &job->children[i];
-    members += child->pid > 0 && (!child->joins || child->has_model);
+    members += child->pid > 0 && (!child->joins || child->has_model); /* else no weights */
   }
   return job->has_model && members > 0;
 }
@@ -23098,10 +23109,10 @@ static void cddp__setenv_int(const char *name, int value) {
   setenv(name, text, 1);
 }
 
-/* OpenMP and OpenBLAS, if the program is linked with them. GNU's OpenMP keeps its threads. A forked
-   child would wait forever for them, so the parent ends them before it forks
-   (omp_pause_resource_all). GNU's OpenMP and OpenBLAS read OMP_NUM_THREADS when the program starts,
-   so a child also sets the number of threads by a call. */
+/* OpenMP and OpenBLAS, if the program is linked with them. A forked child would wait forever for
+   the threads of GNU's OpenMP, so the parent ends them before it forks (omp_pause_resource_all).
+   Both libraries read OMP_NUM_THREADS when the program starts, so a child also sets the number of
+   threads by a call. */
 #define CDDP__WEAK(result, name, arguments, symbol) \
   static result name arguments __attribute__((weakref(symbol)))
 CDDP__WEAK(int, cddp__omp_pause, (int), "omp_pause_resource_all");
@@ -23124,7 +23135,7 @@ static void cddp__set_one_thread(void) {
   if (blas && cddp__blas_threads() == cddp__blas_procs()) cddp__blas_set_threads(1);
 }
 
-/* The main function of a child of cddp_spawn; never returns. joins: it joins a running job. */
+/* The main function of a child; never returns. joins: it joins a running job. */
 static void cddp__run_child(const cddp__spawn_job *job, int rank, bool joins) {
   static char line[8192]; /* musl's own buffer has 1,024 bytes */
   char byte;
@@ -23143,7 +23154,7 @@ static void cddp__run_child(const cddp__spawn_job *job, int rank, bool joins) {
   setenv("MASTER_ADDR", "127.0.0.1", 1);
   cddp__setenv_int("MASTER_PORT", job->port);
   setenv("CDDP_JOB_SECRET", job->secret, 1);
-  unsetenv("TORCHELASTIC_USE_AGENT_STORE");
+  unsetenv("TORCHELASTIC_USE_AGENT_STORE"); /* these are the parent's */
   unsetenv("CDDP_LISTEN_FD");
   unsetenv("CDDP_JOIN");
   unsetenv("CDDP_SUPERVISOR");
@@ -23276,6 +23287,7 @@ static cddp_result cddp__wait_children(cddp__spawn_job *job) {
   return job->result == CDDP_OK ? CDDP_OK : cddp__fail(job->result, "%s", job->text);
 }
 
+/* Forks all children, and waits for their end. */
 static cddp_result cddp__spawn_all(cddp__spawn_job *job) {
   char bytes[CDDP__MAX_RANKS] = {0}; /* a child begins when it has read one */
   uint64_t secret[2];
@@ -23535,11 +23547,11 @@ CDDPDEF cddp_result (cddp_group_split)(cddp_group *g, int color, int key, cddp_g
   CDDP__CHECK(out != NULL, "out is NULL");
   *out = NULL;
   CDDP__CHECK(g != NULL, "the group is NULL");
-  return cddp__split_group(g, color, key, 0, out);
+  return cddp__split_group(g, color, key, 0 /* no list */, out);
 }
 
 CDDPDEF cddp_result (cddp_group_new)(cddp_group *g, const int *ranks, int count, cddp_group **out) {
-  int i, j, color = -1, key = 0;
+  int i, j, color = -1 /* not in the new group */, key = 0;
   cddp__enter_call(__func__);
   CDDP__CHECK(out != NULL, "out is NULL");
   *out = NULL;
@@ -23577,7 +23589,7 @@ CDDPDEF void cddp_destroy(cddp_group *g) {
 
 CDDPDEF int cddp_rank(const cddp_group *g) { return g != NULL ? g->rank : -1; }
 CDDPDEF int cddp_world_size(const cddp_group *g) {
-  if (g == NULL) return -1;
+  if (g == NULL) return -1; /* joined: the size at the start */
   return g->host->joined && g->id == 0 ? (int)g->host->job_info->table.info.world_size : g->size;
 }
 CDDPDEF int cddp_local_rank(const cddp_group *g) { return g != NULL ? g->local_rank : -1; }
@@ -23719,7 +23731,7 @@ static cddp_result cddp__start_with_counts(const char *function, cddp_group *g, 
   }
   if (sent == 0) c->send = g; /* not read; NULL + 0 would be undefined */
   if (received == 0) c->recv = g;
-  c->count = g->size > 1 ? CDDP__COUNTED : received;
+  c->count = g->size > 1 ? CDDP__COUNTED /* see shares */ : received;
   c->shares = g->size > 1 ? parts : NULL;
   r = p == g->size ? cddp__check_call(g, c)
                    : CDDP__REFUSE("the counts up to rank %d's exceed the address space", p);
@@ -23801,7 +23813,7 @@ CDDPDEF cddp_result cddp_test(cddp_work *work, bool *done) {
 
 CDDPDEF cddp_result (cddp_ddp_create)(cddp_ddp **out, cddp_group *g, cddp_param *params, int count,
                                       const cddp_ddp_desc *desc) {
-  static cddp_ddp_desc defaults; /* never written */
+  static cddp_ddp_desc defaults;
   cddp_ddp_desc given;
   bool joins;
   cddp_ddp *d;
@@ -24047,7 +24059,6 @@ CDDPDEF cddp_result cddp_fp16_compress_hook(cddp_bucket *bucket, void *user_data
 
 /* --- optimizers --- */
 
-/* *out is NULL on failure. */
 static cddp_result cddp__optim_create(cddp_optim **out, const cddp__algorithm *algorithm,
                                       int state_count, cddp_param *params, int count,
                                       const cddp__optim_desc *desc) {
@@ -24064,7 +24075,6 @@ static cddp_result cddp__optim_create(cddp_optim **out, const cddp__algorithm *a
   return r;
 }
 
-/* The settings that both descs have. */
 #define CDDP__COPY_SETTINGS(to, desc) \
   do { \
     memset(to, 0, sizeof *(to)); \
@@ -24160,10 +24170,10 @@ CDDPDEF cddp_result cddp_store_create(cddp_store **out, const cddp_store_desc *d
   memset(&o, 0, sizeof o);
   o.desc = *desc;
   CDDP__TRY(cddp__discover_timeout(desc->timeout_s, &o.desc.timeout_s));
-  o.elect = true;
+  o.elect = true; /* file://: the first opener serves */
   o.deadline = cddp__now() + o.desc.timeout_s;
   r = cddp__store_open(out, &o);
-  return r == CDDP_MISMATCH ? CDDP_NETWORK : r;
+  return r == CDDP_MISMATCH ? CDDP_NETWORK : r; /* another program listens */
 }
 
 CDDPDEF void cddp_store_destroy(cddp_store *store) { cddp__store_close(store); }
@@ -24273,7 +24283,7 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels) { (void)k
 
 #if !defined(CDDP_NO_CALL_SITES) && !defined(CDDP__CALL_SITES) /* see >>api-diagnostics */
 #define CDDP__CALL_SITES
-#ifdef __cplusplus /* notes the line, yields the first argument, as f<1, 2>() */
+#ifdef __cplusplus /* notes the line; NULL, so it yields the argument, also f<1, 2>() */
 #define CDDP__SITE(T) cddp_at(nullptr, __FILE__, __LINE__) ? static_cast<T *>(nullptr) :
 #else
 #define CDDP__SITE(T) cddp_at(NULL, __FILE__, __LINE__) ? (T *)NULL :
