@@ -1839,7 +1839,7 @@ typedef struct cddp__arena {
 typedef struct cddp__process {
   int window;
   uint32_t pid;    /* 0: not known */
-  int pidfd;       /* for texts: that of the next rank, and of joined processes; -1: none */
+  int pidfd;       /* tells how it ended: of the next rank and joined processes; -1: none */
   bool member;     /* of this rank's elastic model */
   bool use_locked; /* this rank locks the process's use byte, and can have mapped its memory */
   uint64_t lost;   /* 1 + the step in which the model lost it; 0: it has not */
@@ -2297,7 +2297,7 @@ typedef struct cddp__shards {
   int count;     /* in each step: desc.shards, or one per rank */
   int *owner;    /* [count] rank; elastic: of the epoch's groups, see elastic.order */
   int own_count; /* number of this rank's shards; elastic: 1 */
-  int taken;     /* returned by cddp_ddp_next_shard; not elastic */
+  int taken;     /* how many cddp_ddp_next_shard returned in this step; not elastic */
   int current;   /* being computed; -1: none */
   bool spread;   /* more shards than ranks, or shards with NCCL: slots hold the sums of own_nodes */
   cddp__shard_node *own_nodes; /* this rank's sums of ended shards, ascending */
@@ -4950,7 +4950,7 @@ static int cddp__server_execute(cddp__server *server, cddp__parser *parser,
   default:
     number = cddp__get32(p); /* PING returns its 4 bytes */
   }
-  if (c->answer != CDDP__ANSWER_STRING) cddp__buffer_add_number(out, number, c->answer);
+  if (c->answer != CDDP__ANSWER_STRING) cddp__buffer_add_number(out, number, c->answer); /* size */
   return ok && !out->failed ? CDDP__COMMAND_DONE : CDDP__COMMAND_FAILED;
 }
 
@@ -5747,7 +5747,7 @@ static cddp_result cddp__store_new(cddp_store **out, const cddp__store_options *
                         cddp__cut(desc->init_method, 128).s);
   if (secret == NULL) secret = "";
   if (secret[0] != 0 || store->scheme == CDDP__URL_FILE) {
-    size_t prefix = store->scheme == CDDP__URL_FILE ? CDDP__FILE_KEY + 1 : 0; /* see _set_key */
+    size_t prefix = store->scheme == CDDP__URL_FILE ? CDDP__FILE_KEY + 1 : 0; /* for _set_key */
     store->secret = (char *)cddp__malloc(&desc->allocator, prefix + strlen(secret) + 1);
     if (store->secret == NULL) return CDDP_OUT_OF_MEMORY;
     memcpy(store->secret + prefix, secret, strlen(secret) + 1);
