@@ -1131,7 +1131,8 @@ static cddp_result create_model(model *m) {
     if (!create_memory(m, k)) return CDDP_OUT_OF_MEMORY;
   rows[0] = (size_t)p->rows;
   if (misfit == OTHER_COUNT && p->rows == 0) m->params[0].count -= 1;
-  if (misfit == OTHER_COUNT && p->rows > 0) m->params[0].dtype ^= 1;
+  if (misfit == OTHER_COUNT && p->rows > 0) /* no larger: the memory has the first dtype's size */
+    m->params[0].dtype = m->params[0].dtype == CDDP_F32 ? CDDP_F16 : m->params[0].dtype ^ 1;
   desc.shards = p->shards;
   desc.elastic = p->elastic;
   desc.sparse_rows = p->rows > 0 ? rows : NULL;
