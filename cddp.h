@@ -16607,8 +16607,9 @@ static cddp_result cddp__optim_new(cddp_optim **out, const cddp__algorithm *algo
 
 /* >>ddp -------------------------------------------------------------------------------------------
    Distributed data parallel training, for gradients in host memory and on devices, in nine rooms.
-   Job of this room: the memory of a model, collectives on it, and its failure.
-   Owns: a cddp_ddp, its gradients and its private groups. Touches: the caller's parameters.
+   Job: the memory of a model, collectives on it, and its failure.
+   Owns: a cddp_ddp, its gradients and its private groups: d->control (rounds), d->comm (buckets),
+   d->hooks. Touches: the caller's parameters.
    Entry points: memory: cddp__set_layout, _map_params, _exchange_refs, _set_rank_addresses;
    offsets: cddp__gradient_at, _weights_of, _next_range, and the functions of parts and pieces;
    collectives: cddp__broadcast_arrays, _call_all, _host_barrier, _mean_factor; cddp__fail_model,
@@ -16617,7 +16618,8 @@ static cddp_result cddp__optim_new(cddp_optim **out, const cddp__algorithm *algo
    cddp__run_bucket (the engine of d->comm). d->lock guards the data of several threads.
    The model is the sequence of all gradients, dtype by dtype, last parameter first. An offset into
    it determines an element's part, piece (cddp__count_pieces), place in a slot, and states. A
-   gradient is in its rank's arena, or in the caller's memory if all ranks can map that.
+   gradient is in its rank's arena, or in the caller's memory if all ranks can map that. Ranks share
+   memory if carrier->shared. backend->enqueues: NCCL.
    The life of a model:
      1. cddp_ddp_create (>>ddp-create): ranks compare their models and map each other's memory.
      2. cddp_ddp_ready (>>ddp-step) marks a gradient, and copies it if its storage is COPIED.
@@ -16634,7 +16636,8 @@ struct cddp__ddp_memory {
   cddp_result (*alloc)(cddp_ddp *d); /* the arena, zeroed */
   void (*free)(cddp_ddp *d);         /* NULL: all is host memory */
   cddp_result (*scratch)(cddp_ddp *d, size_t bytes, void **out); /* valid until the next call */
-  /* *met: ranks need no round before this wait or step. NULL: they always do. */
+  /* *met: ranks need no round before this wait or step, but compare `check`, a hash, later. NULL:
+     they always need one. */
   cddp_result (*meet)(cddp_ddp *d, int kind, uint64_t check, bool *met);
   cddp_result (*begin_bucket)(cddp_ddp *d, cddp__bucket_state *b); /* lock held */
   cddp_result (*reduce_bucket)(cddp_ddp *d, cddp__bucket_state *b);
@@ -16646,16 +16649,17 @@ struct cddp__ddp_memory {
   cddp_result (*await)(cddp_ddp *d); /* the host waits for the caller's stream */
   cddp_result (*broadcast)(cddp_ddp *d, int n); /* the first n d->scratch.calls together */
   cddp_result (*scale)(void *p, size_t n, cddp_dtype dtype, double factor, void *stream);
-  cddp_result (*place_rows)(cddp_ddp *d); /* the mean of sparse rows as dense gradients, or NULL */
+  cddp_result (*place_rows)(cddp_ddp *d); /* copies the rows' mean for kernels; NULL: no need */
   cddp_result (*clip)(cddp_ddp *d, double max_norm, double *norm);
   cddp_result (*norm)(cddp_ddp *d, double *norm); /* of the last clip; NULL: d->step.norm */
-  /* Updates the weights. s NULL: takes the mean of this rank's part for the caller's optimizer. */
+  /* Updates the weights. s NULL: takes the mean of this rank's part for the caller's optimizer.
+     averaged, wrote: see cddp__reduce_gradients. */
   cddp_result (*step)(cddp_ddp *d, cddp_optim *s, bool averaged, bool wrote);
   /* Sends each rank's part of the weights to all ranks. NULL: cddp__broadcast_arrays does it. */
   cddp_result (*publish)(cddp_ddp *d);
 };
-/* Instead of the root of cddp__broadcast_arrays: the ranks of the first host, or of the group, have
-   parts of the arrays. */
+/* In place of the root of cddp__broadcast_arrays: each rank of the first host, or of the group,
+   sends its part of the arrays. */
 enum { CDDP__ROOT_OWNERS = -1, CDDP__ROOT_ALL_OWNERS = -2 };
 
 /* Records the first failure, which all later calls return. */
@@ -16680,7 +16684,7 @@ static cddp_result cddp__fail_model(cddp_ddp *d, cddp_result r) {
   int i;
   if (d->elastic != NULL) cddp__elastic_close(d);
   if (d->elastic != NULL && r != CDDP_INVALID_ARGUMENT && r != CDDP_MISMATCH && r != CDDP_TIMEOUT)
-    r = cddp__fail_in(r, "rank %d: ", d->group->rank); /* as in other ranks' texts */
+    r = cddp__fail_in(r, "rank %d: ", d->group->rank); /* texts of those three name ranks */
   r = cddp__ddp_fail(d, r);
   if (d->elastic != NULL) /* the other ranks count this rank as lost */
     r = cddp__fail(CDDP_PEER_LOST, "rank %d has failed: %s", d->group->rank, d->failure.text);
@@ -16714,7 +16718,7 @@ static size_t cddp__count_pieces(size_t begin, size_t end) {
   return (end - 1) / CDDP__BLOCK_BYTES - begin / CDDP__BLOCK_BYTES + 1;
 }
 
-/* The bytes of the model that belong to parameter i and to one of `parts` parts; false: none. */
+/* The bytes of the model that parameter i has in one of `parts` parts; false: none. */
 static bool cddp__part_slice(const cddp_ddp *d, int i, int parts, int part, size_t *begin,
                              size_t *end) {
   const cddp__tensor *tensor = &d->tensors[i];
@@ -16729,19 +16733,19 @@ static bool cddp__gathers(const cddp_ddp *d) {
   return d->shards.spread && (!d->group->carrier->shared || d->group->backend->on_device);
 }
 
-/* Bytes that cddp__gather_nodes can write behind the gradients of a dtype. It can read twice as
-   many in slots, where elements can be twice as wide. */
+/* Bytes that cddp__gather_nodes can write behind a dtype's gradients: a cache line for each rank
+   (elastic: shard). In slots, where elements can be twice as wide, it reads twice as many. */
 static size_t cddp__gather_slack(const cddp_ddp *d) {
   return CDDP__CACHE_LINE * (size_t)(d->desc.elastic ? d->shards.count : d->group->size);
 }
 
-/* Size of a range of the model in memory that has f32 for f16 and bf16, which come last in it. */
+/* Bytes of a range of the model in memory with f32 for f16 and bf16, the model's last dtypes. */
 static size_t cddp__wide_bytes(const cddp_ddp *d, size_t begin, size_t end) {
   size_t halves = cddp__max(begin, d->layout.starts[CDDP_F16]);
   return end - begin + (end > halves ? end - halves : 0);
 }
 
-/* Offsets in the model depend on the model alone, since norms do (cddp__count_pieces). */
+/* Sets d->layout. Offsets in the model depend on it alone, since norms do (cddp__count_pieces). */
 static void cddp__set_layout(cddp_ddp *d) {
   size_t slack = cddp__gathers(d) ? cddp__gather_slack(d) : 0, pieces = 0;
   int dtype, i, placed = 0;
@@ -16765,7 +16769,7 @@ static void cddp__set_layout(cddp_ddp *d) {
   d->layout.starts[CDDP__DTYPE_COUNT] = d->layout.dense;
   d->layout.bytes += slack;
   d->layout.slot_stride = cddp__wide_bytes(d, 0, d->layout.dense);
-  d->layout.model_bytes = d->layout.dense; /* sparse gradients of elastic models follow */
+  d->layout.model_bytes = d->layout.dense; /* elastic: sparse ones follow, for their states */
   for (i = 0; i < d->count; i++) {
     cddp__tensor *tensor = &d->tensors[i];
     const cddp__sparse *s = cddp__sparse_of(d, i);
@@ -16778,7 +16782,7 @@ static void cddp__set_layout(cddp_ddp *d) {
     d->step.used[i] = 1;
     if (s == NULL) continue;
     d->layout.order[placed++] = i;
-    tensor->dense = d->layout.bytes; /* behind the dense gradients */
+    tensor->dense = d->layout.bytes; /* behind the dense gradients; for place_rows */
     if (d->group->backend->on_device)
       d->layout.bytes += cddp__round_up(s->rows * s->bytes, CDDP__CACHE_LINE);
     if (!d->desc.elastic) continue;
@@ -16787,9 +16791,9 @@ static void cddp__set_layout(cddp_ddp *d) {
     d->layout.model_bytes += cddp__round_up(tensor->bytes, CDDP__CACHE_LINE);
   }
   d->layout.arena_bytes = d->layout.bytes + (size_t)d->layout.slots * d->layout.slot_stride +
-                          pieces * sizeof(double) + 2 * slack;
+                          pieces * sizeof(double) /* squares */ + 2 * slack /* of slots */;
   d->layout.state_stride = cddp__wide_bytes(d, 0, d->layout.model_bytes);
-  d->layout.state_stride = cddp__round_up(
+  d->layout.state_stride = cddp__round_up( /* whole pages */
       d->layout.state_stride,
       d->layout.state_stride < CDDP__HUGE_PAGE ? cddp__page_size() : CDDP__HUGE_PAGE);
 }
@@ -16813,7 +16817,7 @@ static cddp_result cddp__exchange_refs(cddp_group *g, int kind, const void *p, s
                      "the model again",
                      k);
   for (k = 0; r == CDDP_OK && k < g->size; k++) {
-    if (g->members[k] < 0) continue;
+    if (g->members[k] < 0) continue; /* on another host */
     r = cddp__map_ref(g->host, &cddp__op_header_of(g, k, g->round)->u.ref, &at);
     *out++ = (char *)at;
   }
@@ -16831,7 +16835,7 @@ static char *cddp__weights_of(const cddp_ddp *d, int rank, int i) {
   return d->addresses.weights[(size_t)rank * (size_t)d->count + (size_t)i];
 }
 
-/* arena: the rank's, as it is mapped here. */
+/* arena: the rank's, as mapped in this process. */
 static void cddp__set_gradient_addresses(cddp_ddp *d, int rank, char *arena) {
   int i;
   for (i = 0; i < d->count; i++)
@@ -16840,7 +16844,7 @@ static void cddp__set_gradient_addresses(cddp_ddp *d, int rank, char *arena) {
           arena + d->tensors[i].arena_offset;
 }
 
-/* The same with the memory behind the arena. */
+/* The same, also for the slots and squares behind the gradients. */
 static void cddp__set_rank_addresses(cddp_ddp *d, int rank, char *arena) {
   cddp__set_gradient_addresses(d, rank, arena);
   d->addresses.slots[rank] = arena + d->layout.bytes;
@@ -16852,7 +16856,8 @@ static void cddp__set_rank_addresses(cddp_ddp *d, int rank, char *arena) {
 
 /* The reference by which other ranks map parameter i's weights or gradient. Kind NONE if they
    cannot, or if the gradient is copied: a hook needs a contiguous bucket, an elastic rank's memory
-   must outlive it, and a small gradient is not worth an exchange between hosts. */
+   must outlive it, cddp__gather_nodes writes to the arena, and a small gradient is not worth an
+   exchange between hosts. */
 static cddp__ref cddp__param_ref(const cddp_ddp *d, int i, bool gradient) {
   const cddp_group *g = d->group;
   void *p = gradient ? d->params[i].grad : d->params[i].data;
@@ -16865,7 +16870,7 @@ static cddp__ref cddp__param_ref(const cddp_ddp *d, int i, bool gradient) {
                    (exchanged && d->shards.spread) || (exchanged && bytes < CDDP__IN_PLACE_BYTES)))
     return ref;
   if (g->size > 1) return cddp__ref_of(g->host, p, bytes);
-  ref.kind = CDDP__REF_POINTER;
+  ref.kind = CDDP__REF_POINTER; /* one rank: any memory */
   ref.base = (uint64_t)(uintptr_t)p;
   return ref;
 }
@@ -16886,7 +16891,7 @@ static cddp_result cddp__map_params(cddp_ddp *d) {
   r = cddp__all_gather(g, mine, all, n * sizeof *mine);
   for (j = 0; r == CDDP_OK && j < n; j++) {
     for (k = 0; k < g->size && all[(size_t)k * n + j].kind != CDDP__REF_NONE;) k++;
-    if (k < g->size) continue;
+    if (k < g->size) continue; /* not all share it */
     if (j % 2 == 0) d->tensors[j / 2].shared = true;
     else d->tensors[j / 2].storage = CDDP__STORAGE_IN_PLACE;
     local = 0;
@@ -16903,7 +16908,8 @@ static cddp_result cddp__map_params(cddp_ddp *d) {
   return r;
 }
 
-/* Adjacent gradients: bytes of the model; in a bucket end - begin excludes gaps. */
+/* Gradients adjacent in memory, from offset `begin` of the model on. In a bucket end - begin is
+   only their size: the model can have others between them. */
 typedef struct cddp__range {
   int first; /* the parameter at `begin` */
   size_t begin, end;
@@ -16935,6 +16941,7 @@ static bool cddp__next_range(const cddp_ddp *d, const int *sorted, int count, in
 
 /* --- collectives on the memory of a model --- */
 
+/* Runs a collective on the model's memory. */
 static cddp_result cddp__call_all(cddp_ddp *d, const cddp__call *c) {
   cddp_group *g = d->group->backend->on_device ? d->comm : d->control;
   g->stream = d->group->stream; /* cddp_set_stream */
@@ -16952,8 +16959,8 @@ static cddp_result cddp__host_barrier(cddp_ddp *d, int kind, enum cddp__phase ph
 static cddp_result cddp__broadcast_arrays(cddp_ddp *d, const cddp_param *arrays, int count,
                                           int root) {
   bool by_host = root == CDDP__ROOT_OWNERS && !d->group->backend->on_device, owners = root < 0;
-  const cddp__hosts *x = by_host ? d->control->hosts : NULL;
-  int parts = x != NULL ? x->nodes[0].size : d->group->size, i, n = 0;
+  const cddp__hosts *hosts = by_host ? d->control->hosts : NULL;
+  int parts = hosts != NULL ? hosts->nodes[0].size : d->group->size, i, n = 0;
   int part = owners ? 0 : root, last = owners ? parts - 1 : root;
   cddp_result r = CDDP_OK;
   cddp__packet packet;
@@ -16961,12 +16968,12 @@ static cddp_result cddp__broadcast_arrays(cddp_ddp *d, const cddp_param *arrays,
   if (d->group->backend->on_device) cddp__drain_buckets(d); /* they use d->scratch.calls too */
   for (; r == CDDP_OK && part <= last; part++) {
     cddp__packet_begin(&packet, d->control,
-                       owners && x != NULL ? cddp__rank_on(x, 0, part) : part);
+                       owners && hosts != NULL ? cddp__rank_on(hosts, 0, part) : part);
     for (i = 0; r == CDDP_OK && i < count; i++) {
       size_t begin = 0, end = arrays[i].count, esize;
       char *at = (char *)arrays[i].data;
       if (owners) {
-        esize = cddp__dtype_size(d->params[i].dtype);
+        esize = cddp__dtype_size(d->params[i].dtype); /* of gradients, as the offsets */
         if (!cddp__part_slice(d, i, parts, part, &begin, &end)) continue;
         begin = (begin - d->tensors[i].offset) / esize;
         end = (end - d->tensors[i].offset) / esize;
@@ -16977,7 +16984,7 @@ static cddp_result cddp__broadcast_arrays(cddp_ddp *d, const cddp_param *arrays,
       if (!d->group->backend->on_device)
         r = cddp__packet_add(&packet, at, c.count, arrays[i].dtype);
       else if (cddp__on_device(d->group, at)) d->scratch.calls[n++] = c;
-      else r = (d->comm->backend->start)(d->comm, &c, NULL);
+      else r = (d->comm->backend->start)(d->comm, &c, NULL); /* a buffer in host memory */
     }
     if (r == CDDP_OK) r = cddp__packet_send(&packet);
   }
@@ -16987,7 +16994,7 @@ static cddp_result cddp__broadcast_arrays(cddp_ddp *d, const cddp_param *arrays,
 /* The factor that makes the mean over the ranks with data of what the reduction left in the arena:
    a sum, a sum divided by the number of all ranks, or that mean. */
 static double cddp__mean_factor(const cddp_ddp *d, cddp_dtype dtype) {
-  bool by_all = d->desc.comm_hook != NULL || d->comm->carrier->foreign ||
+  bool by_all = d->desc.comm_hook != NULL || d->comm->carrier->foreign || /* count all ranks */
                 d->group->backend->on_device;
   if (d->desc.elastic) return 1; /* the arena has the mean of the shards */
   if (d->step.sums && dtype != CDDP_F16) /* sums of f16 could exceed its range */
@@ -17016,7 +17023,7 @@ static double cddp__mean_factor(const cddp_ddp *d, cddp_dtype dtype) {
 #define CDDP__BLOCK ((size_t)2048) /* elements that a loop on a host processes at a time */
 #define CDDP__NODES_CHUNK ((size_t)512 << 10) /* elements exchanged in one call */
 #ifndef CDDP__SHARD_CHUNK /* tests set less */
-#define CDDP__SHARD_CHUNK ((size_t)8 << 20) /* CDDP__NODES_CHUNK on GPUs */
+#define CDDP__SHARD_CHUNK ((size_t)8 << 20) /* the same on GPUs */
 #endif
 
 /* The address, in a slot of a rank of this host, of offset `at` of the model. */
@@ -17031,7 +17038,7 @@ static char *cddp__node_at(const cddp_ddp *d, int rank, int slot, int i, size_t 
 }
 
 /* Writes the mean over all shards of n elements of parameter i, from offset `at` of the model.
-   sources: [shards]. */
+   sources: scratch [shards]. */
 static void cddp__reduce_shards(const cddp_ddp *d, void *out, const void **sources, int i,
                                 size_t at, size_t n) {
   const cddp__shards *all = &d->shards;
@@ -17048,8 +17055,8 @@ static void cddp__reduce_shards(const cddp_ddp *d, void *out, const void **sourc
     cddp__reduce_nodes(out, sources, all->widths, all->node_count, all->count, n, dtype, CDDP_AVG);
 }
 
-/* Sums nodes of this rank, which together form one node, into the slot `out`, by ranges: parameters
-   that are adjacent in memory. clear: zeroes the gradients. */
+/* Sums nodes of this rank, which together form one node, into the slot `out`, by ranges of adjacent
+   gradients. clear: zeroes the gradients. */
 static cddp_result cddp__merge_nodes(cddp_ddp *d, int out, const int *slots, const int *widths,
                                      int count, bool clear) {
   size_t block = d->group->backend->on_device ? SIZE_MAX : CDDP__BLOCK, at, n;
@@ -17065,7 +17072,7 @@ static cddp_result cddp__merge_nodes(cddp_ddp *d, int out, const int *slots, con
       n = cddp__min(block, (range.end - at) / esize);
       for (k = 0; k < count; k++) nodes[k] = cddp__node_at(d, d->me, slots[k], range.first, at);
       r = (d->memory->sum)(cddp__slot_at(d, d->me, out, at), dtype, nodes, widths, count, 0, n,
-                           stream);
+                           stream); /* 0: a sum, no mean */
       if (r == CDDP_OK && clear)
         r = (d->memory->zero)(cddp__gradient_at(d, d->me, range.first, at), n * esize, stream);
     }
@@ -17089,7 +17096,7 @@ enum { CDDP__LAST_SHARD, CDDP__MORE_SHARDS }; /* of `bool more` */
    slot of the first of these, else into a free slot. more: zeroes the gradients for the next shard;
    without it the shard can stay in the gradients, where peers read it. */
 static cddp_result cddp__keep_node(cddp_ddp *d, int shard, bool more) {
-  cddp__shard_node *own = d->shards.own_nodes, of_shard = {shard, 1, -1, 0};
+  cddp__shard_node *own = d->shards.own_nodes, of_shard = {shard, 1, -1 /* no slot */, 0};
   int *count = &d->shards.own_node_count, free_slot = cddp__free_slot(own, *count);
   cddp__node_merge merge = cddp__merge_shard(own, *count, of_shard, d->shards.count);
   int *slot = &merge.node.slot, at = 0; /* at: the shard's place, whose slot is -1 */
@@ -17099,7 +17106,7 @@ static cddp_result cddp__keep_node(cddp_ddp *d, int shard, bool more) {
     *slot = merge.low < merge.high ? own[merge.low].slot : free_slot;
   while (merge.slots[at] >= 0) at++;
   if (at < merge.count - 1 && *slot != free_slot) {
-    /* The shard must come last if a sum is one of them: it moves to a slot first. */
+    /* cddp__gpu_sum needs a shard in gradients last, so this one moves to a slot first. */
     r = cddp__merge_nodes(d, free_slot, &merge.slots[at], &merge.widths[at], 1, more);
     merge.slots[at] = free_slot;
     merge.widths[at] = -1; /* one shard, in the compute type */
@@ -17109,13 +17116,13 @@ static cddp_result cddp__keep_node(cddp_ddp *d, int shard, bool more) {
     r = cddp__merge_nodes(d, *slot, merge.slots, merge.widths, merge.count, more && !cleared);
   if (r == CDDP_OK && more) r = cddp__clear_own(d);
   memmove(own + merge.low + 1, own + merge.high, (size_t)(*count - merge.high) * sizeof *own);
-  own[merge.low] = merge.node;
+  own[merge.low] = merge.node; /* in place of [low, high) */
   *count += 1 - (merge.high - merge.low);
   return r;
 }
 
 /* Takes the mean of n elements a rank, from offset `at` of the model, into `out`. The ranks
-   exchange nodes, at most `most` each: each gets all nodes of its n elements. */
+   exchange nodes, at most `most` each: each rank gets all nodes of its n elements. */
 static cddp_result cddp__gather_chunk(cddp_ddp *d, char *out, cddp_dtype dtype, size_t at, size_t n,
                                       int most) {
   cddp_dtype wide = cddp__compute_type(dtype);
@@ -17123,7 +17130,7 @@ static cddp_result cddp__gather_chunk(cddp_ddp *d, char *out, cddp_dtype dtype, 
   char *mine = out + (size_t)d->control->rank * n * cddp__dtype_size(dtype), *all;
   cddp__call means = cddp__make_call(CDDP__KIND_ALL_GATHER, mine, out, n, dtype, CDDP_SUM, -1);
   cddp__call nodes;
-  void *scratch = NULL; /* parts: [most][ranks] */
+  void *scratch = NULL; /* received parts: [most][ranks] */
   cddp_result r = CDDP_OK;
   int i;
   if (ranks > 1) r = d->memory->scratch(d, (size_t)most * ranks * part, &scratch);
@@ -17135,12 +17142,12 @@ static cddp_result cddp__gather_chunk(cddp_ddp *d, char *out, cddp_dtype dtype, 
                             CDDP_SUM, -1);
     r = cddp__call_all(d, &nodes);
   }
-  CDDP__POINT("elastic exchanged"); /* for tests: elastic models take this path too */
+  CDDP__POINT("elastic exchanged"); /* elastic models come here too */
   for (i = 0; i < d->shards.node_count; i++)
     d->scratch.sources[i] = ranks == 1 ? cddp__slot_at(d, d->me, d->shards.own_nodes[i].slot, at)
                                : (char *)scratch + ((size_t)d->shards.nodes[i].slot * ranks +
                                                     (size_t)d->shards.nodes[i].rank) * part;
-  if (r == CDDP_OK) /* the mean: a sum divided by the number of shards */
+  if (r == CDDP_OK)
     r = (d->memory->sum)(mine, dtype, d->scratch.sources, d->shards.widths, d->shards.node_count,
                          d->shards.count, n, d->group->stream);
   return r == CDDP_OK && ranks > 1 ? cddp__call_all(d, &means) : r;
@@ -17148,21 +17155,21 @@ static cddp_result cddp__gather_chunk(cddp_ddp *d, char *out, cddp_dtype dtype, 
 
 /* Takes the mean of all nodes, d->shards.nodes, into `out`, a buffer laid out as the arena. If the
    number of ranks does not divide the number of elements of a dtype, `out` is written, and slots
-   are read, past its end (cddp__gather_slack). The means of the next dtype are written later. */
+   are read, past the dtype's end (cddp__gather_slack). The next dtype's means are written later. */
 static cddp_result cddp__gather_nodes(cddp_ddp *d, char *out) {
   size_t ranks = (size_t)d->control->size, at, n, esize;
-  size_t most = (d->group->backend->on_device ? CDDP__SHARD_CHUNK : CDDP__NODES_CHUNK) / ranks;
+  size_t chunk = (d->group->backend->on_device ? CDDP__SHARD_CHUNK : CDDP__NODES_CHUNK) / ranks;
   cddp_result r = CDDP_OK;
-  int dtype, i, nodes = 0;
+  int dtype, i, most = 0; /* nodes of a rank */
   for (i = 0; i < d->shards.node_count; i++)
-    if (d->shards.nodes[i].slot >= nodes) nodes = d->shards.nodes[i].slot + 1;
+    if (d->shards.nodes[i].slot >= most) most = d->shards.nodes[i].slot + 1;
   for (dtype = 0; dtype < CDDP__DTYPE_COUNT; dtype++) {
     size_t end = d->layout.starts[dtype + 1];
     esize = cddp__dtype_size((cddp_dtype)dtype);
     for (at = d->layout.starts[dtype]; r == CDDP_OK && at < end; at += n * ranks * esize) {
       n = ((end - at) / esize + ranks - 1) / ranks;
-      n = cddp__round_up(cddp__min(n, most), CDDP__CACHE_LINE / esize);
-      r = cddp__gather_chunk(d, out + at, (cddp_dtype)dtype, at, n, nodes);
+      n = cddp__round_up(cddp__min(n, chunk), CDDP__CACHE_LINE / esize);
+      r = cddp__gather_chunk(d, out + at, (cddp_dtype)dtype, at, n, most);
       CDDP__POINT("elastic piece");
     }
   }
@@ -17171,7 +17178,7 @@ static cddp_result cddp__gather_nodes(cddp_ddp *d, char *out) {
 
 /* The head of a shard's rows in a packet. */
 typedef struct cddp__shard_rows {
-  uint64_t shard; /* the number of shards: of an absent rank, without rows */
+  uint64_t shard; /* shards.count: an absent rank's (>>ddp-uneven), no rows */
   uint64_t bytes; /* including this head */
   unsigned char pad[CDDP__CACHE_LINE - 16];
 } cddp__shard_rows;
@@ -17220,7 +17227,7 @@ static cddp_result cddp__merge_packets(cddp_ddp *d, char **packets) {
   cddp_result r = CDDP_OK;
   int i, n = 0;
   for (i = 0; i < d->shards.count; i++) d->rows.lists[i].packet = NULL;
-  for (i = 0; i < d->shards.count; i++) { /* packets have shards in any order */
+  for (i = 0; i < d->shards.count; i++) { /* the owner's next, in any order */
     head = (cddp__shard_rows *)(void *)packets[d->shards.owner[i]];
     packets[d->shards.owner[i]] += head->bytes;
     if (head->shard < (uint64_t)d->shards.count)
@@ -17235,7 +17242,7 @@ static cddp_result cddp__merge_packets(cddp_ddp *d, char **packets) {
   return r == CDDP_OK && d->memory->place_rows != NULL ? (d->memory->place_rows)(d) : r;
 }
 
-/* The same for ranks that cannot read each other's memory. longest: bytes of a packet. */
+/* The same for ranks that cannot read each other's memory. longest: the most bytes of a packet. */
 static cddp_result cddp__gather_rows(cddp_ddp *d, size_t longest) {
   cddp_group *g = d->control;
   const cddp_allocator *a = &g->host->allocator;
@@ -17280,6 +17287,7 @@ static cddp_result cddp__exchange_rows(cddp_ddp *d, int kind) {
   return r;
 }
 
+/* more: shards of this step follow. */
 static cddp_result cddp__end_shard(cddp_ddp *d, bool more) {
   cddp_result r = d->rows.sparse != NULL ? cddp__keep_rows(d, d->shards.current) : CDDP_OK;
   return r == CDDP_OK ? cddp__keep_node(d, d->shards.current, more) : r;
@@ -17297,7 +17305,6 @@ static cddp_result cddp__end_shard(cddp_ddp *d, bool more) {
         the bucket, after the second every rank has reduced its slice of it.
      3. A communication hook gets a contiguous bucket, if needed a copy, instead. */
 
-/* Parameters whose gradients are reduced together. */
 struct cddp__bucket_state {
   int remaining; /* parameters not yet ready; guarded by lock */
   int *sorted;   /* its parameters by offset; memory of plan.sorted */
@@ -17348,7 +17355,7 @@ static size_t cddp__bucket_bytes(const cddp_ddp *d, const cddp__bucket_state *b)
 static void cddp__reduce_slice(cddp_ddp *d, const cddp__bucket_state *b) {
   cddp_dtype dtype = d->params[b->sorted[0]].dtype;
   const cddp_group *g = d->comm;
-  size_t begin, end, at = 0;
+  size_t begin, end, at = 0; /* in the bucket */
   cddp__range range;
   int i = 0, k;
   cddp__slice(cddp__bucket_bytes(d, b), CDDP__CACHE_LINE, g->size, g->rank, &begin, &end);
@@ -17364,7 +17371,7 @@ static void cddp__reduce_slice(cddp_ddp *d, const cddp__bucket_state *b) {
       cddp__reduce_shards(d, mean, (const void **)(void *)d->scratch.buffers, range.first, from, n);
     } else {
       for (k = 0; k < g->size; k++)
-        if (cddp__op_header_of(g, k, g->round)->u.bytes[0] == 0)
+        if (cddp__op_header_of(g, k, g->round)->u.bytes[0] == 0) /* has data */
           d->scratch.buffers[active++] = cddp__gradient_at(d, k, range.first, from);
       if (active == g->size) { /* writes the mean to all of them */
         cddp__reduce_all(d->scratch.buffers, active, n, dtype, CDDP_AVG);
@@ -17434,15 +17441,15 @@ static cddp__call cddp__average_call(void *buf, size_t count, cddp_dtype dtype) 
   return cddp__make_call(CDDP__KIND_ALL_REDUCE, buf, buf, count, dtype, CDDP_AVG, -1);
 }
 
-/* Averages a bucket in half precision. */
+/* Averages a bucket in `small`, a half precision. */
 static cddp_result cddp__compress_hook(cddp_bucket *b, cddp_dtype small) {
   cddp__call c = cddp__average_call(b->data, b->count, b->dtype);
   const cddp__backend *backend = b->group->backend;
   void *copy = NULL;
   cddp_result r = CDDP_OK;
-  if (cddp__dtype_size(b->dtype) <= 2) return (backend->start)(b->group, &c, NULL);
+  if (cddp__dtype_size(b->dtype) <= 2) return (backend->start)(b->group, &c, NULL); /* as is */
   if (backend->scratch != NULL) r = (backend->scratch)(b->group, 2 * b->count, &copy);
-  else copy = cddp__arena_alloc(b->group->host, b->count * 2, CDDP__EXTENT_USER);
+  else copy = cddp__arena_alloc(b->group->host, b->count * 2, CDDP__EXTENT_USER); /* a host */
   if (r == CDDP_OK && copy == NULL) r = CDDP_OUT_OF_MEMORY;
   if (r == CDDP_OK) r = (backend->convert)(b->group, copy, small, b->data, b->dtype, b->count);
   c = cddp__average_call(copy, b->count, small);
@@ -17454,7 +17461,7 @@ static cddp_result cddp__compress_hook(cddp_bucket *b, cddp_dtype small) {
 
 /* Calls the hook: in place if the gradients are adjacent, else on a copy. */
 static cddp_result cddp__hook_bucket(cddp_ddp *d, cddp__bucket_state *b) {
-  char first = cddp__error_text[0]; /* of an older text: stays if the hook sets none */
+  char first = cddp__error_text[0]; /* of an older text, which stays if the hook sets none */
   size_t bytes = cddp__bucket_bytes(d, b);
   cddp_bucket bucket;
   cddp__range range;
@@ -17472,7 +17479,7 @@ static cddp_result cddp__hook_bucket(cddp_ddp *d, cddp__bucket_state *b) {
   bucket.params = b->sorted;
   bucket.param_count = b->count;
   bucket.data = cddp__gradient_at(d, d->me, range.first, range.begin);
-  packed = range.end - range.begin != bytes;
+  packed = range.end - range.begin != bytes; /* several ranges */
   if (packed) r = d->memory->scratch(d, bytes, &bucket.data);
   if (r == CDDP_OK && packed) r = cddp__pack(d, b, bucket.data, CDDP__BUCKET_PACK);
   if (r == CDDP_OK) {
@@ -17517,9 +17524,9 @@ static cddp_result cddp__push_bucket(cddp_ddp *d, cddp__bucket_state *b) {
 
 static cddp_result cddp__await_buckets(cddp_ddp *d, bool part) {
   int b;
-  (void)part;
+  (void)part; /* for devices */
   cddp__drain_buckets(d);
-  for (b = 0; b < d->plan.next; b++) {
+  for (b = 0; b < d->plan.next; b++) { /* those launched */
     cddp_work *work = &d->plan.buckets[b].work;
     if (work->result != CDDP_OK) return cddp__fail(work->result, "%s", work->text);
   }
@@ -17540,7 +17547,7 @@ static cddp_result cddp__await_buckets(cddp_ddp *d, bool part) {
 static char *cddp__state_at(const cddp_ddp *d, const cddp_optim *optim, char *states, int k, int i,
                             size_t n) {
   size_t at = d->tensors[i].offset;
-  if (optim->desc.master_weights != 0) at = cddp__wide_bytes(d, 0, at);
+  if (optim->desc.master_weights != 0) at = cddp__wide_bytes(d, 0, at); /* f32 states */
   return states + (size_t)k * d->layout.state_stride + at +
          n * cddp__dtype_size(cddp__state_type(optim, i));
 }
@@ -17562,7 +17569,7 @@ static cddp_result cddp__copy_state(const cddp_ddp *d, const cddp_optim *optim, 
   first = (begin - tensor->offset) / esize;
   n = (end - begin) / esize;
   shared = cddp__state_at(d, optim, states, k, i, first);
-  if (unmade) /* a master not made yet, which joining ranks need: the weights */
+  if (unmade) /* the next step makes this master; joining ranks need it now */
     return (d->group->backend->convert)(d->group, shared, CDDP_F32,
                                         (char *)param->data + first * esize, param->dtype, n);
   own += first * size;
@@ -17618,7 +17625,7 @@ static cddp_result cddp__commit_shared(cddp_ddp *d, const cddp_optim *optim, cha
   return r;
 }
 
-/* Collective, at the first fused step of an optimizer. The first rank of a host owns its states. */
+/* Collective, at an optimizer's first fused step. A host's first rank owns the host's states. */
 static cddp_result cddp__share_states(cddp_ddp *d, cddp_optim *optim) {
   cddp_group *g = d->control;
   size_t bytes = (size_t)optim->state_count * d->layout.state_stride, begin, end;
@@ -17632,7 +17639,7 @@ static cddp_result cddp__share_states(cddp_ddp *d, cddp_optim *optim) {
   states = mine;
   r = cddp__round(g, CDDP__KIND_DDP_CREATE, CDDP__PHASE_BLOCK, 0, &ref, sizeof ref);
   if (r == CDDP_OK) {
-    while (g->members[k] < 0) k++; /* this host's first: a sub-group can lack its rank 0 */
+    while (g->members[k] < 0) k++; /* the first rank on this host */
     ref = cddp__op_header_of(g, k, g->round)->u.ref;
     if (ref.kind != CDDP__REF_NONE) r = cddp__map_ref(g->host, &ref, &states);
     else if (k == g->rank) r = CDDP_OUT_OF_MEMORY; /* its text is set */
@@ -17644,7 +17651,7 @@ static cddp_result cddp__share_states(cddp_ddp *d, cddp_optim *optim) {
   if (r != CDDP_OK && !cddp__is_broken(g)) cddp__arena_free(g->host, mine);
   if (r != CDDP_OK) return r;
   cddp__part_of(d, g->local_rank, &begin, &end);
-  (void)cddp__copy_states(d, optim, (char *)states, begin, end, CDDP__TO_SHARED);
+  (void)cddp__copy_states(d, optim, (char *)states, begin, end, CDDP__TO_SHARED); /* cannot fail */
   optim->shared_states = (char *)states;
   optim->own_shared = g->local_rank > 0 ? NULL : optim->shared_states;
   optim->next = d->sharing;
@@ -17653,14 +17660,15 @@ static cddp_result cddp__share_states(cddp_ddp *d, cddp_optim *optim) {
   optim->unshare = cddp__end_sharing;
   for (k = 0; k < optim->state_count; k++)
     for (i = 0; i < optim->count; i++) {
-      if (cddp__sparse_of(d, i) != NULL) continue;
+      if (cddp__sparse_of(d, i) != NULL) continue; /* not shared */
       cddp__free(NULL, *cddp__state_of(optim, k, i));
       *cddp__state_of(optim, k, i) = NULL;
     }
   return CDDP_OK;
 }
 
-/* Collective: makes the states whole on every rank. cddp__finish ends a failed access. */
+/* Collective: all ranks copy the shared states before their owner frees them. cddp__finish ends a
+   failed access. */
 static cddp_result cddp__gather_shared(cddp_optim *optim) {
   cddp_ddp *d = optim->shared_by;
   cddp_result r = cddp__begin_access(d->control);
@@ -17731,18 +17739,18 @@ static cddp_result cddp__gather_state(const cddp_optim *optim, int k, int i, cha
         follows the update of a block.
      5. Partitioned states: the rank steps its part by the means, and sends the weights to all. */
 
-#define CDDP__STEP_BLOCK 8192 /* largest block in bytes; several fit into the second-level cache */
+#define CDDP__STEP_BLOCK 8192 /* bytes; several blocks fit into the second-level cache */
 
 /* A pass through a part of the model. A block is n elements of parameter i from offset `at`. */
 typedef struct cddp__pass {
   cddp_ddp *d;
   cddp_optim *optim; /* NULL: takes means only */
-  bool steps;        /* false: takes means */
+  bool steps;        /* false: takes means, also for a clip */
   char *means;       /* the means, by offset; NULL: in this rank's gradients */
-  bool averaged;     /* means are in place, except those that one loop takes */
+  bool averaged;     /* means are in place, except where `loops` */
   double clip;       /* factor of the means; 1: none */
   bool one_loop;     /* cddp__update.loop supports the number of ranks, and all have gradients */
-  bool loops;        /* it processes the current parameter */
+  bool loops;        /* that loop processes the current parameter */
   bool alone;        /* the optimizer's states are this rank's alone, and so are new weights */
 } cddp__pass;
 
@@ -17780,7 +17788,7 @@ static double cddp__clip_factor(cddp_ddp *d, double max_norm, double *const *sum
   d->step.norm = (sqrt)(sum);
   d->step.has_norm = true;
   factor = max_norm / (d->step.norm + 1e-6); /* as in PyTorch, where NaN stays NaN too */
-  return factor >= 1 || max_norm > DBL_MAX ? 1 : factor;
+  return factor >= 1 || max_norm > DBL_MAX ? 1 : factor; /* infinite: no clip */
 }
 
 static void cddp__clip_rows(cddp_ddp *d, double factor) {
@@ -17811,7 +17819,7 @@ static cddp_result cddp__host_clip(cddp_ddp *d, double max_norm, double *norm) {
   return CDDP_OK;
 }
 
-/* Updates this rank's part of parameter i, block by block to copy it from the cache. */
+/* Updates this rank's part of parameter i, in blocks that the cache keeps for cddp__optim_copy. */
 static void cddp__fuse_loop(const cddp__pass *pass, int i, const cddp__update *u) {
   const cddp_ddp *d = pass->d;
   const cddp__tensor *tensor = &d->tensors[i];
@@ -17820,11 +17828,11 @@ static void cddp__fuse_loop(const cddp__pass *pass, int i, const cddp__update *u
   int k, others = 0, size = d->group->local_size;
   cddp__fused_args args;
   args.scalars = &u->scalars;
-  args.mean = (float)u->scalars.sign / (float)size;
+  args.mean = (float)u->scalars.sign / (float)size; /* -1: maximizes */
   args.clip = (float)pass->clip;
   for (k = 0; k < CDDP__STATES; k++)
     args.states[k] = u->states[k] != NULL ? (cddp__f32 *)(void *)u->states[k] + at : NULL;
-  args.weights[0] = (cddp__f32 *)d->params[i].data + at;
+  args.weights[0] = (cddp__f32 *)d->params[i].data + at; /* then the other ranks' */
   for (k = 0; k < size; k++) {
     args.gradients[k] = (cddp__f32 *)(void *)cddp__gradient_at(d, k, i, tensor->begin);
     if (k != d->group->local_rank)
@@ -17841,6 +17849,7 @@ static void cddp__fuse_loop(const cddp__pass *pass, int i, const cddp__update *u
   }
 }
 
+/* out = the mean of a block. */
 static void cddp__mean_block(cddp_ddp *d, int i, void *out, size_t at, size_t n) {
   int k;
   if (d->shards.spread || d->desc.elastic) {
@@ -17858,7 +17867,7 @@ static char *cddp__mean_at(const cddp__pass *pass, int i, size_t at) {
 
 /* A block of a pass for means, and for a clip their squares. Repeating it gives the same result. */
 static void cddp__keep_mean(const cddp__pass *pass, int i, size_t at, size_t n) {
-  double unkept[CDDP__BLOCK_BYTES / sizeof(double)]; /* for squares: the loop takes it again */
+  double unkept[CDDP__BLOCK_BYTES / sizeof(double)]; /* for squares: the step takes it again */
   char *mean = pass->loops ? (char *)unkept : cddp__mean_at(pass, i, at);
   if (!pass->averaged) cddp__mean_block(pass->d, i, mean, at, n);
   if (pass->d->desc.max_grad_norm > 0)
@@ -17905,6 +17914,7 @@ static void cddp__publish_block(const cddp_ddp *d, int i, const char *weights, s
   if (!tensor->shared) cddp__copy_near(apart, weights, bytes);
 }
 
+/* Steps a block and publishes it, unless pass->alone. */
 static void cddp__fuse_block(const cddp__pass *pass, int i, const cddp__update *u, size_t at,
                              size_t n) {
   double mean[CDDP__STEP_BLOCK / sizeof(double)];
@@ -17912,7 +17922,7 @@ static void cddp__fuse_block(const cddp__pass *pass, int i, const cddp__update *
   const cddp__tensor *tensor = &d->tensors[i];
   size_t esize = cddp__dtype_size(u->stored), first = (at - tensor->offset) / esize;
   char *weights = (char *)d->params[i].data + (at - tensor->offset);
-  cddp__update_run(u, first - pass->optim->parts[i].first, weights,
+  cddp__update_run(u, first - pass->optim->parts[i].first /* in states */, weights,
                    cddp__block_gradient(pass, i, at, n, mean), n);
   if (!pass->alone)
     cddp__publish_block(d, i, weights, at, n * esize,
@@ -17935,7 +17945,7 @@ static void cddp__walk(cddp__pass *pass, size_t begin, size_t end) {
     size_t esize = cddp__dtype_size(d->params[i].dtype), block = CDDP__BLOCK_BYTES;
     if (at >= high || (pass->optim != NULL && cddp__optim_skips(pass->optim, i))) continue;
     if (!steps && !d->step.used[i]) continue;
-    if (pass->optim != NULL && (steps || pass->one_loop)) {
+    if (pass->optim != NULL && (steps || pass->one_loop)) { /* for means: sets `loops` */
       for (k = 0; k < pass->optim->state_count; k++)
         states[k] = pass->alone ? *cddp__state_of(pass->optim, k, i)
                              : cddp__state_at(d, pass->optim, pass->optim->shared_states, k, i, 0);
@@ -17946,7 +17956,7 @@ static void cddp__walk(cddp__pass *pass, size_t begin, size_t end) {
     }
     if (steps && pass->loops) cddp__fuse_loop(pass, i, &u);
     for (; at < high && !(steps && pass->loops); at += n * esize) {
-      /* Ends at a multiple of block: a sum of squares is of whole pieces, see cddp__add_squares. */
+      /* Ends at a multiple of block: cddp__add_squares sums whole pieces. */
       n = cddp__min(block - at % block, high - at) / esize;
       if (steps) cddp__fuse_block(pass, i, &u, at, n);
       else cddp__keep_mean(pass, i, at, n);
@@ -17983,7 +17993,7 @@ static cddp_result cddp__mean_part(cddp__pass *pass, int kind) {
 }
 
 /* After this rank has published its part: waits until all ranks have. Private weights are copied
-   from the other ranks' gradients, which are then zeroed. optim NULL: the caller's optimizer. */
+   from the other ranks' gradients, which their owners then zero. optim NULL: the caller steps. */
 static cddp_result cddp__fetch_weights(cddp_ddp *d, const cddp_optim *optim) {
   int i, p, kind = optim != NULL ? CDDP__KIND_DDP_STEP : CDDP__KIND_DDP_GATHER;
   cddp_result r = cddp__host_barrier(d, kind, CDDP__PHASE_DONE);
@@ -18031,7 +18041,7 @@ static cddp_result cddp__partitioned_step(cddp__pass *pass) {
   cddp__walk(pass, begin, end);
   r = cddp__end_access(d->control, r);
   if (r == CDDP_OK) r = cddp__broadcast_arrays(d, d->params, d->count, CDDP__ROOT_ALL_OWNERS);
-  return r == CDDP_OK ? (optim->backend->copy)(optim) : r;
+  return r == CDDP_OK ? (optim->backend->copy)(optim) : r; /* to desc.copies */
 }
 
 /* Takes the means of this rank's part. optim not NULL: updates that part of all weights and fetches
@@ -18052,7 +18062,7 @@ static cddp_result cddp__host_step(cddp_ddp *d, cddp_optim *optim, bool averaged
     r = cddp__mean_part(&pass, kind);
   if (r != CDDP_OK) return r;
   for (i = 0; optim == NULL && pass.clip != 1 && i < d->partition_count; i++) {
-    const cddp_partition *p = &d->partitions[i];
+    const cddp_partition *p = &d->partitions[i]; /* reduce_scatter clips */
     if (d->step.used[p->param])
       cddp__scale(p->grad, p->count, d->params[p->param].dtype, pass.clip);
   }
@@ -18070,8 +18080,7 @@ static cddp_result cddp__host_step(cddp_ddp *d, cddp_optim *optim, bool averaged
   return cddp__fetch_weights(d, optim);
 }
 
-/* cddp_ddp_all_gather in host memory: copies the weights of this rank's partitions to all ranks on
-   this host, zeroes the gradients, and fetches the other partitions' weights. */
+/* cddp_ddp_all_gather in host memory: publishes this rank's partitions, fetches the others. */
 static cddp_result cddp__host_publish(cddp_ddp *d) {
   cddp_result r = cddp__round(d->control, CDDP__KIND_DDP_GATHER, CDDP__PHASE_CALL, 0, NULL, 0);
   int i;
@@ -18124,7 +18133,7 @@ static cddp_result cddp__host_sum(void *out, cddp_dtype dtype, const void *const
   (void)stream;
   if (count > 1 || divisor > 0)
     cddp__reduce_nodes(out, nodes, widths, count, divisor, n, dtype, CDDP_AVG);
-  else cddp__convert(out, cddp__compute_type(dtype), nodes[0], dtype, n);
+  else cddp__convert(out, cddp__compute_type(dtype), nodes[0], dtype, n); /* to a slot */
   return CDDP_OK;
 }
 
@@ -18171,7 +18180,7 @@ enum { /* the rank is in cddp_ddp_join */
   CDDP__ABSENT_SINCE_NOW /* in its first meeting: tells cddp__end_uneven the last rank to join */
 };
 
-/* Before the first cddp_ddp_ready of a step. */
+/* Before the first cddp_ddp_ready of a step or shard. */
 static void cddp__reset_step(cddp_ddp *d) {
   int i;
   pthread_mutex_lock(&d->lock);
@@ -18198,7 +18207,7 @@ static cddp_result cddp__next_of_rank(cddp_ddp *d) {
   return r;
 }
 
-/* Starts every full bucket if all before it have started. lock held. */
+/* Starts every full bucket if all before it have started. lock held. A single rank reduces none. */
 static cddp_result cddp__launch_buckets(cddp_ddp *d) {
   cddp_result r = CDDP_OK;
   if (d->group->size == 1 && d->desc.comm_hook == NULL && !d->shards.spread) return CDDP_OK;
@@ -18219,8 +18228,7 @@ static cddp_result cddp__fetch_gradient(cddp_ddp *d, int i) {
                            d->group->stream);
 }
 
-/* A second mark in one step fails the model: a caller that ignored the error would train on wrong
-   sums. */
+/* A second mark in one step fails the model: the sums would be wrong if the caller ignored it. */
 CDDPDEF cddp_result cddp_ddp_ready(cddp_ddp *d, int param) {
   const cddp_group *g;
   cddp__tensor *tensor;
@@ -18261,7 +18269,7 @@ CDDPDEF cddp_result cddp_ddp_ready(cddp_ddp *d, int param) {
   d->plan.buckets[tensor->bucket].remaining--;
   if (d->step.early) r = cddp__launch_buckets(d);
   pthread_mutex_unlock(&d->lock);
-  return r == CDDP_OK ? r : cddp__fail_model(d, r); /* the bucket counts as started */
+  return r == CDDP_OK ? r : cddp__fail_model(d, r); /* no bucket starts twice */
 }
 
 /* Adds to a hash of the optimizer's settings, in bit 0, whether its states are shared. */
@@ -18299,7 +18307,7 @@ static cddp_result cddp__break_settings(cddp_ddp *d, const cddp_optim *optim, in
   cddp_group *g = d->control;
   const cddp_allocator *a = &g->host->allocator;
   cddp__text here = cddp__describe_current_call(g);
-  size_t n = CDDP__SETTING_COUNT + 2 * (size_t)d->count, k, at = n;
+  size_t n = CDDP__SETTING_COUNT + 2 * (size_t)d->count, k, at = n; /* at: the first to differ */
   cddp__difference own = {(double)n, 0}, *all;
   double *mine, *theirs;
   int p, differing = 0;
@@ -18348,7 +18356,7 @@ static cddp_result cddp__ddp_meet(cddp_ddp *d, int kind, const cddp_optim *optim
                                   uint64_t *missing) {
   cddp_group *g = d->control;
   cddp__step_header m;
-  uint64_t settings = 0, active_settings = 0;
+  uint64_t settings = 0, active_settings = 0; /* of first_optim, of active[0] */
   uint64_t check = cddp__add_sharing(optim, optim != NULL ? optim->check : 0);
   double lr = 0; /* of the first rank that is not absent */
   bool met = false, differ = false;
@@ -18393,12 +18401,13 @@ static cddp_result cddp__ddp_meet(cddp_ddp *d, int kind, const cddp_optim *optim
 
 /* A rank's flag for a parameter; 0: not ready */
 #define CDDP__FLAG_READY 1
-#define CDDP__FLAG_ABSENT 2 /* the rank is in cddp_ddp_join: its parameters are not missing */
+#define CDDP__FLAG_ABSENT 2 /* in cddp_ddp_join: not missing */
 #define CDDP__FLAG_NOTED 4  /* cddp_ddp_ready was called under no_sync only: missing */
 static bool cddp__flag_missing(unsigned char flag) {
   return flag == 0 || flag == CDDP__FLAG_NOTED;
 }
 
+/* Fails: lists missing gradients. */
 static cddp_result cddp__name_missing(const cddp_ddp *d) {
   int i, missing, shown = 0; /* missing: on that many ranks */
   bool noted, any_noted = false;
@@ -18416,7 +18425,7 @@ static cddp_result cddp__name_missing(const cddp_ddp *d) {
     any_noted = any_noted || noted;
     cddp__append(list, sizeof list, "%s\"%s\"%s", shown++ ? ", " : "",
                  cddp__param_name(d->params, i).s, noted ? " (only while no_sync was on)" : "");
-    if (missing == d->step.active_count) continue;
+    if (missing == d->step.active_count) continue; /* on all ranks */
     r = CDDP_MISMATCH;
     for (at = (size_t)i; !cddp__flag_missing(d->scratch.flags[at]);) at += n;
     cddp__append(list, sizeof list, " (on rank %d%s)", (int)(at / n),
@@ -18453,7 +18462,7 @@ static cddp_result cddp__settle_unused(cddp_ddp *d) {
       if (d->scratch.flags[p * n + i] == CDDP__FLAG_READY) tensor->used = true;
     if (mine[i] || !tensor->used) { /* accumulated under no_sync, or not to be changed */
       r = cddp__fetch_gradient(d, (int)i);
-    } else {
+    } else { /* other ranks used it */
       r = (d->memory->zero)(cddp__gradient_at(d, d->me, (int)i, tensor->offset),
                             tensor->padded_bytes, d->group->stream);
       if (cddp__sparse_of(d, (int)i) != NULL) d->rows.sparse[i]->added.n = 0;
@@ -18508,12 +18517,12 @@ static bool cddp__reduces_early(const cddp_ddp *d, bool stepped) {
   return !one_pass || (g->size > 1 && !stepped);
 }
 
-/* After the first step buckets follow the order in which gradients arrived on the first rank with
-   data. */
-static cddp_result cddp__complete(cddp_ddp *d, bool stepping) {
+/* Prepares the next step. After the first one buckets follow the order in which gradients arrived
+   on the first rank with data. */
+static cddp_result cddp__complete(cddp_ddp *d, bool stepped) {
   cddp_result r = CDDP_OK;
-  d->step.early = cddp__reduces_early(d, stepping);
-  d->step.sums = stepping && d->step.divides;
+  d->step.early = cddp__reduces_early(d, stepped);
+  d->step.sums = stepped && d->step.divides;
   d->step.present = d->step.active_count;
   d->shards.taken = d->shards.own_node_count = 0;
   d->shards.current = -1;
@@ -18563,14 +18572,14 @@ static cddp_result cddp__catch_up(cddp_ddp *d, cddp_optim *optim, int root) {
       state.dtype = cddp__state_type(optim, i);
       r = cddp__broadcast_arrays(d, &state, 1, root);
     }
-  return r == CDDP_OK ? (optim->backend->copy)(optim) : r;
+  return r == CDDP_OK ? (optim->backend->copy)(optim) : r; /* to desc.copies */
 }
 
 enum { CDDP__NOT_CLEARED, CDDP__CLEARED }; /* of `bool cleared` */
 
 /* Ends an update by optim (NULL: none): counts the step and zeroes the gradients. cleared: the
-   update has zeroed the reduced ones, except those that optim skipped. A hook gets the arena of an
-   absent rank as it is. */
+   update has zeroed the reduced ones, except those that optim skipped. Else the whole arena is
+   zeroed: a hook also reads that of an absent rank. */
 static cddp_result cddp__clear_gradients(cddp_ddp *d, cddp_optim *optim, bool cleared) {
   void *stream = d->group->stream;
   cddp_result r = cleared ? CDDP_OK : (d->memory->zero)(d->arena, d->layout.bytes, stream);
@@ -18607,14 +18616,14 @@ static cddp_result cddp__reduce_gradients(cddp_ddp *d, int kind, const cddp_opti
   return r;
 }
 
-/* Whether NCCL can reduce the next step's buckets to the ranks that step them: this step did so. */
+/* Whether NCCL reduces the next step's buckets only to the ranks that step them: if this step so
+   needs them. */
 static bool cddp__scatters_next(const cddp_ddp *d, int kind, const cddp_optim *optim) {
   return cddp__needs_part_only(kind, optim) && d->group->backend->enqueues && !cddp__gathers(d) &&
          d->group->size > 1 && d->desc.comm_hook == NULL && !(d->desc.max_grad_norm > 0);
 }
 
-/* After the meeting: completes the step, as the room's head tells. optim NULL: a wait or
-   reduce_scatter. */
+/* Completes the step after its meeting. optim NULL: a wait or reduce_scatter. */
 static cddp_result cddp__finish(cddp_ddp *d, int kind, cddp_optim *optim, uint64_t missing) {
   bool waits = kind == CDDP__KIND_DDP_WAIT, averaged;
   bool wrote = missing > 0; /* cddp__settle_unused zeroes gradients */
@@ -18641,7 +18650,6 @@ static cddp_result cddp__finish(cddp_ddp *d, int kind, cddp_optim *optim, uint64
   return r == CDDP_OK ? r : cddp__ddp_fail(d, r);
 }
 
-/* Whether optim can step d: made for the same parameters, not in use by another cddp_ddp. */
 static cddp_result cddp__check_pair(const cddp_ddp *d, cddp_optim *optim) {
   cddp_result r;
   int i;
@@ -18677,7 +18685,7 @@ static cddp_result cddp__ddp_step(cddp_ddp *d, int kind, cddp_optim *optim) {
                      d->group->rank, d->shards.own_count - d->shards.taken, d->shards.own_count);
   } else {
     r = d->memory->use(d->group);
-    /* if gradients are missing the meeting will fail */
+    /* else gradients are missing, and the step fails */
     if (r == CDDP_OK && d->shards.spread && d->plan.arrived == d->count)
       r = cddp__end_shard(d, CDDP__LAST_SHARD);
     if (r == CDDP_OK) r = cddp__ddp_meet(d, kind, optim, &missing);
@@ -18700,7 +18708,7 @@ static cddp_result cddp__publish(cddp_ddp *d) {
             ? d->memory->publish(d)
             : cddp__broadcast_arrays(d, d->params, d->count, CDDP__ROOT_OWNERS);
   if (r == CDDP_OK) r = cddp__clear_gradients(d, NULL, !d->group->backend->on_device);
-  if (r == CDDP_OK) r = cddp__complete(d, !d->group->backend->on_device);
+  if (r == CDDP_OK) r = cddp__complete(d, !d->group->backend->on_device); /* host: as a step */
   d->step.scattered = r != CDDP_OK;
   if (r != CDDP_OK) r = cddp__end_access(g, cddp__fail_model(d, r));
   cddp__record_finish(g, record, r);
@@ -18889,7 +18897,7 @@ static cddp_result cddp__agree_on_params(cddp_ddp *d) {
   uint64_t count = (uint64_t)d->count;
   cddp__model_info mine, *theirs; /* rank 0's: settings, parameters */
   cddp_result r = cddp__round(g, CDDP__KIND_DDP_CREATE, CDDP__PHASE_CALL,
-                              d->meets, &count, sizeof count); /* meets: equal on all ranks */
+                              d->meets /* must agree */, &count, sizeof count);
   int i;
   if (r != CDDP_OK) return r;
   memcpy(&count, cddp__op_header_of(g, 0, g->round)->u.bytes, sizeof count);
@@ -18912,7 +18920,7 @@ static cddp_result cddp__agree_on_params(cddp_ddp *d) {
   return cddp__agree(g, r);
 }
 
-static cddp__atomic_u32 cddp__models_made; /* in this process */
+static cddp__atomic_u32 cddp__models_made;
 
 static void cddp__ddp_free(cddp_ddp *d) { /* keeps this thread's error text */
   cddp__host *h = d->group->host;
@@ -18935,7 +18943,7 @@ static void cddp__ddp_free(cddp_ddp *d) { /* keeps this thread's error text */
     cddp__end_sharing(o);
   }
   for (i = 0; i < d->count; i++)
-    if (d->tensors[i].storage == CDDP__STORAGE_PLACED) d->params[i].grad = NULL;
+    if (d->tensors[i].storage == CDDP__STORAGE_PLACED) d->params[i].grad = NULL; /* the arena's */
   if (d->hooks != NULL && d->hooks != d->group && d->plan.next > 0) { /* possibly in a hook */
     cddp__fail(CDDP_ABORTED, "rank %d destroyed the cddp_ddp while a bucket was in flight",
                d->group->rank);
@@ -18966,11 +18974,11 @@ static void *cddp__take_array(char *base, size_t *at, size_t n, size_t size) {
 #define CDDP__TAKE(array, n) \
   (array) = (__typeof__(array))cddp__take_array(base, &at, n, sizeof *(array))
 
-/* Sets d's arrays, which begin at base (NULL: sets none); returns their size in bytes. */
+/* Sets d's arrays, from `base` on, or to NULL if it is NULL. Returns their size in bytes. */
 static size_t cddp__ddp_arrays(cddp_ddp *d, char *base, const cddp_group *g, int count,
                                const cddp_ddp_desc *desc) {
   size_t n = (size_t)count, size = (size_t)g->size, shards = cddp__max(size, (size_t)desc->shards);
-  size_t ranks = desc->elastic ? shards : size, at = 0;
+  size_t ranks = desc->elastic ? shards : size, at = 0; /* ranks: at most */
   CDDP__TAKE(d->tensors, n);
   CDDP__TAKE(d->partitions, n);
   CDDP__TAKE(d->layout.order, n);
@@ -19001,7 +19009,7 @@ static size_t cddp__ddp_arrays(cddp_ddp *d, char *base, const cddp_group *g, int
 
 static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
                                const cddp_ddp_desc *desc) {
-  double cap = desc->bucket_cap_mb > 0 ? desc->bucket_cap_mb : 25;
+  double cap = desc->bucket_cap_mb > 0 ? desc->bucket_cap_mb : 25; /* MiB */
   double first = desc->first_bucket_mb > 0 ? desc->first_bucket_mb
                  : desc->bucket_cap_mb > 0 ? cap
                                            : 1;
@@ -19022,7 +19030,7 @@ static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
   d->memory = g->backend->memory != NULL ? g->backend->memory : &cddp__host_memory;
   d->meets = !g->backend->enqueues;
   d->shards.count = desc->shards > g->size || g->host->joined ? desc->shards : g->size;
-  d->shards.spread = !desc->elastic && /* NCCL's own order is not the canonical one */
+  d->shards.spread = !desc->elastic && /* !meets: NCCL's own order is not the canonical one */
                      (d->shards.count > g->size || (desc->shards > 0 && !d->meets));
   cddp__rank_shards(d->shards.count, g->size, g->rank, &i, &d->shards.own_count);
   cddp__assign_shards(d->shards.owner, d->shards.count, g->size);
@@ -19060,7 +19068,7 @@ static cddp_result cddp__check_shards(const cddp_ddp *d) {
                       : d->desc.find_unused_parameters ? "find_unused_parameters"
                       : d->desc.uneven_inputs          ? "uneven_inputs"
                                                        : NULL;
-  const char *lacks = g->id != 0              ? "a group of cddp_group_split"
+  const char *clash = g->id != 0              ? "a group of cddp_group_split"
                       : g->host->elastic      ? "another elastic model"
                       : d->shards.count > CDDP__ELASTIC_SHARDS ? "more than 1,024 shards"
                       : other != NULL         ? other
@@ -19068,9 +19076,9 @@ static cddp_result cddp__check_shards(const cddp_ddp *d) {
                           ? "ranks that are threads and have GPUs" /* peers see no thread's end */
                       : g->carrier->foreign ? "MPI"
                                             : NULL;
-  if (d->desc.elastic && lacks != NULL)
+  if (d->desc.elastic && clash != NULL)
     return cddp__fail(CDDP_UNSUPPORTED, "elastic in cddp_ddp_desc and %s exclude each other",
-                      lacks);
+                      clash);
   if (d->desc.shards == 0) return CDDP_OK;
   if (d->desc.shards < g->size && !g->host->joined)
     return CDDP__REFUSE(
@@ -19183,8 +19191,8 @@ static cddp_result cddp__ddp_setup(cddp_ddp *d, bool joins) {
 
 #define CDDP__JOIN_REQUESTS 64 /* the most processes that wait for a meeting; others retry */
 
-/* A member is lost if its connections are cut for this long, that is, end when they are up: another
-   program, or a proxy, listens at the port of a dead process. */
+/* A member is lost if its connections are cut, that is, end after they were up, for this long:
+   another program, or a proxy, listens at the port of a dead process. */
 #define CDDP__CUT_S 3.0
 typedef struct cddp__link_cuts {
   uint64_t life;             /* of the member; 0: its last connection was not cut */
@@ -19200,7 +19208,7 @@ typedef struct cddp__meeting {
   cddp__net *net;           /* connections among the members */
   cddp__member *members;    /* [capacity + 1] by number; the last: this process while it joins */
   int me;                   /* this rank's member number; `capacity` while it joins */
-  int leader;               /* number of the member that sent the last table */
+  int leader;               /* number of the member that leads this meeting, or led the last */
   bool lacks_weights;       /* this process joins, and has not received them yet */
   bool admits;              /* the next meeting makes joining processes members */
   uint64_t epoch;           /* number of tables so far */
@@ -19220,7 +19228,7 @@ typedef struct cddp__meeting {
 
 /* The head of a rank's report to the leader. */
 typedef struct cddp__report {
-  uint64_t table_id; /* in a table: random, the same in each report: for its groups' ids */
+  uint64_t table_id; /* of a table: random, in each of its reports; for its groups' ids */
   uint64_t epoch;    /* of the rank's last table */
   cddp__member self;
   int32_t lacks_weights; /* 1: the rank joins */
@@ -19257,6 +19265,7 @@ static int cddp__choose_leader(const cddp__meeting *m) {
   return leader;
 }
 
+/* Appends the members' lives to m->lives. */
 static cddp_result cddp__remember_table(cddp__meeting *m) {
   size_t n = (size_t)m->capacity, at = m->table_count * n;
   uint64_t *lives = (uint64_t *)cddp__grow_array(&m->group->host->allocator, m->lives,
@@ -19272,7 +19281,6 @@ static cddp_result cddp__remember_table(cddp__meeting *m) {
   return CDDP_OK;
 }
 
-/* Frees the link to p and its report. */
 static void cddp__drop_link(cddp__meeting *m, int p) {
   cddp__link_free(m->links[p]);
   cddp__free(&m->group->host->allocator, m->reports[p]);
@@ -19291,14 +19299,14 @@ static void cddp__meeting_close(cddp__meeting *m) {
   cddp__net *net = m->net;
   cddp__join_close(m->group->host);
   pthread_mutex_lock(&net->lock);
-  cddp__close_fd(&net->listener); /* first: it refuses peers that connect again */
+  cddp__close_fd(&net->listener); /* first: so peers cannot connect again */
   cddp__links_free(net->incoming);
   net->incoming = NULL;
   pthread_mutex_unlock(&net->lock);
   cddp__meeting_disconnect(m);
 }
 
-/* Whether a process of this host is a member. */
+/* Whether the process of this host with this index is a member. */
 static bool cddp__is_member_here(const cddp__meeting *m, int window) {
   const cddp__member *members = m->members;
   int p = 0;
@@ -19308,7 +19316,6 @@ static bool cddp__is_member_here(const cddp__meeting *m, int window) {
   return p < m->capacity;
 }
 
-/* The k-th report of a message. */
 static cddp__report *cddp__report_at(const cddp__meeting *m, cddp__message *message, int k) {
   return (cddp__report *)(void *)((char *)(message + 1) + (size_t)k * m->report_bytes);
 }
@@ -19362,14 +19369,14 @@ static cddp_result cddp__describe_self(cddp__meeting *m, cddp__member *self) {
   int fd = -1, count;
   cddp_result r = CDDP_OK;
   memset(self, 0, sizeof *self);
-  if (host->net != NULL) {
+  if (host->net != NULL) { /* several hosts */
     address = cddp__internet_address(&host->net->hosts[host->net->host].address);
     self->host = host->net->host;
-  } else if (host->joined && host->arena.fd >= 0) {
+  } else if (host->joined && host->arena.fd >= 0) { /* shares memory */
     address = cddp__internet_address(&table->address);
     self->host = table->host;
-  } else {
-    if (host->joined) { /* a datagram socket finds the local address, and sends nothing */
+  } else { /* one host, or no shared memory */
+    if (host->joined) { /* a datagram socket finds the local address */
       address = cddp__internet_address(&table->lead.self.address);
       cddp__address_set_port(&address, table->lead.self.port);
       fd = socket(address.sa.ss_family, SOCK_DGRAM | SOCK_CLOEXEC, 0);
@@ -19420,14 +19427,14 @@ static bool cddp__retries_member(cddp__meeting *m, int member) {
   cut->life = m->members[member].life;
   cut->retry_at = first ? now : now + CDDP__RECONNECT_S;
   if (now < cut->first_at + CDDP__CUT_S) return true;
-  if (m->ended[member] == 0) m->unreachable = member;
+  if (m->ended[member] == 0) m->unreachable = member; /* no proof of its end */
   return false;
 }
 
 static void cddp__remove_member(cddp__meeting *m, int member) {
   m->members[member].life = 0;
   if (cddp__has_no_number(m)) {
-    cddp__sleep(0.01); /* until the members that it asks next know of the loss */
+    cddp__sleep(0.01); /* the members asked next then know of the loss */
     return;
   }
   CDDP__POINT("elastic lost");
@@ -19443,7 +19450,7 @@ static void cddp__meeting_poll(cddp__meeting *m, cddp__connection *const *links,
   int listener = m->net->listener;
   (void)cddp__connections_poll(&m->net->allocator, links, (size_t)n, &listener, 1,
                                cddp__now() + 0.005);
-  cddp__serve_idle(NULL);
+  cddp__serve_idle(NULL); /* pending receives */
 }
 
 /* Sends the error text to a process that is no member. */
@@ -19461,8 +19468,8 @@ static void cddp__refuse_lost(cddp__meeting *m, cddp__connection *link, int rank
                                   rank));
 }
 
-/* Whether `life`, from which bytes have arrived, is member p of the last table. If it was lost, it
-   is a member again. */
+/* Whether the process `life`, which has sent bytes, is member p of the last table. If it was lost,
+   it is a member again. */
 static bool cddp__revive_member(cddp__meeting *m, int p, uint64_t life) {
   size_t n = (size_t)m->capacity;
   if (p >= m->capacity || m->table_count == 0 || life == 0 ||
@@ -19485,7 +19492,7 @@ static bool cddp__handle_call(cddp__meeting *m, const cddp__connection *link,
   return true;
 }
 
-/* Stores or discards a report and its connection. leads: this rank, a meeting. */
+/* Stores or discards a report and its connection. leads: this rank leads a meeting. */
 static void cddp__handle_report(cddp__meeting *m, cddp__connection *link, cddp__message *message,
                                 bool leads) {
   cddp__report *report = cddp__report_at(m, message, 0);
@@ -19537,8 +19544,8 @@ static void cddp__accept_reports(cddp__meeting *m, enum cddp__accepts accepts) {
     cddp__message *message = NULL;
     if (cddp__link_is_for(link, m->members[m->me].life) &&
         (accepts == CDDP__ACCEPT_MEMBERS ||
-         (link->peer == m->capacity ? accepts == CDDP__ACCEPT_JOINING
-                                    : m->members[link->peer].life == 0)))
+         (link->peer == m->capacity /* joins */ ? accepts == CDDP__ACCEPT_JOINING
+                                                : m->members[link->peer].life == 0)))
       message = cddp__connection_receive(link, m->report_bytes);
     else if (cddp__link_is_for(link, m->members[m->me].life))
       cddp__link_check_end(link);
@@ -19546,7 +19553,7 @@ static void cddp__accept_reports(cddp__meeting *m, enum cddp__accepts accepts) {
     if ((message == NULL && link->state != CDDP__CONNECTION_ENDED) ||
         (is_call && cddp__handle_call(m, link, (cddp__member *)(void *)(message + 1)))) {
       cddp__free(&net->allocator, message);
-      at = &link->next;
+      at = &link->next; /* stays incoming */
       continue;
     }
     *at = link->next;
@@ -19568,7 +19575,7 @@ static void cddp__answer_joins(cddp__meeting *m) {
   cddp__host *host = m->group->host;
   cddp__join_table *table;
   cddp__address here;
-  if (host->job_info == NULL || cddp__has_no_number(m)) return;
+  if (host->job_info == NULL || cddp__has_no_number(m)) return; /* none can join */
   here = cddp__internet_address(&net->hosts[net->host].address);
   table = &host->job_info->table;
   pthread_mutex_lock(&host->joins.lock);
@@ -19580,13 +19587,13 @@ static void cddp__answer_joins(cddp__meeting *m) {
   table->host = net->host;
   table->several_hosts = table->several_hosts || host->net != NULL;
   table->shards = m->capacity;
-  table->record_number = (int)m->epoch + 1;
+  table->record_number = (int)m->epoch + 1; /* names the process's flight record */
   cddp__join_listen(host);
   pthread_mutex_unlock(&host->joins.lock);
   cddp__join_serve(host, CDDP__JOIN_WAIT);
 }
 
-/* Connects to a member and posts a report or a call. */
+/* Connects to a member (its life, in place of a group) and posts a report or a call. */
 static cddp_result cddp__meeting_connect(cddp__meeting *m, int member, const void *data,
                                          size_t size) {
   cddp__connection **link = &m->links[member];
@@ -19596,7 +19603,7 @@ static cddp_result cddp__meeting_connect(cddp__meeting *m, int member, const voi
   return cddp__connection_post(*link, CDDP__FRAME_MESSAGE, CDDP_OK, data, size);
 }
 
-/* A member answers a call only if it continues without this rank. */
+/* Fails with a member's answer to a call: it answers only if it continues without this rank. */
 static cddp_result cddp__check_answer(cddp__connection *link) {
   cddp__message *answer = cddp__connection_receive(link, CDDP__ERROR_MAX);
   cddp_result r = answer != NULL ? cddp__fail_by_message(answer) : CDDP_OK;
@@ -19604,7 +19611,7 @@ static cddp_result cddp__check_answer(cddp__connection *link) {
   return r;
 }
 
-/* Until all members have reported, or m->leader_called. */
+/* Leader: waits until all members have reported, or m->leader_called. */
 static cddp_result cddp__await_reports(cddp__meeting *m, double deadline) {
   cddp__connection **links = m->links;
   int missing, late = -1, p; /* number of missing reports; the first member without one */
@@ -19617,7 +19624,7 @@ static cddp_result cddp__await_reports(cddp__meeting *m, double deadline) {
       if (p == m->me || m->members[p].life == 0) continue;
       if (links[p] == NULL && m->cuts[p].life != 0 && cddp__now() < m->cuts[p].retry_at) {
         if (missing++ == 0) late = p;
-        continue;
+        continue; /* its link was cut: later */
       }
       if (links[p] == NULL) /* a call: the member can have counted this rank as lost */
         r = cddp__meeting_connect(m, p, &m->members[m->me], sizeof *m->members);
@@ -19768,7 +19775,7 @@ static cddp_result cddp__lead_meeting(cddp__meeting *m, cddp__message *mine, dou
                                       cddp__message **table) {
   cddp__message **reports = m->reports;
   cddp_result r;
-  int report_count = 0, reset, p;
+  int report_count = 0, cut_off, p;
   reports[m->me] = mine;
   r = cddp__await_reports(m, deadline);
   if (r == CDDP_OK && m->leader_called) {
@@ -19777,18 +19784,18 @@ static cddp_result cddp__lead_meeting(cddp__meeting *m, cddp__message *mine, dou
     return r;
   }
   for (p = 0; p < m->capacity; p++) report_count += reports[p] != NULL;
-  reset = m->unreachable < 0 ? cddp__find_cut_off(m) : -1;
-  if (reset >= 0) m->unreachable = reset;
+  cut_off = m->unreachable < 0 ? cddp__find_cut_off(m) : -1;
+  if (cut_off >= 0) m->unreachable = cut_off;
   if (r == CDDP_OK && m->unreachable >= 0 && !cddp__has_majority(m))
     r = cddp__fail(CDDP_PEER_LOST,
                    "the host of %s does not answer, and %d of %d ranks cannot continue: more than "
                    "half are needed, also of those before the last loss or join, as the others "
                    "could also continue%s",
                    cddp__member_name(m, m->unreachable).s, report_count, m->member_count,
-                   reset < 0 ? "" : ". All connections were reset, as by a firewall");
+                   cut_off < 0 ? "" : ". All connections were reset, as by a firewall");
   if (r == CDDP_OK) cddp__admit_joining(m);
   if (r == CDDP_OK) r = cddp__meeting_send_table(m, table);
-  reports[m->me] = NULL;
+  reports[m->me] = NULL; /* the caller frees it */
   for (p = 0; p < m->capacity; p++) { /* links with reports stay, for _meeting_confirm */
     if (reports[p] == NULL) cddp__drop_link(m, p);
     cddp__free(&m->group->host->allocator, reports[p]);
@@ -19840,7 +19847,7 @@ static cddp_result cddp__send_report(cddp__meeting *m, int leader, const cddp__m
 static cddp_result cddp__find_leader(cddp__meeting *m, double deadline) {
   cddp__host *host = m->group->host;
   cddp__elastic_leader_info *lead = &host->job_info->table.lead;
-  cddp__join_table table; /* of another rank: only `lead` is valid for this rank */
+  cddp__join_table table; /* of another rank: only `lead` is valid here */
   cddp_result r = CDDP_OK;
   int fd = -1;
   if (lead->self.life == 0) {
@@ -19859,11 +19866,11 @@ static cddp_result cddp__find_leader(cddp__meeting *m, double deadline) {
     return cddp__fail(CDDP_MISMATCH, "CDDP_JOIN: the answer of a rank of the job is damaged");
   memcpy(m->net->token, lead->token, sizeof lead->token);
   cddp__set_member(m, &lead->self);
-  lead->self.life = 0; /* the next time it asks again */
+  lead->self.life = 0; /* a later call asks again */
   return CDDP_OK;
 }
 
-/* Another process's table. */
+/* Checks a table from another process. */
 static cddp_result cddp__check_members(const cddp__meeting *m, cddp__message *table) {
   int ranks = (int)(table->head.size / m->report_bytes), last = -1, k;
   bool sound = ranks > 0 && ranks <= m->capacity;
@@ -19877,6 +19884,7 @@ static cddp_result cddp__check_members(const cddp__meeting *m, cddp__message *ta
   return sound ? CDDP_OK : cddp__fail(CDDP_MISMATCH, "the elastic model's table is damaged");
 }
 
+/* Enters the table's members. Those without a report are lost. */
 static cddp_result cddp__meeting_apply(cddp__meeting *m, cddp__message *table) {
   int ranks = (int)(table->head.size / m->report_bytes), k, p;
   uint64_t life = m->members[m->me].life;
@@ -19916,7 +19924,7 @@ static cddp_result cddp__meet(cddp__meeting *m, cddp__message *mine, cddp__messa
       r = cddp__find_leader(m, deadline);
     else if (leader == m->me)
       r = cddp__lead_meeting(m, mine, deadline, table);
-    else if ((r = cddp__send_report(m, leader, mine, deadline + 1 /* the leader's text is first */,
+    else if ((r = cddp__send_report(m, leader, mine, deadline + 1 /* the leader fails first */,
                                     table, &cut)) == CDDP_OK &&
              *table == NULL && !m->leader_called &&
              (!cut || cddp__has_no_number(m) || !cddp__retries_member(m, leader)))
