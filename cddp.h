@@ -6456,7 +6456,7 @@ static bool cddp__memfd_is_open(const cddp__host *host) {
 }
 
 static char *cddp__map_segment(const cddp__host *host, uint64_t base, uint64_t size) {
-  errno = EBADF; /* for cddp__fail_mapping, if the memfd is closed */
+  errno = EBADF; /* if the memfd is closed */
   if (host->arena.fd >= 0 && !cddp__memfd_is_open(host)) return NULL;
   return cddp__map_memory(host->arena.fd, base, size);
 }
@@ -6714,7 +6714,7 @@ static void cddp__request_huge_pages(char *address, uint64_t size) {
 
 /* Commits a range of the memfd that is mapped at `address`, with huge pages if possible.
    MADV_COLLAPSE makes them even if the system's setting for shared memory is "never", but only
-   where a page exists. Other processes can write to the memory meanwhile. */
+   where a page exists. It writes nothing: other processes can use the memory meanwhile. */
 static bool cddp__populate(const cddp__host *host, char *address, uint64_t base, uint64_t size) {
   uint64_t huge = size / CDDP__HUGE_PAGE * CDDP__HUGE_PAGE, at;
   if ((uintptr_t)address % CDDP__HUGE_PAGE != 0) huge = 0;
@@ -6815,7 +6815,7 @@ static void *cddp__arena_alloc(cddp__host *host, size_t bytes, enum cddp__extent
     if (!lazy && extent->segment->extent_size >= CDDP__HUGE_PAGE)
       cddp__set_dumped(host, address, whole, true);
     if (host->arena.fd < 0) {
-      if (use != CDDP__EXTENT_BLOCK_LAZY) /* mostly never used */
+      if (use != CDDP__EXTENT_BLOCK_LAZY) /* mostly unused */
         cddp__request_huge_pages(address, whole);
     } else if (!cddp__populate(host, address, cddp__extent_base(extent), committed)) {
       (void)cddp__fail_commit(committed < whole ? "the control block of a group" : "cddp_alloc",
@@ -7638,8 +7638,8 @@ typedef struct cddp__loops {
                  w[i] = x); \
   }
 
-/* One element of SGD with momentum: keep is the momentum, take is 1 - dampening, decay the weight
-   decay, step -lr. v: the gradient, then the momentum; x: the weight. */
+/* One element of SGD with momentum. keep: momentum; take: 1 - dampening; decay: weight decay;
+   step: -lr; v: the gradient, then the momentum; x: the weight. */
 #define CDDP__SGD_STEP \
   float y = keep * m[i]; \
   v = decays ? __builtin_fmaf(decay, x, v) : v; \
@@ -7960,7 +7960,7 @@ static void cddp__fold_range(const cddp__fold *fold, void *dst, size_t at, size_
      widths   NULL, or the number of leaves below each source: see cddp__fold
      ranks    the divisor of AVG. 0: dst gets a partial result: undivided, and f32 for f16 and
               bf16
-   dst can be one of the sources if dst and the source have elements of the same size. */
+   dst can be one of the sources if both have elements of the same size. */
 static void cddp__reduce_nodes(void *dst, const void *const *srcs, const int *widths, int nsrcs,
                                int ranks, size_t n, cddp_dtype dtype, cddp_op op) {
   cddp__fold f;
@@ -8493,7 +8493,7 @@ static size_t cddp__piggyback_bytes(int size) {
 
 static size_t cddp__slots_at(int size) { /* offset of the slots */
   size_t headers = (size_t)size * (2 * sizeof(cddp__op_header) + sizeof(cddp__atomic_u32));
-  return CDDP__HEADERS_AT + cddp__round_up(headers, 4096);
+  return CDDP__HEADERS_AT + cddp__round_up(headers, 4096 /* a page */);
 }
 static size_t cddp__head_bytes(int size, int local_size) { /* what precedes the buffers: pages */
   size_t slots = (size_t)local_size + (local_size < size); /* other hosts: one */
@@ -9006,7 +9006,7 @@ static bool cddp__works_visible(cddp__host *host) {
 static bool cddp__publish_wait(cddp_group *g, const char *where) {
   cddp__engine *engine = cddp__own_engine;
   cddp__slot *slot = cddp__wait_slot(g, g->rank);
-  uint64_t wait = UINT64_MAX;
+  uint64_t wait = UINT64_MAX; /* a message */
   cddp__text call;
   if (slot == NULL) return false;
   if (engine != NULL && (engine != &g->engine || cddp__load32(&engine->awaited) == 0)) return false;
@@ -9106,7 +9106,7 @@ static cddp__text cddp__list_ranks(const bool *set, int size, size_t n) {
     for (end = p + 1; set[p] && end < size && set[end]; end++) {}
     if (!set[p]) continue;
     if (t.s[0] != 0) cddp__append(t.s, n, ", ");
-    if (strlen(t.s) + 24 > n) {
+    if (strlen(t.s) + 24 /* a range, "..." */ > n) {
       cddp__append(t.s, n, "...");
       return t;
     }
@@ -9315,7 +9315,6 @@ static cddp_result cddp__wait_slow(cddp_group *g, cddp__atomic_u32 *word, uint32
   return r;
 }
 
-/* Waits until *word == want. */
 static cddp_result cddp__wait_word(cddp_group *g, cddp__atomic_u32 *word, uint32_t want) {
   int i;
   for (i = 0; CDDP__UNLIKELY(cddp__load32(word) != want); i++) {
@@ -9485,7 +9484,7 @@ static cddp_result cddp__round_of(cddp_group *g, const cddp__call *call, enum cd
   return cddp__run_round(g, CDDP__ROUND_OF_ALL, call, phase, payload, bytes);
 }
 
-/* Rounds that are no collective of the user: their dtype and op have no meaning. */
+/* Rounds that are no collective of the user: their dtype and op mean nothing. */
 static cddp_result cddp__round(cddp_group *g, int kind, enum cddp__phase phase, uint64_t count,
                                const void *payload, size_t bytes) {
   cddp__call call = cddp__make_call(kind, NULL, NULL, (size_t)count, CDDP_F32, CDDP_SUM, -1);
@@ -9968,9 +9967,8 @@ static cddp__net *cddp__net_new(const cddp_allocator *a, int size, int host_coun
 #define CDDP__BLOCKED_S 6.0 /* for a connection between hosts; at most a third of the time-out */
 #define CDDP__RESOLVE_S 60  /* for a MASTER_ADDR that does not resolve: it is tried again */
 
-/* Messages are frames of type MESSAGE with this number, and a struct in memory as their body: all
-   hosts have the same byte order and version, else the frame's magic number or
-   cddp__rank_info.version differs. */
+/* Messages are frames of type MESSAGE with this number, and a struct as their body: the frame's
+   magic number and cddp__rank_info.version show hosts of another byte order or version. */
 enum {
   CDDP__RENDEZVOUS_RANK = 1, /* cddp__rank_info */
   CDDP__RENDEZVOUS_WAIT,
@@ -10270,7 +10268,7 @@ static cddp_result cddp__claim_rank(cddp__rendezvous *rdv) {
     if (error != EADDRINUSE)
       return cddp__fail_descriptors(rdv, error, "bind of an abstract Unix socket");
     if (cddp__load32(&cddp__last_node_hash) == job->node_hash)
-      return CDDP_OK; /* a rank of the previous group holds it until it leaves that group */
+      return CDDP_OK; /* a rank of the previous group still holds it */
     error = cddp__connect_address(&a, rdv->deadline, &fd);
     if (error == 0) (void)cddp__peer_process(fd, peer);
     pid = peer[0]; /* 0: not known */
@@ -10471,7 +10469,7 @@ static cddp_result cddp__listen_for_others(const cddp__rendezvous *rdv, const cd
   struct sockaddr_in6 all;
   cddp__address a = *at;
   int count; /* of sockets: 1 */
-  cddp_result r = CDDP_NETWORK;
+  cddp_result r = CDDP_NETWORK; /* none yet */
   cddp__address_set_port(&a, 0);
   if (wide && !cddp__one_host(rdv->config) && cddp__env("CDDP_IFNAME") == NULL) {
     memset(&all, 0, sizeof all);
@@ -10490,8 +10488,8 @@ static cddp_result cddp__listen_for_others(const cddp__rendezvous *rdv, const cd
   return r == CDDP_OK ? r : cddp__fail_in(r, "cannot listen for ranks on other hosts: ");
 }
 
-/* Opens a listening socket for the links of a rank on this node, unless it has one. Writes the
-   address and the port into the rank's info. A host that has reached the root by loopback, by a
+/* Opens a listening socket for the links of a rank on this node, unless it has one. Writes its
+   address and port into the rank's info. A host that has reached the root by loopback, by a
    name or a file, can be the root's own: the root replaces its address, in cddp__build_table. */
 static cddp_result cddp__listen_for_links(cddp__rendezvous *rdv, cddp__registration *entry) {
   const char *method = rdv->config->init_method;
@@ -10587,7 +10585,7 @@ static cddp_result cddp__receive_port(cddp__rendezvous *rdv, cddp__connection *c
 static void cddp__close_parent(cddp__rendezvous *rdv) {
   size_t i;
   cddp__connection_close(&rdv->parent.connection);
-  for (i = 0; i < rdv->registered_count; i++) /* these listen at the address found with it */
+  for (i = 0; i < rdv->registered_count; i++) /* at an address found with it */
     cddp__close_fd(&rdv->registered[i].link_fd);
   rdv->forwarded = 0; /* the next parent gets all registrations */
 }
@@ -10901,7 +10899,7 @@ static cddp_result cddp__poll_channels(cddp__rendezvous *rdv, double until) {
   }
   if (r == CDDP_OK && cddp__has_news(parent)) r = cddp__receive_from_parent(rdv);
   if (r == CDDP_OK && parent->state == CDDP__CONNECTION_PROVING && cddp__now() > parent->deadline)
-    cddp__close_parent(rdv); /* it is silent: the next address is tried, or this one again */
+    cddp__close_parent(rdv); /* silent: tries the next address, or this one again */
   for (i = 1; i < listener_count && r == CDDP_OK; i++) r = cddp__accept_channels(rdv, listeners[i]);
   return r;
 }
@@ -10915,9 +10913,9 @@ static cddp_result cddp__poll_channels(cddp__rendezvous *rdv, double until) {
      launcher's store   The root listens on a free port, and writes its address and a random token
                         to the store. */
 
-/* The root of a job with a launcher's store listens for other coordinators, and writes its address
-   to the store: the near end of this connection. If that is loopback, or the store has several
-   addresses, others can use another address of this host: then it listens on all. */
+/* The root of a job with a launcher's store listens for other coordinators, and writes its address,
+   the near end of the store's connection, to the store. If that is loopback, or the store has
+   several addresses, it listens on all: others can use another one. */
 static cddp_result cddp__publish_root(cddp__rendezvous *rdv) {
   cddp__root_search *root = &rdv->root;
   const char *key = root->key;
@@ -11040,7 +11038,7 @@ static cddp_result cddp__find_root(cddp__rendezvous *rdv) {
       cddp__append_origin(rdv->config, r); /* the name does not resolve */
       return r;
     }
-    if (r != CDDP_OK) return cddp__look_again(rdv, r, false);
+    if (r != CDDP_OK) return cddp__look_again(rdv, r, false /* port_blocked */);
     root->blocked.s[0] = 0;
   }
   if (root->fd_count > 0) return CDDP_OK; /* this rank is the root: its address is published */
@@ -11057,7 +11055,7 @@ static cddp_result cddp__find_root(cddp__rendezvous *rdv) {
                  "the program at %s accepted a connection and sent nothing: it is another program, "
                  "or rank 0 has not yet called cddp_init or is suspended",
                  cddp__describe_address(&root->addresses[root->next - 1]).s);
-  r = cddp__look_again(rdv, r, false); /* prepares for the case that it stays silent */
+  r = cddp__look_again(rdv, r, false /* port_blocked */); /* in case that it stays silent */
   return r == CDDP_OK ? cddp__own_address(fd, &rdv->address) : r;
 }
 
@@ -11255,8 +11253,8 @@ static cddp_result cddp__build_table(cddp__rendezvous *rdv) {
   return cddp__random(net->token, 16);
 }
 
-/* Sets this rank's listener and the secret for links. A client that has the same rank as another
-   process, which is in the table, does not fit. */
+/* Sets this rank's listener and the secret for links. A client with a rank that another process has
+   in the table does not fit. */
 static cddp_result cddp__use_table(cddp__rendezvous *rdv) {
   cddp__net *net = rdv->net;
   size_t i;
@@ -11573,11 +11571,12 @@ static void cddp__report_failure(cddp__rendezvous *rdv, cddp_group *g, cddp_resu
   cddp__fail(r, "%s", text);
 }
 
+/* Ends the rendezvous with result r, which it returns. */
 static cddp_result cddp__rendezvous_end(cddp__rendezvous *rdv, cddp_group *g, cddp_result r) {
   const cddp_allocator *allocator = &rdv->host->allocator;
   cddp_store *store = rdv->root.store;
   size_t i;
-  if (rdv->config->rank != 0) cddp__close_port(rdv, false); /* a restarted rank 0 can bind it */
+  if (rdv->config->rank != 0) cddp__close_port(rdv, false /* keep */); /* for a restarted rank 0 */
   cddp__report_failure(rdv, g, r);
   if (r == CDDP_OK) cddp__store32(&cddp__last_node_hash, rdv->job->node_hash);
   while (rdv->child_count > 0) cddp__remove_child(rdv, rdv->child_count - 1);
@@ -11701,8 +11700,8 @@ static void cddp__join_serve(cddp__host *host, bool waits) {
   if (pthread_mutex_trylock(&joins->lock) != 0) return; /* another thread serves */
   if ((joins->fd >= 0 || joins->tcp_fd >= 0) && begin >= joins->pause_end) {
     for (;;) {
-      few = cddp__join_accept(host, joins->fd, true);
-      few = cddp__join_accept(host, joins->tcp_fd, false) || few;
+      few = cddp__join_accept(host, joins->fd, true /* local */);
+      few = cddp__join_accept(host, joins->tcp_fd, false /* TCP */) || few;
       n = cddp__join_continue(host, begin, waiting, 32, few);
       now = cddp__now();
       if (!waits || n == 0 || now < joins->wait_end || now >= begin + CDDP__JOIN_WAIT_S) break;
@@ -11817,7 +11816,7 @@ static cddp_result cddp__join_check_time(const cddp__host *host, cddp__join_sear
   for (rank = 0; rank < (int)own->world_size && !alive && !has_model; rank++) {
     cddp__address a = cddp__rank_socket(job, "", rank);
     if (rank == (int)own->rank) continue;
-    alive = cddp__listen_address(&a, &fd) == EADDRINUSE; /* a living process holds the name */
+    alive = cddp__listen_address(&a, &fd) == EADDRINUSE; /* a process holds the name */
     cddp__close_fd(&fd);
   }
   if (alive) search->seen = now;
