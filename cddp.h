@@ -11890,7 +11890,7 @@ static cddp_result cddp__join_find(cddp__host *host, int *fd) {
 }
 
 /* >>hosts --------------------------------------------------------------------------------------
-   Job: carry headers, collectives, messages and failures between hosts (tests/bench/scale.md).
+   Job: carry headers, collectives, messages and failures between hosts.
    Owns: cddp__hosts, its links and its scratch; the headers and staging buffers of remote ranks in
    this host's control block. Locks: p2p.lock for links; net.lock for net.incoming and net.left.
    Entry points: those in >>hooks; its carrier, cddp__hosts_run and _average; for messages
@@ -11922,10 +11922,8 @@ static cddp_result cddp__join_find(cddp__host *host, int *fd) {
 #define CDDP__WHOLE_MOST ((size_t)32 << 10)
 #define CDDP__WHOLE_MOST_OF_TWO ((size_t)256 << 10)
 #define CDDP__AHEAD 2 /* pieces sent before the first result is received */
-/* Polls of the links, about 1 ms, before a rank with its own core sleeps. With a tenth, long calls
-   took far longer. */
-#define CDDP__POLLS 3000
-#define CDDP__POLLS_A_YIELD 4 /* containers can count as hosts, but share cores */
+#define CDDP__POLLS 3000 /* of the links, about 1 ms, before a rank with its own core sleeps */
+#define CDDP__POLLS_A_YIELD 4 /* to yield once: hosts can be containers that share cores */
 #define CDDP__SUM_AREAS (CDDP__AHEAD + 1) /* areas for sums in transit, used in turn */
 #define CDDP__POSTED_MAX (4 * CDDP__SUM_AREAS) /* frames for a rank: 4 moves of each piece */
 #define CDDP__STAGED_MAX ((size_t)256 << 20) /* bytes in copies per group before a send waits */
@@ -11953,7 +11951,7 @@ static void cddp__check_link_end(cddp_group *g, cddp__connection *link) {
     return;
   }
   if (link->error <= 0 && other != NULL && other->state == CDDP__CONNECTION_UP)
-    return; /* closed, or BYE: the other link can hold bytes that the peer sent before */
+    return; /* closed, or BYE: the other link can hold bytes sent before */
   p->lost_at = cddp__now();
   p->error = other != NULL && other->error == CDDP__LEFT ? CDDP__LEFT : link->error;
   cddp__store32(&p->lost, 1);
@@ -12137,7 +12135,7 @@ static void cddp__early_notice(cddp_group *g, bool leaving) {
   const cddp__net *net = g->hosts->net;
   cddp__text text = {""}, how;
   int p;
-  if (cddp__is_broken(g) || cddp__load32(&g->block->cause.state) != 0) return; /* known already */
+  if (cddp__is_broken(g) || cddp__load32(&g->block->cause.state) != 0) return; /* known */
   for (p = 0; p < g->size && text.s[0] == 0; p++) {
     if (p == g->rank || g->members[p] < 0 || cddp__rank_end(g, p) != CDDP__HAS_ENDED) continue;
     how = cddp__describe_end(g, p);
@@ -12553,7 +12551,7 @@ static cddp_result cddp__hosts_exchange(cddp_group *g) {
 /* --- sums ---
    A host adds up each subtree of the canonical tree with all its ranks there, and sends these sums:
    of several f16 or bf16 elements unrounded, as f32. The owner adds up the rest of the tree, so the
-   bits are those of one host. A host with consecutive, aligned ranks has one such subtree. */
+   bits are those of one host. */
 
 /* A largest subtree of the canonical tree on one host: leaves [low, high) are there, but not all of
    its parent node. */
@@ -12730,8 +12728,8 @@ static const void *cddp__subtree_sum(const cddp__flow *f, int subtree, int owner
   return space;
 }
 
-/* The sum of all ranks. f->in has the other hosts' sums, those of a host behind piece_max elements
-   of each host before it. Adds this host's sums there. */
+/* The sum of all ranks. f->in has the other hosts' sums: those of a host follow space for piece_max
+   elements of all hosts before it. Adds this host's. */
 static void cddp__sum_all(const cddp__flow *f, size_t begin, size_t n, void *result) {
   cddp__hosts *hosts = f->g->hosts;
   int i;
@@ -12941,7 +12939,7 @@ static cddp_result cddp__find_views(const cddp__flow *f, bool *any_scratch) {
     *any_scratch = *any_scratch || scratch;
     if (g->members[p] < 0) continue;
     if (scratch) ref = &cddp__slot_of(g, p)->scratch; /* NONE: it could not be allocated */
-    if (ref->kind == CDDP__REF_NONE)
+    if (ref->kind == CDDP__REF_NONE) /* elastic: the others continue without that rank */
       r = cddp__fail(g->elastic && p != g->rank ? CDDP_PEER_LOST : CDDP_OUT_OF_MEMORY,
                      "rank %d has no memory for the pieces of this call", p);
     else if (ref->kind != CDDP__REF_UNUSED && (p != g->rank || scratch))
@@ -12974,7 +12972,7 @@ static cddp_result cddp__run_chunk(cddp__flow *f, bool any_scratch) {
   if (r == CDDP_OK) r = cddp__move_chunk(f);
   if (r == CDDP_OK) r = cddp__chunk_round(g, c);
   if (r != CDDP_OK || !f->in_scratch || !cddp__is_written(c, g->rank) ||
-      (f->shape->reduces && !one_buffer))
+      (f->shape->reduces && !one_buffer)) /* reduce_scatter: the result is in recv */
     return r;
   for (p = 0; p < shares; p++)
     cddp__copy(cddp__share_from(c, p) + at, cddp__view_of(f, g->local_rank, p),
@@ -13402,8 +13400,7 @@ static bool cddp__recv_fits(cddp_group *g, cddp_work *work, uint64_t count, uint
   return false;
 }
 
-/* Copies a send's message, or refuses it if it does not match, unless the sender has withdrawn
-   it. */
+/* Copies a send's message, or refuses a mismatch, unless the sender has withdrawn it. */
 static void cddp__take_send(cddp_group *g, cddp_work *work, cddp__send_request *p) {
   size_t bytes = work->call.count * work->call.esize;
   void *from = p->u.bytes;
@@ -13582,7 +13579,7 @@ static cddp_result cddp__check_receivers(cddp_group *g) {
   pthread_mutex_lock(&g->p2p.lock);
   for (i = cddp__send_count(g) - 1; i >= 0 && gone < 0; i--) {
     uint32_t state = cddp__load32(&cddp__send_at(g, i)->state);
-    to = (int)(state >> 8);
+    to = (int)(state >> 8); /* CDDP__POSTED_TO */
     if ((state & 255) == CDDP__SEND_POSTED && to != g->rank && cddp__rank_gone(g, to)) gone = to;
   }
   pthread_mutex_unlock(&g->p2p.lock);
@@ -14121,7 +14118,7 @@ static cddp_work *cddp__work_new(cddp_group *g, size_t more) {
 /* Runs an operation with the call site and the floating-point mode of its caller. */
 static void cddp__work_run(cddp_work *work) {
   uint32_t fp_mode = cddp__fp_mode();
-  bool other_mode = work->fp_mode != 1 + fp_mode;
+  bool other_mode = work->fp_mode != 1 + fp_mode; /* work's: 1 + its caller's */
   cddp__site outer; /* of the call that runs it */
   CDDP__POINT("engine");
   cddp__copy_site(&outer, &cddp__this_site);
@@ -14150,7 +14147,7 @@ static bool cddp__engine_enqueue_held(cddp__engine *engine) {
     cddp__add32(engine->works, 1);
     if (cddp__swap32(&engine->own_state, CDDP__OWN_HELD, CDDP__OWN_LENT))
       cddp__engine_append(engine, &engine->own);
-    else
+    else /* a thread runs it now */
       cddp__add32(engine->works, (uint32_t)-1);
   }
   return engine->busy || cddp__load32(&engine->own_state) == CDDP__OWN_RUNS;
@@ -14247,7 +14244,7 @@ static cddp_result cddp__engine_push(cddp_work *work) {
     if (r != CDDP_OK) return r;
   }
   work->tick = cddp__load32(&engine->tick);
-  /* Buckets wake the engine themselves: it need not poll for them. */
+  /* Buckets (!anywhere) wake the engine themselves: it need not poll for them. */
   cddp__store32(&engine->idle, work->anywhere ? 0 : CDDP__ENGINE_IDLE_POLLS + 1);
   if (work == &engine->own && cddp__load32(engine->works) == 0) {
     cddp__store32(&engine->own_state, CDDP__OWN_HELD);
@@ -14348,7 +14345,7 @@ static cddp_result cddp__work_wait(cddp_work *work, double limit) {
   cddp__note_thread(g->host);
   r = (g->backend->wait)(work, limit);
   if (r == CDDP_TIMEOUT && limit >= 0) return r;
-  if (work->run == NULL) cddp__record_finish(g, work->record, r);
+  if (work->run == NULL) cddp__record_finish(g, work->record, r); /* else `run` has */
   cddp__work_free(work);
   return r;
 }
@@ -14564,7 +14561,7 @@ static cddp_result cddp__write_shares(cddp_group *g, const cddp__call *call,
     if (shares > 1 && r == (size_t)g->rank) continue; /* it reads its own share in place */
     cddp__copy_by(space, from, bytes, nontemporal);
   }
-  if (CDDP__UNLIKELY(timing != NULL) && !cddp__is_one_sided(call))
+  if (CDDP__UNLIKELY(timing != NULL) && !cddp__is_one_sided(call)) /* else the round counts too */
     cddp__clock_chunk(timing, CDDP__CLOCK_STOP);
   return CDDP_OK;
 }
@@ -14633,7 +14630,7 @@ static cddp_result cddp__exchange_slices(cddp_group *g, const cddp__call *call,
   cddp_result result;
   int r;
   for (r = 0; r < g->size; r++) g->buffers[r] = space + (size_t)r * apart;
-  /* This rank's own slice is not in its staging buffer: cddp__write_shares. */
+  /* Its own slice is not in its staging buffer: cddp__write_shares. */
   g->buffers[g->rank] = (char *)(uintptr_t)call->send + chunk->begin * call->esize;
   cddp__reduce_slices(g, call, chunk->n, g->buffers, sums + (size_t)g->rank * apart, nontemporal);
   result = cddp__round_of(g, call, CDDP__PHASE_CHUNK, NULL, 0);
@@ -14645,7 +14642,7 @@ static cddp_result cddp__exchange_slices(cddp_group *g, const cddp__call *call,
 }
 
 static cddp__chunk cddp__chunk_at(const cddp_group *g, const cddp__call *call, size_t begin) {
-  size_t element = call->esize * cddp__send_shares(g, call);
+  size_t element = call->esize * cddp__send_shares(g, call); /* of all shares */
   size_t limit = cddp__max(g->staging_size, CDDP__PAYLOAD), all = call->count * element;
   cddp__chunk k;
   if (all > CDDP__STAGING_MIN && cddp__is_one_sided(call) && !g->oversubscribed && g->hosts == NULL)
@@ -14695,8 +14692,8 @@ CDDP__INLINED bool cddp__is_short(const cddp_group *g, const cddp__call *call) {
          bytes <= g->round_max && bytes < CDDP__NT_MIN;
 }
 
-/* cddp__run_staged with fewer instructions: each one counts here. Inlined by GCC it takes a seventh
-   longer for 1 KiB. */
+/* cddp__run_staged with fewer instructions: each one counts here. Inlined by GCC, 1 KiB takes a
+   seventh longer. */
 CDDP__OUT_OF_LINE cddp_result cddp__run_short(cddp_group *g, const cddp__call *call) {
   size_t bytes = call->count * call->esize, apart, i;
   cddp__chunk all = {0, call->count, bytes <= CDDP__PAYLOAD};
@@ -14795,7 +14792,7 @@ static cddp_result cddp__run_large(cddp_group *g, const cddp__call *call) {
   cddp__ref ref = cddp__call_ref(g, call);
   const cddp__ref *at;
   cddp__chunk first = cddp__chunk_at(g, call, 0);
-  bool direct = true, written = true; /* all ranks' first chunks, if not direct */
+  bool direct = true, written = true; /* if not direct: all first chunks */
   cddp_result r = CDDP_OK;
   int p;
   if (ref.kind <= CDDP__REF_UNUSED /* or NONE */) r = cddp__write_shares(g, call, &first);
@@ -14839,8 +14836,8 @@ static cddp_result cddp__run_sized(cddp_group *g, const cddp__call *call) {
 }
 
 /* In a call with counts: exchanges and checks the lengths and positions of the ranks' shares.
-   call->count becomes the largest length. *host_memory: this rank's buffers are in it; out: any
-   rank's. */
+   call->count becomes the largest length. *host_memory: this rank has buffers there; returns
+   whether any rank has. */
 static cddp_result cddp__exchange_counts(cddp_group *g, cddp__call *call, bool *host_memory) {
   cddp__count_notice *sent = (cddp__count_notice *)(void *)(call->shares + g->size);
   cddp__count_notice *received = sent + g->size;
@@ -14888,7 +14885,7 @@ CDDP__INLINED uint64_t cddp__record_call(const cddp_group *g, const cddp__call *
                           cddp__shapes[call->kind].reduces ? call->op : -1, call->root);
 }
 
-/* Records the start of an operation that is no cddp__call. */
+/* For an operation that is no cddp__call. */
 static uint64_t cddp__record_begin(const cddp_group *g, int kind, uint64_t sequence,
                                    uint64_t count) {
   uint64_t record = cddp__record_new(g, cddp__shapes[kind].name, count, -1, -1, -1);
@@ -14947,8 +14944,8 @@ static cddp_result cddp__all_gather(cddp_group *g, const void *mine, void *all, 
 
 enum { CDDP__PACKET_ARRAYS = 256 };
 
-/* Broadcasts of many arrays in host memory. Small ones form a packet, since a round takes longer
-   than their bytes. */
+/* Broadcasts of many arrays in host memory. Small ones form a packet: a round takes longer than
+   their bytes. */
 typedef struct cddp__packet {
   cddp_group *g;
   int root, count;
@@ -14986,7 +14983,7 @@ static cddp_result cddp__packet_send(cddp__packet *packet) {
   return r;
 }
 
-/* Collective: all ranks add the same sizes in the same order. */
+/* All ranks add the same sizes in the same order. */
 static cddp_result cddp__packet_add(cddp__packet *packet, void *data, size_t count,
                                     cddp_dtype dtype) {
   size_t bytes = count * cddp__dtype_size(dtype);
@@ -15251,7 +15248,7 @@ static cddp_result cddp__group_build(cddp_group **out, cddp__host *host, int ran
   g->block_generation = cddp__load32(&g->block->generation);
   g->timeout_s = timeout_s;
   for (i = 0; i < size; i++) g->local_size += g->members[i] >= 0;
-  for (i = 0; i < size; i++) /* ranks of other hosts share one */
+  for (i = 0; i < size; i++) /* ranks of other hosts share a slot */
     g->slot_index[i] = g->members[i] >= 0 ? slot_count++ : g->local_size;
   g->local_rank = g->slot_index[rank];
   g->slots = (cddp__slot *)(void *)(block + cddp__slots_at(size));
@@ -15455,7 +15452,7 @@ static cddp_result cddp__split(cddp_group *g, int color, int key, uint64_t check
                   sizeof mine);
   if (r != CDDP_OK) goto done;
   n = cddp__members_of_color(g, color, members);
-  r = cddp__begin_access(g); /* until *out has the block: an elastic model can lose its owner */
+  r = cddp__begin_access(g); /* until *out has the block: its owner can be lost (elastic) */
   if (r == CDDP_OK) r = cddp__exchange_block(g, members, n, &ref, &block, &built);
   if (r != CDDP_OK) {
     (void)cddp__end_access(g, CDDP_OK); /* waits for no rank */
@@ -15519,7 +15516,7 @@ static cddp_result cddp__world_group(cddp_group **out, cddp__host *host,
   char *block;
   int i;
   cddp_result r;
-  /* its life byte, and the use bytes of all ranks here: >>arena */
+  /* its life byte, and the use bytes of all: >>arena */
   if (fd >= 0 && (!cddp__arena_lock(host, F_WRLCK, host->index, 1) ||
                   !cddp__arena_lock(host, F_RDLCK, CDDP__USE_BYTES, host->size)))
     return cddp__fail_errno("lock on the shared memory");
@@ -15537,8 +15534,7 @@ static cddp_result cddp__world_group(cddp_group **out, cddp__host *host,
   return cddp__hosts_attach(*out, host->net, NULL);
 }
 
-/* Sets the processes on this host from the table of ranks. Keeps the table if there are other
-   hosts. */
+/* Sets the processes on this host from the table of ranks. Keeps it if there are other hosts. */
 static void cddp__host_set_ranks(cddp__host *host, cddp__net *table) {
   int i;
   for (i = 0; i < table->size; i++)
@@ -16025,8 +16021,7 @@ static void cddp__sgd_mix(const cddp__update *update, void *m, const void *b, si
      d = g; d = -d if maximize; d = d + decay * p
      m = first ? d : momentum * m + (1 - dampening) * d
      d = nesterov ? d + momentum * m : m
-     p = p - lr * d
-   Without a change d is g or m itself. */
+     p = p - lr * d */
 static void cddp__sgd_block(const cddp__update *update, void *p, const void *g, void *const *states,
                             size_t n) {
   double buf[CDDP__BLOCK_BYTES / sizeof(double)];
@@ -16328,7 +16323,7 @@ static void cddp__optim_rows(cddp_optim *optim, int i, const cddp__sparse *spars
 }
 
 static cddp_result cddp__check_rows(const cddp_optim *optim, int i) {
-  if (optim->desc.weight_decays[i] == 0 && !optim->algorithm->wide) return CDDP_OK;
+  if (optim->desc.weight_decays[i] == 0 && !optim->algorithm->wide /* dense */) return CDDP_OK;
   return cddp__fail(CDDP_UNSUPPORTED,
                     "parameter \"%s\" has a sparse gradient, which does not support %s: use a "
                     "dense gradient, or %s",
