@@ -14147,7 +14147,7 @@ static bool cddp__engine_enqueue_held(cddp__engine *engine) {
     cddp__add32(engine->works, 1);
     if (cddp__swap32(&engine->own_state, CDDP__OWN_HELD, CDDP__OWN_LENT))
       cddp__engine_append(engine, &engine->own);
-    else /* a thread runs it now */
+    else /* a thread has taken it */
       cddp__add32(engine->works, (uint32_t)-1);
   }
   return engine->busy || cddp__load32(&engine->own_state) == CDDP__OWN_RUNS;
@@ -15976,7 +15976,7 @@ static void cddp__sgd_begin(const cddp_optim *optim, int i, cddp__update *update
   s->take = 1.0 - d->dampening;
   s->nesterov = d->nesterov != 0;
   s->first = optim->steps[i] == 0;
-  /* the fused loop knows no others */
+  /* the cases of the fused loop */
   if (s->keep != 0 && !s->nesterov && !s->first) update->loop = update->loops[CDDP_F32].sgd_loop;
 }
 
