@@ -6372,8 +6372,8 @@ static cddp_result cddp__discover(cddp__config *config, const cddp_group_desc *d
         all earlier ones of its size, so mappings stay few (vm.max_map_count).
      4. A cddp__ref (segment, offset) lets a peer find a buffer. Threads use pointers instead.
      5. An allocation commits its memory (gives it pages), so a shortage is an error, not a SIGBUS
-        later. LAZY memory is committed by cddp__commit_lazy. Of a control block below a huge page,
-        or BLOCK_LAZY, cddp__commit_block commits the head, cddp__commit_staging the rest.
+        later. LAZY memory is committed by cddp__commit_lazy. A control block that is BLOCK_LAZY, or
+        below a huge page, is committed by cddp__commit_block (head) and _commit_staging (rest).
      6. A rank alone that no process can join has private memory and no memfd.
    Liveness: each process holds a record lock on its life byte, at offset `window` of the file. When
    it ends, the kernel releases first its memory, then the lock.
@@ -10288,7 +10288,7 @@ static cddp_result cddp__claim_rank(cddp__rendezvous *rdv) {
     }
     cddp__sleep(0.001); /* the rank has ended (its child can hold the name), or does not listen */
   }
-  return CDDP_OK;
+  return CDDP_OK; /* not bound */
 }
 
 /* The pid of another process of this user that has connected in cddp__claim_rank; 0: none. */
