@@ -19985,7 +19985,7 @@ static cddp_result cddp__meeting_confirm(cddp__meeting *m) {
 
 /* >>elastic ---------------------------------------------------------------------------------------
    Job: the assignment of shards, reductions and updates of an elastic model.
-   Owns: a cddp__elastic with its meeting; `control` and `comm` of its cddp_ddp.
+   Owns: a cddp__elastic with its meeting; the groups `control`, `comm` of its cddp_ddp.
    Touches: the fields of a cddp_ddp that >>ddp uses.
    Entry points: cddp__elastic_create, or cddp__elastic_join in a joining process;
    cddp__elastic_next, _step, _restore and _free; cddp_ddp_group. Thread: the one that trains.
@@ -21124,7 +21124,7 @@ static cddp_result cddp__elastic_restore(cddp_ddp *d, cddp_optim *optim) {
   if (r == CDDP_OK)
     r = cddp__copy_states(d, optim, elastic->states, 0, d->layout.model_bytes, CDDP__FROM_SHARED);
   from->stepped = false;
-  /* Also if a member has been lost by now: the next step makes a new group. */
+  /* This ignores lost members: the next step makes new groups. */
   if (r == CDDP_OK && d->group->backend->on_device) r = cddp__await_device(d->group);
   (d->group->backend->free)(d->group, elastic->states);
   elastic->states = NULL;
@@ -22681,8 +22681,8 @@ static cddp_result cddp__check_tensor(const cddp__st_item *item, const cddp_tens
 
 /* Finds the items in the file. Allocates memory for states, which cddp__commit_states gives to the
    optimizer after everything was read; on a device they are read into the optimizer's memory.
-   Unless partial is set, the file must contain no other tensors, except the states of an optimizer
-   if the caller has none. */
+   Unless partial is set, the file must contain no other tensors, except an optimizer's if the
+   caller has none. */
 static cddp_result cddp__match_items(cddp__ckpt *ckpt) {
   const cddp_optim *optim = ckpt->desc->optim;
   bool partial = ckpt->desc->partial;
@@ -22811,7 +22811,7 @@ static cddp_result cddp__broadcast_tensors(cddp__ckpt *ckpt) {
   return ckpt->device ? cddp__await_device(ckpt->g) : cddp__packet_send(&p);
 }
 
-/* Collective: rank 0 reads each state into `whole` and broadcasts it; each rank keeps its part. */
+/* Collective: rank 0 broadcasts each state in `whole`, of which each rank keeps its part. */
 static cddp_result cddp__load_states(cddp__ckpt *ckpt) {
   const cddp_optim *optim = ckpt->desc->optim;
   const cddp_ddp *d = optim->desc.ddp;
@@ -22823,7 +22823,7 @@ static cddp_result cddp__load_states(cddp__ckpt *ckpt) {
     cddp__st_item item = ckpt->items[i];
     cddp_dtype dtype = item.dtype;
     cddp__call call = cddp__broadcast_call(whole, item.count, dtype, 0);
-    void *part = item.data;
+    void *part = item.data; /* of this rank */
     if (item.from == NULL || item.place == NULL) continue;
     item.data = whole;
     if (ckpt->first) r = cddp__copy_item(ckpt, &item);
@@ -22993,7 +22993,7 @@ CDDPDEF const char *cddp_safetensors_metadata(const cddp_safetensors *file, cons
    Entry points: the public functions; cddp__notify_supervisor.
    Processes: all children are forked and wait on a pipe, so that they begin together. The parent
    sleeps in poll(2) on their pidfds. It reaps them by their pids, because other children belong to
-   the program. After the first failure the other children have 1 s to report the failure. Then they
+   the program. After the first failure the other children have 1 s to report it. Then they
    get SIGTERM, and 5 s later SIGKILL. In an elastic job a child that fails after the model exists
    is forked again instead, to join. Before that all children end, and all are forked again.
    Threads: all groups are created before the first thread starts. A thread marks its slot as dead
@@ -23005,7 +23005,7 @@ CDDPDEF const char *cddp_safetensors_metadata(const cddp_safetensors *file, cons
 typedef struct cddp__child {
   pid_t pid;      /* 0: not forked, or ended; -1: to be forked again */
   bool joins;     /* it was forked to join the running job */
-  bool has_model; /* it has told that its elastic model exists */
+  bool has_model; /* it has created its elastic model */
 } cddp__child;
 
 typedef struct cddp__spawn_job {
@@ -23016,7 +23016,7 @@ typedef struct cddp__spawn_job {
   bool elastic;           /* a child that fails is forked again */
   int restarts;           /* remaining number of restarts */
   bool succeeded;         /* a child has returned 0 */
-  bool has_model;         /* elastic: a child has told that the model exists */
+  bool has_model;         /* elastic: a child has it */
   bool again;             /* the first failure ends all children, and all are forked again */
   char secret[64];        /* CDDP_JOB_SECRET */
   char supervisor[64];    /* CDDP_SUPERVISOR, without the rank; "": not elastic */
@@ -23035,7 +23035,7 @@ typedef struct cddp__spawn_job {
 /* --- elastic jobs: whether the model exists --- */
 
 /* Tells the supervisor, cddp_spawn_elastic or cddprun --elastic, that the elastic model exists:
-   from now on another process can join. CDDP_SUPERVISOR is "NAME:TEXT", for a datagram TEXT to the
+   from now on processes can join. CDDP_SUPERVISOR is "NAME:TEXT", for a datagram TEXT to the
    abstract Unix socket NAME. Unlike a descriptor, a name survives exec and closefrom. */
 static void cddp__notify_supervisor(const cddp__host *host) {
   const char *name = cddp__env("CDDP_SUPERVISOR"), *text = name != NULL ? strchr(name, ':') : NULL;
@@ -23075,7 +23075,7 @@ static cddp_result cddp__open_supervisor(cddp__spawn_job *job) {
   return fd >= 0 && bind(fd, &a.any, a.size) == 0 ? CDDP_OK : cddp__fail_errno("socket");
 }
 
-/* Reads which children have told that the model exists. `most` ends a flood from strangers. */
+/* Reads which children have the model. `most` ends a flood from strangers. */
 static void cddp__read_notices(cddp__spawn_job *job) {
   const char *token = strchr(job->supervisor, ':');
   char text[64];
@@ -23091,8 +23091,8 @@ static void cddp__read_notices(cddp__spawn_job *job) {
 }
 
 /* Whether the job continues without the children that have ended: the model exists, and one of its
-   ranks lives. A child that dies at the very end of cddp_ddp_create has told nothing: the others
-   have 0.2 s to tell. */
+   ranks lives. A child can die at the very end of cddp_ddp_create: then the others' notices have
+   0.2 s to arrive. */
 static bool cddp__spawn_continues(cddp__spawn_job *job) {
   int i, members = 0;
   cddp__read_notices(job);
@@ -23570,7 +23570,7 @@ CDDPDEF cddp_result (cddp_group_new)(cddp_group *g, const int *ranks, int count,
   }
   return cddp__split_group(g, color, key,
                              cddp__hash64((uint64_t)count, ranks, (size_t)count * sizeof *ranks),
-                             out);
+                             out); /* ranks compare it */
 }
 
 CDDPDEF cddp_group *cddp_at(cddp_group *g, const char *file, int line) {
@@ -23591,7 +23591,7 @@ CDDPDEF void cddp_destroy(cddp_group *g) {
 
 CDDPDEF int cddp_rank(const cddp_group *g) { return g != NULL ? g->rank : -1; }
 CDDPDEF int cddp_world_size(const cddp_group *g) {
-  if (g == NULL) return -1; /* joined: the size at the start */
+  if (g == NULL) return -1; /* joined: the job's initial size */
   return g->host->joined && g->id == 0 ? (int)g->host->job_info->table.info.world_size : g->size;
 }
 CDDPDEF int cddp_local_rank(const cddp_group *g) { return g != NULL ? g->local_rank : -1; }
@@ -23980,7 +23980,7 @@ CDDPDEF cddp_result (cddp_ddp_gather_states)(cddp_ddp *d, const cddp_param *stat
                 "state %d has %zu elements, its parameter %zu", i, states[i].count,
                 d->params[i].count);
   CDDP__TRY(d->memory->use(d->group));
-  return cddp__broadcast_arrays(d, states, d->count, CDDP__ROOT_OWNERS);
+  return cddp__broadcast_arrays(d, states, d->count, CDDP__ROOT_OWNERS); /* each sends its part */
 }
 
 CDDPDEF int cddp_ddp_present(const cddp_ddp *d) { return d != NULL ? d->step.present : -1; }
@@ -24285,7 +24285,8 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels) { (void)k
 
 #if !defined(CDDP_NO_CALL_SITES) && !defined(CDDP__CALL_SITES) /* see >>api-diagnostics */
 #define CDDP__CALL_SITES
-#ifdef __cplusplus /* notes the line; NULL, so it yields the argument, also f<1, 2>() */
+/* cddp_at notes the line and returns NULL: the value is the first argument, also f<1, 2>(). */
+#ifdef __cplusplus
 #define CDDP__SITE(T) cddp_at(nullptr, __FILE__, __LINE__) ? static_cast<T *>(nullptr) :
 #else
 #define CDDP__SITE(T) cddp_at(NULL, __FILE__, __LINE__) ? (T *)NULL :
