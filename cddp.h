@@ -20174,7 +20174,7 @@ static cddp_result cddp__finish_shard(cddp_ddp *d) {
   cddp_result r = CDDP_OK;
   if (d->rows.sparse != NULL) r = cddp__keep_rows(d, d->shards.current);
   CDDP__POINT("elastic shard end");
-  if (r == CDDP_OK && (to_slot || d->shards.own_node_count > 0)) /* > 0: it can merge with them */
+  if (r == CDDP_OK && (to_slot || d->shards.own_node_count > 0)) /* > 0: it can merge */
     r = cddp__grow_slots(d, d->shards.own_node_count + 1);
   if (r == CDDP_OK) r = cddp__keep_node(d, d->shards.current, to_slot);
   d->elastic->holds_shard = !to_slot;
@@ -23016,7 +23016,7 @@ typedef struct cddp__spawn_job {
   bool elastic;           /* a child that fails is forked again */
   int restarts;           /* remaining number of restarts */
   bool succeeded;         /* a child has returned 0 */
-  bool has_model;         /* elastic: a child has it */
+  bool has_model;         /* elastic: a child has the model */
   bool again;             /* the first failure ends all children, and all are forked again */
   char secret[64];        /* CDDP_JOB_SECRET */
   char supervisor[64];    /* CDDP_SUPERVISOR, without the rank; "": not elastic */
