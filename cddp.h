@@ -14075,7 +14075,7 @@ static const cddp__carrier cddp__mpi_carrier = {
 #endif /* CDDP_MPI */
 
 /* >>work ------------------------------------------------------------------------------------------
-   Job: run asynchronous operations. (Sends and receives need no thread: >>p2p.)
+   Job: run asynchronous operations; messages need no thread.
    Owns: cddp_work, and the engine of a group. Lock: engine.lock.
    Touches: the `works` counter of a slot; spin and yields of its group while it runs an operation.
    Entry points: cddp__work_new, _wait and _free; cddp__engine_push, _drain and _stop;
@@ -15556,7 +15556,7 @@ static cddp_result cddp__start_job(cddp_group **out, cddp__config *config, cddp_
   cddp_result r = cddp__rendezvous_init(&rdv, config, host);
   if (r == CDDP_OK) r = cddp__claim_rank(&rdv);
   if (r == CDDP_OK) r = cddp__serve_endpoint(&rdv);
-  cddp__close_fd(&config->listen_fd);
+  cddp__close_fd(&config->listen_fd); /* rdv has a duplicate */
   if (r == CDDP_OK) r = cddp__collect_ranks(&rdv);
   if (r == CDDP_OK) cddp__host_set_ranks(host, rdv.net);
   if (r == CDDP_OK && rdv.memory_fd >= 0) { /* from the first rank of this host */
@@ -15632,7 +15632,8 @@ static cddp_result cddp__init(cddp_group **out, const cddp_group_desc *d) {
   if (host == NULL) return CDDP_OUT_OF_MEMORY;
   host->one_process = config.world_size == 1 && !config.joins;
   if (config.init_method[0] != 0) r = cddp__job_info_create(host, &config);
-  if (r == CDDP_OK && host->one_process && host->job_info != NULL) cddp__share_memory(host);
+  if (r == CDDP_OK && host->one_process && host->job_info != NULL /* processes can join */)
+    cddp__share_memory(host);
   if (r == CDDP_OK)
     r = config.joins             ? cddp__join_job(&g, &config, host)
         : config.world_size == 1 ? cddp__world_group(&g, host, &config)
@@ -16219,8 +16220,7 @@ static cddp_result cddp__check_sparse(const cddp_param *params, int count, const
   return CDDP_OK;
 }
 
-/* A range of memory of one parameter. */
-typedef struct cddp__owned {
+typedef struct cddp__owned { /* memory */
   uintptr_t begin, end;
   const char *what; /* "data", "grad" or "copy" */
   int param;
@@ -16323,7 +16323,7 @@ static void cddp__optim_rows(cddp_optim *optim, int i, const cddp__sparse *spars
 }
 
 static cddp_result cddp__check_rows(const cddp_optim *optim, int i) {
-  if (optim->desc.weight_decays[i] == 0 && !optim->algorithm->wide /* dense */) return CDDP_OK;
+  if (optim->desc.weight_decays[i] == 0 && !optim->algorithm->wide) return CDDP_OK;
   return cddp__fail(CDDP_UNSUPPORTED,
                     "parameter \"%s\" has a sparse gradient, which does not support %s: use a "
                     "dense gradient, or %s",
