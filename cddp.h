@@ -12135,7 +12135,7 @@ static void cddp__early_notice(cddp_group *g, bool leaving) {
   const cddp__net *net = g->hosts->net;
   cddp__text text = {""}, how;
   int p;
-  if (cddp__is_broken(g) || cddp__load32(&g->block->cause.state) != 0) return; /* known */
+  if (cddp__is_broken(g) || cddp__load32(&g->block->cause.state) != 0) return;
   for (p = 0; p < g->size && text.s[0] == 0; p++) {
     if (p == g->rank || g->members[p] < 0 || cddp__rank_end(g, p) != CDDP__HAS_ENDED) continue;
     how = cddp__describe_end(g, p);
@@ -13297,7 +13297,6 @@ static int cddp__lost_peer(const cddp_work *work) {
   return left == g->size ? gone : -1;
 }
 
-/* Example: "send to rank 3, tag 7" */
 static cddp__text cddp__describe_message(const cddp_work *work, const char *peer) {
   return cddp__textf("%s %s, tag %d", work->call.kind == CDDP__KIND_RECV ? "recv from" : "send to",
                      work->call.root == CDDP_ANY ? "any rank" : peer, work->call.tag);
