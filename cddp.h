@@ -16629,7 +16629,7 @@ struct cddp__ddp_memory {
   cddp_result (*alloc)(cddp_ddp *d); /* the arena, zeroed */
   void (*free)(cddp_ddp *d);         /* NULL: all is host memory */
   cddp_result (*scratch)(cddp_ddp *d, size_t bytes, void **out); /* valid until the next call */
-  /* *met: ranks need no round before this wait or step, but compare `check`, a hash, later. NULL:
+  /* *met: ranks need no round before this wait or step: they can compare `check` later. NULL:
      they always need one. */
   cddp_result (*meet)(cddp_ddp *d, int kind, uint64_t check, bool *met);
   cddp_result (*begin_bucket)(cddp_ddp *d, cddp__bucket_state *b); /* lock held */
@@ -16677,7 +16677,7 @@ static cddp_result cddp__fail_model(cddp_ddp *d, cddp_result r) {
   int i;
   if (d->elastic != NULL) cddp__elastic_close(d);
   if (d->elastic != NULL && r != CDDP_INVALID_ARGUMENT && r != CDDP_MISMATCH && r != CDDP_TIMEOUT)
-    r = cddp__fail_in(r, "rank %d: ", d->group->rank); /* texts of those three name ranks */
+    r = cddp__fail_in(r, "rank %d: ", d->group->rank); /* those three mostly name ranks */
   r = cddp__ddp_fail(d, r);
   if (d->elastic != NULL) /* the other ranks count this rank as lost */
     r = cddp__fail(CDDP_PEER_LOST, "rank %d has failed: %s", d->group->rank, d->failure.text);
@@ -17517,7 +17517,7 @@ static cddp_result cddp__push_bucket(cddp_ddp *d, cddp__bucket_state *b) {
 
 static cddp_result cddp__await_buckets(cddp_ddp *d, bool part) {
   int b;
-  (void)part; /* for devices */
+  (void)part;
   cddp__drain_buckets(d);
   for (b = 0; b < d->plan.next; b++) { /* those launched */
     cddp_work *work = &d->plan.buckets[b].work;
@@ -17654,7 +17654,7 @@ static cddp_result cddp__share_states(cddp_ddp *d, cddp_optim *optim) {
   for (k = 0; k < optim->state_count; k++)
     for (i = 0; i < optim->count; i++) {
       if (cddp__sparse_of(d, i) != NULL) continue; /* not shared */
-      cddp__free(NULL, *cddp__state_of(optim, k, i));
+      cddp__free(NULL, *cddp__state_of(optim, k, i)); /* NULL: malloc's */
       *cddp__state_of(optim, k, i) = NULL;
     }
   return CDDP_OK;
@@ -18104,7 +18104,7 @@ static cddp_result cddp__host_zero(void *p, size_t bytes, void *stream) {
 
 static cddp_result cddp__host_alloc(cddp_ddp *d) {
   size_t bytes = d->layout.arena_bytes;
-  d->arena = (char *)cddp__arena_alloc(d->group->host, bytes,
+  d->arena = (char *)cddp__arena_alloc(d->group->host, bytes, /* elastic: peers only read */
                                        d->desc.elastic ? CDDP__EXTENT_BUFFER : CDDP__EXTENT_USER);
   if (d->arena != NULL) return CDDP_OK;
   return cddp__fail_in(CDDP_OUT_OF_MEMORY, "%zu bytes of gradients: ", bytes);
@@ -18980,8 +18980,8 @@ static size_t cddp__ddp_arrays(cddp_ddp *d, char *base, const cddp_group *g, int
   CDDP__TAKE(d->addresses.squares, shards);
   CDDP__TAKE(d->addresses.slots, shards);
   CDDP__TAKE(d->plan.buckets, n);
-  CDDP__TAKE(d->plan.offsets, n + 2);
-  CDDP__TAKE(d->plan.params, 3 * n); /* of which cddp__plan_buckets uses the end as scratch */
+  CDDP__TAKE(d->plan.offsets, n + 2); /* as cddp__plan_buckets needs it, and `params` */
+  CDDP__TAKE(d->plan.params, 3 * n);
   CDDP__TAKE(d->plan.sorted, n);
   CDDP__TAKE(d->plan.arrival, n);
   CDDP__TAKE(d->step.active, ranks);
@@ -19002,7 +19002,7 @@ static size_t cddp__ddp_arrays(cddp_ddp *d, char *base, const cddp_group *g, int
 
 static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
                                const cddp_ddp_desc *desc) {
-  double cap = desc->bucket_cap_mb > 0 ? desc->bucket_cap_mb : 25; /* MiB */
+  double cap = desc->bucket_cap_mb > 0 ? desc->bucket_cap_mb : 25;
   double first = desc->first_bucket_mb > 0 ? desc->first_bucket_mb
                  : desc->bucket_cap_mb > 0 ? cap
                                            : 1;
@@ -19156,7 +19156,7 @@ static cddp_result cddp__ddp_setup(cddp_ddp *d, bool joins) {
    Job: the members of an elastic model agree which of them live, and processes join them.
    Owns: a cddp__meeting, with its cddp__net: a listening socket, and connections of members.
    Entry points: cddp__meeting_new, _close, _free; cddp__describe_self, cddp__set_member,
-   cddp__remember_table; in a meeting cddp__meet, _meeting_apply, _meeting_confirm, _meeting_forget;
+   cddp__remember_table; in a meeting cddp__meet, _meeting_confirm, _meeting_forget;
    between meetings cddp__accept_reports, cddp__answer_joins. Thread: the one that trains.
    Words: a member has a number, which is also its rank in `net`, and a `life`, the random number of
    its process (0: it is lost). A report has a head, bytes that only >>elastic reads, and for each
