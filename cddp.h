@@ -59,7 +59,8 @@
      any thread   several threads of a rank can make the call at the same time
      lost         of a rank: its process has ended, or its host does not answer (fine print)
      host         a machine (fine print: several hosts). Host memory: the CPU's
-     device       a GPU; device memory: the GPU's
+     device       a GPU; device memory: the GPU's. "On GPUs": desc.device is "cuda"
+     message      what cddp_send sends and cddp_recv receives
      handle       a cddp_work: an operation that is still running
      model        a cddp_ddp: parameters (weights), and the averaging of their gradients
      bucket       gradients that are reduced together; a hook is your function that reduces one
@@ -181,10 +182,10 @@ extern "C" {
      broken   every further call on the group, on all ranks, returns this failure immediately
      either   broken if other ranks had begun the call, else usable
    Two exceptions. If cddp_ddp_create, cddp_save or cddp_load fails, the group stays usable if all
-   ranks made the call, and no rank was lost or late. If cddp_ddp_ready, _next_shard, _wait, _step,
-   _reduce_scatter, _all_gather or _join fails, the model is broken: each of its collective calls
-   returns the failure. (CDDP_UNSUPPORTED, and a _step in cddp_ddp_no_sync, leave it usable.) With
-   NCCL, or if a rank was lost, the group is broken too.
+   ranks made the call, and no rank was lost or timed out. If cddp_ddp_ready, _next_shard, _wait,
+   _step, _reduce_scatter, _all_gather or _join fails, the model is broken: each of its collective
+   calls returns the failure. (CDDP_UNSUPPORTED, and a _step in cddp_ddp_no_sync, leave it usable.)
+   With NCCL, or if a rank was lost, the group is broken too.
 
    To continue, destroy what is broken, and create it anew. If a rank has died, number the ranks
    anew: rank and world_size in cddp_group_desc. */
@@ -447,9 +448,9 @@ CDDPDEF cddp_result cddp_test(cddp_work *w, bool *done);
      for (int i = 1; i >= 0; i--) TRY(cddp_ddp_ready(ddp, i)); // last layer first, as backward ends
      TRY(cddp_ddp_step(ddp, sgd));                      // mean over ranks, update, zero gradients
 
-   A bucket is reduced while the backward pass computes the next ones. All buckets are reduced
-   after it in elastic models, with more shards than ranks, and on one host of CPUs if the step
-   before was a cddp_ddp_step.
+   A bucket is reduced while the backward pass computes the next ones; but after that pass in
+   elastic models, with more shards than ranks, and, on one host without GPUs, if the last step was
+   a cddp_ddp_step.
 
    AN EXISTING TRAINER keeps its loop, its gradients and its optimizer. Set data, grad and count of
    each cddp_param to its arrays, and write instead of cddp_ddp_step:
@@ -512,7 +513,7 @@ typedef struct cddp_ddp_desc {
                                   they must stay in place. Broadcast from rank 0 at creation and by
                                   cddp_ddp_sync_buffers; elastic: sent to joining processes */
   int buffer_count;
-  bool uneven_inputs;          /* for cddp_ddp_join with NCCL; makes each step wait for all ranks */
+  bool uneven_inputs;          /* cddp_ddp_join with NCCL needs it; each step waits for all ranks */
   const size_t *sparse_rows;   /* [count] the number of rows of a parameter with sparse gradients,
                                   0 of others; NULL = all 0. Copied */
   int shards;                  /* see >>api-shards; from the world size to 4,096; 0 = world size */
@@ -589,15 +590,15 @@ CDDPDEF bool cddp_ddp_used(const cddp_ddp *d, int param);
    takes part in the steps of the ranks that still have data (cddp_ddp_wait, _step and
    _sync_buffers, no others), until every rank has called it. Each mean is over the ranks with data.
    s is the loop's optimizer, or NULL. On return all ranks have the same weights, buffers, states
-   and learning rate of s. A comm_hook must be linear: cddp multiplies its result by world size /
-   (ranks with data). Not with shards or elastic. Like PyTorch's
+   and learning rate of s. A comm_hook must be linear, h(kx) = k h(x): cddp multiplies its result by
+   world size / (ranks with data). Not with shards or elastic. Like PyTorch's
    join(divide_by_initial_world_size=False). */
 CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_join(cddp_ddp *d, cddp_optim *s);
 
 /* The number of ranks in the mean of the last cddp_ddp_wait or _step: those that had data. */
 CDDPDEF int cddp_ddp_present(const cddp_ddp *d);
 
-/* SPARSE GRADIENTS (parameters without are dense). For a parameter with sparse_rows, such as an
+/* SPARSE GRADIENTS (all others are dense). For a parameter with sparse_rows, such as an
    embedding: adds values[i * width ..], of its dtype, to row rows[i] of its gradient, with width =
    count / sparse_rows. Each step begins without rows. Rows can repeat, and n can differ between
    ranks. The values are copied. cddp_ddp_ready follows as for other parameters. Only these rows are
@@ -676,8 +677,8 @@ CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_gather_states(cddp_ddp *d, const cddp_
 
    SHARDED STATES, like ZeroRedundancyOptimizer: with sharded_states (set ddp, too) each rank keeps
    1/world_size of the states and masters; desc.shards has nothing to do with it. (On one CPU host
-   the ranks share one set anyway.) The weights have the same bits, except with NCCL on 3 ranks or
-   more. A checkpoint has all states. cddp_optim_step is CDDP_INVALID_ARGUMENT; elastic and
+   the ranks share one set anyway.) It changes no bits of the weights, except with NCCL on 3 ranks
+   or more. A checkpoint has all states. cddp_optim_step is CDDP_INVALID_ARGUMENT; elastic and
    sparse_rows are CDDP_UNSUPPORTED. */
 
 typedef struct cddp_sgd_desc {
@@ -726,8 +727,8 @@ CDDP_CHECKED CDDPDEF cddp_result cddp_sgd_create(cddp_optim **out, cddp_param *p
 CDDP_CHECKED CDDPDEF cddp_result cddp_adamw_create(cddp_optim **out, cddp_param *params, int count,
                                                    const cddp_adamw_desc *desc);
 
-/* Updates all data by grad. Local. If a cddp_ddp_step came before, call cddp_ddp_wait
-   first: it gives the rank all states. */
+/* Updates all data by grad. Local. If the last step was a cddp_ddp_step, call cddp_ddp_wait first:
+   it gives the rank all states. */
 CDDP_CHECKED CDDPDEF cddp_result cddp_optim_step(cddp_optim *s);
 CDDPDEF cddp_result cddp_optim_zero_grad(cddp_optim *s);         /* all gradients = 0. Local */
 CDDPDEF cddp_result cddp_optim_set_lr(cddp_optim *s, double lr); /* from the next step on */
@@ -881,10 +882,10 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
    Fine print: elastic training, limits of elastic training. */
 
 /* The group for the program's own calls. It is the group of cddp_ddp_create, except in elastic
-   models: there it has the ranks of the last step (before the first: those that created the
-   model), belongs to d, and changes when ranks are lost or join. Ask for it in each step, at the
-   same place on all ranks. If one of its ranks is lost, its calls return CDDP_PEER_LOST, and
-   training continues. NULL, with a cddp_error, if the model has failed. */
+   models: there it has the model's present ranks, belongs to d, and changes when ranks are lost or
+   join. Ask for it in each step, at the same place on all ranks; one of them has cddp_rank 0 in it.
+   If one of its ranks is lost, its calls return CDDP_PEER_LOST, and training continues. NULL, with
+   a cddp_error, if the model has failed. */
 CDDPDEF cddp_group *cddp_ddp_group(cddp_ddp *d);
 
 /* >>api-checkpoints -------------------------------------------------------------------------------
@@ -994,7 +995,7 @@ CDDPDEF cddp_result cddp_spawn(int (*fn)(int rank, void *arg), void *arg, int np
 
 /* cddp_spawn for elastic training: when a rank fails the others continue, and the rank is forked
    again, with CDDP_JOIN=1. If a rank fails before the elastic model exists, all ranks are ended and
-   forked again. Either is one of max_restarts. After these the others continue without the rank, or
+   forked again. Both count as restarts. After max_restarts the others continue without the rank, or
    (no model yet) the result is that of cddp_spawn. Once a rank has returned 0 no rank is forked
    again, and the result is CDDP_OK. If all ranks that have the model die before that,
    CDDP_PEER_LOST names the last one. */
@@ -1019,9 +1020,10 @@ CDDPDEF cddp_result cddp_run_threads(int (*fn)(cddp_group *g, void *arg), void *
      ...                                              // the same calls as on the CPU
      TRY(cddp_synchronize(g));                        // instead of cudaStreamSynchronize
 
-   Keep cddp_kernels.cuh beside cddp.h. Its head describes the rest. Compile with nvcc -O3
-   -arch=native, or -arch=sm_90 for example: otherwise the driver compiles all kernels in cddp_init,
-   for some seconds. A rank has one GPU, and cddp's calls make it the thread's current device.
+   Keep cddp_kernels.cuh beside cddp.h. Its head describes the rest, CUDA graphs too. Compile with
+   nvcc -O3 -arch=native, or -arch=sm_90 for example: otherwise the driver compiles all kernels in
+   cddp_init, for some seconds. A rank has one GPU, and cddp's calls make it the thread's current
+   device.
 
      backend   ranks and GPUs            what it does
      "nccl"    one GPU for each rank     enqueues collectives, messages and steps in stream order;
@@ -1030,7 +1032,7 @@ CDDPDEF cddp_result cddp_run_threads(int (*fn)(cddp_group *g, void *arg), void *
                                          return when done; no CUDA graphs
 
    STREAMS. With "nccl" a call with work NULL runs on the group's stream. A call with a handle runs
-   on a stream of cddp, after what the group's stream has now; cddp_wait(work) makes the group's
+   on a stream of cddp, after the work already on the group's; cddp_wait(work) makes the group's
    stream, not the host, wait for it. Buffers belong to the operation until the stream has passed
    it. If all ranks pass host memory, collectives and messages run as on the CPU. */
 
@@ -1075,7 +1077,7 @@ CDDPDEF cddp_ddp *cddp_ddp_at(cddp_ddp *d, const char *file, int line);
      TRY(cddp_store_create(&store, &o));
      TRY(cddp_store_set(store, "key", "value", 5));
      TRY(cddp_store_get(store, "key", buffer, sizeof buffer, &size));    // waits for the key
-     cddp_store_destroy(store);                       // rank 0 last: cddp_barrier first
+     cddp_store_destroy(store);                       // after a cddp_barrier: rank 0 serves
 
    A key-value store in the protocol of PyTorch's TCPStore (2.2 or later): each can use the other's
    server. Keys have at most 8,191 bytes, values 8 MiB, a server 512 MiB. Any thread; a store runs
@@ -1101,8 +1103,8 @@ CDDPDEF cddp_result cddp_store_get(cddp_store *s, const char *key, void *value, 
    the new value. If the value is not a number, the server closes the connection: CDDP_NETWORK. */
 CDDPDEF cddp_result cddp_store_add(cddp_store *s, const char *key, int64_t amount, int64_t *total);
 /* Stores desired if the value equals expected (expected_size 0: if key is absent). value[capacity]
-   and *size receive the value after the call (an absent key: expected). *swapped: this value equals
-   desired, even if another process stored it: in an election let each store its rank. If the value
+   and *size receive the value after the call (expected, if key is absent). *swapped: whether that
+   is desired, whichever process stored it: in an election let each store its rank. If the value
    exceeds capacity: CDDP_INVALID_ARGUMENT, but the call has been made, and *swapped and *size are
    set. */
 CDDPDEF cddp_result cddp_store_compare_set(cddp_store *s, const char *key, const void *expected,
@@ -1157,7 +1159,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    MVAPICH2, flux run, jsrun and PALS (untested). If a job step starts two programs, give each a
    MASTER_PORT. On several hosts set MASTER_ADDR and MASTER_PORT, except with srun: its ranks
    connect at the step's first host, on a port derived from job and step. For other launchers export
-   RANK, WORLD_SIZE and the rest yourself.
+   RANK, WORLD_SIZE and the rest yourself, and OMP_NUM_THREADS (cddprun and cddp_spawn set it to 1).
 
    torchrun and mpirun end the job when a rank dies. To replace ranks start a cddprun on each host
    (node1 is the first). With Slurm:
@@ -1168,10 +1170,10 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    into it: processes that cannot read the file cannot connect. Rank 0 removes the file when all
    ranks have connected. A file that a crashed job left is reused.
 
-   SEVERAL HOSTS. CDDP_HOST_ID, or the machine, tells hosts apart. They connect by TCP over the
-   interface on the route to rank 0. They learn of a dead process within 0.5 s, and declare a host
-   that does not answer lost after 20 s. Ranks in different process or time namespaces (containers)
-   count as ranks of different hosts.
+   SEVERAL HOSTS. Ranks are on one host if CDDP_HOST_ID, or else the machine, is the same. Hosts
+   connect by TCP over the interface on the route to rank 0. They learn of a dead process within 0.5
+   s, and declare a host that does not answer lost after 20 s. Ranks in different process or time
+   namespaces (containers) count as ranks of different hosts.
 
    FIREWALLS. The hosts must accept connections from each other at MASTER_PORT (on rank 0's host;
    with elastic models on every host) and at the other ports that ranks listen on.
@@ -1242,7 +1244,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    SHARDS. With desc.shards > 0 find_unused_parameters, uneven_inputs, comm_hook and cddp_ddp_join
    are CDDP_UNSUPPORTED. With more shards than ranks nothing is reduced during the backward pass. A
    rank with k shards needs memory for ceil(log2 k) + 1 more copies of the gradients (f16 and bf16
-   in f32), and one more on several hosts, with MPI or on GPUs. Sums on GPUs have the CPU's bits.
+   in f32), and one more on several hosts, with MPI or on GPUs. The sums of shards on GPUs have the
+   CPU's bits.
 
    ELASTIC TRAINING. Memory: each rank holds all optimizer states, one more copy of the gradients,
    and the sums (with sparse_rows the rows) of its shards.
@@ -1256,9 +1259,9 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    Several hosts: if processes die, even all of a host, the others continue, down to the last rank.
    A host can still be alive if it does not answer for 20 s, or if all connections to it were reset,
    as by a firewall. Then the other ranks continue only if they are more than half of all ranks
-   (during a join: of the old ones, and of old plus new). Otherwise they end with
-   CDDP_ABORTED. The same can hold for a host whose last rank dies while the ranks handle another
-   rank's loss. So a job never continues in two halves.
+   (during a join: also more than half of old plus new ones). Otherwise they end with CDDP_ABORTED.
+   More than half is also needed if a host's last rank dies while the ranks handle another loss. So
+   a job never continues in two halves.
 
    Joins: a joining process asks the ranks on its host, and the rank that listens at
    MASTER_ADDR:MASTER_PORT. One rank of each host listens at MASTER_PORT. If none listens for 2 s
@@ -1273,8 +1276,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    on its host with CDDP_PEER_LOST, on other hosts perhaps only with CDDP_TIMEOUT.
 
    Checkpoints: if a rank is lost during cddp_save, the old file can remain. If one is lost during
-   cddp_load, start the job again. After the last step,
-   when no save follows, each rank can save alone: g NULL, and a path for each rank.
+   cddp_load, start the job again. No later save repairs the one after the last step: there each
+   rank can save alone, with g NULL and its own path.
 
    LIMITS OF ELASTIC TRAINING.
      - Only the group of cddp_init or cddp_run_threads can have an elastic model, one at a time.
@@ -1286,8 +1289,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
      - cddp_ddp_sync_buffers, _reduce_scatter, _all_gather and _gather_states return
        CDDP_UNSUPPORTED.
      - Use one cddp_optim with all parameters of the model: a joining process receives the states
-       of one optimizer only, that of the last step. In a joining process the creation of one for
-       some parameters only is CDDP_UNSUPPORTED if it has states.
+       of one optimizer only, that of the last step. In a joining process, creating one with states
+       for only some parameters is CDDP_UNSUPPORTED.
      - Change weights yourself only between steps, alike on all ranks.
 
    MIXED PRECISION. copies[i] is in the same kind of memory (host or device) as data, and must stay
