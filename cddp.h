@@ -1962,7 +1962,7 @@ CDDP__STATIC_ASSERT(CDDP_BAND == CDDP_MAX + 1 && CDDP_BXOR == CDDP_BAND + 2,
 typedef struct cddp__backend {
   bool on_device; /* `alloc` and models' gradients: memory of a device */
   bool enqueues;  /* operations on device memory run on streams, without the host (NCCL) */
-  /* Runs an operation with checked arguments. work: starts it, and sets *work. */
+  /* Runs a checked operation. work not NULL: only starts it, and sets *work. */
   cddp_result (*start)(cddp_group *g, const cddp__call *c, cddp_work **work);
   /* Waits at most `limit` seconds; negative: without a limit. CDDP_TIMEOUT after a limit: the
      operation continues. Any other result is the operation's. */
@@ -2281,7 +2281,7 @@ typedef struct cddp__plan {
 typedef struct cddp__step {
   bool early;    /* buckets are reduced when full; false: when the step needs them */
   bool divides;  /* the optimizer's kernel can divide sums, so buckets need no mean; constant */
-  bool sums;     /* buckets are sums now, not means */
+  bool sums;     /* `divides`, behind a cddp_ddp_step: buckets are sums, not means */
   bool scatters; /* NCCL reduces each part of a bucket to the rank that steps it */
   bool scattered;      /* the next call must be cddp_ddp_all_gather */
   int *active;         /* [active_count] ranks not in cddp_ddp_join, as of the last meeting;
@@ -2379,7 +2379,7 @@ struct cddp_ddp { /* followed by its arrays, see cddp__ddp_arrays */
 typedef struct cddp__connection cddp__connection; /* >>connections, as is */
 typedef struct cddp__message cddp__message;       /* a received frame */
 
-#define CDDP__LEFT_GROUPS 256 /* remembered, for late connections */
+#define CDDP__LEFT_GROUPS 256 /* remembered, to end late connections to them */
 
 typedef struct cddp__rank_entry {
   int host;  /* index in net.hosts */
@@ -4796,7 +4796,7 @@ typedef struct cddp__server { /* Owner: its thread, between start and join */
   int epoll;
   int fds[CDDP__ADDRESSES_MAX]; /* listening sockets; their shutdown wakes the thread */
   int fd_count;
-  int reserve;            /* a spare descriptor: closed to accept a connection only to refuse it */
+  int spare_fd;           /* closed to accept a connection only to refuse it */
   cddp__atomic_u32 ended; /* 1: the thread must return; set by cddp__store_close */
   cddp__entry *chains[CDDP__MAP_CHAINS]; /* the map */
   uint64_t seed; /* of the map's hash */
@@ -5176,17 +5176,17 @@ static void cddp__server_accept(cddp__server *server, int listener) {
   for (i = 0; i < 64 && fd >= 0; i++) {
     bool exhausted;
     fd = cddp__accept(listener);
-    exhausted = fd < 0 && (errno == EMFILE || errno == ENFILE) && server->reserve >= 0;
+    exhausted = fd < 0 && (errno == EMFILE || errno == ENFILE) && server->spare_fd >= 0;
     if (exhausted) {
-      cddp__close_fd(&server->reserve);
+      cddp__close_fd(&server->spare_fd);
       fd = cddp__accept(listener);
     }
     if (fd >= 0)
       cddp__server_add_client(server, fd, !exhausted && cddp__has_spare_fd(fd));
     else if (errno != EAGAIN && errno != EINTR && errno != ECONNABORTED)
       cddp__sleep(0.01); /* epoll would report the same connection again */
-    if (server->reserve < 0)
-      server->reserve = fcntl(server->epoll, F_DUPFD_CLOEXEC, STDERR_FILENO + 1);
+    if (server->spare_fd < 0)
+      server->spare_fd = fcntl(server->epoll, F_DUPFD_CLOEXEC, STDERR_FILENO + 1);
   }
 }
 
@@ -5222,7 +5222,7 @@ static void cddp__server_free(cddp__server *server) {
     while (cddp__map_drop(server, &server->chains[i])) {}
   while (server->fd_count > 0) cddp__close_fd(&server->fds[--server->fd_count]);
   cddp__close_fd(&server->epoll);
-  cddp__close_fd(&server->reserve);
+  cddp__close_fd(&server->spare_fd);
   cddp__free(&a, server);
 }
 
@@ -5260,7 +5260,7 @@ struct cddp_store {
 static cddp_result cddp__fail_refused(const cddp__connection *c, const char *address) {
   const cddp__challenge *challenge = &c->challenge;
   bool rendezvous = challenge->purpose != NULL && strcmp(challenge->purpose, "rendezvous") == 0;
-  char line[81] = "", why = challenge->why;
+  char line[81] = "", why = challenge->why; /* a letter: REFUSAL in >>bytes */
   char refusal = challenge->state == CDDP__CHALLENGE_REFUSED ? why : 0;
   size_t k;
   if (refusal == 'D')
@@ -5534,9 +5534,9 @@ static cddp_result cddp__server_start(cddp_store *store) {
   server->secret = store->secret;
   r = cddp__listen_at(store->addresses, store->address_count, -1, server->fds, &server->fd_count);
   server->epoll = cddp__above_stdio(epoll_create1(EPOLL_CLOEXEC));
-  server->reserve =
+  server->spare_fd =
       server->epoll < 0 ? -1 : fcntl(server->epoll, F_DUPFD_CLOEXEC, STDERR_FILENO + 1);
-  if (r == CDDP_OK && server->reserve < 0) r = cddp__fail_errno("epoll");
+  if (r == CDDP_OK && server->spare_fd < 0) r = cddp__fail_errno("epoll");
   if (r == CDDP_OK) r = cddp__random(&server->seed, sizeof server->seed);
   for (i = 0; i < server->fd_count && r == CDDP_OK; i++)
     if (!cddp__server_watch_fd(server, server->fds[i], EPOLL_CTL_ADD, EPOLLIN, (uint64_t)i))
@@ -8153,8 +8153,8 @@ typedef struct cddp__node_merge {
   int slots[CDDP__FOLD_DEPTH + 1], widths[CDDP__FOLD_DEPTH + 1];
 } cddp__node_merge;
 
-/* Merges `shard`, a new node of one shard, with nodes of the same rank. nodes: [count] in ascending
-   order. Never forms the root of the tree: the mean adds its halves. */
+/* Merges `shard`, a new node of one shard, with nodes of the same rank. nodes: [count], ascending.
+   shards: of the step, in all. Never forms the root of the tree: the mean adds its halves. */
 static cddp__node_merge cddp__merge_shard(const cddp__shard_node *nodes, int count,
                                           cddp__shard_node shard, int shards) {
   const cddp__shard_node *part;
@@ -8164,13 +8164,13 @@ static cddp__node_merge cddp__merge_shard(const cddp__shard_node *nodes, int cou
   merge.low = merge.high = at;
   for (size = 1; size < shards; size *= 2) { /* [begin, end) is the node of `size` shards */
     bool right = begin / size % 2 == 1;
-    /* [from, to) is its sibling, which nodes[k] must be; whole: their parent would be the root */
+    /* [from, to) is its sibling, which nodes[k] must be; root: their parent would be it */
     int from = right ? begin - size : end;
     int to = right ? begin : begin + 2 * size < shards ? begin + 2 * size : shards;
     int k = right ? merge.low - 1 : merge.high;
-    bool whole = right ? from == 0 && end == shards : begin == 0 && to == shards;
+    bool root = right ? from == 0 && end == shards : begin == 0 && to == shards;
     if (from >= shards) continue; /* at the right end of the tree: no sibling on this level */
-    if (whole || k < 0 || k == count || nodes[k].first != from || from + nodes[k].width != to ||
+    if (root || k < 0 || k == count || nodes[k].first != from || from + nodes[k].width != to ||
         nodes[k].rank != shard.rank)
       break;
     if (right) {
@@ -9526,7 +9526,7 @@ static void cddp__set_wait_policy(cddp_group *g) {
    Owns: cddp__net, that is, the listening socket and the connections that no group has claimed yet.
    A notice breaks a group that spans hosts, or sets its cause.
    Entry points: cddp__net_serve; cddp__link_connect, cddp__link_progress, cddp__link_close,
-   cddp__link_check_timeout; cddp__send_notices. A link is a cddp__connection (>>connections).
+   cddp__link_end_if_silent; cddp__send_notices. A link is a cddp__connection (>>connections).
    How it works:
      1. Each rank listens on one port. Two ranks of a group have one link, made when it is first
         used, or two if both connect at the same time.
@@ -9603,7 +9603,7 @@ static void cddp__links_free(cddp__connection *list) {
 
 /* Ends a link if the other host has not acknowledged sent bytes for CDDP__UNANSWERED_S, as after an
    unplugged cable. Without bytes in flight, the system's keepalive probes find this out. */
-static void cddp__link_check_timeout(cddp__connection *c) {
+static void cddp__link_end_if_silent(cddp__connection *c) {
   struct tcp_info info;
   socklen_t size = sizeof info;
   if (c->state == CDDP__CONNECTION_NEW) { /* connecting: the times of TCP_INFO are not set yet */
@@ -9959,8 +9959,8 @@ static cddp__net *cddp__net_new(const cddp_allocator *a, int size, int host_coun
      2. The rank binds its node's socket as the coordinator, or connects to it as a client.
      3. RANK describes a rank to its parent, which forwards it to the root and answers WAIT. If the
         connection ends before WAIT, the rank starts again at 2. If it ends later, a rank is lost.
-     4. When all ranks have registered with the root, it sends TABLE to its children. A coordinator
-        adds the descriptors of the node's memory and of the client's socket for links.
+     4. When all ranks have registered with the root, it sends TABLE to its children, and they to
+        theirs. A client also gets the descriptors of its node's memory and of its socket for links.
      5. READY tells the parent that a rank and all its clients have built the group of all ranks.
         When all ranks have, the root sends READY to its children, and they to theirs.
    A rank that fails sends FAIL, a result and a text, to its parent and its children.
@@ -11110,7 +11110,7 @@ static cddp_result cddp__serve_endpoint(cddp__rendezvous *rdv) {
   cddp_result r = CDDP_OK;
   if (config->rank != 0 || config->client_only) return CDDP_OK;
   if (strncmp(config->init_method, "file:", 5) == 0) return cddp__serve_file(rdv);
-  if (config->listen_fd >= 0) /* a process uses it once */
+  if (config->listen_fd >= 0) /* marks it as used by this process, not by its forked children */
     cddp__store32(&cddp__listen_fd_user, (uint32_t)getpid());
   if (config->listen_fd < 0) r = cddp__find_addresses(rdv);
   if (r == CDDP_OK && config->port != 0 && config->listen_fd < 0 && !cddp__one_host(config))
@@ -11666,9 +11666,10 @@ static void cddp__join_answer(cddp__host *host, cddp__connection *c) {
   CDDP__POINT("elastic told");
 }
 
-/* Continues all calls without blocking. Stores in `waiting` those that sent their first message
-   after `begin`: the next can arrive soon. Returns their number. few: few descriptors are left, so
-   fewer calls can be silent, or prove; the newest stay. peer: 0 if answered, else -1. */
+/* Continues all calls without blocking. Frees those that ended, are answered (peer 0, else -1), or
+   are too many; the newest stay. few: few descriptors are left, so fewer can be silent, or prove,
+   and none past its deadline. Stores in `waiting` those that sent their first message after
+   `begin`: the next can arrive soon. Returns their number. */
 static int cddp__join_continue(cddp__host *host, double begin, cddp__connection **waiting,
                                int most, bool few) {
   cddp__connection **at = &host->joins.calls, *c;
@@ -12170,7 +12171,7 @@ static void cddp__hosts_pause(cddp_group *g, cddp__wait *w, int peer, uint32_t e
   for (p = 0; w->due && p < g->size; p++)
     if ((peer == CDDP_ANY || p == peer) && g->members[p] < 0) (void)cddp__ensure_link(g, p);
   for (link = hosts->links; w->due && link != NULL; link = link->next)
-    cddp__link_check_timeout(link);
+    cddp__link_end_if_silent(link);
   polls = !hosts->polling && cddp__load32(&slot->events) == events;
   hosts->polling = hosts->polling || polls;
   pthread_mutex_unlock(&g->p2p.lock);
@@ -12289,7 +12290,7 @@ typedef struct cddp__posted_frame {
   long step;   /* of cddp__flow_run: in which a frame to send was posted */
 } cddp__posted_frame;
 
-/* Frames to one rank, and those from one rank, move in posting order. */
+/* For cddp__deliver, which moves the frames to a rank, and those from it, in posting order. */
 static void cddp__post_frame(cddp_group *g, int type, enum cddp__direction out, int rank,
                              const void *data, size_t size) {
   cddp__posted_frame *frame = &g->hosts->posted[g->hosts->posted_count++];
@@ -14824,9 +14825,10 @@ static cddp_result cddp__run_large(cddp_group *g, const cddp__call *call) {
   return cddp__end_access(g, r);
 }
 
-/* Runs a call in one round if that is fast: up to round_max bytes; half as many if ranks also copy
-   from their own shares, or, between hosts, receive all shares but need one. */
-static cddp_result cddp__run_sized(cddp_group *g, const cddp__call *call) {
+/* Runs a call in one round if that is fast: up to round_max bytes; half as many on one host for
+   gathers (own shares are copied too), and between hosts for scatters (all shares come, one is
+   needed). With more ranks than cores a saved round is worth the copies. */
+static cddp_result cddp__run_by_size(cddp_group *g, const cddp__call *call) {
   const cddp__shape *shape = &cddp__shapes[call->kind];
   size_t element = call->esize * cddp__send_shares(g, call), most = g->round_max;
   if (g->hosts != NULL ? shape->scatters
@@ -14859,7 +14861,7 @@ static cddp_result cddp__exchange_counts(cddp_group *g, cddp__call *call, bool *
   counts.count = sizeof *sent / call->esize; /* a notice for each rank, in elements of the call */
   counts.send = sent;
   counts.recv = received;
-  r = cddp__run_sized(g, &counts);
+  r = cddp__run_by_size(g, &counts);
   for (p = 0; r == CDDP_OK && p < g->size; p++) {
     const cddp__count_notice *notice = &received[p];
     call->shares[p].peer_at = (size_t)notice->at;
@@ -14911,11 +14913,11 @@ static cddp_result cddp__run_recorded(cddp_group *g, const cddp__call *call, uin
   } else if (cddp__is_short(g, call)) {
     r = cddp__run_short(g, call);
   } else if (call->shares == NULL) {
-    r = cddp__run_sized(g, call);
+    r = cddp__run_by_size(g, call);
   } else {
     sized = *call;
     r = cddp__exchange_counts(g, &sized, &host_memory);
-    if (r == CDDP_OK && sized.count > 0) r = cddp__run_sized(g, &sized);
+    if (r == CDDP_OK && sized.count > 0) r = cddp__run_by_size(g, &sized);
   }
 done:
   cddp__record_finish(g, record, r);
@@ -16658,7 +16660,7 @@ struct cddp__ddp_memory {
    sends its part of the arrays. */
 enum { CDDP__ROOT_OWNERS = -1, CDDP__ROOT_ALL_OWNERS = -2 };
 
-/* Records the first failure, which all later calls return. */
+/* Records the first failure, which this and all later calls return, with its text. */
 static cddp_result cddp__ddp_fail(cddp_ddp *d, cddp_result r) {
   pthread_mutex_lock(&d->lock);
   cddp__set_cause(&d->failure, r, cddp__error_text);
@@ -17861,7 +17863,7 @@ static char *cddp__mean_at(const cddp__pass *pass, int i, size_t at) {
   return pass->means != NULL ? pass->means + at : cddp__gradient_at(pass->d, pass->d->me, i, at);
 }
 
-/* A block of a pass for means, and for a clip their squares. Repeating it gives the same result. */
+/* A block of a pass for means, and for a clip their squares. After a loss it can be repeated. */
 static void cddp__keep_mean(const cddp__pass *pass, int i, size_t at, size_t n) {
   double unkept[CDDP__BLOCK_BYTES / sizeof(double)]; /* for squares: the step takes it again */
   char *mean = pass->loops ? (char *)unkept : cddp__mean_at(pass, i, at);
@@ -18113,6 +18115,7 @@ static cddp_result cddp__host_alloc(cddp_ddp *d) {
   return cddp__fail_in(CDDP_OUT_OF_MEMORY, "%zu bytes of gradients: ", bytes);
 }
 
+/* From the arena: peers write to it in collectives. */
 static cddp_result cddp__host_scratch(cddp_ddp *d, size_t bytes, void **out) {
   if (d->scratch.bytes < bytes) {
     cddp__arena_free(d->group->host, d->scratch.memory);
@@ -18634,7 +18637,7 @@ static cddp_result cddp__finish(cddp_ddp *d, int kind, cddp_optim *optim, uint64
     r = cddp__catch_up(d, optim, d->step.active[0]); /* after all buckets */
   if (r == CDDP_OK && d->rows.sparse != NULL) r = cddp__exchange_rows(d, kind);
   if (waits && d->step.active_count < d->group->size)
-    d->uneven.out_of_date = true; /* ranks with data will step */
+    d->uneven.out_of_date = true; /* absent ranks miss a step */
   if (r == CDDP_OK)
     r = waits ? cddp__return_gradients(d) : (d->memory->step)(d, optim, averaged, wrote);
   if (r == CDDP_OK && optim != NULL) /* cddp__partitioned_step zeroes none */
@@ -19407,7 +19410,7 @@ static bool cddp__member_link_ended(cddp__meeting *m, int member, cddp__connecti
                        : 0;
   if (state == CDDP__SLOT_DEAD || state == CDDP__SLOT_LEFT)
     return true; /* a rank that is a thread has ended */
-  cddp__link_check_timeout(link);
+  cddp__link_end_if_silent(link);
   if (link->state != CDDP__CONNECTION_ENDED || cddp__link_reconnect(m->net, link)) return false;
   if (link->error == 0) m->ended[member] = 1; /* no reset */
   if (cddp__link_end(link->error) == CDDP__IS_UNREACHABLE) m->unreachable = member;
@@ -19901,8 +19904,8 @@ static cddp_result cddp__meeting_apply(cddp__meeting *m, cddp__message *table) {
   return cddp__remember_table(m);
 }
 
-/* All living members meet. *table receives their reports, by number. mine: this rank's report,
-   without its head. */
+/* All living members meet. *table (NULL before) receives their reports, by number. mine: this
+   rank's report, without its head. */
 static cddp_result cddp__meet(cddp__meeting *m, cddp__message *mine, cddp__message **table) {
   double deadline = cddp__now() + m->group->timeout_s;
   cddp__report *report = cddp__report_at(m, mine, 0);
@@ -22826,7 +22829,7 @@ static cddp_result cddp__load_states(cddp__ckpt *ckpt) {
     cddp_dtype dtype = item.dtype;
     cddp__call call = cddp__broadcast_call(whole, item.count, dtype, 0);
     void *part = item.data; /* of this rank */
-    if (item.from == NULL || item.place == NULL) continue;
+    if (item.from == NULL || item.place == NULL) continue; /* not in the file, or no state */
     item.data = whole;
     if (ckpt->first) r = cddp__copy_item(ckpt, &item);
     if ((r = cddp__agree(g, r)) != CDDP_OK) break;

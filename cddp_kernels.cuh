@@ -2768,7 +2768,7 @@ static cddp_result cddp__counts_on_device(cddp_group *g, cddp__call *call) {
                       "ranks disagree: rank %d's buffers in %s are on its device, "
                       "another rank's in host memory",
                       g->rank, cddp__shapes[call->kind].name);
-  r = cddp__run_sized(g, call);
+  r = cddp__run_by_size(g, call);
   call->count = 0;
   return r;
 }
