@@ -76,7 +76,7 @@
      CDDP_STATIC   all public functions become static: a private copy for this file. With
                    CDDP_CUDA this file must be the .cu file that has the kernels
      CDDP_ASSERT   your assert macro for internal invariants; default: nothing
-     CDDP_CUDA     device "cuda" (>>api-gpus): needs cddp_kernels.cuh beside this file, and
+     CDDP_CUDA     device "cuda" (>>api-gpus): needs cddp_kernels.cuh beside cddp.h, and
                    cuda_runtime.h and nccl.h (2.19 or later); link with -lnccl -lcublas too
      CDDP_MPI      backend "mpi": compile with mpicc; MPI carries large collectives
    and before every include of cddp.h:
@@ -183,9 +183,9 @@ extern "C" {
      either   broken if other ranks had begun the call, else usable
    Two exceptions. If cddp_ddp_create, cddp_save or cddp_load fails, the group stays usable if all
    ranks made the call, and no rank was lost or timed out. If cddp_ddp_ready, _next_shard, _wait,
-   _step, _reduce_scatter, _all_gather or _join fails, the model is broken: each of its collective
-   calls returns the failure. (CDDP_UNSUPPORTED, and a _step in cddp_ddp_no_sync, leave it usable.)
-   With NCCL, or if a rank was lost, the group is broken too.
+   _step, _reduce_scatter, _all_gather or _join fails, the model is broken: its collective calls
+   fail, on all ranks (elastic: on this one). (CDDP_UNSUPPORTED, and a _step in cddp_ddp_no_sync,
+   leave it usable.) With NCCL, or if a rank was lost, the group is broken too.
 
    To continue, destroy what is broken, and create it anew. If a rank has died, number the ranks
    anew: rank and world_size in cddp_group_desc. */
@@ -409,7 +409,7 @@ CDDPDEF cddp_result cddp_barrier_async(cddp_group *g, cddp_work **work);
    Count and dtype must agree: else CDDP_MISMATCH at the recv, and at the send or the sender's next
    call. Any thread. A send blocks until its message is copied. A message of more than 64 KiB from
    memory of cddp_alloc to a rank on this host is not copied: its send blocks until it is received.
-   With a handle both return immediately. Fine print: messages. */
+   With a handle send and recv return immediately. Fine print: messages. */
 CDDPDEF cddp_result cddp_send(cddp_group *g, const void *buf, size_t count, cddp_dtype dtype,
                               int peer, int tag, cddp_work **work);
 CDDPDEF cddp_result cddp_recv(cddp_group *g, void *buf, size_t count, cddp_dtype dtype, int peer,
@@ -448,9 +448,8 @@ CDDPDEF cddp_result cddp_test(cddp_work *w, bool *done);
      for (int i = 1; i >= 0; i--) TRY(cddp_ddp_ready(ddp, i)); // last layer first, as backward ends
      TRY(cddp_ddp_step(ddp, sgd));                      // mean over ranks, update, zero gradients
 
-   A bucket is reduced while the backward pass computes the next ones; but after that pass in
-   elastic models, with more shards than ranks, and, on one host without GPUs, if the last step was
-   a cddp_ddp_step.
+   Buckets are reduced during the backward pass. Three cases reduce them after it: elastic models;
+   more shards than ranks; one host without GPUs, if the last step was a cddp_ddp_step.
 
    AN EXISTING TRAINER keeps its loop, its gradients and its optimizer. Set data, grad and count of
    each cddp_param to its arrays, and write instead of cddp_ddp_step:
@@ -506,14 +505,16 @@ typedef struct cddp_ddp_desc {
   double bucket_cap_mb;        /* MiB at which a bucket closes; 0 = 25 */
   double first_bucket_mb;      /* MiB of the first bucket; 0 = bucket_cap_mb if set, else 1 */
   bool find_unused_parameters; /* without cddp_ddp_ready a gradient counts as zero on this rank; a
-                                  parameter that is ready on no rank is not updated */
+                                  parameter that is ready on no rank is not updated (by
+                                  cddp_optim_step: if its desc has ddp) */
   cddp_comm_hook comm_hook;    /* NULL = all_reduce with CDDP_AVG */
   void *comm_hook_data;        /* its user_data */
   cddp_param *buffers;         /* untrained arrays (running means), any dtype. Like params
                                   they must stay in place. Broadcast from rank 0 at creation and by
                                   cddp_ddp_sync_buffers; elastic: sent to joining processes */
   int buffer_count;
-  bool uneven_inputs;          /* cddp_ddp_join with NCCL needs it; each step waits for all ranks */
+  bool uneven_inputs;          /* only cddp_ddp_join with NCCL needs it; each step then waits
+                                  for all ranks */
   const size_t *sparse_rows;   /* [count] the number of rows of a parameter with sparse gradients,
                                   0 of others; NULL = all 0. Copied */
   int shards;                  /* see >>api-shards; from the world size to 4,096; 0 = world size */
@@ -671,7 +672,7 @@ CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_gather_states(cddp_ddp *d, const cddp_
 
    MIXED PRECISION. The forward and backward pass read f16 or bf16 weights; the optimizer updates
    f32 masters (fine print: mixed precision).
-     gradients     set in the desc   f16 or bf16 weights         f32 masters
+     gradients     set in the desc   f16/bf16 weights are in     f32 masters are in
      f32           copies            copies[i], in your memory   cddp_param.data
      f16 or bf16   master_weights    cddp_param.data             in the optimizer's memory
 
@@ -1104,9 +1105,8 @@ CDDPDEF cddp_result cddp_store_get(cddp_store *s, const char *key, void *value, 
 CDDPDEF cddp_result cddp_store_add(cddp_store *s, const char *key, int64_t amount, int64_t *total);
 /* Stores desired if the value equals expected (expected_size 0: if key is absent). value[capacity]
    and *size receive the value after the call (expected, if key is absent). *swapped: whether that
-   is desired, whichever process stored it: in an election let each store its rank. If the value
-   exceeds capacity: CDDP_INVALID_ARGUMENT, but the call has been made, and *swapped and *size are
-   set. */
+   equals desired, even if another process stored it: elect by distinct values. If the value exceeds
+   capacity: CDDP_INVALID_ARGUMENT, but the call has been made, and *swapped and *size are set. */
 CDDPDEF cddp_result cddp_store_compare_set(cddp_store *s, const char *key, const void *expected,
                                            size_t expected_size, const void *desired,
                                            size_t desired_size, void *value, size_t capacity,
@@ -1138,7 +1138,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    the failure, it can, when it continues, write to the call's gradients and cddp_alloc memory.
    Free such memory (cddp does not reuse it), and create the models that used it anew.
 
-   STOPPED JOBS. A whole job can be stopped for any time (Slurm's suspend; its only machine paused).
+   STOPPED JOBS. A whole job can be stopped for any time (by Slurm, or with its only machine).
    If only some processes are stopped, the others get CDDP_TIMEOUT; one stopped machine of several
    is lost (SEVERAL HOSTS).
 
@@ -1150,8 +1150,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    ADDRESSES. Unless a launcher has its own way (below), rank 0 accepts ranks at
    MASTER_ADDR:MASTER_PORT until all have connected, and keeps the port while the group lives.
    MASTER_ADDR must be an address or name of rank 0's host, not of a NAT. If rank 0's host resolves
-   the name to loopback, such as Debian's 127.0.1.1, rank 0 listens on all addresses ("localhost":
-   on loopback only). The other ranks retry an unknown name for a minute. Ranks on one host need no
+   the name to loopback, such as Debian's 127.0.1.1, rank 0 listens on all addresses (not for
+   "localhost"). The other ranks retry an unknown name for a minute. Ranks on one host need no
    network.
 
    LAUNCHERS. torchrun's ranks find each other by its store, at MASTER_PORT. On one host the ranks
@@ -1214,11 +1214,11 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    in different groups. cddp finds such a deadlock if each rank uses cddp from one thread, and has
    no comm_hook of its own. Otherwise, and between hosts, the deadlock ends in a time-out.
 
-   MESSAGES. If ranks are threads, a send of more than 64 KiB blocks until it is received.
-   In a group a rank can have 128 unreceived messages to its host's ranks, or 256 MiB of copies;
-   then its next send without a handle blocks. Receives for one tag, also with CDDP_ANY, are served
-   in the order of their calls. What the network to other hosts does not accept at once is sent in
-   the rank's later calls of cddp: long computation delays it.
+   MESSAGES. If ranks are threads, a send of more than 64 KiB blocks until it is received. In a
+   group, at 128 unreceived messages to its host's ranks or 256 MiB of copies, a rank's next send
+   without a handle blocks. Receives for one tag, also with CDDP_ANY, are served in the order of
+   their calls. What the network to other hosts does not accept at once is sent in the rank's later
+   calls of cddp: long computation delays it.
 
    If ranks on several hosts only send and receive, call cddp_barrier before cddp_destroy. Otherwise
    a cddp_recv can return CDDP_PEER_LOST because its sender has ended, or (with CDDP_SECRET, if the
@@ -1253,14 +1253,13 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    Lost ranks: if a rank fails locally (memory, descriptors), only its calls fail, with a text that
    begins with "rank N:"; the others treat the rank as lost. Every rank must call
    cddp_ddp_next_shard within timeout_s of the others. Each step checks that all ranks made the same
-   calls in the step before. If not, all get CDDP_MISMATCH; if only a new rank differs, it alone
-   does.
+   calls in the step before. If not, all get CDDP_MISMATCH, or only a new rank if it alone differs.
 
    Several hosts: if processes die, even all of a host, the others continue, down to the last rank.
    A host can still be alive if it does not answer for 20 s, or if all connections to it were reset,
    as by a firewall. Then the other ranks continue only if they are more than half of all ranks
    (during a join: also more than half of old plus new ones). Otherwise they end with CDDP_ABORTED.
-   More than half is also needed if a host's last rank dies while the ranks handle another loss. So
+   The same majority is needed if a host's last rank dies during another loss. So
    a job never continues in two halves.
 
    Joins: a joining process asks the ranks on its host, and the rank that listens at
@@ -1268,16 +1267,16 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    (the one that did has died, and the others compute), the process fails with CDDP_PEER_LOST: start
    it again.
 
-   If all ranks at MASTER_ADDR are lost, set MASTER_ADDR to a host that has a rank. If torchrun's
-   store uses MASTER_PORT, processes join only on hosts that have a rank. If a job began on one
-   host, only processes of that host can join it.
+   If all ranks at MASTER_ADDR are lost, set MASTER_ADDR to a host that has a rank. Under torchrun,
+   if its store has MASTER_PORT, join only on a host with a rank. If a job began on one host, only
+   processes of that host can join it.
 
    Groups: use cddp_ddp_group. Calls on any other group with a lost rank, also on cddp_init's, fail:
    on its host with CDDP_PEER_LOST, on other hosts perhaps only with CDDP_TIMEOUT.
 
    Checkpoints: if a rank is lost during cddp_save, the old file can remain. If one is lost during
-   cddp_load, start the job again. No later save repairs the one after the last step: there each
-   rank can save alone, with g NULL and its own path.
+   cddp_load, start the job again. After the last step no save follows that could replace it: there
+   each rank can save alone, with g NULL and its own path.
 
    LIMITS OF ELASTIC TRAINING.
      - Only the group of cddp_init or cddp_run_threads can have an elastic model, one at a time.
