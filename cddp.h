@@ -1854,6 +1854,7 @@ struct cddp__join_listeners {
   int fd;               /* for processes of this host; -1: no elastic model */
   int tcp_fd;           /* for those of other hosts; -1: none, or another rank listens */
   struct cddp__connection *calls; /* connections not answered yet, the newest first */
+  struct cddp__connection *spare; /* memory for the next one, or NULL */
   double pause_end; /* until then joining processes are not served, which costs time */
   double wait_end;  /* until then they are not waited for */
 };
@@ -2406,9 +2407,10 @@ typedef struct cddp__net {
   char *secret;            /* NULL: none */
   int listener;
   cddp__cause loss;                /* set when a group of this rank has lost a rank */
-  cddp__atomic_u32 starved;        /* EMFILE or ENFILE: no descriptor to accept a caller; else 0 */
+  cddp__atomic_u32 starved;        /* errno: no descriptor or memory to accept a caller; else 0 */
   pthread_mutex_t lock;            /* guards the rest */
   cddp__connection *incoming;      /* links that no group has claimed; newest first */
+  cddp__connection *spare;         /* memory for the next one, or NULL */
   uint64_t left[CDDP__LEFT_GROUPS]; /* 1 + ids of groups that this rank has left, a ring */
   uint32_t left_count;
 } cddp__net;
@@ -4323,7 +4325,8 @@ static void cddp__socket_message_init(cddp__socket_message *message, struct iove
    closed. */
 static ssize_t cddp__connection_result(cddp__connection *c, ssize_t n) {
   if (n == 0) cddp__connection_end(c, 0);
-  if (n < 0 && errno != EAGAIN) cddp__connection_end(c, errno);
+  if (n < 0 && errno != EAGAIN && errno != ENOBUFS && errno != ENOMEM) /* those: tried again */
+    cddp__connection_end(c, errno);
   return n;
 }
 
@@ -8820,6 +8823,8 @@ static cddp__text cddp__describe_remote_end(const cddp_group *g, int rank) {
     return cddp__textf("does not listen at %s: it has ended, or a firewall blocks this port", at.s);
   if (error == EPROTO)
     return cddp__textf("sent bytes that are not a cddp message, or a message out of order");
+  if (error == ENOMEM)
+    return cddp__textf("sent a message for which rank %d has no memory", g->rank);
   return cddp__textf("lost its connection (it listens at %s): %s%s", at.s, strerror(error),
                      error != ETIMEDOUT ? ""
                                         : "; if only large calls fail, the network drops large "
@@ -8869,9 +8874,12 @@ static cddp__text cddp__describe_current_call(const cddp_group *g) {
 /* Breaks the group over the loss of a rank.
      doing   the operation that this rank was in; NULL: the round in which it waited for that rank
    A rank that left, or that is on another host, may have ended because of a third rank: a notice is
-   preferred as the cause, and the text also names a process that has died. */
+   preferred as the cause, and the text also names a process that has died. An elastic model goes on
+   if this rank itself lacked memory. */
 static cddp_result cddp__report_lost(cddp_group *g, int rank, const char *doing) {
   const cddp__cause *cause = &g->block->cause;
+  bool own = !g->elastic && g->members[rank] < 0 && g->hosts->peers[rank].error == ENOMEM;
+  cddp_result r = own ? CDDP_OUT_OF_MEMORY : CDDP_PEER_LOST;
   bool left = g->members[rank] >= 0 && cddp__rank_end(g, rank) == CDDP__HAS_LEFT;
   cddp__text loss;
   int p;
@@ -8884,10 +8892,10 @@ static cddp_result cddp__report_lost(cddp_group *g, int rank, const char *doing)
                  cddp__describe_end(g, p).s);
     break;
   }
-  cddp__fail(CDDP_PEER_LOST, "%s; rank %d was %s %s", cddp__cut(loss.s, 320).s, g->rank,
+  cddp__fail(r, "%s; rank %d was %s %s", cddp__cut(loss.s, 320).s, g->rank,
              doing == NULL ? "waiting for it in" : "in",
              doing == NULL ? cddp__describe_current_call(g).s : doing);
-  return cddp__break(g, CDDP_PEER_LOST);
+  return cddp__break(g, r);
 }
 
 /* Whether this rank's round still needs rank p: until its header is here; if oversubscribed, until
@@ -9558,30 +9566,31 @@ static void cddp__set_wait_policy(cddp_group *g) {
 #define CDDP__LINK_READ_AHEAD 4096 /* bytes beyond those due that are read in the same call */
 enum { CDDP__LINK_FRAMES, CDDP__LINK_NOTICE }; /* purposes */
 
-/* The new link owns the socket. Within `seconds` it must be connected (caller) or have received the
-   hello. Lock of the link: net.lock until its group has claimed it, then p2p.lock. */
-static cddp__connection *cddp__link_new(const cddp_allocator *a, int fd, bool caller,
-                                        double seconds) {
+/* A link without a socket. */
+static cddp__connection *cddp__link_alloc(const cddp_allocator *a) {
   cddp__connection *c = (cddp__connection *)cddp__calloc(a, 1, sizeof *c);
+  if (c == NULL) return NULL;
+  cddp__connection_begin(c, a, -1, CDDP__END_CALLED);
+  if (cddp__buffer_reserve(&c->in, CDDP__LINK_READ_AHEAD)) return c;
+  cddp__free(a, c);
+  return NULL;
+}
+
+/* The link owns the socket. Within `seconds` it must be connected (caller) or have received the
+   hello. Lock of the link: net.lock until its group has claimed it, then p2p.lock. */
+static void cddp__link_begin(cddp__connection *c, int fd, bool caller, double seconds) {
   /* The first probe follows probe_s without bytes, the others are probe_s apart. */
   int probe_s = CDDP__UNANSWERED_S > 4 ? (int)(CDDP__UNANSWERED_S / 4) : 1, probes = 3;
-  if (c != NULL) {
-    cddp__connection_begin(c, a, fd, caller);
-    if (cddp__buffer_reserve(&c->in, CDDP__LINK_READ_AHEAD)) {
-      c->state = CDDP__CONNECTION_NEW;
-      c->deadline = cddp__now() + seconds;
-      /* If an option cannot be set, lost hosts are found later. TCP_USER_TIMEOUT is not set: it
-         would also end a connection if its peer acknowledges but reads late. */
-      (void)cddp__set_tcp_options(fd);
-      setsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &probe_s, sizeof probe_s);
-      setsockopt(fd, IPPROTO_TCP, TCP_KEEPINTVL, &probe_s, sizeof probe_s);
-      setsockopt(fd, IPPROTO_TCP, TCP_KEEPCNT, &probes, sizeof probes);
-      return c;
-    }
-    cddp__free(a, c);
-  }
-  cddp__close_fd(&fd);
-  return NULL;
+  c->fd = fd;
+  c->caller = caller;
+  c->state = CDDP__CONNECTION_NEW;
+  c->deadline = cddp__now() + seconds;
+  /* If an option cannot be set, lost hosts are found later. TCP_USER_TIMEOUT is not set: it would
+     also end a connection if its peer acknowledges but reads late. */
+  (void)cddp__set_tcp_options(fd);
+  setsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &probe_s, sizeof probe_s);
+  setsockopt(fd, IPPROTO_TCP, TCP_KEEPINTVL, &probe_s, sizeof probe_s);
+  setsockopt(fd, IPPROTO_TCP, TCP_KEEPCNT, &probes, sizeof probes);
 }
 
 static void cddp__link_free(cddp__connection *c) {
@@ -9658,11 +9667,14 @@ static cddp_result cddp__link_connect(const cddp__net *n, int peer, int purpose,
   cddp__address to = cddp__internet_address(&n->hosts[entry->host].address),
                 from = cddp__internet_address(&n->hosts[n->host].address);
   int fd = cddp__socket(to.sa.ss_family);
-  cddp__connection *c =
-      fd < 0 ? NULL : cddp__link_new(&n->allocator, fd, CDDP__END_CALLER, CDDP__UNANSWERED_S);
+  cddp__connection *c = fd < 0 ? NULL : cddp__link_alloc(&n->allocator);
   *out = c;
   if (fd < 0) return cddp__fail_errno("socket");
-  if (c == NULL) return CDDP_OUT_OF_MEMORY;
+  if (c == NULL) {
+    close(fd);
+    return CDDP_OUT_OF_MEMORY;
+  }
+  cddp__link_begin(c, fd, CDDP__END_CALLER, CDDP__UNANSWERED_S);
   c->peer = peer;
   cddp__address_set_port(&to, entry->port);
   cddp__address_set_port(&from, 0); /* any */
@@ -9851,21 +9863,26 @@ static void cddp__link_check_end(cddp__connection *c) {
 }
 
 /* Accepts connections into a list, the newest first. Returns whether few descriptors are left.
-   *starved (NULL: not needed): EMFILE or ENFILE if no descriptor is left, else 0. */
+   *spare (or NULL): memory for the next one. Without it none is accepted: the bytes that a caller
+   has sent would be lost. *starved (NULL: not needed): the errno if no descriptor or memory is
+   left, else 0. */
 static bool cddp__accept_links(const cddp_allocator *a, int listener, cddp__connection **list,
-                               cddp__atomic_u32 *starved) {
+                               cddp__connection **spare, cddp__atomic_u32 *starved) {
   cddp__connection *c;
-  bool none, few = false; /* none: no descriptor is left */
+  bool none, few = false; /* none: nothing is left to accept with */
   int i, fd;
   for (i = 0; i < 64; i++) {
-    fd = cddp__accept(listener);
+    if (*spare == NULL) *spare = cddp__link_alloc(a);
+    if (*spare == NULL) errno = ENOMEM;
+    fd = *spare != NULL ? cddp__accept(listener) : -1;
     if (fd < 0 && (errno == EINTR || errno == ECONNABORTED)) continue;
-    none = fd < 0 && (errno == EMFILE || errno == ENFILE);
+    none = fd < 0 && (errno == EMFILE || errno == ENFILE || errno == ENOMEM);
     if (starved != NULL) cddp__store32(starved, none ? (uint32_t)errno : 0);
     few = few || none || (fd >= 0 && !cddp__has_spare_fd(fd));
     if (fd < 0) break;
-    c = cddp__link_new(a, fd, CDDP__END_CALLED, CDDP__STRANGER_S);
-    if (c == NULL) break;
+    c = *spare;
+    *spare = NULL;
+    cddp__link_begin(c, fd, CDDP__END_CALLED, CDDP__STRANGER_S);
     c->next = *list;
     *list = c;
   }
@@ -9878,7 +9895,7 @@ static void cddp__net_serve(cddp__host *h, cddp__net *n) {
   int silent = 0, proving = 0, most = cddp__unproven_most(n->size), i;
   bool few;
   if (pthread_mutex_trylock(&n->lock) != 0) return;
-  few = cddp__accept_links(&n->allocator, n->listener, &n->incoming, &n->starved);
+  few = cddp__accept_links(&n->allocator, n->listener, &n->incoming, &n->spare, &n->starved);
   for (at = &n->incoming; (c = *at) != NULL;) {
     bool up = cddp__link_progress(n, c), group_left = false;
     if (up && c->hello.purpose == CDDP__LINK_NOTICE) {
@@ -9909,6 +9926,7 @@ static void cddp__net_release(cddp__net *n) {
   if (n == NULL || cddp__add32(&n->uses, UINT32_MAX /* -1 */) > 0) return;
   a = n->allocator;
   cddp__links_free(n->incoming);
+  cddp__link_free(n->spare);
   cddp__close_fd(&n->listener);
   pthread_mutex_destroy(&n->lock);
   cddp__free(&a, n->token);
@@ -11635,7 +11653,8 @@ static void cddp__join_close(cddp__host *host) {
   struct cddp__join_listeners *joins = &host->joins;
   pthread_mutex_lock(&joins->lock);
   cddp__links_free(joins->calls);
-  joins->calls = NULL;
+  cddp__link_free(joins->spare);
+  joins->calls = joins->spare = NULL;
   cddp__close_fd(&joins->fd);
   cddp__close_fd(&joins->tcp_fd);
   pthread_mutex_unlock(&joins->lock);
@@ -11644,8 +11663,8 @@ static void cddp__join_close(cddp__host *host) {
 /* Accepts calls, and begins their proofs. Returns whether few descriptors are left. */
 static bool cddp__join_accept(cddp__host *host, int listener, bool local) {
   cddp__connection *c;
-  bool few = listener >= 0 &&
-             cddp__accept_links(&host->allocator, listener, &host->joins.calls, NULL);
+  bool few = listener >= 0 && cddp__accept_links(&host->allocator, listener, &host->joins.calls,
+                                                 &host->joins.spare, NULL);
   for (c = host->joins.calls; c != NULL && c->state == CDDP__CONNECTION_NEW; c = c->next) {
     c->local = local;
     (void)cddp__connection_challenge(c, host->job_info->secret, "join", NULL, 0);
@@ -12392,7 +12411,7 @@ static cddp_result cddp__await_frames(cddp_group *g, cddp__wait *w, int late, ui
   cddp__hosts_pause(g, w, late, events);
   if (w->due && (r = cddp__check_peers(g)) != CDDP_OK) return r;
   if (cddp__rank_gone(g, late)) return cddp__report_lost(g, late, NULL);
-  starved = cddp__load32(&g->hosts->net->starved); /* no descriptors to accept a connection */
+  starved = cddp__load32(&g->hosts->net->starved); /* nothing to accept a connection with */
   if (w->due && starved != 0) {
     pthread_mutex_lock(&g->p2p.lock);
     unconnected = g->hosts->peers[late].link[0] == NULL;
@@ -24360,6 +24379,8 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels) { (void)k
               A rank killed during cddp_init was reported as a blocked port.
               Joins failed behind a round trip of 0.1 s, beside silent strangers, or many at a time.
               A joining process that waits for a model uses a fifth of the processor time.
+              Several hosts: a rank without memory for a connection, or whose system lacked memory
+              for one send or receive, made the others wait until the time-out.
      Mended, launchers
               Backend MPI: a rank that called exit() or returned from main cost timeout_s.
               RANK=0 WORLD_SIZE=1 exported under mpirun or srun: each process was a job of its own.

@@ -490,7 +490,8 @@ typedef struct outcome {
 static struct job {
   scenario_fn fn;
   int variant, victim, ranks, port;
-  bool all; /* from cddp_init on; else after it */
+  bool all;   /* from cddp_init on; else after it */
+  bool first; /* else: the first collective counts, in which hosts connect */
   bool threads;
   double timeout_s;
   char method[300]; /* "": tcp on port */
@@ -535,10 +536,11 @@ static int process_life(int rank, void *arg) {
   d.allocator.alloc = counted_alloc;
   d.allocator.free = counted_free;
   if (rank != job->victim) fault.number = 0;
+  ranks_place(rank);
   if (job->all) arm(true);
   r = cddp_init(&g, &d);
   if (r == CDDP_OK && !job->all) {
-    r = cddp_barrier(g);
+    if (!job->first) r = cddp_barrier(g); /* which connects the hosts */
     arm(true);
   }
   if (r == CDDP_OK) r = job->fn(g, job->variant);
@@ -798,6 +800,36 @@ static void test_interrupted(void) { /* of which nobody is to hear */
   job->timeout_s = RANKS_WITHIN(10);
   for_every("EINTR", run_nothing, 0, TRANSFERS | WAITS, EINTR, true);
   for_every("EAGAIN", run_nothing, 0, TRANSFERS, EAGAIN, true);
+}
+
+/* For want of memory in the kernel a call is tried again. */
+static void test_no_buffers(void) {
+  static const int errors[] = {ENOBUFS, ENOMEM}, variants[] = {0, 2, 3, 7, 27};
+  int i, k, calls = 0;
+  for (i = 0; i < 2; i++) {
+    prepare(2, false, true);
+    job->timeout_s = RANKS_WITHIN(10);
+    for_every("no buffers", run_nothing, 0, TRANSFERS, errors[i], true);
+    setenv("TEST_HOSTS", "ab", 1);
+    for (k = 0; k < (thorough ? 5 : 2); k++)
+      calls += for_every("no buffers, hosts", run_collective, variants[k], TRANSFERS, errors[i],
+                         true);
+    unsetenv("TEST_HOSTS");
+  }
+  CHECK(calls > 40);
+}
+
+/* A rank without memory for a connection accepts it later: no rank waits until the time-out. */
+static void test_accepted_later(void) {
+  int k;
+  setenv("TEST_HOSTS", "ab", 1);
+  for (k = 0; k < (RANKS_SLOW ? 1 : 4); k++) {
+    prepare(2, false, false);
+    job->first = true;
+    job->timeout_s = 60;
+    for_every("collective, hosts", run_collective, k, MEMORY, ENOMEM, false);
+  }
+  unsetenv("TEST_HOSTS");
 }
 
 static void test_tiny(void) { /* a byte a call */
@@ -1515,6 +1547,8 @@ int main(int argc, char **argv) {
   RUN(test_memory_spawn);
   RUN(test_memory_sampler);
   RUN(test_interrupted);
+  RUN(test_no_buffers);
+  RUN(test_accepted_later);
   RUN(test_tiny);
   RUN(test_descriptors);
   RUN(test_resets);
