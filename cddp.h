@@ -18697,9 +18697,11 @@ static cddp_result cddp__ddp_step(cddp_ddp *d, int kind, cddp_optim *optim) {
   if (optim == NULL && d->no_sync) return CDDP_OK;
   record = cddp__record_begin(d->control, kind, d->control->calls + 1, 0);
   if (d->desc.shards > 0 && d->shards.taken < d->shards.own_count) {
-    r = CDDP__REFUSE("rank %d still has %d of its %d shards of this step to do; call "
-                     "cddp_ddp_next_shard until it returns false",
-                     d->group->rank, d->shards.own_count - d->shards.taken, d->shards.own_count);
+    r = cddp__check_group(d->group); /* with NCCL a loss can have ended the loop of shards */
+    if (r == CDDP_OK)
+      r = CDDP__REFUSE("rank %d still has %d of its %d shards of this step to do; call "
+                       "cddp_ddp_next_shard until it returns false",
+                       d->group->rank, d->shards.own_count - d->shards.taken, d->shards.own_count);
   } else {
     r = d->memory->use(d->group);
     /* else gradients are missing, and the step fails */
@@ -24399,6 +24401,7 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels) { (void)k
               cddp_set_stream orders the new stream behind the old one.
               A receive from a rank that has left, and a failed copy in cddp_save, end at once.
               A group without a device refuses device memory. gpt.cu has --shards and --elastic.
+              After a loss cddp_ddp_step blamed missing shards, if sparse rows had met the loss.
               Elastic: after a loss cddp_ddp_grad_norm, and device rows in _add_rows, failed; so did
               a joining process's optimizer if another one died or was refused at that time. A
               rank lost just after cddp_ddp_create could leave others their own first weights.

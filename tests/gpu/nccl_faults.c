@@ -314,6 +314,41 @@ static int die_in_step(cddp_group *g, scenario *o, outcome *f) {
   return 0;
 }
 
+/* Between two shards of a step: cddp_ddp_step tells of the loss, not of the missing shards. */
+static int die_in_shards(cddp_group *g, scenario *o, outcome *f) {
+  float *x = (float *)cddp_alloc(g, 4000);
+  int step, shard = -1;
+  cddp_ddp_desc desc;
+  cddp_ddp *d = NULL;
+  cddp_param p;
+  memset(&p, 0, sizeof p);
+  memset(&desc, 0, sizeof desc);
+  p.data = cddp_alloc(g, 40000);
+  p.count = 10000;
+  desc.shards = 2 * cddp_world_size(g);
+  f->result = cddp_ddp_create(&d, g, &p, 1, &desc);
+  for (step = 0; f->result == CDDP_OK && step < 2; step++) {
+    CHECK(cddp_ddp_next_shard(d, &shard));
+    if (step == 1 && cddp_rank(g) == o->victim) {
+      o->began = test_now();
+      raise(SIGKILL);
+    }
+    CHECK_OK(cddp_ddp_ready(d, 0));
+    if (step == 1) { /* the second shard is left */
+      while (!inside_rank_gone(g, o->victim)) ranks_sleep(0.001);
+      CHECK_IS(work_on(g, x, 10), CDDP_PEER_LOST);
+    } else {
+      CHECK(cddp_ddp_next_shard(d, &shard));
+      CHECK_OK(cddp_ddp_ready(d, 0));
+    }
+    f->result = cddp_ddp_wait(d);
+  }
+  keep_error(f);
+  f->when = test_now();
+  cddp_ddp_destroy(d);
+  return test_failures != 0;
+}
+
 /* While another rank's program waits in cudaFree, with CUDA's lock, for what will never end. */
 static int die_at_free(cddp_group *g, scenario *o, outcome *f) {
   float *x = (float *)cddp_alloc(g, 4000), *y = (float *)on_device(NULL, 4000);
@@ -380,10 +415,10 @@ static int leave_early(cddp_group *g, scenario *o, outcome *f) {
 
 static void test_lost(void) {
   int (*const ways[])(cddp_group *, scenario *, outcome *) = {die_before, die_idle, die_in_step,
-                                                              die_at_free};
+                                                              die_at_free, die_in_shards};
   scenario *o = scenario_new(NULL);
   int n, i, k;
-  for (k = 0; k < 4; k++) {
+  for (k = 0; k < 5; k++) {
     for (n = 2; n <= MOST_RANKS; n *= 2) {
       if (n == MOST_RANKS && RANKS_SLOW) break;
       memset(o, 0, sizeof *o);
