@@ -2090,7 +2090,7 @@ struct cddp_group { /* followed by its arrays, see cddp__group_build */
   int rank, size;
   int *members;               /* [size] each rank's index on this host; -1: on another host */
   int *world;                 /* [size] each rank's rank in the job; NULL in a job on one host */
-  int local_size, local_rank; /* ranks of the group on this host; this rank's index */
+  int local_size, local_rank; /* the group's ranks on this host; this rank's index among them */
   int *slot_index;            /* [size] into slots */
   struct cddp__hosts *hosts;  /* NULL: one host. Written under host.lock */
   double timeout_s;
@@ -5262,7 +5262,7 @@ struct cddp_store {
 static cddp_result cddp__fail_refused(const cddp__connection *c, const char *address) {
   const cddp__challenge *challenge = &c->challenge;
   bool rendezvous = challenge->purpose != NULL && strcmp(challenge->purpose, "rendezvous") == 0;
-  char line[81] = "", why = challenge->why; /* a letter: REFUSAL in >>bytes */
+  char line[81] = "", why = challenge->why; /* S: needs a secret, W: secrets differ: >>bytes */
   char refusal = challenge->state == CDDP__CHALLENGE_REFUSED ? why : 0;
   size_t k;
   if (refusal == 'D')
@@ -5282,7 +5282,7 @@ static cddp_result cddp__fail_refused(const cddp__connection *c, const char *add
   if (challenge->state != CDDP__CHALLENGE_NOT_CDDP)
     return cddp__fail(
         CDDP_UNAUTHORIZED, "%s; set one CDDP_SECRET (or desc's secret) on all ranks, or on none",
-        why == 'S' || (rendezvous && why == 'W' && challenge->secret[0] == 0 /* none */)
+        why == 'S' || (rendezvous && why == 'W' && challenge->secret[0] == 0 /* "" */)
             ? "the server has a secret and this process has none"
         : why == 'W'
             ? rendezvous ? "rank 0 has another secret, or none" : "the server has another secret"
@@ -7258,7 +7258,7 @@ static cddp_result cddp__join_memory(cddp__host *host, int fd, int local_size) {
   while (r == CDDP_OK && !taken) {
     joins = cddp__load32(&block->joins);
     cddp__set_window(host, local_size + (int)joins, host->arena.window_bits);
-    if ((uint64_t)host->arena.window + 2 > /* it is behind the file's end */
+    if ((uint64_t)host->arena.window + 2 > /* none is spare: ulimit -f */
         (uint64_t)host->arena.memory.st_size >> host->arena.window_bits)
       r = cddp__fail(CDDP_UNSUPPORTED, "CDDP_JOIN: no process can join a job that runs with a file "
                                        "size limit; start it with ulimit -f unlimited");
@@ -8586,13 +8586,13 @@ static cddp_result cddp__check_cause(const cddp__cause *cause) {
    `broken`. Of other hosts' headers this host's ranks sleep only on that of the lowest rank:
    cddp__hosts_exchange. */
 static void cddp__wake_all(cddp_group *g) {
-  bool sleepers = cddp__add32(&g->block->sleepers, 0) != 0;
+  bool on_rounds = cddp__add32(&g->block->sleepers, 0) != 0;
   int p;
-  if (sleepers) cddp__futex_wake(&g->block->release);
+  if (on_rounds) cddp__futex_wake(&g->block->release);
   for (p = 0; p < g->size; p++) {
     if (g->members[p] >= 0 && cddp__load32(&cddp__slot_of(g, p)->waiting) != 0)
       cddp__futex_wake(&cddp__slot_of(g, p)->events);
-    if (!sleepers) continue;
+    if (!on_rounds) continue;
     if (g->members[p] < 0 && (g->hosts == NULL || p != g->hosts->lowest_remote)) continue;
     cddp__futex_wake(&cddp__op_header_of(g, p, 0)->seq);
     cddp__futex_wake(&cddp__op_header_of(g, p, 1)->seq);
@@ -9151,7 +9151,7 @@ static int cddp__find_late(const cddp_group *g, bool *set) {
 
 /* After the deadline: breaks the group with the names of all late ranks, unless the missing headers
    arrive meanwhile.
-     late   a rank of another host with missing frames, or -1 */
+     late   a remote rank with frames that have not been sent or received, or -1 */
 static cddp_result cddp__break_late(cddp_group *g, int late) {
   bool set[CDDP__MAX_RANKS], far = false; /* far: one of them is on another host */
   char names[320] = "", where[CDDP__ERROR_MAX] = "";
@@ -12034,9 +12034,9 @@ static bool cddp__is_awaited(const cddp_group *g, int rank) {
   return false;
 }
 
-/* The receive whose buffer takes a message directly: the oldest that matches its head (number: the
-   tag), if no stored message is older. NULL: none, or one from CDDP_ANY, as another message can
-   arrive first. p2p.lock held. */
+/* The receive (root: its peer) whose buffer takes a message directly: the oldest that matches the
+   message's head (number: the tag), if no stored message is older. NULL: none, or one from
+   CDDP_ANY, as another message can arrive first. p2p.lock held. */
 static cddp_work *cddp__recv_for(const cddp_group *g, int from, const cddp__frame_head *head) {
   const cddp__message *m;
   cddp_work *work = g->p2p.recvs;
@@ -12363,9 +12363,9 @@ static bool cddp__receive_frame(cddp_group *g, const cddp__posted_frame *frame,
   return true;
 }
 
-/* Continues the posted frames. Returns a rank with an incomplete frame, preferably a lost one, not
-   counting frames to send that were posted in step `due` or later; -1: none. *r: the error of a
-   link that cannot be made now. p2p.lock held. */
+/* Continues the posted frames. Returns a rank that the caller must wait for, preferably a lost one;
+   -1: none. Sends that were posted in step `due` or later need not end yet. *r: the error of a link
+   that cannot be made now. p2p.lock held. */
 static int cddp__move_frames(cddp_group *g, long due, bool *moved, cddp_result *r) {
   cddp__hosts *hosts = g->hosts;
   int i, k, kept = 0, late = -1;
@@ -13890,7 +13890,7 @@ static cddp_result cddp__mpi_move(cddp_group *g, const cddp__call *call, const c
   MPI_Type_commit(&type);
   MPI_Type_free(&elements);
   if (!cddp__receives(call, g->rank)) to = NULL;
-  if (!cddp__sends(call, g->rank)) from = NULL;
+  if (!cddp__sends(call, g->rank)) from = NULL; /* MPI ignores it */
   switch (call->kind) {
   case CDDP__KIND_BROADCAST: code = MPI_Ibcast(to, 1, type, root, comm, &q); break;
   case CDDP__KIND_ALL_GATHER: code = MPI_Iallgather(from, 1, type, to, 1, type, comm, &q); break;
@@ -16602,7 +16602,7 @@ static cddp_result cddp__optim_new(cddp_optim **out, const cddp__algorithm *algo
     optim->desc.copies =
         (void **)memcpy(optim->state + n * arrays, d->copies, n * sizeof *d->copies);
   for (i = 0; i < count; i++) {
-    optim->parts[i].param = i;
+    optim->parts[i].param = i; /* the rank keeps the states of whole parameters */
     optim->parts[i].count = params[i].count;
     scales[i] = d->lr_scales != NULL ? d->lr_scales[i] : 1.0;
     decays[i] = d->weight_decays != NULL ? d->weight_decays[i] : d->weight_decay;
@@ -16809,7 +16809,7 @@ static void cddp__set_layout(cddp_ddp *d) {
   d->layout.arena_bytes = d->layout.bytes + (size_t)d->layout.slots * d->layout.slot_stride +
                           pieces * sizeof(double) /* squares */ + 2 * slack /* of slots */;
   d->layout.state_stride = cddp__wide_bytes(d, 0, d->layout.model_bytes);
-  d->layout.state_stride = cddp__round_up( /* whole pages */
+  d->layout.state_stride = cddp__round_up( /* for commits */
       d->layout.state_stride,
       d->layout.state_stride < CDDP__HUGE_PAGE ? cddp__page_size() : CDDP__HUGE_PAGE);
 }
@@ -18997,7 +18997,7 @@ static void *cddp__take_array(char *base, size_t *at, size_t n, size_t size) {
 static size_t cddp__ddp_arrays(cddp_ddp *d, char *base, const cddp_group *g, int count,
                                const cddp_ddp_desc *desc) {
   size_t n = (size_t)count, size = (size_t)g->size, shards = cddp__max(size, (size_t)desc->shards);
-  size_t ranks = desc->elastic ? shards : size, at = 0; /* ranks: at most */
+  size_t ranks = desc->elastic ? shards : size, at = 0; /* ranks: at most; shards 0: one a rank */
   CDDP__TAKE(d->tensors, n);
   CDDP__TAKE(d->partitions, n);
   CDDP__TAKE(d->layout.order, n);
@@ -20374,7 +20374,8 @@ static void cddp__publish_ref(cddp__published *own, int which, const void *memor
   own->refs[which].kind = kind;
 }
 
-static void cddp__publish_sums(cddp_ddp *d) {
+/* Before a reduction: tells this host's ranks where this rank's sums and sparse rows are. */
+static void cddp__publish_own(cddp_ddp *d) {
   cddp__published *own = d->elastic->own;
   cddp__host *host = d->group->host;
   int32_t *slots = cddp__published_slots(own);
@@ -20541,7 +20542,7 @@ static cddp_result cddp__elastic_reduce(cddp_ddp *d) {
   if (!elastic->one_host && elastic->holds_shard) r = cddp__elastic_clear_gradients(d);
   if (!elastic->one_host && r == CDDP_OK) r = cddp__grow_slots(d, 1); /* sent, even without sums */
   if (r != CDDP_OK) return r;
-  if (elastic->own != NULL) cddp__publish_sums(d);
+  if (elastic->own != NULL) cddp__publish_own(d);
   CDDP__POINT("elastic meet");
   r = cddp__round(d->control, CDDP__KIND_DDP_NEXT, CDDP__PHASE_CALL,
                   elastic->reductions - elastic->ahead /* its number */, &mine, sizeof mine);
