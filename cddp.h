@@ -40,8 +40,8 @@
    main calls train in each process of a launcher, or cddp_spawn(train, NULL, 2): >>api-launch.
 
    All ranks end with the same weights, bit for bit. Give each rank its own data, and its own seed
-   for dropout and augmentation, such as seed + cddp_rank(g) (with shards: step and shard). Read
-   examples/toy.c first, then digits.c.
+   for dropout and augmentation, such as seed + cddp_rank(g) (with shards: of seed, step and shard).
+   Read examples/toy.c first, then digits.c.
 
    Options are structs named cddp_..._desc. Zero one ({0} in C, {} in C++), then set what differs
    from the defaults. A call that fails returns a cddp_result other than CDDP_OK (0), and
@@ -70,7 +70,7 @@
      master       in mixed precision the f32 value of a weight, which the optimizer updates
      copy         a master's value in f16 or bf16, which the forward and backward pass read
      join         CDDP_JOIN: a process enters a running job. cddp_ddp_join: a rank is out of data
-     _name        behind a full name: a name with its prefix, as in cddp_ddp_wait, _step
+     _name        after a full name: the same prefix and this name, as in cddp_ddp_wait, _step
 
    COMPILE OPTIONS, macros defined before the implementation:
      CDDP_STATIC   all public functions become static: a private copy for this file. With
@@ -181,11 +181,12 @@ extern "C" {
      usable   further calls on the group work
      broken   every further call on the group, on all ranks, returns this failure immediately
      either   broken if other ranks had begun the call, else usable
-   Two exceptions. If cddp_ddp_create, cddp_save or cddp_load fails, the group stays usable if all
-   ranks made the call, and no rank was lost or timed out. If cddp_ddp_ready, _next_shard, _wait,
-   _step, _reduce_scatter, _all_gather or _join fails, the model is broken: its collective calls
-   fail, on all ranks (elastic: on this one). (CDDP_UNSUPPORTED, and a _step in cddp_ddp_no_sync,
-   leave it usable.) With NCCL, or if a rank was lost, the group is broken too.
+   Exceptions. If cddp_ddp_create, cddp_save or cddp_load fails, the group stays usable if all ranks
+   made the call, and no rank was lost or timed out. If cddp_ddp_ready, _next_shard, _wait, _step,
+   _reduce_scatter, _all_gather or _join fails, the model is broken: its collective calls fail, on
+   all ranks (elastic: on this one). (CDDP_UNSUPPORTED, and a _step in cddp_ddp_no_sync, leave it
+   usable.) With NCCL, or if a rank was lost, the group is broken too. Groups of elastic jobs: see
+   the fine print.
 
    To continue, destroy what is broken, and create it anew. If a rank has died, number the ranks
    anew: rank and world_size in cddp_group_desc. */
@@ -199,7 +200,7 @@ extern "C" {
   X(CDDP_PEER_LOST, "peer lost")               /* broken: a rank died or left, as the text says */ \
   X(CDDP_MISMATCH, "ranks disagree")           /* broken: the text shows what differs */ \
   X(CDDP_UNAUTHORIZED, "unauthorized")         /* no group exists: wrong or missing secret */ \
-  X(CDDP_ABORTED, "aborted")                   /* broken: destroyed in use; too few ranks */ \
+  X(CDDP_ABORTED, "aborted")                   /* broken: destroyed in use; no majority */ \
   X(CDDP_UNSUPPORTED, "unsupported")           /* usable: not in this build or situation */ \
   X(CDDP_CUDA, "CUDA error")                   /* either */ \
   X(CDDP_NCCL, "NCCL error")                   /* broken */ \
@@ -448,8 +449,8 @@ CDDPDEF cddp_result cddp_test(cddp_work *w, bool *done);
      for (int i = 1; i >= 0; i--) TRY(cddp_ddp_ready(ddp, i)); // last layer first, as backward ends
      TRY(cddp_ddp_step(ddp, sgd));                      // mean over ranks, update, zero gradients
 
-   Buckets are reduced during the backward pass. Three cases reduce them after it: elastic models;
-   more shards than ranks; one host without GPUs, if the last step was a cddp_ddp_step.
+   Buckets are reduced during the backward pass; but after it in elastic models, with more shards
+   than ranks, and on one host without GPUs if the step before was a cddp_ddp_step.
 
    AN EXISTING TRAINER keeps its loop, its gradients and its optimizer. Set data, grad and count of
    each cddp_param to its arrays, and write instead of cddp_ddp_step:
@@ -505,8 +506,8 @@ typedef struct cddp_ddp_desc {
   double bucket_cap_mb;        /* MiB at which a bucket closes; 0 = 25 */
   double first_bucket_mb;      /* MiB of the first bucket; 0 = bucket_cap_mb if set, else 1 */
   bool find_unused_parameters; /* without cddp_ddp_ready a gradient counts as zero on this rank; a
-                                  parameter that is ready on no rank is not updated (by
-                                  cddp_optim_step: if its desc has ddp) */
+                                  parameter that is ready on no rank is not updated (in
+                                  cddp_optim_step: if the optimizer has ddp) */
   cddp_comm_hook comm_hook;    /* NULL = all_reduce with CDDP_AVG */
   void *comm_hook_data;        /* its user_data */
   cddp_param *buffers;         /* untrained arrays (running means), any dtype. Like params
@@ -588,11 +589,11 @@ CDDPDEF cddp_result cddp_ddp_sync_buffers(cddp_ddp *d);
 CDDPDEF bool cddp_ddp_used(const cddp_ddp *d, int param);
 
 /* UNEVEN INPUTS. Every rank calls it once an epoch, when the rank has no more data. The call then
-   takes part in the steps of the ranks that still have data (cddp_ddp_wait, _step and
-   _sync_buffers, no others), until every rank has called it. Each mean is over the ranks with data.
-   s is the loop's optimizer, or NULL. On return all ranks have the same weights, buffers, states
-   and learning rate of s. A comm_hook must be linear, h(kx) = k h(x): cddp multiplies its result by
-   world size / (ranks with data). Not with shards or elastic. Like PyTorch's
+   takes part in the other ranks' cddp_ddp_wait, _step and _sync_buffers, but in no other call of
+   theirs, until every rank has called it. Each mean is over the ranks with data. s is the loop's
+   optimizer, or NULL. On return all ranks have the same weights, buffers, states and learning rate
+   of s. A comm_hook must be linear, h(kx) = k h(x): cddp multiplies its result by world size /
+   (ranks with data). Not with shards or elastic. Like PyTorch's
    join(divide_by_initial_world_size=False). */
 CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_join(cddp_ddp *d, cddp_optim *s);
 
@@ -728,8 +729,8 @@ CDDP_CHECKED CDDPDEF cddp_result cddp_sgd_create(cddp_optim **out, cddp_param *p
 CDDP_CHECKED CDDPDEF cddp_result cddp_adamw_create(cddp_optim **out, cddp_param *params, int count,
                                                    const cddp_adamw_desc *desc);
 
-/* Updates all data by grad. Local. If the last step was a cddp_ddp_step, call cddp_ddp_wait first:
-   it gives the rank all states. */
+/* Updates all data by grad. Local. If the step before was a cddp_ddp_step, this step's
+   cddp_ddp_wait gives the rank all states. */
 CDDP_CHECKED CDDPDEF cddp_result cddp_optim_step(cddp_optim *s);
 CDDPDEF cddp_result cddp_optim_zero_grad(cddp_optim *s);         /* all gradients = 0. Local */
 CDDPDEF cddp_result cddp_optim_set_lr(cddp_optim *s, double lr); /* from the next step on */
@@ -884,9 +885,9 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
 
 /* The group for the program's own calls. It is the group of cddp_ddp_create, except in elastic
    models: there it has the model's present ranks, belongs to d, and changes when ranks are lost or
-   join. Ask for it in each step, at the same place on all ranks; one of them has cddp_rank 0 in it.
-   If one of its ranks is lost, its calls return CDDP_PEER_LOST, and training continues. NULL, with
-   a cddp_error, if the model has failed. */
+   join. Ask for it in each step, at the same place on all ranks. Its rank 0 can be any process. If
+   one of its ranks is lost, its calls return CDDP_PEER_LOST, and training continues. NULL, with a
+   cddp_error, if the model has failed. */
 CDDPDEF cddp_group *cddp_ddp_group(cddp_ddp *d);
 
 /* >>api-checkpoints -------------------------------------------------------------------------------
@@ -929,8 +930,8 @@ typedef struct cddp_checkpoint_desc {
   char *text;               /* load: memory for the values, which point into it */
   size_t text_size;         /* bytes */
   bool partial; /* load: params that the file lacks keep their values; other tensors are ignored */
-  cddp_ddp *ddp; /* its cddp_ddp_steps are saved, loaded; NULL = none. cddp_load refuses a file of
-                    another desc.shards, unless either is 0 */
+  cddp_ddp *ddp; /* its cddp_ddp_steps are saved, loaded; NULL = none. cddp_load refuses a file
+                    of other shards, unless the file's or the model's are 0 */
 } cddp_checkpoint_desc;
 
 /* Rank 0 writes its params (any dtype, each with a name), and what desc names, to a temporary file,
@@ -997,9 +998,9 @@ CDDPDEF cddp_result cddp_spawn(int (*fn)(int rank, void *arg), void *arg, int np
 /* cddp_spawn for elastic training: when a rank fails the others continue, and the rank is forked
    again, with CDDP_JOIN=1. If a rank fails before the elastic model exists, all ranks are ended and
    forked again. Both count as restarts. After max_restarts the others continue without the rank, or
-   (no model yet) the result is that of cddp_spawn. Once a rank has returned 0 no rank is forked
-   again, and the result is CDDP_OK. If all ranks that have the model die before that,
-   CDDP_PEER_LOST names the last one. */
+   (no model yet) the call fails as cddp_spawn. Once a rank has returned 0 no rank is forked again,
+   and the result is CDDP_OK. If all ranks that have the model die before that, CDDP_PEER_LOST names
+   the last one. */
 CDDPDEF cddp_result cddp_spawn_elastic(int (*fn)(int rank, void *arg), void *arg, int nprocs,
                                        int max_restarts);
 
@@ -1085,8 +1086,8 @@ CDDPDEF cddp_ddp *cddp_ddp_at(cddp_ddp *d, const char *file, int line);
    one operation at a time. Fine print: stores. */
 typedef struct cddp_store_desc {
   const char *init_method;  /* "tcp://host:port", "unix://name" or "file:///absolute/path" */
-  bool is_server;           /* tcp, unix: this process serves too, on a thread, at the addresses of
-                               `host`. Port 0: any, or one of CDDP_PORTS */
+  bool is_server;           /* tcp, unix: this process serves too, on a thread, at init_method's
+                               host. Port 0: any, or one of CDDP_PORTS */
   double timeout_s;         /* of each operation, and of connecting; 0 = CDDP_TIMEOUT_S, else 600 */
   const char *secret;       /* NULL = CDDP_SECRET, else none */
   cddp_allocator allocator;
@@ -1104,9 +1105,10 @@ CDDPDEF cddp_result cddp_store_get(cddp_store *s, const char *key, void *value, 
    the new value. If the value is not a number, the server closes the connection: CDDP_NETWORK. */
 CDDPDEF cddp_result cddp_store_add(cddp_store *s, const char *key, int64_t amount, int64_t *total);
 /* Stores desired if the value equals expected (expected_size 0: if key is absent). value[capacity]
-   and *size receive the value after the call (expected, if key is absent). *swapped: whether that
-   equals desired, even if another process stored it: elect by distinct values. If the value exceeds
-   capacity: CDDP_INVALID_ARGUMENT, but the call has been made, and *swapped and *size are set. */
+   and *size receive the key's new value (if it is still absent: expected). *swapped: whether it
+   equals desired, even if another process stored it; so in an election let each desired differ. If
+   the value exceeds capacity: CDDP_INVALID_ARGUMENT, but the call has been made, and *swapped and
+   *size are set. */
 CDDPDEF cddp_result cddp_store_compare_set(cddp_store *s, const char *key, const void *expected,
                                            size_t expected_size, const void *desired,
                                            size_t desired_size, void *value, size_t capacity,
@@ -1138,9 +1140,9 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    the failure, it can, when it continues, write to the call's gradients and cddp_alloc memory.
    Free such memory (cddp does not reuse it), and create the models that used it anew.
 
-   STOPPED JOBS. A whole job can be stopped for any time (by Slurm, or with its only machine).
-   If only some processes are stopped, the others get CDDP_TIMEOUT; one stopped machine of several
-   is lost (SEVERAL HOSTS).
+   STOPPED JOBS. To stop all of a job for any time (by Slurm, or with its only machine) does no
+   harm. If only some processes are stopped, the others get CDDP_TIMEOUT; one stopped machine of
+   several is lost (SEVERAL HOSTS).
 
    FORK AND EXEC. A forked child cannot use its parent's groups and stores. A forked data loader
    that calls cddp, or reads memory of cddp_alloc, gets SIGSEGV: give it a copy in malloc'ed memory.
@@ -1204,7 +1206,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    it differs between ranks: CDDP_MISMATCH.
 
    SHARED MEMORY. cddp_alloc allocates the memory immediately: if there is too little it returns
-   NULL, also with vm.overcommit_memory=2. Groups, models and the first collective that needs a
+   NULL, also with vm.overcommit_memory=2. Then groups, models and the first collective that needs a
    group's buffers (up to 512 KiB a rank) fail with CDDP_OUT_OF_MEMORY, never by SIGBUS. A cgroup's
    limit still kills the process. Elastic models free a lost rank's memory a step later: memory must
    suffice for one rank more. Huge pages need Linux 6.1, or "advise" in
@@ -1214,8 +1216,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    in different groups. cddp finds such a deadlock if each rank uses cddp from one thread, and has
    no comm_hook of its own. Otherwise, and between hosts, the deadlock ends in a time-out.
 
-   MESSAGES. If ranks are threads, a send of more than 64 KiB blocks until it is received. In a
-   group, at 128 unreceived messages to its host's ranks or 256 MiB of copies, a rank's next send
+   MESSAGES. If ranks are threads, a send of more than 64 KiB blocks until it is received. If 128
+   messages, or 256 MiB of copies, that a rank has sent to its host wait in a group, its next send
    without a handle blocks. Receives for one tag, also with CDDP_ANY, are served in the order of
    their calls. What the network to other hosts does not accept at once is sent in the rank's later
    calls of cddp: long computation delays it.
@@ -1258,8 +1260,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    Several hosts: if processes die, even all of a host, the others continue, down to the last rank.
    A host can still be alive if it does not answer for 20 s, or if all connections to it were reset,
    as by a firewall. Then the other ranks continue only if they are more than half of all ranks
-   (during a join: also more than half of old plus new ones). Otherwise they end with CDDP_ABORTED.
-   The same majority is needed if a host's last rank dies during another loss. So
+   (during a join also of the old and new ones together). Otherwise they end with CDDP_ABORTED.
+   So too if a host's last rank dies while another loss is handled. So
    a job never continues in two halves.
 
    Joins: a joining process asks the ranks on its host, and the rank that listens at
@@ -1267,16 +1269,16 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    (the one that did has died, and the others compute), the process fails with CDDP_PEER_LOST: start
    it again.
 
-   If all ranks at MASTER_ADDR are lost, set MASTER_ADDR to a host that has a rank. Under torchrun,
-   if its store has MASTER_PORT, join only on a host with a rank. If a job began on one host, only
+   If all ranks at MASTER_ADDR are lost, set MASTER_ADDR to a host that has a rank. If torchrun's
+   store listens at MASTER_PORT, join only on a host with a rank. If a job began on one host, only
    processes of that host can join it.
 
    Groups: use cddp_ddp_group. Calls on any other group with a lost rank, also on cddp_init's, fail:
    on its host with CDDP_PEER_LOST, on other hosts perhaps only with CDDP_TIMEOUT.
 
    Checkpoints: if a rank is lost during cddp_save, the old file can remain. If one is lost during
-   cddp_load, start the job again. After the last step no save follows that could replace it: there
-   each rank can save alone, with g NULL and its own path.
+   cddp_load, start the job again. After the last step no later save replaces the old file: each
+   rank can save alone then, with g NULL and its own path.
 
    LIMITS OF ELASTIC TRAINING.
      - Only the group of cddp_init or cddp_run_threads can have an elastic model, one at a time.
