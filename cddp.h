@@ -80,7 +80,7 @@
                    cuda_runtime.h and nccl.h (2.19 or later); link with -lnccl -lcublas too
      CDDP_MPI      backend "mpi": compile with mpicc; MPI carries large collectives
    and before every include of cddp.h:
-     CDDP_CHECKED  empty: no compiler warnings about ignored results
+     CDDP_CHECKED  define it empty: no compiler warnings about ignored results
      CDDP_NO_CALL_SITES   error texts without your source lines (>>api-diagnostics)
 
    REQUIREMENTS: Linux 5.3 or later, 64-bit, little-endian, gcc or clang. The declarations are C99
@@ -183,8 +183,8 @@ extern "C" {
      either   broken if other ranks had begun the call, else usable
    Exceptions. If cddp_ddp_create, cddp_save or cddp_load fails, the group stays usable if all ranks
    made the call, and no rank was lost or timed out. If cddp_ddp_ready, _next_shard, _wait, _step,
-   _reduce_scatter, _all_gather or _join fails, the model is broken: its collective calls fail, on
-   all ranks (elastic: on this one). (CDDP_UNSUPPORTED, and a _step in cddp_ddp_no_sync, leave it
+   _reduce_scatter, _all_gather or _join fails, the model is broken: its collective calls fail on
+   all ranks (elastic: only here). (CDDP_UNSUPPORTED, and a _step in cddp_ddp_no_sync, leave it
    usable.) With NCCL, or if a rank was lost, the group is broken too. Groups of elastic jobs: see
    the fine print.
 
@@ -535,7 +535,7 @@ CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_create(cddp_ddp **out, cddp_group *g, 
                                                  int count, const cddp_ddp_desc *desc);
 
 /* Frees the model, and gradients that cddp_ddp_create allocated: their pointers become NULL. Local;
-   NULL is fine. An optimizer created with ddp NULL can then step another model that has the same
+   NULL is fine. An optimizer whose desc.ddp is NULL can then step another model that has the same
    params array. If d was broken, that optimizer's states are reset. */
 CDDPDEF void cddp_ddp_destroy(cddp_ddp *d);
 
@@ -617,9 +617,9 @@ CDDPDEF cddp_result cddp_ddp_add_rows(cddp_ddp *d, int param, const int64_t *row
 CDDPDEF size_t cddp_ddp_rows(const cddp_ddp *d, int param, const int64_t **rows,
                              const void **values);
 
-/* _count: the number of buckets. _params: writes the indices of a bucket's parameters, at most
-   capacity; returns how many it has, -1 for a bad argument. After the first step the buckets change
-   once, to rank 0's order of cddp_ddp_ready. Local. */
+/* The number of buckets; and a bucket's parameters: writes at most capacity indices, returns how
+   many it has, -1 for a bad argument. After the first step the buckets change once, to rank 0's
+   order of cddp_ddp_ready. Local. */
 CDDPDEF int cddp_ddp_bucket_count(const cddp_ddp *d);
 CDDPDEF int cddp_ddp_bucket_params(const cddp_ddp *d, int bucket, int *params, int capacity);
 
@@ -797,7 +797,7 @@ CDDPDEF bool cddp_sampler_next(cddp_sampler *s, size_t *index);
    BatchSampler(DistributedSampler(data, shards, shard), size, drop_last=False). */
 CDDPDEF size_t cddp_sampler_batch(cddp_sampler *s, int shard, size_t batch, size_t size,
                                   size_t *indices);
-CDDPDEF void cddp_sampler_destroy(cddp_sampler *s); /* for an epoch that ends early; NULL is fine */
+CDDPDEF void cddp_sampler_destroy(cddp_sampler *s); /* frees an epoch left early; NULL is fine */
 
 /* >>api-shards ------------------------------------------------------------------------------------
 
@@ -1098,7 +1098,7 @@ CDDPDEF void cddp_store_destroy(cddp_store *s); /* NULL is fine */
 CDDPDEF int cddp_store_port(const cddp_store *s); /* the TCP port in use; 0 for a file */
 CDDPDEF cddp_result cddp_store_set(cddp_store *s, const char *key, const void *value, size_t size);
 /* Waits for key, then copies its value and sets *size to its length. If that exceeds capacity
-   nothing is copied: CDDP_INVALID_ARGUMENT. value NULL with capacity 0 asks for the length. */
+   nothing is copied: CDDP_INVALID_ARGUMENT. value NULL with capacity 0 only sets *size. */
 CDDPDEF cddp_result cddp_store_get(cddp_store *s, const char *key, void *value, size_t capacity,
                                    size_t *size);
 /* Adds amount to the decimal number at key (absent = 0) in one atomic step. *total, unless NULL, is
@@ -1161,7 +1161,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    MVAPICH2, flux run, jsrun and PALS (untested). If a job step starts two programs, give each a
    MASTER_PORT. On several hosts set MASTER_ADDR and MASTER_PORT, except with srun: its ranks
    connect at the step's first host, on a port derived from job and step. For other launchers export
-   RANK, WORLD_SIZE and the rest yourself, and OMP_NUM_THREADS (cddprun and cddp_spawn set it to 1).
+   RANK, WORLD_SIZE and the rest yourself, and OMP_NUM_THREADS (if unset, cddprun and cddp_spawn set
+   it to 1 for several ranks).
 
    torchrun and mpirun end the job when a rank dies. To replace ranks start a cddprun on each host
    (node1 is the first). With Slurm:
@@ -1266,8 +1267,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 
    Joins: a joining process asks the ranks on its host, and the rank that listens at
    MASTER_ADDR:MASTER_PORT. One rank of each host listens at MASTER_PORT. If none listens for 2 s
-   (the one that did has died, and the others compute), the process fails with CDDP_PEER_LOST: start
-   it again.
+   (it has died, and no other has taken over), the process fails with CDDP_PEER_LOST: start it
+   again.
 
    If all ranks at MASTER_ADDR are lost, set MASTER_ADDR to a host that has a rank. If torchrun's
    store listens at MASTER_PORT, join only on a host with a rank. If a job began on one host, only
