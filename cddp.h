@@ -1160,9 +1160,10 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    of srun and mpirun (Open MPI, MPICH) connect without a port. So should those of Intel MPI,
    MVAPICH2, flux run, jsrun and PALS (untested). If a job step starts two programs, give each a
    MASTER_PORT. On several hosts set MASTER_ADDR and MASTER_PORT, except with srun: its ranks
-   connect at the step's first host, on a port derived from job and step. For other launchers export
-   RANK, WORLD_SIZE and the rest yourself, and OMP_NUM_THREADS (if unset, cddprun and cddp_spawn set
-   it to 1 for several ranks).
+   connect at the step's first host, on a port derived from job and step.
+
+   For other launchers export RANK, WORLD_SIZE and the rest yourself, and OMP_NUM_THREADS (if unset,
+   cddprun and cddp_spawn set it to 1 for several ranks).
 
    torchrun and mpirun end the job when a rank dies. To replace ranks start a cddprun on each host
    (node1 is the first). With Slurm:
