@@ -16617,6 +16617,7 @@ static cddp_result cddp__optim_new(cddp_optim **out, const cddp__algorithm *algo
     optim->used = d->ddp->step.used;
     optim->sparse = d->ddp->rows.sparse;
   }
+  /* What must agree between ranks; lr can change. Never 0; bit 0 is cddp__add_sharing's. */
   optim->settings = cddp__hash64(0, &optim->desc.lr + CDDP__SETTING_FIXED,
                                  (CDDP__SETTING_COUNT - CDDP__SETTING_FIXED) * sizeof(double));
   optim->settings = cddp__hash64(optim->settings, scales, 2 * n * sizeof *scales);

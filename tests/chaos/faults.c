@@ -821,15 +821,16 @@ static void test_no_buffers(void) {
 
 /* A rank without memory for a connection accepts it later: no rank waits until the time-out. */
 static void test_accepted_later(void) {
-  int k;
+  int k, calls = 0;
   setenv("TEST_HOSTS", "ab", 1);
   for (k = 0; k < (RANKS_SLOW ? 1 : 4); k++) {
     prepare(2, false, false);
     job->first = true;
     job->timeout_s = 60;
-    for_every("collective, hosts", run_collective, k, MEMORY, ENOMEM, false);
+    calls += for_every("collective, hosts", run_collective, k, MEMORY, ENOMEM, false);
   }
   unsetenv("TEST_HOSTS");
+  CHECK(calls > (RANKS_SLOW ? 0 : 12)); /* on one host there are fewer */
 }
 
 static void test_tiny(void) { /* a byte a call */
@@ -1092,11 +1093,11 @@ static void test_elastic(void) {
 
 /* One send of a meeting fails: that rank and its peer make a new link, and no rank ends. */
 static void test_elastic_sends(void) {
-  static const int victims[] = {0, 1, JOINER}, errors[] = {ENOBUFS, ECONNRESET, EPIPE, ENOMEM};
+  static const int victims[] = {0, 1, JOINER}, errors[] = {ECONNRESET, EPIPE};
   int k, v, i, struck = 0;
   elastic->hosts = NULL;
   fault.calls = 1u << CALL_SENDMSG;
-  for (k = 0; k < (thorough ? 4 : 1); k++)
+  for (k = 0; k < (thorough ? 2 : 1); k++)
     for (v = 0; v < 3; v++) {
       uint32_t number = 1;
       bool more = true;
@@ -1171,9 +1172,9 @@ static int run_lost_calls(int size, const char *hosts, int call, int error) {
 }
 
 static void test_lost_calls(void) {
-  CHECK(run_lost_calls(3, "aab", CALL_SENDMSG, ENOBUFS) > 1);
-  CHECK(run_lost_calls(3, "abb", CALL_SENDMSG, ENOBUFS) > 1);
-  CHECK(run_lost_calls(3, "abc", CALL_SENDMSG, ENOBUFS) > 4);
+  CHECK(run_lost_calls(3, "aab", CALL_SENDMSG, ECONNRESET) > 1);
+  CHECK(run_lost_calls(3, "abb", CALL_SENDMSG, ECONNRESET) > 1);
+  CHECK(run_lost_calls(3, "abc", CALL_SENDMSG, ECONNRESET) > 4);
 }
 
 /* Who counts a living leader as lost since a connection failed reports to it when it calls. */

@@ -791,10 +791,10 @@ static bool strikes(int call, int error) {
   X(3, EIO, fstat, (int a, struct stat *b), (a, b), int, -1) \
   X(4, ENOMEM, malloc, (size_t a), (a), void *, NULL) \
   X(5, ENOMEM, calloc, (size_t a, size_t b), (a, b), void *, NULL) \
-  X(6, ENOBUFS, sendmsg, (int a, const struct msghdr *b, int c), (a, b, c), ssize_t, -1) \
-  X(7, ENOMEM, recvmsg, (int a, struct msghdr *b, int c), (a, b, c), ssize_t, -1) \
-  X(8, ENOBUFS, send, (int a, const void *b, size_t c, int d), (a, b, c, d), ssize_t, -1) \
-  X(9, ENOMEM, recv, (int a, void *b, size_t c, int d), (a, b, c, d), ssize_t, -1) \
+  X(6, ECONNRESET, sendmsg, (int a, const struct msghdr *b, int c), (a, b, c), ssize_t, -1) \
+  X(7, ECONNRESET, recvmsg, (int a, struct msghdr *b, int c), (a, b, c), ssize_t, -1) \
+  X(8, ECONNRESET, send, (int a, const void *b, size_t c, int d), (a, b, c, d), ssize_t, -1) \
+  X(9, ECONNRESET, recv, (int a, void *b, size_t c, int d), (a, b, c, d), ssize_t, -1) \
   X(10, EMFILE, epoll_create1, (int a), (a), int, -1) \
   X(11, ENOMEM, epoll_ctl, (int a, int b, int c, struct epoll_event *d), (a, b, c, d), int, -1) \
   X(12, EMFILE, eventfd, (unsigned a, int b), (a, b), int, -1) \
